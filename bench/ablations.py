@@ -17,8 +17,8 @@ from specker.runtime.round.drafter import ModelDrafter
 from specker.runtime.round.round import Round
 from specker.runtime.strategies.diffuspec import drafter as diffuspec
 from specker.runtime.strategies.diffuspec.drafter import DiffusionDrafter
-from specker.runtime.strategies.easyspec import drafter as easyspec
-from specker.runtime.strategies.easyspec.drafter import EasySpecDrafter
+from specker.runtime.strategies.easyspec import parallel as easyspec
+from specker.runtime.strategies.easyspec.parallel import EasySpecDrafter
 
 
 class Uncalibrated(EasySpecDrafter):

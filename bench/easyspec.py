@@ -24,7 +24,7 @@ from bench.e2e import Given, differing, joined, ours, prompts_of, row_of, share_
 from specker.model.decoder import forward, prefill
 from specker.runtime.engine import Engine
 from specker.runtime.strategies.draft.drafter import AutoregressiveDrafter
-from specker.runtime.strategies.easyspec.drafter import EasySpecDrafter, LayerParallel, Schedule
+from specker.runtime.strategies.easyspec.parallel import EasySpecDrafter, LayerParallel, Schedule
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from specker.runtime.strategies.easyspec.drafter import Schedule
+from specker.runtime.strategies.easyspec.parallel import Schedule
 
 Row = dict[str, Any]
 MAX_ROWS = 128

@@ -56,7 +56,7 @@ from specker.model.heads import HeadSpec, HeadWeights, ReadingHead
 from specker.model.sampling import Draws
 from specker.model.weights import Parameters
 from specker.options import Sampling
-from specker.runtime.round.lm_head import Head
+from specker.runtime.round.lm_head import LMHead
 from specker.zoo import real
 
 SHAPES = {  # E, O of each linear: qkv, o, gate_up, down, head
@@ -278,7 +278,7 @@ def chains(args: Args) -> list[dict[str, Any]]:
     draft = Model(source)
     head, slow = (ReadingHead(read, spec, parts, (draft.norm, draft.config.rms_norm_eps)) for _ in range(2))
     slow.model.stack = None
-    lm_head = Head(own.head[:KEPT], own.norm, source.config.rms_norm_eps)  # type: ignore[index]
+    lm_head = LMHead(own.head[:KEPT], own.norm, source.config.rms_norm_eps)  # type: ignore[index]
     lm_head.token_ids = kept
     greedy = Draws.one(Sampling())
     ways: dict[str, Callable[[], Any]] = {}

@@ -14,9 +14,10 @@ from specker.runtime import loop
 from specker.runtime.control.policy import Budget, Fixed, Outcome, Policy
 from specker.runtime.control.stats import BlockStats
 from specker.runtime.round import state as states
-from specker.runtime.round.drafter import Drafter
+from specker.runtime.round.batch import Batch, Shape
+from specker.runtime.round.drafter import Accepted, Drafter
 from specker.runtime.round.graphs import Graphs
-from specker.runtime.round.round import Round, Shape
+from specker.runtime.round.round import Round
 
 
 def new_round(
@@ -38,7 +39,7 @@ def new_round(
     state.write(0, request)
     draws = Draws.of([request.sampling], state.draw, fixed)
     lengths, shape = state.length if fixed else [len(text)], Shape(1, budget, fixed, draws=draws.kind)
-    return Round([request], state, shape, draws, lengths, Graphs(), confident=request.policy.confident)
+    return Round(Batch([request], state, shape, draws, lengths, Graphs(), confident=request.policy.confident))
 
 
 @torch.inference_mode()
@@ -48,9 +49,9 @@ def draft(drafter: Drafter, *args: Any, **more: Any) -> Round:
     if not len(drafter.cache.slot_of):  # an engine's cache, whose sequences take their pages at admission
         drafter.cache.take(0, drafter.cache.capacity)
     if drafter.cache.exact_len == [0]:
-        drafter.prefill(0, r.requests[0].text)
-    r.taps = drafter.reads(r.budget)
-    r.draft = drafter.draft(r)
+        drafter.advance(r.requests, r.batch.budget)
+    r.batch.aux_layers = drafter.reads(r.batch.budget)
+    r.draft = drafter.propose(r.batch)
     return r
 
 
@@ -63,26 +64,24 @@ def fresh(engine: Any) -> None:
 
 
 def tokens(r: Round) -> list[int]:
-    return r.window[0, 1 : r.draft.size + 1].tolist()
+    return r.batch.window[0, 1 : r.draft.size + 1].tolist()
 
 
 def parents(r: Round) -> list[int]:
-    return r.state.parents[0, : r.draft.size].tolist() if r.draft.tree else list(range(r.draft.size))
+    return r.batch.state.parents[0, : r.draft.size].tolist() if r.draft.tree else list(range(r.draft.size))
 
 
 def accept(drafter: Drafter, r: Round, path: list[int], token: int) -> list[int]:
     """Accept the rows `path` followed by the target's `token`; returns the text."""
     text = r.requests[0].text
-    text += [int(r.window[0, row]) for row in path[1:]] + [token]
-    drafter.observe(r, 0, path)
+    text += [int(r.batch.window[0, row]) for row in path[1:]] + [token]
+    drafter.accept(r.batch, r.draft, Accepted([path], [tokens(r)], {}, None))
     return text
 
 
-def outcome(
-    drafted: int, accepted: int, confidence: tuple[float, ...] = (), found: BlockStats | None = None
-) -> Outcome:
+def outcome(drafted: int, accepted: int, confidence: tuple[float, ...] = (), note: BlockStats | None = None) -> Outcome:
     """The outcome of a chain."""
-    return Outcome(drafted, list(range(accepted + 1)), list(confidence), found)
+    return Outcome(drafted, list(range(accepted + 1)), list(confidence), note)
 
 
 def apart(model: Model, cache: KVCache, text: list[int], length: int, slot: int = 0) -> float:

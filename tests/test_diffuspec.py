@@ -228,8 +228,8 @@ def test_chunks_continue_while_guesses_are_confident(family):
     engine = load(family, cps="off", policy="chunk", chunk="3:0")
     drafter, text = engine.drafter, [5, 9, 40, 11]
     drafter.prefill = lambda slot, text: None  # one pass over the text and the first masks
-    r = draft(drafter, text, Budget(255, 8, block=3), policy=Chunks(255, 8, block=3, threshold=0.0))
-    assert r.draft.size == 8 and r.draft.found[0].passes == 3
+    r = draft(drafter, text, Budget(255, 8, extra=(3,)), policy=Chunks(255, 8, block=3, threshold=0.0))
+    assert r.draft.size == 8 and r.draft.note(0).passes == 3
     model, drafted = oracle(Path(family["dream"][1]), torch.float64), tokens(r)
     # All passes in one: (tokens, masks, first position). A row sees the tokens of earlier passes and its whole pass.
     passes = [(text, 3, 0), (drafted[:3], 3, 4), (drafted[3:6], 2, 7)]
@@ -252,8 +252,8 @@ def test_chunks_continue_while_guesses_are_confident(family):
     least = []
     policy = Chunks(255, 8, block=3)
     policy.keep_drafting = lambda confidence: least.append(confidence) or len(least) < 2
-    again = draft(drafter, text, Budget(255, 8, block=3), policy=policy)
-    assert again.draft.size == 6 and tokens(again) == drafted[:6] and again.draft.found[0].passes == 2
+    again = draft(drafter, text, Budget(255, 8, extra=(3,)), policy=policy)
+    assert again.draft.size == 6 and tokens(again) == drafted[:6] and again.draft.note(0).passes == 2
     sure = guessed(engine, text, 3).exp().amax(1)
     assert least[0] == pytest.approx(float(sure.min()))
 
@@ -288,7 +288,7 @@ def test_the_search_ranks_by_both_models_and_the_noise(family, temperature):
     assert STOP not in tokens(r), "a stop token won: choose another text for this test"
     assert tuple(tokens(r)) == max(best, key=best.get)
     if not temperature:  # otherwise scores are known only up to a constant per position
-        assert r.draft.found[0].score == pytest.approx(max(best.values()) / 3, rel=1e-5)
+        assert r.draft.note(0).score == pytest.approx(max(best.values()) / 3, rel=1e-5)
 
 
 def test_a_stop_token_in_the_lattice_ends_path_and_text(family):
@@ -318,10 +318,10 @@ def test_adaptive_length_follows_the_formula():
     rng = np.random.default_rng(0)
     for _ in range(60):
         generated, accepted = int(rng.integers(0, 31)), int(rng.integers(0, 31))
-        rule.observe(outcome(30, accepted, found=BlockStats(generated)))
+        rule.observe(outcome(30, accepted, note=BlockStats(generated)))
         gen, acc = 0.5 * gen + 0.5 * generated, 0.5 * acc + 0.5 * accepted
         assert rule.budget().depth == min(max(int(np.floor(gen)) + 10 * (acc >= gen), 20), 30)
-    rule.observe(outcome(0, 0, found=BlockStats(9)))  # a round without a draft changes nothing
+    rule.observe(outcome(0, 0, note=BlockStats(9)))  # a round without a draft changes nothing
     assert rule.generated == pytest.approx(gen)
     assert AdaptiveLength(2, 9).budget().depth == 9
 
@@ -334,7 +334,7 @@ def test_a_request_does_not_depend_on_the_one_before(family):
 
 def test_chunks_continue_above_the_threshold():
     rule = Chunks(255, 32, block=4, threshold=0.5)
-    assert rule.budget() == Budget(255, 32, block=4) and rule.confident
+    assert rule.budget() == Budget(255, 32, extra=(4,)) and rule.confident
     assert rule.keep_drafting(0.5) and not rule.keep_drafting(0.49)
 
 

@@ -21,9 +21,9 @@ from specker.model.decoder import Final, Model, forward, prefill
 from specker.options import Sampling
 from specker.runtime import strategies
 from specker.runtime.control.policy import Budget
-from specker.runtime.round.lm_head import Head
+from specker.runtime.round.lm_head import LMHead
 from specker.runtime.strategies.draft.drafter import AutoregressiveDrafter
-from specker.runtime.strategies.easyspec.drafter import EasySpecDrafter, LayerParallel, Schedule
+from specker.runtime.strategies.easyspec.parallel import EasySpecDrafter, LayerParallel, Schedule
 
 F64 = torch.float64
 ARCHITECTURES = {"llama": {}, "qwen2": {"tied": True}, "qwen3": {}, "llama-bias": {"attention_bias": True}}
@@ -143,7 +143,7 @@ def test_groups_of_one_are_the_layers_in_sequence(checkpoints, name):
 def test_rows_are_repeated_once_a_forward_and_only_for_groups(checkpoints, monkeypatch):
     calls = []
     monkeypatch.setattr(
-        "specker.runtime.strategies.easyspec.drafter.repeat_rows", lambda *args: calls.append(1) or repeat_rows(*args)
+        "specker.runtime.strategies.easyspec.parallel.repeat_rows", lambda *args: calls.append(1) or repeat_rows(*args)
     )
     for groups, count in ((((0,), (1, 2, 3), (4, 5), (6,)), 1), (tuple((n,) for n in range(7)), 0)):
         model, cache, parallel = loaded(checkpoints["llama"], groups)
@@ -192,7 +192,7 @@ def test_a_schedule_holds_every_layer_once(groups):
 
 
 def test_neighbours_in_one_storage_are_not_copied():
-    from specker.runtime.strategies.easyspec.drafter import _in_one
+    from specker.runtime.strategies.easyspec.parallel import _in_one
 
     stacked = torch.arange(24.0).view(4, 3, 2)
     view = _in_one([stacked[1], stacked[2], stacked[3]])
@@ -241,7 +241,7 @@ def kernels(monkeypatch):
         "model.decoder.row_linear": linear,
         "model.decoder.tree_attention": attention,
         "model.decoder.residual_merge": merge._launch,
-        "runtime.strategies.easyspec.drafter.repeat_rows": lambda *args: Repeated(*repeat._launch(*args)),
+        "runtime.strategies.easyspec.parallel.repeat_rows": lambda *args: Repeated(*repeat._launch(*args)),
         "runtime.head.vocab_topk": topk,
         "model.cache.kv_commit": kv._launch_commit,
     }.items():
@@ -285,7 +285,7 @@ def test_calibrated_columns_are_bit_for_bit_the_sequential_ones_under_the_kernel
     folder = make(tmp_path, layers=4, max_context=64, hidden=32, heads=2, kv_heads=1, ffn=32, vocab=64)
     model, plain = (tiny_model(folder, kernels) for _ in range(2))
     cache, sequential = tiny_cache(model), tiny_cache(plain)
-    head = Head(model.head, model.norm, model.config.rms_norm_eps)
+    head = LMHead(model.head, model.norm, model.config.rms_norm_eps)
     parallel = LayerParallel(model, cache, Schedule(((0, 1), (2, 3))))
     drafter = EasySpecDrafter(model, cache, head, parallel, width)
     text, fuzzy = PROMPT[:3], None
@@ -497,6 +497,6 @@ def test_mutation_merged_in_the_wrong_order(checkpoints, monkeypatch):
         steps = [(group, kv, flipped(batch) if len(group.mlps) > 1 else batch) for group, kv, batch in steps]
         return run(model, steps, hidden)
 
-    monkeypatch.setattr("specker.runtime.strategies.easyspec.drafter.run_layers", swapped)
+    monkeypatch.setattr("specker.runtime.strategies.easyspec.parallel.run_layers", swapped)
     with pytest.raises(AssertionError):
         test_the_fuzzy_pass_follows_the_paper(checkpoints, "llama", ((0,), (1, 2, 3, 4), (5,), (6,)))

@@ -22,8 +22,8 @@ from specker.model.config import layer_elements
 from specker.model.decoder import Model, forward
 from specker.model.rows import begin
 from specker.model.sampling import GREEDY
-from specker.runtime.round.lm_head import Head
-from specker.runtime.strategies.easyspec.drafter import LayerParallel, Schedule
+from specker.runtime.round.lm_head import LMHead
+from specker.runtime.strategies.easyspec.parallel import LayerParallel, Schedule
 
 ROOT = Path(__file__).parents[1]
 # Memory and links move one byte per microsecond; layers of 48 and 96 elements in groups 0, 1-4, 5.
@@ -218,7 +218,10 @@ def test_launches_equal_the_recorded_ones(tmp_path, name):
 
         i, m = Inputs(), replace(SHAPES[name.lower()], layers=6)
         length, tokens = torch.tensor([2000]), torch.zeros(1, 12, dtype=torch.int64)
-        head, tree = Head(model.head, model.norm, 1e-5), (*torch.zeros(2, 1, 24, dtype=torch.int64), torch.zeros(1, 24))
+        head, tree = (
+            LMHead(model.head, model.norm, 1e-5),
+            (*torch.zeros(2, 1, 24, dtype=torch.int64), torch.zeros(1, 24)),
+        )
         for work, beyond in ((verify, i.verify_launches), (level, i.draft_launches)):
             work()  # creates the constants
             log.clear()

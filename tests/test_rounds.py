@@ -31,7 +31,7 @@ from specker.runtime.engine import fixed_shapes
 from specker.runtime.loop import Loop
 from specker.runtime.round.drafter import Draft
 from specker.runtime.round.graphs import Graphs
-from specker.runtime.round.lm_head import Head
+from specker.runtime.round.lm_head import LMHead
 from specker.runtime.round.round import Round, Shape, launch
 from specker.runtime.round.state import Request, State
 from specker.runtime.strategies.draft.drafter import AutoregressiveDrafter
@@ -518,7 +518,7 @@ def test_two_launches_outside_the_forwards(tmp_path, kind, outside, n):
         sizes = {"wide": 2048, "vocab": 128256, "columns": 4096}
         state = State.empty(target.dtype, target.device, sequences=n, rows=depth + 1, **sizes)
         sequences = [Request(i, [5], 9, kind, Fixed(depth, depth)) for i in range(n)]
-        draws, head, graphs = Draws.of([kind], state.draw, True), Head(draft.head, draft.norm, 1e-5), Graphs()
+        draws, head, graphs = Draws.of([kind], state.draw, True), LMHead(draft.head, draft.norm, 1e-5), Graphs()
         drafter = AutoregressiveDrafter(draft, caches[1], head, depth=depth)
 
         def round_():

@@ -20,7 +20,7 @@ from specker.checkpoints.architectures import ARCHITECTURES
 from specker.checkpoints.buffers import activations, final_norm, norms_of
 from specker.checkpoints.checkpoint import DTYPES, Checkpoint, folder_of
 from specker.checkpoints.parse import parse_config
-from specker.integrations.drafts import no_weights, read_sizes
+from specker.integrations.target import no_weights, read_sizes
 from specker.model.config import CheckpointError, ModelConfig
 from specker.model.weights import Rope, Weights
 

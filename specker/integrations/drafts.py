@@ -4,9 +4,9 @@ The engine passes the whole text of every request at every step. It does not say
 row of the batch, so a request is recognised by its text. Texts that continue a known text are matched first, then texts
 that share most of a known text that no other one continues. All requests of a step share one batched draft.
 
-A drafter that reads the target (`Drafts.taps`) also needs the target's hidden rows of each text. The engine passes
-those of a text's last columns; the drafter keeps what it made of the columns before. If columns between are missing,
-nothing is drafted for this text.
+A drafter that reads the target (`Drafts.aux_layers`) also needs the target's hidden rows of each text. The engine
+passes those of a text's last columns; the drafter keeps what it made of the columns before. If columns between are
+missing, nothing is drafted for this text.
 
 The draft model's K/V comes from a pool of pages. If the pool is full, the least recently used requests lose their
 pages. A request that gets no pages gets no draft.
@@ -15,46 +15,30 @@ On a GPU a draft has a fixed shape where it can, and is a CUDA graph from its se
 texts, since the slots beyond may hold other requests, whose K/V must not be written.
 """
 
-import logging
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
 from itertools import count, product
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoConfig
 
-from specker import zoo
-from specker.checkpoints import checkpoint
-from specker.checkpoints.buffers import served
-from specker.checkpoints.checkpoint import Checkpoint, folder_of, read_config
-from specker.checkpoints.parse import eos_ids, read_json, reason
+from specker.checkpoints.checkpoint import Checkpoint
+from specker.integrations.target import drafter_for
 from specker.kernels.cpu import native
-from specker.model.cache import Lengths
-from specker.model.config import CheckpointError, LayerSpec, ModelConfig
 from specker.model.device import current
-from specker.model.memory import CacheMemory
-from specker.model.sampling import Draws, pack
-from specker.model.weights import Weights
-from specker.options import MAX_BATCH, Sampling
+from specker.model.sampling import pack
+from specker.options import Sampling
 from specker.runtime import strategies
-from specker.runtime.control.auto import AcceptanceHistory
-from specker.runtime.control.choose import Chooser
-from specker.runtime.control.costs import Costs
-from specker.runtime.control.policy import AUTO, Outcome
-from specker.runtime.engine import draft_cost
-from specker.runtime.load import device_of, drafting, dtype_of, family_of
-from specker.runtime.loop import KV_BUCKETS
-from specker.runtime.round.drafter import CATCH_UP_ROWS
+from specker.runtime.batches import Batches
+from specker.runtime.control.policy import Outcome
+from specker.runtime.draft_runner import DraftRunner
+from specker.runtime.round.batch import Batch
+from specker.runtime.round.drafter import Accepted, Draft
 from specker.runtime.round.graphs import Graphs
-from specker.runtime.round.round import Round, Shape
 from specker.runtime.round.state import Request, State
-from specker.runtime.strategies.base import LOOKAHEAD, DraftContext, PolicyContext
 
-log = logging.getLogger(__name__)
 GREEDY = Sampling()
 
 
@@ -84,88 +68,44 @@ class Drafts:
         Raises TypeError for an unknown option, and ValueError for a strategy without a drafter of its own, for draft
         trees, and for checkpoints that do not fit together.
         """
-        if not 1 <= requests < MAX_BATCH:
-            raise ValueError(f"requests must be between 1 and {MAX_BATCH - 1}, got {requests}")
-        if options.get("tree") is not None or options.get("cps") == "tree":
-            raise ValueError("another engine verifies one path of each request: leave out draft trees")
-        if options.get("policy") is None and strategies.options(strategy=strategy, **options).policy == AUTO:
-            options["policy"] = "fixed"  # the engine does not say what its verify passes cost
-        o = strategies.options(  # the last slot is a spare one
-            strategy=strategy, batch_size=requests + 1, kv_tokens=kv_tokens, max_context=max_context, **options
+        self.source = found = drafter_for(
+            target,
+            draft,
+            strategy,
+            device=device,
+            dtype=dtype,
+            requests=requests,
+            max_context=max_context,
+            kv_tokens=kv_tokens,
+            **options,
         )
-        parts, where = strategies.of(o), device_of(device)
-        name = target.folder if isinstance(target, Checkpoint) else target
-        if parts.self_drafting or not parts.drafts:
-            raise ValueError(f"strategy {strategy!r} does not draft for another engine: use one with its own drafter")
-        if draft is not None and not parts.needs_draft:
-            raise ValueError(f"strategy {strategy!r} uses no draft checkpoint: leave out draft")
-        config = target.config if isinstance(target, Checkpoint) else read_sizes(target, max_context)
-        if parts.reads_target and not parts.needs_draft and not config.num_heads:
-            raise ValueError(
-                f"strategy {strategy!r} needs a target that specker's decoder runs, not {config.architecture}"
-            )
-        if draft is None and parts.needs_draft:
-            zoo.require_for(config)
-        family, source = zoo.family_of(config), draft
-        if source is None and parts.needs_draft and family is not None:
-            source = family.drafts.get(parts.name)
-        if source is None and parts.needs_draft:
-            raise ValueError(f"strategy {strategy!r} needs a draft checkpoint for {name}: pass draft")
-        own = None if source is None or parts.reads_target else read_config(source)
-        kind = dtype_of(dtype)
-        if dtype is None and where.type == "cpu" and not (own is not None and served(own)):
-            kind = torch.float32
-        if isinstance(target, Checkpoint):
-            main = target
-        elif parts.reads_target or (own is not None and own.shares):
-            main = checkpoint.read(target, dtype=kind, device=where, max_context=max_context, layers=False)
-        else:
-            main = Checkpoint(config, no_weights(where), folder_of(target, weights=False))
-        if own is not None and own.shares:
-            family = family_of(main)
-        if draft is None and parts.needs_draft and family is None:
-            raise ValueError(f"strategy {strategy!r} needs a draft checkpoint for {name}: pass draft")
-        o = parts.with_defaults(o, family)
-        notes: dict[str, str] = {}
-        side, kept = drafting(main, source, o, kind, name, family, notes)
-        for sentence in notes.values():
-            log.warning(sentence)
-        if side is not None:
-            o = parts.with_draft(o, side)
-            memory = CacheMemory((side.config,), side.weights.norm.dtype, where, o.page_size, LOOKAHEAD)
-            o = replace(o, kv_tokens=memory.pool(o.batch_size, kv_tokens)[0])
-        drafter = strategies.drafter(DraftContext(o, main, None, None, side, kept, family))
-        assert drafter is not None
-        self.drafter, self.width = drafter, config.hidden_size
-        known = AcceptanceHistory(Costs(lambda budget: draft_cost(budget, main, side, 0.0)))
-        gpu = where.type == "cuda"
-        self.fixed = gpu and kind != torch.float64 if o.graphs is None else o.graphs == "on"
-        self.device, self._graphs = where, Graphs(where if self.fixed and gpu else None)
-        self._chooser = Chooser(known.costs, learns=False)
-        self.policies = PolicyContext(o, config.num_layers, family, known, 0.0, where.type == "cpu")
-        self.limit = config.max_context
-        largest, model = strategies.plan(self.policies).largest, drafter.model
+        self.drafter, self.policies, self.device, self.fixed = found.drafter, found.policies, found.device, found.fixed
+        self.limit, self.width = found.config.max_context, found.config.hidden_size
+        largest, model, cache = strategies.plan(self.policies).largest, self.drafter.model, self.drafter.cache
         self.rows = largest.nodes + 1  # of a window; also tokens that a draft of fixed shape forwards
         self.state = State.empty(
             torch.float32 if model is None else model.dtype,
-            where,
+            self.device,
             sequences=requests + 1,
             rows=self.rows,
             wide=0 if model is None else model.config.hidden_size,
             vocab=0,  # the engine has the logits
             columns=self.limit if self.fixed else 0,  # only drafts of fixed shape read texts on the device
         )
+        self.graphs = Graphs(self.device if self.fixed and self.device.type == "cuda" else None)
+        self._batches = Batches(self.state, [] if cache is None else [cache], self.graphs, largest, self.limit)
+        assert self.policies.history is not None
+        self._runner = DraftRunner(self.drafter, self.policies.history, largest, learns=False)
         self._slots: list[Request | None] = [None] * (requests + 1)
         self._used: dict[Request, int] = {}  # the last step that had a request's text
         self._step, self._numbers = 0, count()
-        self._round: Round | None = None  # the last round
-        self._tokens: list[list[int]] = []  # tokens that the last round drafted
+        self._last: tuple[Batch, Draft, list[list[int]]] | None = None  # the last draft, with its tokens
 
     @property
-    def taps(self) -> tuple[int, ...]:
+    def aux_layers(self) -> tuple[int, ...]:
         """The depths whose hidden rows `draft` takes: depth n is the input of the target's layer n, or the output of
         its last layer before the final norm. Empty if the drafter reads none."""
-        return self.drafter.taps
+        return self.drafter.aux_layers
 
     @torch.inference_mode()
     def draft(
@@ -177,11 +117,11 @@ class Drafts:
     ) -> list[list[int]]:
         """One batched draft: for each text a chain of up to `most` tokens, perhaps none. texts: prompt and output of
         each request so far. `sampling`: of each request, if the engine draws with specker's noise (kernels/sample.py);
-        default: the drafts are the draft model's most probable tokens. `rows`, if there are `taps`: of each text, depth
-        -> [T, E], the target's hidden rows of the T tokens before the last one: all tokens that are new since the last
-        step, or more. Raises ValueError if there are `taps` and no rows."""
-        if self.taps and rows is None:
-            raise ValueError(f"this drafter reads the target's hidden rows at the depths {self.taps}: pass rows")
+        default: the drafts are the draft model's most probable tokens. `rows`, if there are `aux_layers`: of each text,
+        depth -> [T, E], the target's hidden rows of the T tokens before the last one: all tokens that are new since the
+        last step, or more. Raises ValueError if there are `aux_layers` and no rows."""
+        if self.aux_layers and rows is None:
+            raise ValueError(f"this drafter reads the target's hidden rows at the depths {self.aux_layers}: pass rows")
         self._step += 1
         drafts: list[list[int]] = [[] for _ in texts]
         chosen: dict[int, Request] = {}
@@ -189,12 +129,11 @@ class Drafts:
             for i, sequence in self._matched(texts).items():
                 sequence.sampling = GREEDY if sampling is None else sampling[i]
                 length = len(sequence.text)
-                left = min(most, self.limit - length, self.drafter.left(length))
-                if left <= 0 or not self._has_memory(sequence, length + most):
+                if min(most, self.limit - length) <= 0 or not self._has_memory(sequence, length + most):
                     continue
                 if rows is None or self._knows(sequence, rows[i]):
                     chosen[i] = sequence
-            self._round = None
+            self._last = None
             if chosen:
                 sequences = list(chosen.values())
                 for slot, sequence in enumerate(sequences):
@@ -209,13 +148,13 @@ class Drafts:
         which only the longer one allows a draft of fixed shape, so that no request waits for a compiler or for the
         capture of these graphs."""
         for n, length in product((1, len(self._slots) - 1), (2, min(2 * most + 2, self.limit - most))):
-            rows = {depth: torch.zeros(length - 1, self.width, device=self.device) for depth in self.taps}
-            for _ in range(self._graphs.passes):
+            rows = {depth: torch.zeros(length - 1, self.width, device=self.device) for depth in self.aux_layers}
+            for _ in range(self.graphs.passes):
                 self.draft([[0] * length] * n, most, rows=[rows] * n)
             for sequence in [s for s in self._slots if s is not None]:
                 self._release(sequence)
-        self._graphs.warmed()
-        self._round = None
+        self.graphs.warmed()
+        self._last = None
 
     # --- requests
 
@@ -246,17 +185,21 @@ class Drafts:
     def _observe(self, before: dict[Request, int]) -> None:
         """Compare the last drafts with the tokens that the engine added, before any slot changes. `before`: the texts'
         lengths at those drafts."""
-        if (r := self._round) is None:
+        if self._last is None:
             return
-        for slot, sequence in enumerate(r.requests):
-            if sequence not in before or not (drafted := self._tokens[slot]):
-                continue
-            known = before[sequence]
-            path = list(range(_common(drafted, sequence.text[known:]) + 1))
-            sequence.policy.observe(Outcome(len(drafted), path, [each[slot] for each in r.draft.confidence]))
-            self.drafter.observe(r, slot, path)
-            if r.fixed:  # the engine may have added more tokens than a round of specker's would
-                self._truncate(slot, known + len(path) - 1)
+        batch, draft, drafted = self._last
+        paths: list[list[int]] = []
+        for slot, request in enumerate(batch.requests):
+            grown = request.text[before[request] :] if request in before and drafted[slot] else None
+            paths.append([] if grown is None else list(range(_common(drafted[slot], grown) + 1)))
+            if paths[-1]:
+                confidence = [each[slot] for each in draft.confidence]
+                request.policy.observe(Outcome(len(drafted[slot]), paths[-1], confidence))
+        if not self.aux_layers:  # otherwise the engine passes the hidden rows of all new tokens
+            self.drafter.accept(batch, draft, Accepted(paths, drafted, {}, None))
+        for slot, path in enumerate(paths):
+            if path and batch.fixed:  # the engine may have added more tokens than a round of specker's would
+                self._truncate(slot, before[batch.requests[slot]] + len(path) - 1)
 
     def _admitted(self, text: list[int], held: list[Request]) -> Request | None:
         """A new sequence. It takes over the K/V of the sequence in `held` with the longest common beginning, if that is
@@ -272,7 +215,9 @@ class Drafts:
             slot = free
         policy = strategies.policy(self.policies)
         sequence = self._slots[slot] = Request(next(self._numbers), text, self.limit, GREEDY, policy)
-        behind = self.drafter.ahead if self.taps else 0  # a column that reads the next token is computed anew
+        behind = (
+            self.drafter.tokens_ahead if self.aux_layers else 0
+        )  # a column that reads the next token is computed anew
         self._truncate(slot, max(0, min(shared, len(text) - 1) - behind))
         self.drafter.reset(slot)
         return sequence
@@ -321,16 +266,16 @@ class Drafts:
     def _knows(self, sequence: Request, rows: Mapping[int, Tensor]) -> bool:
         """Give the drafter the target's rows (`draft`) of the columns that it lacks. False if some are missing."""
         cache, drafter = self.drafter.cache, self.drafter
-        if not self.taps or cache is None:
+        if not self.aux_layers or cache is None:
             return True
         slot = self._slots.index(sequence)
         first, end = cache.exact_len[slot], len(sequence.text) - 1
-        held = {depth: rows[depth][max(0, len(rows[depth]) - (end - first)) :] for depth in self.taps}
+        held = {depth: rows[depth][max(0, len(rows[depth]) - (end - first)) :] for depth in self.aux_layers}
         if any(len(x) < end - first for x in held.values()):
             return False
         if first < end:
             own = self.state.hidden.dtype
-            drafter.prefilled(slot, sequence, first, {n: x.to(self.device, own) for n, x in held.items()})
+            drafter.read(slot, sequence, first, {n: x.to(self.device, own) for n, x in held.items()})
         return True
 
     def _swap(self, a: int, b: int) -> None:
@@ -347,45 +292,30 @@ class Drafts:
 
     def _drafted(self, sequences: list[Request], most: int) -> list[list[int]]:
         """Draft for the sequences in slots 0..n-1."""
-        n, policies = len(sequences), [s.policy for s in sequences]
-        state, lengths = self.state.first(n), [len(s.text) for s in sequences]
-        self.drafter.announce(sequences)
-        budget = self._chooser.choose(policies, sum(self.limit - length for length in lengths))
-        prices = self._chooser.prices(policies, budget) if policies[0].may_skip_drafting and budget.nodes else ()
-        for p in policies:
-            p.taken(budget, prices)
-        left = max(min(self.limit - length, self.drafter.left(length)) for length in lengths)
-        budget = budget.clip(budget.nodes, min(most, left))
-        fixed = self.fixed and all(self.drafter.fixed(length, budget) for length in lengths)
-        draws = Draws.of([s.sampling for s in sequences], state.draw, fixed)
-        if draws.kind != "greedy":
-            for slot, sequence in enumerate(sequences):
-                state.draw[slot] = pack(sequence.sampling)
+        n, state, lengths = len(sequences), self.state, [len(s.text) for s in sequences]
+        budget, _ = self._runner.shape(sequences)
+        offer = self._runner.offer
+        room = [max(0, min(most, self.limit - length)) for length in lengths]
+        if offer.room:
+            room = [min(each) for each in zip(room, offer.room, strict=True)]
+        if not any(room):
+            return [[] for _ in room]
+        budget = budget.clip(budget.nodes, max(room))
+        fixed = self.fixed and self._runner.fixes(budget)
+        if any(s.sampling.temperature > 0 for s in sequences):
+            for slot, request in enumerate(sequences):
+                state.draw[slot] = pack(request.sampling)
         state.window[:n, 0] = torch.tensor([s.text[-1] for s in sequences])
-        self._see(0)
-        self._prefill(sequences, self.rows if fixed else CATCH_UP_ROWS)
         if fixed:
             self._send(sequences)
-        shape = Shape(n, budget, fixed, self._see(max(lengths) + most) if fixed else 0, draws.kind)
-        where: Lengths = state.length if fixed else lengths
-        r = Round(sequences, state, shape, draws, where, self._graphs, policies[0].confident)
-        r.graphs.counters.reset()
+        batch = self._batches.make(sequences, budget, fixed, n, most)
+        self.graphs.counters.reset()
         with self._threads():
-            r.draft = self.drafter.draft(r)
-        self._round, drafted = r, [r.draft.count(slot) for slot in range(n)]
-        fits = [max(0, min(count, most, self.limit - length)) for count, length in zip(drafted, lengths, strict=True)]
-        host = state.window[:, 1 : r.draft.size + 1].cpu()
-        rows_of, r.host["draft"] = host.tolist(), host
-        self._tokens = [tokens[:count] for tokens, count in zip(rows_of, fits, strict=True)]
-        return self._tokens
-
-    def _see(self, columns: int) -> int:
-        """Limit attention to the smallest KV bucket with `columns`; 0 for all columns. Returns the bucket."""
-        if (cache := self.drafter.cache) is None:
-            return 0
-        bucket = next((b for b in KV_BUCKETS if 0 < columns <= b < cache.capacity), cache.capacity)
-        cache.bucket(bucket)
-        return bucket
+            draft = self._runner.draft(batch)
+        rows = state.window[:n, 1 : draft.size + 1].tolist()
+        tokens = [row[: max(0, min(draft.count(slot), room[slot]))] for slot, row in enumerate(rows)]
+        self._last = batch, draft, tokens
+        return tokens
 
     def _send(self, sequences: list[Request]) -> None:
         """Copy the lengths of the texts in slots 0, 1, .. and the last tokens, which a draft of fixed shape forwards
@@ -399,17 +329,6 @@ class Drafts:
             lengths, tails, columns = (x.pin_memory().to(device, non_blocking=True) for x in (lengths, tails, columns))
         state.length[:n] = lengths
         state.committed[:n].scatter_(1, columns, tails)
-
-    def _prefill(self, sequences: list[Request], most: int) -> None:
-        """Prefill new parts of texts of more than `most` tokens."""
-        model, cache = self.drafter.model, self.drafter.cache
-        if model is None or cache is None:
-            return
-        for slot, sequence in enumerate(sequences):
-            known, length = cache.exact_len[slot], len(sequence.text)
-            # A diffusion drafter's prompt must not see masks. Other short prompts share the first forward.
-            if length - known > most or not (known or model.config.causal):
-                self.drafter.prefill(slot, sequence.text)
 
     def _threads(self) -> AbstractContextManager[Any]:
         """Context manager for a draft: with compiled kernels, torch's operators run in one thread."""
@@ -427,46 +346,3 @@ def _common(a: Sequence[int], b: Sequence[int]) -> int:
     """The length of the common beginning of two texts."""
     shorter = min(len(a), len(b))
     return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), shorter)
-
-
-def read_sizes(target: str | Path, max_context: int | None) -> ModelConfig:
-    """The target's config. For an architecture that specker's decoder lacks, or for quantised weights, only the
-    vocabulary, the number of layers, the hidden size, the positions and the stop ids are known. Raises
-    CheckpointError."""
-    try:
-        return read_config(target, max_context=max_context)
-    except CheckpointError:
-        folder = folder_of(target, weights=False)
-        raw = read_json(folder / "config.json")
-    try:
-        hf = AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True).get_text_config()
-        sizes = hf.vocab_size, hf.hidden_size, hf.num_hidden_layers, hf.max_position_embeddings
-    except Exception as error:  # validation raises several types; a config may lack a field
-        raise CheckpointError(f"{folder / 'config.json'} lacks the model's sizes ({reason(error)})") from error
-    vocab, hidden, layers, positions = sizes
-    return ModelConfig(
-        architecture=str((raw.get("architectures") or ["unknown"])[0]),
-        vocab_size=vocab,
-        hidden_size=hidden,
-        num_layers=layers,
-        num_heads=0,
-        num_kv_heads=0,
-        head_dim=0,
-        intermediate_size=4 * hidden,
-        rms_norm_eps=0.0,
-        layer=LayerSpec(),
-        tied=False,
-        causal=True,
-        shifted_logits=True,
-        mask_token_id=None,
-        max_context=min(max_context or positions, positions),
-        eos_ids=eos_ids(folder, raw),
-        bos_id=None,
-    )
-
-
-def no_weights(device: torch.device) -> Weights:
-    none = torch.empty(0, device=device)
-    names = ["embed", "qkv", "o", "gate_up", "down", "norm_in", "norm_post", "norm", "head"]
-    absent = dict.fromkeys(["qkv_bias", "q_norm", "k_norm", "o_bias", "gate_up_bias", "down_bias"])
-    return Weights(**dict.fromkeys(names, none), **absent, ropes=())  # type: ignore[arg-type]

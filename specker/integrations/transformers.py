@@ -291,7 +291,7 @@ class Generate:
     def _verify(self, call: _Call) -> Any:
         """The prompts with their new tokens, [B, S + new], or a GenerateDecoderOnlyOutput with them."""
         drafts = self._drafts_for(call)
-        with _Tapped(call.model, () if drafts is None else drafts.taps) as tapped:
+        with _Tapped(call.model, () if drafts is None else drafts.aux_layers) as tapped:
             return self._rounds(call, drafts, tapped)
 
     def _rounds(self, call: _Call, drafts: Drafts | None, tapped: "_Tapped") -> Any:
@@ -394,7 +394,7 @@ class _Draws:
 
 
 class _Tapped:
-    """The hidden rows of a model at some depths (`Drafts.taps`), kept by hooks within a `with` block."""
+    """The hidden rows of a model at some depths (`Drafts.aux_layers`), kept by hooks within a `with` block."""
 
     def __init__(self, model: Any, depths: tuple[int, ...]):
         """Raises ValueError if there are depths, and the model's layers are not found."""

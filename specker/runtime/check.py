@@ -77,7 +77,7 @@ def gap(loop: Loop, ids: list[int], plain: int, other: int, sampling: Sampling) 
     """(distance of two tokens' (perturbed) logits after `ids`, how far rounding could move them)."""
     model, cache = loop.target, loop.cache
     loop.clear(forget=True)
-    loop.see(0)
+    loop.batches.see(0)
     cache.take(0, len(ids) + 1)
     prefill(model, cache, ids[:-1])
     rows = cache.after([len(ids) - 1], [1])

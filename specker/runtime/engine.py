@@ -86,10 +86,10 @@ class Engine:
         if strategy.self_drafting and ranks is not None:  # a measured time differs by rank: take rank 0's
             head_cost = float(ranks.first(torch.tensor([head_cost], dtype=torch.float64, device=model.device)))
         prior = memoised(lambda budget: draft_cost(budget, self.target, self.draft, head_cost))
-        known = AcceptanceHistory(Costs(prior, memoised(lambda rows: pass_elements(self.target.config, rows))))
+        history = AcceptanceHistory(Costs(prior, memoised(lambda rows: pass_elements(self.target.config, rows))))
         # On a GPU a token's probability is a host read. Ranks that draft together must end a draft at the same token.
         reads = not gpu and (ranks is None or (ranks.drafting == 1 and not strategy.every_rank))
-        self.policies = PolicyContext(o, self.target.config.num_layers, self.family, known, head_cost, reads)
+        self.policies = PolicyContext(o, self.target.config.num_layers, self.family, history, head_cost, reads)
         self.plan = strategies.plan(self.policies)
         self.loop = Loop(
             model,
@@ -98,7 +98,7 @@ class Engine:
             self.plan.largest,
             fixed,
             Graphs(model.device if fixed and gpu else None),
-            known,
+            history,
             o.batch_size,
             LOOKAHEAD,
             o.prefix_cache,

@@ -83,7 +83,7 @@ def emitted(r: Round, slot: int, path: list[int], tokens: list[int], known: set[
                 stop = i
                 break
     ended = known is not None and bool(tokens) and tokens[-1] not in known
-    lost = ended and not r.budget.part and len(path) - 1 < r.draft.depth
+    lost = ended and not r.batch.budget.part and len(path) - 1 < r.draft.depth
     if stop is not None:
         del request.text[len(request.text) - len(tokens) + stop + 1 :]
         tokens = tokens[: stop + 1]

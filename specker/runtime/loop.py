@@ -18,22 +18,21 @@ from torch import Tensor
 from specker.kernels.cpu import native
 from specker.model.cache import KVCache
 from specker.model.decoder import Model, prefill, prefill_alignment, prefill_chunk
-from specker.model.sampling import Draws
+from specker.runtime.batches import Batches
 from specker.runtime.control.auto import AcceptanceHistory
 from specker.runtime.control.choose import NONE
 from specker.runtime.control.policy import Budget
-from specker.runtime.drafting import BEHIND, Drafting, account
+from specker.runtime.draft_runner import BEHIND, DraftRunner, account
 from specker.runtime.events import Event, cancelled, emitted
 from specker.runtime.ranks.dist import Ranks
 from specker.runtime.record import record
-from specker.runtime.round.drafter import Drafter
+from specker.runtime.round.drafter import Accepted, Drafter
 from specker.runtime.round.graphs import Graphs
-from specker.runtime.round.round import Round, Shape, collect, launch, send
+from specker.runtime.round.round import Round, collect, launch, send
 from specker.runtime.round.state import Request, State
 from specker.runtime.round.synthetic import agreements, spread
 from specker.runtime.slots import Slots
 
-KV_BUCKETS = tuple(1024 * 4**n for n in range(6))  # columns that attention may see in captured rounds
 AT_ONCE = 2048  # tokens of prompts that a step prefills if nothing decodes meanwhile
 STALL = 2.5  # rounds that prefills may take between two rounds while other requests decode
 LEAST, UNKNOWN = 4, 32  # rows of a prompt that a step prefills then: the fewest, and before anything was measured
@@ -50,7 +49,7 @@ class Loop:
     largest: Budget  # of the policies' drafts
     fixed: bool  # whether rounds have fixed shapes where they can (`--graphs on`)
     graphs: Graphs
-    known: AcceptanceHistory  # what rounds cost and drafts achieve, for the policies
+    history: AcceptanceHistory  # what rounds cost and drafts achieve, for the policies
     size: int  # requests that decode at once
     lookahead: int  # columns of a sequence beyond its text
     prefixes: str = "off"  # which K/V of earlier texts a request takes over (slots.py)
@@ -66,16 +65,14 @@ class Loop:
     host_seconds: float = field(init=False, default=0.0)  # that it took to launch those
     finished: int = field(init=False, default=0)  # rounds
     _usual: list[float] = field(init=False, default_factory=lambda: [0.0, 0.0])  # rounds of fixed shape, their seconds
-    _views: dict[int, State] = field(init=False, default_factory=dict)  # of the first slots
     _tables: dict[int, Tensor] = field(init=False, default_factory=dict)  # synthetic acceptance by seed
     _row_seconds: float = field(init=False, default=0.0)  # of a prompt's prefill, smoothed
     _round_seconds: float = field(init=False, default=0.0)  # smoothed
     _chain: bool = field(init=False, default=False)  # whether the last round was of fixed shape and drafted
 
     def __post_init__(self) -> None:
-        model = self.target if self.drafter is None or self.drafter.model is None else self.drafter.model
-        config = self.target.config
-        taps = 0 if self.drafter is None else len(self.drafter.taps)
+        drafter = self.drafter or Drafter()
+        model, config = drafter.model or self.target, self.target.config
         self._compiled = all(m.stack is not None for m in (self.target, model))
         self.state = State.empty(
             self.target.dtype,
@@ -85,21 +82,19 @@ class Loop:
             wide=model.config.hidden_size,
             vocab=len(self.target.head),  # the rank's share of a split model
             columns=config.max_context,
-            taps=(taps, config.hidden_size),
+            aux=(len(drafter.aux_layers), config.hidden_size),
             synthetic=self.acceptance is not None,
         )
-        prefix_alignment = prefill_alignment(self.target)
-        # What a round looks at and writes beyond the text. A KV bucket without these columns within the context is
-        # left out.
-        self.written_ahead = 2 * (self.largest.depth + 1) + self.largest.nodes
-        sizes = self.size, self.lookahead, self.prefixes, prefix_alignment, self.written_ahead
+        alignment = prefill_alignment(self.target)
+        own = [] if drafter.cache is None or drafter.cache is self.cache else [drafter.cache]
+        self.batches = Batches(self.state, [self.cache, *own], self.graphs, self.largest, config.max_context)
+        sizes = self.size, self.lookahead, self.prefixes, alignment, self.batches.lookahead
         self.slots = Slots(self.cache, self.drafter, self.state, *sizes)
-        self.buckets = (*(b for b in KV_BUCKETS if b + self.written_ahead < config.max_context), self.cache.capacity)
-        self._bucket = 0
-        self.drafting = None
+        self.runner = None
         if self.drafter is not None:
-            chunk, captures = prefill_chunk(self.target) if prefix_alignment > 1 else UNKNOWN, self.graphs.capture
-            self.drafting = Drafting(self.drafter, self.known, self.largest, chunk, self.ranks, captures)
+            chunk = prefill_chunk(self.target) if alignment > 1 else UNKNOWN
+            captures = self.graphs.capture
+            self.runner = DraftRunner(self.drafter, self.history, self.largest, chunk, self.ranks, captures)
 
     @property
     def active(self) -> list[Request]:
@@ -118,7 +113,7 @@ class Loop:
 
     def clear(self, forget: bool = False) -> None:
         """Drop all requests; with `forget` also the K/V of earlier texts, which something else may have overwritten."""
-        self._bucket = -1
+        self.batches.forget_bucket()
         self.waiting.clear()
         while self.pending:
             collect(self.pending.popleft())
@@ -137,7 +132,7 @@ class Loop:
         start = time.perf_counter()
         while not any(s.finished for s in self.active):
             ahead = sum(r.draft.size + 1 for r in self.pending)
-            if len(self.pending) >= self._deep or (self.pending and not self.pending[-1].fixed):
+            if len(self.pending) >= self._deep or (self.pending and not self.pending[-1].batch.fixed):
                 break
             if all(len(s.text) + len(self.pending) >= s.limit for s in self.active):
                 break  # the pending rounds end every text
@@ -192,13 +187,13 @@ class Loop:
         if waits or not self.fixed:
             return 1
         request = self.active[0]
-        return 1 if request.drafting and self.drafting is not None and self.drafting.synchronous(request) else 2
+        return 1 if request.drafting and self.runner is not None and self.runner.synchronous(request) else 2
 
     @property
     def _known_ids(self) -> set[int] | None:
         """The ids of a trimmed head."""
         head = None if self.drafter is None else self.drafter.head
-        return None if head is None else head.known
+        return None if head is None else head.draftable
 
     # --- prompts
 
@@ -234,9 +229,9 @@ class Loop:
         return max(LEAST, min(whole, int(share * self._round_seconds / self._row_seconds)))
 
     def _begin(self, request: Request) -> None:
-        self._bucket = -1  # another loop may share the caches
+        self.batches.forget_bucket()
         self.slots.begin(request)
-        self.slots.idle.discard(self.slots.prefill_slot)
+        self.batches.idle.discard(self.slots.prefill_slot)
 
     def _prefill(self, most: int) -> int:
         """Prefill up to `most` tokens of the prompt at hand, to the end of a chunk. Returns their number."""
@@ -244,16 +239,16 @@ class Loop:
         assert request is not None
         begun, end = self.cache.exact_len[slot], len(request.text) - 1
         count = min(end - begun, most - (begun % most if self.slots.prefix_alignment > 1 else 0))
-        taps = self.drafter.taps if self.drafter is not None and request.drafting else ()
+        aux_layers = self.drafter.aux_layers if self.drafter is not None and request.drafting else ()
         if count:
-            self.see(0)
+            self.batches.see(0)
             tokens = request.text[begun : begun + count]
             with self.threads() if self.slots.prefix_alignment == 1 else nullcontext():
-                rows = prefill(self.target, self.cache, tokens, taps, count, count, slot)
+                rows = prefill(self.target, self.cache, tokens, aux_layers, count, count, slot)
             request.stats.prompt += count
-            if taps and self.drafter is not None:
+            if aux_layers and self.drafter is not None:
                 with self.threads():
-                    self.drafter.prefilled(slot, request, begun, rows)
+                    self.drafter.read(slot, request, begun, rows)
         if request.on_progress is not None:
             request.on_progress(begun + count, end)
         if begun + count == end:
@@ -261,9 +256,10 @@ class Loop:
                 end // self.slots.prefix_alignment * self.slots.prefix_alignment if request.prefixes != "all" else 0
             )
             self.slots.activate(self._agrees(request))
+            self.batches.idle.discard(len(self.active) - 1)
             self._chain = False
-            if request.drafting and self.drafting is not None:
-                self.drafting.chooser.admitted()
+            if request.drafting and self.runner is not None:
+                self.runner.chooser.admitted()
         seconds = time.perf_counter() - start
         request.stats.seconds["prefill"] += seconds
         request.stats.wall += seconds
@@ -283,15 +279,6 @@ class Loop:
 
     # --- rounds
 
-    def see(self, columns: int) -> int:
-        """Limit attention to the smallest KV bucket with `columns`; 0 for all columns. Returns the bucket."""
-        bucket = next((b for b in self.buckets if b >= columns), self.cache.capacity) if columns else 0
-        if bucket != self._bucket:
-            self._bucket = bucket
-            for cache in self.slots.caches:
-                cache.bucket(bucket or cache.capacity)
-        return bucket
-
     def threads(self) -> AbstractContextManager[Any]:
         """Context manager for a round's launch and its results: with compiled kernels, which bring their own threads,
         torch's operators run in one."""
@@ -301,26 +288,25 @@ class Loop:
         """Launch a round of the active requests. `ahead`: tokens that pending rounds may add to each text. None if
         rounds are pending and the host must know the texts' lengths."""
         began, requests = time.perf_counter(), self.active
-        drafting = self.drafting if requests[0].drafting else None
+        runner = self.runner if requests[0].drafting else None
         guides = [s.guide for s in requests if s.guide is not None]
-        forced = drafting is not None and len(guides) == len(requests) and all(guide.forced for guide in guides)
-        budget, reason = (NONE, "") if drafting is None or forced else drafting.shape(requests)
-        fixed = self.fixed and not guides and (drafting is None or drafting.fixes(requests, budget))
+        forced = runner is not None and len(guides) == len(requests) and all(guide.forced for guide in guides)
+        budget, reason = (NONE, "") if runner is None or forced else runner.shape(requests)
+        fixed = self.fixed and not guides and (runner is None or runner.fixes(budget))
         if ahead and (not fixed or (budget.nodes and not self._chain)):
             return None  # a drafter that missed tokens must first know them
-        if not fixed and drafting is not None:
-            budget = drafting.clipped(requests, budget)
+        if not fixed and runner is not None:
+            budget = runner.clipped(requests, budget)
         r = self.new_round(budget, fixed, ahead)
         r.forced = forced
-        r.traced = self.trace is not None and any(s.traced for s in requests)
-        if drafting is not None:
-            r.confident = requests[0].policy.confident
-            r.reason, r.trial = reason, drafting.chooser.trial and reason != BEHIND
-            r.price = 0.0 if self.ranks is not None else drafting.price(requests, budget)
+        r.batch.traced = self.trace is not None and any(s.traced for s in requests)
+        if runner is not None:
+            r.reason, r.trial = reason, runner.chooser.trial and reason != BEHIND
+            r.price = 0.0 if self.ranks is not None else runner.price(requests, budget)
             if self.spreads:
                 r.instead = self.spread(budget.nodes)
         late = self.graphs.late
-        launch(r, self.target, self.cache, None if drafting is None else drafting.drafter)
+        launch(r, self.target, self.cache, None if runner is None else runner.drafter)
         send(r, self.target)
         for request in requests if self.graphs.late > late else ():
             request.stats.captures += self.graphs.late - late
@@ -331,19 +317,8 @@ class Loop:
         return r
 
     def new_round(self, budget: Budget, fixed: bool, ahead: int = 0) -> Round:
-        """A round of the active requests; one of fixed shape is padded to a power of two of slots."""
-        n = len(self.active)
-        padded = min(self.size, 1 << (n - 1).bit_length()) if fixed else n
-        state = self._views.get(padded) or self._views.setdefault(padded, self.state.first(padded))
-        for slot in set(range(n, padded)) - self.slots.idle:  # set up once: a copy from the host would block
-            self.state.idle(slot, self.largest.depth + 1)
-            self.slots.idle.add(slot)
-        longest = max(len(s.text) for s in self.active) + ahead
-        bucket = self.see(longest + self.written_ahead) if fixed else self.see(0)
-        draws = Draws.of([s.sampling for s in self.active], state.draw, fixed)
-        lengths = state.length if fixed else [len(s.text) for s in self.active]
-        shape = Shape(padded, budget, fixed, bucket, draws.kind)
-        return Round(list(self.active), state, shape, draws, lengths, self.graphs)
+        """A round of the active requests."""
+        return Round(self.batches.make([*self.active], budget, fixed, self.size, ahead))
 
     def spread(self, count: int) -> Tensor:
         """[n, count] int64: for each active request's next round tokens from all over the vocabulary."""
@@ -358,17 +333,16 @@ class Loop:
 
     def finish(self, r: Round) -> list[tuple[Request, list[int], list[int]]]:
         """Wait for a round, extend the texts and update policies and the drafter. Returns (request, path, tokens)."""
-        each, drafter = collect(r), self.drafter if r.requests[0].drafting else None
+        each, runner = collect(r), self.runner if r.requests[0].drafting else None
         start, n, launched = time.perf_counter(), len(r.requests), sum(r.seconds.values())
-        if r.fixed:
+        if r.batch.fixed:
             self._usual[0] += 1
             self._usual[1] += launched
-        r.usual = self.usual if self.fixed else None
         if self.slots.filling is None:  # after a chunk of a prompt a round takes longer: the caches hold other data
             self._round_seconds += (NEW if self._round_seconds else 1.0) * (launched - self._round_seconds)
-        if self.drafting is not None and self.slots.prefix_alignment == 1:
-            self.drafting.stall = STALL / len(self.slots.caches) * self._round_seconds
-        out = []
+        if self.runner is not None and self.slots.prefix_alignment == 1:
+            self.runner.stall = STALL / len(self.slots.caches) * self._round_seconds
+        out, grown = [], []
         for slot, (request, (path, tokens)) in enumerate(zip(r.requests, each, strict=True)):
             left = request.limit - len(request.text)  # a draft of fixed shape may go beyond the end
             path, tokens = path[:left], tokens[:left]
@@ -376,20 +350,20 @@ class Loop:
                 count = request.guide.follow(tokens)
                 path, tokens = path[:count], tokens[:count]
             out.append((request, path, tokens))
-            if not tokens or request.finished:
-                continue
-            request.text += tokens
-            self.cache.exact_len[slot] = len(request.text) - 1
-            if drafter is not None:
-                drafter.observe(r, slot, r.draft.own(slot, path))
-        if drafter is not None and r.taps:
-            drafter.learn(r, [path for _, path, _ in out])
-        for slot, (request, path, tokens) in enumerate(out):
-            if tokens and not request.finished:
+            grown.append(path if tokens and not request.finished else [])
+            if grown[-1]:
+                request.text += tokens
+                self.cache.exact_len[slot] = len(request.text) - 1
+        if runner is not None:
+            drafted = r.host["draft"].tolist() if r.draft.observed else []
+            accepted = Accepted(grown, drafted, r.seconds, self.usual if self.fixed else None)
+            runner.drafter.accept(r.batch, r.draft, accepted)
+        for slot, path in enumerate(grown):
+            if path:
                 account(r, slot, path)
         r.seconds["commit"] = time.perf_counter() - start - r.seconds.get("watch", 0.0)
-        if drafter is not None and self.drafting is not None:
-            self.drafting.learn(r, sum(len(r.draft.own(slot, path)) for slot, (_, path, _) in enumerate(out)))
+        if runner is not None:
+            runner.learn(r, sum(len(r.draft.own(slot, path)) for slot, (_, path, _) in enumerate(out)))
         for request in r.requests:
             for stage, spent in r.seconds.items():
                 request.stats.seconds[stage] += spent / n

@@ -35,7 +35,7 @@ def record(
         "path": path,
         "tokens": tokens,
         "last": last,
-        "exit": r.budget.exit,
+        "exit": r.batch.budget.exit,
         "sequences": len(r.requests),
         "seconds": {stage: r.seconds.get(stage, 0.0) for stage in SPANS},
     }
@@ -46,6 +46,6 @@ def record(
         row["probability"] = confidence[:N]
     if known is not None and request.drafting:
         row["outside"] = [n for n, token in enumerate(tokens) if token not in known]
-    if draft.found:
-        row["diffusion"] = asdict(draft.found[slot])
+    if (note := draft.note(slot)) is not None:
+        row["diffusion"] = asdict(note)
     return row

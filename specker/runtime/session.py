@@ -20,7 +20,7 @@ from specker.runtime.control.policy import Fixed, Policy
 from specker.runtime.detokenize import Detokenizer
 from specker.runtime.events import Event
 from specker.runtime.loop import Loop
-from specker.runtime.round.constrain import Grammars, Guide
+from specker.runtime.round.grammars import Grammars, Guide
 from specker.runtime.round.state import Request
 from specker.runtime.text import Prompt
 

@@ -43,7 +43,6 @@ class Slots:
         )
         self.active: list[Request] = []
         self.filling: Request | None = None  # its prompt is being prefilled
-        self.idle: set[int] = set()  # slots without a sequence that rounds may run over
         for cache in self.caches:
             cache.release(0)
 
@@ -97,7 +96,6 @@ class Slots:
         request, self.filling, slot = self.filling, None, len(self.active)
         if self.prefill_slot != slot:
             self._move(self.prefill_slot, slot, request)
-        self.idle.discard(slot)
         self.active.append(request)
         self.state.write(slot, request, agrees)
         self._remember(slot, request)
@@ -142,11 +140,11 @@ class Slots:
         if self.drafter is None or not self.drafter.keeps_prefix or not request.drafting:
             return [target, None]
         own = self.caches[1].prefixes.match(text)
-        if not self.drafter.taps:
+        if not self.drafter.aux_layers:
             return [target, own]
         # The drafter can compute no column without the target's rows, which only a prefill has, and a column may depend
         # on later tokens, too: both caches take over the same columns.
-        common = min(target.columns, max(0, own.columns - self.drafter.ahead))
+        common = min(target.columns, max(0, own.columns - self.drafter.tokens_ahead))
         target = self.cache.match(text[:common], prefix_alignment)
         return [target, self.caches[1].prefixes.match(text[: target.columns])]
 

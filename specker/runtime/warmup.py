@@ -14,7 +14,7 @@ from specker.options import Params, Sampling
 from specker.runtime.control.choose import NONE
 from specker.runtime.control.policy import Budget, Fixed, Policy
 from specker.runtime.loop import Loop
-from specker.runtime.round.drafter import Draft
+from specker.runtime.round.drafter import Draft, Resume
 from specker.runtime.round.round import accept, collect, launch, send, verify
 from specker.runtime.round.state import Request
 from specker.runtime.round.synthetic import spread
@@ -51,9 +51,9 @@ def warm_up(
     if loop.graphs.capture:  # torch's linears in a prefill are slow on their first call, for a first and a later chunk
         for length in (PREFILL_CHUNK // 4, PREFILL_CHUNK + PREFILL_CHUNK // 2):
             _decode(session, min(length, loop.target.config.max_context - 2), 2, True)
-    loop.known.clear()  # of what the first rounds took, which compiled, and of the drafts for these texts
-    if loop.drafting is not None:
-        loop.drafting.chooser.clear()
+    loop.history.clear()  # of what the first rounds took, which compiled, and of the drafts for these texts
+    if loop.runner is not None:
+        loop.runner.chooser.clear()
     with session.alone():
         if loop.drafter is not None and policy().may_skip_drafting:
             measure(loop, (*plan.budgets, *policy().budgets()) or (loop.largest,), policy().confident)
@@ -87,9 +87,8 @@ def warm_rounds(
         for kv in cache.kv:
             kv.zero_()  # finite K/V gives finite logits and valid ids
     todo: list[Callable[[], None]] = []
-    lengths = [
-        max(min(b, loop.target.config.max_context) - loop.written_ahead, loop.largest.depth + 1) for b in loop.buckets
-    ]
+    most, ahead = loop.target.config.max_context, loop.batches.lookahead
+    lengths = [max(min(b, most) - ahead, loop.largest.depth + 1) for b in loop.batches.buckets]
     sizes = [n for n in (1 << i for i in range(9)) if n < 2 * loop.size]
     for n, (before, length) in itertools.product(sizes, itertools.pairwise((0, *lengths))):
         n = min(n, loop.size)
@@ -113,7 +112,7 @@ def measure(loop: Loop, budgets: Sequence[Budget], confident: bool) -> None:
     many as fit into about LIMIT seconds. `budgets`: shapes whose ways to draft are timed; `confident`: as in
     `warm_rounds`."""
     start, most = time.perf_counter(), loop.largest.depth
-    ways = dict.fromkeys(replace(b, nodes=1, depth=1, taps=()) for b in budgets if b.nodes)
+    ways = dict.fromkeys(replace(b, nodes=1, depth=1, extra=()) for b in budgets if b.nodes)
     sizes = dict.fromkeys(min(size, most) for size in SIZES)
     for n, size in itertools.product(sorted({1, loop.size}), sizes):
         if len(loop.active) != n and not _admitted(loop, n):
@@ -140,19 +139,19 @@ def _admitted(loop: Loop, n: int) -> bool:
 def _time(loop: Loop, budget: Budget, confident: bool) -> None:
     """Learn the costs of rounds with drafts of this size: of each stage the shortest time, since interruptions only
     lengthen it. The first of several rounds does not count."""
-    drafter, costs, n = loop.drafter, loop.known.costs, len(loop.active)
+    drafter, costs, n = loop.drafter, loop.history.costs, len(loop.active)
     assert drafter is not None
     own = drafter.cache if drafter.cache is not loop.cache else None
-    fixed = loop.fixed and (not budget.nodes or drafter.fixed(MEASURED, budget))
+    fixed = loop.fixed and (not budget.nodes or drafter.prepare(loop.active).fixes(budget))
     rounds, began = [], time.perf_counter()
     instead = loop.spread(budget.nodes) if loop.target.config.layer.experts is not None else None
     for repeat in range(MANY + 1):
         # As before a first draft; then as after a round of which nothing was accepted. A drafter that reads the target
         # never lacks the prompt.
-        if own is not None and not drafter.taps:
+        if own is not None and not drafter.aux_layers:
             own.exact_len[:n] = [0 if repeat < 2 else MEASURED - 1] * n
         r = loop.new_round(budget, fixed)
-        r.confident = confident and not budget.part
+        r.batch.confident = confident and not budget.part
         r.instead = instead
         with loop.threads():
             launch(r, loop.target, loop.cache, drafter)
@@ -191,12 +190,12 @@ def _text(ids: list[int], sampling: Sampling) -> Request:
 def _on_the_host(loop: Loop, sampling: Sampling, confident: bool) -> None:
     """A round that the host places, such as a text's first: other forms of the kernels than captured rounds use."""
     length = loop.largest.depth + 2
-    if length + loop.written_ahead > loop.target.config.max_context:
+    if length + loop.batches.lookahead > loop.target.config.max_context:
         return
     _texts(loop, 1, length, sampling)
     if all(cache.extend(0, loop.slots.columns(length)) for cache in loop.slots.caches):
         r = loop.new_round(loop.largest, False)
-        r.confident = confident
+        r.batch.confident = confident
         launch(r, loop.target, loop.cache, loop.drafter)
     loop.clear()
 
@@ -204,15 +203,19 @@ def _on_the_host(loop: Loop, sampling: Sampling, confident: bool) -> None:
 def _drafted(loop: Loop, n: int, before: int, length: int, sampling: Sampling, budget: Budget, confident: bool) -> None:
     """Run a whole round for the longest text in the KV bucket (before, length] that allows a draft of fixed shape."""
     assert loop.drafter is not None
-    there = length
-    while there > before and not loop.drafter.fixed(there, budget):
+    drafter, there = loop.drafter, length
+
+    def fixes(length: int) -> bool:
+        return drafter.prepare([_text([0] * length, sampling)] * n).fixes(budget)
+
+    while there > before and not fixes(there):
         there -= max(1, (there - before) // 64)
-    if there <= before or not loop.drafter.fixed(there, budget):
+    if there <= before:
         return
     _texts(loop, n, there, sampling)
     for _ in range(loop.graphs.passes):
         r = loop.new_round(budget, True, length - there)
-        r.confident = confident
+        r.batch.confident = confident
         launch(r, loop.target, loop.cache, loop.drafter)
 
 
@@ -222,8 +225,8 @@ def _exits(loop: Loop, n: int, length: int, budgets: Sequence[Budget]) -> None:
     for budget in budgets:
         for _ in range(loop.graphs.passes):
             r = loop.new_round(budget, True)
-            r.draft = Draft(budget.depth)
-            r.draft.hidden = r.exits[:, : budget.depth]
+            rows = Resume.memory(r.batch)[:, : budget.depth]
+            r.draft = Draft(budget.depth, resume=Resume(budget.exit, rows))
             verify(r, loop.target, loop.cache)
 
 
@@ -238,8 +241,8 @@ def _sizes(loop: Loop, n: int, length: int, sampling: Sampling, sizes: Sequence[
                 r.draft = Draft(size, tree=tree)
                 if accepting:
                     accept(r, loop.target, loop.cache)
-                    if loop.drafter is not None and (taps := loop.drafter.reads(r.budget)):
-                        r.taps = taps
-                        loop.drafter.accepted(r)
+                    if loop.drafter is not None and (aux_layers := loop.drafter.reads(r.batch.budget)):
+                        r.batch.aux_layers = aux_layers
+                        loop.drafter.accept_on_device(r.batch, r.draft)
                 else:
                     verify(r, loop.target, loop.cache)

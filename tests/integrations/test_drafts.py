@@ -279,7 +279,7 @@ def test_a_head_drafts_from_the_rows_that_an_engine_passes(tiny, tmp_path):
 
     def rows(text):
         cache = KVCache(model.config, 128, dtype=model.dtype, device="cpu")
-        return prefill(model, cache, text[:-1], drafts.taps, len(text))
+        return prefill(model, cache, text[:-1], drafts.aux_layers, len(text))
 
     def last(held, count):
         return {depth: x[-count:] for depth, x in held.items()}
@@ -292,7 +292,8 @@ def test_a_head_drafts_from_the_rows_that_an_engine_passes(tiny, tmp_path):
             held[0] = last(held[0], len(more) + (more == [8]))
         found = drafts.draft(texts, 3, rows=held)
         assert found == [
-            formula.chain([x[d] for d in drafts.taps], t, 3)[0] for t, x in zip(texts, map(rows, texts), strict=True)
+            formula.chain([x[d] for d in drafts.aux_layers], t, 3)[0]
+            for t, x in zip(texts, map(rows, texts), strict=True)
         ]
     texts[0] = [*texts[0], 6, 6]
     found = drafts.draft(texts, 3, rows=[last(rows(texts[0]), 1), rows(texts[1])])

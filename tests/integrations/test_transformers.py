@@ -489,7 +489,7 @@ def test_a_head_drafts_what_its_formula_says(pairs, heads, kind, monkeypatch):
     class Recorded(integration.Drafts):
         def draft(self, texts, most, sampling=None, rows=None):
             found = super().draft(texts, most, sampling, rows)
-            seen.append((list(texts[0]), found[0], self.taps))
+            seen.append((list(texts[0]), found[0], self.aux_layers))
             return found
 
     monkeypatch.setattr(integration, "Drafts", Recorded)

@@ -211,8 +211,8 @@ def test_heads_draft_what_vllms_own_classes_draft(tmp_path):
                 continue
             before, file, model = text[: row["position"]], tmp_path / f"{n}-{row['position']}.pt", engine.model
             cache = KVCache(model.config, 64, dtype=model.dtype, device="cpu")
-            rows = prefill(model, cache, before[:-1], engine.drafter.taps, len(before))
-            taps = torch.cat([rows[depth] for depth in engine.drafter.taps], 1)
+            rows = prefill(model, cache, before[:-1], engine.drafter.aux_layers, len(before))
+            taps = torch.cat([rows[depth] for depth in engine.drafter.aux_layers], 1)
             if method == "eagle":
                 taps = torch.nn.functional.rms_norm(taps, taps.shape[-1:], model.norm, model.config.rms_norm_eps)
             torch.save(taps.float(), file)

@@ -9,7 +9,7 @@ from specker.checkpoints.checkpoint import read
 from specker.kernels.linear import row_linear, row_linear_ref
 from specker.model.cache import KVCache
 from specker.model.decoder import Final, Model, forward, prefill
-from specker.runtime.strategies.easyspec.drafter import LayerParallel, Schedule
+from specker.runtime.strategies.easyspec.parallel import LayerParallel, Schedule
 
 LAYERS = 4
 

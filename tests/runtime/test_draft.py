@@ -15,7 +15,7 @@ from specker.model.cache import KVCache
 from specker.model.decoder import Model, prefill
 from specker.options import Sampling
 from specker.runtime.control.policy import Budget, Fixed
-from specker.runtime.round.lm_head import Head
+from specker.runtime.round.lm_head import LMHead
 from specker.runtime.round.round import launch
 from specker.runtime.strategies.draft.drafter import AutoregressiveDrafter
 from specker.runtime.strategies.dynamic_exit.drafter import EarlyExitDrafter
@@ -39,7 +39,7 @@ def new_cache(model):
 
 
 def drafter(model, width):
-    head = Head(model.head, model.norm, model.config.rms_norm_eps)
+    head = LMHead(model.head, model.norm, model.config.rms_norm_eps)
     return AutoregressiveDrafter(model, new_cache(model), head, width, depth=DEPTH)
 
 

@@ -98,7 +98,7 @@ class Chooser:
         return self._rest(n, none, "slower")
 
     def _rest(self, n: int, none: Budget, reason: str) -> Budget:
-        self.reason, self._resting, self._none = reason, n, replace(none, taps=())
+        self.reason, self._resting, self._none = reason, n, replace(none, extra=())
         self._waited, self._drafting = self._waited + 1, False
         return none
 

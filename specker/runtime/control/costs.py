@@ -114,7 +114,7 @@ class Costs:
     def clear(self) -> None:
         """Forget all measurements."""
         self._verify: dict[tuple[int, int], Curve] = {}
-        self._draft: dict[tuple[int, int, int, int], Curve] = {}
+        self._draft: dict[tuple[int, int, int], Curve] = {}
         self.plain_rounds = 0  # number of measured rounds without a draft
         self._prefill = 0.0  # seconds per token that the drafter prefills
 
@@ -195,13 +195,11 @@ class Costs:
         return self._of(self._verify, (n, exit), lambda rows: self.reads(n * rows) / self.reads(n))
 
     def _drafting(self, n: int, budget: Budget) -> Curve:
-        how = Budget(1, 1, budget.exit, block=budget.block, part=budget.part)
-
         def prior(tokens: float) -> float:
             whole = max(1, math.ceil(tokens))
-            return self.prior(Budget(whole, whole, how.exit, block=how.block, part=how.part))
+            return self.prior(Budget(whole, whole, budget.exit, budget.part))
 
-        return self._of(self._draft, (n, budget.exit, budget.block, budget.part), prior)
+        return self._of(self._draft, (n, budget.exit, budget.part), prior)
 
     def _of(self, curves: dict[Any, Curve], key: tuple[int, ...], prior: Callable[[float], float]) -> Curve:
         """The curve of this key; a new one starts from the most similar one that was measured."""

@@ -5,8 +5,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from specker.runtime.control.stats import BlockStats
-
 LONGEST = 17  # tokens of the longest chain that a policy chooses; drafts that confidence ends may have one more
 LENGTHS = (1, 2, 3, 4, 6, 8, 12, 16)  # draft lengths that policy `auto` chooses from, besides 0
 TRIED = 4  # tokens in the longest draft of a trial
@@ -18,9 +16,8 @@ class Budget:
     nodes: int  # maximum draft tokens
     depth: int  # maximum path length
     exit: int = 0  # layers of the target that draft; 0: another model drafts
-    taps: tuple[int, ...] = ()  # depths of the target that `learn` watches this round
-    block: int = 0  # tokens that a diffusion drafter guesses per pass; 0: all of `depth`
     part: int = 0  # which of two joined drafters runs (strategies/join.py)
+    extra: tuple[int, ...] = ()  # what only the strategy's own drafter and policy read; costs do not depend on it
 
     def clip(self, nodes: int, depth: int) -> "Budget":
         """Limit the nodes and the path length."""
@@ -34,7 +31,7 @@ class Outcome:
     drafted: int  # tokens
     path: list[int]  # accepted rows, row 0 (the root) first
     confidence: list[float] = field(default_factory=list)  # probability of each draft token; empty unless `confident`
-    found: BlockStats | None = None  # statistics of a diffusion draft
+    note: Any = None  # `Draft.note`
 
 
 @dataclass(frozen=True)
@@ -70,7 +67,7 @@ class Policy:
     confident: bool = False  # whether drafts end by `rule`, token by token
     may_skip_drafting: bool = False  # whether rounds draft nothing while that is faster
     copies: bool = False  # whether there is text to copy, which the last round may have lacked
-    layers: tuple[int, ...] = ()  # depths of the target that `learn` may watch
+    layers: tuple[int, ...] = ()  # depths of the target that `learn` may watch; at most so long is `Budget.extra`
     rule: StopRule = StopRule()  # this round's
     rate: float = 0.8  # smoothed acceptance rate of the draft tokens on the path
     _chain: Chain = Chain()
@@ -124,7 +121,7 @@ class Policy:
             self.rate += min(0.1 * seen, 1.0) * (right / seen - self.rate)
 
     def learn(self, layers: tuple[int, ...], match: Any, confidence: Any, seconds: float = 0.0) -> None:
-        """Called with what tapped layers predicted. numpy [len(layers), rows]: `match`, whether a layer's shadow token
+        """Called with what watched layers predicted. numpy [len(layers), rows]: `match`, whether a layer's shadow token
         was the target's token, and `confidence`, its probability. `seconds`: the cost of computing them."""
 
 

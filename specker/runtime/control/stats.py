@@ -69,12 +69,12 @@ class Stats:
         if exit:
             self.exits[exit] = self.exits.get(exit, 0) + 1
 
-    def observe_found(self, found: BlockStats, length: int, accepted: int) -> None:
+    def observe_block(self, block: BlockStats, length: int, accepted: int) -> None:
         """Count one round of a diffusion drafter: paths of `length` tokens, `accepted` of them accepted."""
-        self.seconds["draft"] -= found.seconds
-        self.seconds["search"] += found.seconds
-        new: dict[str, float] = {"rounds": 1, "generated": found.generated, "accepted": accepted, "length": length}
-        new |= {"passes": found.passes, "width": found.width, "score": found.score}
+        self.seconds["draft"] -= block.seconds
+        self.seconds["search"] += block.seconds
+        new: dict[str, float] = {"rounds": 1, "generated": block.generated, "accepted": accepted, "length": length}
+        new |= {"passes": block.passes, "width": block.width, "score": block.score}
         self.found = _joined(self.found, new)
 
     def observe_kept(self, kept: int, lost: bool) -> None:

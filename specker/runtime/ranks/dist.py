@@ -116,14 +116,14 @@ class Ranks:
             td.all_reduce(x, td.ReduceOp.MIN, group=self.group)
         return int(x)
 
-    def budget(self, own: Budget, layers: int) -> Budget:
-        """Rank 0's budget on all ranks: policies that measure time would decide differently on each rank. `layers`:
-        maximum taps."""
-        numbers = [own.nodes, own.depth, own.exit, own.block, own.part, len(own.taps), *own.taps]
-        message = torch.zeros(6 + layers, dtype=torch.int64)
+    def budget(self, own: Budget, extra: int) -> Budget:
+        """Rank 0's budget on all ranks: policies that measure time would decide differently on each rank. `extra`: the
+        most numbers in `Budget.extra`."""
+        numbers = [own.nodes, own.depth, own.exit, own.part, len(own.extra), *own.extra]
+        message = torch.zeros(5 + extra, dtype=torch.int64)
         message[: len(numbers)] = torch.tensor(numbers)
-        nodes, depth, exit, block, part, taps, *depths = self.first(message.to(self.device)).tolist()
-        return Budget(nodes, depth, exit, tuple(depths[:taps]), block, part)
+        nodes, depth, exit, part, count, *rest = self.first(message.to(self.device)).tolist()
+        return Budget(nodes, depth, exit, part, tuple(rest[:count]))
 
     def same(self, what: str, digest: bytes, drafters: bool = False) -> None:
         """Raise ValueError unless all (or all drafting) ranks pass the same digest. `what` names it in the error."""

@@ -1,201 +1,49 @@
-"""Texts that match a grammar, with speculation.
+"""Hold a round to the grammars of its requests.
 
-A request's `Guide` knows where its text stands in a grammar of llguidance. After each row of a round, the logits of the
-tokens that the grammar refuses there become -inf before the target's token is drawn. That depends on the row's text
-alone, so a round commits exactly what plain decoding commits under the same grammar, whatever was drafted.
+After each row of a round, the logits of the tokens that the grammar refuses there become -inf before the target's token
+is drawn. That depends on the row's text alone, so a round commits exactly what plain decoding commits under the same
+grammar, whatever was drafted.
 
-Where the grammar leaves only one text, llguidance's mask allows only the tokens into which the tokenizer divides that
-text (its fast-forward tokens), in plain decoding too. Such *forced* tokens are certain: a chain takes them in place of
-what the drafter guessed, and a round that begins with one needs no drafter. Elsewhere a chain ends before the first
-token that the grammar refuses. A tree stays as it is, since the target refuses such nodes, unless its first token is
-forced.
+A chain takes forced tokens in place of what the drafter guessed, and a round that begins with one needs no drafter.
+Elsewhere a chain ends before the first token that the grammar refuses. A tree stays as it is, since the target refuses
+such nodes, unless its first token is forced.
 """
 
-from __future__ import annotations
-
-import logging
-from collections.abc import Iterable, Sequence
-from functools import cached_property, lru_cache
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from specker.grammar import library
-
-if TYPE_CHECKING:
-    from specker.checkpoints.checkpoint import Checkpoint
-    from specker.runtime.round.round import Round
-
-log = logging.getLogger(__name__)
-
-KEPT = 64  # compiled grammars that an engine keeps
+from specker.runtime.round.batch import Batch
+from specker.runtime.round.drafter import Draft
 
 
-class Grammars:
-    """An engine's compiled grammars, for the tokenizer of its target."""
-
-    def __init__(self, target: Checkpoint, name: str):
-        """`name`: what the user calls the target."""
-        self.target, self.name = target, name
-        self._compiled = lru_cache(KEPT)(self._compile)
-
-    def guide(self, grammar: str, stop_ids: Iterable[int] = ()) -> Guide:
-        """A guide at the beginning of a text. `stop_ids`: the request's own; special tokens among them may end the text
-        where the grammar does. Raises ValueError with one sentence if the grammar is wrong, the target has no fast
-        tokenizer or llguidance is missing."""
-        special = (token for token in stop_ids if self._tokenizer.is_special_token(token))
-        ends = frozenset((*self.target.config.eos_ids, *special))
-        return Guide(self._compiled(grammar), ends, self.target.config.vocab_size)
-
-    @cached_property
-    def _tokenizer(self) -> Any:
-        library()
-        from llguidance.hf import from_tokenizer
-
-        tokenizer = self.target.tokenizer_or_none
-        if not getattr(tokenizer, "is_fast", False):
-            raise ValueError(f"a grammar needs a fast tokenizer (tokenizer.json), and {self.name} has none")
-        count = max(len(tokenizer), self.target.config.vocab_size)
-        return from_tokenizer(tokenizer, n_vocab=count, eos_token=[*self.target.config.eos_ids] or None)
-
-    def _compile(self, grammar: str) -> Any:
-        matcher = library().LLMatcher(self._tokenizer, grammar, log_level=0)
-        if matcher.is_error():
-            raise ValueError(f"the grammar is invalid: {_sentence(matcher.get_error())}")
-        return matcher
-
-
-def _sentence(message: str) -> str:
-    """llguidance shows the place in the grammar below its first line, and a regular expression's error below that."""
-    first, *others = message.splitlines()
-    reason = [line.removeprefix("error: ") for line in others if line.startswith("error: ")]
-    return " ".join((first, *reason)).rstrip(".: ")
-
-
-class Guide:
-    """The place of one text in its grammar. Between two rounds that is the end of the committed text."""
-
-    def __init__(self, fresh: Any, ends: frozenset[int], vocab: int):
-        """`fresh`: a matcher at the beginning of a text. `ends`: tokens that end the text where the grammar does.
-        `vocab`: the target's vocabulary."""
-        self._fresh, self._matcher, self._ends = fresh, fresh.deep_copy(), ends
-        self.words = -(-vocab // 32)
-        self._text: list[int] = []  # up to this place
-        self.ended: str | None = None
-        """Why the text ends: "stop" at the end of its grammar, "grammar" before a token that the grammar refuses, which
-        was drawn because no token could follow. None: it goes on."""
-
-    @property
-    def forced(self) -> bool:
-        """Whether the grammar leaves one next token."""
-        return bool(self._matcher.compute_ff_tokens())
-
-    def follow(self, tokens: Sequence[int]) -> int:
-        """Go on along committed tokens. Returns how many of them belong to the text."""
-        for n, token in enumerate(tokens):
-            if token not in self._ends and not self._take(token):
-                self.ended = "grammar"
-                return n
-            if token in self._ends or self._matcher.is_stopped():
-                self.ended = "stop"
-                return n + 1
-        return len(tokens)
-
-    def constrain(self, tokens: Sequence[int], most: int, forces: bool) -> tuple[list[int], int]:
-        """A chain of up to `most` tokens that the grammar allows, and how many of them are the first of `tokens`, the
-        drafter's. `forces`: forced tokens replace the drafter's and follow them."""
-        constrained: list[int] = []
-        kept = 0
-        while len(constrained) < most and not self._matcher.is_stopped():
-            own = tokens[kept] if kept == len(constrained) < len(tokens) else None
-            only = self._matcher.compute_ff_tokens()[:1]
-            token = only[0] if only and (forces or own == only[0]) else None if only else own
-            if token is None or not self._take(token):
-                break
-            constrained.append(token)
-            kept += token == own
-        self._back(len(constrained))
-        return constrained, kept
-
-    def walk(self, tokens: Sequence[int], parents: Sequence[int], allowed: np.ndarray) -> None:
-        """Set the bits of the tokens that may follow the root and each draft token that the grammar allows, [N + 1, W]
-        int32. The target cannot reach the other rows, which stay as they are."""
-        children: list[list[int]] = [[] for _ in allowed]
-        for j, parent in enumerate(parents):
-            children[parent].append(j)
-
-        def visit(row: int) -> None:
-            if (bits := self._bits()) is not None:
-                allowed[row] = bits
-            for j in children[row]:
-                token = tokens[j]
-                if allowed[row, token >> 5] >> (token & 31) & 1 and self._take(token):
-                    if not self._matcher.is_stopped():
-                        visit(j + 1)
-                    self._back(1)
-
-        visit(0)
-
-    def _bits(self) -> np.ndarray | None:
-        """The bits of the tokens that may come next, [W] int32; None if there are none, or if they cannot be found."""
-        bits: Any = np.frombuffer(self._matcher.compute_bitmask(), np.int32)[: self.words]
-        if self._matcher.is_error():
-            log.warning("a grammar cannot be followed: %s", _sentence(self._matcher.get_error()))
-            self._matcher = self._fresh.deep_copy()  # an error never goes away
-            self._matcher.consume_tokens(self._text)
-            return None
-        bits = _with(bits, self._ends) if self._matcher.is_accepting() else bits
-        return bits if bits.any() else None
-
-    def _take(self, token: int) -> bool:
-        if self._matcher.try_consume_tokens([token]) != 1:
-            return False
-        self._text.append(token)
-        return True
-
-    def _back(self, count: int) -> None:
-        if count:
-            self._matcher.rollback(count)
-            del self._text[-count:]
-
-
-def _with(bits: np.ndarray, tokens: Iterable[int]) -> np.ndarray:
-    """A copy of the bits [W] int32, in which those of `tokens` are set."""
-    words: Any = bits.view(np.uint32).copy()
-    for token in tokens:
-        words[token >> 5] |= np.uint32(1 << (token & 31))
-    return words.view(np.int32)
-
-
-def constrain(r: Round) -> Tensor | None:
-    """Hold a round's draft to the grammars of its requests. Returns the bits of the tokens that may follow each row,
+def constrain(batch: Batch, draft: Draft) -> Tensor | None:
+    """Edit a draft as the grammars of its requests demand. Returns the bits of the tokens that may follow each row,
     [rows, W] int32; None if no request has a grammar."""
-    guides = [request.guide for request in r.requests]
+    guides = [request.guide for request in batch.requests]
     words = max((guide.words for guide in guides if guide is not None), default=0)
     if not words:
         return None
-    draft = r.draft
-    (_constrain_trees if draft.tree else _constrain_chains)(r)
+    (_constrain_trees if draft.tree else _constrain_chains)(batch, draft)
     N = draft.size
-    tokens = r.window[:, 1 : N + 1].tolist()
-    parents = r.state.parents[:, :N].tolist() if draft.tree else [range(N)] * r.n
-    allowed: Any = np.full((r.n, N + 1, words), -1, np.int32)
+    tokens = batch.window[:, 1 : N + 1].tolist()
+    parents = batch.state.parents[:, :N].tolist() if draft.tree else [range(N)] * batch.n
+    allowed: Any = np.full((batch.n, N + 1, words), -1, np.int32)
     for slot, guide in enumerate(guides):
         if guide is not None:
             guide.walk(tokens[slot], parents[slot], allowed[slot])
-    return torch.from_numpy(allowed).flatten(0, 1).to(r.window.device)
+    return torch.from_numpy(allowed).flatten(0, 1).to(batch.window.device)
 
 
-def _constrain_chains(r: Round) -> None:
+def _constrain_chains(batch: Batch, draft: Draft) -> None:
     """Cut each chain before the first token that its grammar refuses, and put in what it forces. The rows of a chain
     that the target drafted have run its first layers already, so such a chain is only cut."""
-    draft, columns = r.draft, r.window.shape[1] - 1
-    forces = r.requests[0].drafting and draft.hidden is None
-    before = r.window[:, 1 : draft.size + 1].tolist()
+    columns, forces = batch.window.shape[1] - 1, batch.requests[0].drafting and draft.resume is None
+    before = batch.window[:, 1 : draft.size + 1].tolist()
     chains = []
-    for slot, (request, chain) in enumerate(zip(r.requests, before, strict=True)):
+    for slot, (request, chain) in enumerate(zip(batch.requests, before, strict=True)):
         constrained = chain[: draft.count(slot)]
         kept = len(constrained)
         if request.guide is not None:
@@ -206,22 +54,23 @@ def _constrain_chains(r: Round) -> None:
     draft.size = size = max(map(len, chains))
     padded = [chain + [0] * (size - len(chain)) for chain in chains]
     if padded != before:
-        r.window[:, 1 : size + 1] = torch.tensor(padded, dtype=torch.int64, device=r.window.device).view(r.n, size)
+        batch.window[:, 1 : size + 1] = torch.tensor(padded, dtype=torch.int64, device=batch.window.device).view(
+            batch.n, size
+        )
         draft.scores = []
-    if draft.hidden is not None:
-        draft.hidden = draft.hidden[:, :size] if size else None
-        draft.taps = {depth: rows[:, :size] for depth, rows in draft.taps.items()}
+    if draft.resume is not None:
+        draft.resume = draft.resume.first(size)
 
 
-def _constrain_trees(r: Round) -> None:
+def _constrain_trees(batch: Batch, draft: Draft) -> None:
     """Put the chain of its forced tokens in the place of each tree whose first token is forced."""
-    draft, size = r.draft, r.draft.size
-    for slot, request in enumerate(r.requests):
+    size = draft.size
+    for slot, request in enumerate(batch.requests):
         if request.guide is not None and request.guide.forced:
             chain, _ = request.guide.constrain([], min(size, request.limit - len(request.text) - 1), True)
             draft.constrain(slot, 0, len(chain))
-            r.window[slot, 1 : size + 1] = torch.tensor(chain + [0] * (size - len(chain)))
-            r.state.parents[slot, :size] = torch.arange(size)
+            batch.window[slot, 1 : size + 1] = torch.tensor(chain + [0] * (size - len(chain)))
+            batch.state.parents[slot, :size] = torch.arange(size)
 
 
 def masked(logits: Tensor, allowed: Tensor) -> Tensor:

@@ -13,11 +13,11 @@ from specker.kernels.topk import largest_of, vocab_topk
 from specker.model.decoder import Final
 from specker.model.sampling import Draws
 from specker.model.weights import Matrix
-from specker.runtime.round import state as states
+from specker.runtime.round.state import Request
 
 
 @dataclass
-class Head:
+class LMHead:
     """A head with all rows: row i is id i. strategies/vocabtrim/head.py has the trimmed one, which overrides the
     methods that follow the texts."""
 
@@ -26,15 +26,15 @@ class Head:
     eps: float
     activations: str = "int8"  # for packed rows (cpu.ACTIVATIONS)
     token_ids: Tensor | None = field(init=False, default=None)  # [K] int64, current id of each row; None: row i is id i
-    known: set[int] | None = field(init=False, default=None)  # the ids that can be drafted; None: all
+    draftable: set[int] | None = field(init=False, default=None)  # the ids that can be drafted; None: all
 
-    def follow(self, sequences: Iterable[states.Request]) -> None:
+    def follow(self, sequences: Iterable[Request]) -> None:
         """Called before each draft with the batch's texts."""
 
     def count(self, tokens: list[int]) -> None:
         """Called with tokens that the target has written."""
 
-    def forget(self, sequence: states.Request) -> None:
+    def forget(self, sequence: Request) -> None:
         """Called when the sequence has ended."""
 
     def reset(self) -> None:

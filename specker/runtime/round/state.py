@@ -12,7 +12,7 @@ from specker.options import Sampling
 from specker.runtime.control.policy import Policy
 from specker.runtime.control.stats import Stats
 from specker.runtime.detokenize import Detokenizer
-from specker.runtime.round.constrain import Guide
+from specker.runtime.round.grammars import Guide
 
 
 @dataclass(eq=False)
@@ -63,7 +63,7 @@ class State:
     step: Tensor  # [1] int64: draft tokens in the window, when drafting one by one
     # Work space of one round; the rows of each sequence are adjacent.
     hidden: Tensor  # [n * R, E of the drafter]
-    taps: Tensor  # [n * R, D, E of the target], the hidden rows that the drafter reads
+    aux_hidden_states: Tensor  # [n * R, D, E of the target], the hidden rows that the drafter reads
     positions: Tensor  # [n * R] int64
     logits: Tensor  # [n * R, V]
     target: Tensor  # [n * R] int64, the target's token after each row
@@ -81,11 +81,11 @@ class State:
         wide: int,
         vocab: int,
         columns: int,
-        taps: tuple[int, int] = (0, 0),
+        aux: tuple[int, int] = (0, 0),
         synthetic: bool = False,
     ) -> "State":
         """Allocate for drafts of up to rows - 1 tokens, hidden size `wide` of type `dtype`, `vocab` logits a row and
-        texts of up to `columns` tokens. `taps`: D and E of the target's hidden rows that the drafter reads."""
+        texts of up to `columns` tokens. `aux`: D and E of the target's hidden rows that the drafter reads."""
         scores = torch.float64 if dtype == torch.float64 else torch.float32
 
         def ints(*shape: int) -> Tensor:
@@ -102,7 +102,7 @@ class State:
             confidence=torch.zeros(sequences, dtype=scores, device=device),
             step=ints(1),
             hidden=torch.zeros(sequences * rows, wide, dtype=dtype, device=device),
-            taps=torch.zeros(sequences * rows, *taps, dtype=dtype, device=device),
+            aux_hidden_states=torch.zeros(sequences * rows, *aux, dtype=dtype, device=device),
             positions=ints(sequences * rows),
             logits=torch.empty(sequences * rows, vocab, dtype=scores, device=device),
             target=ints(sequences * rows),

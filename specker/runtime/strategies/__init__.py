@@ -62,8 +62,8 @@ def policy(context: PolicyContext) -> Policy:
     model = of(context.options).policy(context)
     if context.options.copy is None:
         return model
-    assert context.known is not None
-    return JoinedPolicy(model, lookup.NgramPolicy(context.known.matches, COPIED))
+    assert context.history is not None
+    return JoinedPolicy(model, lookup.NgramPolicy(context.history.matches, COPIED))
 
 
 def plan(context: PolicyContext) -> Plan:

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from specker.model.weights import Matrix
     from specker.runtime.ranks.dist import Ranks
     from specker.runtime.round.drafter import Drafter
-    from specker.runtime.round.lm_head import Head
+    from specker.runtime.round.lm_head import LMHead
     from specker.runtime.strategies.vocabtrim.head import KeptRows
 
 LOOKAHEAD = 256  # cache columns beyond the context: a verify pass of the largest tree
@@ -67,12 +67,12 @@ class DraftContext:
         assert self.draft is not None
         return Model(self.draft, linear=linear(self.options))
 
-    def head(self, model: Model, weight: Matrix | None = None) -> Head:
+    def head(self, model: Model, weight: Matrix | None = None) -> LMHead:
         """The drafting head: the model's norm with the model's own head, or with the rows `weight` [K, E]."""
-        from specker.runtime.round.lm_head import Head
+        from specker.runtime.round.lm_head import LMHead
 
         rows, eps = model.head if weight is None else weight, model.config.rms_norm_eps
-        make = Head if self.kept is None else self.kept.head
+        make = LMHead if self.kept is None else self.kept.head
         return make(rows, model.norm, eps, model.activations)
 
     def allocate(self, model: Model, layers: int | None = None) -> KVCache:
@@ -92,7 +92,7 @@ class PolicyContext:
     options: Options
     layers: int  # number of the target's layers
     family: Family | None  # the bundled files for the target
-    known: AcceptanceHistory | None = None  # what rounds cost and drafts achieve; None for the warm-up plan alone
+    history: AcceptanceHistory | None = None  # what rounds cost and drafts achieve; None for the warm-up plan alone
     head_cost: float = 0.0  # `Strategy.head_cost`, the same on every rank
     confident: bool = False  # whether policy `auto` may end drafts by token probabilities, which the host reads
 
@@ -184,7 +184,7 @@ class Strategy:
     def drafter(self, context: DraftContext) -> Drafter | None:
         raise NotImplementedError
 
-    def head_cost(self, options: Options, head: Head | None, model: Model) -> float:
+    def head_cost(self, options: Options, head: LMHead | None, model: Model) -> float:
         """What a draft step costs in addition to its layers, in units of one target layer, for policies that use it."""
         return 0.0
 
@@ -195,8 +195,8 @@ class Strategy:
 
     def auto(self, context: PolicyContext, size: Budget) -> Policy:
         """Policy `auto` with drafts up to `size`."""
-        assert context.known is not None
-        return Auto(context.known.costs, context.known.drafts, size, context.confident)
+        assert context.history is not None
+        return Auto(context.history.costs, context.history.drafts, size, context.confident)
 
     def plan(self, context: PolicyContext) -> Plan:
         """A confidence policy drafts token by token, so warming up its longest draft covers the shorter ones."""

@@ -12,14 +12,12 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from specker.runtime.control.policy import Budget, Outcome, Policy, StopRule
-from specker.runtime.round.drafter import Draft, Drafter
+from specker.runtime.round.drafter import UNLIMITED, Accepted, Draft, Drafter, Offer, Wrapper
 from specker.runtime.strategies.base import Plan
 from specker.runtime.strategies.lookup import LookupDrafter, NgramPolicy
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
-    from specker.runtime.round.round import Round
+    from specker.runtime.round.batch import Batch
     from specker.runtime.round.state import Request
 
 COPIED = Budget(16, 16, part=1)  # the longest copied draft
@@ -75,68 +73,25 @@ class JoinedPolicy(Policy):
         self.parts[0].learn(layers, match, confidence, seconds)
 
 
-class JoinedDrafter(Drafter):
-    synchronous = True  # copied text needs the tokens of the previous round
-
+class JoinedDrafter(Wrapper):
     def __init__(self, inner: Drafter, copying: LookupDrafter):
-        self.inner, self.copying = inner, copying
-        self.model, self.cache, self.head = inner.model, inner.cache, inner.head
-        self.taps, self.ahead = inner.taps, inner.ahead
+        super().__init__(inner)
+        self.copying, self.synchronous = copying, True  # copied text needs the tokens of the previous round
 
-    def _of(self, budget: Budget) -> Drafter:
-        return self.copying if budget.part else self.inner
+    def prepare(self, requests: list[Request]) -> Offer:
+        own, copied = self.inner.prepare(requests), self.copying.prepare(requests)
+        fixes = (own.fixes, copied.fixes)
+        return replace(own, matches=copied.matches, fixes=lambda budget: fixes[budget.part](budget))
 
-    @property
-    def keeps_prefix(self) -> bool:
-        return self.inner.keeps_prefix
+    def advance(self, requests: list[Request], budget: Budget, most: int = UNLIMITED, fixed: bool = False) -> int:
+        return 0 if budget.part else self.inner.advance(requests, budget, most, fixed)
 
-    def announce(self, sequences: list[Request]) -> None:
-        self.inner.announce(sequences)
-        self.copying.announce(sequences)
+    def propose(self, batch: Batch) -> Draft:
+        return (self.copying if batch.budget.part else self.inner).propose(batch)
 
-    def behind(self, sequences: list[Request]) -> int:
-        return self.inner.behind(sequences)
-
-    def catch_up(self, r: Round, slot: int) -> int:
-        return self._of(r.budget).catch_up(r, slot)
-
-    def advance(self, requests: list[Request], most: int) -> int:
-        return self.inner.advance(requests, most)
-
-    def prefill(self, slot: int, text: list[int]) -> None:
-        self.inner.prefill(slot, text)
-
-    def left(self, length: int) -> int:
-        return self.inner.left(length)
-
-    def fixed(self, length: int, budget: Budget) -> bool:
-        return self._of(budget).fixed(length, budget)
-
-    def draft(self, r: Round) -> Draft:
-        return self._of(r.budget).draft(r)
-
-    def observe(self, r: Round, slot: int, path: list[int]) -> None:
-        self._of(r.budget).observe(r, slot, path)
-
-    def reads(self, budget: Budget) -> tuple[int, ...]:
-        return self.inner.reads(budget)
-
-    def accepted(self, r: Round) -> None:
-        self.inner.accepted(r)
-
-    def prefilled(self, slot: int, request: Request, first: int, rows: dict[int, Tensor]) -> None:
-        self.inner.prefilled(slot, request, first, rows)
-
-    def learn(self, r: Round, paths: list[list[int]]) -> None:
-        self.inner.learn(r, paths)
-
-    def move(self, source: int, target: int) -> None:
-        self.inner.move(source, target)
-        self.copying.move(source, target)
-
-    def reset(self, slot: int) -> None:
-        self.inner.reset(slot)
-        self.copying.reset(slot)
+    def accept(self, batch: Batch, draft: Draft, accepted: Accepted) -> None:
+        if not batch.budget.part or batch.aux_layers:  # hidden rows follow every round
+            self.inner.accept(batch, draft, accepted)
 
 
 def joined_plan(plan: Plan) -> Plan:

@@ -26,11 +26,11 @@ from specker.fields import check_fields, opt, option
 from specker.options import Options
 from specker.runtime.control.auto import ENGINE, TEXT, Share, shorter
 from specker.runtime.control.policy import AUTO, CONFIDENT, LENGTHS, MAX_NODES, Budget, Outcome, Policy
-from specker.runtime.round.drafter import Draft, Drafter
+from specker.runtime.round.drafter import Draft, Drafter, Offer
 from specker.runtime.strategies.base import DraftContext, Plan, PolicyContext, Strategy
 
 if TYPE_CHECKING:
-    from specker.runtime.round.round import Round
+    from specker.runtime.round.batch import Batch
     from specker.runtime.round.state import Request
 
 LENGTH = 8  # tokens of a draft chain, for policies that do not choose it
@@ -87,9 +87,9 @@ class NgramPolicy(Policy):
 
     may_skip_drafting = copies = True
 
-    def __init__(self, known: dict[int, Share], size: Budget):
-        """`known`: the engine's counts, by the length of a match. `size`: the longest draft."""
-        self.known = known
+    def __init__(self, earlier: dict[int, Share], size: Budget):
+        """`earlier`: the engine's counts, by the length of a match. `size`: the longest draft."""
+        self.earlier = earlier
         self.shares: dict[int, Share] = {}
         lengths = (*(n for n in LENGTHS if n < size.depth), size.depth)
         self.shapes = tuple(replace(size, nodes=n, depth=n) for n in lengths)
@@ -110,7 +110,7 @@ class NgramPolicy(Policy):
 
     def rate_of(self, matched: int) -> float:
         """a_n of the module's docstring, for n = `matched`."""
-        prior = self.known.get(matched, NOTHING).mean(RATES[min(matched, len(RATES)) - 1])
+        prior = self.earlier.get(matched, NOTHING).mean(RATES[min(matched, len(RATES)) - 1])
         return self.shares.get(matched, NOTHING).mean(prior)
 
     def expected(self, budget: Budget) -> float:
@@ -130,7 +130,7 @@ class NgramPolicy(Policy):
         if outcome.drafted and self.matched:
             right = len(outcome.path) - 1
             seen = min(right + 1, outcome.drafted)  # the tokens after a wrong one are not compared
-            for shares, decay in ((self.shares, TEXT), (self.known, ENGINE)):
+            for shares, decay in ((self.shares, TEXT), (self.earlier, ENGINE)):
                 shares.setdefault(self.matched, Share(decay)).add(right, seen)
 
 
@@ -141,30 +141,29 @@ class LookupDrafter(Drafter):
         self.options, self.width = options, width
         self._indices: dict[Request, Index] = {}
 
-    def fixed(self, length: int, budget: Budget) -> bool:
-        return True
-
-    def announce(self, sequences: list[Request]) -> None:
-        self._follow(sequences)
-        for sequence in sequences:
-            index, text = self._indices[sequence], sequence.text
+    def prepare(self, requests: list[Request]) -> Offer:
+        self._follow(requests)
+        matches = []
+        for request in requests:
+            index, text = self._indices[request], request.text
             matched = index.match(text)
             longest = next(index.continuations(text, MAX_NODES), ()) if matched else ()
-            sequence.policy.announced(matched, len(longest))
+            matches.append((matched, len(longest)))
+        return Offer(matches=matches, fixes=lambda budget: True)
 
-    def _follow(self, sequences: list[Request]) -> None:
+    def _follow(self, requests: list[Request]) -> None:
         """Index the texts of the batch."""
         new = Index(self.options.ngram_least, self.options.ngram_most)
-        self._indices = {s: self._indices.get(s) or replace(new, ends={}) for s in sequences}
-        for sequence, index in self._indices.items():
-            index.follow(sequence.text)
+        self._indices = {r: self._indices.get(r) or replace(new, ends={}) for r in requests}
+        for request, index in self._indices.items():
+            index.follow(request.text)
 
-    def draft(self, r: Round) -> Draft:
+    def propose(self, batch: Batch) -> Draft:
         """Draft for all sequences. A text without a match drafts nothing; shorter drafts are padded."""
-        self._follow(r.requests)
-        depth = min(r.budget.depth, r.budget.nodes)
-        found = [self._tree(sequence, depth, r.budget.nodes) for sequence in r.requests]
-        return Draft.of(r, [tokens for tokens, _ in found], [parents for _, parents in found])
+        self._follow(batch.requests)
+        depth = min(batch.budget.depth, batch.budget.nodes)
+        found = [self._tree(sequence, depth, batch.budget.nodes) for sequence in batch.requests]
+        return Draft.of(batch, [tokens for tokens, _ in found], [parents for _, parents in found])
 
     def _tree(self, sequence: Request, depth: int, nodes: int) -> tuple[list[int], list[int]]:
         """The tokens and parents (rows) of a sequence's draft."""
@@ -202,8 +201,8 @@ class Lookup(Strategy):
         return LookupDrafter(context.options.own, context.options.width)
 
     def auto(self, context: PolicyContext, size: Budget) -> Policy:
-        assert context.known is not None
-        return NgramPolicy(context.known.matches, size)
+        assert context.history is not None
+        return NgramPolicy(context.history.matches, size)
 
     def plan(self, context: PolicyContext) -> Plan:
         """A continuation may be short, so the warm-up verifies drafts of every size."""

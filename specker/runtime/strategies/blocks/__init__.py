@@ -51,9 +51,9 @@ class AdaptiveLength(Experienced):
 
     def observe(self, outcome: Outcome) -> None:
         super().observe(outcome)
-        if outcome.found is None or not outcome.drafted:
+        if outcome.note is None or not outcome.drafted:
             return
-        self.generated += self.rho * (outcome.found.generated - self.generated)
+        self.generated += self.rho * (outcome.note.generated - self.generated)
         self.accepted += self.rho * (len(outcome.path) - 1 - self.accepted)
         grown = self.step if self.accepted >= self.generated else 0
         self.length = min(max(math.floor(self.generated) + grown, self.shortest), self.longest)
@@ -183,4 +183,4 @@ class BlockStrategy(Strategy):
 
 def seen(context: PolicyContext) -> Acceptance | None:
     """What texts before this one accepted, from which a policy starts."""
-    return None if context.known is None else Acceptance(TEXT, context.known.drafts)
+    return None if context.history is None else Acceptance(TEXT, context.history.drafts)

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -13,13 +14,23 @@ from specker.kernels.noise import gumbel_at
 from specker.model.decoder import Final
 from specker.options import Sampling
 from specker.runtime.control.stats import BlockStats
-from specker.runtime.round import state as states
+from specker.runtime.round.batch import Batch
 from specker.runtime.round.drafter import Draft
-from specker.runtime.round.lm_head import Head
-from specker.runtime.round.round import Round
+from specker.runtime.round.lm_head import LMHead
+from specker.runtime.round.state import Request
 from specker.runtime.strategies.base import DraftContext
 from specker.runtime.strategies.blocks import CPS_LAMBDA, CPS_PATHS, BlockOptions, ngram
 from specker.runtime.strategies.blocks.lattice import Lattice, Search, best_paths, best_tree, lattice
+
+
+@dataclass(eq=False)
+class BlockDraft(Draft):
+    """A draft of a model that guesses blocks."""
+
+    blocks: list[BlockStats] = field(default_factory=list)  # one a sequence
+
+    def note(self, slot: int) -> BlockStats | None:
+        return self.blocks[slot] if self.blocks else None
 
 
 def read(context: DraftContext) -> Search | None:
@@ -52,29 +63,29 @@ def read(context: DraftContext) -> Search | None:
 
 
 def candidates(
-    r: Round,
+    batch: Batch,
     final: Final,
     positions: Tensor,
-    head: Head,
+    head: LMHead,
     how: Search | None,
-    stops: Head | None = None,
+    stops: LMHead | None = None,
 ) -> tuple[list[list[int]], list[Lattice], list[list[float]]]:
     """The rows that predict k tokens of each sequence, final [n * k, E], at `positions` [n * k] int64 -> per sequence
     the best guesses [k], the candidates of each position, and the guesses' probabilities [k]. `stops`: a head with the
     rows of the stop ids, which are candidates everywhere. Waits for the device."""
-    k = len(final.rows) // r.n
+    k = len(final.rows) // batch.n
     width = 1 if how is None else min(how.candidates, head.weight.shape[0])
-    ids, scores, lse = head.ranked(final, width, r.draws, positions)
+    ids, scores, lse = head.ranked(final, width, batch.draws, positions)
     count = 0
     if how is not None and stops is not None:
         count = stops.weight.shape[0]
-        stop_ids, stop_scores, _ = stops.ranked(final, count, r.draws, positions)
+        stop_ids, stop_scores, _ = stops.ranked(final, count, batch.draws, positions)
         ids, scores = torch.cat((ids, stop_ids), 1), torch.cat((scores, stop_scores), 1)
-    noise = _noise(r.requests, positions, ids, k)
+    noise = _noise(batch.requests, positions, ids, k)
     ids_, ranks_, noise_ = _on_host(ids, scores - lse.unsqueeze(-1), noise)
     mass = 0.0 if how is None else how.mass
     blocks, sure = [], []
-    for b, sequence in enumerate(r.requests):
+    for b, sequence in enumerate(batch.requests):
         own = slice(b * k, (b + 1) * k)
         drawn = noise_ is not None and sequence.sampling.temperature > 0
         blocks.append(lattice(ids_[own], ranks_[own], noise_[own] if drawn else None, mass, count))
@@ -83,25 +94,25 @@ def candidates(
 
 
 def searched(
-    r: Round,
+    batch: Batch,
     guesses: list[list[int]],
     blocks: list[list[Lattice]],
     how: Search,
     stop_ids: frozenset[int],
     passes: int = 1,
-) -> Draft:
+) -> BlockDraft:
     """Search each sequence's blocks, and write the path or the tree as a draft. `guesses`: the best guess of each
     position; `passes`: of the drafter, for the statistics."""
     tokens: list[list[int]] = []
     parents: list[list[int]] = []
     stats: list[BlockStats] = []
-    for sequence, own, found in zip(r.requests, guesses, blocks, strict=True):
+    for sequence, own, found in zip(batch.requests, guesses, blocks, strict=True):
         start = time.perf_counter()
         whole = found[0] if len(found) == 1 else Lattice.joined(found)
         before = (sequence.text[-2] if len(sequence.text) > 1 else -1, sequence.text[-1])
         asked = whole, how, before, stop_ids
         if how.tree:
-            nodes = min(how.nodes or CPS_PATHS * len(whole.ids), r.budget.nodes)
+            nodes = min(how.nodes or CPS_PATHS * len(whole.ids), batch.budget.nodes)
             paths, up = best_tree(*asked, nodes, sequence.sampling.temperature)
             tokens.append([path.tokens[-1] for path in paths])
             best = max(paths, key=lambda path: len(path.tokens))
@@ -112,8 +123,8 @@ def searched(
         parents.append(up)
         score, seconds = best.score / max(1, len(best.tokens)), time.perf_counter() - start
         stats.append(BlockStats(before_stop(own, stop_ids), passes, whole.width, score, seconds))
-    draft = Draft.of(r, tokens, parents)
-    draft.found = stats
+    draft = BlockDraft.of(batch, tokens, parents)
+    draft.blocks = stats
     return draft
 
 
@@ -122,7 +133,7 @@ def before_stop(guesses: Sequence[int], stop_ids: frozenset[int]) -> int:
     return next((n for n, token in enumerate(guesses) if token in stop_ids), len(guesses))
 
 
-def _noise(sequences: Sequence[states.Request], positions: Tensor, ids: Tensor, k: int) -> Tensor | None:
+def _noise(sequences: Sequence[Request], positions: Tensor, ids: Tensor, k: int) -> Tensor | None:
     samplings: list[Sampling] = [s.sampling for s in sequences]
     if all(s.temperature == 0 for s in samplings):
         return None

@@ -44,7 +44,7 @@ class Chunks(Experienced, Fixed):
     confident = True
 
     def budget(self) -> Budget:
-        return Budget(self.nodes, self.depth, block=self.block)
+        return Budget(self.nodes, self.depth, extra=(self.block,))
 
     @property
     def rule(self) -> StopRule:  # type: ignore[override]

@@ -12,24 +12,27 @@ from specker.model.cache import KVCache
 from specker.model.decoder import Final, Model, forward
 from specker.runtime.control.policy import Budget
 from specker.runtime.control.stats import BlockStats
-from specker.runtime.round.drafter import CATCH_UP_ROWS, Draft, ModelDrafter
-from specker.runtime.round.lm_head import Head
-from specker.runtime.round.round import Round
+from specker.runtime.round.batch import Batch
+from specker.runtime.round.drafter import Accepted, Draft
+from specker.runtime.round.lm_head import LMHead
 from specker.runtime.strategies.base import DraftContext, Strategy
 from specker.runtime.strategies.blocks.lattice import Lattice, Search
-from specker.runtime.strategies.blocks.search import before_stop, candidates, read, searched
+from specker.runtime.strategies.blocks.search import BlockDraft, before_stop, candidates, read, searched
+from specker.runtime.strategies.model_drafter import CATCH_UP_ROWS, ModelDrafter
 from specker.runtime.strategies.vocabtrim.head import KeptRows
 
 WINDOW = 64 * MAX_WORDS  # maximum rows of one pass
 
 
 class DiffusionDrafter(ModelDrafter):
+    keeps_prefix = False  # a bidirectional model's K/V of a prompt depends on what follows
+
     def __init__(
         self,
         model: Model,
         cache: KVCache,
-        head: Head,
-        stops: Head | None,
+        head: LMHead,
+        stops: LMHead | None,
         stop_ids: frozenset[int],
         search: Search | None = None,
         depth: int = 0,
@@ -41,66 +44,63 @@ class DiffusionDrafter(ModelDrafter):
         self.synchronous = search is not None
         self._last = 0  # tokens guessed by the last pass
 
-    def left(self, length: int) -> int:
-        return self.limit - length
-
-    def fixed(self, length: int, budget: Budget) -> bool:
-        """Whether the catch-up rows and the masks fit into the window of one pass."""
+    def fits(self, length: int, budget: Budget) -> bool:
+        """Whether also the catch-up rows and the masks fit into the window of one pass."""
         rows = self.repeated + min(budget.depth, budget.nodes)
-        return not budget.block and rows <= WINDOW and super().fixed(length, budget)
+        return not budget.extra and rows <= WINDOW and super().fits(length, budget)
 
-    def draft(self, r: Round) -> Draft:
-        """Draft a block of budget.block tokens (budget.depth if that is 0), and further blocks while the policies
+    def propose(self, batch: Batch) -> Draft:
+        """Draft a block of tokens (`Chunks`; otherwise the whole depth), and further blocks while the policies
         accept the probability of the last block's least confident token."""
-        self.head.follow(r.requests)
-        depth = min(r.budget.depth, r.budget.nodes)
-        if r.fixed:
-            r.run(("block", depth), lambda: self._fixed_block(r, depth))
+        self.head.follow(batch.requests)
+        depth = min(batch.budget.depth, batch.budget.nodes)
+        if batch.fixed:
+            batch.run(("block", depth), lambda: self._fixed_block(batch, depth))
             if self.search is None:
-                found = [BlockStats(0)] * len(r.requests)
-                return Draft(depth, depth=depth, found=found, observed=True)
-            lengths = [len(s.text) for s in r.requests]
-            new, blocks, _ = self._candidates(r, Final(r.memory.get("hidden", r.n * depth)), lengths)
-            return searched(r, new, [[block] for block in blocks], self.search, self.stop_ids)
-        texts = [s.text[: self.limit] for s in r.requests]
+                return BlockDraft(depth, depth=depth, observed=True)
+            lengths = [len(s.text) for s in batch.requests]
+            new, blocks, _ = self._candidates(batch, Final(batch.memory.get("hidden", batch.n * depth)), lengths)
+            return searched(batch, new, [[block] for block in blocks], self.search, self.stop_ids)
+        texts = [s.text[: self.limit] for s in batch.requests]
         guesses: list[list[int]] = [[] for _ in texts]
         lattices: list[list[Lattice]] = [[] for _ in texts]
         confidence: list[list[float]] = [[] for _ in texts]
         votes = Draft()  # collects the policies' votes on the least confident token of each block
         passes = done = 0
         while True:
-            n = min(r.budget.block or depth, depth - done)
+            n = min(batch.budget.extra[0] if batch.budget.extra else depth, depth - done)
             final = self.masked(texts, guesses, done, n)
             passes += 1
-            if self.search is None and not r.confident:
+            if self.search is None and not batch.confident:
                 at = self._positions([len(t) + done for t in texts], n)
-                new = self.head.best(final, r.draws, at).view(len(texts), n).tolist()
+                new = self.head.best(final, batch.draws, at).view(len(texts), n).tolist()
             else:
-                new, blocks, sure = self._candidates(r, final, [len(t) + done for t in texts])
+                new, blocks, sure = self._candidates(batch, final, [len(t) + done for t in texts])
                 for b, block in enumerate(blocks):
                     lattices[b].append(block)
                     confidence[b] += sure[b]
             guesses = [old + more for old, more in zip(guesses, new, strict=True)]
             done += n
-            more = r.confident and votes.vote(r.requests, [min(each[-n:]) for each in confidence])
+            more = batch.confident and votes.vote(batch.requests, [min(each[-n:]) for each in confidence])
             if done == depth or not more or all(self.stopped(g) < done for g in guesses):
                 break
         if self.search is not None:
             return searched(
-                r, guesses, lattices, self.search, self.stop_ids, passes
+                batch, guesses, lattices, self.search, self.stop_ids, passes
             )  # a searched path may differ from the guesses
         kept = [g[: self.stopped(g) + 1] for g in guesses]
-        draft = Draft.of(r, kept, [list(range(len(k))) for k in kept])
-        draft.confidence = [list(each) for each in zip_longest(*confidence, fillvalue=0.0)] if r.confident else []
-        draft.found = [BlockStats(self.stopped(g), passes) for g in guesses]
+        draft = BlockDraft.of(batch, kept, [list(range(len(k))) for k in kept])
+        draft.confidence = [list(each) for each in zip_longest(*confidence, fillvalue=0.0)] if batch.confident else []
+        draft.blocks = [BlockStats(self.stopped(g), passes) for g in guesses]
         return draft
 
-    def observe(self, r: Round, slot: int, path: list[int]) -> None:
+    def accept(self, batch: Batch, draft: Draft, accepted: Accepted) -> None:
         """Keep no draft token's K/V: it belongs to a mask, or to a guess that saw masks."""
-        if r.fixed and r.draft.size:
-            self.cache.exact_len[slot] = self.exact_after_fixed(len(r.requests[slot].text))
-        if r.draft.observed:
-            r.draft.found[slot] = BlockStats(self.stopped(r.host["draft"][slot].tolist()))
+        for slot, (request, path) in enumerate(zip(batch.requests, accepted.paths, strict=True)):
+            if path and batch.fixed and draft.size:
+                self.cache.exact_len[slot] = self.exact_after_fixed(len(request.text))
+        if isinstance(draft, BlockDraft) and draft.observed:
+            draft.blocks = [BlockStats(self.stopped(tokens)) for tokens in accepted.tokens]
 
     def _positions(self, lengths: list[int], k: int) -> Tensor:
         """[len(lengths) * k] int64: for each of the next k tokens of each text, the position after which plain decoding
@@ -123,11 +123,11 @@ class DiffusionDrafter(ModelDrafter):
             if done:  # the columns after the text hold the blocks before the last
                 before = done - self._last
                 starts.append(start + before)
-                new_tokens.append(self.known(new[before:]) + masks)
+                new_tokens.append(self.in_vocabulary(new[before:]) + masks)
             else:
                 start = min(start, len(text) - 1)
                 starts.append(start)
-                new_tokens.append(self.known(text[start:]) + masks)
+                new_tokens.append(self.in_vocabulary(text[start:]) + masks)
                 cache.exact_len[slot] = len(text)
         self._last = n
         rows = cache.after(starts, [len(tokens) for tokens in new_tokens], full=True)
@@ -142,13 +142,13 @@ class DiffusionDrafter(ModelDrafter):
         """The rows that predict the n masks at the end of a pass."""
         return slice(-n - 1, -1) if self.model.config.shifted_logits else slice(-n, None)
 
-    def _fixed_block(self, r: Round, k: int) -> None:
+    def _fixed_block(self, batch: Batch, k: int) -> None:
         """One pass, placed by the device, over the last committed tokens and the new masks."""
-        config, R, n = self.model.config, self.repeated, r.n
+        config, R, n = self.model.config, self.repeated, batch.n
         assert config.mask_token_id is not None
-        text = r.last(R).clamp(max=config.vocab_size - 1)
+        text = batch.last(R).clamp(max=config.vocab_size - 1)
         tokens = torch.cat((text, torch.full_like(text[:, :1], config.mask_token_id).expand(n, k)), 1)
-        rows = self.cache.place(r.lengths, R, 0, R + k)
+        rows = self.cache.place(batch.lengths, R, 0, R + k)
         rows = rows._replace(ancestors=_full_words(R + k, self.model.device).repeat(n, 1))
         out = forward(self.model, self.cache, rows, self.model.embed_tokens(tokens.view(-1)))
         masks = slice(R - 1, -1) if config.shifted_logits else slice(R, None)
@@ -157,19 +157,19 @@ class DiffusionDrafter(ModelDrafter):
             return x.view(n, R + k, -1)[:, masks].reshape(n * k, -1)
 
         if self.search is not None:
-            r.memory.put("hidden", asking(out.hidden))
+            batch.memory.put("hidden", asking(out.hidden))
             return
-        asked = (r.state.length[:, None] + torch.arange(-1, k - 1, device=self.model.device)).view(-1)
+        asked = (batch.state.length[:, None] + torch.arange(-1, k - 1, device=self.model.device)).view(-1)
         final = Final(asking(out.final.rows), out.final.normed)
-        r.window[:, 1 : k + 1] = self.head.best(final, r.draws, asked).view(n, k)
+        batch.window[:, 1 : k + 1] = self.head.best(final, batch.draws, asked).view(n, k)
 
     def _candidates(
-        self, r: Round, final: Final, lengths: list[int]
+        self, batch: Batch, final: Final, lengths: list[int]
     ) -> tuple[list[list[int]], list[Lattice], list[list[float]]]:
         """`search.candidates` of the rows [n * k, E] that predict the tokens after texts of `lengths`."""
-        k = len(final.rows) // r.n
-        positions = self._positions(lengths + [1] * (r.n - len(lengths)), k)
-        return candidates(r, final, positions, self.head, self.search, self.stops)
+        k = len(final.rows) // batch.n
+        positions = self._positions(lengths + [1] * (batch.n - len(lengths)), k)
+        return candidates(batch, final, positions, self.head, self.search, self.stops)
 
     def stopped(self, guesses: list[int]) -> int:
         return before_stop(guesses, self.stop_ids)

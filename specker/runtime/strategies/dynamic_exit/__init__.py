@@ -29,7 +29,7 @@ from specker.runtime.strategies.base import DraftContext, Plan, PolicyContext, S
 
 if TYPE_CHECKING:
     from specker.model.decoder import Model
-    from specker.runtime.round.lm_head import Head
+    from specker.runtime.round.lm_head import LMHead
     from specker.runtime.strategies.dynamic_exit.drafter import EarlyExitDrafter
 
 ELIGIBLE = 8  # maximum number of exit layers
@@ -103,7 +103,7 @@ class SelfDrafting(Strategy):
         watched = eligible_layers(context.target.config.num_layers) if context.options.policy in self.policies else ()
         return EarlyExitDrafter(context.model, context.cache, context.head(context.model, rows), watched)
 
-    def head_cost(self, options: Options, head: Head | None, model: Model) -> float:
+    def head_cost(self, options: Options, head: LMHead | None, model: Model) -> float:
         """The LM head's bytes, in layers of the target."""
         if head is None or options.own.exit_cost == "layers":
             return 0.0
@@ -115,10 +115,10 @@ class SelfDrafting(Strategy):
         layers, rule = context.layers, context.options.policy or "del"
         if rule in self.policies:
             eligible = eligible_layers(layers, context.head_cost)
-            known = context.known
-            assert known is not None
-            costs, length = known.costs if context.options.own.exit_cost == "measured" else None, rule == "del-length"
-            return DynamicExit(eligible, layers, context.head_cost, length, costs=costs, earlier=known)
+            history = context.history
+            assert history is not None
+            costs, length = history.costs if context.options.own.exit_cost == "measured" else None, rule == "del-length"
+            return DynamicExit(eligible, layers, context.head_cost, length, costs=costs, earlier=history)
         exit, size = context.options.own.exit(layers), self.size(context.options)
         return self.auto(context, replace(size, exit=exit)) if rule == AUTO else general(rule, size, exit)
 

@@ -76,7 +76,7 @@ class DynamicExit(Policy):
         index, g = self.chosen
         longest = LONGEST + 1 if self.threshold is not None and g else g
         watched = tuple(n for i, n in enumerate(self.layers) if i != index or not g)
-        return Budget(longest, longest, self.layers[index], watched if self._affordable() else ())
+        return Budget(longest, longest, self.layers[index], extra=watched if self._affordable() else ())
 
     def taken(self, budget: Budget, prices: Sequence[float] = ()) -> None:
         """The round may use another sequence's exit layer. The threshold follows from what was seen until now, not from
@@ -100,10 +100,10 @@ class DynamicExit(Policy):
 
     def _affordable(self) -> bool:
         """Whether another watch, at the last one's cost, keeps watching within its share of the time."""
-        now, known = time.perf_counter(), self.earlier
-        known.decoding += 0.0 if self._since is None else now - self._since
+        now, earlier = time.perf_counter(), self.earlier
+        earlier.decoding += 0.0 if self._since is None else now - self._since
         self._since = now
-        return known.watching + self._last <= self.overhead * known.decoding
+        return earlier.watching + self._last <= self.overhead * earlier.decoding
 
     @property
     def rule(self) -> StopRule:  # type: ignore[override]

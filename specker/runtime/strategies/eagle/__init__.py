@@ -14,7 +14,7 @@ from specker.options import Options
 from specker.runtime.strategies.base import DraftContext, Strategy
 
 if TYPE_CHECKING:
-    from specker.runtime.strategies.eagle.drafter import EagleDrafter
+    from specker.runtime.strategies.eagle.drafter import HeadDrafter
 
 
 class Eagle(Strategy):
@@ -32,7 +32,7 @@ class Eagle(Strategy):
         if options.load == "dummy":
             raise ValueError(f"strategy {self.name} reads a trained head: {option('load', 'dummy')} does not apply")
 
-    def drafter(self, context: DraftContext) -> EagleDrafter:
+    def drafter(self, context: DraftContext) -> HeadDrafter:
         from specker.checkpoints.drafts.heads import HeadCheckpoint
         from specker.model.heads import ReadingHead
         from specker.runtime.strategies.eagle.agreement import chosen
@@ -52,6 +52,7 @@ class Eagle(Strategy):
             head.spec = chosen(target, context.model, head, context.notes)
         if head.spec.mask is not None and context.options.tree is not None:
             raise ValueError(f"a P-EAGLE head drafts a chain: {option('tree')} does not apply")
-        make = EagleDrafter if head.spec.mask is None else ParallelDrafter
-        own = context.head(head.model)
-        return make(head, context.allocate(head.model), own, context.options.width, context.depth(self))
+        cache, own, depth = context.allocate(head.model), context.head(head.model), context.depth(self)
+        if head.spec.mask is not None:
+            return ParallelDrafter(head, cache, own, depth)
+        return EagleDrafter(head, cache, own, context.options.width, depth)

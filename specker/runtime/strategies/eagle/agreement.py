@@ -19,7 +19,7 @@ from specker.model.decoder import Final, Model, prefill
 from specker.model.heads import HeadSpec, ReadingHead
 from specker.model.sampling import Draws
 from specker.options import Sampling
-from specker.runtime.round.lm_head import Head
+from specker.runtime.round.lm_head import LMHead
 from specker.runtime.text import encode, encode_chat
 
 ROWS = 256  # most tokens of the text, its prompt included: one chunk of a prompt
@@ -127,7 +127,7 @@ def _guesses(head: ReadingHead, tokens: list[int], taps: Tensor) -> Tensor:
     embedded = model.embed_tokens(torch.tensor(tokens[1:], device=model.device))
     rows = cache.after([0], [T])
     _, final = head.forward(cache, rows, *head.pairs(head.features(taps[:-1]), embedded, rows.positions))
-    lm_head = Head(model.head, model.norm, model.config.rms_norm_eps, model.activations)
+    lm_head = LMHead(model.head, model.norm, model.config.rms_norm_eps, model.activations)
     lm_head.token_ids = head.weights.ids
     greedy = Draws.one(Sampling())
     parts = [slice(n, n + LOGITS) for n in range(0, T, LOGITS)]

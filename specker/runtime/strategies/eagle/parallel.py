@@ -10,32 +10,27 @@ import torch
 from specker.model.cache import KVCache
 from specker.model.decoder import Final
 from specker.model.heads import ReadingHead
-from specker.runtime.control.policy import Budget
+from specker.runtime.round.batch import Batch
 from specker.runtime.round.drafter import Draft
-from specker.runtime.round.lm_head import Head
-from specker.runtime.round.round import Round
-from specker.runtime.strategies.eagle.drafter import EagleDrafter
+from specker.runtime.round.lm_head import LMHead
+from specker.runtime.strategies.eagle.drafter import HeadDrafter
+from specker.runtime.strategies.eagle.pairs import Pairs
 
 
-class ParallelDrafter(EagleDrafter):
-    """See above. Otherwise as EagleDrafter: accepted tokens run again with the target's true hidden states."""
-
-    def __init__(self, reading: ReadingHead, cache: KVCache, head: Head, width: int = 1, depth: int = 0):
-        super().__init__(reading, cache, head, width, depth)
+class ParallelDrafter(HeadDrafter):
+    def __init__(self, reading: ReadingHead, cache: KVCache, head: LMHead, depth: int = 0):
+        """`depth`: length of the longest draft."""
+        super().__init__(reading, cache, head, Pairs(reading, cache, depth))
         self.mask = reading.mask()
 
-    def fixed(self, length: int, budget: Budget) -> bool:
-        return False
-
-    def draft(self, r: Round) -> Draft:
-        """Draft for all sequences; nothing if one has no pair yet, as after a prompt of one token."""
-        n, depth = len(r.requests), min(r.budget.depth, r.budget.nodes)
-        if any(len(request.text) < 2 for request in r.requests):
+    def propose(self, batch: Batch) -> Draft:
+        n, depth = len(batch.requests), min(batch.budget.depth, batch.budget.nodes)
+        if self.lacks_pairs(batch):
             return Draft()
-        self.head.follow(r.requests)
-        final, positions = self._catch_up(r)
+        self.head.follow(batch.requests)
+        final, positions = self.start(batch)
         if depth > 1:
-            rows = self.cache.place(r.lengths, 1, 0, depth - 1)
+            rows = self.cache.place(batch.lengths, 1, 0, depth - 1)
             feature, embedded = (x.expand(n * (depth - 1), -1).contiguous() for x in self.mask)
             pairs = self.reading.pairs(feature, embedded, rows.positions)
             _, masks = self.reading.forward(self.cache, rows, *pairs)
@@ -43,18 +38,12 @@ class ParallelDrafter(EagleDrafter):
             firsts = final.rows, positions
             joined = [torch.cat((x.unsqueeze(1), y), 1).flatten(0, 1) for x, y in zip(firsts, each, strict=True)]
             final, positions = Final(joined[0], masks.normed), joined[1]
-        ids, logits, lse = self.head.ranked(final, 1, r.draws, positions)
-        r.window[:, 1 : depth + 1] = ids.view(n, depth)
-        return self._ended(r, depth, (logits[:, 0] - lse).view(n, depth))
-
-    def _ended(self, r: Round, depth: int, scores: torch.Tensor) -> Draft:
-        """The draft, which policies may end by confidence. scores: log-probabilities [n, depth]."""
+        ids, logits, lse = self.head.ranked(final, 1, batch.draws, positions)
+        batch.window[:, 1 : depth + 1] = ids.view(n, depth)
+        scores = (logits[:, 0] - lse).view(n, depth)
         draft = Draft(depth, depth=depth)
-        if r.confident:
-            for step, confidence in enumerate(scores.exp().T.tolist()):
-                draft.size = draft.depth = step + 1
-                if not draft.vote(r.requests, confidence):
-                    break
-        if r.traced:
+        if batch.confident:
+            draft.end(batch.requests, scores.exp())
+        if batch.traced:
             draft.scores = list(scores[:, : draft.size].split(1, 1))
         return draft

@@ -22,7 +22,7 @@ from specker.runtime.strategies.base import DraftContext
 from specker.runtime.strategies.draft import SmallModel
 
 if TYPE_CHECKING:
-    from specker.runtime.strategies.easyspec.drafter import EasySpecDrafter
+    from specker.runtime.strategies.draft.drafter import AutoregressiveDrafter
 
 Groups = int | tuple[tuple[int, ...], ...]  # a group's width, or the layers of every group
 
@@ -64,8 +64,9 @@ class EasySpec(SmallModel):
     needs_draft = True
     divides = True
 
-    def drafter(self, context: DraftContext) -> EasySpecDrafter:
-        from specker.runtime.strategies.easyspec.drafter import EasySpecDrafter, LayerParallel, Schedule
+    def drafter(self, context: DraftContext) -> AutoregressiveDrafter:
+        from specker.runtime.strategies.draft.drafter import AutoregressiveDrafter
+        from specker.runtime.strategies.easyspec.parallel import LayerParallel, Schedule
 
         own: EasySpecOptions = context.options.own
         assert context.draft is not None
@@ -74,4 +75,4 @@ class EasySpec(SmallModel):
         cache = context.allocate(model)
         parallel = LayerParallel(model, cache, schedule, context.ranks)
         width, depth = context.options.width, context.depth(self)
-        return EasySpecDrafter(model, cache, context.head(model), parallel, width, depth)
+        return AutoregressiveDrafter(model, cache, context.head(model), width, depth, parallel)

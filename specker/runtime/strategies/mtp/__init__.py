@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from specker.checkpoints.checkpoint import Checkpoint
     from specker.runtime.strategies.base import DraftContext
-    from specker.runtime.strategies.eagle.drafter import EagleDrafter
+    from specker.runtime.strategies.eagle.drafter import HeadDrafter
 
 
 class MultiTokenPrediction(Eagle):
@@ -38,7 +38,7 @@ class MultiTokenPrediction(Eagle):
 
         return mtp.read(target, dtype=dtype, quantize=quantize)
 
-    def drafter(self, context: DraftContext) -> EagleDrafter:
+    def drafter(self, context: DraftContext) -> HeadDrafter:
         from specker.checkpoints.drafts.heads import HeadCheckpoint
         from specker.model.heads import ReadingHead
         from specker.runtime.strategies.eagle.agreement import chosen
@@ -54,4 +54,4 @@ class MultiTokenPrediction(Eagle):
         if context.model is not None:  # another engine's target cannot be asked
             chosen(context.target, context.model, heads[0], context.notes)
         cache, own = context.allocate(heads[0].model, len(heads)), context.head(heads[0].model)
-        return MTPDrafter(heads, cache, own, context.options.width, context.depth(self))
+        return MTPDrafter(heads, cache, own, context.options.width)

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from specker.cpu.packed import Packed
 from specker.model.weights import Matrix
-from specker.runtime.round import state as states
-from specker.runtime.round.lm_head import Head
+from specker.runtime.round.lm_head import LMHead
+from specker.runtime.round.state import Request
 from specker.runtime.strategies.vocabtrim.counts import VocabCounts
 
 
@@ -31,15 +31,15 @@ class KeptRows:
 
 
 @dataclass
-class TrimmedHead(Head):
+class TrimmedHead(LMHead):
     kept: KeptRows = field(kw_only=True)
-    known: set[int] = field(init=False, default_factory=set)
+    draftable: set[int] = field(init=False, default_factory=set)
     _slots: dict[int, int] = field(init=False, default_factory=dict)  # id -> row, for text rows, oldest first
-    _seen: dict[states.Request, int] = field(init=False, default_factory=dict)  # committed tokens processed
+    _seen: dict[Request, int] = field(init=False, default_factory=dict)  # committed tokens processed
 
     def __post_init__(self) -> None:
         self.token_ids = self.kept.ids.clone()
-        self.known.update(self.kept.ids.tolist())
+        self.draftable.update(self.kept.ids.tolist())
         self.reset()
 
     def reset(self) -> None:
@@ -50,11 +50,11 @@ class TrimmedHead(Head):
         fixed = len(self.kept.ids) - self.kept.text
         first = self.kept.ids[fixed:].tolist()
         if list(self._slots) != first:
-            self.known.difference_update(self._slots)
+            self.draftable.difference_update(self._slots)
             self._slots.clear()
             self._write(first, range(fixed, len(self.kept.ids)))
 
-    def follow(self, sequences: Iterable[states.Request]) -> None:
+    def follow(self, sequences: Iterable[Request]) -> None:
         """Give rows to the new tokens of the batch's texts; the least recently seen token loses its row."""
         if not self.kept.text:
             return
@@ -67,10 +67,10 @@ class TrimmedHead(Head):
             for token in text[seen:]:
                 if token in self._slots:
                     self._slots[token] = self._slots.pop(token)
-                elif token not in self.known and token < len(self.kept.whole):
+                elif token not in self.draftable and token < len(self.kept.whole):
                     oldest = next(iter(self._slots))
-                    self.known.remove(oldest)
-                    self.known.add(token)
+                    self.draftable.remove(oldest)
+                    self.draftable.add(token)
                     self._slots[token] = moved[token] = self._slots.pop(oldest)
                     moved.pop(oldest, None)
             self._seen[sequence] = len(text)
@@ -82,7 +82,7 @@ class TrimmedHead(Head):
         if self.kept.counts is not None:
             self.kept.counts.add(tokens)
 
-    def forget(self, sequence: states.Request) -> None:
+    def forget(self, sequence: Request) -> None:
         """Called when the sequence has ended; its tokens keep their rows until other ones need them."""
         self._seen.pop(sequence, None)
 
@@ -90,7 +90,7 @@ class TrimmedHead(Head):
         assert self.kept.whole is not None and self.token_ids is not None
         rows = list(rows)
         self._slots.update(zip(ids, rows, strict=True))
-        self.known.update(ids)
+        self.draftable.update(ids)
         both = torch.tensor([rows, ids])
         if self.weight.is_cuda:  # the host does not wait for a pinned copy
             both = both.pin_memory().to(self.weight.device, non_blocking=True)

@@ -1,4 +1,4 @@
-"""The schedule of a draft's layers, the code that runs them side by side, and its drafter."""
+"""The schedule of a draft's layers, and the code that runs them side by side."""
 
 import json
 from collections.abc import Iterator
@@ -27,9 +27,6 @@ from specker.model.decoder import (
     run_layers,
 )
 from specker.runtime.ranks.dist import Ranks
-from specker.runtime.round.lm_head import Head
-from specker.runtime.round.round import Round
-from specker.runtime.strategies.draft.drafter import AutoregressiveDrafter
 from specker.runtime.strategies.easyspec import Groups
 
 
@@ -86,25 +83,34 @@ class LayerParallel:
         self.ranks = ranks if ranks is not None and ranks.drafting > 1 else None
         self.kv = cache.k.flatten(0, 1), cache.v.flatten(0, 1)  # views: [L * pages, page, Hkv, D]
         packed = model.stack is not None and model.stack.packed
-        self.groups = [] if packed else [self._group(layers) for layers in schedule.groups]
+        self.stacks = [] if packed else [self._group(layers) for layers in schedule.groups]
 
-    def forward(self, rows: Rows, hidden: Tensor) -> Output:
-        """Run all layers of the schedule from the embedding `hidden` [T, E]. Writes the rows' K/V, fuzzy in groups of
-        several layers."""
+    @property
+    def compiles(self) -> bool:
+        """Whether the compiled library can run the schedule."""
+        return self.ranks is None
+
+    @property
+    def groups(self) -> list[int]:
+        """The first layer of each group, then the number of layers."""
+        return [*(layers[0] for layers in self.schedule.groups), len(self.model.layers)]
+
+    def forward(self, rows: Rows, hidden: Tensor) -> Final:
+        """Run all layers of the schedule from the embedding `hidden` [T, E] -> the rows [T, E] for the head. Writes the
+        rows' K/V, fuzzy in groups of several layers."""
 
         def run(rows: Rows, hidden: Tensor) -> Output:
             if self.model.stack is not None and self.ranks is None:
-                starts = [layers[0] for layers in self.schedule.groups]
-                return compiled(self.model, self.cache, rows, hidden, [*starts, len(self.model.layers)])
+                return compiled(self.model, self.cache, rows, hidden, self.groups)
             return run_layers(self.model, self._steps(rows), hidden)
 
-        return in_blocks(self.model, rows, hidden, run)
+        return in_blocks(self.model, rows, hidden, run).final
 
     def _steps(self, rows: Rows) -> Iterator[GroupStep]:
         model, cache = self.model, self.cache
         one = GroupRows(rows.positions, rows.slots, over_pages(model, rows), model.summed)
-        every = self._repeated(rows) if any(len(group.mlps) > 1 for group in self.groups) else rows
-        for layers, group in zip(self.schedule.groups, self.groups, strict=True):
+        every = self._repeated(rows) if any(len(group.mlps) > 1 for group in self.stacks) else rows
+        for layers, group in zip(self.schedule.groups, self.stacks, strict=True):
             if len(layers) == 1:
                 yield group, cache.layers[layers[0]], one
                 continue
@@ -165,32 +171,6 @@ class LayerParallel:
             layer = self.model.layers[n]
             self.model.layers[n] = layer._replace(attention=layer.attention._replace(**{name: stack[i]}))
         return stack.squeeze(1) if name in ("q_norm", "k_norm") else stack  # [1, D] each
-
-
-class EasySpecDrafter(AutoregressiveDrafter):
-    """Draft steps run layers side by side; the catch-up pass runs them in sequence."""
-
-    def __init__(
-        self, model: Model, cache: KVCache, head: Head, parallel: LayerParallel, width: int = 1, depth: int = 0
-    ):
-        super().__init__(model, cache, head, width, depth)
-        self.parallel = parallel
-
-    def observe(self, r: Round, slot: int, path: list[int]) -> None:
-        """Drop fuzzy K/V: the next catch-up forwards those tokens in sequence, with the bonus token (bonus
-        calibration)."""
-        if r.fixed:
-            super().observe(r, slot, path)
-
-    def forward(self, rows: Rows, embedded: Tensor) -> Final:
-        return self.parallel.forward(rows, embedded).final
-
-    @property
-    def groups(self) -> list[int]:
-        return [*(layers[0] for layers in self.parallel.schedule.groups), len(self.model.layers)]
-
-    def compiles(self, r: Round) -> bool:
-        return self.parallel.ranks is None and super().compiles(r)
 
 
 def _of_layers(batch: Rows, layers: tuple[int, ...], of: int) -> Rows:

@@ -1,0 +1,153 @@
+"""The drafter for a target that another engine runs."""
+
+import logging
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig
+
+from specker import zoo
+from specker.checkpoints import checkpoint
+from specker.checkpoints.buffers import served
+from specker.checkpoints.checkpoint import Checkpoint, folder_of, read_config
+from specker.checkpoints.parse import eos_ids, read_json, reason
+from specker.model.config import CheckpointError, LayerSpec, ModelConfig
+from specker.model.memory import CacheMemory
+from specker.model.weights import Weights
+from specker.options import MAX_BATCH, Options
+from specker.runtime import strategies
+from specker.runtime.control.auto import AcceptanceHistory
+from specker.runtime.control.costs import Costs
+from specker.runtime.control.policy import AUTO
+from specker.runtime.engine import draft_cost
+from specker.runtime.load import device_of, drafting, dtype_of, family_of
+from specker.runtime.round.drafter import Drafter
+from specker.runtime.strategies.base import LOOKAHEAD, DraftContext, PolicyContext
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Foreign:
+    """A drafter and what belongs to it, for a target that another engine runs."""
+
+    drafter: Drafter
+    options: Options
+    config: ModelConfig  # the target's
+    policies: PolicyContext
+    device: torch.device
+    fixed: bool  # whether drafts have fixed shapes where they can
+
+
+def drafter_for(
+    target: str | Path | Checkpoint,
+    draft: str | Path | None,
+    strategy: str,
+    *,
+    device: str | torch.device | None,
+    dtype: str | torch.dtype | None,
+    requests: int,
+    max_context: int | None,
+    kv_tokens: int | None,
+    **options: Any,
+) -> Foreign:
+    """Load the drafter that `Drafts` describes. Raises as `Drafts` does."""
+    if not 1 <= requests < MAX_BATCH:
+        raise ValueError(f"requests must be between 1 and {MAX_BATCH - 1}, got {requests}")
+    if options.get("tree") is not None or options.get("cps") == "tree":
+        raise ValueError("another engine verifies one path of each request: leave out draft trees")
+    if options.get("policy") is None and strategies.options(strategy=strategy, **options).policy == AUTO:
+        options["policy"] = "fixed"  # the engine does not say what its verify passes cost
+    o = strategies.options(  # the last slot is a spare one
+        strategy=strategy, batch_size=requests + 1, kv_tokens=kv_tokens, max_context=max_context, **options
+    )
+    how, where = strategies.of(o), device_of(device)
+    name = target.folder if isinstance(target, Checkpoint) else target
+    if how.self_drafting or not how.drafts:
+        raise ValueError(f"strategy {strategy!r} does not draft for another engine: use one with its own drafter")
+    if draft is not None and not how.needs_draft:
+        raise ValueError(f"strategy {strategy!r} uses no draft checkpoint: leave out draft")
+    config = target.config if isinstance(target, Checkpoint) else read_sizes(target, max_context)
+    if how.reads_target and not how.needs_draft and not config.num_heads:
+        raise ValueError(f"strategy {strategy!r} needs a target that specker's decoder runs, not {config.architecture}")
+    if draft is None and how.needs_draft:
+        zoo.require_for(config)
+    family, source = zoo.family_of(config), draft
+    if source is None and how.needs_draft and family is not None:
+        source = family.drafts.get(how.name)
+    if source is None and how.needs_draft:
+        raise ValueError(f"strategy {strategy!r} needs a draft checkpoint for {name}: pass draft")
+    own = None if source is None or how.reads_target else read_config(source)
+    kind = dtype_of(dtype)
+    if dtype is None and where.type == "cpu" and not (own is not None and served(own)):
+        kind = torch.float32
+    if isinstance(target, Checkpoint):
+        known = target
+    elif how.reads_target or (own is not None and own.shares):
+        known = checkpoint.read(target, dtype=kind, device=where, max_context=max_context, layers=False)
+    else:
+        known = Checkpoint(config, no_weights(where), folder_of(target, weights=False))
+    if own is not None and own.shares:
+        family = family_of(known)
+    if draft is None and how.needs_draft and family is None:
+        raise ValueError(f"strategy {strategy!r} needs a draft checkpoint for {name}: pass draft")
+    o = how.with_defaults(o, family)
+    notes: dict[str, str] = {}
+    side, kept = drafting(known, source, o, kind, name, family, notes)
+    for sentence in notes.values():
+        log.warning(sentence)
+    if side is not None:
+        o = how.with_draft(o, side)
+        memory = CacheMemory((side.config,), side.weights.norm.dtype, where, o.page_size, LOOKAHEAD)
+        o = replace(o, kv_tokens=memory.pool(o.batch_size, kv_tokens)[0])
+    drafter = strategies.drafter(DraftContext(o, known, None, None, side, kept, family))
+    assert drafter is not None
+    history = AcceptanceHistory(Costs(lambda budget: draft_cost(budget, known, side, 0.0)))
+    fixed = where.type == "cuda" and kind != torch.float64 if o.graphs is None else o.graphs == "on"
+    policies = PolicyContext(o, config.num_layers, family, history, 0.0, where.type == "cpu")
+    return Foreign(drafter, o, config, policies, where, fixed)
+
+
+def read_sizes(target: str | Path, max_context: int | None) -> ModelConfig:
+    """The target's config. For an architecture that specker's decoder lacks, or for quantised weights, only the
+    vocabulary, the number of layers, the hidden size, the positions and the stop ids are known. Raises
+    CheckpointError."""
+    try:
+        return read_config(target, max_context=max_context)
+    except CheckpointError:
+        folder = folder_of(target, weights=False)
+        raw = read_json(folder / "config.json")
+    try:
+        hf = AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True).get_text_config()
+        sizes = hf.vocab_size, hf.hidden_size, hf.num_hidden_layers, hf.max_position_embeddings
+    except Exception as error:  # validation raises several types; a config may lack a field
+        raise CheckpointError(f"{folder / 'config.json'} lacks the model's sizes ({reason(error)})") from error
+    vocab, hidden, layers, positions = sizes
+    return ModelConfig(
+        architecture=str((raw.get("architectures") or ["unknown"])[0]),
+        vocab_size=vocab,
+        hidden_size=hidden,
+        num_layers=layers,
+        num_heads=0,
+        num_kv_heads=0,
+        head_dim=0,
+        intermediate_size=4 * hidden,
+        rms_norm_eps=0.0,
+        layer=LayerSpec(),
+        tied=False,
+        causal=True,
+        shifted_logits=True,
+        mask_token_id=None,
+        max_context=min(max_context or positions, positions),
+        eos_ids=eos_ids(folder, raw),
+        bos_id=None,
+    )
+
+
+def no_weights(device: torch.device) -> Weights:
+    none = torch.empty(0, device=device)
+    names = ["embed", "qkv", "o", "gate_up", "down", "norm_in", "norm_post", "norm", "head"]
+    absent = dict.fromkeys(["qkv_bias", "q_norm", "k_norm", "o_bias", "gate_up_bias", "down_bias"])
+    return Weights(**dict.fromkeys(names, none), **absent, ropes=())  # type: ignore[arg-type]

@@ -1,0 +1,54 @@
+"""Chains that the CPU's compiled library drafts in one call (cpu/chain.py)."""
+
+import torch
+from torch import Tensor
+
+from specker.kernels.cpu import native
+from specker.model.cache import KVCache, Lengths, Rows
+from specker.model.decoder import Model
+from specker.runtime.round.batch import Batch
+from specker.runtime.round.drafter import Draft
+from specker.runtime.round.lm_head import LMHead
+
+
+def readable(model: Model, head: LMHead) -> bool:
+    """Whether the compiled library runs this model's layers and can read its embedding and the LM head."""
+    return model.stack is not None and all(native().takes(w) for w in (model.embed, head.weight))
+
+
+def compiled_chain(
+    batch: Batch,
+    model: Model,
+    cache: KVCache,
+    head: LMHead,
+    begin: Tensor,
+    rows: Rows,
+    columns: Lengths,
+    *,
+    normed: bool = False,
+    groups: list[int] | None = None,
+) -> Draft:
+    """Draft a chain of each sequence. begin, rows, columns: see cpu/chain.py. `normed`: whether the layers' outputs
+    have the final norm. `groups`: the first layer of each group of layers that a draft step runs side by side, then the
+    number of layers; default: one after another."""
+    depth, layers = min(batch.budget.depth, batch.budget.nodes), [*range(len(model.layers) + 1)]
+    norm = None if normed else head.norm
+    drafted, probability = native().draft(
+        model.stack,
+        native().Candidates(model.embed, model.embed_scale, head.weight, head.token_ids, norm, head.activations),
+        begin,
+        ((cache.k, cache.v), rows[:2], (rows.cu_rows, rows.kv_len, rows.window), rows.ancestors, rows.table),
+        (layers, groups or layers),
+        columns,
+        cache.last_position,
+        depth,
+        [(s.sampling.temperature, s.sampling.seed) for s in batch.requests],
+        [s.policy.rule for s in batch.requests] if batch.confident else None,
+    )
+    draft = Draft(len(drafted), depth=len(drafted), forwarded=len(drafted) - 1)
+    batch.window[: batch.n, 1 : draft.size + 1] = torch.from_numpy(drafted.T)
+    if batch.confident:
+        draft.confidence = probability.tolist()
+    if batch.traced:
+        draft.scores = [torch.from_numpy(probability.T).log()]
+    return draft

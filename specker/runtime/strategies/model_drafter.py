@@ -1,0 +1,73 @@
+"""A drafter with a model and a cache of its own, which holds an exact prefix of each text."""
+
+from specker.model.cache import KVCache
+from specker.model.decoder import Model, prefill
+from specker.runtime.control.policy import Budget
+from specker.runtime.round.drafter import UNLIMITED, Drafter, Offer
+from specker.runtime.round.lm_head import LMHead
+from specker.runtime.round.state import Request
+
+CATCH_UP_ROWS = 64  # committed tokens that a draft forwards at most; more are a prompt: prefill them
+
+
+class ModelDrafter(Drafter):
+    """Each draft forwards the committed tokens that the cache lacks."""
+
+    model: Model
+    cache: KVCache
+    head: LMHead
+
+    def __init__(self, model: Model, cache: KVCache, head: LMHead, depth: int):
+        """`depth`: length of the longest draft."""
+        self.model, self.cache, self.head = model, cache, head
+        self.repeated = depth + 1  # committed tokens that a round of fixed shape forwards
+        self.limit = min(model.config.max_context, cache.capacity)
+
+    def prepare(self, requests: list[Request]) -> Offer:
+        texts = [request.text for request in requests]
+        return Offer(
+            missing=sum(self._missing(slot, text, False) for slot, text in enumerate(texts)),
+            room=[self.room(len(text)) for text in texts],
+            fixes=lambda budget: all(self.fits(len(text), budget) for text in texts),
+        )
+
+    def room(self, length: int) -> int:
+        """Draft tokens that fit behind a text of `length` tokens."""
+        return self.limit - length
+
+    def fits(self, length: int, budget: Budget) -> bool:
+        """Whether a text of `length` tokens allows a draft of fixed shape, which forwards `repeated` tokens: the text
+        needs as many, and the context needs room for a draft after a pending round."""
+        return self.repeated <= length <= self.model.config.max_context - 2 * self.repeated
+
+    def advance(self, requests: list[Request], budget: Budget, most: int = UNLIMITED, fixed: bool = False) -> int:
+        count = 0
+        for slot, request in enumerate(requests):
+            before = self.cache.exact_len[slot]
+            if self._missing(slot, request.text, fixed) and before < len(request.text) - 1:  # a draft forwards the root
+                self.prefill(slot, request.text[: before + most - count + 1])
+                count += self.cache.exact_len[slot] - before
+            if count >= most:
+                break
+        return count
+
+    def _missing(self, slot: int, text: list[int], fixed: bool) -> int:
+        """The tokens to prefill before a draft: a prompt, or more than a draft forwards. The drafter's first draft
+        prefills the prompt, so a text without drafts costs nothing."""
+        exact = self.cache.exact_len[slot]
+        missing = len(text) - exact
+        return missing if not exact or missing > (self.repeated if fixed else CATCH_UP_ROWS) else 0
+
+    def prefill(self, slot: int, text: list[int]) -> None:
+        """Write the K/V of `text` but for its last token."""
+        if len(text) <= self.model.config.max_context:
+            prefill(self.model, self.cache, self.in_vocabulary(text[self.cache.exact_len[slot] : -1]), slot=slot)
+
+    def exact_after_fixed(self, length: int) -> int:
+        """The exact columns after a draft of fixed shape: those before the rows of the next one."""
+        return max(0, min(length, self.limit) - self.repeated)
+
+    def in_vocabulary(self, tokens: list[int]) -> list[int]:
+        """Replace ids outside the draft's vocabulary by its last id. That can cost acceptance, not correctness."""
+        last = self.model.config.vocab_size - 1
+        return [min(token, last) for token in tokens]
