@@ -48,10 +48,12 @@ def matches(engine: Engine, prompt: list[int], text: list[int], temperature: flo
     rows = cache.after([0], [len(prompt) + len(text) - 1])
     ids = torch.tensor([*prompt, *text[:-1]], device=model.device)
     depths = tuple(range(1, len(model.layers)))
-    out = forward(model, cache, rows, model.embed_tokens(ids), taps=depths)
+    out = forward(model, cache, rows, model.embed_tokens(ids), aux_layers=depths)
     kept, s = slice(len(prompt) - 1, None), Sampling(temperature=temperature)
     said = [
-        sample_rows(model.logits(Final(out.taps[n][kept])), s.temperature, 0, 1.0, s.seed, rows.positions[kept])
+        sample_rows(
+            model.logits(Final(out.aux_hidden_states[n][kept])), s.temperature, 0, 1.0, s.seed, rows.positions[kept]
+        )
         for n in depths
     ]
     return torch.stack(said).cpu() == torch.tensor(text)

@@ -52,7 +52,7 @@ from specker.kernels.linear import row_linear
 from specker.model.cache import KVCache
 from specker.model.config import layer_elements
 from specker.model.decoder import Final, Model, forward, prefill
-from specker.model.heads import HeadSpec, HeadWeights, ReadingHead
+from specker.model.heads import DraftHead, HeadSpec, HeadWeights
 from specker.model.sampling import Draws
 from specker.model.weights import Parameters
 from specker.options import Sampling
@@ -276,7 +276,7 @@ def chains(args: Args) -> list[dict[str, Any]]:
     parts = HeadWeights(own.qkv.new_empty(E, 3 * E), hidden_norm=torch.ones(E))  # type: ignore[union-attr]
     spec = HeadSpec("eagle3", (0, 1, 2), E, KEPT)
     draft = Model(source)
-    head, slow = (ReadingHead(read, spec, parts, (draft.norm, draft.config.rms_norm_eps)) for _ in range(2))
+    head, slow = (DraftHead(read, spec, parts, (draft.norm, draft.config.rms_norm_eps)) for _ in range(2))
     slow.model.stack = None
     lm_head = LMHead(own.head[:KEPT], own.norm, source.config.rms_norm_eps)  # type: ignore[index]
     lm_head.token_ids = kept

@@ -44,8 +44,9 @@ def layers(folder: Path, dtype: torch.dtype, quantize: str | None) -> dict[str, 
         prefill(model, cache, list(range(1, length + 1)), slot=slot)
     with torch.inference_mode():
         rows = cache.place(torch.tensor(lengths), 0, 0, 5, TREE)
-        out = forward(model, cache, rows, model.embed_tokens(torch.arange(15)), taps=(1, 3))
-    return {"hidden": out.hidden, "1": out.taps[1], "3": out.taps[3], "k": cache.k.clone(), "v": cache.v.clone()}
+        out = forward(model, cache, rows, model.embed_tokens(torch.arange(15)), aux_layers=(1, 3))
+    kept = {str(depth): rows for depth, rows in out.aux_hidden_states.items()}
+    return {"hidden": out.hidden, **kept, "k": cache.k.clone(), "v": cache.v.clone()}
 
 
 def everything(folders: list[str]) -> dict[tuple[str, ...], Tensor]:

@@ -121,9 +121,9 @@ def test_no_layer_row_runs_twice(target, monkeypatch):
     rounds = []
     for module in (dynamic_exit, round):
 
-        def counted(model, cache, rows, hidden, layers=slice(None), taps=(), forward=module.forward):
+        def counted(model, cache, rows, hidden, layers=slice(None), aux_layers=(), forward=module.forward):
             done.append(len(hidden) * len(range(*layers.indices(len(model.layers)))))
-            return forward(model, cache, rows, hidden, layers, taps)
+            return forward(model, cache, rows, hidden, layers, aux_layers)
 
         monkeypatch.setattr(module, "forward", counted)
     fast = engine(target)
@@ -348,9 +348,9 @@ def test_observations_equal_the_layers_own_tokens(target, monkeypatch):
         """Per watched layer: matches with the target after text[first : first + count], and confidences."""
         cache = KVCache(model.config, 256, dtype=torch.float64, device="cpu", page_size=16)
         rows = cache.after([0], [len(text)])
-        out = forward(model, cache, rows, model.embed_tokens(torch.tensor(text)), taps=(*layers, 6))
+        out = forward(model, cache, rows, model.embed_tokens(torch.tensor(text)), aux_layers=(*layers, 6))
         ids, sure = {}, {}
-        for n, hidden in out.taps.items():
+        for n, hidden in out.aux_hidden_states.items():
             logits = model.logits(Final(hidden))[first : first + count]
             positions = rows.positions[first : first + count]
             ids[n] = sample_rows(logits, 0.7, 0, 1.0, 2, positions)

@@ -81,7 +81,7 @@ def attention(w, n, c, h, position, memory):
         k = torch.stack([norm(head, w.k_norm[n], c.rms_norm_eps) for head in k])
     q, k = (torch.stack([rotate(head, position, w.ropes[0].inv_freq) for head in x]) for x in (q, k))
     memory[n].append((k, v))
-    seen, out = memory[n][-c.layer.reach(n) :], []
+    seen, out = memory[n][-c.layer.sliding_window(n) :], []
     for i, head in enumerate(q):
         kv = i * c.num_kv_heads // c.num_heads
         scores = torch.stack([head @ past_k[kv] for past_k, _ in seen]) / math.sqrt(c.head_dim)
@@ -349,8 +349,8 @@ def test_the_last_sum_comes_with_the_final_norm_under_the_kernels(tmp_path, kern
         cache = tiny_cache(model)
         rows = cache.after([0], [3])
         if groups is None:
-            out = forward(model, cache, rows, hidden, layers, taps=(2,))
-            assert layers.stop is None or torch.equal(out.taps[2], out.hidden)
+            out = forward(model, cache, rows, hidden, layers, aux_layers=(2,))
+            assert layers.stop is None or torch.equal(out.aux_hidden_states[2], out.hidden)
         else:
             out = LayerParallel(model, cache, Schedule(groups)).forward(rows, hidden)
         _, later = merge._launch(out.hidden, out.hidden[None][:0], model.norm[None], model.config.rms_norm_eps)

@@ -77,7 +77,7 @@ def parse_config(
             norms=its.norms,
             qk_norm=its.qk_norm,
             scale=scales.scores,
-            reaches=tuple(window if kind == SLIDING else 0 for kind in kinds) if narrow else (),
+            sliding_windows=tuple(window if kind == SLIDING else 0 for kind in kinds) if narrow else (),
             ropes=table_of,
             experts=_experts(hf, its),
         ),

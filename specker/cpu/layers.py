@@ -62,7 +62,7 @@ class Spec(Protocol):
     def qk_norm(self) -> str: ...
     @property
     def experts(self) -> Any: ...
-    def reach(self, layer: int) -> int: ...
+    def sliding_window(self, layer: int) -> int: ...
 
 
 class Pairs(NamedTuple):
@@ -105,9 +105,10 @@ class Stack:
         `Matrix.of`."""
         self.layers, self.ropes, self.heads, self.activations = layers, ropes, heads, activations
         self._layers = (Layer * len(layers))()
-        counts = [0, 0]  # layers without and with a reach
+        counts = [0, 0]  # layers without and with a sliding window
         for n, (struct, layer, rope) in enumerate(zip(self._layers, layers, ropes, strict=True)):
-            struct.reach, struct.rope, near = spec.reach(n), rope.data_ptr(), spec.reach(n) > 0
+            struct.sliding_window, struct.rope = spec.sliding_window(n), rope.data_ptr()
+            near = struct.sliding_window > 0
             struct.rank = counts[near]
             counts[near] += 1
             by = dict(zip(NAMES, layer, strict=True))
@@ -173,7 +174,7 @@ class Stack:
         x: Tensor,
         kv: tuple[Tensor, ...],
         groups: Sequence[int],
-        taps: Sequence[int],
+        aux_layers: Sequence[int],
         places: tuple[Tensor, Tensor],
         sequences: tuple[Tensor, Tensor, Tensor],
         words: Tensor | None,
@@ -187,11 +188,11 @@ class Stack:
         written at the rows' slots. groups: the first layer of each group, then the end. places: positions and slots [T]
         int64. sequences: cu_rows [B + 1], kv_len and window [B] int32; words [T, W] int64; table [B, P] int32 (see
         kernels/attention.py). Without words a row sees its sequence up to itself, or with `full` all of it. near: slots
-        and table of the layers with a reach, whose K and V are then the third and fourth of `kv`, if these have a place
-        of their own (model/rings.py). Returns [1 + taps, T, E]: the residual stream after the last layer, and at the
-        depths `taps`; and [mixtures, X + 1] int32: where each expert's choices begin, sorted by expert, in each mixture
-        of experts that has run."""
-        x, starts, depths = x.contiguous(), np.array(groups, np.int64), np.array(taps, np.int64)
+        and table of the layers with a sliding window, whose K and V are then the third and fourth of `kv`, if these
+        have a place of their own (model/rings.py). Returns [1 + len(aux_layers), T, E]: the residual stream after the
+        last layer, and at the depths `aux_layers`; and [mixtures, X + 1] int32: where each expert's choices begin,
+        sorted by expert, in each mixture of experts that has run."""
+        x, starts, depths = x.contiguous(), np.array(groups, np.int64), np.array(aux_layers, np.int64)
         features = None if features is None else features.contiguous()
         assert (features is None) == (self.pairs is None) and (features is None or features.shape == x.shape)
         out = torch.empty(1 + len(depths), *x.shape)

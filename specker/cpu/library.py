@@ -58,7 +58,7 @@ class Layer(Structure):
         *((name, c_void_p) for name in VECTORS),
         ("rope", c_void_p),
         *((name, Matrix) for name in (*MATRICES, "router")),
-        *((name, c_int64) for name in ("reach", "rank")),
+        *((name, c_int64) for name in ("sliding_window", "rank")),
     ]
 
 
@@ -100,8 +100,8 @@ class Forward(Structure):
         ("rows", POINTER(Places)),
         ("groups", c_void_p),
         ("group_count", c_int64),
-        ("taps", c_void_p),
-        ("tap_count", c_int64),
+        ("aux_layers", c_void_p),
+        ("aux_count", c_int64),
         *((name, c_void_p) for name in ("x", "features", "out", "routed")),
     ]
 

@@ -88,8 +88,8 @@ class KVCache:
         order = pages.tolist() if isinstance(pages, Tensor) else list(range(pages or sequences * each))
         count = len(order) + (sequences > 1)
         self.spare = len(order)  # an unowned page that slots without a sequence read and write
-        reach = max(config.layer.reaches, default=0)
-        ring = sequences * ring_pages(reach, page_size)  # pages of all rings
+        sliding_window = max(config.layer.sliding_windows, default=0)
+        ring = sequences * ring_pages(sliding_window, page_size)  # pages of all rings
         near = ringed(config) if rings and ring < len(order) else [False] * config.num_layers
         shape = near.count(False), count, page_size, config.num_kv_heads, config.head_dim
         self.k, self.v = torch.empty((2, *shape), dtype=dtype, device=device).unbind(0)
@@ -107,7 +107,7 @@ class KVCache:
         if any(near):
             spare = sequences > 1
             shape = near.count(True), ring + spare, *shape[2:]
-            self.rings = Rings(shape, count, self.block_table, reach, dtype, spare)
+            self.rings = Rings(shape, count, self.block_table, sliding_window, dtype, spare)
             each_kind = {False: iter(self.layers), True: iter(self.rings.layers)}
             self.layers = [next(each_kind[kind]) for kind in near]
         self._free = order
@@ -312,7 +312,7 @@ class KVCache:
             assert length == committed - 1, (length, committed)
         places = [self._slots[slot][:length]] * 2
         if self.rings is not None:
-            places += [self.rings.slots[places[0][max(0, length - self.rings.reach) :]]] * 2
+            places += [self.rings.slots[places[0][max(0, length - self.rings.sliding_window) :]]] * 2
         for kv, at in zip(self.kv, places, strict=True):
             rows = kv.flatten(1, 2)[:, at]
             assert bool(torch.isfinite(rows).all()), "a committed column holds NaN or infinity"

@@ -25,8 +25,9 @@ class Experts:
 
 @dataclass(frozen=True)
 class LayerSpec:
-    """What a layer computes, apart from its sizes. All layers are alike, except for `reaches` and `ropes`. The decoder
-    implements every value; another implementation (the compiled CPU layers) reports a value that it lacks."""
+    """What a layer computes, apart from its sizes. All layers are alike, except for `sliding_windows` and `ropes`.
+    The decoder implements every value; another implementation (the compiled CPU layers) reports a value that it
+    lacks."""
 
     activation: str = "silu"  # in the feed-forward's gate: silu (SwiGLU), gelu or gelu_tanh (GeGLU, arXiv 2002.05202)
     qkv_bias: bool = False
@@ -39,7 +40,7 @@ class LayerSpec:
     """RMSNorm of q and of k before RoPE: "" for none, over each "head" (Qwen3, Gemma 3), or over the whole
     "projection", all heads together (OLMo 2)."""
     scale: float | None = None  # factor of the attention scores; None: head_dim ** -0.5
-    reaches: tuple[int, ...] = ()
+    sliding_windows: tuple[int, ...] = ()
     """Each layer's sliding window: how many of the last columns a row sees, including its own; 0: all columns. Empty if
     no layer has a window."""
     ropes: tuple[int, ...] = ()  # the RoPE table of each layer, an index into Weights.ropes; empty if there is only one
@@ -48,8 +49,8 @@ class LayerSpec:
     """The input of the first layer's attention: "usual", the norm of the stream; "joined", the norms of the next
     token's embedding and of the stream side by side (EAGLE-3); or "bare", the stream itself (EAGLE-1)."""
 
-    def reach(self, layer: int) -> int:
-        return self.reaches[layer] if self.reaches else 0
+    def sliding_window(self, layer: int) -> int:
+        return self.sliding_windows[layer] if self.sliding_windows else 0
 
     def rope(self, layer: int) -> int:
         return self.ropes[layer] if self.ropes else 0

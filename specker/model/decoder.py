@@ -36,7 +36,7 @@ PREFILL_CHUNK = 512  # rows; takes about as long as three rounds of an 8B model 
 COMPILED_CHUNK = 256  # rows on a CPU with compiled layers: their activations stay in the caches
 DENSE_CHUNK = 256  # on a GPU, a chunk with more rows uses cuBLAS, which is faster there but not batch-invariant
 
-# q [T, Hq, D], k and v [pages, page_size, Hkv, D], the layer's reach -> [T, Hq, D]
+# q [T, Hq, D], k and v [pages, page_size, Hkv, D], the layer's sliding window -> [T, Hq, D]
 Attend = Callable[[Tensor, Tensor, Tensor, int], Tensor]
 
 
@@ -71,7 +71,7 @@ class Group(NamedTuple):
     attention: Attention  # stacked if N > 1; if ranks share the group, only this rank's layers
     mlps: tuple[FeedForward, ...]  # [N]
     rope: Tensor  # [C, 2, D], the table of all N layers
-    reach: int  # the sliding window of all N layers, see LayerSpec.reaches
+    sliding_window: int  # the sliding window of all N layers, see LayerSpec.sliding_windows
 
 
 class GroupRows(NamedTuple):
@@ -83,9 +83,9 @@ class GroupRows(NamedTuple):
     join: Callable[[Tensor], Tensor]  # this rank's output of the o linear -> all ranks', [T, E] or [N, T, E]
     near: Near | None = None  # where a layer whose K/V stands in rings has these rows
 
-    def slots_of(self, reach: int) -> Tensor:
-        """The cache rows of a layer with this reach."""
-        return self.slots if self.near is None or not reach else self.near.slots
+    def slots_of(self, sliding_window: int) -> Tensor:
+        """The cache rows of a layer with this sliding window."""
+        return self.slots if self.near is None or not sliding_window else self.near.slots
 
 
 GroupStep = tuple[
@@ -105,7 +105,7 @@ class Final(NamedTuple):
 
 class Output(NamedTuple):
     hidden: Tensor  # [T, E], the residual stream after the last layer run, before the final norm
-    taps: dict[int, Tensor]  # n -> [T, E], the residual stream after n layers
+    aux_hidden_states: dict[int, Tensor]  # n -> [T, E], the residual stream after n layers
     normed: Tensor | None = None  # [T, E], the final norm of `hidden`, if the last residual add computed it
     routed: tuple[Tensor, ...] = ()  # `starts` of `expert_route` [X + 1], of each mixture of experts
 
@@ -139,7 +139,7 @@ class Model:
         self.embed_scale = config.embed_scale
         if config.embed_rounded:
             self.embed_scale = torch.tensor(config.embed_scale, dtype=self.dtype).item()
-        check_reaches(config, self.device)
+        check_sliding_windows(config, self.device)
         self.activations = parameters.activations
         self.stack = self._stack()
 
@@ -215,7 +215,7 @@ def run_layers(
     steps: Iterable[GroupStep],
     hidden: Tensor,
     first: int = 0,
-    taps: tuple[int, ...] = (),
+    aux_layers: tuple[int, ...] = (),
     dense: bool = False,
     entered: Tensor | None = None,
 ) -> Output:
@@ -227,12 +227,12 @@ def run_layers(
         h   = h + a_i;  h = h + norm_down_i(mlp_i(norm_post_i(h)))
 
     where each norm may be absent (LayerSpec.norms), and each mlp may be a mixture of experts (`_mixed`). Each residual
-    add is fused with the norm of the next sublayer. `taps`: depths n at which to keep the stream; only the input of a
-    group can be tapped. For few rows on a GPU an ordinary layer is seven launches: norm, kv_project, attention, o,
-    norm, gate_up, down, and those of the router before experts; the norms also reduce the split-K partials of o and
-    down. There, the last residual add is fused with the final norm, whichever layer is the last, because every head
-    uses the same norm. `dense`: for a chunk of a prompt on a GPU, products by cuBLAS. `entered`: the input of the first
-    layer's attention, if it is not the norm of `hidden` (LayerSpec.first)."""
+    add is fused with the norm of the next sublayer. `aux_layers`: depths n at which to keep the stream; each is
+    the input of a group, or the end. For few rows on a GPU an ordinary layer is seven launches: norm, kv_project,
+    attention, o, norm, gate_up, down, and those of the router before experts; the norms also reduce the split-K
+    partials of o and down. There, the last residual add is fused with the final norm, whichever layer is the last,
+    because every head uses the same norm. `dense`: for a chunk of a prompt on a GPU, products by cuBLAS. `entered`: the
+    input of the first layer's attention, if it is not the norm of `hidden` (LayerSpec.first)."""
     eps, layer = model.config.rms_norm_eps, model.config.layer
     linear = row_linear_ref if dense and model.linear is row_linear else model.linear
     whole, after = layer.qk_norm == "projection", layer.norms != "before"
@@ -240,7 +240,7 @@ def run_layers(
     routed: list[Tensor] = []
     few = fuses(model, hidden) and not dense
     delta = None  # output of the last feed-forward, or its split-K partials, not yet added to `hidden`
-    for (w, mlps, rope, reach), (k, v), batch in steps:
+    for (w, mlps, rope, sliding_window), (k, v), batch in steps:
         several = len(mlps) > 1
         if entered is None:
             hidden, normed = _entering(hidden, delta, w.norm_in, eps)
@@ -248,11 +248,11 @@ def run_layers(
             normed, entered = entered, None
         if several and w.norm_in is None:
             normed = normed.expand(len(batch.positions) // len(hidden), *hidden.shape)
-        if first in taps:
+        if first in aux_layers:
             kept[first] = hidden
         first += len(mlps)
         if normed.numel():
-            rest = batch.positions, batch.slots_of(reach), rope, k, v
+            rest = batch.positions, batch.slots_of(sliding_window), rope, k, v
             if few and not whole:
                 q = kv_project(normed, w.qkv, w.qkv_bias, *rest, w.q_norm, w.k_norm, eps)
             else:
@@ -260,7 +260,7 @@ def run_layers(
                 if whole:
                     qkv, w = _whole_norms(qkv, w, eps), w._replace(q_norm=None, k_norm=None)
                 q = kv_calibrate(qkv.flatten(0, 1) if several else qkv, *rest, w.q_norm, w.k_norm, eps)
-            mixed = batch.attend(q, k, v, reach).flatten(1)
+            mixed = batch.attend(q, k, v, sliding_window).flatten(1)
             if several:
                 added = linear(mixed.view(*normed.shape[:2], -1), w.o, w.o_bias)
             else:
@@ -286,7 +286,7 @@ def run_layers(
         hidden, final = add_norm(hidden, delta, model.norm, eps)
     elif delta is not None:
         hidden = hidden + delta
-    if first in taps:
+    if first in aux_layers:
         kept[first] = hidden
     return Output(hidden, kept, final, tuple(routed))
 
@@ -371,19 +371,19 @@ def forward(
     rows: Rows,
     hidden: Tensor,
     layers: slice = slice(None),
-    taps: tuple[int, ...] = (),
+    aux_layers: tuple[int, ...] = (),
 ) -> Output:
     """Run `layers` over T rows of one or several sequences. `hidden` [T, E]: the residual stream before the first of
-    them (the embedding for layer 0). Writes the rows' K/V in those layers. `taps`: depths n at which to keep the
+    them (the embedding for layer 0). Writes the rows' K/V in those layers. `aux_layers`: depths n at which to keep the
     stream."""
     first, last, _ = layers.indices(len(model.layers))
 
     def run(rows: Rows, hidden: Tensor) -> Output:
         if model.stack is not None:
-            return compiled(model, cache, rows, hidden, range(first, last + 1), taps)
+            return compiled(model, cache, rows, hidden, range(first, last + 1), aux_layers)
         batch = GroupRows(rows.positions, rows.slots, over_pages(model, rows), model.summed, rows.near)
         steps = zip(model.layers[layers], cache.layers[layers], repeat(batch), strict=False)
-        return run_layers(model, steps, hidden, first, taps)
+        return run_layers(model, steps, hidden, first, aux_layers)
 
     return in_blocks(model, rows, hidden, run)
 
@@ -395,10 +395,10 @@ def in_blocks(model: Model, rows: Rows, hidden: Tensor, run: Callable[[Rows, Ten
     if len(hidden) <= most:
         return run(rows, hidden)
     outs = [run(block, hidden[at]) for at, block in rows.blocks(most)]
-    taps = {n: torch.cat([out.taps[n] for out in outs]) for n in outs[0].taps}
+    aux = {n: torch.cat([out.aux_hidden_states[n] for out in outs]) for n in outs[0].aux_hidden_states}
     normed = [out.normed for out in outs if out.normed is not None]
     routed = tuple(starts for out in outs for starts in out.routed)
-    return Output(torch.cat([out.hidden for out in outs]), taps, torch.cat(normed) if normed else None, routed)
+    return Output(torch.cat([out.hidden for out in outs]), aux, torch.cat(normed) if normed else None, routed)
 
 
 def compiled(
@@ -407,7 +407,7 @@ def compiled(
     rows: Rows,
     hidden: Tensor,
     groups: Sequence[int],
-    taps: tuple[int, ...] = (),
+    aux_layers: tuple[int, ...] = (),
     features: Tensor | None = None,
 ) -> Output:
     """`run_layers` by the compiled CPU kernels. `groups`: the first layer of each group, then the end. `features`: of
@@ -415,8 +415,8 @@ def compiled(
     sequences = rows.cu_rows, rows.kv_len, rows.window
     places, masks = (rows.positions, rows.slots), (rows.ancestors, rows.table)
     how = {"features": features, "near": rows.near}
-    out, routed = model.stack.run(hidden, cache.kv, groups, taps, places, sequences, *masks, **how)
-    return Output(out[0], dict(zip(taps, out[1:].unbind(0), strict=True)), routed=tuple(routed))
+    out, routed = model.stack.run(hidden, cache.kv, groups, aux_layers, places, sequences, *masks, **how)
+    return Output(out[0], dict(zip(aux_layers, out[1:].unbind(0), strict=True)), routed=tuple(routed))
 
 
 def experts_read(model: Model, outs: Sequence[Output]) -> Tensor:
@@ -427,12 +427,12 @@ def experts_read(model: Model, outs: Sequence[Output]) -> Tensor:
 
 def over_pages(model: Model, rows: Rows) -> Attend:
     """Attention for few rows. A row sees its sequence's columns up to kv_len, except those of the window that are not
-    its ancestors and those outside the layer's reach."""
+    its ancestors and those outside the layer's sliding window."""
     _, _, kv_len, window, words, cu_rows, every, _, near = rows
 
-    def attend(q: Tensor, k: Tensor, v: Tensor, reach: int) -> Tensor:
-        table = every if near is None or not reach else near.table
-        return tree_attention(q, k, v, table, kv_len, window, cu_rows, words, model.scale, reach)[0]
+    def attend(q: Tensor, k: Tensor, v: Tensor, sliding_window: int) -> Tensor:
+        table = every if near is None or not sliding_window else near.table
+        return tree_attention(q, k, v, table, kv_len, window, cu_rows, words, model.scale, sliding_window)[0]
 
     return attend
 
@@ -442,14 +442,15 @@ def prefill(
     model: Model,
     cache: KVCache,
     tokens: list[int],
-    taps: tuple[int, ...] = (),
+    aux_layers: tuple[int, ...] = (),
     last: int = 0,
     chunk: int = PREFILL_CHUNK,
     slot: int = 0,
 ) -> dict[int, Tensor]:
     """Forward `tokens` in chunks and append them to the exact columns of the sequence in `slot`. Rows of a causal model
-    see earlier columns; rows of a bidirectional model also see their whole chunk. Returns, for each depth in `taps`,
-    the residual stream [rows, E] of the last `last` rows of the last chunk (fewer if the chunk is shorter)."""
+    see earlier columns; rows of a bidirectional model also see their whole chunk. Returns, for each depth in
+    `aux_layers`, the residual stream [rows, E] of the last `last` rows of the last chunk (fewer if the chunk is
+    shorter)."""
     kept: dict[int, Tensor] = {}
     reset_counters(model.device)
     if prefill_alignment(model) == 1:
@@ -459,7 +460,7 @@ def prefill(
     while tokens:
         now, tokens = tokens[:chunk], tokens[chunk:]
         now_tokens = torch.tensor(now, device=model.device)
-        kept = _prefill_chunk(model, cache, slot, now_tokens, () if tokens else taps, last)
+        kept = _prefill_chunk(model, cache, slot, now_tokens, () if tokens else aux_layers, last)
     return kept
 
 
@@ -476,26 +477,27 @@ def prefill_alignment(model: Model) -> int:
 
 
 def _prefill_chunk(
-    model: Model, cache: KVCache, slot: int, tokens: Tensor, taps: tuple[int, ...], last: int
+    model: Model, cache: KVCache, slot: int, tokens: Tensor, aux_layers: tuple[int, ...], last: int
 ) -> dict[int, Tensor]:
     T, start = len(tokens), cache.exact_len[slot]
-    end, reaches = start + T, set(model.config.layer.reaches) - {0}
+    end, windows = start + T, set(model.config.layer.sliding_windows) - {0}
     causal, hidden = model.config.causal, model.embed_tokens(tokens)
     if model.stack is not None and model.stack.most >= T:
-        out = _compiled_chunk(model, cache, slot, hidden, start, taps)
+        out = _compiled_chunk(model, cache, slot, hidden, start, aux_layers)
         cache.exact_len[slot] = end
         return {n: x[-last:] for n, x in out.items()}
-    spans: dict[int, slice | Tensor] = dict.fromkeys((0, *reaches), cache.span(end, slot))  # columns seen, by reach
+    # the columns that a layer sees, by its sliding window (0: none)
+    spans: dict[int, slice | Tensor] = dict.fromkeys((0, *windows), cache.span(end, slot))
     if cache.rings is not None:
-        spans |= {r: cache.rings.slots[cache.slots(slot, max(0, start - r + 1), end)] for r in reaches}
+        spans |= {w: cache.rings.slots[cache.slots(slot, max(0, start - w + 1), end)] for w in windows}
     later = causal and start > 0
     split = later and splits(model.device)
     mask = after(T, end) if later and not split else None
-    bands = {r: band(T, end, r, model.device) for r in reaches if r < end}
+    bands = {w: band(T, end, w, model.device) for w in windows if w < end}
 
-    def attend(q: Tensor, k: Tensor, v: Tensor, reach: int) -> Tensor:
-        k, v = (x.flatten(0, 1)[spans[reach]].transpose(0, 1).unsqueeze(0) for x in (k, v))
-        if (seen := bands.get(reach)) is not None:
+    def attend(q: Tensor, k: Tensor, v: Tensor, sliding_window: int) -> Tensor:
+        k, v = (x.flatten(0, 1)[spans[sliding_window]].transpose(0, 1).unsqueeze(0) for x in (k, v))
+        if (seen := bands.get(sliding_window)) is not None:
             k, v = (x[:, :, -seen.shape[1] :] for x in (k, v))
         elif split:
             return attend_split(q, k, v, start, model.scale)
@@ -513,22 +515,22 @@ def _prefill_chunk(
     batch = GroupRows(model.positions[start:end], slots, attend, model.summed, cache.near(slots, own))
     steps = zip(model.layers, cache.layers, repeat(batch), strict=False)
     dense = hidden.is_cuda and T > DENSE_CHUNK
-    kept = run_layers(model, steps, hidden, taps=taps, dense=dense).taps
+    kept = run_layers(model, steps, hidden, aux_layers=aux_layers, dense=dense).aux_hidden_states
     cache.exact_len[slot] = end
     return {n: x[-last:] for n, x in kept.items()}
 
 
 def _compiled_chunk(
-    model: Model, cache: KVCache, slot: int, hidden: Tensor, start: int, taps: tuple[int, ...]
+    model: Model, cache: KVCache, slot: int, hidden: Tensor, start: int, aux_layers: tuple[int, ...]
 ) -> dict[int, Tensor]:
-    """A chunk of a prompt by the compiled CPU kernels: the residual stream [T, E] at the depths `taps`."""
+    """A chunk of a prompt by the compiled CPU kernels: the residual stream [T, E] at the depths `aux_layers`."""
     T, layers, own = len(hidden), [*range(len(model.layers) + 1)], slice(slot, slot + 1)
     end, slots = cache.lengths[start + T : start + T + 1], cache.slots(slot, start, start + T)
     sequences = sequence_bounds(T, cache.device), end, end
     places, near = (model.positions[start : start + T], slots), cache.near(slots, own, whole=True)
     masks = None, cache.block_table[own], not model.config.causal
-    out, _ = model.stack.run(hidden, cache.kv, layers, taps, places, sequences, *masks, near=near)
-    return dict(zip(taps, out[1:].unbind(0), strict=True))
+    out, _ = model.stack.run(hidden, cache.kv, layers, aux_layers, places, sequences, *masks, near=near)
+    return dict(zip(aux_layers, out[1:].unbind(0), strict=True))
 
 
 def splits(device: torch.device) -> bool:
@@ -561,19 +563,19 @@ def after(rows: int, end: int) -> Any:
     return causal_lower_right(rows, end)
 
 
-def band(rows: int, end: int, reach: int, device: torch.device) -> Tensor:
-    """The mask [rows, S] bool of the last `rows` rows of a prompt of `end` tokens: each row sees the last `reach`
-    columns up to its own. The S columns leave out the first ones, which no row sees."""
+def band(rows: int, end: int, sliding_window: int, device: torch.device) -> Tensor:
+    """The mask [rows, S] bool of the last `rows` rows of a prompt of `end` tokens: each row sees the last
+    `sliding_window` columns up to its own. The S columns leave out the first ones, which no row sees."""
     row = torch.arange(end - rows, end, device=device)[:, None]
-    column = torch.arange(max(0, end - rows - reach + 1), end, device=device)
-    return (column <= row) & (column > row - reach)
+    column = torch.arange(max(0, end - rows - sliding_window + 1), end, device=device)
+    return (column <= row) & (column > row - sliding_window)
 
 
-def check_reaches(c: ModelConfig, device: torch.device) -> None:
+def check_sliding_windows(c: ModelConfig, device: torch.device) -> None:
     """Raise CheckpointError for sliding windows that the device's kernels do not support: on a GPU, those so short that
     they may hide columns of a verify pass."""
     least = 64 * MAX_WORDS if device.type == "cuda" else 1
-    if short := [reach for reach in c.layer.reaches if 0 < reach < least]:
+    if short := [window for window in c.layer.sliding_windows if 0 < window < least]:
         raise CheckpointError(
             f"the checkpoint has a sliding window of {short[0]}, and a GPU's kernels take none below {least}; use "
             f"{option('device', 'cpu')}"
@@ -581,7 +583,7 @@ def check_reaches(c: ModelConfig, device: torch.device) -> None:
 
 
 def _layers(weights: Weights, c: ModelConfig, ropes: Sequence[Tensor]) -> list[Group]:
-    """Each layer's weights, its RoPE table of `ropes` and its reach."""
+    """Each layer's weights, its RoPE table of `ropes` and its sliding window."""
 
     def at(stack: Any, n: int) -> Any:
         return None if stack is None else stack[n]
@@ -622,7 +624,7 @@ def _layers(weights: Weights, c: ModelConfig, ropes: Sequence[Tensor]) -> list[G
                 ),
             ),
             ropes[c.layer.rope(n)],
-            c.layer.reach(n),
+            c.layer.sliding_window(n),
         )
         for n in range(c.num_layers)
     ]

@@ -74,7 +74,7 @@ class HeadWeights(NamedTuple):
     ids: Tensor | None = None  # [rows] int64, the target's id of each row of the LM head; None: row i is id i
 
 
-class ReadingHead:
+class DraftHead:
     """A head ready to run."""
 
     def __init__(self, parameters: Parameters, spec: HeadSpec, weights: HeadWeights, final_norm: tuple[Tensor, float]):

@@ -30,7 +30,7 @@ class Cost:
     passing: int  # the mask and, if torch does not fuse attention, the scores of a prefill chunk
     limit: int  # positions that the checkpoint supports
     near: int = 0  # K and V of the layers in rings, which `position` lacks: held for the positions that rings have
-    reach: int = 0  # the longest sliding window
+    sliding_window: int = 0  # the longest sliding window
     rings: int = 0  # sequences
 
     @classmethod
@@ -43,12 +43,12 @@ class Cost:
         tables = len(set(config.layer.ropes)) or 1
         rope = tables * 2 * config.head_dim * max(4, dtype.itemsize)
         scores = 2 * config.num_heads * max(4, dtype.itemsize)  # before and after the softmax, in float32 at least
-        passing, reach = PREFILL_ROWS * (1 + scores), max(config.layer.reaches, default=0)
-        return cls(kv + rope + 8 + 8 + 4, passing, config.max_context, near, reach, rings)
+        passing, sliding_window = PREFILL_ROWS * (1 + scores), max(config.layer.sliding_windows, default=0)
+        return cls(kv + rope + 8 + 8 + 4, passing, config.max_context, near, sliding_window, rings)
 
     def kv(self, pages: int, page_size: int) -> int:
         """Bytes of a pool of `pages`. The rings have at most as many; if they have fewer, an index leads to them."""
-        ring = self.rings * ring_pages(self.reach, page_size)
+        ring = self.rings * ring_pages(self.sliding_window, page_size)
         inside = self.near * min(pages, ring) + (8 * pages if self.near and ring < pages else 0)
         return (self.position * pages + inside) * page_size
 

@@ -1,8 +1,8 @@
 """The K/V of layers with a sliding window: each sequence has a ring of pages, which holds its last columns.
 
-A row sees the last `reach` columns up to its own. So page p of a sequence's columns stands in page p % R of the R pages
-of its ring, in place of page p - R. A forward writes up to AHEAD columns before its first row attends, and no later one
-begins further left. With R * page_size >= reach + AHEAD no row misses a column.
+A row sees the last `sliding_window` columns up to its own. So page p of a sequence's columns stands in page p % R of
+the R pages of its ring, in place of page p - R. A forward writes up to AHEAD columns before its first row attends, and
+no later one begins further left. With R * page_size >= sliding_window + AHEAD no row misses a column.
 
 A ring's table repeats its pages, so attention reads a ring by the numbers of the text's columns, and needs no argument
 for it. What it loads and hides, columns that have left the ring, is finite: their places hold later columns.
@@ -21,14 +21,14 @@ AHEAD = 512
 a drafter's committed tokens and the largest tree."""
 
 
-def ring_pages(reach: int, page_size: int) -> int:
-    """Pages of a ring for layers that see `reach` columns."""
-    return -(-(reach + AHEAD) // page_size)
+def ring_pages(sliding_window: int, page_size: int) -> int:
+    """Pages of a ring for layers that see `sliding_window` columns."""
+    return -(-(sliding_window + AHEAD) // page_size)
 
 
 def ringed(config: ModelConfig) -> list[bool]:
     """Of each layer, whether its K/V can stand in rings."""
-    return [config.causal and config.layer.reach(n) > 0 for n in range(config.num_layers)]
+    return [config.causal and config.layer.sliding_window(n) > 0 for n in range(config.num_layers)]
 
 
 @dataclass(eq=False)
@@ -44,14 +44,16 @@ class Kept:
 class Rings:
     """K and V [L, pages, page_size, Hkv, D] of the L layers of a cache that have a window."""
 
-    def __init__(self, shape: tuple[int, ...], pool: int, table: Tensor, reach: int, dtype: torch.dtype, spare: bool):
+    def __init__(
+        self, shape: tuple[int, ...], pool: int, table: Tensor, sliding_window: int, dtype: torch.dtype, spare: bool
+    ):
         """`shape`: of K. pool: pages of the cache's other layers; table [sequences, P] int32: their block table.
         `spare`: the last page belongs to no sequence; slots without a sequence read and write it."""
-        count, self.page_size, self.reach = shape[1] - spare, shape[2], reach
+        count, self.page_size, self.sliding_window = shape[1] - spare, shape[2], sliding_window
         self.k, self.v = torch.empty((2, *shape), dtype=dtype, device=table.device).unbind(0)
         self.layers = list(zip(self.k.unbind(0), self.v.unbind(0), strict=True))
-        self.most = ring_pages(reach, self.page_size)
-        self.ahead = self.most * self.page_size - reach  # at least AHEAD
+        self.most = ring_pages(sliding_window, self.page_size)
+        self.ahead = self.most * self.page_size - sliding_window  # at least AHEAD
         self.kept: list[Kept] = []  # the oldest first
         self._free = list(range(count))
         self._pages: list[list[int]] = [[] for _ in table]
@@ -99,7 +101,7 @@ class Rings:
             columns = min(common(text, ring.text), ring.prefilled if prefix_alignment > 1 else len(text))
             columns -= columns % prefix_alignment
             lost = ring.end - self.most * self.page_size  # columns before this one have left the ring
-            if columns > found and max(0, columns - self.reach) >= lost:
+            if columns > found and max(0, columns - self.sliding_window) >= lost:
                 found, best = columns, ring
         return found, best
 

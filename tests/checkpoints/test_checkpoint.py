@@ -110,7 +110,7 @@ def test_weights_equal_transformers(tmp_path: Path, name: str, options: dict[str
             assert rope.scale == scale
         window = getattr(model.model.layers[n].self_attn, "sliding_window", None)
         window = hf.sliding_window if arch in ("mistral", "mixtral", "ministral3", "phi3") else window
-        assert c.layer.reach(n) == (window if (window or 256) < 256 else 0)
+        assert c.layer.sliding_window(n) == (window if (window or 256) < 256 else 0)
     assert len(w.ropes) == 1 + (arch == "smollm3" or len(set(c.layer.ropes)) == 2)
 
     assert c.architecture == NAMES[arch]
@@ -302,8 +302,8 @@ def test_sliding_window(tmp_path: Path, options: dict[str, Any]) -> None:
     """Within its window, sliding-window attention is full attention."""
     folder = make(tmp_path, **options)
     within = read_here(folder, max_context=100).config
-    assert within.max_context == 100 and within.layer.reaches == ()
-    assert read_here(folder, max_context=101).config.layer.reaches == (options["arch"] != "qwen2") * (100,) + (
+    assert within.max_context == 100 and within.layer.sliding_windows == ()
+    assert read_here(folder, max_context=101).config.layer.sliding_windows == (options["arch"] != "qwen2") * (100,) + (
         (0, 100, 100) if options["arch"] == "qwen2" else (100, 100)
     )
 
@@ -367,7 +367,7 @@ def test_old_gemma_files_have_two_bases(tmp_path: Path) -> None:
     edit(folder, rope_parameters=..., rope_theta=2e6, rope_local_base_freq=3e4, rope_scaling=scaling, layer_types=...)
     edit(folder, sliding_window_pattern=2)
     ck, powers = read_here(folder), torch.arange(0, 16, 2).double() / 16
-    assert ck.config.layer.reaches == (12, 0, 12) and ck.config.layer.ropes == (1, 0, 1)
+    assert ck.config.layer.sliding_windows == (12, 0, 12) and ck.config.layer.ropes == (1, 0, 1)
     for rope, want in zip(ck.weights.ropes, (2e6**-powers / 8, 3e4**-powers), strict=True):
         torch.testing.assert_close(rope.inv_freq.double(), want, rtol=1e-6, atol=0)
 

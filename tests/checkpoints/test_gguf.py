@@ -320,7 +320,7 @@ def test_gemma_3(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, case: str) -> 
     text = [n * 7 % 128 for n in range(40)]
     model = Model(checkpoint)
     cache = KVCache(model.config, 64, dtype=torch.float64, device="cpu")
-    rows = prefill(model, cache, text, taps=(model.config.num_layers,), last=40)[model.config.num_layers]
+    rows = prefill(model, cache, text, aux_layers=(model.config.num_layers,), last=40)[model.config.num_layers]
     want = oracle_logits(oracle(folder, torch.float64), torch.tensor(text))
     assert (model.logits(Final(rows)) - want).abs().max() < 1e-5  # norms have lost bits beside the 1
     packed = write(tmp_path / "packed.gguf", folder, "Q8_0", arch="gemma3", more=keys)
@@ -413,7 +413,7 @@ def test_a_file_of_many_formats(tmp_path: Path, tied: bool) -> None:
     assert (w.head.runs[0].data.data_ptr() == w.embed.runs[0].data.data_ptr()) is tied
     model = Model(checkpoint)
     cache = KVCache(model.config, 128, dtype=torch.float32, device="cpu")
-    rows = prefill(model, cache, text, taps=(2,), last=100)[2]
+    rows = prefill(model, cache, text, aux_layers=(2,), last=100)[2]
     with torch.inference_mode():
         got = model.logits(Final(rows))
     assert (got - want).abs().max() < 1e-4 * want.abs().max()

@@ -70,11 +70,11 @@ def test_layers_are_those_of_run_layers(tmp_path, kind):
 
     def call(cache):
         rows = cache.after([len(text)], [7])
-        return forward(model, cache, rows, model.embed_tokens(torch.arange(7)), taps=(0, 2, 4))
+        return forward(model, cache, rows, model.embed_tokens(torch.arange(7)), aux_layers=(0, 2, 4))
 
     (got, *kv), (want, *kv_) = both(model, call, texts=(text,))
-    assert near(got.hidden, want.hidden) and got.taps.keys() == want.taps.keys() == {0, 2, 4}
-    assert all(near(got.taps[n], want.taps[n]) for n in got.taps)
+    assert near(got.hidden, want.hidden) and got.aux_hidden_states.keys() == want.aux_hidden_states.keys() == {0, 2, 4}
+    assert all(near(got.aux_hidden_states[n], want.aux_hidden_states[n]) for n in got.aux_hidden_states)
     assert all(near(a, b) for a, b in zip(kv, kv_, strict=True))
 
 
@@ -99,7 +99,7 @@ def test_windows_are_those_of_run_layers(tmp_path, window):
     kinds = ["sliding_attention", "full_attention", "sliding_attention", "sliding_attention"]
     windows = {"use_sliding_window": True, "sliding_window": window, "layer_types": kinds}
     model = model_of(tmp_path, "qwen3", **windows)
-    assert model.config.layer.reaches == (window, 0, window, window)
+    assert model.config.layer.sliding_windows == (window, 0, window, window)
     texts = tuple(tuple(range(1, n)) for n in (4, 40, 18))
     parents = torch.tensor([[-1, 0, 0, 1, 2, 4, 3]] * 3)
 
@@ -177,7 +177,7 @@ def test_packed_layers_prefill_a_long_prompt(tmp_path, arch, quantize):
     for one in (model, whole(checkpoint)):
         cache = KVCache(one.config, 512, dtype=torch.float32, device="cpu", page_size=16)
         cache.k.fill_(torch.nan if one is model else 0), cache.v.fill_(torch.nan if one is model else 0)
-        taps = prefill(one, cache, text, taps=(0, 2, 4), last=20)
+        taps = prefill(one, cache, text, aux_layers=(0, 2, 4), last=20)
         assert cache.exact_len[0] == 300 and taps.keys() == {0, 2, 4}
         with torch.inference_mode():
             rows = forward(one, cache, cache.after([300], [3]), one.embed_tokens(torch.arange(3))).hidden
@@ -194,7 +194,7 @@ def test_activations_in_eight_bits_change_little(tmp_path, quantize):
     hidden = []
     for activations in (None, "int8", "bfloat16", "float32"):
         model, text = model_of(tmp_path, quantize=quantize, activations=activations), list(range(1, 40))
-        hidden.append(prefill(model, cache_of(model), text, taps=(4,), last=39)[4])
+        hidden.append(prefill(model, cache_of(model), text, aux_layers=(4,), last=39)[4])
     default, eight, half, exact = hidden
     assert torch.equal(default, eight)
     for got, most in ((eight, 0.05), (half, 0.03)):
@@ -273,7 +273,9 @@ def test_a_round_of_more_rows_than_the_layers_take_at_once(tmp_path, dtype, how)
     parallel = LayerParallel(model, cache, Schedule(((0,), (1, 2), (3,))))
 
     def forwarded(rows, hidden):
-        return parallel.forward(rows, hidden) if how == "groups" else forward(model, cache, rows, hidden, taps=(2, 4))
+        if how == "groups":
+            return parallel.forward(rows, hidden)
+        return forward(model, cache, rows, hidden, aux_layers=(2, 4))
 
     with torch.inference_mode():
         calls.clear()
@@ -284,7 +286,8 @@ def test_a_round_of_more_rows_than_the_layers_take_at_once(tmp_path, dtype, how)
             (_, one), *_ = itertools.islice(rows.blocks(1), slot, None)
             alone = forwarded(one, hidden[first:end])
             assert torch.equal(alone.hidden, whole.hidden[first:end]), slot
-            assert all(torch.equal(alone.taps[n], whole.taps[n][first:end]) for n in whole.taps)
+            for n, kept in whole.aux_hidden_states.items():
+                assert torch.equal(alone.aux_hidden_states[n], kept[first:end])
             assert torch.equal(model.logits(alone.final), logits[first:end])
 
 

@@ -66,16 +66,21 @@ def passes(model, text, counts=(1, 7, 150)):
     """A prompt, then few and many rows after it; and which experts they read."""
     cache = cache_of(model)
     with torch.inference_mode():
-        taps = prefill(model, cache, text, taps=(1, 3), last=30)
+        kept = prefill(model, cache, text, aux_layers=(1, 3), last=30)
         outs = [
             forward(
-                model, cache, cache.after([len(text)], [n]), model.embed_tokens(torch.arange(n) * 3 % 128), taps=(2,)
+                model,
+                cache,
+                cache.after([len(text)], [n]),
+                model.embed_tokens(torch.arange(n) * 3 % 128),
+                aux_layers=(2,),
             )
             for n in counts
         ]
     written = cache.slots(0, 0, len(text) + max(counts))
     kv = [x.flatten(1, 2)[:, written] for x in (cache.k, cache.v)]
-    return [*taps.values(), *(x for out in outs for x in (out.hidden, out.taps[2])), *kv], [out.routed for out in outs]
+    hidden = [x for out in outs for x in (out.hidden, out.aux_hidden_states[2])]
+    return [*kept.values(), *hidden, *kv], [out.routed for out in outs]
 
 
 CASES = [(kind, torch.float32, None) for kind in KINDS]
@@ -112,7 +117,7 @@ def test_a_row_has_the_same_bits_alone_and_among_others(tmp_path, dtype, quantiz
         chain = forward(model, cache, cache.after([len(text)], [len(more)]), embedded(more)).hidden
         assert torch.equal(chain, torch.cat(alone))
         cache = cache_of(model)
-        rows = prefill(model, cache, text + more, taps=(3,), last=len(more))[3]  # many rows, which the threads share
+        rows = prefill(model, cache, text + more, aux_layers=(3,), last=len(more))[3]  # the threads share many rows
         assert torch.equal(rows, chain)
 
 

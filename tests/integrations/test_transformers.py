@@ -240,7 +240,7 @@ def test_a_text_within_the_window_needs_none(tmp_path):
         got = model.generate(ONE, custom_generate=generate, max_new_tokens=count, do_sample=False)
         assert torch.equal(got, model.generate(ONE, max_new_tokens=count, do_sample=False))
         engine = generate._engine[1]
-        found.append((engine.max_context, engine.model.config.layer.reaches))
+        found.append((engine.max_context, engine.model.config.layer.sliding_windows))
     assert found[0] == (40, ()) and found[1][0] >= 64 and found[1][1] == (40, 40)
 
 

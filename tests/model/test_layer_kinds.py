@@ -28,7 +28,7 @@ from specker.checkpoints.checkpoint import read
 from specker.cpu import Packed
 from specker.model.cache import KVCache
 from specker.model.config import CheckpointError, LayerSpec
-from specker.model.decoder import Model, check_reaches, forward
+from specker.model.decoder import Model, check_sliding_windows, forward
 
 GEMMA = GEMMA3 | {"layers": 4, "tied": False}  # a random tied model repeats its last token
 KINDS = {  # the windows are shorter than the prompts, and than some drafts
@@ -169,9 +169,9 @@ def test_a_gpu_takes_no_short_window(tmp_path):
     """Its kernels hide columns only before the window of a verify pass, which has 256 at most."""
     config = read(make(tmp_path, "mistral", layers=1), dtype=torch.float32, device="cpu").config
     for window, device in ((256, "cuda"), (255, "cpu"), (0, "cuda")):
-        check_reaches(replace(config, layer=LayerSpec(reaches=(window,))), torch.device(device))
+        check_sliding_windows(replace(config, layer=LayerSpec(sliding_windows=(window,))), torch.device(device))
     with pytest.raises(CheckpointError, match="window of 255, and a GPU's kernels take none below 256; use device="):
-        check_reaches(replace(config, layer=LayerSpec(reaches=(0, 255))), torch.device("cuda"))
+        check_sliding_windows(replace(config, layer=LayerSpec(sliding_windows=(0, 255))), torch.device("cuda"))
 
 
 def test_only_gemmas_embedding_has_a_rounded_scale(tmp_path, monkeypatch):
@@ -239,6 +239,6 @@ def test_a_rope_of_its_own_for_each_kind_changes_the_text(pairs, texts, tmp_path
 
 
 def test_a_spec_names_each_layer():
-    layer = LayerSpec(reaches=(4, 0), ropes=(1, 0))
-    assert [layer.reach(0), layer.reach(1), layer.rope(0), layer.rope(1)] == [4, 0, 1, 0]
-    assert (LayerSpec().reach(7), LayerSpec().rope(7)) == (0, 0)
+    layer = LayerSpec(sliding_windows=(4, 0), ropes=(1, 0))
+    assert [layer.sliding_window(0), layer.sliding_window(1), layer.rope(0), layer.rope(1)] == [4, 0, 1, 0]
+    assert (LayerSpec().sliding_window(7), LayerSpec().rope(7)) == (0, 0)

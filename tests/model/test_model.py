@@ -119,10 +119,10 @@ def test_layer_slices_and_taps_compose(tmp_path):
     prefill(model, cache, ids[:5])
     rows = cache.after([5], [4])
     x = model.embed_tokens(torch.tensor(ids[5:]))
-    whole = forward(model, cache, rows, x, taps=(0, 1, 3))
-    assert torch.equal(whole.taps[0], x) and torch.equal(whole.taps[3], whole.hidden)
+    whole = forward(model, cache, rows, x, aux_layers=(0, 1, 3))
+    assert torch.equal(whole.aux_hidden_states[0], x) and torch.equal(whole.aux_hidden_states[3], whole.hidden)
     first = forward(model, cache, rows, x, layers=slice(0, 1))
-    assert torch.equal(first.hidden, whole.taps[1])
+    assert torch.equal(first.hidden, whole.aux_hidden_states[1])
     rest = forward(model, cache, rows, first.hidden, layers=slice(1, None))
     assert torch.equal(rest.hidden, whole.hidden)
     # A late slice over the last row alone, as a self-speculative verify runs the first layers.
@@ -132,7 +132,7 @@ def test_layer_slices_and_taps_compose(tmp_path):
 @pytest.mark.parametrize("window", [None, 3, 8, 20])
 def test_prefill_does_not_depend_on_the_chunk_size(tmp_path, window):
     model, cache = build(tmp_path, arch="mistral", sliding_window=window)
-    assert model.config.layer.reach(0) == (window or 0)
+    assert model.config.layer.sliding_window(0) == (window or 0)
     ids = tokens_of(model, 30)
     prefill(model, cache, ids)
     whole = [cache.k.flatten(1, 2)[:, :30].clone(), cache.v.flatten(1, 2)[:, :30].clone()]
@@ -188,16 +188,17 @@ def test_sequences_in_one_forward_equal_each_alone(tmp_path, arch):
     second = second._replace(positions=torch.tensor([0, 1, 1, 2, 2]) + 19, ancestors=words)
     for rows, tokens in ((first, ids[24:27]), (second, ids[27:])):
         each.append(model.embed_tokens(torch.tensor(tokens)))
-        alone.append(forward(model, pool, rows, each[-1], taps=(1, 3)))
+        alone.append(forward(model, pool, rows, each[-1], aux_layers=(1, 3)))
     written = pool.k.clone(), pool.v.clone()
     slots = torch.cat((first.slots, second.slots))
     for x in (pool.k, pool.v):
         x.flatten(1, 2)[:, slots] = float("nan")
     joined = map(torch.cat, zip(first[:7], second[:7], strict=True))
     rows = Rows(*joined)._replace(cu_rows=torch.tensor([0, 3, 8], dtype=torch.int32), bounds=(0, 3, 8))
-    together = forward(model, pool, rows, torch.cat(each), taps=(1, 3))
+    together = forward(model, pool, rows, torch.cat(each), aux_layers=(1, 3))
     for n in (1, 3):
-        assert (together.taps[n] - torch.cat([out.taps[n] for out in alone])).abs().max() < 1e-12
+        apart = torch.cat([out.aux_hidden_states[n] for out in alone])
+        assert (together.aux_hidden_states[n] - apart).abs().max() < 1e-12
     assert (together.hidden - torch.cat([out.hidden for out in alone])).abs().max() < 1e-12
     for x, want in zip((pool.k, pool.v), written, strict=True):
         assert (x.flatten(1, 2)[:, slots] - want.flatten(1, 2)[:, slots]).abs().max() < 1e-12

@@ -108,7 +108,7 @@ def test_no_row_reads_a_column_that_left_its_window(pairs, plain, kind, how, mon
     def look(loop, r):
         length = len(r.requests[0].text)
         # On a CPU, a round that is pending has run already.
-        seen = own.slots[engine.cache.slots(0, max(0, length - own.reach), length + loop.beyond)]
+        seen = own.slots[engine.cache.slots(0, max(0, length - own.sliding_window), length + loop.beyond)]
         for x in (own.k.flatten(1, 2), own.v.flatten(1, 2)):
             kept = x[:, seen].clone()
             x.fill_(float("nan"))
@@ -126,9 +126,9 @@ def test_the_values_are_those_of_all_columns(pairs, kind, dtype):
     bound = 1e-12 if model.stack is None else 0
     how = {"dtype": dtype, "device": "cpu", "page_size": PAGE}
     plain, ringed = caches = [KVCache(model.config, 340, rings=rings, **how) for rings in (False, True)]
-    text, reach, outs = PROMPTS[0] + PROMPTS[4], max(model.config.layer.reaches), []
+    text, sliding_window, outs = PROMPTS[0] + PROMPTS[4], max(model.config.layer.sliding_windows), []
     for cache in caches:
-        prefill(model, cache, text[:250], chunk=RING - reach)
+        prefill(model, cache, text[:250], chunk=RING - sliding_window)
         rows = []
         for start in range(250, 338, 8):
             embedded = model.embed_tokens(torch.tensor(text[start : start + 8]))
@@ -139,7 +139,7 @@ def test_the_values_are_those_of_all_columns(pairs, kind, dtype):
     assert (outs[0] - outs[1]).abs().max() <= bound
     assert plain.rings is None and ringed.rings is not None
     for n, (ours, theirs) in enumerate(zip(ringed.layers, plain.layers, strict=True)):
-        first = 338 - reach if model.config.layer.reach(n) else 0
+        first = 338 - sliding_window if model.config.layer.sliding_window(n) else 0
         at = [cache.slots(0, first, 338) for cache in (ringed, plain)]
         at[0] = ringed.rings.slots[at[0]] if first else at[0]
         for a, b in zip(ours, theirs, strict=True):
@@ -255,8 +255,8 @@ def test_long_contexts_of_gemma_3_cost_a_fifth(pairs, monkeypatch):
     """By the sizes of the model of 27 billion parameters: 10 of 62 layers see all columns, the others 1,024."""
     monkeypatch.undo()
     config = read(pairs["gemma3"][0], dtype=torch.float32, device="cpu").config
-    reaches = tuple(0 if n % 6 == 5 else 1024 for n in range(62))
-    layer = replace(config.layer, reaches=reaches, ropes=tuple(int(reach > 0) for reach in reaches))
+    windows = tuple(0 if n % 6 == 5 else 1024 for n in range(62))
+    layer = replace(config.layer, sliding_windows=windows, ropes=tuple(int(window > 0) for window in windows))
     sizes = {"num_layers": 62, "num_heads": 32, "num_kv_heads": 16, "head_dim": 128, "max_context": 131072}
     big = replace(config, layer=layer, **sizes)
     costs = [Cost.of(big, torch.bfloat16, count) for count in (0, 1)]

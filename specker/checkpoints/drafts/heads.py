@@ -281,8 +281,8 @@ class Layout:
             mask=_mask_token(raw, target.vocab_size),
             other=other,
         )
-        reaches = _reaches(given, len(layers), qwen, target.max_context)
-        layer = replace(config.layer, first="joined" if form == "eagle3" else "bare", reaches=reaches)
+        sliding_windows = _sliding_windows(given, len(layers), qwen, target.max_context)
+        layer = replace(config.layer, first="joined" if form == "eagle3" else "bare", sliding_windows=sliding_windows)
         config = replace(config, layer=layer, tied=config.tied and "embed_tokens" in own, eos_ids=())
         made = cls(config, ropes, spec, layers, own, form == "eagle1" and bool(raw.get("bias", True)), norms)
         made._check_shared(folder, target)
@@ -384,8 +384,8 @@ def _mask_token(raw: dict[str, Any], vocab: int) -> int | None:
     return token
 
 
-def _reaches(given: dict[str, Any], layers: int, qwen: bool, context: int) -> tuple[int, ...]:
-    """LayerSpec.reaches of the head's layers: the sliding windows of its config, and at most the positions that it was
+def _sliding_windows(given: dict[str, Any], layers: int, qwen: bool, context: int) -> tuple[int, ...]:
+    """LayerSpec.sliding_windows of the head's layers: those of its config, and at most the positions that it was
     trained for. A head that attends to more columns than in training drafts badly."""
     kinds = given.get("layer_types")
     if kinds is None:  # as Qwen3 in transformers; Llama has no window without layer_types

@@ -209,11 +209,11 @@ def _in(stem: str, name: str) -> bool:
 def _config(c: ModelConfig) -> ModelConfig:
     """The config of the head's layer. Raises CheckpointError if the target's layers differ."""
     mixed = c.layer.experts is not None and c.layer.experts.dense
-    if len(set(c.layer.reaches)) > 1 or len(set(c.layer.ropes)) > 1 or mixed:
+    if len(set(c.layer.sliding_windows)) > 1 or len(set(c.layer.ropes)) > 1 or mixed:
         raise CheckpointError(
             f"the layers of this {c.architecture} differ, and specker cannot tell which the MTP head has"
         )
-    layer = replace(c.layer, reaches=c.layer.reaches[:1], ropes=c.layer.ropes[:1])
+    layer = replace(c.layer, sliding_windows=c.layer.sliding_windows[:1], ropes=c.layer.ropes[:1])
     return replace(c, num_layers=1, layer=layer, tied=False, shares=())
 
 

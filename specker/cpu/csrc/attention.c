@@ -38,18 +38,18 @@ static int64_t in_page(const places *p, int64_t c, int64_t S) {
     return left < S - c ? left : S - c;
 }
 
-// The first of the last `reach` columns that row i of sequence b sees (kernels/attention.py); 0 without a reach.
-static int64_t first_seen(const places *p, int64_t b, int64_t i, int64_t reach) {
+// The first of the last `sliding_window` columns that row i of sequence b sees (kernels/attention.py); 0 without a window.
+static int64_t first_seen(const places *p, int64_t b, int64_t i, int64_t sliding_window) {
     const int64_t length = p->kv_len[b], own = p->cu_rows[b + 1] - p->cu_rows[b], w = p->window[b];
     int64_t end = p->full ? length : length - own + i + 1;
-    if (!reach) return 0;
+    if (!sliding_window) return 0;
     if (p->words) {
         const int64_t *bits = p->words + (p->cu_rows[b] + i) * p->W;
         for (int64_t j = w - 1; j >= 0; j--)
-            if (bits[j / 64] >> (j % 64) & 1 && --reach == 0) return length - w + j;
+            if (bits[j / 64] >> (j % 64) & 1 && --sliding_window == 0) return length - w + j;
         end = length - w;
     }
-    return end > reach ? end - reach : 0;
+    return end > sliding_window ? end - sliding_window : 0;
 }
 
 // Attention of rows first .. first + count - 1 of sequence b, for the query heads of KV head h in layer n of a group.
@@ -66,7 +66,7 @@ static void attend(const state *s, int64_t n, int64_t at, int64_t b, int64_t h, 
     const int64_t S = p->words || p->full ? length : length - own + first + count; // columns that any row sees end here
     int64_t start = S, seen[BLOCK_ROWS]; // where those of any and of each row begin; `start` is a multiple of 16
     for (int64_t i = 0; i < count; i++) {
-        seen[i] = first_seen(p, b, first + i, d->layers[at].reach);
+        seen[i] = first_seen(p, b, first + i, d->layers[at].sliding_window);
         start = seen[i] < start ? seen[i] / 16 * 16 : start;
     }
     float *q = s->room, *sums = q + rows * D, *scores = sums + rows * D, *ends = scores + rows * wide;

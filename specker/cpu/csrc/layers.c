@@ -233,8 +233,8 @@ void run_forward(const member *m, const forward *f, char *scratch) {
     for (int64_t g = 0; g + 1 < f->group_count; g++) {
         const int64_t first = f->groups[g], N = f->groups[g + 1] - first;
         const layer *l = d->layers + first;
-        for (int64_t i = 0; i < f->tap_count; i++)
-            if (f->taps[i] == first) keep(s, f->out + (1 + i) * T * E, 0);
+        for (int64_t i = 0; i < f->aux_count; i++)
+            if (f->aux_layers[i] == first) keep(s, f->out + (1 + i) * T * E, 0);
         for (int64_t n = 0; n < N; n++) {
             if (!joined || first + n) normalise_all(s, l[n].norm_in);
             rows x = prepared(s, &l[n].qkv, s->normed);
@@ -269,6 +269,6 @@ void run_forward(const member *m, const forward *f, char *scratch) {
         }
     }
     keep(s, f->out, d->entry ? d->entry->norm_out : 0);
-    for (int64_t i = 0; i < f->tap_count; i++)
-        if (f->taps[i] == f->groups[f->group_count - 1]) keep(s, f->out + (1 + i) * T * E, 0);
+    for (int64_t i = 0; i < f->aux_count; i++)
+        if (f->aux_layers[i] == f->groups[f->group_count - 1]) keep(s, f->out + (1 + i) * T * E, 0);
 }

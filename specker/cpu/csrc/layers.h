@@ -10,8 +10,8 @@ typedef struct {
     const float *rope;               // [C, 2, D]
     matrix qkv, o, gate_up, down; // of X experts one after another: gate_up [X 2 F, E], down [X E, F]
     matrix router;                // [X, E]; without rows if the layer has no experts
-    int64_t reach; // a row sees the last `reach` of its columns; 0: all
-    int64_t rank;  // the number of earlier layers that have a reach, if this one has, or have none
+    int64_t sliding_window; // a row sees the last so many of its columns; 0: all
+    int64_t rank;           // the number of earlier layers that have a sliding window, if this one has, or have none
 } layer;
 
 // How a pair, the embedding of a token and a feature, enters the layers of a head that reads a target (model/heads.py).
@@ -49,7 +49,7 @@ typedef struct { // T rows of B sequences
     const int64_t *words;                        // [T, W]: kernels/attention.py; 0: see `full`
     int64_t full;                                // without words a row sees its sequence up to itself, or all of it
     int64_t pages, page;                         // pages of a sequence; columns of a page
-    pool all, near;                              // near: of the layers with a reach, unless they stand in `all`
+    pool all, near;                              // near: of the layers with a sliding window, unless they stand in `all`
 } places;
 
 typedef struct {
@@ -57,10 +57,10 @@ typedef struct {
     const places *rows;
     const int64_t *groups; // the first layer of each group, then the end
     int64_t group_count;
-    const int64_t *taps; // depths whose residual stream is returned
-    int64_t tap_count;
+    const int64_t *aux_layers; // depths whose residual stream is returned
+    int64_t aux_count;
     const float *x, *features; // [T, E]; with an entry x holds the embeddings, else there are no features
-    float *out;                // [1 + taps, T, E]
+    float *out;                // [1 + aux_count, T, E]
     int32_t *routed;           // [mixtures, X + 1], where each expert's choices begin in their order by expert; 0: not kept
 } forward;
 

@@ -38,7 +38,7 @@ typedef struct {
 static inline pool pool_of(const places *p, const stack *d, int64_t at) {
     const layer *l = d->layers + at;
     const int64_t n = p->near.slots ? l->rank : at;
-    pool kv = p->near.slots && l->reach ? p->near : p->all;
+    pool kv = p->near.slots && l->sliding_window ? p->near : p->all;
     kv.k += n * kv.stride, kv.v += n * kv.stride;
     return kv;
 }

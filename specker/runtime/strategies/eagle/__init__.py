@@ -34,7 +34,7 @@ class Eagle(Strategy):
 
     def drafter(self, context: DraftContext) -> HeadDrafter:
         from specker.checkpoints.drafts.heads import HeadCheckpoint
-        from specker.model.heads import ReadingHead
+        from specker.model.heads import DraftHead
         from specker.runtime.strategies.eagle.agreement import chosen
         from specker.runtime.strategies.eagle.drafter import EagleDrafter
         from specker.runtime.strategies.eagle.parallel import ParallelDrafter
@@ -47,7 +47,7 @@ class Eagle(Strategy):
                 f"{target.config.architecture}"
             )
         final_norm = target.weights.norm, target.config.rms_norm_eps
-        head = ReadingHead(checkpoint, checkpoint.spec, checkpoint.parts, final_norm)
+        head = DraftHead(checkpoint, checkpoint.spec, checkpoint.parts, final_norm)
         if context.model is not None:  # another engine's target cannot be asked; then the documented reading counts
             head.spec = chosen(target, context.model, head, context.notes)
         if head.spec.mask is not None and context.options.tree is not None:

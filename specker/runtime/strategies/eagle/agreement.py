@@ -16,7 +16,7 @@ from torch import Tensor
 from specker.checkpoints.checkpoint import Checkpoint
 from specker.model.cache import KVCache
 from specker.model.decoder import Final, Model, prefill
-from specker.model.heads import HeadSpec, ReadingHead
+from specker.model.heads import DraftHead, HeadSpec
 from specker.model.sampling import Draws
 from specker.options import Sampling
 from specker.runtime.round.lm_head import LMHead
@@ -80,7 +80,7 @@ def text_of(target: Checkpoint) -> Text | None:
     return text if whole and len(text.tokens) - text.first >= LEAST else None
 
 
-def chosen(target: Checkpoint, model: Model, head: ReadingHead, notes: dict[str, str]) -> HeadSpec:
+def chosen(target: Checkpoint, model: Model, head: DraftHead, notes: dict[str, str]) -> HeadSpec:
     """The head's spec with the reading of its config that agrees with the target more often. Adds a remark to
     `notes` unless the target has no tokenizer."""
     spec = head.spec
@@ -104,7 +104,7 @@ def chosen(target: Checkpoint, model: Model, head: ReadingHead, notes: dict[str,
 
 
 @torch.inference_mode()
-def shares(model: Model, head: ReadingHead, text: Text, readings: Sequence[tuple[int, ...]]) -> list[float]:
+def shares(model: Model, head: DraftHead, text: Text, readings: Sequence[tuple[int, ...]]) -> list[float]:
     """For each reading of the head's config, which is a tuple of the target's depths, the share of the answer's tokens
     that the head would guess as the target does, if it knew all tokens before and the target's true hidden states."""
     tokens, first = text
@@ -120,7 +120,7 @@ def shares(model: Model, head: ReadingHead, text: Text, readings: Sequence[tuple
     return [float((guesses == own[1:])[max(0, first - 2) :].float().mean()) for guesses in found]
 
 
-def _guesses(head: ReadingHead, tokens: list[int], taps: Tensor) -> Tensor:
+def _guesses(head: DraftHead, tokens: list[int], taps: Tensor) -> Tensor:
     """The head's first guess after each pair of the text's columns, [T - 1] int64. taps: [T, A, Ht]."""
     model, T = head.model, len(tokens) - 1
     cache = KVCache(model.config, T, dtype=model.dtype, device=model.device)

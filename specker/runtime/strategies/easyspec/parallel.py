@@ -148,7 +148,7 @@ class LayerParallel:
         first, *others = (self.model.layers[n] for n in layers)
         if not others:
             return first
-        if any(layer.reach != first.reach or layer.rope is not first.rope for layer in others):
+        if any(layer.sliding_window != first.sliding_window or layer.rope is not first.rope for layer in others):
             raise ValueError(
                 "EasySpec cannot run layers with different sliding windows or RoPE side by side: choose other "
                 f"{option('layer_parallel')} groups"
@@ -159,7 +159,7 @@ class LayerParallel:
             one = self.model.layers[0].attention
             attention = Attention._make(x if x is None else x[None][:0] for x in one)
         mlps = tuple(mlp for n in layers for mlp in self.model.layers[n].mlps)
-        return Group(attention, mlps, first.rope, first.reach)
+        return Group(attention, mlps, first.rope, first.sliding_window)
 
     def _stack(self, layers: tuple[int, ...], name: str) -> Any:
         """Stack the layers' attention weights `name`, [N, ...], and make the layers' own weights views of it."""

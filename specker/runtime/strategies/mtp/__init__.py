@@ -40,7 +40,7 @@ class MultiTokenPrediction(Eagle):
 
     def drafter(self, context: DraftContext) -> HeadDrafter:
         from specker.checkpoints.drafts.heads import HeadCheckpoint
-        from specker.model.heads import ReadingHead
+        from specker.model.heads import DraftHead
         from specker.runtime.strategies.eagle.agreement import chosen
         from specker.runtime.strategies.mtp.drafter import MTPDrafter
 
@@ -50,7 +50,7 @@ class MultiTokenPrediction(Eagle):
             return super().drafter(context)
         each = [first, *(replace(head, config=first.config) for head in first.further)]  # of the run's context
         final_norm = context.target.weights.norm, context.target.config.rms_norm_eps
-        heads = [ReadingHead(head, head.spec, head.parts, final_norm) for head in each]
+        heads = [DraftHead(head, head.spec, head.parts, final_norm) for head in each]
         if context.model is not None:  # another engine's target cannot be asked
             chosen(context.target, context.model, heads[0], context.notes)
         cache, own = context.allocate(heads[0].model, len(heads)), context.head(heads[0].model)

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from specker.model.cache import KVCache
 from specker.model.decoder import Final
-from specker.model.heads import ReadingHead
+from specker.model.heads import DraftHead
 from specker.model.rows import begin
 from specker.runtime.round.batch import Batch
 from specker.runtime.round.drafter import Draft
