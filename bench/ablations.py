@@ -13,28 +13,31 @@ import torch
 
 from specker.model.decoder import Final, prefill
 from specker.runtime.control.policy import Budget
-from specker.runtime.round.drafter import ModelDrafter
-from specker.runtime.round.round import Round
+from specker.runtime.round.batch import Batch
+from specker.runtime.round.drafter import Accepted, Draft
 from specker.runtime.strategies.diffuspec import drafter as diffuspec
 from specker.runtime.strategies.diffuspec.drafter import DiffusionDrafter
-from specker.runtime.strategies.easyspec import parallel as easyspec
-from specker.runtime.strategies.easyspec.parallel import EasySpecDrafter
+from specker.runtime.strategies.draft import drafter as autoregressive
+from specker.runtime.strategies.draft.drafter import AutoregressiveDrafter
+from specker.runtime.strategies.model_drafter import ModelDrafter
 
 
-class Uncalibrated(EasySpecDrafter):
+class Uncalibrated(AutoregressiveDrafter):
     """EasySpec without bonus calibration: the fuzzy K/V of accepted tokens stays. exact_len then also counts fuzzy
     columns, so rounds are placed by the host and no later request reuses the cache."""
 
-    @property
-    def keeps_prefix(self) -> bool:
+    keeps_prefix = False
+
+    def fits(self, length: int, budget: Budget) -> bool:
         return False
 
-    def fixed(self, length: int, budget: Budget) -> bool:
-        return False
+    def accept(self, batch: Batch, draft: Draft, accepted: Accepted) -> None:
+        for slot, path in enumerate(accepted.paths):
+            if path and draft.size:
+                self.accept_fuzzy(draft, slot, path)
 
-    def observe(self, r: Round, slot: int, path: list[int]) -> None:
-        if r.draft.size:
-            self.keep(r, slot, path)
+    def accept_fuzzy(self, draft: Draft, slot: int, path: list[int]) -> None:
+        self.keep(draft, slot, path)
 
 
 class CalibratedOnMismatch(Uncalibrated):
@@ -44,14 +47,14 @@ class CalibratedOnMismatch(Uncalibrated):
         super().__init__(*args, **options)
         self.fuzzy: dict[int, int] = {}  # slot -> its sequence's first fuzzy column
 
-    def observe(self, r: Round, slot: int, path: list[int]) -> None:
+    def accept_fuzzy(self, draft: Draft, slot: int, path: list[int]) -> None:
         before = self.cache.exact_len[slot]
-        if not r.draft.size or before > self.limit:
+        if before > self.limit:
             return
-        if len(path) - 1 < r.draft.depth:
+        if len(path) - 1 < draft.depth:
             self.cache.truncate(self.fuzzy.pop(slot, before), slot)
             return
-        self.keep(r, slot, path)
+        self.keep(draft, slot, path)
         if self.cache.exact_len[slot] > before:
             self.fuzzy.setdefault(slot, before)
 
@@ -70,7 +73,7 @@ class ExactPrefix(DiffusionDrafter):
     def prefill(self, slot: int, text: list[int]) -> None:
         pass
 
-    def fixed(self, length: int, budget: Budget) -> bool:
+    def fits(self, length: int, budget: Budget) -> bool:
         return False
 
     def masked(self, texts: Any, guesses: list[list[int]], done: int, n: int) -> Final:
@@ -80,7 +83,7 @@ class ExactPrefix(DiffusionDrafter):
         for slot, (text, new) in enumerate(zip(texts, guesses, strict=True)):
             cache.truncate(0, slot)
             # If the text exceeds the drafter's context, it sees only the end: a poor draft, but a valid one.
-            whole = (self.known(text + new) + [config.mask_token_id] * n)[-self.limit :]
+            whole = (self.in_vocabulary(text + new) + [config.mask_token_id] * n)[-self.limit :]
             hidden = prefill(self.model, cache, whole, (depth,), n + 1, chunk=len(whole), slot=slot)[depth]
             cache.truncate(min(len(text), len(whole)), slot)
             kept.append(hidden[self.asked(n)])
@@ -91,7 +94,7 @@ class ExactPrefix(DiffusionDrafter):
 def drafting_as(kind: type[ModelDrafter]) -> Iterator[None]:
     """Engines that are loaded inside draft with `kind` where they would with the class that it derives from."""
     with ExitStack() as stack:
-        for module, usual in ((easyspec, EasySpecDrafter), (diffuspec, DiffusionDrafter)):
+        for module, usual in ((autoregressive, AutoregressiveDrafter), (diffuspec, DiffusionDrafter)):
             if issubclass(kind, usual):
                 stack.enter_context(mock.patch.object(module, usual.__name__, kind))
         yield

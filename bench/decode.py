@@ -245,7 +245,7 @@ def decode(bench: Bench, engine: Engine, context: int, drafting: bool) -> Decode
     stages: dict[str, float] = {}
     r = loop.start()
     for n in range(1, WARM + rounds + 1):
-        assert r is not None and r.fixed, "the bench needs rounds of fixed shape"
+        assert r is not None and r.batch.fixed, "the bench needs rounds of fixed shape"
         after = loop.start(r.draft.size + 1)
         [(_, _, new)] = loop.finish(r)
         r = after
@@ -448,7 +448,7 @@ def launches(bench: Bench, case: Case) -> Found:
 
     def once() -> None:
         r = engine.loop.start()
-        assert r is not None and r.fixed
+        assert r is not None and r.batch.fixed
         engine.loop.finish(r)
         harness.wait()
 

@@ -24,7 +24,7 @@ from bench.e2e import Given, differing, joined, ours, prompts_of, row_of, share_
 from specker.model.decoder import forward, prefill
 from specker.runtime.engine import Engine
 from specker.runtime.strategies.draft.drafter import AutoregressiveDrafter
-from specker.runtime.strategies.easyspec.parallel import EasySpecDrafter, LayerParallel, Schedule
+from specker.runtime.strategies.easyspec.parallel import LayerParallel, Schedule
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class Args(Given):
     rounds: int = 2
 
 
-CALIBRATIONS = {"every": EasySpecDrafter, "never": Uncalibrated}
+CALIBRATIONS = {"every": AutoregressiveDrafter, "never": Uncalibrated}
 
 
 def shape(width: int, depth: int) -> dict[str, Any]:

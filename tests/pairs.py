@@ -31,9 +31,9 @@ def logits_of(engine, prompt: list[int], count: int, drafting: bool = True, besi
         sequence = sequences[-1]
         while len(sequence.text) < sequence.limit:
             r = loop.start()
-            assert r.fixed
+            assert r.batch.fixed
             each = {s: path for s, path, tokens in loop.finish(r) if tokens}
-            logits = r.memory.get("logits", r.n * (r.draft.size + 1)).view(r.n, r.draft.size + 1, -1)
+            logits = r.batch.memory.get("logits", r.rows).view(r.batch.n, r.draft.size + 1, -1)
             rows.append(logits[len(sequences) - 1, each[sequence]].clone())
     return torch.cat(rows), sequence.text
 
@@ -46,7 +46,7 @@ def flips(engine, prompt: list[int], text: list[int]) -> tuple[int, int]:
         while (known := len(sequence.text)) < sequence.limit:
             loop.state.write(0, sequence)  # restores the given text
             r = loop.start()
-            assert r.fixed
+            assert r.batch.fixed
             [(_, _, tokens)] = loop.finish(r)
             wrong = next((i for i, token in enumerate(tokens) if token != whole[known + i]), None)
             turned += wrong is not None

@@ -59,16 +59,16 @@ def test_mismatch_drops_the_fuzzy_columns_and_no_others(models):
     cache ends where its first fuzzy column was."""
     engine = load(models, CalibratedOnMismatch)
     drafter, seen = engine.drafter, []
-    observe = drafter.observe
+    accept = drafter.accept
 
-    def watched(r, slot, path):
-        [before] = drafter.cache.exact_len
-        first = drafter.fuzzy.get(slot, before)
-        observe(r, slot, path)
-        if r.draft.depth == 2:
+    def watched(batch, draft, accepted):
+        [before], [path] = drafter.cache.exact_len, accepted.paths
+        first = drafter.fuzzy.get(0, before)
+        accept(batch, draft, accepted)
+        if draft.depth == 2:
             seen.append((len(path) == 3, before, first, drafter.cache.exact_len[0]))
 
-    drafter.observe = watched
+    drafter.accept = watched
     engine.generate([5, 9, 40, 3, 77, 21], 60, temperature=0.7)
     assert {full for full, *_ in seen} == {True, False}
     assert any(first < before for _, before, first, _ in seen)

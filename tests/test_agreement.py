@@ -74,7 +74,7 @@ def test_of_two_readings_the_better_one_is_taken(target, oracle, tmp_path, monke
             best = another if shares[another] > shares[documented] + 0.02 else documented
             closer += best == documented and shares[another] > shares[documented]
             engine = load(target, head)
-            assert engine.drafter.taps == best
+            assert engine.drafter.aux_layers == best
             other = {(1, 3, 5): "2, 4, 6", (2, 4, 6): "1, 3, 5"}[best]
             assert f"inputs of layers {', '.join(map(str, best))}; the layer ids of" in engine.remarks["head"]
             gave = shares[another if best == documented else documented]
@@ -93,7 +93,7 @@ def test_a_reading_beyond_the_target_is_none(target, oracle, tmp_path):
     """The outputs of layers 6, 7 and 8 of eight layers do not exist, counted from 0."""
     head = head_of(target, tmp_path / "head", oracle, eagle_aux_hidden_state_layer_ids=[6, 7, 8])
     engine = load(target, head)
-    assert engine.drafter.taps == (6, 7, 8) and "can also mean" not in engine.remarks["head"]
+    assert engine.drafter.aux_layers == (6, 7, 8) and "can also mean" not in engine.remarks["head"]
 
 
 @pytest.mark.parametrize("more", [None, 31, 32])

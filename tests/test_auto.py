@@ -124,13 +124,13 @@ def test_a_stop_rule_gains_as_much_as_the_best_one():
     def brute(least):
         rng, tokens, seconds = random.Random(3), 0.0, 0.0
         for _ in range(20_000):
-            reach, k, right = 1.0, 0, True
+            joint, k, right = 1.0, 0, True
             while k < 16:
                 c = min(0.99, max(0.01, rng.gauss(0.8, 0.25)))
-                k, reach = k + 1, reach * c
+                k, joint = k + 1, joint * c
                 right = right and rng.random() < c
                 tokens += right
-                if reach < least:
+                if joint < least:
                     break
             tokens, seconds = tokens + 1, seconds + STEP * (1 + 0.25 * k)
         return tokens * STEP / seconds
@@ -147,13 +147,13 @@ def test_a_stop_rule_gains_as_much_as_the_best_one():
 
 
 def test_a_rule_and_its_chain():
-    rule = StopRule(token=0.3, reach=(0.5, 0.6), scales=(1.0, 0.5))
+    rule = StopRule(token=0.3, joint=(0.5, 0.6), scales=(1.0, 0.5))
     chain, more = after(rule, Chain(), 0.4)
     assert (chain, more) == (Chain(1, 0.4), False)
-    chain, more = after(StopRule(token=0.3, reach=(0.35, 0.3), scales=(1.0, 0.5)), Chain(), 0.9)
+    chain, more = after(StopRule(token=0.3, joint=(0.35, 0.3), scales=(1.0, 0.5)), Chain(), 0.9)
     assert chain == Chain(1, 0.45) and more
-    assert after(StopRule(token=0.3, reach=(0.35, 0.3)), chain, 0.7) == (Chain(2, 0.45 * 0.7), True)
-    assert not after(StopRule(token=0.3, reach=(0.35, 0.3)), Chain(7, 0.4), 0.7)[1], "the last threshold holds on"
+    assert after(StopRule(token=0.3, joint=(0.35, 0.3)), chain, 0.7) == (Chain(2, 0.45 * 0.7), True)
+    assert not after(StopRule(token=0.3, joint=(0.35, 0.3)), Chain(7, 0.4), 0.7)[1], "the last threshold holds on"
     assert not after(StopRule(token=0.3), Chain(), 0.29)[1] and after(StopRule(), Chain(), 0.0)[1]
     p = DraftAndVerify(4, 4)
     assert p.rule == StopRule(token=p.threshold)

@@ -120,11 +120,11 @@ def test_drafts_are_those_of_the_formula(target, tmp_path, taps_of, way):
     engine.trace = seen.append
     out = engine.generate(TEXT, 32)
     assert engine.check(TEXT, out, 32).identical
-    assert engine.drafter.taps == DEPTHS.get(way, (2, 5, 7))
+    assert engine.drafter.aux_layers == DEPTHS.get(way, (2, 5, 7))
     assert (out.stats.accepted > 0) or ("ids" not in LAYOUTS[way])
     most = engine.drafter.spec.most
     assert most == LAYOUTS[way].get("size", 5) - (not formula_of(engine, drafter).following)
-    assert_drafts(seen, TEXT + out.tokens, formula_of(engine, drafter), taps_of, engine.drafter.taps, most)
+    assert_drafts(seen, TEXT + out.tokens, formula_of(engine, drafter), taps_of, engine.drafter.aux_layers, most)
 
 
 def test_sampled_drafts_are_ranked_under_the_noise_of_the_targets_draws(target, usual, spark, taps_of):
@@ -146,7 +146,7 @@ def test_sampled_drafts_are_ranked_under_the_noise_of_the_targets_draws(target, 
             if size:
                 at = len(before) - 1 + torch.arange(size)
                 noise = gumbel_at(5, at, every.expand(size, -1)).double()
-                taps = taps_of(before, engine.drafter.taps)
+                taps = taps_of(before, engine.drafter.aux_layers)
                 assert row["draft"] == formula.block(taps, before, size, 0.7, noise)[0]
 
 
@@ -163,7 +163,7 @@ def test_confidence_ends_drafts(target, usual, spark, taps_of, kind):
     for row in seen:
         before, size = text[: row["position"]], len(row["draft"])
         if size:
-            tokens, scores, sure = formula.block(taps_of(before, engine.drafter.taps), before, min(most, 40))
+            tokens, scores, sure = formula.block(taps_of(before, engine.drafter.aux_layers), before, min(most, 40))
             confidence = sure if kind == "confidence head" else [math.exp(s) for s in scores]
             if len(text) - len(before) > most:  # a shorter text has shorter blocks
                 assert row["draft"] == tokens[:size]
@@ -187,7 +187,7 @@ def test_a_scaled_embedding_of_the_target(tmp_path):
         return list(prefill(model, cache, text[:-1], depths, len(text)).values())
 
     assert model.embed_scale > 2
-    assert_drafts(seen, TEXT + out.tokens, formula, taps_of, engine.drafter.taps, 4)
+    assert_drafts(seen, TEXT + out.tokens, formula, taps_of, engine.drafter.aux_layers, 4)
 
 
 SAMPLING = {"greedy": {}, "sampled": {"temperature": 0.9, "seed": 4, "top_k": 20}}
@@ -219,7 +219,7 @@ def test_drafts_in_a_batch_are_those_of_the_formula(target, spark, taps_of):
         assert rows
         for row in rows:
             before = (prompt + each.tokens)[: row["position"]]
-            taps = taps_of(before, engine.drafter.taps)
+            taps = taps_of(before, engine.drafter.aux_layers)
             assert row["draft"] == formula.block(taps, before, len(row["draft"]))[0]
 
 
@@ -232,7 +232,7 @@ def test_a_known_beginning_gives_the_drafts_of_a_fresh_prompt(target, usual, tap
         seen = []
         engine.trace = seen.append
         out = engine.generate(prompt, 12)
-        assert_drafts(seen, prompt + out.tokens, formula, taps_of, engine.drafter.taps, 4)
+        assert_drafts(seen, prompt + out.tokens, formula, taps_of, engine.drafter.aux_layers, 4)
         if prefixes == "all":  # a column depends on no later token, so every common one is taken over
             pairs = zip(prompt[:-1], TEXT + first.tokens, strict=False)
             same = len(list(itertools.takewhile(lambda pair: pair[0] == pair[1], pairs)))
@@ -268,7 +268,7 @@ def test_a_trimmed_head_drafts_the_best_of_its_rows(target, tmp_path, taps_of, m
     for row in seen:
         if size := len(row["draft"]):
             before = text[: row["position"]]
-            want = formula.block(taps_of(before, engine.drafter.taps), before, size, 1.0, kept.expand(size, -1))
+            want = formula.block(taps_of(before, engine.drafter.aux_layers), before, size, 1.0, kept.expand(size, -1))
             assert row["draft"] == want[0]
 
 
@@ -292,7 +292,7 @@ def test_a_tree_holds_the_most_probable_beginnings_of_paths(target, usual, taps_
         before = text[: row["position"]]
         if len(text) - len(before) <= nodes:  # the end of a text cuts the tree
             continue
-        scores = block_scores(formula, taps_of, engine.drafter.taps, before, length)
+        scores = block_scores(formula, taps_of, engine.drafter.aux_layers, before, length)
         total = {}
         for depth in range(1, length + 1):
             for path in itertools.product(range(len(ids)), repeat=depth):
@@ -330,7 +330,7 @@ def test_a_searched_path_is_the_best_one_by_both_models_and_the_noise(target, us
         before, size = text[: row["position"]], len(row["draft"])
         if size < 3:
             continue
-        scores = block_scores(formula, taps_of, engine.drafter.taps, before, size, heat).numpy()
+        scores = block_scores(formula, taps_of, engine.drafter.aux_layers, before, size, heat).numpy()
         noise = np.zeros_like(scores)
         if temperature:
             at = len(before) - 1 + torch.arange(size)
@@ -379,14 +379,14 @@ def test_the_adaptive_length_follows_its_rule(target, usual, cps, graphs):
 def test_the_measured_policy_drafts_after_a_warm_up(target, usual, spark, monkeypatch, kind):
     """Policy auto chooses lengths up to the block's, and the warm-up measures what blocks cost."""
     engine = load(target, usual if kind == "dflash" else spark, policy=None)
-    sizes, draft = [], engine.drafter.draft
+    sizes, propose = [], engine.drafter.propose
 
-    def watched(r):
-        made = draft(r)
-        sizes.append((made.size, min(r.budget.nodes, r.budget.depth)))
+    def watched(batch):
+        made = propose(batch)
+        sizes.append((made.size, min(batch.budget.nodes, batch.budget.depth)))
         return made
 
-    monkeypatch.setattr(engine.drafter, "draft", watched)
+    monkeypatch.setattr(engine.drafter, "propose", watched)
     engine.warmup()
     assert len(sizes) > 8 and all(size == asked for size, asked in sizes)
     most = engine.drafter.spec.most

@@ -44,7 +44,7 @@ def assert_drafts(engine, seen, text, drafter, taps_of):
     for row in seen:
         before = text[: row["position"]]
         if row["draft"]:
-            taps = taps_of(before, engine.drafter.taps)
+            taps = taps_of(before, engine.drafter.aux_layers)
             assert row["draft"] == formula.block(taps, before, len(row["draft"]))[0]
 
 
@@ -53,14 +53,14 @@ def assert_drafts(engine, seen, text, drafter, taps_of):
 def test_drafts_are_those_of_the_formula(target, drafters, taps_of, name, order):
     """Also when rounds that the host places and rounds of fixed shape follow each other."""
     engine = load(target, drafters[name])
-    seen, turn, fixes = [], [0], engine.loop.drafting.fixes
+    seen, turn, fixes = [], [0], engine.loop.runner.fixes
 
-    def alternating(requests, budget):
+    def alternating(budget):
         turn[0] += 1
-        return fixes(requests, budget) and (turn[0] // 2) % 2 == (order == "device first")
+        return fixes(budget) and (turn[0] // 2) % 2 == (order == "device first")
 
     if order != "device only":
-        engine.loop.drafting.fixes = alternating
+        engine.loop.runner.fixes = alternating
     engine.trace = seen.append
     out = engine.generate(PROMPTS[0], 40)
     assert 4 < engine.loop.launched < len(seen) + (4 if order == "device only" else -4)

@@ -80,7 +80,7 @@ def test_tokens_equal_plain_decoding(target, monkeypatch, name, how, graphs):
     drafted = accepted = 0
     kinds = set()
     for prompt in PROMPTS:
-        with after_every_round(monkeypatch, lambda _, r: kinds.add(r.fixed)):
+        with after_every_round(monkeypatch, lambda _, r: kinds.add(r.batch.fixed)):
             got = fast.generate(prompt, 40, **SAMPLING[how])
         assert got.tokens == cases.plain(target, prompt, 40, **SAMPLING[how])
         drafted, accepted = drafted + got.stats.drafted, accepted + got.stats.accepted
@@ -297,13 +297,13 @@ def test_not_drafting_must_win_by_a_tenth():
 
 def test_the_first_round_drafts_one_token_with_the_first_layer():
     budget = DynamicExit((2, 4), 6).budget()
-    assert (budget.exit, budget.depth, budget.taps) == (2, 1, (4,))
+    assert (budget.exit, budget.depth, budget.extra) == (2, 1, (4,))
 
 
 def test_a_round_that_drafts_nothing_may_watch_every_layer():
     del_ = DynamicExit((8, 10), 12)
     del_.learn((8, 10), np.zeros((2, 3), bool), np.full((2, 3), 0.5))
-    assert (del_.budget().depth, del_.budget().taps) == (0, (8, 10))
+    assert (del_.budget().depth, del_.budget().extra) == (0, (8, 10))
 
 
 def test_watching_is_kept_below_its_share(monkeypatch):
@@ -313,7 +313,7 @@ def test_watching_is_kept_below_its_share(monkeypatch):
     del_.learn((1, 2), np.array([[True], [False]]), np.array([[0.5], [0.5]]), 0.0)
     shares = []
     for _ in range(1000):
-        watching = bool(del_.budget().taps)
+        watching = bool(del_.budget().extra)
         now[0] += 0.010
         if watching:
             now[0] += 0.003
@@ -440,7 +440,7 @@ def test_del_compares_measured_seconds(monkeypatch):
         ]
         assert del_.tokens_per_layer() == pytest.approx(np.array(want))
         shape = Chooser(costs).choose([del_], 100)
-        assert (shape.nodes, shape.exit) == ((18, 6) if row == 0 else (0, 3)) and shape.taps
+        assert (shape.nodes, shape.exit) == ((18, 6) if row == 0 else (0, 3)) and shape.extra
 
 
 def test_eligible_layers():
@@ -520,4 +520,4 @@ def test_a_draft_ends_at_the_same_token_however_often_the_policy_was_asked():
         drafted, right = 4, int(rng.integers(0, 5))
         for policy in (often, seldom):
             policy.observe(outcome(drafted, right, tuple(0.9 - 0.1 * i for i in range(drafted))))
-    assert often.rule.reach, "the confidence of both kinds was seen"
+    assert often.rule.joint, "the confidence of both kinds was seen"

@@ -48,7 +48,7 @@ def test_a_row_for_each_configuration_and_temperature(run, capsys):
 @pytest.mark.parametrize("graphs", [pytest.param("off", marks=pytest.mark.slow), "on"])
 def test_engines_that_share_a_target_decode_what_they_decode_alone(cheap, monkeypatch, graphs):
     """They take turns over one cache, with texts in several KV buckets."""
-    monkeypatch.setattr("specker.runtime.loop.KV_BUCKETS", (48, 96))
+    monkeypatch.setattr("specker.runtime.batches.KV_BUCKETS", (48, 96))
     how = {"device": "cpu", "dtype": "float64", "graphs": graphs, "page_size": 16}
     shapes = [("diffuspec", {"policy": "chunk"}), ("draft", {"draft_tokens": 3}), ("del", {})]
     engines = [specker.load(strategy=name, **how, **more) for name, more in shapes]

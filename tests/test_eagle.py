@@ -16,7 +16,7 @@ from specker.model.config import CheckpointError
 from specker.options import Params
 from specker.runtime.control.choose import NONE
 from specker.runtime.control.policy import Fixed
-from specker.runtime.strategies.eagle import drafter
+from specker.runtime.strategies.eagle import pairs
 
 OFTEN = [35, 74, 119]  # ids that the target writes often, so that a random head with these rows is often right
 SLIDING = "sliding_attention"
@@ -104,9 +104,9 @@ def test_drafts_are_those_of_the_formula(target, tmp_path, taps_of, way):
     engine.trace = seen.append
     out = engine.generate(TEXT, 32)
     assert engine.check(TEXT, out, 32).identical
-    assert engine.drafter.taps == DEPTHS.get(way, (2, 4, 5))
+    assert engine.drafter.aux_layers == DEPTHS.get(way, (2, 4, 5))
     assert (out.stats.accepted > 0) == ("ids" in LAYOUTS[way])
-    assert_drafts(seen, TEXT + out.tokens, formula_of(engine, head), taps_of, engine.drafter.taps)
+    assert_drafts(seen, TEXT + out.tokens, formula_of(engine, head), taps_of, engine.drafter.aux_layers)
 
 
 SAMPLING = {"greedy": {}, "sampled": {"temperature": 0.9, "seed": 4, "top_k": 20}}
@@ -136,28 +136,28 @@ def test_a_known_beginning_gives_the_drafts_of_a_fresh_prompt(target, usual, tap
         seen = []
         engine.trace = seen.append
         out = engine.generate(prompt, 12)
-        assert_drafts(seen, prompt + out.tokens, formula, taps_of, engine.drafter.taps)
+        assert_drafts(seen, prompt + out.tokens, formula, taps_of, engine.drafter.aux_layers)
         if prefixes == "all":
             assert out.stats.prompt < len(prompt) - 6
 
 
 def test_features_do_not_pile_up_while_nothing_is_drafted(target, usual, taps_of, monkeypatch):
     """After 20 rounds without a draft, the draft is that of the formula, and few pairs are left to forward."""
-    monkeypatch.setattr(drafter, "WAITING", 4)
+    monkeypatch.setattr(pairs, "WAITING", 4)
     engine, rounds, seen, most = load(target, usual), count(), [], []
-    budget, learn = Fixed.budget, engine.drafter.learn
+    budget, accept = Fixed.budget, engine.drafter.accept
     monkeypatch.setattr(Fixed, "budget", lambda self: NONE if next(rounds) < 20 else budget(self))
 
-    def watched(r, paths):
-        learn(r, paths)
-        most.append(0 if (waiting := engine.drafter.waiting[0]) is None else len(waiting))
+    def watched(*round_):
+        accept(*round_)
+        most.append(0 if (waiting := engine.drafter.pairs.waiting[0]) is None else len(waiting))
 
-    monkeypatch.setattr(engine.drafter, "learn", watched)
+    monkeypatch.setattr(engine.drafter, "accept", watched)
     engine.trace = seen.append
     out = engine.generate(TEXT, 32)
     drafted = [row for row in seen if row["draft"]]
     assert len(seen) - len(drafted) >= 20 and drafted and max(most) <= 4
-    assert_drafts(drafted, TEXT + out.tokens, formula_of(engine, usual), taps_of, engine.drafter.taps)
+    assert_drafts(drafted, TEXT + out.tokens, formula_of(engine, usual), taps_of, engine.drafter.aux_layers)
 
 
 def test_streams_of_several_threads_and_cancelled_requests(target, usual):

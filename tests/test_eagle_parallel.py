@@ -28,7 +28,7 @@ def test_drafts_are_those_of_the_formula(target, tmp_path, taps_of, way):  # noq
     for row in drafted:
         before = text[: row["position"]]
         size = min(3, len(text) - len(before) - 1)
-        assert row["draft"] == formula.parallel(taps_of(before, engine.drafter.taps), before, size)
+        assert row["draft"] == formula.parallel(taps_of(before, engine.drafter.aux_layers), before, size)
 
 
 @pytest.mark.parametrize("policy", ["fixed", "auto", "draft-and-verify"])
@@ -57,7 +57,9 @@ def test_a_draft_in_a_batch_is_that_of_one_text(target, tmp_path, taps_of):  # n
     for row in seen:
         if row["draft"]:
             before = texts[row["prompt"]][: row["position"]]
-            assert row["draft"] == formula.parallel(taps_of(before, engine.drafter.taps), before, len(row["draft"]))
+            assert row["draft"] == formula.parallel(
+                taps_of(before, engine.drafter.aux_layers), before, len(row["draft"])
+            )
             checked += 1
     assert checked > 8
 

@@ -59,7 +59,7 @@ def test_drafts_are_those_of_the_formula(target, heads, taps_of, shape, head, gr
     text, size = PROMPTS[0] + out.tokens, engine.plan.largest
     for row in seen:
         before = text[: row["position"]]
-        taps = taps_of(before, engine.drafter.taps)
+        taps = taps_of(before, engine.drafter.aux_layers)
         if shape == "chain":
             assert row["draft"] == formula.chain(taps, before, len(row["draft"]))[0]
         elif len(text) - len(before) > size.depth:  # the end of a text cuts the tree
@@ -90,13 +90,13 @@ def test_tokens_of_batches_in_rounds_of_fixed_shape(target, heads, strategy, sam
 def test_rounds_of_either_kind_follow_each_other(target, heads, taps_of, order):
     """A round without a draft, one that the host places and one of fixed shape pass the head's state to each other."""
     engine = load(target, heads["few rows"], graphs="on", policy="fixed", draft_tokens=3)
-    own, seen, drafting = engine.model, [], engine.loop.drafting
+    own, seen, drafting = engine.model, [], engine.loop.runner
     formula = Formula(heads["few rows"], own.embed, own.head, own.norm, own.config.rms_norm_eps)
     turn, fixes = [0], drafting.fixes
 
-    def alternating(requests, budget):
+    def alternating(budget):
         turn[0] += 1
-        return fixes(requests, budget) and (turn[0] // 2) % 2 == (order == "device first")
+        return fixes(budget) and (turn[0] // 2) % 2 == (order == "device first")
 
     drafting.fixes = alternating
     engine.trace = seen.append
@@ -106,7 +106,7 @@ def test_rounds_of_either_kind_follow_each_other(target, heads, taps_of, order):
     text = PROMPTS[0] + out.tokens
     for row in seen:
         before = text[: row["position"]]
-        assert row["draft"] == formula.chain(taps_of(before, engine.drafter.taps), before, len(row["draft"]))[0]
+        assert row["draft"] == formula.chain(taps_of(before, engine.drafter.aux_layers), before, len(row["draft"]))[0]
     assert sum(len(row["draft"]) == 3 for row in seen) > 10
 
 
@@ -120,7 +120,7 @@ def test_a_request_that_moves_to_another_slot_keeps_its_state(target, heads, tap
     out = engine.generate(prompts, [6, 16, 16])
     for row in seen:
         before = (prompts[row["prompt"]] + out[row["prompt"]].tokens)[: row["position"]]
-        assert row["draft"] == formula.chain(taps_of(before, engine.drafter.taps), before, len(row["draft"]))[0]
+        assert row["draft"] == formula.chain(taps_of(before, engine.drafter.aux_layers), before, len(row["draft"]))[0]
 
 
 def test_a_trimmed_head_drafts_kept_ids_alone(target, heads):

@@ -23,7 +23,7 @@ from specker.runtime import strategies
 from specker.runtime.control.policy import Budget
 from specker.runtime.round.lm_head import LMHead
 from specker.runtime.strategies.draft.drafter import AutoregressiveDrafter
-from specker.runtime.strategies.easyspec.parallel import EasySpecDrafter, LayerParallel, Schedule
+from specker.runtime.strategies.easyspec.parallel import LayerParallel, Schedule
 
 F64 = torch.float64
 ARCHITECTURES = {"llama": {}, "qwen2": {"tied": True}, "qwen3": {}, "llama-bias": {"attention_bias": True}}
@@ -287,7 +287,7 @@ def test_calibrated_columns_are_bit_for_bit_the_sequential_ones_under_the_kernel
     cache, sequential = tiny_cache(model), tiny_cache(plain)
     head = LMHead(model.head, model.norm, model.config.rms_norm_eps)
     parallel = LayerParallel(model, cache, Schedule(((0, 1), (2, 3))))
-    drafter = EasySpecDrafter(model, cache, head, parallel, width)
+    drafter = AutoregressiveDrafter(model, cache, head, width, layers=parallel)
     text, fuzzy = PROMPT[:3], None
     drafter.prefill = lambda slot, text: None  # the first catch-up processes the whole text
     for accepted, depth in ((3, 3), (1, 2), (0, 1)):  # the last draft serves only to trigger its catch-up
@@ -399,20 +399,20 @@ def test_the_draft_cache_is_exact_after_calibration(pair, shape, monkeypatch):
     """At the start of every draft, after the catch-up, with rows placed by the host or the device. Without
     calibration the cache is not exact, so the test can fail."""
     differences = {}
-    for kind, graphs in ((EasySpecDrafter, "off"), (EasySpecDrafter, "on"), (Uncalibrated, "off")):
+    for kind, graphs in ((AutoregressiveDrafter, "off"), (AutoregressiveDrafter, "on"), (Uncalibrated, "off")):
         with drafting_as(kind):
             fast = engine(pair, graphs=graphs, layer_parallel="3", **SHAPES[shape])
         worst = []
 
-        def checked(self, r, catch_up=AutoregressiveDrafter._catch_up, worst=worst):
-            caught = catch_up(self, r)
-            n = int(r.state.length[0])
-            assert r.fixed or self.cache.exact_len == [n]
-            worst.append(apart(self.model, self.cache, r.state.committed[0, :n].tolist(), n))
+        def checked(self, batch, start=AutoregressiveDrafter.start, worst=worst):
+            caught = start(self, batch)
+            n = int(batch.state.length[0])
+            assert batch.fixed or self.cache.exact_len == [n]
+            worst.append(apart(self.model, self.cache, batch.state.committed[0, :n].tolist(), n))
             return caught
 
         with monkeypatch.context() as patch:
-            patch.setattr(AutoregressiveDrafter, "_catch_up", checked)
+            patch.setattr(AutoregressiveDrafter, "start", checked)
             fast.generate(PROMPT, 40, temperature=0.7)
         assert len(worst) > 5 and (fast.loop.launched > 5) == (graphs == "on")
         differences[kind, graphs] = max(worst)
@@ -474,14 +474,14 @@ def test_a_schedule_of_another_depth_is_refused(pair):
 
 def test_mutation_fuzzy_columns_kept(pair, monkeypatch):
     """Without truncation of fuzzy K/V, the cache check fails."""
-    observe = EasySpecDrafter.observe
+    accept = AutoregressiveDrafter.accept
 
-    def kept(self, r, slot, path):
-        observe(self, r, slot, path)
-        if r.draft.size and not r.fixed:
-            self.keep(r, slot, path)
+    def kept(self, batch, draft, accepted):
+        accept(self, batch, draft, accepted)
+        if draft.size and not batch.fixed:
+            self.keep(draft, 0, accepted.paths[0])
 
-    monkeypatch.setattr(EasySpecDrafter, "observe", kept)
+    monkeypatch.setattr(AutoregressiveDrafter, "accept", kept)
     with pytest.raises(AssertionError):
         test_the_draft_cache_is_exact_after_calibration(pair, "chain", monkeypatch)
 

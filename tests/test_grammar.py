@@ -187,9 +187,9 @@ def test_forced_tokens_need_no_drafter(chain, monkeypatch):
     text = 'start: "the first part " ("one" | "two") " and the last one"'
     plain = chain.generate_ar(PROMPT, 40, grammar=text)
     drafted = []
-    draft = type(chain.drafter).draft
+    propose = type(chain.drafter).propose
     monkeypatch.setattr(
-        type(chain.drafter), "draft", lambda self, r: drafted.append(len(r.requests[0].text)) or draft(self, r)
+        type(chain.drafter), "propose", lambda self, b: drafted.append(len(b.requests[0].text)) or propose(self, b)
     )
     out = chain.generate(PROMPT, 40, grammar=text)
     assert re.fullmatch("the first part (one|two) and the last one", out.text)
@@ -199,8 +199,8 @@ def test_forced_tokens_need_no_drafter(chain, monkeypatch):
 
 def test_a_round_with_forced_tokens_does_not_measure_plain_decoding(chain, monkeypatch):
     """It was to be one without a draft, but the grammar of one of its two texts forces tokens."""
-    costs, seen = chain.loop.known.costs, []
-    monkeypatch.setattr(chain.loop.drafting.chooser, "measured", lambda *how: seen.append("plain"))
+    costs, seen = chain.loop.history.costs, []
+    monkeypatch.setattr(chain.loop.runner.chooser, "measured", lambda *how: seen.append("plain"))
     monkeypatch.setattr(costs, "observe", lambda n, budget, drafted, *_: seen.append((n, drafted, _[-1])))
     draft = Draft()
     for slot, forced in ((0, 2), (1, 0)):
@@ -209,7 +209,7 @@ def test_a_round_with_forced_tokens_does_not_measure_plain_decoding(chain, monke
     how = {
         "seconds": seconds,
         "reason": "measured",
-        "budget": NONE,
+        "batch": SimpleNamespace(budget=NONE),
         "behind": 0,
         "forced": False,
         "trial": False,
@@ -217,7 +217,7 @@ def test_a_round_with_forced_tokens_does_not_measure_plain_decoding(chain, monke
     }
     for size, expected in ((2, (2, 0, 2)), (0, "plain")):
         draft.size = size
-        chain.loop.drafting.learn(SimpleNamespace(requests=[1, 2], draft=draft, **how), 2)
+        chain.loop.runner.learn(SimpleNamespace(requests=[1, 2], draft=draft, **how), 2)
         assert seen.pop() == expected
 
 
@@ -276,21 +276,21 @@ def test_a_forced_token_is_the_only_one(plain):
 def test_a_drafter_keeps_the_kv_of_its_own_tokens_only(chain, grammars, monkeypatch, cheap):
     """Where the grammar's tokens replaced the drafter's, the path that the drafter sees ends."""
     kind, drafted, kept = type(chain.drafter), [], 0
-    draft, observe = kind.draft, kind.observe
+    propose, keep = kind.propose, kind.keep
 
-    def drafts(self, r):
-        out = draft(self, r)
-        drafted.append(r.window[0, 1 : out.size + 1].tolist())
+    def proposes(self, batch):
+        out = propose(self, batch)
+        drafted.append(batch.window[0, 1 : out.size + 1].tolist())
         return out
 
-    def observes(self, r, slot, path):
+    def keeps(self, draft, slot, path):
         nonlocal kept
         kept += len(path) - 1
-        assert all(int(r.window[slot, row]) == drafted[-1][row - 1] for row in path[1:])
-        observe(self, r, slot, path)
+        assert all(int(chain.loop.state.window[slot, row]) == drafted[-1][row - 1] for row in path[1:])
+        keep(self, draft, slot, path)
 
-    monkeypatch.setattr(kind, "draft", drafts)
-    monkeypatch.setattr(kind, "observe", observes)
+    monkeypatch.setattr(kind, "propose", proposes)
+    monkeypatch.setattr(kind, "keep", keeps)
     stats = chain.generate(PROMPT, 72, grammar=grammars["json"], temperature=0.7).stats
     assert stats.forced > 2 and kept == stats.accepted - stats.forced > 0
 

@@ -64,7 +64,7 @@ def test_tokens_equal_plain_decoding(world, scores, name, how, cheap, monkeypatc
     for size in (1, 3):
         engine = load(world, name, scores, graphs=how.get("graphs", "off"), batch_size=size)
         want = [cases.plain(world[0], prompt, 36, temperature=temperature) for prompt in PROMPTS]
-        with after_every_round(monkeypatch, lambda _, r: parts.add(r.draft.size and 1 + r.budget.part)):
+        with after_every_round(monkeypatch, lambda _, r: parts.add(r.draft.size and 1 + r.batch.budget.part)):
             if size == 1:
                 got = [engine.generate(prompt, 36, temperature=temperature) for prompt in PROMPTS]
             else:
@@ -95,7 +95,7 @@ def test_the_models_cache_stays_exact_while_text_is_copied(world, scores, cheap,
 def test_the_part_that_promises_more_drafts(world, scores, cheap):
     """A long match beats a model that is seldom right, and the other way round."""
     engine = load(world, "draft", scores)
-    policy, chooser = engine.policy(), engine.loop.drafting.chooser
+    policy, chooser = engine.policy(), engine.loop.runner.chooser
     policy.announced(8, 30)
     model, copied = policy.parts
     copied.known.clear()

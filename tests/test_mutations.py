@@ -20,6 +20,7 @@ from specker.options import Sampling
 from specker.runtime import loop
 from specker.runtime.round import lm_head as head
 from specker.runtime.round import round
+from specker.runtime.strategies import growth
 from specker.runtime.strategies.draft.drafter import AutoregressiveDrafter
 from specker.runtime.strategies.vocabtrim.head import KeptRows
 
@@ -115,28 +116,29 @@ def root_off_by_one(patch):
     original = round._verify
 
     def verify(r, *rest):
-        r.window[:, 0] ^= 1
+        r.batch.window[:, 0] ^= 1
         original(r, *rest)
-        r.window[:, 0] ^= 1
+        r.batch.window[:, 0] ^= 1
 
     patch.setattr(round, "_verify", verify)
 
 
 def stale_kv_after_rejected_draft(patch):
     """Accepted rows count as exact, although a tree's rows may lie in another row's column."""
-    made, observe = AutoregressiveDrafter.__init__, AutoregressiveDrafter.observe
+    made, accept = AutoregressiveDrafter.__init__, AutoregressiveDrafter.accept
 
     def init(self, *args, **more):
         made(self, *args, **{**more, "depth": 0})  # fixed shapes: only the root is forwarded again
 
-    def counted(self, r, slot, path):
-        if r.fixed:
-            observe(self, r, slot, path)
+    def counted(self, batch, draft, accepted):
+        if batch.fixed:
+            accept(self, batch, draft, accepted)
         else:
-            self.cache.exact_len[slot] += min(r.draft.forwarded, len(path) - 1)
+            for slot, path in enumerate(accepted.paths):
+                self.cache.exact_len[slot] += min(draft.forwarded, len(path) - 1)
 
     patch.setattr(AutoregressiveDrafter, "__init__", init)
-    patch.setattr(AutoregressiveDrafter, "observe", counted)
+    patch.setattr(AutoregressiveDrafter, "accept", counted)
 
 
 def commit_of_the_wrong_branch(patch):
@@ -178,13 +180,13 @@ def missing_mask_bit(patch):
 
 
 def sibling_order_swapped(patch):
-    original = AutoregressiveDrafter._tree
+    original = growth._tree
 
-    def swapped(self, r, depth):
-        original(self, r, depth)
-        r.window[:, 1:3] = r.window[:, 1:3].flip(1)
+    def swapped(batch, *rest):
+        original(batch, *rest)
+        batch.window[:, 1:3] = batch.window[:, 1:3].flip(1)
 
-    patch.setattr(AutoregressiveDrafter, "_tree", swapped)
+    patch.setattr(growth, "_tree", swapped)
 
 
 def stop_ignored_inside_a_path(patch):

@@ -52,7 +52,7 @@ def served(monkeypatch: pytest.MonkeyPatch) -> Calls:
         return stream(self, requests)
 
     monkeypatch.setattr(Session, "stream", recorded)
-    monkeypatch.setattr(Engine, "warmup", lambda self, tell=None: calls.append(("warm-up", [])))
+    monkeypatch.setattr(Engine, "warmup", lambda self, on_progress=None: calls.append(("warm-up", [])))
     return calls
 
 

@@ -29,10 +29,11 @@ from specker.options import Sampling
 from specker.runtime.control.policy import Budget, Fixed
 from specker.runtime.engine import fixed_shapes
 from specker.runtime.loop import Loop
+from specker.runtime.round.batch import Batch, Shape
 from specker.runtime.round.drafter import Draft
 from specker.runtime.round.graphs import Graphs
 from specker.runtime.round.lm_head import LMHead
-from specker.runtime.round.round import Round, Shape, launch
+from specker.runtime.round.round import Round, launch
 from specker.runtime.round.state import Request, State
 from specker.runtime.strategies.draft.drafter import AutoregressiveDrafter
 from specker.runtime.strategies.vocabtrim.head import TrimmedHead
@@ -161,15 +162,17 @@ def test_an_abandoned_stream(pairs, plain, shape):
 def test_each_round_sees_its_kv_bucket(pairs, tmp_path, monkeypatch, context):
     """Rounds of fixed shape see a KV bucket that holds the text and the round. Host-placed rounds, the first ones of a
     short prompt and those beyond the draft's context, see all columns, also after smaller buckets."""
-    monkeypatch.setattr("specker.runtime.loop.KV_BUCKETS", (16, 32, 64, 128))
+    monkeypatch.setattr("specker.runtime.batches.KV_BUCKETS", (16, 32, 64, 128))
     draft = pairs[1] if context == 192 else make(tmp_path, "llama", layers=1, max_context=context)
     fast, seen = load((pairs[0], draft), graphs="on", draft_tokens=4), []
 
     def spy(r, target, cache, drafter):
+        fixed, bucket = r.batch.fixed, r.batch.shape.bucket
         for c in (cache, drafter.cache):
-            assert c.table.shape[1] == (min(r.shape.bucket, c.capacity) // 16 if r.fixed else c.block_table.shape[1])
-        assert not r.fixed or r.shape.bucket >= len(r.requests[0].text) + fast.loop.beyond
-        seen.append((r.fixed, r.shape.bucket))
+            wide = min(bucket, c.capacity) // 16 if fixed else c.block_table.shape[1]
+            assert c.table.shape[1] == wide
+        assert not fixed or bucket >= len(r.requests[0].text) + fast.loop.batches.lookahead
+        seen.append((fixed, bucket))
         launch(r, target, cache, drafter)
 
     requests = [([5, 9, 40], 10), (list(range(3, 43)), 60), (list(range(3, 90)), 500), ([5, 9, 40], 10)]
@@ -205,7 +208,7 @@ def test_synthetic_acceptance_does_not_depend_on_row_placement(pairs, shape):
 def test_rounds_and_prefills_zero_their_counters(pairs, monkeypatch):
     """Whatever an aborted launch left. With SPECKER_DEBUG=1, a round that leaves some is an error."""
     cpu, fast = torch.device("cpu"), load(pairs, graphs="on", draft_tokens=4)
-    own, shared, draft = fast.loop.graphs.counters.block(cpu), counters(cpu, 1), fast.loop.drafter.draft
+    own, shared, draft = fast.loop.graphs.counters.block(cpu), counters(cpu, 1), fast.loop.drafter.propose
     own.fill_(1), shared.fill_(1)
     fast.cache.take(0, 16)
     prefill(fast.model, fast.cache, [5, 9])
@@ -214,17 +217,17 @@ def test_rounds_and_prefills_zero_their_counters(pairs, monkeypatch):
     want = fast.generate(PROMPTS[2], 10).tokens
     assert not own.any()
 
-    def aborted(r):
+    def aborted(batch):
         own[3] = 1
-        return draft(r)
+        return draft(batch)
 
-    monkeypatch.setattr(fast.loop.drafter, "draft", aborted)
+    monkeypatch.setattr(fast.loop.drafter, "propose", aborted)
     monkeypatch.delenv("SPECKER_DEBUG", raising=False)
     assert fast.generate(PROMPTS[2], 10).tokens == want and own.any()
     monkeypatch.setenv("SPECKER_DEBUG", "1")
     with pytest.raises(RuntimeError, match="1 arrival counters on cpu are not zero after a round"):
         fast.generate(PROMPTS[2], 10)
-    monkeypatch.setattr(fast.loop.drafter, "draft", draft)
+    monkeypatch.setattr(fast.loop.drafter, "propose", draft)
     assert fast.generate(PROMPTS[2], 10).tokens == want
 
 
@@ -278,13 +281,13 @@ def test_caches_are_sound_after_every_round(pairs, shape, draft, beside, graphs)
         while all(len(s.text) + 6 < s.limit for s in sequences):
             before = [len(s.text) for s in sequences]
             r = batch.start()
-            assert r.fixed == (graphs == "on")
+            assert r.batch.fixed == (graphs == "on")
             for slot, (sequence, _, tokens) in enumerate(batch.finish(r)):
                 text, kept = sequence.text, drafter.cache.exact_len[slot]
                 longest = max(longest, len(tokens))
                 assert fast.cache.exact_len[slot] == len(text) - 1 and kept >= len(text) - drafter.repeated
                 assert apart(fast.model, fast.cache, text, len(text) - 1, slot) < 1e-12
-                known = max(before[slot] if r.fixed else 0, kept)
+                known = max(before[slot] if r.batch.fixed else 0, kept)
                 assert apart(drafter.model, drafter.cache, text, known, slot) < 1e-12
     if draft == "itself" and shape == "chain-5":  # a tree is as deep as its best nodes
         assert longest == drafter.repeated, "no draft was fully accepted: this proves little"
@@ -359,7 +362,7 @@ class Recorded:
                 cache.exact_len[slot] = length - 1  # a prompt's prefill is no part of a round
             loop.active.append(request)
             loop.state.write(slot, request)
-        loop.see(1), loop.see(0)  # a recording's tables are not valid after it
+        loop.batches.see(1), loop.batches.see(0)  # a recording's tables are not valid after it
         loop.new_round(self.budgets[0], True)  # creates what is made once per number of slots
 
     @contextlib.contextmanager
@@ -380,7 +383,7 @@ class Recorded:
     def launch(self, budget):
         """A round of the texts in the batch."""
         r = self.loop.new_round(budget, True)
-        r.confident = self.asks
+        r.batch.confident = self.asks
         launch(r, self.loop.target, self.loop.cache, self.loop.drafter)
 
     def round(self, lengths, sampling, budget):
@@ -523,7 +526,7 @@ def test_two_launches_outside_the_forwards(tmp_path, kind, outside, n):
 
         def round_():
             shape = Shape(n, Budget(depth, depth), True, draws=draws.kind)
-            launch(Round(sequences, state, shape, draws, state.length, graphs), *pair)
+            launch(Round(Batch(sequences, state, shape, draws, state.length, graphs)), *pair)
 
         def forwards():
             """The same forwards on rows and tokens that are there."""
@@ -648,7 +651,7 @@ def test_a_warm_up_leaves_nothing_to_capture(pairs, shape, size):
 @pytest.mark.parametrize("context", [192, 160])
 def test_a_warm_up_covers_every_kv_bucket(pairs, plain, tmp_path, monkeypatch, context):
     """Up to the context's last token, whether or not a bucket ends there, and with a draft of a shorter context."""
-    monkeypatch.setattr("specker.runtime.loop.KV_BUCKETS", (48, 96, 192))
+    monkeypatch.setattr("specker.runtime.batches.KV_BUCKETS", (48, 96, 192))
     short = make(tmp_path, "llama", layers=1, max_context=64)
     for draft in (pairs[1], short):
         fast = load((pairs[0], draft), graphs="on", draft_tokens=4, max_context=context)

@@ -169,7 +169,7 @@ def test_the_engine_drafts_as_the_trained_head_does(exported, target, rows_of):
     folder, net = exported
     how = {"strategy": "eagle", "device": "cpu", "dtype": "float64", "policy": "fixed", "draft_tokens": 1}
     engine = specker.load(target, folder, **how)
-    assert engine.drafter.taps == DEPTHS
+    assert engine.drafter.aux_layers == DEPTHS
     accepted = agreed = drafted = 0
     for n in range(6):
         seen, prompt = [], [n + 3, 7 * n + 21]
@@ -254,7 +254,7 @@ def test_the_loss_is_the_divergence_of_every_step(dense, lessons, tmp_path):
     T, total, sums = 64, 0.0, 0.0
     with torch.no_grad():
         got = float(net.loss(batch, 1.0, 0.7, 0))
-        finals = net.chains(batch.taps[:, :T], batch.ids[:, 1:], batch.place[:, :T], batch.text[:, :T], STEPS)
+        finals = net.chains(batch.aux_layers[:, :T], batch.ids[:, 1:], batch.place[:, :T], batch.text[:, :T], STEPS)
         for b in range(3):
             for t in range(T):
                 for step in range(STEPS):
@@ -325,13 +325,13 @@ def test_the_exported_layouts(learnt, target, tmp_path):
     ids = net.ids
     assert torch.equal(one["d2t"] + torch.arange(len(ids)), ids) and one["t2d"].nonzero()[:, 0].equal(ids)
     assert torch.equal(one["lm_head.weight"], net.head.to(torch.bfloat16))
-    net.taps = (1, 4, 6)
+    net.aux_layers = (1, 4, 6)
     try:
         export(net, target, tmp_path / "other", "flat", "org/chatty")
     finally:
-        net.taps = DEPTHS
+        net.aux_layers = DEPTHS
     engine = specker.load(target, tmp_path / "other", "eagle", device="cpu", dtype="float64")
-    assert engine.drafter.taps == (1, 4, 6)
+    assert engine.drafter.aux_layers == (1, 4, 6)
 
 
 # --- drafters of blocks
@@ -390,7 +390,9 @@ def test_a_block_sees_what_it_sees_in_an_engine(blocks, rows_of):
 def test_the_engine_runs_the_trained_drafter(blocks, target):
     _, _, folder, net = blocks
     engine = specker.load(target, folder, "dflash", device="cpu", dtype="float64", policy="fixed")
-    assert engine.drafter.taps == DEPTHS and engine.options.draft_tokens == STEPS and engine.drafter.spec.size == 4
+    assert (
+        engine.drafter.aux_layers == DEPTHS and engine.options.draft_tokens == STEPS and engine.drafter.spec.size == 4
+    )
     out = [engine.generate([n + 3, 7 * n + 21], 60) for n in range(3)]
     assert [each.tokens for each in out] == [engine.generate_ar([n + 3, 7 * n + 21], 60).tokens for n in range(3)]
     assert sum(each.stats.accepted for each in out) > 0.2 * sum(each.stats.rounds for each in out)

@@ -18,7 +18,7 @@ class Ends(Protocol):
     @property
     def token(self) -> float: ...
     @property
-    def reach(self) -> tuple[float, ...]: ...
+    def joint(self) -> tuple[float, ...]: ...
     @property
     def scales(self) -> tuple[float, ...]: ...
 
@@ -70,10 +70,10 @@ def draft(
     if rules is not None:
         ends = (Rule * n)()
         for struct, rule in zip(ends, rules, strict=True):
-            reach, scales = np.array(rule.reach, np.float32), np.array(rule.scales, np.float32)
-            numbers += [reach, scales]
-            struct.reach, struct.scales = reach.ctypes.data, scales.ctypes.data
-            struct.reach_count, struct.scale_count, struct.token = len(reach), len(scales), rule.token
+            joint, scales = np.array(rule.joint, np.float32), np.array(rule.scales, np.float32)
+            numbers += [joint, scales]
+            struct.joint, struct.scales = joint.ctypes.data, scales.ctypes.data
+            struct.joint_count, struct.scale_count, struct.token = len(joint), len(scales), rule.token
     embed, head = (Matrix.of(w, candidates.activations) for w in (candidates.embed, candidates.head))
     call = ChainCall(
         ctypes.pointer(stack.struct),

@@ -129,8 +129,8 @@ class SampleCall(Structure):
 
 class Rule(Structure):
     _fields_ = [
-        *((name, c_void_p) for name in ("reach", "scales")),
-        *((name, c_int64) for name in ("reach_count", "scale_count")),
+        *((name, c_void_p) for name in ("joint", "scales")),
+        *((name, c_int64) for name in ("joint_count", "scale_count")),
         ("token", c_double),
     ]
 

@@ -93,7 +93,7 @@ class Drafts:
             columns=self.limit if self.fixed else 0,  # only drafts of fixed shape read texts on the device
         )
         self.graphs = Graphs(self.device if self.fixed and self.device.type == "cuda" else None)
-        self._batches = Batches(self.state, [] if cache is None else [cache], self.graphs, largest, self.limit)
+        self._batches = Batches(self.state, [] if cache is None else [cache], largest, self.limit)
         assert self.policies.history is not None
         self._runner = DraftRunner(self.drafter, self.policies.history, largest, learns=False)
         self._slots: list[Request | None] = [None] * (requests + 1)
@@ -308,7 +308,7 @@ class Drafts:
         state.window[:n, 0] = torch.tensor([s.text[-1] for s in sequences])
         if fixed:
             self._send(sequences)
-        batch = self._batches.make(sequences, budget, fixed, n, most)
+        batch = self._batches.make(sequences, budget, fixed, self.graphs, n, most)
         self.graphs.counters.reset()
         with self._threads():
             draft = self._runner.draft(batch)

@@ -42,7 +42,7 @@ from specker.model.weights import Parameters
 class BlockSpec:
     """What a drafter of blocks computes apart from its layers."""
 
-    taps: tuple[int, ...]  # depths of the target whose rows it reads, low to high
+    aux_layers: tuple[int, ...]  # depths of the target whose rows it reads, low to high
     width: int  # of the target's rows
     rows: int  # of its LM head
     size: int  # rows of the longest block, the root included
@@ -66,8 +66,8 @@ class Markov(NamedTuple):
 
 
 class BlockWeights(NamedTuple):
-    """The tensors that a decoder does not have. H: the drafter's width, A: its number of taps, Ht: the target's
-    width, r: the Markov head's rank."""
+    """The tensors that a decoder does not have. H: the drafter's width, A: its number of auxiliary layers, Ht: the
+    target's width, r: the Markov head's rank."""
 
     fc: Matrix  # [H, A * Ht]
     hidden_norm: Tensor  # [H]
@@ -95,12 +95,12 @@ class BlockModel:
             assert config.mask_token_id is not None
             self._mask = model.embed_tokens(torch.tensor([config.mask_token_id], device=model.device))[0]
 
-    def keep(self, cache: KVCache, positions: Tensor, slots: Tensor, taps: Tensor) -> None:
+    def keep(self, cache: KVCache, positions: Tensor, slots: Tensor, hidden: Tensor) -> None:
         """Write K and V of T committed tokens at `positions` [T] int64 to the rows `slots` [T] int64 of every layer.
-        `taps` [T, A, Ht]: the target's rows of these tokens."""
+        `aux_layers` [T, A, Ht]: the target's rows of these tokens."""
         model, w, L, T = self.model, self.weights, len(self.model.layers), len(positions)
         eps = model.config.rms_norm_eps
-        rows = model.linear(taps.flatten(1).contiguous(), w.fc)
+        rows = model.linear(hidden.flatten(1).contiguous(), w.fc)
         kv = model.linear(add_norm(rows, None, w.hidden_norm, eps)[1], self._kv, self._kv_bias)
         kv = kv.view(T, L, -1).transpose(0, 1).reshape(L * T, -1)
         layer = torch.arange(L, device=slots.device).unsqueeze(1) * (cache.k.shape[1] * cache.page_size)

@@ -5,7 +5,7 @@ t + 1, and predicts the token of column t + 2. It stands at RoPE position t, so 
 the text. A true column's feature comes from the target. A drafted token's feature is the head's own output of the
 column before; its K/V is dropped after the round, and the accepted tokens run again with true features.
 
-EAGLE-3 (arXiv 2503.01840), with the taps g of a column side by side, low to high:
+EAGLE-3 (arXiv 2503.01840), with the auxiliary hidden states g of a column side by side, low to high:
 
     h = fc(g)                                              (for a drafted token: the head's output)
     r = h + o(attention([norm_in(embed(x)) | hidden_norm(h)]))
@@ -49,7 +49,7 @@ class HeadSpec:
     """What a head computes apart from its layers."""
 
     form: str  # "eagle3", "eagle1" or "mtp"
-    taps: tuple[int, ...]  # depths of the target whose rows it reads, low to high
+    aux_layers: tuple[int, ...]  # depths of the target whose rows it reads, low to high
     width: int  # of the target's rows
     rows: int  # of its LM head
     residual: bool = True  # the first layer's residual is h itself; False: hidden_norm(h) (`norm_before_residual`)
@@ -58,18 +58,19 @@ class HeadSpec:
     chained: bool = True  # a further MTP head reads the output of the head before; False: the target's rows (MiMo)
     zeroed: bool = False  # at position 0, the embedding is 0 (MTP)
     mask: int | None = None  # the mask token of a head that drafts in one pass (P-EAGLE)
-    other: tuple[int, ...] = ()  # the taps by the other reading of an ambiguous config.json; empty if it is clear
+    other: tuple[int, ...] = ()  # the depths by the other reading of an ambiguous config.json; empty if it is clear
 
 
 class HeadWeights(NamedTuple):
-    """A head's tensors that a decoder does not have. H: its width, A: its number of taps, Ht: the target's width."""
+    """A head's tensors that a decoder does not have. H: its width, A: its number of auxiliary layers, Ht: the target's
+    width."""
 
     fc: Matrix  # [H, A * Ht]; EAGLE-1 and MTP [H, H + Ht]: the embedding's columns first
     fc_bias: Tensor | None = None  # [H]
     embed_norm: Tensor | None = None  # [H], MTP's
     hidden_norm: Tensor | None = None  # [H]
-    input_norm: Tensor | None = None  # [A * Ht], over all taps side by side
-    fc_norm: Tensor | None = None  # [A, Ht], over each tap
+    input_norm: Tensor | None = None  # [A * Ht], over all depths side by side
+    fc_norm: Tensor | None = None  # [A, Ht], over each depth
     mask: Tensor | None = None  # [A * Ht], which stands for the target's rows in a mask's pair (P-EAGLE)
     ids: Tensor | None = None  # [rows] int64, the target's id of each row of the LM head; None: row i is id i
 
@@ -100,17 +101,17 @@ class DraftHead:
         """Whether `forward` has applied the final norm to the rows for the LM head."""
         return self.spec.form == "eagle1" or self.spec.output or fuses(self.model, self.model.norm)
 
-    def features(self, taps: Tensor) -> Tensor:
-        """The target's rows [T, A, Ht] after each depth of `spec.taps` -> features [T, H]."""
+    def features(self, hidden: Tensor) -> Tensor:
+        """The target's rows [T, A, Ht] after each depth of `spec.aux_layers` -> features [T, H]."""
         w, eps = self.weights, self.model.config.rms_norm_eps
         if self.spec.form != "eagle3":
-            rows, (norm, own) = taps[:, 0].contiguous(), self.final_norm
+            rows, (norm, own) = hidden[:, 0].contiguous(), self.final_norm
             return rows if self.spec.before_norm else add_norm(rows, None, norm, own)[1]
-        rows = taps.flatten(1)
+        rows = hidden.flatten(1)
         if w.input_norm is not None:
             rows = F.rms_norm(rows, rows.shape[-1:], w.input_norm, eps)
         if w.fc_norm is not None:  # after input_norm, as in vLLM
-            each = rows.view(taps.shape)
+            each = rows.view(hidden.shape)
             rows = (F.rms_norm(each, each.shape[-1:], None, eps) * w.fc_norm).flatten(1)
         return self.model.linear(rows, w.fc, w.fc_bias)
 
@@ -179,8 +180,8 @@ class DraftHead:
         """The feature of a mask and the embedding of the mask token, [1, H] each (P-EAGLE)."""
         assert self.weights.mask is not None and self.spec.mask is not None
         token = torch.tensor([self.spec.mask], device=self.model.device)
-        taps = self.weights.mask.view(1, len(self.spec.taps), -1)
-        return self.features(taps), self.model.embed_tokens(token)
+        hidden = self.weights.mask.view(1, len(self.spec.aux_layers), -1)
+        return self.features(hidden), self.model.embed_tokens(token)
 
     def forward(self, cache: KVCache, rows: Rows, stream: Tensor, joined: Tensor) -> tuple[Tensor, Final]:
         """Run pairs (`pairs`). Writes the rows' K/V. Returns the output that a drafted token gets as its feature

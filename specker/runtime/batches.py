@@ -13,9 +13,9 @@ KV_BUCKETS = tuple(1024 * 4**n for n in range(6))  # columns that attention may 
 
 
 class Batches:
-    def __init__(self, state: State, caches: Sequence[KVCache], graphs: Graphs, largest: Budget, max_context: int):
+    def __init__(self, state: State, caches: Sequence[KVCache], largest: Budget, max_context: int):
         """`caches`: the first one says how many columns a sequence has. `largest`: of the policies' drafts."""
-        self.state, self.caches, self.graphs, self.largest = state, caches, graphs, largest
+        self.state, self.caches, self.largest = state, caches, largest
         self.lookahead = 2 * (largest.depth + 1) + largest.nodes
         """Columns past the text that a round and a pending one before it read or write."""
         # A KV bucket without these columns within the context is left out.
@@ -24,7 +24,9 @@ class Batches:
         self._views: dict[int, State] = {}  # of the first slots
         self._bucket = 0
 
-    def make(self, requests: list[Request], budget: Budget, fixed: bool, slots: int, ahead: int = 0) -> Batch:
+    def make(
+        self, requests: list[Request], budget: Budget, fixed: bool, graphs: Graphs, slots: int, ahead: int = 0
+    ) -> Batch:
         """A batch of the requests in slots 0, 1, ..; one of fixed shape is padded to a power of two of slots, at most
         `slots`. `ahead`: tokens that pending rounds may add to each text."""
         n = len(requests)
@@ -38,7 +40,7 @@ class Batches:
         draws = Draws.of([request.sampling for request in requests], state.draw, fixed)
         lengths = state.length if fixed else [len(request.text) for request in requests]
         shape, confident = Shape(padded, budget, fixed, bucket, draws.kind), requests[0].policy.confident
-        return Batch(requests, state, shape, draws, lengths, self.graphs, confident)
+        return Batch(requests, state, shape, draws, lengths, graphs, confident)
 
     def see(self, columns: int) -> int:
         """Limit attention to the smallest KV bucket with `columns`; 0 for all columns. Returns the bucket."""

@@ -87,7 +87,7 @@ class Loop:
         )
         alignment = prefill_alignment(self.target)
         own = [] if drafter.cache is None or drafter.cache is self.cache else [drafter.cache]
-        self.batches = Batches(self.state, [self.cache, *own], self.graphs, self.largest, config.max_context)
+        self.batches = Batches(self.state, [self.cache, *own], self.largest, config.max_context)
         sizes = self.size, self.lookahead, self.prefixes, alignment, self.batches.lookahead
         self.slots = Slots(self.cache, self.drafter, self.state, *sizes)
         self.runner = None
@@ -318,7 +318,7 @@ class Loop:
 
     def new_round(self, budget: Budget, fixed: bool, ahead: int = 0) -> Round:
         """A round of the active requests."""
-        return Round(self.batches.make([*self.active], budget, fixed, self.size, ahead))
+        return Round(self.batches.make([*self.active], budget, fixed, self.graphs, self.size, ahead))
 
     def spread(self, count: int) -> Tensor:
         """[n, count] int64: for each active request's next round tokens from all over the vocabulary."""

@@ -113,7 +113,7 @@ def test_drafts_are_those_of_the_same_head_in_safetensors(target, tmp_path, way)
     head = head_of(target, tmp_path / "head", **KINDS[way])
     file = write(head, tmp_path / "head.gguf", layers="extract_layers" if way == "usual" else "target_layers")
     engine, plain = load(target, file), load(target, head)
-    assert engine.drafter.taps == plain.drafter.taps
+    assert engine.drafter.aux_layers == plain.drafter.aux_layers
     assert drafts(engine) == drafts(plain)
     assert engine.models.endswith(" + head.gguf")
 
@@ -132,7 +132,7 @@ def test_an_exported_head_becomes_such_a_file(target, tmp_path, ids):
     out.close()
     exporter.write(head, tmp_path / "target.gguf", tmp_path / "head.gguf", "F32")
     engine, plain = load(target, tmp_path / "head.gguf"), load(target, head)
-    assert engine.drafter.taps == plain.drafter.taps and drafts(engine) == drafts(plain)
+    assert engine.drafter.aux_layers == plain.drafter.aux_layers and drafts(engine) == drafts(plain)
     fields = writer.GGUFReader(tmp_path / "head.gguf").fields
     assert fields["tokenizer.ggml.model"].contents() == "gpt2"
     nested = make_head(tmp_path / "nested", json.loads((target / "config.json").read_text()), layout="nested")

@@ -111,7 +111,7 @@ def test_rows_are_those_of_torchs_operators(target, tmp_path, way, quantize):
     head = load(target, head_of(target, tmp_path / "head", **LAYOUTS[way]), **how).drafter.reading
     model, found = head.model, []
     assert model.stack.packed == (quantize is not None)
-    taps = torch.randn(160, len(head.spec.taps), SIZES["hidden"], generator=torch.Generator().manual_seed(1))
+    taps = torch.randn(160, len(head.spec.aux_layers), SIZES["hidden"], generator=torch.Generator().manual_seed(1))
     parents, children = torch.tensor([[0, 0, 1, 2]] * 2), torch.tensor([[7, 8], [9, 1]])
     for prepare in (lambda model: None, restored):
         prepare(model)
@@ -141,7 +141,7 @@ def test_chains_are_those_of_the_formula(target, tmp_path, rows_of, way, samplin
     engine.trace = seen.append
     out = engine.generate(TEXT, 16, **how)
     assert out.tokens == engine.generate_ar(TEXT, 16, **how).tokens
-    assert assert_best(seen, TEXT + out.tokens, formula, rows_of, engine.drafter.taps, **how) > 10
+    assert assert_best(seen, TEXT + out.tokens, formula, rows_of, engine.drafter.aux_layers, **how) > 10
 
 
 @pytest.fixture(scope="module")

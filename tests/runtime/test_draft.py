@@ -123,17 +123,18 @@ def test_no_budget_no_draft(world, budget):
         r = new_round(mine, PROMPT, budget)
         launch(r, model, cache, mine)
     [want], *_ = tree(reference, Sampling(), 1, 1, 1)
-    assert r.draft.size == 0 and mine.cache.exact_len == [0] and r.memory.get("report", 3).tolist() == [1, 0, want]
+    assert r.draft.size == 0 and mine.cache.exact_len == [0]
+    assert r.batch.memory.get("report", 3).tolist() == [1, 0, want]
 
 
 def test_the_draft_ends_at_its_models_context(world):
     model, reference = world
     text = (PROMPT * 20)[:62]
     mine = drafter(model, 1)
-    assert [mine.left(n) for n in (62, 64, 65)] == [3, 1, 0]  # rows at positions 61, 62, 63
+    assert [mine.room(n) for n in (62, 64, 65)] == [3, 1, 0]  # rows at positions 61, 62, 63
     want, *_ = tree(reference, Sampling(), 1, 3, 3, text)
     assert tokens(draft(mine, text, Budget(3, 3))) == want
-    assert [mine.fixed(n, Budget(3, 3)) for n in (6, 7, 50, 51)] == [False, True, True, False]
+    assert [mine.fits(n, Budget(3, 3)) for n in (6, 7, 50, 51)] == [False, True, True, False]
 
 
 @pytest.mark.parametrize("fixed", [False, True], ids=["by the host", "by the device"])

@@ -160,9 +160,9 @@ def test_del_learns_from_the_new_rows(models, monkeypatch):
 @pytest.mark.parametrize(("way", "keeps"), [("draft", True), ("diffuspec", False)])
 def test_a_drafter_with_inexact_columns_starts_anew(models, way, keeps, monkeypatch):
     engine, started = load(models, way), []
-    catch_up, cache = engine.drafter.catch_up, engine.drafter.cache
+    advance, cache = engine.drafter.advance, engine.drafter.cache
     monkeypatch.setattr(
-        engine.drafter, "catch_up", lambda r, slot: started.append(cache.exact_len[slot]) or catch_up(r, slot)
+        engine.drafter, "advance", lambda *args, **how: started.append(cache.exact_len[0]) or advance(*args, **how)
     )
     tokens = engine.generate(START, 20).tokens
     started.clear()

@@ -264,7 +264,7 @@ def test_other_texts_go_on_while_a_long_prompt_is_prefilled(models, way, monkeyp
     rows.append(0)
     session.step()
     told = []
-    request = session.request(long, Params(max_new_tokens=60), tell=lambda done, of: told.append((done, of)))
+    request = session.request(long, Params(max_new_tokens=60), on_progress=lambda done, of: told.append((done, of)))
     second = session.submit(request)
     while session.busy:
         rows.append(0)

@@ -205,7 +205,7 @@ class Layout:
         shares = *(name for name in SHARED if name not in self.own), "lm_head"  # its head may have other rows
         yield from pieces_of(replace(c, shares=shares), WHOLE, True)
         H, V = c.hidden_size, c.vocab_size
-        yield whole("fc.weight", "fc", H, len(spec.taps) * spec.width)
+        yield whole("fc.weight", "fc", H, len(spec.aux_layers) * spec.width)
         yield whole("hidden_norm.weight", "hidden_norm", H)
         if "lm_head" in self.own:
             yield whole("lm_head.weight", "head", spec.rows, H)
@@ -279,15 +279,15 @@ def _taps(
         ids = [round(1 + i * (total - 4) / (layers - 1)) for i in range(layers)] if layers > 1 else [total // 2]
     if not isinstance(ids, list) or not ids or any(type(n) is not int for n in ids):
         raise CheckpointError(f"{name} of {folder} must be a list of layers, got {ids!r}")
-    taps = tuple(n + more for n in ids)
-    if list(taps) != sorted(set(taps)) or not all(0 <= n < total for n in taps):
+    depths = tuple(n + more for n in ids)
+    if list(depths) != sorted(set(depths)) or not all(0 <= n < total for n in depths):
         # The output of the last layer is read before or after the final norm, depending on the program.
         raise CheckpointError(
             f"{name} of {folder} is {ids}; it must ascend and name outputs of the target's layers -1 to {total - 2}"
             if more
             else f"{name} of {folder} is {ids}; it must ascend and name inputs of the target's layers 0 to {total - 1}"
         )
-    return taps
+    return depths
 
 
 def _mask(folder: Path, config: ModelConfig, like: Tensor) -> Tensor | None:

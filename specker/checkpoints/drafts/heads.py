@@ -135,7 +135,7 @@ def read(source: str | Path, target: Checkpoint, *, dtype: torch.dtype, quantize
         storage = Storage(scheme_of(raw, str(source)), quantize, dtype, device, packed)
         found = read_tensors(where, layout.pieces(), config, storage, source)
     if "fc_norm" in found:
-        found["fc_norm"] = found["fc_norm"].view(len(layout.spec.taps), -1)
+        found["fc_norm"] = found["fc_norm"].view(len(layout.spec.aux_layers), -1)
     ids = ids_of(extra, layout.spec.rows, config.vocab_size, source)
     return HeadCheckpoint(
         config,
@@ -171,7 +171,7 @@ def _mask(mask: Tensor | None, spec: HeadSpec, storage: Storage, source: str | P
         raise CheckpointError(f"{source} has a mask token and lacks {MASK}, which a P-EAGLE head has")
     if spec.mask is None:
         raise CheckpointError(f"{source} has {MASK}, and its config.json lacks {MASK_TOKEN[0]}")
-    size = len(spec.taps) * spec.width
+    size = len(spec.aux_layers) * spec.width
     if mask.numel() != size or not mask.is_floating_point() or not torch.isfinite(mask).all():
         raise CheckpointError(
             f"{MASK} of {source} must hold {size} finite numbers, got {list(mask.shape)} {mask.dtype}"
@@ -269,10 +269,10 @@ class Layout:
         own = frozenset(name for name in ("embed_tokens", "lm_head") if any(n.startswith(f"{name}.") for n in where))
         norms = frozenset(n for n in ("input_norm", "fc_norm") if any(name.startswith(f"{n}.") for name in where))
         D = raw.get("draft_vocab_size") or target.vocab_size
-        taps, other = _taps(folder, raw, where, form, target)
+        depths, other = _depths(folder, raw, where, form, target)
         spec = HeadSpec(
             form,
-            taps,
+            depths,
             target.hidden_size,
             D,
             residual=not raw.get("norm_before_residual", nested is not None),  # as vLLM reads a missing one
@@ -309,7 +309,7 @@ class Layout:
         """Every tensor that the checkpoint must have, and no other."""
         c, spec = self.config, self.spec
         H, D, F, V = c.hidden_size, c.head_dim, c.intermediate_size, c.vocab_size
-        Q, KV, A = c.num_heads * D, c.num_kv_heads * D, len(spec.taps)
+        Q, KV, A = c.num_heads * D, c.num_kv_heads * D, len(spec.aux_layers)
 
         def whole(name: str, buffer: str, layer: int | None, *shape: int, row: int = 0) -> Piece:
             return Piece(name, buffer, layer, row, shape, shape, (0,) * len(shape))
@@ -411,7 +411,7 @@ def _number(given: dict[str, Any], name: str, default: int) -> int:
     return default if value is None else value
 
 
-def _taps(
+def _depths(
     folder: Path, raw: dict[str, Any], where: dict[str, Any], form: str, target: ModelConfig
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """The depths of the target that the head reads: depth n is the input of layer n, or the last layer's output. Then
@@ -428,31 +428,33 @@ def _taps(
     other: tuple[int, ...] = ()
     if raw.get("target_layer_ids") is not None:  # DeepSpec: the output of layer n
         field = "target_layer_ids"
-        taps = tuple(n + 1 for n in _numbers(raw[field], field))
-        if total in taps:  # transformers norms this one, and specker does not
+        depths = tuple(n + 1 for n in _numbers(raw[field], field))
+        if total in depths:  # transformers norms this one, and specker does not
             raise CheckpointError(f"{field} names the last of the target's {total} layers, which specker does not read")
     elif raw.get(name) is not None:  # vLLM and speculators: the input of layer n
-        field, taps = name, _numbers(raw[name], name)
-        other = tuple(n + 1 for n in taps)
+        field, depths = name, _numbers(raw[name], name)
+        other = tuple(n + 1 for n in depths)
     elif own.get(name) is not None:  # SGLang and SpecForge: the output of layer n
         field = f"eagle_config.{name}"
         other = _numbers(own[name], field)
-        taps = tuple(n + 1 for n in other)
+        depths = tuple(n + 1 for n in other)
     else:
-        taps, field = (2, total // 2, total - 3), "the default"
+        depths, field = (2, total // 2, total - 3), "the default"
     if "fc.weight" in where:  # not quantised
         columns = where["fc.weight"].get_slice("fc.weight").get_shape()[-1]
-        if columns != len(taps) * target.hidden_size:
+        if columns != len(depths) * target.hidden_size:
             raise CheckpointError(
-                f"fc.weight has {columns} columns, but {field} makes it {len(taps) * target.hidden_size}"
+                f"fc.weight has {columns} columns, but {field} makes it {len(depths) * target.hidden_size}"
             )
 
     def fits(depths: tuple[int, ...]) -> bool:
         return list(depths) == sorted(set(depths)) and all(0 <= n <= total for n in depths)
 
-    if not fits(taps):
-        raise CheckpointError(f"{field} names the depths {taps}, which must ascend within the target's {total} layers")
-    return taps, other if fits(other) else ()
+    if not fits(depths):
+        raise CheckpointError(
+            f"{field} names the depths {depths}, which must ascend within the target's {total} layers"
+        )
+    return depths, other if fits(other) else ()
 
 
 def _numbers(ids: Any, field: str) -> tuple[int, ...]:

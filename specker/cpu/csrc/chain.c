@@ -7,8 +7,8 @@
 #include <math.h>
 
 typedef struct { // runtime/policy.py, StopRule
-    const float *reach, *scales;
-    int64_t reach_count, scale_count;
+    const float *joint, *scales;
+    int64_t joint_count, scale_count;
     double token;
 } rule;
 
@@ -43,7 +43,7 @@ typedef struct {
     float *x, *out, *normed, *logits;
     int64_t *positions, *slots, *tokens;
     int32_t *bounds, *lengths;
-    float *reach;
+    float *joint;
     part *parts; // [B, size]
     int64_t *more;
 } memory;
@@ -62,7 +62,7 @@ static int64_t layout(const chain *c, int size, char *base, memory *to) {
     m.x = (float *)TAKE(T * E * 4), m.out = (float *)TAKE(T * E * 4), m.normed = (float *)TAKE(B * E * 4);
     m.logits = (float *)TAKE(B * (K + 16) * 4);
     m.positions = (int64_t *)TAKE(B * 8), m.slots = (int64_t *)TAKE(B * 8), m.tokens = (int64_t *)TAKE(B * 8);
-    m.bounds = (int32_t *)TAKE((B + 1) * 4), m.lengths = (int32_t *)TAKE(B * 4), m.reach = (float *)TAKE(B * 4);
+    m.bounds = (int32_t *)TAKE((B + 1) * 4), m.lengths = (int32_t *)TAKE(B * 4), m.joint = (float *)TAKE(B * 4);
     m.parts = (part *)TAKE(B * size * sizeof(part)), m.more = (int64_t *)TAKE(8);
 #undef TAKE
     if (to) *to = m;
@@ -134,9 +134,9 @@ static int64_t settle(const chain *c, const memory *s, int size, int64_t n) {
             int64_t bucket = (int64_t)(probability * (float)r->scale_count);
             bucket = bucket < r->scale_count ? bucket : r->scale_count - 1;
             const float right = probability * r->scales[bucket];
-            s->reach[b] *= right < 1 ? right : 1;
-            const float least = r->reach_count ? r->reach[n < r->reach_count ? n : r->reach_count - 1] : 0;
-            votes += probability >= (float)r->token && s->reach[b] >= least;
+            s->joint[b] *= right < 1 ? right : 1;
+            const float least = r->joint_count ? r->joint[n < r->joint_count ? n : r->joint_count - 1] : 0;
+            votes += probability >= (float)r->token && s->joint[b] >= least;
         }
     }
     return n + 1 < c->steps && (!c->rules || 2 * votes >= B);
@@ -153,7 +153,7 @@ static void run_chain(const member *m, void *arg) {
     later.T = B, later.W = 0, later.words = 0, later.full = 0;
     later.positions = s.positions, later.all.slots = s.slots, later.cu_rows = s.bounds, later.kv_len = s.lengths, later.window = s.lengths;
     if (m->me == 0)
-        for (int64_t b = 0; b < B; b++) s.reach[b] = 1;
+        for (int64_t b = 0; b < B; b++) s.joint[b] = 1;
     for (int64_t n = 0;; n++) {
         const int known = c->output && !n; // the rows for the LM head
         const places *at = n ? &later : c->first;

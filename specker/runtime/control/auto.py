@@ -94,9 +94,9 @@ class Acceptance:
     def expected(self, length: int) -> float:
         """E(length) of the module's docstring."""
         while len(self._table) <= length:
-            total, reach = self._table[-1] if self._table else (0.0, 1.0)
-            reach *= self.at(len(self._table) - 1) if self._table else 1.0
-            self._table.append((total + reach, reach))
+            total, joint = self._table[-1] if self._table else (0.0, 1.0)
+            joint *= self.at(len(self._table) - 1) if self._table else 1.0
+            self._table.append((total + joint, joint))
         return self._table[length][0]
 
     def scales(self) -> tuple[float, ...]:
@@ -134,10 +134,10 @@ class Auto(Policy):
         super().taken(budget, prices)
         if self.confident and prices:
             agreement = max(self.seen.agreement(), 1e-6)
-            self.rule = StopRule(reach=tuple(p / agreement for p in (*prices, 2.0)), scales=self.seen.scales())
+            self.rule = StopRule(joint=tuple(p / agreement for p in (*prices, 2.0)), scales=self.seen.scales())
 
     def worth(self, price: float, confidence: Sequence[float]) -> int:
-        rule, chain = StopRule(reach=(price,), scales=self.seen.scales()), Chain()
+        rule, chain = StopRule(joint=(price,), scales=self.seen.scales()), Chain()
         for count, probability in enumerate(confidence):
             chain, worth = after(rule, chain, probability)
             if not worth:
@@ -153,11 +153,11 @@ class Auto(Policy):
         means of the best fixed length at the assumed agreement AGREES."""
         if self._first is None:
             [size] = self.shapes
-            reach = [AGREES**i for i in range(size.depth + 1)]
+            joint = [AGREES**i for i in range(size.depth + 1)]
             lengths = range(1, size.depth + 1)
-            best = max(lengths, key=lambda k: sum(reach[: k + 1]) / self.costs.round(1, size, k))
+            best = max(lengths, key=lambda k: sum(joint[: k + 1]) / self.costs.round(1, size, k))
             before = self.before
-            self._first = before.tokens.mean(sum(reach[: best + 1])), before.drafted.mean(best)
+            self._first = before.tokens.mean(sum(joint[: best + 1])), before.drafted.mean(best)
         return self.seen.tokens.mean(self._first[0]), self.seen.drafted.mean(self._first[1])
 
 

@@ -39,7 +39,7 @@ class StopRule:
     """When a chain that is drafted token by token ends. Plain numbers, so that compiled code can apply it."""
 
     token: float = 0.0  # least probability of a token after which drafting continues
-    reach: tuple[float, ...] = ()  # least probability that all tokens so far are right, by length; last: all longer
+    joint: tuple[float, ...] = ()  # least probability that all tokens so far are right, by length; last: all longer
     scales: tuple[float, ...] = (1.0,)
     """Correction factors of the draft's own probability of a token, one for each of equal intervals of that
     probability."""
@@ -50,15 +50,15 @@ class Chain:
     """A chain so far."""
 
     tokens: int = 0
-    reach: float = 1.0  # probability that all of them are right
+    joint: float = 1.0  # probability that all of them are right
 
 
 def after(rule: StopRule, chain: Chain, probability: float) -> tuple[Chain, bool]:
     """The chain with another token of this probability, and whether to draft one more."""
     scale = rule.scales[min(int(probability * len(rule.scales)), len(rule.scales) - 1)]
-    longer = Chain(chain.tokens + 1, chain.reach * min(1.0, probability * scale))
-    least = rule.reach[min(chain.tokens, len(rule.reach) - 1)] if rule.reach else 0.0
-    return longer, probability >= rule.token and longer.reach >= least
+    longer = Chain(chain.tokens + 1, chain.joint * min(1.0, probability * scale))
+    least = rule.joint[min(chain.tokens, len(rule.joint) - 1)] if rule.joint else 0.0
+    return longer, probability >= rule.token and longer.joint >= least
 
 
 class Policy:

@@ -145,12 +145,12 @@ def _verify(r: Round, model: Model, cache: KVCache) -> None:
         hidden = _beside(d.resume.hidden, first.hidden)
         rows = cache.place(lengths, 1, 0, N + 1, positions=positions)
         outs = [first, forward(model, cache, rows, hidden, slice(layer, None), above)]
-        aux = {n: _beside(d.resume.aux[n], first.taps[n]) for n in below} | outs[1].taps
+        aux = {n: _beside(d.resume.aux[n], first.aux_hidden_states[n]) for n in below} | outs[1].aux_hidden_states
     else:
         parents = s.parents[:, :N] if d.tree else None
         rows, hidden = begin(model, cache, lengths, 1, 0, s.window[:, : N + 1], parents, positions=positions)
-        outs = [forward(model, cache, rows, hidden, taps=b.aux_layers)]
-        aux = outs[0].taps
+        outs = [forward(model, cache, rows, hidden, aux_layers=b.aux_layers)]
+        aux = outs[0].aux_hidden_states
     if b.aux_layers:
         memory.put_aux([aux[n] for n in b.aux_layers])
     if model.counts_experts:

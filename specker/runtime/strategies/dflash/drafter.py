@@ -33,7 +33,7 @@ class BlockDrafter(Drafter):
         """`search`: None takes the best token of each position. `stop_ids`: the target's."""
         self.block, self.model, self.cache, self.head = block, block.model, cache, head
         self.search, self.stop_ids = search, stop_ids
-        self.aux_layers, self.spec = block.spec.taps, block.spec
+        self.aux_layers, self.spec = block.spec.aux_layers, block.spec
         self.synchronous = search is not None
         if (ids := block.weights.ids) is not None:
             head.token_ids, head.draftable = ids, set(ids.tolist())
@@ -161,10 +161,10 @@ class BlockDrafter(Drafter):
     def _write_columns(self, parts: list[tuple[int, int, Tensor]]) -> None:
         """Write columns in all layers, for slots: from which column on, and the target's rows [T, A, Ht]."""
         cache = self.cache
-        spans = [(slot, start, start + len(taps)) for slot, start, taps in parts]
+        spans = [(slot, start, start + len(rows)) for slot, start, rows in parts]
         positions = torch.cat([cache.positions[start:end] for _, start, end in spans])
         slots = torch.cat([cache.slots(*span) for span in spans])
-        self.block.keep(cache, positions, slots, torch.cat([taps for *_, taps in parts]))
+        self.block.keep(cache, positions, slots, torch.cat([rows for *_, rows in parts]))
         for span in spans:
             self._exact(*span)
 

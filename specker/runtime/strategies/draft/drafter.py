@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from specker.model.cache import KVCache, Lengths, Rows
-from specker.model.decoder import Final, Model, forward
+from specker.model.decoder import Final, Model, Output, forward
 from specker.model.rows import begin, begin_text
 from specker.runtime.round.batch import Batch
 from specker.runtime.round.drafter import Accepted, Draft
@@ -29,8 +29,8 @@ class DraftLayers(Protocol):
         """The first layer of each group of layers that run side by side, then the number of layers."""
         ...
 
-    def forward(self, rows: Rows, hidden: Tensor) -> Final:
-        """The embeddings of draft tokens [T, E] -> their rows [T, E] for the head."""
+    def forward(self, rows: Rows, hidden: Tensor) -> Output:
+        """Run the layers from the embeddings of draft tokens [T, E]. Writes the rows' K/V."""
         ...
 
 
@@ -77,9 +77,9 @@ class AutoregressiveDrafter(ModelDrafter):
             if path and batch.fixed:  # the columns before the catch-up rows are exact
                 self.cache.exact_len[slot] = self.exact_after_fixed(len(request.text))
             elif path and self.layers is None:
-                self._keep(draft, slot, draft.own(slot, path))
+                self.keep(draft, slot, draft.own(slot, path))
 
-    def _keep(self, draft: Draft, slot: int, path: list[int]) -> None:
+    def keep(self, draft: Draft, slot: int, path: list[int]) -> None:
         """Keep the K/V of accepted draft nodes; the last level has none yet."""
         if self.cache.exact_len[slot] > self.limit:
             return
@@ -104,9 +104,9 @@ class AutoregressiveDrafter(ModelDrafter):
 
     def step(self, batch: Batch, first: int, tokens: Tensor, parents: Tensor | None = None) -> tuple[Final, Tensor]:
         rows, embedded = begin(self.model, self.cache, self._lengths(batch), 1, first, tokens, parents)
-        if self.layers is not None:
-            return self.layers.forward(rows, embedded), rows.positions
-        return forward(self.model, self.cache, rows, embedded).final, rows.positions
+        layers = self.layers
+        out = forward(self.model, self.cache, rows, embedded) if layers is None else layers.forward(rows, embedded)
+        return out.final, rows.positions
 
     def _lengths(self, batch: Batch) -> Lengths:
         """The texts' lengths for placing drafts, clamped to this model's context."""

@@ -73,7 +73,7 @@ class EarlyExitDrafter(Drafter):
         draft.extend(batch, self.head, out.final, rows.positions, s.window[:, n + 1 : n + 2])
         hidden.append(out.hidden)
         for layer, kept in watched.items():
-            kept.append(out.taps[layer])
+            kept.append(out.aux_hidden_states[layer])
 
     def read(self, slot: int, request: Request, first: int, rows: dict[int, Tensor]) -> None:
         """The last rows of a prompt seed the policy's statistics."""

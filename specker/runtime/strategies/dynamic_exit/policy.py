@@ -108,7 +108,7 @@ class DynamicExit(Policy):
     @property
     def rule(self) -> StopRule:  # type: ignore[override]
         """The draft ends when the product of its confidences falls below the threshold."""
-        return StopRule(reach=() if self.threshold is None else (self.threshold,))
+        return StopRule(joint=() if self.threshold is None else (self.threshold,))
 
     def observe(self, outcome: Outcome) -> None:
         """Update the exit layer from its own rows: the accepted tokens and the first rejected one."""

@@ -86,21 +86,21 @@ def chosen(target: Checkpoint, model: Model, head: DraftHead, notes: dict[str, s
     spec = head.spec
     if (text := text_of(target)) is None:
         return spec
-    readings = [spec.taps, spec.other] if spec.other else [spec.taps]
+    readings = [spec.aux_layers, spec.other] if spec.other else [spec.aux_layers]
     found = shares(model, head, text, readings)
     best = int(len(found) > 1 and found[1] > found[0] + MARGIN)
     count = len(text.tokens) - max(1, text.first - 1)
     said = f"the head's first guess is the target's own token at {found[best]:.0%} of {count} positions of a test text"
     if spec.other:
-        taps, others = (", ".join(map(str, readings[n])) for n in (best, 1 - best))
+        depths, others = (", ".join(map(str, readings[n])) for n in (best, 1 - best))
         said += (
-            f", reading the inputs of layers {taps}; the layer ids of its config.json can also mean {others}, which "
+            f", reading the inputs of layers {depths}; the layer ids of its config.json can also mean {others}, which "
             f"gave {found[1 - best]:.0%}"
         )
     if found[best] < IMPLAUSIBLE:
         said += "; that is implausibly rare, so it may belong to another model or read the wrong hidden states"
     notes["head"] = said
-    return replace(spec, taps=readings[best], other=())
+    return replace(spec, aux_layers=readings[best], other=())
 
 
 @torch.inference_mode()
@@ -120,13 +120,13 @@ def shares(model: Model, head: DraftHead, text: Text, readings: Sequence[tuple[i
     return [float((guesses == own[1:])[max(0, first - 2) :].float().mean()) for guesses in found]
 
 
-def _guesses(head: DraftHead, tokens: list[int], taps: Tensor) -> Tensor:
-    """The head's first guess after each pair of the text's columns, [T - 1] int64. taps: [T, A, Ht]."""
+def _guesses(head: DraftHead, tokens: list[int], hidden: Tensor) -> Tensor:
+    """The head's first guess after each pair of the text's columns, [T - 1] int64. hidden: [T, A, Ht]."""
     model, T = head.model, len(tokens) - 1
     cache = KVCache(model.config, T, dtype=model.dtype, device=model.device)
     embedded = model.embed_tokens(torch.tensor(tokens[1:], device=model.device))
     rows = cache.after([0], [T])
-    _, final = head.forward(cache, rows, *head.pairs(head.features(taps[:-1]), embedded, rows.positions))
+    _, final = head.forward(cache, rows, *head.pairs(head.features(hidden[:-1]), embedded, rows.positions))
     lm_head = LMHead(model.head, model.norm, model.config.rms_norm_eps, model.activations)
     lm_head.token_ids = head.weights.ids
     greedy = Draws.one(Sampling())

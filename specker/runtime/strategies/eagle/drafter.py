@@ -5,7 +5,7 @@ from torch import Tensor
 
 from specker.model.cache import KVCache, Lengths
 from specker.model.decoder import Final, Model
-from specker.model.heads import ReadingHead
+from specker.model.heads import DraftHead
 from specker.runtime.control.policy import Budget
 from specker.runtime.round.batch import Batch
 from specker.runtime.round.drafter import UNLIMITED, Accepted, Draft, Drafter, Offer
@@ -23,9 +23,9 @@ class HeadDrafter(Drafter):
     cache: KVCache
     head: LMHead
 
-    def __init__(self, reading: ReadingHead, cache: KVCache, head: LMHead, pairs: HeadPairs):
+    def __init__(self, reading: DraftHead, cache: KVCache, head: LMHead, pairs: HeadPairs):
         self.reading, self.model, self.cache, self.head, self.pairs = reading, reading.model, cache, head, pairs
-        self.aux_layers = reading.spec.taps
+        self.aux_layers = reading.spec.aux_layers
         self.limit = min(self.model.config.max_context, cache.capacity)
         if (ids := reading.weights.ids) is not None:
             head.token_ids, head.draftable = ids, set(ids.tolist())
@@ -72,7 +72,7 @@ class EagleDrafter(HeadDrafter):
 
     pairs: Pairs
 
-    def __init__(self, reading: ReadingHead, cache: KVCache, head: LMHead, width: int = 1, depth: int = 0):
+    def __init__(self, reading: DraftHead, cache: KVCache, head: LMHead, width: int = 1, depth: int = 0):
         """`width`: nodes per tree level; 1 drafts a chain. `depth`: length of the longest draft."""
         super().__init__(reading, cache, head, Pairs(reading, cache, depth))
         self.width = width

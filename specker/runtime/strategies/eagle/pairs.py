@@ -8,7 +8,7 @@ from torch import Tensor
 
 from specker.model.cache import KVCache, Rows
 from specker.model.decoder import Final
-from specker.model.heads import ReadingHead
+from specker.model.heads import DraftHead
 from specker.runtime.round.batch import Batch
 from specker.runtime.round.drafter import Accepted, Draft
 from specker.runtime.round.state import Request
@@ -38,7 +38,7 @@ class Pairs:
     together. In rounds of fixed shape the device forwards the pairs of all rows that a round may accept, right after
     acceptance; those beyond the accepted ones are overwritten later."""
 
-    def __init__(self, head: ReadingHead, cache: KVCache, depth: int):
+    def __init__(self, head: DraftHead, cache: KVCache, depth: int):
         """`depth`: length of the longest draft."""
         self.head, self.cache, self.depth = head, cache, depth
         self.waiting: list[Tensor | None] = [None] * len(cache.exact_len)  # features [count, H] by slot
@@ -47,7 +47,7 @@ class Pairs:
 
     def read(self, slot: int, request: Request, rows: dict[int, Tensor]) -> None:
         """Run the pairs of a chunk of the prompt."""
-        self._wait(slot, torch.stack([rows[depth] for depth in self.head.spec.taps], 1))
+        self._wait(slot, torch.stack([rows[depth] for depth in self.head.spec.aux_layers], 1))
         self.run(slot, request.text)
 
     def accept(self, batch: Batch, draft: Draft, accepted: Accepted) -> None:

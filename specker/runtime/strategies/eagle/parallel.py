@@ -9,7 +9,7 @@ import torch
 
 from specker.model.cache import KVCache
 from specker.model.decoder import Final
-from specker.model.heads import ReadingHead
+from specker.model.heads import DraftHead
 from specker.runtime.round.batch import Batch
 from specker.runtime.round.drafter import Draft
 from specker.runtime.round.lm_head import LMHead
@@ -18,7 +18,7 @@ from specker.runtime.strategies.eagle.pairs import Pairs
 
 
 class ParallelDrafter(HeadDrafter):
-    def __init__(self, reading: ReadingHead, cache: KVCache, head: LMHead, depth: int = 0):
+    def __init__(self, reading: DraftHead, cache: KVCache, head: LMHead, depth: int = 0):
         """`depth`: length of the longest draft."""
         super().__init__(reading, cache, head, Pairs(reading, cache, depth))
         self.mask = reading.mask()

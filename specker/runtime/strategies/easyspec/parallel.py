@@ -15,7 +15,6 @@ from specker.kernels.round.repeat import repeat_rows
 from specker.model.cache import KVCache, Rows, sequence_bounds
 from specker.model.decoder import (
     Attention,
-    Final,
     Group,
     GroupRows,
     GroupStep,
@@ -95,16 +94,16 @@ class LayerParallel:
         """The first layer of each group, then the number of layers."""
         return [*(layers[0] for layers in self.schedule.groups), len(self.model.layers)]
 
-    def forward(self, rows: Rows, hidden: Tensor) -> Final:
-        """Run all layers of the schedule from the embedding `hidden` [T, E] -> the rows [T, E] for the head. Writes the
-        rows' K/V, fuzzy in groups of several layers."""
+    def forward(self, rows: Rows, hidden: Tensor) -> Output:
+        """Run all layers of the schedule from the embedding `hidden` [T, E]. Writes the rows' K/V, fuzzy in groups of
+        several layers."""
 
         def run(rows: Rows, hidden: Tensor) -> Output:
             if self.model.stack is not None and self.ranks is None:
                 return compiled(self.model, self.cache, rows, hidden, self.groups)
             return run_layers(self.model, self._steps(rows), hidden)
 
-        return in_blocks(self.model, rows, hidden, run).final
+        return in_blocks(self.model, rows, hidden, run)
 
     def _steps(self, rows: Rows) -> Iterator[GroupStep]:
         model, cache = self.model, self.cache

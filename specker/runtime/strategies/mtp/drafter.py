@@ -39,7 +39,7 @@ class MTPDrafter(HeadDrafter):
     pairs: PairsInTurn
     synchronous = True  # `accept` reads the target's rows on the host's time, also those of a round of fixed shape
 
-    def __init__(self, heads: list[ReadingHead], cache: KVCache, head: LMHead, width: int = 1):
+    def __init__(self, heads: list[DraftHead], cache: KVCache, head: LMHead, width: int = 1):
         """`cache`: with a layer for each head. `width`: nodes per tree level; 1 drafts a chain."""
         super().__init__(heads[0], cache, head, PairsInTurn(heads, cache))
         self.heads, self.tokens_ahead, self.width = heads, len(heads), width

@@ -6,7 +6,7 @@ from torch import Tensor
 from specker.kernels.residual import add_norm
 from specker.model.cache import KVCache, Rows
 from specker.model.decoder import Final
-from specker.model.heads import ReadingHead
+from specker.model.heads import DraftHead
 from specker.runtime.round.batch import Batch
 from specker.runtime.round.drafter import Accepted, Draft
 from specker.runtime.round.state import Request
@@ -14,7 +14,7 @@ from specker.runtime.strategies.eagle.pairs import BLOCK, WAITING
 
 
 class PairsInTurn:
-    def __init__(self, heads: list[ReadingHead], cache: KVCache):
+    def __init__(self, heads: list[DraftHead], cache: KVCache):
         """`cache`: with a layer for each head."""
         self.heads, self.cache = heads, cache
         self.layers = [cache.layer(k) for k in range(len(heads))]
@@ -42,7 +42,7 @@ class PairsInTurn:
 
     def read(self, slot: int, request: Request, rows: dict[int, Tensor]) -> None:
         """Run the pairs of a chunk of the prompt."""
-        self._wait(slot, torch.stack([rows[depth] for depth in self.heads[0].spec.taps], 1))
+        self._wait(slot, torch.stack([rows[depth] for depth in self.heads[0].spec.aux_layers], 1))
         self._run(slot, request.text)
 
     def accept(self, batch: Batch, draft: Draft, accepted: Accepted) -> None:
