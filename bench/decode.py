@@ -231,7 +231,15 @@ def in_place(loop: Loop, sequence: Request) -> None:
 def a_text(engine: Engine, context: int, tokens: int, drafting: bool) -> Request:
     """A request with a text of `context` tokens that may grow by `tokens`."""
     policy = engine.policy() if drafting else Fixed(0, 0)
-    return Request(0, [0] * context, context + tokens, Sampling(), policy, drafting, prefixes="off")
+    return Request(
+        index=0,
+        text=[0] * context,
+        limit=context + tokens,
+        sampling=Sampling(),
+        policy=policy,
+        drafting=drafting,
+        prefixes="off",
+    )
 
 
 @torch.inference_mode()

@@ -35,7 +35,8 @@ def new_round(
     wide, columns, vocab = model.config.hidden_size, model.config.max_context, len(model.head)
     sizes = {"rows": budget.nodes + 1, "wide": wide, "vocab": vocab, "columns": columns}
     state = states.State.empty(model.dtype, model.device, sequences=1, **sizes)
-    request = states.Request(0, list(text), 1 << 30, sampling, policy or Fixed(budget.nodes, budget.depth))
+    policy = policy or Fixed(budget.nodes, budget.depth)
+    request = states.Request(index=0, text=list(text), limit=1 << 30, sampling=sampling, policy=policy)
     state.write(0, request)
     draws = Draws.of([request.sampling], state.draw, fixed)
     lengths, shape = state.length if fixed else [len(text)], Shape(1, budget, fixed, draws=draws.kind)

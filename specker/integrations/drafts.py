@@ -214,7 +214,9 @@ class Drafts:
                 return None
             slot = free
         policy = strategies.policy(self.policies)
-        sequence = self._slots[slot] = Request(next(self._numbers), text, self.limit, GREEDY, policy)
+        sequence = self._slots[slot] = Request(
+            index=next(self._numbers), text=text, limit=self.limit, sampling=GREEDY, policy=policy
+        )
         behind = (
             self.drafter.tokens_ahead if self.aux_layers else 0
         )  # a column that reads the next token is computed anew

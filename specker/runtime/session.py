@@ -79,20 +79,20 @@ class Session:
             raise ValueError(f"stop_ids must be below {vocab} and logprobs at most that, the vocabulary of {self.name}")
         asked, drafts = len(ids) + params.max_new_tokens, drafting and self.loop.drafter is not None
         return Request(
-            index,
-            ids,
-            min(asked, context),
-            params.sampling,
-            self._policy() if drafts else Fixed(0, 0),
-            drafts,
-            params.prefix_cache,
-            Detokenizer(tokenizer, params.stop) if params.stop or reads else None,
-            self._stop_ids.union(params.stop_ids),
-            params.logprobs,
-            drafting if traced is None else traced,
-            on_progress,
-            "length" if asked <= context else "context",
-            None if params.grammar is None else self.guide(params.grammar, params.stop_ids),
+            index=index,
+            text=ids,
+            limit=min(asked, context),
+            ends="length" if asked <= context else "context",
+            sampling=params.sampling,
+            policy=self._policy() if drafts else Fixed(0, 0),
+            drafting=drafts,
+            prefixes=params.prefix_cache,
+            reader=Detokenizer(tokenizer, params.stop) if params.stop or reads else None,
+            stop_ids=self._stop_ids.union(params.stop_ids),
+            logprobs=params.logprobs,
+            traced=drafting if traced is None else traced,
+            on_progress=on_progress,
+            guide=None if params.grammar is None else self.guide(params.grammar, params.stop_ids),
         )
 
     def guide(self, grammar: str, stop_ids: Sequence[int] = ()) -> Guide:

@@ -183,7 +183,7 @@ def _texts(loop: Loop, n: int, length: int, sampling: Sampling) -> None:
 
 def _text(ids: list[int], sampling: Sampling) -> Request:
     """A text that never grows."""
-    return Request(0, ids, len(ids), sampling, Fixed(0, 0), prefixes="off")
+    return Request(index=0, text=ids, limit=len(ids), sampling=sampling, policy=Fixed(0, 0), prefixes="off")
 
 
 @torch.inference_mode()

@@ -15,7 +15,7 @@ from specker.runtime.detokenize import Detokenizer
 from specker.runtime.round.grammars import Guide
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, kw_only=True)
 class Request:
     """A prompt that is being decoded, on the host."""
 
