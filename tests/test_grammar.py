@@ -419,12 +419,13 @@ def test_what_an_engine_needs_for_a_grammar(plain, pair, monkeypatch, tmp_path):
     with monkeypatch.context() as patch, pytest.raises(ValueError, match="with acceptance the text means nothing"):
         patch.setattr(session.loop, "acceptance", 0.5)
         session.guide("start: /a/")
-    bare = SimpleNamespace(tokenizer_or_none=None, config=plain.target.config)
-    with pytest.raises(ValueError, match=r"needs a fast tokenizer .*, and my-model has none"):
-        Grammars(bare, "my-model").guide("start: /a/")
+    with monkeypatch.context() as patch, pytest.raises(ValueError, match=r"a fast tokenizer .*, and my-model has none"):
+        patch.setattr(session, "target", SimpleNamespace(tokenizer_or_none=None))
+        patch.setattr(session, "name", "my-model")
+        session.guide("start: /a/")
     monkeypatch.setitem(sys.modules, "llguidance", None)
     sentence = re.escape("a grammar needs llguidance: pip install 'specker[serve]'")
-    for call in (grammar.json_object, lambda: Grammars(plain.target, "").guide("start: /a/")):
+    for call in (grammar.json_object, lambda: Grammars(plain.target).guide("start: /a/")):
         with pytest.raises(ValueError, match=sentence):
             call()
 

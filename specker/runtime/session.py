@@ -41,7 +41,7 @@ class Session:
         request. `stop_ids`: of every request. `running`: a context manager around steps, which explains errors."""
         self.loop, self.target, self.name, self.device = loop, target, name, loop.target.device
         self._policy, self._stop_ids, self._running = policy, frozenset(stop_ids), running
-        self._grammars = Grammars(target, name)
+        self._grammars = Grammars(target)
         self._changed = threading.Condition()
         self._inboxes: dict[Request, Inbox] = {}  # of the streams' requests
         self._arrived: deque[tuple[Request, bool]] = deque()  # the flag: before those that wait already
@@ -117,6 +117,8 @@ class Session:
         `request` made. `first`: before the requests that wait already."""
         request = prompt if isinstance(prompt, Request) else self.request(prompt, params)
         with self._changed:
+        if not getattr(self.target.tokenizer_or_none, "is_fast", False):
+            raise ValueError(f"a grammar needs a fast tokenizer (tokenizer.json), and {self.name} has none")
             self._arrived.append((request, first))
             self._changed.notify_all()
         return request

@@ -221,6 +221,19 @@ def test_a_body_has_a_size_limit_with_and_without_a_length(load):
         assert client.post("/v1/completions", json={"prompt": "ab", "max_tokens": 1}).status_code == 200
 
 
+def test_messages_name_the_model_as_the_server_does(load, monkeypatch):
+    with serving(engine := load(), name="served") as client:
+        monkeypatch.setattr(type(engine.tokenizer), "is_fast", False)
+        asked = {"prompt": "ab", "response_format": {"type": "json_object"}}
+        sentence = "a grammar needs a fast tokenizer (tokenizer.json), and served has none"
+        refused(client.post("/v1/completions", json=asked), 400, sentence)
+        sentence = "the prompt has 400 tokens, but the context of served is 400"
+        refused(client.post("/v1/completions", json={"prompt": [1] * 400}), 413, sentence)
+        monkeypatch.setattr(engine.tokenizer, "chat_template", None)
+        sentence = "the tokenizer of served has no chat template"
+        refused(client.post("/v1/chat/completions", json={"messages": TALK}), 400, sentence)
+
+
 def test_a_key_and_origins(load):
     ask = {"Origin": "https://a.example", "Access-Control-Request-Method": "POST"}
     with serving(load(), api_key="secret", allow_origin=("https://a.example",)) as client:

@@ -24,17 +24,16 @@ KEPT = 64  # compiled grammars that an engine keeps
 
 
 class Grammars:
-    """An engine's compiled grammars, for the tokenizer of its target."""
+    """An engine's compiled grammars, for the tokenizer of its target, which must be a fast one."""
 
-    def __init__(self, target: Checkpoint, name: str):
-        """`name`: what the user calls the target."""
-        self.target, self.name = target, name
+    def __init__(self, target: Checkpoint):
+        self.target = target
         self._compiled = lru_cache(KEPT)(self._compile)
 
     def guide(self, grammar: str, stop_ids: Iterable[int] = ()) -> Guide:
         """A guide at the beginning of a text. `stop_ids`: the request's own; special tokens among them may end the text
-        where the grammar does. Raises ValueError with one sentence if the grammar is wrong, the target has no fast
-        tokenizer or llguidance is missing."""
+        where the grammar does. Raises ValueError with one sentence if the grammar is wrong or llguidance is
+        missing."""
         special = (token for token in stop_ids if self._tokenizer.is_special_token(token))
         ends = frozenset((*self.target.config.eos_ids, *special))
         return Guide(self._compiled(grammar), ends, self.target.config.vocab_size)
@@ -44,9 +43,7 @@ class Grammars:
         library()
         from llguidance.hf import from_tokenizer
 
-        tokenizer = self.target.tokenizer_or_none
-        if not getattr(tokenizer, "is_fast", False):
-            raise ValueError(f"a grammar needs a fast tokenizer (tokenizer.json), and {self.name} has none")
+        tokenizer = self.target.tokenizer
         count = max(len(tokenizer), self.target.config.vocab_size)
         return from_tokenizer(tokenizer, n_vocab=count, eos_token=[*self.target.config.eos_ids] or None)
 
