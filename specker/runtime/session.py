@@ -10,6 +10,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
 
 from specker.checkpoints.checkpoint import Checkpoint
 from specker.fields import option
@@ -24,7 +25,22 @@ from specker.runtime.round.grammars import Grammars, Guide
 from specker.runtime.round.state import Request
 from specker.runtime.text import Prompt
 
-Inbox = deque[Event | BaseException]
+Entry = Event | BaseException
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """How busy a session is.
+
+    Attributes:
+        slots: requests that can decode at once.
+        running: requests that decode or whose prompt is being prefilled.
+        waiting: requests that wait for a slot.
+    """
+
+    slots: int
+    running: int
+    waiting: int
 
 
 class Session:
@@ -167,9 +183,17 @@ class Session:
             self._step()
         finally:
             self._done()
-        with self._changed:
-            events, self._unread = self._unread, []
-        return events
+
+    def snapshot(self) -> Snapshot:
+        """How busy the session is, from any thread; during a step, roughly."""
+        slots = self.loop.slots
+        running = len(slots.active) + (slots.filling is not None)
+        return Snapshot(slots.size, running, len(self.loop.waiting) + len(self._arrived))
+
+    def pages(self) -> dict[str, tuple[int, int]]:
+        """The K/V pages that requests hold, and all, by model: target and draft. Only between two steps."""
+        caches = zip(("target", "draft"), self.loop.slots.caches, strict=False)
+        return {model: (cache.spare - cache.free_pages, cache.spare) for model, cache in caches}
 
     @contextmanager
     def alone(self) -> Iterator[None]:
