@@ -59,10 +59,9 @@ class Session:
         self._policy, self._stop_ids, self._running = policy, frozenset(stop_ids), running
         self._grammars = Grammars(target)
         self._changed = threading.Condition()
-        self._inboxes: dict[Request, Inbox] = {}  # of the streams' requests
         self._arrived: deque[tuple[Request, bool]] = deque()  # the flag: before those that wait already
         self._cancelled: deque[Request] = deque()
-        self._unread: list[Event] = []  # of requests that no stream reads
+        self._unread: list[Event] = []  # of requests without `deliver`; only the runner changes it
         self._runner: threading.Thread | None = None  # the thread that runs a step
 
     # --- requests
@@ -118,6 +117,8 @@ class Session:
             raise ValueError(f"with {option('acceptance')} the text means nothing, so it cannot match a grammar")
         if self.loop.ranks is not None and self.loop.ranks.size > 1:
             raise ValueError(f"a grammar needs the target's logits on one rank: leave out {option('tp')}")
+        if not getattr(self.target.tokenizer_or_none, "is_fast", False):
+            raise ValueError(f"a grammar needs a fast tokenizer (tokenizer.json), and {self.name} has none")
         return self._grammars.guide(grammar, stop_ids)
 
     def validate(self, prompt: Prompt, max_new_tokens: int = 1) -> list[int]:
@@ -128,13 +129,20 @@ class Session:
         self.loop.slots.check_fits(len(ids), most)
         return ids
 
-    def submit(self, prompt: Prompt | Request, params: Params | None = None, first: bool = False) -> Request:
-        """Queue a prompt, from any thread, and return its request. `step` returns its events. `prompt` may be what
-        `request` made. `first`: before the requests that wait already."""
+    def submit(
+        self,
+        prompt: Prompt | Request,
+        params: Params | None = None,
+        *,
+        first: bool = False,
+        deliver: Callable[[Entry], None] | None = None,
+    ) -> Request:
+        """Queue a prompt, from any thread, and return its request. `prompt` may be what `request` made. `first`: before
+        the requests that wait already. `deliver` is called with each event of the request up to its last, or with the
+        error of a step that failed, in the thread that runs the step; None: `step` returns the events."""
         request = prompt if isinstance(prompt, Request) else self.request(prompt, params)
+        request.deliver = deliver
         with self._changed:
-        if not getattr(self.target.tokenizer_or_none, "is_fast", False):
-            raise ValueError(f"a grammar needs a fast tokenizer (tokenizer.json), and {self.name} has none")
             self._arrived.append((request, first))
             self._changed.notify_all()
         return request
@@ -156,7 +164,7 @@ class Session:
             with current(self.device):
                 self._take()
                 while self.loop.pending:  # with a cancelled request in it, no further round is launched
-                    self._deliver(self.loop.step())
+                    self._step()
                 self.loop.retire()
         finally:
             self._done()
@@ -175,12 +183,14 @@ class Session:
             return self._changed.wait_for(self._has_work, timeout)
 
     def step(self) -> list[Event]:
-        """Admit or prefill requests and run one round. Returns the new events of the requests that no stream reads.
-        Waits for a step of another thread. If a step fails, all requests end, and the error is raised here and in their
-        streams."""
+        """Admit or prefill requests and run one round. Returns the new events of the requests without `deliver`. Waits
+        for a step of another thread. If a step fails, all requests end, and the error is raised here and delivered to
+        them."""
         self._begin()
         try:
             self._step()
+            events, self._unread = self._unread, []
+            return events
         finally:
             self._done()
 
@@ -209,8 +219,8 @@ class Session:
         finally:
             self._done()
 
-    def _next(self, inbox: Inbox) -> Event:
-        """The next entry of an inbox; runs steps while no other thread does."""
+    def _next(self, inbox: deque[Entry]) -> Event:
+        """Take the next event from the inbox of this thread's requests; runs steps while no other thread does."""
         while True:
             with self._changed:
                 while not inbox and self._runner is not None:
@@ -246,14 +256,6 @@ class Session:
             self._runner = None
             self._changed.notify_all()
 
-    def _watch(self, request: Request, inbox: Inbox | None) -> None:
-        """Deliver the request's events to `inbox`; None: to nobody."""
-        with self._changed:
-            if inbox is None:
-                self._inboxes.pop(request, None)
-            else:
-                self._inboxes[request] = inbox
-
     def _take(self) -> None:
         """Pass what arrived meanwhile to the loop."""
         if not self._arrived and not self._cancelled:
@@ -280,32 +282,33 @@ class Session:
             except BaseException as error:
                 self._fail(error)
                 raise
-        if events:
-            self._deliver(events)
+        self._deliver(events)
 
     def _deliver(self, events: list[Event]) -> None:
-        with self._changed:
-            for event in events:
-                inbox = self._inboxes.get(event.request)
-                (self._unread if inbox is None else inbox).append(event)
-            self._changed.notify_all()
+        for event in events:
+            deliver = event.request.deliver or self._unread.append
+            if event.finished:
+                event.request.deliver = None
+            deliver(event)
+        if events:
+            with self._changed:
+                self._changed.notify_all()
 
     def _fail(self, error: BaseException) -> None:
         """End all requests, whose state the failed step may have left half changed."""
         with self._changed:
-            for request, inbox in self._inboxes.items():
-                if not request.finished:
-                    inbox.append(error)
-            failed = [request for request, _ in self._arrived]
+            arrived = [request for request, _ in self._arrived]
             self._arrived.clear()
             self._cancelled.clear()
-            self._changed.notify_all()
-        for request in (*failed, *self.loop.requests):
+        for request in (*arrived, *self.loop.requests):
             request.finished = request.finished or "failed"
+            if (deliver := request.deliver) is not None:
+                request.deliver = None
+                deliver(error)
         self.loop.clear(forget=True)
 
 
-def _read(inbox: Inbox) -> Event:
+def _read(inbox: deque[Entry]) -> Event:
     entry = inbox.popleft()
     if isinstance(entry, BaseException):
         raise entry
@@ -318,13 +321,12 @@ class Stream(Iterator[Event]):
 
     def __init__(self, session: Session, requests: Iterable[Request]):
         self.session = session
-        self._unsent, self._inbox, self._left = list(requests), Inbox(), set[Request]()
+        self._unsent, self._inbox, self._left = list(requests), deque[Entry](), set[Request]()
 
     def submit(self, request: Request, first: bool = False) -> None:
         """Add a request; `first`: before the requests that wait already."""
         self._left.add(request)
-        self.session._watch(request, self._inbox)
-        self.session.submit(request, first=first)
+        self.session.submit(request, first=first, deliver=self._inbox.append)  # a method of the stream's would keep it
 
     def __next__(self) -> Event:
         for request in self._unsent:
@@ -338,18 +340,13 @@ class Stream(Iterator[Event]):
             self.close()
             raise
         if event.finished:
-            self._end(event.request)
+            self._left.discard(event.request)
         return event
 
     def close(self) -> None:
         self._unsent.clear()
-        for request in [*self._left]:
-            self.session.cancel(request)
-            self._end(request)
-
-    def _end(self, request: Request) -> None:
-        self._left.discard(request)
-        self.session._watch(request, None)
+        while self._left:
+            self.session.cancel(self._left.pop())
 
     def __enter__(self) -> "Stream":
         return self

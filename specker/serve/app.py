@@ -35,7 +35,7 @@ class Server:
         self.name = serving.name or Path(engine.models.split(" + ")[0]).name
         engine.target_name = engine.session.name = self.name  # errors name the model, never a path
         self.sampling = {**engine.target.recommended, **sampling}
-        self.worker = Worker(engine, serving.queue, serving.seconds, self._ended)
+        self.worker = Worker(engine.session, serving.queue, serving.seconds, self._ended)
         self.live = Live(engine, self.worker.metrics.queue) if serving.view else None
         engine.trace = self.live.round if self.live else None
         self._numbers = count()

@@ -2,23 +2,20 @@
 
 from collections import Counter
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 from prometheus_client import CollectorRegistry, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from specker.runtime.control.stats import Stats
 from specker.runtime.round.state import Request
-
-if TYPE_CHECKING:
-    from specker.serve.worker import Worker
+from specker.runtime.session import Session
 
 SECONDS = (0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 60, 180, 600)
 
 
 class Metrics:
-    def __init__(self, worker: "Worker"):
-        self.worker, self.total, self.finished = worker, Stats(), Counter[str]()
+    def __init__(self, session: Session):
+        self.session, self.total, self.finished = session, Stats(), Counter[str]()
         self.registry = CollectorRegistry()
         self.registry.register(self)
         about = "Seconds from a call to its first token"
@@ -31,9 +28,8 @@ class Metrics:
 
     def queue(self) -> dict[str, int | float]:
         """Requests that decode or are prefilled, and those that wait."""
-        slots = self.worker.session.loop.slots
-        running = len(slots.active) + (slots.filling is not None)
-        return {"running": running, "waiting": max(0, self.worker.open - running)}
+        now = self.session.snapshot()
+        return {"running": now.running, "waiting": now.waiting}
 
     def collect(self) -> Iterator[Metric]:
         total = self.total
@@ -58,10 +54,11 @@ class Metrics:
             yield GaugeMetricFamily(f"specker_{name}", f"Requests: {name}", now)
         held = GaugeMetricFamily("specker_kv_pages_used", "K/V pages that requests hold", labels=["model"])
         pool = GaugeMetricFamily("specker_kv_pages", "K/V pages", labels=["model"])
-        for model, cache in zip(("target", "draft"), self.worker.session.loop.slots.caches, strict=False):
-            held.add_metric([model], cache.spare - cache.free_pages)
-            pool.add_metric([model], cache.spare)
+        for model, (used, pages) in self.session.pages().items():
+            held.add_metric([model], used)
+            pool.add_metric([model], pages)
         yield from (held, pool)
 
     def text(self) -> bytes:
+        """Only between two steps: it counts pages."""
         return generate_latest(self.registry)

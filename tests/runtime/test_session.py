@@ -17,6 +17,7 @@ import specker
 from specker import cpu
 from specker.options import Params
 from specker.runtime import loop as loops
+from specker.runtime.session import Snapshot
 
 pytestmark = pytest.mark.usefixtures("cheap")  # drafts do not depend on the clock
 WAYS = {
@@ -148,6 +149,57 @@ def test_steps_by_hand(models):
         assert request.finished == "length"
         assert tokens[request] == request.tokens == engine.generate_ar(prompt, 9).tokens
     assert free(engine) and not session.wait(0) and session.step() == []
+
+
+def test_a_request_delivers_its_own_events(models):
+    """`step` returns those of the other one."""
+    engine, seen = load(models, "draft", batch_size=2), []
+    mine = engine.session.submit([1, 2], Params(max_new_tokens=9), deliver=seen.append)
+    other = engine.session.submit([3], Params(max_new_tokens=9))
+    returned = []
+    while engine.session.busy:
+        returned += engine.session.step()
+    for request, events in ((mine, seen), (other, returned)):
+        assert {event.request for event in events} == {request}
+        assert [token for event in events for token in event.tokens] == request.tokens
+        assert [event.finished for event in events] == [None] * (len(events) - 1) + ["length"]
+
+
+@pytest.mark.parametrize("cancels", [False, True])
+def test_a_failed_step_is_delivered_to_every_request_once(models, cancels, monkeypatch):
+    """Also if it was launched before, and `cancel` collects it."""
+    engine, seen, error = load(models, "ar", batch_size=2, graphs="on"), [[], [], []], ZeroDivisionError("no memory")
+    first, *others = [
+        engine.session.submit([n], Params(max_new_tokens=20), deliver=entries.append)
+        for n, entries in enumerate(seen, 1)
+    ]
+    engine.session.step()
+    assert engine.loop.pending
+    with monkeypatch.context() as patch, pytest.raises(ZeroDivisionError):
+        patch.setattr(engine.loop, "finish", lambda r: (_ for _ in ()).throw(error))
+        engine.session.cancel(first) if cancels else engine.session.step()
+    engine.session.step()
+    assert [request.finished for request in others] == ["failed", "failed"] and free(engine)
+    assert [entries[-1] for entries in seen[1:]] == [error, error]
+    assert (seen[0][-1].finished == "cancelled") if cancels else (seen[0][-1] is error)
+    assert [sum(x is error or x.finished is not None for x in entries) for entries in seen] == [1, 1, 1]
+
+
+def test_a_snapshot_counts_requests(models):
+    engine = load(models, "draft", batch_size=2)
+    session = engine.session
+    requests = [session.submit([n], Params(max_new_tokens=20)) for n in (1, 2, 3)]
+    assert session.snapshot() == Snapshot(slots=2, running=0, waiting=3)
+    session.step()
+    assert session.snapshot() == Snapshot(slots=2, running=2, waiting=1)
+    assert {model: (0 < used < pages) for model, (used, pages) in session.pages().items()} == {
+        "target": True,
+        "draft": True,
+    }
+    for request in requests:
+        session.cancel(request)
+    assert session.snapshot() == Snapshot(slots=2, running=0, waiting=0)
+    assert session.pages()["target"] == (0, engine.cache.spare)
 
 
 # --- the end of a text

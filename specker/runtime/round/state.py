@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -31,6 +32,7 @@ class Request:
     logprobs: int = 0  # of the most probable tokens, that each emitted token comes with
     traced: bool = True  # whether the trace holds its rounds
     on_progress: Callable[[int, int], None] | None = None  # called with (prefilled tokens, of all) of its prompt
+    deliver: Callable[[Any], None] | None = None  # called with its events (Session.submit)
     ends: str = "length"
     """What the limit is: "length", the number of tokens that were asked for, or "context", the end of the context."""
     guide: Guide | None = None  # its text in a grammar
