@@ -14,10 +14,10 @@ from typing import Any
 from transformers import AutoTokenizer
 
 from bench import llama_server
-from specker.checkpoints.gguf import convert as gguf_files
+from specker.paths import root as cache_root
 from specker.zoo import real
 
-HERE, CACHE = Path(__file__).parent, gguf_files.cache_root() / "peers"
+HERE, CACHE = Path(__file__).parent, cache_root() / "peers"
 PYTHONS = Path(sys.prefix) / "peers"  # an environment for each engine
 PACKAGES = {
     "llama_cpp": ["--no-binary=llama-cpp-python", "llama-cpp-python==0.3.36"],

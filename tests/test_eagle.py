@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 
 import specker
 from specker.checkpoints import checkpoint
-from specker.checkpoints.drafts import dflash, heads, mtp
+from specker.checkpoints.drafts import dflash, eagle, mtp
 from specker.model.config import CheckpointError
 from specker.options import Params
 from specker.runtime.control.choose import NONE
@@ -212,7 +212,7 @@ def test_configs_that_do_not_fit_are_refused(target, usual, tmp_path, way):
         load(target, changed(usual, tmp_path / "head", **fields))
 
 
-@pytest.mark.parametrize("module", [heads, dflash, mtp])
+@pytest.mark.parametrize("module", [eagle, dflash, mtp])
 def test_a_target_in_another_scale_has_no_heads(tmp_path, module):
     """They were trained with its hidden states as they are."""
     target = checkpoint.read(make(tmp_path, **GRANITE), dtype=torch.float64, device="cpu")

@@ -34,7 +34,7 @@ def test_the_smallest_strategy_drafts_and_changes_no_token(tmp_path: Path, strat
     engine.trace = lambda row: drafted.append((row["prompt"], row["draft"]))
     out = engine.generate(prompts, 24)
     assert [each.tokens for each in out] == [each.tokens for each in engine.generate_ar(prompts, 24)]
-    assert (0, [5] * 4) in drafted and (1, [7] * 4) in drafted or strategy != "repeat"
+    assert ((0, [5] * 4) in drafted and (1, [7] * 4) in drafted) or strategy != "repeat"
     assert engine.generate([8, 8], 24, temperature=0.7).tokens == engine.generate_ar([8, 8], 24, temperature=0.7).tokens
 
 

@@ -16,7 +16,7 @@ from bench.peer_settings import Model
 from bench.peers import Args, Peer
 from specker import zoo
 from specker.checkpoints.checkpoint import read_tokenizer
-from specker.checkpoints.gguf import convert as gguf_files
+from specker.checkpoints.gguf.cache import converted
 
 
 def toy(ways, base, **more):
@@ -280,13 +280,13 @@ def test_prompts_of_three_kinds_take_turns():
 def test_gguf_files_hold_the_matrices_of_the_checkpoint(tmp_path, monkeypatch):
     import gguf
     import numpy as np
-    from checkpoints.test_gguf import write
+    from make_gguf import write
     from safetensors import safe_open
 
     monkeypatch.setenv("SPECKER_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(peer_settings, "CACHE", tmp_path / "peers")
     source = write(tmp_path / "tiny.gguf", make(tmp_path / "made"), "Q4_1")
-    target = gguf_files.converted(source, dense=True)
+    target = converted(source, dense=True)
     reader = gguf.GGUFReader(peer_settings.gguf_of(source, str(target), "F32"))
     tensors = {tensor.name: tensor for tensor in reader.tensors}
     with safe_open(target / "model.safetensors", "np") as state:

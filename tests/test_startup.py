@@ -140,7 +140,7 @@ def test_loading_a_converted_file_imports_no_compiler_and_no_model_code(
 ) -> None:
     """Neither what converts it, nor transformers' code of models and of `generate`, which imports the compiler."""
     pytest.importorskip("gguf")
-    from checkpoints.test_gguf import write
+    from make_gguf import write
 
     monkeypatch.setenv("SPECKER_CACHE", str(caches.empty(tmp_path / "cache")))
     names = "draft", "target", "unconverted"
@@ -171,7 +171,7 @@ def test_long_steps_are_named(
 ) -> None:
     """Hashing and converting a GGUF file, the first time only; as notes on stderr where there is no terminal."""
     pytest.importorskip("gguf")
-    from checkpoints.test_gguf import write
+    from make_gguf import write
 
     monkeypatch.setenv("SPECKER_CACHE", str(caches.empty(tmp_path / "cache")))
     file = write(tmp_path / "tiny.gguf", make(tmp_path / "source"))

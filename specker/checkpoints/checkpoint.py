@@ -4,7 +4,6 @@ Tensors are cast while they are copied from the memory-mapped safetensors file t
 """
 
 import math
-import re
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -14,26 +13,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from specker.checkpoints.buffers import Buffers, Piece, Storage, packs, part_of, pieces_of, random_weights
-from specker.checkpoints.experts import is_fused
-from specker.checkpoints.gguf import convert as gguf
-from specker.checkpoints.parse import parse_config, read_json, reason
+from specker.checkpoints.buffers import Buffers, Storage, packs, random_weights
+from specker.checkpoints.files import SHARED_ROWS, check_tensors, folder_of, open_files, read_piece
+from specker.checkpoints.parse import parse_config, read_json
+from specker.checkpoints.pieces import Piece, is_fused, pieces_of
 from specker.checkpoints.quantised.schemes import Scheme, scheme_of
 from specker.checkpoints.tokenizer import Tokens
 from specker.cpu.packed import Packed
 from specker.model import memory
 from specker.model.config import CheckpointError, ModelConfig
 from specker.model.split import WHOLE, Part
-from specker.model.weights import Matrix, Parameters, Rope, Weights
+from specker.model.weights import Parameters, Rope, Weights
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 REOPEN = 1 << 27  # bytes after which the files are mapped anew, because pages that were read stay resident until then
 
-SHARED_ROWS = ("specker.shared_ids", "specker.shared_rows")  # [n] int64, [n, E]: rows of the target's embedding
 ALIKE = 0.98  # least cosine similarity to the target's rows: quantisation to 4 bits gives 0.997, another model 0
-
-CONFIG_FILES = ["*.json", "*.model", "*.txt", "*.jinja"]  # config, generation config, tokenizer, chat template
-OTHER_FORMATS = ["consolidated*", "*/*"]  # a second copy of the weights, in the original format
 
 
 @dataclass(frozen=True, eq=False)
@@ -196,7 +191,7 @@ def read(
 def read_config(
     source: str | Path, *, max_context: int | None = None, bidirectional: bool | None = None
 ) -> ModelConfig:
-    """Return `load(...).config` without reading or downloading weights. Raises CheckpointError."""
+    """The config of a source, which `opened` describes. Raises CheckpointError."""
     return opened(source, max_context=max_context, bidirectional=bidirectional).config
 
 
@@ -211,35 +206,9 @@ def made_for(folder: Path, target: Checkpoint) -> bool:
 
 
 def read_tokenizer(source: str | Path) -> Any:
-    """Return `load(...).tokenizer` without reading or downloading weights. Raises CheckpointError."""
+    """The tokenizer of a source. Raises CheckpointError."""
     found = opened(source)
     return Tokens(found.folder, found.config.architecture).tokenizer
-
-
-def folder_of(source: str | Path, weights: bool, formats: tuple[str, ...] = ("*.safetensors",)) -> Path:
-    """The local folder of `source`: converted if it is a GGUF file, downloaded if it is a hub id. `formats`: of the
-    files with weights."""
-    path = Path(source).expanduser()
-    if (file := gguf.file_of(path)) is not None:
-        return gguf.converted(file)
-    if path.is_dir():
-        return path
-    if path.exists():
-        raise CheckpointError(f"{path} is a file; give a GGUF file, or the checkpoint's folder with its config.json")
-    if isinstance(source, Path) or not re.fullmatch(r"[A-Za-z0-9][\w.-]*/[\w.-]+", source):
-        raise CheckpointError(
-            f"there is no folder {path}; give a checkpoint's folder or a hub id such as Qwen/Qwen3-0.6B"
-        )
-    from huggingface_hub import snapshot_download
-
-    patterns = CONFIG_FILES + ([*formats] if weights else [])
-    try:
-        return Path(snapshot_download(source, allow_patterns=patterns, ignore_patterns=OTHER_FORMATS))
-    except Exception as error:  # the hub's errors share no base class
-        raise CheckpointError(
-            f"{source} is not a local folder and could not be downloaded from the hub ({reason(error)}); "
-            "check the name, the network and your access rights"
-        ) from error
 
 
 def _read_weights(
@@ -252,7 +221,7 @@ def _read_weights(
     on_progress: Callable[[int, int], None] | None = None,
 ) -> dict[str, Any]:
     """Check every tensor's name, shape and dtype against the config, then fill the buffers (fields of Weights). Reads
-    only this part of split tensors. `pieces_in`: the pieces, given whether experts are fused (experts.py). `proof` is
+    only this part of split tensors. `pieces_in`: the pieces, given whether experts are fused (pieces.py). `proof` is
     called with the open files before any weight is read, and may raise."""
     with ExitStack() as stack:
         where = open_files(folder, stack)
@@ -262,18 +231,11 @@ def _read_weights(
         pieces = {p.name if p.name == "lm_head.weight" else prefix + p.name: p for p in kept}
         check_tensors(_without_heads(where, prefix, c.num_layers), pieces, c, prefix, storage)
 
-        def get(name: str) -> Tensor | None:
-            return where[name].get_tensor(name) if name in where else None
-
         buffers = Buffers(pieces, c, storage)
         mapped = done = 0
         elements = sum(math.prod(p.shape) for p in pieces.values())
         for name, p in pieces.items():
-            source: Matrix
-            if storage.scheme is not None and storage.covers(name):
-                source = part_of(p, name, storage.scheme, get)
-            else:
-                source = p.read(where[name], name)
+            source = read_piece(p, name, where, storage)
             mapped += 0 if isinstance(source, Packed) and storage.packs else source.nbytes  # the run keeps the map
             buffers.put(p, source)
             done += math.prod(p.shape)
@@ -289,6 +251,15 @@ def _read_weights(
                 for bias in found.get(name, ()):
                     bias.zero_()
     return found
+
+
+def _without_heads(where: dict[str, Any], prefix: str, layers: int) -> dict[str, Any]:
+    """The tensors but those of MTP heads, which only strategy `mtp` reads (drafts/mtp.py)."""
+    starts = ["mtp.", f"{prefix}mtp_layers."]
+    while f"{prefix}layers.{layers}.eh_proj.weight" in where:
+        starts.append(f"{prefix}layers.{layers}.")
+        layers += 1
+    return {name: file for name, file in where.items() if not name.startswith(tuple(starts))}
 
 
 def _check_owner(source: str | Path, c: ModelConfig, owner: Checkpoint | None) -> None:
@@ -320,103 +291,3 @@ def _same_rows(source: str | Path, where: dict[str, Any], c: ModelConfig, owner:
     own = embed[ids.to(embed.device)]
     own = (own if isinstance(own, Tensor) else own.dequantised(torch.float32)).float().cpu()
     return bool((torch.cosine_similarity(own, rows.float(), dim=-1) >= ALIKE).all())
-
-
-def open_files(folder: Path, stack: ExitStack) -> dict[str, Any]:
-    """Map all shards: tensor name -> the open file that holds it. Closing `stack` closes them."""
-    from safetensors import SafetensorError, safe_open
-
-    where: dict[str, Any] = {}
-    for path in _shards(folder):
-        try:
-            file = stack.enter_context(safe_open(path, framework="pt"))
-        except (SafetensorError, OSError) as error:
-            raise CheckpointError(f"{path} is corrupt or truncated ({reason(error)}); download it again") from error
-        where.update(dict.fromkeys(file.keys(), file))
-    return where
-
-
-def _shards(folder: Path) -> list[Path]:
-    """The paths of all safetensors files. Raises CheckpointError if one is missing."""
-    single, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
-    if single.is_file():
-        return [single]
-    if index.is_file():
-        names = read_json(index).get("weight_map")
-        if not isinstance(names, dict) or not names:
-            raise CheckpointError(f"{index} has no weight_map; download it again")
-        files = [Path(str(name)) for name in sorted(set(map(str, names.values())))]
-        for file in files:
-            if file.is_absolute() or ".." in file.parts:
-                raise CheckpointError(f"{index} names {file}, which is outside of the checkpoint's folder; not read")
-        paths = [folder / file for file in files]
-        for path in paths:
-            if not path.is_file():
-                raise CheckpointError(f"{index.name} names {path.name}, which is not in {folder}; download it")
-        return paths
-    if list(folder.glob("pytorch_model*.bin*")):
-        raise CheckpointError(
-            f"{folder} has only pytorch_model.bin; convert it: load it with transformers and call save_pretrained"
-        )
-    raise CheckpointError(
-        f"{folder} has no model.safetensors and no model.safetensors.index.json; specker reads only safetensors"
-    )
-
-
-def _without_heads(where: dict[str, Any], prefix: str, layers: int) -> dict[str, Any]:
-    """The tensors but those of MTP heads, which only strategy `mtp` reads (mtp.py)."""
-    starts = ["mtp.", f"{prefix}mtp_layers."]
-    while f"{prefix}layers.{layers}.eh_proj.weight" in where:
-        starts.append(f"{prefix}layers.{layers}.")
-        layers += 1
-    return {name: file for name, file in where.items() if not name.startswith(tuple(starts))}
-
-
-def check_tensors(
-    where: dict[str, Any], pieces: dict[str, Piece], c: ModelConfig, prefix: str, storage: Storage
-) -> None:
-    """Raise CheckpointError for missing, unexpected and misshapen tensors. Reads only headers, except for a tied
-    head."""
-    wanted: dict[str, tuple[tuple[int, ...], tuple[str, ...]]] = {}
-    ignored: set[str] = set()
-    for name, p in pieces.items():
-        if storage.covers(name):
-            assert storage.scheme is not None
-            wanted |= storage.scheme.stored(name.removesuffix(".weight"), p.matrix)
-            ignored.update(storage.scheme.optional(name.removesuffix(".weight")))
-        else:
-            wanted[name] = p.stored, ("F64", "F32", "F16", "BF16")
-    missing = [name for name in wanted if name not in where]
-    if missing:
-        more = f" and {len(missing) - 1} more" if missing[1:] else ""
-        hint = " (or set tie_word_embeddings)" if missing[0] == "lm_head.weight" else ""
-        raise CheckpointError(f"the checkpoint lacks {missing[0]}{more}, which config.json requires{hint}")
-    for name, (expected, dtypes) in wanted.items():
-        header = where[name].get_slice(name)
-        shape, stored = tuple(header.get_shape()), header.get_dtype()
-        if shape != expected:
-            vocab = f" (vocab_size {c.vocab_size})" if expected[0] == c.vocab_size and ".layers." not in name else ""
-            raise CheckpointError(
-                f"{name} has shape {shape}, but config.json makes it {expected}{vocab}; they must agree"
-            )
-        if stored not in dtypes:
-            how = (
-                "names no quantisation" if storage.scheme is None else f"with {storage.scheme.name} makes it otherwise"
-            )
-            raise CheckpointError(f"{name} is stored as {stored}, but config.json {how}; download the checkpoint again")
-    unread = () if any(p.layer is not None for p in pieces.values()) else (f"{prefix}layers.",)
-    for name in where.keys() - wanted.keys() - ignored:
-        if name.startswith(unread):
-            continue
-        if name == "lm_head.weight" and c.tied and f"{prefix}embed_tokens.weight" in where:
-            embed, head = (where[n].get_tensor(n) for n in (f"{prefix}embed_tokens.weight", name))
-            if embed.dtype != head.dtype or not torch.equal(embed, head):
-                raise CheckpointError(
-                    "lm_head.weight differs from embed_tokens.weight although tie_word_embeddings is true; "
-                    "set it to false in config.json to use both"
-                )
-        elif not (name.endswith("rotary_emb.inv_freq") or (c.shares and name in SHARED_ROWS)):
-            # old checkpoints saved the buffer inv_freq; config.json defines it
-            raise CheckpointError(
-                f"the checkpoint has {name}, which {c.architecture} with this config.json does not use"
-            )

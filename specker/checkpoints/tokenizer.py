@@ -6,7 +6,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from specker.checkpoints.gguf import convert as gguf
+from specker.checkpoints.gguf.cache import DONE
+from specker.checkpoints.gguf.convert import WHOLE
 from specker.checkpoints.parse import read_json, reason
 from specker.model.config import CheckpointError
 
@@ -45,9 +46,9 @@ class Tokens:
         """Whether AutoTokenizer would read tokenizer.json unchanged. AutoTokenizer itself finds out by importing the
         model's config class, which is slow."""
         settings = read_json(self.folder / "tokenizer_config.json", required=False)
-        generic = settings.get("tokenizer_class") == gguf.WHOLE and "auto_map" not in settings
+        generic = settings.get("tokenizer_class") == WHOLE and "auto_map" not in settings
         llama = self.architecture == "LlamaForCausalLM" and (self.folder / "tokenizer.json").is_file()
-        return generic and (llama or (self.folder / gguf.DONE).is_file())
+        return generic and (llama or (self.folder / DONE).is_file())
 
     @cached_property
     def vocabulary(self) -> dict[str, int]:

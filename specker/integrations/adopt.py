@@ -17,9 +17,11 @@ import torch
 from torch import Tensor, nn
 
 from specker.checkpoints.architectures import ARCHITECTURES
-from specker.checkpoints.buffers import activations, final_norm, norms_of
-from specker.checkpoints.checkpoint import DTYPES, Checkpoint, folder_of
+from specker.checkpoints.buffers import activations
+from specker.checkpoints.checkpoint import DTYPES, Checkpoint
+from specker.checkpoints.files import folder_of
 from specker.checkpoints.parse import parse_config
+from specker.checkpoints.pieces import final_norm, norms_of
 from specker.integrations.target import no_weights, read_sizes
 from specker.model.config import CheckpointError, ModelConfig
 from specker.model.weights import Rope, Weights

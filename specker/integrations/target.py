@@ -11,7 +11,8 @@ from transformers import AutoConfig
 from specker import zoo
 from specker.checkpoints import checkpoint
 from specker.checkpoints.buffers import served
-from specker.checkpoints.checkpoint import Checkpoint, folder_of, read_config
+from specker.checkpoints.checkpoint import Checkpoint, read_config
+from specker.checkpoints.files import folder_of
 from specker.checkpoints.parse import eos_ids, read_json, reason
 from specker.model.config import CheckpointError, LayerSpec, ModelConfig
 from specker.model.memory import CacheMemory

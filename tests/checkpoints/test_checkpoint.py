@@ -166,17 +166,18 @@ def test_sharded_equals_single(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("run", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
-def test_dtypes(tmp_path: Path, stored: torch.dtype, run: torch.dtype) -> None:
-    ck = read_here(make(tmp_path, "qwen2", dtype=stored), run)
-    state = load_file(tmp_path / "model.safetensors")
+def test_dtypes(tmp_path: Path, stored: torch.dtype) -> None:
+    folder = make(tmp_path, "qwen2", dtype=stored)
+    state = load_file(folder / "model.safetensors")
     gate, up = (torch.stack([state[f"model.layers.{i}.mlp.{x}_proj.weight"] for i in range(3)]) for x in ("gate", "up"))
-    assert torch.equal(tensors(ck)["gate_up"], torch.cat([gate, up], 1).to(run))
-    assert torch.equal(ck.weights.embed, state["model.embed_tokens.weight"].to(run))
-    vectors = torch.float32 if run == torch.bfloat16 else run  # a CPU computes in float32 beside bfloat16 matrices
-    for name, t in tensors(ck).items():
-        assert t.dtype == (run if name in ("embed", "head", "qkv", "o", "gate_up", "down") else vectors), name
-    assert ck.weights.ropes[0].inv_freq.dtype == torch.float32
+    for run in (torch.float32, torch.bfloat16, torch.float16, torch.float64):
+        ck = read_here(folder, run)
+        assert torch.equal(tensors(ck)["gate_up"], torch.cat([gate, up], 1).to(run))
+        assert torch.equal(ck.weights.embed, state["model.embed_tokens.weight"].to(run))
+        vectors = torch.float32 if run == torch.bfloat16 else run  # a CPU computes in float32 beside bfloat16 matrices
+        for name, t in tensors(ck).items():
+            assert t.dtype == (run if name in ("embed", "head", "qkv", "o", "gate_up", "down") else vectors), name
+        assert ck.weights.ropes[0].inv_freq.dtype == torch.float32
 
 
 def test_chunked_copy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -554,11 +555,13 @@ def test_config_refusals(folder: Path, edits: dict[str, Any], options: dict[str,
 
 
 @pytest.mark.parametrize("arch", ["qwen2", "dream"])
-@pytest.mark.parametrize("mask", [None, 128, -1, "<mask>"])
-def test_a_diffusion_model_needs_a_mask_token(tmp_path: Path, arch: str, mask: Any) -> None:
-    edit(make(tmp_path, arch), mask_token_id=mask)
-    with pytest.raises(CheckpointError, match=f"a bidirectional {NAMES[arch]} needs mask_token_id .*; it is {mask}"):
-        read_here(tmp_path, bidirectional=True)
+def test_a_diffusion_model_needs_a_mask_token(tmp_path: Path, arch: str) -> None:
+    folder = make(tmp_path, arch)
+    for mask in (None, 128, -1, "<mask>"):
+        edit(folder, mask_token_id=mask)
+        message = f"a bidirectional {NAMES[arch]} needs mask_token_id .*; it is {mask}"
+        with pytest.raises(CheckpointError, match=message):
+            read_here(folder, bidirectional=True)
 
 
 def test_dream_cannot_be_causal(tmp_path: Path) -> None:

@@ -3,7 +3,6 @@
 import hashlib
 import json
 import os
-import re
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
@@ -14,14 +13,16 @@ import numpy as np
 import pytest
 import torch
 from make_checkpoint import FULL, GEMMA3, LLAMA3, MIXTRAL, QWEN3_MOE, SLIDING, exact_oracle, make, oracle, oracle_logits
+from make_gguf import gguf, quantised, write
 from packings import exact
-from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast, Qwen2Tokenizer
 
 import specker
 from specker.checkpoints.checkpoint import opened, read, read_config
 from specker.checkpoints.gguf import blocks
-from specker.checkpoints.gguf import convert as gguf
+from specker.checkpoints.gguf.cache import DONE, converted, remembered_sha256, sha256
+from specker.checkpoints.gguf.convert import converted_size
+from specker.checkpoints.gguf.families import FAMILIES
 from specker.checkpoints.tokenizer import Tokens
 from specker.cpu.packed import FORMATS, Packed, pack
 from specker.model.cache import KVCache
@@ -29,134 +30,7 @@ from specker.model.config import CheckpointError
 from specker.model.decoder import Final, Model, prefill
 from specker.model.split import Part
 
-writer = pytest.importorskip("gguf")
-
-NAMES = {
-    "self_attn.q_proj": "attn_q",
-    "self_attn.k_proj": "attn_k",
-    "self_attn.v_proj": "attn_v",
-    "self_attn.o_proj": "attn_output",
-    "mlp.gate_proj": "ffn_gate",
-    "mlp.up_proj": "ffn_up",
-    "mlp.down_proj": "ffn_down",
-    "input_layernorm": "attn_norm",
-    "post_attention_layernorm": "ffn_norm",
-}
-MIXTURE_NAMES = NAMES | {  # of Qwen3-MoE, and of Mixtral
-    "self_attn.q_norm": "attn_q_norm",
-    "self_attn.k_norm": "attn_k_norm",
-    **{f"{module}.gate": "ffn_gate_inp" for module in ("mlp", "block_sparse_moe")},
-    **{f"mlp.experts.{part}_proj": f"ffn_{part}_exps" for part in ("gate", "up", "down")},
-    **{f"block_sparse_moe.experts.w{n}": f"ffn_{part}_exps" for n, part in ((1, "gate"), (3, "up"), (2, "down"))},
-}
-GEMMA_NAMES = NAMES | {
-    "self_attn.q_norm": "attn_q_norm",
-    "self_attn.k_norm": "attn_k_norm",
-    "post_attention_layernorm": "post_attention_norm",
-    "pre_feedforward_layernorm": "ffn_norm",
-    "post_feedforward_layernorm": "post_ffw_norm",
-}
-
-
-def gguf_name(name: str, names: dict[str, str] = NAMES) -> str:
-    outer = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
-    name = name.removesuffix(".weight")
-    if name in outer:
-        return f"{outer[name]}.weight"
-    layer, rest = name.removeprefix("model.layers.").split(".", 1)
-    return f"blk.{layer}.{names[rest]}.weight"
-
-
-def quantised(x: np.ndarray, kind: str) -> np.ndarray:
-    """Blocks of `kind`: x rounded, or random numbers where the package `gguf` does not round."""
-    type_ = writer.GGMLQuantizationType[kind]
-    if x.ndim == 3:
-        return quantised(x.reshape(-1, x.shape[2]), kind).reshape(*x.shape[:2], -1)
-    try:
-        return writer.quants.quantize(np.ascontiguousarray(x), type_)
-    except NotImplementedError:
-        return random_blocks(kind, x.shape[0], x.shape[1], seed=x.size)
-
-
-def random_blocks(kind: str, O: int, E: int, seed: int = 0) -> np.ndarray:
-    """Blocks of a K format with random bytes, of weights about 0.1."""
-    rng = np.random.default_rng(seed)
-    weights, size, _ = blocks.READERS[kind]
-    out = rng.integers(0, 256, (O, E // weights, size), dtype=np.uint8)
-    spread, middle = {"Q4_K": (224, 7.5), "Q5_K": (480, 15.5), "Q6_K": (1330, 0)}[kind]
-    d = (0.1 * (0.5 + rng.random((O, E // weights, 1))) / spread).astype(np.float16)
-    at = 208 if kind == "Q6_K" else 0
-    out[..., at : at + 2] = d.view(np.uint8)
-    if middle:  # d s q - m t is about 0 on average
-        out[..., 2:4] = (d * np.float16(middle)).view(np.uint8)
-    return out.reshape(O, -1)
-
-
-def write(
-    path: Path,
-    folder: Path,
-    kind: str = "Q8_0",
-    arch: str = "llama",
-    kinds: dict[str, str] | None = None,
-    more: Callable[[Any], object] = lambda out: None,
-    extra: dict[str, np.ndarray] | None = None,
-) -> Path:
-    """The tiny Llama, Gemma 3 or mixture in `folder` as a GGUF file with a byte-level tokenizer and a chat template.
-    `kinds`: formats of single tensors, by a part of their names. `more` adds keys, `extra` tensors."""
-    config = json.loads((folder / "config.json").read_text())
-    out = writer.GGUFWriter(path, arch)
-    out.add_block_count(config["num_hidden_layers"])
-    out.add_context_length(config["max_position_embeddings"])
-    out.add_embedding_length(config["hidden_size"])
-    out.add_feed_forward_length(config["intermediate_size"])
-    out.add_head_count(config["num_attention_heads"])
-    out.add_head_count_kv(config["num_key_value_heads"])
-    out.add_layer_norm_rms_eps(config["rms_norm_eps"])
-    rope = config["rope_parameters"]
-    out.add_rope_freq_base(rope.get("full_attention", rope)["rope_theta"])
-    out.add_rope_dimension_count(config["head_dim"] or config["hidden_size"] // config["num_attention_heads"])
-    more(out)
-    out.add_vocab_size(config["vocab_size"])
-    tokens = [*(chr(33 + i) for i in range(94)), "ab"]
-    tokens += [f"<{i}>" for i in range(config["vocab_size"] - len(tokens))]
-    out.add_tokenizer_model("gpt2")
-    out.add_tokenizer_pre("smollm")
-    out.add_token_list(tokens)
-    out.add_token_types([writer.TokenType.NORMAL] * 95 + [writer.TokenType.CONTROL] * (len(tokens) - 95))
-    out.add_token_merges(["a b"])
-    out.add_bos_token_id(95)
-    out.add_eos_token_id(96)
-    out.add_chat_template("{% for m in messages %}{{ m['content'] }}{% endfor %}")
-    heads = {"q": config["num_attention_heads"], "k": config["num_key_value_heads"]}
-    for name, x in together(load_file(folder / "model.safetensors")).items():
-        x = x.numpy()
-        gemma, mixture = arch == "gemma3", "num_local_experts" in config
-        if gemma and "norm" in name:
-            x = x + 1
-        elif arch == "llama" and (
-            "q_proj" in name or "k_proj" in name
-        ):  # GGUF interleaves the halves that RoPE rotates
-            count = heads[name.split("self_attn.")[1][0]]
-            x = x.reshape(count, 2, -1, x.shape[1]).swapaxes(1, 2).reshape(x.shape)
-        own = next((other for part, other in (kinds or {}).items() if part in name), kind)
-        own = "F32" if x.ndim == 1 or name.endswith(".gate.weight") else own
-        stored = gguf_name(name, GEMMA_NAMES if gemma else MIXTURE_NAMES if mixture else NAMES)
-        out.add_tensor(stored, quantised(x, own), raw_dtype=writer.GGMLQuantizationType[own])
-    for name, array in (extra or {}).items():
-        out.add_tensor(name, array)
-    out.write_header_to_file()
-    out.write_kv_data_to_file()
-    out.write_tensors_to_file()
-    out.close()
-    return path
-
-
-def together(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The tensors, with those of a layer's experts as one [X, O, E]."""
-    found: dict[str, list[torch.Tensor]] = {}
-    for name in sorted(tensors, key=lambda name: [int(x) if x.isdigit() else 0 for x in name.split(".")]):
-        found.setdefault(re.sub(r"experts\.\d+", "experts", name), []).append(tensors[name])
-    return {name: each[0] if "experts" not in name else torch.stack(each) for name, each in found.items()}
+CACHE = "specker.checkpoints.gguf.cache"
 
 
 @pytest.fixture(autouse=True)
@@ -231,10 +105,10 @@ def test_experts_keep_their_bits(tmp_path: Path, arch: str) -> None:
     folder = write_mixture(tmp_path / "tiny.gguf", arch, "Q8_0", kinds)
     count = MIXTURES[arch].get("num_experts") or MIXTURES[arch]["num_local_experts"]
     found = {
-        tensor.name: torch.from_numpy(writer.quants.dequantize(tensor.data, tensor.tensor_type))
-        for tensor in writer.GGUFReader(tmp_path / "tiny.gguf").tensors
+        tensor.name: torch.from_numpy(gguf.quants.dequantize(tensor.data, tensor.tensor_type))
+        for tensor in gguf.GGUFReader(tmp_path / "tiny.gguf").tensors
     }
-    stored = json.loads((gguf.converted(tmp_path / "tiny.gguf") / "config.json").read_text())["quantization_config"]
+    stored = json.loads((converted(tmp_path / "tiny.gguf") / "config.json").read_text())["quantization_config"]
     assert stored["modules"]["model.layers.1.mlp.experts.gate_up_proj"] == "int4 super" and not stored["restored"]
     w = read(tmp_path / "tiny.gguf", dtype=torch.float32, device="cpu").weights
     half = read(tmp_path / "tiny.gguf", dtype=torch.float32, device="cpu", part=Part(1, 2), pack=False).weights
@@ -253,8 +127,8 @@ def test_a_gate_and_an_up_projection_in_two_formats_are_restored(tmp_path: Path)
     write_mixture(tmp_path / "tiny.gguf", "llama", "Q8_0", {"w1": "Q4_0", "w3": "Q5_0"})
     checkpoint = read(tmp_path / "tiny.gguf", dtype=torch.float32, device="cpu")
     assert isinstance(checkpoint.weights.gate_up[1], torch.Tensor) and checkpoint.restored == ("Q5_0 and Q4_0",)
-    found = {t.name: t for t in writer.GGUFReader(tmp_path / "tiny.gguf").tensors}
-    up = writer.quants.dequantize(found["blk.0.ffn_up_exps.weight"].data, writer.GGMLQuantizationType["Q5_0"])
+    found = {t.name: t for t in gguf.GGUFReader(tmp_path / "tiny.gguf").tensors}
+    up = gguf.quants.dequantize(found["blk.0.ffn_up_exps.weight"].data, gguf.GGMLQuantizationType["Q5_0"])
     got = checkpoint.weights.gate_up[0].view(4, 2, 256, 256)[:, 1]
     torch.testing.assert_close(got, torch.from_numpy(up), rtol=0, atol=1e-6)
 
@@ -284,7 +158,7 @@ def all_gemma_keys(out: Any) -> None:
     gemma_keys(out)
     out.add_sliding_window_pattern([True, False, True])
     out.add_rope_freq_base_swa(1000.0)
-    out.add_rope_scaling_type(writer.RopeScalingType.LINEAR)
+    out.add_rope_scaling_type(gguf.RopeScalingType.LINEAR)
     out.add_rope_scaling_factor(2.0)
 
 
@@ -353,7 +227,7 @@ def test_the_tokens_that_end_an_answer_of_gemma(tmp_path: Path) -> None:
     """A file names one; instruction-tuned models also end with another."""
     folder = make(tmp_path / "source", **GEMMA3)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(gguf.FAMILIES, "gemma3_text", gguf.FAMILIES["gemma3_text"]._replace(ends=("<6>", "<none>")))
+        patch.setitem(FAMILIES, "gemma3_text", FAMILIES["gemma3_text"]._replace(ends=("<6>", "<none>")))
         file = write(tmp_path / "tiny.gguf", folder, "F32", arch="gemma3", more=gemma_keys)
         assert read_config(file).eos_ids == (96, 101)
 
@@ -368,13 +242,13 @@ def test_soft_caps_of_a_file_are_refused(tmp_path: Path) -> None:
         read_config(file)
 
 
-@pytest.mark.parametrize("kind", blocks.READERS)
+@pytest.mark.parametrize("kind", blocks.BLOCKS)
 def test_blocks_are_read_as_the_package_dequantises_them(kind: str) -> None:
     x = np.random.default_rng(0).standard_normal((21, 512), dtype=np.float32)
     x[0, :32] = 0
     data = quantised(x, kind)
     n = blocks.read(kind, torch.from_numpy(data))
-    want = torch.from_numpy(writer.quants.dequantize(data, writer.GGMLQuantizationType[kind]))
+    want = torch.from_numpy(gguf.quants.dequantize(data, gguf.GGMLQuantizationType[kind]))
     got = pack(n).dequantised(torch.float32)
     # The package rounds up to three times, packed weights once.
     assert ((got.double() - want.double()).abs() <= 3 * 2**-24 * exact(n).most).all() and got.std() > 0.05
@@ -434,43 +308,42 @@ def test_a_folder_with_one_file_and_its_tokenizer(model: Path) -> None:
 
 def test_a_file_is_converted_once_and_again_if_the_folder_is_damaged(model: Path, cache: Path) -> None:
     file = model / "tiny.gguf"
-    first = gguf.converted(file)
-    made = (first / gguf.DONE).stat().st_mtime_ns
-    assert gguf.converted(file) == first and (first / gguf.DONE).stat().st_mtime_ns == made
+    first = converted(file)
+    made = (first / DONE).stat().st_mtime_ns
+    assert converted(file) == first and (first / DONE).stat().st_mtime_ns == made
     weights = first / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-8])
-    assert gguf.converted(file) == first and (first / gguf.DONE).stat().st_mtime_ns > made
+    assert converted(file) == first and (first / DONE).stat().st_mtime_ns > made
     write(file, make(model.parent / "other", seed=3))
-    assert gguf.converted(file) != first  # another file of the same name
+    assert converted(file) != first  # another file of the same name
     assert len(list((cache / "gguf").iterdir())) == 2  # and no leftovers
 
 
-@pytest.mark.parametrize("dense", [False, True])
-def test_the_size_of_a_copy_is_known_beforehand(tmp_path: Path, cache: Path, dense: bool) -> None:
-    folder = make(tmp_path / "source", tokenizer=True)
-    for kind in ("Q4_0", "Q5_0", "Q8_0", "F32"):
+def test_the_size_of_a_copy_is_known_beforehand(tmp_path: Path) -> None:
+    folder = make(tmp_path / "source")
+    for kind, dense in (("Q4_0", False), ("Q5_0", False), ("Q8_0", False), ("F32", False), ("Q5_0", True)):
         file = write(tmp_path / f"{kind}.gguf", folder, kind)
-        weights = gguf.converted(file, dense) / "model.safetensors"
+        weights = converted(file, dense) / "model.safetensors"
         header = 8 + int.from_bytes(weights.read_bytes()[:8], "little")
-        assert gguf.converted_size(writer.GGUFReader(file).tensors, dense) == weights.stat().st_size - header
+        assert converted_size(gguf.GGUFReader(file).tensors, dense) == weights.stat().st_size - header
 
 
 def test_what_a_killed_conversion_left_is_removed(model: Path, cache: Path) -> None:
-    folder = gguf.converted(model / "tiny.gguf")
+    folder = converted(model / "tiny.gguf")
     shutil.rmtree(folder)
     left = folder.parent / f"{folder.name}.abcd"
     left.mkdir()
     (left / "model.safetensors").write_bytes(bytes(100))
-    assert gguf.converted(model / "tiny.gguf") == folder and not left.exists()
+    assert converted(model / "tiny.gguf") == folder and not left.exists()
 
 
 def test_a_conversion_says_where_and_how_much(model: Path, cache: Path, caplog: pytest.LogCaptureFixture) -> None:
     shutil.rmtree(cache, ignore_errors=True)
     with caplog.at_level("INFO", "specker.steps"):
-        folder = gguf.converted(model / "tiny.gguf")
+        folder = converted(model / "tiny.gguf")
     said = [record.getMessage() for record in caplog.records]
     assert f"converting tiny.gguf once into {folder} (0.00 GB)" in said
-    sizes = [int(tensor.n_bytes) for tensor in writer.GGUFReader(model / "tiny.gguf").tensors]
+    sizes = [int(tensor.n_bytes) for tensor in gguf.GGUFReader(model / "tiny.gguf").tensors]
     total, done = sum(sizes), [sum(sizes[: n + 1]) for n in range(len(sizes))]
     reached = [next(x for x in done if 10 * x >= n * total) for n in range(1, 10)]  # when each tenth was done
     shares = [100 * x // total for x in dict.fromkeys(reached) if x < total]
@@ -478,12 +351,12 @@ def test_a_conversion_says_where_and_how_much(model: Path, cache: Path, caplog: 
     assert [line for line in said if line.endswith("%")] == [f"converting tiny.gguf: {share}%" for share in shares]
 
 
-@pytest.mark.parametrize("kind", blocks.READERS)
+@pytest.mark.parametrize("kind", blocks.BLOCKS)
 def test_a_copy_has_the_bits_of_its_file(kind: str) -> None:
     """Of weights in whole units; the K formats have a little more (cpu/packed.py)."""
-    weights, size, _ = blocks.READERS[kind]
+    weights, size, name, _ = blocks.BLOCKS[kind]
     more = {"Q4_K": 1 / 8, "Q5_K": 1 / 8, "Q6_K": 1 / 16}.get(kind, 0)
-    form = FORMATS[blocks.PACKED[kind]]
+    form = FORMATS[name]
     assert 8 * form.bytes_of(16, 1024) / (16 * 1024) == 8 * size / weights + more
     file = torch.from_numpy(quantised(np.ones((16, 1024), np.float32), kind))
     assert pack(blocks.read(kind, file)).nbytes == form.bytes_of(16, 1024)
@@ -493,8 +366,7 @@ def test_a_copy_has_the_bits_of_its_file(kind: str) -> None:
 def hashed(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
     """The files whose SHA-256 was computed."""
     files: list[Path] = []
-    real = gguf.sha256
-    monkeypatch.setattr(gguf, "sha256", lambda path: files.append(path) or real(path))
+    monkeypatch.setattr(f"{CACHE}.sha256", lambda path: files.append(path) or sha256(path))
     return files
 
 
@@ -502,9 +374,8 @@ def test_the_digest_of_a_file_is_remembered(tmp_path: Path, cache: Path, hashed:
     file, link = tmp_path / "a.gguf", tmp_path / "link.gguf"
     file.write_bytes(b"one")
     link.symlink_to(file)
-    first = gguf.sha256(file)
-    hashed.clear()
-    assert [gguf.remembered_sha256(path) for path in (file, file, link)] == [first] * 3
+    first = sha256(file)
+    assert [remembered_sha256(path) for path in (file, file, link)] == [first] * 3
     assert hashed == [file]
 
     about = file.stat()
@@ -519,7 +390,7 @@ def test_the_digest_of_a_file_is_remembered(tmp_path: Path, cache: Path, hashed:
     for n, change in enumerate(changes, 2):  # the time, the size, the inode
         change()
         for _ in range(2):
-            assert gguf.remembered_sha256(file) == hashlib.sha256(file.read_bytes()).hexdigest()
+            assert remembered_sha256(file) == hashlib.sha256(file.read_bytes()).hexdigest()
         assert len(hashed) == n
     assert len(list((cache / "digests").iterdir())) == 1  # of the path, and no leftovers
 
@@ -528,7 +399,7 @@ def test_the_digest_of_a_file_is_remembered(tmp_path: Path, cache: Path, hashed:
 def test_a_damaged_digest_is_ignored(tmp_path: Path, cache: Path, hashed: list[Path], damage: str) -> None:
     file = tmp_path / "a.gguf"
     file.write_bytes(b"one")
-    right = gguf.remembered_sha256(file)
+    right = remembered_sha256(file)
     (note,) = (cache / "digests").iterdir()
     known = json.loads(note.read_text())
     if damage == "short":
@@ -536,7 +407,7 @@ def test_a_damaged_digest_is_ignored(tmp_path: Path, cache: Path, hashed: list[P
     elif damage == "path":
         damage = json.dumps({"file": known["file"] | {"path": "another"}, "sha256": "0" * 64})
     note.write_text(damage)
-    assert [gguf.remembered_sha256(file) for _ in range(2)] == [right] * 2 and len(hashed) == 2
+    assert [remembered_sha256(file) for _ in range(2)] == [right] * 2 and len(hashed) == 2
     assert json.loads(note.read_text()) == known
 
 
@@ -544,7 +415,7 @@ def test_a_cache_that_cannot_be_written_remembers_nothing(tmp_path: Path, cache:
     cache.mkdir()
     (cache / "digests").write_text("a file where the folder should be")
     (tmp_path / "a.gguf").write_bytes(b"one")
-    digests = [gguf.remembered_sha256(tmp_path / "a.gguf") for _ in range(2)]
+    digests = [remembered_sha256(tmp_path / "a.gguf") for _ in range(2)]
     assert digests == [hashlib.sha256(b"one").hexdigest()] * 2 and len(hashed) == 2
 
 
@@ -553,15 +424,15 @@ def test_a_file_that_changes_while_it_is_hashed_is_not_remembered(
 ) -> None:
     file = tmp_path / "a.gguf"
     file.write_bytes(b"one")
-    monkeypatch.setattr(gguf, "sha256", lambda path: str(path.write_bytes(b"longer")))
-    gguf.remembered_sha256(file)
+    monkeypatch.setattr(f"{CACHE}.sha256", lambda path: str(path.write_bytes(b"longer")))
+    remembered_sha256(file)
     assert not (cache / "digests").exists()
 
 
 def test_the_tokenizer_is_saved_whole(tmp_path: Path) -> None:
     """Qwen2's class adds its normaliser, which a GGUF file lacks; the folder's tokenizer.json has it too."""
     write(tmp_path / "tiny.gguf", make(tmp_path / "source"), arch="qwen2")
-    folder = gguf.converted(tmp_path / "tiny.gguf")
+    folder = converted(tmp_path / "tiny.gguf")
     ours, theirs = Tokens(folder, "Qwen2ForCausalLM").tokenizer, Qwen2Tokenizer.from_pretrained(folder)
     assert type(ours) is PreTrainedTokenizerFast
     for text in ("ab A\u030a", "\u00c5", "<96>ab<95>", " ab\n"):
@@ -576,7 +447,7 @@ def test_the_tokenizer_is_saved_whole(tmp_path: Path) -> None:
 def test_a_folder_converted_by_an_earlier_version_keeps_its_tokenizer(tmp_path: Path) -> None:
     """Its tokenizer.json lacks parts, which the class that tokenizer_config.json names adds."""
     write(tmp_path / "tiny.gguf", make(tmp_path / "source"), arch="qwen2")
-    folder = gguf.converted(tmp_path / "tiny.gguf")
+    folder = converted(tmp_path / "tiny.gguf")
     path = folder / "tokenizer_config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"tokenizer_class": "Qwen2Tokenizer"}))
     assert type(Tokens(folder, "Qwen2ForCausalLM").tokenizer) is Qwen2Tokenizer
@@ -586,9 +457,9 @@ def test_an_interrupted_conversion_leaves_nothing(model: Path, cache: Path, monk
     def fail(*_: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(gguf, "_convert", fail)
+    monkeypatch.setattr(f"{CACHE}.convert.convert", fail)
     with pytest.raises(KeyboardInterrupt):
-        gguf.converted(model / "tiny.gguf")
+        converted(model / "tiny.gguf")
     assert not list((cache / "gguf").iterdir())
 
 
@@ -602,7 +473,7 @@ def test_what_cannot_be_read(model: Path, monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(10, 10, 0))
     with pytest.raises(CheckpointError, match=r"converting .* takes .* GB, but .* has 0.00 GB free; set SPECKER"):
         read_config(file)
-    monkeypatch.setattr(gguf, "find_spec", lambda name: None)
+    monkeypatch.setattr(f"{CACHE}.find_spec", lambda name: None)
     with pytest.raises(CheckpointError, match=r"tiny.gguf is a GGUF file, and reading it needs gguf and accelerate: "):
         read_config(file)
 

@@ -8,7 +8,7 @@ import torch
 from make_checkpoint import CASES, GEMMA3, make
 
 import specker
-from specker.checkpoints import checkpoint
+from specker.checkpoints import files
 from specker.checkpoints.checkpoint import read
 from specker.model import memory
 
@@ -76,11 +76,11 @@ def test_a_hub_id_downloads_no_weights(tmp_path, monkeypatch):
         "huggingface_hub.snapshot_download", lambda source, **how: asked.append(how["allow_patterns"]) or str(folder)
     )
     read("org/name", dtype=torch.float32, device="cpu", random=0)
-    assert asked == [checkpoint.CONFIG_FILES] and not any("safetensors" in pattern for pattern in asked[0])
+    assert asked == [files.CONFIG_FILES] and not any("safetensors" in pattern for pattern in asked[0])
     monkeypatch.setattr(memory, "free", lambda device: 1000)
     with pytest.raises(ValueError, match="org/name needs"):  # before its weights are downloaded
         read("org/name", dtype=torch.float32, device="cpu")
-    assert asked == 2 * [checkpoint.CONFIG_FILES]
+    assert asked == 2 * [files.CONFIG_FILES]
 
 
 @pytest.mark.parametrize(

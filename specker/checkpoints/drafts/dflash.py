@@ -19,10 +19,19 @@ import torch
 from torch import Tensor
 
 from specker.checkpoints.architectures import LAYER_TYPES, SLIDING
-from specker.checkpoints.buffers import Piece, Storage, pieces_of
-from specker.checkpoints.checkpoint import Checkpoint, folder_of, open_files
-from specker.checkpoints.drafts.heads import IGNORED, check_stream, ids_of, read_tensors
+from specker.checkpoints.buffers import Storage
+from specker.checkpoints.checkpoint import Checkpoint
+from specker.checkpoints.drafts.heads import (
+    IGNORED,
+    check_shared,
+    check_stream,
+    check_target,
+    ids_of,
+    read_tensors,
+)
+from specker.checkpoints.files import folder_of, open_files
 from specker.checkpoints.parse import SHARED, parse_config, read_json, reason
+from specker.checkpoints.pieces import Piece, pieces_of
 from specker.model.config import CheckpointError, ModelConfig
 from specker.model.dflash import BlockSpec, BlockWeights, Markov
 from specker.model.split import WHOLE
@@ -131,7 +140,12 @@ class Layout:
         for name in SIZES:
             if name in flat and (type(flat[name]) is not int or flat[name] < 0):
                 raise CheckpointError(f"{name} of {folder} must be a whole number, got {flat[name]!r}")
-        _check_target(folder, flat, given, target)
+        sizes = {
+            "of width {}": (flat.get("target_hidden_size") or given.get("hidden_size"), target.hidden_size),
+            "with {} ids": (given.get("vocab_size"), target.vocab_size),
+            "with {} layers": (flat.get("num_target_layers") or target.num_layers, target.num_layers),
+        }
+        check_target(folder, "a drafter for a target", sizes)
         size = flat.get("block_size") or 0
         following = bool(flat.get("sample_from_anchor", kind == "dspark"))
         if size < (1 if following else 2):
@@ -148,7 +162,7 @@ class Layout:
         config, ropes = parse_config(folder, target.max_context, None, plain)
         causal = inner.get("causal")
         spec = BlockSpec(
-            _taps(folder, raw, inner, nested is not None, len(windowed), target),
+            _depths(folder, raw, inner, nested is not None, len(windowed), target),
             target.hidden_size,
             raw.get("draft_vocab_size") or target.vocab_size,
             size,
@@ -175,50 +189,34 @@ class Layout:
         joined = confident and bool(raw.get("confidence_head_with_markov"))
         if joined and not rank:
             raise CheckpointError(f"{folder} says confidence_head_with_markov, and has no Markov head")
-        made = cls(config, ropes, spec, own, rank, markov, confident, joined)
-        made._check_shared(folder, target)
-        return made
-
-    def _check_shared(self, folder: Path, target: ModelConfig) -> None:
-        """Raise CheckpointError unless the drafter can use the target's embedding and LM head where it has none, and
-        has an embedding for masks."""
-        H, Ht, mask = self.config.hidden_size, target.hidden_size, self.config.mask_token_id
-        if "embed_tokens" not in self.own and Ht != H:
-            raise CheckpointError(f"{folder} lacks embed_tokens.weight, and the target's rows have {Ht} instead of {H}")
-        if "lm_head" not in self.own and (self.spec.rows != target.vocab_size or Ht != H):
+        check_shared(folder, own, config, spec.rows, target)
+        if mask is None or mask >= config.vocab_size:
             raise CheckpointError(
-                f"{folder} lacks lm_head.weight, and the target's head [{target.vocab_size}, {Ht}] is not "
-                f"[{self.spec.rows}, {H}]"
+                f"config.json of {folder} must name mask_token_id, an id below {config.vocab_size}; it is {mask}"
             )
-        if mask is None or mask >= self.config.vocab_size:
-            raise CheckpointError(
-                f"config.json of {folder} must name mask_token_id, an id below {self.config.vocab_size}; it is {mask}"
-            )
+        return cls(config, ropes, spec, own, rank, markov, confident, joined)
 
     def pieces(self) -> Iterator[Piece]:
         """Every tensor that the checkpoint must have, and no other."""
         c, spec, r = self.config, self.spec, self.rank
 
-        def whole(name: str, buffer: str, *shape: int) -> Piece:
-            return Piece(name, buffer, None, 0, shape, shape, (0,) * len(shape))
-
         shares = *(name for name in SHARED if name not in self.own), "lm_head"  # its head may have other rows
         yield from pieces_of(replace(c, shares=shares), WHOLE, True)
         H, V = c.hidden_size, c.vocab_size
-        yield whole("fc.weight", "fc", H, len(spec.aux_layers) * spec.width)
-        yield whole("hidden_norm.weight", "hidden_norm", H)
+        yield Piece.tensor("fc.weight", "fc", H, len(spec.aux_layers) * spec.width)
+        yield Piece.tensor("hidden_norm.weight", "hidden_norm", H)
         if "lm_head" in self.own:
-            yield whole("lm_head.weight", "head", spec.rows, H)
+            yield Piece.tensor("lm_head.weight", "head", spec.rows, H)
         if r:
-            yield whole("markov_head.markov_w1.weight", "w1", V, r)
-            yield whole("markov_head.markov_w2.weight", "w2", spec.rows, r)
+            yield Piece.tensor("markov_head.markov_w1.weight", "w1", V, r)
+            yield Piece.tensor("markov_head.markov_w2.weight", "w2", spec.rows, r)
         if r and (joint := JOINT[self.markov]):
             out, inputs = (r, H + r) if self.markov == "gated" else (3 * r, 2 * r + H)
-            yield whole(f"markov_head.{joint}.weight", "joint", out, inputs)
-            yield whole(f"markov_head.{joint}.bias", "joint_bias", out)
+            yield Piece.tensor(f"markov_head.{joint}.weight", "joint", out, inputs)
+            yield Piece.tensor(f"markov_head.{joint}.bias", "joint_bias", out)
         if self.confident:
-            yield whole("confidence_head.proj.weight", "confidence", 1, H + r * self.joined)
-            yield whole("confidence_head.proj.bias", "confidence_bias", 1)
+            yield Piece.tensor("confidence_head.proj.weight", "confidence", 1, H + r * self.joined)
+            yield Piece.tensor("confidence_head.proj.bias", "confidence_bias", 1)
 
 
 def _kind(folder: Path, raw: dict[str, Any]) -> str:
@@ -233,21 +231,6 @@ def _kind(folder: Path, raw: dict[str, Any]) -> str:
     if (kind := raw.get("speculators_model_type")) not in KINDS:
         raise CheckpointError(f"{folder} is a speculators drafter of type {kind!r}; dflash reads {' and '.join(KINDS)}")
     return kind
-
-
-def _check_target(folder: Path, flat: dict[str, Any], given: dict[str, Any], target: ModelConfig) -> None:
-    """Raise CheckpointError if the drafter is for a target of other sizes."""
-    sizes = {
-        "of width {}": (flat.get("target_hidden_size") or given.get("hidden_size"), target.hidden_size),
-        "with {} ids": (given.get("vocab_size"), target.vocab_size),
-        "with {} layers": (flat.get("num_target_layers") or target.num_layers, target.num_layers),
-    }
-    for words, (its, own) in sizes.items():
-        if its != own:
-            raise CheckpointError(
-                f"{folder} is a drafter for a target {words.format(its)}, and the target has {own}: it was trained for "
-                "another model"
-            )
 
 
 def _windows(folder: Path, given: dict[str, Any]) -> tuple[bool, tuple[bool, ...]]:
@@ -266,7 +249,7 @@ def _windows(folder: Path, given: dict[str, Any]) -> tuple[bool, tuple[bool, ...
     return SLIDING in kinds, tuple(kind == SLIDING for kind in kinds)
 
 
-def _taps(
+def _depths(
     folder: Path, raw: dict[str, Any], inner: dict[str, Any], nested: bool, layers: int, target: ModelConfig
 ) -> tuple[int, ...]:
     """The depths of the target that the drafter reads: depth n is the input of layer n."""

@@ -18,17 +18,19 @@ one before (sglang-jax's pull request 1256).
 """
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
-from specker.checkpoints.buffers import Buffers, Piece, Storage, packs, part_of, pieces_of
-from specker.checkpoints.checkpoint import Checkpoint, check_tensors, open_files
-from specker.checkpoints.drafts.heads import HeadCheckpoint, check_stream
+from specker.checkpoints.buffers import Storage, packs
+from specker.checkpoints.checkpoint import Checkpoint
+from specker.checkpoints.drafts.heads import HeadCheckpoint, check_stream, read_tensors
+from specker.checkpoints.files import open_files
 from specker.checkpoints.parse import read_json
+from specker.checkpoints.pieces import Piece, pieces_of
 from specker.checkpoints.quantised.schemes import scheme_of
 from specker.model.config import CheckpointError, ModelConfig
 from specker.model.heads import HeadSpec, HeadWeights
@@ -41,69 +43,63 @@ class Layout:
     """The names of the heads' tensors, without `.weight`; # stands for a head's number."""
 
     start: str  # of all of a head's names
-    layer: str  # of its layer's
-    fc: str
+    layer: str  # after that, of its layer's
+    fc: str  # after `start`, as are the next three
     embed_norm: str
     hidden_norm: str
     norm: str
+    own: tuple[tuple[str, str], ...] = ()  # buffer and name of the head's own embedding and LM head
     first: int = 0  # the first head's number
     swapped: bool = False  # fc has the hidden row's columns first
     before_norm: bool = False  # this and the next three: see HeadSpec
     output: bool = True
     chained: bool = True
     zeroed: bool = True
-    own: tuple[tuple[str, str], ...] = ()  # buffer and name of the head's own embedding and LM head
 
     def head(self, n: int) -> "Layout":
-        """The names of head n, counted from 0."""
-        names = "start", "layer", "fc", "embed_norm", "hidden_norm", "norm"
-        number = str(self.first + n)
-        own = tuple((buffer, name.replace("#", number)) for buffer, name in self.own)
-        return replace(self, own=own, **{name: getattr(self, name).replace("#", number) for name in names})
+        """The whole names of head n, counted from 0."""
 
-    def numbers(self, names: Iterator[str]) -> list[int]:
+        def whole(name: str) -> str:
+            return f"{self.start}{name}".replace("#", str(self.first + n))
+
+        return replace(
+            self,
+            start=whole(""),
+            layer=whole(self.layer),
+            fc=whole(self.fc),
+            embed_norm=whole(self.embed_norm),
+            hidden_norm=whole(self.hidden_norm),
+            norm=whole(self.norm),
+            own=tuple((buffer, whole(name)) for buffer, name in self.own),
+        )
+
+    def numbers(self, names: Iterable[str]) -> list[int]:
         """The numbers of the heads with a layer among these tensors."""
-        stem = re.compile(re.escape(self.layer).replace(r"\#", r"(\d+)"))
+        stem = re.compile(re.escape(self.start + self.layer).replace(r"\#", r"(\d+)"))
         found = {int(match[1]) for name in names if (match := stem.match(name))}
         return sorted(n for n in found if n >= self.first)
 
 
 def layouts(prefix: str, layers: int) -> tuple[Layout, ...]:
     """The layouts for a target of this many layers, whose names begin with `prefix`."""
-    mimo, deepseek = f"{prefix}mtp_layers.#.", f"{prefix}layers.#."
-    return (
-        Layout(
-            mimo,
-            mimo,
-            fc=f"{mimo}input_proj",
-            embed_norm=f"{mimo}token_layernorm",
-            hidden_norm=f"{mimo}hidden_layernorm",
-            norm=f"{mimo}final_layernorm",
-            swapped=True,
-            before_norm=True,
-            output=False,
-            chained=False,
-        ),
-        Layout(
-            "mtp.",
-            "mtp.layers.#.",
-            fc="mtp.fc",
-            embed_norm="mtp.pre_fc_norm_embedding",
-            hidden_norm="mtp.pre_fc_norm_hidden",
-            norm="mtp.norm",
-            zeroed=False,
-        ),
-        Layout(
-            deepseek,
-            deepseek,
-            fc=f"{deepseek}eh_proj",
-            embed_norm=f"{deepseek}enorm",
-            hidden_norm=f"{deepseek}hnorm",
-            norm=f"{deepseek}shared_head.norm",
-            first=layers,
-            own=(("embed", f"{deepseek}embed_tokens"), ("head", f"{deepseek}shared_head.head")),
-        ),
+    mimo = Layout(
+        f"{prefix}mtp_layers.#.",
+        "",
+        "input_proj",
+        "token_layernorm",
+        "hidden_layernorm",
+        "final_layernorm",
+        swapped=True,
+        before_norm=True,
+        output=False,
+        chained=False,
     )
+    norms = "pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm"
+    qwen = Layout("mtp.", "layers.#.", "fc", *norms, zeroed=False)
+    own = ("embed", "embed_tokens"), ("head", "shared_head.head")
+    norms = "enorm", "hnorm", "shared_head.norm"
+    deepseek = Layout(f"{prefix}layers.#.", "", "eh_proj", *norms, own, first=layers)
+    return mimo, qwen, deepseek
 
 
 def read(target: Checkpoint, *, dtype: torch.dtype, quantize: str | None = None) -> HeadCheckpoint:
@@ -124,10 +120,10 @@ def read(target: Checkpoint, *, dtype: torch.dtype, quantize: str | None = None)
         layout, scheme = fitting[0], scheme_of(read_json(folder / "config.json"), str(folder))
         device = target.weights.norm.device
         storage = Storage(scheme, quantize, dtype, device, packs(config, dtype, device))
-        numbers, last = layout.numbers(iter(every)), layout.first
-        if numbers != list(range(last, last + len(numbers))):
+        numbers, first = layout.numbers(every), layout.first
+        if numbers != list(range(first, first + len(numbers))):
             raise CheckpointError(
-                f"the MTP heads of {folder} are numbered {numbers}; {last} is the first one, and none may lack"
+                f"the MTP heads of {folder} are numbered {numbers}; {first} is the first one, and none may lack"
             )
         heads: list[HeadCheckpoint] = []
         for n in range(max(1, len(numbers))):
@@ -145,7 +141,7 @@ def _head(
     first: HeadCheckpoint | None,
 ) -> HeadCheckpoint:
     """Head n of the open files `every`. `first`: head 0, whose embedding and LM head all heads use."""
-    names, layer = layout.head(n), layout.layer.split("#")[0]
+    names, layer = layout.head(n), (layout.start + layout.layer).split("#")[0]
     where = {
         name: x
         for name, x in every.items()
@@ -153,15 +149,7 @@ def _head(
     }
     if first is not None:
         where = _shared(where, every, names, layout.head(0), n)
-    pieces = {p.name: p for p in _pieces(names, config, where)}
-    check_tensors(where, pieces, config, "", storage)
-    buffers = Buffers(pieces, config, storage)
-    for name, p in pieces.items():
-        if storage.scheme is not None and storage.covers(name):
-            buffers.put(p, part_of(p, name, storage.scheme, lambda name: where[name].get_tensor(name)))
-        else:
-            buffers.put(p, p.read(where[name], name))
-    found = buffers.done()
+    found = read_tensors(where, _pieces(names, config, where), config, storage, target.folder)
     fc, H = found.pop("fc"), config.hidden_size
     parts = HeadWeights(
         fc=torch.cat((fc[:, H:], fc[:, :H]), 1) if layout.swapped else fc,
@@ -223,10 +211,9 @@ def _pieces(layout: Layout, c: ModelConfig, where: dict[str, Any]) -> Iterator[P
     for p in pieces_of(c, WHOLE, True):
         if p.layer is not None:
             yield replace(p, name=layout.layer + p.name.removeprefix("layers.0."))
-    yield Piece(f"{layout.fc}.weight", "fc", None, 0, (H, 2 * H), (H, 2 * H), (0, 0))
+    yield Piece.tensor(f"{layout.fc}.weight", "fc", H, 2 * H)
     for buffer in ("embed_norm", "hidden_norm", "norm"):
-        name = f"{getattr(layout, buffer)}.weight"
-        yield Piece(name, buffer, None, 0, (H,), (H,), (0,), c.norm_offset)
+        yield Piece.tensor(f"{getattr(layout, buffer)}.weight", buffer, H, offset=c.norm_offset)
     for buffer, name in layout.own:
         if any(_in(name, other) for other in where):
-            yield Piece(f"{name}.weight", buffer, None, 0, (V, H), (V, H), (0, 0))
+            yield Piece.tensor(f"{name}.weight", buffer, V, H)

@@ -4,6 +4,7 @@ Source: the structs and the dequantisation of ggml (ggml-common.h, ggml-quants.c
 """
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -89,29 +90,28 @@ def _q6_k(blocks: Tensor) -> Numbers:
     return Numbers("int6 sixteen", q, s, None, _halves(blocks[..., 208:]))
 
 
-READERS: dict[str, tuple[int, int, Callable[[Tensor], Numbers]]] = {  # weights per block, bytes per block, reader
-    "Q8_0": (32, 34, _q8_0),
-    "Q4_0": (32, 18, _q4_0),
-    "Q4_1": (32, 20, _q4_1),
-    "Q5_0": (32, 22, _q5_0),
-    "Q5_1": (32, 24, _q5_1),
-    "Q4_K": (SUPER, 144, _q4_k),
-    "Q5_K": (SUPER, 176, _q5_k),
-    "Q6_K": (SUPER, 210, _q6_k),
-}
-PACKED = {  # the packed format that each reader returns
-    "Q8_0": "int8",
-    "Q4_0": "int4",
-    "Q4_1": "int4 shift",
-    "Q5_0": "int5",
-    "Q5_1": "int5 shift",
-    "Q4_K": "int4 super",
-    "Q5_K": "int5 super",
-    "Q6_K": "int6 sixteen",
+class Block(NamedTuple):
+    """A format of GGUF."""
+
+    weights: int  # in a block
+    size: int  # bytes of a block
+    format: str  # the packed format that the reader returns
+    read: Callable[[Tensor], Numbers]
+
+
+BLOCKS = {
+    "Q8_0": Block(32, 34, "int8", _q8_0),
+    "Q4_0": Block(32, 18, "int4", _q4_0),
+    "Q4_1": Block(32, 20, "int4 shift", _q4_1),
+    "Q5_0": Block(32, 22, "int5", _q5_0),
+    "Q5_1": Block(32, 24, "int5 shift", _q5_1),
+    "Q4_K": Block(SUPER, 144, "int4 super", _q4_k),
+    "Q5_K": Block(SUPER, 176, "int5 super", _q5_k),
+    "Q6_K": Block(SUPER, 210, "int6 sixteen", _q6_k),
 }
 
 
 def read(kind: str, data: Tensor) -> Numbers:
-    """The matrix [O, E] whose rows are blocks of `kind`, a key of READERS: data [O, bytes of a row] uint8."""
-    _, size, reader = READERS[kind]
-    return reader(data.unflatten(-1, (-1, size)))
+    """The matrix [O, E] whose rows are blocks of `kind`, a key of BLOCKS: data [O, bytes of a row] uint8."""
+    block = BLOCKS[kind]
+    return block.read(data.unflatten(-1, (-1, block.size)))

@@ -1,162 +1,53 @@
-"""A GGUF file as a checkpoint: it is converted once, into a folder of the cache.
+"""Write a GGUF file's model or EAGLE-3 head as a folder in Hugging Face's format.
 
-The folder has Hugging Face's format (config, tokenizer with chat template, safetensors), so all later code is the same
-for both formats. Matrices whose blocks gguf_blocks.py reads keep their bits (quantised.OwnFormat); others become
-float32, with a note. `dense=True` writes float32, for tools that cannot read our quantised format. The folder lies
-under `$SPECKER_CACHE` (default: ~/.cache/specker/gguf). Its name contains the file's SHA-256, so a changed file never
-uses an old folder. The cache remembers the SHA-256 of each file, so that a start does not read the whole file.
+Matrices whose blocks blocks.py reads keep their bits (schemes.OwnFormat); others become float32, with a note.
+`dense` writes float32, for tools that cannot read our quantised format.
 """
 
-import glob
-import hashlib
 import json
 import logging
 import math
-import os
-import shutil
-import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
 from functools import partial
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import torch
-from filelock import FileLock
 from torch import Tensor
 
 from specker.checkpoints.architectures import ARCHITECTURES
-from specker.checkpoints.gguf import blocks
-from specker.checkpoints.gguf import experts as gguf_experts
-from specker.checkpoints.gguf import heads as gguf_heads
+from specker.checkpoints.gguf import blocks, experts, heads
+from specker.checkpoints.gguf.blocks import BLOCKS
 from specker.checkpoints.gguf.families import FAMILIES, FREQUENCIES, Family, name_of
 from specker.checkpoints.parse import reason
 from specker.cpu.packed import FORMATS, Numbers, pack
 from specker.model.config import CheckpointError
-from specker.paths import root as cache_root
-from specker.paths import write
 
 log = logging.getLogger("specker.steps")  # slow steps, which `Screen.progress` shows
-PACKAGES = {"gguf": "0.17", "accelerate": "1.0"}  # minimum versions, as in the extra `gguf`
-DONE = "converted.json"  # written last: source, SHA-256 and the sizes of the folder's files
 WHOLE = "PreTrainedTokenizerFast"  # transformers' class that reads tokenizer.json unchanged
+SHARD = 1 << 30  # bytes
+Named = Callable[[str, Path], str | None]  # a tensor's name in GGUF, the file -> its name in the checkpoint
 
 
-def file_of(source: str | Path) -> Path | None:
-    """The GGUF file that `source` names: itself, or the only one in a folder without config.json. None if `source` is
-    no GGUF checkpoint. Raises CheckpointError for a folder with several."""
-    path = Path(source).expanduser()
-    if path.is_file() and path.suffix == ".gguf":
-        return path
-    if not path.is_dir() or (path / "config.json").exists():
-        return None
-    files = sorted(path.glob("*.gguf"))
-    if len(files) > 1:
-        raise CheckpointError(f"{path} holds {len(files)} GGUF files; name one, such as {files[0]}")
-    return files[0] if files else None
-
-
-def converted(path: Path, dense: bool = False) -> Path:
-    """The folder with the converted checkpoint, made on first use; with `dense` all in float32. Raises CheckpointError
-    if packages or disk space are missing, or if the file is damaged or of an unsupported architecture."""
-    digest = remembered_sha256(path)
-    folder = cache_root() / "gguf" / f"{path.stem}-{digest[:16]}{'' if dense else '-packed'}"
-    if _complete(folder):
-        return folder
-    missing = [name for name in PACKAGES if find_spec(name) is None]
-    if missing:
-        raise CheckpointError(
-            f"{path} is a GGUF file, and reading it needs {' and '.join(missing)}: pip install 'specker[gguf]'"
-        )
-    locks = cache_root() / "locks"
-    for made in (folder.parent, locks):
-        made.mkdir(parents=True, exist_ok=True)
-    with FileLock(locks / f"{folder.name}.lock"):  # another process waits for the copy instead of making its own
-        return folder if _complete(folder) else _converted(path, folder, digest, dense)
-
-
-def origin(folder: Path) -> str | None:
-    """The name of the GGUF file that was converted into the folder; None if it is another checkpoint."""
-    try:
-        return str(json.loads((folder / DONE).read_text())["source"])
-    except (OSError, ValueError, LookupError, TypeError):
-        return None
-
-
-def _converted(path: Path, folder: Path, digest: str, dense: bool) -> Path:
+def read(path: Path) -> Any:
+    """The file's keys and tensors, as gguf.GGUFReader. Raises CheckpointError."""
     from gguf import GGUFReader
 
-    for left in folder.parent.glob(f"{glob.escape(folder.name)}.*"):  # left by a process that was killed
-        shutil.rmtree(left, ignore_errors=True)
     try:
         file = GGUFReader(path)  # takes a second for a large vocabulary
-        tensors, architecture = file.tensors, file.fields["general.architecture"].contents()
+        _architecture(file)
     except Exception as error:  # the reader raises many types for damaged files
         raise CheckpointError(f"{path} cannot be read as a GGUF file ({reason(error)}); download it again") from error
-    size = converted_size(tensors, dense)
-    _check_space(path, folder.parent, size)
-    log.info("converting %s once into %s (%.2f GB)", path.name, folder, size / 1e9)
-    part = Path(tempfile.mkdtemp(prefix=f"{folder.name}.", dir=folder.parent))
-    try:
-        if architecture == gguf_heads.ARCHITECTURE:
-            _convert_head(path, part, file, dense)
-        else:
-            _convert(path, part, file, dense)
-        sizes = {file.name: file.stat().st_size for file in part.iterdir()}
-        (part / DONE).write_text(json.dumps({"source": path.name, "sha256": digest, "sizes": sizes}, indent=1))
-        if folder.exists():
-            shutil.rmtree(folder)
-        part.rename(folder)
-    finally:
-        shutil.rmtree(part, ignore_errors=True)
-    return folder
+    return file
 
 
-def sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+def _architecture(file: Any) -> str:
+    return str(file.fields["general.architecture"].contents())
 
 
-def remembered_sha256(path: Path) -> str:
-    """The file's SHA-256. Computing it takes about a second per GB, so that happens on first use, and again only if the
-    path, size, modification time or inode has changed."""
-    path = path.resolve()
-    note = cache_root() / "digests" / f"{hashlib.sha256(os.fsencode(path)).hexdigest()[:32]}.json"
-    identity = _identity(path)
-    with suppress(OSError, ValueError, LookupError, TypeError):  # no note yet, or a damaged one
-        known = json.loads(note.read_text())
-        if known["file"] == identity and len(bytes.fromhex(known["sha256"])) == 32:
-            return str(known["sha256"])
-    log.info("computing the SHA-256 of %s, once", path.name)
-    digest = sha256(path)
-    if _identity(path) == identity:  # it did not change meanwhile
-        with suppress(OSError):  # without the note, the next start hashes again
-            write(note, json.dumps({"file": identity, "sha256": digest}).encode())
-    return digest
-
-
-def _identity(path: Path) -> dict[str, Any]:
-    about = path.stat()
-    return {"path": str(path), "size": about.st_size, "mtime_ns": about.st_mtime_ns, "inode": about.st_ino}
-
-
-def _complete(folder: Path) -> bool:
-    try:
-        sizes = json.loads((folder / DONE).read_text())["sizes"]
-        return all((folder / name).stat().st_size == size for name, size in sizes.items())
-    except (OSError, ValueError, KeyError):
-        return False
-
-
-def _check_space(path: Path, root: Path, size: int) -> None:
-    """Raise CheckpointError if the disk has no room for weights of `size` bytes and a tokenizer."""
-    free = shutil.disk_usage(root).free
-    if size + TOKENIZER > free:
-        raise CheckpointError(
-            f"converting {path} takes {(size + TOKENIZER) / 1e9:.2f} GB, but {root} has {free / 1e9:.2f} GB free; set "
-            "SPECKER_CACHE to a folder on a larger disk"
-        )
+def convert(path: Path, folder: Path, file: Any, dense: bool) -> None:
+    """Write the open `file` into the empty `folder`. Raises CheckpointError."""
+    (_convert_head if _architecture(file) == heads.ARCHITECTURE else _convert_model)(path, folder, file, dense)
 
 
 def converted_size(tensors: Sequence[Any], dense: bool) -> int:
@@ -164,14 +55,14 @@ def converted_size(tensors: Sequence[Any], dense: bool) -> int:
     total = 0
     for tensor in tensors:
         kind, shape = tensor.tensor_type.name, tensor.shape.tolist()  # columns first
-        if not dense and kind in blocks.PACKED and len(shape) > 1:
-            total += FORMATS[blocks.PACKED[kind]].bytes_of(math.prod(shape[1:]), shape[0])
+        if not dense and kind in BLOCKS and len(shape) > 1:
+            total += FORMATS[BLOCKS[kind].format].bytes_of(math.prod(shape[1:]), shape[0])
         else:
             total += 4 * int(tensor.n_elements)
     return total
 
 
-def _convert(path: Path, folder: Path, file: Any, dense: bool) -> None:
+def _convert_model(path: Path, folder: Path, file: Any, dense: bool) -> None:
     from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 
     where: dict[str, Any] = {"pretrained_model_name_or_path": path.parent, "gguf_file": path.name}
@@ -208,7 +99,7 @@ def _convert(path: Path, folder: Path, file: Any, dense: bool) -> None:
 
 def _keys(file: Any) -> dict[str, Any]:
     """What `Family.mend` reads: keys without the architecture's prefix, and the divisors of RoPE's frequencies."""
-    start = f"{file.fields['general.architecture'].contents()}."
+    start = f"{_architecture(file)}."
     found = {name.removeprefix(start): x.contents() for name, x in file.fields.items() if name.startswith(start)}
     for tensor in file.tensors:
         if tensor.name == f"{FREQUENCIES}.weight":
@@ -220,16 +111,16 @@ def _convert_head(path: Path, folder: Path, file: Any, dense: bool) -> None:
     """Write an EAGLE-3 head. It has no tokenizer of its own."""
     from transformers import PretrainedConfig
 
-    settings = gguf_heads.config_of(path, {name: field.contents() for name, field in file.fields.items()})
+    settings = heads.config_of(path, {name: field.contents() for name, field in file.fields.items()})
     maps = [tensor for tensor in file.tensors if tensor.name == "d2t"]
     others = [tensor for tensor in file.tensors if tensor.name != "d2t"]
     rows = [int(tensor.shape[-1]) for tensor in file.tensors if tensor.name in ("d2t", "output.weight")]
     settings |= {"draft_vocab_size": rows[0] if rows else None, "tie_word_embeddings": False}
     settings.setdefault("num_key_value_heads", settings["num_attention_heads"])
-    extra = {tensor.name: gguf_heads.distances(torch.from_numpy(tensor.data.copy())) for tensor in maps}
+    extra = {tensor.name: heads.distances(torch.from_numpy(tensor.data.copy())) for tensor in maps}
     config = PretrainedConfig.from_dict(settings)
     try:
-        modules, restored = _save(path, folder, others, config, dense, gguf_heads.name_of, extra)
+        modules, restored = _save(path, folder, others, config, dense, heads.name_of, extra)
     except CheckpointError:
         raise
     except Exception as error:
@@ -260,13 +151,6 @@ def _write_whole_tokenizer(folder: Path) -> None:
     settings.write_text(json.dumps(about, indent=1, ensure_ascii=False), encoding="utf-8")
 
 
-SHARD = 1 << 30  # bytes
-TOKENIZER = 50_000_000  # bytes that a tokenizer and the other files take at most
-
-
-Named = Callable[[str, Path], str | None]  # a tensor's name in GGUF, the file -> its name in the checkpoint
-
-
 def _save(
     path: Path,
     folder: Path,
@@ -277,7 +161,7 @@ def _save(
     extra: dict[str, Tensor] | None = None,
 ) -> tuple[dict[str, Any], list[str]]:
     """Write the weights, and the tensors `extra` as they are, into shards of about SHARD bytes. Returns the quantised
-    modules and the restored formats (see quantised.OwnFormat)."""
+    modules and the restored formats (see schemes.OwnFormat)."""
     from safetensors.torch import save_file
 
     modules: dict[str, Any] = {}
@@ -292,8 +176,8 @@ def _save(
         where.update(dict.fromkeys(shards[-1], name))
         shards[-1] = {}
 
-    experts = next((int(tensor.shape[2]) for tensor in tensors if len(tensor.shape) == 3), 0)
-    for name, kind, x in gguf_experts.fused(_tensors(path, tensors, config, dense, named), experts):
+    count = next((int(tensor.shape[2]) for tensor in tensors if len(tensor.shape) == 3), 0)
+    for name, kind, x in experts.fused(_tensors(path, tensors, config, dense, named), count):
         if name == "lm_head.weight" and config.tie_word_embeddings:
             continue
         module = name.removesuffix(".weight")
@@ -332,24 +216,24 @@ def _tensors(
     path: Path, tensors: Sequence[Any], config: Any, dense: bool, named: Named
 ) -> Iterator[tuple[str, str, Tensor | Numbers]]:
     """Yield the name, format and value of each tensor, with the names and the order of rows that Hugging Face uses. A
-    value is in float32 or, without `dense`, holds the numbers of its blocks if gguf_blocks.py reads their format."""
+    value is in float32 or, without `dense`, holds the numbers of its blocks if blocks.py reads their format."""
     from gguf.quants import dequantize
 
     family = FAMILIES.get(config.model_type, Family())
-    heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}
+    head_counts = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}
     for tensor in _with_progress(path, tensors):
         name = named(tensor.name, path)
         if name is None:
             continue
         kind, rows = tensor.tensor_type.name, tensor.data
         x: Tensor | Numbers
-        if not dense and kind in blocks.READERS and rows.ndim > 1:
+        if not dense and kind in BLOCKS and rows.ndim > 1:
             x = blocks.read(kind, torch.from_numpy(rows.copy()).flatten(0, -2))
         else:
             x = torch.from_numpy(dequantize(rows, tensor.tensor_type).copy())
         part = name.split(".")[-2]
-        if part in heads and family.permuted:
-            order = torch.arange(len(rows)).view(heads[part], -1, 2).transpose(1, 2).flatten()
+        if part in head_counts and family.permuted:
+            order = torch.arange(len(rows)).view(head_counts[part], -1, 2).transpose(1, 2).flatten()
             if isinstance(x, Numbers):
                 x = Numbers(x.format, *(None if y is None else y[order] for y in x[1:]))  # type: ignore[arg-type]
             else:

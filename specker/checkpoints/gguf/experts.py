@@ -1,6 +1,6 @@
 """Experts in a GGUF file: the gates, the up and the down projections of all experts of a layer are a tensor each.
 
-They become the fused layout (experts.py), in which a CPU multiplies by the memory-mapped file itself.
+They become the fused layout (pieces.py), in which a CPU multiplies by the memory-mapped file itself.
 """
 
 from collections.abc import Iterator
@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from specker.checkpoints.experts import DOWN, GATE_UP
+from specker.checkpoints.pieces import DOWN, GATE_UP
 from specker.cpu.packed import Numbers, pack
 
 Value = Tensor | Numbers  # of all experts of a layer: [X, O, E], or the numbers of the same matrix [X * O, E]

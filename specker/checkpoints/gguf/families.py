@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from specker.checkpoints.architectures import FULL, SLIDING
-from specker.checkpoints.gguf import experts as gguf_experts
+from specker.checkpoints.gguf import experts
 from specker.model.config import CheckpointError
 
 NAMES = {  # of a layer's tensors: name in GGUF -> name in the checkpoint
@@ -31,7 +31,7 @@ GEMMA = NAMES | {
     "ffn_norm": "pre_feedforward_layernorm",
     "post_ffw_norm": "post_feedforward_layernorm",
 }
-EXPERTS = NAMES | gguf_experts.NAMES
+EXPERTS = NAMES | experts.NAMES
 OUTER = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 FREQUENCIES = "rope_freqs"  # [D / 2], divisors of RoPE's frequencies, which config.json defines
 
@@ -67,8 +67,8 @@ def _llama(config: dict[str, Any], keys: Mapping[str, Any]) -> dict[str, Any]:
 def _mixtral(config: dict[str, Any], keys: Mapping[str, Any]) -> dict[str, Any]:
     """In a file it is a Llama with experts."""
     _check_experts(keys)
-    experts = {"num_local_experts": keys["expert_count"], "num_experts_per_tok": keys["expert_used_count"]}
-    return _llama(config, keys) | {"model_type": "mixtral"} | experts
+    counts = {"num_local_experts": keys["expert_count"], "num_experts_per_tok": keys["expert_used_count"]}
+    return _llama(config, keys) | {"model_type": "mixtral"} | counts
 
 
 def _qwen3_moe(config: dict[str, Any], keys: Mapping[str, Any]) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from specker.checkpoints.gguf.families import NAMES
 from specker.model.config import CheckpointError
 
 ARCHITECTURE = "eagle3"
@@ -22,18 +23,8 @@ OUTER = {
     "output": "lm_head",
     "rope_freqs": "rope_freqs",
 }
-LAYER = {
-    "attn_q": "self_attn.q_proj",
-    "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj",
-    "attn_output": "self_attn.o_proj",
-    "ffn_gate": "mlp.gate_proj",
-    "ffn_up": "mlp.up_proj",
-    "ffn_down": "mlp.down_proj",
-    "attn_norm": "input_layernorm",
-    "attn_norm_2": "hidden_norm",
-    "ffn_norm": "post_attention_layernorm",
-}
+LAYER = {name: new for name, new in NAMES.items() if name not in ("attn_q_norm", "attn_k_norm")}
+LAYER["attn_norm_2"] = "hidden_norm"
 # Keys after `eagle3.` -> fields of config.json.
 REQUIRED = {
     "block_count": "num_hidden_layers",

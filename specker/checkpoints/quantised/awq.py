@@ -1,15 +1,13 @@
-"""The AWQ checkpoint format, as a `Scheme` (quantised.py). Source: AutoAWQ's WQLinear_GEMM."""
+"""The AWQ checkpoint format, as a `Scheme` (schemes.py). Source: AutoAWQ's WQLinear_GEMM."""
 
-from dataclasses import dataclass
 from typing import Any
 
 from specker.checkpoints.quantised.stored import (
     FLOATS,
     Blocks,
     Get,
+    LayerMatrices,
     Stored,
-    among,
-    is_layer,
     needed,
     refused,
     strings,
@@ -20,20 +18,13 @@ from specker.kernels.quant import Quantized
 AWQ_ORDER = [0, 4, 1, 5, 2, 6, 3, 7]  # position of each column within an int32: column 1 is the fifth number
 
 
-@dataclass(frozen=True)
-class Awq:
+class Awq(LayerMatrices):
     """<module>.qweight int32 [E, O / 8], qzeros int32 [groups, O / 8], scales [groups, O]. Each int32 packs eight
     columns, the even ones first (AWQ_ORDER)."""
-
-    blocks: Blocks
-    skipped: tuple[str, ...]
 
     @property
     def name(self) -> str:
         return f"AWQ (4 bits, {self.blocks})"
-
-    def covers(self, module: str) -> bool:
-        return is_layer(module) and not among(module, self.skipped)
 
     def stored(self, module: str, shape: tuple[int, int]) -> Stored:
         self.blocks.group(module, shape)

@@ -1,4 +1,4 @@
-"""The compressed-tensors format, which llm-compressor writes, as a `Scheme` (quantised.py).
+"""The compressed-tensors format, which llm-compressor writes, as a `Scheme` (schemes.py).
 
 As in stored.py, w = (q - zero) * scale, and activations are not quantised. Each config group names its modules, its
 format and which weights share a scale. Source: the compressors of compressed-tensors 0.20.

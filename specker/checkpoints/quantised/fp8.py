@@ -1,15 +1,13 @@
-"""The fp8 checkpoint format, as a `Scheme` (quantised.py). Source: DeepSeek-V3's fp8 blocks."""
+"""The fp8 checkpoint format, as a `Scheme` (schemes.py). Source: DeepSeek-V3's fp8 blocks."""
 
-from dataclasses import dataclass
 from typing import Any
 
 from specker.checkpoints.quantised.stored import (
     FLOATS,
     Blocks,
     Get,
+    LayerMatrices,
     Stored,
-    among,
-    is_layer,
     needed,
     refused,
     single,
@@ -18,20 +16,13 @@ from specker.checkpoints.quantised.stored import (
 from specker.kernels.quant import Quantized
 
 
-@dataclass(frozen=True)
-class Fp8:
+class Fp8(LayerMatrices):
     """<module>.weight is float8_e4m3fn [O, E]. weight_scale_inv holds the factor of each block's weights. If the block
     is the whole matrix, the factor may be called weight_scale."""
-
-    blocks: Blocks
-    skipped: tuple[str, ...]
 
     @property
     def name(self) -> str:
         return f"fp8 ({self.blocks})"
-
-    def covers(self, module: str) -> bool:
-        return is_layer(module) and not among(module, self.skipped)
 
     def stored(self, module: str, shape: tuple[int, int]) -> Stored:
         self.blocks.group(module, shape)

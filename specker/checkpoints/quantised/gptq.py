@@ -1,4 +1,4 @@
-"""The GPTQ checkpoint format, as a `Scheme` (quantised.py). Source: AutoGPTQ's QuantLinear."""
+"""The GPTQ checkpoint format, as a `Scheme` (schemes.py). Source: AutoGPTQ's QuantLinear."""
 
 import math
 import re

@@ -1,7 +1,6 @@
 """What the formats of other libraries share: gptq.py, awq.py, fp8.py and compressed.py.
 
-All store integers or float8 numbers q with a scale, and maybe a zero point,
-for each block of weights:
+All store integers or float8 numbers q with a scale, and maybe a zero point, for each block of weights:
 
     w = (q - zero) * scale = q * scale + shift,  shift = -zero * scale
 
@@ -100,6 +99,17 @@ class Blocks:
         return f"blocks of {self.rows} x {self.columns}" if self.rows else "one scale a matrix"
 
 
+@dataclass(frozen=True)
+class LayerMatrices:
+    """What the formats share that quantise all matrices of the layers alike."""
+
+    blocks: Blocks
+    skipped: tuple[str, ...]  # modules that are not quantised: names, or parts such as `mlp` of layers.0.mlp.up_proj
+
+    def covers(self, module: str) -> bool:
+        return is_layer(module) and not any(f".{name}." in f".{module}." for name in self.skipped)
+
+
 def unpacked(words: Tensor, bits: int) -> Tensor:
     """Numbers of four or eight bits in int32 words, lowest first: [.., n] -> [.., n * 32 / bits] uint8."""
     octets = words.contiguous().view(torch.uint8)  # little-endian: the lowest byte comes first
@@ -128,12 +138,6 @@ def single(name: str, x: Tensor) -> Tensor:
 
 def strings(names: Sequence[str] | str | None) -> tuple[str, ...]:
     return (names,) if isinstance(names, str) else tuple(str(name) for name in names or ())
-
-
-def among(module: str, names: Sequence[str]) -> bool:
-    """Whether one of the names equals the module's name or consecutive parts of it, as `mlp` is a part of
-    layers.0.mlp.up_proj."""
-    return any(f".{name}." in f".{module}." for name in names)
 
 
 def patterns(given: Any) -> tuple[str, ...]:

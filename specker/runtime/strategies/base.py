@@ -160,12 +160,12 @@ class Strategy:
     def read_head(
         self, source: str | Path | None, target: Checkpoint, dtype: torch.dtype, quantize: str | None
     ) -> Checkpoint:
-        """Read the head of a strategy that `reads_target`; the arguments of `checkpoints.heads.read`. `source`: None if
-        the strategy needs no draft checkpoint."""
-        from specker.checkpoints.drafts import heads
+        """Read the head of a strategy that `reads_target`; the arguments of `checkpoints.drafts.eagle.read`. `source`:
+        None if the strategy needs no draft checkpoint."""
+        from specker.checkpoints.drafts import eagle
 
         assert source is not None
-        return heads.read(source, target, dtype=dtype, quantize=quantize)
+        return eagle.read(source, target, dtype=dtype, quantize=quantize)
 
     def adapt(self, options: Options, draft: Checkpoint) -> Checkpoint:
         """Apply the options to the draft checkpoint."""
