@@ -25,11 +25,8 @@ sys.path.insert(0, str(ROOT))  # a command is run from anywhere
 from bench import plot  # noqa: E402
 from specker import kernels  # noqa: E402
 from specker import options as config  # noqa: E402
-from specker.cli import (  # noqa: E402
-    calibrate,
-    run,
-    serve,
-)
+from specker.cli import calibrate, serve  # noqa: E402
+from specker.cli import flags as command  # noqa: E402
 from specker.runtime import strategies  # noqa: E402
 from specker.zoo import catalogue  # noqa: E402
 
@@ -114,9 +111,9 @@ def code(text: str) -> str:
 
 def flags(name: str) -> str:
     """The flags of a command, a table for each group of its help; of `serve` those that `specker` lacks."""
-    groups = {"specker": run, "specker-calibrate": calibrate, "serve": serve}[name].parser()._action_groups
+    groups = {"specker": command, "specker-calibrate": calibrate, "serve": serve}[name].parser()._action_groups
     if name == "serve":
-        known = {group.title for group in run.parser()._action_groups}
+        known = {group.title for group in command.parser()._action_groups}
         groups = [group for group in groups if group.title not in known]
     parts = []
     for group in groups:

@@ -24,6 +24,7 @@ from make_checkpoint import edit, make
 
 from specker import paths as cache
 from specker.cli import run
+from specker.cli.decode import Decoding, Sample
 
 ROOT = Path(__file__).parents[1]
 ESCAPES = re.compile(r"\x1b(\[[0-9;?]*([A-Za-z~]|$)|$)|\r")
@@ -361,20 +362,20 @@ def test_an_answer_that_is_interrupted(
     typed: Callable[..., Talk], monkeypatch: pytest.MonkeyPatch, tokens: int, finished: str | None
 ) -> None:
     """Before its first token, after it, and once it is complete."""
-    turn, count = run.Decoding.turn, 0
+    turn, count = Decoding.turn, 0
 
-    def interrupted(self: run.Decoding, lines: list[run.Line]) -> None:
+    def interrupted(self: Decoding, samples: list[Sample]) -> None:
         nonlocal count
         count += 1
-        turn(self, lines)
+        turn(self, samples)
         if count == 2:
             if finished is None:
-                lines[0].messages.pop()
-                result = lines[0].results[-1]
+                samples[0].messages.pop()
+                result = samples[0].results[-1]
                 result.finished, result.tokens, result.stats.rounds = None, result.tokens[:tokens], tokens
             raise KeyboardInterrupt
 
-    monkeypatch.setattr(run.Decoding, "turn", interrupted)
+    monkeypatch.setattr(Decoding, "turn", interrupted)
     talk = typed("/system brief\rone\rtwo\rthree\r")
     kept = ["one", "two", "three"] if tokens else ["one", "three"]
     assert talk.turns == kept and len(talk.rows) == len(kept)
@@ -386,11 +387,11 @@ def test_an_answer_that_is_interrupted(
 def test_an_error_restores_the_terminal(typed: Callable[..., Talk], monkeypatch: pytest.MonkeyPatch) -> None:
     from prompt_toolkit.output.plain_text import PlainTextOutput
 
-    def fails(self: run.Decoding, lines: list[run.Line]) -> None:
+    def fails(self: Decoding, samples: list[Sample]) -> None:
         assert not termios.tcgetattr(sys.stdin)[tty.LFLAG] & termios.ECHO
         raise RuntimeError("broken")
 
-    monkeypatch.setattr(run.Decoding, "turn", fails)
+    monkeypatch.setattr(Decoding, "turn", fails)
     marked: list[bool] = []  # whether the terminal marks what is pasted
     monkeypatch.setattr(PlainTextOutput, "enable_bracketed_paste", lambda self: marked.append(True))
     monkeypatch.setattr(PlainTextOutput, "disable_bracketed_paste", lambda self: marked.append(False))

@@ -23,8 +23,10 @@ from make_checkpoint import edit, make
 
 import specker
 from specker import paths
-from specker.cli import calibrate, run
+from specker.cli import calibrate, flags, run
+from specker.cli.decode import Decoding, samples_of
 from specker.cli.parser import SHELLS
+from specker.cli.prompts import read_conversations
 from specker.cli.report import Result
 from specker.cli.screen import Screen
 from specker.fields import check_fields, opt
@@ -66,13 +68,15 @@ def refused(capsys: pytest.CaptureFixture[str], argv: list[str], *words: str) ->
 
 def test_flags_are_the_dataclasses() -> None:
     argv = "--prompt p --strategy draft --draft-tokens 7 --tree 2x3 --temperature 0.7 --top-p 0.9 --top-k 5 --seed 3"
-    job, options, sampling = run.parse([*argv.split(), "--max-context", "99", "--page-size", "16", "--check", "--chat"])
+    job, options, sampling = flags.parse(
+        [*argv.split(), "--max-context", "99", "--page-size", "16", "--check", "--chat"]
+    )
     assert (job.prompt, job.check, job.chat, job.max_new_tokens) == ("p", True, True, None)
     assert options == strategies.options(strategy="draft", draft_tokens=7, tree="2x3", max_context=99, page_size=16)
     assert (options.base, options.draft_tokens, options.tree, options.policy) == ("draft", 7, Tree(2, 3), "fixed")
     assert sampling == Sampling(0.7, 0.9, 5, 3)
-    assert run.parse(["--prompt", "a"]) == (run.Job(prompt="a"), strategies.options(), Sampling())
-    assert run.parse(["-"])[0].prompt == "-"
+    assert flags.parse(["--prompt", "a"]) == (flags.Job(prompt="a"), strategies.options(), Sampling())
+    assert flags.parse(["-"])[0].prompt == "-"
     for argv, strategy in (
         ("--target t", "lookup"),
         ("--target t --draft d", "vocabtrim+lookup"),
@@ -80,7 +84,7 @@ def test_flags_are_the_dataclasses() -> None:
         ("--acceptance synthetic:0.5", "draft"),
         ("--target t --strategy ar", "ar"),
     ):
-        assert run.parse(argv.split())[1].strategy == strategy
+        assert flags.parse(argv.split())[1].strategy == strategy
 
 
 @pytest.mark.parametrize(
@@ -139,7 +143,7 @@ def test_a_misspelt_flag_has_a_suggestion(capsys: pytest.CaptureFixture[str], gi
 
 def test_values_are_parsed_once() -> None:
     argv = "--strategy diffuspec+vocabtrim --adl 2-5 --cps tree --vocab-keep coverage:0.5 --acceptance synthetic:0.8"
-    options = run.parse(argv.split())[1]
+    options = flags.parse(argv.split())[1]
     assert (options.base, options.policy, options.acceptance) == ("diffuspec", "adl", 0.8)
     assert (options.own.adl, options.own.search, options.trim.vocab_keep) == ((2, 5), "tree", VocabKeep(coverage=0.5))
     typed = {"adl": (2, 5), "cps": "tree", "vocab_keep": VocabKeep(coverage=0.5), "acceptance": 0.8, "tree": None}
@@ -169,12 +173,12 @@ def test_a_strategy_is_one_registered_object(name: str, monkeypatch: pytest.Monk
     monkeypatch.setattr(strategies, "NAMES", (*strategies.STRATEGIES, "vocabtrim"))
     argv = ["--strategy", name, "--suffix", "5"]
     if name == "lookup":
-        assert run.parse(argv)[1].own == Own(5) and run.parse(argv[:2])[1].own == Own()
+        assert flags.parse(argv)[1].own == Own(5) and flags.parse(argv[:2])[1].own == Own()
         with pytest.raises(ValueError, match="suffix must be between 1 and 8, got 9"):
-            run.parse([*argv[:3], "9"])
+            flags.parse([*argv[:3], "9"])
     else:
         with pytest.raises(ValueError, match=f"suffix is for strategy lookup, not '{name}'"):
-            run.parse(argv)
+            flags.parse(argv)
 
 
 MORE_HELP = ("--help", "--help-all", "--version", "--list-strategies", "--print-completion")
@@ -215,10 +219,10 @@ def test_help(capsys: pytest.CaptureFixture[str]) -> None:
 def test_help_all(capsys: pytest.CaptureFixture[str]) -> None:
     """Every flag once, with its values."""
     out = shown(capsys, run.main, "--help-all")
-    names = {f.name for cls in (run.Job, Common, *OWN_OPTIONS, Sampling) for f in dataclasses.fields(cls)}
+    names = {f.name for cls in (flags.Job, Common, *OWN_OPTIONS, Sampling) for f in dataclasses.fields(cls)}
     listed = [flag for flag in flags_in(out) if flag not in MORE_HELP]
     assert sorted(listed) == sorted("--" + name.replace("_", "-") for name in names)
-    for cls in (run.Job, Common, *OWN_OPTIONS):
+    for cls in (flags.Job, Common, *OWN_OPTIONS):
         for f in dataclasses.fields(cls):
             if values := f.metadata["choices"] or f.metadata["offers"]:
                 assert f"--{f.name.replace('_', '-')} {{{','.join(values)}}}" in out
@@ -243,7 +247,7 @@ def test_list_strategies(capsys: pytest.CaptureFixture[str]) -> None:
     assert "a draft model" in out and "a diffusion" in out
 
 
-@pytest.mark.parametrize("module", [run, calibrate])
+@pytest.mark.parametrize("module", [flags, calibrate])
 def test_examples_of_the_help_parse(module: Any) -> None:
     lines = re.findall(r"^  (specker.*)$", module.EPILOG, re.MULTILINE)
     assert lines
@@ -272,18 +276,18 @@ def test_help_into_a_closed_pipe() -> None:
 
 
 @pytest.mark.parametrize("shell", SHELLS)
-@pytest.mark.parametrize("module", [run, calibrate])
-def test_completion(capsys: pytest.CaptureFixture[str], module: Any, shell: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("main", "module"), [(run.main, flags), (calibrate.main, calibrate)])
+def test_completion(capsys: pytest.CaptureFixture[str], main: Any, module: Any, shell: str, tmp_path: Path) -> None:
     """Each script names every flag and every value; bash accepts and uses it."""
-    script = shown(capsys, module.main, "--print-completion", shell)
+    script = shown(capsys, main, "--print-completion", shell)
     words = set(re.findall(r"[\w+-]+", script.replace("\\+", "+")))
     long = (lambda flag: flag.removeprefix("--")) if shell == "fish" else str
     assert {long(flag) for flag in flags_in(module.parser().format_help())} <= words
-    classes = (run.Job, Common, *OWN_OPTIONS) if module is run else (calibrate.Calibration,)
+    classes = (flags.Job, Common, *OWN_OPTIONS) if module is flags else (calibrate.Calibration,)
     for f in (f for cls in classes for f in dataclasses.fields(cls)):
         values = f.metadata["choices"] or f.metadata["offers"]
         assert not values or " ".join(values) in script, f.name
-    if module is run:
+    if module is flags:
         assert " ".join((*strategies.NAMES, "easyspec+vocabtrim")) in script
         assert " ".join(strategies.POLICIES) in script and " ".join(SHELLS) in script
         assert "ar+vocabtrim" not in words and "lookup+vocabtrim" not in words  # refused
@@ -294,7 +298,7 @@ def test_completion(capsys: pytest.CaptureFixture[str], module: Any, shell: str,
         name = module.parser().prog
         expected = {("--max-new", ""): ["--max-new-tokens"], ("bf", "--dtype"): ["bfloat16"]}
         expected |= {("a", "--prompts"): ["a.jsonl"], ("c", "--device"): ["cpu", "cuda"]}
-        if module is run:
+        if module is flags:
             expected |= {
                 ("easy", "--strategy"): ["easyspec", "easyspec+vocabtrim"],
                 ("--list", ""): ["--list-strategies"],
@@ -327,7 +331,7 @@ SCRIPTS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scrip
 
 
 def test_scripts_are_the_commands() -> None:
-    assert set(SCRIPTS) == {module.parser().prog for module in (run, calibrate)}
+    assert set(SCRIPTS) == {module.parser().prog for module in (flags, calibrate)}
 
 
 @pytest.mark.parametrize("name", SCRIPTS)
@@ -389,18 +393,18 @@ def test_refused_prompt_sources(
 def test_turns(tmp_path: Path) -> None:
     path = tmp_path / "p.jsonl"
     path.write_text('{"question_id": 81, "turns": ["a", "b"]}\r\n{"prompt": "c\u2028d"}\r\n', encoding="utf-8")
-    apart = [talk.turns for talk in run.read_talks(run.Job(prompts=str(path)))]
+    apart = [each.turns for each in read_conversations(prompts=str(path))]
     assert apart == [("a",), ("b",), ("c\u2028d",)]
-    together = run.read_talks(run.Job(prompts=str(path), chat=True))
-    assert [talk.turns for talk in together] == [("a", "b"), ("c\u2028d",)]
+    together = read_conversations(prompts=str(path), chat=True)
+    assert [each.turns for each in together] == [("a", "b"), ("c\u2028d",)]
 
 
 def test_built_in_prompts_have_sampling_of_their_own(capsys: pytest.CaptureFixture[str]) -> None:
     import specker
     from specker import zoo
 
-    assert run.parse([])[2] == Sampling(temperature=0.7, top_p=0.9, seed=7)
-    assert run.parse(["--top-k", "0"])[2] == run.parse(["--prompt", "a"])[2] == Sampling()
+    assert flags.parse([])[2] == Sampling(temperature=0.7, top_p=0.9, seed=7)
+    assert flags.parse(["--top-k", "0"])[2] == flags.parse(["--prompt", "a"])[2] == Sampling()
     assert run.main(["--strategy", "ar", "--max-new-tokens", "40"]) == 0
     out, said = capsys.readouterr()
     assert "a toy model writes this" in said and "specker.zoo.real" in said
@@ -416,10 +420,10 @@ def test_messages(tmp_path: Path) -> None:
     path = tmp_path / "p.jsonl"
     said = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "a", "name": "ann"}]
     path.write_text(json.dumps({"messages": said}))
-    (talk,) = run.read_talks(run.Job(prompts=str(path), chat=True))
-    assert talk.turns == ("a",)
-    (line,) = run.lines_of([talk], run.Job(), Sampling())
-    assert line.messages == said[:1]
+    (conversation,) = read_conversations(prompts=str(path), chat=True)
+    assert conversation.turns == ("a",)
+    (sample,) = samples_of([conversation], 1, Sampling())
+    assert sample.messages == said[:1]
 
 
 @pytest.mark.parametrize(
@@ -607,7 +611,7 @@ def test_failure_leaves_the_old_json(
     def broken(*_: Any) -> None:
         raise RuntimeError("two\nlines")
 
-    monkeypatch.setattr(run.Decoding, "run", broken)
+    monkeypatch.setattr(Decoding, "run", broken)
     (tmp_path / "o.json").write_text("old")
     argv = models(pair, "--prompt", "x", "--json", str(tmp_path / "o.json"))
     monkeypatch.delenv("SPECKER_DEBUG", raising=False)

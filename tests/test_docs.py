@@ -13,7 +13,8 @@ from transformers import HfArgumentParser
 
 import specker
 from scripts import pages
-from specker.cli import calibrate, drafts, run, serve, view
+from specker.cli import calibrate, drafts, serve, view
+from specker.cli import flags as cli_flags
 from specker.serve.api import Chat
 from specker.zoo import real
 from train.head import __main__ as head
@@ -53,10 +54,10 @@ def test_command(line: str) -> None:
             own = {"gpu": "PARTS=", "static": "TRITON=", "ptx": ("ARGS=", "TRITON="), "real": "MODEL="}
             assert all(word.startswith(own.get(target, "ARGS=")) for word in more)
         case ["python", "-m", "specker.run", *flags]:
-            run.parse(flags)
+            cli_flags.parse(flags)
         case ["torchrun", "--nproc-per-node", ranks, "-m", "specker.run", *flags]:
             assert int(ranks) > 1
-            run.parse(flags)
+            cli_flags.parse(flags)
         case ["specker", "calibrate", *flags] if "--help" not in flags:
             calibrate.parse(flags)
         case ["specker", "view", *flags]:
@@ -74,7 +75,7 @@ def test_command(line: str) -> None:
         case ["specker-calibrate", "--print-completion", _]:
             pass
         case ["specker", *flags]:
-            module = calibrate if flags[:1] == ["calibrate"] else run
+            module = calibrate if flags[:1] == ["calibrate"] else cli_flags
             with pytest.raises(SystemExit) as stop:  # cli.md shows only flags that print
                 module.parse(flags[module is calibrate :])
             assert not stop.value.code
@@ -196,7 +197,7 @@ def test_a_file_without_a_docstring_is_refused(tmp_path: Path, monkeypatch: pyte
 
 
 def test_every_flag_has_help() -> None:
-    for module in (run, calibrate):
+    for module in (cli_flags, calibrate):
         for group in module.parser()._action_groups:
             for action in group._group_actions:
                 assert action.help and len(action.help) > 5, action

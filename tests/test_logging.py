@@ -33,7 +33,7 @@ def test_the_notes_of_a_drafter_for_another_engine_are_logged(pair, caplog):
 
 def test_a_screen_prints_warnings_while_it_listens(capsys):
     screen = Screen(json_to_stdout=False)
-    with screen.records():
+    with screen.log_notes():
         LOGGER.getChild("runtime").warning("a graph could not be captured (%s)", "a")
         LOGGER.info("not for the user")
     LOGGER.warning("later")

@@ -19,7 +19,7 @@ from bench.gpu.parts import Part, Plan, Setting
 from bench.gpu.preflight import Facts
 from bench.gpu.running import Command, Step
 from bench.gpu.smoke import FORMS
-from specker.cli import run as specker_run
+from specker.cli import flags as specker_flags
 
 ROOT = Path(__file__).parents[1]
 GIB = 1 << 30
@@ -568,7 +568,7 @@ def test_the_commands_of_every_part_exist(tmp_path, monkeypatch):
     assert [step.commands[0].argv[2] for step in steps["sanitizer"]] == list(parts.TOOLS)
     for form in FORMS:
         argv = parts.form(setting, form, tmp_path / "f.json").argv
-        job, options, *_ = specker_run.parse(list(argv[argv.index("specker.run") + 1 :]))
+        job, options, *_ = specker_flags.parse(list(argv[argv.index("specker.run") + 1 :]))
         assert job.check and options.graphs == ("on" if form.graphs else "off")
 
 

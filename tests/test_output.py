@@ -15,6 +15,8 @@ import pytest
 
 import specker
 from specker.cli import chat, run
+from specker.cli.decode import Sample
+from specker.cli.prompts import Conversation
 from specker.cli.report import Result
 from specker.cli.screen import Screen
 from specker.options import Sampling
@@ -24,13 +26,15 @@ from specker.runtime.engine import Engine
 from specker.runtime.events import Event
 from specker.runtime.session import Session, Stream
 
-TALKS = [{"turns": ["one", "two"]}, {"prompt": "three"}, {"prompt": "four, longer"}, {"prompt": "five"}]
+CONVERSATIONS = [{"turns": ["one", "two"]}, {"prompt": "three"}, {"prompt": "four, longer"}, {"prompt": "five"}]
 Calls = list[tuple[str, list[list[int]]]]
 
 
-def argv(pair: tuple[str, str], tmp: Path, *more: str, talks: list[dict[str, Any]] = TALKS) -> list[str]:
-    """A run of the talks in float64, whose results go to o.json."""
-    (tmp / "p.jsonl").write_text("".join(f"{json.dumps(talk)}\n" for talk in talks))
+def argv(
+    pair: tuple[str, str], tmp: Path, *more: str, conversations: list[dict[str, Any]] = CONVERSATIONS
+) -> list[str]:
+    """A run of the conversations in float64, whose results go to o.json."""
+    (tmp / "p.jsonl").write_text("".join(f"{json.dumps(each)}\n" for each in conversations))
     models = ["--target", pair[0], "--draft", pair[1], "--device", "cpu", "--dtype", "float64"]
     models += ["--prompts", str(tmp / "p.jsonl"), "--max-new-tokens", "8"]
     return [*models, "--strategy", "draft", "--json", str(tmp / "o.json"), *more]
@@ -94,8 +98,8 @@ def test_no_side_keeps_the_kv_of_earlier_turns(
     monkeypatch.setattr(Engine, "warmup", lambda *_: None)
     monkeypatch.setattr(Engine, "generate_ar", plain)
     monkeypatch.setattr(Stats, "to_json", lambda self: prefilled.append(self.prompt) or to_json(self))
-    talks = [{"turns": ["one", "two", "three"]}]
-    assert run.main(argv(pair, tmp_path, "--chat", "--check", talks=talks)) == 0
+    conversations = [{"turns": ["one", "two", "three"]}]
+    assert run.main(argv(pair, tmp_path, "--chat", "--check", conversations=conversations)) == 0
     lengths = [row["prompt_tokens"] - 1 for row in results(tmp_path)["prompts"]]
     assert prefilled == [*lengths, *lengths, sum(lengths)]  # of ar, of the strategy, in total
 
@@ -119,8 +123,8 @@ def test_ctrl_c_while_ar_goes_first(
 
     monkeypatch.setattr(Engine, "warmup", lambda *_: None)
     monkeypatch.setattr(Engine, "generate_ar", interrupted)
-    talks, trace = [{"prompt": text} for text in ("one", "two", "three", "four")], tmp_path / "t.jsonl"
-    flags = argv(pair, tmp_path, "--check", "--batch-size", size, "--trace", str(trace), talks=talks)
+    conversations, trace = [{"prompt": text} for text in ("one", "two", "three", "four")], tmp_path / "t.jsonl"
+    flags = argv(pair, tmp_path, "--check", "--batch-size", size, "--trace", str(trace), conversations=conversations)
     assert run.main(flags) == 130
     got = results(tmp_path)
     assert got["interrupted"] is True and len(got["prompts"]) == int(size)
@@ -134,28 +138,28 @@ def test_ctrl_c_while_ar_goes_first(
 def test_ctrl_c_in_a_conversation_while_ar_goes_first() -> None:
     """The turn is dropped: nothing of its answer was shown. A finished answer stays as it is."""
     screen = SimpleNamespace(notes=SimpleNamespace(print=lambda: None))
-    line = run.Line(run.Talk((), "this turn"), Sampling(), 0)
+    sample = Sample(Conversation((), "this turn"), Sampling(), 0)
 
-    def turn(decoded: int, finished: str | None) -> Callable[[list[run.Line]], None]:
-        def one(lines: list[run.Line]) -> None:
-            line.messages.append({"role": "user", "content": line.talk.turns[-1]})
-            line.results.append(Result([1] * decoded, "x" * decoded, Stats(rounds=decoded), finished=finished))
+    def turn(decoded: int, finished: str | None) -> Callable[[list[Sample]], None]:
+        def one(samples: list[Sample]) -> None:
+            sample.messages.append({"role": "user", "content": sample.conversation.turns[-1]})
+            sample.results.append(Result([1] * decoded, "x" * decoded, Stats(rounds=decoded), finished=finished))
             if finished:
-                line.messages.append({"role": "assistant", "content": "x" * decoded})
+                sample.messages.append({"role": "assistant", "content": "x" * decoded})
             raise KeyboardInterrupt
 
         return one
 
     for said, decoded, finished in (("a", 0, None), ("b", 3, "stop"), ("c", 0, None), ("d", 2, None)):
-        decoding: Any = SimpleNamespace(turn=turn(decoded, finished))
-        chat.Conversation(decoding, [line], screen).take(said)  # type: ignore[arg-type]
-    assert [(m["role"], m["content"]) for m in line.messages] == [
+        decoding: Any = SimpleNamespace(turn=turn(decoded, finished), samples=[sample], screen=screen)
+        chat.Chat(decoding).take(said)
+    assert [(m["role"], m["content"]) for m in sample.messages] == [
         ("user", "b"),
         ("assistant", "xxx"),
         ("user", "d"),
         ("assistant", "xx"),
     ]
-    assert [result.finished for result in line.results] == ["stop", "interrupted"]
+    assert [result.finished for result in sample.results] == ["stop", "interrupted"]
 
 
 # --- titles of several texts
@@ -188,7 +192,7 @@ def test_titles_name_each_of_several_texts(
 
 
 def test_one_text_has_no_title(capsys: pytest.CaptureFixture[str], pair: tuple[str, str], tmp_path: Path) -> None:
-    assert run.main(argv(pair, tmp_path, talks=[{"prompt": "one"}])) == 0
+    assert run.main(argv(pair, tmp_path, conversations=[{"prompt": "one"}])) == 0
     assert capsys.readouterr().out == results(tmp_path)["prompts"][0]["text"] + "\n"
     assert run.main([*argv(pair, tmp_path)[:-1], "-"]) == 0
     json.loads(capsys.readouterr().out)  # with --json - stdout holds nothing else

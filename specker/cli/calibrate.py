@@ -17,7 +17,7 @@ from typing import Any, NoReturn
 
 from specker.cli.exits import run_cli
 from specker.cli.parser import SHELLS, Parser, completion
-from specker.cli.run import Job, Talk, read_talks
+from specker.cli.prompts import encode, read_conversations
 from specker.fields import check_fields, make, opt
 from specker.options import DTYPES, MAX_BATCH, Sampling, VocabKeep
 from specker.paths import probe, write_file
@@ -205,8 +205,10 @@ def _texts(job: Calibration, sampling: Sampling) -> tuple[Any, int, Any, list[st
             return list(tokenizer(files[n].decode(errors="replace"), add_special_tokens=False)["input_ids"])
 
         return raw, config.vocab_size, tokenizer, [str(target), *digests]
-    read = read_talks(Job(prompts=job.prompts, chat=job.chat))
-    talks = [(turn, talk) for talk in read for turn in talk.turns]
+    conversations = read_conversations(prompts=job.prompts, chat=job.chat)
+    asked = [
+        ([*each.before, {"role": "user", "content": turn}], each.where) for each in conversations for turn in each.turns
+    ]
     how: dict[str, Any] = {"device": job.device, "dtype": job.dtype, "batch_size": job.batch_size}
     if job.source == "draft":
         if job.target is not None and job.draft is None:
@@ -217,15 +219,7 @@ def _texts(job: Calibration, sampling: Sampling) -> tuple[Any, int, Any, list[st
         engine = load(job.target, job.draft, strategy="draft" if fast else "ar", **how)
     vocab_size = read_config(target).vocab_size
 
-    def encode(turn: str, talk: Talk) -> list[int]:
-        messages = [*talk.before, {"role": "user", "content": turn}]
-        try:
-            return engine.validate(engine.encode_chat(messages) if job.chat else engine.encode(turn))
-        except ValueError as error:
-            raise ValueError(f"{talk.where}: {error}") from None
-
-    prompts = [encode(turn, talk) for turn, talk in talks]  # check all before continuing the first
-
+    prompts = [encode(engine, messages, where, job.chat) for messages, where in asked]
     ahead: dict[int, list[int]] = {}  # texts of the last batch that were not asked for yet
 
     def written(n: int) -> list[int]:
@@ -239,7 +233,7 @@ def _texts(job: Calibration, sampling: Sampling) -> tuple[Any, int, Any, list[st
         return ahead.pop(n)
 
     models = f"{target} {job.source} {engine.target_name} {engine.dtype}"
-    return written, vocab_size, engine.tokenizer, [models, *(json.dumps([*talk.before, turn]) for turn, talk in talks)]
+    return written, vocab_size, engine.tokenizer, [models, *(json.dumps(messages) for messages, _ in asked)]
 
 
 def _progress(texts: Any, done: int, total: int) -> Iterator[tuple[int, list[int]]]:

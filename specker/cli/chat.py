@@ -6,14 +6,10 @@ import json
 import os
 import re
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
-from specker.cli.screen import Screen
+from specker.cli.decode import Decoding, Sample
 from specker.cli.terminal import KEYS, ask, keys_wait, reader, unquoted
 from specker.paths import write_file
-
-if TYPE_CHECKING:
-    from specker.cli.run import Decoding, Line
 
 COMMANDS = {
     "/help": ("", "show this"),
@@ -29,16 +25,17 @@ ENDS = {
 }
 
 
-def converse(decoding: "Decoding", lines: "list[Line]", screen: Screen) -> None:
+def converse(decoding: Decoding) -> None:
     """Answer until the user ends the input. Each turn is decoded after the whole conversation so far, with the K/V that
-    the previous turn kept. `lines` holds the first conversation, and gets each new one."""
+    the previous turn kept. `decoding.samples` holds the first conversation, and gets each new one."""
+    screen = decoding.screen
     session = reader(COMMANDS, screen.notes.file)
-    talk = Conversation(decoding, lines, screen)
+    chat = Chat(decoding)
     screen.note("/help lists commands and keys; Ctrl-C ends an answer, Ctrl-D the conversation.")
     with keys_wait(session):
         while True:
             try:
-                talk.take(ask(session))
+                chat.take(ask(session))
             except KeyboardInterrupt:  # discards what was typed
                 if not session.default_buffer.text:
                     screen.note("Ctrl-D ends the conversation.")
@@ -48,16 +45,16 @@ def converse(decoding: "Decoding", lines: "list[Line]", screen: Screen) -> None:
                 return
 
 
-class Conversation:
+class Chat:
     """Answers what the user types, and carries out commands."""
 
-    def __init__(self, decoding: "Decoding", lines: "list[Line]", screen: Screen) -> None:
-        self.decoding, self.lines, self.screen = decoding, lines, screen
+    def __init__(self, decoding: Decoding) -> None:
+        self.decoding, self.screen = decoding, decoding.screen
 
     @property
-    def line(self) -> "Line":
+    def sample(self) -> Sample:
         """The conversation since the last /clear or /system TEXT."""
-        return self.lines[-1]
+        return self.decoding.samples[-1]
 
     def take(self, text: str) -> None:
         """Carry out a command, or answer. Raises EOFError for /exit, and ValueError with a sentence for the user."""
@@ -74,7 +71,7 @@ class Conversation:
                 rows |= {"//TEXT": "send a text that starts with a slash", **KEYS}
                 self.screen.note("\n".join(f"  {name:<22}{about}" for name, about in rows.items()))
             case "/clear":
-                self.begin(self.line.talk.before)
+                self.begin(self.sample.conversation.before)
                 self.screen.note("the conversation is forgotten")
             case "/system":
                 self.system(argument)
@@ -92,55 +89,57 @@ class Conversation:
         dropped."""
         if not text.strip():
             return
-        line, known = self.line, len(self.line.results)
-        line.talk = replace(line.talk, turns=(*line.talk.turns, text))
+        sample, earlier = self.sample, len(self.sample.results)
+        sample.conversation = replace(sample.conversation, turns=(*sample.conversation.turns, text))
         try:
-            self.decoding.turn([line])
+            self.decoding.turn([sample])
         except ValueError:  # the turn does not fit
-            self.forget(known)
+            self.keep(earlier)
             raise
         except KeyboardInterrupt:
-            result = line.results[known] if len(line.results) > known else None
+            result = sample.results[earlier] if len(sample.results) > earlier else None
             if result is None or not result.stats.rounds:  # with --check, plain decoding may go first
-                self.forget(known)
+                self.keep(earlier)
             elif result.finished is None:
                 result.finished = "interrupted"
-                line.messages.append({"role": "assistant", "content": result.text})
+                sample.messages.append({"role": "assistant", "content": result.text})
         else:
-            if (why := line.results[known].finished) in ENDS:
+            if (why := sample.results[earlier].finished) in ENDS:
                 self.screen.note(ENDS[why])
 
-    def forget(self, known: int) -> None:
-        """Forget what follows the first `known` turns."""
-        line, before = self.line, len(self.line.talk.before)
-        line.talk = replace(line.talk, turns=line.talk.turns[:known])
-        del line.messages[before + 2 * known :], line.results[known:]
+    def keep(self, turns: int) -> None:
+        """Forget the turns after the first `turns`."""
+        sample = self.sample
+        sample.conversation = replace(sample.conversation, turns=sample.conversation.turns[:turns])
+        del sample.results[turns:], sample.messages[len(sample.conversation.before) + 2 * turns :]
 
     def begin(self, before: tuple[dict[str, str], ...]) -> None:
         """Begin a new conversation with the messages `before`."""
-        new = self.line.anew(before)
-        if not self.line.results:
-            self.lines.pop()
-        self.lines.append(new)
+        samples, last = self.decoding.samples, self.sample
+        if not last.results:
+            samples.pop()
+        conversation = replace(last.conversation, turns=(), before=before)
+        samples.append(Sample(conversation, last.sampling, last.first + len(last.results)))
 
     def system(self, text: str) -> None:
         """Begin a new conversation with this system message; without `text`, show the present one."""
         if not text:
-            before = self.line.talk.before
+            before = self.sample.conversation.before
             self.screen.note(before[0]["content"] if before else "none is set; the chat template may have its own")
             return
         message, engine = {"role": "system", "content": text}, self.decoding.engine
         ids = engine.encode_chat([message, {"role": "user", "content": "Hi"}])  # templates may refuse the role
         engine.validate(ids, self.decoding.job.max_new_tokens)
-        self.screen.note("the system message is set" + ("; the conversation begins anew" if self.line.results else ""))
+        begins = "; the conversation begins anew" if self.sample.results else ""
+        self.screen.note(f"the system message is set{begins}")
         self.begin((message,))
 
     def save(self, path: str) -> None:
         """Write the messages up to the last turn, and that turn's answer in a field of its own, so that --prompts can
         answer the turn again."""
-        if not path or not self.line.results:
+        if not path or not self.sample.results:
             raise ValueError("there is no answer to save yet" if path else "/save needs the name of a file")
-        *messages, answer = self.line.messages
+        *messages, answer = self.sample.messages
         row = {"messages": messages, "answer": answer["content"]}
         try:
             write_file(path, json.dumps(row, ensure_ascii=False) + "\n")

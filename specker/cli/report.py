@@ -10,15 +10,15 @@ from specker.versions import settings, versions
 
 @dataclass
 class Result:
-    """One decoded turn: the chunks so far, and the comparison with `ar` if --check is set."""
+    """What one turn has decoded so far, and how it compares with `ar` if --check is set."""
 
-    tokens: list[int]
+    tokens: list[int]  # ids
     text: str
     stats: Stats
     check: Any = None  # runtime.check.CheckResult
-    ids: list[int] = field(default_factory=list)  # token ids of the prompt
+    ids: list[int] = field(default_factory=list)  # of the prompt
     seed: int = 0
-    finished: str | None = None  # as in runtime/text.py
+    finished: str | None = None  # as in runtime.text.Generation; "interrupted" if Ctrl-C ended an answer of a chat
 
 
 def report(engine: Any, results: list[Result], sampling: Sampling, interrupted: bool) -> dict[str, Any]:
@@ -54,11 +54,16 @@ def _prompt(result: Result) -> dict[str, Any]:
 def _row(result: Result, checked: list[Result]) -> dict[str, Any]:
     row = {"tokens": result.tokens, "text": result.text, **result.stats.to_json()}
     if checked:
-        own, plain = stats_of(checked).tokens_per_second, ar_stats_of(checked).tokens_per_second
-        row |= {"ar_tokens_per_second": plain, "speedup": own / plain if plain else None}
+        row |= {"ar_tokens_per_second": ar_stats_of(checked).tokens_per_second, "speedup": speedup(checked)}
         if compared(checked):
             row |= {"identical": all(r.check.identical for r in checked)}
     return row
+
+
+def speedup(checked: list[Result]) -> float | None:
+    """Tokens per second, over those of plain decoding; None if that took no time."""
+    plain = ar_stats_of(checked).tokens_per_second
+    return stats_of(checked).tokens_per_second / plain if plain else None
 
 
 def compared(checked: list[Result]) -> bool:

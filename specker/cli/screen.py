@@ -16,7 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from specker.cli.exits import silence
-from specker.cli.report import Result, ar_stats_of, compared, stats_of
+from specker.cli.report import Result, ar_stats_of, compared, speedup, stats_of
 from specker.runtime.control.stats import Stats
 
 # A model's control characters must not steer the terminal: print Unicode's control pictures instead.
@@ -38,8 +38,7 @@ class Screen:
         self.terminal = self.out.isatty()
         self.titled = False  # whether a title was printed
         self.text = Console(file=self.out, highlight=False)
-        silent = self.terminal or quiet
-        self.notes = self.text if silent else Console(stderr=True, highlight=False)
+        self.notes = self.text if self.terminal or quiet else Console(stderr=True, highlight=False)
 
     def note(self, line: str, style: str = "dim") -> None:
         """Print a sentence. A terminal's lines end between words; no path is broken."""
@@ -55,10 +54,10 @@ class Screen:
                 self.note(sentence, "yellow")
 
     @contextlib.contextmanager
-    def records(self) -> Iterator[None]:
+    def log_notes(self) -> Iterator[None]:
         """Print the warnings of the logger `specker` as notes."""
         show = partial(self.note, style="yellow")
-        with _heard(logging.getLogger("specker"), _Notes(show, logging.WARNING)):
+        with _handled(logging.getLogger("specker"), _Shown(show, logging.WARNING)):
             yield
 
     @contextlib.contextmanager
@@ -69,7 +68,7 @@ class Screen:
         with Progress(console=self.notes, transient=True, disable=bare) as bar:
             task = bar.add_task(what, total=None)
             shows = self.note if bare else lambda step: bar.update(task, description=step, total=None)
-            with _heard(logging.getLogger("specker.steps"), _Notes(shows, logging.INFO)):
+            with _handled(logging.getLogger("specker.steps"), _Shown(shows, logging.INFO)):
                 yield lambda done, of: bar.update(task, description=what, completed=done, total=of)
 
     def prompt(self, text: str, title: str | None = None) -> None:
@@ -106,61 +105,19 @@ class Screen:
                     silence()
 
     def table(self, engine: Any, results: list[Result]) -> None:
-        stats, checked = stats_of(results), [r for r in results if r.check]
-        plain = ar_stats_of(checked) if checked else None
-        table = Table(show_edge=False)
-        table.add_column("", no_wrap=True)
-        for name in (engine.strategy, "ar") if plain else (engine.strategy,):
-            table.add_column(name, justify="right", overflow="fold")
-        rows = [_column(stats)] + ([_column(plain)] if plain else [])
-        for name in rows[0]:
-            if any(row.get(name) for row in rows):
-                table.add_row(name, *(row.get(name, "") for row in rows))
-        if trim := engine.trim_report(stats):
-            table.add_section()
-            table.add_row("rows of the draft head", f"{trim['kept_rows']} of {trim['vocab_size']}")
-            table.add_row("tokens in these rows", f"{trim['coverage']:.1%}")
-            table.add_row("rounds cut by trimming", f"{trim['rounds_lost']} of {stats.rounds}")
-        if plain:
-            table.add_section()
-            speedup = stats_of(checked).tokens_per_second / plain.tokens_per_second if plain.tokens_per_second else 0.0
-            table.add_row("speedup", f"{speedup:.2f}x", "1.00x")
-            if compared(checked):
-                same = all(r.check.identical for r in checked)
-                table.add_row("identical tokens", "[green]yes[/]" if same else "[red]no[/]", "")
+        """Print the closing table and what a reader of it should know."""
+        trim = engine.trim_report(stats_of(results))
+        dtype = str(engine.dtype).removeprefix("torch.")
         self.notes.print()
-        about = [
-            engine.models,
-            str(engine.device),
-            str(engine.dtype).removeprefix("torch."),
-            *engine.options.dummy_parts,
-        ]
-        self.note(", ".join(about), "bold")
-        self.notes.print(table)
-        if sizing := engine.remarks.get("sizing"):
-            self.note(sizing, "yellow")
-        if trim:
-            follow = f"; {trim['text_rows']} of them follow the text" if trim["text_rows"] else ""
-            self.note(f"the rows of the draft head were chosen by {trim['ranking']}{follow}")
-        if cut := sum(result.finished == "context" for result in results):
-            which = "the text ends" if len(results) == 1 else f"{cut} of {len(results)} texts end"
-            full = f"the context of {engine.max_context} tokens is full (--max-context)"
-            self.note(f"{which} before --max-new-tokens: {full}", "yellow")
-        if stats.rests:
-            self.note(_rested(stats))
-        if not plain and stats.drafted:
-            passes = (sum(stats.seconds.values()) - stats.seconds["prefill"]) / stats.seconds["verify"]
-            if stats.acceptance_length < 0.95 * passes:
-                self.note(
-                    f"plain decoding is probably faster here: a round gives {stats.acceptance_length:.2f} tokens in "
-                    f"the time of {passes:.2f} verify passes (--check measures both)",
-                    "yellow",
-                )
-        if plain and engine.speculates and speedup < 1:
-            self.note(f"plain decoding was faster here (speedup {speedup:.2f}x): try --strategy ar", "yellow")
+        self.note(", ".join([engine.models, str(engine.device), dtype, *engine.options.dummy_parts]), "bold")
+        self.notes.print(_table(engine, results, trim))
+        for line, style in _comments(engine, results, trim):
+            self.note(line, style)
 
 
-class _Notes(logging.Handler):
+class _Shown(logging.Handler):
+    """Shows the messages of log records."""
+
     def __init__(self, show: Callable[[str], None], level: int) -> None:
         super().__init__(level)
         self.show = show
@@ -170,7 +127,7 @@ class _Notes(logging.Handler):
 
 
 @contextlib.contextmanager
-def _heard(logger: logging.Logger, handler: logging.Handler) -> Iterator[None]:
+def _handled(logger: logging.Logger, handler: logging.Handler) -> Iterator[None]:
     """Pass the logger's records to the handler, from the handler's level on."""
     before = logger.level
     logger.addHandler(handler)
@@ -182,7 +139,58 @@ def _heard(logger: logging.Logger, handler: logging.Handler) -> Iterator[None]:
         logger.removeHandler(handler)
 
 
-def _rested(stats: Stats) -> str:
+def _table(engine: Any, results: list[Result], trim: dict[str, Any]) -> Table:
+    """The run's figures, beside those of `ar` with --check. `trim`: as `Engine.trim_report` returns it."""
+    stats, checked = stats_of(results), [r for r in results if r.check]
+    columns = [_column(stats)] + ([_column(ar_stats_of(checked))] if checked else [])
+    table = Table(show_edge=False)
+    table.add_column("", no_wrap=True)
+    for name in (engine.strategy, "ar")[: len(columns)]:
+        table.add_column(name, justify="right", overflow="fold")
+    for name in columns[0]:
+        if any(column.get(name) for column in columns):
+            table.add_row(name, *(column.get(name, "") for column in columns))
+    if trim:
+        table.add_section()
+        table.add_row("rows of the draft head", f"{trim['kept_rows']} of {trim['vocab_size']}")
+        table.add_row("tokens in these rows", f"{trim['coverage']:.1%}")
+        table.add_row("rounds cut by trimming", f"{trim['rounds_lost']} of {stats.rounds}")
+    if checked:
+        table.add_section()
+        table.add_row("speedup", f"{speedup(checked) or 0.0:.2f}x", "1.00x")
+        if compared(checked):
+            same = all(r.check.identical for r in checked)
+            table.add_row("identical tokens", "[green]yes[/]" if same else "[red]no[/]", "")
+    return table
+
+
+def _comments(engine: Any, results: list[Result], trim: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    """Sentences below the table, each with its style."""
+    stats, checked = stats_of(results), [r for r in results if r.check]
+    if sizing := engine.remarks.get("sizing"):
+        yield sizing, "yellow"
+    if trim:
+        follow = f"; {trim['text_rows']} of them follow the text" if trim["text_rows"] else ""
+        yield f"the rows of the draft head were chosen by {trim['ranking']}{follow}", "dim"
+    if cut := sum(result.finished == "context" for result in results):
+        which = "the text ends" if len(results) == 1 else f"{cut} of {len(results)} texts end"
+        full = f"the context of {engine.max_context} tokens is full (--max-context)"
+        yield f"{which} before --max-new-tokens: {full}", "yellow"
+    if stats.rests:
+        yield _undrafted(stats), "dim"
+    if checked and engine.speculates and (gain := speedup(checked) or 0.0) < 1:
+        yield f"plain decoding was faster here (speedup {gain:.2f}x): try --strategy ar", "yellow"
+    if not checked and stats.drafted:
+        passes = (sum(stats.seconds.values()) - stats.seconds["prefill"]) / stats.seconds["verify"]
+        if stats.acceptance_length < 0.95 * passes:
+            yield (
+                f"plain decoding is probably faster here: a round gives {stats.acceptance_length:.2f} tokens in the "
+                f"time of {passes:.2f} verify passes (--check measures both)",
+                "yellow",
+            )
+
+
+def _undrafted(stats: Stats) -> str:
     """How many rounds drafted, and why others did not."""
     why = {
         "slower": "because plain decoding was faster",
@@ -196,7 +204,7 @@ def _rested(stats: Stats) -> str:
 
 
 def _column(stats: Stats) -> dict[str, str]:
-    """A column's cells by their labels; a stage below half a percent of the time has none."""
+    """A column of the table: label -> cell. A stage below half a percent of the time has an empty cell."""
     column = {
         "tokens": str(stats.tokens),
         "tokens/s": f"{stats.tokens_per_second:.1f}",

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from dataclasses import fields
 
 from specker.cli.exits import run_cli
+from specker.cli.flags import MORE, Job
 from specker.cli.parser import Parser
-from specker.cli.run import MORE, Job
 from specker.fields import make
 from specker.options import Common, Options, Sampling
 from specker.runtime import strategies

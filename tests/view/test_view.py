@@ -14,7 +14,7 @@ from traces import BEGIN, CHAIN, END, HEADER, TREE, write
 from transformers import AutoModelForCausalLM
 
 import specker
-from specker.cli import run, view
+from specker.cli import flags, run, view
 from specker.paths import write_file
 from specker.runtime.control.choose import NONE, Chooser
 from specker.runtime.control.policy import Budget, Policy
@@ -268,6 +268,6 @@ def test_a_failed_write_leaves_the_old_page(tmp_path: Path, monkeypatch: pytest.
 
 
 def test_view_records_one_replica(capsys: pytest.CaptureFixture[str]) -> None:
-    job, options, sampling = run.parse(["--prompt", "x", "--view"])
+    job, options, sampling = flags.parse(["--prompt", "x", "--view"])
     with pytest.raises(ValueError, match="--view records one replica only"):
         run.run(job, dataclasses.replace(options, dp=2), sampling)

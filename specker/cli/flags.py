@@ -1,0 +1,151 @@
+"""The flags of the command `specker`, which decodes prompts; other commands share some of them."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+
+import specker
+from specker import zoo
+from specker.cli.parser import SHELLS, Parser, completion
+from specker.fields import check_fields, make, opt
+from specker.options import DTYPES, Common, Options, Sampling, stop_strings
+from specker.runtime import strategies
+
+
+@dataclass(frozen=True)
+class Job:
+    """What to decode, on which device, and where to write the results."""
+
+    target: str | None = opt(None, "the model to decode (default: the bundled code-target)", "DIR|HUB_ID")
+    draft: str | None = opt(
+        None,
+        "the model or head that drafts; auto chooses a known one for the target (default without --target: the bundled "
+        "one); see specker drafts",
+        "DIR|HUB_ID|auto",
+    )
+    prompt: str | None = opt(None, "one prompt; - reads it from stdin, without its last newline", "TEXT|-")
+    prompts: str | None = opt(
+        None,
+        "JSON lines with `prompt`, with Spec-Bench's `turns` (one conversation with --chat, else separate prompts) or, "
+        "with --chat, `messages`",
+        "FILE|-",
+    )
+    chat: bool = opt(
+        False, "wrap prompts in the target's chat template; in a terminal, without a prompt: a conversation"
+    )
+    max_new_tokens: int | None = opt(
+        None,
+        "tokens to decode for each prompt (default: 128; 1024 in a conversation)",
+        least=1,
+    )
+    stop: tuple[str, ...] = opt((), "end each text before the first of these strings", "STRING")
+    json_schema: str | None = opt(None, "each text is JSON that is valid for this JSON schema", "FILE")
+    grammar: str | None = opt(None, "each text matches this Lark grammar, or another one of llguidance", "FILE")
+    samples: int = opt(1, "independent draws of each prompt, with seeds --seed, --seed + 1, ...", least=1)
+    dtype: str | None = opt(
+        None, "of weights and K/V (default: bfloat16; on a CPU without kernels for it float32)", choices=DTYPES
+    )
+    device: str | None = opt(None, "where to run (default: cuda if available)", offers=("cpu", "cuda"))
+    check: bool = opt(False, "also decode with ar, compare the tokens and print both speeds")
+    trace: str | None = opt(
+        None, "write JSON lines: each round's draft and the target's tokens, for specker view", "FILE"
+    )
+    view: str | None = opt(
+        None,
+        "write the trace as an HTML page and open it (default: a new file beside --trace, else trace.html)",
+        "FILE",
+        bare="",
+    )
+    json: str | None = opt(None, "write the results as one JSON object; with -, stdout holds nothing else", "FILE|-")
+
+    def __post_init__(self) -> None:
+        if self.prompt is not None and self.prompts is not None:
+            raise ValueError("--prompt and --prompts exclude each other")
+        if self.json_schema is not None and self.grammar is not None:
+            raise ValueError("--json-schema and --grammar exclude each other")
+        check_fields(self)
+        stop_strings(self.stop)
+
+    @property
+    def built_in(self) -> bool:
+        """Whether the toy model continues its own prompts."""
+        return self.target is None and self.prompt is None and self.prompts is None and not self.chat
+
+
+COMMON = {
+    "common flags": (
+        *("target", "draft", "strategy", "prompt", "prompts", "chat", "max_new_tokens", "temperature", "seed", "check"),
+    )
+}
+MORE = {
+    "sampling": ("top_p", "top_k", "samples", "stop", "json_schema", "grammar"),
+    "drafts": ("draft_tokens", "tree", "policy"),
+    "output": ("json", "trace"),
+    "batches and memory": ("batch_size", "kv_tokens", "max_context", "page_size", "prefix_cache"),
+    "device and precision": ("device", "dtype", "quantize", "draft_quantize", "activations", "linear", "graphs"),
+    "several GPUs, in a torchrun job": ("tp", "dp", "draft_ranks", "reduce"),
+    "sizing without trained weights": ("load", "acceptance"),
+}
+EPILOG = """\
+examples:
+  specker --check                                            # built-in prompts
+  specker --target Qwen/Qwen3-1.7B --chat --temperature 0.7  # a conversation
+  specker --target Qwen/Qwen3-1.7B --draft Qwen/Qwen3-0.6B --prompt "Hello" --chat
+  specker --prompts questions.jsonl --batch-size 8 --json out.json
+  specker --strategy easyspec+vocabtrim --temperature 0.8 --seed 7
+  source <(specker --print-completion bash)                  # completion in this shell
+
+in a pipe: a line such as ==> questions.jsonl line 2 <== before each of several
+texts, none before a single one; --json - for programs
+
+exit codes: 0 success; 1 --check, specker or the job failed; 2 a mistake in the
+command or its files; 130 after Ctrl-C; 141 if the reader of stdout closed it
+"""
+
+
+def parser(full: bool = True) -> Parser:
+    """The parser of the command line. `full` False: with the flags that --help shows."""
+    usage = "specker [flags] [-]"
+    top = Parser("specker", usage, "Speculative decoding that never changes the output.", EPILOG)
+    words, offers = strategies.words(), strategies.offers()
+    top.arrange(COMMON, Job, Common, Sampling, offers=offers, **words)
+    (common,) = COMMON
+    top.group(common).add_argument("stdin", nargs="?", metavar="-", help="read one prompt from stdin, as --prompt -")
+    more = "more help"
+    top.prints(more, "-h", "--help", help="show the common flags", text=lambda _: parser(full=False).format_help())
+    top.prints(more, "--help-all", help="show every flag", text=lambda _: parser().format_help())
+    # A folder `specker` in the working directory may hide the package itself, but not its modules.
+    version = f"specker {getattr(specker, '__version__', '(hidden by a folder of this name)')}\n"
+    top.prints(more, "--version", help="show the version", text=lambda _: version)
+    about = "show what each strategy needs, its paper and its own flags"
+    top.prints(more, "--list-strategies", help=about, text=lambda _: strategies.table())
+    about = "print a script that completes this command in a shell"
+    top.prints(more, "--print-completion", help=about, text=lambda shell: completion(parser(), shell), choices=SHELLS)
+    if not full:
+        top.group("strategies", strategies.summaries())
+        return top
+    top.arrange(MORE, Job, Common, Sampling, offers=offers, **words)
+    named = [name for names in (*COMMON.values(), *MORE.values()) for name in names]
+    top.add(Job, "output", only=[f.name for f in fields(Job) if f.name not in named])
+    for cls, title, about, names in strategies.flag_groups():
+        top.add(cls, title, about, only=names)
+    return top
+
+
+def parse(argv: Sequence[str] | None = None) -> tuple[Job, Options, Sampling]:
+    """Parse a command line into the three dataclasses. Raises ValueError with a sentence for the user."""
+    values = vars(parser().parse_args(argv))
+    stdin = values.pop("stdin", None)
+    if stdin is not None:
+        if stdin != "-":
+            raise ValueError(f"unexpected argument {stdin!r}; use --prompt to pass a prompt")
+        if "prompt" in values or "prompts" in values:
+            raise ValueError("- reads the prompt from stdin and excludes --prompt and --prompts")
+        values["prompt"] = "-"
+
+    job = make(Job, values)
+    if job.built_in and not any(f.name in values for f in fields(Sampling)):
+        values |= zoo.SAMPLING
+    sampling = make(Sampling, values)
+    values.setdefault("strategy", strategies.usual(job.target, job.draft, values))
+    others = {f.name for cls in (Job, Sampling) for f in fields(cls)}
+    return job, strategies.options(**{n: v for n, v in values.items() if n not in others}), sampling
