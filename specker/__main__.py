@@ -10,7 +10,7 @@ COMMANDS = ("cache", "calibrate", "drafts", "serve", "view")  # modules of speck
 
 
 def cli() -> NoReturn:
-    interrupt.ends_imports()
+    interrupt.exit_on_ctrl_c()
     if (name := "".join(sys.argv[1:2])) in COMMANDS:
         sys.exit(importlib.import_module(f"specker.cli.{name}").main(sys.argv[2:]))
     from specker.cli import run

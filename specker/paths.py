@@ -1,7 +1,7 @@
-"""The folder where specker keeps what it makes or fetches.
+"""Where and how specker writes files: atomically, for a user or into its cache.
 
-It holds converted checkpoints, compiled kernels, token counts, the history of conversations, and facts about files
-that would take long to compute at each start. All files are written here, atomically."""
+The cache holds converted checkpoints, compiled kernels, token counts, the history of conversations, and facts about
+files that would take long to compute at each start."""
 
 import os
 import tempfile
@@ -9,12 +9,12 @@ import threading
 from pathlib import Path
 
 
-def root() -> Path:
+def cache_root() -> Path:
     """`$SPECKER_CACHE`, by default ~/.cache/specker."""
     return Path(os.environ.get("SPECKER_CACHE") or Path.home() / ".cache" / "specker")
 
 
-def write(path: Path, data: bytes) -> None:
+def write_cached(path: Path, data: bytes) -> None:
     """`write_file`, in a folder that is made if it is missing."""
     path.parent.mkdir(parents=True, exist_ok=True)
     write_file(path, data)

@@ -3,7 +3,7 @@
 from specker.cli import interrupt
 
 if __name__ == "__main__":
-    interrupt.ends_imports()
+    interrupt.exit_on_ctrl_c()
 
 from specker.cli.run import cli
 

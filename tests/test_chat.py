@@ -22,9 +22,9 @@ from typing import Any
 import pytest
 from make_checkpoint import edit, make
 
-from specker import paths as cache
 from specker.cli import run
 from specker.cli.decode import Decoding, Sample
+from specker.paths import cache_root
 
 ROOT = Path(__file__).parents[1]
 ESCAPES = re.compile(r"\x1b(\[[0-9;?]*([A-Za-z~]|$)|$)|\r")
@@ -102,8 +102,8 @@ def endless(tmp_path_factory: pytest.TempPathFactory) -> str:
 def own(tmp_path: Path) -> Path:
     """A cache of its own, with the user's compiled kernels."""
     (tmp_path / "cache").mkdir()
-    (cache.root() / "cpu").mkdir(parents=True, exist_ok=True)
-    (tmp_path / "cache" / "cpu").symlink_to(cache.root() / "cpu")
+    (cache_root() / "cpu").mkdir(parents=True, exist_ok=True)
+    (tmp_path / "cache" / "cpu").symlink_to(cache_root() / "cpu")
     return tmp_path / "cache"
 
 

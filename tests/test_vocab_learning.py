@@ -156,7 +156,7 @@ def test_a_disk_that_fills_up_does_not_end_a_run(models, capsys, monkeypatch):
     def full(*_):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(vocab_counts, "write", full)
+    monkeypatch.setattr(vocab_counts, "write_cached", full)
     argv = ["--target", models[0], "--draft", models[1], "--strategy", "vocabtrim", "--prompt", "hello", "--prompt"]
     argv += ["hello", "--max-new-tokens", "8", "--device", "cpu", "--samples", "2", "--vocab-learn", "on"]
     assert run.main(argv) == 0

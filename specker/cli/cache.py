@@ -1,4 +1,4 @@
-"""List and remove what specker keeps on disk: `specker cache --help`, or `specker cache --help`.
+"""List and remove what specker keeps on disk: `specker cache --help`.
 
 Everything there is made or fetched again when it is needed, except the token counts and the history of conversations,
 which come from your own runs.
@@ -13,10 +13,10 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from specker import paths as cache
 from specker.cli.exits import run_cli
 from specker.cli.parser import Parser
 from specker.fields import check_fields, make, opt
+from specker.paths import cache_root
 
 ABOUT = {
     "cpu": "compiled kernels",
@@ -52,10 +52,10 @@ class Entry:
 def entries() -> list[Entry]:
     """The cache's entries by name. Each converted GGUF file is an entry of its own."""
     found = []
-    for path in sorted(cache.root().iterdir()) if cache.root().is_dir() else ():
+    for path in sorted(cache_root().iterdir()) if cache_root().is_dir() else ():
         for each in sorted(path.iterdir()) if path.name == "gguf" else [path]:
             about = ABOUT.get(path.name, "a fetched file" if path.suffix == ".gguf" else "")
-            found.append(Entry(str(each.relative_to(cache.root())), each, about, size_of(each)))
+            found.append(Entry(str(each.relative_to(cache_root())), each, about, size_of(each)))
     return found
 
 
@@ -82,10 +82,10 @@ def clear(names: Sequence[str]) -> list[Entry]:
 def run(job: Job) -> int:
     if job.clear:
         gone = clear(job.clear)
-        print(f"removed {len(gone)} of {cache.root()}: {readable(sum(entry.size for entry in gone))}")
+        print(f"removed {len(gone)} of {cache_root()}: {readable(sum(entry.size for entry in gone))}")
         return 0
     found = entries()
-    table = Table(title=str(cache.root()), title_justify="left", show_edge=False)
+    table = Table(title=str(cache_root()), title_justify="left", show_edge=False)
     for column in ("name", "what it is"):
         table.add_column(column)
     table.add_column("size", justify="right")

@@ -149,17 +149,16 @@ class Decoding:
 
     def _request(self, sample: Sample) -> Any:
         """The request for a sample's last turn."""
-        result, turn, talk = sample.results[-1], len(sample.results), sample.conversation
-        if self.trace is not None:
-            place = talk.where, talk.part or turn, talk.turns[turn - 1]
-            self.trace.begin(sample.number, *place, len(result.ids), sample.sampling.seed)
+        job, talk, turn, ids = self.job, sample.conversation, len(sample.results), sample.results[-1].ids
         # With --check, both decoders prefill every prompt, for equal bits and a fair comparison of speed. Otherwise a
         # conversation prefills only its new tokens.
-        keeps = self.job.chat and turn > 1 and self.engine.options.prefix_cache != "off"
-        prefixes = "off" if self.job.check else "all" if keeps else None
-        job, sampling = self.job, sample.sampling
-        params = Params(job.max_new_tokens or 0, sampling, job.stop, prefix_cache=prefixes, grammar=self.grammar)
-        return self.engine.session.request(result.ids, params, index=sample.number)
+        keeps = job.chat and turn > 1 and self.engine.options.prefix_cache != "off"
+        prefixes = "off" if job.check else "all" if keeps else None
+        params = Params(job.max_new_tokens or 0, sample.sampling, job.stop, prefix_cache=prefixes, grammar=self.grammar)
+        request = self.engine.session.request(ids, params, index=sample.number)
+        if self.trace is not None:
+            self.trace.begin(request, talk.where, talk.part or turn, talk.turns[turn - 1])
+        return request
 
     def _decode(self, samples: list[Sample], to_the_end: bool = False) -> None:
         """Decode the last turn of the samples in one batch; with `to_the_end` the turns after it, too."""

@@ -1,4 +1,4 @@
-"""List the heads and drafts that are known for a target: `specker drafts --help`, or `specker drafts`."""
+"""List the heads and drafts that are known for a target: `specker drafts --help`."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

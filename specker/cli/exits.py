@@ -14,7 +14,7 @@ def run_cli(command: Callable[[], int], prints_errors: Callable[[], bool] = lamb
     code: 0 for success, 1 if specker itself or the job failed, 2 for an error that the user can correct, 130 after
     Ctrl-C, 141 for a closed pipe. `prints_errors`, called on an error, says whether this process of the job prints it.
     While the command runs, messages name options by their flags."""
-    interrupt.raises()
+    interrupt.raise_on_ctrl_c()
     try:
         with named_by_flags():
             code = command()

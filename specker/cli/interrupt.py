@@ -7,19 +7,19 @@ import threading
 from typing import Any
 
 
-def ends_imports() -> None:
+def exit_on_ctrl_c() -> None:
     """From here on Ctrl-C ends the process with one line, not with a traceback through half-imported modules."""
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # a background job ignores it
-        signal.signal(signal.SIGINT, _end)
+        signal.signal(signal.SIGINT, _exit)
 
 
-def raises() -> None:
+def raise_on_ctrl_c() -> None:
     """From here on Ctrl-C raises KeyboardInterrupt again."""
-    if signal.getsignal(signal.SIGINT) is _end:
+    if signal.getsignal(signal.SIGINT) is _exit:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-def _end(*_: Any) -> None:
+def _exit(*_: Any) -> None:
     sys.stderr.write("specker: interrupted\n")
     sys.stderr.flush()
     os._exit(130)

@@ -64,7 +64,7 @@ def run(job: Job, options: Options, sampling: Sampling) -> int:
     samples = samples_of(conversations, job.samples, sampling)
     ranks = engine.ranks
     mine = samples if ranks is None else samples[ranks.replica :: ranks.replicas]
-    trace = Trace(engine, sampling, job.stop) if job.trace is not None or job.view is not None else None
+    trace = Trace(engine, sampling) if job.trace is not None or job.view is not None else None
     if trace is not None:
         engine.trace = trace.round
     _introduce(engine, job, sampling, screen, chatting)

@@ -1,4 +1,4 @@
-"""Serve one model over the OpenAI API: `specker serve --help`, or `specker serve`."""
+"""Serve one model over the OpenAI API: `specker serve --help`."""
 
 import logging
 import os

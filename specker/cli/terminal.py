@@ -17,7 +17,7 @@ from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent
 from prompt_toolkit.layout.processors import TabsProcessor
 from prompt_toolkit.output import create_output
 
-from specker import paths as cache
+from specker.paths import cache_root
 
 QUOTES = '"""'
 KEYS = {
@@ -41,7 +41,7 @@ def reader(commands: Mapping[str, tuple[str, str]], out: IO[str]) -> "PromptSess
 
     return PromptSession(
         "> ",
-        history=History(cache.root() / "history"),
+        history=History(cache_root() / "history"),
         completer=Commands(commands),
         complete_while_typing=False,
         enable_suspend=True,

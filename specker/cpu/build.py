@@ -22,7 +22,7 @@ from pathlib import Path
 
 from filelock import FileLock
 
-from specker.paths import root
+from specker.paths import cache_root
 
 REMEDY = "install gcc or clang, or pip install ziglang"
 SOURCES = Path(__file__).parent / "csrc"
@@ -82,7 +82,7 @@ def library(on_progress: Callable[[str], None] | None = None) -> Path:
     name, files = level(), sorted(SOURCES.iterdir())
     digest = hashlib.sha256(b"\0".join(file.read_bytes() for file in files))
     digest.update(repr((FLAGS, LEVELS[name][1])).encode())  # without the set, whose order differs by process
-    folder = root() / "cpu"
+    folder = cache_root() / "cpu"
     path = folder / f"{name}-{digest.hexdigest()[:16]}.so"
     if path.exists():
         return path

@@ -14,7 +14,7 @@ from typing import Any
 from specker.runtime.engine import Engine
 from specker.runtime.round.state import Request
 from specker.view.page import data, filled
-from specker.view.read import begun
+from specker.view.read import parse_unfinished
 from specker.view.trace import Trace
 
 ROUNDS = 2000  # of a request, from its first on, that the page shows
@@ -53,7 +53,7 @@ class _Kept:
         if end:
             self.trace.end(number, self.request.finished or "failed", self.request.stats)
         if rows or end or not self.shown:
-            found = begun(self.trace.lines, f"request {number}")
+            found = parse_unfinished(self.trace.lines, f"request {number}")
             if self.rounds > ROUNDS:
                 found.warning = f"rounds after the first {ROUNDS} are left out"
             self.shown = json.dumps(data(found), separators=(",", ":"))
@@ -96,9 +96,8 @@ class Live:
         the API's path and its id. `text`: the user's, which the page shows as the prompt."""
         if (more := len(text) - CHARACTERS) > 0:
             text = f"{text[:CHARACTERS]}\n({more} more characters)"
-        stops = () if request.reader is None else request.reader.stops
-        trace = Trace(self.engine, request.sampling, stops, request.stop_ids)
-        trace.begin(request.index, where, 1, text, request.prompt, request.sampling.seed)
+        trace = Trace(self.engine, request.sampling)
+        trace.begin(request, where, 1, text)
         with self._lock:
             self._kept[request.index] = _Kept(request, trace)
             self._begun += 1

@@ -45,14 +45,14 @@ def read(path: str) -> Traced:
 def parse(lines: Iterable[str], name: str) -> Traced:
     """The lines of a trace -> its turns. `name`: for messages and titles. A last line that is cut is left out, with a
     warning. Raises ValueError as `read` does."""
-    found = begun(lines, name)
+    found = parse_unfinished(lines, name)
     found.turns = [turn for turn in found.turns if turn.rounds]
     if not found.turns:
         raise ValueError(f"{name}: the trace has no rounds")
     return found
 
 
-def begun(lines: Iterable[str], name: str) -> Traced:
+def parse_unfinished(lines: Iterable[str], name: str) -> Traced:
     """`parse` for a trace whose requests may have no rounds yet."""
     lines = list(lines)
     found: Traced | None = None

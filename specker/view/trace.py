@@ -44,14 +44,16 @@ and `wall`. Without a tokenizer all texts are "".
 """
 
 import json
-from collections.abc import Collection
 from dataclasses import asdict
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from specker.options import Sampling
 from specker.runtime.control.stats import Stats
 from specker.runtime.detokenize import Detokenizer
 from specker.versions import settings, versions
+
+if TYPE_CHECKING:  # it imports torch, which a command must not do before it has checked its flags
+    from specker.runtime.round.state import Request
 
 VERSION = 1
 
@@ -59,10 +61,7 @@ VERSION = 1
 class Trace:
     """Formats what the loop reports; it decides nothing. `lines` grows with the run."""
 
-    def __init__(
-        self, engine: Any, sampling: Sampling, stops: tuple[str, ...] = (), stop_ids: Collection[int] | None = None
-    ):
-        """`stops`, `stop_ids`: what ends the requests' texts (default of `stop_ids`: the target's)."""
+    def __init__(self, engine: Any, sampling: Sampling):
         remarks = engine.remarks
         header = {
             "specker_trace": VERSION,
@@ -80,24 +79,22 @@ class Trace:
         self.lines: list[str] = []
         self._sizing = {name: remarks[name] for name in ("sizing",) if name in remarks}
         self._tokenizer = engine.target.tokenizer_or_none
-        if stop_ids is None:
-            stop_ids = () if engine.options.dummy_parts else engine.target.config.eos_ids
-        self._stop_ids = frozenset(stop_ids)
-        self._stops = stops
-        self._texts: dict[int, Detokenizer] = {}
+        self._open: dict[int, tuple[Detokenizer, frozenset[int]]] = {}  # request -> its text so far, its stop ids
         self._named: set[int] = set()
         self._put(header)
 
-    def begin(self, number: int, where: str, turn: int, text: str, prompt_tokens: int, seed: int) -> None:
-        self._texts[number] = Detokenizer(self._tokenizer, self._stops)
-        place = {"begin": number, "where": where, "turn": turn}
-        self._put({**place, "text": text, "prompt_tokens": prompt_tokens, "seed": seed})
+    def begin(self, request: "Request", where: str, turn: int, text: str) -> None:
+        """Begin a request; the fields of its line are above."""
+        stops = () if request.reader is None else request.reader.stops
+        self._open[request.index] = Detokenizer(self._tokenizer, stops), request.stop_ids
+        place = {"begin": request.index, "where": where, "turn": turn}
+        self._put({**place, "text": text, "prompt_tokens": request.prompt, "seed": request.sampling.seed})
 
     def round(self, row: dict[str, Any]) -> None:
-        """One sequence's part of a round, as `runtime.record` makes it."""
+        """A begun request's part of a round, as `runtime.record` makes it."""
         tokens, accepted = row["tokens"], len(row["path"]) - 1
-        stop = next((n + 1 for n, token in enumerate(tokens) if token in self._stop_ids), len(tokens))
-        text = self._texts.setdefault(row["prompt"], Detokenizer(self._tokenizer, self._stops))
+        text, stop_ids = self._open[row["prompt"]]
+        stop = next((n + 1 for n, token in enumerate(tokens) if token in stop_ids), len(tokens))
         pieces = []
         for n, token in enumerate(tokens[:stop], 1):
             pieces.append(text.add(token))
@@ -118,8 +115,10 @@ class Trace:
         self._put(shown | self._sizing)
 
     def end(self, number: int, finished: str, stats: Stats) -> None:
-        tail = self._texts.pop(number).flush() if number in self._texts else ""
-        self._put({"end": number, "finished": finished, "tail": tail, "seconds": stats.seconds, "wall": stats.wall})
+        text, _ = self._open.pop(number)
+        self._put(
+            {"end": number, "finished": finished, "tail": text.flush(), "seconds": stats.seconds, "wall": stats.wall}
+        )
 
     def _names(self, ids: set[int]) -> dict[int, str]:
         if self._tokenizer is None:

@@ -118,13 +118,13 @@ def test_a_full_disk_is_one_warning_and_loses_nothing(monkeypatch, caplog):
     monkeypatch.setattr(vocab_counts, "SAVE_EVERY", 2)
     replace, counts = vocab_counts.write, opened()
     counts.add([1])
-    monkeypatch.setattr(vocab_counts, "write", full)
+    monkeypatch.setattr(vocab_counts, "write_cached", full)
     for _ in range(4):
         counts.add([2, 2])
     assert [r.getMessage() for r in caplog.records] == [
         f"{folder()} cannot be written (No space left on device), so the counts of this run may be lost"
     ]
-    monkeypatch.setattr(vocab_counts, "write", replace)
+    monkeypatch.setattr(vocab_counts, "write_cached", replace)
     counts.save()
     assert opened().earlier == {1: 1, 2: 8}
 

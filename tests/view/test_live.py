@@ -15,7 +15,7 @@ from specker.runtime.round.state import Request
 from specker.view import live as lives
 from specker.view.live import Live
 from specker.view.page import LIVE_POLICY, data
-from specker.view.read import begun, parse
+from specker.view.read import parse, parse_unfinished
 from specker.view.trace import Trace
 
 
@@ -72,13 +72,13 @@ def test_two_requests_one_of_them_running(engine: Any) -> None:
 
     def told(request: Request) -> Any:
         lines = Trace(engine, request.sampling)
-        lines.begin(request.index, "/v1/completions", 1, f"text {request.index}", request.prompt, request.sampling.seed)
+        lines.begin(request, "/v1/completions", 1, f"text {request.index}")
         for row in rows:
             if row["prompt"] == request.index:
                 lines.round(row)
         if request.finished:
             lines.end(request.index, request.finished, request.stats)
-        return json.loads(json.dumps(data(begun(lines.lines, f"request {request.index}"))))
+        return json.loads(json.dumps(data(parse_unfinished(lines.lines, f"request {request.index}"))))
 
     engine.trace = trace
     assert page(live) == {"engine": "draft, tiny-target + tiny-target", "queue": queue(), "begun": 0, "states": [],

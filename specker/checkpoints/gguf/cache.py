@@ -22,8 +22,7 @@ from filelock import FileLock
 
 from specker.checkpoints.gguf import convert
 from specker.model.config import CheckpointError
-from specker.paths import root as cache_root
-from specker.paths import write
+from specker.paths import cache_root, write_cached
 
 log = logging.getLogger("specker.steps")  # slow steps, which `Screen.progress` shows
 PACKAGES = {"gguf": "0.17", "accelerate": "1.0"}  # minimum versions, as in the extra `gguf`
@@ -111,7 +110,7 @@ def remembered_sha256(path: Path) -> str:
     digest = sha256(path)
     if _identity(path) == identity:  # it did not change meanwhile
         with suppress(OSError):  # without the note, the next start hashes again
-            write(note, json.dumps({"file": identity, "sha256": digest}).encode())
+            write_cached(note, json.dumps({"file": identity, "sha256": digest}).encode())
     return digest
 
 

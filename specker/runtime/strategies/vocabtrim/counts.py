@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from specker.paths import root, write
+from specker.paths import cache_root, write_cached
 from specker.runtime.strategies.vocabtrim import scores as vocab_scores
 from specker.runtime.strategies.vocabtrim.scores import VocabScores
 
@@ -35,7 +35,7 @@ WAIT = 1.0  # seconds for the lock: a process that was stopped while it held the
 
 def folder() -> Path:
     """Where the counts of all tokenizers are. Deleting it forgets them."""
-    return root() / "vocab"
+    return cache_root() / "vocab"
 
 
 class VocabCounts:
@@ -106,7 +106,7 @@ class VocabCounts:
                 counts.update(self._new)
                 while counts.total() > MOST:
                     counts = Counter({token: count // 2 for token, count in counts.items() if count > 1})
-                write(self.path, self._scores(counts).to_bytes())
+                write_cached(self.path, self._scores(counts).to_bytes())
             self._new.clear()
             self._waiting = 0
         except OSError as error:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from specker.checkpoints.tokenizer import Tokens
 from specker.model.config import CheckpointError
-from specker.paths import root, write
+from specker.paths import cache_root, write_cached
 from specker.runtime.strategies.vocabtrim import order as vocab_order
 from specker.runtime.strategies.vocabtrim import scores as vocab_scores
 
@@ -36,7 +36,7 @@ def tokenizer_hash(tokens: Tokens) -> str | None:
             return str(known)
     digest = vocab_scores.tokenizer_hash(tokenizer)
     with suppress(OSError):
-        write(path, json.dumps({"tokenizer_hash": digest}).encode())
+        write_cached(path, json.dumps({"tokenizer_hash": digest}).encode())
     return digest
 
 
@@ -53,7 +53,7 @@ def learnt(tokens: Tokens, vocab_size: int) -> Tensor:
     if ranked is None:
         ranked = vocab_order.ranked(tokenizer)
         with suppress(OSError):
-            write(path, _packed(ranked))
+            write_cached(path, _packed(ranked))
     return vocab_order.completed(ranked, vocab_size)
 
 
@@ -61,7 +61,7 @@ def _path(tokens: Tokens, kind: str) -> Path:
     import transformers  # another version of it may read the tokenizer differently
 
     about = f"{VERSION} {transformers.__version__} {tokens.architecture} {tokens.digest}"
-    return root() / "tokenizers" / f"{hashlib.sha256(about.encode()).hexdigest()[:32]}.{kind}"
+    return cache_root() / "tokenizers" / f"{hashlib.sha256(about.encode()).hexdigest()[:32]}.{kind}"
 
 
 def _packed(ids: Tensor) -> bytes:
