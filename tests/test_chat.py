@@ -108,7 +108,7 @@ def own(tmp_path: Path) -> Path:
 
 
 @dataclass
-class Talk:
+class Chat:
     rows: list[Any]  # of --json
     messages: list[dict[str, str]]  # of the last conversation, as /save wrote them
     text: str  # what a pipe got
@@ -122,7 +122,7 @@ class Talk:
 @pytest.fixture
 def typed(
     endless: str, own: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> Callable[..., Talk]:
+) -> Callable[..., Chat]:
     """A function that runs a conversation, in float64, whose keys wait in the terminal from the start."""
     from prompt_toolkit.application import create_app_session  # without it, all share the first one's stdin
     from prompt_toolkit.input import create_input
@@ -131,7 +131,7 @@ def typed(
     monkeypatch.setenv("SPECKER_CACHE", str(own))
     out, saved = tmp_path / "out.json", tmp_path / "saved.jsonl"
 
-    def talk(keys: str, *more: str, target: str = endless, code: int = 0) -> Talk:
+    def chat(keys: str, *more: str, target: str = endless, code: int = 0) -> Chat:
         main, side = pty.openpty()
         tty.setraw(side)
         before = termios.tcgetattr(side)
@@ -150,9 +150,9 @@ def typed(
         messages = json.loads(saved.read_text())["messages"] if saved.exists() else []
         for file in (out, saved):
             file.unlink(missing_ok=True)
-        return Talk(rows, messages, *capsys.readouterr())
+        return Chat(rows, messages, *capsys.readouterr())
 
-    return talk
+    return chat
 
 
 def test_a_conversation(endless: str, own: Path, tmp_path: Path) -> None:
@@ -243,16 +243,16 @@ def test_completion(tmp_path: Path) -> None:
         ("caf\udce9\rok\r", ["ok"]),
     ],
 )
-def test_what_is_one_turn(typed: Callable[..., Talk], keys: str, turns: list[str]) -> None:
+def test_what_is_one_turn(typed: Callable[..., Chat], keys: str, turns: list[str]) -> None:
     """Pastes, Alt-Enter, blocks in quotes, texts that start with a slash, edited lines."""
-    talk = typed(keys)
-    assert talk.turns == turns and len(talk.rows) == len(turns)
-    assert ("not valid text in the terminal's encoding" in talk.notes) == ("\udce9" in keys)
+    chat = typed(keys)
+    assert chat.turns == turns and len(chat.rows) == len(turns)
+    assert ("not valid text in the terminal's encoding" in chat.notes) == ("\udce9" in keys)
 
 
-def test_commands_that_are_refused(typed: Callable[..., Talk], tmp_path: Path) -> None:
+def test_commands_that_are_refused(typed: Callable[..., Chat], tmp_path: Path) -> None:
     """One sentence each; nothing is sent to the model and nothing is written."""
-    talk = typed(f"/sistem x\r/bye\r/\r/save\r/save {tmp_path}/x\r/system\r")
+    chat = typed(f"/sistem x\r/bye\r/\r/save\r/save {tmp_path}/x\r/system\r")
     for line in (
         "there is no /sistem; did you mean /system? (//sistem sends it to the model)",
         "there is no /bye; see /help (//bye sends it to the model)",
@@ -261,11 +261,11 @@ def test_commands_that_are_refused(typed: Callable[..., Talk], tmp_path: Path) -
         "there is no answer to save yet",
         "none is set; the chat template may have its own",
     ):
-        assert f"\n{line}\n" in talk.notes
-    assert not talk.rows and not (tmp_path / "x").exists() and "tokens/s" not in talk.notes
+        assert f"\n{line}\n" in chat.notes
+    assert not chat.rows and not (tmp_path / "x").exists() and "tokens/s" not in chat.notes
 
 
-def test_help_names_every_command(typed: Callable[..., Talk]) -> None:
+def test_help_names_every_command(typed: Callable[..., Chat]) -> None:
     from specker.cli.chat import COMMANDS
     from specker.cli.terminal import KEYS
 
@@ -276,7 +276,7 @@ def test_help_names_every_command(typed: Callable[..., Talk]) -> None:
 
 
 def test_a_new_conversation_is_a_fresh_one(
-    typed: Callable[..., Talk], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    typed: Callable[..., Chat], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """After /clear and /system: no message and no K/V of the turns before, and the texts of a conversation that starts
     there, greedy and sampled. The drafts of `lookup` are fresh as well."""
@@ -288,65 +288,65 @@ def test_a_new_conversation_is_a_fresh_one(
     traced = "--trace", str(tmp_path / "t.jsonl")
     for how in ((), ("--temperature", "0.9", "--seed", "5", "--strategy", "lookup")):
         prefilled.clear()
-        talk = typed(
+        chat = typed(
             "/clear\rone two one two\rtwo\r/clear\rone\rtwo\r/system be brief\rone\r/clear\rone\r", *how, *traced
         )
         begun = [row for row in map(json.loads, (tmp_path / "t.jsonl").read_text().splitlines()) if "begin" in row]
         assert [row["begin"] for row in begun] == list(range(6)) and [r["turn"] for r in begun] == [1, 2, 1, 2, 1, 1]
-        lengths = [row["prompt_tokens"] for row in talk.rows]
+        lengths = [row["prompt_tokens"] for row in chat.rows]
         assert [n - 1 == p for n, p in zip(lengths, prefilled, strict=False)] == [True, False, True, False, True, True]
-        assert [message["content"] for message in talk.messages] == ["be brief", "one"]
-        assert talk.notes.count("the conversation is forgotten") == 3
-        assert talk.text == "".join(f"{row['text']}\n" for row in talk.rows)
-        assert "the system message is set; the conversation begins anew\n" in talk.notes
+        assert [message["content"] for message in chat.messages] == ["be brief", "one"]
+        assert chat.notes.count("the conversation is forgotten") == 3
+        assert chat.text == "".join(f"{row['text']}\n" for row in chat.rows)
+        assert "the system message is set; the conversation begins anew\n" in chat.notes
         fresh = typed("one\rtwo\r", *how).rows + typed("/system be brief\rone\r", *how).rows
-        assert [row["tokens"] for row in talk.rows[2:5]] == [row["tokens"] for row in fresh]
-        assert talk.rows[5]["tokens"] == fresh[2]["tokens"] != talk.rows[2]["tokens"]
+        assert [row["tokens"] for row in chat.rows[2:5]] == [row["tokens"] for row in fresh]
+        assert chat.rows[5]["tokens"] == fresh[2]["tokens"] != chat.rows[2]["tokens"]
 
 
-def test_the_system_message(typed: Callable[..., Talk], endless: str, tmp_path: Path) -> None:
-    talk = typed('/system """be\rbrief"""\r/system\rone\r/system ' + "x" * 5000 + "\r/system\r")
-    assert talk.messages[0] == {"role": "system", "content": "be\nbrief"} and talk.turns == ["one"]
-    assert talk.notes.count("\nbe\nbrief\n") == 2 and "\nthe system message is set\n" in talk.notes
-    assert "the prompt has 50" in talk.notes, "one that does not fit leaves the conversation as it is"
+def test_the_system_message(typed: Callable[..., Chat], endless: str, tmp_path: Path) -> None:
+    chat = typed('/system """be\rbrief"""\r/system\rone\r/system ' + "x" * 5000 + "\r/system\r")
+    assert chat.messages[0] == {"role": "system", "content": "be\nbrief"} and chat.turns == ["one"]
+    assert chat.notes.count("\nbe\nbrief\n") == 2 and "\nthe system message is set\n" in chat.notes
+    assert "the prompt has 50" in chat.notes, "one that does not fit leaves the conversation as it is"
     picky = tmp_path / "picky"
     shutil.copytree(endless, picky)
     only = "{% if messages[0]['role'] == 'system' %}{{ raise_exception('no system role') }}{% endif %}user: "
     (picky / "chat_template.jinja").write_text(only)
-    talk = typed("one\r/system x\r/system\r", target=str(picky))
-    assert "the chat template of picky refuses the conversation: no system role\n" in talk.notes
-    assert talk.turns == ["one"] and "none is set;" in talk.notes
+    chat = typed("one\r/system x\r/system\r", target=str(picky))
+    assert "the chat template of picky refuses the conversation: no system role\n" in chat.notes
+    assert chat.turns == ["one"] and "none is set;" in chat.notes
 
 
 def test_a_saved_conversation_is_answered_again(
-    typed: Callable[..., Talk], endless: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    typed: Callable[..., Chat], endless: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     file, out = tmp_path / "talk.jsonl", tmp_path / "o.json"
     file.write_text("old")
-    talk = typed(
+    chat = typed(
         f'/system be brief\rone\r"""\rtwo \u00e9\r"""\r/save ~/{file.name}\r/save {tmp_path}/no/x\r/save {tmp_path}\r'
     )
-    assert f"saved: {file}\n" in talk.notes
-    assert f"/save {tmp_path}/no/x: cannot be written: No such file or directory" in talk.notes
-    assert f"/save {tmp_path}: cannot be written: Is a directory" in talk.notes
+    assert f"saved: {file}\n" in chat.notes
+    assert f"/save {tmp_path}/no/x: cannot be written: No such file or directory" in chat.notes
+    assert f"/save {tmp_path}: cannot be written: Is a directory" in chat.notes
     assert {path.name for path in tmp_path.iterdir()} == {"cache", "talk.jsonl"}, "no part of a file is left"
     assert file.read_text().count("\n") == 1
     row = json.loads(file.read_text())
     assert [message["content"] for message in row["messages"]] == [
         "be brief",
         "one",
-        talk.rows[0]["text"],
+        chat.rows[0]["text"],
         "two \u00e9",
     ]
-    assert row["answer"] == talk.rows[1]["text"]
+    assert row["answer"] == chat.rows[1]["text"]
     argv = ["--target", endless, "--strategy", "ar", "--chat", "--prompts", str(file), "--max-new-tokens", "6"]
     assert run.main([*argv, "--dtype", "float64", "--device", "cpu", "--json", str(out)]) == 0
     (again,) = json.loads(out.read_text())["prompts"]
-    assert again["tokens"] == talk.rows[1]["tokens"]
+    assert again["tokens"] == chat.rows[1]["tokens"]
 
 
-def test_the_history_lasts(typed: Callable[..., Talk], own: Path) -> None:
+def test_the_history_lasts(typed: Callable[..., Chat], own: Path) -> None:
     typed(pasted("one\ntwo") + "\r")
     file = own / "history"
     assert stat.S_IMODE(file.stat().st_mode) == 0o600
@@ -359,7 +359,7 @@ def test_the_history_lasts(typed: Callable[..., Talk], own: Path) -> None:
 
 @pytest.mark.parametrize(("tokens", "finished"), [(0, None), (1, None), (1, "length")])
 def test_an_answer_that_is_interrupted(
-    typed: Callable[..., Talk], monkeypatch: pytest.MonkeyPatch, tokens: int, finished: str | None
+    typed: Callable[..., Chat], monkeypatch: pytest.MonkeyPatch, tokens: int, finished: str | None
 ) -> None:
     """Before its first token, after it, and once it is complete."""
     turn, count = Decoding.turn, 0
@@ -376,15 +376,15 @@ def test_an_answer_that_is_interrupted(
             raise KeyboardInterrupt
 
     monkeypatch.setattr(Decoding, "turn", interrupted)
-    talk = typed("/system brief\rone\rtwo\rthree\r")
+    chat = typed("/system brief\rone\rtwo\rthree\r")
     kept = ["one", "two", "three"] if tokens else ["one", "three"]
-    assert talk.turns == kept and len(talk.rows) == len(kept)
-    assert [message["role"] for message in talk.messages] == ["system", *["user", "assistant"] * len(kept)][:-1]
-    ends = [row["finish_reason"] for row in talk.rows]
+    assert chat.turns == kept and len(chat.rows) == len(kept)
+    assert [message["role"] for message in chat.messages] == ["system", *["user", "assistant"] * len(kept)][:-1]
+    ends = [row["finish_reason"] for row in chat.rows]
     assert ("interrupted" in ends) == (tokens == 1 and finished is None)
 
 
-def test_an_error_restores_the_terminal(typed: Callable[..., Talk], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_restores_the_terminal(typed: Callable[..., Chat], monkeypatch: pytest.MonkeyPatch) -> None:
     from prompt_toolkit.output.plain_text import PlainTextOutput
 
     def fails(self: Decoding, samples: list[Sample]) -> None:
@@ -403,9 +403,19 @@ def test_the_kv_of_earlier_turns_is_kept(endless: str, tmp_path: Path, monkeypat
     """In a file of conversations too. The answers are those without it."""
     from specker.runtime.control.stats import Stats
 
-    talks, out = tmp_path / "talks.jsonl", tmp_path / "o.json"
-    talks.write_text(json.dumps({"turns": ["one " * 60, "two", "three"]}) + "\n")
-    argv = ["--target", endless, "--strategy", "lookup", "--chat", "--prompts", str(talks), "--max-new-tokens", "12"]
+    conversations, out = tmp_path / "conversations.jsonl", tmp_path / "o.json"
+    conversations.write_text(json.dumps({"turns": ["one " * 60, "two", "three"]}) + "\n")
+    argv = [
+        "--target",
+        endless,
+        "--strategy",
+        "lookup",
+        "--chat",
+        "--prompts",
+        str(conversations),
+        "--max-new-tokens",
+        "12",
+    ]
     argv += ["--dtype", "float64", "--device", "cpu", "--json", str(out)]
     prefilled: list[int] = []
     to_json = Stats.to_json
@@ -426,7 +436,7 @@ def test_a_conversation_is_one(endless: str, own: Path, more: list[str]) -> None
     assert shell.process.wait(60) == 2
 
 
-def test_a_target_without_a_chat_template(typed: Callable[..., Talk], endless: str, tmp_path: Path) -> None:
+def test_a_target_without_a_chat_template(typed: Callable[..., Chat], endless: str, tmp_path: Path) -> None:
     bare = tmp_path / "bare"
     shutil.copytree(endless, bare)
     (bare / "chat_template.jinja").unlink()

@@ -54,9 +54,11 @@ class Sample:
 
     def title(self, turn: int, samples: int) -> str:
         """The name of a turn's text among several. `turn`: from 1; `samples`: of each conversation."""
-        talk = self.conversation
-        turns = f", turn {talk.part or turn}" if talk.part or len(talk.turns) > 1 else ""
-        return f"{talk.where}{turns}" + (f", seed {self.sampling.seed}" if samples > 1 else "")
+        conversation = self.conversation
+        title = conversation.where
+        if conversation.part or len(conversation.turns) > 1:
+            title += f", turn {conversation.part or turn}"
+        return f"{title}, seed {self.sampling.seed}" if samples > 1 else title
 
     def print_deferred(self) -> None:
         for show in self.deferred:
@@ -149,15 +151,16 @@ class Decoding:
 
     def _request(self, sample: Sample) -> Any:
         """The request for a sample's last turn."""
-        job, talk, turn, ids = self.job, sample.conversation, len(sample.results), sample.results[-1].ids
+        job, conversation, turn = self.job, sample.conversation, len(sample.results)
         # With --check, both decoders prefill every prompt, for equal bits and a fair comparison of speed. Otherwise a
         # conversation prefills only its new tokens.
         keeps = job.chat and turn > 1 and self.engine.options.prefix_cache != "off"
         prefixes = "off" if job.check else "all" if keeps else None
         params = Params(job.max_new_tokens or 0, sample.sampling, job.stop, prefix_cache=prefixes, grammar=self.grammar)
-        request = self.engine.session.request(ids, params, index=sample.number)
+        request = self.engine.session.request(sample.results[-1].ids, params, index=sample.number)
         if self.trace is not None:
-            self.trace.begin(request, talk.where, talk.part or turn, talk.turns[turn - 1])
+            said = conversation.turns[turn - 1]
+            self.trace.begin(request, conversation.where, conversation.part or turn, said)
         return request
 
     def _decode(self, samples: list[Sample], to_the_end: bool = False) -> None:
