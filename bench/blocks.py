@@ -10,7 +10,7 @@ that cannot are not counted.
 """
 
 import json
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from rich.console import Console
@@ -18,7 +18,7 @@ from transformers import HfArgumentParser
 
 import specker
 from bench.harness import table_of
-from specker.runtime.strategies.blocks import AdaptiveLength
+from specker.runtime.strategies.blocks import TREE_NODES, AdaptiveLength
 
 
 @dataclass
@@ -27,7 +27,6 @@ class Args:
     draft: str = field(default="", metadata={"help": "the drafter's folder; default: the bundled one"})
     target: str = field(default="", metadata={"help": "default: the bundled one"})
     k: int = field(default=7, metadata={"help": "tokens of a block"})
-    wide: int = field(default=3, metadata={"help": "a wide tree has so many times the block's tokens"})
     prompts: int = field(default=16, metadata={"help": "held-out prompts"})
     max_new_tokens: int = 64
     temperatures: str = "0,0.7"
@@ -36,12 +35,13 @@ class Args:
 
 
 def ways(args: Args) -> dict[str, dict[str, Any]]:
-    """The options of each way by its name."""
-    chain, alone = {"draft_tokens": args.k}, {"cps_lambda": 1.0}
+    """The options of each way by its name; `search` holds what differs from the usual `Search`."""
+    chain = {"draft_tokens": args.k}
     found: dict[str, dict[str, Any]] = {"argmax": {**chain, "cps": "off"}, "path, n-gram": {**chain, "cps": "chain"}}
-    for nodes in (args.k, args.wide * args.k):
-        tree = {**chain, "cps": "tree", "cps_nodes": nodes}
-        found |= {f"tree of {nodes}": {**tree, **alone}, f"tree of {nodes}, n-gram": tree}
+    for wide in (1, TREE_NODES):
+        tree, name = {**chain, "cps": "tree"}, f"tree of {wide * args.k}"
+        found[name] = {**tree, "search": {"nodes": wide, "ngram": None}}
+        found[f"{name}, n-gram"] = {**tree, "search": {"nodes": wide}}
     adl = {"policy": "adl", "adl": f"1-{args.k}"}
     return found | {f"adl 1-{args.k}": {**adl, "cps": "off"}, f"adl 1-{args.k}, path": {**adl, "cps": "chain"}}
 
@@ -50,7 +50,10 @@ def measure(args: Args, options: dict[str, Any], texts: list[str], temperature: 
     """Tokens and verified rows of a round that drafts, over all texts."""
     AdaptiveLength.may_skip_drafting = False
     target = args.target or (specker.zoo.path("code-target") if args.draft else None)
-    engine = specker.load(target, args.draft or None, args.strategy, device="cpu", dtype=args.dtype, **options)
+    own = {name: value for name, value in options.items() if name != "search"}
+    engine = specker.load(target, args.draft or None, args.strategy, device="cpu", dtype=args.dtype, **own)
+    if search := options.get("search"):
+        engine.drafter.search = replace(engine.drafter.search, **search)
     done = [engine.generate(text, args.max_new_tokens, temperature=temperature, seed=n) for n, text in enumerate(texts)]
     stats = [each.stats for each in done]
     rounds = sum(each.rounds - each.lengths.get(0, 0) for each in stats)

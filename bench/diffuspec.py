@@ -6,7 +6,7 @@ prefix and a trimmed head. All take turns. MAT is the acceptance length without 
 Rows and a picture go to bench/results/<machine>/diffuspec.jsonl and .svg.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from rich.console import Console
@@ -140,7 +140,9 @@ def main() -> None:
     add("default", {})
     add("default, exact prefix", {}, kind=ExactPrefix)
     add("default, trimmed head", {}, "diffuspec+vocabtrim")
-    add("k 8 chain, lambda 0.5", {"cps": "chain", "cps_lambda": 0.5, "draft_tokens": 8})
+    add("k 8 chain, lambda 0.5", {"cps": "chain", "draft_tokens": 8})
+    paper: Any = engines["k 8 chain, lambda 0.5"].drafter
+    paper.search = replace(paper.search, weight=0.5)
     prompts = [engines["ar"].encode(text) for text in heldout[: args.prompts]]
     harness.report("diffuspec", args, lambda temperature: bench(args, temperature, engines, about, prompts), show, draw)
 

@@ -38,11 +38,6 @@ class LoadOptions(TypedDict, total=False):
     exit_cost: Literal["layers", "bytes", "measured"]
     # dflash, diffuspec
     cps: Literal["off", "chain", "tree"] | None
-    cps_paths: int | None
-    cps_nodes: int | None
-    cps_candidates: int | None
-    cps_mass: float | None
-    cps_lambda: float | None
     ngram: str | None
     adl: tuple[int, int] | str | None
     # diffuspec

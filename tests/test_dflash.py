@@ -3,6 +3,7 @@
 import itertools
 import json
 import math
+from dataclasses import replace
 
 import cases
 import numpy as np
@@ -278,11 +279,11 @@ def block_scores(formula, taps_of, depths, before, size, heat=1.0):
     return (rows @ formula.head.T / heat).log_softmax(-1)
 
 
-@pytest.mark.parametrize(("length", "nodes"), [(3, 6), (4, 9)])
+@pytest.mark.parametrize(("length", "nodes"), [(3, 6), (4, 12)])
 def test_a_tree_holds_the_most_probable_beginnings_of_paths(target, usual, taps_of, length, nodes):
     """Tokens of a block are guessed independently, so a path's probability is the product of theirs."""
-    how = {"cps": "tree", "cps_nodes": nodes, "cps_mass": 1.0, "cps_lambda": 1.0, "draft_tokens": length}
-    engine = load(target, usual, policy=None, **how)
+    engine = load(target, usual, policy=None, cps="tree", draft_tokens=length)
+    engine.drafter.search = replace(engine.drafter.search, nodes=nodes // length, mass=1.0)
     formula, seen = formula_of(engine, usual), []
     engine.trace = seen.append
     out = engine.generate(TEXT, 24)
@@ -318,8 +319,8 @@ def ngram(target, tmp_path_factory):
 @pytest.mark.parametrize("temperature", [0.0, 0.7])
 def test_a_searched_path_is_the_best_one_by_both_models_and_the_noise(target, usual, taps_of, ngram, temperature):
     """lambda log p + (1 - lambda) log p_ngram / T + g, with lambda 1 at the first position."""
-    how = {"cps": "chain", "cps_paths": 64, "cps_mass": 1.0, "cps_lambda": 0.3, "draft_tokens": 3, "ngram": str(ngram)}
-    engine = load(target, usual, **how)
+    engine = load(target, usual, cps="chain", draft_tokens=3, ngram=str(ngram))
+    engine.drafter.search = replace(engine.drafter.search, paths=64, mass=1.0, weight=0.3)
     formula, model, seen = formula_of(engine, usual), read_ngram(ngram), []
     engine.trace = seen.append
     out = engine.generate(TEXT, 24, temperature=temperature, seed=5)
@@ -354,8 +355,7 @@ def test_a_searched_path_is_the_best_one_by_both_models_and_the_noise(target, us
 def test_the_adaptive_length_follows_its_rule(target, usual, cps, graphs):
     """k of every round, by ADL's formula, from the guesses before a stop token and the accepted ones. A round of fixed
     shape starts before the one before it is known, so its k is a round late."""
-    more = {} if cps == "off" else {"cps_lambda": 1.0}
-    engine = load(target, usual, policy=None, adl="1-4", cps=cps, graphs=graphs, **more)
+    engine = load(target, usual, policy=None, adl="1-4", cps=cps, graphs=graphs)
     assert engine.options.policy == "adl"
     seen = []
     engine.trace = seen.append
@@ -521,10 +521,9 @@ OPTIONS = {
     "too long at most": ({"policy": "adl", "adl": "2-5"}, "adl='2-5' is more than this drafter's blocks have"),
     "another tree": ({"tree": "2x3"}, "strategy dflash drafts a block: tree does not apply, but cps='tree' does"),
     "a path token by token": (
-        {"policy": "draft-and-verify", "cps": "chain", "cps_lambda": 1.0},
+        {"policy": "draft-and-verify", "cps": "chain"},
         "ends a draft token by token, but cps='chain' drafts a whole path",
     ),
-    "no n-gram model": ({"cps": "chain"}, "cps='chain' needs ngram for"),
     "ids of its own": ({"strategy": "dflash+vocabtrim"}, r"has 3 rows for ids of its own choice \(d2t\)"),
 }
 
@@ -539,7 +538,7 @@ def test_options_that_do_not_apply_are_refused(target, usual, way):
 @pytest.mark.parametrize("cps", ["chain", "tree"])
 def test_a_markov_head_is_not_searched(target, spark, cps):
     with pytest.raises(ValueError, match=f"cps='{cps}' does not apply: the drafter's Markov head guesses one token"):
-        load(target, spark, cps=cps, cps_lambda=1.0)
+        load(target, spark, cps=cps)
 
 
 def test_a_plain_draft_is_no_drafter_of_blocks(target):

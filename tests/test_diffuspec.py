@@ -3,6 +3,7 @@
 import itertools
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import cases
@@ -19,6 +20,7 @@ from specker.options import Sampling
 from specker.runtime.control.policy import Budget
 from specker.runtime.control.stats import BlockStats, Stats
 from specker.runtime.strategies.blocks import AdaptiveLength
+from specker.runtime.strategies.blocks.lattice import Search
 from specker.runtime.strategies.blocks.ngram import NGram, NGramCounts
 from specker.runtime.strategies.diffuspec import Chunks
 from specker.runtime.strategies.diffuspec.drafter import DiffusionDrafter
@@ -55,8 +57,8 @@ def load(family, name="dream", searched=True, **options):
 
 SHAPES = {
     "off": {"cps": "off", "draft_tokens": 3},
-    "chain": {"cps": "chain", "draft_tokens": 6, "cps_lambda": 0.3},
-    "tree": {"cps": "tree", "cps_mass": 0.5, "draft_tokens": 6},
+    "chain": {"cps": "chain", "draft_tokens": 6},
+    "tree": {"cps": "tree", "draft_tokens": 6},
     "adl": {"adl": "2-9"},
     "adl-off": {"adl": "2-4", "cps": "off"},
     "chunk": {"policy": "chunk", "chunk": "2:0.2"},
@@ -263,13 +265,15 @@ def test_the_search_ranks_by_both_models_and_the_noise(family, temperature):
     """The drafted chain maximises lambda log p + (1 - lambda) log p_ngram / T + g over all paths."""
     from specker.kernels.noise import gumbel
 
-    engine = load(family, cps="chain", cps_paths=64, cps_candidates=4, cps_mass=1.0, cps_lambda=0.3, draft_tokens=3)
+    engine = load(family, cps="chain", draft_tokens=3)
+    drafter = engine.drafter
+    drafter.search = replace(drafter.search, paths=64, candidates=4, mass=1.0, weight=0.3)
     text = [5, 9, 40, 11]
     log_p = guessed(engine, text, 3) if not temperature else None
     if temperature:
         log_p = (guessed(engine, text, 3) / temperature).log_softmax(-1)
     noise = gumbel(4, torch.arange(3, 6), 128).double() if temperature else torch.zeros(3, 128, dtype=torch.float64)
-    ngram = engine.drafter.search.ngram
+    ngram = drafter.search.ngram
     best, candidates = {}, (log_p + noise).topk(4).indices.tolist()
     candidates = [list(dict.fromkeys([*c, STOP])) for c in candidates]
     for path in itertools.product(*candidates):
@@ -283,8 +287,8 @@ def test_the_search_ranks_by_both_models_and_the_noise(family, temperature):
             tail = [*tail, token]
         best[path] = float(score)
     fresh(engine)
-    engine.drafter.prefill = lambda slot, text: None
-    r = draft(engine.drafter, text, Budget(255, 3), Sampling(temperature=temperature, seed=4))
+    drafter.prefill = lambda slot, text: None
+    r = draft(drafter, text, Budget(255, 3), Sampling(temperature=temperature, seed=4))
     assert STOP not in tokens(r), "a stop token won: choose another text for this test"
     assert tuple(tokens(r)) == max(best, key=best.get)
     if not temperature:  # otherwise scores are known only up to a constant per position
@@ -428,17 +432,8 @@ def test_another_tokenizer_is_refused(tmp_path):
         ({"policy": "adl", "adl": "30-20"}, "adl must be SHORTEST-LONGEST within 1-255"),
         ({"policy": "chunk", "chunk": "8"}, "chunk must be TOKENS:PROBABILITY"),
         ({"policy": "chunk", "chunk": "200:0.5"}, "within 1-128"),
-        ({"cps": "off", "cps_paths": 2}, "cps='off' disables the search"),
         ({"cps": "off", "ngram": "x"}, "cps='off' disables the search"),
-        ({"cps_lambda": 1.5}, "cps_lambda must be between 0 and 1, got 1.5"),
-        ({"cps_mass": -0.1}, "cps_mass must be between 0 and 1"),
-        ({"cps_candidates": 65}, "cps_candidates must be between 1 and 64"),
-        ({"cps_paths": 0}, "cps_paths must be between 1 and 64"),
         ({"cps": "tree", "policy": "plus-minus-one"}, "policy='plus-minus-one' is for chains"),
-        (
-            {"cps": "chain"},
-            r"cps='chain' needs ngram for .*calibrate --ngram makes one",
-        ),
         ({"cps": "chain", "ngram": "/nowhere"}, "no such n-gram file"),
         ({"strategy": "diffuspec+easyspec"}, "do not compose"),
     ],
@@ -466,9 +461,9 @@ def test_models_that_cannot_diffuse_are_refused(family, tmp_path, pair):
         specker.load(pair[0], make(tmp_path / "d", "dream", tokenizer=True), "diffuspec", ngram=family["dream"][2])
 
 
-def test_without_an_ngram_model_another_target_takes_the_argmax(family):
+def test_an_ngram_model_is_optional(family):
     assert load(family, searched=False).drafter.search is None
-    assert load(family, searched=False, cps="chain", cps_lambda=1.0).drafter.search.ngram is None
+    assert load(family, searched=False, cps="chain").drafter.search == Search()
     assert load(family).drafter.search.ngram is not None
     bundled = specker.load(strategy="diffuspec", cps="chain", device="cpu")  # has a model of its own
     assert bundled.drafter.search.ngram is not None

@@ -19,7 +19,7 @@ JOINS = {
     "del": ({}, None),
     "del-fixed": ({"strategy": "del+lookup", "policy": "fixed", "exit_layer": 2}, None),
     "diffuspec": ({"adl": "2-5", "cps": "off"}, True),
-    "diffuspec-tree": ({"strategy": "diffuspec+lookup", "cps": "tree", "cps_lambda": 1.0, "draft_tokens": 4}, True),
+    "diffuspec-tree": ({"strategy": "diffuspec+lookup", "cps": "tree", "draft_tokens": 4}, True),
     "vocabtrim": ({"vocab_keep": "100", "vocab_text": 8}, False),
     "del+vocabtrim": ({"vocab_keep": "100", "vocab_text": 8}, None),
     "easyspec+vocabtrim": ({"vocab_keep": "100", "vocab_text": 8, "layer_parallel": "2"}, False),

@@ -54,9 +54,9 @@ SHARED: list[tuple[dict[str, Any], str, str]] = [
     ({"strategy": "diffuspec", "chunk": "9"}, "chunk must be TOKENS:PROBABILITY", "--chunk must be TOKENS:"),
     ({"strategy": "diffuspec", "chunk": "4:0.5"}, "chunk is for policy='chunk'", "--chunk is for --policy chunk"),
     (
-        {"strategy": "diffuspec", "cps": "off", "ngram": "f", "cps_paths": 3},
-        "cps='off' disables the search: leave out cps_paths, ngram",
-        "--cps off disables the search: leave out --cps-paths, --ngram",
+        {"strategy": "diffuspec", "cps": "off", "ngram": "f"},
+        "cps='off' disables the search: leave out ngram",
+        "--cps off disables the search: leave out --ngram",
     ),
     (
         {"strategy": "diffuspec", "tree": "2x2"},

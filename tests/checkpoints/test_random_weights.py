@@ -95,7 +95,7 @@ def test_a_hub_id_downloads_no_weights(tmp_path, monkeypatch):
         ("vocabtrim", {"vocab_keep": "0.5", "vocab_text": 0}),
         ("del+vocabtrim", {}),
         ("diffuspec", {}),
-        ("diffuspec", {"cps": "tree", "cps_lambda": 1.0}),
+        ("diffuspec", {"cps": "tree"}),
         ("diffuspec+vocabtrim", {"vocab_text": 8}),
     ],
 )

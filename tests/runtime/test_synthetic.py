@@ -170,7 +170,7 @@ def test_every_strategy(pair, name):
 
 TREES = {
     "grown": {"tree": "3x4"},
-    "searched": {"strategy": "diffuspec", "draft_tokens": K, "cps": "tree", "cps_lambda": 1.0},
+    "searched": {"strategy": "diffuspec", "draft_tokens": K, "cps": "tree"},
 }
 
 

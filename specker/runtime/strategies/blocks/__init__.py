@@ -17,8 +17,7 @@ from specker.runtime.control.auto import TEXT, Acceptance, Experienced
 from specker.runtime.control.policy import AUTO, CONFIDENT, LONGEST, MAX_NODES, Budget, Outcome, Policy, general
 from specker.runtime.strategies.base import Plan, PolicyContext, Strategy
 
-CPS_LAMBDA = 0.85  # the measured winner on the bundled pair; 0.5 in the paper
-CPS_PATHS = 3
+TREE_NODES = 3  # tokens of a tree for each position of its block
 SHARED = "which of a block's guesses are verified, and how long blocks are"  # what the options are for
 
 
@@ -72,22 +71,13 @@ def span(value: str | tuple[int, int]) -> tuple[int, int]:
 class BlockOptions:
     cps: str | None = opt(
         None,
-        "off: take the argmax of each position (default without search options); chain: search the lattice of "
+        "off: take the argmax of each position (default unless an n-gram model is given); chain: search the lattice of "
         "candidates for the best path; tree: verify the most probable beginnings of paths as one tree",
         choices=("off", "chain", "tree"),
     )
-    cps_paths: int | None = opt(None, "width of the chain search's beam (default 3)", least=1, most=64)
-    cps_nodes: int | None = opt(None, "tokens of a tree (default: 3 times the block's)", least=1, most=MAX_NODES)
-    cps_candidates: int | None = opt(None, "maximum candidates per position (default 15)", least=1, most=64)
-    cps_mass: float | None = opt(
-        None, "keep the fewest candidates of a position with this probability (default 0.8)", least=0, most=1
-    )
-    cps_lambda: float | None = opt(
-        None, "weight of the drafter against the n-gram model (default 0.85)", least=0, most=1
-    )
     ngram: str | None = opt(
         None,
-        "the search's n-gram model (default: the bundled one for the target); see specker calibrate",
+        "the search's n-gram model (default: the bundled one for the target, or none); see specker calibrate",
         "FILE",
     )
     adl: tuple[int, int] | None = opt(
@@ -100,28 +90,17 @@ class BlockOptions:
 
     def __post_init__(self) -> None:
         check_fields(self)
-        if self.cps == "off" and self._search_options:
-            others = ", ".join(map(option, self._search_options))
-            raise ValueError(f"{option('cps', 'off')} disables the search: leave out {others}")
-        for name, mode in (("cps_paths", "chain"), ("cps_nodes", "tree")):
-            if getattr(self, name) is not None and self.search != mode:
-                raise ValueError(f"{option(name)} is for {option('cps', mode)}")
-
-    @property
-    def _search_options(self) -> list[str]:
-        names = ("cps_paths", "cps_nodes", "cps_candidates", "cps_mass", "cps_lambda", "ngram")
-        return [name for name in names if getattr(self, name) is not None]
+        if self.cps == "off" and self.ngram is not None:
+            raise ValueError(f"{option('cps', 'off')} disables the search: leave out {option('ngram')}")
 
     @property
     def search(self) -> str:
         """The mode of the path search: off, chain or tree."""
-        return self.cps or ("chain" if self._search_options else "off")
+        return self.cps or ("off" if self.ngram is None else "chain")
 
     def nodes(self, length: int) -> int:
         """The most draft tokens of a block of `length`."""
-        if self.search != "tree":
-            return length
-        return min(self.cps_nodes or CPS_PATHS * length, MAX_NODES)
+        return min(TREE_NODES * length, MAX_NODES) if self.search == "tree" else length
 
 
 class BlockStrategy(Strategy):

@@ -9,7 +9,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from specker.fields import option
 from specker.kernels.noise import gumbel_at
 from specker.model.decoder import Final
 from specker.options import Sampling
@@ -19,7 +18,7 @@ from specker.runtime.round.drafter import Draft
 from specker.runtime.round.lm_head import LMHead
 from specker.runtime.round.state import Request
 from specker.runtime.strategies.base import DraftContext
-from specker.runtime.strategies.blocks import CPS_LAMBDA, CPS_PATHS, BlockOptions, ngram
+from specker.runtime.strategies.blocks import BlockOptions, ngram
 from specker.runtime.strategies.blocks.lattice import Lattice, Search, best_paths, best_tree, lattice
 
 
@@ -35,31 +34,15 @@ class BlockDraft(Draft):
 
 def read(context: DraftContext) -> Search | None:
     """The path search of the options, or None for the argmax of each position. Raises ValueError if the n-gram model
-    is missing or of another vocabulary."""
+    is of another vocabulary."""
     own: BlockOptions = context.options.own
-    how, target = own.search, context.target
-    if how == "off":
+    if own.search == "off":
         return None
     path = own.ngram or (None if context.family is None else context.family.ngram)
-    weight = CPS_LAMBDA if own.cps_lambda is None else own.cps_lambda
-    if path is None and weight < 1:
-        raise ValueError(
-            f"{option('cps', how)} needs {option('ngram')} for {target.folder} (specker calibrate --ngram "
-            f"makes one), or {option('cps_lambda', 1)} to search without it, or {option('cps', 'off')}"
-        )
-    model = None
-    if path is not None and weight < 1:
-        model = ngram.read(path)
-        model.check(target.config.vocab_size, context.tokenizer_hash, path)
-    return Search(
-        model,
-        how == "tree",
-        own.cps_paths or CPS_PATHS,
-        own.cps_nodes,
-        own.cps_candidates or Search.candidates,
-        Search.mass if own.cps_mass is None else own.cps_mass,
-        weight,
-    )
+    model = None if path is None else ngram.read(path)
+    if model is not None:
+        model.check(context.target.config.vocab_size, context.tokenizer_hash, path)
+    return Search(model, own.search == "tree")
 
 
 def candidates(
@@ -112,7 +95,7 @@ def searched(
         before = (sequence.text[-2] if len(sequence.text) > 1 else -1, sequence.text[-1])
         asked = whole, how, before, stop_ids
         if how.tree:
-            nodes = min(how.nodes or CPS_PATHS * len(whole.ids), batch.budget.nodes)
+            nodes = min(how.nodes * len(whole.ids), batch.budget.nodes)
             paths, up = best_tree(*asked, nodes, sequence.sampling.temperature)
             tokens.append([path.tokens[-1] for path in paths])
             best = max(paths, key=lambda path: len(path.tokens))
