@@ -1,122 +1,240 @@
-"""Projects EasySpec's draft layouts to several GPUs with a model (bench/latency.py), not a measurement.
+"""How long should a step of decoding take on a GPU, and a round of EasySpec on several? A model, not a measurement.
 
-    python bench/project.py [--gpus h200,a100] [--pairs 70b+8b,70b+1b] [--tau X] [any other input]
+    python bench/project.py [--gpus h200,a100] [--set launch_us=2,tau=4]
 
-For each GPU, pair and kind of engine: times of a round, speed over plain decoding under the same tensor parallelism,
-and the conditions for the paper's numbers. Writes bench/results/projection.md, .jsonl (rows have "model": true and
-their inputs) and a picture. If one GPU was measured, predicted over measured comes last.
+A forward of a few rows, batch 1, takes on the busiest of R ranks
+
+    graphs: device = max(weights / bandwidth, restored / restored_rate) + kv / bandwidth + launches * launch_us + wire
+    eager:  max(device, (launches + collectives) * host_us)
+
+since an eager host runs ahead of the device unless it is slower. `restored` weights have eight or four bits, and their
+conversion takes instructions. Flops hide behind the reads up to about 150 rows on an A100 and 200 on an H200; more than
+128 rows are refused. The target is tensor parallel over R: 2 L all-reduces of T * E for T rows and L layers, then a
+gather of candidates. The draft is
+
+    replicated      whole on every rank, in sequence, no communication: the paper's baseline, draft TP 1
+    tensor          tensor parallel like the target
+    layer-parallel  groups of N layers: a rank attends for its share of a group, one all-gather of N * T * E, then all
+                    N feed-forwards on every rank; first and last layer and head whole on every rank
+
+A round is one exact catch-up forward (in sequence; depth + 1 rows), depth - 1 forwards of `width` rows by the layout, a
+verify pass of width * depth + 1 rows, and a broadcast. Skew between ranks and host work between forwards are ignored,
+so times are lower bounds. Writes bench/results/projection.md, and .jsonl with "model": true and the inputs in each row.
 """
 
 import dataclasses
 import json
-import re
-from collections.abc import Iterable
-from dataclasses import dataclass, replace
-from pathlib import Path
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-from rich.console import Console
-from rich.table import Table
 from transformers import HfArgumentParser
 
-import specker
-from bench import latency, plot
-from bench.latency import ENGINES, GPUS, LAYOUTS, SHAPES, Inputs, Row, Shape, arg
+from bench import plot
+from bench.shapes import SHAPES
 from specker.paths import write_file
+from specker.runtime.strategies.easyspec.drafter import Schedule
 
+Row = dict[str, Any]
 RESULT = plot.RESULTS / "projection.md"
 WARNING = "A model, not a measurement."
 PAPER_DRAFT, PAPER_TOTAL = 1.62, 4.17  # arXiv 2502.02493, abstract: "up to", over all its pairs; 8 A100s
+MAX_ROWS = 128
+LAYOUTS = ("replicated", "tensor", "layer-parallel")
+ENGINES = ("eager", "graphs")
+
+
+def arg(default: Any, help: str) -> Any:
+    return field(default=default, metadata={"help": help})
 
 
 @dataclass(frozen=True)
-class Run:
-    gpus: str = arg("h200,a100", "comma-separated")
-    pairs: str = arg("70b+8b,70b+1b", "target+draft, comma-separated")
-    ranks: str = arg("1,2,4,8", "comma-separated; what stands last is compared with the paper")
-    save: bool = arg(True, "write bench/results/projection.*")
+class Inputs:
+    bandwidth: float = arg(0.0, "TB/s of a GPU: 0.9 of the data sheet's, an assumption")
+    memory: float = arg(0.0, "GB of a GPU, data sheet")
+    bus: float = arg(0.0, "GB/s of a ring over 8 GPUs")
+    # A kernel's start takes 2 us, first bytes and last programs 2, and in two kernels of a layer's seven the last
+    # program merges partials in 2.5. With programmatic dependent launch a start takes 0.5, and prefetching weights
+    # hides half of the first bytes. All of this is assumed.
+    launch_us: float = arg(4.7, "us between the streams of two kernels of a CUDA graph")
+    host_us: float = arg(5.0, "us of the host for a launch, eager; an assumption")
+    restored_rate: float = arg(7.0, "10^12 weights a second restored from eight or four bits: 32 a clock and SM")
+    # NCCL's own estimates, src/graph/tuning.cc (commit 01afd20a): ring, protocol LL over NVLink, 3.6 us and 0.47 us a
+    # step, a quarter of the ring's bandwidth. Steps: 2(R - 1) of an all-reduce, R - 1 of an all-gather.
+    base_us: float = arg(3.6, "us of a collective")
+    step_us: float = arg(0.47, "us of each of a ring's steps")
+    bus_share: float = arg(0.25, "of the ring's bandwidth for short messages")
+    tau: float = arg(
+        5.33, "acceptance length drafted in sequence: the bundled pair's at T 0, easyspec.jsonl, 6 prompts"
+    )
+    keep: float = arg(1.0, "share of it that layers side by side keep: the bundled pair's")
+    depth: int = arg(5, "draft forwards a round, the first of them exact")
+    width: int = arg(12, "rows of each forward: the paper's top-k tree")
+    parallel: int = arg(4, "layers in a group")
+    # Recorded without a GPU (tests/test_project.py). Assumes as many launches for a shard as for a whole.
+    attention_launches: float = arg(4, "of a layer's attention, its norm included")
+    mlp_launches: float = arg(3, "of a layer's feed-forward, its norm included")
+    group_launches: float = arg(4, "of a group's attention, two layers or more of it on a rank")
+    draft_launches: float = arg(5, "of a draft forward beyond its layers")
+    verify_launches: float = arg(3, "of a verify pass beyond its layers")
+    round_launches: float = arg(2, "of a round beyond its forwards")
 
 
-# --- sources of inputs, and measurements
+GPUS = {
+    # bus: 0.8 of NVLink 4's 450 GB/s a direction, an assumption
+    "h200": Inputs(bandwidth=0.9 * 4.8, memory=141, bus=360, launch_us=2.6),
+    # bus: NCCL's own cap for compute capability 8.0 (same file); no programmatic dependent launch before 9.0
+    "a100": Inputs(bandwidth=0.9 * 2.0, memory=80, bus=235),
+}
 
 
-def resolved(i: Inputs, gpu: str, rows: Iterable[Row]) -> tuple[Inputs, dict[str, str]]:
-    """`i` with every 0 filled in, and the sources of these values. `rows`: all committed rows."""
-    if gpu not in GPUS:
-        raise ValueError(f"gpu {gpu!r} is not known; there are {', '.join(GPUS)}")
-    sheet, rows, found = GPUS[gpu], list(rows), {}
-    timed = [r for r in rows if r.get("bandwidth") and gpu in str(r.get("machine", "")).lower()]
-    if not i.bandwidth:
-        newest = max(timed, key=lambda r: r.get("date", ""), default=None)
-        i = replace(i, bandwidth=newest["bandwidth"] / 1e12 if newest else sheet.bandwidth * i.efficiency)
-        found["bandwidth"] = f"measured on {newest['machine']}" if newest else f"data sheet x {i.efficiency:g}"
-    i = replace(i, memory=i.memory or sheet.memory, bus=i.bus or sheet.bus)
-    if not (i.tau and i.keep):
-        tree, kind = f"{i.width}x{i.depth}", ("bench", "shape", "calibrate", "temperature")
-        wanted = ("easyspec", tree, "every", i.temperature)
-        mine = {r["parallel"]: r for r in rows if tuple(r.get(name) for name in kind) == wanted}
-        if 1 not in mine or i.parallel not in mine:
-            what = f"trees {tree} in groups of {i.parallel} at T {i.temperature:g}"
-            raise ValueError(f"there are no committed rows of {what}; give --tau and --keep")
-        # A value above 1 comes from the choice of prompts and is not a gain.
-        keep = min(1.0, mine[i.parallel]["acceptance_length"] / mine[1]["acceptance_length"])
-        i = replace(i, tau=i.tau or mine[1]["acceptance_length"], keep=i.keep or keep)
-        prompts = f"{mine[1]['prompts']} prompts"
-        found["tau"] = f"where not given, the bundled pair's trees {tree} at T {i.temperature:g}, {prompts}"
-    return i, found
+@dataclass(frozen=True)
+class Shape:
+    """Elements of a decoder's parts."""
+
+    layers: int
+    hidden: int
+    attention: int  # of a layer
+    mlp: int  # of a layer
+    head: int
+    kv: int  # of all layers, for each column of the context
+    tied: bool = False  # the head is the embedding
+
+    @classmethod
+    def of(cls, config: dict[str, Any]) -> "Shape":
+        layers, hidden, dim = config["num_hidden_layers"], config["hidden_size"], config["head_dim"]
+        heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
+        attention, mlp = 2 * hidden * dim * (heads + kv_heads), 3 * hidden * config["intermediate_size"]
+        head, kv = hidden * config["vocab_size"], 2 * layers * kv_heads * dim
+        return cls(layers, hidden, attention, mlp, head, kv, config["tie_word_embeddings"])
+
+    @property
+    def elements(self) -> int:
+        """Elements read by a step."""
+        return self.layers * (self.attention + self.mlp) + self.head
+
+    @property
+    def stored(self) -> int:
+        """`elements`, plus the embedding unless it is the head."""
+        return self.elements + (0 if self.tied else self.head)
 
 
-def checked(rows: Iterable[Row]) -> list[Row]:
-    """Predicted over measured tokens/s on one GPU: plain decoding and chains, in graphs, in 16 bits. Rows of other
-    benches, configurations, models or of a CPU are ignored. Measured times include the prompt, predicted ones do not.
-    Bandwidth comes from the same machine's rows, otherwise from the data sheet."""
-    rows, out = list(rows), []
-    for row in rows:
-        machine, (way, speed) = str(row.get("machine", "")), _measured(row)
-        gpu = next((name for name in GPUS if name in machine.lower()), None)
-        shapes, chain = _shapes(row), re.search(r"\bchain[ -](\d+)", way)
-        on_gpu = gpu and row.get("device") == "cuda" and row.get("dtype") in ("bfloat16", "float16")
-        if not (on_gpu and speed and shapes and (way == "ar" or (chain and row.get("acceptance_length")))):
-            continue
-        given = Inputs(tau=row.get("acceptance_length") or 1.0, keep=1.0, depth=int(chain[1]) if chain else 0, width=1)
-        i, _ = resolved(given, gpu, [r for r in rows if r.get("machine") == machine])
-        if chain:
-            predicted = latency.project(i, *shapes, 1, "replicated", "graphs")["tokens_per_second"]
-        else:
-            predicted = 1e6 / latency.verify(i, shapes[0], 1, 1).us(i, "graphs")
-        about = {"machine": machine, "bench": row["bench"], "way": way, "temperature": row.get("temperature")}
-        out.append({"model": True, **about, "predicted": predicted, "measured": speed, "ratio": predicted / speed})
-    return out
+# --- cost of a forward
 
 
-def _measured(row: Row) -> tuple[str, float | None]:
-    """What was decoded, and its tokens/s. Rows of bench/decode.py hold the seconds of a step, or the speed of
-    rounds."""
-    way, speed = str(row.get("way", "")), row.get("tokens_per_second")
-    if row.get("bench") != "decode":
-        return way, speed
-    if row.get("kind") == "ar" and row.get("median"):
-        return way, 1 / row["median"]
-    return ("chain 5", speed) if way == "over ar" else ("", None)
+@dataclass(frozen=True)
+class Cost:
+    """Of the busiest rank."""
+
+    weights: float = 0.0  # bytes
+    launches: float = 0.0  # kernels, without collectives
+    wire: float = 0.0  # us of collectives
+    calls: float = 0.0  # collectives
+    kv: float = 0.0  # bytes
+    restored: float = 0.0  # weights of eight or four bits
+
+    def __add__(self, other: "Cost") -> "Cost":
+        return Cost(*(getattr(self, f.name) + getattr(other, f.name) for f in dataclasses.fields(Cost)))
+
+    def us(self, i: Inputs, engine: str) -> float:
+        stream = max(self.weights / i.bandwidth, self.restored / i.restored_rate) + self.kv / i.bandwidth
+        device = stream / 1e6 + self.launches * i.launch_us + self.wire
+        return max(device, (self.launches + self.calls) * i.host_us) if engine == "eager" else device
 
 
-def _shapes(row: Row) -> tuple[Shape, Shape] | None:
-    """Target and draft: the bundled pair for bench/e2e.py, the named shapes for bench/decode.py."""
-    if row.get("bench") == "e2e" and "target" not in row:
-        return bundled("code-target"), bundled("code-draft")
-    target = SHAPES.get(str(row.get("shape"))) if row.get("bench") == "decode" else None
-    return None if target is None else (target, SHAPES.get(str(row.get("draft")), target))
+def ring(i: Inputs, ranks: int, steps: int, size: float, calls: int = 1) -> Cost:
+    """Collectives over `size` bytes, of which a step sends 1 / R over each link."""
+    if ranks == 1:
+        return Cost()
+    each = i.base_us + steps * i.step_us + steps / ranks * size / (i.bus * i.bus_share * 1e3)
+    return Cost(wire=calls * each, calls=calls)
 
 
-def bundled(name: str) -> Shape:
-    c = json.loads((Path(specker.zoo.path(name)) / "config.json").read_text(encoding="utf-8"))
-    heads = c["num_attention_heads"], c["num_key_value_heads"], c["head_dim"]
-    return Shape(c["num_hidden_layers"], c["hidden_size"], *heads, c["intermediate_size"], c["vocab_size"])
+def forward(i: Inputs, m: Shape, rows: int, ranks: int, beyond: float, candidates: int) -> Cost:
+    """A tensor-parallel forward in 16 bits with `beyond` launches outside its layers, which gathers `candidates` (id,
+    logit) from each rank."""
+    launches = m.layers * (i.attention_launches + i.mlp_launches) + beyond
+    reduced = ring(i, ranks, 2 * (ranks - 1), rows * m.hidden * 2, calls=2 * m.layers)
+    return Cost(m.elements * 2 / ranks, launches) + reduced + ring(i, ranks, ranks - 1, candidates * 8 * ranks)
+
+
+def layer_parallel(i: Inputs, m: Shape, rows: int, ranks: int) -> Cost:
+    """A draft forward by specker's schedule, split over ranks by specker's rule."""
+    schedule = Schedule.parallel(m.layers, i.parallel)
+    # One launch repeats the rows for all groups. `draft_launches` includes the sum after the last layer.
+    total = Cost(m.head * 2, i.draft_launches + any(len(group) > 1 for group in schedule.groups))
+    for group in schedule.groups:
+        n, share = len(group), max(Counter(schedule.owner(layer, ranks) for layer in group).values())
+        attention = i.group_launches if n > 1 else i.attention_launches
+        total += Cost(2 * (share * m.attention + n * m.mlp), attention + n * i.mlp_launches)
+        if n > 1:
+            total += ring(i, ranks, ranks - 1, n * rows * m.hidden * 2)
+    return total
+
+
+def verify(i: Inputs, target: Shape, rows: int, ranks: int) -> Cost:
+    """A target forward, the round's other launches, and its broadcast. One row means plain decoding."""
+    if rows > MAX_ROWS:
+        raise ValueError(f"{rows} rows: beyond {MAX_ROWS} flops take longer than bytes, and this model has no flops")
+    beyond = i.verify_launches + i.round_launches
+    return forward(i, target, rows, ranks, beyond, rows) + ring(i, ranks, ranks - 1, 0)
+
+
+def drafts(i: Inputs, draft: Shape, ranks: int, layout: str) -> tuple[Cost, Cost]:
+    """The cost of the exact forward, and of each other one."""
+    over = ranks if layout == "tensor" else 1
+    exact, other = (forward(i, draft, n, over, i.draft_launches, n * i.width) for n in (i.depth + 1, i.width))
+    return exact, layer_parallel(i, draft, i.width, ranks) if layout == "layer-parallel" else other
+
+
+def plain(i: Inputs, m: Shape, context: int, bits: float = 16, head_bits: float = 16) -> Row:
+    """A step of plain decoding on one GPU, in a graph. `bits`: of a layer's weight, scales included."""
+    layers = m.elements - m.head
+    restored = layers * (bits < 16) + m.head * (head_bits < 16)
+    read = replace(verify(i, m, 1, 1), weights=(layers * bits + m.head * head_bits) / 8, kv=2.0 * m.kv * (context + 1))
+    us = replace(read, restored=restored).us(i, "graphs")
+    size = read.weights + read.kv
+    return {"launches": read.launches, "gb": size / 1e9, "ms": us / 1e3, "share": size / (us * 1e6 * i.bandwidth)}
+
+
+def project(i: Inputs, target: Shape, draft: Shape, ranks: int, layout: str, engine: str) -> Row:
+    """Microseconds of one round, and the resulting speeds."""
+    exact, other = (cost.us(i, engine) for cost in drafts(i, draft, ranks, layout))
+    stage = exact + (i.depth - 1) * other
+    one, all_ = (cost.us(i, engine) for cost in drafts(i, draft, ranks, "replicated"))
+    check, step = (verify(i, target, rows, ranks).us(i, engine) for rows in (i.width * i.depth + 1, 1))
+    tau = i.tau * (i.keep if layout == "layer-parallel" else 1)
+    gb = 2e-9 * (target.stored / ranks + draft.stored / (ranks if layout == "tensor" else 1))
+    return {
+        "model": True,
+        "ranks": ranks,
+        "layout": layout,
+        "engine": engine,
+        "draft_forward_us": other,
+        "draft_us": stage,
+        "verify_us": check,
+        "round_us": stage + check,
+        "plain_us": step,
+        "tau": tau,
+        "tokens_per_second": tau / (stage + check) * 1e6,
+        "speedup": tau * step / (stage + check),
+        "draft_speedup": (one + (i.depth - 1) * all_) / stage,
+        "weights_gb": gb,
+        "fits": gb < 0.9 * i.memory,  # assumes a tenth for K/V and the rest
+    }
 
 
 # --- output
 
-COLUMNS = {
+STEP = ("case", "weights", "launches", "GB", "ms", "of the bandwidth", "times bfloat16")
+BITS: dict[str, tuple[float, float]] = {  # of weights and head with their scales; row scales are left out
+    "bfloat16": (16, 16),
+    "int8 or fp8, a scale for each row": (8, 8),
+    "int4, scale and shift for each 32; int8 head": (5, 8),
+    "int4, a scale for each 128; bfloat16 head": (4.125, 16),
+}
+ROUND = {
     "R": lambda r: str(r["ranks"]),
     "draft": lambda r: r["layout"],
     "draft forward, us": lambda r: f"{r['draft_forward_us']:.0f}",
@@ -131,149 +249,117 @@ COLUMNS = {
 }
 
 
-def best(rows: Iterable[Row]) -> dict[int, str]:
-    """The fitting layout with the most tokens/s at each R."""
-    out: dict[int, Row] = {}
-    for row in rows:
-        if (
-            row["fits"]
-            and row["tokens_per_second"] > out.get(row["ranks"], {"tokens_per_second": 0})["tokens_per_second"]
-        ):
-            out[row["ranks"]] = row
-    return {ranks: row["layout"] for ranks, row in out.items()}
+def steps(i: Inputs) -> Iterator[tuple[str, ...]]:
+    """Lines of the table of plain steps."""
+    for name in ("8b", "1b", "32b"):
+        for context in (512, 8192, 32768):
+            found = {kind: plain(i, Shape.of(SHAPES[name]), context, *bits) for kind, bits in BITS.items()}
+            for kind, r in found.items():
+                speed = f"{found['bfloat16']['ms'] / r['ms']:.2f}"
+                numbers = (f"{r['launches']:.0f}", f"{r['gb']:.2f}", f"{r['ms']:.3f}", f"{r['share']:.0%}", speed)
+                yield f"{name}, {context}", kind, *numbers
 
 
 def findings(i: Inputs, target: Shape, draft: Shape, rows: list[Row]) -> list[str]:
-    """Sentences with computed numbers; `rows` are of one engine."""
-    winners, ranks, engine = best(rows), rows[-1]["ranks"], rows[-1]["engine"]
-    where = ", ".join(f"R {r}: {winners.get(r, 'nothing fits')}" for r in dict.fromkeys(r["ranks"] for r in rows))
+    """What limits the gain of the last R in `rows`, all of one engine."""
+    ranks, engine = rows[-1]["ranks"], rows[-1]["engine"]
+    fitting = {r["ranks"]: r for r in sorted(rows, key=lambda r: r["tokens_per_second"]) if r["fits"]}
+    best = ", ".join(f"R {n}: {r['layout']}" for n, r in sorted(fitting.items()))
     last = {row["layout"]: row for row in rows if row["ranks"] == ranks}
-    here = last["layer-parallel"]
+    limits = {
+        "launches and links were free": replace(i, launch_us=0.0, host_us=0.0, base_us=0.0, step_us=0.0, bus=1e12),
+        "launches were all that counts": replace(i, launch_us=1e6, host_us=1e6),
+    }
+    bounds = {
+        case: project(x, target, draft, ranks, "layer-parallel", engine)["draft_speedup"] for case, x in limits.items()
+    }
     out = [
-        f"Most tokens a second: {where}.",
-        f"At R {ranks} the draft stage side by side is {here['draft_speedup']:.2f} times as fast as replicated (paper: "
-        f"up to {PAPER_DRAFT}), the whole {here['speedup']:.2f} times plain decoding (paper: up to {PAPER_TOTAL}, over "
-        "all its pairs).",
+        f"Most tokens a second: {best or 'nothing fits'}.",
+        f"At R {ranks} the draft stage side by side is {last['layer-parallel']['draft_speedup']:.2f} times as fast as "
+        f"replicated (paper: up to {PAPER_DRAFT}); "
+        + ", ".join(f"{x:.2f} if {case}" for case, x in bounds.items())
+        + ".",
     ]
-    out += (_for_drafting_eager if engine == "eager" else _for_drafting)(i, target, draft, ranks)
     for layout, row in last.items():
-        tau, room = latency.tau_for(row, PAPER_TOTAL), latency.room_for(row, PAPER_TOTAL)
+        tau, free = PAPER_TOTAL * row["round_us"] / row["plain_us"], row["tau"] * row["plain_us"] / row["verify_us"]
         beyond = f", more than the {i.depth + 1} that depth {i.depth} can give" if tau > i.depth + 1 else ""
-        free = f"even free drafting gives {row['tau'] * row['plain_us'] / row['verify_us']:.2f}"
-        may = f"drafting may take {room:.0f} us, where the model says {row['draft_us']:.0f}" if room > 0 else free
         needs = f"needs an acceptance length of {tau:.1f}{beyond}"
-        out.append(f"{PAPER_TOTAL}, draft {layout}, {needs}; at {row['tau']:.2f} {may}.")
+        out.append(f"The paper's {PAPER_TOTAL}, draft {layout}, {needs}; free drafting gives {free:.2f}.")
     return out
 
 
-def _for_drafting(i: Inputs, target: Shape, draft: Shape, ranks: int) -> list[str]:
-    one, stage = (latency.attention_share(i, draft, ranks, PAPER_DRAFT, stage) for stage in (False, True))
-    if one == float("inf"):
-        return [f"At R {ranks} nothing is shared out, so {PAPER_DRAFT} is not to be had."]
-    share = draft.layers * draft.attention / draft.elements
-    return [
-        f"With free communication {PAPER_DRAFT} needs attention to take {one:.0%} of a forward in sequence, "
-        f"{stage:.0%} where the exact one of {i.depth} counts too; of the bytes it is {share:.0%}."
-    ]
-
-
-def _for_drafting_eager(i: Inputs, target: Shape, draft: Shape, ranks: int) -> list[str]:
-    how = (target, draft, ranks, "layer-parallel", "eager")
-    host, need = (f(i, target, draft, ranks, PAPER_DRAFT) for f in (latency.host_for, latency.launches_for))
-    bound = latency.project(replace(i, host_us=1000.0), *how)
-    out = [
-        f"{PAPER_DRAFT} needs launches of {host:.1f} us."
-        if host is not None
-        else f"No cost of a launch gives {PAPER_DRAFT}: where launches are all that counts, it is "
-        f"{bound['draft_speedup']:.2f}, and the whole {bound['speedup']:.2f}."
-    ]
-    if need is not None:
-        ours = f"ours has {draft.attention_launches:g} beside the feed-forward's {i.mlp_launches:g}"
-        out.append(f"At {i.host_us:g} us a launch it needs {need:.0f} launches in a layer's attention; {ours}.")
-    return out
-
-
-def draw(rows: list[Row]) -> Any:
-    """Speedup over R of each layout, with a panel per GPU, engine and pair; hollow if the weights do not fit."""
-    from matplotlib.figure import Figure
-
-    panels: dict[tuple[str, ...], list[Row]] = {}
+def checked(rows: Iterable[Row]) -> list[str]:
+    """Predicted over measured seconds of bench/decode.py's plain steps on a GPU in 16 bits."""
+    out = []
     for row in rows:
-        panels.setdefault((row["gpu"], row["pair"], row["engine"]), []).append(row)
-    figure = Figure(figsize=(11, 0.6 + 2.8 * -(-len(panels) // 2)), layout="constrained")
-    figure.suptitle(f"Over plain tensor-parallel decoding. {WARNING}", fontsize=10)
-    axes = figure.subplots(-(-len(panels) // 2), 2, squeeze=False).flatten()
-    for axis, (panel, mine) in zip(axes, panels.items(), strict=False):
-        for n, layout in enumerate(LAYOUTS):
-            points = [(r["ranks"], r["speedup"], r["fits"]) for r in mine if r["layout"] == layout]
-            ranks, speedups, fits = zip(*points, strict=True)
-            axis.plot(ranks, speedups, color=f"C{n}", label=layout, linewidth=1)
-            faces = [f"C{n}" if fit else "white" for fit in fits]
-            axis.scatter(ranks, speedups, color=faces, edgecolors=f"C{n}", s=26, zorder=3)
-        axis.axhline(1, color="grey", linewidth=0.8)
-        axis.set_xscale("log", base=2)
-        axis.set_xticks(ranks, map(str, ranks))
-        axis.set_ylim(bottom=0)
-        axis.set_title(", ".join(panel), fontsize=9)
-        axis.set_xlabel("GPUs (hollow: the weights do not fit)", fontsize=8)
-    axes[0].legend(fontsize=7)
-    return figure
+        gpu = next((name for name in GPUS if name in str(row.get("machine", "")).lower()), None)
+        if (
+            gpu
+            and row.get("bench") == "decode"
+            and row.get("way") == "ar"
+            and row.get("dtype") in ("bfloat16", "float16")
+        ):
+            context = int(row["case"].rsplit(" ", 1)[1])
+            ms, found = plain(GPUS[gpu], Shape.of(SHAPES[row["shape"]]), context)["ms"], row["median"] * 1e3
+            out.append(
+                f"{row['machine']}, {row['case']}: {ms:.3f} ms predicted, {found:.3f} measured, {ms / found:.2f}"
+            )
+    return out or ["no measurement yet"]
 
 
-def section(title: str, about: str, rows: list[Row], said: list[str], console: Console) -> str:
-    """Prints a section and returns it as markdown."""
-    cells = [[form(row) for form in COLUMNS.values()] for row in rows]
-    table = Table(title=f"{title}. {WARNING}", caption=about)
-    for name in COLUMNS:
-        table.add_column(name, justify="left" if name == "draft" else "right", no_wrap=name == "draft")
-    for line in cells:
-        table.add_row(*line)
-    console.print(table)
-    console.print(*said, "", sep="\n", soft_wrap=True)
-    lines = [f"## {title}", "", WARNING + " " + about, "", "| " + " | ".join(COLUMNS) + " |"]
-    lines += ["|" + "|".join("--" if name == "draft" else "--:" for name in COLUMNS) + "|"]
-    lines += ["| " + " | ".join(line) + " |" for line in cells]
-    return "\n".join([*lines, "", *(f"* {line}" for line in said), ""])
+def section(
+    title: str, about: str, columns: Iterable[str], lines: Iterable[Iterable[str]], said: list[str]
+) -> list[str]:
+    names = list(columns)
+    cells = [names, ["--"] * len(names), *lines]
+    return [f"## {title}", "", *([about, ""] if about else []), *(f"| {' | '.join(line)} |" for line in cells), ""] + [
+        *(f"* {line}" for line in said),
+        *([""] if said else []),
+    ]
+
+
+@dataclass(frozen=True)
+class Run:
+    gpus: str = arg("h200,a100", "comma-separated")
+    pairs: str = arg("70b+8b,70b+1b", "target+draft, comma-separated")
+    ranks: str = arg("1,2,4,8", "comma-separated; what stands last is compared with the paper")
+    set: str = arg("", "inputs to change, such as launch_us=2,tau=4")
+    save: bool = arg(True, "write bench/results/projection.*")
 
 
 def main() -> None:
-    given, run = HfArgumentParser((Inputs, Run)).parse_args_into_dataclasses()
-    console = Console(width=170, highlight=False)
-    committed = [row for folder in sorted(plot.RESULTS.iterdir()) if folder.is_dir() for row in plot.read(folder)]
-    page = ["# What several GPUs would do", "", f"{WARNING} Written by `python bench/project.py`; R is how many GPUs."]
-    page += ["How times come about stands in `bench/latency.py`, with the sources of the inputs.", ""]
+    run = HfArgumentParser(Run).parse_args_into_dataclasses()[0]
+    pairs = (each.split("=") for each in run.set.split(",") if each)
+    given = {name: type(getattr(Inputs(), name))(value) for name, value in pairs}
+    page = [
+        "# What a GPU and several GPUs would do",
+        "",
+        f"{WARNING} Written by `python bench/project.py`, which says how.",
+    ]
+    page += ["", "R is how many GPUs; a case names a model and its context.", ""]
     rows: list[Row] = []
     for gpu in run.gpus.split(","):
-        i, found = resolved(given, gpu, committed)
-        about = (
-            f"Bandwidth {i.bandwidth:.2f} TB/s ({found.get('bandwidth', 'given')}); acceptance length {i.tau:.2f}, "
-            f"side by side {i.tau * i.keep:.2f} ({found.get('tau', 'given')}); groups of {i.parallel}."
-        )
+        if gpu not in GPUS:
+            raise ValueError(f"gpu {gpu!r} is not known; there are {', '.join(GPUS)}")
+        i = replace(GPUS[gpu], **given)
+        page += section(f"{gpu}, a step", WARNING, STEP, steps(i), [])
         for pair in run.pairs.split(","):
-            target, draft = (SHAPES[name] for name in pair.split("+"))
+            target, draft = (Shape.of(SHAPES[name]) for name in pair.split("+"))
             for engine in ENGINES:
-                shapes = [(int(ranks), layout) for ranks in run.ranks.split(",") for layout in LAYOUTS]
-                mine = [latency.project(i, target, draft, ranks, layout, engine) for ranks, layout in shapes]
+                cases = [(int(ranks), layout) for ranks in run.ranks.split(",") for layout in LAYOUTS]
+                mine = [project(i, target, draft, *case, engine) for case in cases]
                 rows += [{**row, "gpu": gpu, "pair": pair, "inputs": dataclasses.asdict(i)} for row in mine]
+                lines = [[form(row) for form in ROUND.values()] for row in mine]
                 said = findings(i, target, draft, mine)
-                page.append(section(f"{gpu}, {pair}, {engine}", about, mine, said, console))
-    against = checked(committed)
-    lines = [
-        f"{r['machine']}, {r['bench']}, {r['way']}, T {r['temperature']}: predicted {r['predicted']:.0f} tokens/s, "
-        f"measured {r['measured']:.0f}, ratio {r['ratio']:.2f}"
-        for r in against
-    ] or ["no measurement yet"]
-    console.print("One GPU, predicted over measured:", *lines, sep="\n")
-    page += ["## One GPU, predicted over measured", "", *(f"* {line}" for line in lines), "", "## Inputs", ""]
-    page += ["| input | value | |", "|---|--:|---|"]
-    for f in dataclasses.fields(Inputs):
-        page.append(f"| `{f.name}` | {getattr(given, f.name) or ''} | {f.metadata['help']} |")
+                page += section(f"{gpu}, {pair}, {engine}", WARNING, ROUND, lines, said)
+        values = [[f"`{f.name}`", f"{getattr(i, f.name):g}", f.metadata["help"]] for f in dataclasses.fields(i)]
+        page += section(f"{gpu}, inputs", "", ("input", "value", ""), values, [])
+    committed = [row for folder in sorted(plot.RESULTS.iterdir()) if folder.is_dir() for row in plot.read(folder)]
+    page += ["## One GPU, predicted over measured", "", *(f"* {line}" for line in checked(committed))]
+    print("\n".join(page))
     if run.save:
         write_file(RESULT, "\n".join(page) + "\n")
-        text = "".join(json.dumps(row, allow_nan=False) + "\n" for row in rows + against)
-        write_file(RESULT.with_suffix(".jsonl"), text)
-        plot.save(draw(rows), RESULT.with_suffix(""))
-        print(RESULT)
+        write_file(RESULT.with_suffix(".jsonl"), "".join(json.dumps(row, allow_nan=False) + "\n" for row in rows))
 
 
 if __name__ == "__main__":

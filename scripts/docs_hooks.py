@@ -20,7 +20,6 @@ JOINING = {  # file of the repository -> page of the site
     "bench/results/projection.md": "projection.md",
     "bench/results/static.md": "static.md",
     "bench/results/static_amd.md": "static_amd.md",
-    "bench/results/step_model.md": "step_model.md",
     "examples/adr/README.md": "adr-example.md",
 }
 LINK = re.compile(r"(!?)\[((?:[^\[\]]|\[[^\]]*\])*)\]\((?!https?:|mailto:|#)([^)#\s]*)(#[^)\s]*)?\)")
