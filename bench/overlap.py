@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from bench import static
+from bench.compilation import REGISTERS_SM, SHARED_SM, TENSOR_SM, Report, registers_of_block, report
 from specker.kernels import attention, linear, project, residual
 
 ARCHES = (90, 100)  # with programmatic dependent launch
@@ -65,18 +65,18 @@ def layer(m: Model, arch: int) -> list[tuple[str, str, Any]]:
     ]
 
 
-def side_by_side(kernels: list[static.Report]) -> list[str]:
+def side_by_side(kernels: list[Report]) -> list[str]:
     """What one block of each kernel needs more of than an SM has."""
     arch = kernels[0].arch
     needs = (
-        ("bytes of shared memory", sum(k.shared + 1024 for k in kernels), static.SHARED_SM[arch] * 1024),
-        ("registers", sum(static.registers_of_block(k.warps, k.registers) for k in kernels), static.REGISTERS_SM),
-        ("columns of tensor memory", sum(k.tensor for k in kernels), static.TENSOR_SM),
+        ("bytes of shared memory", sum(k.shared + 1024 for k in kernels), SHARED_SM[arch] * 1024),
+        ("registers", sum(registers_of_block(k.warps, k.registers) for k in kernels), REGISTERS_SM),
+        ("columns of tensor memory", sum(k.tensor for k in kernels), TENSOR_SM),
     )
     return [f"{need} {what}, an SM has {has}" for what, need, has in needs if need > has]
 
 
-def neighbours(kernels: list[tuple[str, static.Report]]) -> Iterator[list[tuple[str, static.Report]]]:
+def neighbours(kernels: list[tuple[str, Report]]) -> Iterator[list[tuple[str, Report]]]:
     """The groups of consecutive kernels that should be on an SM together: each two, and three with a norm between."""
     yield from (list(two) for two in pairwise(kernels[:-1]))  # the last two repeat the first
     for n, (name, _) in enumerate(kernels[1:-1], 1):
@@ -98,8 +98,8 @@ class Group:
 def groups(arch: int) -> Iterator[Group]:
     """The groups of each model's layer."""
     for name, model in MODELS.items():
-        kernels = [(kernel, static.report(op, variant, arch)) for kernel, op, variant in layer(model, arch)]
+        kernels = [(kernel, report(op, variant, arch)) for kernel, op, variant in layer(model, arch)]
         for group in neighbours(kernels):
-            of = [report for _, report in group]
+            of = [each for _, each in group]
             names = ", ".join(kernel for kernel, _ in group)
             yield Group(name, arch, names, sum(k.shared + 1024 for k in of), side_by_side(of))

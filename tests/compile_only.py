@@ -64,10 +64,10 @@ class _Driver:
 def _main(arch: int, test_files: list[str]) -> None:
     import triton
 
-    from bench import static
+    from bench import compilation
     from specker.kernels.variant import Variant
 
-    triton.runtime.driver.set_active(_Driver(static.target_of(arch)))
+    triton.runtime.driver.set_active(_Driver(compilation.target_of(arch)))
     found: dict[str, set[str]] = {}
     sources: list[Any] = []
     pairs: dict[str, dict[str, tuple[str, str]]] = {}
@@ -79,9 +79,9 @@ def _main(arch: int, test_files: list[str]) -> None:
             return
         known = pairs.setdefault(self.kernel.__name__, {})
         if self.name not in known:
-            source = static.source_of(self, arch, near=arch in static.LDS)
+            source = compilation.source_of(self, arch, near=arch in compilation.LDS)
             options = self.compile_options(arch)
-            known[self.name] = _key(*sources), _key(source, static.target_of(arch), options)
+            known[self.name] = _key(*sources), _key(source, compilation.target_of(arch), options)
 
     def instead_of_compiling(*, key: str, fn: Any, **_: Any) -> bool:
         found.setdefault(fn.name, set()).add(key)

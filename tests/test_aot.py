@@ -1,4 +1,4 @@
-"""Every op's kernels compile for sm_90 and gfx942 without a GPU and pass the checks of bench/static.py; the slow tests
+"""Every op's kernels compile for sm_90 and gfx942 without a GPU and pass bench/compilation.py's checks; the slow tests
 compile for sm_80, sm_100 and gfx950 too. `make static` compiles all variants; these tests compile those marked `smoke`.
 """
 
@@ -11,7 +11,7 @@ import pytest
 import torch
 from compile_only import compilations, keys, python
 
-from bench import instructions, overlap, static
+from bench import compilation, instructions, overlap, static
 from specker.kernels import variant
 from specker.kernels.variant import Variant
 
@@ -42,7 +42,7 @@ def test_compiled_kernels_have_no_problems(reports):
     assert [(r["op"], r["variant"], r["arch"], p) for r in reports for p in r["problems"]] == []
     for r in reports:
         assert (
-            0 < r["registers"] <= (512 if r["arch"] in static.LDS else 255)
+            0 < r["registers"] <= (512 if r["arch"] in compilation.LDS else 255)
             and r["blocks"] >= 1
             and r["loads"] > 0
             and r["stores"] > 0
@@ -54,11 +54,11 @@ def test_attentions_rows_stay_within_a_warp():
     is Triton's choice, which the kernel only invites."""
     program = """
 import itertools, re
-from bench import instructions, overlap, static
+from bench import compilation
 from specker.kernels import attention
 for variant in attention.variants(80):
     if variant.dot and (variant.constexprs["D_PAD"], variant.constexprs["PAGE"]) != (256, 256):
-        ptx = static.compile_variant(variant, 80).asm["ptx"].splitlines()
+        ptx = compilation.compile_variant(variant, 80).asm["ptx"].splitlines()
         at = {line.split(":")[0]: i for i, line in enumerate(ptx) if line.startswith("$L")}
         jumps = ((i, re.search(r"bra(?:\\.uni)? \\s*([$]L\\w+);", line)) for i, line in enumerate(ptx))
         loops = [ptx[at[to[1]] : i] for i, to in jumps if to and at[to[1]] < i]
@@ -73,11 +73,11 @@ def test_each_problem_is_reported():
     program = """
 import dataclasses, json
 import bad_kernels
-from bench import static
+from bench import compilation
 for variant in bad_kernels.variants():
-    print(json.dumps(dataclasses.asdict(static.report("bad", variant, 80))))
+    print(json.dumps(dataclasses.asdict(compilation.report("bad", variant, 80))))
 try:
-    static.compile_variant(bad_kernels.specialising(), 90)
+    compilation.compile_variant(bad_kernels.specialising(), 90)
 except ValueError as error:
     print(error)
 """
@@ -92,7 +92,7 @@ except ValueError as error:
     fine = {"STACK": 0, "LOCAL": 0}, {"matrix": "", "wide": 1.0}
     right = next(v for v in bad_kernels.variants() if v.name == "bfloat16 dot")
     found = [
-        static.problems(replace(right, left=left), 90, fine[0], 0, {"matrix": m, "wide": 1.0})
+        compilation.problems(replace(right, left=left), 90, fine[0], 0, {"matrix": m, "wide": 1.0})
         for left, m in (
             (True, "wgmma.rs 8"),
             (True, "wgmma 8"),
@@ -103,7 +103,7 @@ except ValueError as error:
     ]
     from_shared = ("the left operand does not come from registers",)
     assert found == [(), from_shared, from_shared, from_shared, ()]
-    greedy = [static.problems(next(bad_kernels.variants()), arch, fine[0], 164 * 1024, fine[1]) for arch in ARCHES]
+    greedy = [compilation.problems(next(bad_kernels.variants()), arch, fine[0], 164 * 1024, fine[1]) for arch in ARCHES]
     assert greedy == [("167936 bytes of shared memory, a block may have 166912",), (), ()]
 
 
@@ -136,11 +136,11 @@ def test_amd_assembly_is_counted():
     used = instructions.amd_resources(text)
     assert used == {"REG": 130, "STACK": 12, "LOCAL": 2}
     fine = SimpleNamespace(dot=False, left=False, wide=False)
-    spilled, large = static.problems(fine, 942, used, 65 * 1024, counts)
+    spilled, large = compilation.problems(fine, 942, used, 65 * 1024, counts)
     assert spilled.startswith("spills") and large == "66560 bytes of shared memory, a block may have 65536"
-    assert static.blocks_per_cu(942, 4, 130, 24576) == 2  # LDS; 512 / 136 registers: 3 waves a SIMD
-    assert static.blocks_per_cu(950, 4, 130, 24576) == 3
-    assert static.blocks_per_cu(942, 1, 20, 0) == 32
+    assert compilation.blocks_per_cu(942, 4, 130, 24576) == 2  # LDS; 512 / 136 registers: 3 waves a SIMD
+    assert compilation.blocks_per_cu(950, 4, 130, 24576) == 3
+    assert compilation.blocks_per_cu(942, 1, 20, 0) == 32
 
 
 WAVES = """
@@ -221,23 +221,23 @@ def test_instructions_are_counted_in_the_ptx():
 def test_waits_that_ptxas_adds_are_found():
     product, wait = "HGMMA.64x64x16.F32.BF16 R56, R100, gdesc[UR28], R56, gsb0 ;", "WARPGROUP.DEPBAR.LE gsb0, 0x0 ;"
     one = "wgmma.commit_group.sync.aligned; wgmma.wait_group.sync.aligned 0;"
-    assert static.serialised(one, "\n".join([product, wait] * 4))
-    assert not static.serialised(one, "\n".join([product] * 4 + [wait]))
-    assert not static.serialised(one, "\n".join([product, wait]))  # as the PTX wants it
-    assert not static.serialised(one, "")
+    assert compilation.serialised(one, "\n".join([product, wait] * 4))
+    assert not compilation.serialised(one, "\n".join([product] * 4 + [wait]))
+    assert not compilation.serialised(one, "\n".join([product, wait]))  # as the PTX wants it
+    assert not compilation.serialised(one, "")
 
 
 def test_occupancy_is_bounded_by_each_resource():
-    assert static.blocks_per_sm(90, warps=4, registers=32, shared=0) == 16  # warps
-    assert static.blocks_per_sm(90, warps=1, registers=32, shared=0) == 32  # blocks
-    assert static.blocks_per_sm(90, warps=4, registers=168, shared=0) == 3  # registers
-    assert static.blocks_per_sm(90, warps=4, registers=32, shared=75 * 1024) == 3  # shared memory
-    assert static.blocks_per_sm(80, warps=4, registers=32, shared=75 * 1024) == 2
+    assert compilation.blocks_per_sm(90, warps=4, registers=32, shared=0) == 16  # warps
+    assert compilation.blocks_per_sm(90, warps=1, registers=32, shared=0) == 32  # blocks
+    assert compilation.blocks_per_sm(90, warps=4, registers=168, shared=0) == 3  # registers
+    assert compilation.blocks_per_sm(90, warps=4, registers=32, shared=75 * 1024) == 3  # shared memory
+    assert compilation.blocks_per_sm(80, warps=4, registers=32, shared=75 * 1024) == 2
 
 
-def reported(shared: int = 0, tensor: int = 0, registers: int = 32) -> static.Report:
+def reported(shared: int = 0, tensor: int = 0, registers: int = 32) -> compilation.Report:
     counts = {"matrix": "", "loads": 0, "wide": 1.0, "asynchronous": 0, "stores": 0, "blocks": 1, "problems": ()}
-    return static.Report("op", "kernel", "v", 100, 4, 1, registers, 0, shared, tensor=tensor, **counts)
+    return compilation.Report("op", "kernel", "v", 100, 4, 1, registers, 0, shared, tensor=tensor, **counts)
 
 
 def test_kernels_share_an_sm_if_their_blocks_fit():
@@ -273,8 +273,8 @@ def test_tensor_memory_is_counted_and_allocated_before_the_next_kernel_starts():
     assert instructions.tensor_columns(alloc + barrier + alloc.replace("256", "0x80")) == 384
     assert not any(map(instructions.allocates_late, (alloc + barrier + start, barrier + start, alloc)))
     assert all(map(instructions.allocates_late, (alloc + start, barrier + start + alloc, barrier + alloc + start)))
-    assert static.misordered(100, {"ptx": alloc + start}) and not static.misordered(100, {"ptx": alloc})
-    assert static.blocks_per_sm(100, warps=4, registers=32, shared=0, tensor=256) == 2
+    assert compilation.misordered(100, {"ptx": alloc + start}) and not compilation.misordered(100, {"ptx": alloc})
+    assert compilation.blocks_per_sm(100, warps=4, registers=32, shared=0, tensor=256) == 2
 
 
 @pytest.mark.parametrize(
@@ -290,10 +290,10 @@ def test_switches_move_the_trigger_and_size_the_prefetch(name, value, order):
     program = f"""
 import itertools, os, re
 os.environ["SPECKER_PDL_{name}"] = "{value}"
-from bench import static
+from bench import compilation
 from specker.kernels import linear
 variant = next(v for v in linear.variants(90) if v.smoke)
-ptx = static.compile_variant(variant, 90).asm["ptx"]
+ptx = compilation.compile_variant(variant, 90).asm["ptx"]
 found = re.findall(r"griddepcontrol\\.(\\w+)|(prefetch)\\.global|(wgmma)\\.mma", ptx)
 print(*(name for name, _ in itertools.groupby("".join(each) for each in found)))
 """
@@ -331,10 +331,10 @@ def test_one_kernel_at_a_time_sleeps_after_it_let_the_next_start(monkeypatch):
 
 def test_the_sleep_is_compiled_only_into_the_delayed_kernel():
     program = """
-from bench import static
+from bench import compilation
 from specker.kernels import residual, variant
 for variant.DELAYED in ("", "_residual_merge_kernel"):
-    ptx = static.compile_variant(next(residual.variants(90)), 90).asm["ptx"]
+    ptx = compilation.compile_variant(next(residual.variants(90)), 90).asm["ptx"]
     marks = {"griddepcontrol.launch_dependents": "start", "nanosleep.u32": "sleep", "st.global": "store"}
     found = [name for line in ptx.splitlines() for mark, name in marks.items() if mark in line]
     print(*dict.fromkeys(found))
