@@ -1,78 +1,138 @@
-"""How many tokens does a round commit with a drafter of blocks, by what is verified of a block?
+"""A drafter of blocks: path search x length policy, for the bundled diffusion drafter or another one.
 
-    python bench/blocks.py --strategy dflash --draft FOLDER        # see train/head
-    python bench/blocks.py --strategy diffuspec --k 4              # the bundled diffusion drafter
+    python bench/blocks.py
+    python bench/blocks.py --strategy dflash --draft FOLDER --fixed 7 --adl 1-7 --chunk ''      # see train/head
 
-Compared are the argmax of each position, the path that the search finds, trees of the most probable beginnings of paths
-with as many tokens as the chain and with more, each by the drafter alone (lambda 1) and with the n-gram model, and the
-adaptive length. Nothing is timed: acceptance does not depend on the machine. Rounds draft whether it pays or not; those
-that cannot are not counted.
+Search: off (the argmax of each position), chain (the best path), tree (the most probable beginnings of paths); the
+other ones change a number of the search. Length: ADL with the paper's 20..30 and with a range that suits small models,
+chunks, fixed blocks. For comparison: `ar`, the sequential `draft`, and of diffuspec the exact prefix and a trimmed
+head. All take turns. MAT is the acceptance length without the target's own token, as in the paper; tokens and verified
+rows of a round are those of rounds that draft, which do not depend on the machine. Rows go to
+bench/results/<machine>/<strategy>.jsonl.
 """
 
-import json
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from rich.console import Console
 from transformers import HfArgumentParser
 
-import specker
-from bench.harness import table_of
-from specker.runtime.strategies.blocks import TREE_NODES, AdaptiveLength
+from bench import harness
+from bench.ablations import ExactPrefix, drafting_as
+from bench.decoding import Given, measured, prompts_of, row_of, share_target, ways_of
+from specker.runtime.engine import Engine
+from specker.runtime.strategies.blocks import AdaptiveLength
+from specker.runtime.strategies.diffuspec.drafter import DiffusionDrafter
+
+SEARCHES: dict[str, tuple[str, dict[str, Any]]] = {  # the flag, and what differs from the usual `Search`
+    "off": ("off", {}),
+    "chain": ("chain", {}),
+    "tree": ("tree", {}),
+    "chain, lambda 0.5": ("chain", {"weight": 0.5}),  # the paper's
+    "tree without n-grams": ("tree", {"ngram": None}),
+    "narrow tree": ("tree", {"nodes": 1}),  # as many tokens as the block
+    "narrow tree without n-grams": ("tree", {"nodes": 1, "ngram": None}),
+}
 
 
-@dataclass
-class Args:
-    strategy: str = "dflash"
-    draft: str = field(default="", metadata={"help": "the drafter's folder; default: the bundled one"})
-    target: str = field(default="", metadata={"help": "default: the bundled one"})
-    k: int = field(default=7, metadata={"help": "tokens of a block"})
-    prompts: int = field(default=16, metadata={"help": "held-out prompts"})
+@dataclass(frozen=True)
+class Args(Given):
+    strategy: str = "diffuspec"
+    prompts: int = field(default=8, metadata={"help": "prompts"})
     max_new_tokens: int = 64
     temperatures: str = "0,0.7"
-    only: str = field(default="", metadata={"help": "the ways whose names begin with this"})
-    dtype: str = "float32"
+    searches: str = field(default="off|chain|tree", metadata={"help": f"separated by |: {', '.join(SEARCHES)}"})
+    fixed: str = field(default="3,4,8,16,24", metadata={"help": "block lengths, comma separated"})
+    adl: str = field(default="20-30,3-8", metadata={"help": "ranges of the adaptive length, comma separated"})
+    chunk: str = field(default="4:0.5", metadata={"help": "tokens a pass, probability to go on; comma separated"})
+    always: bool = field(default=False, metadata={"help": "adl drafts whether it pays or not"})
+    rounds: int = 3
 
 
-def ways(args: Args) -> dict[str, dict[str, Any]]:
-    """The options of each way by its name; `search` holds what differs from the usual `Search`."""
-    chain = {"draft_tokens": args.k}
-    found: dict[str, dict[str, Any]] = {"argmax": {**chain, "cps": "off"}, "path, n-gram": {**chain, "cps": "chain"}}
-    for wide in (1, TREE_NODES):
-        tree, name = {**chain, "cps": "tree"}, f"tree of {wide * args.k}"
-        found[name] = {**tree, "search": {"nodes": wide, "ngram": None}}
-        found[f"{name}, n-gram"] = {**tree, "search": {"nodes": wide}}
-    adl = {"policy": "adl", "adl": f"1-{args.k}"}
-    return found | {f"adl 1-{args.k}": {**adl, "cps": "off"}, f"adl 1-{args.k}, path": {**adl, "cps": "chain"}}
+def lengths(args: Args) -> dict[str, dict[str, Any]]:
+    """The length policies by name."""
+    fixed, adl, chunk = (filter(None, text.split(",")) for text in (args.fixed, args.adl, args.chunk))
+    ways: dict[str, dict[str, Any]] = {f"k {k}": {"draft_tokens": int(k)} for k in fixed}
+    ways |= {f"adl {span}": {"policy": "adl", "adl": span} for span in adl}
+    return ways | {f"chunk {each}": {"policy": "chunk", "chunk": each} for each in chunk}
 
 
-def measure(args: Args, options: dict[str, Any], texts: list[str], temperature: float) -> dict[str, float]:
-    """Tokens and verified rows of a round that drafts, over all texts."""
-    AdaptiveLength.may_skip_drafting = False
-    target = args.target or (specker.zoo.path("code-target") if args.draft else None)
-    own = {name: value for name, value in options.items() if name != "search"}
-    engine = specker.load(target, args.draft or None, args.strategy, device="cpu", dtype=args.dtype, **own)
-    if search := options.get("search"):
-        engine.drafter.search = replace(engine.drafter.search, **search)
-    done = [engine.generate(text, args.max_new_tokens, temperature=temperature, seed=n) for n, text in enumerate(texts)]
-    stats = [each.stats for each in done]
-    rounds = sum(each.rounds - each.lengths.get(0, 0) for each in stats)
-    accepted, drafted = (sum(getattr(each, name) for each in stats) for name in ("accepted", "drafted"))
-    return {"rounds": rounds, "tokens": 1 + accepted / max(1, rounds), "rows": 1 + drafted / max(1, rounds)}
+def engines_of(args: Args) -> tuple[dict[str, Engine], dict[str, dict[str, str]]]:
+    """An engine for each configuration, and the search and the length of those that vary."""
+    engines = {"ar": args.load("ar")}
+    if args.strategy == "diffuspec" and args.draft_of("draft"):
+        engines["draft"] = args.load("draft")
+    about: dict[str, dict[str, str]] = {}
+    base: Any = None
+
+    def add(name: str, search: dict[str, Any], kind: Any = DiffusionDrafter, trim: str = "", **options: Any) -> None:
+        nonlocal base
+        with drafting_as(kind):
+            engines[name] = args.load(args.strategy + trim, **options)
+        share_target(list(engines.values()))
+        drafter: Any = engines[name].drafter
+        if search:
+            drafter.search = replace(drafter.search, **search)
+        if args.strategy == "diffuspec" and not trim:  # one diffusion model and cache, since engines decode in turn
+            base = base or engines[name]
+            drafter.model, drafter.cache, drafter.head = (getattr(base.drafter, n) for n in ("model", "cache", "head"))
+            engines[name].draft = base.draft
+
+    for length, options in lengths(args).items():
+        for search in args.searches.split("|"):
+            cps, changes = SEARCHES[search]
+            add(f"{length} {search}", changes, cps=cps, **options)
+            about[f"{length} {search}"] = {"search": search, "length": length}
+    add("default", {})
+    if args.strategy == "diffuspec":
+        add("default, exact prefix", {}, kind=ExactPrefix)
+        if args.scores is not None:
+            add("default, trimmed head", {}, trim="+vocabtrim", vocab_scores=str(args.scores))
+    return engines, about
+
+
+def bench(args: Args, temperature: float, engines: dict[str, Engine], about: dict[str, Any], prompts: Any) -> list:
+    timings = measured(ways_of(engines, args, temperature), prompts, args.rounds)
+    rows = []
+    for name, timing in timings.items():
+        stats = timing.last.stats
+        row = row_of(args.strategy, name, temperature, args, timings, engines[name], prompts) | about.get(name, {})
+        row |= {"mat": stats.acceptance_length - 1}
+        row |= {"seconds": {stage: seconds / stats.wall for stage, seconds in stats.seconds.items()}}
+        if drafting := stats.rounds - stats.lengths.get(0, 0):
+            row |= {"tokens_a_round": 1 + stats.accepted / drafting, "rows_a_round": 1 + stats.drafted / drafting}
+        if stats.found:
+            row |= {"diffusion": stats.diffusion, "search_of_round": stats.seconds["search"] / stats.wall}
+        rows.append(row)
+    return rows
+
+
+def show(rows: list[dict], temperature: float) -> None:
+    columns = ("way", "tokens/s", "over ar", "tau", "MAT", "tokens/round", "rows/round", "k", "L_gen", "width")
+    table = harness.table_of(temperature, (*columns, "draft", "search", "verify"))
+    for row in rows:
+        found, share = row.get("diffusion"), row["seconds"]
+        table.add_row(
+            row["way"],
+            f"{row['tokens_per_second']:.0f}",
+            f"{row['over_ar']:.2f}",
+            f"{row['acceptance_length']:.2f}",
+            f"{row['mat']:.2f}",
+            *(f"{row[key]:.2f}" if key in row else "" for key in ("tokens_a_round", "rows_a_round")),
+            *((f"{found[name]:.1f}" for name in ("k", "L_gen", "lattice_width")) if found else ("", "", "")),
+            f"{share['draft']:.0%}",
+            f"{share['search']:.1%}" if found else "",
+            f"{share['verify']:.0%}",
+        )
+    Console(width=140).print(table)
 
 
 def main() -> None:
     args = HfArgumentParser(Args).parse_args_into_dataclasses()[0]
-    texts = [row["prompt"] for row in specker.zoo.heldout()][: args.prompts]
-    for temperature in map(float, args.temperatures.split(",")):
-        table = table_of(temperature, ("way", "tokens a round", "verified rows a round", "rounds"))
-        for name, options in ways(args).items():
-            if not name.startswith(args.only):
-                continue
-            found = measure(args, options, texts, temperature)
-            table.add_row(name, f"{found['tokens']:.2f}", f"{found['rows']:.1f}", str(found["rounds"]))
-        Console(width=100).print(table)
-    print(json.dumps(asdict(args)))
+    AdaptiveLength.may_skip_drafting = not args.always
+    engines, about = engines_of(args)
+    prompts = prompts_of(args, engines["ar"])
+    harness.report(args.strategy, args, lambda temperature: bench(args, temperature, engines, about, prompts), show)
 
 
 if __name__ == "__main__":

@@ -326,7 +326,7 @@ def forwards(bench: Bench, engine: Engine, context: int) -> dict[str, Timing]:
     """Only a round's forwards of the two models, each as one graph: `target` and `draft`."""
     drafter: Any = engine.drafter
     target, draft = engine.model, drafter.model
-    engine.loop.see(context + engine.loop.beyond)
+    engine.loop.batches.see(context + engine.loop.batches.lookahead)
     graphs, rows = bench.graphs(engine), DRAFTED + 1
     length = torch.tensor([context], device=target.device)
     tokens = torch.zeros(rows, dtype=torch.int64, device=target.device)

@@ -3,13 +3,14 @@
 
 For each: acceptance length, speed, median time of a drafting forward, and the cosine between the fuzzy hidden rows and
 those of the layers in sequence (same tokens after the same exact prefix). Chain and trees are also compared at equal
-budgets. All configurations of a temperature take turns; rows and a picture go to bench/results/<machine>/easyspec.*.
+budgets. All configurations of a temperature take turns; rows go to bench/results/<machine>/easyspec.jsonl.
 """
 
 import dataclasses
 import statistics
 import time
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,10 +18,9 @@ from rich.console import Console
 from torch.nn import functional as F
 from transformers import HfArgumentParser
 
-import specker
 from bench import harness
 from bench.ablations import Uncalibrated, drafting_as
-from bench.e2e import Given, differing, joined, ours, prompts_of, row_of, share_target
+from bench.decoding import Given, measured, prompts_of, row_of, share_target, ways_of
 from specker.model.decoder import forward, prefill
 from specker.runtime.engine import Engine
 from specker.runtime.strategies.draft.drafter import AutoregressiveDrafter
@@ -49,10 +49,8 @@ def shape(width: int, depth: int) -> dict[str, Any]:
 def load(args: Args, calibrate: str = "every", **options: Any) -> Engine:
     """Without graphs on a GPU too, so that forwards can be timed; kernels/bench_layer_group.py times a group with
     graphs."""
-    how = {"max_context": args.max_context, "device": args.device, "dtype": args.dtype, "graphs": "off"}
-    how["prefix_cache"] = "off"
     with drafting_as(CALIBRATIONS[calibrate]):
-        return specker.load(args.target or specker.zoo.path("code-target"), args.drafts["easyspec"], **how, **options)
+        return args.load("easyspec", graphs="off", **options)
 
 
 def timed_forward(engine: Engine, times: list[float]) -> None:
@@ -74,24 +72,24 @@ def timed_forward(engine: Engine, times: list[float]) -> None:
 @torch.inference_mode()
 def cosine(args: Args, texts: list[list[int]], width: int) -> float:
     """Mean cosine of fuzzy and exact final rows of a chain of four draft tokens, at every eighth position."""
-    drafter: AutoregressiveDrafter = load(args, strategy="easyspec", layer_parallel=str(width)).drafter  # type: ignore[assignment]
+    drafter: AutoregressiveDrafter = load(args, layer_parallel=str(width)).drafter  # type: ignore[assignment]
     model, cache = drafter.model, drafter.cache
     parallel = LayerParallel(model, cache, Schedule.parallel(len(model.layers), width))
     found = []
     for text in texts:
+        cache.take(0, len(text))
         for start in range(16, len(text) - 4, 8):
             rows = torch.tensor(text[start : start + 4], device=model.device)
             pair = []
             for fuzzy in (True, False):
                 cache.truncate(0)
                 prefill(model, cache, text[:start])
-                hidden = []
-                for i in range(4):
-                    one, embedded = cache.after([start + i], [1]), model.embed_tokens(rows[i : i + 1])
-                    fresh = parallel.forward(one, embedded) if fuzzy else forward(model, cache, one, embedded).hidden
-                    hidden.append(fresh)
+                run = parallel.forward if fuzzy else partial(forward, model, cache)
+                places = [cache.after([start + i], [1]) for i in range(4)]
+                hidden = [run(place, model.embed_tokens(rows[i : i + 1])).hidden for i, place in enumerate(places)]
                 pair.append(torch.cat(hidden).float())
             found += F.cosine_similarity(*pair, dim=-1).tolist()
+        cache.release(0)
     return statistics.mean(found)
 
 
@@ -102,27 +100,14 @@ def bench(
     for name, engine in engines.items():
         if getattr(engine.drafter, "parallel", None) is not None:
             timed_forward(engine, times[name])
-    ways: dict[str, Any] = {
-        name: lambda prompt, e=engine: ours(e, [prompt], args.max_new_tokens, temperature)
-        for name, engine in engines.items()
-    }
-    timings = harness.measure_each(ways, prompts, args.rounds)
-    timings = {name: dataclasses.replace(timing, last=joined(timing.last)) for name, timing in timings.items()}
-    plain = timings["ar"].last
+    timings = measured(ways_of(engines, args, temperature), prompts, args.rounds)
     rows = []
     for name, timing in timings.items():
-        done = timing.last
-        row = row_of("easyspec", name, temperature, args, timings) | {
-            **({"target": args.name} if args.name else {}),
-            "acceptance_length": done.stats.acceptance_length,
-            "draft_share": done.stats.seconds["draft"] / done.stats.wall,
-            **about[name],
-        }
+        stats = timing.last.stats
+        row = row_of("easyspec", name, temperature, args, timings, engines[name], prompts)
+        row |= {"draft_share": stats.seconds["draft"] / stats.wall, **about[name]}
         if times[name]:
             row["forward"] = statistics.median(times[name])
-        if engines[name].strategy != "ar":
-            how = {"temperature": temperature}
-            row["differing_within_rounding"] = differing(engines[name], prompts, done, plain, args, how)
         rows.append(row)
     for row in rows:  # compared with the same shape drafted in sequence
         for base in rows:
@@ -155,43 +140,10 @@ def show(rows: list[dict], temperature: float) -> None:
     Console(width=120).print(table)
 
 
-def draw(rows: list[dict], title: str) -> Any:
-    """Acceptance length, speed of forwards and cosine over layers in a group, calibrated and not."""
-    from matplotlib.figure import Figure
-
-    temperatures = sorted({row["temperature"] for row in rows})
-    figure = Figure(figsize=(13, 3.4 * len(temperatures)), layout="constrained")
-    figure.suptitle(title, fontsize=10)
-    panels = (("of_sequential", "acceptance length / N 1"), ("forward_speedup", "forward, x N 1"), ("cosine", "cosine"))
-    for axes, temperature in zip(figure.subplots(len(temperatures), 3, squeeze=False), temperatures, strict=True):
-        mine = [row for row in rows if row["temperature"] == temperature and "parallel" in row]
-        for axis, (key, label) in zip(axes, panels, strict=True):
-            for n, width in enumerate(sorted({row["width"] for row in mine})):
-                for calibrate, line in (("every", "-"), ("never", ":")):
-                    points = sorted(
-                        (row["parallel"], row[key])
-                        for row in mine
-                        if row["width"] == width and row["calibrate"] == calibrate and key in row and "cap" not in row
-                    )
-                    if points:
-                        name = f"width {width}{'' if calibrate == 'every' else ', not calibrated'}"
-                        axis.plot(*zip(*points, strict=True), line, color=f"C{n}", marker="o", markersize=3, label=name)
-            axis.set_xlabel("layers in a group", fontsize=9)
-            axis.set_ylabel(f"{label}, T {temperature:g}", fontsize=9)
-        axes[0].axhline(0.93, color="grey", linewidth=0.8)
-        axes[0].legend(fontsize=6)
-    return figure
-
-
 def main() -> None:
     args = HfArgumentParser(Args).parse_args_into_dataclasses()[0]
     numbers = [[int(n) for n in text.split(",")] for text in (args.widths, args.parallel)]
-    how: dict[str, Any] = {"max_context": args.max_context, "device": args.device, "dtype": args.dtype}
-    pair = {"draft": args.drafts["draft"]} if args.target else {}
-    engines = {
-        "ar": specker.load(args.target, strategy="ar", prefix_cache="off", **how),
-        "draft": specker.load(args.target, strategy="draft", prefix_cache="off", **pair, **how),
-    }
+    engines = {name: args.load(name) for name in ("ar", "draft")}
     about: dict[str, dict] = {"ar": {}, "draft": {}}
     every = prompts_of(dataclasses.replace(args, prompts=10**6), engines["ar"])
     texts = [engines["ar"].generate(ids, 48, temperature=0.7).tokens for ids in every[-4:]]
@@ -203,7 +155,7 @@ def main() -> None:
                     continue  # layers in sequence need no calibration
                 name = f"{width}x{args.depth} N {parallel} {calibrate}"
                 how = {"layer_parallel": str(parallel), **shape(width, args.depth)}
-                engines[name] = load(args, calibrate, strategy="easyspec", **how)
+                engines[name] = load(args, calibrate, **how)
                 share_target(list(engines.values()))
                 about[name] = {"width": width, "shape": f"{width}x{args.depth}", "parallel": parallel}
                 about[name] |= {"calibrate": calibrate, "cosine": near[parallel]}
@@ -211,11 +163,11 @@ def main() -> None:
         name = f"{args.equal} nodes of width {width}, N 4"
         depth = args.equal if width == 1 else args.depth
         how = {**shape(width, depth), "draft_tokens": args.equal, "layer_parallel": "4"}
-        engines[name] = load(args, strategy="easyspec", **how)
+        engines[name] = load(args, **how)
         share_target(list(engines.values()))
         about[name] = {"width": width, "cap": args.equal, "parallel": 4, "calibrate": "every"}
     prompts = every[: args.prompts]
-    harness.report("easyspec", args, lambda temperature: bench(args, temperature, engines, about, prompts), show, draw)
+    harness.report("easyspec", args, lambda temperature: bench(args, temperature, engines, about, prompts), show)
 
 
 if __name__ == "__main__":

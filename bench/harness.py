@@ -23,7 +23,6 @@ from typing import Any
 import torch
 from rich.table import Table
 
-from bench import plot
 from specker.cpu import build
 from specker.paths import write_file
 
@@ -195,21 +194,15 @@ def report(
     args: Any,
     measured: Callable[[float], list[dict[str, Any]]],
     show: Callable[[list[dict[str, Any]], float], None],
-    draw: Callable[[list[dict[str, Any]], str], Any],
 ) -> None:
-    """Measure and show each of `args.temperatures`, then save all rows and a picture; without --save print `args`.
-    `args.name`: of the target, if it is not the bundled one; a part of the picture's name."""
+    """Measure and show each of `args.temperatures`, then save all rows; without --save print `args`."""
     rows = []
     for temperature in map(float, args.temperatures.split(",")):
         new = measured(temperature)
         show(new, temperature)
         rows += new
     if args.save:
-        path = save(name, rows, args.device)
-        where = getattr(args, "name", "")
-        title = f"{name} on {where or 'the bundled pair'}, {machine(args.device)}"
-        plot.save(draw(rows, title), path.with_name("-".join(filter(None, (name, where)))))
-        print(path)
+        print(save(name, rows, args.device))
     else:
         print(json.dumps(asdict(args)))
 

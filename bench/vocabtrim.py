@@ -5,11 +5,9 @@ Sources, with the same number of tokens each: the target's continuations of held
 the draft's continuations of them, and Python source (the standard library without the held-out modules). `bundled` is
 the family's own score file, with far more of the target's text; `bundled + text` adds rows that follow the text. All
 take turns with the untrimmed `draft` and `ar` at every prompt. The gain over `draft` is the median of the rounds'
-ratios, with the number of rounds in which the ratio is above one. Rows and a picture go to
-bench/results/<machine>/vocabtrim.*.
+ratios, with the number of rounds in which the ratio is above one. Rows go to bench/results/<machine>/vocabtrim.jsonl.
 """
 
-import dataclasses
 import json
 import sys
 import sysconfig
@@ -25,7 +23,7 @@ from transformers import HfArgumentParser
 
 import specker
 from bench import harness
-from bench.e2e import Given, differing, joined, ours, prompts_of, row_of, share_target
+from bench.decoding import Given, measured, prompts_of, row_of, share_target, ways_of
 from specker.cli import calibrate
 from specker.runtime.engine import Engine
 from specker.runtime.strategies.vocabtrim import scores as vocab_scores
@@ -83,30 +81,18 @@ def score_files(args: Args, prompts: list[str], folder: Path) -> dict[str, Path]
 
 
 def bench(args: Args, temperature: float, engines: dict[str, Engine], prompts: list[list[int]]) -> list[dict]:
-    ways: dict[str, Any] = {
-        name: lambda prompt, e=engine: ours(e, [prompt], args.max_new_tokens, temperature)
-        for name, engine in engines.items()
-    }
-    timings = harness.measure_each(ways, prompts, args.rounds)
-    timings = {name: dataclasses.replace(t, last=joined(t.last)) for name, t in timings.items()}
-    plain = timings["ar"].last
+    timings = measured(ways_of(engines, args, temperature), prompts, args.rounds)
     rows = []
     for name, timing in timings.items():
-        done, engine = timing.last, engines[name]
+        stats, engine = timing.last.stats, engines[name]
         source, _, keep = name.rpartition(" ")
-        row = row_of("vocabtrim", name, temperature, args, timings) | {
-            **({"target": args.name} if args.name else {}),
+        row = row_of("vocabtrim", name, temperature, args, timings, engine, prompts) | {
             "draft_tokens": args.draft_tokens,
             "over_draft": timing.times_as_fast(timings["draft"])["median"],
             "over_draft_rounds": timing.times_as_fast(timings["draft"]),
-            "acceptance_length": done.stats.acceptance_length,
-            "mbsu": 1.0 if engine.draft is None else trim.mbsu(engine.target, engine.draft, engine.options, done.stats),
+            "mbsu": 1.0 if engine.draft is None else trim.mbsu(engine.target, engine.draft, engine.options, stats),
         }
-        if engine.strategy != "ar":
-            row["differing_within_rounding"] = differing(
-                engine, prompts, done, plain, args, {"temperature": temperature}
-            )
-        rows.append(row | engine.trim_report(done.stats) | ({"source": source, "keep": int(keep)} if source else {}))
+        rows.append(row | engine.trim_report(stats) | ({"source": source, "keep": int(keep)} if source else {}))
     return rows
 
 
@@ -139,57 +125,23 @@ def show(rows: list[dict], temperature: float) -> None:
     Console(width=120).print(table)
 
 
-def draw(rows: list[dict], title: str) -> Any:
-    """Acceptance length, modelled and measured speed over kept rows, with a row of panels per temperature."""
-    from matplotlib.figure import Figure
-
-    temperatures = sorted({row["temperature"] for row in rows})
-    panels = (
-        ("acceptance_length", "acceptance length"),
-        ("mbsu", "MBSU (modelled)"),
-        ("over_draft", "x draft, measured"),
-    )
-    figure = Figure(figsize=(13, 3.4 * len(temperatures)), layout="constrained")
-    figure.suptitle(title, fontsize=10)
-    for axes, temperature in zip(figure.subplots(len(temperatures), 3, squeeze=False), temperatures, strict=True):
-        mine = [row for row in rows if row["temperature"] == temperature]
-        whole = next(row for row in mine if row["way"] == "draft")
-        for axis, (key, label) in zip(axes, panels, strict=True):
-            for source in (*SOURCES, FOLLOWING):
-                points = sorted((row["kept_rows"], row[key]) for row in mine if row.get("source") == source)
-                if not points:
-                    continue
-                axis.plot(*zip(*points, strict=True), marker="o", markersize=3, label=source)
-            if axis is not axes[2]:
-                axis.axhline(whole[key], color="grey", linewidth=0.8, label="draft, whole head")
-            axis.set_xscale("log", base=2)
-            axis.set_ylabel(f"{label}, T {temperature:g}", fontsize=9)
-            axis.set_xlabel("kept rows", fontsize=9)
-        axes[0].legend(fontsize=7)
-    return figure
-
-
 def main() -> None:
     args = HfArgumentParser(Args).parse_args_into_dataclasses()[0]
-    how = {"target": args.target, "max_context": args.max_context, "device": args.device, "dtype": args.dtype}
-    how["prefix_cache"] = "off"
-    draft = {**how, "draft_tokens": args.draft_tokens} | ({"draft": args.drafts["draft"]} if args.target else {})
     sources = args.sources.split(",")
     if args.target is not None and (sources != ["bundled"] or args.scores is None):
         sys.exit("bench: --target takes --sources bundled, the target's own score file")
     with tempfile.TemporaryDirectory() as folder:
         heldout = [row["prompt"] for row in specker.zoo.heldout()][args.prompts :]
         files = {"bundled": args.scores} if sources == ["bundled"] else score_files(args, heldout, Path(folder))
-        engines = {"ar": specker.load(**how, strategy="ar"), "draft": specker.load(**draft, strategy="draft")}
+        engines = {"ar": args.load("ar"), "draft": args.load("draft", draft_tokens=args.draft_tokens)}
         for source in (*sources, FOLLOWING):
             for keep in args.keep.split(","):
-                following = args.text if source == FOLLOWING else 0
-                scores = str(files[source.split()[0]])
-                trimmed = {"strategy": "vocabtrim", "vocab_scores": scores, "vocab_keep": keep, "vocab_text": following}
-                engines[f"{source} {keep}"] = specker.load(**draft, **trimmed)
+                trimmed = {"vocab_scores": str(files[source.split()[0]]), "vocab_keep": keep}
+                trimmed |= {"vocab_text": args.text if source == FOLLOWING else 0, "draft_tokens": args.draft_tokens}
+                engines[f"{source} {keep}"] = args.load("vocabtrim", **trimmed)
                 share_target(list(engines.values()))
     prompts = prompts_of(args, engines["ar"])
-    harness.report("vocabtrim", args, lambda temperature: bench(args, temperature, engines, prompts), show, draw)
+    harness.report("vocabtrim", args, lambda temperature: bench(args, temperature, engines, prompts), show)
 
 
 if __name__ == "__main__":

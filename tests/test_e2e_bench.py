@@ -1,5 +1,6 @@
 """bench/e2e.py: its rows, and configurations that fail or decode wrong tokens."""
 
+import importlib
 import json
 
 import pytest
@@ -9,8 +10,9 @@ from safetensors.torch import load_file, save_file
 from test_shared_draft import shared
 
 import specker
-from bench import e2e, harness
+from bench import decoding, e2e, harness
 from specker.runtime.engine import Engine
+from specker.runtime.strategies.blocks import AdaptiveLength
 
 
 @pytest.fixture
@@ -53,7 +55,7 @@ def test_engines_that_share_a_target_decode_what_they_decode_alone(cheap, monkey
     shapes = [("diffuspec", {"policy": "chunk"}), ("draft", {"draft_tokens": 3}), ("del", {})]
     engines = [specker.load(strategy=name, **how, **more) for name, more in shapes]
     plain = specker.load(strategy="ar", **how)
-    e2e.share_target([plain, *engines])
+    decoding.share_target([plain, *engines])
     truth = specker.load(strategy="ar", device="cpu", dtype="float64", graphs="off")
     for length in (4, 90, 7):
         prompt = [n % 500 for n in range(length)]
@@ -63,6 +65,34 @@ def test_engines_that_share_a_target_decode_what_they_decode_alone(cheap, monkey
             assert engine.generate(prompt, 24, temperature=0.7).tokens == want
     launched = [engine.loop.launched > 10 for engine in (*engines, plain)]
     assert launched == [False, *[graphs == "on"] * 3], "chunks are never of fixed shape"
+
+
+FEW = "--prompts 1 --max_new_tokens 6 --rounds 1"
+BENCHES = {  # flags, and configurations whose rows they must give
+    "batches": ("--sizes 1,2 --transformers false", ["ar", "draft"]),
+    "blocks": (
+        "--fixed 4 --chunk 2:0 --adl 2-3 --always true --temperatures 0.7",
+        ["k 4 tree", "default, exact prefix"],
+    ),
+    "dynamic_exit": ("--temperatures 0", ["del", "transformers early exit", "sweep E 3 g 2"]),
+    "easyspec": ("--widths 2 --parallel 1,2 --equal 3 --temperatures 0", ["2x5 N 2 never", "3 nodes of width 2, N 4"]),
+    "vocabtrim": ("--keep 1024 --sources bundled --temperatures 0", ["bundled 1024", "bundled + text 1024"]),
+}
+
+
+@pytest.mark.parametrize("name", BENCHES)
+def test_a_bench_of_one_strategy_runs(tmp_path, monkeypatch, name):
+    flags, ways = BENCHES[name]
+    monkeypatch.setattr(harness, "RESULTS", tmp_path)
+    monkeypatch.setattr(AdaptiveLength, "may_skip_drafting", True)
+    monkeypatch.setattr("sys.argv", f"bench/{name}.py {FEW} {flags}".split())
+    importlib.import_module(f"bench.{name}").main()
+    [path] = tmp_path.glob("*/*.jsonl")
+    rows = list(map(json.loads, path.read_text().splitlines()))
+    assert path.stem == {"blocks": "diffuspec"}.get(name, name)
+    for way in ways:
+        assert any(row["way"].startswith(way) for row in rows)
+    assert all(row["tokens"] == 6 and row["tokens_per_second"] > 0 for row in rows if "sweep" not in row["way"])
 
 
 def test_a_failed_or_wrong_configuration_has_no_times(run, monkeypatch, capsys):
@@ -121,7 +151,7 @@ def test_any_pair_answers_questions(run, pair, tmp_path, monkeypatch):
     )
     rows = run()
     assert asked == [[{"role": "user", "content": "What is 0?"}], said] and continued == ["What is 3"]
-    assert [r["way"] for r in rows] == ["ar", "draft", "vocabtrim", "lookup", *e2e.HF]
+    assert [r["way"] for r in rows] == ["ar", "draft", "vocabtrim", "lookup", *decoding.HF]
     assert all(r["target"] == "tiny-target" and r["categories"] == "qa,stem" and r["tokens"] > 2 for r in rows)
     assert rows[1]["acceptance_length"] >= 1 and rows[1]["differing_within_rounding"] == 0
 
@@ -152,5 +182,7 @@ def test_transformers_decodes_with_a_draft_that_shares_the_embedding(tmp_path):
     save_file(weights, whole / "model.safetensors", metadata={"format": "pt"})
     thin = shared(target, whole, tmp_path / "thin", ["embed_tokens"])
     ids = torch.arange(7)[None]
-    logits = [e2e.Transformers(e2e.Args(target=str(target), draft=str(d)), ()).draft(ids).logits for d in (whole, thin)]
+    logits = [
+        decoding.Transformers(e2e.Args(target=str(target), draft=str(d)), ()).draft(ids).logits for d in (whole, thin)
+    ]
     assert torch.equal(*logits)
