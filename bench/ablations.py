@@ -11,7 +11,8 @@ from unittest import mock
 
 import torch
 
-from specker.model.decoder import Final, prefill
+from specker.model.decoder import Final
+from specker.model.prefill import prefill
 from specker.runtime.control.policy import Budget
 from specker.runtime.round.batch import Batch
 from specker.runtime.round.drafter import Accepted, Draft

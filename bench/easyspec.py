@@ -21,7 +21,8 @@ from transformers import HfArgumentParser
 from bench import harness
 from bench.ablations import Uncalibrated, drafting_as
 from bench.decoding import Given, measured, prompts_of, row_of, share_target, ways_of
-from specker.model.decoder import forward, prefill
+from specker.model.decoder import forward
+from specker.model.prefill import prefill
 from specker.runtime.engine import Engine
 from specker.runtime.strategies.draft.drafter import AutoregressiveDrafter
 from specker.runtime.strategies.easyspec.parallel import LayerParallel, Schedule

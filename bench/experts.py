@@ -29,7 +29,8 @@ from bench import harness
 from bench.shapes import SHAPES
 from specker.checkpoints.parse import parse_config
 from specker.model.config import ModelConfig
-from specker.model.decoder import Output, experts_read, forward, prefill
+from specker.model.decoder import Output, experts_read, forward
+from specker.model.prefill import prefill
 from specker.runtime.engine import Engine, pass_elements
 
 TEXT = 64  # tokens before the passes

@@ -51,8 +51,9 @@ from specker.kernels.cpu import native
 from specker.kernels.linear import row_linear
 from specker.model.cache import KVCache
 from specker.model.config import layer_elements
-from specker.model.decoder import Final, Model, forward, prefill
+from specker.model.decoder import Final, Model, forward
 from specker.model.heads import DraftHead, HeadSpec, HeadWeights
+from specker.model.prefill import prefill
 from specker.model.sampling import Draws
 from specker.model.weights import Parameters
 from specker.options import Sampling

@@ -71,7 +71,7 @@ def taps_of(target: Path) -> Callable[[list[int], Sequence[int]], list[torch.Ten
     """A function of (text, depths): the rows of all tokens but the last, at each depth, of the test's own `target`."""
     import specker
     from specker.model.cache import KVCache
-    from specker.model.decoder import prefill
+    from specker.model.prefill import prefill
 
     model = specker.load(str(target), strategy="ar", device="cpu", dtype="float64").model
 

@@ -12,7 +12,8 @@ from torch import Tensor
 from specker import cpu
 from specker.checkpoints.checkpoint import read
 from specker.model.cache import KVCache
-from specker.model.decoder import Model, forward, prefill
+from specker.model.decoder import Model, forward
+from specker.model.prefill import prefill
 
 SEEDS = (0, 5, 2**64 - 1)
 FILTERS = ((0, 1.0), (40, 1.0), (0, 0.9), (50, 0.8))

@@ -7,7 +7,8 @@ from typing import Any
 import torch
 
 from specker.model.cache import KVCache
-from specker.model.decoder import Model, prefill
+from specker.model.decoder import Model
+from specker.model.prefill import prefill
 from specker.model.sampling import Draws
 from specker.options import Sampling
 from specker.runtime import loop

@@ -11,7 +11,7 @@ from make_checkpoint import make
 from pairs import perturbed
 
 import specker
-from specker.model import decoder
+from specker.model import prefill
 from specker.options import Params
 from specker.runtime import loop
 from specker.runtime.control.stats import Stats
@@ -214,7 +214,7 @@ def test_seconds_of_a_batch_add_up(world, monkeypatch):
         return timed_call
 
     monkeypatch.setattr(time, "perf_counter", lambda: now[0])
-    for module, name in ((loop, "prefill"), (round, "forward"), (drafter, "forward"), (decoder, "prefill")):
+    for module, name in ((loop, "prefill"), (round, "forward"), (drafter, "forward"), (prefill, "prefill")):
         monkeypatch.setattr(module, name, timed(getattr(module, name)))
     out = engine.generate([prompt for prompt, _ in world["requests"]], 10)
     total = sum((o.stats for o in out), Stats())

@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 import specker
 from specker.kernels.noise import gumbel_at
 from specker.model.cache import KVCache
-from specker.model.decoder import prefill
+from specker.model.prefill import prefill
 from specker.options import Params
 from specker.runtime.round.drafter import path_length
 from specker.runtime.strategies.blocks.ngram import NGram, NGramCounts

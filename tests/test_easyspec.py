@@ -17,7 +17,8 @@ from specker.kernels import residual as merge
 from specker.kernels.round.repeat import Repeated, repeat_rows
 from specker.model import decoder
 from specker.model.cache import KVCache, sequence_bounds
-from specker.model.decoder import Final, Model, forward, prefill
+from specker.model.decoder import Final, Model, forward
+from specker.model.prefill import prefill
 from specker.options import Sampling
 from specker.runtime import strategies
 from specker.runtime.control.policy import Budget

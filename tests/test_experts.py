@@ -11,7 +11,8 @@ import specker
 from specker.checkpoints.checkpoint import read
 from specker.cli.screen import Screen
 from specker.model.config import CheckpointError, Experts, layer_elements
-from specker.model.decoder import experts_read, forward, prefill
+from specker.model.decoder import experts_read, forward
+from specker.model.prefill import prefill
 from specker.runtime import warmup
 from specker.runtime.control.costs import Costs
 from specker.runtime.control.stats import Stats

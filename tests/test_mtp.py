@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 
 import specker
 from specker.model.cache import KVCache
-from specker.model.decoder import prefill
+from specker.model.prefill import prefill
 from specker.runtime.control.choose import NONE
 from specker.runtime.control.policy import Fixed
 from specker.runtime.engine import cache_memory

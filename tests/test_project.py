@@ -146,7 +146,10 @@ def test_launches_equal_the_recorded_ones(tmp_path: Path, name: str) -> None:
         rows = cache.place(torch.tensor([2000]), 0, 0, 12)
         x = torch.empty(12, model.config.hidden_size, dtype=torch.bfloat16)
         length, tokens = torch.tensor([2000]), torch.zeros(1, 12, dtype=torch.int64)
-        head, tree = LMHead(model.head, model.norm, 1e-5), (*torch.zeros(2, 1, 24, dtype=torch.int64), torch.zeros(1, 24))
+        head, tree = (
+            LMHead(model.head, model.norm, 1e-5),
+            (*torch.zeros(2, 1, 24, dtype=torch.int64), torch.zeros(1, 24)),
+        )
 
         def verify() -> None:
             model.logits(forward(model, cache, *begin(model, cache, length, 1, 0, tokens)).final)

@@ -23,7 +23,8 @@ from bench.kernels.bench_layer_group import SHAPES as WIDTHS
 from specker.checkpoints import buffers, checkpoint
 from specker.kernels.variant import Counters, counters
 from specker.model.cache import KVCache
-from specker.model.decoder import Model, forward, prefill
+from specker.model.decoder import Model, forward
+from specker.model.prefill import prefill
 from specker.model.sampling import Draws
 from specker.options import Sampling
 from specker.runtime.control.policy import Budget, Fixed

@@ -15,7 +15,7 @@ import specker
 from specker.checkpoints.checkpoint import opened
 from specker.checkpoints.checkpoint import read as read_checkpoint
 from specker.model.cache import KVCache
-from specker.model.decoder import prefill
+from specker.model.prefill import prefill
 from train import corpus
 from train.head import __main__ as command
 from train.head import fit, taps

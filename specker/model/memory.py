@@ -16,7 +16,7 @@ from specker.fields import option
 from specker.model.config import ModelConfig
 from specker.model.rings import ring_pages, ringed
 
-PREFILL_ROWS = 1024  # rows of a prefill chunk: decoder.PREFILL_CHUNK
+PREFILL_ROWS = 1024  # rows of a prefill chunk: prefill.PREFILL_CHUNK
 LOGIT_ROWS = 256  # rows of logits to leave memory for at least: the largest window of one sequence
 KERNELS = 1 << 29  # bytes on a GPU for compiled kernels, cuBLAS and captured graphs: an assumption
 MEMINFO = Path("/proc/meminfo")

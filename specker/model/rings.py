@@ -17,7 +17,7 @@ from specker.model.config import ModelConfig
 from specker.model.prefixes import common
 
 AHEAD = 512
-"""The most columns that are written from the first row of a forward on: a chunk of a prompt (decoder.PREFILL_CHUNK), or
+"""The most columns that are written from the first row of a forward on: a chunk of a prompt (prefill.PREFILL_CHUNK), or
 a drafter's committed tokens and the largest tree."""
 
 

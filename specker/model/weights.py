@@ -1,4 +1,5 @@
-"""The weights of a model in memory: one tensor for each kind of weight, stacked over the layers."""
+"""The weights of a model in memory: one tensor for each kind of weight, stacked over the layers (`Weights`), and the
+same tensors by layer (`Group`)."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -8,6 +9,7 @@ import torch
 from torch import Tensor
 
 from specker.cpu.packed import Packed
+from specker.kernels import quant
 from specker.kernels.quant import Quantized
 from specker.model.config import ModelConfig, layer_elements
 from specker.model.split import WHOLE, Part
@@ -103,3 +105,86 @@ class Parameters:
         every = (*_matrices(self.weights), self.weights.head)
         kinds = sorted({kind for x in every if not isinstance(x, Tensor) for kind in x.kinds})
         return " and ".join(filter(None, (", ".join(kinds[:-1]), *kinds[-1:]))) or None
+
+
+class Attention(NamedTuple):
+    """Attention weights of one layer, or of N layers stacked: [N, O, E], biases [N, O], norms [N, ...]. The matrices
+    are those of the ops; a model that the compiled CPU layers run has `Packed` ones in their place."""
+
+    norm_in: Tensor | None  # [E]
+    qkv: quant.Matrix
+    qkv_bias: Tensor | None
+    q_norm: Tensor | None  # [1, D] or [1, Hq * D], stacked [N, ...]
+    k_norm: Tensor | None
+    o: quant.Matrix
+    o_bias: Tensor | None
+
+
+class FeedForward(NamedTuple):
+    """Feed-forward weights of one layer, and the norms of its sublayers' outputs."""
+
+    norm_post: Tensor | None  # [E]
+    gate_up: quant.Matrix  # [2 F, E], of experts [X, 2 F, E]
+    gate_up_bias: Tensor | None
+    down: quant.Matrix  # [E, F], of experts [X, E, F]
+    down_bias: Tensor | None
+    norm_o: Tensor | None  # [E], norm of the attention's output
+    norm_down: Tensor | None  # [E], norm of the feed-forward's output
+    router: Tensor | None  # [X, E], of a mixture of experts
+
+
+class Group(NamedTuple):
+    """Weights of N layers that attend side by side from one input. An ordinary layer is a group of one."""
+
+    attention: Attention  # stacked if N > 1; if ranks share the group, only this rank's layers
+    mlps: tuple[FeedForward, ...]  # [N]
+    rope: Tensor  # [C, 2, D], the table of all N layers
+    sliding_window: int  # the sliding window of all N layers, see LayerSpec.sliding_windows
+
+
+def layers_of(weights: Weights, c: ModelConfig, ropes: Sequence[Tensor]) -> list[Group]:
+    """Each layer's weights, its RoPE table of `ropes` and its sliding window."""
+
+    def at(stack: Any, n: int) -> Any:
+        return None if stack is None else stack[n]
+
+    def row(stack: Tensor | None, n: int) -> Tensor | None:
+        return None if stack is None else stack[n].unsqueeze(0)
+
+    def inner(stack: Any, n: int) -> Any:
+        """A matrix of the feed-forward; of experts by expert, unless the compiled layers read it."""
+        matrix, mixture = stack[n], c.layer.mixture(n)
+        if mixture is None or isinstance(matrix, Packed):
+            return matrix
+        if isinstance(matrix, Quantized):
+            return matrix.each(lambda part: part.unflatten(0, (mixture.count, -1)))
+        return matrix.unflatten(0, (mixture.count, -1))
+
+    return [
+        Group(
+            Attention(
+                norm_in=at(weights.norm_in, n),
+                qkv=at(weights.qkv, n),
+                qkv_bias=at(weights.qkv_bias, n),
+                q_norm=row(weights.q_norm, n),
+                k_norm=row(weights.k_norm, n),
+                o=at(weights.o, n),
+                o_bias=at(weights.o_bias, n),
+            ),
+            (
+                FeedForward(
+                    norm_post=at(weights.norm_post, n),
+                    gate_up=inner(weights.gate_up, n),
+                    gate_up_bias=at(weights.gate_up_bias, n),
+                    down=inner(weights.down, n),
+                    down_bias=at(weights.down_bias, n),
+                    norm_o=at(weights.norm_o, n),
+                    norm_down=at(weights.norm_down, n),
+                    router=at(weights.router, n),
+                ),
+            ),
+            ropes[c.layer.rope(n)],
+            c.layer.sliding_window(n),
+        )
+        for n in range(c.num_layers)
+    ]

@@ -12,7 +12,8 @@ import torch
 from specker.kernels.linear import row_linear
 from specker.kernels.noise import gumbel
 from specker.kernels.quant import streams
-from specker.model.decoder import Model, forward, prefill
+from specker.model.decoder import Model, forward
+from specker.model.prefill import prefill
 from specker.options import Sampling
 from specker.runtime.loop import Loop
 from specker.runtime.text import Generation

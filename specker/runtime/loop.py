@@ -17,7 +17,8 @@ from torch import Tensor
 
 from specker.kernels.cpu import native
 from specker.model.cache import KVCache
-from specker.model.decoder import Model, prefill, prefill_alignment, prefill_chunk
+from specker.model.decoder import Model
+from specker.model.prefill import prefill, prefill_alignment, prefill_chunk
 from specker.runtime.batches import Batches
 from specker.runtime.control.auto import AcceptanceHistory
 from specker.runtime.control.choose import NONE

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from specker.model.decoder import PREFILL_CHUNK
+from specker.model.prefill import PREFILL_CHUNK
 from specker.options import Params, Sampling
 from specker.runtime.control.choose import NONE
 from specker.runtime.control.policy import Budget, Fixed, Policy

@@ -27,7 +27,8 @@ from specker.checkpoints.tokenizer import Tokens
 from specker.cpu.packed import FORMATS, Packed, pack
 from specker.model.cache import KVCache
 from specker.model.config import CheckpointError
-from specker.model.decoder import Final, Model, prefill
+from specker.model.decoder import Final, Model
+from specker.model.prefill import prefill
 from specker.model.split import Part
 
 CACHE = "specker.checkpoints.gguf.cache"

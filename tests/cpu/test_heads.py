@@ -12,7 +12,7 @@ from test_mtp import MtpFormula, hidden, make_target
 import specker
 from specker.kernels.noise import gumbel_at
 from specker.model.cache import KVCache
-from specker.model.decoder import prefill
+from specker.model.prefill import prefill
 from specker.runtime.control.policy import Fixed, StopRule
 
 SIZES = {"hidden": 64, "heads": 4, "kv_heads": 2, "head_dim": 32, "ffn": 96, "layers": 8, "max_context": 256, "seed": 2}

@@ -10,7 +10,8 @@ import specker
 from specker.checkpoints.checkpoint import read
 from specker.cpu import Packed, library
 from specker.model.cache import KVCache
-from specker.model.decoder import Final, Model, forward, prefill
+from specker.model.decoder import Final, Model, forward
+from specker.model.prefill import prefill
 from specker.runtime.strategies.easyspec.parallel import LayerParallel, Schedule
 
 SIZES = {"hidden": 64, "heads": 4, "kv_heads": 2, "head_dim": 32, "ffn": 96, "layers": 4}

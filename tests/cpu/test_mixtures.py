@@ -9,7 +9,8 @@ from specker.checkpoints.checkpoint import read
 from specker.cpu import Packed, packed
 from specker.kernels.quant import quantised
 from specker.model.cache import KVCache
-from specker.model.decoder import Model, forward, prefill
+from specker.model.decoder import Model, forward
+from specker.model.prefill import prefill
 
 SIZES = {"hidden": 64, "heads": 4, "kv_heads": 2, "head_dim": 32, "ffn": 96, "layers": 3, "max_context": 512}
 WIDE = QWEN3_MOE | {"num_experts": 20, "num_experts_per_tok": 5, "moe_intermediate_size": 64}

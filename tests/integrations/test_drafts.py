@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 import specker
 from specker.integrations.drafts import Drafts
 from specker.model.cache import KVCache
-from specker.model.decoder import prefill
+from specker.model.prefill import prefill
 from specker.options import Sampling
 
 WAYS = {

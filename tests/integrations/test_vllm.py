@@ -22,7 +22,7 @@ from specker import zoo
 from specker.integrations import vllm
 from specker.integrations.drafts import Drafts
 from specker.model.cache import KVCache
-from specker.model.decoder import prefill
+from specker.model.prefill import prefill
 
 ROOT = Path(__file__).parents[2]
 PYTHON = Path(sys.prefix) / "peers" / "vllm" / "bin" / "python"

@@ -8,7 +8,8 @@ import specker
 from specker.checkpoints.checkpoint import read
 from specker.kernels.linear import row_linear, row_linear_ref
 from specker.model.cache import KVCache
-from specker.model.decoder import Final, Model, forward, prefill
+from specker.model.decoder import Final, Model, forward
+from specker.model.prefill import prefill
 from specker.runtime.strategies.easyspec.parallel import LayerParallel, Schedule
 
 LAYERS = 4

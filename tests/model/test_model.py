@@ -9,7 +9,8 @@ from make_checkpoint import CASES, GEMMA3, GRANITE, PHI4, exact_oracle, make, or
 from specker.checkpoints.checkpoint import read
 from specker.kernels.attention import ancestor_words
 from specker.model.cache import KVCache, Rows
-from specker.model.decoder import Model, after, forward, prefill
+from specker.model.decoder import Model, forward
+from specker.model.prefill import after, prefill
 
 F64 = torch.float64
 
@@ -275,8 +276,8 @@ def test_a_later_chunk_sees_the_same_on_a_gpu(monkeypatch, tmp_path):
         biases.append(after(rows, end))
         return biases[-1]
 
-    monkeypatch.setattr("specker.model.decoder.splits", lambda device: False)
-    monkeypatch.setattr("specker.model.decoder.after", seen)
+    monkeypatch.setattr("specker.model.prefill.splits", lambda device: False)
+    monkeypatch.setattr("specker.model.prefill.after", seen)
     cache.truncate(0)
     cache.k.fill_(float("nan")), cache.v.fill_(float("nan"))
     prefill(model, cache, tokens, chunk=32)

@@ -16,8 +16,9 @@ from specker.checkpoints.checkpoint import read
 from specker.kernels.attention import MAX_WORDS
 from specker.model import memory, rings
 from specker.model.cache import KVCache
-from specker.model.decoder import COMPILED_CHUNK, PREFILL_CHUNK, Model, forward, prefill
+from specker.model.decoder import Model, forward
 from specker.model.memory import Cost, needed
+from specker.model.prefill import COMPILED_CHUNK, PREFILL_CHUNK, prefill
 from specker.runtime.engine import cache_memory
 from specker.runtime.round.drafter import CATCH_UP_ROWS
 from specker.runtime.strategies.base import LOOKAHEAD
@@ -108,7 +109,7 @@ def test_no_row_reads_a_column_that_left_its_window(pairs, plain, kind, how, mon
     def look(loop, r):
         length = len(r.requests[0].text)
         # On a CPU, a round that is pending has run already.
-        seen = own.slots[engine.cache.slots(0, max(0, length - own.sliding_window), length + loop.beyond)]
+        seen = own.slots[engine.cache.slots(0, max(0, length - own.sliding_window), length + loop.lookahead)]
         for x in (own.k.flatten(1, 2), own.v.flatten(1, 2)):
             kept = x[:, seen].clone()
             x.fill_(float("nan"))

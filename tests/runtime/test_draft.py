@@ -12,7 +12,8 @@ from safetensors.torch import load_file, save_file
 from specker.checkpoints.checkpoint import read
 from specker.kernels.noise import gumbel
 from specker.model.cache import KVCache
-from specker.model.decoder import Model, prefill
+from specker.model.decoder import Model
+from specker.model.prefill import prefill
 from specker.options import Sampling
 from specker.runtime.control.policy import Budget, Fixed
 from specker.runtime.round.lm_head import LMHead

@@ -115,7 +115,7 @@ def test_what_keeps_nothing(models):
 
 def test_exact_takes_over_whole_chunks_of_prefills_alone(models, monkeypatch):
     """Where bits depend on the chunk. What rounds wrote, and the prompt's last chunk, are computed again."""
-    monkeypatch.setattr("specker.model.decoder.PREFILL_CHUNK", 24)
+    monkeypatch.setattr("specker.model.prefill.PREFILL_CHUNK", 24)
     engine = load(models, "draft", prefix_cache="exact")
     got = engine.generate(START, 30)
     prompt = START + got.tokens + TURN

@@ -20,7 +20,8 @@ from specker.checkpoints.checkpoint import Opened
 from specker.checkpoints.checkpoint import read as read_checkpoint
 from specker.kernels.residual import add_norm
 from specker.model.cache import KVCache
-from specker.model.decoder import Final, Model, prefill, prefill_chunk
+from specker.model.decoder import Final, Model
+from specker.model.prefill import prefill, prefill_chunk
 
 PROMPT = 0.2  # weight of a prompt's token in the loss; an answer's token counts 1
 RESERVE = 1 << 30  # bytes of the disk that the files leave free

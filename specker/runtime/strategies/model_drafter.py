@@ -1,7 +1,8 @@
 """A drafter with a model and a cache of its own, which holds an exact prefix of each text."""
 
 from specker.model.cache import KVCache
-from specker.model.decoder import Model, prefill
+from specker.model.decoder import Model
+from specker.model.prefill import prefill
 from specker.runtime.control.policy import Budget
 from specker.runtime.round.drafter import UNLIMITED, Drafter, Offer
 from specker.runtime.round.lm_head import LMHead

@@ -15,8 +15,9 @@ from torch import Tensor
 
 from specker.checkpoints.checkpoint import Checkpoint
 from specker.model.cache import KVCache
-from specker.model.decoder import Final, Model, prefill
+from specker.model.decoder import Final, Model
 from specker.model.heads import DraftHead, HeadSpec
+from specker.model.prefill import prefill
 from specker.model.sampling import Draws
 from specker.options import Sampling
 from specker.runtime.round.lm_head import LMHead

@@ -13,18 +13,8 @@ from specker.fields import option
 from specker.kernels.quant import Quantized, joined
 from specker.kernels.round.repeat import repeat_rows
 from specker.model.cache import KVCache, Rows, sequence_bounds
-from specker.model.decoder import (
-    Attention,
-    Group,
-    GroupRows,
-    GroupStep,
-    Model,
-    Output,
-    compiled,
-    in_blocks,
-    over_pages,
-    run_layers,
-)
+from specker.model.decoder import GroupRows, GroupStep, Model, Output, compiled, in_blocks, over_pages, run_layers
+from specker.model.weights import Attention, Group
 from specker.runtime.ranks.dist import Ranks
 from specker.runtime.strategies.easyspec import Groups
 

@@ -1,0 +1,154 @@
+"""Prefill: forward a prompt in long chunks and append its K/V to a sequence.
+
+A chunk runs `run_layers` (decoder.py) with torch's SDPA instead of tree_attention. Its rows see the sequence's earlier
+columns and one another causally, in layers with a sliding window only the last of these (`band`).
+"""
+
+from itertools import repeat
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from specker.kernels.variant import reset_counters
+from specker.model.cache import KVCache, sequence_bounds
+from specker.model.decoder import GroupRows, Model, run_layers
+
+PREFILL_CHUNK = 512  # rows; takes about as long as three rounds of an 8B model on a GPU
+COMPILED_CHUNK = 256  # rows on a CPU with compiled layers: their activations stay in the caches
+DENSE_CHUNK = 256  # on a GPU, a chunk with more rows uses cuBLAS, which is faster there but not batch-invariant
+
+
+@torch.inference_mode()
+def prefill(
+    model: Model,
+    cache: KVCache,
+    tokens: list[int],
+    aux_layers: tuple[int, ...] = (),
+    last: int = 0,
+    chunk: int = PREFILL_CHUNK,
+    slot: int = 0,
+) -> dict[int, Tensor]:
+    """Forward `tokens` in chunks and append them to the exact columns of the sequence in `slot`. Rows of a causal model
+    see earlier columns; rows of a bidirectional model also see their whole chunk. Returns, for each depth in
+    `aux_layers`, the residual stream [rows, E] of the last `last` rows of the last chunk (fewer if the chunk is
+    shorter)."""
+    kept: dict[int, Tensor] = {}
+    reset_counters(model.device)
+    if prefill_alignment(model) == 1:
+        chunk = min(chunk, COMPILED_CHUNK)
+    if cache.rings is not None:
+        chunk = min(chunk, cache.rings.ahead)
+    while tokens:
+        now, tokens = tokens[:chunk], tokens[chunk:]
+        now_tokens = torch.tensor(now, device=model.device)
+        kept = _prefill_chunk(model, cache, slot, now_tokens, () if tokens else aux_layers, last)
+    return kept
+
+
+def prefill_chunk(model: Model) -> int:
+    """Rows of a prompt to forward at once if nothing else decodes meanwhile."""
+    return PREFILL_CHUNK if prefill_alignment(model) > 1 else COMPILED_CHUNK
+
+
+def prefill_alignment(model: Model) -> int:
+    """The K/V of a text's first columns has the same bits wherever it was computed, if it was computed in chunks of
+    this many rows. 1: rows have the same bits in chunks of up to COMPILED_CHUNK rows, and in rounds."""
+    compiled = model.stack is not None and model.stack.most >= COMPILED_CHUNK and model.config.causal
+    return 1 if compiled else PREFILL_CHUNK
+
+
+def _prefill_chunk(
+    model: Model, cache: KVCache, slot: int, tokens: Tensor, aux_layers: tuple[int, ...], last: int
+) -> dict[int, Tensor]:
+    T, start = len(tokens), cache.exact_len[slot]
+    end, windows = start + T, set(model.config.layer.sliding_windows) - {0}
+    causal, hidden = model.config.causal, model.embed_tokens(tokens)
+    if model.stack is not None and model.stack.most >= T:
+        out = _compiled_chunk(model, cache, slot, hidden, start, aux_layers)
+        cache.exact_len[slot] = end
+        return {n: x[-last:] for n, x in out.items()}
+    # the columns that a layer sees, by its sliding window (0: none)
+    spans: dict[int, slice | Tensor] = dict.fromkeys((0, *windows), cache.span(end, slot))
+    if cache.rings is not None:
+        spans |= {w: cache.rings.slots[cache.slots(slot, max(0, start - w + 1), end)] for w in windows}
+    later = causal and start > 0
+    split = later and splits(model.device)
+    mask = after(T, end) if later and not split else None
+    bands = {w: band(T, end, w, model.device) for w in windows if w < end}
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, sliding_window: int) -> Tensor:
+        k, v = (x.flatten(0, 1)[spans[sliding_window]].transpose(0, 1).unsqueeze(0) for x in (k, v))
+        if (seen := bands.get(sliding_window)) is not None:
+            k, v = (x[:, :, -seen.shape[1] :] for x in (k, v))
+        elif split:
+            return attend_split(q, k, v, start, model.scale)
+        return F.scaled_dot_product_attention(
+            q.transpose(0, 1).unsqueeze(0),
+            k,
+            v,
+            attn_mask=mask if seen is None else seen,
+            is_causal=causal and mask is None and seen is None,
+            scale=model.scale,
+            enable_gqa=True,
+        )[0].transpose(0, 1)
+
+    slots, own = cache.slots(slot, start, end), slice(slot, slot + 1)
+    batch = GroupRows(model.positions[start:end], slots, attend, model.summed, cache.near(slots, own))
+    steps = zip(model.layers, cache.layers, repeat(batch), strict=False)
+    dense = hidden.is_cuda and T > DENSE_CHUNK
+    kept = run_layers(model, steps, hidden, aux_layers=aux_layers, dense=dense).aux_hidden_states
+    cache.exact_len[slot] = end
+    return {n: x[-last:] for n, x in kept.items()}
+
+
+def _compiled_chunk(
+    model: Model, cache: KVCache, slot: int, hidden: Tensor, start: int, aux_layers: tuple[int, ...]
+) -> dict[int, Tensor]:
+    """A chunk of a prompt by the compiled CPU kernels: the residual stream [T, E] at the depths `aux_layers`."""
+    T, layers, own = len(hidden), [*range(len(model.layers) + 1)], slice(slot, slot + 1)
+    end, slots = cache.lengths[start + T : start + T + 1], cache.slots(slot, start, start + T)
+    sequences = sequence_bounds(T, cache.device), end, end
+    places, near = (model.positions[start : start + T], slots), cache.near(slots, own, whole=True)
+    masks = None, cache.block_table[own], not model.config.causal
+    out, _ = model.stack.run(hidden, cache.kv, layers, aux_layers, places, sequences, *masks, near=near)
+    return dict(zip(aux_layers, out[1:].unbind(0), strict=True))
+
+
+def splits(device: torch.device) -> bool:
+    """Whether a later chunk of a prompt attends in two parts (`attend_split`) instead of with a mask (`after`)."""
+    return device.type == "cpu"
+
+
+def attend_split(q: Tensor, k: Tensor, v: Tensor, start: int, scale: float) -> Tensor:
+    """Causal attention of the last rows of a text on a CPU: all rows see the columns before `start`, then one another
+    causally. q [T, Hq, D]; k, v [1, Hkv, start + T, D] -> [T, Hq, D]. The parts are merged by their log-sum-exps. This
+    way torch skips the columns that a row does not see; with a dense mask it would compute them."""
+    T, heads, D = q.shape
+    attention = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    q = q.transpose(0, 1)
+    ahead = q.reshape(1, k.shape[1], -1, D)  # query heads of a KV head as rows of one head: no mask is needed
+    before, total = attention(ahead, k[:, :, :start], v[:, :, :start], scale=scale)
+    before, total = before.reshape(heads, T, D), total.reshape(heads, T)
+    group = heads // k.shape[1]
+    k, v = (x[:, :, start:].repeat_interleave(group, 1) for x in (k, v))
+    own, sums = attention(q.unsqueeze(0), k, v, is_causal=True, scale=scale)
+    weight = torch.sigmoid(total - sums.view(heads, T)).unsqueeze(-1)
+    return torch.lerp(own[0], before, weight).transpose(0, 1)
+
+
+def after(rows: int, end: int) -> Any:
+    """The causal mask of a prompt's last `rows` rows over all `end` columns on a GPU. Flash attention accepts no dense
+    mask; the kernels that do materialise all scores in float32."""
+    from torch.nn.attention.bias import causal_lower_right  # imports torch.compile, which takes 2 s
+
+    return causal_lower_right(rows, end)
+
+
+def band(rows: int, end: int, sliding_window: int, device: torch.device) -> Tensor:
+    """The mask [rows, S] bool of the last `rows` rows of a prompt of `end` tokens: each row sees the last
+    `sliding_window` columns up to its own. The S columns leave out the first ones, which no row sees."""
+    row = torch.arange(end - rows, end, device=device)[:, None]
+    column = torch.arange(max(0, end - rows - sliding_window + 1), end, device=device)
+    return (column <= row) & (column > row - sliding_window)
