@@ -14,21 +14,11 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from specker.kernels.linear import (
-    COMMON,
-    MAX_ROWS,
-    _row_linear_merge_kernel,
-    gate_mul,
-    like,
-    row_linear,
-    split_of,
-    stream_rows,
-    tiles,
-    weight_left,
-    wide_rows,
-)
+from specker.kernels.linear import _row_linear_merge_kernel, gate_mul, row_linear
 from specker.kernels.quant import Format, Matrix, Quantized, arguments_of, constexprs_of, format_of, streams, types_of
 from specker.kernels.registry import register
+from specker.kernels.stream import stream_rows
+from specker.kernels.tiles import COMMON, MAX_ROWS, like, split_of, tiles, weight_left, wide_rows
 from specker.kernels.variant import (
     AMD,
     TYPES,
@@ -274,7 +264,7 @@ def _variants(
 ) -> tuple[Variant, Variant | None]:
     """The kernel, and the merge kernel if K is split or for "sum".
 
-    The tiles are `row_linear`'s (`linear.tiles`, whose `_variants` gives the reasons) for k layers side by side, with
+    The tiles are `row_linear`'s (`tiles`, which gives the reasons) for k layers side by side, with
     splits of K that cost no launch for "sum" and "split". With one row, k experts are read:
     * Qwen3-30B-A3B, 8 of 128 experts: 2048 -> 1536 is 96 tiles of 128 rows, 768 -> 2048 128 of them, for 132 SMs.
     * Mixtral, 2 of 8: 4096 -> 28672 is 448 tiles, 14336 -> 4096 64 times two splits.

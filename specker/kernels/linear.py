@@ -27,16 +27,14 @@ from specker.kernels.quant import (
     types_of,
 )
 from specker.kernels.registry import refuse, register
+from specker.kernels.stream import prefetch_rows, stream_rows
+from specker.kernels.tiles import COMMON, MAX_ROWS, like, lines, split_of, tiles, weight_left, wide_rows
 from specker.kernels.variant import (
-    AMD,
-    PREFETCH,
-    SMS,
     TYPES,
     Variant,
     arch,
     let_next_start,
     let_next_start_late,
-    prefetch,
     same_device,
     sms,
     start_after_previous,
@@ -51,9 +49,6 @@ EPILOGUES = ("none", *GATES, "float32", "split")
 # On a CPU, the compiled products are fastest for weights of at least this many elements (waking their threads takes 20
 # to 50 us) and at most this many rows. For more rows in float32, oneDNN on unpacked weights is faster (bench/LOG.md).
 COMPILED_MIN, COMPILED_ROWS = 1 << 18, 32
-# Most rows that the kernel serves; static_asserts repeat the number. Far more rows are limited by flops, where cuBLAS
-# with its larger tiles is faster.
-MAX_ROWS = 1024
 
 
 def row_linear(
@@ -202,305 +197,6 @@ def gated(y: Tensor, activation: str) -> Tensor:
     return F.gelu(gate, approximate="tanh" if activation == "gelu_tanh" else "none").mul_(up)
 
 
-def like(x: Tensor, weight: Matrix) -> bool:
-    """Whether `row_linear` accepts the dtypes and devices of x and weight."""
-    if isinstance(weight, Quantized):
-        return x.dtype.is_floating_point and x.device == weight.device
-    alike = x.dtype == weight.dtype or (x.is_cpu and (x.dtype, weight.dtype) == (torch.float32, torch.bfloat16))
-    return alike and x.device == weight.device
-
-
-@triton.jit
-def stream_rows(
-    x_ptr,  # [T, E]
-    w_ptr,  # at the tile's first row
-    scale_ptr,  # [rows, E / GROUP]; None for a plain weight
-    shift_ptr,  # like scale_ptr; None: no shift
-    i_row,  # the tile's first row in scale_ptr
-    o_m,  # [M] rows of x, below MAX_ROWS
-    m_m,  # [M] whether each row exists
-    m_n,  # [N] whether each row of the weight exists; not read if EVEN_E and EVEN_N
-    start,  # a multiple of BLOCK_E
-    stop,
-    pair,  # distance in rows from a row of the weight to its partner
-    E: tl.constexpr,
-    M: tl.constexpr,
-    N: tl.constexpr,
-    BLOCK_E: tl.constexpr,
-    EVEN_E: tl.constexpr,  # [start, stop) consists of whole tiles
-    EVEN_N: tl.constexpr,
-    PAIR: tl.constexpr,
-    KIND: tl.constexpr,  # the weight's kind: "plain", or one of quant.py's
-    GROUP: tl.constexpr,  # columns that share a scale; 0 for a plain weight
-    LEFT: tl.constexpr,  # compute W x^T and transpose the result; see `weight_left`
-):
-    """x W^T of M rows of x and N of the weight over columns start..stop: [M, N] float32. With PAIR also the product
-    with the weight rows `pair` further on. Rows of x that do not exist count as zeros and are not read. L2 evicts the
-    weight first, so that x, K/V and sums stay there."""
-    tl.assume(start < stop)  # if the loop could be empty, ptxas would wait after each wgmma
-    if KIND == "plain":
-        b_acc, b_pair = _stream_plain(
-            x_ptr, w_ptr, o_m, m_m, m_n, start, stop, pair * E, E, M, N, BLOCK_E, EVEN_E, EVEN_N, PAIR
-        )
-    else:
-        b_acc, b_pair = _stream_quantised(
-            x_ptr,
-            w_ptr,
-            scale_ptr,
-            shift_ptr,
-            i_row,
-            o_m,
-            m_m,
-            m_n,
-            start,
-            stop,
-            pair,
-            E,
-            M,
-            N,
-            BLOCK_E,
-            EVEN_E,
-            EVEN_N,
-            PAIR,
-            KIND,
-            GROUP,
-            LEFT,
-        )
-    return b_acc, b_pair
-
-
-@triton.jit
-def _stream_plain(
-    x_ptr,
-    w_ptr,
-    o_m,
-    m_m,
-    m_n,
-    start,
-    stop,
-    pair,  # distance in elements to the partner row
-    E: tl.constexpr,
-    M: tl.constexpr,
-    N: tl.constexpr,
-    BLOCK_E: tl.constexpr,
-    EVEN_E: tl.constexpr,
-    EVEN_N: tl.constexpr,
-    PAIR: tl.constexpr,
-):
-    o_x = o_m[:, None] * E
-    o_w = tl.arange(0, N)[:, None] * E
-    b_acc = tl.zeros([M, N], tl.float32)
-    b_pair = tl.zeros([M, N], tl.float32)
-    for i_e in tl.range(start, stop, BLOCK_E):
-        o_e = i_e + tl.arange(0, BLOCK_E)[None, :]
-        m_x = m_m[:, None]
-        if not EVEN_E:
-            m_x = m_x & (o_e < E)
-        b_x = tl.load(x_ptr + o_x + o_e, mask=m_x, other=0.0)
-        if EVEN_E and EVEN_N:
-            b_w = tl.load(w_ptr + o_w + o_e, eviction_policy="evict_first")
-            if PAIR:
-                b_w2 = tl.load(w_ptr + pair + o_w + o_e, eviction_policy="evict_first")
-        else:
-            m_w = m_n[:, None] & (o_e < E)
-            b_w = tl.load(w_ptr + o_w + o_e, mask=m_w, other=0.0, eviction_policy="evict_first")
-            if PAIR:
-                b_w2 = tl.load(w_ptr + pair + o_w + o_e, mask=m_w, other=0.0, eviction_policy="evict_first")
-        b_acc = tl.dot(b_x, tl.trans(b_w), b_acc, input_precision="ieee")
-        if PAIR:
-            b_pair = tl.dot(b_x, tl.trans(b_w2), b_pair, input_precision="ieee")
-    return b_acc, b_pair
-
-
-@triton.jit
-def _stream_quantised(
-    x_ptr,
-    w_ptr,
-    scale_ptr,
-    shift_ptr,
-    i_row,
-    o_m,
-    m_m,
-    m_n,
-    start,
-    stop,
-    pair,
-    E: tl.constexpr,
-    M: tl.constexpr,
-    N: tl.constexpr,
-    BLOCK_E: tl.constexpr,
-    EVEN_E: tl.constexpr,
-    EVEN_N: tl.constexpr,
-    PAIR: tl.constexpr,
-    KIND: tl.constexpr,
-    GROUP: tl.constexpr,
-    LEFT: tl.constexpr,
-):
-    """`_stream_plain` for w = q * scale + shift in float32, rounded to x's dtype. A tile of int4 takes two products:
-    the columns in the low four bits of bytes, then the columns in the high four bits. Scales are read one tile ahead,
-    because Triton does not pipeline loads of less than four bytes."""
-    SHIFT: tl.constexpr = shift_ptr is not None
-    PACK: tl.constexpr = 4 if KIND == "int4" else 1  # numbers per element of the weight
-    SETS: tl.constexpr = E // GROUP  # scales per row
-    o_x = o_m[:, None] * E
-    o_w = tl.arange(0, N)[:, None] * (E // PACK)
-    b_acc = _zeros(M, N, LEFT)
-    b_pair = _zeros(M, N, LEFT)
-    b_scale = _scales(scale_ptr, i_row, m_n, start, SETS, N, BLOCK_E, GROUP)
-    b_shift = _scales(shift_ptr, i_row, m_n, start, SETS, N, BLOCK_E, GROUP)
-    b_scale2, b_shift2 = b_scale, b_shift
-    if PAIR:
-        b_scale2 = _scales(scale_ptr, i_row + pair, m_n, start, SETS, N, BLOCK_E, GROUP)
-        b_shift2 = _scales(shift_ptr, i_row + pair, m_n, start, SETS, N, BLOCK_E, GROUP)
-    for i_e in tl.range(start, stop, BLOCK_E):
-        o_q = i_e // PACK + tl.arange(0, BLOCK_E // PACK)[None, :]
-        p_w = w_ptr + o_w + o_q
-        if EVEN_E and EVEN_N:
-            b_w = tl.load(p_w, eviction_policy="evict_first")
-            if PAIR:
-                b_w2 = tl.load(p_w + pair * (E // PACK), eviction_policy="evict_first")
-        else:
-            m_w = m_n[:, None] & (o_q < E // PACK)
-            b_w = tl.load(p_w, mask=m_w, other=0, eviction_policy="evict_first")
-            if PAIR:
-                b_w2 = tl.load(p_w + pair * (E // PACK), mask=m_w, other=0, eviction_policy="evict_first")
-        b_next, b_next_shift, b_next2, b_next_shift2 = b_scale, b_shift, b_scale2, b_shift2
-        if SETS > 1:
-            b_next = _scales(scale_ptr, i_row, m_n, i_e + BLOCK_E, SETS, N, BLOCK_E, GROUP)
-            b_next_shift = _scales(shift_ptr, i_row, m_n, i_e + BLOCK_E, SETS, N, BLOCK_E, GROUP)
-            if PAIR:
-                b_next2 = _scales(scale_ptr, i_row + pair, m_n, i_e + BLOCK_E, SETS, N, BLOCK_E, GROUP)
-                b_next_shift2 = _scales(shift_ptr, i_row + pair, m_n, i_e + BLOCK_E, SETS, N, BLOCK_E, GROUP)
-        for i_part in tl.static_range(2 if KIND == "int4" else 1):
-            if KIND == "int4":
-                o_h = tl.arange(0, BLOCK_E // 2)[None, :]
-                o_e = i_e + o_h // 16 * 32 + o_h % 16 + 16 * i_part
-            else:
-                o_e = i_e + tl.arange(0, BLOCK_E)[None, :]
-            m_x = m_m[:, None]
-            if not EVEN_E:
-                m_x = m_x & (o_e < E)
-            b_x = tl.load(x_ptr + o_x + o_e, mask=m_x, other=0.0)
-            b_v = _weights(b_w, b_scale, b_shift, i_part, SHIFT, KIND).to(b_x.dtype)
-            b_acc = _add_product(b_x, b_v, b_acc, LEFT)
-            if PAIR:
-                b_v2 = _weights(b_w2, b_scale2, b_shift2, i_part, SHIFT, KIND).to(b_x.dtype)
-                b_pair = _add_product(b_x, b_v2, b_pair, LEFT)
-        b_scale, b_shift, b_scale2, b_shift2 = b_next, b_next_shift, b_next2, b_next_shift2
-    if LEFT:
-        b_acc, b_pair = tl.trans(b_acc), tl.trans(b_pair)
-    return b_acc, b_pair
-
-
-@triton.jit
-def _zeros(M: tl.constexpr, N: tl.constexpr, LEFT: tl.constexpr):
-    return tl.zeros([N, M] if LEFT else [M, N], tl.float32)
-
-
-@triton.jit
-def _add_product(b_x, b_w, b_acc, LEFT: tl.constexpr):
-    """b_acc [M, N] + x W^T, or with LEFT b_acc [N, M] + W x^T."""
-    if LEFT:
-        b_acc = tl.dot(b_w, tl.trans(b_x), b_acc, input_precision="ieee")
-    else:
-        b_acc = tl.dot(b_x, tl.trans(b_w), b_acc, input_precision="ieee")
-    return b_acc
-
-
-@triton.jit
-def _scales(
-    p,  # [rows, SETS], or None
-    i_row,
-    m_n,
-    i_e,
-    SETS: tl.constexpr,
-    N: tl.constexpr,
-    BLOCK_E: tl.constexpr,
-    GROUP: tl.constexpr,
-):
-    """The scales, or shifts, of N rows from i_row on in the tile that starts at column i_e: [N, groups in a tile]
-    float32, zeros where there are none."""
-    GROUPS: tl.constexpr = BLOCK_E // GROUP if SETS > 1 and BLOCK_E > GROUP else 1
-    if p is None:
-        b = tl.zeros([N, GROUPS], tl.float32)
-    else:
-        o_s = (i_e // GROUP + tl.arange(0, GROUPS))[None, :]
-        m = m_n[:, None] & (o_s < SETS)
-        b = tl.load(p + (i_row + tl.arange(0, N)).to(tl.int64)[:, None] * SETS + o_s, mask=m, other=0.0).to(tl.float32)
-    return b
-
-
-@triton.jit
-def _weights(
-    b_q,  # [N, K]; int4: int16 [N, K / 2], of which PART selects half the numbers
-    b_scale,  # [N, groups]
-    b_shift,  # [N, groups]; not read without SHIFT
-    PART: tl.constexpr,
-    SHIFT: tl.constexpr,
-    KIND: tl.constexpr,
-):
-    """q * scale + shift, rounded once to float32: [N, K]. fp8 comes as int8: its bits, moved to their places in a
-    float32, give the number times 2^-120, also for subnormal numbers.
-
-    int4: PART selects the low or the high four bits of the bytes. `_four_bits` gives the number q of 0 to 15 times
-    2^-22, so the scale is multiplied by 2^22, which is exact up to 2^105. Without shifts q stands for q - 8, and
-    q * scale - 8 * scale, rounded once, is (q - 8) * scale."""
-    N: tl.constexpr = b_q.shape[0]
-    GROUPS: tl.constexpr = b_scale.shape[1]
-    K: tl.constexpr = b_q.shape[1] * (2 if KIND == "int4" else 1)
-    if KIND == "int4":
-        b_bits = b_q.to(tl.int32)
-        b_v = tl.join(_four_bits(b_bits, 4 * PART), _four_bits(b_bits, 4 * PART + 8))
-        if not SHIFT:
-            b_shift = -8.0 * b_scale
-        b_scale *= 2.0**22
-    elif KIND == "fp8":
-        b_v = ((b_q.to(tl.int32) << 20) & -0x78100000).to(tl.float32, bitcast=True) * 2.0**120
-    else:
-        b_v = b_q.to(tl.float32)
-    b_v = tl.reshape(b_v, (N, GROUPS, K // GROUPS))
-    if SHIFT or KIND == "int4":
-        b_v = tl.fma(b_v, b_scale[:, :, None], b_shift[:, :, None])
-    else:
-        b_v *= b_scale[:, :, None]
-    return tl.reshape(b_v, (N, K))
-
-
-@triton.jit
-def _four_bits(b_bits, AT: tl.constexpr):
-    """The number in bits AT..AT + 3, times 2^-22, in float32. As bits of a float32 it is a subnormal number, q *
-    2^(AT - 149), so no instruction converts an integer; one multiplication makes it normal, the same for each AT."""
-    return (b_bits & (15 << AT)).to(tl.float32, bitcast=True) * 2.0 ** (127 - AT)
-
-
-@triton.jit
-def prefetch_rows(
-    w_ptr,  # at the tile's first row
-    rows,  # rows of the weight from w_ptr on
-    start,  # first element of each row to prefetch
-    stop,
-    pair,  # elements from a row of the weight to its partner
-    E: tl.constexpr,  # elements of a row
-    N: tl.constexpr,
-    LINES: tl.constexpr,  # lines of 128 bytes per row; a power of two
-    PAIR: tl.constexpr,
-):
-    """Start to read the first columns of `stream_rows`' weight into the L2 cache."""
-    WIDTH: tl.constexpr = 128 // (w_ptr.dtype.element_ty.primitive_bitwidth // 8)
-    o_n = tl.minimum(tl.arange(0, N), rows - 1)
-    o_e = tl.minimum(start + tl.arange(0, LINES) * WIDTH, stop - 1)
-    p_w = w_ptr + o_n[:, None].to(tl.int64) * E + o_e[None, :]
-    prefetch(p_w)
-    if PAIR:
-        prefetch(p_w + pair)
-
-
-def lines(rows: int, row: int) -> int:
-    """How many lines to prefetch from each of a tile's `rows` rows of `row` bytes: 64 KiB in all (or `PREFETCH`), which
-    arrive while the previous kernel ends, or the whole tile if it is smaller."""
-    return 1 << (min(8 * PREFETCH // rows, row // 128) or 1).bit_length() - 1 if PREFETCH else 0
-
-
 @triton.jit
 def gate_mul(gate, up, GATE: tl.constexpr):
     """act(gate) * up. GELU's tanh form, x (1 + tanh(c (x + d x^3))) / 2, is x sigmoid(2 c (x + d x^3))."""
@@ -643,87 +339,6 @@ def _row_linear_merge_kernel(
     tl.store(y_ptr + i_t * COLUMNS + o_n, b_y.to(y_ptr.dtype.element_ty), mask=m_n)
 
 
-LONG = 8192  # with at least this many columns, a merge's launch is cheap beside the stream
-MIN_SPLIT = 512  # fewest columns per split
-
-
-def tiles(
-    dtype: torch.dtype,
-    O: int,
-    E: int,
-    arch: int,
-    G: int = 1,
-    sms: int = 0,
-    split: bool = False,
-    form: Format | None = None,
-) -> tuple[int, int, int, int, int]:
-    """The tile table: rows of x, rows of the weight, columns, stages, splits. `_variants` gives the reasons. `sms`: the
-    device's number of SMs; 0: the architecture's usual number. `split`: splits cost no launch. `form`: the format of a
-    quantised weight."""
-    sms = sms or SMS[arch]
-    row = E * dtype.itemsize if form is None else form.size(E)
-    aligned = row % 16 == 0
-
-    def fills(n: int) -> bool:
-        """Whether tiles of n rows and splits make enough programs."""
-        count = G * -(-O // n)
-        return aligned and 10 * count * max(1, min(sms // count, E // MIN_SPLIT)) >= 7 * sms
-
-    if E >= LONG and aligned:
-        n = 128
-    elif (split or form is not None) and (fills(128) or fills(64)):
-        n = 128 if fills(128) else 64
-    else:
-        n = next((n for n in (128, 64) if 10 * G * -(-O // n) >= 7 * sms and aligned), 32)
-    m, n, block = (16, 32, 32) if dtype == torch.float32 else (64, n, columns_of(n, aligned, E, arch, form))
-    if dtype == torch.float32 and form is not None:
-        block = form.block(block, E)
-    count = G * -(-O // n)
-    splits = max(1, min(sms * (2 if weight_left(n, arch, form) else 1) // count, E // MIN_SPLIT))
-    splits = -(-E // (-(-E // (splits * block)) * block))  # splits of whole tiles may be fewer
-    stages = 2 if dtype == torch.float32 else stages_of(m, n, block, count * splits <= sms, arch, form)
-    return m, n, block, stages, splits
-
-
-def columns_of(n: int, aligned: bool, E: int, arch: int, form: Format | None = None) -> int:
-    """Columns of a tile with n rows of a half-precision weight; `aligned`: its rows are multiples of 16 bytes."""
-    block = 64 if n > 64 or not aligned else 128
-    if form is None:
-        return block
-    if form.kind == "int4":  # elsewhere 128 columns spill
-        block = 128 if arch in (90, 100) else 64
-    return form.block(block, E)
-
-
-def wide_rows(dtype: torch.dtype, E: int, arch: int, form: Format | None = None) -> bool:
-    """Whether the weight can be read 16 bytes at a time. On AMD a lane may get only 4 or 8 bytes of a tile."""
-    return E * dtype.itemsize % 16 == 0 if form is None else form.size(E) % 16 == 0 and arch not in AMD
-
-
-def weight_left(n: int, arch: int, form: Format | None) -> bool:
-    """Whether a product in half precision with n rows of the weight takes them as the left operand, W x^T. wgmma and
-    tcgen05 read the right operand from shared memory, the left one also from registers or tensor memory. It must have
-    64 rows."""
-    return form is not None and form.kind == "int4" and arch in (90, 100) and n >= 64
-
-
-def stages_of(m: int, n: int, block: int, few: bool, arch: int, form: Format | None = None) -> int:
-    """Stages of m rows of x in half precision and n of the weight, `block` columns each, that fill a program's share of
-    shared memory; `few`: at most one program per SM, which leaves room for one of the next kernel. If wgmma and tcgen05
-    take the weight as the right operand, shared memory also holds one decoded tile in x's dtype; the two parts of int4
-    use that space in turn."""
-    size = 2 * block
-    stage = m * size + n * (size if form is None else form.size(block))
-    alone = {32: 192, 64: 128}.get(n, 112)
-    room = {80: 72, 942: 32, 950: 80}.get(arch, alone if few else 96) * 1024
-    if form is not None and arch == 950:  # gfx950 pads these stages and needs a buffer for each
-        room = 48 * 1024
-    if form is not None and arch in (90, 100) and not weight_left(n, arch, form):
-        room -= n * form.size(block) * 2
-    stages = min(room // stage, 8)
-    return stages + (arch == 80 or arch in AMD)  # synchronous matrix instructions need one buffer fewer
-
-
 @lru_cache(maxsize=256)
 def _variants(
     dtype: torch.dtype,
@@ -736,48 +351,7 @@ def _variants(
     sms: int = 0,
     form: Format | None = None,
 ) -> tuple[Variant, Variant | None]:
-    """The kernel, and the merge kernel if K is split and the caller does not want the splits themselves.
-
-    64 rows of x for any T: wgmma's M, and the same order of sums on sm_80. The tuning decides how many bytes of the
-    weight are in flight: an H200 (132 SMs, 4.3 TB/s, 1 us latency) needs 32 KiB per SM.
-    * About one program per SM: weight tiles of 32, 64 or 128 rows. Tiles of 64 and 128 rows have four stages, which
-      keep 48 KiB in flight and take 128 and 96 KiB. A program of the next kernel, which starts early, then fits on the
-      SM: 96 KiB of a product, or 112 of attention (bench/overlap.py). Tiles of 32 rows (O 4096: 128 programs) have 8
-      KiB of weight and 16 of x in a stage. There eight stages keep 56 KiB in flight and take 192 KiB, and the next
-      kernel starts late.
-    * More programs than SMs: 96 KiB, two blocks per SM. O 28672: 224 programs of 128 rows for 264 resident blocks; four
-      stages of 16 + 8 KiB keep 96 KiB in flight per SM.
-    * Each program reads x from L2 again. At 64 rows that is 64 / n of the weight's bytes (n 32: twice, 128: half); at
-      one row it is negligible. For long E a merge is cheap beside the stream, and tiles of 128 with K split share x
-      better: 14336 -> 4096 is 32 tiles times 4 splits, 48 KiB in flight per SM. Few outputs also split K: 4096 -> 1024
-      is 32 tiles of 32 times 4.
-    * Where splits cost no launch ("split"), tiles are as large as splits allow: 4096 -> 4096 is 32 tiles of 128 times 4
-      splits, 2048 -> 2048 32 tiles of 64 times 4. A tile of 128 moves 3 bytes through shared memory per byte of the
-      weight, a tile of 64 moves 4, a tile of 32 moves 6: x is written and read with every tile. An SM's share of
-      the bandwidth, 33 GB/s, times 6 is 90% of what its shared memory can move.
-    * G layers have G times the programs, so they get larger tiles and fewer splits.
-    sm_80 has 164 KiB per SM: 72 KiB per block, so that two fit. gfx942 has 64 KiB of LDS and gfx950 160, also for two
-    blocks: one and three tiles of 24 KiB each. An MI300X (304 CUs, 5.3 TB/s) needs about 26 KiB in flight per CU.
-    float32 uses FMA in small tiles, for correctness only.
-    Half precision also uses small tiles if a row is not a multiple of 16 bytes: it is then read 2 bytes at a time,
-    through registers.
-
-    Quantised weights: the tile comes in as bytes and is decoded in registers. int8 and fp8 are wgmma's right operand,
-    which it reads from shared memory. In tiles of 128 rows that moves 8 bytes through shared memory per weight (the
-    tile 1 in and 1 out, decoded 2 in and 2 out, x 1 and 1); in tiles of 32 it is 14 bytes. An H100's SM moves 128 bytes
-    a cycle, 225 GB/s, and its share of the bandwidth is 25 GB/s: 25 G weights/s, of which shared memory allows 28 G in
-    tiles of 128 and 16 G in tiles of 32. Hence K is always split as in "split". In flight: int8 has five stages in 96
-    KiB, 32 KiB of them the weight's, twice per SM.
-
-    int4 is the left operand (`weight_left`), which wgmma reads from registers. In tiles of 128 rows that moves 5 bytes
-    through shared memory per weight (the tile half a byte in and 1 out, because a lane reads two bytes at a time, x 1
-    in and 2 out, scales), 6 in groups of 32. The bandwidth feeds 40 to 49 G weights/s, less with smaller groups;
-    shared memory allows 39 and 47 G. The compiled loop has 156 to 161 warp instructions per 1,000 weights. An SM issues
-    four per cycle, 7 G/s, which allows 44 G. So either bound is at least 87% of the bandwidth of an H100, and 68% of an
-    H200's 33 GB/s. A tile has 128 columns, which lowers the cost of scales and loop; four stages keep 24 KiB of the
-    weight in flight, twice per SM. Two programs share an SM, so that one decodes while the other waits for its
-    products, and K is split for two programs per SM.
-    """
+    """The kernel, and the merge kernel if K is split and the caller does not want the splits themselves."""
     m, n, block, stages, splits = tiles(dtype, O, E, arch, G, sms, epilogue == "split", form)
     t, half, gate, parts = TYPES[dtype], dtype != torch.float32, GATES.get(epilogue, ""), epilogue == "split"
     out = t if epilogue in ("none", *GATES) else "fp32"
@@ -827,16 +401,6 @@ def _variants(
     return stream, merge
 
 
-COMMON = (  # formats that the compile-only checks compile, for rows of 4096
-    Format("int8", 4096, torch.float16, None),
-    Format("fp8", 4096, torch.float32, None),
-    Format("int4", 32, torch.float16, None),
-    Format("int4", 32, torch.float16, torch.float16),
-    Format("int4", 128, torch.float16, None),
-    Format("int4", 128, torch.float16, torch.float16),
-)
-
-
 def variants(arch: int) -> Iterator[Variant]:
     """The variants that the compile-only checks compile for sm_`arch`; the launcher takes any O and E."""
     bf16, f16, f32 = torch.bfloat16, torch.float16, torch.float32
@@ -883,15 +447,6 @@ def variants(arch: int) -> Iterator[Variant]:
     ):
         yield from (v for v in _variants(dtype, O, E, epilogue, False, arch, form=form) if v is not None)
     yield from _variants(bf16, 4096, 4096, "none", True, arch, 4, form=COMMON[0])[:1]
-
-
-def split_of(x: Tensor, weight: Matrix) -> tuple[int, int]:
-    """The number of K's splits on x's device, and the columns of each but the last, which may be shorter."""
-    O, E = weight.shape[-2:]
-    kind = x.dtype if x.dtype in (torch.float16, torch.bfloat16) else torch.float32
-    G, on = math.prod(weight.shape[:-2]), x.device
-    _, _, block, _, splits = tiles(kind, O, E, arch(on), G, sms(on), True, format_of(weight))
-    return splits, -(-E // (splits * block)) * block
 
 
 def _launch(x: Tensor, weight: Matrix, bias: Tensor | None, epilogue: str, into: Tensor | None = None) -> Tensor:

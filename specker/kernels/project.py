@@ -16,23 +16,21 @@ import torch
 from torch import Tensor
 
 from specker.kernels.kv import calibrate, check_places, check_rows, kv_calibrate, kv_calibrate_cost
-from specker.kernels.linear import (
+from specker.kernels.linear import row_linear, row_linear_cost
+from specker.kernels.quant import Format, Matrix, arguments_of, constexprs_of, format_of, streams, types_of
+from specker.kernels.registry import register
+from specker.kernels.stream import prefetch_rows, stream_rows
+from specker.kernels.tiles import (
     COMMON,
     MAX_ROWS,
     MIN_SPLIT,
     columns_of,
     like,
     lines,
-    prefetch_rows,
-    row_linear,
-    row_linear_cost,
     stages_of,
-    stream_rows,
     weight_left,
     wide_rows,
 )
-from specker.kernels.quant import Format, Matrix, arguments_of, constexprs_of, format_of, streams, types_of
-from specker.kernels.registry import register
 from specker.kernels.variant import (
     SMS,
     TYPES,

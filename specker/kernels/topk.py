@@ -18,22 +18,14 @@ from torch import Tensor
 from torch.compiler import is_compiling
 from torch.nn import functional as F
 
-from specker.kernels.linear import (
-    COMMON,
-    like,
-    lines,
-    prefetch_rows,
-    row_linear,
-    stages_of,
-    stream_rows,
-    weight_left,
-    wide_rows,
-)
+from specker.kernels.linear import row_linear
 from specker.kernels.noise import add_gumbel_, check_draw, check_seed, drawn, gumbel_of, signed, unpack_draw
 from specker.kernels.quant import Format, Matrix, arguments_of, constexprs_of, format_of, streams, types_of
 from specker.kernels.registry import refuse, register
 from specker.kernels.residual import _launch as _norm
 from specker.kernels.sample import MIN_TEMPERATURE, first_argmax
+from specker.kernels.stream import prefetch_rows, stream_rows
+from specker.kernels.tiles import COMMON, like, lines, stages_of, weight_left, wide_rows
 from specker.kernels.variant import (
     AMD,
     SMS,

@@ -1,0 +1,293 @@
+"""stream: x W^T over one tile of a weight, in the kernels of row_linear, kv_project, expert_linear and vocab_topk.
+
+`stream_rows` multiplies M rows of x with N rows of a plain or quantised weight, which passes through registers or
+shared memory once; `prefetch_rows` starts to read them before the previous kernel has ended. tiles.py chooses the
+tiles.
+"""
+
+from specker.kernels.variant import prefetch, tl, triton
+
+
+@triton.jit
+def stream_rows(
+    x_ptr,  # [T, E]
+    w_ptr,  # at the tile's first row
+    scale_ptr,  # [rows, E / GROUP]; None for a plain weight
+    shift_ptr,  # like scale_ptr; None: no shift
+    i_row,  # the tile's first row in scale_ptr
+    o_m,  # [M] rows of x, below MAX_ROWS
+    m_m,  # [M] whether each row exists
+    m_n,  # [N] whether each row of the weight exists; not read if EVEN_E and EVEN_N
+    start,  # a multiple of BLOCK_E
+    stop,
+    pair,  # distance in rows from a row of the weight to its partner
+    E: tl.constexpr,
+    M: tl.constexpr,
+    N: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+    EVEN_E: tl.constexpr,  # [start, stop) consists of whole tiles
+    EVEN_N: tl.constexpr,
+    PAIR: tl.constexpr,
+    KIND: tl.constexpr,  # the weight's kind: "plain", or one of quant.py's
+    GROUP: tl.constexpr,  # columns that share a scale; 0 for a plain weight
+    LEFT: tl.constexpr,  # compute W x^T and transpose the result; see `weight_left`
+):
+    """x W^T of M rows of x and N of the weight over columns start..stop: [M, N] float32. With PAIR also the product
+    with the weight rows `pair` further on. Rows of x that do not exist count as zeros and are not read. L2 evicts the
+    weight first, so that x, K/V and sums stay there."""
+    tl.assume(start < stop)  # if the loop could be empty, ptxas would wait after each wgmma
+    if KIND == "plain":
+        b_acc, b_pair = _stream_plain(
+            x_ptr, w_ptr, o_m, m_m, m_n, start, stop, pair * E, E, M, N, BLOCK_E, EVEN_E, EVEN_N, PAIR
+        )
+    else:
+        b_acc, b_pair = _stream_quantised(
+            x_ptr,
+            w_ptr,
+            scale_ptr,
+            shift_ptr,
+            i_row,
+            o_m,
+            m_m,
+            m_n,
+            start,
+            stop,
+            pair,
+            E,
+            M,
+            N,
+            BLOCK_E,
+            EVEN_E,
+            EVEN_N,
+            PAIR,
+            KIND,
+            GROUP,
+            LEFT,
+        )
+    return b_acc, b_pair
+
+
+@triton.jit
+def _stream_plain(
+    x_ptr,
+    w_ptr,
+    o_m,
+    m_m,
+    m_n,
+    start,
+    stop,
+    pair,  # distance in elements to the partner row
+    E: tl.constexpr,
+    M: tl.constexpr,
+    N: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+    EVEN_E: tl.constexpr,
+    EVEN_N: tl.constexpr,
+    PAIR: tl.constexpr,
+):
+    o_x = o_m[:, None] * E
+    o_w = tl.arange(0, N)[:, None] * E
+    b_acc = tl.zeros([M, N], tl.float32)
+    b_pair = tl.zeros([M, N], tl.float32)
+    for i_e in tl.range(start, stop, BLOCK_E):
+        o_e = i_e + tl.arange(0, BLOCK_E)[None, :]
+        m_x = m_m[:, None]
+        if not EVEN_E:
+            m_x = m_x & (o_e < E)
+        b_x = tl.load(x_ptr + o_x + o_e, mask=m_x, other=0.0)
+        if EVEN_E and EVEN_N:
+            b_w = tl.load(w_ptr + o_w + o_e, eviction_policy="evict_first")
+            if PAIR:
+                b_w2 = tl.load(w_ptr + pair + o_w + o_e, eviction_policy="evict_first")
+        else:
+            m_w = m_n[:, None] & (o_e < E)
+            b_w = tl.load(w_ptr + o_w + o_e, mask=m_w, other=0.0, eviction_policy="evict_first")
+            if PAIR:
+                b_w2 = tl.load(w_ptr + pair + o_w + o_e, mask=m_w, other=0.0, eviction_policy="evict_first")
+        b_acc = tl.dot(b_x, tl.trans(b_w), b_acc, input_precision="ieee")
+        if PAIR:
+            b_pair = tl.dot(b_x, tl.trans(b_w2), b_pair, input_precision="ieee")
+    return b_acc, b_pair
+
+
+@triton.jit
+def _stream_quantised(
+    x_ptr,
+    w_ptr,
+    scale_ptr,
+    shift_ptr,
+    i_row,
+    o_m,
+    m_m,
+    m_n,
+    start,
+    stop,
+    pair,
+    E: tl.constexpr,
+    M: tl.constexpr,
+    N: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+    EVEN_E: tl.constexpr,
+    EVEN_N: tl.constexpr,
+    PAIR: tl.constexpr,
+    KIND: tl.constexpr,
+    GROUP: tl.constexpr,
+    LEFT: tl.constexpr,
+):
+    """`_stream_plain` for w = q * scale + shift in float32, rounded to x's dtype. A tile of int4 takes two products:
+    the columns in the low four bits of bytes, then the columns in the high four bits. Scales are read one tile ahead,
+    because Triton does not pipeline loads of less than four bytes."""
+    SHIFT: tl.constexpr = shift_ptr is not None
+    PACK: tl.constexpr = 4 if KIND == "int4" else 1  # numbers per element of the weight
+    SETS: tl.constexpr = E // GROUP  # scales per row
+    o_x = o_m[:, None] * E
+    o_w = tl.arange(0, N)[:, None] * (E // PACK)
+    b_acc = _zeros(M, N, LEFT)
+    b_pair = _zeros(M, N, LEFT)
+    b_scale = _scales(scale_ptr, i_row, m_n, start, SETS, N, BLOCK_E, GROUP)
+    b_shift = _scales(shift_ptr, i_row, m_n, start, SETS, N, BLOCK_E, GROUP)
+    b_scale2, b_shift2 = b_scale, b_shift
+    if PAIR:
+        b_scale2 = _scales(scale_ptr, i_row + pair, m_n, start, SETS, N, BLOCK_E, GROUP)
+        b_shift2 = _scales(shift_ptr, i_row + pair, m_n, start, SETS, N, BLOCK_E, GROUP)
+    for i_e in tl.range(start, stop, BLOCK_E):
+        o_q = i_e // PACK + tl.arange(0, BLOCK_E // PACK)[None, :]
+        p_w = w_ptr + o_w + o_q
+        if EVEN_E and EVEN_N:
+            b_w = tl.load(p_w, eviction_policy="evict_first")
+            if PAIR:
+                b_w2 = tl.load(p_w + pair * (E // PACK), eviction_policy="evict_first")
+        else:
+            m_w = m_n[:, None] & (o_q < E // PACK)
+            b_w = tl.load(p_w, mask=m_w, other=0, eviction_policy="evict_first")
+            if PAIR:
+                b_w2 = tl.load(p_w + pair * (E // PACK), mask=m_w, other=0, eviction_policy="evict_first")
+        b_next, b_next_shift, b_next2, b_next_shift2 = b_scale, b_shift, b_scale2, b_shift2
+        if SETS > 1:
+            b_next = _scales(scale_ptr, i_row, m_n, i_e + BLOCK_E, SETS, N, BLOCK_E, GROUP)
+            b_next_shift = _scales(shift_ptr, i_row, m_n, i_e + BLOCK_E, SETS, N, BLOCK_E, GROUP)
+            if PAIR:
+                b_next2 = _scales(scale_ptr, i_row + pair, m_n, i_e + BLOCK_E, SETS, N, BLOCK_E, GROUP)
+                b_next_shift2 = _scales(shift_ptr, i_row + pair, m_n, i_e + BLOCK_E, SETS, N, BLOCK_E, GROUP)
+        for i_part in tl.static_range(2 if KIND == "int4" else 1):
+            if KIND == "int4":
+                o_h = tl.arange(0, BLOCK_E // 2)[None, :]
+                o_e = i_e + o_h // 16 * 32 + o_h % 16 + 16 * i_part
+            else:
+                o_e = i_e + tl.arange(0, BLOCK_E)[None, :]
+            m_x = m_m[:, None]
+            if not EVEN_E:
+                m_x = m_x & (o_e < E)
+            b_x = tl.load(x_ptr + o_x + o_e, mask=m_x, other=0.0)
+            b_v = _weights(b_w, b_scale, b_shift, i_part, SHIFT, KIND).to(b_x.dtype)
+            b_acc = _add_product(b_x, b_v, b_acc, LEFT)
+            if PAIR:
+                b_v2 = _weights(b_w2, b_scale2, b_shift2, i_part, SHIFT, KIND).to(b_x.dtype)
+                b_pair = _add_product(b_x, b_v2, b_pair, LEFT)
+        b_scale, b_shift, b_scale2, b_shift2 = b_next, b_next_shift, b_next2, b_next_shift2
+    if LEFT:
+        b_acc, b_pair = tl.trans(b_acc), tl.trans(b_pair)
+    return b_acc, b_pair
+
+
+@triton.jit
+def _zeros(M: tl.constexpr, N: tl.constexpr, LEFT: tl.constexpr):
+    return tl.zeros([N, M] if LEFT else [M, N], tl.float32)
+
+
+@triton.jit
+def _add_product(b_x, b_w, b_acc, LEFT: tl.constexpr):
+    """b_acc [M, N] + x W^T, or with LEFT b_acc [N, M] + W x^T."""
+    if LEFT:
+        b_acc = tl.dot(b_w, tl.trans(b_x), b_acc, input_precision="ieee")
+    else:
+        b_acc = tl.dot(b_x, tl.trans(b_w), b_acc, input_precision="ieee")
+    return b_acc
+
+
+@triton.jit
+def _scales(
+    p,  # [rows, SETS], or None
+    i_row,
+    m_n,
+    i_e,
+    SETS: tl.constexpr,
+    N: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+    GROUP: tl.constexpr,
+):
+    """The scales, or shifts, of N rows from i_row on in the tile that starts at column i_e: [N, groups in a tile]
+    float32, zeros where there are none."""
+    GROUPS: tl.constexpr = BLOCK_E // GROUP if SETS > 1 and BLOCK_E > GROUP else 1
+    if p is None:
+        b = tl.zeros([N, GROUPS], tl.float32)
+    else:
+        o_s = (i_e // GROUP + tl.arange(0, GROUPS))[None, :]
+        m = m_n[:, None] & (o_s < SETS)
+        b = tl.load(p + (i_row + tl.arange(0, N)).to(tl.int64)[:, None] * SETS + o_s, mask=m, other=0.0).to(tl.float32)
+    return b
+
+
+@triton.jit
+def _weights(
+    b_q,  # [N, K]; int4: int16 [N, K / 2], of which PART selects half the numbers
+    b_scale,  # [N, groups]
+    b_shift,  # [N, groups]; not read without SHIFT
+    PART: tl.constexpr,
+    SHIFT: tl.constexpr,
+    KIND: tl.constexpr,
+):
+    """q * scale + shift, rounded once to float32: [N, K]. fp8 comes as int8: its bits, moved to their places in a
+    float32, give the number times 2^-120, also for subnormal numbers.
+
+    int4: PART selects the low or the high four bits of the bytes. `_four_bits` gives the number q of 0 to 15 times
+    2^-22, so the scale is multiplied by 2^22, which is exact up to 2^105. Without shifts q stands for q - 8, and
+    q * scale - 8 * scale, rounded once, is (q - 8) * scale."""
+    N: tl.constexpr = b_q.shape[0]
+    GROUPS: tl.constexpr = b_scale.shape[1]
+    K: tl.constexpr = b_q.shape[1] * (2 if KIND == "int4" else 1)
+    if KIND == "int4":
+        b_bits = b_q.to(tl.int32)
+        b_v = tl.join(_four_bits(b_bits, 4 * PART), _four_bits(b_bits, 4 * PART + 8))
+        if not SHIFT:
+            b_shift = -8.0 * b_scale
+        b_scale *= 2.0**22
+    elif KIND == "fp8":
+        b_v = ((b_q.to(tl.int32) << 20) & -0x78100000).to(tl.float32, bitcast=True) * 2.0**120
+    else:
+        b_v = b_q.to(tl.float32)
+    b_v = tl.reshape(b_v, (N, GROUPS, K // GROUPS))
+    if SHIFT or KIND == "int4":
+        b_v = tl.fma(b_v, b_scale[:, :, None], b_shift[:, :, None])
+    else:
+        b_v *= b_scale[:, :, None]
+    return tl.reshape(b_v, (N, K))
+
+
+@triton.jit
+def _four_bits(b_bits, AT: tl.constexpr):
+    """The number in bits AT..AT + 3, times 2^-22, in float32. As bits of a float32 it is a subnormal number, q *
+    2^(AT - 149), so no instruction converts an integer; one multiplication makes it normal, the same for each AT."""
+    return (b_bits & (15 << AT)).to(tl.float32, bitcast=True) * 2.0 ** (127 - AT)
+
+
+@triton.jit
+def prefetch_rows(
+    w_ptr,  # at the tile's first row
+    rows,  # rows of the weight from w_ptr on
+    start,  # first element of each row to prefetch
+    stop,
+    pair,  # elements from a row of the weight to its partner
+    E: tl.constexpr,  # elements of a row
+    N: tl.constexpr,
+    LINES: tl.constexpr,  # lines of 128 bytes per row; a power of two
+    PAIR: tl.constexpr,
+):
+    """Start to read the first columns of `stream_rows`' weight into the L2 cache."""
+    WIDTH: tl.constexpr = 128 // (w_ptr.dtype.element_ty.primitive_bitwidth // 8)
+    o_n = tl.minimum(tl.arange(0, N), rows - 1)
+    o_e = tl.minimum(start + tl.arange(0, LINES) * WIDTH, stop - 1)
+    p_w = w_ptr + o_n[:, None].to(tl.int64) * E + o_e[None, :]
+    prefetch(p_w)
+    if PAIR:
+        prefetch(p_w + pair)

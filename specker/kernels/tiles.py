@@ -1,0 +1,164 @@
+"""tiles: the sizes of the tiles in which kernels stream a weight (stream.py), for each architecture and format."""
+
+import math
+
+import torch
+from torch import Tensor
+
+from specker.kernels.quant import Format, Matrix, Quantized, format_of
+from specker.kernels.variant import AMD, PREFETCH, SMS, arch, sms
+
+# Most rows that the kernels serve; static_asserts repeat the number. Far more rows are limited by flops, where cuBLAS
+# with its larger tiles is faster.
+MAX_ROWS = 1024
+LONG = 8192  # with at least this many columns, a merge's launch is cheap beside the stream
+MIN_SPLIT = 512  # fewest columns per split
+
+COMMON = (  # formats that the compile-only checks compile, for rows of 4096
+    Format("int8", 4096, torch.float16, None),
+    Format("fp8", 4096, torch.float32, None),
+    Format("int4", 32, torch.float16, None),
+    Format("int4", 32, torch.float16, torch.float16),
+    Format("int4", 128, torch.float16, None),
+    Format("int4", 128, torch.float16, torch.float16),
+)
+
+
+def like(x: Tensor, weight: Matrix) -> bool:
+    """Whether `row_linear` accepts the dtypes and devices of x and weight."""
+    if isinstance(weight, Quantized):
+        return x.dtype.is_floating_point and x.device == weight.device
+    alike = x.dtype == weight.dtype or (x.is_cpu and (x.dtype, weight.dtype) == (torch.float32, torch.bfloat16))
+    return alike and x.device == weight.device
+
+
+def tiles(
+    dtype: torch.dtype,
+    O: int,
+    E: int,
+    arch: int,
+    G: int = 1,
+    sms: int = 0,
+    split: bool = False,
+    form: Format | None = None,
+) -> tuple[int, int, int, int, int]:
+    """The tile table: rows of x, rows of the weight, columns, stages, splits. `sms`: the device's number of SMs; 0: the
+    architecture's usual number. `split`: splits cost no launch. `form`: the format of a quantised weight.
+
+    64 rows of x for any T: wgmma's M, and the same order of sums on sm_80. The tuning decides how many bytes of the
+    weight are in flight: an H200 (132 SMs, 4.3 TB/s, 1 us latency) needs 32 KiB per SM.
+    * About one program per SM: weight tiles of 32, 64 or 128 rows. Tiles of 64 and 128 rows have four stages, which
+      keep 48 KiB in flight and take 128 and 96 KiB. A program of the next kernel, which starts early, then fits on the
+      SM: 96 KiB of a product, or 112 of attention (bench/overlap.py). Tiles of 32 rows (O 4096: 128 programs) have 8
+      KiB of weight and 16 of x in a stage. There eight stages keep 56 KiB in flight and take 192 KiB, and the next
+      kernel starts late.
+    * More programs than SMs: 96 KiB, two blocks per SM. O 28672: 224 programs of 128 rows for 264 resident blocks; four
+      stages of 16 + 8 KiB keep 96 KiB in flight per SM.
+    * Each program reads x from L2 again. At 64 rows that is 64 / n of the weight's bytes (n 32: twice, 128: half); at
+      one row it is negligible. For long E a merge is cheap beside the stream, and tiles of 128 with K split share x
+      better: 14336 -> 4096 is 32 tiles times 4 splits, 48 KiB in flight per SM. Few outputs also split K: 4096 -> 1024
+      is 32 tiles of 32 times 4.
+    * Where splits cost no launch ("split"), tiles are as large as splits allow: 4096 -> 4096 is 32 tiles of 128 times 4
+      splits, 2048 -> 2048 32 tiles of 64 times 4. A tile of 128 moves 3 bytes through shared memory per byte of the
+      weight, a tile of 64 moves 4, a tile of 32 moves 6: x is written and read with every tile. An SM's share of
+      the bandwidth, 33 GB/s, times 6 is 90% of what its shared memory can move.
+    * G layers have G times the programs, so they get larger tiles and fewer splits.
+    sm_80 has 164 KiB per SM: 72 KiB per block, so that two fit. gfx942 has 64 KiB of LDS and gfx950 160, also for two
+    blocks: one and three tiles of 24 KiB each. An MI300X (304 CUs, 5.3 TB/s) needs about 26 KiB in flight per CU.
+    float32 uses FMA in small tiles, for correctness only.
+    Half precision also uses small tiles if a row is not a multiple of 16 bytes: it is then read 2 bytes at a time,
+    through registers.
+
+    Quantised weights: the tile comes in as bytes and is decoded in registers. int8 and fp8 are wgmma's right operand,
+    which it reads from shared memory. In tiles of 128 rows that moves 8 bytes through shared memory per weight (the
+    tile 1 in and 1 out, decoded 2 in and 2 out, x 1 and 1); in tiles of 32 it is 14 bytes. An H100's SM moves 128 bytes
+    a cycle, 225 GB/s, and its share of the bandwidth is 25 GB/s: 25 G weights/s, of which shared memory allows 28 G in
+    tiles of 128 and 16 G in tiles of 32. Hence K is always split as in "split". In flight: int8 has five stages in 96
+    KiB, 32 KiB of them the weight's, twice per SM.
+
+    int4 is the left operand (`weight_left`), which wgmma reads from registers. In tiles of 128 rows that moves 5 bytes
+    through shared memory per weight (the tile half a byte in and 1 out, because a lane reads two bytes at a time, x 1
+    in and 2 out, scales), 6 in groups of 32. The bandwidth feeds 40 to 49 G weights/s, less with smaller groups;
+    shared memory allows 39 and 47 G. The compiled loop has 156 to 161 warp instructions per 1,000 weights. An SM issues
+    four per cycle, 7 G/s, which allows 44 G. So either bound is at least 87% of the bandwidth of an H100, and 68% of an
+    H200's 33 GB/s. A tile has 128 columns, which lowers the cost of scales and loop; four stages keep 24 KiB of the
+    weight in flight, twice per SM. Two programs share an SM, so that one decodes while the other waits for its
+    products, and K is split for two programs per SM.
+    """
+    sms = sms or SMS[arch]
+    row = E * dtype.itemsize if form is None else form.size(E)
+    aligned = row % 16 == 0
+
+    def fills(n: int) -> bool:
+        """Whether tiles of n rows and splits make enough programs."""
+        count = G * -(-O // n)
+        return aligned and 10 * count * max(1, min(sms // count, E // MIN_SPLIT)) >= 7 * sms
+
+    if E >= LONG and aligned:
+        n = 128
+    elif (split or form is not None) and (fills(128) or fills(64)):
+        n = 128 if fills(128) else 64
+    else:
+        n = next((n for n in (128, 64) if 10 * G * -(-O // n) >= 7 * sms and aligned), 32)
+    m, n, block = (16, 32, 32) if dtype == torch.float32 else (64, n, columns_of(n, aligned, E, arch, form))
+    if dtype == torch.float32 and form is not None:
+        block = form.block(block, E)
+    count = G * -(-O // n)
+    splits = max(1, min(sms * (2 if weight_left(n, arch, form) else 1) // count, E // MIN_SPLIT))
+    splits = -(-E // (-(-E // (splits * block)) * block))  # splits of whole tiles may be fewer
+    stages = 2 if dtype == torch.float32 else stages_of(m, n, block, count * splits <= sms, arch, form)
+    return m, n, block, stages, splits
+
+
+def columns_of(n: int, aligned: bool, E: int, arch: int, form: Format | None = None) -> int:
+    """Columns of a tile with n rows of a half-precision weight; `aligned`: its rows are multiples of 16 bytes."""
+    block = 64 if n > 64 or not aligned else 128
+    if form is None:
+        return block
+    if form.kind == "int4":  # elsewhere 128 columns spill
+        block = 128 if arch in (90, 100) else 64
+    return form.block(block, E)
+
+
+def wide_rows(dtype: torch.dtype, E: int, arch: int, form: Format | None = None) -> bool:
+    """Whether the weight can be read 16 bytes at a time. On AMD a lane may get only 4 or 8 bytes of a tile."""
+    return E * dtype.itemsize % 16 == 0 if form is None else form.size(E) % 16 == 0 and arch not in AMD
+
+
+def weight_left(n: int, arch: int, form: Format | None) -> bool:
+    """Whether a product in half precision with n rows of the weight takes them as the left operand, W x^T. wgmma and
+    tcgen05 read the right operand from shared memory, the left one also from registers or tensor memory. It must have
+    64 rows."""
+    return form is not None and form.kind == "int4" and arch in (90, 100) and n >= 64
+
+
+def stages_of(m: int, n: int, block: int, few: bool, arch: int, form: Format | None = None) -> int:
+    """Stages of m rows of x in half precision and n of the weight, `block` columns each, that fill a program's share of
+    shared memory; `few`: at most one program per SM, which leaves room for one of the next kernel. If wgmma and tcgen05
+    take the weight as the right operand, shared memory also holds one decoded tile in x's dtype; the two parts of int4
+    use that space in turn."""
+    size = 2 * block
+    stage = m * size + n * (size if form is None else form.size(block))
+    alone = {32: 192, 64: 128}.get(n, 112)
+    room = {80: 72, 942: 32, 950: 80}.get(arch, alone if few else 96) * 1024
+    if form is not None and arch == 950:  # gfx950 pads these stages and needs a buffer for each
+        room = 48 * 1024
+    if form is not None and arch in (90, 100) and not weight_left(n, arch, form):
+        room -= n * form.size(block) * 2
+    stages = min(room // stage, 8)
+    return stages + (arch == 80 or arch in AMD)  # synchronous matrix instructions need one buffer fewer
+
+
+def lines(rows: int, row: int) -> int:
+    """How many lines to prefetch from each of a tile's `rows` rows of `row` bytes: 64 KiB in all (or `PREFETCH`), which
+    arrive while the previous kernel ends, or the whole tile if it is smaller."""
+    return 1 << (min(8 * PREFETCH // rows, row // 128) or 1).bit_length() - 1 if PREFETCH else 0
+
+
+def split_of(x: Tensor, weight: Matrix) -> tuple[int, int]:
+    """The number of K's splits on x's device, and the columns of each but the last, which may be shorter."""
+    O, E = weight.shape[-2:]
+    kind = x.dtype if x.dtype in (torch.float16, torch.bfloat16) else torch.float32
+    G, on = math.prod(weight.shape[:-2]), x.device
+    _, _, block, _, splits = tiles(kind, O, E, arch(on), G, sms(on), True, format_of(weight))
+    return splits, -(-E // (splits * block)) * block
