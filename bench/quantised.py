@@ -45,9 +45,9 @@ from bench import harness
 from bench.peer_settings import gguf_of
 from specker import cpu
 from specker.checkpoints import checkpoint
+from specker.cpu import one_torch_thread
 from specker.cpu.packed import Packed, of_quantised
 from specker.kernels import quant
-from specker.kernels.cpu import native
 from specker.kernels.linear import row_linear
 from specker.model.cache import KVCache
 from specker.model.config import layer_elements
@@ -251,7 +251,7 @@ def passes(args: Args) -> list[dict[str, Any]]:
         ways: dict[str, Callable[[], Any]] = {f"layers {T}": partial(layers, T) for T in counts}
         ways |= {f"head {T}": partial(model.logits, hidden[T]) for T in counts}
         bandwidth = COLD / harness.measure({"read": big.sum}, args.rounds)["read"].median
-        with native().one_torch_thread():
+        with one_torch_thread():
             timings = harness.measure(ways, args.rounds)
         for T in counts:
             own, head = timings[f"layers {T}"].median, timings[f"head {T}"].median

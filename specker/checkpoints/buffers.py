@@ -15,10 +15,9 @@ from torch import Tensor
 
 from specker.checkpoints.pieces import Piece
 from specker.checkpoints.quantised.schemes import Get, Scheme
-from specker.cpu import packed
+from specker.cpu import Stack, available, packed
 from specker.cpu.packed import Packed
 from specker.kernels import quant
-from specker.kernels.cpu import native
 from specker.kernels.quant import Quantized
 from specker.model.config import CheckpointError, ModelConfig
 from specker.model.weights import Matrix
@@ -29,11 +28,11 @@ CHUNK = 1 << 22  # elements cast at a time, because the host stages casts for a 
 
 def served(c: ModelConfig) -> bool:
     """Whether the compiled CPU kernels support such layers, with float32, bfloat16 and quantised weights."""
-    kernels, mixtures = native(), [c.layer.mixture(n) for n in range(c.num_layers)]
-    if kernels is None or kernels.Stack.lacks(c.layer):
+    mixtures = [c.layer.mixture(n) for n in range(c.num_layers)]
+    if not available() or Stack.lacks(c.layer):
         return False
     inner = {c.intermediate_size if mixture is None else mixture.width for mixture in mixtures}
-    return kernels.Stack.takes_sizes(c.head_dim, c.hidden_size, c.num_heads * c.head_dim, *inner)
+    return Stack.takes_sizes(c.head_dim, c.hidden_size, c.num_heads * c.head_dim, *inner)
 
 
 def packs(c: ModelConfig, dtype: torch.dtype, device: torch.device) -> bool:
@@ -61,7 +60,7 @@ class Storage:
     @property
     def keeps(self) -> bool:
         """Whether quantised matrices stay quantised. Otherwise they are dequantised to `dtype`."""
-        served = self.packs or self.device.type != "cpu" or native() is not None
+        served = self.packs or self.device.type != "cpu" or available()
         return self.quantize != "none" and self.dtype != torch.float64 and served
 
     def own(self, source: Quantized | Packed) -> Matrix:

@@ -9,20 +9,25 @@ reads.
 The package computes the same functions as the ops in kernels/, which do not depend on it.
 """
 
-from specker.cpu.chain import Candidates, draft
+from specker.cpu import layers
+from specker.cpu.chain import Vocabulary, draft_chain
 from specker.cpu.layers import BLOCK, Pairs, Stack, fits, gumbel, product, restored, sample, serves, takes
 from specker.cpu.library import ACTIVATIONS, available, on_compile, one_torch_thread, problem, team
 from specker.cpu.packed import Packed
+from specker.kernels.cpu import Backend
+
+OPS: Backend = layers  # what the ops use
 
 __all__ = [
     "ACTIVATIONS",
     "BLOCK",
-    "Candidates",
+    "OPS",
     "Packed",
     "Pairs",
     "Stack",
+    "Vocabulary",
     "available",
-    "draft",
+    "draft_chain",
     "fits",
     "gumbel",
     "on_compile",

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 import numpy as np
 from torch import Tensor
 
-from specker.cpu.layers import Stack, placed
+from specker.cpu.layers import Placement, Stack, placed
 from specker.cpu.library import ChainCall, Matrix, Rule, native, team
 
 
@@ -24,8 +24,8 @@ class Ends(Protocol):
 
 
 @dataclass(frozen=True)
-class Candidates:
-    """The drafter's LM head."""
+class Vocabulary:
+    """A drafter's embedding and LM head."""
 
     embed: Any  # [V, E], a matrix that `Matrix.of` accepts
     scale: float  # factor of its rows
@@ -35,11 +35,12 @@ class Candidates:
     activations: str
 
 
-def draft(
+def draft_chain(
     stack: Stack,
-    candidates: Candidates,
+    vocabulary: Vocabulary,
+    *,
     begin: Tensor,
-    rows: tuple[Any, ...],
+    rows: Placement,
     groups: tuple[Sequence[int], Sequence[int]],
     columns: Sequence[int],
     last_position: int,
@@ -74,14 +75,14 @@ def draft(
             numbers += [joint, scales]
             struct.joint, struct.scales = joint.ctypes.data, scales.ctypes.data
             struct.joint_count, struct.scale_count, struct.token = len(joint), len(scales), rule.token
-    embed, head = (Matrix.of(w, candidates.activations) for w in (candidates.embed, candidates.head))
+    embed, head = (Matrix.of(w, vocabulary.activations) for w in (vocabulary.embed, vocabulary.head))
     call = ChainCall(
         ctypes.pointer(stack.struct),
         ctypes.pointer(embed),
         ctypes.pointer(head),
-        candidates.scale,
-        None if candidates.norm is None else candidates.norm.data_ptr(),
-        None if candidates.ids is None else candidates.ids.data_ptr(),
+        vocabulary.scale,
+        None if vocabulary.norm is None else vocabulary.norm.data_ptr(),
+        None if vocabulary.ids is None else vocabulary.ids.data_ptr(),
         ctypes.pointer(first),
         output,
         tokens,

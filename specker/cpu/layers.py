@@ -216,6 +216,10 @@ class Stack:
         return out, routed
 
 
+# The first five arguments of `placed`: K and V; positions and slots; cu_rows, kv_len and window; words; table
+Placement = tuple[tuple[Tensor, ...], tuple[Tensor, Tensor], tuple[Tensor, Tensor, Tensor], Tensor | None, Tensor]
+
+
 def placed(
     kv: tuple[Tensor, ...],
     places: tuple[Tensor, Tensor],

@@ -25,8 +25,8 @@ import torch
 from torch import Tensor
 
 from specker.checkpoints.checkpoint import Checkpoint
+from specker.cpu import one_torch_thread
 from specker.integrations.target import drafter_for
-from specker.kernels.cpu import native
 from specker.model.device import current
 from specker.model.sampling import pack
 from specker.options import Sampling
@@ -336,7 +336,7 @@ class Drafts:
         """Context manager for a draft: with compiled kernels, torch's operators run in one thread."""
         model = self.drafter.model
         alone = model is not None and model.stack is not None
-        return native().one_torch_thread() if alone else nullcontext()
+        return one_torch_thread() if alone else nullcontext()
 
 
 def _continues(text: Sequence[int], known: Sequence[int]) -> bool:

@@ -1,21 +1,43 @@
-"""cpu: how an op reaches the compiled CPU kernels of specker.cpu."""
+"""cpu: what the ops use of the compiled CPU kernels in specker/cpu, where there are any."""
 
+from collections.abc import Sequence
 from functools import cache
 from importlib import import_module
-from typing import Any
+from typing import Any, Protocol
 
 from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 
 
+class Backend(Protocol):
+    """Compiled kernels for tensors on the CPU."""
+
+    def serves(self, x: Tensor, weight: Tensor) -> bool:
+        """Whether `product` takes these arguments."""
+
+    def product(self, x: Tensor, weight: Tensor, activations: str) -> Tensor:
+        """x [T, E] float32 times weight [O, E]^T, float32 or bfloat16 -> [T, O] float32. `activations`: the type to
+        which x is rounded."""
+
+    def gumbel(self, seed: int, positions: Tensor, padded: int) -> Tensor:
+        """The noise (noise.py) of ids 0 .. padded - 1 at `positions` [T] int64: [T, padded] float32."""
+
+    def sample(
+        self, logits: Tensor, draws: Sequence[tuple[float, int, float, int]], positions: Tensor, run: int
+    ) -> Tensor:
+        """The tokens [T] int64 that `sample_rows` draws from logits [T, V] float32 at `positions` [T] int64. `draws`:
+        temperature, top_k, top_p and seed for each `run` rows."""
+
+
 @cache
-def native() -> Any:
-    """The compiled CPU backend, specker.cpu. None if it cannot be compiled, or if these ops were copied out of the
-    package (scripts/hub_kernel.py); torch's slower operators then do the work."""
+def native() -> Backend | None:
+    """The kernels of specker.cpu. None if they cannot be compiled, or if these ops were copied out of the package
+    (scripts/hub_kernel.py); torch's slower operators then do the work. The import is by name, because specker.cpu
+    imports this package; `specker.cpu.OPS` is where their types are checked."""
     if __name__ != "specker.kernels.cpu":
         return None
     cpu: Any = import_module("specker.cpu")
-    return cpu if cpu.available() else None
+    return cpu.OPS if cpu.available() else None
 
 
 def eager(x: Tensor) -> bool:

@@ -14,16 +14,17 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from specker.cpu import Stack, available, product, restored, serves
 from specker.fields import option
 from specker.kernels.attention import MAX_WORDS, tree_attention
-from specker.kernels.cpu import native
 from specker.kernels.experts import expert_linear
 from specker.kernels.kv import kv_calibrate, rope_table
-from specker.kernels.linear import GATES, MAX_ROWS, gated, row_linear, row_linear_ref
+from specker.kernels.linear import GATES, gated, row_linear, row_linear_ref
 from specker.kernels.project import kv_project
 from specker.kernels.quant import Matrix
 from specker.kernels.residual import add_norm, residual_merge
 from specker.kernels.route import expert_route
+from specker.kernels.tiles import MAX_ROWS
 from specker.model.cache import KVCache, Near, Rows
 from specker.model.config import CheckpointError, ModelConfig
 from specker.model.sampling import Draws
@@ -103,18 +104,18 @@ class Model:
         self.activations = parameters.activations
         self.stack = self._stack()
 
-    def _stack(self) -> Any:
+    def _stack(self) -> Stack | None:
         """The layers for the compiled CPU kernels; None if the kernels do not support this model."""
         if self.device.type != "cpu" or self.dtype != torch.float32 or self.ranks or self.linear is not row_linear:
             return None
-        kernels, c = native(), self.config
-        if kernels is None or kernels.Stack.lacks(c.layer):
+        c = self.config
+        if not available() or Stack.lacks(c.layer):
             return None
         layers = [(*layer.attention, *layer.mlps[0]) for layer in self.layers]
-        if not kernels.Stack.takes(layers, c.head_dim):
+        if not Stack.takes(layers, c.head_dim):
             return None
         how = [layer.rope for layer in self.layers], c.rms_norm_eps, self.scale, self.activations
-        return kernels.Stack(layers, c.layer, (c.num_heads, c.num_kv_heads), *how)
+        return Stack(layers, c.layer, (c.num_heads, c.num_kv_heads), *how)
 
     @property
     def counts_experts(self) -> bool:
@@ -132,7 +133,7 @@ class Model:
         """Tokens [T] int64 -> embeddings [T, E], the first layer's input."""
         if isinstance(self.embed, Tensor):
             return self.scaled(torch.embedding(self.embed, tokens))
-        return self.scaled(native().restored(self.embed, self.dtype, tokens))
+        return self.scaled(restored(self.embed, self.dtype, tokens))
 
     def scaled(self, rows: Tensor) -> Tensor:
         """Rows of the embedding [T, E] -> the first layer's input."""
@@ -143,8 +144,8 @@ class Model:
         """Rows [T, E] -> logits [T, V] float32 (float64 in float64 runs). A part of a split model returns only its own
         columns. `out` [T, V]: memory for the logits, used if the head's kernel can write to it."""
         x, normed = final
-        if self.stack is not None and not normed and (kernels := native()).serves(x, self.head):
-            return kernels.product(x, self.head, self.activations, self.norm, self.config.rms_norm_eps)
+        if self.stack is not None and not normed and serves(x, self.head):
+            return product(x, self.head, self.activations, self.norm, self.config.rms_norm_eps)
         if not normed:
             _, x = add_norm(x, None, self.norm, self.config.rms_norm_eps)
         parts = x.split(MAX_ROWS)
@@ -372,10 +373,19 @@ def compiled(
 ) -> Output:
     """`run_layers` by the compiled CPU kernels. `groups`: the first layer of each group, then the end. `features`: of
     pairs, whose embeddings are `hidden`."""
-    sequences = rows.cu_rows, rows.kv_len, rows.window
-    places, masks = (rows.positions, rows.slots), (rows.ancestors, rows.table)
-    how = {"features": features, "near": rows.near}
-    out, routed = model.stack.run(hidden, cache.kv, groups, aux_layers, places, sequences, *masks, **how)
+    assert model.stack is not None
+    out, routed = model.stack.run(
+        hidden,
+        cache.kv,
+        groups,
+        aux_layers,
+        places=(rows.positions, rows.slots),
+        sequences=(rows.cu_rows, rows.kv_len, rows.window),
+        words=rows.ancestors,
+        table=rows.table,
+        features=features,
+        near=rows.near,
+    )
     return Output(out[0], dict(zip(aux_layers, out[1:].unbind(0), strict=True)), routed=tuple(routed))
 
 

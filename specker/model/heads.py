@@ -34,7 +34,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from specker.kernels.cpu import native
+from specker.cpu import Pairs
 from specker.kernels.quant import Matrix
 from specker.kernels.residual import add_norm
 from specker.kernels.round.pair import start_pairs
@@ -88,9 +88,17 @@ class DraftHead:
     def _compile(self) -> None:
         """Let the compiled CPU layers read pairs, or do without these layers if they cannot."""
         model, w, spec = self.model, self.weights, self.spec
-        product = (None, None) if spec.form == "eagle3" else (w.fc, w.fc_bias)
-        norm_out = model.norm if spec.output else None
-        pairs = native().Pairs(*(self.norms or (None, None)), *product, spec.residual, norm_out)
+        embed_norm, hidden_norm = self.norms or (None, None)
+        fused = spec.form == "eagle3"  # its first qkv reads the pair
+        pairs = Pairs(
+            embed_norm,
+            hidden_norm,
+            fc=None if fused else w.fc,
+            fc_bias=None if fused else w.fc_bias,
+            residual=spec.residual,
+            norm_out=model.norm if spec.output else None,
+        )
+        assert model.stack is not None
         if pairs.served:
             model.stack.read(pairs)
         else:

@@ -107,12 +107,21 @@ def _compiled_chunk(
     model: Model, cache: KVCache, slot: int, hidden: Tensor, start: int, aux_layers: tuple[int, ...]
 ) -> dict[int, Tensor]:
     """A chunk of a prompt by the compiled CPU kernels: the residual stream [T, E] at the depths `aux_layers`."""
-    T, layers, own = len(hidden), [*range(len(model.layers) + 1)], slice(slot, slot + 1)
+    assert model.stack is not None
+    T, own = len(hidden), slice(slot, slot + 1)
     end, slots = cache.lengths[start + T : start + T + 1], cache.slots(slot, start, start + T)
-    sequences = sequence_bounds(T, cache.device), end, end
-    places, near = (model.positions[start : start + T], slots), cache.near(slots, own, whole=True)
-    masks = None, cache.block_table[own], not model.config.causal
-    out, _ = model.stack.run(hidden, cache.kv, layers, aux_layers, places, sequences, *masks, near=near)
+    out, _ = model.stack.run(
+        hidden,
+        cache.kv,
+        range(len(model.layers) + 1),
+        aux_layers,
+        places=(model.positions[start : start + T], slots),
+        sequences=(sequence_bounds(T, cache.device), end, end),
+        words=None,
+        table=cache.block_table[own],
+        full=not model.config.causal,
+        near=cache.near(slots, own, whole=True),
+    )
     return dict(zip(aux_layers, out[1:].unbind(0), strict=True))
 
 

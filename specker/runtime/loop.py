@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from specker.kernels.cpu import native
+from specker.cpu import one_torch_thread
 from specker.model.cache import KVCache
 from specker.model.decoder import Model
 from specker.model.prefill import prefill, prefill_alignment, prefill_chunk
@@ -283,7 +283,7 @@ class Loop:
     def threads(self) -> AbstractContextManager[Any]:
         """Context manager for a round's launch and its results: with compiled kernels, which bring their own threads,
         torch's operators run in one."""
-        return native().one_torch_thread() if self._compiled else nullcontext()
+        return one_torch_thread() if self._compiled else nullcontext()
 
     def start(self, ahead: int = 0) -> Round | None:
         """Launch a round of the active requests. `ahead`: tokens that pending rounds may add to each text. None if

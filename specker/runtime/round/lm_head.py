@@ -5,8 +5,8 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
+from specker.cpu import product
 from specker.cpu.packed import Packed
-from specker.kernels.cpu import native
 from specker.kernels.linear import row_linear
 from specker.kernels.residual import add_norm
 from specker.kernels.topk import largest_of, vocab_topk
@@ -65,7 +65,7 @@ class LMHead:
         """The rows [T, E] -> their logits [T, K] float32 (float64 in float64 runs)."""
         norm = None if final.normed else (self.norm, self.eps)
         if isinstance(self.weight, Packed):
-            return native().product(final.rows, self.weight, self.activations, *(norm or ()))
+            return product(final.rows, self.weight, self.activations, *(norm or ()))
         rows = final.rows if norm is None else add_norm(final.rows, None, *norm)[1]
         return row_linear(rows, self.weight, epilogue="float32")
 

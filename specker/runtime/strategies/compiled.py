@@ -1,10 +1,12 @@
 """Chains that the CPU's compiled library drafts in one call (cpu/chain.py)."""
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
-from specker.kernels.cpu import native
-from specker.model.cache import KVCache, Lengths, Rows
+from specker.cpu import Vocabulary, draft_chain, takes
+from specker.model.cache import KVCache, Rows
 from specker.model.decoder import Model
 from specker.runtime.round.batch import Batch
 from specker.runtime.round.drafter import Draft
@@ -13,7 +15,7 @@ from specker.runtime.round.lm_head import LMHead
 
 def readable(model: Model, head: LMHead) -> bool:
     """Whether the compiled library runs this model's layers and can read its embedding and the LM head."""
-    return model.stack is not None and all(native().takes(w) for w in (model.embed, head.weight))
+    return model.stack is not None and all(takes(w) for w in (model.embed, head.weight))
 
 
 def compiled_chain(
@@ -23,7 +25,7 @@ def compiled_chain(
     head: LMHead,
     begin: Tensor,
     rows: Rows,
-    columns: Lengths,
+    columns: Sequence[int],
     *,
     normed: bool = False,
     groups: list[int] | None = None,
@@ -33,17 +35,19 @@ def compiled_chain(
     number of layers; default: one after another."""
     depth, layers = min(batch.budget.depth, batch.budget.nodes), [*range(len(model.layers) + 1)]
     norm = None if normed else head.norm
-    drafted, probability = native().draft(
+    assert model.stack is not None
+    sequences = rows.cu_rows, rows.kv_len, rows.window
+    drafted, probability = draft_chain(
         model.stack,
-        native().Candidates(model.embed, model.embed_scale, head.weight, head.token_ids, norm, head.activations),
-        begin,
-        ((cache.k, cache.v), rows[:2], (rows.cu_rows, rows.kv_len, rows.window), rows.ancestors, rows.table),
-        (layers, groups or layers),
-        columns,
-        cache.last_position,
-        depth,
-        [(s.sampling.temperature, s.sampling.seed) for s in batch.requests],
-        [s.policy.rule for s in batch.requests] if batch.confident else None,
+        Vocabulary(model.embed, model.embed_scale, head.weight, head.token_ids, norm, head.activations),
+        begin=begin,
+        rows=((cache.k, cache.v), (rows.positions, rows.slots), sequences, rows.ancestors, rows.table),
+        groups=(layers, groups or layers),
+        columns=columns,
+        last_position=cache.last_position,
+        steps=depth,
+        sampling=[(s.sampling.temperature, s.sampling.seed) for s in batch.requests],
+        rules=[s.policy.rule for s in batch.requests] if batch.confident else None,
     )
     draft = Draft(len(drafted), depth=len(drafted), forwarded=len(drafted) - 1)
     batch.window[: batch.n, 1 : draft.size + 1] = torch.from_numpy(drafted.T)

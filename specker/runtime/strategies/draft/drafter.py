@@ -61,7 +61,7 @@ class AutoregressiveDrafter(ModelDrafter):
             return grown(batch, self, self.width)
         tokens, rows = self._missing_rows(batch)
         groups = None if self.layers is None else self.layers.groups
-        lengths = self._lengths(batch)
+        lengths = [min(len(request.text), self.limit) for request in batch.requests]
         return compiled_chain(batch, self.model, self.cache, self.head, tokens, rows, lengths, groups=groups)
 
     def _compiles(self, batch: Batch) -> bool:
