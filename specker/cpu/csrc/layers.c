@@ -87,14 +87,6 @@ static void rotate(float *head, float *to, const float *norm, const float *turn,
 
 // --- layers
 
-rows prepared(const state *s, const matrix *m, const float *x) {
-    const int64_t T = s->f->rows->T;
-    rows r = rows_at(x, m->E, s->forms, T, m->E);
-    for (int64_t t = s->few ? 0 : s->m->me; t < T; t += s->few ? 1 : s->m->size) round_row(m, &r, t);
-    if (!s->few) meet(s->m);
-    return r;
-}
-
 // stream += norm(delta + bias), or delta + bias without a norm.
 static void grow_all(const state *s, const float *delta, const float *bias, const float *norm) {
     const int64_t T = s->f->rows->T, E = s->f->model->E;

@@ -43,7 +43,14 @@ static inline pool pool_of(const places *p, const stack *d, int64_t at) {
     return kv;
 }
 
-rows prepared(const state *s, const matrix *m, const float *x); // x [T, m->E] rounded for m, by all threads
+// x [T, m->E] rounded for m, by all threads.
+static inline rows prepared(const state *s, const matrix *m, const float *x) {
+    const int64_t T = s->f->rows->T;
+    rows r = rows_at(x, m->E, s->forms, T, m->E);
+    for (int64_t t = s->few ? 0 : s->m->me; t < T; t += s->few ? 1 : s->m->size) round_row(m, &r, t);
+    if (!s->few) meet(s->m);
+    return r;
+}
 
 void attend_all(const state *s, int64_t first, int64_t N); // of N layers from `first` on: qkv -> mixed
 
