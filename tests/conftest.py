@@ -1,7 +1,8 @@
 """Shared fixtures. Tests use one thread: tiny models gain nothing from two, and sums keep one order."""
 
+import functools
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -66,21 +67,19 @@ def cheap(steady: None, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(f"specker.runtime.control.choose.{name}", 1)
 
 
-@pytest.fixture(scope="module")
-def taps_of(target: Path) -> Callable[[list[int], Sequence[int]], list[torch.Tensor]]:
-    """A function of (text, depths): the rows of all tokens but the last, at each depth, of the test's own `target`."""
-    import specker
-    from specker.model.cache import KVCache
-    from specker.model.prefill import prefill
+@pytest.fixture(scope="session")
+def heads(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str], Any]:
+    """A function of a strategy and a layout of heads.py: the head, on a target that heads of a strategy share."""
+    import heads
 
-    model = specker.load(str(target), strategy="ar", device="cpu", dtype="float64").model
+    folders = {strategy: tmp_path_factory.mktemp(strategy) for strategy in heads.TABLES}
 
-    def taps_of(text: list[int], depths: Sequence[int]) -> list[torch.Tensor]:
-        cache = KVCache(model.config, model.config.max_context, dtype=model.dtype, device="cpu")
-        rows = prefill(model, cache, text[:-1], tuple(depths), len(text))
-        return [rows[depth] for depth in depths]
+    @functools.cache
+    def made(strategy: str, name: str) -> heads.DraftHead:
+        number = list(heads.TABLES[strategy]).index(name)
+        return heads.made(folders[strategy] / str(number), strategy, **heads.TABLES[strategy][name])
 
-    return taps_of
+    return made
 
 
 @pytest.fixture(scope="session")

@@ -1,11 +1,10 @@
 """Random draft heads in the layouts of SafeAILab (SpecForge, SGLang), speculators (vLLM) and DeepSpec, and EAGLE-1's;
 and what they compute, as an independent formula in float64."""
 
-import json
 from pathlib import Path
 
+import head_parts
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 
 
@@ -32,77 +31,39 @@ def make_head(
     """`target`: config.json of the target. `layout`: "flat", "nested", "peagle", "deepspec" or "eagle1". `ids`: of the
     LM head's rows. `heads`: query heads, KV heads and their dimension. `layer`, `config`: further fields of the layers
     and of the head."""
-    generator = torch.Generator().manual_seed(seed)
+    random, x = head_parts.Random(seed), {}
     H = width or target["hidden_size"]
     Ht, V, A = target["hidden_size"], target["vocab_size"], len(config.get("target_layer_ids", "abc"))
-    Hq, Hkv, D = heads
     rows = len(ids) if ids else rows or V
-
-    def matrix(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=generator) * 1.2 * shape[-1] ** -0.5
-
-    def norm(n: int) -> Tensor:
-        return 1 + 0.2 * torch.randn(n, generator=generator)
-
-    def vector(n: int) -> Tensor:
-        return 0.3 * torch.randn(n, generator=generator)
-
-    x: dict[str, Tensor] = {}
     three = layout != "eagle1"
-    x["fc.weight"] = matrix(H, A * Ht if three else H + Ht)
+    x["fc.weight"] = random.matrix(H, A * Ht if three else H + Ht)
     if not three and fc_bias:
-        x["fc.bias"] = vector(H)
+        x["fc.bias"] = random.vector(H)
     for i in range(layers):
         p = "midlayer." if layout == "flat" and i == 0 else f"layers.{i}."
-        E = 2 * H if i == 0 and three else H
-        for name, count in (("q", Hq), ("k", Hkv), ("v", Hkv)):
-            x[f"{p}self_attn.{name}_proj.weight"] = matrix(count * D, E)
-            if bias:
-                x[f"{p}self_attn.{name}_proj.bias"] = vector(count * D)
-        x[f"{p}self_attn.o_proj.weight"] = matrix(H, Hq * D)
-        if bias:
-            x[f"{p}self_attn.o_proj.bias"] = vector(H)
-        x[f"{p}mlp.gate_proj.weight"], x[f"{p}mlp.up_proj.weight"] = matrix(inner, H), matrix(inner, H)
-        x[f"{p}mlp.down_proj.weight"] = matrix(H, inner)
-        if qk_norm:
-            x[f"{p}self_attn.q_norm.weight"], x[f"{p}self_attn.k_norm.weight"] = norm(D), norm(D)
+        x |= random.layer(p, H, 2 * H if i == 0 and three else H, heads, inner, bias, qk_norm)
         if three or i:
-            x[f"{p}input_layernorm.weight"] = norm(H)
+            x[f"{p}input_layernorm.weight"] = random.norm(H)
         if three and i == 0:
-            x[f"{p}hidden_norm.weight"] = norm(H)
-        x[f"{p}post_attention_layernorm.weight"] = norm(H)
+            x[f"{p}hidden_norm.weight"] = random.norm(H)
+        x[f"{p}post_attention_layernorm.weight"] = random.norm(H)
     if three:
-        x["norm.weight"] = norm(H)
+        x["norm.weight"] = random.norm(H)
     if layout == "peagle":
-        x["mask_hidden"] = matrix(1, 1, A * Ht)
+        x["mask_hidden"] = random.matrix(1, 1, A * Ht)
     if own_embedding:
-        x["embed_tokens.weight"] = 0.3 * torch.randn((V, H), generator=generator)
+        x["embed_tokens.weight"] = 0.3 * random.normal(V, H)
     if own_head and three:
-        x["lm_head.weight"] = matrix(rows, H)
+        x["lm_head.weight"] = random.matrix(rows, H)
     if rows < V:
-        kept = torch.tensor(ids) if ids else torch.randperm(V, generator=generator)[:rows].sort().values
-        x["d2t"], x["t2d"] = kept - torch.arange(rows), torch.zeros(V, dtype=torch.bool).index_fill_(0, kept, True)
+        some = torch.randperm(V, generator=random.generator)[:rows].sort().values
+        x |= head_parts.kept_ids(torch.tensor(ids) if ids else some, V)
     if config.get("norm_before_fc"):
-        x["input_norm.weight"] = norm(A * Ht)
+        x["input_norm.weight"] = random.norm(A * Ht)
     if config.get("fc_norm"):
-        x |= {f"fc_norm.{n}.weight": norm(Ht) for n in range(A)}
-    own = {
-        "hidden_size": H,
-        "intermediate_size": inner,
-        "num_attention_heads": Hq,
-        "num_key_value_heads": Hkv,
-        "head_dim": D,
-        "num_hidden_layers": layers,
-        "vocab_size": V,
-        "rms_norm_eps": 1e-5,
-        "rope_theta": 10000.0,
-        "max_position_embeddings": 64,
-        "hidden_act": "silu",
-        "attention_bias": bias,
-        "model_type": "qwen3" if qk_norm else "llama",
-        "tie_word_embeddings": False,
-        **(layer or {}),
-    }
+        x |= {f"fc_norm.{n}.weight": random.norm(Ht) for n in range(A)}
+    more = {"model_type": "qwen3" if qk_norm else "llama", "tie_word_embeddings": False, **(layer or {})}
+    own = head_parts.layer_config(H, inner, heads, layers, V, bias, **more)
     if layout in ("nested", "peagle"):
         kind = {"nested": "eagle3"}.get(layout, layout)
         raw = {
@@ -119,25 +80,15 @@ def make_head(
         raw["bias"] = False
     if width is not None:
         raw["target_hidden_size"] = Ht
-    folder.mkdir(parents=True, exist_ok=True)
-    save_file(x, folder / "model.safetensors")
-    (folder / "config.json").write_text(json.dumps(raw | config))
-    return folder
+    return head_parts.save(folder, x, raw | config)
 
 
-class Formula:
-    """A head in float64, pair by pair over a whole text, without a cache."""
+class Formula(head_parts.Formula):
+    """A head, pair by pair."""
 
     def __init__(self, folder: Path, embedding: Tensor, head: Tensor, norm: Tensor, eps: float):
         """`embedding`, `head`, `norm`, `eps`: the target's, for heads that use them."""
-        from safetensors.torch import load_file
-
-        raw = json.loads((folder / "config.json").read_text())
-        self.raw, self.c = raw, raw.get("transformer_layer_config", raw)
-        self.x = {
-            name: t.double() if t.is_floating_point() else t
-            for name, t in load_file(folder / "model.safetensors").items()
-        }
+        super().__init__(folder)
         self.three = any(name.endswith("hidden_norm.weight") for name in self.x)
         self.embedding = self.x.get("embed_tokens.weight", embedding.double())
         self.head = self.x.get("lm_head.weight", head.double())
@@ -145,9 +96,6 @@ class Formula:
         self.layers = sorted(
             {n.split("self_attn")[0] for n in self.x if "self_attn" in n}, key=lambda n: (n != "midlayer.", n)
         )
-
-    def rms(self, x: Tensor, weight: Tensor, eps: float | None = None) -> Tensor:
-        return weight * x / (x.square().mean(-1, keepdim=True) + (eps or self.c["rms_norm_eps"])).sqrt()
 
     def features(self, taps: list[Tensor]) -> Tensor:
         """Rows of the target [T, Ht] at each depth -> [T, H]."""
@@ -177,9 +125,7 @@ class Formula:
             if i:
                 entering = self.rms(r, x[f"{p}input_layernorm.weight"])
             r = r + self.attention(entering, p)
-            y = self.rms(r, x[f"{p}post_attention_layernorm.weight"])
-            gate, up = y @ x[f"{p}mlp.gate_proj.weight"].T, y @ x[f"{p}mlp.up_proj.weight"].T
-            r = r + (gate * torch.sigmoid(gate) * up) @ x[f"{p}mlp.down_proj.weight"].T
+            r = r + self.mlp(self.rms(r, x[f"{p}post_attention_layernorm.weight"]), p)
         if not self.three:
             return r, r @ self.head.T
         normed = self.rms(r, x["norm.weight"])
@@ -197,38 +143,20 @@ class Formula:
         return min(trained, c["sliding_window"]) if kinds[i] == "sliding_attention" else trained
 
     def attention(self, y: Tensor, p: str) -> Tensor:
-        c, T = self.c, len(y)
-        D, G = c["head_dim"], c["num_attention_heads"] // c["num_key_value_heads"]
+        q, k, v = (self.project(y, p, name) for name in "qkv")
+        behind = torch.arange(len(y))[:, None] - torch.arange(len(y))
+        return self.attend(q, k, v, (behind >= 0) & (behind < self.window(p)), p)
 
-        def project(name: str) -> Tensor:
-            z = y @ self.x[f"{p}self_attn.{name}_proj.weight"].T + self.x.get(f"{p}self_attn.{name}_proj.bias", 0)
-            z = z.view(T, -1, D)
-            if name != "v" and (w := self.x.get(f"{p}self_attn.{name}_norm.weight")) is not None:
-                z = self.rms(z, w)
-            return z if name == "v" else self.rotated(z)
-
-        q, k, v = (project(name) for name in "qkv")
-        k, v = k.repeat_interleave(G, 1), v.repeat_interleave(G, 1)
-        scores = torch.einsum("thd,shd->hts", q, k) * D**-0.5
-        behind = torch.arange(T)[:, None] - torch.arange(T)
-        scores = scores.masked_fill((behind < 0) | (behind >= self.window(p)), float("-inf"))
-        out = torch.einsum("hts,shd->thd", scores.softmax(-1), v).flatten(1)
-        return out @ self.x[f"{p}self_attn.o_proj.weight"].T + self.x.get(f"{p}self_attn.o_proj.bias", 0)
-
-    def rotated(self, z: Tensor) -> Tensor:
-        D = z.shape[-1]
-        angles = torch.arange(len(z))[:, None] / self.c["rope_theta"] ** (torch.arange(0, D, 2) / D)
-        cos, sin = (f(angles.double())[:, None] for f in (torch.cos, torch.sin))
-        a, b = z[..., : D // 2], z[..., D // 2 :]
-        return torch.cat((a * cos - b * sin, b * cos + a * sin), -1)
-
-    def ids(self) -> Tensor:
-        count = len(self.head)
-        return torch.arange(count) + self.x.get("d2t", torch.zeros(count, dtype=torch.int64))
+    def draft(self, taps: list[Tensor], text: list[int], count: int) -> tuple[list[int], list[float]]:
+        """The drafted tokens and their probabilities; arguments as in `chain`."""
+        tokens, logits = self.chain(taps, text, count)
+        return tokens, [float(z.softmax(-1).max()) for z in logits]
 
     def chain(self, taps: list[Tensor], text: list[int], count: int) -> tuple[list[int], list[Tensor]]:
         """Draft `count` tokens after `text`, whose last token is the root. `taps`: the target's rows of all other
         tokens. Returns the tokens and the logits of each step."""
+        if "mask_hidden" in self.x:
+            return self.parallel(taps, text, count)
         features, tokens, drafted, logits = self.features(taps), torch.tensor(text[1:]), [], []
         for _ in range(count):
             out, z = self.outputs(features, tokens)
@@ -265,10 +193,10 @@ class Formula:
         rows = {0: 0, **{i + 1: row for row, i in enumerate(kept, 1)}}
         return [nodes[i][1][-1] for i in kept], [rows[nodes[i][2]] for i in kept]
 
-    def parallel(self, taps: list[Tensor], text: list[int], count: int) -> list[int]:
-        """P-EAGLE: draft `count` tokens in one pass; arguments as in `chain`."""
+    def parallel(self, taps: list[Tensor], text: list[int], count: int) -> tuple[list[int], list[Tensor]]:
+        """`chain` of a P-EAGLE head, in one pass."""
         A, masks = len(taps), count - 1
         mask = self.features(list(self.x["mask_hidden"].view(A, 1, -1)))
         tokens = torch.tensor(text[1:] + [self.raw["mask_token_id"]] * masks)
         _, logits = self.outputs(torch.cat((self.features(taps), mask.expand(masks, -1))), tokens)
-        return self.ids()[logits[-count:].argmax(-1)].tolist()
+        return self.ids()[logits[-count:].argmax(-1)].tolist(), list(logits[-count:])

@@ -20,7 +20,7 @@ from specker.kernels.variant import Variant
 from specker.model import cache, dflash
 from specker.runtime.round.graphs import Graphs
 from specker.runtime.strategies.diffuspec import drafter as diffuspec
-from specker.runtime.strategies.eagle import drafter as eagle
+from specker.runtime.strategies.eagle import pairs as eagle
 
 CPU, META = torch.device("cpu"), torch.device("meta")
 QUIET = {"aten.new_empty.default", "aten.empty_like.default", "aten.empty.memory_format", "prim.device.default"}

@@ -152,18 +152,18 @@ def test_vocabtrim_follows_all_texts_of_the_batch(cheap):
     plain = specker.load(strategy="ar", dtype="float64", device="cpu")
     engine = specker.load(strategy="vocabtrim", vocab_keep="64", dtype="float64", device="cpu", batch_size=4)
     head = engine.drafter.head
-    before = set(head.known)
+    before = set(head.draftable)
     prompts = [plain.encode(text) for text in ("class Zebra:", "import zlib, gzip", "def quux(xyzzy):")]
     prompts = [ids + ids for ids in prompts]
     rare = [next(t for t in ids if t not in before) for ids in prompts]
     stream = engine.stream(prompts, 20, temperature=0.7)
     for _ in range(4):
         next(stream)
-    assert all(token in head.known for token in rare)
+    assert all(token in head.draftable for token in rare)
     stream.close()
     out = engine.generate(prompts, 20, temperature=0.7)
     assert [o.tokens for o in out] == [plain.generate(ids, 20, temperature=0.7).tokens for ids in prompts]
-    assert head.known == before
+    assert head.draftable == before
 
 
 def test_admission_by_free_pages(world):

@@ -16,8 +16,8 @@ import warm
 from make_checkpoint import GEMMA3, QWEN3_MOE, make
 from make_dflash import make_dflash
 from make_head import make_head
+from make_mtp import make_mtp
 from pairs import perturbed
-from test_mtp import make_target
 
 import specker
 from specker.checkpoints import buffers, checkpoint
@@ -78,7 +78,7 @@ def models(tmp_path_factory):
     like, often = json.loads((target / "config.json").read_text()), [28, 125]
     eagle = make_head(folder / "eagle", like, layout="nested", ids=often, eagle_aux_hidden_state_layer_ids=[1, 2, 3])
     dflash = make_dflash(folder / "dflash", like, layout="dflash", ids=often, layer_ids=[1, 2])
-    mtp = make_target(folder / "mtp", "mimo", heads=2, arch="mimo", vocab=129)
+    mtp = make_mtp(folder / "mtp", "mimo", heads=2, arch="mimo", vocab=129)
     names = {
         "mtp": mtp,
         "target": target,

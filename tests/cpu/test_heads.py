@@ -5,9 +5,11 @@ import json
 import cases
 import pytest
 import torch
+from heads import hidden
 from make_checkpoint import make
 from make_head import Formula, make_head
-from test_mtp import MtpFormula, hidden, make_target
+from make_mtp import Formula as MtpFormula
+from make_mtp import make_mtp
 
 import specker
 from specker.kernels.noise import gumbel_at
@@ -219,17 +221,17 @@ MTP = {
 @pytest.mark.parametrize(("layout", "sampling"), cases.one_in(2, MTP, SAMPLING))
 def test_mtp_chains_are_those_of_the_formula(tmp_path, layout, sampling):
     sizes = {name: size for name, size in SIZES.items() if name in ("hidden", "kv_heads", "head_dim")}
-    folder = make_target(tmp_path / "target", layout, **MTP[layout], **sizes)
+    folder = make_mtp(tmp_path / "target", layout, **MTP[layout], **sizes)
     how = {"strategy": "mtp", "policy": "fixed", "draft_tokens": 3, "device": "cpu"}
     exact, engine = (specker.load(str(folder), dtype=dtype, **how) for dtype in ("float64", "float32"))
     assert engine.drafter.model.stack is not None
-    formula = MtpFormula(folder, layout, MTP[layout].get("own", False), False)
+    formula = MtpFormula(folder)
     seen, draws = [], SAMPLING[sampling]
     engine.trace = seen.append
     for text in (TEXT, TEXT[:2]):  # the second one has a pair at position 0 alone
         out = engine.generate(text, 12, **draws)
         assert out.tokens == engine.generate_ar(text, 12, **draws).tokens
         assert (
-            assert_best(seen, text + out.tokens, formula, lambda before, _: hidden(exact, before), (4,), **draws) > 10
+            assert_best(seen, text + out.tokens, formula, lambda *text: hidden(exact.model, *text), (4,), **draws) > 10
         )
         seen.clear()

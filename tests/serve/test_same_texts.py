@@ -9,9 +9,9 @@ import pytest
 from make_checkpoint import make
 from make_dflash import make_dflash
 from make_head import make_head
+from make_mtp import make_mtp
 from pairs import perturbed
 from serving import chunks, free, serving, until
-from test_mtp import make_target
 
 import specker
 
@@ -42,7 +42,7 @@ def models(tmp_path_factory):
     config = json.loads((target / "config.json").read_text())
     head = make_head(folder / "head", config, layout="nested", eagle_aux_hidden_state_layer_ids=[0, 1, 2])
     block = make_dflash(folder / "block", config, layout="dflash", layer_ids=[0, 1])
-    heads = make_target(folder / "mtp", "mimo", arch="mimo", tokenizer=True, eos=None)  # a target of its own
+    heads = make_mtp(folder / "mtp", "mimo", arch="mimo", tokenizer=True, eos=None)  # a target of its own
     return {"target": target, "draft": draft, "diffuspec": dream, "eagle": head, "dflash": block, "mtp": heads}
 
 
