@@ -75,7 +75,7 @@ def heads(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str], Any]
     folders = {strategy: tmp_path_factory.mktemp(strategy) for strategy in heads.TABLES}
 
     @functools.cache
-    def made(strategy: str, name: str) -> heads.DraftHead:
+    def made(strategy: str, name: str) -> heads.HeadPair:
         number = list(heads.TABLES[strategy]).index(name)
         return heads.made(folders[strategy] / str(number), strategy, **heads.TABLES[strategy][name])
 

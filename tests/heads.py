@@ -119,7 +119,7 @@ TABLES = {"eagle": EAGLE, "dflash": DFLASH, "mtp": MTP}
 
 
 @dataclass(frozen=True)
-class DraftHead:
+class HeadPair:
     """A head by strategy and layout. `folder`: its checkpoint, None if the target's holds it."""
 
     strategy: str
@@ -142,23 +142,23 @@ class DraftHead:
         return make_head.Formula(self.folder, own.embed, own.head, own.norm, own.config.rms_norm_eps)
 
 
-def made(folder: Path, strategy: str, target: Path | None = None, **how: Any) -> DraftHead:
+def made(folder: Path, strategy: str, target: Path | None = None, **how: Any) -> HeadPair:
     """A head in `folder`. `how`: arguments of its maker; `target`: of a head with a checkpoint of its own."""
     if strategy == "mtp":
-        return DraftHead(strategy, make_mtp.make_mtp(folder, **how), None)
+        return HeadPair(strategy, make_mtp.make_mtp(folder, **how), None)
     target = target or plain_target(folder.parent)
     maker = make_dflash.make_dflash if strategy == "dflash" else make_head.make_head
-    return DraftHead(strategy, target, maker(folder, json.loads((target / "config.json").read_text()), **how))
+    return HeadPair(strategy, target, maker(folder, json.loads((target / "config.json").read_text()), **how))
 
 
 def changed(
-    head: DraftHead,
+    head: HeadPair,
     folder: Path,
     tensors: dict | None = None,
     drop: tuple = (),
     layer: dict | None = None,
     **config: Any,
-) -> DraftHead:
+) -> HeadPair:
     """A copy of a head with other tensors and fields of config.json; `layer`: fields of its layers."""
     assert head.folder is not None
     x = {name: t for name, t in load_file(head.folder / "model.safetensors").items() if name not in drop}

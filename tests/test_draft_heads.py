@@ -5,7 +5,7 @@ from itertools import count, takewhile
 import cases
 import pytest
 import torch
-from heads import DFLASH, EAGLE, MTP, TABLES, TEXT, DraftHead, assert_drafts, changed, traced
+from heads import DFLASH, EAGLE, MTP, TABLES, TEXT, HeadPair, assert_drafts, changed, traced
 
 from specker.model import decoder
 from specker.options import Params
@@ -29,7 +29,7 @@ USUAL_DEPTHS = {"eagle": (2, 4, 5), "dflash": (2, 5, 7), "mtp": (4,)}
 
 @pytest.mark.parametrize(("strategy", "name"), LAYOUTS)
 def test_drafts_are_those_of_the_formula(heads, strategy, name):
-    head: DraftHead = heads(strategy, name)
+    head: HeadPair = heads(strategy, name)
     engine = head.load()
     out, rows = traced(engine, TEXT, 16)
     text, most = TEXT + out.tokens, engine.plan.largest.nodes
@@ -58,7 +58,7 @@ def test_drafts_are_those_of_the_formula(heads, strategy, name):
 )
 def test_rounds_of_either_kind_follow_each_other(heads, strategy, name, order):
     """Rounds that the host places and rounds of fixed shape pass the head's state to each other."""
-    head: DraftHead = heads(strategy, name)
+    head: HeadPair = heads(strategy, name)
     engine = head.load(graphs="on")
     turn, fixes = count(1), engine.loop.runner.fixes
 
@@ -114,7 +114,7 @@ def test_batches_change_no_token(heads, monkeypatch, way, mode):
     monkeypatch.setattr(mtp, "BLOCK", 9)
     strategy, name, more, options = WAYS[way]
     sampling, graphs = mode.split(", graphs ")
-    head: DraftHead = heads(strategy, name)
+    head: HeadPair = heads(strategy, name)
     engine = head.load(more, graphs=graphs, batch_size=3, page_size=16, **options)
     out, rows = traced(engine, PROMPTS, COUNTS, **SAMPLING[sampling])
     for prompt, each, tokens in zip(PROMPTS, out, COUNTS, strict=True):
@@ -135,7 +135,7 @@ def test_batches_change_no_token(heads, monkeypatch, way, mode):
 )
 def test_a_known_beginning_gives_the_drafts_of_a_fresh_prompt(heads, strategy, name, ahead, prefixes):
     """A column depends on as many later tokens as `ahead` says: where two prompts part, it is computed anew."""
-    head: DraftHead = heads(strategy, name)
+    head: HeadPair = heads(strategy, name)
     engine = head.load(prefix_cache=prefixes, page_size=4)
     formula, first = head.formula(engine), engine.generate(TEXT, 16)
     known = TEXT + first.tokens
@@ -154,7 +154,7 @@ def test_rows_do_not_pile_up_while_nothing_is_drafted(heads, monkeypatch, strate
     """After 12 rounds without a draft, which may have fixed shapes, the draft is that of the formula."""
     for module in (eagle, mtp):
         monkeypatch.setattr(module, "WAITING", 4)
-    head: DraftHead = heads(strategy, name)
+    head: HeadPair = heads(strategy, name)
     engine, rounds, budget = head.load(graphs=graphs), count(), Fixed.budget
     monkeypatch.setattr(Fixed, "budget", lambda self: NONE if next(rounds) < 12 else budget(self))
     out, rows = traced(engine, TEXT, 20)
@@ -166,7 +166,7 @@ def test_rows_do_not_pile_up_while_nothing_is_drafted(heads, monkeypatch, strate
 
 @pytest.mark.parametrize(("strategy", "name"), [("eagle", "nested"), ("dflash", "dflash"), ("mtp", "mimo, 3 heads")])
 def test_cancelled_requests_leave_the_others_alone(heads, strategy, name):
-    head: DraftHead = heads(strategy, name)
+    head: HeadPair = heads(strategy, name)
     engine = head.load(batch_size=2)
     session = engine.session
     requests = [session.submit(TEXT, Params(max_new_tokens=16)) for _ in range(4)]
@@ -180,7 +180,7 @@ def test_cancelled_requests_leave_the_others_alone(heads, strategy, name):
 
 
 def test_a_draft_that_ends_by_confidence(heads):
-    head: DraftHead = heads("mtp", "deepseek, 3 heads")
+    head: HeadPair = heads("mtp", "deepseek, 3 heads")
     engine = head.load(policy="draft-and-verify", draft_tokens=5)
     out, rows = traced(engine, TEXT, 20)
     assert out.tokens == cases.plain(head.target, TEXT, 20)
@@ -238,4 +238,4 @@ def test_a_head_with_rows_of_its_own_is_not_trimmed(heads, strategy, name):
 def test_a_plain_draft_is_no_head(heads, strategy, name, says):
     target = heads(strategy, name).target
     with pytest.raises(ValueError, match=says):
-        DraftHead(strategy, target, target).load()
+        HeadPair(strategy, target, target).load()

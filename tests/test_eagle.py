@@ -3,7 +3,7 @@ heads."""
 
 import pytest
 import torch
-from heads import DEEPSPEC, SLIDING, TEXT, DraftHead, assert_drafts, changed, made, plain_target, traced
+from heads import DEEPSPEC, SLIDING, TEXT, HeadPair, assert_drafts, changed, made, plain_target, traced
 from make_checkpoint import GRANITE, make
 from safetensors.torch import load_file
 
@@ -126,7 +126,7 @@ def test_another_vocabulary_is_refused(tmp_path):
     target = make(tmp_path / "target", layers=8, max_context=256, vocab=96)
     head = made(tmp_path / "head", "eagle", target)
     with pytest.raises(ValueError, match="a head for a vocabulary of 96 ids, and the target has 128"):
-        DraftHead("eagle", plain_target(tmp_path / "other"), head.folder).load()
+        HeadPair("eagle", plain_target(tmp_path / "other"), head.folder).load()
 
 
 def test_a_pickled_file_is_read_as_tensors_only(usual, tmp_path):
