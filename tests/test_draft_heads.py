@@ -7,12 +7,12 @@ import pytest
 import torch
 from heads import DFLASH, EAGLE, MTP, TABLES, TEXT, HeadPair, assert_drafts, changed, traced
 
-from specker.model import decoder
+from specker.model import prefill
 from specker.options import Params
 from specker.runtime.control.choose import NONE
 from specker.runtime.control.policy import Fixed
 from specker.runtime.strategies.eagle import pairs as eagle
-from specker.runtime.strategies.mtp import drafter as mtp
+from specker.runtime.strategies.mtp import pairs as mtp
 
 LAYOUTS = [*cases.one_in(1, ["eagle"], EAGLE), *cases.one_in(2, ["dflash"], DFLASH), *cases.one_in(1, ["mtp"], MTP)]
 DEPTHS = {  # of the target's rows that a head reads, by strategy and layout
@@ -110,7 +110,7 @@ WAYS: dict[str, tuple] = {  # strategy, layout, rest of the strategy, options
 def test_batches_change_no_token(heads, monkeypatch, way, mode):
     """Texts of unequal length, some with a prompt of one token or of several chunks, take turns in three slots: slots
     are idle, and requests move to other slots. Pairs of MTP heads run in blocks."""
-    monkeypatch.setattr(decoder, "PREFILL_CHUNK", 16)
+    monkeypatch.setattr(prefill, "PREFILL_CHUNK", 16)
     monkeypatch.setattr(mtp, "BLOCK", 9)
     strategy, name, more, options = WAYS[way]
     sampling, graphs = mode.split(", graphs ")

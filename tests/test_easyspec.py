@@ -243,7 +243,7 @@ def kernels(monkeypatch):
         "model.decoder.tree_attention": attention,
         "model.decoder.residual_merge": merge._launch,
         "runtime.strategies.easyspec.parallel.repeat_rows": lambda *args: Repeated(*repeat._launch(*args)),
-        "runtime.head.vocab_topk": topk,
+        "runtime.round.lm_head.vocab_topk": topk,
         "model.cache.kv_commit": kv._launch_commit,
     }.items():
         monkeypatch.setattr(f"specker.{name}", kernel)
