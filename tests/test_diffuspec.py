@@ -26,7 +26,7 @@ from specker.runtime.strategies.diffuspec import Chunks
 from specker.runtime.strategies.diffuspec.drafter import DiffusionDrafter
 
 pytestmark = pytest.mark.usefixtures("cheap")  # drafts do not depend on the clock
-PROMPTS = ([5, 9, 40], [1], list(range(3, 90)))
+PROMPTS = ([5, 9, 40], [1], list(range(3, 60)))
 STOP = 7
 DRAFTS = {"dream": {"arch": "dream"}, "qwen3": {"arch": "qwen3", "mask": 126}, "qwen2": {"arch": "qwen2", "mask": 126}}
 
@@ -68,7 +68,7 @@ SHAPES = {
 }
 HOW = {"greedy": {}, "T0.7": {"temperature": 0.7}, "top": {"temperature": 1.0, "top_p": 0.8, "top_k": 20, "seed": 5}}
 CASES = [
-    *cases.one_in(2, ["dream"], SHAPES, HOW, ["off"]),
+    *cases.one_in(3, ["dream"], SHAPES, HOW, ["off"]),
     # qwen3's random guesses never match greedy tokens
     *cases.one_in(2, ["qwen3"], ["chain", "chunk"], ["T0.7", "top"], ["off"]),
     ("qwen2", "tree", "T0.7", "off"),
@@ -83,8 +83,8 @@ def test_tokens_equal_plain_decoding(family, monkeypatch, name, shape, how, grap
     fast = load(family, name, graphs=graphs, **SHAPES[shape])
     drafted = accepted = fixed = 0
     for prompt in PROMPTS:
-        got = fast.generate(prompt, 36, **HOW[how])
-        assert got.tokens == cases.plain(family[name][0], prompt, 36, **HOW[how])
+        got = fast.generate(prompt, 24, **HOW[how])
+        assert got.tokens == cases.plain(family[name][0], prompt, 24, **HOW[how])
         drafted, accepted = drafted + got.stats.drafted, accepted + got.stats.accepted
         fixed += got.stats.rounds
     assert 0 < accepted < drafted
@@ -110,8 +110,8 @@ def test_a_trimmed_head_changes_no_token(family, keep, tmp_path):
     fast = specker.load(target, draft, "diffuspec+vocabtrim", dtype="float64", **how)
     accepted = 0
     for prompt, temperature in itertools.product(PROMPTS, (0.0, 0.7)):
-        got = fast.generate(prompt, 50, temperature=temperature)
-        assert got.tokens == fast.generate_ar(prompt, 50, temperature=temperature).tokens
+        got = fast.generate(prompt, 24, temperature=temperature)
+        assert got.tokens == cases.plain(target, prompt, 24, temperature=temperature)
         accepted += got.stats.accepted
         report = fast.trim_report(got.stats)
     assert accepted > 0 and report["kept_rows"] == keep + 5 and STOP in fast.kept.ids.tolist()
@@ -349,12 +349,12 @@ def test_at_the_drafters_limit_nothing_is_drafted(family, tmp_path):
     edit(short, max_position_embeddings=40)
     fast = specker.load(target, str(short), "diffuspec", dtype="float64", page_size=16, ngram=ngram)
     for prompt in ([5, 9, 40], list(range(3, 90))):
-        got = fast.generate(prompt, 60)
-        assert got.tokens == fast.generate_ar(prompt, 60).tokens
+        got = fast.generate(prompt, 50)
+        assert got.tokens == cases.plain(target, prompt, 50)
         assert (got.stats.drafted > 0) == (len(prompt) < 40)
-    fast = load(family, draft_tokens=100)
-    got = fast.generate([5, 9, 40], 189)  # to the end of both contexts
-    assert got.tokens == fast.generate_ar([5, 9, 40], 189).tokens
+    fast, prompt = load(family, draft_tokens=100), [n % 100 for n in range(140)]
+    got = fast.generate(prompt, 52)  # to the end of both contexts
+    assert got.tokens == cases.plain(target, prompt, 52) and got.stats.drafted > 52
 
 
 @pytest.mark.parametrize("graphs", ["off", "on"])
