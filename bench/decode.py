@@ -219,10 +219,10 @@ def in_place(loop: Loop, sequence: Request) -> None:
     for cache in loop.slots.caches:
         cache.k.normal_(), cache.v.normal_()
         cache.take(0, loop.slots.columns(sequence.limit))
-        cache.exact_len[0] = len(sequence.text) - 1
+        cache.exact_len[0] = len(sequence.token_ids) - 1
     agrees = None
     if loop.acceptance is not None:  # without drafts nothing agrees
-        p = loop.acceptance if sequence.drafting else 0.0
+        p = loop.acceptance if sequence.speculates else 0.0
         agrees = agreements(p, sequence.sampling.seed, loop.state.agrees.shape[1])
     loop.active.append(sequence)
     loop.state.write(0, sequence, agrees)
@@ -237,7 +237,7 @@ def a_text(engine: Engine, context: int, tokens: int, drafting: bool) -> Request
         limit=context + tokens,
         sampling=Sampling(),
         policy=policy,
-        drafting=drafting,
+        speculates=drafting,
         prefixes="off",
     )
 

@@ -29,13 +29,13 @@ def logits_of(engine, prompt: list[int], count: int, drafting: bool = True, besi
     loop, rows = engine.loop, []
     with admitted(engine, [*beside, prompt], count, drafting, **sampling) as sequences:
         sequence = sequences[-1]
-        while len(sequence.text) < sequence.limit:
+        while len(sequence.token_ids) < sequence.limit:
             r = loop.start()
             assert r.batch.fixed
             each = {s: path for s, path, tokens in loop.finish(r) if tokens}
             logits = r.batch.memory.get("logits", r.rows).view(r.batch.n, r.draft.size + 1, -1)
             rows.append(logits[len(sequences) - 1, each[sequence]].clone())
-    return torch.cat(rows), sequence.text
+    return torch.cat(rows), sequence.token_ids
 
 
 def flips(engine, prompt: list[int], text: list[int]) -> tuple[int, int]:
@@ -43,15 +43,15 @@ def flips(engine, prompt: list[int], text: list[int]) -> tuple[int, int]:
     number of tokens."""
     loop, whole, turned = engine.loop, prompt + text, 0
     with admitted(engine, [prompt], len(text)) as [sequence]:
-        while (known := len(sequence.text)) < sequence.limit:
+        while (known := len(sequence.token_ids)) < sequence.limit:
             loop.state.write(0, sequence)  # restores the given text
             r = loop.start()
             assert r.batch.fixed
             [(_, _, tokens)] = loop.finish(r)
             wrong = next((i for i, token in enumerate(tokens) if token != whole[known + i]), None)
             turned += wrong is not None
-            sequence.text[known:] = whole[known : known + (len(tokens) if wrong is None else wrong + 1)]
-            engine.cache.exact_len[0] = len(sequence.text) - 1
+            sequence.token_ids[known:] = whole[known : known + (len(tokens) if wrong is None else wrong + 1)]
+            engine.cache.exact_len[0] = len(sequence.token_ids) - 1
     return turned, len(text)
 
 
@@ -62,7 +62,7 @@ def admitted(engine, prompts, count: int, drafting: bool = True, **sampling) -> 
     with torch.inference_mode():
         loop.clear()
         params = Params.of(max_new_tokens=count, **sampling)
-        requests = [engine.session.request(p, params, index=i, drafting=drafting) for i, p in enumerate(prompts)]
+        requests = [engine.session.request(p, params, index=i, speculates=drafting) for i, p in enumerate(prompts)]
         for request in requests:
             loop.admit(request)
         yield requests

@@ -91,7 +91,7 @@ def served(engine, requests, drafting=lambda n: True, every=3):
     waiting = deque(made(engine, requests, drafting))
     tokens, stream = [[] for _ in requests], engine.session.stream([waiting.popleft(), waiting.popleft()])
     for events, event in enumerate(stream, 1):
-        tokens[event.prompt] += event.tokens
+        tokens[event.prompt_index] += event.tokens
         if waiting and (events % every == 0 or not engine.session.busy):
             stream.submit(waiting.popleft())
     assert not waiting
@@ -100,7 +100,7 @@ def served(engine, requests, drafting=lambda n: True, every=3):
 
 def made(engine, requests, drafting=lambda n: True):
     return [
-        engine.session.request(prompt, Params.of(**how), index=n, drafting=drafting(n))
+        engine.session.request(prompt, Params.of(**how), index=n, speculates=drafting(n))
         for n, (prompt, how) in enumerate(requests)
     ]
 
@@ -172,7 +172,7 @@ def test_admission_by_free_pages(world):
     most = 0
     tokens = [[] for _ in world["requests"]]
     for event in engine.session.stream(made(engine, world["requests"])):
-        tokens[event.prompt] += event.tokens
+        tokens[event.prompt_index] += event.tokens
         most = max(most, len(engine.loop.active))
     assert tokens == world["texts"] and 1 <= most < 4
     with pytest.raises(

@@ -362,7 +362,7 @@ def test_caches_are_sound_after_every_round(family, monkeypatch, graphs):
     """The target's cache equals a fresh pass over the text; the drafter's has at most one column per token."""
 
     def sound(batch, r):
-        text, own = r.requests[0].text, batch.drafter.cache
+        text, own = r.requests[0].token_ids, batch.drafter.cache
         batch.cache.check(committed=len(text))
         own.check()
         assert own.exact_len[0] <= len(text) and apart(batch.target, batch.cache, text, len(text) - 1) < 1e-12

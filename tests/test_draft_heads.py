@@ -145,7 +145,7 @@ def test_a_known_beginning_gives_the_drafts_of_a_fresh_prompt(heads, strategy, n
         assert assert_drafts(engine, formula, rows, prompt + out.tokens)
         if prefixes == "all":
             same = len([*takewhile(lambda pair: pair[0] == pair[1], zip(prompt[:-1], known, strict=False))])
-            assert out.stats.prompt <= len(prompt) - 1 - same + ahead
+            assert out.stats.prefilled <= len(prompt) - 1 - same + ahead
 
 
 @pytest.mark.parametrize("graphs", ["off", "on"])

@@ -103,9 +103,9 @@ def test_policies_serve_a_draft_model_too(pair, name, how):
 def test_the_cache_equals_plain_decoding(target, monkeypatch, graphs):
     def sound(batch, r):
         [sequence] = r.requests
-        length = len(sequence.text) - 1
+        length = len(sequence.token_ids) - 1
         batch.cache.check(committed=length + 1)
-        assert apart(batch.target, batch.cache, sequence.text, length) < 1e-12
+        assert apart(batch.target, batch.cache, sequence.token_ids, length) < 1e-12
 
     with after_every_round(monkeypatch, sound) as sizes:
         engine(target, graphs=graphs, policy="del-length").generate(PROMPTS[0], 50, temperature=0.7)

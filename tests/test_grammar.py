@@ -189,7 +189,7 @@ def test_forced_tokens_need_no_drafter(chain, monkeypatch):
     drafted = []
     propose = type(chain.drafter).propose
     monkeypatch.setattr(
-        type(chain.drafter), "propose", lambda self, b: drafted.append(len(b.requests[0].text)) or propose(self, b)
+        type(chain.drafter), "propose", lambda self, b: drafted.append(len(b.requests[0].token_ids)) or propose(self, b)
     )
     out = chain.generate(PROMPT, 40, grammar=text)
     assert re.fullmatch("the first part (one|two) and the last one", out.text)

@@ -83,8 +83,8 @@ def test_the_models_cache_stays_exact_while_text_is_copied(world, scores, cheap,
         cache = batch.drafter.cache
         cache.check()
         [length] = cache.exact_len
-        lags.append(len(sequence.text) - length)
-        assert apart(batch.drafter.model, cache, sequence.text, length) < 1e-12
+        lags.append(len(sequence.token_ids) - length)
+        assert apart(batch.drafter.model, cache, sequence.token_ids, length) < 1e-12
 
     engine = load(world, "chain", scores)
     with after_every_round(monkeypatch, sound):

@@ -65,11 +65,11 @@ def test_caches_are_sound_after_every_round(pairs, monkeypatch, shape):
 
     def sound(batch, r):
         [sequence] = r.requests
-        batch.cache.check(committed=len(sequence.text))
+        batch.cache.check(committed=len(sequence.token_ids))
         batch.drafter.cache.check()
         for model, cache in ((batch.target, batch.cache), (batch.drafter.model, batch.drafter.cache)):
             [length] = cache.exact_len
-            assert length <= len(sequence.text) and apart(model, cache, sequence.text, length) < 1e-12
+            assert length <= len(sequence.token_ids) and apart(model, cache, sequence.token_ids, length) < 1e-12
 
     with after_every_round(monkeypatch, sound) as sizes:
         fast.generate([5, 9, 40], max_new_tokens=40)

@@ -90,7 +90,7 @@ def drafter_cache_is_exact(world):
     def look(_, r):
         nonlocal worst
         own = fast.drafter
-        worst = max(worst, apart(own.model, own.cache, r.requests[0].text, own.cache.exact_len[0]))
+        worst = max(worst, apart(own.model, own.cache, r.requests[0].token_ids, own.cache.exact_len[0]))
 
     with after_every_round(pytest.MonkeyPatch(), look):
         fast.generate(PROMPT, COUNT)

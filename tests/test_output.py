@@ -51,8 +51,8 @@ def served(monkeypatch: pytest.MonkeyPatch) -> Calls:
     stream = Session.stream
 
     def recorded(self: Session, requests: Any = ()) -> Stream:
-        who = "strategy" if requests[0].drafting else "ar"
-        calls.append((who, [list(request.text) for request in requests]))
+        who = "strategy" if requests[0].speculates else "ar"
+        calls.append((who, [list(request.token_ids) for request in requests]))
         return stream(self, requests)
 
     monkeypatch.setattr(Session, "stream", recorded)
@@ -92,7 +92,7 @@ def test_no_side_keeps_the_kv_of_earlier_turns(
 
     def plain(self: Engine, *prompts: Any, **options: Any) -> Any:
         out = generate_ar(self, *prompts, **options)
-        prefilled.extend(each.stats.prompt for each in out)
+        prefilled.extend(each.stats.prefilled for each in out)
         return out
 
     monkeypatch.setattr(Engine, "warmup", lambda *_: None)

@@ -172,7 +172,7 @@ def test_each_round_sees_its_kv_bucket(pairs, tmp_path, monkeypatch, context):
         for c in (cache, drafter.cache):
             wide = min(bucket, c.capacity) // 16 if fixed else c.block_table.shape[1]
             assert c.table.shape[1] == wide
-        assert not fixed or bucket >= len(r.requests[0].text) + fast.loop.batches.lookahead
+        assert not fixed or bucket >= len(r.requests[0].token_ids) + fast.loop.batches.lookahead
         seen.append((fixed, bucket))
         launch(r, target, cache, drafter)
 
@@ -245,7 +245,7 @@ def test_float64_has_no_graphs_on_a_gpu(pairs):
 def test_ranks_capture_rounds_where_every_rank_drafts(pairs, drafting, graphs, fixed):
     options = dataclasses.replace(load(pairs).options, graphs=graphs)
     gpu = SimpleNamespace(device=torch.device("cuda"), dtype=torch.bfloat16)
-    assert fixed_shapes(options, gpu, SimpleNamespace(drafting=drafting, size=2)) == fixed
+    assert fixed_shapes(options, gpu, SimpleNamespace(draft_ranks=drafting, size=2)) == fixed
     assert fixed_shapes(options, gpu, None) == (graphs is None)
 
 
@@ -279,12 +279,12 @@ def test_caches_are_sound_after_every_round(pairs, shape, draft, beside, graphs)
     batch, drafter, longest = fast.loop, fast.drafter, 0
 
     with admitted(fast, prompts, 40) as sequences:
-        while all(len(s.text) + 6 < s.limit for s in sequences):
-            before = [len(s.text) for s in sequences]
+        while all(len(s.token_ids) + 6 < s.limit for s in sequences):
+            before = [len(s.token_ids) for s in sequences]
             r = batch.start()
             assert r.batch.fixed == (graphs == "on")
             for slot, (sequence, _, tokens) in enumerate(batch.finish(r)):
-                text, kept = sequence.text, drafter.cache.exact_len[slot]
+                text, kept = sequence.token_ids, drafter.cache.exact_len[slot]
                 longest = max(longest, len(tokens))
                 assert fast.cache.exact_len[slot] == len(text) - 1 and kept >= len(text) - drafter.repeated
                 assert apart(fast.model, fast.cache, text, len(text) - 1, slot) < 1e-12

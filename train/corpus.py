@@ -97,7 +97,7 @@ class Writer:
 
     def finish(self, request: Any) -> Any | None:
         """Keep a finished answer; after a finished question return the request for its answer."""
-        k, ids = request.index, request.text
+        k, ids = request.index, request.token_ids
         if request not in self.asks:
             self.kept[k] = ids, self.starts.pop(request)
             return None
@@ -157,7 +157,7 @@ def write(engine: Engine, questions: list[dict[str, Any]], args: Args) -> None:
     stream = engine.session.stream()
 
     def push(request: Any) -> None:
-        writer.starts[request] = len(request.text)
+        writer.starts[request] = len(request.token_ids)
         stream.submit(request)
 
     for _ in range(args.batch_size + 2):
@@ -167,7 +167,7 @@ def write(engine: Engine, questions: list[dict[str, Any]], args: Args) -> None:
         request = event.request
         if not request.finished:
             continue
-        tokens += 0 if request in writer.asks else len(request.text) - writer.starts[request]
+        tokens += 0 if request in writer.asks else len(request.token_ids) - writer.starts[request]
         if (answer := writer.finish(request)) is not None:
             push(answer)
         elif tokens < args.tokens:

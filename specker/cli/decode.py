@@ -169,7 +169,7 @@ class Decoding:
         requests = [self._request(sample) for sample in samples]
         with CtrlC() as ctrl_c, self.engine.session.stream(requests) as events:
             for event in self._with_progress(events, requests, samples):
-                sample = owners[event.prompt]
+                sample = owners[event.prompt_index]
                 result = sample.results[-1]
                 result.tokens += event.tokens
                 result.text += event.text
@@ -177,7 +177,7 @@ class Decoding:
                 sample.deferred.append(partial(self.screen.pieces, event.pieces))
                 if event.finished:
                     if self.trace is not None:
-                        self.trace.end(event.prompt, event.finished, event.stats)
+                        self.trace.end(event.prompt_index, event.finished, event.stats)
                     sample.deferred.append(self.screen.newline)
                     sample.messages.append({"role": "assistant", "content": result.text})
                     if to_the_end and not sample.done:

@@ -40,7 +40,7 @@ def report(engine: Any, results: list[Result], sampling: Sampling, interrupted: 
     }
     trim = engine.trim_report(total.stats)
     if (ranks := engine.ranks) is not None:
-        names = {"tp": ranks.size, "dp": ranks.replicas, "draft": ranks.drafting}
+        names = {"tp": ranks.size, "dp": ranks.replicas, "draft": ranks.draft_ranks}
         out["ranks"] = names | {"reduce": "ordered" if ranks.ordered else "fast"}
     out |= engine.remarks
     return out | ({"vocabulary": trim} if trim else {}) | ({"interrupted": True} if interrupted else {})

@@ -128,7 +128,7 @@ class Drafts:
         with current(self.device):
             for i, sequence in self._matched(texts).items():
                 sequence.sampling = GREEDY if sampling is None else sampling[i]
-                length = len(sequence.text)
+                length = len(sequence.token_ids)
                 if min(most, self.limit - length) <= 0 or not self._has_memory(sequence, length + most):
                     continue
                 if rows is None or self._knows(sequence, rows[i]):
@@ -163,18 +163,18 @@ class Drafts:
         held = [s for s in self._slots if s is not None]
         found: dict[int, Request] = {}
         for i, text in enumerate(texts):
-            if same := [s for s in held if _continues(text, s.text)]:
-                found[i] = max(same, key=lambda s: len(s.text))
+            if same := [s for s in held if _continues(text, s.token_ids)]:
+                found[i] = max(same, key=lambda s: len(s.token_ids))
                 held.remove(found[i])
-        before = {s: len(s.text) for s in found.values()}
+        before = {s: len(s.token_ids) for s in found.values()}
         for i, sequence in found.items():
-            written = list(texts[i][len(sequence.text) :])
+            written = list(texts[i][len(sequence.token_ids) :])
             if self.drafter.head is not None:
                 self.drafter.head.count(written)
-            sequence.text.extend(written)
+            sequence.token_ids.extend(written)
         self._observe(before)
         for sequence in found.values():
-            self._truncate(self._slots.index(sequence), len(sequence.text) - 1)
+            self._truncate(self._slots.index(sequence), len(sequence.token_ids) - 1)
         for i, text in enumerate(texts):  # after all texts that continue a known one: those must not lose their K/V
             if i not in found and (new := self._admitted(list(text), held)) is not None:
                 found[i] = new
@@ -190,7 +190,7 @@ class Drafts:
         batch, draft, drafted = self._last
         paths: list[list[int]] = []
         for slot, request in enumerate(batch.requests):
-            grown = request.text[before[request] :] if request in before and drafted[slot] else None
+            grown = request.token_ids[before[request] :] if request in before and drafted[slot] else None
             paths.append([] if grown is None else list(range(_common(drafted[slot], grown) + 1)))
             if paths[-1]:
                 confidence = [each[slot] for each in draft.confidence]
@@ -204,8 +204,8 @@ class Drafts:
     def _admitted(self, text: list[int], held: list[Request]) -> Request | None:
         """A new sequence. It takes over the K/V of the sequence in `held` with the longest common beginning, if that is
         most of that sequence, and removes it from `held`. None if no slot can be freed."""
-        shared, nearest = max(((_common(s.text, text), s) for s in held), key=lambda x: x[0], default=(0, None))
-        if nearest is not None and 2 * shared > len(nearest.text):
+        shared, nearest = max(((_common(s.token_ids, text), s) for s in held), key=lambda x: x[0], default=(0, None))
+        if nearest is not None and 2 * shared > len(nearest.token_ids):
             slot = self._forget(nearest)
             held.remove(nearest)
         else:  # a request that waits for its turn must not lose more than this one gains
@@ -215,7 +215,7 @@ class Drafts:
             slot = free
         policy = strategies.policy(self.policies)
         sequence = self._slots[slot] = Request(
-            index=next(self._numbers), text=text, limit=self.limit, sampling=GREEDY, policy=policy
+            index=next(self._numbers), token_ids=text, limit=self.limit, sampling=GREEDY, policy=policy
         )
         behind = (
             self.drafter.tokens_ahead if self.aux_layers else 0
@@ -271,7 +271,7 @@ class Drafts:
         if not self.aux_layers or cache is None:
             return True
         slot = self._slots.index(sequence)
-        first, end = cache.exact_len[slot], len(sequence.text) - 1
+        first, end = cache.exact_len[slot], len(sequence.token_ids) - 1
         held = {depth: rows[depth][max(0, len(rows[depth]) - (end - first)) :] for depth in self.aux_layers}
         if any(len(x) < end - first for x in held.values()):
             return False
@@ -294,7 +294,7 @@ class Drafts:
 
     def _drafted(self, sequences: list[Request], most: int) -> list[list[int]]:
         """Draft for the sequences in slots 0..n-1."""
-        n, state, lengths = len(sequences), self.state, [len(s.text) for s in sequences]
+        n, state, lengths = len(sequences), self.state, [len(s.token_ids) for s in sequences]
         budget, _ = self._runner.shape(sequences)
         offer = self._runner.offer
         room = [max(0, min(most, self.limit - length)) for length in lengths]
@@ -307,7 +307,7 @@ class Drafts:
         if any(s.sampling.temperature > 0 for s in sequences):
             for slot, request in enumerate(sequences):
                 state.draw[slot] = pack(request.sampling)
-        state.window[:n, 0] = torch.tensor([s.text[-1] for s in sequences])
+        state.window[:n, 0] = torch.tensor([s.token_ids[-1] for s in sequences])
         if fixed:
             self._send(sequences)
         batch = self._batches.make(sequences, budget, fixed, self.graphs, n, most)
@@ -323,9 +323,9 @@ class Drafts:
         """Copy the lengths of the texts in slots 0, 1, .. and the last tokens, which a draft of fixed shape forwards
         again, to the device."""
         state, n, device = self.state, len(sequences), self.device
-        lengths = torch.tensor([len(s.text) for s in sequences])
+        lengths = torch.tensor([len(s.token_ids) for s in sequences])
         count = min(self.rows, int(lengths.min()))
-        tails = torch.tensor([s.text[-count:] for s in sequences])
+        tails = torch.tensor([s.token_ids[-count:] for s in sequences])
         columns = lengths[:, None] + torch.arange(-count, 0)
         if device.type == "cuda":
             lengths, tails, columns = (x.pin_memory().to(device, non_blocking=True) for x in (lengths, tails, columns))

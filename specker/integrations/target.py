@@ -23,7 +23,7 @@ from specker.runtime.control.auto import AcceptanceHistory
 from specker.runtime.control.costs import Costs
 from specker.runtime.control.policy import AUTO
 from specker.runtime.engine import draft_cost
-from specker.runtime.load import device_of, drafting, dtype_of, family_of
+from specker.runtime.load import device_of, dtype_of, family_of, read_draft
 from specker.runtime.round.drafter import Drafter
 from specker.runtime.strategies.base import LOOKAHEAD, DraftContext, PolicyContext
 
@@ -64,48 +64,50 @@ def drafter_for(
     o = strategies.options(  # the last slot is a spare one
         strategy=strategy, batch_size=requests + 1, kv_tokens=kv_tokens, max_context=max_context, **options
     )
-    how, where = strategies.of(o), device_of(device)
+    method, where = strategies.of(o), device_of(device)
     name = target.folder if isinstance(target, Checkpoint) else target
-    if how.self_drafting or not how.drafts:
+    if method.self_drafting or not method.drafts:
         raise ValueError(f"strategy {strategy!r} does not draft for another engine: use one with its own drafter")
-    if draft is not None and not how.needs_draft:
+    if draft is not None and not method.needs_draft:
         raise ValueError(f"strategy {strategy!r} uses no draft checkpoint: leave out draft")
     config = target.config if isinstance(target, Checkpoint) else read_sizes(target, max_context)
-    if how.reads_target and not how.needs_draft and not config.num_heads:
+    if method.reads_target and not method.needs_draft and not config.num_heads:
         raise ValueError(f"strategy {strategy!r} needs a target that specker's decoder runs, not {config.architecture}")
-    if draft is None and how.needs_draft:
+    if draft is None and method.needs_draft:
         zoo.require_for(config)
     family, source = zoo.family_of(config), draft
-    if source is None and how.needs_draft and family is not None:
-        source = family.drafts.get(how.name)
-    if source is None and how.needs_draft:
+    if source is None and method.needs_draft and family is not None:
+        source = family.drafts.get(method.name)
+    if source is None and method.needs_draft:
         raise ValueError(f"strategy {strategy!r} needs a draft checkpoint for {name}: pass draft")
-    own = None if source is None or how.reads_target else read_config(source)
+    own = None if source is None or method.reads_target else read_config(source)
     kind = dtype_of(dtype)
     if dtype is None and where.type == "cpu" and not (own is not None and served(own)):
         kind = torch.float32
     if isinstance(target, Checkpoint):
-        known = target
-    elif how.reads_target or (own is not None and own.shares):
-        known = checkpoint.read(target, dtype=kind, device=where, max_context=max_context, layers=False)
+        target_checkpoint = target
+    elif method.reads_target or (own is not None and own.shares):
+        target_checkpoint = checkpoint.read(target, dtype=kind, device=where, max_context=max_context, layers=False)
     else:
-        known = Checkpoint(config, no_weights(where), folder_of(target, weights=False))
+        target_checkpoint = Checkpoint(config, no_weights(where), folder_of(target, weights=False))
     if own is not None and own.shares:
-        family = family_of(known)
-    if draft is None and how.needs_draft and family is None:
+        family = family_of(target_checkpoint)
+    if draft is None and method.needs_draft and family is None:
         raise ValueError(f"strategy {strategy!r} needs a draft checkpoint for {name}: pass draft")
-    o = how.with_defaults(o, family)
+    o = method.with_defaults(o, family)
     notes: dict[str, str] = {}
-    side, kept = drafting(known, source, o, kind, name, family, notes)
+    draft_checkpoint, kept = read_draft(target_checkpoint, source, o, kind, name, family, notes)
     for sentence in notes.values():
         log.warning(sentence)
-    if side is not None:
-        o = how.with_draft(o, side)
-        memory = CacheMemory((side.config,), side.weights.norm.dtype, where, o.page_size, LOOKAHEAD)
+    if draft_checkpoint is not None:
+        o = method.with_draft(o, draft_checkpoint)
+        memory = CacheMemory(
+            (draft_checkpoint.config,), draft_checkpoint.weights.norm.dtype, where, o.page_size, LOOKAHEAD
+        )
         o = replace(o, kv_tokens=memory.pool(o.batch_size, kv_tokens)[0])
-    drafter = strategies.drafter(DraftContext(o, known, None, None, side, kept, family))
+    drafter = strategies.drafter(DraftContext(o, target_checkpoint, None, None, draft_checkpoint, kept, family))
     assert drafter is not None
-    history = AcceptanceHistory(Costs(lambda budget: draft_cost(budget, known, side, 0.0)))
+    history = AcceptanceHistory(Costs(lambda budget: draft_cost(budget, target_checkpoint, draft_checkpoint, 0.0)))
     fixed = where.type == "cuda" and kind != torch.float64 if o.graphs is None else o.graphs == "on"
     policies = PolicyContext(o, config.num_layers, family, history, 0.0, where.type == "cpu")
     return Foreign(drafter, o, config, policies, where, fixed)

@@ -46,7 +46,7 @@ from specker.options import MAX_BATCH, Options, Params, Sampling
 from specker.runtime import strategies
 from specker.runtime.control.stats import Stats
 from specker.runtime.engine import Engine, cache_memory
-from specker.runtime.load import drafting, family_of
+from specker.runtime.load import family_of, read_draft
 
 __all__ = ["Generate", "register_attention"]
 
@@ -233,7 +233,7 @@ class Generate:
                     f"strategy {o.strategy!r} needs a draft checkpoint for {type(model).__name__}: pass draft"
                 )
             parts.check_target(o, main.config.num_layers)
-            side, kept = drafting(main, draft, o, model.dtype, folder, family, notes)
+            side, kept = read_draft(main, draft, o, model.dtype, folder, family, notes)
         o = o if side is None else parts.with_draft(o, side)
         memory = cache_memory(main, side, o, family)
         memory.sized(context)  # raises ValueError if the K/V does not fit
@@ -259,9 +259,9 @@ class Generate:
         running = dict.fromkeys(range(len(new)))
         with engine.session.stream(requests) as events:
             for event in events:
-                new[event.prompt] += event.tokens
+                new[event.prompt_index] += event.tokens
                 if event.finished:
-                    del running[event.prompt]
+                    del running[event.prompt_index]
                 known = min(len(new[r]) for r in running) if running else max(map(len, new))
                 for i in range(len(columns), known):
                     columns.append([tokens[i] if i < len(tokens) else int(pad) for tokens in new])

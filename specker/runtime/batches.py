@@ -35,10 +35,10 @@ class Batches:
         for slot in set(range(n, padded)) - self.idle:  # set up once: a copy from the host would block
             self.state.idle(slot, self.largest.depth + 1)
             self.idle.add(slot)
-        longest = max(len(request.text) for request in requests) + ahead
+        longest = max(len(request.token_ids) for request in requests) + ahead
         bucket = self.see(longest + self.lookahead if fixed else 0)
         draws = Draws.of([request.sampling for request in requests], state.draw, fixed)
-        lengths = state.length if fixed else [len(request.text) for request in requests]
+        lengths = state.length if fixed else [len(request.token_ids) for request in requests]
         shape, confident = Shape(padded, budget, fixed, bucket, draws.kind), requests[0].policy.confident
         return Batch(requests, state, shape, draws, lengths, graphs, confident)
 

@@ -47,7 +47,7 @@ class DraftRunner:
             policy.announced(*match)
         budget, self._delayed = self._delayed, None
         if budget is None:
-            budget = self.chooser.choose(policies, sum(s.limit - len(s.text) for s in requests), offer.missing)
+            budget = self.chooser.choose(policies, sum(s.limit - len(s.token_ids) for s in requests), offer.missing)
         reason = self.chooser.reason
         if not self._caught_up(requests, budget):
             self._delayed, budget, reason = budget, NONE, BEHIND
@@ -96,7 +96,7 @@ class DraftRunner:
         """Limit a draft to the longest remaining text, less one for the target's token, and the drafter's context."""
         if not budget.nodes:
             return budget
-        left = max(s.limit - len(s.text) - 1 for s in requests)
+        left = max(s.limit - len(s.token_ids) - 1 for s in requests)
         return budget.clip(min(budget.nodes, self.largest.nodes), min(left, self.offer.most))
 
     def draft(self, batch: Batch) -> Draft:

@@ -88,7 +88,7 @@ class Engine:
         prior = memoised(lambda budget: draft_cost(budget, self.target, self.draft, head_cost))
         history = AcceptanceHistory(Costs(prior, memoised(lambda rows: pass_elements(self.target.config, rows))))
         # On a GPU a token's probability is a host read. Ranks that draft together must end a draft at the same token.
-        reads = not gpu and (ranks is None or (ranks.drafting == 1 and not strategy.every_rank))
+        reads = not gpu and (ranks is None or (ranks.draft_ranks == 1 and not strategy.every_rank))
         self.policies = PolicyContext(o, self.target.config.num_layers, self.family, history, head_cost, reads)
         self.plan = strategies.plan(self.policies)
         self.loop = Loop(
@@ -289,15 +289,17 @@ class Engine:
         with self.session.alone():
             yield
 
-    def _requests(self, prompt: Any, options: dict[str, Any], stop: Stop, drafting: bool, **more: Any) -> list[Request]:
+    def _requests(
+        self, prompt: Any, options: dict[str, Any], stop: Stop, speculates: bool, **more: Any
+    ) -> list[Request]:
         same = {"stop": stop, "stop_ids": options.pop("stop_ids", ())}  # lists, but not one value per prompt
         return [
-            self.session.request(p, Params.of(**same, **named), index=i, drafting=drafting, **more)
+            self.session.request(p, Params.of(**same, **named), index=i, speculates=speculates, **more)
             for i, (p, named) in enumerate(text.each(prompt, options))
         ]
 
-    def _generate(self, prompt: Any, options: dict[str, Any], stop: Stop, drafting: bool) -> Any:
-        requests = self._requests(prompt, options, stop, drafting, reads=False)
+    def _generate(self, prompt: Any, options: dict[str, Any], stop: Stop, speculates: bool) -> Any:
+        requests = self._requests(prompt, options, stop, speculates, reads=False)
         texts = dict.fromkeys(requests, "")
         logprobs: dict[Request, list[Logprob]] = {request: [] for request in requests}
         with self.session.stream(requests) as events:
@@ -314,13 +316,13 @@ class Engine:
 def fixed_shapes(o: Options, model: Model, ranks: Ranks | None) -> bool:
     """Whether rounds have fixed shapes where they can, so that a GPU captures them. `ranks`: those that share rank 0's
     drafts, unless all of them draft. Raises ValueError for `graphs` on if rounds cannot be captured."""
-    drafting = ranks is None or ranks.drafting == ranks.size
+    all_draft = ranks is None or ranks.draft_ranks == ranks.size
     kernels = model.dtype != torch.float64  # float64 has none, and its references read numbers on the host
     if o.graphs != "on":
-        return o.graphs is None and model.device.type == "cuda" and kernels and drafting
-    if not drafting:
-        all_draft = f"needs all of them to draft: set {option('draft_ranks')} to {option('tp')}"
-        raise ValueError(f"{option('graphs', 'on')} with several ranks {all_draft}")
+        return o.graphs is None and model.device.type == "cuda" and kernels and all_draft
+    if not all_draft:
+        needed = f"needs all of them to draft: set {option('draft_ranks')} to {option('tp')}"
+        raise ValueError(f"{option('graphs', 'on')} with several ranks {needed}")
     if model.device.type == "cuda" and not kernels:
         other = f"use {option('graphs', 'off')} or another {option('dtype')}"
         raise ValueError(f"{option('graphs', 'on')} needs kernels, and float64 has none: {other}")

@@ -49,7 +49,7 @@ class Event(NamedTuple):
     finished: str | None
 
     @property
-    def prompt(self) -> int:
+    def prompt_index(self) -> int:
         """Index of the prompt."""
         return self.request.index
 
@@ -85,7 +85,7 @@ def emitted(r: Round, slot: int, path: list[int], tokens: list[int], known: set[
     ended = known is not None and bool(tokens) and tokens[-1] not in known
     lost = ended and not r.batch.budget.part and len(path) - 1 < r.draft.depth
     if stop is not None:
-        del request.text[len(request.text) - len(tokens) + stop + 1 :]
+        del request.token_ids[len(request.token_ids) - len(tokens) + stop + 1 :]
         tokens = tokens[: stop + 1]
         request.finished = "stop"
     elif request.guide is not None and request.guide.ended:
@@ -93,7 +93,7 @@ def emitted(r: Round, slot: int, path: list[int], tokens: list[int], known: set[
     elif broken:
         request.finished = "not finite"
         log.warning(NOT_FINITE, request.index)
-    elif len(request.text) >= request.limit:
+    elif len(request.token_ids) >= request.limit:
         request.finished = request.ends
     accepted = max(0, min(len(path) - 1, len(tokens)))
     pieces = [(text, n < accepted) for n, text in enumerate(texts)]

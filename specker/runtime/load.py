@@ -39,10 +39,10 @@ def load(
     if strategy is None:
         strategy = strategies.usual(target, draft, options)
     opts = strategy if isinstance(strategy, Options) else strategies.options(strategy=strategy, **options)
-    parts = strategies.of(opts)
+    method = strategies.of(opts)
     where = device_of(device)
-    ranks = dist.join(opts, where, parts.divides)
-    if draft is not None and not parts.needs_draft:
+    ranks = dist.join(opts, where, method.divides)
+    if draft is not None and not method.needs_draft:
         raise ValueError(f"strategy {opts.strategy!r} uses no draft checkpoint: leave out {option('draft')}")
     dummy = opts.load == "dummy"
     notes: dict[str, str] = {}
@@ -50,81 +50,88 @@ def load(
         if not isinstance(source, str | os.PathLike | None):
             raise ValueError(f"{option(name)} must be a folder, a GGUF file or a hub id, got {source!r}")
     if draft == catalogue.AUTO:
-        chosen = catalogue.choose(target, parts.name)
-        notes["draft_choice"] = catalogue.reason(chosen, parts.name)
+        chosen = catalogue.choose(target, method.name)
+        notes["draft_choice"] = catalogue.reason(chosen, method.name)
         draft = None if chosen.bundled else chosen.draft
-    if dummy and target is not None and draft is None and parts.needs_draft:
+    if dummy and target is not None and draft is None and method.needs_draft:
         draft = target
         notes["draft_shape"] = f"without {option('draft')}, the draft has the shape of {_name(target)}"
     if target is None and draft is not None:
         raise ValueError(f"{option('draft')} needs {option('target')}: the bundled target has its own draft")
     target_source = zoo.path("code-target") if target is None else target
     # Each config is read once, and before any weights: the checkpoint may come from the hub.
-    main_source = opened(target_source, max_context=opts.max_context)
-    side_source = (
-        None if draft is None or parts.reads_target else opened(draft, bidirectional=None if parts.causal else True)
+    opened_target = opened(target_source, max_context=opts.max_context)
+    opened_draft = (
+        None if draft is None or method.reads_target else opened(draft, bidirectional=None if method.causal else True)
     )
-    lacks_draft = parts.needs_draft and draft is None
+    lacks_draft = method.needs_draft and draft is None
     if lacks_draft:
-        zoo.require_for(main_source.config)
-        known = zoo.family_of(main_source.config)
-        if known is None or parts.name not in known.drafts:
+        zoo.require_for(opened_target.config)
+        known = zoo.family_of(opened_target.config)
+        if known is None or method.name not in known.drafts:
             raise ValueError(_no_draft(opts, target_source))
     if where.type == "cpu":
-        why, lacks = cpu.problem(), cpu.Stack.lacks(main_source.config.layer)
+        why, lacks = cpu.problem(), cpu.Stack.lacks(opened_target.config.layer)
         if why is not None or lacks:
             notes["cpu"] = f"decoding is slow, because {why or f'the compiled kernels lack {lacks}'}"
     if dtype is None and where.type == "cpu":
         whole = ranks is None and opts.linear != "cublas"
-        dtype = torch.bfloat16 if whole and served(main_source.config) else torch.float32
+        dtype = torch.bfloat16 if whole and served(opened_target.config) else torch.float32
     kind = dtype_of(dtype)
-    shares_head = ranks is not None and side_source is not None and "lm_head" in side_source.config.shares
-    main = read_checkpoint(
-        main_source,
+    shares_head = ranks is not None and opened_draft is not None and "lm_head" in opened_draft.config.shares
+    target_checkpoint = read_checkpoint(
+        opened_target,
         dtype=kind,
         device=where,
         random=0 if dummy else None,
         part=WHOLE if ranks is None else ranks.part,
-        whole_head=parts.every_rank or shares_head,
+        whole_head=method.every_rank or shares_head,
         quantize=opts.quantize,
         activations=opts.activations,
         pack=ranks is None and opts.linear != "cublas",
         on_progress=on_progress,
     )
     if ranks is not None:
-        ranks.same("target", dist.fingerprint(main.folder))
-    if (sentence := stored(main, "target")) is not None:
+        ranks.same("target", dist.fingerprint(target_checkpoint.folder))
+    if (sentence := stored(target_checkpoint, "target")) is not None:
         notes["weights"] = sentence
-    family = None if dummy and target is not None else family_of(main)
+    family = None if dummy and target is not None else family_of(target_checkpoint)
     if lacks_draft and family is None:
         raise ValueError(_no_draft(opts, target_source))
-    draft_source = family.drafts[parts.name] if lacks_draft and family is not None else draft
-    opts = parts.with_defaults(opts, family)
-    parts.check_target(opts, main.config.num_layers)
-    side, kept = drafting(main, side_source or draft_source, opts, kind, target, family, notes, ranks, on_progress)
-    opts = opts if side is None else parts.with_draft(opts, side)
+    draft_source = family.drafts[method.name] if lacks_draft and family is not None else draft
+    opts = method.with_defaults(opts, family)
+    method.check_target(opts, target_checkpoint.config.num_layers)
+    draft_checkpoint, kept = read_draft(
+        target_checkpoint, opened_draft or draft_source, opts, kind, target, family, notes, ranks, on_progress
+    )
+    opts = opts if draft_checkpoint is None else method.with_draft(opts, draft_checkpoint)
     names = [_name(target_source), None if draft_source is None else _name(draft_source)]
-    context, lowered = cache_memory(main, side, opts, family).sized(opts.max_context)
+    context, lowered = cache_memory(target_checkpoint, draft_checkpoint, opts, family).sized(opts.max_context)
     if ranks is not None:
         context = ranks.least(context)
-        if context < main.config.max_context:
+        if context < target_checkpoint.config.max_context:
             less = f"the context is lowered to {context} positions: another rank has too little memory for more"
             lowered = lowered or less
     if lowered is not None:
         notes["context"] = lowered
-        main, side = _within(main, context), None if side is None else _within(side, context)
-    pool, note = cache_memory(main, side, opts, family).pool(opts.batch_size, opts.kv_tokens)
+        target_checkpoint, draft_checkpoint = (
+            _within(target_checkpoint, context),
+            None if draft_checkpoint is None else _within(draft_checkpoint, context),
+        )
+    pool, note = cache_memory(target_checkpoint, draft_checkpoint, opts, family).pool(opts.batch_size, opts.kv_tokens)
     if ranks is not None and opts.batch_size > 1:
-        pool = ranks.least(pool or opts.batch_size * (main.config.max_context + LOOKAHEAD))
+        pool = ranks.least(pool or opts.batch_size * (target_checkpoint.config.max_context + LOOKAHEAD))
     if note is not None:
         notes["kv_pool"] = note
     opts = replace(opts, kv_tokens=pool)
-    with cache_memory(main, side, opts, family).allocating():
-        return Engine(main, side, opts, where, kind, names[0] or "", names[1], kept, notes, ranks, family)
+    with cache_memory(target_checkpoint, draft_checkpoint, opts, family).allocating():
+        return Engine(
+            target_checkpoint, draft_checkpoint, opts, where, kind, names[0] or "", names[1], kept, notes, ranks, family
+        )
 
 
-def drafting(
-    main: Checkpoint,
+def read_draft(
+    target_checkpoint: Checkpoint,
     source: str | Path | Opened | None,
     opts: Options,
     dtype: torch.dtype,
@@ -134,51 +141,55 @@ def drafting(
     ranks: dist.Ranks | None = None,
     on_progress: Callable[[int, int], None] | None = None,
 ) -> tuple[Checkpoint | None, KeptRows | None]:
-    """(the checkpoint that drafts for `main`, fitted to its vocabulary and context, or None; the kept rows of a trimmed
-    head, or None). `source`: the draft checkpoint; None if the strategy needs none. `target`: what the user called the
-    target. Adds remarks to `notes`. Raises as `load` does."""
-    parts, dummy, kept = strategies.of(opts), opts.load == "dummy", None
-    side: Checkpoint | None = None
-    if parts.reads_target:
+    """(the checkpoint that drafts for `target_checkpoint`, fitted to its vocabulary and context, or None; the kept rows
+    of a trimmed head, or None). `source`: the draft checkpoint; None if the strategy needs none. `target`: what the
+    user called the target. Adds remarks to `notes`. Raises as `load` does."""
+    method, dummy, kept = strategies.of(opts), opts.load == "dummy", None
+    draft_checkpoint: Checkpoint | None = None
+    if method.reads_target:
         assert not isinstance(source, Opened)
-        side = parts.read_head(source, main, dtype, opts.draft_quantize)
+        draft_checkpoint = method.read_head(source, target_checkpoint, dtype, opts.draft_quantize)
         if ranks is not None:
-            ranks.same("draft", dist.fingerprint(side.folder))
-        if (sentence := stored(side, "draft")) is not None:
+            ranks.same("draft", dist.fingerprint(draft_checkpoint.folder))
+        if (sentence := stored(draft_checkpoint, "draft")) is not None:
             notes["draft_weights"] = sentence
-        if opts.trim is not None and side.head_ids is not None:
-            rows = f"{source} has {len(side.head_ids)} rows for ids of its own choice (d2t)"
+        if opts.trim is not None and draft_checkpoint.head_ids is not None:
+            rows = f"{source} has {len(draft_checkpoint.head_ids)} rows for ids of its own choice (d2t)"
             raise ValueError(f"{rows}: leave out +vocabtrim")
     elif source is not None and (ranks is None or ranks.drafts):
-        side = read_checkpoint(
+        draft_checkpoint = read_checkpoint(
             source,
             dtype=dtype,
-            device=main.weights.embed.device,
-            bidirectional=None if parts.causal else True,
+            device=target_checkpoint.weights.embed.device,
+            bidirectional=None if method.causal else True,
             random=1 if dummy else None,
-            owner=main,
+            owner=target_checkpoint,
             quantize=opts.draft_quantize,
             activations=opts.activations,
             pack=ranks is None and opts.linear != "cublas",
             on_progress=on_progress,
         )
-        if (sentence := stored(side, "draft")) is not None:
+        if (sentence := stored(draft_checkpoint, "draft")) is not None:
             notes["draft_weights"] = sentence
         if ranks is not None:
-            ranks.same("draft", dist.fingerprint(side.folder), drafters=True)
-        side = _within(side, main.config.max_context)
+            ranks.same("draft", dist.fingerprint(draft_checkpoint.folder), drafters=True)
+        draft_checkpoint = _within(draft_checkpoint, target_checkpoint.config.max_context)
         called = source.source if isinstance(source, Opened) else source
-        if parts.causal and not side.config.causal:
+        if method.causal and not draft_checkpoint.config.causal:
             raise ValueError(f"{called} is a bidirectional drafter; strategy {opts.strategy!r} needs a causal one")
-        side = parts.adapt(opts, side)
-        ids = min(side.config.vocab_size, main.config.vocab_size)
+        draft_checkpoint = method.adapt(opts, draft_checkpoint)
+        ids = min(draft_checkpoint.config.vocab_size, target_checkpoint.config.vocab_size)
         ids -= opts.acceptance is not None  # to disagree, the target needs a token that no child has
         if opts.width > ids:
             raise ValueError(f"{option('tree', opts.tree)} is wider than the vocabulary")
-        side = _same_vocabulary(main, side, dummy, (target or main.folder, called))
-    if opts.trim is not None and (ranks is None or ranks.drafts or parts.every_rank):
-        side, kept = trim.trimmed(main, side or main, opts, family, notes, ranks, parts.every_rank)
-    return side, kept
+        draft_checkpoint = _same_vocabulary(
+            target_checkpoint, draft_checkpoint, dummy, (target or target_checkpoint.folder, called)
+        )
+    if opts.trim is not None and (ranks is None or ranks.drafts or method.every_rank):
+        draft_checkpoint, kept = trim.trimmed(
+            target_checkpoint, draft_checkpoint or target_checkpoint, opts, family, notes, ranks, method.every_rank
+        )
+    return draft_checkpoint, kept
 
 
 def stored(checkpoint: Checkpoint, name: str) -> str | None:
@@ -220,13 +231,22 @@ def _same_vocabulary(target: Checkpoint, draft: Checkpoint, dummy: bool, names: 
     if target.tokens.equal(draft.tokens):
         return _cut(replace(draft, shared=target.tokens), min(sizes))
     tokens = [target.vocabulary, draft.vocabulary]
-    main, side = tokens
-    if main is not None and side is not None and not draft.config.causal and main.items() <= side.items():
-        rows = min(sizes) if len(main) == len(side) else min(*sizes, max(main.values()) + 1)
+    target_checkpoint, draft_checkpoint = tokens
+    if (
+        target_checkpoint is not None
+        and draft_checkpoint is not None
+        and not draft.config.causal
+        and target_checkpoint.items() <= draft_checkpoint.items()
+    ):
+        rows = (
+            min(sizes)
+            if len(target_checkpoint) == len(draft_checkpoint)
+            else min(*sizes, max(target_checkpoint.values()) + 1)
+        )
         return _cut(draft, rows)
-    if dummy and main != side:
+    if dummy and target_checkpoint != draft_checkpoint:
         tokens = [None, None]
-    elif main is not None and side is not None and main != side:
+    elif target_checkpoint is not None and draft_checkpoint is not None and target_checkpoint != draft_checkpoint:
         raise ValueError(
             f"target and draft have different tokenizers ({names[0]} has {len(tokens[0] or {})} tokens, "
             f"{names[1]} has {len(tokens[1] or {})}; the tokens differ): use a draft of the target's own family"

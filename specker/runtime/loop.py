@@ -135,7 +135,7 @@ class Loop:
             ahead = sum(r.draft.size + 1 for r in self.pending)
             if len(self.pending) >= self._deep or (self.pending and not self.pending[-1].batch.fixed):
                 break
-            if all(len(s.text) + len(self.pending) >= s.limit for s in self.active):
+            if all(len(s.token_ids) + len(self.pending) >= s.limit for s in self.active):
                 break  # the pending rounds end every text
             with self.threads():
                 r = self.start(ahead)
@@ -153,7 +153,7 @@ class Loop:
             request.stats.wall += share
         known = self._known_ids
         events = [
-            emitted(r, slot, path, tokens, known if request.drafting else None)
+            emitted(r, slot, path, tokens, known if request.speculates else None)
             for slot, (request, path, tokens) in enumerate(results)
             if request in running and (tokens or slot in r.broken or request.guide is not None)
         ]
@@ -188,7 +188,7 @@ class Loop:
         if waits or not self.fixed:
             return 1
         request = self.active[0]
-        return 1 if request.drafting and self.runner is not None and self.runner.synchronous(request) else 2
+        return 1 if request.speculates and self.runner is not None and self.runner.synchronous(request) else 2
 
     @property
     def _known_ids(self) -> set[int] | None:
@@ -238,15 +238,15 @@ class Loop:
         """Prefill up to `most` tokens of the prompt at hand, to the end of a chunk. Returns their number."""
         request, slot, start = self.slots.filling, self.slots.prefill_slot, time.perf_counter()
         assert request is not None
-        begun, end = self.cache.exact_len[slot], len(request.text) - 1
+        begun, end = self.cache.exact_len[slot], len(request.token_ids) - 1
         count = min(end - begun, most - (begun % most if self.slots.prefix_alignment > 1 else 0))
-        aux_layers = self.drafter.aux_layers if self.drafter is not None and request.drafting else ()
+        aux_layers = self.drafter.aux_layers if self.drafter is not None and request.speculates else ()
         if count:
             self.batches.see(0)
-            tokens = request.text[begun : begun + count]
+            tokens = request.token_ids[begun : begun + count]
             with self.threads() if self.slots.prefix_alignment == 1 else nullcontext():
                 rows = prefill(self.target, self.cache, tokens, aux_layers, count, count, slot)
-            request.stats.prompt += count
+            request.stats.prefilled += count
             if aux_layers and self.drafter is not None:
                 with self.threads():
                     self.drafter.read(slot, request, begun, rows)
@@ -259,7 +259,7 @@ class Loop:
             self.slots.activate(self._agrees(request))
             self.batches.idle.discard(len(self.active) - 1)
             self._chain = False
-            if request.drafting and self.runner is not None:
+            if request.speculates and self.runner is not None:
                 self.runner.chooser.admitted()
         seconds = time.perf_counter() - start
         request.stats.seconds["prefill"] += seconds
@@ -271,7 +271,7 @@ class Loop:
     def _agrees(self, request: Request) -> Tensor | None:
         if self.acceptance is None:
             return None
-        if not request.drafting:
+        if not request.speculates:
             return torch.zeros_like(self.state.agrees[0])
         seed = request.sampling.seed
         if seed not in self._tables:
@@ -289,7 +289,7 @@ class Loop:
         """Launch a round of the active requests. `ahead`: tokens that pending rounds may add to each text. None if
         rounds are pending and the host must know the texts' lengths."""
         began, requests = time.perf_counter(), self.active
-        runner = self.runner if requests[0].drafting else None
+        runner = self.runner if requests[0].speculates else None
         guides = [s.guide for s in requests if s.guide is not None]
         forced = runner is not None and len(guides) == len(requests) and all(guide.forced for guide in guides)
         budget, reason = (NONE, "") if runner is None or forced else runner.shape(requests)
@@ -323,7 +323,7 @@ class Loop:
 
     def spread(self, count: int) -> Tensor:
         """[n, count] int64: for each active request's next round tokens from all over the vocabulary."""
-        vocab, texts = self.target.config.vocab_size, [len(request.text) for request in self.active]
+        vocab, texts = self.target.config.vocab_size, [len(request.token_ids) for request in self.active]
         tokens = [spread(vocab, slot, range(length, length + count)) for slot, length in enumerate(texts)]
         return torch.tensor(tokens, device=self.target.device)
 
@@ -334,7 +334,7 @@ class Loop:
 
     def finish(self, r: Round) -> list[tuple[Request, list[int], list[int]]]:
         """Wait for a round, extend the texts and update policies and the drafter. Returns (request, path, tokens)."""
-        each, runner = collect(r), self.runner if r.requests[0].drafting else None
+        each, runner = collect(r), self.runner if r.requests[0].speculates else None
         start, n, launched = time.perf_counter(), len(r.requests), sum(r.seconds.values())
         if r.batch.fixed:
             self._usual[0] += 1
@@ -345,7 +345,7 @@ class Loop:
             self.runner.stall = STALL / len(self.slots.caches) * self._round_seconds
         out, grown = [], []
         for slot, (request, (path, tokens)) in enumerate(zip(r.requests, each, strict=True)):
-            left = request.limit - len(request.text)  # a draft of fixed shape may go beyond the end
+            left = request.limit - len(request.token_ids)  # a draft of fixed shape may go beyond the end
             path, tokens = path[:left], tokens[:left]
             if request.guide is not None and not request.finished:
                 count = request.guide.follow(tokens)
@@ -353,8 +353,8 @@ class Loop:
             out.append((request, path, tokens))
             grown.append(path if tokens and not request.finished else [])
             if grown[-1]:
-                request.text += tokens
-                self.cache.exact_len[slot] = len(request.text) - 1
+                request.token_ids += tokens
+                self.cache.exact_len[slot] = len(request.token_ids) - 1
         if runner is not None:
             drafted = r.host["draft"].tolist() if r.draft.observed else []
             accepted = Accepted(grown, drafted, r.seconds, self.usual if self.fixed else None)

@@ -27,7 +27,7 @@ def record(
     row: dict[str, Any] = {
         "prompt": request.index,
         "round": number,
-        "position": len(request.text) - len(tokens),  # committed tokens before the round
+        "position": len(request.token_ids) - len(tokens),  # committed tokens before the round
         "draft": rows["draft"][slot, :N].tolist(),
         "parents": parents,
         "confidence": confidence,
@@ -44,7 +44,7 @@ def record(
             row[name] = [math.exp(min(0.0, x)) for x in rows[name][slot, :count].tolist()]
     if "probability" not in row and len(confidence) >= N > 0:
         row["probability"] = confidence[:N]
-    if known is not None and request.drafting:
+    if known is not None and request.speculates:
         row["outside"] = [n for n, token in enumerate(tokens) if token not in known]
     if (note := draft.note(slot)) is not None:
         row["diffusion"] = asdict(note)

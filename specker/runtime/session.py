@@ -72,14 +72,14 @@ class Session:
         params: Params | None = None,
         *,
         index: int = 0,
-        drafting: bool = True,
+        speculates: bool = True,
         traced: bool | None = None,
         reads: bool = True,
         on_progress: Callable[[int, int], None] | None = None,
     ) -> Request:
         """Check a prompt and its parameters and make a request, which is not yet submitted.
 
-        `index`: a number for the caller. `drafting`: False for plain decoding. `traced`: whether the trace holds its
+        `index`: a number for the caller. `speculates`: False for plain decoding. `traced`: whether the trace holds its
         rounds (default: if it drafts). `reads`: its events have text. `on_progress` is called with (prefilled tokens,
         of all) after each chunk of the prompt. Raises ValueError for a prompt that is empty, has unknown ids or can
         never fit, for stop strings without a tokenizer, and for a grammar that is invalid or that this engine cannot
@@ -92,20 +92,20 @@ class Session:
         vocab = self.target.config.vocab_size
         if params.logprobs > vocab or any(token >= vocab for token in params.stop_ids):
             raise ValueError(f"stop_ids must be below {vocab} and logprobs at most that, the vocabulary of {self.name}")
-        asked, drafts = len(ids) + params.max_new_tokens, drafting and self.loop.drafter is not None
+        asked, drafts = len(ids) + params.max_new_tokens, speculates and self.loop.drafter is not None
         return Request(
             index=index,
-            text=ids,
+            token_ids=ids,
             limit=min(asked, context),
             ends="length" if asked <= context else "context",
             sampling=params.sampling,
             policy=self._policy() if drafts else Fixed(0, 0),
-            drafting=drafts,
+            speculates=drafts,
             prefixes=params.prefix_cache,
             reader=Detokenizer(tokenizer, params.stop) if params.stop or reads else None,
             stop_ids=self._stop_ids.union(params.stop_ids),
             logprobs=params.logprobs,
-            traced=drafting if traced is None else traced,
+            traced=speculates if traced is None else traced,
             on_progress=on_progress,
             guide=None if params.grammar is None else self.guide(params.grammar, params.stop_ids),
         )

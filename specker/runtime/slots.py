@@ -75,7 +75,7 @@ class Slots:
         """Whether there is a slot and memory now; requests that draft and those that do not take turns."""
         if self.filling is not None or len(self.active) == self.size:
             return False
-        if self.active and self.active[0].drafting != request.drafting:
+        if self.active and self.active[0].speculates != request.speculates:
             return False
         return all(cache.fits(self.columns(request.limit)) for cache in self.caches)
 
@@ -86,7 +86,7 @@ class Slots:
         for cache, match in zip(self.caches, self._matches(request), strict=True):
             columns = self.columns(request.limit)
             cache.take(slot, columns, match if cache.fits(columns, match) else None)
-        if self.drafter is not None and request.drafting:
+        if self.drafter is not None and request.speculates:
             self.drafter.reset(slot)
         return self.cache.exact_len[slot]
 
@@ -114,8 +114,8 @@ class Slots:
                 self._move(last, slot, self.active[slot])
                 self.state.move(last, slot)
             self.active.pop()
-            if head is not None and request.drafting:  # plain decoding often writes the same text again (--check)
-                head.count(request.text[request.prompt :])
+            if head is not None and request.speculates:  # plain decoding often writes the same text again (--check)
+                head.count(request.token_ids[request.prompt_length :])
         if head is not None:
             head.forget(request)
             if not self.active:
@@ -130,14 +130,14 @@ class Slots:
 
     def _matches(self, request: Request) -> Sequence[Match | None]:
         """What each cache has of the prompt. A draft's K/V decides no token, so any of it will do."""
-        prefixes, text = request.prefixes or self.prefixes, request.text[:-1]
+        prefixes, text = request.prefixes or self.prefixes, request.token_ids[:-1]
         if prefixes == "off":
             return [None] * len(self.caches)
         prefix_alignment = 1 if prefixes == "all" else self.prefix_alignment
         target = self.cache.match(text, prefix_alignment)
         if len(self.caches) == 1:
             return [target]
-        if self.drafter is None or not self.drafter.keeps_prefix or not request.drafting:
+        if self.drafter is None or not self.drafter.keeps_prefix or not request.speculates:
             return [target, None]
         own = self.caches[1].prefixes.match(text)
         if not self.drafter.aux_layers:
@@ -151,10 +151,10 @@ class Slots:
     def _remember(self, slot: int, request: Request) -> None:
         if (request.prefixes or self.prefixes) == "off" or request.finished in ("not finite", "failed"):
             return
-        prefilled = len(request.text) if self.prefix_alignment == 1 else request.prefilled
-        self.cache.remember(slot, request.text, prefilled, self.written_ahead)
-        if len(self.caches) > 1 and request.drafting and self.drafter is not None and self.drafter.keeps_prefix:
-            self.caches[1].remember(slot, request.text, 0)
+        prefilled = len(request.token_ids) if self.prefix_alignment == 1 else request.prefilled
+        self.cache.remember(slot, request.token_ids, prefilled, self.written_ahead)
+        if len(self.caches) > 1 and request.speculates and self.drafter is not None and self.drafter.keeps_prefix:
+            self.caches[1].remember(slot, request.token_ids, 0)
 
     def _release(self, slot: int, request: Request) -> None:
         self._remember(slot, request)
@@ -164,5 +164,5 @@ class Slots:
     def _move(self, source: int, target: int, request: Request) -> None:
         for cache in self.caches:
             cache.move(source, target)
-        if self.drafter is not None and request.drafting:
+        if self.drafter is not None and request.speculates:
             self.drafter.move(source, target)

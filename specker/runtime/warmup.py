@@ -61,10 +61,10 @@ def warm_up(
     loop.graphs.warmed()
 
 
-def _decode(session: Session, length: int, count: int, drafting: bool, **sampling: Any) -> None:
+def _decode(session: Session, length: int, count: int, speculates: bool, **sampling: Any) -> None:
     """Decode `count` tokens after a prompt of `length`."""
     params = Params.of(max_new_tokens=count, prefix_cache="off", **sampling)
-    request = session.request([0] * length, params, drafting=drafting, traced=drafting, reads=False)
+    request = session.request([0] * length, params, speculates=speculates, traced=speculates, reads=False)
     for _ in session.stream([request]):
         pass
 
@@ -183,7 +183,7 @@ def _texts(loop: Loop, n: int, length: int, sampling: Sampling) -> None:
 
 def _text(ids: list[int], sampling: Sampling) -> Request:
     """A text that never grows."""
-    return Request(index=0, text=ids, limit=len(ids), sampling=sampling, policy=Fixed(0, 0), prefixes="off")
+    return Request(index=0, token_ids=ids, limit=len(ids), sampling=sampling, policy=Fixed(0, 0), prefixes="off")
 
 
 @torch.inference_mode()

@@ -144,15 +144,17 @@ class TextAnswer(Answer):
 
 def usage(call: Call) -> dict[str, Any]:
     """Token counts. Accepted and refused draft tokens are in OpenAI's fields for predictions."""
-    first = {tuple(r.text[: r.prompt]): r for r in call.requests}.values()  # a prompt of several texts counts once
+    first = {
+        tuple(r.token_ids[: r.prompt_length]): r for r in call.requests
+    }.values()  # a prompt of several texts counts once
     stats = [request.stats for request in call.requests]
-    prompt, emitted = sum(r.prompt for r in first), sum(s.tokens for s in stats)
+    prompt, emitted = sum(r.prompt_length for r in first), sum(s.tokens for s in stats)
     drafted, accepted = sum(s.drafted for s in stats), sum(s.accepted for s in stats)
     found = {"accepted_prediction_tokens": accepted, "rejected_prediction_tokens": drafted - accepted}
     return {
         "prompt_tokens": prompt,
         "completion_tokens": emitted,
         "total_tokens": prompt + emitted,
-        "prompt_tokens_details": {"cached_tokens": sum(max(0, r.prompt - 1 - r.stats.prompt) for r in first)},
+        "prompt_tokens_details": {"cached_tokens": sum(max(0, r.prompt_length - 1 - r.stats.prefilled) for r in first)},
         "completion_tokens_details": found,
     }

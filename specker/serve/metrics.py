@@ -41,7 +41,7 @@ class Metrics:
             stages.add_metric([stage], seconds)
         yield from (requests, stages)
         for name, about, value in (
-            ("prompt_tokens", "Prefilled tokens of ended requests", total.prompt),
+            ("prompt_tokens", "Prefilled tokens of ended requests", total.prefilled),
             ("tokens", "Emitted tokens of ended requests", total.tokens),
             ("rounds", "Rounds of ended requests", total.rounds),
             ("drafted_tokens", "Draft tokens of ended requests", total.drafted),

@@ -66,7 +66,7 @@ class _Kept:
         request, stats, seconds = self.request, self.request.stats, self.times[1] - self.times[0]
         return {
             "id": request.index,
-            "state": request.finished or ("running" if self.rounds else "prefill" if stats.prompt else "waiting"),
+            "state": request.finished or ("running" if self.rounds else "prefill" if stats.prefilled else "waiting"),
             "tokens": stats.tokens,
             "acceptance_length": round(stats.acceptance_length, 3) if stats.rounds else None,
             "tokens_per_second": round((stats.tokens - self.first) / seconds, 3) if seconds > 0 else None,

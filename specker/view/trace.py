@@ -88,7 +88,7 @@ class Trace:
         stops = () if request.reader is None else request.reader.stops
         self._open[request.index] = Detokenizer(self._tokenizer, stops), request.stop_ids
         place = {"begin": request.index, "where": where, "turn": turn}
-        self._put({**place, "text": text, "prompt_tokens": request.prompt, "seed": request.sampling.seed})
+        self._put({**place, "text": text, "prompt_tokens": request.prompt_length, "seed": request.sampling.seed})
 
     def round(self, row: dict[str, Any]) -> None:
         """A begun request's part of a round, as `runtime.record` makes it."""

@@ -107,7 +107,7 @@ def test_no_row_reads_a_column_that_left_its_window(pairs, plain, kind, how, mon
         x.fill_(float("nan"))
 
     def look(loop, r):
-        length = len(r.requests[0].text)
+        length = len(r.requests[0].token_ids)
         # On a CPU, a round that is pending has run already.
         seen = own.slots[engine.cache.slots(0, max(0, length - own.sliding_window), length + loop.lookahead)]
         for x in (own.k.flatten(1, 2), own.v.flatten(1, 2)):
@@ -185,7 +185,7 @@ def test_compiled_layers_read_rings(pairs, kind, how):
     assert [out.tokens for out in engine.generate(prompts, 60)] == want
     prompt = prompts[0] + want[0] + TURN
     got = engine.generate(prompt, 9)
-    assert got.tokens == every.generate(prompt, 9).tokens and got.stats.prompt == len(TURN)
+    assert got.tokens == every.generate(prompt, 9).tokens and got.stats.prefilled == len(TURN)
 
 
 # --- earlier texts
@@ -196,7 +196,7 @@ def test_a_turn_continues_the_ring_of_the_last_one(pairs, plain, how, size):
     engine, prompt = load(pairs["gemma3"], how, batch_size=size, prefix_cache="all"), list(PROMPTS[2])
     for new in (len(prompt) - 1, len(TURN), len(TURN)):  # the last token of an answer has no K/V yet
         got = engine.generate(prompt, 25)
-        assert got.tokens == plain("gemma3", prompt, 25) and got.stats.prompt == new
+        assert got.tokens == plain("gemma3", prompt, 25) and got.stats.prefilled == new
         prompt += got.tokens + TURN
 
 
@@ -207,7 +207,7 @@ def test_a_beginning_that_left_the_ring_is_computed_again(pairs, plain, back):
     exact = text + engine.generate(text, 5).tokens[:-1]
     prompt = exact[: len(exact) - back] + [0, *TURN]
     got, new = engine.generate(prompt, 20), len(TURN) if back < 83 else len(prompt) - 1
-    assert got.tokens == plain("gemma3", prompt, 20) and got.stats.prompt == new
+    assert got.tokens == plain("gemma3", prompt, 20) and got.stats.prefilled == new
 
 
 def test_two_requests_do_not_share_pages(pairs, plain):
@@ -218,7 +218,7 @@ def test_two_requests_do_not_share_pages(pairs, plain):
     longer = [prompt + same[0].tokens + [end] for end in (5, 6)]
     outs = engine.generate(longer, 60)
     assert [out.tokens for out in outs] == [plain("gemma3", text, 60) for text in longer]
-    assert sorted(out.stats.prompt for out in outs) == [1, len(longer[0]) - 1]
+    assert sorted(out.stats.prefilled for out in outs) == [1, len(longer[0]) - 1]
 
 
 def test_a_ring_cannot_go_back(pairs):

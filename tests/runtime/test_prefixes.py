@@ -52,7 +52,9 @@ def test_a_turn_costs_only_its_new_tokens(models, way, graphs, size, monkeypatch
         pairs = [(loop.target, loop.cache), *([(loop.drafter.model, loop.drafter.cache)] if drafts else [])]
         for slot, request in enumerate(r.requests):
             for model, cache in pairs:
-                worst.append(apart(model, cache, request.text, min(cache.exact_len[slot], len(request.text)), slot))
+                worst.append(
+                    apart(model, cache, request.token_ids, min(cache.exact_len[slot], len(request.token_ids)), slot)
+                )
 
     for turn, how in enumerate(({}, {"temperature": 0.7}, {"temperature": 1.0, "seed": 3})):
         beside = [[turn + 1] * 9] * (size - 1)
@@ -60,7 +62,7 @@ def test_a_turn_costs_only_its_new_tokens(models, way, graphs, size, monkeypatch
             got, *_ = engine.generate([prompt, *beside], 20, **how)
         assert got.tokens == cases.plain(models[""], prompt, 20, **how)
         new = len(prompt) - 1 if turn == 0 else len(TURN)  # the last token of an answer has no K/V yet
-        assert got.stats.prompt == new
+        assert got.stats.prefilled == new
         prompt += got.tokens + TURN
     assert max(worst) < 1e-12
 
@@ -75,7 +77,7 @@ def test_an_answer_that_was_cut_short(models, way):
     stream.close()
     prompt = START + tokens + TURN
     got = engine.generate(prompt, 20)
-    assert got.tokens == cases.plain(models[""], prompt, 20) and got.stats.prompt <= len(TURN) + 5
+    assert got.tokens == cases.plain(models[""], prompt, 20) and got.stats.prefilled <= len(TURN) + 5
 
 
 def test_only_the_common_beginning_is_kept(models):
@@ -83,9 +85,9 @@ def test_only_the_common_beginning_is_kept(models):
     engine.generate(START, 20)
     other = START[:31] + [7, 7] + START[33:]
     got = engine.generate(other, 20)
-    assert got.tokens == cases.plain(models[""], other, 20) and got.stats.prompt == len(other) - 1 - 31
+    assert got.tokens == cases.plain(models[""], other, 20) and got.stats.prefilled == len(other) - 1 - 31
     got = engine.generate(other[:20], 20)
-    assert got.tokens == cases.plain(models[""], other[:20], 20) and got.stats.prompt == 0
+    assert got.tokens == cases.plain(models[""], other[:20], 20) and got.stats.prefilled == 0
 
 
 def test_a_running_request_shares_its_prompt(models):
@@ -94,10 +96,10 @@ def test_a_running_request_shares_its_prompt(models):
     first = engine.stream(START, 60)
     next(first)
     got = engine.generate(START + [5], 20)
-    assert got.tokens == cases.plain(models[""], START + [5], 20) and got.stats.prompt == 1
+    assert got.tokens == cases.plain(models[""], START + [5], 20) and got.stats.prefilled == 1
     first.close()
     got = engine.generate(START + [6], 20)
-    assert got.tokens == cases.plain(models[""], START + [6], 20) and got.stats.prompt == 0
+    assert got.tokens == cases.plain(models[""], START + [6], 20) and got.stats.prefilled == 0
 
 
 def test_what_keeps_nothing(models):
@@ -105,12 +107,12 @@ def test_what_keeps_nothing(models):
     off, engine = {"prefix_cache": "off"}, load(models, "draft")
     for each, how in ((load(models, "draft", **off), {}), (engine, off)):
         for _ in range(2):
-            assert each.generate(START, 5, **how).stats.prompt == len(START) - 1
-    assert engine.generate_ar(START, 5).stats.prompt == len(START) - 1
-    assert engine.generate(START, 5).stats.prompt == len(START) - 1
+            assert each.generate(START, 5, **how).stats.prefilled == len(START) - 1
+    assert engine.generate_ar(START, 5).stats.prefilled == len(START) - 1
+    assert engine.generate(START, 5).stats.prefilled == len(START) - 1
     engine.warmup()
-    assert engine.generate(START, 5).stats.prompt == len(START) - 1
-    assert engine.generate(START, 5).stats.prompt == 0
+    assert engine.generate(START, 5).stats.prefilled == len(START) - 1
+    assert engine.generate(START, 5).stats.prefilled == 0
 
 
 def test_exact_takes_over_whole_chunks_of_prefills_alone(models, monkeypatch):
@@ -119,9 +121,9 @@ def test_exact_takes_over_whole_chunks_of_prefills_alone(models, monkeypatch):
     engine = load(models, "draft", prefix_cache="exact")
     got = engine.generate(START, 30)
     prompt = START + got.tokens + TURN
-    assert engine.generate(prompt, 5).stats.prompt == len(prompt) - 1 - 48
+    assert engine.generate(prompt, 5).stats.prefilled == len(prompt) - 1 - 48
     again = engine.generate(prompt, 5)
-    assert again.stats.prompt == (len(prompt) - 1) % 24 and again.tokens == cases.plain(models[""], prompt, 5)
+    assert again.stats.prefilled == (len(prompt) - 1) % 24 and again.tokens == cases.plain(models[""], prompt, 5)
 
 
 @pytest.mark.parametrize("options", [{}, {"dtype": "float32"}, {"quantize": "int8"}])
@@ -143,7 +145,7 @@ def test_exact_has_the_bits_of_a_fresh_prefill(options):
         assert torch.equal(*rows) and tokens[0] == tokens[1]
         prompt += tokens[0] + TURN
     if cpu.problem() is None:
-        assert shared.generate(prompt, 1).stats.prompt == len(TURN)
+        assert shared.generate(prompt, 1).stats.prefilled == len(TURN)
 
 
 def test_del_learns_from_the_new_rows(models, monkeypatch):
@@ -176,7 +178,7 @@ def test_the_oldest_texts_go_first(models):
     texts = [[n] * 60 for n in range(1, 5)]
     for text in texts:
         engine.generate(text, 4)
-    assert engine.generate(texts[3], 4).stats.prompt == 0 < engine.generate(texts[0], 4).stats.prompt
+    assert engine.generate(texts[3], 4).stats.prefilled == 0 < engine.generate(texts[0], 4).stats.prefilled
 
 
 def common(a, b):

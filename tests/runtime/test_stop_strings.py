@@ -72,7 +72,7 @@ def test_a_text_ends_before_its_stop_string(pair, name):
         assert any(stop in engine.decode(out.tokens) for stop in stops)
     streamed = [""] * len(prompts)
     for chunk in engine.stream(prompts, 60, stop=stops, temperature=0.9, seed=5):
-        streamed[chunk.prompt] += chunk.text
+        streamed[chunk.prompt_index] += chunk.text
     assert streamed == [out.text for out in got]
 
 

@@ -38,7 +38,7 @@ class Stats:
     kept: int = 0  # emitted tokens in a trimmed head's vocabulary
     lost: int = 0  # rounds whose draft ended at a token outside it
     found: dict[str, float] = field(default_factory=dict)  # sums of `BlockStats` over rounds
-    prompt: int = 0  # tokens prefilled
+    prefilled: int = 0  # tokens of prompts
     wall: float = 0.0  # seconds from the prompt to the last token
     seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(STAGES, 0.0))
 
@@ -118,7 +118,7 @@ class Stats:
 
     @property
     def prefill_tokens_per_second(self) -> float:
-        return self.prompt / self.seconds["prefill"] if self.seconds["prefill"] else 0.0
+        return self.prefilled / self.seconds["prefill"] if self.seconds["prefill"] else 0.0
 
     def __add__(self, other: "Stats") -> "Stats":
         longest = max(len(self.hits), len(other.hits))
@@ -139,7 +139,7 @@ class Stats:
             kept=self.kept + other.kept,
             found=_joined(self.found, other.found),
             lost=self.lost + other.lost,
-            prompt=self.prompt + other.prompt,
+            prefilled=self.prefilled + other.prefilled,
             wall=self.wall + other.wall,
             seconds={name: self.seconds[name] + other.seconds[name] for name in STAGES},
         )

@@ -25,7 +25,7 @@ class SharedDrafter(Wrapper):
         draft = self.inner.propose(batch) if ranks.drafts else Draft()
         if batch.fixed:
             return draft
-        texts = [len(x.text) for x in batch.requests] + [x.text[-1] for x in batch.requests]
+        texts = [len(x.token_ids) for x in batch.requests] + [x.token_ids[-1] for x in batch.requests]
         most = s.parents.shape[1]
         message = torch.zeros(HEADER + n * (3 + 2 * most), dtype=torch.int64, device=ranks.device)
         if ranks.rank == 0:

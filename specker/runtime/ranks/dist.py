@@ -60,7 +60,7 @@ class Ranks:
 
     part: Part
     group: Any  # the replica's process group
-    drafting: int  # number of ranks that draft: ranks 0..drafting-1
+    draft_ranks: int  # number of ranks that draft: ranks 0..draft_ranks-1
     drafters: Any  # the drafting ranks' process group; None on the other ranks
     ordered: bool  # --reduce ordered
     replica: int  # index of this replica, below `replicas`
@@ -78,7 +78,7 @@ class Ranks:
 
     @property
     def drafts(self) -> bool:
-        return self.rank < self.drafting
+        return self.rank < self.draft_ranks
 
     def sum(self, x: Tensor) -> Tensor:
         """Add the ranks' partial sums x [...]: in place, or with --reduce ordered into a new tensor in rank order."""
@@ -101,7 +101,7 @@ class Ranks:
     def gather(self, x: Tensor) -> Tensor:
         """Gather x [...] from every drafting rank: [drafting, ...]."""
         with answered(self.timeout):
-            return self._gathered(x, self.drafters, self.drafting)
+            return self._gathered(x, self.drafters, self.draft_ranks)
 
     def first(self, x: Tensor) -> Tensor:
         """Broadcast rank 0's x to all ranks, in place."""
@@ -129,7 +129,7 @@ class Ranks:
         """Raise ValueError unless all (or all drafting) ranks pass the same digest. `what` names it in the error."""
         own = torch.frombuffer(bytearray(digest[:8]), dtype=torch.int64).to(self.device)
         with answered(self.timeout):
-            which = (self.drafters, self.drafting) if drafters else (self.group, self.size)
+            which = (self.drafters, self.draft_ranks) if drafters else (self.group, self.size)
             each = self._gathered(own, *which).flatten().tolist()
         if len(set(each)) > 1:
             other = next(r for r, value in enumerate(each) if value != each[0])
@@ -209,16 +209,16 @@ def join(options: Options, device: torch.device, divides: bool = False, timeout:
     with answered(timeout):
         mesh = init_device_mesh(device.type, (dp, tp), mesh_dim_names=("dp", "tp"))
         part = Part(mesh.get_local_rank("tp"), tp)
-        drafting = options.draft_ranks or (tp if divides else 1)
+        draft_ranks = options.draft_ranks or (tp if divides else 1)
         drafters = None
         for replica in range(dp):  # every process makes every group
-            members = [replica * tp + r for r in range(drafting)]
+            members = [replica * tp + r for r in range(draft_ranks)]
             made = td.new_group(members, timeout=timedelta(seconds=timeout))
             if td.get_rank() in members:
                 drafters = made
     ordered = options.reduce == "ordered"
     replica = mesh.get_local_rank("dp")
-    return Ranks(part, mesh.get_group("tp"), drafting, drafters, ordered, replica, dp, device, timeout)
+    return Ranks(part, mesh.get_group("tp"), draft_ranks, drafters, ordered, replica, dp, device, timeout)
 
 
 def prints_errors() -> bool:

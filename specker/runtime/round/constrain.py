@@ -40,14 +40,14 @@ def constrain(batch: Batch, draft: Draft) -> Tensor | None:
 def _constrain_chains(batch: Batch, draft: Draft) -> None:
     """Cut each chain before the first token that its grammar refuses, and put in what it forces. The rows of a chain
     that the target drafted have run its first layers already, so such a chain is only cut."""
-    columns, forces = batch.window.shape[1] - 1, batch.requests[0].drafting and draft.resume is None
+    columns, forces = batch.window.shape[1] - 1, batch.requests[0].speculates and draft.resume is None
     before = batch.window[:, 1 : draft.size + 1].tolist()
     chains = []
     for slot, (request, chain) in enumerate(zip(batch.requests, before, strict=True)):
         constrained = chain[: draft.count(slot)]
         kept = len(constrained)
         if request.guide is not None:
-            most = min(columns, request.limit - len(request.text) - 1) if forces else draft.size
+            most = min(columns, request.limit - len(request.token_ids) - 1) if forces else draft.size
             constrained, kept = request.guide.constrain(constrained, most, forces)
         draft.constrain(slot, kept, len(constrained) - kept)
         chains.append(constrained)
@@ -67,7 +67,7 @@ def _constrain_trees(batch: Batch, draft: Draft) -> None:
     size = draft.size
     for slot, request in enumerate(batch.requests):
         if request.guide is not None and request.guide.forced:
-            chain, _ = request.guide.constrain([], min(size, request.limit - len(request.text) - 1), True)
+            chain, _ = request.guide.constrain([], min(size, request.limit - len(request.token_ids) - 1), True)
             draft.constrain(slot, 0, len(chain))
             batch.window[slot, 1 : size + 1] = torch.tensor(chain + [0] * (size - len(chain)))
             batch.state.parents[slot, :size] = torch.arange(size)

@@ -21,11 +21,11 @@ class Request:
     """A prompt that is being decoded, on the host."""
 
     index: int  # of its prompt
-    text: list[int]  # committed tokens: the prompt and the emitted tokens; the last one is the root
+    token_ids: list[int]  # committed tokens: the prompt and the emitted tokens; the last one is the root
     limit: int  # number of committed tokens at which decoding ends
     sampling: Sampling
     policy: Policy
-    drafting: bool = True  # False: plain decoding
+    speculates: bool = True  # False: plain decoding
     prefixes: str | None = None  # which K/V of earlier texts it takes over (slots.py); None: as the engine says
     reader: Detokenizer | None = None  # turns the emitted tokens into text as they come
     stop_ids: frozenset[int] = frozenset()
@@ -38,16 +38,16 @@ class Request:
     guide: Guide | None = None  # its text in a grammar
     stats: Stats = field(default_factory=Stats)
     finished: str | None = None  # None, `ends`, or another reason (Event.finished)
-    prompt: int = field(init=False)  # tokens of the prompt
+    prompt_length: int = field(init=False)  # tokens of the prompt
     prefilled: int = 0  # columns that a prefill wrote, in its whole chunks
 
     def __post_init__(self) -> None:
-        self.prompt = len(self.text)
+        self.prompt_length = len(self.token_ids)
 
     @property
     def tokens(self) -> list[int]:
         """The emitted tokens."""
-        return self.text[self.prompt :]
+        return self.token_ids[self.prompt_length :]
 
 
 @dataclass(frozen=True)
@@ -125,10 +125,10 @@ class State:
 
     def write(self, slot: int, request: Request, agrees: Tensor | None = None) -> None:
         """Copy a request's text, sampling parameters and `agrees` [C] bool to `slot`."""
-        n = len(request.text)
-        self.committed[slot, :n] = torch.tensor(request.text)
+        n = len(request.token_ids)
+        self.committed[slot, :n] = torch.tensor(request.token_ids)
         self.length[slot], self.limit[slot] = n, request.limit
-        self.window[slot, 0] = request.text[-1]
+        self.window[slot, 0] = request.token_ids[-1]
         self.draw[slot] = pack(request.sampling)
         if agrees is not None:
             self.agrees[slot] = agrees

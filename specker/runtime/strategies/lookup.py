@@ -145,7 +145,7 @@ class LookupDrafter(Drafter):
         self._follow(requests)
         matches = []
         for request in requests:
-            index, text = self._indices[request], request.text
+            index, text = self._indices[request], request.token_ids
             matched = index.match(text)
             longest = next(index.continuations(text, MAX_NODES), ()) if matched else ()
             matches.append((matched, len(longest)))
@@ -156,7 +156,7 @@ class LookupDrafter(Drafter):
         new = Index(self.options.ngram_least, self.options.ngram_most)
         self._indices = {r: self._indices.get(r) or replace(new, ends={}) for r in requests}
         for request, index in self._indices.items():
-            index.follow(request.text)
+            index.follow(request.token_ids)
 
     def propose(self, batch: Batch) -> Draft:
         """Draft for all sequences. A text without a match drafts nothing; shorter drafts are padded."""
@@ -167,7 +167,7 @@ class LookupDrafter(Drafter):
 
     def _tree(self, sequence: Request, depth: int, nodes: int) -> tuple[list[int], list[int]]:
         """The tokens and parents (rows) of a sequence's draft."""
-        text, index = sequence.text, self._indices[sequence]
+        text, index = sequence.token_ids, self._indices[sequence]
         row_of: dict[tuple[int, ...], int] = {(): 0}
         tokens: list[int] = []
         parents: list[int] = []

@@ -25,7 +25,7 @@ class ModelDrafter(Drafter):
         self.limit = min(model.config.max_context, cache.capacity)
 
     def prepare(self, requests: list[Request]) -> Offer:
-        texts = [request.text for request in requests]
+        texts = [request.token_ids for request in requests]
         return Offer(
             missing=sum(self._missing(slot, text, False) for slot, text in enumerate(texts)),
             room=[self.room(len(text)) for text in texts],
@@ -45,8 +45,10 @@ class ModelDrafter(Drafter):
         count = 0
         for slot, request in enumerate(requests):
             before = self.cache.exact_len[slot]
-            if self._missing(slot, request.text, fixed) and before < len(request.text) - 1:  # a draft forwards the root
-                self.prefill(slot, request.text[: before + most - count + 1])
+            if (
+                self._missing(slot, request.token_ids, fixed) and before < len(request.token_ids) - 1
+            ):  # a draft forwards the root
+                self.prefill(slot, request.token_ids[: before + most - count + 1])
                 count += self.cache.exact_len[slot] - before
             if count >= most:
                 break

@@ -92,7 +92,7 @@ def searched(
     for sequence, own, found in zip(batch.requests, guesses, blocks, strict=True):
         start = time.perf_counter()
         whole = found[0] if len(found) == 1 else Lattice.joined(found)
-        before = (sequence.text[-2] if len(sequence.text) > 1 else -1, sequence.text[-1])
+        before = (sequence.token_ids[-2] if len(sequence.token_ids) > 1 else -1, sequence.token_ids[-1])
         asked = whole, how, before, stop_ids
         if how.tree:
             nodes = min(how.nodes * len(whole.ids), batch.budget.nodes)

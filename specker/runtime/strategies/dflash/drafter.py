@@ -39,13 +39,13 @@ class BlockDrafter(Drafter):
             head.token_ids, head.draftable = ids, set(ids.tolist())
 
     def prepare(self, requests: list[Request]) -> Offer:
-        room = [min(self.spec.most, self.cache.capacity - len(request.text)) for request in requests]
+        room = [min(self.spec.most, self.cache.capacity - len(request.token_ids)) for request in requests]
         return Offer(room=room, fixes=lambda budget: self.search is None)
 
     def propose(self, batch: Batch) -> Draft:
         """Draft for all sequences; nothing if one has no columns, such as one that did not draft from its beginning."""
         depth = min(batch.budget.depth, batch.budget.nodes)
-        if any(self.cache.exact_len[slot] != len(request.text) - 1 for slot, request in enumerate(batch.requests)):
+        if any(self.cache.exact_len[slot] != len(request.token_ids) - 1 for slot, request in enumerate(batch.requests)):
             return Draft()
         self.head.follow(batch.requests)
         if self.search is not None:
@@ -135,7 +135,7 @@ class BlockDrafter(Drafter):
             draft.blocks = [BlockStats(before_stop(tokens, self.stop_ids)) for tokens in accepted.tokens]
         written = []
         for slot, (request, path) in enumerate(zip(batch.requests, accepted.paths, strict=True)):
-            start = len(request.text) - 1 - len(path)
+            start = len(request.token_ids) - 1 - len(path)
             if path and batch.fixed:
                 self._exact(slot, start, start + len(path))
             elif path:

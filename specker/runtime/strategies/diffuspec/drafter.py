@@ -58,10 +58,10 @@ class DiffusionDrafter(ModelDrafter):
             batch.run(("block", depth), lambda: self._fixed_block(batch, depth))
             if self.search is None:
                 return BlockDraft(depth, depth=depth, observed=True)
-            lengths = [len(s.text) for s in batch.requests]
+            lengths = [len(s.token_ids) for s in batch.requests]
             new, blocks, _ = self._candidates(batch, Final(batch.memory.get("hidden", batch.n * depth)), lengths)
             return searched(batch, new, [[block] for block in blocks], self.search, self.stop_ids)
-        texts = [s.text[: self.limit] for s in batch.requests]
+        texts = [s.token_ids[: self.limit] for s in batch.requests]
         guesses: list[list[int]] = [[] for _ in texts]
         lattices: list[list[Lattice]] = [[] for _ in texts]
         confidence: list[list[float]] = [[] for _ in texts]
@@ -98,7 +98,7 @@ class DiffusionDrafter(ModelDrafter):
         """Keep no draft token's K/V: it belongs to a mask, or to a guess that saw masks."""
         for slot, (request, path) in enumerate(zip(batch.requests, accepted.paths, strict=True)):
             if path and batch.fixed and draft.size:
-                self.cache.exact_len[slot] = self.exact_after_fixed(len(request.text))
+                self.cache.exact_len[slot] = self.exact_after_fixed(len(request.token_ids))
         if isinstance(draft, BlockDraft) and draft.observed:
             draft.blocks = [BlockStats(self.stopped(tokens)) for tokens in accepted.tokens]
 

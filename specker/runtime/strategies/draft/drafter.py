@@ -61,7 +61,7 @@ class AutoregressiveDrafter(ModelDrafter):
             return grown(batch, self, self.width)
         tokens, rows = self._missing_rows(batch)
         groups = None if self.layers is None else self.layers.groups
-        lengths = [min(len(request.text), self.limit) for request in batch.requests]
+        lengths = [min(len(request.token_ids), self.limit) for request in batch.requests]
         return compiled_chain(batch, self.model, self.cache, self.head, tokens, rows, lengths, groups=groups)
 
     def _compiles(self, batch: Batch) -> bool:
@@ -75,7 +75,7 @@ class AutoregressiveDrafter(ModelDrafter):
             return
         for slot, (request, path) in enumerate(zip(batch.requests, accepted.paths, strict=True)):
             if path and batch.fixed:  # the columns before the catch-up rows are exact
-                self.cache.exact_len[slot] = self.exact_after_fixed(len(request.text))
+                self.cache.exact_len[slot] = self.exact_after_fixed(len(request.token_ids))
             elif path and self.layers is None:
                 self.keep(draft, slot, draft.own(slot, path))
 
@@ -117,12 +117,12 @@ class AutoregressiveDrafter(ModelDrafter):
         cache = self.cache
         texts, starts = [], []
         for slot, (request, end) in enumerate(zip(batch.requests, self._lengths(batch), strict=True)):
-            if len(request.text) > self.limit:
+            if len(request.token_ids) > self.limit:
                 cache.exact_len[slot] = end - 1
             elif end - cache.exact_len[slot] > CATCH_UP_ROWS:
-                self.prefill(slot, request.text)
+                self.prefill(slot, request.token_ids)
             starts.append(cache.exact_len[slot])
-            texts.append(self.in_vocabulary(request.text[starts[-1] : end]))
+            texts.append(self.in_vocabulary(request.token_ids[starts[-1] : end]))
             cache.exact_len[slot] = end
         tokens = torch.tensor([token for text in texts for token in text], device=self.model.device)
         return tokens, cache.after(starts, [len(text) for text in texts])

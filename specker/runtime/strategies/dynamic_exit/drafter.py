@@ -79,8 +79,8 @@ class EarlyExitDrafter(Drafter):
         """The last rows of a prompt seed the policy's statistics."""
         depth, layers = len(self.model.layers), request.policy.layers
         end = first + (count := len(rows[depth]))
-        last = min(PROMPT_ROWS, count, int(request.stats.prompt / (PROMPT_SHARE * len(layers)))) if layers else 0
-        if last and end == len(request.text) - 1:
+        last = min(PROMPT_ROWS, count, int(request.stats.prefilled / (PROMPT_SHARE * len(layers)))) if layers else 0
+        if last and end == len(request.token_ids) - 1:
             positions, draws = self.model.positions[end - last : end], Draws.one(request.sampling)
             target = self.model.draw(draws, self.model.logits(Final(rows[depth][-last:])), positions)
             watched = {n: rows[n][-last:] for n in layers}

@@ -31,11 +31,11 @@ class HeadDrafter(Drafter):
             head.token_ids, head.draftable = ids, set(ids.tolist())
 
     def prepare(self, requests: list[Request]) -> Offer:
-        return Offer(room=[self.cache.capacity - len(request.text) for request in requests])
+        return Offer(room=[self.cache.capacity - len(request.token_ids) for request in requests])
 
     def lacks_pairs(self, batch: Batch) -> bool:
         """Whether a text has no pair yet, as after a prompt of one token: then nothing can be drafted."""
-        return not batch.fixed and any(len(request.text) <= self.tokens_ahead for request in batch.requests)
+        return not batch.fixed and any(len(request.token_ids) <= self.tokens_ahead for request in batch.requests)
 
     def lengths(self, batch: Batch) -> Lengths:
         """The texts' lengths for placing drafts, clamped to the head's context."""
@@ -80,7 +80,7 @@ class EagleDrafter(HeadDrafter):
 
     def prepare(self, requests: list[Request]) -> Offer:
         offer = super().prepare(requests)
-        return Offer(room=offer.room, fixes=lambda budget: all(len(request.text) > 1 for request in requests))
+        return Offer(room=offer.room, fixes=lambda budget: all(len(request.token_ids) > 1 for request in requests))
 
     def advance(self, requests: list[Request], budget: Budget, most: int = UNLIMITED, fixed: bool = False) -> int:
         """Nothing is missing. But pairs that wait must run before a draft that the device places."""
@@ -95,7 +95,9 @@ class EagleDrafter(HeadDrafter):
         if self.width > 1 or batch.fixed or not readable(self.model, self.head):
             return grown(batch, self, self.width)
         self.pairs.run_all(batch.requests)
-        columns = [len(request.text) - 1 for request in batch.requests]  # a pair's column is the one before its token's
+        columns = [
+            len(request.token_ids) - 1 for request in batch.requests
+        ]  # a pair's column is the one before its token's
         rows, begin = self.cache.after(columns, [1] * batch.n), self.pairs.output[: batch.n]
         normed = self.reading.normed
         return compiled_chain(batch, self.model, self.cache, self.head, begin, rows, columns, normed=normed)

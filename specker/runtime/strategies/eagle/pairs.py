@@ -48,18 +48,18 @@ class Pairs:
     def read(self, slot: int, request: Request, rows: dict[int, Tensor]) -> None:
         """Run the pairs of a chunk of the prompt."""
         self._wait(slot, torch.stack([rows[depth] for depth in self.head.spec.aux_layers], 1))
-        self.run(slot, request.text)
+        self.run(slot, request.token_ids)
 
     def accept(self, batch: Batch, draft: Draft, accepted: Accepted) -> None:
         """Keep the features of the accepted rows. Their pairs wait for the next draft, which knows all of their
         tokens."""
         for slot, (request, path) in enumerate(zip(batch.requests, accepted.paths, strict=True)):
             if batch.fixed:
-                self.cache.exact_len[slot] = len(request.text) - 1
+                self.cache.exact_len[slot] = len(request.token_ids) - 1
             elif path:
                 self._wait(slot, batch.aux_hidden_states(draft.size, slot, path))
                 if (features := self.waiting[slot]) is not None and len(features) > WAITING:
-                    self.run(slot, request.text)
+                    self.run(slot, request.token_ids)
 
     def accept_on_device(self, batch: Batch, draft: Draft) -> None:
         if batch.fixed:
@@ -106,7 +106,7 @@ class Pairs:
     def run_each(self, requests: list[Request]) -> None:
         """Forward the pairs that wait in all slots, one slot after another."""
         for slot, request in enumerate(requests):
-            self.run(slot, request.text)
+            self.run(slot, request.token_ids)
 
     def run_all(self, requests: list[Request]) -> None:
         """Forward the pairs that wait in all slots, together if all have some."""
@@ -116,7 +116,9 @@ class Pairs:
             return
         starts, counts = self.cache.exact_len[: len(requests)], [len(x) for x in waiting]
         rows = self.cache.after(starts, counts)
-        tokens = [token for start, request in zip(starts, requests, strict=True) for token in request.text[start + 1 :]]
+        tokens = [
+            token for start, request in zip(starts, requests, strict=True) for token in request.token_ids[start + 1 :]
+        ]
         self._forward(slice(len(requests)), rows, torch.cat(waiting), tokens)
         for slot, count in enumerate(counts):
             self.cache.exact_len[slot] += count

@@ -69,7 +69,7 @@ class LayerParallel:
         """Moves the attention weights of groups of several layers into stacks, one group at a time, unless they are
         adjacent in memory. `model` keeps views of the stacks."""
         self.model, self.cache, self.schedule = model, cache, schedule
-        self.ranks = ranks if ranks is not None and ranks.drafting > 1 else None
+        self.ranks = ranks if ranks is not None and ranks.draft_ranks > 1 else None
         self.kv = cache.k.flatten(0, 1), cache.v.flatten(0, 1)  # views: [L * pages, page, Hkv, D]
         packed = model.stack is not None and model.stack.packed
         self.stacks = [] if packed else [self._group(layers) for layers in schedule.groups]
@@ -116,7 +116,7 @@ class LayerParallel:
 
     def _gathered(self, layers: tuple[int, ...], ranks: Ranks, added: Tensor) -> Tensor:
         """Gather `added` [own, T, E] from every rank -> [N, T, E] for a group's `layers`."""
-        N, R = len(layers), ranks.drafting
+        N, R = len(layers), ranks.draft_ranks
         if N % R == 0:  # equal shares: the ranks' order is the layers' order
             return ranks.gather(added).flatten(0, 1)
         most = -(-N // R)  # a rank with fewer layers sends padding
@@ -130,7 +130,7 @@ class LayerParallel:
         """The adjacent layers of a group that this rank attends for."""
         if self.ranks is None:
             return layers
-        return tuple(n for n in layers if self.schedule.owner(n, self.ranks.drafting) == self.ranks.rank)
+        return tuple(n for n in layers if self.schedule.owner(n, self.ranks.draft_ranks) == self.ranks.rank)
 
     def _group(self, layers: tuple[int, ...]) -> Group:
         """Make a group. Its stacks own the attention weights; the model's layers become views of them."""

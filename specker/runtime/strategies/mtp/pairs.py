@@ -43,7 +43,7 @@ class PairsInTurn:
     def read(self, slot: int, request: Request, rows: dict[int, Tensor]) -> None:
         """Run the pairs of a chunk of the prompt."""
         self._wait(slot, torch.stack([rows[depth] for depth in self.heads[0].spec.aux_layers], 1))
-        self._run(slot, request.text)
+        self._run(slot, request.token_ids)
 
     def accept(self, batch: Batch, draft: Draft, accepted: Accepted) -> None:
         """The pairs of accepted tokens wait for the next draft."""
@@ -51,7 +51,7 @@ class PairsInTurn:
             if path:
                 self._wait(slot, batch.aux_hidden_states(draft.size, slot, path))
                 if len(self.features[slot][0]) > WAITING:
-                    self._run(slot, request.text)
+                    self._run(slot, request.token_ids)
 
     def accept_on_device(self, batch: Batch, draft: Draft) -> None:
         """The host places all drafts: see `accept`."""
@@ -66,7 +66,7 @@ class PairsInTurn:
 
     def run_all(self, requests: list[Request]) -> None:
         """Forward the pairs that wait in all slots, together if all have some."""
-        texts = [request.text for request in requests]
+        texts = [request.token_ids for request in requests]
         for k in range(len(self.heads)):
             counts = [self._ready(slot, k, text) for slot, text in enumerate(texts)]
             if all(counts) and sum(counts) <= BLOCK:

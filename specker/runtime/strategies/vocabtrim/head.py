@@ -61,7 +61,7 @@ class TrimmedHead(LMHead):
         assert self.kept.whole is not None
         moved: dict[int, int] = {}
         for sequence in sequences:
-            seen, text = self._seen.get(sequence, 0), sequence.text
+            seen, text = self._seen.get(sequence, 0), sequence.token_ids
             if seen == len(text):
                 continue
             for token in text[seen:]:
