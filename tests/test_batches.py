@@ -192,8 +192,8 @@ def test_generate_and_stream_take_batches(world):
     assert [o.tokens for o in out] == world["texts"]
     assert {o.finished for o in out} == {"stop", "length"} and all(o.stats.rounds for o in out)
     chunks = list(engine.stream(prompts, **columns))
-    assert [[t for c in chunks if c.prompt == n for t in c.tokens] for n in range(len(prompts))] == world["texts"]
-    last = {c.prompt: c.finished for c in chunks}
+    assert [[t for c in chunks if c.prompt_index == n for t in c.tokens] for n in range(len(prompts))] == world["texts"]
+    last = {c.prompt_index: c.finished for c in chunks}
     assert [last[n] for n in range(len(prompts))] == [o.finished for o in out]
     with pytest.raises(ValueError, match="seed has 2 values for 10 prompts"):
         engine.generate(prompts, seed=[1, 2])

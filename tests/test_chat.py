@@ -284,7 +284,7 @@ def test_a_new_conversation_is_a_fresh_one(
 
     prefilled: list[int] = []
     to_json = Stats.to_json
-    monkeypatch.setattr(Stats, "to_json", lambda self: prefilled.append(self.prompt) or to_json(self))
+    monkeypatch.setattr(Stats, "to_json", lambda self: prefilled.append(self.prefilled) or to_json(self))
     traced = "--trace", str(tmp_path / "t.jsonl")
     for how in ((), ("--temperature", "0.9", "--seed", "5", "--strategy", "lookup")):
         prefilled.clear()
@@ -419,7 +419,7 @@ def test_the_kv_of_earlier_turns_is_kept(endless: str, tmp_path: Path, monkeypat
     argv += ["--dtype", "float64", "--device", "cpu", "--json", str(out)]
     prefilled: list[int] = []
     to_json = Stats.to_json
-    monkeypatch.setattr(Stats, "to_json", lambda self: prefilled.append(self.prompt) or to_json(self))
+    monkeypatch.setattr(Stats, "to_json", lambda self: prefilled.append(self.prefilled) or to_json(self))
     assert run.main(argv) == 0
     kept = json.loads(out.read_text())["prompts"]
     assert prefilled[0] == kept[0]["prompt_tokens"] - 1 and max(prefilled[1:3]) < 60

@@ -97,7 +97,7 @@ def test_no_side_keeps_the_kv_of_earlier_turns(
 
     monkeypatch.setattr(Engine, "warmup", lambda *_: None)
     monkeypatch.setattr(Engine, "generate_ar", plain)
-    monkeypatch.setattr(Stats, "to_json", lambda self: prefilled.append(self.prompt) or to_json(self))
+    monkeypatch.setattr(Stats, "to_json", lambda self: prefilled.append(self.prefilled) or to_json(self))
     conversations = [{"turns": ["one", "two", "three"]}]
     assert run.main(argv(pair, tmp_path, "--chat", "--check", conversations=conversations)) == 0
     lengths = [row["prompt_tokens"] - 1 for row in results(tmp_path)["prompts"]]
