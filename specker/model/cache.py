@@ -48,7 +48,7 @@ class Rows(NamedTuple):
     cu_rows: Tensor  # [n + 1] int32, the first row of each sequence, then T
     table: Tensor  # [n, P] int32, pages
     bounds: tuple[int, ...] | None = None  # `cu_rows` on the host; None: every sequence has equally many rows
-    near: Near | None = None  # where layers whose K/V stands in rings have these rows
+    near: Near | None = None  # slots and block table of sliding-window layers
 
     def blocks(self, most: int) -> Iterator[tuple[slice, "Rows"]]:
         """Split the rows between sequences, so that a block has at most `most` rows, or those of one sequence. Yields

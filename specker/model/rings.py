@@ -5,7 +5,7 @@ the R pages of its ring, in place of page p - R. A forward writes up to AHEAD co
 no later one begins further left. With R * page_size >= sliding_window + AHEAD no row misses a column.
 
 A ring's table repeats its pages, so attention reads a ring by the numbers of the text's columns, and needs no argument
-for it. What it loads and hides, columns that have left the ring, is finite: their places hold later columns.
+for it. Evicted columns are loaded, then masked; their slots hold newer, finite K/V.
 """
 
 from dataclasses import dataclass

@@ -3,7 +3,7 @@ the Python interface stand on it.
 
 One thread at a time runs a step. A thread that waits for its requests (`Stream`) runs the steps while nobody else does,
 and gets the events of its own requests, whoever ran the step. So threads share rounds as far as the batch has slots,
-and a stream that nobody reads for a while holds up nobody.
+and an unread stream does not block others.
 """
 
 import threading

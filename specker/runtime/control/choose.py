@@ -20,12 +20,12 @@ NONE = Budget(0, 0)
 class Chooser:
     """Takes the shape with the most expected tokens per second over all sequences.
 
-    Policies that rest draft nothing while plain rounds are expected to be faster. From time to time a trial, a short
-    draft, finds out whether that has changed. Trials become rarer while they lose. Expectations can be wrong, so drafts
-    also spend a credit: it grows with the time and with what drafts gain, and without credit nothing is drafted.
+    Policies that may skip drafting do so while plain rounds are expected to be faster. From time to time a trial, a
+    short draft, finds out whether that has changed. Trials become rarer while they lose. Expectations can be wrong, so
+    drafting also spends a budget that grows with time and measured gains; at zero it stops.
 
-    While it drafts, a few plain rounds now and then measure plain decoding. They are more frequent when drafts gain
-    little: the time lost by not drafting meanwhile stays within SHARE of all time.
+    While drafts are made, a few plain rounds now and then measure plain decoding. They are more frequent when drafts
+    gain little: the time that they cost stays within SHARE of all time.
     """
 
     def __init__(self, costs: Costs, learns: bool = True):

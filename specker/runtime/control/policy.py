@@ -66,7 +66,7 @@ class Policy:
 
     confident: bool = False  # whether drafts end by `rule`, token by token
     may_skip_drafting: bool = False  # whether rounds draft nothing while that is faster
-    copies: bool = False  # whether there is text to copy, which the last round may have lacked
+    copies: bool = False  # whether the n-gram index has a match
     layers: tuple[int, ...] = ()  # depths of the target that `learn` may watch; at most so long is `Budget.extra`
     rule: StopRule = StopRule()  # this round's
     rate: float = 0.8  # smoothed acceptance rate of the draft tokens on the path

@@ -27,7 +27,7 @@ class Request:
     policy: Policy
     speculates: bool = True  # False: plain decoding
     prefixes: str | None = None  # which K/V of earlier texts it takes over (slots.py); None: as the engine says
-    reader: Detokenizer | None = None  # turns the emitted tokens into text as they come
+    reader: Detokenizer | None = None  # streaming detokenizer
     stop_ids: frozenset[int] = frozenset()
     logprobs: int = 0  # of the most probable tokens, that each emitted token comes with
     traced: bool = True  # whether the trace holds its rounds

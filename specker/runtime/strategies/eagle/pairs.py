@@ -31,8 +31,8 @@ class HeadPairs(Protocol):
 
 
 class Pairs:
-    """The head's cache holds the pairs of a text's columns 0, 1, .. A draft begins with what the head made of the last
-    pair: `output`, which a draft token gets as its feature, and `last`, the row for the LM head.
+    """The head's cache holds the pairs of a text's columns 0, 1, .. A draft starts from the head's
+    output for the last pair: `output`, the feature of the first draft token, and `last`, the row for the LM head.
 
     In rounds that the host places, the features of accepted rows wait until the next draft, which forwards their pairs
     together. In rounds of fixed shape the device forwards the pairs of all rows that a round may accept, right after

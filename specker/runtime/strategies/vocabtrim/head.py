@@ -19,7 +19,7 @@ from specker.runtime.strategies.vocabtrim.counts import VocabCounts
 class KeptRows:
     """The rows of a trimmed head."""
 
-    ids: Tensor  # [K] int64; the last `text` rows follow the text and start with the next ids by rank, rarest first
+    ids: Tensor  # [K] int64; the last `text` rows are an LRU cache of tokens seen in the text, initialised by rank, rarest first
     text: int = 0
     whole: Matrix | None = None  # [V, E], the untrimmed head, from which rows that follow the text are copied
     ranking: str = ""  # how the fixed rows were ranked, for the user
