@@ -158,6 +158,7 @@ def assert_same(models, tmp_path, ranks, names=None):
             rests = name in ("del", "del-batch", "diffuspec")  # by the clock
             assert accepted > 0 or rests or name in ("ar", "lookup", "gemma3"), name
             assert found[rank][-1] == {"alike": True, "by_rank": True, "close": True}
+            assert name != "chain" or (got["draft_prefix"] > 0) == (rank == 0), "the draft's K/V of a text is kept"
             assert got["rank"] == rank and got["head_rows"] < (129 if case["models"] else 8192)
     return found
 

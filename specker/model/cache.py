@@ -210,11 +210,11 @@ class KVCache:
         self._assign(slot, [])
         self.exact_len[slot] = 0
 
-    def remember(self, slot: int, text: list[int], prefilled: int, written_ahead: int = 0) -> None:
+    def remember(self, slot: int, text: list[int], prefilled: int, lookahead: int = 0) -> None:
         """Keep the K/V of the exact columns of `slot` for later requests: `text` holds their tokens, and a prefill
-        wrote the first `prefilled` of them. `written_ahead`: the most columns that were written behind them."""
+        wrote the first `prefilled` of them. `lookahead`: the most columns that were written behind them."""
         exact = self.exact_len[slot]
-        self._texts[slot] = text[:exact], prefilled, exact + written_ahead
+        self._texts[slot] = text[:exact], prefilled, exact + lookahead
         freed = self.prefixes.add(text[:exact], self._pages[slot], prefilled)
         self._free = sorted(self._free + freed)
 

@@ -52,7 +52,7 @@ class Loop:
     graphs: Graphs
     history: AcceptanceHistory  # what rounds cost and drafts achieve, for the policies
     size: int  # requests that decode at once
-    lookahead: int  # columns of a sequence beyond its text
+    reserved: int  # columns of a sequence past its text, for the largest lookahead
     prefixes: str = "off"  # which K/V of earlier texts a request takes over (slots.py)
     acceptance: float | None = None  # synthetic
     spreads: bool = False  # whether the target verifies `spread` tokens instead of the drafts
@@ -89,7 +89,7 @@ class Loop:
         alignment = prefill_alignment(self.target)
         own = [] if drafter.cache is None or drafter.cache is self.cache else [drafter.cache]
         self.batches = Batches(self.state, [self.cache, *own], self.largest, config.max_context)
-        sizes = self.size, self.lookahead, self.prefixes, alignment, self.batches.lookahead
+        sizes = self.size, self.reserved, self.prefixes, alignment, self.batches.lookahead
         self.slots = Slots(self.cache, self.drafter, self.state, *sizes)
         self.runner = None
         if self.drafter is not None:

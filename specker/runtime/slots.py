@@ -24,20 +24,20 @@ class Slots:
         drafter: Drafter | None,
         state: State,
         size: int,
-        lookahead: int,
+        reserved: int,
         prefixes: str,
         prefix_alignment: int,
-        written_ahead: int,
+        lookahead: int,
     ):
-        """`size`: requests that decode at once. `lookahead`: columns of a sequence beyond its text. `prefixes`: which
+        """`size`: requests that decode at once. `reserved`: columns of a sequence beyond its text. `prefixes`: which
         K/V of earlier texts a request takes over, "exact", "all" or "off" (`--prefix-cache`). `prefix_alignment`: the
         exact ones are a multiple of this many columns; 1 if rows are bit-equal wherever they are computed.
-        `written_ahead`: the most columns that rounds write behind a text."""
+        `lookahead`: the most columns that rounds write behind a text."""
         self.cache, self.drafter, self.state = target, drafter, state
-        self.size, self.lookahead, self.written_ahead, self.prefixes, self.prefix_alignment = (
+        self.size, self.reserved, self.lookahead, self.prefixes, self.prefix_alignment = (
             size,
+            reserved,
             lookahead,
-            written_ahead,
             prefixes,
             prefix_alignment,
         )
@@ -58,13 +58,13 @@ class Slots:
 
     def columns(self, limit: int) -> int:
         """The K/V columns of a sequence whose text has up to `limit` tokens."""
-        return limit + self.lookahead
+        return limit + self.reserved
 
     def check_fits(self, prompt: int, limit: int) -> None:
         """Raise TooLong if an empty pool cannot hold a text of `limit` tokens, `prompt` of them in the prompt."""
         for cache in self.caches:
             if cache.pages_for(self.columns(limit)) > cache.spare:
-                most = max(0, cache.spare * cache.page_size - self.lookahead)
+                most = max(0, cache.spare * cache.page_size - self.reserved)
                 raise TooLong(
                     f"the prompt has {prompt} tokens and {limit - prompt} more are asked for, but the K/V pool holds "
                     f"at most {most} of one sequence: lower {option('max_new_tokens')} or raise "
@@ -152,7 +152,7 @@ class Slots:
         if (request.prefixes or self.prefixes) == "off" or request.finished in ("not finite", "failed"):
             return
         prefilled = len(request.token_ids) if self.prefix_alignment == 1 else request.prefilled
-        self.cache.remember(slot, request.token_ids, prefilled, self.written_ahead)
+        self.cache.remember(slot, request.token_ids, prefilled, self.lookahead)
         if len(self.caches) > 1 and request.speculates and self.drafter is not None and self.drafter.keeps_prefix:
             self.caches[1].remember(slot, request.token_ids, 0)
 

@@ -109,7 +109,7 @@ def test_no_row_reads_a_column_that_left_its_window(pairs, plain, kind, how, mon
     def look(loop, r):
         length = len(r.requests[0].token_ids)
         # On a CPU, a round that is pending has run already.
-        seen = own.slots[engine.cache.slots(0, max(0, length - own.sliding_window), length + loop.lookahead)]
+        seen = own.slots[engine.cache.slots(0, max(0, length - own.sliding_window), length + loop.reserved)]
         for x in (own.k.flatten(1, 2), own.v.flatten(1, 2)):
             kept = x[:, seen].clone()
             x.fill_(float("nan"))
