@@ -20,8 +20,18 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from specker.kernels.round.place import check_place, place, place_arguments, place_rows_cost, rowwise
-from specker.kernels.round.start import start_rows
+from specker.kernels.round.place import (
+    GIVEN,
+    PLACED,
+    SIZES,
+    check_place,
+    masks,
+    place,
+    place_arguments,
+    place_rows_cost,
+    rowwise,
+)
+from specker.kernels.round.start import embedded, start_rows
 from specker.kernels.variant import TYPES, Variant, same_device, start_after_previous, tl, triton
 
 Norms = tuple[Tensor, Tensor]  # weights [E] for the embedding and for the feature
@@ -145,13 +155,9 @@ def _start_pairs_kernel(
     i, i_b, count = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.num_programs(0)
     start = tl.load(length_ptr + i_b) - back
     column = start + first + i if TEXT else i
-    if TEXT:
-        column = tl.minimum(tl.maximum(column, 0), width - 1)
-    token = tl.load(tokens_ptr + i_b * token_stride + column)
-    token = tl.minimum(tl.maximum(token, 0), V - 1)
     o_e = tl.arange(0, BLOCK)
     m_e = o_e < E
-    b_e = tl.load(embedding_ptr + token * E + o_e, mask=m_e, other=0.0)
+    b_e = embedded(embedding_ptr, tokens_ptr, i_b, token_stride, column, width, o_e, V, E, TEXT)
     if ONE:
         row = i_b
     elif TREE:
@@ -160,27 +166,9 @@ def _start_pairs_kernel(
     else:
         row = i_b * count + i
     b_h = tl.load(features_ptr + row * E + o_e, mask=m_e, other=0.0)
-    place(
-        i,
-        i_b,
-        count,
-        start,
-        parents_ptr,
-        table_ptr,
-        positions_ptr,
-        slots_ptr,
-        kv_len_ptr,
-        words_ptr,
-        first,
-        columns,
-        page_size,
-        last_position,
-        up_stride,
-        table_stride,
-        W,
-        W_PAD,
-        TREE,
-    )
+    pointers = (parents_ptr, table_ptr, positions_ptr, slots_ptr, kv_len_ptr, words_ptr)
+    sizes = (columns, page_size, last_position, up_stride, table_stride)
+    place(i, i_b, count, start, first, pointers, sizes, W, W_PAD, TREE)
     o_row = (i_b * count + i) * E
     b_beside = b_h
     if NORMS:
@@ -220,8 +208,8 @@ def _variant(
         name=f"{t} V{V} E{E} {kind} W{words}{flags}",
         kernel=_start_pairs_kernel,
         arguments=(
-            *(f"*{t}", "*i64", *(f"*{t}",) * 3, "*i64", "*i64", "*i32"),
-            *(*(f"*{t}",) * 2, "*i64", "*i64", "*i32", "*i64", "fp32", *("i32",) * 9),
+            *(f"*{t}", "*i64", *(f"*{t}",) * 3, *GIVEN),
+            *(*(f"*{t}",) * 2, *PLACED, "fp32", "i32", "i32", *SIZES),
         ),
         constexprs={
             "V": V,
@@ -231,9 +219,7 @@ def _variant(
             "NORMED": normed,
             "ONE": one,
             "TEXT": text,
-            "W": words,
-            "W_PAD": triton.next_power_of_2(words),
-            "TREE": tree,
+            **masks(words, tree),
         },
         num_warps=min(max(block // 512, 1), 16),
         wide=E * dtype.itemsize % 16 == 0,

@@ -134,23 +134,16 @@ def place(
     i_b,  # the row's sequence
     count,
     start,  # the window's first column
-    parents_ptr,
-    table_ptr,
-    positions_ptr,
-    slots_ptr,
-    kv_len_ptr,
-    words_ptr,
     first,
-    columns,
-    page_size,
-    last_position,
-    up_stride,
-    table_stride,
+    pointers,  # to parents and table; to positions, slots, kv_len and ancestors
+    sizes,
     W: tl.constexpr,
     W_PAD: tl.constexpr,
     TREE: tl.constexpr,
 ):
     """Store a row's position, slot and ancestors; row 0 also stores the sequence's kv_len."""
+    parents_ptr, table_ptr, positions_ptr, slots_ptr, kv_len_ptr, words_ptr = pointers
+    columns, page_size, last_position, up_stride, table_stride = sizes
     i_out = i_b * count + i
     r = first + i
     o_w = tl.arange(0, W_PAD)
@@ -200,28 +193,20 @@ def _place_rows_kernel(
     PDL: tl.constexpr,
 ):
     start_after_previous(PDL)
-    i, i_b = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    place(
-        i,
-        i_b,
-        tl.num_programs(0),
-        tl.load(length_ptr + i_b) - back,
-        parents_ptr,
-        table_ptr,
-        positions_ptr,
-        slots_ptr,
-        kv_len_ptr,
-        words_ptr,
-        first,
-        columns,
-        page_size,
-        last_position,
-        up_stride,
-        table_stride,
-        W,
-        W_PAD,
-        TREE,
-    )
+    i, i_b, count = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.num_programs(0)
+    start = tl.load(length_ptr + i_b) - back
+    pointers = (parents_ptr, table_ptr, positions_ptr, slots_ptr, kv_len_ptr, words_ptr)
+    sizes = (columns, page_size, last_position, up_stride, table_stride)
+    place(i, i_b, count, start, first, pointers, sizes, W, W_PAD, TREE)
+
+
+GIVEN, PLACED, SIZES = ("*i64", "*i64", "*i32"), ("*i64", "*i64", "*i32", "*i64"), ("i32",) * 7
+"""The types of what `place_arguments` returns."""
+
+
+def masks(words: int, tree: bool) -> dict[str, Any]:
+    """The constexprs of `place`."""
+    return {"W": words, "W_PAD": triton.next_power_of_2(words), "TREE": tree}
 
 
 @lru_cache
@@ -230,8 +215,8 @@ def _place_variant(words: int, tree: bool) -> Variant:
     return Variant(
         name=f"place {'tree' if tree else 'chain'} W{words}",
         kernel=_place_rows_kernel,
-        arguments=("*i64", "*i64", "*i32", "*i64", "*i64", "*i32", "*i64", *("i32",) * 7),
-        constexprs={"W": words, "W_PAD": triton.next_power_of_2(words), "TREE": tree},
+        arguments=(*GIVEN, *PLACED, *SIZES),
+        constexprs=masks(words, tree),
         num_warps=1,
         wide=False,
         smoke=words == 1 and tree,

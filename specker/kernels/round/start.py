@@ -19,7 +19,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from specker.kernels.round.place import check_place, place, place_arguments, place_rows, place_rows_cost, rowwise
+from specker.kernels.round.place import (
+    GIVEN,
+    PLACED,
+    SIZES,
+    check_place,
+    masks,
+    place,
+    place_arguments,
+    place_rows,
+    place_rows_cost,
+    rowwise,
+)
 from specker.kernels.variant import TYPES, Variant, same_device, start_after_previous, tl, triton
 
 
@@ -81,6 +92,27 @@ def start_rows_cost(
     return placed + 8 * T + 2 * T * embedding.shape[1] * embedding.element_size(), operations
 
 
+@triton.jit
+def embedded(
+    embedding_ptr,
+    tokens_ptr,
+    i_b,
+    token_stride,
+    column,
+    width,
+    o_e,
+    V: tl.constexpr,
+    E: tl.constexpr,
+    CLAMP: tl.constexpr,  # the column may lie outside of the tokens
+):
+    """The embedding of the token in a column of sequence i_b, zeros beyond E."""
+    if CLAMP:
+        column = tl.minimum(tl.maximum(column, 0), width - 1)
+    token = tl.load(tokens_ptr + i_b * token_stride + column)
+    token = tl.minimum(tl.maximum(token, 0), V - 1)
+    return tl.load(embedding_ptr + token * E + o_e, mask=o_e < E, other=0.0)
+
+
 @triton.jit(
     do_not_specialize=[
         *("width", "token_stride", "back", "first", "columns", "page_size", "last_position", "up_stride"),
@@ -131,33 +163,12 @@ def _start_rows_kernel(
     ahead = tl.load(ahead_ptr) if AHEAD else 0
     start = tl.load(length_ptr + i_b) - back + ahead
     column = start + first + i if TEXT else ahead + i
-    if TEXT or AHEAD:
-        column = tl.minimum(tl.maximum(column, 0), width - 1)
-    token = tl.load(tokens_ptr + i_b * token_stride + column)
-    token = tl.minimum(tl.maximum(token, 0), V - 1)
     o_e = tl.arange(0, BLOCK)
-    b_row = tl.load(embedding_ptr + token * E + o_e, mask=o_e < E, other=0.0)  # in flight while the row is placed
-    place(
-        i,
-        i_b,
-        count,
-        start,
-        parents_ptr,
-        table_ptr,
-        positions_ptr,
-        slots_ptr,
-        kv_len_ptr,
-        words_ptr,
-        first,
-        columns,
-        page_size,
-        last_position,
-        up_stride,
-        table_stride,
-        W,
-        W_PAD,
-        TREE,
-    )
+    # in flight while the row is placed
+    b_row = embedded(embedding_ptr, tokens_ptr, i_b, token_stride, column, width, o_e, V, E, TEXT or AHEAD)
+    pointers = (parents_ptr, table_ptr, positions_ptr, slots_ptr, kv_len_ptr, words_ptr)
+    sizes = (columns, page_size, last_position, up_stride, table_stride)
+    place(i, i_b, count, start, first, pointers, sizes, W, W_PAD, TREE)
     tl.store(hidden_ptr + (i_b * count + i) * E + o_e, b_row, mask=o_e < E)
 
 
@@ -169,16 +180,14 @@ def _variant(dtype: torch.dtype, V: int, E: int, words: int, tree: bool, text: b
     return Variant(
         name=f"{t} V{V} E{E} {'tree' if tree else 'chain'} W{words}" + " text" * text + " ahead" * ahead,
         kernel=_start_rows_kernel,
-        arguments=(f"*{t}", *("*i64",) * 4, "*i32", f"*{t}", "*i64", "*i64", "*i32", "*i64", *("i32",) * 9),
+        arguments=(f"*{t}", "*i64", "*i64", *GIVEN, f"*{t}", *PLACED, "i32", "i32", *SIZES),
         constexprs={
             "V": V,
             "E": E,
             "BLOCK": block,
             "TEXT": text,
             "AHEAD": ahead,
-            "W": words,
-            "W_PAD": triton.next_power_of_2(words),
-            "TREE": tree,
+            **masks(words, tree),
         },
         num_warps=min(max(block // 1024, 1), 8),
         wide=E * dtype.itemsize % 16 == 0,
