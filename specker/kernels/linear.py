@@ -28,7 +28,7 @@ from specker.kernels.quant import (
 )
 from specker.kernels.registry import refuse, register
 from specker.kernels.stream import prefetch_rows, stream_rows
-from specker.kernels.tiles import COMMON, MAX_ROWS, like, lines, split_of, tiles, weight_left, wide_rows
+from specker.kernels.tiles import COMMON, MAX_ROWS, check_product, like, lines, split_of, tiles, weight_left, wide_rows
 from specker.kernels.variant import (
     TYPES,
     Variant,
@@ -474,14 +474,7 @@ def _launch(x: Tensor, weight: Matrix, bias: Tensor | None, epilogue: str, into:
 
 
 def _check(x: Tensor, weight: Matrix, bias: Tensor | None, epilogue: str) -> None:
-    dims = x.dim(), weight.dim()
-    if dims not in ((2, 2), (3, 3)) or x.shape[-1] != weight.shape[-1] or x.shape[:-2] != weight.shape[:-2]:
-        raise ValueError(
-            "expected x [T, E] and weight [O, E], or x [G, T, E] and weight [G, O, E]: "
-            f"x {tuple(x.shape)}, weight {tuple(weight.shape)}"
-        )
-    if not like(x, weight):
-        raise ValueError(f"weight must be like x: x {x.dtype} {x.device}, weight {weight.dtype} {weight.device}")
+    check_product(x, weight)
     if bias is not None and bias.shape != weight.shape[:-1]:
         raise ValueError(f"bias must be {list(weight.shape[:-1])}, got {tuple(bias.shape)}")
     if bias is not None and bias.dtype != x.dtype:

@@ -24,8 +24,8 @@ from specker.kernels.tiles import (
     COMMON,
     MAX_ROWS,
     MIN_SPLIT,
+    check_product,
     columns_of,
-    like,
     lines,
     stages_of,
     weight_left,
@@ -407,14 +407,7 @@ def _check(
     k_norm: Tensor | None,
     eps: float,
 ) -> None:
-    dims = x.dim(), weight.dim()
-    if dims not in ((2, 2), (3, 3)) or x.shape[-1] != weight.shape[-1] or x.shape[:-2] != weight.shape[:-2]:
-        raise ValueError(
-            "expected x [T, E] and weight [O, E], or x [G, T, E] and weight [G, O, E]: "
-            f"x {tuple(x.shape)}, weight {tuple(weight.shape)}"
-        )
-    if not like(x, weight):
-        raise ValueError(f"weight must be like x: x {x.dtype} {x.device}, weight {weight.dtype} {weight.device}")
+    check_product(x, weight)
     G, T, O = math.prod(x.shape[:-2]), math.prod(x.shape[:-1]), weight.shape[-2]
     Hkv, D = check_rows(x, T, positions, slots, rope, k_cache, v_cache, q_norm, k_norm, eps)
     if O % D or 2 * Hkv * D >= O:

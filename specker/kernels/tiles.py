@@ -32,6 +32,18 @@ def like(x: Tensor, weight: Matrix) -> bool:
     return alike and x.device == weight.device
 
 
+def check_product(x: Tensor, weight: Matrix) -> None:
+    """Raise ValueError unless x is [T, E] and the weight [O, E], or [G, T, E] and [G, O, E], and they are alike."""
+    dims = x.dim(), weight.dim()
+    if dims not in ((2, 2), (3, 3)) or x.shape[-1] != weight.shape[-1] or x.shape[:-2] != weight.shape[:-2]:
+        raise ValueError(
+            "expected x [T, E] and weight [O, E], or x [G, T, E] and weight [G, O, E]: "
+            f"x {tuple(x.shape)}, weight {tuple(weight.shape)}"
+        )
+    if not like(x, weight):
+        raise ValueError(f"weight must be like x: x {x.dtype} {x.device}, weight {weight.dtype} {weight.device}")
+
+
 def tiles(
     dtype: torch.dtype,
     O: int,

@@ -5,6 +5,7 @@ import itertools
 import pytest
 import torch
 from make_checkpoint import FULL, GEMMA3, QWEN3_MOE, SLIDING, make
+from stacks import SIZES, cache_of, checked_chain, model_of, near
 
 import specker
 from specker.checkpoints.checkpoint import read
@@ -14,7 +15,6 @@ from specker.model.decoder import Final, Model, forward
 from specker.model.prefill import prefill
 from specker.runtime.strategies.easyspec.parallel import LayerParallel, Schedule
 
-SIZES = {"hidden": 64, "heads": 4, "kv_heads": 2, "head_dim": 32, "ffn": 96, "layers": 4}
 KINDS = {
     "llama": {},
     "qwen2": {"arch": "qwen2"},
@@ -29,22 +29,6 @@ KINDS = {
 }
 
 
-def model_of(folder, arch="llama", dtype=torch.float32, quantize=None, activations=None, **sizes):
-    source = make(folder, arch, **{**SIZES, **sizes})
-    checkpoint = read(source, dtype=dtype, device="cpu", quantize=quantize, activations=activations)
-    model = Model(checkpoint)
-    assert model.stack is not None, "the compiled kernels decline these sizes"
-    return model
-
-
-def cache_of(model, sequences=1):
-    cache = KVCache(model.config, 128, dtype=torch.float32, device="cpu", page_size=16, sequences=sequences)
-    cache.k.zero_(), cache.v.zero_()
-    for slot in range(sequences if sequences > 1 else 0):
-        cache.take(slot, 100)
-    return cache
-
-
 def both(model, call, sequences=1, texts=((1, 2, 3, 4, 5),)):
     """(result, K/V) of `call(cache)` by the compiled kernels and by run_layers."""
     found = []
@@ -57,10 +41,6 @@ def both(model, call, sequences=1, texts=((1, 2, 3, 4, 5),)):
             found.append((call(cache), cache.k.clone(), cache.v.clone()))
         model.stack = kept
     return found
-
-
-def near(a, b):
-    return (a - b).abs().max() <= 2e-5 * b.abs().max()
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -230,27 +210,15 @@ def test_a_row_has_the_same_bits_alone_in_a_chain_and_in_a_batch(tmp_path, kind,
     """Plain decoding's rows, one at a time, against a chain that verifies them, alone and beside another text."""
     model = model_of(tmp_path, dtype=dtype, quantize=quantize, **KINDS[kind])
     text, more = list(range(1, 38)), [5, 9, 2, 7, 7, 1]
-
-    def embedded(ids):
-        return model.embed_tokens(torch.tensor(ids))
-
     with torch.inference_mode():
-        cache, alone = cache_of(model), []
-        prefill(model, cache, text)
-        for n, token in enumerate(more):
-            alone.append(forward(model, cache, cache.after([len(text) + n], [1]), embedded([token])).hidden)
-        alone = torch.cat(alone)
-        cache = cache_of(model)
-        prefill(model, cache, text)
-        chain = forward(model, cache, cache.after([len(text)], [len(more)]), embedded(more)).hidden
-        assert torch.equal(chain, alone)
+        chain = checked_chain(model, text, more)
         cache = cache_of(model, 2)
         prefill(model, cache, text, slot=1)
         prefill(model, cache, [3, 4], slot=0)
         rows = cache.after([2, len(text)], [3, len(more)])
-        beside = forward(model, cache, rows, embedded([8, 8, 8, *more])).hidden[3:]
-        assert torch.equal(beside, alone)
-        assert torch.equal(model.logits(Final(chain)), torch.cat([model.logits(Final(row[None])) for row in alone]))
+        tokens = torch.tensor([8, 8, 8, *more])
+        assert torch.equal(forward(model, cache, rows, model.embed_tokens(tokens)).hidden[3:], chain)
+        assert torch.equal(model.logits(Final(chain)), torch.cat([model.logits(Final(row[None])) for row in chain]))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

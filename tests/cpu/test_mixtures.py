@@ -3,16 +3,15 @@
 import pytest
 import torch
 from make_checkpoint import MIXTRAL, QWEN3_MOE, make
+from stacks import SIZES, cache_of, checked_chain, model_of, near
 
 import specker
-from specker.checkpoints.checkpoint import read
 from specker.cpu import Packed, packed
 from specker.kernels.quant import quantised
-from specker.model.cache import KVCache
-from specker.model.decoder import Model, forward
+from specker.model.decoder import forward
 from specker.model.prefill import prefill
 
-SIZES = {"hidden": 64, "heads": 4, "kv_heads": 2, "head_dim": 32, "ffn": 96, "layers": 3, "max_context": 512}
+SHAPE = {"layers": 3, "max_context": 512}
 WIDE = QWEN3_MOE | {"num_experts": 20, "num_experts_per_tok": 5, "moe_intermediate_size": 64}
 KINDS = {  # the experts' numbers are no multiples of a register
     "mixtral": MIXTRAL,
@@ -23,19 +22,6 @@ KINDS = {  # the experts' numbers are no multiples of a register
     "some dense": WIDE | {"mlp_only_layers": [1], "ffn": 512},  # wider than a row's experts together
 }
 FORMS = [(dtype, kind) for dtype in (torch.float32, torch.bfloat16) for kind in (None, "int8", "int4", "fp8")]
-
-
-def model_of(folder, kind="qwen3", dtype=torch.float32, quantize=None, activations=None):
-    source = make(folder, **SIZES | KINDS[kind])
-    model = Model(read(source, dtype=dtype, device="cpu", quantize=quantize, activations=activations))
-    assert model.stack is not None and model.stack.packed == (quantize is not None)
-    return model
-
-
-def cache_of(model):
-    cache = KVCache(model.config, 512, dtype=torch.float32, device="cpu", page_size=16)
-    cache.k.zero_(), cache.v.zero_()
-    return cache
 
 
 def plain(model):
@@ -59,13 +45,9 @@ def dense(w):
     return w.dequantised(torch.float32) if isinstance(w, Packed) else w.float()
 
 
-def near(a, b):
-    return (a - b).abs().max() <= 2e-5 * b.abs().max()
-
-
 def passes(model, text, counts=(1, 7, 150)):
     """A prompt, then few and many rows after it; and which experts they read."""
-    cache = cache_of(model)
+    cache = cache_of(model, length=512)
     with torch.inference_mode():
         kept = prefill(model, cache, text, aux_layers=(1, 3), last=30)
         outs = [
@@ -91,7 +73,8 @@ CASES += [("some dense", *form) for form in FORMS[1:]]
 @pytest.mark.parametrize(("kind", "dtype", "quantize"), CASES, ids=str)
 def test_experts_are_those_of_run_layers(tmp_path, kind, dtype, quantize):
     """With activations in float32, as torch's operators have them here."""
-    model, text = model_of(tmp_path, kind, dtype, quantize, "float32"), [n * 7 % 128 for n in range(300)]
+    model = model_of(tmp_path, dtype=dtype, quantize=quantize, activations="float32", **KINDS[kind] | SHAPE)
+    text = [n * 7 % 128 for n in range(300)]
     got, routed = passes(model, text)
     want, expected = passes(plain(model), text)
     assert all(near(a, b) for a, b in zip(got, want, strict=True))
@@ -102,28 +85,17 @@ def test_experts_are_those_of_run_layers(tmp_path, kind, dtype, quantize):
 
 @pytest.mark.parametrize(("dtype", "quantize"), FORMS, ids=str)
 def test_a_row_has_the_same_bits_alone_and_among_others(tmp_path, dtype, quantize):
-    model, more = model_of(tmp_path, "qwen3", dtype, quantize), [5, 9, 2, 7, 7, 1, 30, 8]
-    text = list(range(1, 38))
-
-    def embedded(ids):
-        return model.embed_tokens(torch.tensor(ids))
-
+    model = model_of(tmp_path, dtype=dtype, quantize=quantize, **KINDS["qwen3"] | SHAPE)
+    text, more = list(range(1, 38)), [5, 9, 2, 7, 7, 1, 30, 8]
     with torch.inference_mode():
-        cache, alone = cache_of(model), []
-        prefill(model, cache, text)
-        for n, token in enumerate(more):
-            alone.append(forward(model, cache, cache.after([len(text) + n], [1]), embedded([token])).hidden)
-        cache = cache_of(model)
-        prefill(model, cache, text)
-        chain = forward(model, cache, cache.after([len(text)], [len(more)]), embedded(more)).hidden
-        assert torch.equal(chain, torch.cat(alone))
-        cache = cache_of(model)
+        chain, cache = checked_chain(model, text, more), cache_of(model)
         rows = prefill(model, cache, text + more, aux_layers=(3,), last=len(more))[3]  # the threads share many rows
         assert torch.equal(rows, chain)
 
 
 def test_threads_change_no_bits(tmp_path):
-    model, found, before = model_of(tmp_path, quantize="int4"), [], torch.get_num_threads()
+    model = model_of(tmp_path, quantize="int4", **KINDS["qwen3"] | SHAPE)
+    found, before = [], torch.get_num_threads()
     for threads in (1, 2, 3):
         torch.set_num_threads(threads)
         try:
@@ -136,7 +108,7 @@ def test_threads_change_no_bits(tmp_path):
 @pytest.mark.parametrize("options", [{}, {"quantize": "int4"}, {"dtype": "float32", "batch_size": 3}], ids=str)
 def test_a_draft_that_is_the_target_is_always_right(tmp_path, options):
     """A chain drafted in one call has the bits of the verify pass; tokens are those of plain decoding."""
-    folder = make(tmp_path, **SIZES | KINDS["some dense"])
+    folder = make(tmp_path, **SIZES | KINDS["some dense"] | SHAPE)
     how = {"draft_quantize": options["quantize"]} if "quantize" in options else {}
     options = {"device": "cpu", "policy": "fixed", "draft_tokens": 4} | options | how
     engine = specker.load(folder, folder, strategy="draft", **options)
