@@ -74,7 +74,7 @@ BENCHES = {  # flags, and configurations whose rows they must give
         "--fixed 4 --chunk 2:0 --adl 2-3 --always true --temperatures 0.7",
         ["k 4 tree", "default, exact prefix"],
     ),
-    "dynamic_exit": ("--temperatures 0", ["del", "transformers early exit", "sweep E 3 g 2"]),
+    "dynamic_exit": ("--temperatures 0 --transformers false", ["del", "sweep E 3 g 2"]),
     "easyspec": ("--widths 2 --parallel 1,2 --equal 3 --temperatures 0", ["2x5 N 2 never", "3 nodes of width 2, N 4"]),
     "vocabtrim": ("--keep 1024 --sources bundled --temperatures 0", ["bundled 1024", "bundled + text 1024"]),
 }
