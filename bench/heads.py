@@ -9,8 +9,6 @@ llama.cpp are installed into .venv/peers on first use; --engines leaves some out
 """
 
 import json
-import os
-import subprocess
 import tempfile
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,6 +19,7 @@ from transformers import HfArgumentParser
 import specker
 from bench import llama_server, peer
 from bench.peer_settings import HERE, gguf_of, installed
+from bench.processes import Process
 from specker.zoo import real
 from train.head import gguf as head_file
 
@@ -65,17 +64,13 @@ def vllm(args: Args, target: str, prompts: list[list[int]]) -> tuple[list[list[i
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "options.json"
         file.write_text(json.dumps({"options": {**options, "speculative_config": speculative}}))
-        env = os.environ | {"VLLM_CPU_KVCACHE_SPACE": "1"}
-        program = [installed("vllm"), HERE / "vllm_engine.py", file]
-        with subprocess.Popen(program, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
-            assert process.stdin is not None and process.stdout is not None
-            process.stdout.readline()  # ready
-            for prompt in prompts:
-                print(json.dumps({"prompts": [prompt], "count": args.tokens}), file=process.stdin, flush=True)
-                answer = json.loads(process.stdout.readline())
-                tokens += answer["tokens"]
-                accepted += sum(answer["accepted"])
-            process.stdin.close()
+        process = Process([installed("vllm"), HERE / "vllm_engine.py", file], VLLM_CPU_KVCACHE_SPACE="1")
+        process.ask()  # ready
+        for prompt in prompts:
+            answer = process.ask({"prompts": [prompt], "count": args.tokens})
+            tokens += answer["tokens"]
+            accepted += sum(answer["accepted"])
+        process.end()
     return tokens, length_of(sum(map(len, tokens)) - len(tokens), accepted)
 
 

@@ -7,10 +7,8 @@ whether the tokens are plain vLLM's.
 """
 
 import json
-import os
 import signal
 import statistics
-import subprocess
 import sys
 import tempfile
 from dataclasses import dataclass, field
@@ -23,6 +21,7 @@ from transformers import AutoTokenizer, HfArgumentParser
 
 from bench import harness
 from bench.peer_settings import HERE, installed
+from bench.processes import Ended, Process
 from specker import zoo
 
 PLAIN, THEIRS = "vLLM", "vLLM draft_model"
@@ -47,23 +46,21 @@ class Args:
 @dataclass(eq=False)
 class Way:
     name: str
-    process: Any
-    log: Path
+    process: Process
     seconds: dict[int, list[float]] = field(default_factory=dict)  # by batch size: of each group, round by round
     tokens: dict[int, list[list[int]]] = field(default_factory=dict)  # by batch size: of each prompt
     drafted: dict[int, int] = field(default_factory=dict)
     accepted: dict[int, int] = field(default_factory=dict)
 
-    def ask(self, request: dict[str, Any]) -> dict[str, Any]:
-        """An answer, {} for no request: the first line."""
-        os.killpg(self.process.pid, signal.SIGCONT)
-        if request:
-            print(json.dumps(request), file=self.process.stdin, flush=True)
-        line = self.process.stdout.readline()
-        os.killpg(self.process.pid, signal.SIGSTOP)
-        if not line:
-            sys.exit(f"bench: {self.name} ended: {self.log.read_text(errors='replace').strip()[-500:]}")
-        return json.loads(line)
+    def ask(self, request: dict[str, Any] | None = None) -> dict[str, Any]:
+        """An answer, without a request the first line. The engine is stopped before and afterwards."""
+        self.process.signal(signal.SIGCONT)
+        try:
+            return self.process.ask(request)
+        except Ended as error:
+            sys.exit(f"bench: {self.name} ended: {error}")
+        finally:
+            self.process.signal(signal.SIGSTOP)
 
 
 def options_of(args: Args) -> dict[str, dict[str, Any]]:
@@ -88,15 +85,11 @@ def options_of(args: Args) -> dict[str, dict[str, Any]]:
 
 
 def started(name: str, options: dict[str, Any], python: Path, folder: Path) -> Way:
-    file, log = folder / f"{name}.json", folder / f"{name}.log"
+    file = folder / f"{name}.json"
     file.write_text(json.dumps({"options": options}))
-    environment = os.environ | {"VLLM_CPU_KVCACHE_SPACE": "1", "PYTHONPATH": str(HERE.parent)}
-    with log.open("w") as errors:
-        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": errors, "text": True}
-        command = [python, HERE / "vllm_engine.py", file]
-        process = subprocess.Popen(command, env=environment, start_new_session=True, **pipes)
-    way = Way(name, process, log)
-    print(name, way.ask({}).get("ready"), flush=True)
+    env = {"VLLM_CPU_KVCACHE_SPACE": "1", "PYTHONPATH": str(HERE.parent)}
+    way = Way(name, Process([python, HERE / "vllm_engine.py", file], folder / f"{name}.log", **env))
+    print(name, way.ask().get("ready"), flush=True)
     return way
 
 
@@ -176,7 +169,7 @@ def main() -> None:
             measure(ways, prompts, args)
         finally:
             for way in ways:
-                os.killpg(way.process.pid, signal.SIGKILL)
+                way.process.end()
     named = {way.name: way for way in ways}
     rows = [row for way in ways for row in rows_of(way, named, args)]
     show(rows)

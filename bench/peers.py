@@ -16,14 +16,11 @@ run has a row with the reason. llama.cpp is built from its source for this machi
 """
 
 import json
-import os
-import signal
 import statistics
 import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -34,6 +31,7 @@ from transformers import HfArgumentParser
 
 from bench import harness
 from bench.peer_settings import HERE, MODELS, PACKAGES, Model, installed, last_line
+from bench.processes import Ended, Process
 from specker.checkpoints.checkpoint import read_config, read_tokenizer
 
 
@@ -58,8 +56,7 @@ class Peer:
     """A running engine."""
 
     name: str
-    process: Any
-    log: Path
+    process: Process | None
     version: str = ""
     whole: list[float] = field(default_factory=list)  # seconds of each request, round by round
     first: list[float] = field(default_factory=list)  # seconds of the same requests with one token
@@ -69,15 +66,11 @@ class Peer:
 
     def ask(self, **request: Any) -> dict[str, Any]:
         """The answer to a request; {} if the engine ends, with the end of its log as the reason."""
+        assert self.process is not None
         try:
-            if request:
-                self.process.stdin.write(json.dumps(request) + "\n")
-                self.process.stdin.flush()
-            return json.loads(self.process.stdout.readline())
-        except (ValueError, OSError):
-            lines = [line.strip() for line in self.log.read_text(errors="replace").splitlines() if line.strip()]
-            code = self.process.wait()
-            self.reason = f"exit code {code}: {lines[-1][:160] if lines else 'no message'}"
+            return self.process.ask(request or None)
+        except Ended as error:
+            self.reason = str(error)
             return {}
 
     def on(self, prompts: Sequence[int]) -> "Peer":
@@ -88,35 +81,21 @@ class Peer:
         return replace(self, tokens=[self.tokens[n] for n in prompts if n < count], **chosen)
 
     def end(self) -> None:
-        """End the process and those that it started."""
         if self.process is not None:
-            with suppress(ProcessLookupError):
-                os.killpg(self.process.pid, signal.SIGKILL)
-            self.process.wait()
+            self.process.end()
 
 
 def started(name: str, settings: Any, folder: Path, args: Args) -> Peer:
     """Start an engine and wait until it has loaded the model. One that fails has a reason."""
-    log = folder / f"{name}.log"
     try:
         own = settings()
         python = installed(own["engine"]) if own["engine"] in PACKAGES else Path(sys.executable)
     except subprocess.CalledProcessError as error:
-        return Peer(name, None, log, reason=f"not installed or not converted: {last_line(error)}")
+        return Peer(name, None, reason=f"not installed or not converted: {last_line(error)}")
     file = folder / f"{name}.json"
     file.write_text(json.dumps(own))
-    environment = os.environ | {"OMP_NUM_THREADS": str(args.threads), "VLLM_CPU_KVCACHE_SPACE": "1"}
-    with log.open("w") as errors:
-        process = subprocess.Popen(
-            [python, HERE / "peer.py", file],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=errors,
-            text=True,
-            env=environment,
-            start_new_session=True,  # with the server that it starts, it is a group that can be ended
-        )
-    peer = Peer(name, process, log)
+    env = {"OMP_NUM_THREADS": str(args.threads), "VLLM_CPU_KVCACHE_SPACE": "1"}
+    peer = Peer(name, Process([python, HERE / "peer.py", file], folder / f"{name}.log", **env))
     peer.version = peer.ask().get("ready", "")
     return peer
 

@@ -12,7 +12,6 @@ each. Other programs can only lengthen a run, so `best` is the steadier number o
 
 import itertools
 import json
-import os
 import subprocess
 import sys
 import tempfile
@@ -26,6 +25,7 @@ from rich.table import Table
 from transformers import HfArgumentParser
 
 from bench import harness
+from bench.processes import Process
 
 STRATEGIES: dict[str, dict[str, Any]] = {
     "ar": {"strategy": "ar"},
@@ -71,24 +71,11 @@ class Args:
     save: bool = field(default=True, metadata={"help": "append to bench/results"})
 
 
-class Worker:
-    """A checkout that decodes in its own process."""
-
-    def __init__(self, folder: Path, options: dict[str, Any], threads: int):
-        command = [sys.executable, "-c", WORKER, json.dumps(options), str(threads)]
-        env = {**os.environ, "PYTHONPATH": str(folder)}
-        pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-        self.process = subprocess.Popen(command, cwd=folder, env=env, **pipes)
-
-    def decode(self, *request: Any) -> tuple[float, list[list[int]]]:
-        assert self.process.stdin is not None and self.process.stdout is not None
-        self.process.stdin.write(json.dumps(request) + "\n")
-        self.process.stdin.flush()
-        seconds, tokens = json.loads(self.process.stdout.readline())
-        return seconds, tokens
-
-    def close(self) -> None:
-        self.process.communicate()
+def worker(folder: Path, options: dict[str, Any], threads: int) -> Process:
+    """A checkout that decodes in its own process: asked for [prompts, count, temperature], it answers [seconds,
+    tokens]."""
+    command = [sys.executable, "-c", WORKER, json.dumps(options), str(threads)]
+    return Process(command, cwd=folder, PYTHONPATH=str(folder))
 
 
 def compare(folders: tuple[Path, Path], name: str, args: Args, prompts: list[str]) -> list[dict[str, Any]]:
@@ -99,20 +86,20 @@ def compare(folders: tuple[Path, Path], name: str, args: Args, prompts: list[str
     same = dict.fromkeys(temperatures, True)
     for n in range(args.rounds):
         options = {**STRATEGIES[name], "batch_size": args.batch_size}
-        pair = [Worker(folder, options, args.threads) for folder in (folders if n % 2 else folders[::-1])]
+        pair = [worker(folder, options, args.threads) for folder in (folders if n % 2 else folders[::-1])]
         workers = pair if n % 2 else pair[::-1]
-        for worker in workers:
-            worker.decode(groups[0], args.max_new_tokens, 0.0)
+        for each in workers:
+            each.ask([groups[0], args.max_new_tokens, 0.0])
         turns = itertools.product(range(args.repeats), temperatures, groups)
         for i, (_, temperature, prompt) in enumerate(turns):
             found = {}
             for k in (0, 1) if (i + n) % 2 else (1, 0):
                 time.sleep(args.idle)
-                found[k] = workers[k].decode(prompt, args.max_new_tokens, temperature)
+                found[k] = workers[k].ask([prompt, args.max_new_tokens, temperature])
             same[temperature] &= found[0][1] == found[1][1]
             seconds[temperature][prompt].append((found[0][0], found[1][0]))
-        for worker in workers:
-            worker.close()
+        for each in workers:
+            each.end()
     rows = []
     for temperature, times in seconds.items():
         each = [old / new for pairs in times.values() for old, new in pairs]

@@ -47,8 +47,8 @@ def test_engines_take_turns_and_a_failing_one_gives_its_reason(tmp_path):
 
 
 def test_a_row_compares_requests_with_those_of_the_base():
-    base = Peer("base", None, None, whole=[2.0, 4.0], first=[1.0, 1.0], tokens=[[1, 2, 3, 4]], reports=[{}, {}])
-    fast = Peer("fast", None, None, whole=[1.0, 1.0], first=[0.4, 0.4], tokens=[[1, 2, 3, 5]])
+    base = Peer("base", None, whole=[2.0, 4.0], first=[1.0, 1.0], tokens=[[1, 2, 3, 4]], reports=[{}, {}])
+    fast = Peer("fast", None, whole=[1.0, 1.0], first=[0.4, 0.4], tokens=[[1, 2, 3, 5]])
     fast.reports = [{"acceptance_length": 2.0}, {"acceptance_length": 3.0}]
     row = peers.row_of(fast, base, base, {"prompt_tokens": [20]})
     assert row["prefill_tokens_per_second"] == pytest.approx(50) and row["acceptance_length"] == 2.5
@@ -61,7 +61,7 @@ def test_a_row_compares_requests_with_those_of_the_base():
 
 def test_requests_of_some_prompts():
     """Two rounds of three prompts."""
-    peer = Peer("peer", None, None, whole=[1, 2, 3, 4, 5, 6], first=[10, 20, 30, 40, 50, 60], tokens=[[1], [2], [3]])
+    peer = Peer("peer", None, whole=[1, 2, 3, 4, 5, 6], first=[10, 20, 30, 40, 50, 60], tokens=[[1], [2], [3]])
     peer.reports = [{"n": n} for n in range(6)]
     part = peer.on([1, 2])
     assert (part.whole, part.first, part.tokens) == ([2, 3, 5, 6], [20, 30, 50, 60], [[2], [3]])
@@ -177,7 +177,7 @@ def test_rows_are_apart_for_each_kind_of_question(tmp_path, monkeypatch, capsys)
     ways = {name: {"engine": "specker", "options": {"strategy": name}} for name in ("ar", "lookup", "del")}
     model = toy(ways, "ar", questions=questions, asked=3, new_tokens=5, apart=True)
     monkeypatch.setattr(peers, "MODELS", {"toy": lambda: model, "smollm2": pytest.fail})
-    monkeypatch.setattr(peers, "started", lambda name, settings, folder, args: Instant(name, None, folder))
+    monkeypatch.setattr(peers, "started", lambda name, settings, folder, args: Instant(name, None))
     monkeypatch.setattr(harness, "RESULTS", tmp_path)
     asked = peers.prompts_of(model, Args())
     ids = [read_tokenizer(target)(row["prompt"])["input_ids"] for row in rows]
@@ -201,7 +201,7 @@ def test_rows_are_apart_for_each_kind_of_question(tmp_path, monkeypatch, capsys)
 
 
 def test_a_first_token_slower_than_all_leaves_no_rate_of_the_others(tmp_path, capsys):
-    peer = Peer("slow", None, tmp_path, whole=[1.0], first=[1.5], tokens=[[1, 2]], reports=[{}])
+    peer = Peer("slow", None, whole=[1.0], first=[1.5], tokens=[[1, 2]], reports=[{}])
     about = {"prompt_tokens": [3], "base": "slow", "reference": "slow", "categories": ""}
     row = peers.row_of(peer, peer, peer, about)
     assert row["tokens_per_second"] == 2.0 and "decode_tokens_per_second" not in row
