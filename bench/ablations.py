@@ -41,33 +41,6 @@ class Uncalibrated(AutoregressiveDrafter):
         self.keep(draft, slot, path)
 
 
-class CalibratedOnMismatch(Uncalibrated):
-    """EasySpec that calibrates only after a round that refused a draft token: all fuzzy columns then go."""
-
-    def __init__(self, *args: Any, **options: Any):
-        super().__init__(*args, **options)
-        self.fuzzy: dict[int, int] = {}  # slot -> its sequence's first fuzzy column
-
-    def accept_fuzzy(self, draft: Draft, slot: int, path: list[int]) -> None:
-        before = self.cache.exact_len[slot]
-        if before > self.limit:
-            return
-        if len(path) - 1 < draft.depth:
-            self.cache.truncate(self.fuzzy.pop(slot, before), slot)
-            return
-        self.keep(draft, slot, path)
-        if self.cache.exact_len[slot] > before:
-            self.fuzzy.setdefault(slot, before)
-
-    def move(self, source: int, target: int) -> None:
-        self.fuzzy.pop(target, None)
-        if source in self.fuzzy:
-            self.fuzzy[target] = self.fuzzy.pop(source)
-
-    def reset(self, slot: int) -> None:
-        self.fuzzy.pop(slot, None)
-
-
 class ExactPrefix(DiffusionDrafter):
     """DiffuSpec that keeps no K/V between rounds: every pass runs over the whole text and the masks."""
 

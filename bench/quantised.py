@@ -13,10 +13,6 @@ is.
 `python bench/quantised.py --what passes --targets A.gguf,B.gguf`: a pass over 1 to 16 rows of each checkpoint after 64
 tokens, its layers and its LM head apart; numbers of rows take turns. The limit is one read of the weights.
 
-`python bench/quantised.py --what chains`: a draft token by a model of one layer and by an EAGLE-3 head on SmolLM2's
-width, random weights in bfloat16, with an LM head of 8,192 rows: the difference of two lengths of a chain. `steps` runs
-the same head on torch's operators. The limit is one read of the layer and of the LM head.
-
 `python bench/quantised.py --what activations --targets A.gguf,B.gguf --windows 16`: what rounding the activations of
 products with quantised weights costs: KL divergence to the distributions with float32 activations, the share of equal
 most probable tokens, perplexity; on the same windows.
@@ -25,7 +21,6 @@ most probable tokens, perplexity; on the same windows.
 import json
 import math
 import statistics
-import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -44,20 +39,13 @@ import specker
 from bench import harness
 from bench.peer_settings import gguf_of
 from specker import cpu
-from specker.checkpoints import checkpoint
 from specker.cpu import one_torch_thread
 from specker.cpu.packed import Packed, of_quantised
 from specker.kernels import quant
 from specker.kernels.linear import row_linear
-from specker.model.cache import KVCache
 from specker.model.config import layer_elements
-from specker.model.decoder import Final, Model, forward
-from specker.model.heads import DraftHead, HeadSpec, HeadWeights
+from specker.model.decoder import Final, forward
 from specker.model.prefill import prefill
-from specker.model.sampling import Draws
-from specker.model.weights import Parameters
-from specker.options import Sampling
-from specker.runtime.round.lm_head import LMHead
 from specker.zoo import real
 
 SHAPES = {  # E, O of each linear: qkv, o, gate_up, down, head
@@ -73,27 +61,11 @@ TURN = 8  # products in a turn: the first one wakes the threads
 KINDS = (None, "int8", "fp8", "int4")
 ROUNDED = ("float32", "bfloat16", "int8")
 FILES = ("Q8_0", "Q4_0", "Q4_1")
-CHAIN = {  # config.json of a draft with one layer like SmolLM2-135M's
-    "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
-    "vocab_size": 49152,
-    "hidden_size": 576,
-    "intermediate_size": 1536,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 9,
-    "num_key_value_heads": 3,
-    "head_dim": 64,
-    "tie_word_embeddings": True,
-    "rms_norm_eps": 1e-5,
-    "max_position_embeddings": 2048,
-}
-KEPT = 8192  # rows of its LM head
-LENGTHS = 1, 9  # tokens of the compared chains
 
 
 @dataclass(frozen=True)
 class Args:
-    what: str = field(default="products", metadata={"help": "products, perplexity, passes, chains or activations"})
+    what: str = field(default="products", metadata={"help": "products, perplexity, passes or activations"})
     targets: str = field(
         default="", metadata={"help": "of passes and activations: comma-separated GGUF files; default SmolLM2"}
     )
@@ -265,66 +237,6 @@ def passes(args: Args) -> list[dict[str, Any]]:
     return rows
 
 
-def chains(args: Args) -> list[dict[str, Any]]:
-    with tempfile.TemporaryDirectory() as folder:
-        (Path(folder) / "config.json").write_text(json.dumps(CHAIN))
-        source = checkpoint.read(folder, dtype=torch.bfloat16, device="cpu", random=0)
-    own, E = source.weights, source.config.hidden_size
-    kept = torch.arange(KEPT) * 5
-    wide = torch.cat((own.qkv[:], own.qkv[:]), 2)  # type: ignore[index]
-    joined = replace(source.config, layer=replace(source.config.layer, first="joined"))
-    read = Parameters(joined, replace(own, qkv=wide))
-    parts = HeadWeights(own.qkv.new_empty(E, 3 * E), hidden_norm=torch.ones(E))  # type: ignore[union-attr]
-    spec = HeadSpec("eagle3", (0, 1, 2), E, KEPT)
-    draft = Model(source)
-    head, slow = (DraftHead(read, spec, parts, (draft.norm, draft.config.rms_norm_eps)) for _ in range(2))
-    slow.model.stack = None
-    lm_head = LMHead(own.head[:KEPT], own.norm, source.config.rms_norm_eps)  # type: ignore[index]
-    lm_head.token_ids = kept
-    greedy = Draws.one(Sampling())
-    ways: dict[str, Callable[[], Any]] = {}
-    for name, model in (("draft", draft), ("head", head.model), ("steps", slow.model)):
-        cache = KVCache(model.config, 256, dtype=torch.float32, device="cpu")
-        cache.k.zero_(), cache.v.zero_()
-        rows, output = cache.after([TEXT], [1]), torch.randn(1, E)
-
-        def compiled(count: int, model: Any = model, cache: Any = cache, rows: Any = rows, begin: Any = output) -> Any:
-            begin = torch.tensor([1]) if model is draft else begin
-            place = (cache.k, cache.v), rows[:2], (rows.cu_rows, rows.kv_len, rows.window), rows.ancestors, rows.table
-            candidates = cpu.Candidates(model.embed, 1.0, lm_head.weight, kept, lm_head.norm, "int8")
-            at, sampling = [TEXT + (model is draft)], [(0.0, 0)]
-            return cpu.draft(model.stack, candidates, begin, place, ([0, 1], [0, 1]), at, 2047, count, sampling, None)
-
-        def steps(count: int, cache: Any = cache, output: Any = output) -> Any:
-            final, token = Final(output), torch.zeros(1, 1, dtype=torch.int64)
-            for n in range(count):
-                if n:
-                    pair = slow.begin(cache, [TEXT + 1], 1, n - 1, token, output)
-                    output, final = slow.forward(cache, *pair)
-                token = lm_head.best(final, greedy, cache.positions[TEXT + n : TEXT + n + 1]).unsqueeze(1)
-            return token
-
-        run = steps if name == "steps" else compiled
-        ways |= {f"{name} {count}": partial(run, count) for count in LENGTHS}
-    big = torch.ones(COLD // 4)
-    with torch.inference_mode():
-        bandwidth = COLD / harness.measure({"read": big.sum}, args.rounds)["read"].median
-        timings = harness.measure(ways, args.rounds, 3)
-    rows = []
-    for name, model in (("draft", draft), ("head", head.model), ("steps", slow.model)):
-        short, long = (timings[f"{name} {count}"] for count in LENGTHS)
-        each = [(b - a) / (LENGTHS[1] - LENGTHS[0]) for a, b in zip(short.seconds, long.seconds, strict=True)]
-        least = (min(long.seconds) - min(short.seconds)) / (LENGTHS[1] - LENGTHS[0])
-        size = sum(w.nbytes for w in model.matrices[:-1]) + lm_head.weight.nbytes
-        middle = statistics.median(each)
-        rows.append(
-            {"bench": "chains", "way": name, "ms": 1e3 * middle, "least_ms": 1e3 * least, "MB": size / 1e6}
-            | {"GB_per_second": size / middle / 1e9, "read_GB_per_second": bandwidth / 1e9, "threads": args.threads}
-        )
-        print({k: x if isinstance(x, str) else round(x, 2) for k, x in rows[-1].items()}, flush=True)
-    return rows
-
-
 def activations(args: Args) -> list[dict[str, Any]]:
     """What rounding the activations costs: each checkpoint's next-token distributions with activations in int8 and
     bfloat16 beside those in float32, on the same text and weights."""
@@ -367,8 +279,9 @@ def windows_of(ids: list[int], args: Args) -> list[list[int]]:
 def _logits(engine: Any, window: list[int]) -> Tensor:
     """After every token of a window but the last, [window - 1, V] float64."""
     model, cache = engine.model, engine.cache
-    cache.exact_len[0] = 0
+    cache.take(0, len(window))
     taps = prefill(model, cache, window, (model.config.num_layers,), len(window))
+    cache.release(0)
     return model.logits(Final(taps[model.config.num_layers][:-1])).double()
 
 
@@ -379,7 +292,6 @@ def main() -> None:
         "products": products,
         "perplexity": perplexity,
         "passes": passes,
-        "chains": chains,
         "activations": activations,
     }
     rows = what[args.what](args)

@@ -6,12 +6,11 @@ from make_checkpoint import make
 from pairs import perturbed
 
 import specker
-from bench.ablations import CalibratedOnMismatch, ExactPrefix, Uncalibrated, drafting_as
+from bench.ablations import ExactPrefix, Uncalibrated, drafting_as
 
 pytestmark = pytest.mark.usefixtures("cheap")  # drafts do not depend on the clock
 KINDS = {
     Uncalibrated: {"strategy": "easyspec", "layer_parallel": "3", "draft_tokens": 4},
-    CalibratedOnMismatch: {"strategy": "easyspec", "layer_parallel": "3", "draft_tokens": 2},
     ExactPrefix: {"strategy": "diffuspec", "policy": "chunk", "chunk": "2:0.1"},
 }
 PROMPTS = ([5, 9, 40], [1], list(range(3, 90)), [7, 8], [2, 3, 5, 8])
@@ -52,25 +51,3 @@ def test_the_usual_drafter_is_back_afterwards(models):
     target, drafts = models
     load(models, Uncalibrated)
     assert not isinstance(specker.load(target, drafts["easyspec"], strategy="easyspec").drafter, Uncalibrated)
-
-
-def test_mismatch_drops_the_fuzzy_columns_and_no_others(models):
-    """A round that accepts all of two draft tokens keeps the K/V of the first, which has some. After a refusal the
-    cache ends where its first fuzzy column was."""
-    engine = load(models, CalibratedOnMismatch)
-    drafter, seen = engine.drafter, []
-    accept = drafter.accept
-
-    def watched(batch, draft, accepted):
-        [before], [path] = drafter.cache.exact_len, accepted.paths
-        first = drafter.fuzzy.get(0, before)
-        accept(batch, draft, accepted)
-        if draft.depth == 2:
-            seen.append((len(path) == 3, before, first, drafter.cache.exact_len[0]))
-
-    drafter.accept = watched
-    engine.generate([5, 9, 40, 3, 77, 21], 60, temperature=0.7)
-    assert {full for full, *_ in seen} == {True, False}
-    assert any(first < before for _, before, first, _ in seen)
-    for full, before, first, after in seen:
-        assert after == (before + 1 if full else first)
