@@ -71,7 +71,7 @@ FEW = "--prompts 1 --max_new_tokens 6 --rounds 1"
 BENCHES = {  # flags, and configurations whose rows they must give
     "batches": ("--sizes 1,2 --transformers false", ["ar", "draft"]),
     "blocks": (
-        "--fixed 4 --chunk 2:0 --adl 2-3 --always true --temperatures 0.7",
+        "--searches tree --fixed 4 --chunk 2:0 --adl 2-3 --always true --temperatures 0.7",
         ["k 4 tree", "default, exact prefix"],
     ),
     "dynamic_exit": ("--temperatures 0 --transformers false", ["del", "sweep E 3 g 2"]),

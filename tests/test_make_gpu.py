@@ -381,38 +381,33 @@ def test_what_fails_is_off_in_the_other_parts(rehearse, names, states, rest):
     assert step.commands[0].argv[-2:] == ("--capture", str(setting.graphs))
 
 
-def test_a_graph_that_is_not_captured_is_a_failure(rehearse):
-    def form(setting, f, file):
-        warned = "a CUDA graph could not be captured, so its kernels are launched one by one" if f.graphs else ""
-        return decodes(the_same, says=warned)(setting, f, file)
-
-    done = rehearse(form=form)
-    assert row_of(done.report, FORMS[2].name)[1:] == ["failed", "0", "a CUDA graph could not be captured"]
+def uncaptured(setting, form, file):
+    warned = "a CUDA graph could not be captured, so its kernels are launched one by one" if form.graphs else ""
+    return decodes(the_same, says=warned)(setting, form, file)
 
 
 @pytest.mark.parametrize(
-    ("form", "note"),
+    ("form", "n", "note"),
     [
-        (lambda *_: python(""), "it wrote no tokens"),
-        (decodes(lambda form: []), "it decoded nothing"),
-        (decodes(the_same, code=-11), "exit code 245"),
+        (uncaptured, 2, "a CUDA graph could not be captured"),
+        (lambda *_: python(""), 0, "it wrote no tokens"),
+        (decodes(lambda form: []), 0, "it decoded nothing"),
+        (decodes(the_same, code=-11), 0, "exit code 245"),
     ],
 )
-def test_a_form_without_tokens_is_a_failure(rehearse, form, note):
-    assert row_of(rehearse(form=form).report, FORMS[0].name)[3] == note
+def test_a_form_without_tokens_or_graphs_is_a_failure(rehearse, form, n, note):
+    _, state, _, said = row_of(rehearse(form=form).report, FORMS[n].name)
+    assert (state, said) == ("failed", note)
 
 
-def test_pdl_stays_off_where_the_user_turned_it_off(rehearse, monkeypatch):
-    monkeypatch.setenv("SPECKER_PDL", "0")
+@pytest.mark.parametrize(("variable", "capability"), [("0", (9, 0)), ("1", (8, 0))])
+def test_pdl_needs_a_gpu_that_has_it_and_stays_off_if_the_user_says_so(rehearse, monkeypatch, variable, capability):
+    monkeypatch.setenv("SPECKER_PDL", variable)
     settings = []
-    done = rehearse(decode=Part(1, lambda setting: [settings.append(setting), Step((python(""),))][1:]))
+    seen = Part(1, lambda setting: [settings.append(setting), Step((python(""),))][1:])
+    done = rehearse(known=dataclasses.replace(H100, capability=capability), decode=seen)
     assert [bool(row_of(done.report, form.name)) for form in FORMS] == [True, False, True, False]
-    assert not settings[0].pdl and settings[0].graphs
-
-
-def test_forms_with_pdl_need_a_gpu_that_has_it(rehearse):
-    done = rehearse(known=dataclasses.replace(H100, capability=(8, 0)))
-    assert [bool(row_of(done.report, form.name)) for form in FORMS] == [True, False, True, False]
+    assert settings[0].pdl == (variable == "1") and settings[0].graphs
 
 
 # --- time
@@ -554,7 +549,7 @@ def test_the_commands_of_every_part_exist(tmp_path, monkeypatch):
     for command in commands:
         scripts = [word for word in command.argv if word.endswith(".py")]
         assert all((ROOT / script).exists() for script in scripts)
-        text = "".join((ROOT / script).read_text() for script in scripts)
+        text = "".join((ROOT / script).read_text() for script in (*scripts, "bench/decoding.py"))
         for flag in [w for w in command.argv if w.startswith("--")] if scripts and "pytest" not in command.argv else []:
             assert flag[2:] in text or command.argv[0] == sys.executable, flag
     assert len(steps["kernels"]) == len(list(ROOT.glob("bench/kernels/bench_*.py")))

@@ -112,7 +112,7 @@ def e2e(s: Setting) -> list[Step]:
 
 
 def ablations(s: Setting) -> list[Step]:
-    names = ("easyspec", "vocabtrim", "diffuspec", "dynamic_exit")
+    names = ("blocks", "dynamic_exit", "easyspec", "vocabtrim")
     return [_one(s.command(f"bench/{name}.py", *ON_GPU)) for name in names]
 
 
