@@ -123,7 +123,7 @@ def test_a_stop_rule_gains_as_much_as_the_best_one():
 
     def brute(least):
         rng, tokens, seconds = random.Random(3), 0.0, 0.0
-        for _ in range(20_000):
+        for _ in range(8_000):
             joint, k, right = 1.0, 0, True
             while k < 16:
                 c = min(0.99, max(0.01, rng.gauss(0.8, 0.25)))

@@ -53,7 +53,7 @@ DRAWS = [
     {"temperature": 1.2, "top_k": 5, "seed": 1},
 ]
 LENGTHS = (1, 300, 20, 2, 77, 130, 5, 41, 64, 3)
-COUNTS = (30, 12, 1, 25, 40, 18, 33, 7, 22, 28)
+COUNTS = (20, 12, 1, 15, 26, 12, 22, 5, 14, 18)
 
 
 @pytest.fixture(scope="module")
@@ -129,7 +129,7 @@ FIXED = (
 )
 
 
-@pytest.mark.parametrize("name", FIXED)
+@pytest.mark.parametrize("name", cases.one_in(2, FIXED))
 def test_host_and_device_placement_give_the_same_tokens(world, name, cheap):
     """Rounds of fixed shape, as a GPU captures them. With 5 to 7 sequences decoding, the batch is padded to 8."""
     engine = load(world, name, batch_size=5, graphs="on")

@@ -81,8 +81,8 @@ def test_tokens_equal_plain_decoding(target, monkeypatch, name, how, graphs):
     kinds = set()
     for prompt in PROMPTS:
         with after_every_round(monkeypatch, lambda _, r: kinds.add(r.batch.fixed)):
-            got = fast.generate(prompt, 40, **SAMPLING[how])
-        assert got.tokens == cases.plain(target, prompt, 40, **SAMPLING[how])
+            got = fast.generate(prompt, 30, **SAMPLING[how])
+        assert got.tokens == cases.plain(target, prompt, 30, **SAMPLING[how])
         drafted, accepted = drafted + got.stats.drafted, accepted + got.stats.accepted
     assert 0 < accepted < drafted
     watches = name.startswith("del")
@@ -95,7 +95,7 @@ def test_policies_serve_a_draft_model_too(pair, name, how):
     fast = specker.load(*pair, dtype="float64", device="cpu", policy=name)
     for prompt in PROMPTS:
         got = fast.generate(prompt, 40, **SAMPLING[how])
-        assert got.tokens == fast.generate_ar(prompt, 40, **SAMPLING[how]).tokens
+        assert got.tokens == cases.plain(pair[0], prompt, 40, **SAMPLING[how])
         assert len(got.stats.lengths) > 1, "the length never changed"
 
 
