@@ -99,20 +99,19 @@ def test_tokens_equal_plain_decoding(pairs, shape, how, cheap):
     fast = load(pairs, graphs="on", **SHAPES[shape])
     accepted = 0
     for prompt in PROMPTS:
-        got = fast.generate(prompt, 40, **SAMPLING[how])
-        assert got.tokens == cases.plain(pairs[0], prompt, 40, **SAMPLING[how])
+        got = fast.generate(prompt, 28, **SAMPLING[how])
+        assert got.tokens == cases.plain(pairs[0], prompt, 28, **SAMPLING[how])
         assert got.stats.tokens == len(got.tokens) == got.stats.accepted + got.stats.rounds
         accepted += got.stats.accepted
-    assert accepted > 20, "hardly anything was accepted: this proves little"
-    assert fast.loop.launched > 40, "rounds of fixed shape were hardly used"
+    assert accepted > 14, "hardly anything was accepted: this proves little"
+    assert fast.loop.launched > 28, "rounds of fixed shape were hardly used"
 
 
-@pytest.mark.parametrize("count", range(1, 14))
-def test_max_new_tokens_in_mid_draft(pairs, plain, count):
+def test_max_new_tokens_in_mid_draft(pairs):
     fast = load(pairs, graphs="on", draft_tokens=5)
-    for prompt in PROMPTS[::2]:
+    for prompt, count in itertools.product(PROMPTS[::2], range(1, 14)):
         got = fast.generate(prompt, count)
-        assert got.tokens == plain.generate(prompt, count).tokens and len(got.tokens) == count
+        assert got.tokens == cases.plain(pairs[0], prompt, 13)[:count] and len(got.tokens) == count
         assert got.finished == "length" and got.stats.tokens == got.stats.accepted + got.stats.rounds
 
 
@@ -127,36 +126,37 @@ def test_the_context_ends_decoding(pairs, plain, shape):
 
 
 def test_a_stop_id_ends_the_text(pairs):
-    plain, fast = load(pairs[:1], strategy="ar"), load(pairs, graphs="on", draft_tokens=5)
-    free = plain.generate([5, 9, 40, 3, 3, 3], 60).tokens
+    fast, prompt = load(pairs, graphs="on", draft_tokens=5), [5, 9, 40, 3, 3, 3]
+    free, other = (cases.plain(pairs[0], text, 30) for text in (prompt, PROMPTS[2]))
     for stop in dict.fromkeys(free[3:12]):
-        got = fast.generate([5, 9, 40, 3, 3, 3], 60, stop_ids=[stop])
+        got = fast.generate(prompt, 30, stop_ids=[stop])
         assert got.tokens == free[: free.index(stop) + 1] and got.finished == "stop"
-        assert not set(fast.generate(PROMPTS[2], 60, stop_ids=[stop]).tokens[:-1]) & {stop}, (
+        end = other.index(stop) + 1 if stop in other else 12
+        assert fast.generate(PROMPTS[2], min(end, 12), stop_ids=[stop]).tokens == other[: min(end, 12)], (
             "the wasted round came through"
         )
 
 
-def test_a_draft_with_a_shorter_context(pairs, plain, tmp_path):
+def test_a_draft_with_a_shorter_context(pairs, tmp_path):
     """Rounds of fixed shape while there is room, then host-placed rounds, which stop drafting."""
     short = make(tmp_path, "llama", layers=1, max_context=64)
     for shape in ({"draft_tokens": 4}, {"tree": "2x4"}):
         fast = load((pairs[0], short), graphs="on", **shape)
         for prompt in ([5, 9, 40], list(range(40)), list(range(100))):
-            assert fast.generate(prompt, 80).tokens == plain.generate(prompt, 80).tokens
+            assert fast.generate(prompt, 66).tokens == cases.plain(pairs[0], prompt, 66)
         assert fast.loop.launched > 10
 
 
 @pytest.mark.parametrize("shape", ["chain-5", "tree-3x4"])
-def test_an_abandoned_stream(pairs, plain, shape):
+def test_an_abandoned_stream(pairs, shape):
     """The round in flight is discarded."""
     fast = load(pairs, graphs="on", **SHAPES[shape])
     for prompt in PROMPTS:
         stream = fast.stream(PROMPTS[2], 60, temperature=0.7)
         next(stream), next(stream)
         stream.close()
-        assert fast.generate(prompt, 40).tokens == plain.generate(prompt, 40).tokens
-        assert fast.generate_ar(prompt, 40).tokens == plain.generate(prompt, 40).tokens
+        want = cases.plain(pairs[0], prompt, 20)
+        assert fast.generate(prompt, 20).tokens == want and fast.generate_ar(prompt, 20).tokens == want
 
 
 @pytest.mark.parametrize("context", [192, 64])
@@ -200,7 +200,7 @@ def test_synthetic_acceptance_does_not_depend_on_row_placement(pairs, shape):
     """Host and device placement use the same coins, so they give the same rounds and text."""
     slow, fast = (load(pairs, graphs=how, acceptance="synthetic:0.7", **SHAPES[shape]) for how in ("off", "on"))
     for how in ("greedy", "T1-top"):
-        want, got = (engine.generate(PROMPTS[2], 80, **SAMPLING[how]) for engine in (slow, fast))
+        want, got = (engine.generate(PROMPTS[2], 50, **SAMPLING[how]) for engine in (slow, fast))
         assert got.tokens[:-6] == want.tokens[:-6]  # a draft of fixed shape does not end with the text
         assert abs(got.stats.rounds - want.stats.rounds) <= 1
     assert fast.loop.launched > 20
@@ -255,9 +255,9 @@ def test_the_logits_are_those_of_plain_decoding(pairs, shape, beside):
     """On a GPU they are equal in bfloat16 (test_gpu.py); here they differ by the order of sums."""
     fast, plain = load(pairs, graphs="on", **SHAPES[shape], batch_size=1 + len(beside)), load(pairs, graphs="on")
     for prompt, how in ((PROMPTS[2], {}), (list(range(40)), {"temperature": 0.7})):
-        a, text = logits_of(plain, prompt, 40, drafting=False, **how)
-        b, same = logits_of(fast, prompt, 40, beside=beside, **how)
-        assert text == same and (a - b).abs().max() < 1e-12 and len(a) == len(b) == 40
+        a, text = logits_of(plain, prompt, 24, drafting=False, **how)
+        b, same = logits_of(fast, prompt, 24, beside=beside, **how)
+        assert text == same and (a - b).abs().max() < 1e-12 and len(a) == len(b) == 24
 
 
 @pytest.mark.parametrize(
@@ -299,11 +299,11 @@ def test_flips_are_found(pairs, plain, shape):
     """`flips` counts tokens that rounding changed: none in float64, and at least one after a token is altered."""
     fast = load(pairs, graphs="on", **SHAPES[shape])
     prompt = list(range(40))
-    text = plain.generate(prompt, 60).tokens
-    assert flips(fast, prompt, text) == (0, 60)
-    text[30] ^= 1
+    text = plain.generate(prompt, 30).tokens
+    assert flips(fast, prompt, text) == (0, 30)
+    text[15] ^= 1
     turned, of = flips(fast, prompt, text)
-    assert turned >= 1 and of == 60
+    assert turned >= 1 and of == 30
 
 
 # --- GPU launches, recorded without a GPU
@@ -449,16 +449,16 @@ DENSE = ("aten.linear", "aten.mm", "aten.addmm", "aten.bmm", "aten.baddbmm", "at
     ("name", "size", "blocks"),
     [("chain-4", 64, 1), ("tree-3x4", 64, 1), ("chain-4", 256, 2), *((name, 64, 1) for name in OTHERS)],
 )
-@pytest.mark.parametrize("sampling", DRAWS, ids=["greedy", "noise", "filtered"])
-def test_a_large_batch_runs_in_the_kernels(tmp_path, name, size, blocks, sampling):
+def test_a_large_batch_runs_in_the_kernels(tmp_path, name, size, blocks):
     """Without cuBLAS and without a sort, whose bits or time depend on the batch. More than 1,024 rows run in blocks."""
     world = Recorded(tmp_path, **RECORDED[name], batch_size=size, kv_tokens=size * 512)
     budget = Budget(3, 3, 2) if world.budgets[0].exit else world.budgets[-1]
-    log = world.round(ragged(size, 50), sampling, budget)
-    assert not [launch for launch in log if launch[0].startswith(DENSE)]
-    verified = next(log[start:end] for key, start, end in log.segments if key[0][0] == "verify")
-    seen = [name.split(":")[0] for name, *_ in verified]
-    assert seen.count("_kv_project_kernel") == blocks * 3
+    for sampling in DRAWS:
+        log = world.round(ragged(size, 50), sampling, budget)
+        assert not [launch for launch in log if launch[0].startswith(DENSE)]
+        verified = next(log[start:end] for key, start, end in log.segments if key[0][0] == "verify")
+        seen = [kernel.split(":")[0] for kernel, *_ in verified]
+        assert seen.count("_kv_project_kernel") == blocks * 3
 
 
 def test_only_long_chunks_of_a_prompt_use_cublas(tmp_path):
@@ -668,9 +668,9 @@ def test_a_warm_up_covers_every_kv_bucket(pairs, plain, tmp_path, monkeypatch, c
         fast.warmup()
         warm = {key for key, n in times.items() if n > 1}
         times.clear()
-        for length in (3, 40, 90, context - 50):
-            fast.generate(list(range(3, 3 + length % 100)) + [7] * (length - length % 100), 50)
-            fast.generate_ar([9] * length, 50)
+        for length in (3, 40, 88, context - 16):
+            fast.generate(list(range(3, 3 + length % 100)) + [7] * (length - length % 100), 16)
+            fast.generate_ar([9] * length, 16)
         assert set(times) - {None} <= warm and {key[2] for key in times if key} >= {0, 48, 96}
 
 
