@@ -37,7 +37,7 @@ def new_round(
     sizes = {"rows": budget.nodes + 1, "wide": wide, "vocab": vocab, "columns": columns}
     state = states.State.empty(model.dtype, model.device, sequences=1, **sizes)
     policy = policy or Fixed(budget.nodes, budget.depth)
-    request = states.Request(index=0, text=list(text), limit=1 << 30, sampling=sampling, policy=policy)
+    request = states.Request(index=0, token_ids=list(text), limit=1 << 30, sampling=sampling, policy=policy)
     state.write(0, request)
     draws = Draws.of([request.sampling], state.draw, fixed)
     lengths, shape = state.length if fixed else [len(text)], Shape(1, budget, fixed, draws=draws.kind)

@@ -358,7 +358,7 @@ class Recorded:
         loop.clear(forget=True)
         for slot, length in enumerate(lengths):
             draws = sampling if slot % 2 == 0 else DRAWS[0]
-            request = Request(index=slot, text=[5] * length, limit=length, sampling=draws, policy=Fixed(0, 0))
+            request = Request(index=slot, token_ids=[5] * length, limit=length, sampling=draws, policy=Fixed(0, 0))
             for cache in loop.slots.caches:
                 cache.take(slot, loop.slots.columns(length))
                 cache.exact_len[slot] = length - 1  # a prompt's prefill is no part of a round
@@ -523,7 +523,7 @@ def test_two_launches_outside_the_forwards(tmp_path, kind, outside, n):
         sizes = {"wide": 2048, "vocab": 128256, "columns": 4096}
         state = State.empty(target.dtype, target.device, sequences=n, rows=depth + 1, **sizes)
         policy = Fixed(depth, depth)
-        sequences = [Request(index=i, text=[5], limit=9, sampling=kind, policy=policy) for i in range(n)]
+        sequences = [Request(index=i, token_ids=[5], limit=9, sampling=kind, policy=policy) for i in range(n)]
         draws, head, graphs = Draws.of([kind], state.draw, True), LMHead(draft.head, draft.norm, 1e-5), Graphs()
         drafter = AutoregressiveDrafter(draft, caches[1], head, depth=depth)
 
