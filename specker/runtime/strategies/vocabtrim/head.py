@@ -19,8 +19,8 @@ from specker.runtime.strategies.vocabtrim.counts import VocabCounts
 class KeptRows:
     """The rows of a trimmed head."""
 
-    ids: Tensor  # [K] int64; the last `text` rows are an LRU cache of tokens seen in the text, initialised by rank, rarest first
-    text: int = 0
+    ids: Tensor  # [K] int64, by rank
+    text: int = 0  # the last so many rows are an LRU cache of tokens seen in the text; they start rarest first
     whole: Matrix | None = None  # [V, E], the untrimmed head, from which rows that follow the text are copied
     ranking: str = ""  # how the fixed rows were ranked, for the user
     counts: VocabCounts | None = None  # counts what the target writes, for the next run
