@@ -21,7 +21,7 @@ from transformers import HfArgumentParser
 import specker
 from specker import grammar
 from specker.runtime.control.stats import Stats
-from specker.runtime.round.constrain import Guide
+from specker.runtime.round.grammars import Guide
 from specker.zoo import real
 
 TEXT, NUMBER = {"type": "string", "maxLength": 40}, {"type": "integer", "minimum": 0, "maximum": 100000}
@@ -75,9 +75,7 @@ def cut_only() -> Iterator[None]:
     constrain = Guide.constrain
     with (
         patch.object(Guide, "forced", False),
-        patch.object(
-            Guide, "lead", lambda self, tokens, most, _: constrain(self, tokens, min(most, len(tokens)), False)
-        ),
+        patch.object(Guide, "constrain", lambda self, tokens, most, _: constrain(self, tokens, most, False)),
     ):
         yield
 

@@ -14,7 +14,7 @@ from typing import Any
 from transformers import AutoTokenizer
 
 from bench import llama_server
-from specker.paths import root as cache_root
+from specker.paths import cache_root
 from specker.zoo import real
 
 HERE, CACHE = Path(__file__).parent, cache_root() / "peers"

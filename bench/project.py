@@ -29,12 +29,12 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from specker.runtime.strategies.easyspec.drafter import Schedule
 from transformers import HfArgumentParser
 
 from bench import plot
 from bench.shapes import SHAPES
 from specker.paths import write_file
+from specker.runtime.strategies.easyspec.parallel import Schedule
 
 Row = dict[str, Any]
 RESULT = plot.RESULTS / "projection.md"
