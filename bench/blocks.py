@@ -69,7 +69,6 @@ def engines_of(args: Args) -> tuple[dict[str, Engine], dict[str, dict[str, str]]
         nonlocal base
         with drafting_as(kind):
             engines[name] = args.load(args.strategy + trim, **options)
-        share_target(list(engines.values()))
         drafter: Any = engines[name].drafter
         if search:
             drafter.search = replace(drafter.search, **search)
@@ -77,6 +76,7 @@ def engines_of(args: Args) -> tuple[dict[str, Engine], dict[str, dict[str, str]]
             base = base or engines[name]
             drafter.model, drafter.cache, drafter.head = (getattr(base.drafter, n) for n in ("model", "cache", "head"))
             engines[name].draft = base.draft
+        share_target(list(engines.values()))
 
     for length, options in lengths(args).items():
         for search in args.searches.split("|"):

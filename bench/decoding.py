@@ -100,6 +100,8 @@ def share_target(engines: Sequence[Engine]) -> None:
             engine.drafter.model, engine.drafter.cache = base.model, base.cache
         engine.loop.target = base.model
         engine.loop.cache = engine.loop.slots.cache = base.cache
+        drafts = None if engine.drafter is None else engine.drafter.cache
+        engine.loop.batches.caches = [base.cache, *([] if drafts in (None, base.cache) else [drafts])]
 
 
 def ours(engine: Engine, prompts: list[list[int]], count: int, temperature: float) -> Decoded:
