@@ -3,6 +3,7 @@ tests/test_draft_heads.py has what holds for all heads."""
 
 import itertools
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -102,11 +103,11 @@ def block_scores(formula, taps, before, size, heat=1.0):
     return (rows @ formula.head.T / heat).log_softmax(-1)
 
 
-@pytest.mark.parametrize(("length", "nodes"), [(3, 6), (4, 9)])
+@pytest.mark.parametrize(("length", "nodes"), [(3, 6), (4, 12)])
 def test_a_tree_holds_the_most_probable_beginnings_of_paths(usual, length, nodes):
     """Tokens of a block are guessed independently, so a path's probability is the product of theirs."""
-    how = {"cps": "tree", "cps_nodes": nodes, "cps_mass": 1.0, "cps_lambda": 1.0, "draft_tokens": length}
-    engine = usual.load(policy=None, **how)
+    engine = usual.load(policy=None, cps="tree", draft_tokens=length)
+    engine.drafter.search = replace(engine.drafter.search, nodes=nodes // length, mass=1.0)
     formula = usual.formula(engine)
     out, rows = traced(engine, TEXT, 20)
     assert engine.check(TEXT, out, 20).identical and out.stats.accepted
@@ -140,8 +141,8 @@ def ngram(usual, tmp_path_factory):
 @pytest.mark.parametrize("temperature", [0.0, 0.7])
 def test_a_searched_path_is_the_best_one_by_both_models_and_the_noise(usual, ngram, temperature):
     """lambda log p + (1 - lambda) log p_ngram / T + g, with lambda 1 at the first position."""
-    how = {"cps": "chain", "cps_paths": 64, "cps_mass": 1.0, "cps_lambda": 0.3, "draft_tokens": 3, "ngram": str(ngram)}
-    engine = usual.load(**how)
+    engine = usual.load(cps="chain", draft_tokens=3, ngram=str(ngram))
+    engine.drafter.search = replace(engine.drafter.search, paths=64, mass=1.0, weight=0.3)
     formula, model, sampling = usual.formula(engine), read_ngram(ngram), {"temperature": temperature, "seed": 5}
     out, rows = traced(engine, TEXT, 20, **sampling)
     assert engine.check(TEXT, out, 20, **sampling).identical and out.stats.accepted
@@ -175,8 +176,7 @@ def test_a_searched_path_is_the_best_one_by_both_models_and_the_noise(usual, ngr
 def test_the_adaptive_length_follows_its_rule(usual, cps, graphs):
     """k of every round, by ADL's formula, from the guesses before a stop token and the accepted ones. A round of fixed
     shape starts before the one before it is known, so its k is a round late."""
-    more = {} if cps == "off" else {"cps_lambda": 1.0}
-    engine = usual.load(policy=None, adl="1-4", cps=cps, graphs=graphs, **more)
+    engine = usual.load(policy=None, adl="1-4", cps=cps, graphs=graphs)
     assert engine.options.policy == "adl"
     out, rows = traced(engine, TEXT, 40)
     assert engine.check(TEXT, out, 40).identical and out.stats.accepted
@@ -315,7 +315,6 @@ OPTIONS = {
         {"policy": "draft-and-verify", "cps": "chain"},
         "ends a draft token by token, but cps='chain' drafts a whole path",
     ),
-    "no n-gram model": ({"cps": "chain"}, "cps='chain' needs ngram for"),
 }
 
 
@@ -329,4 +328,4 @@ def test_options_that_do_not_apply_are_refused(usual, way):
 @pytest.mark.parametrize("cps", ["chain", "tree"])
 def test_a_markov_head_is_not_searched(spark, cps):
     with pytest.raises(ValueError, match=f"cps='{cps}' does not apply: the drafter's Markov head guesses one token"):
-        spark.load(cps=cps, cps_lambda=1.0)
+        spark.load(cps=cps)

@@ -8,8 +8,7 @@ from make_checkpoint import GRANITE, make
 from safetensors.torch import load_file
 
 from specker.checkpoints import checkpoint
-from specker.checkpoints.drafts import dflash, mtp
-from specker.checkpoints.drafts import heads as eagle
+from specker.checkpoints.drafts import dflash, eagle, mtp
 from specker.model.config import CheckpointError
 
 
