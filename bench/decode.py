@@ -233,7 +233,7 @@ def a_text(engine: Engine, context: int, tokens: int, drafting: bool) -> Request
     policy = engine.policy() if drafting else Fixed(0, 0)
     return Request(
         index=0,
-        text=[0] * context,
+        token_ids=[0] * context,
         limit=context + tokens,
         sampling=Sampling(),
         policy=policy,

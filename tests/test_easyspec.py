@@ -164,20 +164,20 @@ def test_sequence_bounds_keep_their_tensor():
 def test_the_stacks_own_the_weights(checkpoints):
     """No second copy: a layer's weights are views of its group's."""
     model, _, parallel = loaded(checkpoints["llama"], ((0,), (1, 2, 3), (4, 5, 6)))
-    for layers, group in zip(parallel.schedule.groups[1:], parallel.groups[1:], strict=True):
+    for layers, group in zip(parallel.schedule.groups[1:], parallel.stacks[1:], strict=True):
         for i, n in enumerate(layers):
             own, stack = model.layers[n].attention, group.attention
             assert own.qkv.untyped_storage().data_ptr() == stack.qkv.untyped_storage().data_ptr()
             assert torch.equal(own.qkv, stack.qkv[i]) and torch.equal(own.o, stack.o[i])
             assert torch.equal(own.norm_in, stack.norm_in[i])
-    assert [len(group.mlps) for group in parallel.groups] == [1, 3, 3]
+    assert [len(group.mlps) for group in parallel.stacks] == [1, 3, 3]
 
 
 def test_the_checkpoint_keeps_no_copy_of_stacked_weights(pair):
     """Only the stacks hold the weights of the draft's grouped layers."""
     engine = specker.load(*pair, strategy="easyspec", layer_parallel="3", device="cpu")
-    parallel, weights = engine.drafter.parallel, engine.draft.weights
-    wide = [(layers, g) for layers, g in zip(parallel.schedule.groups, parallel.groups, strict=True) if len(layers) > 1]
+    parallel, weights = engine.drafter.layers, engine.draft.weights
+    wide = [(layers, g) for layers, g in zip(parallel.schedule.groups, parallel.stacks, strict=True) if len(layers) > 1]
     stacks = {x.untyped_storage().data_ptr() for _, g in wide for x in (g.attention.qkv, g.attention.o)}
     grouped = [n for layers, _ in wide for n in layers]
     assert len(grouped) == 5 and len(stacks) == 2

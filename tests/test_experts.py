@@ -115,7 +115,7 @@ def test_the_measured_passes_have_different_tokens(pair, strategy, monkeypatch):
 
     def launch(r, *rest):
         verify(r, *rest)
-        seen.append((r.n, r.window[:, : r.draft.size + 1].tolist()))
+        seen.append((r.batch.n, r.batch.window[:, : r.draft.size + 1].tolist()))
 
     monkeypatch.setattr(warmup, "launch", launch)
     monkeypatch.setattr(warmup, "LIMIT", 600.0)

@@ -14,8 +14,8 @@ from specker.cli import run
 from specker.options import Params
 from specker.runtime.control.choose import NONE
 from specker.runtime.control.policy import Fixed
-from specker.runtime.round.constrain import Grammars, Guide
 from specker.runtime.round.drafter import Draft
+from specker.runtime.round.grammars import Grammars, Guide
 
 pytest.importorskip("llguidance")
 

@@ -98,7 +98,7 @@ def test_the_part_that_promises_more_drafts(world, scores, cheap):
     policy, chooser = engine.policy(), engine.loop.runner.chooser
     policy.announced(8, 30)
     model, copied = policy.parts
-    copied.known.clear()
+    copied.earlier.clear()
     for _ in range(50):
         model.seen.tokens.add(1.1), model.seen.drafted.add(2)
     assert chooser.choose([policy], 500).part == 1

@@ -59,8 +59,8 @@ def test_tokens_are_those_of_plain_decoding(models, rounds, monkeypatch, strateg
     want = engine.generate_ar(PROMPTS, 60, seed=[1, 2, 3, 4], **sampling)
     assert [g.tokens for g in got] == [w.tokens for w in want]
     unequal = [r for r in rounds if r.places is not None]
-    assert len(unequal) > 3 and all(r.rows < r.n * (r.draft.size + 1) for r in unequal)
-    assert all(r.rows == sum(r.draft.count(slot) + 1 for slot in range(r.n)) for r in unequal)
+    assert len(unequal) > 3 and all(r.rows < r.batch.n * (r.draft.size + 1) for r in unequal)
+    assert all(r.rows == sum(r.draft.count(slot) + 1 for slot in range(r.batch.n)) for r in unequal)
     assert sum(g.stats.accepted for g in got) > 0 or (sampling and strategy == "lookup")  # random text repeats nothing
 
 

@@ -129,7 +129,7 @@ def test_rows_that_follow_the_text_hold_its_own_tokens(family, tied, shape, temp
                 chunk.stats.lengths.get(0) or chunk.finished
             ):  # the last round had no room to draft, or the head is reset
                 break
-            assert head.known == {*loaded[:16], *slots} == set(head.token_ids.tolist())
+            assert head.draftable == {*loaded[:16], *slots} == set(head.token_ids.tolist())
             assert torch.equal(head.weight, whole[head.token_ids])
         runs.append(engine.generate(prompt, 40, temperature=temperature))
         assert runs[-1].tokens == cases.plain(family[tied][0], prompt, 40, temperature=temperature)

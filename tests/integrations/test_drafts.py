@@ -17,6 +17,7 @@ from specker.integrations.drafts import Drafts
 from specker.model.cache import KVCache
 from specker.model.prefill import prefill
 from specker.options import Sampling
+from specker.runtime.strategies import model_drafter
 
 WAYS = {
     "draft": {},
@@ -130,7 +131,7 @@ def test_requests_come_move_wait_shrink_and_end(tiny, way, kv_tokens):
     while foreign.waiting or foreign.running:
         texts = foreign.step()
         found = drafts.draft([list(text) for text in texts], 4)
-        fixed += drafts._round is not None and drafts._round.fixed
+        fixed += drafts._last is not None and drafts._last[0].fixed
         for text, got in zip(texts, found, strict=True):
             fresh.draft([[7]], 1)  # forgets the last text
             want = fresh.draft([text], 4)[0]
@@ -151,16 +152,16 @@ def test_a_draft_of_fixed_shape_is_captured_and_replayed(tiny, monkeypatch):
     own = {"device": "cpu", "dtype": "float64", "requests": 3, **options_of("fixed", draft)}
     plain, drafts = Drafts(target, **own), Drafts(target, **own)
     FakeCuda().install(monkeypatch)
-    drafts._graphs = Again(torch.device("cuda", 0))
+    drafts.graphs = Again(torch.device("cuda", 0))
     drafts.warm_up(4)
-    assert len(drafts._graphs.captured) == 2, "for one text and for three"
+    assert len(drafts.graphs.captured) == 2, "for one text and for three"
     texts = [[n, *range(20)] for n in range(3)]
     for step in range(4):
         for n in (1, 3):
             assert drafts.draft(texts[:n], 4) == plain.draft(texts[:n], 4)
         for text in texts:
             text.append(step)
-    assert drafts._graphs.late == 0 and all(graph.replays > 4 for graph in drafts._graphs.captured.values())
+    assert drafts.graphs.late == 0 and all(graph.replays > 4 for graph in drafts.graphs.captured.values())
 
 
 def test_a_known_text_is_not_forwarded_again(tiny, monkeypatch):
@@ -170,6 +171,9 @@ def test_a_known_text_is_not_forwarded_again(tiny, monkeypatch):
     rows, forward = [], specker.runtime.strategies.draft.drafter.forward
     counted = lambda model, cache, r, *a, **k: (rows.append(len(r.positions)), forward(model, cache, r, *a, **k))[1]  # noqa: E731
     monkeypatch.setattr(specker.runtime.strategies.draft.drafter, "forward", counted)
+    prefill = model_drafter.prefill
+    prefilled = lambda model, cache, tokens, **k: (rows.append(len(tokens)), prefill(model, cache, tokens, **k))[1]  # noqa: E731
+    monkeypatch.setattr(model_drafter, "prefill", prefilled)
     one, two = list(range(40)), list(range(60, 110))
     drafts.draft([one, two], 1)
     rows.clear()
@@ -183,7 +187,7 @@ def test_a_known_text_is_not_forwarded_again(tiny, monkeypatch):
     rows.clear()
     drafts.draft([two[:9] + [3, 3]], 1)  # shares too little of `two`, which only waits
     drafts.draft([two + [1, 2, 3]], 1)
-    assert rows == [11, 1]
+    assert rows == [10, 1, 1]
 
 
 def test_each_text_has_its_own_sampling(tiny):

@@ -69,7 +69,7 @@ def own(name, vocab=64):
 class Guesses:
     """In place of `Drafts`: the model's greedy continuation, with every `wrong`-th guess wrong."""
 
-    taps = ()
+    aux_layers = ()
 
     def __init__(self, target, draft=None, strategy="draft", *, device, dtype, requests, **options):
         self.requests = requests

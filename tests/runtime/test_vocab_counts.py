@@ -116,7 +116,7 @@ def test_a_full_disk_is_one_warning_and_loses_nothing(monkeypatch, caplog):
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(vocab_counts, "SAVE_EVERY", 2)
-    replace, counts = vocab_counts.write, opened()
+    replace, counts = vocab_counts.write_cached, opened()
     counts.add([1])
     monkeypatch.setattr(vocab_counts, "write_cached", full)
     for _ in range(4):
