@@ -221,7 +221,7 @@ def test_seconds_of_a_batch_add_up(world, monkeypatch):
     assert total.tokens == sum(len(o.tokens) for o in out) and now[0] > 40
     assert total.wall == pytest.approx(now[0]) == sum(total.seconds.values())
     assert (
-        total.seconds["prefill"] == pytest.approx(2 * len(out) - 1)
+        total.seconds["prefill"] == pytest.approx(2 * (len(out) - 1))
         and total.seconds["draft"] > total.seconds["verify"] > 5
     )
 

@@ -167,7 +167,9 @@ def test_a_made_up_context_needs_no_prefill(bench, monkeypatch):
         cache.k.fill_(float("nan")), cache.v.fill_(float("nan"))
     seen = []
     launch = loop.launch
-    monkeypatch.setattr(loop, "launch", lambda r, *rest: seen.append((r.fixed, int(r.lengths))) or launch(r, *rest))
+    monkeypatch.setattr(
+        loop, "launch", lambda r, *rest: seen.append((r.batch.fixed, int(r.batch.lengths))) or launch(r, *rest)
+    )
     done = decode.decode(bench, engine, 100, True)
     assert not ran and seen[0] == (True, 100) and seen == sorted(seen) and all(fixed for fixed, _ in seen)
     assert len(done.timing.seconds) == 4 and 4 <= done.tokens <= 24
@@ -180,9 +182,9 @@ def test_a_timed_verify_pass_leaves_the_text_unchanged(bench):
     """The requested number of rows get logits and are accepted; the text length does not change."""
     engine = bench.engine(Case("verify", "tiny", 64))
     r = decode.judging(bench, engine, 64)(3)
-    assert r.fixed and bool((r.memory.get("logits", 4) != 0).any(1).all())
-    assert r.memory.get("positions", 4).tolist() == [63, 64, 65, 66] and not r.state.positions[4:].any()
-    assert int(r.state.length) == 64 and int(r.memory.get("report", 1)) >= 1
+    assert r.batch.fixed and bool((r.batch.memory.get("logits", 4) != 0).any(1).all())
+    assert r.batch.memory.get("positions", 4).tolist() == [63, 64, 65, 66] and not r.batch.state.positions[4:].any()
+    assert int(r.batch.state.length) == 64 and int(r.batch.memory.get("report", 1)) >= 1
 
 
 def test_timed_forwards_have_the_rows_of_a_round(bench, monkeypatch):
