@@ -34,13 +34,8 @@ class Slots:
         exact ones are a multiple of this many columns; 1 if rows are bit-equal wherever they are computed.
         `lookahead`: the most columns that rounds write behind a text."""
         self.cache, self.drafter, self.state = target, drafter, state
-        self.size, self.reserved, self.lookahead, self.prefixes, self.prefix_alignment = (
-            size,
-            reserved,
-            lookahead,
-            prefixes,
-            prefix_alignment,
-        )
+        self.size, self.reserved, self.lookahead = size, reserved, lookahead
+        self.prefixes, self.prefix_alignment = prefixes, prefix_alignment
         self.active: list[Request] = []
         self.filling: Request | None = None  # its prompt is being prefilled
         for cache in self.caches:

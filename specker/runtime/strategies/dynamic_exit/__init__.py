@@ -2,7 +2,7 @@
 picks the exit layer and the length each round.
 
 Draft and target share weights and K/V cache. A draft step runs layers [0, E) on one row and writes its K/V in place for
-the verify pass. `Round.hidden` keeps the rows after layer E - 1, so verification runs [0, E) on the last row only and
+the verify pass. `Draft.resume` keeps the rows after layer E - 1, so verification runs [0, E) on the last row only and
 [E, L) on all rows.
 
 DEL models a target of L layers that drafts g tokens with its first l layers. With a_l the share of positions at which
