@@ -254,7 +254,7 @@ def test_the_loss_is_the_divergence_of_every_step(dense, lessons, tmp_path):
     T, total, sums = 64, 0.0, 0.0
     with torch.no_grad():
         got = float(net.loss(batch, 1.0, 0.7, 0))
-        finals = net.chains(batch.aux_layers[:, :T], batch.ids[:, 1:], batch.place[:, :T], batch.text[:, :T], STEPS)
+        finals = net.chains(batch.taps[:, :T], batch.ids[:, 1:], batch.place[:, :T], batch.text[:, :T], STEPS)
         for b in range(3):
             for t in range(T):
                 for step in range(STEPS):
@@ -325,11 +325,11 @@ def test_the_exported_layouts(learnt, target, tmp_path):
     ids = net.ids
     assert torch.equal(one["d2t"] + torch.arange(len(ids)), ids) and one["t2d"].nonzero()[:, 0].equal(ids)
     assert torch.equal(one["lm_head.weight"], net.head.to(torch.bfloat16))
-    net.aux_layers = (1, 4, 6)
+    net.taps = (1, 4, 6)
     try:
         export(net, target, tmp_path / "other", "flat", "org/chatty")
     finally:
-        net.aux_layers = DEPTHS
+        net.taps = DEPTHS
     engine = specker.load(target, tmp_path / "other", "eagle", device="cpu", dtype="float64")
     assert engine.drafter.aux_layers == (1, 4, 6)
 

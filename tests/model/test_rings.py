@@ -20,8 +20,8 @@ from specker.model.decoder import Model, forward
 from specker.model.memory import Cost, needed
 from specker.model.prefill import COMPILED_CHUNK, PREFILL_CHUNK, prefill
 from specker.runtime.engine import cache_memory
-from specker.runtime.round.drafter import CATCH_UP_ROWS
 from specker.runtime.strategies.base import LOOKAHEAD
+from specker.runtime.strategies.model_drafter import CATCH_UP_ROWS
 
 PAGE, RING = 16, 96  # columns
 SIZES = {"hidden": 64, "heads": 4, "kv_heads": 2, "head_dim": 32, "ffn": 96}  # which the compiled layers support
