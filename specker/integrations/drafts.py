@@ -68,7 +68,7 @@ class Drafts:
         Raises TypeError for an unknown option, and ValueError for a strategy without a drafter of its own, for draft
         trees, and for checkpoints that do not fit together.
         """
-        self.source = found = drafter_for(
+        found = drafter_for(
             target,
             draft,
             strategy,

@@ -17,7 +17,7 @@ from specker.checkpoints.parse import eos_ids, read_json, reason
 from specker.model.config import CheckpointError, LayerSpec, ModelConfig
 from specker.model.memory import CacheMemory
 from specker.model.weights import Weights
-from specker.options import MAX_BATCH, Options
+from specker.options import MAX_BATCH
 from specker.runtime import strategies
 from specker.runtime.control.auto import AcceptanceHistory
 from specker.runtime.control.costs import Costs
@@ -35,7 +35,6 @@ class Foreign:
     """A drafter and what belongs to it, for a target that another engine runs."""
 
     drafter: Drafter
-    options: Options
     config: ModelConfig  # the target's
     policies: PolicyContext
     device: torch.device
@@ -110,7 +109,7 @@ def drafter_for(
     history = AcceptanceHistory(Costs(lambda budget: draft_cost(budget, target_checkpoint, draft_checkpoint, 0.0)))
     fixed = where.type == "cuda" and kind != torch.float64 if o.graphs is None else o.graphs == "on"
     policies = PolicyContext(o, config.num_layers, family, history, 0.0, where.type == "cpu")
-    return Foreign(drafter, o, config, policies, where, fixed)
+    return Foreign(drafter, config, policies, where, fixed)
 
 
 def read_sizes(target: str | Path, max_context: int | None) -> ModelConfig:
