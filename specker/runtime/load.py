@@ -230,28 +230,16 @@ def _same_vocabulary(target: Checkpoint, draft: Checkpoint, dummy: bool, names: 
     sizes = target.config.vocab_size, draft.config.vocab_size
     if target.tokens.equal(draft.tokens):
         return _cut(replace(draft, shared=target.tokens), min(sizes))
-    tokens = [target.vocabulary, draft.vocabulary]
-    target_checkpoint, draft_checkpoint = tokens
-    if (
-        target_checkpoint is not None
-        and draft_checkpoint is not None
-        and not draft.config.causal
-        and target_checkpoint.items() <= draft_checkpoint.items()
-    ):
-        rows = (
-            min(sizes)
-            if len(target_checkpoint) == len(draft_checkpoint)
-            else min(*sizes, max(target_checkpoint.values()) + 1)
-        )
-        return _cut(draft, rows)
-    if dummy and target_checkpoint != draft_checkpoint:
-        tokens = [None, None]
-    elif target_checkpoint is not None and draft_checkpoint is not None and target_checkpoint != draft_checkpoint:
+    its, own = target.vocabulary, draft.vocabulary
+    if its is not None and own is not None and not draft.config.causal and its.items() <= own.items():
+        return _cut(draft, min(sizes) if len(its) == len(own) else min(*sizes, max(its.values()) + 1))
+    unknown = its is None or own is None
+    if not unknown and its != own and not dummy:
         raise ValueError(
-            f"target and draft have different tokenizers ({names[0]} has {len(tokens[0] or {})} tokens, "
-            f"{names[1]} has {len(tokens[1] or {})}; the tokens differ): use a draft of the target's own family"
+            f"target and draft have different tokenizers ({names[0]} has {len(its or {})} tokens, {names[1]} has "
+            f"{len(own or {})}; the tokens differ): use a draft of the target's own family"
         )
-    if sizes[0] != sizes[1] and None in tokens:
+    if sizes[0] != sizes[1] and (unknown or its != own):
         raise ValueError(
             f"target and draft have vocabularies of {sizes[0]} and {sizes[1]} ids, and without a tokenizer in both "
             "folders specker cannot check that one pads the other: use a draft of the target's own family"
