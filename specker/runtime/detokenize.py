@@ -18,6 +18,7 @@ class Detokenizer:
         self.tokenizer, self.stops = tokenizer, stops
         self.stopped = False  # one of `stops` has occurred
         self.held = ""  # text that may be the beginning of a stop string
+        self.tail = ""  # what `flush` returned
         self.ids: list[int] = []
         self.start = 0  # ids before this are settled: their text no longer depends on what follows
         self.shown = ""  # text of ids[start:] already returned
@@ -38,9 +39,9 @@ class Detokenizer:
         """The remaining text at the end, without an unfinished character."""
         text = whole(self._decode())
         new, self.shown = text[len(self.shown) :], text
-        out = self._before_stop(new) + self.held
+        self.tail = self._before_stop(new) + self.held
         self.held = ""
-        return out
+        return self.tail
 
     def _before_stop(self, new: str) -> str:
         """The part of the held text and `new` that certainly comes before the first stop string."""

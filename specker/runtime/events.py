@@ -35,7 +35,8 @@ class Event(NamedTuple):
         request: as `Session.submit` returned it.
         tokens: ids; a stop id, or the token that completes a stop string, is the last one.
         accepted: the first so many tokens were draft tokens, the others are the target's own.
-        pieces: the new text in order, and whether it came from a draft token.
+        texts: the text that each token completes; "" within a character, for special tokens and without a tokenizer.
+        rest: at the end, the text that was held back as an unfinished character or the beginning of a stop string.
         logprobs: one for each token; empty unless the request asked for them.
         finished: None, "stop" (a stop id or string), "length" (`max_new_tokens`), "context" (no room for more),
             "not finite" (the next token's logits), "grammar" (no token can follow) or "cancelled".
@@ -44,7 +45,8 @@ class Event(NamedTuple):
     request: Request
     tokens: list[int]
     accepted: int
-    pieces: list[tuple[str, bool]]
+    texts: list[str]
+    rest: str
     logprobs: list[Logprob]
     finished: str | None
 
@@ -59,15 +61,21 @@ class Event(NamedTuple):
         return self.request.stats
 
     @property
+    def pieces(self) -> list[tuple[str, bool]]:
+        """The new text in order, and whether it came from a draft token."""
+        own = [(self.rest, False)] if self.rest else []
+        return [(text, n < self.accepted) for n, text in enumerate(self.texts) if text] + own
+
+    @property
     def text(self) -> str:
-        return "".join(piece for piece, _ in self.pieces)
+        return "".join(self.texts) + self.rest
 
 
 def cancelled(request: Request) -> Event:
     """The end of a cancelled request."""
     request.finished = "cancelled"
     rest = "" if request.reader is None else request.reader.flush()
-    return Event(request, [], 0, [(rest, False)] if rest else [], [], request.finished)
+    return Event(request, [], 0, [], rest, [], request.finished)
 
 
 def emitted(r: Round, slot: int, path: list[int], tokens: list[int], known: set[int] | None) -> Event:
@@ -96,15 +104,13 @@ def emitted(r: Round, slot: int, path: list[int], tokens: list[int], known: set[
     elif len(request.token_ids) >= request.limit:
         request.finished = request.ends
     accepted = max(0, min(len(path) - 1, len(tokens)))
-    pieces = [(text, n < accepted) for n, text in enumerate(texts)]
-    if reader is not None and request.finished:
-        pieces.append((reader.flush(), False))
+    rest = "" if reader is None or not request.finished else reader.flush()
     request.stats.observe(r.draft.drafted(slot) + r.draft.forced(slot), accepted, len(tokens))
     request.stats.forced += max(0, accepted + 1 - len(r.draft.own(slot, path)))
     if known is not None:
         request.stats.observe_kept(sum(token in known for token in tokens), lost)
     logprobs = _logprobs(r, slot, path, tokens) if request.logprobs else []
-    return Event(request, tokens, accepted, [piece for piece in pieces if piece[0]], logprobs, request.finished)
+    return Event(request, tokens, accepted, texts or [""] * len(tokens), rest, logprobs, request.finished)
 
 
 def _logprobs(r: Round, slot: int, path: list[int], tokens: list[int]) -> list[Logprob]:

@@ -151,12 +151,13 @@ class Loop:
         share = (time.perf_counter() - start) / max(1, len(running))
         for request in running:
             request.stats.wall += share
-        known = self._known_ids
-        events = [
-            emitted(r, slot, path, tokens, known if request.speculates else None)
-            for slot, (request, path, tokens) in enumerate(results)
-            if request in running and (tokens or slot in r.broken or request.guide is not None)
-        ]
+        events, known = [], self._known_ids
+        for slot, (request, path, tokens) in enumerate(results):
+            if request in running and (tokens or slot in r.broken or request.guide is not None):
+                ids = known if request.speculates else None
+                events.append(emitted(r, slot, path, tokens, ids))
+                if self.trace is not None and request.traced and tokens:
+                    self.trace(record(r, self.finished - 1, slot, path, events[-1], ids))
         if all(s.finished for s in self.active):
             while self.pending:  # rounds that were launched before this was known
                 collect(self.pending.popleft())
@@ -346,9 +347,13 @@ class Loop:
         out, grown = [], []
         for slot, (request, (path, tokens)) in enumerate(zip(r.requests, each, strict=True)):
             left = request.limit - len(request.token_ids)  # a draft of fixed shape may go beyond the end
+            if len(path) > left:
+                r.cut.add(slot)
             path, tokens = path[:left], tokens[:left]
             if request.guide is not None and not request.finished:
                 count = request.guide.follow(tokens)
+                if count < len(path):
+                    r.cut.add(slot)
                 path, tokens = path[:count], tokens[:count]
             out.append((request, path, tokens))
             grown.append(path if tokens and not request.finished else [])
@@ -368,10 +373,5 @@ class Loop:
         for request in r.requests:
             for stage, spent in r.seconds.items():
                 request.stats.seconds[stage] += spent / n
-        if self.trace is not None:
-            for slot, (request, path, tokens) in enumerate(out):
-                if tokens and request.traced and not request.finished:
-                    whole = len(each[slot][0])
-                    self.trace(record(r, self.finished, slot, path, tokens, whole, self._known_ids))
         self.finished += 1
         return out

@@ -4,20 +4,21 @@ import math
 from dataclasses import asdict
 from typing import Any
 
+from specker.runtime.events import Event
 from specker.runtime.round.round import Round
 
 SPANS = ("prefill", "draft", "verify", "accept", "watch", "commit")
 
 
-def record(
-    r: Round, number: int, slot: int, path: list[int], tokens: list[int], whole: int, known: set[int] | None
-) -> dict[str, Any]:
-    """The row of the request in `slot`, once its text has grown by `tokens`. `number`: of the round. `whole`: rows of
-    the path before the text's limit cut it. `known`: the ids of a trimmed head."""
-    request, draft, rows = r.requests[slot], r.draft, r.host
+def record(r: Round, number: int, slot: int, path: list[int], event: Event, known: set[int] | None) -> dict[str, Any]:
+    """The row of the request in `slot`, to whose text the round added `event`. `number`: of the round. `known`: the ids
+    of a trimmed head."""
+    request, tokens, draft, rows = event.request, event.tokens, r.draft, r.host
     N = draft.count(slot)
     parents = rows["parents"][slot, :N].tolist() if draft.tree else list(range(N))
-    if not N or whole > len(path):
+    if len(path) > len(tokens):
+        last = "accepted"
+    elif not N or slot in r.cut:
         last = "own"
     else:
         last = "recovered" if path[-1] in parents else "bonus"
@@ -34,6 +35,8 @@ def record(
         "target": rows["target"][slot, : N + 1].tolist(),
         "path": path,
         "tokens": tokens,
+        "pieces": event.texts,
+        "accepted": event.accepted,
         "last": last,
         "exit": r.batch.budget.exit,
         "sequences": len(r.requests),

@@ -49,7 +49,6 @@ from typing import TYPE_CHECKING, Any
 
 from specker.options import Sampling
 from specker.runtime.control.stats import Stats
-from specker.runtime.detokenize import Detokenizer
 from specker.versions import settings, versions
 
 if TYPE_CHECKING:  # it imports torch, which a command must not do before it has checked its flags
@@ -79,46 +78,25 @@ class Trace:
         self.lines: list[str] = []
         self._sizing = {name: remarks[name] for name in ("sizing",) if name in remarks}
         self._tokenizer = engine.target.tokenizer_or_none
-        self._open: dict[int, tuple[Detokenizer, frozenset[int]]] = {}  # request -> its text so far, its stop ids
+        self._open: dict[int, Request] = {}
         self._named: set[int] = set()
         self._put(header)
 
     def begin(self, request: "Request", where: str, turn: int, text: str) -> None:
         """Begin a request; the fields of its line are above."""
-        stops = () if request.reader is None else request.reader.stops
-        self._open[request.index] = Detokenizer(self._tokenizer, stops), request.stop_ids
+        self._open[request.index] = request
         place = {"begin": request.index, "where": where, "turn": turn}
         self._put({**place, "text": text, "prompt_tokens": request.prompt_length, "seed": request.sampling.seed})
 
     def round(self, row: dict[str, Any]) -> None:
         """A begun request's part of a round, as `runtime.record` makes it."""
-        tokens, accepted = row["tokens"], len(row["path"]) - 1
-        text, stop_ids = self._open[row["prompt"]]
-        stop = next((n + 1 for n, token in enumerate(tokens) if token in stop_ids), len(tokens))
-        pieces = []
-        for n, token in enumerate(tokens[:stop], 1):
-            pieces.append(text.add(token))
-            if text.stopped:
-                stop = n
-                break
-        shown = {
-            **row,
-            "tokens": tokens[:stop],
-            "pieces": pieces,
-            "accepted": min(accepted, stop),
-            "last": row["last"] if accepted < stop else "accepted",
-        }
-        if "outside" in row:
-            shown["outside"] = [n for n in row["outside"] if n < stop]
-        if names := self._names({*shown["tokens"], *row["draft"], *row["target"]}):
-            shown["names"] = names
-        self._put(shown | self._sizing)
+        names = self._names({*row["tokens"], *row["draft"], *row["target"]})
+        self._put(row | ({"names": names} if names else {}) | self._sizing)
 
     def end(self, number: int, finished: str, stats: Stats) -> None:
-        text, _ = self._open.pop(number)
-        self._put(
-            {"end": number, "finished": finished, "tail": text.flush(), "seconds": stats.seconds, "wall": stats.wall}
-        )
+        reader = self._open.pop(number).reader
+        tail = "" if reader is None else reader.tail
+        self._put({"end": number, "finished": finished, "tail": tail, "seconds": stats.seconds, "wall": stats.wall})
 
     def _names(self, ids: set[int]) -> dict[int, str]:
         if self._tokenizer is None:

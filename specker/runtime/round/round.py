@@ -49,6 +49,7 @@ class Round:
     places: Tensor | None = None
     """If the sequences verify unequally many rows: which entries of [n, size + 1] they are, [rows] int64."""
     host: dict[str, Tensor] = field(default_factory=dict)  # copies on the host, complete once `done`
+    cut: set[int] = field(default_factory=set)  # slots whose path the text's limit or a grammar cut
     broken: set[int] = field(default_factory=set)  # slots whose logits are not finite, known once collected
     seconds: dict[str, float] = field(default_factory=dict)  # by stage, known once collected
     experts: float = 0.0  # that the verify pass read in a layer, on average, known once collected
