@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import cache as memoised
+from functools import partial
 from typing import TYPE_CHECKING, Any, Unpack, overload
 
 import torch
@@ -85,8 +86,11 @@ class Engine:
         head_cost = 0.0 if inner is None else strategy.head_cost(o, inner.head, model)
         if strategy.self_drafting and ranks is not None:  # a measured time differs by rank: take rank 0's
             head_cost = float(ranks.first(torch.tensor([head_cost], dtype=torch.float64, device=model.device)))
-        prior = memoised(lambda budget: draft_cost(budget, self.target, self.draft, head_cost))
-        history = AcceptanceHistory(Costs(prior, memoised(lambda rows: pass_elements(self.target.config, rows))))
+        # No function that the loop or the session keeps may know the engine: a cycle keeps a dropped engine, with its
+        # graphs, until the cyclic collector runs (graphs.py).
+        target, draft = self.target, self.draft
+        prior = memoised(lambda budget: draft_cost(budget, target, draft, head_cost))
+        history = AcceptanceHistory(Costs(prior, memoised(lambda rows: pass_elements(target.config, rows))))
         # On a GPU a token's probability is a host read. Ranks that draft together must end a draft at the same token.
         reads = not gpu and (ranks is None or (ranks.draft_ranks == 1 and not strategy.every_rank))
         self.policies = PolicyContext(o, self.target.config.num_layers, self.family, history, head_cost, reads)
@@ -108,7 +112,8 @@ class Engine:
         )
         stop_ids = () if o.dummy_parts else self.target.config.eos_ids  # dummy parts ignore stop ids
         guard = cache_memory(self.target, self.draft, o, self.family).running
-        self.session = Session(self.loop, self.target, self.target_name, self.policy, stop_ids, guard)
+        policy = partial(strategies.policy, self.policies)
+        self.session = Session(self.loop, self.target, self.target_name, policy, stop_ids, guard)
         for sentence in self.remarks.values():
             log.warning(sentence)
 

@@ -1,6 +1,8 @@
 """Graphs: run, capture, replay, and what follows a capture that fails. CUDA is a stand-in (tests/fake_cuda.py)."""
 
+import gc
 import threading
+import weakref
 
 import pytest
 import torch
@@ -84,6 +86,58 @@ def test_after_two_failures_nothing_more_is_captured(cuda, caplog):
     for _ in range(3):
         graphs.run("c", lambda: calls.append("c"))
     assert len(calls) == 3 and not graphs.captured
+
+
+def test_nothing_is_collected_during_a_capture(cuda, caplog, often_collected):
+    """A graph that dies in a capture invalidates it, and so a cycle that holds one must live until it has ended."""
+
+    class Dead:
+        def __init__(self):
+            self.own = self
+
+        def __del__(self):
+            died.append(bool(cuda.recording))
+            cuda.invalid |= bool(cuda.recording)
+
+    def work():
+        if cuda.recording:
+            for _ in range(3):
+                Dead()
+            assert len([[] for _ in range(100)]) == 100  # each allocation may collect
+
+    died, graphs = [], Graphs(GPU)
+    for _ in range(2):
+        graphs.run("a", work)
+    assert graphs.captured and not caplog.records and gc.isenabled()
+    gc.collect()
+    assert died == [False] * 3
+    graphs.run("b", lambda: None)
+    with pytest.raises(TypeError):
+        graphs.run("b", lambda: int(None))
+    assert gc.isenabled()
+
+
+@pytest.fixture
+def often_collected():
+    usual = gc.get_threshold()
+    gc.set_threshold(1)
+    yield
+    gc.set_threshold(*usual)
+
+
+@pytest.mark.parametrize("strategy", ["draft", "del", "lookup"])
+def test_a_dropped_engine_is_freed_at_once(pair, strategy):
+    """Without the cyclic collector, which might run in a later engine's capture."""
+    engine = specker.load(*pair[: 1 + (strategy == "draft")], strategy=strategy, device="cpu", dtype="float32")
+    engine.generate([5, 9], 4)
+    gc.collect()
+    gc.disable()
+    try:
+        parts = [weakref.ref(part) for part in (engine, engine.loop, engine.loop.graphs, engine.drafter, engine.cache)]
+        del engine
+        assert [part() for part in parts] == [None] * len(parts)
+    finally:
+        gc.enable()
 
 
 @pytest.mark.parametrize("error", [TypeError, KeyboardInterrupt])

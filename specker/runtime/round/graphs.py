@@ -1,8 +1,10 @@
 """Pieces of work by key: captured and replayed as CUDA graphs on a GPU, run directly elsewhere."""
 
+import gc
 import logging
-from collections.abc import Callable, Hashable
-from contextlib import suppress
+import threading
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
@@ -12,6 +14,7 @@ from specker.kernels.variant import Counters, count_in
 log = logging.getLogger(__name__)
 
 FAILURES = 2  # failed captures after which nothing more is captured
+_CAPTURING = threading.Lock()  # one capture at a time in the process
 LATE = 64  # most captures after the warm-up: each one stops the batch and holds memory
 
 
@@ -73,7 +76,10 @@ class Graphs:
         mistake: BaseException | None = None
         try:
             # thread_local: what other threads do meanwhile, such as an allocation, does not end this capture.
-            with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
+            with (
+                _uncollected(),
+                torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"),
+            ):
                 try:
                     work()
                 except BaseException as error:
@@ -110,3 +116,17 @@ class Graphs:
         )
         if len(self._failed) == FAILURES:
             log.warning("%d captures failed: nothing more is captured, and rounds take longer", FAILURES)
+
+
+@contextmanager
+def _uncollected() -> Iterator[None]:
+    """Turn the cyclic garbage collector off: a graph that it finalises during a capture invalidates the capture. Other
+    threads' captures wait."""
+    with _CAPTURING:
+        on = gc.isenabled()
+        gc.disable()
+        try:
+            yield
+        finally:
+            if on:
+                gc.enable()
