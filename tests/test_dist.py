@@ -25,6 +25,7 @@ from specker.cli import run
 from specker.model.config import CheckpointError
 from specker.model.split import Part
 from specker.runtime.ranks import dist
+from specker.runtime.round.round import Round, collect
 
 PROMPT = [5, 9, 40, 77, 3, 8]
 BESIDE = [[7], [3] * 70, [4, 5, 6, 7]]  # other prompts, in batches
@@ -325,8 +326,9 @@ sys.exit(run.main(["--target", {models["target"]!r}, "--strategy", "ar", "--prom
 
 
 @pytest.mark.parametrize("how", [pytest.param("killed", marks=pytest.mark.slow), "hung"])
-def test_a_lost_rank_ends_the_job(models, tmp_path, how):
-    """A dead or hung rank ends the job within the timeout; the other ranks print one message."""
+def test_a_lost_rank_ends_the_job(tmp_path, how):
+    """A dead or hung rank ends the job within the timeout, with one message of the other rank of its replica. The other
+    replica has time for its own prompts."""
     script = tmp_path / "lost.py"
     script.write_text(f"""
 import os, signal, sys, time
@@ -334,22 +336,68 @@ from specker.cli import run
 from specker.runtime import loop
 from specker.runtime.ranks import dist
 dist.TIMEOUT = 5.0
-join = dist.join
-dist.join = lambda options, device, divides: join(options, device, divides, 5.0)
-launch, count = loop.launch, [0]
+launch, warmed, rounds = loop.launch, dist.Ranks.warmed, []
 def lost(*args):
-    count[0] += 1
-    if os.environ["RANK"] == "1" and count[0] == 3:
+    rounds.append(0)
+    if os.environ["RANK"] == "1" and len(rounds) == 3:
         {"os.kill(os.getpid(), signal.SIGKILL)" if how == "killed" else "time.sleep(1000)"}
     return launch(*args)
-loop.launch = lost
-sys.exit(run.main(["--strategy", "draft", "--prompt", "def f(x):", "--max-new-tokens", "200"]))
+def begins(ranks):
+    warmed(ranks)
+    loop.launch = lost
+dist.Ranks.warmed = begins
+sys.exit(run.main(["--dp", "2", "--strategy", "draft", "--prompt", "def f(x):", "--max-new-tokens", "200"]))
 """)
-    done = torchrun(2, str(script), timeout=150)
+    done = torchrun(4, str(script), timeout=150)
     assert done.returncode != 0
     said = done.stderr.count("specker: error: another process of this job ended, or did not answer within 5 s")
     assert said == 1 if how == "hung" else said <= 1, done.stderr  # torchrun may end the other rank first
     assert "[rank0]" not in done.stderr  # no traceback
+
+
+def test_a_rank_that_loads_longer_is_waited_for(models, tmp_path):
+    """Rank 0 alone reads the draft and may compile for minutes; only after the warm-up is a rank that takes so long a
+    lost one."""
+    script = tmp_path / "slow.py"
+    script.write_text(f"""
+import time, specker
+from specker.runtime import load
+from specker.runtime.ranks import dist
+dist.TIMEOUT = 0.5
+read = load.read_checkpoint
+def slow(source, **how):
+    if how.get("owner") is not None:
+        time.sleep(2)
+    return read(source, **how)
+load.read_checkpoint = slow
+engine = specker.load({models["target"]!r}, {models["draft"]!r}, device="cpu", dtype="float64")
+engine.warmup()
+assert engine.ranks.limit == 0.5
+engine.generate([5, 9, 40], 4)
+dist.leave(0)
+""")
+    on_ranks(2, str(script))
+
+
+class Never:
+    """An event of a device that waits for ever."""
+
+    def query(self):
+        return False
+
+
+def test_a_device_that_waits_for_a_lost_rank_is_not_waited_for(monkeypatch):
+    """As a replayed graph's collective does."""
+    how = {"ordered": False, "replica": 0, "replicas": 1, "device": torch.device("cuda", 0), "timeout": 0.1}
+    ranks = dist.Ranks(Part(0, 2), None, 1, None, limit=0.05, **how)
+    with pytest.raises(dist.RankLost, match=r"another process of this job did not answer within 0\.05 s"):
+        ranks.wait(Never())
+    ranks.warmed()
+    with pytest.raises(dist.RankLost, match=r"within 0\.1 s"):
+        ranks.wait(Never())
+    r = Round(None, done=Never(), wait=ranks.wait)
+    with pytest.raises(dist.RankLost):
+        collect(r)
 
 
 def test_ranks_with_other_counts_keep_the_same_rows(tmp_path):

@@ -127,8 +127,8 @@ def _check_prompts(
 
 
 def _warm_up(engine: Any, job: Job, screen: Screen) -> None:
-    """Compiling must not slow a printed speed or the first token."""
-    if job.check or engine.captures:
+    """Compiling must not slow a printed speed or the first token. Ranks wait for one another longer until it ends."""
+    if job.check or engine.captures or engine.ranks is not None:
         with screen.log_notes(), screen.progress("warming up") as on_progress:
             engine.warmup(on_progress)
     elif engine.model.stack is not None:

@@ -320,7 +320,10 @@ class Loop:
 
     def new_round(self, budget: Budget, fixed: bool, ahead: int = 0) -> Round:
         """A round of the active requests."""
-        return Round(self.batches.make([*self.active], budget, fixed, self.graphs, self.size, ahead))
+        r = Round(self.batches.make([*self.active], budget, fixed, self.graphs, self.size, ahead))
+        if self.ranks is not None:
+            r.wait = self.ranks.wait
+        return r
 
     def spread(self, count: int) -> Tensor:
         """[n, count] int64: for each active request's next round tokens from all over the vocabulary."""

@@ -1,5 +1,6 @@
 """Warm-up before the first request: compile every kernel and capture every graph, so that no request waits for them."""
 
+import gc
 import itertools
 import time
 from collections.abc import Callable, Sequence
@@ -35,6 +36,8 @@ def warm_up(
     per exit and length, captured at its second use. Then, on any device, decode a few tokens with and without the
     drafter, and measure what rounds cost, for policies that rest. `on_progress` is called with (done, of)."""
     loop = session.loop
+    if loop.graphs.capture:
+        gc.collect()  # the graphs of engines that were dropped: torch does not collect before a capture
     if loop.fixed:
         with session.alone():
             warm_rounds(loop, plan.budgets, plan.verified, plan.accepted, policy().confident, on_progress, plan.exits)
@@ -59,6 +62,8 @@ def warm_up(
             measure(loop, (*plan.budgets, *policy().budgets()) or (loop.largest,), policy().confident)
         loop.clear(forget=True)
     loop.graphs.warmed()
+    if loop.ranks is not None:
+        loop.ranks.warmed()
 
 
 def _decode(session: Session, length: int, count: int, speculates: bool, **sampling: Any) -> None:

@@ -37,7 +37,7 @@ class SharedDrafter(Wrapper):
                 s.parents[:, : draft.size],
             )
         received = ranks.first(message)
-        size, depth, tree, *rest = received[: HEADER + 3 * n].tolist()
+        size, depth, tree, *rest = ranks.numbers(received[: HEADER + 3 * n])
         if rest[: 2 * n] != texts:
             b = next(b for b in range(n) if (rest[b], rest[n + b]) != (texts[b], texts[n + b]))
             raise RankLost(

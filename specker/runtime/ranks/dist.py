@@ -13,6 +13,7 @@ NCCL on GPUs, gloo on CPUs. NCCL's order of addition depends on the message size
 
 import hashlib
 import os
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -31,7 +32,10 @@ from specker.options import Options
 from specker.runtime.control.policy import Budget
 
 _all_gather = getattr(td, "all_gather_single", td.all_gather_into_tensor)  # the new name is from torch 2.13
-TIMEOUT = 60.0  # seconds to wait for a rank
+TIMEOUT = 60.0  # seconds to wait for a rank of the replica
+START = 1800.0  # until the warm-up ends: one rank alone may read a draft or compile kernels meanwhile
+REPLICAS = 86400.0  # for another replica, whose prompts may take longer
+POLL = 50e-6  # seconds between two looks at the device
 SAMPLES = 64  # blocks of a file that its digest reads
 BLOCK = 4096
 
@@ -54,7 +58,7 @@ def answered(timeout: float) -> Iterator[None]:
         ) from error
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class Ranks:
     """The ranks of one replica, seen from this process."""
 
@@ -66,7 +70,8 @@ class Ranks:
     replica: int  # index of this replica, below `replicas`
     replicas: int
     device: torch.device
-    timeout: float
+    timeout: float  # seconds to wait for a rank after the warm-up
+    limit: float  # seconds to wait for a rank now
 
     @property
     def rank(self) -> int:
@@ -80,9 +85,30 @@ class Ranks:
     def drafts(self) -> bool:
         return self.rank < self.draft_ranks
 
+    def warmed(self) -> None:
+        """Wait only `timeout` seconds for a rank from now on: the warm-up has ended."""
+        self.limit = self.timeout
+        for group in (self.group, self.drafters):
+            if group is not None:
+                td.distributed_c10d._set_pg_timeout(timedelta(seconds=self.limit), group)
+
+    def wait(self, event: Any = None) -> None:
+        """Wait for an event of the device; None: for all that this thread launched. A collective on a GPU waits for a
+        rank that hangs, in a replayed graph for ever, so look at the event until a deadline. Raises RankLost."""
+        if self.device.type != "cuda":
+            return
+        if event is None:
+            event = torch.cuda.Event()
+            event.record()
+        end = time.monotonic() + self.limit
+        while not event.query():
+            if time.monotonic() > end:
+                raise RankLost(f"another process of this job did not answer within {self.limit:g} s")
+            time.sleep(POLL)
+
     def sum(self, x: Tensor) -> Tensor:
         """Add the ranks' partial sums x [...]: in place, or with --reduce ordered into a new tensor in rank order."""
-        with answered(self.timeout):
+        with answered(self.limit):
             if not self.ordered:
                 td.all_reduce(x, group=self.group)
                 return x
@@ -94,27 +120,33 @@ class Ranks:
 
     def join(self, x: Tensor) -> Tensor:
         """Concatenate every rank's x [T, n] along the columns: [T, size * n]."""
-        with answered(self.timeout):
+        with answered(self.limit):
             each = self._gathered(x, self.group, self.size)
         return each.transpose(0, 1).reshape(len(x), -1)
 
     def gather(self, x: Tensor) -> Tensor:
         """Gather x [...] from every drafting rank: [drafting, ...]."""
-        with answered(self.timeout):
+        with answered(self.limit):
             return self._gathered(x, self.drafters, self.draft_ranks)
 
     def first(self, x: Tensor) -> Tensor:
         """Broadcast rank 0's x to all ranks, in place."""
-        with answered(self.timeout):
+        with answered(self.limit):
             td.broadcast(x, group=self.group, group_src=0)
         return x
 
     def least(self, value: int) -> int:
         """The smallest of all ranks' values."""
         x = torch.tensor([value], device=self.device)
-        with answered(self.timeout):
+        with answered(self.limit):
             td.all_reduce(x, td.ReduceOp.MIN, group=self.group)
-        return int(x)
+        return self.numbers(x)[0]
+
+    def numbers(self, x: Tensor) -> list[int]:
+        """Integers [n] from the device. Raises RankLost if they depend on a rank that does not answer."""
+        self.wait()
+        found: list[int] = x.tolist()
+        return found
 
     def budget(self, own: Budget, extra: int) -> Budget:
         """Rank 0's budget on all ranks: policies that measure time would decide differently on each rank. `extra`: the
@@ -122,15 +154,15 @@ class Ranks:
         numbers = [own.nodes, own.depth, own.exit, own.part, len(own.extra), *own.extra]
         message = torch.zeros(5 + extra, dtype=torch.int64)
         message[: len(numbers)] = torch.tensor(numbers)
-        nodes, depth, exit, part, count, *rest = self.first(message.to(self.device)).tolist()
+        nodes, depth, exit, part, count, *rest = self.numbers(self.first(message.to(self.device)))
         return Budget(nodes, depth, exit, part, tuple(rest[:count]))
 
     def same(self, what: str, digest: bytes, drafters: bool = False) -> None:
         """Raise ValueError unless all (or all drafting) ranks pass the same digest. `what` names it in the error."""
         own = torch.frombuffer(bytearray(digest[:8]), dtype=torch.int64).to(self.device)
-        with answered(self.timeout):
+        with answered(self.limit):
             which = (self.drafters, self.draft_ranks) if drafters else (self.group, self.size)
-            each = self._gathered(own, *which).flatten().tolist()
+            each = self.numbers(self._gathered(own, *which).flatten())
         if len(set(each)) > 1:
             other = next(r for r, value in enumerate(each) if value != each[0])
             raise ValueError(f"rank {other} of the job has another {what} than rank 0: all must load the same files")
@@ -182,10 +214,10 @@ def world_size() -> int:
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
-def join(options: Options, device: torch.device, divides: bool = False, timeout: float = TIMEOUT) -> Ranks | None:
+def join(options: Options, device: torch.device, divides: bool = False) -> Ranks | None:
     """Join the job's processes and return this one's `Ranks`; None for a single process. `divides`: the ranks of --tp
-    divide a draft by default (--draft-ranks overrides it). `timeout`: seconds. Raises ValueError if --tp, --dp and the
-    number of processes do not match, RankLost if another process does not answer."""
+    divide a draft by default (--draft-ranks overrides it). Raises ValueError if --tp, --dp and the number of processes
+    do not match, RankLost if another process does not answer."""
     world, dp = world_size(), options.dp
     tp = options.tp or max(world // dp, 1)
     if tp * dp != world:
@@ -201,24 +233,29 @@ def join(options: Options, device: torch.device, divides: bool = False, timeout:
     if device.type == "cuda":
         torch.cuda.set_device(device)  # for NCCL
     if not td.is_initialized():
-        with answered(timeout):
+        # Else its watchdog ends the process when a rank is lost, with a traceback, before `Ranks.wait` can say so.
+        os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
+        with answered(START):
             backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-            td.init_process_group(backend, timeout=timedelta(seconds=timeout))
-    from torch.distributed.device_mesh import init_device_mesh
-
-    with answered(timeout):
-        mesh = init_device_mesh(device.type, (dp, tp), mesh_dim_names=("dp", "tp"))
-        part = Part(mesh.get_local_rank("tp"), tp)
-        draft_ranks = options.draft_ranks or (tp if divides else 1)
-        drafters = None
-        for replica in range(dp):  # every process makes every group
-            members = [replica * tp + r for r in range(draft_ranks)]
-            made = td.new_group(members, timeout=timedelta(seconds=timeout))
-            if td.get_rank() in members:
-                drafters = made
+            td.init_process_group(backend, timeout=timedelta(seconds=START))
+    draft_ranks = options.draft_ranks or (tp if divides else 1)
+    replica, rank = divmod(td.get_rank(), tp)
+    with answered(START):
+        if dp > 1:
+            td.distributed_c10d._set_pg_timeout(timedelta(seconds=REPLICAS))
+        group, drafters = (_group(dp, tp, count) for count in (tp, draft_ranks))
     ordered = options.reduce == "ordered"
-    replica = mesh.get_local_rank("dp")
-    return Ranks(part, mesh.get_group("tp"), draft_ranks, drafters, ordered, replica, dp, device, timeout)
+    return Ranks(Part(rank, tp), group, draft_ranks, drafters, ordered, replica, dp, device, TIMEOUT, START)
+
+
+def _group(dp: int, tp: int, count: int) -> Any:
+    """The group of the first `count` ranks of this process's replica; None if the process is none of them."""
+    own = None
+    for replica in range(dp):  # every process makes every group
+        members = [replica * tp + rank for rank in range(count)]
+        group = td.new_group(members, timeout=timedelta(seconds=START))
+        own = group if td.get_rank() in members else own
+    return own
 
 
 def prints_errors() -> bool:
@@ -237,8 +274,11 @@ def leave(code: int) -> int:
     """Leave the process group and return `code`. After success, wait for the other processes first."""
     if td.is_initialized():
         if code == 0:
-            with answered(TIMEOUT):
+            with answered(REPLICAS):
                 td.barrier()
+        elif "nccl" in td.get_backend_config():  # a collective that waits for a lost rank must end first
+            td.distributed_c10d._abort_process_group()
+            return code
         td.destroy_process_group()
     return code
 
@@ -247,7 +287,7 @@ def collect(ranks: Ranks, results: list[Any]) -> list[Any] | None:
     """Gather every replica's results on the job's rank 0, in the original order; None on the other ranks. Replica i
     decoded items i, i + replicas, and so on."""
     every: list[Any] | None = [None] * td.get_world_size() if td.get_rank() == 0 else None
-    with answered(ranks.timeout):
+    with answered(REPLICAS):
         td.gather_object(results if ranks.rank == 0 else None, every)
     if every is None:
         return None

@@ -11,8 +11,10 @@ All requests of a round have one shape, which may be fixed (batch.py): then its 
 """
 
 import math
+import operator
 import os
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -54,6 +56,7 @@ class Round:
     seconds: dict[str, float] = field(default_factory=dict)  # by stage, known once collected
     experts: float = 0.0  # that the verify pass read in a layer, on average, known once collected
     done: Any = None  # the event after the copies
+    wait: Callable[[Any], None] = operator.methodcaller("synchronize")  # for `done`
     marks: list[Any] = field(default_factory=list)  # times, or events, around the stages
 
     @property
@@ -261,7 +264,7 @@ def collect(r: Round) -> list[tuple[list[int], list[int]]]:
     """Wait for the round. Returns (path rows, the target's tokens along the path) per sequence. A path ends before a
     row whose logits are not finite. With SPECKER_DEBUG=1, raises RuntimeError if kernels left their counters."""
     if r.done is not None:
-        r.done.synchronize()
+        r.wait(r.done)
     if os.environ.get("SPECKER_DEBUG"):
         r.batch.graphs.counters.check()
     each = []
