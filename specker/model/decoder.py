@@ -21,7 +21,7 @@ from specker.kernels.experts import expert_linear
 from specker.kernels.kv import kv_calibrate, rope_table
 from specker.kernels.linear import GATES, gated, row_linear, row_linear_ref
 from specker.kernels.project import kv_project
-from specker.kernels.quant import Matrix
+from specker.kernels.quant import Matrix, Quantized, streams
 from specker.kernels.residual import add_norm, residual_merge
 from specker.kernels.route import expert_route
 from specker.kernels.tiles import MAX_ROWS
@@ -195,7 +195,7 @@ def run_layers(
     because every head uses the same norm. `dense`: for a chunk of a prompt on a GPU, products by cuBLAS. `entered`: the
     input of the first layer's attention, if it is not the norm of `hidden` (LayerSpec.first)."""
     eps, layer = model.config.rms_norm_eps, model.config.layer
-    linear = row_linear_ref if dense and model.linear is row_linear else model.linear
+    linear = dense_linear if dense and model.linear is row_linear else model.linear
     whole, after = layer.qk_norm == "projection", layer.norms != "before"
     kept: dict[int, Tensor] = {}
     routed: list[Tensor] = []
@@ -250,6 +250,14 @@ def run_layers(
     if first in aux_layers:
         kept[first] = hidden
     return Output(hidden, kept, final, tuple(routed))
+
+
+def dense_linear(x: Tensor, weight: Matrix, bias: Tensor | None = None, epilogue: str = "none") -> Tensor:
+    """`row_linear` for a chunk of a prompt on a GPU: cuBLAS's product, which is faster for so many rows. A quantised
+    matrix keeps to the kernel, which decodes it in registers; for cuBLAS it would be restored in memory every time."""
+    if isinstance(weight, Quantized) and streams(weight):
+        return row_linear(x, weight, bias, epilogue)
+    return row_linear_ref(x, weight, bias, epilogue)
 
 
 def _whole_norms(qkv: Tensor, w: Attention, eps: float) -> Tensor:

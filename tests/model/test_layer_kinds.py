@@ -29,6 +29,7 @@ from specker.cpu import Packed
 from specker.model.cache import KVCache
 from specker.model.config import CheckpointError, LayerSpec
 from specker.model.decoder import Model, check_sliding_windows, forward
+from specker.model.prefill import prefill
 
 GEMMA = GEMMA3 | {"layers": 4, "tied": False}  # a random tied model repeats its last token
 KINDS = {  # the windows are shorter than the prompts, and than some drafts
@@ -227,6 +228,20 @@ def test_the_kernels_of_a_layer_on_a_gpu(tmp_path, monkeypatch, kind):
     assert [name.partition(":")[0] for name in names] == 3 * layer + end
     reaches = [name.partition(" reach ")[2] for name in names if name.startswith(ATTEND)]
     assert reaches == (["256", "", "256"] if kind == "gemma3" else ["", "", ""])
+
+
+@pytest.mark.parametrize("quantize", ["int4", "int8"])
+def test_a_chunk_of_a_quantised_prompt_takes_few_launches_on_a_gpu(tmp_path, monkeypatch, quantize):
+    """Its matrices stay in the kernels: restored in memory for cuBLAS, each would take some ten launches."""
+    folder = make(tmp_path, "llama", layers=3, max_context=1024, hidden=128, heads=8)
+    monkeypatch.setattr("specker.checkpoints.buffers.activations", lambda dtype, device: dtype)  # as on a GPU
+    model = Model(read(folder, dtype=torch.bfloat16, device="cpu", random=0, quantize=quantize, pack=False))
+    with recording() as log, torch.inference_mode():
+        cache = KVCache(model.config, 1024, dtype=torch.bfloat16, device="cpu")
+        log.clear()
+        prefill(model, cache, [3] * 512)
+    products = [name for name, *_ in log if name.startswith(LINEAR)]
+    assert len(products) == 3 * 4 and len(log) < 3 * 20
 
 
 def test_a_rope_of_its_own_for_each_kind_changes_the_text(pairs, texts, tmp_path):
