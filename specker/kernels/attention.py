@@ -221,6 +221,11 @@ def split_unit(Hkv: int) -> int:
     return min(max(32 << (Hkv - 1).bit_length(), 128), 1024)
 
 
+def partial_bytes(rows: int, Hq: int, D: int) -> int:
+    """Bytes of scratch memory for each split of a sequence of several: a partial result, its maximum and its sum."""
+    return rows * Hq * (D + 2) * 4
+
+
 def split_count(kv_len: int, unit: int) -> int:
     """The number of splits of `kv_len` columns, on the host: `_split_of(kv_len - 1) + 1`."""
     x = (kv_len - 1) // unit

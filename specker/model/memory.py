@@ -13,12 +13,16 @@ from pathlib import Path
 import torch
 
 from specker.fields import option
+from specker.kernels.attention import partial_bytes, split_count, split_unit
+from specker.kernels.tiles import MAX_ROWS
 from specker.model.config import ModelConfig
+from specker.model.prefill import serves_flash
 from specker.model.rings import ring_pages, ringed
 
 PREFILL_ROWS = 1024  # rows of a prefill chunk: prefill.PREFILL_CHUNK
 LOGIT_ROWS = 256  # rows of logits to leave memory for at least: the largest window of one sequence
 KERNELS = 1 << 29  # bytes on a GPU for compiled kernels, cuBLAS and captured graphs: an assumption
+CPU = torch.device("cpu")
 MEMINFO = Path("/proc/meminfo")
 
 
@@ -27,24 +31,40 @@ class Cost:
     """Bytes per position of the context, for one model."""
 
     position: int  # K and V, RoPE's tables and the indices: held for the engine's life
-    passing: int  # the mask and, if torch does not fuse attention, the scores of a prefill chunk
+    passing: (
+        int  # of a prefill chunk: K and V of a layer, or the mask and, if torch does not fuse attention, the scores
+    )
     limit: int  # positions that the checkpoint supports
     near: int = 0  # K and V of the layers in rings, which `position` lacks: held for the positions that rings have
     sliding_window: int = 0  # the longest sliding window
     rings: int = 0  # sequences
+    split: int = 0  # of a verify pass on a GPU: attention's partial results, per split of the context
+    unit: int = 0  # columns of attention's shortest splits
 
     @classmethod
-    def of(cls, config: ModelConfig, dtype: torch.dtype, rings: int = 0) -> "Cost":
+    def of(
+        cls, config: ModelConfig, dtype: torch.dtype, rings: int = 0, device: torch.device = CPU, rows: int = 0
+    ) -> "Cost":
         """`rings`: the sequences of a cache that keeps layers with a sliding window in rings (model/rings.py); 0: it
-        keeps all layers in pages."""
+        keeps all layers in pages. `rows`: of the largest verify pass."""
         each = 2 * config.num_kv_heads * config.head_dim * dtype.itemsize
         near = each * sum(ringed(config)) if rings else 0
         kv = each * config.num_layers - near
         tables = len(set(config.layer.ropes)) or 1
         rope = tables * 2 * config.head_dim * max(4, dtype.itemsize)
         scores = 2 * config.num_heads * max(4, dtype.itemsize)  # before and after the softmax, in float32 at least
-        passing, sliding_window = PREFILL_ROWS * (1 + scores), max(config.layer.sliding_windows, default=0)
-        return cls(kv + rope + 8 + 8 + 4, passing, config.max_context, near, sliding_window, rings)
+        gpu, sliding_window = device.type == "cuda", max(config.layer.sliding_windows, default=0)
+        passing = each if gpu and serves_flash(config, dtype) else PREFILL_ROWS * (1 + scores)
+        split = partial_bytes(min(rows, MAX_ROWS), config.num_heads, config.head_dim) if gpu else 0
+        unit = split_unit(config.num_kv_heads)
+        return cls(kv + rope + 8 + 8 + 4, passing, config.max_context, near, sliding_window, rings, split, unit)
+
+    def largest_pass(self, context: int, page_size: int, lookahead: int) -> int:
+        """Bytes that the prefill of a context or a verify pass after it takes beside K and V, whichever are more."""
+        context = min(context, self.limit)
+        columns = -(-(context + lookahead) // page_size) * page_size
+        splits = split_count(columns, self.unit) if self.split else 0
+        return max(self.passing * context, self.split * splits if splits > 1 else 0)
 
     def kv(self, pages: int, page_size: int) -> int:
         """Bytes of a pool of `pages`. The rings have at most as many; if they have fewer, an index leads to them."""
@@ -74,8 +94,9 @@ def _wide(c: ModelConfig) -> int:
 
 
 def needed(costs: Sequence[Cost], context: int, page_size: int, lookahead: int) -> int:
-    """Bytes that a context needs: the K/V of all models and the prefill of one model at a time."""
-    return held(costs, context, page_size, lookahead) + max(c.passing * min(context, c.limit) for c in costs)
+    """Bytes that a context needs: the K/V of all models, and what one model at a time takes beside it."""
+    passing = (cost.largest_pass(context, page_size, lookahead) for cost in costs)
+    return held(costs, context, page_size, lookahead) + max(passing)
 
 
 def held(costs: Sequence[Cost], context: int, page_size: int, lookahead: int) -> int:
@@ -198,7 +219,8 @@ class CacheMemory:
     @property
     def _costs(self) -> list[Cost]:
         rings = self.rings, *[0] * (len(self.configs) - 1)
-        return [Cost.of(config, self.dtype, count) for config, count in zip(self.configs, rings, strict=True)]
+        each = zip(self.configs, rings, strict=True)
+        return [Cost.of(config, self.dtype, count, self.device, self.rows) for config, count in each]
 
     @property
     def _spare(self) -> int:

@@ -1,7 +1,10 @@
 """Prefill: forward a prompt in long chunks and append its K/V to a sequence.
 
-A chunk runs `run_layers` (decoder.py) with torch's SDPA instead of tree_attention. Its rows see the sequence's earlier
-columns and one another causally, in layers with a sliding window only the last of these (`band`).
+A chunk runs `run_layers` (decoder.py) with torch's attention instead of tree_attention. Its rows see the sequence's
+earlier columns and one another causally, in layers with a sliding window only the last of these.
+
+On a GPU this is flash attention, called by name (`flash`). SDPA would choose: on sm_90 and later cuDNN first, which
+plans every new length of a prompt for 20 ms and more, and with a mask for grouped heads a form that writes all scores.
 """
 
 from itertools import repeat
@@ -13,6 +16,7 @@ from torch.nn import functional as F
 
 from specker.kernels.variant import reset_counters
 from specker.model.cache import KVCache, sequence_bounds
+from specker.model.config import ModelConfig
 from specker.model.decoder import GroupRows, Model, run_layers
 
 PREFILL_CHUNK = 512  # rows; takes about as long as three rounds of an 8B model on a GPU
@@ -65,6 +69,7 @@ def _prefill_chunk(
     T, start = len(tokens), cache.exact_len[slot]
     end, windows = start + T, set(model.config.layer.sliding_windows) - {0}
     causal, hidden = model.config.causal, model.embed_tokens(tokens)
+    flashes = runs_flash(model, hidden)
     if model.stack is not None and model.stack.most >= T:
         out = _compiled_chunk(model, cache, slot, hidden, start, aux_layers)
         cache.exact_len[slot] = end
@@ -75,11 +80,14 @@ def _prefill_chunk(
         spans |= {w: cache.rings.slots[cache.slots(slot, max(0, start - w + 1), end)] for w in windows}
     later = causal and start > 0
     split = later and splits(model.device)
-    mask = after(T, end) if later and not split else None
-    bands = {w: band(T, end, w, model.device) for w in windows if w < end}
+    mask = after(T, end) if later and not split and not flashes else None
+    bands = {w: band(T, end, w, model.device) for w in windows if w < end and not flashes}
 
     def attend(q: Tensor, k: Tensor, v: Tensor, sliding_window: int) -> Tensor:
-        k, v = (x.flatten(0, 1)[spans[sliding_window]].transpose(0, 1).unsqueeze(0) for x in (k, v))
+        k, v = (x.flatten(0, 1)[spans[sliding_window]] for x in (k, v))
+        if flashes:
+            return flash(q, k, v, causal, sliding_window, model.scale)
+        k, v = (x.transpose(0, 1).unsqueeze(0) for x in (k, v))
         if (seen := bands.get(sliding_window)) is not None:
             k, v = (x[:, :, -seen.shape[1] :] for x in (k, v))
         elif split:
@@ -147,9 +155,29 @@ def attend_split(q: Tensor, k: Tensor, v: Tensor, start: int, scale: float) -> T
     return torch.lerp(own[0], before, weight).transpose(0, 1)
 
 
+def serves_flash(config: ModelConfig, dtype: torch.dtype) -> bool:
+    """Whether `flash` serves a model's heads, on a GPU."""
+    return dtype in (torch.float16, torch.bfloat16) and config.head_dim % 8 == 0 and config.head_dim <= 256
+
+
+def runs_flash(model: Model, hidden: Tensor) -> bool:
+    """Whether a chunk's rows attend by `flash`."""
+    return hidden.is_cuda and serves_flash(model.config, model.dtype)
+
+
+def flash(q: Tensor, k: Tensor, v: Tensor, causal: bool, sliding_window: int, scale: float) -> Tensor:
+    """Attention of the last rows of a text on a GPU: q [T, Hq, D]; k, v [S, Hkv, D] -> [T, Hq, D]. With `causal`, row t
+    sees the columns up to S - T + t, of which with a sliding window only the last so many."""
+    past = sliding_window - 1 if sliding_window else -1
+    lengths = (None, None, len(q), len(k))
+    q, k, v = (x.unsqueeze(0) for x in (q, k, v))
+    how: dict[str, Any] = {"scale": scale, "window_size_left": past, "window_size_right": 0 if causal else -1}
+    attention = torch.ops.aten._flash_attention_forward
+    return attention(q, k, v, *lengths, 0.0, causal, False, **how)[0][0]  # type: ignore[no-any-return]
+
+
 def after(rows: int, end: int) -> Any:
-    """The causal mask of a prompt's last `rows` rows over all `end` columns on a GPU. Flash attention accepts no dense
-    mask; the kernels that do materialise all scores in float32."""
+    """The causal mask of a prompt's last `rows` rows over all `end` columns, on a GPU in float32."""
     from torch.nn.attention.bias import causal_lower_right  # imports torch.compile, which takes 2 s
 
     return causal_lower_right(rows, end)

@@ -1,12 +1,17 @@
 """Memory limits: arithmetic with made-up free memory, and the messages."""
 
+import math
+
 import pytest
 import torch
 from make_checkpoint import GEMMA3, SLIDING, make
+from recorded import recording
 
 import specker
 from specker.checkpoints import checkpoint
+from specker.checkpoints.checkpoint import read_config
 from specker.cli import run
+from specker.kernels import attention
 from specker.model import memory
 from specker.model.memory import Cost, gib, largest, needed, sized
 from specker.runtime.engine import cache_memory
@@ -107,6 +112,30 @@ def test_every_rope_table_is_counted(tmp_path):
         costs.append(Cost.of(engine.model.config, torch.float32).position)
         table = engine.model.ropes[0].nbytes // engine.model.config.max_context
     assert costs[1] - costs[0] == table and len(engine.model.ropes) == 2
+
+
+LLAMA = {"hidden": 256, "heads": 4, "kv_heads": 2, "max_context": 8192}
+GPU = torch.device("cuda", 0)
+
+
+def test_a_gpu_reserves_what_attention_writes(tmp_path, monkeypatch):
+    """Partial results, of which each doubling of a long context adds 16; no scores, since flash attention writes none.
+    Of the models' largest passes the largest counts."""
+    config = read_config(make(tmp_path / "m", layers=1, **LLAMA))
+    cost, cpu = (Cost.of(config, torch.bfloat16, device=device, rows=61) for device in (GPU, torch.device("cpu")))
+    assert cpu.split == 0 and cost.passing == 2 * 2 * 16 * 2 < cpu.passing / 50
+    for context in (100, 2000, 8192 - LOOKAHEAD, 8192):
+        with recording() as log:
+            columns = -(-(context + LOOKAHEAD) // 16)
+            cache, ints = torch.empty(columns, 16, 2, 16, dtype=torch.bfloat16), torch.zeros(2, dtype=torch.int32)
+            q, words = torch.empty(61, 4, 16, dtype=torch.bfloat16), torch.zeros(61, 1, dtype=torch.int64)
+            attention._launch(q, cache, cache, ints[:1, None].expand(1, columns), *[ints[:1]] * 2, ints, words, 1.0)
+        [arguments] = [arguments for name, _, arguments in log if name.startswith("_tree_attention")]
+        scratch = sum(4 * math.prod(shape) for _, shape, *_ in arguments[8:10])
+        assert cost.largest_pass(context, 16, LOOKAHEAD) == max(scratch, cost.passing * context)
+        assert (scratch > cost.passing * context) == (context <= 2000)
+    assert Cost.of(config, torch.bfloat16, device=GPU, rows=9999).split * 61 == 1024 * cost.split, "in blocks"
+    assert Cost.of(config, torch.float32, device=GPU).passing == cpu.passing, "flash attention has no float32"
 
 
 def test_free(monkeypatch, tmp_path):

@@ -5,12 +5,13 @@ import itertools
 import pytest
 import torch
 from make_checkpoint import CASES, GEMMA3, GRANITE, PHI4, exact_oracle, make, oracle, oracle_logits
+from recorded import recording
 
 from specker.checkpoints.checkpoint import read
 from specker.kernels.attention import ancestor_words
 from specker.model.cache import KVCache, Rows
 from specker.model.decoder import Model, forward
-from specker.model.prefill import after, prefill
+from specker.model.prefill import after, flash, prefill
 
 F64 = torch.float64
 
@@ -284,3 +285,62 @@ def test_a_later_chunk_sees_the_same_on_a_gpu(monkeypatch, tmp_path):
     assert len(biases) == 2 and not any(type(bias) is torch.Tensor for bias in biases)
     got = [c[:, : cache.capacity // 16].flatten(1, 2)[:, :70] for c in (cache.k, cache.v)]
     assert all((a - b).abs().max() < 1e-12 for a, b in zip(got, want, strict=True))
+
+
+def test_a_chunk_on_a_gpu_is_flash_attention(monkeypatch, tmp_path):
+    """By name, in first and later chunks and in layers with a window; nothing that plans a length or writes scores."""
+    monkeypatch.setattr("specker.checkpoints.buffers.activations", lambda dtype, device: dtype)  # as on a GPU
+    folder = make(tmp_path / "m", layers=3, max_context=1024, **{**GEMMA3, "sliding_window": 256})
+    model = Model(read(folder, dtype=torch.bfloat16, device="cpu", random=0))
+    with recording() as log, torch.inference_mode():
+        cache = KVCache(model.config, 1024, dtype=torch.bfloat16, device="cpu")
+        log.clear()
+        prefill(model, cache, [3] * 900)
+    found = [(name, arguments, dict(named)) for name, arguments, named in log if "attention" in name]
+    assert {name for name, *_ in found} == {"aten._flash_attention_forward.default"} and len(found) == 2 * 3
+    lengths = [arguments[5:7] for _, arguments, _ in found]
+    assert lengths == [(512, 512)] * 3 + [(388, 900)] * 3 and all(arguments[8] for _, arguments, _ in found)
+    assert [named["window_size_left"] for *_, named in found] == [255, -1, 255] * 2
+    assert {named["window_size_right"] for *_, named in found} == {0}
+
+
+def as_flash(q, k, v, causal, sliding_window, scale):
+    """`prefill.flash` in plain torch."""
+    row, column = torch.arange(len(k) - len(q), len(k))[:, None], torch.arange(len(k))
+    seen = (column <= row) | (not causal)
+    if sliding_window:
+        seen &= column > row - sliding_window
+    k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
+    scores = torch.einsum("tgd,sgd->gts", q, k) * scale
+    return torch.einsum("gts,sgd->tgd", scores.masked_fill(~seen, float("-inf")).softmax(-1), v)
+
+
+@pytest.mark.parametrize("kind", [GEMMA3, {"arch": "llama"}, {"arch": "dream"}])
+def test_what_a_chunk_hands_to_flash_attention(monkeypatch, tmp_path, kind):
+    """The columns, the window and the direction: the K/V that a CPU computes."""
+    model, cache = build(tmp_path, layers=3, max_context=128, **kind)
+    tokens = tokens_of(model, 70)
+    prefill(model, cache, tokens, chunk=32)
+    want = [c[:, : cache.capacity // 16].flatten(1, 2)[:, :70].clone() for c in (cache.k, cache.v)]
+    monkeypatch.setattr("specker.model.prefill.runs_flash", lambda *_: True)
+    monkeypatch.setattr("specker.model.prefill.flash", as_flash)
+    cache.truncate(0)
+    cache.k.fill_(float("nan")), cache.v.fill_(float("nan"))
+    prefill(model, cache, tokens, chunk=32)
+    got = [c[:, : cache.capacity // 16].flatten(1, 2)[:, :70] for c in (cache.k, cache.v)]
+    assert all((a - b).abs().max() < 1e-12 for a, b in zip(got, want, strict=True))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("rows", "columns", "causal", "window"), [
+    (512, 512, True, 0), (388, 900, True, 0), (388, 900, True, 256), (130, 130, True, 64), (40, 90, False, 0),
+])  # fmt: skip
+@pytest.mark.parametrize(("heads", "width"), [((32, 8), 128), ((4, 1), 256), ((14, 2), 64)])
+def test_flash_attention_sees_these_columns(rows, columns, causal, window, heads, width):
+    q, k, v = (
+        torch.randn(n, h, width, device="cuda", dtype=torch.bfloat16)
+        for n, h in ((rows, heads[0]), (columns, heads[1]), (columns, heads[1]))
+    )
+    got = flash(q, k, v, causal, window, width**-0.5)
+    want = as_flash(*(x.double().cpu() for x in (q, k, v)), causal, window, width**-0.5)
+    assert (got.double().cpu() - want).abs().max() < 2e-2
