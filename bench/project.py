@@ -33,6 +33,7 @@ from transformers import HfArgumentParser
 
 from bench import plot
 from bench.shapes import SHAPES
+from specker.kernels.attention import MERGED
 from specker.paths import write_file
 from specker.runtime.strategies.easyspec.parallel import Schedule
 
@@ -55,8 +56,8 @@ class Inputs:
     memory: float = arg(0.0, "GB of a GPU, data sheet")
     bus: float = arg(0.0, "GB/s of a ring over 8 GPUs")
     # A kernel's start takes 2 us, first bytes and last programs 2, and in two kernels of a layer's seven the last
-    # program merges partials in 2.5. With programmatic dependent launch a start takes 0.5, and prefetching weights
-    # hides half of the first bytes. All of this is assumed.
+    # program, or a kernel of its own, merges partials in 2.5. With programmatic dependent launch a start takes 0.5, and
+    # prefetching weights hides half of the first bytes. All of this is assumed.
     launch_us: float = arg(4.7, "us between the streams of two kernels of a CUDA graph")
     host_us: float = arg(5.0, "us of the host for a launch, eager; an assumption")
     restored_rate: float = arg(7.0, "10^12 weights a second restored from eight or four bits: 32 a clock and SM")
@@ -100,6 +101,7 @@ class Shape:
     head: int
     kv: int  # of all layers, for each column of the context
     tied: bool = False  # the head is the embedding
+    sharing: int = 4  # query heads of a KV head
 
     @classmethod
     def of(cls, config: dict[str, Any]) -> "Shape":
@@ -107,12 +109,16 @@ class Shape:
         heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
         attention, mlp = 2 * hidden * dim * (heads + kv_heads), 3 * hidden * config["intermediate_size"]
         head, kv = hidden * config["vocab_size"], 2 * layers * kv_heads * dim
-        return cls(layers, hidden, attention, mlp, head, kv, config["tie_word_embeddings"])
+        return cls(layers, hidden, attention, mlp, head, kv, config["tie_word_embeddings"], heads // kv_heads)
 
     @property
     def elements(self) -> int:
         """Elements read by a step."""
         return self.layers * (self.attention + self.mlp) + self.head
+
+    def merges(self, rows: int) -> int:
+        """Launches of a layer that merge attention's splits for so many rows."""
+        return int(rows * self.sharing > MERGED)
 
     @property
     def stored(self) -> int:
@@ -154,7 +160,7 @@ def ring(i: Inputs, ranks: int, steps: int, size: float, calls: int = 1) -> Cost
 def forward(i: Inputs, m: Shape, rows: int, ranks: int, beyond: float, candidates: int) -> Cost:
     """A tensor-parallel forward in 16 bits with `beyond` launches outside its layers, which gathers `candidates` (id,
     logit) from each rank."""
-    launches = m.layers * (i.attention_launches + i.mlp_launches) + beyond
+    launches = m.layers * (i.attention_launches + m.merges(rows) + i.mlp_launches) + beyond
     reduced = ring(i, ranks, 2 * (ranks - 1), rows * m.hidden * 2, calls=2 * m.layers)
     return Cost(m.elements * 2 / ranks, launches) + reduced + ring(i, ranks, ranks - 1, candidates * 8 * ranks)
 
@@ -166,7 +172,7 @@ def layer_parallel(i: Inputs, m: Shape, rows: int, ranks: int) -> Cost:
     total = Cost(m.head * 2, i.draft_launches + any(len(group) > 1 for group in schedule.groups))
     for group in schedule.groups:
         n, share = len(group), max(Counter(schedule.owner(layer, ranks) for layer in group).values())
-        attention = i.group_launches if n > 1 else i.attention_launches
+        attention = (i.group_launches if n > 1 else i.attention_launches) + m.merges(rows)
         total += Cost(2 * (share * m.attention + n * m.mlp), attention + n * i.mlp_launches)
         if n > 1:
             total += ring(i, ranks, ranks - 1, n * rows * m.hidden * 2)

@@ -22,7 +22,7 @@ from specker.runtime.round.lm_head import LMHead
 from specker.runtime.strategies.easyspec.parallel import LayerParallel, Schedule
 
 # Memory and links move one byte per microsecond; layers of 48 and 96 elements in groups 0, 1-4, 5.
-SMALL = Shape(6, 4, attention=48, mlp=96, head=40, kv=10)
+SMALL = Shape(6, 4, attention=48, mlp=96, head=40, kv=10, sharing=1)
 SLOW = Inputs(bandwidth=1e-6, memory=1.0, host_us=5, launch_us=2, base_us=10, step_us=1, bus=4e-3, tau=2, keep=0.5)
 SLOW = replace(SLOW, depth=2, width=3, attention_launches=6, restored_rate=1e-6)
 FREE = {"base_us": 0.0, "step_us": 0.0, "bus": inf, "launch_us": 0.0, "host_us": 0.0}
@@ -53,6 +53,8 @@ def test_a_step_by_hand() -> None:
 def test_forwards_by_hand() -> None:
     one = project.forward(SLOW, SMALL, 3, 1, 5, 3)
     assert one == Cost(weights=1808, launches=59)
+    merged = project.forward(SLOW, replace(SMALL, sharing=4), 3, 1, 5, 3)  # 12 pairs a KV head
+    assert merged.launches == 59 + 6
     two = project.forward(SLOW, SMALL, 3, 2, 5, 3)
     assert two == Cost(weights=904, launches=59, wire=12 * (12 + 24) + (11 + 24), calls=13)
     assert two.us(SLOW, "graphs") == two.us(SLOW, "eager") == 904 + 118 + 467
@@ -136,7 +138,7 @@ def test_row_counts_limited_by_flops_are_refused() -> None:
 
 @pytest.mark.parametrize("name", ["8b", "1b"])
 def test_launches_equal_the_recorded_ones(tmp_path: Path, name: str) -> None:
-    """Of layers in sequence and of groups, at true widths, on fake tensors: seven a layer."""
+    """Of layers in sequence and of groups, at true widths, on fake tensors: eight a layer for 12 rows."""
     (tmp_path / "config.json").write_text(json.dumps(shapes.SHAPES[name] | {"num_hidden_layers": 6}))
     with recording() as log, torch.inference_mode():
         made = checkpoint.read(str(tmp_path), dtype=torch.bfloat16, device="cpu", random=0)
@@ -169,7 +171,7 @@ def test_launches_equal_the_recorded_ones(tmp_path: Path, name: str) -> None:
             return len(log)
 
         m = replace(Shape.of(shapes.SHAPES[name]), layers=6)
-        assert launches(verify) == project.forward(H200, m, 12, 1, H200.verify_launches, 12).launches == 6 * 7 + 3
+        assert launches(verify) == project.forward(H200, m, 12, 1, H200.verify_launches, 12).launches == 6 * 8 + 3
         assert launches(level) == project.forward(H200, m, 12, 1, H200.draft_launches, 12).launches
         last_sum = 1  # the launch after the last layer
         for width in (2, 3, 4):

@@ -4,9 +4,10 @@ The kernel's tiles and splits start at fixed columns, whatever the length. Split
 mantissa bits (0, 1, .. 31, 32, 34, .. 62, 64, 68, ..) times a unit set by the number of KV heads. A split is thus about
 1/16 of the columns before it, and each doubling of the context adds 16. The last, longest splits start first. A masked
 column adds exactly 0 to sum and accumulator, and so does a split in which a row sees no column. Every tile runs through
-the same loop. For each KV head and 64 (row, query head) pairs, the last program to finish merges the splits in split
-order, so one launch is enough. A verify row of a chain therefore equals, bit for bit at any length, the row that
-plain decoding computes at its position.
+the same loop. The splits of a (row, query head) pair are merged in split order. For few pairs one launch is enough: for
+each KV head and 64 pairs, the last program to finish merges them. It would merge many pairs one after another, so a
+second kernel merges those, with the same arithmetic for a pair. A verify row of a chain therefore equals, bit for bit
+at any length, the row that plain decoding computes at its position.
 
 A sequence of several splits also writes and reads a float32 partial per split. A masked column contributes 0 times its
 V, so V must be finite. A block_table wider than needed costs scratch memory and, for one sequence, programs that exit
@@ -43,6 +44,7 @@ from specker.kernels.variant import (
     let_next_start_late,
     same_device,
     sms,
+    start_after_previous,
     tl,
     triton,
     wait_for_previous,
@@ -62,6 +64,8 @@ __all__ = [
 ]
 
 PROGRAMS = 4  # most programs per SM for several sequences; 2 or 3 run at once
+MERGED = 8  # most pairs of a KV head, in a sequence, that the last program merges: four at a time, 1 us each
+SMALL = ["kv_len_ptr", "cu_rows_ptr"]  # of one number a sequence, which may be a part of a tensor
 _LOG2E = 1 / math.log(2)
 
 
@@ -300,7 +304,7 @@ def _count_bits(words_ptr, o_t, m_t, window, W):
 
 @triton.jit(
     do_not_specialize=["T", "B", "W", "table_stride", "columns", "max_splits"],
-    do_not_specialize_on_alignment=["table_ptr", "kv_len_ptr", "window_ptr", "cu_rows_ptr", "words_ptr"],
+    do_not_specialize_on_alignment=["table_ptr", "window_ptr", "words_ptr", *SMALL],
 )
 def _tree_attention_kernel(
     q_ptr,  # [T, HQ, D]
@@ -342,6 +346,7 @@ def _tree_attention_kernel(
     REACH: tl.constexpr,  # most columns that a row sees, at least 64 * W; 0: no limit
     PDL: tl.constexpr,
     ON_AMD: tl.constexpr,
+    APART: tl.constexpr,  # another kernel merges the splits
 ):
     """For one sequence, the grid has a program for each work item that the table has room for; programs without an item
     return at once. For several sequences, a limited number of programs takes the items in turn: with a grid for the
@@ -382,6 +387,7 @@ def _tree_attention_kernel(
             REACH,
             PDL,
             ON_AMD,
+            APART,
         )
     else:
         o_b = tl.arange(0, SEQS)
@@ -418,6 +424,7 @@ def _tree_attention_kernel(
                 REACH,
                 PDL,
                 ON_AMD,
+                APART,
             )
 
 
@@ -448,6 +455,7 @@ def _attend(
     REACH: tl.constexpr,
     PDL: tl.constexpr,
     ON_AMD: tl.constexpr,
+    APART: tl.constexpr,
 ):
     """Process one work item. In a sequence's item numbers the tile varies fastest, then the KV head, then the split,
     which runs from the last and longest one to the first."""
@@ -564,12 +572,51 @@ def _attend(
         tl.store(partial_ptr + o_p[:, None] * D + o_d[None, :], b_acc, mask=m_md)
         tl.store(stats_ptr + o_p, b_max, mask=m_m)
         tl.store(stats_ptr + stats + o_p, b_sum, mask=m_m)
-        if is_last(count_ptr + i_slot * HKV + i_kv, splits, ON_AMD):
+        if not APART and is_last(count_ptr + i_slot * HKV + i_kv, splits, ON_AMD):
             for i_p in tl.range(0, tl.minimum(M, pairs - i_m), P):
                 o_pair = i_m + i_p + tl.arange(0, P)
                 o_row = (first + o_pair // G).to(tl.int64) * HQ + i_kv * G + o_pair % G
                 parts = partial_ptr, stats_ptr, out_ptr, lse_ptr
                 _merge(parts, o_row, o_pair < pairs, splits, max_splits, stats, valid, D, D_PAD, P, S)
+
+
+@triton.jit(do_not_specialize=["T", "B", "columns", "max_splits"], do_not_specialize_on_alignment=SMALL)
+def _tree_attention_merge_kernel(
+    partial_ptr,
+    stats_ptr,
+    kv_len_ptr,
+    cu_rows_ptr,
+    out_ptr,
+    lse_ptr,
+    T,
+    B,
+    columns,
+    max_splits,
+    HQ: tl.constexpr,
+    D: tl.constexpr,
+    D_PAD: tl.constexpr,
+    UNIT: tl.constexpr,
+    P: tl.constexpr,
+    S: tl.constexpr,
+    SEQS: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Merge the splits of P heads of a row; the arguments are those of _tree_attention_kernel."""
+    start_after_previous(PDL)
+    i_t = tl.program_id(0)
+    i_b = tl.full([], 0, tl.int32)
+    if SEQS > 1:
+        o_b = tl.arange(0, SEQS)
+        ends = tl.load(cu_rows_ptr + 1 + o_b, mask=o_b < B, other=2**31 - 1)
+        i_b = tl.minimum(tl.sum((ends <= i_t).to(tl.int32), axis=0), B - 1)
+    kv_len = tl.load(kv_len_ptr + i_b)
+    valid = tl.where(kv_len <= columns, 1.0, float("nan"))
+    splits = _split_of(tl.minimum(kv_len, columns) - 1, UNIT) + 1
+    if splits > 1:
+        o_h = tl.program_id(1) * P + tl.arange(0, P)
+        stats = max_splits.to(tl.int64) * T * HQ
+        parts = partial_ptr, stats_ptr, out_ptr, lse_ptr
+        _merge(parts, i_t.to(tl.int64) * HQ + o_h, o_h < HQ, splits, max_splits, stats, valid, D, D_PAD, P, S)
 
 
 @triton.jit
@@ -635,6 +682,7 @@ def _variant(
     strides: tuple[int, int, int],
     arch: int,
     reach: int = 0,
+    apart: bool = False,
 ) -> Variant:
     """The M tile is 64 for any number of rows. wgmma requires it; on sm_80 the tile decides how Triton places the
     warps, and with it the order of the sums. 4 warps make one warpgroup.
@@ -668,6 +716,7 @@ def _variant(
     seqs = 1 if B == 1 else max(16, 1 << (B - 1).bit_length())
     name = f"{t} {Hq}/{Hkv} D{D} page {page}" + (f" B{seqs}" if seqs > 1 else "")
     name += f" reach {reach}" if reach else ""
+    name += " apart" if apart else ""
     smoke = dtype == torch.bfloat16 and D == 128 and B == 1 and page == 256
     return Variant(
         name=name,
@@ -702,6 +751,7 @@ def _variant(
             "S": (32 if d_pad <= 128 else 16) if half else 1,
             "SEQS": seqs,
             "REACH": reach,
+            "APART": apart,
         },
         num_warps=8 if d_pad > 128 else 4,
         num_stages=stages,
@@ -710,6 +760,21 @@ def _variant(
         smoke=smoke,
         # Three blocks an SM: for sm_100, ptxas of Triton 3.9 tries four, whose shared memory does not fit, and spills.
         options={"maxnreg": 168} if half and d_pad <= 64 and seqs == 1 else {},
+    )
+
+
+@lru_cache(maxsize=256)
+def _merge_variant(of: Variant) -> Variant:
+    """The kernel that merges the splits of the variant `of`, with as many warps: a pair's sums have the same order."""
+    names = ("HQ", "D", "D_PAD", "UNIT", "P", "S", "SEQS")
+    return Variant(
+        name=f"merge {of.name}",
+        kernel=_tree_attention_merge_kernel,
+        arguments=("*fp32", "*fp32", "*i32", "*i32", of.arguments[0], "*fp32", *("i32",) * 4),
+        constexprs={name: of.constexprs[name] for name in names},
+        num_warps=of.num_warps,
+        wide=of.wide,
+        smoke=of.smoke,
     )
 
 
@@ -730,7 +795,10 @@ def variants(arch: int) -> Iterator[Variant]:
         (torch.float16, 1, 32, 8, 128, 256),
         (torch.float32, 1, 32, 8, 128, 256),
     ):
-        yield _variant(dtype, B, Hq, Hkv, D, page, (page * Hkv * D, Hkv * D, D), arch, *reach)
+        for apart in (False, True):
+            variant = _variant(dtype, B, Hq, Hkv, D, page, (page * Hkv * D, Hkv * D, D), arch, *(reach or [0]), apart)
+            yield variant
+        yield _merge_variant(variant)
 
 
 def _launch(
@@ -757,9 +825,10 @@ def _launch(
     out, lse = torch.empty_like(q), q.new_empty((T, Hq), dtype=torch.float32)
     if T == 0:
         return out, lse
-    variant = _variant(q.dtype, B, Hq, Hkv, D, page, strides[:3], arch(q.device), reach)
     splits = split_count(max_pages * page, split_unit(Hkv))
     several = splits if splits > 1 else 0
+    apart = splits > 1 and T * (Hq // Hkv) > MERGED * B
+    variant = _variant(q.dtype, B, Hq, Hkv, D, page, strides[:3], arch(q.device), reach, apart)
     partial = q.new_empty((T, Hq, several, D), dtype=torch.float32)
     stats = q.new_empty((2, T, Hq, several), dtype=torch.float32)
     # A sequence with x (row, query head) pairs takes ceil(x / M) tiles; sum(x) // M + B slots hold them all.
@@ -771,6 +840,10 @@ def _launch(
     if B > 1:
         programs = min(programs, PROGRAMS * sms(q.device))
     variant((programs,), q, k_cache, v_cache, *tables, partial, stats, count, out, lse, *numbers)
+    if apart:
+        merge, columns = _merge_variant(variant), max_pages * page
+        grid = T, -(-Hq // merge.constexprs["P"])
+        merge(grid, partial, stats, kv_len, cu_rows, out, lse, T, B, columns, splits)
     return out, lse
 
 

@@ -190,10 +190,11 @@ def run_layers(
     where each norm may be absent (LayerSpec.norms), and each mlp may be a mixture of experts (`_mixed`). Each residual
     add is fused with the norm of the next sublayer. `aux_layers`: depths n at which to keep the stream; each is
     the input of a group, or the end. For few rows on a GPU an ordinary layer is seven launches: norm, kv_project,
-    attention, o, norm, gate_up, down, and those of the router before experts; the norms also reduce the split-K
-    partials of o and down. There, the last residual add is fused with the final norm, whichever layer is the last,
-    because every head uses the same norm. `dense`: for a chunk of a prompt on a GPU, products by cuBLAS. `entered`: the
-    input of the first layer's attention, if it is not the norm of `hidden` (LayerSpec.first)."""
+    attention (two for more than a few rows), o, norm, gate_up, down, and those of the router before experts; the norms
+    also reduce the split-K partials of o and down. There, the last residual add is fused with the final norm, whichever
+    layer is the last, because every head uses the same norm. `dense`: for a chunk of a prompt on a GPU, products by
+    `dense_linear`. `entered`: the input of the first layer's attention, if it is not the norm of `hidden`
+    (LayerSpec.first)."""
     eps, layer = model.config.rms_norm_eps, model.config.layer
     linear = dense_linear if dense and model.linear is row_linear else model.linear
     whole, after = layer.qk_norm == "projection", layer.norms != "before"

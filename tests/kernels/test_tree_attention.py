@@ -378,7 +378,36 @@ def test_few_programs_share_the_work_of_many_sequences(monkeypatch, programs):
     monkeypatch.setattr(op, "PROGRAMS", programs)
     monkeypatch.setattr(op, "sms", lambda device: 1)
     assert same(op._launch(**args), want)
-    assert grids == [(programs,)]
+    assert grids == [(programs,), (len(args["q"]), 1)]
+
+
+MERGES = {
+    "one sequence": ({"lengths": ((700, 30),), "Hq": 6, "Hkv": 2}, torch.float16),
+    "several, some of one split": ({"lengths": ((33, 6), (900, 2), (0, 0), (300, 40))}, torch.float16),
+    "reach": ({"lengths": ((500, 9), (700, 3)), "reach": 64}, torch.float32),
+}
+
+
+@pytest.mark.parametrize("name", MERGES)
+def test_a_kernel_of_its_own_merges_splits_to_the_same_bits(monkeypatch, name):
+    """For many pairs, whichever their number; and a length beyond the table is NaN there, too."""
+    how, dtype = MERGES[name]
+    args, out, lse = ragged(3, dtype, **how)
+    for cache in ("k_cache", "v_cache"):
+        args[cache] = args[cache].nan_to_num(0)
+    beyond = {**args, "kv_len": args["kv_len"] + args["block_table"].shape[1] * args["k_cache"].shape[1]}
+    found = []
+    for most in (1 << 20, 0):
+        launched = []
+        launch = Variant.__call__
+        with monkeypatch.context() as patch:
+            patch.setattr(op, "MERGED", most)
+            patch.setattr(Variant, "__call__", lambda v, *given: (launched.append(v.kernel), launch(v, *given)))  # noqa: B023
+            found.append(op._launch(**args))
+            assert len(launched) == 2 - (most > 0)
+            assert all(x.isnan().all() for x in op._launch(**beyond))
+    assert same(*found)
+    assert torch.allclose(found[0][0].double(), out, atol=3e-3) and torch.allclose(found[0][1].double(), lse, atol=3e-3)
 
 
 def chain_and_decoding(args, prefix, rows, launch):
@@ -551,7 +580,8 @@ def test_the_launcher_reads_no_tensor(monkeypatch):
         op._launch(**{**fake, "block_table": mode.from_tensor(torch.zeros(3, 60, dtype=torch.int32))})
     # 53 rows of 2 heads are 106 pairs: 106 // 16 + 3 slots; 48 columns are one split, 480 are four.
     assert launched[0] == ("_tree_attention_kernel", (9 * 2,))
-    assert launched[1:] == [("_tree_attention_kernel", (9 * 2 * 4,))]
+    apart = ("_tree_attention_merge_kernel", (53, 1))  # 35 pairs a sequence
+    assert launched[1:] == [("_tree_attention_kernel", (9 * 2 * 4,)), apart]
 
 
 def launches():
@@ -569,8 +599,8 @@ def launches():
 
 
 def test_no_length_recompiles():
-    """Two compilations: one sequence, and up to 16."""
-    assert compilations(__file__) == {"_tree_attention_kernel": 2}
+    """Two compilations, for one sequence and up to 16, and as many where another kernel merges the splits."""
+    assert compilations(__file__) == {"_tree_attention_kernel": 4, "_tree_attention_merge_kernel": 2}
 
 
 def test_the_operator_is_registered():
