@@ -2,7 +2,8 @@
 
 import pytest
 import torch
-from pairs import logits_of
+from make_checkpoint import QWEN3_MOE, make
+from pairs import logits_of, perturbed
 
 import specker
 from specker.kernels import variant
@@ -17,16 +18,38 @@ SETTINGS = {
 }
 
 
+HEADS = {"eagle": "nested", "mtp": "mimo, 3 heads", "dflash": "dflash"}
+
+
 @pytest.mark.gpu
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(("options", "sampling"), SETTINGS.values(), ids=SETTINGS)
 def test_a_kernel_that_is_late_changes_no_bit(options, sampling, monkeypatch):
+    engine = specker.load(device="cuda", dtype="bfloat16", graphs="on", **options)
+    prompt = next(ids for row in specker.zoo.heldout() if len(ids := engine.encode(row["prompt"])) > 40)
+    assert_late_changes_nothing(engine, prompt, sampling, monkeypatch)
+
+
+@pytest.mark.gpu
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("kind", [*HEADS, "mixture"])
+def test_a_late_kernel_of_heads_and_mixtures_changes_no_bit(heads, kind, tmp_path, monkeypatch):
+    if kind == "mixture":
+        target = make(tmp_path / "target", max_context=256, **QWEN3_MOE)
+        models, options = [target, perturbed(target, tmp_path / "draft")], {}
+    else:
+        pair = heads(kind, HEADS[kind])
+        models, options = [pair.target] if kind == "mtp" else [pair.target, pair.folder], {"strategy": kind}
+    how = {"device": "cuda", "dtype": "bfloat16", "graphs": "on", "policy": "fixed", "draft_tokens": 3, **options}
+    engine = specker.load(*map(str, models), **how)
+    assert_late_changes_nothing(engine, [3 * n % 120 + 1 for n in range(50)], {"temperature": 0.7}, monkeypatch)
+
+
+def assert_late_changes_nothing(engine, prompt, sampling, monkeypatch):
     """Each kernel sleeps in turn after it has let the next one start. Its rounds run once launched one by one, then as
     graphs. What differs names the kernel that was late: the one after it does not wait, or reads too early."""
     if variant.arch(torch.device("cuda")) not in (90, 100):
         pytest.skip("programmatic dependent launch needs sm_90 or sm_100")
-    engine = specker.load(device="cuda", dtype="bfloat16", graphs="on", **options)
-    prompt = next(ids for row in specker.zoo.heldout() if len(ids := engine.encode(row["prompt"])) > 40)
     launched: set[str] = set()
     call = Variant.__call__
 

@@ -1,15 +1,18 @@
 """The runtime on a CUDA device: the same guarantees, and in float64 the same tokens as on a CPU."""
 
+import functools
 import statistics
 import time
 
 import pytest
 import torch
-from pairs import flips, logits_of
+from make_checkpoint import GEMMA3, QWEN3_MOE, make
+from pairs import flips, logits_of, perturbed
 
 import specker
 
 pytestmark = pytest.mark.gpu
+DEVICE = "cuda"
 SHAPES = [{"draft_tokens": 4}, {"tree": "3x4"}]
 
 
@@ -133,6 +136,44 @@ def test_after_a_warm_up_nothing_is_compiled_or_captured(options, size, monkeypa
         assert engine.loop.graphs.captured == graphs
 
 
+MADE = ["eagle", "mtp", "dflash", "mixture", "int4 mixture", "rings"]
+
+
+@pytest.fixture(scope="module")
+def made(heads, tmp_path_factory):
+    """A function of a name in MADE: the arguments that load a small model of its kind, with a drafter, and prompts."""
+
+    @functools.cache
+    def made(name):
+        many = [[3 * n % 120 + 1 for n in range(length)] for length in (5, 40, 90)]
+        if name in ("mixture", "int4 mixture", "rings"):
+            kind = QWEN3_MOE if name != "rings" else {**GEMMA3, "sliding_window": 256}
+            target = make(tmp_path_factory.mktemp(name) / "target", max_context=1024, **kind)
+            pair = target, perturbed(target, target.parent / "draft")
+            how = {"quantize": "int4"} if name == "int4 mixture" else {}
+            prompts = [[*many[2]] * 6, many[1], [*many[2]] * 3] if name == "rings" else many
+            return [str(x) for x in pair], {"draft_tokens": 3, **how}, prompts
+        pair = heads(name, {"eagle": "nested", "mtp": "mimo, 3 heads", "dflash": "dflash"}[name])
+        folders = [pair.target] if name == "mtp" else [pair.target, pair.folder]
+        return [str(x) for x in folders], {"strategy": name, "draft_tokens": 3}, many
+
+    return made
+
+
+@pytest.mark.parametrize("size", [1, 4])
+@pytest.mark.parametrize("name", MADE)
+def test_small_models_of_every_kind(made, name, size):
+    """Captured rounds of heads, mixtures and rings against plain decoding and rounds without graphs, in bfloat16."""
+    models, options, prompts = made(name)
+    how = {"device": DEVICE, "dtype": "bfloat16", "batch_size": size, "policy": "fixed", **options}
+    graphs, eager = (specker.load(*models, graphs=on, **how) for on in ("on", "off"))
+    for sampling in ({}, {"temperature": 0.7, "seed": 3}):
+        plain = [out.tokens for out in graphs.generate_ar(prompts, 60, **sampling)]
+        for engine in (graphs, eager):
+            out = engine.generate(prompts, 60, **sampling)
+            assert [each.tokens for each in out] == plain and sum(each.stats.drafted for each in out) > 0
+
+
 @pytest.mark.alone
 def test_the_first_request_is_as_fast_as_later_ones():
     """Each request prefills its prompt, in the target and in the draft."""
@@ -163,7 +204,7 @@ def test_nccl_collectives_within_graphs(reduce, monkeypatch):
     td.init_process_group("nccl", store=store, rank=0, world_size=1)
     try:
         group = td.group.WORLD
-        ours.model.ranks = Ranks(Part(), group, 1, group, reduce == "ordered", 0, 1, torch.device("cuda"), 60.0)
+        ours.model.ranks = Ranks(Part(), group, 1, group, reduce == "ordered", 0, 1, torch.device("cuda"), 60.0, 60.0)
         ours.warmup()
         for prompt in prompts_of(ours, 3):
             for sampling in ({}, {"temperature": 0.7}):

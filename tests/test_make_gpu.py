@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -14,7 +15,7 @@ import pytest
 import torch
 
 from bench.gpu import __main__ as program
-from bench.gpu import compiling, facts, parts, preflight, report, running
+from bench.gpu import compiling, facts, ops, parts, preflight, report, running
 from bench.gpu.parts import Part, Plan, Setting
 from bench.gpu.preflight import Facts
 from bench.gpu.running import Command, Step
@@ -93,6 +94,15 @@ def test_nvidia_smi_is_read(text):
 
 
 UNSEEN = {"available": False, "devices": 0, "capability": None, "name": ""}
+
+
+def test_the_smoke_run_checks_every_op():
+    sources = [path.read_text() for path in (ROOT / "specker" / "kernels").rglob("*.py")]
+    names = {name for source in sources for name in re.findall(r"^def (\w+)_cost\(", source, re.M)}
+    names.remove("gumbel")  # the noise of vocab_topk and sample_rows
+    assert len(names) > 15 and names == {name.split()[0] for name in ops.CHECKS}
+
+
 MISMATCHES = [  # facts, nvidia-smi's, what the sentence says, whether it stops
     ({"missing": ("rich", "pytest")}, {}, "python3 lacks rich, pytest: install it, or name another interpreter", True),
     (UNSEEN | {"driver_cuda": None}, None, "there is no NVIDIA GPU or driver here (torch 2.13.0+cu130 sees no", True),

@@ -4,8 +4,8 @@
     parts.py       the commands of each part
     preflight.py   what this machine, its driver, torch and Triton are, and which of it does not fit together
     facts.py       the process that asks torch and Triton
-    smoke.py       three ops, then decoding with and without dependent launches and CUDA graphs
-    ops.py         the process that checks the three ops
+    smoke.py       every op, then decoding with and without dependent launches and CUDA graphs
+    ops.py         the process that checks every op
     running.py     commands with a time limit and a log
     compiling.py   a process that notes what Triton compiles
     ab.py          the decode rate with and without dependent launches and CUDA graphs, in turn

@@ -1,4 +1,4 @@
-"""Three ops against their references, on a GPU where there is one: `python bench/gpu/ops.py`.
+"""Every op against its reference, on a GPU where there is one: `python bench/gpu/ops.py`, or `... row_linear grow`.
 
 The checks are those of the kernels' benches. `make gpu` runs them first, and also under Triton's and NVIDIA's
 sanitizers, so they stay small and capture no graph.
@@ -7,25 +7,136 @@ sanitizers, so they stay small and capture no graph.
 import sys
 import traceback
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
-from bench.kernels import bench_row_linear, bench_tree_attention, bench_vocab_topk
+from bench.kernels import (
+    bench_accept,
+    bench_expert_linear,
+    bench_grow,
+    bench_kv,
+    bench_kv_project,
+    bench_residual_merge,
+    bench_row_linear,
+    bench_settle,
+    bench_start_pairs,
+    bench_start_rows,
+    bench_tree_attention,
+    bench_vocab_topk,
+)
 from bench.kernels.common import DEVICE, Built
+from specker.kernels.attention import ancestor_words, tree_attention, tree_attention_ref
+from specker.kernels.round.place import place_rows
+from specker.kernels.round.repeat import repeat_rows
 
 SIZE = 4096 if DEVICE == "cuda" else 256
-OPS: dict[str, Callable[[], Built]] = {
-    "row_linear": lambda: bench_row_linear.build(8, SIZE, SIZE, "none", 1),
-    "tree_attention": lambda: bench_tree_attention.build(8, (1000,)),
-    "vocab_topk": lambda: bench_vocab_topk.build(8, 10),
+DTYPE = torch.bfloat16 if DEVICE == "cuda" else torch.float32
+MIXTURE = next(iter(bench_expert_linear.MODELS))
+
+
+def as_on_a_cpu(op: Callable[..., Any], *args: Any) -> None:
+    """Integers on the device equal those on a CPU."""
+    want = op(*args)
+    moved = [x.to(DEVICE) if isinstance(x, torch.Tensor) else x for x in args]
+    for ours, theirs in zip(op(*moved), want, strict=True):
+        assert torch.equal(ours.cpu(), theirs), f"{ours} is not {theirs}"
+
+
+def places() -> None:
+    """A tree's second level in three sequences."""
+    parents = torch.tensor([0, 0, 1, 1, 2, 5]).expand(3, 6)
+    table = torch.arange(3 * 20, dtype=torch.int32).view(3, 20)
+    as_on_a_cpu(place_rows, torch.tensor([5, 130, 300]), 1, 3, 4, parents, table, 16, 320)
+
+
+def repeats() -> None:
+    """Two rows of two sequences, for three layers."""
+    table = torch.arange(2 * 20, dtype=torch.int32).view(2, 20)
+    words = torch.tensor([[1], [3], [1], [3]])
+    ints = torch.tensor([7, 9], dtype=torch.int32), torch.tensor([2, 2], dtype=torch.int32)
+    as_on_a_cpu(
+        repeat_rows, torch.tensor([5, 6, 7, 8]), torch.tensor([5, 6, 327, 328]), *ints, words, table, 3, 640, 40
+    )
+
+
+def sliding_window() -> None:
+    """Two trees whose rows see the last 64 and 300 columns."""
+    Hq, Hkv, D = bench_tree_attention.HEADS
+    q = torch.randn(18, Hq, D, dtype=DTYPE, device=DEVICE)
+    caches = [torch.randn(40, 32, Hkv, D, dtype=DTYPE, device=DEVICE) for _ in range(2)]
+    table = torch.randperm(40)[:40].view(2, 20).int()
+    words = ancestor_words(torch.tensor([0, 0, 1, 1, 2, 3, 5, 7])).repeat(2, 1)
+    ints = [torch.tensor(x, dtype=torch.int32) for x in ([500, 95], [9, 9], [0, 9, 18])]
+    moved = [x.to(DEVICE) for x in (table, *ints, words)]
+    for reach in (64, 300):
+        ours, lse = tree_attention(q, *caches, *moved, D**-0.5, reach)
+        given = [x.double().cpu() for x in (q, *caches)]
+        exact, exact_lse = tree_attention_ref(*given, table, *ints, words, D**-0.5, reach)
+        error = max(float((ours.cpu() - exact).abs().max()), float((lse.cpu() - exact_lse).abs().max()))
+        assert error < 2e-2, f"reach {reach}: error {error:.2e}"
+
+
+def built(build: Callable[..., Built], *args: Any) -> Callable[[], None]:
+    """The check of a bench's case."""
+    return lambda: build(*args).check()
+
+
+# The first word is the op.
+CHECKS: dict[str, Callable[[], None]] = {
+    "row_linear": built(bench_row_linear.build, 8, SIZE, SIZE, "none", 1),
+    "row_linear split": built(bench_row_linear.build, 8, SIZE, SIZE, "split", 1),
+    "row_linear SiLU": built(bench_row_linear.build, 8, SIZE, 2 * SIZE, "silu_mul", 1),
+    "row_linear GELU": built(bench_row_linear.build, 8, SIZE, 2 * SIZE, "gelu_tanh_mul", 1),
+    "row_linear of four layers": built(bench_row_linear.build, 8, SIZE, SIZE, "none", 4),
+    **{
+        f"row_linear {kind}{f'/{group}' if group else ''}": built(
+            bench_row_linear.build_quantised, 8, SIZE, 2 * SIZE, "silu_mul", kind, group
+        )
+        for kind, group in (("int8", None), ("fp8", None), ("int4", 32), ("int4", 128))
+    },
+    "tree_attention": built(bench_tree_attention.build, 8, (1000,)),
+    "tree_attention of many rows": built(bench_tree_attention.build, 40, (1000,)),
+    "tree_attention of sequences": built(bench_tree_attention.build, 3, (40, 700, 9)),
+    "tree_attention sliding window": sliding_window,
+    "vocab_topk": built(bench_vocab_topk.build, 8, 10),
+    "vocab_topk noise": built(bench_vocab_topk.build, 8, 10, True),
+    **{f"vocab_topk {kind}": built(bench_vocab_topk.build, 8, 10, False, kind) for kind in ("int8", "fp8", "int4")},
+    "kv_project": built(bench_kv_project.project, next(iter(bench_kv_project.WIDTHS)), 8),
+    "kv_calibrate": built(bench_kv.calibrate, 8, True),
+    "kv_commit": built(bench_kv.commit, 2, 12),
+    "residual_merge": built(bench_residual_merge.build, 2, 1, 8, SIZE, False),
+    "residual_merge apart": built(bench_residual_merge.build, 2, 1, 8, SIZE, True),
+    "residual_merge of a group": built(bench_residual_merge.build, 1, 4, 8, SIZE, False),
+    "expert_linear gate and up": built(bench_expert_linear.build, MIXTURE, 8, "silu_mul"),
+    "expert_linear down": built(bench_expert_linear.build, MIXTURE, 8, "sum"),
+    "expert_linear int4": built(bench_expert_linear.build, MIXTURE, 8, "silu_mul", "int4"),
+    "expert_route": built(bench_expert_linear.build_all, MIXTURE, 8),
+    "sample_rows greedy": built(bench_accept.sample, 8, 8 * SIZE, DTYPE, 0.0, 0, 1.0),
+    "sample_rows top-k and top-p": built(bench_accept.sample, 8, 8 * SIZE, DTYPE, 0.7, 50, 0.9),
+    "accept_walk chain": built(bench_accept.walk, 64, True),
+    "accept_walk tree": built(bench_accept.walk, 64, False),
+    "place_rows": places,
+    "repeat_rows": repeats,
+    "start_rows chain": built(bench_start_rows.build, 8, 9, False),
+    "start_rows tree": built(bench_start_rows.build, 8, 61, True),
+    "start_pairs chain": built(bench_start_pairs.build, 8, 1, SIZE),
+    "start_pairs tree": built(bench_start_pairs.build, 8, 10, SIZE),
+    "grow": built(bench_grow.level, 8, 4),
+    "prune": built(bench_grow.best, 8, 10, 7, 59),
+    "settle chain": built(bench_settle.build, 8, 8, 0, False),
+    "settle splits": built(bench_settle.build, 8, 8, 0, True),
+    "settle tree": built(bench_settle.build, 8, 60, 4, True),
 }
 
 
-def main() -> None:
+def main(only: list[str]) -> None:
     torch.manual_seed(0)
-    for name, build in OPS.items():
+    for name, check in CHECKS.items():
+        if only and name.split()[0] not in only:
+            continue
         try:
-            build().check()
+            check()
             if DEVICE == "cuda":
                 torch.cuda.synchronize()
         except Exception as error:  # also errors of compilers and of CUDA
@@ -35,4 +146,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1:])

@@ -1,13 +1,13 @@
 """The parts of `make gpu`: their commands, and the weight of each in the time.
 
-smoke      three ops against their references; decoding with PDL and CUDA graphs off and on gives equal tokens
+smoke      every op against its reference; decoding with PDL and CUDA graphs off and on gives equal tokens
 decode     bench/decode.py: how close decoding comes to the memory limit; its cases with goals come first
 kernels    bench/kernels: each op against its limit and its alternatives
 tests      every test that needs a GPU, in several processes; then, alone, those that measure time
 delay      one kernel after another sleeps before it stores; decoding with PDL must give the bits without PDL
 ab         the decode rate with PDL and CUDA graphs off and on, in turn
-gsan       the three ops under Triton's sanitizer for races in global memory
-sanitizer  the three ops under compute-sanitizer: memcheck, racecheck, synccheck, initcheck
+gsan       the ops under Triton's sanitizer for races in global memory
+sanitizer  the ops under compute-sanitizer: memcheck, racecheck, synccheck, initcheck
 e2e        bench/e2e.py: every strategy with the bundled models
 ablations  each strategy's own bench
 plot       figures of the rows

@@ -1,4 +1,4 @@
-"""The smoke part: three ops, then decoding in four forms, each in a process of its own, which must give equal tokens.
+"""The smoke part: every op, then decoding in four forms, each in a process of its own, which must give equal tokens.
 
 The forms are with and without programmatic dependent launch (PDL) and CUDA graphs. If one fails, the rest of the parts
 run with it off. If the ops or the plainest form fail, nothing else runs.

@@ -23,7 +23,7 @@ from torch.nn import functional as F
 
 from bench.kernels import common
 from bench.kernels.common import DEVICE, Built, Case, Goal
-from specker.kernels.linear import row_linear, row_linear_cost, row_linear_ref
+from specker.kernels.linear import GATES, gated, row_linear, row_linear_cost, row_linear_ref
 from specker.kernels.quant import quantised
 
 DTYPE = torch.bfloat16 if DEVICE == "cuda" else torch.float32
@@ -45,9 +45,8 @@ def build(T: int, E: int, O: int, epilogue: str, G: int) -> Built:
 
     def check() -> None:
         exact = x.double() @ weight.double().mT
-        if epilogue == "silu_mul":
-            gate, up = exact.chunk(2, -1)
-            exact = F.silu(gate) * up
+        if epilogue in GATES:
+            exact = gated(exact, GATES[epilogue])
         ours = result()
         error, own = (ours - exact).abs().max(), (theirs() - exact).abs().max()
         assert error <= 3 * own, f"error {error:.2e}, torch's is {own:.2e}"
