@@ -1,17 +1,21 @@
 """Mixtures of experts as targets: what a verify pass reads, and what that costs."""
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
 from make_checkpoint import MIXTRAL, QWEN3_MOE, edit, exact_oracle, make, oracle
 from pairs import perturbed
+from recorded import kernels, recording
 
 import specker
 from specker.checkpoints.checkpoint import read
 from specker.cli.screen import Screen
+from specker.model import memory
+from specker.model.cache import KVCache
 from specker.model.config import CheckpointError, Experts, layer_elements
-from specker.model.decoder import experts_read, forward
+from specker.model.decoder import Model, experts_read, forward
 from specker.model.prefill import prefill
 from specker.runtime import warmup
 from specker.runtime.control.costs import Costs
@@ -129,6 +133,30 @@ def test_the_measured_passes_have_different_tokens(pair, strategy, monkeypatch):
 
 
 @torch.inference_mode()
+def test_a_prompt_of_a_mixture_has_long_chunks_on_a_gpu(tmp_path, monkeypatch):
+    """Each chunk reads nearly all experts, so 2,500 tokens are two chunks, and their rows stay in the kernel; a ring
+    holds a chunk."""
+    monkeypatch.setattr("specker.checkpoints.buffers.activations", lambda dtype, device: dtype)  # as on a GPU
+    windows = {"sliding_window": 256, "use_sliding_window": True, "max_window_layers": 0}
+    folder = make(tmp_path / "m", layers=2, max_context=4096, **QWEN3_MOE, **windows)
+    model = Model(read(folder, dtype=torch.bfloat16, device="cpu", random=0, quantize="int8", pack=False))
+    assert set(model.config.layer.sliding_windows) == {256}
+    with recording() as log, torch.inference_mode():
+        cache = KVCache(model.config, 4096, dtype=torch.bfloat16, device="cpu", page_size=16, rings=True)
+        assert cache.rings is not None and cache.rings.most * 16 == 256 + 2048
+        log.clear()
+        prefill(model, cache, [3] * 2500)
+    names = [name.split(":")[0] for name in kernels(log)]
+    assert names.count("_expert_linear_kernel") == 2 * 2 * 2  # chunks, layers, products
+    assert names.count("_expert_route_kernel") == 2 * 2
+    assert not [launch for launch in log if launch[0].startswith("aten.sort")]  # as the reference does
+    k, rows = 3, 2048
+    reserved = memory.reserve([model.config], torch.bfloat16, torch.device("cuda"))
+    assert reserved - memory.reserve([replace(model.config, hidden_size=0)], torch.bfloat16, torch.device("cuda")) == (
+        rows * 4 * k * 64
+    )
+
+
 def test_random_weights_route_rows_apart(tmp_path):
     """A run with them would be too optimistic if all tokens chose the same experts."""
     sizes = {"num_experts": 32, "num_experts_per_tok": 2, "layers": 4, "mlp_only_layers": [1]}

@@ -18,7 +18,7 @@ from specker.kernels.linear import _row_linear_merge_kernel, gate_mul, row_linea
 from specker.kernels.quant import Format, Matrix, Quantized, arguments_of, constexprs_of, format_of, streams, types_of
 from specker.kernels.registry import register
 from specker.kernels.stream import stream_rows
-from specker.kernels.tiles import COMMON, MAX_ROWS, like, split_of, tiles, weight_left, wide_rows
+from specker.kernels.tiles import COMMON, like, split_of, tiles, weight_left, wide_rows
 from specker.kernels.variant import (
     AMD,
     TYPES,
@@ -35,6 +35,7 @@ from specker.kernels.variant import (
 )
 
 EPILOGUES = ("none", "silu_mul", "sum", "split")
+ROWS = 2048  # most rows that the kernel serves: with a prompt in such chunks its experts are read seldom
 
 
 def expert_linear(
@@ -52,7 +53,7 @@ def expert_linear(
         y[t]    = sum over j of scores[t, j] * y[t, j]    "sum"
 
     Memory moves the matrix of each chosen expert once for all its rows, and no other expert's. Sums run in float32
-    (float64 for float64) and are rounded once, to the result. The kernel serves up to 1,024 rows, in tiles of 64 of one
+    (float64 for float64) and are rounded once, to the result. The kernel serves up to 2,048 rows, in tiles of 64 of one
     expert, and is batch-invariant: a row's bits depend on that row, its experts, their weights, k and the architecture
     alone. It reads nothing on the host. The reference serves float64, CPUs and more rows; it reads `starts` on the host
     and multiplies expert by expert with `row_linear`, whose limits on invariance and dtypes apply.
@@ -182,7 +183,7 @@ def _expert_linear_kernel(
     LEFT: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    tl.static_assert(SPLIT_E % BLOCK_E == 0 and SPLITS * SPLIT_E >= E and N * E < 2**31 and 1024 * K * E < 2**31)
+    tl.static_assert(SPLIT_E % BLOCK_E == 0 and SPLITS * SPLIT_E >= E and N * E < 2**31 and 2048 * K * E < 2**31)
     let_next_start(PDL)
     wait_for_previous(PDL)
     COLUMNS: tl.constexpr = O // 2 if SILU else O
@@ -457,7 +458,7 @@ def _fake(
 
 
 def _fits(x: Tensor, weight: Matrix, *_: object) -> bool:
-    return len(x) <= MAX_ROWS and streams(weight)
+    return len(x) <= ROWS and streams(weight)
 
 
 _expert_linear = register(

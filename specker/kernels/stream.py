@@ -15,7 +15,7 @@ def stream_rows(
     scale_ptr,  # [rows, E / GROUP]; None for a plain weight
     shift_ptr,  # like scale_ptr; None: no shift
     i_row,  # the tile's first row in scale_ptr
-    o_m,  # [M] rows of x, below MAX_ROWS
+    o_m,  # [M] rows of x; their elements have indices of 32 bits
     m_m,  # [M] whether each row exists
     m_n,  # [N] whether each row of the weight exists; not read if EVEN_E and EVEN_N
     start,  # a multiple of BLOCK_E

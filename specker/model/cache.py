@@ -24,7 +24,7 @@ from specker.kernels.kv import kv_commit
 from specker.kernels.round.place import place_rows
 from specker.model.config import ModelConfig
 from specker.model.prefixes import Match, Prefixes, copy_columns
-from specker.model.rings import Rings, ring_pages, ringed
+from specker.model.rings import Rings, ring_columns, ringed
 
 Lengths = Sequence[int] | Tensor
 """Committed tokens of the sequences in slots 0..n-1: integers on the host, or [n] int64 on the device."""
@@ -88,8 +88,7 @@ class KVCache:
         order = pages.tolist() if isinstance(pages, Tensor) else list(range(pages or sequences * each))
         count = len(order) + (sequences > 1)
         self.spare = len(order)  # an unowned page that slots without a sequence read and write
-        sliding_window = max(config.layer.sliding_windows, default=0)
-        ring = sequences * ring_pages(sliding_window, page_size)  # pages of all rings
+        ring = sequences * -(-ring_columns(config) // page_size)  # pages of all rings
         near = ringed(config) if rings and ring < len(order) else [False] * config.num_layers
         shape = near.count(False), count, page_size, config.num_kv_heads, config.head_dim
         self.k, self.v = torch.empty((2, *shape), dtype=dtype, device=device).unbind(0)
@@ -107,7 +106,7 @@ class KVCache:
         if any(near):
             spare = sequences > 1
             shape = near.count(True), ring + spare, *shape[2:]
-            self.rings = Rings(shape, count, self.block_table, sliding_window, dtype, spare)
+            self.rings = Rings(shape, count, self.block_table, config, dtype, spare)
             each_kind = {False: iter(self.layers), True: iter(self.rings.layers)}
             self.layers = [next(each_kind[kind]) for kind in near]
         self._free = order

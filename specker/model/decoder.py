@@ -257,7 +257,8 @@ def dense_linear(x: Tensor, weight: Matrix, bias: Tensor | None = None, epilogue
     """`row_linear` for a chunk of a prompt on a GPU: cuBLAS's product, which is faster for so many rows. A quantised
     matrix keeps to the kernel, which decodes it in registers; for cuBLAS it would be restored in memory every time."""
     if isinstance(weight, Quantized) and streams(weight):
-        return row_linear(x, weight, bias, epilogue)
+        parts = [row_linear(part, weight, bias, epilogue) for part in x.split(MAX_ROWS)]
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
     return row_linear_ref(x, weight, bias, epilogue)
 
 

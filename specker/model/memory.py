@@ -16,10 +16,10 @@ from specker.fields import option
 from specker.kernels.attention import partial_bytes, split_count, split_unit
 from specker.kernels.tiles import MAX_ROWS
 from specker.model.config import ModelConfig
-from specker.model.prefill import serves_flash
-from specker.model.rings import ring_pages, ringed
+from specker.model.prefill import MIXTURE_CHUNK, serves_flash
+from specker.model.rings import ring_columns, ringed
 
-PREFILL_ROWS = 1024  # rows of a prefill chunk: prefill.PREFILL_CHUNK
+PREFILL_ROWS = 1024  # rows of a prefill chunk: twice prefill.PREFILL_CHUNK
 LOGIT_ROWS = 256  # rows of logits to leave memory for at least: the largest window of one sequence
 KERNELS = 1 << 29  # bytes on a GPU for compiled kernels, cuBLAS and captured graphs: an assumption
 CPU = torch.device("cpu")
@@ -36,7 +36,7 @@ class Cost:
     )
     limit: int  # positions that the checkpoint supports
     near: int = 0  # K and V of the layers in rings, which `position` lacks: held for the positions that rings have
-    sliding_window: int = 0  # the longest sliding window
+    ring: int = 0  # positions that a ring has
     rings: int = 0  # sequences
     split: int = 0  # of a verify pass on a GPU: attention's partial results, per split of the context
     unit: int = 0  # columns of attention's shortest splits
@@ -53,11 +53,11 @@ class Cost:
         tables = len(set(config.layer.ropes)) or 1
         rope = tables * 2 * config.head_dim * max(4, dtype.itemsize)
         scores = 2 * config.num_heads * max(4, dtype.itemsize)  # before and after the softmax, in float32 at least
-        gpu, sliding_window = device.type == "cuda", max(config.layer.sliding_windows, default=0)
+        gpu, ring = device.type == "cuda", ring_columns(config)
         passing = each if gpu and serves_flash(config, dtype) else PREFILL_ROWS * (1 + scores)
         split = partial_bytes(min(rows, MAX_ROWS), config.num_heads, config.head_dim) if gpu else 0
         unit = split_unit(config.num_kv_heads)
-        return cls(kv + rope + 8 + 8 + 4, passing, config.max_context, near, sliding_window, rings, split, unit)
+        return cls(kv + rope + 8 + 8 + 4, passing, config.max_context, near, ring, rings, split, unit)
 
     def largest_pass(self, context: int, page_size: int, lookahead: int) -> int:
         """Bytes that the prefill of a context or a verify pass after it takes beside K and V, whichever are more."""
@@ -68,29 +68,30 @@ class Cost:
 
     def kv(self, pages: int, page_size: int) -> int:
         """Bytes of a pool of `pages`. The rings have at most as many; if they have fewer, an index leads to them."""
-        ring = self.rings * ring_pages(self.sliding_window, page_size)
+        ring = self.rings * -(-self.ring // page_size)
         inside = self.near * min(pages, ring) + (8 * pages if self.near and ring < pages else 0)
         return (self.position * pages + inside) * page_size
 
 
 def reserve(configs: Sequence[ModelConfig], dtype: torch.dtype, device: torch.device, rows: int = 0) -> int:
-    """Bytes to leave free beside weights and K/V: twice the widest activations of a prefill chunk, four copies of the
-    logits of a verify pass (one in the dtype, three in float32: raw, divided by the temperature, with noise), and on a
-    GPU KERNELS. `rows`: of the largest verify pass, all sequences together. The layers run many rows in blocks, but the
+    """Bytes to leave free beside weights and K/V: the widest activations of a prefill chunk, four copies of the logits
+    of a verify pass (one in the dtype, three in float32: raw, divided by the temperature, with noise), and on a GPU
+    KERNELS. `rows`: of the largest verify pass, all sequences together. The layers run many rows in blocks, but the
     logits of all rows are held at once. If the warm-up needs more, it ends with the error of `CacheMemory.running`,
     which names a shorter context."""
-    wide, vocab = max(map(_wide, configs)), max(c.vocab_size for c in configs)
-    activations = 2 * PREFILL_ROWS * 3 * wide * dtype.itemsize
+    vocab, activations = max(c.vocab_size for c in configs), max(_activations(c, dtype) for c in configs)
     kernels = KERNELS if device.type == "cuda" else 0
     return activations + max(rows, LOGIT_ROWS) * vocab * (dtype.itemsize + 3 * 4) + kernels
 
 
-def _wide(c: ModelConfig) -> int:
-    """Columns of a feed-forward's activations for each row; a row has some in each expert that it chose."""
+def _activations(c: ModelConfig, dtype: torch.dtype) -> int:
+    """Bytes of a feed-forward's activations in a prefill chunk, doubled for what else there is. In a mixture a row has
+    some in each expert that it chose, and the terms of the weighted sum in float32."""
     experts = c.layer.experts
     if experts is None:
-        return c.intermediate_size
-    return max(experts.chosen * experts.width, c.intermediate_size if experts.dense else 0)
+        return 2 * PREFILL_ROWS * 3 * c.intermediate_size * dtype.itemsize
+    wide = max(experts.chosen * experts.width, c.intermediate_size if experts.dense else 0)
+    return MIXTURE_CHUNK * (2 * 3 * wide * dtype.itemsize + 4 * experts.chosen * c.hidden_size)
 
 
 def needed(costs: Sequence[Cost], context: int, page_size: int, lookahead: int) -> int:

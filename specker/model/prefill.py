@@ -18,8 +18,10 @@ from specker.kernels.variant import reset_counters
 from specker.model.cache import KVCache, sequence_bounds
 from specker.model.config import ModelConfig
 from specker.model.decoder import GroupRows, Model, run_layers
+from specker.model.rings import AHEAD_OF_MIXTURES
 
 PREFILL_CHUNK = 512  # rows; takes about as long as three rounds of an 8B model on a GPU
+MIXTURE_CHUNK = AHEAD_OF_MIXTURES  # of a mixture of experts: each chunk reads nearly all experts
 COMPILED_CHUNK = 256  # rows on a CPU with compiled layers: their activations stay in the caches
 DENSE_CHUNK = 256  # on a GPU, a chunk with more rows uses cuBLAS, which is faster there but not batch-invariant
 
@@ -31,14 +33,15 @@ def prefill(
     tokens: list[int],
     aux_layers: tuple[int, ...] = (),
     last: int = 0,
-    chunk: int = PREFILL_CHUNK,
+    chunk: int | None = None,
     slot: int = 0,
 ) -> dict[int, Tensor]:
     """Forward `tokens` in chunks and append them to the exact columns of the sequence in `slot`. Rows of a causal model
     see earlier columns; rows of a bidirectional model also see their whole chunk. Returns, for each depth in
     `aux_layers`, the residual stream [rows, E] of the last `last` rows of the last chunk (fewer if the chunk is
-    shorter)."""
+    shorter). `chunk`: default as `chunk_rows`."""
     kept: dict[int, Tensor] = {}
+    chunk = chunk_rows(model) if chunk is None else chunk
     reset_counters(model.device)
     if prefill_alignment(model) == 1:
         chunk = min(chunk, COMPILED_CHUNK)
@@ -53,14 +56,19 @@ def prefill(
 
 def prefill_chunk(model: Model) -> int:
     """Rows of a prompt to forward at once if nothing else decodes meanwhile."""
-    return PREFILL_CHUNK if prefill_alignment(model) > 1 else COMPILED_CHUNK
+    return chunk_rows(model) if prefill_alignment(model) > 1 else COMPILED_CHUNK
+
+
+def chunk_rows(model: Model) -> int:
+    """Rows of a chunk that is not compiled."""
+    return PREFILL_CHUNK if model.config.layer.experts is None else MIXTURE_CHUNK
 
 
 def prefill_alignment(model: Model) -> int:
     """The K/V of a text's first columns has the same bits wherever it was computed, if it was computed in chunks of
     this many rows. 1: rows have the same bits in chunks of up to COMPILED_CHUNK rows, and in rounds."""
     compiled = model.stack is not None and model.stack.most >= COMPILED_CHUNK and model.config.causal
-    return 1 if compiled else PREFILL_CHUNK
+    return 1 if compiled else chunk_rows(model)
 
 
 def _prefill_chunk(

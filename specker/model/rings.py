@@ -16,14 +16,15 @@ from torch import Tensor
 from specker.model.config import ModelConfig
 from specker.model.prefixes import common
 
-AHEAD = 512
-"""The most columns that are written from the first row of a forward on: a chunk of a prompt (prefill.PREFILL_CHUNK), or
-a drafter's committed tokens and the largest tree."""
+AHEAD, AHEAD_OF_MIXTURES = 512, 2048
+"""The most columns that are written from the first row of a forward on: a chunk of a prompt (prefill.chunk_rows), or a
+drafter's committed tokens and the largest tree."""
 
 
-def ring_pages(sliding_window: int, page_size: int) -> int:
-    """Pages of a ring for layers that see `sliding_window` columns."""
-    return -(-(sliding_window + AHEAD) // page_size)
+def ring_columns(config: ModelConfig) -> int:
+    """Columns that a ring must hold for the layers with a sliding window."""
+    ahead = AHEAD if config.layer.experts is None else AHEAD_OF_MIXTURES
+    return max(config.layer.sliding_windows, default=0) + ahead
 
 
 def ringed(config: ModelConfig) -> list[bool]:
@@ -45,15 +46,15 @@ class Rings:
     """K and V [L, pages, page_size, Hkv, D] of the L layers of a cache that have a window."""
 
     def __init__(
-        self, shape: tuple[int, ...], pool: int, table: Tensor, sliding_window: int, dtype: torch.dtype, spare: bool
+        self, shape: tuple[int, ...], pool: int, table: Tensor, config: ModelConfig, dtype: torch.dtype, spare: bool
     ):
         """`shape`: of K. pool: pages of the cache's other layers; table [sequences, P] int32: their block table.
         `spare`: the last page belongs to no sequence; slots without a sequence read and write it."""
-        count, self.page_size, self.sliding_window = shape[1] - spare, shape[2], sliding_window
+        count, self.page_size, self.sliding_window = shape[1] - spare, shape[2], max(config.layer.sliding_windows)
         self.k, self.v = torch.empty((2, *shape), dtype=dtype, device=table.device).unbind(0)
         self.layers = list(zip(self.k.unbind(0), self.v.unbind(0), strict=True))
-        self.most = ring_pages(sliding_window, self.page_size)
-        self.ahead = self.most * self.page_size - sliding_window  # at least AHEAD
+        self.most = -(-ring_columns(config) // self.page_size)
+        self.ahead = self.most * self.page_size - self.sliding_window  # at least a chunk
         self.kept: list[Kept] = []  # the oldest first
         self._free = list(range(count))
         self._pages: list[list[int]] = [[] for _ in table]
