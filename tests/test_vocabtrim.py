@@ -15,6 +15,7 @@ from specker.runtime.strategies.vocabtrim.scores import VocabScores
 pytestmark = pytest.mark.usefixtures("cheap")  # drafts do not depend on the clock
 SHAPES = {"chain": {"draft_tokens": 5}, "tree": {"tree": "3x4"}}
 PROMPTS = ([5, 9, 40], [1], list(range(3, 90)))
+COUNT = 24
 
 
 @pytest.fixture(scope="module")
@@ -25,8 +26,9 @@ def family(tmp_path_factory):
         folder = tmp_path_factory.mktemp(f"tied-{tied}")
         target = make(folder / "target", layers=2, max_context=192, tied=tied)
         draft = perturbed(target, folder / "draft")
-        plain = specker.load(target, strategy="ar", dtype="float64")
-        tokens = [t for seed in range(4) for t in plain.generate([seed], 150, temperature=1.0, seed=seed).tokens]
+        plain = specker.load(target, strategy="ar", dtype="float64", batch_size=8)
+        texts = plain.generate([[seed] for seed in range(8)], 75, temperature=1.0, seed=[*range(8)])
+        tokens = [t for text in texts for t in text.tokens]
         counts = torch.bincount(torch.tensor(tokens), minlength=plain.target.config.vocab_size)
         path = folder / "scores.safetensors"
         path.write_bytes(VocabScores.from_counts(counts, source="target").to_bytes())
@@ -47,21 +49,20 @@ def test_tokens_equal_plain_decoding_at_every_size(family, keep, temperature, sh
     fast = load(family, keep, **SHAPES[shape])
     drafted = accepted = 0
     for prompt in PROMPTS:
-        got = fast.generate(prompt, 40, temperature=temperature)
-        assert got.tokens == cases.plain(family[False][0], prompt, 40, temperature=temperature)
+        got = fast.generate(prompt, COUNT, temperature=temperature)
+        assert got.tokens == cases.plain(family[False][0], prompt, COUNT, temperature=temperature)
         drafted, accepted = drafted + got.stats.drafted, accepted + got.stats.accepted
     assert 0 < accepted < drafted
 
 
-@pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize(("shape", "tied"), cases.one_in(2, SHAPES, [False, True]))
 def test_only_kept_tokens_are_drafted_and_keeping_all_trims_nothing(family, tied, shape):
     drafted = set()
     trimmed = load(family, 24, tied, **SHAPES[shape])
     trimmed.trace = lambda row: drafted.update(row["draft"])
     kept = set(trimmed.kept.ids.tolist())
     for prompt in PROMPTS:
-        trimmed.generate(prompt, 40, temperature=0.7)
+        trimmed.generate(prompt, COUNT, temperature=0.7)
     assert len(kept) == 24 and len(drafted) > 5 and drafted <= kept
 
     target, draft, _ = family[tied]
@@ -70,7 +71,7 @@ def test_only_kept_tokens_are_drafted_and_keeping_all_trims_nothing(family, tied
         specker.load(target, draft, "draft", dtype="float64", page_size=16, **SHAPES[shape]),
     )
     for prompt in PROMPTS:
-        a, b = (engine.generate(prompt, 40, temperature=0.7).stats for engine in (whole, full))
+        a, b = (engine.generate(prompt, COUNT, temperature=0.7).stats for engine in (whole, full))
         assert (a.rounds, a.drafted, a.accepted, a.hits) == (b.rounds, b.drafted, b.accepted, b.hits)
         assert a.lost == 0 and a.kept == a.tokens
 
@@ -89,12 +90,12 @@ def test_rounds_cut_short_by_trimming_are_counted(family):
     kept = set(engine.kept.ids.tolist())
     lost = emitted = within = 0
     for prompt in PROMPTS:
-        for chunk in engine.stream(prompt, 60, temperature=0.7):
+        for chunk in engine.stream(prompt, 36, temperature=0.7):
             emitted += len(chunk.tokens)
             within += sum(t in kept for t in chunk.tokens)
-            budget = min(3, 60 - chunk.stats.tokens + len(chunk.tokens) - 1)
+            budget = min(3, 36 - chunk.stats.tokens + len(chunk.tokens) - 1)
             lost += chunk.accepted < budget and chunk.tokens[-1] not in kept
-    stats = sum((engine.generate(p, 60, temperature=0.7).stats for p in PROMPTS), specker.runtime.control.stats.Stats())
+    stats = sum((engine.generate(p, 36, temperature=0.7).stats for p in PROMPTS), specker.runtime.control.stats.Stats())
     assert (stats.tokens, stats.kept, stats.lost) == (emitted, within, lost) and lost > 0
     report = engine.trim_report(stats)
     assert report["kept_rows"] == 24 and report["coverage"] == within / emitted and report["rounds_lost"] == lost
@@ -119,7 +120,7 @@ def test_rows_that_follow_the_text_hold_its_own_tokens(family, tied, shape, temp
     for prompt in (*PROMPTS, PROMPTS[0]):
         looked_at = list(prompt)
         slots = loaded[16:]  # oldest first
-        for chunk in engine.stream(prompt, 40, temperature=temperature):
+        for chunk in engine.stream(prompt, COUNT, temperature=temperature):
             for token in looked_at:
                 if token in slots or token not in loaded[:16]:
                     slots.remove(token if token in slots else slots[0])
@@ -131,8 +132,8 @@ def test_rows_that_follow_the_text_hold_its_own_tokens(family, tied, shape, temp
                 break
             assert head.draftable == {*loaded[:16], *slots} == set(head.token_ids.tolist())
             assert torch.equal(head.weight, whole[head.token_ids])
-        runs.append(engine.generate(prompt, 40, temperature=temperature))
-        assert runs[-1].tokens == cases.plain(family[tied][0], prompt, 40, temperature=temperature)
+        runs.append(engine.generate(prompt, COUNT, temperature=temperature))
+        assert runs[-1].tokens == cases.plain(family[tied][0], prompt, COUNT, temperature=temperature)
     assert runs[0].tokens == runs[-1].tokens and runs[0].stats.hits == runs[-1].stats.hits
 
 
@@ -142,7 +143,7 @@ def test_rows_that_follow_the_text_find_what_the_scores_left_out(family):
         fixed, follows = (load(family, 16, vocab_text=n, **options) for n in (0, 24))
         stats = []
         for engine in (fixed, follows):
-            runs = [engine.generate(p, 60, temperature=0.7).stats for p in PROMPTS]
+            runs = [engine.generate(p, 40, temperature=0.7).stats for p in PROMPTS]
             stats.append(sum(runs, specker.runtime.control.stats.Stats()))
         assert stats[1].kept > stats[0].kept and stats[1].accepted > stats[0].accepted
 
