@@ -3,6 +3,7 @@ they did in training."""
 
 import json
 
+import cases
 import numpy as np
 import pytest
 import torch
@@ -26,6 +27,7 @@ from train.head.fit import Recipe, Training
 
 DEPTHS = (2, 4, 5)
 STEPS = 3
+VISITS = 40_000
 TEXTS = 96
 
 
@@ -46,7 +48,7 @@ def target(tmp_path_factory):
 @pytest.fixture(scope="module")
 def folder(target, tmp_path_factory, one_thread):
     """A folder with texts of the target and its rows, as the stages answers and taps write them."""
-    engine = specker.load(target, strategy="ar", dtype="float32", device="cpu", batch_size=8)
+    engine = specker.load(target, strategy="ar", dtype="float32", device="cpu", batch_size=32)
     prompts = [[n, 7 * n % 256] for n in range(TEXTS)]
     seeds, heats = [*range(TEXTS)], [0.7 * (n % 3 == 0) for n in range(TEXTS)]
     texts = engine.generate(prompts, 90, temperature=heats, seed=seeds)
@@ -83,9 +85,11 @@ def new(dense, lessons, folder, visits, rows=200, kind="eagle3", **how):
 @pytest.fixture(scope="module")
 def learnt(dense, lessons, tmp_path_factory):
     """(a finished training with its best weights, rounded as in its exported folders; its agreement before)"""
-    training = new(dense, lessons, tmp_path_factory.mktemp("learnt") / "head", 60_000)
+    training = new(dense, lessons, tmp_path_factory.mktemp("learnt") / "head", VISITS, muon=0.012)
     before = training.judge()
-    training.fit()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(fit, "EVERY", 30)
+        training.fit()
     training.net.load_state_dict(torch.load(training.folder / "best.pt", weights_only=True))
     return training, before
 
@@ -129,7 +133,7 @@ def test_a_head_learns(learnt):
     after = training.judge()
     assert all(b > a + 0.1 for a, b in zip(before, after, strict=True)) and after[2] > before[2] + 0.15
     log = [json.loads(line) for line in (training.folder / "log.jsonl").read_text().splitlines()]
-    assert log[-1]["visits"] == training.done >= 60_000 > log[-1]["visits"] - 512
+    assert log[-1]["visits"] == training.done >= VISITS > log[-1]["visits"] - 512
     assert max(log, key=lambda row: fit.expected(row["agreement"]))["agreement"] == after
     assert log[-1]["kl"] < 0.7 * log[0]["kl"]
 
@@ -161,7 +165,7 @@ def test_texts_of_a_window_do_not_see_each_other(exported, rows_of):
         both = net.chains(rows[:, :T], torch.tensor([(a + b)[1:]]), places, text, STEPS)
         alone = chains(net, rows_of(b), b)[1]
     for one, other in zip(both, alone, strict=True):
-        assert torch.allclose(one[0, len(a) :], other[0], atol=1e-12)
+        assert torch.allclose(one[0, len(a) :], other[0], atol=1e-6)  # the softmax is in float32
 
 
 def test_the_engine_drafts_as_the_trained_head_does(exported, target, rows_of):
@@ -171,11 +175,11 @@ def test_the_engine_drafts_as_the_trained_head_does(exported, target, rows_of):
     engine = specker.load(target, folder, **how)
     assert engine.drafter.aux_layers == DEPTHS
     accepted = agreed = drafted = 0
-    for n in range(6):
+    for n in range(4):
         seen, prompt = [], [n + 3, 7 * n + 21]
         engine.trace = seen.append
         out = engine.generate(prompt, 60)
-        assert out.tokens == engine.generate_ar(prompt, 60).tokens
+        assert out.tokens == cases.plain(target, prompt, 60)
         text = prompt + out.tokens
         with torch.no_grad():
             (wanted,), _ = chains(net, rows_of(text[:-1]), text, 1)
@@ -193,6 +197,7 @@ def test_the_best_judged_weights_are_kept(dense, lessons, tmp_path, monkeypatch)
     """Not the last ones, nor those with the best first step alone."""
     shares = iter([[0.1, 0.1, 0.1], [0.5, 0.5, 0.5], [0.6, 0.1, 0.1], [0.2, 0.9, 0.9]])
     kept = []
+    monkeypatch.setattr(fit, "EVERY", 5)
     training = new(dense, lessons, tmp_path / "head", 4 * fit.EVERY * 64, batch=64)
 
     def judge():
@@ -209,13 +214,14 @@ class Killed(Exception):
     pass
 
 
-@pytest.mark.parametrize(("kind", "killed"), [("eagle3", 7), pytest.param("dflash", 60, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("kind", "killed"), [("eagle3", 7), pytest.param("dflash", 12, marks=pytest.mark.slow)])
 def test_a_killed_training_ends_with_the_same_weights(dense, lessons, tmp_path, monkeypatch, kind, killed):
     """In the middle of an epoch, before and after the first line of the log; with a last save before the kill."""
-    whole = new(dense, lessons, tmp_path / "whole", 40_000, kind=kind)
+    monkeypatch.setattr(fit, "EVERY", 10)
+    whole = new(dense, lessons, tmp_path / "whole", 8_000, kind=kind)
     whole.fit()
     monkeypatch.setattr(fit, "SAVED", 0.0)
-    first, step = new(dense, lessons, tmp_path / "parts", 40_000, kind=kind), Training.step
+    first, step = new(dense, lessons, tmp_path / "parts", 8_000, kind=kind), Training.step
 
     def dies(self):
         if self.done >= killed * 512:
@@ -226,7 +232,7 @@ def test_a_killed_training_ends_with_the_same_weights(dense, lessons, tmp_path, 
     with pytest.raises(Killed):
         first.fit()
     monkeypatch.setattr(Training, "step", step)
-    parts = new(dense, lessons, tmp_path / "parts", 40_000, kind=kind)
+    parts = new(dense, lessons, tmp_path / "parts", 8_000, kind=kind)
     parts.fit()
     assert parts.done == whole.done and parts.log == whole.log
     for name, x in whole.net.state_dict().items():
@@ -341,9 +347,11 @@ def test_the_exported_layouts(learnt, target, tmp_path):
 def blocks(dense, lessons, target, tmp_path_factory):
     """(a finished training of a drafter of blocks; its agreement before; the folder of the drafter; in float64 the net
     with the weights that the folder has)"""
-    training = new(dense, lessons, tmp_path_factory.mktemp("blocks") / "training", 30_000, kind="dflash")
+    training = new(dense, lessons, tmp_path_factory.mktemp("blocks") / "training", 20_000, kind="dflash")
     before = training.judge()
-    training.fit()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(fit, "EVERY", 30)
+        training.fit()
     training.net.load_state_dict(torch.load(training.folder / "best.pt", weights_only=True))
     folder = training.folder.parent / "drafter"
     export_blocks(training.net, target, folder)
@@ -394,7 +402,7 @@ def test_the_engine_runs_the_trained_drafter(blocks, target):
         engine.drafter.aux_layers == DEPTHS and engine.options.draft_tokens == STEPS and engine.drafter.spec.size == 4
     )
     out = [engine.generate([n + 3, 7 * n + 21], 60) for n in range(3)]
-    assert [each.tokens for each in out] == [engine.generate_ar([n + 3, 7 * n + 21], 60).tokens for n in range(3)]
+    assert [each.tokens for each in out] == [cases.plain(target, [n + 3, 7 * n + 21], 60) for n in range(3)]
     assert sum(each.stats.accepted for each in out) > 0.2 * sum(each.stats.rounds for each in out)
     assert int(net.mask) == 319
 
@@ -433,9 +441,11 @@ def main(monkeypatch, *argv):
 
 @pytest.fixture
 def small(monkeypatch):
-    """Flags of a small run, in which a shard holds few conversations."""
-    monkeypatch.setattr(corpus, "SHARD", 8)
-    sizes = {"tokens": 1500, "visits": 2000, "length": 32, "batch": 64, "rows": 100, "max_new_tokens": 40}
+    """Flags of a small run, in which questions are short and a shard holds few conversations."""
+    monkeypatch.setattr(corpus, "SHARD", 4)
+    monkeypatch.setattr(corpus, "USER_TOKENS", 20)
+    sizes = {"tokens": 400, "visits": 1000, "length": 32, "batch": 64, "rows": 100, "max_new_tokens": 40}
+    sizes["batch_size"] = 6
     return [word for name, n in {**sizes, "max_context": 256}.items() for word in (f"--{name}", n)]
 
 
@@ -451,7 +461,7 @@ def test_the_stages_make_a_head_and_are_done_once(target, tmp_path, monkeypatch,
     assert main(monkeypatch, *again) == 0 and (out / "head-speculators" / "config.json").exists()
     assert {path: path.stat().st_mtime_ns for path in written} == written
     assert torch.load(out / "state.pt", weights_only=True)["log"] == state["log"]
-    assert main(monkeypatch, *again, "--stages", "answers", "taps", "--tokens", 2500) == 0
+    assert main(monkeypatch, *again, "--stages", "answers", "taps", "--tokens", 700) == 0
     assert len(list((out / "taps").iterdir())) > len([path for path in written if path.parent.name == "taps"])
 
 
