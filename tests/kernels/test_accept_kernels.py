@@ -114,7 +114,7 @@ def test_draw_parameters_in_memory(setting, V):
         assert torch.equal(sample_rows(logits, *kind, 1, positions, held), want), kind
         assert torch.equal(_launch_sample(logits, *kind, 1, positions, held), want), kind
         if not top_k:  # every value that keeps all tokens
-            for all_of_them in (0, V, 1 << 31, (1 << 32) + 1, 1 << 40):
+            for all_of_them in (0, V, 1 << 31, (1 << 32) + 1, 1 << 40)[:: 1 if V == 50 else 4]:
                 held = noise.pack_draw(seed, temperature, all_of_them, top_p)
                 assert torch.equal(_launch_sample(logits, *kind, 1, positions, held), want), all_of_them
     torch.library.opcheck(torch.ops.specker.sample_rows, (logits, *setting, 1, positions, draw))

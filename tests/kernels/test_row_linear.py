@@ -22,6 +22,7 @@ op = importlib.import_module("specker.kernels.linear")
 HALF = [torch.float32, torch.float16]
 # O, E: size one, odd sizes, whole tiles, K in two and in four splits (the last one short).
 SIZES = [(2, 1), (46, 33), (64, 128), (34, 200), (40, 1100), (66, 2100)]
+ROWS = {torch.float32: 17, torch.float16: 65}  # one more than a tile has
 
 
 def inputs(T, O, E, dtype, device="cpu"):
@@ -51,7 +52,7 @@ def close(got, want, dtype, roundings):
 )
 def test_kernel(poisoned, dtype, size, epilogue):
     O, E = size
-    for T in (0, 1, 7, 65) if E < 1000 else (3, 65) if E < 2000 else (3,):
+    for T in (0, 1, 7, ROWS[dtype]) if E < 1000 else (3, ROWS[dtype]) if E < 2000 else (3,):
         x, weight, b = inputs(T, O, E, dtype)
         for bias in (None, b):
             got = _launch(x, weight, bias, epilogue)
@@ -73,7 +74,7 @@ def formulas(x, weight, bias, epilogue):
 def test_layers_side_by_side(poisoned, size, dtype, epilogue):
     """Each with its own weight and bias. T is no multiple of the tile, so a row in the wrong layer would show."""
     O, E = size
-    for G, T in ((1, 3), (3, 1), (2, 65)) if E < 1000 else ((3, 2),):
+    for G, T in ((1, 3), (3, 1), (2, ROWS[dtype])) if E < 1000 else ((3, 2),):
         x, weight, b = a_group(G, T, O, E, dtype)
         for bias in (None, b):
             got = _launch(x, weight, bias, epilogue)
@@ -207,22 +208,24 @@ def test_split_takes_no_bias_and_keeps_float64():
 @pytest.mark.parametrize("dtype", HALF)
 @pytest.mark.parametrize(("O", "E"), [(46, 33), (34, 200), (40, 1100)])
 def test_a_row_is_the_same_alone_and_among_others(dtype, O, E):
-    x, weight, bias = inputs(65, O, E, dtype)
+    n = ROWS[dtype]
+    x, weight, bias = inputs(n, O, E, dtype)
     whole = _launch(x, weight, bias, "silu_mul")
-    for T in (1, 2, 7, 64, 65):
-        for first in {0, (65 - T) // 2, 65 - T}:
-            rows = slice(first, first + T)
-            assert torch.equal(_launch(x[rows], weight, bias, "silu_mul"), whole[rows]), (T, first)
+    for T, first in ((1, 0), (1, n - 1), (2, n // 2), (7, 0), (7, n - 7), (n - 1, 1), (n, 0)):
+        rows = slice(first, first + T)
+        assert torch.equal(_launch(x[rows], weight, bias, "silu_mul"), whole[rows]), (T, first)
 
 
 @pytest.mark.parametrize("dtype", HALF)
-@pytest.mark.parametrize("T", [320, 1000])
-def test_a_row_of_a_large_round_is_the_same_alone(dtype, T):
+@pytest.mark.parametrize("tiles", [5, 16])
+def test_a_row_of_a_large_round_is_the_same_alone(dtype, tiles):
     """With K in one part and in several, whose sums `residual_merge` or another kernel adds."""
+    tile = ROWS[dtype] - 1
+    T = tiles * tile - tile // 3
     for O, E, epilogue in ((34, 40, "silu_mul"), (34, 1100, "split")):
         x, weight, _ = inputs(T, O, E, dtype)
         whole = _launch(x, weight, None, epilogue)
-        for row in (0, 64, 257, T - 1):
+        for row in (0, tile, 4 * tile + 1, T - 1):
             alone = _launch(x[row : row + 1], weight, None, epilogue)
             assert torch.equal(alone, whole.narrow(-2, row, 1)), (row, epilogue)
 

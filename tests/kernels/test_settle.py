@@ -1,5 +1,6 @@
 """settle: the function on a CPU and its kernel (in the interpreter) against plain Python."""
 
+import functools
 import random
 
 import pytest
@@ -77,19 +78,24 @@ def test_a_round_is_settled(go, tree, B, seed):
         assert int((whole != POISON).sum()) == B * width, "written outside the view"
 
 
+@functools.cache
+def drawn(T, V, temperature):
+    """Tokens of T rows and their splits: ties in two splits, a row of NaN and one of -inf."""
+    logits = torch.randn(T, V)
+    logits[:, [4, 4099]] = 40.0
+    logits[-1] = float("nan")
+    logits[0] = float("-inf")
+    args = logits, temperature, 0, 1.0, 7, torch.arange(T)
+    return _launch_sample(*args), _launch_sample(*args, None, merged=False)
+
+
 @BOTH
 @pytest.mark.parametrize("tree", [False, True])
 @pytest.mark.parametrize(("rows", "V", "temperature"), [(1, 5000, 0.0), (5, 9000, 0.7), (12, 140_000, 0.0)])
 def test_splits_give_the_tokens_of_sample_rows(go, tree, rows, V, temperature):
     """Of greedy and noisy draws, with ties in two splits, and rows of NaN and of -inf, which give id 0."""
     B, rng = 2, random.Random(rows)
-    logits = torch.randn(B * rows, V)
-    logits[:, [4, 4099]] = 40.0
-    logits[-1] = float("nan")
-    logits[0] = float("-inf")
-    args = logits, temperature, 0, 1.0, 7, torch.arange(B * rows)
-    want = _launch_sample(*args)
-    splits = _launch_sample(*args, None, merged=False)
+    want, splits = drawn(B * rows, V, temperature)
     assert isinstance(splits, Splits) and splits.value.shape == (B * rows, -(-V // 4096))
     assert torch.equal(splits.tokens(), want) and want[-1] == 0 and (temperature or want[1:-1].eq(4).all())
     parents = torch.tensor([a_tree(rows - 1, rng) for _ in range(B)], dtype=I64).view(B, rows - 1) if tree else None

@@ -7,6 +7,7 @@ Inputs are small integers unless stated otherwise: sums are exact, so ids must b
 import importlib
 import math
 
+import cases
 import pytest
 import torch
 from compile_only import compilations
@@ -43,10 +44,12 @@ def assert_same(got, want):
     torch.testing.assert_close(got[2], want[2], rtol=2e-6, atol=4e-6)
 
 
-@pytest.mark.parametrize("dtype", HALF)
-@pytest.mark.parametrize(("T", "E", "K"), [(1, 1, 1), (2, 5, 7), (9, 33, 65), (3, 64, 300)])
-@pytest.mark.parametrize("noisy", [False, True])
-def test_kernel(poisoned, dtype, T, E, K, noisy):
+SIZES = [(1, 1, 1), (2, 5, 7), (9, 33, 65), (3, 64, 300)]
+
+
+@pytest.mark.parametrize(("dtype", "size", "noisy"), cases.one_in(2, HALF, SIZES, [False, True]))
+def test_kernel(poisoned, dtype, size, noisy):
+    T, E, K = size
     hidden, weight = integers(T, E, K, dtype)
     for k in sorted({1, min(10, K)}):
         for ids in (None, trimmed(K, 5 * K), trimmed(K, 2 * K, torch.int32)) if k > 1 or K == 1 else (trimmed(K, K),):
@@ -178,16 +181,16 @@ def test_logits_are_not_rounded_to_the_dtype():
 @pytest.mark.parametrize(("dtype", "noisy"), [(torch.float32, False), (torch.float16, True)])
 def test_a_row_is_the_same_alone_and_among_others(dtype, noisy):
     g = torch.Generator().manual_seed(0)
-    hidden, weight = (torch.randn(n, 40, generator=g).to(dtype) for n in (65, 70))
+    n = 17 if dtype == torch.float32 else 65  # one row more than a tile has
+    hidden, weight = (torch.randn(rows, 40, generator=g).to(dtype) for rows in (n, 70))
     ids, norm = trimmed(70, 400), (torch.ones(40, dtype=dtype), EPS)
-    seed, positions, temperature = noise_of(65)
+    seed, positions, temperature = noise_of(n)
     whole = _launch(hidden, weight, ids, 3, norm, (seed, positions, temperature) if noisy else None, True)
-    for T in (1, 2, 7, 64, 65):
-        for first in {0, 33, 65 - T} if T < 64 else {65 - T}:
-            rows = slice(first, first + T)
-            noise = (seed, positions[rows], temperature) if noisy else None
-            got = _launch(hidden[rows], weight, ids, 3, norm, noise, True)
-            assert all(torch.equal(a, b[rows]) for a, b in zip(got, whole, strict=True)), (T, first)
+    for T, first in ((1, 0), (1, n - 1), (2, n // 2), (7, 0), (7, n - 7), (n - 1, 1), (n, 0)):
+        rows = slice(first, first + T)
+        noise = (seed, positions[rows], temperature) if noisy else None
+        got = _launch(hidden[rows], weight, ids, 3, norm, noise, True)
+        assert all(torch.equal(a, b[rows]) for a, b in zip(got, whole, strict=True)), (T, first)
 
 
 @pytest.mark.parametrize("T", [320])
@@ -292,10 +295,10 @@ def test_draw_parameters_in_memory(k):
 
 
 @pytest.mark.parametrize("k", [1, 4])
-@pytest.mark.parametrize("rows", [1, 23])
+@pytest.mark.parametrize("rows", [1, 7])
 @pytest.mark.parametrize("op", [vocab_topk, _launch])
 def test_sequences_with_their_own_parameters_share_a_launch(poisoned, op, rows, k):
-    """Each sequence, greedy or sampled, has the bits of a call with its parameters alone; 69 rows make two tiles."""
+    """Each sequence, greedy or sampled, has the bits of a call with its parameters alone; 21 rows make two tiles."""
     numbers = [(7, 0.9), (1, 0.0), ((1 << 64) - 5, 1.7)]
     hidden, weight = integers(3 * rows, 16, 150, torch.float32)
     positions = torch.arange(3 * rows) * 5 + (1 << 32) - 8
