@@ -27,7 +27,8 @@ from specker.cli.decode import Decoding, Sample
 from specker.paths import cache_root
 
 ROOT = Path(__file__).parents[1]
-ESCAPES = re.compile(r"\x1b(\[[0-9;?]*([A-Za-z~]|$)|$)|\r")
+ESCAPES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z~]|\r")
+CUT = re.compile(r"\x1b(\[[0-9;?]*)?$")  # one whose rest has not come yet
 END = "\x04"
 
 
@@ -54,7 +55,7 @@ class Terminal:
             preexec_fn=self._owned,
         )
         os.close(side)
-        self.raw, self.taken = "", 0
+        self.raw, self.seen, self.cut = "", "", ""  # all that came; since the last match, without escape sequences
 
     @staticmethod
     def _owned() -> None:
@@ -68,15 +69,20 @@ class Terminal:
     def until(self, pattern: str, seconds: float = 25) -> str:
         """Read until `pattern` matches what came since the last match, without escape sequences; returns that."""
         deadline = time.monotonic() + seconds
-        while (found := re.search(pattern, seen := ESCAPES.sub("", self.raw)[self.taken :], re.DOTALL)) is None:
-            assert time.monotonic() < deadline, f"{pattern!r} did not come: {seen[-2000:]!r}"
+        while (found := re.search(pattern, self.seen, re.DOTALL)) is None:
+            assert time.monotonic() < deadline, f"{pattern!r} did not come: {self.seen[-2000:]!r}"
             if select.select([self.main], [], [], 0.2)[0]:
                 try:
-                    self.raw += os.read(self.main, 65536).decode(errors="replace")
+                    came = os.read(self.main, 65536).decode(errors="replace")
                 except OSError:  # the other side is closed
                     deadline = 0
-        self.taken += found.end()
-        return seen[: found.end()]
+                    continue
+                self.raw += came
+                cut = CUT.search(came := self.cut + came)
+                whole = cut.start() if cut else len(came)
+                self.seen, self.cut = self.seen + ESCAPES.sub("", came[:whole]), came[whole:]
+        text, self.seen = self.seen[: found.end()], self.seen[found.end() :]
+        return text
 
     def type(self, text: str) -> None:
         os.write(self.main, text.encode())
@@ -158,7 +164,7 @@ def typed(
 def test_a_conversation(endless: str, own: Path, tmp_path: Path) -> None:
     """Two answers, a text that Ctrl-C discards, an answer that Ctrl-C ends, one more, Ctrl-D."""
     out = tmp_path / "o.json"
-    more = ["--target", endless, "--strategy", "ar", "--max-new-tokens", "600", "--json", str(out)]
+    more = ["--target", endless, "--strategy", "ar", "--max-new-tokens", "300", "--json", str(out)]
     shell = Terminal(*more, cache=own)
     said = shell.until("\n>")
     assert "the checkpoint recommends --temperature 0.6 --top-p 0.92" in said and said.count("/help") == 1
@@ -174,7 +180,7 @@ def test_a_conversation(endless: str, own: Path, tmp_path: Path) -> None:
     assert not shell.echoes, "^C would be part of the answer"
     shell.type("\x03")
     shell.until("\n>")
-    shell.type("x" * 4000 + "\r")
+    shell.type(pasted("x" * 4000) + "\r")
     shell.until("this turn: the prompt has")
     shell.until("\n>")
     shell.type("\r")
@@ -185,9 +191,9 @@ def test_a_conversation(endless: str, own: Path, tmp_path: Path) -> None:
     assert shell.ended() == 0
     rows = json.loads(out.read_text())["prompts"]
     assert [row["finish_reason"] for row in rows] == ["length", "interrupted", "length"]
-    assert [len(row["tokens"]) for row in rows][::2] == [600, 600] and 0 < len(rows[1]["tokens"]) < 600
+    assert [len(row["tokens"]) for row in rows][::2] == [300, 300] and 0 < len(rows[1]["tokens"]) < 300
     lengths = [row["prompt_tokens"] for row in rows]
-    assert lengths[0] + 500 < lengths[1] < lengths[2], "the answers are part of the conversation"
+    assert lengths[0] + 250 < lengths[1] < lengths[2], "the answers are part of the conversation"
 
 
 def test_keys_pressed_during_an_answer_wait_for_its_end(endless: str, own: Path, tmp_path: Path) -> None:

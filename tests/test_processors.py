@@ -10,6 +10,8 @@ import processors
 import pytest
 import torch
 
+from specker.cpu import build
+
 ROOT = Path(__file__).parents[1]
 AGAIN = [
     "tests/cpu/test_products.py",
@@ -28,6 +30,9 @@ sys.exit(pytest.main(sys.argv[1:]))
 
 @pytest.mark.skipif(
     platform.machine() not in ("x86_64", "AMD64") or not torch.cpu._is_avx2_supported(), reason="no x86-64 with AVX2"
+)
+@pytest.mark.skipif(
+    build.level() == "avx2" and not torch.cpu._is_avx512_supported(), reason="every test runs on such a processor here"
 )
 def test_decoding_on_an_older_processor() -> None:
     env = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}  # no worker of this run

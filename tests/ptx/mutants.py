@@ -8,6 +8,7 @@ orders, the orders in which the fault was not reported (`missed`) or the right k
 import json
 import re
 from collections.abc import Callable, Iterator
+from functools import cache
 from typing import Any
 
 import torch
@@ -189,8 +190,9 @@ def _problems(work: Callable[[], Any], arch: int, change: Change = str, **option
 
 
 def results() -> Iterator[dict[str, Any]]:
+    before = cache(_problems)  # faults share kernels
     for name, work, arch, fault in FAULTS:
-        yield {"name": name, "before": _problems(work, arch), "after": _problems(work, arch, _with_odd(fault))}
+        yield {"name": name, "before": before(work, arch), "after": _problems(work, arch, _with_odd(fault))}
     for fault in (*KERNELS, *grids.FAULTS):
         yield _in_orders(fault)
 

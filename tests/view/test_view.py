@@ -1,6 +1,7 @@
 """Traces: what a run writes, what the page gets of it, and what is refused."""
 
 import dataclasses
+import functools
 import json
 import re
 from collections.abc import Sequence
@@ -112,15 +113,20 @@ def test_probabilities_are_those_of_the_models(tree: str | None, kept: int) -> N
     draft, target = (
         AutoModelForCausalLM.from_pretrained(part.folder, dtype=torch.float64) for part in (engine.draft, engine.target)
     )
+
+    @functools.cache
+    def law(model: Any, known: tuple[int, ...]) -> torch.Tensor:
+        with torch.no_grad():
+            return model(torch.tensor([known])).logits[0, -1].softmax(-1)
+
     nodes = 0
     for r in seen:
-        known = {0: text[: r["position"]]}
+        known = {0: tuple(text[: r["position"]])}
         for row, (token, parent) in enumerate(zip(r["draft"], r["parents"], strict=True), 1):
             for model, name in ((draft, "probability"), (target, "agreed")):
-                with torch.no_grad():
-                    wanted = model(torch.tensor([known[parent]])).logits[0, -1].softmax(-1)[token].item()
+                wanted = law(model, known[parent])[token].item()
                 assert r[name][row - 1] == pytest.approx(wanted, rel=1e-6)
-            known[row] = [*known[parent], token]
+            known[row] = (*known[parent], token)
             nodes += 1
     assert nodes > 10
 
