@@ -63,12 +63,12 @@ def test_tokens_equal_plain_decoding(world, scores, name, how, cheap, monkeypatc
     parts, temperature = set(), how.get("temperature", 0.0)
     for size in (1, 3):
         engine = load(world, name, scores, graphs=how.get("graphs", "off"), batch_size=size)
-        want = [cases.plain(world[0], prompt, 36, temperature=temperature) for prompt in PROMPTS]
+        want = [cases.plain(world[0], prompt, 24, temperature=temperature) for prompt in PROMPTS]
         with after_every_round(monkeypatch, lambda _, r: parts.add(r.draft.size and 1 + r.batch.budget.part)):
             if size == 1:
-                got = [engine.generate(prompt, 36, temperature=temperature) for prompt in PROMPTS]
+                got = [engine.generate(prompt, 24, temperature=temperature) for prompt in PROMPTS]
             else:
-                got = engine.generate(list(PROMPTS), 36, temperature=temperature)
+                got = engine.generate(list(PROMPTS), 24, temperature=temperature)
         assert [g.tokens for g in got] == want
     weak = name in ("del", "del+vocabtrim")  # no early exit of a random model is worth its rows
     assert {2} | ({0} if weak else {1}) <= parts, "only one of the two drafted: this proves little"
@@ -88,7 +88,7 @@ def test_the_models_cache_stays_exact_while_text_is_copied(world, scores, cheap,
 
     engine = load(world, "chain", scores)
     with after_every_round(monkeypatch, sound):
-        out = engine.generate(PROMPTS[2], 80)
+        out = engine.generate(PROMPTS[2], 50)
     assert max(lags) > 5 and min(lags) < 3 and 0 < out.stats.copied < out.stats.rounds
 
 

@@ -85,10 +85,10 @@ def load(pair, how, **more):
 @pytest.mark.parametrize(("kind", "how"), cases.one_in(3, KINDS, HOW))
 def test_texts_of_several_rings(pairs, plain, kind, how):
     """Alone, and in a batch whose slots and rings go to later requests."""
-    texts = [plain(kind, prompt, 60) for prompt in PROMPTS]
-    assert load(pairs[kind], how).generate(PROMPTS[0], 60).tokens == texts[0]
+    texts = [plain(kind, prompt, 40) for prompt in PROMPTS]
+    assert load(pairs[kind], how).generate(PROMPTS[0], 40).tokens == texts[0]
     three = load(pairs[kind], how, batch_size=3)
-    assert [out.tokens for out in three.generate(PROMPTS, 60)] == texts
+    assert [out.tokens for out in three.generate(PROMPTS, 40)] == texts
 
 
 @pytest.mark.parametrize("how", ["ar", "tree", "exit"])
