@@ -105,7 +105,7 @@ def made(engine, requests, drafting=lambda n: True):
     ]
 
 
-@pytest.mark.parametrize(("name", "size"), [*cases.one_in(4, STRATEGIES, [1]), *cases.one_in(5, STRATEGIES, [2, 5, 8])])
+@pytest.mark.parametrize(("name", "size"), [*cases.one_in(4, STRATEGIES, [1]), *cases.one_in(6, STRATEGIES, [2, 5, 8])])
 def test_tokens_do_not_depend_on_the_batch(world, name, size, cheap):
     engine = load(world, name, batch_size=size, page_size=16 if size == 5 else 256)
     assert served(engine, world["requests"]) == world["texts"]

@@ -106,7 +106,7 @@ WAYS: dict[str, tuple] = {  # strategy, layout, rest of the strategy, options
 }
 
 
-@pytest.mark.parametrize(("way", "mode"), cases.one_in(3, WAYS, MODES))
+@pytest.mark.parametrize(("way", "mode"), cases.one_in(4, WAYS, MODES))
 def test_batches_change_no_token(heads, monkeypatch, way, mode):
     """Texts of unequal length, some with a prompt of one token or of several chunks, take turns in three slots: slots
     are idle, and requests move to other slots. Pairs of MTP heads run in blocks."""

@@ -96,17 +96,18 @@ def test_every_strategy_has_the_text_of_plain_decoding(pairs, texts, kind, how):
     target, draft = pairs[kind]
     side = draft if HOW[how]["strategy"] == "draft" else None
     one = specker.load(target, side, dtype="float64", page_size=16, **HOW[how])
-    out = one.generate(PROMPT, max_new_tokens=40)
-    assert out.tokens == texts(kind)[0]
+    out = one.generate(PROMPT, max_new_tokens=20)
+    assert out.tokens == texts(kind)[0][:20]
     assert 0 < out.stats.accepted < out.stats.drafted or how in ("lookup", "exit")
     three = specker.load(target, side, dtype="float64", page_size=16, batch_size=3, **HOW[how])
-    assert [out.tokens for out in three.generate([PROMPT, *OTHERS], max_new_tokens=40)] == texts(kind)
+    outs = three.generate([PROMPT, *OTHERS], max_new_tokens=20)
+    assert [out.tokens for out in outs] == [text[:20] for text in texts(kind)]
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_sampled_trees_too(pairs, kind):
     target, draft = pairs[kind]
-    how = {"max_new_tokens": 40, "temperature": 0.8, "seed": 3}
+    how = {"max_new_tokens": 20, "temperature": 0.8, "seed": 3}
     engine = specker.load(target, draft, strategy="draft", tree="3x3", dtype="float64")
     assert engine.generate(PROMPT, **how).tokens == engine.generate_ar(PROMPT, **how).tokens
 
@@ -120,9 +121,9 @@ def test_layers_side_by_side(pairs, texts, kind):
     target, draft = pairs[kind]
     for shape in ({"draft_tokens": 4}, {"tree": "2x3", "batch_size": 3}):
         engine = specker.load(target, draft, "easyspec", dtype="float64", layer_parallel=GROUPS[kind], **shape)
-        outs = engine.generate([PROMPT, *OTHERS], max_new_tokens=40)
-        assert [out.tokens for out in outs] == texts(kind)
-        assert sum(out.stats.accepted for out in outs) > 10
+        outs = engine.generate([PROMPT, *OTHERS], max_new_tokens=20)
+        assert [out.tokens for out in outs] == [text[:20] for text in texts(kind)]
+        assert sum(out.stats.accepted for out in outs) > 5
 
 
 @pytest.mark.parametrize("kind", ["gemma3", "qwen2", "smollm3"])
@@ -144,13 +145,13 @@ def test_every_kind_is_compiled(tmp_path, kind):
     folder = make(tmp_path / "target", max_context=160, **KINDS[kind] | SIZES | OTHER_SIZES.get(kind, {}))
     engine = specker.load(folder, strategy="lookup", device="cpu", dtype="float32")
     assert engine.model.stack is not None and "cpu" not in engine.remarks
-    exact = specker.load(folder, strategy="ar", device="cpu", dtype="float64").generate(PROMPT, max_new_tokens=25)
-    assert engine.generate(PROMPT, max_new_tokens=25).tokens == exact.tokens
+    exact = specker.load(folder, strategy="ar", device="cpu", dtype="float64").generate(PROMPT, max_new_tokens=15)
+    assert engine.generate(PROMPT, max_new_tokens=15).tokens == exact.tokens
     half = {"device": "cpu", "quantize": "int4"}
     draft = perturbed(folder, tmp_path / "draft", amount=0.05)
     fast = specker.load(folder, draft, strategy="draft", draft_quantize="int8", **half)
     assert fast.model.dtype == torch.float32 and all(isinstance(w, Packed) for w in fast.target.weights.qkv)
-    assert fast.generate(PROMPT, 25).tokens == fast.generate_ar(PROMPT, 25).tokens
+    assert fast.generate(PROMPT, 15).tokens == fast.generate_ar(PROMPT, 15).tokens
 
 
 @pytest.mark.parametrize("options", [{}, {"quantize": "int8"}, {"dtype": "float32", "batch_size": 3}], ids=str)
@@ -249,8 +250,8 @@ def test_a_rope_of_its_own_for_each_kind_changes_the_text(pairs, texts, tmp_path
     folder = make(tmp_path, max_context=160, **KINDS["gemma3"])
     same = dict.fromkeys((SLIDING, FULL), KINDS["gemma3"]["rope"][FULL])
     edit(folder, rope_parameters=same)
-    changed = specker.load(folder, strategy="ar", dtype="float64").generate(PROMPT, max_new_tokens=40)
-    assert changed.tokens != texts("gemma3")[0]
+    changed = specker.load(folder, strategy="ar", dtype="float64").generate(PROMPT, max_new_tokens=20)
+    assert changed.tokens != texts("gemma3")[0][:20]
 
 
 def test_a_spec_names_each_layer():
