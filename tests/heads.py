@@ -186,7 +186,7 @@ def traced(engine: Any, prompts: list, count: int | list[int], **sampling: Any) 
 def hidden(model: Model, text: list[int], depths: tuple[int, ...]) -> list[Tensor]:
     """The target's rows [T, E] of all tokens of a text but the last, at each depth."""
     cache = KVCache(model.config, model.config.max_context, dtype=model.dtype, device="cpu")
-    rows = prefill(model, cache, text[:-1], depths, len(text))
+    rows = prefill(model, cache, text[:-1], depths, len(text), chunk=len(text))
     return [rows[depth] for depth in depths]
 
 

@@ -57,7 +57,8 @@ import itertools, re
 from bench import compilation
 from specker.kernels import attention
 for variant in attention.variants(80):
-    if variant.dot and (variant.constexprs["D_PAD"], variant.constexprs["PAGE"]) != (256, 256):
+    own = variant.dot and not variant.constexprs["APART"]
+    if own and (variant.constexprs["D_PAD"], variant.constexprs["PAGE"]) != (256, 256):
         ptx = compilation.compile_variant(variant, 80).asm["ptx"].splitlines()
         at = {line.split(":")[0]: i for i, line in enumerate(ptx) if line.startswith("$L")}
         jumps = ((i, re.search(r"bra(?:\\.uni)? \\s*([$]L\\w+);", line)) for i, line in enumerate(ptx))
