@@ -768,13 +768,13 @@ def _merge_variant(of: Variant) -> Variant:
     """The kernel that merges the splits of the variant `of`, with as many warps: a pair's sums have the same order."""
     names = ("HQ", "D", "D_PAD", "UNIT", "P", "S", "SEQS")
     return Variant(
-        name=f"merge {of.name}",
+        name=f"merge {of.name.removesuffix(' apart')}",
         kernel=_tree_attention_merge_kernel,
         arguments=("*fp32", "*fp32", "*i32", "*i32", of.arguments[0], "*fp32", *("i32",) * 4),
         constexprs={name: of.constexprs[name] for name in names},
         num_warps=of.num_warps,
         wide=of.wide,
-        smoke=of.name.startswith("bf16") and of.constexprs["D"] == 128 and of.constexprs["REACH"] == 0,
+        smoke=of.smoke,
     )
 
 
@@ -796,9 +796,8 @@ def variants(arch: int) -> Iterator[Variant]:
         (torch.float32, 1, 32, 8, 128, 256),
     ):
         for apart in (False, True):
-            variant = _variant(dtype, B, Hq, Hkv, D, page, (page * Hkv * D, Hkv * D, D), arch, *(reach or [0]), apart)
-            yield variant
-        yield _merge_variant(variant)
+            yield _variant(dtype, B, Hq, Hkv, D, page, (page * Hkv * D, Hkv * D, D), arch, *(reach or [0]), apart)
+        yield _merge_variant(_variant(dtype, B, Hq, Hkv, D, page, (page * Hkv * D, Hkv * D, D), arch, *reach))
 
 
 def _launch(
