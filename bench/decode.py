@@ -17,6 +17,9 @@ row says so.
   those of `ar`, against the limit of acceptance and bytes, tau / (1 + 5 d / t), with tau the measured tokens per round
   (expected: (1 - p^6) / (1 - p)), d and t the bytes of a draft and of a target step.
 * `first`: from a prompt (with a real prefill) to its first token, the first request after `warmup` over later ones.
+* `prefill`: a prompt's K/V, in the chunks of a request, at one length again and again, and at a new length every time
+  (a kernel that plans or compiles for a length makes these slower). Limit of the first: the flops of the linears that a
+  token passes, over the rate of bfloat16 products measured in the same process; attention is not counted.
 * `beside`: `ar` against transformers' generate of the same shape with a static cache, decoding compiled or not. Times
   between tokens come from its streamer, after a real prefill and a whole warm-up run.
 * `launches`: kernels and copies of a round, counted by torch.profiler. It runs last, since a profiler may slow down
@@ -49,7 +52,9 @@ from bench import harness, shapes
 from bench.harness import Timing
 from bench.kernels import common
 from bench.shapes import step_bytes
+from specker.model.config import layer_elements
 from specker.model.decoder import forward
+from specker.model.prefill import prefill, prefill_chunk
 from specker.model.sampling import GREEDY
 from specker.options import Sampling
 from specker.runtime import strategies
@@ -95,16 +100,20 @@ class Case:
     context: int
     draft: str | None = None  # likewise
     goals: dict[str, Goal] = field(default_factory=dict)  # by way
+    quantize: str | None = None  # as --quantize
 
     @property
     def name(self) -> str:
-        return f"{self.kind} {self.shape}{f'+{self.draft}' if self.draft else ''} {self.context}"
+        models = f"{self.shape}{f'+{self.draft}' if self.draft else ''}"
+        return f"{self.kind} {models}{f' {self.quantize}' if self.quantize else ''} {self.context}"
 
 
 AR = {"ar": Goal(least=0.80)}  # of the measured bandwidth; engines reach 0.70, the highest published is 0.87
 VERIFY = {"8 rows": Goal(most=1.05), "64 rows": Goal(most=1.35)}  # of the 8B shape at 8,192
 ROUND = {"outside": Goal(most=0.03), "over ar": Goal(least=0.90)}
 FIRST = {"first request": Goal(most=1.2)}
+PREFILL = {"one length": Goal(least=0.5), "new lengths": Goal(most=1.1)}
+QUANTISED = {"one length": Goal(least=0.2), "new lengths": Goal(most=1.1)}
 
 
 # Cases that share an engine are adjacent; cases with goals come first.
@@ -113,6 +122,9 @@ CASES = [
     *(Case("verify", "8b", n, goals=VERIFY if n == 8192 else {}) for n in CONTEXTS),
     Case("first", "8b", 512, "1b", FIRST),
     Case("round", "8b", 8192, "1b", ROUND),
+    Case("prefill", "8b", 4096, goals=PREFILL),
+    *(Case("prefill", "8b", 4096, goals=QUANTISED, quantize=kind) for kind in ("int8", "int4")),
+    *(Case(kind, "30b-a3b", n) for kind, n in (("ar", 8192), ("verify", 8192), ("prefill", 4096))),
     *(Case(kind, shape, n) for shape in ("1b", "32b") for kind in ("ar", "verify") for n in CONTEXTS),
     Case("beside", "1b", 512),
     Case("beside", "8b", 512),
@@ -121,6 +133,7 @@ CASES = [
     *(Case("launches", shape, 8192) for shape in ("1b", "32b")),
     *(Case(kind, "tiny", n) for kind in ("ar", "verify") for n in (64, 160)),
     *(Case(kind, "tiny", 64, "tiny") for kind in ("first", "round")),
+    *(Case("prefill", "tiny", 160, quantize=kind) for kind in (None, "int8")),
     *(Case(kind, "tiny", 64) for kind in ("beside", "launches")),
 ]
 
@@ -158,7 +171,7 @@ class Bench:
         self.cuda = torch.device(args.device).type == "cuda"
         self.captures = self.cuda and args.capture
         shapes.write(folder)
-        self._held: tuple[tuple[str, str | None], Engine] | None = None
+        self._held: tuple[tuple[str | None, ...], Engine] | None = None
 
     def options(self, case: Case) -> dict[str, Any]:
         # Room for every context of the shape and for the rounds' tokens.
@@ -166,11 +179,11 @@ class Bench:
         how: dict[str, Any] = {"load": "dummy", "graphs": "on", "max_context": most, "strategy": "ar"}
         if case.draft is not None:
             how |= {"strategy": "draft", "draft_tokens": DRAFTED, "acceptance": f"synthetic:{ACCEPTANCE}"}
-        return how
+        return how if case.quantize is None else how | {"quantize": case.quantize}
 
     def engine(self, case: Case, fresh: bool = False) -> Engine:
         """The last engine if its shapes are the same and `fresh` is not set."""
-        key = case.shape, case.draft
+        key = case.shape, case.draft, case.quantize
         if self._held is None or self._held[0] != key or fresh:
             self.drop()
             draft = None if case.draft is None else self.folder / case.draft
@@ -400,6 +413,29 @@ def first(bench: Bench, case: Case) -> Found:
     return {"first request": row}
 
 
+def prefills(bench: Bench, case: Case) -> Found:
+    loop, most, rounds = bench.engine(case).loop, case.context, max(3, bench.args.rounds // 4)
+    lengths = iter(range(most - 1, 0, -3))
+
+    def prompt(length: int) -> None:
+        loop.cache.truncate(0)
+        prefill(loop.target, loop.cache, [1] * length, chunk=prefill_chunk(loop.target))
+
+    loop.clear()
+    loop.cache.take(0, loop.slots.columns(most))
+    ways = {"one length": lambda: prompt(most), "new lengths": lambda: prompt(next(lengths))}
+    timings = harness.measure(ways, rounds, warmup=2)
+    loop.clear()
+    one, new = timings["one length"], timings["new lengths"]
+    row = {**one.row(), "tokens_per_second": most / one.median, "unit": "%", "of": "the rate of products"}
+    if bench.cuda:
+        flops = 2 * layer_elements(loop.target.config, 1) * most
+        row |= {"limit": flops / common.this_machine().matmul, "flops": flops}
+        row |= {"value": row["limit"] / one.median}
+    more = {**new.row(), "value": new.median / one.median, "unit": "x", "of": "one length"}
+    return {"one length": row, "new lengths": more}
+
+
 class Stamps:
     """A streamer that records the time of each token."""
 
@@ -477,6 +513,7 @@ KINDS: dict[str, Callable[[Bench, Case], Found]] = {
     "verify": verify,
     "round": rounds,
     "first": first,
+    "prefill": prefills,
     "beside": beside,
     "launches": launches,
 }

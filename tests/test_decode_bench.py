@@ -87,6 +87,9 @@ def test_goals():
         ("round 8b+1b 8192", "outside"): Goal(most=0.03),
         ("round 8b+1b 8192", "over ar"): Goal(least=0.9),
         ("first 8b+1b 512", "first request"): Goal(most=1.2),
+        ("prefill 8b 4096", "one length"): Goal(least=0.5),
+        **{(f"prefill 8b {kind} 4096", "one length"): Goal(least=0.2) for kind in ("int8", "int4")},
+        **{(f"prefill 8b{kind} 4096", "new lengths"): Goal(most=1.1) for kind in ("", " int8", " int4")},
     }
 
 
@@ -131,6 +134,7 @@ def test_every_case_on_a_tiny_shape(rows_of, capsys):
         ("first tiny+tiny 64", "first request"),
         ("round tiny+tiny 64", "outside"),
         ("round tiny+tiny 64", "over ar"),
+        *((f"prefill tiny{kind} 160", way) for kind in ("", " int8") for way in ("one length", "new lengths")),
         *(("beside tiny 64", way) for way in ("specker ar", "transformers", "transformers, compiled")),
         ("launches tiny 64", ""),
     ]
@@ -138,7 +142,8 @@ def test_every_case_on_a_tiny_shape(rows_of, capsys):
         assert row["bench"] == "decode" and row["machine"] and row["commit"] and row["dtype"] == "float32"
         assert "random weights" in row["remarks"]["sizing"]
         if row["way"]:
-            assert row["remarks"] == {"sizing": GIVEN if "+" in case else RANDOM}
+            assert row["remarks"]["sizing"] == (GIVEN if "+" in case else RANDOM)
+            assert set(row["remarks"]) == {"sizing"} | ({"weights"} if "int8" in case else set())
         assert ("reason" in row) == (row["way"] in ("transformers, compiled", ""))
         assert "met" not in row and ("reason" in row or row["median"] > 0)
     plain, verify = ways["ar tiny 64", "ar"], ways["verify tiny 64", "64 rows"]
@@ -265,7 +270,7 @@ def test_an_interrupt_keeps_the_rows(rows_of, tmp_path, monkeypatch):
 
 def test_case_selection(monkeypatch):
     assert {c.shape for c in decode.chosen(Args(device="cpu"))} == {"tiny"}
-    assert {c.shape for c in decode.chosen(Args(device="cuda"))} == {"1b", "8b", "32b"}
+    assert {c.shape for c in decode.chosen(Args(device="cuda"))} == {"1b", "8b", "32b", "30b-a3b"}
     names = [c.name for c in decode.chosen(Args(device="cuda", cases="ar 8b, round"))]
     assert names == ["ar 8b 512", "ar 8b 8192", "ar 8b 32768", "round 8b+1b 8192", "round tiny+tiny 64"]
     monkeypatch.setattr("sys.argv", ["bench/decode.py", "--cases", "nonsense", "--save", "false"])
@@ -277,6 +282,8 @@ def test_an_engine_is_kept_while_the_shapes_are_the_same(bench):
     first = bench.engine(Case("ar", "tiny", 64))
     assert bench.engine(Case("verify", "tiny", 160)) is first
     assert first.max_context >= 160 + 4 + decode.WARM
+    quantised = bench.engine(Case("prefill", "tiny", 64, quantize="int8"))
+    assert quantised.target.quantised and quantised is not first
     pair = bench.engine(Case("first", "tiny", 64, "tiny"))
     assert pair is not first and bench.engine(Case("round", "tiny", 64, "tiny")) is pair
     assert bench.engine(Case("first", "tiny", 64, "tiny"), fresh=True) is not pair
