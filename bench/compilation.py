@@ -173,10 +173,12 @@ def problems(variant: Any, arch: int, used: dict[str, int], shared: int, counts:
     return tuple(found)
 
 
-def misordered(arch: int, asm: dict[str, str]) -> tuple[str, ...]:
-    """Instructions in an order that would make a result depend on timing."""
+def misordered(variant: Any, arch: int, asm: dict[str, str]) -> tuple[str, ...]:
+    """Instructions in an order that would make a result depend on timing. A single wave publishes only its own stores,
+    for which its release waits."""
     found = []
-    if arch in LDS and (early := instructions.published_early(asm["amdgcn"])):
+    several = arch in LDS and variant.warps(True) > 1
+    if several and (early := instructions.published_early(asm["amdgcn"])):
         found.append(f"{early} releases may publish before other waves' stores have arrived")
     if arch not in LDS and instructions.allocates_late(asm["ptx"]):
         found.append("lets the next kernel start before it has allocated its tensor memory")
@@ -193,7 +195,7 @@ def report(op: str, variant: Any, arch: int, near: bool = False) -> Report:
         used, counts = resources(done.asm["cubin"]), instructions.mix(done.asm["ptx"])
         tensor = instructions.tensor_columns(done.asm["ptx"])
         blocks = blocks_per_sm(arch, warps, used["REG"], shared, tensor)
-    found = problems(variant, arch, used, shared, counts) + misordered(arch, done.asm)
+    found = problems(variant, arch, used, shared, counts) + misordered(variant, arch, done.asm)
     if "wgmma" in counts["matrix"] and serialised(done.asm["ptx"], disassembly(done.asm["cubin"])):
         found += ("ptxas waits after each wgmma",)
     return Report(

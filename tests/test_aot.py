@@ -178,6 +178,13 @@ def test_amd_waves_wait_for_their_stores_before_one_counts(wait, late, early):
     assert instructions.published_early(WAVES.format(wait=wait, late=late)) == early
 
 
+def test_a_single_wave_on_amd_waits_for_its_own_stores_alone():
+    """Its barrier is left out, and its release waits."""
+    asm = {"amdgcn": WAVES.format(wait="s_waitcnt lgkmcnt(0)", late="")}
+    for warps, dot, found in ((1, False, 0), (2, False, 0), (2, True, 1), (4, False, 1)):
+        assert len(compilation.misordered(Variant("x", None, (), {}, warps, dot=dot), 942, asm)) == found
+
+
 def test_amd_gets_its_own_settings(monkeypatch):
     v = Variant("x", SimpleNamespace(arg_names=["x_ptr"]), (), {}, num_warps=8, options={"maxnreg": 128})
     assert v.compile_options(90)["num_warps"] == 8 and v.compile_options(90)["maxnreg"] == 128
@@ -274,7 +281,8 @@ def test_tensor_memory_is_counted_and_allocated_before_the_next_kernel_starts():
     assert instructions.tensor_columns(alloc + barrier + alloc.replace("256", "0x80")) == 384
     assert not any(map(instructions.allocates_late, (alloc + barrier + start, barrier + start, alloc)))
     assert all(map(instructions.allocates_late, (alloc + start, barrier + start + alloc, barrier + alloc + start)))
-    assert compilation.misordered(100, {"ptx": alloc + start}) and not compilation.misordered(100, {"ptx": alloc})
+    assert compilation.misordered(None, 100, {"ptx": alloc + start})
+    assert not compilation.misordered(None, 100, {"ptx": alloc})
     assert compilation.blocks_per_sm(100, warps=4, registers=32, shared=0, tensor=256) == 2
 
 

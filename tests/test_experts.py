@@ -157,6 +157,21 @@ def test_a_prompt_of_a_mixture_has_long_chunks_on_a_gpu(tmp_path, monkeypatch):
     )
 
 
+def test_padded_slots_read_no_experts_of_their_own(pair):
+    """A round of fixed shape pads three sequences to four slots. Its rows read what those of the three read."""
+    read = {}
+    for size in (3, 4):
+        engine = specker.load(*pair, strategy="draft", draft_tokens=3, policy="fixed", graphs="on", batch_size=size)
+        rounds = []
+        engine.trace = lambda row, rounds=rounds: rounds.append(row)
+        out = engine.generate([[5, 9, 40], [7], [3, 8]], 12)
+        read[size] = [each.stats.experts_read for each in out]
+        assert [each.tokens for each in out] == [
+            each.tokens for each in engine.generate_ar([[5, 9, 40], [7], [3, 8]], 12)
+        ]
+    assert read[3] == read[4]
+
+
 def test_random_weights_route_rows_apart(tmp_path):
     """A run with them would be too optimistic if all tokens chose the same experts."""
     sizes = {"num_experts": 32, "num_experts_per_tok": 2, "layers": 4, "mlp_only_layers": [1]}

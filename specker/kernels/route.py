@@ -1,7 +1,8 @@
 """expert_route: the router of a mixture of experts: each row's best experts, and the rows of each expert.
 
-One program per row finds its experts, then one program per expert its choices, which a running sum puts in order. There
-are no atomics.
+One program per row finds its experts. The last of them to finish puts few choices in order, by counting the smaller
+ones before each; for many, a second kernel has one program per expert, whose choices a running sum puts in order.
+Nothing depends on the order in which programs run.
 """
 
 from collections.abc import Iterator
@@ -12,28 +13,34 @@ from torch import Tensor
 
 from specker.kernels.registry import register
 from specker.kernels.topk import NO_KEY, id_of, rank_key, take_best, value_of
-from specker.kernels.variant import Variant, start_after_previous, tl, triton
+from specker.kernels.variant import Variant, counters, is_last, same_device, start_after_previous, tl, triton
 
 # Most choices per row and most experts that the kernels serve; the reference serves more.
 MAX_CHOSEN, MAX_EXPERTS = 16, 512
+FEW = 64  # most choices that the last program puts in order, in about 1 us: 8 rows of 8
 
 
-def expert_route(logits: Tensor, chosen: int, normalise: bool = True) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def expert_route(
+    logits: Tensor, chosen: int, normalise: bool = True, idle: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Each row's most probable experts with their scores, and the rows of each expert.
 
-        p          = softmax(logits)
+        p          = softmax(logits), or of their sum over S
         experts[t] = the `chosen` experts of largest p[t], in falling order; the lower id first among equals
         scores     = p[t, experts[t]], with `normalise` divided by their sum
         order      = the choices t * chosen + j, sorted by experts[t, j]; in falling order of nothing else (stable)
 
     Experts are ranked by their logits, which rank as the probabilities do; NaN ranks first. Scores are computed in
     float32 (float64 for float64), and a row's bits depend on that row alone. The kernels serve up to 16 choices of 512
-    experts. Memory moves the logits once.
+    experts, and take one launch for up to 64 choices, otherwise two. Memory moves the logits once.
 
     Args:
-        logits: [T, X] float32 or float64.
+        logits: [T, X] float32 or float64; or [S, T, X], which add up to the logits, in order: what `row_linear` returns
+            for "split".
         chosen: the number k of experts per row, 1 to X.
         normalise: whether a row's scores add up to 1.
+        idle: [B] bool, or None. The rows belong to B sequences of T / B adjacent rows each. Those of an idle sequence,
+            which pads a batch, get row 0's experts and scores, so that no expert is read for them alone.
 
     Returns:
         experts [T, k] int32; scores [T, k] of logits' dtype; order [T * k] int32; starts [X + 1] int32, where each
@@ -41,7 +48,7 @@ def expert_route(logits: Tensor, chosen: int, normalise: bool = True) -> tuple[T
 
     Raises:
         TypeError: an argument of another type.
-        ValueError: another shape or dtype, or `chosen` outside 1..X.
+        ValueError: another shape, dtype or device, or `chosen` outside 1..X.
 
     Source: Mixtral, arXiv 2401.04088, section 2.1; Switch Transformer, arXiv 2101.03961, without `normalise`.
 
@@ -52,10 +59,18 @@ def expert_route(logits: Tensor, chosen: int, normalise: bool = True) -> tuple[T
         >>> experts.tolist(), order.tolist(), starts.tolist()
         ([[1, 0], [2, 0]], [1, 3, 0, 2], [0, 2, 3, 4])
     """
-    return _expert_route(logits, chosen, normalise)
+    return _expert_route(logits, chosen, normalise, idle)
 
 
-def expert_route_ref(logits: Tensor, chosen: int, normalise: bool = True) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def expert_route_ref(
+    logits: Tensor, chosen: int, normalise: bool = True, idle: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    if logits.dim() == 3:
+        logits, *rest = logits
+        for part in rest:
+            logits = logits + part
+    if idle is not None and len(logits):
+        logits = torch.where(idle.repeat_interleave(len(logits) // len(idle))[:, None], logits[:1], logits)
     experts = logits.sort(dim=-1, descending=True, stable=True).indices[:, :chosen]
     scores = logits.softmax(-1).gather(1, experts)
     if normalise:
@@ -65,24 +80,33 @@ def expert_route_ref(logits: Tensor, chosen: int, normalise: bool = True) -> tup
     return experts.int(), scores, order.int(), starts.int()
 
 
-def expert_route_cost(logits: Tensor, chosen: int, normalise: bool = True) -> tuple[int, int]:
+def expert_route_cost(logits: Tensor, chosen: int, *_: object) -> tuple[int, int]:
     """(bytes, operations) that any implementation needs: the logits read once, the results written."""
-    T, X = logits.shape
+    T, X = logits.shape[-2:]
     written = T * chosen * (4 + logits.element_size() + 4) + (X + 1) * 4
-    return logits.nbytes + written, T * X * (3 + chosen)
+    return logits.nbytes + written, T * X * (3 + chosen) + logits.numel() - T * X
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["T", "each"], do_not_specialize_on_alignment=["idle_ptr"])
 def _expert_route_kernel(
-    logits_ptr,  # [T, X]
+    logits_ptr,  # [SPLITS, T, X]
     experts_ptr,  # [T, K]
     scores_ptr,  # [T, K]
+    order_ptr,  # [T * K]
+    starts_ptr,  # [X + 1]
+    count_ptr,  # [1] zero; reset to zero at the end
+    idle_ptr,  # [sequences], or None
+    T,
+    each,  # rows of a sequence
     X: tl.constexpr,
     K: tl.constexpr,
     X_PAD: tl.constexpr,  # powers of two
     K_PAD: tl.constexpr,
+    SPLITS: tl.constexpr,
     NORMALISE: tl.constexpr,
+    CHOICES: tl.constexpr,  # at least T * K: the last program writes their order; 0: another kernel does
     PDL: tl.constexpr,
+    ON_AMD: tl.constexpr,
 ):
     start_after_previous(PDL)
     tl.static_assert(K <= K_PAD and K_PAD <= 16 and X <= X_PAD)
@@ -90,7 +114,12 @@ def _expert_route_kernel(
     o_x = tl.arange(0, X_PAD)[None, :]
     o_k = tl.arange(0, K_PAD)[None, :]
     m_x, m_k = o_x < X, o_k < K
-    b_z = tl.load(logits_ptr + i_t * X + o_x, mask=m_x, other=float("-inf"))
+    i_z = i_t
+    if idle_ptr is not None:
+        i_z = tl.where(tl.load(idle_ptr + i_t // each) != 0, 0, i_t)
+    b_z = tl.load(logits_ptr + i_z * X + o_x, mask=m_x, other=float("-inf"))
+    for i_s in tl.static_range(1, SPLITS):
+        b_z += tl.load(logits_ptr + (i_s * T + i_z) * X + o_x, mask=m_x, other=0.0)
     b_z = tl.where(b_z == b_z, b_z, float("nan"))  # of either sign
     b_top = take_best(tl.where(m_x, rank_key(b_z, o_x.to(tl.int64)), NO_KEY), 1, K, K_PAD)
     b_best = tl.where(m_k, value_of(b_top), float("-inf"))
@@ -102,6 +131,19 @@ def _expert_route_kernel(
         b_sum = tl.sum(tl.exp(b_z - peak), axis=1)
     tl.store(experts_ptr + i_t * K + o_k, id_of(b_top).to(tl.int32), mask=m_k)
     tl.store(scores_ptr + i_t * K + o_k, tl.div_rn(b_p, b_sum[:, None]), mask=m_k)
+    if CHOICES:  # noqa: SIM102 - a constant
+        if is_last(count_ptr, T, ON_AMD):
+            o = tl.arange(0, CHOICES)
+            b_key = tl.load(experts_ptr + o, mask=o < T * K, other=X) * CHOICES + o  # no two are equal
+            for i in tl.static_range(0, CHOICES, 16):
+                o_i = i + tl.arange(0, 16)
+                b_own = tl.load(experts_ptr + o_i, mask=o_i < T * K, other=X) * CHOICES + o_i
+                b_before = tl.sum((b_key[None, :] < b_own[:, None]).to(tl.int32), axis=1)
+                tl.store(order_ptr + b_before, o_i, mask=o_i < T * K)
+            for i in tl.range(0, X + 1, 16):
+                o_i = i + tl.arange(0, 16)
+                b_before = tl.sum((b_key[None, :] < (o_i * CHOICES)[:, None]).to(tl.int32), axis=1)
+                tl.store(starts_ptr + o_i, b_before, mask=o_i <= X)
 
 
 @triton.jit(do_not_specialize=["choices"])
@@ -130,16 +172,24 @@ def _expert_rows_kernel(
 
 
 @lru_cache
-def _variants(X: int, k: int, normalise: bool) -> tuple[Variant, Variant]:
+def _variants(X: int, k: int, normalise: bool, splits: int, few: bool, idle: bool) -> tuple[Variant, Variant]:
     """A warp per row holds all its logits, so that each of the k reductions is a few shuffles. The rows of an expert
     are found in blocks of 1,024 choices: 128 rows of 8 choices are one block."""
-    of = f"X{X} k{k}{' normalise' * normalise}"
+    of = f"X{X} k{k}{' normalise' * normalise}" + f" S{splits}" * (splits > 1) + " few" * few + " idle" * idle
     pad = triton.next_power_of_2(X)
     route = Variant(
         name=of,
         kernel=_expert_route_kernel,
-        arguments=("*fp32", "*i32", "*fp32"),
-        constexprs={"X": X, "K": k, "X_PAD": pad, "K_PAD": triton.next_power_of_2(k), "NORMALISE": normalise},
+        arguments=("*fp32", "*i32", "*fp32", "*i32", "*i32", "*i32", "*i8" if idle else None, "i32", "i32"),
+        constexprs={
+            "X": X,
+            "K": k,
+            "X_PAD": pad,
+            "K_PAD": triton.next_power_of_2(k),
+            "SPLITS": splits,
+            "NORMALISE": normalise,
+            "CHOICES": FEW if few else 0,
+        },
         num_warps=1,
         wide=False,
         smoke=X == 128,
@@ -158,38 +208,63 @@ def _variants(X: int, k: int, normalise: bool) -> tuple[Variant, Variant]:
 
 def variants(arch: int) -> Iterator[Variant]:
     """The variants that the compile-only checks compile for sm_`arch`; the launcher takes any X and k."""
-    yield from _variants(128, 8, True)  # Qwen3-30B-A3B; the second one serves all
-    for X, k, normalise in ((8, 2, True), (512, 16, False), (1, 1, True), (60, 4, False)):
-        yield _variants(X, k, normalise)[0]
+    yield from _variants(128, 8, True, 4, False, False)  # Qwen3-30B-A3B; the second one serves all
+    yield _variants(128, 8, True, 4, True, False)[0]
+    yield _variants(128, 8, True, 4, True, True)[0]
+    for X, k, normalise, splits, few in (
+        (8, 2, True, 8, True),
+        (512, 16, False, 1, True),
+        (512, 16, False, 1, False),
+        (1, 1, True, 1, True),
+        (60, 4, False, 2, False),
+    ):
+        yield _variants(X, k, normalise, splits, few, not few)[0]
 
 
-def _launch(logits: Tensor, chosen: int, normalise: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _launch(
+    logits: Tensor, chosen: int, normalise: bool, idle: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     experts, scores, order, starts = found = _fake(logits, chosen, normalise)
-    logits = logits.contiguous()
-    route, rows = _variants(logits.shape[1], chosen, bool(normalise))
-    if len(logits):
-        route((len(logits),), logits, experts, scores)
-    rows((len(starts),), experts, order, starts, experts.numel())
+    T, X = logits.shape[-2:]
+    splits, few = len(logits) if logits.dim() == 3 else 1, 0 < experts.numel() <= FEW
+    route, rows = _variants(X, chosen, bool(normalise), splits, few, idle is not None)
+    if T:
+        each, idle = (1, None) if idle is None else (T // len(idle), idle.contiguous().view(torch.int8))
+        count = counters(logits.device, 1)
+        route((T,), logits.contiguous(), experts, scores, order, starts, count, idle, T, each)
+    if not few:
+        rows((len(starts),), experts, order, starts, experts.numel())
     return found
 
 
-def _check(logits: Tensor, chosen: int, normalise: bool) -> None:
-    if logits.dim() != 2 or logits.dtype not in (torch.float32, torch.float64):
-        raise ValueError(f"logits must be [T, X] float32 or float64, got {list(logits.shape)} {logits.dtype}")
-    if not 1 <= chosen <= logits.shape[1]:
-        raise ValueError(f"chosen must be in 1..{logits.shape[1]}, the number of experts, got {chosen}")
+def _check(logits: Tensor, chosen: int, normalise: bool, idle: Tensor | None) -> None:
+    if (
+        logits.dim() not in (2, 3)
+        or (logits.dim() == 3 and not len(logits))
+        or logits.dtype not in (torch.float32, torch.float64)
+    ):
+        kinds = "[T, X] or [S, T, X], float32 or float64"
+        raise ValueError(f"logits must be {kinds}, got {list(logits.shape)} {logits.dtype}")
+    if not 1 <= chosen <= logits.shape[-1]:
+        raise ValueError(f"chosen must be in 1..{logits.shape[-1]}, the number of experts, got {chosen}")
+    T = logits.shape[-2]
+    if idle is not None and (idle.dim() != 1 or idle.dtype != torch.bool or not len(idle) or T % len(idle)):
+        raise ValueError(f"idle must be [B] bool, and B divide {T} rows, got {list(idle.shape)} {idle.dtype}")
+    same_device(logits, idle=idle)
 
 
-def _fake(logits: Tensor, chosen: int, normalise: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    T, X = logits.shape
+def _fake(
+    logits: Tensor, chosen: int, normalise: bool, idle: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    T, X = logits.shape[-2:]
     experts, order, starts = (
         logits.new_empty(size, dtype=torch.int32) for size in ((T, chosen), (T * chosen,), (X + 1,))
     )
     return experts, logits.new_empty(T, chosen), order, starts
 
 
-def _fits(logits: Tensor, chosen: int, normalise: bool) -> bool:
-    return chosen <= MAX_CHOSEN and logits.shape[1] <= MAX_EXPERTS
+def _fits(logits: Tensor, chosen: int, *_: object) -> bool:
+    return chosen <= MAX_CHOSEN and logits.shape[-1] <= MAX_EXPERTS
 
 
 _expert_route = register(expert_route, check=_check, reference=expert_route_ref, launch=_launch, fake=_fake, fits=_fits)

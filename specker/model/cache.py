@@ -49,6 +49,7 @@ class Rows(NamedTuple):
     table: Tensor  # [n, P] int32, pages
     bounds: tuple[int, ...] | None = None  # `cu_rows` on the host; None: every sequence has equally many rows
     near: Near | None = None  # slots and block table of sliding-window layers
+    idle: Tensor | None = None  # [n] bool, sequences whose rows count for nothing; None: every row may count
 
     def blocks(self, most: int) -> Iterator[tuple[slice, "Rows"]]:
         """Split the rows between sequences, so that a block has at most `most` rows, or those of one sequence. Yields
@@ -61,7 +62,7 @@ class Rows(NamedTuple):
             own = tuple(bound - bounds[b] for bound in bounds[b : end + 1])
             rows = self.positions[at], self.slots[at], self.kv_len[of], self.window[of], self.ancestors[at]
             near = None if self.near is None else Near(self.near.slots[at], self.near.table[of])
-            yield at, Rows(*rows, starts, self.table[of], own, near)
+            yield at, Rows(*rows, starts, self.table[of], own, near, None if self.idle is None else self.idle[of])
             b = end
 
 

@@ -43,6 +43,7 @@ class GroupRows(NamedTuple):
     attend: Attend
     join: Callable[[Tensor], Tensor]  # this rank's output of the o linear -> all ranks', [T, E] or [N, T, E]
     near: Near | None = None  # where a layer whose K/V stands in rings has these rows
+    idle: Tensor | None = None  # `Rows.idle`
 
     def slots_of(self, sliding_window: int) -> Tensor:
         """The cache rows of a layer with this sliding window."""
@@ -240,7 +241,7 @@ def run_layers(
                 up = _gated(partial(linear, normed, mlp.gate_up, mlp.gate_up_bias), layer.activation)
                 delta = _added(model, linear, up, mlp.down, mlp.down_bias, few and not after)
             else:
-                delta, starts = _mixed(model, linear, normed, mlp, few and not after)
+                delta, starts = _mixed(model, linear, normed, mlp, batch.idle, few and not after)
                 routed.append(starts)
             delta = _normed(model.summed(delta), mlp.norm_down, eps)
     final: Tensor | None = None
@@ -280,16 +281,18 @@ def _gated(gate_up: Callable[..., Tensor], activation: str, fused: Collection[st
 
 
 def _mixed(
-    model: Model, linear: Callable[..., Tensor], x: Tensor, mlp: FeedForward, few: bool
+    model: Model, linear: Callable[..., Tensor], x: Tensor, mlp: FeedForward, idle: Tensor | None, few: bool
 ) -> tuple[Tensor, Tensor]:
     """A mixture of experts over x [T, E]: the chosen experts' outputs, weighted by the router's scores p,
 
         p, e = the largest entries of softmax(router(x));  y = sum over j of p_j mlp_(e_j)(x)
 
     or its partials as in `_added`, and where each expert's rows begin in their common order (`expert_route`)."""
-    layer, logits = model.config.layer, linear(x, mlp.router, epilogue="float32")
-    assert layer.experts is not None
-    experts, scores, order, starts = expert_route(logits, layer.experts.chosen, layer.experts.normalised)
+    layer, router = model.config.layer, mlp.router
+    assert layer.experts is not None and router is not None
+    # For few rows expert_route adds the router's splits up.
+    logits = row_linear(x, router, epilogue="split") if few else linear(x, router, epilogue="float32")
+    experts, scores, order, starts = expert_route(logits, layer.experts.chosen, layer.experts.normalised, idle)
     up = _gated(partial(expert_linear, x, mlp.gate_up, experts, order, starts), layer.activation, ("silu",))
     epilogue = "split" if few and model.ranks is None else "sum"
     return expert_linear(up, mlp.down, experts, order, starts, epilogue, scores), starts
@@ -352,7 +355,7 @@ def forward(
     def run(rows: Rows, hidden: Tensor) -> Output:
         if model.stack is not None:
             return compiled(model, cache, rows, hidden, range(first, last + 1), aux_layers)
-        batch = GroupRows(rows.positions, rows.slots, over_pages(model, rows), model.summed, rows.near)
+        batch = GroupRows(rows.positions, rows.slots, over_pages(model, rows), model.summed, rows.near, rows.idle)
         steps = zip(model.layers[layers], cache.layers[layers], repeat(batch), strict=False)
         return run_layers(model, steps, hidden, first, aux_layers)
 
@@ -408,7 +411,7 @@ def experts_read(model: Model, outs: Sequence[Output]) -> Tensor:
 def over_pages(model: Model, rows: Rows) -> Attend:
     """Attention for few rows. A row sees its sequence's columns up to kv_len, except those of the window that are not
     its ancestors and those outside the layer's sliding window."""
-    _, _, kv_len, window, words, cu_rows, every, _, near = rows
+    _, _, kv_len, window, words, cu_rows, every, _, near, _ = rows
 
     def attend(q: Tensor, k: Tensor, v: Tensor, sliding_window: int) -> Tensor:
         table = every if near is None or not sliding_window else near.table

@@ -10,6 +10,7 @@ from formulas import randn
 from reads_only import reads
 
 from specker.kernels.route import expert_route, expert_route_cost, expert_route_ref
+from specker.kernels.variant import Variant
 
 op = importlib.import_module("specker.kernels.route")
 # T, X, k: one of one; all chosen; odd sizes; Mixtral; Qwen3-30B-A3B; the most that the kernels serve.
@@ -49,6 +50,46 @@ def test_route(poisoned, size, normalise):
         assert got[1].dtype == dtype
         check(got, formula(logits, k, normalise), torch.finfo(dtype).eps)
     check(op._launch(logits, k, normalise), formula(logits, k, normalise), torch.finfo(torch.float32).eps)
+
+
+@pytest.mark.parametrize("T", [3, 20])
+def test_logits_that_are_to_be_added_up(poisoned, T):
+    """In order, to the bits of the sum: few choices, and more than the last program puts in order."""
+    parts = torch.stack([logits_of(T, 13), 1e4 * randn(T, 13, seed=2).float(), -1e4 * randn(T, 13, seed=2).float()])
+    whole = (parts[0] + parts[1]) + parts[2]
+    assert not torch.equal(whole, parts[0] + (parts[1] + parts[2]))
+    for route in (expert_route_ref, op._launch):
+        for got, want in zip(route(parts, 4, True), route(whole, 4, True), strict=True):
+            assert torch.equal(got, want)
+    check(expert_route(parts, 4), formula(whole, 4, True), torch.finfo(torch.float32).eps)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_rows_of_idle_sequences_have_the_experts_of_row_0(poisoned, dtype):
+    """Few choices and many, with partial logits too; the other rows keep their bits."""
+    for T, B, k in ((6, 3, 2), (40, 4, 4)):
+        logits = logits_of(T, 13, dtype)
+        idle = torch.tensor([n in (1, 3) for n in range(B)])
+        rows = idle.repeat_interleave(T // B)
+        taken = torch.where(rows[:, None], logits[:1], logits)
+        plain = expert_route_ref(logits, k)
+        for route in (expert_route, *([op._launch] if dtype == torch.float32 else [])):
+            for given in (logits, torch.stack([logits, torch.zeros_like(logits)])):
+                got = route(given, k, True, idle)
+                check(got, formula(taken, k, True), torch.finfo(dtype).eps)
+                assert torch.equal(got[0][~rows], plain[0][~rows]) and not torch.equal(got[0], plain[0])
+
+
+def test_the_last_program_puts_few_choices_in_order(monkeypatch):
+    launched = []
+    launch = Variant.__call__
+    monkeypatch.setattr(
+        Variant, "__call__", lambda v, *given: (launched.append(v.kernel.__name__), launch(v, *given))[1]
+    )
+    for T, k in ((8, 8), (64, 1), (9, 8)):
+        logits = logits_of(T, 60)
+        check(op._launch(logits, k, True), formula(logits, k, True), torch.finfo(torch.float32).eps)
+    assert launched == ["_expert_route_kernel"] * 3 + ["_expert_rows_kernel"]
 
 
 def test_choices_of_several_blocks(poisoned):
@@ -108,6 +149,7 @@ def test_more_than_the_kernels_serve():
 
 def test_cost():
     assert expert_route_cost(torch.zeros(3, 8), 2) == (3 * 8 * 4 + 3 * 2 * 12 + 9 * 4, 3 * 8 * 5)
+    assert expert_route_cost(torch.zeros(4, 3, 8), 2) == (4 * 3 * 8 * 4 + 3 * 2 * 12 + 9 * 4, 3 * 8 * (5 + 3))
 
 
 def test_registration():
@@ -123,10 +165,13 @@ def launches():
     """Runs in a compiling process."""
     for T in (0, 1, 2, 16, 17, 64, 512):
         op._launch(torch.zeros(T, 128), 8, True)
+    for T, B in ((2, 1), (4, 4), (6, 2), (32, 8), (34, 17)):
+        op._launch(torch.zeros(T, 128), 8, True, torch.zeros(B + 1, dtype=torch.bool)[1:])
 
 
 def test_no_length_recompiles():
-    assert compilations(__file__) == {"_expert_route_kernel": 1, "_expert_rows_kernel": 1}
+    """The router compiles for few choices and for many, with and without idle sequences."""
+    assert compilations(__file__) == {"_expert_route_kernel": 4, "_expert_rows_kernel": 1}
 
 
 @pytest.mark.gpu

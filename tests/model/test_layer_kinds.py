@@ -205,10 +205,10 @@ ON_GPU = {  # the kernels of a layer, then of the last sum
 }
 
 
-ROUTE, EXPERT = ["_expert_route_kernel", "_expert_rows_kernel"], "_expert_linear_kernel"
-ON_GPU["mixtral"] = (  # the down projections' partials are added by the next norm
+ROUTE, EXPERT = "_expert_route_kernel", "_expert_linear_kernel"
+ON_GPU["mixtral"] = (  # the router's partials are added by expert_route, the down projections' by the next norm
     MIXTRAL,
-    [NORM, PROJECT, ATTEND, LINEAR, NORM, LINEAR, *ROUTE, EXPERT, EXPERT],
+    [NORM, PROJECT, ATTEND, LINEAR, NORM, LINEAR, ROUTE, EXPERT, EXPERT],
     [NORM],
 )
 

@@ -64,6 +64,8 @@ def expert_route(_: object) -> Iterator[Case]:
     ):
         logits = torch.randn(T, X, generator=torch.Generator().manual_seed(X)).round(decimals=1)
         yield _route(f"T{T} X{X} k{k}{' normalise' * normalise}", (logits, k, normalise))
+    for T in (8, 9):  # the most choices that the last program puts in order, and more
+        yield _route(f"T{T} X128 k8 of 3 splits", (torch.randn(3, T, 128), 8, True))
 
 
 def _route(label: str, args: tuple) -> Case:

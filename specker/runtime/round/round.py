@@ -153,6 +153,8 @@ def _verify(r: Round, model: Model, cache: KVCache) -> None:
     else:
         parents = s.parents[:, :N] if d.tree else None
         rows, hidden = begin(model, cache, lengths, 1, 0, s.window[:, : N + 1], parents, positions=positions)
+        if model.counts_experts and b.fixed:
+            rows = rows._replace(idle=s.unused)
         outs = [forward(model, cache, rows, hidden, aux_layers=b.aux_layers)]
         aux = outs[0].aux_hidden_states
     if b.aux_layers:

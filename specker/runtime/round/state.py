@@ -60,6 +60,7 @@ class State:
     window: Tensor  # [n, R] int64: the root, then the draft
     parents: Tensor  # [n, R - 1] int64, rows, for trees
     draw: Tensor  # [n, 4] int64, sampling parameters (sampling.pack)
+    unused: Tensor  # [n] bool, slots without a sequence, which pad a round of a fixed number of slots
     agrees: Tensor  # [n, C] bool, by position: synthetic acceptance agrees; [n, 0] without it
     confidence: Tensor  # [n] float32, log-probability of the last draft token
     step: Tensor  # [1] int64: draft tokens in the window, when drafting one by one
@@ -100,6 +101,7 @@ class State:
             window=ints(sequences, rows),
             parents=ints(sequences, rows - 1),
             draw=ints(sequences, 4),
+            unused=torch.zeros(sequences, dtype=torch.bool, device=device),
             agrees=torch.zeros(sequences, columns if synthetic else 0, dtype=torch.bool, device=device),
             confidence=torch.zeros(sequences, dtype=scores, device=device),
             step=ints(1),
@@ -130,6 +132,7 @@ class State:
         self.length[slot], self.limit[slot] = n, request.limit
         self.window[slot, 0] = request.token_ids[-1]
         self.draw[slot] = pack(request.sampling)
+        self.unused[slot] = False
         if agrees is not None:
             self.agrees[slot] = agrees
 
@@ -143,6 +146,7 @@ class State:
         self.length[slot] = self.limit[slot] = length
         self.window[slot, 0] = 0
         self.draw[slot] = pack(Sampling())
+        self.unused[slot] = True
 
 
 def to_host(x: Tensor) -> Tensor:
