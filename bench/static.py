@@ -1,6 +1,6 @@
 """Compile every kernel variant for sm_80, sm_90 and sm_100, or gfx942 and gfx950, without a GPU; record the results.
 
-    python bench/static.py [--ops a,b] [--arch 80,90,100] [--smoke] [--json] [--no-save]
+    python bench/static.py [--ops a,b] [--arch 80,90,100] [--smoke] [--json] [--no-save] [--jobs N]
     python bench/static.py --arch gfx942,gfx950
 
 An op file that has kernels exposes `variants(arch)`. A kernel fails by the checks of bench/compilation.py, and if it
@@ -16,7 +16,10 @@ import pkgutil
 import sys
 import time
 from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict
+from functools import cache
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -38,16 +41,37 @@ def ops() -> dict[str, Any]:
     return {name: module for name, module in sorted(modules.items()) if hasattr(module, "variants")}
 
 
-def reports(arches: tuple[int, ...], names: list[str], smoke: bool) -> Iterator[Report]:
+@cache
+def variants(op: str, arch: int) -> list[Any]:
+    return list(ops()[op].variants(arch))
+
+
+Item = tuple[str, int, int, bool]  # op, architecture, number among `variants`, whether offsets have 32 bits
+
+
+def compiled(item: Item) -> Report:
+    op, arch, n, near = item
+    return report(op, variants(op, arch)[n], arch, near)
+
+
+def reports(arches: tuple[int, ...], names: list[str], smoke: bool, jobs: int = 1) -> Iterator[Report]:
+    """Reports by op, architecture and variant, from `jobs` processes."""
     found = ops()
     if unknown := set(names) - set(found):
         sys.exit(f"static: no kernels in {', '.join(sorted(unknown))}; there are {', '.join(found)}")
-    for op in names or found:
-        for arch in arches:
-            for variant in found[op].variants(arch):
-                if variant.smoke or not smoke:
-                    for near in (False, True) if arch in LDS else (False,):
-                        yield report(op, variant, arch, near)
+    items = [
+        (op, arch, n, near)
+        for op in names or found
+        for arch in arches
+        for n, variant in enumerate(variants(op, arch))
+        if variant.smoke or not smoke
+        for near in ((False, True) if arch in LDS else (False,))
+    ]
+    if jobs == 1:
+        yield from map(compiled, items)
+        return
+    with ProcessPoolExecutor(jobs, mp_context=get_context("spawn")) as pool:
+        yield from pool.map(compiled, items)
 
 
 def markdown(rows: list[Report], groups: list[overlap.Group], versions: str) -> str:
@@ -94,6 +118,7 @@ def main() -> None:
     parser.add_argument("--smoke", action="store_true", help="only the variants that `make test` compiles")
     parser.add_argument("--json", action="store_true", help="one JSON object a line instead of a table")
     parser.add_argument("--no-save", action="store_true", help="leave bench/results/static.md as it is")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes (default: one for each core)")
     args = parser.parse_args()
     if os.environ.get("TRITON_INTERPRET") == "1":
         sys.exit("static: TRITON_INTERPRET=1 turns the compiler off; unset it")
@@ -102,7 +127,7 @@ def main() -> None:
     start = time.perf_counter()
     rows = []
     arches = tuple(int(text.removeprefix("gfx").removeprefix("sm_")) for text in args.arch.split(","))
-    for row in reports(arches, [n for n in args.ops.split(",") if n], args.smoke):
+    for row in reports(arches, [n for n in args.ops.split(",") if n], args.smoke, args.jobs):
         rows.append(row)
         if args.json:
             print(json.dumps(asdict(row)))

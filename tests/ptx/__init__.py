@@ -17,7 +17,7 @@ bank conflicts.
     launch.py         one launch; driver.py: makes Triton launch here
     ops.py, rounds.py the ops' cases; checks.py: values, invariance; counting.py: counters
     mutants.py        faults put into PTX, which must be reported; grids.py: faults between CTAs and between grids
-    __main__.py       the command; plugin.py: the kernels' own tests on PTX
+    __main__.py       the command; processes.py: its processes; plugin.py: the kernels' own tests on PTX
 
 CTAs run in several orders, and only atomics with acquire and release order their accesses. A kernel that is launched as
 a dependent of the grid before it (`launch_pdl`, or griddepcontrol in its PTX) may read before its wait only the

@@ -5,29 +5,30 @@ others, bit for bit. `counters` prints traffic, bank conflicts and instructions.
 """
 
 import argparse
+import os
 import sys
 
-import torch
-
-from ptx import checks, counting, ops, rounds
+from ptx import checks, ops, rounds
+from ptx.processes import everything
 
 PARTS = ("check", "invariance", "counters")
 
 
 def main(argv: list[str] | None = None) -> int:
     args = _parse(argv)
-    torch.set_num_threads(1)
+    items = [
+        (part, arch, dtype, op.__name__, args.first)
+        for arch in args.arch
+        for dtype in args.dtype
+        for part in args.what
+        for op in (*ops.OPS, *rounds.OPS)
+        if (not args.only or op.__name__ in args.only) and (op in ops.OPS or dtype == args.dtype[0])
+    ]
     total = wrong = 0
-    for arch in args.arch:
-        for dtype in args.dtype:
-            for part in args.what:
-                if part == "counters":
-                    for text in counting.counters(arch, dtype, args.only, args.first):
-                        print(text, flush=True)
-                    continue
-                for row in getattr(checks, part)(arch, dtype, args.only, args.first):
-                    print(row, flush=True)
-                    total, wrong = total + 1, wrong + bool(row.wrong)
+    for (part, *_), rows in zip(items, everything(items, args.jobs), strict=True):
+        for text, bad in rows:
+            print(text, flush=True)
+            total, wrong = total + (part != "counters"), wrong + bad
     print(f"{total} cases, {wrong} wrong")
     return int(wrong > 0)
 
@@ -39,6 +40,7 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--dtype", type=_listed(list(checks.TYPES)), default=list(checks.TYPES), help="bf16,fp16")
     parser.add_argument("--what", type=_listed(list(PARTS)), default=list(PARTS), help=",".join(PARTS))
     parser.add_argument("--only", type=_listed(names), default=[], metavar="OPS", help=",".join(names))
+    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes (default: one for each core)")
     parser.add_argument("--first", type=int, metavar="N", help="only the first N cases of each op, which are small")
     return parser.parse_args(argv)
 
