@@ -287,7 +287,8 @@ def _mixed(
 
         p, e = the largest entries of softmax(router(x));  y = sum over j of p_j mlp_(e_j)(x)
 
-    or its partials as in `_added`, and where each expert's rows begin in their common order (`expert_route`)."""
+    or its partials as in `_added`, and where each expert's rows begin in their common order (`expert_route`). `idle`:
+    sequences that read no experts of their own."""
     layer, router = model.config.layer, mlp.router
     assert layer.experts is not None and router is not None
     # For few rows expert_route adds the router's splits up.

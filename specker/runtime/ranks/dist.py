@@ -35,7 +35,6 @@ _all_gather = getattr(td, "all_gather_single", td.all_gather_into_tensor)  # the
 TIMEOUT = 60.0  # seconds to wait for a rank of the replica
 START = 1800.0  # until the warm-up ends: one rank alone may read a draft or compile kernels meanwhile
 REPLICAS = 86400.0  # for another replica, whose prompts may take longer
-POLL = 50e-6  # seconds between two looks at the device
 SAMPLES = 64  # blocks of a file that its digest reads
 BLOCK = 4096
 
@@ -104,7 +103,7 @@ class Ranks:
         while not event.query():
             if time.monotonic() > end:
                 raise RankLost(f"another process of this job did not answer within {self.limit:g} s")
-            time.sleep(POLL)
+            time.sleep(0)  # other threads may run
 
     def sum(self, x: Tensor) -> Tensor:
         """Add the ranks' partial sums x [...]: in place, or with --reduce ordered into a new tensor in rank order."""

@@ -14,8 +14,9 @@ from specker.kernels.variant import Counters, count_in
 log = logging.getLogger(__name__)
 
 FAILURES = 2  # failed captures after which nothing more is captured
-_CAPTURING = threading.Lock()  # one capture at a time in the process
 LATE = 64  # most captures after the warm-up: each one stops the batch and holds memory
+
+_capturing = threading.Lock()  # one capture at a time in the process
 
 
 class Graphs:
@@ -122,7 +123,7 @@ class Graphs:
 def _uncollected() -> Iterator[None]:
     """Turn the cyclic garbage collector off: a graph that it finalises during a capture invalidates the capture. Other
     threads' captures wait."""
-    with _CAPTURING:
+    with _capturing:
         on = gc.isenabled()
         gc.disable()
         try:
