@@ -31,9 +31,7 @@ class Cost:
     """Bytes per position of the context, for one model."""
 
     position: int  # K and V, RoPE's tables and the indices: held for the engine's life
-    passing: (
-        int  # of a prefill chunk: K and V of a layer, or the mask and, if torch does not fuse attention, the scores
-    )
+    passing: int  # of a prefill chunk: K and V of a layer for flash attention, otherwise the mask and the scores
     limit: int  # positions that the checkpoint supports
     near: int = 0  # K and V of the layers in rings, which `position` lacks: held for the positions that rings have
     ring: int = 0  # positions that a ring has
