@@ -27,6 +27,8 @@ from bench.kernels import (
 )
 from bench.kernels.common import DEVICE, Built
 from specker.kernels.attention import ancestor_words, tree_attention, tree_attention_ref
+from specker.kernels.kv import rope_table
+from specker.kernels.project import kv_project
 from specker.kernels.round.place import place_rows
 from specker.kernels.round.repeat import repeat_rows
 
@@ -77,9 +79,26 @@ def sliding_window() -> None:
         assert error < 2e-2, f"reach {reach}: error {error:.2e}"
 
 
-def built(build: Callable[..., Built], *args: Any) -> Callable[[], None]:
+def eight_bits() -> None:
+    """kv_project and kv_calibrate write the bytes that a CPU writes, but for roundings of the products."""
+    Hq, Hkv, D, T = 4, 2, 64, 9
+    table = rope_table(0.9 ** torch.arange(D / 2), 1.0, 64, DTYPE)
+    x, weight = torch.randn(T, SIZE, dtype=DTYPE), torch.randn((Hq + 2 * Hkv) * D, SIZE, dtype=DTYPE) / SIZE**0.5
+    scales = torch.full((2, 1, Hkv), 5 / 448).unbind()
+    for kind in (torch.int8, torch.float8_e4m3fn):
+        found = []
+        for device in (DEVICE, "cpu"):
+            caches = [torch.zeros(2, 16, Hkv, D, dtype=torch.int8, device=device).view(kind) for _ in "kv"]
+            given = [t.to(device) for t in (x, weight, torch.arange(T), torch.arange(T) + 3, table, *scales)]
+            kv_project(*given[:2], None, *given[2:5], *caches, k_scale=given[5], v_scale=given[6])
+            found.append(torch.stack([c.float().cpu() for c in caches]))
+        error = float((found[0] - found[1]).abs().max())
+        assert error <= (2 if kind == torch.int8 else 32), f"{kind}: error {error}"
+
+
+def built(build: Callable[..., Built], *args: Any, **how: Any) -> Callable[[], None]:
     """The check of a bench's case."""
-    return lambda: build(*args).check()
+    return lambda: build(*args, **how).check()
 
 
 # The first word is the op.
@@ -99,6 +118,10 @@ CHECKS: dict[str, Callable[[], None]] = {
     "tree_attention of many rows": built(bench_tree_attention.build, 40, (1000,)),
     "tree_attention of sequences": built(bench_tree_attention.build, 3, (40, 700, 9)),
     "tree_attention sliding window": sliding_window,
+    "tree_attention sinks": built(bench_tree_attention.build, 8, (1000,), sinks=True),
+    "tree_attention int8": built(bench_tree_attention.build, 8, (1000,), kind=torch.int8),
+    "tree_attention fp8": built(bench_tree_attention.build, 8, (1000,), kind=torch.float8_e4m3fn),
+    "kv_project fp8 cache": eight_bits,
     "vocab_topk": built(bench_vocab_topk.build, 8, 10),
     "vocab_topk noise": built(bench_vocab_topk.build, 8, 10, True),
     **{f"vocab_topk {kind}": built(bench_vocab_topk.build, 8, 10, False, kind) for kind in ("int8", "fp8", "int4")},

@@ -28,10 +28,11 @@ def register_attention(name: str = "specker") -> str:
     are expanded as for torch's SDPA. Up to 256 rows run on the op: from the first column that a sequence's rows see,
     there must be any number of columns that all of them see and then at most 256 in which they may differ in any way.
     That expresses a prompt, and a text with a chain or tree of drafts, with or without left padding. A row that sees
-    nothing, such as a padding row, gets arbitrary finite numbers. More rows (a long prompt) run on torch's SDPA.
+    nothing, such as a padding row, gets arbitrary finite numbers. More rows (a long prompt) run on torch's SDPA, or 256
+    at a time on the op where the model has sinks (gpt-oss) or a soft cap (Gemma 2).
 
     Each call copies K and V into pages, as transformers' dynamic cache does at each step. There is no backward pass.
-    Raises ValueError for another mask, dropout, biases, soft caps, sinks and where a gradient is asked for.
+    Raises ValueError for another mask, dropout, biases and where a gradient is asked for.
     """
     known = WeakTensorKeyDictionary()  # every layer of a forward gets the same mask
 
@@ -44,21 +45,29 @@ def register_attention(name: str = "specker") -> str:
         scaling: float | None = None,
         dropout: float = 0.0,
         is_causal: bool | None = None,
+        softcap: float | None = None,
+        s_aux: Tensor | None = None,  # [Hq], sinks
         **more: Any,
     ) -> tuple[Tensor, None]:
         B, _, T, D = query.shape
-        odd = [n for n in ("softcap", "position_bias", "s_aux") if more.get(n) is not None] + ["dropout"] * (
-            dropout > 0
-        )
-        if odd:
-            raise ValueError(f"specker's attention has no {odd[0]}: use another attn_implementation")
-        if T > WINDOW:
+        if dropout > 0 or more.get("position_bias") is not None:
+            lacks = "dropout" if dropout > 0 else "position_bias"
+            raise ValueError(f"specker's attention has no {lacks}: use another attn_implementation")
+        if T > WINDOW and softcap is None and s_aux is None:
             more |= {"scaling": scaling, "is_causal": is_causal}
             return sdpa_attention_forward(module, query, key, value, attention_mask, **more)
         if query.requires_grad and torch.is_grad_enabled():
             raise ValueError("specker's attention has no backward pass: use torch.no_grad()")
+        causal = T > 1 and (getattr(module, "is_causal", True) if is_causal is None else is_causal)
+        if T > WINDOW:
+            mask = attention_mask
+            if mask is None:
+                mask = torch.ones(1, 1, T, T if causal else key.shape[2], dtype=torch.bool, device=query.device)
+                mask = mask.tril() if causal else mask
+            how: dict[str, Any] = {"scaling": scaling, "softcap": softcap, "s_aux": s_aux}
+            parts = zip(query.split(WINDOW, 2), mask.split(WINDOW, 2), strict=True)
+            return torch.cat([attention(module, q, key, value, m, **how)[0] for q, m in parts], dim=1), None
         if attention_mask is None:
-            causal = T > 1 and (getattr(module, "is_causal", True) if is_causal is None else is_causal)
             rows = _unmasked(B, T, T if causal else key.shape[2], causal, query.device)
         else:
             version = attention_mask._version if not attention_mask.is_inference() else 0
@@ -70,7 +79,8 @@ def register_attention(name: str = "specker") -> str:
         flat = query.transpose(1, 2).reshape(B * T, -1, D)
         scale = D**-0.5 if scaling is None else scaling
         args = rows.table, rows.kv_len, rows.window, rows.cu_rows, rows.ancestors
-        out, _ = tree_attention(flat, k, v, *args, scale)
+        sinks = None if s_aux is None else s_aux.detach()[None]
+        out, _ = tree_attention(flat, k, v, *args, scale, cap=softcap or 0.0, sinks=sinks)
         return out.view(B, T, -1, D), None
 
     AttentionInterface.register(name, attention)

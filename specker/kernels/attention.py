@@ -32,6 +32,7 @@ from specker.kernels.ancestors import (
     reach_mask,
     unpack_words,
 )
+from specker.kernels.narrow import NARROW, as_bytes, cache_types, check_cache, kind_of, named, widen
 from specker.kernels.registry import register
 from specker.kernels.variant import (
     AMD,
@@ -66,6 +67,7 @@ __all__ = [
 PROGRAMS = 4  # most programs per SM for several sequences; 2 or 3 run at once
 MERGED = 8  # most pairs of a KV head, in a sequence, that the last program merges: four at a time, 1 us each
 SMALL = ["kv_len_ptr", "cu_rows_ptr"]  # of one number a sequence, which may be a part of a tensor
+LAYERS = ["sink_ptr", "k_scale_ptr", "v_scale_ptr"]  # of one row a layer
 _LOG2E = 1 / math.log(2)
 
 
@@ -80,11 +82,16 @@ def tree_attention(
     ancestors: Tensor,
     scale: float,
     reach: int = 0,
+    cap: float = 0.0,
+    sinks: Tensor | None = None,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Attention of draft rows over a paged prefix and a window of drafts, in which a row sees itself and its ancestors.
 
-        out = softmax(scale * q k^T + mask) v
-        lse = log(sum(exp(scale * q k^T + mask)))
+        z   = scale * q k^T                                  with `cap`: cap * tanh(scale * q k^T / cap)
+        lse = log(sum(exp(z + mask)))                        with `sinks`: log(exp(sink) + sum(exp(z + mask)))
+        out = exp(z + mask - lse) v
 
     Sequence b has kv_len[b] columns, and the last window[b] of them are its window. Its rows see every column before
     the window, and the window's column j where bit j % 64 of word j // 64 of their `ancestors` is set. The set bits
@@ -94,6 +101,10 @@ def tree_attention(
     at position p sees p + 1 columns, those of its path. A batch can hold sequences of several layers: on the flattened
     cache, layer l has page ids l * pages + page.
 
+    A sink is a logit of a query head that takes its share of each row's softmax and adds nothing (gpt-oss). A soft cap
+    bounds the scores (Gemma 2). Caches in eight bits (kernels/narrow.py) halve the traffic; k_scale multiplies the
+    scores, v_scale the result.
+
     Softmax and sums run in float32 (float64 for float64). The op is batch-invariant: a row's bits depend on its query
     and on the K, V and positions of the columns it sees, not on other rows or sequences, kv_len or the width of
     block_table. Memory moves K and V of each sequence once per KV head, q and out once. If a KV head has more than 64
@@ -101,8 +112,9 @@ def tree_attention(
 
     Args:
         q: [T, Hq, D], the rows of all sequences, one sequence after another.
-        k_cache: [pages, page_size, Hkv, D], q's dtype. Query heads g * Hq / Hkv and following share KV head g. Columns
-            before kv_len must be finite, even those that a row does not see; other memory may hold anything.
+        k_cache: [pages, page_size, Hkv, D] of q's dtype, int8 or float8_e4m3fn. Query heads g * Hq / Hkv and following
+            share KV head g. Columns before kv_len must be finite, even those that a row does not see; other memory may
+            hold anything.
         v_cache: as k_cache.
         block_table: [B, P] int32, page ids. A table wider than needed costs time: pass a slice.
         kv_len: [B] int32, columns of each sequence, the window included.
@@ -112,6 +124,10 @@ def tree_attention(
         scale: positive, usually D ** -0.5.
         reach: a row sees at most this many columns, the last ones, its own included; 0 for all. The GPU kernel serves
             values of at least 64 * W, which hide only columns before the window; the reference serves smaller ones.
+        cap: the soft cap of the scores; 0 for none.
+        sinks: [G, Hq], or None. The sequences come in G equal runs, one for each layer.
+        k_scale: [G, Hkv] float32, of caches in eight bits; G as for the sinks.
+        v_scale: as k_scale.
 
     Returns:
         out [T, Hq, D], and lse [T, Hq], float32 (float64 for float64).
@@ -134,7 +150,8 @@ def tree_attention(
         >>> [round(x, 1) for x in out[:, 0, 0].tolist()]  # means of columns 0-3, 0-4, and 0-3 with 5
         [1.5, 2.0, 2.2]
     """
-    return _tree_attention(q, k_cache, v_cache, block_table, kv_len, window, cu_rows, ancestors, scale, reach)
+    places = block_table, kv_len, window, cu_rows, ancestors
+    return _tree_attention(q, k_cache, v_cache, *places, scale, reach, cap, sinks, k_scale, v_scale)
 
 
 def tree_attention_ref(
@@ -148,6 +165,10 @@ def tree_attention_ref(
     ancestors: Tensor,
     scale: float,
     reach: int = 0,
+    cap: float = 0.0,
+    sinks: Tensor | None = None,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     starts, lens, windows = cu_rows.tolist(), kv_len.tolist(), window.tolist()
     words = ancestors.tolist()
@@ -168,7 +189,16 @@ def tree_attention_ref(
         pages, skipped = block_table[b, first // page :], first // page * page
         k = gather_pages(k_cache, pages, lens[b] - skipped)[first - skipped :]
         v = gather_pages(v_cache, pages, lens[b] - skipped)[first - skipped :]
-        out, lse = attend(q[rows], k, v, None if mask is None else mask.to(q.device), scale)
+        own = q[rows]
+        if k_scale is not None and v_scale is not None:
+            own = own.to(torch.promote_types(q.dtype, torch.float32))
+            i_g = b * len(k_scale) // len(lens)
+            k, v = (x.to(own.dtype) * by[i_g, :, None] for x, by in ((k, k_scale), (v, v_scale)))
+        out, lse = attend(own, k, v, None if mask is None else mask.to(q.device, own.dtype), scale, cap)
+        if sinks is not None:
+            whole = torch.logaddexp(lse, sinks[b * len(sinks) // len(lens)].to(lse.dtype))
+            out, lse = out * (lse - whole).exp().unsqueeze(-1), whole
+        out = out.to(q.dtype)
         outs.append(out)
         lses.append(lse)
     if len(outs) == 1:
@@ -178,10 +208,12 @@ def tree_attention_ref(
     return torch.cat(outs), torch.cat(lses)
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -> tuple[Tensor, Tensor]:
+def attend(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, cap: float = 0.0
+) -> tuple[Tensor, Tensor]:
     """One sequence: q [T, Hq, D], k and v [S, Hkv, D], additive mask [T, S] or None -> out [T, Hq, D], lse [T, Hq]."""
     T, Hq, D = q.shape
-    if q.device.type == "cpu":  # the fused CPU kernel also returns the log-sum-exp
+    if q.device.type == "cpu" and not cap:  # the fused CPU kernel also returns the log-sum-exp
         out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
             q.transpose(0, 1).unsqueeze(0),
             k.transpose(0, 1).unsqueeze(0),
@@ -193,6 +225,8 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -
     acc = torch.promote_types(q.dtype, torch.float32)
     G = Hq // k.shape[1]
     scores = torch.einsum("tgrd,sgd->tgrs", q.to(acc).unflatten(1, (-1, G)), k.to(acc)) * scale
+    if cap:
+        scores = cap * (scores / cap).tanh()
     if mask is not None:
         scores = scores + mask[:, None, None, :]
     lse = scores.logsumexp(-1)
@@ -303,8 +337,8 @@ def _count_bits(words_ptr, o_t, m_t, window, W):
 
 
 @triton.jit(
-    do_not_specialize=["T", "B", "W", "table_stride", "columns", "max_splits"],
-    do_not_specialize_on_alignment=["table_ptr", "window_ptr", "words_ptr", *SMALL],
+    do_not_specialize=["run", "T", "B", "W", "table_stride", "columns", "max_splits"],
+    do_not_specialize_on_alignment=["table_ptr", "window_ptr", "words_ptr", *LAYERS, *SMALL],
 )
 def _tree_attention_kernel(
     q_ptr,  # [T, HQ, D]
@@ -320,7 +354,12 @@ def _tree_attention_kernel(
     count_ptr,  # [slots, HKV] zeros; reset to zeros at the end
     out_ptr,  # [T, HQ, D]
     lse_ptr,  # [T, HQ] float32
+    sink_ptr,  # [G, HQ], or None
+    k_scale_ptr,  # [G, HKV], or None
+    v_scale_ptr,  # [G, HKV], or None
     scale2,  # scale * log2(e)
+    cap2,  # cap * log2(e)
+    run,  # sequences of a layer, B / G
     T,
     B,
     W,
@@ -344,6 +383,8 @@ def _tree_attention_kernel(
     S: tl.constexpr,  # splits merged at a time
     SEQS: tl.constexpr,  # a power of two, at least B
     REACH: tl.constexpr,  # most columns that a row sees, at least 64 * W; 0: no limit
+    CAP: tl.constexpr,  # whether scores have a soft cap
+    KV: tl.constexpr,  # "plain", or the kind of a cache in eight bits
     PDL: tl.constexpr,
     ON_AMD: tl.constexpr,
     APART: tl.constexpr,  # another kernel merges the splits
@@ -355,7 +396,7 @@ def _tree_attention_kernel(
     wait_for_previous(PDL)
     tl.static_assert(N <= 64 and UNIT % N == 0 and PAGE * COLUMN_STRIDE < 2**31)
     pointers = q_ptr, k_ptr, v_ptr, table_ptr, words_ptr, partial_ptr, stats_ptr, count_ptr, out_ptr, lse_ptr
-    numbers = scale2, T, W, table_stride, columns, max_splits
+    numbers = scale2, cap2, T, W, table_stride, columns, max_splits
     if SEQS == 1:
         i_b = tl.full([], 0, tl.int32)
         i_item = tl.program_id(0)
@@ -364,6 +405,10 @@ def _tree_attention_kernel(
         _attend(
             pointers,
             numbers,
+            sink_ptr,
+            k_scale_ptr,
+            v_scale_ptr,
+            run,
             kv_len_ptr,
             window_ptr,
             cu_rows_ptr,
@@ -385,6 +430,8 @@ def _tree_attention_kernel(
             P,
             S,
             REACH,
+            CAP,
+            KV,
             PDL,
             ON_AMD,
             APART,
@@ -401,6 +448,10 @@ def _tree_attention_kernel(
             _attend(
                 pointers,
                 numbers,
+                sink_ptr,
+                k_scale_ptr,
+                v_scale_ptr,
+                run,
                 kv_len_ptr,
                 window_ptr,
                 cu_rows_ptr,
@@ -422,6 +473,8 @@ def _tree_attention_kernel(
                 P,
                 S,
                 REACH,
+                CAP,
+                KV,
                 PDL,
                 ON_AMD,
                 APART,
@@ -432,6 +485,10 @@ def _tree_attention_kernel(
 def _attend(
     pointers,
     numbers,
+    sink_ptr,
+    k_scale_ptr,
+    v_scale_ptr,
+    run,
     kv_len_ptr,
     window_ptr,
     cu_rows_ptr,
@@ -453,6 +510,8 @@ def _attend(
     P: tl.constexpr,
     S: tl.constexpr,
     REACH: tl.constexpr,
+    CAP: tl.constexpr,
+    KV: tl.constexpr,
     PDL: tl.constexpr,
     ON_AMD: tl.constexpr,
     APART: tl.constexpr,
@@ -460,7 +519,7 @@ def _attend(
     """Process one work item. In a sequence's item numbers the tile varies fastest, then the KV head, then the split,
     which runs from the last and longest one to the first."""
     q_ptr, k_ptr, v_ptr, table_ptr, words_ptr, partial_ptr, stats_ptr, count_ptr, out_ptr, lse_ptr = pointers
-    scale2, T, W, table_stride, columns, max_splits = numbers
+    scale2, cap2, T, W, table_stride, columns, max_splits = numbers
     G: tl.constexpr = HQ // HKV
     first = tl.load(cu_rows_ptr + i_b)
     pairs = (tl.load(cu_rows_ptr + i_b + 1) - first) * G
@@ -488,6 +547,14 @@ def _attend(
     m_md = m_m[:, None] & (o_d < D)[None, :]
     b_q = tl.load(q_ptr + i_th * D + (o_th[:, None] * D + o_d[None, :]), mask=m_md, other=0.0)
 
+    i_layer = i_b // run
+    if sink_ptr is not None:
+        sink_ptr += i_layer * HQ
+    if KV != "plain":
+        scale2 *= tl.load(k_scale_ptr + i_layer * HKV + i_kv)
+    if CAP:
+        inner = scale2 * (2 / cap2 * 1.4426950408889634)
+        scale2 = cap2
     p_table = table_ptr + i_b.to(tl.int64) * table_stride
     o_n = tl.arange(0, N)
     o_v = tl.arange(0, D_V)
@@ -522,16 +589,18 @@ def _attend(
             # puts no fence between the threads' copies of V to shared memory and wgmma, which reads it.
             o_kv = o_head + o_page + (o_row[:, None] + o_d[None, :])
             m_kv = m_c[:, None] & (o_d < D)[None, :]
-            b_v = tl.load(v_ptr + o_kv, mask=m_kv, other=0.0)
-            b_k = tl.trans(tl.load(k_ptr + o_kv, mask=m_kv, other=0.0))
+            b_v = widen(tl.load(v_ptr + o_kv, mask=m_kv, other=0), b_q.dtype, KV)
+            b_k = tl.trans(widen(tl.load(k_ptr + o_kv, mask=m_kv, other=0), b_q.dtype, KV))
         if PAGE % N == 0:
             page = tl.load(p_table + tl.minimum(i_n + N, stop - 1) // PAGE)
         else:
             page = tl.load(p_table + (o_c + N) // PAGE, mask=o_c + N < stop, other=0)
         if OWN:
             p_k = k_ptr + o_head + o_page + (o_row[None, :] + o_d[:, None])
-            b_k = tl.load(p_k, mask=m_c[None, :] & (o_d < D)[:, None], other=0.0)
+            b_k = widen(tl.load(p_k, mask=m_c[None, :] & (o_d < D)[:, None], other=0), b_q.dtype, KV)
         b_s = tl.dot(b_q, b_k, input_precision="ieee")
+        if CAP:
+            b_s = 1.0 - 2.0 / (tl.exp2(b_s * inner) + 1.0)  # tanh(scale * b_s / cap)
         if i_n + N > shared:
             bits = _window_bits(words_ptr, o_t, m_m, i_n - shared, W)
             bits = (bits | _first_bits(shared - i_n)) & _first_bits(kv_len - i_n)
@@ -551,10 +620,10 @@ def _attend(
         b_acc = b_acc * b_shrink[:, None]
         if OWN:
             p_v = v_ptr + o_head + o_page + (o_row[:, None] + o_v[None, :])
-            b_v = tl.load(p_v, mask=m_c[:, None] & (o_v < D)[None, :], other=0.0)
+            b_v = widen(tl.load(p_v, mask=m_c[:, None] & (o_v < D)[None, :], other=0), b_q.dtype, KV)
         b_acc = tl.dot(b_p, b_v, b_acc, input_precision="ieee")
         if D_V < D_PAD:
-            b_v = tl.load(p_v + D_V, mask=m_c[:, None] & (o_v + D_V < D)[None, :], other=0.0)
+            b_v = widen(tl.load(p_v + D_V, mask=m_c[:, None] & (o_v + D_V < D)[None, :], other=0), b_q.dtype, KV)
             b_half = b_half * b_shrink[:, None]
             b_half = tl.dot(b_p, b_v, b_half, input_precision="ieee")
         b_max = b_new
@@ -562,10 +631,14 @@ def _attend(
 
     if D_V < D_PAD:
         b_acc = tl.reshape(tl.permute(tl.join(b_acc, b_half), (0, 2, 1)), (M, D_PAD))
+    if KV != "plain":
+        b_acc *= tl.load(v_scale_ptr + i_layer * HKV + i_kv)
 
     if splits == 1:
         b_sum = tl.where(m_m, b_sum, 1.0)
-        _finish(out_ptr + i_th * D, lse_ptr + i_th, o_th, m_m, b_acc, b_max, b_sum, valid, D, D_PAD)
+        o_h = i_kv * G + o_r % G
+        rows = out_ptr + i_th * D, lse_ptr + i_th
+        _finish(rows, sink_ptr, o_th, o_h, m_m, b_acc, b_max, b_sum, valid, D, D_PAD)
     else:
         stats = max_splits.to(tl.int64) * T * HQ
         o_p = (i_th + o_th) * max_splits + i_split
@@ -575,12 +648,17 @@ def _attend(
         if not APART and is_last(count_ptr + i_slot * HKV + i_kv, splits, ON_AMD):
             for i_p in tl.range(0, tl.minimum(M, pairs - i_m), P):
                 o_pair = i_m + i_p + tl.arange(0, P)
-                o_row = (first + o_pair // G).to(tl.int64) * HQ + i_kv * G + o_pair % G
+                o_h = i_kv * G + o_pair % G
+                o_row = (first + o_pair // G).to(tl.int64) * HQ + o_h
                 parts = partial_ptr, stats_ptr, out_ptr, lse_ptr
-                _merge(parts, o_row, o_pair < pairs, splits, max_splits, stats, valid, D, D_PAD, P, S)
+                m_pair = o_pair < pairs
+                _merge(parts, sink_ptr, o_row, o_h, m_pair, splits, max_splits, stats, valid, D, D_PAD, P, S)
 
 
-@triton.jit(do_not_specialize=["T", "B", "columns", "max_splits"], do_not_specialize_on_alignment=SMALL)
+@triton.jit(
+    do_not_specialize=["run", "T", "B", "columns", "max_splits"],
+    do_not_specialize_on_alignment=["sink_ptr", *SMALL],
+)
 def _tree_attention_merge_kernel(
     partial_ptr,
     stats_ptr,
@@ -588,6 +666,8 @@ def _tree_attention_merge_kernel(
     cu_rows_ptr,
     out_ptr,
     lse_ptr,
+    sink_ptr,
+    run,
     T,
     B,
     columns,
@@ -613,16 +693,21 @@ def _tree_attention_merge_kernel(
     valid = tl.where(kv_len <= columns, 1.0, float("nan"))
     splits = _split_of(tl.minimum(kv_len, columns) - 1, UNIT) + 1
     if splits > 1:
+        if sink_ptr is not None:
+            sink_ptr += i_b // run * HQ
         o_h = tl.program_id(1) * P + tl.arange(0, P)
         stats = max_splits.to(tl.int64) * T * HQ
         parts = partial_ptr, stats_ptr, out_ptr, lse_ptr
-        _merge(parts, i_t.to(tl.int64) * HQ + o_h, o_h < HQ, splits, max_splits, stats, valid, D, D_PAD, P, S)
+        o_th = i_t.to(tl.int64) * HQ + o_h
+        _merge(parts, sink_ptr, o_th, o_h, o_h < HQ, splits, max_splits, stats, valid, D, D_PAD, P, S)
 
 
 @triton.jit
 def _merge(
     pointers,  # partial_ptr, stats_ptr, out_ptr, lse_ptr of the kernel
+    sink_ptr,  # [HQ], or None
     o_th,  # [P] (row, query head) pairs
+    o_h,  # [P] their query heads
     m,  # [P] whether each exists
     splits,
     max_splits,
@@ -657,14 +742,23 @@ def _merge(
         b_weight = tl.exp2(b_max - b_best[None, :])
         b_sum += tl.sum(b_weight * b_part_sum, axis=0)
         b_acc += tl.sum(b_weight[:, :, None] * b_part, axis=0)
-    _finish(out_ptr, lse_ptr, o_th, m, b_acc, b_best, tl.where(m, b_sum, 1.0), valid, D, D_PAD)
+    b_sum = tl.where(m, b_sum, 1.0)
+    _finish((out_ptr, lse_ptr), sink_ptr, o_th, o_h, m, b_acc, b_best, b_sum, valid, D, D_PAD)
 
 
 @triton.jit
-def _finish(out_ptr, lse_ptr, o_th, m, b_acc, b_max, b_sum, valid, D: tl.constexpr, D_PAD: tl.constexpr):
-    """Write out and lse of the (row, query head) pairs o_th: b_acc [pairs, D_PAD] over b_sum [pairs]. `valid`: 1, or
-    NaN for rows without a result."""
+def _finish(pointers, sink_ptr, o_th, o_h, m, b_acc, b_max, b_sum, valid, D: tl.constexpr, D_PAD: tl.constexpr):
+    """Write out and lse of the (row, query head) pairs o_th, of the heads o_h: b_acc [pairs, D_PAD] over b_sum [pairs],
+    to which a sink adds. `valid`: 1, or NaN for rows without a result."""
+    out_ptr, lse_ptr = pointers
     o_d = tl.arange(0, D_PAD)
+    if sink_ptr is not None:
+        b_sink = tl.load(sink_ptr + o_h, mask=m, other=0.0).to(tl.float32) * 1.4426950408889634
+        b_top = tl.maximum(b_max, b_sink)
+        b_shrink = tl.exp2(b_max - b_top)
+        b_acc *= b_shrink[:, None]
+        b_sum = b_sum * b_shrink + tl.exp2(b_sink - b_top)
+        b_max = b_top
     b_out = b_acc / b_sum[:, None] * valid
     m_md = m[:, None] & (o_d < D)[None, :]
     tl.store(out_ptr + o_th[:, None] * D + o_d[None, :], b_out.to(out_ptr.dtype.element_ty), mask=m_md)
@@ -683,6 +777,9 @@ def _variant(
     arch: int,
     reach: int = 0,
     apart: bool = False,
+    cap: bool = False,
+    sinks: torch.dtype | None = None,
+    kind: str = "plain",
 ) -> Variant:
     """The M tile is 64 for any number of rows. wgmma requires it; on sm_80 the tile decides how Triton places the
     warps, and with it the order of the sums. 4 warps make one warpgroup.
@@ -716,13 +813,15 @@ def _variant(
     seqs = 1 if B == 1 else max(16, 1 << (B - 1).bit_length())
     name = f"{t} {Hq}/{Hkv} D{D} page {page}" + (f" B{seqs}" if seqs > 1 else "")
     name += f" reach {reach}" if reach else ""
+    name += " capped" * cap + (f" sinks {TYPES[sinks]}" if sinks else "") + named(kind)
     name += " apart" if apart else ""
     smoke = dtype == torch.bfloat16 and D == 128 and B == 1 and page == 256 and not apart
+    k, v, *scales = cache_types(t, kind)
     return Variant(
         name=name,
         kernel=_tree_attention_kernel,
         arguments=(
-            *(f"*{t}",) * 3,
+            *(f"*{t}", k, v),
             *("*i32",) * 4,
             "*i64",
             "*fp32",
@@ -730,8 +829,11 @@ def _variant(
             "*i32",
             f"*{t}",
             "*fp32",
+            f"*{TYPES[sinks]}" if sinks else None,
+            *scales,
             "fp32",
-            *("i32",) * 6,
+            "fp32",
+            *("i32",) * 7,
         ),
         constexprs={
             "HQ": Hq,
@@ -751,12 +853,14 @@ def _variant(
             "S": (32 if d_pad <= 128 else 16) if half else 1,
             "SEQS": seqs,
             "REACH": reach,
+            "CAP": cap,
+            "KV": kind,
             "APART": apart,
         },
         num_warps=8 if d_pad > 128 else 4,
         num_stages=stages,
         dot=half,
-        wide=D * dtype.itemsize % 16 == 0,
+        wide=D * (dtype.itemsize if kind == "plain" else 1) % 16 == 0,
         smoke=smoke,
         # Three blocks an SM: for sm_100, ptxas of Triton 3.9 tries four, whose shared memory does not fit, and spills.
         options={"maxnreg": 168} if half and d_pad <= 64 and seqs == 1 else {},
@@ -770,7 +874,7 @@ def _merge_variant(of: Variant) -> Variant:
     return Variant(
         name=f"merge {of.name.removesuffix(' apart')}",
         kernel=_tree_attention_merge_kernel,
-        arguments=("*fp32", "*fp32", "*i32", "*i32", of.arguments[0], "*fp32", *("i32",) * 4),
+        arguments=("*fp32", "*fp32", "*i32", "*i32", of.arguments[0], "*fp32", of.arguments[13], *("i32",) * 5),
         constexprs={name: of.constexprs[name] for name in names},
         num_warps=of.num_warps,
         wide=of.wide and of.constexprs["S"] > 1,  # in float32 maxima and sums are too large a part of what is read
@@ -798,6 +902,15 @@ def variants(arch: int) -> Iterator[Variant]:
         for apart in (False, True):
             yield _variant(dtype, B, Hq, Hkv, D, page, (page * Hkv * D, Hkv * D, D), arch, *(reach or [0]), apart)
         yield _merge_variant(_variant(dtype, B, Hq, Hkv, D, page, (page * Hkv * D, Hkv * D, D), arch, *reach))
+    for Hq, Hkv, D, window, *how in ((64, 8, 64, 128, False, bf16), (16, 8, 256, 4096, True, None)):
+        sizes = Hq, Hkv, D, 256, (256 * Hkv * D, Hkv * D, D)  # gpt-oss and Gemma 2
+        yield _variant(bf16, 1, *sizes, arch, window, True, *how)
+        yield _merge_variant(_variant(bf16, 1, *sizes, arch, window, True, *how))
+        yield _variant(bf16, 16, *sizes, arch, 0, False, *how)
+    for kind in NARROW.values():
+        for dtype, B, D, page in ((bf16, 1, 64, 256), (bf16, 1, 128, 256), (bf16, 16, 128, 256), (bf16, 1, 256, 256)):
+            yield _variant(dtype, B, 32, 8, D, page, (page * 8 * D, 8 * D, D), arch, kind=kind)
+        yield _variant(torch.float16, 1, 32, 8, 128, 16, (16 * 1024, 1024, 128), arch, kind=kind)
 
 
 def _launch(
@@ -811,6 +924,10 @@ def _launch(
     ancestors: Tensor,
     scale: float,
     reach: int = 0,
+    cap: float = 0.0,
+    sinks: Tensor | None = None,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     strides = k_cache.stride()
     if strides != v_cache.stride() or strides[3] != 1:
@@ -827,22 +944,27 @@ def _launch(
     splits = split_count(max_pages * page, split_unit(Hkv))
     several = splits if splits > 1 else 0
     apart = splits > 1 and T * (Hq // Hkv) > MERGED * B
-    variant = _variant(q.dtype, B, Hq, Hkv, D, page, strides[:3], arch(q.device), reach, apart)
+    how = cap > 0, None if sinks is None else sinks.dtype, kind_of(k_cache)
+    variant = _variant(q.dtype, B, Hq, Hkv, D, page, strides[:3], arch(q.device), reach, apart, *how)
     partial = q.new_empty((T, Hq, several, D), dtype=torch.float32)
     stats = q.new_empty((2, T, Hq, several), dtype=torch.float32)
     # A sequence with x (row, query head) pairs takes ceil(x / M) tiles; sum(x) // M + B slots hold them all.
     slots = T * (Hq // Hkv) // variant.constexprs["M"] + B
     count = counters(q.device, slots * Hkv)
     tables = block_table, kv_len, window, cu_rows, ancestors
-    numbers = scale * _LOG2E, T, B, ancestors.shape[1], block_table.stride(0), max_pages * page, splits
+    run = B // max(len(x) if x is not None else 1 for x in (sinks, k_scale))
+    width, columns = block_table.stride(0), max_pages * page
+    numbers = scale * _LOG2E, cap * _LOG2E, run, T, B, ancestors.shape[1], width, columns, splits
     programs = slots * Hkv * splits
     if B > 1:
         programs = min(programs, PROGRAMS * sms(q.device))
-    variant((programs,), q, k_cache, v_cache, *tables, partial, stats, count, out, lse, *numbers)
+    sinks = None if sinks is None else sinks.contiguous()
+    caches, layers = (as_bytes(k_cache), as_bytes(v_cache)), (sinks, k_scale, v_scale)
+    variant((programs,), q, *caches, *tables, partial, stats, count, out, lse, *layers, *numbers)
     if apart:
-        merge, columns = _merge_variant(variant), max_pages * page
+        merge = _merge_variant(variant)
         grid = T, -(-Hq // merge.constexprs["P"])
-        merge(grid, partial, stats, kv_len, cu_rows, out, lse, T, B, columns, splits)
+        merge(grid, partial, stats, kv_len, cu_rows, out, lse, sinks, run, T, B, columns, splits)
     return out, lse
 
 
@@ -857,6 +979,10 @@ def _check(
     ancestors: Tensor,
     scale: float,
     reach: int = 0,
+    cap: float = 0.0,
+    sinks: Tensor | None = None,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
 ) -> None:
     if q.dim() != 3 or k_cache.dim() != 4 or k_cache.shape != v_cache.shape or q.shape[2] != k_cache.shape[3]:
         raise ValueError(
@@ -865,8 +991,7 @@ def _check(
         )
     if q.shape[1] % k_cache.shape[2]:
         raise ValueError(f"{q.shape[1]} query heads cannot share {k_cache.shape[2]} KV heads")
-    if q.dtype != k_cache.dtype or q.dtype != v_cache.dtype:
-        raise ValueError(f"q and the caches must have one dtype: {q.dtype}, {k_cache.dtype}, {v_cache.dtype}")
+    check_cache(q, k_cache, v_cache, k_scale, v_scale)
     B = block_table.shape[0] if block_table.dim() else 0
     if kv_len.shape != (B,) or block_table.dim() != 2 or window.shape != (B,) or cu_rows.shape != (B + 1,):
         raise ValueError(
@@ -886,6 +1011,16 @@ def _check(
         raise ValueError(f"scale must be positive, got {scale}")
     if reach < 0:
         raise ValueError(f"reach must be at least 0, got {reach}")
+    if not 0 <= cap < math.inf:
+        raise ValueError(f"cap must be at least 0, and 0 is none; got {cap}")
+    if sinks is not None and (sinks.dim() != 2 or sinks.shape[1] != q.shape[1] or not sinks.is_floating_point()):
+        raise ValueError(f"sinks must be [G, {q.shape[1]}] floating, got {tuple(sinks.shape)} {sinks.dtype}")
+    for name, layers in (("sinks", sinks), ("k_scale", k_scale)):
+        if layers is not None and (not len(layers) or B % len(layers)):
+            raise ValueError(f"{name} must have G rows for G equal runs of {B} sequences, got {tuple(layers.shape)}")
+    if sinks is not None and k_scale is not None and len(sinks) != len(k_scale):
+        raise ValueError(f"sinks and k_scale must have as many rows, got {len(sinks)} and {len(k_scale)}")
+    same_device(q, sinks=sinks)
     others = {"block_table": block_table, "kv_len": kv_len, "window": window, "cu_rows": cu_rows}
     same_device(q, k_cache=k_cache, v_cache=v_cache, ancestors=ancestors, **others)
 
@@ -896,7 +1031,7 @@ def _fake(q: Tensor, *_: object) -> tuple[Tensor, Tensor]:
 
 def _fits(*args: Any) -> bool:
     """Whether the kernel serves the arguments: the reach must not hide a column of the window."""
-    ancestors, _, reach = args[-3:]
+    ancestors, reach = args[7], args[9]
     return reach == 0 or reach >= 64 * ancestors.shape[1]
 
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from specker.kernels.narrow import NARROW, as_bytes, cache_types, check_cache, kind_of, named, narrow, narrowed
 from specker.kernels.registry import refuse, register
 from specker.kernels.variant import TYPES, Variant, same_device, start_after_previous, sum_dtype, tl, triton
 
@@ -25,25 +26,30 @@ def kv_calibrate(
     q_norm: Tensor | None = None,
     k_norm: Tensor | None = None,
     eps: float = 1e-6,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
 ) -> Tensor:
     """Split qkv, normalise and rotate q and k, and write K and V to their slots, in one pass.
 
         out = x * cos + swap(x) * sin,  swap([a, b]) = [b, a] over the halves of D
 
     for each head x of q and k, with the sign of RoPE folded into the table. With norms, a head is first RMS-normalised
-    over D (Qwen3). The kernel rounds once; the reference also rounds after the norm. A row's bits depend on that row
-    alone. Memory moves qkv, q, k and v once. Rows without query heads only write K and V.
+    over D (Qwen3). The kernel rounds once; the reference also rounds after the norm. A cache in eight bits takes the
+    rounded k and v over their scales (kernels/narrow.py). A row's bits depend on that row alone. Memory moves qkv, q,
+    k and v once. Rows without query heads only write K and V.
 
     Args:
         qkv: [T, (Hq + 2 Hkv) * D]: query heads (perhaps none), then keys, then values.
         positions: [T] int64, rows of `rope`.
         slots: [T] int64, page * page_size + offset.
         rope: [C, 2, D], see `rope_table`.
-        k_cache: [pages, page_size, Hkv, D] of qkv's dtype, contiguous; written in place.
+        k_cache: [pages, page_size, Hkv, D] of qkv's dtype, int8 or float8_e4m3fn, contiguous; written in place.
         v_cache: as k_cache.
         q_norm: [G, D] or None; row t belongs to group t // (T / G), so G layers' rows can run as one launch.
         k_norm: as q_norm; both or neither.
         eps: epsilon of the norms.
+        k_scale: [G, Hkv] float32, of caches in eight bits; G as for the norms.
+        v_scale: as k_scale.
 
     Returns:
         q [T, Hq, D], rotated.
@@ -66,7 +72,7 @@ def kv_calibrate(
         >>> keys[0, 3].tolist(), values[0, 3].tolist()
         ([[2.0, 3.0]], [[4.0, 5.0]])
     """
-    return _kv_calibrate(qkv, positions, slots, rope, k_cache, v_cache, q_norm, k_norm, eps)
+    return _kv_calibrate(qkv, positions, slots, rope, k_cache, v_cache, q_norm, k_norm, eps, k_scale, v_scale)
 
 
 def kv_calibrate_ref(
@@ -79,6 +85,8 @@ def kv_calibrate_ref(
     q_norm: Tensor | None = None,
     k_norm: Tensor | None = None,
     eps: float = 1e-6,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
 ) -> Tensor:
     T = qkv.shape[0]
     Hkv, D = k_cache.shape[-2:]
@@ -89,8 +97,9 @@ def kv_calibrate_ref(
         qk = torch.cat((_norm(qk[:, :Hq], q_norm, eps), _norm(qk[:, Hq:], k_norm, eps)), dim=1)
     cos, sin = rope[positions].unsqueeze(2).unbind(1)  # [T, 1, D]
     qk = torch.addcmul(qk * cos, qk.roll(D // 2, dims=-1), sin).to(qkv.dtype)
-    k_cache.view(-1, Hkv, D).index_copy_(0, slots, qk[:, Hq:])
-    v_cache.view(-1, Hkv, D).index_copy_(0, slots, heads[:, Hq + Hkv :])
+    for cache, rows, scale in ((k_cache, qk[:, Hq:], k_scale), (v_cache, heads[:, Hq + Hkv :], v_scale)):
+        kept = rows if scale is None else as_bytes(narrowed(rows, scale, cache.dtype))
+        as_bytes(cache).view(-1, Hkv, D).index_copy_(0, slots, kept)
     return qk[:, :Hq]
 
 
@@ -146,9 +155,14 @@ def _check_table(inv_freq: Tensor, scale: float | Tensor, length: int, dtype: to
         raise ValueError(f"length must be at least 0, got {length}")
 
 
-def kv_calibrate_cost(qkv: Tensor, *_: object, **__: object) -> tuple[int, int]:
-    """(bytes, flops) of one call; leaves out positions, slots and the table's rows, which are small beside qkv."""
-    return 2 * qkv.numel() * qkv.element_size(), 3 * qkv.numel()
+def kv_calibrate_cost(qkv: Tensor, *places: Any) -> tuple[int, int]:
+    """(bytes, flops) of one call; leaves out positions, slots and the table's rows, which are small beside qkv. Takes
+    kv_calibrate's arguments; `places` may be left out for plain caches."""
+    moved = 2 * qkv.numel() * qkv.element_size()
+    if places:
+        k_cache = places[3]
+        moved -= 2 * len(qkv) * k_cache.shape[-2:].numel() * (qkv.element_size() - k_cache.element_size())
+    return moved, 3 * qkv.numel()
 
 
 TILE = 2048  # elements of a half of D that one program holds: rows x heads x D/2
@@ -190,18 +204,48 @@ def _calibrate_heads(
     i_position,  # [R, 1]
     rope_ptr,  # [C, 2, D] fp32
     p_norm,  # [R, 1] pointers to the rows of the norm's weight
+    b_scale,  # [R, 1] of a result in eight bits
     eps,
     NORM: tl.constexpr,
     D: tl.constexpr,
     HALF: tl.constexpr,  # D / 2 padded to a power of two
+    KV: tl.constexpr,  # the kind of the result
 ):
     o_d = tl.arange(0, HALF)[None, :]
     m = m_head & (o_d < D // 2)
     b_a = tl.load(p_in + o_d, mask=m, other=0.0).to(tl.float32)
     b_b = tl.load(p_in + D // 2 + o_d, mask=m, other=0.0).to(tl.float32)
     b_a, b_b = calibrate(b_a, b_b, m, i_position, rope_ptr, p_norm, eps, NORM, D, HALF)
-    tl.store(p_out + o_d, b_a.to(p_out.dtype.element_ty), mask=m)
-    tl.store(p_out + D // 2 + o_d, b_b.to(p_out.dtype.element_ty), mask=m)
+    store_halves(p_out, b_a.to(p_in.dtype.element_ty), b_b.to(p_in.dtype.element_ty), b_scale, m, D, HALF, KV)
+
+
+@triton.jit
+def store_halves(
+    p_out,  # [R, 1] pointers to the heads
+    b_a,  # [R, HALF] in the dtype of the activations, the first halves
+    b_b,  # the second halves
+    b_scale,  # [R, 1]
+    m,  # [R, HALF] which elements exist
+    D: tl.constexpr,
+    HALF: tl.constexpr,
+    KV: tl.constexpr,
+):
+    """Write heads, into a cache in eight bits over their scales."""
+    o_d = tl.arange(0, HALF)[None, :]
+    if KV != "plain":
+        b_a = narrow(b_a.to(tl.float32), b_scale, KV)
+        b_b = narrow(b_b.to(tl.float32), b_scale, KV)
+    tl.store(p_out + o_d, b_a, mask=m)
+    tl.store(p_out + D // 2 + o_d, b_b, mask=m)
+
+
+@triton.jit
+def _scale_of(scale_ptr, i_group, i_h, m, Hkv: tl.constexpr, KV: tl.constexpr):
+    """The scales of KV heads i_h, [R, 1] float32; 1 for a plain cache and where m is not set."""
+    b_scale = tl.full(m.shape, 1.0, tl.float32)
+    if KV != "plain":
+        b_scale = tl.load(scale_ptr + i_group * Hkv + i_h, mask=m, other=1.0)
+    return b_scale
 
 
 @triton.jit(
@@ -218,6 +262,8 @@ def _kv_calibrate_kernel(
     q_ptr,  # [T, Hq, D]
     k_cache_ptr,  # [slots, Hkv, D]
     v_cache_ptr,  # [slots, Hkv, D]
+    k_scale_ptr,  # [G, Hkv], or None
+    v_scale_ptr,  # [G, Hkv], or None
     T,
     group,  # rows of a group, T / G
     eps,
@@ -228,6 +274,7 @@ def _kv_calibrate_kernel(
     BT: tl.constexpr,  # rows per program
     BH: tl.constexpr,  # heads per program: all q, all k or all v
     NORM: tl.constexpr,
+    KV: tl.constexpr,  # "plain", or the kind of a cache in eight bits
     PDL: tl.constexpr,
 ):
     start_after_previous(PDL)
@@ -246,29 +293,33 @@ def _kv_calibrate_kernel(
         p_in = qkv_ptr + (row * (Hq + 2 * Hkv) + i_h) * D
         i_position = tl.load(positions_ptr + i_t1, mask=m_t1, other=0)[:, None]
         p_out, p_norm = q_ptr + (row * Hq + i_h) * D, q_norm_ptr + i_group * D
-        _calibrate_heads(p_in, p_out, m_t & (i_h < Hq), i_position, rope_ptr, p_norm, eps, NORM, D, HALF)
+        m_head = m_t & (i_h < Hq)
+        _calibrate_heads(p_in, p_out, m_head, i_position, rope_ptr, p_norm, 1.0, eps, NORM, D, HALF, "plain")
     elif i_block < q_blocks + kv_blocks:
         i_h = (i_block - q_blocks) * BH + o_r % BH
         p_in = qkv_ptr + (row * (Hq + 2 * Hkv) + Hq + i_h) * D
         i_position = tl.load(positions_ptr + i_t1, mask=m_t1, other=0)[:, None]
         i_slot = tl.load(slots_ptr + i_t1, mask=m_t1, other=0).to(tl.int64)[:, None]
-        p_out, p_norm = k_cache_ptr + (i_slot * Hkv + i_h) * D, k_norm_ptr + i_group * D
-        _calibrate_heads(p_in, p_out, m_t & (i_h < Hkv), i_position, rope_ptr, p_norm, eps, NORM, D, HALF)
+        p_kv, p_norm = k_cache_ptr + (i_slot * Hkv + i_h) * D, k_norm_ptr + i_group * D
+        m_head = m_t & (i_h < Hkv)
+        b_scale = _scale_of(k_scale_ptr, i_group, i_h, m_head, Hkv, KV)
+        _calibrate_heads(p_in, p_kv, m_head, i_position, rope_ptr, p_norm, b_scale, eps, NORM, D, HALF, KV)
     else:
         i_h = (i_block - q_blocks - kv_blocks) * BH + o_r % BH
         p_in = qkv_ptr + (row * (Hq + 2 * Hkv) + Hq + Hkv + i_h) * D
         i_slot = tl.load(slots_ptr + i_t1, mask=m_t1, other=0).to(tl.int64)[:, None]
-        p_out = v_cache_ptr + (i_slot * Hkv + i_h) * D
+        p_kv = v_cache_ptr + (i_slot * Hkv + i_h) * D
         o_d = tl.arange(0, HALF)[None, :]
-        m = m_t & (i_h < Hkv) & (o_d < D // 2)
+        m_head = m_t & (i_h < Hkv)
+        m = m_head & (o_d < D // 2)
         b_a = tl.load(p_in + o_d, mask=m)
         b_b = tl.load(p_in + D // 2 + o_d, mask=m)
-        tl.store(p_out + o_d, b_a, mask=m)
-        tl.store(p_out + D // 2 + o_d, b_b, mask=m)
+        b_scale = _scale_of(v_scale_ptr, i_group, i_h, m_head, Hkv, KV)
+        store_halves(p_kv, b_a, b_b, b_scale, m, D, HALF, KV)
 
 
 @lru_cache
-def _variant(dtype: torch.dtype, Hq: int, Hkv: int, D: int, norm: bool) -> Variant:
+def _variant(dtype: torch.dtype, Hq: int, Hkv: int, D: int, norm: bool, kind: str = "plain") -> Variant:
     """The heads of a tile are all q, all k or all v, so that a program does one thing. A tile holds as many heads as
     fill a KV block without padding, and as many rows as give 256 threads 16 bytes of each half (2-byte types). The two
     partners of a rotation are in one thread: no shuffles. A program has 8 KiB of qkv in flight; the registers that the
@@ -280,10 +331,10 @@ def _variant(dtype: torch.dtype, Hq: int, Hkv: int, D: int, norm: bool) -> Varia
     BH = min(triton.next_power_of_2(Hkv), rows)
     t = TYPES[dtype]
     return Variant(
-        name=f"{t} Hq{Hq} Hkv{Hkv} D{D}{' norm' if norm else ''}",
+        name=f"{t} Hq{Hq} Hkv{Hkv} D{D}" + " norm" * norm + named(kind),
         kernel=_kv_calibrate_kernel,
-        arguments=(f"*{t}", "*i64", "*i64", "*fp32", *[f"*{t}"] * 5, "i32", "i32", "fp32"),
-        constexprs={"Hq": Hq, "Hkv": Hkv, "D": D, "HALF": half, "BT": rows // BH, "BH": BH, "NORM": norm},
+        arguments=(f"*{t}", "*i64", "*i64", "*fp32", *[f"*{t}"] * 3, *cache_types(t, kind), "i32", "i32", "fp32"),
+        constexprs={"Hq": Hq, "Hkv": Hkv, "D": D, "HALF": half, "BT": rows // BH, "BH": BH, "NORM": norm, "KV": kind},
         num_warps=8,
         wide=D // 2 * dtype.itemsize % 16 == 0,
         smoke=dtype == torch.bfloat16 and (Hq, D) == (32, 128),
@@ -300,6 +351,8 @@ def _launch(
     q_norm: Tensor | None,
     k_norm: Tensor | None,
     eps: float,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
 ) -> Tensor:
     if not rope.is_contiguous():
         raise ValueError(f"rope must be contiguous, got strides {rope.stride()}")
@@ -310,13 +363,14 @@ def _launch(
     Hq = qkv.shape[1] // D - 2 * Hkv
     q = qkv.new_empty(T, Hq, D)
     if T:
-        variant = _variant(qkv.dtype, Hq, Hkv, D, q_norm is not None)
+        variant = _variant(qkv.dtype, Hq, Hkv, D, q_norm is not None, kind_of(k_cache))
         BT, BH = variant.constexprs["BT"], variant.constexprs["BH"]
         grid = (-(-T // BT), -(-Hq // BH) + 2 * -(-Hkv // BH))
-        group = T if q_norm is None else T // q_norm.shape[0]
+        group = T // max(1 if each is None else len(each) for each in (q_norm, k_scale))
         # without norms their pointers are not read
         norms = (qkv if q_norm is None else q_norm, qkv if k_norm is None else k_norm)
-        variant(grid, qkv, positions, slots, rope, *norms, q, k_cache, v_cache, T, group, eps)
+        caches = as_bytes(k_cache), as_bytes(v_cache), k_scale, v_scale
+        variant(grid, qkv, positions, slots, rope, *norms, q, *caches, T, group, eps)
     return q
 
 
@@ -330,9 +384,11 @@ def _check(
     q_norm: Tensor | None,
     k_norm: Tensor | None,
     eps: float,
+    k_scale: Tensor | None,
+    v_scale: Tensor | None,
 ) -> None:
     T = qkv.shape[0] if qkv.dim() else 0
-    Hkv, D = check_rows(qkv, T, positions, slots, rope, k_cache, v_cache, q_norm, k_norm, eps)
+    Hkv, D = check_rows(qkv, T, positions, slots, rope, k_cache, v_cache, q_norm, k_norm, eps, k_scale, v_scale)
     if qkv.dim() != 2 or qkv.shape[1] % D or qkv.shape[1] < 2 * Hkv * D:
         raise ValueError(f"qkv must be [T, (Hq + 2*{Hkv}) * {D}], got {tuple(qkv.shape)}")
 
@@ -364,6 +420,8 @@ def check_rows(
     q_norm: Tensor | None,
     k_norm: Tensor | None,
     eps: float,
+    k_scale: Tensor | None,
+    v_scale: Tensor | None,
 ) -> tuple[int, int]:
     """Raise ValueError unless T rows of x's dtype can be rotated, normed and written to the caches. Returns Hkv, D."""
     if k_cache.dim() != 4 or k_cache.shape != v_cache.shape:
@@ -376,12 +434,13 @@ def check_rows(
             raise ValueError(f"{name} must be [{T}] int64, got {tuple(index.shape)} {index.dtype}")
     if rope.dim() != 3 or rope.shape[1:] != (2, D) or rope.dtype != sum_dtype(x.dtype):
         raise ValueError(f"rope must be [C, 2, {D}] {sum_dtype(x.dtype)}, got {tuple(rope.shape)} {rope.dtype}")
-    if not k_cache.dtype == v_cache.dtype == x.dtype:
-        raise ValueError(f"the caches must have the input's dtype: {k_cache.dtype}, {v_cache.dtype}, {x.dtype}")
+    check_cache(x, k_cache, v_cache, k_scale, v_scale)
     check_contiguous(k_cache, v_cache)
     same_device(
         x, positions=positions, slots=slots, rope=rope, k_cache=k_cache, v_cache=v_cache, q_norm=q_norm, k_norm=k_norm
     )
+    if k_scale is not None and T % len(k_scale):
+        raise ValueError(f"k_scale must be [G, {Hkv}] with G dividing {T} rows, got {tuple(k_scale.shape)}")
     if (q_norm is None) != (k_norm is None):
         raise ValueError("q_norm and k_norm come together or not at all")
     if q_norm is None or k_norm is None:
@@ -395,6 +454,8 @@ def check_rows(
             f"q_norm and k_norm must have one shape and the input's dtype: {tuple(q_norm.shape)} {q_norm.dtype}, "
             f"{tuple(k_norm.shape)} {k_norm.dtype}"
         )
+    if k_scale is not None and len(k_scale) != len(q_norm):
+        raise ValueError(f"k_scale must have a row for each of q_norm's {len(q_norm)}, got {tuple(k_scale.shape)}")
     return Hkv, D
 
 
@@ -429,7 +490,7 @@ def kv_commit(k_cache: Tensor, v_cache: Tensor, src: Tensor, dst: Tensor) -> Non
     Slots src and dst may overlap; equal dst must have equal src. Memory moves each row once in and once out.
 
     Args:
-        k_cache: [L, pages, page_size, Hkv, D].
+        k_cache: [L, pages, page_size, Hkv, D], of any floating-point dtype or int8.
         v_cache: as k_cache.
         src: [M] int64 slots of one layer, page * page_size + offset.
         dst: [M] int64.
@@ -456,7 +517,7 @@ def kv_commit(k_cache: Tensor, v_cache: Tensor, src: Tensor, dst: Tensor) -> Non
 
 def kv_commit_ref(k_cache: Tensor, v_cache: Tensor, src: Tensor, dst: Tensor) -> None:
     for cache in (k_cache, v_cache):
-        rows = cache.view(cache.shape[0], -1, *cache.shape[3:])
+        rows = as_bytes(cache).view(cache.shape[0], -1, *cache.shape[3:])
         rows.index_copy_(1, dst, rows.index_select(1, src))
 
 
@@ -522,9 +583,10 @@ def _launch_commit(k_cache: Tensor, v_cache: Tensor, src: Tensor, dst: Tensor) -
     L, pages, page_size, Hkv, D = k_cache.shape
     if M := src.shape[0]:
         bucket = next(b for b in (16, 64, MAX_COMMIT) if b >= M)
-        variant = _commit_variant(k_cache.dtype, Hkv * D, bucket)
+        variant = _commit_variant(as_bytes(k_cache).dtype, Hkv * D, bucket)
         grid = (-(-Hkv * D // variant.constexprs["BC"]), L)
-        variant(grid, k_cache, v_cache, src.contiguous(), dst.contiguous(), M, pages * page_size)
+        caches = as_bytes(k_cache), as_bytes(v_cache)
+        variant(grid, *caches, src.contiguous(), dst.contiguous(), M, pages * page_size)
 
 
 def _check_commit(k_cache: Tensor, v_cache: Tensor, src: Tensor, dst: Tensor) -> None:
@@ -566,7 +628,10 @@ def variants(arch: int) -> Iterator[Variant]:
     yield _variant(torch.bfloat16, 0, 8, 128, True)  # `dflash` keeps K and V of the target's rows
     yield _variant(torch.float16, 32, 8, 128, True)
     yield _variant(torch.float32, 32, 8, 128, True)
+    for kind in NARROW.values():
+        yield _variant(torch.bfloat16, 32, 8, 128, True, kind)
     for BM in (16, 64, 256):
         yield _commit_variant(torch.bfloat16, 1024, BM)
     yield _commit_variant(torch.bfloat16, 96, 16)
     yield _commit_variant(torch.float32, 1024, 16)
+    yield _commit_variant(torch.int8, 1024, 16)

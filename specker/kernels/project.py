@@ -15,8 +15,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from specker.kernels.kv import calibrate, check_places, check_rows, kv_calibrate, kv_calibrate_cost
+from specker.kernels.kv import (
+    calibrate,
+    check_places,
+    check_rows,
+    kv_calibrate,
+    kv_calibrate_cost,
+    store_halves,
+)
 from specker.kernels.linear import row_linear, row_linear_cost
+from specker.kernels.narrow import NARROW, as_bytes, cache_types, kind_of, named
 from specker.kernels.quant import Format, Matrix, arguments_of, constexprs_of, format_of, streams, types_of
 from specker.kernels.registry import register
 from specker.kernels.stream import prefetch_rows, stream_rows
@@ -62,10 +70,13 @@ def kv_project(
     q_norm: Tensor | None = None,
     k_norm: Tensor | None = None,
     eps: float = 1e-6,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
 ) -> Tensor:
     """The attention input of few rows in one launch: `row_linear` with W_qkv, then `kv_calibrate`.
 
-        q = kv_calibrate(row_linear(x, weight, bias), positions, slots, rope, k_cache, v_cache, q_norm, k_norm, eps)
+        q = kv_calibrate(row_linear(x, weight, bias), positions, slots, rope, k_cache, v_cache, q_norm, k_norm, eps,
+                         k_scale, v_scale)
 
     The projection is rounded to x's dtype before norm and rotation, as above. One call can run G layers side by side.
     The op is batch-invariant: a row's bits depend on that row, the weights and the device alone. Memory moves the
@@ -79,11 +90,13 @@ def kv_project(
         positions: [G * T] int64.
         slots: [G * T] int64.
         rope: [C, 2, D], see `rope_table`.
-        k_cache: [pages, page_size, Hkv, D], written in place.
+        k_cache: [pages, page_size, Hkv, D] of x's dtype, int8 or float8_e4m3fn, written in place.
         v_cache: as k_cache.
         q_norm: [G, D] or None.
         k_norm: as q_norm; both or neither.
         eps: epsilon of the norms.
+        k_scale: [G, Hkv] float32, of caches in eight bits.
+        v_scale: as k_scale.
 
     Returns:
         q [G * T, Hq, D], rotated.
@@ -104,7 +117,8 @@ def kv_project(
         >>> keys[0, 3].tolist()
         [[2.0, 3.0]]
     """
-    return _kv_project(x, weight, bias, positions, slots, rope, k_cache, v_cache, q_norm, k_norm, eps)
+    scales = k_scale, v_scale
+    return _kv_project(x, weight, bias, positions, slots, rope, k_cache, v_cache, q_norm, k_norm, eps, *scales)
 
 
 def kv_project_ref(
@@ -119,16 +133,19 @@ def kv_project_ref(
     q_norm: Tensor | None = None,
     k_norm: Tensor | None = None,
     eps: float = 1e-6,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
 ) -> Tensor:
     qkv = row_linear(x, weight, bias).flatten(0, -2)
-    return kv_calibrate(qkv, positions, slots, rope, k_cache, v_cache, q_norm, k_norm, eps)
+    return kv_calibrate(qkv, positions, slots, rope, k_cache, v_cache, q_norm, k_norm, eps, k_scale, v_scale)
 
 
-def kv_project_cost(x: Tensor, weight: Matrix, bias: Tensor | None = None, *_: object, **__: object) -> tuple[int, int]:
+def kv_project_cost(x: Tensor, weight: Matrix, bias: Tensor | None = None, *places: Any) -> tuple[int, int]:
     """(bytes, flops) that any implementation needs: x, weight and bias read once, q, k and v written once. Leaves out
-    positions, slots and the table's rows."""
-    qkv = x.new_empty(*x.shape[:-1], weight.shape[-2], device="meta")
-    return row_linear_cost(x, weight, bias)[0], row_linear_cost(x, weight, bias)[1] + kv_calibrate_cost(qkv)[1]
+    positions, slots and the table's rows. Takes kv_project's arguments; `places` may be left out for plain caches."""
+    qkv = x.new_empty(math.prod(x.shape[:-1]), weight.shape[-2], device="meta")
+    (product, flops), (moved, more) = row_linear_cost(x, weight, bias), kv_calibrate_cost(qkv, *places)
+    return product + moved - 2 * qkv.numel() * qkv.element_size(), flops + more
 
 
 @triton.jit(
@@ -151,6 +168,8 @@ def _kv_project_kernel(
     q_ptr,  # [G * T, Hq, D]
     k_cache_ptr,  # [slots, Hkv, D]
     v_cache_ptr,  # [slots, Hkv, D]
+    k_scale_ptr,  # [G, Hkv], or None
+    v_scale_ptr,  # [G, Hkv], or None
     T,
     eps,
     G: tl.constexpr,
@@ -170,6 +189,7 @@ def _kv_project_kernel(
     GROUP: tl.constexpr,
     LEFT: tl.constexpr,
     LINES: tl.constexpr,  # lines per row to prefetch
+    KV: tl.constexpr,  # "plain", or the kind of a cache in eight bits
     PDL: tl.constexpr,
     ON_AMD: tl.constexpr,
 ):
@@ -242,21 +262,29 @@ def _kv_project_kernel(
             b_b += tl.load(p_bias + D // 2, mask=o_d < D // 2, other=0.0).to(tl.float32)
         b_a = b_a.to(q_ptr.dtype.element_ty).to(tl.float32)
         b_b = b_b.to(q_ptr.dtype.element_ty).to(tl.float32)
-        p_out = q_ptr + (i_row * Hq + i_h)[:, None] * D
-        if i_h >= Hq:
-            i_slot = tl.load(slots_ptr + i_row, mask=m_t, other=0).to(tl.int64)
-            if i_h < Hq + Hkv:
-                p_out = k_cache_ptr + (i_slot * Hkv + i_h - Hq)[:, None] * D
-            else:
-                p_out = v_cache_ptr + (i_slot * Hkv + i_h - Hq - Hkv)[:, None] * D
         if i_h < Hq + Hkv:
             i_position = tl.load(positions_ptr + i_row, mask=m_t, other=0)[:, None]
             p_norm = q_norm_ptr + i_g * D + tl.zeros([R, 1], tl.int32)
             if i_h >= Hq:
                 p_norm = k_norm_ptr + i_g * D + tl.zeros([R, 1], tl.int32)
             b_a, b_b = calibrate(b_a, b_b, m, i_position, rope_ptr, p_norm, eps, NORM, D, N // 2)
-        tl.store(p_out + o_d, b_a.to(q_ptr.dtype.element_ty), mask=m)
-        tl.store(p_out + D // 2 + o_d, b_b.to(q_ptr.dtype.element_ty), mask=m)
+        b_a = b_a.to(q_ptr.dtype.element_ty)
+        b_b = b_b.to(q_ptr.dtype.element_ty)
+        if i_h < Hq:
+            store_halves(q_ptr + (i_row * Hq + i_h)[:, None] * D, b_a, b_b, 1.0, m, D, N // 2, "plain")
+        else:
+            i_slot = tl.load(slots_ptr + i_row, mask=m_t, other=0).to(tl.int64)
+            i_kv = (i_h - Hq) % Hkv
+            p_kv = k_cache_ptr
+            if i_h >= Hq + Hkv:
+                p_kv = v_cache_ptr
+            b_scale = 1.0
+            if KV != "plain":
+                p_scale = k_scale_ptr
+                if i_h >= Hq + Hkv:
+                    p_scale = v_scale_ptr
+                b_scale = tl.load(p_scale + i_g * Hkv + i_kv)
+            store_halves(p_kv + (i_slot * Hkv + i_kv)[:, None] * D, b_a, b_b, b_scale, m, D, N // 2, KV)
 
 
 @lru_cache(maxsize=256)
@@ -272,6 +300,7 @@ def _variant(
     arch: int,
     sms: int = 0,
     form: Format | None = None,
+    kind: str = "plain",
 ) -> Variant:
     """64 rows of x for any T, as in row_linear. A tile of the weight is one head, since a head's halves are rotated
     together. Heads are few: 48 of 128 rows for Llama-3-8B. So K is split until every SM has a program; on an H200 (132
@@ -294,7 +323,7 @@ def _variant(
     stages = 2 if dtype == torch.float32 else max(stages_of(m, n, block, count * splits <= sms, arch, form), 2)
     t = TYPES[dtype]
     warps = 8 if n > 128 else 4
-    about = f" x{G}" * (G > 1) + " norm" * norm + " bias" * bias + ("" if form is None else f" {form}")
+    about = f" x{G}" * (G > 1) + " norm" * norm + " bias" * bias + ("" if form is None else f" {form}") + named(kind)
     return Variant(
         name=f"{t} {E}->{Hq}/{Hkv} D{D}{about}",
         kernel=_kv_project_kernel,
@@ -307,7 +336,8 @@ def _variant(
             *(f"*{t}",) * 2,
             "*fp32",
             "*i32",
-            *(f"*{t}",) * 3,
+            f"*{t}",
+            *cache_types(t, kind),
             "i32",
             "fp32",
         ),
@@ -328,6 +358,7 @@ def _variant(
             **constexprs_of(form),
             "LEFT": left,
             "LINES": lines(n, split * dtype.itemsize if form is None else form.size(split)),
+            "KV": kind,
         },
         num_warps=warps,
         num_stages=stages,
@@ -359,6 +390,8 @@ def variants(arch: int) -> Iterator[Variant]:
         yield _variant(bf16, 1, 32, 8, 128, 4096, False, False, arch, form=form)
     yield _variant(torch.float16, 2, 32, 8, 64, 2048, True, True, arch, form=COMMON[3])
     yield _variant(torch.float32, 1, 32, 8, 128, 4096, False, False, arch, form=COMMON[0])
+    for kind in NARROW.values():
+        yield _variant(bf16, 1, 32, 8, 128, 4096, False, False, arch, kind=kind)
 
 
 def _launch(
@@ -373,6 +406,8 @@ def _launch(
     q_norm: Tensor | None,
     k_norm: Tensor | None,
     eps: float,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
 ) -> Tensor:
     w, scale, shift = arguments_of(weight)
     if not rope.is_contiguous():
@@ -384,13 +419,14 @@ def _launch(
     if not q.numel():
         return q
     has, form = (q_norm is not None, bias is not None), format_of(weight)
-    variant = _variant(x.dtype, G, Hq, Hkv, D, E, *has, arch(x.device), sms(x.device), form)
+    variant = _variant(x.dtype, G, Hq, Hkv, D, E, *has, arch(x.device), sms(x.device), form, kind_of(k_cache))
     tiles, splits = -(-T // variant.constexprs["M"]), variant.constexprs["SPLITS"]
     sums = x.new_empty((splits, G * T, O), dtype=torch.float32)
     count = counters(x.device, tiles * G * (O // D))
     b, qn, kn = (x if y is None else y.contiguous() for y in (bias, q_norm, k_norm))  # x is a dummy, not read
     grid = (tiles, G * (O // D), splits)
-    variant(grid, x, w, scale, shift, b, positions, slots, rope, qn, kn, sums, count, q, k_cache, v_cache, T, eps)
+    caches = as_bytes(k_cache), as_bytes(v_cache), k_scale, v_scale
+    variant(grid, x, w, scale, shift, b, positions, slots, rope, qn, kn, sums, count, q, *caches, T, eps)
     return q
 
 
@@ -406,10 +442,12 @@ def _check(
     q_norm: Tensor | None,
     k_norm: Tensor | None,
     eps: float,
+    k_scale: Tensor | None,
+    v_scale: Tensor | None,
 ) -> None:
     check_product(x, weight)
     G, T, O = math.prod(x.shape[:-2]), math.prod(x.shape[:-1]), weight.shape[-2]
-    Hkv, D = check_rows(x, T, positions, slots, rope, k_cache, v_cache, q_norm, k_norm, eps)
+    Hkv, D = check_rows(x, T, positions, slots, rope, k_cache, v_cache, q_norm, k_norm, eps, k_scale, v_scale)
     if O % D or 2 * Hkv * D >= O:
         raise ValueError(f"weight must have (Hq + 2*{Hkv}) * {D} rows, got {O}")
     if bias is not None and (bias.shape != weight.shape[:-1] or bias.dtype != x.dtype):
@@ -417,6 +455,8 @@ def _check(
     same_device(x, bias=bias)
     if q_norm is not None and len(q_norm) != G:
         raise ValueError(f"q_norm must be [{G}, {D}], a row per layer, got {tuple(q_norm.shape)}")
+    if k_scale is not None and len(k_scale) != G:
+        raise ValueError(f"k_scale must be [{G}, {Hkv}], a row per layer, got {tuple(k_scale.shape)}")
 
 
 def _explain(*args: Any) -> None:

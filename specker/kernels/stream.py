@@ -5,6 +5,7 @@ shared memory once; `prefetch_rows` starts to read them before the previous kern
 tiles.
 """
 
+from specker.kernels.narrow import fp8_of
 from specker.kernels.variant import prefetch, tl, triton
 
 
@@ -237,8 +238,7 @@ def _weights(
     SHIFT: tl.constexpr,
     KIND: tl.constexpr,
 ):
-    """q * scale + shift, rounded once to float32: [N, K]. fp8 comes as int8: its bits, moved to their places in a
-    float32, give the number times 2^-120, also for subnormal numbers.
+    """q * scale + shift, rounded once to float32: [N, K]. fp8 comes as int8.
 
     int4: PART selects the low or the high four bits of the bytes. `_four_bits` gives the number q of 0 to 15 times
     2^-22, so the scale is multiplied by 2^22, which is exact up to 2^105. Without shifts q stands for q - 8, and
@@ -253,7 +253,7 @@ def _weights(
             b_shift = -8.0 * b_scale
         b_scale *= 2.0**22
     elif KIND == "fp8":
-        b_v = ((b_q.to(tl.int32) << 20) & -0x78100000).to(tl.float32, bitcast=True) * 2.0**120
+        b_v = fp8_of(b_q)
     else:
         b_v = b_q.to(tl.float32)
     b_v = tl.reshape(b_v, (N, GROUPS, K // GROUPS))

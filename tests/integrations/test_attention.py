@@ -24,6 +24,15 @@ MODELS = {
         "query_pre_attn_scalar": 20,
         **SMALL,
     },
+    "Gemma2": {"num_key_value_heads": 2, "head_dim": 12, "sliding_window": 12, "attn_logit_softcapping": 2.0, **SMALL},
+    "GptOss": {  # sinks
+        "num_key_value_heads": 2,
+        "head_dim": 12,
+        "sliding_window": 12,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        **SMALL,
+    },
 }
 
 
@@ -36,7 +45,8 @@ def pair(monkeypatch):
         config = getattr(transformers, f"{name}Config")(**{**MODELS[name], **more}, max_position_embeddings=512)
         made = []
         for how in ("eager", register_attention()):
-            model = AutoModelForCausalLM.from_config(config, attn_implementation=how).double().eval()
+            model = AutoModelForCausalLM.from_config(config, attn_implementation=how, experts_implementation="eager")
+            model = model.double().eval()
             randomize(model, 0)
             made.append(model.requires_grad_(False))
         return made
@@ -83,6 +93,15 @@ def test_a_long_prompt_runs_on_torchs_attention(pair):
     mask[1, :20] = 0
     assert apart(models, ids(2, 300), attention_mask=mask, rows=mask.bool()) < 1e-11
     assert apart(models, ids(1, 256)) < 1e-11
+
+
+@pytest.mark.parametrize("name", ["Gemma2", "GptOss"])
+def test_a_long_prompt_with_sinks_or_a_soft_cap_runs_on_the_op(pair, name):
+    models = pair(name, sliding_window=400)
+    mask = torch.ones(2, 300, dtype=torch.int64)
+    mask[1, :20] = 0
+    assert apart(models, ids(2, 300), attention_mask=mask, rows=mask.bool()) < 1e-11
+    assert apart(models, ids(1, 290)) < 1e-11
 
 
 def tree(nodes, seed):
@@ -182,6 +201,3 @@ def test_what_the_op_lacks_is_refused(pair):
         model.requires_grad_(True)(prompt)
     with pytest.raises(ValueError, match="no dropout: use another"):
         pair("Llama", attention_dropout=0.1)[1].train()(prompt)
-    soft = transformers.Gemma2Config(**SMALL, num_key_value_heads=2, head_dim=8)
-    with pytest.raises(ValueError, match="no softcap: use another"), torch.no_grad():
-        AutoModelForCausalLM.from_config(soft, attn_implementation="specker")(prompt)

@@ -263,7 +263,7 @@ def test_refuses():
         (ok, at[:2], rope, None, "positions must be"),
         (ok, at.int(), rope, None, "positions must be"),
         (ok, at, torch.zeros(9, 8), None, "rope must be"),
-        (ok.half(), at, rope, None, "caches must have"),
+        (ok.half(), at, rope, None, "the caches must both have"),
         (ok, at, rope, torch.zeros(2, 8), "G dividing"),
         (ok, at, rope, torch.zeros(0, 8), "G dividing"),
         (ok, at, rope, torch.zeros(1, 8).double(), "one shape and the input's dtype"),

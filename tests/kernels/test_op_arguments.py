@@ -37,6 +37,13 @@ def attention(T: int, dtype: torch.dtype, B: int = 1) -> dict[str, Any]:
     }
 
 
+def eight_bits(given: dict[str, Any], **more: Any) -> dict[str, Any]:
+    """The arguments with caches in eight bits."""
+    caches = {name: given[name].to(torch.int8) for name in ("k_cache", "v_cache")}
+    scale = torch.ones(1, caches["k_cache"].shape[2])
+    return {**given, **caches, **more, "k_scale": scale, "v_scale": scale}
+
+
 def calibration(T: int, dtype: torch.dtype) -> dict[str, Any]:
     return {
         "qkv": torch.ones(T, 8 * 32, dtype=dtype),
@@ -119,6 +126,9 @@ CALLS: list[tuple[str, dict[str, Any]]] = [
     ("row_linear", {"x": torch.ones(3, 64), "weight": quantised(torch.ones(32, 64), "int4")}),
     ("sample_rows", sample(draw=pack_draw(7, 0.5))),
     *(("tree_attention", attention(*how)) for how in ((3, F32), (100, F32), (3, BF16), (4, F32, 2), (4, BF16, 2))),
+    ("tree_attention", eight_bits(attention(3, F32), reach=9, cap=2.0, sinks=torch.ones(1, 2))),
+    ("kv_calibrate", eight_bits(calibration(3, F32))),
+    ("kv_project", eight_bits(projection(3, BF16))),
     ("vocab_topk", head(torch.ones(40, 32), norm=NORM, noise=NOISE, out=torch.zeros(3, 3, dtype=torch.int64))),
     ("vocab_topk", head(quantised(torch.ones(40, 32), "int4"))),
 ]

@@ -20,6 +20,7 @@ from specker.kernels.attention import (
     tree_attention_cost,
 )
 from specker.kernels.kv import kv_calibrate, rope_table
+from specker.kernels.narrow import as_bytes, narrowed
 from specker.kernels.variant import Variant, tl, triton
 
 op = importlib.import_module("specker.kernels.attention")  # the package's attribute of this name is the function
@@ -80,13 +81,21 @@ def ragged(
     lengths=((0, 1), (21, 9), (5, 40)),
     relation="forest",
     reach=0,
+    cap=0.0,
+    sinks=False,
+    kind=None,
 ):
-    """Sequences of (prefix, draft nodes), with pages permuted and NaN in every slot that must not be read. Returns the
-    arguments, and out and lse by the formula in float64."""
+    """Sequences of (prefix, draft nodes), with pages permuted and NaN in every slot that must not be read (rubbish, in
+    eight bits). Returns the arguments, and out and lse by the formula in float64."""
     g = torch.Generator().manual_seed(seed)
     widest = max(-(-(p + n + 1) // page) for p, n in lengths)
     count = widest * len(lengths) + 2
     k, v = (torch.full((count, page, Hkv, D), math.nan, dtype=dtype) for _ in range(2))
+    scales = None
+    if kind:
+        k, v = (torch.full(k.shape, 77, dtype=torch.int8).view(kind) for _ in "kv")
+        scales = torch.rand(2, 1, Hkv, generator=g) / 20 + 0.01
+    sink = torch.randn(1, Hq, generator=g, dtype=torch.float64).to(dtype) if sinks else None
     pages = torch.randperm(count, generator=g)[: widest * len(lengths)].view(len(lengths), widest).int()
     q, words, cu, want, lse = [], [], [0], [], []
     W = max(-(-(n + 1) // 64) for _, n in lengths)
@@ -95,7 +104,11 @@ def ragged(
         S = prefix + n + 1
         keys, values = (torch.randn(S, Hkv, D, generator=g, dtype=torch.float64).to(dtype) for _ in range(2))
         slots = pages[b].long().repeat_interleave(page)[:S], torch.arange(S) % page
-        k[slots], v[slots] = keys, values
+        if kind:
+            keys, values = (narrowed(x, by, kind) for x, by in zip((keys, values), scales, strict=True))
+        as_bytes(k)[slots], as_bytes(v)[slots] = as_bytes(keys), as_bytes(values)
+        if kind:
+            keys, values = (x.double() * by[0, :, None] for x, by in zip((keys, values), scales, strict=True))
         rows = torch.randn(n + 1, Hq, D, generator=g, dtype=torch.float64).to(dtype)
         visible = torch.zeros(n + 1, S, dtype=torch.bool)
         visible[:, :prefix] = True
@@ -105,9 +118,12 @@ def ragged(
                 visible[r, visible[r].nonzero()[:-reach]] = False
         shared = torch.arange(Hq) * Hkv // Hq  # KV head of each query head
         score = torch.einsum("thd,shd->ths", rows.double(), keys.double()[:, shared]) / math.sqrt(D)
+        if cap:
+            score = cap * (score / cap).tanh()
         score = score.masked_fill(~visible[:, None], -math.inf)
-        want.append(torch.einsum("ths,shd->thd", score.softmax(-1), values.double()[:, shared]))
-        lse.append(score.logsumexp(-1))
+        whole = score if sink is None else torch.cat((score, sink.double().T.expand(n + 1, -1, -1)), dim=-1)
+        want.append(torch.einsum("ths,shd->thd", whole.softmax(-1)[..., :S], values.double()[:, shared]))
+        lse.append(whole.logsumexp(-1))
         q.append(rows)
         words.append(torch.nn.functional.pad(own, (0, W - own.shape[1])))
         cu.append(cu[-1] + n + 1)
@@ -122,8 +138,22 @@ def ragged(
         "ancestors": torch.cat(words),
         "scale": 1 / math.sqrt(D),
         **({"reach": reach} if reach else {}),
+        **({"cap": cap} if cap else {}),
+        **({} if sink is None else {"sinks": sink}),
+        **({} if scales is None else {"k_scale": scales[0], "v_scale": scales[1]}),
     }
     return args, torch.cat(want), torch.cat(lse)
+
+
+E4M3 = torch.float8_e4m3fn
+MORE = {
+    "sinks": {"sinks": True},
+    "soft cap": {"cap": 1.5},
+    "int8": {"kind": torch.int8},
+    "fp8": {"kind": E4M3},
+    "all in fp8": {"kind": E4M3, "sinks": True, "cap": 2.0, "reach": 64, "page": 5},
+    "all in int8": {"kind": torch.int8, "sinks": True, "cap": 2.0, "reach": 64},
+}
 
 
 @pytest.mark.parametrize(("seed", "relation"), [(0, "forest"), (1, "forest"), (2, "forest"), (3, "dag"), (4, "ones")])
@@ -162,6 +192,15 @@ def test_a_reach_counts_the_columns_of_a_rows_path(launch):
         assert out[:, 0, 0].tolist() == pytest.approx(want, abs=1e-5)
 
 
+@pytest.mark.parametrize("more", MORE)
+def test_sinks_caps_and_eight_bits_equal_the_formula(more):
+    args, out, lse = ragged(7, **MORE[more])
+    got, got_lse = tree_attention(**args)
+    assert (got - out).abs().max() < 1e-12 and (got_lse - lse).abs().max() < 1e-12
+    without = {n: x for n, x in args.items() if n not in ("sinks", "cap")}
+    assert more in ("int8", "fp8") or (tree_attention(**without)[0] - out).abs().max() > 1e-3
+
+
 def random_windows(seed, relation, dtype=torch.float64):
     """Two sequences with 1 to 64 nodes each."""
     g = torch.Generator().manual_seed(100 * seed + len(relation))
@@ -188,9 +227,10 @@ def test_random_forests_are_stars_chains_and_between():
         assert all(forest(g, 20, shape).tolist() in known for _ in range(20))
 
 
+@pytest.mark.parametrize("more", ["", "all in int8"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-def test_the_error_stays_within_the_dtypes_rounding(dtype):
-    args, out, lse = ragged(9, dtype=dtype)
+def test_the_error_stays_within_the_dtypes_rounding(dtype, more):
+    args, out, lse = ragged(9, dtype=dtype, **MORE.get(more, {}))
     got, got_lse = tree_attention(**args)
     assert got.dtype == dtype
     assert (got.double() - out).abs().max() < 4 * torch.finfo(dtype).eps * out.abs().max()
@@ -234,13 +274,21 @@ def test_cost_counts_each_byte_once():
     [
         ({"q": torch.zeros(2, 4, 8)}, "expected q"),
         ({"q": torch.zeros(53, 5, 16, dtype=torch.float64)}, "cannot share"),
-        ({"q": torch.zeros(53, 4, 16)}, "one dtype"),
+        ({"q": torch.zeros(53, 4, 16)}, "caches must both have the floating dtype"),
         ({"kv_len": torch.ones(2, dtype=torch.int32)}, r"expected block_table \[B, P\], kv_len \[B\]"),
         ({"ancestors": torch.ones(5, 1, dtype=torch.int64)}, "ancestors must be"),
         ({"ancestors": torch.ones(53, 1, dtype=torch.int32)}, "int64"),
         ({"kv_len": torch.ones(3, dtype=torch.int64)}, "must be int32"),
         ({"scale": 0.0}, "scale must be positive"),
         ({"reach": -1}, "reach must be at least 0, got -1"),
+        ({"cap": -1.0}, "cap must be at least 0"),
+        ({"sinks": torch.zeros(4)}, r"sinks must be \[G, 4\] floating, got \(4,\)"),
+        ({"sinks": torch.zeros(2, 4)}, "sinks must have G rows for G equal runs of 3 sequences"),
+        ({"k_scale": torch.ones(1, 2)}, "k_scale belongs to a cache in eight bits, got torch.float64 with it"),
+        (
+            {"k_cache": torch.zeros(20, 8, 2, 16, dtype=torch.int8)},
+            "caches must both have the floating dtype of the input, int8 or",
+        ),
     ],
 )
 def test_bad_arguments_are_refused(change, message):
@@ -264,6 +312,23 @@ def test_one_sequence_is_checked_as_several_are(name):
             tree_attention(**{**args, "ancestors": args["ancestors"].repeat(1, 5)[:, :words]})
 
 
+def test_scales_belong_to_caches_in_eight_bits():
+    args, *_ = ragged(0, kind=torch.int8)
+    for change, message in (
+        ({"k_scale": None}, "k_scale belongs to a cache in eight bits, got torch.int8 without it"),
+        ({"v_scale": args["v_scale"][:, :1]}, r"v_scale must be \[G, 2\], got \(1, 1\)"),
+        ({"k_scale": args["k_scale"].double()}, "k_scale must be contiguous float32"),
+        ({"v_scale": args["v_scale"].repeat(3, 1)}, "k_scale and v_scale must have one shape"),
+        (
+            {"k_scale": args["k_scale"].repeat(2, 1), "v_scale": args["v_scale"].repeat(2, 1)},
+            "k_scale must have G rows",
+        ),
+        ({"sinks": torch.zeros(3, 4)}, "sinks and k_scale must have as many rows, got 3 and 1"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            tree_attention(**{**args, **change})
+
+
 def test_bad_trees_are_refused():
     with pytest.raises(ValueError, match=r"parents\[1\] must be a row in 0..1, got 2"):
         ancestor_words(torch.tensor([0, 2]))
@@ -285,6 +350,8 @@ CASES = {
     "reach within a tile": {"lengths": ((300, 9), (20, 3), (0, 0)), "reach": 70, "Hkv": 1},
     "reach of whole splits": {"lengths": ((620, 30),), "reach": 64, "Hq": 2, "Hkv": 1},
     "reach of a window of two words": {"lengths": ((90, 70), (0, 100)), "reach": 128, "Hq": 1, "Hkv": 1, "page": 5},
+    **MORE,
+    "three splits, all in fp8": {"lengths": ((300, 9),), "page": 64, **MORE["all in fp8"]},
 }
 
 
@@ -294,8 +361,9 @@ def test_kernel_equals_the_formula(poisoned, case, dtype):
     args, out, lse = ragged(len(case), dtype=dtype, **CASES[case])
     got, got_lse = op._launch(**args)
     assert got.dtype == dtype and got_lse.dtype == torch.float32
-    assert (got.double() - out).abs().max() < 8 * torch.finfo(dtype).eps * out.abs().max()
-    assert (got_lse - lse).abs().max() < 16 * torch.finfo(torch.float32).eps * lse.abs().max().clamp(min=1)
+    cap = args.get("cap", 0) * 2 * torch.finfo(torch.float32).eps  # the error of a tanh near 0
+    assert (got.double() - out).abs().max() < 8 * torch.finfo(dtype).eps * out.abs().max() + cap
+    assert (got_lse - lse).abs().max() < 16 * torch.finfo(torch.float32).eps * lse.abs().max().clamp(min=1) + cap
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
@@ -385,16 +453,21 @@ MERGES = {
     "one sequence": ({"lengths": ((700, 30),), "Hq": 6, "Hkv": 2}, torch.float16),
     "several, some of one split": ({"lengths": ((33, 6), (900, 2), (0, 0), (300, 40))}, torch.float16),
     "reach": ({"lengths": ((500, 9), (700, 3)), "reach": 64}, torch.float32),
+    "sinks, cap and int8": ({"lengths": ((33, 6), (400, 9)), **MORE["all in int8"]}, torch.float16),
 }
 
 
 @pytest.mark.parametrize("name", MERGES)
 def test_a_kernel_of_its_own_merges_splits_to_the_same_bits(monkeypatch, name):
-    """For many pairs, whichever their number; and a length beyond the table is NaN there, too."""
+    """For many pairs, whichever their number, and with the sinks of each layer. A length beyond the table is NaN there,
+    too."""
     how, dtype = MERGES[name]
     args, out, lse = ragged(3, dtype, **how)
     for cache in ("k_cache", "v_cache"):
-        args[cache] = args[cache].nan_to_num(0)
+        args[cache] = args[cache] if args[cache].dtype == torch.int8 else args[cache].nan_to_num(0)
+    layers = {n: args[n].repeat(2, 1) for n in ("sinks", "k_scale", "v_scale") if n in args}
+    if layers:  # two of one sequence
+        layers["sinks"][1] += 2
     beyond = {**args, "kv_len": args["kv_len"] + args["block_table"].shape[1] * args["k_cache"].shape[1]}
     found = []
     for most in (1 << 20, 0):
@@ -403,11 +476,12 @@ def test_a_kernel_of_its_own_merges_splits_to_the_same_bits(monkeypatch, name):
         with monkeypatch.context() as patch:
             patch.setattr(op, "MERGED", most)
             patch.setattr(Variant, "__call__", lambda v, *given: (launched.append(v.kernel), launch(v, *given)))  # noqa: B023
-            found.append(op._launch(**args))
-            assert len(launched) == 2 - (most > 0)
+            found.append([op._launch(**each) for each in [args, args | layers][: 1 + bool(layers)]])
+            assert len(launched) == len(found[0]) * (2 - (most > 0))
             assert all(x.isnan().all() for x in op._launch(**beyond))
-    assert same(*found)
-    assert torch.allclose(found[0][0].double(), out, atol=3e-3) and torch.allclose(found[0][1].double(), lse, atol=3e-3)
+    assert all(map(same, *found)) and not any(same(found[0][0], x) for x in found[0][1:])
+    one = found[0][0]
+    assert torch.allclose(one[0].double(), out, atol=3e-3) and torch.allclose(one[1].double(), lse, atol=3e-3)
 
 
 def chain_and_decoding(args, prefix, rows, launch):
@@ -424,11 +498,17 @@ def chain_and_decoding(args, prefix, rows, launch):
 
 # Across a tile, from one split to two, and from splits of 128 columns to splits of 256 with another tile.
 @pytest.mark.parametrize(
-    ("prefix", "nodes", "dtype"),
-    [(60, 6, torch.float32), (60, 6, torch.float16), (123, 8, torch.float32), (4094, 2, torch.float16)],
+    ("prefix", "nodes", "dtype", "more"),
+    [
+        (60, 6, torch.float32, {}),
+        (60, 6, torch.float16, {}),
+        (123, 8, torch.float32, {}),
+        (4094, 2, torch.float16, {}),
+        (123, 8, torch.float16, MORE["all in fp8"]),
+    ],
 )
-def test_a_chain_has_the_bits_of_plain_decoding(prefix, nodes, dtype):
-    args, *_ = ragged(prefix, dtype, Hq=2, Hkv=1, page=64, lengths=((prefix, nodes),))
+def test_a_chain_has_the_bits_of_plain_decoding(prefix, nodes, dtype, more):
+    args, *_ = ragged(prefix, dtype, **{"Hq": 2, "Hkv": 1, "page": 64, "lengths": ((prefix, nodes),), **more})
     assert same(*chain_and_decoding(args, prefix, nodes + 1, op._launch))
 
 
@@ -471,11 +551,13 @@ def test_each_branch_of_a_tree_is_the_chain_of_its_path(launch, dtype, bound):
         assert (chain - tree[path]).abs().max() < bound
 
 
+@pytest.mark.parametrize("more", [{}, {"kind": torch.int8, "sinks": True}])
 @pytest.mark.parametrize(
     ("launch", "dtype", "bound"), [(tree_attention, torch.float64, 1e-12), (op._launch, torch.float32, 0)]
 )
-def test_layers_are_a_batch_of_sequences(launch, dtype, bound):
-    layers = [ragged(seed, dtype, lengths=((30, 7),))[0] for seed in (1, 2, 3)]
+def test_layers_are_a_batch_of_sequences(launch, dtype, bound, more):
+    """Each with its own sinks and scales."""
+    layers = [ragged(seed, dtype, lengths=((30, 7),), **more)[0] for seed in (1, 2, 3)]
     pages = layers[0]["k_cache"].shape[0]
     rows = len(layers[0]["q"])
     together = {n: torch.cat([x[n] for x in layers]) for n in layers[0] if n not in ("cu_rows", "scale")}
@@ -634,7 +716,7 @@ def test_the_launcher_needs_one_layout():
 
 
 def on_gpu(args):
-    return {n: x if n == "scale" else x.cuda() for n, x in args.items()}
+    return {n: x.cuda() if isinstance(x, torch.Tensor) else x for n, x in args.items()}
 
 
 def torch_error(args, out):
@@ -672,6 +754,17 @@ def test_gpu_error_is_at_most_twice_that_of_torch(relation, heads, D, page):
     got, got_lse = tree_attention(**args)
     assert (got - out).abs().max() <= 2 * torch_error(args, out)
     assert (got_lse - lse).abs().max() < 1e-4
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("more", MORE)
+@pytest.mark.parametrize(("D", "page"), [(64, 256), (128, 256), (128, 5), (256, 64)])
+def test_gpu_sinks_caps_and_eight_bits_equal_the_formula(more, D, page):
+    how = {"Hq": 8, "Hkv": 2, "D": D, "lengths": ((1000, 16), (0, 63), (5, 40)), **MORE[more], "page": page}
+    args, out, lse = ragged(D, torch.bfloat16, **how)
+    got, got_lse = tree_attention(**on_gpu(args))
+    assert (got.cpu().double() - out).abs().max() < 4 * torch.finfo(torch.bfloat16).eps * out.abs().max()
+    assert (got_lse.cpu() - lse).abs().max() < 1e-4
 
 
 @pytest.mark.gpu

@@ -139,10 +139,19 @@ def _tree_attention(arch: int, dtype: torch.dtype) -> Comparisons:
     def launch(**args: Any) -> Any:
         return _run(arch, lambda: ops.attention._launch(**args))
 
-    for D, prefix, nodes, page in ((128, 60, 6, 64), (64, 123, 8, 64), (128, 250, 7, 16)):
-        args, *_ = tests.ragged(prefix, dtype, Hq=4, Hkv=1, D=D, page=page, lengths=((prefix, nodes),))
+    eight = {"kind": torch.float8_e4m3fn, "sinks": True, "cap": 4.0}
+    for D, prefix, nodes, page, more in (
+        (128, 60, 6, 64, {}),
+        (64, 123, 8, 64, {}),
+        (128, 250, 7, 16, {}),
+        (128, 123, 8, 64, eight),
+    ):
+        args, *_ = tests.ragged(prefix, dtype, Hq=4, Hkv=1, D=D, page=page, lengths=((prefix, nodes),), **more)
         chain, steps = tests.chain_and_decoding(args, prefix, nodes + 1, launch)
-        yield f"D{D}", {f"a chain of {nodes + 1} after {prefix} and decoding": _equal(chain, steps)}
+        yield (
+            f"D{D}" + " in eight bits" * bool(more),
+            {f"a chain of {nodes + 1} after {prefix} and decoding": _equal(chain, steps)},
+        )
     args, *_ = tests.ragged(4, dtype, Hq=8, Hkv=2, D=64, page=64, lengths=((700, 20),))
     want = launch(**args)
     orders: dict[str, Any] = {

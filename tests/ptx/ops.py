@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ptx.cases import Case, Verdict, attention_tests, weight
-from specker.kernels import noise
+from specker.kernels import narrow, noise
 from specker.kernels.quant import Matrix, Quantized, quantised
 from specker.kernels.route import expert_route_ref
 
@@ -239,6 +239,18 @@ def tree_attention(dtype: torch.dtype) -> Iterator[Case]:
     for reach, lengths in ((64, ((620, 30), (3, 5))), (128, ((90, 70), (0, 100)))):
         how = {"Hq": 2, "Hkv": 1, "D": 128, "page": 16, "lengths": lengths, "reach": reach}
         yield _attention(f"D128 reach {reach}", *ragged().ragged(reach, dtype, **how))
+    many, two = ((300, 30),), ((140, 3), (64, 0))
+    for name, D, Hq, Hkv, page, lengths, more in (
+        ("sinks", 64, 8, 1, 64, many, {"sinks": True, "reach": 128}),
+        ("soft cap", 256, 2, 1, 16, two, {"cap": 5.0}),
+        ("int8", 128, 4, 1, 256, many, {"kind": torch.int8}),
+        ("fp8", 128, 4, 1, 256, many, {"kind": torch.float8_e4m3fn}),
+        ("fp8 of two sequences", 64, 4, 2, 16, two, {"kind": torch.float8_e4m3fn}),
+        ("fp8, page 5, sinks, soft cap", 128, 3, 1, 5, two, {"kind": torch.float8_e4m3fn, "sinks": True, "cap": 5.0}),
+        ("int8", 256, 2, 1, 16, two, {"kind": torch.int8}),
+    ):
+        how = {"Hq": Hq, "Hkv": Hkv, "D": D, "page": page, "lengths": lengths, **more}
+        yield _attention(f"D{D} {name}", *ragged().ragged(len(name) + D, dtype, **how))
 
 
 def _attention(label: str, args: dict[str, Any], out: Tensor, lse: Tensor) -> Case:
@@ -348,6 +360,34 @@ def kv_calibrate(dtype: torch.dtype) -> Iterator[Case]:
         rows = qkv, _order(64, T)[:T], _order(64, D)[:T], table
         norms = [randn(G, D, seed=seed, dtype=dtype) for seed in (3, 4)] if G else [None, None]
         yield _calibrate(f"T{T} {Hq}/{Hkv} D{D} G{G}", rows, (4, 16, Hkv, D), norms)
+        if D == 64 or (D, G) == (128, 1):
+            given = (*rows, *norms, 1e-6)
+            yield from _in_eight_bits(f"T{T} {Hq}/{Hkv} D{D} G{G}", kv._launch, given, 4, (4, 16, Hkv, D), G)
+
+
+def _in_eight_bits(
+    label: str, launch: Any, given: tuple[Any, ...], at: int, cache: tuple[int, ...], G: int
+) -> Iterator[Case]:
+    """Caches in eight bits take what the same kernel writes to plain ones. `given` leaves out the caches, at `at`."""
+    scales = (randn(2, max(G, 1), cache[2], dtype=torch.float32).abs() / 40 + 0.01).unbind()
+    for kind, name in narrow.NARROW.items():
+
+        def run(kind: torch.dtype = kind) -> tuple[Tensor, ...]:
+            plain = [torch.zeros(cache, dtype=given[0].dtype) for _ in "kv"]
+            bytes_ = [torch.zeros(cache, dtype=torch.int8) for _ in "kv"]
+            q = launch(*given[:at], *plain, *given[at:])
+            own = launch(*given[:at], *(b.view(kind) for b in bytes_), *given[at:], *scales)
+            return q, own, *plain, *bytes_
+
+        def judge(verdict: Verdict, got: Any, kind: torch.dtype = kind) -> None:
+            q, own, *caches = got
+            verdict.same("q", own, q)
+            slots = given[at - 2]
+            for name, plain, own, scale in zip("kv", caches[:2], caches[2:], scales, strict=True):
+                rows = narrow.narrowed(plain.flatten(0, 1)[slots], scale, kind)
+                verdict.same(name, own.flatten(0, 1)[slots], narrow.as_bytes(rows))
+
+        yield Case(f"{label} {name} cache", run, judge)
 
 
 def _calibrate(label: str, rows: tuple[Tensor, ...], cache: tuple[int, ...], norms: Any) -> Case:
@@ -386,6 +426,9 @@ def kv_project(dtype: torch.dtype) -> Iterator[Case]:
         places = _order(128, T)[:rows], _order(128, D)[:rows], table
         norms = [randn(G, D, seed=seed, dtype=dtype) for seed in (3, 4)] if norm else [None, None]
         label = f"T{T} {E}->{Hq}/{Hkv} D{D} x{G}{' norm' * norm}{' bias' * bias}"
+        if bias:
+            given = (x, w, b, *places, *norms, 1e-6)
+            yield from _in_eight_bits(label, project._launch, given, 6, (8, 16, Hkv, D), G)
         yield _project(label, (x, w, b), places, (8, 16, Hkv, D), norms)
         if E == 576:
             q = quantised_weight("int4", 32, True, *lead, O, E)
@@ -423,6 +466,8 @@ def kv_commit(dtype: torch.dtype) -> Iterator[Case]:
         caches = [randn(L, 24, 16, Hkv, D, seed=seed, dtype=dtype) for seed in (0, 1)]
         dst = _order(24 * 16, M)[:M]
         yield _commit(f"L{L} row {Hkv * D} M{M}", caches, dst[_order(M, M + 1)], dst)  # every row is read and written
+    caches = [torch.randint(-128, 127, (2, 24, 16, 2, 64), dtype=torch.int8) for _ in "kv"]
+    yield _commit("L2 row 128 M16 in eight bits", caches, _order(24 * 16, 3)[:16], _order(24 * 16, 4)[:16])
 
 
 def _commit(label: str, caches: list[Tensor], src: Tensor, dst: Tensor) -> Case:
