@@ -88,7 +88,9 @@ def build(
                 exact = score.softmax(-1) @ v_of[b][0, kv].double()
                 ours_error = max(ours_error, float((out[b][:, h] - exact).abs().max()))
                 theirs_error = max(theirs_error, float((theirs[h] - exact).abs().max()))
-            assert ours_error <= max(2 * theirs_error, 5e-7), f"sequence {b}: error {ours_error:.2e}, torch's {theirs_error:.2e}"
+            assert ours_error <= max(2 * theirs_error, 5e-7), (
+                f"sequence {b}: error {ours_error:.2e}, torch's {theirs_error:.2e}"
+            )
 
     ways: dict[str, Callable[[], Any]] = {"specker": ours, "sdpa": dense}
     if DEVICE == "cuda" and B == 1:
