@@ -134,8 +134,9 @@ def tree_attention(
 
     Raises:
         TypeError: an argument of another type.
-        ValueError: other shapes, dtypes or devices. On a CPU also kv_len beyond the table; on CUDA, where the host must
-            not wait, that sequence's rows are NaN.
+        ValueError: other shapes, dtypes or devices. On a CPU also kv_len beyond the table, a window longer than kv_len,
+            page ids beyond the cache, and cu_rows that do not cover q's rows. On CUDA, where the host must not wait, a
+            sequence with kv_len beyond the table gets rows of NaN.
 
     Source: tree attention of SpecInfer, arXiv 2305.09781, section 4.2.
 
@@ -172,6 +173,8 @@ def tree_attention_ref(
 ) -> tuple[Tensor, Tensor]:
     starts, lens, windows = cu_rows.tolist(), kv_len.tolist(), window.tolist()
     words = ancestors.tolist()
+    if starts[0] != 0 or starts[-1] != len(q) or starts != sorted(starts):
+        raise ValueError(f"cu_rows must rise from 0 to q's {len(q)} rows, got {starts}")
     outs, lses = [], []
     for b in range(len(lens)):
         if starts[b] == starts[b + 1]:
@@ -180,6 +183,8 @@ def tree_attention_ref(
             raise ValueError(
                 f"kv_len {lens[b]} exceeds block_table: {block_table.shape[1]} pages of {k_cache.shape[1]}"
             )
+        if not 0 <= windows[b] <= lens[b]:
+            raise ValueError(f"window must be in 0..kv_len, got {windows[b]} of {lens[b]} columns in sequence {b}")
         rows = slice(starts[b], starts[b + 1])
         bits, first, page = unpack_words(words[rows]), 0, k_cache.shape[1]
         if reach:
@@ -238,6 +243,8 @@ def gather_pages(cache: Tensor, pages: Tensor, length: int) -> Tensor:
     """The first `length` rows [length, Hkv, D] of one sequence; a view if its pages are consecutive."""
     page_size = cache.shape[1]
     ids = pages[: -(-length // page_size)].tolist()
+    if min(ids) < 0 or max(ids) >= len(cache):
+        raise ValueError(f"block_table must hold page ids in 0..{len(cache) - 1}, got {min(ids)}..{max(ids)}")
     if ids == list(range(ids[0], ids[0] + len(ids))):
         return cache[ids[0] : ids[0] + len(ids)].flatten(0, 1)[:length]
     return cache[ids].flatten(0, 1)[:length]

@@ -298,6 +298,25 @@ def test_bad_arguments_are_refused(change, message):
         tree_attention(**{**args, **change})
 
 
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"cu_rows": [0, 1, 20, 40]}, r"cu_rows must rise from 0 to q's 53 rows, got \[0, 1, 20, 40\]"),
+        ({"cu_rows": [0, 20, 10, 53]}, "cu_rows must rise"),
+        ({"cu_rows": [1, 2, 20, 53]}, "cu_rows must rise"),
+        ({"window": [1, 32, 41]}, "window must be in 0..kv_len, got 32 of 31 columns in sequence 1"),
+        ({"window": [1, 10, -1]}, "window must be in 0..kv_len, got -1 of 46 columns in sequence 2"),
+        ({"block_table": [[20] * 6] * 3}, "block_table must hold page ids in 0..19, got 20..20"),
+        ({"block_table": [[-1] * 6] * 3}, "block_table must hold page ids in 0..19, got -1..-1"),
+    ],
+)
+def test_values_out_of_range_are_refused_on_a_cpu(change, message):
+    args, *_ = ragged(0)
+    assert args["kv_len"].tolist() == [2, 31, 46] and args["k_cache"].shape[0] == 20
+    with pytest.raises(ValueError, match=message):
+        tree_attention(**args | {n: torch.tensor(x, dtype=torch.int32) for n, x in change.items()})
+
+
 @pytest.mark.parametrize("name", ["kv_len", "window", "block_table", "cu_rows"])
 def test_one_sequence_is_checked_as_several_are(name):
     """The CPU's fast form declines it."""
