@@ -795,7 +795,8 @@ def _variant(
     barriers of its copies. Triton assigns the warps this way only if it sees that the loop's products are connected,
     and if no result has more columns than rows. It follows values, but neither into the mask's `if` nor through a
     transposition. So K is read transposed (OWN), which connects the products by the tile's address, and V of 128
-    columns is multiplied in halves (D_V). D 256 needs 8 warps for its accumulator, two for each 16 rows: there a
+    columns is multiplied in halves (D_V). Each warp would convert a whole tile of eight bits itself, so there the warps
+    share the columns instead. D 256 needs 8 warps for its accumulator, two for each 16 rows: there a
     row's maximum crosses warps, and a tile takes eight barriers.
 
     sm_90, half precision, D 128: a tile of 64 columns is 32 KiB of K and V. Two tiles are in flight while one is
@@ -816,7 +817,7 @@ def _variant(
         stages = 3 if arch == 950 else 2
     else:
         stages = 3 if arch > 80 else 2 if d_pad > 128 else 4 if half else 3  # 99 KiB is the limit of consumer cards
-    own = arch == 80 and half and d_pad <= 128
+    own = arch == 80 and half and d_pad <= 128 and kind == "plain"
     seqs = 1 if B == 1 else max(16, 1 << (B - 1).bit_length())
     name = f"{t} {Hq}/{Hkv} D{D} page {page}" + (f" B{seqs}" if seqs > 1 else "")
     name += f" reach {reach}" if reach else ""

@@ -72,11 +72,12 @@ class Program:
     def _code(self, lines: list[str], first: int, files: dict[str, str]) -> list[_Line]:
         """The labels and instructions from line `first` on; notes the declared registers."""
         code: list[_Line] = []
-        where = ""
+        where, depth = "", 0  # inline assembly may stand in a scope of several lines
         for n in range(first, len(lines)):
-            if lines[n].startswith("}"):
-                break
             line = lines[n].split("//")[0].strip()
+            depth += line.count("{") - line.count("}")
+            if depth < 0:
+                break
             if m := re.match(r"\.loc\s+(\d+) (\d+)", line):
                 where = f"{files.get(m.group(1), '?').rsplit('/', 1)[-1]}:{m.group(2)}"
                 continue
@@ -86,7 +87,7 @@ class Program:
             if m := re.match(r"\.reg \.(\w+)\s+(.*?);?$", line):
                 self._declare(m.group(1), split(m.group(2)))
             elif not line.startswith("."):
-                parts = line.strip("{} ") if line.startswith("{") else line
+                parts = line.strip("{} ") if line.startswith(("{", "}")) else line
                 code += [_Line("", part.strip(), n + 1, where) for part in parts.split(";") if part.strip()]
         return code
 
