@@ -1,4 +1,5 @@
-"""Shared fixtures. Tests use one thread: tiny models gain nothing from two, and sums keep one order."""
+"""Shared fixtures. Tests and the processes that they start use one thread: tiny models gain nothing from two, which
+wait for each other on cores that other tests need, and sums keep one order."""
 
 import functools
 import os
@@ -7,10 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
+os.environ["OMP_NUM_THREADS"] = "1"  # torch and numpy read it when they are imported
+
 import torch
 from make_checkpoint import make
-
-torch.set_num_threads(1)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -37,9 +39,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 @pytest.fixture(autouse=True)
-def random_numbers() -> None:
-    """Every test draws the same random numbers, whichever tests ran before it in its process."""
+def alike() -> Iterator[None]:
+    """Every test draws the same random numbers and runs in one thread, whichever tests ran before it in its process."""
     torch.manual_seed(0)
+    yield
+    torch.set_num_threads(1)  # a bench or a training sets its own
 
 
 @pytest.fixture
