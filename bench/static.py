@@ -54,12 +54,12 @@ def compiled(item: Item) -> Report:
     return report(op, variants(op, arch)[n], arch, near)
 
 
-def reports(arches: tuple[int, ...], names: list[str], smoke: bool, jobs: int = 1) -> Iterator[Report]:
-    """Reports by op, architecture and variant, from `jobs` processes."""
+def items(arches: tuple[int, ...], names: list[str], smoke: bool) -> list[Item]:
+    """What to compile, by op, architecture and variant."""
     found = ops()
     if unknown := set(names) - set(found):
         sys.exit(f"static: no kernels in {', '.join(sorted(unknown))}; there are {', '.join(found)}")
-    items = [
+    return [
         (op, arch, n, near)
         for op in names or found
         for arch in arches
@@ -67,11 +67,15 @@ def reports(arches: tuple[int, ...], names: list[str], smoke: bool, jobs: int = 
         if variant.smoke or not smoke
         for near in ((False, True) if arch in LDS else (False,))
     ]
+
+
+def reports(each: list[Item], jobs: int = 1) -> Iterator[Report]:
+    """Their reports, from `jobs` processes."""
     if jobs == 1:
-        yield from map(compiled, items)
+        yield from map(compiled, each)
         return
     with ProcessPoolExecutor(jobs, mp_context=get_context("spawn")) as pool:
-        yield from pool.map(compiled, items)
+        yield from pool.map(compiled, each)
 
 
 def markdown(rows: list[Report], groups: list[overlap.Group], versions: str) -> str:
@@ -127,7 +131,7 @@ def main() -> None:
     start = time.perf_counter()
     rows = []
     arches = tuple(int(text.removeprefix("gfx").removeprefix("sm_")) for text in args.arch.split(","))
-    for row in reports(arches, [n for n in args.ops.split(",") if n], args.smoke, args.jobs):
+    for row in reports(items(arches, [n for n in args.ops.split(",") if n], args.smoke), args.jobs):
         rows.append(row)
         if args.json:
             print(json.dumps(asdict(row)))

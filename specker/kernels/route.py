@@ -192,7 +192,7 @@ def _variants(X: int, k: int, normalise: bool, splits: int, few: bool, idle: boo
         },
         num_warps=1,
         wide=False,
-        smoke=X == 128,
+        smoke=X == 128 and few == idle,
     )
     rows = Variant(
         name="rows",

@@ -659,7 +659,7 @@ def _sample_variants(
         {**row, **pad, "BLOCK": block, **flags},
         num_warps=8,  # for 2,048 bins, however small the tile is
         wide=fixed["wide"] and warps == 8,
-        smoke=smoke and top_p,
+        smoke=smoke and top_k and top_p,
     )
     select = Variant(
         name + " select",
@@ -671,7 +671,7 @@ def _sample_variants(
         wide=False,  # the list's entries are read one by one
         # Two blocks per SM, except for unaligned rows: reading single elements makes the list's scan large.
         options={"maxnreg": 128 if fixed["wide"] else 255},
-        smoke=smoke and top_p,
+        smoke=smoke and top_k and top_p,
     )
     return peak, histogram, select
 
