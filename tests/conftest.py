@@ -2,6 +2,7 @@
 wait for each other on cores that other tests need, and sums keep one order."""
 
 import functools
+import gc
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -36,6 +37,15 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """Select the part after marks have been filtered."""
     part, of = map(int, config.getoption("part").split("/"))
     items[:] = items[part::of]
+
+
+def pytest_collection_finish() -> None:
+    """Tests and benches that collect garbage do not search the imported modules for it."""
+    gc.freeze()
+
+
+def pytest_unconfigure() -> None:
+    gc.unfreeze()
 
 
 @pytest.fixture(autouse=True)
