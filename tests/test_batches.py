@@ -137,7 +137,7 @@ def test_host_and_device_placement_give_the_same_tokens(world, name, cheap):
 
 
 @pytest.mark.parametrize("name", ["chain", "del"])
-def test_plain_decoding_is_batch_invariant(world, name):
+def test_plain_decoding_is_batch_invariant(world, name, cheap):
     """Plain requests only, and mixed with requests that draft."""
     engine = load(world, name, batch_size=5)
     assert served(engine, world["requests"], lambda n: False) == world["texts"]

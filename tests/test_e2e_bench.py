@@ -3,6 +3,7 @@
 import importlib
 import json
 
+import cases
 import pytest
 import torch
 from make_checkpoint import make
@@ -20,7 +21,7 @@ def run(tmp_path, monkeypatch):
     """Runs the bench with a few configurations on two short texts; returns its rows."""
     monkeypatch.setattr(harness, "RESULTS", tmp_path)
     monkeypatch.setattr(e2e, "SHAPES", {name: e2e.SHAPES[name] for name in ("ar", "draft chain 2", "del")})
-    args = "bench/e2e.py --prompts 2 --rounds 2 --max_new_tokens 12 --temperatures 0,0.7 --transformers false"
+    args = "bench/e2e.py --prompts 2 --rounds 2 --max_new_tokens 6 --temperatures 0,0.7 --transformers false"
     monkeypatch.setattr("sys.argv", args.split())
 
     def rows(failed=None):
@@ -40,7 +41,7 @@ def test_a_row_for_each_configuration_and_temperature(run, capsys):
     assert [(r["way"], r["temperature"]) for r in rows] == [
         (way, t) for t in (0.0, 0.7) for way in ("ar", "draft chain 2", "del")
     ]
-    assert all(r["tokens"] == 24 and r["rounds"] == 2 and r["tokens_per_second"] > 0 for r in rows)
+    assert all(r["tokens"] == 12 and r["rounds"] == 2 and r["tokens_per_second"] > 0 for r in rows)
     assert [r["over_ar"] for r in rows if r["way"] == "ar"] == [1, 1]
     assert all(r["acceptance_length"] > 1 for r in rows if r["way"] == "draft chain 2")  # DEL's depends on the clock
     assert all(r["acceptance_length"] >= 1 and r["differing_within_rounding"] == 0 for r in rows if r["way"] != "ar")
@@ -56,13 +57,12 @@ def test_engines_that_share_a_target_decode_what_they_decode_alone(cheap, monkey
     engines = [specker.load(strategy=name, **how, **more) for name, more in shapes]
     plain = specker.load(strategy="ar", **how)
     decoding.share_target([plain, *engines])
-    truth = specker.load(strategy="ar", device="cpu", dtype="float64", graphs="off")
     for length in (4, 90, 7):
         prompt = [n % 500 for n in range(length)]
-        want = truth.generate(prompt, 14, temperature=0.7).tokens
+        want = cases.plain(specker.zoo.path("code-target"), prompt, 10, temperature=0.7)
         for engine in (*engines, plain):
             assert engine.cache is plain.cache is engine.loop.cache and engine.loop.target is plain.model
-            assert engine.generate(prompt, 14, temperature=0.7).tokens == want
+            assert engine.generate(prompt, 10, temperature=0.7).tokens == want
     launched = [engine.loop.launched > 10 for engine in (*engines, plain)]
     assert launched == [False, *[graphs == "on"] * 3], "chunks are never of fixed shape"
 
@@ -142,7 +142,7 @@ def test_any_pair_answers_questions(run, pair, tmp_path, monkeypatch):
         e2e, "SHAPES", {n: {"strategy": n} for n in ("ar", "draft", "vocabtrim", "diffuspec", "lookup")}
     )
     args = f"bench/e2e.py --target {pair[0]} --draft {pair[1]} --questions {questions} --categories qa,stem"
-    args += " --rounds 1 --prompts 3 --max_new_tokens 8 --temperatures 0"
+    args += " --rounds 1 --prompts 3 --max_new_tokens 6 --temperatures 0"
     monkeypatch.setattr("sys.argv", args.split())
     asked, continued = [], []
     monkeypatch.setattr(Engine, "encode", lambda self, text, f=Engine.encode: continued.append(text) or f(self, text))

@@ -99,12 +99,12 @@ def test_tokens_equal_plain_decoding(pairs, shape, how, cheap):
     fast = load(pairs, graphs="on", **SHAPES[shape])
     accepted = 0
     for prompt in PROMPTS:
-        got = fast.generate(prompt, 28, **SAMPLING[how])
-        assert got.tokens == cases.plain(pairs[0], prompt, 28, **SAMPLING[how])
+        got = fast.generate(prompt, 20, **SAMPLING[how])
+        assert got.tokens == cases.plain(pairs[0], prompt, 20, **SAMPLING[how])
         assert got.stats.tokens == len(got.tokens) == got.stats.accepted + got.stats.rounds
         accepted += got.stats.accepted
-    assert accepted > 14, "hardly anything was accepted: this proves little"
-    assert fast.loop.launched > 28, "rounds of fixed shape were hardly used"
+    assert accepted > 10, "hardly anything was accepted: this proves little"
+    assert fast.loop.launched > 12, "rounds of fixed shape were hardly used"
 
 
 def test_max_new_tokens_in_mid_draft(pairs):

@@ -39,7 +39,8 @@ PROMPTS = torch.tensor([[0, 0, 5, 9, 40, 7], [1, 2, 3, 4, 5, 6], [0, 0, 0, 0, 0,
 MASK = (PROMPTS != 0).long()
 PADDED = {"attention_mask": MASK, "pad_token_id": 0}
 ONE = torch.tensor([[5, 9, 40, 7]])
-GREEDY = {"max_new_tokens": 30, "do_sample": False}
+NEW = 20
+GREEDY = {"max_new_tokens": NEW, "do_sample": False}
 
 
 @pytest.fixture(scope="module")
@@ -142,8 +143,8 @@ def test_our_ops_emit_the_models_tokens(pairs, arch, only_ops):
 def test_factors_of_the_logits_are_in_the_draws(pairs, only_ops):
     """Granite's scale its logits, which changes no greedy token."""
     target, draft, model = pairs("granite")
-    want = specker.load(target, strategy="ar", dtype="float64").generate(ONE[0].tolist(), 30, temperature=0.9, seed=3)
-    how = {"max_new_tokens": 30, "do_sample": True, "temperature": 0.9, "top_k": 0, "pad_token_id": 0}
+    want = specker.load(target, strategy="ar", dtype="float64").generate(ONE[0].tolist(), NEW, temperature=0.9, seed=3)
+    how = {"max_new_tokens": NEW, "do_sample": True, "temperature": 0.9, "top_k": 0, "pad_token_id": 0}
     got = model.generate(ONE, custom_generate=Generate(draft, draft_tokens=3, seed=3), **how)
     assert got[0, ONE.shape[1] :].tolist() == want.tokens
 
@@ -224,7 +225,7 @@ def test_a_bfloat16_model_runs_on_our_ops(tmp_path, only_ops, cheap):
     step of these sizes."""
     target = make(tmp_path, "qwen2", layers=2, vocab=64, dtype=torch.bfloat16)
     model = AutoModelForCausalLM.from_pretrained(target, dtype=torch.bfloat16)
-    want = specker.load(target, strategy="ar", dtype="bfloat16").generate(ONE[0].tolist(), 30).tokens
+    want = specker.load(target, strategy="ar", dtype="bfloat16").generate(ONE[0].tolist(), NEW).tokens
     assert model.generate(ONE, custom_generate=Generate(strategy="ar"), **GREEDY)[0, 4:].tolist() == want
     generate = Generate(target)
     model.generate(ONE, custom_generate=generate, **GREEDY)
@@ -293,7 +294,7 @@ def test_other_models_emit_their_tokens(name, guessed):
     got, _ = same(model, guessed(model), **PADDED, **GREEDY)
     generate = guessed(model)
     same(model, generate, **PADDED, **GREEDY, eos_token_id=late(got))
-    assert generate.stats.accepted >= 20, "finished rows ended the rounds of the others"
+    assert generate.stats.accepted >= 12, "finished rows ended the rounds of the others"
     same(model, generate, ONE, **GREEDY)
     assert len(generate.stats.hits) == 3 and generate.stats.accepted < generate.stats.drafted
     same(model, Generate(strategy="lookup"), ONE, **GREEDY)
@@ -304,7 +305,7 @@ def test_a_draft_model_drafts_for_another_architecture(tmp_path):
     draft = make(tmp_path, "llama", layers=1, vocab=64)
     model, generate = own("GPT2"), Generate(draft)
     assert torch.equal(model.generate(ONE, **GREEDY), model.generate(ONE, custom_generate=generate, **GREEDY))
-    assert generate.stats.drafted > 0 and generate.stats.tokens == 30
+    assert generate.stats.drafted > 0 and generate.stats.tokens == NEW
 
 
 class Count(LogitsProcessor):
@@ -380,7 +381,7 @@ def test_a_cache_continues(pairs, guessed):
     for model in (pairs("llama")[2], own("Phi3")):
         kept, whole = DynamicCache(config=model.config), model.generate(ONE, **GREEDY)
         got = ONE
-        for length in (12, 23, 34):
+        for length in (10, 17, 24):
             got = model.generate(
                 got, past_key_values=kept, max_length=length, do_sample=False, custom_generate=guessed(model)
             )
@@ -499,7 +500,7 @@ def test_a_head_drafts_what_its_formula_says(pairs, heads, kind, monkeypatch):
         got = model.generate(ONE, custom_generate=generate, **GREEDY, pad_token_id=0, **more)
         assert torch.equal(getattr(got, "sequences", got), model.generate(ONE, **GREEDY, pad_token_id=0))
         assert kind == "eagle1" or generate.stats.accepted, "nothing was accepted: this proves little"
-    assert len(seen) > 15 and not any(x._forward_pre_hooks or x._forward_hooks for x in model.model.layers)
+    assert len(seen) > 10 and not any(x._forward_pre_hooks or x._forward_hooks for x in model.model.layers)
     own = model.model.embed_tokens.weight.detach(), model.lm_head.weight.detach()
     norm = model.model.norm.weight.detach(), model.config.rms_norm_eps
     formula = BlockFormula(heads(kind), *own) if kind == "dflash" else Formula(heads(kind), *own, *norm)
@@ -512,11 +513,11 @@ def test_a_head_drafts_what_its_formula_says(pairs, heads, kind, monkeypatch):
 def test_with_a_seed_a_head_changes_no_token(pairs, heads, kind):
     target, _, model = pairs("llama")
     how = {"temperature": 0.6, "top_k": 30}
-    want = specker.load(target, strategy="ar", dtype="float64").generate(ONE[0].tolist(), 30, seed=7, **how).tokens
+    want = specker.load(target, strategy="ar", dtype="float64").generate(ONE[0].tolist(), NEW, seed=7, **how).tokens
     generate = Generate(heads(kind), strategy_of(kind), draft_tokens=3, seed=7)
     for more in ({}, {"return_dict_in_generate": True}):
         got = model.generate(
-            ONE, custom_generate=generate, do_sample=True, max_new_tokens=30, pad_token_id=0, **how, **more
+            ONE, custom_generate=generate, do_sample=True, max_new_tokens=NEW, pad_token_id=0, **how, **more
         )
         assert getattr(got, "sequences", got)[0, 4:].tolist() == want and generate.stats.drafted > 0
 
@@ -562,7 +563,7 @@ def test_a_cache_whose_rows_nobody_kept_gets_no_drafts(pairs, heads):
     got = model.generate(ONE, past_key_values=kept, max_length=14, do_sample=False, custom_generate=generate)
     assert generate.stats.drafted > 0
     other = Generate(heads("eagle"), "eagle", draft_tokens=3)
-    got = model.generate(got, past_key_values=kept, max_length=34, do_sample=False, custom_generate=other)
+    got = model.generate(got, past_key_values=kept, max_length=24, do_sample=False, custom_generate=other)
     assert torch.equal(got, whole) and other.stats.drafted == 0
 
 
@@ -657,7 +658,7 @@ def test_the_hub_form(pairs, monkeypatch, tmp_path):
     for more in ({"streamer": streamer}, {}):
         got = model.generate(ONE, **how, **GREEDY, **more)
         assert torch.equal(got, model.generate(ONE, **GREEDY)) and len(made) == 1
-    assert len(streamer.got) == 31
+    assert len(streamer.got) == 1 + NEW
     for more, message in (({"assistant_model": model}, "its own drafter"), ({"synced_gpus": True}, "synced_gpus")):
         with pytest.raises(ValueError, match=message):
             model.generate(ONE, **how, **GREEDY, **more)

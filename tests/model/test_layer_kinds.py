@@ -91,7 +91,7 @@ def test_plain_decoding_has_the_text_of_transformers(pairs, texts, kind, monkeyp
         assert len(set(text)) > 3
 
 
-@pytest.mark.parametrize(("kind", "how"), cases.one_in(2, KINDS, HOW))
+@pytest.mark.parametrize(("kind", "how"), cases.one_in(3, KINDS, HOW))
 def test_every_strategy_has_the_text_of_plain_decoding(pairs, texts, kind, how):
     target, draft = pairs[kind]
     side = draft if HOW[how]["strategy"] == "draft" else None
@@ -107,7 +107,7 @@ def test_every_strategy_has_the_text_of_plain_decoding(pairs, texts, kind, how):
 @pytest.mark.parametrize("kind", KINDS)
 def test_sampled_trees_too(pairs, kind):
     target, draft = pairs[kind]
-    how = {"max_new_tokens": 20, "temperature": 0.8, "seed": 3}
+    how = {"max_new_tokens": 12, "temperature": 0.8, "seed": 3}
     engine = specker.load(target, draft, strategy="draft", tree="3x3", dtype="float64")
     assert engine.generate(PROMPT, **how).tokens == engine.generate_ar(PROMPT, **how).tokens
 

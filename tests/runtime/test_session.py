@@ -209,10 +209,10 @@ def test_a_snapshot_counts_requests(models):
 def test_stop_ids(models, way):
     """Within a draft and between drafts; each request has its own."""
     engine = load(models, way, batch_size=2)
-    whole = engine.generate_ar([5, 9, 40], 40).tokens
+    whole = engine.generate_ar([5, 9, 40], 24).tokens
     for stop in dict.fromkeys(whole[2:7]):
-        cut = engine.session.submit([5, 9, 40], Params(max_new_tokens=40, stop_ids=(stop,)))
-        other = engine.session.submit([5, 9, 40], Params(max_new_tokens=40))
+        cut = engine.session.submit([5, 9, 40], Params(max_new_tokens=24, stop_ids=(stop,)))
+        other = engine.session.submit([5, 9, 40], Params(max_new_tokens=24))
         while engine.session.busy:
             engine.session.step()
         assert cut.tokens == whole[: whole.index(stop) + 1] and cut.finished == "stop"
@@ -280,8 +280,8 @@ def test_logprobs_are_those_of_the_target(models, way, graphs, monkeypatch):
     exact_oracle(monkeypatch)
     engine, theirs = load(models, way, graphs=graphs, batch_size=2), oracle(models["target"], torch.float64)
     prompts = [[5, 9, 40], [1] * 20]
-    out = engine.generate(prompts, 25, temperature=[0.0, 0.9], top_k=[0, 30], logprobs=[3, 5])
-    bare = engine.generate(prompts, 25, temperature=[0.0, 0.9], top_k=[0, 30])
+    out = engine.generate(prompts, 14, temperature=[0.0, 0.9], top_k=[0, 30], logprobs=[3, 5])
+    bare = engine.generate(prompts, 14, temperature=[0.0, 0.9], top_k=[0, 30])
     for prompt, got, same, most in zip(prompts, out, bare, (3, 5), strict=True):
         assert got.tokens == same.tokens and same.logprobs == [] and len(got.logprobs) == len(got.tokens)
         with torch.inference_mode():
@@ -302,7 +302,7 @@ def test_other_texts_go_on_while_a_long_prompt_is_prefilled(models, way, monkeyp
     monkeypatch.setattr("specker.model.prefill.PREFILL_CHUNK", 32)
     engine, rows = load(models, way, batch_size=2), []
     long = [n * 7 % 90 + 3 for n in range(300)]
-    want = [engine.generate_ar(p, 60).tokens for p in ([1, 2], long)]
+    want = [engine.generate_ar(p, 40).tokens for p in ([1, 2], long)]
     prefill = loops.prefill
 
     def counted(model, cache, tokens, *rest, **more):
@@ -312,11 +312,11 @@ def test_other_texts_go_on_while_a_long_prompt_is_prefilled(models, way, monkeyp
     monkeypatch.setattr(loops, "prefill", counted)
     monkeypatch.setattr("specker.model.prefill.prefill", counted)
     session = engine.session
-    first = session.submit([1, 2], Params(max_new_tokens=60))
+    first = session.submit([1, 2], Params(max_new_tokens=40))
     rows.append(0)
     session.step()
     told = []
-    request = session.request(long, Params(max_new_tokens=60), on_progress=lambda done, of: told.append((done, of)))
+    request = session.request(long, Params(max_new_tokens=40), on_progress=lambda done, of: told.append((done, of)))
     second = session.submit(request)
     while session.busy:
         rows.append(0)

@@ -109,7 +109,7 @@ def test_probabilities_are_those_of_the_models(tree: str | None, kept: int) -> N
     engine, seen = specker.load(strategy="draft", tree=tree, draft_tokens=kept, device="cpu", dtype="float64"), []
     engine.trace = seen.append
     prompt = engine.encode("def f(x):")
-    text = prompt + engine.generate(prompt, 12).tokens
+    text = prompt + engine.generate(prompt, 8).tokens
     draft, target = (
         AutoModelForCausalLM.from_pretrained(part.folder, dtype=torch.float64) for part in (engine.draft, engine.target)
     )
