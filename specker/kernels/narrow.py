@@ -72,23 +72,23 @@ def check_cache(x: Tensor, k_cache: Tensor, v_cache: Tensor, k_scale: Tensor | N
 
 
 @triton.jit
-def widen(b, DTYPE: tl.constexpr, KV: tl.constexpr):
-    """A tile of a cache as numbers of DTYPE, without their scale. Bits are moved to their places in a number of 16 bits
+def widen(b, dtype: tl.constexpr, KV: tl.constexpr):
+    """A tile of a cache as numbers of dtype, without their scale. Bits are moved to their places in a number of 16 bits
     as in `fp8_of`. An int8 plus 128 becomes the last bits of 1024 in float16, because instructions that convert
     integers run at a quarter of the others' rate."""
     if KV == "fp8":
-        if DTYPE == tl.bfloat16:
-            b = ((b.to(tl.int16) << 4) & -0x7810).to(DTYPE, bitcast=True) * tl.full([], 2.0**120, DTYPE)
-        elif DTYPE == tl.float16:
-            b = ((b.to(tl.int16) << 7) & -0x4080).to(DTYPE, bitcast=True) * tl.full([], 256.0, DTYPE)
+        if dtype == tl.bfloat16:
+            b = ((b.to(tl.int16) << 4) & -0x7810).to(dtype, bitcast=True) * tl.full([], 2.0**120, dtype)
+        elif dtype == tl.float16:
+            b = ((b.to(tl.int16) << 7) & -0x4080).to(dtype, bitcast=True) * tl.full([], 256.0, dtype)
         else:
-            b = fp8_of(b).to(DTYPE)
+            b = fp8_of(b).to(dtype)
     elif KV == "int8":
-        if DTYPE == tl.float16:
+        if dtype == tl.float16:
             b_bits = ((b.to(tl.int16) & 0xFF) ^ 0x80) | 0x6400
-            b = b_bits.to(DTYPE, bitcast=True) - tl.full([], 1152.0, DTYPE)
+            b = b_bits.to(dtype, bitcast=True) - tl.full([], 1152.0, dtype)
         else:
-            b = b.to(tl.float32).to(DTYPE)
+            b = b.to(tl.float32).to(dtype)
     return b
 
 
