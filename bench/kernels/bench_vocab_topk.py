@@ -1,7 +1,9 @@
 """vocab_topk against a matmul with topk and logsumexp, over the kept rows and over a whole vocabulary of 128,256.
 
 The limit is one read of the kept rows: at an H200's 4.3 TB/s 62 us for 32,768 of 4096 in bfloat16, 244 for all 128,256.
-Each program ends by selecting its tile's candidates, which the last wave cannot hide, and the merge is a second launch.
+Each program ends by selecting its tile's candidates, which the last wave cannot hide, and the merge is a second launch,
+except for "tokens": there the whole head draws the tokens of T verify rows in one launch. Its baseline writes float32
+logits, reads them again and merges, T * 1 MB of traffic and two launches more.
 The baselines write the logits and read them back several times, which is little next to the weight at one row, but not
 at 64. "whole head" is the cost without trimming: the same matmul and topk over all rows.
 """
@@ -14,7 +16,10 @@ from torch import Tensor
 
 from bench.kernels import common
 from bench.kernels.common import DEVICE, Built, Case, Goal
+from specker.kernels.linear import row_linear
+from specker.kernels.noise import pack_draw
 from specker.kernels.quant import quantised
+from specker.kernels.sample import sample_rows
 from specker.kernels.topk import Noise, vocab_topk, vocab_topk_cost
 
 DTYPE = torch.bfloat16 if DEVICE == "cuda" else torch.float32
@@ -64,6 +69,28 @@ def build(T: int, k: int, noisy: bool = False, kind: str | None = None) -> Built
     return Built(ways, check, vocab_topk_cost(hidden, weight, kept, k, None, noise))
 
 
+def tokens(T: int) -> Built:
+    """The tokens of T rows of two sequences, sampled and greedy."""
+    g = torch.Generator(DEVICE).manual_seed(0)
+    hidden = torch.randn(T, E, dtype=DTYPE, device=DEVICE, generator=g)
+    whole = torch.randn(WHOLE, E, dtype=DTYPE, device=DEVICE, generator=g) / E**0.5
+    draw = torch.stack([pack_draw(1, 0.7), pack_draw(2, 0.0)]).to(DEVICE)
+    positions = torch.arange(T, device=DEVICE)
+    noise = Noise(0, positions, 1.0, draw)
+
+    def ours() -> Tensor:
+        return vocab_topk(hidden, whole, None, 1, None, noise, with_lse=False)[0][:, 0]
+
+    def apart() -> Tensor:
+        return sample_rows(row_linear(hidden, whole, epilogue="float32"), 1.0, 0, 1.0, 0, positions, draw)
+
+    def check() -> None:
+        assert torch.equal(ours(), apart()), "other tokens"
+
+    cost = vocab_topk_cost(hidden, whole, None, 1, None, noise, False)
+    return Built({"specker": ours, "row_linear + sample_rows": apart}, check, cost)
+
+
 def cases() -> Iterator[Case]:
     few = Goal(share=0.80, over=(("matmul + topk", 1.15), ("whole head", 3.7)))
     for T in (1, 8):
@@ -74,6 +101,8 @@ def cases() -> Iterator[Case]:
         goal = Goal(share=share, over=(("bfloat16", 1.3),))
         yield Case(f"{kind}, T 8, k 10", lambda kind=kind: build(8, 10, kind=kind), goal)
     yield Case("T 64, k 64", lambda: build(64, 64), Goal(share=0.85))
+    for T in (2, 8, 64):
+        yield Case(f"T {T}, tokens", lambda T=T: tokens(T), Goal(over=(("row_linear + sample_rows", 1.0),)))
 
 
 test_vocab_topk = common.benchmarks(cases())

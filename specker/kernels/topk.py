@@ -1,10 +1,10 @@
 """vocab_topk: LM head over the kept vocabulary rows: the k best tokens of each row and the log-sum-exp of all.
 
-The kernel does not write the full logits to memory. It ranks and returns the float32 sums; the reference rounds them to
-hidden's dtype, as `row_linear` does. The products are row_linear's (64 rows for any T, K in order), and the selection
-runs row by row in tiles that do not depend on T. A norm is residual_merge's kernel, launched first. Otherwise every
-program would need the row's scale before its first product, or would round x * weight unscaled, which can overflow
-float16.
+The kernel does not write the full logits to memory. The products are row_linear's (64 rows for any T, K in order), and
+the selection runs row by row in tiles that do not depend on T. A second kernel merges the tiles' candidates. For k = 1
+without lse there is one launch: the last program of a tile of rows takes the largest of each row's candidates, one per
+tile of the weight. A norm is residual_merge's kernel, launched first. Otherwise every program would need the row's
+scale before its first product, or would round x * weight unscaled, which can overflow float16.
 """
 
 import math
@@ -26,17 +26,21 @@ from specker.kernels.residual import _launch as _norm
 from specker.kernels.sample import MIN_TEMPERATURE, first_argmax
 from specker.kernels.stream import prefetch_rows, stream_rows
 from specker.kernels.tiles import COMMON, like, lines, stages_of, weight_left, wide_rows
+from specker.kernels.tiles import tiles as product_tiles
 from specker.kernels.variant import (
     AMD,
     SMS,
     TYPES,
     Variant,
     arch,
+    counters,
+    is_last,
     let_next_start,
     let_next_start_late,
     same_device,
     sms,
     start_after_previous,
+    sum_dtype,
     tl,
     triton,
     wait_for_previous,
@@ -68,7 +72,7 @@ def vocab_topk(
     noise: Noisy | None = None,
     with_lse: bool = True,
     *,
-    out: Tensor | None = None,
+    out: Tensor | tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """LM head over kept vocabulary rows: each row's k best tokens and the log-sum-exp of all, without logits in memory.
 
@@ -86,6 +90,10 @@ def vocab_topk(
     row's bits depend on that row, weight, ids, k and the architecture alone. Memory moves the weight once. The kernel
     takes any number of rows and ids below 2^32; float64 runs in plain torch.
 
+    Sums are in float32 and are not rounded. So with k = 1, without a norm and token_ids, ids are the tokens that
+    `sample_rows` without filters draws from `row_linear(hidden, weight, epilogue="float32")`, at any temperature. On a
+    GPU this holds bit for bit where `draws_alike`. Without lse that is one launch, and no logits in memory.
+
     Args:
         hidden: [T, E].
         weight: [K, E] of hidden's dtype, or a `Quantized` matrix.
@@ -95,7 +103,8 @@ def vocab_topk(
         noise: (seed, positions [T] int64, temperature 0 or >= 1e-6), or a `Noise`, whose `draw` holds seed and
             temperature in memory.
         with_lse: False returns an empty lse [0]. On a CPU the sum costs as much as the search.
-        out: [T, k] int64, any view; the ids are written there, and it is the first result.
+        out: [T, k] int64, any view; the ids are written there, and it is the first result. Or a pair of it and of
+            contiguous memory for the logits, which is then the second result.
 
     Returns:
         ids [T, k] int64 in the full vocabulary, logits [T, k] and lse [T], float32 (float64 for float64).
@@ -127,8 +136,29 @@ def vocab_topk(
         refuse(vocab_topk, _check, given)
         raise
     ids, logits, lse = _vocab_topk(*given)
-    _check_out(out, hidden, k)
-    return out.copy_(ids), logits, lse
+    best, values = _check_out(out, hidden, k)
+    return best.copy_(ids), logits if values is None else values.copy_(logits), lse
+
+
+def draws_alike(hidden: Tensor, weight: Matrix) -> bool:
+    """Whether rows like `hidden` are on a GPU, and `vocab_topk` with k = 1 draws bit for bit the tokens that
+    `sample_rows` draws from row_linear's float32 logits."""
+    if not hidden.is_cuda or hidden.dtype == torch.float64 or not streams(weight):
+        return False
+    on = arch(hidden.device), sms(hidden.device)
+    return _sums_alike(hidden.dtype, *weight.shape, *on, format_of(weight))
+
+
+@lru_cache(maxsize=256)
+def _sums_alike(dtype: torch.dtype, K: int, E: int, arch: int, sms: int, form: Format | None) -> bool:
+    """Whether both kernels add a logit's products in the same order. row_linear splits the sums of a small weight, the
+    order of int4's products depends on a tile's columns, and AMD's compiler chooses instructions by the tile."""
+    _, n, block, _, splits = product_tiles(dtype, K, E, arch, 1, sms, False, form)
+    _, own, columns, _ = tiles(dtype, K, E, arch, sms, form)
+    if arch in AMD or splits > 1:
+        return False
+    same = block == columns and weight_left(n, arch, form) == weight_left(own, arch, form)
+    return form is None or form.kind != "int4" or same
 
 
 def vocab_topk_ref(
@@ -142,8 +172,7 @@ def vocab_topk_ref(
 ) -> tuple[Tensor, Tensor, Tensor]:
     if norm is not None:
         hidden = F.rms_norm(hidden, hidden.shape[-1:], *norm)
-    z = row_linear(hidden, weight)
-    return largest_of(z.to(torch.promote_types(z.dtype, torch.float32)), token_ids, k, noise, with_lse)
+    return largest_of(row_linear(hidden, weight, epilogue="float32"), token_ids, k, noise, with_lse)
 
 
 def largest_of(
@@ -264,8 +293,8 @@ def _power(z, top):
 
 
 @triton.jit(
-    do_not_specialize=["T", "temperature", "seed", "run", "apart"],
-    do_not_specialize_on_alignment=["ids_ptr", "positions_ptr", "draw_ptr"],
+    do_not_specialize=["T", "temperature", "seed", "run", "apart", "stride"],
+    do_not_specialize_on_alignment=["ids_ptr", "positions_ptr", "draw_ptr", "best_ptr", "logits_ptr"],
 )
 def _vocab_topk_kernel(
     x_ptr,  # [T, E]
@@ -277,11 +306,15 @@ def _vocab_topk_kernel(
     draw_ptr,  # [B, 4]: one set per run of rows
     keys_ptr,  # [T, tiles, C]: the tile's largest, descending
     stats_ptr,  # [2, T, tiles]: the tile's maximum, and its sum of exp(z - maximum)
+    best_ptr,  # [T] ids, `stride` elements from one to the next; written only if LAST
+    logits_ptr,  # [T], written only if LAST
+    count_ptr,  # [row tiles] zeros, to find the last program; None unless LAST
     T,
     temperature,
     seed: tl.int64,
     run,  # rows per set of the draw's numbers
     apart,
+    stride,
     K: tl.constexpr,
     E: tl.constexpr,
     M: tl.constexpr,  # rows of x per program
@@ -294,10 +327,13 @@ def _vocab_topk_kernel(
     NOISE: tl.constexpr,
     DRAWN: tl.constexpr,
     LSE: tl.constexpr,
+    LAST: tl.constexpr,  # the last program merges the tiles; C is 1
+    SOME: tl.constexpr,  # candidates of a row that it holds at a time
     KIND: tl.constexpr,
     GROUP: tl.constexpr,
     LEFT: tl.constexpr,
     LINES: tl.constexpr,  # lines per row to prefetch
+    ON_AMD: tl.constexpr,
     PDL: tl.constexpr,
 ):
     let_next_start(PDL)
@@ -355,9 +391,10 @@ def _vocab_topk_kernel(
             if DRAWN:
                 p_draw = draw_ptr + tl.minimum(o_r, T - 1) // run * 4
                 b_seed, b_t, _top_p = drawn(p_draw[:, None], seed, temperature, 1.0, DRAWN)
-                b_hot = tl.where(b_t == 0, 1.0, b_t)
-                b_noisy = tl.div_rn(b_z, b_hot) + gumbel_of(b_id[None, :], b_position[:, None], b_seed)
-                b_z = tl.where(b_t == 0, b_z, b_noisy)
+                if tl.max(tl.max(b_t, axis=1), axis=0) > 0:  # greedy rows spend nothing on noise
+                    b_hot = tl.where(b_t == 0, 1.0, b_t)
+                    b_noisy = tl.div_rn(b_z, b_hot) + gumbel_of(b_id[None, :], b_position[:, None], b_seed)
+                    b_z = tl.where(b_t == 0, b_z, b_noisy)
             else:
                 b_z = tl.div_rn(b_z, temperature) + gumbel_of(b_id[None, :], b_position[:, None], seed)
         o_tile = o_r.to(tl.int64) * tiles + i_tile
@@ -373,6 +410,21 @@ def _vocab_topk_kernel(
         else:
             o_c = o_tile[:, None] * C + tl.arange(0, C)[None, :]
             tl.store(keys_ptr + o_c, take_best(b_key, R, TOP, C), mask=m_r[:, None])
+    if LAST:
+        if not is_last(count_ptr + tl.program_id(0), tiles, ON_AMD):
+            return
+        for i_r in tl.range(0, tl.minimum(T - tl.program_id(0) * M, M), R):
+            o_r = (tl.program_id(0) * M + i_r + tl.arange(0, R)).to(tl.int64)
+            m_r = o_r < T
+            b_best = tl.full([R, SOME], NO_KEY, tl.int64)
+            for i in tl.range(0, tiles, SOME):
+                o_tile = i + tl.arange(0, SOME)[None, :]
+                m_tile = m_r[:, None] & (o_tile < tiles)
+                b_key = tl.load(keys_ptr + o_r[:, None] * tiles + o_tile, mask=m_tile, other=NO_KEY)
+                b_best = tl.maximum(b_best, b_key)
+            b_key = tl.max(b_best, axis=1)
+            tl.store(best_ptr + o_r * stride, id_of(b_key), mask=m_r)
+            tl.store(logits_ptr + o_r, value_of(b_key), mask=m_r)
 
 
 @triton.jit
@@ -526,9 +578,9 @@ def _variants(
     arch: int,
     sms: int = 0,
     form: Format | None = None,
-) -> tuple[Variant, Variant]:
-    """The kernel and its merge. The stream is row_linear's, but each tile ends in a selection, during which its
-    program reads nothing.
+) -> tuple[Variant, Variant | None]:
+    """The kernel, and its merge, which k = 1 without lse does not need. The stream is row_linear's, but each tile ends
+    in a selection, during which its program reads nothing.
 
     K 32,768: an H200 holds 264 blocks at once (two of 96 KiB per SM, 96 KiB in flight). 256 programs of 128 rows run in
     one wave, with one selection each; tiles of 64 would need two waves and read x twice as often. 8 warps halve
@@ -548,14 +600,16 @@ def _variants(
     name = f"{t} {E}->{K} k{k}" + (f" ids {TYPES[ids]}" if ids else "")
     name += " noise" * noise + " drawn" * held + " lse" * lse
     name += "" if form is None else f" {form}"
-    smoke = dtype == torch.bfloat16 and K == 32768 and form is None and (k, noise) in ((10, True), (64, False))
+    last = k == 1 and not lse
+    smoke = dtype == torch.bfloat16 and K == 32768 and form is None
+    smoke = smoke and (k, noise, held) in ((10, True, False), (64, False, False), (1, True, True))
     stream = Variant(
         name=name,
         kernel=_vocab_topk_kernel,
         arguments=(
             *(f"*{t}", *types_of(t, form), f"*{TYPES[ids]}" if ids else f"*{t}"),
             *(("*i64" if there else f"*{t}") for there in (noise, held)),
-            *("*i64", "*fp32", "i32", "fp32", "i64", "i32", "i32"),
+            *("*i64", "*fp32", "*i64", "*fp32", "*i32" if last else None, "i32", "fp32", "i64", "i32", "i32", "i32"),
         ),
         constexprs={
             "K": K,
@@ -570,6 +624,8 @@ def _variants(
             "NOISE": noise,
             "DRAWN": held,
             "LSE": lse,
+            "LAST": last,
+            "SOME": min(triton.next_power_of_2(count), 512),
             **constexprs_of(form),
             "LEFT": left,
             "LINES": lines(n, E * dtype.itemsize if form is None else form.size(E)),
@@ -582,6 +638,8 @@ def _variants(
         smoke=smoke,
         options={"maxnreg": 255 if left else 128} if half else {},  # two blocks per SM
     )
+    if last:
+        return stream, None
     pad = max(2, triton.next_power_of_2(count))
     slots = triton.next_power_of_2(k * (k + 1) // 2) if 1 < k <= 16 else 0
     merge = Variant(
@@ -616,6 +674,7 @@ def variants(arch: int) -> Iterator[Variant]:
     for dtype, K, E, k, ids, noise, held, lse in (
         (bf16, 32768, 4096, 1, i64, True, False, False),
         (bf16, 32768, 4096, 1, i64, True, True, False),
+        (bf16, 128256, 4096, 1, None, True, True, False),  # the tokens of verify rows
         (bf16, 128256, 4096, 10, None, True, True, True),
         (bf16, 32768, 4096, 10, i64, False, False, True),
         (bf16, 32768, 4096, 10, i32, True, False, True),
@@ -629,7 +688,7 @@ def variants(arch: int) -> Iterator[Variant]:
         (torch.float16, 32768, 4096, 10, i64, False, False, True),
         (torch.float32, 32768, 4096, 10, i64, True, False, True),
     ):
-        yield from _variants(dtype, K, E, k, ids, noise, held, lse, arch)
+        yield from (v for v in _variants(dtype, K, E, k, ids, noise, held, lse, arch) if v is not None)
     for form in COMMON:
         yield _variants(bf16, 32768, 4096, 10, i64, False, False, True, arch, form=form)[0]
     yield _variants(torch.float16, 8192, 896, 10, i64, True, True, True, arch, form=COMMON[3])[0]
@@ -644,13 +703,14 @@ def _launch(
     norm: Norm | None,
     noise: Noisy | None,
     with_lse: bool,
-    out: Tensor | None = None,
+    out: Tensor | tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     seed, positions, temperature, draw = (0, None, 0.0, None) if noise is None else Noise(*noise)
     w, scale, shift = arguments_of(weight)
     (T, E), K = hidden.shape, weight.shape[0]
-    ids = hidden.new_empty((T, k), dtype=torch.int64) if out is None else out
-    logits = hidden.new_empty((T, k), dtype=torch.float32)
+    ids, logits = out if isinstance(out, tuple) else (out, None)
+    ids = hidden.new_empty((T, k), dtype=torch.int64) if ids is None else ids
+    logits = hidden.new_empty((T, k), dtype=torch.float32) if logits is None else logits
     lse = hidden.new_empty(T if with_lse else 0, dtype=torch.float32)
     if T == 0:
         return ids, logits, lse
@@ -663,13 +723,12 @@ def _launch(
     on = arch(hidden.device), sms(hidden.device)
     stream, merge = _variants(hidden.dtype, K, E, k, mapped, noisy, held, with_lse, *on, format_of(weight))
     sizes = stream.constexprs
-    count = merge.constexprs["TILES"]
-    keys = hidden.new_empty((T, count, sizes["C"]), dtype=torch.int64)
-    stats = hidden.new_empty((2, T, count) if with_lse else 0, dtype=torch.float32)
-    work = hidden.new_empty((T, _work(merge)), dtype=torch.int64)
+    grid = -(-T // sizes["M"]), -(-K // sizes["N"])
+    keys = hidden.new_empty((T, grid[1], sizes["C"]), dtype=torch.int64)
+    stats = hidden.new_empty((2, T, grid[1]) if with_lse else 0, dtype=torch.float32)
     hidden = hidden.contiguous()
     stream(
-        (-(-T // sizes["M"]), count),
+        grid,
         hidden,
         w,
         scale,
@@ -679,13 +738,19 @@ def _launch(
         draw.contiguous() if held and draw is not None else hidden,
         keys,
         stats,
+        ids,
+        logits,
+        None if merge is not None else counters(hidden.device, grid[0]),
         T,
         float(temperature),
         signed(seed),
         check_draw(draw, T),
         1 if positions is None else positions.stride(0),
+        ids.stride(0),
     )
-    merge((T,), keys, stats, work, ids, logits, lse, T, *ids.stride())
+    if merge is not None:
+        work = hidden.new_empty((T, _work(merge)), dtype=torch.int64)
+        merge((T,), keys, stats, work, ids, logits, lse, T, *ids.stride())
     return ids, logits, lse
 
 
@@ -725,12 +790,23 @@ def _check(
         same_device(hidden, positions=positions, draw=draw)
 
 
-def _check_out(out: Tensor, hidden: Tensor, k: int) -> None:
-    if not isinstance(out, Tensor):
-        raise TypeError(f"out must be Tensor | None, got {type(out).__name__}")
-    if out.shape != (len(hidden), k) or out.dtype != torch.int64:
-        raise ValueError(f"out must be [{len(hidden)}, {k}] int64, got {tuple(out.shape)} {out.dtype}")
-    same_device(hidden, out=out)
+def _check_out(out: Tensor | tuple[Tensor, Tensor], hidden: Tensor, k: int) -> tuple[Tensor, Tensor | None]:
+    """The memory for ids and logits. Raises TypeError or ValueError if it does not fit the results."""
+    given = out if isinstance(out, tuple) and len(out) == 2 else (out,)
+    if not all(isinstance(x, Tensor) for x in given):
+        raise TypeError(f"out must be Tensor | tuple[Tensor, Tensor] | None, got {type(out).__name__}")
+    ids, logits = given if len(given) == 2 else (*given, None)
+    if ids.shape != (len(hidden), k) or ids.dtype != torch.int64:
+        raise ValueError(f"out must be [{len(hidden)}, {k}] int64, got {tuple(ids.shape)} {ids.dtype}")
+    same_device(hidden, out=ids)
+    if logits is not None:
+        dtype = sum_dtype(hidden.dtype)
+        if logits.shape != ids.shape or logits.dtype != dtype or not logits.is_contiguous():
+            raise ValueError(
+                f"out's logits must be contiguous {list(ids.shape)} {dtype}, got {tuple(logits.shape)} {logits.dtype}"
+            )
+        same_device(hidden, logits_out=logits)
+    return ids, logits
 
 
 def _fits(hidden: Tensor, weight: Matrix, *_: object) -> bool:

@@ -14,7 +14,7 @@ from specker.kernels.variant import COUNTERS, count_in, counters, reset_counters
 from specker.runtime.round.graphs import Graphs
 
 CPU = torch.device("cpu")
-project, sample = (importlib.import_module(f"specker.kernels.{name}") for name in ("project", "sample"))
+project, sample, topk = (importlib.import_module(f"specker.kernels.{name}") for name in ("project", "sample", "topk"))
 
 
 def kv_project():
@@ -30,8 +30,12 @@ def sample_rows():
     return sample._launch_sample(3 * randn(4, 5000), 1.0, 40, 0.9, 5, torch.arange(4))
 
 
+def vocab_topk():
+    return topk._launch(randn(70, 8).float(), randn(300, 8, seed=1).float(), None, 1, None, None, False)[1]
+
+
 @pytest.mark.filterwarnings("ignore:All-NaN slice")
-@pytest.mark.parametrize("launched", [kv_project, tree_attention, sample_rows])
+@pytest.mark.parametrize("launched", [kv_project, tree_attention, sample_rows, vocab_topk])
 def test_counts_that_an_aborted_launch_left_are_zeroed(poisoned, launched):
     """Without that, this launch and the next ones are wrong: programs take another one for the last."""
     want = launched()

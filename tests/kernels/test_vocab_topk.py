@@ -9,8 +9,10 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from specker.kernels.linear import row_linear
 from specker.kernels.noise import gumbel
 from specker.kernels.sample import sample_rows
+from specker.kernels.tiles import COMMON
 from specker.kernels.topk import MAX_K, _largest, _launch, _select, vocab_topk, vocab_topk_cost
 from specker.kernels.variant import Variant
 
@@ -124,6 +126,23 @@ def test_the_kernel_takes_any_number_of_rows_and_the_reference_float64(monkeypat
     assert went == [*((k, T) for T in (1, 256, 70000) for k in kernels), ("reference", 2)]
 
 
+def test_where_the_sums_are_those_of_row_linear(monkeypatch):
+    """Not where it splits them, nor where tiles of int4 differ. Fake tensors stand in for a GPU."""
+    monkeypatch.setattr(module, "sms", lambda device: 132)
+    for arch in (80, 90, 100, 942):
+        monkeypatch.setattr(module, "arch", lambda device, arch=arch: arch)
+        with FakeTensorMode():
+            for K, E, alike in ((128256, 4096, True), (32000, 2048, True), (1024, 4096, False), (8192, 14336, False)):
+                hidden, weight = (torch.empty(n, E, dtype=torch.bfloat16, device="cuda") for n in (3, K))
+                assert module.draws_alike(hidden, weight) == (alike and arch != 942)
+            assert not module.draws_alike(hidden.double(), weight.double())
+            int4 = [
+                module._sums_alike(torch.bfloat16, *size, arch, 132, COMMON[3]) for size in ((32000, 2048), (999, 256))
+            ]
+            assert int4 == [arch != 942, arch == 80]
+            assert not module.draws_alike(hidden.cpu(), weight.cpu())
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("k", [1, 2, 5, 12, 64])
 @pytest.mark.parametrize("order", ["all", "ascending", "descending", "shuffled"])
@@ -184,14 +203,17 @@ def test_noise_is_that_of_the_whole_head(k, temperature):
 
 
 def test_best_draft_is_the_token_the_target_draws():
-    """With the same head, seed and position, sample_rows draws exactly the drafter's first candidate."""
-    hidden, weight = torch.randn(20, 32), torch.randn(500, 32)
+    """With the same head, seed and position, sample_rows draws exactly the drafter's first candidate. Logits in 16 bits
+    are float32 sums, as in a verify pass."""
     positions = torch.arange(20) + 5
-    for temperature in (0.0, 0.7, 1.0):
-        drawn = sample_rows(hidden @ weight.T, temperature, 0, 1.0, 3, positions)
-        for k in (1, 4):
-            ids, _, _ = vocab_topk(hidden, weight, None, k, None, (3, positions, temperature))
-            assert torch.equal(ids[:, 0], drawn)
+    for dtype in (torch.float32, torch.float64, torch.float16, torch.bfloat16):
+        hidden, weight = torch.randn(20, 32).to(dtype), torch.randn(500, 32).to(dtype)
+        for temperature in (0.0, 0.7, 1.0):
+            logits = row_linear(hidden, weight, epilogue="float32")
+            drawn = sample_rows(logits, temperature, 0, 1.0, 3, positions)
+            for k in (1, 4):
+                ids, _, _ = vocab_topk(hidden, weight, None, k, None, (3, positions, temperature))
+                assert torch.equal(ids[:, 0], drawn)
 
 
 def test_temperature_zero_is_no_noise():

@@ -14,10 +14,11 @@ from compile_only import compilations
 from reads_only import reads
 
 from specker.kernels.noise import pack_draw
+from specker.kernels.quant import quantised
 from specker.kernels.topk import Noise, _launch, vocab_topk, vocab_topk_ref
 from specker.kernels.variant import Variant, tl, triton
 
-op = importlib.import_module("specker.kernels.topk")
+op, linear, sample = (importlib.import_module(f"specker.kernels.{name}") for name in ("topk", "linear", "sample"))
 HALF = [torch.float32, torch.float16]
 EPS = 1e-5
 
@@ -110,6 +111,77 @@ def test_ids_are_written_into_a_view(k):
     for bad in (window[:4, :k], window[:, : k + 1], window[:, :k].int()):
         with pytest.raises(ValueError, match=f"out must be \\[5, {k}\\] int64"):
             vocab_topk(*args, None, True, out=bad)
+
+
+@pytest.mark.parametrize("k", [1, 4])
+def test_logits_are_written_to_given_memory(k):
+    hidden, weight = integers(5, 8, 300)
+    args = hidden, weight, trimmed(300, 600), k, None, noise_of(5), False
+    want = _launch(*args)
+    for op_ in (_launch, vocab_topk):
+        out = torch.full((5, k), -1), torch.full((5, k), math.nan)
+        got = op_(*args, out=out)
+        assert got[0] is out[0] and got[1] is out[1] and all(map(torch.equal, got[:1], want[:1]))
+        torch.testing.assert_close(got[1], want[1], rtol=2e-6, atol=4e-6)
+    for bad in (out[1][:4], out[1].double(), torch.zeros(k, 10)[:, ::2].T):
+        with pytest.raises(ValueError, match=f"out's logits must be contiguous \\[5, {k}\\] torch.float32"):
+            vocab_topk(*args, out=(out[0], bad))
+    for bad in ([out[0]], (*out, out[1]), (out[0], None)):
+        with pytest.raises(TypeError, match="out must be Tensor"):
+            vocab_topk(*args, out=bad)
+
+
+ROWS = [(1, 1, 1, 1), (6, 33, 65, 3), (65, 17, 70, 1), (130, 5, 300, 2)]
+
+
+@pytest.mark.parametrize(("dtype", "size"), cases.one_in(2, HALF, ROWS))
+def test_one_launch_draws_the_tokens_of_verify_rows(poisoned, monkeypatch, dtype, size):
+    """sample_rows draws the same ones from row_linear's logits, greedily and sampled, with parameters in memory."""
+    T, E, K, sequences = size
+    hidden, weight = integers(T, E, K, dtype)
+    seed, positions, _ = noise_of(T)
+    numbers = [(seed, 0.8), (3, 0.0), (4, 1.7)][:sequences]
+    draw = torch.stack([pack_draw(*each) for each in numbers])
+    z = linear._launch(hidden, weight, None, "float32")
+    launched, call = [], Variant.__call__
+
+    def logged(self, grid, *arguments):
+        launched.append(self.kernel.__name__)
+        call(self, grid, *arguments)
+
+    monkeypatch.setattr(Variant, "__call__", logged)
+    for temperature, noise in (
+        (1.0, Noise(0, positions, 1.0, draw)),
+        (0.7, Noise(5, positions, 0.7)),
+        (0.0, Noise(5, positions, 0.0)),
+    ):
+        want = sample._launch_sample(z, temperature, 0, 1.0, noise.seed, positions, noise.draw)
+        del launched[:]
+        ids, logits, _ = _launch(hidden, weight, None, 1, None, noise, False)
+        assert launched == ["_vocab_topk_kernel"] and torch.equal(ids[:, 0], want)
+        ref = vocab_topk_ref(hidden, weight, None, 1, None, noise, False)
+        assert torch.equal(ref[0], ids)
+        torch.testing.assert_close(logits, ref[1], rtol=2e-6, atol=4e-6)
+
+
+@pytest.mark.parametrize("at", [0, 40_000, 64 * 1030 - 1])
+def test_the_last_program_merges_any_number_of_tiles(poisoned, at):
+    """More tiles than it holds at a time."""
+    weight = torch.full((64 * 1030, 1), 2.0)
+    weight[at] = 3.0
+    hidden = torch.tensor([[1.0], [-1.0], [0.0]])
+    ids, logits, _ = _launch(hidden, weight, None, 1, None, None, False)
+    assert ids.tolist() == [[at], [0 if at else 1], [0]] and logits.tolist() == [[3.0], [-2.0], [0.0]]
+
+
+@pytest.mark.filterwarnings("ignore:invalid value encountered")
+def test_a_row_that_is_not_finite_has_a_logit_that_is_not_and_a_valid_id():
+    hidden, weight = integers(3, 8, 100, torch.float32)
+    hidden[0], hidden[2, 3] = math.nan, math.inf
+    for noise in (None, Noise(0, torch.arange(3), 1.0, pack_draw(3, 0.8))):
+        ids, logits, _ = _launch(hidden, weight, None, 1, None, noise, False)
+        assert not logits[[0, 2]].isfinite().any() and logits[1].isfinite()
+        assert ids[0] == 0 and 0 <= ids[2] < 100
 
 
 @pytest.mark.parametrize("best_in", ["one tile", "every tile", "the last tile"])
@@ -393,6 +465,24 @@ def test_bfloat16_ids_equal_the_references(K, E, k):
         ids_got, logits, _ = _launch(*args, noise, True)
         torch.testing.assert_close(logits.double(), exact[1], rtol=1e-5, atol=2e-5)
         assert ((ids_got == exact[0]) | ((logits - exact[1]).abs() <= 2e-5)).all()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", [None, "int8", "fp8", "int4"])
+@pytest.mark.parametrize(("K", "E"), [(128256, 4096), (32000, 2048), (49152, 576)])
+def test_bfloat16_tokens_are_those_of_row_linears_logits(K, E, kind):
+    g = torch.Generator("cuda").manual_seed(0)
+    hidden, weight = (torch.randn(n, E, generator=g, device="cuda").bfloat16() for n in (72, K))
+    weight = weight if kind is None else quantised(weight, kind)
+    draw = torch.stack([pack_draw(n, t) for n, t in enumerate((0.7, 0.0, 1.0, 1.9))]).cuda()
+    positions = torch.arange(72, device="cuda") + 5
+    assert op.draws_alike(hidden, weight)
+    for rows in (slice(4), slice(8, 28), slice(72)):
+        z = linear.row_linear(hidden[rows], weight, epilogue="float32")
+        ids, logits, _ = vocab_topk(hidden[rows], weight, None, 1, None, Noise(0, positions[rows], 1.0, draw), False)
+        assert torch.equal(ids[:, 0], sample.sample_rows(z, 1.0, 0, 1.0, 0, positions[rows], draw))
+        ids, logits, _ = vocab_topk(hidden[rows], weight, None, 1, with_lse=False)
+        assert torch.equal(logits[:, 0], z.amax(1)) and torch.equal(ids[:, 0], z.argmax(1))
 
 
 @pytest.mark.gpu

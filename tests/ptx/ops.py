@@ -314,6 +314,40 @@ def _topk(label: str, h: Tensor, w: Matrix, ids: Tensor | None, k: int, norm: An
     return Case(label, lambda: topk._launch(h, w, ids, k, norm, noisy, lse), judge)
 
 
+def drawn_tokens(dtype: torch.dtype) -> Iterator[Case]:
+    """The tokens of verify rows from `vocab_topk`, in one launch, and from `sample_rows` of row_linear's logits."""
+    for T, E, K, numbers in (
+        (3, 512, 2048, ((3, 0.8), (4, 0.0), (5, 1.3))),
+        (2, 64, 12032, ((3, 0.0),)),
+        (1, 1023, 333, ((3, 1.0),)),
+        (66, 64, 200, ((3, 0.7), ((1 << 64) - 5, 2.0))),
+    ):
+        yield _drawn(f"T{T} E{E} K{K}", randn(T, E, dtype=dtype), weight(K, E, dtype=dtype), numbers)
+    w = quantised_weight("int4", 32, True, 12032, 128)
+    yield _drawn(f"T2 E128 K12032 {w.format}", randn(2, 128, dtype=dtype), w, ((9, 0.9), (8, 0.0)))
+
+
+def _drawn(label: str, h: Tensor, w: Matrix, numbers: tuple[tuple[int, float], ...]) -> Case:
+    """`numbers`: seed and temperature of each sequence."""
+    positions, held = torch.arange(len(h)) + (1 << 32) - 1, torch.stack([noise.pack_draw(*each) for each in numbers])
+
+    def launched() -> Any:
+        z = linear._launch(h, w, None, "float32")
+        ids, best, _ = topk._launch(h, w, None, 1, None, topk.Noise(0, positions, 1.0, held), False)
+        return ids[:, 0], best[:, 0], z, sample._launch_sample(z, 1.0, 0, 1.0, 0, positions, held)
+
+    def judge(verdict: Verdict, got: Any) -> None:
+        ids, best, z, tokens = got
+        run = len(h) // len(numbers)
+        warm = torch.tensor([t for _, t in numbers]).repeat_interleave(run)[:, None]
+        g = torch.cat([noise.gumbel(seed, positions[i * run :][:run], len(w)) for i, (seed, _) in enumerate(numbers)])
+        scores = torch.where(warm == 0, z, z.double() / warm.clamp(min=1e-6) + g).amax(1)
+        verdict.same("token", ids, tokens)
+        verdict.near("best", best, scores, scores.float(), 2e-5)
+
+    return Case(f"{label}, {len(numbers)} sequences", launched, judge)
+
+
 def sample_rows(dtype: torch.dtype) -> Iterator[Case]:
     for T, V, temperature, top_k, top_p, drawn, scale in (
         (3, 5000, 0.0, 0, 1.0, False, 3),
@@ -491,6 +525,7 @@ OPS = (
     quantised_experts,
     tree_attention,
     vocab_topk,
+    drawn_tokens,
     sample_rows,
     kv_calibrate,
     kv_project,

@@ -15,6 +15,7 @@ FLOAT = [
     "quantised_experts",
     "tree_attention",
     "vocab_topk",
+    "drawn_tokens",
     "sample_rows",
     "kv_calibrate",
     "kv_project",
