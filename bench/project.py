@@ -79,7 +79,7 @@ class Inputs:
     group_launches: float = arg(4, "of a group's attention, two layers or more of it on a rank")
     draft_launches: float = arg(5, "of a draft forward beyond its layers")
     verify_launches: float = arg(3, "of a verify pass beyond its layers")
-    round_launches: float = arg(2, "of a round beyond its forwards")
+    round_launches: float = arg(1, "of a round beyond its forwards; several ranks draw in one more")
 
 
 GPUS = {
@@ -183,7 +183,7 @@ def verify(i: Inputs, target: Shape, rows: int, ranks: int) -> Cost:
     """A target forward, the round's other launches, and its broadcast. One row means plain decoding."""
     if rows > MAX_ROWS:
         raise ValueError(f"{rows} rows: beyond {MAX_ROWS} flops take longer than bytes, and this model has no flops")
-    beyond = i.verify_launches + i.round_launches
+    beyond = i.verify_launches + i.round_launches + (ranks > 1)
     return forward(i, target, rows, ranks, beyond, rows) + ring(i, ranks, ranks - 1, 0)
 
 

@@ -353,13 +353,14 @@ class Recorded:
         self.asks = self.engine.policy().confident
         self.reads = 0
 
-    def put(self, lengths, sampling):
-        """Texts of `lengths` into the batch."""
+    def put(self, lengths, sampling, logprobs=0):
+        """Texts of `lengths` into the batch; the first wants log-probabilities."""
         loop = self.loop
         loop.clear(forget=True)
         for slot, length in enumerate(lengths):
             draws = sampling if slot % 2 == 0 else DRAWS[0]
-            request = Request(index=slot, token_ids=[5] * length, limit=length, sampling=draws, policy=Fixed(0, 0))
+            how = {"limit": length, "sampling": draws, "policy": Fixed(0, 0), "logprobs": 0 if slot else logprobs}
+            request = Request(index=slot, token_ids=[5] * length, **how)
             for cache in loop.slots.caches:
                 cache.take(slot, loop.slots.columns(length))
                 cache.exact_len[slot] = length - 1  # a prompt's prefill is no part of a round
@@ -389,9 +390,9 @@ class Recorded:
         r.batch.confident = self.asks
         launch(r, self.loop.target, self.loop.cache, self.loop.drafter)
 
-    def round(self, lengths, sampling, budget):
+    def round(self, lengths, sampling, budget, logprobs=0):
         """The launches of one round on texts of `lengths` tokens."""
-        self.put(lengths, sampling)
+        self.put(lengths, sampling, logprobs)
         with self.recording() as log:
             self.launch(budget)
         return log
@@ -473,8 +474,8 @@ def test_only_long_chunks_of_a_prompt_use_cublas(tmp_path):
         assert ("_kv_project_kernel" in [name.split(":")[0] for name in kernels(log)]) != dense
 
 
-LAUNCHES = {"ar": 62, "chain-4": 198, "tree-3x4": 208, "easyspec": 165, "diffuspec-fixed": 116}
-LAUNCHES |= {"eagle": 114, "eagle-tree": 115, "draft-and-verify": 206, "del": 132, "del-length": 126}
+LAUNCHES = {"ar": 61, "chain-4": 197, "tree-3x4": 207, "easyspec": 164, "diffuspec-fixed": 115}
+LAUNCHES |= {"eagle": 113, "eagle-tree": 114, "draft-and-verify": 205, "del": 131, "del-length": 125}
 """Kernels and copies of a captured round of Llama-like models with 8 and 4 layers, a quarter of 8B's and of 1B's."""
 GATHERED = {"ar": 0, "del": 0, "del-length": 0, "diffuspec-fixed": 2}
 """Extra copies in a batch's round: 1 at the end of a catch-up pass, since the roots' rows are not adjacent."""
@@ -509,12 +510,15 @@ def at_width(folder, name):
     return Model(checkpoint.read(str(folder / name), dtype=torch.bfloat16, device="cpu", random=0))
 
 
-@pytest.mark.parametrize(("kind", "outside"), [(DRAWS[0], 2), (DRAWS[1], 2), (DRAWS[2], 4)])
+@pytest.mark.parametrize(
+    ("kind", "logprobs", "outside"), [(DRAWS[0], 0, 1), (DRAWS[1], 0, 1), (DRAWS[1], 1, 2), (DRAWS[2], 0, 4)]
+)
 @pytest.mark.parametrize("n", [1, 4])
-def test_two_launches_outside_the_forwards(tmp_path, kind, outside, n):
-    """A chain of 4 by 1B for 8B. A forward is embedding, layers, final norm and LM head; all its launches are compared
-    with those of a round. The others: the argmax over parts of the logits, and settle. Filters take two more. A batch
-    also gathers the roots' rows once. A round begins with a memset of its kernels' counters."""
+def test_one_launch_outside_the_forwards(tmp_path, kind, logprobs, outside, n):
+    """A chain of 4 by 1B for 8B. A forward is embedding, layers, final norm and LM head, which draws the tokens; all
+    its launches are compared with those of a round. The other is settle. Where the logits are wanted, the argmax over
+    their parts is one more, and filters take three. A batch also gathers the roots' rows once. A round begins with a
+    memset of its kernels' counters."""
     depth = 4
     with recording() as log:  # not in inference mode, which hides copies made by `contiguous` and `to`
         target, draft = at_width(tmp_path, "8B"), at_width(tmp_path, "1B")
@@ -524,7 +528,8 @@ def test_two_launches_outside_the_forwards(tmp_path, kind, outside, n):
         sizes = {"wide": 2048, "vocab": 128256, "columns": 4096}
         state = State.empty(target.dtype, target.device, sequences=n, rows=depth + 1, **sizes)
         policy = Fixed(depth, depth)
-        sequences = [Request(index=i, token_ids=[5], limit=9, sampling=kind, policy=policy) for i in range(n)]
+        how = {"token_ids": [5], "limit": 9, "sampling": kind, "policy": policy, "logprobs": logprobs}
+        sequences = [Request(index=i, **how) for i in range(n)]
         draws, head, graphs = Draws.of([kind], state.draw, True), LMHead(draft.head, draft.norm, 1e-5), Graphs()
         drafter = AutoregressiveDrafter(draft, caches[1], head, depth=depth)
 
@@ -578,15 +583,16 @@ ALIKE = ("tree-3x4", "synthetic", "del-length")  # their graph segments are thos
     "name", [pytest.param(name, marks=[pytest.mark.slow] if name in ALIKE else []) for name in RECORDED]
 )
 def test_equal_keys_launch_equal_kernels(recorded, name):
-    """For any number of texts, any length and any sampling settings."""
+    """For any number of texts, any length and any sampling settings, with and without log-probabilities."""
     found = {}
     longest = 800 if name == "vocabtrim" else 1100
-    asked = [(1, DRAWS[0], 50), (1, DRAWS[1], 50), (1, DRAWS[2], longest), (8, DRAWS[1], 50), (8, DRAWS[1], longest)]
-    for size, sampling, length in asked:
+    asked = [(1, DRAWS[0], 50, 0), (1, DRAWS[0], 50, 1), (1, DRAWS[1], 50, 0), (1, DRAWS[2], longest, 0)]
+    asked += [(8, DRAWS[1], 50, 0), (8, DRAWS[1], longest, 0)]
+    for size, sampling, length, logprobs in asked:
         world = recorded(name, size)
         budgets = {world.budgets[0], world.budgets[-1]}
         for count, budget in itertools.product({1, size // 2 + 1, size}, budgets):
-            log = world.round(ragged(count, length), sampling, budget)
+            log = world.round(ragged(count, length), sampling, budget, logprobs)
             for key, start, end in log.segments:
                 assert key is not None and found.setdefault((size, key), log[start:end]) == log[start:end], key
     assert len(found) >= 10
@@ -608,14 +614,19 @@ WARM = [name for name in RECORDED if name not in ("tree-3x4", "tree-3x4-cap-7", 
 
 @pytest.mark.parametrize(("name", "size"), [*((name, 1) for name in WARM), ("tree-3x4-cap-7", 2)])
 def test_a_warm_up_leaves_nothing_to_compile(recorded, name, size):
-    """The warm-up launches every kernel that a round launches with any number of texts, length and filter."""
+    """The warm-up launches every kernel that a round launches with any number of texts, length and filter, and with
+    log-probabilities; and every graph segment of a verify pass and of acceptance."""
     world = recorded(name, size)
-    warm = set(kernels(world.warm()))
+    first = world.warm()
+    warm, segments = set(kernels(first)), {key for key, *_ in first.segments}
     longest = 800 if name == "vocabtrim" else 5000
     budgets = {world.budgets[0], world.budgets[-1]}
     for budget, length, sampling, count in itertools.product(budgets, (50, longest), DRAWS, {1, size}):
-        if length == 50 or sampling == DRAWS[0]:
-            assert set(kernels(world.round(ragged(count, length), sampling, budget))) <= warm
+        for logprobs in (0, 1):
+            if length == 50 or (sampling == DRAWS[0] and not logprobs):
+                log = world.round(ragged(count, length), sampling, budget, logprobs)
+                assert set(kernels(log)) <= warm
+                assert {key for key, *_ in log.segments if key[0][0] in ("verify", "accept")} <= segments
 
 
 @pytest.mark.parametrize(

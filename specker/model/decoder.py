@@ -25,6 +25,8 @@ from specker.kernels.quant import Matrix, Quantized, streams
 from specker.kernels.residual import add_norm, residual_merge
 from specker.kernels.route import expert_route
 from specker.kernels.tiles import MAX_ROWS
+from specker.kernels.topk import draws_alike, vocab_topk
+from specker.kernels.variant import sum_dtype
 from specker.model.cache import KVCache, Near, Rows
 from specker.model.config import CheckpointError, ModelConfig
 from specker.model.sampling import Draws
@@ -156,6 +158,26 @@ class Model:
             return out
         logits = [self.linear(part, self.head, epilogue="float32") for part in parts]
         return logits[0] if len(logits) == 1 else torch.cat(logits)
+
+    @property
+    def samples(self) -> bool:
+        """Whether `sampled` serves: where it draws the tokens that `draw` would draw from the logits."""
+        return self.ranks is None and self.linear is row_linear and draws_alike(self.norm, self.head)
+
+    def sampled(
+        self, final: Final, draws: Draws, positions: Tensor, tokens: Tensor | None = None, peak: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Rows [T, E] at `positions` [T] -> the token after each row, [T] int64, drawn without filters in the launch of
+        the LM head, which writes no logits; and that token's logit with its noise, [T], which is not finite if the row
+        is not. `tokens` and `peak`: memory for these."""
+        x, normed = final
+        if not normed:
+            _, x = add_norm(x, None, self.norm, self.config.rms_norm_eps)
+        tokens = torch.empty_like(positions) if tokens is None else tokens
+        peak = x.new_empty(len(x), dtype=sum_dtype(x.dtype)) if peak is None else peak
+        into = tokens.unsqueeze(1), peak.unsqueeze(1)
+        vocab_topk(x, self.head, None, 1, None, draws.held(positions), False, out=into)
+        return tokens, peak
 
     def draw(self, draws: Draws, logits: Tensor, positions: Tensor) -> Tensor:
         """logits [T, V] (a part's columns) at `positions` [T] -> the token after each row, [T] int64."""

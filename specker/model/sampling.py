@@ -59,13 +59,17 @@ class Draws:
         top_k, top_p = (1, 0.5) if self.kind == "filtered" else (0, 1.0)  # enables filters; the values are in memory
         return 0.0 if self.kind == "greedy" else 1.0, top_k, top_p, 0
 
+    def held(self, positions: Tensor) -> Noise:
+        """The noise at `positions` [T] int64 with every sequence's parameters from memory, for greedy draws too."""
+        return Noise(0, positions, 1.0, self.memory)
+
     def noise(self, positions: Tensor) -> Noise | None:
         """The noise of the target's draws at `positions` [T] int64, for a drafter's ranking; None if all are greedy."""
         if self.kind == "greedy":
             return None
         if (s := self.only) is not None:
             return Noise(s.seed, positions, s.temperature)
-        return Noise(0, positions, 1.0, self.memory)
+        return self.held(positions)
 
 
 def kind(s: Sampling) -> str:

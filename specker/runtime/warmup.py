@@ -16,7 +16,7 @@ from specker.runtime.control.choose import NONE
 from specker.runtime.control.policy import Budget, Fixed, Policy
 from specker.runtime.loop import Loop
 from specker.runtime.round.drafter import Draft, Resume
-from specker.runtime.round.round import accept, collect, launch, send, verify
+from specker.runtime.round.round import accept, collect, draws, launch, send, verify
 from specker.runtime.round.state import Request
 from specker.runtime.round.synthetic import spread
 from specker.runtime.session import Session
@@ -45,12 +45,14 @@ def warm_up(
     sampled: tuple[dict[str, Any], ...] = tuple({"temperature": 1.0, **f} for f in filters)
     # On a CPU nothing is left to compile: a first round reads the weights' pages.
     compiles = loop.fixed or loop.target.device.type != "cpu"
-    for how in ({}, *sampled) if compiles else ({},):
+    told: tuple[dict[str, Any], ...] = ({"logprobs": 1}, {"logprobs": 1, "temperature": 1.0})
+    hows = {}, *sampled, *(told if loop.target.samples else ())
+    for how in hows if compiles else ({},):
         _decode(session, 2, 8 if compiles else 2, True, **how)
         _decode(session, 2, 2, False, **how)
         if loop.fixed and loop.drafter is not None:
             with session.alone():
-                _on_the_host(loop, Sampling(**how), policy().confident)
+                _on_the_host(loop, Params.of(**how), policy().confident)
     if loop.graphs.capture:  # torch's linears in a prefill are slow on their first call, for a first and a later chunk
         for length in (PREFILL_CHUNK // 4, PREFILL_CHUNK + PREFILL_CHUNK // 2):
             _decode(session, min(length, loop.target.config.max_context - 2), 2, True)
@@ -94,16 +96,21 @@ def warm_rounds(
     todo: list[Callable[[], None]] = []
     most, ahead = loop.target.config.max_context, loop.batches.lookahead
     lengths = [max(min(b, most) - ahead, loop.largest.depth + 1) for b in loop.batches.buckets]
+    # A verify pass that draws the tokens and one that writes logits are different graphs, and so is what follows them.
+    every = [Params(sampling=sampling) for sampling in DRAWS]
+    every += [Params(sampling=sampling, logprobs=1) for sampling in DRAWS[:2] if loop.target.samples]
+    greedy = [params for params in every if params.sampling == DRAWS[0]]
     sizes = [n for n in (1 << i for i in range(9)) if n < 2 * loop.size]
     for n, (before, length) in itertools.product(sizes, itertools.pairwise((0, *lengths))):
         n = min(n, loop.size)
-        for sampling, budget in itertools.product(DRAWS, budgets):
-            todo.append(partial(_drafted, loop, n, before, length, sampling, budget, confident))
-        todo.append(partial(_sizes, loop, n, length, DRAWS[0], verified, False))
-        if exits and n in (1, loop.size):
-            todo.append(partial(_exits, loop, n, length, exits))
-    for n, sampling in itertools.product(sizes, DRAWS):
-        todo.append(partial(_sizes, loop, min(n, loop.size), lengths[0], sampling, accepted, True))
+        for params, budget in itertools.product(every, budgets):
+            todo.append(partial(_drafted, loop, n, before, length, params, budget, confident))
+        for params in greedy:
+            todo.append(partial(_sizes, loop, n, length, params, verified, False))
+            if exits and n in (1, loop.size):
+                todo.append(partial(_exits, loop, n, length, params, exits))
+    for n, params in itertools.product(sizes, every):
+        todo.append(partial(_sizes, loop, min(n, loop.size), lengths[0], params, accepted, True))
     for done, work in enumerate(todo, 1):
         work()
         if on_progress is not None:
@@ -134,7 +141,7 @@ def _admitted(loop: Loop, n: int) -> bool:
     """Fill the batch with n texts that never grow. False if there is no memory for them."""
     loop.clear()
     for slot in range(n):
-        request = _text(spread(loop.target.config.vocab_size, slot, range(MEASURED // 2)) * 2, Sampling())
+        request = _text(spread(loop.target.config.vocab_size, slot, range(MEASURED // 2)) * 2, Params())
         if loop.target.config.max_context < 2 * MEASURED or not loop.slots.admits(request):
             return False
         loop.admit(request)
@@ -174,11 +181,11 @@ def _time(loop: Loop, budget: Budget, confident: bool) -> None:
     costs.measured(n, budget, r.draft.size, draft, verify + accept)
 
 
-def _texts(loop: Loop, n: int, length: int, sampling: Sampling) -> None:
+def _texts(loop: Loop, n: int, length: int, params: Params) -> None:
     """Fill the batch with n texts of `length` tokens that never grow."""
     loop.clear()
     for slot in range(n):
-        request = _text([0] * length, sampling)
+        request = _text([0] * length, params)
         for cache in loop.slots.caches:
             cache.take(slot, 1)
             cache.exact_len[slot] = length - 1
@@ -186,18 +193,26 @@ def _texts(loop: Loop, n: int, length: int, sampling: Sampling) -> None:
         loop.state.write(slot, request)
 
 
-def _text(ids: list[int], sampling: Sampling) -> Request:
+def _text(ids: list[int], params: Params) -> Request:
     """A text that never grows."""
-    return Request(index=0, token_ids=ids, limit=len(ids), sampling=sampling, policy=Fixed(0, 0), prefixes="off")
+    return Request(
+        index=0,
+        token_ids=ids,
+        limit=len(ids),
+        sampling=params.sampling,
+        policy=Fixed(0, 0),
+        prefixes="off",
+        logprobs=params.logprobs,
+    )
 
 
 @torch.inference_mode()
-def _on_the_host(loop: Loop, sampling: Sampling, confident: bool) -> None:
+def _on_the_host(loop: Loop, params: Params, confident: bool) -> None:
     """A round that the host places, such as a text's first: other forms of the kernels than captured rounds use."""
     length = loop.largest.depth + 2
     if length + loop.batches.lookahead > loop.target.config.max_context:
         return
-    _texts(loop, 1, length, sampling)
+    _texts(loop, 1, length, params)
     if all(cache.extend(0, loop.slots.columns(length)) for cache in loop.slots.caches):
         r = loop.new_round(loop.largest, False)
         r.batch.confident = confident
@@ -205,28 +220,28 @@ def _on_the_host(loop: Loop, sampling: Sampling, confident: bool) -> None:
     loop.clear()
 
 
-def _drafted(loop: Loop, n: int, before: int, length: int, sampling: Sampling, budget: Budget, confident: bool) -> None:
+def _drafted(loop: Loop, n: int, before: int, length: int, params: Params, budget: Budget, confident: bool) -> None:
     """Run a whole round for the longest text in the KV bucket (before, length] that allows a draft of fixed shape."""
     assert loop.drafter is not None
     drafter, there = loop.drafter, length
 
     def fixes(length: int) -> bool:
-        return drafter.prepare([_text([0] * length, sampling)] * n).fixes(budget)
+        return drafter.prepare([_text([0] * length, params)] * n).fixes(budget)
 
     while there > before and not fixes(there):
         there -= max(1, (there - before) // 64)
     if there <= before:
         return
-    _texts(loop, n, there, sampling)
+    _texts(loop, n, there, params)
     for _ in range(loop.graphs.passes):
         r = loop.new_round(budget, True, length - there)
         r.batch.confident = confident
         launch(r, loop.target, loop.cache, loop.drafter)
 
 
-def _exits(loop: Loop, n: int, length: int, budgets: Sequence[Budget]) -> None:
+def _exits(loop: Loop, n: int, length: int, params: Params, budgets: Sequence[Budget]) -> None:
     """Run verify passes for chains that the target's first layers drafted."""
-    _texts(loop, n, length, DRAWS[0])
+    _texts(loop, n, length, params)
     for budget in budgets:
         for _ in range(loop.graphs.passes):
             r = loop.new_round(budget, True)
@@ -235,9 +250,9 @@ def _exits(loop: Loop, n: int, length: int, budgets: Sequence[Budget]) -> None:
             verify(r, loop.target, loop.cache)
 
 
-def _sizes(loop: Loop, n: int, length: int, sampling: Sampling, sizes: Sequence[int], accepting: bool) -> None:
+def _sizes(loop: Loop, n: int, length: int, params: Params, sizes: Sequence[int], accepting: bool) -> None:
     """Run verify passes, or acceptance, for drafts of `sizes` tokens: chains, and trees if the strategy drafts them."""
-    _texts(loop, n, length, sampling)
+    _texts(loop, n, length, params)
     trees = loop.largest.nodes > loop.largest.depth
     for size in sizes:
         for tree in {False, trees and size > 0}:
@@ -245,6 +260,7 @@ def _sizes(loop: Loop, n: int, length: int, sampling: Sampling, sizes: Sequence[
                 r = loop.new_round(Budget(size, size), True)
                 r.draft = Draft(size, tree=tree)
                 if accepting:
+                    r.drawn = draws(r, loop.target)
                     accept(r, loop.target, loop.cache)
                     if loop.drafter is not None and (aux_layers := loop.drafter.reads(r.batch.budget)):
                         r.batch.aux_layers = aux_layers

@@ -44,6 +44,7 @@ class Round:
     reason: str = ""  # why nothing is drafted (choose.py)
     trial: bool = False  # whether the draft finds out if drafting pays (choose.py)
     forced: bool = False  # whether grammars force the next token of every text, so that the drafter has no part
+    drawn: bool = False  # whether the verify pass draws the target's tokens, and writes no logits
     allowed: Tensor | None = None  # [rows, W] int32, bits of the tokens that may follow each row; None: all may
     instead: Tensor | None = None  # tokens [n, N] int64 to verify instead of the draft's first N, to measure costs
     behind: int = 0  # tokens that the drafter prefilled before it drafted
@@ -124,10 +125,20 @@ def unequal(r: Round, model: Model) -> Tensor | None:
     return torch.tensor(places, device=b.window.device)
 
 
+def draws(r: Round, model: Model) -> bool:
+    """Whether the verify pass draws the target's tokens itself (`Model.sampled`). Filters, grammars, log-probabilities
+    and traces need the logits. The tokens are the same either way."""
+    b = r.batch
+    wanted = b.traced or r.allowed is not None or any(request.logprobs for request in b.requests)
+    return model.samples and b.draws.kind != "filtered" and not wanted
+
+
 def verify(r: Round, model: Model, cache: KVCache) -> None:
-    """One target forward over the root and the draft of every sequence: the logits after each row."""
+    """One target forward over the root and the draft of every sequence: the logits or the target's token after each
+    row."""
+    r.drawn = draws(r, model)
     layer = 0 if r.draft.resume is None else r.draft.resume.layer
-    name = "verify", r.draft.size, r.draft.tree, layer, r.batch.aux_layers
+    name = "verify", r.draft.size, r.draft.tree, layer, r.batch.aux_layers, r.drawn
     r.batch.run(name, lambda: _verify(r, model, cache), draws=False)
 
 
@@ -161,7 +172,14 @@ def _verify(r: Round, model: Model, cache: KVCache) -> None:
         memory.put_aux([aux[n] for n in b.aux_layers])
     if model.counts_experts:
         memory.put("experts", experts_read(model, outs))
-    memory.put("logits", model.logits(outs[-1].final, memory.out("logits", r.rows)))
+    if r.drawn:
+        own = b.draws if r.places is None else b.draws.each(r.places // (N + 1))
+        into = memory.out("target", r.rows), memory.out("peak", r.rows)
+        tokens, peak = model.sampled(outs[-1].final, own, rows.positions, *into)
+        memory.put("target", tokens)
+        memory.put("peak", peak)
+    else:
+        memory.put("logits", model.logits(outs[-1].final, memory.out("logits", r.rows)))
     memory.put("positions", rows.positions)
 
 
@@ -171,26 +189,33 @@ def _beside(rows: Tensor, last: Tensor) -> Tensor:
 
 
 def accept(r: Round, model: Model, cache: KVCache) -> None:
-    """Draw the target's tokens, find the path that agrees with them, extend the texts and keep the path's K/V."""
-    r.batch.run(("accept", r.draft.size, r.draft.tree), lambda: _accept(r, model, cache), attends=False)
+    """Draw the target's tokens, unless the verify pass has, find the path that agrees with them, extend the texts and
+    keep the path's K/V."""
+    name = "accept", r.draft.size, r.draft.tree, r.drawn
+    r.batch.run(name, lambda: _accept(r, model, cache), attends=False, draws=not r.drawn)
 
 
 def _accept(r: Round, model: Model, cache: KVCache) -> None:
     b, N, n = r.batch, r.draft.size, r.batch.n
     s, memory = b.state, b.memory
-    logits, positions = memory.get("logits", r.rows), memory.get("positions", r.rows)
-    if r.allowed is not None:
-        logits = masked(logits, r.allowed)
+    positions = memory.get("positions", r.rows)
     tokens, parents = s.window[:, 1 : N + 1], s.parents[:, :N] if r.draft.tree else None
+    if r.places is not None:
+        tokens = r.padded(s.window[:, : N + 1].reshape(-1)[r.places], -2)[:, 1:]
     forced = s.agrees.shape[1] > 0
     target: Tensor | Splits
-    if r.places is not None:
-        target = b.draws.each(r.places // (N + 1)).tokens(logits, positions)
-        tokens = r.padded(s.window[:, : N + 1].reshape(-1)[r.places], -2)[:, 1:]
-    elif forced or model.ranks:
-        target = model.draw(b.draws, logits, positions)
+    if r.drawn:
+        target = memory.get("target", r.rows)
     else:
-        target = b.draws.splits(logits, positions)
+        logits = memory.get("logits", r.rows)
+        if r.allowed is not None:
+            logits = masked(logits, r.allowed)
+        if r.places is not None:
+            target = b.draws.each(r.places // (N + 1)).tokens(logits, positions)
+        elif forced or model.ranks:
+            target = model.draw(b.draws, logits, positions)
+        else:
+            target = b.draws.splits(logits, positions)
     if isinstance(target, Tensor):
         target = r.padded(target, -1)  # it equals no draft token
         target = synthetic(target, tokens, parents, positions.view(n, N + 1), s.agrees) if forced else target
@@ -207,10 +232,9 @@ def send(r: Round, model: Model) -> None:
     """Start copying the round's results to the host; a trace adds the draft, the target's tokens and probabilities."""
     b, N, n = r.batch, r.draft.size, r.batch.n
     s, memory = b.state, b.memory
-    logits = memory.get("logits", r.rows)
     # One logit tells: a number that is not finite in a hidden row spoils them all.
-    first = r.padded(logits[:, 0], 0)
-    copies = {"report": memory.get("report", n * (3 + 2 * N)).view(n, -1), "first": first}
+    one = memory.get("peak", r.rows) if r.drawn else memory.get("logits", r.rows)[:, 0]
+    copies = {"report": memory.get("report", n * (3 + 2 * N)).view(n, -1), "one": r.padded(one, 0)}
     if model.counts_experts:
         copies["experts"] = memory.get("experts", 1)
     if b.traced or r.draft.observed:
@@ -220,7 +244,7 @@ def send(r: Round, model: Model) -> None:
         copies |= _probabilities(r, model.config.vocab_size)
         copies |= {"parents": s.parents[:, :N]} if r.draft.tree else {}
     if (most := max(request.logprobs for request in r.requests)) > 0:
-        copies |= _logprobs(r, model.whole_logits(logits), most)
+        copies |= _logprobs(r, model.whole_logits(memory.get("logits", r.rows)), most)
     if not s.length.is_cuda:
         r.host = {name: x.clone() if b.fixed or name in ("draft", "parents") else x for name, x in copies.items()}
         return
@@ -270,9 +294,9 @@ def collect(r: Round) -> list[tuple[list[int], list[int]]]:
     if os.environ.get("SPECKER_DEBUG"):
         r.batch.graphs.counters.check()
     each = []
-    reports, first = r.host["report"].tolist(), r.host["first"].tolist()
+    reports, one = r.host["report"].tolist(), r.host["one"].tolist()
     for slot, (count, *rest) in enumerate(reports[: len(r.requests)]):
-        sound = next((i for i in range(count) if not math.isfinite(first[slot][rest[i]])), count)
+        sound = next((i for i in range(count) if not math.isfinite(one[slot][rest[i]])), count)
         if sound < count:
             r.broken.add(slot)
         each.append((rest[:sound], rest[r.draft.size + 1 : r.draft.size + 1 + sound]))

@@ -70,6 +70,7 @@ class State:
     positions: Tensor  # [n * R] int64
     logits: Tensor  # [n * R, V]
     target: Tensor  # [n * R] int64, the target's token after each row
+    peak: Tensor  # [n * R], that token's logit with its noise, if the verify pass drew it
     experts: Tensor  # [1] float32, experts that the verify pass read in a layer, on average
     report: Tensor  # [n * (1 + 2 R)] int64, of `settle`
 
@@ -110,6 +111,7 @@ class State:
             positions=ints(sequences * rows),
             logits=torch.empty(sequences * rows, vocab, dtype=scores, device=device),
             target=ints(sequences * rows),
+            peak=torch.zeros(sequences * rows, dtype=scores, device=device),
             experts=torch.zeros(1, device=device),
             report=ints(sequences * (1 + 2 * rows)),
         )
