@@ -6,6 +6,7 @@ import sys
 from types import SimpleNamespace
 
 import cases
+import numpy as np
 import pytest
 
 import specker
@@ -333,13 +334,50 @@ def test_a_text_that_no_token_can_follow_ends(chain, monkeypatch, caplog):
     assert re.fullmatch("(return|def|\n| )*", out.text)
 
 
-def test_a_matcher_that_fails_is_made_anew(plain, caplog):
+def test_a_matcher_that_fails_is_made_anew(plain):
     place = guide(plain, grammar.regex("ab+"))
     place.follow(tokens_of(plain, "a"))
     before = place._bits()
     place._matcher.consume_token(tokens_of(plain, "x")[0])
-    assert place._bits() is None and "cannot be followed" in caplog.text
     assert (place._bits() == before).all()
+
+
+def test_a_text_at_a_limit_leaves_those_of_the_same_grammar_alone(plain, monkeypatch, caplog):
+    """They share a lexer, which a limit breaks for ever."""
+    monkeypatch.setattr(plain.session, "grammars", Grammars(plain.target))
+    plain.session.grammars.limits = {"max_lexer_states": 60}
+    text = grammar.regex("(a|b)*a(a|b){18}|[cd]{9}")
+    first, second = guide(plain, text), guide(plain, text)
+    for letter in tokens_of(plain, "abaababbabbbaabab" * 9):
+        first.walk([], [], np.full((1, first.words), -1, np.int32))
+        if not first.follow([letter]):
+            break
+    assert first.ended == "grammar" and len(first._text) > 5
+    assert first.error in caplog.text and first.error.startswith("the grammar cannot be followed: ")
+    for place in (second, guide(plain, text)):
+        for letter in tokens_of(plain, "cdcdcdcdc"):
+            assert letter in ones(place._bits())
+            place.follow([letter])
+        assert place.ended == "stop" and not place.error
+
+
+def test_a_text_ends_at_a_limit_as_in_plain_decoding(chain, plain, cheap):
+    wide = {"anyOf": [{"type": "array", "items": {"const": n}} for n in range(400)]}
+    how = {"max_new_tokens": 40, "grammar": grammar.json_schema({"type": "array", "minItems": 1, "items": wide})}
+    out, expected = chain.generate(PROMPT, **how), plain.generate(PROMPT, **how)
+    assert out.tokens == expected.tokens and out.tokens
+    assert out.finished == expected.finished == "grammar"
+
+
+def test_a_text_may_spend_so_many_seconds_a_token(plain, monkeypatch):
+    clock = iter(range(1000))
+    monkeypatch.setattr("specker.runtime.round.grammars.time.thread_time", lambda: next(clock))
+    monkeypatch.setattr(plain.session.grammars, "pace", 0.5)
+    place, n = guide(plain, grammar.regex("a{300}")), 0
+    while place.ended is None:
+        n += place.follow(tokens_of(plain, "a"))
+    assert n == 21  # a second each, for which 0.5 * (20 + n) are allowed
+    assert place.error == "the grammar takes more than 0.5 s a token to follow"
 
 
 TAGS = [

@@ -57,7 +57,7 @@ class Session:
         request. `stop_ids`: of every request. `running`: a context manager around steps, which explains errors."""
         self.loop, self.target, self.name, self.device = loop, target, name, loop.target.device
         self._policy, self._stop_ids, self._running = policy, frozenset(stop_ids), running
-        self._grammars = Grammars(target)
+        self.grammars = Grammars(target)
         self._changed = threading.Condition()
         self._arrived: deque[tuple[Request, bool]] = deque()  # the flag: before those that wait already
         self._cancelled: deque[Request] = deque()
@@ -119,7 +119,7 @@ class Session:
             raise ValueError(f"a grammar needs the target's logits on one rank: leave out {option('tp')}")
         if not getattr(self.target.tokenizer_or_none, "is_fast", False):
             raise ValueError(f"a grammar needs a fast tokenizer (tokenizer.json), and {self.name} has none")
-        return self._grammars.guide(grammar, stop_ids)
+        return self.grammars.guide(grammar, stop_ids)
 
     def validate(self, prompt: Prompt, max_new_tokens: int = 1) -> list[int]:
         """A prompt's token ids. Raises ValueError if it is empty, has ids that the target lacks or can never fit."""

@@ -20,12 +20,15 @@ from specker.runtime.text import TooLong
 from specker.serve import tools
 from specker.serve.answers import Answer, ChatAnswer, TextAnswer
 from specker.serve.api import Asked, Chat, Completion, Tokenize
+from specker.serve.checker import Checker
 from specker.serve.errors import failure, handlers
 from specker.serve.limits import Limits
 from specker.serve.settings import Serving
 from specker.serve.worker import Busy, Failed, Worker
 from specker.view.live import Live
 from specker.view.page import LIVE_POLICY
+
+PACE = 0.05  # CPU seconds a token that a text may spend in its grammar, which others wait for
 
 
 class Server:
@@ -39,6 +42,10 @@ class Server:
         self.live = Live(engine, self.worker.metrics.queue) if serving.view else None
         engine.trace = self.live.round if self.live else None
         self._numbers = count()
+        grammars = engine.session.grammars
+        self.checker = grammars.check = Checker(grammars.tokenizer, grammars.limits, serving.grammar_seconds)
+        grammars.pace = PACE
+        self._compiler = ThreadPoolExecutor(1, "specker-grammar")
         self._encoder = ThreadPoolExecutor(1, "specker-encode")  # a tokenizer is not for several threads at once
 
     @asynccontextmanager
@@ -46,31 +53,49 @@ class Server:
         self.worker.start()
         yield
         await asyncio.to_thread(self.worker.stop)
+        self._compiler.shutdown(wait=False, cancel_futures=True)
+        self.checker.close()
 
     async def encoded(self, work: Callable[..., Any], *args: Any) -> Any:
         """The result of `work`, computed beside the event loop."""
         return await asyncio.get_running_loop().run_in_executor(self._encoder, work, *args)
 
-    def chat(self, asked: Chat) -> list[state.Request]:
-        """Raises ValueError."""
+    async def grammar(self, asked: Asked) -> str | None:
+        """What the text must match, compiled; None if it is free. Other requests do not wait. Raises ValueError."""
+        if asked.response_format is None and getattr(asked, "tools", None) is None:
+            return None
+        form = await self.encoded(self._grammar, asked)
+        session = self.engine.session
+        if form is not None and not session.grammars.knows(form):
+            await asyncio.get_running_loop().run_in_executor(self._compiler, session.guide, form)
+        return form
+
+    def _grammar(self, asked: Asked) -> str | None:
+        if asked.response_format is not None and (form := asked.response_format.grammar()) is not None:
+            return form
+        return (
+            tools.grammar_of(asked, str(getattr(self.engine.tokenizer, "chat_template", None)))
+            if isinstance(asked, Chat)
+            else None
+        )
+
+    def chat(self, asked: Chat, form: str | None) -> list[state.Request]:
+        """`form`: the grammar. Raises ValueError."""
         named = {"tools": [tool.model_dump(exclude_none=True) for tool in asked.tools]} if asked.tools else {}
-        form = tools.grammar_of(asked, str(getattr(self.engine.tokenizer, "chat_template", None)))
         messages = [message.plain() for message in asked.messages]
         ids = self.engine.encode_chat(messages, **named, **asked.chat_template_kwargs)
         said = messages[-1]["content"]
         return self._requests(asked, [(ids, said)], max(1, asked.top_logprobs or 0) if asked.logprobs else 0, form)
 
-    def completion(self, asked: Completion) -> list[state.Request]:
-        """Raises ValueError."""
+    def completion(self, asked: Completion, form: str | None) -> list[state.Request]:
+        """`form`: the grammar. Raises ValueError."""
         prompts = [(self.engine.encode(p), p) if isinstance(p, str) else (p, "") for p in asked.prompts]
-        return self._requests(asked, prompts, 0 if asked.logprobs is None else max(1, asked.logprobs), None)
+        return self._requests(asked, prompts, 0 if asked.logprobs is None else max(1, asked.logprobs), form)
 
     def _requests(
         self, asked: Asked, prompts: list[tuple[list[int], str]], logprobs: int, form: str | None
     ) -> list[state.Request]:
         """`prompts`: ids, and a text for the live page."""
-        if asked.response_format is not None:
-            form = asked.response_format.grammar() or form
         texts = {
             self.engine.session.request(ids, params, index=next(self._numbers)): text
             for ids, text in prompts
@@ -102,7 +127,7 @@ class Server:
             return failure(404, f"the model {asked.model!r} is not served here, but {self.name!r} is")
         requests: list[state.Request] = []
         try:
-            requests = await self.encoded(make, asked)
+            requests = await self.encoded(make, asked, await self.grammar(asked))
             call = self.worker.call(requests)
         except ValueError as error:
             return failure(413 if isinstance(error, TooLong) else 400, _said(error))

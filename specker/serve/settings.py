@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from specker.fields import check_fields, opt
+from specker.fields import check_fields, flag, opt
 
 
 @dataclass(frozen=True)
@@ -16,10 +16,12 @@ class Serving:
     allow_origin: tuple[str, ...] = opt((), "let pages of these origins call the API (CORS)", "ORIGIN")
     queue: int = opt(64, "requests that may wait; the next ones are refused (429)", least=0)
     seconds: float = opt(600.0, "time limit of a request, its wait included")
+    grammar_seconds: float = opt(1.0, "CPU time limit for compiling the grammar of a JSON schema or of tools")
     body: int = opt(8, "size limit of a request's body, in MiB", least=1)
     view: bool = opt(False, "show the rounds of the last requests at /view, read only")
 
     def __post_init__(self) -> None:
         check_fields(self)
-        if not self.seconds > 0:
-            raise ValueError(f"--seconds must be above 0, got {self.seconds}")
+        for name in ("seconds", "grammar_seconds"):
+            if not getattr(self, name) > 0:
+                raise ValueError(f"{flag(name)} must be above 0, got {getattr(self, name)}")

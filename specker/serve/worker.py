@@ -33,7 +33,11 @@ class Busy(Exception):
 
 
 class Failed(Exception):
-    """A round failed, or a request's logits are not finite. The server's log has the error."""
+    """A request failed: its round, its logits or its grammar. `status`: of the answer."""
+
+    def __init__(self, message: str, status: int = 500):
+        super().__init__(message)
+        self.status = status
 
 
 class Call:
@@ -62,7 +66,7 @@ class Call:
     def why(self, error: Exception) -> tuple[int, str]:
         """The status and the sentence for what `events` raised."""
         if isinstance(error, Failed):
-            return 500, str(error)
+            return error.status, str(error)
         return 504, f"the answer took more than {self._worker.limit:g} s, the server's limit"
 
     def close(self) -> None:
@@ -164,5 +168,7 @@ class Worker(threading.Thread):
             call.put(Failed("the round failed; the server's log says why"))
         elif entry.finished == "not finite":
             call.put(Failed("the model's logits are not finite"))
+        elif request.guide is not None and request.guide.error:
+            call.put(Failed(request.guide.error, 400))
         else:
             call.put(entry)

@@ -7,8 +7,13 @@ text (its fast-forward tokens), in plain decoding too. Such *forced* tokens are 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Sequence
-from functools import cached_property, lru_cache
+import math
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from copy import copy
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -20,15 +25,27 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-KEPT = 64  # compiled grammars that an engine keeps
+KEPT = 16  # compiled grammars that an engine keeps
+LIMITS = {"max_lexer_states": 50_000}  # of llguidance's LLParserLimits; 1-2 KiB each, for all texts of a grammar
+AHEAD = 20  # tokens whose time a text may spend before it has them
 
 
 class Grammars:
-    """An engine's compiled grammars, for the tokenizer of its target, which must be a fast one."""
+    """An engine's compiled grammars, for the tokenizer of its target, which must be a fast one.
+
+    Attributes:
+        check: called with each grammar before it is compiled, in the same thread; raises ValueError to refuse it.
+        pace: CPU seconds a token that a text may spend in its grammar; a text that needs more ends.
+        limits: of llguidance, by the names of LLParserLimits.
+    """
 
     def __init__(self, target: Checkpoint):
         self.target = target
-        self._compiled = lru_cache(KEPT)(self._compile)
+        self.check: Callable[[str], None] = lambda _: None
+        self.pace = math.inf
+        self.limits: dict[str, int] = LIMITS
+        self._kept: dict[str, Compiled] = {}  # the last one was used last
+        self._lock = threading.Lock()  # of _kept
 
     def guide(self, grammar: str, stop_ids: Iterable[int] = ()) -> Guide:
         """A guide at the beginning of a text. `stop_ids`: the request's own; special tokens among them may end the text
@@ -36,26 +53,68 @@ class Grammars:
         missing."""
         special = (token for token in stop_ids if self._tokenizer.is_special_token(token))
         ends = frozenset((*self.target.config.eos_ids, *special))
-        return Guide(self._compiled(grammar), ends, self.target.config.vocab_size)
+        return Guide(self._compiled(grammar), ends, self.target.config.vocab_size, self.pace)
+
+    def knows(self, grammar: str) -> bool:
+        """Whether a grammar is compiled already."""
+        return grammar in self._kept
+
+    def tokenizer(self) -> dict[str, Any]:
+        """The arguments of llguidance's tokenizer, as JSON has them."""
+        tokenizer, config = self.target.tokenizer, self.target.config
+        backend = copy(tokenizer.backend_tokenizer)
+        backend.no_padding()
+        backend.no_truncation()
+        count = max(len(tokenizer), config.vocab_size)
+        return {"tokenizer": backend.to_str(), "n_vocab": count, "eos_token": [*config.eos_ids] or None}
 
     @cached_property
     def _tokenizer(self) -> Any:
-        library()
-        from llguidance.hf import from_tokenizer
+        return library().LLTokenizer(**self.tokenizer())
 
-        tokenizer = self.target.tokenizer
-        count = max(len(tokenizer), self.target.config.vocab_size)
-        return from_tokenizer(tokenizer, n_vocab=count, eos_token=[*self.target.config.eos_ids] or None)
+    def _compiled(self, grammar: str) -> Compiled:
+        with self._lock:
+            if (found := self._kept.pop(grammar, None)) is not None:
+                self._kept[grammar] = found
+                return found
+        self.check(grammar)
+        found = Compiled(partial(self._compile, grammar))
+        with self._lock:
+            self._kept[grammar] = found
+            while len(self._kept) > KEPT:
+                del self._kept[next(iter(self._kept))]
+        return found
 
     def _compile(self, grammar: str) -> Any:
-        matcher = library().LLMatcher(self._tokenizer, grammar, log_level=0)
+        limits = library().LLParserLimits(**self.limits)
+        matcher = library().LLMatcher(self._tokenizer, grammar, log_level=0, limits=limits)
+        matcher.compute_bitmask()  # of the first token: the grammar may be too complex for it
         if matcher.is_error():
-            raise ValueError(f"the grammar is invalid: {_sentence(matcher.get_error())}")
+            raise ValueError(f"the grammar is invalid: {sentence(matcher.get_error())}")
         return matcher
 
 
-def _sentence(message: str) -> str:
-    """llguidance shows the place in the grammar below its first line, and a regular expression's error below that."""
+class Compiled:
+    """A grammar's matcher. Its copies share a lexer. When one text makes the lexer meet a limit, the lexer has failed
+    for all of them, so it is then compiled anew."""
+
+    def __init__(self, compile: Callable[[], Any]):
+        """Raises as `compile`."""
+        self._compile, self._matcher = compile, compile()
+
+    def matcher(self) -> Any:
+        """A matcher at the beginning of a text."""
+        matcher = self._matcher.deep_copy()
+        matcher.compute_bitmask()
+        if matcher.is_error():
+            self._matcher = self._compile()
+            matcher = self._matcher.deep_copy()
+        return matcher
+
+
+def sentence(message: str) -> str:
+    """llguidance's error in one line. It shows the place in the grammar below its first line, and a regular
+    expression's error below that."""
     first, *others = message.splitlines()
     reason = [line.removeprefix("error: ") for line in others if line.startswith("error: ")]
     return " ".join((first, *reason)).rstrip(".: ")
@@ -64,24 +123,42 @@ def _sentence(message: str) -> str:
 class Guide:
     """The place of one text in its grammar. Between two rounds that is the end of the committed text."""
 
-    def __init__(self, fresh: Any, ends: frozenset[int], vocab: int):
-        """`fresh`: a matcher at the beginning of a text. `ends`: tokens that end the text where the grammar does.
-        `vocab`: the target's vocabulary."""
-        self._fresh, self._matcher, self._ends = fresh, fresh.deep_copy(), ends
+    def __init__(self, compiled: Compiled, ends: frozenset[int], vocab: int, pace: float):
+        """`ends`: tokens that end the text where the grammar does. `vocab`: the target's vocabulary. `pace`: as in
+        `Grammars`."""
+        self._compiled, self._matcher, self._ends = compiled, compiled.matcher(), ends
         self.words = -(-vocab // 32)
         self._text: list[int] = []  # up to this place
+        self._failed: dict[tuple[int, ...], str] = {}  # texts of this round after which llguidance met a limit, and why
+        self._pace, self._seconds = pace, 0.0
         self.ended: str | None = None
         """Why the text ends: "stop" at the end of its grammar, "grammar" before a token that the grammar refuses, which
-        was drawn because no token could follow. None: it goes on."""
+        was drawn because no token could follow, or at a limit. None: it goes on."""
+        self.error = ""
+        """The limit at which the text ends, in a sentence."""
 
     @property
     def forced(self) -> bool:
         """Whether the grammar leaves one next token."""
-        return bool(self._matcher.compute_ff_tokens())
+        with self._timed():
+            return bool(self._matcher.compute_ff_tokens())
 
     def follow(self, tokens: Sequence[int]) -> int:
         """Go on along committed tokens. Returns how many of them belong to the text."""
+        with self._timed():
+            count = self._follow(tokens)
+        self._failed.clear()
+        if self.ended is None and self._seconds > self._pace * (AHEAD + len(self._text)):
+            self.ended, self.error = "grammar", f"the grammar takes more than {self._pace:g} s a token to follow"
+        if self.error:
+            log.warning("a text ends: %s", self.error)
+        return count
+
+    def _follow(self, tokens: Sequence[int]) -> int:
         for n, token in enumerate(tokens):
+            if self._failed and (error := self._failed.get(tuple(self._text))):
+                self.ended, self.error = "grammar", error
+                return n
             if token not in self._ends and not self._take(token):
                 self.ended = "grammar"
                 return n
@@ -93,6 +170,10 @@ class Guide:
     def constrain(self, tokens: Sequence[int], most: int, forces: bool) -> tuple[list[int], int]:
         """A chain of up to `most` tokens that the grammar allows, and how many of them are the first of `tokens`, the
         drafter's. `forces`: forced tokens replace the drafter's and follow them."""
+        with self._timed():
+            return self._constrain(tokens, most, forces)
+
+    def _constrain(self, tokens: Sequence[int], most: int, forces: bool) -> tuple[list[int], int]:
         constrained: list[int] = []
         kept = 0
         while len(constrained) < most and not self._matcher.is_stopped():
@@ -123,18 +204,22 @@ class Guide:
                         visit(j + 1)
                     self._back(1)
 
-        visit(0)
+        with self._timed():
+            visit(0)
 
     def _bits(self) -> np.ndarray | None:
-        """The bits of the tokens that may come next, [W] int32; None if there are none, or if they cannot be found."""
-        bits: Any = np.frombuffer(self._matcher.compute_bitmask(), np.int32)[: self.words]
-        if self._matcher.is_error():
-            log.warning("a grammar cannot be followed: %s", _sentence(self._matcher.get_error()))
-            self._matcher = self._fresh.deep_copy()  # an error never goes away
+        """The bits of the tokens that may come next, [W] int32; None if there are none, or if llguidance meets a
+        limit."""
+        for _ in range(2):  # the first error may be another text's, whose lexer this one shares
+            bits: Any = np.frombuffer(self._matcher.compute_bitmask(), np.int32)[: self.words]
+            if not self._matcher.is_error():
+                bits = _with(bits, self._ends) if self._matcher.is_accepting() else bits
+                return bits if bits.any() else None
+            error = sentence(self._matcher.get_error())
+            self._matcher = self._compiled.matcher()  # an error never goes away
             self._matcher.consume_tokens(self._text)
-            return None
-        bits = _with(bits, self._ends) if self._matcher.is_accepting() else bits
-        return bits if bits.any() else None
+        self._failed[tuple(self._text)] = f"the grammar cannot be followed: {error}"
+        return None
 
     def _take(self, token: int) -> bool:
         if self._matcher.try_consume_tokens([token]) != 1:
@@ -146,6 +231,12 @@ class Guide:
         if count:
             self._matcher.rollback(count)
             del self._text[-count:]
+
+    @contextmanager
+    def _timed(self) -> Iterator[None]:
+        began = time.thread_time()
+        yield
+        self._seconds += time.thread_time() - began
 
 
 def _with(bits: np.ndarray, tokens: Iterable[int]) -> np.ndarray:
