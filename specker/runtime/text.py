@@ -1,5 +1,6 @@
 """Prompts as token ids, and the results of decoding: tokens with their text."""
 
+import inspect
 import operator
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -14,6 +15,9 @@ Prompt = str | Sequence[int]
 Counts = Sequence[int]  # of new tokens, for several prompts
 Stop = str | Sequence[str]  # where a text ends
 Prompts = Sequence[str] | Sequence[Sequence[int]] | Sequence[Prompt]
+
+UNFIT = TypeError, ValueError, ArithmeticError, LookupError, AttributeError, RecursionError
+"""What a template raises for messages of another form than it expects."""
 
 
 class TooLong(ValueError):
@@ -54,9 +58,20 @@ def encode_chat(target: Checkpoint, name: str, messages: list[dict[str, Any]], *
 
     try:
         text = target.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **more)
-    except (TemplateError, TypeError) as error:  # such as a template without a place for a system message
+    except (TemplateError, *UNFIT) as error:  # such as a template without a place for a system message
         raise ValueError(f"the chat template of {name} refuses the conversation: {error}") from None
     return list(target.tokenizer(text, add_special_tokens=False)["input_ids"])
+
+
+def reserved(tokenizer: Any) -> frozenset[str]:
+    """Names that no further variable of a chat template may have in `encode_chat`: the arguments of what renders the
+    template, one of which is the template itself, and what the tokenizer sets."""
+    from transformers.utils.chat_template_utils import render_jinja_template
+
+    calls = encode_chat, tokenizer.apply_chat_template, render_jinja_template
+    arguments = (p for call in calls for p in inspect.signature(call).parameters.values())
+    named = {p.name for p in arguments if p.kind is not inspect.Parameter.VAR_KEYWORD}
+    return frozenset({"self", "messages", *named, *tokenizer.special_tokens_map})
 
 
 def checked(ids: list[int], target: Checkpoint, name: str) -> list[int]:

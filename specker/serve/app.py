@@ -16,7 +16,7 @@ from fastapi.responses import HTMLResponse, JSONResponse, Response, StreamingRes
 
 from specker.runtime.engine import Engine
 from specker.runtime.round import state
-from specker.runtime.text import TooLong
+from specker.runtime.text import TooLong, reserved
 from specker.serve import tools
 from specker.serve.answers import Answer, ChatAnswer, TextAnswer
 from specker.serve.api import Asked, Chat, Completion, Tokenize
@@ -41,7 +41,7 @@ class Server:
         self.worker = Worker(engine.session, serving.queue, serving.seconds, self._ended)
         self.live = Live(engine, self.worker.metrics.queue) if serving.view else None
         engine.trace = self.live.round if self.live else None
-        self._numbers = count()
+        self._numbers, self._reserved = count(), reserved(engine.tokenizer)
         grammars = engine.session.grammars
         self.checker = grammars.check = Checker(grammars.tokenizer, grammars.limits, serving.grammar_seconds)
         grammars.pace = PACE
@@ -81,6 +81,8 @@ class Server:
 
     def chat(self, asked: Chat, form: str | None) -> list[state.Request]:
         """`form`: the grammar. Raises ValueError."""
+        if taken := self._reserved & {*asked.chat_template_kwargs}:
+            raise ValueError(f"chat_template_kwargs cannot set {min(taken)}")
         named = {"tools": [tool.model_dump(exclude_none=True) for tool in asked.tools]} if asked.tools else {}
         messages = [message.plain() for message in asked.messages]
         ids = self.engine.encode_chat(messages, **named, **asked.chat_template_kwargs)

@@ -111,3 +111,27 @@ def test_a_grammar_that_is_slow_to_follow_ends_its_request_alone(load):
         assert chat(client).status_code == 200
         assert said(slow.result()) == "the grammar takes more than 1e-06 s a token to follow"
         until(lambda: free(engine))
+
+
+# --- chat templates
+
+TAKEN = (
+    *("chat_template", "messages", "conversation", "conversations", "self", "name", "target", "tools", "documents"),
+    *("tokenize", "padding", "max_length", "return_tensors", "tokenizer_kwargs", "add_generation_prompt", "eos_token"),
+)
+
+
+def test_clients_bring_no_template_and_no_arguments_of_the_renderer(load):
+    loops = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
+    with serving(load()) as client:
+        for name in TAKEN:
+            assert said(chat(client, chat_template_kwargs={name: loops})) == f"chat_template_kwargs cannot set {name}"
+        assert chat(client, chat_template_kwargs={"enable_thinking": False}).status_code == 200
+
+
+@pytest.mark.parametrize("template", ["{{ 1 // x }}", "{{ messages[0].content.x.y }}", "{{ 'a' + messages[0].n }}"])
+def test_a_template_that_fails_on_messages_gets_one_sentence(load, monkeypatch, template):
+    with serving(engine := load(), name="served") as client:
+        monkeypatch.setattr(engine.tokenizer, "chat_template", template)
+        answer = chat(client, messages=[TALK[0] | {"n": 1}], chat_template_kwargs={"x": 0})
+        assert said(answer).startswith("the chat template of served refuses the conversation: ")
