@@ -12,10 +12,11 @@ def whole(text: str) -> str:
 
 class Detokenizer:
     """Text of a growing list of ids. Special tokens are left out; without a tokenizer the text is empty. The text ends
-    before the first of the strings `stops` that occurs in it; what may be the beginning of one is held back."""
+    before the first of the strings `stops` that is complete in it, the longest if several end there; what may be the
+    beginning of one is held back."""
 
     def __init__(self, tokenizer: Any, stops: tuple[str, ...] = ()):
-        self.tokenizer, self.stops = tokenizer, stops
+        self.tokenizer, self.stops = tokenizer, [Stop(text) for text in stops]
         self.stopped = False  # one of `stops` has occurred
         self.held = ""  # text that may be the beginning of a stop string
         self.tail = ""  # what `flush` returned
@@ -48,11 +49,14 @@ class Detokenizer:
         if self.stopped or not self.stops:
             return "" if self.stopped else new
         text = self.held + new
-        end = min((at for stop in self.stops if (at := text.find(stop)) >= 0), default=None)
-        self.stopped = end is not None
-        if end is None:
-            begun = (n for stop in self.stops for n in range(1, len(stop)) if text.endswith(stop[:n]))
-            end = len(text) - max(begun, default=0)
+        end = len(text)
+        for n, character in enumerate(new, len(self.held) + 1):
+            found = max(stop.length if stop.ends(character) else 0 for stop in self.stops)
+            if found:
+                self.stopped, end = True, n - found
+                break
+        else:
+            end -= max(stop.begun for stop in self.stops)
         self.held = "" if self.stopped else text[end:]
         return text[:end]
 
@@ -60,3 +64,25 @@ class Detokenizer:
         if self.tokenizer is None:
             return ""
         return self.tokenizer.decode(self.ids[self.start :], skip_special_tokens=True)
+
+
+class Stop:
+    """Finds a string in a text that grows by single characters, each in constant time on average: Knuth, Morris and
+    Pratt, https://doi.org/10.1137/0206024."""
+
+    def __init__(self, text: str):
+        self.text, self.length = text, len(text)
+        self.begun = 0  # characters of the string that the end of the text has
+        self._falls = [0, 0]  # after how many characters -> of how many a proper end is also the string's beginning
+        for n in range(1, self.length):
+            self._falls.append(self._after(text[n], self._falls[n]))
+
+    def ends(self, character: str) -> bool:
+        """Whether the next character completes the string, after which none may follow."""
+        self.begun = self._after(character, self.begun)
+        return self.begun == self.length
+
+    def _after(self, character: str, begun: int) -> int:
+        while begun and self.text[begun] != character:
+            begun = self._falls[begun]
+        return begun + (self.text[begun] == character)

@@ -1,6 +1,7 @@
 """Texts end before the first stop string, with the same tokens whatever drafts; nothing of one is ever shown."""
 
 import json
+import random
 
 import pytest
 from make_checkpoint import byte_tokenizer, make
@@ -8,7 +9,7 @@ from pairs import perturbed
 
 import specker
 from specker.cli import run
-from specker.runtime.detokenize import Detokenizer
+from specker.runtime.detokenize import Detokenizer, Stop
 from specker.view.read import parse
 
 
@@ -43,6 +44,39 @@ def shown(text: str, stops: tuple[str, ...]) -> tuple[list[str], bool]:
 )
 def test_what_may_be_a_stop_string_is_held_back(text, stops, pieces):
     assert shown(text, stops) == (pieces, any(stop in text for stop in stops))
+
+
+def test_stop_strings_are_found_whatever_the_pieces():
+    """As a search of the whole text does at each of its characters."""
+    rng, ended = random.Random(0), 0
+    for _ in range(400):
+        text = "".join(rng.choices("ab", k=40))
+        stops = tuple("".join(rng.choices("ab", k=rng.randint(1, 9))) for _ in range(rng.randint(1, 3)))
+        ends = (n for n in range(len(text) + 1) if text[:n].endswith(stops))
+        if (end := next(ends, None)) is not None:
+            expected = text[: end - max(len(stop) for stop in stops if text[:end].endswith(stop))]
+        stream, out = Detokenizer(None, stops), ""
+        left = text
+        while left and not stream.stopped:
+            piece, left = left[: (n := rng.randint(1, 5))], left[n:]
+            out += stream._before_stop(piece)
+            assert (expected if end is not None else text).startswith(out)
+        assert out + stream.held == (text if end is None else expected) and stream.stopped == (end is not None)
+        ended += end is not None
+    assert 100 < ended < 400
+
+
+def test_a_long_stop_string_costs_a_constant_time_a_character():
+    looked = []
+
+    class Counted(str):
+        def __getitem__(self, at):
+            looked.append(at)
+            return str.__getitem__(self, at)
+
+    stop = Stop(Counted("a" * 1999 + "b"))
+    assert not any(stop.ends("a") for _ in range(4000)) and stop.begun == 1999 and stop.ends("b")
+    assert len(looked) < 20_000
 
 
 STRATEGIES = {
