@@ -1,6 +1,7 @@
 """A server in a thread, for tests, and what they look at."""
 
 import json
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -8,23 +9,24 @@ from contextlib import contextmanager
 from typing import Any
 
 import httpx
-import uvicorn
 
 from specker.runtime.engine import Engine
 from specker.serve.app import application
+from specker.serve.connections import Server, config
 from specker.serve.settings import Serving
 
 
 @contextmanager
 def serving(engine: Engine, sampling: dict[str, float] | None = None, **settings: Any) -> Iterator[httpx.Client]:
     """A client of a server with this engine. Sampling is greedy unless a request says otherwise."""
-    app = application(engine, Serving(port=0, **settings), {"temperature": 0.0, **(sampling or {})})
-    config = uvicorn.Config(app, port=0, log_config=None, access_log=False, timeout_graceful_shutdown=20)
-    server = uvicorn.Server(config)
-    thread = threading.Thread(target=server.run, daemon=True)
+    settings = Serving(**settings)
+    app = application(engine, settings, {"temperature": 0.0, **(sampling or {})})
+    server = Server(config(app, settings), settings)
+    listening = socket.create_server(("127.0.0.1", 0))
+    port = listening.getsockname()[1]
+    thread = threading.Thread(target=server.run, args=[[listening]], daemon=True)
     thread.start()
     until(lambda: server.started or not thread.is_alive())
-    port = server.servers[0].sockets[0].getsockname()[1]
     with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=60) as client:
         client.app, client.server = app, server  # type: ignore[attr-defined]
         yield client

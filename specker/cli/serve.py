@@ -32,7 +32,8 @@ examples:
 POST /v1/chat/completions, /v1/completions, /tokenize; GET /v1/models, /health,
 /metrics, /view
 
-Ctrl-C or SIGTERM: no new requests, and the server ends after the running ones
+Ctrl-C or SIGTERM: no new requests, and the server ends after the running ones;
+a second one ends it at once
 """
 BATCH = 4  # requests decoded at once, unless --batch-size says otherwise
 
@@ -68,8 +69,7 @@ def run(job: Job, options: Options, serving: Serving, sampling: dict[str, float]
             "the server runs in one process: leave out torchrun (vLLM serves several GPUs: docs/engines.md)"
         )
     try:
-        import uvicorn
-
+        from specker.serve import connections
         from specker.serve.app import application
     except ModuleNotFoundError as error:
         raise ValueError(f"the server needs {error.name}: pip install 'specker[serve]'") from None
@@ -84,19 +84,13 @@ def run(job: Job, options: Options, serving: Serving, sampling: dict[str, float]
         raise ValueError(f"{engine.target_name} has no tokenizer, so its text cannot be served")
     with screen.progress("warming up") as on_progress:
         engine.warmup(on_progress)
-    config = uvicorn.Config(
-        application(engine, serving, sampling),
-        log_config=None,
-        access_log=False,
-        timeout_keep_alive=75,  # a client must not reuse a connection just as it is closed
-        timeout_graceful_shutdown=int(serving.seconds) + 1,
-    )
+    http = connections.config(application(engine, serving, sampling), serving)
     family = socket.AF_INET6 if ":" in serving.host else socket.AF_INET
     with socket.create_server((serving.host, serving.port), family=family) as listening:
         screen.remarks(engine)
         host = f"[{serving.host}]" if ":" in serving.host else serving.host
         screen.note(f"{engine.models}: http://{host}:{listening.getsockname()[1]}/v1")
-        uvicorn.Server(config).run([listening])
+        connections.Server(http, serving).run([listening])
     return 0
 
 

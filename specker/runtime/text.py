@@ -39,15 +39,20 @@ def token_ids(prompt: Any) -> list[int]:
         raise ValueError(f"a prompt must be a string or a list of token ids, got {repr(prompt)[:60]}") from None
 
 
-def encode(target: Checkpoint, prompt: str) -> list[int]:
-    """Token ids of a text, with the tokenizer's own special tokens. Raises ValueError."""
+def encode(target: Checkpoint, prompt: str, special: bool = True) -> list[int]:
+    """Token ids of a text. `special`: with the tokenizer's own special tokens. Raises ValueError."""
     if not isinstance(prompt, str):
         raise ValueError(f"a prompt must be a string to be encoded, got {prompt!r}")
-    return list(target.tokenizer(prompt)["input_ids"])
+    return list(target.tokenizer(prompt, add_special_tokens=special)["input_ids"])
 
 
 def encode_chat(target: Checkpoint, name: str, messages: list[dict[str, Any]], **more: Any) -> list[int]:
-    """Token ids of a conversation, up to the assistant's turn, by the tokenizer's chat template. `name`: the model, for
+    """Token ids of a conversation; see `rendered`."""
+    return encode(target, rendered(target, name, messages, **more), special=False)
+
+
+def rendered(target: Checkpoint, name: str, messages: list[dict[str, Any]], **more: Any) -> str:
+    """The text of a conversation, up to the assistant's turn, by the tokenizer's chat template. `name`: the model, for
     the message. `more`: further variables of the template, such as `tools`. Raises ValueError if there is no chat
     template, if it refuses the messages, or for messages without a role."""
     if not isinstance(messages, list | tuple) or not all(isinstance(m, dict) and "role" in m for m in messages):
@@ -57,18 +62,17 @@ def encode_chat(target: Checkpoint, name: str, messages: list[dict[str, Any]], *
     from jinja2 import TemplateError  # torch depends on it
 
     try:
-        text = target.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **more)
+        return target.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **more)
     except (TemplateError, *UNFIT) as error:  # such as a template without a place for a system message
         raise ValueError(f"the chat template of {name} refuses the conversation: {error}") from None
-    return list(target.tokenizer(text, add_special_tokens=False)["input_ids"])
 
 
 def reserved(tokenizer: Any) -> frozenset[str]:
-    """Names that no further variable of a chat template may have in `encode_chat`: the arguments of what renders the
+    """Names that no further variable of a chat template may have in `rendered`: the arguments of what renders the
     template, one of which is the template itself, and what the tokenizer sets."""
     from transformers.utils.chat_template_utils import render_jinja_template
 
-    calls = encode_chat, tokenizer.apply_chat_template, render_jinja_template
+    calls = rendered, tokenizer.apply_chat_template, render_jinja_template
     arguments = (p for call in calls for p in inspect.signature(call).parameters.values())
     named = {p.name for p in arguments if p.kind is not inspect.Parameter.VAR_KEYWORD}
     return frozenset({"self", "messages", *named, *tokenizer.special_tokens_map})

@@ -5,12 +5,13 @@ import json
 import secrets
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from specker import grammar
 from specker.options import Params, Sampling
 
 IGNORED = {"user", "metadata", "store", "service_tier", "parallel_tool_calls", "safety_identifier", "prompt_cache_key"}
+STOPS, STOP_LENGTH = 16, 256  # stop strings, and characters of one: all are matched in every step
 NEUTRAL: dict[str, tuple[Any, ...]] = {  # fields that are not supported, and the values that mean nothing
     "presence_penalty": (0,),
     "frequency_penalty": (0,),
@@ -76,6 +77,19 @@ class Asked(Strict):
                 raise ValueError(f"{name} is not supported")
         return {name: value for name, value in given.items() if name not in IGNORED | {*NEUTRAL}}
 
+    @field_validator("stop")
+    @classmethod
+    def _short(cls, stop: str | list[str] | None) -> str | list[str] | None:
+        given = [stop] if isinstance(stop, str) else stop or []
+        if len(given) > STOPS or any(len(text) > STOP_LENGTH for text in given):
+            raise ValueError(f"at most {STOPS} strings of at most {STOP_LENGTH} characters are allowed")
+        return stop
+
+    @property
+    def texts(self) -> int:
+        """How many texts are asked for."""
+        return self.n
+
     @property
     def usage(self) -> bool:
         """Whether a stream ends with its usage."""
@@ -104,6 +118,10 @@ class Completion(Asked):
     prompt: str | list[str] | list[int] | list[list[int]]
     logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     max_tokens: Annotated[int, Field(ge=1)] | None = 16  # OpenAI's
+
+    @property
+    def texts(self) -> int:
+        return self.n * len(self.prompts)
 
     @property
     def prompts(self) -> list[str] | list[list[int]]:

@@ -3,12 +3,12 @@
 import asyncio
 import os
 import time
-from collections.abc import AsyncIterator, Callable
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from functools import partial
 from itertools import count
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from fastapi import FastAPI, Request
 from fastapi.middleware.cors import CORSMiddleware
@@ -16,17 +16,21 @@ from fastapi.responses import HTMLResponse, JSONResponse, Response, StreamingRes
 
 from specker.runtime.engine import Engine
 from specker.runtime.round import state
-from specker.runtime.text import TooLong, reserved
+from specker.runtime.text import TooLong, rendered, reserved
 from specker.serve import tools
 from specker.serve.answers import Answer, ChatAnswer, TextAnswer
 from specker.serve.api import Asked, Chat, Completion, Tokenize
 from specker.serve.checker import Checker
+from specker.serve.encoder import Encoder
 from specker.serve.errors import failure, handlers
 from specker.serve.limits import Limits
 from specker.serve.settings import Serving
 from specker.serve.worker import Busy, Failed, Worker
 from specker.view.live import Live
 from specker.view.page import LIVE_POLICY
+
+T = TypeVar("T")
+Texts = dict[state.Request, str]  # the requests of a call, and their prompts for the live page
 
 PACE = 0.05  # CPU seconds a token that a text may spend in its grammar, which others wait for
 
@@ -45,99 +49,120 @@ class Server:
         grammars = engine.session.grammars
         self.checker = grammars.check = Checker(grammars.tokenizer, grammars.limits, serving.grammar_seconds)
         grammars.pace = PACE
-        self._compiler = ThreadPoolExecutor(1, "specker-grammar")
-        self._encoder = ThreadPoolExecutor(1, "specker-encode")  # a tokenizer is not for several threads at once
+        self.encoder = Encoder(engine.target, self.name)
+        self.health_seconds = serving.health_seconds
+        self._numbers, self._reserved = count(), reserved(engine.tokenizer)
 
     @asynccontextmanager
     async def running(self, _: FastAPI) -> AsyncIterator[None]:
         self.worker.start()
         yield
         await asyncio.to_thread(self.worker.stop)
-        self._compiler.shutdown(wait=False, cancel_futures=True)
+        self.encoder.close()
         self.checker.close()
 
-    async def encoded(self, work: Callable[..., Any], *args: Any) -> Any:
-        """The result of `work`, computed beside the event loop."""
-        return await asyncio.get_running_loop().run_in_executor(self._encoder, work, *args)
+    def ill(self) -> str | None:
+        """Why the server is not healthy; None if it is."""
+        if not (self.worker.is_alive() and self.worker.sound):
+            return "the last round failed"
+        oldest = {"a round": self.worker.step_seconds(), "preparing a request": self.encoder.oldest()}
+        slow = [what for what, seconds in oldest.items() if seconds > self.health_seconds]
+        return f"{slow[0]} takes more than {self.health_seconds:g} s" if slow else None
 
-    async def grammar(self, asked: Asked) -> str | None:
-        """What the text must match, compiled; None if it is free. Other requests do not wait. Raises ValueError."""
-        if asked.response_format is None and getattr(asked, "tools", None) is None:
-            return None
-        form = await self.encoded(self._grammar, asked)
-        session = self.engine.session
-        if form is not None and not session.grammars.knows(form):
-            await asyncio.get_running_loop().run_in_executor(self._compiler, session.guide, form)
-        return form
+    async def chat(self, asked: Chat) -> Texts:
+        """Raises ValueError."""
+        form = await self._grammar(asked)
+        messages = [message.plain() for message in asked.messages]
+        ids = await self.encoder.encode(await self.encoder.run(self._rendered, asked, messages), special=False)
+        logprobs = max(1, asked.top_logprobs or 0) if asked.logprobs else 0
+        return await self.encoder.run(self._requests, asked, [(ids, messages[-1]["content"])], logprobs, form)
 
-    def _grammar(self, asked: Asked) -> str | None:
-        if asked.response_format is not None and (form := asked.response_format.grammar()) is not None:
-            return form
-        return (
-            tools.grammar_of(asked, str(getattr(self.engine.tokenizer, "chat_template", None)))
-            if isinstance(asked, Chat)
-            else None
-        )
+    async def completion(self, asked: Completion) -> Texts:
+        """Raises ValueError."""
+        form = await self._grammar(asked)
+        prompts = [(await self.encoder.encode(p), p) if isinstance(p, str) else (p, "") for p in asked.prompts]
+        logprobs = 0 if asked.logprobs is None else max(1, asked.logprobs)
+        return await self.encoder.run(self._requests, asked, prompts, logprobs, form)
 
-    def chat(self, asked: Chat, form: str | None) -> list[state.Request]:
-        """`form`: the grammar. Raises ValueError."""
+    def _rendered(self, asked: Chat, messages: list[dict[str, Any]]) -> str:
         if taken := self._reserved & {*asked.chat_template_kwargs}:
             raise ValueError(f"chat_template_kwargs cannot set {min(taken)}")
         named = {"tools": [tool.model_dump(exclude_none=True) for tool in asked.tools]} if asked.tools else {}
-        messages = [message.plain() for message in asked.messages]
-        ids = self.engine.encode_chat(messages, **named, **asked.chat_template_kwargs)
-        said = messages[-1]["content"]
-        return self._requests(asked, [(ids, said)], max(1, asked.top_logprobs or 0) if asked.logprobs else 0, form)
+        return rendered(self.engine.target, self.name, messages, **named, **asked.chat_template_kwargs)
 
-    def completion(self, asked: Completion, form: str | None) -> list[state.Request]:
-        """`form`: the grammar. Raises ValueError."""
-        prompts = [(self.engine.encode(p), p) if isinstance(p, str) else (p, "") for p in asked.prompts]
-        return self._requests(asked, prompts, 0 if asked.logprobs is None else max(1, asked.logprobs), form)
+    async def _grammar(self, asked: Asked) -> str | None:
+        """What the text must match, compiled; None if it is free."""
+        form = await self.encoder.run(self._form, asked)
+        session = self.engine.session
+        if form is not None and not session.grammars.knows(form):
+            await self.encoder.run(session.guide, form, use="grammar")
+        return form
 
-    def _requests(
-        self, asked: Asked, prompts: list[tuple[list[int], str]], logprobs: int, form: str | None
-    ) -> list[state.Request]:
-        """`prompts`: ids, and a text for the live page."""
-        texts = {
+    def _form(self, asked: Asked) -> str | None:
+        if asked.response_format is not None and (form := asked.response_format.grammar()) is not None:
+            return form
+        template = str(getattr(self.engine.tokenizer, "chat_template", None))
+        return tools.grammar_of(asked, template) if isinstance(asked, Chat) else None
+
+    def _requests(self, asked: Asked, prompts: list[tuple[list[int], str]], logprobs: int, form: str | None) -> Texts:
+        """`prompts`: ids, and a text for the live page. `form`: the grammar."""
+        return {
             self.engine.session.request(ids, params, index=next(self._numbers)): text
             for ids, text in prompts
             for params in asked.params(self.sampling, self.engine.max_context - len(ids), logprobs, form)
         }
-        if self.live:
-            for request, text in texts.items():
-                self.live.begin(request, f"request {request.index}", text)
-        return [*texts]
 
     def _ended(self, request: state.Request) -> None:
         if self.live:
             self.live.end(request)
 
-    def tokens(self, asked: Tokenize) -> dict[str, Any]:
+    async def tokens(self, asked: Tokenize) -> dict[str, Any]:
         """Raises ValueError."""
         if (asked.prompt is None) == (asked.messages is None):
             raise ValueError("give one of prompt and messages")
-        encode, encode_chat = self.engine.encode, self.engine.encode_chat
-        ids = (
-            encode(asked.prompt) if asked.prompt is not None else encode_chat([m.plain() for m in asked.messages or ()])
-        )
+        text = asked.prompt
+        if text is None:
+            messages = [message.plain() for message in asked.messages or ()]
+            text = await self.encoder.run(rendered, self.engine.target, self.name, messages)
+        ids = await self.encoder.encode(text, special=asked.prompt is not None)
         return {"tokens": ids, "count": len(ids), "max_model_len": self.engine.max_context}
 
-    async def answer(
-        self, asked: Any, http: Request, make: Callable[..., list[state.Request]], kind: type[Answer]
-    ) -> Response:
-        if asked.model not in (None, self.name):
-            return failure(404, f"the model {asked.model!r} is not served here, but {self.name!r} is")
-        requests: list[state.Request] = []
+    async def within(self, texts: int, work: Callable[[], Awaitable[T]]) -> T | Response:
+        """The result of `work`, which prepares a call with so many texts, or why there is none. The places that it
+        takes in the queue are given back if there is none."""
+        done = False
         try:
-            requests = await self.encoded(make, asked, await self.grammar(asked))
-            call = self.worker.call(requests)
+            self.worker.reserve(texts)
+        except ValueError as error:
+            return failure(400, str(error))
+        except Busy as error:
+            return failure(429, str(error), {"Retry-After": str(error.seconds)})
+        try:
+            async with asyncio.timeout(self.worker.limit):
+                result = await work()
+            done = True
+            return result
         except ValueError as error:
             return failure(413 if isinstance(error, TooLong) else 400, _said(error))
-        except Busy as error:
-            for request in requests:
-                request.finished = "refused"
-                self._ended(request)
-            return failure(429, str(error), {"Retry-After": str(error.seconds)})
+        except TimeoutError:
+            return failure(504, self.worker.late)
+        finally:
+            if not done:
+                self.worker.release(texts)
+
+    async def answer(
+        self, asked: Any, http: Request, make: Callable[[Any], Awaitable[Texts]], kind: type[Answer]
+    ) -> Response:
+        began = time.monotonic()
+        if asked.model not in (None, self.name):
+            return failure(404, f"the model {asked.model!r} is not served here, but {self.name!r} is")
+        texts = await self.within(asked.texts, partial(make, asked))
+        if isinstance(texts, Response):
+            return texts
+        if self.live:
+            for request, text in texts.items():
+                self.live.begin(request, f"request {request.index}", text)
+        call = self.worker.call([*texts], began)
         answer = kind(call, asked, self.name, self.engine.tokenizer)
         if asked.stream:
             return StreamingResponse(answer.events(), media_type="text/event-stream")
@@ -183,10 +208,11 @@ def application(engine: Engine, serving: Serving, sampling: dict[str, float]) ->
 
     @app.post("/tokenize")
     async def tokenize(asked: Tokenize) -> Response:
-        try:
-            return JSONResponse(await server.encoded(server.tokens, asked))
-        except ValueError as error:
-            return failure(400, _said(error))
+        found = await server.within(1, partial(server.tokens, asked))
+        if isinstance(found, Response):
+            return found
+        server.worker.release(1)
+        return JSONResponse(found)
 
     @app.get("/v1/models")
     async def models() -> dict[str, Any]:
@@ -195,12 +221,16 @@ def application(engine: Engine, serving: Serving, sampling: dict[str, float]) ->
 
     @app.get("/health")
     async def health() -> Response:
-        sound = server.worker.is_alive() and server.worker.sound
-        return JSONResponse({"status": "ok"}) if sound else failure(503, "the last round failed")
+        ill = server.ill()
+        return JSONResponse({"status": "ok"}) if ill is None else failure(503, ill)
 
     @app.get("/metrics")
     async def metrics() -> Response:
-        text = await asyncio.wrap_future(server.worker.between_steps(server.worker.metrics.text))
+        future = server.worker.between_steps(server.worker.metrics.text)
+        try:
+            text = await asyncio.wait_for(asyncio.wrap_future(future), server.health_seconds)
+        except TimeoutError:
+            return failure(503, f"a round takes more than {server.health_seconds:g} s")
         return Response(text, media_type="text/plain; version=0.0.4")
 
     if (live := server.live) is not None:

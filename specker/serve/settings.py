@@ -15,13 +15,14 @@ class Serving:
     api_key: str | None = opt(None, "ask for this bearer token (default: $SPECKER_API_KEY, or none)", "KEY")
     allow_origin: tuple[str, ...] = opt((), "let pages of these origins call the API (CORS)", "ORIGIN")
     queue: int = opt(64, "requests that may wait; the next ones are refused (429)", least=0)
-    seconds: float = opt(600.0, "time limit of a request, its wait included")
-    grammar_seconds: float = opt(1.0, "CPU time limit for compiling the grammar of a JSON schema or of tools")
+    seconds: float = opt(600.0, "time limit of a request, in seconds, its wait included")
+    grammar_seconds: float = opt(1.0, "CPU seconds that compiling a JSON schema or tools may take")
+    health_seconds: float = opt(60.0, "/health says 503 while a round, or preparing a request, takes longer")
     body: int = opt(8, "size limit of a request's body, in MiB", least=1)
     view: bool = opt(False, "show the rounds of the last requests at /view, read only")
 
     def __post_init__(self) -> None:
         check_fields(self)
-        for name in ("seconds", "grammar_seconds"):
+        for name in ("seconds", "grammar_seconds", "health_seconds"):
             if not getattr(self, name) > 0:
                 raise ValueError(f"{flag(name)} must be above 0, got {getattr(self, name)}")

@@ -43,9 +43,9 @@ class Failed(Exception):
 class Call:
     """The requests of one HTTP call. Its `events` can be iterated over once; `close` cancels what has not ended."""
 
-    def __init__(self, worker: "Worker", requests: Sequence[Request]):
+    def __init__(self, worker: "Worker", requests: Sequence[Request], began: float):
         self.requests, self.left = requests, set(requests)
-        self.began, self.first = time.monotonic(), 0.0  # seconds until the first token
+        self.began, self.first = began, 0.0  # seconds until the first token
         self._worker, self._loop = worker, asyncio.get_running_loop()
         self._inbox = asyncio.Queue[Event | Failed]()
 
@@ -67,7 +67,7 @@ class Call:
         """The status and the sentence for what `events` raised."""
         if isinstance(error, Failed):
             return error.status, str(error)
-        return 504, f"the answer took more than {self._worker.limit:g} s, the server's limit"
+        return 504, self._worker.late
 
     def close(self) -> None:
         self._worker.between_steps(partial(self._worker.cancel, [*self.left]))
@@ -84,28 +84,49 @@ class Worker(threading.Thread):
         self.metrics = Metrics(session)
         self.sound = True  # whether the last step succeeded
         self._open: set[Request] = set()  # submitted, and not ended
-        self._lock = threading.Lock()  # of these
+        self._reserved = 0  # places of calls whose requests are not yet submitted
+        self._lock = threading.Lock()  # of these two
+        self._step_began: float | None = None
+        self.late = f"the answer took more than {limit:g} s, the server's limit"
         self._asked: deque[tuple[Callable[[], Any], Future[Any]]] = deque()
         self._mean = 1.0  # seconds of a request, smoothed
         self._stopping = False
 
     @property
     def open(self) -> int:
-        """Requests that have not ended."""
-        return len(self._open)
+        """Requests that have not ended, and reserved places."""
+        return len(self._open) + self._reserved
 
-    def call(self, requests: Sequence[Request]) -> Call:
-        """Submit the requests of a call, on the event loop. Raises Busy, or ValueError if they can never be queued."""
-        if len(requests) > self.slots + self.queue:
-            raise ValueError(f"{len(requests)} texts are asked for, but the server queues at most {self.queue}")
+    def reserve(self, texts: int) -> None:
+        """Take places in the queue for a call, before anything is computed for it. Raises Busy, or ValueError if they
+        are more than there are."""
+        if texts > self.slots + self.queue:
+            raise ValueError(f"{texts} texts are asked for, but the server queues at most {self.queue}")
         with self._lock:
-            if self.open + len(requests) > self.slots + self.queue:
+            if self.open + texts > self.slots + self.queue:
                 raise Busy(max(1, math.ceil(self._mean * self.open / self.slots)))
+            self._reserved += texts
+
+    def release(self, texts: int) -> None:
+        """Give places back."""
+        with self._lock:
+            self._reserved -= texts
+
+    def call(self, requests: Sequence[Request], began: float) -> Call:
+        """Submit the requests of a call, on the event loop, in the places that it has reserved. `began`: when its time
+        began."""
+        with self._lock:
+            self._reserved -= len(requests)
             self._open.update(requests)
-        call = Call(self, requests)
+        call = Call(self, requests, began)
         for request in requests:
             self.session.submit(request, deliver=partial(self._deliver, call, request))
         return call
+
+    def step_seconds(self) -> float:
+        """Seconds since the step that runs now began; 0 if none does."""
+        began = self._step_began
+        return 0.0 if began is None else time.monotonic() - began
 
     def between_steps(self, work: Callable[[], T]) -> "Future[T]":
         """The result of `work`, which this thread computes before its next step: it may read what steps change."""
@@ -137,18 +158,23 @@ class Worker(threading.Thread):
     def _answer(self) -> None:
         while self._asked:
             work, future = self._asked.popleft()
+            if not future.set_running_or_notify_cancel():
+                continue  # nobody waits for it any more
             try:
                 future.set_result(work())
             except Exception as error:
                 future.set_exception(error)
 
     def _step(self) -> None:
+        self._step_began = time.monotonic()
         try:
             self.session.step()
             self.sound = True
         except Exception:
             log.exception("a round failed, and with it its requests")
             self.sound = False
+        finally:
+            self._step_began = None
 
     def _deliver(self, call: Call, request: Request, entry: Event | BaseException) -> None:
         """Pass an event of the request to its call, or the error that ended it."""

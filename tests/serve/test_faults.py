@@ -172,25 +172,69 @@ def accepts(client):
         return False
 
 
-def test_sigterm_ends_the_command_after_its_requests(models):
-    flags = {"port": 0, "strategy": "ar", "batch-size": 2, "dtype": "float64", "device": "cpu", "temperature": 0}
-    words = [str(word) for name, value in flags.items() for word in (f"--{name}", value)]
-    command = [sys.executable, "-m", "specker", "serve", "--target", str(models["target"]), *words]
-    server = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+@contextlib.contextmanager
+def command(models, *words, before=""):
+    """The process of `specker serve`, and its address. `before`: Python that runs first."""
+    script = f"import sys, threading\nfrom specker.cli import serve\n{before}\nsys.exit(serve.main(sys.argv[1:]))"
+    flags = {"target": models["target"], "port": 0, "strategy": "ar", "batch-size": 2, "device": "cpu"}
+    flags |= {"dtype": "float64", "temperature": 0}
+    words = [str(word) for name, value in flags.items() for word in (f"--{name}", value)] + list(words)
+    server = subprocess.Popen([sys.executable, "-c", script, *words], stderr=subprocess.PIPE, text=True)
     try:
         said = ""
         while not (found := re.search(r"(http://[\d.:]+)/v1", said)):
             said += (line := server.stderr.readline())
             assert line, said
-        with httpx.stream("POST", f"{found[1]}/v1/completions", json={**LONG, "stream": True}, timeout=60) as answer:
+        yield server, found[1]
+    finally:
+        server.kill()
+        server.wait()
+        server.stderr.close()
+
+
+def test_sigterm_ends_the_command_after_its_requests(models):
+    with command(models) as (server, url):
+        with httpx.stream("POST", f"{url}/v1/completions", json={**LONG, "stream": True}, timeout=60) as answer:
             got = chunks(answer.iter_lines())
             next(got)
             server.send_signal(signal.SIGTERM)
             assert [*got][-1]["choices"][0]["finish_reason"] == "length"
         server.communicate(timeout=30)
         assert server.returncode in (0, -signal.SIGTERM)
-    finally:
-        server.kill()
+
+
+HANGS = """
+from specker.runtime.session import Session
+from specker.serve import connections
+connections.MARGIN = 0.5
+Session.step = lambda self: threading.Event().wait()
+"""
+
+
+def test_sigterm_ends_a_server_whose_round_hangs(models):
+    with command(models, "--seconds", "1", before=HANGS) as (server, url):
+        assert httpx.post(f"{url}/v1/completions", json=LONG, timeout=60).status_code == 504
+        server.send_signal(signal.SIGTERM)
+        _, said = server.communicate(timeout=30)
+        assert server.returncode == 128 + signal.SIGTERM
+        assert said.splitlines()[-1] == "specker: error: the server did not end within 1.5 s, so it was ended"
+
+
+def test_a_second_ctrl_c_ends_the_server_at_once(models):
+    flags = "--health-seconds", "0.05"
+    with command(models, *flags, before=HANGS) as (server, url), ThreadPoolExecutor(1) as pool:
+        post = pool.submit(httpx.post, f"{url}/v1/completions", json={**LONG, "stream": True}, timeout=60)
+        until(lambda: httpx.get(f"{url}/health").status_code == 503)
+        said = ""
+        server.send_signal(signal.SIGINT)
+        while "Waiting for connections" not in said:
+            said += (line := server.stderr.readline())
+            assert line, said
+        server.send_signal(signal.SIGINT)
+        _, said = server.communicate(timeout=30)
+        assert server.returncode == 130 and said == "specker: interrupted\n"
+        with contextlib.suppress(httpx.HTTPError):
+            post.result()
 
 
 # --- the command

@@ -66,7 +66,7 @@ def test_nobody_waits_for_a_new_grammar(load):
         assert chat(client, **schema(PLACE)).status_code == 200
         going_on, seen = threading.Event(), []
         grammars = client.app.state.server.engine.session.grammars
-        grammars.check = lambda text: (seen.append(text), going_on.wait(60))
+        grammars.check = lambda text: (seen.append(text), going_on.wait(20))
         post = pool.submit(chat, client, **schema({"const": 1}))
         until(lambda: seen)
         assert chat(client).status_code == chat(client, **schema(PLACE)).status_code == 200
@@ -111,6 +111,91 @@ def test_a_grammar_that_is_slow_to_follow_ends_its_request_alone(load):
         assert chat(client).status_code == 200
         assert said(slow.result()) == "the grammar takes more than 1e-06 s a token to follow"
         until(lambda: free(engine))
+
+
+# --- sizes
+
+
+def complete(client, **more):
+    return client.post("/v1/completions", json={"prompt": "ab", "max_tokens": 2, **more})
+
+
+def test_too_many_texts_are_refused_before_anything_is_computed(load, monkeypatch):
+    with serving(load(), queue=8) as client, ThreadPoolExecutor(1) as pool:
+        encoder, going_on, worker = client.app.state.server.encoder, threading.Event(), client.app.state.server.worker
+        encode, seen = encoder._encode, []
+        monkeypatch.setattr(encoder, "_encode", lambda *args: (seen.append(args), going_on.wait(20), encode(*args))[-1])
+        sentence = "11 texts are asked for, but the server queues at most 8"
+        assert said(complete(client, prompt=["a"] * 11)) == sentence
+        assert said(complete(client, n=11)) == sentence and not seen
+        post = pool.submit(complete, client, prompt=["a"] * 4, n=2)
+        until(lambda: seen)
+        assert said(complete(client, n=3), 429).startswith("the queue is full") and len(seen) == 1
+        assert worker.open == 8
+        going_on.set()
+        assert len(post.result().json()["choices"]) == 8 and worker.open == 0
+        assert said(complete(client, temperature=-1)).startswith("temperature") and worker.open == 0
+
+
+def test_a_text_with_more_characters_than_the_context_can_have_is_not_looked_at(load, monkeypatch):
+    with serving(load(), name="served") as client:
+        encoder = client.app.state.server.encoder
+        most = 400 * max(len(token) for token in encoder.target.tokenizer.get_vocab())
+        monkeypatch.setattr(encoder, "_encode", lambda *_: 1 / 0)
+        sentence = f"the prompt has {most + 1} characters, but the context of served is 400 tokens of at most "
+        assert said(complete(client, prompt="a" * (most + 1)), 413).startswith(sentence)
+        long = [{"role": "user", "content": "a" * (most + 1)}]
+        assert said(chat(client, messages=long), 413).startswith("the prompt has ")
+        assert said(client.post("/tokenize", json={"messages": long}), 413).startswith("the prompt has ")
+
+
+def test_a_short_text_does_not_wait_for_a_long_one(load, monkeypatch):
+    monkeypatch.setattr("specker.serve.encoder.LONG", 100)
+    with serving(load(), health_seconds=0.05) as client, ThreadPoolExecutor(2) as pool:
+        encoder, going_on = client.app.state.server.encoder, threading.Event()
+        encode = encoder._encode
+        monkeypatch.setattr(
+            encoder, "_encode", lambda text, _: (len(text) < 100 or going_on.wait(20), encode(text, _))[1]
+        )
+        posts = [pool.submit(complete, client, prompt="a" * 200) for _ in range(2)]
+        until(lambda: client.get("/health").status_code == 503)
+        assert said(client.get("/health"), 503) == "preparing a request takes more than 0.05 s"
+        assert complete(client).status_code == chat(client).status_code == 200
+        assert not any(post.done() for post in posts)
+        going_on.set()
+        assert {post.result().status_code for post in posts} == {200}
+        until(lambda: client.get("/health").status_code == 200)
+
+
+def test_the_time_limit_covers_what_comes_before_the_queue(load, monkeypatch):
+    with serving(load(), seconds=0.3) as client:
+        server, going_on = client.app.state.server, threading.Event()
+        monkeypatch.setattr(server.encoder, "_encode", lambda *_: going_on.wait(20))
+        assert said(complete(client), 504) == "the answer took more than 0.3 s, the server's limit"
+        monkeypatch.undo()
+        server.engine.session.grammars.check = lambda _: going_on.wait(20)
+        assert said(chat(client, **schema(PLACE)), 504).startswith("the answer took more than")
+        assert server.worker.open == 0
+        going_on.set()
+
+
+def test_a_round_that_hangs_is_no_health(load, monkeypatch):
+    with serving(engine := load(), health_seconds=0.05) as client, ThreadPoolExecutor(1) as pool:
+        going_on, step = threading.Event(), engine.loop.step
+        monkeypatch.setattr(engine.loop, "step", lambda: (going_on.wait(20), step())[1])
+        post = pool.submit(complete, client)
+        until(lambda: client.get("/health").status_code == 503)
+        for path in ("/health", "/metrics"):
+            assert said(client.get(path), 503) == "a round takes more than 0.05 s"
+        going_on.set()
+        assert post.result().status_code == 200 and client.get("/health").status_code == 200
+
+
+@pytest.mark.parametrize("stop", [["a"] * 17, "a" * 257], ids=["many", "long"])
+def test_stop_strings_are_few_and_short(load, stop):
+    with serving(load()) as client:
+        assert said(complete(client, stop=stop)) == "stop: at most 16 strings of at most 256 characters are allowed"
+        assert complete(client, stop=["a" * 256] * 16).status_code == 200
 
 
 # --- chat templates
