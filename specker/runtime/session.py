@@ -6,11 +6,13 @@ and gets the events of its own requests, whoever ran the step. So threads share 
 and an unread stream does not block others.
 """
 
+import atexit
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
+from weakref import WeakSet
 
 from specker.checkpoints.checkpoint import Checkpoint
 from specker.fields import option
@@ -26,6 +28,8 @@ from specker.runtime.round.state import Request
 from specker.runtime.text import Prompt
 
 Entry = Event | BaseException
+
+LAST_STEP = 10.0  # seconds that the end of the process waits for a step of another thread
 
 
 @dataclass(frozen=True)
@@ -63,6 +67,8 @@ class Session:
         self._cancelled: deque[Request] = deque()
         self._unread: list[Event] = []  # of requests without `deliver`; only the runner changes it
         self._runner: threading.Thread | None = None  # the thread that runs a step
+        self._last: threading.Thread | None = None  # the thread that runs no step and lets no other, at exit
+        _sessions.add(self)
 
     # --- requests
 
@@ -253,7 +259,7 @@ class Session:
 
     def _done(self) -> None:
         with self._changed:
-            self._runner = None
+            self._runner = self._last
             self._changed.notify_all()
 
     def _take(self) -> None:
@@ -296,16 +302,41 @@ class Session:
 
     def _fail(self, error: BaseException) -> None:
         """End all requests, whose state the failed step may have left half changed."""
-        with self._changed:
-            arrived = [request for request, _ in self._arrived]
-            self._arrived.clear()
-            self._cancelled.clear()
-        for request in (*arrived, *self.loop.requests):
-            request.finished = request.finished or "failed"
+        for request in self._ended():
             if (deliver := request.deliver) is not None:
                 request.deliver = None
                 deliver(error)
         self.loop.clear(forget=True)
+
+    def _ended(self) -> list[Request]:
+        """Mark all requests as ended and return them."""
+        with self._changed:
+            requests = [*(request for request, _ in self._arrived), *self.loop.requests]
+            self._arrived.clear()
+            self._cancelled.clear()
+        for request in requests:
+            request.finished = request.finished or "failed"
+        return requests
+
+    def _at_exit(self) -> None:
+        """Wait for the running step and let no other one begin: threads that want one sleep until the process ends.
+        torch aborts the process if a daemon thread returns from it while the interpreter is torn down, or if a stream
+        that is closed then frees its slot."""
+        with self._changed:
+            self._last = threading.current_thread()
+            self._runner = self._runner or self._last
+            if not self._changed.wait_for(lambda: self._runner is self._last, LAST_STEP):
+                return
+        self._ended()
+
+
+_sessions = WeakSet[Session]()
+
+
+@atexit.register
+def _end_sessions() -> None:
+    for session in list(_sessions):
+        session._at_exit()
 
 
 def _read(inbox: deque[Entry]) -> Event:

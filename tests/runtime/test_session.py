@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 import cases
 import pytest
 import torch
+import warm
 from make_checkpoint import exact_oracle, make, oracle
 from pairs import perturbed
 from safetensors.torch import load_file
@@ -97,6 +98,30 @@ def test_a_stream_that_nobody_reads_holds_up_nobody(models):
     assert engine.generate([4], 20).tokens == engine.generate_ar([4], 20).tokens
     stream, tokens = left
     assert tokens + [token for event in stream for token in event.tokens] == want and free(engine)
+
+
+EXIT = """
+import ctypes, threading, time, specker
+engine = specker.load({target!r}, strategy="ar", device="cpu", dtype="float64")
+if {thread}:
+    def work():
+        while True:
+            engine.generate([1, 2, 3], 20)
+    threading.Thread(target=work, daemon=True).start()
+    while not engine.loop.finished:
+        time.sleep(0.001)
+else:
+    stream = engine.stream([1, 2, 3], 20)
+    next(stream)
+ctypes.pythonapi.Py_Exit(3)  # the end of an interpreter, which `warm` leaves out
+"""
+
+
+@pytest.mark.parametrize("thread", [False, True])
+def test_a_process_may_end_while_something_decodes(models, thread):
+    """An open stream, or a daemon thread in the middle of a step."""
+    done = warm.run("-c", EXIT.format(target=str(models["target"]), thread=thread))
+    assert (done.returncode, done.stderr) == (3, "")
 
 
 def test_a_trace_cannot_begin_a_request(models):
