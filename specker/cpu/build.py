@@ -1,6 +1,8 @@
 """Compiles csrc/ once for this processor.
 
-specker's cache keeps the library under a name made from the sources, the flags and the level of instructions.
+specker's cache keeps the library under a name made from the sources, the flags and the level of instructions, and its
+SHA-256 beside it: loading a damaged library would end the process with a signal. Code is loaded only from files and a
+folder that no other user may have written to.
 
 Any C compiler with GNU's vector extensions works: $CC, cc, gcc, clang, or the PyPI package ziglang. Without a compiler,
 the slower reference operators decode.
@@ -22,7 +24,7 @@ from pathlib import Path
 
 from filelock import FileLock
 
-from specker.paths import cache_root
+from specker.paths import cache_root, write_file
 
 REMEDY = "install gcc or clang, or pip install ziglang"
 SOURCES = Path(__file__).parent / "csrc"
@@ -82,25 +84,63 @@ def library(on_progress: Callable[[str], None] | None = None) -> Path:
     name, files = level(), sorted(SOURCES.iterdir())
     digest = hashlib.sha256(b"\0".join(file.read_bytes() for file in files))
     digest.update(repr((FLAGS, LEVELS[name][1])).encode())  # without the set, whose order differs by process
-    folder = cache_root() / "cpu"
+    folder, once = cache_root() / "cpu", "once on this machine"
     path = folder / f"{name}-{digest.hexdigest()[:16]}.so"
-    if path.exists():
+    foreign = _foreign(folder)
+    if foreign is None and _intact(path):
         return path
     if command is None:
-        raise Unavailable(f"there is no C compiler: {REMEDY}")
+        also = "" if foreign is None else f", and {foreign}"
+        raise Unavailable(f"there is no C compiler{also}: {REMEDY}")
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        tempfile.TemporaryFile(dir=folder).close()
-    except OSError:  # the cache is not writable: keep the library until this process ends
+        if foreign is None:
+            folder.mkdir(mode=0o755, parents=True, exist_ok=True)
+            tempfile.TemporaryFile(dir=folder).close()
+    except OSError as error:
+        foreign = f"{folder} cannot be written ({error.strerror})"
+    if foreign is not None:  # keep the library until this process ends
+        once = f"at each start, because {foreign}: set SPECKER_CACHE to another folder"
         folder = Path(tempfile.mkdtemp(prefix="specker-cpu-"))
         atexit.register(shutil.rmtree, folder, ignore_errors=True)
         path = folder / path.name
     with FileLock(folder / "lock"):
-        if not path.exists():
+        if not _intact(path):
             if on_progress is not None:
-                on_progress(f"compiling the CPU kernels ({name}): some seconds, once on this machine")
+                on_progress(f"compiling the CPU kernels ({name}): some seconds, {once}")
             _compile(command, name, path)
+            write_file(_note(path), _sha256(path))
+            for file in (path, _note(path)):
+                file.chmod(0o755)  # whatever the umask
     return path
+
+
+def _foreign(path: Path) -> str | None:
+    """Why another user may have written the file or folder; None if none may, or if it does not exist."""
+    try:
+        about = path.stat()
+    except OSError:
+        return None
+    if about.st_uid not in (os.getuid(), 0):
+        return f"{path} belongs to another user"
+    return f"other users may write to {path}" if about.st_mode & 0o022 else None
+
+
+def _intact(path: Path) -> bool:
+    """Whether the library is as it was compiled, by this user or root."""
+    note = _note(path)
+    try:
+        return not _foreign(path) and not _foreign(note) and note.read_text() == _sha256(path)
+    except (OSError, ValueError):
+        return False
+
+
+def _note(path: Path) -> Path:
+    """The file with the library's SHA-256."""
+    return path.with_suffix(".sha256")
+
+
+def _sha256(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
 def _compile(command: list[str], name: str, path: Path) -> None:

@@ -158,7 +158,10 @@ def _loaded() -> tuple[Any, str | None]:
         path = build.library(_tell)
     except build.Unavailable as error:
         return None, str(error)
-    lib = ctypes.CDLL(str(path))
+    try:
+        lib = ctypes.CDLL(str(path))
+    except OSError as error:  # such as a file system that is mounted with noexec
+        return None, f"the system does not load {path} ({error}): set SPECKER_CACHE to another folder"
     lib.team_new.restype, lib.team_new.argtypes = c_void_p, [c_int, c_void_p, c_int]
     lib.product_of.argtypes = [c_void_p, POINTER(ProductCall)]
     lib.restore.argtypes = [c_void_p, POINTER(RestoreCall)]
@@ -178,7 +181,7 @@ def available() -> bool:
 
 
 def problem() -> str | None:
-    """Why the library cannot be compiled, and a remedy; None if it can."""
+    """Why the library cannot be compiled or loaded, and a remedy; None if it can."""
     return _loaded()[1]
 
 

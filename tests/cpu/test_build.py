@@ -1,5 +1,6 @@
 """The compiled library: when it is compiled, by what, and what happens where it cannot be."""
 
+import ctypes
 import multiprocessing
 import os
 import shutil
@@ -52,7 +53,7 @@ def test_it_is_compiled_once(fresh, monkeypatch):
     assert path.is_file() and path.parent == fresh / "cache" / "cpu"
     assert told == [f"compiling the CPU kernels ({build.level()}): some seconds, once on this machine"]
     assert build.library(told.append) == path and len(told) == 1 and runs(fresh) == 2
-    assert {file.name for file in path.parent.iterdir()} == {path.name, "lock"}
+    assert {file.name for file in path.parent.iterdir()} == {path.name, f"{path.stem}.sha256", "lock"}
     monkeypatch.setenv("CC", "/nonexistent")
     assert build.library() == path  # what is compiled needs no compiler
     monkeypatch.delenv("CC")
@@ -81,8 +82,58 @@ def test_processes_that_start_at_once_compile_once(fresh):
 def test_a_cache_that_cannot_be_written(fresh, monkeypatch):
     (fresh / "file").touch()
     monkeypatch.setenv("SPECKER_CACHE", str(fresh / "file"))  # root may write to any folder, but not below a file
-    path = build.library()
+    told = []
+    path = build.library(told.append)
     assert path.is_file() and fresh not in path.parents
+    assert told == [
+        f"compiling the CPU kernels ({build.level()}): some seconds, at each start, because {fresh}/file/cpu cannot be "
+        "written (Not a directory): set SPECKER_CACHE to another folder"
+    ]
+
+
+@pytest.mark.parametrize("size", [0, 1000, None])
+def test_a_damaged_library_is_compiled_again(fresh, size):
+    """Empty, cut in its middle, or whole with other bytes. Without its SHA-256 it is compiled again, too."""
+    path = build.library()
+    whole = path.read_bytes()
+    path.write_bytes(whole[:size] if size is not None else whole[:-9] + b"x" * 9)
+    assert build.library() == path and runs(fresh) == 4 and ctypes.CDLL(str(path)).answer() == 42
+    path.with_suffix(".sha256").unlink()
+    assert build.library() == path and runs(fresh) == 6
+
+
+def test_a_library_that_others_may_have_written_is_compiled_again(fresh, monkeypatch):
+    before = os.umask(0)  # the compiler makes files that everyone may write to
+    path = build.library()
+    os.umask(before)
+    assert build.library() == path and runs(fresh) == 2
+    for file in (path, path.with_suffix(".sha256")):
+        file.chmod(0o664)
+        build.library()
+    assert runs(fresh) == 6 and not path.stat().st_mode & 0o022
+    monkeypatch.setattr(os, "getuid", lambda: 12345)  # root's files are for all
+    assert build.library() == path and runs(fresh) == 6
+
+
+@pytest.mark.parametrize("foreign", ["belongs to another user", "may write to"])
+def test_nothing_in_a_folder_of_others_is_loaded(fresh, monkeypatch, foreign):
+    folder = build.library().parent
+    if foreign == "may write to":
+        folder.chmod(0o775)
+        why = f"other users may write to {folder}"
+    else:
+        real = Path.stat
+        owner = os.stat_result((*real(folder)[:4], 12345, *real(folder)[5:]))
+        monkeypatch.setattr(Path, "stat", lambda path, **how: owner if path == folder else real(path, **how))
+        why = f"{folder} belongs to another user"
+    told = []
+    path = build.library(told.append)
+    assert path.is_file() and fresh not in path.parents
+    assert f"at each start, because {why}: set SPECKER_CACHE" in told[0]
+    monkeypatch.setattr(build, "compiler", lambda: None)
+    with pytest.raises(build.Unavailable) as error:
+        build.library()
+    assert str(error.value) == f"there is no C compiler, and {why}: install gcc or clang, or pip install ziglang"
 
 
 def test_a_compiler_that_fails_is_quoted(fresh, monkeypatch):
@@ -167,6 +218,14 @@ def test_without_a_compiler_the_reference_operators_decode(uncompiled, tmp_path,
     assert engine.check(prompt, engine.generate(prompt, 12), 12).ok
     with pytest.raises(RuntimeError, match="the CPU kernels are not compiled: there is no C compiler"):
         cpu.product(torch.zeros(1, 32), torch.zeros(1, 32))
+
+
+def test_a_library_that_the_system_does_not_load(uncompiled, tmp_path, monkeypatch):
+    path = tmp_path / "kernels.so"
+    path.touch()
+    monkeypatch.setattr(build, "library", lambda on_progress: path)
+    said = f"the system does not load {path} ({path}: file too short): set SPECKER_CACHE to another folder"
+    assert (cpu.available(), cpu.problem()) == (False, said)
 
 
 def test_without_a_compiler_packed_weights_are_restored(uncompiled):
