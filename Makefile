@@ -97,7 +97,7 @@ gpu:  ## check, bench and test on this machine's GPU with its own python3, in 20
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "specker needs Python 3.11 or newer; make gpu PYTHON=...")'
 	@PYTHONPATH=. $(PYTHON) -m bench.gpu $(ARGS)
 
-dist: $(STAMP)  ## build sdists and wheels of specker and specker-models into dist/, and run them outside the repository
+dist: $(STAMP)  ## build sdists and wheels of specker-decoding and specker-models into dist/, and run them outside the repository
 	$(BIN)/python scripts/dist.py dist
 
 clean:  ## remove what the other targets made, .venv included

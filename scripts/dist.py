@@ -15,6 +15,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 LEFT_OUT = shutil.ignore_patterns(".*", "__pycache__", "build", "dist", "*.egg-info")
+PACKAGES = {"specker_decoding": "specker", "specker_models": "specker_models"}  # distribution -> its one package
 MOST = {"specker": 1e6, "specker_models": 65e6}  # bytes of a wheel
 PYTHON = {"specker_models/__init__.py", "specker_models/py.typed"}
 DATA = {".safetensors", ".json", ".jsonl"}
@@ -28,7 +29,7 @@ def build(out: Path) -> list[Path]:
         shutil.copytree(ROOT, copy, ignore=LEFT_OUT, symlinks=True)
         for source in (copy, copy / "models"):
             ran(sys.executable, "-m", "build", "--no-isolation", "--outdir", str(out), str(source), cwd=folder)
-    return [newest(out, "specker-*.whl"), newest(out, "specker_models-*.whl")]
+    return [newest(out, f"{name}-*.whl") for name in PACKAGES]
 
 
 def newest(folder: Path, pattern: str) -> Path:
@@ -37,7 +38,7 @@ def newest(folder: Path, pattern: str) -> Path:
 
 def check_contents(wheel: Path) -> None:
     """Raise ValueError if the wheel holds anything besides its package (specker: no weights; models: data alone)."""
-    package = wheel.name.split("-")[0]
+    package = PACKAGES[wheel.name.split("-")[0]]
     with zipfile.ZipFile(wheel) as archive:
         names = [Path(name) for name in archive.namelist()]
     inside = [name for name in names if not name.parts[0].endswith(".dist-info")]
@@ -79,8 +80,8 @@ def check_installed(wheels: list[Path]) -> None:
         ran(str(python), "-c", where, cwd=work)
         job = (str(python), "-m", "specker.run", "--check", "--max-new-tokens", "8", "--prompt", "x", "--device", "cpu")
         said = ran(*job, cwd=work, code=2)
-        if "pip install specker-models" not in said or len(said.splitlines()) != 1:
-            raise ValueError(f"without specker-models, expected one sentence that names it, got {said}")
+        if "pip install ./models" not in said or len(said.splitlines()) != 1:
+            raise ValueError(f"without specker-models, expected one sentence that says how to install it, got {said}")
         install(models)
         if "identical" not in (said := ran(*job, cwd=work)):
             raise ValueError(f"expected the table of --check, got {said}")

@@ -9,6 +9,8 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+from specker.extras import install
+
 Schema = Mapping[str, Any] | str
 SPACE = r" |\r?\n[ \t]{0,64}"  # between JSON's tokens; without a limit, a model may write white space for ever
 
@@ -82,7 +84,7 @@ def library() -> Any:
     try:
         import llguidance
     except ImportError:
-        raise ValueError("a grammar needs llguidance: pip install 'specker[serve]'") from None
+        raise ValueError(f"a grammar needs llguidance: {install('serve')}") from None
     return llguidance
 
 

@@ -7,6 +7,7 @@ from dataclasses import fields
 from functools import cache
 from typing import Any
 
+import specker
 from specker.options import Common, Options
 
 
@@ -14,7 +15,9 @@ from specker.options import Common, Options
 def versions() -> dict[str, str]:
     """The versions of Python, specker and the packages that compute."""
     found = {"python": platform.python_version()}
-    for name in ("specker", "torch", "triton", "transformers"):
+    # A folder `specker` in the working directory may hide the package itself, but not its modules.
+    found |= {"specker": specker.__version__} if hasattr(specker, "__version__") else {}
+    for name in ("torch", "triton", "transformers"):
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             found[name] = importlib.metadata.version(name)
     return found

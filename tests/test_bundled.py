@@ -68,8 +68,8 @@ def no_models(tmp_path, monkeypatch):
 def test_without_the_models_a_sentence_names_the_command(capsys):
     assert run.main(["--prompt", "x", "--device", "cpu"]) == 2
     assert capsys.readouterr().err == (
-        "specker: error: the bundled models are not installed: `pip install specker-models` (from a clone: `pip "
-        "install ./models`) brings them\n"
+        "specker: error: the bundled models are not installed: run `pip install ./models` in a clone of specker's "
+        "repository\n"
     )
     with pytest.raises(ValueError, match="the bundled models are not installed"):
         zoo.heldout()

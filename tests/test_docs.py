@@ -15,6 +15,7 @@ import specker
 from scripts import pages
 from specker.cli import calibrate, drafts, serve, view
 from specker.cli import flags as cli_flags
+from specker.extras import EXTRAS
 from specker.serve.api import Chat
 from specker.zoo import real
 from train.head import __main__ as head
@@ -83,9 +84,9 @@ def test_command(line: str) -> None:
             assert (ROOT / script).exists()  # tests of these scripts parse their flags
         case ["vllm", "serve", *_]:  # tests/integrations/test_vllm.py runs it
             pass
-        case ["pip", "install", ".[serve]" | "specker[serve]"]:
-            assert re.search("^serve = ", (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
-        case ["pip", "install", ".", "./models"] | ["source", ".venv/bin/activate"]:
+        case ["pip", "install", "-e", ".[serve]"] | ["pip", "install", "-e", ".[gguf,serve]", "-e", "./models"]:
+            assert {"gguf", "serve"} <= set(EXTRAS)
+        case ["source", ".venv/bin/activate"]:
             pass
         case _:
             pytest.fail(f"a command this test does not know: {line}")

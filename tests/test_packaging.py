@@ -2,8 +2,10 @@
 
 import importlib.util
 import re
+import shlex
 import subprocess
 import sys
+import tomllib
 import zipfile
 from pathlib import Path
 
@@ -12,6 +14,7 @@ import specker_models
 import yaml
 
 import specker
+from specker import extras
 
 ROOT = Path(__file__).parents[1]
 spec = importlib.util.spec_from_file_location("scripts_dist", ROOT / "scripts" / "dist.py")
@@ -41,11 +44,11 @@ def test_built_distributions_work_outside_the_repository(tmp_path):
 
 
 SPECKER = (
-    "specker-0.2.0-py3-none-any.whl",
+    "specker_decoding-0.2.0-py3-none-any.whl",
     (
         "specker/__init__.py",
         "specker/py.typed",
-        "specker-0.2.0.dist-info/METADATA",
+        "specker_decoding-0.2.0.dist-info/METADATA",
         *(f"specker/cpu/csrc/{path.name}" for path in sorted((ROOT / "specker" / "cpu" / "csrc").iterdir())),
     ),
 )
@@ -101,3 +104,15 @@ def test_the_ops_import_in_a_second_beside_torch():
     """CPU time of a fresh process, since other tests may run on the same cores."""
     code = "import torch; from time import process_time as now; t = now(); import specker.kernels; print(now() - t)"
     assert float(subprocess.check_output([sys.executable, "-c", code], cwd=ROOT, text=True)) < 1.0
+
+
+def test_messages_name_the_packages_of_the_extras():
+    """The distribution has a name of its own, which an extra of it needs, and the messages need none."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    assert project["name"] != "specker", "on PyPI this is another project"
+    for name, packages in extras.EXTRAS.items():
+        assert list(packages) == project["optional-dependencies"][name]
+        assert extras.install(name).split() == ["pip", "install", *map(shlex.quote, packages)]
+        assert extras.missing(name) == []
+    own = *ROOT.glob("specker/**/*.py"), *ROOT.glob("docs/*.md"), ROOT / "README.md"
+    assert not [path for path in own if re.search(r"pip install '?specker", path.read_text(encoding="utf-8"))]

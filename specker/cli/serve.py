@@ -9,6 +9,7 @@ from dataclasses import fields
 from specker.cli.exits import run_cli
 from specker.cli.flags import MORE, Job
 from specker.cli.parser import Parser
+from specker.extras import install
 from specker.fields import make
 from specker.options import Common, Options, Sampling
 from specker.runtime import strategies
@@ -72,7 +73,7 @@ def run(job: Job, options: Options, serving: Serving, sampling: dict[str, float]
         from specker.serve import connections
         from specker.serve.app import application
     except ModuleNotFoundError as error:
-        raise ValueError(f"the server needs {error.name}: pip install 'specker[serve]'") from None
+        raise ValueError(f"the server needs {error.name}: {install('serve')}") from None
     from specker.cli.screen import Screen
     from specker.runtime.load import load
 

@@ -22,10 +22,7 @@ def _folder() -> Path:
 
 
 FOLDER = _folder()
-MISSING = (
-    "the bundled models are not installed: `pip install specker-models` (from a clone: `pip install ./models`) brings "
-    "them"
-)
+MISSING = "the bundled models are not installed: run `pip install ./models` in a clone of specker's repository"
 NAMES = (
     "code-target",
     "code-draft",

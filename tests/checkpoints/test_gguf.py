@@ -474,7 +474,7 @@ def test_what_cannot_be_read(model: Path, monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(10, 10, 0))
     with pytest.raises(CheckpointError, match=r"converting .* takes .* GB, but .* has 0.00 GB free; set SPECKER"):
         read_config(file)
-    monkeypatch.setattr(f"{CACHE}.find_spec", lambda name: None)
+    monkeypatch.setattr("specker.extras.find_spec", lambda name: None)
     with pytest.raises(CheckpointError, match=r"tiny.gguf is a GGUF file, and reading it needs gguf and accelerate: "):
         read_config(file)
 

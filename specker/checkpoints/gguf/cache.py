@@ -14,18 +14,17 @@ import os
 import shutil
 import tempfile
 from contextlib import suppress
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from filelock import FileLock
 
 from specker.checkpoints.gguf import convert
+from specker.extras import install, missing
 from specker.model.config import CheckpointError
 from specker.paths import cache_root, write_cached
 
 log = logging.getLogger("specker.steps")  # slow steps, which `Screen.progress` shows
-PACKAGES = {"gguf": "0.17", "accelerate": "1.0"}  # minimum versions, as in the extra `gguf`
 DONE = "converted.json"  # written last: source, SHA-256 and the sizes of the folder's files
 TOKENIZER = 50_000_000  # bytes that a tokenizer and the other files take at most
 
@@ -51,11 +50,9 @@ def converted(path: Path, dense: bool = False) -> Path:
     folder = cache_root() / "gguf" / f"{path.stem}-{digest[:16]}{'' if dense else '-packed'}"
     if _complete(folder):
         return folder
-    missing = [name for name in PACKAGES if find_spec(name) is None]
-    if missing:
-        raise CheckpointError(
-            f"{path} is a GGUF file, and reading it needs {' and '.join(missing)}: pip install 'specker[gguf]'"
-        )
+    lacks = missing("gguf")
+    if lacks:
+        raise CheckpointError(f"{path} is a GGUF file, and reading it needs {' and '.join(lacks)}: {install('gguf')}")
     locks = cache_root() / "locks"
     for made in (folder.parent, locks):
         made.mkdir(parents=True, exist_ok=True)

@@ -1,0 +1,23 @@
+"""The packages of the optional parts, for messages that say how to install them.
+
+The messages name these packages and not an extra of specker: that works in a clone, beside a wheel and in any other
+environment."""
+
+import shlex
+from importlib.util import find_spec
+
+EXTRAS = {  # as in pyproject.toml
+    "gguf": ("gguf>=0.17", "accelerate>=1.0"),
+    "serve": ("fastapi>=0.120", "llguidance>=1.3", "prometheus_client>=0.20", "uvicorn>=0.35"),
+}
+
+
+def install(extra: str) -> str:
+    """The command that installs the packages of an extra."""
+    return f"pip install {shlex.join(EXTRAS[extra])}"
+
+
+def missing(extra: str) -> list[str]:
+    """The packages of an extra that are not installed."""
+    names = [package.split(">=")[0] for package in EXTRAS[extra]]
+    return [name for name in names if find_spec(name) is None]
