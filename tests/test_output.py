@@ -239,8 +239,18 @@ def converted(pair: tuple[str, str], tmp_path: Path) -> Path:
 def test_a_converted_model_has_the_name_of_its_file(converted: Path, tmp_path: Path) -> None:
     engine = specker.load(converted, strategy="ar", device="cpu")
     assert engine.models == "Tiny-7B-Instruct.Q4_K_M.gguf" and engine.target_name == converted.name
+    # The name tells of four bits, but the folder holds floating-point numbers.
+    assert engine.title == "Tiny-7B-Instruct.Q4_K_M.gguf (float32 weights), cpu, float32"
     (converted / "converted.json").write_text("{")
     assert engine.models == converted.name
+
+
+def test_the_title_says_what_is_computed(pair: tuple[str, str]) -> None:
+    """Nothing about weights in `dtype`, under a name that does not say otherwise."""
+    target, draft = pair
+    assert specker.load(target, draft, device="cpu").title == "tiny-target + tiny-draft, cpu, float32"
+    rounded = specker.load(target, draft, device="cpu", quantize="int8", draft_tokens=2)
+    assert rounded.title == "tiny-target (int8 weights) + tiny-draft, cpu, float32"
 
 
 def test_a_folder_has_its_own_name(pair: tuple[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -270,7 +280,7 @@ def test_nothing_is_cut_at_any_width(
     plain = Stats(tokens=123456, rounds=123456, wall=2345.6)
     plain.seconds |= {"prefill": 123.4, "verify": 2100.0}
     models = "qwen2.5-coder-1.5b-instruct-q4_k_m.gguf + qwen2.5-coder-0.5b-instruct-q4_k_m.gguf"
-    shown = SimpleNamespace(models=models, strategy="vocabtrim+lookup", device="cpu", dtype="torch.bfloat16")
+    shown = SimpleNamespace(title=models, strategy="vocabtrim+lookup")
     shown.speculates, shown.options = True, strategies.options()
     shown.trim_report = lambda stats: {
         "kept_rows": 19248,
@@ -301,7 +311,7 @@ def test_nothing_is_cut_at_any_width(
 
 def test_the_rounds_that_drafted_nothing_are_explained(capsys: pytest.CaptureFixture[str]) -> None:
     stats = Stats(tokens=9, rounds=9, lengths={0: 7, 3: 2}, rests={"slower": 4, "measured": 1, "nothing found": 2})
-    engine = SimpleNamespace(models="t", strategy="lookup", device="cpu", dtype="torch.float32", speculates=True)
+    engine = SimpleNamespace(title="t", strategy="lookup", speculates=True)
     engine.trim_report, engine.remarks, engine.options = lambda stats: {}, {}, strategies.options()
     Screen(json_to_stdout=False).table(engine, [Result([], "", stats)])
     assert capsys.readouterr().err.splitlines()[-1] == (
@@ -317,7 +327,7 @@ def test_a_run_that_may_be_slower_says_so(
     """A round accepts half a token more than its own, in the time of `passes` verify passes."""
     stats = Stats(tokens=15, rounds=10, drafted=drafted, accepted=5, wall=20.0)
     stats.seconds |= {"draft": 10.0 * (passes - 1), "verify": 10.0}
-    engine = SimpleNamespace(models="t", strategy="draft", device="cpu", dtype="torch.float32", speculates=True)
+    engine = SimpleNamespace(title="t", strategy="draft", speculates=True)
     engine.trim_report, engine.remarks, engine.options = lambda stats: {}, {}, strategies.options()
     Screen(json_to_stdout=False).table(engine, [Result([], "", stats)])
     said = f"probably faster here: a round gives 1.50 tokens in the time of {passes:.2f} verify passes"

@@ -308,6 +308,17 @@ def test_a_model_under_other_terms_names_them(
     assert real.GEMMA.at_hand() == tmp_path / "cache" / NAME
 
 
+def test_the_small_model_is_a_file_or_a_folder(
+    index: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """specker runs the file in four bits; other programs need the folder."""
+    publish(index, 1, 2, 3)
+    monkeypatch.setattr(real, "SMOLLM2", source())
+    monkeypatch.setattr(real, "converted", lambda path, dense: tmp_path / path.stem if dense else None)
+    assert real.main([]) == 0 and capsys.readouterr().out == f"{tmp_path / 'cache' / NAME}\n"
+    assert real.main(["smollm2", "--float32"]) == 0 and capsys.readouterr().out == f"{tmp_path / Path(NAME).stem}\n"
+
+
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
@@ -316,6 +327,7 @@ def test_a_model_under_other_terms_names_them(
         (["coder", "both"], "argument part: invalid choice: 'both'"),
         (["smollm2", "draft"], "draft belongs to coder; smollm2 is one model on PyPI"),
         (["--hub"], "--hub belongs to coder; smollm2 is one model on PyPI"),
+        (["gemma", "--float32"], "--float32 belongs to smollm2; specker runs the file of gemma as it is"),
         (["gemma", "--hub"], "--hub belongs to coder; gemma is one model on PyPI"),
     ],
 )

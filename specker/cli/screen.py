@@ -107,9 +107,8 @@ class Screen:
     def table(self, engine: Any, results: list[Result]) -> None:
         """Print the closing table and what a reader of it should know."""
         trim = engine.trim_report(stats_of(results))
-        dtype = str(engine.dtype).removeprefix("torch.")
         self.notes.print()
-        self.note(", ".join([engine.models, str(engine.device), dtype, *engine.options.dummy_parts]), "bold")
+        self.note(engine.title, "bold")
         self.notes.print(_table(engine, results, trim))
         for line, style in _comments(engine, results, trim):
             self.note(line, style)

@@ -90,7 +90,7 @@ def run(job: Job, options: Options, serving: Serving, sampling: dict[str, float]
     with socket.create_server((serving.host, serving.port), family=family) as listening:
         screen.remarks(engine)
         host = f"[{serving.host}]" if ":" in serving.host else serving.host
-        screen.note(f"{engine.models}: http://{host}:{listening.getsockname()[1]}/v1")
+        screen.note(f"{engine.title}: http://{host}:{listening.getsockname()[1]}/v1")
         connections.Server(http, serving).run([listening])
     return 0
 

@@ -118,14 +118,29 @@ class Engine:
             log.warning(sentence)
 
     def __repr__(self) -> str:
-        how = f"{self.device}, {str(self.dtype).removeprefix('torch.')}, context {self.max_context}"
-        return f"<specker.Engine: {self.models}, {self.strategy}, {how}>"
+        return f"<specker.Engine: {self.title}, {self.strategy}, context {self.max_context}>"
 
     @property
     def models(self) -> str:
         """The models' names for people: a folder's or a GGUF file's own name, or a hub id."""
+        return " + ".join(name for name, _ in self._sides)
+
+    @property
+    def title(self) -> str:
+        """What this engine computes with: its models, in which form their weights are where their names or `dtype` do
+        not say so, the device and `dtype`."""
+        dtype = str(self.dtype).removeprefix("torch.")
+        named = []
+        for name, side in self._sides:
+            held = side and (side.quantised or (dtype if origin(side.folder) else None))
+            named.append(f"{name} ({held} weights)" if held else name)
+        return ", ".join((" + ".join(named), str(self.device), dtype, *self.options.dummy_parts))
+
+    @property
+    def _sides(self) -> list[tuple[str, Checkpoint | None]]:
+        """The target and, if there is one, the draft, with their names for people."""
         sides = (self.target_name, self.target), (self.draft_name, self.draft)
-        return " + ".join((side and origin(side.folder)) or name for name, side in sides if name is not None)
+        return [((side and origin(side.folder)) or name, side) for name, side in sides if name is not None]
 
     @property
     def captures(self) -> bool:

