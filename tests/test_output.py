@@ -310,14 +310,19 @@ def test_nothing_is_cut_at_any_width(
 
 
 def test_the_rounds_that_drafted_nothing_are_explained(capsys: pytest.CaptureFixture[str]) -> None:
-    stats = Stats(tokens=9, rounds=9, lengths={0: 7, 3: 2}, rests={"slower": 4, "measured": 1, "nothing found": 2})
+    """By numbers that add up to all rounds: a round may also wait for the drafter's prefill, or draft nothing although
+    the policy asked for a draft."""
+    rests = {"slower": 132, "measured": 15, "nothing found": 138, "prefill": 1}
+    stats = Stats(tokens=399, rounds=340, lengths={0: 288, 3: 52}, rests=rests)
     engine = SimpleNamespace(title="t", strategy="lookup", speculates=True)
     engine.trim_report, engine.remarks, engine.options = lambda stats: {}, {}, strategies.options()
     Screen(json_to_stdout=False).table(engine, [Result([], "", stats)])
     assert capsys.readouterr().err.splitlines()[-1] == (
-        "2 of 9 rounds drafted; 4 did not because plain decoding was faster, 2 did not because there was nothing to "
-        "copy, 1 did not in order to time plain decoding"
+        "52 of 340 rounds drafted; the others did not: 132 because plain decoding was faster, 138 because there was "
+        "nothing to copy, 15 to measure the time of plain decoding, 1 while the drafter read the prompt, 2 for other "
+        "reasons"
     )
+    assert 52 + 132 + 138 + 15 + 1 + 2 == stats.rounds
 
 
 @pytest.mark.parametrize(("drafted", "passes", "warns"), [(9, 2.0, True), (9, 1.51, False), (0, 2.0, False)])

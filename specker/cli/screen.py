@@ -190,16 +190,19 @@ def _comments(engine: Any, results: list[Result], trim: dict[str, Any]) -> Itera
 
 
 def _undrafted(stats: Stats) -> str:
-    """How many rounds drafted, and why others did not."""
+    """How many rounds drafted, and why others did not. The numbers add up to all rounds."""
     why = {
         "slower": "because plain decoding was faster",
         "nothing found": "because there was nothing to copy",
-        "measured": "in order to time plain decoding",
+        "measured": "to measure the time of plain decoding",
+        "prefill": "while the drafter read the prompt",
     }
-    rest = ", ".join(f"{stats.rests[reason]} did not {words}" for reason, words in why.items() if reason in stats.rests)
+    counts = {words: stats.rests.get(reason, 0) for reason, words in why.items()}
     drafted = sum(count for length, count in stats.lengths.items() if length)
+    counts["for other reasons"] = stats.rounds - drafted - sum(counts.values())
+    rest = ", ".join(f"{count} {words}" for words, count in counts.items() if count)
     copied = f", {stats.copied} of them by copying text" if stats.copied else ""
-    return f"{drafted} of {stats.rounds} rounds drafted{copied}; {rest}"
+    return f"{drafted} of {stats.rounds} rounds drafted{copied}; the others did not: {rest}"
 
 
 def _column(stats: Stats) -> dict[str, str]:
