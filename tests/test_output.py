@@ -322,7 +322,7 @@ def test_the_rounds_that_drafted_nothing_are_explained(capsys: pytest.CaptureFix
         "nothing to copy, 15 to measure the time of plain decoding, 1 while the drafter read the prompt, 2 for other "
         "reasons"
     )
-    assert 52 + 132 + 138 + 15 + 1 + 2 == stats.rounds
+    assert stats.rounds == 52 + 132 + 138 + 15 + 1 + 2
 
 
 @pytest.mark.parametrize(("drafted", "passes", "warns"), [(9, 2.0, True), (9, 1.51, False), (0, 2.0, False)])
