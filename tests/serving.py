@@ -32,7 +32,7 @@ def serving(engine: Engine, sampling: dict[str, float] | None = None, **settings
         yield client
     server.should_exit = True
     thread.join(30)
-    assert not thread.is_alive()
+    assert not thread.is_alive(), (server.server_state.tasks, server.server_state.connections)
 
 
 def until(holds: Callable[[], object], seconds: float = 20) -> None:

@@ -194,7 +194,8 @@ def application(engine: Engine, serving: Serving, sampling: dict[str, float]) ->
     off: dict[str, Any] = {"docs_url": None, "redoc_url": None, "openapi_url": None}  # the pages load scripts from afar
     app = FastAPI(title="specker", lifespan=server.running, exception_handlers=handlers(), **off)
     app.state.server = server
-    app.add_middleware(Limits, key=serving.api_key or os.environ.get("SPECKER_API_KEY"), body=serving.body << 20)
+    key = serving.api_key or os.environ.get("SPECKER_API_KEY")
+    app.add_middleware(Limits, key=key, body=serving.body << 20, seconds=serving.client_seconds)
     if serving.allow_origin:
         app.add_middleware(CORSMiddleware, allow_origins=serving.allow_origin, allow_methods=["*"], allow_headers=["*"])
 

@@ -1,5 +1,6 @@
-"""Middleware that looks at the bearer token and the size of a body."""
+"""Middleware that looks at the bearer token, the size of a body and the time that it takes."""
 
+import asyncio
 import base64
 import binascii
 import hmac
@@ -14,11 +15,11 @@ OPEN = ("/health",)  # asks for no token
 
 
 class Limits:
-    """Refuses with 401 and 413, and then closes the connection, whose body it has not read."""
+    """Refuses with 401, 408 and 413, and then closes the connection, whose body it has not read."""
 
-    def __init__(self, app: Any, key: str | None, body: int):
-        """`key`: the token; None: none is asked for. `body`: bytes."""
-        self.app, self.key, self.body = app, key, body
+    def __init__(self, app: Any, key: str | None, body: int, seconds: float):
+        """`key`: the token; None: none is asked for. `body`: bytes. `seconds`: for the body."""
+        self.app, self.key, self.body, self.seconds = app, key, body, seconds
         self.too_large = f"the body is larger than {body >> 20} MiB"
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
@@ -33,9 +34,19 @@ class Limits:
         elif not length.isdigit() or int(length) > self.body:
             refusal = 413, self.too_large
 
+        end: float | None = asyncio.get_running_loop().time() + self.seconds
+
         async def counted() -> Any:
-            nonlocal read
-            message = await receive()
+            nonlocal read, end
+            try:
+                async with asyncio.timeout_at(end):
+                    message = await receive()
+            except TimeoutError:
+                raise HTTPException(
+                    408, f"the body takes more than {self.seconds:g} s", {"Connection": "close"}
+                ) from None
+            if not message.get("more_body"):
+                end = None  # what follows is the end of the connection
             read += len(message.get("body", b""))
             if read > self.body and refusal is None:  # a body in chunks has no length
                 raise HTTPException(413, self.too_large, {"Connection": "close"})
@@ -43,8 +54,9 @@ class Limits:
 
         if refusal is None:
             return await self.app(scope, counted, send)
-        while read < 2 * self.body and (await counted()).get("more_body"):
-            pass  # a client that is still sending would not read the answer
+        with suppress(HTTPException):
+            while read < 2 * self.body and (await counted()).get("more_body"):
+                pass  # a client that is still sending would not read the answer
         return await failure(*refusal, more)(scope, receive, send)
 
     def _knows(self, given: bytes) -> bool:

@@ -18,11 +18,13 @@ class Serving:
     seconds: float = opt(600.0, "time limit of a request, in seconds, its wait included")
     grammar_seconds: float = opt(1.0, "CPU seconds that compiling a JSON schema or tools may take")
     health_seconds: float = opt(60.0, "/health says 503 while a round, or preparing a request, takes longer")
+    client_seconds: float = opt(60.0, "time for a client to send a request's head, or its body, or to read on")
+    connections: int = opt(512, "connections that may be open; the next ones are closed", least=1)
     body: int = opt(8, "size limit of a request's body, in MiB", least=1)
     view: bool = opt(False, "show the rounds of the last requests at /view, read only")
 
     def __post_init__(self) -> None:
         check_fields(self)
-        for name in ("seconds", "grammar_seconds", "health_seconds"):
+        for name in ("seconds", "grammar_seconds", "health_seconds", "client_seconds"):
             if not getattr(self, name) > 0:
                 raise ValueError(f"{flag(name)} must be above 0, got {getattr(self, name)}")

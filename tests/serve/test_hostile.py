@@ -1,10 +1,13 @@
 """What a hostile client sends costs the server and its other clients little, and gets one sentence."""
 
+import contextlib
 import json
+import socket
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+from fastapi import Response
 from make_checkpoint import make
 from serving import free, serving, until
 
@@ -111,6 +114,66 @@ def test_a_grammar_that_is_slow_to_follow_ends_its_request_alone(load):
         assert chat(client).status_code == 200
         assert said(slow.result()) == "the grammar takes more than 1e-06 s a token to follow"
         until(lambda: free(engine))
+
+
+# --- connections
+
+
+def connected(client, data):
+    connection = socket.create_connection((client.base_url.host, client.base_url.port), timeout=20)
+    connection.sendall(data)
+    return connection
+
+
+def left(connection):
+    """What the server says before it closes the connection."""
+    said = b""
+    with connection, contextlib.suppress(ConnectionResetError):
+        while part := connection.recv(1 << 16):
+            said += part
+    return said
+
+
+HEAD = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+
+
+@pytest.mark.parametrize(
+    ("sent", "said"),
+    [
+        (b"", b""),
+        (HEAD, b""),
+        (HEAD[:9], b""),
+        (b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n" + HEAD, b'{"status":"ok"}'),  # after an answer
+        (HEAD + b"content-length: 99\r\n\r\n{", b"the body takes more than 0.2 s"),
+        (HEAD + b"authorization: Bearer x\r\ncontent-length: 99999999\r\n\r\n{", b"the body is larger than 8 MiB"),
+    ],
+    ids=["nothing", "head", "line", "second head", "body", "refused body"],
+)
+def test_half_a_request_ends_with_its_time(load, sent, said):
+    with serving(load(), client_seconds=0.2) as client:
+        assert said in left(connected(client, sent))
+        assert complete(client, max_tokens=90).status_code == 200  # which may take longer
+        until(lambda: len(client.server.server_state.connections) == 1)
+
+
+def test_a_client_that_does_not_read_is_left(load):
+    with serving(load(), client_seconds=0.3) as client:
+        client.app.add_api_route("/long", lambda: Response(b" " * (64 << 20)))
+        with connected(client, b"GET /long HTTP/1.1\r\nhost: x\r\n\r\n"):
+            until(lambda: client.server.server_state.connections)
+            until(lambda: not client.server.server_state.connections)
+
+
+def test_connections_are_bounded(load):
+    with serving(load(), connections=3) as client:
+        held = [connected(client, HEAD) for _ in range(3)]
+        until(lambda: len(client.server.server_state.connections) == 3)
+        assert left(connected(client, b"")).endswith(b"too many connections\n")
+        held.pop().close()
+        until(lambda: len(client.server.server_state.connections) == 2)
+        assert complete(client).status_code == 200
+        for each in held:
+            each.close()
 
 
 # --- sizes
