@@ -1,17 +1,21 @@
 """Answers: the events of a call's requests as the API writes them, whole or as server-sent events."""
 
 import json
+import logging
 import time
 import uuid
 from collections.abc import AsyncIterator
 from typing import Any, ClassVar, NamedTuple
 
+from specker.runtime.control.stats import Stats
 from specker.runtime.events import Logprob
 from specker.serve import logprobs
 from specker.serve.api import Asked, Chat, Completion
 from specker.serve.errors import detail
 from specker.serve.tools import Calls
 from specker.serve.worker import Call, Failed
+
+log = logging.getLogger(__name__)
 
 REASONS = {"context": "length", "grammar": "length"}  # where the API has another word: the text is not complete
 
@@ -91,7 +95,15 @@ class Answer:
         except (Failed, TimeoutError) as error:
             yield f"data: {json.dumps({'error': detail(*self.call.why(error))})}\n\n"
         finally:
-            self.call.close()
+            self.close()
+
+    def close(self) -> None:
+        """Cancel what has not ended, and log a line, which has nothing of the texts."""
+        how = " ".join(request.finished or "cancelled" for request in self.call.requests)
+        self.call.close()
+        total, seconds = sum((r.stats for r in self.call.requests), Stats()), time.monotonic() - self.call.began
+        prompt, drafts = usage(self.call)["prompt_tokens"], f"{total.acceptance_length:.2f} tokens a round"
+        log.info(f"{self._about['id']}: {prompt} + {total.tokens} tokens, {seconds:.2f} s, {drafts}, {how}")
 
     def _event(self, choices: list[dict[str, Any]], total: dict[str, Any] | None = None) -> str:
         body = self._about | {"object": self.kinds[1], "choices": choices}

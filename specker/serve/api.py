@@ -3,6 +3,7 @@ silently ignored changes the text."""
 
 import json
 import secrets
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
@@ -11,6 +12,9 @@ from specker import grammar
 from specker.options import Params, Sampling
 
 IGNORED = {"user", "metadata", "store", "service_tier", "parallel_tool_calls", "safety_identifier", "prompt_cache_key"}
+DEPTH = 100  # of lists and objects in a body; Python's recursion ends at 1000
+DEEP = dict, list, str
+PLACE = 100  # characters of a place in messages
 STOPS, STOP_LENGTH = 16, 256  # stop strings, and characters of one: all are matched in every step
 NEUTRAL: dict[str, tuple[Any, ...]] = {  # fields that are not supported, and the values that mean nothing
     "presence_penalty": (0,),
@@ -72,6 +76,7 @@ class Asked(Strict):
     def _supported(cls, given: Any) -> Any:
         if not isinstance(given, dict):
             return given
+        check_values(given)
         for name, values in NEUTRAL.items():
             if given.get(name) is not None and given[name] not in values:
                 raise ValueError(f"{name} is not supported")
@@ -150,27 +155,50 @@ class Choice(Strict):
     function: Named
 
 
+class Called(BaseModel):
+    model_config = ConfigDict(extra="allow")
+    arguments: Any = None
+
+    @field_validator("arguments", mode="before")
+    @classmethod
+    def _parsed(cls, given: Any) -> Any:
+        """As chat templates read them: no text, but what it says."""
+        try:
+            found = json.loads(given)
+        except (TypeError, ValueError, RecursionError):
+            raise ValueError("must be a string with JSON in it") from None
+        check_values(found)
+        return found
+
+
+class ToolCall(BaseModel):
+    model_config = ConfigDict(extra="allow")
+    function: Called
+
+
 class Message(BaseModel):
-    model_config = ConfigDict(extra="allow")  # templates read more: tool_calls, tool_call_id, name, reasoning_content
+    model_config = ConfigDict(extra="allow")  # templates read more: tool_call_id, name, reasoning_content
     role: str
-    content: str | list[dict[str, Any]] | None = None
+    content: str | None = None
+    tool_calls: list[ToolCall] | None = None
+
+    @field_validator("content", mode="before")
+    @classmethod
+    def _joined(cls, parts: Any) -> Any:
+        """One text, as chat templates read it."""
+        if not isinstance(parts, list):
+            return parts
+        if any(not isinstance(part, dict) or part.get("type") != "text" for part in parts):
+            raise ValueError("the parts of a message's content must be texts")
+        try:
+            return "".join(part.get("text") for part in parts)
+        except TypeError:
+            raise ValueError("the text of a part must be a string") from None
 
     def plain(self) -> dict[str, Any]:
-        """The message as chat templates read it: one text, and arguments of tool calls as objects. Raises
-        ValueError."""
-        out = self.model_dump(exclude_none=True)
-        parts = self.content
-        if isinstance(parts, list):
-            if any(part.get("type") != "text" or not isinstance(part.get("text"), str) for part in parts):
-                raise ValueError("the parts of a message's content must be texts")
-            out["content"] = "".join(part["text"] for part in parts)
-        out.setdefault("content", "")
-        for call in out.get("tool_calls", []):
-            try:
-                call["function"]["arguments"] = json.loads(call["function"]["arguments"])
-            except (KeyError, TypeError, ValueError):
-                raise ValueError("tool_calls of a message must hold functions with arguments in JSON") from None
-        return out
+        """The message as chat templates read it."""
+        out = {name: value for name, value in self.model_dump().items() if value is not None}
+        return out | {"content": self.content or ""}
 
 
 class Chat(Asked):
@@ -198,3 +226,34 @@ class Tokenize(Strict):
     model: str | None = None
     prompt: str | None = None
     messages: list[Message] | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _sound(cls, given: Any) -> Any:
+        check_values(given)
+        return given
+
+
+def check_values(given: Any) -> None:
+    """Refuse what JSON allows and later steps cannot take. Raises ValueError."""
+    left: list[tuple[Any, tuple[str | int, ...]]] = [(given, ())]
+    while left:
+        value, names = left.pop()
+        if len(names) > DEPTH:
+            raise ValueError(f"lists and objects are nested more than {DEPTH} deep")
+        if isinstance(value, dict):
+            left += ((x, (*names, name)) for name, x in value.items() if isinstance(x, DEEP))
+            left += ((name, names) for name in value)
+        elif isinstance(value, list):
+            left += ((x, (*names, n)) for n, x in enumerate(value) if isinstance(x, DEEP))
+        elif isinstance(value, str) and not value.isascii():
+            try:
+                value.encode()
+            except UnicodeEncodeError:
+                where = f"{place(names)}: " if names else ""
+                raise ValueError(f"{where}the text has half of a surrogate pair") from None
+
+
+def place(names: Sequence[str | int]) -> str:
+    """Where something is in the body: messages[3].content."""
+    return "".join(f"[{name}]" if isinstance(name, int) else f".{name}" for name in names)[:PLACE].removeprefix(".")

@@ -155,7 +155,7 @@ class Server:
     ) -> Response:
         began = time.monotonic()
         if asked.model not in (None, self.name):
-            return failure(404, f"the model {asked.model!r} is not served here, but {self.name!r} is")
+            return failure(404, f"the model {asked.model[:60]!r} is not served here, but {self.name!r} is")
         texts = await self.within(asked.texts, partial(make, asked))
         if isinstance(texts, Response):
             return texts
@@ -175,7 +175,7 @@ class Server:
         finally:
             whole.cancel()
             left.cancel()
-            call.close()
+            answer.close()
 
 
 async def _left(http: Request) -> None:

@@ -1,5 +1,8 @@
 """Answers of the endpoints: texts are those of the engine, whole and streamed, and bad input gets one sentence."""
 
+import json
+import logging
+import re
 from functools import partial
 
 import openai
@@ -149,18 +152,23 @@ BAD = {
     "top_k": ({"top_k": -1}, "top_k must be at least 0"),
     "n": ({"n": 0}, "n: Input should be greater"),
     "more texts than the queue holds": ({"n": 100}, "100 texts are asked for, but the server"),
+    "half a surrogate pair": ({"prompt": "\udc00"}, "prompt: the text has half of a surrogate pair"),
+    "half of one in a stop string": ({"stop": ["a", "\ud800"]}, "stop[1]: the text has half of a surrogate pair"),
+    "half of one in a name": ({"\ud800": 1}, "the text has half of a surrogate pair"),
+    "a stop string that is a number": ({"stop": ["a", 5]}, "stop: Input should be a valid string"),
+    "a prompt of numbers and texts": ({"prompt": [1, "a"]}, "prompt: Input should be a valid string"),
     "an empty stop string": ({"stop": ""}, "stop must be a string or a list of strings, none of them empty"),
     "a penalty": ({"frequency_penalty": 1}, "frequency_penalty is not supported"),
     "echo": ({"echo": True}, "echo is not supported"),
     "logprobs": ({"logprobs": 99}, "logprobs: Input should be less than or equal to 20"),
-    "response_format": ({"response_format": {"type": "xml"}}, "response_format: Input should be 'text'"),
+    "response_format": ({"response_format": {"type": "xml"}}, "response_format.type: Input should be 'text'"),
 }
 BAD_CHAT = {
     "no messages": ({"messages": []}, "messages: List should have at least 1 item"),
-    "a role": ({"messages": [{"content": "a"}]}, "messages: Field required"),
+    "a role": ({"messages": [{"content": "a"}]}, "messages[0].role: Field required"),
     "an image": (
         {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
-        "the parts of a message's content must be texts",
+        "messages[0].content: the parts of a message's content must be texts",
     ),
     "top_logprobs alone": ({"top_logprobs": 2}, "top_logprobs needs logprobs"),
     "tool_choice alone": ({"tool_choice": "required"}, "tool_choice needs tools"),
@@ -169,8 +177,34 @@ BAD_CHAT = {
         "tools need a chat template with <tool_call>, and the model's has none",
     ),
     "a broken call": (
-        {"messages": [{"role": "assistant", "tool_calls": [{"function": {"arguments": "{"}}]}]},
-        "tool_calls of a message must hold",
+        {"messages": [*TALK, {"role": "assistant", "tool_calls": [{"function": {"arguments": "{"}}]}]},
+        "messages[1].tool_calls[0].function.arguments: must be a string with JSON in it",
+    ),
+    "a call that is a number": (
+        {"messages": [{"role": "assistant", "tool_calls": 5}]},
+        "messages[0].tool_calls: Input should be a valid list",
+    ),
+    "a call in a thousand brackets": (
+        {"messages": [{"role": "assistant", "tool_calls": [{"function": {"arguments": "[" * 900 + "]" * 900}}]}]},
+        "messages[0].tool_calls[0].function.arguments: lists and objects are nested more than 100 deep",
+    ),
+    "a call in brackets without end": (
+        {"messages": [{"role": "assistant", "tool_calls": [{"function": {"arguments": "[" * 10**5}}]}]},
+        "messages[0].tool_calls[0].function.arguments: must be a string with JSON in it",
+    ),
+    "a schema in a hundred brackets": (
+        {"response_format": {"type": "json_schema", "json_schema": {"schema": eval("{'a':" * 120 + "1" + "}" * 120)}}},
+        "lists and objects are nested more than 100 deep",
+    ),
+    "a text that is no text": (
+        {"messages": [*TALK, {"role": "user", "content": "a\ud800"}]},
+        "messages[1].content: the text has half of a surrogate pair",
+    ),
+    "a message that is a number": ({"messages": [*TALK, 5]}, "messages[1]: Input should be a valid dictionary"),
+    "a text that is a number": ({"messages": [*TALK, {"role": "user", "content": 5}]}, "messages[1].content: Input"),
+    "a part without a text": (
+        {"messages": [{"role": "user", "content": [{"type": "text", "text": 5}]}]},
+        "messages[0].content: the text of a part must be a string",
     ),
 }
 
@@ -178,20 +212,29 @@ BAD_CHAT = {
 @pytest.mark.parametrize("case", BAD)
 def test_a_bad_field_of_a_completion_gets_one_sentence(client, case):
     fields, sentence = BAD[case]
-    answer = client.post("/v1/completions", json={"prompt": "ab", "max_tokens": 2, **fields})
-    refused(answer, 400, sentence)
+    body = json.dumps({"prompt": "ab", "max_tokens": 2, **fields})
+    refused(client.post("/v1/completions", content=body, headers=JSON), 400, sentence)
 
 
 @pytest.mark.parametrize("case", BAD_CHAT)
 def test_a_bad_field_of_a_chat_gets_one_sentence(client, case):
     fields, sentence = BAD_CHAT[case]
-    refused(client.post("/v1/chat/completions", json={"messages": TALK, "max_tokens": 2, **fields}), 400, sentence)
+    body = json.dumps({"messages": TALK, "max_tokens": 2, **fields})
+    refused(client.post("/v1/chat/completions", content=body, headers=JSON), 400, sentence)
 
 
 def test_other_refusals(engine, client):
     refused(client.post("/v1/completions", content=b'{"prompt"', headers=JSON), 400, "the body is not JSON")
     refused(client.post("/v1/completions", json=[1]), 400, "Input should be")
     refused(client.post("/v1/completions", json={"model": "gpt", "prompt": "a"}), 404, "the model 'gpt' is not served")
+    answer = client.post("/v1/completions", json={"model": "m" * 10**6, "prompt": "a"})
+    refused(answer, 404, f"the model '{'m' * 60}' is not served")
+    assert len(answer.content) < 1000
+    answer = client.post("/v1/completions", json={"prompt": "a", "x" * 10**6: 1})
+    refused(answer, 400, "there is no field 'xxx")
+    assert len(answer.content) < 1000
+    refused(client.post("/v1/completions", content=b"[" * 10**5, headers=JSON), 400, "There was an error parsing")
+    refused(client.post("/tokenize", content=b'{"prompt": "\\ud800"}', headers=JSON), 400, "prompt: the text has half")
     refused(client.post("/v1/completions", json={"prompt": [1] * 400}), 413, "the prompt has 400 tokens, but")
     refused(client.get("/v1/nothing"), 404, "Not Found")
     refused(client.get("/v1/completions"), 405, "Method Not Allowed")
@@ -279,6 +322,16 @@ def test_metrics(load):
     assert after["specker_stage_seconds_total", "verify"] > 0 and after["specker_first_token_seconds_count"] == 1
     assert after["specker_running"] == after["specker_waiting"] == after["specker_kv_pages_used", "target"] == 0
     assert after["specker_kv_pages", "target"] == engine.cache.spare
+
+
+def test_a_call_is_logged_without_its_text(client, caplog):
+    with caplog.at_level(logging.INFO, "specker.serve"):
+        body = client.post("/v1/completions", json={"prompt": "ab cd", "max_tokens": 9, "n": 2, "seed": 1}).json()
+        streamed(client, "/v1/completions", prompt="ab cd", max_tokens=9)
+    whole, stream = caplog.messages
+    prompt = body["usage"]["prompt_tokens"]
+    assert re.fullmatch(rf"{body['id']}: {prompt} \+ 18 tokens, [\d.]+ s, [\d.]+ tokens a round, length length", whole)
+    assert re.fullmatch(rf"cmpl-\w+: {prompt} \+ 9 tokens, [\d.]+ s, [\d.]+ tokens a round, length", stream)
 
 
 def test_the_live_page(load):
