@@ -18,6 +18,7 @@ DTYPES = ("float32", "bfloat16", "float16", "float64")
 QUANTIZE = ("int8", "int4", "fp8", "none")
 ACTIVATIONS = ("int8", "bfloat16", "float32")
 MAX_BATCH = 256
+TEMPERATURE = 0.7  # of conversations and of the server, if the checkpoint recommends nothing
 TREE = "must be WIDTHxDEPTH with both at least 1, such as 4x5"
 
 

@@ -22,9 +22,13 @@ from typing import Any
 import pytest
 from make_checkpoint import edit, make
 
+import specker
 from specker.cli import run
 from specker.cli.decode import Decoding, Sample
+from specker.options import Sampling
 from specker.paths import cache_root
+from specker.serve.app import Server
+from specker.serve.settings import Serving
 
 ROOT = Path(__file__).parents[1]
 ESCAPES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z~]|\r")
@@ -66,7 +70,7 @@ class Terminal:
     def echoes(self) -> bool:
         return bool(termios.tcgetattr(self.main)[tty.LFLAG] & termios.ECHO)
 
-    def until(self, pattern: str, seconds: float = 25) -> str:
+    def until(self, pattern: str, seconds: float = 90) -> str:
         """Read until `pattern` matches what came since the last match, without escape sequences; returns that."""
         deadline = time.monotonic() + seconds
         while (found := re.search(pattern, self.seen, re.DOTALL)) is None:
@@ -88,7 +92,7 @@ class Terminal:
         os.write(self.main, text.encode())
 
     def ended(self) -> int:
-        self.until("tokens/s")  # the closing table
+        self.until("tokens/s after prefill")  # the closing table
         code = self.process.wait(60)
         assert self.echoes
         os.close(self.main)
@@ -137,7 +141,7 @@ def typed(
     monkeypatch.setenv("SPECKER_CACHE", str(own))
     out, saved = tmp_path / "out.json", tmp_path / "saved.jsonl"
 
-    def chat(keys: str, *more: str, target: str = endless, code: int = 0) -> Chat:
+    def chat(keys: str, *more: str, target: str = endless, code: int = 0, usual: bool = False) -> Chat:
         main, side = pty.openpty()
         tty.setraw(side)
         before = termios.tcgetattr(side)
@@ -145,6 +149,7 @@ def typed(
         termios.tcsetattr(side, termios.TCSANOW, before)
         os.write(main, f"{keys}/save {saved}\r{END}".encode("utf-8", "surrogateescape"))
         argv = ["--target", target, "--strategy", "ar", "--chat", "--device", "cpu", "--dtype", "float64"]
+        argv += [] if usual else ["--temperature", "0", "--top-p", "1"]
         with os.fdopen(side) as stdin, monkeypatch.context() as patch:
             patch.setattr(sys, "stdin", stdin)
             with create_app_session(create_input(stdin)) as session:
@@ -167,10 +172,11 @@ def test_a_conversation(endless: str, own: Path, tmp_path: Path) -> None:
     more = ["--target", endless, "--strategy", "ar", "--max-new-tokens", "300", "--json", str(out)]
     shell = Terminal(*more, cache=own)
     said = shell.until("\n>")
-    assert "the checkpoint recommends --temperature 0.6 --top-p 0.92" in said and said.count("/help") == 1
+    assert "temperature 0.6, top_p 0.92, top_k 0, seed 0, max_new_tokens 300; /set changes them" in said
+    assert said.count("/help") == 1
     shell.type("one\r")
     said = shell.until(r"one\n.+\n>")
-    assert "the answer ends at --max-new-tokens" in said
+    assert "the answer ends at max_new_tokens" in said
     shell.type("half a li\x03")
     shell.until(r"half a li *\n>")
     shell.type("\x03")
@@ -222,14 +228,19 @@ def test_completion(tmp_path: Path) -> None:
     from prompt_toolkit.completion import CompleteEvent
     from prompt_toolkit.document import Document
 
-    from specker.cli.chat import COMMANDS
+    from specker.cli.chat import COMMANDS, SETTINGS
     from specker.cli.terminal import Commands
 
     def offers(text: str) -> list[str]:
-        return [each.text for each in Commands(COMMANDS).get_completions(Document(text), CompleteEvent())]
+        return [each.text for each in Commands(COMMANDS, SETTINGS).get_completions(Document(text), CompleteEvent())]
 
     (tmp_path / "talk.jsonl").touch()
-    assert offers("/s") == ["/system ", "/save "] and offers("/h") == ["/help"] and len(offers("")) == len(COMMANDS)
+    assert (
+        offers("/s") == ["/system ", "/set ", "/seed ", "/save "]
+        and offers("/set top") == ["/set top_p ", "/set top_k "]
+        and offers("/h") == ["/help"]
+        and len(offers("")) == len(COMMANDS)
+    )
     assert offers(f"/save {tmp_path}/ta") == ["lk.jsonl"] and offers("a") == offers("a /s") == offers("/system /") == []
 
 
@@ -448,3 +459,75 @@ def test_a_target_without_a_chat_template(typed: Callable[..., Chat], endless: s
     (bare / "chat_template.jinja").unlink()
     notes = typed("one\r", target=str(bare), code=2).notes
     assert notes.splitlines()[-1] == ("specker: error: the tokenizer of bare has no chat template, which --chat needs")
+
+
+def test_a_conversation_samples_as_the_checkpoint_recommends(
+    typed: Callable[..., Chat], endless: str, tmp_path: Path
+) -> None:
+    """Else at temperature 0.7, as the server; flags go first."""
+    from specker.cli.run import main
+
+    bare, out = tmp_path / "bare", tmp_path / "o.json"
+    shutil.copytree(endless, bare)
+    (bare / "generation_config.json").unlink()
+    for target, flags, want in (
+        (endless, [], {"temperature": 0.6, "top_p": 0.92}),
+        (str(bare), [], {"temperature": 0.7, "top_p": 1.0}),
+        (endless, ["--temperature", "0", "--seed", "3"], {"temperature": 0.0, "top_p": 0.92}),
+    ):
+        chat = typed("one\r", *flags, target=target, usual=True)
+        shown = f"temperature {want['temperature']}, top_p {want['top_p']}, top_k 0, seed {3 if flags else 0}, "
+        assert f"{shown}max_new_tokens 6; /set changes them\n" in chat.notes
+        asked = [text for name, x in want.items() for text in (f"--{name.replace('_', '-')}", str(x))]
+        argv = ["--target", target, "--strategy", "ar", "--chat", "--prompt", "one", "--max-new-tokens", "6", *asked]
+        assert main([*argv, *flags[2:], "--dtype", "float64", "--device", "cpu", "--json", str(out)]) == 0
+        assert json.loads(out.read_text())["prompts"][0]["tokens"] == chat.rows[0]["tokens"]
+        if not flags:
+            server = Server(specker.load(target, strategy="ar", device="cpu"), Serving(), {})
+            assert Sampling(**server.sampling) == Sampling(**want)
+
+
+def test_settings_change_the_answers_to_come(typed: Callable[..., Chat], endless: str) -> None:
+    chat = typed(
+        "one\r/clear\r/set temperature 0.9\r/set top-p 0.8\r/seed 7\r/set max_new_tokens 9\rone\r/set\r"
+        "/set warmth 1\r/set temprature 1\r/set temperature hot\r/set top_p 2\r/set max_new_tokens 0\r/seed\r"
+    )
+    shown = "temperature 0.9, top_p 0.8, top_k 0, seed 7, max_new_tokens 9\n"
+    assert chat.notes.count(f"\n{shown}") == 2
+    for line in (
+        "there is no setting warmth; there are temperature, top_p, top_k, seed, max_new_tokens",
+        "there is no setting temprature; did you mean temperature?",
+        "temperature must be a number, got hot",
+        "top_p must be in (0, 1], got 2.0",
+        "max_new_tokens must be a whole number of at least 1, got 0",
+        "seed must be a whole number, got nothing",
+    ):
+        assert f"\n{line}\n" in chat.notes
+    assert [len(row["tokens"]) for row in chat.rows] == [6, 9]
+    assert "sampling" not in chat.rows[0] and chat.rows[1]["sampling"]["top_p"] == 0.8
+    fresh = typed("one\r", "--temperature", "0.9", "--top-p", "0.8", "--seed", "7", "--max-new-tokens", "9")
+    assert fresh.rows[0]["tokens"] == chat.rows[1]["tokens"]
+
+
+def test_a_turn_is_answered_again(typed: Callable[..., Chat]) -> None:
+    """With the next seed, after the same messages; the results keep both answers."""
+    hot = "--temperature", "0.9", "--top-p", "1"
+    chat = typed("/retry\r/system be brief\rone\rtwo\r/retry\rthree\r/clear\rfour\r", *hot)
+    assert "\nthere is no answer to replace yet\n" in chat.notes and [
+        message["content"] for message in chat.messages
+    ] == ["be brief", "four"]
+    assert [row["seed"] for row in chat.rows] == [0, 0, 1, 1, 1]
+    lengths = [row["prompt_tokens"] for row in chat.rows]
+    assert lengths[1] == lengths[2] and chat.rows[1]["tokens"] != chat.rows[2]["tokens"]
+    chat = typed("one\rtwo\r/retry\rthree\r", *hot)
+    assert chat.turns == ["one", "two", "three"] and chat.messages[3]["content"] == chat.rows[2]["text"]
+    assert "\nat temperature 0 the answer would be the same: " in typed("one\r/retry\r").notes
+
+
+def test_a_line_below_each_answer_says_how_fast_it_came(typed: Callable[..., Chat]) -> None:
+    said = typed("one\rtwo\r", "--strategy", "lookup", "--policy", "fixed").notes
+    lines = re.findall(
+        r"^6 tokens, \d+\.\d tokens/s, acceptance length (\d\.\d\d); the answer ends at max_new_", said, re.M
+    )
+    assert len(lines) == 2 and all(float(length) >= 1 for length in lines)
+    assert re.search(r"^6 tokens, \d+\.\d tokens/s; the answer ends", typed("one\r").notes, re.M)

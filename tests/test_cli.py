@@ -68,14 +68,14 @@ def refused(capsys: pytest.CaptureFixture[str], argv: list[str], *words: str) ->
 
 def test_flags_are_the_dataclasses() -> None:
     argv = "--prompt p --strategy draft --draft-tokens 7 --tree 2x3 --temperature 0.7 --top-p 0.9 --top-k 5 --seed 3"
-    job, options, sampling = flags.parse(
+    job, options, sampling, named = flags.parse(
         [*argv.split(), "--max-context", "99", "--page-size", "16", "--check", "--chat"]
     )
     assert (job.prompt, job.check, job.chat, job.max_new_tokens) == ("p", True, True, None)
     assert options == strategies.options(strategy="draft", draft_tokens=7, tree="2x3", max_context=99, page_size=16)
     assert (options.base, options.draft_tokens, options.tree, options.policy) == ("draft", 7, Tree(2, 3), "fixed")
-    assert sampling == Sampling(0.7, 0.9, 5, 3)
-    assert flags.parse(["--prompt", "a"]) == (flags.Job(prompt="a"), strategies.options(), Sampling())
+    assert sampling == Sampling(0.7, 0.9, 5, 3) and named == {"temperature", "top_p", "top_k", "seed"}
+    assert flags.parse(["--prompt", "a"]) == (flags.Job(prompt="a"), strategies.options(), Sampling(), frozenset())
     assert flags.parse(["-"])[0].prompt == "-"
     for argv, strategy in (
         ("--target t", "lookup"),
@@ -797,7 +797,7 @@ def fake_stats(tokens: int, wall: float) -> Stats:
     ("wall", "words"), [(2.0, ["2.00x"]), (8.0, ["0.50x", "plain decoding was faster here (speedup 0.50x)"])]
 )
 def test_table(capsys: pytest.CaptureFixture[str], wall: float, words: list[str]) -> None:
-    engine = SimpleNamespace(strategy="draft", models="t + d", device="cpu", dtype="torch.float32", speculates=True)
+    engine = SimpleNamespace(strategy="draft", title="t + d, cpu, float32", speculates=True)
     engine.trim_report, engine.remarks, engine.options = lambda stats: {}, {}, strategies.options()
     plain = Stats(tokens=100, rounds=100, wall=4.0)
     check = SimpleNamespace(identical=True, ok=True, ar=SimpleNamespace(stats=plain))

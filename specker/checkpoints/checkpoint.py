@@ -56,7 +56,7 @@ class Checkpoint(Parameters):
     @property
     def recommended(self) -> dict[str, float]:
         """The sampling settings that generation_config.json recommends, fields of `specker.options.Sampling`; {} if it
-        recommends greedy decoding or nothing. specker never applies them by itself."""
+        recommends greedy decoding or nothing. See `Engine.usual_sampling`."""
         raw = read_json(self.folder / "generation_config.json", required=False)
         if not raw.get("do_sample"):
             return {}

@@ -5,21 +5,27 @@ import difflib
 import json
 import os
 import re
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 from specker.cli.decode import Decoding, Sample
+from specker.cli.report import Result
 from specker.cli.terminal import KEYS, ask, keys_wait, reader, unquoted
+from specker.options import whole
 from specker.paths import write_file
 
 COMMANDS = {
     "/help": ("", "show this"),
     "/clear": ("", "begin anew; the system message stays"),
     "/system": ("TEXT", "set the system message (begins anew), or show it"),
+    "/set": ("NAME VALUE", "change a setting, such as /set temperature 0.8, or show all"),
+    "/seed": ("N", "the same as /set seed N"),
+    "/retry": ("", "answer the last turn again, with the next seed"),
     "/save": ("FILE", "write the conversation, for --prompts FILE --chat"),
     "/exit": ("", "end the conversation"),
 }
+SETTINGS = {"temperature": float, "top_p": float, "top_k": int, "seed": int, "max_new_tokens": int}
 ENDS = {
-    "length": "the answer ends at --max-new-tokens",
+    "length": "the answer ends at max_new_tokens",
     "grammar": "no token can follow in this grammar",
     "context": "the context is full; /clear forgets the conversation",
 }
@@ -29,8 +35,9 @@ def converse(decoding: Decoding) -> None:
     """Answer until the user ends the input. Each turn is decoded after the whole conversation so far, with the K/V that
     the previous turn kept. `decoding.samples` holds the first conversation, and gets each new one."""
     screen = decoding.screen
-    session = reader(COMMANDS, screen.notes.file)
+    session = reader(COMMANDS, SETTINGS, screen.notes.file)
     chat = Chat(decoding)
+    screen.note(f"{chat.settings()}; /set changes them")
     screen.note("/help lists commands and keys; Ctrl-C ends an answer, Ctrl-D the conversation.")
     with keys_wait(session):
         while True:
@@ -53,8 +60,18 @@ class Chat:
 
     @property
     def sample(self) -> Sample:
-        """The conversation since the last /clear or /system TEXT."""
+        """The conversation since the last /clear, /system TEXT or /retry."""
         return self.decoding.samples[-1]
+
+    @property
+    def first(self) -> tuple[dict[str, str], ...]:
+        """The system message, if there is one."""
+        return tuple(m for m in self.sample.conversation.before[:1] if m["role"] == "system")
+
+    def settings(self) -> str:
+        """What /set changes, with its values."""
+        values = asdict(self.sample.sampling) | {"max_new_tokens": self.decoding.job.max_new_tokens}
+        return ", ".join(f"{name} {values[name]}" for name in SETTINGS)
 
     def take(self, text: str) -> None:
         """Carry out a command, or answer. Raises EOFError for /exit, and ValueError with a sentence for the user."""
@@ -71,10 +88,16 @@ class Chat:
                 rows |= {"//TEXT": "send a text that starts with a slash", **KEYS}
                 self.screen.note("\n".join(f"  {name:<22}{about}" for name, about in rows.items()))
             case "/clear":
-                self.begin(self.sample.conversation.before)
+                self.begin(self.first)
                 self.screen.note("the conversation is forgotten")
             case "/system":
                 self.system(argument)
+            case "/set":
+                self.set(*argument.split())
+            case "/seed":
+                self.set("seed", *argument.split())
+            case "/retry":
+                self.retry()
             case "/save":
                 self.save(os.path.expanduser(argument))
             case "/exit":
@@ -103,9 +126,54 @@ class Chat:
             elif result.finished is None:
                 result.finished = "interrupted"
                 sample.messages.append({"role": "assistant", "content": result.text})
-        else:
-            if (why := sample.results[earlier].finished) in ENDS:
-                self.screen.note(ENDS[why])
+        finally:
+            if self.screen.answer is not None:
+                self.screen.answer.end()  # after an error, too: the cursor is hidden
+        if len(sample.results) > earlier:
+            self.about(sample.results[earlier])
+
+    def about(self, result: Result) -> None:
+        """Print how fast an answer came, and why it ended if it did not end by itself."""
+        stats = result.stats
+        speed = f"{stats.tokens} tokens, {stats.tokens_per_second:.1f} tokens/s"
+        drafts = f", acceptance length {stats.acceptance_length:.2f}" if self.decoding.engine.speculates else ""
+        why = f"; {ENDS[result.finished]}" if result.finished in ENDS else ""
+        self.screen.note(f"{speed}{drafts}{why}")
+
+    def retry(self) -> None:
+        """Answer the last turn again, in a conversation that has the same messages before it. The results keep both
+        answers."""
+        sample = self.sample
+        if not sample.results:
+            raise ValueError("there is no answer to replace yet")
+        if not sample.sampling.temperature:
+            raise ValueError("at temperature 0 the answer would be the same: /set temperature 0.7 before /retry")
+        *before, turn, _ = sample.messages
+        self.begin(tuple(before))
+        self.set("seed", str((sample.sampling.seed + 1) % 2**64))
+        self.answer(turn["content"])
+
+    def set(self, name: str = "", *value: str) -> None:
+        """Change a setting for the answers to come; without a name, show all."""
+        name = name.lower().replace("-", "_")
+        if name and name not in SETTINGS:
+            near = difflib.get_close_matches(name, SETTINGS, 1)
+            hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(SETTINGS)}"
+            raise ValueError(f"there is no setting {name}; {hint}")
+        if name:
+            try:
+                (number,) = map(SETTINGS[name], value)
+            except ValueError:
+                kind = "a number" if SETTINGS[name] is float else "a whole number"
+                raise ValueError(f"{name} must be {kind}, got {' '.join(value) or 'nothing'}") from None
+            if name == "max_new_tokens":
+                self.decoding.job = replace(self.decoding.job, max_new_tokens=whole(number, name, 1))
+            else:
+                try:
+                    self.sample.sampling = replace(self.sample.sampling, **{name: number})
+                except ValueError as error:  # it names the flag
+                    raise ValueError(re.sub(r"^--[\w-]+", name, f"{error}")) from None
+        self.screen.note(self.settings())
 
     def keep(self, turns: int) -> None:
         """Forget the turns after the first `turns`."""
@@ -124,8 +192,9 @@ class Chat:
     def system(self, text: str) -> None:
         """Begin a new conversation with this system message; without `text`, show the present one."""
         if not text:
-            before = self.sample.conversation.before
-            self.screen.note(before[0]["content"] if before else "none is set; the chat template may have its own")
+            self.screen.note(
+                self.first[0]["content"] if self.first else "none is set; the chat template may have its own"
+            )
             return
         message, engine = {"role": "system", "content": text}, self.decoding.engine
         ids = engine.encode_chat([message, {"role": "user", "content": "Hi"}])  # templates may refuse the role

@@ -7,7 +7,7 @@ import specker
 from specker import zoo
 from specker.cli.parser import SHELLS, Parser, completion
 from specker.fields import check_fields, make, opt
-from specker.options import DTYPES, Common, Options, Sampling, stop_strings
+from specker.options import DTYPES, TEMPERATURE, Common, Options, Sampling, stop_strings
 from specker.runtime import strategies
 
 
@@ -85,10 +85,11 @@ MORE = {
     "several GPUs, in a torchrun job": ("tp", "dp", "draft_ranks", "reduce"),
     "sizing without trained weights": ("load", "acceptance"),
 }
+USUAL = f"what the checkpoint recommends, else {TEMPERATURE}"  # Engine.usual_sampling
 EPILOG = """\
 examples:
   specker --check                                            # built-in prompts
-  specker --target Qwen/Qwen3-1.7B --chat --temperature 0.7  # a conversation
+  specker --target Qwen/Qwen3-1.7B --chat                    # a conversation
   specker --target Qwen/Qwen3-1.7B --draft Qwen/Qwen3-0.6B --prompt "Hello" --chat
   specker --prompts questions.jsonl --batch-size 8 --json out.json
   specker --strategy easyspec+vocabtrim --temperature 0.8 --seed 7
@@ -107,7 +108,8 @@ def parser(full: bool = True) -> Parser:
     usage = "specker [flags] [-]"
     top = Parser("specker", usage, "Speculative decoding that never changes the output.", EPILOG)
     words, offers = strategies.words(), strategies.offers()
-    top.arrange(COMMON, Job, Common, Sampling, offers=offers, **words)
+    sampled = {"temperature": f"0; in a conversation {USUAL}"}
+    top.arrange(COMMON, Job, Common, Sampling, offers=offers, usual=sampled, **words)
     (common,) = COMMON
     top.group(common).add_argument("stdin", nargs="?", metavar="-", help="read one prompt from stdin, as --prompt -")
     more = "more help"
@@ -123,7 +125,7 @@ def parser(full: bool = True) -> Parser:
     if not full:
         top.group("strategies", strategies.summaries())
         return top
-    top.arrange(MORE, Job, Common, Sampling, offers=offers, **words)
+    top.arrange(MORE, Job, Common, Sampling, offers=offers, usual=sampled, **words)
     named = [name for names in (*COMMON.values(), *MORE.values()) for name in names]
     top.add(Job, "output", only=[f.name for f in fields(Job) if f.name not in named])
     for cls, title, about, names in strategies.flag_groups():
@@ -131,8 +133,9 @@ def parser(full: bool = True) -> Parser:
     return top
 
 
-def parse(argv: Sequence[str] | None = None) -> tuple[Job, Options, Sampling]:
-    """Parse a command line into the three dataclasses. Raises ValueError with a sentence for the user."""
+def parse(argv: Sequence[str] | None = None) -> tuple[Job, Options, Sampling, frozenset[str]]:
+    """Parse a command line into the three dataclasses, and the names of the sampling settings that it gives. Raises
+    ValueError with a sentence for the user."""
     values = vars(parser().parse_args(argv))
     stdin = values.pop("stdin", None)
     if stdin is not None:
@@ -143,9 +146,10 @@ def parse(argv: Sequence[str] | None = None) -> tuple[Job, Options, Sampling]:
         values["prompt"] = "-"
 
     job = make(Job, values)
-    if job.built_in and not any(f.name in values for f in fields(Sampling)):
+    named = frozenset(f.name for f in fields(Sampling) if f.name in values)
+    if job.built_in and not named:
         values |= zoo.SAMPLING
     sampling = make(Sampling, values)
     values.setdefault("strategy", strategies.usual(job.target, job.draft, values))
     others = {f.name for cls in (Job, Sampling) for f in fields(cls)}
-    return job, strategies.options(**{n: v for n, v in values.items() if n not in others}), sampling
+    return job, strategies.options(**{n: v for n, v in values.items() if n not in others}), sampling, named

@@ -65,11 +65,12 @@ class Parser(argparse.ArgumentParser):
         *,
         only: Sequence[str] | None = None,
         offers: Mapping[str, tuple[str, ...]] | None = None,
+        usual: Mapping[str, str] | None = None,
         **words: str,
     ) -> None:
         """Add the fields of `cls`, or `only` those named, to the group `title`. `words` replace their {names} in help
         texts and metavars; `offers` adds to the fields' own. An omitted flag sets no value, because the dataclass owns
-        the defaults."""
+        the defaults; `usual` says what the command makes of some of them."""
         group = self.group(title, description)
         hints = typing.get_type_hints(cls)
         for f in fields(cls):
@@ -90,7 +91,8 @@ class Parser(argparse.ArgumentParser):
             if f.metadata["bare"] is not None:
                 several = {"nargs": "?", "const": f.metadata["bare"]}
             default = f"{f.default:g}" if isinstance(f.default, float) else f.default
-            about += "" if f.default in (None, ()) else f" (default: {default})"
+            default = (usual or {}).get(f.name, default)
+            about += "" if default in (None, ()) else f" (default: {default})"
             action = group.add_argument(
                 flag(f.name), type=kind, default=argparse.SUPPRESS, metavar=metavar, help=about, **several
             )
@@ -101,13 +103,14 @@ class Parser(argparse.ArgumentParser):
         groups: Mapping[str, Sequence[str]],
         *classes: type,
         offers: Mapping[str, tuple[str, ...]] | None = None,
+        usual: Mapping[str, str] | None = None,
         **words: str,
     ) -> None:
         """Add fields of several classes in groups: title -> the names of its fields, in order."""
         owner = {f.name: cls for cls in classes for f in fields(cls)}
         for title, names in groups.items():
             for name in names:
-                self.add(owner[name], title, only=(name,), offers=offers, **words)
+                self.add(owner[name], title, only=(name,), offers=offers, usual=usual, **words)
 
     def prints(
         self, title: str, *names: str, help: str, text: Callable[[Any], str], choices: tuple[str, ...] = ()

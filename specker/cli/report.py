@@ -1,6 +1,6 @@
 """Results of a run, and the object that `--json` writes."""
 
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from specker.options import Sampling
@@ -18,6 +18,7 @@ class Result:
     check: Any = None  # runtime.check.CheckResult
     ids: list[int] = field(default_factory=list)  # of the prompt
     seed: int = 0
+    sampling: Sampling | None = None  # None: as the whole run
     finished: str | None = None  # as in runtime.text.Generation; "interrupted" if Ctrl-C ended an answer of a chat
 
 
@@ -35,7 +36,7 @@ def report(engine: Any, results: list[Result], sampling: Sampling, interrupted: 
         "sampling": asdict(sampling),
         "settings": settings(engine.options),
         "versions": versions(),
-        "prompts": [_prompt(r) for r in results],
+        "prompts": [_prompt(r, sampling) for r in results],
         "total": _row(total, checked),
     }
     trim = engine.trim_report(total.stats)
@@ -46,8 +47,10 @@ def report(engine: Any, results: list[Result], sampling: Sampling, interrupted: 
     return out | ({"vocabulary": trim} if trim else {}) | ({"interrupted": True} if interrupted else {})
 
 
-def _prompt(result: Result) -> dict[str, Any]:
-    own = {"seed": result.seed, "prompt_tokens": len(result.ids), "finish_reason": result.finished}
+def _prompt(result: Result, sampling: Sampling) -> dict[str, Any]:
+    own: dict[str, Any] = {"seed": result.seed, "prompt_tokens": len(result.ids), "finish_reason": result.finished}
+    if result.sampling is not None and result.sampling != replace(sampling, seed=result.seed):  # /set changed it
+        own["sampling"] = asdict(result.sampling)
     return own | _row(result, [result] if result.check else [])
 
 

@@ -27,8 +27,9 @@ from specker.paths import probe, write_file
 from specker.view.trace import Trace
 
 
-def run(job: Job, options: Options, sampling: Sampling) -> int:
-    """Decode every prompt; returns the exit code. Checks all input before decoding starts."""
+def run(job: Job, options: Options, sampling: Sampling, named: frozenset[str]) -> int:
+    """Decode every prompt; returns the exit code. Checks all input before decoding starts. `named`: the fields of
+    `sampling` that the user gave."""
     rank_0 = _world() == 1 or os.environ.get("RANK", "0") == "0"
     chatting = job.chat and job.prompt is None and job.prompts is None and sys.stdin.isatty()
     _check_job(job, options, chatting)
@@ -60,6 +61,8 @@ def run(job: Job, options: Options, sampling: Sampling) -> int:
         count = len(placeholder_ids(engine))
         screen.note(f"{engine.target_name} has no tokenizer: the prompt is {count} made-up ids, and there is no text")
     _warm_up(engine, job, screen)
+    if chatting:
+        sampling = replace(sampling, **{n: value for n, value in engine.usual_sampling.items() if n not in named})
 
     samples = samples_of(conversations, job.samples, sampling)
     ranks = engine.ranks
@@ -68,6 +71,8 @@ def run(job: Job, options: Options, sampling: Sampling) -> int:
     if trace is not None:
         engine.trace = trace.round
     _introduce(engine, job, sampling, screen, chatting)
+    if chatting:
+        screen.render_answers()
     decoding = Decoding(engine, job, screen, mine, echo=not chatting, trace=trace, grammar=grammar)
     interrupted = _decode(decoding, chatting)
     results = [result for sample in mine for result in sample.results if result.stats.rounds or not interrupted]
@@ -141,9 +146,13 @@ def _introduce(engine: Any, job: Job, sampling: Sampling, screen: Screen, chatti
         prompt = "" if chatting else "[dim]the prompt,[/] "
         screen.notes.print(f"{prompt}[green]accepted draft tokens,[/] the target's own tokens\n")
     if job.built_in and engine.options.load != "dummy":
-        real = '--target "$(python -m specker.zoo.real)" --chat --temperature 0.7'
+        real = '--target "$(python -m specker.zoo.real)" --chat'
         screen.note(f"a toy model writes this; for a real one: {real}\n")
-    if sampling == replace(Sampling(), seed=sampling.seed) and (recommended := engine.target.recommended):
+    if (
+        not chatting
+        and sampling == replace(Sampling(), seed=sampling.seed)
+        and (recommended := engine.target.recommended)
+    ):
         asked = " ".join(f"--{name.replace('_', '-')} {value:g}" for name, value in recommended.items())
         screen.note(f"decoding greedily; the checkpoint recommends {asked}")
 

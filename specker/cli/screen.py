@@ -37,6 +37,7 @@ class Screen:
             self.out = open(os.devnull, "w")  # noqa: SIM115  open until the process ends
         self.terminal = self.out.isatty()
         self.titled = False  # whether a title was printed
+        self.answer: Any = None  # answer.Answer, which renders the texts of a conversation on a terminal
         self.text = Console(file=self.out, highlight=False)
         self.notes = self.text if self.terminal or quiet else Console(stderr=True, highlight=False)
 
@@ -83,12 +84,26 @@ class Screen:
             self.titled = True
         self.notes.print(Text(text, "dim"), soft_wrap=True)
 
+    def render_answers(self) -> None:
+        """From here on, texts are answers: a terminal that can move its cursor gets them as Markdown."""
+        if self.terminal and not self.text.is_dumb_terminal:
+            from specker.cli.answer import Answer  # rich.markdown takes long to import
+
+            self.answer = Answer(self.text)
+
     def pieces(self, pieces: list[tuple[str, bool]]) -> None:
+        if self.answer is not None:
+            self.answer.add([(text.translate(CONTROLS), drafted) for text, drafted in pieces])
+            return
         for text, drafted in pieces:
             self._put(text, "green" if drafted else "")
 
     def newline(self) -> None:
-        self._put("\n", "")
+        """End a text."""
+        if self.answer is not None:
+            self.answer.end()
+        else:
+            self._put("\n", "")
 
     def _put(self, text: str, style: str) -> None:
         if self.terminal:

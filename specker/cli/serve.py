@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import fields
 
 from specker.cli.exits import run_cli
-from specker.cli.flags import MORE, Job
+from specker.cli.flags import MORE, USUAL, Job
 from specker.cli.parser import Parser
 from specker.extras import install
 from specker.fields import make
@@ -18,9 +18,7 @@ from specker.serve.settings import Serving
 GROUPS = {
     "models": ("target", "draft", "strategy"),
     "server": tuple(f.name for f in fields(Serving)),
-    "sampling, of requests that do not say (default: what the checkpoint recommends, else temperature 1)": (
-        *("temperature", "top_p", "top_k"),
-    ),
+    "sampling, of requests that do not say": ("temperature", "top_p", "top_k"),
     **{title: names for title, names in MORE.items() if not {"json", "top_p", "tp", "load"} & {*names}},
 }
 EPILOG = """\
@@ -43,7 +41,9 @@ def parser() -> Parser:
     about = "Serve one model over the OpenAI API."
     top = Parser("specker serve", "specker serve [flags]", about, EPILOG)
     words, offers = strategies.words(), strategies.offers()
-    top.arrange(GROUPS, Job, Common, Serving, Sampling, offers=offers, **words)
+    recommended = "what the checkpoint recommends"
+    usual = {"batch_size": str(BATCH), "temperature": USUAL, "top_p": recommended, "top_k": recommended}
+    top.arrange(GROUPS, Job, Common, Serving, Sampling, offers=offers, usual=usual, **words)
     for cls, title, about, names in strategies.flag_groups():
         top.add(cls, title, about, only=names)
     top.prints("more help", "-h", "--help", help="show every flag", text=lambda _: top.format_help())

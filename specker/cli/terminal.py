@@ -30,8 +30,9 @@ KEYS = {
 }
 
 
-def reader(commands: Mapping[str, tuple[str, str]], out: IO[str]) -> "PromptSession[str]":
-    """Reads texts from the terminal and shows them on `out`. `commands`: name -> (its argument, what it does)."""
+def reader(commands: Mapping[str, tuple[str, str]], settings: Iterable[str], out: IO[str]) -> "PromptSession[str]":
+    """Reads texts from the terminal and shows them on `out`. `commands`: name -> (its argument, what it does);
+    `settings`: the names that /set takes."""
     keys = KeyBindings()
 
     @keys.add("escape", "enter")
@@ -42,7 +43,7 @@ def reader(commands: Mapping[str, tuple[str, str]], out: IO[str]) -> "PromptSess
     return PromptSession(
         "> ",
         history=History(cache_root() / "history"),
-        completer=Commands(commands),
+        completer=Commands(commands, settings),
         complete_while_typing=False,
         enable_suspend=True,
         key_bindings=keys,
@@ -80,15 +81,20 @@ class History(FileHistory):
 
 
 class Commands(Completer):
-    """Completes commands, and the name of the file of /save."""
+    """Completes commands, the name of the file of /save and the settings of /set."""
 
-    def __init__(self, commands: Mapping[str, tuple[str, str]]) -> None:
+    def __init__(self, commands: Mapping[str, tuple[str, str]], settings: Iterable[str]) -> None:
         self.commands, self.files = commands, PathCompleter(expanduser=True)
+        self.settings = tuple(f"/set {name}" for name in settings)
 
     def get_completions(self, document: Document, complete_event: CompleteEvent) -> Iterable[Completion]:
         before = document.text_before_cursor
         if before.startswith("/save "):
             yield from self.files.get_completions(Document(before[len("/save ") :].lstrip()), complete_event)
+        if before.startswith("/set "):
+            yield from (
+                Completion(f"{name} ", -len(before), display=name) for name in self.settings if name.startswith(before)
+            )
         for name, (argument, about) in self.commands.items():
             if name.startswith(before):
                 whole = f"{name} " if argument else name

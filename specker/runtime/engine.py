@@ -18,7 +18,7 @@ from specker.model import memory
 from specker.model.cache import KVCache
 from specker.model.config import ModelConfig, layer_elements
 from specker.model.decoder import Model
-from specker.options import Options, Params
+from specker.options import TEMPERATURE, Options, Params
 from specker.runtime import check, strategies, text
 from specker.runtime.check import CheckResult
 from specker.runtime.control.auto import AcceptanceHistory
@@ -164,6 +164,14 @@ class Engine:
     def has_tokenizer(self) -> bool:
         """Whether prompts can be text."""
         return self.target.tokenizer_or_none is not None
+
+    @property
+    def usual_sampling(self) -> dict[str, float]:
+        """How conversations and the server sample unless they are told otherwise, as fields of
+        `specker.options.Sampling`: as the checkpoint recommends, else at temperature 0.7. `generate` decodes greedily
+        unless it is told otherwise."""
+        recommended = self.target.recommended
+        return {"temperature": 1.0, **recommended} if recommended else {"temperature": TEMPERATURE}
 
     @property
     def max_context(self) -> int:

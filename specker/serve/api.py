@@ -104,7 +104,7 @@ class Asked(Strict):
         """The parameters of the `n` texts of a prompt. `usual`: sampling settings that the request may leave out;
         `room`: tokens, if it does not limit them. Raises ValueError."""
         given = {name: getattr(self, name) for name in ("temperature", "top_p", "top_k")}
-        given = {"temperature": 1.0, **usual, **{name: value for name, value in given.items() if value is not None}}
+        given = {**usual, **{name: value for name, value in given.items() if value is not None}}
         seed = secrets.randbits(32) if self.seed is None else self.seed % 2**64
         stop = [self.stop] if isinstance(self.stop, str) else self.stop or []
         return [

@@ -37,11 +37,11 @@ PACE = 0.05  # CPU seconds a token that a text may spend in its grammar, which o
 
 class Server:
     def __init__(self, engine: Engine, serving: Serving, sampling: dict[str, float]):
-        """`sampling`: of requests that do not say, beyond what the checkpoint recommends."""
+        """`sampling`: of requests that do not say; it goes before `engine.usual_sampling`."""
         self.engine = engine
         self.name = serving.name or Path(engine.models.split(" + ")[0]).name
         engine.target_name = engine.session.name = self.name  # errors name the model, never a path
-        self.sampling = {**engine.target.recommended, **sampling}
+        self.sampling = {**engine.usual_sampling, **sampling}
         self.worker = Worker(engine.session, serving.queue, serving.seconds, self._ended)
         self.live = Live(engine, self.worker.metrics.queue) if serving.view else None
         engine.trace = self.live.round if self.live else None
