@@ -4,9 +4,7 @@ import importlib
 import sys
 from typing import NoReturn
 
-from specker.cli import interrupt
-
-COMMANDS = ("cache", "calibrate", "drafts", "serve", "view")  # modules of specker/cli
+from specker.cli import COMMANDS, interrupt
 
 
 def cli() -> NoReturn:

@@ -23,7 +23,7 @@ from make_checkpoint import edit, make
 
 import specker
 from specker import paths
-from specker.cli import calibrate, flags, run
+from specker.cli import COMMANDS, calibrate, flags, run, serve
 from specker.cli.decode import Decoding, samples_of
 from specker.cli.parser import SHELLS
 from specker.cli.prompts import read_conversations
@@ -76,7 +76,7 @@ def test_flags_are_the_dataclasses() -> None:
     assert (options.base, options.draft_tokens, options.tree, options.policy) == ("draft", 7, Tree(2, 3), "fixed")
     assert sampling == Sampling(0.7, 0.9, 5, 3) and named == {"temperature", "top_p", "top_k", "seed"}
     assert flags.parse(["--prompt", "a"]) == (flags.Job(prompt="a"), strategies.options(), Sampling(), frozenset())
-    assert flags.parse(["-"])[0].prompt == "-"
+    assert flags.parse(["-"])[0].prompt == "-" and flags.parse(["some text"])[0].prompt == "some text"
     for argv, strategy in (
         ("--target t", "lookup"),
         ("--target t --draft d", "vocabtrim+lookup"),
@@ -92,9 +92,11 @@ def test_flags_are_the_dataclasses() -> None:
     [
         ("--nonsense 1", ["unrecognized arguments: --nonsense"]),
         ("--temp 1", ["there is no flag --temp"]),  # no abbreviations: a later flag could change their meaning
-        ("hello", ["unexpected argument 'hello'", "--prompt"]),
+        ("hello you there", ["unexpected 'you there'", "needs quotes"]),
+        ("sevre", ["there is no command 'sevre'; did you mean serve? (--prompt sevre decodes it)"]),
+        ("hello --prompt x", ["'hello' is a prompt and excludes --prompt and --prompts"]),
         ("--prompt x --prompts y", ["--prompt and --prompts"]),
-        ("- --prompt x", ["stdin", "--prompt"]),
+        ("- --prompt x", ["'-' is a prompt", "--prompt"]),
         ("--max-new-tokens 0", ["--max-new-tokens must be at least 1", "got 0"]),
         ("--max-new-tokens -3", ["got -3"]),
         ("--max-new-tokens many", ["--max-new-tokens", "invalid int value: 'many'"]),
@@ -216,6 +218,49 @@ def test_help(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.usefixtures("wide")
+def test_help_lists_the_commands(capsys: pytest.CaptureFixture[str]) -> None:
+    """Each is a module with a parser of that name."""
+    out = shown(capsys, run.main, "--help")
+    parsers = flags.commands()
+    assert parsers.keys() == COMMANDS.keys()
+    for name, about in COMMANDS.items():
+        assert re.search(rf"^  {name} +{re.escape(about)}$", out, re.MULTILINE)
+        assert parsers[name].prog in (f"specker {name}", f"specker-{name}")
+
+
+@pytest.mark.usefixtures("wide")
+def test_help_of_serve(capsys: pytest.CaptureFixture[str]) -> None:
+    """It names the server's own defaults, each once."""
+    out = " ".join(shown(capsys, serve.main, "--help").split())
+    assert f"sequences decoded at once (default: {serve.BATCH})" in out
+    assert "0 decodes greedily (default: what the checkpoint recommends, else 0.7)" in out
+    assert out.count("else 0.7") == 1 and out.count("decodes greedily") == 1
+    assert serve.parse([])[1].batch_size == serve.BATCH
+
+
+@pytest.mark.parametrize(
+    ("argv", "data", "prompt"),
+    [([], b"hi", "-"), ([], b"", None), (["--prompts", "f"], b"hi", None), (["text"], b"hi", "text")],
+)
+def test_a_pipe_is_a_prompt(monkeypatch: pytest.MonkeyPatch, argv: list[str], data: bytes, prompt: str | None) -> None:
+    """Unless it is empty or the command line has a prompt. /dev/null is no pipe."""
+    reads, writes = os.pipe()
+    os.write(writes, data)
+    os.close(writes)
+    with os.fdopen(reads) as pipe:
+        monkeypatch.setattr(sys, "stdin", pipe)
+        assert flags.parse(argv)[0].prompt == prompt
+        with monkeypatch.context() as patch:
+            patch.setenv("WORLD_SIZE", "2")
+            assert flags.parse(argv)[0].prompt == (prompt if argv else None)
+        if prompt == "-":
+            assert [each.turns for each in read_conversations("-")] == [("hi",)]
+    with open(os.devnull) as nothing:
+        monkeypatch.setattr(sys, "stdin", nothing)
+        assert flags.parse([])[0].prompt is None
+
+
+@pytest.mark.usefixtures("wide")
 def test_help_all(capsys: pytest.CaptureFixture[str]) -> None:
     """Every flag once, with its values."""
     out = shown(capsys, run.main, "--help-all")
@@ -288,9 +333,9 @@ def test_completion(capsys: pytest.CaptureFixture[str], main: Any, module: Any, 
         values = f.metadata["choices"] or f.metadata["offers"]
         assert not values or " ".join(values) in script, f.name
     if module is flags:
-        assert " ".join((*strategies.NAMES, "easyspec+vocabtrim")) in script
+        assert " ".join((*strategies.NAMES, "draft+vocabtrim", "easyspec+vocabtrim")) in script
         assert " ".join(strategies.POLICIES) in script and " ".join(SHELLS) in script
-        assert "ar+vocabtrim" not in words and "lookup+vocabtrim" not in words  # refused
+        assert {"ar+vocabtrim", "ar+lookup", "lookup+vocabtrim", "lookup+lookup"}.isdisjoint(words)  # refused
     if shell == "bash":
         (tmp_path / "script").write_text(script)
         subprocess.run(["bash", "-n", str(tmp_path / "script")], check=True)
@@ -300,7 +345,10 @@ def test_completion(capsys: pytest.CaptureFixture[str], main: Any, module: Any, 
         expected |= {("a", "--prompts"): ["a.jsonl"], ("c", "--device"): ["cpu", "cuda"]}
         if module is flags:
             expected |= {
-                ("easy", "--strategy"): ["easyspec", "easyspec+vocabtrim"],
+                ("draft+", "--strategy"): ["draft+vocabtrim", "draft+lookup", "draft+vocabtrim+lookup"],
+                ("vi", ""): ["view"],
+                ("--port", "serve"): ["--port"],
+                ("loo", "serve --strategy"): ["lookup"],
                 ("--list", ""): ["--list-strategies"],
             }
         for (word, before), completed in expected.items():
@@ -309,12 +357,12 @@ def test_completion(capsys: pytest.CaptureFixture[str], main: Any, module: Any, 
 
 def completions(folder: Path, name: str, before: str, word: str) -> list[str]:
     """What bash offers, in `folder` with its `script`, for `word` after the flag `before`."""
-    typed = [name, *([before] if before else []), word]
+    typed = [name, *before.split(), word]
     code = f"""source ./script
         read -ra found <<< "$(complete -p {name})"
         [[ "${{found[-1]}}" == {name} ]] || exit 3
         COMP_WORDS=({shlex.join(typed)}); COMP_CWORD={len(typed) - 1}
-        "${{found[-2]}}" {name} {word} {before}
+        "${{found[-2]}}" {name} {word} {typed[-2]}
         printf '%s\\n' "${{COMPREPLY[@]}}" """
     done = subprocess.run(["bash", "--norc", "-c", code], cwd=folder, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

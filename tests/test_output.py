@@ -137,7 +137,8 @@ def test_ctrl_c_while_ar_goes_first(
 
 def test_ctrl_c_in_a_conversation_while_ar_goes_first() -> None:
     """The turn is dropped: nothing of its answer was shown. A finished answer stays as it is."""
-    screen = SimpleNamespace(notes=SimpleNamespace(print=lambda: None))
+    notes: list[str] = []
+    screen, engine = SimpleNamespace(answer=None, note=notes.append), SimpleNamespace(speculates=False)
     sample = Sample(Conversation((), "this turn"), Sampling(), 0)
 
     def turn(decoded: int, finished: str | None) -> Callable[[list[Sample]], None]:
@@ -151,7 +152,7 @@ def test_ctrl_c_in_a_conversation_while_ar_goes_first() -> None:
         return one
 
     for said, decoded, finished in (("a", 0, None), ("b", 3, "stop"), ("c", 0, None), ("d", 2, None)):
-        decoding: Any = SimpleNamespace(turn=turn(decoded, finished), samples=[sample], screen=screen)
+        decoding: Any = SimpleNamespace(turn=turn(decoded, finished), samples=[sample], screen=screen, engine=engine)
         chat.Chat(decoding).take(said)
     assert [(m["role"], m["content"]) for m in sample.messages] == [
         ("user", "b"),

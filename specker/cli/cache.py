@@ -104,8 +104,12 @@ def readable(size: int) -> str:
     return f"{size} B"
 
 
+def parser() -> Parser:
+    top = Parser("specker cache", USAGE, "List what specker keeps on disk ($SPECKER_CACHE), or remove it.", "")
+    top.add(Job, "options")
+    top.prints("options", "-h", "--help", help="show this help and exit", text=lambda _: top.format_help())
+    return top
+
+
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = Parser("specker cache", USAGE, "List what specker keeps on disk ($SPECKER_CACHE), or remove it.", "")
-    parser.add(Job, "options")
-    parser.prints("options", "-h", "--help", help="show this help and exit", text=lambda _: parser.format_help())
-    return run_cli(lambda: run(make(Job, vars(parser.parse_args(argv)))))
+    return run_cli(lambda: run(make(Job, vars(parser().parse_args(argv)))))

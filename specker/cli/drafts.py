@@ -39,13 +39,17 @@ def lines(known: Sequence[Known]) -> list[str]:
     return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
 
 
+def parser() -> Parser:
+    about = "List the heads and drafts that are known for a target, or for all targets."
+    top = Parser("specker drafts", USAGE, about, EPILOG)
+    top.group("options").add_argument("target", nargs="?", metavar="TARGET", help="a folder, GGUF file or hub id")
+    top.prints("options", "-h", "--help", help="show this help and exit", text=lambda _: top.format_help())
+    return top
+
+
 def parse(argv: Sequence[str] | None = None) -> Job:
     """Parse a command line. Raises ValueError with a sentence for the user."""
-    about = "List the heads and drafts that are known for a target, or for all targets."
-    parser = Parser("specker drafts", USAGE, about, EPILOG)
-    parser.group("options").add_argument("target", nargs="?", metavar="TARGET", help="a folder, GGUF file or hub id")
-    parser.prints("options", "-h", "--help", help="show this help and exit", text=lambda _: parser.format_help())
-    return Job(parser.parse_args(argv).target)
+    return Job(parser().parse_args(argv).target)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -1,11 +1,15 @@
 """The flags of the command `specker`, which decodes prompts; other commands share some of them."""
 
+import difflib
+import importlib
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
 import specker
 from specker import zoo
+from specker.cli import COMMANDS
 from specker.cli.parser import SHELLS, Parser, completion
+from specker.cli.prompts import piped
 from specker.fields import check_fields, make, opt
 from specker.options import DTYPES, TEMPERATURE, Common, Options, Sampling, stop_strings
 from specker.runtime import strategies
@@ -89,6 +93,7 @@ USUAL = f"what the checkpoint recommends, else {TEMPERATURE}"  # Engine.usual_sa
 EPILOG = """\
 examples:
   specker --check                                            # built-in prompts
+  specker "def fibonacci(n):"                                # or: git diff | specker --chat
   specker --target Qwen/Qwen3-1.7B --chat                    # a conversation
   specker --target Qwen/Qwen3-1.7B --draft Qwen/Qwen3-0.6B --prompt "Hello" --chat
   specker --prompts questions.jsonl --batch-size 8 --json out.json
@@ -105,13 +110,14 @@ command or its files; 130 after Ctrl-C; 141 if the reader of stdout closed it
 
 def parser(full: bool = True) -> Parser:
     """The parser of the command line. `full` False: with the flags that --help shows."""
-    usage = "specker [flags] [-]"
+    usage = "specker [flags] [PROMPT]\n       specker COMMAND --help"
     top = Parser("specker", usage, "Speculative decoding that never changes the output.", EPILOG)
     words, offers = strategies.words(), strategies.offers()
     sampled = {"temperature": f"0; in a conversation {USUAL}"}
     top.arrange(COMMON, Job, Common, Sampling, offers=offers, usual=sampled, **words)
     (common,) = COMMON
-    top.group(common).add_argument("stdin", nargs="?", metavar="-", help="read one prompt from stdin, as --prompt -")
+    about = "one prompt, as --prompt; - or a pipe: read it from stdin"
+    top.group(common).add_argument("text", nargs="?", metavar="PROMPT", help=about)
     more = "more help"
     top.prints(more, "-h", "--help", help="show the common flags", text=lambda _: parser(full=False).format_help())
     top.prints(more, "--help-all", help="show every flag", text=lambda _: parser().format_help())
@@ -121,7 +127,14 @@ def parser(full: bool = True) -> Parser:
     about = "show what each strategy needs, its paper and its own flags"
     top.prints(more, "--list-strategies", help=about, text=lambda _: strategies.table())
     about = "print a script that completes this command in a shell"
-    top.prints(more, "--print-completion", help=about, text=lambda shell: completion(parser(), shell), choices=SHELLS)
+    top.prints(
+        more,
+        "--print-completion",
+        help=about,
+        text=lambda shell: completion(parser(), shell, commands()),
+        choices=SHELLS,
+    )
+    top.group("commands", "\n".join(f"{name:<11}{about}" for name, about in COMMANDS.items()))
     if not full:
         top.group("strategies", strategies.summaries())
         return top
@@ -133,16 +146,23 @@ def parser(full: bool = True) -> Parser:
     return top
 
 
+def commands() -> dict[str, Parser]:
+    """The parsers of the commands of `COMMANDS`."""
+    return {name: importlib.import_module(f"specker.cli.{name}").parser() for name in COMMANDS}
+
+
 def parse(argv: Sequence[str] | None = None) -> tuple[Job, Options, Sampling, frozenset[str]]:
     """Parse a command line into the three dataclasses, and the names of the sampling settings that it gives. Raises
     ValueError with a sentence for the user."""
     values = vars(parser().parse_args(argv))
-    stdin = values.pop("stdin", None)
-    if stdin is not None:
-        if stdin != "-":
-            raise ValueError(f"unexpected argument {stdin!r}; use --prompt to pass a prompt")
+    text = values.pop("text", None)
+    if text is not None:
         if "prompt" in values or "prompts" in values:
-            raise ValueError("- reads the prompt from stdin and excludes --prompt and --prompts")
+            raise ValueError(f"{text!r} is a prompt and excludes --prompt and --prompts")
+        if near := difflib.get_close_matches(text, COMMANDS, 1, cutoff=0.75):
+            raise ValueError(f"there is no command {text!r}; did you mean {near[0]}? (--prompt {text} decodes it)")
+        values["prompt"] = text
+    elif not {"prompt", "prompts"} & values.keys() and piped():
         values["prompt"] = "-"
 
     job = make(Job, values)

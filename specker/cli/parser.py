@@ -49,6 +49,8 @@ class Parser(argparse.ArgumentParser):
             near = [name for name in flags if name.startswith(unknown[1])]
             if near := near or difflib.get_close_matches(unknown[1], flags, 1, cutoff=0.8):
                 raise ValueError(f"there is no flag {unknown[1]}; did you mean {near[0]}?")
+        if words := re.match(r"unrecognized arguments: ([^-].*)", message):
+            raise ValueError(f"unexpected {words[1]!r}: a text with spaces needs quotes (see --help)")
         raise ValueError(f"{message} (see --help)")
 
     def group(self, title: str, description: str | None = None) -> Any:
@@ -124,14 +126,25 @@ class Parser(argparse.ArgumentParser):
 SHELLS = ("bash", "zsh", "fish")
 
 
-def completion(parser: Parser, shell: str) -> str:
-    """A script with which `shell` completes the flags of `parser`, their values and file names. It changes the parser,
-    which must not parse afterwards."""
+def completion(parser: Parser, shell: str, commands: Mapping[str, Parser] | None = None) -> str:
+    """A script with which `shell` completes the flags of `parser`, their values and file names, and those of
+    `commands`. It changes the parsers, which must not parse afterwards."""
     import shtab
 
-    for action, values in parser.offered.items():
+    commands = commands or {}
+    for action, values in [item for each in (parser, *commands.values()) for item in each.offered.items()]:
         if values:
             action.choices = values
         elif isinstance(action.metavar, str) and re.search("FILE|DIR", action.metavar):
             action.complete = shtab.FILE  # type: ignore[attr-defined]
+    if commands:  # in place of the prompt, the first word may be a command
+        parser._actions[:] = [action for action in parser._actions if action.option_strings]
+        parser._positionals._group_actions.clear()
+
+        def named(prog: str, **_: Any) -> Parser:
+            return commands[prog.split()[-1]]
+
+        made = parser.add_subparsers(parser_class=named)  # type: ignore[call-overload]
+        for name in commands:
+            made.add_parser(name, help=commands[name].description)
     return shtab.complete(parser, shell)

@@ -1,10 +1,13 @@
 """Read and check prompts, files of prompts and grammars."""
 
+import io
 import json
+import os
+import stat
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from specker import grammar, zoo
 from specker.fields import not_json
@@ -18,6 +21,17 @@ class Conversation:
     where: str  # the file and line, or the flag, for error messages
     before: tuple[dict[str, str], ...] = ()  # chat messages before the first turn
     part: int = 0  # number of this prompt among its line's `turns`, from 1; 0 unless each turn is a prompt
+
+
+def piped() -> bool:
+    """Whether stdin is a pipe or a file that holds text. Waits until the writer of a pipe has written or closed it."""
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:  # several processes cannot share it
+        return False
+    try:
+        kind = os.fstat(sys.stdin.fileno()).st_mode
+        return (stat.S_ISFIFO(kind) or stat.S_ISREG(kind)) and bool(cast(io.BufferedReader, sys.stdin.buffer).peek(1))
+    except (OSError, ValueError, AttributeError):  # closed, or replaced by an object without a file
+        return False
 
 
 def read_conversations(prompt: str | None = None, prompts: str | None = None, chat: bool = False) -> list[Conversation]:

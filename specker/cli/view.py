@@ -1,9 +1,10 @@
-"""Write traces of `specker --trace` as one HTML page: `specker view --help`.
+"""Write traces of `specker --trace` as one HTML page, and show it: `specker view --help`.
 
 Exit codes: 0; 2 for a file that cannot be read or is no trace, and for a page that cannot be written.
 """
 
 import sys
+import webbrowser
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +15,8 @@ from specker.paths import probe, write_file
 from specker.view.page import html
 from specker.view.read import read
 
+TRACE = "trace.jsonl"  # shown unless the user names another
+
 
 @dataclass(frozen=True)
 class View:
@@ -21,15 +24,24 @@ class View:
     out: str | None
 
 
-def parse(argv: Sequence[str] | None = None) -> View:
-    """Parse a command line. Raises ValueError with a sentence for the user."""
-    about = "Show the rounds of one or several runs as one HTML page."
-    top = Parser("specker view", "specker view TRACE [TRACE ...] [--out FILE]", about, "")
-    top.add_argument("traces", nargs="+", metavar="TRACE", help="a file of specker.run --trace; several: side by side")
+def parser() -> Parser:
+    about = "Show the rounds of one or several runs as one HTML page, in the browser if this is a terminal."
+    top = Parser("specker view", "specker view [TRACE ...] [--out FILE]", about, "")
+    help = f"a file of specker --trace; several: side by side (default: {TRACE})"
+    top.add_argument("traces", nargs="*", metavar="TRACE", help=help)
     top.add_argument("--out", metavar="FILE", help="the page (default: trace.html beside the first trace)")
     top.prints("help", "-h", "--help", help="show this help and exit", text=lambda _: top.format_help())
-    values = vars(top.parse_args(argv))
-    return View(tuple(values["traces"]), values["out"])
+    return top
+
+
+def parse(argv: Sequence[str] | None = None) -> View:
+    """Parse a command line. Raises ValueError with a sentence for the user."""
+    values = vars(parser().parse_args(argv))
+    if not values["traces"] and not Path(TRACE).exists():
+        raise ValueError(
+            f"there is no {TRACE} here: specker --trace {TRACE} writes one, specker --view shows a run at once"
+        )
+    return View(tuple(values["traces"] or [TRACE]), values["out"])
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -48,4 +60,6 @@ def run(view: View) -> int:
     probe(out, "--out")
     write_file(out, html(found))
     print(out)
+    if sys.stdout.isatty():
+        webbrowser.open(Path(out).resolve().as_uri())
     return 0

@@ -225,6 +225,19 @@ def test_bad_traces(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert [p.name for p in tmp_path.iterdir()] == ["t.jsonl"]
 
 
+def test_the_trace_here_is_shown(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without an argument. On a terminal the browser opens it."""
+    opened: list[str] = []
+    monkeypatch.setattr("webbrowser.open", opened.append)
+    traces.small(tmp_path / "trace.jsonl")
+    monkeypatch.chdir(tmp_path)
+    assert view.main([]) == 0 and capsys.readouterr().out == "trace.html\n" and not opened
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
+    assert view.main([]) == 0 and opened == [(tmp_path / "trace.html").as_uri()]
+
+
 def test_bad_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     good = traces.small(tmp_path / "good")
     (tmp_path / "text").write_text(f"{json.dumps(HEADER)}\nnot json\n")
@@ -235,7 +248,7 @@ def test_bad_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         ([str(tmp_path / "text")], "text line 2: not JSON: Expecting value at column 1"),
         ([str(tmp_path / "quote")], "quote line 1: not JSON: Unterminated string starting at column 2"),
         ([str(tmp_path / "bytes")], "not UTF-8 at byte 0"),
-        ([], "TRACE"),
+        ([], "there is no trace.jsonl here: specker --trace trace.jsonl writes one"),
         ([good, "--out", str(tmp_path)], "is a directory"),
         ([good, "--out", str(tmp_path / "no" / "x")], "cannot be written"),
         ([good, "--out", good], "would replace a trace"),

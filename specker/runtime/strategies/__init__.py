@@ -121,8 +121,10 @@ def words() -> dict[str, str]:
 
 def offers() -> dict[str, tuple[str, ...]]:
     """The values of --strategy and --policy that a shell completes."""
-    joined = (f"{s.name}+{TRIM}" for s in _ALL if not s.no_head and s.name != PLAIN)
-    return {"strategy": (*NAMES, *joined), "policy": POLICIES}
+    drafting = [s.name for s in _ALL if s.drafts and s.name != COPY]
+    trimmed = [f"{name}+{TRIM}" for name in drafting if not STRATEGIES[name].no_head]
+    copying = (f"{name}+{COPY}" for name in (*drafting, TRIM, *trimmed))
+    return {"strategy": (*NAMES, *trimmed, *copying), "policy": POLICIES}
 
 
 def summaries() -> str:
