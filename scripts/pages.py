@@ -1,10 +1,10 @@
 """Write the generated parts of the pages: `make pages`, or `python scripts/pages.py [--check]`.
 
 README.md and the pages of docs/ have parts between `<!-- generated NAME -->` and `<!-- end -->`: flags, options,
-strategies, ops, the tree of files, the index of decision records, and numbers. This script computes them from the code
-and from bench/results, so that no page repeats by hand what the code says. Tables of measurements, between
-`<!-- results NAME -->` and `<!-- end -->`, come from bench/plot.py. `--check` writes nothing and ends with exit code 1
-if a page would change.
+strategies, ops, the reference of Python (reference.py), the tree of files, the index of decision records, and numbers.
+This script computes them from the code and from bench/results, so that no page repeats by hand what the code says.
+Tables of measurements, between `<!-- results NAME -->` and `<!-- end -->`, come from bench/plot.py. `--check` writes
+nothing and ends with exit code 1 if a page would change.
 """
 
 import argparse
@@ -23,6 +23,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))  # a command is run from anywhere
 
 from bench import plot  # noqa: E402
+from scripts.reference import described  # noqa: E402
 from specker import kernels  # noqa: E402
 from specker import options as config  # noqa: E402
 from specker.cli import calibrate, serve  # noqa: E402
@@ -144,7 +145,7 @@ def options(name: str) -> str:
     return table(("option", "default", "meaning"), rows)
 
 
-def described() -> Iterator[tuple[str, str, str, str, Any]]:
+def each_strategy() -> Iterator[tuple[str, str, str, str, Any]]:
     """Name, summary, needs, paper and dataclass of options of each strategy."""
     own = strategies.own_options()
     for s in strategies.STRATEGIES.values():
@@ -154,7 +155,7 @@ def described() -> Iterator[tuple[str, str, str, str, Any]]:
 
 
 def strategies_with_papers() -> str:
-    rows = [(f"`{name}`", summary, linked(paper)) for name, summary, _, paper, _ in described()]
+    rows = [(f"`{name}`", summary, linked(paper)) for name, summary, _, paper, _ in each_strategy()]
     return table(("`--strategy`", "how it drafts", "paper"), rows)
 
 
@@ -167,7 +168,7 @@ def linked(papers: str) -> str:
 
 def strategies_with_flags() -> str:
     rows = []
-    for name, summary, needs, _, cls in described():
+    for name, summary, needs, _, cls in each_strategy():
         own = "" if cls is None else ", ".join(f"`{strategies.flag(f.name)}`" for f in fields(cls))
         link = f"[`{name}`](#{name})" if name != "ar" else f"`{name}`"
         rows.append((link, summary, needs, own))
@@ -185,12 +186,12 @@ def drafts() -> str:
 
 
 def ops() -> str:
-    """The ops by the first sentences of their contracts, and the list that the site replaces by these contracts."""
+    """The ops by the first sentences of their contracts, and these contracts."""
     rows = [
-        (f"[`{name}`](#specker.kernels.{name})", escaped(first_sentence(getattr(kernels, name).__doc__ or "")))
+        (f"[`{name}`](#{name})", escaped(first_sentence(getattr(kernels, name).__doc__ or "")))
         for name in kernels.__all__
     ]
-    contracts = "\n".join(f"::: specker.kernels.{name}" for name in kernels.__all__)
+    contracts = "\n\n".join(described(f"specker.kernels.{name}") for name in kernels.__all__)
     return f"{table(('op', 'what it does'), rows)}\n\n## Contracts\n\n{contracts}"
 
 
@@ -285,6 +286,7 @@ PARTS: dict[str, Callable[..., str]] = {
     "projection": projection,
     "ratio": ratio,
     "records": records,
+    "reference": lambda names: described(*names.split()),
     "strategies_with_flags": strategies_with_flags,
     "strategies_with_papers": strategies_with_papers,
     "tree": tree,

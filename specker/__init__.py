@@ -18,7 +18,7 @@ if TYPE_CHECKING:  # `import specker` stays light
     from specker.runtime.engine import Engine
 
 __version__ = "0.2.0"
-__all__ = ["load", "zoo"]
+__all__ = ["Engine", "load", "zoo"]
 
 # The application decides where records go. specker logs as warnings an engine's remarks when it is loaded, and captures
 # that failed.
@@ -52,7 +52,7 @@ def load(
         device: "cpu" or "cuda". None: cuda if available.
         dtype: a torch dtype, or one of float32, bfloat16, float16, float64. None: bfloat16, but float32 on a CPU that
             has no compiled kernels for the target.
-        tell: called with (elements read, total elements) of each checkpoint's weights.
+        on_progress: called with (elements read, total elements) of each checkpoint's weights.
         options: fields of `specker.options.Common` and of the strategy, as strings or parsed values.
 
     Returns:
@@ -76,8 +76,10 @@ def load(
 
 
 def __getattr__(name: str) -> Any:
-    if name == "zoo":
-        import importlib
+    import importlib
 
+    if name == "zoo":
         return importlib.import_module("specker.zoo")
+    if name == "Engine":
+        return importlib.import_module("specker.runtime.engine").Engine
     raise AttributeError(f"module 'specker' has no attribute {name!r}")

@@ -416,6 +416,24 @@ def test_an_error_restores_the_terminal(typed: Callable[..., Chat], monkeypatch:
     assert marked[-2:] == [True, False]
 
 
+def test_a_conversation_in_python(endless: str) -> None:
+    """The answer is that of the prompt which the chat template makes, with `generate`'s options, drafted or not."""
+    engine = specker.load(endless, strategy="lookup", policy="fixed", dtype="float64", device="cpu")
+    assert isinstance(engine, specker.Engine)
+    messages = [{"role": "user", "content": "one two one two"}]
+    ids = engine.encode_chat(messages)
+    for how in ({}, {"seed": 3, **engine.usual_sampling}):
+        out = engine.chat(messages, 12, **how)
+        assert out.tokens == engine.generate_ar(ids, 12, **how).tokens and len(out.tokens) == 12
+        assert out.stats.drafted and "".join(e.text for e in engine.stream(ids, 12, **how)) == out.text
+    stopped = engine.chat(messages, 12, out.text[2:4], **how)
+    assert stopped.finished == "stop" and stopped.text == out.text[: out.text.index(out.text[2:4])]
+    with pytest.raises(ValueError, match="messages must be a list of dicts"):
+        engine.chat("hello")  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="unknown option 'temprature'"):
+        engine.chat(messages, temprature=1)  # type: ignore[call-arg]
+
+
 def test_the_kv_of_earlier_turns_is_kept(endless: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In a file of conversations too. The answers are those without it."""
     from specker.runtime.control.stats import Stats

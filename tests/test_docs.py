@@ -1,10 +1,12 @@
 """The pages are true: commands parse, make targets and links exist, code runs, and generated parts are current."""
 
 import doctest
+import inspect
 import re
 import shlex
 import subprocess
 import sys
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +14,11 @@ import pytest
 from transformers import HfArgumentParser
 
 import specker
-from scripts import pages
+from scripts import pages, reference
 from specker.cli import calibrate, drafts, serve, view
 from specker.cli import flags as cli_flags
 from specker.extras import EXTRAS
+from specker.options import Params, Sampling
 from specker.serve.api import Chat
 from specker.zoo import real
 from train.head import __main__ as head
@@ -112,9 +115,10 @@ def test_code_runs(
     assert page != "README.md" or "\nTrue\n" in out
 
 
-def test_the_example_of_load_is_true() -> None:
-    (test,) = doctest.DocTestFinder(recurse=False).find(specker.load, "load", globs={})
-    assert not doctest.DocTestRunner().run(test).failed
+@pytest.mark.parametrize("function", [specker.load, specker.Engine.generate])
+def test_examples_are_true(function: Any) -> None:
+    (test,) = doctest.DocTestFinder(recurse=False).find(function, function.__name__, globs={})
+    assert test.examples and not doctest.DocTestRunner().run(test).failed
 
 
 @pytest.mark.parametrize("page", PAGES)
@@ -164,6 +168,31 @@ def test_a_generated_part_is_replaced() -> None:
     assert pages.filled(text.split("b <!--")[0]) == f"a\n<!-- generated options lookup -->\n{table}\n<!-- end -->\n"
     with pytest.raises(ValueError, match=r"a page asks for 'nothing'; scripts/pages\.py has only drafts, "):
         pages.filled("<!-- generated nothing -->\n<!-- end -->")
+
+
+def test_the_reference_has_what_a_docstring_has() -> None:
+    """Of functions with overloads, dataclasses, properties and modules."""
+    made = reference.described("specker.kernels.accept_walk")
+    assert made.startswith("### `accept_walk`\n\n```py\naccept_walk(\n    tokens: Tensor,\n    parents: Tensor | None,")
+    assert "cu_drafts: Tensor | None = None,\n) -> tuple[Tensor, Tensor, Tensor]\n```\n\nFollow each of B" in made
+    assert "```text\nrow 0 is the root, draft j" in made and "\n* `tokens`: [B, N] or [N] int64; " in made
+    assert "**Returns** path [B, N + 1]" in made and "**Raises**\n\n* `TypeError`: an argument" in made
+    assert made.endswith("([[0, 1, 2, -1]], [3], [9])\n```") and "\nSource: Leviathan" in made
+    made = reference.described("specker.Engine", "generate", "remarks")
+    assert made.count("Engine.generate(\n    prompt: Prompt") == 2 and "Engine.remarks -> dict[str, str]" in made
+    assert "\n* `max_new_tokens` (default `128`): tokens to emit" in reference.described("specker.options.Params")
+    assert "\n* `accepted`: " not in reference.described("specker.options.Params", "of")
+    assert "\n* `tokens`: emitted" in reference.described("specker.runtime.control.stats.Stats")
+    assert reference.prose("a * b <c> `x * y` [z](q)") == r"a \* b \<c> `x * y` [z\](q)"
+    for name, why in (("specker.none", "asks for"), ("specker.cli.run.cli", "has no docstring")):
+        with pytest.raises(ValueError, match=why):
+            reference.described(name)
+
+
+def test_every_option_of_a_request_is_described() -> None:
+    """Where `help(specker.Engine.generate)` shows it."""
+    named = {f.name for cls in (Params, Sampling) for f in fields(cls)} - {"sampling"}
+    assert all(f"\n    {name}: " in f"\n{inspect.getdoc(specker.Engine.generate)}" for name in named)
 
 
 @pytest.mark.parametrize(
@@ -217,6 +246,6 @@ def test_site_builds(tmp_path: Path) -> None:
     done = subprocess.run(argv, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-2000:]
     page = (tmp_path / "ops.html").read_text(encoding="utf-8")
-    assert 'id="specker.kernels.tree_attention"' in page
+    assert 'id="tree_attention"' in page
     assert "<code>layer_parallel</code>" in (tmp_path / "api.html").read_text(encoding="utf-8")
     assert not re.search(r'<(?:script|link)[^>]+(?:src|href)="https?://[^"]+\.(?:js|css)', page)  # works offline

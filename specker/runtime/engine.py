@@ -2,7 +2,7 @@
 session that decodes requests."""
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import cache as memoised
@@ -51,6 +51,9 @@ COPYING = 1e-3  # the cost of a draft that copies text, in steps of plain decodi
 
 @dataclass(repr=False)
 class Engine:
+    """A target, what drafts for it and the session that decodes requests. `specker.load` makes it. Several threads may
+    use it at once."""
+
     target: Checkpoint
     draft: Checkpoint | None
     options: Options
@@ -235,12 +238,13 @@ class Engine:
         stop: Stop = (),
         **options: "Unpack[EachOption]",
     ) -> Stream:
-        """Decode one prompt, or several as a batch; iterates over an `Event` per round and prompt. `options`: the
-        fields of `specker.options.Sampling` and `Params`. Each of them, and max_new_tokens, is one value for all
-        prompts or a list per prompt. A text ends before the first of the strings `stop`; what may be the beginning of
-        one is held back. Closing the stream ends its requests.
+        """Decode one prompt, or several as a batch, and iterate over an `Event` per round and prompt. Takes what
+        `generate` takes. What may be the beginning of a stop string is held back. Closing the stream ends its requests.
+        A conversation: `engine.stream(engine.encode_chat(messages))`.
 
-        Raises ValueError for an empty prompt, one that does not fit, or bad numbers; TypeError for unknown names.
+        Raises:
+            TypeError: an unknown option.
+            ValueError: as of `generate`.
         """
         return self.session.stream(self._requests(prompt, {"max_new_tokens": max_new_tokens, **options}, stop, True))
 
@@ -255,8 +259,62 @@ class Engine:
     ) -> list[Generation]: ...
 
     def generate(self, prompt: Any, max_new_tokens: Any = 128, stop: Any = (), **options: Any) -> Any:
-        """Decode to the end: a Generation for one prompt, a list of them for a list of prompts. See `stream`."""
+        """Decode to the end.
+
+        Args:
+            prompt: a text or its token ids; or a list of prompts, which are decoded as a batch.
+            max_new_tokens: tokens to emit at most.
+            stop: a string or several; the text ends before the first that occurs.
+            temperature: 0 (default) decodes greedily.
+            top_p: keep the smallest set of tokens with this much probability; default 1.
+            top_k: keep the k most probable tokens; 0 (default) keeps all.
+            seed: the same seed gives the same tokens with every strategy; default 0.
+            stop_ids: token ids that end a text, besides the checkpoint's own.
+            logprobs: each token comes with its log-probability and those of so many most probable tokens; default 0.
+            prefix_cache: "exact", "all" or "off" for this request; default: as the engine was loaded.
+            grammar: what the text must match, as a function of `specker.grammar` returns it, or as a Lark grammar.
+
+        For several prompts each of these, but `stop` and `stop_ids`, may be a list with a value for each prompt.
+
+        Returns:
+            A `Generation`, or a list of them for a list of prompts.
+
+        Raises:
+            TypeError: an unknown option.
+            ValueError: a prompt that is empty or does not fit, or a value out of its range, in one sentence.
+
+        Examples:
+            >>> import specker
+            >>> engine = specker.load(device="cpu")
+            >>> out = engine.generate("def fibonacci(n):", max_new_tokens=8, temperature=0.8, seed=7)
+            >>> len(out.tokens), out.finished
+            (8, 'length')
+        """
         return self._generate(prompt, {"max_new_tokens": max_new_tokens, **options}, stop, True)
+
+    def chat(
+        self,
+        messages: list[dict[str, Any]],
+        max_new_tokens: int = 128,
+        stop: Stop = (),
+        template: Mapping[str, Any] | None = None,
+        **options: "Unpack[RequestOptions]",
+    ) -> Generation:
+        """Answer a conversation: `generate` for the prompt that the checkpoint's chat template makes of it.
+
+        Args:
+            messages: each with its `role` and `content`, the user's last one included.
+            max_new_tokens: tokens to emit at most.
+            stop: a string or several; the text ends before the first that occurs.
+            template: further variables of the chat template, such as `tools` or `enable_thinking`.
+            options: as of `generate`. Without any the answer is decoded greedily; `**engine.usual_sampling` samples as
+                conversations in the terminal and the server do.
+
+        Raises:
+            TypeError: an unknown option.
+            ValueError: as of `generate`; also if the checkpoint has no chat template or it refuses the messages.
+        """
+        return self.generate(self.encode_chat(messages, **(template or {})), max_new_tokens, stop, **options)
 
     @overload
     def generate_ar(  # type: ignore[overload-overlap]
@@ -269,8 +327,8 @@ class Engine:
     ) -> list[Generation]: ...
 
     def generate_ar(self, prompt: Any, max_new_tokens: Any = 128, stop: Any = (), **options: Any) -> Any:
-        """`generate` by plain decoding with the same ops and weights: the baseline and the reference. It computes the
-        whole prompt itself."""
+        """`generate` by plain decoding with the same ops and weights: the baseline and the reference. It takes the same
+        options, and computes the whole prompt itself."""
         off = {"prefix_cache": "off"}
         return self._generate(prompt, {"max_new_tokens": max_new_tokens, **off, **options}, stop, False)
 

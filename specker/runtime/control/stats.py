@@ -85,6 +85,7 @@ class Stats:
 
     @property
     def acceptance_length(self) -> float:
+        """The mean number of tokens of a round, the target's own included."""
         return 1 + self.accepted / self.rounds if self.rounds else 1.0
 
     @property
@@ -118,6 +119,7 @@ class Stats:
 
     @property
     def prefill_tokens_per_second(self) -> float:
+        """Tokens of prompts divided by the seconds of their prefill."""
         return self.prefilled / self.seconds["prefill"] if self.seconds["prefill"] else 0.0
 
     def __add__(self, other: "Stats") -> "Stats":
