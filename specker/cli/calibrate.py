@@ -50,7 +50,7 @@ class Calibration:
     )
     plot: str | None = opt(None, "draw the coverage curve as a PNG", "FILE")
     export: str | None = opt(None, "with --scores: the kept ids as EAGLE-3's d2t and t2d, .safetensors", "FILE")
-    dtype: str | None = opt(None, "of weights and K/V (default: as python -m specker.run)", choices=DTYPES)
+    dtype: str | None = opt(None, "of weights and K/V (default: as of specker)", choices=DTYPES)
     device: str | None = opt(None, "where to run (default: cuda if available)", offers=("cpu", "cuda"))
 
     def __post_init__(self) -> None:
