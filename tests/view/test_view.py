@@ -287,6 +287,6 @@ def test_a_failed_write_leaves_the_old_page(tmp_path: Path, monkeypatch: pytest.
 
 
 def test_view_records_one_replica(capsys: pytest.CaptureFixture[str]) -> None:
-    job, options, sampling = flags.parse(["--prompt", "x", "--view"])
+    job, options, *sampling = flags.parse(["--prompt", "x", "--view"])
     with pytest.raises(ValueError, match="--view records one replica only"):
-        run.run(job, dataclasses.replace(options, dp=2), sampling)
+        run.run(job, dataclasses.replace(options, dp=2), *sampling)
