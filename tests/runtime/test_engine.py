@@ -230,7 +230,7 @@ def test_refusals_of_a_request(pair, prompt, count, sampling, message):
 def test_an_engine_prints_as_a_line(pair):
     line = repr(specker.load(*pair, device="cpu", dtype="float32", strategy="draft", max_context=100))
     names = " + ".join(path.name for path in pair)
-    assert line == f"<specker.Engine: {names}, draft, cpu, float32, context 100>"
+    assert line == f"<specker.Engine: {names}, cpu, float32, draft, context 100>"
 
 
 def test_arrays_are_prompts(pair):
