@@ -411,16 +411,17 @@ def _vocab_topk_kernel(
             o_c = o_tile[:, None] * C + tl.arange(0, C)[None, :]
             tl.store(keys_ptr + o_c, take_best(b_key, R, TOP, C), mask=m_r[:, None])
     if LAST:
-        if not is_last(count_ptr + tl.program_id(0), tiles, ON_AMD):
+        TILES: tl.constexpr = (K + N - 1) // N  # a constant, for loads of 16 bytes
+        if not is_last(count_ptr + tl.program_id(0), TILES, ON_AMD):
             return
         for i_r in tl.range(0, tl.minimum(T - tl.program_id(0) * M, M), R):
             o_r = (tl.program_id(0) * M + i_r + tl.arange(0, R)).to(tl.int64)
             m_r = o_r < T
             b_best = tl.full([R, SOME], NO_KEY, tl.int64)
-            for i in tl.range(0, tiles, SOME):
+            for i in tl.range(0, TILES, SOME):
                 o_tile = i + tl.arange(0, SOME)[None, :]
-                m_tile = m_r[:, None] & (o_tile < tiles)
-                b_key = tl.load(keys_ptr + o_r[:, None] * tiles + o_tile, mask=m_tile, other=NO_KEY)
+                m_tile = m_r[:, None] & (o_tile < TILES)
+                b_key = tl.load(keys_ptr + o_r[:, None] * TILES + o_tile, mask=m_tile, other=NO_KEY)
                 b_best = tl.maximum(b_best, b_key)
             b_key = tl.max(b_best, axis=1)
             tl.store(best_ptr + o_r * stride, id_of(b_key), mask=m_r)
