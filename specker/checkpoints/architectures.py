@@ -33,10 +33,6 @@ def _gemma(hf: Any) -> Scales:
 
 
 def _granite(hf: Any) -> Scales:
-    """Raises CheckpointError for factors by which nothing can be divided."""
-    for name in ("residual_multiplier", "logits_scaling"):
-        if not 0 < getattr(hf, name) < float("inf"):
-            raise CheckpointError(f"{name} must be a positive number, but config.json has {getattr(hf, name)}")
     factors = hf.attention_multiplier, hf.embedding_multiplier
     return Scales(*factors, residual=hf.residual_multiplier, logits=1 / hf.logits_scaling)
 

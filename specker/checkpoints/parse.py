@@ -6,19 +6,18 @@ transformers fills in defaults and normalises older spellings. `checkpoint.py` r
 import json
 import re
 from pathlib import Path
+from reprlib import repr as short
 from typing import Any
 
 import torch
 
 from specker.checkpoints.architectures import ARCHITECTURES, LAYER_TYPES, SLIDING, Architecture
+from specker.checkpoints.numbers import check_experts, check_factors, check_sizes
 from specker.fields import option
 from specker.model.config import CheckpointError, Experts, LayerSpec, ModelConfig
 from specker.model.weights import Rope
 
 SHARED = ("embed_tokens", "lm_head")
-SIZES = "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size"
-ALSO = {"num_experts": "num_local_experts"}  # transformers 5 writes the second name
-OPTIONAL_SIZES = "num_key_value_heads", "head_dim", "max_position_embeddings"
 # hidden_act (Gemma: hidden_activation) -> LayerSpec.activation
 ACTIVATIONS = {"silu": "silu", "gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh", "gelu_new": "gelu_tanh"}
 ROPE_TYPES = ("default", "linear", "llama3", "yarn", "longrope")
@@ -31,7 +30,8 @@ def parse_config(
     CheckpointError."""
     raw = read_json(folder / "config.json") if raw is None else raw
     arch = _architecture(raw)
-    _check_sizes(folder / "config.json", raw, arch)
+    check_sizes(folder / "config.json", raw, ARCHITECTURES[arch].experts)
+    check_factors(raw)
     hf = _hf_config(folder, raw, arch)
     its = ARCHITECTURES[arch]
     act = getattr(hf, its.activation)
@@ -40,16 +40,18 @@ def parse_config(
         raise CheckpointError(f"hidden_act {act!r} is not supported; supported: {every}")
     heads, kv_heads = hf.num_attention_heads, hf.num_key_value_heads
     head_dim = getattr(hf, "head_dim", None) or hf.hidden_size // heads
-    if heads % kv_heads or head_dim % 2:
+    if heads % kv_heads or head_dim % 2 or not head_dim:
         raise CheckpointError(
             f"num_attention_heads {heads} must be a multiple of num_key_value_heads {kv_heads}, "
-            f"and head_dim {head_dim} even"
+            f"and head_dim {head_dim} positive and even"
         )
     scales = its.scales(hf)
     context = _context(hf, max_context)
     _check_reach(hf.rope_parameters or {}, context)
     kinds = _layer_types(hf, its)
     window = (hf.sliding_window if SLIDING in kinds else None) or context
+    if window < 1:
+        raise CheckpointError(f"sliding_window must be a whole number from 1 on, but config.json has {short(window)}")
     narrow = window < context  # a window as long as the context hides nothing
     diffusion, mask = _diffusion(raw, arch, bidirectional)
     if diffusion and narrow:
@@ -86,7 +88,7 @@ def parse_config(
         shifted_logits=its.masked == "always" or not diffusion,
         mask_token_id=mask,
         max_context=context,
-        eos_ids=eos_ids(folder, raw),
+        eos_ids=eos_ids(folder, raw, hf.vocab_size),
         bos_id=raw.get("bos_token_id"),
         embed_scale=scales.embedding / scales.residual,
         embed_rounded=scales.rounded,
@@ -104,6 +106,8 @@ def _architecture(raw: dict[str, Any]) -> str:
     """The architecture named by config.json. Raises CheckpointError if it is not supported."""
     kind = raw.get("model_type")
     named = raw.get("architectures") or [arch for arch, its in ARCHITECTURES.items() if its.model_type == kind]
+    if not isinstance(named, list):
+        raise CheckpointError(f"architectures must be a list of names, but config.json has {short(named)}")
     name = str(named[0]) if named else f"of model_type {kind!r}"
     arch = name if name in ARCHITECTURES else re.sub("Model$", "ForCausalLM", name)
     its = ARCHITECTURES.get(arch)
@@ -111,18 +115,6 @@ def _architecture(raw: dict[str, Any]) -> str:
         also = f" with model_type {kind!r}" if arch in ARCHITECTURES else ""
         raise CheckpointError(f"architecture {name}{also} is not supported; supported: {', '.join(ARCHITECTURES)}")
     return arch
-
-
-def _check_sizes(path: Path, raw: dict[str, Any], arch: str) -> None:
-    """Raise CheckpointError unless config.json's sizes are whole numbers from 1 on. If one is missing, transformers
-    would use the size of the family's first model."""
-    for name in dict.fromkeys((*SIZES, *OPTIONAL_SIZES, *ARCHITECTURES[arch].experts)):
-        value = raw.get(name, raw.get(ALSO.get(name, "")))
-        if value is None and name in OPTIONAL_SIZES:
-            continue
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            got = "lacks it" if value is None else f"has {value!r}"
-            raise CheckpointError(f"{name} must be a whole number from 1 on, but {path} {got}")
 
 
 def _hf_config(folder: Path, raw: dict[str, Any], arch: str) -> Any:
@@ -203,6 +195,7 @@ def _experts(hf: Any, its: Architecture) -> Experts | None:
             f"num_experts_per_tok {chosen} must be at most the number of experts, {count}, and decoder_sparse_step "
             f"{step} at least 1"
         )
+    check_experts(count, hf.num_hidden_layers)
     dense = tuple(n for n in range(hf.num_hidden_layers) if n in only or (n + 1) % step)
     if len(dense) == hf.num_hidden_layers:
         return None
@@ -265,29 +258,57 @@ def _rope(hf: Any, width: int, rope: dict[str, Any], **which: str) -> Rope:
     try:
         if kind == "default":  # not in transformers' table: its model classes compute it
             powers = torch.arange(0, width, 2, dtype=torch.float32) / width
-            return Rope(1.0 / (rope["rope_theta"] ** powers))
-        from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+            inv_freq, scale = 1.0 / (rope["rope_theta"] ** powers), 1.0
+        else:
+            from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-        inv_freq, scale = ROPE_INIT_FUNCTIONS[kind](hf, torch.device("cpu"), **which)
-    except (KeyError, TypeError) as error:
-        raise CheckpointError(f"rope type {kind!r} lacks a parameter in config.json ({reason(error)})") from error
-    return Rope(inv_freq.float(), float(scale))
+            inv_freq, scale = ROPE_INIT_FUNCTIONS[kind](hf, torch.device("cpu"), **which)
+        one = Rope(inv_freq.float(), float(scale))
+    except Exception as error:  # transformers' initialisers check nothing
+        raise CheckpointError(
+            f"rope type {kind!r} lacks a parameter in config.json, or has a wrong one ({reason(error)})"
+        ) from error
+    finite = one.inv_freq.is_meta or bool(one.inv_freq.isfinite().all())  # a meta tensor has no numbers
+    if one.inv_freq.shape != (width // 2,) or not (finite and 1e-38 < scale < 1e38):
+        raise CheckpointError(
+            f"the RoPE parameters {short(rope)} of config.json do not give {width // 2} finite frequencies"
+        )
+    return one
 
 
-def eos_ids(folder: Path, raw: dict[str, Any]) -> tuple[int, ...]:
-    """Stop ids from the files only. A config class's default is wrong for other vocabularies: Llama's is id 2."""
+def eos_ids(folder: Path, raw: dict[str, Any], vocab: int) -> tuple[int, ...]:
+    """Stop ids from the files only. A config class's default is wrong for other vocabularies: Llama's is id 2. Raises
+    CheckpointError for an id that is not one of `vocab`."""
     found: set[int] = set()
-    for source in (raw, read_json(folder / "generation_config.json", required=False)):
+    for name, source in ("config.json", raw), ("generation_config.json", None):
+        source = read_json(folder / name, required=False) if source is None else source
         ids = source.get("eos_token_id")
-        found.update(ids if isinstance(ids, list) else [] if ids is None else [ids])
-    tokenizer = read_json(folder / "tokenizer_config.json", required=False)
-    eos = tokenizer.get("eos_token")
-    text = eos.get("content") if isinstance(eos, dict) else eos
-    if text is not None:
-        added = [{**token, "id": int(i)} for i, token in tokenizer.get("added_tokens_decoder", {}).items()]
-        added = added or read_json(folder / "tokenizer.json", required=False).get("added_tokens", [])
-        found.update(token["id"] for token in added if token.get("content") == text)
+        for token in ids if isinstance(ids, list) else [] if ids is None else [ids]:
+            if type(token) is not int or not 0 <= token < vocab:
+                raise CheckpointError(
+                    f"eos_token_id must be an id below vocab_size {vocab}, or a list of them, but {folder / name} has "
+                    f"{short(ids)}"
+                )
+            found.add(token)
+    try:
+        found.update(token for token in _eos_of_tokenizer(folder) if 0 <= token < vocab)  # others are never written
+    except CheckpointError:
+        raise
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+        raise CheckpointError(f"the tokenizer's files in {folder} do not name its tokens ({reason(error)})") from error
     return tuple(sorted(found))
+
+
+def _eos_of_tokenizer(folder: Path) -> list[int]:
+    """The ids of the tokenizer's own stop token."""
+    settings = read_json(folder / "tokenizer_config.json", required=False)
+    eos = settings.get("eos_token")
+    text = eos.get("content") if isinstance(eos, dict) else eos
+    if text is None:
+        return []
+    added = [{**token, "id": int(i)} for i, token in settings.get("added_tokens_decoder", {}).items()]
+    added = added or read_json(folder / "tokenizer.json", required=False).get("added_tokens", [])
+    return [int(token["id"]) for token in added if token.get("content") == text]
 
 
 def read_json(path: Path, required: bool = True) -> dict[str, Any]:
@@ -297,7 +318,7 @@ def read_json(path: Path, required: bool = True) -> dict[str, Any]:
         return {}
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
+    except (OSError, RecursionError, ValueError) as error:
         raise CheckpointError(f"{path} is not valid JSON ({reason(error)}); download it again") from error
     if not isinstance(value, dict):
         raise CheckpointError(f"{path} must hold a JSON object; download it again")
@@ -305,6 +326,8 @@ def read_json(path: Path, required: bool = True) -> dict[str, Any]:
 
 
 def reason(error: Exception) -> str:
-    """Format an exception for a message: its type and its first non-empty line."""
+    """Format an exception for a message: its type and its first non-empty line, or two if the first announces one."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    if lines[1:] and lines[0].endswith(":"):
+        lines[0] += f" {lines[1]}"
     return f"{type(error).__name__}: {lines[0].rstrip('.')}" if lines else type(error).__name__

@@ -27,19 +27,24 @@ class Tokens:
         folder = self.folder
         if not self.exist:
             raise CheckpointError(f"{folder} has no tokenizer ({', '.join(NAMES)}); copy it there or pass token ids")
-        import transformers as hf  # it imports each class only on first use
-
         try:
-            if self._whole:
-                return hf.PreTrainedTokenizerFast.from_pretrained(folder, local_files_only=True)
-            if self.architecture != "DreamModel":
-                return hf.AutoTokenizer.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
-            # AutoTokenizer would require Dream's own code, but this is Qwen2's tokenizer with a few more special tokens
-            fast = (folder / "tokenizer.json").is_file()
-            kind = hf.PreTrainedTokenizerFast if fast else hf.Qwen2Tokenizer
-            return kind.from_pretrained(folder, local_files_only=True)
+            found = self._read()
+            found.encode("a")  # some wrong settings matter only here
+            return found
         except Exception as error:  # transformers raises many types
             raise CheckpointError(f"the tokenizer in {folder} cannot be read ({reason(error)})") from error
+
+    def _read(self) -> Any:
+        import transformers as hf  # it imports each class only on first use
+
+        if self._whole:
+            return hf.PreTrainedTokenizerFast.from_pretrained(self.folder, local_files_only=True)
+        if self.architecture != "DreamModel":
+            return hf.AutoTokenizer.from_pretrained(self.folder, trust_remote_code=False, local_files_only=True)
+        # AutoTokenizer would require Dream's own code, but this is Qwen2's tokenizer with a few more special tokens
+        fast = (self.folder / "tokenizer.json").is_file()
+        kind = hf.PreTrainedTokenizerFast if fast else hf.Qwen2Tokenizer
+        return kind.from_pretrained(self.folder, local_files_only=True)
 
     @property
     def _whole(self) -> bool:

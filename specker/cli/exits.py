@@ -33,7 +33,7 @@ def run_cli(command: Callable[[], int], prints_errors: Callable[[], bool] = lamb
             error = ValueError(lacks)
         mine = not isinstance(error, (ValueError, OSError, JobError))
         about = f"{error.filename}: {error.strerror}" if isinstance(error, OSError) and error.filename else str(error)
-        line = " ".join(about.split())
+        line = "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in " ".join(about.split()))
         if mine:
             line = f"{type(error).__name__}: {line} (internal; set SPECKER_DEBUG=1 for the traceback)"
         if prints_errors():

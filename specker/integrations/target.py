@@ -13,6 +13,7 @@ from specker.checkpoints import checkpoint
 from specker.checkpoints.buffers import served
 from specker.checkpoints.checkpoint import Checkpoint, read_config
 from specker.checkpoints.files import folder_of
+from specker.checkpoints.numbers import SIZES, check_size
 from specker.checkpoints.parse import eos_ids, read_json, reason
 from specker.model.config import CheckpointError, LayerSpec, ModelConfig
 from specker.model.memory import CacheMemory
@@ -121,6 +122,10 @@ def read_sizes(target: str | Path, max_context: int | None) -> ModelConfig:
     except CheckpointError:
         folder = folder_of(target, weights=False)
         raw = read_json(folder / "config.json")
+    inner = raw.get("text_config")
+    for name, value in (raw | (inner if isinstance(inner, dict) else {})).items():
+        if name in SIZES:  # transformers makes a list with an entry for each layer
+            check_size(name, value, str(folder / "config.json"))
     try:
         hf = AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True).get_text_config()
         sizes = hf.vocab_size, hf.hidden_size, hf.num_hidden_layers, hf.max_position_embeddings
@@ -143,7 +148,7 @@ def read_sizes(target: str | Path, max_context: int | None) -> ModelConfig:
         shifted_logits=True,
         mask_token_id=None,
         max_context=min(max_context or positions, positions),
-        eos_ids=eos_ids(folder, raw),
+        eos_ids=eos_ids(folder, raw, vocab),
         bos_id=None,
     )
 

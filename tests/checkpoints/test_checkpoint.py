@@ -15,7 +15,8 @@ from safetensors.torch import load_file, save_file
 
 from specker.checkpoints.architectures import ARCHITECTURES
 from specker.checkpoints.checkpoint import Checkpoint, read, read_config
-from specker.checkpoints.parse import SIZES, parse_config
+from specker.checkpoints.numbers import SIZES
+from specker.checkpoints.parse import parse_config
 from specker.model.config import CheckpointError
 
 NAMES = {"llama": "LlamaForCausalLM", "mistral": "MistralForCausalLM", "dream": "DreamModel"}
@@ -350,7 +351,7 @@ def test_a_context_in_which_positions_change_earlier_ones(tmp_path: Path, option
 @pytest.mark.parametrize("change", [{"residual_multiplier": 0.0}, {"logits_scaling": -1.0}])
 def test_factors_of_granite_are_positive(tmp_path: Path, change: dict[str, float]) -> None:
     edit(make(tmp_path, **GRANITE), **change)
-    with pytest.raises(CheckpointError, match=f"{next(iter(change))} must be a positive number, but config.json has"):
+    with pytest.raises(CheckpointError, match=f"{next(iter(change))} must be a positive float32, but config.json has"):
         read_config(tmp_path)
 
 
@@ -494,11 +495,11 @@ CONFIG_REFUSALS: list[tuple[str, dict[str, Any], dict[str, Any], str]] = [  # id
         r"quantised weights \(gptq with 3 bits\) are not supported",
     ),
     ("heads", {"num_key_value_heads": 3}, {}, "num_attention_heads 4 must be a multiple of num_key_value_heads 3"),
-    ("odd-head", {"head_dim": 3}, {}, "head_dim 3 even"),
-    ("types", {"hidden_size": "large"}, {}, "hidden_size must be a whole number from 1 on, but .*json has 'large'"),
-    ("no layers", {"num_hidden_layers": 0}, {}, "num_hidden_layers must be .* from 1 on, but .*json has 0"),
-    ("fewer layers", {"num_hidden_layers": -1}, {}, "num_hidden_layers must be .* from 1 on, but .*json has -1"),
-    ("no size", {"hidden_size": ...}, {}, "hidden_size must be a whole number from 1 on, but .*json lacks it"),
+    ("odd-head", {"head_dim": 3}, {}, "head_dim 3 positive and even"),
+    ("types", {"hidden_size": "large"}, {}, "hidden_size must be a whole number from 1 to .*, but .*json has 'large'"),
+    ("no layers", {"num_hidden_layers": 0}, {}, "num_hidden_layers must be .* from 1 to .*, but .*json has 0"),
+    ("fewer layers", {"num_hidden_layers": -1}, {}, "num_hidden_layers must be .* from 1 to .*, but .*json has -1"),
+    ("no size", {"hidden_size": ...}, {}, "hidden_size must be a whole number from 1 to 1048576, but .*json lacks it"),
     ("a fraction", {"num_key_value_heads": 1.5}, {}, "num_key_value_heads must be .*, but .*json has 1.5"),
     ("context-long", {}, {"max_context": 257}, "between 1 and .*max_position_embeddings 256; got 257"),
     ("context-zero", {}, {"max_context": 0}, "between 1 and .*; got 0"),

@@ -23,6 +23,7 @@ from specker.checkpoints.buffers import Storage
 from specker.checkpoints.checkpoint import Checkpoint
 from specker.checkpoints.drafts.heads import (
     IGNORED,
+    check_parts,
     check_shared,
     check_stream,
     check_target,
@@ -30,6 +31,7 @@ from specker.checkpoints.drafts.heads import (
     read_tensors,
 )
 from specker.checkpoints.files import folder_of, open_files
+from specker.checkpoints.numbers import check_size
 from specker.checkpoints.parse import SHARED, parse_config, read_json, reason
 from specker.checkpoints.pieces import Piece, pieces_of
 from specker.model.config import CheckpointError, ModelConfig
@@ -131,6 +133,7 @@ class Layout:
     @classmethod
     def of(cls, folder: Path, raw: dict[str, Any], names: frozenset[str], target: ModelConfig) -> "Layout":
         """Raises CheckpointError for what config.json, the tensors and the target do not agree on."""
+        check_parts(folder, raw)
         nested = raw.get("transformer_layer_config")
         given = raw if nested is None else nested
         inner = raw.get("dflash_config") or {}
@@ -151,11 +154,14 @@ class Layout:
         if size < (1 if following else 2):
             raise CheckpointError(f"{folder} has block_size {flat.get('block_size')}, which leaves no token to draft")
         window, windowed = _windows(folder, given)
+        if (positions := given.get("max_position_embeddings")) is not None:
+            check_size("max_position_embeddings", positions, str(folder))
         plain = {name: value for name, value in given.items() if name not in FIELDS} | {
             "architectures": ["Qwen3ForCausalLM"],
             "model_type": "qwen3",
-            "max_position_embeddings": max(given.get("max_position_embeddings") or 0, target.max_context),
+            "max_position_embeddings": max(positions or 0, target.max_context),
             "use_sliding_window": window,
+            "eos_token_id": None,  # the target's count
         }
         if plain.get("mlp_bias"):
             raise CheckpointError(f"{folder} says mlp_bias, and a drafter of blocks has no bias there")
@@ -184,7 +190,7 @@ class Layout:
         )
         rank, confident = raw.get("markov_rank") or 0, bool(raw.get("enable_confidence_head"))
         markov = raw.get("markov_head_type", "vanilla")
-        if rank and markov not in JOINT:
+        if rank and str(markov) not in JOINT:
             raise CheckpointError(f"{folder} has a Markov head of type {markov!r}; specker runs {', '.join(JOINT)}")
         joined = confident and bool(raw.get("confidence_head_with_markov"))
         if joined and not rank:
@@ -235,14 +241,13 @@ def _kind(folder: Path, raw: dict[str, Any]) -> str:
 
 def _windows(folder: Path, given: dict[str, Any]) -> tuple[bool, tuple[bool, ...]]:
     """Whether any layer has a sliding window, and which ones. Raises CheckpointError where that is not clear."""
-    kinds, layers = given.get("layer_types"), given.get("num_hidden_layers")
-    if type(layers) is not int or layers < 1:
-        raise CheckpointError(f"num_hidden_layers of {folder} must be a whole number from 1 on, got {layers!r}")
+    kinds, layers = given.get("layer_types"), given.get("num_hidden_layers", 0)
+    check_size("num_hidden_layers", layers, str(folder))
     if kinds is None:
         if given.get("use_sliding_window"):
             raise CheckpointError(f"{folder} says use_sliding_window and names no layer_types, which say where")
         return False, (False,) * layers
-    if not isinstance(kinds, list) or len(kinds) != layers or set(kinds) - set(LAYER_TYPES):
+    if not isinstance(kinds, list) or len(kinds) != layers or any(kind not in LAYER_TYPES for kind in kinds):
         raise CheckpointError(f"layer_types of {folder} must name one of {', '.join(LAYER_TYPES)} for {layers} layers")
     if SLIDING in kinds and not given.get("sliding_window"):
         raise CheckpointError(f"{folder} has layers with a sliding window, and names no sliding_window")
@@ -302,8 +307,6 @@ def _check_fields(raw: dict[str, Any], nested: dict[str, Any] | None, inner: dic
     if nested is not None:
         parts["transformer_layer_config."] = nested, anywhere | layers
     for prefix, (part, known) in parts.items():
-        if not isinstance(part, dict):
-            raise CheckpointError(f"{prefix[:-1]} of config.json must be an object")
         if unknown := sorted(name for name in part if name not in known and not name.startswith("_")):
             raise CheckpointError(
                 f"config.json has the field {prefix + unknown[0]!r}, which specker does not know there; it may change "

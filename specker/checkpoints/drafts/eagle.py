@@ -23,6 +23,7 @@ from specker.checkpoints.checkpoint import Checkpoint
 from specker.checkpoints.drafts.heads import (
     IGNORED,
     HeadCheckpoint,
+    check_parts,
     check_shared,
     check_stream,
     check_target,
@@ -145,6 +146,7 @@ class Layout:
     @classmethod
     def of(cls, folder: Path, raw: dict[str, Any], where: dict[str, Any], target: ModelConfig) -> "Layout":
         """Raises CheckpointError for what config.json, the tensors and the target do not agree on."""
+        check_parts(folder, raw)
         nested = raw.get("transformer_layer_config")
         given = raw if nested is None else nested
         _check_fields(raw, nested)
@@ -173,6 +175,7 @@ class Layout:
             "model_type": "qwen3" if qwen else "llama",
             "num_hidden_layers": len(layers),
             "max_position_embeddings": positions,
+            "eos_token_id": None,  # the target's count
         }
         config, ropes = parse_config(folder, target.max_context, None, plain)
         own = frozenset(name for name in ("embed_tokens", "lm_head") if any(n.startswith(f"{name}.") for n in where))
@@ -258,7 +261,7 @@ def _sliding_windows(given: dict[str, Any], layers: int, qwen: bool, context: in
     if kinds is None:  # as Qwen3 in transformers; Llama has no window without layer_types
         first = _number(given, "max_window_layers", 28) if qwen and given.get("use_sliding_window") else layers
         kinds = [FULL if n < first else SLIDING for n in range(layers)]
-    if not isinstance(kinds, list) or len(kinds) < layers or set(kinds) - {FULL, SLIDING}:
+    if not isinstance(kinds, list) or len(kinds) < layers or any(kind not in (FULL, SLIDING) for kind in kinds):
         raise CheckpointError(
             f"layer_types must name {FULL} or {SLIDING} for each of the head's {layers} layers, got {kinds}"
         )

@@ -3,6 +3,7 @@
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
+from reprlib import repr as short
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from specker.checkpoints.pieces import Piece
 from specker.model.config import CheckpointError, ModelConfig
 from specker.model.heads import HeadSpec, HeadWeights
 
+PARTS = "transformer_layer_config", "eagle_config", "dflash_config"
 # Fields that change nothing here: how the head was trained or saved, and what transformers adds.
 IGNORED = {
     "architectures",
@@ -55,6 +57,17 @@ def check_stream(source: str | Path, target: ModelConfig) -> None:
             f"{source} is a head that reads the target's hidden states; specker keeps those of {target.architecture} "
             "in another scale (residual_multiplier, logits_scaling) and supports no heads for it"
         )
+
+
+def check_parts(folder: Path, raw: dict[str, Any]) -> None:
+    """Raise CheckpointError unless the parts of config.json that have fields are objects, and `architectures` is a list
+    of names."""
+    for name in PARTS:
+        if not isinstance(raw.get(name), dict | None):
+            raise CheckpointError(f"{name} of {folder} must be an object, got {short(raw[name])}")
+    named = raw.get("architectures")
+    if named is not None and not (isinstance(named, list) and all(isinstance(name, str) for name in named)):
+        raise CheckpointError(f"architectures of {folder} must be a list of names, got {short(named)}")
 
 
 def check_target(folder: Path, what: str, sizes: dict[str, tuple[Any, int]]) -> None:
