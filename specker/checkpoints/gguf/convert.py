@@ -19,6 +19,7 @@ from specker.checkpoints.architectures import ARCHITECTURES
 from specker.checkpoints.gguf import blocks, experts, heads
 from specker.checkpoints.gguf.blocks import BLOCKS
 from specker.checkpoints.gguf.families import FAMILIES, FREQUENCIES, Family, name_of
+from specker.checkpoints.gguf.header import check_header
 from specker.checkpoints.parse import reason
 from specker.cpu.packed import FORMATS, Numbers, pack
 from specker.model.config import CheckpointError
@@ -34,8 +35,11 @@ def read(path: Path) -> Any:
     from gguf import GGUFReader
 
     try:
+        check_header(path)
         file = GGUFReader(path)  # takes a second for a large vocabulary
         _architecture(file)
+    except CheckpointError:
+        raise
     except Exception as error:  # the reader raises many types for damaged files
         raise CheckpointError(f"{path} cannot be read as a GGUF file ({reason(error)}); download it again") from error
     return file
@@ -47,7 +51,13 @@ def _architecture(file: Any) -> str:
 
 def convert(path: Path, folder: Path, file: Any, dense: bool) -> None:
     """Write the open `file` into the empty `folder`. Raises CheckpointError."""
-    (_convert_head if _architecture(file) == heads.ARCHITECTURE else _convert_model)(path, folder, file, dense)
+    write = _convert_head if _architecture(file) == heads.ARCHITECTURE else _convert_model
+    try:
+        write(path, folder, file, dense)
+    except CheckpointError:
+        raise
+    except Exception as error:  # a damaged file lacks keys, and transformers raises many types
+        raise CheckpointError(f"{path} cannot be converted ({reason(error)})") from error
 
 
 def converted_size(tensors: Sequence[Any], dense: bool) -> int:
@@ -78,13 +88,8 @@ def _convert_model(path: Path, folder: Path, file: Any, dense: bool) -> None:
             f"{path} has a model of type {config.model_type!r}, which is not supported in a GGUF file; supported: "
             + ", ".join(FAMILIES)
         )
-    try:
-        modules, restored = _save(path, folder, file.tensors, config, dense, partial(name_of, family))
-        tokenizer = AutoTokenizer.from_pretrained(**where)
-    except CheckpointError:
-        raise
-    except Exception as error:
-        raise CheckpointError(f"{path} cannot be converted ({reason(error)})") from error
+    modules, restored = _save(path, folder, file.tensors, config, dense, partial(name_of, family))
+    tokenizer = AutoTokenizer.from_pretrained(**where)
     tokenizer.save_pretrained(folder)
     GenerationConfig.from_model_config(config).save_pretrained(folder)
     settings = {k: v for k, v in config.to_dict().items() if k not in ("quantization_config", "_name_or_path")}
@@ -119,12 +124,7 @@ def _convert_head(path: Path, folder: Path, file: Any, dense: bool) -> None:
     settings.setdefault("num_key_value_heads", settings["num_attention_heads"])
     extra = {tensor.name: heads.distances(torch.from_numpy(tensor.data.copy())) for tensor in maps}
     config = PretrainedConfig.from_dict(settings)
-    try:
-        modules, restored = _save(path, folder, others, config, dense, heads.name_of, extra)
-    except CheckpointError:
-        raise
-    except Exception as error:
-        raise CheckpointError(f"{path} cannot be converted ({reason(error)})") from error
+    modules, restored = _save(path, folder, others, config, dense, heads.name_of, extra)
     _write_config(folder, settings, modules, restored)
 
 
