@@ -19,7 +19,8 @@ from torch.nn.functional import scaled_dot_product_attention as sdpa
 from bench.kernels import common
 from bench.kernels.common import DEVICE, Built, Case, Goal
 from specker.kernels.attention import ancestor_words, tree_attention, tree_attention_cost
-from specker.kernels.narrow import LARGEST, NARROW, narrowed
+from specker.kernels.narrow import NARROW, narrowed
+from specker.kernels.quant import LARGEST
 
 DTYPE = torch.bfloat16 if DEVICE == "cuda" else torch.float32
 HEADS = (32, 8, 128) if DEVICE == "cuda" else (4, 2, 32)
@@ -39,7 +40,7 @@ def build(
     k, v = torch.randn(2, B * widest, page, Hkv, D, dtype=DTYPE, device=DEVICE).unbind(0)
     cache, scales = (k, v), {}
     if kind is not None:
-        by = torch.full((1, Hkv), 4 / LARGEST[kind], device=DEVICE)
+        by = torch.full((1, Hkv), 4 / LARGEST[NARROW[kind]], device=DEVICE)
         cache = narrowed(k.flatten(0, 1), by, kind).view(k.shape), narrowed(v.flatten(0, 1), by, kind).view(v.shape)
         k, v = ((x.float() * by[0, :, None]).to(DTYPE) for x in cache)
         scales = {"k_scale": by, "v_scale": by}

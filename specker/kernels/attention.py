@@ -32,7 +32,8 @@ from specker.kernels.ancestors import (
     reach_mask,
     unpack_words,
 )
-from specker.kernels.narrow import NARROW, as_bytes, cache_types, check_cache, kind_of, named, widen
+from specker.kernels.narrow import NARROW, cache_types, check_cache, kind_of, named, widen
+from specker.kernels.quant import as_bytes
 from specker.kernels.registry import register
 from specker.kernels.variant import (
     AMD,

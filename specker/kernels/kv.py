@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from specker.kernels.narrow import NARROW, as_bytes, cache_types, check_cache, kind_of, named, narrow, narrowed
+from specker.kernels.narrow import NARROW, cache_types, check_cache, kind_of, named, narrow, narrowed
+from specker.kernels.quant import as_bytes
 from specker.kernels.registry import refuse, register
 from specker.kernels.variant import TYPES, Variant, same_device, start_after_previous, sum_dtype, tl, triton
 

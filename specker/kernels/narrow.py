@@ -14,10 +14,10 @@ Kernels take fp8 as bytes and convert in integers, so it serves on every device;
 import torch
 from torch import Tensor
 
+from specker.kernels.quant import KINDS, LARGEST
 from specker.kernels.variant import same_device, tl, triton
 
-NARROW = {torch.int8: "int8", torch.float8_e4m3fn: "fp8"}  # the dtype of a cache: KV of the kernels
-LARGEST = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
+NARROW = {KINDS[kind]: kind for kind in LARGEST}  # the dtype of a cache: KV of the kernels
 
 
 def kind_of(cache: Tensor) -> str:
@@ -35,17 +35,13 @@ def named(kind: str) -> str:
     return "" if kind == "plain" else f" {kind} cache"
 
 
-def as_bytes(cache: Tensor) -> Tensor:
-    """`cache` in a dtype that torch indexes and every device loads: fp8 as int8."""
-    return cache.view(torch.int8) if cache.dtype == torch.float8_e4m3fn else cache
-
-
 def narrowed(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     """Rows x [T, Hkv, D] in G equal runs, scale [G, Hkv] float32 -> [T, Hkv, D] of `dtype`, int8 or float8_e4m3fn."""
     wide = torch.promote_types(x.dtype, torch.float32)
     numbers = x.to(wide).unflatten(0, (len(scale), -1)) / scale[:, None, :, None]
-    numbers = numbers.flatten(0, 1).clamp_(-LARGEST[dtype], LARGEST[dtype])
-    return (numbers.round_() if dtype == torch.int8 else numbers.float()).to(dtype)
+    most = LARGEST[NARROW[dtype]]
+    numbers = numbers.flatten(0, 1).clamp_(-most, most)
+    return (numbers.round_() if dtype == torch.int8 else numbers).to(dtype)
 
 
 def check_cache(x: Tensor, k_cache: Tensor, v_cache: Tensor, k_scale: Tensor | None, v_scale: Tensor | None) -> None:

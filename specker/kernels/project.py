@@ -24,8 +24,8 @@ from specker.kernels.kv import (
     store_halves,
 )
 from specker.kernels.linear import row_linear, row_linear_cost
-from specker.kernels.narrow import NARROW, as_bytes, cache_types, kind_of, named
-from specker.kernels.quant import Format, Matrix, arguments_of, constexprs_of, format_of, streams, types_of
+from specker.kernels.narrow import NARROW, cache_types, kind_of, named
+from specker.kernels.quant import Format, Matrix, arguments_of, as_bytes, constexprs_of, format_of, streams, types_of
 from specker.kernels.registry import register
 from specker.kernels.stream import prefetch_rows, stream_rows
 from specker.kernels.tiles import (

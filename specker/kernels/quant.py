@@ -28,6 +28,7 @@ from specker.kernels.variant import TYPES, same_device
 
 KINDS = {"int8": torch.int8, "fp8": torch.float8_e4m3fn, "int4": torch.uint8}  # values of --quantize: the dtype of q
 HALF = 16  # columns in each half of an int4 block
+LARGEST = {"int8": 127.0, "fp8": 448.0}  # the largest q
 LEAST = {"int8": 16, "fp8": 16, "int4": 2 * HALF}  # a group is a multiple of this
 CHUNK = 1 << 22  # weights quantised or restored at a time
 
@@ -105,10 +106,10 @@ class Quantized:
     def arguments(self) -> tuple[Tensor, Tensor, Tensor | None]:
         """q, scale and shift for the Triton kernels: contiguous; float8 as int8, which every device can load, and int4
         as int16, four numbers each."""
-        q = self.q.view(torch.int8) if self.kind == "fp8" else self.q.contiguous()
+        q = as_bytes(self.q).contiguous()
         if self.kind == "int4":
             q = (q.clone() if q.storage_offset() % 2 else q).view(torch.int16)
-        return q.contiguous(), self.scale.contiguous(), None if self.shift is None else self.shift.contiguous()
+        return q, self.scale.contiguous(), None if self.shift is None else self.shift.contiguous()
 
     @property
     def parts(self) -> tuple[Tensor, ...]:
@@ -143,11 +144,11 @@ class Quantized:
         return len(self.q)
 
     def __getitem__(self, rows: Any) -> "Quantized":
-        return self.each(lambda part: _bytes(part)[rows].view(part.dtype))
+        return self.each(lambda part: as_bytes(part)[rows].view(part.dtype))
 
     def __setitem__(self, rows: Any, other: "Quantized") -> None:
         for part, new in zip(self.parts, other.parts, strict=True):
-            _bytes(part)[rows] = _bytes(new)
+            as_bytes(part)[rows] = as_bytes(new)
 
     def each(self, function: Callable[[Tensor], Tensor]) -> "Quantized":
         """A matrix with `function` applied to q, scale and shift."""
@@ -205,9 +206,9 @@ def constexprs_of(form: Format | None) -> dict[str, Any]:
     return {"KIND": "plain", "GROUP": 0} if form is None else {"KIND": form.kind, "GROUP": form.group}
 
 
-def _bytes(part: Tensor) -> Tensor:
-    """`part` in a dtype that torch can index: float8 as bytes."""
-    return part.view(torch.uint8) if part.dtype == torch.float8_e4m3fn else part
+def as_bytes(part: Tensor) -> Tensor:
+    """`part` in a dtype that torch indexes and every device loads: float8 as int8."""
+    return part.view(torch.int8) if part.dtype == torch.float8_e4m3fn else part
 
 
 def _restored(w: Quantized) -> Tensor:
@@ -258,7 +259,7 @@ def joined(parts: Sequence[Quantized], stack: bool = False) -> Quantized:
 
     def of(each: list[Tensor]) -> Tensor:
         dtype = torch.float32 if any(x.dtype == torch.float32 for x in each) else each[0].dtype
-        return join([_bytes(x if x.element_size() == 1 else x.to(dtype)) for x in each]).view(dtype)
+        return join([as_bytes(x if x.element_size() == 1 else x.to(dtype)) for x in each]).view(dtype)
 
     shifts = [w.shift for w in parts if w.shift is not None]
     scale, shift = of([w.scale for w in parts]), of(shifts) if shifts else None
@@ -310,10 +311,10 @@ def quantised(weight: Tensor, kind: str, group: int | None = None) -> Quantized:
             numbers = ((w - low.unsqueeze(-1)) / step.unsqueeze(-1)).round_().clamp_(0, 15)
             codes[i : i + rows] = packed(numbers.flatten(-2).to(torch.uint8))
         else:
-            most = 127 if kind == "int8" else 448
+            most = LARGEST[kind]
             step = _step(w.abs().amax(-1) / most)
             numbers = (w / step.unsqueeze(-1)).flatten(-2).clamp_(-most, most)
-            _bytes(codes)[i : i + rows] = _bytes((numbers.round_() if kind == "int8" else numbers).to(codes.dtype))
+            as_bytes(codes)[i : i + rows] = as_bytes((numbers.round_() if kind == "int8" else numbers).to(codes.dtype))
         scales[i : i + rows] = step
     return Quantized(q, scale, shift)
 

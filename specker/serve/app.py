@@ -45,7 +45,6 @@ class Server:
         self.worker = Worker(engine.session, serving.queue, serving.seconds, self._ended)
         self.live = Live(engine, self.worker.metrics.queue) if serving.view else None
         engine.trace = self.live.round if self.live else None
-        self._numbers, self._reserved = count(), reserved(engine.tokenizer)
         grammars = engine.session.grammars
         self.checker = grammars.check = Checker(grammars.tokenizer, grammars.limits, serving.grammar_seconds)
         grammars.pace = PACE

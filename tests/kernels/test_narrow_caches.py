@@ -9,8 +9,9 @@ from formulas import randn
 
 from specker.kernels import quant
 from specker.kernels.kv import _launch_commit, kv_calibrate, kv_calibrate_cost, kv_commit, rope_table
-from specker.kernels.narrow import LARGEST, NARROW, as_bytes, narrow, narrowed, widen
+from specker.kernels.narrow import NARROW, narrow, narrowed, widen
 from specker.kernels.project import kv_project, kv_project_cost
+from specker.kernels.quant import LARGEST, as_bytes
 from specker.kernels.variant import tl, triton
 
 calibrate = importlib.import_module("specker.kernels.kv")
@@ -43,7 +44,7 @@ def test_a_kernel_converts_as_torch_does(dtype, scale):
     _narrow_kernel[(1,)](x, out, back, scale, len(x), BLOCK=2048, KV=NARROW[dtype])
     want = narrowed(x[:, None, None], torch.tensor([[scale]]), dtype).flatten()
     assert torch.equal(out, as_bytes(want)) and torch.equal(back, want.float())
-    assert want.float().abs().max() == LARGEST[dtype]
+    assert want.float().abs().max() == LARGEST[NARROW[dtype]]
 
 
 def inputs(T, G, norm, kind, E=None, dtype=torch.float16, sizes=(4, 2, 8)):

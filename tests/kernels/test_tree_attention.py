@@ -20,7 +20,8 @@ from specker.kernels.attention import (
     tree_attention_cost,
 )
 from specker.kernels.kv import kv_calibrate, rope_table
-from specker.kernels.narrow import as_bytes, narrowed
+from specker.kernels.narrow import narrowed
+from specker.kernels.quant import as_bytes
 from specker.kernels.variant import Variant, tl, triton
 
 op = importlib.import_module("specker.kernels.attention")  # the package's attribute of this name is the function

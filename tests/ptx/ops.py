@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 from ptx.cases import Case, Verdict, attention_tests, weight
 from specker.kernels import narrow, noise
-from specker.kernels.quant import Matrix, Quantized, quantised
+from specker.kernels.quant import Matrix, Quantized, as_bytes, quantised
 from specker.kernels.route import expert_route_ref
 
 attention, experts, kv, linear, project, residual, sample, topk = (
@@ -419,7 +419,7 @@ def _in_eight_bits(
             slots = given[at - 2]
             for name, plain, own, scale in zip("kv", caches[:2], caches[2:], scales, strict=True):
                 rows = narrow.narrowed(plain.flatten(0, 1)[slots], scale, kind)
-                verdict.same(name, own.flatten(0, 1)[slots], narrow.as_bytes(rows))
+                verdict.same(name, own.flatten(0, 1)[slots], as_bytes(rows))
 
         yield Case(f"{label} {name} cache", run, judge)
 
