@@ -207,8 +207,8 @@ def test_sizing_verifies_different_tokens(tmp_path):
     [
         ({"num_experts_per_tok": 7}, "num_experts_per_tok 7 must be at most the number of experts, 6"),
         ({"decoder_sparse_step": 0}, "decoder_sparse_step 0 at least 1"),
-        ({"moe_intermediate_size": ...}, "moe_intermediate_size must be a whole number from 1 on, but .* lacks it"),
-        ({"num_local_experts": ...}, "num_experts must be a whole number from 1 on, but .* lacks it"),
+        ({"moe_intermediate_size": ...}, "moe_intermediate_size must be a whole number from 1 to 1048576, .* lacks it"),
+        ({"num_local_experts": ...}, "num_experts must be a whole number from 1 to 4096, but .* lacks it"),
         ({"architectures": ["Qwen2MoeForCausalLM"]}, "architecture Qwen2MoeForCausalLM .*is not supported"),
         ({"architectures": ["DeepseekV3ForCausalLM"]}, "architecture DeepseekV3ForCausalLM .*is not supported"),
     ],
