@@ -1,11 +1,12 @@
 """The options of `specker.load` and of a request as types, so that a type checker knows their names and values. Nothing
 imports this at run time; tests/test_typing.py compares it with the dataclasses that define the options."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Literal, TypedDict
 
 from specker.options import Tree, VocabKeep
 
+Biases = Mapping[int, float] | Sequence[tuple[int, float]]
 Bits = Literal["int8", "int4", "fp8", "none"]
 
 
@@ -59,11 +60,18 @@ class RequestOptions(TypedDict, total=False):
     temperature: float
     top_p: float
     top_k: int
+    min_p: float
+    repetition_penalty: float
+    presence_penalty: float
+    frequency_penalty: float
+    logit_bias: Biases
     seed: int
     stop_ids: Sequence[int]
     logprobs: int
     prefix_cache: Literal["exact", "all", "off"] | None
     grammar: str | None
+    ignore_eos: bool
+    policy: str | None
 
 
 class EachOption(TypedDict, total=False):
@@ -72,8 +80,15 @@ class EachOption(TypedDict, total=False):
     temperature: float | Sequence[float]
     top_p: float | Sequence[float]
     top_k: int | Sequence[int]
+    min_p: float | Sequence[float]
+    repetition_penalty: float | Sequence[float]
+    presence_penalty: float | Sequence[float]
+    frequency_penalty: float | Sequence[float]
+    logit_bias: Biases  # for all prompts
     seed: int | Sequence[int]
     stop_ids: Sequence[int]  # for all prompts
     logprobs: int | Sequence[int]
     prefix_cache: Literal["exact", "all", "off"] | None
     grammar: str | Sequence[str | None] | None
+    ignore_eos: bool | Sequence[bool]
+    policy: str | Sequence[str | None] | None

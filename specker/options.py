@@ -9,7 +9,9 @@ import dataclasses
 import difflib
 import operator
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
+from reprlib import repr as short
 from typing import Any
 
 from specker.fields import check_fields, opt, option
@@ -18,6 +20,8 @@ DTYPES = ("float32", "bfloat16", "float16", "float64")
 QUANTIZE = ("int8", "int4", "fp8", "none")
 ACTIVATIONS = ("int8", "bfloat16", "float32")
 MAX_BATCH = 256
+MAX_BIASES = 300  # of a request, as in OpenAI's API
+RECOMMENDED = "temperature", "top_p", "top_k", "min_p", "repetition_penalty"  # what a checkpoint may recommend
 TEMPERATURE = 0.7  # of conversations and of the server, if the checkpoint recommends nothing
 TREE = "must be WIDTHxDEPTH with both at least 1, such as 4x5"
 
@@ -202,13 +206,37 @@ class Options(Common):
         return (*weights, f"synthetic acceptance {self.acceptance:g}")
 
 
+def biases(given: Any) -> tuple[tuple[int, float], ...]:
+    """What is added to the logits of some ids, ascending: from a mapping, pairs, or texts such as `50256=-100`."""
+    pairs = given.items() if isinstance(given, Mapping) else given
+    try:
+        pairs = [pair.split("=") if isinstance(pair, str) else pair for pair in pairs]
+        found = {int(token): float(value) for token, value in pairs}
+    except (TypeError, ValueError):
+        found = None
+    if found is None or len(found) < len(pairs) or any(token < 0 or not abs(x) <= 100 for token, x in found.items()):
+        about = "must give ids, each once, values between -100 and 100, such as 50256=-100"
+        raise ValueError(f"{option('logit_bias')} {about}; got {short(given)}")
+    if len(found) > MAX_BIASES:
+        raise ValueError(f"{option('logit_bias')} takes at most {MAX_BIASES} ids, got {len(found)}")
+    return tuple(sorted(found.items()))
+
+
 @dataclass(frozen=True)
 class Sampling:
-    """How to draw the target's token from its logits; the same for every strategy (see kernels/sample.py)."""
+    """How to draw the target's token from its logits; the same for every strategy (see kernels/sample.py and
+    kernels/adjust.py)."""
 
     temperature: float = opt(0.0, "0 decodes greedily")
     top_p: float = opt(1.0, "keep the smallest set of tokens with this much probability")
     top_k: int = opt(0, "keep the k most probable tokens; 0 keeps all", least=0)
+    min_p: float = opt(0.0, "keep the tokens that are at least this share as probable as the most probable one")
+    repetition_penalty: float = opt(
+        1.0, "divide the logits of tokens that occur in the prompt or the text by this (multiply negative ones)"
+    )
+    presence_penalty: float = opt(0.0, "subtract this from the logits of tokens that the text has", least=-2, most=2)
+    frequency_penalty: float = opt(0.0, "subtract this for each time that the text has the token", least=-2, most=2)
+    logit_bias: tuple[tuple[int, float], ...] = opt((), "add X to the logit of a token id", "ID=X", parse=biases)
     seed: int = opt(0, "the same seed gives the same tokens with every strategy")
 
     def __post_init__(self) -> None:
@@ -217,6 +245,10 @@ class Sampling:
             raise ValueError(f"{option('temperature')} must be 0 or at least 1e-6, and finite, got {self.temperature}")
         if not 0.0 < self.top_p <= 1.0:
             raise ValueError(f"{option('top_p')} must be in (0, 1], got {self.top_p}")
+        if not 0.0 <= self.min_p <= 1.0:
+            raise ValueError(f"{option('min_p')} must be in [0, 1], got {self.min_p}")
+        if not 0.01 <= self.repetition_penalty <= 100:
+            raise ValueError(f"{option('repetition_penalty')} must be in [0.01, 100], got {self.repetition_penalty}")
         if not 0 <= self.seed < 2**64:
             raise ValueError(f"{option('seed')} must be in [0, 2**64), got {self.seed}")
 
@@ -230,9 +262,12 @@ class Params:
         sampling: how to draw them.
         stop: strings; the text ends before the first one that occurs.
         stop_ids: token ids that end the text, besides the model's own.
+        ignore_eos: the model's own do not end it.
         logprobs: how many of the most probable tokens each emitted token comes with; 0: none, and no log-probability.
         prefix_cache: "exact", "all" or "off" for this request; None: as the engine was loaded.
         grammar: what the text must match, as a function of specker.grammar returns it, or as a Lark grammar.
+        policy: how long to draft for this request, as `--policy`, or "off" to draft nothing; None: as the engine was
+            loaded. Requests with different policies are not decoded together.
     """
 
     max_new_tokens: int = 128
@@ -242,6 +277,8 @@ class Params:
     logprobs: int = 0
     prefix_cache: str | None = None
     grammar: str | None = None
+    ignore_eos: bool = False
+    policy: str | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "max_new_tokens", whole(self.max_new_tokens, option("max_new_tokens"), 1))
@@ -252,6 +289,12 @@ class Params:
             raise ValueError(f"stop_ids must be a list of token ids, got {self.stop_ids!r}")
         object.__setattr__(self, "stop_ids", ids)
         object.__setattr__(self, "logprobs", whole(self.logprobs, "logprobs", 0))
+        if not isinstance(self.ignore_eos, bool):
+            raise ValueError(f"ignore_eos must be True or False, got {self.ignore_eos!r}")
+        if self.ignore_eos and self.grammar is not None:
+            raise ValueError("ignore_eos and a grammar exclude each other: a text ends where its grammar does")
+        if self.policy is not None and not isinstance(self.policy, str):
+            raise ValueError(f"policy must be a string, got {self.policy!r}")
         if self.prefix_cache not in (None, "exact", "all", "off"):
             raise ValueError(f"prefix_cache must be exact, all or off, got {self.prefix_cache!r}")
         if self.grammar is not None and (not isinstance(self.grammar, str) or not self.grammar.strip()):

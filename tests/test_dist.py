@@ -29,7 +29,11 @@ from specker.runtime.round.round import Round, collect
 
 PROMPT = [5, 9, 40, 77, 3, 8]
 BESIDE = [[7], [3] * 70, [4, 5, 6, 7]]  # other prompts, in batches
-SAMPLING = [{}, {"temperature": 0.7, "seed": 4, "top_p": 0.9}]
+SAMPLING: list[dict] = [
+    {},
+    {"temperature": 0.7, "seed": 4, "top_p": 0.9},
+    {"repetition_penalty": 1.05, "presence_penalty": 0.1, "logit_bias": [(9, 0.5)]},
+]
 ALIKE = (
     "tree",
     "easyspec-uneven",
@@ -120,7 +124,7 @@ def cases_of(models):
     how = {"dtype": "float64", "device": "cpu"}
     return {
         name: {"models": m, "options": {**how, **o}, "prompt": PROMPT, "count": 16}
-        | {"sampling": SAMPLING[ALIKE.index(name) % 2 :][:1] if name in ALIKE else SAMPLING}
+        | {"sampling": SAMPLING[ALIKE.index(name) % len(SAMPLING) :][:1] if name in ALIKE else SAMPLING}
         | ({"beside": BESIDE} if "batch_size" in o else {})
         for name, (m, o) in shapes.items()
     }
@@ -129,7 +133,9 @@ def cases_of(models):
 @functools.cache
 def plain(models):
     engine = specker.load(*models, strategy="ar", dtype="float64", device="cpu")
-    return [[engine.generate(p, 16, **how).tokens for how in SAMPLING] for p in (PROMPT, *BESIDE)]
+    texts = [[engine.generate(p, 16, **how).tokens for how in SAMPLING] for p in (PROMPT, *BESIDE)]
+    assert any(each[0] != each[2] for each in texts)  # the penalties change something
+    return texts
 
 
 QUICK = {

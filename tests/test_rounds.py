@@ -444,6 +444,20 @@ def test_launches_do_not_depend_on_the_text(recorded, name, case):
             assert len(kernels(first)) > 3 * 6
 
 
+@pytest.mark.parametrize(("name", "size"), [("chain-4", 8), ("tree-3x4", 1)])
+def test_penalties_read_the_texts_on_the_device(recorded, name, size):
+    """Neither the text nor the numbers of a request change a launch."""
+    world = recorded(name, size)
+    some = Sampling(0.7, min_p=0.1, repetition_penalty=1.2, logit_bias=((5, 1.0),))
+    other = Sampling(0.9, min_p=0.2, frequency_penalty=0.5, logit_bias=((5, 1.0), (9, -2.0)))
+    logs = [world.round(ragged(size, n), s, world.budgets[-1]) for n, s in ((50, some), (371, some), (50, other))]
+    assert logs[0] == logs[1] == logs[2]
+    found = [kernel.split(":")[0] for kernel, *_ in logs[0]]
+    assert found.count("_adjust_rows_kernel") == found.count("_adjust_floor_kernel") == 1
+    plain = world.round(ragged(size, 50), Sampling(0.7), world.budgets[-1])
+    assert {key for key, *_ in plain.segments if key[0][0] == "accept"}.isdisjoint(key for key, *_ in logs[0].segments)
+
+
 DENSE = ("aten.linear", "aten.mm", "aten.addmm", "aten.bmm", "aten.baddbmm", "aten.sort", "aten.topk")
 
 

@@ -13,6 +13,7 @@ import torch
 
 from bench.kernels import (
     bench_accept,
+    bench_adjust,
     bench_expert_linear,
     bench_grow,
     bench_kv,
@@ -137,6 +138,8 @@ CHECKS: dict[str, Callable[[], None]] = {
     "expert_route": built(bench_expert_linear.build_all, MIXTURE, 8),
     "sample_rows greedy": built(bench_accept.sample, 8, 8 * SIZE, DTYPE, 0.0, 0, 1.0),
     "sample_rows top-k and top-p": built(bench_accept.sample, 8, 8 * SIZE, DTYPE, 0.7, 50, 0.9),
+    "adjust_rows": built(bench_adjust.build, 8 * SIZE, 500, False),
+    "adjust_rows min_p": built(bench_adjust.build, 8 * SIZE, 500, True),
     "accept_walk chain": built(bench_accept.walk, 64, True),
     "accept_walk tree": built(bench_accept.walk, 64, False),
     "place_rows": places,

@@ -24,6 +24,7 @@ from specker.model import memory
 from specker.model.config import CheckpointError, ModelConfig
 from specker.model.split import WHOLE, Part
 from specker.model.weights import Parameters, Rope, Weights
+from specker.options import RECOMMENDED
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 REOPEN = 1 << 27  # bytes after which the files are mapped anew, because pages that were read stay resident until then
@@ -60,7 +61,7 @@ class Checkpoint(Parameters):
         raw = read_json(self.folder / "generation_config.json", required=False)
         if not raw.get("do_sample"):
             return {}
-        given = {name: raw.get(name) for name in ("temperature", "top_p", "top_k")}
+        given = {name: raw.get(name) for name in RECOMMENDED}
         return {name: value for name, value in given.items() if isinstance(value, int | float)}
 
     @property

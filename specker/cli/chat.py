@@ -5,12 +5,12 @@ import difflib
 import json
 import os
 import re
-from dataclasses import asdict, replace
+from dataclasses import asdict, fields, replace
 
 from specker.cli.decode import Decoding, Sample
 from specker.cli.report import Result
 from specker.cli.terminal import KEYS, ask, keys_wait, reader, unquoted
-from specker.options import whole
+from specker.options import Sampling, whole
 from specker.paths import write_file
 
 COMMANDS = {
@@ -23,7 +23,10 @@ COMMANDS = {
     "/save": ("FILE", "write the conversation, for --prompts FILE --chat"),
     "/exit": ("", "end the conversation"),
 }
-SETTINGS = {"temperature": float, "top_p": float, "top_k": int, "seed": int, "max_new_tokens": int}
+FLOATS = "temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"
+SETTINGS: dict[str, type[float]] = dict.fromkeys(FLOATS, float) | dict.fromkeys(
+    ("top_k", "seed", "max_new_tokens"), int
+)
 ENDS = {
     "length": "the answer ends at max_new_tokens",
     "grammar": "no token can follow in this grammar",
@@ -69,9 +72,12 @@ class Chat:
         return tuple(m for m in self.sample.conversation.before[:1] if m["role"] == "system")
 
     def settings(self) -> str:
-        """What /set changes, with its values."""
+        """What /set changes, with its values; penalties and min_p only where there are any."""
         values = asdict(self.sample.sampling) | {"max_new_tokens": self.decoding.job.max_new_tokens}
-        return ", ".join(f"{name} {values[name]}" for name in SETTINGS)
+        rare = {f.name: f.default for f in fields(Sampling) if f.name == "min_p" or f.name.endswith("_penalty")}
+        return ", ".join(
+            f"{name} {values[name]}" for name in SETTINGS if name not in rare or values[name] != rare[name]
+        )
 
     def take(self, text: str) -> None:
         """Carry out a command, or answer. Raises EOFError for /exit, and ValueError with a sentence for the user."""

@@ -157,7 +157,8 @@ class Decoding:
         # conversation prefills only its new tokens.
         keeps = job.chat and turn > 1 and self.engine.options.prefix_cache != "off"
         prefixes = "off" if job.check else "all" if keeps else None
-        params = Params(job.max_new_tokens or 0, sample.sampling, job.stop, prefix_cache=prefixes, grammar=self.grammar)
+        limits = job.max_new_tokens or 0, sample.sampling, job.stop, job.stop_ids
+        params = Params(*limits, prefix_cache=prefixes, grammar=self.grammar, ignore_eos=job.ignore_eos)
         request = self.engine.session.request(sample.results[-1].ids, params, index=sample.number)
         if self.trace is not None:
             said = conversation.turns[turn - 1]
@@ -222,7 +223,8 @@ class Decoding:
         sampling = asdict(samples[0].sampling) | {"seed": [sample.sampling.seed for sample in samples]}
         prompts = [sample.results[-1].ids for sample in samples]
         job = self.job
-        return self.engine.generate_ar(prompts, job.max_new_tokens, job.stop, grammar=self.grammar, **sampling)
+        ends = {"stop_ids": job.stop_ids, "ignore_eos": job.ignore_eos, "grammar": self.grammar}
+        return self.engine.generate_ar(prompts, job.max_new_tokens, job.stop, **ends, **sampling)
 
     def _compare(self, samples: list[Sample], plain: list[Any]) -> None:
         """Compare the last turns of the samples with `plain`."""

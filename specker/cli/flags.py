@@ -42,6 +42,8 @@ class Job:
         least=1,
     )
     stop: tuple[str, ...] = opt((), "end each text before the first of these strings", "STRING")
+    stop_ids: tuple[int, ...] = opt((), "end each text after the first of these token ids", "ID")
+    ignore_eos: bool = opt(False, "the checkpoint's own stop ids do not end a text")
     json_schema: str | None = opt(None, "each text is JSON that is valid for this JSON schema", "FILE")
     grammar: str | None = opt(None, "each text matches this Lark grammar, or another one of llguidance", "FILE")
     samples: int = opt(1, "independent draws of each prompt, with seeds --seed, --seed + 1, ...", least=1)
@@ -66,6 +68,8 @@ class Job:
             raise ValueError("--prompt and --prompts exclude each other")
         if self.json_schema is not None and self.grammar is not None:
             raise ValueError("--json-schema and --grammar exclude each other")
+        if self.ignore_eos and (self.json_schema is not None or self.grammar is not None):
+            raise ValueError("--ignore-eos and a grammar exclude each other: a text ends where its grammar does")
         check_fields(self)
         stop_strings(self.stop)
 
@@ -81,7 +85,10 @@ COMMON = {
     )
 }
 MORE = {
-    "sampling": ("top_p", "top_k", "samples", "stop", "json_schema", "grammar"),
+    "sampling": (
+        *("top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias"),
+        *("samples", "stop", "stop_ids", "ignore_eos", "json_schema", "grammar"),
+    ),
     "drafts": ("draft_tokens", "tree", "policy"),
     "output": ("json", "trace"),
     "batches and memory": ("batch_size", "kv_tokens", "max_context", "page_size", "prefix_cache"),

@@ -11,14 +11,17 @@ from specker.cli.flags import MORE, USUAL, Job
 from specker.cli.parser import Parser
 from specker.extras import install
 from specker.fields import make
-from specker.options import Common, Options, Sampling
+from specker.options import RECOMMENDED, Common, Options, Sampling
 from specker.runtime import strategies
 from specker.serve.settings import Serving
 
 GROUPS = {
     "models": ("target", "draft", "strategy"),
     "server": tuple(f.name for f in fields(Serving)),
-    "sampling, of requests that do not say": ("temperature", "top_p", "top_k"),
+    "sampling, of requests that do not say": (
+        *("temperature", "top_p", "top_k", "min_p"),
+        *("repetition_penalty", "presence_penalty", "frequency_penalty"),
+    ),
     **{title: names for title, names in MORE.items() if not {"json", "top_p", "tp", "load"} & {*names}},
 }
 EPILOG = """\
@@ -42,7 +45,7 @@ def parser() -> Parser:
     top = Parser("specker serve", "specker serve [flags]", about, EPILOG)
     words, offers = strategies.words(), strategies.offers()
     recommended = "what the checkpoint recommends"
-    usual = {"batch_size": str(BATCH), "temperature": USUAL, "top_p": recommended, "top_k": recommended}
+    usual = {"batch_size": str(BATCH)} | dict.fromkeys(RECOMMENDED, recommended) | {"temperature": USUAL}
     top.arrange(GROUPS, Job, Common, Serving, Sampling, offers=offers, usual=usual, **words)
     for cls, title, about, names in strategies.flag_groups():
         top.add(cls, title, about, only=names)

@@ -16,6 +16,7 @@ from specker.cpu.library import (
     GATES,
     MATRICES,
     VECTORS,
+    AdjustCall,
     Entry,
     Forward,
     Layer,
@@ -299,6 +300,35 @@ def sample(
     held = [logits.data_ptr(), positions.data_ptr(), *(each.ctypes.data for each in numbers)]
     call, crew = SampleCall(*held, T, logits.shape[1], run or max(T, 1), out.data_ptr()), team()
     crew.run(native().sample, call, crew.size)
+    return out
+
+
+def adjust(
+    logits: Tensor,
+    text: Tensor,
+    prompt: Tensor,
+    length: Tensor,
+    window: Tensor,
+    numbers: Tensor,
+    parents: Tensor | None,
+    places: Tensor | None,
+    bias_ids: Tensor | None,
+    bias: Tensor | None,
+    floors: bool,
+) -> Tensor:
+    """What `kernels.adjust_rows` returns for logits [T, V] float32."""
+    logits, out = logits.contiguous(), torch.empty(logits.shape)
+    strided = [
+        x if x is None or x.shape[1] < 2 or x.stride(1) == 1 else x.contiguous() for x in (text, window, parents)
+    ]
+    dense = [None if x is None else x.contiguous() for x in (prompt, length, places, numbers, bias_ids, bias)]
+    held = strided[0], *dense[:2], *strided[1:], *dense[2:]  # until the call has ended
+    addresses = (None if x is None else x.data_ptr() for x in held)
+    strides = (0 if x is None else x.stride(0) for x in strided)
+    sizes = window.shape[1], 0 if bias is None else bias.shape[1]
+    call = AdjustCall(logits.data_ptr(), *addresses, *logits.shape, *sizes, *strides, floors, out.data_ptr())
+    crew = team()
+    crew.run(native().adjust, call, crew.size)
     return out
 
 

@@ -127,6 +127,18 @@ class SampleCall(Structure):
     ]
 
 
+class AdjustCall(Structure):
+    _fields_ = [
+        *(
+            (name, c_void_p)
+            for name in ("logits", "text", "prompt", "length", "window", "parents", "places", "numbers")
+        ),
+        *((name, c_void_p) for name in ("bias_ids", "bias")),
+        *((name, c_int64) for name in ("T", "V", "R", "K", "text_stride", "window_stride", "parents_stride", "floors")),
+        ("out", c_void_p),
+    ]
+
+
 class Rule(Structure):
     _fields_ = [
         *((name, c_void_p) for name in ("joint", "scales")),
@@ -168,6 +180,7 @@ def _loaded() -> tuple[Any, str | None]:
     lib.layers.argtypes = [c_void_p, POINTER(Forward), c_int]
     lib.draft_chain.argtypes = [c_void_p, POINTER(ChainCall), c_int]
     lib.sample.argtypes = [c_void_p, POINTER(SampleCall), c_int]
+    lib.adjust.argtypes = [c_void_p, POINTER(AdjustCall), c_int]
     lib.copy_rows.argtypes = [c_int64, c_int64, *[c_void_p] * 4, c_int64]
     lib.copy_rows.restype = None
     lib.gumbel.argtypes = [c_uint64, c_void_p, c_int64, c_int64, c_void_p]

@@ -11,6 +11,7 @@ holds; mark two or three with `smoke=True` for `make test`.
 """
 
 from specker.kernels.accept import accept_walk
+from specker.kernels.adjust import adjust_rows
 from specker.kernels.attention import ancestor_words, tree_attention
 from specker.kernels.experts import expert_linear
 from specker.kernels.kv import kv_calibrate, kv_commit, rope_table
@@ -23,6 +24,7 @@ from specker.kernels.topk import vocab_topk
 
 __all__ = [
     "accept_walk",
+    "adjust_rows",
     "ancestor_words",
     "expert_linear",
     "expert_route",

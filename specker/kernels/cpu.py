@@ -28,6 +28,22 @@ class Backend(Protocol):
         """The tokens [T] int64 that `sample_rows` draws from logits [T, V] float32 at `positions` [T] int64. `draws`:
         temperature, top_k, top_p and seed for each `run` rows."""
 
+    def adjust(
+        self,
+        logits: Tensor,
+        text: Tensor,
+        prompt: Tensor,
+        length: Tensor,
+        window: Tensor,
+        numbers: Tensor,
+        parents: Tensor | None,
+        places: Tensor | None,
+        bias_ids: Tensor | None,
+        bias: Tensor | None,
+        floors: bool,
+    ) -> Tensor:
+        """What `adjust_rows` returns for logits [T, V] float32."""
+
 
 @cache
 def native() -> Backend | None:

@@ -1,8 +1,11 @@
 """Sampling parameters of a round, in the form the ops take: temperature, filters and seed per sequence."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from specker.kernels.noise import pack_draw
@@ -14,6 +17,13 @@ ALL = 2**31 - 1  # top_k that keeps every token
 KINDS = ("greedy", "noise", "filtered")  # the kernels a draw launches; a later kind also covers the earlier ones
 
 
+class Adjusts(NamedTuple):
+    """That logits are adjusted before a token is drawn (kernels/adjust.py), and how, besides penalties."""
+
+    biased: bool
+    floors: bool
+
+
 @dataclass(frozen=True)
 class Draws:
     """Sampling parameters for all rows of a round."""
@@ -21,12 +31,15 @@ class Draws:
     kind: str
     memory: Tensor | None  # [n, 4] int64, each sequence's parameters (`pack`): one CUDA graph serves every request
     only: Sampling | None = None  # parameters of a single sequence, to pass as launch arguments
+    adjusts: Adjusts | None = None  # None: logits stay as they are. The numbers are in the state
 
     @classmethod
     def of(cls, samplings: Sequence[Sampling], memory: Tensor, fixed: bool) -> "Draws":
         """`fixed`: kernels read the parameters from memory even for one sequence."""
         only = samplings[0] if len(samplings) == 1 and not fixed else None
-        return cls(max(map(kind, samplings), key=KINDS.index), memory, only)
+        found = [adjusts for s in samplings if (adjusts := adjusting(s)) is not None]
+        both = Adjusts(*map(any, zip(*found, strict=True))) if found else None
+        return cls(max(map(kind, samplings), key=KINDS.index), memory, only, both)
 
     @classmethod
     def one(cls, sampling: Sampling) -> "Draws":
@@ -75,6 +88,19 @@ class Draws:
 def kind(s: Sampling) -> str:
     filtered = s.temperature > 0 and (s.top_k > 0 or s.top_p < 1)
     return "filtered" if filtered else "noise" if s.temperature > 0 else "greedy"
+
+
+def adjusting(s: Sampling) -> Adjusts | None:
+    """How logits are adjusted; None if they are not."""
+    floors = s.min_p > 0 and s.temperature > 0  # at temperature 0 the most probable token remains
+    penalties = s.repetition_penalty != 1 or s.presence_penalty != 0 or s.frequency_penalty != 0
+    return Adjusts(bool(s.logit_bias), floors) if penalties or floors or s.logit_bias else None
+
+
+def rules(s: Sampling) -> Tensor:
+    """A sequence's `numbers` of `adjust_rows`, [4] float32 on the CPU."""
+    reach = -s.temperature * math.log(s.min_p) if s.min_p > 0 and s.temperature > 0 else math.inf
+    return torch.tensor([s.repetition_penalty, s.presence_penalty, s.frequency_penalty, reach])
 
 
 def pack(s: Sampling) -> Tensor:

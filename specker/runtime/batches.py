@@ -39,8 +39,8 @@ class Batches:
         bucket = self.see(longest + self.lookahead if fixed else 0)
         draws = Draws.of([request.sampling for request in requests], state.draw, fixed)
         lengths = state.length if fixed else [len(request.token_ids) for request in requests]
-        shape, confident = Shape(padded, budget, fixed, bucket, draws.kind), requests[0].policy.confident
-        return Batch(requests, state, shape, draws, lengths, graphs, confident)
+        shape = Shape(padded, budget, fixed, bucket, draws.kind, draws.adjusts)
+        return Batch(requests, state, shape, draws, lengths, graphs, requests[0].policy.confident)
 
     def see(self, columns: int) -> int:
         """Limit attention to the smallest KV bucket with `columns`; 0 for all columns. Returns the bucket."""

@@ -9,11 +9,13 @@ from dataclasses import dataclass
 
 import torch
 
+from specker.kernels.adjust import adjust_rows
 from specker.kernels.linear import row_linear
 from specker.kernels.noise import gumbel
 from specker.kernels.quant import streams
 from specker.model.decoder import Model, forward
 from specker.model.prefill import prefill
+from specker.model.sampling import adjusting, rules
 from specker.options import Sampling
 from specker.runtime.loop import Loop
 from specker.runtime.text import Generation
@@ -74,8 +76,9 @@ def bit_equal(model: Model, chains: bool, ordered: bool) -> bool:
 
 
 @torch.inference_mode()
-def gap(loop: Loop, ids: list[int], plain: int, other: int, sampling: Sampling) -> tuple[float, float]:
-    """(distance of two tokens' (perturbed) logits after `ids`, how far rounding could move them)."""
+def gap(loop: Loop, ids: list[int], prompt: int, plain: int, other: int, sampling: Sampling) -> tuple[float, float]:
+    """(distance of two tokens' (perturbed) logits after `ids`, of which `prompt` are the prompt's, how far rounding
+    could move them)."""
     model, cache = loop.target, loop.cache
     loop.clear(forget=True)
     loop.batches.see(0)
@@ -83,12 +86,25 @@ def gap(loop: Loop, ids: list[int], plain: int, other: int, sampling: Sampling) 
     prefill(model, cache, ids[:-1])
     rows = cache.after([len(ids) - 1], [1])
     out = forward(model, cache, rows, model.embed_tokens(torch.tensor(ids[-1:], device=model.device)))
-    row = model.whole_logits(model.logits(out.final))[0]
+    logits = model.whole_logits(model.logits(out.final))
     cache.release(0)
-    bound = rounding_bound(model.dtype, row, sampling.temperature)
+    bound = rounding_bound(model.dtype, logits, sampling.temperature)
+    row = _adjusted(logits, ids, prompt, sampling)[0]
     if sampling.temperature > 0:
         row = row / sampling.temperature + gumbel(sampling.seed, rows.positions, len(row))[0]
     return abs(float(row[plain] - row[other])), bound
+
+
+def _adjusted(logits: torch.Tensor, ids: list[int], prompt: int, sampling: Sampling) -> torch.Tensor:
+    """logits [1, V] after biases, penalties and min_p by the text `ids`."""
+    if (adjusts := adjusting(sampling)) is None:
+        return logits
+    text, prompts, lengths = torch.tensor([ids]), torch.tensor([prompt]), torch.tensor([len(ids)])
+    pairs = sampling.logit_bias or ((-1, 0.0),)
+    biased, biases = torch.tensor([[token for token, _ in pairs]]), torch.tensor([[x for _, x in pairs]])
+    given = text, prompts, lengths, text[:, -1:], rules(sampling)[None], biased, biases
+    text, prompts, lengths, root, numbers, biased, biases = (x.to(logits.device) for x in given)
+    return adjust_rows(logits, text, prompts, lengths, root, numbers, None, None, biased, biases, adjusts.floors)
 
 
 def rounding_bound(dtype: torch.dtype, logits: torch.Tensor, temperature: float) -> float:

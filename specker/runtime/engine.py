@@ -268,13 +268,23 @@ class Engine:
             temperature: 0 (default) decodes greedily.
             top_p: keep the smallest set of tokens with this much probability; default 1.
             top_k: keep the k most probable tokens; 0 (default) keeps all.
+            min_p: keep the tokens that are at least this share as probable as the most probable one; default 0.
+            repetition_penalty: divide the logits of tokens that occur in the prompt or the text by this (multiply
+                negative ones); default 1.
+            presence_penalty: subtract this from the logits of tokens that the text has; default 0.
+            frequency_penalty: subtract this for each time that the text has the token; default 0.
+            logit_bias: what to add to the logits of some token ids, such as {50256: -100}.
             seed: the same seed gives the same tokens with every strategy; default 0.
             stop_ids: token ids that end a text, besides the checkpoint's own.
+            ignore_eos: the checkpoint's own do not end it; default False.
+            policy: how long to draft for this request, as `--policy`, or "off" to draft nothing; default: as the engine
+                was loaded. Requests with different policies are not decoded together.
             logprobs: each token comes with its log-probability and those of so many most probable tokens; default 0.
             prefix_cache: "exact", "all" or "off" for this request; default: as the engine was loaded.
             grammar: what the text must match, as a function of `specker.grammar` returns it, or as a Lark grammar.
 
-        For several prompts each of these, but `stop` and `stop_ids`, may be a list with a value for each prompt.
+        For several prompts each of these, but `stop`, `stop_ids` and `logit_bias`, may be a list with a value for each
+        prompt.
 
         Returns:
             A `Generation`, or a list of them for a list of prompts.
@@ -353,7 +363,8 @@ class Engine:
         ids = self.encode(prompt) if isinstance(prompt, str) else text.token_ids(prompt)
         sampling = Params.of(**options).sampling
         with self.session.alone():
-            apart = check.gap(self.loop, ids + ar.tokens[:first], ar.tokens[first], generation.tokens[first], sampling)
+            tokens = ar.tokens[first], generation.tokens[first]
+            apart = check.gap(self.loop, ids + ar.tokens[:first], len(ids), *tokens, sampling)
         return check.compared(generation, ar, first, apart, self.bit_equal, self.dtype)
 
     @property
@@ -378,7 +389,9 @@ class Engine:
     def _requests(
         self, prompt: Any, options: dict[str, Any], stop: Stop, speculates: bool, **more: Any
     ) -> list[Request]:
-        same = {"stop": stop, "stop_ids": options.pop("stop_ids", ())}  # lists, but not one value per prompt
+        same = {"stop": stop} | {
+            name: options.pop(name, ()) for name in ("stop_ids", "logit_bias")
+        }  # lists, but for all
         return [
             self.session.request(p, Params.of(**same, **named), index=i, speculates=speculates, **more)
             for i, (p, named) in enumerate(text.each(prompt, options))

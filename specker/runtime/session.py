@@ -19,7 +19,7 @@ from specker.fields import option
 from specker.model.device import current
 from specker.options import Params, whole
 from specker.runtime import text
-from specker.runtime.control.policy import Fixed, Policy
+from specker.runtime.control.policy import OFF, Fixed, Policy
 from specker.runtime.detokenize import Detokenizer
 from specker.runtime.events import Event
 from specker.runtime.loop import Loop
@@ -53,12 +53,13 @@ class Session:
         loop: Loop,
         target: Checkpoint,
         name: str,
-        policy: Callable[[], Policy],
+        policy: Callable[[str | None], Policy],
         stop_ids: Sequence[int],
         running: Callable[[], AbstractContextManager[None]],
     ):
         """`target`, `name`: the model's tokenizer and context, and what the user calls it. `policy`: makes one for each
-        request. `stop_ids`: of every request. `running`: a context manager around steps, which explains errors."""
+        request, from the name that it asks for. `stop_ids`: of every request. `running`: a context manager around
+        steps, which explains errors."""
         self.loop, self.target, self.name, self.device = loop, target, name, loop.target.device
         self._policy, self._stop_ids, self._running = policy, frozenset(stop_ids), running
         self.grammars = Grammars(target)
@@ -98,18 +99,23 @@ class Session:
         vocab = self.target.config.vocab_size
         if params.logprobs > vocab or any(token >= vocab for token in params.stop_ids):
             raise ValueError(f"stop_ids must be below {vocab} and logprobs at most that, the vocabulary of {self.name}")
+        if any(token >= vocab for token, _ in params.sampling.logit_bias):
+            raise ValueError(f"{option('logit_bias')} must be of ids below {vocab}, the vocabulary of {self.name}")
         asked, drafts = len(ids) + params.max_new_tokens, speculates and self.loop.drafter is not None
+        policy = self._policy(None if params.policy == OFF else params.policy)  # refuses unknown ones
+        drafts = drafts and params.policy != OFF
         return Request(
             index=index,
             token_ids=ids,
             limit=min(asked, context),
             ends="length" if asked <= context else "context",
             sampling=params.sampling,
-            policy=self._policy() if drafts else Fixed(0, 0),
+            policy=policy if drafts else Fixed(0, 0),
             speculates=drafts,
+            asked=params.policy,
             prefixes=params.prefix_cache,
             reader=Detokenizer(tokenizer, params.stop) if params.stop or reads else None,
-            stop_ids=self._stop_ids.union(params.stop_ids),
+            stop_ids=(frozenset() if params.ignore_eos else self._stop_ids).union(params.stop_ids),
             logprobs=params.logprobs,
             traced=speculates if traced is None else traced,
             on_progress=on_progress,

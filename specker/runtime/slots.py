@@ -67,10 +67,10 @@ class Slots:
                 )
 
     def admits(self, request: Request) -> bool:
-        """Whether there is a slot and memory now; requests that draft and those that do not take turns."""
+        """Whether there is a slot and memory now; requests that draft in different ways take turns."""
         if self.filling is not None or len(self.active) == self.size:
             return False
-        if self.active and self.active[0].speculates != request.speculates:
+        if self.active and self.active[0].mode != request.mode:
             return False
         return all(cache.fits(self.columns(request.limit)) for cache in self.caches)
 

@@ -144,8 +144,13 @@ class TextAnswer(Answer):
     def __init__(self, call: Call, asked: Completion, name: str, tokenizer: Any):
         super().__init__(call, asked, name, tokenizer)
         self._written = [0] * len(call.requests)  # characters of each text so far
+        self._echoes: dict[int, str] = {}  # the prompts of texts that have not begun, if texts begin with them
+        if asked.echo:
+            prompts = [p if isinstance(p, str) else tokenizer.decode(p) for p in asked.prompts]
+            self._echoes = {n: prompts[n // asked.n] for n in range(len(call.requests))}
 
     def delta(self, piece: Piece) -> dict[str, Any]:
+        piece = piece._replace(text=self._echoes.pop(piece.choice, "") + piece.text)
         start, most = self._written[piece.choice], self.asked.logprobs
         self._written[piece.choice] += len(piece.text)
         shown = None if most is None else logprobs.of_text(self.tokenizer, piece.logprobs, most, start)

@@ -4,9 +4,10 @@ silently ignored changes the text."""
 import json
 import secrets
 from collections.abc import Sequence
-from typing import Annotated, Any, Literal
+from dataclasses import fields
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import AliasChoices, BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from specker import grammar
 from specker.options import Params, Sampling
@@ -16,16 +17,9 @@ DEPTH = 100  # of lists and objects in a body; Python's recursion ends at 1000
 DEEP = dict, list, str
 PLACE = 100  # characters of a place in messages
 STOPS, STOP_LENGTH = 16, 256  # stop strings, and characters of one: all are matched in every step
+SAMPLED = tuple(f.name for f in fields(Sampling) if f.name != "seed")
 NEUTRAL: dict[str, tuple[Any, ...]] = {  # fields that are not supported, and the values that mean nothing
-    "presence_penalty": (0,),
-    "frequency_penalty": (0,),
-    "repetition_penalty": (1,),
-    "min_p": (0,),
-    "logit_bias": ({},),
-    "best_of": (1,),
-    "echo": (False,),
     "suffix": ("",),
-    "reasoning_effort": (),
     "functions": ([],),
 }
 
@@ -64,9 +58,21 @@ class Asked(Strict):
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = None
+    min_p: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = Field(
+        None, validation_alias=AliasChoices("repetition_penalty", "repeat_penalty")
+    )
+    logit_bias: dict[str, float] | None = None
     seed: int | None = None
     n: int = Field(1, ge=1, le=128)
+    best_of: int | None = None
     stop: str | list[str] | None = None
+    stop_token_ids: list[int] | None = None
+    ignore_eos: bool = False
+    cache_prompt: bool = True
+    speculation: str | None = None
     stream: bool = False
     stream_options: StreamOptions | None = None
     response_format: ResponseFormat | None = None
@@ -80,7 +86,8 @@ class Asked(Strict):
         for name, values in NEUTRAL.items():
             if given.get(name) is not None and given[name] not in values:
                 raise ValueError(f"{name} is not supported")
-        return {name: value for name, value in given.items() if name not in IGNORED | {*NEUTRAL}}
+        left_out = IGNORED | {*NEUTRAL} | {name for name, value in given.items() if value is None}
+        return {name: value for name, value in given.items() if name not in left_out}
 
     @field_validator("stop")
     @classmethod
@@ -89,6 +96,12 @@ class Asked(Strict):
         if len(given) > STOPS or any(len(text) > STOP_LENGTH for text in given):
             raise ValueError(f"at most {STOPS} strings of at most {STOP_LENGTH} characters are allowed")
         return stop
+
+    @model_validator(mode="after")
+    def _best(self) -> Self:
+        if self.best_of not in (None, self.n):
+            raise ValueError(f"best_of must be n, {self.n}: all texts are returned")
+        return self
 
     @property
     def texts(self) -> int:
@@ -103,8 +116,10 @@ class Asked(Strict):
     def params(self, usual: dict[str, float], room: int, logprobs: int, grammar: str | None) -> list[Params]:
         """The parameters of the `n` texts of a prompt. `usual`: sampling settings that the request may leave out;
         `room`: tokens, if it does not limit them. Raises ValueError."""
-        given = {name: getattr(self, name) for name in ("temperature", "top_p", "top_k")}
-        given = {**usual, **{name: value for name, value in given.items() if value is not None}}
+        given = {name: value for name in SAMPLED if (value := getattr(self, name)) is not None}
+        if given.get("top_k") == -1:  # keeps all
+            given["top_k"] = 0
+        given = {**usual, **given}
         seed = secrets.randbits(32) if self.seed is None else self.seed % 2**64
         stop = [self.stop] if isinstance(self.stop, str) else self.stop or []
         return [
@@ -112,8 +127,12 @@ class Asked(Strict):
                 self.max_tokens or max(1, room),
                 Sampling(**given, seed=(seed + i) % 2**64),  # type: ignore[arg-type]
                 tuple(stop),
+                stop_ids=tuple(self.stop_token_ids or ()),
                 logprobs=logprobs,
+                prefix_cache=None if self.cache_prompt else "off",
                 grammar=grammar,
+                ignore_eos=self.ignore_eos,
+                policy=self.speculation,
             )
             for i in range(self.n)
         ]
@@ -121,8 +140,15 @@ class Asked(Strict):
 
 class Completion(Asked):
     prompt: str | list[str] | list[int] | list[list[int]]
+    echo: bool = False
     logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     max_tokens: Annotated[int, Field(ge=1)] | None = 16  # OpenAI's
+
+    @model_validator(mode="after")
+    def _shown(self) -> Self:
+        if self.echo and self.logprobs is not None:
+            raise ValueError("echo and logprobs exclude each other: a prompt's tokens have no log-probabilities")
+        return self
 
     @property
     def texts(self) -> int:
@@ -209,6 +235,7 @@ class Chat(Asked):
     tools: list[Tool] | None = None
     tool_choice: Literal["none", "auto", "required"] | Choice | None = None
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
+    reasoning_effort: str | None = None
 
     @model_validator(mode="after")
     def _consistent(self) -> "Chat":

@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import re
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
@@ -86,6 +87,11 @@ class Server:
     def _rendered(self, asked: Chat, messages: list[dict[str, Any]]) -> str:
         if taken := self._reserved & {*asked.chat_template_kwargs}:
             raise ValueError(f"chat_template_kwargs cannot set {min(taken)}")
+        template = str(getattr(self.engine.tokenizer, "chat_template", None))
+        if asked.reasoning_effort is not None:
+            if "reasoning_effort" not in template:
+                raise ValueError("the model's chat template knows no reasoning_effort")
+            asked.chat_template_kwargs.setdefault("reasoning_effort", asked.reasoning_effort)
         named = {"tools": [tool.model_dump(exclude_none=True) for tool in asked.tools]} if asked.tools else {}
         return rendered(self.engine.target, self.name, messages, **named, **asked.chat_template_kwargs)
 
@@ -185,7 +191,8 @@ async def _left(http: Request) -> None:
 
 def _said(error: Exception) -> str:
     """An error of the runtime with the API's names."""
-    return str(error).replace("max_new_tokens", "max_tokens").replace(", which chat needs", "")
+    said = str(error).replace("max_new_tokens", "max_tokens").replace(", which chat needs", "")
+    return re.sub(r"\bpolicy(?==| must)", "speculation", said).replace("stop_ids", "stop_token_ids")
 
 
 def application(engine: Engine, serving: Serving, sampling: dict[str, float]) -> FastAPI:

@@ -90,6 +90,14 @@ def sample(**more: Any) -> dict[str, Any]:
     return {"logits": torch.ones(4, 50), **numbers, "positions": torch.arange(4), **more}
 
 
+def adjusted(T: int, **more: Any) -> dict[str, Any]:
+    lengths = {"prompt": torch.tensor([1, 2]), "length": torch.tensor([4, 5])}
+    texts = {"text": torch.ones(2, 6, dtype=torch.int64), **lengths, "window": torch.ones(2, 2, dtype=torch.int64)}
+    biases = {"bias_ids": torch.tensor([[1, 2], [3, -1]]), "bias": torch.ones(2, 2)}
+    parents = torch.zeros(2, 1, dtype=torch.int64)
+    return {"logits": torch.ones(T, 50), **texts, "numbers": torch.ones(2, 4), "parents": parents, **biases, **more}
+
+
 def head(weight: Any, **more: Any) -> dict[str, Any]:
     return {"hidden": torch.ones(3, 32), "weight": weight, "token_ids": torch.arange(40), "k": 3, **more}
 
@@ -107,6 +115,8 @@ CALLS: list[tuple[str, dict[str, Any]]] = [
     ("accept_walk", walk(2, 3)),
     ("accept_walk", walk(3)),
     ("accept_walk", {**walk(3), "target": torch.arange(5), "cu_drafts": ints(0, 2, 3)}),
+    ("adjust_rows", adjusted(4)),
+    ("adjust_rows", adjusted(3, places=torch.tensor([0, 2, 3]), floors=True)),
     ("ancestor_words", {"parents": torch.tensor([0, 0, 1])}),
     ("expert_linear", experts(3, 3)),
     ("expert_linear", experts(3, 3, 2, epilogue="sum")),

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from ptx.cases import Case, Verdict
-from specker.kernels import route
+from specker.kernels import adjust, route
 from specker.kernels.accept import _launch_walk, accept_walk_ref
 from specker.kernels.round import grow as growing
 from specker.kernels.round import pair, repeat, start
@@ -264,4 +264,31 @@ def _repeat(label: str, args: tuple) -> Case:
     return _equal(label, lambda: repeat._launch(*args), lambda: repeat.repeat_rows(*args))
 
 
-OPS = (accept_walk, expert_route, place_rows, start_rows, start_pairs, grow, prune, settle, repeat_rows)
+def adjust_rows(_: object) -> Iterator[Case]:
+    for B, R, V, C, trees, placed, K, floors in (
+        (2, 3, 300, 50, True, False, 5, True),
+        (1, 5, 5000, 3000, False, False, 0, False),
+        (3, 6, 200, 70, True, True, 0, False),
+        (2, 1, 4097, 10, False, False, 300, True),
+    ):
+        g = torch.Generator().manual_seed(V)
+        length = torch.randint(2, C, (B,), generator=g)
+        text = torch.randint(0, 40, (B, C), generator=g) * (V // 40)
+        window = torch.randint(0, 40, (B, R), generator=g) * (V // 40)
+        numbers = torch.tensor([[1.3, 0.0, 0.0, torch.inf], [1.0, 0.5, 0.25, 3.0], [1.0, 0.0, 0.0, torch.inf]])[:B]
+        parents = torch.stack([_tree(R - 1, g) for _ in range(B)]) if trees else None
+        places = torch.arange(0, B * R, 2) if placed else None
+        biased = torch.stack([torch.randperm(V, generator=g)[:K] for _ in range(B)]).clone() if K else None
+        if biased is not None:
+            biased[0, K // 2 :] = -1
+        bias = torch.randn(B, K, generator=g) if K else None
+        logits = torch.randn(B * R if places is None else len(places), V, generator=g)
+        args = logits, text, length // 2, length, window, numbers, parents, places, biased, bias, floors
+        yield _adjust(f"B{B} R{R} V{V}{' trees' * trees}{' placed' * placed} K{K}{' floors' * floors}", args)
+
+
+def _adjust(label: str, args: tuple) -> Case:
+    return _equal(label, lambda: (adjust._launch(*args),), lambda: (adjust.adjust_rows_ref(*args),))
+
+
+OPS = (accept_walk, adjust_rows, expert_route, place_rows, start_rows, start_pairs, grow, prune, settle, repeat_rows)

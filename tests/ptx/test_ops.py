@@ -23,6 +23,7 @@ FLOAT = [
 ]
 INTEGER = [
     "accept_walk",
+    "adjust_rows",
     "expert_route",
     "place_rows",
     "start_rows",

@@ -116,9 +116,78 @@ def test_chat_with_openais_client(engine, client):
         parts = [{"type": "text", "text": "ab "}, {"type": "text", "text": "cd"}]
         same = api.chat.completions.create(**{**asked, "messages": [{"role": "user", "content": parts}]}, max_tokens=16)
         assert same.choices[0].message.content == want.text
-        with pytest.raises(openai.BadRequestError, match="presence_penalty is not supported"):
-            api.chat.completions.create(**asked, presence_penalty=0.5)
-        assert api.chat.completions.create(**asked, presence_penalty=0, user="me", max_tokens=1).choices
+        with pytest.raises(openai.BadRequestError, match="presence_penalty must be between -2 and 2"):
+            api.chat.completions.create(**asked, presence_penalty=3)
+        adjusted = {"presence_penalty": 0.5, "frequency_penalty": 0.25, "logit_bias": {"99": 5}}
+        want = engine.generate(
+            engine.encode_chat(TALK), 16, temperature=0.7, seed=3, **adjusted | {"logit_bias": {99: 5}}
+        )
+        other = api.chat.completions.create(**asked, **adjusted, max_tokens=16, user="me")
+        assert other.choices[0].message.content == want.text != answer.choices[0].message.content
+
+
+ASKED = {  # fields of a request, and the options of the engine that they mean
+    "min_p": ({"min_p": 0.3, "temperature": 0.9}, {"min_p": 0.3, "temperature": 0.9}),
+    "repetition": ({"repetition_penalty": 1.5}, {"repetition_penalty": 1.5}),
+    "llama.cpp's name": ({"repeat_penalty": 1.2}, {"repetition_penalty": 1.2}),
+    "all of them": ({"top_k": -1, "temperature": 0.9}, {"temperature": 0.9}),
+    "nothing drafted": ({"speculation": "off"}, {"policy": "off"}),
+    "a policy": ({"speculation": "draft-and-verify", "cache_prompt": False}, {"prefix_cache": "off"}),
+    "null": (dict.fromkeys(("n", "stream", "stop", "logit_bias", "echo", "ignore_eos", "cache_prompt")), {}),
+}
+
+
+@pytest.mark.parametrize("fields", ASKED)
+def test_sampling_fields(engine, client, fields):
+    asked, options = ASKED[fields]
+    if "temperature" in asked:
+        asked, options = asked | {"seed": 3}, options | {"seed": 3}
+    body = client.post("/v1/completions", json={"prompt": "ab cd", "max_tokens": 24} | asked).json()
+    want = engine.generate("ab cd", 24, **options)
+    assert body["choices"][0]["text"] == want.text
+    found = body["usage"]["completion_tokens_details"]
+    assert (found["accepted_prediction_tokens"] > 0) == (asked.get("speculation") != "off")
+
+
+def test_a_text_ends_at_the_stop_ids_that_are_asked_for(engine, client):
+    tokens = engine.generate("ab cd", 12).tokens
+    asked = {"prompt": "ab cd", "max_tokens": 12}
+    body = client.post("/v1/completions", json=asked | {"stop_token_ids": [tokens[5]]}).json()
+    assert body["usage"]["completion_tokens"] == tokens.index(tokens[5]) + 1
+    assert body["choices"][0]["finish_reason"] == "stop"
+    own = engine.session._stop_ids
+    engine.session._stop_ids = frozenset(tokens[5:6])
+    try:
+        counts = {
+            ignores: client.post("/v1/completions", json=asked | {"ignore_eos": ignores}).json()["usage"]
+            for ignores in (False, True)
+        }
+    finally:
+        engine.session._stop_ids = own
+    assert counts[False]["completion_tokens"] == tokens.index(tokens[5]) + 1 < counts[True]["completion_tokens"] == 12
+
+
+def test_echo(engine, client):
+    want = [engine.generate(p, 5).text for p in ("ab", "cd ef")]
+    asked = {"prompt": ["ab", "cd ef"], "max_tokens": 5, "echo": True, "n": 2, "best_of": 2}
+    body = client.post("/v1/completions", json=asked).json()
+    assert [c["text"] for c in body["choices"]] == ["ab" + want[0]] * 2 + ["cd ef" + want[1]] * 2
+    ids = engine.encode("ab")
+    got = streamed(client, "/v1/completions", prompt=ids, max_tokens=5, echo=True)
+    assert "".join(c["text"] for chunk in got for c in chunk["choices"]) == engine.decode(ids) + want[0]
+
+
+def test_reasoning_effort_is_a_variable_of_the_template(engine, client, monkeypatch):
+    asked = {"messages": TALK, "max_tokens": 4, "reasoning_effort": "low"}
+    answer = client.post("/v1/chat/completions", json=asked)
+    assert answer.status_code == 400 and "the model's chat template knows no reasoning_effort" in answer.text
+    told = "{{ reasoning_effort or 'none' }} " + engine.tokenizer.chat_template
+    monkeypatch.setattr(engine.tokenizer, "chat_template", told)
+    want = {
+        effort: engine.generate(engine.encode_chat(TALK, reasoning_effort=effort), 4).text for effort in ("low", "")
+    }
+    body = client.post("/v1/chat/completions", json=asked).json()
+    assert body["choices"][0]["message"]["content"] == want["low"] != want[""]
 
 
 def test_stop_strings_end_a_text_before_them(engine, client):
@@ -149,7 +218,16 @@ BAD = {
     "temperature": ({"temperature": -1}, "temperature must be 0 or at least"),
     "infinite temperature": ({"temperature": "inf"}, "temperature must be 0 or at least"),
     "top_p": ({"top_p": 0}, "top_p must be in"),
-    "top_k": ({"top_k": -1}, "top_k must be at least 0"),
+    "top_k": ({"top_k": -2}, "top_k must be at least 0"),
+    "min_p": ({"min_p": 2}, "min_p must be in [0, 1], got 2"),
+    "a repetition penalty": ({"repeat_penalty": 0}, "repetition_penalty must be in [0.01, 100], got 0"),
+    "a bias": ({"logit_bias": {"5": 101}}, "logit_bias must give ids, each once, values between -100 and 100"),
+    "a bias of no id": ({"logit_bias": {"a": 1}}, "logit_bias must give ids, each once, values between -100 and 100"),
+    "a bias of an unknown id": ({"logit_bias": {"999999": 1}}, "logit_bias must be of ids below 320"),
+    "too many biases": ({"logit_bias": dict.fromkeys(range(301), 1)}, "logit_bias takes at most 300 ids, got 301"),
+    "a stop id": ({"stop_token_ids": [999999]}, "stop_token_ids must be below 320"),
+    "best_of": ({"best_of": 3}, "best_of must be n, 1: all texts are returned"),
+    "speculation": ({"speculation": "fast"}, "speculation must be one of"),
     "n": ({"n": 0}, "n: Input should be greater"),
     "more texts than the queue holds": ({"n": 100}, "100 texts are asked for, but the server"),
     "half a surrogate pair": ({"prompt": "\udc00"}, "prompt: the text has half of a surrogate pair"),
@@ -158,8 +236,8 @@ BAD = {
     "a stop string that is a number": ({"stop": ["a", 5]}, "stop: Input should be a valid string"),
     "a prompt of numbers and texts": ({"prompt": [1, "a"]}, "prompt: Input should be a valid string"),
     "an empty stop string": ({"stop": ""}, "stop must be a string or a list of strings, none of them empty"),
-    "a penalty": ({"frequency_penalty": 1}, "frequency_penalty is not supported"),
-    "echo": ({"echo": True}, "echo is not supported"),
+    "a penalty": ({"frequency_penalty": 9}, "frequency_penalty must be between -2 and 2, got 9"),
+    "echo": ({"echo": True, "logprobs": 1}, "echo and logprobs exclude each other"),
     "logprobs": ({"logprobs": 99}, "logprobs: Input should be less than or equal to 20"),
     "response_format": ({"response_format": {"type": "xml"}}, "response_format.type: Input should be 'text'"),
 }

@@ -177,6 +177,7 @@ GENERAL: dict[str, type[Fixed]] = {  # the policies besides `auto` that suit any
     "draft-and-verify": DraftAndVerify,
 }
 AUTO = "auto"  # runtime/control/auto.py
+OFF = "off"  # of a request: it drafts nothing
 CONFIDENT = tuple(name for name, policy in GENERAL.items() if policy.confident)
 
 

@@ -21,11 +21,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from specker.kernels.adjust import adjust_rows
 from specker.kernels.round.settle import settle
 from specker.kernels.sample import Splits
 from specker.model.cache import KVCache
 from specker.model.decoder import Model, experts_read, forward
 from specker.model.rows import begin
+from specker.model.sampling import Adjusts
 from specker.runtime.round.batch import Batch
 from specker.runtime.round.constrain import constrain, masked
 from specker.runtime.round.drafter import Draft, Drafter
@@ -126,11 +128,11 @@ def unequal(r: Round, model: Model) -> Tensor | None:
 
 
 def draws(r: Round, model: Model) -> bool:
-    """Whether the verify pass draws the target's tokens itself (`Model.sampled`). Filters, grammars, log-probabilities
-    and traces need the logits. The tokens are the same either way."""
+    """Whether the verify pass draws the target's tokens itself (`Model.sampled`). Filters, penalties, grammars,
+    log-probabilities and traces need the logits. The tokens are the same either way."""
     b = r.batch
     wanted = b.traced or r.allowed is not None or any(request.logprobs for request in b.requests)
-    return model.samples and b.draws.kind != "filtered" and not wanted
+    return model.samples and b.draws.kind != "filtered" and b.draws.adjusts is None and not wanted
 
 
 def verify(r: Round, model: Model, cache: KVCache) -> None:
@@ -207,12 +209,14 @@ def _accept(r: Round, model: Model, cache: KVCache) -> None:
     if r.drawn:
         target = memory.get("target", r.rows)
     else:
-        logits = memory.get("logits", r.rows)
+        logits, adjusts = memory.get("logits", r.rows), b.draws.adjusts
         if r.allowed is not None:
             logits = masked(logits, r.allowed)
+        if adjusts is not None:
+            logits = adjusted(r, model.whole_logits(logits), adjusts)
         if r.places is not None:
             target = b.draws.each(r.places // (N + 1)).tokens(logits, positions)
-        elif forced or model.ranks:
+        elif forced or (model.ranks and adjusts is None):
             target = model.draw(b.draws, logits, positions)
         else:
             target = b.draws.splits(logits, positions)
@@ -226,6 +230,15 @@ def _accept(r: Round, model: Model, cache: KVCache) -> None:
         cache.shift(src, dst)
     memory.put("report", report)
     memory.put("target", drawn)
+
+
+def adjusted(r: Round, logits: Tensor, adjusts: Adjusts) -> Tensor:
+    """The rows' logits [rows, V] after biases, penalties and min_p, each by its own text."""
+    s, N = r.batch.state, r.draft.size
+    window, parents = s.window[:, : N + 1], s.parents[:, :N] if r.draft.tree else None
+    ids, biases = (s.bias_ids, s.bias) if adjusts.biased else (None, None)
+    texts = s.committed, s.prompt, s.length, window, s.rules, parents, r.places
+    return adjust_rows(logits, *texts, ids, biases, adjusts.floors)
 
 
 def send(r: Round, model: Model) -> None:

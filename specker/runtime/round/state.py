@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from specker.model.sampling import pack
-from specker.options import Sampling
+from specker.model.sampling import pack, rules
+from specker.options import MAX_BIASES, Sampling
 from specker.runtime.control.policy import Policy
 from specker.runtime.control.stats import Stats
 from specker.runtime.detokenize import Detokenizer
@@ -26,6 +26,7 @@ class Request:
     sampling: Sampling
     policy: Policy
     speculates: bool = True  # False: plain decoding
+    asked: str | None = None  # the policy that it asks for (Params.policy)
     prefixes: str | None = None  # which K/V of earlier texts it takes over (slots.py); None: as the engine says
     reader: Detokenizer | None = None  # streaming detokenizer
     stop_ids: frozenset[int] = frozenset()
@@ -45,6 +46,11 @@ class Request:
         self.prompt_length = len(self.token_ids)
 
     @property
+    def mode(self) -> str | None:
+        """How it drafts. The requests of a round have one mode, since policies of one kind choose its shape."""
+        return self.asked if self.speculates else "off"
+
+    @property
     def tokens(self) -> list[int]:
         """The emitted tokens."""
         return self.token_ids[self.prompt_length :]
@@ -60,6 +66,10 @@ class State:
     window: Tensor  # [n, R] int64: the root, then the draft
     parents: Tensor  # [n, R - 1] int64, rows, for trees
     draw: Tensor  # [n, 4] int64, sampling parameters (sampling.pack)
+    prompt: Tensor  # [n] int64, tokens of the prompt
+    rules: Tensor  # [n, 4] float32, penalties and min_p (sampling.rules)
+    bias_ids: Tensor  # [n, MAX_BIASES] int64, then -1
+    bias: Tensor  # [n, MAX_BIASES] float32, added to the logits of these ids
     unused: Tensor  # [n] bool, slots without a sequence, which pad a round of a fixed number of slots
     agrees: Tensor  # [n, C] bool, by position: synthetic acceptance agrees; [n, 0] without it
     confidence: Tensor  # [n] float32, log-probability of the last draft token
@@ -102,6 +112,10 @@ class State:
             window=ints(sequences, rows),
             parents=ints(sequences, rows - 1),
             draw=ints(sequences, 4),
+            prompt=ints(sequences),
+            rules=rules(Sampling()).to(device).repeat(sequences, 1),
+            bias_ids=ints(sequences, MAX_BIASES) - 1,
+            bias=torch.zeros(sequences, MAX_BIASES, device=device),
             unused=torch.zeros(sequences, dtype=torch.bool, device=device),
             agrees=torch.zeros(sequences, columns if synthetic else 0, dtype=torch.bool, device=device),
             confidence=torch.zeros(sequences, dtype=scores, device=device),
@@ -133,10 +147,19 @@ class State:
         self.committed[slot, :n] = torch.tensor(request.token_ids)
         self.length[slot], self.limit[slot] = n, request.limit
         self.window[slot, 0] = request.token_ids[-1]
-        self.draw[slot] = pack(request.sampling)
+        self.prompt[slot] = request.prompt_length
+        self._sample(slot, request.sampling)
         self.unused[slot] = False
         if agrees is not None:
             self.agrees[slot] = agrees
+
+    def _sample(self, slot: int, sampling: Sampling) -> None:
+        self.draw[slot], self.rules[slot] = pack(sampling), rules(sampling)
+        count = len(sampling.logit_bias)
+        self.bias_ids[slot, count:] = -1
+        if count:
+            ids, values = zip(*sampling.logit_bias, strict=True)
+            self.bias_ids[slot, :count], self.bias[slot, :count] = torch.tensor(ids), torch.tensor(values)
 
     def move(self, source: int, target: int) -> None:
         """Copy slot `source` to slot `target`."""
@@ -147,7 +170,7 @@ class State:
         """Prepare a slot without a sequence for rounds of a fixed number of slots: its text never grows."""
         self.length[slot] = self.limit[slot] = length
         self.window[slot, 0] = 0
-        self.draw[slot] = pack(Sampling())
+        self._sample(slot, Sampling())
         self.unused[slot] = True
 
 

@@ -57,8 +57,19 @@ def drafter(context: DraftContext) -> Drafter | None:
     return inner if inner is None or copy is None else JoinedDrafter(inner, lookup.LookupDrafter(copy, 1))
 
 
-def policy(context: PolicyContext) -> Policy:
-    """A fresh policy for one text."""
+def policy(context: PolicyContext, asked: str | None = None) -> Policy:
+    """A fresh policy for one text. `asked`: its name, instead of the engine's. Raises ValueError for a name that does
+    not suit the strategy, or whose drafts are longer than those that the engine was made for."""
+    if asked is not None:
+        made = replace(context, options=replace(context.options, policy=asked))
+        _check_policy(made.options, of(made.options))
+        longest, most = plan(made).largest, plan(context).largest
+        if longest.nodes > most.nodes or longest.depth > most.depth:
+            raise ValueError(
+                f"{option('policy', asked)} drafts up to {longest.nodes} tokens, and the engine was loaded for "
+                f"{most.nodes} at most"
+            )
+        context = made
     model = of(context.options).policy(context)
     if context.options.copy is None:
         return model
