@@ -230,6 +230,7 @@ class Sampling:
     temperature: float = opt(0.0, "0 decodes greedily")
     top_p: float = opt(1.0, "keep the smallest set of tokens with this much probability")
     top_k: int = opt(0, "keep the k most probable tokens; 0 keeps all", least=0)
+    seed: int = opt(0, "the same seed gives the same tokens with every strategy")
     min_p: float = opt(0.0, "keep the tokens that are at least this share as probable as the most probable one")
     repetition_penalty: float = opt(
         1.0, "divide the logits of tokens that occur in the prompt or the text by this (multiply negative ones)"
@@ -237,7 +238,6 @@ class Sampling:
     presence_penalty: float = opt(0.0, "subtract this from the logits of tokens that the text has", least=-2, most=2)
     frequency_penalty: float = opt(0.0, "subtract this for each time that the text has the token", least=-2, most=2)
     logit_bias: tuple[tuple[int, float], ...] = opt((), "add X to the logit of a token id", "ID=X", parse=biases)
-    seed: int = opt(0, "the same seed gives the same tokens with every strategy")
 
     def __post_init__(self) -> None:
         check_fields(self)

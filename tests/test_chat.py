@@ -513,7 +513,8 @@ def test_settings_change_the_answers_to_come(typed: Callable[..., Chat], endless
     shown = "temperature 0.9, top_p 0.8, top_k 0, seed 7, max_new_tokens 9\n"
     assert chat.notes.count(f"\n{shown}") == 2
     for line in (
-        "there is no setting warmth; there are temperature, top_p, top_k, seed, max_new_tokens",
+        "there is no setting warmth; there are temperature, top_p, top_k, min_p, repetition_penalty, presence_penalty, "
+        "frequency_penalty, seed, max_new_tokens",
         "there is no setting temprature; did you mean temperature?",
         "temperature must be a number, got hot",
         "top_p must be in (0, 1], got 2.0",

@@ -565,7 +565,7 @@ def test_json_file_and_pipe(capsys: pytest.CaptureFixture[str], pair: tuple[str,
     got = json.loads((tmp_path / "o.json").read_text())
     assert sorted(p.name for p in tmp_path.iterdir()) == ["o.json", "p.jsonl"]  # no temporary file
     assert set(got) == RUN | {"prompts", "total"}
-    assert got["sampling"] == {"temperature": 0.0, "top_p": 1.0, "top_k": 0, "seed": 0}
+    assert got["sampling"] == {**dataclasses.asdict(Sampling()), "logit_bias": []}
     assert got["settings"]["page_size"] == 256 and "tree" not in got["settings"]
     assert set(got["versions"]) == {"python", "specker", "torch", "triton", "transformers"}
     assert (got["strategy"], got["target"], got["draft"]) == ("draft", "tiny-target", "tiny-draft")

@@ -69,11 +69,13 @@ def flat(kind: object) -> set[object]:
 
 
 def test_the_typed_options_of_a_request_are_its_parameters():
-    """Besides those that are arguments by themselves. Of several prompts each may have its own, but for `stop_ids`."""
+    """Besides those that are arguments by themselves. Of several prompts each may have its own, but for `stop_ids` and
+    `logit_bias`, which also takes a mapping."""
     drawn, own = typing.get_type_hints(Sampling), {f.name for f in fields(Params)}
     hints, each = typing.get_type_hints(RequestOptions), typing.get_type_hints(EachOption)
+    assert drawn.pop("logit_bias") == tuple[tuple[int, float], ...] and hints["logit_bias"] == each["logit_bias"]
     assert {name: hints[name] for name in drawn} == drawn
-    assert {*hints} == {*each} == {*drawn} | own - {"sampling", "max_new_tokens", "stop"}
+    assert {*hints} == {*each} == {*drawn, "logit_bias"} | own - {"sampling", "max_new_tokens", "stop"}
     assert {name: typing.get_args(each[name])[0] for name in drawn} == drawn
 
 

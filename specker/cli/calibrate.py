@@ -85,7 +85,8 @@ GROUPS = {
     "models": ("target", "draft", "source", "device", "dtype"),
     "output": ("out", "ngram", "ngram_least", "export", "vocab_keep", "plot"),
     "sampling of the text that a model writes; prompt n uses the seed SEED + n": (
-        *("temperature", "top_p", "top_k", "seed"),
+        *("temperature", "top_p", "top_k", "seed", "min_p", "repetition_penalty", "presence_penalty"),
+        *("frequency_penalty", "logit_bias"),
     ),
 }
 EPILOG = """\

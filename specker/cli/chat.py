@@ -6,6 +6,7 @@ import json
 import os
 import re
 from dataclasses import asdict, fields, replace
+from typing import Any
 
 from specker.cli.decode import Decoding, Sample
 from specker.cli.report import Result
@@ -23,10 +24,9 @@ COMMANDS = {
     "/save": ("FILE", "write the conversation, for --prompts FILE --chat"),
     "/exit": ("", "end the conversation"),
 }
-FLOATS = "temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"
-SETTINGS: dict[str, type[float]] = dict.fromkeys(FLOATS, float) | dict.fromkeys(
-    ("top_k", "seed", "max_new_tokens"), int
-)
+WHOLE = "top_k", "seed", "max_new_tokens"
+NAMES = "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"
+SETTINGS: dict[str, type[float]] = {n: int if n in WHOLE else float for n in (*NAMES, "seed", "max_new_tokens")}
 ENDS = {
     "length": "the answer ends at max_new_tokens",
     "grammar": "no token can follow in this grammar",
@@ -176,7 +176,8 @@ class Chat:
                 self.decoding.job = replace(self.decoding.job, max_new_tokens=whole(number, name, 1))
             else:
                 try:
-                    self.sample.sampling = replace(self.sample.sampling, **{name: number})
+                    changed: Any = {name: number}
+                    self.sample.sampling = replace(self.sample.sampling, **changed)
                 except ValueError as error:  # it names the flag
                     raise ValueError(re.sub(r"^--[\w-]+", name, f"{error}")) from None
         self.screen.note(self.settings())
