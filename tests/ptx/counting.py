@@ -11,6 +11,7 @@ from formulas import randn
 from ptx import ops
 from ptx.driver import Launch, simulated
 from ptx.report import SECTOR, Place, Report
+from specker.kernels import adjust, narrow
 
 Counted = tuple[str, Callable[[], Any], int]  # label, what launches, the least bytes
 
@@ -22,6 +23,7 @@ def counters(arch: int, dtype: str, only: list[str], first: int | None) -> Itera
         _tree_attention,
         _vocab_topk,
         _sample_rows,
+        _adjust_rows,
         _kv_calibrate,
         _kv_commit,
         _residual_merge,
@@ -59,6 +61,7 @@ def _expert_linear(dtype: torch.dtype) -> Iterator[Counted]:
         (8, 16, 4, 512, 1024, "silu_mul"),
         (8, 16, 4, 1024, 256, "split"),
         (96, 4, 2, 256, 512, "silu_mul"),
+        (2048, 8, 2, 64, 128, "silu_mul"),  # a chunk of a prompt reads each expert once
     ):
         chosen, scores, *places = ops.choices(T, X, k)
         own = scores if epilogue == "split" else None
@@ -74,6 +77,13 @@ def _tree_attention(dtype: torch.dtype) -> Iterator[Counted]:
         args, *_ = ops.ragged().ragged(1, dtype, **how)
         least = ops.attention.tree_attention_cost(args["q"], args["k_cache"], [S], [T])[0]
         yield f"T{T} S{S} 32/8 D128 page {page}", lambda args=args: ops.attention._launch(**args), least
+        if (T, page) == (9, 256):
+            for kind, to in narrow.NARROW.items():
+                codes = [args[name].clamp(-3, 3).mul(20).to(kind) for name in ("k_cache", "v_cache")]
+                own = args | dict(zip(("k_cache", "v_cache"), codes, strict=True))
+                own |= dict.fromkeys(("k_scale", "v_scale"), torch.full((1, 8), 0.05))
+                least = ops.attention.tree_attention_cost(args["q"], codes[0], [S], [T])[0]
+                yield f"T{T} S{S} {to} cache", lambda own=own: ops.attention._launch(**own), least
 
 
 def _vocab_topk(dtype: torch.dtype) -> Iterator[Counted]:
@@ -93,6 +103,15 @@ def _sample_rows(dtype: torch.dtype) -> Iterator[Counted]:
         args = randn(T, V).mul(2).to(dtype), temperature, top_k, top_p, 7, torch.arange(T)
         label = f"T{T} V{V} t{temperature} k{top_k} p{top_p}"
         yield label, lambda args=args: ops.sample._launch_sample(*args), ops.sample.sample_rows_cost(*args)[0]
+
+
+def _adjust_rows(_: torch.dtype) -> Iterator[Counted]:
+    for V, C, floors in ((32768, 2000, False), (32768, 2000, True)):
+        text, length = torch.arange(C)[None] * 7, torch.tensor([C])
+        numbers = torch.tensor([[1.1, 0.5, 0.25, 3.0]])
+        args = torch.zeros(5, V), text, length // 2, length, text[:, -5:], numbers, None, None, None, None, floors
+        label = f"V{V} text {C}{', floors' * floors}"
+        yield label, lambda args=args: adjust._launch(*args), adjust.adjust_rows_cost(*args)[0]
 
 
 def _kv_calibrate(dtype: torch.dtype) -> Iterator[Counted]:
