@@ -4,6 +4,8 @@ from dataclasses import dataclass
 
 from specker.fields import check_fields, flag, opt
 
+LONGEST = 1_000_000  # seconds; clocks of the event loop and of select take no infinity
+
 
 @dataclass(frozen=True)
 class Serving:
@@ -26,5 +28,5 @@ class Serving:
     def __post_init__(self) -> None:
         check_fields(self)
         for name in ("seconds", "grammar_seconds", "health_seconds", "client_seconds"):
-            if not getattr(self, name) > 0:
-                raise ValueError(f"{flag(name)} must be above 0, got {getattr(self, name)}")
+            if not 0 < getattr(self, name) <= LONGEST:
+                raise ValueError(f"{flag(name)} must be above 0 and at most {LONGEST}, got {getattr(self, name)}")
