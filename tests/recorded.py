@@ -10,7 +10,6 @@ from unittest.mock import patch
 import torch
 import torch._dynamo  # its import lists the attributes of Tensor, which `recording` patches
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from specker.checkpoints import buffers
@@ -42,27 +41,41 @@ def described(x: Any) -> Any:
 
 
 _to = Tensor.to
+_capturing = False
 
 
 def to(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     """`Tensor.to`, which copies nothing if the device is the one that all tensors report."""
+    moved = any(isinstance(y, (torch.device, str)) for y in (*args, *kwargs.values()))
+    assert not (_capturing and moved), "Tensor.to within a graph"
     if x.is_meta:
         args = tuple(META if y == CPU else y for y in args)
         kwargs = {name: META if y == CPU else y for name, y in kwargs.items()}
     return _to(x, *args, **kwargs)
 
 
-FROM_HOST = (torch.tensor, torch.as_tensor, torch.from_numpy, torch.Tensor.cpu, torch.Tensor.cuda)
+FROM_HOST = (torch, "tensor"), (torch, "as_tensor"), (torch, "from_numpy"), (Tensor, "cpu"), (Tensor, "cuda")
 
 
-class Capturing(TorchFunctionMode):
+@contextmanager
+def capturing() -> Iterator[None]:
     """During a graph capture, copies from or to the host are forbidden: they would end the capture."""
+    global _capturing
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        devices = [x for x in (*args[1:], *(kwargs or {}).values()) if isinstance(x, (torch.device, str))]
-        moved = func is to and devices
-        assert func not in FROM_HOST and not moved, f"{func} within a graph"
-        return func(*args, **(kwargs or {}))
+    def forbidden(name: str) -> Any:
+        def refuse(*_: Any, **__: Any) -> None:
+            raise AssertionError(f"{name} within a graph")
+
+        return refuse
+
+    with ExitStack() as stack:
+        for place, name in FROM_HOST:
+            stack.enter_context(patch.object(place, name, forbidden(name)))
+        _capturing = True
+        try:
+            yield
+        finally:
+            _capturing = False
 
 
 class Ops(TorchDispatchMode):
@@ -72,17 +85,29 @@ class Ops(TorchDispatchMode):
         super().__init__()
         self.log = log
         self.meta: dict[int, tuple[Tensor, Tensor]] = {}  # a tensor with values, and its stand-in
+        self.made: dict[Any, tuple[Any, ...]] = {}  # by call: the shape, strides and type of the new tensor
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # nothing is compiled here, and to skip it costs more than most of the calls
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if not func.is_view and str(func) not in QUIET:
-            self.log.append((str(func), described(args), described(tuple(kwargs.items()))))
+        called = str(func), described(args), described(tuple(kwargs.items()))
+        if not func.is_view and called[0] not in QUIET:
+            self.log.append(called)
         if func is torch.ops.aten.normal_.default:  # with a generator, torch draws real numbers
             return self.without_values(args[0])
-        kwargs = {name: self.without_values(x) for name, x in kwargs.items()}
-        if creates(func):
-            kwargs["device"] = META
-        return func(*map(self.without_values, args), **kwargs)
+        if called not in self.made:
+            kwargs = {name: self.without_values(x) for name, x in kwargs.items()}
+            if creates(func):
+                kwargs["device"] = META
+            result = func(*map(self.without_values, args), **kwargs)
+            if not isinstance(result, Tensor) or not fresh(func):
+                return result
+            self.made[called] = tuple(result.shape), result.stride(), result.dtype
+        shape, stride, dtype = self.made[called]
+        return torch.empty_strided(shape, stride, dtype=dtype, device=META)
 
     def without_values(self, x: Any) -> Any:
         if isinstance(x, (list, tuple)):
@@ -106,6 +131,13 @@ def creates(func: Any) -> bool:
     return "Optional[Device]" in kinds and not any("Tensor" in kind for kind in kinds)
 
 
+@functools.cache
+def fresh(func: Any) -> bool:
+    """Whether an op returns one new tensor, which depends on no tensor's values, and changes none."""
+    returned = func._schema.returns
+    return not func.is_view and not func._schema.is_mutable and len(returned) == 1 and returned[0].alias_info is None
+
+
 @contextmanager
 def recording() -> Iterator[Log]:
     """Log the launches in this context. Tensors created here have no values; existing ones are accepted."""
@@ -114,7 +146,7 @@ def recording() -> Iterator[Log]:
 
     def segment(graphs: Graphs, key: Any, work: Any) -> None:
         start = len(log)
-        with Capturing() if key in seen else nullcontext():  # `Graphs` captures on the second run
+        with capturing() if key in seen else nullcontext():  # `Graphs` captures on the second run
             run(graphs, key, work)
         seen.add(key)
         log.segments.append((key, start, len(log)))

@@ -74,8 +74,8 @@ BUNDLED = {
 def test_the_bundled_family(bundled, strategy, temperature, cheap):
     fast = specker.load(strategy=strategy, device="cpu", dtype="float64", graphs="on", **BUNDLED[strategy])
     prompt = fast.encode(specker.zoo.PROMPTS[0])
-    got = fast.generate(prompt, 32, temperature=temperature)
-    assert got.tokens == cases.plain(specker.zoo.path("code-target"), prompt, 32, temperature=temperature)
+    got = fast.generate(prompt, 20, temperature=temperature)
+    assert got.tokens == cases.plain(specker.zoo.path("code-target"), prompt, 20, temperature=temperature)
     assert got.stats.acceptance_length > 1.4
 
 
@@ -94,7 +94,7 @@ def plain(pairs):
     return load(pairs[:1], strategy="ar")
 
 
-@pytest.mark.parametrize(("shape", "how"), cases.one_in(2, SHAPES, SAMPLING))
+@pytest.mark.parametrize(("shape", "how"), cases.one_in(3, SHAPES, SAMPLING))
 def test_tokens_equal_plain_decoding(pairs, shape, how, cheap):
     fast = load(pairs, graphs="on", **SHAPES[shape])
     accepted = 0
@@ -109,10 +109,10 @@ def test_tokens_equal_plain_decoding(pairs, shape, how, cheap):
 
 def test_max_new_tokens_in_mid_draft(pairs):
     fast = load(pairs, graphs="on", draft_tokens=5)
-    for count in range(1, 14):
+    for count in range(1, 9):
         prompt = PROMPTS[count % 2 * 2]
         got = fast.generate(prompt, count)
-        assert got.tokens == cases.plain(pairs[0], prompt, 13)[:count] and len(got.tokens) == count
+        assert got.tokens == cases.plain(pairs[0], prompt, 8)[:count] and len(got.tokens) == count
         assert got.finished == "length" and got.stats.tokens == got.stats.accepted + got.stats.rounds
 
 
@@ -177,7 +177,7 @@ def test_each_round_sees_its_kv_bucket(pairs, tmp_path, monkeypatch, context):
         seen.append((fixed, bucket))
         launch(r, target, cache, drafter)
 
-    requests = [([5, 9, 40], 10), (list(range(3, 43)), 40), (list(range(3, 118)), 500), ([5, 9, 40], 10)]
+    requests = [([5, 9, 40], 10), (list(range(3, 43)), 24), (list(range(3, 118)), 500), ([5, 9, 40], 10)]
     wanted = [cases.plain(pairs[0], *request) for request in requests]
     monkeypatch.setattr("specker.runtime.loop.launch", spy)
     assert [fast.generate(*request).tokens for request in requests] == wanted
@@ -315,7 +315,7 @@ RECORDED = {  # `vocabtrim` uses the bundled family, the others tiny models
     "chain-4": {"draft_tokens": 4},
     "tree-3x4": {"tree": "3x4"},
     "tree-3x4-cap-7": {"tree": "3x4", "draft_tokens": 7},
-    "easyspec": {"strategy": "easyspec", "layer_parallel": "2", "tree": "2x3"},
+    "easyspec": {"strategy": "easyspec", "layer_parallel": "2", "tree": "2x3", "layers": (3, 4)},
     "draft-and-verify": {"policy": "draft-and-verify", "draft_tokens": 4},
     "synthetic": {"tree": "3x4", "acceptance": "synthetic:0.8"},
     "del": {"strategy": "del"},
@@ -335,7 +335,7 @@ class Recorded:
     """A bfloat16 engine whose rounds are recorded, not run. Its texts are ragged and use different sampling
     settings."""
 
-    def __init__(self, folder, strategy="draft", arch="qwen2", layers=(3, 4), **options):
+    def __init__(self, folder, strategy="draft", arch="qwen2", layers=(3, 2), **options):
         target = make(folder / "target", arch, layers=layers[0], max_context=6000)
         diffusion = strategy == "diffuspec"
         if strategy == "eagle":
@@ -501,7 +501,7 @@ NOISED = {"eagle": 4, "eagle-tree": 3}
 @pytest.mark.parametrize("name", LAUNCHES)
 def test_a_batch_launches_the_kernels_of_one_text(tmp_path, name):
     """1 text and 8 launch the same kernels in number and kind, and at most one or two more copies."""
-    made = {"arch": "llama", "layers": (8, 4), **RECORDED[name]}
+    made = {**RECORDED[name], "arch": "llama", "layers": (8, 4)}
     one, eight = (Recorded(tmp_path / str(size), batch_size=size, **made) for size in (1, 8))
     budget = Budget(3, 3, 2) if one.budgets[0].exit else one.budgets[0]
     for sampling in DRAWS[:2]:
