@@ -5,6 +5,7 @@ import importlib
 import math
 import random
 
+import cases
 import pytest
 import torch
 from compile_only import compilations
@@ -95,8 +96,7 @@ def _bins_kernel(
     tl.store(out_ptr + o, module._bin(tl.load(below_ptr + o)))
 
 
-@pytest.mark.parametrize("setting", SETTINGS)
-@pytest.mark.parametrize("V", [50, 5000])
+@pytest.mark.parametrize(("setting", "V"), cases.one_in(2, SETTINGS, [50, 5000]))
 def test_draw_parameters_in_memory(setting, V):
     """The four parameters come from memory. The arguments only say whether noise and filters are used at all; a neutral
     value in memory keeps every token."""
@@ -261,9 +261,9 @@ def same(logits, temperature, top_k, top_p, seed=9, positions=None):
     return got
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-@pytest.mark.parametrize("V", [1, 128, 333])
-@pytest.mark.parametrize("setting", SETTINGS)
+@pytest.mark.parametrize(
+    ("setting", "V", "dtype"), cases.one_in(2, SETTINGS, [1, 128, 333], [torch.float32, torch.float16])
+)
 def test_sample_rows(tiles, setting, V, dtype):
     tiles()
     tokens = same(rows(3, V, dtype, seed=1), *setting)
@@ -473,8 +473,9 @@ def walks(tokens, parents, target, starts):
     return got
 
 
-@pytest.mark.parametrize("shape", ["random", "chain", "star", "bushy"])
-@pytest.mark.parametrize("n", [0, 1, 7, 8, 9, 16, 33, 64])
+@pytest.mark.parametrize(
+    ("shape", "n"), cases.one_in(2, ["random", "chain", "star", "bushy"], [0, 1, 7, 8, 9, 16, 33, 64])
+)
 def test_accept_walk(tiles, shape, n):
     tiles()
     accepted = 0
@@ -485,8 +486,10 @@ def test_accept_walk(tiles, shape, n):
     walks(*forest([n], 5, shape)[:3], None)
 
 
-@pytest.mark.parametrize("kind", [torch.int32, torch.int64])
-@pytest.mark.parametrize("sizes", [[], [0], [0, 0], [3], [5, 0, 1, 17, 0], [1, 64, 9, 30]])
+@pytest.mark.parametrize(
+    ("sizes", "kind"),
+    cases.one_in(2, [[], [0], [0, 0], [3], [5, 0, 1, 17, 0], [1, 64, 9, 30]], [torch.int32, torch.int64]),
+)
 def test_ragged_trees(tiles, sizes, kind):
     tiles()
     for seed in range(3):
@@ -507,9 +510,7 @@ def strided(x, poison):
     return around[1:-1, 1:-2]
 
 
-@pytest.mark.parametrize("chain", [False, True])
-@pytest.mark.parametrize("B", [1, 3])
-@pytest.mark.parametrize("n", [0, 1, 8, 21])
+@pytest.mark.parametrize(("n", "B", "chain"), cases.one_in(2, [0, 1, 8, 21], [1, 3], [False, True]))
 def test_trees_of_one_size(tiles, n, B, chain):
     """Each equals its tree alone. Memory around the views would lead the walk to a 777."""
     tiles()

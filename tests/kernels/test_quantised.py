@@ -257,13 +257,16 @@ def projection(form, size, T, G, norm, bias, dtype=torch.float16, device="cpu"):
     return x, weight, b if bias else None, positions, slots, rope, *caches, *norms, 1e-5
 
 
-@pytest.mark.parametrize("form", FORMATS[::2])
-@pytest.mark.parametrize(
-    ("size", "T", "G", "norm", "bias"),
-    [((3, 1, 16, 192), 5, 1, True, False), ((2, 1, 24, 1728), 3, 1, False, True), ((2, 1, 16, 576), 3, 2, True, True)],
-)
-def test_kv_project(poisoned, form, size, T, G, norm, bias):
-    args = projection(form, size, T, G, norm, bias)
+KV_CASES = [  # size, T, G, norm, bias
+    ((3, 1, 16, 192), 5, 1, True, False),
+    ((2, 1, 24, 1728), 3, 1, False, True),
+    ((2, 1, 16, 576), 3, 2, True, True),
+]
+
+
+@pytest.mark.parametrize(("form", "case"), cases.one_in(2, FORMATS[::2], KV_CASES))
+def test_kv_project(poisoned, form, case):
+    args = projection(form, *case)
     x, weight, b, *places = args
     want = (*(torch.full_like(c, math.nan) for c in args[6:8]),)
     exact = formula(x, weight, b).flatten(0, -2).to(x.dtype)

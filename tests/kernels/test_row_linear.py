@@ -48,7 +48,7 @@ def close(got, want, dtype, roundings):
 
 @pytest.mark.parametrize(
     ("dtype", "size", "epilogue"),
-    [*product(HALF, SIZES, ["none", "silu_mul"]), *product(HALF, (SIZES[1], SIZES[4]), ["gelu_tanh_mul"])],
+    [*cases.one_in(2, HALF, SIZES, ["none", "silu_mul"]), *product(HALF, (SIZES[1], SIZES[4]), ["gelu_tanh_mul"])],
 )
 def test_kernel(poisoned, dtype, size, epilogue):
     O, E = size
@@ -125,8 +125,7 @@ def test_the_sizes_cover_splits_and_tiles():
             assert (splits - 1) * split < E <= splits * split  # no split is empty
 
 
-@pytest.mark.parametrize("tile", [(64, 64, 128), (64, 128, 64)])
-@pytest.mark.parametrize("epilogue", ["none", "silu_mul"])
+@pytest.mark.parametrize(("tile", "epilogue"), cases.one_in(2, [(64, 64, 128), (64, 128, 64)], ["none", "silu_mul"]))
 def test_the_larger_tiles(poisoned, monkeypatch, tile, epilogue):
     monkeypatch.setattr(op, "tiles", lambda *_: (*tile, 3, 2))
     op._variants.cache_clear()
@@ -205,10 +204,9 @@ def test_split_takes_no_bias_and_keeps_float64():
     assert op.row_linear_cost(half, matrix, None, "float32")[0] == 2 * (15 + 40) + 4 * 24
 
 
-@pytest.mark.parametrize("dtype", HALF)
-@pytest.mark.parametrize(("O", "E"), [(46, 33), (34, 200), (40, 1100)])
-def test_a_row_is_the_same_alone_and_among_others(dtype, O, E):
-    n = ROWS[dtype]
+@pytest.mark.parametrize(("dtype", "size"), cases.one_in(2, HALF, [(46, 33), (34, 200), (40, 1100)]))
+def test_a_row_is_the_same_alone_and_among_others(dtype, size):
+    (O, E), n = size, ROWS[dtype]
     x, weight, bias = inputs(n, O, E, dtype)
     whole = _launch(x, weight, bias, "silu_mul")
     for T, first in ((1, 0), (1, n - 1), (2, n // 2), (7, 0), (7, n - 7), (n - 1, 1), (n, 0)):
@@ -216,8 +214,7 @@ def test_a_row_is_the_same_alone_and_among_others(dtype, O, E):
         assert torch.equal(_launch(x[rows], weight, bias, "silu_mul"), whole[rows]), (T, first)
 
 
-@pytest.mark.parametrize("dtype", HALF)
-@pytest.mark.parametrize("tiles", [5, 16])
+@pytest.mark.parametrize(("dtype", "tiles"), cases.one_in(2, HALF, [5, 16]))
 def test_a_row_of_a_large_round_is_the_same_alone(dtype, tiles):
     """With K in one part and in several, whose sums `residual_merge` or another kernel adds."""
     tile = ROWS[dtype] - 1
@@ -230,9 +227,9 @@ def test_a_row_of_a_large_round_is_the_same_alone(dtype, tiles):
             assert torch.equal(alone, whole.narrow(-2, row, 1)), (row, epilogue)
 
 
-@pytest.mark.parametrize("epilogue", ["none", "silu_mul"])
-@pytest.mark.parametrize(("O", "E"), [(46, 33), (46, 128), (40, 1100)])
-def test_reads_only_its_tensors(monkeypatch, O, E, epilogue):
+@pytest.mark.parametrize(("size", "epilogue"), cases.one_in(2, [(46, 33), (46, 128), (40, 1100)], ["none", "silu_mul"]))
+def test_reads_only_its_tensors(monkeypatch, size, epilogue):
+    O, E = size
     x, weight, bias = inputs(3, O, E, torch.float16)
     with reads(monkeypatch, x, weight, bias):
         _launch(x, weight, bias, epilogue)

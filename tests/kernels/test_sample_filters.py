@@ -13,7 +13,7 @@ from specker.kernels.variant import tl, triton
 
 module = importlib.import_module("specker.kernels.sample")
 P = (1e-9, 1e-3, 0.1, 0.5, 0.9, 0.95, 0.99, 0.999, 0.9999, 1 - 2.0**-20)
-V = 300
+V = 200
 
 
 def randn(n=V, seed=0):

@@ -5,6 +5,7 @@ import importlib
 import itertools
 import math
 
+import cases
 import pytest
 import torch
 from compile_only import compilations
@@ -375,8 +376,7 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(("case", "dtype"), cases.one_in(2, CASES, [torch.float32, torch.float16]))
 def test_kernel_equals_the_formula(poisoned, case, dtype):
     args, out, lse = ragged(len(case), dtype=dtype, **CASES[case])
     got, got_lse = op._launch(**args)
@@ -386,8 +386,7 @@ def test_kernel_equals_the_formula(poisoned, case, dtype):
     assert (got_lse - lse).abs().max() < 16 * torch.finfo(torch.float32).eps * lse.abs().max().clamp(min=1) + cap
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-@pytest.mark.parametrize("relation", [*SHAPES, "dag"])
+@pytest.mark.parametrize(("relation", "dtype"), cases.one_in(2, [*SHAPES, "dag"], [torch.float32, torch.float16]))
 def test_kernel_equals_the_reference_over_random_windows(poisoned, relation, dtype):
     """The reference runs in float64 on the kernel's inputs."""
     for seed in range(2):

@@ -164,14 +164,15 @@ def test_one_launch_draws_the_tokens_of_verify_rows(poisoned, monkeypatch, dtype
         torch.testing.assert_close(logits, ref[1], rtol=2e-6, atol=4e-6)
 
 
-@pytest.mark.parametrize("at", [0, 40_000, 64 * 1030 - 1])
-def test_the_last_program_merges_any_number_of_tiles(poisoned, at):
-    """More tiles than it holds at a time."""
-    weight = torch.full((64 * 1030, 1), 2.0)
-    weight[at] = 3.0
-    hidden = torch.tensor([[1.0], [-1.0], [0.0]])
+def test_the_last_program_merges_any_number_of_tiles(poisoned):
+    """More tiles than it holds at a time. In each column of the weight another row is the largest."""
+    largest = [0, 40_000, 64 * 1030 - 1]
+    weight = torch.full((64 * 1030, 3), 2.0)
+    weight[largest, range(3)] = 3.0
+    hidden = torch.cat([torch.eye(3), -torch.eye(3), torch.zeros(1, 3)])
     ids, logits, _ = _launch(hidden, weight, None, 1, None, None, False)
-    assert ids.tolist() == [[at], [0 if at else 1], [0]] and logits.tolist() == [[3.0], [-2.0], [0.0]]
+    assert ids.flatten().tolist() == [*largest, 1, 0, 0, 0]
+    assert logits.flatten().tolist() == [3.0] * 3 + [-2.0] * 3 + [0.0]
 
 
 @pytest.mark.filterwarnings("ignore:invalid value encountered")
