@@ -52,15 +52,15 @@ DRAWS = [
     {"temperature": 1.0, "seed": 2**63},
     {"temperature": 1.2, "top_k": 5, "seed": 1},
 ]
-LENGTHS = (1, 300, 20, 2, 77, 130, 5, 41, 64, 3)
-COUNTS = (20, 12, 1, 15, 26, 12, 22, 5, 14, 18)
+LENGTHS = (1, 300, 20, 2, 77, 5, 64)
+COUNTS = (16, 8, 1, 9, 18, 14, 11)
 
 
 @pytest.fixture(scope="module")
 def world(tmp_path_factory):
     """Models, requests, and their tokens from plain decoding one by one. Some texts end early, with a stop id."""
     folder = tmp_path_factory.mktemp("batches")
-    target = make(folder / "target", "qwen2", layers=4, max_context=400)
+    target = make(folder / "target", "qwen2", layers=3, max_context=400)
     models = {"draft": perturbed(target, folder / "draft", amount=0.05), "dream": make(folder / "dream", "dream")}
     rng = random.Random(1)
     requests = []
@@ -144,7 +144,7 @@ def test_plain_decoding_is_batch_invariant(world, name, cheap):
     mixed = made(engine, world["requests"], lambda n: n % 3 > 0)
     assert all(event.tokens for event in engine.session.stream(mixed))
     assert [request.tokens for request in mixed] == world["texts"]
-    assert sum(mixed[n].stats.drafted for n in (0, 3, 6, 9)) == 0 < mixed[1].stats.drafted
+    assert sum(mixed[n].stats.drafted for n in (0, 3, 6)) == 0 < mixed[1].stats.drafted
 
 
 def test_vocabtrim_follows_all_texts_of_the_batch(cheap):
@@ -156,13 +156,13 @@ def test_vocabtrim_follows_all_texts_of_the_batch(cheap):
     prompts = [plain.encode(text) for text in ("class Zebra:", "import zlib, gzip", "def quux(xyzzy):")]
     prompts = [ids + ids for ids in prompts]
     rare = [next(t for t in ids if t not in before) for ids in prompts]
-    stream = engine.stream(prompts, 20, temperature=0.7)
+    stream = engine.stream(prompts, 10, temperature=0.7)
     for _ in range(4):
         next(stream)
     assert all(token in head.draftable for token in rare)
     stream.close()
-    out = engine.generate(prompts, 20, temperature=0.7)
-    assert [o.tokens for o in out] == [plain.generate(ids, 20, temperature=0.7).tokens for ids in prompts]
+    out = engine.generate(prompts, 10, temperature=0.7)
+    assert [o.tokens for o in out] == [plain.generate(ids, 10, temperature=0.7).tokens for ids in prompts]
     assert head.draftable == before
 
 
@@ -195,7 +195,7 @@ def test_generate_and_stream_take_batches(world):
     assert [[t for c in chunks if c.prompt_index == n for t in c.tokens] for n in range(len(prompts))] == world["texts"]
     last = {c.prompt_index: c.finished for c in chunks}
     assert [last[n] for n in range(len(prompts))] == [o.finished for o in out]
-    with pytest.raises(ValueError, match="seed has 2 values for 10 prompts"):
+    with pytest.raises(ValueError, match="seed has 2 values for 7 prompts"):
         engine.generate(prompts, seed=[1, 2])
     with pytest.raises(ValueError, match="the prompt is empty"):
         engine.generate([[1, 2], []])

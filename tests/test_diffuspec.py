@@ -110,8 +110,8 @@ def test_a_trimmed_head_changes_no_token(family, keep, tmp_path):
     fast = specker.load(target, draft, "diffuspec+vocabtrim", dtype="float64", **how)
     accepted = 0
     for prompt, temperature in itertools.product(PROMPTS, (0.0, 0.7)):
-        got = fast.generate(prompt, 24, temperature=temperature)
-        assert got.tokens == cases.plain(target, prompt, 24, temperature=temperature)
+        got = fast.generate(prompt, 12, temperature=temperature)
+        assert got.tokens == cases.plain(target, prompt, 12, temperature=temperature)
         accepted += got.stats.accepted
         report = fast.trim_report(got.stats)
     assert accepted > 0 and report["kept_rows"] == keep + 5 and STOP in fast.kept.ids.tolist()

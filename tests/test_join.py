@@ -63,12 +63,12 @@ def test_tokens_equal_plain_decoding(world, scores, name, how, cheap, monkeypatc
     parts, temperature = set(), how.get("temperature", 0.0)
     for size in (1, 3):
         engine = load(world, name, scores, graphs=how.get("graphs", "off"), batch_size=size)
-        want = [cases.plain(world[0], prompt, 24, temperature=temperature) for prompt in PROMPTS]
+        want = [cases.plain(world[0], prompt, 16, temperature=temperature) for prompt in PROMPTS]
         with after_every_round(monkeypatch, lambda _, r: parts.add(r.draft.size and 1 + r.batch.budget.part)):
             if size == 1:
-                got = [engine.generate(prompt, 24, temperature=temperature) for prompt in PROMPTS]
+                got = [engine.generate(prompt, 16, temperature=temperature) for prompt in PROMPTS]
             else:
-                got = engine.generate(list(PROMPTS), 24, temperature=temperature)
+                got = engine.generate(list(PROMPTS), 16, temperature=temperature)
         assert [g.tokens for g in got] == want
     weak = name in ("del", "del+vocabtrim")  # no early exit of a random model is worth its rows
     assert {2} | ({0} if weak else {1}) <= parts, "only one of the two drafted: this proves little"

@@ -15,7 +15,7 @@ from specker.runtime.strategies.vocabtrim.scores import VocabScores
 pytestmark = pytest.mark.usefixtures("cheap")  # drafts do not depend on the clock
 SHAPES = {"chain": {"draft_tokens": 5}, "tree": {"tree": "3x4"}}
 PROMPTS = ([5, 9, 40], [1], list(range(3, 90)))
-COUNT = 24
+COUNT = 16
 
 
 @pytest.fixture(scope="module")

@@ -60,7 +60,7 @@ def test_drafts_are_those_of_the_same_head_in_safetensors(target, tmp_path, way)
     engine, plain = load(target, file), load(target, head)
     assert engine.drafter.aux_layers == plain.drafter.aux_layers
     assert drafts(engine) == drafts(plain)
-    assert engine.generate(TEXT, 32).tokens == cases.plain(target, TEXT, 32)
+    assert engine.generate(TEXT, 16).tokens == cases.plain(target, TEXT, 16)
     assert engine.models.endswith(" + head.gguf")
 
 

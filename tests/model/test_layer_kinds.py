@@ -98,12 +98,12 @@ def test_every_strategy_has_the_text_of_plain_decoding(pairs, texts, kind, how):
     target, draft = pairs[kind]
     side = draft if HOW[how]["strategy"] == "draft" else None
     one = specker.load(target, side, dtype="float64", page_size=16, **HOW[how])
-    out = one.generate(PROMPT, max_new_tokens=20)
-    assert out.tokens == texts(kind)[0][:20]
+    out = one.generate(PROMPT, max_new_tokens=14)
+    assert out.tokens == texts(kind)[0][:14]
     assert 0 < out.stats.accepted < out.stats.drafted or how in ("lookup", "exit")
     three = specker.load(target, side, dtype="float64", page_size=16, batch_size=3, **HOW[how])
-    outs = three.generate([PROMPT, *OTHERS], max_new_tokens=20)
-    assert [out.tokens for out in outs] == [text[:20] for text in texts(kind)]
+    outs = three.generate([PROMPT, *OTHERS], max_new_tokens=14)
+    assert [out.tokens for out in outs] == [text[:14] for text in texts(kind)]
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -123,8 +123,8 @@ def test_layers_side_by_side(pairs, texts, kind):
     target, draft = pairs[kind]
     for shape in ({"draft_tokens": 4}, {"tree": "2x3", "batch_size": 3}):
         engine = specker.load(target, draft, "easyspec", dtype="float64", layer_parallel=GROUPS[kind], **shape)
-        outs = engine.generate([PROMPT, *OTHERS], max_new_tokens=20)
-        assert [out.tokens for out in outs] == [text[:20] for text in texts(kind)]
+        outs = engine.generate([PROMPT, *OTHERS], max_new_tokens=14)
+        assert [out.tokens for out in outs] == [text[:14] for text in texts(kind)]
         assert sum(out.stats.accepted for out in outs) > 5
 
 
@@ -252,8 +252,8 @@ def test_a_rope_of_its_own_for_each_kind_changes_the_text(pairs, texts, tmp_path
     folder = make(tmp_path, max_context=160, **KINDS["gemma3"])
     same = dict.fromkeys((SLIDING, FULL), KINDS["gemma3"]["rope"][FULL])
     edit(folder, rope_parameters=same)
-    changed = specker.load(folder, strategy="ar", dtype="float64").generate(PROMPT, max_new_tokens=20)
-    assert changed.tokens != texts("gemma3")[0][:20]
+    changed = specker.load(folder, strategy="ar", dtype="float64").generate(PROMPT, max_new_tokens=14)
+    assert changed.tokens != texts("gemma3")[0][:14]
 
 
 def test_a_spec_names_each_layer():

@@ -51,7 +51,7 @@ def forms(monkeypatch):
 
 def texts(engine, samplings):
     requests = [
-        engine.session.request(prompt, Params.of(max_new_tokens=20, **how))
+        engine.session.request(prompt, Params.of(max_new_tokens=12, **how))
         for prompt, how in zip(PROMPTS, samplings, strict=True)
     ]
     for _ in engine.session.stream(requests):

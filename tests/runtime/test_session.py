@@ -62,7 +62,7 @@ def free(engine):
 def test_threads_share_an_engine_and_have_their_own_texts(models, size):
     engine = load(models, "draft", batch_size=size)
     prompts = [[1, 2, 3], [4], [5, 6, 7, 8, 9], [10, 11], [12] * 30, [3, 1]]
-    want = [engine.generate_ar(p, 24, temperature=1.0, seed=3).tokens for p in prompts]
+    want = [engine.generate_ar(p, 14, temperature=1.0, seed=3).tokens for p in prompts]
     started, most = threading.Barrier(len(prompts)), []
 
     def work(n):
@@ -70,9 +70,9 @@ def test_threads_share_an_engine_and_have_their_own_texts(models, size):
         found = []
         for turn in range(3):
             if (n + turn) % 2:
-                found.append(engine.generate(prompts[n], 24, temperature=1.0, seed=3).tokens)
+                found.append(engine.generate(prompts[n], 14, temperature=1.0, seed=3).tokens)
             else:
-                stream = engine.stream(prompts[n], 24, temperature=1.0, seed=3)
+                stream = engine.stream(prompts[n], 14, temperature=1.0, seed=3)
                 found.append([token for event in stream for token in event.tokens])
                 most.append(len(engine.loop.active))
         return found
@@ -234,10 +234,10 @@ def test_a_snapshot_counts_requests(models):
 def test_stop_ids(models, way):
     """Within a draft and between drafts; each request has its own."""
     engine = load(models, way, batch_size=2)
-    whole = engine.generate_ar([5, 9, 40], 24).tokens
+    whole = engine.generate_ar([5, 9, 40], 14).tokens
     for stop in dict.fromkeys(whole[2:7]):
-        cut = engine.session.submit([5, 9, 40], Params(max_new_tokens=24, stop_ids=(stop,)))
-        other = engine.session.submit([5, 9, 40], Params(max_new_tokens=24))
+        cut = engine.session.submit([5, 9, 40], Params(max_new_tokens=14, stop_ids=(stop,)))
+        other = engine.session.submit([5, 9, 40], Params(max_new_tokens=14))
         while engine.session.busy:
             engine.session.step()
         assert cut.tokens == whole[: whole.index(stop) + 1] and cut.finished == "stop"
@@ -399,7 +399,7 @@ def a_request(rng, prefixes):
         rng.randrange(3, 90) for _ in range(rng.randrange(9))
     ]
     options = {
-        "max_new_tokens": rng.randrange(1, 24),
+        "max_new_tokens": rng.randrange(1, 14),
         "temperature": rng.choice([0.0, 0.7, 1.2]),
         "seed": rng.randrange(9),
     }

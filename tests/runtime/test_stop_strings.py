@@ -92,12 +92,12 @@ STRATEGIES = {
 def test_a_text_ends_before_its_stop_string(pair, name):
     engine = specker.load(*(pair if name not in ("ar", "lookup") else pair[:1]), dtype="float64", **STRATEGIES[name])
     prompts = ["def f(x):", "class A", "import os"]
-    whole = engine.generate_ar(prompts, 60, temperature=0.9, seed=5)
+    whole = engine.generate_ar(prompts, 36, temperature=0.9, seed=5)
     stops = [out.text[20:23] for out in whole]
     for one, stop in zip(whole, stops, strict=True):
         assert len(stop.encode()) >= 3 and stop in one.text
-    got = engine.generate(prompts, 60, stop=stops, temperature=0.9, seed=5)
-    plain = engine.generate_ar(prompts, 60, stop=stops, temperature=0.9, seed=5)
+    got = engine.generate(prompts, 36, stop=stops, temperature=0.9, seed=5)
+    plain = engine.generate_ar(prompts, 36, stop=stops, temperature=0.9, seed=5)
     assert [out.tokens for out in got] == [out.tokens for out in plain]
     for out, one in zip(got, whole, strict=True):
         end = min(at for stop in stops if (at := one.text.find(stop)) >= 0)
@@ -105,7 +105,7 @@ def test_a_text_ends_before_its_stop_string(pair, name):
         assert out.tokens == one.tokens[: len(out.tokens)] and out.stats.tokens == len(out.tokens)
         assert any(stop in engine.decode(out.tokens) for stop in stops)
     streamed = [""] * len(prompts)
-    for chunk in engine.stream(prompts, 60, stop=stops, temperature=0.9, seed=5):
+    for chunk in engine.stream(prompts, 36, stop=stops, temperature=0.9, seed=5):
         streamed[chunk.prompt_index] += chunk.text
     assert streamed == [out.text for out in got]
 

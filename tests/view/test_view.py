@@ -61,7 +61,7 @@ def test_the_trace_of_a_run(
         "--prompt",
         "def f(x):\n",
         "--max-new-tokens",
-        "24",
+        "16",
         *SETTINGS[name],
     ]
     assert run.main([*argv, "--json", str(tmp_path / "plain")]) == 0
