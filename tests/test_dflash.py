@@ -1,6 +1,7 @@
 """Strategy dflash: drafts under noise, by confidence and by search, adaptive lengths, and drafters that do not fit.
 tests/test_draft_heads.py has what holds for all heads."""
 
+import functools
 import itertools
 import math
 from dataclasses import replace
@@ -157,12 +158,13 @@ def test_a_searched_path_is_the_best_one_by_both_models_and_the_noise(usual, ngr
         if temperature:
             at = len(before) - 1 + torch.arange(size)
             noise = gumbel_at(5, at, torch.from_numpy(ids).expand(size, -1)).double().numpy()
+        following = functools.cache(lambda *tail, ids=ids: model.log_p(np.array([tail]), ids)[0])
         total = {}
         for path in itertools.product(range(len(ids)), repeat=size):
             tokens, score = [*before, *ids[list(path)].tolist()], 0.0
             for i, n in enumerate(path):
-                tail = np.array([tokens[len(before) + i - 2 : len(before) + i]])
-                share = 0.7 * float(model.log_p(tail, ids[n : n + 1])[0, 0]) / heat if i else 0.0
+                tail = tokens[len(before) + i - 2 : len(before) + i]
+                share = 0.7 * float(following(*tail)[n]) / heat if i else 0.0
                 score += (0.3 if i else 1.0) * scores[i, n] + share + noise[i, n]
             total[tuple(tokens[len(before) :])] = score
         best = max(total, key=total.get)
