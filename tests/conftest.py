@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 os.environ["OMP_NUM_THREADS"] = "1"  # torch and numpy read it when they are imported
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # commands take over what an earlier one compiled
 
 import torch
 from make_checkpoint import make
