@@ -825,6 +825,11 @@ def _variant(
     name += " capped" * cap + (f" sinks {TYPES[sinks]}" if sinks else "") + named(kind)
     name += " apart" if apart else ""
     smoke = dtype == torch.bfloat16 and D == 128 and B == 1 and page == 256 and not apart
+    limit = None  # of registers
+    if half and d_pad <= 64:
+        # Three blocks an SM: for sm_100, ptxas of Triton 3.9 tries four, whose shared memory does not fit, and spills.
+        # With several sequences on sm_80 three would spill 8 bytes, and two keep enough in flight.
+        limit = 168 if seqs == 1 else 176 if arch == 80 and not apart else None
     k, v, *scales = cache_types(t, kind)
     return Variant(
         name=name,
@@ -871,8 +876,7 @@ def _variant(
         dot=half,
         wide=D * (dtype.itemsize if kind == "plain" else 1) % 16 == 0,
         smoke=smoke,
-        # Three blocks an SM: for sm_100, ptxas of Triton 3.9 tries four, whose shared memory does not fit, and spills.
-        options={"maxnreg": 168} if half and d_pad <= 64 and seqs == 1 else {},
+        options={} if limit is None else {"maxnreg": limit},
     )
 
 
