@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 from fastapi import FastAPI, Request
 from fastapi.middleware.cors import CORSMiddleware
 from fastapi.responses import HTMLResponse, JSONResponse, Response, StreamingResponse
+from starlette.exceptions import HTTPException
 
 from specker.runtime.engine import Engine
 from specker.runtime.round import state
@@ -126,25 +127,30 @@ class Server:
         ids = await self.encoder.encode(text, special=asked.prompt is not None)
         return {"tokens": ids, "count": len(ids), "max_model_len": self.engine.max_context}
 
-    async def within(self, texts: int, work: Callable[[], Awaitable[T]]) -> T | Response:
-        """The result of `work`, which prepares a call with so many texts, or why there is none. The places that it
-        takes in the queue are given back if there is none."""
+    def check_name(self, name: str | None) -> None:
+        """Raises HTTPException if the request names another model than the one that is served."""
+        if name not in (None, self.name):
+            raise HTTPException(404, f"the model {name[:60]!r} is not served here, but {self.name!r} is")
+
+    async def within(self, texts: int, work: Callable[[], Awaitable[T]]) -> T:
+        """The result of `work`, which prepares a call with so many texts. Raises HTTPException if there is none; the
+        places that it takes in the queue are then given back."""
         done = False
         try:
             self.worker.reserve(texts)
         except ValueError as error:
-            return failure(400, str(error))
+            raise HTTPException(400, str(error)) from None
         except Busy as error:
-            return failure(429, str(error), {"Retry-After": str(error.seconds)})
+            raise HTTPException(429, str(error), {"Retry-After": str(error.seconds)}) from None
         try:
             async with asyncio.timeout(self.worker.limit):
                 result = await work()
             done = True
             return result
         except ValueError as error:
-            return failure(413 if isinstance(error, TooLong) else 400, _said(error))
+            raise HTTPException(413 if isinstance(error, TooLong) else 400, _said(error)) from None
         except TimeoutError:
-            return failure(504, self.worker.late)
+            raise HTTPException(504, self.worker.late) from None
         finally:
             if not done:
                 self.worker.release(texts)
@@ -153,11 +159,8 @@ class Server:
         self, asked: Any, http: Request, make: Callable[[Any], Awaitable[Texts]], kind: type[Answer]
     ) -> Response:
         began = time.monotonic()
-        if asked.model not in (None, self.name):
-            return failure(404, f"the model {asked.model[:60]!r} is not served here, but {self.name!r} is")
+        self.check_name(asked.model)
         texts = await self.within(asked.texts, partial(make, asked))
-        if isinstance(texts, Response):
-            return texts
         if self.live:
             for request, text in texts.items():
                 self.live.begin(request, f"request {request.index}", text)
@@ -170,7 +173,7 @@ class Server:
             await asyncio.wait({whole, left}, return_when=asyncio.FIRST_COMPLETED)
             return JSONResponse(whole.result()) if whole.done() else Response(status_code=499)
         except (Failed, TimeoutError) as error:
-            return failure(*call.why(error))
+            raise HTTPException(*call.why(error)) from None
         finally:
             whole.cancel()
             left.cancel()
@@ -209,15 +212,25 @@ def application(engine: Engine, serving: Serving, sampling: dict[str, float]) ->
     @app.post("/tokenize")
     async def tokenize(asked: Tokenize) -> Response:
         found = await server.within(1, partial(server.tokens, asked))
-        if isinstance(found, Response):
-            return found
         server.worker.release(1)
         return JSONResponse(found)
 
+    about = {"id": server.name, "object": "model", "created": began, "owned_by": "specker"}
+    about["max_model_len"] = engine.max_context
+
+    @app.get("/")
+    async def root() -> dict[str, Any]:
+        paths = {"api": "/v1", "models": "/v1/models", "health": "/health", "metrics": "/metrics"}
+        return {"server": "specker", **paths, "view": "/view" if server.live else None}
+
     @app.get("/v1/models")
     async def models() -> dict[str, Any]:
-        about = {"id": server.name, "object": "model", "created": began, "owned_by": "specker"}
-        return {"object": "list", "data": [about | {"max_model_len": engine.max_context}]}
+        return {"object": "list", "data": [about]}
+
+    @app.get("/v1/models/{name:path}")  # names may have slashes
+    async def model(name: str) -> dict[str, Any]:
+        server.check_name(name)
+        return about
 
     @app.get("/health")
     async def health() -> Response:

@@ -11,7 +11,7 @@ from starlette.exceptions import HTTPException
 
 from specker.serve.errors import failure
 
-OPEN = ("/health",)  # asks for no token
+OPEN = ("/", "/health")  # ask for no token
 
 
 class Limits:

@@ -286,7 +286,7 @@ def test_a_key_and_origins(load):
         assert client.get("/v1/models", auth=("anybody", "secret")).status_code == 200
         refused(client.get("/v1/models", auth=("secret", "")), 401, "the API key is missing or wrong")
         assert client.get("/view").headers["www-authenticate"] == "Basic"
-        assert client.get("/health").json() == {"status": "ok"}
+        assert client.get("/health").json() == {"status": "ok"} and client.get("/").status_code == 200
         answer = client.options("/v1/completions", headers=ask)
         assert answer.headers["access-control-allow-origin"] == "https://a.example"
         assert (
@@ -295,6 +295,15 @@ def test_a_key_and_origins(load):
         )
     with serving(load()) as client:
         assert "access-control-allow-origin" not in client.options("/v1/completions", headers=ask).headers
+
+
+def test_a_models_name_may_have_slashes(load):
+    with serving(load(), name="a/b c") as client:
+        api = openai.OpenAI(base_url=f"{client.base_url}/v1", api_key="none")
+        assert api.models.retrieve("a/b c") == api.models.list().data[0]
+        with pytest.raises(openai.NotFoundError, match="the model 'a/b' is not served here, but 'a/b c' is"):
+            api.models.retrieve("a/b")
+        assert client.get("/").json()["api"] == "/v1" and client.get("/").json()["view"] is None
 
 
 def test_tokenize(engine, client):
@@ -337,7 +346,7 @@ def test_a_call_is_logged_without_its_text(client, caplog):
 def test_the_live_page(load):
     with serving(engine := load(batch_size=1), view=True) as client:
         text = client.post("/v1/completions", json={"prompt": "ab cd", "max_tokens": 12}).json()["choices"][0]["text"]
-        page = client.get("/view")
+        page = client.get(client.get("/").json()["view"])
         assert (
             page.headers["content-type"].startswith("text/html")
             and "default-src" in page.headers["content-security-policy"]
