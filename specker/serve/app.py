@@ -88,7 +88,8 @@ class Server:
         if taken := self._reserved & {*asked.chat_template_kwargs}:
             raise ValueError(f"chat_template_kwargs cannot set {min(taken)}")
         named = {"tools": [tool.model_dump(exclude_none=True) for tool in asked.tools]} if asked.tools else {}
-        return rendered(self.engine.target, self.name, messages, **named, **asked.chat_template_kwargs)
+        how = {name: getattr(asked, name) for name in ("add_generation_prompt", "continue_final_message")}
+        return rendered(self.engine.target, self.name, messages, **how, **named, **asked.chat_template_kwargs)
 
     async def _grammar(self, asked: Asked) -> str | None:
         """What the text must match, compiled; None if it is free."""

@@ -176,6 +176,14 @@ BAD_CHAT = {
         {"tools": [{"type": "function", "function": {"name": "f"}}]},
         "tools need a chat template with <tool_call>, and the model's has none",
     ),
+    "both turns": (
+        {"continue_final_message": True, "add_generation_prompt": True},
+        "continue_final_message and add_generation_prompt exclude each other",
+    ),
+    "nothing to continue": (
+        {"continue_final_message": True},
+        "continue_final_message needs an assistant's text as the last message",
+    ),
     "a broken call": (
         {"messages": [*TALK, {"role": "assistant", "tool_calls": [{"function": {"arguments": "{"}}]}]},
         "messages[1].tool_calls[0].function.arguments: must be a string with JSON in it",
@@ -304,6 +312,29 @@ def test_a_models_name_may_have_slashes(load):
         with pytest.raises(openai.NotFoundError, match="the model 'a/b' is not served here, but 'a/b c' is"):
             api.models.retrieve("a/b")
         assert client.get("/").json()["api"] == "/v1" and client.get("/").json()["view"] is None
+
+
+def test_the_last_message_is_continued(engine, client):
+    def text(**more):
+        body = {"messages": [*TALK, {"role": "assistant", "content": "ef g"}], "max_tokens": 9, **more}
+        return client.post("/v1/chat/completions", json=body).json()["choices"][0]["message"]["content"]
+
+    talk = [*TALK, {"role": "assistant", "content": "ef g"}]
+    prompt = engine.encode_chat(talk, continue_final_message=True, add_generation_prompt=False)
+    assert engine.tokenizer.decode(prompt).endswith("ef g") and prompt != engine.encode_chat(talk)
+    want = engine.generate(prompt, 9).text
+    assert text(continue_final_message=True) == text(continue_final_message=True, add_generation_prompt=False) == want
+    assert text() == text(add_generation_prompt=True) == engine.generate(engine.encode_chat(talk), 9).text != want
+    ended = engine.encode_chat(talk, add_generation_prompt=False)
+    assert text(add_generation_prompt=False) == engine.generate(ended, 9).text
+
+
+def test_a_template_that_changes_the_last_message_continues_none(load, monkeypatch):
+    with serving(engine := load(), name="tiny") as client:
+        monkeypatch.setattr(engine.tokenizer, "chat_template", "{% for m in messages %}{{ m.content[:2] }}{% endfor %}")
+        asked = {"messages": [{"role": "assistant", "content": "abc\ndef"}], "continue_final_message": True}
+        sentence = "the chat template of tiny changes the last message, so it has no continuation"
+        refused(client.post("/v1/chat/completions", json=asked), 400, sentence)
 
 
 def test_tokenize(engine, client):
