@@ -18,20 +18,22 @@ from starlette.exceptions import HTTPException
 from specker.runtime.engine import Engine
 from specker.runtime.round import state
 from specker.runtime.text import TooLong, rendered, reserved
-from specker.serve import tools
-from specker.serve.answers import Answer, ChatAnswer, TextAnswer
+from specker.serve import reasoning, tools
+from specker.serve.answers import ChatAnswer, TextAnswer
 from specker.serve.api import Asked, Chat, Completion, Tokenize
 from specker.serve.checker import Checker
 from specker.serve.encoder import Encoder
 from specker.serve.errors import failure, handlers
 from specker.serve.limits import Limits
+from specker.serve.pieces import Pieces, Reading
 from specker.serve.settings import Serving
-from specker.serve.worker import Busy, Failed, Worker
+from specker.serve.worker import Busy, Call, Failed, Worker
 from specker.view.live import Live
 from specker.view.page import LIVE_POLICY
 
 T = TypeVar("T")
 Texts = dict[state.Request, str]  # the requests of a call, and their prompts for the live page
+Prepared = tuple[Texts, Reading]
 
 PACE = 0.05  # CPU seconds a token that a text may spend in its grammar, which others wait for
 
@@ -69,20 +71,28 @@ class Server:
         slow = [what for what, seconds in oldest.items() if seconds > self.health_seconds]
         return f"{slow[0]} takes more than {self.health_seconds:g} s" if slow else None
 
-    async def chat(self, asked: Chat) -> Texts:
+    @property
+    def template(self) -> str:
+        """The chat template."""
+        return str(getattr(self.engine.tokenizer, "chat_template", None))
+
+    async def chat(self, asked: Chat) -> Prepared:
         """Raises ValueError."""
         form = await self._grammar(asked)
         messages = [message.plain() for message in asked.messages]
-        ids = await self.encoder.encode(await self.encoder.run(self._rendered, asked, messages), special=False)
+        prompt, last = await self.encoder.run(self._rendered, asked, messages), messages[-1]["content"]
+        ids = await self.encoder.encode(prompt, special=False)
         logprobs = max(1, asked.top_logprobs or 0) if asked.logprobs else 0
-        return await self.encoder.run(self._requests, asked, [(ids, messages[-1]["content"])], logprobs, form)
+        texts = await self.encoder.run(self._requests, asked, [(ids, last)], logprobs, form)
+        inside = reasoning.opened(self.template, prompt, last if asked.continue_final_message else "")
+        return texts, Reading(inside, calls=bool(asked.tools) and asked.tool_choice != "none")
 
-    async def completion(self, asked: Completion) -> Texts:
+    async def completion(self, asked: Completion) -> Prepared:
         """Raises ValueError."""
         form = await self._grammar(asked)
         prompts = [(await self.encoder.encode(p), p) if isinstance(p, str) else (p, "") for p in asked.prompts]
         logprobs = 0 if asked.logprobs is None else max(1, asked.logprobs)
-        return await self.encoder.run(self._requests, asked, prompts, logprobs, form)
+        return await self.encoder.run(self._requests, asked, prompts, logprobs, form), Reading()
 
     def _rendered(self, asked: Chat, messages: list[dict[str, Any]]) -> str:
         if taken := self._reserved & {*asked.chat_template_kwargs}:
@@ -102,8 +112,7 @@ class Server:
     def _form(self, asked: Asked) -> str | None:
         if asked.response_format is not None and (form := asked.response_format.grammar()) is not None:
             return form
-        template = str(getattr(self.engine.tokenizer, "chat_template", None))
-        return tools.grammar_of(asked, template) if isinstance(asked, Chat) else None
+        return tools.grammar_of(asked, self.template) if isinstance(asked, Chat) else None
 
     def _requests(self, asked: Asked, prompts: list[tuple[list[int], str]], logprobs: int, form: str | None) -> Texts:
         """`prompts`: ids, and a text for the live page. `form`: the grammar."""
@@ -157,16 +166,20 @@ class Server:
                 self.worker.release(texts)
 
     async def answer(
-        self, asked: Any, http: Request, make: Callable[[Any], Awaitable[Texts]], kind: type[Answer]
+        self,
+        asked: Any,
+        http: Request,
+        prepare: Callable[[Any], Awaitable[Prepared]],
+        kind: Callable[[Call, Reading, Any, str, Any], Pieces],
     ) -> Response:
         began = time.monotonic()
         self.check_name(asked.model)
-        texts = await self.within(asked.texts, partial(make, asked))
+        texts, reading = await self.within(asked.texts, partial(prepare, asked))
         if self.live:
             for request, text in texts.items():
                 self.live.begin(request, f"request {request.index}", text)
         call = self.worker.call([*texts], began)
-        answer = kind(call, asked, self.name, self.engine.tokenizer)
+        answer = kind(call, reading, asked, self.name, self.engine.tokenizer)
         if asked.stream:
             return StreamingResponse(answer.events(), media_type="text/event-stream")
         whole, left = asyncio.ensure_future(answer.whole()), asyncio.ensure_future(_left(http))

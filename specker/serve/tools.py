@@ -49,7 +49,7 @@ class Calls:
             self._held = self._held[end + len(END) :].lstrip()
         if last:
             return beside + self._held, calls
-        keep = len(self._held) - at if at >= 0 else _begun(self._held)
+        keep = len(self._held) - at if at >= 0 else begun(self._held, BEGIN)
         cut = len(self._held) - keep
         beside, self._held = beside + self._held[:cut], self._held[cut:]
         return beside, calls
@@ -61,6 +61,6 @@ class Calls:
         return {"index": self.found - 1, "id": f"call_{uuid.uuid4().hex}", "type": "function", "function": function}
 
 
-def _begun(text: str) -> int:
-    """Characters at the end of `text` that may begin a call."""
-    return max((n for n in range(1, len(BEGIN)) if text.endswith(BEGIN[:n])), default=0)
+def begun(text: str, tag: str) -> int:
+    """Characters at the end of `text` that may begin `tag`."""
+    return max((n for n in range(1, len(tag)) if text.endswith(tag[:n])), default=0)
