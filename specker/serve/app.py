@@ -25,7 +25,9 @@ from specker.serve.checker import Checker
 from specker.serve.encoder import Encoder
 from specker.serve.errors import failure, handlers
 from specker.serve.limits import Limits
+from specker.serve.messages import MessagesAnswer, MessagesRequest
 from specker.serve.pieces import Pieces, Reading
+from specker.serve.responses import ResponseAnswer, ResponseRequest
 from specker.serve.settings import Serving
 from specker.serve.worker import Busy, Call, Failed, Worker
 from specker.view.live import Live
@@ -97,9 +99,11 @@ class Server:
     def _rendered(self, asked: Chat, messages: list[dict[str, Any]]) -> str:
         if taken := self._reserved & {*asked.chat_template_kwargs}:
             raise ValueError(f"chat_template_kwargs cannot set {min(taken)}")
-        named = {"tools": [tool.model_dump(exclude_none=True) for tool in asked.tools]} if asked.tools else {}
-        how = {name: getattr(asked, name) for name in ("add_generation_prompt", "continue_final_message")}
-        return rendered(self.engine.target, self.name, messages, **how, **named, **asked.chat_template_kwargs)
+        how: dict[str, Any] = {"continue_final_message": asked.continue_final_message}
+        how["add_generation_prompt"] = asked.add_generation_prompt
+        if asked.tools:
+            how["tools"] = [tool.model_dump(exclude_none=True) for tool in asked.tools]
+        return rendered(self.engine.target, self.name, messages, **how, **asked.chat_template_kwargs)
 
     async def _grammar(self, asked: Asked) -> str | None:
         """What the text must match, compiled; None if it is free."""
@@ -222,6 +226,14 @@ def application(engine: Engine, serving: Serving, sampling: dict[str, float]) ->
     @app.post("/v1/completions")
     async def completions(asked: Completion, http: Request) -> Response:
         return await server.answer(asked, http, server.completion, TextAnswer)
+
+    @app.post("/v1/responses")
+    async def responses(asked: ResponseRequest, http: Request) -> Response:
+        return await server.answer(asked.chat, http, server.chat, partial(ResponseAnswer, asked))
+
+    @app.post("/v1/messages")
+    async def messages(asked: MessagesRequest, http: Request) -> Response:
+        return await server.answer(asked.chat, http, server.chat, MessagesAnswer)
 
     @app.post("/tokenize")
     async def tokenize(asked: Tokenize) -> Response:

@@ -53,7 +53,8 @@ class Reader:
         self.reasoned = 0  # tokens of the reasoning, with which a text begins
 
     def read(self, choice: int, event: Event) -> Piece:
-        text, reasoning, calls, reason = event.text, "", [], event.finished
+        text, reasoning, reason = event.text, "", event.finished
+        calls: list[dict[str, Any]] = []
         if self._reasoning is not None:
             reasoning, text = self._without_reasoning(self._reasoning, event)
         if self._calls is not None:

@@ -33,7 +33,8 @@ def grammar_of(asked: Chat, template: str) -> str | None:
 
 
 class Calls:
-    """Takes the calls out of one text that grows. What may be the beginning of one is held back."""
+    """Takes the calls out of one text that grows. What may be the beginning of one is held back, and so is white space,
+    which may stand before one."""
 
     def __init__(self) -> None:
         self._held = ""
@@ -49,8 +50,8 @@ class Calls:
             self._held = self._held[end + len(END) :].lstrip()
         if last:
             return beside + self._held, calls
-        keep = len(self._held) - at if at >= 0 else begun(self._held, BEGIN)
-        cut = len(self._held) - keep
+        cut = at if at >= 0 else len(self._held) - begun(self._held, BEGIN)
+        cut = len(self._held[:cut].rstrip())
         beside, self._held = beside + self._held[:cut], self._held[cut:]
         return beside, calls
 
