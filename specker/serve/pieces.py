@@ -16,7 +16,7 @@ from specker.serve.worker import Call
 
 log = logging.getLogger(__name__)
 
-REASONS = {"context": "length", "grammar": "length"}  # where the API has another word: the text is not complete
+REASONS = {"context": "length"}  # where the API has another word
 
 
 class Piece(NamedTuple):

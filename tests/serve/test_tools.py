@@ -5,13 +5,14 @@ import subprocess
 
 import openai
 import pytest
-from make_checkpoint import make
+from make_checkpoint import add_tokens, make
 from pairs import perturbed
 from serving import free, serving
 
 import specker
 from specker import grammar
 from specker.serve.api import Chat
+from specker.serve.app import Server
 from specker.serve.tools import Calls, grammar_of
 
 NUMBER = {"type": "integer", "minimum": 0, "maximum": 99}
@@ -32,6 +33,7 @@ TEMPLATE = (
 def engine(tmp_path_factory):
     folder = tmp_path_factory.mktemp("models")
     target = make(folder / "target", "qwen2", layers=2, max_context=400, tokenizer=True)
+    add_tokens(target, "<tool_call>", "</tool_call>")  # as Qwen's: tokens, and text
     (target / "chat_template.jinja").write_text(TEMPLATE)
     draft = perturbed(target, folder / "draft", amount=0.05)
     return specker.load(target, draft, strategy="draft", dtype="float64", device="cpu", batch_size=3, draft_tokens=3)
@@ -95,6 +97,20 @@ def test_a_call_that_must_come_is_valid(api, choice, temperature):
     assert (streamed.function.name, streamed.function.arguments) == (call.function.name, call.function.arguments)
     assert streamed.index == 0 and streamed.id != call.id  # a conversation may hold the calls of several answers
     assert got[-1].finish_reason == "tool_calls" and not any(c.delta.content for c in got)
+
+
+def test_a_call_begins_with_the_token_of_its_tag(api):
+    [choice] = ask(api, tools=TOOLS, tool_choice="required", logprobs=True).choices
+    assert [one.token for one in choice.logprobs.content[:2]] == ["<tool_call>", "\n"]
+
+
+def test_a_text_that_its_grammar_ends_too_early_is_an_error(engine, api, monkeypatch):
+    monkeypatch.setattr(Server, "_form", lambda *_: grammar.lark('start: "ab<|mask|>"'))  # no text
+    said = "the text cannot go on: the grammar allows none of the model's tokens"
+    with pytest.raises(openai.BadRequestError, match=said):
+        ask(api)
+    with pytest.raises(openai.APIError, match=said):
+        list(ask(api, stream=True))
 
 
 def test_tools_may_be_left_alone(engine, api):

@@ -70,7 +70,16 @@ class Grammars:
 
     @cached_property
     def _tokenizer(self) -> Any:
-        return library().LLTokenizer(**self.tokenizer())
+        about = self.tokenizer()
+        found = library().LLTokenizer(**about)
+        added = self.target.tokenizer.backend_tokenizer.get_added_tokens_decoder()
+        special = {token for token in added if found.is_special_token(token)}
+        if not (text := {token for token in special if not added[token].special}):
+            return found
+        # llguidance takes every added token of the form <...> for a special one, which text cannot spell, and yet
+        # divides a forced <tool_call> into that token: no token could follow. Tell it which ones are text.
+        own = library().TokenizerWrapper(Described(self.target.tokenizer, found, about, special - text))
+        return library().LLTokenizer(own, n_vocab=about["n_vocab"], eos_token=about["eos_token"])
 
     def _compiled(self, grammar: str) -> Compiled:
         with self._lock:
@@ -92,6 +101,28 @@ class Grammars:
         if matcher.is_error():
             raise ValueError(f"the grammar is invalid: {sentence(matcher.get_error())}")
         return matcher
+
+
+class Described:
+    """A tokenizer as llguidance's TokenizerWrapper reads it."""
+
+    bos_token_id = None
+
+    def __init__(self, tokenizer: Any, read: Any, about: dict[str, Any], special: Iterable[int]):
+        """`read`: what llguidance makes of the tokenizer by itself, which knows the bytes of each token. `about`: its
+        arguments. `special`: the special tokens."""
+        self.eos_token_id, self.special_token_ids = (about["eos_token"] or [0])[0], sorted(special)
+        known = {*tokenizer.get_vocab().values()}
+        self.tokens = [read.decode_bytes([token]) if token in known else b"" for token in range(about["n_vocab"])]
+        self._encode = copy(tokenizer.backend_tokenizer)  # other threads encode prompts
+        self._encode.no_padding()
+        self._encode.no_truncation()
+
+    def __call__(self, text: str | bytes) -> list[int]:
+        if isinstance(text, bytes):
+            raise TypeError("a text is encoded, not its bytes")  # by which the wrapper finds out what to pass
+        ids: list[int] = self._encode.encode(text, add_special_tokens=False).ids
+        return ids
 
 
 class Compiled:
