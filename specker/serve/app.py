@@ -29,6 +29,7 @@ from specker.serve.messages import MessagesAnswer, MessagesRequest
 from specker.serve.pieces import Pieces, Reading
 from specker.serve.responses import ResponseAnswer, ResponseRequest
 from specker.serve.settings import Serving
+from specker.serve.tool_formats import TAGS, format_of
 from specker.serve.worker import Busy, Call, Failed, Worker
 from specker.view.live import Live
 from specker.view.page import LIVE_POLICY
@@ -56,6 +57,9 @@ class Server:
         self.encoder = Encoder(engine.target, self.name)
         self.health_seconds = serving.health_seconds
         self._numbers, self._reserved = count(), reserved(engine.tokenizer)
+        added = engine.tokenizer.added_tokens_decoder.items()
+        tags = {*TAGS, reasoning.OPEN, reasoning.CLOSE}
+        self.special = {token.content: n for n, token in added if token.special and token.content in tags}
 
     @asynccontextmanager
     async def running(self, _: FastAPI) -> AsyncIterator[None]:
@@ -80,14 +84,16 @@ class Server:
 
     async def chat(self, asked: Chat) -> Prepared:
         """Raises ValueError."""
-        form = await self._grammar(asked)
         messages = [message.plain() for message in asked.messages]
         prompt, last = await self.encoder.run(self._rendered, asked, messages), messages[-1]["content"]
+        inside = reasoning.opened(self.template, prompt, last if asked.continue_final_message else "")
+        form = await self._grammar(asked, inside)
         ids = await self.encoder.encode(prompt, special=False)
         logprobs = max(1, asked.top_logprobs or 0) if asked.logprobs else 0
         texts = await self.encoder.run(self._requests, asked, [(ids, last)], logprobs, form)
-        inside = reasoning.opened(self.template, prompt, last if asked.continue_final_message else "")
-        return texts, Reading(inside, calls=bool(asked.tools) and asked.tool_choice != "none")
+        functions = tools.functions_of(asked)
+        marks = {token: tag for tag, token in self.special.items()} if functions or inside is not None else {}
+        return texts, Reading(inside, format_of(self.template) if functions else None, functions, marks)
 
     async def completion(self, asked: Completion) -> Prepared:
         """Raises ValueError."""
@@ -105,18 +111,21 @@ class Server:
             how["tools"] = [tool.model_dump(exclude_none=True) for tool in asked.tools]
         return rendered(self.engine.target, self.name, messages, **how, **asked.chat_template_kwargs)
 
-    async def _grammar(self, asked: Asked) -> str | None:
-        """What the text must match, compiled; None if it is free."""
-        form = await self.encoder.run(self._form, asked)
+    async def _grammar(self, asked: Asked, inside: bool | None = None) -> str | None:
+        """What the text must match, compiled; None if it is free. `inside`: as in `Reading`."""
+        form = await self.encoder.run(self._form, asked, inside)
         session = self.engine.session
         if form is not None and not session.grammars.knows(form):
             await self.encoder.run(session.guide, form, use="grammar")
         return form
 
-    def _form(self, asked: Asked) -> str | None:
-        if asked.response_format is not None and (form := asked.response_format.grammar()) is not None:
-            return form
-        return tools.grammar_of(asked, self.template) if isinstance(asked, Chat) else None
+    def _form(self, asked: Asked, inside: bool | None) -> str | None:
+        form = asked.response_format.grammar() if asked.response_format is not None else None
+        if isinstance(asked, Chat):
+            form = form or tools.grammar_of(asked, self.template, self.special)
+            if form is not None and inside and not tools.may_call(asked):
+                form = reasoning.preceded(form, self.special)
+        return form
 
     def _requests(self, asked: Asked, prompts: list[tuple[list[int], str]], logprobs: int, form: str | None) -> Texts:
         """`prompts`: ids, and a text for the live page. `form`: the grammar."""

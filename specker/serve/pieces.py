@@ -4,13 +4,14 @@ writes its answer from them."""
 import logging
 import time
 import uuid
-from collections.abc import AsyncIterator
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Mapping
+from dataclasses import dataclass, field
 from typing import Any, ClassVar, NamedTuple
 
 from specker.runtime.control.stats import Stats
 from specker.runtime.events import Event, Logprob
 from specker.serve.reasoning import Reasoning
+from specker.serve.tool_formats import Format, Functions
 from specker.serve.tools import Calls
 from specker.serve.worker import Call
 
@@ -36,11 +37,15 @@ class Reading:
 
     Attributes:
         inside: whether they begin within reasoning; None if they have none.
-        calls: whether they may hold tool calls.
+        form: of tool calls; None if they have none.
+        functions: that may be called.
+        marks: special tokens with which reasoning or calls begin or end. They count as text here.
     """
 
     inside: bool | None = None
-    calls: bool = False
+    form: Format | None = None
+    functions: Functions = field(default_factory=dict)
+    marks: Mapping[int, str] = field(default_factory=dict)
 
 
 class Reader:
@@ -48,23 +53,26 @@ class Reader:
 
     def __init__(self, reading: Reading):
         self._reasoning = None if reading.inside is None else Reasoning(reading.inside)
-        self._calls = Calls() if reading.calls else None
+        self._calls = None if reading.form is None else Calls(reading.form, reading.functions)
+        self._marks = reading.marks
         self._tokens = 0
         self.reasoned = 0  # tokens of the reasoning, with which a text begins
 
     def read(self, choice: int, event: Event) -> Piece:
-        text, reasoning, reason = event.text, "", event.finished
+        reasoning, reason = "", event.finished
         calls: list[dict[str, Any]] = []
+        texts = [t + self._marks.get(token, "") for token, t in zip(event.tokens, event.texts, strict=True)]
+        text = "".join(texts) + event.rest
         if self._reasoning is not None:
-            reasoning, text = self._without_reasoning(self._reasoning, event)
+            reasoning, text = self._without_reasoning(self._reasoning, event, texts)
         if self._calls is not None:
             text, calls = self._calls.add(text, last=reason is not None)
             reason = "tool_calls" if reason == "stop" and self._calls.found else reason
         return Piece(choice, text, reasoning, calls, event.logprobs, REASONS.get(reason or "", reason))
 
-    def _without_reasoning(self, found: Reasoning, event: Event) -> tuple[str, str]:
+    def _without_reasoning(self, found: Reasoning, event: Event, texts: list[str]) -> tuple[str, str]:
         parts = []
-        for text in event.texts:  # token by token, to count them
+        for text in texts:  # token by token, to count them
             inside = found.inside
             parts.append(found.add(text))
             self._tokens += 1

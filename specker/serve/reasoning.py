@@ -3,6 +3,8 @@ looked for only if the chat template names the closing tag."""
 
 from enum import Enum, auto
 
+from specker import grammar
+from specker.serve.tool_formats import TEXT, Special, spelled
 from specker.serve.tools import begun
 
 OPEN, CLOSE = "<think>", "</think>"
@@ -14,6 +16,14 @@ def opened(template: str, prompt: str, continued: str) -> bool | None:
     if CLOSE not in template:
         return None
     return prompt.rstrip().endswith(OPEN) or continued.rfind(OPEN) > continued.rfind(CLOSE)
+
+
+def preceded(form: str, special: Special) -> str:
+    """A grammar for the rest of reasoning that the prompt has begun, and then what the grammar `form` matches."""
+    close = spelled(CLOSE, special)
+    thought = f"thought: TEXT {close}" if CLOSE in special else f"thought[suffix={close}]: TEXT"
+    rules = "%llguidance {}", "start: thought gap @form", thought, TEXT, r"gap: /\n{0,2}/", ""
+    return grammar.after("\n".join(rules), form)
 
 
 class Place(Enum):

@@ -174,7 +174,7 @@ BAD_CHAT = {
     "tool_choice alone": ({"tool_choice": "required"}, "tool_choice needs tools"),
     "tools without a place in the template": (
         {"tools": [{"type": "function", "function": {"name": "f"}}]},
-        "tools need a chat template with <tool_call>, and the model's has none",
+        "tools need a chat template with <tool_call>, [TOOL_CALLS] or",
     ),
     "both turns": (
         {"continue_final_message": True, "add_generation_prompt": True},

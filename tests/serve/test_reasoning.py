@@ -116,3 +116,14 @@ def test_where_reasoning_begins():
     assert opened("{{ m }}", "<think>", "") is None
     assert opened("</think>", "a<think>\n", "") is True and opened("</think>", "<think>a", "") is False
     assert opened("</think>", "a", "<think>a") is True and opened("</think>", "a", "<think>a</think>b") is False
+
+
+def test_a_form_follows_reasoning_that_the_prompt_has_begun(engine):
+    form = {"type": "json_schema", "json_schema": {"schema": {"enum": ["yes"]}}}
+    body = {"messages": TALK, "response_format": form, "max_tokens": 20}
+    with serving(engine, name="tiny") as client:
+        [plain] = client.post("/v1/chat/completions", json=body).json()["choices"]
+        body["chat_template_kwargs"] = {"thinks": 1}
+        [choice] = client.post("/v1/chat/completions", json=body).json()["choices"]
+    assert plain["message"]["content"] == '"yes"'
+    assert choice["message"]["reasoning_content"] and choice["finish_reason"] == "length"

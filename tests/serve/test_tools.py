@@ -11,9 +11,9 @@ from serving import free, serving
 
 import specker
 from specker import grammar
-from specker.serve.api import Chat
 from specker.serve.app import Server
-from specker.serve.tools import Calls, grammar_of
+from specker.serve.tool_formats import Hermes
+from specker.serve.tools import Calls
 
 NUMBER = {"type": "integer", "minimum": 0, "maximum": 99}
 PLACE = {"type": "object", "properties": {"x": NUMBER}, "required": ["x"], "additionalProperties": False}
@@ -148,7 +148,7 @@ TEXT = (
 
 @pytest.mark.parametrize("size", [1, 3, 7, 1000])
 def test_calls_are_taken_out_of_a_text_in_pieces(size):
-    calls, beside, found = Calls(), "", []
+    calls, beside, found = Calls(Hermes(), {}), "", []
     pieces = [TEXT[n : n + size] for n in range(0, len(TEXT), size)]
     for n, piece in enumerate(pieces):
         text, new = calls.add(piece, last=n == len(pieces) - 1)
@@ -163,16 +163,9 @@ def test_calls_are_taken_out_of_a_text_in_pieces(size):
 
 @pytest.mark.parametrize("text", ["a < b", "x <tool_cal", "<tool_call>\n{"])
 def test_what_only_looks_like_a_call_stays_text(text):
-    calls = Calls()
+    calls = Calls(Hermes(), {})
     got = [calls.add(piece, last=n == len(text) - 1)[0] for n, piece in enumerate(text)]
     assert "".join(got) == text and not calls.found
-
-
-def test_templates_without_calls_are_refused():
-    asked = Chat(messages=TALK, tools=TOOLS)
-    with pytest.raises(ValueError, match="tools need a chat template with <tool_call>, and the model's has none"):
-        grammar_of(asked, "{{ messages }}")
-    assert grammar_of(Chat(messages=TALK), "") is None
 
 
 ASKS = """
