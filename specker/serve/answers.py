@@ -56,6 +56,9 @@ class Answer(Pieces):
                     begun.add(piece.choice)
                     said = {"index": piece.choice, "delta": {"role": "assistant", "content": ""}}
                     yield self._event([said | {"finish_reason": None}])
+                if piece.calls and piece.reason:  # openai's client looks for calls before the chunk with the reason
+                    yield self._event([self.delta(piece._replace(reason=None))])
+                    piece = Piece(piece.choice, "", "", [], [], piece.reason)
                 if any(piece[1:]):
                     yield self._event([self.delta(piece)])
             if self.asked.usage:

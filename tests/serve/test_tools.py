@@ -1,7 +1,6 @@
 """Answers that follow a JSON schema, and tool calls."""
 
 import json
-import subprocess
 
 import openai
 import pytest
@@ -166,34 +165,3 @@ def test_what_only_looks_like_a_call_stays_text(text):
     calls = Calls(Hermes(), {})
     got = [calls.add(piece, last=n == len(text) - 1)[0] for n, piece in enumerate(text)]
     assert "".join(got) == text and not calls.found
-
-
-ASKS = """
-import json, litellm, sys
-how = {"model": "openai/tiny", "api_base": sys.argv[1], "api_key": "none", "temperature": 0, "max_tokens": 12}
-talk = [{"role": "user", "content": "ab cd"}]
-whole = litellm.completion(messages=talk, **how).choices[0].message.content
-parts = [c.choices[0].delta.content or "" for c in litellm.completion(messages=talk, stream=True, **how)]
-print(json.dumps([whole, "".join(parts)]))
-"""
-
-
-@pytest.mark.slow  # installs it
-def test_the_package_litellm(engine, api):
-    from bench.peer_settings import installed
-
-    command = [installed("litellm"), "-c", ASKS, str(api.base_url)]
-    said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    want = engine.generate(engine.encode_chat(TALK), 12).text
-    assert json.loads(said.splitlines()[-1]) == [want, want]
-
-
-def test_the_package_llm(engine, api, tmp_path, monkeypatch):
-    monkeypatch.setenv("LLM_USER_PATH", str(tmp_path))
-    from llm.default_plugins.openai_models import Chat as Model
-
-    model = Model("local", model_name="tiny", api_base=str(api.base_url), key="none")
-    want = engine.generate(engine.encode_chat(TALK), 12).text
-    answer = model.prompt("ab cd", temperature=0, max_tokens=12)
-    assert answer.text() == want
-    assert model.prompt("ab cd", temperature=0, max_tokens=12, stream=False).text() == want
