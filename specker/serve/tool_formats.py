@@ -28,12 +28,14 @@ class Format:
     begins: the texts with which a call may begin.
     first: whether calls come at the beginning of a text only.
     between: characters that may stand after a call.
+    closing: a call's last character.
     """
 
     known: ClassVar[tuple[str, ...]]
     begins: ClassVar[tuple[str, ...]]
     first: ClassVar[bool] = False
     between: ClassVar[str] = " \n"
+    closing: ClassVar[str] = ">"
 
     def grammar(self, functions: Functions, required: bool, special: Special) -> str:
         """A free text with calls, or if they are `required` one that begins with a call."""
@@ -125,7 +127,7 @@ class Llama(Format):
 
     known = ('{"name": ', '"parameters": ')
     begins = ("<|python_tag|>", '{"name": "')
-    first, between = True, " \n;"
+    first, between, closing = True, " \n;", "}"
 
     def grammar(self, functions: Functions, required: bool, special: Special) -> str:
         tag, begin = self.begins
@@ -151,7 +153,7 @@ class Mistral(Format):
     """Mistral until 2024: a JSON list after a tag."""
 
     known: ClassVar[tuple[str, ...]] = ("[TOOL_CALLS]",)
-    begins = ("[TOOL_CALLS]",)
+    begins, closing = ("[TOOL_CALLS]",), "]"
 
     def grammar(self, functions: Functions, required: bool, special: Special) -> str:
         begin = spelled(self.begins[0], special)
@@ -179,7 +181,7 @@ class Mistral(Format):
 class NamedMistral(Mistral):
     """Mistral since 2025: each call has a tag, its name and another tag."""
 
-    known = "[TOOL_CALLS]", "[ARGS]"
+    known, closing = ("[TOOL_CALLS]", "[ARGS]"), "}"
     grammar = Format.grammar
 
     def body(self, name: str, schema: dict[str, Any], special: Special, prefix: str) -> list[str]:

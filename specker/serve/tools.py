@@ -49,11 +49,12 @@ class Calls:
         """More of the text -> the text beside calls, and the calls that are complete. `last`: nothing follows."""
         self._held += text
         beside, calls = "", []
+        closes = self._form.closing in text  # only then a long call is read anew
         while True:
             if self._place == "after":
                 self._held = self._held.lstrip(self._form.between)
             at, sure = self._begins()
-            if not sure or (found := self._read(self._held[at:])) is None:
+            if not (sure and closes) or (found := self._read(self._held[at:])) is None:
                 break
             calls += [self._call(*call) for call in found[0]]
             beside += self._held[:at].rstrip()
