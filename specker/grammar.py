@@ -40,6 +40,18 @@ def json_schema(schema: Schema, separators: tuple[str, str] | None = None) -> st
     return library().LLMatcher.grammar_from_json_schema(_checked(schema), **options)
 
 
+def embedded(schema: Schema) -> str:
+    """JSON that is valid for a schema, as a part of a Lark grammar. Raises ValueError for what is no JSON object."""
+    return "%json " + json.dumps({"x-guidance": {"whitespace_pattern": SPACE}} | json.loads(_checked(schema)))
+
+
+def after(lead: str, form: str) -> str:
+    """A Lark grammar `lead` that refers to another grammar, `form`, as @form."""
+    found = json.loads(form) if form.startswith("{") else {"grammars": [{"lark_grammar": form}]}
+    first, *others = found["grammars"]
+    return json.dumps(found | {"grammars": [{"lark_grammar": lead}, first | {"name": "form"}, *others]})
+
+
 def json_object(separators: tuple[str, str] | None = None) -> str:
     """Any JSON object. `separators`: as in `json_schema`."""
     return json_schema({"type": "object"}, separators)

@@ -256,6 +256,13 @@ def byte_tokenizer() -> Any:
     return fast
 
 
+def add_tokens(folder: Path, *texts: str, special: bool = False) -> None:
+    """Add tokens to the tokenizer in `folder`. `special`: text cannot spell them, and texts are shown without them."""
+    fast = transformers.PreTrainedTokenizerFast.from_pretrained(folder)
+    fast.add_tokens([transformers.AddedToken(text, special=special, normalized=False) for text in texts], special)
+    fast.save_pretrained(folder)
+
+
 def oracle(folder: Path, dtype: torch.dtype = torch.float32) -> Any:
     """transformers' own model of the checkpoint, without fused operators. Dream and MiMo are Qwen2: see
     `oracle_logits`."""

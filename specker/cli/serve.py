@@ -31,8 +31,8 @@ examples:
   curl localhost:8000/v1/chat/completions -H 'content-type: application/json' \\
     -d '{"messages": [{"role": "user", "content": "Hello"}]}'
 
-POST /v1/chat/completions, /v1/completions, /tokenize; GET /v1/models, /health,
-/metrics, /view
+POST /v1/chat/completions, /v1/completions, /v1/responses, /v1/messages,
+/tokenize; GET /v1/models, /health, /metrics, /view
 
 Ctrl-C or SIGTERM: no new requests, and the server ends after the running ones;
 a second one ends it at once

@@ -44,6 +44,12 @@ class Detokenizer:
         self.held = ""
         return self.tail
 
+    @property
+    def stopped_by(self) -> str | None:
+        """The stop string that ended the text, None if none has."""
+        ended = [stop.text for stop in self.stops if stop.begun == stop.length]
+        return max(ended, key=len, default=None) if self.stopped else None
+
     def _before_stop(self, new: str) -> str:
         """The part of the held text and `new` that certainly comes before the first stop string."""
         if self.stopped or not self.stops:

@@ -51,19 +51,31 @@ def encode_chat(target: Checkpoint, name: str, messages: list[dict[str, Any]], *
     return encode(target, rendered(target, name, messages, **more), special=False)
 
 
-def rendered(target: Checkpoint, name: str, messages: list[dict[str, Any]], **more: Any) -> str:
-    """The text of a conversation, up to the assistant's turn, by the tokenizer's chat template. `name`: the model, for
-    the message. `more`: further variables of the template, such as `tools`. Raises ValueError if there is no chat
-    template, if it refuses the messages, or for messages without a role."""
+def rendered(
+    target: Checkpoint,
+    name: str,
+    messages: list[dict[str, Any]],
+    add_generation_prompt: bool = True,
+    continue_final_message: bool = False,
+    **more: Any,
+) -> str:
+    """The text of a conversation by the tokenizer's chat template. `name`: the model, for the message.
+    `add_generation_prompt`: begin the assistant's turn. `continue_final_message`: instead end within the last message,
+    after its text. `more`: further variables of the template, such as `tools`. Raises ValueError if there is no chat
+    template, if it refuses the messages or changes the one to continue, or for messages without a role."""
     if not isinstance(messages, list | tuple) or not all(isinstance(m, dict) and "role" in m for m in messages):
         raise ValueError(f"messages must be a list of dicts, each with its role and content, got {messages!r}")
     if not getattr(target.tokenizer, "chat_template", None):
         raise ValueError(f"the tokenizer of {name} has no chat template, which {option('chat')} needs")
     from jinja2 import TemplateError  # torch depends on it
 
+    how = {"add_generation_prompt": add_generation_prompt, "continue_final_message": continue_final_message}
     try:
-        return target.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **more)
+        return target.tokenizer.apply_chat_template(messages, tokenize=False, **how, **more)
     except (TemplateError, *UNFIT) as error:  # such as a template without a place for a system message
+        if "continue_final_message" in str(error):  # a long text, with the whole conversation
+            said = f"the chat template of {name} changes the last message, so it has no continuation"
+            raise ValueError(said) from None
         raise ValueError(f"the chat template of {name} refuses the conversation: {error}") from None
 
 

@@ -1,1 +1,1 @@
-"""An OpenAI-compatible server for one machine: `specker serve --help` (docs/serve.md)."""
+"""A server for clients of OpenAI and Anthropic, on one machine: `specker serve --help` (docs/serve.md)."""

@@ -236,9 +236,18 @@ class Chat(Asked):
     tool_choice: Literal["none", "auto", "required"] | Choice | None = None
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
     reasoning_effort: str | None = None
+    continue_final_message: bool = False
+    add_generation_prompt: bool | None = None  # by default, unless the final message is continued
 
     @model_validator(mode="after")
     def _consistent(self) -> "Chat":
+        last = self.messages[-1]
+        if self.add_generation_prompt is None:
+            self.add_generation_prompt = not self.continue_final_message
+        elif self.add_generation_prompt and self.continue_final_message:
+            raise ValueError("continue_final_message and add_generation_prompt exclude each other")
+        if self.continue_final_message and (last.role != "assistant" or not last.content or last.tool_calls):
+            raise ValueError("continue_final_message needs an assistant's text as the last message")
         self.max_tokens = self.max_completion_tokens or self.max_tokens
         if self.tool_choice not in (None, "none", "auto") and not self.tools:
             raise ValueError("tool_choice needs tools")

@@ -14,24 +14,30 @@ from typing import Any, TypeVar
 from fastapi import FastAPI, Request
 from fastapi.middleware.cors import CORSMiddleware
 from fastapi.responses import HTMLResponse, JSONResponse, Response, StreamingResponse
+from starlette.exceptions import HTTPException
 
 from specker.runtime.engine import Engine
 from specker.runtime.round import state
 from specker.runtime.text import TooLong, rendered, reserved
-from specker.serve import tools
-from specker.serve.answers import Answer, ChatAnswer, TextAnswer
+from specker.serve import reasoning, tools
+from specker.serve.answers import ChatAnswer, TextAnswer
 from specker.serve.api import Asked, Chat, Completion, Tokenize
 from specker.serve.checker import Checker
 from specker.serve.encoder import Encoder
 from specker.serve.errors import failure, handlers
 from specker.serve.limits import Limits
+from specker.serve.messages import MessagesAnswer, MessagesRequest
+from specker.serve.pieces import Pieces, Reading
+from specker.serve.responses import ResponseAnswer, ResponseRequest
 from specker.serve.settings import Serving
-from specker.serve.worker import Busy, Failed, Worker
+from specker.serve.tool_formats import TAGS, format_of
+from specker.serve.worker import Busy, Call, Failed, Worker
 from specker.view.live import Live
 from specker.view.page import LIVE_POLICY
 
 T = TypeVar("T")
 Texts = dict[state.Request, str]  # the requests of a call, and their prompts for the live page
+Prepared = tuple[Texts, Reading]
 
 PACE = 0.05  # CPU seconds a token that a text may spend in its grammar, which others wait for
 
@@ -52,6 +58,9 @@ class Server:
         self.encoder = Encoder(engine.target, self.name)
         self.health_seconds = serving.health_seconds
         self._numbers, self._reserved = count(), reserved(engine.tokenizer)
+        added = engine.tokenizer.added_tokens_decoder.items()
+        tags = {*TAGS, reasoning.OPEN, reasoning.CLOSE}
+        self.special = {token.content: n for n, token in added if token.special and token.content in tags}
 
     @asynccontextmanager
     async def running(self, _: FastAPI) -> AsyncIterator[None]:
@@ -69,45 +78,59 @@ class Server:
         slow = [what for what, seconds in oldest.items() if seconds > self.health_seconds]
         return f"{slow[0]} takes more than {self.health_seconds:g} s" if slow else None
 
-    async def chat(self, asked: Chat) -> Texts:
-        """Raises ValueError."""
-        form = await self._grammar(asked)
-        messages = [message.plain() for message in asked.messages]
-        ids = await self.encoder.encode(await self.encoder.run(self._rendered, asked, messages), special=False)
-        logprobs = max(1, asked.top_logprobs or 0) if asked.logprobs else 0
-        return await self.encoder.run(self._requests, asked, [(ids, messages[-1]["content"])], logprobs, form)
+    @property
+    def template(self) -> str:
+        """The chat template."""
+        return str(getattr(self.engine.tokenizer, "chat_template", None))
 
-    async def completion(self, asked: Completion) -> Texts:
+    async def chat(self, asked: Chat) -> Prepared:
+        """Raises ValueError."""
+        messages = [message.plain() for message in asked.messages]
+        prompt, last = await self.encoder.run(self._rendered, asked, messages), messages[-1]["content"]
+        inside = reasoning.opened(self.template, prompt, last if asked.continue_final_message else "")
+        form = await self._grammar(asked, inside)
+        ids = await self.encoder.encode(prompt, special=False)
+        logprobs = max(1, asked.top_logprobs or 0) if asked.logprobs else 0
+        texts = await self.encoder.run(self._requests, asked, [(ids, last)], logprobs, form)
+        functions = tools.functions_of(asked)
+        marks = {token: tag for tag, token in self.special.items()} if functions or inside is not None else {}
+        return texts, Reading(inside, format_of(self.template) if functions else None, functions, marks)
+
+    async def completion(self, asked: Completion) -> Prepared:
         """Raises ValueError."""
         form = await self._grammar(asked)
         prompts = [(await self.encoder.encode(p), p) if isinstance(p, str) else (p, "") for p in asked.prompts]
         logprobs = 0 if asked.logprobs is None else max(1, asked.logprobs)
-        return await self.encoder.run(self._requests, asked, prompts, logprobs, form)
+        return await self.encoder.run(self._requests, asked, prompts, logprobs, form), Reading()
 
     def _rendered(self, asked: Chat, messages: list[dict[str, Any]]) -> str:
         if taken := self._reserved & {*asked.chat_template_kwargs}:
             raise ValueError(f"chat_template_kwargs cannot set {min(taken)}")
-        template = str(getattr(self.engine.tokenizer, "chat_template", None))
         if asked.reasoning_effort is not None:
-            if "reasoning_effort" not in template:
+            if "reasoning_effort" not in self.template:
                 raise ValueError("the model's chat template knows no reasoning_effort")
             asked.chat_template_kwargs.setdefault("reasoning_effort", asked.reasoning_effort)
-        named = {"tools": [tool.model_dump(exclude_none=True) for tool in asked.tools]} if asked.tools else {}
-        return rendered(self.engine.target, self.name, messages, **named, **asked.chat_template_kwargs)
+        how: dict[str, Any] = {"continue_final_message": asked.continue_final_message}
+        how["add_generation_prompt"] = asked.add_generation_prompt
+        if asked.tools:
+            how["tools"] = [tool.model_dump(exclude_none=True) for tool in asked.tools]
+        return rendered(self.engine.target, self.name, messages, **how, **asked.chat_template_kwargs)
 
-    async def _grammar(self, asked: Asked) -> str | None:
-        """What the text must match, compiled; None if it is free."""
-        form = await self.encoder.run(self._form, asked)
+    async def _grammar(self, asked: Asked, inside: bool | None = None) -> str | None:
+        """What the text must match, compiled; None if it is free. `inside`: as in `Reading`."""
+        form = await self.encoder.run(self._form, asked, inside)
         session = self.engine.session
         if form is not None and not session.grammars.knows(form):
             await self.encoder.run(session.guide, form, use="grammar")
         return form
 
-    def _form(self, asked: Asked) -> str | None:
-        if asked.response_format is not None and (form := asked.response_format.grammar()) is not None:
-            return form
-        template = str(getattr(self.engine.tokenizer, "chat_template", None))
-        return tools.grammar_of(asked, template) if isinstance(asked, Chat) else None
+    def _form(self, asked: Asked, inside: bool | None) -> str | None:
+        form = asked.response_format.grammar() if asked.response_format is not None else None
+        if isinstance(asked, Chat):
+            form = form or tools.grammar_of(asked, self.template, self.special)
+            if form is not None and inside and not tools.may_call(asked):
+                form = reasoning.preceded(form, self.special)
+        return form
 
     def _requests(self, asked: Asked, prompts: list[tuple[list[int], str]], logprobs: int, form: str | None) -> Texts:
         """`prompts`: ids, and a text for the live page. `form`: the grammar."""
@@ -132,43 +155,49 @@ class Server:
         ids = await self.encoder.encode(text, special=asked.prompt is not None)
         return {"tokens": ids, "count": len(ids), "max_model_len": self.engine.max_context}
 
-    async def within(self, texts: int, work: Callable[[], Awaitable[T]]) -> T | Response:
-        """The result of `work`, which prepares a call with so many texts, or why there is none. The places that it
-        takes in the queue are given back if there is none."""
+    def check_name(self, name: str | None) -> None:
+        """Raises HTTPException if the request names another model than the one that is served."""
+        if name not in (None, self.name):
+            raise HTTPException(404, f"the model {name[:60]!r} is not served here, but {self.name!r} is")
+
+    async def within(self, texts: int, work: Callable[[], Awaitable[T]]) -> T:
+        """The result of `work`, which prepares a call with so many texts. Raises HTTPException if there is none; the
+        places that it takes in the queue are then given back."""
         done = False
         try:
             self.worker.reserve(texts)
         except ValueError as error:
-            return failure(400, str(error))
+            raise HTTPException(400, str(error)) from None
         except Busy as error:
-            return failure(429, str(error), {"Retry-After": str(error.seconds)})
+            raise HTTPException(429, str(error), {"Retry-After": str(error.seconds)}) from None
         try:
             async with asyncio.timeout(self.worker.limit):
                 result = await work()
             done = True
             return result
         except ValueError as error:
-            return failure(413 if isinstance(error, TooLong) else 400, _said(error))
+            raise HTTPException(413 if isinstance(error, TooLong) else 400, _said(error)) from None
         except TimeoutError:
-            return failure(504, self.worker.late)
+            raise HTTPException(504, self.worker.late) from None
         finally:
             if not done:
                 self.worker.release(texts)
 
     async def answer(
-        self, asked: Any, http: Request, make: Callable[[Any], Awaitable[Texts]], kind: type[Answer]
+        self,
+        asked: Any,
+        http: Request,
+        prepare: Callable[[Any], Awaitable[Prepared]],
+        kind: Callable[[Call, Reading, Any, str, Any], Pieces],
     ) -> Response:
         began = time.monotonic()
-        if asked.model not in (None, self.name):
-            return failure(404, f"the model {asked.model[:60]!r} is not served here, but {self.name!r} is")
-        texts = await self.within(asked.texts, partial(make, asked))
-        if isinstance(texts, Response):
-            return texts
+        self.check_name(asked.model)
+        texts, reading = await self.within(asked.texts, partial(prepare, asked))
         if self.live:
             for request, text in texts.items():
                 self.live.begin(request, f"request {request.index}", text)
         call = self.worker.call([*texts], began)
-        answer = kind(call, asked, self.name, self.engine.tokenizer)
+        answer = kind(call, reading, asked, self.name, self.engine.tokenizer)
         if asked.stream:
             return StreamingResponse(answer.events(), media_type="text/event-stream")
         whole, left = asyncio.ensure_future(answer.whole()), asyncio.ensure_future(_left(http))
@@ -176,7 +205,7 @@ class Server:
             await asyncio.wait({whole, left}, return_when=asyncio.FIRST_COMPLETED)
             return JSONResponse(whole.result()) if whole.done() else Response(status_code=499)
         except (Failed, TimeoutError) as error:
-            return failure(*call.why(error))
+            raise HTTPException(*call.why(error)) from None
         finally:
             whole.cancel()
             left.cancel()
@@ -213,18 +242,36 @@ def application(engine: Engine, serving: Serving, sampling: dict[str, float]) ->
     async def completions(asked: Completion, http: Request) -> Response:
         return await server.answer(asked, http, server.completion, TextAnswer)
 
+    @app.post("/v1/responses")
+    async def responses(asked: ResponseRequest, http: Request) -> Response:
+        return await server.answer(asked.chat, http, server.chat, partial(ResponseAnswer, asked))
+
+    @app.post("/v1/messages")
+    async def messages(asked: MessagesRequest, http: Request) -> Response:
+        return await server.answer(asked.chat, http, server.chat, MessagesAnswer)
+
     @app.post("/tokenize")
     async def tokenize(asked: Tokenize) -> Response:
         found = await server.within(1, partial(server.tokens, asked))
-        if isinstance(found, Response):
-            return found
         server.worker.release(1)
         return JSONResponse(found)
 
+    about = {"id": server.name, "object": "model", "created": began, "owned_by": "specker"}
+    about["max_model_len"] = engine.max_context
+
+    @app.get("/")
+    async def root() -> dict[str, Any]:
+        paths = {"api": "/v1", "models": "/v1/models", "health": "/health", "metrics": "/metrics"}
+        return {"server": "specker", **paths, "view": "/view" if server.live else None}
+
     @app.get("/v1/models")
     async def models() -> dict[str, Any]:
-        about = {"id": server.name, "object": "model", "created": began, "owned_by": "specker"}
-        return {"object": "list", "data": [about | {"max_model_len": engine.max_context}]}
+        return {"object": "list", "data": [about]}
+
+    @app.get("/v1/models/{name:path}")  # names may have slashes
+    async def model(name: str) -> dict[str, Any]:
+        server.check_name(name)
+        return about
 
     @app.get("/health")
     async def health() -> Response:

@@ -1,4 +1,4 @@
-"""Errors in the form of the OpenAI API, each with one sentence."""
+"""Errors in the form of the endpoint's API, each with one sentence."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -11,6 +11,15 @@ from starlette.exceptions import HTTPException
 from specker.serve.api import place
 
 LENGTH = 300  # characters of a message, which may show a part of what was sent
+TYPES = "str", "Choice"  # of fields that may have several
+KINDS = {  # of Anthropic's errors
+    400: "invalid_request_error",
+    401: "authentication_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    504: "timeout_error",
+}
 
 
 def detail(status: int, message: str) -> dict[str, Any]:
@@ -19,31 +28,41 @@ def detail(status: int, message: str) -> dict[str, Any]:
     return {"message": message, "type": kind, "param": None, "code": status}
 
 
-def failure(status: int, message: str, headers: Mapping[str, str] | None = None) -> JSONResponse:
-    return JSONResponse({"error": detail(status, message)}, status, dict(headers or {}))
+def failure(status: int, message: str, headers: Mapping[str, str] | None = None, path: str = "") -> JSONResponse:
+    """`path`: of the request, because /v1/messages has a form of its own."""
+    body: dict[str, Any] = {"error": detail(status, message)}
+    if path.startswith("/v1/messages"):
+        body = {"type": "error", "error": {"type": KINDS.get(status, "api_error"), "message": body["error"]["message"]}}
+    return JSONResponse(body, status, dict(headers or {}))
 
 
 def handlers() -> dict[Any, Any]:
     """Exception handlers of the application."""
-    return {
-        RequestValidationError: _invalid,
-        HTTPException: lambda _, error: failure(error.status_code, str(error.detail), error.headers),
-        Exception: lambda *_: failure(500, "internal error; the server's log says why"),
-    }
+
+    def refused(request: Request, error: HTTPException) -> Response:
+        return failure(error.status_code, str(error.detail), error.headers, request.url.path)
+
+    def invalid(request: Request, error: RequestValidationError) -> Response:
+        return failure(400, sentence(error.errors()[0], inside=1), path=request.url.path)
+
+    def broken(request: Request, _: Exception) -> Response:
+        return failure(500, "internal error; the server's log says why", path=request.url.path)
+
+    return {RequestValidationError: invalid, HTTPException: refused, Exception: broken}
 
 
-def _invalid(_: Request, error: RequestValidationError) -> Response:
-    """A sentence about the first field that is wrong."""
-    first = error.errors()[0]
-    names = [name for name in first["loc"][1:] if isinstance(name, int) or _is_field(name)]
-    if first["type"] == "json_invalid":
-        return failure(400, "the body is not JSON")
-    if first["type"] == "extra_forbidden":
-        return failure(400, f"there is no field {names[-1]!r}")
-    message = first["msg"].removeprefix("Value error, ")
-    return failure(400, f"{place(names)}: {message}" if names else message)
+def sentence(error: Mapping[str, Any], inside: int = 0) -> str:
+    """A sentence about the first field that is wrong. `error`: as pydantic describes it. `inside`: how many of its
+    first places are not the body's."""
+    names = [name for name in error["loc"][inside:] if isinstance(name, int) or _is_field(name)]
+    if error["type"] == "json_invalid":
+        return "the body is not JSON"
+    if error["type"] == "extra_forbidden":
+        return f"there is no field {names[-1]!r}"
+    message = error["msg"].removeprefix("Value error, ")
+    return f"{place(names)}: {message}" if names else message
 
 
 def _is_field(name: str) -> bool:
     """Whether it names a field, and none of the types that a field may have, as in `stop.list[str].0`."""
-    return name.isidentifier() and name not in ("str", "Choice")
+    return name.isidentifier() and name not in TYPES

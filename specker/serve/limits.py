@@ -11,7 +11,7 @@ from starlette.exceptions import HTTPException
 
 from specker.serve.errors import failure
 
-OPEN = ("/health",)  # asks for no token
+OPEN = ("/", "/health")  # ask for no token
 
 
 class Limits:
@@ -28,7 +28,7 @@ class Limits:
         headers, refusal, read = dict(scope["headers"]), None, 0
         given, length = headers.get(b"authorization", b""), headers.get(b"content-length", b"0")
         more = {"Connection": "close"}
-        if self.key and scope["path"] not in OPEN and not self._knows(given):
+        if self.key and scope["path"] not in OPEN and not self._knows(given, headers.get(b"x-api-key", b"")):
             refusal = 401, "the API key is missing or wrong"
             more["WWW-Authenticate"] = "Basic" if scope["path"].startswith("/view") else "Bearer"
         elif not length.isdigit() or int(length) > self.body:
@@ -57,12 +57,13 @@ class Limits:
         with suppress(HTTPException):
             while read < 2 * self.body and (await counted()).get("more_body"):
                 pass  # a client that is still sending would not read the answer
-        return await failure(*refusal, more)(scope, receive, send)
+        return await failure(*refusal, more, scope["path"])(scope, receive, send)
 
-    def _knows(self, given: bytes) -> bool:
-        """Whether a header `authorization` has the token; browsers send it as a password."""
+    def _knows(self, given: bytes, key: bytes) -> bool:
+        """Whether a header `authorization`, in which browsers send a password, or `x-api-key` has the token."""
         kind, _, token = given.partition(b" ")
         if kind.lower() == b"basic":
             with suppress(binascii.Error):
                 token = base64.b64decode(token).partition(b":")[2]
-        return hmac.compare_digest(token, (self.key or "").encode())
+        own = (self.key or "").encode()
+        return hmac.compare_digest(token, own) | hmac.compare_digest(key, own)

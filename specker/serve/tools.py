@@ -1,66 +1,93 @@
-"""Tools: the grammar that makes calls valid, and the calls taken out of a text. The form of a call is that of Hermes
-and Qwen: a JSON object with `name` and `arguments` between two tags, which the chat template must name."""
+"""Tools: the grammar that makes calls valid, and the calls taken out of a text."""
 
 import json
-import uuid
 from typing import Any
 
-from specker import grammar
 from specker.serve.api import Chat, Choice
+from specker.serve.tool_formats import Format, Functions, Read, Special, format_of
 
-BEGIN, END = "<tool_call>", "</tool_call>"
 NOTHING = {"type": "object", "properties": {}, "additionalProperties": False}  # the arguments of a function without any
 
 
-def grammar_of(asked: Chat, template: str) -> str | None:
-    """What a text with the request's tools must match; None if there are none. Raises ValueError if the chat template
-    knows no such calls, and for a tool_choice that names no tool."""
+def functions_of(asked: Chat) -> Functions:
+    """The functions that a text may call; empty if there are none. Raises ValueError for a tool_choice that names no
+    tool."""
     if not asked.tools or asked.tool_choice == "none":
-        return None
-    if BEGIN not in template:
-        raise ValueError(f"tools need a chat template with {BEGIN}, and the model's has none")
-    tools = {tool.function.name: tool.function for tool in asked.tools}
+        return {}
+    functions = {tool.function.name: tool.function.parameters or NOTHING for tool in asked.tools}
     if isinstance(asked.tool_choice, Choice):
         chosen = asked.tool_choice.function.name
-        if chosen not in tools:
+        if chosen not in functions:
             raise ValueError(f"tool_choice names {chosen!r}, which is none of the tools")
-        tools = {chosen: tools[chosen]}
-    tags = [
-        grammar.Tag(f'{BEGIN}\n{{"name": "{name}", "arguments": ', function.parameters or NOTHING, f"}}\n{END}")
-        for name, function in tools.items()
-    ]
-    return grammar.tagged(tags, BEGIN, required=asked.tool_choice not in (None, "auto"))
+        return {chosen: functions[chosen]}
+    return functions
+
+
+def may_call(asked: Chat) -> bool:
+    """Whether a text may be a call, and need not."""
+    return bool(asked.tools) and asked.tool_choice in (None, "auto")
+
+
+def grammar_of(asked: Chat, template: str, special: Special) -> str | None:
+    """What a text with the request's tools must match; None if there are none. `special`: as in tool_formats.py. Raises
+    ValueError as `functions_of`, and if the chat template knows no calls."""
+    functions = functions_of(asked)
+    return format_of(template).grammar(functions, not may_call(asked), special) if functions else None
 
 
 class Calls:
-    """Takes the calls out of one text that grows. What may be the beginning of one is held back."""
+    """Takes the calls out of one text that grows. What may be the beginning of one is held back, and so is white space,
+    which may stand before one."""
 
-    def __init__(self) -> None:
+    def __init__(self, form: Format, functions: Functions):
+        self._form, self._functions = form, functions
         self._held = ""
+        self._place = "begin"  # of what is held: at the "begin" of the text, "after" a call, or in a "text"
         self.found = 0
 
     def add(self, text: str, last: bool = False) -> tuple[str, list[dict[str, Any]]]:
         """More of the text -> the text beside calls, and the calls that are complete. `last`: nothing follows."""
         self._held += text
         beside, calls = "", []
-        while (at := self._held.find(BEGIN)) >= 0 and (end := self._held.find(END, at)) >= 0:
+        closes = self._form.closing in text  # only then a long call is read anew
+        while True:
+            if self._place == "after":
+                self._held = self._held.lstrip(self._form.between)
+            at, sure = self._begins()
+            if not (sure and closes) or (found := self._read(self._held[at:])) is None:
+                break
+            calls += [self._call(*call) for call in found[0]]
             beside += self._held[:at].rstrip()
-            calls.append(self._parsed(self._held[at + len(BEGIN) : end]))
-            self._held = self._held[end + len(END) :].lstrip()
-        if last:
-            return beside + self._held, calls
-        keep = len(self._held) - at if at >= 0 else _begun(self._held)
-        cut = len(self._held) - keep
-        beside, self._held = beside + self._held[:cut], self._held[cut:]
+            self._held, self._place = self._held[at + found[1] :], "after"
+        cut = len(self._held) if last else len(self._held[:at].rstrip())
+        if cut:
+            beside, self._held, self._place = beside + self._held[:cut], self._held[cut:], "text"
         return beside, calls
 
-    def _parsed(self, text: str) -> dict[str, Any]:
-        call = json.loads(text)  # the grammar has seen to it
+    def _read(self, text: str) -> Read | None:
+        try:
+            return self._form.read(text, self._functions)
+        except (ValueError, LookupError, TypeError):  # ordinary text that looks like a call whose tags are tokens
+            return None
+
+    def _begins(self) -> tuple[int, bool]:
+        """Where a call begins in what is held, or may begin if more follows, and whether it does."""
+        held, begins = self._held, self._form.begins
+        if self._form.first:
+            if self._place == "text" or not any(begun(held, b) == len(held) or held.startswith(b) for b in begins):
+                return len(held), False
+            return 0, held.startswith(begins)
+        found = [at for at in map(held.find, begins) if at >= 0]
+        if found:
+            return min(found), True
+        return len(held) - max(begun(held, tag) for tag in begins), False
+
+    def _call(self, name: str, arguments: Any) -> dict[str, Any]:
         self.found += 1
-        function = {"name": call["name"], "arguments": json.dumps(call["arguments"], ensure_ascii=False)}
-        return {"index": self.found - 1, "id": f"call_{uuid.uuid4().hex}", "type": "function", "function": function}
+        function = {"name": name, "arguments": json.dumps(arguments, ensure_ascii=False)}
+        return {"index": self.found - 1, "id": self._form.call_id(), "type": "function", "function": function}
 
 
-def _begun(text: str) -> int:
-    """Characters at the end of `text` that may begin a call."""
-    return max((n for n in range(1, len(BEGIN)) if text.endswith(BEGIN[:n])), default=0)
+def begun(text: str, tag: str) -> int:
+    """Characters at the end of `text` that may begin `tag`."""
+    return max((n for n in range(1, len(tag)) if text.endswith(tag[:n])), default=0)

@@ -194,7 +194,8 @@ class Worker(threading.Thread):
             call.put(Failed("the round failed; the server's log says why"))
         elif entry.finished == "not finite":
             call.put(Failed("the model's logits are not finite"))
-        elif request.guide is not None and request.guide.error:
-            call.put(Failed(request.guide.error, 400))
+        elif entry.finished == "grammar":
+            dead = "the text cannot go on: the grammar allows none of the model's tokens"
+            call.put(Failed((request.guide is not None and request.guide.error) or dead, 400))
         else:
             call.put(entry)

@@ -252,7 +252,15 @@ BAD_CHAT = {
     "tool_choice alone": ({"tool_choice": "required"}, "tool_choice needs tools"),
     "tools without a place in the template": (
         {"tools": [{"type": "function", "function": {"name": "f"}}]},
-        "tools need a chat template with <tool_call>, and the model's has none",
+        "tools need a chat template with <tool_call>, [TOOL_CALLS] or",
+    ),
+    "both turns": (
+        {"continue_final_message": True, "add_generation_prompt": True},
+        "continue_final_message and add_generation_prompt exclude each other",
+    ),
+    "nothing to continue": (
+        {"continue_final_message": True},
+        "continue_final_message needs an assistant's text as the last message",
     ),
     "a broken call": (
         {"messages": [*TALK, {"role": "assistant", "tool_calls": [{"function": {"arguments": "{"}}]}]},
@@ -364,7 +372,7 @@ def test_a_key_and_origins(load):
         assert client.get("/v1/models", auth=("anybody", "secret")).status_code == 200
         refused(client.get("/v1/models", auth=("secret", "")), 401, "the API key is missing or wrong")
         assert client.get("/view").headers["www-authenticate"] == "Basic"
-        assert client.get("/health").json() == {"status": "ok"}
+        assert client.get("/health").json() == {"status": "ok"} and client.get("/").status_code == 200
         answer = client.options("/v1/completions", headers=ask)
         assert answer.headers["access-control-allow-origin"] == "https://a.example"
         assert (
@@ -373,6 +381,38 @@ def test_a_key_and_origins(load):
         )
     with serving(load()) as client:
         assert "access-control-allow-origin" not in client.options("/v1/completions", headers=ask).headers
+
+
+def test_a_models_name_may_have_slashes(load):
+    with serving(load(), name="a/b c") as client:
+        api = openai.OpenAI(base_url=f"{client.base_url}/v1", api_key="none")
+        assert api.models.retrieve("a/b c") == api.models.list().data[0]
+        with pytest.raises(openai.NotFoundError, match="the model 'a/b' is not served here, but 'a/b c' is"):
+            api.models.retrieve("a/b")
+        assert client.get("/").json()["api"] == "/v1" and client.get("/").json()["view"] is None
+
+
+def test_the_last_message_is_continued(engine, client):
+    def text(**more):
+        body = {"messages": [*TALK, {"role": "assistant", "content": "ef g"}], "max_tokens": 9, **more}
+        return client.post("/v1/chat/completions", json=body).json()["choices"][0]["message"]["content"]
+
+    talk = [*TALK, {"role": "assistant", "content": "ef g"}]
+    prompt = engine.encode_chat(talk, continue_final_message=True, add_generation_prompt=False)
+    assert engine.tokenizer.decode(prompt).endswith("ef g") and prompt != engine.encode_chat(talk)
+    want = engine.generate(prompt, 9).text
+    assert text(continue_final_message=True) == text(continue_final_message=True, add_generation_prompt=False) == want
+    assert text() == text(add_generation_prompt=True) == engine.generate(engine.encode_chat(talk), 9).text != want
+    ended = engine.encode_chat(talk, add_generation_prompt=False)
+    assert text(add_generation_prompt=False) == engine.generate(ended, 9).text
+
+
+def test_a_template_that_changes_the_last_message_continues_none(load, monkeypatch):
+    with serving(engine := load(), name="tiny") as client:
+        monkeypatch.setattr(engine.tokenizer, "chat_template", "{% for m in messages %}{{ m.content[:2] }}{% endfor %}")
+        asked = {"messages": [{"role": "assistant", "content": "abc\ndef"}], "continue_final_message": True}
+        sentence = "the chat template of tiny changes the last message, so it has no continuation"
+        refused(client.post("/v1/chat/completions", json=asked), 400, sentence)
 
 
 def test_tokenize(engine, client):
@@ -415,7 +455,7 @@ def test_a_call_is_logged_without_its_text(client, caplog):
 def test_the_live_page(load):
     with serving(engine := load(batch_size=1), view=True) as client:
         text = client.post("/v1/completions", json={"prompt": "ab cd", "max_tokens": 12}).json()["choices"][0]["text"]
-        page = client.get("/view")
+        page = client.get(client.get("/").json()["view"])
         assert (
             page.headers["content-type"].startswith("text/html")
             and "default-src" in page.headers["content-security-policy"]

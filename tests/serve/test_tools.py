@@ -1,18 +1,18 @@
 """Answers that follow a JSON schema, and tool calls."""
 
 import json
-import subprocess
 
 import openai
 import pytest
-from make_checkpoint import make
+from make_checkpoint import add_tokens, make
 from pairs import perturbed
 from serving import free, serving
 
 import specker
 from specker import grammar
-from specker.serve.api import Chat
-from specker.serve.tools import Calls, grammar_of
+from specker.serve.app import Server
+from specker.serve.tool_formats import Hermes
+from specker.serve.tools import Calls
 
 NUMBER = {"type": "integer", "minimum": 0, "maximum": 99}
 PLACE = {"type": "object", "properties": {"x": NUMBER}, "required": ["x"], "additionalProperties": False}
@@ -32,6 +32,7 @@ TEMPLATE = (
 def engine(tmp_path_factory):
     folder = tmp_path_factory.mktemp("models")
     target = make(folder / "target", "qwen2", layers=2, max_context=400, tokenizer=True)
+    add_tokens(target, "<tool_call>", "</tool_call>")  # as Qwen's: tokens, and text
     (target / "chat_template.jinja").write_text(TEMPLATE)
     draft = perturbed(target, folder / "draft", amount=0.05)
     return specker.load(target, draft, strategy="draft", dtype="float64", device="cpu", batch_size=3, draft_tokens=3)
@@ -97,6 +98,20 @@ def test_a_call_that_must_come_is_valid(api, choice, temperature):
     assert got[-1].finish_reason == "tool_calls" and not any(c.delta.content for c in got)
 
 
+def test_a_call_begins_with_the_token_of_its_tag(api):
+    [choice] = ask(api, tools=TOOLS, tool_choice="required", logprobs=True).choices
+    assert [one.token for one in choice.logprobs.content[:2]] == ["<tool_call>", "\n"]
+
+
+def test_a_text_that_its_grammar_ends_too_early_is_an_error(engine, api, monkeypatch):
+    monkeypatch.setattr(Server, "_form", lambda *_: grammar.lark('start: "ab<|mask|>"'))  # no text
+    said = "the text cannot go on: the grammar allows none of the model's tokens"
+    with pytest.raises(openai.BadRequestError, match=said):
+        ask(api)
+    with pytest.raises(openai.APIError, match=said):
+        list(ask(api, stream=True))
+
+
 def test_tools_may_be_left_alone(engine, api):
     free_text = ask(api, tools=TOOLS, temperature=0.0).choices[0]
     assert free_text.message.tool_calls is None and free_text.finish_reason in ("length", "stop")
@@ -132,12 +147,12 @@ TEXT = (
 
 @pytest.mark.parametrize("size", [1, 3, 7, 1000])
 def test_calls_are_taken_out_of_a_text_in_pieces(size):
-    calls, beside, found = Calls(), "", []
+    calls, beside, found = Calls(Hermes(), {}), "", []
     pieces = [TEXT[n : n + size] for n in range(0, len(TEXT), size)]
     for n, piece in enumerate(pieces):
         text, new = calls.add(piece, last=n == len(pieces) - 1)
         beside, found = beside + text, found + new
-    assert beside.strip() == "Well." and "<" not in beside
+    assert beside == "Well."
     assert [c["function"] for c in found] == [
         {"name": "move", "arguments": '{"x": 1}'},
         {"name": "stop", "arguments": "{}"},
@@ -147,44 +162,6 @@ def test_calls_are_taken_out_of_a_text_in_pieces(size):
 
 @pytest.mark.parametrize("text", ["a < b", "x <tool_cal", "<tool_call>\n{"])
 def test_what_only_looks_like_a_call_stays_text(text):
-    calls = Calls()
+    calls = Calls(Hermes(), {})
     got = [calls.add(piece, last=n == len(text) - 1)[0] for n, piece in enumerate(text)]
     assert "".join(got) == text and not calls.found
-
-
-def test_templates_without_calls_are_refused():
-    asked = Chat(messages=TALK, tools=TOOLS)
-    with pytest.raises(ValueError, match="tools need a chat template with <tool_call>, and the model's has none"):
-        grammar_of(asked, "{{ messages }}")
-    assert grammar_of(Chat(messages=TALK), "") is None
-
-
-ASKS = """
-import json, litellm, sys
-how = {"model": "openai/tiny", "api_base": sys.argv[1], "api_key": "none", "temperature": 0, "max_tokens": 12}
-talk = [{"role": "user", "content": "ab cd"}]
-whole = litellm.completion(messages=talk, **how).choices[0].message.content
-parts = [c.choices[0].delta.content or "" for c in litellm.completion(messages=talk, stream=True, **how)]
-print(json.dumps([whole, "".join(parts)]))
-"""
-
-
-@pytest.mark.slow  # installs it
-def test_the_package_litellm(engine, api):
-    from bench.peer_settings import installed
-
-    command = [installed("litellm"), "-c", ASKS, str(api.base_url)]
-    said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    want = engine.generate(engine.encode_chat(TALK), 12).text
-    assert json.loads(said.splitlines()[-1]) == [want, want]
-
-
-def test_the_package_llm(engine, api, tmp_path, monkeypatch):
-    monkeypatch.setenv("LLM_USER_PATH", str(tmp_path))
-    from llm.default_plugins.openai_models import Chat as Model
-
-    model = Model("local", model_name="tiny", api_base=str(api.base_url), key="none")
-    want = engine.generate(engine.encode_chat(TALK), 12).text
-    answer = model.prompt("ab cd", temperature=0, max_tokens=12)
-    assert answer.text() == want
-    assert model.prompt("ab cd", temperature=0, max_tokens=12, stream=False).text() == want

@@ -61,16 +61,30 @@ class Grammars:
 
     def tokenizer(self) -> dict[str, Any]:
         """The arguments of llguidance's tokenizer, as JSON has them."""
-        tokenizer, config = self.target.tokenizer, self.target.config
-        backend = copy(tokenizer.backend_tokenizer)
+        config = self.target.config
+        count = max(len(self.target.tokenizer), config.vocab_size)
+        return {"tokenizer": self._backend.to_str(), "n_vocab": count, "eos_token": [*config.eos_ids] or None}
+
+    @cached_property
+    def _backend(self) -> Any:
+        """The tokenizer without the settings that encoding prompts may change. Copying it takes a second or two."""
+        backend = copy(self.target.tokenizer.backend_tokenizer)
         backend.no_padding()
         backend.no_truncation()
-        count = max(len(tokenizer), config.vocab_size)
-        return {"tokenizer": backend.to_str(), "n_vocab": count, "eos_token": [*config.eos_ids] or None}
+        return backend
 
     @cached_property
     def _tokenizer(self) -> Any:
-        return library().LLTokenizer(**self.tokenizer())
+        about = self.tokenizer()
+        found = library().LLTokenizer(**about)
+        added = self._backend.get_added_tokens_decoder()
+        special = {token for token in added if found.is_special_token(token)}
+        if not (text := {token for token in special if not added[token].special}):
+            return found
+        # llguidance takes every added token of the form <...> for a special one, which text cannot spell, and yet
+        # divides a forced <tool_call> into that token: no token could follow. Tell it which ones are text.
+        own = library().TokenizerWrapper(Described(self._backend, found, about, special - text))
+        return library().LLTokenizer(own, n_vocab=about["n_vocab"], eos_token=about["eos_token"])
 
     def _compiled(self, grammar: str) -> Compiled:
         with self._lock:
@@ -92,6 +106,26 @@ class Grammars:
         if matcher.is_error():
             raise ValueError(f"the grammar is invalid: {sentence(matcher.get_error())}")
         return matcher
+
+
+class Described:
+    """A tokenizer as llguidance's TokenizerWrapper reads it."""
+
+    bos_token_id = None
+
+    def __init__(self, backend: Any, read: Any, about: dict[str, Any], special: Iterable[int]):
+        """`backend`: the tokenizer. `read`: what llguidance makes of it by itself, which knows the bytes of each token.
+        `about`: llguidance's arguments. `special`: the special tokens."""
+        self.eos_token_id, self.special_token_ids = (about["eos_token"] or [0])[0], sorted(special)
+        known = {*backend.get_vocab().values()}
+        self.tokens = [read.decode_bytes([token]) if token in known else b"" for token in range(about["n_vocab"])]
+        self._backend = backend
+
+    def __call__(self, text: str | bytes) -> list[int]:
+        if isinstance(text, bytes):
+            raise TypeError("a text is encoded, not its bytes")  # by which the wrapper finds out what to pass
+        ids: list[int] = self._backend.encode(text, add_special_tokens=False).ids
+        return ids
 
 
 class Compiled:

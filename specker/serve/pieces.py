@@ -1,0 +1,135 @@
+"""Pieces: what each event of a call adds to its texts, with reasoning and tool calls taken out of them. Every endpoint
+writes its answer from them."""
+
+import logging
+import time
+import uuid
+from collections.abc import AsyncIterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, NamedTuple
+
+from specker.runtime.control.stats import Stats
+from specker.runtime.events import Event, Logprob
+from specker.serve.reasoning import Reasoning
+from specker.serve.tool_formats import Format, Functions
+from specker.serve.tools import Calls
+from specker.serve.worker import Call
+
+log = logging.getLogger(__name__)
+
+REASONS = {"context": "length"}  # where the API has another word
+
+
+class Piece(NamedTuple):
+    """What an event adds to one of the texts."""
+
+    choice: int
+    text: str  # beside reasoning and calls
+    reasoning: str
+    calls: list[dict[str, Any]]
+    logprobs: list[Logprob]
+    reason: str | None  # why the text ends
+
+
+@dataclass(frozen=True)
+class Reading:
+    """What the texts of a call may hold.
+
+    Attributes:
+        inside: whether they begin within reasoning; None if they have none.
+        form: of tool calls; None if they have none.
+        functions: that may be called.
+        marks: special tokens with which reasoning or calls begin or end. They count as text here.
+    """
+
+    inside: bool | None = None
+    form: Format | None = None
+    functions: Functions = field(default_factory=dict)
+    marks: Mapping[int, str] = field(default_factory=dict)
+
+
+class Reader:
+    """Reads one text."""
+
+    def __init__(self, reading: Reading):
+        self._reasoning = None if reading.inside is None else Reasoning(reading.inside)
+        self._calls = None if reading.form is None else Calls(reading.form, reading.functions)
+        self._marks = reading.marks
+        self._tokens = 0
+        self.reasoned = 0  # tokens of the reasoning, with which a text begins
+
+    def read(self, choice: int, event: Event) -> Piece:
+        reasoning, reason = "", event.finished
+        calls: list[dict[str, Any]] = []
+        texts = [t + self._marks.get(token, "") for token, t in zip(event.tokens, event.texts, strict=True)]
+        text = "".join(texts) + event.rest
+        if self._reasoning is not None:
+            reasoning, text = self._without_reasoning(self._reasoning, event, texts)
+        if self._calls is not None:
+            text, calls = self._calls.add(text, last=reason is not None)
+            reason = "tool_calls" if reason == "stop" and self._calls.found else reason
+        return Piece(choice, text, reasoning, calls, event.logprobs, REASONS.get(reason or "", reason))
+
+    def _without_reasoning(self, found: Reasoning, event: Event, texts: list[str]) -> tuple[str, str]:
+        parts = []
+        for text in texts:  # token by token, to count them
+            inside = found.inside
+            parts.append(found.add(text))
+            self._tokens += 1
+            if inside or found.inside:
+                self.reasoned = self._tokens
+        parts.append(found.add(event.rest, last=event.finished is not None))
+        return "".join(r for r, _ in parts), "".join(t for _, t in parts)
+
+
+class Pieces:
+    """The texts of one call. `kind`: the beginning of the answer's id."""
+
+    kind: ClassVar[str]
+
+    def __init__(self, call: Call, reading: Reading):
+        self.call, self.reading = call, reading
+        self.id = f"{self.kind}{uuid.uuid4().hex}"
+        self.readers = [Reader(reading) for _ in call.requests]
+
+    async def pieces(self) -> AsyncIterator[Piece]:
+        """Raises as `Call.events`."""
+        places = {request: n for n, request in enumerate(self.call.requests)}
+        async for event in self.call.events():
+            n = places[event.request]
+            yield self.readers[n].read(n, event)
+
+    def events(self) -> AsyncIterator[str]:
+        """Server-sent events; an error is the last one. Cancels the call if they are not read to their end."""
+        raise NotImplementedError
+
+    async def whole(self) -> dict[str, Any]:
+        """Raises as `Call.events`."""
+        raise NotImplementedError
+
+    def usage(self) -> dict[str, Any]:
+        """Token counts. Accepted and refused draft tokens are in OpenAI's fields for predictions."""
+        requests = self.call.requests
+        first = {tuple(r.token_ids[: r.prompt_length]): r for r in requests}.values()  # a prompt counts once
+        stats = [request.stats for request in requests]
+        prompt, emitted = sum(r.prompt_length for r in first), sum(s.tokens for s in stats)
+        drafted, accepted = sum(s.drafted for s in stats), sum(s.accepted for s in stats)
+        found = {"accepted_prediction_tokens": accepted, "rejected_prediction_tokens": drafted - accepted}
+        if self.reading.inside is not None:
+            found["reasoning_tokens"] = sum(reader.reasoned for reader in self.readers)
+        cached = sum(max(0, r.prompt_length - 1 - r.stats.prefilled) for r in first)
+        return {
+            "prompt_tokens": prompt,
+            "completion_tokens": emitted,
+            "total_tokens": prompt + emitted,
+            "prompt_tokens_details": {"cached_tokens": cached},
+            "completion_tokens_details": found,
+        }
+
+    def close(self) -> None:
+        """Cancel what has not ended, and log a line, which has nothing of the texts."""
+        how = " ".join(request.finished or "cancelled" for request in self.call.requests)
+        self.call.close()
+        total, seconds = sum((r.stats for r in self.call.requests), Stats()), time.monotonic() - self.call.began
+        prompt, drafts = self.usage()["prompt_tokens"], f"{total.acceptance_length:.2f} tokens a round"
+        log.info(f"{self.id}: {prompt} + {total.tokens} tokens, {seconds:.2f} s, {drafts}, {how}")

@@ -1,0 +1,244 @@
+"""The forms in which models write tool calls: for each one a grammar, and a reader for what matches it. The chat
+template shows which form its model knows.
+
+A tag such as [TOOL_CALLS] may be a special token, which text cannot spell. `special` has the ids of those."""
+
+import json
+import random
+import re
+import string
+import uuid
+from collections.abc import Iterable, Mapping
+from typing import Any, ClassVar
+
+from specker import grammar
+
+Functions = Mapping[str, dict[str, Any]]  # the schemas of their arguments, by their names
+Special = Mapping[str, int]
+Read = tuple[list[tuple[str, Any]], int]  # names and arguments of calls, and the characters that they take
+
+TEXT = r"TEXT: /(.|\n)*/"
+NEXT, LAST = r'"\n"', r'"\n</parameter>\n"'  # around an argument of Qwen3-Coder's
+PARAMETERS = '%s", "parameters": '
+
+
+class Format:
+    """Attributes:
+    known: what the chat template has, all of it.
+    begins: the texts with which a call may begin.
+    first: whether calls come at the beginning of a text only.
+    between: characters that may stand after a call.
+    closing: a call's last character.
+    """
+
+    known: ClassVar[tuple[str, ...]]
+    begins: ClassVar[tuple[str, ...]]
+    first: ClassVar[bool] = False
+    between: ClassVar[str] = " \n"
+    closing: ClassVar[str] = ">"
+
+    def grammar(self, functions: Functions, required: bool, special: Special) -> str:
+        """A free text with calls, or if they are `required` one that begins with a call."""
+        [begin] = self.begins
+        bodies = [self.body(name, schema, special, f"f{n}") for n, (name, schema) in enumerate(functions.items())]
+        if required:
+            start = [f"start: {spelled(begin, special)} body"]
+        elif begin in special:
+            start = [f"start: (TEXT {spelled(begin, special)} body)* TEXT", TEXT]
+        else:
+            start = ["start: (head body)* TEXT", TEXT, f"head[lazy]: TEXT {spelled(begin, special)}"]
+        return written(start, "body", bodies)
+
+    def body(self, name: str, schema: dict[str, Any], special: Special, prefix: str) -> list[str]:
+        """What follows the beginning of a function's call: the content of a Lark rule, and further rules, whose names
+        begin with `prefix`."""
+        raise NotImplementedError
+
+    def read(self, text: str, functions: Functions) -> Read | None:
+        """The calls with which a text begins; None if they are not whole yet."""
+        raise NotImplementedError
+
+    def call_id(self) -> str:
+        return f"call_{uuid.uuid4().hex}"
+
+
+class Hermes(Format):
+    """Hermes, Qwen2.5, Qwen3: a JSON object between two tags."""
+
+    known = begins = ("<tool_call>",)
+
+    def body(self, name: str, schema: dict[str, Any], special: Special, prefix: str) -> list[str]:
+        begin, end = spelled(f'\n{{"name": "{name}", "arguments": ', special), spelled("}\n</tool_call>", special)
+        return [f"{begin} {grammar.embedded(schema)} {end}"]
+
+    def read(self, text: str, functions: Functions) -> Read | None:
+        start = _past(text, len("<tool_call>"))
+        if (found := _json(text, start)) is None:
+            return None
+        call, end = found
+        end = _past(text, end)
+        if not text.startswith("</tool_call>", end):
+            return None
+        return [(call["name"], call["arguments"])], end + len("</tool_call>")
+
+
+class QwenCoder(Format):
+    """Qwen3-Coder: an element for each argument. Strings stand there as they are, other values as JSON."""
+
+    known = ("<tool_call>", "<function=")
+    begins = ("<tool_call>",)
+
+    def body(self, name: str, schema: dict[str, Any], special: Special, prefix: str) -> list[str]:
+        rules = [rf"{prefix}_text[suffix={LAST}]: /(.|\n)*/"]
+        shared: dict[str, Any] = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
+        needed, parts = schema.get("required", ()), []
+        for n, (key, one) in enumerate(schema.get("properties", {}).items()):
+            value = f"{grammar.embedded({**one, **shared} if isinstance(one, dict) else {})} {LAST}"
+            if _is_text(one):
+                choices = one.get("enum") or ([one["const"]] if "const" in one else None)
+                ends = [json.dumps(f"{choice}\n</parameter>\n") for choice in choices or ()]
+                value = f"({' | '.join(ends)})" if choices else f"{prefix}_text"
+            rules.append(f"{prefix}_{n}: {spelled(f'<parameter={key}>', {})} {NEXT} {value}")
+            parts.append(f"{prefix}_{n}" if key in needed else f"{prefix}_{n}?")
+        begin, end = spelled(f"\n<function={name}>\n", special), spelled("</function>\n</tool_call>", special)
+        return [" ".join((begin, *parts, end)), *(rules if parts else [])]
+
+    def read(self, text: str, functions: Functions) -> Read | None:
+        begin, end = "<tool_call>\n<function=", "</function>\n</tool_call>"
+        at = text.find(">\n", len(begin)) + 2
+        if at < 2 or not text.startswith(begin):
+            return None
+        name = text[len(begin) : at - 2]
+        properties = functions.get(name, {}).get("properties", {})
+        arguments: dict[str, Any] = {}
+        while text.startswith("<parameter=", at):
+            begun = text.find(">\n", at) + 2
+            ends = text.find("\n</parameter>\n", begun)
+            if begun < 2 or ends < 0:
+                return None
+            key, value = text[at + len("<parameter=") : begun - 2], text[begun:ends]
+            arguments[key] = value if _is_text(properties.get(key)) else json.loads(value)
+            at = ends + len("\n</parameter>\n")
+        return ([(name, arguments)], at + len(end)) if text.startswith(end, at) else None
+
+
+class Llama(Format):
+    """Llama 3.1 and newer: JSON objects, perhaps after <|python_tag|>, in place of a text."""
+
+    known = ('{"name": ', '"parameters": ')
+    begins = ("<|python_tag|>", '{"name": "')
+    first, between, closing = True, " \n;", "}"
+
+    def grammar(self, functions: Functions, required: bool, special: Special) -> str:
+        tag, begin = self.begins
+        calls = f"{spelled(tag, special)}? calls" if tag in special else "calls"
+        start = [f"start: {calls}" if required else f"start: PLAIN | {calls}"]
+        if not required:
+            start.append(r'PLAIN: /(.|\n)*/ & ~/\{"name": "(.|\n)*/')
+        start.append(f'calls: call ("; " call)*\ncall: {json.dumps(begin)} body')
+        return written(start, "body", [self.body(name, schema, special, "") for name, schema in functions.items()])
+
+    def body(self, name: str, schema: dict[str, Any], special: Special, prefix: str) -> list[str]:
+        return [f"{spelled(PARAMETERS % name, {})} {grammar.embedded(schema)} {spelled('}', {})}"]
+
+    def read(self, text: str, functions: Functions) -> Read | None:
+        tag, _ = self.begins
+        if (found := _json(text, len(tag) if text.startswith(tag) else 0)) is None:
+            return None
+        call, end = found
+        return ([(call["name"], call["parameters"])], end) if {"name", "parameters"} <= {*call} else None
+
+
+class Mistral(Format):
+    """Mistral until 2024: a JSON list after a tag."""
+
+    known: ClassVar[tuple[str, ...]] = ("[TOOL_CALLS]",)
+    begins, closing = ("[TOOL_CALLS]",), "]"
+
+    def grammar(self, functions: Functions, required: bool, special: Special) -> str:
+        begin = spelled(self.begins[0], special)
+        calls = f'{begin} / ?/ "[" call (", " call)* "]"'
+        if required:
+            start = [f"start: {calls}"]
+        elif self.begins[0] in special:
+            start = [f"start: TEXT | TEXT {calls}", TEXT]
+        else:
+            start = [f"start: TEXT | head {calls.removeprefix(begin)}", TEXT, f"head[lazy]: TEXT {begin}"]
+        return written(start, "call", [self.body(name, schema, special, "") for name, schema in functions.items()])
+
+    def body(self, name: str, schema: dict[str, Any], special: Special, prefix: str) -> list[str]:
+        begin = json.dumps(f'{{"name": "{name}", "arguments": ')
+        return [f'{begin} {grammar.embedded(schema)} "}}"']
+
+    def read(self, text: str, functions: Functions) -> Read | None:
+        found = _json(text, _past(text, len("[TOOL_CALLS]")))
+        return None if found is None else ([(call["name"], call["arguments"]) for call in found[0]], found[1])
+
+    def call_id(self) -> str:
+        return "".join(random.SystemRandom().choices(string.ascii_letters + string.digits, k=9))  # templates ask for it
+
+
+class NamedMistral(Mistral):
+    """Mistral since 2025: each call has a tag, its name and another tag."""
+
+    known, closing = ("[TOOL_CALLS]", "[ARGS]"), "}"
+    grammar = Format.grammar
+
+    def body(self, name: str, schema: dict[str, Any], special: Special, prefix: str) -> list[str]:
+        return [f"{spelled(f'{name}[ARGS]', special)} {grammar.embedded(schema)}"]
+
+    def read(self, text: str, functions: Functions) -> Read | None:
+        name, tag, _ = text.removeprefix("[TOOL_CALLS]").partition("[ARGS]")
+        if not tag or (found := _json(text, text.index(tag) + len(tag))) is None:
+            return None
+        return [(name, found[0])], found[1]
+
+
+FORMATS = (QwenCoder(), Hermes(), NamedMistral(), Mistral(), Llama())  # the first one that the template knows
+TAGS = ("<tool_call>", "</tool_call>", "[TOOL_CALLS]", "[ARGS]", "<|python_tag|>")
+
+
+def format_of(template: str) -> Format:
+    """Raises ValueError if the chat template knows none."""
+    for form in FORMATS:
+        if all(text in template for text in form.known):
+            return form
+    raise ValueError(
+        'tools need a chat template with <tool_call>, [TOOL_CALLS] or {"name": .., "parameters": ..}, and the model\'s '
+        "has none"
+    )
+
+
+def spelled(text: str, special: Special) -> str:
+    """A text as a Lark grammar has it, with its special tokens by their ids."""
+    parts = re.split("|".join(f"({re.escape(tag)})" for tag in special), text) if special else [text]
+    return " ".join(f"<[{special[part]}]>" if part in special else json.dumps(part) for part in parts if part)
+
+
+def written(start: Iterable[str], name: str, bodies: list[list[str]]) -> str:
+    """A Lark grammar with a rule `name` that is one of the bodies."""
+    rules = [f"{name}_{n}: {body}" for n, (body, *_) in enumerate(bodies)]
+    either = f"{name}: " + " | ".join(f"{name}_{n}" for n in range(len(bodies)))
+    more = [rule for _, *others in bodies for rule in others]
+    return "\n".join(("%llguidance {}", *start, either, *rules, *more, ""))
+
+
+def _is_text(schema: Any) -> bool:
+    """Whether a schema has strings only."""
+    if not isinstance(schema, dict):
+        return False
+    choices = schema.get("enum") or ([schema["const"]] if "const" in schema else [])
+    return schema.get("type") == "string" or (bool(choices) and all(isinstance(choice, str) for choice in choices))
+
+
+def _past(text: str, at: int) -> int:
+    """The place of what follows white space."""
+    return at + len(text[at:]) - len(text[at:].lstrip())
+
+
+def _json(text: str, at: int) -> tuple[Any, int] | None:
+    """The JSON at a place, and where it ends; None if it is not whole."""
+    try:
+        return json.JSONDecoder().raw_decode(text, at)
+    except (ValueError, RecursionError):
+        return None
