@@ -1,5 +1,6 @@
 // Biases, penalties and min_p: kernels/adjust.py defines them. Each row is one thread's work and independent of the others.
 #include "team.h"
+#include "vector.h"
 #include <math.h>
 #include <string.h>
 
@@ -45,9 +46,8 @@ static void adjust_row(const adjust_call *c, int64_t t, int32_t *count) {
         for (int64_t r = row; r > 0; r = parent(c, b, r)) penalise(z, count, window[r], repetition, presence, frequency);
     }
     if (!c->floors || numbers[3] == INFINITY) return;
-    float most = -INFINITY;
-    for (int64_t i = 0; i < V; i++) most = z[i] > most ? z[i] : most;
-    for (int64_t i = 0; i < V; i++) z[i] = z[i] < most - numbers[3] ? -INFINITY : z[i];
+    const float least = highest_of(z, V) - numbers[3];
+    for (int64_t i = 0; i < V; i++) z[i] = z[i] < least ? -INFINITY : z[i];
 }
 
 static int64_t count_bytes(int64_t V) { return (V * 4 + 63) / 64 * 64; }

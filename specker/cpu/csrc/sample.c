@@ -56,15 +56,6 @@ static int64_t sorted_bin(const float *z, int64_t V, float top, int at, float le
     return n;
 }
 
-static float highest_of(const float *z, int64_t V) {
-    vf most = splat(-INFINITY);
-    int64_t i = 0;
-    for (; i + LANES <= V; i += LANES) most = largest(load(z + i), most);
-    float top = highest(most);
-    for (; i < V; i++) top = z[i] > top ? z[i] : top;
-    return top;
-}
-
 // The first id of the largest of z [V].
 static int64_t first_of_highest(const float *z, int64_t V, float *top) {
     int64_t where = 0, end;

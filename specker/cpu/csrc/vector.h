@@ -1,6 +1,7 @@
 // Vector registers of 16, 8 or 4 float32 lanes, and the few instructions that C cannot express. The level is chosen by
 // the compiler flags (build.py): AVX-512, AVX2, NEON with dot products, or portable C.
 #pragma once
+#include <math.h>
 #include <stdint.h>
 #include <string.h>
 #if defined(__x86_64__)
@@ -317,5 +318,15 @@ static vi dot8(vi acc, vh u, vi s) {
 #endif
 }
 #endif
+
+// The largest of z [n]; a NaN counts as the lowest.
+__attribute__((unused)) static float highest_of(const float *z, int64_t n) {
+    vf most = splat(-INFINITY);
+    int64_t i = 0;
+    for (; i + LANES <= n; i += LANES) most = largest(load(z + i), most);
+    float top = highest(most);
+    for (; i < n; i++) top = z[i] > top ? z[i] : top;
+    return top;
+}
 
 INLINE void prefetch(const void *p) { __builtin_prefetch(p, 0, 3); }
