@@ -29,7 +29,7 @@ JSON = {"content-type": "application/json"}
 def engine(tmp_path_factory):
     target = make(tmp_path_factory.mktemp("models"), "qwen2", layers=1, max_context=400, tokenizer=True, eos=256)
     (target / "chat_template.jinja").write_text(TEMPLATE)
-    return specker.load(target, strategy="lookup", dtype="float64", device="cpu", batch_size=2)
+    return specker.load(target, strategy="lookup", dtype="float64", device="cpu", batch_size=2, prefix_cache="all")
 
 
 @pytest.fixture(scope="module")
@@ -189,6 +189,9 @@ def test_a_message_is_the_text_of_a_chat(engine, client):
     usage = body["usage"]
     assert usage["input_tokens"] + usage["cache_read_input_tokens"] == len(engine.encode_chat(talk))
     assert usage["output_tokens"] == 12
+    again = client.post("/v1/messages", json={**asked, "system": system}).json()["usage"]
+    assert again["cache_read_input_tokens"] > 0
+    assert again["input_tokens"] + again["cache_read_input_tokens"] == len(engine.encode_chat(talk))
     stops = ["never", want.text[5:8], want.text[6:8]]
     body = client.post("/v1/messages", json={**asked, "system": "be", "stop_sequences": stops}).json()
     assert (body["stop_reason"], body["stop_sequence"]) == ("stop_sequence", want.text[5:8])

@@ -108,6 +108,13 @@ def test_a_grammar_allows_calls_of_its_form_only(model, form):
     assert follows(model, required, one) and not follows(model, required, "")
 
 
+def test_arguments_that_are_not_required_may_be_missing(model):
+    form = grammar_of(Chat(messages=TALK, tools=TOOLS), FORMS["qwen-coder"][0], model[1])
+    begin, end = "<tool_call>\n<function=move>\n<parameter=to>\n\n</parameter>\n", "</function>\n</tool_call>"
+    assert follows(model, form, f"{begin}<parameter=x>\n7\n</parameter>\n{end}")
+    assert not follows(model, form, f"{begin}{end}", ends=False)
+
+
 @pytest.mark.parametrize("size", [1, 4, 1000])
 @pytest.mark.parametrize("form", FORMS)
 def test_calls_are_read_from_a_text_in_pieces(form, size):
