@@ -7,18 +7,20 @@ from functools import cache
 from typing import Any
 
 import torch
+from delta_world import World, inputs
 from formulas import randn
 from torch import Tensor
 from torch.nn import functional as F
 
 from ptx.cases import Case, Verdict, attention_tests, weight
 from specker.kernels import narrow, noise
+from specker.kernels.ancestors import ancestor_words, chain_words
 from specker.kernels.quant import Matrix, Quantized, as_bytes, quantised
 from specker.kernels.route import expert_route_ref
 
-attention, experts, kv, linear, project, residual, sample, topk = (
+attention, delta, experts, kv, linear, project, residual, sample, topk = (
     importlib.import_module(f"specker.kernels.{name}")
-    for name in ("attention", "experts", "kv", "linear", "project", "residual", "sample", "topk")
+    for name in ("attention", "delta", "experts", "kv", "linear", "project", "residual", "sample", "topk")
 )
 ragged = cache(attention_tests)
 
@@ -377,6 +379,41 @@ def _sample(label: str, z: Tensor, temperature: float, top_k: int, top_p: float,
     return Case(label, lambda: sample._launch_sample(*args, draw), judge)
 
 
+def delta_rows(dtype: torch.dtype) -> Iterator[Case]:
+    """A pass after a text of `length` tokens: a tree, decoding, a chain, and a chunk of a prompt."""
+    for length, rows, tree, Hk, Hv, D in (
+        (33, 5, True, 1, 2, 32),
+        (40, 1, True, 2, 2, 64),
+        (62, 20, False, 1, 1, 128),
+        (0, 50, False, 1, 2, 32),
+    ):
+        given = inputs(length + rows, Hk, Hv, D, D, dtype)
+        yield _delta(f"{rows} rows after {length} tokens {Hk}/{Hv} D{D}{' tree' * tree}", given, length, rows, tree)
+
+
+def _delta(label: str, given: tuple[Tensor, ...], length: int, rows: int, tree: bool) -> Case:
+    positions, words = torch.arange(length, length + rows), None
+    if tree:
+        parents = torch.tensor([max(0, n - n % 2) for n in range(rows - 1)], dtype=torch.int64)
+        words = ancestor_words(parents) if rows > 1 else chain_words(1)
+        positions = length + torch.tensor([bin(int(word)).count("1") - 1 for word in words[:, 0]])
+
+    def run(op: Any, given: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        world = World(delta.delta_rows_ref, given)
+        if length:
+            world.run(list(range(length)), 0, torch.arange(length), None)
+        world.op = op
+        out = world.run(list(range(length, length + rows)), length, positions, words)
+        return out, *(x.flatten(0, 1)[world.slots[: length + rows]] for x in world.records)
+
+    def judge(verdict: Verdict, got: Any) -> None:
+        exact, plain = run(delta.delta_rows_ref, tuple(x.double() for x in given)), run(delta.delta_rows_ref, given)
+        for name, x, want, ours in zip(("out", "k", "u", "g"), got, exact, plain, strict=True):
+            verdict.near(name, x, want, ours, 2e-6)
+
+    return Case(label, lambda: run(delta._launch, given), judge)
+
+
 def kv_calibrate(dtype: torch.dtype) -> Iterator[Case]:
     for T, Hq, Hkv, D, G in (
         (6, 8, 2, 64, 3),
@@ -527,6 +564,7 @@ OPS = (
     vocab_topk,
     drawn_tokens,
     sample_rows,
+    delta_rows,
     kv_calibrate,
     kv_project,
     kv_commit,

@@ -1,0 +1,714 @@
+"""delta_rows: the gated delta rule for draft rows, without a state that has to be rewound.
+
+A layer keeps its state only at anchors, columns that are multiples of BLOCK and lie at least BLOCK before a row. For
+each column after its anchor it keeps a record, as attention keeps K and V. A row reads the state of its anchor once,
+and the records of its path. So a refused draft is a record that is overwritten, a tree is the ancestor bits that
+attention has, and what a row computes depends on its path alone.
+
+A program computes one value head of one sequence. Products with the state and between keys are matrix products; what
+they weigh is added column by column in the order of the path, and columns that a row does not see add an exact 0. So a
+row has the same bits whether it is decoded alone, in a chain or in a tree.
+"""
+
+from collections.abc import Iterator
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from specker.kernels.ancestors import MAX_WORDS, unpack_words
+from specker.kernels.registry import register
+from specker.kernels.variant import TYPES, Variant, same_device, start_after_previous, tl, triton
+
+EPS = 1e-6  # of the norm of q and k
+
+
+def delta_rows(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    a: Tensor,
+    b: Tensor,
+    a_log: Tensor,
+    dt_bias: Tensor,
+    states: Tensor,
+    state_of: Tensor,
+    folded: Tensor,
+    k_records: Tensor,
+    u_records: Tensor,
+    g_records: Tensor,
+    positions: Tensor,
+    slots: Tensor,
+    block_table: Tensor,
+    kv_len: Tensor,
+    window: Tensor,
+    cu_rows: Tensor,
+    ancestors: Tensor | None,
+    block: int,
+) -> Tensor:
+    """The gated delta rule for draft rows, prompts and decoding: each row by its own path, over an anchored state.
+
+        g = -exp(a_log) * softplus(a + dt_bias),  beta = sigmoid(b);  q and k of length 1, q times Dk^-0.5
+        S_i = exp(g_i) S_p + k_i u_i^T,  u_i = beta_i (v_i - exp(g_i) S_p^T k_i),  o_i = S_i^T q_i   (p: i's parent)
+
+    unrolled to the anchor A of row i, with G_i the sum of g over the path from A to i, and j its ancestors from A on:
+
+        u_i = beta_i (v_i - exp(G_i) S_A^T k_i - sum_j exp(G_i - G_j) (k_j . k_i) u_j)
+        o_i = exp(G_i) S_A^T q_i + sum_j exp(G_i - G_j) (k_j . q_i) u_j + (k_i . q_i) u_i
+
+    The anchor of position p is (p // block - 1) * block, at least 0: a state is of text that no draft can change, as
+    long as a draft's path has at most `block` tokens. A column's record is (k, u, decays), which the op writes at the
+    row's slot, as attention's K and V are written. States move on within the op: when a row's anchor is beyond
+    `folded`, the records of the next block are added to the state, in order; the state before it is kept beside.
+
+    Value heads are independent; each Hv / Hk of them share a key head. A row's bits depend on its path alone: sums over
+    columns run in the path's order, and columns that a row does not see add 0. Memory moves each sequence's state and
+    the records after it once, 64 to 96 of them with block 32, and a new state once in `block` tokens.
+
+    Args:
+        q: [T, Hk, Dk], the rows of all sequences, one sequence after another; heads adjacent, rows at any stride.
+        k: as q.
+        v: [T, Hv, Dv], likewise.
+        a: [T, Hv], likewise.
+        b: [T, Hv], likewise.
+        a_log: [Hv].
+        dt_bias: [Hv].
+        states: [X, 2, Hv, Dk, Dv] float32 (float64 for float64); the state of anchor A stands in half A / block % 2. A
+            new text's half 0 must be 0.
+        state_of: [B] int64, each sequence's states.
+        folded: [B] int64, the highest anchor of a row so far in each text; 0 at its beginning.
+        k_records: [pages, page_size, Hk, Dk], of states' dtype; columns before kv_len must be finite.
+        u_records: [pages, page_size, Hv, Dv], likewise.
+        g_records: [pages, page_size, Hv, 4], likewise: the decays since the beginning of the column's block, those of
+            the block before, the column's position, and 1 / |k| before it was scaled.
+        positions: [T] int64, of each row in its text.
+        slots: [T] int64, where the row's record is written, as an index into the flattened pages.
+        block_table: [B, P] int32, page ids.
+        kv_len: [B] int32, columns of each sequence, the window included. The rows are its last ones, in order.
+        window: [B] int32, columns of the window.
+        cu_rows: [B + 1] int32; sequence b owns rows cu_rows[b] to cu_rows[b + 1].
+        ancestors: [T, W] int64, W <= 4; see `ancestor_words`. None: the rows of a sequence are a chain after all
+            columns before them.
+        block: a power of two, at least 16.
+
+    Returns:
+        [T, Hv, Dv], of v's dtype.
+
+    Source: gated delta rule, arXiv 2412.06464; its WY form, arXiv 2406.06484, with an ancestor mask.
+    """
+    return _delta_rows(
+        q,
+        k,
+        v,
+        a,
+        b,
+        a_log,
+        dt_bias,
+        states,
+        state_of,
+        folded,
+        k_records,
+        u_records,
+        g_records,
+        positions,
+        slots,
+        block_table,
+        kv_len,
+        window,
+        cu_rows,
+        ancestors,
+        block,
+    )
+
+
+def anchor(position: int, block: int) -> int:
+    """The columns that the state of a row at `position` holds."""
+    return max(0, position // block - 1) * block
+
+
+def delta_rows_ref(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    a: Tensor,
+    b: Tensor,
+    a_log: Tensor,
+    dt_bias: Tensor,
+    states: Tensor,
+    state_of: Tensor,
+    folded: Tensor,
+    k_records: Tensor,
+    u_records: Tensor,
+    g_records: Tensor,
+    positions: Tensor,
+    slots: Tensor,
+    block_table: Tensor,
+    kv_len: Tensor,
+    window: Tensor,
+    cu_rows: Tensor,
+    ancestors: Tensor | None,
+    block: int,
+) -> Tensor:
+    Hv, Hk, page = v.shape[1], q.shape[1], k_records.shape[1]
+    wide = torch.promote_types(q.dtype, torch.float32)
+    scale = torch.rsqrt((k.to(wide) ** 2).sum(-1) + EPS).repeat_interleave(Hv // Hk, 1)
+    q, k = (unit(x.to(wide)).repeat_interleave(Hv // Hk, 1) for x in (q, k))
+    q = q * q.shape[-1] ** -0.5
+    g = -a_log.to(wide).exp() * torch.nn.functional.softplus(a.to(wide) + dt_bias.to(wide))
+    beta = b.to(wide).sigmoid()
+    out = torch.empty_like(v)
+    ks, us, gs = (x.flatten(0, 1) for x in (k_records, u_records, g_records))
+    for n in range(len(kv_len)):
+        first, last = int(cu_rows[n]), int(cu_rows[n + 1])
+        if first == last:
+            continue
+        before, own, done = int(kv_len[n] - window[n]), states[state_of[n]], int(folded[n])
+        column = [p * page + i for p in block_table[n].tolist() for i in range(page)]
+        for t in range(first, last):
+            p = int(positions[t])
+            if ancestors is None:
+                path = column[:p]
+            else:
+                bits = unpack_words([ancestors[t].tolist()])[0]
+                path = [column[c] for c in range(before)]
+                path += [column[before + j] for j in range(int(window[n])) if bits >> j & 1][:-1]
+            while done < (at := anchor(p, block)):
+                total = gs[path[done + block - 1], :, 0]
+                S = total.exp()[:, None, None] * own[done // block % 2]
+                for one in path[done : done + block]:
+                    kj = (total - gs[one, :, 0]).exp()[:, None] * ks[one].repeat_interleave(Hv // Hk, 0)
+                    S = S + kj[:, :, None] * us[one][:, None, :]
+                done += block
+                own[done // block % 2] = S
+            c, end = g[t], torch.zeros_like(g[t])
+            if p % block:
+                c, end = gs[path[-1], :, 0] + g[t], gs[path[-1], :, 1]
+            elif p:
+                end = gs[path[-1], :, 0]
+            S, reach = own[at // block % 2], (c if p < at + block else c + end).exp()[:, None]
+            u, o = v[t].to(wide) - reach * (S * k[t][:, :, None]).sum(1), reach * (S * q[t][:, :, None]).sum(1)
+            for position, one in enumerate(path[at:], at):
+                kj = ks[one].repeat_interleave(Hv // Hk, 0)
+                w = ((c if position // block == p // block else c + end) - gs[one, :, 0]).exp()
+                u = u - (w * (kj * k[t]).sum(-1))[:, None] * us[one]
+                o = o + (w * (kj * q[t]).sum(-1))[:, None] * us[one]
+            u = beta[t][:, None] * u
+            out[t] = o + (k[t] * q[t]).sum(-1)[:, None] * u
+            where = slots[t]
+            ks[where], us[where] = k[t][:: Hv // Hk], u
+            gs[where, :, 0], gs[where, :, 1], gs[where, :, 2], gs[where, :, 3] = c, end, p, scale[t]
+    return out
+
+
+def unit(x: Tensor) -> Tensor:
+    return x * torch.rsqrt((x * x).sum(-1, keepdim=True) + EPS)
+
+
+@triton.jit
+def _fold(
+    p_new,  # keys of the pass, of column 0 if it had one
+    k_stride,
+    start,  # the first column of the pass
+    k_rec,
+    u_rec,
+    g_rec,
+    p_table,
+    p_from,
+    p_to,
+    A,
+    i_k,
+    i_h,
+    HK: tl.constexpr,
+    HV: tl.constexpr,
+    DK: tl.constexpr,
+    DV: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PAGE: tl.constexpr,
+    SLICE: tl.constexpr,
+):
+    """The state at p_to [DK, DV] of anchor A + BLOCK, from the one at p_from of anchor A and the records between."""
+    o_v = tl.arange(0, DV)
+    end = A + BLOCK - 1
+    total = tl.load(g_rec + ((tl.load(p_table + end // PAGE).to(tl.int64) * PAGE + end % PAGE) * HV + i_h) * 4)
+    decay = tl.exp(total)
+    for d in tl.range(0, DK, SLICE):
+        o_d = d + tl.arange(0, SLICE)
+        b_s = decay * tl.load(p_from + o_d[:, None] * DV + o_v[None, :])
+        for j in tl.range(0, BLOCK):
+            at = _row(p_table, A + j, PAGE)
+            p_g = g_rec + (at * HV + i_h) * 4
+            if A + j >= start:
+                b_k = tl.load(p_new + (A + j) * k_stride + o_d).to(tl.float32) * tl.load(p_g + 3)
+            else:
+                b_k = tl.load(k_rec + (at * HK + i_k) * DK + o_d)
+            b_k *= tl.exp(total - tl.load(p_g))
+            b_s += b_k[:, None] * tl.load(u_rec + (at * HV + i_h) * DV + o_v)[None, :]
+        tl.store(p_to + o_d[:, None] * DV + o_v[None, :], b_s)
+
+
+@triton.jit
+def _row(p_table, column, PAGE: tl.constexpr):
+    """Where a column's records are."""
+    return tl.load(p_table + column // PAGE).to(tl.int64) * PAGE + column % PAGE
+
+
+@triton.jit
+def _of(b_x, o_r, i):
+    """Entry i of a vector."""
+    return tl.sum(tl.where(o_r == i, b_x, 0), axis=0)
+
+
+@triton.jit
+def _parent(words_ptr, i_t, w, W: tl.constexpr):
+    """The window column of a row's parent, from the row's bits below its own, w; -1 if it lies before the window."""
+    o_w = tl.arange(0, 64 * W)
+    b_word = tl.load(words_ptr + i_t * W + (o_w >> 6))
+    return tl.max(tl.where((((b_word >> (o_w & 63)) & 1) != 0) & (o_w < w), o_w, -1), axis=0)
+
+
+@triton.jit(
+    do_not_specialize=["q_stride", "k_stride", "v_stride", "a_stride", "b_stride", "table_stride"],
+    do_not_specialize_on_alignment=[
+        *("a_ptr", "b_ptr", "state_of_ptr", "folded_ptr", "positions_ptr", "slots_ptr", "table_ptr", "kv_len_ptr"),
+        *("window_ptr", "cu_rows_ptr", "words_ptr"),
+    ],
+)
+def _delta_rows_kernel(
+    q_ptr,  # [T, HK, DK]
+    k_ptr,  # [T, HK, DK]
+    v_ptr,  # [T, HV, DV]
+    a_ptr,  # [T, HV]
+    b_ptr,  # [T, HV]
+    a_log_ptr,  # [HV]
+    dt_bias_ptr,  # [HV]
+    states_ptr,  # [X, 2, HV, DK, DV] fp32
+    state_of_ptr,  # [B]
+    folded_ptr,  # [B]
+    k_rec_ptr,  # [pages, PAGE, HK, DK] fp32
+    u_rec_ptr,  # [pages, PAGE, HV, DV] fp32
+    g_rec_ptr,  # [pages, PAGE, HV, 4] fp32
+    positions_ptr,  # [T]
+    slots_ptr,  # [T]
+    table_ptr,  # [B, P] int32
+    kv_len_ptr,  # [B] int32
+    window_ptr,  # [B] int32
+    cu_rows_ptr,  # [B + 1] int32
+    words_ptr,  # [T, W]
+    out_ptr,  # [T, HV, DV]
+    q_stride,
+    k_stride,
+    v_stride,
+    a_stride,
+    b_stride,
+    table_stride,
+    HK: tl.constexpr,
+    HV: tl.constexpr,
+    DK: tl.constexpr,
+    DV: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PAGE: tl.constexpr,
+    W: tl.constexpr,  # words of a row; 0: rows are chains
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    SLICE: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    start_after_previous(PDL)
+    i_b, i_h = tl.program_id(0), tl.program_id(1)
+    i_k = i_h // (HV // HK)
+    first, last = tl.load(cu_rows_ptr + i_b), tl.load(cu_rows_ptr + i_b + 1)
+    if first == last:
+        return
+    columns = tl.load(kv_len_ptr + i_b)
+    before = columns - tl.load(window_ptr + i_b)
+    p_table = table_ptr + i_b.to(tl.int64) * table_stride
+    p_state = states_ptr + (tl.load(state_of_ptr + i_b) * 2 * HV + i_h) * DK * DV
+    HALF: tl.constexpr = HV * DK * DV
+    A = tl.load(folded_ptr + i_b).to(tl.int32)
+    rate = -tl.exp(tl.load(a_log_ptr + i_h).to(tl.float32))
+    bias = tl.load(dt_bias_ptr + i_h).to(tl.float32)
+    o_r, o_s, o_v, o_c = tl.arange(0, ROWS), tl.arange(0, SLICE), tl.arange(0, DV), tl.arange(0, COLUMNS)
+    # A program reads keys of the pass itself where they came from, since other programs write their records, too.
+    start = columns - (last - first)
+    p_new = k_ptr + (first - start).to(tl.int64) * k_stride + i_k * DK
+    for r in tl.range(first, last, ROWS):
+        o_t = (r + o_r).to(tl.int64)
+        m_r = r + o_r < last
+        own = columns - last + r  # the column of the tile's first row
+        b_p = tl.load(positions_ptr + o_t, mask=m_r, other=0).to(tl.int32)
+        b_at = tl.maximum(b_p // BLOCK - 1, 0) * BLOCK
+        low = tl.min(tl.where(m_r, b_at, 2147483647), axis=0)
+        high = tl.max(b_at, axis=0)
+        while high > A:
+            p_to = p_state + (A // BLOCK + 1) % 2 * HALF
+            _fold(
+                p_new,
+                k_stride,
+                start,
+                k_rec_ptr,
+                u_rec_ptr,
+                g_rec_ptr,
+                p_table,
+                p_state + A // BLOCK % 2 * HALF,
+                p_to,
+                A,
+                i_k,
+                i_h,
+                HK,
+                HV,
+                DK,
+                DV,
+                BLOCK,
+                PAGE,
+                SLICE,
+            )
+            A += BLOCK
+            tl.debug_barrier()
+
+        x = tl.load(a_ptr + o_t * a_stride + i_h, mask=m_r, other=0.0).to(tl.float32) + bias
+        b_g = rate * tl.where(x > 20, x, tl.log(1 + tl.exp(tl.minimum(x, 20.0))))
+        # Decays since the beginning of each row's block, and of the whole block before it, along the row's path.
+        b_c, b_e = tl.zeros([ROWS], tl.float32), tl.zeros([ROWS], tl.float32)
+        for i in tl.range(0, tl.minimum(ROWS, last - r)):
+            column = own + i - 1
+            if W > 0:
+                parent = _parent(words_ptr, r + i, own + i - before, W)
+                column = tl.where(parent < 0, before - 1, before + parent)
+            c, e = 0.0, 0.0
+            if column >= own:
+                c, e = _of(b_c, o_r, column - own), _of(b_e, o_r, column - own)
+            elif column >= 0:
+                p_g = g_rec_ptr + (_row(p_table, column, PAGE) * HV + i_h) * 4
+                c, e = tl.load(p_g), tl.load(p_g + 1)
+            new = _of(b_p, o_r, i) % BLOCK == 0
+            e = tl.where(new, c, e)
+            c = tl.where(new, 0.0, c) + _of(b_g, o_r, i)
+            b_c, b_e = tl.where(o_r == i, c, b_c), tl.where(o_r == i, e, b_e)
+        b_far = b_c + b_e
+
+        # The rows' products with the state of their anchor, and with each other.
+        p_k = k_ptr + o_t[:, None] * k_stride + i_k * DK + o_s[None, :]
+        p_q = q_ptr + o_t[:, None] * q_stride + i_k * DK + o_s[None, :]
+        b_kk, b_qq = tl.zeros([ROWS], tl.float32), tl.zeros([ROWS], tl.float32)
+        for d in tl.range(0, DK, SLICE):
+            b_k = tl.load(p_k + d, mask=m_r[:, None], other=0.0).to(tl.float32)
+            b_q = tl.load(p_q + d, mask=m_r[:, None], other=0.0).to(tl.float32)
+            b_kk += tl.sum(b_k * b_k, axis=1)
+            b_qq += tl.sum(b_q * b_q, axis=1)
+        b_kk = 1 / tl.sqrt_rn(b_kk + 1e-6)
+        b_qq = DK**-0.5 / tl.sqrt_rn(b_qq + 1e-6)
+        b_u, b_o = tl.zeros([ROWS, DV], tl.float32), tl.zeros([ROWS, DV], tl.float32)
+        for at in tl.range(low, high + 1, BLOCK):
+            b_sk, b_sq = tl.zeros([ROWS, DV], tl.float32), tl.zeros([ROWS, DV], tl.float32)
+            p_s = p_state + at // BLOCK % 2 * HALF + o_s[:, None] * DV + o_v[None, :]
+            for d in tl.range(0, DK, SLICE):
+                b_k = tl.load(p_k + d, mask=m_r[:, None], other=0.0).to(tl.float32) * b_kk[:, None]
+                b_q = tl.load(p_q + d, mask=m_r[:, None], other=0.0).to(tl.float32) * b_qq[:, None]
+                b_s = tl.load(p_s + d * DV)
+                b_sk = tl.dot(b_k, b_s, b_sk, input_precision="ieee")
+                b_sq = tl.dot(b_q, b_s, b_sq, input_precision="ieee")
+            b_u = tl.where((b_at == at)[:, None], b_sk, b_u)
+            b_o = tl.where((b_at == at)[:, None], b_sq, b_o)
+        b_reach = tl.exp(tl.where(b_p < b_at + BLOCK, b_c, b_far))[:, None]
+        p_v = v_ptr + o_t[:, None] * v_stride + i_h * DV + o_v[None, :]
+        b_u = tl.load(p_v, mask=m_r[:, None], other=0.0).to(tl.float32) - b_reach * b_u
+        b_o = b_reach * b_o
+
+        # Columns before the tile's rows, in order.
+        for j in tl.range(low, own, COLUMNS):
+            o_j = j + o_c
+            m_j = o_j < own
+            b_row = tl.load(p_table + o_j // PAGE, mask=m_j, other=0).to(tl.int64) * PAGE + o_j % PAGE
+            p_g = g_rec_ptr + (b_row * HV + i_h) * 4
+            b_cj = tl.load(p_g, mask=m_j, other=0.0)
+            b_pj = tl.load(p_g + 2, mask=m_j, other=0.0).to(tl.int32)
+            b_sj = tl.load(p_g + 3, mask=m_j & (o_j >= start), other=0.0)
+            m = m_j[None, :] & (b_pj[None, :] >= b_at[:, None])
+            if W > 0:
+                o_w = o_j - before
+                p_w = words_ptr + o_t[:, None] * W + (o_w >> 6)[None, :]
+                b_bits = tl.load(p_w, mask=m & (o_w >= 0)[None, :] & m_r[:, None], other=-1) >> (o_w & 63)[None, :]
+                m = m & ((b_bits & 1) != 0)
+            near = (b_pj // BLOCK)[None, :] == (b_p // BLOCK)[:, None]
+            b_w = tl.where(m, tl.exp(tl.where(near, b_c[:, None], b_far[:, None]) - b_cj[None, :]), 0.0)
+            b_ku, b_qu = tl.zeros([ROWS, COLUMNS], tl.float32), tl.zeros([ROWS, COLUMNS], tl.float32)
+            for d in tl.range(0, DK, SLICE):
+                b_k = tl.load(p_k + d, mask=m_r[:, None], other=0.0).to(tl.float32) * b_kk[:, None]
+                b_q = tl.load(p_q + d, mask=m_r[:, None], other=0.0).to(tl.float32) * b_qq[:, None]
+                p_kj = k_rec_ptr + (b_row[None, :] * HK + i_k) * DK + d + o_s[:, None]
+                b_kj = tl.load(p_kj, mask=(m_j & (o_j < start))[None, :], other=0.0)
+                p_kj = p_new + o_j[None, :].to(tl.int64) * k_stride + d + o_s[:, None]
+                b_new = tl.load(p_kj, mask=(m_j & (o_j >= start))[None, :], other=0.0).to(tl.float32)
+                b_kj = tl.where((o_j < start)[None, :], b_kj, b_new * b_sj[None, :])
+                b_ku = tl.dot(b_k, b_kj, b_ku, input_precision="ieee")
+                b_qu = tl.dot(b_q, b_kj, b_qu, input_precision="ieee")
+            b_ku, b_qu = b_ku * b_w, b_qu * b_w
+            for i in tl.range(0, tl.minimum(COLUMNS, own - j)):
+                b_uj = tl.load(u_rec_ptr + (_row(p_table, j + i, PAGE) * HV + i_h) * DV + o_v)[None, :]
+                b_u -= tl.sum(tl.where((o_c == i)[None, :], b_ku, 0.0), axis=1)[:, None] * b_uj
+                b_o += tl.sum(tl.where((o_c == i)[None, :], b_qu, 0.0), axis=1)[:, None] * b_uj
+
+        # The tile's own rows, in order: each is complete when the ones before it are.
+        m = o_r[None, :] < o_r[:, None]
+        if W > 0:
+            o_w = own - before + o_r
+            p_w = words_ptr + o_t[:, None] * W + (o_w >> 6)[None, :]
+            b_bits = tl.load(p_w, mask=m & m_r[:, None], other=0) >> (o_w & 63)[None, :]
+            m = m & ((b_bits & 1) != 0)
+        near = (b_p // BLOCK)[None, :] == (b_p // BLOCK)[:, None]
+        b_w = tl.where(m, tl.exp(tl.where(near, b_c[:, None], b_far[:, None]) - b_c[None, :]), 0.0)
+        b_slot = tl.load(slots_ptr + o_t, mask=m_r, other=0)
+        b_ku, b_qu = tl.zeros([ROWS, ROWS], tl.float32), tl.zeros([ROWS, ROWS], tl.float32)
+        for d in tl.range(0, DK, SLICE):
+            b_k = tl.load(p_k + d, mask=m_r[:, None], other=0.0).to(tl.float32) * b_kk[:, None]
+            b_q = tl.load(p_q + d, mask=m_r[:, None], other=0.0).to(tl.float32) * b_qq[:, None]
+            b_ku = tl.dot(b_k, tl.trans(b_k), b_ku, input_precision="ieee")
+            b_qu = tl.dot(b_q, tl.trans(b_k), b_qu, input_precision="ieee")
+            tl.store(k_rec_ptr + (b_slot[:, None] * HK + i_k) * DK + d + o_s[None, :], b_k, mask=m_r[:, None])
+        b_ku = b_ku * b_w
+        b_qu = tl.where(o_r[None, :] == o_r[:, None], b_qu, b_qu * b_w)
+        b_beta = 1 / (1 + tl.exp(-tl.load(b_ptr + o_t * b_stride + i_h, mask=m_r, other=0.0).to(tl.float32)))
+        for i in tl.range(0, tl.minimum(ROWS, last - r)):
+            m_i = (o_r == i)[:, None]
+            b_u = tl.where(m_i, b_u * b_beta[:, None], b_u)
+            b_ui = tl.sum(tl.where(m_i, b_u, 0.0), axis=0)[None, :]
+            b_u -= tl.sum(tl.where((o_r == i)[None, :], b_ku, 0.0), axis=1)[:, None] * b_ui
+            b_o += tl.sum(tl.where((o_r == i)[None, :], b_qu, 0.0), axis=1)[:, None] * b_ui
+        tl.store(u_rec_ptr + (b_slot[:, None] * HV + i_h) * DV + o_v[None, :], b_u, mask=m_r[:, None])
+        p_g = g_rec_ptr + (b_slot * HV + i_h) * 4
+        tl.store(p_g, b_c, mask=m_r)
+        tl.store(p_g + 1, b_e, mask=m_r)
+        tl.store(p_g + 2, b_p.to(tl.float32), mask=m_r)
+        tl.store(p_g + 3, b_kk, mask=m_r)
+        p_out = out_ptr + (o_t[:, None] * HV + i_h) * DV + o_v[None, :]
+        tl.store(p_out, b_o.to(out_ptr.dtype.element_ty), mask=m_r[:, None])
+        tl.debug_barrier()
+
+
+@lru_cache
+def _variant(dtype: torch.dtype, HK: int, HV: int, DK: int, DV: int, block: int, page: int, words: int) -> Variant:
+    t = TYPES[dtype]
+    return Variant(
+        name=f"{t} {HK}/{HV} D{DK}/{DV} block {block} page {page}" + (f" W{words}" if words else " chains"),
+        kernel=_delta_rows_kernel,
+        arguments=(
+            *(f"*{t}",) * 7,
+            "*fp32",
+            "*i64",
+            "*i64",
+            "*fp32",
+            "*fp32",
+            "*fp32",
+            "*i64",
+            "*i64",
+            "*i32",
+            "*i32",
+            "*i32",
+            "*i32",
+            "*i64",
+            f"*{t}",
+            *("i32",) * 6,
+        ),
+        constexprs={
+            "HK": HK,
+            "HV": HV,
+            "DK": DK,
+            "DV": DV,
+            "BLOCK": block,
+            "PAGE": page,
+            "W": words,
+            "ROWS": 16,
+            "COLUMNS": 16,
+            "SLICE": min(32, DK),
+        },
+        num_warps=8,
+        wide=False,
+        smoke=dtype == torch.bfloat16 and words == 1 and HV == 32,
+    )
+
+
+def variants(arch: int) -> Iterator[Variant]:
+    """The variants that the compile-only checks compile for sm_`arch`."""
+    for words in (0, 1, 2):
+        yield _variant(torch.bfloat16, 16, 32, 128, 128, 32, 256, words)
+    yield _variant(torch.float16, 16, 16, 128, 128, 32, 256, 1)
+
+
+def _launch(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    a: Tensor,
+    b: Tensor,
+    a_log: Tensor,
+    dt_bias: Tensor,
+    states: Tensor,
+    state_of: Tensor,
+    folded: Tensor,
+    k_records: Tensor,
+    u_records: Tensor,
+    g_records: Tensor,
+    positions: Tensor,
+    slots: Tensor,
+    block_table: Tensor,
+    kv_len: Tensor,
+    window: Tensor,
+    cu_rows: Tensor,
+    ancestors: Tensor | None,
+    block: int,
+) -> Tensor:
+    (T, HK, DK), (_, HV, DV), B = q.shape, v.shape, len(kv_len)
+    out = v.new_empty(T, HV, DV)
+    variant = _variant(
+        q.dtype, HK, HV, DK, DV, block, k_records.shape[1], 0 if ancestors is None else ancestors.shape[1]
+    )
+    words = positions if ancestors is None else ancestors
+    variant(
+        (B, HV),
+        q,
+        k,
+        v,
+        a,
+        b,
+        a_log,
+        dt_bias,
+        states,
+        state_of,
+        folded,
+        k_records,
+        u_records,
+        g_records,
+        positions,
+        slots,
+        block_table,
+        kv_len,
+        window,
+        cu_rows,
+        words,
+        out,
+        q.stride(0),
+        k.stride(0),
+        v.stride(0),
+        a.stride(0),
+        b.stride(0),
+        block_table.stride(0),
+    )
+    return out
+
+
+def delta_rows_cost(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    a: Tensor,
+    b: Tensor,
+    a_log: Tensor,
+    dt_bias: Tensor,
+    states: Tensor,
+    state_of: Tensor,
+    folded: Tensor,
+    k_records: Tensor,
+    u_records: Tensor,
+    g_records: Tensor,
+    positions: Tensor,
+    slots: Tensor,
+    block_table: Tensor,
+    kv_len: Tensor,
+    window: Tensor,
+    cu_rows: Tensor,
+    ancestors: Tensor | None,
+    block: int,
+) -> tuple[int, int]:
+    """(bytes, operations) of one call, which reads positions: states, records after the first row's anchor, rows."""
+    (T, Hk, Dk), (_, Hv, Dv), size = q.shape, v.shape, states.element_size()
+    record = (Hk * Dk + Hv * (Dv + 4)) * size
+    row = (2 * Hk * Dk + Hv * (2 * Dv + 2)) * q.element_size() + record
+    read = operations = 0
+    for n in range(len(kv_len)):
+        own = positions[int(cu_rows[n]) : int(cu_rows[n + 1])].tolist()
+        if own:
+            anchors = {anchor(p, block) for p in own}
+            before = min(own) - min(anchors)
+            read += Hv * Dk * Dv * size * len(anchors) + before * record
+            operations += Hv * sum(4 * Dk * Dv + 4 * (p - anchor(p, block)) * (Dk + Dv) for p in own)
+    return read + T * row, operations
+
+
+def _check(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    a: Tensor,
+    b: Tensor,
+    a_log: Tensor,
+    dt_bias: Tensor,
+    states: Tensor,
+    state_of: Tensor,
+    folded: Tensor,
+    k_records: Tensor,
+    u_records: Tensor,
+    g_records: Tensor,
+    positions: Tensor,
+    slots: Tensor,
+    block_table: Tensor,
+    kv_len: Tensor,
+    window: Tensor,
+    cu_rows: Tensor,
+    ancestors: Tensor | None,
+    block: int,
+) -> None:
+    if q.dim() != 3 or v.dim() != 3 or not q.is_floating_point():
+        raise ValueError(
+            f"q must be [T, Hk, Dk] and v [T, Hv, Dv], floating: {tuple(q.shape)}, {tuple(v.shape)}, {q.dtype}"
+        )
+    (T, Hk, Dk), (_, Hv, Dv), B = q.shape, v.shape, kv_len.shape[0]
+    (pages, page), P = k_records.shape[:2], block_table.shape[-1]
+    own, wide = q.dtype, torch.promote_types(q.dtype, torch.float32)
+    i64, i32 = torch.int64, torch.int32
+    kinds: dict[str, tuple[Tensor, tuple[int, ...], torch.dtype]] = {
+        "k": (k, (T, Hk, Dk), own),
+        "v": (v, (T, Hv, Dv), own),
+        "a": (a, (T, Hv), own),
+        "b": (b, (T, Hv), own),
+        "a_log": (a_log, (Hv,), own),
+        "dt_bias": (dt_bias, (Hv,), own),
+        "states": (states, (states.shape[0], 2, Hv, Dk, Dv), wide),
+        "state_of": (state_of, (B,), i64),
+        "folded": (folded, (B,), i64),
+        "k_records": (k_records, (pages, page, Hk, Dk), wide),
+        "u_records": (u_records, (pages, page, Hv, Dv), wide),
+        "g_records": (g_records, (pages, page, Hv, 4), wide),
+        "positions": (positions, (T,), i64),
+        "slots": (slots, (T,), i64),
+        "block_table": (block_table, (B, P), i32),
+        "kv_len": (kv_len, (B,), i32),
+        "window": (window, (B,), i32),
+        "cu_rows": (cu_rows, (B + 1,), i32),
+    }
+    for name, (x, shape, dtype) in kinds.items():
+        if x.shape != shape or x.dtype != dtype:
+            raise ValueError(f"{name} must be {list(shape)} {dtype}, got {tuple(x.shape)} {x.dtype}")
+    if Hv % Hk:
+        raise ValueError(f"v's {Hv} heads must be a multiple of q's {Hk}")
+    if block < 16 or block & (block - 1):
+        raise ValueError(f"block must be a power of two, at least 16, got {block}")
+    if ancestors is not None and (
+        ancestors.dim() != 2
+        or len(ancestors) != T
+        or not 1 <= ancestors.shape[1] <= MAX_WORDS
+        or ancestors.dtype != torch.int64
+    ):
+        raise ValueError(
+            f"ancestors must be [{T}, 1..{MAX_WORDS}] int64, got {tuple(ancestors.shape)} {ancestors.dtype}"
+        )
+    same_device(q, **{name: x for name, (x, _, _) in kinds.items()}, ancestors=ancestors)
+
+
+_delta_rows = register(
+    delta_rows,
+    check=_check,
+    reference=delta_rows_ref,
+    launch=_launch,
+    fake=lambda q, k, v, *_: torch.empty_like(v, memory_format=torch.contiguous_format),
+    mutates=("states", "k_records", "u_records", "g_records"),
+)

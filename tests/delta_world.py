@@ -1,0 +1,104 @@
+"""A text that a gated delta rule decodes in several ways, for tests of delta_rows and for the simulator."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from specker.kernels.ancestors import ancestor_words, chain_words
+from specker.kernels.delta import anchor
+
+BLOCK = 16
+
+
+def inputs(n: int, Hk: int, Hv: int, Dk: int, Dv: int, dtype: torch.dtype) -> tuple[Tensor, ...]:
+    """q, k, v, a, b of n tokens, a_log and dt_bias."""
+    g = torch.Generator().manual_seed(n)
+    shapes = (n, Hk, Dk), (n, Hk, Dk), (n, Hv, Dv), (n, Hv), (n, Hv), (Hv,), (Hv,)
+    q, k, v, a, b, a_log, dt_bias = (torch.randn(shape, generator=g, dtype=torch.float64) for shape in shapes)
+    return tuple(x.to(dtype) for x in (q, k, v, a, b, a_log / 2, dt_bias))
+
+
+def defined(given: tuple[Tensor, ...]) -> Tensor:
+    """The outputs [n, Hv, Dv] of the definition, with one state that every token changes, in float64."""
+    q, k, v, a, b, a_log, dt_bias = (x.double() for x in given)
+    (n, Hv, Dv), Dk = v.shape, q.shape[2]
+    q, k = (x * torch.rsqrt((x * x).sum(-1, keepdim=True) + 1e-6) for x in (q, k))
+    q, k = (x.repeat_interleave(Hv // x.shape[1], 1) for x in (q, k))
+    S, out = v.new_zeros(Hv, Dk, Dv), []
+    for i in range(n):
+        S = S * torch.exp(-a_log.exp() * torch.nn.functional.softplus(a[i] + dt_bias))[:, None, None]
+        u = torch.sigmoid(b[i])[:, None] * (v[i] - torch.einsum("hkv,hk->hv", S, k[i]))
+        S = S + k[i][:, :, None] * u[:, None, :]
+        out.append(torch.einsum("hkv,hk->hv", S, q[i]) * Dk**-0.5)
+    return torch.stack(out)
+
+
+class World:
+    """The state and records of one text in a cache of small pages, whose order is random. Memory is NaN until it is
+    written."""
+
+    def __init__(self, op: Callable[..., Tensor], given: tuple[Tensor, ...], page: int = 8, columns: int = 128):
+        self.op, self.given, self.page, self.folded = op, given, page, 0
+        q, _, v, *_ = given
+        Hk, Dk, Hv, Dv, pages = q.shape[1], q.shape[2], v.shape[1], v.shape[2], columns // page
+        wide = torch.promote_types(q.dtype, torch.float32)
+        self.states = torch.full((3, 2, Hv, Dk, Dv), torch.nan, dtype=wide)
+        self.states[1, 0] = 0
+        self.records = [torch.full((pages, page, *s), torch.nan, dtype=wide) for s in ((Hk, Dk), (Hv, Dv), (Hv, 4))]
+        order = torch.randperm(pages, generator=torch.Generator().manual_seed(3), dtype=torch.int32)
+        self.table = order[None]
+        self.slots = (order.long()[:, None] * page + torch.arange(page)).flatten()  # of each column
+
+    def arguments(self, rows: list[int], first: int, positions: Tensor, words: Tensor | None) -> tuple[Any, ...]:
+        """Of the op, for tokens `rows` in columns from `first` on. The window is the rows."""
+        n = len(rows)
+        *own, a_log, dt_bias = self.given
+        ints = [torch.tensor(x, dtype=torch.int32) for x in ([first + n], [0 if words is None else n], [0, n])]
+        places = positions, self.slots[first : first + n], self.table, *ints, words, BLOCK
+        which = torch.tensor([1]), torch.tensor([self.folded])
+        return *(x[rows] for x in own), a_log, dt_bias, self.states, *which, *self.records, *places
+
+    def run(self, rows: list[int], first: int, positions: Tensor, words: Tensor | None) -> Tensor:
+        out = self.op(*self.arguments(rows, first, positions, words))
+        self.folded = max(self.folded, anchor(int(positions.max()), BLOCK))
+        return out
+
+    def chains(self, sizes: Iterator[int], words: bool = True) -> Tensor:
+        """The whole text, decoded in chains of these sizes."""
+        at, n, out = 0, len(self.given[0]), []
+        while at < n:
+            rows = list(range(at, min(at + next(sizes), n)))
+            out.append(self.run(rows, at, torch.tensor(rows), chain_words(len(rows)) if words else None))
+            at += len(rows)
+        return torch.cat(out)
+
+    def trees(self, depth: int, seed: int = 0) -> Tensor:
+        """The whole text, decoded in trees whose true path is hidden among wrong nodes; of it a random part is kept."""
+        g, at, n, out = torch.Generator().manual_seed(seed), 0, len(self.given[0]), []
+
+        def draw(most: int) -> int:
+            return int(torch.randint(0, most, (1,), generator=g))
+
+        while at < n:
+            rows, parents, positions, right = [at], [], [at], [0]
+            for step in range(1, 1 + draw(depth)):
+                for _ in range(draw(3)):
+                    parents.append(draw(len(rows)))
+                    positions.append(positions[parents[-1]] + 1)
+                    rows.append(draw(n))
+                if at + step < n:
+                    parents.append(right[-1])
+                    positions.append(at + step)
+                    rows.append(at + step)
+                    right.append(len(rows) - 1)
+            words = ancestor_words(torch.tensor(parents, dtype=torch.int64)) if parents else chain_words(1)
+            got = self.run(rows, at, torch.tensor(positions), words)
+            kept = right[: 1 + draw(len(right))]
+            out.append(got[kept])
+            for step, row in enumerate(kept):
+                for x in self.records:
+                    x.flatten(0, 1)[self.slots[at + step]] = x.flatten(0, 1)[self.slots[at + row]].clone()
+            at += len(kept)
+        return torch.cat(out)
