@@ -94,7 +94,23 @@ def delta_rows(
     Returns:
         [T, Hv, Dv], of v's dtype.
 
+    Raises:
+        TypeError: an argument of another type.
+        ValueError: other shapes, dtypes or devices.
+
     Source: gated delta rule, arXiv 2412.06464; its WY form, arXiv 2406.06484, with an ancestor mask.
+
+    Examples:
+        >>> import torch
+        >>> from specker.kernels import delta_rows
+        >>> ones, zeros, first = torch.ones(2, 1, 1), torch.zeros(2, 1), torch.zeros(1, dtype=torch.int64)
+        >>> own = ones, ones, ones, zeros - 100, zeros, torch.zeros(1), torch.zeros(1)  # no decay, beta 0.5
+        >>> records = [torch.zeros(1, 16, 1, n) for n in (1, 1, 4)]  # one page of 16 columns
+        >>> ints = [torch.tensor(x, dtype=torch.int32) for x in ([[0]], [2], [0], [0, 2])]
+        >>> at, states = torch.arange(2), torch.zeros(1, 2, 1, 1, 1)
+        >>> out = delta_rows(*own, states, first, first, *records, at, at, *ints, None, 16)
+        >>> [round(x, 2) for x in out.flatten().tolist()]  # each token halves what is missing to its value, 1
+        [0.5, 0.75]
     """
     return _delta_rows(
         q,
