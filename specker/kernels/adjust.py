@@ -1,7 +1,7 @@
 """adjust_rows: add biases to logits, penalise the tokens of each row's own text, and drop the least probable.
 
 A program holds a tile of the vocabulary of one row. It counts how often the tile's ids occur in the row's text, with a
-histogram in shared memory for each 2,048 tokens, and adds the draft tokens that lead to the row. Counts are not kept
+histogram in shared memory for each 1,024 tokens, and adds the draft tokens that lead to the row. Counts are not kept
 from round to round: each program reads the text, 8 bytes a token and mostly from the L2 cache, where the attention of
 one layer reads some thousand bytes a token. So nothing has to be rolled back, moved or saved.
 
@@ -127,8 +127,8 @@ def adjust_rows_cost(
     return logits.numel() * logits.element_size() * passes + 8 * int(length.sum()), 6 * logits.numel()
 
 
-BLOCK = 4096  # ids per program
-CHUNK = 2048  # tokens of a text that are counted at a time
+BLOCK = 2048  # ids per program: a histogram of more takes 128 registers for its bins, and spills
+CHUNK = 1024  # tokens of a text that are counted at a time
 MAX_BIASES = 1024
 
 
@@ -244,10 +244,10 @@ def _adjust_floor_kernel(
 
 @lru_cache
 def _adjust_variants(V: int, K: int, trees: bool, placed: bool, floors: bool) -> tuple[Variant, ...]:
-    """The launches of a call. V 151,936 makes 38 parts, so a chain of five rows is 190 programs; eight warps hold 16
-    ids a lane."""
+    """The launches of a call. V 151,936 makes 75 parts, so a chain of five rows is 375 programs; eight warps hold 8 ids
+    a lane."""
     block = min(BLOCK, max(128, triton.next_power_of_2(V)))
-    S, warps = -(-V // block), max(block // 512, 1)
+    S, warps = -(-V // block), max(block // 256, 1)
     name = f"V{V}" + (f" K{K}" if K else "") + (" trees" if trees else "") + (" placed" if placed else "")
     shape = {"V": V, "S": S, "BLOCK": block, "PLACED": placed}
     adjust = Variant(
