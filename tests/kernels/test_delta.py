@@ -14,7 +14,7 @@ from specker.kernels.delta import _launch, anchor, delta_rows, delta_rows_cost, 
 SIZES = (55, 1, 2, 16, 8)  # tokens, key heads, value heads, Dk, Dv
 WAYS = {
     "decoding": lambda world: world.chains(repeat(1)),
-    "a prompt in chunks": lambda world: world.chains(cycle([37, 7]), words=False),
+    "a prompt in chunks": lambda world: world.chains(cycle([52, 2]), words=False),
     "chains": lambda world: world.chains(cycle([5, 1, 17])),
     "trees": lambda world: world.trees(7),
 }
