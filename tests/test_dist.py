@@ -399,6 +399,24 @@ dist.leave(0)
     on_ranks(2, str(script))
 
 
+def test_ranks_measure_the_same_rounds(models, tmp_path):
+    """Though their clocks differ: a rank that measured fewer rounds would leave the warm-up while the others wait."""
+    script = tmp_path / "clocks.py"
+    script.write_text(f"""
+import os, time, types, specker
+from specker.runtime import warmup
+from specker.runtime.ranks import dist
+dist.TIMEOUT = dist.START = 30.0
+hurry = 1000.0 if os.environ["RANK"] == "1" else 1.0
+warmup.time = types.SimpleNamespace(perf_counter=lambda: hurry * time.perf_counter())
+engine = specker.load({models["target"]!r}, {models["draft"]!r}, device="cpu", dtype="float64")
+engine.warmup()
+engine.generate([5, 9, 40], 4)
+dist.leave(0)
+""")
+    on_ranks(2, str(script))
+
+
 class Never:
     """An event of a device that waits for ever."""
 

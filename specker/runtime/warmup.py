@@ -122,7 +122,7 @@ def warm_rounds(
 def measure(loop: Loop, budgets: Sequence[Budget], confident: bool) -> None:
     """Time rounds of one sequence, and of a full batch, with drafts of several sizes: the most informative first, as
     many as fit into about LIMIT seconds. `budgets`: shapes whose ways to draft are timed; `confident`: as in
-    `warm_rounds`."""
+    `warm_rounds`. Ranks run the same rounds: each waits for the others in every one."""
     start, most = time.perf_counter(), loop.largest.depth
     ways = dict.fromkeys(replace(b, nodes=1, depth=1, extra=()) for b in budgets if b.nodes)
     sizes = dict.fromkeys(min(size, most) for size in SIZES)
@@ -131,7 +131,7 @@ def measure(loop: Loop, budgets: Sequence[Budget], confident: bool) -> None:
             break
         for way in ways if size else (NONE,):
             _time(loop, replace(way, nodes=size, depth=size), confident)
-            if time.perf_counter() - start > LIMIT:
+            if _agreed(loop, time.perf_counter() - start > LIMIT):
                 loop.clear()
                 return
     loop.clear()
@@ -174,11 +174,16 @@ def _time(loop: Loop, budget: Budget, confident: bool) -> None:
             costs.observe_prefill(r.behind, stages["prefill"])
         rounds.append(stages)
         spent = time.perf_counter() - began
-        if spent > LIMIT / 4 or (repeat >= REPEATS and spent > ENOUGH):
+        if _agreed(loop, spent > LIMIT / 4 or (repeat >= REPEATS and spent > ENOUGH)):
             break
     counted = rounds[1:] or rounds
     draft, verify, accept = (min(stages[name] for stages in counted) for name in ("draft", "verify", "accept"))
     costs.measured(n, budget, r.draft.size, draft, verify + accept)
+
+
+def _agreed(loop: Loop, ends: bool) -> bool:
+    """Whether to end, by this process's clock, or by that of any rank."""
+    return ends if loop.ranks is None else loop.ranks.least(int(not ends)) == 0
 
 
 def _texts(loop: Loop, n: int, length: int, params: Params) -> None:
