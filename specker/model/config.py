@@ -17,6 +17,7 @@ class Experts:
     width: int  # intermediate size of each expert
     normalised: bool  # the scores of a row's chosen experts are divided by their sum
     dense: tuple[int, ...] = ()  # layers that have an ordinary feed-forward instead
+    shared: int = 0  # intermediate size of an expert that every row reads, times the sigmoid of a gate; 0: there is none
 
     def read(self, rows: float) -> float:
         """How many experts a layer reads for so many rows, if the router chooses all equally often."""
@@ -24,8 +25,57 @@ class Experts:
 
 
 @dataclass(frozen=True)
+class DeltaNet:
+    """A gated delta net instead of attention (arXiv 2412.06464; kernels/delta.py): q, k and v come out of a short
+    convolution, the output is normalised by head and times silu of a gate z."""
+
+    key_heads: int
+    value_heads: int  # a multiple of key_heads
+    key_dim: int  # of a head
+    value_dim: int
+    kernel: int  # columns that the convolution reads, its own included
+
+    @property
+    def channels(self) -> int:
+        """Of the convolution: all heads of q, of k, of v."""
+        return 2 * self.key_heads * self.key_dim + self.values
+
+    @property
+    def values(self) -> int:
+        """Inputs of the out-projection: all heads of v."""
+        return self.value_heads * self.value_dim
+
+    @property
+    def projected(self) -> int:
+        """Rows of the in-projection: q, k, v, then z, then b and a of each value head."""
+        return self.channels + self.values + 2 * self.value_heads
+
+
+@dataclass(frozen=True)
+class ShortConv:
+    """A gated short convolution instead of attention (LFM2): out_proj(c * conv(b * x))."""
+
+    channels: int
+    kernel: int  # columns that the convolution reads, its own included
+
+    @property
+    def values(self) -> int:
+        """Inputs of the out-projection."""
+        return self.channels
+
+    @property
+    def projected(self) -> int:
+        """Rows of the in-projection: b, c, x."""
+        return 3 * self.channels
+
+
+Mixer = DeltaNet | ShortConv
+
+
+@dataclass(frozen=True)
 class LayerSpec:
-    """What a layer computes, apart from its sizes. All layers are alike, except for `sliding_windows` and `ropes`.
+    """What a layer computes, apart from its sizes. All layers are alike, except for `mixers`, `sliding_windows` and
+    `ropes`.
     The decoder implements every value; another implementation (the compiled CPU layers) reports a value that it
     lacks."""
 
@@ -43,6 +93,10 @@ class LayerSpec:
     sliding_windows: tuple[int, ...] = ()
     """Each layer's sliding window: how many of the last columns a row sees, including its own; 0: all columns. Empty if
     no layer has a window."""
+    mixers: tuple[Mixer | None, ...] = ()
+    """What mixes the columns in each layer: None is attention; the others keep a recurrent state. Empty if all layers
+    attend. All states of a model have the same sizes."""
+    gated: bool = False  # the output of attention is times the sigmoid of a gate, which further rows of qkv compute
     ropes: tuple[int, ...] = ()  # the RoPE table of each layer, an index into Weights.ropes; empty if there is only one
     experts: Experts | None = None  # the feed-forwards are mixtures of experts
     first: str = "usual"
@@ -51,6 +105,15 @@ class LayerSpec:
 
     def sliding_window(self, layer: int) -> int:
         return self.sliding_windows[layer] if self.sliding_windows else 0
+
+    def mixer(self, layer: int) -> Mixer | None:
+        """What has a recurrent state in this layer; None if the layer attends."""
+        return self.mixers[layer] if self.mixers else None
+
+    @property
+    def recurrent(self) -> Mixer | None:
+        """What has a recurrent state in some layers."""
+        return next((mixer for mixer in self.mixers if mixer is not None), None)
 
     def rope(self, layer: int) -> int:
         return self.ropes[layer] if self.ropes else 0
