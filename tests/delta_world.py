@@ -7,7 +7,6 @@ import torch
 from torch import Tensor
 
 from specker.kernels.ancestors import ancestor_words, chain_words
-from specker.kernels.delta import anchor
 
 BLOCK = 16
 
@@ -35,17 +34,37 @@ def defined(given: tuple[Tensor, ...]) -> Tensor:
     return torch.stack(out)
 
 
+def gates(n: int, Hv: int, Dv: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """z of n tokens, and the weight of the norm."""
+    g = torch.Generator().manual_seed(n + 1)
+    return tuple(torch.randn(shape, generator=g, dtype=torch.float64).to(dtype) for shape in ((n, Hv, Dv), (Dv,)))
+
+
+def normed(out: Tensor, gate: tuple[Tensor, Tensor]) -> Tensor:
+    """The gated RMSNorm of the outputs [n, Hv, Dv], in float64."""
+    z, norm = (x.double() for x in gate)
+    return torch.nn.functional.rms_norm(out, out.shape[-1:], norm, 1e-6) * torch.nn.functional.silu(z)
+
+
 class World:
     """The state and records of one text in a cache of small pages, whose order is random. Memory is NaN until it is
-    written."""
+    written. `gate`: z of each token and the norm of the output."""
 
-    def __init__(self, op: Callable[..., Tensor], given: tuple[Tensor, ...], page: int = 8, columns: int = 128):
-        self.op, self.given, self.page, self.folded = op, given, page, 0
+    def __init__(
+        self,
+        op: Callable[..., Tensor],
+        given: tuple[Tensor, ...],
+        page: int = 8,
+        columns: int = 128,
+        gate: tuple[Tensor, Tensor] | None = None,
+    ):
+        self.op, self.given, self.page, self.gate = op, given, page, gate
         q, _, v, *_ = given
         Hk, Dk, Hv, Dv, pages = q.shape[1], q.shape[2], v.shape[1], v.shape[2], columns // page
         wide = torch.promote_types(q.dtype, torch.float32)
         self.states = torch.full((3, 2, Hv, Dk, Dv), torch.nan, dtype=wide)
         self.states[1, 0] = 0
+        self.anchors = torch.zeros(3, Hv, dtype=torch.int64)
         self.records = [torch.full((pages, page, *s), torch.nan, dtype=wide) for s in ((Hk, Dk), (Hv, Dv), (Hv, 4))]
         order = torch.randperm(pages, generator=torch.Generator().manual_seed(3), dtype=torch.int32)
         self.table = order[None]
@@ -57,13 +76,12 @@ class World:
         *own, a_log, dt_bias = self.given
         ints = [torch.tensor(x, dtype=torch.int32) for x in ([first + n], [0 if words is None else n], [0, n])]
         places = positions, self.slots[first : first + n], self.table, *ints, words, BLOCK
-        which = torch.tensor([1]), torch.tensor([self.folded])
-        return *(x[rows] for x in own), a_log, dt_bias, self.states, *which, *self.records, *places
+        memory = self.states, torch.tensor([1]), self.anchors, *self.records
+        gate = () if self.gate is None else (self.gate[0][rows], self.gate[1], 1e-6)
+        return *(x[rows] for x in own), a_log, dt_bias, *memory, *places, *gate
 
     def run(self, rows: list[int], first: int, positions: Tensor, words: Tensor | None) -> Tensor:
-        out = self.op(*self.arguments(rows, first, positions, words))
-        self.folded = max(self.folded, anchor(int(positions.max()), BLOCK))
-        return out
+        return self.op(*self.arguments(rows, first, positions, words))
 
     def chains(self, sizes: Iterator[int], words: bool = True) -> Tensor:
         """The whole text, decoded in chains of these sizes."""

@@ -12,9 +12,8 @@ import torch
 from bench.kernels import common
 from bench.kernels.common import DEVICE, Built, Case, Goal
 from specker.kernels.ancestors import chain_words
-from specker.kernels.delta import delta_rows, delta_rows_cost, delta_rows_ref
+from specker.kernels.delta import BLOCK, PAGE, delta_rows, delta_rows_cost, delta_rows_ref
 
-BLOCK = 32
 HEADS = (16, 32, 128, 128) if DEVICE == "cuda" else (1, 2, 16, 16)
 
 
@@ -22,7 +21,7 @@ def build(rows: int, length: int, dtype: torch.dtype) -> Built:
     """`rows` rows after a text of `length` tokens."""
     Hk, Hv, Dk, Dv = HEADS
     g = torch.Generator().manual_seed(rows)
-    page, first = 256, length - BLOCK
+    page, first = PAGE, length - BLOCK
     pages = -(-(length + rows) // page)
 
     def draw(*shape: int) -> torch.Tensor:
@@ -34,16 +33,15 @@ def build(rows: int, length: int, dtype: torch.dtype) -> Built:
     states = torch.zeros(1, 2, Hv, Dk, Dv)
     records = [torch.zeros(pages, page, *s) for s in ((Hk, Dk), (Hv, Dv), (Hv, 4))]
     table = torch.arange(pages, dtype=torch.int32)[None]
-    one = torch.zeros(1, dtype=torch.int64)
+    memory = states, torch.zeros(1, dtype=torch.int64), torch.zeros(1, Hv, dtype=torch.int64), *records
 
     def places(start: int, n: int, chained: bool) -> list[torch.Tensor | None]:
         at = torch.arange(start, start + n)
         ints = [torch.tensor(x, dtype=torch.int32) for x in ([start + n], [n if chained else 0], [0, n])]
         return [at, at, table, *ints, chain_words(n) if chained else None]
 
-    delta_rows_ref(*before, *heads, states, one, one, *records, *places(0, first, False), BLOCK)
-    folded = torch.tensor([max(0, (first - 1) // BLOCK - 1) * BLOCK])
-    args = [*(draw(rows, *s) for s in sizes), *heads, states, one, folded, *records, *places(first, rows, True), BLOCK]
+    delta_rows_ref(*before, *heads, *memory, *places(0, first, False), BLOCK)
+    args = [*(draw(rows, *s) for s in sizes), *heads, *memory, *places(first, rows, True), BLOCK]
     on = [x.to(DEVICE) if isinstance(x, torch.Tensor) else x for x in args]
 
     def eager() -> torch.Tensor:

@@ -15,12 +15,15 @@ from functools import lru_cache
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
-from specker.kernels.ancestors import MAX_WORDS, unpack_words
+from specker.kernels.ancestors import MAX_WORDS
 from specker.kernels.registry import register
 from specker.kernels.variant import TYPES, Variant, same_device, start_after_previous, tl, triton
 
 EPS = 1e-6  # of the norm of q and k
+BLOCK = 32  # of the models here, whose drafts are at most so deep
+PAGE = 64  # records of a page, likewise
 
 
 def delta_rows(
@@ -33,7 +36,7 @@ def delta_rows(
     dt_bias: Tensor,
     states: Tensor,
     state_of: Tensor,
-    folded: Tensor,
+    anchors: Tensor,
     k_records: Tensor,
     u_records: Tensor,
     g_records: Tensor,
@@ -45,6 +48,9 @@ def delta_rows(
     cu_rows: Tensor,
     ancestors: Tensor | None,
     block: int,
+    z: Tensor | None = None,
+    norm: Tensor | None = None,
+    eps: float = 1e-6,
 ) -> Tensor:
     """The gated delta rule for draft rows, prompts and decoding: each row by its own path, over an anchored state.
 
@@ -59,7 +65,9 @@ def delta_rows(
     The anchor of position p is (p // block - 1) * block, at least 0: a state is of text that no draft can change, as
     long as a draft's path has at most `block` tokens. A column's record is (k, u, decays), which the op writes at the
     row's slot, as attention's K and V are written. States move on within the op: when a row's anchor is beyond
-    `folded`, the records of the next block are added to the state, in order; the state before it is kept beside.
+    `anchors`, the records of the next block are added to the state, in order; the state before it is kept beside.
+
+    With `z` and `norm` the output is normalised and gated: o * rsqrt(mean(o^2) + eps) * norm * silu(z), by head.
 
     Value heads are independent; each Hv / Hk of them share a key head. A row's bits depend on its path alone: sums over
     columns run in the path's order, and columns that a row does not see add 0. Memory moves each sequence's state and
@@ -76,7 +84,8 @@ def delta_rows(
         states: [X, 2, Hv, Dk, Dv] float32 (float64 for float64); the state of anchor A stands in half A / block % 2. A
             new text's half 0 must be 0.
         state_of: [B] int64, each sequence's states.
-        folded: [B] int64, the highest anchor of a row so far in each text; 0 at its beginning.
+        anchors: [X, Hv] int64, the highest anchor so far of a row in each text, which the op moves on; 0 at its
+            beginning. To go back to an earlier column, set that column's anchor, if its half still has the state.
         k_records: [pages, page_size, Hk, Dk], of states' dtype; columns before kv_len must be finite.
         u_records: [pages, page_size, Hv, Dv], likewise.
         g_records: [pages, page_size, Hv, 4], likewise: the decays since the beginning of the column's block, those of
@@ -90,6 +99,9 @@ def delta_rows(
         ancestors: [T, W] int64, W <= 4; see `ancestor_words`. None: the rows of a sequence are a chain after all
             columns before them.
         block: a power of two, at least 16.
+        z: [T, Hv, Dv] or None, strided like v.
+        norm: [Dv], if there is a z.
+        eps: of the norm.
 
     Returns:
         [T, Hv, Dv], of v's dtype.
@@ -107,8 +119,8 @@ def delta_rows(
         >>> own = ones, ones, ones, zeros - 100, zeros, torch.zeros(1), torch.zeros(1)  # no decay, beta 0.5
         >>> records = [torch.zeros(1, 16, 1, n) for n in (1, 1, 4)]  # one page of 16 columns
         >>> ints = [torch.tensor(x, dtype=torch.int32) for x in ([[0]], [2], [0], [0, 2])]
-        >>> at, states = torch.arange(2), torch.zeros(1, 2, 1, 1, 1)
-        >>> out = delta_rows(*own, states, first, first, *records, at, at, *ints, None, 16)
+        >>> at, states, anchors = torch.arange(2), torch.zeros(1, 2, 1, 1, 1), first[None]
+        >>> out = delta_rows(*own, states, first, anchors, *records, at, at, *ints, None, 16)
         >>> [round(x, 2) for x in out.flatten().tolist()]  # each token halves what is missing to its value, 1
         [0.5, 0.75]
     """
@@ -122,7 +134,7 @@ def delta_rows(
         dt_bias,
         states,
         state_of,
-        folded,
+        anchors,
         k_records,
         u_records,
         g_records,
@@ -134,6 +146,9 @@ def delta_rows(
         cu_rows,
         ancestors,
         block,
+        z,
+        norm,
+        eps,
     )
 
 
@@ -152,7 +167,7 @@ def delta_rows_ref(
     dt_bias: Tensor,
     states: Tensor,
     state_of: Tensor,
-    folded: Tensor,
+    anchors: Tensor,
     k_records: Tensor,
     u_records: Tensor,
     g_records: Tensor,
@@ -164,56 +179,113 @@ def delta_rows_ref(
     cu_rows: Tensor,
     ancestors: Tensor | None,
     block: int,
+    z: Tensor | None = None,
+    norm: Tensor | None = None,
+    eps: float = 1e-6,
 ) -> Tensor:
     Hv, Hk, page = v.shape[1], q.shape[1], k_records.shape[1]
     wide = torch.promote_types(q.dtype, torch.float32)
-    scale = torch.rsqrt((k.to(wide) ** 2).sum(-1) + EPS).repeat_interleave(Hv // Hk, 1)
-    q, k = (unit(x.to(wide)).repeat_interleave(Hv // Hk, 1) for x in (q, k))
-    q = q * q.shape[-1] ** -0.5
-    g = -a_log.to(wide).exp() * torch.nn.functional.softplus(a.to(wide) + dt_bias.to(wide))
+    scale = torch.rsqrt((k.to(wide) ** 2).sum(-1) + EPS)
+    q, k = unit(q.to(wide)) * q.shape[-1] ** -0.5, unit(k.to(wide))
+    g = -a_log.to(wide).exp() * F.softplus(a.to(wide) + dt_bias.to(wide))
     beta = b.to(wide).sigmoid()
-    out = torch.empty_like(v)
-    ks, us, gs = (x.flatten(0, 1) for x in (k_records, u_records, g_records))
+    out = torch.empty(v.shape, dtype=wide, device=v.device)
+    flat = [x.flatten(0, 1) for x in (k_records, u_records, g_records)]
     for n in range(len(kv_len)):
         first, last = int(cu_rows[n]), int(cu_rows[n + 1])
-        if first == last:
-            continue
-        before, own, done = int(kv_len[n] - window[n]), states[state_of[n]], int(folded[n])
-        column = [p * page + i for p in block_table[n].tolist() for i in range(page)]
-        for t in range(first, last):
-            p = int(positions[t])
-            if ancestors is None:
-                path = column[:p]
-            else:
-                bits = unpack_words([ancestors[t].tolist()])[0]
-                path = [column[c] for c in range(before)]
-                path += [column[before + j] for j in range(int(window[n])) if bits >> j & 1][:-1]
-            while done < (at := anchor(p, block)):
-                total = gs[path[done + block - 1], :, 0]
-                S = total.exp()[:, None, None] * own[done // block % 2]
-                for one in path[done : done + block]:
-                    kj = (total - gs[one, :, 0]).exp()[:, None] * ks[one].repeat_interleave(Hv // Hk, 0)
-                    S = S + kj[:, :, None] * us[one][:, None, :]
-                done += block
-                own[done // block % 2] = S
-            c, end = g[t], torch.zeros_like(g[t])
-            if p % block:
-                c, end = gs[path[-1], :, 0] + g[t], gs[path[-1], :, 1]
-            elif p:
-                end = gs[path[-1], :, 0]
-            S, reach = own[at // block % 2], (c if p < at + block else c + end).exp()[:, None]
-            u, o = v[t].to(wide) - reach * (S * k[t][:, :, None]).sum(1), reach * (S * q[t][:, :, None]).sum(1)
-            for position, one in enumerate(path[at:], at):
-                kj = ks[one].repeat_interleave(Hv // Hk, 0)
-                w = ((c if position // block == p // block else c + end) - gs[one, :, 0]).exp()
-                u = u - (w * (kj * k[t]).sum(-1))[:, None] * us[one]
-                o = o + (w * (kj * q[t]).sum(-1))[:, None] * us[one]
-            u = beta[t][:, None] * u
-            out[t] = o + (k[t] * q[t]).sum(-1)[:, None] * u
-            where = slots[t]
-            ks[where], us[where] = k[t][:: Hv // Hk], u
-            gs[where, :, 0], gs[where, :, 1], gs[where, :, 2], gs[where, :, 3] = c, end, p, scale[t]
-    return out
+        length, at = int(kv_len[n]), int(state_of[n])
+        column = (block_table[n].long()[:, None] * page + torch.arange(page, device=q.device)).flatten()
+        for t in range(first, last, last - first if ancestors is not None else block):  # a chain in blocks
+            rows = slice(t, min(last, t + block) if ancestors is None else last)
+            start = length - (last - t)  # the column of the first of these rows
+            p = positions[rows]
+            at_of = (p // block - 1).clamp_(min=0) * block
+            low, count = int(at_of.min()), len(p)
+            seen = torch.ones(count, start - low + count, dtype=torch.bool, device=q.device).tril(start - low - 1)
+            if ancestors is not None:
+                before = length - int(window[n]) - low
+                seen[:, before:] &= bits_of(ancestors[rows], seen.shape[1] - before)
+            own = states[at]
+            for done in range(int(anchors[at].max()), int(at_of.max()), block):
+                past = column[done : done + block]
+                own[(done // block + 1) % 2] = _folded(own[done // block % 2], *(x[past] for x in flat))
+                anchors[at] = done + block
+            c, e = _decays(g[rows], p, seen, flat[2][column[low:start]], block)
+            where = slots[rows]
+            ends = p.to(wide)[:, None].expand_as(c)
+            flat[0][where] = k[rows]
+            flat[2][where] = torch.stack((c, e, ends, scale[rows].repeat_interleave(Hv // Hk, 1)), -1)
+            given = q[rows], k[rows], v[rows].to(wide), beta[rows], own, at_of, seen
+            out[rows] = _rows(*given, column[low:start], where, flat, block)
+    if z is not None and norm is not None:
+        out = F.rms_norm(out, out.shape[-1:], None, eps) * norm.to(wide) * F.silu(z.to(wide))
+    return out.to(v.dtype)
+
+
+def bits_of(words: Tensor, count: int) -> Tensor:
+    """The first `count` bits of words [T, W] int64, [T, count] bool."""
+    at = torch.arange(count, device=words.device)
+    return (words[:, at // 64] >> at % 64 & 1).bool()
+
+
+def _folded(S: Tensor, k: Tensor, u: Tensor, g: Tensor) -> Tensor:
+    """The state [Hv, Dk, Dv] after a block of records."""
+    total = g[-1, :, 0]
+    kj = (total - g[..., 0]).exp()[..., None] * k.repeat_interleave(u.shape[1] // k.shape[1], 1)
+    return total.exp()[:, None, None] * S + torch.einsum("jhk,jhv->hkv", kj, u)
+
+
+def _decays(g: Tensor, p: Tensor, seen: Tensor, earlier: Tensor, block: int) -> tuple[Tensor, Tensor]:
+    """The decays [T, Hv] since the beginning of each row's block, and of the block before it."""
+    each = list(earlier[..., :2].unbind(0))
+    before = seen.cumsum(1).argmax(1).tolist()  # each row's parent
+    some = seen.any(1).tolist()
+    for t, position in enumerate(p.tolist()):
+        c, e = each[before[t]].unbind(-1) if some[t] else (torch.zeros_like(g[t]), torch.zeros_like(g[t]))
+        each.append(torch.stack((c + g[t], e) if position % block else (g[t], c), -1))
+    c, e = torch.stack(each[len(earlier) :]).unbind(-1)
+    return c, e
+
+
+def _rows(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    beta: Tensor,
+    S: Tensor,
+    at_of: Tensor,
+    seen: Tensor,
+    past: Tensor,
+    own: Tensor,
+    records: list[Tensor],
+    block: int,
+) -> Tensor:
+    """The outputs [T, Hv, Dv] of rows whose own records stand at `own` [T], u excepted, which is written, and that see
+    columns at `past` and themselves, `seen` [T, past + T]."""
+    ks, us, gs = records
+    group = v.shape[1] // k.shape[1]
+    q, k = q.repeat_interleave(group, 1), k.repeat_interleave(group, 1)
+    every, count = torch.cat((past, own)), len(past)
+    c, e, p = gs[every, :, 0], gs[own, :, 1], gs[every, 0, 2].long()
+    far = c[count:] + e
+    reach = torch.where((p[count:] < at_of + block)[:, None], c[count:], far).exp()[..., None]
+    kS, qS = torch.empty_like(v), torch.empty_like(v)
+    for at in at_of.unique().tolist():
+        kS[at_of == at], qS[at_of == at] = (
+            torch.einsum("thk,hkv->thv", x[at_of == at], S[at // block % 2]) for x in (k, q)
+        )
+    near = (p // block)[None] == (p[count:] // block)[:, None]
+    w = torch.where(near[..., None], c[count:, None], far[:, None]) - c[None]
+    w = torch.where((seen & (p[None] >= at_of[:, None]))[..., None], w.exp(), 0.0).movedim(2, 0)  # [Hv, T, S]
+    kj = ks[every].repeat_interleave(group, 1)
+    kk, qk = (torch.einsum("thk,jhk->htj", x, kj) * w for x in (k, q))
+    known = us[past]
+    rest = v - reach * kS - torch.einsum("htj,jhv->thv", kk[..., :count], known)
+    system = beta.T[..., None] * kk[..., count:]
+    u = torch.linalg.solve_triangular(system, (beta[..., None] * rest).transpose(0, 1), upper=False, unitriangular=True)
+    us[own] = u.transpose(0, 1)
+    o = reach * qS + torch.einsum("htj,jhv->thv", qk[..., :count], known)
+    return o + torch.einsum("htj,hjv->thv", qk[..., count:], u) + (k * q).sum(-1, keepdim=True) * us[own]
 
 
 def unit(x: Tensor) -> Tensor:
@@ -283,9 +355,9 @@ def _parent(words_ptr, i_t, w, W: tl.constexpr):
 
 
 @triton.jit(
-    do_not_specialize=["q_stride", "k_stride", "v_stride", "a_stride", "b_stride", "table_stride"],
+    do_not_specialize=["q_stride", "k_stride", "v_stride", "a_stride", "b_stride", "z_stride", "table_stride"],
     do_not_specialize_on_alignment=[
-        *("a_ptr", "b_ptr", "state_of_ptr", "folded_ptr", "positions_ptr", "slots_ptr", "table_ptr", "kv_len_ptr"),
+        *("a_ptr", "b_ptr", "state_of_ptr", "anchors_ptr", "positions_ptr", "slots_ptr", "table_ptr", "kv_len_ptr"),
         *("window_ptr", "cu_rows_ptr", "words_ptr"),
     ],
 )
@@ -299,7 +371,7 @@ def _delta_rows_kernel(
     dt_bias_ptr,  # [HV]
     states_ptr,  # [X, 2, HV, DK, DV] fp32
     state_of_ptr,  # [B]
-    folded_ptr,  # [B]
+    anchors_ptr,  # [X, HV]
     k_rec_ptr,  # [pages, PAGE, HK, DK] fp32
     u_rec_ptr,  # [pages, PAGE, HV, DV] fp32
     g_rec_ptr,  # [pages, PAGE, HV, 4] fp32
@@ -310,12 +382,16 @@ def _delta_rows_kernel(
     window_ptr,  # [B] int32
     cu_rows_ptr,  # [B + 1] int32
     words_ptr,  # [T, W]
+    z_ptr,  # [T, HV, DV]
+    norm_ptr,  # [DV]
     out_ptr,  # [T, HV, DV]
+    eps,
     q_stride,
     k_stride,
     v_stride,
     a_stride,
     b_stride,
+    z_stride,
     table_stride,
     HK: tl.constexpr,
     HV: tl.constexpr,
@@ -327,6 +403,7 @@ def _delta_rows_kernel(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     SLICE: tl.constexpr,
+    NORM: tl.constexpr,
     PDL: tl.constexpr,
 ):
     start_after_previous(PDL)
@@ -340,7 +417,8 @@ def _delta_rows_kernel(
     p_table = table_ptr + i_b.to(tl.int64) * table_stride
     p_state = states_ptr + (tl.load(state_of_ptr + i_b) * 2 * HV + i_h) * DK * DV
     HALF: tl.constexpr = HV * DK * DV
-    A = tl.load(folded_ptr + i_b).to(tl.int32)
+    p_anchor = anchors_ptr + tl.load(state_of_ptr + i_b) * HV + i_h
+    A = tl.load(p_anchor).to(tl.int32)
     rate = -tl.exp(tl.load(a_log_ptr + i_h).to(tl.float32))
     bias = tl.load(dt_bias_ptr + i_h).to(tl.float32)
     o_r, o_s, o_v, o_c = tl.arange(0, ROWS), tl.arange(0, SLICE), tl.arange(0, DV), tl.arange(0, COLUMNS)
@@ -496,16 +574,26 @@ def _delta_rows_kernel(
         tl.store(p_g + 1, b_e, mask=m_r)
         tl.store(p_g + 2, b_p.to(tl.float32), mask=m_r)
         tl.store(p_g + 3, b_kk, mask=m_r)
+        if NORM:
+            b_z = tl.load(z_ptr + o_t[:, None] * z_stride + i_h * DV + o_v[None, :], mask=m_r[:, None], other=0.0)
+            b_z = b_z.to(tl.float32)
+            b_o *= (1 / tl.sqrt_rn(tl.sum(b_o * b_o, axis=1) / DV + eps))[:, None]
+            b_o *= tl.load(norm_ptr + o_v).to(tl.float32)[None, :] * b_z / (1 + tl.exp(-b_z))
         p_out = out_ptr + (o_t[:, None] * HV + i_h) * DV + o_v[None, :]
         tl.store(p_out, b_o.to(out_ptr.dtype.element_ty), mask=m_r[:, None])
         tl.debug_barrier()
+    tl.store(p_anchor, A.to(tl.int64))
 
 
 @lru_cache
-def _variant(dtype: torch.dtype, HK: int, HV: int, DK: int, DV: int, block: int, page: int, words: int) -> Variant:
+def _variant(
+    dtype: torch.dtype, HK: int, HV: int, DK: int, DV: int, block: int, page: int, words: int, norm: bool
+) -> Variant:
     t = TYPES[dtype]
     return Variant(
-        name=f"{t} {HK}/{HV} D{DK}/{DV} block {block} page {page}" + (f" W{words}" if words else " chains"),
+        name=f"{t} {HK}/{HV} D{DK}/{DV} block {block} page {page}"
+        + (f" W{words}" if words else " chains")
+        + " norm" * norm,
         kernel=_delta_rows_kernel,
         arguments=(
             *(f"*{t}",) * 7,
@@ -522,8 +610,9 @@ def _variant(dtype: torch.dtype, HK: int, HV: int, DK: int, DV: int, block: int,
             "*i32",
             "*i32",
             "*i64",
-            f"*{t}",
-            *("i32",) * 6,
+            *(f"*{t}",) * 3,
+            "fp32",
+            *("i32",) * 7,
         ),
         constexprs={
             "HK": HK,
@@ -536,6 +625,7 @@ def _variant(dtype: torch.dtype, HK: int, HV: int, DK: int, DV: int, block: int,
             "ROWS": 16,
             "COLUMNS": 16,
             "SLICE": min(32, DK),
+            "NORM": norm,
         },
         num_warps=8,
         wide=False,
@@ -546,8 +636,8 @@ def _variant(dtype: torch.dtype, HK: int, HV: int, DK: int, DV: int, block: int,
 def variants(arch: int) -> Iterator[Variant]:
     """The variants that the compile-only checks compile for sm_`arch`."""
     for words in (0, 1, 2):
-        yield _variant(torch.bfloat16, 16, 32, 128, 128, 32, 256, words)
-    yield _variant(torch.float16, 16, 16, 128, 128, 32, 256, 1)
+        yield _variant(torch.bfloat16, (16, 32, 128, 128), BLOCK, PAGE, words, True)
+    yield _variant(torch.float16, (16, 16, 128, 128), BLOCK, PAGE, 1, False)
 
 
 def _launch(
@@ -560,7 +650,7 @@ def _launch(
     dt_bias: Tensor,
     states: Tensor,
     state_of: Tensor,
-    folded: Tensor,
+    anchors: Tensor,
     k_records: Tensor,
     u_records: Tensor,
     g_records: Tensor,
@@ -572,12 +662,14 @@ def _launch(
     cu_rows: Tensor,
     ancestors: Tensor | None,
     block: int,
+    z: Tensor | None = None,
+    norm: Tensor | None = None,
+    eps: float = 1e-6,
 ) -> Tensor:
     (T, HK, DK), (_, HV, DV), B = q.shape, v.shape, len(kv_len)
     out = v.new_empty(T, HV, DV)
-    variant = _variant(
-        q.dtype, HK, HV, DK, DV, block, k_records.shape[1], 0 if ancestors is None else ancestors.shape[1]
-    )
+    W = 0 if ancestors is None else ancestors.shape[1]
+    variant = _variant(q.dtype, (HK, HV, DK, DV), block, k_records.shape[1], W, z is not None)
     words = positions if ancestors is None else ancestors
     variant(
         (B, HV),
@@ -590,7 +682,7 @@ def _launch(
         dt_bias,
         states,
         state_of,
-        folded,
+        anchors,
         k_records,
         u_records,
         g_records,
@@ -601,12 +693,16 @@ def _launch(
         window,
         cu_rows,
         words,
+        v if z is None else z,
+        v if norm is None else norm,
         out,
+        eps,
         q.stride(0),
         k.stride(0),
         v.stride(0),
         a.stride(0),
         b.stride(0),
+        0 if z is None else z.stride(0),
         block_table.stride(0),
     )
     return out
@@ -622,7 +718,7 @@ def delta_rows_cost(
     dt_bias: Tensor,
     states: Tensor,
     state_of: Tensor,
-    folded: Tensor,
+    anchors: Tensor,
     k_records: Tensor,
     u_records: Tensor,
     g_records: Tensor,
@@ -634,18 +730,21 @@ def delta_rows_cost(
     cu_rows: Tensor,
     ancestors: Tensor | None,
     block: int,
+    z: Tensor | None = None,
+    norm: Tensor | None = None,
+    eps: float = 1e-6,
 ) -> tuple[int, int]:
     """(bytes, operations) of one call, which reads positions: states, records after the first row's anchor, rows."""
     (T, Hk, Dk), (_, Hv, Dv), size = q.shape, v.shape, states.element_size()
     record = (Hk * Dk + Hv * (Dv + 4)) * size
-    row = (2 * Hk * Dk + Hv * (2 * Dv + 2)) * q.element_size() + record
+    row = (2 * Hk * Dk + Hv * ((2 if z is None else 3) * Dv + 2)) * q.element_size() + record
     read = operations = 0
     for n in range(len(kv_len)):
         own = positions[int(cu_rows[n]) : int(cu_rows[n + 1])].tolist()
         if own:
-            anchors = {anchor(p, block) for p in own}
-            before = min(own) - min(anchors)
-            read += Hv * Dk * Dv * size * len(anchors) + before * record
+            each = {anchor(p, block) for p in own}
+            before = min(own) - min(each)
+            read += Hv * Dk * Dv * size * len(each) + before * record
             operations += Hv * sum(4 * Dk * Dv + 4 * (p - anchor(p, block)) * (Dk + Dv) for p in own)
     return read + T * row, operations
 
@@ -660,7 +759,7 @@ def _check(
     dt_bias: Tensor,
     states: Tensor,
     state_of: Tensor,
-    folded: Tensor,
+    anchors: Tensor,
     k_records: Tensor,
     u_records: Tensor,
     g_records: Tensor,
@@ -672,6 +771,9 @@ def _check(
     cu_rows: Tensor,
     ancestors: Tensor | None,
     block: int,
+    z: Tensor | None = None,
+    norm: Tensor | None = None,
+    eps: float = 1e-6,
 ) -> None:
     if q.dim() != 3 or v.dim() != 3 or not q.is_floating_point():
         raise ValueError(
@@ -690,7 +792,7 @@ def _check(
         "dt_bias": (dt_bias, (Hv,), own),
         "states": (states, (states.shape[0], 2, Hv, Dk, Dv), wide),
         "state_of": (state_of, (B,), i64),
-        "folded": (folded, (B,), i64),
+        "anchors": (anchors, (states.shape[0], Hv), i64),
         "k_records": (k_records, (pages, page, Hk, Dk), wide),
         "u_records": (u_records, (pages, page, Hv, Dv), wide),
         "g_records": (g_records, (pages, page, Hv, 4), wide),
@@ -701,6 +803,10 @@ def _check(
         "window": (window, (B,), i32),
         "cu_rows": (cu_rows, (B + 1,), i32),
     }
+    if (z is None) != (norm is None):
+        raise ValueError("z and norm go together")
+    if z is not None and norm is not None:
+        kinds |= {"z": (z, (T, Hv, Dv), own), "norm": (norm, (Dv,), own)}
     for name, (x, shape, dtype) in kinds.items():
         if x.shape != shape or x.dtype != dtype:
             raise ValueError(f"{name} must be {list(shape)} {dtype}, got {tuple(x.shape)} {x.dtype}")
@@ -726,5 +832,5 @@ _delta_rows = register(
     reference=delta_rows_ref,
     launch=_launch,
     fake=lambda q, k, v, *_: torch.empty_like(v, memory_format=torch.contiguous_format),
-    mutates=("states", "k_records", "u_records", "g_records"),
+    mutates=("states", "anchors", "k_records", "u_records", "g_records"),
 )

@@ -17,7 +17,9 @@ class Experts:
     width: int  # intermediate size of each expert
     normalised: bool  # the scores of a row's chosen experts are divided by their sum
     dense: tuple[int, ...] = ()  # layers that have an ordinary feed-forward instead
-    shared: int = 0  # intermediate size of an expert that every row reads, times the sigmoid of a gate; 0: there is none
+    shared: int = (
+        0  # intermediate size of an expert that every row reads, times the sigmoid of a gate; 0: there is none
+    )
 
     def read(self, rows: float) -> float:
         """How many experts a layer reads for so many rows, if the router chooses all equally often."""

@@ -5,7 +5,7 @@ from itertools import cycle, repeat
 import pytest
 import torch
 from compile_only import compilations
-from delta_world import BLOCK, World, defined, inputs
+from delta_world import BLOCK, World, defined, gates, inputs, normed
 from torch.library import opcheck
 
 from specker.kernels.ancestors import ancestor_words, chain_words
@@ -38,13 +38,31 @@ def test_the_kernel(way):
         assert torch.allclose(got, ref, atol=1e-5, equal_nan=True)  # the kernel writes nothing else
 
 
+@pytest.mark.parametrize(("op", "dtype", "most"), [(delta_rows, torch.float64, 1e-12), (_launch, torch.float32, 2e-5)])
+def test_the_norm(op, dtype, most):
+    given, gate = inputs(*SIZES, dtype), gates(55, 2, 8, dtype)
+    got = World(op, given, gate=gate).chains(cycle([5, 1, 17]))
+    assert float((got - normed(defined(given), gate)).abs().max()) < most
+
+
+def test_back_to_an_earlier_column():
+    """A later text may go on from a column whose anchor's state is still there."""
+    given = inputs(*SIZES, torch.float64)
+    world, plain = World(delta_rows, given), World(delta_rows, given)
+    for each, n in ((world, 50), (plain, 33)):
+        each.run(list(range(n)), 0, torch.arange(n), None)
+    assert int(world.anchors[1, 0]) == 32
+    world.anchors[1] = anchor(33, BLOCK)
+    got, want = (each.run(list(range(33, 55)), 33, torch.arange(33, 55), None) for each in (world, plain))
+    assert torch.allclose(got, want, rtol=0, atol=1e-14)
+
+
 def test_refused_drafts_leave_no_trace():
     given = inputs(*SIZES, torch.float64)
     world, other = World(delta_rows, given), World(delta_rows, given)
     for each in (world, other):
         each.run(list(range(30)), 0, torch.arange(30), None)
     world.run([30, 9, 9, 9], 30, torch.arange(30, 34), chain_words(4))
-    world.folded = other.folded
     a, b = (each.run([30, 31], 30, torch.arange(30, 32), chain_words(2)) for each in (world, other))
     assert torch.equal(a, b)
 
@@ -69,8 +87,8 @@ def test_several_sequences_and_strided_rows():
     table = torch.cat((one.table, two.table + pages))
     ints = [torch.tensor(x, dtype=torch.int32) for x in ([39, 8], [2, 3], [0, 2, 5])]
     words = torch.cat((args[0][19], args[1][19]))
-    folded = torch.tensor([one.folded, two.folded])
-    fixed = a_log, dt_bias, states, torch.tensor([1, 4]), folded, *records, *places, table, *ints, words, BLOCK
+    memory = states, torch.tensor([1, 4]), torch.cat((one.anchors, two.anchors)), *records
+    fixed = a_log, dt_bias, *memory, *places, table, *ints, words, BLOCK
     assert torch.equal(_launch(*rows, *fixed), want)
 
 
@@ -119,12 +137,13 @@ def test_no_length_recompiles():
         (18, torch.zeros(3, dtype=torch.int32), r"cu_rows must be \[2\] torch.int32"),
         (19, torch.zeros(3, 1, dtype=torch.int64), r"ancestors must be \[2, 1..4\] int64"),
         (20, 24, "block must be a power of two, at least 16, got 24"),
+        (21, torch.zeros(2, 2, 8), "z and norm go together"),
     ],
 )
 def test_refusals(at, value, message):
     args = [
         *World(delta_rows, inputs(*SIZES, torch.float32)).arguments([3, 4], 3, torch.tensor([3, 4]), chain_words(2))
     ]
-    args[at] = value
+    args[at : at + 1] = [value]
     with pytest.raises((TypeError, ValueError), match=message):
         delta_rows(*args)

@@ -7,7 +7,7 @@ from functools import cache
 from typing import Any
 
 import torch
-from delta_world import World, inputs
+from delta_world import World, gates, inputs
 from formulas import randn
 from torch import Tensor
 from torch.nn import functional as F
@@ -380,7 +380,7 @@ def _sample(label: str, z: Tensor, temperature: float, top_k: int, top_p: float,
 
 
 def delta_rows(dtype: torch.dtype) -> Iterator[Case]:
-    """A pass after a text of `length` tokens: a tree, decoding, a chain, and a chunk of a prompt."""
+    """A pass after a text of `length` tokens: a tree, decoding, a chain, and a chunk of a prompt, with norms or not."""
     for length, rows, tree, Hk, Hv, D in (
         (33, 5, True, 1, 2, 32),
         (40, 1, True, 2, 2, 64),
@@ -399,7 +399,8 @@ def _delta(label: str, given: tuple[Tensor, ...], length: int, rows: int, tree: 
         positions = length + torch.tensor([bin(int(word)).count("1") - 1 for word in words[:, 0]])
 
     def run(op: Any, given: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        world = World(delta.delta_rows_ref, given)
+        gate = gates(length + rows, *given[2].shape[1:], given[2].dtype)
+        world = World(delta.delta_rows_ref, given, gate=gate if rows > 1 else None)
         if length:
             world.run(list(range(length)), 0, torch.arange(length), None)
         world.op = op
