@@ -586,14 +586,11 @@ def _delta_rows_kernel(
 
 
 @lru_cache
-def _variant(
-    dtype: torch.dtype, HK: int, HV: int, DK: int, DV: int, block: int, page: int, words: int, norm: bool
-) -> Variant:
-    t = TYPES[dtype]
+def _variant(dtype: torch.dtype, sizes: tuple[int, ...], block: int, page: int, words: int, norm: bool) -> Variant:
+    """`sizes`: Hk, Hv, Dk and Dv."""
+    t, (HK, HV, DK, DV) = TYPES[dtype], sizes
     return Variant(
-        name=f"{t} {HK}/{HV} D{DK}/{DV} block {block} page {page}"
-        + (f" W{words}" if words else " chains")
-        + " norm" * norm,
+        name=f"{t} {HK}/{HV} D{DK}/{DV} block {block} page {page} {f'W{words}' if words else 'chains'}{' norm' * norm}",
         kernel=_delta_rows_kernel,
         arguments=(
             *(f"*{t}",) * 7,
