@@ -14,6 +14,7 @@ import torch
 from bench.kernels import (
     bench_accept,
     bench_adjust,
+    bench_conv,
     bench_delta,
     bench_expert_linear,
     bench_grow,
@@ -133,6 +134,8 @@ CHECKS: dict[str, Callable[[], None]] = {
     "residual_merge": built(bench_residual_merge.build, 2, 1, 8, SIZE, False),
     "residual_merge apart": built(bench_residual_merge.build, 2, 1, 8, SIZE, True),
     "residual_merge of a group": built(bench_residual_merge.build, 1, 4, 8, SIZE, False),
+    "conv_rows decoding": built(bench_conv.build, 1, 128, DTYPE),
+    "conv_rows chunk": built(bench_conv.build, 512, 128, DTYPE),
     "delta_rows decoding": built(bench_delta.build, 1, 128, DTYPE),
     "delta_rows chain": built(bench_delta.build, 20, 128, DTYPE),
     "expert_linear gate and up": built(bench_expert_linear.build, MIXTURE, 8, "silu_mul"),

@@ -29,7 +29,7 @@ def build(rows: int, length: int, dtype: torch.dtype) -> Built:
 
     sizes = (Hk, Dk), (Hk, Dk), (Hv, Dv), (Hv,), (Hv,)
     before = [draw(first, *s) for s in sizes]
-    heads = [draw(Hv) for _ in "ad"]
+    heads = [draw(Hv).float() for _ in "ad"]
     states = torch.zeros(1, 2, Hv, Dk, Dv)
     records = [torch.zeros(pages, page, *s) for s in ((Hk, Dk), (Hv, Dv), (Hv, 4))]
     table = torch.arange(pages, dtype=torch.int32)[None]

@@ -79,8 +79,8 @@ def delta_rows(
         v: [T, Hv, Dv], likewise.
         a: [T, Hv], likewise.
         b: [T, Hv], likewise.
-        a_log: [Hv].
-        dt_bias: [Hv].
+        a_log: [Hv], float32 (float64 for float64).
+        dt_bias: [Hv], as a_log.
         states: [X, 2, Hv, Dk, Dv] float32 (float64 for float64); the state of anchor A stands in half A / block % 2. A
             new text's half 0 must be 0.
         state_of: [B] int64, each sequence's states.
@@ -187,7 +187,7 @@ def delta_rows_ref(
     wide = torch.promote_types(q.dtype, torch.float32)
     scale = torch.rsqrt((k.to(wide) ** 2).sum(-1) + EPS)
     q, k = unit(q.to(wide)) * q.shape[-1] ** -0.5, unit(k.to(wide))
-    g = -a_log.to(wide).exp() * F.softplus(a.to(wide) + dt_bias.to(wide))
+    g = -a_log.exp() * F.softplus(a.to(wide) + dt_bias)
     beta = b.to(wide).sigmoid()
     out = torch.empty(v.shape, dtype=wide, device=v.device)
     flat = [x.flatten(0, 1) for x in (k_records, u_records, g_records)]
@@ -419,8 +419,8 @@ def _delta_rows_kernel(
     HALF: tl.constexpr = HV * DK * DV
     p_anchor = anchors_ptr + tl.load(state_of_ptr + i_b) * HV + i_h
     A = tl.load(p_anchor).to(tl.int32)
-    rate = -tl.exp(tl.load(a_log_ptr + i_h).to(tl.float32))
-    bias = tl.load(dt_bias_ptr + i_h).to(tl.float32)
+    rate = -tl.exp(tl.load(a_log_ptr + i_h))
+    bias = tl.load(dt_bias_ptr + i_h)
     o_r, o_s, o_v, o_c = tl.arange(0, ROWS), tl.arange(0, SLICE), tl.arange(0, DV), tl.arange(0, COLUMNS)
     # A program reads keys of the pass itself where they came from, since other programs write their records, too.
     start = columns - (last - first)
@@ -593,8 +593,8 @@ def _variant(dtype: torch.dtype, sizes: tuple[int, ...], block: int, page: int, 
         name=f"{t} {HK}/{HV} D{DK}/{DV} block {block} page {page} {f'W{words}' if words else 'chains'}{' norm' * norm}",
         kernel=_delta_rows_kernel,
         arguments=(
-            *(f"*{t}",) * 7,
-            "*fp32",
+            *(f"*{t}",) * 5,
+            *("*fp32",) * 3,
             "*i64",
             "*i64",
             "*fp32",
@@ -785,8 +785,8 @@ def _check(
         "v": (v, (T, Hv, Dv), own),
         "a": (a, (T, Hv), own),
         "b": (b, (T, Hv), own),
-        "a_log": (a_log, (Hv,), own),
-        "dt_bias": (dt_bias, (Hv,), own),
+        "a_log": (a_log, (Hv,), wide),
+        "dt_bias": (dt_bias, (Hv,), wide),
         "states": (states, (states.shape[0], 2, Hv, Dk, Dv), wide),
         "state_of": (state_of, (B,), i64),
         "anchors": (anchors, (states.shape[0], Hv), i64),

@@ -5,7 +5,7 @@ from itertools import cycle, repeat
 import pytest
 import torch
 from compile_only import compilations
-from delta_world import BLOCK, World, defined, gates, inputs, normed
+from paths import BLOCK, World, defined, gates, inputs, normed
 from torch.library import opcheck
 
 from specker.kernels.ancestors import ancestor_words, chain_words

@@ -7,8 +7,8 @@ from functools import cache
 from typing import Any
 
 import torch
-from delta_world import World, gates, inputs
 from formulas import randn
+from paths import World, gates, inputs
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -18,9 +18,9 @@ from specker.kernels.ancestors import ancestor_words, chain_words
 from specker.kernels.quant import Matrix, Quantized, as_bytes, quantised
 from specker.kernels.route import expert_route_ref
 
-attention, delta, experts, kv, linear, project, residual, sample, topk = (
+attention, conv, delta, experts, kv, linear, project, residual, sample, topk = (
     importlib.import_module(f"specker.kernels.{name}")
-    for name in ("attention", "delta", "experts", "kv", "linear", "project", "residual", "sample", "topk")
+    for name in ("attention", "conv", "delta", "experts", "kv", "linear", "project", "residual", "sample", "topk")
 )
 ragged = cache(attention_tests)
 
@@ -415,6 +415,36 @@ def _delta(label: str, given: tuple[Tensor, ...], length: int, rows: int, tree: 
     return Case(label, lambda: run(delta._launch, given), judge)
 
 
+def conv_rows(dtype: torch.dtype) -> Iterator[Case]:
+    """A pass after a text of `length` tokens: a tree, decoding, and a chunk of a prompt, with gates and without."""
+    for length, rows, tree, K, gated in ((9, 5, True, 4, False), (1, 1, True, 3, True), (20, 40, False, 4, True)):
+        x, weight = randn(rows, 3 * 70, dtype=dtype), randn(70, K, seed=1, dtype=torch.float32)
+        inner, *both = x.split(70, 1)
+        parents = torch.tensor([max(0, n - n % 2) for n in range(rows - 1)], dtype=torch.int64)
+        words = (ancestor_words(parents) if rows > 1 else chain_words(1)) if tree else None
+        cache = randn(8, 8, 70, seed=2, dtype=dtype)
+        table = torch.tensor([[3, 5, 0, 7, 1, 6, 2, 4]], dtype=torch.int32)
+        slots = (table[0].long()[:, None] * 8 + torch.arange(8)).flatten()[length : length + rows]
+        ints = [torch.tensor(n, dtype=torch.int32) for n in ([length + rows], [rows if tree else 0], [0, rows])]
+        rest = slots, table, *ints, words, "none" if gated else "silu", *(both if gated else (None, None))
+        label = f"{rows} rows after {length} tokens K{K}{' tree' * tree}{' gates' * gated}"
+        yield _conv(label, (inner, weight, None, cache, *rest))
+
+
+def _conv(label: str, given: tuple[Any, ...]) -> Case:
+    def run(op: Any, wide: bool = False) -> tuple[Tensor, Tensor]:
+        own = [x.double() if wide and isinstance(x, Tensor) and x.is_floating_point() else x for x in given]
+        own[3] = own[3].clone()
+        return op(*own), own[3]
+
+    def judge(verdict: Verdict, got: Any) -> None:
+        exact, plain = run(conv.conv_rows_ref, True), run(conv.conv_rows_ref)
+        for name, x, want, ours in zip(("out", "inputs"), got, exact, plain, strict=True):
+            verdict.near(name, x, want, ours, 2e-6)
+
+    return Case(label, lambda: run(conv._launch), judge)
+
+
 def kv_calibrate(dtype: torch.dtype) -> Iterator[Case]:
     for T, Hq, Hkv, D, G in (
         (6, 8, 2, 64, 3),
@@ -565,6 +595,7 @@ OPS = (
     vocab_topk,
     drawn_tokens,
     sample_rows,
+    conv_rows,
     delta_rows,
     kv_calibrate,
     kv_project,

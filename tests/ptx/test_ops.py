@@ -17,6 +17,7 @@ FLOAT = [
     "vocab_topk",
     "drawn_tokens",
     "sample_rows",
+    "conv_rows",
     "delta_rows",
     "kv_calibrate",
     "kv_project",

@@ -1,4 +1,4 @@
-"""A text that a gated delta rule decodes in several ways, for tests of delta_rows and for the simulator."""
+"""Texts that delta_rows and conv_rows decode in several ways, for tests and for the simulator."""
 
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -16,7 +16,8 @@ def inputs(n: int, Hk: int, Hv: int, Dk: int, Dv: int, dtype: torch.dtype) -> tu
     g = torch.Generator().manual_seed(n)
     shapes = (n, Hk, Dk), (n, Hk, Dk), (n, Hv, Dv), (n, Hv), (n, Hv), (Hv,), (Hv,)
     q, k, v, a, b, a_log, dt_bias = (torch.randn(shape, generator=g, dtype=torch.float64) for shape in shapes)
-    return tuple(x.to(dtype) for x in (q, k, v, a, b, a_log / 2, dt_bias))
+    wide = torch.promote_types(dtype, torch.float32)
+    return *(x.to(dtype) for x in (q, k, v, a, b)), (a_log / 2).to(wide), dt_bias.to(wide)
 
 
 def defined(given: tuple[Tensor, ...]) -> Tensor:
@@ -34,7 +35,7 @@ def defined(given: tuple[Tensor, ...]) -> Tensor:
     return torch.stack(out)
 
 
-def gates(n: int, Hv: int, Dv: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def gates(n: int, Hv: int, Dv: int, dtype: torch.dtype) -> tuple[Tensor, ...]:
     """z of n tokens, and the weight of the norm."""
     g = torch.Generator().manual_seed(n + 1)
     return tuple(torch.randn(shape, generator=g, dtype=torch.float64).to(dtype) for shape in ((n, Hv, Dv), (Dv,)))
@@ -46,46 +47,31 @@ def normed(out: Tensor, gate: tuple[Tensor, Tensor]) -> Tensor:
     return torch.nn.functional.rms_norm(out, out.shape[-1:], norm, 1e-6) * torch.nn.functional.silu(z)
 
 
-class World:
-    """The state and records of one text in a cache of small pages, whose order is random. Memory is NaN until it is
-    written. `gate`: z of each token and the norm of the output."""
+class Text:
+    """A text of `count` tokens in a cache of small pages, whose order is random. Memory is NaN until it is written."""
 
-    def __init__(
-        self,
-        op: Callable[..., Tensor],
-        given: tuple[Tensor, ...],
-        page: int = 8,
-        columns: int = 128,
-        gate: tuple[Tensor, Tensor] | None = None,
-    ):
-        self.op, self.given, self.page, self.gate = op, given, page, gate
-        q, _, v, *_ = given
-        Hk, Dk, Hv, Dv, pages = q.shape[1], q.shape[2], v.shape[1], v.shape[2], columns // page
-        wide = torch.promote_types(q.dtype, torch.float32)
-        self.states = torch.full((3, 2, Hv, Dk, Dv), torch.nan, dtype=wide)
-        self.states[1, 0] = 0
-        self.anchors = torch.zeros(3, Hv, dtype=torch.int64)
-        self.records = [torch.full((pages, page, *s), torch.nan, dtype=wide) for s in ((Hk, Dk), (Hv, Dv), (Hv, 4))]
+    def __init__(self, op: Callable[..., Tensor], count: int, page: int, columns: int):
+        self.op, self.count, self.page, pages = op, count, page, columns // page
+        self.records: list[Tensor] = []  # [pages, page, ..] each
         order = torch.randperm(pages, generator=torch.Generator().manual_seed(3), dtype=torch.int32)
         self.table = order[None]
         self.slots = (order.long()[:, None] * page + torch.arange(page)).flatten()  # of each column
 
     def arguments(self, rows: list[int], first: int, positions: Tensor, words: Tensor | None) -> tuple[Any, ...]:
         """Of the op, for tokens `rows` in columns from `first` on. The window is the rows."""
-        n = len(rows)
-        *own, a_log, dt_bias = self.given
-        ints = [torch.tensor(x, dtype=torch.int32) for x in ([first + n], [0 if words is None else n], [0, n])]
-        places = positions, self.slots[first : first + n], self.table, *ints, words, BLOCK
-        memory = self.states, torch.tensor([1]), self.anchors, *self.records
-        gate = () if self.gate is None else (self.gate[0][rows], self.gate[1], 1e-6)
-        return *(x[rows] for x in own), a_log, dt_bias, *memory, *places, *gate
+        raise NotImplementedError
+
+    def placed(self, first: int, n: int, chain: bool) -> tuple[Tensor, ...]:
+        """slots, block_table, kv_len, window and cu_rows of n rows."""
+        ints = [torch.tensor(x, dtype=torch.int32) for x in ([first + n], [0 if chain else n], [0, n])]
+        return self.slots[first : first + n], self.table, *ints
 
     def run(self, rows: list[int], first: int, positions: Tensor, words: Tensor | None) -> Tensor:
         return self.op(*self.arguments(rows, first, positions, words))
 
     def chains(self, sizes: Iterator[int], words: bool = True) -> Tensor:
         """The whole text, decoded in chains of these sizes."""
-        at, n, out = 0, len(self.given[0]), []
+        at, n, out = 0, self.count, []
         while at < n:
             rows = list(range(at, min(at + next(sizes), n)))
             out.append(self.run(rows, at, torch.tensor(rows), chain_words(len(rows)) if words else None))
@@ -94,7 +80,7 @@ class World:
 
     def trees(self, depth: int, seed: int = 0) -> Tensor:
         """The whole text, decoded in trees whose true path is hidden among wrong nodes; of it a random part is kept."""
-        g, at, n, out = torch.Generator().manual_seed(seed), 0, len(self.given[0]), []
+        g, at, n, out = torch.Generator().manual_seed(seed), 0, self.count, []
 
         def draw(most: int) -> int:
             return int(torch.randint(0, most, (1,), generator=g))
@@ -120,3 +106,32 @@ class World:
                     x.flatten(0, 1)[self.slots[at + step]] = x.flatten(0, 1)[self.slots[at + row]].clone()
             at += len(kept)
         return torch.cat(out)
+
+
+class World(Text):
+    """The state and records of a gated delta rule. `gate`: z of each token and the norm of the output."""
+
+    def __init__(
+        self,
+        op: Callable[..., Tensor],
+        given: tuple[Tensor, ...],
+        page: int = 8,
+        columns: int = 128,
+        gate: tuple[Tensor, Tensor] | None = None,
+    ):
+        super().__init__(op, len(given[0]), page, columns)
+        self.given, self.gate = given, gate
+        q, _, v, *_ = given
+        Hk, Dk, Hv, Dv, pages = q.shape[1], q.shape[2], v.shape[1], v.shape[2], columns // page
+        wide = torch.promote_types(q.dtype, torch.float32)
+        self.states = torch.full((3, 2, Hv, Dk, Dv), torch.nan, dtype=wide)
+        self.states[1, 0] = 0
+        self.anchors = torch.zeros(3, Hv, dtype=torch.int64)
+        self.records = [torch.full((pages, page, *s), torch.nan, dtype=wide) for s in ((Hk, Dk), (Hv, Dv), (Hv, 4))]
+
+    def arguments(self, rows: list[int], first: int, positions: Tensor, words: Tensor | None) -> tuple[Any, ...]:
+        *own, a_log, dt_bias = self.given
+        memory = self.states, torch.tensor([1]), self.anchors, *self.records
+        places = positions, *self.placed(first, len(rows), words is None), words, BLOCK
+        gate = () if self.gate is None else (self.gate[0][rows], self.gate[1], 1e-6)
+        return *(x[rows] for x in own), a_log, dt_bias, *memory, *places, *gate
