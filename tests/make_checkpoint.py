@@ -16,9 +16,15 @@ from torch import Tensor
 FAMILIES = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3", "dream": "Qwen2"}
 FAMILIES |= {"gemma3": "Gemma3", "olmo2": "Olmo2", "smollm3": "SmolLM3", "mimo": "Qwen2", "granite": "Granite"}
 FAMILIES |= {"qwen3_moe": "Qwen3Moe", "mixtral": "Mixtral"}
+FAMILIES |= {"qwen3_5": "Qwen3_5", "qwen3_5_moe": "Qwen3_5Moe", "qwen3_next": "Qwen3Next"}
+FAMILIES |= {"lfm2": "Lfm2", "olmo3": "Olmo3"}
 FAMILIES |= {"phi3": "Phi3", "ministral": "Ministral", "ministral3": "Ministral3"}
+MODULES = {"Qwen3Moe": "qwen3_moe", "Qwen3_5Moe": "qwen3_5_moe", "Qwen3Next": "qwen3_next"}  # others: in small letters
+TEXT = "gemma3", "qwen3_5", "qwen3_5_moe"  # whose config is that of a multimodal model's text
+PADDED = "smollm3", "phi3", "lfm2", "olmo3"  # whose default padding token is beyond `vocab`
 BIASED = ("llama", "smollm3", "granite")
 HEADED = ("qwen3", "qwen3_moe", "gemma3", "ministral", "ministral3")  # transformers does not divide there
+HEADED += ("qwen3_5", "qwen3_5_moe", "qwen3_next")
 
 LINEAR = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.0}
 # With these context lengths a head of 16 has frequencies in all three ranges of llama3's and yarn's scaling.
@@ -64,6 +70,30 @@ QWEN3_MOE: dict[str, Any] = {
     "num_experts_per_tok": 3,
     "moe_intermediate_size": 32,
     "norm_topk_prob": True,
+}
+MIXED: dict[str, Any] = {  # gated delta nets, the last layer of four attends
+    "layers": 4,
+    "head_dim": 32,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+    "rope": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.25},
+}
+BESIDE = {
+    "num_experts": 6,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 32,
+    "shared_expert_intermediate_size": 48,
+}
+QWEN3_5: dict[str, Any] = {"arch": "qwen3_5", **MIXED}
+QWEN3_NEXT: dict[str, Any] = {"arch": "qwen3_next", **MIXED, **BESIDE}
+LFM2: dict[str, Any] = {"arch": "lfm2", "layer_types": ["conv", "full_attention", "conv"], "block_multiple_of": 32}
+OLMO3: dict[str, Any] = {
+    "arch": "olmo3",
+    "layer_types": [SLIDING, FULL, SLIDING],
+    "sliding_window": 12,
+    "rope": {SLIDING: {"rope_type": "default", "rope_theta": 10000.0}, FULL: {**YARN, "rope_theta": 10000.0}},
 }
 SHORT = {"use_sliding_window": True, "sliding_window": 12}
 WINDOWED: list[tuple[str, dict[str, Any]]] = [  # the tests' texts are longer
@@ -128,6 +158,14 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     ("qwen3-moe-fused", {**QWEN3_MOE, "fused": True, "norm_topk_prob": False}),
     ("qwen3-moe-some-dense", {**QWEN3_MOE, "mlp_only_layers": [1], "attention_bias": True, "num_experts_per_tok": 6}),
     ("qwen3-moe-step", {**QWEN3_MOE, "decoder_sparse_step": 2, "fused": True, "dtype": torch.bfloat16}),
+    ("qwen3.5", QWEN3_5),
+    ("qwen3.5-tied", {**QWEN3_5, "tied": True, "linear_num_value_heads": 2, "linear_conv_kernel_dim": 2, "shards": 2}),
+    ("qwen3.5-moe", {"arch": "qwen3_5_moe", **MIXED, **BESIDE}),
+    ("qwen3-next", {**QWEN3_NEXT, "decoder_sparse_step": 2}),
+    ("qwen3-next-fused", {**QWEN3_NEXT, "fused": True, "norm_topk_prob": False}),
+    ("lfm2", LFM2),
+    ("lfm2-untied", {**LFM2, "tied": False, "conv_L_cache": 4, "block_auto_adjust_ff_dim": False}),
+    ("olmo3", OLMO3),
     ("dream", {"arch": "dream"}),
     ("dream-old-file", {"arch": "dream", "rope": {"rope_type": "default", "rope_theta": 1e6}, "old_rope": True}),
     ("dream-sharded", {"arch": "dream", "shards": 2, "kv_heads": 4}),
@@ -188,10 +226,12 @@ def make(
         **({"attention_bias": attention_bias} if arch in BIASED + ("qwen3", "qwen3_moe", "gemma3", "olmo2") else {}),
         **({"mlp_bias": mlp_bias} if arch in BIASED else {}),
         **({"sliding_window": None} if "mistral" in arch else {}),
-        **({"pad_token_id": None} if arch in ("smollm3", "phi3") else {}),  # the default is beyond `vocab`
+        **(
+            {"pad_token_id": None} if arch in ("smollm3", "phi3", "lfm2", "olmo3") else {}
+        ),  # the default is beyond `vocab`
         **({} if mask is None else {"mask_token_id": mask}),
     )
-    config = getattr(transformers, f"{FAMILIES[arch]}{'Text' * (arch == 'gemma3')}Config")(**{**options, **more})
+    config = getattr(transformers, f"{FAMILIES[arch]}{'Text' * (arch in TEXT)}Config")(**{**options, **more})
     model = getattr(transformers, f"{FAMILIES[arch]}ForCausalLM")(config).to(dtype)
     randomize(model, seed)
     saved = model if prefix else model.model
@@ -219,13 +259,15 @@ def make(
 
 @torch.no_grad()
 def randomize(model: torch.nn.Module, seed: int) -> None:
-    """Projections scale their input by 1.2; norms are 1 +- 0.2 (Gemma adds the 1), biases and embeddings 0.3."""
-    mean = 0 if "Gemma" in type(model).__name__ else 1
+    """Projections scale their input by 1.2; norms are 1 +- 0.2 (some models add the 1), biases and embeddings 0.3."""
+    kind = type(model).__name__
+    mean = 0 if "Gemma" in kind or "Qwen3_5" in kind or "Qwen3Next" in kind else 1
     generator = torch.Generator().manual_seed(seed)
     for name, p in model.named_parameters():
         noise = torch.randn(p.shape, generator=generator)
         if p.ndim == 1:
-            p.copy_(mean + 0.2 * noise if "norm" in name else 0.3 * noise)
+            own = 1 if "linear_attn.norm" in name else mean
+            p.copy_(own + 0.2 * noise if "norm" in name else 0.3 * noise)
         else:
             p.copy_(noise * (0.3 if "embed" in name else 1.2 * p.shape[-1] ** -0.5))
 
@@ -286,11 +328,19 @@ def exact_oracle(monkeypatch: Any) -> None:
     def gemma(self: Any, x: Tensor) -> Tensor:
         return (1 + self.weight) * x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.eps)
 
-    monkeypatch.setattr(models.gemma3.modeling_gemma3.Gemma3RMSNorm, "forward", gemma)
-    for family in {*FAMILIES.values()} - {"Gemma3"}:
-        module = "qwen3_moe" if family == "Qwen3Moe" else family.lower()
+    def gated(self: Any, x: Tensor, gate: Tensor) -> Tensor:
+        return norm(self, x) * torch.nn.functional.silu(gate)
+
+    for family in {*FAMILIES.values()}:
+        module = MODULES.get(family, family.lower())
         modeling = getattr(getattr(models, module), f"modeling_{module}")
-        monkeypatch.setattr(getattr(modeling, f"{family}RMSNorm"), "forward", norm)
+        offset = family == "Gemma3" or "Qwen3_5" in family or family == "Qwen3Next"
+        monkeypatch.setattr(getattr(modeling, f"{family}RMSNorm"), "forward", gemma if offset else norm)
+        if hasattr(modeling, "torch_chunk_gated_delta_rule"):
+            monkeypatch.setattr(modeling, "torch_chunk_gated_delta_rule", delta_rule)
+            monkeypatch.setattr(getattr(modeling, f"{family}RMSNormGated"), "forward", gated)
+    single = Tensor.float
+    monkeypatch.setattr(Tensor, "float", lambda x: x if x.dtype == torch.float64 else single(x))
 
     def route(self: Any, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         logits = torch.nn.functional.linear(x, self.weight)
@@ -300,6 +350,20 @@ def exact_oracle(monkeypatch: Any) -> None:
     monkeypatch.setattr(models.mixtral.modeling_mixtral.MixtralTopKRouter, "forward", route)
     softmax = torch.nn.functional.softmax
     monkeypatch.setattr(torch.nn.functional, "softmax", lambda x, dim, dtype=None: softmax(x, dim))
+
+
+def delta_rule(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, **_: Any) -> tuple[Tensor, None]:
+    """transformers' torch_recurrent_gated_delta_rule of q, k, v [1, T, H, D] and g, beta [1, T, Hv], in their dtype."""
+    q, k, v, g, beta = (x[0] for x in (q, k, v, g, beta))
+    q, k = (x * torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-6) for x in (q, k))
+    q, k = (x.repeat_interleave(v.shape[1] // x.shape[1], 1) for x in (q * q.shape[-1] ** -0.5, k))
+    S, out = v.new_zeros(v.shape[1], k.shape[2], v.shape[2]), []
+    for i in range(len(v)):
+        S = S * g[i].exp()[:, None, None]
+        u = beta[i][:, None] * (v[i] - torch.einsum("hkv,hk->hv", S, k[i]))
+        S = S + k[i][:, :, None] * u[:, None, :]
+        out.append(torch.einsum("hkv,hk->hv", S, q[i]))
+    return torch.stack(out)[None], None
 
 
 @torch.no_grad()

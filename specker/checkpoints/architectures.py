@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from specker.model.config import CheckpointError
+from specker.model.config import CheckpointError, DeltaNet, Mixer, ShortConv
 
 FULL, SLIDING = LAYER_TYPES = ("full_attention", "sliding_attention")
 
@@ -32,6 +32,40 @@ def _gemma(hf: Any) -> Scales:
     return Scales(hf.query_pre_attn_scalar**-0.5, hf.hidden_size**0.5, rounded=True)
 
 
+def _delta_net(hf: Any) -> DeltaNet:
+    heads, dims = ("linear_num_key_heads", "linear_num_value_heads"), ("linear_key_head_dim", "linear_value_head_dim")
+    mixer = DeltaNet(*(getattr(hf, name) for name in (*heads, *dims, "linear_conv_kernel_dim")))
+    if mixer.value_heads % mixer.key_heads:
+        raise CheckpointError(f"{heads[1]} {mixer.value_heads} must be a multiple of {heads[0]} {mixer.key_heads}")
+    for name, size in zip(dims, (mixer.key_dim, mixer.value_dim), strict=True):
+        if size < 16 or size & (size - 1):
+            raise CheckpointError(f"{name} {size} is not supported; it must be a power of two, at least 16")
+    _check_kernel("linear_conv_kernel_dim", mixer.kernel)
+    return mixer
+
+
+def _short_conv(hf: Any) -> ShortConv:
+    if hf.conv_bias:
+        raise CheckpointError("conv_bias is not supported; specker's short convolutions have no biases")
+    _check_kernel("conv_L_cache", hf.conv_L_cache)
+    return ShortConv(hf.hidden_size, hf.conv_L_cache)
+
+
+def _check_kernel(name: str, size: int) -> None:
+    if not 2 <= size <= 8:
+        raise CheckpointError(f"{name} {size} is not supported; it must be between 2 and 8")
+
+
+def _lfm_width(hf: Any) -> int:
+    """The intermediate size, as transformers' Lfm2MLP computes it."""
+    if not hf.block_auto_adjust_ff_dim:
+        return int(hf.intermediate_size)
+    width, step = int(2 * hf.intermediate_size / 3), hf.block_multiple_of
+    if hf.block_ffn_dim_multiplier is not None:
+        width = int(hf.block_ffn_dim_multiplier * width)
+    return int(-(-width // step) * step)
+
+
 def _granite(hf: Any) -> Scales:
     factors = hf.attention_multiplier, hf.embedding_multiplier
     return Scales(*factors, residual=hf.residual_multiplier, logits=1 / hf.logits_scaling)
@@ -53,19 +87,26 @@ class Architecture:
     partial: bool = False  # RoPE may rotate only a head's first dimensions
     fused: bool = False  # ModelConfig.fused
     norm_offset: float = 0.0  # ModelConfig.norm_offset
-    activation: str = "hidden_act"  # the field that names the activation
+    activation: str = "hidden_act"  # the field that names the activation; "": SiLU
+    eps: str = "rms_norm_eps"  # the field with the norms' epsilon
+    width: Callable[[Any], int] = lambda hf: hf.intermediate_size  # of the feed-forward, from transformers' config
+    recurrent: tuple[str, Callable[[Any], Mixer]] | None = None  # layers of this type, and what they compute
+    gated: bool = False  # LayerSpec.gated
     scales: Callable[[Any], Scales] = lambda hf: Scales()  # of transformers' config
     experts: tuple[str, ...] = ()
-    """The fields with the number of experts, how many each row chooses, and an expert's intermediate size. Empty: every
-    layer has one feed-forward."""
+    """The fields with the number of experts, how many each row chooses, an expert's intermediate size, and perhaps that
+    of an expert that every row reads. Empty: every layer has one feed-forward."""
     masked: str = ""  # "always": a diffusion drafter; "may be": if the user says so
     config: str = ""  # the name of a class of transformers with the same fields; "": the architecture's own
     defaults: Mapping[str, Any] = field(default_factory=dict)  # of fields that this class sets otherwise
+    text: str = ""  # the model type that the text model's config has, if it may be part of a multimodal checkpoint
 
 
 # transformers does not know Dream and MiMo. LlamaConfig imports `generate` and with it torch's compiler, which takes
 # 1.7 s.
 LLAMA = {"num_key_value_heads": None, "max_position_embeddings": 2048, "attention_bias": False, "mlp_bias": False}
+DELTA_NET = "linear_attention", _delta_net
+QWEN_EXPERTS = "num_experts", "num_experts_per_tok", "moe_intermediate_size", "shared_expert_intermediate_size"
 ARCHITECTURES = {
     "LlamaForCausalLM": Architecture("llama", biases="all", kinds=FULL, config="Qwen2Config", defaults=LLAMA),
     "MistralForCausalLM": Architecture("mistral", kinds=SLIDING),
@@ -83,6 +124,42 @@ ARCHITECTURES = {
         kinds=SLIDING,
         experts=("num_experts", "num_experts_per_tok", "moe_intermediate_size"),
     ),
+    "Qwen3NextForCausalLM": Architecture(
+        "qwen3_next",
+        qk_norm="head",
+        biases="attention",
+        partial=True,
+        norm_offset=1.0,
+        recurrent=DELTA_NET,
+        gated=True,
+        experts=QWEN_EXPERTS,
+    ),
+    "Qwen3_5ForCausalLM": Architecture(
+        "qwen3_5_text",
+        qk_norm="head",
+        biases="attention",
+        partial=True,
+        norm_offset=1.0,
+        recurrent=DELTA_NET,
+        gated=True,
+        config="Qwen3_5TextConfig",
+        text="qwen3_5",
+    ),
+    "Qwen3_5MoeForCausalLM": Architecture(
+        "qwen3_5_moe_text",
+        qk_norm="head",
+        biases="attention",
+        partial=True,
+        norm_offset=1.0,
+        recurrent=DELTA_NET,
+        gated=True,
+        experts=QWEN_EXPERTS,
+        config="Qwen3_5MoeTextConfig",
+        text="qwen3_5_moe",
+    ),
+    "Lfm2ForCausalLM": Architecture(
+        "lfm2", qk_norm="head", activation="", eps="norm_eps", width=_lfm_width, recurrent=("conv", _short_conv)
+    ),
     "MiMoForCausalLM": Architecture("mimo", biases="qkv", config="Qwen2Config"),
     "Gemma3ForCausalLM": Architecture(
         "gemma3_text",
@@ -96,6 +173,7 @@ ARCHITECTURES = {
         config="Gemma3TextConfig",
     ),
     "Olmo2ForCausalLM": Architecture("olmo2", norms="after", qk_norm="projection", biases="attention", kinds=FULL),
+    "Olmo3ForCausalLM": Architecture("olmo3", norms="after", qk_norm="projection", biases="attention", ropes="by type"),
     "SmolLM3ForCausalLM": Architecture("smollm3", biases="all", ropes="some"),
     "GraniteForCausalLM": Architecture("granite", biases="all", kinds=FULL, scales=_granite),
     "Phi3ForCausalLM": Architecture("phi3", kinds=SLIDING, partial=True, fused=True),

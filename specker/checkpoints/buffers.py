@@ -23,6 +23,7 @@ from specker.model.config import CheckpointError, ModelConfig
 from specker.model.weights import Matrix
 
 SIZES = {"F64": 8, "F32": 4, "I32": 4, "F16": 2, "BF16": 2, "I8": 1, "U8": 1, "F8_E4M3": 1}  # bytes per element
+WIDE = "conv", "a_log", "dt_bias"  # in float32 at least
 CHUNK = 1 << 22  # elements cast at a time, because the host stages casts for a GPU
 
 
@@ -209,10 +210,12 @@ def _allocated(
     buffers: dict[str, Any] = {}
     kinds, device = {1: activations(storage.dtype, storage.device), 2: storage.dtype}, storage.device
 
-    def empty(shape: tuple[int, ...], *layers: int) -> Tensor:
-        return torch.empty((*layers, *shape), dtype=kinds[len(shape)], device=device)
-
     for name in dict.fromkeys(name for name, _ in last):
+
+        def empty(shape: tuple[int, ...], *layers: int, wide: bool = name in WIDE) -> Tensor:
+            kind = torch.promote_types(kinds[1], torch.float32) if wide else kinds[len(shape)]
+            return torch.empty((*layers, *shape), dtype=kind, device=device)
+
         shapes = {n: (p.row + p.rows, *p.shape[1:][-1:]) for (own, n), p in last.items() if own == name}
         if None in shapes:
             buffers[name] = None if (name, None) in stays else empty(shapes[None])

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from specker.checkpoints.buffers import Buffers, Storage, packs, random_weights
 from specker.checkpoints.files import SHARED_ROWS, check_tensors, folder_of, open_files, read_piece
-from specker.checkpoints.parse import parse_config, read_json
+from specker.checkpoints.parse import parse_config, read_json, text_config
 from specker.checkpoints.pieces import Piece, is_fused, pieces_of
 from specker.checkpoints.quantised.schemes import Scheme, scheme_of
 from specker.checkpoints.tokenizer import Tokens
@@ -29,6 +29,8 @@ from specker.options import RECOMMENDED
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 REOPEN = 1 << 27  # bytes after which the files are mapped anew, because pages that were read stay resident until then
 
+PREFIXES = "model.language_model.", "model."  # of the names of a text model's tensors; the first in multimodal files
+UNREAD = "model.visual.", "visual."  # the other tensors of multimodal files
 ALIKE = 0.98  # least cosine similarity to the target's rows: quantisation to 4 bits gives 0.997, another model 0
 
 
@@ -105,7 +107,7 @@ def opened(source: str | Path, *, max_context: int | None = None, bidirectional:
     `bidirectional=True` makes a Qwen2 or Qwen3 checkpoint a masked-diffusion drafter; Dream always is one. Raises
     CheckpointError."""
     folder = folder_of(source, weights=False)
-    raw = read_json(folder / "config.json")
+    raw = text_config(read_json(folder / "config.json"))
     parsed = parse_config(folder, max_context, bidirectional, raw)
     return Opened(source, folder, *parsed, scheme_of(raw, str(source)))
 
@@ -227,7 +229,8 @@ def _read_weights(
     with ExitStack() as stack:
         where = open_files(folder, stack)
         proof(where)
-        prefix = "model." if any(name.startswith("model.") for name in where) else ""
+        where = {name: file for name, file in where.items() if not name.startswith(UNREAD)}
+        prefix = next((p for p in PREFIXES if any(name.startswith(p) for name in where)), "")
         kept = pieces_in(is_fused(where))
         pieces = {p.name if p.name == "lm_head.weight" else prefix + p.name: p for p in kept}
         check_tensors(_without_heads(where, prefix, c.num_layers), pieces, c, prefix, storage)

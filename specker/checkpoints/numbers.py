@@ -21,13 +21,25 @@ MOST = {
     "num_local_experts": 1 << 12,
     "num_experts_per_tok": 1 << 12,
     "moe_intermediate_size": 1 << 20,
+    "shared_expert_intermediate_size": 1 << 20,
+    "linear_num_key_heads": 1 << 10,
+    "linear_num_value_heads": 1 << 10,
+    "linear_key_head_dim": 1 << 10,
+    "linear_value_head_dim": 1 << 10,
+    "linear_conv_kernel_dim": 1 << 10,
+    "conv_L_cache": 1 << 10,
 }
 EXPERTS = 1 << 17  # of all layers together
 SIZES = "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size"
-OPTIONAL_SIZES = "num_key_value_heads", "head_dim", "max_position_embeddings"
-ALSO = {"num_experts": "num_local_experts"}  # transformers 5 writes the second name
+OPTIONAL_SIZES = (
+    *("num_key_value_heads", "head_dim", "max_position_embeddings", "linear_num_key_heads", "linear_num_value_heads"),
+    *("linear_key_head_dim", "linear_value_head_dim", "linear_conv_kernel_dim", "conv_L_cache"),
+)
+# transformers 5 writes the second name of the experts, LFM2's files have that of the feed-forward
+ALSO = {"num_experts": "num_local_experts", "intermediate_size": "block_ff_dim"}
 POSITIVE = (
     "rms_norm_eps",
+    "norm_eps",
     "query_pre_attn_scalar",
     "attention_multiplier",
     "embedding_multiplier",

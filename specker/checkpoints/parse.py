@@ -12,10 +12,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from specker.checkpoints.architectures import ARCHITECTURES, LAYER_TYPES, SLIDING, Architecture
+from specker.checkpoints.architectures import ARCHITECTURES, FULL, LAYER_TYPES, SLIDING, Architecture
 from specker.checkpoints.numbers import check_experts, check_factors, check_sizes
 from specker.fields import option
-from specker.model.config import CheckpointError, Experts, LayerSpec, ModelConfig
+from specker.model.config import CheckpointError, Experts, LayerSpec, Mixer, ModelConfig
 from specker.model.weights import Rope
 
 SHARED = ("embed_tokens", "lm_head")
@@ -29,13 +29,13 @@ def parse_config(
 ) -> tuple[ModelConfig, tuple[Rope, ...]]:
     """Returns (config, the layers' RoPE). `raw`: the content of config.json, if the caller has read it. Raises
     CheckpointError."""
-    raw = read_json(folder / "config.json") if raw is None else raw
+    raw = text_config(read_json(folder / "config.json") if raw is None else raw)
     arch = _architecture(raw)
     check_sizes(folder / "config.json", raw, ARCHITECTURES[arch].experts)
     check_factors(raw)
     hf = _hf_config(folder, raw, arch)
     its = ARCHITECTURES[arch]
-    act = getattr(hf, its.activation)
+    act = getattr(hf, its.activation) if its.activation else "silu"
     if act not in ACTIVATIONS:
         every = ", ".join(ACTIVATIONS)
         raise CheckpointError(f"hidden_act {act!r} is not supported; supported: {every}")
@@ -61,6 +61,7 @@ def parse_config(
             f"{option('max_context', window)} or less"
         )
     ropes, table_of = _ropes(hf, its, head_dim, kinds)
+    mixers = _mixers(hf, its)
     attention_bias = its.biases in ("attention", "all") and bool(hf.attention_bias)
     config = ModelConfig(
         architecture=arch,
@@ -70,8 +71,8 @@ def parse_config(
         num_heads=heads,
         num_kv_heads=kv_heads,
         head_dim=head_dim,
-        intermediate_size=hf.intermediate_size,
-        rms_norm_eps=float(hf.rms_norm_eps) / scales.residual**2,
+        intermediate_size=its.width(hf),
+        rms_norm_eps=float(getattr(hf, its.eps)) / scales.residual**2,
         layer=LayerSpec(
             ACTIVATIONS[act],
             qkv_bias=attention_bias or its.biases == "qkv",
@@ -80,6 +81,8 @@ def parse_config(
             norms=its.norms,
             qk_norm=its.qk_norm,
             scale=scales.scores,
+            mixers=mixers,
+            gated=its.gated,
             sliding_windows=tuple(window if kind == SLIDING else 0 for kind in kinds) if narrow else (),
             ropes=table_of,
             experts=_experts(hf, its),
@@ -175,21 +178,44 @@ def _rotated(hf: Any, its: Architecture, head_dim: int) -> int:
     return rotated
 
 
+def text_config(raw: dict[str, Any]) -> dict[str, Any]:
+    """The config of a checkpoint's text model, if config.json is of a multimodal one (ForConditionalGeneration) whose
+    text model is supported; else config.json as it is."""
+    kind, text = raw.get("model_type"), raw.get("text_config")
+    names = [name for name, its in ARCHITECTURES.items() if its.text and its.text == kind]
+    if not names or not isinstance(text, dict):
+        return raw
+    outer = {name: raw[name] for name in ("tie_word_embeddings", "quantization_config", "specker") if name in raw}
+    return {**outer, **text, "architectures": names}
+
+
+def _mixers(hf: Any, its: Architecture) -> tuple[Mixer | None, ...]:
+    """LayerSpec.mixers."""
+    if its.recurrent is None or its.recurrent[0] not in hf.layer_types:
+        return ()
+    kind, of = its.recurrent
+    if kind not in hf.layer_types or FULL not in hf.layer_types:
+        raise CheckpointError(f"layer_types must name at least one layer of {FULL}")
+    mixer = of(hf)
+    return tuple(mixer if layer == kind else None for layer in hf.layer_types)
+
+
 def _layer_types(hf: Any, its: Architecture) -> list[str]:
-    """Each layer's kind of attention, FULL or SLIDING."""
+    """Each layer's kind of attention, FULL or SLIDING; FULL of a layer that has another mixer."""
     if its.kinds in LAYER_TYPES:  # other fields of the file do not matter
         return [its.kinds] * hf.num_hidden_layers
-    if other := set(hf.layer_types) - set(LAYER_TYPES):
+    known = LAYER_TYPES if its.recurrent is None else (FULL, its.recurrent[0])
+    if other := set(hf.layer_types) - set(known):
         kinds = ", ".join(sorted(other))
-        raise CheckpointError(f"layer_types {kinds} are not supported; only {' and '.join(LAYER_TYPES)} are")
-    return list(hf.layer_types)
+        raise CheckpointError(f"layer_types {kinds} are not supported; only {' and '.join(known)} are")
+    return [kind if kind in LAYER_TYPES else FULL for kind in hf.layer_types]
 
 
 def _experts(hf: Any, its: Architecture) -> Experts | None:
     """The experts of transformers' config; None if every layer has one feed-forward."""
     if not its.experts:
         return None
-    count, chosen, width = (getattr(hf, name) for name in its.experts)
+    count, chosen, width, *shared = (getattr(hf, name) for name in its.experts)
     step, only = getattr(hf, "decoder_sparse_step", 1), getattr(hf, "mlp_only_layers", ())
     if chosen > count or step < 1:
         raise CheckpointError(
@@ -200,7 +226,7 @@ def _experts(hf: Any, its: Architecture) -> Experts | None:
     dense = tuple(n for n in range(hf.num_hidden_layers) if n in only or (n + 1) % step)
     if len(dense) == hf.num_hidden_layers:
         return None
-    return Experts(count, chosen, width, bool(getattr(hf, "norm_topk_prob", True)), dense)
+    return Experts(count, chosen, width, bool(getattr(hf, "norm_topk_prob", True)), dense, *shared)
 
 
 def _diffusion(raw: dict[str, Any], arch: str, wanted: bool | None) -> tuple[bool, int | None]:

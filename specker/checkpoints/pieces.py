@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from specker.model.config import Experts, LayerSpec, ModelConfig
+from specker.model.config import DeltaNet, Experts, LayerSpec, Mixer, ModelConfig
 from specker.model.split import Part
 
 GATE_UP, DOWN = "mlp.experts.gate_up_proj", "mlp.experts.down_proj"  # of the fused layout
@@ -31,6 +31,21 @@ class ExpertNames(NamedTuple):
 
 QWEN = ExpertNames("mlp.gate", "mlp.experts.#", "gate_proj", "up_proj", "down_proj")
 MIXTRAL = ExpertNames("block_sparse_moe.gate", "block_sparse_moe.experts.#", "w1", "w3", "w2")
+# Matrices that are never quantised: they are small, and much depends on them.
+PLAIN = "router", "gates", "conv", "shared_gate"
+RENAMED = {  # architecture -> other names of parts of a tensor's name
+    "Lfm2ForCausalLM": {
+        "self_attn.o_proj": "self_attn.out_proj",
+        "self_attn.q_norm": "self_attn.q_layernorm",
+        "self_attn.k_norm": "self_attn.k_layernorm",
+        "input_layernorm": "operator_norm",
+        "post_attention_layernorm": "ffn_norm",
+        "mlp.gate_proj": "feed_forward.w1",
+        "mlp.up_proj": "feed_forward.w3",
+        "mlp.down_proj": "feed_forward.w2",
+    },
+}
+FINAL = {"Lfm2ForCausalLM": "embedding_norm"}  # the name of the final norm, elsewhere "norm"
 
 
 @dataclass(frozen=True)
@@ -67,9 +82,8 @@ class Piece:
 
     @property
     def is_matrix(self) -> bool:
-        """Whether it is a layer's matrix that may be quantised. Routers stay as they are: they are small, and decide
-        which experts are read."""
-        return self.layer is not None and len(self.shape) > 1 and self.buffer != "router"
+        """Whether it is a layer's matrix that may be quantised."""
+        return self.layer is not None and len(self.shape) > 1 and self.buffer not in PLAIN
 
     @property
     def rows(self) -> int:
@@ -139,60 +153,136 @@ def _halves(rows: range, c: ModelConfig) -> list[int]:
 def pieces_of(c: ModelConfig, part: Part, whole_head: bool, fused: bool = False) -> Iterator[Piece]:
     """The piece of each tensor that `part` holds; with `whole_head`, all rows of the head. `fused`: the layout of
     experts."""
-    (q0, q), (k0, kv), (f0, f) = part.heads(c), part.kv_heads(c), part.inner(c)
-    D, e = c.head_dim, c.hidden_size
-    q0, q, k0, kv = q0 * D, q * D, k0 * D, kv * D
-    Q, KV, F = c.num_heads * D, c.num_kv_heads * D, c.intermediate_size
-    qs, ks = _halves(range(q0, q0 + q), c), _halves(range(k0, k0 + kv), c)
-    vs, fs = range(k0, k0 + kv), range(f0, f0 + f)
-    rows: list[tuple[str, str, int, Sequence[int], int, bool]]
-    if c.fused:
-        every = [*qs, *(Q + i for i in ks), *(Q + KV + i for i in vs)]
-        both = [*fs, *(F + i for i in fs)]
-        rows = [
-            ("self_attn.qkv_proj", "qkv", 0, every, Q + 2 * KV, c.layer.qkv_bias),
-            ("mlp.gate_up_proj", "gate_up", 0, both, 2 * F, c.layer.mlp_bias),
-        ]
-    else:  # matrices split by output: name, buffer, first row there, rows of how many, has a bias
-        rows = [
-            ("self_attn.q_proj", "qkv", 0, qs, Q, c.layer.qkv_bias),
-            ("self_attn.k_proj", "qkv", q, ks, KV, c.layer.qkv_bias),
-            ("self_attn.v_proj", "qkv", q + kv, vs, KV, c.layer.qkv_bias),
-            ("mlp.gate_proj", "gate_up", 0, fs, F, c.layer.mlp_bias),
-            ("mlp.up_proj", "gate_up", f, fs, F, c.layer.mlp_bias),
-        ]
-    orders = [() if list(rs) == [*range(rs[0], rs[0] + len(rs))] else tuple(rs) for _, _, _, rs, _, _ in rows]
-    columns = [  # matrices split by input; only rank 0 adds the bias
-        ("self_attn.o_proj", "o", (q0, q, Q), c.layer.o_bias),
-        ("mlp.down_proj", "down", (f0, f, F), c.layer.mlp_bias),
-    ]
-
-    widths = {"q_norm": D, "k_norm": D} if c.layer.qk_norm == "head" else {"q_norm": Q, "k_norm": KV}
-    V = c.vocab_size
+    V, e, names = c.vocab_size, c.hidden_size, RENAMED.get(c.architecture, {})
     if "embed_tokens" not in c.shares:
         yield Piece.tensor("embed_tokens.weight", "embed", V, e)
     for i in range(c.num_layers):
-        mixture = c.layer.mixture(i)
-        if mixture is not None:
-            yield from _expert_pieces(c, i, mixture, part, fused)
-        for (name, buffer, row, rs, of, bias), order in zip(rows, orders, strict=True):
-            if mixture is not None and buffer != "qkv":
-                continue
-            first, count, name = rs[0], len(rs), f"layers.{i}.{name}"
-            yield Piece(f"{name}.weight", buffer, i, row, (count, e), (of, e), (first, 0), order=order)
-            if bias:
-                yield Piece(f"{name}.bias", f"{buffer}_bias", i, row, (count,), (of,), (first,), order=order)
-        for name, buffer, (first, count, of), bias in columns if mixture is None else columns[:1]:
-            yield Piece(f"layers.{i}.{name}.weight", buffer, i, 0, (e, count), (e, of), (0, first))
-            if bias:
-                yield Piece.tensor(f"layers.{i}.{name}.bias", f"{buffer}_bias", e, layer=i)
-        for buffer, name in norms_of(c.layer).items():
-            width = widths.get(buffer, e)
-            yield Piece.tensor(f"layers.{i}.{name}.weight", buffer, width, layer=i, offset=c.norm_offset)
-    yield replace(Piece.tensor("norm.weight", "norm", e, offset=c.norm_offset), factor=c.logits_scale)
+        for p in _layer_pieces(c, i, part, fused):
+            own = p.name
+            for usual, name in names.items():
+                own = own.replace(usual, name)
+            yield replace(p, name=f"layers.{i}.{own}")
+    final = FINAL.get(c.architecture, "norm")
+    yield replace(Piece.tensor(f"{final}.weight", "norm", e, offset=c.norm_offset), factor=c.logits_scale)
     if not c.tied and "lm_head" not in c.shares:
         first, count = (0, V) if whole_head else part.vocabulary(c)
         yield Piece("lm_head.weight", "head", None, 0, (count, e), (V, e), (first, 0))
+
+
+# Matrices split by output: name, buffer, first row there, the part's rows, of how many, whether there is a bias
+Outputs = list[tuple[str, str, int, Sequence[int], int, bool]]
+
+
+def _layer_pieces(c: ModelConfig, i: int, part: Part, fused: bool) -> Iterator[Piece]:
+    """Those of layer i, by the names of most architectures and without the layer's number."""
+    e, mixer, mixture = c.hidden_size, c.layer.mixer(i), c.layer.mixture(i)
+    if mixture is not None:
+        yield from _expert_pieces(c, i, mixture, part, fused)
+    (f0, f), F = part.inner(c), c.intermediate_size
+    fs = range(f0, f0 + f)
+    outputs: Outputs = []
+    columns = []  # matrices split by input: name, buffer, columns, bias; only rank 0 adds the bias
+    if mixer is None:
+        outputs += _attention_rows(c, part)
+        (q0, q), D = part.heads(c), c.head_dim
+        columns += [("self_attn.o_proj", "o", (q0 * D, q * D, c.num_heads * D), c.layer.o_bias)]
+    else:
+        yield from _mixer_pieces(c, i, mixer, part)
+    if mixture is None and c.fused:
+        outputs += [("mlp.gate_up_proj", "gate_up", 0, [*fs, *(F + i for i in fs)], 2 * F, c.layer.mlp_bias)]
+    elif mixture is None:
+        outputs += [("mlp.gate_proj", "gate_up", 0, fs, F, c.layer.mlp_bias)]
+        outputs += [("mlp.up_proj", "gate_up", f, fs, F, c.layer.mlp_bias)]
+    if mixture is None:
+        columns += [("mlp.down_proj", "down", (f0, f, F), c.layer.mlp_bias)]
+    for name, buffer, row, rows, of, bias in outputs:
+        yield from _output(name, buffer, i, row, rows, (of, e), bias)
+    for name, buffer, (first, count, of), bias in columns:
+        yield Piece(f"{name}.weight", buffer, i, 0, (e, count), (e, of), (0, first))
+        if bias:
+            yield Piece.tensor(f"{name}.bias", f"{buffer}_bias", e, layer=i)
+    for buffer, name in norms_of(c.layer).items():
+        if buffer not in ("q_norm", "k_norm"):
+            yield Piece.tensor(f"{name}.weight", buffer, e, layer=i, offset=c.norm_offset)
+        elif mixer is None:
+            yield _head_norm(c, name, buffer, i)
+
+
+def _output(
+    name: str, buffer: str, layer: int, row: int, rows: Sequence[int], of: tuple[int, int], bias: bool = False
+) -> Iterator[Piece]:
+    """Some rows of a matrix of the shape `of`, and of its bias."""
+    first, count = rows[0], len(rows)
+    order = () if list(rows) == [*range(first, first + count)] else tuple(rows)
+    yield Piece(f"{name}.weight", buffer, layer, row, (count, of[1]), of, (first, 0), order=order)
+    if bias:
+        yield Piece(f"{name}.bias", f"{buffer}_bias", layer, row, (count,), of[:1], (first,), order=order)
+
+
+def _attention_rows(c: ModelConfig, part: Part) -> Outputs:
+    """The rows of the gate, of q, k and v."""
+    (q0, q), (k0, kv), D = part.heads(c), part.kv_heads(c), c.head_dim
+    q0, q, k0, kv, Q, KV = q0 * D, q * D, k0 * D, kv * D, c.num_heads * D, c.num_kv_heads * D
+    qs, ks, vs = _halves(range(q0, q0 + q), c), _halves(range(k0, k0 + kv), c), range(k0, k0 + kv)
+    bias = c.layer.qkv_bias
+    if c.fused:
+        every = [*qs, *(Q + i for i in ks), *(Q + KV + i for i in vs)]
+        return [("self_attn.qkv_proj", "qkv", 0, every, Q + 2 * KV, bias)]
+    if c.layer.gated:  # the checkpoint's q_proj has q and the gate of each head one after the other
+        qs = [head * 2 * D + D + i for head in range(q0 // D, (q0 + q) // D) for i in range(D)] + [
+            row // D * 2 * D + row % D for row in qs
+        ]
+        q, Q = 2 * q, 2 * Q
+    return [
+        ("self_attn.q_proj", "qkv", 0, qs, Q, bias),
+        ("self_attn.k_proj", "qkv", q, ks, KV, bias),
+        ("self_attn.v_proj", "qkv", q + kv, vs, KV, bias),
+    ]
+
+
+def _head_norm(c: ModelConfig, name: str, buffer: str, layer: int) -> Piece:
+    """The norm of q or of k."""
+    if c.layer.qk_norm == "projection":
+        heads = c.num_heads if buffer == "q_norm" else c.num_kv_heads
+        return Piece.tensor(f"{name}.weight", buffer, heads * c.head_dim, layer=layer, offset=c.norm_offset)
+    D, order = c.head_dim, tuple(_halves(range(c.head_dim), c)) if c.rotated else ()
+    return Piece(f"{name}.weight", buffer, layer, 0, (D,), (D,), (0,), c.norm_offset, order=order)
+
+
+def _mixer_pieces(c: ModelConfig, i: int, mixer: Mixer, part: Part) -> Iterator[Piece]:
+    """Those of a layer with a recurrent state."""
+    e = c.hidden_size
+    if not isinstance(mixer, DeltaNet):
+        C = mixer.channels
+        first, count = part.channels(mixer)
+        own = range(first, first + count)
+        yield from _output("conv.in_proj", "qkv", i, 0, [n * C + j for n in range(3) for j in own], (3 * C, e))
+        yield Piece("conv.conv.weight", "conv", i, 0, (count, 1, mixer.kernel), (C, 1, mixer.kernel), (first, 0, 0))
+        yield Piece("conv.out_proj.weight", "o", i, 0, (e, count), (e, C), (0, first))
+        return
+    (k0, k), (v0, v), Dk, Dv = part.key_heads(mixer), part.value_heads(mixer), mixer.key_dim, mixer.value_dim
+    Hk, Hv, C, K = mixer.key_heads, mixer.value_heads, mixer.channels, mixer.kernel
+    keys, values = range(k0 * Dk, (k0 + k) * Dk), range(v0 * Dv, (v0 + v) * Dv)
+    channels = [*keys, *(Hk * Dk + j for j in keys), *(2 * Hk * Dk + j for j in values)]
+    if c.architecture == "Qwen3NextForCausalLM":  # by key head: q, k, v and z; then b and a
+        each, group = 2 * Dk + 2 * Hv // Hk * Dv, Hv // Hk
+        starts = [j * each for j in range(k0, k0 + k)]
+        parts = [(0, Dk), (Dk, Dk), (2 * Dk, group * Dv), (2 * Dk + group * Dv, group * Dv)]
+        rows = [start + first + j for first, count in parts for start in starts for j in range(count)]
+        yield from _output("linear_attn.in_proj_qkvz", "qkv", i, 0, rows, (Hk * each, e))
+        rows = [(j * 2 + of) * group + n for of in (0, 1) for j in range(k0, k0 + k) for n in range(group)]
+        yield from _output("linear_attn.in_proj_ba", "gates", i, 0, rows, (2 * Hv, e))
+    else:
+        yield from _output("linear_attn.in_proj_qkv", "qkv", i, 0, channels, (C, e))
+        yield from _output("linear_attn.in_proj_z", "qkv", i, len(channels), values, (Hv * Dv, e))
+        for row, name in ((0, "b"), (v, "a")):
+            yield from _output(f"linear_attn.in_proj_{name}", "gates", i, row, range(v0, v0 + v), (Hv, e))
+    order = () if len(channels) == C else tuple(channels)
+    yield Piece("linear_attn.conv1d.weight", "conv", i, 0, (len(channels), 1, K), (C, 1, K), (0, 0, 0), order=order)
+    yield Piece("linear_attn.A_log", "a_log", i, 0, (v,), (Hv,), (v0,))
+    yield Piece("linear_attn.dt_bias", "dt_bias", i, 0, (v,), (Hv,), (v0,))
+    yield Piece.tensor("linear_attn.norm.weight", "norm_mix", Dv, layer=i)
+    yield Piece("linear_attn.out_proj.weight", "o", i, 0, (e, v * Dv), (e, Hv * Dv), (0, v0 * Dv))
 
 
 def is_fused(names: Iterable[str]) -> bool:
@@ -206,16 +296,22 @@ def _expert_pieces(c: ModelConfig, layer: int, experts: Experts, part: Part, fus
     first, count = part.within(experts)
     names = MIXTRAL if c.architecture == "MixtralForCausalLM" and not fused else QWEN
 
-    start = f"layers.{layer}."
-    yield Piece.tensor(f"{start}{names.router}.weight", "router", X, E, layer=layer)
+    yield Piece.tensor(f"{names.router}.weight", "router", X, E, layer=layer)
     if fused:
         both = (X, 2 * count, E), (X, 2 * F, E), (0, first, 0)
-        yield Piece(start + GATE_UP, "gate_up", layer, 0, *both, parts=2)
-        yield Piece(start + DOWN, "down", layer, 0, (X, E, count), (X, E, F), (0, 0, first))
-        return
-    for n in range(X):
-        own = start + names.expert.replace("#", str(n))
+        yield Piece(GATE_UP, "gate_up", layer, 0, *both, parts=2)
+        yield Piece(DOWN, "down", layer, 0, (X, E, count), (X, E, F), (0, 0, first))
+    for n in range(0 if fused else X):
+        own = names.expert.replace("#", str(n))
         for i, name in enumerate((names.gate, names.up)):
             row = (2 * n + i) * count
             yield Piece(f"{own}.{name}.weight", "gate_up", layer, row, (count, E), (F, E), (first, 0))
         yield Piece(f"{own}.{names.down}.weight", "down", layer, n * E, (E, count), (E, F), (0, first))
+    if not experts.shared:
+        return
+    (first, count), F = part.beside(experts), experts.shared
+    rows = range(first, first + count)
+    yield from _output("mlp.shared_expert.gate_proj", "shared_gate_up", layer, 0, rows, (F, E))
+    yield from _output("mlp.shared_expert.up_proj", "shared_gate_up", layer, count, rows, (F, E))
+    yield Piece("mlp.shared_expert.down_proj.weight", "shared_down", layer, 0, (E, count), (E, F), (0, first))
+    yield Piece.tensor("mlp.shared_expert_gate.weight", "shared_gate", 1, E, layer=layer)

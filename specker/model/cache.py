@@ -5,7 +5,8 @@ forward. Later columns are scratch: a verify pass or a drafter writes them, then
 drops them.
 
 Sequences occupy slots 0..n-1. Column c of a sequence is flattened row block_table[slot, c // page] * page + c % page of
-every layer. Layers with a sliding window may keep the last columns only, in rings (rings.py).
+every layer. Layers with a sliding window may keep the last columns only, in rings (rings.py); those with a recurrent
+state always do (states.py).
 """
 
 from bisect import bisect_right, insort
@@ -14,7 +15,7 @@ from copy import copy
 from dataclasses import replace
 from functools import cache, lru_cache
 from itertools import accumulate
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,17 +25,24 @@ from specker.kernels.kv import kv_commit
 from specker.kernels.round.place import place_rows
 from specker.model.config import ModelConfig
 from specker.model.prefixes import Match, Prefixes, copy_columns
-from specker.model.rings import Rings, ring_columns, ringed
+from specker.model.rings import WindowRings, ring_columns, ringed
+from specker.model.states import Memory, StateRings
 
 Lengths = Sequence[int] | Tensor
 """Committed tokens of the sequences in slots 0..n-1: integers on the host, or [n] int64 on the device."""
 
 
 class Near(NamedTuple):
-    """`slots` and `table` of `Rows`, for layers whose K/V stands in rings (rings.py)."""
+    """`slots` and `table` of `Rows`, for layers whose K/V or records stand in rings (rings.py)."""
 
     slots: Tensor  # [T] int64
     table: Tensor  # [n, P] int32
+    states: Tensor | None = None  # [n] int64, each sequence's recurrent states (states.py)
+
+    def of(self, rows: slice, sequences: slice) -> "Near":
+        """Of some rows and sequences."""
+        states = None if self.states is None else self.states[sequences]
+        return Near(self.slots[rows], self.table[sequences], states)
 
 
 class Rows(NamedTuple):
@@ -61,13 +69,14 @@ class Rows(NamedTuple):
             at, of, starts = slice(bounds[b], bounds[end]), slice(b, end), self.cu_rows[b : end + 1] - bounds[b]
             own = tuple(bound - bounds[b] for bound in bounds[b : end + 1])
             rows = self.positions[at], self.slots[at], self.kv_len[of], self.window[of], self.ancestors[at]
-            near = None if self.near is None else Near(self.near.slots[at], self.near.table[of])
+            near = None if self.near is None else self.near.of(at, of)
             yield at, Rows(*rows, starts, self.table[of], own, near, None if self.idle is None else self.idle[of])
             b = end
 
 
 class KVCache:
-    """K and V [L, pages, page_size, Hkv, D] of the L layers that are not in rings; `layers`: those of every layer."""
+    """K and V [L, pages, page_size, Hkv, D] of the L layers that are not in rings; `layers`: those of every layer, or
+    the `Memory` of one with a recurrent state."""
 
     def __init__(
         self,
@@ -90,10 +99,12 @@ class KVCache:
         count = len(order) + (sequences > 1)
         self.spare = len(order)  # an unowned page that slots without a sequence read and write
         ring = sequences * -(-ring_columns(config) // page_size)  # pages of all rings
-        near = ringed(config) if rings and ring < len(order) else [False] * config.num_layers
+        recurrent = [config.layer.mixer(n) is not None for n in range(config.num_layers)]
+        windows = rings and ring < len(order) and not any(recurrent)
+        near = ringed(config) if windows else recurrent
         shape = near.count(False), count, page_size, config.num_kv_heads, config.head_dim
         self.k, self.v = torch.empty((2, *shape), dtype=dtype, device=device).unbind(0)
-        self.layers = list(zip(self.k.unbind(0), self.v.unbind(0), strict=True))
+        self.layers: list[Any] = list(zip(self.k.unbind(0), self.v.unbind(0), strict=True))
         self.page_size, self.capacity, self.device = page_size, each * page_size, torch.device(device)
         self.exact_len = [0] * sequences
         self.last_position = config.max_context - 1
@@ -103,11 +114,14 @@ class KVCache:
         self._absent = self.spare if sequences > 1 else 0  # the table's entry where a sequence has no page
         self.block_table = torch.full((sequences, each), self._absent, dtype=torch.int32, device=device)
         self.table = self.block_table  # the part of the table that attention reads, as `bucket` limits it
-        self.rings: Rings | None = None
-        if any(near):
-            spare = sequences > 1
+        self.rings: WindowRings | StateRings | None = None
+        spare = sequences > 1
+        if any(recurrent):
+            self.rings = StateRings(config, page_size, count, self.block_table, dtype, sequences, spare)
+        elif any(near):
             shape = near.count(True), ring + spare, *shape[2:]
-            self.rings = Rings(shape, count, self.block_table, config, dtype, spare)
+            self.rings = WindowRings(shape, count, self.block_table, config, dtype, spare)
+        if self.rings is not None:
             each_kind = {False: iter(self.layers), True: iter(self.rings.layers)}
             self.layers = [next(each_kind[kind]) for kind in near]
         self._free = order
@@ -131,7 +145,13 @@ class KVCache:
     @property
     def kv(self) -> tuple[Tensor, ...]:
         """K and V and, with rings, those of the layers in rings."""
-        return (self.k, self.v) if self.rings is None else (self.k, self.v, self.rings.k, self.rings.v)
+        rings = self.rings
+        return (self.k, self.v, rings.k, rings.v) if isinstance(rings, WindowRings) else (self.k, self.v)
+
+    @property
+    def memory(self) -> Memory | None:
+        """The states and records of all layers that have a recurrent state."""
+        return self.rings.memory if isinstance(self.rings, StateRings) else None
 
     @property
     def slot_of(self) -> Tensor:
@@ -170,8 +190,8 @@ class KVCache:
             self._users[match.copied] += 1  # it must not be evicted before it is copied
         self._drop(self._pages[slot])
         self._texts[slot] = [], 0, 0
-        if self.rings is not None and match.ring is not None:
-            self.rings.take_over(slot, match.ring)
+        if self.rings is not None:
+            self.rings.begin(slot, match.ring, match.columns)
         pages = [*match.pages, *self._new(self.pages_for(columns) - len(match.pages))]
         self._assign(slot, pages)
         if match.copied is not None:
@@ -288,7 +308,9 @@ class KVCache:
         """Copy the K/V of the flattened rows src [M] int64 to dst [M] int64, in all layers."""
         if len(self.k):
             kv_commit(self.k, self.v, src, dst)
-        if self.rings is not None:
+        if isinstance(self.rings, StateRings):
+            self.rings.shift(self.rings.slots[src], self.rings.slots[dst])
+        elif self.rings is not None:
             kv_commit(self.rings.k, self.rings.v, self.rings.slots[src], self.rings.slots[dst])
 
     def truncate(self, length: int, slot: int = 0) -> None:
@@ -311,11 +333,13 @@ class KVCache:
         if committed is not None:
             assert length == committed - 1, (length, committed)
         places = [self._slots[slot][:length]] * 2
-        if self.rings is not None:
+        if isinstance(self.rings, WindowRings):
             places += [self.rings.slots[places[0][max(0, length - self.rings.sliding_window) :]]] * 2
         for kv, at in zip(self.kv, places, strict=True):
             rows = kv.flatten(1, 2)[:, at]
             assert bool(torch.isfinite(rows).all()), "a committed column holds NaN or infinity"
+        for x in () if self.memory is None else self.memory:
+            assert x is None or bool(torch.isfinite(x).all()), "a state or a record holds NaN or infinity"
 
     # --- rows
 
@@ -324,14 +348,15 @@ class KVCache:
         pages = -(-min(columns, self.capacity) // self.page_size)
         self.table = self.block_table[:, :pages]
         if self.rings is not None:
-            self.rings.table = self.rings.block_table[:, :pages]
+            self.rings.bucket(min(columns, self.capacity))
 
     def near(self, slots: Tensor, sequences: slice, whole: bool = False) -> Near | None:
         """Where the rows `slots` [T] of `sequences` stand in rings; None without rings. `whole`: with the whole table,
         whatever the KV bucket."""
         if (rings := self.rings) is None:
             return None
-        return Near(rings.slots[slots], (rings.block_table if whole else rings.table)[sequences])
+        states = rings.state_of[sequences] if isinstance(rings, StateRings) else None
+        return Near(rings.slots[slots], (rings.block_table if whole else rings.table)[sequences], states)
 
     def place(
         self,

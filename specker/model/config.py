@@ -175,9 +175,11 @@ def layer_elements(config: ModelConfig, rows: float = 1) -> int:
     """Elements of all layers' linear weights that a pass over so many rows reads in addition to the head; of experts,
     the expected number (`Experts.read`)."""
     c = config
-    attention = c.hidden_size * c.head_dim * (2 * c.num_heads + 2 * c.num_kv_heads)
+    attention = c.hidden_size * c.head_dim * ((3 if c.layer.gated else 2) * c.num_heads + 2 * c.num_kv_heads)
+    mixers = [c.layer.mixer(n) for n in range(c.num_layers)]
+    mixing = sum(attention if m is None else c.hidden_size * (m.projected + m.values) for m in mixers)
     dense = (c.num_layers - c.mixtures) * 3 * c.hidden_size * c.intermediate_size
     if (experts := c.layer.experts) is None:
-        return c.num_layers * attention + dense
-    mixture = c.hidden_size * (experts.count + 3 * experts.width * experts.read(rows))
-    return c.num_layers * attention + dense + round(c.mixtures * mixture)
+        return mixing + dense
+    mixture = c.hidden_size * (experts.count + 3 * experts.width * experts.read(rows) + 3 * experts.shared)
+    return mixing + dense + round(c.mixtures * mixture)

@@ -29,9 +29,10 @@ from specker.kernels.topk import draws_alike, vocab_topk
 from specker.kernels.variant import sum_dtype
 from specker.model.cache import KVCache, Near, Rows
 from specker.model.config import CheckpointError, ModelConfig
+from specker.model.recurrent import Paths, mix, paths
 from specker.model.sampling import Draws
 from specker.model.split import OtherRanks
-from specker.model.weights import Attention, FeedForward, Group, Parameters, layers_of
+from specker.model.weights import Attention, FeedForward, Group, Parameters, Recurrent, Shared, layers_of
 
 # q [T, Hq, D], k and v [pages, page_size, Hkv, D], the layer's sliding window -> [T, Hq, D]
 Attend = Callable[[Tensor, Tensor, Tensor, int], Tensor]
@@ -46,15 +47,15 @@ class GroupRows(NamedTuple):
     join: Callable[[Tensor], Tensor]  # this rank's output of the o linear -> all ranks', [T, E] or [N, T, E]
     near: Near | None = None  # where a layer whose K/V stands in rings has these rows
     idle: Tensor | None = None  # `Rows.idle`
+    paths: Paths | None = None  # for layers with a recurrent state
 
     def slots_of(self, sliding_window: int) -> Tensor:
         """The cache rows of a layer with this sliding window."""
         return self.slots if self.near is None or not sliding_window else self.near.slots
 
 
-GroupStep = tuple[
-    Group, tuple[Tensor, Tensor], GroupRows
-]  # the tensors are K and V [pages, page_size, Hkv, D] of `slots`
+# A group, K and V [pages, page_size, Hkv, D] of the rows' slots, or the `Memory` of a recurrent state, and the rows
+GroupStep = tuple[Group, Any, GroupRows]
 
 
 class Final(NamedTuple):
@@ -114,7 +115,9 @@ class Model:
         c = self.config
         if not available() or Stack.lacks(c.layer):
             return None
-        layers = [(*layer.attention, *layer.mlps[0]) for layer in self.layers]
+        if c.layer.mixers or c.layer.gated or (c.layer.experts is not None and c.layer.experts.shared):
+            return None
+        layers = [(*layer.attention, *layer.mlps[0][:-1]) for layer in self.layers]
         if not Stack.takes(layers, c.head_dim):
             return None
         how = [layer.rope for layer in self.layers], c.rms_norm_eps, self.scale, self.activations
@@ -128,9 +131,11 @@ class Model:
     @property
     def matrices(self) -> list[Matrix]:
         """The matrices of the layers' products, and the head."""
-        attending = [m for w in self.layers for m in (w.attention.qkv, w.attention.o)]
+        mixing = [m for w in self.layers for m in (w.mixer.qkv, w.mixer.o)]
+        mixing += [w.mixer.gates for w in self.layers if isinstance(w.mixer, Recurrent) and w.mixer.gates is not None]
         feeding = [m for w in self.layers for f in w.mlps for m in (f.router, f.gate_up, f.down) if m is not None]
-        return [*attending, *feeding, self.head]
+        shared = [m for w in self.layers for f in w.mlps for m in f.shared or ()]
+        return [*mixing, *feeding, *shared, self.head]
 
     def embed_tokens(self, tokens: Tensor) -> Tensor:
         """Tokens [T] int64 -> embeddings [T, E], the first layer's input."""
@@ -220,12 +225,12 @@ def run_layers(
     (LayerSpec.first)."""
     eps, layer = model.config.rms_norm_eps, model.config.layer
     linear = dense_linear if dense and model.linear is row_linear else model.linear
-    whole, after = layer.qk_norm == "projection", layer.norms != "before"
+    after = layer.norms != "before"
     kept: dict[int, Tensor] = {}
     routed: list[Tensor] = []
     few = fuses(model, hidden) and not dense
     delta = None  # output of the last feed-forward, or its split-K partials, not yet added to `hidden`
-    for (w, mlps, rope, sliding_window), (k, v), batch in steps:
+    for (w, mlps, rope, sliding_window), kept_here, batch in steps:
         several = len(mlps) > 1
         if entered is None:
             hidden, normed = _entering(hidden, delta, w.norm_in, eps)
@@ -236,16 +241,13 @@ def run_layers(
         if first in aux_layers:
             kept[first] = hidden
         first += len(mlps)
-        if normed.numel():
-            rest = batch.positions, batch.slots_of(sliding_window), rope, k, v
-            if few and not whole:
-                q = kv_project(normed, w.qkv, w.qkv_bias, *rest, w.q_norm, w.k_norm, eps)
-            else:
-                qkv = linear(normed, w.qkv, w.qkv_bias)
-                if whole:
-                    qkv, w = _whole_norms(qkv, w, eps), w._replace(q_norm=None, k_norm=None)
-                q = kv_calibrate(qkv.flatten(0, 1) if several else qkv, *rest, w.q_norm, w.k_norm, eps)
-            mixed = batch.attend(q, k, v, sliding_window).flatten(1)
+        if isinstance(w, Recurrent):
+            mixer = layer.mixer(first - 1)
+            assert mixer is not None and batch.paths is not None
+            mixed = mix(mixer, w, kept_here, normed, batch.paths, linear, eps)
+            added = _added(model, linear, mixed, w.o, None, few and not after)
+        elif normed.numel():
+            mixed = _attended(model, linear, normed, w, rope, kept_here, batch, sliding_window, few)
             if several:
                 added = linear(mixed.view(*normed.shape[:2], -1), w.o, w.o_bias)
             else:
@@ -274,6 +276,37 @@ def run_layers(
     if first in aux_layers:
         kept[first] = hidden
     return Output(hidden, kept, final, tuple(routed))
+
+
+def _attended(
+    model: Model,
+    linear: Callable[..., Tensor],
+    normed: Tensor,
+    w: Attention,
+    rope: Tensor,
+    kv: tuple[Tensor, Tensor],
+    batch: GroupRows,
+    sliding_window: int,
+    few: bool,
+) -> Tensor:
+    """The output of attention [N * T, Hq D] for the inputs [T, E] of a layer or [N, T, E] of N layers. Writes the rows'
+    K/V. With LayerSpec.gated it is times the sigmoid of a gate."""
+    (k, v), eps, several = kv, model.config.rms_norm_eps, normed.dim() == 3
+    rest, gate, weight = (batch.positions, batch.slots_of(sliding_window), rope, k, v), None, w.qkv
+    gates = model.config.num_heads * model.config.head_dim if model.config.layer.gated else 0
+    if few and model.config.layer.qk_norm != "projection":
+        if gates:
+            gate, weight = linear(normed, weight[:gates]), weight[gates:]
+        q = kv_project(normed, weight, w.qkv_bias, *rest, w.q_norm, w.k_norm, eps)
+    else:
+        qkv = linear(normed, weight, w.qkv_bias)
+        if gates:
+            gate, qkv = qkv[..., :gates], qkv[..., gates:].contiguous()
+        if model.config.layer.qk_norm == "projection":
+            qkv, w = _whole_norms(qkv, w, eps), w._replace(q_norm=None, k_norm=None)
+        q = kv_calibrate(qkv.flatten(0, 1) if several else qkv, *rest, w.q_norm, w.k_norm, eps)
+    mixed = batch.attend(q, k, v, sliding_window).flatten(1)
+    return mixed if gate is None else mixed * torch.sigmoid(gate)
 
 
 def dense_linear(x: Tensor, weight: Matrix, bias: Tensor | None = None, epilogue: str = "none") -> Tensor:
@@ -317,8 +350,15 @@ def _mixed(
     logits = row_linear(x, router, epilogue="split") if few else linear(x, router, epilogue="float32")
     experts, scores, order, starts = expert_route(logits, layer.experts.chosen, layer.experts.normalised, idle)
     up = _gated(partial(expert_linear, x, mlp.gate_up, experts, order, starts), layer.activation, ("silu",))
-    epilogue = "split" if few and model.ranks is None else "sum"
-    return expert_linear(up, mlp.down, experts, order, starts, epilogue, scores), starts
+    epilogue = "split" if few and model.ranks is None and mlp.shared is None else "sum"
+    y = expert_linear(up, mlp.down, experts, order, starts, epilogue, scores)
+    return (y if mlp.shared is None else y + _beside(linear, x, mlp.shared, layer.activation)), starts
+
+
+def _beside(linear: Callable[..., Tensor], x: Tensor, shared: Shared, activation: str) -> Tensor:
+    """The expert that every row of x [T, E] reads: sigmoid(gate x) * down(act(gate x) * up x)."""
+    up = _gated(partial(linear, x, shared.gate_up), activation)
+    return linear(up, shared.down) * torch.sigmoid(linear(x, shared.gate))
 
 
 def fuses(model: Model, hidden: Tensor) -> bool:
@@ -378,7 +418,8 @@ def forward(
     def run(rows: Rows, hidden: Tensor) -> Output:
         if model.stack is not None:
             return compiled(model, cache, rows, hidden, range(first, last + 1), aux_layers)
-        batch = GroupRows(rows.positions, rows.slots, over_pages(model, rows), model.summed, rows.near, rows.idle)
+        attend = over_pages(model, rows)
+        batch = GroupRows(rows.positions, rows.slots, attend, model.summed, rows.near, rows.idle, paths(rows))
         steps = zip(model.layers[layers], cache.layers[layers], repeat(batch), strict=False)
         return run_layers(model, steps, hidden, first, aux_layers)
 
@@ -420,7 +461,7 @@ def compiled(
         words=rows.ancestors,
         table=rows.table,
         features=features,
-        near=rows.near,
+        near=None if rows.near is None else rows.near[:2],
     )
     return Output(out[0], dict(zip(aux_layers, out[1:].unbind(0), strict=True)), routed=tuple(routed))
 

@@ -18,6 +18,7 @@ from specker.kernels.tiles import MAX_ROWS
 from specker.model.config import ModelConfig
 from specker.model.prefill import MIXTURE_CHUNK, serves_flash
 from specker.model.rings import ring_columns, ringed
+from specker.model.states import sequence_bytes
 
 PREFILL_ROWS = 1024  # rows of a prefill chunk: twice prefill.PREFILL_CHUNK
 LOGIT_ROWS = 256  # rows of logits to leave memory for at least: the largest window of one sequence
@@ -38,16 +39,24 @@ class Cost:
     rings: int = 0  # sequences
     split: int = 0  # of a verify pass on a GPU: attention's partial results, per split of the context
     unit: int = 0  # columns of attention's shortest splits
+    states: int = 0  # recurrent states and records of all sequences, whatever the context
 
     @classmethod
     def of(
-        cls, config: ModelConfig, dtype: torch.dtype, rings: int = 0, device: torch.device = CPU, rows: int = 0
+        cls,
+        config: ModelConfig,
+        dtype: torch.dtype,
+        rings: int = 0,
+        device: torch.device = CPU,
+        rows: int = 0,
+        sequences: int = 1,
     ) -> "Cost":
         """`rings`: the sequences of a cache that keeps layers with a sliding window in rings (model/rings.py); 0: it
-        keeps all layers in pages. `rows`: of the largest verify pass."""
+        keeps all layers in pages. `rows`: of the largest verify pass. `sequences`: of the cache."""
         each = 2 * config.num_kv_heads * config.head_dim * dtype.itemsize
         near = each * sum(ringed(config)) if rings else 0
-        kv = each * config.num_layers - near
+        attending = sum(config.layer.mixer(n) is None for n in range(config.num_layers))
+        kv = each * attending - near
         tables = len(set(config.layer.ropes)) or 1
         rope = tables * 2 * config.head_dim * max(4, dtype.itemsize)
         scores = 2 * config.num_heads * max(4, dtype.itemsize)  # before and after the softmax, in float32 at least
@@ -55,7 +64,8 @@ class Cost:
         passing = each if gpu and serves_flash(config, dtype) else PREFILL_ROWS * (1 + scores)
         split = partial_bytes(min(rows, MAX_ROWS), config.num_heads, config.head_dim) if gpu else 0
         unit = split_unit(config.num_kv_heads)
-        return cls(kv + rope + 8 + 8 + 4, passing, config.max_context, near, ring, rings, split, unit)
+        states = sequences * sequence_bytes(config, dtype)
+        return cls(kv + rope + 8 + 8 + 4, passing, config.max_context, near, ring, rings, split, unit, states)
 
     def largest_pass(self, context: int, page_size: int, lookahead: int) -> int:
         """Bytes that the prefill of a context or a verify pass after it takes beside K and V, whichever are more."""
@@ -65,10 +75,11 @@ class Cost:
         return max(self.passing * context, self.split * splits if splits > 1 else 0)
 
     def kv(self, pages: int, page_size: int) -> int:
-        """Bytes of a pool of `pages`. The rings have at most as many; if they have fewer, an index leads to them."""
+        """Bytes of a pool of `pages`, and of the recurrent states. The rings have at most as many; if they have fewer,
+        an index leads to them."""
         ring = self.rings * -(-self.ring // page_size)
         inside = self.near * min(pages, ring) + (8 * pages if self.near and ring < pages else 0)
-        return (self.position * pages + inside) * page_size
+        return (self.position * pages + inside) * page_size + self.states
 
 
 def reserve(configs: Sequence[ModelConfig], dtype: torch.dtype, device: torch.device, rows: int = 0) -> int:
@@ -173,6 +184,7 @@ class CacheMemory:
     lookahead: int  # columns of each cache beyond the context
     rows: int = 0  # of the largest verify pass, all sequences together; 0 if another engine verifies
     rings: int = 0  # sequences of the first model's cache, if that keeps sliding windows in rings
+    sequences: int = 1  # of each cache
 
     def sized(self, asked: int | None) -> tuple[int, str | None]:
         """`sized` with the memory that is free after loading the weights."""
@@ -219,7 +231,8 @@ class CacheMemory:
     def _costs(self) -> list[Cost]:
         rings = self.rings, *[0] * (len(self.configs) - 1)
         each = zip(self.configs, rings, strict=True)
-        return [Cost.of(config, self.dtype, count, self.device, self.rows) for config, count in each]
+        how = self.device, self.rows, self.sequences
+        return [Cost.of(config, self.dtype, count, *how) for config, count in each]
 
     @property
     def _spare(self) -> int:

@@ -18,7 +18,8 @@ from specker.kernels.variant import reset_counters
 from specker.model.cache import KVCache, sequence_bounds
 from specker.model.config import ModelConfig
 from specker.model.decoder import GroupRows, Model, run_layers
-from specker.model.rings import AHEAD_OF_MIXTURES
+from specker.model.recurrent import Paths
+from specker.model.rings import AHEAD_OF_MIXTURES, WindowRings
 
 PREFILL_CHUNK = 512  # rows; takes about as long as three rounds of an 8B model on a GPU
 MIXTURE_CHUNK = AHEAD_OF_MIXTURES  # of a mixture of experts: each chunk reads nearly all experts
@@ -84,7 +85,7 @@ def _prefill_chunk(
         return {n: x[-last:] for n, x in out.items()}
     # the columns that a layer sees, by its sliding window (0: none)
     spans: dict[int, slice | Tensor] = dict.fromkeys((0, *windows), cache.span(end, slot))
-    if cache.rings is not None:
+    if isinstance(cache.rings, WindowRings):
         spans |= {w: cache.rings.slots[cache.slots(slot, max(0, start - w + 1), end)] for w in windows}
     later = causal and start > 0
     split = later and splits(model.device)
@@ -111,7 +112,11 @@ def _prefill_chunk(
         )[0].transpose(0, 1)
 
     slots, own = cache.slots(slot, start, end), slice(slot, slot + 1)
-    batch = GroupRows(model.positions[start:end], slots, attend, model.summed, cache.near(slots, own))
+    positions, near = model.positions[start:end], cache.near(slots, own)
+    batch = GroupRows(positions, slots, attend, model.summed, near)
+    if near is not None and near.states is not None:
+        each = cache.lengths[end : end + 1], cache.lengths[:1], sequence_bounds(T, cache.device)
+        batch = batch._replace(paths=Paths(positions, *near[:2], near.states, *each, None))
     steps = zip(model.layers, cache.layers, repeat(batch), strict=False)
     dense = hidden.is_cuda and T > DENSE_CHUNK
     kept = run_layers(model, steps, hidden, aux_layers=aux_layers, dense=dense).aux_hidden_states
@@ -126,6 +131,7 @@ def _compiled_chunk(
     assert model.stack is not None
     T, own = len(hidden), slice(slot, slot + 1)
     end, slots = cache.lengths[start + T : start + T + 1], cache.slots(slot, start, start + T)
+    near = cache.near(slots, own, whole=True)
     out, _ = model.stack.run(
         hidden,
         cache.kv,
@@ -136,7 +142,7 @@ def _compiled_chunk(
         words=None,
         table=cache.block_table[own],
         full=not model.config.causal,
-        near=cache.near(slots, own, whole=True),
+        near=None if near is None else near[:2],
     )
     return dict(zip(aux_layers, out[1:].unbind(0), strict=True))
 

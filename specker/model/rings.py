@@ -28,8 +28,9 @@ def ring_columns(config: ModelConfig) -> int:
 
 
 def ringed(config: ModelConfig) -> list[bool]:
-    """Of each layer, whether its K/V can stand in rings."""
-    return [config.causal and config.layer.sliding_window(n) > 0 for n in range(config.num_layers)]
+    """Of each layer, whether its K/V can stand in rings. A cache has one kind of rings."""
+    served = config.causal and config.layer.recurrent is None
+    return [served and config.layer.sliding_window(n) > 0 for n in range(config.num_layers)]
 
 
 @dataclass(eq=False)
@@ -40,50 +41,65 @@ class Kept:
     prefilled: int  # of the columns, the first ones that a prefill wrote
     end: int  # the request wrote no column from this one on
     pages: list[int]
+    state: int = -1  # the text's recurrent states (states.py)
+    anchor: int = 0  # the later of the two columns whose states there are
 
 
 class Rings:
-    """K and V [L, pages, page_size, Hkv, D] of the L layers of a cache that have a window."""
+    """Where the last columns of each sequence stand: in a ring of pages, as said above."""
 
-    def __init__(
-        self, shape: tuple[int, ...], pool: int, table: Tensor, config: ModelConfig, dtype: torch.dtype, spare: bool
-    ):
-        """`shape`: of K. pool: pages of the cache's other layers; table [sequences, P] int32: their block table.
-        `spare`: the last page belongs to no sequence; slots without a sequence read and write it."""
-        count, self.page_size, self.sliding_window = shape[1] - spare, shape[2], max(config.layer.sliding_windows)
-        self.k, self.v = torch.empty((2, *shape), dtype=dtype, device=table.device).unbind(0)
-        self.layers = list(zip(self.k.unbind(0), self.v.unbind(0), strict=True))
-        self.most = -(-ring_columns(config) // self.page_size)
-        self.ahead = self.most * self.page_size - self.sliding_window  # at least a chunk
+    def __init__(self, count: int, most: int, page_size: int, page: int, pool: int, table: Tensor, spare: bool):
+        """`count`: pages of all rings, of `page_size` columns; most: of one. pool: pages of the cache's other layers,
+        of `page` columns; table [sequences, P] int32: their block table. `spare`: one more page, the last, belongs to
+        no sequence; slots without a sequence read and write it."""
+        self.most, self.page_size, self._page = most, page_size, page
         self.kept: list[Kept] = []  # the oldest first
         self._free = list(range(count))
         self._pages: list[list[int]] = [[] for _ in table]
         self._absent = count if spare else 0
-        self.block_table = torch.full_like(table, self._absent)
+        self._capacity = table.shape[1] * page
+        shape = len(table), -(-self._capacity // page_size)
+        self.block_table = torch.full(shape, self._absent, dtype=torch.int32, device=table.device)
         self.table = self.block_table  # the part of the table that attention reads, as `KVCache.bucket` limits it
-        self._offsets = torch.arange(self.page_size)
-        # [pool * page_size] int64, for each flattened row of the other layers the one that its column has in a ring. A
-        # page of theirs belongs to one sequence at a time: `KVCache.match` sees to it.
-        self.slots = (self._absent * self.page_size + self._offsets).repeat(pool).to(table.device)
-        if spare:
-            self.k[:, count], self.v[:, count] = 0, 0
+        # [pool * page] int64, for each flattened row of the other layers the one that its column has in a ring. A page
+        # of theirs belongs to one sequence at a time: `KVCache.match` sees to it.
+        rows = self._absent * page_size + torch.arange(page) % page_size
+        self.slots = rows.repeat(pool).to(table.device)
+
+    def bucket(self, columns: int) -> None:
+        """Limit the table to the first `columns`."""
+        self.table = self.block_table[:, : -(-columns // self.page_size)]
+
+    def begin(self, slot: int, ring: Kept | None, columns: int) -> None:
+        """The sequence in `slot` begins, after `columns` that it takes over with an earlier one's ring; `assign`
+        follows."""
+        if ring is not None:
+            self.kept.remove(ring)
+            self._free = sorted(self._free + self._pages[slot])
+            self._pages[slot] = ring.pages
 
     def assign(self, slot: int, pages: Tensor) -> None:
         """Give the sequence in `slot` a ring for the text whose columns stand in `pages` [n] int64 of the other layers.
         One that it has grows or shrinks, and keeps the columns that fit."""
-        own, count = self._pages[slot], min(self.most, len(pages))
+        columns = torch.arange(len(pages) * self._page)
+        whole = -(-len(columns) // self.page_size)
+        own, count = self._pages[slot], min(self.most, whole)
         self._free = sorted(self._free + own[count:])
         more = max(0, count - len(own))
         while len(self._free) < more:
-            self._free = sorted(self._free + self.kept.pop(0).pages)
+            self.evict()
         own = self._pages[slot] = own[:count] + self._free[:more]
         self._free = self._free[more:]
-        ring = torch.tensor(own)[torch.arange(len(pages)) % count] if count else torch.empty(0, dtype=torch.int64)
+        ring = torch.tensor(own)[torch.arange(whole) % count] if count else torch.empty(0, dtype=torch.int64)
         table = torch.full_like(self.block_table[slot], self._absent, device="cpu")
-        table[: len(pages)] = ring
+        table[:whole] = ring
         self.block_table[slot] = table
-        rows = ring[:, None] * self.page_size + self._offsets
-        self.slots.view(-1, self.page_size)[pages.to(self.slots.device)] = rows.to(self.slots.device)
+        rows = ring[columns // self.page_size] * self.page_size + columns % self.page_size
+        self.slots.view(-1, self._page)[pages.to(self.slots.device)] = rows.view(-1, self._page).to(self.slots.device)
+
+    def evict(self) -> None:
+        """Free the oldest ring of a request that has ended."""
+        self._free = sorted(self._free + self.kept.pop(0).pages)
 
     def move(self, source: int, target: int) -> None:
         """Move the ring of slot `source` to slot `target`, which has none; `assign` follows."""
@@ -102,17 +118,34 @@ class Rings:
             columns = min(common(text, ring.text), ring.prefilled if prefix_alignment > 1 else len(text))
             columns -= columns % prefix_alignment
             lost = ring.end - self.most * self.page_size  # columns before this one have left the ring
-            if columns > found and max(0, columns - self.sliding_window) >= lost:
+            if columns > found and self.first_seen(columns, ring) >= lost:
                 found, best = columns, ring
         return found, best
 
-    def take_over(self, slot: int, ring: Kept) -> None:
-        """Give the sequence in `slot` the ring of an earlier one; `assign` follows."""
-        self.kept.remove(ring)
-        self._free = sorted(self._free + self._pages[slot])
-        self._pages[slot] = ring.pages
+    def first_seen(self, columns: int, ring: Kept) -> int:
+        """The first column that rows from `columns` on read in a ring; negative if the ring cannot serve them."""
+        raise NotImplementedError
 
     def forget(self) -> None:
         """Free the rings of requests that have ended."""
-        self._free = sorted([*self._free, *(page for ring in self.kept for page in ring.pages)])
-        self.kept = []
+        while self.kept:
+            self.evict()
+
+
+class WindowRings(Rings):
+    """K and V [L, pages, page_size, Hkv, D] of the L layers of a cache that have a window."""
+
+    def __init__(
+        self, shape: tuple[int, ...], pool: int, table: Tensor, config: ModelConfig, dtype: torch.dtype, spare: bool
+    ):
+        """`shape`: of K. The other arguments: see `Rings`."""
+        count, page_size, self.sliding_window = shape[1] - spare, shape[2], max(config.layer.sliding_windows)
+        super().__init__(count, -(-ring_columns(config) // page_size), page_size, page_size, pool, table, spare)
+        self.k, self.v = torch.empty((2, *shape), dtype=dtype, device=table.device).unbind(0)
+        self.layers = list(zip(self.k.unbind(0), self.v.unbind(0), strict=True))
+        self.ahead = self.most * page_size - self.sliding_window  # at least a chunk
+        if spare:
+            self.k[:, count], self.v[:, count] = 0, 0
+
+    def first_seen(self, columns: int, ring: Kept) -> int:
+        return max(0, columns - self.sliding_window)

@@ -11,7 +11,7 @@ from typing import Protocol
 from torch import Tensor
 
 from specker.fields import option
-from specker.model.config import CheckpointError, Experts, ModelConfig
+from specker.model.config import CheckpointError, DeltaNet, Experts, Mixer, ModelConfig, ShortConv
 from specker.model.sampling import Draws
 
 
@@ -51,6 +51,22 @@ class Part:
         """(first, count) of each expert's columns."""
         return self._share(experts.width)
 
+    def beside(self, experts: Experts) -> tuple[int, int]:
+        """(first, count) of the shared expert's columns."""
+        return self._share(experts.shared)
+
+    def key_heads(self, mixer: DeltaNet) -> tuple[int, int]:
+        """(first, count) of a gated delta net's key heads."""
+        return self._share(mixer.key_heads)
+
+    def value_heads(self, mixer: DeltaNet) -> tuple[int, int]:
+        """(first, count) of a gated delta net's value heads, those of its key heads."""
+        return self._share(mixer.value_heads)
+
+    def channels(self, mixer: ShortConv) -> tuple[int, int]:
+        """(first, count) of a short convolution's channels."""
+        return self._share(mixer.channels)
+
     def vocabulary(self, c: ModelConfig) -> tuple[int, int]:
         """(first, count) of the LM head's rows; the last ranks may have fewer."""
         each = -(-c.vocab_size // self.size)
@@ -62,10 +78,16 @@ class Part:
         if self.size == 1:
             return c
         heads, kv_heads, inner = (share(c)[1] for share in (self.heads, self.kv_heads, self.inner))
-        if c.layer.experts is not None:
-            experts = replace(c.layer.experts, width=self.within(c.layer.experts)[1])
-            c = replace(c, layer=replace(c.layer, experts=experts))
+        if (experts := c.layer.experts) is not None:
+            experts = replace(experts, width=self.within(experts)[1], shared=self.beside(experts)[1])
+        mixers = tuple(None if mixer is None else self._mixer(mixer) for mixer in c.layer.mixers)
+        c = replace(c, layer=replace(c.layer, experts=experts, mixers=mixers))
         return replace(c, num_heads=heads, num_kv_heads=kv_heads, intermediate_size=inner)
+
+    def _mixer(self, mixer: Mixer) -> Mixer:
+        if isinstance(mixer, ShortConv):
+            return replace(mixer, channels=self.channels(mixer)[1])
+        return replace(mixer, key_heads=self.key_heads(mixer)[1], value_heads=self.value_heads(mixer)[1])
 
     def _share(self, count: int) -> tuple[int, int]:
         each = count // self.size
@@ -73,12 +95,17 @@ class Part:
 
 
 def _inner(c: ModelConfig) -> list[tuple[str, int]]:
-    """The names and sizes of the feed-forwards' columns that a part shares."""
-    experts = c.layer.experts
+    """The names and sizes of what a part shares beside attention's heads."""
+    experts, mixer = c.layer.experts, c.layer.recurrent
     dense = [("intermediate_size", c.intermediate_size)]
+    if isinstance(mixer, DeltaNet):
+        dense += [("linear_num_key_heads", mixer.key_heads)]
+    elif mixer is not None:
+        dense += [("hidden_size", mixer.channels)]
     if experts is None:
         return dense
-    return [("experts' intermediate size", experts.width), *(dense if experts.dense else [])]
+    shared = [("shared_expert_intermediate_size", experts.shared)] if experts.shared else []
+    return [("experts' intermediate size", experts.width), *shared, *dense[0 if experts.dense else 1 :]]
 
 
 WHOLE = Part()

@@ -37,7 +37,7 @@ class Weights:
     `Packed`."""
 
     embed: Tensor | Packed  # [V, E]
-    qkv: Stacked  # [L, (Hq + 2 * Hkv) * D, E], rows: q heads, k heads, v heads
+    qkv: Stacked  # [L, (Hq + 2 * Hkv) * D, E], rows: the gate's if attention has one, q heads, k heads, v heads
     qkv_bias: Tensor | None  # [L, (Hq + 2 * Hkv) * D]
     q_norm: Tensor | None  # [L, D], or over the whole projection [L, Hq * D]
     k_norm: Tensor | None  # [L, D] or [L, Hkv * D]
@@ -55,12 +55,23 @@ class Weights:
     norm_o: Tensor | None = None  # [L, E], norm of the attention's output
     norm_down: Tensor | None = None  # [L, E], norm of the feed-forward's output
     router: Tensor | Sequence[Tensor | None] | None = None  # [L, X, E], of mixtures of experts
+    shared_gate_up: Any = None  # [L, 2 * S, E], of a mixture's expert that every row reads
+    shared_down: Any = None  # [L, E, S]
+    shared_gate: Any = None  # [L, 1, E]
+    # Of layers with a recurrent state (config.Mixer), whose in-projection is `qkv` and whose out-projection is `o`; a
+    # layer that attends has None.
+    gates: Any = None  # [L, 2 * Hv, E], rows: b, then a of each value head
+    conv: Any = None  # [L, channels, K]
+    a_log: Any = None  # [L, Hv]
+    dt_bias: Any = None  # [L, Hv]
+    norm_mix: Any = None  # [L, Dv]
 
 
 def _matrices(w: Weights) -> list[Matrix]:
     """The layers' matrices, stacked or each."""
-    stacks = w.qkv, w.o, w.gate_up, w.down
-    return [x for stack in stacks for x in ((stack,) if isinstance(stack, Matrix) else stack)]
+    stacks = w.qkv, w.o, w.gate_up, w.down, w.shared_gate_up, w.shared_down
+    each = (x for stack in stacks if stack is not None for x in ((stack,) if isinstance(stack, Matrix) else stack))
+    return [x for x in each if x is not None]
 
 
 @dataclass(frozen=True, eq=False)
@@ -91,7 +102,8 @@ class Parameters:
         w, c = self.weights, self.local
         if not sum(x.nbytes for x in _matrices(w)):  # another engine runs the layers
             return layer_elements(self.config) * w.norm.element_size()
-        whole: list[Any] = [w.qkv, w.o] if w.router is None else [w.qkv, w.o, w.router]
+        others = w.router, w.shared_gate_up, w.shared_down, w.gates
+        whole: list[Any] = [w.qkv, w.o, *(stack for stack in others if stack is not None)]
         inner: list[Any] = [w.gate_up, w.down]
         held = 0.0
         for n in range(c.num_layers):
@@ -120,6 +132,28 @@ class Attention(NamedTuple):
     o_bias: Tensor | None
 
 
+class Recurrent(NamedTuple):
+    """Weights of a layer with a recurrent state: a gated delta net, or a short convolution, which has neither gates nor
+    what follows `conv`."""
+
+    norm_in: Tensor | None  # [E]
+    qkv: quant.Matrix  # in-projection [config.Mixer.projected without a and b, E]
+    gates: Tensor | None  # [2 Hv, E], rows: b, then a
+    conv: Tensor  # [channels, K]
+    a_log: Tensor | None  # [Hv]
+    dt_bias: Tensor | None  # [Hv]
+    norm: Tensor | None  # [Dv]
+    o: quant.Matrix  # out-projection [E, values]
+
+
+class Shared(NamedTuple):
+    """A mixture's expert that every row reads."""
+
+    gate_up: quant.Matrix  # [2 S, E]
+    down: quant.Matrix  # [E, S]
+    gate: Tensor  # [1, E]
+
+
 class FeedForward(NamedTuple):
     """Feed-forward weights of one layer, and the norms of its sublayers' outputs."""
 
@@ -131,15 +165,22 @@ class FeedForward(NamedTuple):
     norm_o: Tensor | None  # [E], norm of the attention's output
     norm_down: Tensor | None  # [E], norm of the feed-forward's output
     router: Tensor | None  # [X, E], of a mixture of experts
+    shared: Shared | None = None
 
 
 class Group(NamedTuple):
     """Weights of N layers that attend side by side from one input. An ordinary layer is a group of one."""
 
-    attention: Attention  # stacked if N > 1; if ranks share the group, only this rank's layers
+    mixer: Attention | Recurrent  # stacked if N > 1; if ranks share the group, only this rank's layers
     mlps: tuple[FeedForward, ...]  # [N]
     rope: Tensor  # [C, 2, D], the table of all N layers
     sliding_window: int  # the sliding window of all N layers, see LayerSpec.sliding_windows
+
+    @property
+    def attention(self) -> Attention:
+        """The weights of layers that attend."""
+        assert isinstance(self.mixer, Attention)
+        return self.mixer
 
 
 def layers_of(weights: Weights, c: ModelConfig, ropes: Sequence[Tensor]) -> list[Group]:
@@ -148,8 +189,8 @@ def layers_of(weights: Weights, c: ModelConfig, ropes: Sequence[Tensor]) -> list
     def at(stack: Any, n: int) -> Any:
         return None if stack is None else stack[n]
 
-    def row(stack: Tensor | None, n: int) -> Tensor | None:
-        return None if stack is None else stack[n].unsqueeze(0)
+    def row(stack: Any, n: int) -> Tensor | None:
+        return None if stack is None or stack[n] is None else stack[n].unsqueeze(0)
 
     def inner(stack: Any, n: int) -> Any:
         """A matrix of the feed-forward; of experts by expert, unless the compiled layers read it."""
@@ -160,17 +201,22 @@ def layers_of(weights: Weights, c: ModelConfig, ropes: Sequence[Tensor]) -> list
             return matrix.each(lambda part: part.unflatten(0, (mixture.count, -1)))
         return matrix.unflatten(0, (mixture.count, -1))
 
+    def mixer(n: int) -> Attention | Recurrent:
+        first, last = (at(stack, n) for stack in (weights.norm_in, weights.o))
+        if c.layer.mixer(n) is None:
+            norms = row(weights.q_norm, n), row(weights.k_norm, n)
+            return Attention(first, at(weights.qkv, n), at(weights.qkv_bias, n), *norms, last, at(weights.o_bias, n))
+        each = weights.qkv, weights.gates, weights.conv, weights.a_log, weights.dt_bias, weights.norm_mix
+        return Recurrent._make((first, *(at(stack, n) for stack in each), last))
+
+    def shared(n: int) -> Shared | None:
+        if at(weights.shared_gate, n) is None:
+            return None
+        return Shared(at(weights.shared_gate_up, n), at(weights.shared_down, n), at(weights.shared_gate, n))
+
     return [
         Group(
-            Attention(
-                norm_in=at(weights.norm_in, n),
-                qkv=at(weights.qkv, n),
-                qkv_bias=at(weights.qkv_bias, n),
-                q_norm=row(weights.q_norm, n),
-                k_norm=row(weights.k_norm, n),
-                o=at(weights.o, n),
-                o_bias=at(weights.o_bias, n),
-            ),
+            mixer(n),
             (
                 FeedForward(
                     norm_post=at(weights.norm_post, n),
@@ -181,6 +227,7 @@ def layers_of(weights: Weights, c: ModelConfig, ropes: Sequence[Tensor]) -> list
                     norm_o=at(weights.norm_o, n),
                     norm_down=at(weights.norm_down, n),
                     router=at(weights.router, n),
+                    shared=shared(n),
                 ),
             ),
             ropes[c.layer.rope(n)],

@@ -2,7 +2,7 @@
 session that decodes requests."""
 
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import cache as memoised
@@ -14,6 +14,7 @@ import torch
 from specker.checkpoints.checkpoint import Checkpoint
 from specker.checkpoints.gguf.cache import origin
 from specker.fields import option
+from specker.kernels.delta import BLOCK
 from specker.model import memory
 from specker.model.cache import KVCache
 from specker.model.config import ModelConfig, layer_elements
@@ -98,6 +99,7 @@ class Engine:
         reads = not gpu and (ranks is None or (ranks.draft_ranks == 1 and not strategy.every_rank))
         self.policies = PolicyContext(o, self.target.config.num_layers, self.family, history, head_cost, reads)
         self.plan = strategies.plan(self.policies)
+        check_depth(self.plan.largest.depth, [self.target, *([] if self.draft is None else [self.draft])])
         self.loop = Loop(
             model,
             self.cache,
@@ -412,6 +414,14 @@ class Engine:
         return out if text.several(prompt) else out[0]
 
 
+def check_depth(depth: int, models: Sequence[Checkpoint]) -> None:
+    """Raise ValueError for drafts of so many tokens in a row that a recurrent state could not be kept behind them."""
+    if depth > BLOCK and any(model.config.layer.recurrent for model in models):
+        raise ValueError(
+            f"{option('draft_tokens', depth)} is too long for a model with recurrent layers: the most are {BLOCK}"
+        )
+
+
 def fixed_shapes(o: Options, model: Model, ranks: Ranks | None) -> bool:
     """Whether rounds have fixed shapes where they can, so that a GPU captures them. `ranks`: those that share rank 0's
     drafts, unless all of them draft. Raises ValueError for `graphs` on if rounds cannot be captured."""
@@ -457,4 +467,6 @@ def cache_memory(
     norm = target.weights.norm  # has the dtype of the K/V
     largest = strategies.plan(PolicyContext(options, target.config.num_layers, family)).largest
     rows, configs = options.batch_size * (largest.nodes + 1), tuple(c.local for c in own)
-    return memory.CacheMemory(configs, norm.dtype, norm.device, options.page_size, LOOKAHEAD, rows, slots(options))
+    own_slots = slots(options)
+    how = norm.dtype, norm.device, options.page_size, LOOKAHEAD, rows
+    return memory.CacheMemory(configs, *how, rings=own_slots, sequences=own_slots)

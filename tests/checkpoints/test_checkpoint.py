@@ -24,6 +24,8 @@ NAMES |= {"qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM", "smollm3": "
 NAMES |= {"gemma3": "Gemma3ForCausalLM", "olmo2": "Olmo2ForCausalLM", "mimo": "MiMoForCausalLM"}
 NAMES |= {"granite": "GraniteForCausalLM", "phi3": "Phi3ForCausalLM"}
 NAMES |= {"ministral": "MinistralForCausalLM", "ministral3": "Ministral3ForCausalLM"}
+NAMES |= {"qwen3_5": "Qwen3_5ForCausalLM", "qwen3_5_moe": "Qwen3_5MoeForCausalLM"}
+NAMES |= {"qwen3_next": "Qwen3NextForCausalLM", "lfm2": "Lfm2ForCausalLM", "olmo3": "Olmo3ForCausalLM"}
 NAMES |= {"mixtral": "MixtralForCausalLM", "qwen3_moe": "Qwen3MoeForCausalLM"}
 
 
@@ -40,7 +42,10 @@ def tensors(ck: Checkpoint) -> dict[str, torch.Tensor]:
 # --- what is read -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("name", "options"), CASES, ids=[name for name, _ in CASES])
+ALIKE = [case for case in CASES if case[1].get("arch") not in ("qwen3_5", "qwen3_5_moe", "qwen3_next", "lfm2")]
+
+
+@pytest.mark.parametrize(("name", "options"), ALIKE, ids=[name for name, _ in ALIKE])  # of layers of one kind
 def test_weights_equal_transformers(tmp_path: Path, name: str, options: dict[str, Any]) -> None:
     folder = make(tmp_path, **options)
     ck, model = read_here(folder), oracle(folder)
@@ -84,8 +89,8 @@ def test_weights_equal_transformers(tmp_path: Path, name: str, options: dict[str
         want = stack(f"{name}.weight")
         same(got, None if want is None else want + (arch == "gemma3"))
 
-    after = {"gemma3": "post_attention_layernorm", "olmo2": "post_attention_layernorm"}.get(arch, "")
-    before = {"gemma3": "pre_feedforward_layernorm", "olmo2": ""}.get(arch, "post_attention_layernorm")
+    after = "post_attention_layernorm" if arch in ("gemma3", "olmo2", "olmo3") else ""
+    before = {"gemma3": "pre_feedforward_layernorm", "olmo2": "", "olmo3": ""}.get(arch, "post_attention_layernorm")
     same_norm(w.q_norm, "self_attn.q_norm")
     same_norm(w.k_norm, "self_attn.k_norm")
     same_norm(w.norm_in, "input_layernorm")
@@ -99,7 +104,7 @@ def test_weights_equal_transformers(tmp_path: Path, name: str, options: dict[str
     assert (w.head is w.embed) == c.tied == options.get("tied", False)
     rotary, hf = model.model.rotary_emb, model.config
     for n in range(c.num_layers):  # RoPE and the window of each layer
-        kind = f"{hf.layer_types[n]}_" if arch == "gemma3" else ""
+        kind = f"{hf.layer_types[n]}_" if arch in ("gemma3", "olmo3") else ""
         rotates = arch != "smollm3" or bool(hf.no_rope_layers[n])
         rope = w.ropes[c.layer.rope(n)]
         freq, scale = getattr(rotary, f"{kind}inv_freq") * rotates, getattr(rotary, f"{kind}attention_scaling")
@@ -117,10 +122,9 @@ def test_weights_equal_transformers(tmp_path: Path, name: str, options: dict[str
     assert c.architecture == NAMES[arch]
     assert (c.layer.qkv_bias, c.layer.o_bias) == (w.qkv_bias is not None, w.o_bias is not None)
     assert c.layer.mlp_bias == (w.gate_up_bias is not None) == (w.down_bias is not None)
-    assert c.layer.qk_norm == {"qwen3": "head", "qwen3_moe": "head", "gemma3": "head", "olmo2": "projection"}.get(
-        arch, ""
-    )
-    assert c.layer.norms == {"gemma3": "both", "olmo2": "after"}.get(arch, "before")
+    whole, head = ("olmo2", "olmo3"), ("qwen3", "qwen3_moe", "gemma3")
+    assert c.layer.qk_norm == ("projection" if arch in whole else "head" if arch in head else "")
+    assert c.layer.norms == ("after" if arch in whole else "both" if arch == "gemma3" else "before")
     gemma = options.get("query_pre_attn_scalar", 256) ** -0.5 if arch == "gemma3" else None
     assert c.layer.scale == factors.get("attention_multiplier", gemma)
     assert c.embed_scale == (8 if arch == "gemma3" else 6 / 0.22 if factors else 1)

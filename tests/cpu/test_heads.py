@@ -71,7 +71,7 @@ def restored(model):
     parts = [(layer.attention, layer.mlps[0]) for layer in model.layers]
     model.layers = [
         layer._replace(
-            attention=attention._replace(qkv=plain(attention.qkv), o=plain(attention.o)),
+            mixer=attention._replace(qkv=plain(attention.qkv), o=plain(attention.o)),
             mlps=(mlp._replace(gate_up=plain(mlp.gate_up), down=plain(mlp.down)),),
         )
         for layer, (attention, mlp) in zip(model.layers, parts, strict=True)

@@ -133,7 +133,7 @@ def whole(packed):
     model.head = restored(model.head)
     model.layers = [
         layer._replace(
-            attention=layer.attention._replace(qkv=restored(layer.attention.qkv), o=restored(layer.attention.o)),
+            mixer=layer.attention._replace(qkv=restored(layer.attention.qkv), o=restored(layer.attention.o)),
             mlps=tuple(m._replace(gate_up=restored(m.gate_up), down=restored(m.down)) for m in layer.mlps),
         )
         for layer in model.layers

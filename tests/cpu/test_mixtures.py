@@ -37,7 +37,7 @@ def plain(model):
             mlp = mlp._replace(router=mlp.router.float())
         mlp = mlp._replace(gate_up=gate_up, down=down)
         attention = attention._replace(qkv=dense(attention.qkv), o=dense(attention.o))
-        model.layers[n] = layer._replace(attention=attention, mlps=(mlp,))
+        model.layers[n] = layer._replace(mixer=attention, mlps=(mlp,))
     return model
 
 

@@ -9,10 +9,14 @@ from make_checkpoint import (
     FULL,
     GEMMA3,
     GRANITE,
+    LFM2,
     LONGROPE,
     MIXTRAL,
+    OLMO3,
     PHI4,
+    QWEN3_5,
     QWEN3_MOE,
+    QWEN3_NEXT,
     SHORT,
     SLIDING,
     edit,
@@ -46,6 +50,10 @@ KINDS = {  # the windows are shorter than the prompts, and than some drafts
     "ministral": {"arch": "ministral", "layers": 4, "sliding_window": 5, "layer_types": [SLIDING, FULL] * 2},
     "mixtral": {**MIXTRAL, "layers": 4, "sliding_window": 5},
     "qwen3-moe": {**QWEN3_MOE, "layers": 4, "mlp_only_layers": [2], "seed": 5},
+    "qwen3.5": QWEN3_5,
+    "qwen3-next": QWEN3_NEXT,
+    "lfm2": LFM2 | {"layer_types": ["conv", "full_attention", "conv", "conv"], "layers": 4},
+    "olmo3": OLMO3 | {"layer_types": [SLIDING, FULL, SLIDING, SLIDING], "layers": 4},
 }
 HOW = {
     "chain": {"strategy": "draft", "draft_tokens": 4},
@@ -146,6 +154,8 @@ OTHER_SIZES = {"phi4-mini": {"hidden": 128, "rope": LONGROPE | TWICE}}  # the he
 def test_every_kind_is_compiled(tmp_path, kind):
     folder = make(tmp_path / "target", max_context=160, **KINDS[kind] | SIZES | OTHER_SIZES.get(kind, {}))
     engine = specker.load(folder, strategy="lookup", device="cpu", dtype="float32")
+    if kind in ("qwen3.5", "qwen3-next", "lfm2"):
+        pytest.skip("recurrent layers are not compiled yet")
     assert engine.model.stack is not None and "cpu" not in engine.remarks
     exact = specker.load(folder, strategy="ar", device="cpu", dtype="float64").generate(PROMPT, max_new_tokens=15)
     assert engine.generate(PROMPT, max_new_tokens=15).tokens == exact.tokens

@@ -195,13 +195,13 @@ def _in(stem: str, name: str) -> bool:
 
 
 def _config(c: ModelConfig) -> ModelConfig:
-    """The config of the head's layer. Raises CheckpointError if the target's layers differ."""
+    """The config of the head's layer, which attends. Raises CheckpointError if the target's layers differ."""
     mixed = c.layer.experts is not None and c.layer.experts.dense
     if len(set(c.layer.sliding_windows)) > 1 or len(set(c.layer.ropes)) > 1 or mixed:
         raise CheckpointError(
             f"the layers of this {c.architecture} differ, and specker cannot tell which the MTP head has"
         )
-    layer = replace(c.layer, sliding_windows=c.layer.sliding_windows[:1], ropes=c.layer.ropes[:1])
+    layer = replace(c.layer, sliding_windows=c.layer.sliding_windows[:1], ropes=c.layer.ropes[:1], mixers=())
     return replace(c, num_layers=1, layer=layer, tied=False, shares=())
 
 

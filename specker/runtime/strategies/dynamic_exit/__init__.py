@@ -144,6 +144,6 @@ class SelfDrafting(Strategy):
 def _bytes(model: Model) -> float:
     """Bytes of the layers' matrices that a step of one row reads."""
     share, layers = model.config.layer.share, model.layers
-    attending = sum(w.attention.qkv.nbytes + w.attention.o.nbytes for w in layers)
+    mixing = sum(w.mixer.qkv.nbytes + w.mixer.o.nbytes for w in layers)
     feeding = [(w.mlps[0].gate_up.nbytes + w.mlps[0].down.nbytes) * share(n) for n, w in enumerate(layers)]
-    return attending + sum(feeding)
+    return mixing + sum(feeding)

@@ -14,7 +14,7 @@ from specker.kernels.quant import Quantized, joined
 from specker.kernels.round.repeat import repeat_rows
 from specker.model.cache import KVCache, Rows, sequence_bounds
 from specker.model.decoder import GroupRows, GroupStep, Model, Output, compiled, in_blocks, over_pages, run_layers
-from specker.model.weights import Attention, Group
+from specker.model.weights import Attention, Group, Recurrent
 from specker.runtime.ranks.dist import Ranks
 from specker.runtime.strategies.easyspec import Groups
 
@@ -137,6 +137,11 @@ class LayerParallel:
         first, *others = (self.model.layers[n] for n in layers)
         if not others:
             return first
+        if any(isinstance(self.model.layers[n].mixer, Recurrent) for n in layers):
+            raise ValueError(
+                "EasySpec cannot run layers with a recurrent state side by side: choose other "
+                f"{option('layer_parallel')} groups, or strategy draft"
+            )
         if any(layer.sliding_window != first.sliding_window or layer.rope is not first.rope for layer in others):
             raise ValueError(
                 "EasySpec cannot run layers with different sliding windows or RoPE side by side: choose other "
@@ -158,7 +163,7 @@ class LayerParallel:
         stack = _in_one(each)
         for i, n in enumerate(layers):
             layer = self.model.layers[n]
-            self.model.layers[n] = layer._replace(attention=layer.attention._replace(**{name: stack[i]}))
+            self.model.layers[n] = layer._replace(mixer=layer.attention._replace(**{name: stack[i]}))
         return stack.squeeze(1) if name in ("q_norm", "k_norm") else stack  # [1, D] each
 
 

@@ -1,0 +1,66 @@
+"""A layer that mixes columns by a recurrent state: a gated delta net or a gated short convolution (config.Mixer)."""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+from torch import Tensor
+
+from specker.kernels.conv import conv_rows
+from specker.kernels.delta import BLOCK, delta_rows
+from specker.model.cache import Rows
+from specker.model.config import DeltaNet, Mixer
+from specker.model.states import Memory
+from specker.model.weights import Recurrent
+
+
+class Paths(NamedTuple):
+    """T rows of n sequences, and the columns that each reads along its path; see `delta_rows`."""
+
+    positions: Tensor  # [T] int64
+    slots: Tensor  # [T] int64, rows of the records
+    table: Tensor  # [n, P] int32, pages of the records
+    states: Tensor  # [n] int64, each sequence's states
+    kv_len: Tensor  # [n] int32
+    window: Tensor  # [n] int32
+    cu_rows: Tensor  # [n + 1] int32
+    ancestors: Tensor | None  # [T, W] int64; None: a chain after all columns before it
+
+
+def paths(rows: Rows) -> Paths | None:
+    """The paths of rows; None if the model has no recurrent states."""
+    near = rows.near
+    if near is None or near.states is None:
+        return None
+    return Paths(rows.positions, *near[:2], near.states, rows.kv_len, rows.window, rows.cu_rows, rows.ancestors)
+
+
+def mix(
+    mixer: Mixer, w: Recurrent, memory: Memory, x: Tensor, rows: Paths, linear: Callable[..., Tensor], eps: float
+) -> Tensor:
+    """The inputs of the out-projection [T, values] for the layer's inputs x [T, E]. Writes the rows' records, and moves
+    the layer's states on.
+
+        q, k, v = silu(conv(qkv x)),  z, b, a = z x, b x, a x;  norm(delta_rule(q, k, v, a, b)) * silu(z)
+        b, c, h = qkv x;  c * conv(b * h)                                                        (short convolution)
+    """
+    columns = rows.table, rows.kv_len, rows.window, rows.cu_rows
+    projected = linear(x, w.qkv)
+    if not isinstance(mixer, DeltaNet):
+        before, after, inner = projected.chunk(3, -1)
+        return conv_rows(
+            inner, w.conv, None, memory.inputs, rows.slots, *columns, rows.ancestors, "none", before, after
+        )
+    C, keys = mixer.channels, mixer.key_heads * mixer.key_dim
+    mixed = conv_rows(projected[:, :C], w.conv, None, memory.inputs, rows.slots, *columns, rows.ancestors)
+    q, k, v = mixed.split([keys, keys, mixer.values], -1)
+    q, k = (part.unflatten(1, (-1, mixer.key_dim)) for part in (q, k))
+    v, z = (part.unflatten(1, (-1, mixer.value_dim)) for part in (v, projected[:, C:]))
+    assert w.gates is not None and w.a_log is not None and w.dt_bias is not None
+    b, a = linear(x, w.gates).chunk(2, -1)
+    _, k_records, u_records, g_records, states, anchors = memory
+    assert k_records is not None and u_records is not None and g_records is not None
+    assert states is not None and anchors is not None
+    own, records = (q, k, v, a, b, w.a_log, w.dt_bias), (k_records, u_records, g_records)
+    memory_of, places = (states, rows.states, anchors, *records), (rows.positions, rows.slots, *columns)
+    out = delta_rows(*own, *memory_of, *places, rows.ancestors, BLOCK, z, w.norm, eps)
+    return out.flatten(1)

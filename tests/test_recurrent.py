@@ -1,0 +1,214 @@
+"""Targets and drafts with recurrent layers: texts that cross anchors, in every way of drafting and in any company, are
+those of plain decoding; states are taken over, moved and dropped."""
+
+import json
+import random
+import shutil
+
+import pytest
+import torch
+from make_checkpoint import LFM2, QWEN3_5, QWEN3_NEXT, edit, exact_oracle, make, oracle, oracle_logits
+from make_mtp import make_mtp
+from pairs import perturbed
+from safetensors.torch import load_file, save_file
+
+import specker
+from specker.checkpoints.checkpoint import read_config
+from specker.kernels.delta import BLOCK
+from specker.model.cache import KVCache
+from specker.model.config import CheckpointError
+from specker.model.states import sequence_bytes
+from specker.options import Params
+
+KINDS = {
+    "qwen3.5": QWEN3_5 | {"linear_num_key_heads": 1, "linear_num_value_heads": 2, "seed": 3},
+    "lfm2": LFM2 | {"tied": False, "seed": 1},
+}
+LENGTHS = 1, 3, 33, 62, 64, 65, 130  # of prompts
+HOW = {
+    "chain": {"strategy": "draft", "draft_tokens": 5},
+    "tree": {"strategy": "draft", "tree": "3x3"},
+    "exit": {"strategy": "del", "policy": "fixed", "exit_layer": 2, "draft_tokens": 3},
+    "lookup": {"strategy": "lookup", "draft_tokens": 4},
+    "static": {"strategy": "draft", "tree": "2x3", "graphs": "on"},  # the device places the rows
+}
+
+
+def prompt_of(length: int) -> list[int]:
+    """A text that repeats itself, for lookups."""
+    g = torch.Generator().manual_seed(length)
+    part = torch.randint(0, 128, (9,), generator=g).tolist()
+    return (part * length)[:length]
+
+
+@pytest.fixture(scope="module")
+def pairs(tmp_path_factory):
+    """kind -> (target, draft)."""
+    made = {}
+    for kind, options in KINDS.items():
+        target = make(tmp_path_factory.mktemp(kind), max_context=256, **options)
+        made[kind] = target, perturbed(target, tmp_path_factory.mktemp(f"{kind}-draft"), amount=0.04)
+    return made
+
+
+@pytest.fixture(scope="module")
+def texts(pairs):
+    """kind -> the texts of plain decoding after each prompt."""
+    known = {}
+
+    def of(kind):
+        if kind not in known:
+            engine = specker.load(pairs[kind][0], strategy="ar", dtype="float64")
+            known[kind] = [engine.generate(prompt_of(n), max_new_tokens=70).tokens for n in LENGTHS]
+        return known[kind]
+
+    return of
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_plain_decoding_has_the_text_of_transformers(pairs, texts, kind, monkeypatch):
+    exact_oracle(monkeypatch)
+    model = oracle(pairs[kind][0], torch.float64)
+    for n, text in zip(LENGTHS, texts(kind), strict=True):
+        best = oracle_logits(model, torch.tensor(prompt_of(n) + text))[n - 1 : -1].argmax(-1)
+        assert best.tolist() == text
+        assert len(set(text)) > 5
+
+
+@pytest.mark.parametrize("how", HOW)
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_strategy_has_the_text_of_plain_decoding(pairs, texts, kind, how):
+    """Drafts cross an anchor at every offset."""
+    target, draft = pairs[kind]
+    side = draft if HOW[how]["strategy"] == "draft" else None
+    engine = specker.load(target, side, dtype="float64", page_size=16, **HOW[how])
+    drafted = accepted = 0
+    for n, text in zip(LENGTHS, texts(kind), strict=True):
+        out = engine.generate(prompt_of(n), max_new_tokens=70)
+        assert out.tokens == text
+        engine.cache.check()
+        drafted, accepted = drafted + out.stats.drafted, accepted + out.stats.accepted
+    assert 0 < accepted < drafted
+
+
+@pytest.mark.parametrize("size", [2, 5])
+@pytest.mark.parametrize("kind", KINDS)
+def test_arrivals_and_cancellations(pairs, kind, size):
+    """Texts begin and end at random; each that ends by itself is the one that it is alone. Greedy and sampled."""
+    target, draft = pairs[kind]
+    draw, alone = random.Random(size), specker.load(target, strategy="ar", dtype="float64")
+    engine = specker.load(target, draft, dtype="float64", strategy="draft", tree="2x3", batch_size=size, page_size=16)
+    session, running, done = engine.session, {}, 0
+    for step in range(160):
+        if len(running) < size + 1 and step < 110 and draw.random() < 0.4:
+            prompt, count = prompt_of(draw.choice(LENGTHS)), draw.randint(1, 60)
+            how = {"max_new_tokens": count, "temperature": draw.choice([0.0, 0.7]), "seed": draw.randint(0, 9)}
+            request = session.request(prompt, Params.of(**how))
+            engine.loop.waiting.append(request)
+            running[request] = prompt, how
+        if running and draw.random() < 0.05:
+            request = draw.choice(list(running))
+            engine.loop.cancel(request)
+            del running[request]
+        if engine.loop.busy:
+            engine.loop.step()
+        for request in [request for request in running if request.finished]:
+            prompt, how = running.pop(request)
+            assert request.tokens == alone.generate(prompt, **how).tokens
+            done += 1
+    assert done > 8
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_text_goes_on_from_the_states_of_an_earlier_one(pairs, kind):
+    """With `--prefix-cache all` a request takes over the ring, the states and the K/V of a text that it continues; one
+    that leaves the text further back than the states reach begins anew."""
+    target, draft = pairs[kind]
+    engine = specker.load(
+        target, draft, dtype="float64", strategy="draft", tree="2x3", page_size=16, prefix_cache="all"
+    )
+    alone = specker.load(target, strategy="ar", dtype="float64", prefix_cache="off")
+    first = engine.generate(prompt_of(100), max_new_tokens=40)
+    whole = prompt_of(100) + first.tokens
+    for text, taken in ((whole + [5, 6, 7], True), (whole[:135] + [9, 9], True), ([*whole[:20], 3, 4], kind == "lfm2")):
+        out = engine.generate(text, max_new_tokens=40)
+        assert out.tokens == alone.generate(text, max_new_tokens=40).tokens
+        assert (out.stats.prefilled < len(text) - 1) == taken
+        if not taken:
+            break
+        engine.generate(whole[:100], max_new_tokens=40)  # the ring holds this text again
+
+
+def test_states_are_counted(pairs):
+    """A sequence's states and records take what `sequence_bytes` says, whatever the context."""
+    for target, _ in pairs.values():
+        config = read_config(target)
+        for sequences in (1, 3):
+            cache = KVCache(config, 256, dtype=torch.bfloat16, device="cpu", sequences=sequences)
+            rings = cache.rings
+            spare = rings.page_size * sum(x[:, 0, 0].nbytes for x in rings.records) if sequences > 1 else 0
+            more = sum(x[:, 0].nbytes for x in rings.memory[4:] if x is not None) if sequences > 1 else 0
+            held = sum(x.nbytes for x in rings.memory if x is not None)
+            assert held == sequences * sequence_bytes(config, torch.bfloat16) + spare + more
+
+
+def test_the_mtp_head_of_the_checkpoint_drafts(tmp_path):
+    options = {name: value for name, value in QWEN3_5.items() if name != "layers"}
+    target = make_mtp(tmp_path, "qwen3-next", **options)
+    plain = specker.load(target, strategy="ar", dtype="float64")
+    for shape in ({"draft_tokens": 3}, {"tree": "4x3"}):
+        engine = specker.load(target, strategy="mtp", dtype="float64", **shape)
+        for how in ({}, {"temperature": 0.7, "seed": 2}):
+            out = engine.generate(prompt_of(62), max_new_tokens=40, **how)
+            assert out.tokens == plain.generate(prompt_of(62), max_new_tokens=40, **how).tokens
+            assert out.stats.drafted > 20
+
+
+@pytest.mark.parametrize("arch", ["qwen3_5", "qwen3_5_moe"])
+def test_the_text_model_of_a_multimodal_checkpoint(tmp_path, arch):
+    more = {name: value for name, value in QWEN3_NEXT.items() if name != "arch"} if arch.endswith("moe") else QWEN3_5
+    text = make(tmp_path / "text", **{**more, "arch": arch})
+    both = shutil.copytree(text, tmp_path / "both")
+    weights = load_file(text / "model.safetensors")
+    moved = {
+        name.replace("model.", "model.language_model.", 1): w for name, w in weights.items() if name != "lm_head.weight"
+    }
+    moved |= {"lm_head.weight": weights["lm_head.weight"], "model.visual.blocks.0.norm1.weight": torch.ones(4)}
+    save_file(moved, both / "model.safetensors", {"format": "pt"})
+    inner = json.loads((text / "config.json").read_text())
+    outer = {"model_type": arch, "architectures": ["ForConditionalGeneration"], "text_config": inner}
+    (both / "config.json").write_text(json.dumps({**outer, "vision_config": {}, "tie_word_embeddings": False}))
+    one, other = (specker.load(folder, strategy="ar", dtype="float64") for folder in (text, both))
+    assert one.generate(prompt_of(20), 20).tokens == other.generate(prompt_of(20), 20).tokens
+
+
+def test_refusals(pairs, tmp_path):
+    target, draft = pairs["qwen3.5"]
+    long = {"dtype": "float64", "strategy": "draft"}
+    with pytest.raises(ValueError, match=f"too long for a model with recurrent layers: the most are {BLOCK}"):
+        specker.load(target, draft, **long, draft_tokens=BLOCK + 1)
+    specker.load(target, draft, **long, draft_tokens=BLOCK)
+    with pytest.raises(ValueError, match="EasySpec cannot run layers with a recurrent state side by side"):
+        specker.load(target, draft, "easyspec", dtype="float64", layer_parallel="2")
+    for changes, message in (
+        (
+            {"layer_types": ["linear_attention"] * 3 + ["sliding_attention"]},
+            "layer_types sliding_attention are not supported",
+        ),
+        ({"layer_types": ["linear_attention"] * 4}, "layer_types must name at least one layer of full_attention"),
+        ({"linear_num_value_heads": 3, "linear_num_key_heads": 2}, "must be a multiple of linear_num_key_heads 2"),
+        ({"linear_key_head_dim": 24}, "linear_key_head_dim 24 is not supported; it must be a power of two"),
+        ({"linear_conv_kernel_dim": 9}, "linear_conv_kernel_dim 9 is not supported; it must be between 2 and 8"),
+        ({"linear_conv_kernel_dim": "four"}, "linear_conv_kernel_dim must be a whole number from 1"),
+    ):
+        folder = shutil.copytree(target, tmp_path / str(len(message)), dirs_exist_ok=True)
+        edit(folder, **changes)
+        with pytest.raises(CheckpointError, match=message):
+            read_config(folder)
+    folder, weights = shutil.copytree(target, tmp_path / "bare"), load_file(target / "model.safetensors")
+    del weights["model.layers.0.linear_attn.A_log"]
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    with pytest.raises(
+        CheckpointError, match=r"lacks model\.layers\.0\.linear_attn\.A_log, which config\.json requires"
+    ):
+        specker.load(folder, strategy="ar")
