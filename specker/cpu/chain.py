@@ -8,7 +8,7 @@ from typing import Any, Protocol
 import numpy as np
 from torch import Tensor
 
-from specker.cpu.layers import Placement, Stack, placed
+from specker.cpu.layers import Placement, Records, Stack, placed
 from specker.cpu.library import ChainCall, Matrix, Rule, native, team
 
 
@@ -47,6 +47,7 @@ def draft_chain(
     steps: int,
     sampling: Sequence[tuple[float, int]],
     rules: Sequence[Ends] | None,
+    records: Records | None = None,
 ) -> tuple[Any, Any]:
     """Draft up to `steps` tokens of n sequences.
 
@@ -55,11 +56,12 @@ def draft_chain(
     draft tokens' pairs, as arguments of `placed`. groups: the groups of layers (`Stack.run`) for committed tokens, and
     for draft tokens. columns: the cache's column of each sequence's first draft token. sampling: temperature and seed
     of each sequence; the draft ranks its candidates under the noise of the target's draws. rules: one per chain;
-    drafting ends for all chains when most rules say so. Without rules it ends after `steps` tokens. Returns numpy ids
+    drafting ends for all chains when most rules say so. Without rules it ends after `steps` tokens. records: of layers
+    with a recurrent state, for these rows; later rows follow their table. Returns numpy ids
     [done, n] int64 and their probabilities among the candidates [done, n] float32."""
     n, begin, pairs = len(columns), begin.contiguous(), stack.pairs is not None
     tokens, output = (None, begin.data_ptr()) if pairs else (begin.data_ptr(), None)
-    first, more = placed(*rows)
+    first, more = placed(*rows, records=records)
     groups_ = [np.array(each, np.int64) for each in groups]
     at = np.array(columns, np.int64)
     drafted: Any = np.empty((steps, n), np.int64)

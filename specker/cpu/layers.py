@@ -15,6 +15,9 @@ from torch import Tensor
 from specker.cpu.library import (
     GATES,
     MATRICES,
+    MIXERS,
+    MIXING,
+    SHARED,
     VECTORS,
     AdjustCall,
     Entry,
@@ -22,6 +25,8 @@ from specker.cpu.library import (
     Layer,
     Layers,
     Matrix,
+    Mixing,
+    Past,
     Places,
     Pool,
     ProductCall,
@@ -32,6 +37,7 @@ from specker.cpu.library import (
     team,
 )
 from specker.cpu.packed import Packed
+from specker.kernels import delta
 
 MAX_ROWS = 256  # most rows at once with plain weights; a round of more rows runs in blocks (model/decoder.py)
 BLOCK = 16  # sums run in steps of this many elements
@@ -51,7 +57,17 @@ NAMES = (
     "norm_o",
     "norm_down",
     "router",
+    "conv",
+    "conv_bias",
+    "a_log",
+    "dt_bias",
+    "norm_mix",
+    "shared_gate_up",
+    "shared_down",
+    "shared_gate",
+    "gates",
 )
+MOST_CONV = 16  # columns that a convolution reads at most
 
 
 class Spec(Protocol):
@@ -63,7 +79,28 @@ class Spec(Protocol):
     def qk_norm(self) -> str: ...
     @property
     def experts(self) -> Any: ...
+    @property
+    def recurrent(self) -> Any: ...
+    @property
+    def gated(self) -> bool: ...
+    def mixer(self, layer: int) -> Any: ...
     def sliding_window(self, layer: int) -> int: ...
+
+
+class Records(NamedTuple):
+    """What L layers with a recurrent state keep, stacked, and where the rows of a call find it. All contiguous.
+
+    The sizes are those of `delta_rows` (kernels/delta.py); a short convolution keeps only its inputs."""
+
+    inputs: Tensor  # [L, pages, page, C] float32, of the convolution
+    k: Tensor | None  # [L, pages, page, Hk, Dk] float32
+    u: Tensor | None  # [L, pages, page, Hv, Dv] float32
+    g: Tensor | None  # [L, pages, page, Hv, 4] float32
+    states: Tensor | None  # [L, X, 2, Hv, Dk, Dv] float32
+    anchors: Tensor | None  # [L, X, Hv] int64, each text's highest anchor so far
+    slots: Tensor  # [T] int64, rows of the flattened pages that the call writes
+    table: Tensor  # [B, P] int32, pages by column; pages may repeat, as in a ring
+    state_of: Tensor  # [B] int64, each sequence's states
 
 
 class Pairs(NamedTuple):
@@ -93,7 +130,7 @@ class Stack:
         layers: Sequence[Sequence[Any]],
         spec: Spec,
         heads: tuple[int, int],
-        ropes: Sequence[Tensor],
+        ropes: Sequence[Tensor | None],
         eps: float,
         scale: float,
         activations: str = "float32",
@@ -101,24 +138,37 @@ class Stack:
         """Each layer: norm_in [E], qkv [(Hq + 2 Hkv) D, E], its bias, q_norm [D], or over all heads [Hq D], k_norm, o
         [E, Hq D], its bias, norm_post, gate_up [2 F, E], its bias, down [E, F], its bias, norm_o, norm_down, router [X,
         E]; None where it is absent. Of X experts, gate_up and down hold [2 F, E] and [E, F] one after another, as rows
-        or, in tensors, as a third dimension. heads: Hq, Hkv; ropes: each layer's table [C, 2, D]; scale: factor of
-        attention's scores. A matrix is float32, bfloat16 or `Packed`, everything else float32. activations: see
-        `Matrix.of`."""
+        or, in tensors, as a third dimension. With `spec.gated`, qkv ends with the gate of attention's outputs [Hq D].
+
+        Further, unless all are absent: conv [C, K], conv_bias [C], a_log and dt_bias [Hv], norm_mix [Dv]; and of the
+        expert that every row reads its gate_up [2 S, E], down [E, S] and gate [1, E]; gates [2 Hv, E]. In a layer with
+        a recurrent state, qkv is the in-projection (`DeltaNet` and `ShortConv` in model/config.py give the order of its
+        rows), without b and a if these are `gates`, and o is the out-projection.
+
+        heads: Hq, Hkv; ropes: the table [C, 2, D] of each layer that attends; scale: factor of attention's scores. A
+        matrix is float32, bfloat16 or `Packed`, everything else float32. activations: see `Matrix.of`."""
         self.layers, self.ropes, self.heads, self.activations = layers, ropes, heads, activations
         self._layers = (Layer * len(layers))()
-        counts = [0, 0]  # layers without and with a sliding window
-        for n, (struct, layer, rope) in enumerate(zip(self._layers, layers, ropes, strict=True)):
-            struct.sliding_window, struct.rope = spec.sliding_window(n), rope.data_ptr()
-            near = struct.sliding_window > 0
-            struct.rank = counts[near]
-            counts[near] += 1
-            by = dict(zip(NAMES, layer, strict=True))
-            for name in VECTORS:
-                setattr(struct, name, None if by[name] is None else by[name].data_ptr())
-            for name in MATRICES:
-                setattr(struct, name, Matrix.of(_rows(by[name]), activations))
-            if by["router"] is not None:  # the input is not rounded: it decides which experts are read
-                struct.router = Matrix.of(by["router"], "float32")
+        self.convolutions: list[Tensor | None] = []  # weights [K, C]
+        mixer = spec.recurrent
+        by = [_named(layer) for layer in layers]
+        counts: dict[bool, int] = {False: 0, True: 0}  # layers of each kind
+        for n, (struct, own, rope) in enumerate(zip(self._layers, by, ropes, strict=True)):
+            struct.sliding_window, struct.rope = spec.sliding_window(n), None if rope is None else rope.data_ptr()
+            struct.recurrent = int(spec.mixer(n) is not None)
+            kind = bool(struct.recurrent if mixer is not None else struct.sliding_window)
+            struct.rank = counts[kind]
+            counts[kind] += 1
+            self.convolutions.append(None if own["conv"] is None else own["conv"].T.contiguous())
+            for name in (*VECTORS, *MIXING):
+                tensor = self.convolutions[-1] if name == "conv" else own[name]
+                setattr(struct, name, None if tensor is None else tensor.data_ptr())
+            for name in (*MATRICES, *SHARED):
+                if own[name] is not None:
+                    setattr(struct, name, Matrix.of(_rows(own[name]), activations))
+            for name in ("router", "gates"):  # their input is not rounded: they decide what is read, and what is kept
+                if own[name] is not None:
+                    setattr(struct, name, Matrix.of(own[name], "float32"))
         # For a prompt's chunk of more than 256 rows torch is faster with plain weights, but it cannot read packed ones.
         # With 8 to 32 rows it is up to ten times slower, because its threads and the team's threads wake in turn.
         self.packed = any(isinstance(w, Packed) for layer in layers for w in layer)
@@ -127,11 +177,18 @@ class Stack:
         self.experts, chosen, normalised = 0, 0, 0
         if spec.experts is not None:
             self.experts, chosen, normalised = spec.experts.count, spec.experts.chosen, int(spec.experts.normalised)
-        E, D = layers[0][NAMES.index("o")].shape[0], ropes[0].shape[2]
+        E, D = layers[0][NAMES.index("o")].shape[0], next((rope.shape[2] for rope in ropes if rope is not None), 0)
         widths = [layer[NAMES.index("down")].shape[-1] for layer in layers]
-        inner = max(chosen * width if mixed else width for width, mixed in zip(widths, self.mixtures, strict=True))
-        how = GATES[spec.activation], self.experts, chosen, normalised, inner, int(spec.qk_norm == "projection")
-        self.struct = Layers(E, *heads, D, max(widths), *how, ctypes.addressof(self._layers), None, eps, scale)
+        shared = [own["shared_down"].shape[-1] for own in by if own["shared_down"] is not None]
+        inner = [chosen * width if mixed else width for width, mixed in zip(widths, self.mixtures, strict=True)]
+        self.struct = Layers(
+            *(E, *heads, D, max(widths + shared)),
+            *(GATES[spec.activation], self.experts, chosen, normalised, int(bool(shared)), max(inner + shared)),
+            *(int(spec.qk_norm == "projection"), int(spec.gated)),
+            max((layer.qkv.O + layer.gates.O + 15) // 16 * 16 for layer in self._layers),
+            max(layer.o.E for layer in self._layers),
+            *(_mixing(mixer), ctypes.addressof(self._layers), None, eps, scale),
+        )
         self.pairs: Pairs | None = None
 
     def read(self, pairs: Pairs) -> None:
@@ -149,25 +206,34 @@ class Stack:
     @staticmethod
     def lacks(layer: Spec) -> str:
         """What the layer computes and the library does not, for messages; empty if it computes all."""
-        return "" if layer.activation in GATES else f"the activation {layer.activation}"
+        if layer.activation not in GATES:
+            return f"the activation {layer.activation}"
+        if layer.recurrent is not None and layer.recurrent.kernel > MOST_CONV:
+            return f"convolutions over {layer.recurrent.kernel} columns"
+        return ""
 
     @staticmethod
     def takes(layers: Sequence[Sequence[Any]], head_dim: int) -> bool:
         """Whether the library supports the sizes and dtypes of these layers."""
-        by = [dict(zip(NAMES, layer, strict=True)) for layer in layers]
+        by = [_named(layer) for layer in layers]
         matrices = [layer[name] for layer in by for name in MATRICES]
-        routers = [layer["router"] for layer in by if layer["router"] is not None]
-        others = [layer[name] for layer in by for name in VECTORS]
+        further = [layer[name] for layer in by for name in ("router", "gates", *SHARED) if layer[name] is not None]
+        others = [layer[name] for layer in by for name in (*VECTORS, *MIXING)]
+        convolved = [layer["conv"].shape[0] for layer in by if layer["conv"] is not None]
+        normed = [layer["norm_mix"].shape[0] for layer in by if layer["norm_mix"] is not None]
         return (
             available()
-            and all(w is not None and takes(w) for w in matrices + routers)
-            and Stack.takes_sizes(head_dim, *(w.shape[-1] for w in matrices))
+            and all(w is not None and takes(w) for w in matrices)
+            and all(takes(w) for w in further)
+            and Stack.takes_sizes(head_dim, *(w.shape[-1] for w in matrices + further), *convolved, *normed)
             and all(w is None or (fits(w) and w.dtype == torch.float32) for w in others)
+            and all(layer["qkv_bias"] is None for layer in by if layer["norm_mix"] is not None)
         )
 
     @staticmethod
     def takes_sizes(head_dim: int, *sizes: int) -> bool:
-        """Whether the library supports layers with this head size and these numbers of columns: E, Hq D and F."""
+        """Whether the library supports layers with this head size of attention and these other sizes: E, Hq D and F;
+        of recurrent layers the channels C, Dk, Dv and Hv Dv, and of a shared expert S."""
         return head_dim % (2 * BLOCK) == 0 and all(size % BLOCK == 0 for size in sizes)
 
     def run(
@@ -183,6 +249,7 @@ class Stack:
         full: bool = False,
         features: Tensor | None = None,
         near: tuple[Tensor, Tensor] | None = None,
+        records: Records | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Run groups of layers, as decoder.run_layers does, over x [T, E]; over pairs, if the stack reads them, x
         holds the embeddings and `features` [T, E] the features. kv: K and V [L, pages, page size, Hkv, D],
@@ -190,15 +257,18 @@ class Stack:
         int64. sequences: cu_rows [B + 1], kv_len and window [B] int32; words [T, W] int64; table [B, P] int32 (see
         kernels/attention.py). Without words a row sees its sequence up to itself, or with `full` all of it. near: slots
         and table of the layers with a sliding window, whose K and V are then the third and fourth of `kv`, if these
-        have a place of their own (model/rings.py). Returns [1 + len(aux_layers), T, E]: the residual stream after the
-        last layer, and at the depths `aux_layers`; and [mixtures, X + 1] int32: where each expert's choices begin,
-        sorted by expert, in each mixture of experts that has run."""
+        have a place of their own (model/rings.py). records: of the layers with a recurrent state; K and V are then
+        those of the others. Rings of records hold the rows of a call, or of a draft, and two blocks before them. Returns
+        [1 + len(aux_layers), T, E]: the residual stream after the last layer, and at the depths `aux_layers`; and
+        [mixtures, X + 1] int32: where each expert's choices begin, sorted by expert, in each mixture of experts that
+        has run."""
         x, starts, depths = x.contiguous(), np.array(groups, np.int64), np.array(aux_layers, np.int64)
         features = None if features is None else features.contiguous()
         assert (features is None) == (self.pairs is None) and (features is None or features.shape == x.shape)
         out = torch.empty(1 + len(depths), *x.shape)
         routed = torch.empty(sum(self.mixtures[groups[0] : groups[-1]]), self.experts + 1, dtype=torch.int32)
-        rows, held = placed(kv, places, sequences, words, table, full, near)
+        rows, held = placed(kv, places, sequences, words, table, full, near, records)
+        assert (records is None) == (self.struct.mix.kind == 0) and not (full and records)
         call = Forward(
             ctypes.pointer(self.struct),
             ctypes.pointer(rows),
@@ -229,6 +299,7 @@ def placed(
     table: Tensor,
     full: bool = False,
     near: tuple[Tensor, Tensor] | None = None,
+    records: Records | None = None,
 ) -> tuple[Places, list[Tensor]]:
     """The struct of the rows and the columns they see, and the tensors that must outlive it. Arguments: see
     `Stack.run`."""
@@ -245,6 +316,7 @@ def placed(
         *table.shape[1:],
         kv[0].shape[2],
         *pools,
+        Past() if records is None else _past(records, held),
     )
     return rows, held
 
@@ -254,6 +326,24 @@ def _pool(kv: tuple[Tensor, ...], index: tuple[Tensor, Tensor], held: list[Tenso
     outlive it."""
     held += (own := [part.contiguous() for part in index])
     return Pool(*(part.data_ptr() for part in (*own, *kv)), kv[0].stride(0))
+
+
+def _past(records: Records, held: list[Tensor]) -> Past:
+    """The struct of records; `held` gets the tensors that must outlive it."""
+    *memory, slots, table, state_of = records
+    assert all(x is None or fits(x) for x in memory)
+    held += (own := [part.contiguous() for part in (slots, table, state_of)])
+    places = [None if part is None else part.data_ptr() for part in (*own, *memory)]
+    X = 0 if records.states is None else records.states.shape[1]
+    return Past(*places, records.inputs.shape[1], table.shape[1], records.inputs.shape[2], X)
+
+
+def _mixing(mixer: Any) -> Mixing:
+    """The struct of a mixer (model/config.py); None if no layer has a recurrent state."""
+    if mixer is None:
+        return Mixing()
+    heads = [getattr(mixer, name, 0) for name in ("key_heads", "value_heads", "key_dim", "value_dim")]
+    return Mixing(MIXERS[type(mixer).__name__], *heads, mixer.channels, mixer.kernel, delta.BLOCK)
 
 
 def product(
@@ -343,6 +433,11 @@ def takes(weight: Any) -> bool:
     if isinstance(weight, Packed):
         return True
     return isinstance(weight, Tensor) and fits(weight) and weight.dtype in (torch.float32, torch.bfloat16)
+
+
+def _named(layer: Sequence[Any]) -> dict[str, Any]:
+    """A layer's tensors by their names. Those of NAMES after the router may be left out."""
+    return dict.fromkeys(NAMES) | dict(zip(NAMES, layer, strict=False))
 
 
 def _rows(weight: Any) -> Any:

@@ -51,15 +51,23 @@ VECTORS = (
     "norm_down",
 )
 MATRICES = "qkv", "o", "gate_up", "down"
+SHARED = "shared_gate_up", "shared_down"
+MIXING = "shared_gate", "conv", "conv_bias", "a_log", "dt_bias", "norm_mix"
+MIXERS = {"": 0, "DeltaNet": 1, "ShortConv": 2}  # config.Mixer -> the enum in csrc/layers.h
 
 
 class Layer(Structure):
     _fields_ = [
         *((name, c_void_p) for name in VECTORS),
         ("rope", c_void_p),
-        *((name, Matrix) for name in (*MATRICES, "router")),
-        *((name, c_int64) for name in ("sliding_window", "rank")),
+        *((name, Matrix) for name in (*MATRICES, "router", *SHARED, "gates")),
+        *((name, c_void_p) for name in MIXING),
+        *((name, c_int64) for name in ("recurrent", "sliding_window", "rank")),
     ]
+
+
+class Mixing(Structure):
+    _fields_ = [(name, c_int64) for name in ("kind", "Hk", "Hv", "Dk", "Dv", "C", "K", "block")]
 
 
 class Entry(Structure):
@@ -73,7 +81,9 @@ class Entry(Structure):
 class Layers(Structure):
     _fields_ = [
         *((name, c_int64) for name in ("E", "Hq", "Hkv", "D", "F", "activation")),
-        *((name, c_int64) for name in ("experts", "chosen", "normalised", "inner", "whole")),
+        *((name, c_int64) for name in ("experts", "chosen", "normalised", "shared", "inner", "whole")),
+        *((name, c_int64) for name in ("gated", "projected", "mixed")),
+        ("mix", Mixing),
         ("layers", c_void_p),
         ("entry", POINTER(Entry)),
         ("eps", c_double),
@@ -85,12 +95,21 @@ class Pool(Structure):
     _fields_ = [*((name, c_void_p) for name in ("slots", "table", "k", "v")), ("stride", c_int64)]
 
 
+class Past(Structure):
+    _fields_ = [
+        *((name, c_void_p) for name in ("slots", "table", "state_of")),
+        *((name, c_void_p) for name in ("inputs", "k", "u", "g", "states", "anchors")),
+        *((name, c_int64) for name in ("count", "pages", "page", "X")),
+    ]
+
+
 class Places(Structure):
     _fields_ = [
         *((name, c_int64) for name in ("T", "B", "W")),
         *((name, c_void_p) for name in ("positions", "cu_rows", "kv_len", "window", "words")),
         *((name, c_int64) for name in ("full", "pages", "page")),
         *((name, Pool) for name in ("all", "near")),
+        ("past", Past),
     ]
 
 

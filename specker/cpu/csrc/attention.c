@@ -59,7 +59,10 @@ static int64_t first_seen(const places *p, int64_t b, int64_t i, int64_t sliding
 static void attend(const state *s, int64_t n, int64_t at, int64_t b, int64_t h, int64_t first, int64_t count) {
     const stack *d = s->f->model;
     const places *p = s->f->rows;
-    const int64_t T = p->T, D = d->D, H = d->Hq + 2 * d->Hkv, heads = d->Hq / d->Hkv, rows = count * heads, wide = s->wide;
+    const int64_t D = d->D, heads = d->Hq / d->Hkv, rows = count * heads, wide = s->wide;
+    const int64_t row = row_of(d->layers + at);
+    const float *qkv = qkv_of(s, n);
+    float *mixed = mixed_of(s, n);
     const int64_t row_k = d->Hkv * D, length = p->kv_len[b], own = p->cu_rows[b + 1] - p->cu_rows[b], w = p->window[b];
     const int64_t t0 = p->cu_rows[b] + first;
     const pool kv = pool_of(p, d, at);
@@ -71,7 +74,7 @@ static void attend(const state *s, int64_t n, int64_t at, int64_t b, int64_t h, 
     }
     float *q = s->room, *sums = q + rows * D, *scores = sums + rows * D, *ends = scores + rows * wide;
     for (int64_t i = 0; i < rows; i++) {
-        const float *from = s->qkv + ((n * T + t0 + i / heads) * H + h * heads + i % heads) * D;
+        const float *from = qkv + (t0 + i / heads) * row + (h * heads + i % heads) * D;
         memcpy(q + i * D, from, D * 4);
         memset(sums + i * D, 0, D * 4);
     }
@@ -111,8 +114,10 @@ static void attend(const state *s, int64_t n, int64_t at, int64_t b, int64_t h, 
         for (int64_t i = 0; i < D; i += 32) mix(rows, scores + c, wide, v + i, row_k, sums + i, D, width);
     }
     for (int64_t i = 0; i < rows; i++) {
-        float *to = s->mixed + ((n * T + t0 + i / heads) * d->Hq + h * heads + i % heads) * D, factor = 1.0f / ends[i];
+        const int64_t head = h * heads + i % heads;
+        float *to = mixed + ((t0 + i / heads) * d->Hq + head) * D, factor = 1.0f / ends[i];
         for (int64_t e = 0; e < D; e++) to[e] = sums[i * D + e] * factor;
+        if (d->gated) weigh_sigmoid(to, qkv + (t0 + i / heads) * row + (d->Hq + 2 * d->Hkv + head) * D, D);
     }
 }
 
@@ -125,6 +130,7 @@ void attend_all(const state *s, int64_t first, int64_t N) {
         for (; i < before + items; i = next(s->m)) {
             const int64_t block = blocks - 1 - (i - before) / (N * Hkv), n = (i - before) / Hkv % N;
             const int64_t count = own - block * BLOCK_ROWS;
+            if (s->f->model->layers[first + n].recurrent) continue;
             attend(s, n, first + n, b, (i - before) % Hkv, block * BLOCK_ROWS, count < BLOCK_ROWS ? count : BLOCK_ROWS);
         }
         before += items;

@@ -41,7 +41,7 @@ typedef struct {
 typedef struct {
     char *forward, *forms;
     float *x, *out, *normed, *logits;
-    int64_t *positions, *slots, *tokens;
+    int64_t *positions, *slots, *past, *tokens; // slots of K/V, and of records
     int32_t *bounds, *lengths;
     float *joint;
     part *parts; // [B, size]
@@ -61,7 +61,7 @@ static int64_t layout(const chain *c, int size, char *base, memory *to) {
     m.forms = TAKE(rows_bytes(B, E));
     m.x = (float *)TAKE(T * E * 4), m.out = (float *)TAKE(T * E * 4), m.normed = (float *)TAKE(B * E * 4);
     m.logits = (float *)TAKE(B * (K + 16) * 4);
-    m.positions = (int64_t *)TAKE(B * 8), m.slots = (int64_t *)TAKE(B * 8), m.tokens = (int64_t *)TAKE(B * 8);
+    m.positions = (int64_t *)TAKE(B * 8), m.slots = (int64_t *)TAKE(B * 8), m.past = (int64_t *)TAKE(B * 8), m.tokens = (int64_t *)TAKE(B * 8);
     m.bounds = (int32_t *)TAKE((B + 1) * 4), m.lengths = (int32_t *)TAKE(B * 4), m.joint = (float *)TAKE(B * 4);
     m.parts = (part *)TAKE(B * size * sizeof(part)), m.more = (int64_t *)TAKE(8);
 #undef TAKE
@@ -151,7 +151,7 @@ static void run_chain(const member *m, void *arg) {
     const int64_t B = c->first->B, E = c->model->E, K = c->head->O;
     places later = *c->first;
     later.T = B, later.W = 0, later.words = 0, later.full = 0;
-    later.positions = s.positions, later.all.slots = s.slots, later.cu_rows = s.bounds, later.kv_len = s.lengths, later.window = s.lengths;
+    later.positions = s.positions, later.all.slots = s.slots, later.past.slots = s.past, later.cu_rows = s.bounds, later.kv_len = s.lengths, later.window = s.lengths;
     if (m->me == 0)
         for (int64_t b = 0; b < B; b++) s.joint[b] = 1;
     for (int64_t n = 0;; n++) {
@@ -163,6 +163,10 @@ static void run_chain(const member *m, void *arg) {
                 const int64_t column = c->columns[b] + n - 1;
                 s.positions[b] = at_most(column, c->last_position);
                 s.slots[b] = (int64_t)later.all.table[b * later.pages + column / later.page] * later.page + column % later.page;
+                if (c->model->mix.kind) {
+                    const records *past = &later.past;
+                    s.past[b] = (int64_t)past->table[b * past->pages + column / past->page] * past->page + column % past->page;
+                }
                 s.lengths[b] = (int32_t)(column + 1);
                 s.bounds[b] = (int32_t)b, s.bounds[b + 1] = (int32_t)(b + 1);
             }

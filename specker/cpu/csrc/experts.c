@@ -25,6 +25,8 @@ int64_t routing_bytes(const stack *d, int64_t T, int size, int me, char *base, r
     r.experts = (int32_t *)TAKE(T * k * 4);
     r.scores = (float *)TAKE(T * k * 4);
     r.out = (float *)TAKE(T * k * E * 4);
+    r.share = (float *)TAKE(d->shared ? T * 4 : 0);
+    r.shared = (float *)TAKE(d->shared ? T * E * 4 : 0);
     char *private = TAKE(size * own) + me * own;
 #undef TAKE
     r.order = (int32_t *)private, r.place = r.order + T * k, r.starts = r.place + T * k, r.active = r.starts + X + 1;
@@ -122,13 +124,30 @@ static void multiply(const state *s, const layer *l, int down) {
     meet(s->m);
 }
 
-// to [T, E]: each row's outputs times their scores, added in the order of its choices. A thread has some of the columns.
-static void weigh(const state *s, float *to) {
+// The factor of the shared expert's output for row t.
+static void choose_share(const state *s, const layer *l, int64_t t) {
+    const int64_t E = s->f->model->E;
+    s->route.share[t] = 1 / (1 + expf(-dot(s->normed + t * E, l->shared_gate, E)));
+}
+
+// The expert that every row reads.
+static void share_expert(const state *s, const layer *l) {
+    rows x = prepared(s, &l->shared_gate_up, s->normed);
+    gate_up(s, &l->shared_gate_up, 0, &x);
+    meet(s->m);
+    x = prepared(s, &l->shared_down, s->gate);
+    share(s->m, &l->shared_down, &x, s->f->rows->T, s->route.shared, s->f->model->E);
+    meet(s->m);
+}
+
+// to [T, E]: each row's outputs times their scores, added in the order of its choices, the shared expert's last. A thread
+// has some of the columns.
+static void weigh(const state *s, const layer *l, float *to) {
     const stack *d = s->f->model;
     const routing *x = &s->route;
     const int64_t T = s->f->rows->T, E = d->E, k = d->chosen, part = chunk(E, s->m->size);
     const int64_t first = least(s->m->me * part, E), end = least(first + part, E);
-    for (int64_t t = 0; t < T; t++)
+    for (int64_t t = 0; t < T; t++) {
         for (int64_t j = 0; j < k; j++) {
             const float *from = x->out + x->place[t * k + j] * E, score = x->scores[t * k + j];
             float *y = to + t * E;
@@ -137,6 +156,8 @@ static void weigh(const state *s, float *to) {
             else
                 for (int64_t e = first; e < end; e++) y[e] = score * from[e];
         }
+        for (int64_t e = first; l->shared_gate && e < end; e++) to[t * E + e] += x->share[t] * x->shared[t * E + e];
+    }
     meet(s->m);
 }
 
@@ -145,11 +166,15 @@ void feed_experts(state *s, const layer *l, float *to, int32_t *starts) {
     rows x = prepared(s, &l->router, s->normed);
     share(s->m, &l->router, &x, T, s->route.logits, padded(X));
     meet(s->m);
-    for (int64_t t = s->m->me; t < T; t += s->m->size) choose(s, t);
+    for (int64_t t = s->m->me; t < T; t += s->m->size) {
+        choose(s, t);
+        if (l->shared_gate) choose_share(s, l, t);
+    }
     meet(s->m);
     sort(s);
     if (starts && s->m->me == 0) memcpy(starts, s->route.starts, (X + 1) * 4);
     multiply(s, l, 0);
     multiply(s, l, 1);
-    weigh(s, to);
+    if (l->shared_gate) share_expert(s, l);
+    weigh(s, l, to);
 }

@@ -47,3 +47,11 @@ void gated(int64_t activation, float *gate, const float *up, int64_t count) {
     default: each(GELU, gate, up, count);
     }
 }
+
+void weigh_silu(float *x, int64_t count) {
+    for (int64_t i = 0; i < count; i += LANES) store(x + i, swish(load(x + i), splat(1), load(x + i)));
+}
+
+void weigh_sigmoid(float *x, const float *gate, int64_t count) {
+    for (int64_t i = 0; i < count; i += LANES) store(x + i, swish(load(x + i), splat(1), load(gate + i)));
+}

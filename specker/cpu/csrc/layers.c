@@ -16,14 +16,15 @@ static int64_t longest(const places *p) {
 
 static int64_t layout(const forward *f, int size, int me, char *base, state *s) {
     const stack *d = f->model;
-    const int64_t T = f->rows->T, E = d->E, Q = d->Hq * d->D, heads = d->Hq / d->Hkv, wide = d->entry ? 2 * E : E;
-    int64_t N = 1, at = 0, most = wide > Q ? wide : Q;
+    const int64_t T = f->rows->T, E = d->E, heads = d->Hq / d->Hkv, wide = d->entry ? 2 * E : E;
+    int64_t N = 1, at = 0, most = wide > d->mixed ? wide : d->mixed;
     for (int64_t g = 0; g + 1 < f->group_count; g++)
         if (f->groups[g + 1] - f->groups[g] > N) N = f->groups[g + 1] - f->groups[g];
     most = most > d->F ? most : d->F;
     state r = {.f = f, .few = T == 1 || T * most <= FEW, .wide = longest(f->rows)};
     const int64_t rows = T < BLOCK_ROWS ? T : BLOCK_ROWS;
-    const int64_t own = (rows * heads * (2 * d->D + r.wide + 32) * 4 + 63) / 64 * 64;
+    const int64_t attention = rows * heads * (2 * d->D + r.wide + 32) * 4, delta = delta_bytes(d, f->rows);
+    const int64_t own = ((attention > delta ? attention : delta) + 63) / 64 * 64;
     const int64_t each = (T * (E + wide) * 4 + rows_bytes(T, most) + 191) / 64 * 64; // stream, normed, forms
 #define TAKE(bytes) (base + (at = (at + 63) / 64 * 64, at += (bytes), at - (bytes)))
     char *private = TAKE(size * own), *copies = TAKE((r.few ? size : 1) * each);
@@ -31,8 +32,8 @@ static int64_t layout(const forward *f, int size, int me, char *base, state *s) 
     r.stream = (float *)(copies + (r.few ? me * each : 0));
     r.normed = r.stream + T * E;
     r.forms = (char *)(r.normed + T * wide);
-    r.qkv = (float *)TAKE(N * T * (Q + 2 * d->Hkv * d->D) * 4);
-    r.mixed = (float *)TAKE(N * T * Q * 4);
+    r.qkv = (float *)TAKE(N * T * d->projected * 4);
+    r.mixed = (float *)TAKE(N * T * d->mixed * 4);
     r.added = (float *)TAKE(N * T * E * 4);
     r.gate = (float *)TAKE(T * d->inner * 4);
     r.up = (float *)TAKE(T * d->inner * 4);
@@ -47,24 +48,13 @@ int64_t forward_bytes(const forward *f, int size) { return layout(f, size, 0, 0,
 
 // --- rows
 
-static float squares(const float *x, int64_t E) { // E is a multiple of 16
-    vf sum[PARTS];
-    for (int p = 0; p < PARTS; p++) sum[p] = splat(0);
-    for (int64_t e = 0; e < E; e += 16)
-        for (int p = 0; p < PARTS; p++) {
-            vf a = load(x + e + p * LANES);
-            sum[p] = fma_(a, a, sum[p]);
-        }
-    return total16(sum);
-}
-
 // y = RMSNorm(x) weight, or x itself without a weight.
 void normalise(const float *x, const float *weight, float *y, int64_t E, float eps) {
     if (!weight) {
         memcpy(y, x, E * 4);
         return;
     }
-    const float factor = 1.0f / sqrtf(squares(x, E) / (float)E + eps);
+    const float factor = 1.0f / sqrtf(dot(x, x, E) / (float)E + eps);
     for (int64_t e = 0; e < E; e++) y[e] = x[e] * factor * weight[e];
 }
 
@@ -137,20 +127,19 @@ static void begin(const state *s) {
     }
 }
 
-// gate = activation(gate(x)) up(x). The matrix holds the gate's rows, then those of up.
-static void gate_up(const state *s, const layer *l, const rows *x) {
-    const int64_t T = s->f->rows->T, F = l->down.E, size = s->m->size;
+void gate_up(const state *s, const matrix *w, const float *bias, const rows *x) {
+    const int64_t T = s->f->rows->T, F = w->O / 2, size = s->m->size;
     const int64_t most = chunk(F, 2 * size), part = chunk(F, 16 * size);
     int64_t i = s->m->me * most, count = most;
     while (i < F) {
         const int64_t then = size * most + next(s->m) * part, n = count < F - i ? count : F - i;
-        ask(&l->gate_up, F + i);
-        product(&l->gate_up, x, T, i, n, s->gate + i, F);
-        ask(&l->gate_up, then);
-        product(&l->gate_up, x, T, F + i, n, s->up + i, F);
+        ask(w, F + i);
+        product(w, x, T, i, n, s->gate + i, F);
+        ask(w, then);
+        product(w, x, T, F + i, n, s->up + i, F);
         for (int64_t t = 0; t < T; t++) {
             float *a = s->gate + t * F + i, *b = s->up + t * F + i;
-            if (l->gate_up_bias) grow(a, l->gate_up_bias + i, 0, n), grow(b, l->gate_up_bias + F + i, 0, n);
+            if (bias) grow(a, bias + i, 0, n), grow(b, bias + F + i, 0, n);
             gated(s->f->model->activation, a, b, n);
         }
         i = then, count = part;
@@ -161,7 +150,7 @@ static void gate_up(const state *s, const layer *l, const rows *x) {
 static void feed(const state *s, const layer *l, float *to, const matrix *then) {
     const int64_t T = s->f->rows->T, E = s->f->model->E, size = s->m->size;
     rows x = prepared(s, &l->gate_up, s->normed);
-    gate_up(s, l, &x);
+    gate_up(s, &l->gate_up, l->gate_up_bias, &x);
     ask(&l->down, s->m->me * chunk(E, 2 * size));
     meet(s->m);
     x = prepared(s, &l->down, s->gate);
@@ -173,11 +162,12 @@ static void feed(const state *s, const layer *l, float *to, const matrix *then) 
 // Adds the biases of qkv, and normalises q and k over all their heads.
 static void normalise_whole(const state *s, int64_t first, int64_t N) {
     const stack *d = s->f->model;
-    const int64_t T = s->f->rows->T, Q = d->Hq * d->D, K = d->Hkv * d->D, H = Q + 2 * K;
+    const int64_t T = s->f->rows->T, Q = d->Hq * d->D, K = d->Hkv * d->D;
     for (int64_t i = s->m->me; i < N * T; i += s->m->size) {
         const layer *l = d->layers + first + i / T;
-        float *q = s->qkv + i * H;
-        if (l->qkv_bias) grow(q, l->qkv_bias, 0, H);
+        float *q = qkv_of(s, i / T) + i % T * row_of(l);
+        if (l->recurrent) continue;
+        if (l->qkv_bias) grow(q, l->qkv_bias, 0, l->qkv.O);
         normalise(q, l->q_norm, q, Q, (float)d->eps);
         normalise(q + Q, l->k_norm, q + Q, K, (float)d->eps);
     }
@@ -188,21 +178,41 @@ static void normalise_whole(const state *s, int64_t first, int64_t N) {
 static void place(const state *s, int64_t first, int64_t N) {
     const stack *d = s->f->model;
     const places *p = s->f->rows;
-    const int64_t T = p->T, D = d->D, H = d->Hq + 2 * d->Hkv;
+    const int64_t T = p->T, D = d->D, H = d->Hq + 2 * d->Hkv + (d->gated ? d->Hq : 0);
     for (int64_t i = s->m->me; i < N * T * H; i += s->m->size) {
         const int64_t n = i / (T * H), t = i / H % T, h = i % H;
         const layer *l = d->layers + first + n;
+        if (l->recurrent) continue;
         const pool kv = pool_of(p, d, first + n);
         const int64_t to = kv.slots[t] * d->Hkv * D;
-        float *head = s->qkv + i * D;
+        float *head = qkv_of(s, n) + t * row_of(l) + h * D;
         const float *turn = l->rope + p->positions[t] * 2 * D;
         if (l->qkv_bias && !d->whole) grow(head, l->qkv_bias + h * D, 0, D);
         if (h < d->Hq)
             rotate(head, head, d->whole ? 0 : l->q_norm, turn, D, (float)d->eps);
         else if (h < d->Hq + d->Hkv)
             rotate(head, kv.k + to + (h - d->Hq) * D, d->whole ? 0 : l->k_norm, turn, D, (float)d->eps);
-        else
+        else if (h < d->Hq + 2 * d->Hkv)
             memcpy(kv.v + to + (h - d->Hq - d->Hkv) * D, head, D * 4);
+    }
+}
+
+// qkv -> mixed, of N layers from `first` on.
+static void mix(const state *s, int64_t first, int64_t N) {
+    const layer *l = s->f->model->layers + first;
+    int64_t recurrent = 0;
+    for (int64_t n = 0; n < N; n++) recurrent += l[n].recurrent;
+    if (recurrent < N) place(s, first, N);
+    if (recurrent) convolve_all(s, first, N);
+    ask(&l->o, s->m->me * chunk(s->f->model->E, 2 * s->m->size));
+    meet(s->m);
+    if (recurrent < N) {
+        attend_all(s, first, N);
+        meet(s->m);
+    }
+    if (recurrent && s->f->model->mix.kind == DELTA) {
+        delta_all(s, first, N);
+        meet(s->m);
     }
 }
 
@@ -218,7 +228,7 @@ void run_forward(const member *m, const forward *f, char *scratch) {
     layout(f, m->size, m->me, scratch, s);
     s->m = m;
     const stack *d = f->model;
-    const int64_t T = f->rows->T, E = d->E, Q = d->Hq * d->D, H = Q + 2 * d->Hkv * d->D;
+    const int64_t T = f->rows->T, E = d->E;
     const int joined = d->entry && !d->entry->fc; // the first layer reads the pairs
     int32_t *routed = f->routed;
     begin(s);
@@ -230,17 +240,18 @@ void run_forward(const member *m, const forward *f, char *scratch) {
         for (int64_t n = 0; n < N; n++) {
             if (!joined || first + n) normalise_all(s, l[n].norm_in);
             rows x = prepared(s, &l[n].qkv, s->normed);
-            share(m, &l[n].qkv, &x, T, s->qkv + n * T * H, H);
+            share(m, &l[n].qkv, &x, T, qkv_of(s, n), row_of(l + n));
             meet(m);
+            if (l[n].gates.O) {
+                x = prepared(s, &l[n].gates, s->normed);
+                share(m, &l[n].gates, &x, T, qkv_of(s, n) + l[n].qkv.O, row_of(l + n));
+                meet(m);
+            }
         }
         if (d->whole) normalise_whole(s, first, N);
-        place(s, first, N);
-        ask(&l->o, m->me * chunk(E, 2 * m->size));
-        meet(m);
-        attend_all(s, first, N);
-        meet(m);
+        mix(s, first, N);
         for (int64_t n = 0; n < N; n++) {
-            rows x = prepared(s, &l[n].o, s->mixed + n * T * Q);
+            rows x = prepared(s, &l[n].o, mixed_of(s, n));
             share(m, &l[n].o, &x, T, s->added + n * T * E, E);
             if (l[n].router.O)
                 ask(&l[n].router, m->me * chunk(d->experts, 2 * m->size));

@@ -10,9 +10,27 @@ typedef struct {
     const float *rope;               // [C, 2, D]
     matrix qkv, o, gate_up, down; // of X experts one after another: gate_up [X 2 F, E], down [X E, F]
     matrix router;                // [X, E]; without rows if the layer has no experts
+    matrix shared_gate_up, shared_down; // of the expert that every row reads; without rows if there is none
+    matrix gates;                       // [2 Hv, E], see `mixer`; without rows if qkv ends with them
+    const float *shared_gate;           // [1, E]
+    const float *conv, *conv_bias;      // [K, C], [C] or 0
+    const float *a_log, *dt_bias;       // [Hv]
+    const float *norm_mix;              // [Dv]
+    int64_t recurrent;      // the layer has a recurrent state; 0: it attends
     int64_t sliding_window; // a row sees the last so many of its columns; 0: all
-    int64_t rank;           // the number of earlier layers that have a sliding window, if this one has, or have none
+    int64_t rank;           // the number of earlier layers of its kind: with a sliding window or without, recurrent or not
 } layer;
+
+// What layers with a recurrent state compute. The rows of their qkv are, for DELTA, the channels C of q, k and v, then z
+// [Hv Dv], b [Hv] and a [Hv] (kernels/delta.py); for CONV b, c and x, each [C]: the output is c conv(b x).
+enum mixer { ATTENTION, DELTA, CONV };
+
+typedef struct {
+    int64_t kind;           // enum mixer; ATTENTION if no layer has a recurrent state
+    int64_t Hk, Hv, Dk, Dv; // of DELTA
+    int64_t C, K;           // channels of the convolution, and the columns that it reads
+    int64_t block;          // see `delta_rows`
+} mixing;
 
 // How a pair, the embedding of a token and a feature, enters the layers of a head that reads a target (model/heads.py).
 typedef struct {
@@ -28,8 +46,12 @@ typedef struct {
     int64_t experts;    // X of layers with a router, 0 if there are none
     int64_t chosen;     // experts of each row
     int64_t normalised; // the scores of a row's experts add up to 1
+    int64_t shared;     // layers with a router have an expert that every row reads
     int64_t inner;      // numbers that a row has in `state.gate`, in the layer with the most
     int64_t whole;      // the norms of q and k span all their heads: [Hq D] and [Hkv D] instead of [D]
+    int64_t gated;      // qkv of a layer that attends ends with the gate [Hq D] of its output
+    int64_t projected, mixed; // numbers that a row has in `state.qkv` and `state.mixed`, in the layer with the most
+    mixing mix;
     const layer *layers;
     const entry *entry; // 0: the stream begins as `forward.x`
     double eps, scale;  // epsilon of the norms; factor of attention's scores
@@ -42,6 +64,17 @@ typedef struct {          // the K/V of some layers, and where rows and columns 
     int64_t stride;       // floats from a layer to the next
 } pool;
 
+typedef struct {                       // the states and records of layers with a recurrent state
+    const int64_t *slots;              // [T]
+    const int32_t *table;              // [B, pages]; pages may repeat, as in a ring
+    const int64_t *state_of;           // [B], each sequence's states
+    float *inputs;                     // [L, count, page, C], of the convolution
+    float *k, *u, *g;                  // [L, count, page, Hk, Dk], [.., Hv, Dv], [.., Hv, 4]: kernels/delta.py
+    float *states;                     // [L, X, 2, Hv, Dk, Dv]
+    int64_t *anchors;                  // [L, X, Hv]
+    int64_t count, pages, page, X;
+} records;
+
 typedef struct { // T rows of B sequences
     int64_t T, B, W;
     const int64_t *positions;                    // [T]
@@ -50,6 +83,7 @@ typedef struct { // T rows of B sequences
     int64_t full;                                // without words a row sees its sequence up to itself, or all of it
     int64_t pages, page;                         // pages of a sequence; columns of a page
     pool all, near;                              // near: of the layers with a sliding window, unless they stand in `all`
+    records past;                                // without slots if no layer has a recurrent state
 } places;
 
 typedef struct {
@@ -68,3 +102,5 @@ int64_t forward_bytes(const forward *f, int size); // scratch of a team of `size
 void run_forward(const member *m, const forward *f, char *scratch);
 void normalise(const float *x, const float *weight, float *y, int64_t E, float eps);
 void gated(int64_t activation, float *gate, const float *up, int64_t count);
+void weigh_silu(float *x, int64_t count);                       // x = x sigmoid(x); `count` is a multiple of 16
+void weigh_sigmoid(float *x, const float *gate, int64_t count); // x = x sigmoid(gate)

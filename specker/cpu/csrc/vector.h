@@ -95,6 +95,15 @@ INLINE float total16(const vf *x) {
     return total(sum[0]);
 }
 
+// The sum of a b [E]; E is a multiple of 16.
+__attribute__((unused)) static float dot(const float *a, const float *b, int64_t E) {
+    vf sum[PARTS];
+    for (int p = 0; p < PARTS; p++) sum[p] = splat(0);
+    for (int64_t e = 0; e < E; e += 16)
+        for (int p = 0; p < PARTS; p++) sum[p] = fma_(load(a + e + p * LANES), load(b + e + p * LANES), sum[p]);
+    return total16(sum);
+}
+
 // `total16` of four sums, in the same order of additions; shares the shuffles.
 INLINE void totals16(vf x[4][PARTS], float *y) {
 #if LANES == 16
