@@ -258,7 +258,7 @@ class Stack:
         kernels/attention.py). Without words a row sees its sequence up to itself, or with `full` all of it. near: slots
         and table of the layers with a sliding window, whose K and V are then the third and fourth of `kv`, if these
         have a place of their own (model/rings.py). records: of the layers with a recurrent state; K and V are then
-        those of the others. Rings of records hold the rows of a call, or of a draft, and two blocks before them. Returns
+        those of the others. Rings of records hold the rows of a call or a draft, and two blocks before them. Returns
         [1 + len(aux_layers), T, E]: the residual stream after the last layer, and at the depths `aux_layers`; and
         [mixtures, X + 1] int32: where each expert's choices begin, sorted by expert, in each mixture of experts that
         has run."""
