@@ -81,7 +81,7 @@ class Hybrid:
 
     def attention(self, x: Tensor, w: dict[str, Any], _: None) -> Tensor:
         n, (cos, sin) = len(x), self.rope.double().unbind(1)
-        q, k, v, *gate = (x @ w["qkv"].T).split([HQ * D, HKV * D, HKV * D, *[HQ * D] * self.spec.gated], 1)
+        *gate, q, k, v = (x @ w["qkv"].T).split([*[HQ * D] * self.spec.gated, HQ * D, HKV * D, HKV * D], 1)
         q, k, v = (each.view(n, -1, D) for each in (q, k, v))
         q, k = norm(q, w["q_norm"]), norm(k, w["k_norm"])
         q, k = (a * cos[:n, None] + a.roll(D // 2, -1) * sin[:n, None] for a in (q, k))

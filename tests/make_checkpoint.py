@@ -84,7 +84,7 @@ BESIDE = {
     "num_experts": 6,
     "num_experts_per_tok": 3,
     "moe_intermediate_size": 32,
-    "shared_expert_intermediate_size": 48,
+    "shared_expert_intermediate_size": 64,
 }
 QWEN3_5: dict[str, Any] = {"arch": "qwen3_5", **MIXED}
 QWEN3_NEXT: dict[str, Any] = {"arch": "qwen3_next", **MIXED, **BESIDE}

@@ -22,7 +22,7 @@ from specker.options import Params
 
 KINDS = {
     "qwen3.5": QWEN3_5 | {"linear_num_key_heads": 1, "linear_num_value_heads": 2, "seed": 3},
-    "lfm2": LFM2 | {"tied": False, "seed": 1},
+    "lfm2": LFM2 | {"tied": False, "seed": 1, "heads": 2, "kv_heads": 1, "head_dim": 32},
 }
 LENGTHS = 1, 3, 33, 62, 64, 65, 130  # of prompts
 HOW = {
@@ -58,7 +58,8 @@ def texts(pairs):
 
     def of(kind):
         if kind not in known:
-            engine = specker.load(pairs[kind][0], strategy="ar", dtype="float64")
+            engine = specker.load(pairs[kind][0], strategy="ar", dtype="float32")
+            assert engine.model.stack is not None
             known[kind] = [engine.generate(prompt_of(n), max_new_tokens=70).tokens for n in LENGTHS]
         return known[kind]
 
@@ -81,7 +82,7 @@ def test_every_strategy_has_the_text_of_plain_decoding(pairs, texts, kind, how):
     """Drafts cross an anchor at every offset."""
     target, draft = pairs[kind]
     side = draft if HOW[how]["strategy"] == "draft" else None
-    engine = specker.load(target, side, dtype="float64", page_size=16, **HOW[how])
+    engine = specker.load(target, side, dtype="float32", page_size=16, **HOW[how])
     drafted = accepted = 0
     for n, text in zip(LENGTHS, texts(kind), strict=True):
         out = engine.generate(prompt_of(n), max_new_tokens=70)
@@ -96,8 +97,8 @@ def test_every_strategy_has_the_text_of_plain_decoding(pairs, texts, kind, how):
 def test_arrivals_and_cancellations(pairs, kind, size):
     """Texts begin and end at random; each that ends by itself is the one that it is alone. Greedy and sampled."""
     target, draft = pairs[kind]
-    draw, alone = random.Random(size), specker.load(target, strategy="ar", dtype="float64")
-    engine = specker.load(target, draft, dtype="float64", strategy="draft", tree="2x3", batch_size=size, page_size=16)
+    draw, alone = random.Random(size), specker.load(target, strategy="ar", dtype="float32")
+    engine = specker.load(target, draft, dtype="float32", strategy="draft", tree="2x3", batch_size=size, page_size=16)
     session, running, done = engine.session, {}, 0
     for step in range(160):
         if len(running) < size + 1 and step < 110 and draw.random() < 0.4:
@@ -125,9 +126,9 @@ def test_a_text_goes_on_from_the_states_of_an_earlier_one(pairs, kind):
     that leaves the text further back than the states reach begins anew."""
     target, draft = pairs[kind]
     engine = specker.load(
-        target, draft, dtype="float64", strategy="draft", tree="2x3", page_size=16, prefix_cache="all"
+        target, draft, dtype="float32", strategy="draft", tree="2x3", page_size=16, prefix_cache="all"
     )
-    alone = specker.load(target, strategy="ar", dtype="float64", prefix_cache="off")
+    alone = specker.load(target, strategy="ar", dtype="float32", prefix_cache="off")
     first = engine.generate(prompt_of(100), max_new_tokens=40)
     whole = prompt_of(100) + first.tokens
     for text, taken in ((whole + [5, 6, 7], True), (whole[:135] + [9, 9], True), ([*whole[:20], 3, 4], kind == "lfm2")):

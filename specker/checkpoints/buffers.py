@@ -19,7 +19,7 @@ from specker.cpu import Stack, available, packed
 from specker.cpu.packed import Packed
 from specker.kernels import quant
 from specker.kernels.quant import Quantized
-from specker.model.config import CheckpointError, ModelConfig
+from specker.model.config import CheckpointError, DeltaNet, ModelConfig
 from specker.model.weights import Matrix
 
 SIZES = {"F64": 8, "F32": 4, "I32": 4, "F16": 2, "BF16": 2, "I8": 1, "U8": 1, "F8_E4M3": 1}  # bytes per element
@@ -33,7 +33,12 @@ def served(c: ModelConfig) -> bool:
     if not available() or Stack.lacks(c.layer):
         return False
     inner = {c.intermediate_size if mixture is None else mixture.width for mixture in mixtures}
-    return Stack.takes_sizes(c.head_dim, c.hidden_size, c.num_heads * c.head_dim, *inner)
+    sizes = {mixture.shared for mixture in mixtures if mixture is not None and mixture.shared}
+    if (mixer := c.layer.recurrent) is not None:
+        sizes |= {mixer.channels, mixer.values}
+    if isinstance(mixer, DeltaNet):
+        sizes |= {mixer.key_dim, mixer.value_dim}
+    return Stack.takes_sizes(c.head_dim, c.hidden_size, c.num_heads * c.head_dim, *inner, *sizes)
 
 
 def packs(c: ModelConfig, dtype: torch.dtype, device: torch.device) -> bool:
@@ -210,20 +215,21 @@ def _allocated(
     buffers: dict[str, Any] = {}
     kinds, device = {1: activations(storage.dtype, storage.device), 2: storage.dtype}, storage.device
 
+    wide = torch.promote_types(kinds[1], torch.float32)
+
+    def empty(name: str, shape: tuple[int, ...], *layers: int) -> Tensor:
+        kind = wide if name in WIDE else kinds[1 if name == "shared_gate" else len(shape)]
+        return torch.empty((*layers, *shape), dtype=kind, device=device)
+
     for name in dict.fromkeys(name for name, _ in last):
-
-        def empty(shape: tuple[int, ...], *layers: int, wide: bool = name in WIDE) -> Tensor:
-            kind = torch.promote_types(kinds[1], torch.float32) if wide else kinds[len(shape)]
-            return torch.empty((*layers, *shape), dtype=kind, device=device)
-
         shapes = {n: (p.row + p.rows, *p.shape[1:][-1:]) for (own, n), p in last.items() if own == name}
         if None in shapes:
-            buffers[name] = None if (name, None) in stays else empty(shapes[None])
+            buffers[name] = None if (name, None) in stays else empty(name, shapes[None])
         elif len(shapes) < c.num_layers or len({*shapes.values()}) > 1 or any((name, n) in stays for n in shapes):
-            made = {n: None if (name, n) in stays else empty(shape) for n, shape in shapes.items()}
+            made = {n: None if (name, n) in stays else empty(name, shape) for n, shape in shapes.items()}
             buffers[name] = [made.get(n) for n in range(c.num_layers)]
         else:
-            buffers[name] = empty(shapes[0], c.num_layers)
+            buffers[name] = empty(name, shapes[0], c.num_layers)
     return buffers
 
 

@@ -11,7 +11,7 @@ The package computes the same functions as the ops in kernels/, which do not dep
 
 from specker.cpu import layers
 from specker.cpu.chain import Vocabulary, draft_chain
-from specker.cpu.layers import BLOCK, Pairs, Stack, fits, gumbel, product, restored, sample, serves, takes
+from specker.cpu.layers import BLOCK, Pairs, Records, Stack, fits, gumbel, product, restored, sample, serves, takes
 from specker.cpu.library import ACTIVATIONS, available, on_compile, one_torch_thread, problem, team
 from specker.cpu.packed import Packed
 from specker.kernels.cpu import Backend
@@ -24,6 +24,7 @@ __all__ = [
     "OPS",
     "Packed",
     "Pairs",
+    "Records",
     "Stack",
     "Vocabulary",
     "available",

@@ -138,7 +138,7 @@ class Stack:
         """Each layer: norm_in [E], qkv [(Hq + 2 Hkv) D, E], its bias, q_norm [D], or over all heads [Hq D], k_norm, o
         [E, Hq D], its bias, norm_post, gate_up [2 F, E], its bias, down [E, F], its bias, norm_o, norm_down, router [X,
         E]; None where it is absent. Of X experts, gate_up and down hold [2 F, E] and [E, F] one after another, as rows
-        or, in tensors, as a third dimension. With `spec.gated`, qkv ends with the gate of attention's outputs [Hq D].
+        or, in tensors, as a third dimension. With `spec.gated`, qkv begins with the gate of attention's outputs [Hq D].
 
         Further, unless all are absent: conv [C, K], conv_bias [C], a_log and dt_bias [Hv], norm_mix [Dv]; and of the
         expert that every row reads its gate_up [2 S, E], down [E, S] and gate [1, E]; gates [2 Hv, E]. In a layer with

@@ -29,7 +29,7 @@ from specker.kernels.topk import draws_alike, vocab_topk
 from specker.kernels.variant import sum_dtype
 from specker.model.cache import KVCache, Near, Rows
 from specker.model.config import CheckpointError, ModelConfig
-from specker.model.recurrent import Paths, mix, paths
+from specker.model.recurrent import Paths, in_rings, mix, paths
 from specker.model.sampling import Draws
 from specker.model.split import OtherRanks
 from specker.model.weights import Attention, FeedForward, Group, Parameters, Recurrent, Shared, layers_of
@@ -115,12 +115,11 @@ class Model:
         c = self.config
         if not available() or Stack.lacks(c.layer):
             return None
-        if c.layer.mixers or c.layer.gated or (c.layer.experts is not None and c.layer.experts.shared):
-            return None
-        layers = [(*layer.attention, *layer.mlps[0][:-1]) for layer in self.layers]
+        layers = [_for_stack(layer) for layer in self.layers]
         if not Stack.takes(layers, c.head_dim):
             return None
-        how = [layer.rope for layer in self.layers], c.rms_norm_eps, self.scale, self.activations
+        ropes = [layer.rope if isinstance(layer.mixer, Attention) else None for layer in self.layers]
+        how = ropes, c.rms_norm_eps, self.scale, self.activations
         return Stack(layers, c.layer, (c.num_heads, c.num_kv_heads), *how)
 
     @property
@@ -197,6 +196,31 @@ class Model:
     def summed(self, x: Tensor) -> Tensor:
         """Sum x over all ranks, which completes a linear with split inputs."""
         return x if self.ranks is None else self.ranks.sum(x)
+
+
+def _for_stack(layer: Group) -> tuple[Any, ...]:
+    """A layer's weights, as `Stack` takes them."""
+    *feed, shared = layer.mlps[0]
+    each = (None, None, None) if shared is None else shared
+    if isinstance(w := layer.mixer, Attention):
+        return *w, *feed, *[None] * 5, *each, None
+    return (
+        w.norm_in,
+        w.qkv,
+        None,
+        None,
+        None,
+        w.o,
+        None,
+        *feed,
+        w.conv,
+        None,
+        w.a_log,
+        w.dt_bias,
+        w.norm,
+        *each,
+        w.gates,
+    )
 
 
 def run_layers(
@@ -461,7 +485,7 @@ def compiled(
         words=rows.ancestors,
         table=rows.table,
         features=features,
-        near=None if rows.near is None else rows.near[:2],
+        **in_rings(cache, rows.near),
     )
     return Output(out[0], dict(zip(aux_layers, out[1:].unbind(0), strict=True)), routed=tuple(routed))
 

@@ -18,7 +18,7 @@ from specker.kernels.variant import reset_counters
 from specker.model.cache import KVCache, sequence_bounds
 from specker.model.config import ModelConfig
 from specker.model.decoder import GroupRows, Model, run_layers
-from specker.model.recurrent import Paths
+from specker.model.recurrent import Paths, in_rings
 from specker.model.rings import AHEAD_OF_MIXTURES, WindowRings
 
 PREFILL_CHUNK = 512  # rows; takes about as long as three rounds of an 8B model on a GPU
@@ -142,7 +142,7 @@ def _compiled_chunk(
         words=None,
         table=cache.block_table[own],
         full=not model.config.causal,
-        near=None if near is None else near[:2],
+        **in_rings(cache, near),
     )
     return dict(zip(aux_layers, out[1:].unbind(0), strict=True))
 

@@ -1,13 +1,14 @@
 """A layer that mixes columns by a recurrent state: a gated delta net or a gated short convolution (config.Mixer)."""
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from specker.cpu import Records
 from specker.kernels.conv import conv_rows
 from specker.kernels.delta import BLOCK, delta_rows
-from specker.model.cache import Rows
+from specker.model.cache import KVCache, Near, Rows
 from specker.model.config import DeltaNet, Mixer
 from specker.model.states import Memory
 from specker.model.weights import Recurrent
@@ -32,6 +33,19 @@ def paths(rows: Rows) -> Paths | None:
     if near is None or near.states is None:
         return None
     return Paths(rows.positions, *near[:2], near.states, rows.kv_len, rows.window, rows.cu_rows, rows.ancestors)
+
+
+def records(cache: KVCache, near: Near | None) -> Records | None:
+    """What the compiled CPU layers need of the states and records, for the rows at `near`; None if there are none."""
+    if cache.memory is None or near is None or near.states is None:
+        return None
+    return Records(*cache.memory, near.slots, near.table, near.states)
+
+
+def in_rings(cache: KVCache, near: Near | None) -> dict[str, Any]:
+    """Arguments of `Stack.run`: where rows at `near` stand in the rings of K and V, or of records."""
+    own = records(cache, near)
+    return {"near": None if near is None or own is not None else near[:2], "records": own}
 
 
 def mix(

@@ -74,7 +74,7 @@ static void attend(const state *s, int64_t n, int64_t at, int64_t b, int64_t h, 
     }
     float *q = s->room, *sums = q + rows * D, *scores = sums + rows * D, *ends = scores + rows * wide;
     for (int64_t i = 0; i < rows; i++) {
-        const float *from = qkv + (t0 + i / heads) * row + (h * heads + i % heads) * D;
+        const float *from = qkv + (t0 + i / heads) * row + ((d->gated ? d->Hq : 0) + h * heads + i % heads) * D;
         memcpy(q + i * D, from, D * 4);
         memset(sums + i * D, 0, D * 4);
     }
@@ -117,7 +117,7 @@ static void attend(const state *s, int64_t n, int64_t at, int64_t b, int64_t h, 
         const int64_t head = h * heads + i % heads;
         float *to = mixed + ((t0 + i / heads) * d->Hq + head) * D, factor = 1.0f / ends[i];
         for (int64_t e = 0; e < D; e++) to[e] = sums[i * D + e] * factor;
-        if (d->gated) weigh_sigmoid(to, qkv + (t0 + i / heads) * row + (d->Hq + 2 * d->Hkv + head) * D, D);
+        if (d->gated) weigh_sigmoid(to, qkv + (t0 + i / heads) * row + head * D, D);
     }
 }
 

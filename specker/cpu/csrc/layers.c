@@ -178,21 +178,21 @@ static void normalise_whole(const state *s, int64_t first, int64_t N) {
 static void place(const state *s, int64_t first, int64_t N) {
     const stack *d = s->f->model;
     const places *p = s->f->rows;
-    const int64_t T = p->T, D = d->D, H = d->Hq + 2 * d->Hkv + (d->gated ? d->Hq : 0);
+    const int64_t T = p->T, D = d->D, H = d->Hq + 2 * d->Hkv, gates = d->gated ? d->Hq : 0;
     for (int64_t i = s->m->me; i < N * T * H; i += s->m->size) {
         const int64_t n = i / (T * H), t = i / H % T, h = i % H;
         const layer *l = d->layers + first + n;
         if (l->recurrent) continue;
         const pool kv = pool_of(p, d, first + n);
         const int64_t to = kv.slots[t] * d->Hkv * D;
-        float *head = qkv_of(s, n) + t * row_of(l) + h * D;
+        float *head = qkv_of(s, n) + t * row_of(l) + (gates + h) * D;
         const float *turn = l->rope + p->positions[t] * 2 * D;
-        if (l->qkv_bias && !d->whole) grow(head, l->qkv_bias + h * D, 0, D);
+        if (l->qkv_bias && !d->whole) grow(head, l->qkv_bias + (gates + h) * D, 0, D);
         if (h < d->Hq)
             rotate(head, head, d->whole ? 0 : l->q_norm, turn, D, (float)d->eps);
         else if (h < d->Hq + d->Hkv)
             rotate(head, kv.k + to + (h - d->Hq) * D, d->whole ? 0 : l->k_norm, turn, D, (float)d->eps);
-        else if (h < d->Hq + 2 * d->Hkv)
+        else
             memcpy(kv.v + to + (h - d->Hq - d->Hkv) * D, head, D * 4);
     }
 }

@@ -49,7 +49,7 @@ typedef struct {
     int64_t shared;     // layers with a router have an expert that every row reads
     int64_t inner;      // numbers that a row has in `state.gate`, in the layer with the most
     int64_t whole;      // the norms of q and k span all their heads: [Hq D] and [Hkv D] instead of [D]
-    int64_t gated;      // qkv of a layer that attends ends with the gate [Hq D] of its output
+    int64_t gated;      // qkv of a layer that attends begins with the gate [Hq D] of its output
     int64_t projected, mixed; // numbers that a row has in `state.qkv` and `state.mixed`, in the layer with the most
     mixing mix;
     const layer *layers;

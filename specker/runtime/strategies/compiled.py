@@ -8,6 +8,7 @@ from torch import Tensor
 from specker.cpu import Vocabulary, draft_chain, takes
 from specker.model.cache import KVCache, Rows
 from specker.model.decoder import Model
+from specker.model.recurrent import records
 from specker.runtime.round.batch import Batch
 from specker.runtime.round.drafter import Draft
 from specker.runtime.round.lm_head import LMHead
@@ -48,6 +49,7 @@ def compiled_chain(
         steps=depth,
         sampling=[(s.sampling.temperature, s.sampling.seed) for s in batch.requests],
         rules=[s.policy.rule for s in batch.requests] if batch.confident else None,
+        records=records(cache, rows.near),
     )
     draft = Draft(len(drafted), depth=len(drafted), forwarded=len(drafted) - 1)
     batch.window[: batch.n, 1 : draft.size + 1] = torch.from_numpy(drafted.T)
