@@ -13,7 +13,7 @@ import caches
 import pytest
 import torch
 import warm
-from make_checkpoint import GEMMA3, QWEN3_MOE, make
+from make_checkpoint import GEMMA3, LFM2, QWEN3_MOE, QWEN3_NEXT, make
 from make_dflash import make_dflash
 from make_head import make_head
 from make_mtp import make_mtp
@@ -48,6 +48,8 @@ ALIKE = (
     "static",
     "gemma3",
     "experts",
+    "mixed",
+    "short",
 )  # one of SAMPLING each
 ROOT = Path(__file__).parent.parent
 
@@ -78,6 +80,8 @@ def models(tmp_path_factory):
     dream = make(folder / "dream", "dream", layers=2, max_context=192, vocab=129)
     gemma = make(folder / "gemma3", max_context=192, vocab=129, **GEMMA3 | {"tied": False})
     experts = make(folder / "experts", max_context=192, vocab=129, **QWEN3_MOE)
+    mixed = make(folder / "mixed", max_context=192, vocab=129, **QWEN3_NEXT)
+    short = make(folder / "short", max_context=192, vocab=130, **LFM2 | {"tied": False})
     like, often = json.loads((target / "config.json").read_text()), [28, 125]
     eagle = make_head(folder / "eagle", like, layout="nested", ids=often, eagle_aux_hidden_state_layer_ids=[1, 2, 3])
     dflash = make_dflash(folder / "dflash", like, layout="dflash", ids=often, layer_ids=[1, 2])
@@ -89,6 +93,9 @@ def models(tmp_path_factory):
         "dream": dream,
         "gemma3": gemma,
         "experts": experts,
+        "mixed": mixed,
+        "mixed-draft": perturbed(mixed, folder / "mixed-draft"),
+        "short": short,
         "eagle": eagle,
         "dflash": dflash,
     }
@@ -114,6 +121,8 @@ def cases_of(models):
         "del-batch": (alone, {"strategy": "del", "batch_size": 3}),
         "gemma3": ([models["gemma3"]], {"strategy": "lookup", "tree": "2x3"}),
         "experts": ([models["experts"]], {"strategy": "del", "policy": "fixed", "exit_layer": 2, "draft_tokens": 3}),
+        "mixed": ([models["mixed"], models["mixed-draft"]], {"strategy": "draft", "tree": "3x3", "batch_size": 2}),
+        "short": ([models["short"]], {"strategy": "del", "policy": "fixed", "exit_layer": 2, "draft_tokens": 3}),
         "eagle": ([models["target"], models["eagle"]], {"strategy": "eagle", "draft_tokens": 3, "batch_size": 2}),
         "eagle-tree": ([models["target"], models["eagle"]], {"strategy": "eagle", "tree": "2x2", "graphs": "on"}),
         "mtp": ([models["mtp"]], {"strategy": "mtp", "draft_tokens": 3, "batch_size": 2}),
@@ -140,7 +149,7 @@ def plain(models):
 
 QUICK = {
     *("ar", "chain", "tree", "easyspec", "easyspec-uneven", "del"),
-    *("static", "batch", "eagle", "mtp", "del+vocabtrim", "experts"),
+    *("static", "batch", "eagle", "mtp", "del+vocabtrim", "experts", "mixed"),
 }
 
 
@@ -165,7 +174,7 @@ def assert_same(models, tmp_path, ranks, names=None):
             assert got["ar"] == want[0], (name, rank)
             accepted = sum(run["accepted"] for run in got["runs"])
             rests = name in ("del", "del-batch", "diffuspec")  # by the clock
-            assert accepted > 0 or rests or name in ("ar", "lookup", "gemma3"), name
+            assert accepted > 0 or rests or name in ("ar", "lookup", "gemma3", "short"), name
             assert found[rank][-1] == {"alike": True, "by_rank": True, "close": True}
             assert name != "chain" or (got["draft_prefix"] > 0) == (rank == 0), "the draft's K/V of a text is kept"
             assert got["rank"] == rank and got["head_rows"] < (129 if case["models"] else 8192)

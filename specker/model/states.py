@@ -119,6 +119,12 @@ class StateRings(Rings):
         self._states[slot] = state
         self.state_of[slot] = state if state >= 0 else self._absent_state
 
+    def assign(self, slot: int, pages: Tensor) -> None:
+        super().assign(slot, pages)
+        if not len(pages) and self._states[slot] >= 0:
+            self._free_states += [self._states[slot]]
+            self._set(slot, -1)
+
     def evict(self) -> None:
         self._free_states += [self.kept[0].state]
         super().evict()
