@@ -249,6 +249,13 @@ def _head_norm(c: ModelConfig, name: str, buffer: str, layer: int) -> Piece:
     return Piece(f"{name}.weight", buffer, layer, 0, (D,), (D,), (0,), c.norm_offset, order=order)
 
 
+def _conv_weight(name: str, layer: int, channels: list[int], of: int, kernel: int) -> Piece:
+    """The weight of some channels of a convolution, stored as [of, 1, kernel]."""
+    order = () if len(channels) == of else tuple(channels)
+    shapes = (len(channels), 1, kernel), (of, 1, kernel)
+    return Piece(f"{name}.weight", "conv", layer, 0, *shapes, (0, 0, 0), order=order)
+
+
 def _mixer_pieces(c: ModelConfig, i: int, mixer: Mixer, part: Part) -> Iterator[Piece]:
     """Those of a layer with a recurrent state."""
     e = c.hidden_size
@@ -257,7 +264,7 @@ def _mixer_pieces(c: ModelConfig, i: int, mixer: Mixer, part: Part) -> Iterator[
         first, count = part.channels(mixer)
         own = range(first, first + count)
         yield from _output("conv.in_proj", "qkv", i, 0, [n * C + j for n in range(3) for j in own], (3 * C, e))
-        yield Piece("conv.conv.weight", "conv", i, 0, (count, 1, mixer.kernel), (C, 1, mixer.kernel), (first, 0, 0))
+        yield _conv_weight("conv.conv", i, list(own), C, mixer.kernel)
         yield Piece("conv.out_proj.weight", "o", i, 0, (e, count), (e, C), (0, first))
         return
     (k0, k), (v0, v), Dk, Dv = part.key_heads(mixer), part.value_heads(mixer), mixer.key_dim, mixer.value_dim
@@ -277,8 +284,7 @@ def _mixer_pieces(c: ModelConfig, i: int, mixer: Mixer, part: Part) -> Iterator[
         yield from _output("linear_attn.in_proj_z", "qkv", i, len(channels), values, (Hv * Dv, e))
         for row, name in ((0, "b"), (v, "a")):
             yield from _output(f"linear_attn.in_proj_{name}", "gates", i, row, range(v0, v0 + v), (Hv, e))
-    order = () if len(channels) == C else tuple(channels)
-    yield Piece("linear_attn.conv1d.weight", "conv", i, 0, (len(channels), 1, K), (C, 1, K), (0, 0, 0), order=order)
+    yield _conv_weight("linear_attn.conv1d", i, channels, C, K)
     yield Piece("linear_attn.A_log", "a_log", i, 0, (v,), (Hv,), (v0,))
     yield Piece("linear_attn.dt_bias", "dt_bias", i, 0, (v,), (Hv,), (v0,))
     yield Piece.tensor("linear_attn.norm.weight", "norm_mix", Dv, layer=i)
