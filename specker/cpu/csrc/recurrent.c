@@ -91,23 +91,26 @@ void convolve_all(const state *s, int64_t first, int64_t N) {
 // --- sums of rows
 
 #if LANES == 8
-#define REGISTERS 12
-#define MOST_SUMS 8
+#define MOST_SUMS 6 // rows that are summed at once; two registers each are left
 #else
-#define REGISTERS 24
-#define MOST_SUMS 16
+#define MOST_SUMS 12
 #endif
+#define STEPS 32 // terms added before the next rows get theirs: v stays in the first cache
 
 // y[n, V registers] += sum over s < S of p[n, s] v[s, ..], added one by one.
-INLINE void add_tile(int N, int V, const float *p, int64_t row_p, const float *v, int64_t row_v, float *y, int64_t row_y, int64_t S) {
-    vf sum[16][8];
+INLINE void add_tile(int N, int V, int fetch, const float *p, int64_t row_p, const float *v, int64_t row_v, float *y, int64_t row_y,
+                     int64_t S) {
+    vf sum[MOST_SUMS][8];
     for (int n = 0; n < N; n++)
         for (int i = 0; i < V; i++) sum[n][i] = load(y + n * row_y + i * LANES);
     for (int64_t s = 0; s < S; s++) {
         vf a[8];
 #pragma GCC unroll 8
-        for (int i = 0; i < V; i++) a[i] = load(v + s * row_v + i * LANES);
-#pragma GCC unroll 16
+        for (int i = 0; i < V; i++) {
+            a[i] = load(v + s * row_v + i * LANES);
+            if (fetch && i * LANES % 16 == 0) prefetch(v + (s + STEPS) * row_v + i * LANES);
+        }
+#pragma GCC unroll 12
         for (int n = 0; n < N; n++) {
             const vf b = splat(p[n * row_p + s]);
 #pragma GCC unroll 8
@@ -118,33 +121,38 @@ INLINE void add_tile(int N, int V, const float *p, int64_t row_p, const float *v
         for (int i = 0; i < V; i++) store(y + n * row_y + i * LANES, sum[n][i]);
 }
 
-// `add_tile` of any even number of rows, `width` numbers each, a multiple of 16. It reads v once for up to MOST_SUMS rows.
-static void add_rows(int64_t N, const float *p, int64_t row_p, const float *v, int64_t row_v, float *y, int64_t row_y, int64_t S, int64_t width) {
-    for (; N > MOST_SUMS; N -= MOST_SUMS, p += MOST_SUMS * row_p, y += MOST_SUMS * row_y)
-        add_rows(MOST_SUMS, p, row_p, v, row_v, y, row_y, S, width);
-#define AT_ONCE(N) (REGISTERS / N >= 8 ? 8 : REGISTERS / N >= 4 ? 4 : REGISTERS / N >= 2 ? 2 : 1)
+// `add_tile` of `width` numbers a row, a multiple of 16.
+INLINE void add_wide(int N, int V, int fetch, const float *p, int64_t row_p, const float *v, int64_t row_v, float *y, int64_t row_y,
+                     int64_t S, int64_t width) {
+    int64_t e = 0;
+    for (; e + V * LANES <= width; e += V * LANES) add_tile(N, V, fetch, p, row_p, v + e, row_v, y + e, row_y, S);
+    for (; e < width; e += LANES) add_tile(N, 1, fetch, p, row_p, v + e, row_v, y + e, row_y, S);
+}
+
+// `add_wide` of any number of rows.
+static void add_rows(int64_t N, const float *p, int64_t row_p, const float *v, int64_t row_v, float *y, int64_t row_y, int64_t S,
+                     int64_t width) {
+    const int64_t groups = (N + MOST_SUMS - 1) / MOST_SUMS;
+    for (int64_t s = 0; s < S; s += STEPS)
+        for (int64_t i = 0; i < groups; i++) {
+            const int64_t n = i * N / groups, count = S - s < STEPS ? S - s : STEPS;
+            const float *own = p + n * row_p + s, *from = v + s * row_v;
+            float *to = y + n * row_y;
+#define V(N) (2 * MOST_SUMS / N >= 8 ? 8 : 2 * MOST_SUMS / N >= 4 ? 4 : 2)
 #define CASE(N)                                                                                                          \
-    case N: {                                                                                                            \
-        int64_t e = 0;                                                                                                   \
-        for (; e + AT_ONCE(N) * LANES <= width; e += AT_ONCE(N) * LANES)                                                 \
-            add_tile(N, AT_ONCE(N), p, row_p, v + e, row_v, y + e, row_y, S);                                            \
-        for (; e < width; e += LANES) add_tile(N, 1, p, row_p, v + e, row_v, y + e, row_y, S);                           \
-        return;                                                                                                          \
-    }
-    switch (N) {
-        CASE(2)
-        CASE(4)
-        CASE(6)
-        CASE(8)
-#if MOST_SUMS > 8
-        CASE(10)
-        CASE(12)
-        CASE(14)
-        CASE(16)
+    case N:                                                                                                              \
+        if (i) add_wide(N, V(N), 0, own, row_p, from, row_v, to, row_y, count, width); \
+        else add_wide(N, V(N), 1, own, row_p, from, row_v, to, row_y, count, width);   \
+        break;
+            switch ((i + 1) * N / groups - n) {
+                CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6)
+#if MOST_SUMS > 6
+                CASE(7) CASE(8) CASE(9) CASE(10) CASE(11) CASE(12)
 #endif
-    }
+            }
 #undef CASE
-#undef AT_ONCE
+#undef V
+        }
 }
 
 // --- the gated delta rule
@@ -270,7 +278,7 @@ static void decay(const pass *r, int64_t v, int64_t i, int64_t R, const int64_t 
 }
 
 // Value head v of R rows, whose positions are `at`, over the state S.
-static void head(const pass *r, int64_t v, int64_t i, int64_t R, const int64_t *at, int64_t A, const float *S, const float *scale) {
+static void head(const pass *r, int64_t v, int64_t i, int64_t R, const int64_t *at, const float *S, const float *scale) {
     const mixing *x = &r->s->f->model->mix;
     const places *p = r->s->f->rows;
     const int64_t Dv = x->Dv, row = row_of(r->l), row_u = x->Hv * Dv, wide = r->wide, n = r->count, first = p->cu_rows[r->b] + i;
@@ -282,7 +290,7 @@ static void head(const pass *r, int64_t v, int64_t i, int64_t R, const int64_t *
     for (int64_t t = 0; t < R; t++) {
         const float near = r->decays[n + t], far = near + e[t];
         float *w = r->weights + t * wide, *w_q = w + R * wide, *dots = r->dots + t * wide, *dots_q = dots + R * wide;
-        reach[t] = power_of(at[t] < A + x->block ? near : far);
+        reach[t] = power_of(far);
         for (int64_t j = 0; j < n + R; j++) w[j] = r->seen[j] >> t & 1 ? (r->far[j] ? far : near) - r->decays[j] : -INFINITY;
         for (int64_t j = n + R; j < (n + R + 15) / 16 * 16; j++) w[j] = -INFINITY;
         for (int64_t j = 0; j < n + R; j += LANES) {
@@ -363,7 +371,7 @@ static void delta(const state *s, int64_t n, const layer *l, int64_t b, int64_t 
         }
         plain_rows((const uint8_t *)r.keys, 0, Dk, r.keys, Dk, R, 2 * R, Dk, r.dots + r.count, r.wide);
         for (int64_t v = h * group; v < (h + 1) * group; v++)
-            head(&r, v, i, R, at, A, states + A / x->block % 2 * half + v * size, scale);
+            head(&r, v, i, R, at, states + A / x->block % 2 * half + v * size, scale);
     }
 }
 
