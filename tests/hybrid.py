@@ -8,8 +8,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from specker.cpu import Packed, packed
 from specker.cpu.layers import NAMES, Records, Stack
 from specker.kernels.ancestors import chain_words
+from specker.kernels.quant import quantised
 from specker.model.config import DeltaNet, Experts, LayerSpec, Mixer, ShortConv
 
 E, HQ, HKV, D, FFN, EPS = 64, 4, 2, 32, 96, 1e-6
@@ -22,7 +24,12 @@ class Hybrid:
     """Layers of a stack, and its definition in float64."""
 
     def __init__(
-        self, mixers: Sequence[Mixer | None], experts: Experts | None = None, gated: bool = True, separate: bool = False
+        self,
+        mixers: Sequence[Mixer | None],
+        experts: Experts | None = None,
+        gated: bool = True,
+        separate: bool = False,
+        quantize: str | None = None,
     ):
         """`separate`: the gates a and b have a matrix of their own."""
         g = torch.Generator().manual_seed(5)
@@ -63,6 +70,8 @@ class Hybrid:
                 if S:
                     own["shared_gate_up"], own["shared_down"] = random(2 * S, E), random(E, S)
                     own["shared_gate"] = random(1, E)
+            for name in ("qkv", "o", "gate_up", "down") if quantize else ():
+                own[name] = packed.of_quantised(quantised(own[name], quantize))
             self.layers.append(own)
         given = [list(own.values()) for own in self.layers]
         assert Stack.takes(given, D) and not Stack.lacks(self.spec)
@@ -73,7 +82,8 @@ class Hybrid:
         """The residual stream [n, E] float64 after the layers, of a text whose rows enter as x [n, E]."""
         x = x.double()
         for own, mixer in zip(self.layers, self.mixers, strict=True):
-            w = {name: None if each is None else each.double() for name, each in own.items()}
+            dense = {name: w.dequantised(torch.float32) if isinstance(w, Packed) else w for name, w in own.items()}
+            w = {name: None if each is None else each.double() for name, each in dense.items()}
             normed = norm(x, w["norm_in"])
             x = x + {DeltaNet: delta_net, ShortConv: short_conv}.get(type(mixer), self.attention)(normed, w, mixer)
             x = x + self.feed_forward(norm(x, w["norm_post"]), w)

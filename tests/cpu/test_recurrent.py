@@ -9,14 +9,15 @@ from hybrid import CONV, DELTA, Cache, E, Hybrid
 from stacks import near
 
 from specker.cpu.chain import Vocabulary, draft_chain
-from specker.cpu.layers import product
+from specker.cpu.layers import NAMES, Stack, product
 from specker.kernels.ancestors import ancestor_words, chain_words
-from specker.model.config import Experts
+from specker.model.config import Experts, LayerSpec, ShortConv
 
 EXPERTS = Experts(count=6, chosen=2, width=48, normalised=True, shared=80)
 KINDS = {
     "delta": {"mixers": (DELTA, None, DELTA)},
     "gates apart": {"mixers": (DELTA, DELTA), "separate": True},
+    "packed": {"mixers": (None, DELTA), "quantize": "int4"},
     "conv": {"mixers": (CONV, CONV, None), "gated": False},
     "experts": {"mixers": (None, DELTA, DELTA), "experts": EXPERTS},
 }
@@ -173,3 +174,14 @@ def test_a_chain_in_one_call_drafts_what_its_tokens_would(kind, lengths):
     assert got.T.tolist() == want
     for x, y in zip(caches[0].memory, caches[1].memory, strict=True):
         assert x is None or torch.equal(x.nan_to_num(7), y.nan_to_num(7))
+
+
+def test_sizes_and_layers_that_the_kernels_decline():
+    assert Stack.takes_sizes(32, 64, DELTA.channels, DELTA.value_dim) and not Stack.takes_sizes(32, 64, 40)
+    layer = list(model_of("delta").layers[0].values())
+    assert Stack.takes([layer], 32)
+    for name, wrong in (("conv", torch.zeros(40, 4)), ("norm_mix", torch.zeros(24)), ("qkv_bias", torch.zeros(520))):
+        changed = dict(zip(NAMES, layer, strict=True)) | {name: wrong}
+        assert not Stack.takes([list(changed.values())], 32), name
+    long = LayerSpec(mixers=(ShortConv(channels=80, kernel=17),))
+    assert Stack.lacks(long) == "convolutions over 17 columns" and not Stack.lacks(LayerSpec(mixers=(CONV,)))
