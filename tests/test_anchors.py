@@ -76,6 +76,17 @@ def test_plain_decoding_has_the_text_of_transformers(pairs, texts, kind, monkeyp
         assert len(set(text)) > 5
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_chunk_of_a_prompt_may_be_longer_than_a_ring(pairs, kind, monkeypatch):
+    """The operators that are not compiled take 512 rows at once."""
+    exact_oracle(monkeypatch)
+    model, engine = oracle(pairs[kind][0], torch.float64), specker.load(pairs[kind][0], strategy="ar", dtype="float64")
+    text = engine.generate(prompt_of(230), max_new_tokens=10).tokens
+    assert engine.model.stack is None and engine.cache.rings.most * engine.cache.rings.page_size < 230
+    best = oracle_logits(model, torch.tensor(prompt_of(230) + text))[229:-1].argmax(-1)
+    assert best.tolist() == text
+
+
 @pytest.mark.parametrize("how", HOW)
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_strategy_has_the_text_of_plain_decoding(pairs, texts, kind, how):
@@ -189,6 +200,8 @@ def test_refusals(pairs, tmp_path):
     long = {"dtype": "float64", "strategy": "draft"}
     with pytest.raises(ValueError, match=f"too long for a model with recurrent layers: the most are {BLOCK}"):
         specker.load(target, draft, **long, draft_tokens=BLOCK + 1)
+    with pytest.raises(ValueError, match="a draft of 128 tokens is too large for a model with recurrent layers"):
+        specker.load(target, draft, **long, tree="32x4")
     specker.load(target, draft, **long, draft_tokens=BLOCK)
     with pytest.raises(ValueError, match="EasySpec cannot run layers with a recurrent state side by side"):
         specker.load(target, draft, "easyspec", dtype="float64", layer_parallel="2")

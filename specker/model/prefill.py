@@ -46,7 +46,7 @@ def prefill(
     reset_counters(model.device)
     if prefill_alignment(model) == 1:
         chunk = min(chunk, COMPILED_CHUNK)
-    if cache.rings is not None:
+    if isinstance(cache.rings, WindowRings) or (cache.rings is not None and model.stack is not None):
         chunk = min(chunk, cache.rings.ahead)
     while tokens:
         now, tokens = tokens[:chunk], tokens[chunk:]

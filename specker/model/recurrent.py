@@ -3,14 +3,15 @@
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from specker.cpu import Records
 from specker.kernels.conv import conv_rows
 from specker.kernels.delta import BLOCK, delta_rows
-from specker.model.cache import KVCache, Near, Rows
+from specker.model.cache import KVCache, Near, Rows, sequence_bounds
 from specker.model.config import DeltaNet, Mixer
-from specker.model.states import Memory
+from specker.model.states import AHEAD, Memory
 from specker.model.weights import Recurrent
 
 
@@ -57,8 +58,25 @@ def mix(
         q, k, v = silu(conv(qkv x)),  z, b, a = z x, b x, a x;  norm(delta_rule(q, k, v, a, b)) * silu(z)
         b, c, h = qkv x;  c * conv(b * h)                                                        (short convolution)
     """
+    projected, gates = linear(x, w.qkv), None if w.gates is None else linear(x, w.gates)
+    if rows.ancestors is not None or len(x) <= AHEAD:
+        return _mixed(mixer, w, memory, projected, gates, rows, eps)
+    # A ring holds so many rows of a prompt's chunk.
+    out = []
+    for start in range(0, len(x), AHEAD):
+        at = slice(start, min(start + AHEAD, len(x)))
+        bounds = sequence_bounds(at.stop - start, x.device)
+        part = rows._replace(positions=rows.positions[at], slots=rows.slots[at], cu_rows=bounds)
+        part = part._replace(kv_len=rows.kv_len - (len(x) - at.stop))
+        out.append(_mixed(mixer, w, memory, projected[at], None if gates is None else gates[at], part, eps))
+    return torch.cat(out)
+
+
+def _mixed(
+    mixer: Mixer, w: Recurrent, memory: Memory, projected: Tensor, gates: Tensor | None, rows: Paths, eps: float
+) -> Tensor:
+    """`mix`, after the projections."""
     columns = rows.table, rows.kv_len, rows.window, rows.cu_rows
-    projected = linear(x, w.qkv)
     if not isinstance(mixer, DeltaNet):
         before, after, inner = projected.chunk(3, -1)
         return conv_rows(
@@ -69,8 +87,8 @@ def mix(
     q, k, v = mixed.split([keys, keys, mixer.values], -1)
     q, k = (part.unflatten(1, (-1, mixer.key_dim)) for part in (q, k))
     v, z = (part.unflatten(1, (-1, mixer.value_dim)) for part in (v, projected[:, C:]))
-    assert w.gates is not None and w.a_log is not None and w.dt_bias is not None
-    b, a = linear(x, w.gates).chunk(2, -1)
+    assert gates is not None and w.a_log is not None and w.dt_bias is not None
+    b, a = gates.chunk(2, -1)
     _, k_records, u_records, g_records, states, anchors = memory
     assert k_records is not None and u_records is not None and g_records is not None
     assert states is not None and anchors is not None

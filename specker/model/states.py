@@ -15,7 +15,7 @@ from specker.kernels.delta import BLOCK, PAGE, anchor
 from specker.model.config import DeltaNet, Mixer, ModelConfig
 from specker.model.rings import Kept, Rings
 
-AHEAD = 256  # the most columns that are written from the first row of a forward on
+AHEAD = 128  # the most columns that are written from the first row of a forward on: the root and a draft
 
 
 class Memory(NamedTuple):

@@ -19,6 +19,7 @@ from specker.model import memory
 from specker.model.cache import KVCache
 from specker.model.config import ModelConfig, layer_elements
 from specker.model.decoder import Model
+from specker.model.states import AHEAD
 from specker.options import TEMPERATURE, Options, Params
 from specker.runtime import check, strategies, text
 from specker.runtime.check import CheckResult
@@ -99,7 +100,7 @@ class Engine:
         reads = not gpu and (ranks is None or (ranks.draft_ranks == 1 and not strategy.every_rank))
         self.policies = PolicyContext(o, self.target.config.num_layers, self.family, history, head_cost, reads)
         self.plan = strategies.plan(self.policies)
-        check_depth(self.plan.largest.depth, [self.target, *([] if self.draft is None else [self.draft])])
+        check_draft(self.plan.largest, [self.target, *([] if self.draft is None else [self.draft])])
         self.loop = Loop(
             model,
             self.cache,
@@ -414,11 +415,19 @@ class Engine:
         return out if text.several(prompt) else out[0]
 
 
-def check_depth(depth: int, models: Sequence[Checkpoint]) -> None:
-    """Raise ValueError for drafts of so many tokens in a row that a recurrent state could not be kept behind them."""
-    if depth > BLOCK and any(model.config.layer.recurrent for model in models):
+def check_draft(largest: Budget, models: Sequence[Checkpoint]) -> None:
+    """Raise ValueError for drafts behind which a recurrent state could not be kept."""
+    if not any(model.config.layer.recurrent for model in models):
+        return
+    if largest.depth > BLOCK:
         raise ValueError(
-            f"{option('draft_tokens', depth)} is too long for a model with recurrent layers: the most are {BLOCK}"
+            f"a draft of {largest.depth} tokens in a row is too long for a model with recurrent layers: the most are "
+            f"{BLOCK} ({option('draft_tokens')}, {option('tree')})"
+        )
+    if largest.nodes >= AHEAD:
+        raise ValueError(
+            f"a draft of {largest.nodes} tokens is too large for a model with recurrent layers: the most are "
+            f"{AHEAD - 1} ({option('tree')})"
         )
 
 
