@@ -425,7 +425,8 @@ def _delta_rows_kernel(
     # A program reads keys of the pass itself where they came from, since other programs write their records, too.
     start = columns - (last - first)
     p_new = k_ptr + (first - start).to(tl.int64) * k_stride + i_k * DK
-    for r in tl.range(first, last, ROWS):
+    # disable_licm: values that the compiler hoists out of this loop and the next take up to 100 registers.
+    for r in tl.range(first, last, ROWS, disable_licm=True):
         o_t = (r + o_r).to(tl.int64)
         m_r = r + o_r < last
         own = columns - last + r  # the column of the tile's first row
@@ -493,23 +494,21 @@ def _delta_rows_kernel(
         b_qq = DK**-0.5 / tl.sqrt_rn(b_qq + 1e-6)
         b_u, b_o = tl.zeros([ROWS, DV], tl.float32), tl.zeros([ROWS, DV], tl.float32)
         for at in tl.range(low, high + 1, BLOCK):
-            b_sk, b_sq = tl.zeros([ROWS, DV], tl.float32), tl.zeros([ROWS, DV], tl.float32)
+            m_at = (b_at == at)[:, None]  # rows of other anchors add an exact 0
             p_s = p_state + at // BLOCK % 2 * HALF + o_s[:, None] * DV + o_v[None, :]
             for d in tl.range(0, DK, SLICE):
-                b_k = tl.load(p_k + d, mask=m_r[:, None], other=0.0).to(tl.float32) * b_kk[:, None]
-                b_q = tl.load(p_q + d, mask=m_r[:, None], other=0.0).to(tl.float32) * b_qq[:, None]
+                b_k = tl.load(p_k + d, mask=m_r[:, None] & m_at, other=0.0).to(tl.float32) * b_kk[:, None]
+                b_q = tl.load(p_q + d, mask=m_r[:, None] & m_at, other=0.0).to(tl.float32) * b_qq[:, None]
                 b_s = tl.load(p_s + d * DV)
-                b_sk = tl.dot(b_k, b_s, b_sk, input_precision="ieee")
-                b_sq = tl.dot(b_q, b_s, b_sq, input_precision="ieee")
-            b_u = tl.where((b_at == at)[:, None], b_sk, b_u)
-            b_o = tl.where((b_at == at)[:, None], b_sq, b_o)
+                b_u = tl.dot(b_k, b_s, b_u, input_precision="ieee")
+                b_o = tl.dot(b_q, b_s, b_o, input_precision="ieee")
         b_reach = tl.exp(tl.where(b_p < b_at + BLOCK, b_c, b_far))[:, None]
         p_v = v_ptr + o_t[:, None] * v_stride + i_h * DV + o_v[None, :]
         b_u = tl.load(p_v, mask=m_r[:, None], other=0.0).to(tl.float32) - b_reach * b_u
         b_o = b_reach * b_o
 
         # Columns before the tile's rows, in order.
-        for j in tl.range(low, own, COLUMNS):
+        for j in tl.range(low, own, COLUMNS, disable_licm=True):
             o_j = j + o_c
             m_j = o_j < own
             b_row = tl.load(p_table + o_j // PAGE, mask=m_j, other=0).to(tl.int64) * PAGE + o_j % PAGE
@@ -533,7 +532,7 @@ def _delta_rows_kernel(
                 b_kj = tl.load(p_kj, mask=(m_j & (o_j < start))[None, :], other=0.0)
                 p_kj = p_new + o_j[None, :].to(tl.int64) * k_stride + d + o_s[:, None]
                 b_new = tl.load(p_kj, mask=(m_j & (o_j >= start))[None, :], other=0.0).to(tl.float32)
-                b_kj = tl.where((o_j < start)[None, :], b_kj, b_new * b_sj[None, :])
+                b_kj += b_new * b_sj[None, :]  # one of them is 0
                 b_ku = tl.dot(b_k, b_kj, b_ku, input_precision="ieee")
                 b_qu = tl.dot(b_q, b_kj, b_qu, input_precision="ieee")
             b_ku, b_qu = b_ku * b_w, b_qu * b_w
