@@ -197,6 +197,10 @@ static pass begin(const state *s, int64_t n, const layer *l, int64_t b, int64_t 
 
 static float power_of(float x) { return power(splat(x))[0]; }
 
+static void fetch(const float *x, int64_t count) {
+    for (int64_t i = 0; i < count; i += 16) prefetch(x + i);
+}
+
 // The number of columns from index i on, at most `end`, whose records follow one another.
 static int64_t run_of(const int64_t *at, int64_t i, int64_t end) {
     int64_t n = 1;
@@ -249,6 +253,10 @@ static void list(pass *r, int64_t i, int64_t R, int64_t A, int64_t block) {
         }
         r->seen[n++] = seen;
     }
+    for (int64_t j = 0; j < r->count; j++) { // the processor does not foresee that records of a head lie so far apart
+        prefetch(r->g + (r->at[j] * x->Hv + r->h * (x->Hv / x->Hk)) * 4);
+        fetch(r->k + (r->at[j] * x->Hk + r->h) * x->Dk, x->Dk);
+    }
 }
 
 static float softplus(float x) { return x > 20 ? x : log1pf(expf(x)); }
@@ -285,6 +293,7 @@ static void head(const pass *r, int64_t v, int64_t i, int64_t R, const int64_t *
     const int64_t *slots = p->past.slots + first;
     const float *inputs = r->inputs + i * row;
     float e[TILE], reach[TILE];
+    fetch(S, STEPS * Dv);
     for (int64_t j = 0; j < n; j++) r->decays[j] = r->g[(r->at[j] * x->Hv + v) * 4];
     decay(r, v, i, R, at, e);
     for (int64_t t = 0; t < R; t++) {
@@ -300,6 +309,7 @@ static void head(const pass *r, int64_t v, int64_t i, int64_t R, const int64_t *
     }
     float *u = r->sums, *o = u + R * Dv;
     memset(u, 0, 2 * R * Dv * 4);
+    for (int64_t j = 0; j < n; j++) fetch(r->u + r->at[j] * row_u + v * Dv, Dv);
     add_rows(2 * R, r->keys, x->Dk, S, Dv, u, Dv, x->Dk, Dv);
     for (int64_t t = 0; t < R; t++) {
         const float *value = inputs + t * row + 2 * x->Hk * x->Dk + v * Dv;
