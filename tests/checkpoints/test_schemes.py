@@ -14,13 +14,14 @@ import cases
 import numpy as np
 import pytest
 import torch
-from make_checkpoint import MIXTRAL, QWEN3_MOE, edit, make, oracle
+from make_checkpoint import LFM2, MIXTRAL, QWEN3_5, QWEN3_MOE, edit, make, oracle
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 import specker
 from specker.checkpoints.checkpoint import read, read_config
 from specker.checkpoints.quantised.schemes import scheme_of
+from specker.cpu import Packed
 from specker.kernels.quant import Quantized
 from specker.model.config import CheckpointError
 
@@ -248,7 +249,7 @@ def quantise(
     tensors, expected = {}, {}
     for name, x in load_file(folder / "model.safetensors").items():
         module = name.removesuffix(".weight")
-        if x.dim() == 2 and ("proj" in name or ".experts." in name) and only(module):
+        if x.dim() == 2 and any(part in name for part in ("proj", ".experts.", ".feed_forward.")) and only(module):
             parts, expected[name] = form.write(x.shape[0], x.shape[1], rng)
             tensors |= {f"{module}.{part}": y for part, y in parts.items()}
         else:
@@ -315,6 +316,23 @@ def test_tokens_are_those_of_transformers(tmp_path, name):
     want = greedy(model)
     assert len(expected) == 14 and len(set(want)) > 5, "this text proves little"
     assert engine.generate(PROMPT, 30).tokens == want
+
+
+@pytest.mark.parametrize("name", ["gptq", "awq", "fp8-blocks", "packed-4", "int8-rows"])
+@pytest.mark.parametrize("options", [QWEN3_5 | {"linear_num_value_heads": 8}, LFM2], ids=["qwen3.5", "lfm2"])
+def test_recurrent_layers(tmp_path, options, name):
+    """Their in- and out-projections stay quantised; the gates a and b do not, though the file has them quantised."""
+    sizes = {**options, **SIZES, "hidden": 128, "layers": 4, "tied": False}
+    sizes |= {"layer_types": ["conv", "conv", "full_attention", "conv"]} if options is LFM2 else {}
+    folder, other = make(tmp_path / "plain", **sizes), make(tmp_path / "quantised", **sizes)
+    model = reference(folder, expected := quantise(other, FORMATS[name]))
+    want = greedy(model)
+    engine = specker.load(other, strategy="ar", dtype="float64", device="cpu")
+    assert len(expected) > 10 and len(set(want)) > 5, "this text proves little"
+    assert engine.generate(PROMPT, 30).tokens == want
+    w = specker.load(other, strategy="ar", dtype="float32", device="cpu").target.weights
+    kinds = [isinstance(x, Packed) for stack in (w.qkv, w.o) for x in stack]
+    assert all(kinds) and (options is LFM2 or isinstance(w.gates[0], Tensor))
 
 
 EXPERTS = {

@@ -33,6 +33,7 @@ MIXTRAL = "w1", "w2", "w3"  # an expert's gate, down and up
 LAYERS = (
     *("q_proj", "k_proj", "v_proj", "qkv_proj", "o_proj"),
     *("gate_proj", "up_proj", "gate_up_proj", "down_proj", *MIXTRAL),
+    *("in_proj_qkv", "in_proj_z", "in_proj_a", "in_proj_b", "in_proj_qkvz", "in_proj_ba", "in_proj", "out_proj"),
 )
 FLOATS = ("F32", "F16", "BF16")
 
