@@ -17,6 +17,7 @@ from specker.checkpoints.checkpoint import read_config
 from specker.kernels.delta import BLOCK
 from specker.model.cache import KVCache
 from specker.model.config import CheckpointError
+from specker.model.prefill import prefill
 from specker.model.states import sequence_bytes
 from specker.options import Params
 
@@ -165,16 +166,28 @@ def test_states_are_counted(pairs):
             assert held == sequences * sequence_bytes(config, torch.bfloat16) + spare + more
 
 
-def test_the_mtp_head_of_the_checkpoint_drafts(tmp_path):
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_the_mtp_head_of_the_checkpoint_drafts(tmp_path, dtype):
     options = {name: value for name, value in QWEN3_5.items() if name != "layers"}
     target = make_mtp(tmp_path, "qwen3-next", **options)
-    plain = specker.load(target, strategy="ar", dtype="float64")
+    plain = specker.load(target, strategy="ar", dtype=dtype)
     for shape in ({"draft_tokens": 3}, {"tree": "4x3"}):
-        engine = specker.load(target, strategy="mtp", dtype="float64", **shape)
-        for how in ({}, {"temperature": 0.7, "seed": 2}):
-            out = engine.generate(prompt_of(62), max_new_tokens=40, **how)
-            assert out.tokens == plain.generate(prompt_of(62), max_new_tokens=40, **how).tokens
+        engine = specker.load(target, strategy="mtp", dtype=dtype, **shape)
+        for n, how in ((62, {}), (200, {}), (200, {"temperature": 0.7, "seed": 2})):
+            out = engine.generate(prompt_of(n), max_new_tokens=30, **how)
+            assert out.tokens == plain.generate(prompt_of(n), max_new_tokens=30, **how).tokens
             assert out.stats.drafted > 20
+
+
+def test_hidden_rows_of_several_chunks(pairs):
+    model = specker.load(pairs["qwen3.5"][0], strategy="ar", dtype="float64").model
+    found = []
+    for chunk in (200, 48):
+        cache = KVCache(model.config, 256, dtype=torch.float64, device="cpu")
+        found.append(prefill(model, cache, prompt_of(200), (2, 4), 130, chunk))
+    for n in (2, 4):
+        one, several = (rows[n] for rows in found)
+        assert one.shape == several.shape == (130, 64) and float((one - several).abs().max()) < 1e-12
 
 
 @pytest.mark.parametrize("arch", ["qwen3_5", "qwen3_5_moe"])

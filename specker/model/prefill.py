@@ -39,9 +39,8 @@ def prefill(
 ) -> dict[int, Tensor]:
     """Forward `tokens` in chunks and append them to the exact columns of the sequence in `slot`. Rows of a causal model
     see earlier columns; rows of a bidirectional model also see their whole chunk. Returns, for each depth in
-    `aux_layers`, the residual stream [rows, E] of the last `last` rows of the last chunk (fewer if the chunk is
-    shorter). `chunk`: default as `chunk_rows`."""
-    kept: dict[int, Tensor] = {}
+    `aux_layers`, the residual stream [last, E] of the last `last` rows. `chunk`: default as `chunk_rows`."""
+    kept: list[dict[int, Tensor]] = []
     chunk = chunk_rows(model) if chunk is None else chunk
     reset_counters(model.device)
     if prefill_alignment(model) == 1:
@@ -51,8 +50,10 @@ def prefill(
     while tokens:
         now, tokens = tokens[:chunk], tokens[chunk:]
         now_tokens = torch.tensor(now, device=model.device)
-        kept = _prefill_chunk(model, cache, slot, now_tokens, () if tokens else aux_layers, last)
-    return kept
+        rows = max(0, last - len(tokens))  # of this chunk
+        out = _prefill_chunk(model, cache, slot, now_tokens, aux_layers if rows else (), rows)
+        kept += [out] if rows else []
+    return kept[0] if len(kept) == 1 else {n: torch.cat([out[n] for out in kept]) for n in aux_layers if kept}
 
 
 def prefill_chunk(model: Model) -> int:
