@@ -135,3 +135,45 @@ class World(Text):
         places = positions, *self.placed(first, len(rows), words is None), words, BLOCK
         gate = () if self.gate is None else (self.gate[0][rows], self.gate[1], 1e-6)
         return *(x[rows] for x in own), a_log, dt_bias, *memory, *places, *gate
+
+
+class Signal(Text):
+    """The channels of a convolution over K columns, and its cache. `bias`, `gates`: whether it has them."""
+
+    def __init__(
+        self,
+        op: Callable[..., Tensor],
+        K: int,
+        activation: str,
+        bias: bool,
+        gates: bool,
+        dtype: torch.dtype,
+        C: int = 6,
+        count: int = 75,
+        page: int = 8,
+        columns: int = 128,
+    ):
+        super().__init__(op, count, page, columns)
+        self.activation = activation
+        g, wide = torch.Generator().manual_seed(C), torch.promote_types(dtype, torch.float32)
+        x, before, after = (torch.randn(count, C, generator=g, dtype=torch.float64).to(dtype) for _ in range(3))
+        self.x, self.gates = x, (before, after) if gates else (None, None)
+        self.weight = torch.randn(C, K, generator=g, dtype=torch.float64).to(wide)
+        self.bias = torch.randn(C, generator=g, dtype=torch.float64).to(wide) if bias else None
+        self.records = [torch.full((columns // page, page, C), torch.nan, dtype=dtype)]
+
+    def arguments(self, rows: list[int], first: int, positions: Tensor, words: Tensor | None) -> tuple[Any, ...]:
+        gates = (None if gate is None else gate[rows] for gate in self.gates)
+        fixed = self.weight, self.bias, *self.records
+        return self.x[rows], *fixed, *self.placed(first, len(rows), words is None), words, self.activation, *gates
+
+    def defined(self) -> Tensor:
+        """The outputs [n, C] of torch's convolution in float64."""
+        before, after = self.gates
+        r = self.x.double() if before is None else self.x.double() * before.double()
+        C, K = self.weight.shape
+        bias = None if self.bias is None else self.bias.double()
+        padded = torch.nn.functional.pad(r.T[None], (K - 1, 0))
+        y = torch.nn.functional.conv1d(padded, self.weight.double()[:, None], bias, groups=C)[0].T
+        y = torch.nn.functional.silu(y) if self.activation == "silu" else y
+        return y if after is None else y * after.double()

@@ -5,13 +5,13 @@ from itertools import cycle, repeat
 import pytest
 import torch
 from compile_only import compilations
-from paths import Text
+from paths import Signal
 from torch.library import opcheck
 
 from specker.kernels.ancestors import ancestor_words, chain_words
 from specker.kernels.conv import _launch, conv_rows, conv_rows_cost, conv_rows_ref
 
-KINDS = {  # activation, and whether there are a bias and gates
+KINDS = {  # size of the convolution, activation, and whether there are a bias and gates
     "silu": (4, "silu", False, False),
     "gates": (3, "none", False, True),
     "bias": (2, "silu", True, True),
@@ -24,52 +24,26 @@ WAYS = {
 }
 
 
-class Inputs(Text):
-    """A text whose tokens have the channels [n, C]."""
-
-    def __init__(self, op, kind, dtype, C=6, count=75, page=8, columns=128):
-        super().__init__(op, count, page, columns)
-        K, self.activation, bias, gates = KINDS[kind]
-        g, wide = torch.Generator().manual_seed(C), torch.promote_types(dtype, torch.float32)
-        x, before, after = (torch.randn(count, C, generator=g, dtype=torch.float64).to(dtype) for _ in range(3))
-        self.x, self.gates = x, (before, after) if gates else (None, None)
-        self.weight = torch.randn(C, K, generator=g, dtype=torch.float64).to(wide)
-        self.bias = torch.randn(C, generator=g, dtype=torch.float64).to(wide) if bias else None
-        self.records = [torch.full((columns // page, page, C), torch.nan, dtype=dtype)]
-
-    def arguments(self, rows, first, positions, words):
-        gates = (None if gate is None else gate[rows] for gate in self.gates)
-        fixed = self.weight, self.bias, *self.records
-        return self.x[rows], *fixed, *self.placed(first, len(rows), words is None), words, self.activation, *gates
-
-    def defined(self):
-        """The outputs of torch's convolution in float64."""
-        before, after = self.gates
-        r = self.x.double() if before is None else self.x.double() * before.double()
-        C, K = self.weight.shape
-        bias = None if self.bias is None else self.bias.double()
-        padded = torch.nn.functional.pad(r.T[None], (K - 1, 0))
-        y = torch.nn.functional.conv1d(padded, self.weight.double()[:, None], bias, groups=C)[0].T
-        y = torch.nn.functional.silu(y) if self.activation == "silu" else y
-        return y if after is None else y * after.double()
+def signal(op, kind, dtype, **sizes):
+    return Signal(op, *KINDS[kind], dtype, **sizes)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("way", WAYS)
 def test_the_definition(kind, way):
-    text = Inputs(conv_rows, kind, torch.float64)
+    text = signal(conv_rows, kind, torch.float64)
     assert float((WAYS[way](text) - text.defined()).abs().max()) < 1e-13
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_kernel(kind):
     """Every way has the same bits, and the reference's values."""
-    texts = {way: Inputs(_launch, kind, torch.float32, C=70) for way in WAYS}
+    texts = {way: signal(_launch, kind, torch.float32, C=70) for way in WAYS}
     got = {way: WAYS[way](text) for way, text in texts.items()}
     want = texts["decoding"].defined()
     assert all(torch.equal(each, got["decoding"]) for each in got.values())
     assert float((got["decoding"].double() - want).abs().max()) < 1e-5
-    plain = Inputs(conv_rows_ref, kind, torch.float32, C=70)
+    plain = signal(conv_rows_ref, kind, torch.float32, C=70)
     WAYS["trees"](plain)
     assert torch.equal(
         texts["trees"].records[0].nan_to_num(9), plain.records[0].nan_to_num(9)
@@ -78,7 +52,7 @@ def test_the_kernel(kind):
 
 def test_a_ring():
     """A cache whose pages repeat holds the last columns."""
-    text, ring = (Inputs(_launch, "silu", torch.float32) for _ in range(2))
+    text, ring = (signal(_launch, "silu", torch.float32) for _ in range(2))
     ring.table = ring.table[:, [0, 1, 2] * 5]
     ring.slots = (ring.table[0].long()[:, None] * 8 + torch.arange(8)).flatten()
     want, got = (each.chains(cycle([20, 1]), words=False) for each in (text, ring))
@@ -87,7 +61,7 @@ def test_a_ring():
 
 def test_several_sequences_and_strided_rows():
     """Sequences of unequal length share a launch; one of them has no rows."""
-    one, two = (Inputs(_launch, "gates", torch.float32) for _ in range(2))
+    one, two = (signal(_launch, "gates", torch.float32) for _ in range(2))
     for text, n in ((one, 37), (two, 5)):
         text.run(list(range(n)), 0, torch.arange(n), None)
     given = (one, list(range(37, 57))), (two, [5, 6, 7])
@@ -106,14 +80,14 @@ def test_several_sequences_and_strided_rows():
 
 
 def test_the_registered_op():
-    text = Inputs(conv_rows, "silu", torch.float32)
+    text = signal(conv_rows, "silu", torch.float32)
     text.run(list(range(18)), 0, torch.arange(18), None)
     args = text.arguments([18, 3], 18, torch.tensor([18, 19]), ancestor_words(torch.tensor([0])))
     opcheck(torch.ops.specker.conv_rows.default, args, test_utils=("test_schema", "test_faketensor"))
 
 
 def test_cost():
-    args = Inputs(conv_rows, "gates", torch.float32).arguments([4, 5], 4, torch.tensor([4, 5]), chain_words(2))
+    args = signal(conv_rows, "gates", torch.float32).arguments([4, 5], 4, torch.tensor([4, 5]), chain_words(2))
     assert conv_rows_cost(*args) == ((3 * 2 + 2 * 2 + 2) * 6 * 4 + 6 * 3 * 4, 2 * 2 * 6 * 3)
 
 
@@ -121,7 +95,7 @@ def launches():
     """Runs in a compiling process: any number of rows, columns and sequences, at any offset."""
     for words in (True, False):
         for n, first in ((1, 0), (5, 33), (16, 16), (33, 7)):
-            text, rows = Inputs(_launch, "silu", torch.float32, C=64), torch.arange(first, first + n)
+            text, rows = signal(_launch, "silu", torch.float32, C=64), torch.arange(first, first + n)
             _launch(*text.arguments(rows.tolist(), first, rows, chain_words(n) if words else None))
 
 
@@ -145,7 +119,7 @@ def test_no_length_recompiles():
     ],
 )
 def test_refusals(at, value, message):
-    args = [*Inputs(conv_rows, "silu", torch.float32).arguments([3, 4], 3, torch.tensor([3, 4]), chain_words(2))]
+    args = [*signal(conv_rows, "silu", torch.float32).arguments([3, 4], 3, torch.tensor([3, 4]), chain_words(2))]
     args[at] = value
     with pytest.raises((TypeError, ValueError), match=message):
         conv_rows(*args)

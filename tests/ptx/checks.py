@@ -8,11 +8,13 @@ from unittest.mock import patch
 
 import torch
 from formulas import randn
+from paths import Signal, Text, World, gates, inputs
 from torch import Tensor
 
 from ptx import ops, rounds
 from ptx.cases import Verdict, weight
 from ptx.driver import simulated
+from specker.kernels.ancestors import ancestor_words, chain_words
 
 TYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -54,7 +56,7 @@ def check(arch: int, dtype: str, only: list[str], first: int | None) -> Iterator
 def invariance(arch: int, dtype: str, only: list[str], first: int | None) -> Iterator[Row]:
     """What must be equal bit for bit: a row alone and among others, and the CTAs in another order."""
     ways = _residual_merge, _row_linear, _quantised_linear, _tree_attention, _vocab_topk, _sample_rows, _kv_calibrate
-    for op in (*ways, _kv_project, _expert_linear):
+    for op in (*ways, _kv_project, _expert_linear, _conv_rows, _delta_rows):
         name = op.__name__[1:]
         if only and name not in only:
             continue
@@ -254,3 +256,55 @@ def _expert_linear(arch: int, dtype: torch.dtype) -> Comparisons:
         same["CTAs backwards"] = _equal(call(slice(0, T), backwards=True), many)
         same["CTAs one by one"] = _equal(call(slice(0, T), threads=1), many)
         yield f"{E}->{O} {epilogue}", same
+
+
+def _paths(arch: int, text: Callable[[Any], Text], ref: Any, launch: Any, length: int, n: int) -> dict[str, bool]:
+    """n tokens after `length` others, of which the reference makes the state: decoded one by one, and in other ways."""
+
+    def start() -> Text:
+        world = text(ref)
+        world.run(list(range(length)), 0, torch.arange(length), None)
+        return world
+
+    def run(world: Text, rows: list[int], first: int, where: list[int], words: Any, **options: Any) -> Tensor:
+        world.op = lambda *args: _run(arch, lambda: launch(*args), **options)
+        return world.run(rows, first, torch.tensor(where), words)
+
+    def chain(size: int, chained: bool = True, **options: Any) -> tuple[Tensor, ...]:
+        world, out = start(), []
+        for at in range(length, length + n, size):
+            rows = list(range(at, at + size))
+            out.append(run(world, rows, at, rows, chain_words(size) if chained else None, **options))
+        return torch.cat(out), *(x.flatten(0, 1)[world.slots[: length + n]] for x in world.records)
+
+    many = chain(n)
+    rows = [length, 0, length + 1, 1, length + 2]
+    steps = [length + step for step in (0, 1, 1, 2, 2)]
+    tree = run(start(), rows, length, steps, ancestor_words(torch.tensor([0, 0, 1, 2])))
+    return {
+        f"a chain of {n} and decoding": _equal(many, chain(1)),
+        "a chunk of a prompt": _equal(chain(n, False), many),
+        "a tree": _equal(tree[::2], many[0][:3]),
+        "CTAs backwards": _equal(chain(n, backwards=True), many),
+        "CTAs shuffled": _equal(chain(n, shuffled=3), many),
+    }
+
+
+def _conv_rows(arch: int, dtype: torch.dtype) -> Comparisons:
+    for K, activation, gated, length, n in ((4, "silu", False, 9, 5), (3, "none", True, 20, 18)):
+
+        def text(op: Any, how: tuple = (K, activation, not gated, gated)) -> Text:
+            return Signal(op, *how, dtype, C=70)
+
+        same = _paths(arch, text, ops.conv.conv_rows_ref, ops.conv._launch, length, n)
+        yield f"K{K} {activation}{' gates' * gated}", same
+
+
+def _delta_rows(arch: int, dtype: torch.dtype) -> Comparisons:
+    for D, length, n in ((32, 30, 5), (64, 44, 18)):
+        given, gate = inputs(length + n, 1, 2, D, D, dtype), gates(length + n, 2, D, dtype)
+
+        def text(op: Any, given: Any = given, gate: Any = gate) -> Text:
+            return World(op, given, gate=gate)
+
+        yield f"D{D}", _paths(arch, text, ops.delta.delta_rows_ref, ops.delta._launch, length, n)
