@@ -9,6 +9,7 @@ import torch
 from make_checkpoint import exact_oracle, make, oracle, oracle_logits
 
 from examples import engine as example
+from examples import recurrent
 from examples.engine import Engine
 from specker.kernels import ancestor_words, sample_rows
 
@@ -120,11 +121,23 @@ def test_aot_autograd_compiles_the_round(folders, expected):
     assert engine(folders, "near", (2, 2), backend="aot_eager").generate(PROMPTS, NEW)[0] == expected
 
 
-def test_imports_only_the_ops_of_specker():
+@pytest.mark.parametrize("example", [example, recurrent], ids=lambda module: module.__name__)
+def test_imports_only_the_ops_of_specker(example):
     tree = ast.parse(Path(example.__file__).read_text())
     modules = {node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
     modules |= {name.name for node in ast.walk(tree) if isinstance(node, ast.Import) for name in node.names}
     assert {name for name in modules if name.startswith("specker")} == {"specker.kernels"}
+
+
+def test_a_recurrent_layer_in_trees_has_the_rows_of_plain_decoding(monkeypatch):
+    """Also in float64; and not if the tree's path is not moved into place."""
+    assert recurrent.main() == 0
+    made = recurrent.GatedDeltaNet(32, 1, 2, 16, texts=2, columns=112, dtype=torch.float64)
+    x = torch.randn(90, 32, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    plain, trees = recurrent.decoded(made, 0, x, 5), recurrent.verified(made, 1, x, 5)
+    assert float((plain - trees).abs().max()) < 1e-13
+    monkeypatch.setattr(recurrent.GatedDeltaNet, "commit", lambda *_: None)
+    assert recurrent.main() == 1
 
 
 def test_refusals(folders, tmp_path):
