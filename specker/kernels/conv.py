@@ -158,10 +158,12 @@ def _conv_rows_kernel(
     SILU: tl.constexpr,
     BEFORE: tl.constexpr,
     AFTER: tl.constexpr,
+    UNIT: tl.constexpr,  # of strides, so that the compiler knows that they are multiples of it
     ROWS: tl.constexpr,
     BC: tl.constexpr,
     PDL: tl.constexpr,
 ):
+    x_stride, before_stride, after_stride = x_stride * UNIT, before_stride * UNIT, after_stride * UNIT
     start_after_previous(PDL)
     i_c, i_b = tl.program_id(0), tl.program_id(1)
     first = tl.load(cu_rows_ptr + i_b)
@@ -218,10 +220,19 @@ def _conv_rows_kernel(
 
 @lru_cache
 def _variant(
-    dtype: torch.dtype, C: int, K: int, page: int, words: int, bias: bool, silu: bool, before: bool, after: bool
+    dtype: torch.dtype,
+    C: int,
+    K: int,
+    page: int,
+    words: int,
+    bias: bool,
+    silu: bool,
+    before: bool,
+    after: bool,
+    unit: int = 16,
 ) -> Variant:
     t = TYPES[dtype]
-    named = ("bias", bias), ("silu", silu), ("before", before), ("after", after)
+    named = ("bias", bias), ("silu", silu), ("before", before), ("after", after), ("unaligned", unit == 1)
     how = "".join(f" {name}" for name, given in named if given)
     return Variant(
         name=f"{t} C{C} K{K} page {page} {f'W{words}' if words else 'chains'}{how}",
@@ -240,6 +251,7 @@ def _variant(
             "SILU": silu,
             "BEFORE": before,
             "AFTER": after,
+            "UNIT": unit,
             "ROWS": 16,
             "BC": 64,
         },
@@ -255,6 +267,7 @@ def variants(arch: int) -> Iterator[Variant]:
         yield _variant(torch.bfloat16, 8192, 4, 64, words, False, True, False, False)
         yield _variant(torch.bfloat16, 2048, 3, 64, words, False, False, True, True)
     yield _variant(torch.float16, 6144, 4, 64, 1, True, True, False, False)
+    yield _variant(torch.bfloat16, 8192, 4, 64, 1, False, True, False, False, unit=1)
 
 
 def _launch(
@@ -275,7 +288,9 @@ def _launch(
     (T, C), B = x.shape, len(kv_len)
     out, words = x.new_empty(T, C), 0 if ancestors is None else ancestors.shape[1]
     given = bias is not None, activation == "silu", before is not None, after is not None
-    variant = _variant(x.dtype, C, weight.shape[1], inputs.shape[1], words, *given)
+    strides = [0 if each is None else each.stride(0) for each in (x, before, after)]
+    unit = 1 if any(stride % 16 for stride in strides) else 16
+    variant = _variant(x.dtype, C, weight.shape[1], inputs.shape[1], words, *given, unit)
     tiles = -(-T // (16 * B * TILES))  # a prompt has many rows
     variant(
         (-(-C // 64), B, max(1, tiles)),
@@ -292,9 +307,7 @@ def _launch(
         x if before is None else before,
         x if after is None else after,
         out,
-        x.stride(0),
-        0 if before is None else before.stride(0),
-        0 if after is None else after.stride(0),
+        *(stride // unit for stride in strides),
         block_table.stride(0),
     )
     return out

@@ -7,11 +7,13 @@ from typing import Any
 
 import torch
 from formulas import randn
+from paths import World, inputs
 
 from ptx import ops
 from ptx.driver import Launch, simulated
 from ptx.report import SECTOR, Place, Report
 from specker.kernels import adjust, narrow
+from specker.kernels.ancestors import chain_words
 
 Counted = tuple[str, Callable[[], Any], int]  # label, what launches, the least bytes
 
@@ -24,6 +26,8 @@ def counters(arch: int, dtype: str, only: list[str], first: int | None) -> Itera
         _vocab_topk,
         _sample_rows,
         _adjust_rows,
+        _conv_rows,
+        _delta_rows,
         _kv_calibrate,
         _kv_commit,
         _residual_merge,
@@ -112,6 +116,29 @@ def _adjust_rows(_: torch.dtype) -> Iterator[Counted]:
         args = torch.zeros(5, V), text, length // 2, length, text[:, -5:], numbers, None, None, None, None, floors
         label = f"V{V} text {C}{', floors' * floors}"
         yield label, lambda args=args: adjust._launch(*args), adjust.adjust_rows_cost(*args)[0]
+
+
+def _conv_rows(dtype: torch.dtype) -> Iterator[Counted]:
+    for T in (1, 16, 512):
+        x, weight, cache = randn(T, 1024, dtype=dtype), torch.ones(1024, 4), torch.zeros(16, 64, 1024, dtype=dtype)
+        ints = [torch.tensor(n, dtype=torch.int32) for n in ([128 + T], [0 if T > 64 else T], [0, T])]
+        places = torch.arange(128, 128 + T), torch.arange(16, dtype=torch.int32)[None], *ints
+        args = x, weight, None, cache, *places, None if T > 64 else chain_words(T)
+        yield f"T{T} C1024 K4", lambda args=args: ops.conv._launch(*args), ops.conv.conv_rows_cost(*args)[0]
+
+
+def _delta_rows(dtype: torch.dtype) -> Iterator[Counted]:
+    """One key head of Qwen3.5-9B's layer, whose other 15 read as much."""
+    block, length = ops.delta.BLOCK, 113
+    for T in (1, 5, 16, 60):
+        world = World(ops.delta.delta_rows_ref, inputs(length + T, 1, 2, 128, 128, dtype), 64, 256)
+        every, own = (list(range(*span)) for span in ((length,), (length, length + T)))
+        before = [*world.arguments(every, 0, torch.tensor(every), None)]
+        args = [*world.arguments(own, length, torch.tensor(own), chain_words(T))]
+        before[20] = args[20] = block
+        ops.delta.delta_rows_ref(*before)
+        least = ops.delta.delta_rows_cost(*args)[0]
+        yield f"T{T} after {length} 1/2 D128 block {block}", lambda args=args: ops.delta._launch(*args), least
 
 
 def _kv_calibrate(dtype: torch.dtype) -> Iterator[Counted]:
