@@ -19,7 +19,7 @@ from specker.kernels.variant import TYPES, Variant, same_device, start_after_pre
 
 ACTIVATIONS = "none", "silu"
 KERNELS = range(2, 9)  # sizes of the convolution
-TILES = 8  # tiles of 16 rows that a program computes, at most
+ROWS, TILES = 8, 16  # rows of a tile, and the most tiles that a program computes
 
 
 def conv_rows(
@@ -252,7 +252,7 @@ def _variant(
             "BEFORE": before,
             "AFTER": after,
             "UNIT": unit,
-            "ROWS": 16,
+            "ROWS": ROWS,
             "BC": 64,
         },
         num_warps=4,
@@ -291,7 +291,7 @@ def _launch(
     strides = [0 if each is None else each.stride(0) for each in (x, before, after)]
     unit = 1 if any(stride % 16 for stride in strides) else 16
     variant = _variant(x.dtype, C, weight.shape[1], inputs.shape[1], words, *given, unit)
-    tiles = -(-T // (16 * B * TILES))  # a prompt has many rows
+    tiles = -(-T // (ROWS * B * TILES))  # a prompt has many rows
     variant(
         (-(-C // 64), B, max(1, tiles)),
         x,
