@@ -8,6 +8,8 @@ import shutil
 import pytest
 import torch
 from make_checkpoint import LFM2, QWEN3_5, QWEN3_NEXT, edit, exact_oracle, make, oracle, oracle_logits
+from make_dflash import make_dflash
+from make_head import make_head
 from make_mtp import make_mtp
 from pairs import perturbed
 from safetensors.torch import load_file, save_file
@@ -177,6 +179,22 @@ def test_the_mtp_head_of_the_checkpoint_drafts(tmp_path, dtype):
             out = engine.generate(prompt_of(n), max_new_tokens=30, **how)
             assert out.tokens == plain.generate(prompt_of(n), max_new_tokens=30, **how).tokens
             assert out.stats.drafted > 20
+
+
+def test_heads_that_read_the_target(tmp_path):
+    """EAGLE-3's in chains and trees, and DFlash's: they read hidden rows of recurrent layers, in prompts of two chunks."""
+    target = make(tmp_path / "target", max_context=256, **QWEN3_5)
+    like = json.loads((make(tmp_path / "like", "qwen2", layers=4, max_context=256) / "config.json").read_text())
+    eagle = make_head(tmp_path / "eagle", like, layout="nested", eagle_aux_hidden_state_layer_ids=[1, 2, 3])
+    dflash = make_dflash(tmp_path / "dflash", like, layout="dflash", layer_ids=[1, 2])
+    want = specker.load(target, strategy="ar", dtype="float32").generate(prompt_of(180), 30).tokens
+    for head, strategy, shape in (
+        (eagle, "eagle", {"draft_tokens": 3}),
+        (eagle, "eagle", {"tree": "3x3"}),
+        (dflash, "dflash", {"draft_tokens": 3}),
+    ):
+        out = specker.load(target, head, strategy, dtype="float32", **shape).generate(prompt_of(180), 30)
+        assert out.tokens == want and out.stats.drafted > 60
 
 
 def test_hidden_rows_of_several_chunks(pairs):
