@@ -182,7 +182,7 @@ def test_the_mtp_head_of_the_checkpoint_drafts(tmp_path, dtype):
 
 
 def test_heads_that_read_the_target(tmp_path):
-    """EAGLE-3's in chains and trees, and DFlash's: they read hidden rows of recurrent layers, in prompts of two chunks."""
+    """EAGLE-3's in chains and trees, and DFlash's: they read rows of recurrent layers, of prompts of two chunks."""
     target = make(tmp_path / "target", max_context=256, **QWEN3_5)
     like = json.loads((make(tmp_path / "like", "qwen2", layers=4, max_context=256) / "config.json").read_text())
     eagle = make_head(tmp_path / "eagle", like, layout="nested", eagle_aux_hidden_state_layer_ids=[1, 2, 3])
