@@ -4,7 +4,7 @@
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from specker.model.config import CheckpointError, DeltaNet, Mixer, ShortConv
@@ -105,8 +105,16 @@ class Architecture:
 # transformers does not know Dream and MiMo. LlamaConfig imports `generate` and with it torch's compiler, which takes
 # 1.7 s.
 LLAMA = {"num_key_value_heads": None, "max_position_embeddings": 2048, "attention_bias": False, "mlp_bias": False}
-DELTA_NET = "linear_attention", _delta_net
 QWEN_EXPERTS = "num_experts", "num_experts_per_tok", "moe_intermediate_size", "shared_expert_intermediate_size"
+QWEN3_NEXT = Architecture(
+    "qwen3_next",
+    qk_norm="head",
+    biases="attention",
+    partial=True,
+    norm_offset=1.0,
+    recurrent=("linear_attention", _delta_net),
+    gated=True,
+)
 ARCHITECTURES = {
     "LlamaForCausalLM": Architecture("llama", biases="all", kinds=FULL, config="Qwen2Config", defaults=LLAMA),
     "MistralForCausalLM": Architecture("mistral", kinds=SLIDING),
@@ -124,35 +132,11 @@ ARCHITECTURES = {
         kinds=SLIDING,
         experts=("num_experts", "num_experts_per_tok", "moe_intermediate_size"),
     ),
-    "Qwen3NextForCausalLM": Architecture(
-        "qwen3_next",
-        qk_norm="head",
-        biases="attention",
-        partial=True,
-        norm_offset=1.0,
-        recurrent=DELTA_NET,
-        gated=True,
-        experts=QWEN_EXPERTS,
-    ),
-    "Qwen3_5ForCausalLM": Architecture(
-        "qwen3_5_text",
-        qk_norm="head",
-        biases="attention",
-        partial=True,
-        norm_offset=1.0,
-        recurrent=DELTA_NET,
-        gated=True,
-        config="Qwen3_5TextConfig",
-        text="qwen3_5",
-    ),
-    "Qwen3_5MoeForCausalLM": Architecture(
-        "qwen3_5_moe_text",
-        qk_norm="head",
-        biases="attention",
-        partial=True,
-        norm_offset=1.0,
-        recurrent=DELTA_NET,
-        gated=True,
+    "Qwen3NextForCausalLM": replace(QWEN3_NEXT, experts=QWEN_EXPERTS),
+    "Qwen3_5ForCausalLM": replace(QWEN3_NEXT, model_type="qwen3_5_text", config="Qwen3_5TextConfig", text="qwen3_5"),
+    "Qwen3_5MoeForCausalLM": replace(
+        QWEN3_NEXT,
+        model_type="qwen3_5_moe_text",
         experts=QWEN_EXPERTS,
         config="Qwen3_5MoeTextConfig",
         text="qwen3_5_moe",
