@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save_file
 
 import specker
 from specker.checkpoints.checkpoint import read_config
+from specker.integrations.target import drafter_for
 from specker.kernels.delta import BLOCK
 from specker.model.cache import KVCache
 from specker.model.config import CheckpointError
@@ -234,6 +235,9 @@ def test_refusals(pairs, tmp_path):
     with pytest.raises(ValueError, match="a draft of 128 tokens is too large for a model with recurrent layers"):
         specker.load(target, draft, **long, tree="32x4")
     specker.load(target, draft, **long, draft_tokens=BLOCK)
+    alone = dict.fromkeys(("dtype", "max_context", "kv_tokens"))
+    with pytest.raises(ValueError, match="has recurrent layers, and does not draft for another engine yet"):
+        drafter_for(target, draft, "draft", device="cpu", requests=2, **alone)
     with pytest.raises(ValueError, match="EasySpec cannot run layers with a recurrent state side by side"):
         specker.load(target, draft, "easyspec", dtype="float64", layer_parallel="2")
     for changes, message in (

@@ -81,6 +81,8 @@ def drafter_for(
     if source is None and method.needs_draft:
         raise ValueError(f"strategy {strategy!r} needs a draft checkpoint for {name}: pass draft")
     own = None if source is None or method.reads_target else read_config(source)
+    if own is not None and own.layer.recurrent is not None:  # its cache cannot drop what the other engine refuses
+        raise ValueError(f"{source} has recurrent layers, and does not draft for another engine yet: use another draft")
     kind = dtype_of(dtype)
     if dtype is None and where.type == "cpu" and not (own is not None and served(own)):
         kind = torch.float32

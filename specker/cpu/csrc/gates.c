@@ -1,5 +1,5 @@
-// Activations of the feed-forward's gate. They are within a few units in the last place of z.
-#include "layers.h"
+// The feed-forward's gate, and its activations, which are within a few units in the last place of z.
+#include "state.h"
 #include "vector.h"
 
 // z up sigmoid(x)
@@ -54,4 +54,23 @@ void weigh_silu(float *x, int64_t count) {
 
 void weigh_sigmoid(float *x, const float *gate, int64_t count) {
     for (int64_t i = 0; i < count; i += LANES) store(x + i, swish(load(x + i), splat(1), load(gate + i)));
+}
+
+void gate_up(const state *s, const matrix *w, const float *bias, const rows *x) {
+    const int64_t T = s->f->rows->T, F = w->O / 2, size = s->m->size;
+    const int64_t most = chunk(F, 2 * size), part = chunk(F, 16 * size);
+    int64_t i = s->m->me * most, count = most;
+    while (i < F) {
+        const int64_t then = size * most + next(s->m) * part, n = count < F - i ? count : F - i;
+        ask(w, F + i);
+        product(w, x, T, i, n, s->gate + i, F);
+        ask(w, then);
+        product(w, x, T, F + i, n, s->up + i, F);
+        for (int64_t t = 0; t < T; t++) {
+            float *a = s->gate + t * F + i, *b = s->up + t * F + i;
+            if (bias) grow(a, bias + i, 0, n), grow(b, bias + F + i, 0, n);
+            gated(s->f->model->activation, a, b, n);
+        }
+        i = then, count = part;
+    }
 }

@@ -48,23 +48,6 @@ int64_t forward_bytes(const forward *f, int size) { return layout(f, size, 0, 0,
 
 // --- rows
 
-// y = RMSNorm(x) weight, or x itself without a weight.
-void normalise(const float *x, const float *weight, float *y, int64_t E, float eps) {
-    if (!weight) {
-        memcpy(y, x, E * 4);
-        return;
-    }
-    const float factor = 1.0f / sqrtf(dot(x, x, E) / (float)E + eps);
-    for (int64_t e = 0; e < E; e++) y[e] = x[e] * factor * weight[e];
-}
-
-static void grow(float *x, const float *delta, const float *bias, int64_t E) {
-    if (bias)
-        for (int64_t e = 0; e < E; e++) x[e] += delta[e] + bias[e];
-    else
-        for (int64_t e = 0; e < E; e++) x[e] += delta[e];
-}
-
 // Normalise a head, unless `norm` is 0, and rotate it by `turn` [2, D] (kernels/kv.py).
 static void rotate(float *head, float *to, const float *norm, const float *turn, int64_t D, float eps) {
     if (norm) normalise(head, norm, head, D, eps);
@@ -124,25 +107,6 @@ static void begin(const state *s) {
             memset(s->stream + t * E, 0, E * 4);
             grow(s->stream + t * E, s->added + t * E, in->fc_bias, E);
         }
-    }
-}
-
-void gate_up(const state *s, const matrix *w, const float *bias, const rows *x) {
-    const int64_t T = s->f->rows->T, F = w->O / 2, size = s->m->size;
-    const int64_t most = chunk(F, 2 * size), part = chunk(F, 16 * size);
-    int64_t i = s->m->me * most, count = most;
-    while (i < F) {
-        const int64_t then = size * most + next(s->m) * part, n = count < F - i ? count : F - i;
-        ask(w, F + i);
-        product(w, x, T, i, n, s->gate + i, F);
-        ask(w, then);
-        product(w, x, T, F + i, n, s->up + i, F);
-        for (int64_t t = 0; t < T; t++) {
-            float *a = s->gate + t * F + i, *b = s->up + t * F + i;
-            if (bias) grow(a, bias + i, 0, n), grow(b, bias + F + i, 0, n);
-            gated(s->f->model->activation, a, b, n);
-        }
-        i = then, count = part;
     }
 }
 

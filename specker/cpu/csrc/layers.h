@@ -101,6 +101,7 @@ typedef struct {
 int64_t forward_bytes(const forward *f, int size); // scratch of a team of `size`
 void run_forward(const member *m, const forward *f, char *scratch);
 void normalise(const float *x, const float *weight, float *y, int64_t E, float eps);
+void grow(float *x, const float *delta, const float *bias, int64_t E);
 void gated(int64_t activation, float *gate, const float *up, int64_t count);
 void weigh_silu(float *x, int64_t count);                       // x = x sigmoid(x); `count` is a multiple of 16
 void weigh_sigmoid(float *x, const float *gate, int64_t count); // x = x sigmoid(gate)
