@@ -26,7 +26,7 @@ from specker.kernels.round.place import place_rows
 from specker.model.config import ModelConfig
 from specker.model.prefixes import Match, Prefixes, copy_columns
 from specker.model.rings import WindowRings, ring_columns, ringed
-from specker.model.states import Memory, StateRings
+from specker.model.states import Memory, Saved, StateRings
 
 Lengths = Sequence[int] | Tensor
 """Committed tokens of the sequences in slots 0..n-1: integers on the host, or [n] int64 on the device."""
@@ -89,11 +89,12 @@ class KVCache:
         sequences: int = 1,
         pages: Tensor | int | None = None,
         rings: bool = False,
+        saved: int = 0,
     ):
         """`columns`: maximum per sequence. `pages`: pool size, by default enough for all sequences; a tensor [P] int32
         sets the order in which a sequence takes pages (tests permute it). A single sequence owns all pages from the
         start, until `release`; several sequences call `take`. `rings`: keep only the last columns of layers with a
-        sliding window, if that saves memory."""
+        sliding window, if that saves memory. `saved`: columns whose recurrent states are saved at once (`save`)."""
         each = -(-columns // page_size)
         order = pages.tolist() if isinstance(pages, Tensor) else list(range(pages or sequences * each))
         count = len(order) + (sequences > 1)
@@ -117,7 +118,7 @@ class KVCache:
         self.rings: WindowRings | StateRings | None = None
         spare = sequences > 1
         if any(recurrent):
-            self.rings = StateRings(config, page_size, count, self.block_table, dtype, sequences, spare)
+            self.rings = StateRings(config, page_size, count, self.block_table, dtype, sequences, spare, saved)
         elif any(near):
             shape = near.count(True), ring + spare, *shape[2:]
             self.rings = WindowRings(shape, count, self.block_table, config, dtype, spare)
@@ -198,6 +199,8 @@ class KVCache:
             rest = match.columns - len(match.pages) * self.page_size
             copy_columns(self.k, self.v, match.copied, pages[len(match.pages)], rest)
             self._drop([match.copied])
+        if isinstance(match.ring, Saved) and isinstance(self.rings, StateRings):
+            self.rings.restore(slot, match.ring)
         self.exact_len[slot] = match.columns
 
     def extend(self, slot: int, columns: int) -> bool:
@@ -211,14 +214,24 @@ class KVCache:
 
     def match(self, text: list[int], prefix_alignment: int = 1) -> Match:
         """The K/V of an earlier text that a new one may take over; see `Prefixes.match`. With rings, the columns end
-        where an ended request's ring has what the next rows see, and no other sequence may hold the pages."""
+        where an ended request's ring has what the next rows see, or where the recurrent states were saved."""
         if self.rings is None:
             return self.prefixes.match(text, prefix_alignment)
         columns, ring = self.rings.match(text, prefix_alignment)
         found = self.prefixes.match(text[:columns], prefix_alignment)
-        if found.columns < columns or any(self._users[page] > 1 for page in found.pages):
-            return Match()
-        return replace(found, ring=ring)
+        held = any(self._users[page] > 1 for page in found.pages) and not self.rings.shares_pages
+        return Match() if found.columns < columns or held else replace(found, ring=ring)
+
+    def save(self, slot: int, text: list[int], exact: bool) -> None:
+        """Save the recurrent states after `text`, which ends less than BLOCK columns before the last forward did. Later
+        requests whose texts begin with it can go on from there, while the K/V of its columns is known."""
+        if isinstance(self.rings, StateRings) and text:
+            self.rings.save(slot, text, exact, self.exact_len[slot])
+
+    @property
+    def saves(self) -> int:
+        """How many columns can be saved at once."""
+        return self.rings.saves if isinstance(self.rings, StateRings) else 0
 
     def release(self, slot: int) -> None:
         """Return the pages of `slot` to the pool."""

@@ -18,7 +18,7 @@ from specker.kernels.tiles import MAX_ROWS
 from specker.model.config import ModelConfig
 from specker.model.prefill import MIXTURE_CHUNK, serves_flash
 from specker.model.rings import ring_columns, ringed
-from specker.model.states import sequence_bytes
+from specker.model.states import saved_bytes, sequence_bytes
 
 PREFILL_ROWS = 1024  # rows of a prefill chunk: twice prefill.PREFILL_CHUNK
 LOGIT_ROWS = 256  # rows of logits to leave memory for at least: the largest window of one sequence
@@ -50,9 +50,11 @@ class Cost:
         device: torch.device = CPU,
         rows: int = 0,
         sequences: int = 1,
+        saved: int = 0,
     ) -> "Cost":
         """`rings`: the sequences of a cache that keeps layers with a sliding window in rings (model/rings.py); 0: it
-        keeps all layers in pages. `rows`: of the largest verify pass. `sequences`: of the cache."""
+        keeps all layers in pages. `rows`: of the largest verify pass. `sequences`: of the cache. `saved`:
+        columns whose recurrent states it can save."""
         each = 2 * config.num_kv_heads * config.head_dim * dtype.itemsize
         near = each * sum(ringed(config)) if rings else 0
         attending = sum(config.layer.mixer(n) is None for n in range(config.num_layers))
@@ -64,7 +66,7 @@ class Cost:
         passing = each if gpu and serves_flash(config, dtype) else PREFILL_ROWS * (1 + scores)
         split = partial_bytes(min(rows, MAX_ROWS), config.num_heads, config.head_dim) if gpu else 0
         unit = split_unit(config.num_kv_heads)
-        states = sequences * sequence_bytes(config, dtype)
+        states = sequences * sequence_bytes(config, dtype) + saved * saved_bytes(config, dtype)
         return cls(kv + rope + 8 + 8 + 4, passing, config.max_context, near, ring, rings, split, unit, states)
 
     def largest_pass(self, context: int, page_size: int, lookahead: int) -> int:
@@ -185,6 +187,7 @@ class CacheMemory:
     rows: int = 0  # of the largest verify pass, all sequences together; 0 if another engine verifies
     rings: int = 0  # sequences of the first model's cache, if that keeps sliding windows in rings
     sequences: int = 1  # of each cache
+    saved: int = 0  # columns whose recurrent states each cache can save
 
     def sized(self, asked: int | None) -> tuple[int, str | None]:
         """`sized` with the memory that is free after loading the weights."""
@@ -231,7 +234,7 @@ class CacheMemory:
     def _costs(self) -> list[Cost]:
         rings = self.rings, *[0] * (len(self.configs) - 1)
         each = zip(self.configs, rings, strict=True)
-        how = self.device, self.rows, self.sequences
+        how = self.device, self.rows, self.sequences, self.saved
         return [Cost.of(config, self.dtype, count, *how) for config, count in each]
 
     @property

@@ -9,6 +9,7 @@ for it. Evicted columns are loaded, then masked; their slots hold newer, finite 
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -48,6 +49,8 @@ class Kept:
 class Rings:
     """Where the last columns of each sequence stand: in a ring of pages, as said above."""
 
+    shares_pages = False  # whether a text's full pages of the other layers may belong to other sequences, too
+
     def __init__(self, count: int, most: int, page_size: int, page: int, pool: int, table: Tensor, spare: bool):
         """`count`: pages of all rings, of `page_size` columns; most: of one. pool: pages of the cache's other layers,
         of `page` columns; table [sequences, P] int32: their block table. `spare`: one more page, the last, belongs to
@@ -61,8 +64,8 @@ class Rings:
         shape = len(table), -(-self._capacity // page_size)
         self.block_table = torch.full(shape, self._absent, dtype=torch.int32, device=table.device)
         self.table = self.block_table  # the part of the table that attention reads, as `KVCache.bucket` limits it
-        # [pool * page] int64, for each flattened row of the other layers the one that its column has in a ring. A page
-        # of theirs belongs to one sequence at a time: `KVCache.match` sees to it.
+        # [pool * page] int64, for each flattened row of the other layers the one that its column has in a ring: that of
+        # the last sequence to which its page was given.
         rows = self._absent * page_size + torch.arange(page) % page_size
         self.slots = rows.repeat(pool).to(table.device)
 
@@ -110,7 +113,7 @@ class Rings:
         self.kept.append(Kept(text, prefilled, end, self._pages[slot]))
         self._pages[slot] = []
 
-    def match(self, text: list[int], prefix_alignment: int) -> tuple[int, Kept | None]:
+    def match(self, text: list[int], prefix_alignment: int) -> tuple[int, Any]:
         """The longest beginning of `text` after which a kept ring has what the next rows see, and the ring.
         `prefix_alignment`: see `Prefixes.match`."""
         found, best = 0, None

@@ -4,9 +4,13 @@ A sequence has two states, and a ring of records, which holds its last columns (
 them, and AHEAD more, which a forward writes. Records are placed, committed, moved and taken over as K and V in rings
 are, and a refused draft is a record that is overwritten. A sequence's states move on by themselves, behind the columns
 that a draft can change.
+
+A request goes on from an ended one's states near its end (`Rings.keep`), or from a column of a prompt that was saved: a
+state and the records after it, copied, from which any number of requests may go on.
 """
 
-from typing import NamedTuple
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -29,35 +33,71 @@ class Memory(NamedTuple):
     anchors: Tensor | None = None  # [X, Hv] int64
 
 
+@dataclass(eq=False)
+class Saved:
+    """A column of a prompt from which other texts can go on."""
+
+    text: list[int]  # the tokens before it
+    exact: bool  # its bits are those of a fresh prefill
+    place: int  # where its state and records stand
+    first: int  # the column of the first record: the state's anchor
+
+
 def ring_columns(mixer: Mixer) -> int:
     """Columns that a ring holds."""
-    behind = 2 * BLOCK if isinstance(mixer, DeltaNet) else mixer.kernel
-    return -(-(behind + AHEAD) // PAGE) * PAGE
+    return -(-(_behind(mixer) + AHEAD) // PAGE) * PAGE
+
+
+def _behind(mixer: Mixer) -> int:
+    """Columns behind a row whose records it reads, at most."""
+    return 2 * BLOCK if isinstance(mixer, DeltaNet) else mixer.kernel
 
 
 def sequence_bytes(config: ModelConfig, dtype: torch.dtype) -> int:
     """Bytes of the states and records of one sequence in all layers."""
     mixer = config.layer.recurrent
-    if mixer is None:
-        return 0
+    return 0 if mixer is None else _bytes(config, dtype, ring_columns(mixer), 2)
+
+
+def saved_bytes(config: ModelConfig, dtype: torch.dtype) -> int:
+    """Bytes of a saved column in all layers."""
+    mixer = config.layer.recurrent
+    return 0 if mixer is None else _bytes(config, dtype, _behind(mixer), 1)
+
+
+def _bytes(config: ModelConfig, dtype: torch.dtype, columns: int, states: int) -> int:
+    """Bytes of the records of `columns`, and of some states, in all layers."""
+    mixer = config.layer.recurrent
+    assert mixer is not None
     wide = torch.promote_types(dtype, torch.float32).itemsize
     each = mixer.values * dtype.itemsize
-    states = 0
+    state = 0
     if isinstance(mixer, DeltaNet):
         each = mixer.channels * dtype.itemsize
         each += wide * (mixer.key_heads * mixer.key_dim + mixer.value_heads * (mixer.value_dim + 4))
-        states = mixer.value_heads * (2 * wide * mixer.key_dim * mixer.value_dim + 8)
+        state = mixer.value_heads * (wide * mixer.key_dim * mixer.value_dim + 4)
     count = sum(each is not None for each in config.layer.mixers)
-    return count * (ring_columns(mixer) * each + states)
+    return count * (columns * each + states * state)
 
 
 class StateRings(Rings):
-    """The states and records of all sequences."""
+    """The states and records of all sequences, and of the columns that were saved."""
+
+    shares_pages = True  # only rows that a forward writes are looked up in `slots`
 
     def __init__(
-        self, config: ModelConfig, page: int, pool: int, table: Tensor, dtype: torch.dtype, sequences: int, spare: bool
+        self,
+        config: ModelConfig,
+        page: int,
+        pool: int,
+        table: Tensor,
+        dtype: torch.dtype,
+        sequences: int,
+        spare: bool,
+        saved: int = 0,
     ):
-        """See `Rings`. With `spare` there are also states that belong to no sequence."""
+        """See `Rings`. With `spare` there are also states that belong to no sequence. `saved`: columns that are saved
+        at once."""
         mixer, device = config.layer.recurrent, table.device
         assert mixer is not None
         self.mixer, columns = mixer, ring_columns(mixer)
@@ -86,18 +126,29 @@ class StateRings(Rings):
             self.memory = Memory(zeros(*rows, mixer.channels, kind=dtype))
         each = zip(*(x.unbind(0) for x in self.memory if x is not None), strict=True)
         self.layers = [Memory(*own) for own in each]
-        self.ahead = columns - (2 * BLOCK if isinstance(mixer, DeltaNet) else mixer.kernel)
+        self.ahead = columns - _behind(mixer)
         self._absent_state = sequences if spare else 0
         self._free_states = list(range(sequences))
         self._states = [-1] * len(table)
         self.state_of = torch.full((len(table),), self._absent_state, device=device)  # [sequences] int64
+        self.saved: list[Saved] = []  # the one used last stands last
+        self._places = list(range(saved))
+        states = self.memory.states
+        self._saved_states = None if states is None else zeros(L, saved, *states.shape[3:])
+        self._saved_records = [zeros(L, saved, _behind(mixer), *x.shape[3:], kind=x.dtype) for x in self.records]
 
     @property
     def records(self) -> list[Tensor]:
         """What each column has, [L, pages, page_size, ..] each."""
         return [x for x in self.memory[:4] if x is not None]
 
-    def begin(self, slot: int, ring: Kept | None, columns: int) -> None:
+    @property
+    def saves(self) -> int:
+        """How many columns can be saved at once."""
+        return len(self.saved) + len(self._places)
+
+    def begin(self, slot: int, ring: Kept | Saved | None, columns: int) -> None:
+        ring = ring if isinstance(ring, Kept) else None  # `restore` follows
         super().begin(slot, ring, columns)
         own = self._states[slot]
         if ring is not None:
@@ -113,7 +164,9 @@ class StateRings(Rings):
             return
         if ring is None:
             states[:, own, 0] = 0
-        anchors[:, own] = anchor(columns, BLOCK)
+            anchors[:, own] = 0
+        else:
+            anchors[:, own] = min(anchor(columns, BLOCK), ring.anchor)
 
     def _set(self, slot: int, state: int) -> None:
         self._states[slot] = state
@@ -144,11 +197,69 @@ class StateRings(Rings):
     def first_seen(self, columns: int, ring: Kept) -> int:
         behind = columns - self.mixer.kernel
         if isinstance(self.mixer, DeltaNet):
-            state = anchor(columns, BLOCK)
-            if state not in (ring.anchor, ring.anchor - BLOCK):
+            state = min(anchor(columns, BLOCK), ring.anchor)
+            if state < ring.anchor - BLOCK:
                 return -self._capacity
             behind = min(behind, state)
         return max(0, behind)
+
+    # --- saved columns
+
+    def save(self, slot: int, text: list[int], exact: bool, columns: int) -> None:
+        """Save the column after `text` of the sequence in `slot`, whose last forward ended before column `columns`, less
+        than BLOCK further on. It replaces the one that was used least recently. `exact`: its bits are those of a fresh
+        prefill."""
+        end = len(text)
+        for known in self.saved:
+            if known.text == text and known.exact >= exact:
+                return
+        if not self.saves:
+            return
+        if not self._places:
+            self._places.append(self.saved.pop(0).place)
+        place, own, first = self._places.pop(), self._states[slot], max(0, end - self.mixer.kernel)
+        states, kept = self.memory.states, self._saved_states
+        if states is not None and kept is not None:
+            first = anchor(columns - 1, BLOCK)  # of the last row
+            first -= BLOCK if first > anchor(end, BLOCK) else 0
+            kept[:, place] = states[:, own, first // BLOCK % 2]
+        rows = self._rows(slot, first, end)
+        for x, copies in zip(self.records, self._saved_records, strict=True):
+            copies[:, place, : end - first] = x.flatten(1, 2)[:, rows]
+        self.saved.append(Saved(text, exact, place, first))
+
+    def restore(self, slot: int, saved: Saved) -> None:
+        """Let the sequence in `slot`, which has a ring, go on from a saved column."""
+        own, (_, _, _, _, states, anchors) = self._states[slot], self.memory
+        if states is not None and anchors is not None and self._saved_states is not None:
+            states[:, own, saved.first // BLOCK % 2] = self._saved_states[:, saved.place]
+            anchors[:, own] = saved.first
+        end = len(saved.text)
+        rows = self._rows(slot, saved.first, end)
+        for x, copies in zip(self.records, self._saved_records, strict=True):
+            x.flatten(1, 2)[:, rows] = copies[:, saved.place, : end - saved.first]
+        self.saved.remove(saved)
+        self.saved.append(saved)
+
+    def match(self, text: list[int], prefix_alignment: int) -> tuple[int, Any]:
+        """As `Rings.match`, or a longer beginning whose end was saved, and that."""
+        found = super().match(text, prefix_alignment)
+        for saved in self.saved:
+            columns = len(saved.text)
+            fits = columns > found[0] and columns % prefix_alignment == 0 and (saved.exact or prefix_alignment == 1)
+            if fits and text[:columns] == saved.text:
+                found = columns, saved
+        return found
+
+    def forget(self) -> None:
+        super().forget()
+        self._places += [saved.place for saved in self.saved]
+        self.saved = []
+
+    def _rows(self, slot: int, start: int, end: int) -> Tensor:
+        """[end - start] int64, the flattened rows of the records of columns start..end - 1."""
+        columns = torch.arange(start, end, device=self.block_table.device)
+        return self.block_table[slot, columns // PAGE].long() * PAGE + columns % PAGE
 
     def shift(self, src: Tensor, dst: Tensor) -> None:
         """Copy the records of the flattened rows src [M] int64 to dst [M] int64, in all layers."""

@@ -36,7 +36,16 @@ from specker.runtime.round.drafter import Drafter
 from specker.runtime.round.graphs import Graphs
 from specker.runtime.round.state import Request
 from specker.runtime.session import Session, Stream
-from specker.runtime.strategies.base import LOOKAHEAD, DraftContext, Plan, PolicyContext, allocate, linear, slots
+from specker.runtime.strategies.base import (
+    LOOKAHEAD,
+    DraftContext,
+    Plan,
+    PolicyContext,
+    allocate,
+    linear,
+    saved_states,
+    slots,
+)
 from specker.runtime.strategies.vocabtrim import trim
 from specker.runtime.strategies.vocabtrim.head import KeptRows
 from specker.runtime.text import Counts, Generation, Prompt, Prompts, Stop
@@ -478,4 +487,4 @@ def cache_memory(
     rows, configs = options.batch_size * (largest.nodes + 1), tuple(c.local for c in own)
     own_slots = slots(options)
     how = norm.dtype, norm.device, options.page_size, LOOKAHEAD, rows
-    return memory.CacheMemory(configs, *how, rings=own_slots, sequences=own_slots)
+    return memory.CacheMemory(configs, *how, rings=own_slots, sequences=own_slots, saved=saved_states(options))

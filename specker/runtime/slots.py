@@ -10,11 +10,14 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from specker.fields import option
+from specker.kernels.delta import BLOCK
 from specker.model.cache import KVCache
 from specker.model.prefixes import Match
 from specker.runtime.round.drafter import Drafter
 from specker.runtime.round.state import Request, State
 from specker.runtime.text import TooLong
+
+SAVE_EVERY = 4096  # columns of a prompt between two whose recurrent states are saved, at least
 
 
 class Slots:
@@ -81,9 +84,25 @@ class Slots:
         for cache, match in zip(self.caches, self._matches(request), strict=True):
             columns = self.columns(request.limit)
             cache.take(slot, columns, match if cache.fits(columns, match) else None)
+        request.saves = self._saves(request, self.cache.exact_len[slot])
         if self.drafter is not None and request.speculates:
             self.drafter.reset(slot)
         return self.cache.exact_len[slot]
+
+    def stop(self, request: Request, begun: int) -> int:
+        """The column at which a prefill that goes on from `begun` ends at the latest: the prompt's end, or a column
+        after which recurrent states are saved. Those near the end are saved then."""
+        end = len(request.token_ids) - 1
+        return min((n for n in request.saves if begun < n <= end - BLOCK), default=end)
+
+    def prefilled(self, request: Request, begun: int) -> None:
+        """A prefill of the request at hand went on from column `begun`: save the recurrent states where they are to
+        be."""
+        slot, exact = self.prefill_slot, (request.prefixes or self.prefixes) != "all"
+        end = self.cache.exact_len[slot]
+        for columns in request.saves:
+            if begun < columns <= end:
+                self.cache.save(slot, request.token_ids[:columns], exact)
 
     def activate(self, agrees: Tensor | None) -> None:
         """The prompt is prefilled: its request joins the active ones. `agrees` [C] bool: see `State`."""
@@ -134,14 +153,27 @@ class Slots:
             return [target]
         if self.drafter is None or not self.drafter.keeps_prefix or not request.speculates:
             return [target, None]
-        own = self.caches[1].prefixes.match(text)
+        own = self.caches[1].match(text)
         if not self.drafter.aux_layers:
             return [target, own]
         # The drafter can compute no column without the target's rows, which only a prefill has, and a column may depend
         # on later tokens, too: both caches take over the same columns.
         common = min(target.columns, max(0, own.columns - self.drafter.tokens_ahead))
         target = self.cache.match(text[:common], prefix_alignment)
-        return [target, self.caches[1].prefixes.match(text[: target.columns])]
+        return [target, self.caches[1].match(text[: target.columns])]
+
+    def _saves(self, request: Request, begun: int) -> tuple[int, ...]:
+        """The columns from `begun` on after which a prefill saves recurrent states: the prompt's end; where it leaves
+        the texts that are known, since others may do so, too; and some between, if it is long. Drafters of the target's
+        rows lack the last columns of a beginning (`_matches`)."""
+        if not self.cache.saves or (request.prefixes or self.prefixes) == "off":
+            return ()
+        text, whole = request.token_ids[:-1], self.prefix_alignment
+        behind = self.drafter.tokens_ahead if self.drafter is not None and self.drafter.aux_layers else 0
+        spacing = max(SAVE_EVERY, 2 * len(text) // max(2, self.cache.saves))
+        known = self.cache.prefixes.match(text).columns
+        found = {len(text) - behind, known - behind, *range(spacing, len(text), spacing)}
+        return tuple(sorted({n // whole * whole for n in found if n // whole * whole > begun}))
 
     def _remember(self, slot: int, request: Request) -> None:
         if (request.prefixes or self.prefixes) == "off" or request.finished in ("not finite", "failed"):
@@ -149,7 +181,7 @@ class Slots:
         prefilled = len(request.token_ids) if self.prefix_alignment == 1 else request.prefilled
         self.cache.remember(slot, request.token_ids, prefilled, self.lookahead)
         if len(self.caches) > 1 and request.speculates and self.drafter is not None and self.drafter.keeps_prefix:
-            self.caches[1].remember(slot, request.token_ids, 0)
+            self.caches[1].remember(slot, request.token_ids, 0, self.lookahead)
 
     def _release(self, slot: int, request: Request) -> None:
         self._remember(slot, request)

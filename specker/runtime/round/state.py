@@ -41,6 +41,7 @@ class Request:
     finished: str | None = None  # None, `ends`, or another reason (Event.finished)
     prompt_length: int = field(init=False)  # tokens of the prompt
     prefilled: int = 0  # columns that a prefill wrote, in its whole chunks
+    saves: tuple[int, ...] = ()  # columns of the prompt after which recurrent states are saved (slots.py), ascending
 
     def __post_init__(self) -> None:
         self.prompt_length = len(self.token_ids)

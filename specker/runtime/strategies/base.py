@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from specker.runtime.round.lm_head import LMHead
     from specker.runtime.strategies.vocabtrim.head import KeptRows
 
+SAVED = 4  # prompts' columns that a cache with recurrent states saves, beside one for each sequence
 LOOKAHEAD = 256  # cache columns beyond the context: a verify pass of the largest tree
 # The best of 2, 3 and 4 by the mean over temperatures 0 and 0.7 on the bundled pair (bench/results), within noise.
 DRAFT_TOKENS = 4
@@ -244,7 +245,15 @@ def allocate(model: Model, options: Options, layers: int | None = None, rings: b
         sequences=slots(options),
         pages=size * -(-columns // page) if pool == size * columns else -(-pool // page),
         rings=rings,
+        saved=saved_states(options),
     )
+
+
+def saved_states(options: Options) -> int:
+    """The columns whose recurrent states a cache can save: those of some prompts, and a few for each sequence."""
+    if options.prefix_cache == "off":
+        return 0
+    return SAVED + options.batch_size if options.saved_states is None else options.saved_states
 
 
 def slots(options: Options) -> int:
