@@ -9,6 +9,7 @@ A request goes on from an ended one's states near its end (`Rings.keep`), or fro
 state and the records after it, copied, from which any number of requests may go on.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -56,28 +57,27 @@ def _behind(mixer: Mixer) -> int:
 def sequence_bytes(config: ModelConfig, dtype: torch.dtype) -> int:
     """Bytes of the states and records of one sequence in all layers."""
     mixer = config.layer.recurrent
-    return 0 if mixer is None else _bytes(config, dtype, ring_columns(mixer), 2)
+    return 0 if mixer is None else _bytes(config, dtype, ring_columns(mixer), ring_columns(mixer), 2)
 
 
 def saved_bytes(config: ModelConfig, dtype: torch.dtype) -> int:
     """Bytes of a saved column in all layers."""
     mixer = config.layer.recurrent
-    return 0 if mixer is None else _bytes(config, dtype, _behind(mixer), 1)
+    return 0 if mixer is None else _bytes(config, dtype, mixer.kernel, _behind(mixer), 1)
 
 
-def _bytes(config: ModelConfig, dtype: torch.dtype, columns: int, states: int) -> int:
-    """Bytes of the records of `columns`, and of some states, in all layers."""
+def _bytes(config: ModelConfig, dtype: torch.dtype, inputs: int, columns: int, states: int) -> int:
+    """Bytes of the inputs of a convolution and the other records of so many columns, and of states, in all layers."""
     mixer = config.layer.recurrent
     assert mixer is not None
     wide = torch.promote_types(dtype, torch.float32).itemsize
-    each = mixer.values * dtype.itemsize
+    each = inputs * mixer.channels * dtype.itemsize
     state = 0
     if isinstance(mixer, DeltaNet):
-        each = mixer.channels * dtype.itemsize
-        each += wide * (mixer.key_heads * mixer.key_dim + mixer.value_heads * (mixer.value_dim + 4))
+        each += columns * wide * (mixer.key_heads * mixer.key_dim + mixer.value_heads * (mixer.value_dim + 4))
         state = mixer.value_heads * (wide * mixer.key_dim * mixer.value_dim + 4)
     count = sum(each is not None for each in config.layer.mixers)
-    return count * (columns * each + states * state)
+    return count * (each + states * state)
 
 
 class StateRings(Rings):
@@ -135,7 +135,9 @@ class StateRings(Rings):
         self._places = list(range(saved))
         states = self.memory.states
         self._saved_states = None if states is None else zeros(L, saved, *states.shape[3:])
-        self._saved_records = [zeros(L, saved, _behind(mixer), *x.shape[3:], kind=x.dtype) for x in self.records]
+        behind = mixer.kernel, *[_behind(mixer)] * 3
+        each = zip(self.records, behind, strict=False)
+        self._saved_records = [zeros(L, saved, n, *x.shape[3:], kind=x.dtype) for x, n in each]
 
     @property
     def records(self) -> list[Tensor]:
@@ -206,9 +208,9 @@ class StateRings(Rings):
     # --- saved columns
 
     def save(self, slot: int, text: list[int], exact: bool, columns: int) -> None:
-        """Save the column after `text` of the sequence in `slot`, whose last forward ended before column `columns`, less
-        than BLOCK further on. It replaces the one that was used least recently. `exact`: its bits are those of a fresh
-        prefill."""
+        """Save the column after `text` of the sequence in `slot`, whose last forward ended before column `columns`,
+        less than BLOCK further on. It replaces the one that was used least recently. `exact`: its bits are those of a
+        fresh prefill."""
         end = len(text)
         for known in self.saved:
             if known.text == text and known.exact >= exact:
@@ -223,9 +225,8 @@ class StateRings(Rings):
             first = anchor(columns - 1, BLOCK)  # of the last row
             first -= BLOCK if first > anchor(end, BLOCK) else 0
             kept[:, place] = states[:, own, first // BLOCK % 2]
-        rows = self._rows(slot, first, end)
-        for x, copies in zip(self.records, self._saved_records, strict=True):
-            copies[:, place, : end - first] = x.flatten(1, 2)[:, rows]
+        for x, copies, rows in self._saved_rows(slot, first, end):
+            copies[:, place, : len(rows)] = x[:, rows]
         self.saved.append(Saved(text, exact, place, first))
 
     def restore(self, slot: int, saved: Saved) -> None:
@@ -234,10 +235,8 @@ class StateRings(Rings):
         if states is not None and anchors is not None and self._saved_states is not None:
             states[:, own, saved.first // BLOCK % 2] = self._saved_states[:, saved.place]
             anchors[:, own] = saved.first
-        end = len(saved.text)
-        rows = self._rows(slot, saved.first, end)
-        for x, copies in zip(self.records, self._saved_records, strict=True):
-            x.flatten(1, 2)[:, rows] = copies[:, saved.place, : end - saved.first]
+        for x, copies, rows in self._saved_rows(slot, saved.first, len(saved.text)):
+            x[:, rows] = copies[:, saved.place, : len(rows)]
         self.saved.remove(saved)
         self.saved.append(saved)
 
@@ -256,10 +255,13 @@ class StateRings(Rings):
         self._places += [saved.place for saved in self.saved]
         self.saved = []
 
-    def _rows(self, slot: int, start: int, end: int) -> Tensor:
-        """[end - start] int64, the flattened rows of the records of columns start..end - 1."""
+    def _saved_rows(self, slot: int, start: int, end: int) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+        """For each kind of records: all of them [L, rows, ..], the saved ones [L, saved, n, ..], and where those of
+        columns start..end - 1 stand [rows] int64, the last n of them."""
         columns = torch.arange(start, end, device=self.block_table.device)
-        return self.block_table[slot, columns // PAGE].long() * PAGE + columns % PAGE
+        rows = self.block_table[slot, columns // PAGE].long() * PAGE + columns % PAGE
+        for x, copies in zip(self.records, self._saved_records, strict=True):
+            yield x.flatten(1, 2), copies, rows[-copies.shape[2] :]
 
     def shift(self, src: Tensor, dst: Tensor) -> None:
         """Copy the records of the flattened rows src [M] int64 to dst [M] int64, in all layers."""

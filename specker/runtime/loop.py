@@ -240,7 +240,9 @@ class Loop:
         request, slot, start = self.slots.filling, self.slots.prefill_slot, time.perf_counter()
         assert request is not None
         begun, end = self.cache.exact_len[slot], len(request.token_ids) - 1
-        count = min(self.slots.stop(request, begun) - begun, most - (begun % most if self.slots.prefix_alignment > 1 else 0))
+        count = min(
+            self.slots.stop(request, begun) - begun, most - (begun % most if self.slots.prefix_alignment > 1 else 0)
+        )
         aux_layers = self.drafter.aux_layers if self.drafter is not None and request.speculates else ()
         if count:
             self.batches.see(0)
