@@ -56,10 +56,14 @@ def load(pairs, kind, how, **more):
 
 def check(engine, alone, text, prefilled=None, count=12, **how):
     """The text after a prompt, which is plain decoding's; `prefilled`: tokens of the prompt that were computed. The
-    rings of requests that have ended are gone, which might serve as well."""
-    for cache in engine.loop.slots.caches:
-        while cache.rings is not None and cache.rings.kept:
-            cache.rings.evict()
+    rings and states of requests that have ended, which might serve as well, are gone and overwritten."""
+    for rings in [cache.rings for cache in engine.loop.slots.caches if cache.rings is not None]:
+        while rings.kept:
+            rings.evict()
+        if not engine.loop.busy:
+            for x in rings.memory:
+                if x is not None:
+                    x.fill_(3)
     out = engine.generate(text, count, **how)
     assert out.tokens == alone.generate(text, count, **how).tokens
     assert prefilled is None or out.stats.prefilled == prefilled, (out.stats.prefilled, len(text))
@@ -78,6 +82,15 @@ def test_the_third_question_about_a_text_costs_its_own_tokens(pairs, alone, kind
         for turn, own in enumerate((9, 40, 3, 70)):
             new = own if turn > 1 else own + n
             check(engine, alone[kind], start + text_of(own, 2), new - 1, temperature=0.7 * (turn % 2))
+
+
+def test_a_short_question_parts_near_its_end(pairs, alone):
+    """No chunk ends there, and the states have moved on since, or have not."""
+    engine = load(pairs, "qwen3.5", "ar")
+    for n in (60, 62, 63, 64):
+        start = text_of(n, 1)
+        for own, new in ((90, n + 89), (4, n + 3), (40, 39)):
+            check(engine, alone["qwen3.5"], start + text_of(own, 2), new)
 
 
 @pytest.mark.parametrize("kind", KINDS)
