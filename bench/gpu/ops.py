@@ -34,6 +34,7 @@ from specker.kernels.kv import rope_table
 from specker.kernels.project import kv_project
 from specker.kernels.round.place import place_rows
 from specker.kernels.round.repeat import repeat_rows
+from specker.kernels.route import expert_route, expert_route_ref
 
 SIZE = 4096 if DEVICE == "cuda" else 256
 DTYPE = torch.bfloat16 if DEVICE == "cuda" else torch.float32
@@ -99,6 +100,15 @@ def eight_bits() -> None:
         assert error <= (2 if kind == torch.int8 else 32), f"{kind}: error {error}"
 
 
+def biased_route() -> None:
+    """Sigmoid scores, with a bias that chooses other experts than the logits."""
+    logits, bias = torch.randn(3, 8, 32), torch.randn(32) / 4
+    got = expert_route(logits.to(DEVICE), 4, True, None, "sigmoid", bias.to(DEVICE), 2.5, 1e-6)
+    want = expert_route_ref(logits.double(), 4, True, None, "sigmoid", bias.double(), 2.5, 1e-6)
+    for ours, theirs in zip(got, want, strict=True):
+        assert float((ours.cpu() - theirs).abs().max()) < 1e-5, f"{ours} is not {theirs}"
+
+
 def built(build: Callable[..., Built], *args: Any, **how: Any) -> Callable[[], None]:
     """The check of a bench's case."""
     return lambda: build(*args, **how).check()
@@ -142,6 +152,7 @@ CHECKS: dict[str, Callable[[], None]] = {
     "expert_linear down": built(bench_expert_linear.build, MIXTURE, 8, "sum"),
     "expert_linear int4": built(bench_expert_linear.build, MIXTURE, 8, "silu_mul", "int4"),
     "expert_route": built(bench_expert_linear.build_all, MIXTURE, 8),
+    "expert_route sigmoid": biased_route,
     "sample_rows greedy": built(bench_accept.sample, 8, 8 * SIZE, DTYPE, 0.0, 0, 1.0),
     "sample_rows top-k and top-p": built(bench_accept.sample, 8, 8 * SIZE, DTYPE, 0.7, 50, 0.9),
     "adjust_rows": built(bench_adjust.build, 8 * SIZE, 500, False),

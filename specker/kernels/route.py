@@ -18,19 +18,27 @@ from specker.kernels.variant import Variant, counters, is_last, same_device, sta
 # Most choices per row and most experts that the kernels serve; the reference serves more.
 MAX_CHOSEN, MAX_EXPERTS = 16, 512
 FEW = 64  # most choices that the last program puts in order, in about 1 us: 8 rows of 8
+SCORING = "softmax", "sigmoid"
 
 
 def expert_route(
-    logits: Tensor, chosen: int, normalise: bool = True, idle: Tensor | None = None
+    logits: Tensor,
+    chosen: int,
+    normalise: bool = True,
+    idle: Tensor | None = None,
+    scoring: str = "softmax",
+    bias: Tensor | None = None,
+    scale: float = 1.0,
+    eps: float = 0.0,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Each row's most probable experts with their scores, and the rows of each expert.
+    """Each row's best experts with their scores, and the rows of each expert.
 
-        p          = softmax(logits), or of their sum over S
-        experts[t] = the `chosen` experts of largest p[t], in falling order; the lower id first among equals
-        scores     = p[t, experts[t]], with `normalise` divided by their sum
+        p          = softmax(logits) or sigmoid(logits); of their sum over S
+        experts[t] = the `chosen` experts of largest p[t] + bias, in falling order; the lower id first among equals
+        scores     = scale * p[t, experts[t]], with `normalise` divided by (the sum of these p + eps)
         order      = the choices t * chosen + j, sorted by experts[t, j]; in falling order of nothing else (stable)
 
-    Experts are ranked by their logits, which rank as the probabilities do; NaN ranks first. Scores are computed in
+    Without a bias, experts are ranked by their logits, which rank as p does; NaN ranks first. Scores are computed in
     float32 (float64 for float64), and a row's bits depend on that row alone. The kernels serve up to 16 choices of 512
     experts, and take one launch for up to 64 choices, otherwise two. Memory moves the logits once.
 
@@ -38,9 +46,14 @@ def expert_route(
         logits: [T, X] float32 or float64; or [S, T, X], which add up to the logits, in order: what `row_linear` returns
             for "split".
         chosen: the number k of experts per row, 1 to X.
-        normalise: whether a row's scores add up to 1.
+        normalise: whether a row's scores are divided by their sum. Then they add up to `scale`, but for eps.
         idle: [B] bool, or None. The rows belong to B sequences of T / B adjacent rows each. Those of an idle sequence,
             which pads a batch, get row 0's experts and scores, so that no expert is read for them alone.
+        scoring: "softmax", or "sigmoid" of each logit by itself.
+        bias: [X] of logits' dtype, or None. It decides which experts are chosen, and is no part of their scores. Only
+            with "sigmoid".
+        scale: factor of the scores, above 0.
+        eps: added to the sum by which `normalise` divides, at least 0. Only with "sigmoid".
 
     Returns:
         experts [T, k] int32; scores [T, k] of logits' dtype; order [T * k] int32; starts [X + 1] int32, where each
@@ -48,9 +61,10 @@ def expert_route(
 
     Raises:
         TypeError: an argument of another type.
-        ValueError: another shape, dtype or device, or `chosen` outside 1..X.
+        ValueError: another shape, dtype or device, `chosen` outside 1..X, another scoring, scale or eps.
 
-    Source: Mixtral, arXiv 2401.04088, section 2.1; Switch Transformer, arXiv 2101.03961, without `normalise`.
+    Source: Mixtral, arXiv 2401.04088, section 2.1; Switch Transformer, arXiv 2101.03961, without `normalise`;
+    DeepSeek-V3, arXiv 2412.19437, section 2.1.2, with "sigmoid" and a bias.
 
     Examples:
         >>> import torch
@@ -59,11 +73,18 @@ def expert_route(
         >>> experts.tolist(), order.tolist(), starts.tolist()
         ([[1, 0], [2, 0]], [1, 3, 0, 2], [0, 2, 3, 4])
     """
-    return _expert_route(logits, chosen, normalise, idle)
+    return _expert_route(logits, chosen, normalise, idle, scoring, bias, scale, eps)
 
 
 def expert_route_ref(
-    logits: Tensor, chosen: int, normalise: bool = True, idle: Tensor | None = None
+    logits: Tensor,
+    chosen: int,
+    normalise: bool = True,
+    idle: Tensor | None = None,
+    scoring: str = "softmax",
+    bias: Tensor | None = None,
+    scale: float = 1.0,
+    eps: float = 0.0,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     if logits.dim() == 3:
         logits, *rest = logits
@@ -71,23 +92,41 @@ def expert_route_ref(
             logits = logits + part
     if idle is not None and len(logits):
         logits = torch.where(idle.repeat_interleave(len(logits) // len(idle))[:, None], logits[:1], logits)
-    experts = logits.sort(dim=-1, descending=True, stable=True).indices[:, :chosen]
-    scores = logits.softmax(-1).gather(1, experts)
+    p = logits.sigmoid() if scoring == "sigmoid" else logits.softmax(-1)
+    rank = logits if bias is None else p + bias
+    experts = rank.sort(dim=-1, descending=True, stable=True).indices[:, :chosen]
+    scores = p.gather(1, experts)
     if normalise:
-        scores = scores / scores.sum(-1, keepdim=True)
+        scores = scores / (scores.sum(-1, keepdim=True) + eps)
+    scores = scores * scale
     by_expert, order = experts.flatten().sort(stable=True)
     starts = torch.searchsorted(by_expert, torch.arange(logits.shape[1] + 1, device=logits.device))
     return experts.int(), scores, order.int(), starts.int()
 
 
-def expert_route_cost(logits: Tensor, chosen: int, *_: object) -> tuple[int, int]:
-    """(bytes, operations) that any implementation needs: the logits read once, the results written."""
+def expert_route_cost(
+    logits: Tensor,
+    chosen: int,
+    normalise: bool = True,
+    idle: Tensor | None = None,
+    scoring: str = "softmax",
+    bias: Tensor | None = None,
+    *_: object,
+) -> tuple[int, int]:
+    """(bytes, operations) that any implementation needs: the logits and the bias read once, the results written."""
     T, X = logits.shape[-2:]
     written = T * chosen * (4 + logits.element_size() + 4) + (X + 1) * 4
-    return logits.nbytes + written, T * X * (3 + chosen) + logits.numel() - T * X
+    read, adds = (0, 0) if bias is None else (bias.nbytes, T * X)
+    return logits.nbytes + read + written, T * X * (3 + chosen) + adds + logits.numel() - T * X
 
 
-@triton.jit(do_not_specialize=["T", "each"], do_not_specialize_on_alignment=["idle_ptr"])
+@triton.jit
+def _sigmoid(z):
+    power = tl.exp(-tl.abs(z))
+    return tl.div_rn(tl.where(z < 0, power, 1.0), 1.0 + power)
+
+
+@triton.jit(do_not_specialize=["T", "each"], do_not_specialize_on_alignment=["idle_ptr", "bias_ptr"])
 def _expert_route_kernel(
     logits_ptr,  # [SPLITS, T, X]
     experts_ptr,  # [T, K]
@@ -96,14 +135,18 @@ def _expert_route_kernel(
     starts_ptr,  # [X + 1]
     count_ptr,  # [1] zero; reset to zero at the end
     idle_ptr,  # [sequences], or None
+    bias_ptr,  # [X], or None
     T,
     each,  # rows of a sequence
+    scale,
+    eps,
     X: tl.constexpr,
     K: tl.constexpr,
     X_PAD: tl.constexpr,  # powers of two
     K_PAD: tl.constexpr,
     SPLITS: tl.constexpr,
     NORMALISE: tl.constexpr,
+    SIGMOID: tl.constexpr,  # else softmax
     CHOICES: tl.constexpr,  # at least T * K: the last program writes their order; 0: another kernel does
     PDL: tl.constexpr,
     ON_AMD: tl.constexpr,
@@ -121,16 +164,25 @@ def _expert_route_kernel(
     for i_s in tl.static_range(1, SPLITS):
         b_z += tl.load(logits_ptr + (i_s * T + i_z) * X + o_x, mask=m_x, other=0.0)
     b_z = tl.where(b_z == b_z, b_z, float("nan"))  # of either sign
-    b_top = take_best(tl.where(m_x, rank_key(b_z, o_x.to(tl.int64)), NO_KEY), 1, K, K_PAD)
+    b_rank = b_z
+    if bias_ptr is not None:
+        b_rank = _sigmoid(b_z) + tl.load(bias_ptr + o_x, mask=m_x, other=0.0)
+        b_rank = tl.where(b_rank == b_rank, b_rank, float("nan"))
+    b_top = take_best(tl.where(m_x, rank_key(b_rank, o_x.to(tl.int64)), NO_KEY), 1, K, K_PAD)
     b_best = tl.where(m_k, value_of(b_top), float("-inf"))
-    peak = tl.max(b_best, axis=1)[:, None]
-    b_p = tl.exp(b_best - peak)
-    if NORMALISE:
-        b_sum = tl.sum(b_p, axis=1)
+    if bias_ptr is not None:  # their logits, added up as above
+        b_best = tl.load(logits_ptr + i_z * X + id_of(b_top), mask=m_k, other=float("-inf"))
+        for i_s in tl.static_range(1, SPLITS):
+            b_best += tl.load(logits_ptr + (i_s * T + i_z) * X + id_of(b_top), mask=m_k, other=0.0)
+    if SIGMOID:
+        b_p = _sigmoid(b_best)
+        b_sum = tl.sum(b_p, axis=1) + eps if NORMALISE else tl.full([1], 1.0, tl.float32)
     else:
-        b_sum = tl.sum(tl.exp(b_z - peak), axis=1)
+        peak = tl.max(b_best, axis=1)[:, None]
+        b_p = tl.exp(b_best - peak)
+        b_sum = tl.sum(b_p if NORMALISE else tl.exp(b_z - peak), axis=1)
     tl.store(experts_ptr + i_t * K + o_k, id_of(b_top).to(tl.int32), mask=m_k)
-    tl.store(scores_ptr + i_t * K + o_k, tl.div_rn(b_p, b_sum[:, None]), mask=m_k)
+    tl.store(scores_ptr + i_t * K + o_k, tl.div_rn(b_p, b_sum[:, None]) * scale, mask=m_k)
     if CHOICES:  # noqa: SIM102 - a constant
         if is_last(count_ptr, T, ON_AMD):
             o = tl.arange(0, CHOICES)
@@ -172,15 +224,21 @@ def _expert_rows_kernel(
 
 
 @lru_cache
-def _variants(X: int, k: int, normalise: bool, splits: int, few: bool, idle: bool) -> tuple[Variant, Variant]:
+def _variants(
+    X: int, k: int, normalise: bool, splits: int, few: bool, idle: bool, sigmoid: bool = False, biased: bool = False
+) -> tuple[Variant, Variant]:
     """A warp per row holds all its logits, so that each of the k reductions is a few shuffles. The rows of an expert
     are found in blocks of 1,024 choices: 128 rows of 8 choices are one block."""
     of = f"X{X} k{k}{' normalise' * normalise}" + f" S{splits}" * (splits > 1) + " few" * few + " idle" * idle
+    of += " sigmoid" * sigmoid + " bias" * biased
     pad = triton.next_power_of_2(X)
     route = Variant(
         name=of,
         kernel=_expert_route_kernel,
-        arguments=("*fp32", "*i32", "*fp32", "*i32", "*i32", "*i32", "*i8" if idle else None, "i32", "i32"),
+        arguments=(
+            *("*fp32", "*i32", "*fp32", "*i32", "*i32", "*i32", "*i8" if idle else None, "*fp32" if biased else None),
+            *("i32", "i32", "fp32", "fp32"),
+        ),
         constexprs={
             "X": X,
             "K": k,
@@ -188,11 +246,12 @@ def _variants(X: int, k: int, normalise: bool, splits: int, few: bool, idle: boo
             "K_PAD": triton.next_power_of_2(k),
             "SPLITS": splits,
             "NORMALISE": normalise,
+            "SIGMOID": sigmoid,
             "CHOICES": FEW if few else 0,
         },
         num_warps=1,
         wide=False,
-        smoke=X == 128 and few == idle,
+        smoke=(X == 128 and few == idle) or biased,
     )
     rows = Variant(
         name="rows",
@@ -219,25 +278,47 @@ def variants(arch: int) -> Iterator[Variant]:
         (60, 4, False, 2, False),
     ):
         yield _variants(X, k, normalise, splits, few, not few)[0]
+    for few, idle in ((True, True), (False, False)):
+        yield _variants(32, 4, True, 8, few, idle, True, True)[0]  # LFM2-8B-A1B
+    yield _variants(32, 4, False, 1, True, False, True)[0]
 
 
 def _launch(
-    logits: Tensor, chosen: int, normalise: bool, idle: Tensor | None = None
+    logits: Tensor,
+    chosen: int,
+    normalise: bool,
+    idle: Tensor | None = None,
+    scoring: str = "softmax",
+    bias: Tensor | None = None,
+    scale: float = 1.0,
+    eps: float = 0.0,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    experts, scores, order, starts = found = _fake(logits, chosen, normalise)
+    experts, scores, order, starts = found = _fake(logits, chosen)
     T, X = logits.shape[-2:]
     splits, few = len(logits) if logits.dim() == 3 else 1, 0 < experts.numel() <= FEW
-    route, rows = _variants(X, chosen, bool(normalise), splits, few, idle is not None)
+    of = scoring == "sigmoid", bias is not None
+    route, rows = _variants(X, chosen, bool(normalise), splits, few, idle is not None, *of)
     if T:
         each, idle = (1, None) if idle is None else (T // len(idle), idle.contiguous().view(torch.int8))
         count = counters(logits.device, 1)
-        route((T,), logits.contiguous(), experts, scores, order, starts, count, idle, T, each)
+        bias = None if bias is None else bias.contiguous()
+        written = experts, scores, order, starts, count
+        route((T,), logits.contiguous(), *written, idle, bias, T, each, float(scale), float(eps))
     if not few:
         rows((len(starts),), experts, order, starts, experts.numel())
     return found
 
 
-def _check(logits: Tensor, chosen: int, normalise: bool, idle: Tensor | None) -> None:
+def _check(
+    logits: Tensor,
+    chosen: int,
+    normalise: bool,
+    idle: Tensor | None,
+    scoring: str,
+    bias: Tensor | None,
+    scale: float,
+    eps: float,
+) -> None:
     if (
         logits.dim() not in (2, 3)
         or (logits.dim() == 3 and not len(logits))
@@ -250,12 +331,19 @@ def _check(logits: Tensor, chosen: int, normalise: bool, idle: Tensor | None) ->
     T = logits.shape[-2]
     if idle is not None and (idle.dim() != 1 or idle.dtype != torch.bool or not len(idle) or T % len(idle)):
         raise ValueError(f"idle must be [B] bool, and B divide {T} rows, got {list(idle.shape)} {idle.dtype}")
-    same_device(logits, idle=idle)
+    if scoring not in SCORING:
+        raise ValueError(f"scoring must be one of {SCORING}, got {scoring!r}")
+    X = logits.shape[-1]
+    if bias is not None and (bias.shape != (X,) or bias.dtype != logits.dtype):
+        raise ValueError(f"bias must be [{X}] {logits.dtype}, got {list(bias.shape)} {bias.dtype}")
+    if not (scale > 0 and eps >= 0):
+        raise ValueError(f"scale must be above 0 and eps at least 0, got {scale} and {eps}")
+    if scoring == "softmax" and (bias is not None or eps):
+        raise ValueError("a bias and eps belong to sigmoid, got 'softmax' with them")
+    same_device(logits, idle=idle, bias=bias)
 
 
-def _fake(
-    logits: Tensor, chosen: int, normalise: bool, idle: Tensor | None = None
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _fake(logits: Tensor, chosen: int, *_: object) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     T, X = logits.shape[-2:]
     experts, order, starts = (
         logits.new_empty(size, dtype=torch.int32) for size in ((T, chosen), (T * chosen,), (X + 1,))

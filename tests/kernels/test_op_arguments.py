@@ -122,6 +122,10 @@ CALLS: list[tuple[str, dict[str, Any]]] = [
     ("expert_linear", experts(3, 3, 2, epilogue="sum")),
     ("expert_linear", {**experts(3, 3), "weight": quantised(torch.ones(4, 32, 64), "int4")}),
     ("expert_route", {"logits": torch.ones(3, 4), "chosen": 2}),
+    (
+        "expert_route",
+        {"logits": torch.ones(3, 4), "chosen": 2, "scoring": "sigmoid", "bias": torch.ones(4), "scale": 2.0, "eps": 0.1},
+    ),
     *(("kv_calibrate", calibration(*how)) for how in ((3, F32), (100, F32), (3, BF16))),
     ("kv_commit", commit()),
     *(("kv_project", projection(*how)) for how in ((3, F32), (100, F32), (3, BF16), (3, F32, "int8"))),
@@ -234,6 +238,20 @@ def test_every_argument(n: int) -> None:
         ),
         ("expert_route", {"chosen": 5}, "chosen must be in 1..4, the number of experts, got 5"),
         ("expert_route", {"idle": torch.zeros(2, dtype=torch.bool)}, "idle must be [B] bool, and B divide 3 rows, got"),
+        ("expert_route", {"scoring": "relu"}, "scoring must be one of ('softmax', 'sigmoid'), got 'relu'"),
+        (
+            "expert_route",
+            {"scoring": "sigmoid", "bias": torch.ones(3)},
+            "bias must be [4] torch.float32, got [3] torch.float32",
+        ),
+        (
+            "expert_route",
+            {"scoring": "sigmoid", "bias": torch.ones(4).double()},
+            "bias must be [4] torch.float32, got [4] torch.float64",
+        ),
+        ("expert_route", {"scoring": "sigmoid", "eps": -1.0}, "scale must be above 0 and eps at least 0, got 1.0 and -1"),
+        ("expert_route", {"scale": 0.0}, "scale must be above 0 and eps at least 0, got 0.0 and 0.0"),
+        ("expert_route", {"bias": torch.ones(4)}, "a bias and eps belong to sigmoid, got 'softmax' with them"),
         (
             "expert_route",
             {"logits": torch.ones(3, 4).half()},

@@ -66,12 +66,21 @@ def expert_route(_: object) -> Iterator[Case]:
         yield _route(f"T{T} X{X} k{k}{' normalise' * normalise}", (logits, k, normalise))
     for T in (8, 9):  # the most choices that the last program puts in order, and more
         yield _route(f"T{T} X128 k8 of 3 splits", (torch.randn(3, T, 128), 8, True))
+    for T, splits, normalise, scale in ((3, 1, True, 1.0), (20, 2, False, 2.5)):
+        g = torch.Generator().manual_seed(T)
+        logits, bias = torch.randn(splits, T, 32, generator=g), torch.randn(32, generator=g) / 4
+        idle = torch.tensor([False, True, False]) if T == 3 else None
+        args = logits, 4, normalise, idle, "sigmoid", bias, scale, 1e-6
+        yield _route(f"T{T} X32 k4 sigmoid bias{' normalise' * normalise} of {splits} splits", args)
+    logits = torch.randn(5, 7, generator=torch.Generator().manual_seed(7))
+    yield _route("T5 X7 k3 sigmoid normalise", (logits, 3, True, None, "sigmoid"))
 
 
 def _route(label: str, args: tuple) -> Case:
     def judge(verdict: Verdict, got: Any) -> None:
         want = route.expert_route_ref(*args)
-        exact = route.expert_route_ref(args[0].double(), *args[1:])[1]
+        wide = [x.double() if isinstance(x, Tensor) and x.dtype == torch.float32 else x for x in args]
+        exact = route.expert_route_ref(*wide)[1]
         for n in (0, 2, 3):
             verdict.same(f"result {n}", got[n], want[n])
         verdict.near("scores", got[1], exact, want[1], 1e-6)
