@@ -67,6 +67,7 @@ class Hybrid:
                 X, width, S = experts.count, experts.width, experts.shared
                 own["gate_up"], own["down"] = random(X, 2 * width, E), random(X, E, width)
                 own["router"] = random(X, E)
+                own["router_bias"] = random(X, scale=0.3) if experts.biased else None
                 if S:
                     own["shared_gate_up"], own["shared_down"] = random(2 * S, E), random(E, S)
                     own["shared_gate"] = random(1, E)
@@ -109,8 +110,12 @@ class Hybrid:
         experts = self.spec.experts
         if experts is None:
             return swiglu(x, w["gate_up"], w["down"])
-        scores, chosen = (x @ w["router"].T).softmax(-1).topk(experts.chosen)
-        scores = scores / scores.sum(-1, keepdim=True) if experts.normalised else scores
+        logits = x @ w["router"].T
+        p = logits.sigmoid() if experts.scoring == "sigmoid" else logits.softmax(-1)
+        chosen = (p if w["router_bias"] is None else p + w["router_bias"]).topk(experts.chosen).indices
+        scores = p.gather(1, chosen)
+        scores = scores / (scores.sum(-1, keepdim=True) + experts.eps) if experts.normalised else scores
+        scores = scores * experts.scale
         out = [
             sum(p * swiglu(row, w["gate_up"][e], w["down"][e]) for p, e in zip(*one, strict=True))
             for row, *one in zip(x, scores, chosen, strict=True)

@@ -17,11 +17,12 @@ FAMILIES = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "
 FAMILIES |= {"gemma3": "Gemma3", "olmo2": "Olmo2", "smollm3": "SmolLM3", "mimo": "Qwen2", "granite": "Granite"}
 FAMILIES |= {"qwen3_moe": "Qwen3Moe", "mixtral": "Mixtral"}
 FAMILIES |= {"qwen3_5": "Qwen3_5", "qwen3_5_moe": "Qwen3_5Moe", "qwen3_next": "Qwen3Next"}
-FAMILIES |= {"lfm2": "Lfm2", "olmo3": "Olmo3"}
+FAMILIES |= {"lfm2": "Lfm2", "lfm2_moe": "Lfm2Moe", "olmo3": "Olmo3"}
 FAMILIES |= {"phi3": "Phi3", "ministral": "Ministral", "ministral3": "Ministral3"}
-MODULES = {"Qwen3Moe": "qwen3_moe", "Qwen3_5Moe": "qwen3_5_moe", "Qwen3Next": "qwen3_next"}  # others: in small letters
+MODULES = {"Qwen3Moe": "qwen3_moe", "Qwen3_5Moe": "qwen3_5_moe", "Qwen3Next": "qwen3_next"}
+MODULES |= {"Lfm2Moe": "lfm2_moe"}  # others: in small letters
 TEXT = "gemma3", "qwen3_5", "qwen3_5_moe"  # whose config is that of a multimodal model's text
-PADDED = "smollm3", "phi3", "lfm2", "olmo3"  # whose default padding token is beyond `vocab`
+PADDED = "smollm3", "phi3", "lfm2", "lfm2_moe", "olmo3"  # whose default padding token is beyond `vocab`
 BIASED = ("llama", "smollm3", "granite")
 HEADED = ("qwen3", "qwen3_moe", "gemma3", "ministral", "ministral3")  # transformers does not divide there
 HEADED += ("qwen3_5", "qwen3_5_moe", "qwen3_next")
@@ -89,6 +90,16 @@ BESIDE = {
 QWEN3_5: dict[str, Any] = {"arch": "qwen3_5", **MIXED}
 QWEN3_NEXT: dict[str, Any] = {"arch": "qwen3_next", **MIXED, **BESIDE}
 LFM2: dict[str, Any] = {"arch": "lfm2", "layer_types": ["conv", "full_attention", "conv"], "block_multiple_of": 32}
+LFM2_MOE: dict[str, Any] = {  # the first layer is dense
+    "arch": "lfm2_moe",
+    "layers": 4,
+    "layer_types": ["conv", "full_attention", "conv", "conv"],
+    "num_dense_layers": 1,
+    "num_experts": 6,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 32,
+    "routed_scaling_factor": 1.5,
+}
 OLMO3: dict[str, Any] = {
     "arch": "olmo3",
     "layer_types": [SLIDING, FULL, SLIDING],
@@ -165,6 +176,9 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     ("qwen3-next-fused", {**QWEN3_NEXT, "fused": True, "norm_topk_prob": False}),
     ("lfm2", LFM2),
     ("lfm2-untied", {**LFM2, "tied": False, "conv_L_cache": 4, "block_auto_adjust_ff_dim": False}),
+    ("lfm2-moe", LFM2_MOE),
+    ("lfm2-moe-fused", {**LFM2_MOE, "fused": True, "norm_topk_prob": False, "num_dense_layers": 2}),
+    ("lfm2-moe-without-bias", {**LFM2_MOE, "use_expert_bias": False, "tied": True, "shards": 2, "num_dense_layers": 0}),
     ("olmo3", OLMO3),
     ("dream", {"arch": "dream"}),
     ("dream-old-file", {"arch": "dream", "rope": {"rope_type": "default", "rope_theta": 1e6}, "old_rope": True}),
@@ -227,7 +241,7 @@ def make(
         **({"mlp_bias": mlp_bias} if arch in BIASED else {}),
         **({"sliding_window": None} if "mistral" in arch else {}),
         **(
-            {"pad_token_id": None} if arch in ("smollm3", "phi3", "lfm2", "olmo3") else {}
+            {"pad_token_id": None} if arch in PADDED else {}
         ),  # the default is beyond `vocab`
         **({} if mask is None else {"mask_token_id": mask}),
     )
@@ -272,6 +286,9 @@ def randomize(model: torch.nn.Module, seed: int) -> None:
             p.copy_(own + 0.2 * noise if "norm" in name else 0.3 * noise)
         else:
             p.copy_(noise * (0.3 if "embed" in name else 1.2 * p.shape[-1] ** -0.5))
+    for name, bias in model.named_buffers():
+        if "expert_bias" in name:  # as far apart as the scores, so that it chooses other experts
+            bias.copy_(0.3 * torch.randn(bias.shape, generator=generator))
 
 
 def edit(folder: Path, name: str = "config.json", **changes: Any) -> None:

@@ -13,7 +13,7 @@ import caches
 import pytest
 import torch
 import warm
-from make_checkpoint import GEMMA3, LFM2, QWEN3_MOE, QWEN3_NEXT, make
+from make_checkpoint import GEMMA3, LFM2_MOE, QWEN3_MOE, QWEN3_NEXT, make
 from make_dflash import make_dflash
 from make_head import make_head
 from make_mtp import make_mtp
@@ -81,7 +81,7 @@ def models(tmp_path_factory):
     gemma = make(folder / "gemma3", max_context=192, vocab=129, **GEMMA3 | {"tied": False})
     experts = make(folder / "experts", max_context=192, vocab=129, **QWEN3_MOE)
     mixed = make(folder / "mixed", max_context=192, vocab=129, **QWEN3_NEXT)
-    short = make(folder / "short", max_context=192, vocab=130, **LFM2 | {"tied": False})
+    short = make(folder / "short", max_context=192, vocab=130, **LFM2_MOE)
     like, often = json.loads((target / "config.json").read_text()), [28, 125]
     eagle = make_head(folder / "eagle", like, layout="nested", ids=often, eagle_aux_hidden_state_layer_ids=[1, 2, 3])
     dflash = make_dflash(folder / "dflash", like, layout="dflash", ids=often, layer_ids=[1, 2])

@@ -66,6 +66,17 @@ def _lfm_width(hf: Any) -> int:
     return int(-(-width // step) * step)
 
 
+def _lfm_mixture(hf: Any) -> dict[str, Any]:
+    """As transformers' Lfm2MoeTopKRouter and its decoder layer compute it; eps is a number in their code."""
+    return {
+        "scoring": "sigmoid",
+        "biased": bool(hf.use_expert_bias),
+        "scale": float(hf.routed_scaling_factor),
+        "eps": 1e-6,
+        "dense": tuple(range(min(hf.num_dense_layers, hf.num_hidden_layers))),
+    }
+
+
 def _granite(hf: Any) -> Scales:
     factors = hf.attention_multiplier, hf.embedding_multiplier
     return Scales(*factors, residual=hf.residual_multiplier, logits=1 / hf.logits_scaling)
@@ -96,6 +107,9 @@ class Architecture:
     experts: tuple[str, ...] = ()
     """The fields with the number of experts, how many each row chooses, an expert's intermediate size, and perhaps that
     of an expert that every row reads. Empty: every layer has one feed-forward."""
+    mixture: Callable[[Any], dict[str, Any]] = lambda hf: {}
+    """Further fields of Experts, from transformers' config: the router's rule, if it is not a softmax over the experts,
+    and the dense layers, if other fields than those of Qwen3-MoE name them."""
     masked: str = ""  # "always": a diffusion drafter; "may be": if the user says so
     config: str = ""  # the name of a class of transformers with the same fields; "": the architecture's own
     defaults: Mapping[str, Any] = field(default_factory=dict)  # of fields that this class sets otherwise
@@ -143,6 +157,15 @@ ARCHITECTURES = {
     ),
     "Lfm2ForCausalLM": Architecture(
         "lfm2", qk_norm="head", activation="", eps="norm_eps", width=_lfm_width, recurrent=("conv", _short_conv)
+    ),
+    "Lfm2MoeForCausalLM": Architecture(
+        "lfm2_moe",
+        qk_norm="head",
+        activation="",
+        eps="norm_eps",
+        recurrent=("conv", _short_conv),
+        experts=("num_experts", "num_experts_per_tok", "moe_intermediate_size"),
+        mixture=_lfm_mixture,
     ),
     "MiMoForCausalLM": Architecture("mimo", biases="qkv", config="Qwen2Config"),
     "Gemma3ForCausalLM": Architecture(

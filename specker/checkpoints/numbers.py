@@ -45,6 +45,7 @@ POSITIVE = (
     "embedding_multiplier",
     "residual_multiplier",
     "logits_scaling",
+    "routed_scaling_factor",
 )
 ROPE = (  # of config.json itself in older files
     "rope_theta",

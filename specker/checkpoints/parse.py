@@ -205,6 +205,8 @@ def _layer_types(hf: Any, its: Architecture) -> list[str]:
     if its.kinds in LAYER_TYPES:  # other fields of the file do not matter
         return [its.kinds] * hf.num_hidden_layers
     known = LAYER_TYPES if its.recurrent is None else (FULL, its.recurrent[0])
+    if hf.layer_types is None:
+        raise CheckpointError(f"layer_types must name each layer's kind, {' or '.join(known)}, but config.json lacks it")
     if other := set(hf.layer_types) - set(known):
         kinds = ", ".join(sorted(other))
         raise CheckpointError(f"layer_types {kinds} are not supported; only {' and '.join(known)} are")
@@ -224,9 +226,10 @@ def _experts(hf: Any, its: Architecture) -> Experts | None:
         )
     check_experts(count, hf.num_hidden_layers)
     dense = tuple(n for n in range(hf.num_hidden_layers) if n in only or (n + 1) % step)
-    if len(dense) == hf.num_hidden_layers:
+    given = dict(zip(("shared",), shared, strict=False)) | {"dense": dense} | its.mixture(hf)
+    if len(given["dense"]) == hf.num_hidden_layers:
         return None
-    return Experts(count, chosen, width, bool(getattr(hf, "norm_topk_prob", True)), dense, *shared)
+    return Experts(count, chosen, width, bool(getattr(hf, "norm_topk_prob", True)), **given)
 
 
 def _diffusion(raw: dict[str, Any], arch: str, wanted: bool | None) -> tuple[bool, int | None]:

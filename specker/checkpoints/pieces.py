@@ -31,21 +31,24 @@ class ExpertNames(NamedTuple):
 
 QWEN = ExpertNames("mlp.gate", "mlp.experts.#", "gate_proj", "up_proj", "down_proj")
 MIXTRAL = ExpertNames("block_sparse_moe.gate", "block_sparse_moe.experts.#", "w1", "w3", "w2")
+LFM2 = ExpertNames("mlp.gate", "mlp.experts.#", "w1", "w3", "w2")  # before RENAMED
+NAMED = {"MixtralForCausalLM": MIXTRAL, "Lfm2MoeForCausalLM": LFM2}  # of other architectures: QWEN
 # Matrices that are never quantised: they are small, and much depends on them.
 PLAIN = "router", "gates", "conv", "shared_gate"
-RENAMED = {  # architecture -> other names of parts of a tensor's name
-    "Lfm2ForCausalLM": {
-        "self_attn.o_proj": "self_attn.out_proj",
-        "self_attn.q_norm": "self_attn.q_layernorm",
-        "self_attn.k_norm": "self_attn.k_layernorm",
-        "input_layernorm": "operator_norm",
-        "post_attention_layernorm": "ffn_norm",
-        "mlp.gate_proj": "feed_forward.w1",
-        "mlp.up_proj": "feed_forward.w3",
-        "mlp.down_proj": "feed_forward.w2",
-    },
+IN_LFM2 = {
+    "self_attn.o_proj": "self_attn.out_proj",
+    "self_attn.q_norm": "self_attn.q_layernorm",
+    "self_attn.k_norm": "self_attn.k_layernorm",
+    "input_layernorm": "operator_norm",
+    "post_attention_layernorm": "ffn_norm",
+    "mlp.gate_proj": "feed_forward.w1",
+    "mlp.up_proj": "feed_forward.w3",
+    "mlp.down_proj": "feed_forward.w2",
+    "mlp.": "feed_forward.",
 }
-FINAL = {"Lfm2ForCausalLM": "embedding_norm"}  # the name of the final norm, elsewhere "norm"
+# architecture -> other names of parts of a tensor's name
+RENAMED = {"Lfm2ForCausalLM": IN_LFM2, "Lfm2MoeForCausalLM": IN_LFM2}
+FINAL = dict.fromkeys(RENAMED, "embedding_norm")  # the name of the final norm, elsewhere "norm"
 
 
 @dataclass(frozen=True)
@@ -293,16 +296,18 @@ def _mixer_pieces(c: ModelConfig, i: int, mixer: Mixer, part: Part) -> Iterator[
 
 def is_fused(names: Iterable[str]) -> bool:
     """Whether a checkpoint with these tensors has the fused layout of experts."""
-    return any(GATE_UP in name for name in names)
+    return any(GATE_UP.removeprefix("mlp") in name for name in names)
 
 
 def _expert_pieces(c: ModelConfig, layer: int, experts: Experts, part: Part, fused: bool) -> Iterator[Piece]:
     """The router and the experts of one layer, in the order of their rows in memory."""
     X, E, F = experts.count, c.hidden_size, experts.width
     first, count = part.within(experts)
-    names = MIXTRAL if c.architecture == "MixtralForCausalLM" and not fused else QWEN
+    names = QWEN if fused else NAMED.get(c.architecture, QWEN)
 
     yield Piece.tensor(f"{names.router}.weight", "router", X, E, layer=layer)
+    if experts.biased:
+        yield Piece.tensor("mlp.expert_bias", "router_bias", X, layer=layer)
     if fused:
         both = (X, 2 * count, E), (X, 2 * F, E), (0, first, 0)
         yield Piece(GATE_UP, "gate_up", layer, 0, *both, parts=2)

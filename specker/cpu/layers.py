@@ -17,6 +17,7 @@ from specker.cpu.library import (
     MATRICES,
     MIXERS,
     MIXING,
+    SCORING,
     SHARED,
     VECTORS,
     AdjustCall,
@@ -57,6 +58,7 @@ NAMES = (
     "norm_o",
     "norm_down",
     "router",
+    "router_bias",
     "conv",
     "conv_bias",
     "a_log",
@@ -137,8 +139,9 @@ class Stack:
     ):
         """Each layer: norm_in [E], qkv [(Hq + 2 Hkv) D, E], its bias, q_norm [D], or over all heads [Hq D], k_norm, o
         [E, Hq D], its bias, norm_post, gate_up [2 F, E], its bias, down [E, F], its bias, norm_o, norm_down, router [X,
-        E]; None where it is absent. Of X experts, gate_up and down hold [2 F, E] and [E, F] one after another, as rows
-        or, in tensors, as a third dimension. With `spec.gated`, qkv begins with the gate of attention's outputs [Hq D].
+        E], its bias [X] (`Experts.biased` in model/config.py); None where it is absent. Of X experts, gate_up and down
+        hold [2 F, E] and [E, F] one after another, as rows or, in tensors, as a third dimension. With `spec.gated`, qkv
+        begins with the gate of attention's outputs [Hq D].
 
         Further, unless all are absent: conv [C, K], conv_bias [C], a_log and dt_bias [Hv], norm_mix [Dv]; and of the
         expert that every row reads its gate_up [2 S, E], down [E, S] and gate [1, E]; gates [2 Hv, E]. In a layer with
@@ -174,20 +177,22 @@ class Stack:
         self.packed = any(isinstance(w, Packed) for layer in layers for w in layer)
         self.most = 1 << 30 if self.packed else MAX_ROWS
         self.mixtures = [layer[NAMES.index("router")] is not None for layer in layers]
-        self.experts, chosen, normalised = 0, 0, 0
-        if spec.experts is not None:
-            self.experts, chosen, normalised = spec.experts.count, spec.experts.chosen, int(spec.experts.normalised)
+        self.experts, chosen, normalised, scoring, factors = 0, 0, 0, 0, (1.0, 0.0)
+        if (rule := spec.experts) is not None:
+            self.experts, chosen, normalised = rule.count, rule.chosen, int(rule.normalised)
+            scoring, factors = SCORING[rule.scoring], (rule.scale, rule.eps)
         E, D = layers[0][NAMES.index("o")].shape[0], next((rope.shape[2] for rope in ropes if rope is not None), 0)
         widths = [layer[NAMES.index("down")].shape[-1] for layer in layers]
         shared = [own["shared_down"].shape[-1] for own in by if own["shared_down"] is not None]
         inner = [chosen * width if mixed else width for width, mixed in zip(widths, self.mixtures, strict=True)]
         self.struct = Layers(
             *(E, *heads, D, max(widths + shared)),
-            *(GATES[spec.activation], self.experts, chosen, normalised, int(bool(shared)), max(inner + shared)),
+            *(GATES[spec.activation], self.experts, chosen, normalised, scoring, int(bool(shared))),
+            max(inner + shared),
             *(int(spec.qk_norm == "projection"), int(spec.gated)),
             max((layer.qkv.O + layer.gates.O + 15) // 16 * 16 for layer in self._layers),
             max(layer.o.E for layer in self._layers),
-            *(_mixing(mixer), ctypes.addressof(self._layers), None, eps, scale),
+            *(_mixing(mixer), ctypes.addressof(self._layers), None, eps, scale, *factors),
         )
         self.pairs: Pairs | None = None
 
@@ -210,6 +215,8 @@ class Stack:
             return f"the activation {layer.activation}"
         if layer.recurrent is not None and layer.recurrent.kernel > MOST_CONV:
             return f"convolutions over {layer.recurrent.kernel} columns"
+        if layer.experts is not None and layer.experts.scoring not in SCORING:
+            return f"routers that score by {layer.experts.scoring}"
         return ""
 
     @staticmethod

@@ -49,10 +49,12 @@ VECTORS = (
     "down_bias",
     "norm_o",
     "norm_down",
+    "router_bias",
 )
 MATRICES = "qkv", "o", "gate_up", "down"
 SHARED = "shared_gate_up", "shared_down"
 MIXING = "shared_gate", "conv", "conv_bias", "a_log", "dt_bias", "norm_mix"
+SCORING = {"softmax": 0, "sigmoid": 1}  # config.Experts.scoring -> the enum in csrc/layers.h
 MIXERS = {"": 0, "DeltaNet": 1, "ShortConv": 2}  # config.Mixer -> the enum in csrc/layers.h
 
 
@@ -81,13 +83,12 @@ class Entry(Structure):
 class Layers(Structure):
     _fields_ = [
         *((name, c_int64) for name in ("E", "Hq", "Hkv", "D", "F", "activation")),
-        *((name, c_int64) for name in ("experts", "chosen", "normalised", "shared", "inner", "whole")),
+        *((name, c_int64) for name in ("experts", "chosen", "normalised", "scoring", "shared", "inner", "whole")),
         *((name, c_int64) for name in ("gated", "projected", "mixed")),
         ("mix", Mixing),
         ("layers", c_void_p),
         ("entry", POINTER(Entry)),
-        ("eps", c_double),
-        ("scale", c_double),
+        *((name, c_double) for name in ("eps", "scale", "score_scale", "score_eps")),
     ]
 
 

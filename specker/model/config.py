@@ -15,11 +15,15 @@ class Experts:
     count: int
     chosen: int  # by each row
     width: int  # intermediate size of each expert
-    normalised: bool  # the scores of a row's chosen experts are divided by their sum
+    normalised: bool  # the scores of a row's chosen experts are divided by their sum (+ `eps`)
     dense: tuple[int, ...] = ()  # layers that have an ordinary feed-forward instead
     shared: int = (
         0  # intermediate size of an expert that every row reads, times the sigmoid of a gate; 0: there is none
     )
+    scoring: str = "softmax"  # the router's scores: softmax over the experts, or the sigmoid of each one's logit
+    biased: bool = False  # a bias of each expert is added to its score, only to choose by; for sigmoid
+    scale: float = 1.0  # factor of the scores
+    eps: float = 0.0  # added to the sum by which scores are divided; for sigmoid
 
     def read(self, rows: float) -> float:
         """How many experts a layer reads for so many rows, if the router chooses all equally often."""

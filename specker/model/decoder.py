@@ -366,13 +366,14 @@ def _mixed(
 
         p, e = the largest entries of softmax(router(x));  y = sum over j of p_j mlp_(e_j)(x)
 
-    or its partials as in `_added`, and where each expert's rows begin in their common order (`expert_route`). `idle`:
-    sequences that read no experts of their own."""
-    layer, router = model.config.layer, mlp.router
-    assert layer.experts is not None and router is not None
+    or its partials as in `_added`, and where each expert's rows begin in their common order (`expert_route`, which
+    scores by other rules than softmax too). `idle`: sequences that read no experts of their own."""
+    layer, router, rule = model.config.layer, mlp.router, model.config.layer.experts
+    assert rule is not None and router is not None
     # For few rows expert_route adds the router's splits up.
     logits = row_linear(x, router, epilogue="split") if few else linear(x, router, epilogue="float32")
-    experts, scores, order, starts = expert_route(logits, layer.experts.chosen, layer.experts.normalised, idle)
+    by = rule.scoring, mlp.router_bias, rule.scale, rule.eps
+    experts, scores, order, starts = expert_route(logits, rule.chosen, rule.normalised, idle, *by)
     up = _gated(partial(expert_linear, x, mlp.gate_up, experts, order, starts), layer.activation, ("silu",))
     epilogue = "split" if few and model.ranks is None and mlp.shared is None else "sum"
     y = expert_linear(up, mlp.down, experts, order, starts, epilogue, scores)

@@ -55,6 +55,7 @@ class Weights:
     norm_o: Tensor | None = None  # [L, E], norm of the attention's output
     norm_down: Tensor | None = None  # [L, E], norm of the feed-forward's output
     router: Tensor | Sequence[Tensor | None] | None = None  # [L, X, E], of mixtures of experts
+    router_bias: Any = None  # [L, X], see Experts.biased
     shared_gate_up: Any = None  # [L, 2 * S, E], of a mixture's expert that every row reads
     shared_down: Any = None  # [L, E, S]
     shared_gate: Any = None  # [L, 1, E]
@@ -165,6 +166,7 @@ class FeedForward(NamedTuple):
     norm_o: Tensor | None  # [E], norm of the attention's output
     norm_down: Tensor | None  # [E], norm of the feed-forward's output
     router: Tensor | None  # [X, E], of a mixture of experts
+    router_bias: Tensor | None = None  # [X]
     shared: Shared | None = None
 
 
@@ -227,6 +229,7 @@ def layers_of(weights: Weights, c: ModelConfig, ropes: Sequence[Tensor]) -> list
                     norm_o=at(weights.norm_o, n),
                     norm_down=at(weights.norm_down, n),
                     router=at(weights.router, n),
+                    router_bias=at(weights.router_bias, n),
                     shared=shared(n),
                 ),
             ),

@@ -2,6 +2,7 @@
 and rows whose bits depend on their paths alone."""
 
 import functools
+from dataclasses import replace
 
 import pytest
 import torch
@@ -14,12 +15,14 @@ from specker.kernels.ancestors import ancestor_words, chain_words
 from specker.model.config import Experts, LayerSpec, ShortConv
 
 EXPERTS = Experts(count=6, chosen=2, width=48, normalised=True, shared=80)
+BIASED = Experts(count=20, chosen=3, width=48, normalised=True, scoring="sigmoid", biased=True, scale=2.5, eps=0.25)
 KINDS = {
     "delta": {"mixers": (DELTA, None, DELTA)},
     "gates apart": {"mixers": (DELTA, DELTA), "separate": True},
     "packed": {"mixers": (None, DELTA), "quantize": "int4"},
     "conv": {"mixers": (CONV, CONV, None), "gated": False},
     "experts": {"mixers": (None, DELTA, DELTA), "experts": EXPERTS},
+    "biased experts": {"mixers": (CONV, None), "gated": False, "experts": BIASED},
 }
 LENGTH = 170  # five blocks: states are folded several times, and both halves are used again
 
@@ -42,6 +45,13 @@ def plain(kind, n=LENGTH, seed=0):
 @pytest.mark.parametrize("kind", KINDS)
 def test_layers_compute_what_they_are_defined_to(kind):
     assert near(plain(kind), model_of(kind).defined(rows_of(LENGTH)))
+
+
+def test_sigmoid_scores_without_a_bias():
+    """Half as large as those of `BIASED`, and not divided by their sum."""
+    experts = replace(BIASED, normalised=False, biased=False, scale=0.5)
+    model, x = Hybrid((CONV, None), gated=False, experts=experts), rows_of(40)
+    assert near(Cache(model).text(x, [1]), model.defined(x))
 
 
 def test_a_row_depends_on_all_before_it():
@@ -185,3 +195,5 @@ def test_sizes_and_layers_that_the_kernels_decline():
         assert not Stack.takes([list(changed.values())], 32), name
     long = LayerSpec(mixers=(ShortConv(channels=80, kernel=17),))
     assert Stack.lacks(long) == "convolutions over 17 columns" and not Stack.lacks(LayerSpec(mixers=(CONV,)))
+    other = LayerSpec(experts=replace(BIASED, scoring="relu"))
+    assert Stack.lacks(other) == "routers that score by relu" and not Stack.lacks(LayerSpec(experts=BIASED))

@@ -10,6 +10,7 @@ from make_checkpoint import (
     GEMMA3,
     GRANITE,
     LFM2,
+    LFM2_MOE,
     LONGROPE,
     MIXTRAL,
     OLMO3,
@@ -53,6 +54,7 @@ KINDS = {  # the windows are shorter than the prompts, and than some drafts
     "qwen3.5": QWEN3_5,
     "qwen3-next": QWEN3_NEXT,
     "lfm2": LFM2 | {"layer_types": ["conv", "full_attention", "conv", "conv"], "layers": 4},
+    "lfm2-moe": LFM2_MOE,
     "olmo3": OLMO3 | {"layer_types": [SLIDING, FULL, SLIDING, SLIDING], "layers": 4},
 }
 HOW = {

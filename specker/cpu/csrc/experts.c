@@ -15,7 +15,7 @@ static int64_t padded(int64_t X) { return (X + 15) / 16 * 16; }
 
 int64_t routing_bytes(const stack *d, int64_t T, int size, int me, char *base, routing *to) {
     const int64_t X = d->experts, k = d->chosen, E = d->E, wide = E > d->F ? E : d->F, rows = least(T, MOST_ROWS);
-    const int64_t sorted = (T * k * 8 + (2 * X + 1) * 4 + 63) / 64 * 64;
+    const int64_t sorted = (T * k * 8 + (3 * X + 1) * 4 + 63) / 64 * 64;
     const int64_t own = (sorted + rows * E * 4 + rows_bytes(rows, wide) + 63) / 64 * 64;
     int64_t at = 0;
     if (!k) return 0;
@@ -30,38 +30,66 @@ int64_t routing_bytes(const stack *d, int64_t T, int size, int me, char *base, r
     char *private = TAKE(size * own) + me * own;
 #undef TAKE
     r.order = (int32_t *)private, r.place = r.order + T * k, r.starts = r.place + T * k, r.active = r.starts + X + 1;
+    r.ranks = (float *)(r.active + X);
     r.x = (float *)(private + sorted), r.forms = (char *)(r.x + rows * E);
     if (to) *to = r;
     return at + 64;
 }
 
-// The experts of row t by falling logits, the lower id first among equals and a NaN before all, and their probabilities
-// (kernels/route.py).
-static void choose(const state *s, int64_t t) {
-    const stack *d = s->f->model;
-    const int64_t X = d->experts, k = d->chosen;
-    float *z = s->route.logits + t * padded(X), *scores = s->route.scores + t * k, last = INFINITY, sum = 0;
-    int32_t *chosen = s->route.experts + t * k;
-    for (int64_t i = 0; i < padded(X); i++) z[i] = i >= X ? -INFINITY : z[i] == z[i] ? z[i] : INFINITY;
+// The k of X numbers that are largest, in falling order; the lower id first among equals, and a NaN before all.
+static void take_best(float *x, int64_t X, int64_t k, int32_t *chosen) {
+    float last = INFINITY;
+    for (int64_t i = 0; i < X; i++) x[i] = x[i] == x[i] ? x[i] : INFINITY;
     for (int64_t j = 0, id = -1; j < k; j++) {
         int64_t best = -1;
         for (int64_t i = 0; i < X; i++)
-            if ((z[i] < last || (z[i] == last && i > id)) && (best < 0 || z[i] > z[best])) best = i;
+            if ((x[i] < last || (x[i] == last && i > id)) && (best < 0 || x[i] > x[best])) best = i;
         chosen[j] = (int32_t)(id = best);
-        last = z[id];
+        last = x[id];
     }
+}
+
+// Chooses by logits, and turns them into probabilities times their sum, which it returns.
+static float by_softmax(const stack *d, float *z, int32_t *chosen) {
+    take_best(z, d->experts, d->chosen, chosen);
     const float top = z[chosen[0]];
     vf parts[PARTS];
     for (int p = 0; p < PARTS; p++) parts[p] = splat(0);
-    for (int64_t i = 0; i < padded(X); i += 16)
+    for (int64_t i = 0; i < padded(d->experts); i += 16)
         for (int p = 0; p < PARTS; p++) {
             vf e = power(load(z + i + p * LANES) - top);
             store(z + i + p * LANES, e);
             parts[p] += e;
         }
+    return total16(parts);
+}
+
+static float sigmoid(float x) { return 1 / (1 + expf(-x)); }
+
+// Turns logits into their sigmoids, and chooses by these plus a bias, or without one by the logits.
+static void by_sigmoid(const stack *d, const float *bias, float *z, float *ranks, int32_t *chosen) {
+    for (int64_t i = 0; i < d->experts; i++) {
+        const float p = sigmoid(z[i]);
+        ranks[i] = bias ? p + bias[i] : z[i];
+        z[i] = p;
+    }
+    take_best(ranks, d->experts, d->chosen, chosen);
+}
+
+// The experts of row t and their scores (kernels/route.py).
+static void choose(const state *s, const layer *l, int64_t t) {
+    const stack *d = s->f->model;
+    const int64_t X = d->experts, k = d->chosen;
+    float *z = s->route.logits + t * padded(X), *scores = s->route.scores + t * k, sum = 0, whole = 1;
+    int32_t *chosen = s->route.experts + t * k;
+    for (int64_t i = X; i < padded(X); i++) z[i] = -INFINITY;
+    if (d->scoring == SIGMOID)
+        by_sigmoid(d, l->router_bias, z, s->route.ranks, chosen);
+    else
+        whole = by_softmax(d, z, chosen);
     for (int64_t j = 0; j < k; j++) sum += scores[j] = z[chosen[j]];
-    if (!d->normalised) sum = total16(parts);
-    for (int64_t j = 0; j < k; j++) scores[j] /= sum;
+    sum = d->normalised ? sum + (float)d->score_eps : whole;
+    for (int64_t j = 0; j < k; j++) scores[j] = scores[j] / sum * (float)d->score_scale;
 }
 
 // Sorts the choices by expert, and within an expert by row.
@@ -127,7 +155,7 @@ static void multiply(const state *s, const layer *l, int down) {
 // The factor of the shared expert's output for row t.
 static void choose_share(const state *s, const layer *l, int64_t t) {
     const int64_t E = s->f->model->E;
-    s->route.share[t] = 1 / (1 + expf(-dot(s->normed + t * E, l->shared_gate, E)));
+    s->route.share[t] = sigmoid(dot(s->normed + t * E, l->shared_gate, E));
 }
 
 // The expert that every row reads.
@@ -167,7 +195,7 @@ void feed_experts(state *s, const layer *l, float *to, int32_t *starts) {
     share(s->m, &l->router, &x, T, s->route.logits, padded(X));
     meet(s->m);
     for (int64_t t = s->m->me; t < T; t += s->m->size) {
-        choose(s, t);
+        choose(s, l, t);
         if (l->shared_gate) choose_share(s, l, t);
     }
     meet(s->m);

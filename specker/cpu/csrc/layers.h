@@ -3,10 +3,12 @@
 #include "products.h"
 
 enum activation { SILU, GELU_TANH, GELU };
+enum scoring { SOFTMAX, SIGMOID }; // of a router's logits
 
 typedef struct {
     const float *norm_in, *qkv_bias, *q_norm, *k_norm, *o_bias, *norm_post, *gate_up_bias, *down_bias; // 0: absent
     const float *norm_o, *norm_down; // [E], norms of the outputs of attention and of the feed-forward; 0: absent
+    const float *router_bias;        // [X], added to the scores of SIGMOID to choose experts by; 0: absent
     const float *rope;               // [C, 2, D]
     matrix qkv, o, gate_up, down; // of X experts one after another: gate_up [X 2 F, E], down [X E, F]
     matrix router;                // [X, E]; without rows if the layer has no experts
@@ -45,7 +47,8 @@ typedef struct {
     int64_t activation; // of the feed-forward's gate
     int64_t experts;    // X of layers with a router, 0 if there are none
     int64_t chosen;     // experts of each row
-    int64_t normalised; // the scores of a row's experts add up to 1
+    int64_t normalised; // the scores of a row's experts are divided by their sum + score_eps
+    int64_t scoring;    // enum scoring
     int64_t shared;     // layers with a router have an expert that every row reads
     int64_t inner;      // numbers that a row has in `state.gate`, in the layer with the most
     int64_t whole;      // the norms of q and k span all their heads: [Hq D] and [Hkv D] instead of [D]
@@ -55,6 +58,7 @@ typedef struct {
     const layer *layers;
     const entry *entry; // 0: the stream begins as `forward.x`
     double eps, scale;  // epsilon of the norms; factor of attention's scores
+    double score_scale, score_eps; // factor of the experts' scores, and what is added to their sum
 } stack;
 
 typedef struct {          // the K/V of some layers, and where rows and columns stand in it

@@ -15,6 +15,7 @@ typedef struct { // the choices of T rows, k each of X experts; from `order` on 
     int32_t *place;   // [T k], where a choice stands in `order`
     int32_t *starts;  // [X + 1], where an expert's choices begin
     int32_t *active;  // [count], experts that have any
+    float *ranks;     // [X], by which a row chooses
     float *x;         // rows of one expert
     char *forms;      // their rounded copies
     int64_t count;
