@@ -5,9 +5,10 @@ from dataclasses import replace
 
 import pytest
 import torch
-from make_checkpoint import MIXTRAL, QWEN3_MOE, edit, exact_oracle, make, oracle
+from make_checkpoint import LFM2_MOE, MIXTRAL, QWEN3_MOE, edit, exact_oracle, make, oracle
 from pairs import perturbed
 from recorded import kernels, recording
+from safetensors.torch import load_file, save_file
 
 import specker
 from specker.checkpoints.checkpoint import read
@@ -23,6 +24,7 @@ from specker.runtime.control.stats import Stats
 from specker.runtime.round.synthetic import spread
 
 PROMPT = [5, 9, 40, 77, 3, 8, 5, 9, 40]
+TWO = LFM2_MOE | {"layer_types": ["conv", "full_attention"], "num_dense_layers": 0}
 DENSE = {**QWEN3_MOE, "layers": 4, "mlp_only_layers": [1]}
 
 
@@ -230,8 +232,6 @@ def test_the_name_that_older_files_have(tmp_path):
 
 def test_a_shared_expert_is_refused(tmp_path):
     """Of Qwen2-MoE; a checkpoint that calls itself Qwen3-MoE must not lose one silently."""
-    from safetensors.torch import load_file, save_file
-
     folder = make(tmp_path, layers=1, **QWEN3_MOE)
     weights = load_file(folder / "model.safetensors")
     weights["model.layers.0.mlp.shared_expert.up_proj.weight"] = torch.zeros(8, 64)
@@ -240,10 +240,55 @@ def test_a_shared_expert_is_refused(tmp_path):
         read(folder, dtype=torch.float32, device="cpu")
 
 
+def test_the_bias_chooses_other_experts_than_the_logits(tmp_path):
+    """Without it the model would be another; so the tests that compare texts with transformers' compare the choice."""
+    model = oracle(make(tmp_path, max_context=64, **LFM2_MOE))
+    with torch.no_grad():
+        scores = torch.cat(model(torch.tensor([PROMPT]), output_router_logits=True).router_logits).sigmoid()
+    biases = [layer.feed_forward.expert_bias for layer in model.model.layers[1:]]
+    biased = scores + torch.stack(biases).repeat_interleave(len(PROMPT), 0)
+    chosen, usual = (x.topk(3).indices.sort().values for x in (biased, scores))
+    assert 0.3 < float((chosen != usual).any(1).float().mean())
+
+
+LFM2_CHANGES = [
+    ({"routed_scaling_factor": 0.0}, "routed_scaling_factor must be a positive float32, but config.json has 0.0"),
+    ({"routed_scaling_factor": "one"}, "routed_scaling_factor must be a positive float32"),
+    ({"num_dense_layers": "two"}, "is not a valid Lfm2MoeForCausalLM config"),
+    ({"layer_types": ...}, "layer_types must name each layer's kind, full_attention or conv, but .* lacks it"),
+    ({"num_experts_per_tok": 9}, "num_experts_per_tok 9 must be at most the number of experts, 6"),
+    ({"num_experts": ...}, "num_experts must be a whole number from 1 to 4096, but .* lacks it"),
+    ({"moe_intermediate_size": ...}, "moe_intermediate_size must be a whole number from 1 to 1048576, .* lacks it"),
+    ({"use_expert_bias": False}, r"feed_forward\.expert_bias, which Lfm2MoeForCausalLM"),
+    ({"num_dense_layers": 2}, r"layers\.1\.feed_forward"),
+    ({"conv_bias": True}, "conv_bias is not supported"),
+]
+
+
+@pytest.mark.parametrize(("change", "message"), LFM2_CHANGES, ids=str)
+def test_refusals_of_lfm2(tmp_path, change, message):
+    folder = make(tmp_path, **LFM2_MOE)
+    edit(folder, **change)
+    with pytest.raises(CheckpointError, match=message):
+        read(folder, dtype=torch.float32, device="cpu")
+
+
+@pytest.mark.parametrize("shape", ["missing", "short", "matrix"])
+def test_a_wrong_bias_is_refused(tmp_path, shape):
+    folder = make(tmp_path, **LFM2_MOE)
+    weights, name = load_file(folder / "model.safetensors"), "model.layers.2.feed_forward.expert_bias"
+    bias = weights.pop(name)
+    if shape != "missing":
+        weights[name] = bias[:5].clone() if shape == "short" else bias[None]
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    with pytest.raises(CheckpointError, match=name.replace(".", r"\.")):
+        read(folder, dtype=torch.float32, device="cpu")
+
+
 @pytest.mark.parametrize("kind", ["int8", "int4"])
-@pytest.mark.parametrize("arch", [MIXTRAL, QWEN3_MOE], ids=["mixtral", "qwen3_moe"])
+@pytest.mark.parametrize("arch", [MIXTRAL, QWEN3_MOE, TWO], ids=["mixtral", "qwen3_moe", "lfm2_moe"])
 def test_experts_are_rounded_and_routers_are_not(tmp_path, arch, kind):
-    folder = make(tmp_path, layers=2, **arch | {"ffn": 64, "moe_intermediate_size": 64})
+    folder = make(tmp_path, **arch | {"layers": 2, "ffn": 64, "moe_intermediate_size": 64})
     exact = read(folder, dtype=torch.float64, device="cpu", quantize=kind).weights
     kept = read(folder, dtype=torch.float32, device="cpu", quantize=kind)
     w, plain = kept.weights, read(folder, dtype=torch.float32, device="cpu").weights
@@ -253,5 +298,12 @@ def test_experts_are_rounded_and_routers_are_not(tmp_path, arch, kind):
             assert one.kinds == {kind} and torch.equal(one.dequantised(torch.float64), getattr(exact, name)[n])
             assert not torch.equal(getattr(exact, name)[n].float(), getattr(plain, name)[n])
     assert torch.equal(w.router[1], plain.router[1]) and torch.equal(exact.router[1].float(), plain.router[1])
+    assert (w.router_bias is None) == (arch is not TWO)
+    if arch is TWO:  # whatever the weights' dtype
+        half = read(folder, dtype=torch.bfloat16, device="cpu", quantize=kind).weights
+        given = load_file(folder / "model.safetensors")
+        want = torch.stack([given[f"model.layers.{n}.feed_forward.expert_bias"] for n in range(2)])
+        for bias in (w.router_bias, half.router_bias, exact.router_bias.float()):
+            assert bias.dtype == torch.float32 and torch.equal(bias, want)
     text = specker.load(folder, strategy="ar", dtype="float64", quantize=kind).generate(PROMPT, 12).tokens
     assert specker.load(folder, strategy="lookup", dtype="float32", quantize=kind).generate(PROMPT, 12).tokens == text
