@@ -240,9 +240,7 @@ def make(
         **({"attention_bias": attention_bias} if arch in BIASED + ("qwen3", "qwen3_moe", "gemma3", "olmo2") else {}),
         **({"mlp_bias": mlp_bias} if arch in BIASED else {}),
         **({"sliding_window": None} if "mistral" in arch else {}),
-        **(
-            {"pad_token_id": None} if arch in PADDED else {}
-        ),  # the default is beyond `vocab`
+        **({"pad_token_id": None} if arch in PADDED else {}),  # the default is beyond `vocab`
         **({} if mask is None else {"mask_token_id": mask}),
     )
     config = getattr(transformers, f"{FAMILIES[arch]}{'Text' * (arch in TEXT)}Config")(**{**options, **more})

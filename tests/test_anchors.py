@@ -148,7 +148,11 @@ def test_a_text_goes_on_from_the_states_of_an_earlier_one(pairs, kind):
     alone = specker.load(target, strategy="ar", dtype="float32", prefix_cache="off")
     first = engine.generate(prompt_of(100), max_new_tokens=40)
     whole = prompt_of(100) + first.tokens
-    for text, taken in ((whole + [5, 6, 7], True), (whole[:135] + [9, 9], True), ([*whole[:20], 3, 4], kind != "qwen3.5")):
+    for text, taken in (
+        (whole + [5, 6, 7], True),
+        (whole[:135] + [9, 9], True),
+        ([*whole[:20], 3, 4], kind != "qwen3.5"),
+    ):
         out = engine.generate(text, max_new_tokens=40)
         assert out.tokens == alone.generate(text, max_new_tokens=40).tokens
         assert (out.stats.prefilled < len(text) - 1) == taken

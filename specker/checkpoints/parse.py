@@ -206,7 +206,9 @@ def _layer_types(hf: Any, its: Architecture) -> list[str]:
         return [its.kinds] * hf.num_hidden_layers
     known = LAYER_TYPES if its.recurrent is None else (FULL, its.recurrent[0])
     if hf.layer_types is None:
-        raise CheckpointError(f"layer_types must name each layer's kind, {' or '.join(known)}, but config.json lacks it")
+        raise CheckpointError(
+            f"layer_types must name each layer's kind, {' or '.join(known)}, but config.json lacks it"
+        )
     if other := set(hf.layer_types) - set(known):
         kinds = ", ".join(sorted(other))
         raise CheckpointError(f"layer_types {kinds} are not supported; only {' and '.join(known)} are")

@@ -43,7 +43,9 @@ def tensors(ck: Checkpoint) -> dict[str, torch.Tensor]:
 # --- what is read -----------------------------------------------------------------------------------------------------
 
 
-ALIKE = [case for case in CASES if case[1].get("arch") not in ("qwen3_5", "qwen3_5_moe", "qwen3_next", "lfm2", "lfm2_moe")]
+ALIKE = [
+    case for case in CASES if case[1].get("arch") not in ("qwen3_5", "qwen3_5_moe", "qwen3_next", "lfm2", "lfm2_moe")
+]
 
 
 @pytest.mark.parametrize(("name", "options"), ALIKE, ids=[name for name, _ in ALIKE])  # of layers of one kind

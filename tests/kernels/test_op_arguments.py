@@ -124,7 +124,14 @@ CALLS: list[tuple[str, dict[str, Any]]] = [
     ("expert_route", {"logits": torch.ones(3, 4), "chosen": 2}),
     (
         "expert_route",
-        {"logits": torch.ones(3, 4), "chosen": 2, "scoring": "sigmoid", "bias": torch.ones(4), "scale": 2.0, "eps": 0.1},
+        {
+            "logits": torch.ones(3, 4),
+            "chosen": 2,
+            "scoring": "sigmoid",
+            "bias": torch.ones(4),
+            "scale": 2.0,
+            "eps": 0.1,
+        },
     ),
     *(("kv_calibrate", calibration(*how)) for how in ((3, F32), (100, F32), (3, BF16))),
     ("kv_commit", commit()),
@@ -249,7 +256,11 @@ def test_every_argument(n: int) -> None:
             {"scoring": "sigmoid", "bias": torch.ones(4).double()},
             "bias must be [4] torch.float32, got [4] torch.float64",
         ),
-        ("expert_route", {"scoring": "sigmoid", "eps": -1.0}, "scale must be above 0 and eps at least 0, got 1.0 and -1"),
+        (
+            "expert_route",
+            {"scoring": "sigmoid", "eps": -1.0},
+            "scale must be above 0 and eps at least 0, got 1.0 and -1",
+        ),
         ("expert_route", {"scale": 0.0}, "scale must be above 0 and eps at least 0, got 0.0 and 0.0"),
         ("expert_route", {"bias": torch.ones(4)}, "a bias and eps belong to sigmoid, got 'softmax' with them"),
         (
