@@ -16,6 +16,7 @@ from specker.model.config import DeltaNet, Experts, LayerSpec, Mixer, ShortConv
 
 E, HQ, HKV, D, FFN, EPS = 64, 4, 2, 32, 96, 1e-6
 DELTA = DeltaNet(key_heads=2, value_heads=4, key_dim=32, value_dim=48, kernel=4)
+TILED = DeltaNet(key_heads=2, value_heads=6, key_dim=32, value_dim=16, kernel=4, tiled=True)
 CONV = ShortConv(channels=80, kernel=3)
 PAGE = 8  # columns of a page
 
@@ -155,7 +156,10 @@ def delta_net(x: Tensor, w: dict[str, Any], m: DeltaNet) -> Tensor:
         u = beta[i][:, None] * (v[i] - torch.einsum("hkv,hk->hv", S, k[i]))
         S = S + k[i][:, :, None] * u[:, None, :]
         out.append(torch.einsum("hkv,hk->hv", S, q[i]) * m.key_dim**-0.5)
-    return (norm(torch.stack(out), w["norm_mix"]) * F.silu(z)).flatten(1) @ w["o"].T
+    heads = norm(torch.stack(out), w["norm_mix"]) * F.silu(z)
+    if m.tiled:
+        heads = heads[:, [h for first in range(3) for h in range(first, m.value_heads, 3)]]
+    return heads.flatten(1) @ w["o"].T
 
 
 def short_conv(x: Tensor, w: dict[str, Any], _: ShortConv) -> Tensor:

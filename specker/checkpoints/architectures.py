@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 from specker.model.config import CheckpointError, DeltaNet, Mixer, ShortConv
 
+TILED = "linear_out_proj_tiled"  # DeltaNet.tiled, in config.json of a converted GGUF file
 FULL, SLIDING = LAYER_TYPES = ("full_attention", "sliding_attention")
 
 
@@ -35,6 +36,7 @@ def _gemma(hf: Any) -> Scales:
 def _delta_net(hf: Any) -> DeltaNet:
     heads, dims = ("linear_num_key_heads", "linear_num_value_heads"), ("linear_key_head_dim", "linear_value_head_dim")
     mixer = DeltaNet(*(getattr(hf, name) for name in (*heads, *dims, "linear_conv_kernel_dim")))
+    mixer = replace(mixer, tiled=getattr(hf, TILED, False) is True)
     if mixer.value_heads % mixer.key_heads:
         raise CheckpointError(f"{heads[1]} {mixer.value_heads} must be a multiple of {heads[0]} {mixer.key_heads}")
     for name, size in zip(dims, (mixer.key_dim, mixer.value_dim), strict=True):

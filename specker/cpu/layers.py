@@ -350,7 +350,8 @@ def _mixing(mixer: Any) -> Mixing:
     if mixer is None:
         return Mixing()
     heads = [getattr(mixer, name, 0) for name in ("key_heads", "value_heads", "key_dim", "value_dim")]
-    return Mixing(MIXERS[type(mixer).__name__], *heads, mixer.channels, mixer.kernel, delta.BLOCK)
+    tiled = getattr(mixer, "tiled", False)
+    return Mixing(MIXERS[type(mixer).__name__], *heads, mixer.channels, mixer.kernel, delta.BLOCK, tiled)
 
 
 def product(

@@ -69,7 +69,7 @@ class Layer(Structure):
 
 
 class Mixing(Structure):
-    _fields_ = [(name, c_int64) for name in ("kind", "Hk", "Hv", "Dk", "Dv", "C", "K", "block")]
+    _fields_ = [(name, c_int64) for name in ("kind", "Hk", "Hv", "Dk", "Dv", "C", "K", "block", "tiled")]
 
 
 class Entry(Structure):

@@ -40,6 +40,9 @@ class DeltaNet:
     key_dim: int  # of a head
     value_dim: int
     kernel: int  # columns that the convolution reads, its own included
+    tiled: bool = False
+    """The columns of the out-projection have the value heads in llama.cpp's order: the first one of each key head, then
+    the second ones, and so on."""
 
     @property
     def channels(self) -> int:

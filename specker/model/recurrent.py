@@ -95,4 +95,6 @@ def _mixed(
     own, records = (q, k, v, a, b, w.a_log, w.dt_bias), (k_records, u_records, g_records)
     memory_of, places = (states, rows.states, anchors, *records), (rows.positions, rows.slots, *columns)
     out = delta_rows(*own, *memory_of, *places, rows.ancestors, BLOCK, z, w.norm, eps)
+    if mixer.tiled:
+        out = out.unflatten(1, (mixer.key_heads, -1)).transpose(1, 2)
     return out.flatten(1)

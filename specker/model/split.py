@@ -26,6 +26,11 @@ class Part:
             raise CheckpointError(
                 f"{option('tp', self.size)} cannot split the target: its norms of q and k are over all heads"
             )
+        if self.size > 1 and isinstance(c.layer.recurrent, DeltaNet) and c.layer.recurrent.tiled:
+            raise CheckpointError(
+                f"{option('tp', self.size)} cannot split the target: its GGUF file's out-projections have the value "
+                "heads in another order; use a checkpoint in Hugging Face's format"
+            )
         for what, count in (("num_attention_heads", c.num_heads), *_inner(c)):
             if count % self.size:
                 raise CheckpointError(f"{option('tp', self.size)} does not divide the target's {what}, {count}")

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from hybrid import CONV, DELTA, Cache, E, Hybrid
+from hybrid import CONV, DELTA, TILED, Cache, E, Hybrid
 from stacks import near
 
 from specker.cpu.chain import Vocabulary, draft_chain
@@ -19,6 +19,7 @@ BIASED = Experts(count=20, chosen=3, width=48, normalised=True, scoring="sigmoid
 KINDS = {
     "delta": {"mixers": (DELTA, None, DELTA)},
     "gates apart": {"mixers": (DELTA, DELTA), "separate": True},
+    "tiled": {"mixers": (TILED, None)},
     "packed": {"mixers": (None, DELTA), "quantize": "int4"},
     "conv": {"mixers": (CONV, CONV, None), "gated": False},
     "experts": {"mixers": (None, DELTA, DELTA), "experts": EXPERTS},

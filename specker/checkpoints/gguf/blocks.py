@@ -3,7 +3,7 @@
 Source: the structs and the dequantisation of ggml (ggml-common.h, ggml-quants.c).
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 import torch
@@ -12,6 +12,7 @@ from torch import Tensor
 from specker.cpu.packed import Numbers
 
 SUPER = 256  # weights in a block of the K formats
+Value = Tensor | Numbers  # a tensor of a file: in float32, or the numbers of its blocks as a matrix [O, E]
 
 
 def _halves(x: Tensor) -> Tensor:
@@ -115,3 +116,21 @@ def read(kind: str, data: Tensor) -> Numbers:
     """The matrix [O, E] whose rows are blocks of `kind`, a key of BLOCKS: data [O, bytes of a row] uint8."""
     block = BLOCKS[kind]
     return block.read(data.unflatten(-1, (-1, block.size)))
+
+
+def rows(x: Value, order: Tensor) -> Value:
+    """The rows of x in this order."""
+    return _each(x, lambda y: y[order])
+
+
+def moved(x: Value, order: Tensor) -> Value:
+    """x [O, E], whose columns are as many equal parts as `order` has entries, with these parts in this order. Blocks
+    must not cross parts."""
+    return _each(x, lambda y: y.unflatten(1, (len(order), -1))[:, order].flatten(1))
+
+
+def _each(x: Value, change: Callable[[Tensor], Tensor]) -> Value:
+    if isinstance(x, Tensor):
+        return change(x)
+    fields: Iterable[Tensor | None] = x[1:]  # type: ignore[assignment]
+    return Numbers(x.format, *(None if y is None else change(y) for y in fields))  # type: ignore[arg-type]

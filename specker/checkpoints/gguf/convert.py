@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 from specker.checkpoints.architectures import ARCHITECTURES
-from specker.checkpoints.gguf import blocks, experts, heads
-from specker.checkpoints.gguf.blocks import BLOCKS
-from specker.checkpoints.gguf.families import FAMILIES, FREQUENCIES, Family, name_of
+from specker.checkpoints.gguf import blocks, experts, heads, hybrids, vocabulary
+from specker.checkpoints.gguf.blocks import BLOCKS, Value
+from specker.checkpoints.gguf.families import FAMILIES, FREQUENCIES, name_of, undone
 from specker.checkpoints.gguf.header import check_header
 from specker.checkpoints.parse import reason
 from specker.cpu.packed import FORMATS, Numbers, pack
@@ -28,6 +28,7 @@ log = logging.getLogger("specker.steps")  # slow steps, which `Screen.progress` 
 WHOLE = "PreTrainedTokenizerFast"  # transformers' class that reads tokenizer.json unchanged
 SHARD = 1 << 30  # bytes
 Named = Callable[[str, Path], str | None]  # a tensor's name in GGUF, the file -> its name in the checkpoint
+Undo = Callable[[str, Value], Iterator[tuple[str, Value]]]  # see families.undone
 
 
 def read(path: Path) -> Any:
@@ -73,14 +74,11 @@ def converted_size(tensors: Sequence[Any], dense: bool) -> int:
 
 
 def _convert_model(path: Path, folder: Path, file: Any, dense: bool) -> None:
-    from transformers import AutoConfig, AutoTokenizer, GenerationConfig
+    from transformers import GenerationConfig
 
-    where: dict[str, Any] = {"pretrained_model_name_or_path": path.parent, "gguf_file": path.name}
-    try:
-        config = AutoConfig.from_pretrained(**where)
-    except Exception as error:  # the reader raises many types for damaged files
-        raise CheckpointError(f"{path} cannot be read as a GGUF file ({reason(error)}); download it again") from error
-    keys = _keys(file)
+    keys, arch = _keys(file), _architecture(file)
+    hybrid = arch in hybrids.HYBRIDS
+    config = hybrids.config_of(path, file, arch, keys) if hybrid else _config(path)
     model_type = "mixtral" if config.model_type == "llama" and keys.get("expert_count") else config.model_type
     family = FAMILIES.get(model_type)
     if family is None:
@@ -88,18 +86,40 @@ def _convert_model(path: Path, folder: Path, file: Any, dense: bool) -> None:
             f"{path} has a model of type {config.model_type!r}, which is not supported in a GGUF file; supported: "
             + ", ".join(FAMILIES)
         )
-    modules, restored = _save(path, folder, file.tensors, config, dense, partial(name_of, family))
-    tokenizer = AutoTokenizer.from_pretrained(**where)
+    named: Named = partial(name_of, family)
+    undo: Undo = partial(undone, family, config)
+    more: dict[str, Any] = {}
+    if hybrid:
+        named, undo, more = hybrids.reader(arch, config, file.tensors, dense)
+    modules, restored = _save(path, folder, file.tensors, config.tie_word_embeddings, dense, named, undo)
+    tokenizer = vocabulary.tokenizer_of(path, file) if hybrid else _tokenizer(path)
     tokenizer.save_pretrained(folder)
     GenerationConfig.from_model_config(config).save_pretrained(folder)
     settings = {k: v for k, v in config.to_dict().items() if k not in ("quantization_config", "_name_or_path")}
     kinds = [arch for arch, its in ARCHITECTURES.items() if its.model_type == model_type]
-    settings |= {"architectures": kinds, "dtype": "float32"} | family.mend(settings, keys)
-    vocabulary = tokenizer.get_vocab() if family.ends else {}
-    if ends := [vocabulary[token] for token in family.ends if token in vocabulary]:
+    settings |= {"architectures": kinds, "dtype": "float32"} | family.mend(settings, keys) | more
+    ids = tokenizer.get_vocab() if family.ends else {}
+    if ends := [ids[token] for token in family.ends if token in ids]:
         settings["eos_token_id"] = sorted({settings["eos_token_id"], *ends} - {None})
     _write_config(folder, settings, modules, restored)
     _write_whole_tokenizer(folder)
+
+
+def _config(path: Path) -> Any:
+    """transformers' config of the file. Raises CheckpointError."""
+    from transformers import AutoConfig
+
+    try:
+        return AutoConfig.from_pretrained(path.parent, gguf_file=path.name)
+    except Exception as error:  # the reader raises many types for damaged files
+        raise CheckpointError(f"{path} cannot be read as a GGUF file ({reason(error)}); download it again") from error
+
+
+def _tokenizer(path: Path) -> Any:
+    """transformers' tokenizer of the file."""
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
 
 
 def _keys(file: Any) -> dict[str, Any]:
@@ -123,8 +143,8 @@ def _convert_head(path: Path, folder: Path, file: Any, dense: bool) -> None:
     settings |= {"draft_vocab_size": rows[0] if rows else None, "tie_word_embeddings": False}
     settings.setdefault("num_key_value_heads", settings["num_attention_heads"])
     extra = {tensor.name: heads.distances(torch.from_numpy(tensor.data.copy())) for tensor in maps}
-    config = PretrainedConfig.from_dict(settings)
-    modules, restored = _save(path, folder, others, config, dense, heads.name_of, extra)
+    undo = partial(undone, FAMILIES["llama"], PretrainedConfig.from_dict(settings))
+    modules, restored = _save(path, folder, others, False, dense, heads.name_of, undo, extra)
     _write_config(folder, settings, modules, restored)
 
 
@@ -155,13 +175,14 @@ def _save(
     path: Path,
     folder: Path,
     tensors: Sequence[Any],
-    config: Any,
+    tied: bool,
     dense: bool,
     named: Named,
+    undo: Undo,
     extra: dict[str, Tensor] | None = None,
 ) -> tuple[dict[str, Any], list[str]]:
-    """Write the weights, and the tensors `extra` as they are, into shards of about SHARD bytes. Returns the quantised
-    modules and the restored formats (see schemes.OwnFormat)."""
+    """Write the weights, and the tensors `extra` as they are, into shards of about SHARD bytes. `tied`: the head is the
+    embedding. Returns the quantised modules and the restored formats (see schemes.OwnFormat)."""
     from safetensors.torch import save_file
 
     modules: dict[str, Any] = {}
@@ -177,8 +198,8 @@ def _save(
         shards[-1] = {}
 
     count = next((int(tensor.shape[2]) for tensor in tensors if len(tensor.shape) == 3), 0)
-    for name, kind, x in experts.fused(_tensors(path, tensors, config, dense, named), count):
-        if name == "lm_head.weight" and config.tie_word_embeddings:
+    for name, kind, x in experts.fused(_tensors(path, tensors, dense, named, undo), count):
+        if name == "lm_head.weight" and tied:
             continue
         module = name.removesuffix(".weight")
         if isinstance(x, Numbers):
@@ -213,31 +234,21 @@ def _with_progress(path: Path, tensors: Sequence[Any]) -> Iterator[Any]:
 
 
 def _tensors(
-    path: Path, tensors: Sequence[Any], config: Any, dense: bool, named: Named
-) -> Iterator[tuple[str, str, Tensor | Numbers]]:
-    """Yield the name, format and value of each tensor, with the names and the order of rows that Hugging Face uses. A
-    value is in float32 or, without `dense`, holds the numbers of its blocks if blocks.py reads their format."""
+    path: Path, tensors: Sequence[Any], dense: bool, named: Named, undo: Undo
+) -> Iterator[tuple[str, str, Value]]:
+    """Yield the name, format and value of each tensor of the checkpoint. A value is in float32 or, without `dense`,
+    holds the numbers of its blocks if blocks.py reads their format."""
     from gguf.quants import dequantize
 
-    family = FAMILIES.get(config.model_type, Family())
-    head_counts = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}
     for tensor in _with_progress(path, tensors):
         name = named(tensor.name, path)
         if name is None:
             continue
-        kind, rows = tensor.tensor_type.name, tensor.data
-        x: Tensor | Numbers
-        if not dense and kind in BLOCKS and rows.ndim > 1:
-            x = blocks.read(kind, torch.from_numpy(rows.copy()).flatten(0, -2))
+        kind, data = tensor.tensor_type.name, tensor.data
+        x: Value
+        if not dense and kind in BLOCKS and data.ndim > 1:
+            x = blocks.read(kind, torch.from_numpy(data.copy()).flatten(0, -2))
         else:
-            x = torch.from_numpy(dequantize(rows, tensor.tensor_type).copy())
-        part = name.split(".")[-2]
-        if part in head_counts and family.permuted:
-            order = torch.arange(len(rows)).view(head_counts[part], -1, 2).transpose(1, 2).flatten()
-            if isinstance(x, Numbers):
-                x = Numbers(x.format, *(None if y is None else y[order] for y in x[1:]))  # type: ignore[arg-type]
-            else:
-                x = x[order]
-        if family.norm_offset and part.endswith("norm") and isinstance(x, Tensor):
-            x = x - family.norm_offset
-        yield name, kind, x
+            x = torch.from_numpy(dequantize(data, tensor.tensor_type).copy())
+        for own, value in undo(name, x):
+            yield own, kind, value

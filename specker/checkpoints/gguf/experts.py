@@ -8,11 +8,11 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from specker.checkpoints.gguf.blocks import Value
 from specker.checkpoints.pieces import DOWN, GATE_UP
 from specker.cpu.packed import Numbers, pack
 
-Value = Tensor | Numbers  # of all experts of a layer: [X, O, E], or the numbers of the same matrix [X * O, E]
-Named = tuple[str, str, Value]  # name, format in the file, value
+Named = tuple[str, str, Value]  # name, format in the file, value: of all experts of a layer [X, O, E], or [X * O, E]
 
 GATE, UP = "mlp.experts.gate_proj", "mlp.experts.up_proj"
 NAMES = {  # of a layer's tensors: name in GGUF -> name in the checkpoint

@@ -5,12 +5,16 @@ convert_hf_to_gguf.py for tensors, and src/models for values that no key of a fi
 """
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
+from torch import Tensor
+
 from specker.checkpoints.architectures import FULL, SLIDING
 from specker.checkpoints.gguf import experts
+from specker.checkpoints.gguf.blocks import Value, rows
 from specker.model.config import CheckpointError
 
 NAMES = {  # of a layer's tensors: name in GGUF -> name in the checkpoint
@@ -33,6 +37,7 @@ GEMMA = NAMES | {
 }
 EXPERTS = NAMES | experts.NAMES
 OUTER = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
+QWEN_ENDS = "<|im_end|>", "<|endoftext|>"
 FREQUENCIES = "rope_freqs"  # [D / 2], divisors of RoPE's frequencies, which config.json defines
 
 
@@ -66,18 +71,18 @@ def _llama(config: dict[str, Any], keys: Mapping[str, Any]) -> dict[str, Any]:
 
 def _mixtral(config: dict[str, Any], keys: Mapping[str, Any]) -> dict[str, Any]:
     """In a file it is a Llama with experts."""
-    _check_experts(keys)
+    check_experts(keys)
     counts = {"num_local_experts": keys["expert_count"], "num_experts_per_tok": keys["expert_used_count"]}
     return _llama(config, keys) | {"model_type": "mixtral"} | counts
 
 
 def _qwen3_moe(config: dict[str, Any], keys: Mapping[str, Any]) -> dict[str, Any]:
     """transformers leaves out the experts' intermediate size."""
-    _check_experts(keys)
+    check_experts(keys)
     return {"moe_intermediate_size": keys["expert_feed_forward_length"], "norm_topk_prob": True}
 
 
-def _check_experts(keys: Mapping[str, Any]) -> None:
+def check_experts(keys: Mapping[str, Any]) -> None:
     """Raise CheckpointError for routers that the decoder does not compute."""
     usual = {"expert_gating_func": (0, 1), "expert_shared_count": (0,), "expert_group_count": (0, 1)}
     for name, values in usual.items():
@@ -113,6 +118,10 @@ FAMILIES = {  # by model_type
     "qwen3": Family(),
     "qwen3_moe": Family(EXPERTS, mend=_qwen3_moe),
     "gemma3_text": Family(GEMMA, norm_offset=1.0, ends=("<end_of_turn>",), mend=_gemma),
+    # hybrids.py reads these
+    "qwen3_5_text": Family(ends=QWEN_ENDS),
+    "qwen3_5_moe_text": Family(ends=QWEN_ENDS),
+    "lfm2": Family(),
 }
 
 
@@ -127,3 +136,16 @@ def name_of(family: Family, name: str, path: Path) -> str | None:
     if outer is None:
         raise CheckpointError(f"{path} has the tensor {name}, which no supported architecture uses")
     return f"{outer}.{kind}"
+
+
+def undone(family: Family, config: Any, name: str, x: Value) -> Iterator[tuple[str, Value]]:
+    """What the checkpoint has instead of x, which llama.cpp's converter made of the tensor `name`: names and values.
+    `config`: transformers'."""
+    part = name.split(".")[-2]
+    head_counts = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}
+    if part in head_counts and family.permuted:
+        count = len(x) if isinstance(x, Tensor) else len(x.codes)
+        x = rows(x, torch.arange(count).view(head_counts[part], -1, 2).transpose(1, 2).flatten())
+    if family.norm_offset and part.endswith("norm") and isinstance(x, Tensor):
+        x = x - family.norm_offset
+    yield name, x

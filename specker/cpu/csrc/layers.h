@@ -32,6 +32,7 @@ typedef struct {
     int64_t Hk, Hv, Dk, Dv; // of DELTA
     int64_t C, K;           // channels of the convolution, and the columns that it reads
     int64_t block;          // see `delta_rows`
+    int64_t tiled;          // the out-projection reads the first value head of each key head, then the second ones, ..
 } mixing;
 
 // How a pair, the embedding of a token and a feature, enters the layers of a head that reads a target (model/heads.py).

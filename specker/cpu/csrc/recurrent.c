@@ -291,6 +291,7 @@ static void head(const pass *r, int64_t v, int64_t i, int64_t R, const int64_t *
     const places *p = r->s->f->rows;
     const int64_t Dv = x->Dv, row = row_of(r->l), row_u = x->Hv * Dv, wide = r->wide, n = r->count, first = p->cu_rows[r->b] + i;
     const int64_t *slots = p->past.slots + first;
+    const int64_t group = x->Hv / x->Hk, place = x->tiled ? v % group * x->Hk + v / group : v;
     const float *inputs = r->inputs + i * row;
     float e[TILE], reach[TILE];
     fetch(S, STEPS * Dv);
@@ -342,7 +343,7 @@ static void head(const pass *r, int64_t v, int64_t i, int64_t R, const int64_t *
         float *gate = r->inputs + (i + t) * row + x->C + v * Dv;
         normalise(out, r->l->norm_mix, out, Dv, (float)r->s->f->model->eps);
         gated(SILU, gate, out, Dv);
-        memcpy(mixed_of(r->s, r->n) + ((first + t) * x->Hv + v) * Dv, gate, Dv * 4);
+        memcpy(mixed_of(r->s, r->n) + ((first + t) * x->Hv + place) * Dv, gate, Dv * 4);
     }
 }
 
