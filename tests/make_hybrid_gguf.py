@@ -2,7 +2,6 @@
 import this are skipped without the package `gguf`."""
 
 import json
-import math
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -84,11 +83,15 @@ def write(
     kinds: dict[str, str] | None = None,
     change: Callable[[dict[str, Any]], object] = lambda keys: None,
     drop: str = "nothing",
+    extra: str | None = None,
     pre: str | None = None,
+    sign: int = 1,
+    early: bool = False,
 ) -> Path:
     """The checkpoint in `folder` as a GGUF file of llama.cpp's architecture `arch`. `kinds`: formats of tensors by a
     part of their names in the file. `change` edits the keys after "arch."; tensors whose names contain `drop` are left
-    out."""
+    out, and one named `extra` is added. `pre`: the pre-tokenizer. `sign`: of ssm_a. `early`: Qwen3-Next's q, k, v and z
+    are one tensor."""
     config = json.loads((folder / "config.json").read_text())
     out = gguf.GGUFWriter(path, arch)
     keys = lfm2_keys(config) if arch == "lfm2" else qwen_keys(config)
@@ -110,16 +113,21 @@ def write(
     out.add_bos_token_id(tokens.index("<|endoftext|>"))
     out.add_chat_template("{% for m in messages %}{{ m['content'] }}{% endfor %}")
     for name, tensor in together(load_file(folder / "model.safetensors")).items():
-        for stored, x in lfm2_tensors(name, tensor) if arch == "lfm2" else qwen_tensors(name, tensor, config, arch):
+        if early and name.endswith("in_proj_qkvz.weight"):
+            found = iter([(f"blk.{name.split('.')[2]}.ssm_in.weight", tensor.numpy())])
+        else:
+            found = lfm2_tensors(name, tensor) if arch == "lfm2" else qwen_tensors(name, tensor, config, arch)
+        for stored, x in found:
             if drop in stored:
                 continue
+            stem, plain = stored.removesuffix(".weight"), ("ssm_conv1d", "shortconv.conv", "ffn_gate_inp")
             own = next((other for part, other in (kinds or {}).items() if part in stored), kind)
-            plain = x.ndim == 1 or "conv" in stored.replace("shortconv.in", "") or ".ffn_gate_inp" in stored
-            x = np.ascontiguousarray(x, np.float32)
-            if stored.endswith((".weight", ".bias", "ssm_a")) and plain and not stored.endswith("_proj.weight"):
-                out.add_tensor(stored, x)
+            if stem == stored:  # ssm_a and ssm_dt.bias
+                out.add_tensor(stored, sign * x if stored.endswith("ssm_a") else x)
             else:
-                add(out, stored.removesuffix(".weight"), x, own)
+                add(out, stem, x, "F32" if x.ndim == 1 or any(part in stem for part in plain) else own)
+    if extra is not None:
+        add(out, extra, np.ones(4, np.float32), "F32")
     ended(out)
     return path
 
@@ -143,7 +151,7 @@ def qwen_keys(config: dict[str, Any]) -> dict[str, Any]:
         "attention.key_length": D,
         "attention.value_length": D,
         "rope.dimension_count": int(D * share),
-        "rope.dimension_sections": [math.ceil(D * share / 4), int(D * share / 4), 0, 0],
+        "rope.dimension_sections": [11, 11, 10, 0],
         "full_attention_interval": 4,
         "ssm.conv_kernel": config["linear_conv_kernel_dim"],
         "ssm.state_size": config["linear_key_head_dim"],

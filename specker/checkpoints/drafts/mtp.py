@@ -30,7 +30,7 @@ from specker.checkpoints.checkpoint import Checkpoint
 from specker.checkpoints.drafts.heads import HeadCheckpoint, check_stream, read_tensors
 from specker.checkpoints.files import open_files
 from specker.checkpoints.parse import read_json
-from specker.checkpoints.pieces import Piece, pieces_of
+from specker.checkpoints.pieces import Piece, is_fused, pieces_of
 from specker.checkpoints.quantised.schemes import scheme_of
 from specker.model.config import CheckpointError, ModelConfig
 from specker.model.heads import HeadSpec, HeadWeights
@@ -208,7 +208,7 @@ def _config(c: ModelConfig) -> ModelConfig:
 def _pieces(layout: Layout, c: ModelConfig, where: dict[str, Any]) -> Iterator[Piece]:
     """Every tensor that the head must have, and those of its own embedding and LM head, if it has them."""
     H, V = c.hidden_size, c.vocab_size
-    for p in pieces_of(c, WHOLE, True):
+    for p in pieces_of(c, WHOLE, True, is_fused(where)):
         if p.layer is not None:
             yield replace(p, name=layout.layer + p.name.removeprefix("layers.0."))
     yield Piece.tensor(f"{layout.fc}.weight", "fc", H, 2 * H)

@@ -105,7 +105,12 @@ def _qwen(keys: _Keys) -> dict[str, Any]:
     recurrent, interval = keys.get("attention.recurrent_layers"), keys.get("full_attention_interval", 4)
     if not isinstance(recurrent, list):
         recurrent = [(n + 1) % interval != 0 for n in range(layers)]
-    width, heads = keys["attention.key_length"], keys["ssm.time_step_rank"]
+    width, heads, key_heads = keys["attention.key_length"], keys["ssm.time_step_rank"], keys["ssm.group_count"]
+    if not key_heads or not heads or heads % key_heads:
+        raise CheckpointError(
+            f"{keys.path} has {keys.start}ssm.time_step_rank {heads}, which must be a multiple of its "
+            f"{keys.start}ssm.group_count {key_heads}"
+        )
     keys.no("attention.value_length", width)
     rope = {"rope_type": "default", "rope_theta": keys["rope.freq_base"]}
     return {
@@ -117,7 +122,7 @@ def _qwen(keys: _Keys) -> dict[str, Any]:
         "rope_parameters": rope | {"partial_rotary_factor": keys["rope.dimension_count"] / width},
         "linear_conv_kernel_dim": keys["ssm.conv_kernel"],
         "linear_key_head_dim": keys["ssm.state_size"],
-        "linear_num_key_heads": keys["ssm.group_count"],
+        "linear_num_key_heads": key_heads,
         "linear_num_value_heads": heads,
         "linear_value_head_dim": keys["ssm.inner_size"] // heads,
     }
@@ -273,7 +278,7 @@ class _DeltaNets:
                     found = found.unsqueeze(1)
                 yield f"{layer}linear_attn.{part}", found
         else:
-            yield name, moved(x, self.heads) if own == "out_proj.weight" and not stays else x
+            yield name, moved(x, self.heads) if own == "out_proj.weight" and self.moves and not stays else x
 
 
 def _from(starts: Tensor, count: int) -> Tensor:
