@@ -56,7 +56,7 @@ MODELS: dict[str, dict[str, Any]] = {
 
 def source(folder: Path, arch: str, mtp: bool = False, **how: Any) -> Path:
     """A checkpoint of llama.cpp's architecture `arch` in Hugging Face's format, perhaps with an MTP head. Its numbers
-    come back from a file as they were: norms and A_log have so few bits that adding 1, exp and log do not round them."""
+    come back from a file as they were: adding 1 does not round the norms, and log brings A_log back."""
     options = MODELS[arch] | how
     if mtp:
         make_mtp(folder, "qwen3-next", **{name: value for name, value in options.items() if name != "layers"})
@@ -227,7 +227,7 @@ def qwen_tensors(name: str, t: torch.Tensor, config: dict[str, Any], arch: str) 
         block = stored.removesuffix("linear_attn.in_proj_qkvz")
         yield f"{block}attn_qkv.weight", np.concatenate(flat[:3])
         yield f"{block}attn_gate.weight", flat[3]
-    elif "norm" in name and own != "norm.weight" or name.startswith(("model.norm", "mtp.norm")):
+    elif ("norm" in name and own != "norm.weight") or name.startswith(("model.norm", "mtp.norm")):
         yield f"{stored}.weight", x + 1
     else:
         yield f"{stored}.weight", x

@@ -1,12 +1,10 @@
 """GGUF files of models with recurrent layers: Qwen3.5, Qwen3-Next and LFM2."""
 
 import json
-from collections.abc import Callable
 from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from make_checkpoint import exact_oracle, oracle, oracle_logits
@@ -15,7 +13,7 @@ from make_hybrid_gguf import MODELS, source, write
 from torch import Tensor
 
 import specker
-from specker.checkpoints.checkpoint import opened, read, read_config, read_tokenizer
+from specker.checkpoints.checkpoint import read, read_config, read_tokenizer
 from specker.checkpoints.drafts import mtp
 from specker.checkpoints.gguf.cache import converted
 from specker.cpu import available
@@ -76,7 +74,9 @@ def test_the_logits_are_those_of_the_model_that_was_converted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arch: str, how: dict[str, Any]
 ) -> None:
     exact_oracle(monkeypatch)
-    folder = source(tmp_path / "source", arch, **{k: v for k, v in how.items() if (k[:4] == "conv") <= (arch == "lfm2")})
+    folder = source(
+        tmp_path / "source", arch, **{k: v for k, v in how.items() if (k[:4] == "conv") <= (arch == "lfm2")}
+    )
     file = write(tmp_path / "tiny.gguf", folder, arch)
     own, same = read_config(folder), read_config(file)
     rest = {"eos_ids": (), "bos_id": None, "architecture": own.architecture}
@@ -208,6 +208,30 @@ def test_rows_of_an_earlier_file_of_qwen3_next(tmp_path: Path) -> None:
     assert torch.equal(logits_of(write(tmp_path / "old.gguf", folder, "qwen3next", early=True)), want)
 
 
+@pytest.mark.parametrize("arch", MODELS)
+def test_the_tokenizer_of_a_file(tmp_path: Path, arch: str) -> None:
+    """Tokens that text spells whole, marks that belong to letters, Unicode's form, and a first token, by `pre`."""
+    file = write(tmp_path / "tiny.gguf", source(tmp_path / "source", arch, vocab=320), arch)
+    fast = read_tokenizer(file)
+    tokens = gguf.GGUFReader(file).fields["tokenizer.ggml.tokens"].contents()
+    first = ["<|endoftext|>"] if arch == "lfm2" else []
+
+    def pieces(text: str) -> list[str]:
+        ids = fast(text)["input_ids"]
+        found = fast.convert_ids_to_tokens(ids)
+        assert [tokens[i] for i in ids] == found and found[: len(first)] == first
+        return list(found[len(first) :])
+
+    assert pieces("cab<think><|im_end|>") == ["c", "ab", "<think>", "<|im_end|>"]
+    assert fast.decode(fast("c<think>ab<|im_end|>")["input_ids"], skip_special_tokens=True) == "c<think>ab"
+    assert fast.eos_token == "<|im_end|>" and fast.chat_template.startswith("{% for m in")
+    composed = len(pieces("a\u0301")) == len("\u00e1".encode())
+    assert composed == (arch != "lfm2")
+    split = fast.backend_tokenizer.pre_tokenizer.pre_tokenize_str
+    counts = [len(split(text)) for text in ("123", "x\u0e31x", "I've \n b")]
+    assert counts == {"lfm2": [1, 2, 4], "qwen3next": [3, 2, 4]}.get(arch, [3, 1, 4])
+
+
 def with_key(name: str, value: Any) -> dict[str, Any]:
     return {"change": lambda keys: keys.update({name: value})}
 
@@ -233,7 +257,11 @@ BAD: list[tuple[str, dict[str, Any], str]] = [
     ("qwen35", {"pre": "deepseek-llm"}, r"the pre-tokenizer 'deepseek-llm', which is not supported for this archi"),
     ("qwen35", {"extra": "blk.0.attn_sinks"}, r"has the tensor blk\.0\.attn_sinks\.weight, which no supported arch"),
     ("qwen35", {"extra": "blk.5.nextn.enorm"}, r"has the tensor blk\.5\.nextn\.enorm\.weight, which no supported"),
-    ("qwen35", {"sign": -1}, r"that model\.layers\.0\.linear_attn\.A_log is made of, -exp\(A_log\), must be negative; con"),
+    (
+        "qwen35",
+        {"sign": -1},
+        r"that model\.layers\.0\.linear_attn\.A_log is made of, -exp\(A_log\), must be negative; con",
+    ),
 ]
 
 

@@ -74,7 +74,7 @@ def converted_size(tensors: Sequence[Any], dense: bool) -> int:
 
 
 def _convert_model(path: Path, folder: Path, file: Any, dense: bool) -> None:
-    from transformers import GenerationConfig
+    from transformers import AutoTokenizer, GenerationConfig
 
     keys, arch = _keys(file), _architecture(file)
     hybrid = arch in hybrids.HYBRIDS
@@ -102,7 +102,9 @@ def _convert_model(path: Path, folder: Path, file: Any, dense: bool) -> None:
     if ends := [ids[token] for token in family.ends if token in ids]:
         settings["eos_token_id"] = sorted({settings["eos_token_id"], *ends} - {None})
     _write_config(folder, settings, modules, restored)
-    _write_whole_tokenizer(folder)
+    if not hybrid:  # those are whole; the class of their model type may be another's, such as Qwen3.5's for Qwen3-Next
+        AutoTokenizer.from_pretrained(folder, local_files_only=True).save_pretrained(folder)
+    _name_whole_tokenizer(folder)
 
 
 def _config(path: Path) -> Any:
@@ -154,15 +156,12 @@ def _write_config(folder: Path, settings: dict[str, Any], modules: dict[str, Any
     (folder / "config.json").write_text(json.dumps(settings, indent=1))
 
 
-def _write_whole_tokenizer(folder: Path) -> None:
-    """Save the tokenizer so that tokenizer.json alone defines it, and name the class that reads it as it is.
+def _name_whole_tokenizer(folder: Path) -> None:
+    """Name the class that reads tokenizer.json, which must define the whole tokenizer, as it is.
 
-    A GGUF file lacks parts of a tokenizer, such as Qwen2's normaliser. transformers adds them at each start: the
-    model's class parses tokenizer.json in Python and builds it again, which takes a second for 150,000 tokens. It
-    parses tokenizer.json once more for the added tokens, unless tokenizer_config.json lists them."""
-    from transformers import AutoTokenizer
-
-    AutoTokenizer.from_pretrained(folder, local_files_only=True).save_pretrained(folder)
+    transformers' tokenizer of a GGUF file lacks parts, such as Qwen2's normaliser, which the model's class adds when it
+    reads the folder: it parses tokenizer.json in Python and builds it again, which takes a second for 150,000 tokens.
+    It parses tokenizer.json once more for the added tokens, unless tokenizer_config.json lists them."""
     settings = folder / "tokenizer_config.json"
     tokens = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))["added_tokens"]
     added = {token["id"]: {k: v for k, v in token.items() if k != "id"} for token in tokens}

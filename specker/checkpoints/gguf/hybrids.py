@@ -44,12 +44,16 @@ QWEN = {name: own for name, own in NAMES.items() if name != "ffn_norm"} | {
     "ssm_norm": "linear_attn.norm",
     "ssm_out": "linear_attn.out_proj",
 }
-QWEN_EXPERTS = QWEN | EXPERTS | {
-    "ffn_gate_shexp": "mlp.shared_expert.gate_proj",
-    "ffn_up_shexp": "mlp.shared_expert.up_proj",
-    "ffn_down_shexp": "mlp.shared_expert.down_proj",
-    "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
-}
+QWEN_EXPERTS = (
+    QWEN
+    | EXPERTS
+    | {
+        "ffn_gate_shexp": "mlp.shared_expert.gate_proj",
+        "ffn_up_shexp": "mlp.shared_expert.up_proj",
+        "ffn_down_shexp": "mlp.shared_expert.down_proj",
+        "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
+    }
+)
 LFM2 = {name: RENAMED["Lfm2ForCausalLM"].get(own, own) for name, own in NAMES.items()} | {
     "shortconv.in_proj": "conv.in_proj",
     "shortconv.conv": "conv.conv",
@@ -182,7 +186,10 @@ HYBRIDS = {
     "qwen35moe": Hybrid("qwen3_5_moe_text", _mixture, QWEN_EXPERTS, tiled=True),
     "qwen3next": Hybrid("qwen3_5_moe_text", _mixture, QWEN_EXPERTS),
     "lfm2": Hybrid(
-        "lfm2", _lfm2, LFM2, {**{n: OUTER[n] for n in ("token_embd", "output")}, "token_embd_norm": "model.embedding_norm"}
+        "lfm2",
+        _lfm2,
+        LFM2,
+        {**{n: OUTER[n] for n in ("token_embd", "output")}, "token_embd_norm": "model.embedding_norm"},
     ),
 }
 
@@ -294,5 +301,7 @@ def _rows_of(heads: Tensor, size: int) -> Tensor:
 def _log(name: str, x: Value) -> Tensor:
     """A_log, of -exp(A_log)."""
     if not isinstance(x, Tensor) or not bool((x < 0).all()):
-        raise CheckpointError(f"the numbers that {name} is made of, -exp(A_log), must be negative; convert the file again")
+        raise CheckpointError(
+            f"the numbers that {name} is made of, -exp(A_log), must be negative; convert the file again"
+        )
     return torch.log(-x)
