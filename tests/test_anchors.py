@@ -137,6 +137,47 @@ def test_arrivals_and_cancellations(pairs, kind, size):
     assert done > 8
 
 
+MIXED = {
+    **{name: HOW[name] for name in ("chain", "tree", "static")},
+    "join": {"strategy": "draft+lookup", "draft_tokens": 5},
+    "trimmed join": {"strategy": "vocabtrim+lookup", "vocab_keep": 0.5, "tree": "3x3"},
+}
+
+
+@pytest.mark.parametrize("size", [1, 4, 16])
+@pytest.mark.parametrize("temperature", [0.0, 0.7])
+@pytest.mark.parametrize("way", MIXED)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.slow
+def test_forty_prompts_in_batches(pairs, kind, way, temperature, size):
+    """Requests arrive and are cancelled at random, behind prompts that begin alike or not."""
+    target, draft = pairs[kind]
+    alone = specker.load(target, strategy="ar", dtype="float32", prefix_cache="off")
+    engine = specker.load(target, draft, dtype="float32", page_size=16, batch_size=size, **MIXED[way])
+    draw, waiting, running, cancelled = random.Random(size), list(range(40)), {}, 0
+    while waiting or running:
+        while waiting and len(running) < size + 2 and draw.random() < 0.5:
+            n = waiting.pop()
+            prompt = (prompt_of(70) if n % 3 else []) + prompt_of(draw.randint(1, 90) + n)
+            how = {"max_new_tokens": draw.randint(1, 60), "temperature": temperature, "seed": n}
+            request = engine.session.request(prompt, Params.of(**how))
+            engine.loop.waiting.append(request)
+            running[request] = prompt, how
+        if running and draw.random() < 0.06:
+            request = draw.choice(list(running))
+            engine.loop.cancel(request)
+            del running[request]
+            cancelled += 1
+        if engine.loop.busy:
+            engine.loop.step()
+        for request in [request for request in running if request.finished]:
+            prompt, how = running.pop(request)
+            assert request.tokens == alone.generate(prompt, **how).tokens
+    for cache in engine.loop.slots.caches:
+        cache.check()
+    assert cancelled and all(cache.free_pages == cache.spare for cache in engine.loop.slots.caches)
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_text_goes_on_from_the_states_of_an_earlier_one(pairs, kind):
     """With `--prefix-cache all` a request takes over the ring, the states and the K/V of a text that it continues; one

@@ -104,6 +104,15 @@ def test_another_answer_to_a_prompt_costs_nothing(pairs, alone, kind):
         check(engine, alone[kind], [*prompt, 1, 2, 3], 3)
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_ring_that_began_at_a_saved_column_serves_none_before(pairs, alone, kind):
+    engine, text = load(pairs, kind, "ar"), text_of(111, 17)
+    check(engine, alone[kind], text, 110)
+    check(engine, alone[kind], text, 0, 1)
+    for n in (71, 109):
+        assert engine.generate(text[:n], 12).tokens == alone[kind].generate(text[:n], 12).tokens
+
+
 def test_running_requests_share_a_prompt(pairs, alone):
     """Its pages have several owners then."""
     engine, prompt = load(pairs, "qwen3.5", "tree", batch_size=3), text_of(70, 4)

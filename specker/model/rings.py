@@ -44,6 +44,7 @@ class Kept:
     pages: list[int]
     state: int = -1  # the text's recurrent states (states.py)
     anchor: int = 0  # the later of the two columns whose states there are
+    first: int = 0  # the ring never had an earlier column
 
 
 class Rings:
@@ -120,7 +121,7 @@ class Rings:
         for ring in self.kept:
             columns = min(common(text, ring.text), ring.prefilled if prefix_alignment > 1 else len(text))
             columns -= columns % prefix_alignment
-            lost = ring.end - self.most * self.page_size  # columns before this one have left the ring
+            lost = max(ring.first, ring.end - self.most * self.page_size)  # the ring lacks columns before this one
             if columns > found and self.first_seen(columns, ring) >= lost:
                 found, best = columns, ring
         return found, best

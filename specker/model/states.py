@@ -130,6 +130,7 @@ class StateRings(Rings):
         self._absent_state = sequences if spare else 0
         self._free_states = list(range(sequences))
         self._states = [-1] * len(table)
+        self._first = [0] * len(table)  # see `Kept`
         self.state_of = torch.full((len(table),), self._absent_state, device=device)  # [sequences] int64
         self.saved: list[Saved] = []  # the one used last stands last
         self._places = list(range(saved))
@@ -161,6 +162,7 @@ class StateRings(Rings):
                 self.evict()
             own = self._free_states.pop()
         self._set(slot, own)
+        self._first[slot] = 0 if ring is None else ring.first
         _, _, _, _, states, anchors = self.memory
         if states is None or anchors is None:
             return
@@ -187,12 +189,13 @@ class StateRings(Rings):
     def move(self, source: int, target: int) -> None:
         super().move(source, target)
         self._set(target, self._states[source])
+        self._first[target] = self._first[source]
         self._set(source, -1)
 
     def keep(self, slot: int, text: list[int], prefilled: int, end: int) -> None:
         super().keep(slot, text, prefilled, end)
         kept, anchors = self.kept[-1], self.memory.anchors
-        kept.state = self._states[slot]
+        kept.state, kept.first = self._states[slot], self._first[slot]
         kept.anchor = 0 if anchors is None else int(anchors[0, kept.state, 0])
         self._set(slot, -1)
 
@@ -237,6 +240,7 @@ class StateRings(Rings):
             anchors[:, own] = saved.first
         for x, copies, rows in self._saved_rows(slot, saved.first, len(saved.text)):
             x[:, rows] = copies[:, saved.place, : len(rows)]
+        self._first[slot] = saved.first
         self.saved.remove(saved)
         self.saved.append(saved)
 
