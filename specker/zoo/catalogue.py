@@ -12,10 +12,12 @@ from specker import zoo
 from specker.fields import option
 
 AUTO = "auto"  # as --draft
-HEAD3, HEAD1, SMALL = KINDS = "EAGLE-3 head", "EAGLE head", "small model"
+HEAD3, HEAD1, BLOCKS, SMALL = KINDS = "EAGLE-3 head", "EAGLE head", "DFlash drafter", "small model"
+STRATEGIES = {BLOCKS: "dflash", SMALL: "draft"}  # the other kinds' is eagle
 
 EAGLE = "https://github.com/SafeAILab/EAGLE"
 SPECULATORS = "https://github.com/vllm-project/speculators"
+DFLASH = "https://github.com/z-lab/dflash"
 SPECFORGE = "https://github.com/sgl-project/SpecForge/blob/main/docs/community_resources/specbundle.md"
 VLLM = "https://docs.vllm.ai/en/latest/features/speculative_decoding/draft_model/"
 LLAMA_CPP = "https://github.com/ggml-org/llama.cpp/blob/master/examples/speculative-simple/README.md"
@@ -43,7 +45,7 @@ class Known:
     @property
     def strategy(self) -> str:
         """The strategy that drafts with it."""
-        return "draft" if self.kind == SMALL else "eagle"
+        return STRATEGIES.get(self.kind, "eagle")
 
     def serves(self, strategy: str | None) -> bool:
         """Whether `strategy` (None: any) drafts with it. A bundled small model stands for the bundled drafts of all
@@ -94,6 +96,9 @@ KNOWN = (
     Known("Qwen/Qwen3-14B", "AngelSlim/Qwen3-14B_eagle3", HEAD3, EAGLE),
     Known("Qwen/Qwen3-32B", "RedHatAI/Qwen3-32B-speculator.eagle3", HEAD3, SPECULATORS),
     Known("nex-agi/Qwen3-32B-Nex-N1", "nex-agi/SGLANG-EAGLE3-Qwen3-32B-Nex-N1", HEAD3, SPECFORGE),
+    Known("Qwen/Qwen3.5-9B", "z-lab/Qwen3.5-9B-DFlash", BLOCKS, DFLASH),
+    Known("Qwen/Qwen3.5-27B", "z-lab/Qwen3.5-27B-DFlash", BLOCKS, DFLASH),
+    Known("Qwen/Qwen3.5-35B-A3B", "z-lab/Qwen3.5-35B-A3B-DFlash", BLOCKS, DFLASH),
     Known("Qwen/Qwen2.5-Coder-1.5B-Instruct", "Qwen/Qwen2.5-Coder-0.5B-Instruct", SMALL, "docs/results.md", tried=True),
     Known("Qwen/Qwen2.5-Coder-7B", "Qwen/Qwen2.5-Coder-0.5B", SMALL, LLAMA_SERVER),
     Known("Qwen/Qwen2.5-Coder-14B", "Qwen/Qwen2.5-Coder-0.5B", SMALL, LLAMA_SERVER),
