@@ -15,7 +15,8 @@ from pairs import perturbed
 from safetensors.torch import load_file, save_file
 
 import specker
-from specker.checkpoints.checkpoint import read_config
+from specker.checkpoints.checkpoint import read, read_config
+from specker.integrations.adopt import outer
 from specker.integrations.target import drafter_for
 from specker.kernels.delta import BLOCK
 from specker.model.cache import KVCache
@@ -226,6 +227,13 @@ def test_the_mtp_head_of_the_checkpoint_drafts(tmp_path, dtype):
             out = engine.generate(prompt_of(n), max_new_tokens=30, **how)
             assert out.tokens == plain.generate(prompt_of(n), max_new_tokens=30, **how).tokens
             assert out.stats.drafted > 20
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_head_inside_transformers_finds_the_final_norm(pairs, kind):
+    folder = pairs[kind][0]
+    found, own = outer(oracle(folder, torch.float32), None, folder), read(folder, dtype=torch.float32, device="cpu")
+    assert torch.equal(found.weights.norm, own.weights.norm) and torch.equal(found.weights.embed, own.weights.embed)
 
 
 def test_heads_that_read_the_target(tmp_path):

@@ -21,7 +21,7 @@ from specker.checkpoints.buffers import activations
 from specker.checkpoints.checkpoint import DTYPES, Checkpoint
 from specker.checkpoints.files import folder_of
 from specker.checkpoints.parse import parse_config
-from specker.checkpoints.pieces import final_norm, norms_of
+from specker.checkpoints.pieces import FINAL, final_norm, norms_of
 from specker.integrations.target import no_weights, read_sizes
 from specker.model.config import CheckpointError, ModelConfig
 from specker.model.weights import Rope, Weights
@@ -152,7 +152,8 @@ def outer(model: Any, context: int | None, folder: Path) -> Checkpoint:
         norm = embed.new_empty(embed.shape[1], dtype=kind)  # never read
     else:
         config = parsed[0]
-        norm = final_norm(model.get_decoder().norm.weight.detach().to(kind), config)
+        module = getattr(model.get_decoder(), FINAL.get(config.architecture, "norm"))
+        norm = final_norm(module.weight.detach().to(kind), config)
     return Checkpoint(config, replace(no_weights(embed.device), embed=embed, head=head, norm=norm), folder)
 
 
