@@ -48,7 +48,11 @@ class ModelDrafter(Drafter):
             if (
                 self._missing(slot, request.token_ids, fixed) and before < len(request.token_ids) - 1
             ):  # a draft forwards the root
-                self.prefill(slot, request.token_ids[: before + most - count + 1], request.saves)
+                last = min(before + most - count, len(request.token_ids) - 1)
+                for end in [*(n for n in request.saves if before < n < last), last]:
+                    self.prefill(slot, request.token_ids[: end + 1])
+                    if end in request.saves and self.cache.exact_len[slot] == end:
+                        self.cache.save(slot, request.token_ids[:end], True)
                 count += self.cache.exact_len[slot] - before
             if count >= most:
                 break
@@ -61,15 +65,10 @@ class ModelDrafter(Drafter):
         missing = len(text) - exact
         return missing if not exact or missing > (self.repeated if fixed else CATCH_UP_ROWS) else 0
 
-    def prefill(self, slot: int, text: list[int], saves: tuple[int, ...] = ()) -> None:
-        """Write the K/V of `text` but for its last token. `saves`: columns after which recurrent states are saved."""
-        if len(text) > self.model.config.max_context:
-            return
-        for end in [*(n for n in saves if n < len(text) - 1), len(text) - 1]:
-            if end > (begun := self.cache.exact_len[slot]):
-                prefill(self.model, self.cache, self.in_vocabulary(text[begun:end]), slot=slot)
-                if end in saves:
-                    self.cache.save(slot, text[:end], True)
+    def prefill(self, slot: int, text: list[int]) -> None:
+        """Write the K/V of `text` but for its last token."""
+        if len(text) <= self.model.config.max_context:
+            prefill(self.model, self.cache, self.in_vocabulary(text[self.cache.exact_len[slot] : -1]), slot=slot)
 
     def exact_after_fixed(self, length: int) -> int:
         """The exact columns after a draft of fixed shape: those before the rows of the next one."""
