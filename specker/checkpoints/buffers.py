@@ -123,6 +123,7 @@ class Buffers:
         """`pieces`: every piece that `put` will get, by its full name."""
         self.c, self.storage, self.stays = c, storage, storage.stays(pieces, c)
         self.dense = _allocated(pieces.values(), c, storage, self.stays)
+        self._joined = _joined_gates(pieces.values(), storage, self.stays)
         self._parts: dict[tuple[str, int | None], list[Matrix]] = {key: [] for key in self.stays}
 
     def put(self, p: Piece, source: Matrix) -> None:
@@ -175,7 +176,7 @@ class Buffers:
                 self.dense[buffer] = whole
             else:
                 self.dense[buffer][layer] = whole
-        return self.dense
+        return _without(self._joined, self.dense)
 
 
 def _joined(parts: Sequence[Matrix], dtype: torch.dtype) -> Matrix:
@@ -210,8 +211,11 @@ def _allocated(
     pieces: Iterable[Piece], c: ModelConfig, storage: Storage, stays: set[tuple[str, int | None]]
 ) -> dict[str, Any]:
     """Allocate uninitialised buffers (fields of Weights). Matrices that stay quantised get None. A buffer with such a
-    matrix is a list with one entry for each layer; so is one whose layers differ, with None where a layer has none."""
+    matrix is a list with one entry for each layer; so is one whose layers differ, with None where a layer has none.
+    Gates that are joined to qkv are its last rows."""
+    pieces = list(pieces)
     last = {(p.buffer, p.layer): p for p in pieces}  # a matrix ends with its last piece
+    joined = _joined_gates(pieces, storage, stays)
     buffers: dict[str, Any] = {}
     kinds, device = {1: activations(storage.dtype, storage.device), 2: storage.dtype}, storage.device
 
@@ -223,13 +227,35 @@ def _allocated(
 
     for name in dict.fromkeys(name for name, _ in last):
         shapes = {n: (p.row + p.rows, *p.shape[1:][-1:]) for (own, n), p in last.items() if own == name}
-        if None in shapes:
+        if name == "qkv":
+            shapes = {n: (rows + joined.get(n, 0), columns) for n, (rows, columns) in shapes.items()}  # type: ignore
+        if name == "gates":
+            qkv = buffers["qkv"]
+            made = {n: qkv[n][-joined[n] :] if n in joined else empty(name, shape) for n, shape in shapes.items()}
+            buffers[name] = [made.get(n) for n in range(c.num_layers)]
+        elif None in shapes:
             buffers[name] = None if (name, None) in stays else empty(name, shapes[None])
         elif len(shapes) < c.num_layers or len({*shapes.values()}) > 1 or any((name, n) in stays for n in shapes):
             made = {n: None if (name, n) in stays else empty(name, shape) for n, shape in shapes.items()}
             buffers[name] = [made.get(n) for n in range(c.num_layers)]
         else:
             buffers[name] = empty(name, shapes[0], c.num_layers)
+    return buffers
+
+
+def _joined_gates(pieces: Iterable[Piece], storage: Storage, stays: set[tuple[str, int | None]]) -> dict[int, int]:
+    """The layers whose gates become the last rows of qkv, so that one product computes both, and how many rows. The
+    compiled CPU layers round the input of qkv, but not that of the gates, and a quantised qkv cannot hold them."""
+    if storage.packs:
+        return {}
+    ends = {p.layer: p.row + p.rows for p in pieces if p.buffer == "gates"}
+    return {n: rows for n, rows in ends.items() if n is not None and ("qkv", n) not in stays}
+
+
+def _without(joined: Iterable[int], buffers: dict[str, Any]) -> dict[str, Any]:
+    """The buffers without the gates that are joined to qkv."""
+    for n in joined:
+        buffers["gates"][n] = None
     return buffers
 
 
@@ -244,7 +270,7 @@ def random_weights(c: ModelConfig, pieces: Sequence[Piece], storage: Storage, se
         found = _allocated(pieces, c, storage, set())
         for name, buffer in found.items():
             _fill(name, buffer, generator, embed_std)
-        return found
+        return _without(_joined_gates(pieces, storage, set()), found)
     buffers = Buffers(named, c, storage)
     for p in pieces:
         source = torch.empty(p.rows, *p.shape[1:][-1:], device=storage.device)

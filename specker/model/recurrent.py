@@ -86,9 +86,9 @@ def _mixed(
     mixed = conv_rows(projected[:, :C], w.conv, None, memory.inputs, rows.slots, *columns, rows.ancestors)
     q, k, v = mixed.split([keys, keys, mixer.values], -1)
     q, k = (part.unflatten(1, (-1, mixer.key_dim)) for part in (q, k))
-    v, z = (part.unflatten(1, (-1, mixer.value_dim)) for part in (v, projected[:, C:]))
-    assert gates is not None and w.a_log is not None and w.dt_bias is not None
-    b, a = gates.chunk(2, -1)
+    v, z = (part.unflatten(1, (-1, mixer.value_dim)) for part in (v, projected[:, C : C + mixer.values]))
+    b, a = (projected[:, C + mixer.values :] if gates is None else gates).chunk(2, -1)
+    assert w.a_log is not None and w.dt_bias is not None
     _, k_records, u_records, g_records, states, anchors = memory
     assert k_records is not None and u_records is not None and g_records is not None
     assert states is not None and anchors is not None

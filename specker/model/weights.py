@@ -61,7 +61,7 @@ class Weights:
     shared_gate: Any = None  # [L, 1, E]
     # Of layers with a recurrent state (config.Mixer), whose in-projection is `qkv` and whose out-projection is `o`; a
     # layer that attends has None.
-    gates: Any = None  # [L, 2 * Hv, E], rows: b, then a of each value head
+    gates: Any = None  # [L, 2 * Hv, E], rows: b, then a of each value head; None where `qkv` ends with them
     conv: Any = None  # [L, channels, K]
     a_log: Any = None  # [L, Hv]
     dt_bias: Any = None  # [L, Hv]
@@ -138,7 +138,7 @@ class Recurrent(NamedTuple):
     what follows `conv`."""
 
     norm_in: Tensor | None  # [E]
-    qkv: quant.Matrix  # in-projection [config.Mixer.projected without a and b, E]
+    qkv: quant.Matrix  # in-projection [config.Mixer.projected, E], without b and a if these are `gates`
     gates: Tensor | None  # [2 Hv, E], rows: b, then a
     conv: Tensor  # [channels, K]
     a_log: Tensor | None  # [Hv]

@@ -225,22 +225,35 @@ ON_GPU["mixtral"] = (  # the router's partials are added by expert_route, the do
 )
 
 
-@pytest.mark.parametrize("kind", ON_GPU)
-def test_the_kernels_of_a_layer_on_a_gpu(tmp_path, monkeypatch, kind):
-    """Norms of outputs are launches of their own, and only layers with a window have its kernel."""
-    options, layer, end = ON_GPU[kind]
-    folder = make(tmp_path, layers=3, max_context=512, **options)
-    monkeypatch.setattr("specker.checkpoints.buffers.activations", lambda dtype, device: dtype)  # as on a GPU
-    model = Model(read(folder, dtype=torch.bfloat16, device="cpu", random=0))
+def launched(tmp_path, monkeypatch, **options):
+    """The kernels of a pass of three rows through all layers, as on a GPU."""
+    folder = make(tmp_path, max_context=512, **options)
+    monkeypatch.setattr("specker.checkpoints.buffers.activations", lambda dtype, device: dtype)
+    model = Model(read(folder, dtype=torch.bfloat16, device="cpu", random=0, pack=False))
     with recording() as log, torch.inference_mode():
         cache = KVCache(model.config, 512, dtype=torch.bfloat16, device="cpu")
         x = model.embed_tokens(torch.zeros(3, dtype=torch.int64))
         log.clear()
         forward(model, cache, cache.after([300], [3]), x)
-    names = kernels(log)
+    return kernels(log)
+
+
+@pytest.mark.parametrize("kind", ON_GPU)
+def test_the_kernels_of_a_layer_on_a_gpu(tmp_path, monkeypatch, kind):
+    """Norms of outputs are launches of their own, and only layers with a window have its kernel."""
+    options, layer, end = ON_GPU[kind]
+    names = launched(tmp_path, monkeypatch, layers=3, **options)
     assert [name.partition(":")[0] for name in names] == 3 * layer + end
     reaches = [name.partition(" reach ")[2] for name in names if name.startswith(ATTEND)]
     assert reaches == (["256", "", "256"] if kind == "gemma3" else ["", "", ""])
+
+
+@pytest.mark.parametrize("kind", [LFM2, QWEN3_5])
+def test_a_recurrent_layer_mixes_in_five_launches_on_a_gpu(tmp_path, monkeypatch, kind):
+    """One product computes q, k, v and all gates of a gated delta net."""
+    names = [name.partition(":")[0] for name in launched(tmp_path, monkeypatch, **kind)]
+    delta = ["_delta_rows_kernel"] * (kind is QWEN3_5)
+    assert names[: 7 + len(delta)] == [NORM, LINEAR, "_conv_rows_kernel", *delta, LINEAR, NORM, LINEAR, LINEAR]
 
 
 @pytest.mark.parametrize("quantize", ["int4", "int8"])
