@@ -76,7 +76,8 @@ class Job:
     @property
     def built_in(self) -> bool:
         """Whether the toy model continues its own prompts."""
-        return self.target is None and self.prompt is None and self.prompts is None and not self.chat
+        bundled = self.target is None or zoo.target_of(self.target) is not None
+        return bundled and self.prompt is None and self.prompts is None and not self.chat
 
 
 COMMON = {

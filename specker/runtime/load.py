@@ -59,6 +59,9 @@ def load(
     if target is None and draft is not None:
         raise ValueError(f"{option('draft')} needs {option('target')}: the bundled target has its own draft")
     target_source = zoo.path("code-target") if target is None else target
+    if (bundled := zoo.target_of(target)) is not None and not Path(str(target)).exists():
+        zoo.require()
+        target_source = bundled.target or target_source
     # Each config is read once, and before any weights: the checkpoint may come from the hub.
     opened_target = opened(target_source, max_context=opts.max_context)
     opened_draft = (

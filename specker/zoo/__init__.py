@@ -1,5 +1,5 @@
-"""The bundled files: a small code model with its drafts and held-out prompts, drafts for SmolLM2-135M-Instruct, and
-token counts for Qwen2.5-Coder-1.5B-Instruct.
+"""The bundled files: a small code model with its drafts and held-out prompts, a hybrid that learnt from it, drafts for
+SmolLM2-135M-Instruct, and token counts for Qwen2.5-Coder-1.5B-Instruct.
 
 The files are a distribution of their own, specker-models. Everything that needs none of them works without it."""
 
@@ -28,6 +28,7 @@ NAMES = (
     "code-draft",
     "code-diffusion",
     "code-draft-deep",
+    "hybrid-target",
     "smollm2-draft",
     "smollm2-diffusion",
     "smollm2-draft-deep",
@@ -40,6 +41,11 @@ def path(name: str) -> Path:
         raise ValueError(f"expected one of {', '.join(NAMES)}, got {name!r}")
     require()
     return FOLDER / name
+
+
+def target_of(name: object) -> Family | None:
+    """The family of the bundled target with this name; None for other targets."""
+    return next((f for f in FAMILIES if f.target is not None and f.target.name == name), None)
 
 
 def installed() -> bool:
@@ -65,6 +71,7 @@ class Family:
     adl: tuple[int, int] | None = None  # shortest and longest block of diffuspec's policy adl; None: as for any target
     vocab_keep: float | None = None  # fraction of the head's rows that vocabtrim keeps; None: as for any target
     target: Path | None = None  # None: not bundled; the user brings it
+    strategy: str | None = None  # the default strategy; None: as for any target
 
 
 CODE = Family(
@@ -76,6 +83,16 @@ CODE = Family(
     adl=(3, 8),
     vocab_keep=0.125,
     target=FOLDER / "code-target",
+)
+
+# Qwen3.5's layers; its MTP head, in the same folder, drafts for it.
+HYBRID = Family(
+    "hybrid",
+    {"hidden_size": 192, "num_layers": 8, "num_heads": 4, "intermediate_size": 320, "vocab_size": 8192},
+    FOLDER / "vocab_scores.safetensors",
+    vocab_keep=0.125,
+    target=FOLDER / "hybrid-target",
+    strategy="mtp+vocabtrim",
 )
 
 SMOLLM2 = Family(
@@ -99,7 +116,7 @@ CODER = Family(
     FOLDER / "qwen2.5-coder-vocab_scores.safetensors",
 )
 
-FAMILIES = (CODE, SMOLLM2, CODER)
+FAMILIES = (CODE, HYBRID, SMOLLM2, CODER)
 
 PROMPTS = (
     '''\

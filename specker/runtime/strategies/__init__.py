@@ -10,6 +10,7 @@ from dataclasses import fields, replace
 from itertools import zip_longest
 from typing import Any
 
+from specker import zoo
 from specker.fields import flag, make, option
 from specker.options import Common, Options, refuse_unknown
 from specker.runtime.control.policy import AUTO, GENERAL, Policy
@@ -89,6 +90,8 @@ def usual(target: object, draft: object, options: Mapping[str, Any]) -> str:
     if no draft is known."""
     if options.get("load") == "dummy" or options.get("acceptance") is not None:
         return PLAIN
+    if draft is None and (family := zoo.target_of(target)) is not None:
+        return family.strategy or Common.strategy
     if draft == catalogue.AUTO and (strategy := catalogue.choose(_source(target)).strategy) != PLAIN:
         return strategy
     return COPY if draft is None and target is not None else Common.strategy
