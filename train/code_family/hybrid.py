@@ -151,7 +151,7 @@ def train(teacher: Net, data: Windows, held: Windows, o: FitOptions, work: Path,
     @torch.no_grad()
     def judge() -> dict[str, float]:
         """Loss of held-out text, and how often the head's token is the target's own best one."""
-        sums = np.zeros(1 + DEPTH)
+        sums = [0.0] * (1 + DEPTH)
         for i in range(4):
             ids = held.batch(i, 4, 512)
             rows = net(ids)
