@@ -8,6 +8,8 @@ import pytest
 import torch
 import warm
 
+import specker
+
 from train.code_family import corpus, distill, sample
 from train.code_family.export import export, hf_state, load
 from train.code_family.fit import FitOptions, Windows, fit
@@ -258,3 +260,40 @@ def test_a_second_run_does_nothing(tiny):
     before = (tiny[0] / "target.pt").stat().st_mtime_ns
     out = run("--work", tiny[0])
     assert "step" not in out and (tiny[0] / "target.pt").stat().st_mtime_ns == before
+
+
+def test_a_hybrid_resumes_and_decodes_with_its_own_head(tokenizer, tmp_path, monkeypatch):
+    """A run that was stopped ends with the weights of one that was not, and its export is a checkpoint with an MTP
+    head."""
+    from train.code_family import hybrid
+
+    teacher = random_net(NetConfig(48, 3, 4, 2, 80, vocab=320, head_dim=16, context=640))
+    small = hybrid.config_of(teacher, hidden=32, layers=4, ffn=48)
+    monkeypatch.setattr(hybrid, "config_of", lambda teacher: small)
+    ids = torch.randint(3, 320, (4000,), generator=torch.Generator().manual_seed(0)).numpy()
+    windows = Windows(ids, 0, "cpu")
+    folders, threads = [tmp_path / name for name in ("whole", "resumed")], torch.get_num_threads()
+    nets = []
+    for folder, stops in zip(folders, ([None], [1, None]), strict=True):
+        folder.mkdir()
+        for stop in stops:
+            o = FitOptions(tokens=1536, batch=512, lr=4e-3, micro=2, eval_every=9, stop_after=stop)
+            net = hybrid.train(teacher, windows, windows, o, folder, compiled=False)
+            assert (net is None) == (stop is not None)
+        nets.append(net)
+    torch.set_num_threads(threads)
+    for name, w in nets[0].state_dict().items():
+        assert torch.equal(w, nets[1].state_dict()[name]), name
+    log = json.loads((folders[0] / "hybrid_losses.json").read_text())
+    assert {"kl", "mtp1", "mtp2"} < set(log[0]) and {"held_out", "draft1", "draft2"} < set(log[-1])
+
+    export(teacher, tokenizer, tmp_path / "teacher")
+    hybrid.export(nets[0], tmp_path / "teacher", tmp_path / "hybrid")
+    engine = specker.load(tmp_path / "hybrid", strategy="mtp", device="cpu", dtype="float32")
+    prompt = ids[:9].tolist()
+    out = engine.generate(prompt, 12)
+    assert out.tokens == engine.generate_ar(prompt, 12).tokens and out.stats.drafted > 0
+    with torch.no_grad():
+        rows = nets[0](torch.tensor([prompt + out.tokens[:-1]]))[0, len(prompt) - 1 :]
+        best = (rows @ nets[0].embed.T).argmax(-1).tolist()
+    assert sum(a == b for a, b in zip(best, out.tokens, strict=True)) >= 10  # the export is rounded to bfloat16

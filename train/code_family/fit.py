@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from .net import Net
-from .optim import Optimizer, lr_scale
+from .optim import Optimizer, lr_scale, stacked
 
 
 @dataclass(frozen=True)
@@ -137,13 +137,15 @@ def fit(
     held_out: Callable[[], dict],
     o: FitOptions,
     work: Path,
+    optimizer: Callable[..., Optimizer] | None = None,
 ) -> list[dict] | None:
     """Train `net` in place. `train_loss(net, part, step=, done=)` returns the loss of one of `micro` parts of a batch
     and the values to log; both are summed over the parts.
 
-    Returns the loss log, or None if `stop_after` ended it early. The checkpoint is work/<name>.pt."""
+    `optimizer` is made of (net, lr); the default is a Net's. Returns the loss log, or None if `stop_after` ended it early. The checkpoint is work/<name>.pt."""
     team = Workers(net, o.workers)
-    path, opt, log, start = work / f"{name}.pt", Optimizer(net, o.lr), [], 0
+    opt = optimizer(net, o.lr) if optimizer else Optimizer(stacked(net), list(net.parameters()), o.lr)
+    path, log, start = work / f"{name}.pt", [], 0
     if path.exists():
         saved = torch.load(path, map_location=net.embed.device, weights_only=True)
         net.load_state_dict(saved["net"])

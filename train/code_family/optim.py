@@ -25,24 +25,37 @@ def orthogonal(m: Tensor) -> Tensor:
     return (x.mT if tall else x).float()
 
 
-class Optimizer:
-    """Orthogonalises stacked matrices (qkv, gate/up) by part, and equal shapes of all layers in one batch."""
+def stacked(net: Net) -> list[tuple[Tensor, tuple[int, ...] | None]]:
+    """The matrices of a Net's blocks, and the parts of stacked ones (qkv, gate/up)."""
+    c = net.c
+    q, kv = c.heads * c.head_dim, c.kv_heads * c.head_dim
+    parts = {"qkv": (q, kv, kv), "out": None, "gate_up": (c.ffn, c.ffn), "down": None}
+    return [(getattr(block, name), rows) for block in net.blocks for name, rows in parts.items()]
 
-    def __init__(self, net: Net, lr: float, weight_decay: float = 0.1, betas=(0.9, 0.95), momentum: float = 0.95):
+
+class Optimizer:
+    """Orthogonalises matrices by part, and equal shapes of all layers in one batch."""
+
+    def __init__(
+        self,
+        matrices: list[tuple[Tensor, tuple[int, ...] | None]],
+        parameters: list[Tensor],
+        lr: float,
+        weight_decay: float = 0.1,
+        betas=(0.9, 0.95),
+        momentum: float = 0.95,
+    ):
+        """`matrices`: of `parameters`, each with the rows of its parts if several matrices are stacked in it."""
+        self.matrices, self.parameters = matrices, parameters
         self.lr, self.decay, self.momentum = lr, weight_decay, momentum
-        c = net.c
-        q, kv = c.heads * c.head_dim, c.kv_heads * c.head_dim
-        parts = {"qkv": (q, kv, kv), "out": None, "gate_up": (c.ffn, c.ffn), "down": None}
-        self.matrices = [(getattr(blk, n), parts[n]) for blk in net.blocks for n in parts]
         mine = {id(w) for w, _ in self.matrices}
-        rest = [p for p in net.parameters() if id(p) not in mine]
+        rest = [p for p in parameters if id(p) not in mine]
         groups = [
             {"params": [p for p in rest if p.ndim > 1], "weight_decay": weight_decay},
             {"params": [p for p in rest if p.ndim == 1], "weight_decay": 0.0},
         ]
         self.adam = torch.optim.AdamW(groups, lr=lr, betas=betas, fused=True)
         self.buffers = [torch.zeros_like(w) for w, _ in self.matrices]
-        self.parameters = list(net.parameters())
 
     @torch.no_grad()
     def step(self, scale: float, clip: float = 1.0) -> None:
