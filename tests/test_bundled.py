@@ -8,6 +8,7 @@ from pathlib import Path
 
 import cases
 import pytest
+import torch
 
 import specker
 from specker import zoo
@@ -23,6 +24,7 @@ EXACT = {"device": "cpu", "dtype": "float32"}
 FLOOR = {0.0: 3.1, 0.7: 2.5}
 DEEP = {0.0: 3.3, 0.7: 2.5}
 DIFFUSION = {0.0: 2.5, 0.7: 2.1}
+HYBRID = {0.0: 2.4, 0.7: 1.95}  # two tokens of its own head
 STRATEGIES = ("vocabtrim", "easyspec", "easyspec+vocabtrim", "del", "del+vocabtrim", "diffuspec", "diffuspec+vocabtrim")
 
 
@@ -49,10 +51,10 @@ def test_the_package_imports_neither_torch_nor_transformers():
 
 def test_the_committed_files():
     assert 3 <= len(zoo.PROMPTS) <= 4
-    assert sum(f.stat().st_size for f in zoo.FOLDER.rglob("*") if f.is_file()) < 70e6
+    assert sum(f.stat().st_size for f in zoo.FOLDER.rglob("*") if f.is_file()) < 80e6
     rows = zoo.heldout()
     assert len(rows) == 96 and set(rows[0]) == {"prompt", "source", "licence"}
-    assert [read_config(zoo.path(name)).vocab_size for name in zoo.NAMES[:4]] == [8192] * 4
+    assert [read_config(zoo.path(name)).vocab_size for name in zoo.NAMES[:5]] == [8192] * 5
 
 
 @pytest.fixture
@@ -94,7 +96,9 @@ def test_without_the_models_a_target_of_the_families_needs_its_own_drafts(tmp_pa
 
 def test_the_code_family_is_at_most_40_megabytes():
     folder = specker.zoo.FOLDER
-    files = [f for f in folder.rglob("*.safetensors") if not re.search("smollm2|qwen", str(f.relative_to(folder)))]
+    files = [
+        f for f in folder.rglob("*.safetensors") if not re.search("smollm2|qwen|hybrid", str(f.relative_to(folder)))
+    ]
     assert len(files) == 6 and sum(f.stat().st_size for f in files) <= 40e6
 
 
@@ -148,6 +152,42 @@ def test_the_diffusion_drafter_is_accepted(temperature, cheap):
     for row in specker.zoo.heldout()[:8]:
         stats += engine.generate(row["prompt"], 56, temperature=temperature).stats
     assert stats.acceptance_length >= DIFFUSION[temperature]
+
+
+def test_the_hybrid_writes_what_transformers_writes():
+    """Greedily, in float32, over texts that cross anchors."""
+    from make_checkpoint import oracle
+
+    folder = zoo.path("hybrid-target")
+    assert sum(f.stat().st_size for f in folder.iterdir()) < 10e6
+    theirs = oracle(folder)
+    for strategy in ("mtp", "mtp+lookup"):
+        engine = specker.load("hybrid-target", strategy=strategy, **EXACT)
+        for row in zoo.heldout()[:2]:
+            ids = engine.encode(row["prompt"])
+            out = engine.generate(ids, 80)
+            want = theirs.generate(torch.tensor([ids]), max_new_tokens=80, do_sample=False)[0, len(ids) :].tolist()
+            assert out.tokens == want and out.stats.accepted > 0
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.7])
+def test_the_hybrids_own_head_is_accepted(temperature):
+    engine = specker.load("hybrid-target", strategy="mtp", draft_tokens=2, policy="fixed", **EXACT)
+    stats = Stats()
+    for row in zoo.heldout()[:8]:
+        stats += engine.generate(row["prompt"], 64, temperature=temperature).stats
+    assert stats.acceptance_length >= HYBRID[temperature]
+
+
+def test_a_bundled_target_is_known_by_its_name(tmp_path, monkeypatch):
+    assert zoo.target_of("hybrid-target") is zoo.HYBRID and zoo.target_of("code-target") is zoo.CODE
+    assert zoo.target_of(None) is zoo.target_of("code-draft") is zoo.target_of(zoo.path("code-target")) is None
+    engine = specker.load("hybrid-target", device="cpu")
+    assert engine.options.strategy == "mtp+vocabtrim" and engine.family is zoo.HYBRID
+    monkeypatch.chdir(tmp_path)  # a folder of this name comes first
+    (tmp_path / "hybrid-target").mkdir()
+    with pytest.raises(ValueError, match=r"config.json"):
+        specker.load("hybrid-target", device="cpu")
 
 
 def test_model_configs_and_sizes():

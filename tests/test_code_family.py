@@ -9,7 +9,6 @@ import torch
 import warm
 
 import specker
-
 from train.code_family import corpus, distill, sample
 from train.code_family.export import export, hf_state, load
 from train.code_family.fit import FitOptions, Windows, fit

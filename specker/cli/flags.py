@@ -19,7 +19,9 @@ from specker.runtime import strategies
 class Job:
     """What to decode, on which device, and where to write the results."""
 
-    target: str | None = opt(None, "the model to decode (default: the bundled code-target)", "DIR|HUB_ID")
+    target: str | None = opt(
+        None, "the model to decode (default: the bundled code-target; hybrid-target is bundled, too)", "DIR|HUB_ID"
+    )
     draft: str | None = opt(
         None,
         "the model or head that drafts; auto chooses a known one for the target (default without --target: the bundled "

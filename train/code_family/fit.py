@@ -140,9 +140,8 @@ def fit(
     optimizer: Callable[..., Optimizer] | None = None,
 ) -> list[dict] | None:
     """Train `net` in place. `train_loss(net, part, step=, done=)` returns the loss of one of `micro` parts of a batch
-    and the values to log; both are summed over the parts.
-
-    `optimizer` is made of (net, lr); the default is a Net's. Returns the loss log, or None if `stop_after` ended it early. The checkpoint is work/<name>.pt."""
+    and the values to log; both are summed over the parts. `optimizer` is made of (net, lr); the default is a Net's.
+    Returns the loss log, or None if `stop_after` ended it early. The checkpoint is work/<name>.pt."""
     team = Workers(net, o.workers)
     opt = optimizer(net, o.lr) if optimizer else Optimizer(stacked(net), list(net.parameters()), o.lr)
     path, log, start = work / f"{name}.pt", [], 0

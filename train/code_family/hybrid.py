@@ -190,7 +190,9 @@ def export(net: Hybrid, like: Path, folder: Path) -> None:
 
 def main(
     work: Annotated[Path, typer.Option(help="corpus, tokens and checkpoints")] = Path("~/.cache/specker/zoo"),
-    teacher: Annotated[Path, typer.Option(help="the folder of code-target")] = Path("models/specker_models/code-target"),
+    teacher: Annotated[Path, typer.Option(help="the folder of code-target")] = Path(
+        "models/specker_models/code-target"
+    ),
     out: Annotated[Path | None, typer.Option(help="folder of the export; default WORK/export")] = None,
     tokens: Annotated[int, typer.Option(help="may be lowered on resume: the decay starts early")] = 8_000_000,
     batch: Annotated[int, typer.Option(help="tokens of a step")] = 2048,
