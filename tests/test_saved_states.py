@@ -9,7 +9,9 @@ from pairs import perturbed
 import specker
 from specker.checkpoints.checkpoint import read_config
 from specker.model.memory import Cost
+from specker.model.prefill import prefill
 from specker.model.states import saved_bytes
+from specker.runtime.strategies import model_drafter
 
 KINDS = {
     "qwen3.5": QWEN3_5 | {"linear_num_key_heads": 1, "linear_num_value_heads": 2, "seed": 3},
@@ -174,6 +176,26 @@ def test_a_drafter_goes_on_from_the_same_column(tmp_path, alone, pairs, strategy
             check(engine, plain, text, new, 40)
             accepted.append(engine.generate(text, 40).stats.accepted)
         assert accepted[-1] == fresh.generate(text, 40).stats.accepted
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_recurrent_draft_of_a_target_without_states(tmp_path, monkeypatch, pairs, kind):
+    """It saves its own states: a third question costs it its own tokens, an answer to a known prompt none."""
+    target, rows = make(tmp_path / "llama", max_context=1500), []
+
+    def counted(model, cache, tokens, **how):
+        rows.append(len(tokens))
+        return prefill(model, cache, tokens, **how)
+
+    monkeypatch.setattr(model_drafter, "prefill", counted)
+    plain = specker.load(target, strategy="ar", dtype="float32", prefix_cache="off")
+    engine = specker.load(target, pairs[kind][0], dtype="float32", page_size=16, batch_size=2, **HOW["tree"])
+    for n in (65, 97):
+        start = text_of(n, 18)
+        for own, new in ((70, n + 69), (90, n + 89), (80, 79), (80, 0)):
+            rows.clear()
+            check(engine, plain, start + text_of(own, 19))
+            assert sum(rows) == new, (n, own, rows)
 
 
 def test_states_are_saved_within_a_budget(pairs, alone):
