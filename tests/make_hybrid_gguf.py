@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from make_checkpoint import BESIDE, LFM2, MIXED, make
+from make_checkpoint import BESIDE, LFM2, LFM2_MOE, MIXED, make
 from make_gguf import LAYER, add, ended, gguf, together
 from make_mtp import make_mtp
 from safetensors.torch import load_file, save_file
@@ -36,6 +36,9 @@ CONVOLUTIONS = {
     "ffn_norm": "ffn_norm",
     **{f"feed_forward.w{n}": f"ffn_{part}" for n, part in ((1, "gate"), (2, "down"), (3, "up"))},
     **{f"conv.{part}": f"shortconv.{part}" for part in ("conv", "in_proj", "out_proj")},
+    "feed_forward.gate": "ffn_gate_inp",
+    **{f"feed_forward.experts.w{n}": f"ffn_{part}_exps" for n, part in ((1, "gate"), (2, "down"), (3, "up"))},
+    "feed_forward.expert_bias": "exp_probs_b.bias",
 }
 OUTER = {
     "model.embed_tokens": "token_embd",
@@ -51,7 +54,9 @@ MODELS: dict[str, dict[str, Any]] = {
     "qwen35moe": {"arch": "qwen3_5_moe", **SMALL, **BESIDE},
     "qwen3next": {"arch": "qwen3_next", **SMALL, **BESIDE},
     "lfm2": {**LFM2, "norm_eps": 2**-16},
+    "lfm2moe": {**LFM2_MOE, "norm_eps": 2**-16, "num_dense_layers": 2, "routed_scaling_factor": 1.0},
 }
+CONVOLVING = "lfm2", "lfm2moe"
 
 
 def source(folder: Path, arch: str, mtp: bool = False, **how: Any) -> Path:
@@ -94,7 +99,7 @@ def write(
     are one tensor."""
     config = json.loads((folder / "config.json").read_text())
     out = gguf.GGUFWriter(path, arch)
-    keys = lfm2_keys(config) if arch == "lfm2" else qwen_keys(config)
+    keys = lfm2_keys(config) if arch in CONVOLVING else qwen_keys(config)
     change(keys)
     for name, value in keys.items():
         put = {bool: out.add_bool, int: out.add_uint32, float: out.add_float32, list: out.add_array}
@@ -105,7 +110,7 @@ def write(
     normal, control, defined, unused = 1, 3, 4, 5
     kinds_of = {"<|im_end|>": control, "<|endoftext|>": control, "<think>": defined}
     out.add_tokenizer_model("gpt2")
-    out.add_tokenizer_pre(pre or {"qwen3next": "qwen2", "lfm2": "lfm2"}.get(arch, "qwen35"))
+    out.add_tokenizer_pre(pre or ("lfm2" if arch in CONVOLVING else "qwen2" if arch == "qwen3next" else "qwen35"))
     out.add_token_list(tokens)
     out.add_token_types([unused if "PAD" in token else kinds_of.get(token, normal) for token in tokens])
     out.add_token_merges(["a b"])
@@ -116,13 +121,13 @@ def write(
         if early and name.endswith("in_proj_qkvz.weight"):
             found = iter([(f"blk.{name.split('.')[2]}.ssm_in.weight", tensor.numpy())])
         else:
-            found = lfm2_tensors(name, tensor) if arch == "lfm2" else qwen_tensors(name, tensor, config, arch)
+            found = lfm2_tensors(name, tensor) if arch in CONVOLVING else qwen_tensors(name, tensor, config, arch)
         for stored, x in found:
             if drop in stored:
                 continue
             stem, plain = stored.removesuffix(".weight"), ("ssm_conv1d", "shortconv.conv", "ffn_gate_inp")
             own = next((other for part, other in (kinds or {}).items() if part in stored), kind)
-            if stem == stored:  # ssm_a and ssm_dt.bias
+            if stem == stored:  # ssm_a, ssm_dt.bias and exp_probs_b.bias
                 out.add_tensor(stored, sign * x if stored.endswith("ssm_a") else x)
             else:
                 add(out, stem, x, "F32" if x.ndim == 1 or any(part in stem for part in plain) else own)
@@ -172,15 +177,23 @@ def qwen_keys(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def lfm2_keys(config: dict[str, Any]) -> dict[str, Any]:
-    width = int(2 * config["intermediate_size"] / 3)
-    step = config["block_multiple_of"]
     kv = config["num_key_value_heads"]
-    return common_keys(config) | {
+    keys = common_keys(config) | {
         "block_count": config["num_hidden_layers"],
         "attention.head_count_kv": [kv if kind == "full_attention" else 0 for kind in config["layer_types"]],
-        "feed_forward_length": -(-width // step) * step,
         "vocab_size": config["vocab_size"],
         "shortconv.l_cache": config["conv_L_cache"],
+    }
+    if "num_experts" not in config:
+        width, step = int(2 * config["intermediate_size"] / 3), config["block_multiple_of"]
+        return keys | {"feed_forward_length": -(-width // step) * step}
+    return keys | {
+        "feed_forward_length": config["intermediate_size"],
+        "expert_count": config["num_experts"],
+        "expert_used_count": config["num_experts_per_tok"],
+        "expert_feed_forward_length": config["moe_intermediate_size"],
+        "leading_dense_block_count": config["num_dense_layers"],
+        "expert_gating_func": 2,
     }
 
 
@@ -193,7 +206,9 @@ def stored_name(name: str, names: dict[str, str], layers: int = 0) -> str:
 
 
 def lfm2_tensors(name: str, x: torch.Tensor) -> Iterator[tuple[str, np.ndarray]]:
-    yield f"{stored_name(name, CONVOLUTIONS)}.weight", x.numpy().squeeze(1) if "conv.conv" in name else x.numpy()
+    stored = stored_name(name, CONVOLUTIONS)
+    stored += "" if stored.endswith(".bias") else ".weight"
+    yield stored, x.numpy().squeeze(1) if "conv.conv" in name else x.numpy()
 
 
 def tiled(x: np.ndarray, axis: int, config: dict[str, Any]) -> np.ndarray:

@@ -9,7 +9,9 @@ from pairs import perturbed
 import specker
 from specker.checkpoints.checkpoint import read_config
 from specker.model.memory import Cost
+from specker.model.prefill import prefill
 from specker.model.states import saved_bytes
+from specker.runtime.strategies import model_drafter
 
 KINDS = {
     "qwen3.5": QWEN3_5 | {"linear_num_key_heads": 1, "linear_num_value_heads": 2, "seed": 3},
@@ -82,6 +84,13 @@ def test_the_third_question_about_a_text_costs_its_own_tokens(pairs, alone, kind
         for turn, own in enumerate((9, 40, 3, 70)):
             new = own if turn > 1 else own + n
             check(engine, alone[kind], start + text_of(own, 2), new - 1, temperature=0.7 * (turn % 2))
+
+
+def test_a_text_takes_the_place_of_the_one_that_it_leaves(pairs, alone):
+    """The pool does not hold both, and the states are saved where they part nevertheless."""
+    engine, start = load(pairs, "qwen3.5", "ar"), text_of(900, 1)
+    for own, new in ((30, 929), (40, 939), (50, 49)):
+        check(engine, alone["qwen3.5"], start + text_of(own, 2), new, 1)
 
 
 def test_a_short_question_parts_near_its_end(pairs, alone):
@@ -176,6 +185,26 @@ def test_a_drafter_goes_on_from_the_same_column(tmp_path, alone, pairs, strategy
         assert accepted[-1] == fresh.generate(text, 40).stats.accepted
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_recurrent_draft_of_a_target_without_states(tmp_path, monkeypatch, pairs, kind):
+    """It saves its own states: a third question costs it its own tokens, an answer to a known prompt none."""
+    target, rows = make(tmp_path / "llama", max_context=1500), []
+
+    def counted(model, cache, tokens, **how):
+        rows.append(len(tokens))
+        return prefill(model, cache, tokens, **how)
+
+    monkeypatch.setattr(model_drafter, "prefill", counted)
+    plain = specker.load(target, strategy="ar", dtype="float32", prefix_cache="off")
+    engine = specker.load(target, pairs[kind][0], dtype="float32", page_size=16, batch_size=2, **HOW["tree"])
+    for n in (65, 97):
+        start = text_of(n, 18)
+        for own, new in ((70, n + 69), (90, n + 89), (80, 79), (80, 0)):
+            rows.clear()
+            check(engine, plain, start + text_of(own, 19))
+            assert sum(rows) == new, (n, own, rows)
+
+
 def test_states_are_saved_within_a_budget(pairs, alone):
     prompts = [text_of(50, n) for n in range(11, 15)]
     engine = load(pairs, "qwen3.5", "ar", saved_states=2)
@@ -192,6 +221,33 @@ def test_states_are_saved_within_a_budget(pairs, alone):
         check(none, alone["qwen3.5"], prompts[0], 49)
     engine.cache.forget()
     check(engine, alone["qwen3.5"], prompts[2], 49)
+
+
+def test_short_prompts_leave_a_long_one_saved(pairs, alone):
+    """For as long as the columns that they gain are fewer."""
+    engine, text = load(pairs, "qwen3.5", "ar"), text_of(400, 20)
+    check(engine, alone["qwen3.5"], text, 399, 1)
+    for n in range(20):
+        check(engine, alone["qwen3.5"], text_of(40, 21 + n), 39, 1)
+    check(engine, alone["qwen3.5"], [*text, 1, 2], 2, 1)
+    engine, text = load(pairs, "qwen3.5", "ar", saved_states=2), text_of(100, 20)
+    for count, new in ((3, 0), (4, 99)):
+        engine.cache.forget()
+        check(engine, alone["qwen3.5"], text, 99, 1)
+        for n in range(count):
+            check(engine, alone["qwen3.5"], text_of(40, 21 + n), 39, 1)
+        check(engine, alone["qwen3.5"], text, new, 1)
+
+
+def test_the_end_of_a_text_is_worth_what_it_adds(pairs, alone):
+    """The beginning, which is older, stays; a short prompt is not saved."""
+    engine, start = load(pairs, "qwen3.5", "ar", saved_states=2), text_of(80, 22)
+    check(engine, alone["qwen3.5"], start, 79, 1)
+    check(engine, alone["qwen3.5"], [*start, 1, 2, 3], 3, 1)
+    check(engine, alone["qwen3.5"], text_of(32, 23), 31, 1)
+    assert [len(saved.text) for saved in engine.cache.rings.saved] == [79, 82]
+    check(engine, alone["qwen3.5"], text_of(33, 24), 32, 1)
+    assert [len(saved.text) for saved in engine.cache.rings.saved] == [79, 32]
 
 
 def test_long_prompts_are_saved_between(pairs, alone, monkeypatch):

@@ -6,7 +6,10 @@ are, and a refused draft is a record that is overwritten. A sequence's states mo
 that a draft can change.
 
 A request goes on from an ended one's states near its end (`Rings.keep`), or from a column of a prompt that was saved: a
-state and the records after it, copied, from which any number of requests may go on.
+state and the records after it, copied, from which any number of requests may go on. A new column replaces the saved one
+that is worth least, where each is worth the columns by which its text is longer than its longest saved beginning, plus
+what the last column replaced before its latest use was worth. So long texts stay longer than short ones, and none stays
+for ever (GreedyDual: Young, "The k-server dual and loose competitiveness for paging", 1994).
 """
 
 from collections.abc import Iterator
@@ -42,6 +45,7 @@ class Saved:
     exact: bool  # its bits are those of a fresh prefill
     place: int  # where its state and records stand
     first: int  # the column of the first record: the state's anchor
+    since: int  # what the last column replaced before this one's latest use was worth
 
 
 def ring_columns(mixer: Mixer) -> int:
@@ -133,6 +137,7 @@ class StateRings(Rings):
         self._first = [0] * len(table)  # see `Kept`
         self.state_of = torch.full((len(table),), self._absent_state, device=device)  # [sequences] int64
         self.saved: list[Saved] = []  # the one used last stands last
+        self._replaced = 0  # what the last replaced one was worth
         self._places = list(range(saved))
         states = self.memory.states
         self._saved_states = None if states is None else zeros(L, saved, *states.shape[3:])
@@ -212,8 +217,8 @@ class StateRings(Rings):
 
     def save(self, slot: int, text: list[int], exact: bool, columns: int) -> None:
         """Save the column after `text` of the sequence in `slot`, whose last forward ended before column `columns`,
-        less than BLOCK further on. It replaces the one that was used least recently. `exact`: its bits are those of a
-        fresh prefill."""
+        less than BLOCK further on. It replaces the one that is worth least, of several the one used least recently.
+        `exact`: its bits are those of a fresh prefill."""
         end = len(text)
         for known in self.saved:
             if known.text == text and known.exact >= exact:
@@ -221,7 +226,8 @@ class StateRings(Rings):
         if not self.saves:
             return
         if not self._places:
-            self._places.append(self.saved.pop(0).place)
+            self._replaced, n = min((self._worth(each), n) for n, each in enumerate(self.saved))
+            self._places.append(self.saved.pop(n).place)
         place, own, first = self._places.pop(), self._states[slot], max(0, end - self.mixer.kernel)
         states, kept = self.memory.states, self._saved_states
         if states is not None and kept is not None:
@@ -230,7 +236,13 @@ class StateRings(Rings):
             kept[:, place] = states[:, own, first // BLOCK % 2]
         for x, copies, rows in self._saved_rows(slot, first, end):
             copies[:, place, : len(rows)] = x[:, rows]
-        self.saved.append(Saved(text, exact, place, first))
+        self.saved.append(Saved(text, exact, place, first, self._replaced))
+
+    def _worth(self, saved: Saved) -> int:
+        """See above. What serves no exact request is no beginning of what does."""
+        others = (each for each in self.saved if each is not saved and each.exact >= saved.exact)
+        known = (len(each.text) for each in others if saved.text[: len(each.text)] == each.text)
+        return len(saved.text) - max(known, default=0) + saved.since
 
     def restore(self, slot: int, saved: Saved) -> None:
         """Let the sequence in `slot`, which has a ring, go on from a saved column."""
@@ -241,6 +253,7 @@ class StateRings(Rings):
         for x, copies, rows in self._saved_rows(slot, saved.first, len(saved.text)):
             x[:, rows] = copies[:, saved.place, : len(rows)]
         self._first[slot] = saved.first
+        saved.since = self._replaced
         self.saved.remove(saved)
         self.saved.append(saved)
 
@@ -257,7 +270,7 @@ class StateRings(Rings):
     def forget(self) -> None:
         super().forget()
         self._places += [saved.place for saved in self.saved]
-        self.saved = []
+        self.saved, self._replaced = [], 0
 
     def _saved_rows(self, slot: int, start: int, end: int) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
         """For each kind of records: all of them [L, rows, ..], the saved ones [L, saved, n, ..], and where those of

@@ -81,10 +81,11 @@ class Slots:
         """Give the request pages and the K/V of earlier texts, before its prompt is prefilled. Returns the number of
         columns of the target's cache that need no prefill."""
         slot, self.filling = self.prefill_slot, request
+        known = self._known(request)  # its pages may take the place of the known texts
         for cache, match in zip(self.caches, self._matches(request), strict=True):
             columns = self.columns(request.limit)
             cache.take(slot, columns, match if cache.fits(columns, match) else None)
-        request.saves = self._saves(request, self.cache.exact_len[slot])
+        request.saves, request.draft_saves = self._saves(request, known)
         if self.drafter is not None and request.speculates:
             self.drafter.reset(slot)
         return self.cache.exact_len[slot]
@@ -162,18 +163,31 @@ class Slots:
         target = self.cache.match(text[:common], prefix_alignment)
         return [target, self.caches[1].match(text[: target.columns])]
 
-    def _saves(self, request: Request, begun: int) -> tuple[int, ...]:
-        """The columns from `begun` on after which a prefill saves recurrent states: the prompt's end; where it leaves
-        the texts that are known, since others may do so, too; and some between, if it is long. Drafters of the target's
-        rows lack the last columns of a beginning (`_matches`)."""
-        if not self.cache.saves or (request.prefixes or self.prefixes) == "off":
-            return ()
-        text, whole = request.token_ids[:-1], self.prefix_alignment
-        behind = self.drafter.tokens_ahead if self.drafter is not None and self.drafter.aux_layers else 0
-        spacing = max(SAVE_EVERY, 2 * len(text) // max(2, self.cache.saves))
-        known = self.cache.prefixes.match(text).columns
-        found = {len(text) - behind, known - behind, *range(spacing, len(text), spacing)}
-        return tuple(sorted({n // whole * whole for n in found if n // whole * whole > begun}))
+    def _known(self, request: Request) -> int | None:
+        """The columns after which the prompt leaves the known texts; None if no states are saved."""
+        if (request.prefixes or self.prefixes) == "off" or not any(cache.saves for cache in self.caches):
+            return None
+        return self.cache.prefixes.match(request.token_ids[:-1]).columns
+
+    def _saves(self, request: Request, known: int | None) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """The columns after which a prefill saves recurrent states, of the target and of a draft model: the prompt's
+        end; `known`, where it leaves earlier texts, since others may do so, too; and some between, if it is long.
+        None of the first BLOCK, which are computed fast. Drafters of the target's rows lack the last columns of a
+        beginning (`_matches`)."""
+        if known is None:
+            return (), ()
+        text, drafter = request.token_ids[:-1], self.drafter
+
+        def saves(cache: KVCache, alignment: int = 1, behind: int = 0) -> tuple[int, ...]:
+            least = max(BLOCK, cache.exact_len[self.prefill_slot] + 1)
+            spacing = max(SAVE_EVERY, 2 * len(text) // max(2, cache.saves))
+            found = {len(text) - behind, known - behind, *range(spacing, len(text), spacing)} if cache.saves else ()
+            return tuple(sorted({at for n in found if (at := n // alignment * alignment) >= least}))
+
+        behind = drafter.tokens_ahead if drafter is not None and drafter.aux_layers else 0
+        drafts = drafter is not None and drafter.keeps_prefix and request.speculates
+        own = saves(self.caches[1]) if drafts and len(self.caches) > 1 else ()
+        return saves(self.cache, self.prefix_alignment, behind), own
 
     def _remember(self, slot: int, request: Request) -> None:
         if (request.prefixes or self.prefixes) == "off" or request.finished in ("not finite", "failed"):

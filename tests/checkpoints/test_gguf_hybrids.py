@@ -1,4 +1,4 @@
-"""GGUF files of models with recurrent layers: Qwen3.5, Qwen3-Next and LFM2."""
+"""GGUF files of models with recurrent layers: Qwen3.5, Qwen3-Next, LFM2 and LFM2-MoE."""
 
 import json
 from dataclasses import fields, is_dataclass, replace
@@ -9,7 +9,7 @@ import pytest
 import torch
 from make_checkpoint import exact_oracle, oracle, oracle_logits
 from make_gguf import gguf
-from make_hybrid_gguf import MODELS, source, write
+from make_hybrid_gguf import CONVOLVING, MODELS, source, write
 from torch import Tensor
 
 import specker
@@ -75,14 +75,14 @@ def test_the_logits_are_those_of_the_model_that_was_converted(
 ) -> None:
     exact_oracle(monkeypatch)
     folder = source(
-        tmp_path / "source", arch, **{k: v for k, v in how.items() if (k[:4] == "conv") <= (arch == "lfm2")}
+        tmp_path / "source", arch, **{k: v for k, v in how.items() if (k[:4] == "conv") <= (arch in CONVOLVING)}
     )
     file = write(tmp_path / "tiny.gguf", folder, arch)
     own, same = read_config(folder), read_config(file)
     rest = {"eos_ids": (), "bos_id": None, "architecture": own.architecture}
     if arch == "qwen3next":  # it becomes a mixture of Qwen3.5
         rest["intermediate_size"] = own.intermediate_size
-    if own.layer.experts is not None:
+    elif own.layer.experts is not None and arch != "lfm2moe":
         rest["intermediate_size"] = own.intermediate_size  # a file does not name it
     assert replace(same, **rest) == own
     want = oracle_logits(oracle(folder, torch.float64), torch.tensor(TEXT))
@@ -108,7 +108,8 @@ def in_float32(file: Path, new: Path) -> Path:
 @pytest.mark.parametrize("arch", MODELS)
 def test_matrices_keep_their_blocks(tmp_path: Path, arch: str) -> None:
     """With out-projections of Qwen3.5 whose columns stay in the file's order, because a block holds several heads."""
-    how = {"hidden": 256, "head_dim": 64, "ffn": 384, "block_multiple_of": 256} if arch == "lfm2" else WIDE
+    how = {"hidden": 256, "head_dim": 64, "ffn": 256} if arch in CONVOLVING else WIDE
+    how |= {"ffn": 384, "block_multiple_of": 256} if arch == "lfm2" else {}
     more = EXPERTS if "num_experts" in MODELS[arch] else {}
     folder = source(tmp_path / "source", arch, vocab=128, **how, **more)
     file = write(tmp_path / "tiny.gguf", folder, arch, "Q8_0", FORMATS)
@@ -214,7 +215,7 @@ def test_the_tokenizer_of_a_file(tmp_path: Path, arch: str) -> None:
     file = write(tmp_path / "tiny.gguf", source(tmp_path / "source", arch, vocab=320), arch)
     fast = read_tokenizer(file)
     tokens = gguf.GGUFReader(file).fields["tokenizer.ggml.tokens"].contents()
-    first = ["<|endoftext|>"] if arch == "lfm2" else []
+    first = ["<|endoftext|>"] if arch in CONVOLVING else []
 
     def pieces(text: str) -> list[str]:
         ids = fast(text)["input_ids"]
@@ -226,10 +227,11 @@ def test_the_tokenizer_of_a_file(tmp_path: Path, arch: str) -> None:
     assert fast.decode(fast("c<think>ab<|im_end|>")["input_ids"], skip_special_tokens=True) == "c<think>ab"
     assert fast.eos_token == "<|im_end|>" and fast.chat_template.startswith("{% for m in")
     composed = len(pieces("a\u0301")) == len("\u00e1".encode())
-    assert composed == (arch != "lfm2")
+    assert composed == (arch not in CONVOLVING)
     split = fast.backend_tokenizer.pre_tokenizer.pre_tokenize_str
     counts = [len(split(text)) for text in ("123", "x\u0e31x", "I've \n b")]
-    assert counts == {"lfm2": [1, 2, 4], "qwen3next": [3, 2, 4]}.get(arch, [3, 1, 4])
+    own = {each: [1, 2, 4] for each in CONVOLVING} | {"qwen3next": [3, 2, 4]}
+    assert counts == own.get(arch, [3, 1, 4])
 
 
 def with_key(name: str, value: Any) -> dict[str, Any]:
@@ -245,6 +247,13 @@ BAD: list[tuple[str, dict[str, Any], str]] = [
     ("qwen35", without_key("rope.dimension_count"), r"lacks the key qwen35\.rope\.dimension_count; convert it again"),
     ("lfm2", without_key("shortconv.l_cache"), r"lacks the key lfm2\.shortconv\.l_cache; convert it again"),
     ("qwen35moe", with_key("expert_gating_func", 2), r"has qwen35moe\.expert_gating_func 2, which is not supported"),
+    ("lfm2moe", with_key("expert_gating_func", 1), r"has lfm2moe\.expert_gating_func 1, which is not supported"),
+    ("lfm2moe", with_key("expert_weights_scale", 1.5), r"has lfm2moe\.expert_weights_scale 1\.5, which is not supp"),
+    ("lfm2moe", with_key("expert_feed_forward_length", [32] * 4), r"cannot be converted \(.*moe_intermediate_size"),
+    ("lfm2moe", with_key("leading_dense_block_count", 1), r"lacks model\.layers\.1\.feed_forward\.gate\.weight and 3"),
+    ("lfm2moe", without_key("expert_used_count"), r"lacks the key lfm2moe\.expert_used_count; convert it again"),
+    ("lfm2moe", {"drop": "exp_probs_b"}, r"lacks model\.layers\.2\.feed_forward\.expert_bias and 1 more, w"),
+    ("lfm2", {"extra": "blk.0.exp_probs_b"}, r"has the tensor blk\.0\.exp_probs_b\.weight, which no supported arch"),
     ("qwen35", with_key("rope.scaling.type", "yarn"), r"has qwen35\.rope\.scaling\.type yarn, which is not supported"),
     ("lfm2", with_key("attention.causal", False), r"has lfm2\.attention\.causal False, which is not supported"),
     ("lfm2", with_key("attention.head_count_kv", 2), r"lfm2\.attention\.head_count_kv with one number, or 0, for each"),

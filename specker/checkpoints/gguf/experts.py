@@ -14,11 +14,12 @@ from specker.cpu.packed import Numbers, pack
 
 Named = tuple[str, str, Value]  # name, format in the file, value: of all experts of a layer [X, O, E], or [X * O, E]
 
-GATE, UP = "mlp.experts.gate_proj", "mlp.experts.up_proj"
+WITHIN = ".experts."  # in the names of their tensors, behind the layer's part: "mlp", or another
+GATE, UP, FUSED = "gate_proj", "up_proj", tuple(name.partition(WITHIN)[2] for name in (GATE_UP, DOWN))
 NAMES = {  # of a layer's tensors: name in GGUF -> name in the checkpoint
     "ffn_gate_inp": "mlp.gate",
-    "ffn_gate_exps": GATE,
-    "ffn_up_exps": UP,
+    "ffn_gate_exps": f"mlp{WITHIN}{GATE}",
+    "ffn_up_exps": f"mlp{WITHIN}{UP}",
     "ffn_gate_up_exps": GATE_UP,
     "ffn_down_exps": DOWN,
 }
@@ -27,18 +28,19 @@ NAMES = {  # of a layer's tensors: name in GGUF -> name in the checkpoint
 def fused(tensors: Iterator[Named], count: int) -> Iterator[Named]:
     """Join the gates and the up projections of `count` experts. In two formats they are restored to float32, because a
     matrix has one format."""
-    waiting: dict[str, Named] = {}  # by layer
+    waiting: dict[str, Named] = {}  # by the layer's part
     for name, kind, x in tensors:
         module = name.removesuffix(".weight")
-        layer, own = module.rsplit("mlp.experts.", 1)[0], next((n for n in (GATE, UP) if module.endswith(n)), None)
-        if own is None:
-            yield (module if module.endswith((GATE_UP, DOWN)) else name), kind, x
-        elif layer not in waiting:
-            waiting[layer] = name, kind, x
+        part, _, own = module.rpartition(WITHIN)
+        if not part or own not in (GATE, UP):
+            yield (module if part and own in FUSED else name), kind, x
+        elif part not in waiting:
+            waiting[part] = name, kind, x
         else:
-            _, other, y = waiting.pop(layer)
+            _, other, y = waiting.pop(part)
             gate, up = (x, y) if own == GATE else (y, x)
-            yield f"{layer}{GATE_UP}", kind if kind == other else f"{kind} and {other}", _joined(gate, up, count)
+            kind = kind if kind == other else f"{kind} and {other}"
+            yield f"{part}{WITHIN}{FUSED[0]}", kind, _joined(gate, up, count)
 
 
 def _joined(gate: Value, up: Value, count: int) -> Value:

@@ -1,4 +1,4 @@
-"""Models with recurrent layers in a GGUF file: Qwen3.5, Qwen3-Next and LFM2.
+"""Models with recurrent layers in a GGUF file: Qwen3.5, Qwen3-Next, LFM2 and LFM2-MoE.
 
 transformers reads the configs of some of them, and only in its newest versions; here all are made from the file's keys.
 What llama.cpp's converter changes in the tensors of Qwen's gated delta nets:
@@ -12,7 +12,8 @@ What llama.cpp's converter changes in the tensors of Qwen's gated delta nets:
   checkpoint is one of Qwen3.5's mixtures.
 * The MTP head is a block after the last layer.
 
-Sources: llama.cpp's conversion/qwen.py, conversion/lfm2.py, src/models/qwen35.cpp, qwen3next.cpp and lfm2.cpp.
+Sources: llama.cpp's conversion/qwen.py, conversion/lfm2.py, src/models/qwen35.cpp, qwen3next.cpp, lfm2.cpp and
+lfm2moe.cpp.
 """
 
 import re
@@ -59,13 +60,18 @@ LFM2 = {name: RENAMED["Lfm2ForCausalLM"].get(own, own) for name, own in NAMES.it
     "shortconv.conv": "conv.conv",
     "shortconv.out_proj": "conv.out_proj",
 }
-WHOLE = {"ssm_a": "linear_attn.A_log", "ssm_dt.bias": "linear_attn.dt_bias"}  # names that have no `.weight`
+LFM2_EXPERTS = LFM2 | {name: own.replace("mlp.", "feed_forward.") for name, own in EXPERTS.items()}
+# Names that have no `.weight` in the checkpoint.
+WHOLE = {"ssm_a": "linear_attn.A_log", "ssm_dt.bias": "linear_attn.dt_bias"}
+LFM2_WHOLE = {"exp_probs_b.bias": "feed_forward.expert_bias"}  # of the mixture
+LFM2_OUTER = {**{n: OUTER[n] for n in ("token_embd", "output")}, "token_embd_norm": "model.embedding_norm"}
 MTP = {
     "nextn.eh_proj": "fc",
     "nextn.enorm": "pre_fc_norm_embedding",
     "nextn.hnorm": "pre_fc_norm_hidden",
     "nextn.shared_head_norm": "norm",
 }
+SIGMOID = 2  # of llama_expert_gating_func_type
 BLOCK = re.compile(r"blk\.(\d+)\.(.+)")
 
 
@@ -150,7 +156,7 @@ def _mixture(keys: _Keys) -> dict[str, Any]:
     }
 
 
-def _lfm2(keys: _Keys) -> dict[str, Any]:
+def _convolutions(keys: _Keys) -> dict[str, Any]:
     """A layer without KV heads is a convolution."""
     keys.no("attention.sliding_window", 0)
     heads, layers = keys["attention.head_count_kv"], keys["block_count"]
@@ -164,10 +170,31 @@ def _lfm2(keys: _Keys) -> dict[str, Any]:
         "layer_types": [FULL if each else "conv" for each in heads],
         "num_key_value_heads": max(heads),
         "intermediate_size": keys["feed_forward_length"],
-        "block_auto_adjust_ff_dim": False,  # the file has the result
         "norm_eps": keys["attention.layer_norm_rms_epsilon"],
         "rope_parameters": {"rope_type": "default", "rope_theta": keys["rope.freq_base"]},
         "conv_L_cache": keys["shortconv.l_cache"],
+    }
+
+
+def _lfm2(keys: _Keys) -> dict[str, Any]:
+    return _convolutions(keys) | {"block_auto_adjust_ff_dim": False}  # the file has the result
+
+
+def _lfm2_mixture(keys: _Keys) -> dict[str, Any]:
+    """llama.cpp divides the scores of the chosen experts by their sum, at least 2^-14, where transformers adds 1e-6 to
+    it. A file names no factor, and llama.cpp has none."""
+    keys.no("expert_gating_func", SIGMOID)
+    keys.no("expert_group_count", 0, 1)
+    keys.no("expert_weights_norm", True)
+    keys.no("expert_weights_scale", 1.0, 0.0)
+    return _convolutions(keys) | {
+        "num_dense_layers": keys.get("leading_dense_block_count", 0),
+        "moe_intermediate_size": keys["expert_feed_forward_length"],
+        "num_experts": keys["expert_count"],
+        "num_experts_per_tok": keys["expert_used_count"],
+        "use_expert_bias": True,
+        "norm_topk_prob": True,
+        "routed_scaling_factor": 1.0,
     }
 
 
@@ -178,6 +205,7 @@ class Hybrid(NamedTuple):
     fields: Callable[[_Keys], dict[str, Any]]  # of config.json
     names: Mapping[str, str]
     outer: Mapping[str, str] = OUTER
+    whole: Mapping[str, str] = WHOLE
     tiled: bool = False  # the value heads
 
 
@@ -185,12 +213,8 @@ HYBRIDS = {
     "qwen35": Hybrid("qwen3_5_text", _dense, QWEN, tiled=True),
     "qwen35moe": Hybrid("qwen3_5_moe_text", _mixture, QWEN_EXPERTS, tiled=True),
     "qwen3next": Hybrid("qwen3_5_moe_text", _mixture, QWEN_EXPERTS),
-    "lfm2": Hybrid(
-        "lfm2",
-        _lfm2,
-        LFM2,
-        {**{n: OUTER[n] for n in ("token_embd", "output")}, "token_embd_norm": "model.embedding_norm"},
-    ),
+    "lfm2": Hybrid("lfm2", _lfm2, LFM2, LFM2_OUTER, whole={}),
+    "lfm2moe": Hybrid("lfm2_moe", _lfm2_mixture, LFM2_EXPERTS, LFM2_OUTER, whole=LFM2_WHOLE),
 }
 
 
@@ -212,8 +236,8 @@ def name_of(hybrid: Hybrid, layers: int, name: str, path: Path) -> str:
     if (block := BLOCK.fullmatch(name)) is not None:
         n, own = int(block[1]), block[2]
         layer = f"model.layers.{n}" if n < layers else f"mtp.layers.{n - layers}"
-        if own in WHOLE and hybrid.names is not LFM2:
-            return f"{layer}.{WHOLE[own]}"
+        if own in hybrid.whole:
+            return f"{layer}.{hybrid.whole[own]}"
         stem, _, kind = own.rpartition(".")
         if stem in hybrid.names:
             return f"{layer}.{hybrid.names[stem]}.{kind}"
@@ -228,7 +252,7 @@ def reader(
     """For the tensors of a file: `name_of`; what the checkpoint has instead of a tensor, by its new name (as
     families.undone); and further fields of config.json. `dense`: no matrix keeps its blocks."""
     named = partial(name_of, HYBRIDS[arch], config.num_hidden_layers)
-    if arch == "lfm2":
+    if arch in ("lfm2", "lfm2moe"):
         return named, _of_convolutions, {}
     nets = _DeltaNets(config, HYBRIDS[arch].tiled)
     wide = {t.tensor_type.name for t in tensors if t.name.endswith(".ssm_out.weight")} & BLOCKS.keys()

@@ -42,6 +42,7 @@ class Request:
     prompt_length: int = field(init=False)  # tokens of the prompt
     prefilled: int = 0  # columns that a prefill wrote, in its whole chunks
     saves: tuple[int, ...] = ()  # columns of the prompt after which recurrent states are saved (slots.py), ascending
+    draft_saves: tuple[int, ...] = ()  # the same of a draft model
 
     def __post_init__(self) -> None:
         self.prompt_length = len(self.token_ids)

@@ -49,9 +49,9 @@ class ModelDrafter(Drafter):
                 self._missing(slot, request.token_ids, fixed) and before < len(request.token_ids) - 1
             ):  # a draft forwards the root
                 last = min(before + most - count, len(request.token_ids) - 1)
-                for end in [*(n for n in request.saves if before < n < last), last]:
+                for end in [*(n for n in request.draft_saves if before < n < last), last]:
                     self.prefill(slot, request.token_ids[: end + 1])
-                    if end in request.saves and self.cache.exact_len[slot] == end:
+                    if end in request.draft_saves and self.cache.exact_len[slot] == end:
                         self.cache.save(slot, request.token_ids[:end], True)
                 count += self.cache.exact_len[slot] - before
             if count >= most:
