@@ -44,7 +44,9 @@ from specker.kernels.variant import (
     wait_for_previous,
 )
 
-GATES = {"silu_mul": "silu", "gelu_tanh_mul": "gelu_tanh"}  # epilogues of a gated feed-forward -> its activation
+# epilogues of a gated feed-forward -> its activation
+GATES = {"silu_mul": "silu", "gelu_tanh_mul": "gelu_tanh", "clamped_silu_mul": "clamped_silu"}
+ALPHA, LIMIT = 1.702, 7.0  # of clamped_silu
 EPILOGUES = ("none", *GATES, "float32", "split")
 # On a CPU, the compiled products are fastest for weights of at least this many elements (waking their threads takes 20
 # to 50 us) and at most this many rows. For more rows in float32, oneDNN on unpacked weights is faster (bench/LOG.md).
@@ -75,15 +77,15 @@ def row_linear(
             dtype before the product.
         bias: [O] or [G, O], or None.
         epilogue: "none"; "silu_mul": the weight's first O / 2 rows are the gate Wg, the rest the up projection Wu, and
-            the result is silu(x Wg^T) * (x Wu^T); "gelu_tanh_mul": the same with GELU's tanh form; "float32": the
-            result is not rounded, for logits; "split", without a bias: the sums over S splits of K, which
-            `residual_merge` adds up.
+            the result is silu(x Wg^T) * (x Wu^T); "gelu_tanh_mul": the same with GELU's tanh form; "clamped_silu_mul":
+            g sigmoid(1.702 g) (u + 1), where g is the gate's product, at most 7, and u the other one, between -7 and 7
+            (gpt-oss); "float32": the result is not rounded, for logits; "split", without a bias: the sums over S splits
+            of K, which `residual_merge` adds up.
         out: contiguous, of the result's shape and dtype; the result is written there and returned.
 
     Returns:
-        [T, O], with a leading G if x has one; [T, O / 2] for "silu_mul" and "gelu_tanh_mul"; [T, O] float32 (float64
-        for float64) for "float32"; [S, T, O] float32 (float64 for float64) for "split", where S depends on (G, O, E,
-        device) alone.
+        [T, O], with a leading G if x has one; [T, O / 2] with a gate; [T, O] float32 (float64 for float64) for
+        "float32"; [S, T, O] float32 (float64 for float64) for "split", where S depends on (G, O, E, device) alone.
 
     Raises:
         TypeError: an argument of another type.
@@ -190,8 +192,12 @@ def _row_linear_cpu(x: Tensor, weight: Matrix, bias: Tensor | None, epilogue: st
 
 
 def gated(y: Tensor, activation: str) -> Tensor:
-    """[.., O] -> activation(first half) * second half, [.., O / 2]. Activations: silu, gelu, gelu_tanh."""
+    """[.., O] -> activation(first half) * second half, [.., O / 2]. Activations: silu, gelu, gelu_tanh; clamped_silu,
+    which clamps both halves and adds 1 to the second one."""
     gate, up = y.chunk(2, dim=-1)
+    if activation == "clamped_silu":
+        gate = gate.clamp(max=LIMIT)
+        return (gate * torch.sigmoid(ALPHA * gate)).mul_(up.clamp(-LIMIT, LIMIT).add_(1))
     if activation == "silu":
         return F.silu(gate).mul_(up)
     return F.gelu(gate, approximate="tanh" if activation == "gelu_tanh" else "none").mul_(up)
@@ -202,6 +208,10 @@ def gate_mul(gate, up, GATE: tl.constexpr):
     """act(gate) * up. GELU's tanh form, x (1 + tanh(c (x + d x^3))) / 2, is x sigmoid(2 c (x + d x^3))."""
     if GATE == "silu":
         z = gate
+    elif GATE == "clamped_silu":  # a NaN stays one
+        gate = tl.where(gate > 7.0, 7.0, gate)
+        up = tl.where(up > 7.0, 8.0, tl.where(up < -7.0, -6.0, up + 1.0))
+        z = 1.702 * gate
     else:
         z = 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)
     return tl.div_rn(gate, 1.0 + tl.exp(-z)) * up
@@ -225,7 +235,7 @@ def _row_linear_kernel(
     SPLITS: tl.constexpr,
     SPLIT_E: tl.constexpr,  # a multiple of BLOCK_E
     PARTS: tl.constexpr,  # write the splits' sums; always true if SPLITS > 1
-    GATE: tl.constexpr,  # "", "silu" or "gelu_tanh"
+    GATE: tl.constexpr,  # "" or a value of GATES
     BIAS: tl.constexpr,
     KIND: tl.constexpr,
     GROUP: tl.constexpr,
