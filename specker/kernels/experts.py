@@ -18,7 +18,7 @@ from specker.kernels.linear import GATES, _row_linear_merge_kernel, gate_mul, ro
 from specker.kernels.quant import Format, Matrix, Quantized, arguments_of, constexprs_of, format_of, streams, types_of
 from specker.kernels.registry import register
 from specker.kernels.stream import stream_rows
-from specker.kernels.tiles import COMMON, like, split_of, tiles, weight_left, wide_rows
+from specker.kernels.tiles import COMMON, MXFP4, like, split_of, tiles, weight_left, wide_rows
 from specker.kernels.variant import (
     AMD,
     TYPES,
@@ -164,7 +164,7 @@ def _split_of(x: Tensor, weight: Matrix, k: int) -> tuple[int, int]:
 @triton.jit(do_not_specialize=["T"], do_not_specialize_on_alignment=["order_ptr", "starts_ptr", "scores_ptr"])
 def _expert_linear_kernel(
     x_ptr,  # [T, E], or [T, K, E] with EACH
-    w_ptr,  # [X, O, E]; int4: int16 [X, O, E / 4]
+    w_ptr,  # [X, O, E]; four bits: int16 [X, O, E / 4]
     scale_ptr,  # [X, O, E / GROUP], or None
     shift_ptr,  # [X, O, E / GROUP], or None
     order_ptr,  # [T * K]
@@ -196,7 +196,7 @@ def _expert_linear_kernel(
     let_next_start(PDL)
     wait_for_previous(PDL)
     COLUMNS: tl.constexpr = O // 2 if GATE != "" else O
-    ROW: tl.constexpr = E // 4 if KIND == "int4" else E  # elements of a row of the weight
+    ROW: tl.constexpr = E // 4 if w_ptr.dtype.element_ty == tl.int16 else E  # elements of a row of the weight
     i_tile = tl.program_id(0)  # tiles of rows, expert by expert: programs of one weight tile are adjacent
     o_x = tl.arange(0, X_PAD)
     m_x = o_x < X
@@ -382,6 +382,9 @@ def variants(arch: int) -> Iterator[Variant]:
         (bf16, qwen_down, "split", True, COMMON[3]),
         (f16, mixtral, "silu_mul", False, Format("int4", 64, f16, None)),
         (f32, qwen_down, "split", True, COMMON[3]),
+        (bf16, (32, 4, 5760, 2880), "none", False, MXFP4),  # gpt-oss 20B
+        (bf16, (32, 4, 2880, 2880), "split", True, MXFP4),
+        (bf16, qwen, "silu_mul", False, MXFP4),
     ):
         if form is not None and form.group == 4096:  # a scale per row
             form = form._replace(group=sizes[3])

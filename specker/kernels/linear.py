@@ -28,7 +28,18 @@ from specker.kernels.quant import (
 )
 from specker.kernels.registry import refuse, register
 from specker.kernels.stream import prefetch_rows, stream_rows
-from specker.kernels.tiles import COMMON, MAX_ROWS, check_product, like, lines, split_of, tiles, weight_left, wide_rows
+from specker.kernels.tiles import (
+    COMMON,
+    MAX_ROWS,
+    MXFP4,
+    check_product,
+    like,
+    lines,
+    split_of,
+    tiles,
+    weight_left,
+    wide_rows,
+)
 from specker.kernels.variant import (
     TYPES,
     Variant,
@@ -220,7 +231,7 @@ def gate_mul(gate, up, GATE: tl.constexpr):
 @triton.jit(do_not_specialize=["T"])
 def _row_linear_kernel(
     x_ptr,  # [G, T, E]
-    w_ptr,  # [G, O, E]; int4: int16 [G, O, E / 4]
+    w_ptr,  # [G, O, E]; four bits: int16 [G, O, E / 4]
     scale_ptr,  # [G, O, E / GROUP], or None
     shift_ptr,  # [G, O, E / GROUP], or None
     bias_ptr,  # [G, O]
@@ -246,7 +257,7 @@ def _row_linear_kernel(
     tl.static_assert(SPLIT_E % BLOCK_E == 0 and SPLITS * SPLIT_E >= E and N * E < 2**31 and 1024 * E < 2**31)
     let_next_start(PDL)
     COLUMNS: tl.constexpr = O // 2 if GATE != "" else O
-    PACK: tl.constexpr = 4 if KIND == "int4" else 1
+    PACK: tl.constexpr = 4 if w_ptr.dtype.element_ty == tl.int16 else 1
     ROW: tl.constexpr = E // PACK  # elements of a row of the weight
     o_m = tl.program_id(0) * M + tl.arange(0, M)  # programs of one weight tile are adjacent
     m_m = o_m < T
@@ -454,6 +465,8 @@ def variants(arch: int) -> Iterator[Variant]:
         (bf16, 4097, 1023, "none", Format("int8", 1023, f32, None)),
         (f16, 28672, 4096, "silu_mul", Format("int4", 64, f16, None)),
         (f32, 4096, 4096, "none", Format("int4", 32, f16, f16)),
+        (bf16, 28672, 4096, "silu_mul", MXFP4),
+        (f16, 2050, 1056, "float32", MXFP4),
     ):
         yield from (v for v in _variants(dtype, O, E, epilogue, False, arch, form=form) if v is not None)
     yield from _variants(bf16, 4096, 4096, "none", True, arch, 4, form=COMMON[0])[:1]

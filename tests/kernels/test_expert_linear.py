@@ -142,7 +142,7 @@ def test_a_clamped_gate_keeps_a_nan(poisoned):
         assert run(x, torch.ones(1, 6, 4), *rows, "clamped_silu_mul").isnan().all()
 
 
-@pytest.mark.parametrize("how", [("int8", None), ("fp8", 32), ("int4", 32)])
+@pytest.mark.parametrize("how", [("int8", None), ("fp8", 32), ("int4", 32), ("mxfp4", 32)])
 def test_quantised_experts(poisoned, how):
     for size, epilogues in (((5, 6, 2, 40, 64), EPILOGUES), ((2, 3, 2, 40, 1152), ["split"])):
         for epilogue in epilogues:

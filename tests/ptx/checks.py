@@ -123,7 +123,7 @@ def _row_linear(arch: int, dtype: torch.dtype) -> Comparisons:
 
 
 def _quantised_linear(arch: int, dtype: torch.dtype) -> Comparisons:
-    for O, E, kind, group in ((256, 512, "int8", None), (96, 1152, "int4", 32)):
+    for O, E, kind, group in ((256, 512, "int8", None), (96, 1152, "int4", 32), (128, 288, "mxfp4", 32)):
         x, w = randn(70, E, dtype=dtype), ops.quantised_weight(kind, group, kind == "int4", O, E)
 
         def call(rows: slice, x: Tensor = x, w: Any = w, **options: Any) -> Any:

@@ -132,6 +132,9 @@ def quantised_linear(dtype: torch.dtype) -> Iterator[Case]:
         (2, 12032, 128, "none", False, 1, "int4", 32, False),
         (2, 12032, 256, "silu_mul", False, 1, "int8", 16, False),
         (3, 256, 1152, "float32", False, 1, "int4", 96, True),
+        (3, 256, 1152, "none", True, 1, "mxfp4", 32, False),
+        (5, 384, 512, "silu_mul", False, 1, "mxfp4", 32, False),
+        (3, 128, 2048, "split", False, 1, "mxfp4", 32, False),
     ):
         lead = (G,) if G > 1 else ()
         w = quantised_weight(kind, group, shift, *lead, O, E)
@@ -147,7 +150,7 @@ def quantised_weight(kind: str, group: int | None, shift: bool, *shape: int) -> 
         scale = w.abs().amax(-1, keepdim=True) / 127
         return Quantized((w / scale).round().to(torch.int8), scale, None)
     w = quantised(w, kind, group)
-    return w if shift else Quantized(w.q, w.scale.float(), None)
+    return w if shift or kind == "mxfp4" else Quantized(w.q, w.scale.float(), None)
 
 
 def _linear(label: str, x: Tensor, w: Matrix, bias: Tensor | None, epilogue: str) -> Case:
@@ -200,6 +203,8 @@ def quantised_experts(dtype: torch.dtype) -> Iterator[Case]:
         (70, 3, 2, 256, 128, "silu_mul", "int4", 32, True),
         (2, 3, 2, 70, 1152, "none", "int4", 128, False),
         (2, 8, 4, 3072, 128, "silu_mul", "int4", 32, False),
+        (3, 4, 2, 128, 288, "split", "mxfp4", 32, False),
+        (2, 8, 4, 70, 128, "none", "mxfp4", 32, False),
     ):
         w = quantised_weight(kind, group, shift, X, O, E)
         yield _experts(f"T{T} X{X} k{k} {E}->{O} {epilogue} {w.format}", T, k, w, epilogue, False, dtype)
@@ -309,7 +314,7 @@ def vocab_topk(dtype: torch.dtype) -> Iterator[Case]:
         given = f"{' ids' * (ids is not None)}{' noise' * noisy}{' drawn' * drawn}{' norm' * norm}"
         normed = (randn(E, seed=2, dtype=dtype), 1e-5) if norm else None
         yield _topk(f"T{T} E{E} K{K} k{k}{given}", h, w, ids, k, normed, noisily, lse)
-    for kind, group in (("int8", None), ("int4", 32)):
+    for kind, group in (("int8", None), ("int4", 32), ("mxfp4", 32)):
         w = quantised_weight(kind, group, kind == "int4", 1000, 256)
         yield _topk(f"T3 E256 K1000 k3 {w.format}", randn(3, 256, dtype=dtype), w, None, 3, None, None, True)
 
@@ -559,8 +564,9 @@ def kv_project(dtype: torch.dtype) -> Iterator[Case]:
             yield from _in_eight_bits(label, project._launch, given, 6, (8, 16, Hkv, D), G)
         yield _project(label, (x, w, b), places, (8, 16, Hkv, D), norms)
         if E == 576:
-            q = quantised_weight("int4", 32, True, *lead, O, E)
-            yield _project(f"{label} {q.format}", (x, q, b), places, (8, 16, Hkv, D), norms)
+            for kind in ("int4", "mxfp4"):
+                q = quantised_weight(kind, 32, kind == "int4", *lead, O, E)
+                yield _project(f"{label} {q.format}", (x, q, b), places, (8, 16, Hkv, D), norms)
 
 
 def _project(
