@@ -286,6 +286,13 @@ def unpack(run: Run, E: int) -> Numbers:
 
 def of_quantised(w: Quantized) -> Packed | None:
     """Pack a matrix [O, E] of kernels/quant.py without loss; None if its groups are not multiples of 32 columns."""
+    rows = max(quant.CHUNK // w.shape[-1] // ROWS, 1) * ROWS  # packing takes several bytes for each weight
+    made = (_packed(w[i : i + rows]) for i in range(0, max(len(w), 1), rows))
+    parts = [part for part in made if part is not None]
+    return merged(joined(parts)) if parts else None
+
+
+def _packed(w: Quantized) -> Packed | None:
     E = w.shape[-1]
     if w.group % GROUP or E % GROUP:
         return None

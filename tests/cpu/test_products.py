@@ -202,6 +202,15 @@ def test_matrices_of_other_formats_are_packed_without_loss(kind, group, shifts, 
     assert torch.equal(got.dequantised(torch.float32), w.dequantised(torch.float32))
 
 
+def test_large_matrices_are_packed_in_parts(monkeypatch):
+    w = quant.quantised(torch.randn(90, 96), "mxfp4")
+    whole = of_quantised(w)
+    monkeypatch.setattr(quant, "CHUNK", 40 * 96)  # 32 rows
+    parts = of_quantised(w)
+    assert whole is not None and parts is not None and len(parts.runs) == 1 and len(parts) == 90
+    assert torch.equal(parts.runs[0].data, whole.runs[0].data)
+
+
 def test_matrices_that_cannot_be_packed():
     sixteens = quant.quantised(torch.randn(4, 96), "int8", 16)
     eights = quant.quantised(torch.randn(4, 96), "fp8", 32)
