@@ -122,7 +122,7 @@ MXFP4 = {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.sel
 CHANGES = [
     ({"swiglu_limit": 10.0}, r"swiglu_limit 10\.0 is not supported; it must be 7\.0"),
     ({"swiglu_alpha": 1.0}, r"swiglu_alpha 1\.0 is not supported; it must be 1\.702"),
-    ({"quantization_config": MXFP4}, "mxfp4"),
+    ({"quantization_config": MXFP4}, r"the checkpoint lacks model\.layers\.0\.mlp\.experts\.gate_up_proj_blocks"),
     ({"num_local_experts": ...}, "num_local_experts must be a whole number from 1 to 4096, but .* lacks it"),
     ({"num_experts_per_tok": 9}, "num_experts_per_tok 9 must be at most the number of experts, 6"),
     ({"layer_types": [SLIDING, "chunked", FULL]}, "chunked"),

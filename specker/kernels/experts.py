@@ -382,8 +382,6 @@ def variants(arch: int) -> Iterator[Variant]:
         (bf16, qwen_down, "split", True, COMMON[3]),
         (f16, mixtral, "silu_mul", False, Format("int4", 64, f16, None)),
         (f32, qwen_down, "split", True, COMMON[3]),
-        (bf16, (32, 4, 5760, 2880), "none", False, MXFP4),  # gpt-oss 20B
-        (bf16, (32, 4, 2880, 2880), "split", True, MXFP4),
         (bf16, qwen, "silu_mul", False, MXFP4),
     ):
         if form is not None and form.group == 4096:  # a scale per row
@@ -394,6 +392,8 @@ def variants(arch: int) -> Iterator[Variant]:
         ((32, 4, 2880, 2880), "split", True, None),
         ((32, 4, 5760, 2880), "clamped_silu_mul", False, COMMON[3]),
         ((32, 4, 2880, 2880), "split", True, COMMON[3]),
+        ((32, 4, 5760, 2880), "clamped_silu_mul", False, MXFP4),
+        ((32, 4, 2880, 2880), "split", True, MXFP4),
     ):
         yield from (v for v in _variants(bf16, *sizes, epilogue, each, arch, form=form, bias=True) if v is not None)
 
