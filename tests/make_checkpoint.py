@@ -18,14 +18,15 @@ FAMILIES |= {"gemma3": "Gemma3", "olmo2": "Olmo2", "smollm3": "SmolLM3", "mimo":
 FAMILIES |= {"qwen3_moe": "Qwen3Moe", "mixtral": "Mixtral"}
 FAMILIES |= {"qwen3_5": "Qwen3_5", "qwen3_5_moe": "Qwen3_5Moe", "qwen3_next": "Qwen3Next"}
 FAMILIES |= {"lfm2": "Lfm2", "lfm2_moe": "Lfm2Moe", "olmo3": "Olmo3"}
+FAMILIES |= {"gpt_oss": "GptOss"}
 FAMILIES |= {"phi3": "Phi3", "ministral": "Ministral", "ministral3": "Ministral3"}
 MODULES = {"Qwen3Moe": "qwen3_moe", "Qwen3_5Moe": "qwen3_5_moe", "Qwen3Next": "qwen3_next"}
-MODULES |= {"Lfm2Moe": "lfm2_moe"}  # others: in small letters
+MODULES |= {"Lfm2Moe": "lfm2_moe", "GptOss": "gpt_oss"}  # others: in small letters
 TEXT = "gemma3", "qwen3_5", "qwen3_5_moe"  # whose config is that of a multimodal model's text
 PADDED = "smollm3", "phi3", "lfm2", "lfm2_moe", "olmo3"  # whose default padding token is beyond `vocab`
 BIASED = ("llama", "smollm3", "granite")
 HEADED = ("qwen3", "qwen3_moe", "gemma3", "ministral", "ministral3")  # transformers does not divide there
-HEADED += ("qwen3_5", "qwen3_5_moe", "qwen3_next")
+HEADED += ("qwen3_5", "qwen3_5_moe", "qwen3_next", "gpt_oss")
 
 LINEAR = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.0}
 # With these context lengths a head of 16 has frequencies in all three ranges of llama3's and yarn's scaling.
@@ -99,6 +100,15 @@ LFM2_MOE: dict[str, Any] = {  # the first layer is dense
     "num_experts_per_tok": 3,
     "moe_intermediate_size": 32,
     "routed_scaling_factor": 1.5,
+}
+GPT_OSS: dict[str, Any] = {
+    "arch": "gpt_oss",
+    "num_local_experts": 6,
+    "num_experts_per_tok": 3,
+    "ffn": 32,
+    "layer_types": [SLIDING, FULL, SLIDING],
+    "sliding_window": 12,
+    "rope": {**YARN, "truncate": False},
 }
 OLMO3: dict[str, Any] = {
     "arch": "olmo3",
@@ -180,6 +190,8 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     ("lfm2-moe-fused", {**LFM2_MOE, "fused": True, "norm_topk_prob": False, "num_dense_layers": 2}),
     ("lfm2-moe-without-bias", {**LFM2_MOE, "use_expert_bias": False, "tied": True, "shards": 2, "num_dense_layers": 0}),
     ("olmo3", OLMO3),
+    ("gpt-oss", GPT_OSS),
+    ("gpt-oss-one-kind", {**GPT_OSS, "layer_types": [SLIDING] * 3, "kv_heads": 4, "tied": True, "shards": 2}),
     ("dream", {"arch": "dream"}),
     ("dream-old-file", {"arch": "dream", "rope": {"rope_type": "default", "rope_theta": 1e6}, "old_rope": True}),
     ("dream-sharded", {"arch": "dream", "shards": 2, "kv_heads": 4}),
@@ -279,6 +291,8 @@ def randomize(model: torch.nn.Module, seed: int) -> None:
         noise = torch.randn(p.shape, generator=generator)
         if name.endswith("dt_bias"):  # a state still has some of what it had a hundred tokens ago
             p.copy_(0.3 * noise - 4)
+        elif name.endswith(("sinks", "gate_up_proj_bias")):  # of gpt-oss: some gates reach the clamp
+            p.copy_(4 * noise if "bias" in name else 1 + noise)
         elif p.ndim == 1:
             own = 1 if "linear_attn.norm" in name else mean
             p.copy_(own + 0.2 * noise if "norm" in name else 0.3 * noise)

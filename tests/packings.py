@@ -32,6 +32,8 @@ def numbers(name: str, O: int = ROWS, E: int = COLUMNS, seed: int = 0) -> Number
     if form.scales == "sixteen":
         eight = torch.randint(-128, 128, (O, E // 16), generator=by).to(torch.int8)
         return Numbers(name, codes, eight, None, some(E // 256, torch.float16))
+    if form.scales == "power":
+        return Numbers(name, codes, torch.randint(110, 122, (O, E // 32), dtype=torch.uint8, generator=by))
     dtype = torch.float16 if "half" in form.scales else torch.float32
     shift = torch.randn(O, E // 32, generator=by).mul(0.1).to(dtype) if "shift" in form.scales else None
     return Numbers(name, codes, some(E // 32, dtype), shift)
@@ -54,6 +56,11 @@ def exact(n: Numbers) -> Exact:
         value = torch.where(power > 0, (1 + rest / 8) * 2 ** (power - 7), rest / 8 * 2.0**-6)
         weight = torch.where(sign > 0, -value, value) * each(n.scale, 32)
         return Exact(weight, weight.abs())
+    if n.format == "mxfp4":  # e2m1: sign, two bits of exponent with a bias of 1, one bit of mantissa
+        sign, power, half = n.codes >> 3, (n.codes >> 1 & 3).double(), (n.codes & 1).double()
+        value = torch.where(power > 0, (1 + half / 2) * 2 ** (power - 1), half / 2)
+        weight, by = torch.where(sign > 0, -value, value), each(2.0 ** (n.scale.double() - 127), 32)
+        return Exact(weight * by, (weight + 12) * by)  # products add 6 to a number, and subtract it again
     zero, shift = (0 if n.shift is not None else 1 << form.bits - 1), torch.zeros(1, 1, dtype=torch.float64)
     if form.scales == "super":
         scale, shift = each(n.scale, 32) * each(n.d, 256), -(each(n.shift, 32) * each(n.m, 256))

@@ -13,7 +13,7 @@ import caches
 import pytest
 import torch
 import warm
-from make_checkpoint import GEMMA3, LFM2_MOE, QWEN3_MOE, QWEN3_NEXT, make
+from make_checkpoint import GEMMA3, GPT_OSS, LFM2_MOE, QWEN3_MOE, QWEN3_NEXT, make
 from make_dflash import make_dflash
 from make_head import make_head
 from make_mtp import make_mtp
@@ -82,6 +82,7 @@ def models(tmp_path_factory):
     experts = make(folder / "experts", max_context=192, vocab=129, **QWEN3_MOE)
     mixed = make(folder / "mixed", max_context=192, vocab=129, **QWEN3_NEXT)
     short = make(folder / "short", max_context=192, vocab=130, **LFM2_MOE)
+    oss = make(folder / "gpt-oss", max_context=192, vocab=129, **GPT_OSS)
     like, often = json.loads((target / "config.json").read_text()), [28, 125]
     eagle = make_head(folder / "eagle", like, layout="nested", ids=often, eagle_aux_hidden_state_layer_ids=[1, 2, 3])
     dflash = make_dflash(folder / "dflash", like, layout="dflash", ids=often, layer_ids=[1, 2])
@@ -96,6 +97,7 @@ def models(tmp_path_factory):
         "mixed": mixed,
         "mixed-draft": perturbed(mixed, folder / "mixed-draft"),
         "short": short,
+        "gpt-oss": oss,
         "eagle": eagle,
         "dflash": dflash,
     }
@@ -123,6 +125,7 @@ def cases_of(models):
         "experts": ([models["experts"]], {"strategy": "del", "policy": "fixed", "exit_layer": 2, "draft_tokens": 3}),
         "mixed": ([models["mixed"], models["mixed-draft"]], {"strategy": "draft", "tree": "3x3", "batch_size": 2}),
         "short": ([models["short"]], {"strategy": "del", "policy": "fixed", "exit_layer": 2, "draft_tokens": 3}),
+        "gpt-oss": ([models["gpt-oss"]], {"strategy": "del", "policy": "fixed", "exit_layer": 2, "draft_tokens": 3}),
         "eagle": ([models["target"], models["eagle"]], {"strategy": "eagle", "draft_tokens": 3, "batch_size": 2}),
         "eagle-tree": ([models["target"], models["eagle"]], {"strategy": "eagle", "tree": "2x2", "graphs": "on"}),
         "mtp": ([models["mtp"]], {"strategy": "mtp", "draft_tokens": 3, "batch_size": 2}),
@@ -149,7 +152,7 @@ def plain(models):
 
 QUICK = {
     *("ar", "chain", "tree", "easyspec", "easyspec-uneven", "del"),
-    *("static", "batch", "eagle", "mtp", "del+vocabtrim", "experts", "mixed"),
+    *("static", "batch", "eagle", "mtp", "del+vocabtrim", "gpt-oss", "mixed"),
 }
 
 

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from make_checkpoint import LFM2_MOE, MIXTRAL, QWEN3_MOE, edit, exact_oracle, make, oracle
+from make_checkpoint import FULL, GPT_OSS, LFM2_MOE, MIXTRAL, QWEN3_MOE, SLIDING, edit, exact_oracle, make, oracle
 from pairs import perturbed
 from recorded import kernels, recording
 from safetensors.torch import load_file, save_file
@@ -285,8 +285,11 @@ def test_a_wrong_bias_is_refused(tmp_path, shape):
         read(folder, dtype=torch.float32, device="cpu")
 
 
+OSS = GPT_OSS | {"layer_types": [SLIDING, FULL]}
+
+
 @pytest.mark.parametrize("kind", ["int8", "int4"])
-@pytest.mark.parametrize("arch", [MIXTRAL, QWEN3_MOE, TWO], ids=["mixtral", "qwen3_moe", "lfm2_moe"])
+@pytest.mark.parametrize("arch", [MIXTRAL, QWEN3_MOE, TWO, OSS], ids=["mixtral", "qwen3_moe", "lfm2_moe", "gpt_oss"])
 def test_experts_are_rounded_and_routers_are_not(tmp_path, arch, kind):
     folder = make(tmp_path, **arch | {"layers": 2, "ffn": 64, "moe_intermediate_size": 64})
     exact = read(folder, dtype=torch.float64, device="cpu", quantize=kind).weights
@@ -298,7 +301,8 @@ def test_experts_are_rounded_and_routers_are_not(tmp_path, arch, kind):
             assert one.kinds == {kind} and torch.equal(one.dequantised(torch.float64), getattr(exact, name)[n])
             assert not torch.equal(getattr(exact, name)[n].float(), getattr(plain, name)[n])
     assert torch.equal(w.router[1], plain.router[1]) and torch.equal(exact.router[1].float(), plain.router[1])
-    assert (w.router_bias is None) == (arch is not TWO)
+    assert (w.router_bias is None) == (arch not in (TWO, OSS))
+    assert arch is not OSS or torch.equal(w.gate_up_bias, plain.gate_up_bias)
     if arch is TWO:  # whatever the weights' dtype
         half = read(folder, dtype=torch.bfloat16, device="cpu", quantize=kind).weights
         given = load_file(folder / "model.safetensors")

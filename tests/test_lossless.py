@@ -4,7 +4,7 @@ import itertools
 
 import cases
 import pytest
-from make_checkpoint import GRANITE, PHI4, QWEN3_MOE, make
+from make_checkpoint import FULL, GPT_OSS, GRANITE, PHI4, QWEN3_MOE, SLIDING, make
 from one_round import after_every_round, apart
 from pairs import perturbed
 
@@ -21,6 +21,7 @@ SAMPLING = {
 SHAPES = {**DRAFTS, **CAPPED}
 ARCHITECTURES = {arch: {"arch": arch} for arch in ("llama", "mistral", "qwen2", "qwen3", "olmo2", "smollm3")}
 ARCHITECTURES |= {"granite": GRANITE, "phi4-mini": PHI4, "qwen3-moe": QWEN3_MOE}
+ARCHITECTURES |= {"gpt-oss": {**GPT_OSS, "layer_types": [SLIDING, FULL]}}
 
 
 @pytest.fixture(scope="module")

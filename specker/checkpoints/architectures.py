@@ -5,8 +5,10 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from reprlib import repr as short
 from typing import Any, NamedTuple
 
+from specker.kernels.linear import ALPHA, LIMIT
 from specker.model.config import CheckpointError, DeltaNet, Mixer, ShortConv
 
 TILED = "linear_out_proj_tiled"  # DeltaNet.tiled, in config.json of a converted GGUF file
@@ -79,6 +81,13 @@ def _lfm_mixture(hf: Any) -> dict[str, Any]:
     }
 
 
+def _gpt_oss_mixture(hf: Any) -> dict[str, Any]:
+    for name, own in (("swiglu_alpha", ALPHA), ("swiglu_limit", LIMIT)):
+        if getattr(hf, name, own) != own:
+            raise CheckpointError(f"{name} {short(getattr(hf, name))} is not supported; it must be {own}")
+    return {"biased": True}
+
+
 def _granite(hf: Any) -> Scales:
     factors = hf.attention_multiplier, hf.embedding_multiplier
     return Scales(*factors, residual=hf.residual_multiplier, logits=1 / hf.logits_scaling)
@@ -100,7 +109,9 @@ class Architecture:
     partial: bool = False  # RoPE may rotate only a head's first dimensions
     fused: bool = False  # ModelConfig.fused
     norm_offset: float = 0.0  # ModelConfig.norm_offset
-    activation: str = "hidden_act"  # the field that names the activation; "": SiLU
+    activation: str = "hidden_act"  # the field that names the activation; "": none does
+    gate: str = "silu"  # LayerSpec.activation, if no field names it
+    sinks: bool = False  # LayerSpec.sinks
     eps: str = "rms_norm_eps"  # the field with the norms' epsilon
     width: Callable[[Any], int] = lambda hf: hf.intermediate_size  # of the feed-forward, from transformers' config
     recurrent: tuple[str, Callable[[Any], Mixer]] | None = None  # layers of this type, and what they compute
@@ -168,6 +179,16 @@ ARCHITECTURES = {
         recurrent=("conv", _short_conv),
         experts=("num_experts", "num_experts_per_tok", "moe_intermediate_size"),
         mixture=_lfm_mixture,
+    ),
+    "GptOssForCausalLM": Architecture(
+        "gpt_oss",
+        biases="all",
+        activation="",
+        gate="clamped_silu",
+        sinks=True,
+        experts=("num_local_experts", "num_experts_per_tok", "intermediate_size"),
+        mixture=_gpt_oss_mixture,
+        defaults={"mlp_bias": True},
     ),
     "MiMoForCausalLM": Architecture("mimo", biases="qkv", config="Qwen2Config"),
     "Gemma3ForCausalLM": Architecture(

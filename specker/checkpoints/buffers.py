@@ -24,6 +24,7 @@ from specker.model.weights import Matrix
 
 SIZES = {"F64": 8, "F32": 4, "I32": 4, "F16": 2, "BF16": 2, "I8": 1, "U8": 1, "F8_E4M3": 1}  # bytes per element
 WIDE = "conv", "a_log", "dt_bias", "router_bias"  # in float32 at least
+VECTORS = "shared_gate", "gate_up_bias", "down_bias"  # in the activations' dtype even with two dimensions
 CHUNK = 1 << 22  # elements cast at a time, because the host stages casts for a GPU
 
 
@@ -222,7 +223,7 @@ def _allocated(
     wide = torch.promote_types(kinds[1], torch.float32)
 
     def empty(name: str, shape: tuple[int, ...], *layers: int) -> Tensor:
-        kind = wide if name in WIDE else kinds[1 if name == "shared_gate" else len(shape)]
+        kind = wide if name in WIDE else kinds[1 if name in VECTORS else len(shape)]
         return torch.empty((*layers, *shape), dtype=kind, device=device)
 
     for name in dict.fromkeys(name for name, _ in last):

@@ -145,7 +145,7 @@ def check_tensors(
             wanted |= storage.scheme.stored(name.removesuffix(".weight"), p.matrix)
             ignored.update(storage.scheme.optional(name.removesuffix(".weight")))
         else:
-            wanted[name] = p.stored, ("F64", "F32", "F16", "BF16")
+            wanted[name] = p.in_file, ("F64", "F32", "F16", "BF16")
     missing = [name for name in wanted if name not in where]
     if missing:
         more = f" and {len(missing) - 1} more" if missing[1:] else ""

@@ -74,7 +74,7 @@ def parse_config(
         intermediate_size=its.width(hf),
         rms_norm_eps=float(getattr(hf, its.eps)) / scales.residual**2,
         layer=LayerSpec(
-            ACTIVATIONS[act],
+            ACTIVATIONS[act] if its.activation else its.gate,
             qkv_bias=attention_bias or its.biases == "qkv",
             o_bias=attention_bias,
             mlp_bias=its.biases == "all" and bool(hf.mlp_bias),
@@ -82,6 +82,7 @@ def parse_config(
             qk_norm=its.qk_norm,
             scale=scales.scores,
             mixers=mixers,
+            sinks=its.sinks,
             gated=its.gated,
             sliding_windows=tuple(window if kind == SLIDING else 0 for kind in kinds) if narrow else (),
             ropes=table_of,

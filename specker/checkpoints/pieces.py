@@ -3,7 +3,8 @@
 A mixture of experts has one of two layouts. Most checkpoints have three matrices for each expert; Mixtral names them
 differently. The fused layout, which transformers has in memory and into which GGUF files are converted, has two tensors
 for all experts of a layer: gate_up_proj [X, 2 F, E], with each expert's gate rows first, and down_proj [X, E, F]. In
-memory both become matrices [X * 2 F, E] and [X * E, F] (Weights.gate_up and .down).
+memory both become matrices [X * 2 F, E] and [X * E, F] (Weights.gate_up and .down). gpt-oss has always two tensors, in
+which rows of gate and up take turns, and with matrices that are not quantised [X, E, 2 F] and [X, F, E].
 """
 
 import math
@@ -33,8 +34,9 @@ QWEN = ExpertNames("mlp.gate", "mlp.experts.#", "gate_proj", "up_proj", "down_pr
 MIXTRAL = ExpertNames("block_sparse_moe.gate", "block_sparse_moe.experts.#", "w1", "w3", "w2")
 LFM2 = ExpertNames("mlp.gate", "mlp.experts.#", "w1", "w3", "w2")  # before RENAMED
 NAMED = {"MixtralForCausalLM": MIXTRAL, "Lfm2MoeForCausalLM": LFM2}  # of other architectures: QWEN
+GPT_OSS = "GptOssForCausalLM"
 # Matrices that are never quantised: they are small, and much depends on them.
-PLAIN = "router", "gates", "conv", "shared_gate"
+PLAIN = "router", "gates", "conv", "shared_gate", "gate_up_bias", "down_bias"
 IN_LFM2 = {
     "self_attn.o_proj": "self_attn.out_proj",
     "self_attn.q_norm": "self_attn.q_layernorm",
@@ -66,7 +68,9 @@ class Piece:
     offset: float = 0.0  # added to the tensor, in the buffer's dtype
     factor: float = 1.0  # multiplied with it after that
     order: tuple[int, ...] = ()  # the tensor's rows in the piece's order; empty: consecutive ones
-    parts: int = 1  # of three dimensions: the tensor's second one has so many equal parts, and the piece some of each
+    parts: int = 1  # of all experts: the tensor's second dimension has so many equal parts, and the piece some of each
+    alternate: bool = False  # the tensor's parts take turns, row by row; the piece has one after another
+    transposed: bool = False  # the file has each expert's matrix as [columns, rows]
 
     @classmethod
     def tensor(
@@ -77,7 +81,12 @@ class Piece:
 
     @property
     def whole(self) -> bool:
-        return self.shape == self.stored and not self.order
+        return self.shape == self.stored and not self.order and not self.alternate
+
+    @property
+    def in_file(self) -> tuple[int, ...]:
+        """The whole tensor's shape in a file that does not have it quantised."""
+        return (*self.stored[:-2], *self.stored[:-3:-1]) if self.transposed else self.stored
 
     @property
     def at(self) -> tuple[slice, ...]:
@@ -98,26 +107,34 @@ class Piece:
         return math.prod(self.stored[:-1]), self.stored[-1]
 
     def rows_of(self, x: Tensor) -> Tensor:
-        """The piece's rows of the whole tensor's [rows, ...]."""
+        """The piece's rows of the whole tensor's [rows, columns] or [rows]."""
         if self.order:
             return x[list(self.order)]
-        if len(self.stored) < 3:
+        if len(self.stored) < 3 and not self.alternate:
             return x[self.first[0] : self.first[0] + self.shape[0]]
-        (X, O, _), (_, count, _) = self.stored, self.shape
-        each = x.reshape(X, self.parts, O // self.parts, *x.shape[1:])
+        (X, O), count, columns = self.stored[:2], self.shape[1], x.shape[-1:] if len(self.stored) == 3 else ()
+        if self.alternate:
+            each = x.reshape(X, O // self.parts, self.parts, *columns).transpose(1, 2)
+        else:
+            each = x.reshape(X, self.parts, O // self.parts, *columns)
         return each[:, :, self.first[1] : self.first[1] + count // self.parts].flatten(0, 2)
 
     def read(self, file: Any, name: str) -> Tensor:
         """The piece of the tensor `name` of an open safetensors file, [rows, columns] or [rows]."""
         found: Tensor
-        if len(self.stored) < 3 and not self.order:
+        if len(self.stored) < 3 and not self.order and not self.alternate:
             found = file.get_tensor(name) if self.whole else file.get_slice(name)[self.at]
             return found
         found = file.get_tensor(name)
-        found = found.flatten(0, -2) if len(self.stored) == 3 else found
+        if self.transposed:
+            found = found.mT
+        if len(self.stored) == 3 and not self.alternate:
+            found = found.flatten(0, -2)
         if self.whole:
             return found
         found = self.rows_of(found)
+        if len(self.stored) == 2 and self.alternate:
+            return found.view(self.shape)
         return found if found.dim() == 1 else found[:, self.first[-1] : self.first[-1] + self.shape[-1]]
 
 
@@ -189,6 +206,8 @@ def _layer_pieces(c: ModelConfig, i: int, part: Part, fused: bool) -> Iterator[P
         outputs += _attention_rows(c, part)
         (q0, q), D = part.heads(c), c.head_dim
         columns += [("self_attn.o_proj", "o", (q0 * D, q * D, c.num_heads * D), c.layer.o_bias)]
+        if c.layer.sinks:
+            yield Piece("self_attn.sinks", "sinks", i, 0, (q,), (c.num_heads,), (q0,))
     else:
         yield from _mixer_pieces(c, i, mixer, part)
     if mixture is None and c.fused:
@@ -304,14 +323,20 @@ def _expert_pieces(c: ModelConfig, layer: int, experts: Experts, part: Part, fus
     X, E, F = experts.count, c.hidden_size, experts.width
     first, count = part.within(experts)
     names = QWEN if fused else NAMED.get(c.architecture, QWEN)
+    oss = c.architecture == GPT_OSS
+    fused = fused or oss
 
-    yield Piece.tensor(f"{names.router}.weight", "router", X, E, layer=layer)
+    yield Piece.tensor(f"{'mlp.router' if oss else names.router}.weight", "router", X, E, layer=layer)
     if experts.biased:
-        yield Piece.tensor("mlp.expert_bias", "router_bias", X, layer=layer)
+        yield Piece.tensor("mlp.router.bias" if oss else "mlp.expert_bias", "router_bias", X, layer=layer)
     if fused:
         both = (X, 2 * count, E), (X, 2 * F, E), (0, first, 0)
-        yield Piece(GATE_UP, "gate_up", layer, 0, *both, parts=2)
-        yield Piece(DOWN, "down", layer, 0, (X, E, count), (X, E, F), (0, 0, first))
+        yield Piece(GATE_UP, "gate_up", layer, 0, *both, parts=2, alternate=oss, transposed=oss)
+        yield Piece(DOWN, "down", layer, 0, (X, E, count), (X, E, F), (0, 0, first), transposed=oss)
+    if c.layer.mlp_bias:
+        bias = (X, 2 * count), (X, 2 * F), (0, first)
+        yield Piece(f"{GATE_UP}_bias", "gate_up_bias", layer, 0, *bias, parts=2, alternate=oss)
+        yield Piece.tensor(f"{DOWN}_bias", "down_bias", X, E, layer=layer)
     for n in range(0 if fused else X):
         own = names.expert.replace("#", str(n))
         for i, name in enumerate((names.gate, names.up)):

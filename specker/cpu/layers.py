@@ -68,6 +68,7 @@ NAMES = (
     "shared_down",
     "shared_gate",
     "gates",
+    "sinks",
 )
 MOST_CONV = 16  # columns that a convolution reads at most
 
@@ -140,13 +141,14 @@ class Stack:
         """Each layer: norm_in [E], qkv [(Hq + 2 Hkv) D, E], its bias, q_norm [D], or over all heads [Hq D], k_norm, o
         [E, Hq D], its bias, norm_post, gate_up [2 F, E], its bias, down [E, F], its bias, norm_o, norm_down, router [X,
         E], its bias [X] (`Experts.biased` in model/config.py); None where it is absent. Of X experts, gate_up and down
-        hold [2 F, E] and [E, F] one after another, as rows or, in tensors, as a third dimension. With `spec.gated`, qkv
-        begins with the gate of attention's outputs [Hq D].
+        hold [2 F, E] and [E, F] one after another, as rows or, in tensors, as a third dimension, and so do their
+        biases. With `spec.gated`, qkv begins with the gate of attention's outputs [Hq D].
 
         Further, unless all are absent: conv [C, K], conv_bias [C], a_log and dt_bias [Hv], norm_mix [Dv]; and of the
-        expert that every row reads its gate_up [2 S, E], down [E, S] and gate [1, E]; gates [2 Hv, E]. In a layer with
-        a recurrent state, qkv is the in-projection (`DeltaNet` and `ShortConv` in model/config.py give the order of its
-        rows), without b and a if these are `gates`, and o is the out-projection.
+        expert that every row reads its gate_up [2 S, E], down [E, S] and gate [1, E]; gates [2 Hv, E]; the sinks of
+        attention [Hq] (kernels/attention.py). In a layer with a recurrent state, qkv is the in-projection (`DeltaNet`
+        and `ShortConv` in model/config.py give the order of its rows), without b and a if these are `gates`, and o is
+        the out-projection.
 
         heads: Hq, Hkv; ropes: the table [C, 2, D] of each layer that attends; scale: factor of attention's scores. A
         matrix is float32, bfloat16 or `Packed`, everything else float32. activations: see `Matrix.of`."""

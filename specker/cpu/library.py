@@ -16,7 +16,7 @@ from torch import Tensor
 from specker.cpu import build
 
 ACTIVATIONS = {"int8": 0, "bfloat16": 1, "float32": 2}
-GATES = {"silu": 0, "gelu_tanh": 1, "gelu": 2}  # LayerSpec.activation -> the enum in csrc/layers.h
+GATES = {"silu": 0, "gelu_tanh": 1, "gelu": 2, "clamped_silu": 3}  # LayerSpec.activation -> the enum in csrc/layers.h
 
 
 class Segment(Structure):
@@ -50,6 +50,7 @@ VECTORS = (
     "norm_o",
     "norm_down",
     "router_bias",
+    "sinks",
 )
 MATRICES = "qkv", "o", "gate_up", "down"
 SHARED = "shared_gate_up", "shared_down"

@@ -12,6 +12,7 @@ and then its scales. In 32 columns register i holds columns 4 i .. 4 i + 3 of ro
 
     w = (code - zero) scale              without shifts: zero is 2^(bits - 1)
     w = code scale + shift               with shifts; eight bits: (code - 128) scale + shift
+    w = e2m1(code) 2^(scale - 127)       mxfp4
 
 A format keeps the numbers of its source, in as many bits as the GGUF file, with two exceptions: Q4_K and Q5_K take 1/8
 bit a weight more, since their six-bit s and t become bytes, and Q6_K takes 1/16 bit more, since its units are padded to
@@ -21,6 +22,7 @@ whole cache lines.
     float, float shift   float32 for 32 columns          scales that float16 cannot hold
     super                d s and -m t for 32 columns     Q4_K, Q5_K: float16 d, m for 256 columns, bytes s, t for 32
     sixteen              d s for 16 columns              Q6_K: float16 d for 256 columns, a signed byte s for 16
+    power                a byte for 32 columns           MXFP4
 """
 
 from collections.abc import Sequence
@@ -54,7 +56,15 @@ class Format(NamedTuple):
     @property
     def unit(self) -> int:
         """Bytes of a unit of a block."""
-        sizes = {"half": 32, "half shift": 64, "float": 64, "float shift": 128, "super": 320, "sixteen": 320}
+        sizes = {
+            "half": 32,
+            "half shift": 64,
+            "float": 64,
+            "float shift": 128,
+            "super": 320,
+            "sixteen": 320,
+            "power": 16,
+        }
         return self.columns // GROUP * self.coded + sizes[self.scales]
 
     def bytes_of(self, rows: int, columns: int) -> int:
@@ -76,6 +86,7 @@ FORMATS = {
     "int8 float shift": Format(8, "float shift", 13),
     "fp8": Format(8, "half", 14),
     "fp8 float": Format(8, "float", 15),
+    "mxfp4": Format(4, "power", 16),
 }
 
 
@@ -84,7 +95,7 @@ class Numbers(NamedTuple):
 
     format: str
     codes: Tensor  # [O, E] uint8
-    scale: Tensor  # [O, E / 32] float16 or float32; super: [O, E / 32] uint8; sixteen: [O, E / 16] int8
+    scale: Tensor  # [O, E / 32] float16 or float32; super, power: [O, E / 32] uint8; sixteen: [O, E / 16] int8
     shift: Tensor | None = None  # like scale
     d: Tensor | None = None  # super, sixteen: [O, E / 256] float16
     m: Tensor | None = None  # super: [O, E / 256] float16
@@ -265,7 +276,8 @@ def unpack(run: Run, E: int) -> Numbers:
     if form.scales == "sixteen":
         s, d, _ = rest.split((256, 32, 32), -1)
         return Numbers(run.format, codes, _rows(s, torch.int8, 16, rows), None, _rows(d, torch.float16, 1, rows))
-    dtype = torch.float16 if form.scales.startswith("half") else torch.float32
+    kinds = {"half": torch.float16, "float": torch.float32, "power": torch.uint8}
+    dtype = kinds[form.scales.split()[0]]
     each = ROWS * dtype.itemsize
     scale = _rows(rest[..., :each], dtype, 1, rows)
     shift = _rows(rest[..., each:], dtype, 1, rows) if form.scales.endswith("shift") else None
@@ -274,6 +286,13 @@ def unpack(run: Run, E: int) -> Numbers:
 
 def of_quantised(w: Quantized) -> Packed | None:
     """Pack a matrix [O, E] of kernels/quant.py without loss; None if its groups are not multiples of 32 columns."""
+    rows = max(quant.CHUNK // w.shape[-1] // ROWS, 1) * ROWS  # packing takes several bytes for each weight
+    made = (_packed(w[i : i + rows]) for i in range(0, max(len(w), 1), rows))
+    parts = [part for part in made if part is not None]
+    return merged(joined(parts)) if parts else None
+
+
+def _packed(w: Quantized) -> Packed | None:
     E = w.shape[-1]
     if w.group % GROUP or E % GROUP:
         return None
@@ -281,6 +300,8 @@ def of_quantised(w: Quantized) -> Packed | None:
     scale, shift = (None if x is None else x.repeat_interleave(times, -1) for x in (w.scale, w.shift))
     assert scale is not None
     halves = scale.dtype == torch.float16
+    if w.kind == "mxfp4":
+        return pack(Numbers("mxfp4", unpacked(w.q), scale))
     if w.kind == "int4":
         if shift is None and not halves:
             shift = scale * -8

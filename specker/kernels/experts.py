@@ -14,11 +14,11 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from specker.kernels.linear import _row_linear_merge_kernel, gate_mul, row_linear
+from specker.kernels.linear import GATES, _row_linear_merge_kernel, gate_mul, row_linear
 from specker.kernels.quant import Format, Matrix, Quantized, arguments_of, constexprs_of, format_of, streams, types_of
 from specker.kernels.registry import register
 from specker.kernels.stream import stream_rows
-from specker.kernels.tiles import COMMON, like, split_of, tiles, weight_left, wide_rows
+from specker.kernels.tiles import COMMON, MXFP4, like, split_of, tiles, weight_left, wide_rows
 from specker.kernels.variant import (
     AMD,
     TYPES,
@@ -34,7 +34,7 @@ from specker.kernels.variant import (
     wait_for_previous,
 )
 
-EPILOGUES = ("none", "silu_mul", "sum", "split")
+EPILOGUES = ("none", *GATES, "sum", "split")
 ROWS = 2048  # most rows that the kernel serves: with a prompt in such chunks its experts are read seldom
 
 
@@ -46,11 +46,12 @@ def expert_linear(
     starts: Tensor,
     epilogue: str = "none",
     scores: Tensor | None = None,
+    bias: Tensor | None = None,
 ) -> Tensor:
     """A linear layer in which each row has k experts of X, such as `expert_route` chooses.
 
-        y[t, j] = x[t, j] W_e^T, e = experts[t, j]        "none"; x[t] in place of x[t, j] if x is [T, E]
-        y[t]    = sum over j of scores[t, j] * y[t, j]    "sum"
+        y[t, j] = x[t, j] W_e^T + bias_e, e = experts[t, j]    "none"; x[t] in place of x[t, j] if x is [T, E]
+        y[t]    = sum over j of scores[t, j] * y[t, j]         "sum"
 
     Memory moves the matrix of each chosen expert once for all its rows, and no other expert's. Sums run in float32
     (float64 for float64) and are rounded once, to the result. The kernel serves up to 2,048 rows, in tiles of 64 of one
@@ -65,12 +66,14 @@ def expert_linear(
         order: [T * k] int32, the choices t * k + j sorted by expert, then by t.
         starts: [X + 1] int32, where each expert's choices begin in `order`.
         epilogue: "none"; "silu_mul": each expert's first O / 2 rows are the gate Wg, the rest the up projection Wu, and
-            the result is silu(x Wg^T) * (x Wu^T); "sum": the weighted sum of a row's experts, added in the order of j;
-            "split": its terms, which `residual_merge` adds up in order to the same bits.
+            the result is silu(x Wg^T) * (x Wu^T); "gelu_tanh_mul" and "clamped_silu_mul": the same with `row_linear`'s
+            other gates; "sum": the weighted sum of a row's experts, added in the order of j; "split": its terms, which
+            `residual_merge` adds up in order to the same bits.
         scores: [T, k] float32 (float64 for float64), for "sum" and "split" only.
+        bias: [X, O] of x's dtype, or None.
 
     Returns:
-        [T, k, O] for "none", [T, k, O / 2] for "silu_mul", [T, O] for "sum", all in x's dtype; [S * k, T, O] float32
+        [T, k, O] for "none", [T, k, O / 2] with a gate, [T, O] for "sum", all in x's dtype; [S * k, T, O] float32
         (float64 for float64) for "split", where S, the number of splits of K, depends on (k, O, E, device) alone.
 
     Raises:
@@ -87,7 +90,7 @@ def expert_linear(
         >>> expert_linear(torch.tensor([[3.0, 4.0]]), weight + weight, experts, *rows, "sum", scores).tolist()
         [[6.0, 8.0]]
     """
-    return _expert_linear(x, weight, experts, order, starts, epilogue, scores)
+    return _expert_linear(x, weight, experts, order, starts, epilogue, scores, bias)
 
 
 def expert_linear_ref(
@@ -98,12 +101,13 @@ def expert_linear_ref(
     starts: Tensor,
     epilogue: str = "none",
     scores: Tensor | None = None,
+    bias: Tensor | None = None,
 ) -> Tensor:
     (T, k), O, E = experts.shape, *weight.shape[1:]
     S, size = _split_of(x, weight, k) if epilogue == "split" else (1, E)
     how = epilogue if scores is None else "float32"
     dtype = x.dtype if scores is None else sum_dtype(x.dtype)
-    y = x.new_empty(S, T * k, O // 2 if epilogue == "silu_mul" else O, dtype=dtype)
+    y = x.new_empty(S, T * k, O // 2 if epilogue in GATES else O, dtype=dtype)
     rows = x if x.dim() == 2 else x.flatten(0, 1)
     for e, (start, stop) in enumerate(pairwise(starts.tolist())):
         if start == stop:
@@ -116,7 +120,10 @@ def expert_linear_ref(
             columns = slice(s * size, (s + 1) * size)
             whole = S == 1
             y[s, choices] = row_linear(
-                some if whole else some[:, columns], matrix if whole else matrix[:, columns], None, how
+                some if whole else some[:, columns],
+                matrix if whole else matrix[:, columns],
+                None if bias is None or s else bias[e],
+                how,
             )
     if scores is None:
         return y.view(T, k, y.shape[-1])
@@ -137,14 +144,15 @@ def expert_linear_cost(
     starts: Tensor,
     epilogue: str = "none",
     scores: Tensor | None = None,
+    bias: Tensor | None = None,
 ) -> tuple[int, int]:
-    """(bytes, flops) that any implementation needs: x, the chosen experts' matrices and the routing read once, the
-    result written."""
+    """(bytes, flops) that any implementation needs: x, the chosen experts' matrices and biases and the routing read
+    once, the result written."""
     (T, k), (X, O, E) = experts.shape, weight.shape
-    out = {"silu_mul": T * k * O // 2, "sum": T * O}.get(epilogue, T * k * O)
+    out = {"sum": T * O, **dict.fromkeys(GATES, T * k * O // 2)}.get(epilogue, T * k * O)
     written = out * (sum_dtype(x.dtype) if epilogue == "split" else x.dtype).itemsize
     routing = order.nbytes + starts.nbytes + (0 if scores is None else scores.nbytes)
-    read = len(experts.unique()) * (weight.nbytes // X)
+    read = len(experts.unique()) * ((weight.nbytes + (0 if bias is None else bias.nbytes)) // X)
     return x.nbytes + read + routing + written, 2 * T * k * O * E
 
 
@@ -156,13 +164,14 @@ def _split_of(x: Tensor, weight: Matrix, k: int) -> tuple[int, int]:
 @triton.jit(do_not_specialize=["T"], do_not_specialize_on_alignment=["order_ptr", "starts_ptr", "scores_ptr"])
 def _expert_linear_kernel(
     x_ptr,  # [T, E], or [T, K, E] with EACH
-    w_ptr,  # [X, O, E]; int4: int16 [X, O, E / 4]
+    w_ptr,  # [X, O, E]; four bits: int16 [X, O, E / 4]
     scale_ptr,  # [X, O, E / GROUP], or None
     shift_ptr,  # [X, O, E / GROUP], or None
     order_ptr,  # [T * K]
     starts_ptr,  # [X + 1]
     scores_ptr,  # [T, K]; not read unless WEIGHTED
-    y_ptr,  # [T, K, O], or [T, K, O / 2] with SILU; with PARTS float32 [SPLITS, T, K, O], WEIGHTED [K, SPLITS, T, O]
+    bias_ptr,  # [X, O], or None
+    y_ptr,  # [T, K, O], or [T, K, O / 2] with GATE; with PARTS float32 [SPLITS, T, K, O], WEIGHTED [K, SPLITS, T, O]
     T,
     X: tl.constexpr,
     K: tl.constexpr,
@@ -170,12 +179,12 @@ def _expert_linear_kernel(
     E: tl.constexpr,
     X_PAD: tl.constexpr,  # a power of two
     M: tl.constexpr,  # rows of x per program
-    N: tl.constexpr,  # output columns per program; with SILU each takes two rows of the weight
+    N: tl.constexpr,  # output columns per program; with GATE each takes two rows of the weight
     BLOCK_E: tl.constexpr,
     SPLITS: tl.constexpr,
     SPLIT_E: tl.constexpr,  # a multiple of BLOCK_E
     PARTS: tl.constexpr,  # write the splits' sums; always true if SPLITS > 1
-    SILU: tl.constexpr,
+    GATE: tl.constexpr,  # "" or a value of GATES
     EACH: tl.constexpr,
     WEIGHTED: tl.constexpr,  # write the terms of the weighted sums; only with PARTS
     KIND: tl.constexpr,
@@ -186,8 +195,8 @@ def _expert_linear_kernel(
     tl.static_assert(SPLIT_E % BLOCK_E == 0 and SPLITS * SPLIT_E >= E and N * E < 2**31 and 2048 * K * E < 2**31)
     let_next_start(PDL)
     wait_for_previous(PDL)
-    COLUMNS: tl.constexpr = O // 2 if SILU else O
-    ROW: tl.constexpr = E // 4 if KIND == "int4" else E  # elements of a row of the weight
+    COLUMNS: tl.constexpr = O // 2 if GATE != "" else O
+    ROW: tl.constexpr = E // 4 if w_ptr.dtype.element_ty == tl.int16 else E  # elements of a row of the weight
     i_tile = tl.program_id(0)  # tiles of rows, expert by expert: programs of one weight tile are adjacent
     o_x = tl.arange(0, X_PAD)
     m_x = o_x < X
@@ -224,7 +233,7 @@ def _expert_linear_kernel(
         BLOCK_E,
         E % BLOCK_E == 0,
         COLUMNS % N == 0,
-        SILU,
+        GATE != "",
         KIND,
         GROUP,
         LEFT,
@@ -232,6 +241,11 @@ def _expert_linear_kernel(
     let_next_start_late(PDL)
     o_choice = tl.load(order_ptr + o_place, mask=m_m, other=0, volatile=True)  # again: the loop needs the registers
     m_mn = m_m[:, None] & m_n[None, :]
+    if bias_ptr is not None:  # the first split adds it
+        p_bias, m_bias = bias_ptr + i_x * O + o_n, m_n & (i_s == 0)
+        b_y += tl.load(p_bias, mask=m_bias, other=0.0).to(tl.float32)[None, :]
+        if GATE != "":
+            b_up += tl.load(p_bias + COLUMNS, mask=m_bias, other=0.0).to(tl.float32)[None, :]
     if PARTS:
         if WEIGHTED:
             o_t = o_choice // K
@@ -241,11 +255,11 @@ def _expert_linear_kernel(
             o_y = i_s.to(tl.int64) * T * K + o_choice
         p_y = y_ptr + o_y[:, None] * O + o_n[None, :]
         tl.store(p_y, b_y, mask=m_mn)
-        if SILU:
+        if GATE != "":
             tl.store(p_y + COLUMNS, b_up, mask=m_mn)
     else:
-        if SILU:
-            b_y = gate_mul(b_y, b_up, "silu")
+        if GATE != "":
+            b_y = gate_mul(b_y, b_up, GATE)
         p_y = y_ptr + o_choice.to(tl.int64)[:, None] * COLUMNS + o_n[None, :]
         tl.store(p_y, b_y.to(y_ptr.dtype.element_ty), mask=m_mn)
 
@@ -262,6 +276,7 @@ def _variants(
     arch: int,
     sms: int = 0,
     form: Format | None = None,
+    bias: bool = False,
 ) -> tuple[Variant, Variant | None]:
     """The kernel, and the merge kernel if K is split or for "sum".
 
@@ -273,16 +288,16 @@ def _variants(
     experts, 51 experts have a row or two. Its empty rows are zeros that are written to shared memory and multiplied
     there, but not read. No weight is prefetched before the wait, since the expert is not known then.
     """
-    weighted, silu = epilogue in ("sum", "split"), epilogue == "silu_mul"
+    weighted, gate = epilogue in ("sum", "split"), GATES.get(epilogue, "")
     m, n, block, stages, splits = tiles(dtype, O, E, arch, min(k, X), sms, weighted, form)
     t, half = TYPES[dtype], dtype != torch.float32
     # In a weighted sum on AMD, and in float32's small tiles, the indices of rows are too large a part of what is read.
     wide = half and wide_rows(dtype, E, arch, form) and not (weighted and arch in AMD)
     parts = weighted or splits > 1
     name = f"{t} X{X} k{k} {E}->{O}" + " each" * each + f" {epilogue}" * (epilogue != "none")
-    name += "" if form is None else f" {form}"
+    name += " bias" * bias + ("" if form is None else f" {form}")
     smoke = dtype == torch.bfloat16 and (X, k, form) == (128, 8, None) and epilogue in ("silu_mul", "split")
-    left = half and weight_left(n // 2 if silu else n, arch, form)
+    left = half and weight_left(n // 2 if gate else n, arch, form)
     stream = Variant(
         name=name,
         kernel=_expert_linear_kernel,
@@ -292,6 +307,7 @@ def _variants(
             "*i32",
             "*i32",
             "*fp32" if weighted else "*i32",  # without scores the launcher passes `order`
+            f"*{t}" if bias else None,
             "*fp32" if parts else f"*{t}",
             "i32",
         ),
@@ -302,12 +318,12 @@ def _variants(
             "E": E,
             "X_PAD": triton.next_power_of_2(X),
             "M": m,
-            "N": n // 2 if silu else n,
+            "N": n // 2 if gate else n,
             "BLOCK_E": block,
             "SPLITS": splits,
             "SPLIT_E": -(-E // (splits * block)) * block,
             "PARTS": parts,
-            "SILU": silu,
+            "GATE": gate,
             "EACH": each,
             "WEIGHTED": weighted,
             **constexprs_of(form),
@@ -323,7 +339,7 @@ def _variants(
     )
     if epilogue == "split" or not parts:
         return stream, None
-    columns = O // 2 if silu else O
+    columns = O // 2 if gate else O
     merge = Variant(
         name=name + " merge",
         kernel=_row_linear_merge_kernel,
@@ -332,7 +348,7 @@ def _variants(
             "G": 1,
             "O": O,
             "SPLITS": splits * k if weighted else splits,
-            "GATE": "silu" if silu else "",
+            "GATE": gate,
             "BIAS": False,
             "BLOCK": min(triton.next_power_of_2(columns), 512),
         },
@@ -366,10 +382,20 @@ def variants(arch: int) -> Iterator[Variant]:
         (bf16, qwen_down, "split", True, COMMON[3]),
         (f16, mixtral, "silu_mul", False, Format("int4", 64, f16, None)),
         (f32, qwen_down, "split", True, COMMON[3]),
+        (bf16, qwen, "silu_mul", False, MXFP4),
     ):
         if form is not None and form.group == 4096:  # a scale per row
             form = form._replace(group=sizes[3])
         yield from (v for v in _variants(dtype, *sizes, epilogue, each, arch, form=form) if v is not None)
+    for sizes, epilogue, each, form in (  # gpt-oss-20b
+        ((32, 4, 5760, 2880), "clamped_silu_mul", False, None),
+        ((32, 4, 2880, 2880), "split", True, None),
+        ((32, 4, 5760, 2880), "clamped_silu_mul", False, COMMON[3]),
+        ((32, 4, 2880, 2880), "split", True, COMMON[3]),
+        ((32, 4, 5760, 2880), "clamped_silu_mul", False, MXFP4),
+        ((32, 4, 2880, 2880), "split", True, MXFP4),
+    ):
+        yield from (v for v in _variants(bf16, *sizes, epilogue, each, arch, form=form, bias=True) if v is not None)
 
 
 def _launch(
@@ -380,12 +406,13 @@ def _launch(
     starts: Tensor,
     epilogue: str = "none",
     scores: Tensor | None = None,
+    bias: Tensor | None = None,
 ) -> Tensor:
     (T, k), (X, O, E), form = experts.shape, weight.shape, format_of(weight)
-    where = arch(x.device), sms(x.device), form
+    where = arch(x.device), sms(x.device), form, bias is not None
     stream, merge = _variants(x.dtype, X, k, O, E, epilogue, x.dim() == 3, *where)
     sizes = stream.constexprs
-    M, splits, columns = sizes["M"], sizes["SPLITS"], O // 2 if epilogue == "silu_mul" else O
+    M, splits, columns = sizes["M"], sizes["SPLITS"], O // 2 if epilogue in GATES else O
     if epilogue == "split":
         y = x.new_empty(splits * k, T, O, dtype=torch.float32)
     else:
@@ -398,14 +425,22 @@ def _launch(
     grid = (T * k + busy * (M - 1)) // M, -(-columns // sizes["N"]), splits
     order = order.contiguous()
     own = order if scores is None else scores.contiguous()  # `order` is a dummy, not read
-    stream(grid, x.contiguous(), *arguments_of(weight), order, starts.contiguous(), own, out, T)
+    bias = None if bias is None else bias.contiguous()
+    stream(grid, x.contiguous(), *arguments_of(weight), order, starts.contiguous(), own, bias, out, T)
     if merge is not None:
         merge((rows, -(-columns // merge.constexprs["BLOCK"])), out, x, y, rows)
     return y
 
 
 def _check(
-    x: Tensor, weight: Matrix, experts: Tensor, order: Tensor, starts: Tensor, epilogue: str, scores: Tensor | None
+    x: Tensor,
+    weight: Matrix,
+    experts: Tensor,
+    order: Tensor,
+    starts: Tensor,
+    epilogue: str,
+    scores: Tensor | None,
+    bias: Tensor | None,
 ) -> None:
     if (
         experts.dim() != 2
@@ -433,8 +468,8 @@ def _check(
             raise ValueError(f"{name} must be {list(shape)} int32, got {list(given.shape)} {given.dtype}")
     if epilogue not in EPILOGUES:
         raise ValueError(f"epilogue must be one of {EPILOGUES}, got {epilogue!r}")
-    if epilogue == "silu_mul" and weight.shape[1] % 2:
-        raise ValueError(f"silu_mul needs an even number of weight rows, got {weight.shape[1]}")
+    if epilogue in GATES and weight.shape[1] % 2:
+        raise ValueError(f"{epilogue} needs an even number of weight rows, got {weight.shape[1]}")
     if (scores is None) == (epilogue in ("sum", "split")):
         raise ValueError(
             f"scores belong to sum and split, got {epilogue!r} {'without' if scores is None else 'with'} them"
@@ -443,18 +478,20 @@ def _check(
         raise ValueError(
             f"scores must be {list(experts.shape)} {sum_dtype(x.dtype)}, got {list(scores.shape)} {scores.dtype}"
         )
-    same_device(x, experts=experts, order=order, starts=starts, scores=scores)
+    if bias is not None and (bias.shape != weight.shape[:2] or bias.dtype != x.dtype):
+        raise ValueError(f"bias must be {list(weight.shape[:2])} {x.dtype}, got {list(bias.shape)} {bias.dtype}")
+    same_device(x, experts=experts, order=order, starts=starts, scores=scores, bias=bias)
 
 
 def _fake(
-    x: Tensor, weight: Matrix, experts: Tensor, order: Tensor, starts: Tensor, epilogue: str, scores: Tensor | None
+    x: Tensor, weight: Matrix, experts: Tensor, order: Tensor, starts: Tensor, epilogue: str, *_: object
 ) -> Tensor:
     (T, k), O = experts.shape, weight.shape[1]
     if epilogue == "split":
         return x.new_empty(_split_of(x, weight, k)[0] * k, T, O, dtype=sum_dtype(x.dtype))
     if epilogue == "sum":
         return x.new_empty(T, O)
-    return x.new_empty(T, k, O // 2 if epilogue == "silu_mul" else O)
+    return x.new_empty(T, k, O // 2 if epilogue in GATES else O)
 
 
 def _fits(x: Tensor, weight: Matrix, *_: object) -> bool:

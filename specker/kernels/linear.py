@@ -28,7 +28,18 @@ from specker.kernels.quant import (
 )
 from specker.kernels.registry import refuse, register
 from specker.kernels.stream import prefetch_rows, stream_rows
-from specker.kernels.tiles import COMMON, MAX_ROWS, check_product, like, lines, split_of, tiles, weight_left, wide_rows
+from specker.kernels.tiles import (
+    COMMON,
+    MAX_ROWS,
+    MXFP4,
+    check_product,
+    like,
+    lines,
+    split_of,
+    tiles,
+    weight_left,
+    wide_rows,
+)
 from specker.kernels.variant import (
     TYPES,
     Variant,
@@ -44,7 +55,9 @@ from specker.kernels.variant import (
     wait_for_previous,
 )
 
-GATES = {"silu_mul": "silu", "gelu_tanh_mul": "gelu_tanh"}  # epilogues of a gated feed-forward -> its activation
+# epilogues of a gated feed-forward -> its activation
+GATES = {"silu_mul": "silu", "gelu_tanh_mul": "gelu_tanh", "clamped_silu_mul": "clamped_silu"}
+ALPHA, LIMIT = 1.702, 7.0  # of clamped_silu
 EPILOGUES = ("none", *GATES, "float32", "split")
 # On a CPU, the compiled products are fastest for weights of at least this many elements (waking their threads takes 20
 # to 50 us) and at most this many rows. For more rows in float32, oneDNN on unpacked weights is faster (bench/LOG.md).
@@ -75,15 +88,15 @@ def row_linear(
             dtype before the product.
         bias: [O] or [G, O], or None.
         epilogue: "none"; "silu_mul": the weight's first O / 2 rows are the gate Wg, the rest the up projection Wu, and
-            the result is silu(x Wg^T) * (x Wu^T); "gelu_tanh_mul": the same with GELU's tanh form; "float32": the
-            result is not rounded, for logits; "split", without a bias: the sums over S splits of K, which
-            `residual_merge` adds up.
+            the result is silu(x Wg^T) * (x Wu^T); "gelu_tanh_mul": the same with GELU's tanh form; "clamped_silu_mul":
+            g sigmoid(1.702 g) (u + 1), where g is the gate's product, at most 7, and u the other one, between -7 and 7
+            (gpt-oss); "float32": the result is not rounded, for logits; "split", without a bias: the sums over S splits
+            of K, which `residual_merge` adds up.
         out: contiguous, of the result's shape and dtype; the result is written there and returned.
 
     Returns:
-        [T, O], with a leading G if x has one; [T, O / 2] for "silu_mul" and "gelu_tanh_mul"; [T, O] float32 (float64
-        for float64) for "float32"; [S, T, O] float32 (float64 for float64) for "split", where S depends on (G, O, E,
-        device) alone.
+        [T, O], with a leading G if x has one; [T, O / 2] with a gate; [T, O] float32 (float64 for float64) for
+        "float32"; [S, T, O] float32 (float64 for float64) for "split", where S depends on (G, O, E, device) alone.
 
     Raises:
         TypeError: an argument of another type.
@@ -190,8 +203,12 @@ def _row_linear_cpu(x: Tensor, weight: Matrix, bias: Tensor | None, epilogue: st
 
 
 def gated(y: Tensor, activation: str) -> Tensor:
-    """[.., O] -> activation(first half) * second half, [.., O / 2]. Activations: silu, gelu, gelu_tanh."""
+    """[.., O] -> activation(first half) * second half, [.., O / 2]. Activations: silu, gelu, gelu_tanh; clamped_silu,
+    which clamps both halves and adds 1 to the second one."""
     gate, up = y.chunk(2, dim=-1)
+    if activation == "clamped_silu":
+        gate = gate.clamp(max=LIMIT)
+        return (gate * torch.sigmoid(ALPHA * gate)).mul_(up.clamp(-LIMIT, LIMIT).add_(1))
     if activation == "silu":
         return F.silu(gate).mul_(up)
     return F.gelu(gate, approximate="tanh" if activation == "gelu_tanh" else "none").mul_(up)
@@ -202,6 +219,10 @@ def gate_mul(gate, up, GATE: tl.constexpr):
     """act(gate) * up. GELU's tanh form, x (1 + tanh(c (x + d x^3))) / 2, is x sigmoid(2 c (x + d x^3))."""
     if GATE == "silu":
         z = gate
+    elif GATE == "clamped_silu":  # a NaN stays one
+        gate = tl.where(gate > 7.0, 7.0, gate)
+        up = tl.where(up > 7.0, 8.0, tl.where(up < -7.0, -6.0, up + 1.0))
+        z = 1.702 * gate
     else:
         z = 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)
     return tl.div_rn(gate, 1.0 + tl.exp(-z)) * up
@@ -210,7 +231,7 @@ def gate_mul(gate, up, GATE: tl.constexpr):
 @triton.jit(do_not_specialize=["T"])
 def _row_linear_kernel(
     x_ptr,  # [G, T, E]
-    w_ptr,  # [G, O, E]; int4: int16 [G, O, E / 4]
+    w_ptr,  # [G, O, E]; four bits: int16 [G, O, E / 4]
     scale_ptr,  # [G, O, E / GROUP], or None
     shift_ptr,  # [G, O, E / GROUP], or None
     bias_ptr,  # [G, O]
@@ -225,7 +246,7 @@ def _row_linear_kernel(
     SPLITS: tl.constexpr,
     SPLIT_E: tl.constexpr,  # a multiple of BLOCK_E
     PARTS: tl.constexpr,  # write the splits' sums; always true if SPLITS > 1
-    GATE: tl.constexpr,  # "", "silu" or "gelu_tanh"
+    GATE: tl.constexpr,  # "" or a value of GATES
     BIAS: tl.constexpr,
     KIND: tl.constexpr,
     GROUP: tl.constexpr,
@@ -236,7 +257,7 @@ def _row_linear_kernel(
     tl.static_assert(SPLIT_E % BLOCK_E == 0 and SPLITS * SPLIT_E >= E and N * E < 2**31 and 1024 * E < 2**31)
     let_next_start(PDL)
     COLUMNS: tl.constexpr = O // 2 if GATE != "" else O
-    PACK: tl.constexpr = 4 if KIND == "int4" else 1
+    PACK: tl.constexpr = 4 if w_ptr.dtype.element_ty == tl.int16 else 1
     ROW: tl.constexpr = E // PACK  # elements of a row of the weight
     o_m = tl.program_id(0) * M + tl.arange(0, M)  # programs of one weight tile are adjacent
     m_m = o_m < T
@@ -444,6 +465,8 @@ def variants(arch: int) -> Iterator[Variant]:
         (bf16, 4097, 1023, "none", Format("int8", 1023, f32, None)),
         (f16, 28672, 4096, "silu_mul", Format("int4", 64, f16, None)),
         (f32, 4096, 4096, "none", Format("int4", 32, f16, f16)),
+        (bf16, 28672, 4096, "silu_mul", MXFP4),
+        (f16, 2050, 1056, "float32", MXFP4),
     ):
         yield from (v for v in _variants(dtype, O, E, epilogue, False, arch, form=form) if v is not None)
     yield from _variants(bf16, 4096, 4096, "none", True, arch, 4, form=COMMON[0])[:1]

@@ -80,7 +80,7 @@ def kv_project(
 
     The projection is rounded to x's dtype before norm and rotation, as above. One call can run G layers side by side.
     The op is batch-invariant: a row's bits depend on that row, the weights and the device alone. Memory moves the
-    weight once. The kernel serves up to 1,024 rows a layer and heads of up to 256 (128 with int4 weights); for other
+    weight once. The kernel serves up to 1,024 rows a layer and heads of up to 256 (128 with four bits); for other
     sizes the two ops run one after the other.
 
     Args:
@@ -154,7 +154,7 @@ def kv_project_cost(x: Tensor, weight: Matrix, bias: Tensor | None = None, *plac
 )
 def _kv_project_kernel(
     x_ptr,  # [G, T, E]
-    w_ptr,  # [G, HEADS * D, E], int4 int16 of E / 4: Hq heads of q, Hkv of k, Hkv of v
+    w_ptr,  # [G, HEADS * D, E], four bits int16 of E / 4: Hq heads of q, Hkv of k, Hkv of v
     scale_ptr,  # [G, HEADS * D, E / GROUP], or None
     shift_ptr,  # [G, HEADS * D, E / GROUP], or None
     bias_ptr,  # [G, HEADS * D]
@@ -203,7 +203,7 @@ def _kv_project_kernel(
     i_s = tl.program_id(2)
     o_n = tl.arange(0, N)
     first = i_g.to(tl.int64) * T  # the layer's first row
-    PACK: tl.constexpr = 4 if KIND == "int4" else 1
+    PACK: tl.constexpr = 4 if w_ptr.dtype.element_ty == tl.int16 else 1
     w_ptr += (i_g * HEADS + i_h).to(tl.int64) * (D * (E // PACK))
     start = i_s * SPLIT_E if SPLITS > 1 else 0
     stop = tl.minimum(i_s * SPLIT_E + SPLIT_E, E) if SPLITS > 1 else E
@@ -472,7 +472,7 @@ def _fake(x: Tensor, weight: Matrix, bias: Tensor | None, *others: Tensor) -> Te
 
 
 def _fits(x: Tensor, weight: Matrix, *others: Tensor) -> bool:
-    widest = 128 if weight.dtype == torch.uint8 else MAX_D  # int4 tiles of 256 rows spill registers
+    widest = 128 if weight.dtype == torch.uint8 else MAX_D  # four bits in tiles of 256 rows spill registers
     return x.shape[-2] <= MAX_ROWS and others[4].shape[3] <= widest and streams(weight)
 
 

@@ -3,17 +3,21 @@
     w[o, e] = q[o, e] * scale[o, e // group] + shift[o, e // group]
 
 in float32, rounded once. `row_linear`, `kv_project` and `vocab_topk` take a `Quantized` matrix instead of a tensor and
-compute with these w, rounded to the dtype of the activations; nothing else is quantised. Three kinds of q:
+compute with these w, rounded to the dtype of the activations; nothing else is quantised. Four kinds of q:
 
 * int8: int8 [O, E].
 * fp8: float8_e4m3fn [O, E].
 * int4: uint8 [O, E / 2], numbers 0 to 15; without shifts they stand for -8 to 7. 16 bytes hold 32 columns: their low
   four bits the first 16 columns, their high four bits the last 16, as in GGUF. A kernel then needs no shuffle: it
   multiplies the two halves separately.
+* mxfp4: uint8 [O, E / 2], laid out like int4: e2m1, which is a sign, two bits of exponent with bias 1 and one of
+  mantissa (0, 0.5, 1, 1.5, 2, 3, 4, 6). There is no shift, and a scale is 2^(b - 127) for a byte b of 0 to 254 (e8m0),
+  usually for 32 columns.
 
-Scales and shifts are both float16 if that is exact, else both float32. Formats with zero points have shift = -zero *
-scale.
-Sources: GGUF's block formats (ggml-common.h), compressed-tensors, GPTQ (arXiv 2210.17323), AWQ (arXiv 2306.00978).
+The other kinds' scales and shifts are both float16 if that is exact, else both float32. Formats with zero points have
+shift = -zero * scale.
+Sources: GGUF's block formats (ggml-common.h), compressed-tensors, GPTQ (arXiv 2210.17323), AWQ (arXiv 2306.00978), and
+the OCP Microscaling Formats (MX) Specification 1.0.
 """
 
 import math
@@ -26,10 +30,12 @@ from torch import Tensor
 
 from specker.kernels.variant import TYPES, same_device
 
-KINDS = {"int8": torch.int8, "fp8": torch.float8_e4m3fn, "int4": torch.uint8}  # values of --quantize: the dtype of q
-HALF = 16  # columns in each half of an int4 block
+KINDS = {"int8": torch.int8, "fp8": torch.float8_e4m3fn, "int4": torch.uint8, "mxfp4": torch.uint8}  # the dtype of q
+FOUR_BITS = "int4", "mxfp4"  # kinds that have two numbers in a byte
+HALF = 16  # columns in each half of a block of four bits
 LARGEST = {"int8": 127.0, "fp8": 448.0}  # the largest q
-LEAST = {"int8": 16, "fp8": 16, "int4": 2 * HALF}  # a group is a multiple of this
+LEAST = {"int8": 16, "fp8": 16, "int4": 2 * HALF, "mxfp4": 2 * HALF}  # a group is a multiple of this
+E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # the numbers of mxfp4; 8 more are their negatives
 CHUNK = 1 << 22  # weights quantised or restored at a time
 
 
@@ -44,9 +50,14 @@ class Format(NamedTuple):
     def __str__(self) -> str:
         return f"{self.kind}/{self.group}" + " shift" * (self.shift is not None)
 
+    @property
+    def four_bits(self) -> bool:
+        """Whether a byte of q holds two numbers."""
+        return self.kind in FOUR_BITS
+
     def size(self, columns: int) -> int:
         """Bytes of q in `columns` columns of a row."""
-        return columns // 2 if self.kind == "int4" else columns
+        return columns // 2 if self.four_bits else columns
 
     def block(self, block: int, columns: int) -> int:
         """The widest tile, at most `block` columns (a power of two), for rows of `columns` columns: it holds whole
@@ -59,12 +70,14 @@ class Format(NamedTuple):
 class Quantized:
     """A matrix [.., O, E]. Indexing selects along all dimensions but the last, as with a tensor."""
 
-    q: Tensor  # [.., O, E] int8 or float8_e4m3fn; [.., O, E / 2] uint8 for int4
-    scale: Tensor  # [.., O, E / group] float16 or float32
+    q: Tensor  # [.., O, E] int8 or float8_e4m3fn; [.., O, E / 2] uint8 for int4 and mxfp4
+    scale: Tensor  # [.., O, E / group] float16 or float32; uint8 for mxfp4
     shift: Tensor | None  # like scale; None: no shift
 
     @property
     def kind(self) -> str:
+        if self.scale.dtype == torch.uint8:
+            return "mxfp4"
         return next(kind for kind, dtype in KINDS.items() if dtype == self.q.dtype)
 
     @property
@@ -100,14 +113,14 @@ class Quantized:
     @property
     def streams(self) -> bool:
         """Whether the Triton kernels accept it: its groups satisfy `check`, or one group is a whole row."""
-        return self.group % LEAST[self.kind] == 0 or (self.kind != "int4" and self.group == self.shape[-1])
+        return self.group % LEAST[self.kind] == 0 or (self.kind not in FOUR_BITS and self.group == self.shape[-1])
 
     @property
     def arguments(self) -> tuple[Tensor, Tensor, Tensor | None]:
-        """q, scale and shift for the Triton kernels: contiguous; float8 as int8, which every device can load, and int4
-        as int16, four numbers each."""
+        """q, scale and shift for the Triton kernels: contiguous; float8 as int8, which every device can load, and four
+        bits as int16, four numbers each."""
         q = as_bytes(self.q).contiguous()
-        if self.kind == "int4":
+        if self.kind in FOUR_BITS:
             q = (q.clone() if q.storage_offset() % 2 else q).view(torch.int16)
         return q, self.scale.contiguous(), None if self.shift is None else self.shift.contiguous()
 
@@ -125,9 +138,11 @@ class Quantized:
         scale, shape = self.scale, self.shape
         same_device(self.q, scale=scale, shift=self.shift)
         groups = scale.shape[-1] if scale.dim() else 0
-        kinds = (torch.float16, torch.float32)
-        if self.q.dtype not in KINDS.values() or scale.dtype not in kinds:
+        kinds = (torch.uint8,) if scale.dtype == torch.uint8 else KINDS.values()
+        if self.q.dtype not in kinds or scale.dtype not in (torch.float16, torch.float32, torch.uint8):
             raise ValueError(f"unknown kind of matrix: q {self.q.dtype}, scale {scale.dtype}")
+        if self.kind == "mxfp4" and self.shift is not None:
+            raise ValueError(f"mxfp4 has no shift, got {[*self.shift.shape]}")
         if scale.shape[:-1] != shape[:-1] or not groups or shape[-1] % groups:
             raise ValueError(f"scale must be {[*shape[:-1], 'groups']} for a matrix {[*shape]}, got {[*scale.shape]}")
         if self.shift is not None and (self.shift.shape != scale.shape or self.shift.dtype != scale.dtype):
@@ -199,7 +214,7 @@ def types_of(dtype: str, form: Format | None) -> tuple[str | None, ...]:
     if form is None:
         return f"*{dtype}", None, None
     shift = None if form.shift is None else f"*{TYPES[form.shift]}"
-    return "*i16" if form.kind == "int4" else "*i8", f"*{TYPES[form.scale]}", shift
+    return "*i16" if form.four_bits else "*i8", f"*{TYPES[form.scale]}", shift
 
 
 def constexprs_of(form: Format | None) -> dict[str, Any]:
@@ -214,6 +229,9 @@ def as_bytes(part: Tensor) -> Tensor:
 def _restored(w: Quantized) -> Tensor:
     """Two-dimensional `w` in float32, as a fused multiply-add gives it: the product is exact before the sum is
     rounded."""
+    if w.kind == "mxfp4":
+        numbers = torch.tensor([*E2M1, *(-x for x in E2M1)], device=w.device)[unpacked(w.q).int()]
+        return numbers.unflatten(-1, (-1, w.group)).mul_(powers(w.scale).unsqueeze(-1)).flatten(-2)
     q = unpacked(w.q) if w.kind == "int4" else w.q.to(torch.float32)
     if w.kind == "int4" and w.shift is None:
         q = q - 8.0
@@ -223,6 +241,11 @@ def _restored(w: Quantized) -> Tensor:
     if w.shift is not None:
         q = q.add_(w.shift.to(q.dtype).unsqueeze(-1))
     return q.flatten(-2).float()
+
+
+def powers(scale: Tensor) -> Tensor:
+    """e8m0 -> float32: a byte b of 0 to 254 is 2^(b - 127), of which 2^-127 is subnormal."""
+    return (scale.to(torch.int32) << 23).clamp_min(1 << 22).view(torch.float32)
 
 
 def packed(q: Tensor) -> Tensor:
@@ -269,11 +292,15 @@ def joined(parts: Sequence[Quantized], stack: bool = False) -> Quantized:
 
 
 def spread(w: Quantized, group: int, wide: bool = False, shifted: bool = False) -> Quantized:
-    """The same weights in smaller groups; `group` divides w's group. `wide` turns int4 into int8, and `shifted` adds
-    shifts where there are none."""
+    """The same weights in smaller groups; `group` divides w's group. `wide` turns four bits into int8, and `shifted`
+    adds shifts where there are none."""
     times, q = w.group // group, w.q
     scale = w.scale.repeat_interleave(times, -1)
     shift = None if w.shift is None else w.shift.repeat_interleave(times, -1)
+    if w.kind == "mxfp4" and (wide or shifted):  # twice the numbers are integers
+        halves = torch.tensor([int(2 * x) for x in E2M1], dtype=torch.int8, device=w.device)
+        q, scale = torch.cat((halves, -halves))[unpacked(q).int()], powers(scale) / 2
+        return Quantized(q, scale, torch.zeros_like(scale) if shifted else None)
     centred = w.kind == "int4" and shift is None
     if wide and w.kind == "int4":
         q = unpacked(q).to(torch.int8) - (8 if centred else 0)
@@ -284,18 +311,20 @@ def spread(w: Quantized, group: int, wide: bool = False, shifted: bool = False) 
 
 def quantised(weight: Tensor, kind: str, group: int | None = None) -> Quantized:
     """Quantise a weight [.., O, E] to `kind`, rounding to nearest. int8 and fp8 have one scale per row, int4 has a
-    scale and a shift per 32 columns; `group` sets another number of columns. Raises ValueError for a kind or sizes that
-    do not fit.
+    scale and a shift per 32 columns, mxfp4 a scale; `group` sets another number of columns. Raises ValueError for a
+    kind or sizes that do not fit.
 
         int8, fp8   scale = largest |w| / 127 or 448
         int4        scale = (largest w - least w) / 15, shift = least w
+        mxfp4       scale = 2^(floor(log2(largest |w|)) - 2); what exceeds 6 becomes 6
     """
     check(kind, weight.shape, group)
     E = weight.shape[-1]
-    group = group or (LEAST[kind] if kind == "int4" else E)
-    columns = E // 2 if kind == "int4" else E
+    group = group or (LEAST[kind] if kind in FOUR_BITS else E)
+    columns = E // 2 if kind in FOUR_BITS else E
     q = torch.empty(*weight.shape[:-1], columns, dtype=KINDS[kind], device=weight.device)
-    scale = torch.empty(*weight.shape[:-1], E // group, dtype=torch.float16, device=weight.device)
+    scales_in = torch.uint8 if kind == "mxfp4" else torch.float16
+    scale = torch.empty(*weight.shape[:-1], E // group, dtype=scales_in, device=weight.device)
     shift = torch.empty_like(scale) if kind == "int4" else None
     rows = max(1, CHUNK // E)
     flat = [None if part is None else part.view(-1, part.shape[-1]) for part in (weight.contiguous(), q, scale, shift)]
@@ -310,6 +339,10 @@ def quantised(weight: Tensor, kind: str, group: int | None = None) -> Quantized:
             shifts[i : i + rows] = low
             numbers = ((w - low.unsqueeze(-1)) / step.unsqueeze(-1)).round_().clamp_(0, 15)
             codes[i : i + rows] = packed(numbers.flatten(-2).to(torch.uint8))
+        elif kind == "mxfp4":
+            top = w.abs().amax(-1)
+            step = torch.where(top > 0, top.frexp().exponent + 124, 0).clamp_(0, 254).to(torch.uint8)
+            codes[i : i + rows] = packed(_e2m1((w / powers(step).unsqueeze(-1)).flatten(-2)))
         else:
             most = LARGEST[kind]
             step = _step(w.abs().amax(-1) / most)
@@ -317,6 +350,13 @@ def quantised(weight: Tensor, kind: str, group: int | None = None) -> Quantized:
             as_bytes(codes)[i : i + rows] = as_bytes((numbers.round_() if kind == "int8" else numbers).to(codes.dtype))
         scales[i : i + rows] = step
     return Quantized(q, scale, shift)
+
+
+def _e2m1(x: Tensor) -> Tensor:
+    """The nearest e2m1 in uint8: of two the smaller, 0 rather than -0."""
+    numbers = torch.tensor(E2M1, device=x.device)
+    size = torch.bucketize(x.abs(), (numbers[1:] + numbers[:-1]) / 2).to(torch.uint8)
+    return torch.where((x < 0) & (size > 0), size + 8, size)
 
 
 def _step(x: Tensor) -> Tensor:

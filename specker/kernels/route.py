@@ -33,14 +33,15 @@ def expert_route(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Each row's best experts with their scores, and the rows of each expert.
 
-        p          = softmax(logits) or sigmoid(logits); of their sum over S
-        experts[t] = the `chosen` experts of largest p[t] + bias, in falling order; the lower id first among equals
+        p          = softmax(logits + bias) or sigmoid(logits); of their sum over S
+        experts[t] = the `chosen` experts of largest p[t] (for sigmoid + bias), in falling order; the lower id first
+                     among equals
         scores     = scale * p[t, experts[t]], with `normalise` divided by (the sum of these p + eps)
         order      = the choices t * chosen + j, sorted by experts[t, j]; in falling order of nothing else (stable)
 
-    Without a bias, experts are ranked by their logits, which rank as p does; NaN ranks first. Scores are computed in
-    float32 (float64 for float64), and a row's bits depend on that row alone. The kernels serve up to 16 choices of 512
-    experts, and take one launch for up to 64 choices, otherwise two. Memory moves the logits once.
+    Without a bias of p, experts are ranked by their logits, which rank as p does; NaN ranks first. Scores are computed
+    in float32 (float64 for float64), and a row's bits depend on that row alone. The kernels serve up to 16 choices of
+    512 experts, and take one launch for up to 64 choices, otherwise two. Memory moves the logits once.
 
     Args:
         logits: [T, X] float32 or float64; or [S, T, X], which add up to the logits, in order: what `row_linear` returns
@@ -50,8 +51,8 @@ def expert_route(
         idle: [B] bool, or None. The rows belong to B sequences of T / B adjacent rows each. Those of an idle sequence,
             which pads a batch, get row 0's experts and scores, so that no expert is read for them alone.
         scoring: "softmax", or "sigmoid" of each logit by itself.
-        bias: [X] of logits' dtype, or None. It decides which experts are chosen, and is no part of their scores. Only
-            with "sigmoid".
+        bias: [X] of logits' dtype, or None. With "softmax" it is added to the logits (gpt-oss); with "sigmoid" it
+            decides which experts are chosen, and is no part of their scores.
         scale: factor of the scores, above 0.
         eps: added to the sum by which `normalise` divides, at least 0. Only with "sigmoid".
 
@@ -92,6 +93,8 @@ def expert_route_ref(
             logits = logits + part
     if idle is not None and len(logits):
         logits = torch.where(idle.repeat_interleave(len(logits) // len(idle))[:, None], logits[:1], logits)
+    if bias is not None and scoring == "softmax":
+        logits, bias = logits + bias, None
     p = logits.sigmoid() if scoring == "sigmoid" else logits.softmax(-1)
     rank = logits if bias is None else p + bias
     experts = rank.sort(dim=-1, descending=True, stable=True).indices[:, :chosen]
@@ -163,14 +166,16 @@ def _expert_route_kernel(
     b_z = tl.load(logits_ptr + i_z * X + o_x, mask=m_x, other=float("-inf"))
     for i_s in tl.static_range(1, SPLITS):
         b_z += tl.load(logits_ptr + (i_s * T + i_z) * X + o_x, mask=m_x, other=0.0)
+    if bias_ptr is not None and not SIGMOID:
+        b_z += tl.load(bias_ptr + o_x, mask=m_x, other=0.0)
     b_z = tl.where(b_z == b_z, b_z, float("nan"))  # of either sign
     b_rank = b_z
-    if bias_ptr is not None:
+    if bias_ptr is not None and SIGMOID:
         b_rank = _sigmoid(b_z) + tl.load(bias_ptr + o_x, mask=m_x, other=0.0)
         b_rank = tl.where(b_rank == b_rank, b_rank, float("nan"))
     b_top = take_best(tl.where(m_x, rank_key(b_rank, o_x.to(tl.int64)), NO_KEY), 1, K, K_PAD)
     b_best = tl.where(m_k, value_of(b_top), float("-inf"))
-    if bias_ptr is not None:  # their logits, added up as above
+    if bias_ptr is not None and SIGMOID:  # their logits, added up as above
         b_best = tl.load(logits_ptr + i_z * X + id_of(b_top), mask=m_k, other=float("-inf"))
         for i_s in tl.static_range(1, SPLITS):
             b_best += tl.load(logits_ptr + (i_s * T + i_z) * X + id_of(b_top), mask=m_k, other=0.0)
@@ -281,6 +286,7 @@ def variants(arch: int) -> Iterator[Variant]:
     for few, idle in ((True, True), (False, False)):
         yield _variants(32, 4, True, 8, few, idle, True, True)[0]  # LFM2-8B-A1B
     yield _variants(32, 4, False, 1, True, False, True)[0]
+    yield _variants(32, 4, True, 8, True, True, False, True)[0]  # gpt-oss-20b
 
 
 def _launch(
@@ -338,8 +344,8 @@ def _check(
         raise ValueError(f"bias must be [{X}] {logits.dtype}, got {list(bias.shape)} {bias.dtype}")
     if not (scale > 0 and eps >= 0):
         raise ValueError(f"scale must be above 0 and eps at least 0, got {scale} and {eps}")
-    if scoring == "softmax" and (bias is not None or eps):
-        raise ValueError("a bias and eps belong to sigmoid, got 'softmax' with them")
+    if scoring == "softmax" and eps:
+        raise ValueError("eps belongs to sigmoid, got 'softmax' with it")
     same_device(logits, idle=idle, bias=bias)
 
 

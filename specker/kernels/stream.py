@@ -135,11 +135,11 @@ def _stream_quantised(
     GROUP: tl.constexpr,
     LEFT: tl.constexpr,
 ):
-    """`_stream_plain` for w = q * scale + shift in float32, rounded to x's dtype. A tile of int4 takes two products:
-    the columns in the low four bits of bytes, then the columns in the high four bits. Scales are read one tile ahead,
-    because Triton does not pipeline loads of less than four bytes."""
+    """`_stream_plain` for w = q * scale + shift in float32, rounded to x's dtype. A tile of four bits takes two
+    products: the columns in the low four bits of bytes, then the columns in the high four bits. Scales are read one
+    tile ahead, because Triton does not pipeline loads of less than four bytes."""
     SHIFT: tl.constexpr = shift_ptr is not None
-    PACK: tl.constexpr = 4 if KIND == "int4" else 1  # numbers per element of the weight
+    PACK: tl.constexpr = 4 if w_ptr.dtype.element_ty == tl.int16 else 1  # numbers per element of the weight
     SETS: tl.constexpr = E // GROUP  # scales per row
     o_x = o_m[:, None] * E
     o_w = tl.arange(0, N)[:, None] * (E // PACK)
@@ -170,8 +170,8 @@ def _stream_quantised(
             if PAIR:
                 b_next2 = _scales(scale_ptr, i_row + pair, m_n, i_e + BLOCK_E, SETS, N, BLOCK_E, GROUP)
                 b_next_shift2 = _scales(shift_ptr, i_row + pair, m_n, i_e + BLOCK_E, SETS, N, BLOCK_E, GROUP)
-        for i_part in tl.static_range(2 if KIND == "int4" else 1):
-            if KIND == "int4":
+        for i_part in tl.static_range(2 if PACK == 4 else 1):
+            if PACK == 4:
                 o_h = tl.arange(0, BLOCK_E // 2)[None, :]
                 o_e = i_e + o_h // 16 * 32 + o_h % 16 + 16 * i_part
             else:
@@ -218,20 +218,25 @@ def _scales(
     GROUP: tl.constexpr,
 ):
     """The scales, or shifts, of N rows from i_row on in the tile that starts at column i_e: [N, groups in a tile]
-    float32, zeros where there are none."""
+    float32. Where there are none, they are any finite numbers, and shifts are zeros."""
     GROUPS: tl.constexpr = BLOCK_E // GROUP if SETS > 1 and BLOCK_E > GROUP else 1
     if p is None:
         b = tl.zeros([N, GROUPS], tl.float32)
     else:
         o_s = (i_e // GROUP + tl.arange(0, GROUPS))[None, :]
         m = m_n[:, None] & (o_s < SETS)
-        b = tl.load(p + (i_row + tl.arange(0, N)).to(tl.int64)[:, None] * SETS + o_s, mask=m, other=0.0).to(tl.float32)
+        p_s = p + (i_row + tl.arange(0, N)).to(tl.int64)[:, None] * SETS + o_s
+        if p.dtype.element_ty == tl.uint8:  # e8m0: the exponent of a float32, but 0 is 2^-127, which is subnormal
+            b_bits = tl.load(p_s, mask=m, other=0).to(tl.int32) << 23
+            b = tl.maximum(b_bits, 1 << 22).to(tl.float32, bitcast=True)
+        else:
+            b = tl.load(p_s, mask=m, other=0.0).to(tl.float32)
     return b
 
 
 @triton.jit
 def _weights(
-    b_q,  # [N, K]; int4: int16 [N, K / 2], of which PART selects half the numbers
+    b_q,  # [N, K]; four bits: int16 [N, K / 2], of which PART selects half the numbers
     b_scale,  # [N, groups]
     b_shift,  # [N, groups]; not read without SHIFT
     PART: tl.constexpr,
@@ -240,13 +245,16 @@ def _weights(
 ):
     """q * scale + shift, rounded once to float32: [N, K]. fp8 comes as int8.
 
-    int4: PART selects the low or the high four bits of the bytes. `_four_bits` gives the number q of 0 to 15 times
-    2^-22, so the scale is multiplied by 2^22, which is exact up to 2^105. Without shifts q stands for q - 8, and
+    Four bits: PART selects the low or the high ones of the bytes. For int4 `_four_bits` gives the number q of 0 to 15
+    times 2^-22, so the scale is multiplied by 2^22, which is exact up to 2^105. Without shifts q stands for q - 8, and
     q * scale - 8 * scale, rounded once, is (q - 8) * scale."""
     N: tl.constexpr = b_q.shape[0]
     GROUPS: tl.constexpr = b_scale.shape[1]
-    K: tl.constexpr = b_q.shape[1] * (2 if KIND == "int4" else 1)
-    if KIND == "int4":
+    K: tl.constexpr = b_q.shape[1] * (2 if b_q.dtype == tl.int16 else 1)
+    if KIND == "mxfp4":
+        b_bits = b_q.to(tl.int32)
+        b_v = tl.join(_e2m1(b_bits, 4 * PART), _e2m1(b_bits, 4 * PART + 8))
+    elif KIND == "int4":
         b_bits = b_q.to(tl.int32)
         b_v = tl.join(_four_bits(b_bits, 4 * PART), _four_bits(b_bits, 4 * PART + 8))
         if not SHIFT:
@@ -269,6 +277,14 @@ def _four_bits(b_bits, AT: tl.constexpr):
     """The number in bits AT..AT + 3, times 2^-22, in float32. As bits of a float32 it is a subnormal number, q *
     2^(AT - 149), so no instruction converts an integer; one multiplication makes it normal, the same for each AT."""
     return (b_bits & (15 << AT)).to(tl.float32, bitcast=True) * 2.0 ** (127 - AT)
+
+
+@triton.jit
+def _e2m1(b_bits, AT: tl.constexpr):
+    """The e2m1 in bits AT..AT + 3, in float32. Its bits, moved to their places in a float32, give the number times
+    2^-126, also for 0.5, which is subnormal."""
+    b_bits = (b_bits << (28 - AT)) >> 6  # the sign stays where it is
+    return (b_bits & -0x7E400000).to(tl.float32, bitcast=True) * 2.0**126
 
 
 @triton.jit

@@ -14,6 +14,7 @@ MAX_ROWS = 1024
 LONG = 8192  # with at least this many columns, a merge's launch is cheap beside the stream
 MIN_SPLIT = 512  # fewest columns per split
 
+MXFP4 = Format("mxfp4", 32, torch.uint8, None)
 COMMON = (  # formats that the compile-only checks compile, for rows of 4096
     Format("int8", 4096, torch.float16, None),
     Format("fp8", 4096, torch.float32, None),
@@ -21,6 +22,7 @@ COMMON = (  # formats that the compile-only checks compile, for rows of 4096
     Format("int4", 32, torch.float16, torch.float16),
     Format("int4", 128, torch.float16, None),
     Format("int4", 128, torch.float16, torch.float16),
+    MXFP4,
 )
 
 
@@ -127,8 +129,8 @@ def columns_of(n: int, aligned: bool, E: int, arch: int, form: Format | None = N
     block = 64 if n > 64 or not aligned else 128
     if form is None:
         return block
-    if form.kind == "int4":  # elsewhere 128 columns spill
-        block = 128 if arch in (90, 100) else 64
+    if form.four_bits:  # 128 columns spill elsewhere, and mxfp4's on sm_100 where the last tile is not whole
+        block = 128 if arch in (90, 100) and (form.kind == "int4" or E % 128 == 0) else 64
     return form.block(block, E)
 
 
@@ -141,14 +143,14 @@ def weight_left(n: int, arch: int, form: Format | None) -> bool:
     """Whether a product in half precision with n rows of the weight takes them as the left operand, W x^T. wgmma and
     tcgen05 read the right operand from shared memory, the left one also from registers or tensor memory. It must have
     64 rows."""
-    return form is not None and form.kind == "int4" and arch in (90, 100) and n >= 64
+    return form is not None and form.four_bits and arch in (90, 100) and n >= 64
 
 
 def stages_of(m: int, n: int, block: int, few: bool, arch: int, form: Format | None = None) -> int:
     """Stages of m rows of x in half precision and n of the weight, `block` columns each, that fill a program's share of
     shared memory; `few`: at most one program per SM, which leaves room for one of the next kernel. If wgmma and tcgen05
-    take the weight as the right operand, shared memory also holds one decoded tile in x's dtype; the two parts of int4
-    use that space in turn."""
+    take the weight as the right operand, shared memory also holds one decoded tile in x's dtype; the two parts of four
+    bits use that space in turn."""
     size = 2 * block
     stage = m * size + n * (size if form is None else form.size(block))
     alone = {32: 192, 64: 128}.get(n, 112)

@@ -152,13 +152,13 @@ def draws_alike(hidden: Tensor, weight: Matrix) -> bool:
 @lru_cache(maxsize=256)
 def _sums_alike(dtype: torch.dtype, K: int, E: int, arch: int, sms: int, form: Format | None) -> bool:
     """Whether both kernels add a logit's products in the same order. row_linear splits the sums of a small weight, the
-    order of int4's products depends on a tile's columns, and AMD's compiler chooses instructions by the tile."""
+    order of products in four bits depends on a tile's columns, and AMD's compiler chooses instructions by the tile."""
     _, n, block, _, splits = product_tiles(dtype, K, E, arch, 1, sms, False, form)
     _, own, columns, _ = tiles(dtype, K, E, arch, sms, form)
     if arch in AMD or splits > 1:
         return False
     same = block == columns and weight_left(n, arch, form) == weight_left(own, arch, form)
-    return form is None or form.kind != "int4" or same
+    return form is None or not form.four_bits or same
 
 
 def vocab_topk_ref(
@@ -298,7 +298,7 @@ def _power(z, top):
 )
 def _vocab_topk_kernel(
     x_ptr,  # [T, E]
-    w_ptr,  # [K, E]; int4: int16 [K, E / 4]
+    w_ptr,  # [K, E]; four bits: int16 [K, E / 4]
     scale_ptr,  # [K, E / GROUP], or None
     shift_ptr,  # [K, E / GROUP], or None
     ids_ptr,  # [K]
@@ -342,7 +342,7 @@ def _vocab_topk_kernel(
     o_m = tl.program_id(0) * M + tl.arange(0, M)  # programs of one weight tile are adjacent
     o_n = i_tile * N + tl.arange(0, N)
     m_n = o_n < K
-    ROW: tl.constexpr = E // 4 if KIND == "int4" else E  # elements of a row of the weight
+    ROW: tl.constexpr = E // 4 if w_ptr.dtype.element_ty == tl.int16 else E  # elements of a row of the weight
     w_ptr += i_tile.to(tl.int64) * N * ROW
     if PDL and LINES:  # before the wait: a trimmed head changes between rounds, but a prefetch reads no values
         prefetch_rows(w_ptr, K - i_tile * N, 0, ROW, 0, ROW, N, LINES, False)
@@ -555,7 +555,7 @@ def tiles(
     count = -(-K // 128)
     n = (
         128
-        if 10 * count >= 7 * (sms or SMS[arch]) and (form is None or form.kind != "int4" or arch in (90, 100))
+        if 10 * count >= 7 * (sms or SMS[arch]) and (form is None or not form.four_bits or arch in (90, 100))
         else 64
     )
     if form is not None:
@@ -589,7 +589,7 @@ def _variants(
     the selection may. (16 at a time spill 8 to 32 bytes at the 128 registers per thread that two blocks allow.) The
     merge reads the tiles' maxima, then at most C tiles. Its time is latency, mostly at barriers. So it ranks up to
     16 keys by counting, with four barriers, and sorts more. float32 and odd E use small tiles, for
-    correctness only. Quantised weights have row_linear's stages. int4 as the right operand has tiles of
+    correctness only. Quantised weights have row_linear's stages. Four bits as the right operand has tiles of
     64 rows: 128 need 149 registers per thread. As the left operand (`weight_left`) it has tiles of 128 rows and four
     warps: with eight it takes 6.2 instead of 5.1 instructions per weight.
     """

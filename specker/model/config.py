@@ -21,7 +21,9 @@ class Experts:
         0  # intermediate size of an expert that every row reads, times the sigmoid of a gate; 0: there is none
     )
     scoring: str = "softmax"  # the router's scores: softmax over the experts, or the sigmoid of each one's logit
-    biased: bool = False  # a bias of each expert is added to its score, only to choose by; for sigmoid
+    biased: bool = False
+    """A bias of each expert is added: with softmax to its logit (gpt-oss), with sigmoid to its score, only to choose
+    by."""
     scale: float = 1.0  # factor of the scores
     eps: float = 0.0  # added to the sum by which scores are divided; for sigmoid
 
@@ -88,10 +90,12 @@ class LayerSpec:
     The decoder implements every value; another implementation (the compiled CPU layers) reports a value that it
     lacks."""
 
-    activation: str = "silu"  # in the feed-forward's gate: silu (SwiGLU), gelu or gelu_tanh (GeGLU, arXiv 2002.05202)
+    activation: str = "silu"
+    """In the feed-forward's gate: silu (SwiGLU), gelu or gelu_tanh (GeGLU, arXiv 2002.05202), or clamped_silu
+    (kernels/linear.py)."""
     qkv_bias: bool = False
     o_bias: bool = False
-    mlp_bias: bool = False
+    mlp_bias: bool = False  # also of experts
     norms: str = "before"
     """Where attention and the feed-forward have RMSNorms: "before" them (Llama), "after" them, on their outputs (OLMo
     2), or "both" (Gemma 3)."""
@@ -105,6 +109,7 @@ class LayerSpec:
     mixers: tuple[Mixer | None, ...] = ()
     """What mixes the columns in each layer: None is attention; the others keep a recurrent state. Empty if all layers
     attend. All states of a model have the same sizes."""
+    sinks: bool = False  # each query head has a logit that takes its share of the softmax (kernels/attention.py)
     gated: bool = False  # the output of attention is times the sigmoid of a gate, which further rows of qkv compute
     ropes: tuple[int, ...] = ()  # the RoPE table of each layer, an index into Weights.ropes; empty if there is only one
     experts: Experts | None = None  # the feed-forwards are mixtures of experts

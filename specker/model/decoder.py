@@ -5,7 +5,7 @@ few rows (a decoding step, a verify pass, a tree level) of one or several sequen
 long chunks of a prompt with torch's SDPA, and strategies/easyspec/drafter.py runs several layers side by side.
 """
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from itertools import repeat
 from typing import Any, NamedTuple
@@ -34,8 +34,8 @@ from specker.model.sampling import Draws
 from specker.model.split import OtherRanks
 from specker.model.weights import Attention, FeedForward, Group, Parameters, Recurrent, Shared, layers_of
 
-# q [T, Hq, D], k and v [pages, page_size, Hkv, D], the layer's sliding window -> [T, Hq, D]
-Attend = Callable[[Tensor, Tensor, Tensor, int], Tensor]
+# q [T, Hq, D], k and v [pages, page_size, Hkv, D], the layer's sliding window, its sinks [G, Hq] -> [T, Hq, D]
+Attend = Callable[[Tensor, Tensor, Tensor, int, Tensor | None], Tensor]
 
 
 class GroupRows(NamedTuple):
@@ -203,7 +203,8 @@ def _for_stack(layer: Group) -> tuple[Any, ...]:
     *feed, shared = layer.mlps[0]
     each = (None, None, None) if shared is None else shared
     if isinstance(w := layer.mixer, Attention):
-        return *w, *feed, *[None] * 5, *each, None
+        *attention, sinks = w
+        return *attention, *feed, *[None] * 5, *each, None, sinks
     return (
         w.norm_in,
         w.qkv,
@@ -329,7 +330,7 @@ def _attended(
         if model.config.layer.qk_norm == "projection":
             qkv, w = _whole_norms(qkv, w, eps), w._replace(q_norm=None, k_norm=None)
         q = kv_calibrate(qkv.flatten(0, 1) if several else qkv, *rest, w.q_norm, w.k_norm, eps)
-    mixed = batch.attend(q, k, v, sliding_window).flatten(1)
+    mixed = batch.attend(q, k, v, sliding_window, w.sinks).flatten(1)
     return mixed if gate is None else mixed * torch.sigmoid(gate)
 
 
@@ -351,10 +352,10 @@ def _whole_norms(qkv: Tensor, w: Attention, eps: float) -> Tensor:
     return torch.cat((q, k, v), -1)
 
 
-def _gated(gate_up: Callable[..., Tensor], activation: str, fused: Collection[str] = GATES.values()) -> Tensor:
+def _gated(gate_up: Callable[..., Tensor], activation: str) -> Tensor:
     """The feed-forward's gate times its up projection, [.., F]. `gate_up`: the product with both, [.., 2 F], which has
-    epilogues for the activations `fused`."""
-    if activation in fused:
+    epilogues for some activations."""
+    if activation in GATES.values():
         return gate_up(epilogue=f"{activation}_mul")
     return gated(gate_up(), activation)
 
@@ -374,9 +375,10 @@ def _mixed(
     logits = row_linear(x, router, epilogue="split") if few else linear(x, router, epilogue="float32")
     by = rule.scoring, mlp.router_bias, rule.scale, rule.eps
     experts, scores, order, starts = expert_route(logits, rule.chosen, rule.normalised, idle, *by)
-    up = _gated(partial(expert_linear, x, mlp.gate_up, experts, order, starts), layer.activation, ("silu",))
+    of = partial(expert_linear, x, mlp.gate_up, experts, order, starts, bias=mlp.gate_up_bias)
+    up = _gated(of, layer.activation)
     epilogue = "split" if few and model.ranks is None and mlp.shared is None else "sum"
-    y = expert_linear(up, mlp.down, experts, order, starts, epilogue, scores)
+    y = expert_linear(up, mlp.down, experts, order, starts, epilogue, scores, mlp.down_bias)
     return (y if mlp.shared is None else y + _beside(linear, x, mlp.shared, layer.activation)), starts
 
 
@@ -502,17 +504,18 @@ def over_pages(model: Model, rows: Rows) -> Attend:
     its ancestors and those outside the layer's sliding window."""
     _, _, kv_len, window, words, cu_rows, every, _, near, _ = rows
 
-    def attend(q: Tensor, k: Tensor, v: Tensor, sliding_window: int) -> Tensor:
+    def attend(q: Tensor, k: Tensor, v: Tensor, sliding_window: int, sinks: Tensor | None) -> Tensor:
         table = every if near is None or not sliding_window else near.table
-        return tree_attention(q, k, v, table, kv_len, window, cu_rows, words, model.scale, sliding_window)[0]
+        how = model.scale, sliding_window
+        return tree_attention(q, k, v, table, kv_len, window, cu_rows, words, *how, sinks=sinks)[0]
 
     return attend
 
 
 def check_sliding_windows(c: ModelConfig, device: torch.device) -> None:
     """Raise CheckpointError for sliding windows that the device's kernels do not support: on a GPU, those so short that
-    they may hide columns of a verify pass."""
-    least = 64 * MAX_WORDS if device.type == "cuda" else 1
+    they may hide columns of a verify pass. `runtime.engine.check_draft` keeps verify passes as short as the windows."""
+    least = 64 * MAX_WORDS // 2 if device.type == "cuda" else 1
     if short := [window for window in c.layer.sliding_windows if 0 < window < least]:
         raise CheckpointError(
             f"the checkpoint has a sliding window of {short[0]}, and a GPU's kernels take none below {least}; use "

@@ -93,10 +93,12 @@ def _prefill_chunk(
     mask = after(T, end) if later and not split and not flashes else None
     bands = {w: band(T, end, w, model.device) for w in windows if w < end and not flashes}
 
-    def attend(q: Tensor, k: Tensor, v: Tensor, sliding_window: int) -> Tensor:
+    def attend(q: Tensor, k: Tensor, v: Tensor, sliding_window: int, sinks: Tensor | None) -> Tensor:
         k, v = (x.flatten(0, 1)[spans[sliding_window]] for x in (k, v))
         if flashes:
-            return flash(q, k, v, causal, sliding_window, model.scale)
+            return flash(q, k, v, causal, sliding_window, model.scale, sinks)
+        if sinks is not None:
+            return attend_with_sinks(q, k, v, sliding_window, model.scale, sinks)
         k, v = (x.transpose(0, 1).unsqueeze(0) for x in (k, v))
         if (seen := bands.get(sliding_window)) is not None:
             k, v = (x[:, :, -seen.shape[1] :] for x in (k, v))
@@ -180,15 +182,43 @@ def runs_flash(model: Model, hidden: Tensor) -> bool:
     return hidden.is_cuda and serves_flash(model.config, model.dtype)
 
 
-def flash(q: Tensor, k: Tensor, v: Tensor, causal: bool, sliding_window: int, scale: float) -> Tensor:
+def flash(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    causal: bool,
+    sliding_window: int,
+    scale: float,
+    sinks: Tensor | None = None,
+) -> Tensor:
     """Attention of the last rows of a text on a GPU: q [T, Hq, D]; k, v [S, Hkv, D] -> [T, Hq, D]. With `causal`, row t
-    sees the columns up to S - T + t, of which with a sliding window only the last so many."""
+    sees the columns up to S - T + t, of which with a sliding window only the last so many. `sinks` [1, Hq]."""
     past = sliding_window - 1 if sliding_window else -1
     lengths = (None, None, len(q), len(k))
     q, k, v = (x.unsqueeze(0) for x in (q, k, v))
     how: dict[str, Any] = {"scale": scale, "window_size_left": past, "window_size_right": 0 if causal else -1}
-    attention = torch.ops.aten._flash_attention_forward
-    return attention(q, k, v, *lengths, 0.0, causal, False, **how)[0][0]  # type: ignore[no-any-return]
+    out, total, *_ = torch.ops.aten._flash_attention_forward(q, k, v, *lengths, 0.0, causal, False, **how)
+    if sinks is None:
+        return out[0]  # type: ignore[no-any-return]
+    share = torch.sigmoid(total[0] - sinks.float().T)  # of the columns in the softmax, [Hq, T]
+    return (out[0] * share.T.unsqueeze(-1)).to(q.dtype)
+
+
+def attend_with_sinks(q: Tensor, k: Tensor, v: Tensor, sliding_window: int, scale: float, sinks: Tensor) -> Tensor:
+    """Causal attention of the last rows of a text, with a sink [1, Hq] of each query head in the softmax: q [T, Hq, D];
+    k, v [S, Hkv, D] -> [T, Hq, D]. With a sliding window, row t sees only the last so many columns."""
+    T, S, group = len(q), len(k), q.shape[1] // k.shape[1]
+    seen = band(T, S, sliding_window or S, q.device)
+    k, v = (x[-seen.shape[1] :] for x in (k, v))
+    wide, out = torch.promote_types(q.dtype, torch.float32), torch.empty_like(q)
+    for h in range(k.shape[1]):  # one KV head at a time, because all scores at once could take much memory
+        own = slice(h * group, (h + 1) * group)
+        scores = torch.einsum("tgd,sd->gts", q[:, own].to(wide), k[:, h].to(wide)) * scale
+        scores.masked_fill_(~seen, -torch.inf)
+        sink = sinks[0, own].to(wide)[:, None, None].expand(-1, T, 1)
+        shares = torch.cat((scores, sink), -1).softmax(-1)[..., :-1]
+        out[:, own] = torch.einsum("gts,sd->tgd", shares, v[:, h].to(wide)).to(q.dtype)
+    return out
 
 
 def after(rows: int, end: int) -> Any:

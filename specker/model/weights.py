@@ -44,9 +44,9 @@ class Weights:
     o: Stacked  # [L, E, Hq * D]
     o_bias: Tensor | None  # [L, E]
     gate_up: Stacked  # [L, 2 * F, E], gate rows first; of X experts one after another [L, X * 2 * F, E]
-    gate_up_bias: Tensor | None  # [L, 2 * F]
+    gate_up_bias: Tensor | None  # [L, 2 * F], of experts [L, X, 2 * F]
     down: Stacked  # [L, E, F], of experts [L, X * E, F]
-    down_bias: Tensor | None  # [L, E]
+    down_bias: Tensor | None  # [L, E], of experts [L, X, E]
     norm_in: Tensor | None  # [L, E], before attention
     norm_post: Tensor | None  # [L, E], before the feed-forward
     norm: Tensor  # [E]
@@ -59,6 +59,7 @@ class Weights:
     shared_gate_up: Any = None  # [L, 2 * S, E], of a mixture's expert that every row reads
     shared_down: Any = None  # [L, E, S]
     shared_gate: Any = None  # [L, 1, E]
+    sinks: Tensor | None = None  # [L, Hq], see LayerSpec.sinks
     # Of layers with a recurrent state (config.Mixer), whose in-projection is `qkv` and whose out-projection is `o`; a
     # layer that attends has None.
     gates: Any = None  # [L, 2 * Hv, E], rows: b, then a of each value head; None where `qkv` ends with them
@@ -131,6 +132,7 @@ class Attention(NamedTuple):
     k_norm: Tensor | None
     o: quant.Matrix
     o_bias: Tensor | None
+    sinks: Tensor | None = None  # [1, Hq], stacked [N, Hq]
 
 
 class Recurrent(NamedTuple):
@@ -159,7 +161,7 @@ class FeedForward(NamedTuple):
     """Feed-forward weights of one layer, and the norms of its sublayers' outputs."""
 
     norm_post: Tensor | None  # [E]
-    gate_up: quant.Matrix  # [2 F, E], of experts [X, 2 F, E]
+    gate_up: quant.Matrix  # [2 F, E], of experts [X, 2 F, E]; biases likewise
     gate_up_bias: Tensor | None
     down: quant.Matrix  # [E, F], of experts [X, E, F]
     down_bias: Tensor | None
@@ -206,8 +208,9 @@ def layers_of(weights: Weights, c: ModelConfig, ropes: Sequence[Tensor]) -> list
     def mixer(n: int) -> Attention | Recurrent:
         first, last = (at(stack, n) for stack in (weights.norm_in, weights.o))
         if c.layer.mixer(n) is None:
-            norms = row(weights.q_norm, n), row(weights.k_norm, n)
-            return Attention(first, at(weights.qkv, n), at(weights.qkv_bias, n), *norms, last, at(weights.o_bias, n))
+            norms, sinks = (row(weights.q_norm, n), row(weights.k_norm, n)), row(weights.sinks, n)
+            biases = at(weights.qkv_bias, n), at(weights.o_bias, n)
+            return Attention(first, at(weights.qkv, n), biases[0], *norms, last, biases[1], sinks)
         each = weights.qkv, weights.gates, weights.conv, weights.a_log, weights.dt_bias, weights.norm_mix
         return Recurrent._make((first, *(at(stack, n) for stack in each), last))
 

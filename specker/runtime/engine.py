@@ -425,7 +425,15 @@ class Engine:
 
 
 def check_draft(largest: Budget, models: Sequence[Checkpoint]) -> None:
-    """Raise ValueError for drafts behind which a recurrent state could not be kept."""
+    """Raise ValueError for drafts behind which a recurrent state could not be kept, and on a GPU for those of which a
+    sliding window might hide a column."""
+    if windows := [w for m in models if m.weights.norm.is_cuda for w in m.config.layer.sliding_windows if w]:
+        most = min(windows) // 64 * 64 - 1  # and the root; the kernel counts in words of 64 columns
+        if largest.nodes > most:
+            raise ValueError(
+                f"a draft of {largest.nodes} tokens is too large on a GPU for a model with a sliding window of "
+                f"{min(windows)}: the most are {most} ({option('draft_tokens')}, {option('tree')})"
+            )
     if not any(model.config.layer.recurrent for model in models):
         return
     if largest.depth > BLOCK:

@@ -27,6 +27,7 @@ NAMES |= {"ministral": "MinistralForCausalLM", "ministral3": "Ministral3ForCausa
 NAMES |= {"qwen3_5": "Qwen3_5ForCausalLM", "qwen3_5_moe": "Qwen3_5MoeForCausalLM"}
 NAMES |= {"qwen3_next": "Qwen3NextForCausalLM", "lfm2": "Lfm2ForCausalLM", "olmo3": "Olmo3ForCausalLM"}
 NAMES |= {"lfm2_moe": "Lfm2MoeForCausalLM"}
+NAMES |= {"gpt_oss": "GptOssForCausalLM"}
 NAMES |= {"mixtral": "MixtralForCausalLM", "qwen3_moe": "Qwen3MoeForCausalLM"}
 
 
@@ -43,9 +44,8 @@ def tensors(ck: Checkpoint) -> dict[str, torch.Tensor]:
 # --- what is read -----------------------------------------------------------------------------------------------------
 
 
-ALIKE = [
-    case for case in CASES if case[1].get("arch") not in ("qwen3_5", "qwen3_5_moe", "qwen3_next", "lfm2", "lfm2_moe")
-]
+OTHER = ("qwen3_5", "qwen3_5_moe", "qwen3_next", "lfm2", "lfm2_moe", "gpt_oss")
+ALIKE = [case for case in CASES if case[1].get("arch") not in OTHER]
 
 
 @pytest.mark.parametrize(("name", "options"), ALIKE, ids=[name for name, _ in ALIKE])  # of layers of one kind

@@ -124,6 +124,35 @@ def test_experts_keep_their_bits(tmp_path: Path, arch: str) -> None:
     assert read_config(folder).layer.experts == read_config(tmp_path / "tiny.gguf").layer.experts
 
 
+def test_mxfp4_experts_keep_their_bits(tmp_path: Path) -> None:
+    folder = write_mixture(tmp_path / "tiny.gguf", "qwen3moe", "Q8_0", {"experts": "MXFP4"})
+    found = {t.name: t for t in gguf.GGUFReader(tmp_path / "tiny.gguf").tensors}
+    stored = json.loads((converted(tmp_path / "tiny.gguf") / "config.json").read_text())["quantization_config"]
+    assert stored["modules"]["model.layers.1.mlp.experts.gate_up_proj"] == "mxfp4" and not stored["restored"]
+    w = read(tmp_path / "tiny.gguf", dtype=torch.float32, device="cpu").weights
+    gate, up, down = (
+        torch.from_numpy(
+            gguf.quants.dequantize(found[f"blk.1.ffn_{part}_exps.weight"].data, gguf.GGMLQuantizationType.MXFP4)
+        )
+        for part in ("gate", "up", "down")
+    )
+    assert w.gate_up[1].kinds == w.down[1].kinds == {"mxfp4"}
+    assert torch.equal(w.gate_up[1].dequantised(torch.float32), torch.stack((gate, up), 1).flatten(0, 2))
+    assert torch.equal(w.down[1].dequantised(torch.float32), down.flatten(0, 1))
+    assert w.down[1].nbytes == found["blk.1.ffn_down_exps.weight"].data.nbytes
+    assert read_config(folder).layer.experts == read_config(tmp_path / "tiny.gguf").layer.experts
+
+
+def test_an_mxfp4_scale_that_is_nan_is_refused(tmp_path: Path) -> None:
+    file = write(tmp_path / "tiny.gguf", make(tmp_path / "source", **WIDE, ffn=256), "MXFP4")
+    at = next(t for t in gguf.GGUFReader(file).tensors if t.name == "blk.1.ffn_up.weight").data_offset
+    data = bytearray(file.read_bytes())
+    data[at + 17 * 5] = 255
+    file.write_bytes(data)
+    with pytest.raises(CheckpointError, match=r"tiny\.gguf cannot be converted \(.*a scale in MXFP4 is NaN\)"):
+        read(file, dtype=torch.float32, device="cpu")
+
+
 def test_a_gate_and_an_up_projection_in_two_formats_are_restored(tmp_path: Path) -> None:
     write_mixture(tmp_path / "tiny.gguf", "llama", "Q8_0", {"w1": "Q4_0", "w3": "Q5_0"})
     checkpoint = read(tmp_path / "tiny.gguf", dtype=torch.float32, device="cpu")

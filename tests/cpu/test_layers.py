@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 import torch
-from make_checkpoint import FULL, GEMMA3, QWEN3_MOE, SLIDING, make
+from make_checkpoint import FULL, GEMMA3, GPT_OSS, QWEN3_MOE, SLIDING, make
 from stacks import SIZES, cache_of, checked_chain, model_of, near
 
 import specker
@@ -26,6 +26,7 @@ KINDS = {
     "olmo2": {"arch": "olmo2", "attention_bias": True},
     "smollm3": {"arch": "smollm3"},
     "experts": QWEN3_MOE | {"mlp_only_layers": [2]},
+    "gpt-oss": GPT_OSS | {"layer_types": [SLIDING, FULL, FULL, SLIDING]},
 }
 
 
@@ -106,10 +107,10 @@ def test_windows_are_those_of_run_layers(tmp_path, window):
         )
 
 
-@pytest.mark.parametrize("kind", ["llama", "gemma3", "olmo2", "experts"])
+@pytest.mark.parametrize("kind", ["llama", "gemma3", "olmo2", "experts", "gpt-oss"])
 def test_slices_of_layers_and_groups(tmp_path, kind):
     """DEL runs the layers in two parts, EasySpec several side by side."""
-    windows = {"layer_types": [FULL, *[SLIDING] * 3, FULL, SLIDING]} if kind == "gemma3" else {}
+    windows = {"layer_types": [FULL, *[SLIDING] * 3, FULL, SLIDING]} if "layer_types" in KINDS[kind] else {}
     model = model_of(tmp_path, **KINDS[kind] | windows, layers=6)
 
     def parts(cache):

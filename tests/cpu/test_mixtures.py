@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from make_checkpoint import MIXTRAL, QWEN3_MOE, make
+from make_checkpoint import GPT_OSS, MIXTRAL, QWEN3_MOE, make
 from stacks import SIZES, cache_of, checked_chain, model_of, near
 
 import specker
@@ -19,6 +19,7 @@ KINDS = {  # the experts' numbers are no multiples of a register
     "qwen3": WIDE,
     "as they are": WIDE | {"norm_topk_prob": False},
     "all": QWEN3_MOE | {"num_experts_per_tok": 6},
+    "gpt-oss": GPT_OSS,
     "some dense": WIDE | {"mlp_only_layers": [1], "ffn": 512},  # wider than a row's experts together
 }
 FORMS = [(dtype, kind) for dtype in (torch.float32, torch.bfloat16) for kind in (None, "int8", "int4", "fp8")]
@@ -67,7 +68,7 @@ def passes(model, text, counts=(1, 7, 150)):
 
 
 CASES = [(kind, torch.float32, None) for kind in KINDS]
-CASES += [("some dense", *form) for form in FORMS[1:]]
+CASES += [("some dense", *form) for form in FORMS[1:]] + [("gpt-oss", torch.bfloat16, "int4")]
 
 
 @pytest.mark.parametrize(("kind", "dtype", "quantize"), CASES, ids=str)

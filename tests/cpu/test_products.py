@@ -4,7 +4,7 @@ import packings
 import pytest
 import torch
 import warm
-from packings import COLUMNS, ROWS, bound, exact, inputs, numbers, rounded
+from packings import COLUMNS, ROWS, TALL, bound, exact, inputs, numbers, rounded
 
 from specker import cpu
 from specker.cpu import build
@@ -80,17 +80,40 @@ def test_a_product_is_that_of_the_formula(name, activations):
             torch.set_num_threads(before)
 
 
-@pytest.mark.parametrize("name", [name for name in FORMATS if name.startswith("int")])
+@pytest.mark.parametrize("name", [name for name in FORMATS if not name.startswith("fp8")])
 def test_the_largest_sums_of_products_are_exact(name):
     """Codes and activations as large as they can be: sums of pairs in 16 bits must not overflow."""
     n = numbers(name)
-    n.codes.fill_((1 << FORMATS[name].bits) - 1)
+    n.codes.fill_(7 if name == "mxfp4" else (1 << FORMATS[name].bits) - 1)
     weight = exact(n)
     for T in (1, 3, 6):
         x = torch.ones(T, COLUMNS)  # rounded to 127 without an error
         for sign in (1, -1):
             got = cpu.product(sign * x, pack(n), "int8").double()
             assert ((got - sign * weight.weight.sum(1)).abs() <= bound(x.double(), "int8", n)).all()
+
+
+def test_mxfp4_products_of_integers_are_exact():
+    """Activations that eight bits hold, and sums that float32 holds: so products have no rounding at all."""
+    n = numbers("mxfp4")
+    n.scale.copy_(n.scale % 3 + 125)
+    x = torch.randint(-127, 128, (TALL, COLUMNS), generator=torch.Generator().manual_seed(3)).float()
+    x[:, ::32] = 127
+    want = (x.double() @ exact(n).weight.T).float()
+    for activations in cpu.ACTIVATIONS:
+        assert torch.equal(cpu.product(x, pack(n), activations), want)
+
+
+def test_every_mxfp4_scale_is_exact():
+    """All numbers with all scales but those with which some are infinite."""
+    codes = torch.arange(32, dtype=torch.uint8).remainder(16).expand(253, 32)
+    n = Numbers("mxfp4", codes.contiguous(), torch.arange(253, dtype=torch.uint8).unsqueeze(1))
+    want = exact(n).weight.float()
+    assert torch.equal(pack(n).dequantised(torch.float32), want) and want[0, 1] == 2.0**-128
+    for column in (1, 7, 15, 31):
+        x = torch.zeros(1, 32)
+        x[0, column] = 1
+        assert torch.equal(cpu.product(x, pack(n), "float32")[0], want[:, column])
 
 
 def test_the_bound_notices_a_wrong_weight():
@@ -164,16 +187,28 @@ def test_plain_weights(O, dtype):
         ("int4", 32, False, torch.float32, "int4 float shift"),
         ("fp8", 96, False, torch.float16, "fp8"),
         ("fp8", 32, False, torch.float32, "fp8 float"),
+        ("mxfp4", 32, False, torch.uint8, "mxfp4"),
+        ("mxfp4", 96, False, torch.uint8, "mxfp4"),
     ],
 )
 def test_matrices_of_other_formats_are_packed_without_loss(kind, group, shifts, scales, name):
     torch.manual_seed(0)
     q = quant.quantised(torch.randn(20, 192), kind, group).q
-    scale = (torch.rand(20, 192 // group) * 0.02 + 1e-3).to(scales)
+    scale = torch.rand(20, 192 // group)
+    scale = (scale * 20 + 110 if scales == torch.uint8 else scale * 0.02 + 1e-3).to(scales)
     w = Quantized(q, scale, torch.randn_like(scale, dtype=torch.float32).mul(0.1).to(scales) if shifts else None)
     got = of_quantised(w)
     assert got is not None and got.runs[0].format == name
     assert torch.equal(got.dequantised(torch.float32), w.dequantised(torch.float32))
+
+
+def test_large_matrices_are_packed_in_parts(monkeypatch):
+    w = quant.quantised(torch.randn(90, 96), "mxfp4")
+    whole = of_quantised(w)
+    monkeypatch.setattr(quant, "CHUNK", 40 * 96)  # 32 rows
+    parts = of_quantised(w)
+    assert whole is not None and parts is not None and len(parts.runs) == 1 and len(parts) == 90
+    assert torch.equal(parts.runs[0].data, whole.runs[0].data)
 
 
 def test_matrices_that_cannot_be_packed():

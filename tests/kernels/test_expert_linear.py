@@ -53,7 +53,7 @@ def inputs(size, dtype, each=False, device="cpu"):
     return x, (randn(X, O, E, seed=1) / math.sqrt(E)).to(device, dtype)
 
 
-def formula(x, weight, experts, epilogue, scores):
+def formula(x, weight, experts, epilogue, scores, bias=None):
     """In float64, choice by choice: [T, k, ..], or [T, O] for both weighted epilogues."""
     T, k = experts.shape
     each = x if x.dim() == 3 else x.unsqueeze(1).expand(T, k, -1)
@@ -61,10 +61,22 @@ def formula(x, weight, experts, epilogue, scores):
         [torch.stack([weight[e].double() @ row.double() for e, row in zip(*both, strict=True)])
          for both in zip(experts.tolist(), each, strict=True)]
     )  # fmt: skip
-    if epilogue == "silu_mul":
+    if bias is not None:
+        y = y + bias.double()[experts.long()]
+    if epilogue.endswith("_mul"):
         gate, up = y.chunk(2, -1)
-        y = gate / (1 + torch.exp(-gate)) * up
+        y = activation(gate, up, epilogue)
     return y if scores is None else (y * scores.double().unsqueeze(-1)).sum(1)
+
+
+def activation(gate, up, epilogue):
+    """In float64, of the epilogue with this name."""
+    if epilogue == "silu_mul":
+        return gate / (1 + torch.exp(-gate)) * up
+    if epilogue == "gelu_tanh_mul":
+        return gate / (1 + torch.exp(-2 * (2 / torch.pi) ** 0.5 * (gate + 0.044715 * gate**3))) * up
+    gate, up = gate.minimum(torch.tensor(7.0)), up.maximum(torch.tensor(-7.0)).minimum(torch.tensor(7.0))
+    return (up + 1) * gate / (1 + torch.exp(-1.702 * gate))
 
 
 def given(size, dtype, epilogue, each, device="cpu"):
@@ -101,7 +113,36 @@ def test_kernel(poisoned, size, dtype, epilogue):
         assert right(op._launch(*args), args, 8 if dtype == torch.float32 else 2), each
 
 
-@pytest.mark.parametrize("how", [("int8", None), ("fp8", 32), ("int4", 32)])
+@pytest.mark.parametrize("size", [SIZES[2], SIZES[4]])
+@pytest.mark.parametrize("epilogue", [*EPILOGUES, "clamped_silu_mul", "gelu_tanh_mul"])
+def test_biases_and_other_gates(poisoned, size, epilogue):
+    """Of each expert, added before the gate, which clamps some of these numbers, or before the weighted sum. Those of
+    experts without rows are not read."""
+    for each in (False, True):
+        for dtype, run, roundings in (
+            (torch.float64, expert_linear, 16),
+            (torch.bfloat16, expert_linear, 16),
+            (torch.float32, op._launch, 8),
+            (torch.float16, op._launch, 2),
+        ):
+            x, weight, experts, *rows, scores = given(size, dtype, epilogue, each)
+            weight, bias = 4 * weight, randn(size[1], size[3], seed=3).to(dtype)
+            bias[sorted(set(range(size[1])) - set(experts.flatten().tolist()))] = math.nan
+            args = x, weight, experts, *rows, scores
+            want, plain = (formula(x, weight, experts, epilogue, scores, b) for b in (bias, None))
+            for given_, exact in (((*args, bias), want), (args, plain)):
+                got = run(*given_).sum(0) if epilogue == "split" else run(*given_)
+                assert close(got, exact, dtype, roundings), (each, dtype)
+            assert not close(plain, want, torch.float64, 1e9)
+
+
+def test_a_clamped_gate_keeps_a_nan(poisoned):
+    x, rows = torch.full((1, 4), math.nan), rows_of(torch.zeros(1, 1, dtype=torch.int32), 1)
+    for run in (op._launch, expert_linear):
+        assert run(x, torch.ones(1, 6, 4), *rows, "clamped_silu_mul").isnan().all()
+
+
+@pytest.mark.parametrize("how", [("int8", None), ("fp8", 32), ("int4", 32), ("mxfp4", 32)])
 def test_quantised_experts(poisoned, how):
     for size, epilogues in (((5, 6, 2, 40, 64), EPILOGUES), ((2, 3, 2, 40, 1152), ["split"])):
         for epilogue in epilogues:
@@ -267,6 +308,7 @@ def test_cost_counts_the_chosen_experts_once():
     assert expert_linear_cost(x, weight, *rest) == (size, 2 * 6 * 46 * 33)
     *rest, _, _ = rest
     scores = torch.ones(3, 2)
+    assert expert_linear_cost(x, weight, *rest, "silu_mul", None, weight[:, :, 0])[0] == size + 2 * experts * 46
     apart = [expert_linear_cost(x, weight, *rest, how, scores)[0] for how in ("sum", "split")]
     assert apart == [size - 2 * 6 * 23 + 4 * 6 + written for written in (2 * 3 * 46, 4 * 6 * 46)]
 
@@ -282,6 +324,7 @@ def test_no_rows():
 def test_registration(epilogue, each):
     args = given((3, 4, 2, 6, 8), torch.float32, epilogue, each)
     torch.library.opcheck(torch.ops.specker.expert_linear, args)
+    torch.library.opcheck(torch.ops.specker.expert_linear, (*args, torch.ones(4, 6)))
 
 
 def test_fullgraph():

@@ -24,6 +24,8 @@ def logits_of(T, X, dtype=torch.float32):
 
 def formula(logits, k, normalise, scoring="softmax", bias=None, scale=1.0, eps=0.0):
     T, X = logits.shape
+    if bias is not None and scoring == "softmax":
+        logits, bias = logits + bias, None
     p = logits.double().sigmoid() if scoring == "sigmoid" else logits.double().softmax(-1)
     rank = logits if bias is None else p + bias
     experts = [sorted(range(X), key=lambda i, row=row: (-row[i], i))[:k] for row in rank.tolist()]
@@ -51,6 +53,20 @@ def test_route(poisoned, size, normalise):
         assert got[1].dtype == dtype
         check(got, formula(logits, k, normalise), torch.finfo(dtype).eps)
     check(op._launch(logits, k, normalise), formula(logits, k, normalise), torch.finfo(torch.float32).eps)
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_biased_logits(poisoned, size):
+    """A bias that changes the choice and the scores, also of logits that are to be added up."""
+    T, X, k = size
+    bias = (torch.arange(X) * 5 % 7 / 2).float()
+    for normalise in (True, False):
+        logits, how = logits_of(T, X), (None, "softmax", bias, 1.5)
+        want = formula(logits, k, normalise, *how[1:])
+        for route in (expert_route, op._launch):
+            for given in (logits, torch.stack([logits, torch.zeros_like(logits)])):
+                check(route(given, k, normalise, *how), want, torch.finfo(torch.float32).eps)
+        assert T < 2 or want[0].tolist() != formula(logits, k, normalise)[0].tolist()
 
 
 @pytest.mark.parametrize("size", SIZES)

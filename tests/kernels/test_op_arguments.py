@@ -220,6 +220,8 @@ def test_every_argument(n: int) -> None:
         ("ancestor_words", {"parents": [0, 1]}, "parents must be a Tensor, got list"),
         ("accept_walk", {"parents": [0, 1]}, "parents must be Tensor | None, got list"),
         ("accept_walk", {"parents": ints(0)}, "parents must be [2, 3] int64 like tokens, got (1,) torch.int32"),
+        ("expert_linear", {"bias": torch.ones(4, 31)}, "bias must be [4, 32] torch.float32, got [4, 31] torch.float32"),
+        ("expert_linear", {"bias": torch.ones(4, 32).double()}, "float32, got [4, 32] torch.float64"),
         ("expert_linear", {"epilogue": "sum"}, "scores belong to sum and split, got 'sum' without them"),
         ("expert_linear", {"scores": torch.ones(3, 2)}, "scores belong to sum and split, got 'none' with them"),
         ("expert_linear", {"order": torch.arange(6)}, "order must be [6] int32, got [6] torch.int64"),
@@ -227,7 +229,11 @@ def test_every_argument(n: int) -> None:
         ("expert_linear", {"experts": torch.ones(3, 2)}, "experts must be [3, 2] int32, got [3, 2] torch.float32"),
         ("expert_linear", {"weight": torch.ones(4, 0, 64)}, "expected experts and weights: experts [3, 2], weight"),
         ("expert_linear", {"weight": torch.ones(4, 32, 64).double()}, "weight must be like x: x torch.float32 cpu"),
-        ("expert_linear", {"epilogue": "gelu"}, "epilogue must be one of ('none', 'silu_mul', 'sum', 'split'), got"),
+        (
+            "expert_linear",
+            {"epilogue": "gelu"},
+            "epilogue must be one of ('none', 'silu_mul', 'gelu_tanh_mul', 'clamped_silu_mul', 'sum', 'split'), got",
+        ),
         (
             "expert_linear",
             {"epilogue": "silu_mul", "weight": torch.ones(4, 31, 64)},
@@ -262,7 +268,7 @@ def test_every_argument(n: int) -> None:
             "scale must be above 0 and eps at least 0, got 1.0 and -1",
         ),
         ("expert_route", {"scale": 0.0}, "scale must be above 0 and eps at least 0, got 0.0 and 0.0"),
-        ("expert_route", {"bias": torch.ones(4)}, "a bias and eps belong to sigmoid, got 'softmax' with them"),
+        ("expert_route", {"eps": 1e-6}, "eps belongs to sigmoid, got 'softmax' with it"),
         (
             "expert_route",
             {"logits": torch.ones(3, 4).half()},

@@ -1,5 +1,6 @@
 """Matrices in eight and four bits: how they are packed, rounded and joined, and their products on a CPU."""
 
+import numpy as np
 import pytest
 import torch
 
@@ -19,6 +20,7 @@ FORMATS = [
     ("int4", 32, False, torch.float16),
     ("int4", 64, True, torch.float32),
     ("int4", None, False, torch.float32),
+    ("mxfp4", 32, False, torch.uint8),
 ]
 
 
@@ -33,6 +35,8 @@ def matrix(kind: str, group: int | None, shifts: bool, scales: torch.dtype, *sha
     else:
         q = torch.randint(0, 256, (*rows, E // 2)).to(torch.uint8)
     groups = E // (group or E)
+    if kind == "mxfp4":
+        return Quantized(q, torch.randint(110, 130, (*rows, groups), dtype=torch.uint8), None)
     scale = (torch.rand(*rows, groups) * 0.02 + 1e-3).to(scales)
     return Quantized(q, scale, torch.randn(*rows, groups).mul_(0.1).to(scales) if shifts else None)
 
@@ -43,14 +47,21 @@ def slow(w: Quantized) -> torch.Tensor:
     out = torch.zeros(rows, E, dtype=torch.float64)
     for o in range(rows):
         for e in range(E):
-            if w.kind == "int4":
+            scale = float(w.scale[o, e // w.group])
+            if w.kind in quant.FOUR_BITS:
                 block, at = divmod(e, 32)
                 byte = int(w.q[o, 16 * block + at % 16])
-                q = float(byte >> 4 if at >= 16 else byte & 15) - (8 if w.shift is None else 0)
+                q = float(byte >> 4 if at >= 16 else byte & 15)
+                if w.kind == "mxfp4":
+                    sign, power, half = int(q) >> 3, int(q) >> 1 & 3, int(q) & 1
+                    q = (-1) ** sign * (half / 2 if power == 0 else (1 + half / 2) * 2 ** (power - 1))
+                    scale = 2 ** (scale - 127)
+                elif w.shift is None:
+                    q -= 8
             else:
                 q = float(w.q[o, e])
             shift = 0.0 if w.shift is None else float(w.shift[o, e // w.group])
-            out[o, e] = q * float(w.scale[o, e // w.group]) + shift
+            out[o, e] = q * scale + shift
     return out
 
 
@@ -121,6 +132,45 @@ def test_rows_and_columns(kind):
     assert torch.equal(w.dequantised(torch.float32)[[0, 5]], dense[[5, 9]])
 
 
+def every_mxfp4() -> tuple[torch.Tensor, torch.Tensor]:
+    """A row for each scale but NaN, with all numbers in the columns: blocks [255, 1, 16], adjacent columns in a byte,
+    and scales [255, 1]. gpt-oss stores such tensors."""
+    numbers = torch.arange(32, dtype=torch.uint8).remainder(16).expand(255, 32)
+    return (numbers[:, ::2] | numbers[:, 1::2] << 4).unsqueeze(1), torch.arange(255, dtype=torch.uint8).unsqueeze(1)
+
+
+def test_mxfp4_is_what_transformers_and_gguf_make_of_it():
+    """transformers reads adjacent columns from a byte, GGUF the same blocks as specker after their scale."""
+    from gguf import GGMLQuantizationType
+    from gguf.quants import dequantize
+    from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+    blocks, scales = every_mxfp4()
+    w = Quantized(quant.packed(torch.stack((blocks & 15, blocks >> 4), -1).flatten(1)), scales, None)
+    w.check()
+    got = w.dequantised(torch.float32)
+    assert int(got.isinf().sum()) == 4 * (4 + 2) and got[0, 1] == 2.0**-128  # 2 to 6 times 2^127, 4 and 6 times 2^126
+    for dtype in (torch.float32, torch.bfloat16):
+        want = convert_moe_packed_tensors(blocks[:, None], scales[:, None], dtype=dtype)[:, :, 0]
+        assert torch.equal(w.dequantised(dtype), want)
+    file = torch.cat((scales, w.q), 1).numpy()
+    with np.errstate(over="ignore"):
+        assert torch.equal(got, torch.from_numpy(dequantize(file, GGMLQuantizationType.MXFP4).copy()))
+
+
+def test_mxfp4_is_rounded_as_gguf_rounds():
+    from gguf import GGMLQuantizationType
+    from gguf.quants import quantize
+
+    torch.manual_seed(0)
+    x = torch.randn(40, 96) * torch.logspace(-3, 3, 40)[:, None]
+    x[3, :32] = 0
+    x[4] = torch.arange(96) / 8 - 6  # ties
+    w = quant.quantised(x, "mxfp4")
+    blocks = torch.cat((w.scale.unsqueeze(-1), w.q.unflatten(-1, (3, 16))), -1).flatten(1)
+    assert torch.equal(blocks, torch.from_numpy(quantize(x.numpy(), GGMLQuantizationType.MXFP4)))
+
+
 @pytest.mark.parametrize(("kind", "least"), [("int8", 127), ("fp8", 14), ("int4", 15)])
 def test_rounding_is_to_the_nearest(kind, least):
     torch.manual_seed(0)
@@ -145,10 +195,11 @@ def test_joining_loses_nothing(stack):
     torch.manual_seed(0)
     several = [matrix(*form, 6, 96) for form in FORMATS if form[0] != "fp8" and form[1] in (16, 32)]
     join = torch.stack if stack else torch.cat
-    for parts in (several, several[2:4], several[1:2] * 2):
+    for parts in (several, several[2:4], several[1:2] * 2, several[-1:] * 2, several[-2:]):
         got = quant.joined(parts, stack)
         assert torch.equal(got.dequantised(torch.float32), join([w.dequantised(torch.float32) for w in parts]))
     assert quant.joined(several[2:4]).kind == "int4" and quant.joined(several).group == 16
+    assert quant.joined(several[-1:] * 2).kind == "mxfp4"
     eights = [matrix("fp8", None, False, torch.float16, 4, 64) for _ in range(2)]
     assert quant.joined(eights).kind == "fp8"
     with pytest.raises(ValueError, match="fp8 and integers cannot be joined"):
@@ -164,7 +215,7 @@ def test_scales_are_float16_if_that_is_exact():
 @pytest.mark.parametrize(
     ("kind", "shape", "group", "words"),
     [
-        ("int3", (4, 32), None, "kind must be one of int8, fp8, int4, got 'int3'"),
+        ("int3", (4, 32), None, "kind must be one of int8, fp8, int4, mxfp4, got 'int3'"),
         ("int4", (4, 48), None, "int4 needs groups of a multiple of 32 columns that divide a row; got 48 columns"),
         ("int8", (4, 96), 64, "int8 needs groups of a multiple of 16 .* got 96 columns in groups of 64"),
     ],
@@ -178,11 +229,18 @@ def test_bad_arguments():
     w = matrix(*FORMATS[0], 8, 64)
     with pytest.raises(ValueError, match="expected x"):
         row_linear(torch.zeros(2, 32), w)
+    four, eight = matrix(*FORMATS[-1], 8, 64), matrix(*FORMATS[2], 8, 64)
+    for wrong, words in (
+        (Quantized(four.q, four.scale, four.scale), "mxfp4 has no shift, got "),
+        (Quantized(eight.q, four.scale, None), "unknown kind of matrix: q torch.int8, scale torch.uint8"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            wrong.check()
     with pytest.raises(ValueError, match="weight must be like x"):
         row_linear(torch.zeros(2, 64, dtype=torch.int32), w)
 
 
-@pytest.mark.parametrize("form", [FORMATS[0], FORMATS[5], FORMATS[6]], ids=str)
+@pytest.mark.parametrize("form", [FORMATS[0], FORMATS[5], FORMATS[6], FORMATS[-1]], ids=str)
 def test_the_operators_are_registered(form):
     torch.manual_seed(0)
     w, x = matrix(*form, 40, 64), torch.randn(3, 64)

@@ -16,11 +16,12 @@ from specker.kernels.kv import kv_calibrate, rope_table
 from specker.kernels.linear import row_linear, row_linear_ref
 from specker.kernels.noise import gumbel
 from specker.kernels.project import kv_project, kv_project_ref
-from specker.kernels.quant import Format, Quantized, quantised
+from specker.kernels.quant import FOUR_BITS, Format, Quantized, packed, quantised
 from specker.kernels.topk import Noise, vocab_topk, vocab_topk_ref
 
 linear, project, topk = (importlib.import_module(f"specker.kernels.{name}") for name in ("linear", "project", "topk"))
 HALF = [torch.float32, torch.float16]
+MXFP4 = "mxfp4", 32, False, torch.uint8
 # kind, group (None: a row), shift, dtype of the scales
 FORMATS = [
     ("int8", None, False, torch.float16),
@@ -35,6 +36,7 @@ FORMATS = [
     ("int4", 64, True, torch.float16),
     ("int4", 96, False, torch.float32),
     ("int4", 192, False, torch.float16),
+    MXFP4,
 ]
 # O, E: one tile, whole tiles, K in two and in three splits (the last one short).
 SIZES = [(2, 192), (34, 576), (46, 1152), (70, 1728)]
@@ -48,8 +50,11 @@ def a_weight(form, *shape, seed=1, device="cpu"):
     scales = (*shape[:-1], shape[-1] // group)
     scale = (0.5 + torch.rand(scales, generator=generator)) / math.sqrt(shape[-1])
     offset = torch.randn(scales, generator=generator) / math.sqrt(shape[-1]) if shift else None
-    if kind == "int4":
+    if kind in FOUR_BITS:
         q = torch.randint(256, (*shape[:-1], shape[-1] // 2), dtype=torch.uint8, generator=generator)
+        if kind == "mxfp4":
+            bits = torch.randint(-3, 1, scales, generator=generator) + 127 - round(math.log2(shape[-1]) / 2)
+            return Quantized(q, bits.to(torch.uint8), None).to(device)
         scale /= 4
     elif kind == "int8":
         q = torch.randint(-128, 128, shape, dtype=torch.int8, generator=generator)
@@ -129,6 +134,21 @@ def test_every_number_is_exact(kind):
     assert len(got.unique()) == {"int8": 256, "fp8": 253, "int4": 16}[kind]  # 0 and -0 are one
 
 
+@pytest.mark.parametrize("left", [False, True])
+def test_every_mxfp4_is_exact(request, left):
+    """Bit for bit: rows of the identity give all numbers times all scales that leave them finite."""
+    if left:
+        request.getfixturevalue("tiles_of_64")
+    numbers = packed(torch.arange(192, dtype=torch.uint8).remainder(16).expand(253, 192))
+    scales = ((torch.arange(253)[:, None] + torch.arange(6) * 40) % 253).to(torch.uint8)
+    weight = Quantized(numbers, scales, None)
+    assert torch.equal(linear._launch(torch.eye(192), weight, None, "none").T, weight.dequantised(torch.float32))
+    some = Quantized(weight.q, scales.clamp(95, 140), None)  # float16 rounds the smallest numbers to 0
+    half = some.dequantised(torch.float16)
+    assert half.isfinite().all() and (half.abs() < 2**-14).sum() > half.count_nonzero() / 4
+    assert torch.equal(linear._launch(torch.eye(192).half(), some, None, "float32").T, half.float())
+
+
 @pytest.mark.parametrize("form", [form for form in FORMATS if form[0] == "int4" and form[1] in (32, 64)])
 def test_int4_weights_are_rounded_once(tiles_of_64, form):
     """Bit for bit: rows of the identity give the weights, for scales and shifts of all magnitudes."""
@@ -181,7 +201,7 @@ def test_eight_bits_equal_the_dequantised_weight(kind):
     assert torch.equal(linear._launch(x, weight, None, "none"), linear._launch(x, plain, None, "none"))
 
 
-@pytest.mark.parametrize("form", [FORMATS[1], FORMATS[4], FORMATS[8]])
+@pytest.mark.parametrize("form", [FORMATS[1], FORMATS[4], FORMATS[8], MXFP4])
 def test_reads_only_its_tensors(monkeypatch, form):
     """Nothing beyond the weight's numbers, scales and shifts, in the last rows and columns of tiles as well."""
     for O, E in SIZES[0], SIZES[2]:
@@ -191,7 +211,7 @@ def test_reads_only_its_tensors(monkeypatch, form):
             linear._launch(x, weight, None, "silu_mul")
 
 
-@pytest.mark.parametrize("form", [FORMATS[0], FORMATS[5], FORMATS[9]])
+@pytest.mark.parametrize("form", [FORMATS[0], FORMATS[5], FORMATS[9], MXFP4])
 def test_views_surrounded_by_nan(form):
     O, E = SIZES[1]
     x, weight = randn(3, E, dtype=torch.float16), a_weight(form, O, E)
@@ -211,7 +231,7 @@ def test_views_surrounded_by_nan(form):
     assert not half.q.is_contiguous() and torch.equal(linear._launch(x, half, None, "none"), want)
 
 
-@pytest.mark.parametrize("form", [form for form in FORMATS if form[0] == "int4" and form[1] != 96])
+@pytest.mark.parametrize("form", [form for form in FORMATS if form[0] in FOUR_BITS and form[1] != 96])
 def test_the_weight_as_the_left_operand(poisoned, tiles_of_64, form):
     """In the last tile some rows and columns do not exist. A row is the same alone and among others."""
     O, E, T = 150, 192, 65

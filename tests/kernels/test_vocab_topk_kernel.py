@@ -469,7 +469,7 @@ def test_bfloat16_ids_equal_the_references(K, E, k):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("kind", [None, "int8", "fp8", "int4"])
+@pytest.mark.parametrize("kind", [None, "int8", "fp8", "int4", "mxfp4"])
 @pytest.mark.parametrize(("K", "E"), [(128256, 4096), (32000, 2048), (49152, 576)])
 def test_bfloat16_tokens_are_those_of_row_linears_logits(K, E, kind):
     g = torch.Generator("cuda").manual_seed(0)

@@ -8,6 +8,7 @@ import torch
 from make_checkpoint import (
     FULL,
     GEMMA3,
+    GPT_OSS,
     GRANITE,
     LFM2,
     LFM2_MOE,
@@ -55,6 +56,7 @@ KINDS = {  # the windows are shorter than the prompts, and than some drafts
     "qwen3-next": QWEN3_NEXT,
     "lfm2": LFM2 | {"layer_types": ["conv", "full_attention", "conv", "conv"], "layers": 4},
     "lfm2-moe": LFM2_MOE,
+    "gpt-oss": GPT_OSS | {"layer_types": [SLIDING, FULL, FULL, SLIDING], "layers": 4},
     "olmo3": OLMO3 | {"layer_types": [SLIDING, FULL, SLIDING, SLIDING], "layers": 4},
 }
 HOW = {
@@ -125,7 +127,7 @@ def test_sampled_trees_too(pairs, kind):
 
 
 GROUPS = {"gemma3": "[[0],[1,2],[3]]", "gemma3-window-of-2": "[[0,1,2],[3]]", "qwen2": "2", "olmo2": "2"}
-GROUPS |= {"mixtral": "2", "qwen3-moe": "[[0],[1,2],[3]]"}
+GROUPS |= {"gpt-oss": "[[0],[1,2],[3]]", "mixtral": "2", "qwen3-moe": "[[0],[1,2],[3]]"}
 
 
 @pytest.mark.parametrize("kind", GROUPS)
@@ -180,12 +182,12 @@ def test_a_draft_that_is_the_target_is_always_right(tmp_path, options):
 
 
 def test_a_gpu_takes_no_short_window(tmp_path):
-    """Its kernels hide columns only before the window of a verify pass, which has 256 at most."""
+    """Its kernels hide columns only before the window of a verify pass, which the engine keeps short."""
     config = read(make(tmp_path, "mistral", layers=1), dtype=torch.float32, device="cpu").config
-    for window, device in ((256, "cuda"), (255, "cpu"), (0, "cuda")):
+    for window, device in ((128, "cuda"), (127, "cpu"), (0, "cuda")):
         check_sliding_windows(replace(config, layer=LayerSpec(sliding_windows=(window,))), torch.device(device))
-    with pytest.raises(CheckpointError, match="window of 255, and a GPU's kernels take none below 256; use device="):
-        check_sliding_windows(replace(config, layer=LayerSpec(sliding_windows=(0, 255))), torch.device("cuda"))
+    with pytest.raises(CheckpointError, match="window of 127, and a GPU's kernels take none below 128; use device="):
+        check_sliding_windows(replace(config, layer=LayerSpec(sliding_windows=(0, 127))), torch.device("cuda"))
 
 
 def test_only_gemmas_embedding_has_a_rounded_scale(tmp_path, monkeypatch):
@@ -225,6 +227,9 @@ ON_GPU["mixtral"] = (  # the router's partials are added by expert_route, the do
 )
 
 
+ON_GPU["gpt-oss"] = ({**GPT_OSS, "sliding_window": 256}, *ON_GPU["mixtral"][1:])
+
+
 def launched(tmp_path, monkeypatch, **options):
     """The kernels of a pass of three rows through all layers, as on a GPU."""
     folder = make(tmp_path, max_context=512, **options)
@@ -245,7 +250,10 @@ def test_the_kernels_of_a_layer_on_a_gpu(tmp_path, monkeypatch, kind):
     names = launched(tmp_path, monkeypatch, layers=3, **options)
     assert [name.partition(":")[0] for name in names] == 3 * layer + end
     reaches = [name.partition(" reach ")[2] for name in names if name.startswith(ATTEND)]
-    assert reaches == (["256", "", "256"] if kind == "gemma3" else ["", "", ""])
+    assert [reach.partition(" ")[0] for reach in reaches] == (
+        ["256", "", "256"] if kind in ("gemma3", "gpt-oss") else ["", "", ""]
+    )
+    assert all((" sinks " in name) == (kind == "gpt-oss") for name in names if name.startswith(ATTEND))
 
 
 @pytest.mark.parametrize("kind", [LFM2, QWEN3_5])

@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 import torch
-from make_checkpoint import CASES, GEMMA3, GRANITE, PHI4, exact_oracle, make, oracle, oracle_logits
+from make_checkpoint import CASES, GEMMA3, GPT_OSS, GRANITE, PHI4, exact_oracle, make, oracle, oracle_logits
 from recorded import recording
 
 from specker.checkpoints.checkpoint import read
@@ -77,6 +77,7 @@ def test_logits_equal_transformers(tmp_path, name, kwargs):
         {"arch": "olmo2"},
         GRANITE,
         PHI4,
+        GPT_OSS,
     ],
     ids=str,
 )
@@ -304,18 +305,20 @@ def test_a_chunk_on_a_gpu_is_flash_attention(monkeypatch, tmp_path):
     assert {named["window_size_right"] for *_, named in found} == {0}
 
 
-def as_flash(q, k, v, causal, sliding_window, scale):
+def as_flash(q, k, v, causal, sliding_window, scale, sinks=None):
     """`prefill.flash` in plain torch."""
     row, column = torch.arange(len(k) - len(q), len(k))[:, None], torch.arange(len(k))
     seen = (column <= row) | (not causal)
     if sliding_window:
         seen &= column > row - sliding_window
     k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
-    scores = torch.einsum("tgd,sgd->gts", q, k) * scale
-    return torch.einsum("gts,sgd->tgd", scores.masked_fill(~seen, float("-inf")).softmax(-1), v)
+    scores = (torch.einsum("tgd,sgd->gts", q, k) * scale).masked_fill(~seen, float("-inf"))
+    if sinks is not None:
+        scores = torch.cat((scores, sinks.view(-1, 1, 1).expand(-1, len(q), 1)), -1)
+    return torch.einsum("gts,sgd->tgd", scores.softmax(-1)[..., : len(k)], v)
 
 
-@pytest.mark.parametrize("kind", [GEMMA3, {"arch": "llama"}, {"arch": "dream"}])
+@pytest.mark.parametrize("kind", [GEMMA3, {"arch": "llama"}, {"arch": "dream"}, GPT_OSS])
 def test_what_a_chunk_hands_to_flash_attention(monkeypatch, tmp_path, kind):
     """The columns, the window and the direction: the K/V that a CPU computes."""
     model, cache = build(tmp_path, layers=3, max_context=128, **kind)
@@ -341,6 +344,7 @@ def test_flash_attention_sees_these_columns(rows, columns, causal, window, heads
         torch.randn(n, h, width, device="cuda", dtype=torch.bfloat16)
         for n, h in ((rows, heads[0]), (columns, heads[1]), (columns, heads[1]))
     )
-    got = flash(q, k, v, causal, window, width**-0.5)
-    want = as_flash(*(x.double().cpu() for x in (q, k, v)), causal, window, width**-0.5)
-    assert (got.double().cpu() - want).abs().max() < 2e-2
+    for sinks in (None, 4 * torch.randn(1, heads[0], device="cuda", dtype=torch.bfloat16)):
+        got, own = flash(q, k, v, causal, window, width**-0.5, sinks), None if sinks is None else sinks.double().cpu()
+        want = as_flash(*(x.double().cpu() for x in (q, k, v)), causal, window, width**-0.5, own)
+        assert (got.double().cpu() - want).abs().max() < 2e-2

@@ -123,7 +123,7 @@ def _row_linear(arch: int, dtype: torch.dtype) -> Comparisons:
 
 
 def _quantised_linear(arch: int, dtype: torch.dtype) -> Comparisons:
-    for O, E, kind, group in ((256, 512, "int8", None), (96, 1152, "int4", 32)):
+    for O, E, kind, group in ((256, 512, "int8", None), (96, 1152, "int4", 32), (128, 288, "mxfp4", 32)):
         x, w = randn(70, E, dtype=dtype), ops.quantised_weight(kind, group, kind == "int4", O, E)
 
         def call(rows: slice, x: Tensor = x, w: Any = w, **options: Any) -> Any:
@@ -241,13 +241,16 @@ def _expert_linear(arch: int, dtype: torch.dtype) -> Comparisons:
     T, X, k = 70, 3, 2
     chosen, scores, *_ = ops.choices(T, X, k)
     for O, E, epilogue in ((128, 192, "silu_mul"), (64, 1152, "split")):
-        x, w = randn(T, E, dtype=dtype), weight(X, O, E, dtype=dtype)
+        x, w, bias = randn(T, E, dtype=dtype), weight(X, O, E, dtype=dtype), randn(X, O, seed=2, dtype=dtype)
+        given = x, w, bias, epilogue
 
-        def call(rows: slice, x: Tensor = x, w: Tensor = w, how: str = epilogue, **options: Any) -> Any:
+        def call(rows: slice, given: tuple[Any, ...] = given, **options: Any) -> Any:
+            x, w, bias, how = given
             flat = chosen[rows].flatten()
             order = flat.argsort(stable=True)
             starts = torch.searchsorted(flat[order], torch.arange(X + 1))
-            args = x[rows], w, chosen[rows], order.int(), starts.int(), how, scores[rows] if how == "split" else None
+            own = how, scores[rows] if how == "split" else None, bias
+            args = x[rows], w, chosen[rows], order.int(), starts.int(), *own
             y = _run(arch, lambda: ops.experts._launch(*args), **options)
             return (y.transpose(0, 1) if how == "split" else y,)
 

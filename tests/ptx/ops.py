@@ -29,7 +29,7 @@ ragged = cache(attention_tests)
 CONSTANT = {
     "_row_linear_kernel": {"w_ptr", "scale_ptr", "shift_ptr", "bias_ptr"},
     "_row_linear_merge_kernel": {"bias_ptr"},
-    "_expert_linear_kernel": {"w_ptr", "scale_ptr", "shift_ptr"},
+    "_expert_linear_kernel": {"w_ptr", "scale_ptr", "shift_ptr", "bias_ptr"},
     "_vocab_topk_kernel": {"w_ptr", "scale_ptr", "shift_ptr"},
     "_kv_calibrate_kernel": {"rope_ptr", "q_norm_ptr", "k_norm_ptr"},
     "_start_rows_kernel": {"embedding_ptr"},
@@ -102,6 +102,7 @@ def row_linear(dtype: torch.dtype) -> Iterator[Case]:
         (3, 64, 2048, "silu_mul", False, 2),
         (9, 384, 512, "gelu_tanh_mul", False, 1),
         (3, 70, 1100, "gelu_tanh_mul", True, 1),
+        (3, 70, 1100, "clamped_silu_mul", True, 1),
         (4, 37, 1023, "none", True, 1),
         (2, 46, 33, "silu_mul", True, 1),
         (200, 64, 256, "none", False, 1),
@@ -131,6 +132,9 @@ def quantised_linear(dtype: torch.dtype) -> Iterator[Case]:
         (2, 12032, 128, "none", False, 1, "int4", 32, False),
         (2, 12032, 256, "silu_mul", False, 1, "int8", 16, False),
         (3, 256, 1152, "float32", False, 1, "int4", 96, True),
+        (3, 256, 1152, "none", True, 1, "mxfp4", 32, False),
+        (5, 384, 512, "silu_mul", False, 1, "mxfp4", 32, False),
+        (3, 128, 2048, "split", False, 1, "mxfp4", 32, False),
     ):
         lead = (G,) if G > 1 else ()
         w = quantised_weight(kind, group, shift, *lead, O, E)
@@ -146,7 +150,7 @@ def quantised_weight(kind: str, group: int | None, shift: bool, *shape: int) -> 
         scale = w.abs().amax(-1, keepdim=True) / 127
         return Quantized((w / scale).round().to(torch.int8), scale, None)
     w = quantised(w, kind, group)
-    return w if shift else Quantized(w.q, w.scale.float(), None)
+    return w if shift or kind == "mxfp4" else Quantized(w.q, w.scale.float(), None)
 
 
 def _linear(label: str, x: Tensor, w: Matrix, bias: Tensor | None, epilogue: str) -> Case:
@@ -178,6 +182,17 @@ def expert_linear(dtype: torch.dtype) -> Iterator[Case]:
     ):
         w = weight(X, O, E, dtype=dtype)
         yield _experts(f"T{T} X{X} k{k} {E}->{O} {epilogue}{' each' * each}", T, k, w, epilogue, each, dtype)
+    for T, X, k, O, E, epilogue, each in (
+        (5, 6, 2, 128, 192, "clamped_silu_mul", False),
+        (3, 5, 2, 70, 1100, "clamped_silu_mul", False),
+        (3, 4, 2, 128, 256, "split", True),
+        (3, 2, 2, 128, 8192, "split", False),
+        (2, 3, 2, 96, 2048, "sum", True),
+        (2, 3, 3, 37, 1023, "none", False),
+    ):
+        w, bias = weight(X, O, E, dtype=dtype), randn(X, O, seed=2, dtype=dtype)
+        label = f"T{T} X{X} k{k} {E}->{O} {epilogue}{' each' * each} bias"
+        yield _experts(label, T, k, w, epilogue, each, dtype, bias)
 
 
 def quantised_experts(dtype: torch.dtype) -> Iterator[Case]:
@@ -188,9 +203,15 @@ def quantised_experts(dtype: torch.dtype) -> Iterator[Case]:
         (70, 3, 2, 256, 128, "silu_mul", "int4", 32, True),
         (2, 3, 2, 70, 1152, "none", "int4", 128, False),
         (2, 8, 4, 3072, 128, "silu_mul", "int4", 32, False),
+        (3, 4, 2, 128, 288, "split", "mxfp4", 32, False),
+        (2, 8, 4, 70, 128, "none", "mxfp4", 32, False),
     ):
         w = quantised_weight(kind, group, shift, X, O, E)
         yield _experts(f"T{T} X{X} k{k} {E}->{O} {epilogue} {w.format}", T, k, w, epilogue, False, dtype)
+    w, bias = quantised_weight("int4", 32, True, 6, 128, 256), randn(6, 128, seed=2, dtype=dtype)
+    yield _experts(
+        f"T5 X6 k2 256->128 clamped_silu_mul {w.format} bias", 5, 2, w, "clamped_silu_mul", False, dtype, bias
+    )
 
 
 def choices(T: int, X: int, k: int, seed: int = 0) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -198,7 +219,16 @@ def choices(T: int, X: int, k: int, seed: int = 0) -> tuple[Tensor, Tensor, Tens
     return expert_route_ref(randn(T, X, seed=seed, dtype=torch.float32) - torch.arange(X) / 2, k)
 
 
-def _experts(label: str, T: int, k: int, w: Matrix, epilogue: str, each: bool, dtype: torch.dtype) -> Case:
+def _experts(
+    label: str,
+    T: int,
+    k: int,
+    w: Matrix,
+    epilogue: str,
+    each: bool,
+    dtype: torch.dtype,
+    bias: Tensor | None = None,
+) -> Case:
     (X, _, E), weighted = w.shape, epilogue in ("sum", "split")
     chosen, scores, *places = choices(T, X, k)
     x = randn(*((T, k, E) if each else (T, E)), dtype=dtype)
@@ -209,12 +239,13 @@ def _experts(label: str, T: int, k: int, w: Matrix, epilogue: str, each: bool, d
     def judge(verdict: Verdict, got: Tensor) -> None:
         how, plain = "sum" if epilogue == "split" else epilogue, dense(w, dtype)
         exact = scores.double() if weighted else None
-        want = experts.expert_linear_ref(x.double(), plain.double(), *rows, how, exact)
+        wide = None if bias is None else bias.double()
+        want = experts.expert_linear_ref(x.double(), plain.double(), *rows, how, exact, wide)
         got = got.sum(0) if epilogue == "split" else got
-        verdict.near("y", got, want, experts.expert_linear_ref(x, plain, *rows, how, own))
+        verdict.near("y", got, want, experts.expert_linear_ref(x, plain, *rows, how, own, bias))
         verdict.near("y, rounded once", got, want, want.to(dtype), 2e-6 * float(want.abs().max()))
 
-    return Case(label, lambda: experts._launch(x, w, *rows, epilogue, own), judge)
+    return Case(label, lambda: experts._launch(x, w, *rows, epilogue, own, bias), judge)
 
 
 def dense(w: Matrix, dtype: torch.dtype) -> Tensor:
@@ -283,7 +314,7 @@ def vocab_topk(dtype: torch.dtype) -> Iterator[Case]:
         given = f"{' ids' * (ids is not None)}{' noise' * noisy}{' drawn' * drawn}{' norm' * norm}"
         normed = (randn(E, seed=2, dtype=dtype), 1e-5) if norm else None
         yield _topk(f"T{T} E{E} K{K} k{k}{given}", h, w, ids, k, normed, noisily, lse)
-    for kind, group in (("int8", None), ("int4", 32)):
+    for kind, group in (("int8", None), ("int4", 32), ("mxfp4", 32)):
         w = quantised_weight(kind, group, kind == "int4", 1000, 256)
         yield _topk(f"T3 E256 K1000 k3 {w.format}", randn(3, 256, dtype=dtype), w, None, 3, None, None, True)
 
@@ -533,8 +564,9 @@ def kv_project(dtype: torch.dtype) -> Iterator[Case]:
             yield from _in_eight_bits(label, project._launch, given, 6, (8, 16, Hkv, D), G)
         yield _project(label, (x, w, b), places, (8, 16, Hkv, D), norms)
         if E == 576:
-            q = quantised_weight("int4", 32, True, *lead, O, E)
-            yield _project(f"{label} {q.format}", (x, q, b), places, (8, 16, Hkv, D), norms)
+            for kind in ("int4", "mxfp4"):
+                q = quantised_weight(kind, 32, kind == "int4", *lead, O, E)
+                yield _project(f"{label} {q.format}", (x, q, b), places, (8, 16, Hkv, D), norms)
 
 
 def _project(

@@ -72,6 +72,8 @@ def expert_route(_: object) -> Iterator[Case]:
         idle = torch.tensor([False, True, False]) if T == 3 else None
         args = logits, 4, normalise, idle, "sigmoid", bias, scale, 1e-6
         yield _route(f"T{T} X32 k4 sigmoid bias{' normalise' * normalise} of {splits} splits", args)
+    args = logits, 4, True, None, "softmax", bias
+    yield _route(f"T{T} X32 k4 bias normalise of {splits} splits", args)
     logits = torch.randn(5, 7, generator=torch.Generator().manual_seed(7))
     yield _route("T5 X7 k3 sigmoid normalise", (logits, 3, True, None, "sigmoid"))
 

@@ -91,6 +91,13 @@ def _q6_k(blocks: Tensor) -> Numbers:
     return Numbers("int6 sixteen", q, s, None, _halves(blocks[..., 208:]))
 
 
+def _mxfp4(blocks: Tensor) -> Numbers:
+    """A byte b, 32 four-bit q: w = e2m1(q) 2^(b - 127). 255 is NaN."""
+    if bool((blocks[..., 0] == 255).any()):
+        raise ValueError("a scale in MXFP4 is NaN")
+    return Numbers("mxfp4", _fours(blocks[..., 1:]).flatten(-2), blocks[..., 0])
+
+
 class Block(NamedTuple):
     """A format of GGUF."""
 
@@ -109,6 +116,7 @@ BLOCKS = {
     "Q4_K": Block(SUPER, 144, "int4 super", _q4_k),
     "Q5_K": Block(SUPER, 176, "int5 super", _q5_k),
     "Q6_K": Block(SUPER, 210, "int6 sixteen", _q6_k),
+    "MXFP4": Block(32, 17, "mxfp4", _mxfp4),
 }
 
 

@@ -10,6 +10,7 @@ from specker.checkpoints.quantised.awq import awq
 from specker.checkpoints.quantised.compressed import compressed_tensors
 from specker.checkpoints.quantised.fp8 import fp8
 from specker.checkpoints.quantised.gptq import gptq
+from specker.checkpoints.quantised.mxfp4 import Mxfp4
 from specker.checkpoints.quantised.stored import Get, Stored, refused
 from specker.cpu.packed import FORMATS, ROWS, Packed, Run
 from specker.kernels.quant import Quantized
@@ -89,6 +90,8 @@ def scheme_of(raw: dict[str, Any], source: str) -> Scheme | None:
     method = str(settings.get("quant_method", "unknown method") if isinstance(settings, dict) else settings)
     if method == "specker":
         return _own(settings, source)
+    if method == "mxfp4":
+        return Mxfp4(int(raw.get("num_local_experts") or raw.get("num_experts") or 1))
     if method not in METHODS:
         raise refused(method)
     try:

@@ -73,6 +73,7 @@ static void attend(const state *s, int64_t n, int64_t at, int64_t b, int64_t h, 
         start = seen[i] < start ? seen[i] / 16 * 16 : start;
     }
     float *q = s->room, *sums = q + rows * D, *scores = sums + rows * D, *ends = scores + rows * wide;
+    float *tops = ends + rows;
     for (int64_t i = 0; i < rows; i++) {
         const float *from = qkv + (t0 + i / heads) * row + ((d->gated ? d->Hq : 0) + h * heads + i % heads) * D;
         memcpy(q + i * D, from, D * 4);
@@ -83,7 +84,7 @@ static void attend(const state *s, int64_t n, int64_t at, int64_t b, int64_t h, 
         width = in_page(p, c, S);
         plain_rows((const uint8_t *)k, 0, row_k, q, D, width, rows, D, scores + c, wide);
     }
-    const float scale = (float)d->scale;
+    const float scale = (float)d->scale, *sinks = d->layers[at].sinks;
     for (int64_t i = 0; i < rows; i++) {
         float *a = scores + i * wide;
         int64_t end = S; // columns from here on are masked
@@ -99,6 +100,7 @@ static void attend(const state *s, int64_t n, int64_t at, int64_t b, int64_t h, 
         vf top = splat(-INFINITY);
         for (int64_t j = start; j < end; j += LANES) top = largest(load(a + j), top);
         const float most = highest(top);
+        tops[i] = most * scale;
         for (int64_t j = start; j < (S + 15) / 16 * 16; j += LANES) store(a + j, power((load(a + j) - most) * scale));
     }
     for (int64_t i = 0; i < rows; i += 8) { // adds in column order, like `mixture`; eight rows at once hide the latency
@@ -116,6 +118,10 @@ static void attend(const state *s, int64_t n, int64_t at, int64_t b, int64_t h, 
     for (int64_t i = 0; i < rows; i++) {
         const int64_t head = h * heads + i % heads;
         float *to = mixed + ((t0 + i / heads) * d->Hq + head) * D, factor = 1.0f / ends[i];
+        if (sinks) { // relative to the larger one of sink and top
+            const float over = sinks[head] - tops[i], shrink = expf(-fabsf(over));
+            factor = over > 0 ? shrink / (ends[i] * shrink + 1.0f) : 1.0f / (ends[i] + shrink);
+        }
         for (int64_t e = 0; e < D; e++) to[e] = sums[i * D + e] * factor;
         if (d->gated) weigh_sigmoid(to, qkv + (t0 + i / heads) * row + head * D, D);
     }

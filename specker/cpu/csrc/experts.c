@@ -83,6 +83,7 @@ static void choose(const state *s, const layer *l, int64_t t) {
     float *z = s->route.logits + t * padded(X), *scores = s->route.scores + t * k, sum = 0, whole = 1;
     int32_t *chosen = s->route.experts + t * k;
     for (int64_t i = X; i < padded(X); i++) z[i] = -INFINITY;
+    for (int64_t i = 0; l->router_bias && d->scoring == SOFTMAX && i < X; i++) z[i] += l->router_bias[i];
     if (d->scoring == SIGMOID)
         by_sigmoid(d, l->router_bias, z, s->route.ranks, chosen);
     else
@@ -141,12 +142,20 @@ static void multiply(const state *s, const layer *l, int down) {
             }
             if (down) {
                 product(w, &r, count, e * E + o, n, x->out + p * E + o, E);
+                for (int64_t t = 0; l->down_bias && t < count; t++)
+                    grow(x->out + (p + t) * E + o, l->down_bias + e * E + o, 0, n);
                 continue;
             }
             float *gate = s->gate + p * F + o, *up = s->up + p * F + o;
             product(w, &r, count, e * 2 * F + o, n, gate, F);
             product(w, &r, count, e * 2 * F + F + o, n, up, F);
-            for (int64_t t = 0; t < count; t++) gated(d->activation, gate + t * F, up + t * F, n);
+            for (int64_t t = 0; t < count; t++) {
+                if (l->gate_up_bias) {
+                    const float *bias = l->gate_up_bias + e * 2 * F + o;
+                    grow(gate + t * F, bias, 0, n), grow(up + t * F, bias + F, 0, n);
+                }
+                gated(d->activation, gate + t * F, up + t * F, n);
+            }
         }
     }
     meet(s->m);

@@ -26,6 +26,12 @@ INLINE vf gelu(vf z) {
     return largest(z, splat(0)) - a * (t * p * power(a * a * -0.5f));
 }
 
+// x, but not above `most`; a NaN stays one.
+INLINE vf atmost(vf x, float most) {
+    vi over = x > splat(most);
+    return (vf)(((vi)splat(most) & over) | ((vi)x & ~over));
+}
+
 INLINE void each(int activation, float *gate, const float *up, int64_t count) {
     const float twice = 1.5957691216f; // 2 sqrt(2 / pi): 1 + tanh(x) = 2 sigmoid(2 x)
     for (int64_t i = 0; i < count; i += LANES) {
@@ -34,7 +40,10 @@ INLINE void each(int activation, float *gate, const float *up, int64_t count) {
             store(gate + i, swish(z, u, z));
         else if (activation == GELU_TANH)
             store(gate + i, swish(z, u, z * fma_(z * z, splat(twice * 0.044715f), splat(twice))));
-        else
+        else if (activation == CLAMPED_SILU) {
+            z = atmost(z, 7.0f), u = -atmost(-atmost(u, 7.0f), 7.0f);
+            store(gate + i, swish(z, splat(1), z * 1.702f) * (u + 1.0f));
+        } else
             store(gate + i, gelu(z) * u);
     }
 }
@@ -44,6 +53,7 @@ void gated(int64_t activation, float *gate, const float *up, int64_t count) {
     switch (activation) {
     case SILU: each(SILU, gate, up, count); break;
     case GELU_TANH: each(GELU_TANH, gate, up, count); break;
+    case CLAMPED_SILU: each(CLAMPED_SILU, gate, up, count); break;
     default: each(GELU, gate, up, count);
     }
 }

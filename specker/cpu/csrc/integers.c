@@ -11,7 +11,7 @@
 INLINE void dots(int bits, int apart, int T, const uint8_t *w, const int8_t *a, vi d0[MOST][PARTS], vi d1[MOST][PARTS]) {
     static const int ORDER[2][8] = {{0, 4, 1, 5, 2, 6, 3, 7}, {0, 1, 2, 3, 4, 5, 6, 7}};
 #ifdef BY_PAIRS // this many sums of pairs fit 16 bits: 8 2 15 127, 4 2 31 127, 2 2 63 127 < 2^15
-    const int most = bits == 8 ? 1 : bits == 6 ? 2 : bits == 5 || apart ? 4 : 8;
+    const int most = bits == 8 ? 1 : bits == 6 ? 2 : bits == 5 || bits == E2M1 || apart ? 4 : 8;
 #else
     const int most = 8;
 #endif

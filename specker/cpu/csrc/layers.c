@@ -232,7 +232,7 @@ void run_forward(const member *m, const forward *f, char *scratch) {
             } else {
                 feed(s, l + n, s->added + n * T * E, first + n + 1 < f->groups[f->group_count - 1] ? &l[n + 1].qkv : 0);
             }
-            grow_all(s, s->added + n * T * E, l[n].down_bias, l[n].norm_down);
+            grow_all(s, s->added + n * T * E, l[n].router.O ? 0 : l[n].down_bias, l[n].norm_down);
         }
     }
     keep(s, f->out, d->entry ? d->entry->norm_out : 0);

@@ -2,15 +2,16 @@
 #pragma once
 #include "products.h"
 
-enum activation { SILU, GELU_TANH, GELU };
+enum activation { SILU, GELU_TANH, GELU, CLAMPED_SILU };
 enum scoring { SOFTMAX, SIGMOID }; // of a router's logits
 
 typedef struct {
     const float *norm_in, *qkv_bias, *q_norm, *k_norm, *o_bias, *norm_post, *gate_up_bias, *down_bias; // 0: absent
     const float *norm_o, *norm_down; // [E], norms of the outputs of attention and of the feed-forward; 0: absent
-    const float *router_bias;        // [X], added to the scores of SIGMOID to choose experts by; 0: absent
+    const float *router_bias;        // [X], added to the logits, or to the scores of SIGMOID to choose by; 0: absent
+    const float *sinks;              // [Hq], logits that add nothing but their share of the softmax; 0: absent
     const float *rope;               // [C, 2, D]
-    matrix qkv, o, gate_up, down; // of X experts one after another: gate_up [X 2 F, E], down [X E, F]
+    matrix qkv, o, gate_up, down; // of X experts one after another: gate_up [X 2 F, E], down [X E, F]; biases likewise
     matrix router;                // [X, E]; without rows if the layer has no experts
     matrix shared_gate_up, shared_down; // of the expert that every row reads; without rows if there is none
     matrix gates;                       // [2 Hv, E], see `mixer`; without rows if qkv ends with them

@@ -21,6 +21,7 @@ void copy_rows(int64_t format, int64_t E, uint8_t *to, const int64_t *at, const 
             case HALF_SHIFT: copy_lane(a + coded, r, b + coded, o, 2, 2); break;
             case FLOAT: copy_lane(a + coded, r, b + coded, o, 1, 4); break;
             case FLOAT_SHIFT: copy_lane(a + coded, r, b + coded, o, 2, 4); break;
+            case POWER: copy_lane(a + coded, r, b + coded, o, 1, 1); break;
             case SUPER: copy_lane(a + coded, r, b + coded, o, 16, 1), copy_lane(a + coded + 256, r, b + coded + 256, o, 2, 2); break;
             default: copy_lane(a + coded, r, b + coded, o, 16, 1), copy_lane(a + coded + 256, r, b + coded + 256, o, 1, 2);
             }

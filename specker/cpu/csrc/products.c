@@ -195,6 +195,7 @@ static void row_scales(int scales, const uint8_t *p, int g, int r, float *scale,
     case HALF: *scale = half_at(p + 2 * r); break;
     case FLOAT_SHIFT: memcpy(shift, p + 64 + 4 * r, 4); // fall through
     case FLOAT: memcpy(scale, p + 4 * r, 4); break;
+    case POWER: *scale = ldexpf(0.5f, p[r] - 127); break;
     case SUPER:
         *scale = p[16 * g + r] * half_at(p + 256 + 2 * r);
         *shift = -(p[128 + 16 * g + r] * half_at(p + 288 + 2 * r));
@@ -235,6 +236,7 @@ void restore_row(const matrix *m, int64_t o, float *y) {
                     int code = bits >= 8 ? q[64 * i + c] : q[64 * (i % 4) + c] >> (i < 4 ? 0 : 4) & 15;
                     if (bits == 5) code |= (q[256 + c] >> i & 1) << 4;
                     if (bits == 6) code |= (q[256 + 64 * (i / 4) + c] >> 2 * (i % 4) & 3) << 4;
+                    if (bits == E2M1) code = TWICE[code];
                     const float n = bits == FP8 ? fp8_value((uint8_t)code) : (float)(code - zero);
                     y[4 * i + c] = fmaf(n, i < 4 ? scale : second, shift);
                 }

@@ -6,7 +6,8 @@
 // How a run of rows is stored. FLOAT32 and BFLOAT16 are plain [rows, E]. The others interleave 16 rows; the first word
 // gives the bits of a number, the rest how scales are stored: HALF and FLOAT are one float16 or float32 for 32 columns,
 // without or with a shift (SHIFT). SUPER is a byte each for scale and shift of 32 columns, times a float16 each for 256.
-// SIXTEEN is a signed byte for 16 columns, times a float16 for 256.
+// SIXTEEN is a signed byte for 16 columns, times a float16 for 256. E2M1_POWER is MXFP4: a byte for 32 columns, the
+// exponent of a power of two.
 enum format {
     FLOAT32,
     BFLOAT16,
@@ -24,6 +25,7 @@ enum format {
     EIGHT_FLOAT_SHIFT,
     FP8_HALF,
     FP8_FLOAT,
+    E2M1_POWER,
     FORMATS
 };
 

@@ -9,8 +9,8 @@
 
 #define GROUP 32
 
-enum scales { HALF, HALF_SHIFT, FLOAT, FLOAT_SHIFT, SUPER, SIXTEEN };
-enum { FP8 = 9 }; // in place of a number of bits: eight bits that are not an integer
+enum scales { HALF, HALF_SHIFT, FLOAT, FLOAT_SHIFT, POWER, SUPER, SIXTEEN };
+enum { E2M1 = 7, FP8 = 9 }; // in place of a number of bits: four and eight bits that are not an integer
 
 #if LANES == 16 && defined(__AVX512VNNI__)
 #define MOST 16 // rows of x in a tile: their sums and a group of W fit the registers
@@ -22,7 +22,7 @@ enum { FP8 = 9 }; // in place of a number of bits: eight bits that are not an in
 #define MOST 2
 #endif
 
-INLINE int64_t code_bytes(int bits) { return bits == FP8 ? 512 : 64 * bits; } // of 16 rows and 32 columns
+INLINE int64_t code_bytes(int bits) { return bits == FP8 ? 512 : bits == E2M1 ? 256 : 64 * bits; } // 16 rows, 32 columns
 
 INLINE int64_t unit_columns(int scales) { return scales >= SUPER ? 256 : 32; }
 
@@ -32,6 +32,7 @@ INLINE int64_t unit_bytes(int bits, int scales) {
     case HALF_SHIFT: return code_bytes(bits) + 64;
     case FLOAT: return code_bytes(bits) + 64;
     case FLOAT_SHIFT: return code_bytes(bits) + 128;
+    case POWER: return code_bytes(bits) + 16;
     case SUPER: return 8 * code_bytes(bits) + 320;
     default: return 8 * code_bytes(bits) + 320;
     }
@@ -54,11 +55,16 @@ static const struct {
     [EIGHT_FLOAT_SHIFT] = {8, FLOAT_SHIFT},
     [FP8_HALF] = {FP8, HALF},
     [FP8_FLOAT] = {FP8, FLOAT},
+    [E2M1_POWER] = {E2M1, POWER},
 };
+
+// Twice a number of e2m1, plus 12: an integer, which products take like a code of five bits.
+static const uint8_t TWICE[16] = {12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0};
 
 // A code stands for the number code - zero: formats without shifts are symmetric.
 INLINE int zero_of(int bits, int scales) {
     if (bits == 8) return 128;
+    if (bits == E2M1) return 12;
     return scales == HALF_SHIFT || scales == FLOAT_SHIFT || scales == SUPER || bits == FP8 ? 0 : 1 << (bits - 1);
 }
 
@@ -74,7 +80,8 @@ INLINE int zero_of(int bits, int scales) {
     X(EIGHT_HALF, 8, HALF) \
     X(EIGHT_HALF_SHIFT, 8, HALF_SHIFT) \
     X(EIGHT_FLOAT, 8, FLOAT) \
-    X(EIGHT_FLOAT_SHIFT, 8, FLOAT_SHIFT)
+    X(EIGHT_FLOAT_SHIFT, 8, FLOAT_SHIFT) \
+    X(E2M1_POWER, E2M1, POWER)
 
 // Codes of a group in LANES rows: byte c of lane r is that of row r, column 4 i + c.
 INLINE vh code(int bits, const uint8_t *w, int part, int i) {
@@ -91,7 +98,7 @@ INLINE vh code(int bits, const uint8_t *w, int part, int i) {
         int n = 2 * (i % 4);
         return low | ((n < 4 ? high << (4 - n) : high >> (n - 4)) & 0x3030);
     }
-    return low;
+    return bits == E2M1 ? looked_up(TWICE, low) : low;
 }
 
 INLINE void codes(int bits, const uint8_t *w, int part, vh *q) {
@@ -110,6 +117,9 @@ INLINE void scales_of(int bits, int scales, const uint8_t *unit, int g, int part
     } else if (scales == FLOAT || scales == FLOAT_SHIFT) {
         *scale = load(p + 4 * lane);
         if (scales == FLOAT_SHIFT) *shift = load(p + 64 + 4 * lane);
+    } else if (scales == POWER) {
+        vi power = integers(p + lane) << 23; // 2^-127 is subnormal
+        *scale = (vf)(power | ((power == 0) & 0x400000)) * 0.5f;
     } else if (scales == SUPER) {
         *scale = unsigned_bytes(p + 16 * g + lane) * halves(p + 256 + 2 * lane);
         *shift = -(unsigned_bytes(p + 128 + 16 * g + lane) * halves(p + 288 + 2 * lane));

@@ -204,16 +204,35 @@ INLINE vf halves(const void *p) {
 #endif
 }
 
-// LANES bytes as float32.
-INLINE vf unsigned_bytes(const void *p) {
+// LANES bytes as integers.
+INLINE vi integers(const void *p) {
 #if LANES == 16
-    return (vf)_mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)p)));
+    return (vi)_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)p));
 #elif LANES == 8
-    return (vf)_mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *)p)));
+    return (vi)_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *)p));
 #else
-    vf x = {0};
+    vi x = {0};
     for (int i = 0; i < LANES; i++) x[i] = ((const uint8_t *)p)[i];
     return x;
+#endif
+}
+
+INLINE vf unsigned_bytes(const void *p) { return to_float(integers(p)); }
+
+// The bytes table[i] for bytes i of 0 to 15.
+INLINE vh looked_up(const uint8_t table[16], vh i) {
+#if LANES == 16
+    return (vh)_mm512_shuffle_epi8(_mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i *)table)), (__m512i)i);
+#elif LANES == 8
+    return (vh)_mm256_shuffle_epi8(_mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i *)table)), (__m256i)i);
+#elif defined(__aarch64__)
+    return (vh)vqtbl1q_u8(vld1q_u8(table), (uint8x16_t)i);
+#else
+    uint8_t x[SIZE];
+    memcpy(x, &i, SIZE);
+    for (int n = 0; n < SIZE; n++) x[n] = table[x[n]];
+    memcpy(&i, x, SIZE);
+    return i;
 #endif
 }
 

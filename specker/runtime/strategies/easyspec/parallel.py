@@ -164,7 +164,7 @@ class LayerParallel:
         for i, n in enumerate(layers):
             layer = self.model.layers[n]
             self.model.layers[n] = layer._replace(mixer=layer.attention._replace(**{name: stack[i]}))
-        return stack.squeeze(1) if name in ("q_norm", "k_norm") else stack  # [1, D] each
+        return stack.squeeze(1) if name in ("q_norm", "k_norm", "sinks") else stack  # [1, D] each
 
 
 def _of_layers(batch: Rows, layers: tuple[int, ...], of: int) -> Rows:
