@@ -18,13 +18,16 @@ FAMILIES |= {"gemma3": "Gemma3", "olmo2": "Olmo2", "smollm3": "SmolLM3", "mimo":
 FAMILIES |= {"qwen3_moe": "Qwen3Moe", "mixtral": "Mixtral"}
 FAMILIES |= {"qwen3_5": "Qwen3_5", "qwen3_5_moe": "Qwen3_5Moe", "qwen3_next": "Qwen3Next"}
 FAMILIES |= {"lfm2": "Lfm2", "lfm2_moe": "Lfm2Moe", "olmo3": "Olmo3"}
+FAMILIES |= {"gemma2": "Gemma2"}
 FAMILIES |= {"phi3": "Phi3", "ministral": "Ministral", "ministral3": "Ministral3"}
 MODULES = {"Qwen3Moe": "qwen3_moe", "Qwen3_5Moe": "qwen3_5_moe", "Qwen3Next": "qwen3_next"}
 MODULES |= {"Lfm2Moe": "lfm2_moe"}  # others: in small letters
 TEXT = "gemma3", "qwen3_5", "qwen3_5_moe"  # whose config is that of a multimodal model's text
 PADDED = "smollm3", "phi3", "lfm2", "lfm2_moe", "olmo3"  # whose default padding token is beyond `vocab`
 BIASED = ("llama", "smollm3", "granite")
-HEADED = ("qwen3", "qwen3_moe", "gemma3", "ministral", "ministral3")  # transformers does not divide there
+ATTENTION_BIASED = ("qwen3", "qwen3_moe", "gemma2", "gemma3", "olmo2")
+HEADED = ("qwen3", "qwen3_moe", "ministral", "ministral3")  # transformers does not divide there
+HEADED += ("gemma2", "gemma3")
 HEADED += ("qwen3_5", "qwen3_5_moe", "qwen3_next")
 
 LINEAR = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.0}
@@ -46,6 +49,15 @@ GEMMA3: dict[str, Any] = {  # RoPE has a local base in windowed layers, a scaled
     "sliding_window": 12,
     "query_pre_attn_scalar": 24,
     "rope": {SLIDING: {"rope_type": "default", "rope_theta": 1000.0}, FULL: {**LINEAR, "rope_theta": 50000.0}},
+}
+GEMMA2: dict[str, Any] = {  # caps that the tests' scores and logits reach
+    "arch": "gemma2",
+    "tied": True,
+    "layer_types": [SLIDING, FULL, SLIDING],
+    "sliding_window": 12,
+    "query_pre_attn_scalar": 24,
+    "attn_logit_softcapping": 2.0,
+    "final_logit_softcapping": 3.0,
 }
 GRANITE: dict[str, Any] = {
     "arch": "granite",
@@ -114,6 +126,7 @@ WINDOWED: list[tuple[str, dict[str, Any]]] = [  # the tests' texts are longer
     ("ministral-short-window", {"arch": "ministral", "sliding_window": 12, "layer_types": [SLIDING, FULL, SLIDING]}),
     ("ministral3-short-window", {"arch": "ministral3", "sliding_window": 12, "rope": LLAMA4}),
     ("phi3-short-window", {"arch": "phi3", "sliding_window": 12}),
+    ("gemma2", GEMMA2),
     ("gemma3", GEMMA3),
     ("gemma3-window-of-3", {**GEMMA3, "tied": False, "sliding_window": 3, "attention_bias": True}),
 ]
@@ -153,6 +166,8 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     ("qwen3-attention-bias", {"arch": "qwen3", "attention_bias": True}),
     *WINDOWED,
     ("gemma3-wide-window", {**GEMMA3, "sliding_window": 256, "query_pre_attn_scalar": 16, "shards": 2}),
+    ("gemma2-wide-window", {**GEMMA2, "tied": False, "sliding_window": 256, "final_logit_softcapping": None}),
+    ("gemma3-capped", {**GEMMA3, "final_logit_softcapping": 2.0}),
     ("gemma3-one-kind", {**GEMMA3, "layer_types": [SLIDING] * 3, "sliding_window": 9}),
     ("olmo2", {"arch": "olmo2"}),
     ("olmo2-bias", {"arch": "olmo2", "tied": True, "attention_bias": True, "kv_heads": 4, "dtype": torch.bfloat16}),
@@ -237,7 +252,7 @@ def make(
         eos_token_id=eos,
         bos_token_id=bos,
         **({"head_dim": head_dim} if head_dim * heads != hidden or arch in HEADED else {}),
-        **({"attention_bias": attention_bias} if arch in BIASED + ("qwen3", "qwen3_moe", "gemma3", "olmo2") else {}),
+        **({"attention_bias": attention_bias} if arch in BIASED + ATTENTION_BIASED else {}),
         **({"mlp_bias": mlp_bias} if arch in BIASED else {}),
         **({"sliding_window": None} if "mistral" in arch else {}),
         **({"pad_token_id": None} if arch in PADDED else {}),  # the default is beyond `vocab`
@@ -273,7 +288,7 @@ def make(
 def randomize(model: torch.nn.Module, seed: int) -> None:
     """Projections scale their input by 1.2; norms are 1 +- 0.2 (some models add the 1), biases and embeddings 0.3."""
     kind = type(model).__name__
-    mean = 0 if "Gemma" in kind or "Qwen3_5" in kind or "Qwen3Next" in kind else 1
+    mean = 0 if kind.startswith(("Gemma2", "Gemma3")) or "Qwen3_5" in kind or "Qwen3Next" in kind else 1
     generator = torch.Generator().manual_seed(seed)
     for name, p in model.named_parameters():
         noise = torch.randn(p.shape, generator=generator)
@@ -351,7 +366,7 @@ def exact_oracle(monkeypatch: Any) -> None:
     for family in {*FAMILIES.values()}:
         module = MODULES.get(family, family.lower())
         modeling = getattr(getattr(models, module), f"modeling_{module}")
-        offset = family == "Gemma3" or "Qwen3_5" in family or family == "Qwen3Next"
+        offset = family in ("Gemma2", "Gemma3") or "Qwen3_5" in family or family == "Qwen3Next"
         monkeypatch.setattr(getattr(modeling, f"{family}RMSNorm"), "forward", gemma if offset else norm)
         if hasattr(modeling, "torch_chunk_gated_delta_rule"):
             monkeypatch.setattr(modeling, "torch_chunk_gated_delta_rule", delta_rule)

@@ -21,16 +21,19 @@ class Scales(NamedTuple):
     rounded: bool = False  # ModelConfig.embed_rounded
     residual: float = 1.0  # ModelConfig.residual_scale
     logits: float = 1.0  # ModelConfig.logits_scale
+    cap: float = 0.0  # LayerSpec.cap
+    logits_cap: float = 0.0  # ModelConfig.logits_cap
 
 
 def _gemma(hf: Any) -> Scales:
     """Raises CheckpointError for what the decoder does not compute."""
-    for name in ("attn_logit_softcapping", "final_logit_softcapping"):
-        if getattr(hf, name) is not None:
-            raise CheckpointError(f"{name} {getattr(hf, name)} is not supported; specker's decoder has no soft caps")
+    if hf.model_type != "gemma2" and hf.attn_logit_softcapping is not None:  # transformers ignores it
+        cap = hf.attn_logit_softcapping
+        raise CheckpointError(f"attn_logit_softcapping {cap} is not supported; Gemma 3's scores have no soft cap")
     if hf.use_bidirectional_attention:
-        raise CheckpointError("use_bidirectional_attention is not supported; Gemma 3 must be causal")
-    return Scales(hf.query_pre_attn_scalar**-0.5, hf.hidden_size**0.5, rounded=True)
+        raise CheckpointError("use_bidirectional_attention is not supported; Gemma must be causal")
+    caps = (float(cap or 0) for cap in (hf.attn_logit_softcapping, hf.final_logit_softcapping))
+    return Scales(hf.query_pre_attn_scalar**-0.5, hf.hidden_size**0.5, True, 1.0, 1.0, *caps)
 
 
 def _delta_net(hf: Any) -> DeltaNet:
@@ -131,6 +134,9 @@ QWEN3_NEXT = Architecture(
     recurrent=("linear_attention", _delta_net),
     gated=True,
 )
+GEMMA2 = Architecture(
+    "gemma2", norms="both", biases="attention", norm_offset=1.0, activation="hidden_activation", scales=_gemma
+)
 ARCHITECTURES = {
     "LlamaForCausalLM": Architecture("llama", biases="all", kinds=FULL, config="Qwen2Config", defaults=LLAMA),
     "MistralForCausalLM": Architecture("mistral", kinds=SLIDING),
@@ -170,16 +176,9 @@ ARCHITECTURES = {
         mixture=_lfm_mixture,
     ),
     "MiMoForCausalLM": Architecture("mimo", biases="qkv", config="Qwen2Config"),
-    "Gemma3ForCausalLM": Architecture(
-        "gemma3_text",
-        norms="both",
-        qk_norm="head",
-        biases="attention",
-        ropes="by type",
-        norm_offset=1.0,
-        activation="hidden_activation",
-        scales=_gemma,
-        config="Gemma3TextConfig",
+    "Gemma2ForCausalLM": GEMMA2,
+    "Gemma3ForCausalLM": replace(
+        GEMMA2, model_type="gemma3_text", qk_norm="head", ropes="by type", config="Gemma3TextConfig"
     ),
     "Olmo2ForCausalLM": Architecture("olmo2", norms="after", qk_norm="projection", biases="attention", kinds=FULL),
     "Olmo3ForCausalLM": Architecture("olmo3", norms="after", qk_norm="projection", biases="attention", ropes="by type"),

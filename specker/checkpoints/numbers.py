@@ -46,6 +46,8 @@ POSITIVE = (
     "residual_multiplier",
     "logits_scaling",
     "routed_scaling_factor",
+    "attn_logit_softcapping",
+    "final_logit_softcapping",
 )
 ROPE = (  # of config.json itself in older files
     "rope_theta",

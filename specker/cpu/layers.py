@@ -85,6 +85,8 @@ class Spec(Protocol):
     def recurrent(self) -> Any: ...
     @property
     def gated(self) -> bool: ...
+    @property
+    def cap(self) -> float: ...
     def mixer(self, layer: int) -> Any: ...
     def sliding_window(self, layer: int) -> int: ...
 
@@ -192,7 +194,7 @@ class Stack:
             *(int(spec.qk_norm == "projection"), int(spec.gated)),
             max((layer.qkv.O + layer.gates.O + 15) // 16 * 16 for layer in self._layers),
             max(layer.o.E for layer in self._layers),
-            *(_mixing(mixer), ctypes.addressof(self._layers), None, eps, scale, *factors),
+            *(_mixing(mixer), ctypes.addressof(self._layers), None, eps, scale, *factors, spec.cap),
         )
         self.pairs: Pairs | None = None
 

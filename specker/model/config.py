@@ -99,6 +99,7 @@ class LayerSpec:
     """RMSNorm of q and of k before RoPE: "" for none, over each "head" (Qwen3, Gemma 3), or over the whole
     "projection", all heads together (OLMo 2)."""
     scale: float | None = None  # factor of the attention scores; None: head_dim ** -0.5
+    cap: float = 0.0  # soft cap of the attention scores z: cap tanh(z / cap) (Gemma 2); 0: none
     sliding_windows: tuple[int, ...] = ()
     """Each layer's sliding window: how many of the last columns a row sees, including its own; 0: all columns. Empty if
     no layer has a window."""
@@ -165,6 +166,7 @@ class ModelConfig:
     h / m, so that layers add their outputs as they are: embed_scale contains 1 / m and rms_norm_eps 1 / m^2, because
     norm(h / m, eps / m^2) = norm(h, eps)."""
     logits_scale: float = 1.0  # factor of the logits, which the final norm's weight contains (Granite)
+    logits_cap: float = 0.0  # soft cap of the logits z: cap tanh(z / cap) (Gemma 2); 0: none
     rotated: int = 0
     """RoPE rotates only this many of a head's first dimensions (Phi-4-mini); 0: all. The rows of q and k are then read
     in another order, in which a head's halves hold the halves of these dimensions first."""

@@ -152,21 +152,26 @@ class Model:
         columns. `out` [T, V]: memory for the logits, used if the head's kernel can write to it."""
         x, normed = final
         if self.stack is not None and not normed and serves(x, self.head):
-            return product(x, self.head, self.activations, self.norm, self.config.rms_norm_eps)
+            return self.capped(product(x, self.head, self.activations, self.norm, self.config.rms_norm_eps))
         if not normed:
             _, x = add_norm(x, None, self.norm, self.config.rms_norm_eps)
         parts = x.split(MAX_ROWS)
         if out is not None and fuses(self, x) and out.shape == (len(x), len(self.head)):
             for part, into in zip(parts, out.split(MAX_ROWS), strict=True):
                 row_linear(part, self.head, epilogue="float32", out=into)
-            return out
+            return self.capped(out)
         logits = [self.linear(part, self.head, epilogue="float32") for part in parts]
-        return logits[0] if len(logits) == 1 else torch.cat(logits)
+        return self.capped(logits[0] if len(logits) == 1 else torch.cat(logits))
+
+    def capped(self, logits: Tensor) -> Tensor:
+        """The logits under the soft cap, in place."""
+        return capped(logits, self.config.logits_cap)
 
     @property
     def samples(self) -> bool:
         """Whether `sampled` serves: where it draws the tokens that `draw` would draw from the logits."""
-        return self.ranks is None and self.linear is row_linear and draws_alike(self.norm, self.head)
+        whole = self.ranks is None and self.linear is row_linear and not self.config.logits_cap
+        return whole and draws_alike(self.norm, self.head)
 
     def sampled(
         self, final: Final, draws: Draws, positions: Tensor, tokens: Tensor | None = None, peak: Tensor | None = None
@@ -196,6 +201,11 @@ class Model:
     def summed(self, x: Tensor) -> Tensor:
         """Sum x over all ranks, which completes a linear with split inputs."""
         return x if self.ranks is None else self.ranks.sum(x)
+
+
+def capped(logits: Tensor, cap: float) -> Tensor:
+    """cap tanh(logits / cap), in place; as they are with a cap of 0."""
+    return logits.div_(cap).tanh_().mul_(cap) if cap else logits
 
 
 def _for_stack(layer: Group) -> tuple[Any, ...]:
@@ -504,7 +514,8 @@ def over_pages(model: Model, rows: Rows) -> Attend:
 
     def attend(q: Tensor, k: Tensor, v: Tensor, sliding_window: int) -> Tensor:
         table = every if near is None or not sliding_window else near.table
-        return tree_attention(q, k, v, table, kv_len, window, cu_rows, words, model.scale, sliding_window)[0]
+        how = model.scale, sliding_window, model.config.layer.cap
+        return tree_attention(q, k, v, table, kv_len, window, cu_rows, words, *how)[0]
 
     return attend
 

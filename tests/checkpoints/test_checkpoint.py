@@ -21,7 +21,12 @@ from specker.model.config import CheckpointError
 
 NAMES = {"llama": "LlamaForCausalLM", "mistral": "MistralForCausalLM", "dream": "DreamModel"}
 NAMES |= {"qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM", "smollm3": "SmolLM3ForCausalLM"}
-NAMES |= {"gemma3": "Gemma3ForCausalLM", "olmo2": "Olmo2ForCausalLM", "mimo": "MiMoForCausalLM"}
+NAMES |= {
+    "gemma2": "Gemma2ForCausalLM",
+    "gemma3": "Gemma3ForCausalLM",
+    "olmo2": "Olmo2ForCausalLM",
+    "mimo": "MiMoForCausalLM",
+}
 NAMES |= {"granite": "GraniteForCausalLM", "phi3": "Phi3ForCausalLM"}
 NAMES |= {"ministral": "MinistralForCausalLM", "ministral3": "Ministral3ForCausalLM"}
 NAMES |= {"qwen3_5": "Qwen3_5ForCausalLM", "qwen3_5_moe": "Qwen3_5MoeForCausalLM"}
@@ -90,10 +95,11 @@ def test_weights_equal_transformers(tmp_path: Path, name: str, options: dict[str
 
     def same_norm(got: torch.Tensor | None, name: str) -> None:
         want = stack(f"{name}.weight")
-        same(got, None if want is None else want + (arch == "gemma3"))
+        same(got, None if want is None else want + ("gemma" in arch))
 
-    after = "post_attention_layernorm" if arch in ("gemma3", "olmo2", "olmo3") else ""
-    before = {"gemma3": "pre_feedforward_layernorm", "olmo2": "", "olmo3": ""}.get(arch, "post_attention_layernorm")
+    after = "post_attention_layernorm" if arch in ("gemma2", "gemma3", "olmo2", "olmo3") else ""
+    before = dict.fromkeys(("gemma2", "gemma3"), "pre_feedforward_layernorm") | {"olmo2": "", "olmo3": ""}
+    before = before.get(arch, "post_attention_layernorm")
     same_norm(w.q_norm, "self_attn.q_norm")
     same_norm(w.k_norm, "self_attn.k_norm")
     same_norm(w.norm_in, "input_layernorm")
@@ -101,7 +107,7 @@ def test_weights_equal_transformers(tmp_path: Path, name: str, options: dict[str
     same_norm(w.norm_post, before)
     same_norm(w.norm_down, "post_feedforward_layernorm")
     same(w.embed, state["model.embed_tokens.weight"])
-    same(w.norm, (state["model.norm.weight"] + (arch == "gemma3")) * (1 / factors.get("logits_scaling", 1)))
+    same(w.norm, (state["model.norm.weight"] + ("gemma" in arch)) * (1 / factors.get("logits_scaling", 1)))
     same(w.head, state["lm_head.weight"])
     assert state.keys() - used == {"model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"}
     assert (w.head is w.embed) == c.tied == options.get("tied", False)
@@ -127,10 +133,10 @@ def test_weights_equal_transformers(tmp_path: Path, name: str, options: dict[str
     assert c.layer.mlp_bias == (w.gate_up_bias is not None) == (w.down_bias is not None)
     whole, head = ("olmo2", "olmo3"), ("qwen3", "qwen3_moe", "gemma3")
     assert c.layer.qk_norm == ("projection" if arch in whole else "head" if arch in head else "")
-    assert c.layer.norms == ("after" if arch in whole else "both" if arch == "gemma3" else "before")
-    gemma = options.get("query_pre_attn_scalar", 256) ** -0.5 if arch == "gemma3" else None
+    assert c.layer.norms == ("after" if arch in whole else "both" if "gemma" in arch else "before")
+    gemma = options.get("query_pre_attn_scalar", 256) ** -0.5 if "gemma" in arch else None
     assert c.layer.scale == factors.get("attention_multiplier", gemma)
-    assert c.embed_scale == (8 if arch == "gemma3" else 6 / 0.22 if factors else 1)
+    assert c.embed_scale == (8 if "gemma" in arch else 6 / 0.22 if factors else 1)
     assert (c.residual_scale, c.logits_scale) == ((0.22, 1 / options["logits_scaling"]) if factors else (1, 1))
     assert (c.causal, c.shifted_logits) == (arch != "dream", True)
     assert c.mask_token_id == (127 if arch == "dream" else None)
@@ -328,9 +334,10 @@ def test_a_bidirectional_drafter_has_no_window(tmp_path: Path, options: dict[str
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"attn_logit_softcapping": 50.0}, "attn_logit_softcapping 50.0 is not supported; .* has no soft caps"),
-        ({"final_logit_softcapping": 30.0}, "final_logit_softcapping 30.0 is not supported"),
-        ({"use_bidirectional_attention": True}, "use_bidirectional_attention is not supported; Gemma 3 must be causal"),
+        ({"attn_logit_softcapping": 50.0}, r"attn_logit_softcapping 50\.0 is not supported; Gemma 3's scores"),
+        ({"attn_logit_softcapping": 0.0}, r"attn_logit_softcapping must be a positive float32, but .* has 0\.0"),
+        ({"final_logit_softcapping": -30.0}, "final_logit_softcapping must be a positive float32"),
+        ({"use_bidirectional_attention": True}, "use_bidirectional_attention is not supported; Gemma must be causal"),
         ({"hidden_activation": "relu"}, "hidden_act 'relu' is not supported"),
         ({"architectures": ["Gemma3ForConditionalGeneration"], "model_type": "gemma3"}, "Gemma3ForCond.* is not supp"),
     ],
@@ -481,9 +488,9 @@ CONFIG_REFUSALS: list[tuple[str, dict[str, Any], dict[str, Any], str]] = [  # id
     ("activation", {"hidden_act": "relu"}, {}, "hidden_act 'relu' is not supported; supported: silu, gelu, gelu_py"),
     (
         "gemma",
-        {"architectures": ["Gemma2ForCausalLM"], "model_type": "gemma2"},
+        {"architectures": ["GemmaForCausalLM"], "model_type": "gemma"},
         {},
-        f"architecture Gemma2ForCausalLM is not supported; supported: {SUPPORTED}",
+        f"architecture GemmaForCausalLM is not supported; supported: {SUPPORTED}",
     ),
     ("moe", {"architectures": ["Qwen2MoeForCausalLM"], "model_type": "qwen2_moe"}, {}, "Qwen2MoeForCausalLM is not"),
     ("vision", {"architectures": ["Qwen2VLForConditionalGeneration"]}, {}, "Qwen2VLForConditionalGeneration is not"),

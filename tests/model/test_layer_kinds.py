@@ -7,6 +7,7 @@ import pytest
 import torch
 from make_checkpoint import (
     FULL,
+    GEMMA2,
     GEMMA3,
     GRANITE,
     LFM2,
@@ -40,6 +41,7 @@ from specker.model.prefill import prefill
 GEMMA = GEMMA3 | {"layers": 4, "tied": False}  # a random tied model repeats its last token
 KINDS = {  # the windows are shorter than the prompts, and than some drafts
     "geglu": {"arch": "llama", "layers": 4, "hidden_act": "gelu_pytorch_tanh"},
+    "gemma2": GEMMA2 | {"layers": 4, "tied": False, "layer_types": [SLIDING, FULL, FULL, SLIDING]},
     "gemma3": GEMMA | {"layer_types": [SLIDING, FULL, FULL, SLIDING]},
     "gemma3-window-of-2": GEMMA | {"layer_types": [SLIDING, SLIDING, SLIDING, FULL], "sliding_window": 2},
     "mistral": {"arch": "mistral", "layers": 4, "sliding_window": 5},
@@ -124,7 +126,13 @@ def test_sampled_trees_too(pairs, kind):
     assert engine.generate(PROMPT, **how).tokens == engine.generate_ar(PROMPT, **how).tokens
 
 
-GROUPS = {"gemma3": "[[0],[1,2],[3]]", "gemma3-window-of-2": "[[0,1,2],[3]]", "qwen2": "2", "olmo2": "2"}
+GROUPS = {
+    "gemma2": "[[0],[1,2],[3]]",
+    "gemma3": "[[0],[1,2],[3]]",
+    "gemma3-window-of-2": "[[0,1,2],[3]]",
+    "qwen2": "2",
+    "olmo2": "2",
+}
 GROUPS |= {"mixtral": "2", "qwen3-moe": "[[0],[1,2],[3]]"}
 
 
