@@ -18,16 +18,16 @@ FAMILIES |= {"gemma3": "Gemma3", "olmo2": "Olmo2", "smollm3": "SmolLM3", "mimo":
 FAMILIES |= {"qwen3_moe": "Qwen3Moe", "mixtral": "Mixtral"}
 FAMILIES |= {"qwen3_5": "Qwen3_5", "qwen3_5_moe": "Qwen3_5Moe", "qwen3_next": "Qwen3Next"}
 FAMILIES |= {"lfm2": "Lfm2", "lfm2_moe": "Lfm2Moe", "olmo3": "Olmo3"}
-FAMILIES |= {"gemma2": "Gemma2"}
+FAMILIES |= {"gemma2": "Gemma2", "gemma4": "Gemma4"}
 FAMILIES |= {"phi3": "Phi3", "ministral": "Ministral", "ministral3": "Ministral3"}
 MODULES = {"Qwen3Moe": "qwen3_moe", "Qwen3_5Moe": "qwen3_5_moe", "Qwen3Next": "qwen3_next"}
 MODULES |= {"Lfm2Moe": "lfm2_moe"}  # others: in small letters
-TEXT = "gemma3", "qwen3_5", "qwen3_5_moe"  # whose config is that of a multimodal model's text
+TEXT = "gemma3", "gemma4", "qwen3_5", "qwen3_5_moe"  # whose config is that of a multimodal model's text
 PADDED = "smollm3", "phi3", "lfm2", "lfm2_moe", "olmo3"  # whose default padding token is beyond `vocab`
 BIASED = ("llama", "smollm3", "granite")
 ATTENTION_BIASED = ("qwen3", "qwen3_moe", "gemma2", "gemma3", "olmo2")
 HEADED = ("qwen3", "qwen3_moe", "ministral", "ministral3")  # transformers does not divide there
-HEADED += ("gemma2", "gemma3")
+HEADED += ("gemma2", "gemma3", "gemma4")
 HEADED += ("qwen3_5", "qwen3_5_moe", "qwen3_next")
 
 LINEAR = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.0}
@@ -58,6 +58,22 @@ GEMMA2: dict[str, Any] = {  # caps that the tests' scores and logits reach
     "query_pre_attn_scalar": 24,
     "attn_logit_softcapping": 2.0,
     "final_logit_softcapping": 3.0,
+}
+GEMMA4: dict[str, Any] = {  # as in 31B: layers of both kinds have unlike heads, and full ones project no V
+    "arch": "gemma4",
+    "tied": True,
+    "layers": 4,
+    "layer_types": [SLIDING, FULL, SLIDING, FULL],
+    "sliding_window": 12,
+    "global_head_dim": 32,
+    "num_global_key_value_heads": 1,
+    "attention_k_eq_v": True,
+    "hidden_size_per_layer_input": 0,
+    "final_logit_softcapping": 3.0,
+    "rope": {
+        SLIDING: {"rope_type": "default", "rope_theta": 1000.0},
+        FULL: {"rope_type": "proportional", "rope_theta": 50000.0, "partial_rotary_factor": 0.25},
+    },
 }
 GRANITE: dict[str, Any] = {
     "arch": "granite",
@@ -167,6 +183,8 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     *WINDOWED,
     ("gemma3-wide-window", {**GEMMA3, "sliding_window": 256, "query_pre_attn_scalar": 16, "shards": 2}),
     ("gemma2-wide-window", {**GEMMA2, "tied": False, "sliding_window": 256, "final_logit_softcapping": None}),
+    ("gemma4-31b", GEMMA4),
+    ("gemma4-with-v", {**GEMMA4, "tied": False, "attention_k_eq_v": False, "sliding_window": 256, "shards": 2}),
     ("gemma3-capped", {**GEMMA3, "final_logit_softcapping": 2.0}),
     ("gemma3-one-kind", {**GEMMA3, "layer_types": [SLIDING] * 3, "sliding_window": 9}),
     ("olmo2", {"arch": "olmo2"}),
@@ -300,6 +318,8 @@ def randomize(model: torch.nn.Module, seed: int) -> None:
         else:
             p.copy_(noise * (0.3 if "embed" in name else 1.2 * p.shape[-1] ** -0.5))
     for name, bias in model.named_buffers():
+        if "layer_scalar" in name:
+            bias.copy_(1 + 0.3 * torch.randn(bias.shape, generator=generator))
         if "expert_bias" in name:  # as far apart as the scores, so that it chooses other experts
             bias.copy_(0.3 * torch.randn(bias.shape, generator=generator))
 
@@ -360,6 +380,10 @@ def exact_oracle(monkeypatch: Any) -> None:
     def gemma(self: Any, x: Tensor) -> Tensor:
         return (1 + self.weight) * x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.eps)
 
+    def gemma4(self: Any, x: Tensor) -> Tensor:
+        x = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.eps)
+        return self.weight * x if self.with_scale else x
+
     def gated(self: Any, x: Tensor, gate: Tensor) -> Tensor:
         return norm(self, x) * torch.nn.functional.silu(gate)
 
@@ -367,7 +391,8 @@ def exact_oracle(monkeypatch: Any) -> None:
         module = MODULES.get(family, family.lower())
         modeling = getattr(getattr(models, module), f"modeling_{module}")
         offset = family in ("Gemma2", "Gemma3") or "Qwen3_5" in family or family == "Qwen3Next"
-        monkeypatch.setattr(getattr(modeling, f"{family}RMSNorm"), "forward", gemma if offset else norm)
+        own = gemma4 if family == "Gemma4" else gemma if offset else norm
+        monkeypatch.setattr(getattr(modeling, f"{family}RMSNorm"), "forward", own)
         if hasattr(modeling, "torch_chunk_gated_delta_rule"):
             monkeypatch.setattr(modeling, "torch_chunk_gated_delta_rule", delta_rule)
             monkeypatch.setattr(getattr(modeling, f"{family}RMSNormGated"), "forward", gated)

@@ -7,7 +7,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
-from specker.model.config import CheckpointError, DeltaNet, Mixer, ShortConv
+from specker.checkpoints.numbers import check_size
+from specker.model.config import KV, CheckpointError, DeltaNet, Mixer, ShortConv
 
 TILED = "linear_out_proj_tiled"  # DeltaNet.tiled, in config.json of a converted GGUF file
 FULL, SLIDING = LAYER_TYPES = ("full_attention", "sliding_attention")
@@ -34,6 +35,32 @@ def _gemma(hf: Any) -> Scales:
         raise CheckpointError("use_bidirectional_attention is not supported; Gemma must be causal")
     caps = (float(cap or 0) for cap in (hf.attn_logit_softcapping, hf.final_logit_softcapping))
     return Scales(hf.query_pre_attn_scalar**-0.5, hf.hidden_size**0.5, True, 1.0, 1.0, *caps)
+
+
+def _gemma4(hf: Any) -> Scales:
+    """Raises CheckpointError for what the decoder does not compute."""
+    if hf.use_bidirectional_attention == "all":  # "vision" concerns images only
+        raise CheckpointError("use_bidirectional_attention 'all' is not supported; Gemma must be causal")
+    for name in ("num_kv_shared_layers", "hidden_size_per_layer_input", "enable_moe_block"):
+        if getattr(hf, name):
+            raise CheckpointError(f"{name} {getattr(hf, name)} is not supported")
+    return Scales(1.0, hf.hidden_size**0.5, rounded=True, logits_cap=float(hf.final_logit_softcapping or 0))
+
+
+def _gemma4_kvs(hf: Any) -> tuple[KV, ...]:
+    """LayerSpec.kvs. Raises CheckpointError for heads that differ between layers of one kind."""
+    if not hasattr(hf, "per_layer_config"):
+        raise CheckpointError("Gemma 4 needs a later version of transformers: pip install -U transformers")
+    kvs: list[KV] = []
+    first: dict[str, KV] = {}
+    for n, (layer, kind) in enumerate(zip(hf.per_layer_config, hf.layer_types, strict=True)):
+        for name in ("head_dim", "num_key_value_heads"):
+            check_size(name, getattr(layer, name), f"config.json for layer {n}")
+        kv = KV(layer.num_key_value_heads, layer.head_dim, bool(hf.attention_k_eq_v) and kind == FULL)
+        if first.setdefault(kind, kv) != kv:
+            raise CheckpointError(f"layer {n} of config.json has other heads than the {kind} layers before it")
+        kvs.append(kv)
+    return tuple(kvs)
 
 
 def _delta_net(hf: Any) -> DeltaNet:
@@ -108,6 +135,9 @@ class Architecture:
     width: Callable[[Any], int] = lambda hf: hf.intermediate_size  # of the feed-forward, from transformers' config
     recurrent: tuple[str, Callable[[Any], Mixer]] | None = None  # layers of this type, and what they compute
     gated: bool = False  # LayerSpec.gated
+    kvs: Callable[[Any], tuple[KV, ...]] = lambda hf: ()  # LayerSpec.kvs, from transformers' config
+    v_norm: bool = False  # LayerSpec.v_norm
+    scaled: bool = False  # LayerSpec.scaled
     scales: Callable[[Any], Scales] = lambda hf: Scales()  # of transformers' config
     experts: tuple[str, ...] = ()
     """The fields with the number of experts, how many each row chooses, an expert's intermediate size, and perhaps that
@@ -179,6 +209,19 @@ ARCHITECTURES = {
     "Gemma2ForCausalLM": GEMMA2,
     "Gemma3ForCausalLM": replace(
         GEMMA2, model_type="gemma3_text", qk_norm="head", ropes="by type", config="Gemma3TextConfig"
+    ),
+    "Gemma4ForCausalLM": Architecture(
+        "gemma4_text",
+        norms="both",
+        qk_norm="head",
+        ropes="by type",
+        activation="hidden_activation",
+        scales=_gemma4,
+        kvs=_gemma4_kvs,
+        v_norm=True,
+        scaled=True,
+        config="Gemma4TextConfig",
+        text="gemma4",
     ),
     "Olmo2ForCausalLM": Architecture("olmo2", norms="after", qk_norm="projection", biases="attention", kinds=FULL),
     "Olmo3ForCausalLM": Architecture("olmo3", norms="after", qk_norm="projection", biases="attention", ropes="by type"),

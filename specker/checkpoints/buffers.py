@@ -260,7 +260,7 @@ def _fill(name: str, x: Any, generator: torch.Generator, embed_std: float) -> No
         return
     if x is None:
         return
-    if "norm" in name:
+    if "norm" in name or name == "scalar":
         x.fill_(1)
     elif name.endswith("bias"):
         x.zero_()

@@ -30,7 +30,8 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 REOPEN = 1 << 27  # bytes after which the files are mapped anew, because pages that were read stay resident until then
 
 PREFIXES = "model.language_model.", "model."  # of the names of a text model's tensors; the first in multimodal files
-UNREAD = "model.visual.", "visual."  # the other tensors of multimodal files
+OTHERS = "visual", "vision_tower", "audio_tower", "embed_vision", "embed_audio"
+UNREAD = tuple(f"{start}{name}." for start in ("model.", "") for name in OTHERS)  # the other tensors of these files
 ALIKE = 0.98  # least cosine similarity to the target's rows: quantisation to 4 bits gives 0.997, another model 0
 
 

@@ -145,10 +145,10 @@ def final_norm(weight: Tensor, c: ModelConfig) -> Tensor:
     return moved if c.logits_scale == 1 else moved * c.logits_scale
 
 
-def _halves(rows: range, c: ModelConfig) -> list[int]:
+def _halves(rows: range, c: ModelConfig, D: int) -> list[int]:
     """Rows of q or k, in an order in which RoPE rotates (i, i + D / 2) of a head, with the dimensions that it does not
     rotate at the ends of the halves."""
-    R, D = c.rotated or c.head_dim, c.head_dim
+    R = c.rotated or D
     halves = [range(R // 2), range(R, (R + D) // 2), range(R // 2, R), range((R + D) // 2, D)]
     return [head + i for head in rows[::D] for half in halves for i in half]
 
@@ -186,8 +186,8 @@ def _layer_pieces(c: ModelConfig, i: int, part: Part, fused: bool) -> Iterator[P
     outputs: Outputs = []
     columns = []  # matrices split by input: name, buffer, columns, bias; only rank 0 adds the bias
     if mixer is None:
-        outputs += _attention_rows(c, part)
-        (q0, q), D = part.heads(c), c.head_dim
+        outputs += _attention_rows(c, i, part)
+        (q0, q), D = part.heads(c), c.kv(i).dim
         columns += [("self_attn.o_proj", "o", (q0 * D, q * D, c.num_heads * D), c.layer.o_bias)]
     else:
         yield from _mixer_pieces(c, i, mixer, part)
@@ -204,6 +204,8 @@ def _layer_pieces(c: ModelConfig, i: int, part: Part, fused: bool) -> Iterator[P
         yield Piece(f"{name}.weight", buffer, i, 0, (e, count), (e, of), (0, first))
         if bias:
             yield Piece.tensor(f"{name}.bias", f"{buffer}_bias", e, layer=i)
+    if c.layer.scaled:
+        yield Piece.tensor("layer_scalar", "scalar", 1, layer=i)
     for buffer, name in norms_of(c.layer).items():
         if buffer not in ("q_norm", "k_norm"):
             yield Piece.tensor(f"{name}.weight", buffer, e, layer=i, offset=c.norm_offset)
@@ -222,11 +224,12 @@ def _output(
         yield Piece(f"{name}.bias", f"{buffer}_bias", layer, row, (count,), of[:1], (first,), order=order)
 
 
-def _attention_rows(c: ModelConfig, part: Part) -> Outputs:
-    """The rows of the gate, of q, k and v."""
-    (q0, q), (k0, kv), D = part.heads(c), part.kv_heads(c), c.head_dim
-    q0, q, k0, kv, Q, KV = q0 * D, q * D, k0 * D, kv * D, c.num_heads * D, c.num_kv_heads * D
-    qs, ks, vs = _halves(range(q0, q0 + q), c), _halves(range(k0, k0 + kv), c), range(k0, k0 + kv)
+def _attention_rows(c: ModelConfig, i: int, part: Part) -> Outputs:
+    """The rows of the gate, of q, k and v in layer i."""
+    own = c.kv(i)
+    (q0, q), (k0, kv), D = part.heads(c), part.kv_heads(c) if part.size > 1 else (0, own.heads), own.dim
+    q0, q, k0, kv, Q, KV = q0 * D, q * D, k0 * D, kv * D, c.num_heads * D, own.heads * D
+    qs, ks, vs = _halves(range(q0, q0 + q), c, D), _halves(range(k0, k0 + kv), c, D), range(k0, k0 + kv)
     bias = c.layer.qkv_bias
     if c.fused:
         every = [*qs, *(Q + i for i in ks), *(Q + KV + i for i in vs)]
@@ -236,11 +239,8 @@ def _attention_rows(c: ModelConfig, part: Part) -> Outputs:
             row // D * 2 * D + row % D for row in qs
         ]
         q, Q = 2 * q, 2 * Q
-    return [
-        ("self_attn.q_proj", "qkv", 0, qs, Q, bias),
-        ("self_attn.k_proj", "qkv", q, ks, KV, bias),
-        ("self_attn.v_proj", "qkv", q + kv, vs, KV, bias),
-    ]
+    outputs: Outputs = [("self_attn.q_proj", "qkv", 0, qs, Q, bias), ("self_attn.k_proj", "qkv", q, ks, KV, bias)]
+    return outputs if own.single else [*outputs, ("self_attn.v_proj", "qkv", q + kv, vs, KV, bias)]
 
 
 def _head_norm(c: ModelConfig, name: str, buffer: str, layer: int) -> Piece:
@@ -248,7 +248,8 @@ def _head_norm(c: ModelConfig, name: str, buffer: str, layer: int) -> Piece:
     if c.layer.qk_norm == "projection":
         heads = c.num_heads if buffer == "q_norm" else c.num_kv_heads
         return Piece.tensor(f"{name}.weight", buffer, heads * c.head_dim, layer=layer, offset=c.norm_offset)
-    D, order = c.head_dim, tuple(_halves(range(c.head_dim), c)) if c.rotated else ()
+    D = c.kv(layer).dim
+    order = tuple(_halves(range(D), c, D)) if c.rotated else ()
     return Piece(f"{name}.weight", buffer, layer, 0, (D,), (D,), (0,), c.norm_offset, order=order)
 
 

@@ -87,6 +87,8 @@ class Spec(Protocol):
     def gated(self) -> bool: ...
     @property
     def cap(self) -> float: ...
+    @property
+    def v_norm(self) -> bool: ...
     def mixer(self, layer: int) -> Any: ...
     def sliding_window(self, layer: int) -> int: ...
 
@@ -215,6 +217,8 @@ class Stack:
         """What the layer computes and the library does not, for messages; empty if it computes all."""
         if layer.activation not in GATES:
             return f"the activation {layer.activation}"
+        if layer.v_norm:
+            return "norms of V and layers with unlike heads"
         if layer.recurrent is not None and layer.recurrent.kernel > MOST_CONV:
             return f"convolutions over {layer.recurrent.kernel} columns"
         if layer.experts is not None and layer.experts.scoring not in SCORING:

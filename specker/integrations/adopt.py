@@ -79,7 +79,7 @@ def adopt(model: Any, context: int, folder: Path) -> Checkpoint | None:
     """The model's weights as a checkpoint of specker's decoder for up to `context` positions; None if its config is not
     supported. `folder`: for the tokenizer."""
     parsed = _parsed(model, context)
-    if parsed is None or parsed[0].layer.recurrent is not None:  # transformers runs such layers itself
+    if parsed is None or parsed[0].layer.recurrent is not None or parsed[0].layer.kvs:  # transformers runs these itself
         return None
     config, ropes = parsed
     kind = activations(model.dtype, model.device)

@@ -1,10 +1,19 @@
 """A decoder's settings, and the error that says why a checkpoint cannot be one."""
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 
 class CheckpointError(ValueError):
     """The checkpoint cannot be used. The message is one sentence: what is wrong and what to do."""
+
+
+class KV(NamedTuple):
+    """The heads of a layer that attends, of K and V. A head of q is as wide."""
+
+    heads: int
+    dim: int
+    single: bool = False  # V is K's projection, before K's norm and RoPE: there is no projection of V
 
 
 @dataclass(frozen=True)
@@ -83,8 +92,8 @@ Mixer = DeltaNet | ShortConv
 
 @dataclass(frozen=True)
 class LayerSpec:
-    """What a layer computes, apart from its sizes. All layers are alike, except for `mixers`, `sliding_windows` and
-    `ropes`.
+    """What a layer computes, apart from its sizes. All layers are alike, except for `mixers`, `sliding_windows`,
+    `ropes` and `kvs`.
     The decoder implements every value; another implementation (the compiled CPU layers) reports a value that it
     lacks."""
 
@@ -106,6 +115,9 @@ class LayerSpec:
     mixers: tuple[Mixer | None, ...] = ()
     """What mixes the columns in each layer: None is attention; the others keep a recurrent state. Empty if all layers
     attend. All states of a model have the same sizes."""
+    kvs: tuple[KV, ...] = ()  # each layer's heads of K and V, if they differ (Gemma 4); see ModelConfig.kv
+    v_norm: bool = False  # RMSNorm without a weight over each head of V
+    scaled: bool = False  # a layer ends by multiplying the stream by a number of its own
     gated: bool = False  # the output of attention is times the sigmoid of a gate, which further rows of qkv compute
     ropes: tuple[int, ...] = ()  # the RoPE table of each layer, an index into Weights.ropes; empty if there is only one
     experts: Experts | None = None  # the feed-forwards are mixtures of experts
@@ -148,7 +160,7 @@ class ModelConfig:
     num_layers: int
     num_heads: int
     num_kv_heads: int
-    head_dim: int
+    head_dim: int  # both: of the layers with a sliding window, if `layer.kvs` says how layers differ
     intermediate_size: int
     rms_norm_eps: float
     layer: LayerSpec
@@ -174,19 +186,36 @@ class ModelConfig:
     norm_offset: float = 0.0  # added to the weights of all RMSNorms when they are read (Gemma's lack it)
     shares: tuple[str, ...] = ()  # the target's tensors that this draft uses: embed_tokens, lm_head or both
 
+    def kv(self, layer: int) -> KV:
+        """The heads of K and V of a layer that attends."""
+        return self.layer.kvs[layer] if self.layer.kvs else KV(self.num_kv_heads, self.head_dim)
+
+    @property
+    def widest(self) -> int:
+        """The largest `head_dim` of a layer."""
+        return max((kv.dim for kv in self.layer.kvs), default=self.head_dim)
+
     @property
     def mixtures(self) -> int:
         """The number of layers that are mixtures of experts."""
         return sum(self.layer.mixture(n) is not None for n in range(self.num_layers))
 
 
+def _attention(c: ModelConfig, layer: int) -> int:
+    """Elements of a layer's projections of attention."""
+    kv = c.kv(layer)
+    q, own = (3 if c.layer.gated else 2) * c.num_heads, (1 if kv.single else 2) * kv.heads
+    return c.hidden_size * kv.dim * (q + own)
+
+
 def layer_elements(config: ModelConfig, rows: float = 1) -> int:
     """Elements of all layers' linear weights that a pass over so many rows reads in addition to the head; of experts,
     the expected number (`Experts.read`)."""
     c = config
-    attention = c.hidden_size * c.head_dim * ((3 if c.layer.gated else 2) * c.num_heads + 2 * c.num_kv_heads)
     mixers = [c.layer.mixer(n) for n in range(c.num_layers)]
-    mixing = sum(attention if m is None else c.hidden_size * (m.projected + m.values) for m in mixers)
+    mixing = sum(
+        _attention(c, n) if m is None else c.hidden_size * (m.projected + m.values) for n, m in enumerate(mixers)
+    )
     dense = (c.num_layers - c.mixtures) * 3 * c.hidden_size * c.intermediate_size
     if (experts := c.layer.experts) is None:
         return mixing + dense

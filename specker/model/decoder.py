@@ -302,6 +302,8 @@ def run_layers(
                 delta, starts = _mixed(model, linear, normed, mlp, batch.idle, few and not after)
                 routed.append(starts)
             delta = _normed(model.summed(delta), mlp.norm_down, eps)
+            if mlp.scalar is not None:
+                hidden, delta = (hidden + delta) * mlp.scalar, None
     final: Tensor | None = None
     if few:
         hidden, final = add_norm(hidden, delta, model.norm, eps)
@@ -328,7 +330,11 @@ def _attended(
     (k, v), eps, several = kv, model.config.rms_norm_eps, normed.dim() == 3
     rest, gate, weight = (batch.positions, batch.slots_of(sliding_window), rope, k, v), None, w.qkv
     gates = model.config.num_heads * model.config.head_dim if model.config.layer.gated else 0
-    if few and model.config.layer.qk_norm != "projection":
+    if model.config.layer.v_norm:
+        Hkv, D = k.shape[-2:]
+        qkv = _with_normed_v(linear(normed, weight, w.qkv_bias), model.config.num_heads, Hkv, D, eps)
+        q = kv_calibrate(qkv, *rest, w.q_norm, w.k_norm, eps)
+    elif few and model.config.layer.qk_norm != "projection":
         if gates:
             gate, weight = linear(normed, weight[:gates]), weight[gates:]
         q = kv_project(normed, weight, w.qkv_bias, *rest, w.q_norm, w.k_norm, eps)
@@ -341,6 +347,13 @@ def _attended(
         q = kv_calibrate(qkv.flatten(0, 1) if several else qkv, *rest, w.q_norm, w.k_norm, eps)
     mixed = batch.attend(q, k, v, sliding_window).flatten(1)
     return mixed if gate is None else mixed * torch.sigmoid(gate)
+
+
+def _with_normed_v(qkv: Tensor, Hq: int, Hkv: int, D: int, eps: float) -> Tensor:
+    """qkv [T, (Hq + 2 Hkv) D] with a norm without a weight over each head of V. Without heads of V, V is K."""
+    T = len(qkv)
+    qk, v = qkv[:, : (Hq + Hkv) * D], qkv[:, -Hkv * D :]
+    return torch.cat((qk, F.rms_norm(v.reshape(T, Hkv, D), (D,), None, eps).view(T, -1)), -1)
 
 
 def dense_linear(x: Tensor, weight: Matrix, bias: Tensor | None = None, epilogue: str = "none") -> Tensor:

@@ -197,7 +197,7 @@ def attend_capped(
 def serves_flash(config: ModelConfig, dtype: torch.dtype) -> bool:
     """Whether `flash` serves a model's layers, on a GPU."""
     half = dtype in (torch.float16, torch.bfloat16) and not config.layer.cap
-    return half and config.head_dim % 8 == 0 and config.head_dim <= 256
+    return half and config.head_dim % 8 == 0 and config.widest <= 256
 
 
 def runs_flash(model: Model, hidden: Tensor) -> bool:

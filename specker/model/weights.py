@@ -37,7 +37,9 @@ class Weights:
     `Packed`."""
 
     embed: Tensor | Packed  # [V, E]
-    qkv: Stacked  # [L, (Hq + 2 * Hkv) * D, E], rows: the gate's if attention has one, q heads, k heads, v heads
+    qkv: Stacked
+    """[L, (Hq + 2 * Hkv) * D, E], rows: the gate's if attention has one, q heads, k heads, v heads (not with
+    KV.single)."""
     qkv_bias: Tensor | None  # [L, (Hq + 2 * Hkv) * D]
     q_norm: Tensor | None  # [L, D], or over the whole projection [L, Hq * D]
     k_norm: Tensor | None  # [L, D] or [L, Hkv * D]
@@ -66,6 +68,7 @@ class Weights:
     a_log: Any = None  # [L, Hv]
     dt_bias: Any = None  # [L, Hv]
     norm_mix: Any = None  # [L, Dv]
+    scalar: Any = None  # [L, 1], by which a layer multiplies the stream at its end
 
 
 def _matrices(w: Weights) -> list[Matrix]:
@@ -168,6 +171,7 @@ class FeedForward(NamedTuple):
     router: Tensor | None  # [X, E], of a mixture of experts
     router_bias: Tensor | None = None  # [X]
     shared: Shared | None = None
+    scalar: Tensor | None = None  # [1], factor of the stream at the layer's end
 
 
 class Group(NamedTuple):
@@ -231,6 +235,7 @@ def layers_of(weights: Weights, c: ModelConfig, ropes: Sequence[Tensor]) -> list
                     router=at(weights.router, n),
                     router_bias=at(weights.router_bias, n),
                     shared=shared(n),
+                    scalar=at(weights.scalar, n),
                 ),
             ),
             ropes[c.layer.rope(n)],

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from make_checkpoint import CASES, GEMMA3, GRANITE, LLAMA3, LLAMA4, PHI4, edit, make, oracle
+from make_checkpoint import CASES, GEMMA3, GEMMA4, GRANITE, LLAMA3, LLAMA4, PHI4, edit, make, oracle
 from safetensors.torch import load_file, save_file
 
 from specker.checkpoints.architectures import ARCHITECTURES
@@ -18,15 +18,12 @@ from specker.checkpoints.checkpoint import Checkpoint, read, read_config
 from specker.checkpoints.numbers import SIZES
 from specker.checkpoints.parse import parse_config
 from specker.model.config import CheckpointError
+from specker.model.split import Part
 
 NAMES = {"llama": "LlamaForCausalLM", "mistral": "MistralForCausalLM", "dream": "DreamModel"}
 NAMES |= {"qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM", "smollm3": "SmolLM3ForCausalLM"}
-NAMES |= {
-    "gemma2": "Gemma2ForCausalLM",
-    "gemma3": "Gemma3ForCausalLM",
-    "olmo2": "Olmo2ForCausalLM",
-    "mimo": "MiMoForCausalLM",
-}
+NAMES |= {f"gemma{n}": f"Gemma{n}ForCausalLM" for n in (2, 3, 4)}
+NAMES |= {"olmo2": "Olmo2ForCausalLM", "mimo": "MiMoForCausalLM"}
 NAMES |= {"granite": "GraniteForCausalLM", "phi3": "Phi3ForCausalLM"}
 NAMES |= {"ministral": "MinistralForCausalLM", "ministral3": "Ministral3ForCausalLM"}
 NAMES |= {"qwen3_5": "Qwen3_5ForCausalLM", "qwen3_5_moe": "Qwen3_5MoeForCausalLM"}
@@ -48,9 +45,8 @@ def tensors(ck: Checkpoint) -> dict[str, torch.Tensor]:
 # --- what is read -----------------------------------------------------------------------------------------------------
 
 
-ALIKE = [
-    case for case in CASES if case[1].get("arch") not in ("qwen3_5", "qwen3_5_moe", "qwen3_next", "lfm2", "lfm2_moe")
-]
+UNLIKE = "qwen3_5", "qwen3_5_moe", "qwen3_next", "lfm2", "lfm2_moe", "gemma4"
+ALIKE = [case for case in CASES if case[1].get("arch") not in UNLIKE]
 
 
 @pytest.mark.parametrize(("name", "options"), ALIKE, ids=[name for name, _ in ALIKE])  # of layers of one kind
@@ -346,6 +342,60 @@ def test_what_of_gemma_is_refused(tmp_path: Path, change: dict[str, Any], messag
     edit(make(tmp_path, **GEMMA3), **change)
     with pytest.raises(CheckpointError, match=message):
         read_config(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"use_bidirectional_attention": "all"}, "use_bidirectional_attention 'all' is not supported"),
+        (
+            {"per_layer_config": {"3": {"head_dim": 64}}},
+            "layer 3 of config.json has other heads than the full_att.* be",
+        ),
+        (
+            {"per_layer_config": {"1": {"head_dim": 10**6}}},
+            "head_dim must be a whole number .* for layer 1 has 1000000",
+        ),
+        (
+            {"per_layer_config": {str(n): {"num_key_value_heads": 3} for n in (1, 3)}},
+            "num_attention_heads 4 must be a multiple of .* 3",
+        ),
+        ({"per_layer_config": 7}, r"config\.json is not a valid Gemma4ForCausalLM config"),
+        ({"final_logit_softcapping": 0.0}, "final_logit_softcapping must be a positive float32"),
+        ({"layer_types": ["sliding_attention"] * 3}, "is not a valid Gemma4ForCausalLM config|layer_types"),
+    ],
+)
+def test_what_of_gemma_4_is_refused(tmp_path: Path, change: dict[str, Any], message: str) -> None:
+    edit(make(tmp_path, **GEMMA4), **change)
+    with pytest.raises(CheckpointError, match=message):
+        read_config(tmp_path)
+
+
+def test_the_text_of_a_multimodal_gemma_4(tmp_path: Path) -> None:
+    """Its config is within text_config, its tensors are below model.language_model, and other parts are not read."""
+    folder = make(tmp_path / "text", **GEMMA4)
+    text = json.loads((folder / "config.json").read_text())
+    tensors_of = load_file(folder / "model.safetensors")
+    whole = tmp_path / "whole"
+    whole.mkdir()
+    kept = {name.replace("model.", "model.language_model.", 1): x for name, x in tensors_of.items()}
+    for name in ("vision_tower.a", "audio_tower.b", "embed_vision.c", "embed_audio.d"):
+        kept[f"model.{name}.weight"] = torch.ones(2)
+    save_file(kept, whole / "model.safetensors")
+    raw = {"architectures": ["Gemma4ForConditionalGeneration"], "model_type": "gemma4", "text_config": text}
+    (whole / "config.json").write_text(json.dumps(raw))
+    ours, theirs = read_here(whole), read_here(folder)
+    assert ours.config == theirs.config
+    for name, x in vars(ours.weights).items():
+        other = getattr(theirs.weights, name)
+        each = list(zip(x, other, strict=True)) if isinstance(x, list) else [(x, other)]
+        assert name == "ropes" or all(a is b or torch.equal(a, b) for a, b in each)
+
+
+def test_gemma_4_is_not_split(tmp_path: Path) -> None:
+    config = read_config(make(tmp_path, **GEMMA4))
+    with pytest.raises(CheckpointError, match="tp=2 cannot split the target: the layers of Gemma4ForCausalLM have un"):
+        Part(0, 2).check(config)
 
 
 @pytest.mark.parametrize(

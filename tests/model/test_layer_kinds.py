@@ -9,6 +9,7 @@ from make_checkpoint import (
     FULL,
     GEMMA2,
     GEMMA3,
+    GEMMA4,
     GRANITE,
     LFM2,
     LFM2_MOE,
@@ -44,6 +45,7 @@ KINDS = {  # the windows are shorter than the prompts, and than some drafts
     "gemma2": GEMMA2 | {"layers": 4, "tied": False, "layer_types": [SLIDING, FULL, FULL, SLIDING]},
     "gemma3": GEMMA | {"layer_types": [SLIDING, FULL, FULL, SLIDING]},
     "gemma3-window-of-2": GEMMA | {"layer_types": [SLIDING, SLIDING, SLIDING, FULL], "sliding_window": 2},
+    "gemma4-31b": GEMMA4 | {"tied": False},
     "mistral": {"arch": "mistral", "layers": 4, "sliding_window": 5},
     "qwen2": {"arch": "qwen2", "layers": 4, "max_window_layers": 1, **SHORT},
     "olmo2": {"arch": "olmo2", "layers": 4},
@@ -160,7 +162,25 @@ TWICE = {name: LONGROPE[name] * 2 for name in ("short_factor", "long_factor")}  
 OTHER_SIZES = {"phi4-mini": {"hidden": 128, "rope": LONGROPE | TWICE}}  # the head's width follows from hidden
 
 
-@pytest.mark.parametrize("kind", KINDS)
+def test_layers_with_unlike_heads_are_not_side_by_side(pairs):
+    with pytest.raises(ValueError, match="EasySpec cannot run layers of Gemma4ForCausalLM side by side"):
+        specker.load(*pairs["gemma4-31b"], "easyspec", dtype="float64", layer_parallel="[[0],[1],[2,3]]")
+
+
+@pytest.mark.parametrize("quantize", [None, "int8"])
+def test_what_is_not_compiled_runs_on_torch(pairs, quantize):
+    """It says so, and drafts the text of plain decoding."""
+    engine = specker.load(*pairs["gemma4-31b"], draft_tokens=4, dtype="float32", quantize=quantize)
+    assert engine.model.stack is None and "the compiled kernels lack norms of V" in engine.remarks["cpu"]
+    assert (engine.target.quantised == "int8") == (quantize is not None)
+    out = engine.generate(PROMPT, 15)
+    assert out.tokens == engine.generate_ar(PROMPT, 15).tokens and out.stats.accepted > 0
+
+
+COMPILED = [kind for kind in KINDS if not kind.startswith("gemma4")]
+
+
+@pytest.mark.parametrize("kind", COMPILED)
 def test_every_kind_is_compiled(tmp_path, kind):
     folder = make(tmp_path / "target", max_context=160, **KINDS[kind] | SIZES | OTHER_SIZES.get(kind, {}))
     engine = specker.load(folder, strategy="lookup", device="cpu", dtype="float32")
