@@ -75,6 +75,15 @@ GEMMA4: dict[str, Any] = {  # as in 31B: layers of both kinds have unlike heads,
         FULL: {"rope_type": "proportional", "rope_theta": 50000.0, "partial_rotary_factor": 0.25},
     },
 }
+GEMMA4_SHARED: dict[str, Any] = {  # as in E2B: the last layers read earlier K/V, and are twice as wide
+    **GEMMA4,
+    "layers": 6,
+    "layer_types": [SLIDING, FULL, SLIDING, FULL, SLIDING, FULL],
+    "num_kv_shared_layers": 3,
+    "use_double_wide_mlp": True,
+    "attention_k_eq_v": False,
+    "num_global_key_value_heads": None,
+}
 GRANITE: dict[str, Any] = {
     "arch": "granite",
     "embedding_multiplier": 6.0,
@@ -184,6 +193,8 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     ("gemma3-wide-window", {**GEMMA3, "sliding_window": 256, "query_pre_attn_scalar": 16, "shards": 2}),
     ("gemma2-wide-window", {**GEMMA2, "tied": False, "sliding_window": 256, "final_logit_softcapping": None}),
     ("gemma4-31b", GEMMA4),
+    ("gemma4-shared", GEMMA4_SHARED),
+    ("gemma4-shared-k-is-v", {**GEMMA4_SHARED, "attention_k_eq_v": True, "use_double_wide_mlp": False}),
     ("gemma4-with-v", {**GEMMA4, "tied": False, "attention_k_eq_v": False, "sliding_window": 256, "shards": 2}),
     ("gemma3-capped", {**GEMMA3, "final_logit_softcapping": 2.0}),
     ("gemma3-one-kind", {**GEMMA3, "layer_types": [SLIDING] * 3, "sliding_window": 9}),
@@ -364,7 +375,10 @@ def oracle(folder: Path, dtype: torch.dtype = torch.float32) -> Any:
 
     if json.loads((folder / "config.json").read_text())["model_type"] not in ("Dream", "mimo"):
         eager = dict.fromkeys(("attn_implementation", "experts_implementation"), "eager")
-        return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, **eager).eval()
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, **eager).eval()
+        if model.config.model_type == "gemma4_text":  # else Gemma 4 slices per-layer inputs, which it may not have
+            model.config.output_hidden_states = True
+        return model
     raw = json.loads((folder / "config.json").read_text())
     config = Qwen2Config.from_dict({k: v for k, v in raw.items() if k not in ("model_type", "auto_map")})
     return Qwen2ForCausalLM.from_pretrained(folder, config=config, dtype=dtype, attn_implementation="eager").eval()

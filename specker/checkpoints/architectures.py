@@ -41,7 +41,7 @@ def _gemma4(hf: Any) -> Scales:
     """Raises CheckpointError for what the decoder does not compute."""
     if hf.use_bidirectional_attention == "all":  # "vision" concerns images only
         raise CheckpointError("use_bidirectional_attention 'all' is not supported; Gemma must be causal")
-    for name in ("num_kv_shared_layers", "hidden_size_per_layer_input", "enable_moe_block"):
+    for name in ("hidden_size_per_layer_input", "enable_moe_block"):
         if getattr(hf, name):
             raise CheckpointError(f"{name} {getattr(hf, name)} is not supported")
     return Scales(1.0, hf.hidden_size**0.5, rounded=True, logits_cap=float(hf.final_logit_softcapping or 0))
@@ -52,15 +52,31 @@ def _gemma4_kvs(hf: Any) -> tuple[KV, ...]:
     if not hasattr(hf, "per_layer_config"):
         raise CheckpointError("Gemma 4 needs a later version of transformers: pip install -U transformers")
     kvs: list[KV] = []
+    kinds, shared = hf.layer_types, hf.num_kv_shared_layers
+    own = kinds[: hf.num_hidden_layers - shared]
+    if not 0 <= shared < hf.num_hidden_layers or set(own) != set(kinds):
+        raise CheckpointError(
+            f"num_kv_shared_layers {shared} of {hf.num_hidden_layers} layers must leave one of each kind before them"
+        )
+    last = {kind: len(own) - 1 - own[::-1].index(kind) for kind in set(own)}
     first: dict[str, KV] = {}
     for n, (layer, kind) in enumerate(zip(hf.per_layer_config, hf.layer_types, strict=True)):
         for name in ("head_dim", "num_key_value_heads"):
             check_size(name, getattr(layer, name), f"config.json for layer {n}")
-        kv = KV(layer.num_key_value_heads, layer.head_dim, bool(hf.attention_k_eq_v) and kind == FULL)
-        if first.setdefault(kind, kv) != kv:
+        single, source = bool(hf.attention_k_eq_v) and kind == FULL, None if n < len(own) else last[kind]
+        kv = KV(layer.num_key_value_heads, layer.head_dim, single, source)
+        if first.setdefault(kind, kv)[:3] != kv[:3]:
             raise CheckpointError(f"layer {n} of config.json has other heads than the {kind} layers before it")
         kvs.append(kv)
     return tuple(kvs)
+
+
+def _gemma4_widths(hf: Any) -> tuple[int, ...]:
+    """ModelConfig.widths: with use_double_wide_mlp, layers that read the K/V of others are twice as wide."""
+    if not hf.use_double_wide_mlp or not hf.num_kv_shared_layers:
+        return ()
+    first = hf.num_hidden_layers - hf.num_kv_shared_layers
+    return tuple(hf.intermediate_size * (1 + (n >= first)) for n in range(hf.num_hidden_layers))
 
 
 def _delta_net(hf: Any) -> DeltaNet:
@@ -136,6 +152,7 @@ class Architecture:
     recurrent: tuple[str, Callable[[Any], Mixer]] | None = None  # layers of this type, and what they compute
     gated: bool = False  # LayerSpec.gated
     kvs: Callable[[Any], tuple[KV, ...]] = lambda hf: ()  # LayerSpec.kvs, from transformers' config
+    widths: Callable[[Any], tuple[int, ...]] = lambda hf: ()  # ModelConfig.widths, from transformers' config
     v_norm: bool = False  # LayerSpec.v_norm
     scaled: bool = False  # LayerSpec.scaled
     scales: Callable[[Any], Scales] = lambda hf: Scales()  # of transformers' config
@@ -218,6 +235,7 @@ ARCHITECTURES = {
         activation="hidden_activation",
         scales=_gemma4,
         kvs=_gemma4_kvs,
+        widths=_gemma4_widths,
         v_norm=True,
         scaled=True,
         config="Gemma4TextConfig",

@@ -234,7 +234,8 @@ def _read_weights(
         prefix = next((p for p in PREFIXES if any(name.startswith(p) for name in where)), "")
         kept = pieces_in(is_fused(where))
         pieces = {p.name if p.name == "lm_head.weight" else prefix + p.name: p for p in kept}
-        check_tensors(_without_heads(where, prefix, c.num_layers), pieces, c, prefix, storage)
+        where = _without_heads(where, prefix, c.num_layers)
+        check_tensors({name: x for name, x in where.items() if not _idle(c, prefix, name)}, pieces, c, prefix, storage)
 
         buffers = Buffers(pieces, c, storage)
         mapped = done = 0
@@ -265,6 +266,14 @@ def _without_heads(where: dict[str, Any], prefix: str, layers: int) -> dict[str,
         starts.append(f"{prefix}layers.{layers}.")
         layers += 1
     return {name: file for name, file in where.items() if not name.startswith(tuple(starts))}
+
+
+def _idle(c: ModelConfig, prefix: str, name: str) -> bool:
+    """Whether a tensor is of a layer's own K and V although the layer reads those of another one (KV.source)."""
+    part = name.removeprefix(f"{prefix}layers.").split(".")
+    if len(part) < 3 or part[1] != "self_attn" or part[2] not in ("k_proj", "v_proj", "k_norm", "v_norm"):
+        return False
+    return part[0].isdigit() and int(part[0]) < c.num_layers and c.kv(int(part[0])).source is not None
 
 
 def _check_owner(source: str | Path, c: ModelConfig, owner: Checkpoint | None) -> None:

@@ -106,6 +106,7 @@ def parse_config(
         logits_scale=scales.logits,
         logits_cap=scales.logits_cap,
         rotated=_rotated(hf, its, head_dim),
+        widths=its.widths(hf),
         fused=its.fused,
         norm_offset=its.norm_offset,
         shares=_shares(raw, bool(hf.tie_word_embeddings)),

@@ -181,7 +181,7 @@ def _layer_pieces(c: ModelConfig, i: int, part: Part, fused: bool) -> Iterator[P
     e, mixer, mixture = c.hidden_size, c.layer.mixer(i), c.layer.mixture(i)
     if mixture is not None:
         yield from _expert_pieces(c, i, mixture, part, fused)
-    (f0, f), F = part.inner(c), c.intermediate_size
+    (f0, f), F = (0, c.width(i)) if c.widths else part.inner(c), c.width(i)
     fs = range(f0, f0 + f)
     outputs: Outputs = []
     columns = []  # matrices split by input: name, buffer, columns, bias; only rank 0 adds the bias
@@ -209,7 +209,7 @@ def _layer_pieces(c: ModelConfig, i: int, part: Part, fused: bool) -> Iterator[P
     for buffer, name in norms_of(c.layer).items():
         if buffer not in ("q_norm", "k_norm"):
             yield Piece.tensor(f"{name}.weight", buffer, e, layer=i, offset=c.norm_offset)
-        elif mixer is None:
+        elif mixer is None and (buffer == "q_norm" or c.kv(i).source is None):
             yield _head_norm(c, name, buffer, i)
 
 
@@ -239,8 +239,12 @@ def _attention_rows(c: ModelConfig, i: int, part: Part) -> Outputs:
             row // D * 2 * D + row % D for row in qs
         ]
         q, Q = 2 * q, 2 * Q
-    outputs: Outputs = [("self_attn.q_proj", "qkv", 0, qs, Q, bias), ("self_attn.k_proj", "qkv", q, ks, KV, bias)]
-    return outputs if own.single else [*outputs, ("self_attn.v_proj", "qkv", q + kv, vs, KV, bias)]
+    outputs: Outputs = [
+        ("self_attn.q_proj", "qkv", 0, qs, Q, bias),
+        ("self_attn.k_proj", "qkv", q, ks, KV, bias),
+        ("self_attn.v_proj", "qkv", q + kv, vs, KV, bias),
+    ]
+    return outputs[: 1 if own.source is not None else 2 if own.single else 3]
 
 
 def _head_norm(c: ModelConfig, name: str, buffer: str, layer: int) -> Piece:

@@ -103,8 +103,9 @@ class KVCache:
         recurrent = [config.layer.mixer(n) is not None for n in range(config.num_layers)]
         windows = rings and ring < len(order) and not any(recurrent)
         near = ringed(config) if windows else recurrent
-        heads = [config.kv(n)[:2] for n in range(config.num_layers)]
-        paged = [n for n, apart in enumerate(near) if not apart]
+        kvs = [config.kv(n) for n in range(config.num_layers)]
+        heads = [kv[:2] for kv in kvs]
+        paged = [n for n, apart in enumerate(near) if not apart and kvs[n].source is None]
         kinds = list(dict.fromkeys(heads[n] for n in paged)) or [(config.num_kv_heads, config.head_dim)]
         places = [[n for n in paged if heads[n] == kind] for kind in kinds]
         shapes = [(2, len(each), count, page_size, *kind) for each, kind in zip(places, kinds, strict=True)]
@@ -129,7 +130,7 @@ class KVCache:
             self.rings = WindowRings(shape, count, self.block_table, config, dtype, spare)
         if self.rings is not None:
             layers |= dict(zip([n for n, apart in enumerate(near) if apart], self.rings.layers, strict=True))
-        self.layers: list[Any] = [layers[n] for n in range(config.num_layers)]
+        self.layers: list[Any] = [layers[n if kv.source is None else kv.source] for n, kv in enumerate(kvs)]
         self._free = order
         self._users = [0] * (max(order, default=0) + 1)  # holders of each page: sequences and the tree of earlier texts
         self.prefixes = Prefixes(page_size, self._users)

@@ -14,6 +14,9 @@ class KV(NamedTuple):
     heads: int
     dim: int
     single: bool = False  # V is K's projection, before K's norm and RoPE: there is no projection of V
+    source: int | None = (
+        None  # the earlier layer whose K and V it reads instead of its own, as in Gemma 4's last layers
+    )
 
 
 @dataclass(frozen=True)
@@ -161,7 +164,7 @@ class ModelConfig:
     num_heads: int
     num_kv_heads: int
     head_dim: int  # both: of the layers with a sliding window, if `layer.kvs` says how layers differ
-    intermediate_size: int
+    intermediate_size: int  # the smallest, if `widths` names each layer's
     rms_norm_eps: float
     layer: LayerSpec
     tied: bool  # the LM head is the embedding
@@ -182,6 +185,7 @@ class ModelConfig:
     rotated: int = 0
     """RoPE rotates only this many of a head's first dimensions (Phi-4-mini); 0: all. The rows of q and k are then read
     in another order, in which a head's halves hold the halves of these dimensions first."""
+    widths: tuple[int, ...] = ()  # each layer's intermediate size, if they differ
     fused: bool = False  # the checkpoint has q, k and v as one matrix, and gate and up as one (Phi-3)
     norm_offset: float = 0.0  # added to the weights of all RMSNorms when they are read (Gemma's lack it)
     shares: tuple[str, ...] = ()  # the target's tensors that this draft uses: embed_tokens, lm_head or both
@@ -189,6 +193,10 @@ class ModelConfig:
     def kv(self, layer: int) -> KV:
         """The heads of K and V of a layer that attends."""
         return self.layer.kvs[layer] if self.layer.kvs else KV(self.num_kv_heads, self.head_dim)
+
+    def width(self, layer: int) -> int:
+        """The intermediate size of a layer's ordinary feed-forward."""
+        return self.widths[layer] if self.widths else self.intermediate_size
 
     @property
     def widest(self) -> int:
@@ -204,7 +212,8 @@ class ModelConfig:
 def _attention(c: ModelConfig, layer: int) -> int:
     """Elements of a layer's projections of attention."""
     kv = c.kv(layer)
-    q, own = (3 if c.layer.gated else 2) * c.num_heads, (1 if kv.single else 2) * kv.heads
+    q = (3 if c.layer.gated else 2) * c.num_heads
+    own = 0 if kv.source is not None else kv.heads if kv.single else 2 * kv.heads
     return c.hidden_size * kv.dim * (q + own)
 
 
@@ -216,7 +225,8 @@ def layer_elements(config: ModelConfig, rows: float = 1) -> int:
     mixing = sum(
         _attention(c, n) if m is None else c.hidden_size * (m.projected + m.values) for n, m in enumerate(mixers)
     )
-    dense = (c.num_layers - c.mixtures) * 3 * c.hidden_size * c.intermediate_size
+    widths = (c.width(n) for n in range(c.num_layers) if c.layer.mixture(n) is None)
+    dense = 3 * c.hidden_size * sum(widths)
     if (experts := c.layer.experts) is None:
         return mixing + dense
     mixture = c.hidden_size * (experts.count + 3 * experts.width * experts.read(rows) + 3 * experts.shared)

@@ -330,7 +330,9 @@ def _attended(
     (k, v), eps, several = kv, model.config.rms_norm_eps, normed.dim() == 3
     rest, gate, weight = (batch.positions, batch.slots_of(sliding_window), rope, k, v), None, w.qkv
     gates = model.config.num_heads * model.config.head_dim if model.config.layer.gated else 0
-    if model.config.layer.v_norm:
+    if w.q_norm is not None and w.k_norm is None:  # it reads the K/V of another layer
+        q = _rotated(linear(normed, weight, w.qkv_bias), batch.positions, rope, w.q_norm, eps)
+    elif model.config.layer.v_norm:
         Hkv, D = k.shape[-2:]
         qkv = _with_normed_v(linear(normed, weight, w.qkv_bias), model.config.num_heads, Hkv, D, eps)
         q = kv_calibrate(qkv, *rest, w.q_norm, w.k_norm, eps)
@@ -354,6 +356,14 @@ def _with_normed_v(qkv: Tensor, Hq: int, Hkv: int, D: int, eps: float) -> Tensor
     T = len(qkv)
     qk, v = qkv[:, : (Hq + Hkv) * D], qkv[:, -Hkv * D :]
     return torch.cat((qk, F.rms_norm(v.reshape(T, Hkv, D), (D,), None, eps).view(T, -1)), -1)
+
+
+def _rotated(q: Tensor, positions: Tensor, rope: Tensor, norm: Tensor, eps: float) -> Tensor:
+    """q [T, Hq D], normalised by head and rotated [T, Hq, D], as `kv_calibrate` does."""
+    D = rope.shape[-1]
+    heads = F.rms_norm(q.unflatten(-1, (-1, D)), (D,), norm[0], eps)
+    cos, sin = rope[positions].unsqueeze(2).unbind(1)
+    return torch.addcmul(heads * cos, heads.roll(D // 2, -1), sin).to(q.dtype)
 
 
 def dense_linear(x: Tensor, weight: Matrix, bias: Tensor | None = None, epilogue: str = "none") -> Tensor:

@@ -56,7 +56,8 @@ class Cost:
         keeps all layers in pages. `rows`: of the largest verify pass. `sequences`: of the cache. `saved`:
         columns whose recurrent states it can save."""
         attending = [n for n in range(config.num_layers) if config.layer.mixer(n) is None]
-        of = {n: 2 * config.kv(n).heads * config.kv(n).dim * dtype.itemsize for n in attending}
+        own = {n: heads for n in attending if (heads := config.kv(n)).source is None}
+        of = {n: 2 * heads.heads * heads.dim * dtype.itemsize for n, heads in own.items()}
         each = max(of.values(), default=0)
         near = sum(of[n] for n, apart in enumerate(ringed(config)) if apart) if rings else 0
         kv = sum(of.values()) - near
@@ -66,7 +67,7 @@ class Cost:
         gpu, ring = device.type == "cuda", ring_columns(config)
         passing = each if gpu and serves_flash(config, dtype) else PREFILL_ROWS * (1 + scores)
         split = partial_bytes(min(rows, MAX_ROWS), config.num_heads, config.widest) if gpu else 0
-        unit = split_unit(config.num_kv_heads)
+        unit = min((split_unit(heads.heads) for heads in own.values()), default=split_unit(config.num_kv_heads))
         states = sequences * sequence_bytes(config, dtype) + saved * saved_bytes(config, dtype)
         return cls(kv + rope + 8 + 8 + 4, passing, config.max_context, near, ring, rings, split, unit, states)
 
@@ -101,7 +102,7 @@ def _activations(c: ModelConfig, dtype: torch.dtype) -> int:
     some in each expert that it chose, and the terms of the weighted sum in float32."""
     experts = c.layer.experts
     if experts is None:
-        return 2 * PREFILL_ROWS * 3 * c.intermediate_size * dtype.itemsize
+        return 2 * PREFILL_ROWS * 3 * max(c.widths, default=c.intermediate_size) * dtype.itemsize
     wide = max(experts.chosen * experts.width, c.intermediate_size if experts.dense else 0)
     return MIXTURE_CHUNK * (2 * 3 * wide * dtype.itemsize + 4 * experts.chosen * c.hidden_size)
 

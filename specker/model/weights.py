@@ -38,8 +38,8 @@ class Weights:
 
     embed: Tensor | Packed  # [V, E]
     qkv: Stacked
-    """[L, (Hq + 2 * Hkv) * D, E], rows: the gate's if attention has one, q heads, k heads, v heads (not with
-    KV.single)."""
+    """[L, (Hq + 2 * Hkv) * D, E], rows: the gate's if attention has one, q heads, k heads, v heads (without
+    those of v if KV.single, without those of k and v if there is a KV.source)."""
     qkv_bias: Tensor | None  # [L, (Hq + 2 * Hkv) * D]
     q_norm: Tensor | None  # [L, D], or over the whole projection [L, Hq * D]
     k_norm: Tensor | None  # [L, D] or [L, Hkv * D]

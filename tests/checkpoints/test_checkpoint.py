@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from make_checkpoint import CASES, GEMMA3, GEMMA4, GRANITE, LLAMA3, LLAMA4, PHI4, edit, make, oracle
+from make_checkpoint import CASES, GEMMA3, GEMMA4, GEMMA4_SHARED, GRANITE, LLAMA3, LLAMA4, PHI4, edit, make, oracle
 from safetensors.torch import load_file, save_file
 
 from specker.checkpoints.architectures import ARCHITECTURES
@@ -390,6 +390,26 @@ def test_the_text_of_a_multimodal_gemma_4(tmp_path: Path) -> None:
         other = getattr(theirs.weights, name)
         each = list(zip(x, other, strict=True)) if isinstance(x, list) else [(x, other)]
         assert name == "ropes" or all(a is b or torch.equal(a, b) for a, b in each)
+
+
+@pytest.mark.parametrize("shared", [6, 7, -1, 5])
+def test_layers_that_read_earlier_k_and_v(tmp_path: Path, shared: int) -> None:
+    edit(make(tmp_path, **GEMMA4_SHARED), num_kv_shared_layers=shared)
+    with pytest.raises(CheckpointError, match=f"num_kv_shared_layers {shared} of 6 layers must leave one of each kind"):
+        read_config(tmp_path)
+
+
+def test_k_and_v_that_are_never_read(tmp_path: Path) -> None:
+    """Published files have projections of K and V in layers that read those of others; only there they may be."""
+    folder = make(tmp_path, **GEMMA4_SHARED)
+    state, path = load_file(folder / "model.safetensors"), folder / "model.safetensors"
+    more = {f"model.layers.{n}.self_attn.{name}.weight": torch.ones(3) for n in (3, 5) for name in ("k_proj", "v_norm")}
+    save_file(state | more, path)
+    w = read_here(folder).weights
+    assert [len(qkv) for qkv in w.qkv] == [128, 256, 128, 128, 64, 128] and w.k_norm[3] is None
+    save_file(state | {"model.layers.2.self_attn.v_norm.weight": torch.ones(16)}, path)
+    with pytest.raises(CheckpointError, match=r"has model\.layers\.2\.self_attn\.v_norm\.weight, which Gemma4"):
+        read_here(folder)
 
 
 def test_gemma_4_is_not_split(tmp_path: Path) -> None:
