@@ -84,6 +84,11 @@ GEMMA4_SHARED: dict[str, Any] = {  # as in E2B: the last layers read earlier K/V
     "attention_k_eq_v": False,
     "num_global_key_value_heads": None,
 }
+GEMMA4_PLE: dict[str, Any] = {  # as E2B, with per-layer embeddings
+    **GEMMA4_SHARED,
+    "hidden_size_per_layer_input": 16,
+    "vocab_size_per_layer_input": 128,
+}
 GRANITE: dict[str, Any] = {
     "arch": "granite",
     "embedding_multiplier": 6.0,
@@ -195,6 +200,8 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     ("gemma4-31b", GEMMA4),
     ("gemma4-shared", GEMMA4_SHARED),
     ("gemma4-shared-k-is-v", {**GEMMA4_SHARED, "attention_k_eq_v": True, "use_double_wide_mlp": False}),
+    ("gemma4-e2b", GEMMA4_PLE),
+    ("gemma4-e4b", {**GEMMA4_PLE, "use_double_wide_mlp": False, "shards": 3, "vocab_size_per_layer_input": 140}),
     ("gemma4-with-v", {**GEMMA4, "tied": False, "attention_k_eq_v": False, "sliding_window": 256, "shards": 2}),
     ("gemma3-capped", {**GEMMA3, "final_logit_softcapping": 2.0}),
     ("gemma3-one-kind", {**GEMMA3, "layer_types": [SLIDING] * 3, "sliding_window": 9}),

@@ -41,7 +41,7 @@ def _gemma4(hf: Any) -> Scales:
     """Raises CheckpointError for what the decoder does not compute."""
     if hf.use_bidirectional_attention == "all":  # "vision" concerns images only
         raise CheckpointError("use_bidirectional_attention 'all' is not supported; Gemma must be causal")
-    for name in ("hidden_size_per_layer_input", "enable_moe_block"):
+    for name in ("enable_moe_block",):
         if getattr(hf, name):
             raise CheckpointError(f"{name} {getattr(hf, name)} is not supported")
     return Scales(1.0, hf.hidden_size**0.5, rounded=True, logits_cap=float(hf.final_logit_softcapping or 0))
@@ -69,6 +69,19 @@ def _gemma4_kvs(hf: Any) -> tuple[KV, ...]:
             raise CheckpointError(f"layer {n} of config.json has other heads than the {kind} layers before it")
         kvs.append(kv)
     return tuple(kvs)
+
+
+def _gemma4_ple(hf: Any) -> tuple[int, int]:
+    """LayerSpec.ple and ModelConfig.ple_ids."""
+    if hf.hidden_size_per_layer_input in (0, None):
+        return 0, 0
+    for name in ("hidden_size_per_layer_input", "vocab_size_per_layer_input"):
+        check_size(name, getattr(hf, name), "config.json")
+    if hf.vocab_size_per_layer_input < hf.vocab_size:
+        raise CheckpointError(
+            f"vocab_size_per_layer_input {hf.vocab_size_per_layer_input} must be at least vocab_size {hf.vocab_size}"
+        )
+    return hf.hidden_size_per_layer_input, hf.vocab_size_per_layer_input
 
 
 def _gemma4_widths(hf: Any) -> tuple[int, ...]:
@@ -155,6 +168,7 @@ class Architecture:
     widths: Callable[[Any], tuple[int, ...]] = lambda hf: ()  # ModelConfig.widths, from transformers' config
     v_norm: bool = False  # LayerSpec.v_norm
     scaled: bool = False  # LayerSpec.scaled
+    ple: Callable[[Any], tuple[int, int]] = lambda hf: (0, 0)  # LayerSpec.ple and ModelConfig.ple_ids
     scales: Callable[[Any], Scales] = lambda hf: Scales()  # of transformers' config
     experts: tuple[str, ...] = ()
     """The fields with the number of experts, how many each row chooses, an expert's intermediate size, and perhaps that
@@ -238,6 +252,7 @@ ARCHITECTURES = {
         widths=_gemma4_widths,
         v_norm=True,
         scaled=True,
+        ple=_gemma4_ple,
         config="Gemma4TextConfig",
         text="gemma4",
     ),

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from specker.checkpoints.pieces import Piece
+from specker.checkpoints.pieces import HOST, Piece
 from specker.checkpoints.quantised.schemes import Get, Scheme
 from specker.cpu import Stack, available, packed
 from specker.cpu.packed import Packed
@@ -102,8 +102,8 @@ class Storage:
         return {key for key, whole in found.items() if whole}
 
     def bytes_of(self, pieces: Iterable[Piece], c: ModelConfig) -> int:
-        """About how many bytes the weights take."""
-        return int(sum(math.prod(p.shape) * self._each(p, c) for p in pieces))
+        """About how many bytes the weights take on the device."""
+        return int(sum(math.prod(p.shape) * self._each(p, c) for p in pieces if p.buffer != HOST))
 
     def _each(self, p: Piece, c: ModelConfig) -> float:
         if self.keeps and (kind := self.rounding(p, c)) is not None:
@@ -129,6 +129,9 @@ class Buffers:
         """Copy a piece to its place in a buffer, rounded if `storage` says so. The embedding of a tied model is never
         rounded itself; a rounded copy of it becomes the head."""
         storage, given, kind = self.storage, source, self.storage.rounding(p, self.c)
+        if p.buffer == HOST:
+            self.dense[HOST] = source if isinstance(source, Tensor) else source.dequantised(storage.dtype)
+            return
         if kind is not None:
             wide = source if isinstance(source, Tensor) else source.dequantised(torch.float32)
             try:
@@ -221,7 +224,7 @@ def _allocated(
         kind = wide if name in WIDE else kinds[1 if name == "shared_gate" else len(shape)]
         return torch.empty((*layers, *shape), dtype=kind, device=device)
 
-    for name in dict.fromkeys(name for name, _ in last):
+    for name in dict.fromkeys(name for name, _ in last if name != HOST):
         shapes = {n: (p.row + p.rows, *p.shape[1:][-1:]) for (own, n), p in last.items() if own == name}
         if None in shapes:
             buffers[name] = None if (name, None) in stays else empty(name, shapes[None])
@@ -239,18 +242,22 @@ def random_weights(c: ModelConfig, pieces: Sequence[Piece], storage: Storage, se
     what layers add to it: else all tokens would soon choose the same experts."""
     generator = torch.Generator(storage.device).manual_seed(seed)
     embed_std = 0.02 if c.layer.experts is None else 1.0
+    host = [p for p in pieces if p.buffer == HOST]
+    pieces = [p for p in pieces if p.buffer != HOST]
     named = {p.name: p for p in pieces}
+    there = torch.Generator().manual_seed(seed)
+    apart = {p.buffer: torch.empty(p.shape, dtype=storage.dtype).normal_(std=0.02, generator=there) for p in host}
     if storage.quantize in (None, "none"):
         found = _allocated(pieces, c, storage, set())
         for name, buffer in found.items():
             _fill(name, buffer, generator, embed_std)
-        return found
+        return found | apart
     buffers = Buffers(named, c, storage)
     for p in pieces:
         source = torch.empty(p.rows, *p.shape[1:][-1:], device=storage.device)
         _fill(p.buffer, source, generator, embed_std)
         buffers.put(replace(p, offset=0.0, factor=1.0), source)
-    return buffers.done()
+    return buffers.done() | apart
 
 
 def _fill(name: str, x: Any, generator: torch.Generator, embed_std: float) -> None:

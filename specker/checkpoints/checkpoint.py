@@ -16,7 +16,7 @@ from torch import Tensor
 from specker.checkpoints.buffers import Buffers, Storage, packs, random_weights
 from specker.checkpoints.files import SHARED_ROWS, check_tensors, folder_of, open_files, read_piece
 from specker.checkpoints.parse import parse_config, read_json, text_config
-from specker.checkpoints.pieces import Piece, is_fused, pieces_of
+from specker.checkpoints.pieces import HOST, Piece, is_fused, pieces_of
 from specker.checkpoints.quantised.schemes import Scheme, scheme_of
 from specker.checkpoints.tokenizer import Tokens
 from specker.cpu.packed import Packed
@@ -162,7 +162,7 @@ def read(
         return [p for p in pieces_of(config, part, whole_head, fused) if layers or p.layer is None]
 
     pieces = pieces_in(is_fused(getattr(scheme, "modules", ())))
-    elements = sum(math.prod(p.shape) for p in pieces)
+    elements = sum(math.prod(p.shape) for p in pieces if p.buffer != HOST)
     size = str(source), storage.bytes_of(pieces, config), elements, dtype, memory.free(device), device.type
     memory.check_weights(*size)
     with memory.reported_as(lambda: memory.too_heavy(*size)):
@@ -242,7 +242,8 @@ def _read_weights(
         elements = sum(math.prod(p.shape) for p in pieces.values())
         for name, p in pieces.items():
             source = read_piece(p, name, where, storage)
-            mapped += 0 if isinstance(source, Packed) and storage.packs else source.nbytes  # the run keeps the map
+            kept_map = p.buffer == HOST or (isinstance(source, Packed) and storage.packs)
+            mapped += 0 if kept_map else source.nbytes
             buffers.put(p, source)
             done += math.prod(p.shape)
             if on_progress is not None:

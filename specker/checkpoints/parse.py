@@ -63,7 +63,7 @@ def parse_config(
             f"{option('max_context', window)} or less"
         )
     ropes, table_of = _ropes(hf, its, head_dim, kinds, dims)
-    mixers = _mixers(hf, its)
+    mixers, (ple, ple_ids) = _mixers(hf, its), its.ple(hf)
     attention_bias = its.biases in ("attention", "all") and bool(hf.attention_bias)
     config = ModelConfig(
         architecture=arch,
@@ -87,6 +87,7 @@ def parse_config(
             mixers=mixers,
             kvs=kvs,
             v_norm=its.v_norm,
+            ple=ple,
             scaled=its.scaled,
             gated=its.gated,
             sliding_windows=tuple(window if kind == SLIDING else 0 for kind in kinds) if narrow else (),
@@ -106,6 +107,7 @@ def parse_config(
         logits_scale=scales.logits,
         logits_cap=scales.logits_cap,
         rotated=_rotated(hf, its, head_dim),
+        ple_ids=ple_ids,
         widths=its.widths(hf),
         fused=its.fused,
         norm_offset=its.norm_offset,

@@ -35,6 +35,7 @@ LFM2 = ExpertNames("mlp.gate", "mlp.experts.#", "w1", "w3", "w2")  # before RENA
 NAMED = {"MixtralForCausalLM": MIXTRAL, "Lfm2MoeForCausalLM": LFM2}  # of other architectures: QWEN
 # Matrices that are never quantised: they are small, and much depends on them.
 PLAIN = "router", "gates", "conv", "shared_gate"
+HOST = "ple_table"  # stays where it is, memory-mapped from the file: rows of it are gathered
 IN_LFM2 = {
     "self_attn.o_proj": "self_attn.out_proj",
     "self_attn.q_norm": "self_attn.q_layernorm",
@@ -159,6 +160,10 @@ def pieces_of(c: ModelConfig, part: Part, whole_head: bool, fused: bool = False)
     V, e, names = c.vocab_size, c.hidden_size, RENAMED.get(c.architecture, {})
     if "embed_tokens" not in c.shares:
         yield Piece.tensor("embed_tokens.weight", "embed", V, e)
+    if P := c.layer.ple * c.num_layers:
+        yield Piece.tensor("embed_tokens_per_layer.weight", HOST, c.ple_ids, P)
+        yield Piece.tensor("per_layer_model_projection.weight", "ple_in", P, e)
+        yield Piece.tensor("per_layer_projection_norm.weight", "norm_ple_in", c.layer.ple)
     for i in range(c.num_layers):
         for p in _layer_pieces(c, i, part, fused):
             own = p.name
@@ -204,6 +209,10 @@ def _layer_pieces(c: ModelConfig, i: int, part: Part, fused: bool) -> Iterator[P
         yield Piece(f"{name}.weight", buffer, i, 0, (e, count), (e, of), (0, first))
         if bias:
             yield Piece.tensor(f"{name}.bias", f"{buffer}_bias", e, layer=i)
+    if P := c.layer.ple:
+        yield Piece.tensor("per_layer_input_gate.weight", "ple_gate", P, e, layer=i)
+        yield Piece.tensor("per_layer_projection.weight", "ple_out", e, P, layer=i)
+        yield Piece.tensor("post_per_layer_input_norm.weight", "norm_ple", e, layer=i)
     if c.layer.scaled:
         yield Piece.tensor("layer_scalar", "scalar", 1, layer=i)
     for buffer, name in norms_of(c.layer).items():

@@ -120,6 +120,7 @@ class LayerSpec:
     attend. All states of a model have the same sizes."""
     kvs: tuple[KV, ...] = ()  # each layer's heads of K and V, if they differ (Gemma 4); see ModelConfig.kv
     v_norm: bool = False  # RMSNorm without a weight over each head of V
+    ple: int = 0  # width of what each layer reads of a row's token (per-layer embeddings, Gemma 4); 0: nothing
     scaled: bool = False  # a layer ends by multiplying the stream by a number of its own
     gated: bool = False  # the output of attention is times the sigmoid of a gate, which further rows of qkv compute
     ropes: tuple[int, ...] = ()  # the RoPE table of each layer, an index into Weights.ropes; empty if there is only one
@@ -182,6 +183,7 @@ class ModelConfig:
     norm(h / m, eps / m^2) = norm(h, eps)."""
     logits_scale: float = 1.0  # factor of the logits, which the final norm's weight contains (Granite)
     logits_cap: float = 0.0  # soft cap of the logits z: cap tanh(z / cap) (Gemma 2); 0: none
+    ple_ids: int = 0  # rows of the table of per-layer embeddings
     rotated: int = 0
     """RoPE rotates only this many of a head's first dimensions (Phi-4-mini); 0: all. The rows of q and k are then read
     in another order, in which a head's halves hold the halves of these dimensions first."""
@@ -227,6 +229,7 @@ def layer_elements(config: ModelConfig, rows: float = 1) -> int:
     )
     widths = (c.width(n) for n in range(c.num_layers) if c.layer.mixture(n) is None)
     dense = 3 * c.hidden_size * sum(widths)
+    mixing += 3 * c.num_layers * c.layer.ple * c.hidden_size
     if (experts := c.layer.experts) is None:
         return mixing + dense
     mixture = c.hidden_size * (experts.count + 3 * experts.width * experts.read(rows) + 3 * experts.shared)

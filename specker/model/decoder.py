@@ -79,6 +79,14 @@ class Output(NamedTuple):
         return Final(self.hidden) if self.normed is None else Final(self.normed, True)
 
 
+class PerLayerTable(NamedTuple):
+    """What per-layer embeddings are made of (Gemma 4)."""
+
+    table: Tensor  # [tokens, L P], on the host
+    project: Matrix  # [L P, E]
+    norm: Tensor  # [P]
+
+
 class Model:
     """Weights ready to run, the RoPE tables, and one-position index tensors."""
 
@@ -99,6 +107,10 @@ class Model:
         self.ropes = [rope_table(*made, config.max_context, self.dtype) for made in tables]
         self.layers = layers_of(weights, config, self.ropes)
         self.head: Any = parameters.own_head  # a matrix of any kind
+        self.ple: PerLayerTable | None = None
+        if config.layer.ple:
+            assert weights.ple_table is not None and weights.ple_in is not None and weights.norm_ple_in is not None
+            self.ple = PerLayerTable(weights.ple_table, weights.ple_in, weights.norm_ple_in)
         self.positions = torch.arange(config.max_context, device=self.device)
         self.scale = config.head_dim**-0.5 if config.layer.scale is None else config.layer.scale
         self.embed_scale = config.embed_scale
@@ -134,13 +146,36 @@ class Model:
         mixing += [w.mixer.gates for w in self.layers if isinstance(w.mixer, Recurrent) and w.mixer.gates is not None]
         feeding = [m for w in self.layers for f in w.mlps for m in (f.router, f.gate_up, f.down) if m is not None]
         shared = [m for w in self.layers for f in w.mlps for m in f.shared or ()]
-        return [*mixing, *feeding, *shared, self.head]
+        per_layer = [m for w in self.layers for f in w.mlps for m in (f.ple or ())[:2]]
+        per_layer += [] if self.ple is None else [self.ple.project]
+        return [*mixing, *feeding, *shared, *per_layer, self.head]
 
     def embed_tokens(self, tokens: Tensor) -> Tensor:
-        """Tokens [T] int64 -> embeddings [T, E], the first layer's input."""
+        """Tokens [T] int64 -> the first layer's input: embeddings [T, E] and, with per-layer embeddings, what each
+        layer reads of the tokens beside them, [T, E + L P]."""
+        rows = self._embedded(tokens)
+        return rows if self.ple is None else torch.cat((rows, self._per_layer(self.ple, rows, tokens)), 1)
+
+    def entering(self, hidden: Tensor, tokens: Tensor) -> Tensor:
+        """A later layer's input: the stream [T, E] and what layers read of its tokens [T] int64, as `embed_tokens`
+        has them."""
+        if self.ple is None:
+            return hidden
+        return torch.cat((hidden, self._per_layer(self.ple, self._embedded(tokens), tokens)), 1)
+
+    def _embedded(self, tokens: Tensor) -> Tensor:
         if isinstance(self.embed, Tensor):
             return self.scaled(torch.embedding(self.embed, tokens))
         return self.scaled(restored(self.embed, self.dtype, tokens))
+
+    def _per_layer(self, ple: "PerLayerTable", rows: Tensor, tokens: Tensor) -> Tensor:
+        """Per-layer embeddings of tokens [T] with the embeddings `rows` [T, E]: (norm(project(rows)) + table[token]) /
+        sqrt(2), each with a scale, [T, L P]. On a GPU the host gathers the table's rows."""
+        P, eps = self.config.layer.ple, self.config.rms_norm_eps
+        own = torch.cat([self.linear(part, ple.project) for part in rows.split(MAX_ROWS)]) * rows.shape[1] ** -0.5
+        own = F.rms_norm(own.unflatten(1, (-1, P)), (P,), ple.norm, eps).flatten(1)
+        found = torch.embedding(ple.table, tokens.to(ple.table.device)).to(self.device, self.dtype)
+        return (own + found * torch.tensor(P**0.5, dtype=self.dtype).item()) * 0.5**0.5
 
     def scaled(self, rows: Tensor) -> Tensor:
         """Rows of the embedding [T, E] -> the first layer's input."""
@@ -256,8 +291,9 @@ def run_layers(
     also reduce the split-K partials of o and down. There, the last residual add is fused with the final norm, whichever
     layer is the last, because every head uses the same norm. `dense`: for a chunk of a prompt on a GPU, products by
     `dense_linear`. `entered`: the input of the first layer's attention, if it is not the norm of `hidden`
-    (LayerSpec.first)."""
+    (LayerSpec.first). With per-layer embeddings `hidden` is [T, E + L P] (`Model.embed_tokens`)."""
     eps, layer = model.config.rms_norm_eps, model.config.layer
+    hidden, per_layer = _apart(model, hidden)
     linear = dense_linear if dense and model.linear is row_linear else model.linear
     after = layer.norms != "before"
     kept: dict[int, Tensor] = {}
@@ -302,6 +338,11 @@ def run_layers(
                 delta, starts = _mixed(model, linear, normed, mlp, batch.idle, few and not after)
                 routed.append(starts)
             delta = _normed(model.summed(delta), mlp.norm_down, eps)
+            if mlp.ple is not None:
+                hidden = hidden + delta
+                gate = linear(hidden, mlp.ple.gate)
+                up = gated(torch.cat((gate, per_layer[:, first - 1]), 1), layer.activation)
+                delta = _normed(linear(up, mlp.ple.out), mlp.ple.norm, eps)
             if mlp.scalar is not None:
                 hidden, delta = (hidden + delta) * mlp.scalar, None
     final: Tensor | None = None
@@ -312,6 +353,15 @@ def run_layers(
     if first in aux_layers:
         kept[first] = hidden
     return Output(hidden, kept, final, tuple(routed))
+
+
+def _apart(model: Model, hidden: Tensor) -> tuple[Tensor, Tensor]:
+    """The stream [T, E] of the input of a layer, and what the layers read of the rows' tokens, [T, L, P] (empty without
+    per-layer embeddings)."""
+    E, P = model.config.hidden_size, model.config.layer.ple
+    if not P:
+        return hidden, hidden[:, :0]
+    return hidden[:, :E].contiguous(), hidden[:, E:].unflatten(1, (-1, P))
 
 
 def _attended(
@@ -469,8 +519,8 @@ def forward(
     aux_layers: tuple[int, ...] = (),
 ) -> Output:
     """Run `layers` over T rows of one or several sequences. `hidden` [T, E]: the residual stream before the first of
-    them (the embedding for layer 0). Writes the rows' K/V in those layers. `aux_layers`: depths n at which to keep the
-    stream."""
+    them, as `Model.embed_tokens` (for layer 0) or `Model.entering` gives it. Writes the rows' K/V in those layers.
+    `aux_layers`: depths n at which to keep the stream."""
     first, last, _ = layers.indices(len(model.layers))
 
     def run(rows: Rows, hidden: Tensor) -> Output:

@@ -10,7 +10,20 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from make_checkpoint import CASES, GEMMA3, GEMMA4, GEMMA4_SHARED, GRANITE, LLAMA3, LLAMA4, PHI4, edit, make, oracle
+from make_checkpoint import (
+    CASES,
+    GEMMA3,
+    GEMMA4,
+    GEMMA4_PLE,
+    GEMMA4_SHARED,
+    GRANITE,
+    LLAMA3,
+    LLAMA4,
+    PHI4,
+    edit,
+    make,
+    oracle,
+)
 from safetensors.torch import load_file, save_file
 
 from specker.checkpoints.architectures import ARCHITECTURES
@@ -410,6 +423,44 @@ def test_k_and_v_that_are_never_read(tmp_path: Path) -> None:
     save_file(state | {"model.layers.2.self_attn.v_norm.weight": torch.ones(16)}, path)
     with pytest.raises(CheckpointError, match=r"has model\.layers\.2\.self_attn\.v_norm\.weight, which Gemma4"):
         read_here(folder)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"hidden_size_per_layer_input": -4}, "hidden_size_per_layer_input must be a whole number from 1 to 1048576"),
+        ({"vocab_size_per_layer_input": 127}, "vocab_size_per_layer_input 127 must be at least vocab_size 128"),
+        (
+            {"vocab_size_per_layer_input": 129},
+            r"per_layer.weight has shape \(128, 96\), but config.json makes it \(129,",
+        ),
+        ({"hidden_size_per_layer_input": 0}, r"the checkpoint has model\..*per_layer.*, which Gemma4ForCausalLM with"),
+    ],
+)
+def test_per_layer_embeddings_that_do_not_fit(tmp_path: Path, change: dict[str, Any], message: str) -> None:
+    edit(make(tmp_path, **GEMMA4_PLE), **change)
+    with pytest.raises(CheckpointError, match=message):
+        read_here(tmp_path)
+
+
+@pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="needs Linux")
+@pytest.mark.parametrize("quantize", [None, "int8"])
+def test_the_table_of_per_layer_embeddings_stays_in_its_file(
+    tmp_path: Path, quantize: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In its dtype, mapped; memory need not hold it."""
+    folder = make(tmp_path, dtype=torch.bfloat16, **GEMMA4_PLE)
+    sizes: list[int] = []
+    monkeypatch.setattr("specker.model.memory.check_weights", lambda name, size, elements, *_: sizes.append(elements))
+    ck = read_here(folder, quantize=quantize)
+    table = ck.weights.ple_table
+    assert table is not None and table.dtype == torch.bfloat16 and ck.weights.ple_in.dtype == torch.float32
+    spans = [line.split() for line in Path("/proc/self/maps").read_text().splitlines()]
+    mapped = [line[0].split("-") for line in spans if line[-1] == str(folder / "model.safetensors")]
+    assert any(int(a, 16) <= table.data_ptr() < int(b, 16) for a, b in mapped)
+    state = load_file(folder / "model.safetensors")
+    assert torch.equal(table, state["model.embed_tokens_per_layer.weight"])
+    assert sizes == [sum(x.numel() for name, x in state.items() if "tokens_per_layer" not in name)]
 
 
 def test_gemma_4_is_not_split(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ from make_checkpoint import (
     GEMMA2,
     GEMMA3,
     GEMMA4,
+    GEMMA4_PLE,
     GEMMA4_SHARED,
     GRANITE,
     LFM2,
@@ -48,6 +49,7 @@ KINDS = {  # the windows are shorter than the prompts, and than some drafts
     "gemma3-window-of-2": GEMMA | {"layer_types": [SLIDING, SLIDING, SLIDING, FULL], "sliding_window": 2},
     "gemma4-31b": GEMMA4 | {"tied": False},
     "gemma4-shared": GEMMA4_SHARED | {"tied": False},
+    "gemma4-e2b": GEMMA4_PLE | {"tied": False},
     "mistral": {"arch": "mistral", "layers": 4, "sliding_window": 5},
     "qwen2": {"arch": "qwen2", "layers": 4, "max_window_layers": 1, **SHORT},
     "olmo2": {"arch": "olmo2", "layers": 4},
@@ -177,6 +179,18 @@ def test_what_is_not_compiled_runs_on_torch(pairs, quantize):
     assert (engine.target.quantised == "int8") == (quantize is not None)
     out = engine.generate(PROMPT, 15)
     assert out.tokens == engine.generate_ar(PROMPT, 15).tokens and out.stats.accepted > 0
+
+
+@pytest.mark.parametrize("how", [*HOW, "static exit"])
+def test_per_layer_embeddings(pairs, texts, how):
+    """Every way of placing rows hands each layer what it reads of their tokens."""
+    target, draft = pairs["gemma4-e2b"]
+    options = {**HOW["exit"], "graphs": "on"} if how == "static exit" else HOW[how]
+    side = draft if options["strategy"] == "draft" else None
+    engine = specker.load(target, side, dtype="float64", page_size=16, batch_size=3, **options)
+    assert [out.tokens for out in engine.generate([PROMPT, *OTHERS], 14)] == [text[:14] for text in texts("gemma4-e2b")]
+    sampled = {"max_new_tokens": 12, "temperature": 0.7, "seed": 3}
+    assert engine.generate(PROMPT, **sampled).tokens == engine.generate_ar(PROMPT, **sampled).tokens
 
 
 COMPILED = [kind for kind in KINDS if not kind.startswith("gemma4")]
