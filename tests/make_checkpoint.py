@@ -89,6 +89,14 @@ GEMMA4_PLE: dict[str, Any] = {  # as E2B, with per-layer embeddings
     "hidden_size_per_layer_input": 16,
     "vocab_size_per_layer_input": 128,
 }
+GEMMA4_MIXED: dict[str, Any] = {  # as in 26B-A4B
+    **GEMMA4,
+    "enable_moe_block": True,
+    "num_experts": 6,
+    "top_k_experts": 3,
+    "moe_intermediate_size": 32,
+}
+GEMMA4_ALL: dict[str, Any] = {**GEMMA4_MIXED, **GEMMA4_PLE, "use_double_wide_mlp": False}
 GRANITE: dict[str, Any] = {
     "arch": "granite",
     "embedding_multiplier": 6.0,
@@ -202,6 +210,8 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     ("gemma4-shared-k-is-v", {**GEMMA4_SHARED, "attention_k_eq_v": True, "use_double_wide_mlp": False}),
     ("gemma4-e2b", GEMMA4_PLE),
     ("gemma4-e4b", {**GEMMA4_PLE, "use_double_wide_mlp": False, "shards": 3, "vocab_size_per_layer_input": 140}),
+    ("gemma4-26b-a4b", GEMMA4_MIXED),
+    ("gemma4-all", GEMMA4_ALL),
     ("gemma4-with-v", {**GEMMA4, "tied": False, "attention_k_eq_v": False, "sliding_window": 256, "shards": 2}),
     ("gemma3-capped", {**GEMMA3, "final_logit_softcapping": 2.0}),
     ("gemma3-one-kind", {**GEMMA3, "layer_types": [SLIDING] * 3, "sliding_window": 9}),

@@ -41,9 +41,8 @@ def _gemma4(hf: Any) -> Scales:
     """Raises CheckpointError for what the decoder does not compute."""
     if hf.use_bidirectional_attention == "all":  # "vision" concerns images only
         raise CheckpointError("use_bidirectional_attention 'all' is not supported; Gemma must be causal")
-    for name in ("enable_moe_block",):
-        if getattr(hf, name):
-            raise CheckpointError(f"{name} {getattr(hf, name)} is not supported")
+    if hf.enable_moe_block and hf.use_double_wide_mlp and hf.num_kv_shared_layers:
+        raise CheckpointError("use_double_wide_mlp is not supported beside enable_moe_block")
     return Scales(1.0, hf.hidden_size**0.5, rounded=True, logits_cap=float(hf.final_logit_softcapping or 0))
 
 
@@ -173,6 +172,7 @@ class Architecture:
     experts: tuple[str, ...] = ()
     """The fields with the number of experts, how many each row chooses, an expert's intermediate size, and perhaps that
     of an expert that every row reads. Empty: every layer has one feed-forward."""
+    mixes: str = ""  # the field that says whether there are experts; "": there are
     mixture: Callable[[Any], dict[str, Any]] = lambda hf: {}
     """Further fields of Experts, from transformers' config: the router's rule, if it is not a softmax over the experts,
     and the dense layers, if other fields than those of Qwen3-MoE name them."""
@@ -253,6 +253,9 @@ ARCHITECTURES = {
         v_norm=True,
         scaled=True,
         ple=_gemma4_ple,
+        experts=("num_experts", "top_k_experts", "moe_intermediate_size", "intermediate_size"),
+        mixes="enable_moe_block",
+        mixture=lambda hf: {"beside": True},
         config="Gemma4TextConfig",
         text="gemma4",
     ),

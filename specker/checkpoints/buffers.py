@@ -23,7 +23,7 @@ from specker.model.config import CheckpointError, DeltaNet, ModelConfig
 from specker.model.weights import Matrix
 
 SIZES = {"F64": 8, "F32": 4, "I32": 4, "F16": 2, "BF16": 2, "I8": 1, "U8": 1, "F8_E4M3": 1}  # bytes per element
-WIDE = "conv", "a_log", "dt_bias", "router_bias"  # in float32 at least
+WIDE = "conv", "a_log", "dt_bias", "router_bias", "router_scale"  # in float32 at least
 CHUNK = 1 << 22  # elements cast at a time, because the host stages casts for a GPU
 
 
@@ -267,7 +267,7 @@ def _fill(name: str, x: Any, generator: torch.Generator, embed_std: float) -> No
         return
     if x is None:
         return
-    if "norm" in name or name == "scalar":
+    if "norm" in name or name in ("scalar", "router_scale"):
         x.fill_(1)
     elif name.endswith("bias"):
         x.zero_()

@@ -30,6 +30,7 @@ MOST = {
     "conv_L_cache": 1 << 10,
     "hidden_size_per_layer_input": 1 << 20,
     "vocab_size_per_layer_input": 1 << 24,
+    "top_k_experts": 1 << 12,
 }
 EXPERTS = 1 << 17  # of all layers together
 SIZES = "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size"

@@ -31,10 +31,10 @@ def parse_config(
     CheckpointError."""
     raw = text_config(read_json(folder / "config.json") if raw is None else raw)
     arch = _architecture(raw)
-    check_sizes(folder / "config.json", raw, ARCHITECTURES[arch].experts)
+    its = ARCHITECTURES[arch]
+    check_sizes(folder / "config.json", raw, its.experts if not its.mixes or raw.get(its.mixes) else ())
     check_factors(raw)
     hf = _hf_config(folder, raw, arch)
-    its = ARCHITECTURES[arch]
     act = getattr(hf, its.activation) if its.activation else "silu"
     if act not in ACTIVATIONS:
         every = ", ".join(ACTIVATIONS)
@@ -234,13 +234,13 @@ def _layer_types(hf: Any, its: Architecture) -> list[str]:
 
 def _experts(hf: Any, its: Architecture) -> Experts | None:
     """The experts of transformers' config; None if every layer has one feed-forward."""
-    if not its.experts:
+    if not its.experts or (its.mixes and not getattr(hf, its.mixes)):
         return None
     count, chosen, width, *shared = (getattr(hf, name) for name in its.experts)
     step, only = getattr(hf, "decoder_sparse_step", 1), getattr(hf, "mlp_only_layers", ())
     if chosen > count or step < 1:
         raise CheckpointError(
-            f"num_experts_per_tok {chosen} must be at most the number of experts, {count}, and decoder_sparse_step "
+            f"{its.experts[1]} {chosen} must be at most the number of experts, {count}, and decoder_sparse_step "
             f"{step} at least 1"
         )
     check_experts(count, hf.num_hidden_layers)

@@ -184,7 +184,9 @@ Outputs = list[tuple[str, str, int, Sequence[int], int, bool]]
 def _layer_pieces(c: ModelConfig, i: int, part: Part, fused: bool) -> Iterator[Piece]:
     """Those of layer i, by the names of most architectures and without the layer's number."""
     e, mixer, mixture = c.hidden_size, c.layer.mixer(i), c.layer.mixture(i)
-    if mixture is not None:
+    if mixture is not None and mixture.beside:
+        yield from _beside_pieces(c, i, mixture)
+    elif mixture is not None:
         yield from _expert_pieces(c, i, mixture, part, fused)
     (f0, f), F = (0, c.width(i)) if c.widths else part.inner(c), c.width(i)
     fs = range(f0, f0 + f)
@@ -311,6 +313,22 @@ def _mixer_pieces(c: ModelConfig, i: int, mixer: Mixer, part: Part) -> Iterator[
 def is_fused(names: Iterable[str]) -> bool:
     """Whether a checkpoint with these tensors has the fused layout of experts."""
     return any(GATE_UP.removeprefix("mlp") in name for name in names)
+
+
+def _beside_pieces(c: ModelConfig, layer: int, experts: Experts) -> Iterator[Piece]:
+    """The experts of one layer of Gemma 4, its router and the feed-forward beside them."""
+    X, E, F, S = experts.count, c.hidden_size, experts.width, experts.shared
+    yield Piece.tensor("router.proj.weight", "router", X, E, layer=layer)
+    yield replace(Piece.tensor("router.scale", "router_norm", E, layer=layer), factor=E**-0.5)
+    yield Piece.tensor("router.per_expert_scale", "router_scale", X, layer=layer)
+    yield Piece.tensor("experts.gate_up_proj", "gate_up", X, 2 * F, E, layer=layer)
+    yield Piece.tensor("experts.down_proj", "down", X, E, F, layer=layer)
+    yield Piece.tensor("pre_feedforward_layernorm_2.weight", "norm_experts", E, layer=layer)
+    yield Piece.tensor("post_feedforward_layernorm_2.weight", "norm_mixed", E, layer=layer)
+    yield Piece.tensor("post_feedforward_layernorm_1.weight", "norm_shared", E, layer=layer)
+    yield Piece.tensor("mlp.gate_proj.weight", "shared_gate_up", S, E, layer=layer)
+    yield Piece.tensor("mlp.up_proj.weight", "shared_gate_up", S, E, layer=layer, row=S)
+    yield Piece.tensor("mlp.down_proj.weight", "shared_down", E, S, layer=layer)
 
 
 def _expert_pieces(c: ModelConfig, layer: int, experts: Experts, part: Part, fused: bool) -> Iterator[Piece]:

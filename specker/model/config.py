@@ -32,6 +32,9 @@ class Experts:
     shared: int = (
         0  # intermediate size of an expert that every row reads, times the sigmoid of a gate; 0: there is none
     )
+    beside: bool = False
+    """Gemma 4's block: the expert that every row reads has no gate, each of the two parts has a norm of its output, and
+    the experts and the router read norms of their own of the stream; a score has a factor of its expert."""
     scoring: str = "softmax"  # the router's scores: softmax over the experts, or the sigmoid of each one's logit
     biased: bool = False  # a bias of each expert is added to its score, only to choose by; for sigmoid
     scale: float = 1.0  # factor of the scores

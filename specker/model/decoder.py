@@ -145,7 +145,7 @@ class Model:
         mixing = [m for w in self.layers for m in (w.mixer.qkv, w.mixer.o)]
         mixing += [w.mixer.gates for w in self.layers if isinstance(w.mixer, Recurrent) and w.mixer.gates is not None]
         feeding = [m for w in self.layers for f in w.mlps for m in (f.router, f.gate_up, f.down) if m is not None]
-        shared = [m for w in self.layers for f in w.mlps for m in f.shared or ()]
+        shared = [m for w in self.layers for f in w.mlps for m in f.shared or () if m is not None]
         per_layer = [m for w in self.layers for f in w.mlps for m in (f.ple or ())[:2]]
         per_layer += [] if self.ple is None else [self.ple.project]
         return [*mixing, *feeding, *shared, *per_layer, self.head]
@@ -334,6 +334,9 @@ def run_layers(
             if mlp.router is None:
                 up = _gated(partial(linear, normed, mlp.gate_up, mlp.gate_up_bias), layer.activation)
                 delta = _added(model, linear, up, mlp.down, mlp.down_bias, few and not after)
+            elif mlp.beside is not None:
+                delta, starts = _mixed_beside(model, linear, hidden, normed, mlp, batch.idle)
+                routed.append(starts)
             else:
                 delta, starts = _mixed(model, linear, normed, mlp, batch.idle, few and not after)
                 routed.append(starts)
@@ -463,10 +466,31 @@ def _mixed(
     return (y if mlp.shared is None else y + _beside(linear, x, mlp.shared, layer.activation)), starts
 
 
+def _mixed_beside(
+    model: Model, linear: Callable[..., Tensor], hidden: Tensor, normed: Tensor, mlp: FeedForward, idle: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Experts beside a feed-forward (`Experts.beside`) over the stream `hidden` [T, E] and its norm `normed`:
+
+        p, e = the largest entries of softmax(router(norm(hidden))), divided by their sum
+        y    = norm(mlp(normed)) + norm(sum over j of s_(e_j) p_j mlp_(e_j)(norm(hidden)))
+
+    and where each expert's rows begin in their common order (`expert_route`)."""
+    layer, rule, own, eps = model.config.layer, model.config.layer.experts, mlp.beside, model.config.rms_norm_eps
+    assert rule is not None and own is not None and mlp.router is not None and mlp.shared is not None
+    logits = linear(_normed(hidden, own.router, eps), mlp.router, epilogue="float32")
+    experts, scores, order, starts = expert_route(logits, rule.chosen, rule.normalised, idle)
+    scores = scores * own.scale.to(scores.dtype)[experts]
+    x = _normed(hidden, own.experts, eps)
+    up = _gated(partial(expert_linear, x, mlp.gate_up, experts, order, starts), layer.activation, ("silu",))
+    mixed = expert_linear(up, mlp.down, experts, order, starts, "sum", scores)
+    dense = _beside(linear, normed, mlp.shared, layer.activation)
+    return _normed(dense, own.shared, eps) + _normed(mixed, own.mixed, eps), starts
+
+
 def _beside(linear: Callable[..., Tensor], x: Tensor, shared: Shared, activation: str) -> Tensor:
-    """The expert that every row of x [T, E] reads: sigmoid(gate x) * down(act(gate x) * up x)."""
-    up = _gated(partial(linear, x, shared.gate_up), activation)
-    return linear(up, shared.down) * torch.sigmoid(linear(x, shared.gate))
+    """The expert that every row of x [T, E] reads: sigmoid(gate x) * down(act(gate x) * up x), or without this gate."""
+    y = linear(_gated(partial(linear, x, shared.gate_up), activation), shared.down)
+    return y if shared.gate is None else y * torch.sigmoid(linear(x, shared.gate))
 
 
 def fuses(model: Model, hidden: Tensor) -> bool:

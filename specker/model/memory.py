@@ -103,7 +103,7 @@ def _activations(c: ModelConfig, dtype: torch.dtype) -> int:
     experts = c.layer.experts
     if experts is None:
         return 2 * PREFILL_ROWS * 3 * max(c.widths, default=c.intermediate_size) * dtype.itemsize
-    wide = max(experts.chosen * experts.width, c.intermediate_size if experts.dense else 0)
+    wide = max(experts.chosen * experts.width, experts.shared, c.intermediate_size if experts.dense else 0)
     return MIXTURE_CHUNK * (2 * 3 * wide * dtype.itemsize + 4 * experts.chosen * c.hidden_size)
 
 

@@ -68,6 +68,12 @@ class Weights:
     a_log: Any = None  # [L, Hv]
     dt_bias: Any = None  # [L, Hv]
     norm_mix: Any = None  # [L, Dv]
+    # Of experts beside a feed-forward (Experts.beside), which is the shared expert
+    router_norm: Any = None  # [L, E], weight of the norm that the router reads
+    router_scale: Any = None  # [L, X], factor of each expert's score
+    norm_experts: Any = None  # [L, E], of what the experts read
+    norm_mixed: Any = None  # [L, E], of the experts' output
+    norm_shared: Any = None  # [L, E], of the shared expert's output
     # Of per-layer embeddings (PLE) of width P
     ple_table: Tensor | None = None  # [tokens, L P], on the host in the file's dtype, memory-mapped from it
     ple_in: Tensor | None = None  # [L P, E]
@@ -162,7 +168,17 @@ class Shared(NamedTuple):
 
     gate_up: quant.Matrix  # [2 S, E]
     down: quant.Matrix  # [E, S]
-    gate: Tensor  # [1, E]
+    gate: Tensor | None  # [1, E]; None: its output is added as it is
+
+
+class Beside(NamedTuple):
+    """The norms [E] of a mixture beside a feed-forward, and each expert's factor (Experts.beside)."""
+
+    router: Tensor
+    scale: Tensor  # [X]
+    experts: Tensor
+    mixed: Tensor
+    shared: Tensor
 
 
 class PerLayer(NamedTuple):
@@ -186,6 +202,7 @@ class FeedForward(NamedTuple):
     router: Tensor | None  # [X, E], of a mixture of experts
     router_bias: Tensor | None = None  # [X]
     shared: Shared | None = None
+    beside: Beside | None = None
     ple: PerLayer | None = None
     scalar: Tensor | None = None  # [1], factor of the stream at the layer's end
 
@@ -231,10 +248,11 @@ def layers_of(weights: Weights, c: ModelConfig, ropes: Sequence[Tensor]) -> list
         each = weights.qkv, weights.gates, weights.conv, weights.a_log, weights.dt_bias, weights.norm_mix
         return Recurrent._make((first, *(at(stack, n) for stack in each), last))
 
+    beside = weights.router_norm, weights.router_scale, weights.norm_experts, weights.norm_mixed, weights.norm_shared
     per_layer = weights.ple_gate, weights.ple_out, weights.norm_ple
 
     def shared(n: int) -> Shared | None:
-        if at(weights.shared_gate, n) is None:
+        if at(weights.shared_gate_up, n) is None:
             return None
         return Shared(at(weights.shared_gate_up, n), at(weights.shared_down, n), at(weights.shared_gate, n))
 
@@ -253,6 +271,7 @@ def layers_of(weights: Weights, c: ModelConfig, ropes: Sequence[Tensor]) -> list
                     router=at(weights.router, n),
                     router_bias=at(weights.router_bias, n),
                     shared=shared(n),
+                    beside=None if weights.router_norm is None else Beside(*(stack[n] for stack in beside)),
                     ple=None if weights.ple_gate is None else PerLayer(*(stack[n] for stack in per_layer)),
                     scalar=at(weights.scalar, n),
                 ),

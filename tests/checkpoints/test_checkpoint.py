@@ -14,6 +14,7 @@ from make_checkpoint import (
     CASES,
     GEMMA3,
     GEMMA4,
+    GEMMA4_MIXED,
     GEMMA4_PLE,
     GEMMA4_SHARED,
     GRANITE,
@@ -439,6 +440,28 @@ def test_k_and_v_that_are_never_read(tmp_path: Path) -> None:
 )
 def test_per_layer_embeddings_that_do_not_fit(tmp_path: Path, change: dict[str, Any], message: str) -> None:
     edit(make(tmp_path, **GEMMA4_PLE), **change)
+    with pytest.raises(CheckpointError, match=message):
+        read_here(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"num_experts": None}, "num_experts must be a whole number from 1 to 4096, but .* lacks it"),
+        ({"top_k_experts": 7}, "top_k_experts 7 must be at most the number of experts, 6"),
+        (
+            {"moe_intermediate_size": 40},
+            r"experts\.gate_up_proj has shape \(6, 64, 64\), but .* makes it \(6, 80, 64\)",
+        ),
+        (
+            {"num_kv_shared_layers": 1, "use_double_wide_mlp": True},
+            "use_double_wide_mlp is not supported beside enable",
+        ),
+        ({"enable_moe_block": False}, r"the checkpoint has model\.layers\.\d\.\S+, which Gemma4ForCausalLM with this"),
+    ],
+)
+def test_experts_of_gemma_4_that_do_not_fit(tmp_path: Path, change: dict[str, Any], message: str) -> None:
+    edit(make(tmp_path, **GEMMA4_MIXED), **change)
     with pytest.raises(CheckpointError, match=message):
         read_here(tmp_path)
 

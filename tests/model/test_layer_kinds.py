@@ -10,6 +10,7 @@ from make_checkpoint import (
     GEMMA2,
     GEMMA3,
     GEMMA4,
+    GEMMA4_MIXED,
     GEMMA4_PLE,
     GEMMA4_SHARED,
     GRANITE,
@@ -50,6 +51,7 @@ KINDS = {  # the windows are shorter than the prompts, and than some drafts
     "gemma4-31b": GEMMA4 | {"tied": False},
     "gemma4-shared": GEMMA4_SHARED | {"tied": False},
     "gemma4-e2b": GEMMA4_PLE | {"tied": False},
+    "gemma4-26b-a4b": GEMMA4_MIXED | {"tied": False},
     "mistral": {"arch": "mistral", "layers": 4, "sliding_window": 5},
     "qwen2": {"arch": "qwen2", "layers": 4, "max_window_layers": 1, **SHORT},
     "olmo2": {"arch": "olmo2", "layers": 4},
@@ -171,10 +173,10 @@ def test_layers_with_unlike_heads_are_not_side_by_side(pairs):
         specker.load(*pairs["gemma4-31b"], "easyspec", dtype="float64", layer_parallel="[[0],[1],[2,3]]")
 
 
-@pytest.mark.parametrize("quantize", [None, "int8"])
-def test_what_is_not_compiled_runs_on_torch(pairs, quantize):
+@pytest.mark.parametrize(("kind", "quantize"), [("31b", None), ("31b", "int8"), ("e2b", "int8"), ("26b-a4b", "int8")])
+def test_what_is_not_compiled_runs_on_torch(pairs, kind, quantize):
     """It says so, and drafts the text of plain decoding."""
-    engine = specker.load(*pairs["gemma4-31b"], draft_tokens=4, dtype="float32", quantize=quantize)
+    engine = specker.load(*pairs[f"gemma4-{kind}"], draft_tokens=4, dtype="float32", quantize=quantize)
     assert engine.model.stack is None and "the compiled kernels lack norms of V" in engine.remarks["cpu"]
     assert (engine.target.quantised == "int8") == (quantize is not None)
     out = engine.generate(PROMPT, 15)
