@@ -83,6 +83,7 @@ class PerLayerTable(NamedTuple):
     """What per-layer embeddings are made of (Gemma 4)."""
 
     table: Tensor  # [tokens, L P], on the host
+    scale: float  # factor of its rows, rounded to the activations' dtype
     project: Matrix  # [L P, E]
     norm: Tensor  # [P]
 
@@ -110,7 +111,8 @@ class Model:
         self.ple: PerLayerTable | None = None
         if config.layer.ple:
             assert weights.ple_table is not None and weights.ple_in is not None and weights.norm_ple_in is not None
-            self.ple = PerLayerTable(weights.ple_table, weights.ple_in, weights.norm_ple_in)
+            scale = torch.tensor(config.layer.ple**0.5, dtype=self.dtype).item()
+            self.ple = PerLayerTable(weights.ple_table, scale, weights.ple_in, weights.norm_ple_in)
         self.positions = torch.arange(config.max_context, device=self.device)
         self.scale = config.head_dim**-0.5 if config.layer.scale is None else config.layer.scale
         self.embed_scale = config.embed_scale
@@ -175,7 +177,7 @@ class Model:
         own = torch.cat([self.linear(part, ple.project) for part in rows.split(MAX_ROWS)]) * rows.shape[1] ** -0.5
         own = F.rms_norm(own.unflatten(1, (-1, P)), (P,), ple.norm, eps).flatten(1)
         found = torch.embedding(ple.table, tokens.to(ple.table.device)).to(self.device, self.dtype)
-        return (own + found * torch.tensor(P**0.5, dtype=self.dtype).item()) * 0.5**0.5
+        return (own + found * ple.scale) * 0.5**0.5
 
     def scaled(self, rows: Tensor) -> Tensor:
         """Rows of the embedding [T, E] -> the first layer's input."""
