@@ -16,7 +16,7 @@ from specker.fields import option
 from specker.kernels.attention import partial_bytes, split_count, split_unit
 from specker.kernels.tiles import MAX_ROWS
 from specker.model.config import ModelConfig
-from specker.model.prefill import MIXTURE_CHUNK, serves_flash
+from specker.model.prefill import FLASH_DIM, MIXTURE_CHUNK, serves_flash
 from specker.model.rings import ring_columns, ringed
 from specker.model.states import saved_bytes, sequence_bytes
 
@@ -65,7 +65,8 @@ class Cost:
         rope = sum(tables.values()) * 2 * max(4, dtype.itemsize)
         scores = 2 * config.num_heads * max(4, dtype.itemsize)  # before and after the softmax, in float32 at least
         gpu, ring = device.type == "cuda", ring_columns(config)
-        passing = each if gpu and serves_flash(config, dtype) else PREFILL_ROWS * (1 + scores)
+        flashes = gpu and serves_flash(config, dtype) and config.widest <= FLASH_DIM
+        passing = each if flashes else PREFILL_ROWS * (1 + scores)
         split = partial_bytes(min(rows, MAX_ROWS), config.num_heads, config.widest) if gpu else 0
         unit = min((split_unit(heads.heads) for heads in own.values()), default=split_unit(config.num_kv_heads))
         states = sequences * sequence_bytes(config, dtype) + saved * saved_bytes(config, dtype)

@@ -26,6 +26,7 @@ from specker.model.rings import AHEAD_OF_MIXTURES, WindowRings
 PREFILL_CHUNK = 512  # rows; takes about as long as three rounds of an 8B model on a GPU
 MIXTURE_CHUNK = AHEAD_OF_MIXTURES  # of a mixture of experts: each chunk reads nearly all experts
 COMPILED_CHUNK = 256  # rows on a CPU with compiled layers: their activations stay in the caches
+FLASH_DIM = 256  # most dimensions of a head that flash attention serves
 CAPPED_ROWS = 128  # rows that attend at once where scores have a soft cap: all their scores are in memory
 DENSE_CHUNK = 256  # on a GPU, a chunk with more rows uses cuBLAS, which is faster there but not batch-invariant
 
@@ -93,14 +94,15 @@ def _prefill_chunk(
         spans |= {w: cache.rings.slots[cache.slots(slot, max(0, start - w + 1), end)] for w in windows}
     later, cap = causal and start > 0, model.config.layer.cap
     split = later and splits(model.device)
-    mask = after(T, end) if later and not split and not flashes else None
+    flashes_all = flashes and model.config.widest <= FLASH_DIM
+    mask = after(T, end) if later and not split and not flashes_all else None
     bands = {w: band(T, end, w, model.device) for w in windows if w < end and not flashes}
 
     def attended(q: Tensor, k: Tensor, v: Tensor, sliding_window: int) -> Tensor:
         k, v = (x.flatten(0, 1)[spans[sliding_window]] for x in (k, v))
         if cap:
             return attend_capped(q, k, v, causal, sliding_window, model.scale, cap)
-        if flashes:
+        if flashes and q.shape[-1] <= FLASH_DIM:
             return flash(q, k, v, causal, sliding_window, model.scale)
         k, v = (x.transpose(0, 1).unsqueeze(0) for x in (k, v))
         if (seen := bands.get(sliding_window)) is not None:
@@ -195,9 +197,9 @@ def attend_capped(
 
 
 def serves_flash(config: ModelConfig, dtype: torch.dtype) -> bool:
-    """Whether `flash` serves a model's layers, on a GPU."""
+    """Whether `flash` serves a model's layers, on a GPU; of unlike heads, those up to FLASH_DIM."""
     half = dtype in (torch.float16, torch.bfloat16) and not config.layer.cap
-    return half and config.head_dim % 8 == 0 and config.widest <= 256
+    return half and config.head_dim % 8 == 0 and config.head_dim <= FLASH_DIM
 
 
 def runs_flash(model: Model, hidden: Tensor) -> bool:
