@@ -225,6 +225,17 @@ def test_a_draft_that_is_the_target_is_always_right(tmp_path, options):
         assert out.stats.accepted == out.stats.drafted > 10
 
 
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_a_draft_ranks_under_the_cap_of_the_logits(tmp_path, dtype):
+    """With noise the cap changes the choice, in a chain drafted in one call and in the drafter's head."""
+    folder = make(tmp_path, max_context=160, **KINDS["gemma2"] | SIZES)
+    engine = specker.load(folder, folder, strategy="draft", draft_tokens=4, policy="fixed", device="cpu", dtype=dtype)
+    assert (engine.model.stack is not None) == (dtype == "float32")
+    out = engine.generate(PROMPT, max_new_tokens=31, temperature=1.5, seed=3)
+    assert out.stats.accepted == out.stats.drafted > 10
+    assert out.tokens == engine.generate_ar(PROMPT, max_new_tokens=31, temperature=1.5, seed=3).tokens
+
+
 def test_a_gpu_takes_no_short_window(tmp_path):
     """Its kernels hide columns only before the window of a verify pass, which has 256 at most."""
     config = read(make(tmp_path, "mistral", layers=1), dtype=torch.float32, device="cpu").config
