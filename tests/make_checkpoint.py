@@ -19,13 +19,16 @@ FAMILIES |= {"qwen3_moe": "Qwen3Moe", "mixtral": "Mixtral"}
 FAMILIES |= {"qwen3_5": "Qwen3_5", "qwen3_5_moe": "Qwen3_5Moe", "qwen3_next": "Qwen3Next"}
 FAMILIES |= {"lfm2": "Lfm2", "lfm2_moe": "Lfm2Moe", "olmo3": "Olmo3"}
 FAMILIES |= {"gpt_oss": "GptOss"}
+FAMILIES |= {"gemma2": "Gemma2", "gemma4": "Gemma4"}
 FAMILIES |= {"phi3": "Phi3", "ministral": "Ministral", "ministral3": "Ministral3"}
 MODULES = {"Qwen3Moe": "qwen3_moe", "Qwen3_5Moe": "qwen3_5_moe", "Qwen3Next": "qwen3_next"}
 MODULES |= {"Lfm2Moe": "lfm2_moe", "GptOss": "gpt_oss"}  # others: in small letters
-TEXT = "gemma3", "qwen3_5", "qwen3_5_moe"  # whose config is that of a multimodal model's text
+TEXT = "gemma3", "gemma4", "qwen3_5", "qwen3_5_moe"  # whose config is that of a multimodal model's text
 PADDED = "smollm3", "phi3", "lfm2", "lfm2_moe", "olmo3"  # whose default padding token is beyond `vocab`
 BIASED = ("llama", "smollm3", "granite")
-HEADED = ("qwen3", "qwen3_moe", "gemma3", "ministral", "ministral3")  # transformers does not divide there
+ATTENTION_BIASED = ("qwen3", "qwen3_moe", "gemma2", "gemma3", "olmo2")
+HEADED = ("qwen3", "qwen3_moe", "ministral", "ministral3")  # transformers does not divide there
+HEADED += ("gemma2", "gemma3", "gemma4")
 HEADED += ("qwen3_5", "qwen3_5_moe", "qwen3_next", "gpt_oss")
 
 LINEAR = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.0}
@@ -48,6 +51,53 @@ GEMMA3: dict[str, Any] = {  # RoPE has a local base in windowed layers, a scaled
     "query_pre_attn_scalar": 24,
     "rope": {SLIDING: {"rope_type": "default", "rope_theta": 1000.0}, FULL: {**LINEAR, "rope_theta": 50000.0}},
 }
+GEMMA2: dict[str, Any] = {  # caps that the tests' scores and logits reach
+    "arch": "gemma2",
+    "tied": True,
+    "layer_types": [SLIDING, FULL, SLIDING],
+    "sliding_window": 12,
+    "query_pre_attn_scalar": 24,
+    "attn_logit_softcapping": 2.0,
+    "final_logit_softcapping": 3.0,
+}
+GEMMA4: dict[str, Any] = {  # as in 31B: layers of both kinds have unlike heads, and full ones project no V
+    "arch": "gemma4",
+    "tied": True,
+    "layers": 4,
+    "layer_types": [SLIDING, FULL, SLIDING, FULL],
+    "sliding_window": 12,
+    "global_head_dim": 32,
+    "num_global_key_value_heads": 1,
+    "attention_k_eq_v": True,
+    "hidden_size_per_layer_input": 0,
+    "final_logit_softcapping": 3.0,
+    "rope": {
+        SLIDING: {"rope_type": "default", "rope_theta": 1000.0},
+        FULL: {"rope_type": "proportional", "rope_theta": 50000.0, "partial_rotary_factor": 0.25},
+    },
+}
+GEMMA4_SHARED: dict[str, Any] = {  # as in E2B: the last layers read earlier K/V, and are twice as wide
+    **GEMMA4,
+    "layers": 6,
+    "layer_types": [SLIDING, FULL, SLIDING, FULL, SLIDING, FULL],
+    "num_kv_shared_layers": 3,
+    "use_double_wide_mlp": True,
+    "attention_k_eq_v": False,
+    "num_global_key_value_heads": None,
+}
+GEMMA4_PLE: dict[str, Any] = {  # as E2B, with per-layer embeddings
+    **GEMMA4_SHARED,
+    "hidden_size_per_layer_input": 16,
+    "vocab_size_per_layer_input": 128,
+}
+GEMMA4_MIXED: dict[str, Any] = {  # as in 26B-A4B
+    **GEMMA4,
+    "enable_moe_block": True,
+    "num_experts": 6,
+    "top_k_experts": 3,
+    "moe_intermediate_size": 32,
+}
+GEMMA4_ALL: dict[str, Any] = {**GEMMA4_MIXED, **GEMMA4_PLE, "use_double_wide_mlp": False}
 GRANITE: dict[str, Any] = {
     "arch": "granite",
     "embedding_multiplier": 6.0,
@@ -124,6 +174,7 @@ WINDOWED: list[tuple[str, dict[str, Any]]] = [  # the tests' texts are longer
     ("ministral-short-window", {"arch": "ministral", "sliding_window": 12, "layer_types": [SLIDING, FULL, SLIDING]}),
     ("ministral3-short-window", {"arch": "ministral3", "sliding_window": 12, "rope": LLAMA4}),
     ("phi3-short-window", {"arch": "phi3", "sliding_window": 12}),
+    ("gemma2", GEMMA2),
     ("gemma3", GEMMA3),
     ("gemma3-window-of-3", {**GEMMA3, "tied": False, "sliding_window": 3, "attention_bias": True}),
 ]
@@ -163,6 +214,16 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     ("qwen3-attention-bias", {"arch": "qwen3", "attention_bias": True}),
     *WINDOWED,
     ("gemma3-wide-window", {**GEMMA3, "sliding_window": 256, "query_pre_attn_scalar": 16, "shards": 2}),
+    ("gemma2-wide-window", {**GEMMA2, "tied": False, "sliding_window": 256, "final_logit_softcapping": None}),
+    ("gemma4-31b", GEMMA4),
+    ("gemma4-shared", GEMMA4_SHARED),
+    ("gemma4-shared-k-is-v", {**GEMMA4_SHARED, "attention_k_eq_v": True, "use_double_wide_mlp": False}),
+    ("gemma4-e2b", GEMMA4_PLE),
+    ("gemma4-e4b", {**GEMMA4_PLE, "use_double_wide_mlp": False, "shards": 3, "vocab_size_per_layer_input": 140}),
+    ("gemma4-26b-a4b", GEMMA4_MIXED),
+    ("gemma4-all", GEMMA4_ALL),
+    ("gemma4-with-v", {**GEMMA4, "tied": False, "attention_k_eq_v": False, "sliding_window": 256, "shards": 2}),
+    ("gemma3-capped", {**GEMMA3, "final_logit_softcapping": 2.0}),
     ("gemma3-one-kind", {**GEMMA3, "layer_types": [SLIDING] * 3, "sliding_window": 9}),
     ("olmo2", {"arch": "olmo2"}),
     ("olmo2-bias", {"arch": "olmo2", "tied": True, "attention_bias": True, "kv_heads": 4, "dtype": torch.bfloat16}),
@@ -249,7 +310,7 @@ def make(
         eos_token_id=eos,
         bos_token_id=bos,
         **({"head_dim": head_dim} if head_dim * heads != hidden or arch in HEADED else {}),
-        **({"attention_bias": attention_bias} if arch in BIASED + ("qwen3", "qwen3_moe", "gemma3", "olmo2") else {}),
+        **({"attention_bias": attention_bias} if arch in BIASED + ATTENTION_BIASED else {}),
         **({"mlp_bias": mlp_bias} if arch in BIASED else {}),
         **({"sliding_window": None} if "mistral" in arch else {}),
         **({"pad_token_id": None} if arch in PADDED else {}),  # the default is beyond `vocab`
@@ -285,7 +346,7 @@ def make(
 def randomize(model: torch.nn.Module, seed: int) -> None:
     """Projections scale their input by 1.2; norms are 1 +- 0.2 (some models add the 1), biases and embeddings 0.3."""
     kind = type(model).__name__
-    mean = 0 if "Gemma" in kind or "Qwen3_5" in kind or "Qwen3Next" in kind else 1
+    mean = 0 if kind.startswith(("Gemma2", "Gemma3")) or "Qwen3_5" in kind or "Qwen3Next" in kind else 1
     generator = torch.Generator().manual_seed(seed)
     for name, p in model.named_parameters():
         noise = torch.randn(p.shape, generator=generator)
@@ -299,6 +360,8 @@ def randomize(model: torch.nn.Module, seed: int) -> None:
         else:
             p.copy_(noise * (0.3 if "embed" in name else 1.2 * p.shape[-1] ** -0.5))
     for name, bias in model.named_buffers():
+        if "layer_scalar" in name:
+            bias.copy_(1 + 0.3 * torch.randn(bias.shape, generator=generator))
         if "expert_bias" in name:  # as far apart as the scores, so that it chooses other experts
             bias.copy_(0.3 * torch.randn(bias.shape, generator=generator))
 
@@ -343,7 +406,10 @@ def oracle(folder: Path, dtype: torch.dtype = torch.float32) -> Any:
 
     if json.loads((folder / "config.json").read_text())["model_type"] not in ("Dream", "mimo"):
         eager = dict.fromkeys(("attn_implementation", "experts_implementation"), "eager")
-        return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, **eager).eval()
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, **eager).eval()
+        if model.config.model_type == "gemma4_text":  # else Gemma 4 slices per-layer inputs, which it may not have
+            model.config.output_hidden_states = True
+        return model
     raw = json.loads((folder / "config.json").read_text())
     config = Qwen2Config.from_dict({k: v for k, v in raw.items() if k not in ("model_type", "auto_map")})
     return Qwen2ForCausalLM.from_pretrained(folder, config=config, dtype=dtype, attn_implementation="eager").eval()
@@ -359,14 +425,19 @@ def exact_oracle(monkeypatch: Any) -> None:
     def gemma(self: Any, x: Tensor) -> Tensor:
         return (1 + self.weight) * x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.eps)
 
+    def gemma4(self: Any, x: Tensor) -> Tensor:
+        x = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.eps)
+        return self.weight * x if self.with_scale else x
+
     def gated(self: Any, x: Tensor, gate: Tensor) -> Tensor:
         return norm(self, x) * torch.nn.functional.silu(gate)
 
     for family in {*FAMILIES.values()}:
         module = MODULES.get(family, family.lower())
         modeling = getattr(getattr(models, module), f"modeling_{module}")
-        offset = family == "Gemma3" or "Qwen3_5" in family or family == "Qwen3Next"
-        monkeypatch.setattr(getattr(modeling, f"{family}RMSNorm"), "forward", gemma if offset else norm)
+        offset = family in ("Gemma2", "Gemma3") or "Qwen3_5" in family or family == "Qwen3Next"
+        own = gemma4 if family == "Gemma4" else gemma if offset else norm
+        monkeypatch.setattr(getattr(modeling, f"{family}RMSNorm"), "forward", own)
         if hasattr(modeling, "torch_chunk_gated_delta_rule"):
             monkeypatch.setattr(modeling, "torch_chunk_gated_delta_rule", delta_rule)
             monkeypatch.setattr(getattr(modeling, f"{family}RMSNormGated"), "forward", gated)

@@ -8,8 +8,9 @@ from dataclasses import dataclass, field, replace
 from reprlib import repr as short
 from typing import Any, NamedTuple
 
+from specker.checkpoints.numbers import check_size
 from specker.kernels.linear import ALPHA, LIMIT
-from specker.model.config import CheckpointError, DeltaNet, Mixer, ShortConv
+from specker.model.config import KV, CheckpointError, DeltaNet, Mixer, ShortConv
 
 TILED = "linear_out_proj_tiled"  # DeltaNet.tiled, in config.json of a converted GGUF file
 FULL, SLIDING = LAYER_TYPES = ("full_attention", "sliding_attention")
@@ -23,16 +24,73 @@ class Scales(NamedTuple):
     rounded: bool = False  # ModelConfig.embed_rounded
     residual: float = 1.0  # ModelConfig.residual_scale
     logits: float = 1.0  # ModelConfig.logits_scale
+    cap: float = 0.0  # LayerSpec.cap
+    logits_cap: float = 0.0  # ModelConfig.logits_cap
 
 
 def _gemma(hf: Any) -> Scales:
     """Raises CheckpointError for what the decoder does not compute."""
-    for name in ("attn_logit_softcapping", "final_logit_softcapping"):
-        if getattr(hf, name) is not None:
-            raise CheckpointError(f"{name} {getattr(hf, name)} is not supported; specker's decoder has no soft caps")
+    if hf.model_type != "gemma2" and hf.attn_logit_softcapping is not None:  # transformers ignores it
+        cap = hf.attn_logit_softcapping
+        raise CheckpointError(f"attn_logit_softcapping {cap} is not supported; Gemma 3's scores have no soft cap")
     if hf.use_bidirectional_attention:
-        raise CheckpointError("use_bidirectional_attention is not supported; Gemma 3 must be causal")
-    return Scales(hf.query_pre_attn_scalar**-0.5, hf.hidden_size**0.5, rounded=True)
+        raise CheckpointError("use_bidirectional_attention is not supported; Gemma must be causal")
+    caps = (float(cap or 0) for cap in (hf.attn_logit_softcapping, hf.final_logit_softcapping))
+    return Scales(hf.query_pre_attn_scalar**-0.5, hf.hidden_size**0.5, True, 1.0, 1.0, *caps)
+
+
+def _gemma4(hf: Any) -> Scales:
+    """Raises CheckpointError for what the decoder does not compute."""
+    if hf.use_bidirectional_attention == "all":  # "vision" concerns images only
+        raise CheckpointError("use_bidirectional_attention 'all' is not supported; Gemma must be causal")
+    if hf.enable_moe_block and hf.use_double_wide_mlp and hf.num_kv_shared_layers:
+        raise CheckpointError("use_double_wide_mlp is not supported beside enable_moe_block")
+    return Scales(1.0, hf.hidden_size**0.5, rounded=True, logits_cap=float(hf.final_logit_softcapping or 0))
+
+
+def _gemma4_kvs(hf: Any) -> tuple[KV, ...]:
+    """LayerSpec.kvs. Raises CheckpointError for heads that differ between layers of one kind."""
+    if not hasattr(hf, "per_layer_config"):
+        raise CheckpointError("Gemma 4 needs a later version of transformers: pip install -U transformers")
+    kvs: list[KV] = []
+    kinds, shared = hf.layer_types, hf.num_kv_shared_layers
+    own = kinds[: hf.num_hidden_layers - shared]
+    if not 0 <= shared < hf.num_hidden_layers or set(own) != set(kinds):
+        raise CheckpointError(
+            f"num_kv_shared_layers {shared} of {hf.num_hidden_layers} layers must leave one of each kind before them"
+        )
+    last = {kind: len(own) - 1 - own[::-1].index(kind) for kind in set(own)}
+    first: dict[str, KV] = {}
+    for n, (layer, kind) in enumerate(zip(hf.per_layer_config, hf.layer_types, strict=True)):
+        for name in ("head_dim", "num_key_value_heads"):
+            check_size(name, getattr(layer, name), f"config.json for layer {n}")
+        single, source = bool(hf.attention_k_eq_v) and kind == FULL, None if n < len(own) else last[kind]
+        kv = KV(layer.num_key_value_heads, layer.head_dim, single, source)
+        if first.setdefault(kind, kv)[:3] != kv[:3]:
+            raise CheckpointError(f"layer {n} of config.json has other heads than the {kind} layers before it")
+        kvs.append(kv)
+    return tuple(kvs)
+
+
+def _gemma4_ple(hf: Any) -> tuple[int, int]:
+    """LayerSpec.ple and ModelConfig.ple_ids."""
+    if hf.hidden_size_per_layer_input in (0, None):
+        return 0, 0
+    for name in ("hidden_size_per_layer_input", "vocab_size_per_layer_input"):
+        check_size(name, getattr(hf, name), "config.json")
+    if hf.vocab_size_per_layer_input < hf.vocab_size:
+        raise CheckpointError(
+            f"vocab_size_per_layer_input {hf.vocab_size_per_layer_input} must be at least vocab_size {hf.vocab_size}"
+        )
+    return hf.hidden_size_per_layer_input, hf.vocab_size_per_layer_input
+
+
+def _gemma4_widths(hf: Any) -> tuple[int, ...]:
+    """ModelConfig.widths: with use_double_wide_mlp, layers that read the K/V of others are twice as wide."""
+    if not hf.use_double_wide_mlp or not hf.num_kv_shared_layers:
+        return ()
+    first = hf.num_hidden_layers - hf.num_kv_shared_layers
+    return tuple(hf.intermediate_size * (1 + (n >= first)) for n in range(hf.num_hidden_layers))
 
 
 def _delta_net(hf: Any) -> DeltaNet:
@@ -116,10 +174,16 @@ class Architecture:
     width: Callable[[Any], int] = lambda hf: hf.intermediate_size  # of the feed-forward, from transformers' config
     recurrent: tuple[str, Callable[[Any], Mixer]] | None = None  # layers of this type, and what they compute
     gated: bool = False  # LayerSpec.gated
+    kvs: Callable[[Any], tuple[KV, ...]] = lambda hf: ()  # LayerSpec.kvs, from transformers' config
+    widths: Callable[[Any], tuple[int, ...]] = lambda hf: ()  # ModelConfig.widths, from transformers' config
+    v_norm: bool = False  # LayerSpec.v_norm
+    scaled: bool = False  # LayerSpec.scaled
+    ple: Callable[[Any], tuple[int, int]] = lambda hf: (0, 0)  # LayerSpec.ple and ModelConfig.ple_ids
     scales: Callable[[Any], Scales] = lambda hf: Scales()  # of transformers' config
     experts: tuple[str, ...] = ()
     """The fields with the number of experts, how many each row chooses, an expert's intermediate size, and perhaps that
     of an expert that every row reads. Empty: every layer has one feed-forward."""
+    mixes: str = ""  # the field that says whether there are experts; "": there are
     mixture: Callable[[Any], dict[str, Any]] = lambda hf: {}
     """Further fields of Experts, from transformers' config: the router's rule, if it is not a softmax over the experts,
     and the dense layers, if other fields than those of Qwen3-MoE name them."""
@@ -141,6 +205,9 @@ QWEN3_NEXT = Architecture(
     norm_offset=1.0,
     recurrent=("linear_attention", _delta_net),
     gated=True,
+)
+GEMMA2 = Architecture(
+    "gemma2", norms="both", biases="attention", norm_offset=1.0, activation="hidden_activation", scales=_gemma
 )
 ARCHITECTURES = {
     "LlamaForCausalLM": Architecture("llama", biases="all", kinds=FULL, config="Qwen2Config", defaults=LLAMA),
@@ -191,16 +258,27 @@ ARCHITECTURES = {
         defaults={"mlp_bias": True},
     ),
     "MiMoForCausalLM": Architecture("mimo", biases="qkv", config="Qwen2Config"),
-    "Gemma3ForCausalLM": Architecture(
-        "gemma3_text",
+    "Gemma2ForCausalLM": GEMMA2,
+    "Gemma3ForCausalLM": replace(
+        GEMMA2, model_type="gemma3_text", qk_norm="head", ropes="by type", config="Gemma3TextConfig"
+    ),
+    "Gemma4ForCausalLM": Architecture(
+        "gemma4_text",
         norms="both",
         qk_norm="head",
-        biases="attention",
         ropes="by type",
-        norm_offset=1.0,
         activation="hidden_activation",
-        scales=_gemma,
-        config="Gemma3TextConfig",
+        scales=_gemma4,
+        kvs=_gemma4_kvs,
+        widths=_gemma4_widths,
+        v_norm=True,
+        scaled=True,
+        ple=_gemma4_ple,
+        experts=("num_experts", "top_k_experts", "moe_intermediate_size", "intermediate_size"),
+        mixes="enable_moe_block",
+        mixture=lambda hf: {"beside": True},
+        config="Gemma4TextConfig",
+        text="gemma4",
     ),
     "Olmo2ForCausalLM": Architecture("olmo2", norms="after", qk_norm="projection", biases="attention", kinds=FULL),
     "Olmo3ForCausalLM": Architecture("olmo3", norms="after", qk_norm="projection", biases="attention", ropes="by type"),

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from specker.checkpoints.pieces import Piece
+from specker.checkpoints.pieces import HOST, Piece
 from specker.checkpoints.quantised.schemes import Get, Scheme
 from specker.cpu import Stack, available, packed
 from specker.cpu.packed import Packed
@@ -23,7 +23,7 @@ from specker.model.config import CheckpointError, DeltaNet, ModelConfig
 from specker.model.weights import Matrix
 
 SIZES = {"F64": 8, "F32": 4, "I32": 4, "F16": 2, "BF16": 2, "I8": 1, "U8": 1, "F8_E4M3": 1}  # bytes per element
-WIDE = "conv", "a_log", "dt_bias", "router_bias"  # in float32 at least
+WIDE = "conv", "a_log", "dt_bias", "router_bias", "router_scale"  # in float32 at least
 VECTORS = "shared_gate", "gate_up_bias", "down_bias"  # in the activations' dtype even with two dimensions
 CHUNK = 1 << 22  # elements cast at a time, because the host stages casts for a GPU
 
@@ -103,8 +103,8 @@ class Storage:
         return {key for key, whole in found.items() if whole}
 
     def bytes_of(self, pieces: Iterable[Piece], c: ModelConfig) -> int:
-        """About how many bytes the weights take."""
-        return int(sum(math.prod(p.shape) * self._each(p, c) for p in pieces))
+        """About how many bytes the weights take on the device."""
+        return int(sum(math.prod(p.shape) * self._each(p, c) for p in pieces if p.buffer != HOST))
 
     def _each(self, p: Piece, c: ModelConfig) -> float:
         if self.keeps and (kind := self.rounding(p, c)) is not None:
@@ -131,6 +131,9 @@ class Buffers:
         """Copy a piece to its place in a buffer, rounded if `storage` says so. The embedding of a tied model is never
         rounded itself; a rounded copy of it becomes the head."""
         storage, given, kind = self.storage, source, self.storage.rounding(p, self.c)
+        if p.buffer == HOST:
+            self.dense[HOST] = source if isinstance(source, Tensor) else source.dequantised(storage.dtype)
+            return
         if kind is not None:
             wide = source if isinstance(source, Tensor) else source.dequantised(torch.float32)
             try:
@@ -226,7 +229,7 @@ def _allocated(
         kind = wide if name in WIDE else kinds[1 if name in VECTORS else len(shape)]
         return torch.empty((*layers, *shape), dtype=kind, device=device)
 
-    for name in dict.fromkeys(name for name, _ in last):
+    for name in dict.fromkeys(name for name, _ in last if name != HOST):
         shapes = {n: (p.row + p.rows, *p.shape[1:][-1:]) for (own, n), p in last.items() if own == name}
         if name == "qkv":
             shapes = {n: (rows + joined.get(n, 0), columns) for n, (rows, columns) in shapes.items()}  # type: ignore
@@ -266,18 +269,22 @@ def random_weights(c: ModelConfig, pieces: Sequence[Piece], storage: Storage, se
     what layers add to it: else all tokens would soon choose the same experts."""
     generator = torch.Generator(storage.device).manual_seed(seed)
     embed_std = 0.02 if c.layer.experts is None else 1.0
+    host = [p for p in pieces if p.buffer == HOST]
+    pieces = [p for p in pieces if p.buffer != HOST]
     named = {p.name: p for p in pieces}
+    there = torch.Generator().manual_seed(seed)
+    apart = {p.buffer: torch.empty(p.shape, dtype=storage.dtype).normal_(std=0.02, generator=there) for p in host}
     if storage.quantize in (None, "none"):
         found = _allocated(pieces, c, storage, set())
         for name, buffer in found.items():
             _fill(name, buffer, generator, embed_std)
-        return _without(_joined_gates(pieces, storage, set()), found)
+        return _without(_joined_gates(pieces, storage, set()), found) | apart
     buffers = Buffers(named, c, storage)
     for p in pieces:
         source = torch.empty(p.rows, *p.shape[1:][-1:], device=storage.device)
         _fill(p.buffer, source, generator, embed_std)
         buffers.put(replace(p, offset=0.0, factor=1.0), source)
-    return buffers.done()
+    return buffers.done() | apart
 
 
 def _fill(name: str, x: Any, generator: torch.Generator, embed_std: float) -> None:
@@ -287,7 +294,7 @@ def _fill(name: str, x: Any, generator: torch.Generator, embed_std: float) -> No
         return
     if x is None:
         return
-    if "norm" in name:
+    if "norm" in name or name in ("scalar", "router_scale"):
         x.fill_(1)
     elif name.endswith("bias"):
         x.zero_()

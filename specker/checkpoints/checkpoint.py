@@ -16,7 +16,7 @@ from torch import Tensor
 from specker.checkpoints.buffers import Buffers, Storage, packs, random_weights
 from specker.checkpoints.files import SHARED_ROWS, check_tensors, folder_of, open_files, read_piece
 from specker.checkpoints.parse import parse_config, read_json, text_config
-from specker.checkpoints.pieces import Piece, is_fused, pieces_of
+from specker.checkpoints.pieces import HOST, Piece, is_fused, pieces_of
 from specker.checkpoints.quantised.schemes import Scheme, scheme_of
 from specker.checkpoints.tokenizer import Tokens
 from specker.cpu.packed import Packed
@@ -30,7 +30,8 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 REOPEN = 1 << 27  # bytes after which the files are mapped anew, because pages that were read stay resident until then
 
 PREFIXES = "model.language_model.", "model."  # of the names of a text model's tensors; the first in multimodal files
-UNREAD = "model.visual.", "visual."  # the other tensors of multimodal files
+OTHERS = "visual", "vision_tower", "audio_tower", "embed_vision", "embed_audio"
+UNREAD = tuple(f"{start}{name}." for start in ("model.", "") for name in OTHERS)  # the other tensors of these files
 ALIKE = 0.98  # least cosine similarity to the target's rows: quantisation to 4 bits gives 0.997, another model 0
 
 
@@ -161,7 +162,7 @@ def read(
         return [p for p in pieces_of(config, part, whole_head, fused) if layers or p.layer is None]
 
     pieces = pieces_in(is_fused(getattr(scheme, "modules", ())))
-    elements = sum(math.prod(p.shape) for p in pieces)
+    elements = sum(math.prod(p.shape) for p in pieces if p.buffer != HOST)
     size = str(source), storage.bytes_of(pieces, config), elements, dtype, memory.free(device), device.type
     memory.check_weights(*size)
     with memory.reported_as(lambda: memory.too_heavy(*size)):
@@ -233,14 +234,16 @@ def _read_weights(
         prefix = next((p for p in PREFIXES if any(name.startswith(p) for name in where)), "")
         kept = pieces_in(is_fused(where))
         pieces = {p.name if p.name == "lm_head.weight" else prefix + p.name: p for p in kept}
-        check_tensors(_without_heads(where, prefix, c.num_layers), pieces, c, prefix, storage)
+        where = _without_heads(where, prefix, c.num_layers)
+        check_tensors({name: x for name, x in where.items() if not _idle(c, prefix, name)}, pieces, c, prefix, storage)
 
         buffers = Buffers(pieces, c, storage)
         mapped = done = 0
         elements = sum(math.prod(p.shape) for p in pieces.values())
         for name, p in pieces.items():
             source = read_piece(p, name, where, storage)
-            mapped += 0 if isinstance(source, Packed) and storage.packs else source.nbytes  # the run keeps the map
+            kept_map = p.buffer == HOST or (isinstance(source, Packed) and storage.packs)
+            mapped += 0 if kept_map else source.nbytes
             buffers.put(p, source)
             done += math.prod(p.shape)
             if on_progress is not None:
@@ -264,6 +267,14 @@ def _without_heads(where: dict[str, Any], prefix: str, layers: int) -> dict[str,
         starts.append(f"{prefix}layers.{layers}.")
         layers += 1
     return {name: file for name, file in where.items() if not name.startswith(tuple(starts))}
+
+
+def _idle(c: ModelConfig, prefix: str, name: str) -> bool:
+    """Whether a tensor is of a layer's own K and V although the layer reads those of another one (KV.source)."""
+    part = name.removeprefix(f"{prefix}layers.").split(".")
+    if len(part) < 3 or part[1] != "self_attn" or part[2] not in ("k_proj", "v_proj", "k_norm", "v_norm"):
+        return False
+    return part[0].isdigit() and int(part[0]) < c.num_layers and c.kv(int(part[0])).source is not None
 
 
 def _check_owner(source: str | Path, c: ModelConfig, owner: Checkpoint | None) -> None:

@@ -28,6 +28,9 @@ MOST = {
     "linear_value_head_dim": 1 << 10,
     "linear_conv_kernel_dim": 1 << 10,
     "conv_L_cache": 1 << 10,
+    "hidden_size_per_layer_input": 1 << 20,
+    "vocab_size_per_layer_input": 1 << 24,
+    "top_k_experts": 1 << 12,
 }
 EXPERTS = 1 << 17  # of all layers together
 SIZES = "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size"
@@ -46,6 +49,8 @@ POSITIVE = (
     "residual_multiplier",
     "logits_scaling",
     "routed_scaling_factor",
+    "attn_logit_softcapping",
+    "final_logit_softcapping",
 )
 ROPE = (  # of config.json itself in older files
     "rope_theta",

@@ -21,7 +21,7 @@ from specker.model.weights import Rope
 SHARED = ("embed_tokens", "lm_head")
 # hidden_act (Gemma: hidden_activation) -> LayerSpec.activation
 ACTIVATIONS = {"silu": "silu", "gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh", "gelu_new": "gelu_tanh"}
-ROPE_TYPES = ("default", "linear", "llama3", "yarn", "longrope")
+ROPE_TYPES = ("default", "linear", "llama3", "yarn", "longrope", "proportional")
 
 
 def parse_config(
@@ -31,25 +31,27 @@ def parse_config(
     CheckpointError."""
     raw = text_config(read_json(folder / "config.json") if raw is None else raw)
     arch = _architecture(raw)
-    check_sizes(folder / "config.json", raw, ARCHITECTURES[arch].experts)
+    its = ARCHITECTURES[arch]
+    check_sizes(folder / "config.json", raw, its.experts if not its.mixes or raw.get(its.mixes) else ())
     check_factors(raw)
     hf = _hf_config(folder, raw, arch)
-    its = ARCHITECTURES[arch]
     act = getattr(hf, its.activation) if its.activation else "silu"
     if act not in ACTIVATIONS:
         every = ", ".join(ACTIVATIONS)
         raise CheckpointError(f"hidden_act {act!r} is not supported; supported: {every}")
-    heads, kv_heads = hf.num_attention_heads, hf.num_key_value_heads
-    head_dim = getattr(hf, "head_dim", None) or hf.hidden_size // heads
-    if heads % kv_heads or head_dim % 2 or not head_dim:
-        raise CheckpointError(
-            f"num_attention_heads {heads} must be a multiple of num_key_value_heads {kv_heads}, "
-            f"and head_dim {head_dim} positive and even"
-        )
+    heads, kvs = hf.num_attention_heads, its.kvs(hf)
+    for kv_heads, head_dim, *_ in dict.fromkeys(kvs) or (_heads(hf),):
+        if heads % kv_heads or head_dim % 2 or not head_dim:
+            raise CheckpointError(
+                f"num_attention_heads {heads} must be a multiple of num_key_value_heads {kv_heads}, "
+                f"and head_dim {head_dim} positive and even"
+            )
     scales = its.scales(hf)
     context = _context(hf, max_context)
     _check_reach(hf.rope_parameters or {}, context)
     kinds = _layer_types(hf, its)
+    dims = {kind: kv.dim for kind, kv in zip(kinds, kvs, strict=False)}
+    kv_heads, head_dim, *_ = kvs[kinds.index(SLIDING) if SLIDING in kinds else 0] if kvs else _heads(hf)
     window = (hf.sliding_window if SLIDING in kinds else None) or context
     if window < 1:
         raise CheckpointError(f"sliding_window must be a whole number from 1 on, but config.json has {short(window)}")
@@ -60,8 +62,8 @@ def parse_config(
             f"{arch} has a sliding window of {window}, which a bidirectional drafter cannot have; use "
             f"{option('max_context', window)} or less"
         )
-    ropes, table_of = _ropes(hf, its, head_dim, kinds)
-    mixers = _mixers(hf, its)
+    ropes, table_of = _ropes(hf, its, head_dim, kinds, dims)
+    mixers, (ple, ple_ids) = _mixers(hf, its), its.ple(hf)
     attention_bias = its.biases in ("attention", "all") and bool(hf.attention_bias)
     config = ModelConfig(
         architecture=arch,
@@ -81,8 +83,13 @@ def parse_config(
             norms=its.norms,
             qk_norm=its.qk_norm,
             scale=scales.scores,
+            cap=scales.cap,
             mixers=mixers,
             sinks=its.sinks,
+            kvs=kvs,
+            v_norm=its.v_norm,
+            ple=ple,
+            scaled=its.scaled,
             gated=its.gated,
             sliding_windows=tuple(window if kind == SLIDING else 0 for kind in kinds) if narrow else (),
             ropes=table_of,
@@ -99,12 +106,20 @@ def parse_config(
         embed_rounded=scales.rounded,
         residual_scale=scales.residual,
         logits_scale=scales.logits,
+        logits_cap=scales.logits_cap,
         rotated=_rotated(hf, its, head_dim),
+        ple_ids=ple_ids,
+        widths=its.widths(hf),
         fused=its.fused,
         norm_offset=its.norm_offset,
         shares=_shares(raw, bool(hf.tie_word_embeddings)),
     )
     return config, ropes
+
+
+def _heads(hf: Any) -> tuple[int, int]:
+    """num_key_value_heads and head_dim of a model whose layers have the same."""
+    return hf.num_key_value_heads, getattr(hf, "head_dim", None) or hf.hidden_size // hf.num_attention_heads
 
 
 def _architecture(raw: dict[str, Any]) -> str:
@@ -167,7 +182,9 @@ def _check_reach(rope: dict[str, Any], context: int) -> None:
 def _rotated(hf: Any, its: Architecture, head_dim: int) -> int:
     """ModelConfig.rotated."""
     rope = hf.rope_parameters or {}
-    given = [part.get("partial_rotary_factor") for part in (rope, *rope.values()) if isinstance(part, dict)]
+    parts = [part for part in (rope, *rope.values()) if isinstance(part, dict)]
+    # proportional RoPE covers whole heads, with frequencies of 0
+    given = [part.get("partial_rotary_factor") for part in parts if part.get("rope_type") != "proportional"]
     partial = next((share for share in given if share not in (None, 1.0)), None)
     if partial is None:
         return 0
@@ -218,13 +235,13 @@ def _layer_types(hf: Any, its: Architecture) -> list[str]:
 
 def _experts(hf: Any, its: Architecture) -> Experts | None:
     """The experts of transformers' config; None if every layer has one feed-forward."""
-    if not its.experts:
+    if not its.experts or (its.mixes and not getattr(hf, its.mixes)):
         return None
     count, chosen, width, *shared = (getattr(hf, name) for name in its.experts)
     step, only = getattr(hf, "decoder_sparse_step", 1), getattr(hf, "mlp_only_layers", ())
     if chosen > count or step < 1:
         raise CheckpointError(
-            f"num_experts_per_tok {chosen} must be at most the number of experts, {count}, and decoder_sparse_step "
+            f"{its.experts[1]} {chosen} must be at most the number of experts, {count}, and decoder_sparse_step "
             f"{step} at least 1"
         )
     check_experts(count, hf.num_hidden_layers)
@@ -264,12 +281,15 @@ def _shares(raw: dict[str, Any], tied: bool) -> tuple[str, ...]:
     return tuple(shares)
 
 
-def _ropes(hf: Any, its: Architecture, head_dim: int, kinds: list[str]) -> tuple[tuple[Rope, ...], tuple[int, ...]]:
-    """(the model's RoPE, LayerSpec.ropes): Gemma 3 has one for each kind of layer, SmolLM3 has layers without any."""
+def _ropes(
+    hf: Any, its: Architecture, head_dim: int, kinds: list[str], dims: dict[str, int]
+) -> tuple[tuple[Rope, ...], tuple[int, ...]]:
+    """(the model's RoPE, LayerSpec.ropes): Gemma 3 has one for each kind of layer, SmolLM3 has layers without any.
+    `dims`: the kinds of layers whose heads have other dimensions than `head_dim`."""
     rope = hf.rope_parameters or {}
     if its.ropes == "by type":
         found = [kind for kind in LAYER_TYPES if kind in kinds]
-        ropes = tuple(_rope(hf, head_dim, rope[kind], layer_type=kind) for kind in found)
+        ropes = tuple(_rope(hf, dims.get(kind, head_dim), rope[kind], layer_type=kind) for kind in found)
         return ropes, tuple(map(found.index, kinds)) if len(found) > 1 else ()
     one = _rope(hf, _rotated(hf, its, head_dim) or head_dim, rope)
     if rest := head_dim // 2 - len(one.inv_freq):  # of dimensions that are not rotated, nor scaled

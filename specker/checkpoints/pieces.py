@@ -37,6 +37,7 @@ NAMED = {"MixtralForCausalLM": MIXTRAL, "Lfm2MoeForCausalLM": LFM2}  # of other 
 GPT_OSS = "GptOssForCausalLM"
 # Matrices that are never quantised: they are small, and much depends on them.
 PLAIN = "router", "gates", "conv", "shared_gate", "gate_up_bias", "down_bias"
+HOST = "ple_table"  # stays where it is, memory-mapped from the file: rows of it are gathered
 IN_LFM2 = {
     "self_attn.o_proj": "self_attn.out_proj",
     "self_attn.q_norm": "self_attn.q_layernorm",
@@ -162,10 +163,10 @@ def final_norm(weight: Tensor, c: ModelConfig) -> Tensor:
     return moved if c.logits_scale == 1 else moved * c.logits_scale
 
 
-def _halves(rows: range, c: ModelConfig) -> list[int]:
+def _halves(rows: range, c: ModelConfig, D: int) -> list[int]:
     """Rows of q or k, in an order in which RoPE rotates (i, i + D / 2) of a head, with the dimensions that it does not
     rotate at the ends of the halves."""
-    R, D = c.rotated or c.head_dim, c.head_dim
+    R = c.rotated or D
     halves = [range(R // 2), range(R, (R + D) // 2), range(R // 2, R), range((R + D) // 2, D)]
     return [head + i for head in rows[::D] for half in halves for i in half]
 
@@ -176,6 +177,10 @@ def pieces_of(c: ModelConfig, part: Part, whole_head: bool, fused: bool = False)
     V, e, names = c.vocab_size, c.hidden_size, RENAMED.get(c.architecture, {})
     if "embed_tokens" not in c.shares:
         yield Piece.tensor("embed_tokens.weight", "embed", V, e)
+    if P := c.layer.ple * c.num_layers:
+        yield Piece.tensor("embed_tokens_per_layer.weight", HOST, c.ple_ids, P)
+        yield Piece.tensor("per_layer_model_projection.weight", "ple_in", P, e)
+        yield Piece.tensor("per_layer_projection_norm.weight", "norm_ple_in", c.layer.ple)
     for i in range(c.num_layers):
         for p in _layer_pieces(c, i, part, fused):
             own = p.name
@@ -196,15 +201,17 @@ Outputs = list[tuple[str, str, int, Sequence[int], int, bool]]
 def _layer_pieces(c: ModelConfig, i: int, part: Part, fused: bool) -> Iterator[Piece]:
     """Those of layer i, by the names of most architectures and without the layer's number."""
     e, mixer, mixture = c.hidden_size, c.layer.mixer(i), c.layer.mixture(i)
-    if mixture is not None:
+    if mixture is not None and mixture.beside:
+        yield from _beside_pieces(c, i, mixture)
+    elif mixture is not None:
         yield from _expert_pieces(c, i, mixture, part, fused)
-    (f0, f), F = part.inner(c), c.intermediate_size
+    (f0, f), F = (0, c.width(i)) if c.widths else part.inner(c), c.width(i)
     fs = range(f0, f0 + f)
     outputs: Outputs = []
     columns = []  # matrices split by input: name, buffer, columns, bias; only rank 0 adds the bias
     if mixer is None:
-        outputs += _attention_rows(c, part)
-        (q0, q), D = part.heads(c), c.head_dim
+        outputs += _attention_rows(c, i, part)
+        (q0, q), D = part.heads(c), c.kv(i).dim
         columns += [("self_attn.o_proj", "o", (q0 * D, q * D, c.num_heads * D), c.layer.o_bias)]
         if c.layer.sinks:
             yield Piece("self_attn.sinks", "sinks", i, 0, (q,), (c.num_heads,), (q0,))
@@ -223,10 +230,16 @@ def _layer_pieces(c: ModelConfig, i: int, part: Part, fused: bool) -> Iterator[P
         yield Piece(f"{name}.weight", buffer, i, 0, (e, count), (e, of), (0, first))
         if bias:
             yield Piece.tensor(f"{name}.bias", f"{buffer}_bias", e, layer=i)
+    if P := c.layer.ple:
+        yield Piece.tensor("per_layer_input_gate.weight", "ple_gate", P, e, layer=i)
+        yield Piece.tensor("per_layer_projection.weight", "ple_out", e, P, layer=i)
+        yield Piece.tensor("post_per_layer_input_norm.weight", "norm_ple", e, layer=i)
+    if c.layer.scaled:
+        yield Piece.tensor("layer_scalar", "scalar", 1, layer=i)
     for buffer, name in norms_of(c.layer).items():
         if buffer not in ("q_norm", "k_norm"):
             yield Piece.tensor(f"{name}.weight", buffer, e, layer=i, offset=c.norm_offset)
-        elif mixer is None:
+        elif mixer is None and (buffer == "q_norm" or c.kv(i).source is None):
             yield _head_norm(c, name, buffer, i)
 
 
@@ -241,11 +254,12 @@ def _output(
         yield Piece(f"{name}.bias", f"{buffer}_bias", layer, row, (count,), of[:1], (first,), order=order)
 
 
-def _attention_rows(c: ModelConfig, part: Part) -> Outputs:
-    """The rows of the gate, of q, k and v."""
-    (q0, q), (k0, kv), D = part.heads(c), part.kv_heads(c), c.head_dim
-    q0, q, k0, kv, Q, KV = q0 * D, q * D, k0 * D, kv * D, c.num_heads * D, c.num_kv_heads * D
-    qs, ks, vs = _halves(range(q0, q0 + q), c), _halves(range(k0, k0 + kv), c), range(k0, k0 + kv)
+def _attention_rows(c: ModelConfig, i: int, part: Part) -> Outputs:
+    """The rows of the gate, of q, k and v in layer i."""
+    own = c.kv(i)
+    (q0, q), (k0, kv), D = part.heads(c), part.kv_heads(c) if part.size > 1 else (0, own.heads), own.dim
+    q0, q, k0, kv, Q, KV = q0 * D, q * D, k0 * D, kv * D, c.num_heads * D, own.heads * D
+    qs, ks, vs = _halves(range(q0, q0 + q), c, D), _halves(range(k0, k0 + kv), c, D), range(k0, k0 + kv)
     bias = c.layer.qkv_bias
     if c.fused:
         every = [*qs, *(Q + i for i in ks), *(Q + KV + i for i in vs)]
@@ -255,11 +269,12 @@ def _attention_rows(c: ModelConfig, part: Part) -> Outputs:
             row // D * 2 * D + row % D for row in qs
         ]
         q, Q = 2 * q, 2 * Q
-    return [
+    outputs: Outputs = [
         ("self_attn.q_proj", "qkv", 0, qs, Q, bias),
         ("self_attn.k_proj", "qkv", q, ks, KV, bias),
         ("self_attn.v_proj", "qkv", q + kv, vs, KV, bias),
     ]
+    return outputs[: 1 if own.source is not None else 2 if own.single else 3]
 
 
 def _head_norm(c: ModelConfig, name: str, buffer: str, layer: int) -> Piece:
@@ -267,7 +282,8 @@ def _head_norm(c: ModelConfig, name: str, buffer: str, layer: int) -> Piece:
     if c.layer.qk_norm == "projection":
         heads = c.num_heads if buffer == "q_norm" else c.num_kv_heads
         return Piece.tensor(f"{name}.weight", buffer, heads * c.head_dim, layer=layer, offset=c.norm_offset)
-    D, order = c.head_dim, tuple(_halves(range(c.head_dim), c)) if c.rotated else ()
+    D = c.kv(layer).dim
+    order = tuple(_halves(range(D), c, D)) if c.rotated else ()
     return Piece(f"{name}.weight", buffer, layer, 0, (D,), (D,), (0,), c.norm_offset, order=order)
 
 
@@ -316,6 +332,22 @@ def _mixer_pieces(c: ModelConfig, i: int, mixer: Mixer, part: Part) -> Iterator[
 def is_fused(names: Iterable[str]) -> bool:
     """Whether a checkpoint with these tensors has the fused layout of experts."""
     return any(GATE_UP.removeprefix("mlp") in name for name in names)
+
+
+def _beside_pieces(c: ModelConfig, layer: int, experts: Experts) -> Iterator[Piece]:
+    """The experts of one layer of Gemma 4, its router and the feed-forward beside them."""
+    X, E, F, S = experts.count, c.hidden_size, experts.width, experts.shared
+    yield Piece.tensor("router.proj.weight", "router", X, E, layer=layer)
+    yield replace(Piece.tensor("router.scale", "router_norm", E, layer=layer), factor=E**-0.5)
+    yield Piece.tensor("router.per_expert_scale", "router_scale", X, layer=layer)
+    yield Piece.tensor("experts.gate_up_proj", "gate_up", X, 2 * F, E, layer=layer)
+    yield Piece.tensor("experts.down_proj", "down", X, E, F, layer=layer)
+    yield Piece.tensor("pre_feedforward_layernorm_2.weight", "norm_experts", E, layer=layer)
+    yield Piece.tensor("post_feedforward_layernorm_2.weight", "norm_mixed", E, layer=layer)
+    yield Piece.tensor("post_feedforward_layernorm_1.weight", "norm_shared", E, layer=layer)
+    yield Piece.tensor("mlp.gate_proj.weight", "shared_gate_up", S, E, layer=layer)
+    yield Piece.tensor("mlp.up_proj.weight", "shared_gate_up", S, E, layer=layer, row=S)
+    yield Piece.tensor("mlp.down_proj.weight", "shared_down", E, S, layer=layer)
 
 
 def _expert_pieces(c: ModelConfig, layer: int, experts: Experts, part: Part, fused: bool) -> Iterator[Piece]:

@@ -33,6 +33,7 @@ class Vocabulary:
     ids: Tensor | None  # [K] int64, token ids of the head's rows
     norm: Tensor | None  # [E], weight of the final norm; None: the layers' outputs are normed
     activations: str
+    cap: float = 0.0  # soft cap of the logits
 
 
 def draft_chain(
@@ -83,6 +84,7 @@ def draft_chain(
         ctypes.pointer(embed),
         ctypes.pointer(head),
         vocabulary.scale,
+        vocabulary.cap,
         None if vocabulary.norm is None else vocabulary.norm.data_ptr(),
         None if vocabulary.ids is None else vocabulary.ids.data_ptr(),
         ctypes.pointer(first),

@@ -86,6 +86,10 @@ class Spec(Protocol):
     def recurrent(self) -> Any: ...
     @property
     def gated(self) -> bool: ...
+    @property
+    def cap(self) -> float: ...
+    @property
+    def v_norm(self) -> bool: ...
     def mixer(self, layer: int) -> Any: ...
     def sliding_window(self, layer: int) -> int: ...
 
@@ -194,7 +198,7 @@ class Stack:
             *(int(spec.qk_norm == "projection"), int(spec.gated)),
             max((layer.qkv.O + layer.gates.O + 15) // 16 * 16 for layer in self._layers),
             max(layer.o.E for layer in self._layers),
-            *(_mixing(mixer), ctypes.addressof(self._layers), None, eps, scale, *factors),
+            *(_mixing(mixer), ctypes.addressof(self._layers), None, eps, scale, *factors, spec.cap),
         )
         self.pairs: Pairs | None = None
 
@@ -215,6 +219,8 @@ class Stack:
         """What the layer computes and the library does not, for messages; empty if it computes all."""
         if layer.activation not in GATES:
             return f"the activation {layer.activation}"
+        if layer.v_norm:
+            return "norms of V and layers with unlike heads"
         if layer.recurrent is not None and layer.recurrent.kernel > MOST_CONV:
             return f"convolutions over {layer.recurrent.kernel} columns"
         if layer.experts is not None and layer.experts.scoring not in SCORING:

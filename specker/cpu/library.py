@@ -89,7 +89,7 @@ class Layers(Structure):
         ("mix", Mixing),
         ("layers", c_void_p),
         ("entry", POINTER(Entry)),
-        *((name, c_double) for name in ("eps", "scale", "score_scale", "score_eps")),
+        *((name, c_double) for name in ("eps", "scale", "score_scale", "score_eps", "cap")),
     ]
 
 
@@ -172,7 +172,7 @@ class ChainCall(Structure):
     _fields_ = [
         ("model", POINTER(Layers)),
         *((name, POINTER(Matrix)) for name in ("embed", "head")),
-        ("scale", c_double),
+        *((name, c_double) for name in ("scale", "cap")),
         *((name, c_void_p) for name in ("norm", "ids")),
         ("first", POINTER(Places)),
         *((name, c_void_p) for name in ("output", "tokens", "groups", "later_groups")),

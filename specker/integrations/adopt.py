@@ -79,9 +79,11 @@ def adopt(model: Any, context: int, folder: Path) -> Checkpoint | None:
     """The model's weights as a checkpoint of specker's decoder for up to `context` positions; None if its config is not
     supported. `folder`: for the tokenizer."""
     parsed = _parsed(model, context)
-    if parsed is None or parsed[0].layer.recurrent is not None or parsed[0].layer.sinks:  # transformers runs these
+    if parsed is None:
         return None
     config, ropes = parsed
+    if config.layer.recurrent is not None or config.layer.sinks or config.layer.kvs:  # transformers runs these itself
+        return None
     kind = activations(model.dtype, model.device)
 
     def each(name: str, what: str = "weight") -> list[Any]:

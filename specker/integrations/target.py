@@ -110,7 +110,8 @@ def drafter_for(
     drafter = strategies.drafter(DraftContext(o, target_checkpoint, None, None, draft_checkpoint, kept, family))
     assert drafter is not None
     history = AcceptanceHistory(Costs(lambda budget: draft_cost(budget, target_checkpoint, draft_checkpoint, 0.0)))
-    fixed = where.type == "cuda" and kind != torch.float64 if o.graphs is None else o.graphs == "on"
+    apart = own is not None and own.layer.ple > 0  # its table is on the host
+    fixed = where.type == "cuda" and kind != torch.float64 and not apart if o.graphs is None else o.graphs == "on"
     policies = PolicyContext(o, config.num_layers, family, history, 0.0, where.type == "cpu")
     return Foreign(drafter, config, policies, where, fixed)
 

@@ -805,7 +805,8 @@ def _variant(
     128 KiB per SM are in flight; 132 SMs at 4.3 TB/s and 1 us latency need 33. One block's exponentials overlap the
     other's products. sm_100 has the same space. sm_80 (164 KiB) takes tiles of 32 columns, three in flight, for two
     blocks per SM. gfx942 (64 KiB of LDS) keeps one tile of 64 columns in LDS and one in registers; gfx950 (160 KiB)
-    keeps two and one. D 256 splits the accumulator over 8 warps. float32 uses FMA in small tiles, for correctness only.
+    keeps two and one. D 256 splits the accumulator over 8 warps. D 512 (Gemma 4's full layers) takes tiles of 16
+    columns, two in flight; AMD also halves the rows. float32 uses FMA in small tiles, for correctness only.
 
     The merge holds 32 splits of four pairs, 64 KiB at D 128, in the registers that the accumulator no longer needs. A
     warp owns a pair, so sums over splits stay within a thread. For one row of Llama-3-8B at 8,192 columns (four pairs a
@@ -814,10 +815,14 @@ def _variant(
     t, d_pad = TYPES[dtype], max(16, 1 << (D - 1).bit_length())
     half = dtype != torch.float32
     M, N = (64, 32 if d_pad > 128 or arch == 80 else 64) if half else (16, 32)
+    if d_pad > 256:
+        M, N = min(M, 32 if arch in AMD else M), 16
     if arch in AMD:
         stages = 3 if arch == 950 else 2
     else:
         stages = 3 if arch > 80 else 2 if d_pad > 128 else 4 if half else 3  # 99 KiB is the limit of consumer cards
+    if d_pad > 256:
+        stages = 2 if half or arch not in AMD else 1
     own = arch == 80 and half and d_pad <= 128 and kind == "plain"
     seqs = 1 if B == 1 else max(16, 1 << (B - 1).bit_length())
     name = f"{t} {Hq}/{Hkv} D{D} page {page}" + (f" B{seqs}" if seqs > 1 else "")
@@ -909,6 +914,7 @@ def variants(arch: int) -> Iterator[Variant]:
         (bf16, 1, 14, 2, 64, 256),
         (bf16, 1, 32, 32, 96, 256),
         (bf16, 1, 16, 8, 256, 256),
+        (bf16, 16, 32, 4, 512, 256),
         (torch.float16, 1, 32, 8, 128, 256),
         (torch.float32, 1, 32, 8, 128, 256),
     ):

@@ -75,8 +75,8 @@ class Rows(NamedTuple):
 
 
 class KVCache:
-    """K and V [L, pages, page_size, Hkv, D] of the L layers that are not in rings; `layers`: those of every layer, or
-    the `Memory` of one with a recurrent state."""
+    """K and V [L, pages, page_size, Hkv, D] of the L layers that are not in rings, and in `others` of those that have
+    other heads; `layers`: those of every layer, or the `Memory` of one with a recurrent state."""
 
     def __init__(
         self,
@@ -103,9 +103,15 @@ class KVCache:
         recurrent = [config.layer.mixer(n) is not None for n in range(config.num_layers)]
         windows = rings and ring < len(order) and not any(recurrent)
         near = ringed(config) if windows else recurrent
-        shape = near.count(False), count, page_size, config.num_kv_heads, config.head_dim
-        self.k, self.v = torch.empty((2, *shape), dtype=dtype, device=device).unbind(0)
-        self.layers: list[Any] = list(zip(self.k.unbind(0), self.v.unbind(0), strict=True))
+        kvs = [config.kv(n) for n in range(config.num_layers)]
+        heads = [kv[:2] for kv in kvs]
+        paged = [n for n, apart in enumerate(near) if not apart and kvs[n].source is None]
+        kinds = list(dict.fromkeys(heads[n] for n in paged)) or [(config.num_kv_heads, config.head_dim)]
+        places = [[n for n in paged if heads[n] == kind] for kind in kinds]
+        shapes = [(2, len(each), count, page_size, *kind) for each, kind in zip(places, kinds, strict=True)]
+        (self.k, self.v), *self.others = (torch.empty(s, dtype=dtype, device=device).unbind(0) for s in shapes)
+        of = zip(places, self.pools, strict=True)
+        layers: dict[int, Any] = {n: (k[i], v[i]) for each, (k, v) in of for i, n in enumerate(each)}
         self.page_size, self.capacity, self.device = page_size, each * page_size, torch.device(device)
         self.exact_len = [0] * sequences
         self.last_position = config.max_context - 1
@@ -120,11 +126,11 @@ class KVCache:
         if any(recurrent):
             self.rings = StateRings(config, page_size, count, self.block_table, dtype, sequences, spare, saved)
         elif any(near):
-            shape = near.count(True), ring + spare, *shape[2:]
+            shape = near.count(True), ring + spare, page_size, *heads[near.index(True)]
             self.rings = WindowRings(shape, count, self.block_table, config, dtype, spare)
         if self.rings is not None:
-            each_kind = {False: iter(self.layers), True: iter(self.rings.layers)}
-            self.layers = [next(each_kind[kind]) for kind in near]
+            layers |= dict(zip([n for n, apart in enumerate(near) if apart], self.rings.layers, strict=True))
+        self.layers: list[Any] = [layers[n if kv.source is None else kv.source] for n, kv in enumerate(kvs)]
         self._free = order
         self._users = [0] * (max(order, default=0) + 1)  # holders of each page: sequences and the tree of earlier texts
         self.prefixes = Prefixes(page_size, self._users)
@@ -132,7 +138,9 @@ class KVCache:
         self._texts: list[tuple[list[int], int, int]] = [([], 0, 0)] * sequences  # see `Kept`: for `release`
         self._slots: list[Tensor] = [self.lengths.new_empty(0, dtype=torch.int64)] * sequences
         if sequences > 1:
-            self.k[:, self.spare], self.v[:, self.spare] = 0, 0
+            for kv in self.pools:
+                for x in kv:
+                    x[:, self.spare] = 0
         else:
             self.take(0, self.capacity)
 
@@ -144,10 +152,15 @@ class KVCache:
         return part
 
     @property
+    def pools(self) -> list[tuple[Tensor, ...]]:
+        """K and V [L, pages, page_size, Hkv, D] of the layers of each kind of heads (ModelConfig.kv)."""
+        return [(self.k, self.v), *self.others]
+
+    @property
     def kv(self) -> tuple[Tensor, ...]:
-        """K and V and, with rings, those of the layers in rings."""
-        rings = self.rings
-        return (self.k, self.v, rings.k, rings.v) if isinstance(rings, WindowRings) else (self.k, self.v)
+        """K and V of the layers of each kind of heads and, with rings, those of the layers in rings."""
+        own, rings = tuple(x for kv in self.pools for x in kv), self.rings
+        return (*own, rings.k, rings.v) if isinstance(rings, WindowRings) else own
 
     @property
     def memory(self) -> Memory | None:
@@ -197,7 +210,8 @@ class KVCache:
         self._assign(slot, pages)
         if match.copied is not None:
             rest = match.columns - len(match.pages) * self.page_size
-            copy_columns(self.k, self.v, match.copied, pages[len(match.pages)], rest)
+            for k, v in self.pools:
+                copy_columns(k, v, match.copied, pages[len(match.pages)], rest)
             self._drop([match.copied])
         if isinstance(match.ring, Saved) and isinstance(self.rings, StateRings):
             self.rings.restore(slot, match.ring)
@@ -319,8 +333,9 @@ class KVCache:
 
     def shift(self, src: Tensor, dst: Tensor) -> None:
         """Copy the K/V of the flattened rows src [M] int64 to dst [M] int64, in all layers."""
-        if len(self.k):
-            kv_commit(self.k, self.v, src, dst)
+        for k, v in self.pools:
+            if len(k):
+                kv_commit(k, v, src, dst)
         if isinstance(self.rings, StateRings):
             self.rings.shift(self.rings.slots[src], self.rings.slots[dst])
         elif self.rings is not None:
@@ -345,7 +360,7 @@ class KVCache:
         assert all(page in range(self.spare) for pages in self._pages for page in pages), self._pages
         if committed is not None:
             assert length == committed - 1, (length, committed)
-        places = [self._slots[slot][:length]] * 2
+        places = [self._slots[slot][:length]] * (2 * len(self.pools))
         if isinstance(self.rings, WindowRings):
             places += [self.rings.slots[places[0][max(0, length - self.rings.sliding_window) :]]] * 2
         for kv, at in zip(self.kv, places, strict=True):

@@ -1,10 +1,22 @@
 """A decoder's settings, and the error that says why a checkpoint cannot be one."""
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 
 class CheckpointError(ValueError):
     """The checkpoint cannot be used. The message is one sentence: what is wrong and what to do."""
+
+
+class KV(NamedTuple):
+    """The heads of a layer that attends, of K and V. A head of q is as wide."""
+
+    heads: int
+    dim: int
+    single: bool = False  # V is K's projection, before K's norm and RoPE: there is no projection of V
+    source: int | None = (
+        None  # the earlier layer whose K and V it reads instead of its own, as in Gemma 4's last layers
+    )
 
 
 @dataclass(frozen=True)
@@ -20,6 +32,9 @@ class Experts:
     shared: int = (
         0  # intermediate size of an expert that every row reads, times the sigmoid of a gate; 0: there is none
     )
+    beside: bool = False
+    """Gemma 4's block: the expert that every row reads has no gate, each of the two parts has a norm of its output, and
+    the experts and the router read norms of their own of the stream; a score has a factor of its expert."""
     scoring: str = "softmax"  # the router's scores: softmax over the experts, or the sigmoid of each one's logit
     biased: bool = False
     """A bias of each expert is added: with softmax to its logit (gpt-oss), with sigmoid to its score, only to choose
@@ -85,8 +100,8 @@ Mixer = DeltaNet | ShortConv
 
 @dataclass(frozen=True)
 class LayerSpec:
-    """What a layer computes, apart from its sizes. All layers are alike, except for `mixers`, `sliding_windows` and
-    `ropes`.
+    """What a layer computes, apart from its sizes. All layers are alike, except for `mixers`, `sliding_windows`,
+    `ropes` and `kvs`.
     The decoder implements every value; another implementation (the compiled CPU layers) reports a value that it
     lacks."""
 
@@ -103,6 +118,7 @@ class LayerSpec:
     """RMSNorm of q and of k before RoPE: "" for none, over each "head" (Qwen3, Gemma 3), or over the whole
     "projection", all heads together (OLMo 2)."""
     scale: float | None = None  # factor of the attention scores; None: head_dim ** -0.5
+    cap: float = 0.0  # soft cap of the attention scores z: cap tanh(z / cap) (Gemma 2); 0: none
     sliding_windows: tuple[int, ...] = ()
     """Each layer's sliding window: how many of the last columns a row sees, including its own; 0: all columns. Empty if
     no layer has a window."""
@@ -110,6 +126,10 @@ class LayerSpec:
     """What mixes the columns in each layer: None is attention; the others keep a recurrent state. Empty if all layers
     attend. All states of a model have the same sizes."""
     sinks: bool = False  # each query head has a logit that takes its share of the softmax (kernels/attention.py)
+    kvs: tuple[KV, ...] = ()  # each layer's heads of K and V, if they differ (Gemma 4); see ModelConfig.kv
+    v_norm: bool = False  # RMSNorm without a weight over each head of V
+    ple: int = 0  # width of what each layer reads of a row's token (per-layer embeddings, Gemma 4); 0: nothing
+    scaled: bool = False  # a layer ends by multiplying the stream by a number of its own
     gated: bool = False  # the output of attention is times the sigmoid of a gate, which further rows of qkv compute
     ropes: tuple[int, ...] = ()  # the RoPE table of each layer, an index into Weights.ropes; empty if there is only one
     experts: Experts | None = None  # the feed-forwards are mixtures of experts
@@ -152,8 +172,8 @@ class ModelConfig:
     num_layers: int
     num_heads: int
     num_kv_heads: int
-    head_dim: int
-    intermediate_size: int
+    head_dim: int  # both: of the layers with a sliding window, if `layer.kvs` says how layers differ
+    intermediate_size: int  # the smallest, if `widths` names each layer's
     rms_norm_eps: float
     layer: LayerSpec
     tied: bool  # the LM head is the embedding
@@ -170,12 +190,28 @@ class ModelConfig:
     h / m, so that layers add their outputs as they are: embed_scale contains 1 / m and rms_norm_eps 1 / m^2, because
     norm(h / m, eps / m^2) = norm(h, eps)."""
     logits_scale: float = 1.0  # factor of the logits, which the final norm's weight contains (Granite)
+    logits_cap: float = 0.0  # soft cap of the logits z: cap tanh(z / cap) (Gemma 2); 0: none
+    ple_ids: int = 0  # rows of the table of per-layer embeddings
     rotated: int = 0
     """RoPE rotates only this many of a head's first dimensions (Phi-4-mini); 0: all. The rows of q and k are then read
     in another order, in which a head's halves hold the halves of these dimensions first."""
+    widths: tuple[int, ...] = ()  # each layer's intermediate size, if they differ
     fused: bool = False  # the checkpoint has q, k and v as one matrix, and gate and up as one (Phi-3)
     norm_offset: float = 0.0  # added to the weights of all RMSNorms when they are read (Gemma's lack it)
     shares: tuple[str, ...] = ()  # the target's tensors that this draft uses: embed_tokens, lm_head or both
+
+    def kv(self, layer: int) -> KV:
+        """The heads of K and V of a layer that attends."""
+        return self.layer.kvs[layer] if self.layer.kvs else KV(self.num_kv_heads, self.head_dim)
+
+    def width(self, layer: int) -> int:
+        """The intermediate size of a layer's ordinary feed-forward."""
+        return self.widths[layer] if self.widths else self.intermediate_size
+
+    @property
+    def widest(self) -> int:
+        """The largest `head_dim` of a layer."""
+        return max((kv.dim for kv in self.layer.kvs), default=self.head_dim)
 
     @property
     def mixtures(self) -> int:
@@ -183,14 +219,25 @@ class ModelConfig:
         return sum(self.layer.mixture(n) is not None for n in range(self.num_layers))
 
 
+def _attention(c: ModelConfig, layer: int) -> int:
+    """Elements of a layer's projections of attention."""
+    kv = c.kv(layer)
+    q = (3 if c.layer.gated else 2) * c.num_heads
+    own = 0 if kv.source is not None else kv.heads if kv.single else 2 * kv.heads
+    return c.hidden_size * kv.dim * (q + own)
+
+
 def layer_elements(config: ModelConfig, rows: float = 1) -> int:
     """Elements of all layers' linear weights that a pass over so many rows reads in addition to the head; of experts,
     the expected number (`Experts.read`)."""
     c = config
-    attention = c.hidden_size * c.head_dim * ((3 if c.layer.gated else 2) * c.num_heads + 2 * c.num_kv_heads)
     mixers = [c.layer.mixer(n) for n in range(c.num_layers)]
-    mixing = sum(attention if m is None else c.hidden_size * (m.projected + m.values) for m in mixers)
-    dense = (c.num_layers - c.mixtures) * 3 * c.hidden_size * c.intermediate_size
+    mixing = sum(
+        _attention(c, n) if m is None else c.hidden_size * (m.projected + m.values) for n, m in enumerate(mixers)
+    )
+    widths = (c.width(n) for n in range(c.num_layers) if c.layer.mixture(n) is None)
+    dense = 3 * c.hidden_size * sum(widths)
+    mixing += 3 * c.num_layers * c.layer.ple * c.hidden_size
     if (experts := c.layer.experts) is None:
         return mixing + dense
     mixture = c.hidden_size * (experts.count + 3 * experts.width * experts.read(rows) + 3 * experts.shared)

@@ -79,6 +79,15 @@ class Output(NamedTuple):
         return Final(self.hidden) if self.normed is None else Final(self.normed, True)
 
 
+class PerLayerTable(NamedTuple):
+    """What per-layer embeddings are made of (Gemma 4)."""
+
+    table: Tensor  # [tokens, L P], on the host
+    scale: float  # factor of its rows, rounded to the activations' dtype
+    project: Matrix  # [L P, E]
+    norm: Tensor  # [P]
+
+
 class Model:
     """Weights ready to run, the RoPE tables, and one-position index tensors."""
 
@@ -99,6 +108,11 @@ class Model:
         self.ropes = [rope_table(*made, config.max_context, self.dtype) for made in tables]
         self.layers = layers_of(weights, config, self.ropes)
         self.head: Any = parameters.own_head  # a matrix of any kind
+        self.ple: PerLayerTable | None = None
+        if config.layer.ple:
+            assert weights.ple_table is not None and weights.ple_in is not None and weights.norm_ple_in is not None
+            scale = torch.tensor(config.layer.ple**0.5, dtype=self.dtype).item()
+            self.ple = PerLayerTable(weights.ple_table, scale, weights.ple_in, weights.norm_ple_in)
         self.positions = torch.arange(config.max_context, device=self.device)
         self.scale = config.head_dim**-0.5 if config.layer.scale is None else config.layer.scale
         self.embed_scale = config.embed_scale
@@ -133,14 +147,37 @@ class Model:
         mixing = [m for w in self.layers for m in (w.mixer.qkv, w.mixer.o)]
         mixing += [w.mixer.gates for w in self.layers if isinstance(w.mixer, Recurrent) and w.mixer.gates is not None]
         feeding = [m for w in self.layers for f in w.mlps for m in (f.router, f.gate_up, f.down) if m is not None]
-        shared = [m for w in self.layers for f in w.mlps for m in f.shared or ()]
-        return [*mixing, *feeding, *shared, self.head]
+        shared = [m for w in self.layers for f in w.mlps for m in f.shared or () if m is not None]
+        per_layer = [m for w in self.layers for f in w.mlps for m in (f.ple or ())[:2]]
+        per_layer += [] if self.ple is None else [self.ple.project]
+        return [*mixing, *feeding, *shared, *per_layer, self.head]
 
     def embed_tokens(self, tokens: Tensor) -> Tensor:
-        """Tokens [T] int64 -> embeddings [T, E], the first layer's input."""
+        """Tokens [T] int64 -> the first layer's input: embeddings [T, E] and, with per-layer embeddings, what each
+        layer reads of the tokens beside them, [T, E + L P]."""
+        rows = self._embedded(tokens)
+        return rows if self.ple is None else torch.cat((rows, self._per_layer(self.ple, rows, tokens)), 1)
+
+    def entering(self, hidden: Tensor, tokens: Tensor) -> Tensor:
+        """A later layer's input: the stream [T, E] and what layers read of its tokens [T] int64, as `embed_tokens`
+        has them."""
+        if self.ple is None:
+            return hidden
+        return torch.cat((hidden, self._per_layer(self.ple, self._embedded(tokens), tokens)), 1)
+
+    def _embedded(self, tokens: Tensor) -> Tensor:
         if isinstance(self.embed, Tensor):
             return self.scaled(torch.embedding(self.embed, tokens))
         return self.scaled(restored(self.embed, self.dtype, tokens))
+
+    def _per_layer(self, ple: "PerLayerTable", rows: Tensor, tokens: Tensor) -> Tensor:
+        """Per-layer embeddings of tokens [T] with the embeddings `rows` [T, E]: (norm(project(rows)) + table[token]) /
+        sqrt(2), each with a scale, [T, L P]. On a GPU the host gathers the table's rows."""
+        P, eps = self.config.layer.ple, self.config.rms_norm_eps
+        own = torch.cat([self.linear(part, ple.project) for part in rows.split(MAX_ROWS)]) * rows.shape[1] ** -0.5
+        own = F.rms_norm(own.unflatten(1, (-1, P)), (P,), ple.norm, eps).flatten(1)
+        found = torch.embedding(ple.table, tokens.to(ple.table.device)).to(self.device, self.dtype)
+        return (own + found * ple.scale) * 0.5**0.5
 
     def scaled(self, rows: Tensor) -> Tensor:
         """Rows of the embedding [T, E] -> the first layer's input."""
@@ -152,21 +189,26 @@ class Model:
         columns. `out` [T, V]: memory for the logits, used if the head's kernel can write to it."""
         x, normed = final
         if self.stack is not None and not normed and serves(x, self.head):
-            return product(x, self.head, self.activations, self.norm, self.config.rms_norm_eps)
+            return self.capped(product(x, self.head, self.activations, self.norm, self.config.rms_norm_eps))
         if not normed:
             _, x = add_norm(x, None, self.norm, self.config.rms_norm_eps)
         parts = x.split(MAX_ROWS)
         if out is not None and fuses(self, x) and out.shape == (len(x), len(self.head)):
             for part, into in zip(parts, out.split(MAX_ROWS), strict=True):
                 row_linear(part, self.head, epilogue="float32", out=into)
-            return out
+            return self.capped(out)
         logits = [self.linear(part, self.head, epilogue="float32") for part in parts]
-        return logits[0] if len(logits) == 1 else torch.cat(logits)
+        return self.capped(logits[0] if len(logits) == 1 else torch.cat(logits))
+
+    def capped(self, logits: Tensor) -> Tensor:
+        """The logits under the soft cap, in place."""
+        return capped(logits, self.config.logits_cap)
 
     @property
     def samples(self) -> bool:
         """Whether `sampled` serves: where it draws the tokens that `draw` would draw from the logits."""
-        return self.ranks is None and self.linear is row_linear and draws_alike(self.norm, self.head)
+        whole = self.ranks is None and self.linear is row_linear and not self.config.logits_cap
+        return whole and draws_alike(self.norm, self.head)
 
     def sampled(
         self, final: Final, draws: Draws, positions: Tensor, tokens: Tensor | None = None, peak: Tensor | None = None
@@ -196,6 +238,11 @@ class Model:
     def summed(self, x: Tensor) -> Tensor:
         """Sum x over all ranks, which completes a linear with split inputs."""
         return x if self.ranks is None else self.ranks.sum(x)
+
+
+def capped(logits: Tensor, cap: float) -> Tensor:
+    """cap tanh(logits / cap), in place; as they are with a cap of 0."""
+    return logits.div_(cap).tanh_().mul_(cap) if cap else logits
 
 
 def _for_stack(layer: Group) -> tuple[Any, ...]:
@@ -247,8 +294,9 @@ def run_layers(
     also reduce the split-K partials of o and down. There, the last residual add is fused with the final norm, whichever
     layer is the last, because every head uses the same norm. `dense`: for a chunk of a prompt on a GPU, products by
     `dense_linear`. `entered`: the input of the first layer's attention, if it is not the norm of `hidden`
-    (LayerSpec.first)."""
+    (LayerSpec.first). With per-layer embeddings `hidden` is [T, E + L P] (`Model.embed_tokens`)."""
     eps, layer = model.config.rms_norm_eps, model.config.layer
+    hidden, per_layer = _apart(model, hidden)
     linear = dense_linear if dense and model.linear is row_linear else model.linear
     after = layer.norms != "before"
     kept: dict[int, Tensor] = {}
@@ -289,10 +337,20 @@ def run_layers(
             if mlp.router is None:
                 up = _gated(partial(linear, normed, mlp.gate_up, mlp.gate_up_bias), layer.activation)
                 delta = _added(model, linear, up, mlp.down, mlp.down_bias, few and not after)
+            elif mlp.beside is not None:
+                delta, starts = _mixed_beside(model, linear, hidden, normed, mlp, batch.idle)
+                routed.append(starts)
             else:
                 delta, starts = _mixed(model, linear, normed, mlp, batch.idle, few and not after)
                 routed.append(starts)
             delta = _normed(model.summed(delta), mlp.norm_down, eps)
+            if mlp.ple is not None:
+                hidden = hidden + delta
+                gate = linear(hidden, mlp.ple.gate)
+                up = gated(torch.cat((gate, per_layer[:, first - 1]), 1), layer.activation)
+                delta = _normed(linear(up, mlp.ple.out), mlp.ple.norm, eps)
+            if mlp.scalar is not None:
+                hidden, delta = (hidden + delta) * mlp.scalar, None
     final: Tensor | None = None
     if few:
         hidden, final = add_norm(hidden, delta, model.norm, eps)
@@ -301,6 +359,15 @@ def run_layers(
     if first in aux_layers:
         kept[first] = hidden
     return Output(hidden, kept, final, tuple(routed))
+
+
+def _apart(model: Model, hidden: Tensor) -> tuple[Tensor, Tensor]:
+    """The stream [T, E] of the input of a layer, and what the layers read of the rows' tokens, [T, L, P] (empty without
+    per-layer embeddings)."""
+    E, P = model.config.hidden_size, model.config.layer.ple
+    if not P:
+        return hidden, hidden[:, :0]
+    return hidden[:, :E].contiguous(), hidden[:, E:].unflatten(1, (-1, P))
 
 
 def _attended(
@@ -319,7 +386,13 @@ def _attended(
     (k, v), eps, several = kv, model.config.rms_norm_eps, normed.dim() == 3
     rest, gate, weight = (batch.positions, batch.slots_of(sliding_window), rope, k, v), None, w.qkv
     gates = model.config.num_heads * model.config.head_dim if model.config.layer.gated else 0
-    if few and model.config.layer.qk_norm != "projection":
+    if w.q_norm is not None and w.k_norm is None:  # it reads the K/V of another layer
+        q = _rotated(linear(normed, weight, w.qkv_bias), batch.positions, rope, w.q_norm, eps)
+    elif model.config.layer.v_norm:
+        Hkv, D = k.shape[-2:]
+        qkv = _with_normed_v(linear(normed, weight, w.qkv_bias), model.config.num_heads, Hkv, D, eps)
+        q = kv_calibrate(qkv, *rest, w.q_norm, w.k_norm, eps)
+    elif few and model.config.layer.qk_norm != "projection":
         if gates:
             gate, weight = linear(normed, weight[:gates]), weight[gates:]
         q = kv_project(normed, weight, w.qkv_bias, *rest, w.q_norm, w.k_norm, eps)
@@ -332,6 +405,21 @@ def _attended(
         q = kv_calibrate(qkv.flatten(0, 1) if several else qkv, *rest, w.q_norm, w.k_norm, eps)
     mixed = batch.attend(q, k, v, sliding_window, w.sinks).flatten(1)
     return mixed if gate is None else mixed * torch.sigmoid(gate)
+
+
+def _with_normed_v(qkv: Tensor, Hq: int, Hkv: int, D: int, eps: float) -> Tensor:
+    """qkv [T, (Hq + 2 Hkv) D] with a norm without a weight over each head of V. Without heads of V, V is K."""
+    T = len(qkv)
+    qk, v = qkv[:, : (Hq + Hkv) * D], qkv[:, -Hkv * D :]
+    return torch.cat((qk, F.rms_norm(v.reshape(T, Hkv, D), (D,), None, eps).view(T, -1)), -1)
+
+
+def _rotated(q: Tensor, positions: Tensor, rope: Tensor, norm: Tensor, eps: float) -> Tensor:
+    """q [T, Hq D], normalised by head and rotated [T, Hq, D], as `kv_calibrate` does."""
+    D = rope.shape[-1]
+    heads = F.rms_norm(q.unflatten(-1, (-1, D)), (D,), norm[0], eps)
+    cos, sin = rope[positions].unsqueeze(2).unbind(1)
+    return torch.addcmul(heads * cos, heads.roll(D // 2, -1), sin).to(q.dtype)
 
 
 def dense_linear(x: Tensor, weight: Matrix, bias: Tensor | None = None, epilogue: str = "none") -> Tensor:
@@ -382,10 +470,31 @@ def _mixed(
     return (y if mlp.shared is None else y + _beside(linear, x, mlp.shared, layer.activation)), starts
 
 
+def _mixed_beside(
+    model: Model, linear: Callable[..., Tensor], hidden: Tensor, normed: Tensor, mlp: FeedForward, idle: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Experts beside a feed-forward (`Experts.beside`) over the stream `hidden` [T, E] and its norm `normed`:
+
+        p, e = the largest entries of softmax(router(norm(hidden))), divided by their sum
+        y    = norm(mlp(normed)) + norm(sum over j of s_(e_j) p_j mlp_(e_j)(norm(hidden)))
+
+    and where each expert's rows begin in their common order (`expert_route`)."""
+    layer, rule, own, eps = model.config.layer, model.config.layer.experts, mlp.beside, model.config.rms_norm_eps
+    assert rule is not None and own is not None and mlp.router is not None and mlp.shared is not None
+    logits = linear(_normed(hidden, own.router, eps), mlp.router, epilogue="float32")
+    experts, scores, order, starts = expert_route(logits, rule.chosen, rule.normalised, idle)
+    scores = scores * own.scale.to(scores.dtype)[experts]
+    x = _normed(hidden, own.experts, eps)
+    up = _gated(partial(expert_linear, x, mlp.gate_up, experts, order, starts), layer.activation, ("silu",))
+    mixed = expert_linear(up, mlp.down, experts, order, starts, "sum", scores)
+    dense = _beside(linear, normed, mlp.shared, layer.activation)
+    return _normed(dense, own.shared, eps) + _normed(mixed, own.mixed, eps), starts
+
+
 def _beside(linear: Callable[..., Tensor], x: Tensor, shared: Shared, activation: str) -> Tensor:
-    """The expert that every row of x [T, E] reads: sigmoid(gate x) * down(act(gate x) * up x)."""
-    up = _gated(partial(linear, x, shared.gate_up), activation)
-    return linear(up, shared.down) * torch.sigmoid(linear(x, shared.gate))
+    """The expert that every row of x [T, E] reads: sigmoid(gate x) * down(act(gate x) * up x), or without this gate."""
+    y = linear(_gated(partial(linear, x, shared.gate_up), activation), shared.down)
+    return y if shared.gate is None else y * torch.sigmoid(linear(x, shared.gate))
 
 
 def fuses(model: Model, hidden: Tensor) -> bool:
@@ -438,8 +547,8 @@ def forward(
     aux_layers: tuple[int, ...] = (),
 ) -> Output:
     """Run `layers` over T rows of one or several sequences. `hidden` [T, E]: the residual stream before the first of
-    them (the embedding for layer 0). Writes the rows' K/V in those layers. `aux_layers`: depths n at which to keep the
-    stream."""
+    them, as `Model.embed_tokens` (for layer 0) or `Model.entering` gives it. Writes the rows' K/V in those layers.
+    `aux_layers`: depths n at which to keep the stream."""
     first, last, _ = layers.indices(len(model.layers))
 
     def run(rows: Rows, hidden: Tensor) -> Output:
@@ -506,7 +615,7 @@ def over_pages(model: Model, rows: Rows) -> Attend:
 
     def attend(q: Tensor, k: Tensor, v: Tensor, sliding_window: int, sinks: Tensor | None) -> Tensor:
         table = every if near is None or not sliding_window else near.table
-        how = model.scale, sliding_window
+        how = model.scale, sliding_window, model.config.layer.cap
         return tree_attention(q, k, v, table, kv_len, window, cu_rows, words, *how, sinks=sinks)[0]
 
     return attend

@@ -16,7 +16,7 @@ from specker.fields import option
 from specker.kernels.attention import partial_bytes, split_count, split_unit
 from specker.kernels.tiles import MAX_ROWS
 from specker.model.config import ModelConfig
-from specker.model.prefill import MIXTURE_CHUNK, serves_flash
+from specker.model.prefill import FLASH_DIM, MIXTURE_CHUNK, serves_flash
 from specker.model.rings import ring_columns, ringed
 from specker.model.states import saved_bytes, sequence_bytes
 
@@ -55,17 +55,20 @@ class Cost:
         """`rings`: the sequences of a cache that keeps layers with a sliding window in rings (model/rings.py); 0: it
         keeps all layers in pages. `rows`: of the largest verify pass. `sequences`: of the cache. `saved`:
         columns whose recurrent states it can save."""
-        each = 2 * config.num_kv_heads * config.head_dim * dtype.itemsize
-        near = each * sum(ringed(config)) if rings else 0
-        attending = sum(config.layer.mixer(n) is None for n in range(config.num_layers))
-        kv = each * attending - near
-        tables = len(set(config.layer.ropes)) or 1
-        rope = tables * 2 * config.head_dim * max(4, dtype.itemsize)
+        attending = [n for n in range(config.num_layers) if config.layer.mixer(n) is None]
+        own = {n: heads for n in attending if (heads := config.kv(n)).source is None}
+        of = {n: 2 * heads.heads * heads.dim * dtype.itemsize for n, heads in own.items()}
+        each = max(of.values(), default=0)
+        near = sum(of[n] for n, apart in enumerate(ringed(config)) if apart) if rings else 0
+        kv = sum(of.values()) - near
+        tables = {config.layer.rope(n): config.kv(n).dim for n in range(len(config.layer.ropes) or 1)}
+        rope = sum(tables.values()) * 2 * max(4, dtype.itemsize)
         scores = 2 * config.num_heads * max(4, dtype.itemsize)  # before and after the softmax, in float32 at least
         gpu, ring = device.type == "cuda", ring_columns(config)
-        passing = each if gpu and serves_flash(config, dtype) else PREFILL_ROWS * (1 + scores)
-        split = partial_bytes(min(rows, MAX_ROWS), config.num_heads, config.head_dim) if gpu else 0
-        unit = split_unit(config.num_kv_heads)
+        flashes = gpu and serves_flash(config, dtype) and config.widest <= FLASH_DIM
+        passing = each if flashes else PREFILL_ROWS * (1 + scores)
+        split = partial_bytes(min(rows, MAX_ROWS), config.num_heads, config.widest) if gpu else 0
+        unit = min((split_unit(heads.heads) for heads in own.values()), default=split_unit(config.num_kv_heads))
         states = sequences * sequence_bytes(config, dtype) + saved * saved_bytes(config, dtype)
         return cls(kv + rope + 8 + 8 + 4, passing, config.max_context, near, ring, rings, split, unit, states)
 
@@ -100,8 +103,8 @@ def _activations(c: ModelConfig, dtype: torch.dtype) -> int:
     some in each expert that it chose, and the terms of the weighted sum in float32."""
     experts = c.layer.experts
     if experts is None:
-        return 2 * PREFILL_ROWS * 3 * c.intermediate_size * dtype.itemsize
-    wide = max(experts.chosen * experts.width, c.intermediate_size if experts.dense else 0)
+        return 2 * PREFILL_ROWS * 3 * max(c.widths, default=c.intermediate_size) * dtype.itemsize
+    wide = max(experts.chosen * experts.width, experts.shared, c.intermediate_size if experts.dense else 0)
     return MIXTURE_CHUNK * (2 * 3 * wide * dtype.itemsize + 4 * experts.chosen * c.hidden_size)
 
 

@@ -7,6 +7,7 @@ On a GPU this is flash attention, called by name (`flash`). SDPA would choose: o
 plans every new length of a prompt for 20 ms and more, and with a mask for grouped heads a form that writes all scores.
 """
 
+import math
 from itertools import repeat
 from typing import Any
 
@@ -14,7 +15,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from specker.kernels.variant import reset_counters
+from specker.kernels.attention import attend
+from specker.kernels.variant import reset_counters, sum_dtype
 from specker.model.cache import KVCache, sequence_bounds
 from specker.model.config import ModelConfig
 from specker.model.decoder import GroupRows, Model, run_layers
@@ -24,6 +26,8 @@ from specker.model.rings import AHEAD_OF_MIXTURES, WindowRings
 PREFILL_CHUNK = 512  # rows; takes about as long as three rounds of an 8B model on a GPU
 MIXTURE_CHUNK = AHEAD_OF_MIXTURES  # of a mixture of experts: each chunk reads nearly all experts
 COMPILED_CHUNK = 256  # rows on a CPU with compiled layers: their activations stay in the caches
+FLASH_DIM = 256  # most dimensions of a head that flash attention serves
+CAPPED_ROWS = 128  # rows that attend at once where scores have a soft cap: all their scores are in memory
 DENSE_CHUNK = 256  # on a GPU, a chunk with more rows uses cuBLAS, which is faster there but not batch-invariant
 
 
@@ -88,14 +92,17 @@ def _prefill_chunk(
     spans: dict[int, slice | Tensor] = dict.fromkeys((0, *windows), cache.span(end, slot))
     if isinstance(cache.rings, WindowRings):
         spans |= {w: cache.rings.slots[cache.slots(slot, max(0, start - w + 1), end)] for w in windows}
-    later = causal and start > 0
+    later, cap = causal and start > 0, model.config.layer.cap
     split = later and splits(model.device)
-    mask = after(T, end) if later and not split and not flashes else None
+    flashes_all = flashes and model.config.widest <= FLASH_DIM
+    mask = after(T, end) if later and not split and not flashes_all else None
     bands = {w: band(T, end, w, model.device) for w in windows if w < end and not flashes}
 
-    def attend(q: Tensor, k: Tensor, v: Tensor, sliding_window: int, sinks: Tensor | None) -> Tensor:
+    def attended(q: Tensor, k: Tensor, v: Tensor, sliding_window: int, sinks: Tensor | None) -> Tensor:
         k, v = (x.flatten(0, 1)[spans[sliding_window]] for x in (k, v))
-        if flashes:
+        if cap:
+            return attend_capped(q, k, v, causal, sliding_window, model.scale, cap)
+        if flashes and q.shape[-1] <= FLASH_DIM:
             return flash(q, k, v, causal, sliding_window, model.scale, sinks)
         if sinks is not None:
             return attend_with_sinks(q, k, v, sliding_window, model.scale, sinks)
@@ -116,7 +123,7 @@ def _prefill_chunk(
 
     slots, own = cache.slots(slot, start, end), slice(slot, slot + 1)
     positions, near = model.positions[start:end], cache.near(slots, own)
-    batch = GroupRows(positions, slots, attend, model.summed, near)
+    batch = GroupRows(positions, slots, attended, model.summed, near)
     if near is not None and near.states is not None:
         each = cache.lengths[end : end + 1], cache.lengths[:1], sequence_bounds(T, cache.device)
         batch = batch._replace(paths=Paths(positions, *near[:2], near.states, *each, None))
@@ -172,9 +179,29 @@ def attend_split(q: Tensor, k: Tensor, v: Tensor, start: int, scale: float) -> T
     return torch.lerp(own[0], before, weight).transpose(0, 1)
 
 
+def attend_capped(
+    q: Tensor, k: Tensor, v: Tensor, causal: bool, sliding_window: int, scale: float, cap: float
+) -> Tensor:
+    """`flash` with a soft cap of the scores, which torch's attention lacks; on any device, for some rows at a time."""
+    outs, S = [], len(k)
+    for i in range(0, len(q), CAPPED_ROWS):
+        rows = q[i : i + CAPPED_ROWS]
+        last = S - len(q) + i + len(rows) if causal else S  # columns from here on are not seen
+        first = max(0, last - len(rows) - sliding_window + 1) if sliding_window else 0
+        row = torch.arange(last - len(rows), last, device=q.device)[:, None]
+        column = torch.arange(first, last, device=q.device)
+        hidden = (column > row) & causal
+        if sliding_window:
+            hidden |= column <= row - sliding_window
+        mask = torch.zeros(hidden.shape, dtype=sum_dtype(q.dtype), device=q.device).masked_fill_(hidden, -math.inf)
+        outs.append(attend(rows, k[first:last], v[first:last], mask, scale, cap)[0])
+    return torch.cat(outs)
+
+
 def serves_flash(config: ModelConfig, dtype: torch.dtype) -> bool:
-    """Whether `flash` serves a model's heads, on a GPU."""
-    return dtype in (torch.float16, torch.bfloat16) and config.head_dim % 8 == 0 and config.head_dim <= 256
+    """Whether `flash` serves a model's layers, on a GPU; of unlike heads, those up to FLASH_DIM."""
+    half = dtype in (torch.float16, torch.bfloat16) and not config.layer.cap
+    return half and config.head_dim % 8 == 0 and config.head_dim <= FLASH_DIM
 
 
 def runs_flash(model: Model, hidden: Tensor) -> bool:

@@ -29,9 +29,10 @@ def ring_columns(config: ModelConfig) -> int:
 
 
 def ringed(config: ModelConfig) -> list[bool]:
-    """Of each layer, whether its K/V can stand in rings. A cache has one kind of rings."""
+    """Of each layer, whether it has K/V that can stand in rings. A cache has one kind of rings."""
     served = config.causal and config.layer.recurrent is None
-    return [served and config.layer.sliding_window(n) > 0 for n in range(config.num_layers)]
+    own = [config.kv(n).source is None for n in range(config.num_layers)]
+    return [served and config.layer.sliding_window(n) > 0 and own[n] for n in range(config.num_layers)]
 
 
 @dataclass(eq=False)

@@ -55,9 +55,10 @@ def _started(
     n, device = len(lengths), cache.device
     table = cache.table[:n]
     place = lengths, back, first, count, parents, table, cache.page_size, cache.last_position, positions
-    embed = model.embed if isinstance(model.embed, Tensor) else torch.arange(len(model.embed)).unsqueeze(1)
+    plain = isinstance(model.embed, Tensor) and model.ple is None
+    embed: Tensor = model.embed if plain else torch.arange(len(model.embed), device=device).unsqueeze(1)  # type: ignore[assignment]
     hidden, positions, slots, kv_len, words = start_rows(embed, tokens, text, *place, ahead=ahead)
-    if embed is not model.embed:  # a packed embedding: `hidden` holds the ids
+    if not plain:  # `hidden` holds the ids
         hidden = model.embed_tokens(hidden[:, 0])
     else:
         hidden = model.scaled(hidden)

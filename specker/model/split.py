@@ -26,6 +26,11 @@ class Part:
             raise CheckpointError(
                 f"{option('tp', self.size)} cannot split the target: its norms of q and k are over all heads"
             )
+        if self.size > 1 and c.layer.kvs:
+            raise CheckpointError(
+                f"{option('tp', self.size)} cannot split the target: the layers of {c.architecture} have unlike heads, "
+                "which is not supported yet"
+            )
         if self.size > 1 and isinstance(c.layer.recurrent, DeltaNet) and c.layer.recurrent.tiled:
             raise CheckpointError(
                 f"{option('tp', self.size)} cannot split the target: its GGUF file's out-projections have the value "

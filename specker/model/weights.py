@@ -37,7 +37,9 @@ class Weights:
     `Packed`."""
 
     embed: Tensor | Packed  # [V, E]
-    qkv: Stacked  # [L, (Hq + 2 * Hkv) * D, E], rows: the gate's if attention has one, q heads, k heads, v heads
+    qkv: Stacked
+    """[L, (Hq + 2 * Hkv) * D, E], rows: the gate's if attention has one, q heads, k heads, v heads (without
+    those of v if KV.single, without those of k and v if there is a KV.source)."""
     qkv_bias: Tensor | None  # [L, (Hq + 2 * Hkv) * D]
     q_norm: Tensor | None  # [L, D], or over the whole projection [L, Hq * D]
     k_norm: Tensor | None  # [L, D] or [L, Hkv * D]
@@ -67,11 +69,25 @@ class Weights:
     a_log: Any = None  # [L, Hv]
     dt_bias: Any = None  # [L, Hv]
     norm_mix: Any = None  # [L, Dv]
+    # Of experts beside a feed-forward (Experts.beside), which is the shared expert
+    router_norm: Any = None  # [L, E], weight of the norm that the router reads
+    router_scale: Any = None  # [L, X], factor of each expert's score
+    norm_experts: Any = None  # [L, E], of what the experts read
+    norm_mixed: Any = None  # [L, E], of the experts' output
+    norm_shared: Any = None  # [L, E], of the shared expert's output
+    # Of per-layer embeddings (PLE) of width P
+    ple_table: Tensor | None = None  # [tokens, L P], on the host in the file's dtype, memory-mapped from it
+    ple_in: Tensor | None = None  # [L P, E]
+    norm_ple_in: Tensor | None = None  # [P]
+    ple_gate: Any = None  # [L, P, E]
+    ple_out: Any = None  # [L, E, P]
+    norm_ple: Any = None  # [L, E]
+    scalar: Any = None  # [L, 1], by which a layer multiplies the stream at its end
 
 
 def _matrices(w: Weights) -> list[Matrix]:
     """The layers' matrices, stacked or each."""
-    stacks = w.qkv, w.o, w.gate_up, w.down, w.shared_gate_up, w.shared_down
+    stacks = w.qkv, w.o, w.gate_up, w.down, w.shared_gate_up, w.shared_down, w.ple_gate, w.ple_out
     each = (x for stack in stacks if stack is not None for x in ((stack,) if isinstance(stack, Matrix) else stack))
     return [x for x in each if x is not None]
 
@@ -104,10 +120,10 @@ class Parameters:
         w, c = self.weights, self.local
         if not sum(x.nbytes for x in _matrices(w)):  # another engine runs the layers
             return layer_elements(self.config) * w.norm.element_size()
-        others = w.router, w.shared_gate_up, w.shared_down, w.gates
+        others = w.router, w.shared_gate_up, w.shared_down, w.gates, w.ple_gate, w.ple_out
         whole: list[Any] = [w.qkv, w.o, *(stack for stack in others if stack is not None)]
         inner: list[Any] = [w.gate_up, w.down]
-        held = 0.0
+        held = 0.0 if w.ple_in is None else float(w.ple_in.nbytes)
         for n in range(c.num_layers):
             held += sum(stack[n].nbytes for stack in whole if stack[n] is not None)
             held += sum(stack[n].nbytes for stack in inner) * c.layer.share(n)
@@ -154,7 +170,25 @@ class Shared(NamedTuple):
 
     gate_up: quant.Matrix  # [2 S, E]
     down: quant.Matrix  # [E, S]
-    gate: Tensor  # [1, E]
+    gate: Tensor | None  # [1, E]; None: its output is added as it is
+
+
+class Beside(NamedTuple):
+    """The norms [E] of a mixture beside a feed-forward, and each expert's factor (Experts.beside)."""
+
+    router: Tensor
+    scale: Tensor  # [X]
+    experts: Tensor
+    mixed: Tensor
+    shared: Tensor
+
+
+class PerLayer(NamedTuple):
+    """How a layer reads its part x [T, P] of per-layer embeddings: h + norm(out(activation(gate(h)) x))."""
+
+    gate: quant.Matrix  # [P, E]
+    out: quant.Matrix  # [E, P]
+    norm: Tensor  # [E]
 
 
 class FeedForward(NamedTuple):
@@ -170,6 +204,9 @@ class FeedForward(NamedTuple):
     router: Tensor | None  # [X, E], of a mixture of experts
     router_bias: Tensor | None = None  # [X]
     shared: Shared | None = None
+    beside: Beside | None = None
+    ple: PerLayer | None = None
+    scalar: Tensor | None = None  # [1], factor of the stream at the layer's end
 
 
 class Group(NamedTuple):
@@ -214,8 +251,11 @@ def layers_of(weights: Weights, c: ModelConfig, ropes: Sequence[Tensor]) -> list
         each = weights.qkv, weights.gates, weights.conv, weights.a_log, weights.dt_bias, weights.norm_mix
         return Recurrent._make((first, *(at(stack, n) for stack in each), last))
 
+    beside = weights.router_norm, weights.router_scale, weights.norm_experts, weights.norm_mixed, weights.norm_shared
+    per_layer = weights.ple_gate, weights.ple_out, weights.norm_ple
+
     def shared(n: int) -> Shared | None:
-        if at(weights.shared_gate, n) is None:
+        if at(weights.shared_gate_up, n) is None:
             return None
         return Shared(at(weights.shared_gate_up, n), at(weights.shared_down, n), at(weights.shared_gate, n))
 
@@ -234,6 +274,9 @@ def layers_of(weights: Weights, c: ModelConfig, ropes: Sequence[Tensor]) -> list
                     router=at(weights.router, n),
                     router_bias=at(weights.router_bias, n),
                     shared=shared(n),
+                    beside=None if weights.router_norm is None else Beside(*(stack[n] for stack in beside)),
+                    ple=None if weights.ple_gate is None else PerLayer(*(stack[n] for stack in per_layer)),
+                    scalar=at(weights.scalar, n),
                 ),
             ),
             ropes[c.layer.rope(n)],

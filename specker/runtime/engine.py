@@ -453,6 +453,13 @@ def fixed_shapes(o: Options, model: Model, ranks: Ranks | None) -> bool:
     drafts, unless all of them draft. Raises ValueError for `graphs` on if rounds cannot be captured."""
     all_draft = ranks is None or ranks.draft_ranks == ranks.size
     kernels = model.dtype != torch.float64  # float64 has none, and its references read numbers on the host
+    if model.device.type == "cuda" and model.ple is not None:
+        if o.graphs == "on":
+            raise ValueError(
+                f"{option('graphs', 'on')} cannot capture rounds of a model with per-layer embeddings, "
+                "whose table is on the host"
+            )
+        return False
     if o.graphs != "on":
         return o.graphs is None and model.device.type == "cuda" and kernels and all_draft
     if not all_draft:

@@ -10,7 +10,21 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from make_checkpoint import CASES, GEMMA3, GRANITE, LLAMA3, LLAMA4, PHI4, edit, make, oracle
+from make_checkpoint import (
+    CASES,
+    GEMMA3,
+    GEMMA4,
+    GEMMA4_MIXED,
+    GEMMA4_PLE,
+    GEMMA4_SHARED,
+    GRANITE,
+    LLAMA3,
+    LLAMA4,
+    PHI4,
+    edit,
+    make,
+    oracle,
+)
 from safetensors.torch import load_file, save_file
 
 from specker.checkpoints.architectures import ARCHITECTURES
@@ -18,10 +32,12 @@ from specker.checkpoints.checkpoint import Checkpoint, read, read_config
 from specker.checkpoints.numbers import SIZES
 from specker.checkpoints.parse import parse_config
 from specker.model.config import CheckpointError
+from specker.model.split import Part
 
 NAMES = {"llama": "LlamaForCausalLM", "mistral": "MistralForCausalLM", "dream": "DreamModel"}
 NAMES |= {"qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM", "smollm3": "SmolLM3ForCausalLM"}
-NAMES |= {"gemma3": "Gemma3ForCausalLM", "olmo2": "Olmo2ForCausalLM", "mimo": "MiMoForCausalLM"}
+NAMES |= {f"gemma{n}": f"Gemma{n}ForCausalLM" for n in (2, 3, 4)}
+NAMES |= {"olmo2": "Olmo2ForCausalLM", "mimo": "MiMoForCausalLM"}
 NAMES |= {"granite": "GraniteForCausalLM", "phi3": "Phi3ForCausalLM"}
 NAMES |= {"ministral": "MinistralForCausalLM", "ministral3": "Ministral3ForCausalLM"}
 NAMES |= {"qwen3_5": "Qwen3_5ForCausalLM", "qwen3_5_moe": "Qwen3_5MoeForCausalLM"}
@@ -44,8 +60,8 @@ def tensors(ck: Checkpoint) -> dict[str, torch.Tensor]:
 # --- what is read -----------------------------------------------------------------------------------------------------
 
 
-OTHER = ("qwen3_5", "qwen3_5_moe", "qwen3_next", "lfm2", "lfm2_moe", "gpt_oss")
-ALIKE = [case for case in CASES if case[1].get("arch") not in OTHER]
+UNLIKE = "qwen3_5", "qwen3_5_moe", "qwen3_next", "lfm2", "lfm2_moe", "gemma4", "gpt_oss"
+ALIKE = [case for case in CASES if case[1].get("arch") not in UNLIKE]
 
 
 @pytest.mark.parametrize(("name", "options"), ALIKE, ids=[name for name, _ in ALIKE])  # of layers of one kind
@@ -90,10 +106,11 @@ def test_weights_equal_transformers(tmp_path: Path, name: str, options: dict[str
 
     def same_norm(got: torch.Tensor | None, name: str) -> None:
         want = stack(f"{name}.weight")
-        same(got, None if want is None else want + (arch == "gemma3"))
+        same(got, None if want is None else want + ("gemma" in arch))
 
-    after = "post_attention_layernorm" if arch in ("gemma3", "olmo2", "olmo3") else ""
-    before = {"gemma3": "pre_feedforward_layernorm", "olmo2": "", "olmo3": ""}.get(arch, "post_attention_layernorm")
+    after = "post_attention_layernorm" if arch in ("gemma2", "gemma3", "olmo2", "olmo3") else ""
+    before = dict.fromkeys(("gemma2", "gemma3"), "pre_feedforward_layernorm") | {"olmo2": "", "olmo3": ""}
+    before = before.get(arch, "post_attention_layernorm")
     same_norm(w.q_norm, "self_attn.q_norm")
     same_norm(w.k_norm, "self_attn.k_norm")
     same_norm(w.norm_in, "input_layernorm")
@@ -101,7 +118,7 @@ def test_weights_equal_transformers(tmp_path: Path, name: str, options: dict[str
     same_norm(w.norm_post, before)
     same_norm(w.norm_down, "post_feedforward_layernorm")
     same(w.embed, state["model.embed_tokens.weight"])
-    same(w.norm, (state["model.norm.weight"] + (arch == "gemma3")) * (1 / factors.get("logits_scaling", 1)))
+    same(w.norm, (state["model.norm.weight"] + ("gemma" in arch)) * (1 / factors.get("logits_scaling", 1)))
     same(w.head, state["lm_head.weight"])
     assert state.keys() - used == {"model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"}
     assert (w.head is w.embed) == c.tied == options.get("tied", False)
@@ -127,10 +144,10 @@ def test_weights_equal_transformers(tmp_path: Path, name: str, options: dict[str
     assert c.layer.mlp_bias == (w.gate_up_bias is not None) == (w.down_bias is not None)
     whole, head = ("olmo2", "olmo3"), ("qwen3", "qwen3_moe", "gemma3")
     assert c.layer.qk_norm == ("projection" if arch in whole else "head" if arch in head else "")
-    assert c.layer.norms == ("after" if arch in whole else "both" if arch == "gemma3" else "before")
-    gemma = options.get("query_pre_attn_scalar", 256) ** -0.5 if arch == "gemma3" else None
+    assert c.layer.norms == ("after" if arch in whole else "both" if "gemma" in arch else "before")
+    gemma = options.get("query_pre_attn_scalar", 256) ** -0.5 if "gemma" in arch else None
     assert c.layer.scale == factors.get("attention_multiplier", gemma)
-    assert c.embed_scale == (8 if arch == "gemma3" else 6 / 0.22 if factors else 1)
+    assert c.embed_scale == (8 if "gemma" in arch else 6 / 0.22 if factors else 1)
     assert (c.residual_scale, c.logits_scale) == ((0.22, 1 / options["logits_scaling"]) if factors else (1, 1))
     assert (c.causal, c.shifted_logits) == (arch != "dream", True)
     assert c.mask_token_id == (127 if arch == "dream" else None)
@@ -328,9 +345,10 @@ def test_a_bidirectional_drafter_has_no_window(tmp_path: Path, options: dict[str
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"attn_logit_softcapping": 50.0}, "attn_logit_softcapping 50.0 is not supported; .* has no soft caps"),
-        ({"final_logit_softcapping": 30.0}, "final_logit_softcapping 30.0 is not supported"),
-        ({"use_bidirectional_attention": True}, "use_bidirectional_attention is not supported; Gemma 3 must be causal"),
+        ({"attn_logit_softcapping": 50.0}, r"attn_logit_softcapping 50\.0 is not supported; Gemma 3's scores"),
+        ({"attn_logit_softcapping": 0.0}, r"attn_logit_softcapping must be a positive float32, but .* has 0\.0"),
+        ({"final_logit_softcapping": -30.0}, "final_logit_softcapping must be a positive float32"),
+        ({"use_bidirectional_attention": True}, "use_bidirectional_attention is not supported; Gemma must be causal"),
         ({"hidden_activation": "relu"}, "hidden_act 'relu' is not supported"),
         ({"architectures": ["Gemma3ForConditionalGeneration"], "model_type": "gemma3"}, "Gemma3ForCond.* is not supp"),
     ],
@@ -339,6 +357,140 @@ def test_what_of_gemma_is_refused(tmp_path: Path, change: dict[str, Any], messag
     edit(make(tmp_path, **GEMMA3), **change)
     with pytest.raises(CheckpointError, match=message):
         read_config(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"use_bidirectional_attention": "all"}, "use_bidirectional_attention 'all' is not supported"),
+        (
+            {"per_layer_config": {"3": {"head_dim": 64}}},
+            "layer 3 of config.json has other heads than the full_att.* be",
+        ),
+        (
+            {"per_layer_config": {"1": {"head_dim": 10**6}}},
+            "head_dim must be a whole number .* for layer 1 has 1000000",
+        ),
+        (
+            {"per_layer_config": {str(n): {"num_key_value_heads": 3} for n in (1, 3)}},
+            "num_attention_heads 4 must be a multiple of .* 3",
+        ),
+        ({"per_layer_config": 7}, r"config\.json is not a valid Gemma4ForCausalLM config"),
+        ({"final_logit_softcapping": 0.0}, "final_logit_softcapping must be a positive float32"),
+        ({"layer_types": ["sliding_attention"] * 3}, "is not a valid Gemma4ForCausalLM config|layer_types"),
+    ],
+)
+def test_what_of_gemma_4_is_refused(tmp_path: Path, change: dict[str, Any], message: str) -> None:
+    edit(make(tmp_path, **GEMMA4), **change)
+    with pytest.raises(CheckpointError, match=message):
+        read_config(tmp_path)
+
+
+def test_the_text_of_a_multimodal_gemma_4(tmp_path: Path) -> None:
+    """Its config is within text_config, its tensors are below model.language_model, and other parts are not read."""
+    folder = make(tmp_path / "text", **GEMMA4)
+    text = json.loads((folder / "config.json").read_text())
+    tensors_of = load_file(folder / "model.safetensors")
+    whole = tmp_path / "whole"
+    whole.mkdir()
+    kept = {name.replace("model.", "model.language_model.", 1): x for name, x in tensors_of.items()}
+    for name in ("vision_tower.a", "audio_tower.b", "embed_vision.c", "embed_audio.d"):
+        kept[f"model.{name}.weight"] = torch.ones(2)
+    save_file(kept, whole / "model.safetensors")
+    raw = {"architectures": ["Gemma4ForConditionalGeneration"], "model_type": "gemma4", "text_config": text}
+    (whole / "config.json").write_text(json.dumps(raw))
+    ours, theirs = read_here(whole), read_here(folder)
+    assert ours.config == theirs.config
+    for name, x in vars(ours.weights).items():
+        other = getattr(theirs.weights, name)
+        each = list(zip(x, other, strict=True)) if isinstance(x, list) else [(x, other)]
+        assert name == "ropes" or all(a is b or torch.equal(a, b) for a, b in each)
+
+
+@pytest.mark.parametrize("shared", [6, 7, -1, 5])
+def test_layers_that_read_earlier_k_and_v(tmp_path: Path, shared: int) -> None:
+    edit(make(tmp_path, **GEMMA4_SHARED), num_kv_shared_layers=shared)
+    with pytest.raises(CheckpointError, match=f"num_kv_shared_layers {shared} of 6 layers must leave one of each kind"):
+        read_config(tmp_path)
+
+
+def test_k_and_v_that_are_never_read(tmp_path: Path) -> None:
+    """Published files have projections of K and V in layers that read those of others; only there they may be."""
+    folder = make(tmp_path, **GEMMA4_SHARED)
+    state, path = load_file(folder / "model.safetensors"), folder / "model.safetensors"
+    more = {f"model.layers.{n}.self_attn.{name}.weight": torch.ones(3) for n in (3, 5) for name in ("k_proj", "v_norm")}
+    save_file(state | more, path)
+    w = read_here(folder).weights
+    assert [len(qkv) for qkv in w.qkv] == [128, 256, 128, 128, 64, 128] and w.k_norm[3] is None
+    save_file(state | {"model.layers.2.self_attn.v_norm.weight": torch.ones(16)}, path)
+    with pytest.raises(CheckpointError, match=r"has model\.layers\.2\.self_attn\.v_norm\.weight, which Gemma4"):
+        read_here(folder)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"hidden_size_per_layer_input": -4}, "hidden_size_per_layer_input must be a whole number from 1 to 1048576"),
+        ({"vocab_size_per_layer_input": 127}, "vocab_size_per_layer_input 127 must be at least vocab_size 128"),
+        (
+            {"vocab_size_per_layer_input": 129},
+            r"per_layer.weight has shape \(128, 96\), but config.json makes it \(129,",
+        ),
+        ({"hidden_size_per_layer_input": 0}, r"the checkpoint has model\..*per_layer.*, which Gemma4ForCausalLM with"),
+    ],
+)
+def test_per_layer_embeddings_that_do_not_fit(tmp_path: Path, change: dict[str, Any], message: str) -> None:
+    edit(make(tmp_path, **GEMMA4_PLE), **change)
+    with pytest.raises(CheckpointError, match=message):
+        read_here(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"num_experts": None}, "num_experts must be a whole number from 1 to 4096, but .* lacks it"),
+        ({"top_k_experts": 7}, "top_k_experts 7 must be at most the number of experts, 6"),
+        (
+            {"moe_intermediate_size": 40},
+            r"experts\.gate_up_proj has shape \(6, 64, 64\), but .* makes it \(6, 80, 64\)",
+        ),
+        (
+            {"num_kv_shared_layers": 1, "use_double_wide_mlp": True},
+            "use_double_wide_mlp is not supported beside enable",
+        ),
+        ({"enable_moe_block": False}, r"the checkpoint has model\.layers\.\d\.\S+, which Gemma4ForCausalLM with this"),
+    ],
+)
+def test_experts_of_gemma_4_that_do_not_fit(tmp_path: Path, change: dict[str, Any], message: str) -> None:
+    edit(make(tmp_path, **GEMMA4_MIXED), **change)
+    with pytest.raises(CheckpointError, match=message):
+        read_here(tmp_path)
+
+
+@pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="needs Linux")
+@pytest.mark.parametrize("quantize", [None, "int8"])
+def test_the_table_of_per_layer_embeddings_stays_in_its_file(
+    tmp_path: Path, quantize: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In its dtype, mapped; memory need not hold it."""
+    folder = make(tmp_path, dtype=torch.bfloat16, **GEMMA4_PLE)
+    sizes: list[int] = []
+    monkeypatch.setattr("specker.model.memory.check_weights", lambda name, size, elements, *_: sizes.append(elements))
+    ck = read_here(folder, quantize=quantize)
+    table = ck.weights.ple_table
+    assert table is not None and table.dtype == torch.bfloat16 and ck.weights.ple_in.dtype == torch.float32
+    spans = [line.split() for line in Path("/proc/self/maps").read_text().splitlines()]
+    mapped = [line[0].split("-") for line in spans if line[-1] == str(folder / "model.safetensors")]
+    assert any(int(a, 16) <= table.data_ptr() < int(b, 16) for a, b in mapped)
+    state = load_file(folder / "model.safetensors")
+    assert torch.equal(table, state["model.embed_tokens_per_layer.weight"])
+    assert sizes == [sum(x.numel() for name, x in state.items() if "tokens_per_layer" not in name)]
+
+
+def test_gemma_4_is_not_split(tmp_path: Path) -> None:
+    config = read_config(make(tmp_path, **GEMMA4))
+    with pytest.raises(CheckpointError, match="tp=2 cannot split the target: the layers of Gemma4ForCausalLM have un"):
+        Part(0, 2).check(config)
 
 
 @pytest.mark.parametrize(
@@ -481,9 +633,9 @@ CONFIG_REFUSALS: list[tuple[str, dict[str, Any], dict[str, Any], str]] = [  # id
     ("activation", {"hidden_act": "relu"}, {}, "hidden_act 'relu' is not supported; supported: silu, gelu, gelu_py"),
     (
         "gemma",
-        {"architectures": ["Gemma2ForCausalLM"], "model_type": "gemma2"},
+        {"architectures": ["GemmaForCausalLM"], "model_type": "gemma"},
         {},
-        f"architecture Gemma2ForCausalLM is not supported; supported: {SUPPORTED}",
+        f"architecture GemmaForCausalLM is not supported; supported: {SUPPORTED}",
     ),
     ("moe", {"architectures": ["Qwen2MoeForCausalLM"], "model_type": "qwen2_moe"}, {}, "Qwen2MoeForCausalLM is not"),
     ("vision", {"architectures": ["Qwen2VLForConditionalGeneration"]}, {}, "Qwen2VLForConditionalGeneration is not"),

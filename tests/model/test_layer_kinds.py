@@ -7,7 +7,12 @@ import pytest
 import torch
 from make_checkpoint import (
     FULL,
+    GEMMA2,
     GEMMA3,
+    GEMMA4,
+    GEMMA4_MIXED,
+    GEMMA4_PLE,
+    GEMMA4_SHARED,
     GPT_OSS,
     GRANITE,
     LFM2,
@@ -41,8 +46,13 @@ from specker.model.prefill import prefill
 GEMMA = GEMMA3 | {"layers": 4, "tied": False}  # a random tied model repeats its last token
 KINDS = {  # the windows are shorter than the prompts, and than some drafts
     "geglu": {"arch": "llama", "layers": 4, "hidden_act": "gelu_pytorch_tanh"},
+    "gemma2": GEMMA2 | {"layers": 4, "tied": False, "layer_types": [SLIDING, FULL, FULL, SLIDING]},
     "gemma3": GEMMA | {"layer_types": [SLIDING, FULL, FULL, SLIDING]},
     "gemma3-window-of-2": GEMMA | {"layer_types": [SLIDING, SLIDING, SLIDING, FULL], "sliding_window": 2},
+    "gemma4-31b": GEMMA4 | {"tied": False},
+    "gemma4-shared": GEMMA4_SHARED | {"tied": False},
+    "gemma4-e2b": GEMMA4_PLE | {"tied": False},
+    "gemma4-26b-a4b": GEMMA4_MIXED | {"tied": False},
     "mistral": {"arch": "mistral", "layers": 4, "sliding_window": 5},
     "qwen2": {"arch": "qwen2", "layers": 4, "max_window_layers": 1, **SHORT},
     "olmo2": {"arch": "olmo2", "layers": 4},
@@ -126,7 +136,13 @@ def test_sampled_trees_too(pairs, kind):
     assert engine.generate(PROMPT, **how).tokens == engine.generate_ar(PROMPT, **how).tokens
 
 
-GROUPS = {"gemma3": "[[0],[1,2],[3]]", "gemma3-window-of-2": "[[0,1,2],[3]]", "qwen2": "2", "olmo2": "2"}
+GROUPS = {
+    "gemma2": "[[0],[1,2],[3]]",
+    "gemma3": "[[0],[1,2],[3]]",
+    "gemma3-window-of-2": "[[0,1,2],[3]]",
+    "qwen2": "2",
+    "olmo2": "2",
+}
 GROUPS |= {"gpt-oss": "[[0],[1,2],[3]]", "mixtral": "2", "qwen3-moe": "[[0],[1,2],[3]]"}
 
 
@@ -154,7 +170,37 @@ TWICE = {name: LONGROPE[name] * 2 for name in ("short_factor", "long_factor")}  
 OTHER_SIZES = {"phi4-mini": {"hidden": 128, "rope": LONGROPE | TWICE}}  # the head's width follows from hidden
 
 
-@pytest.mark.parametrize("kind", KINDS)
+def test_layers_with_unlike_heads_are_not_side_by_side(pairs):
+    with pytest.raises(ValueError, match="EasySpec cannot run layers of Gemma4ForCausalLM side by side"):
+        specker.load(*pairs["gemma4-31b"], "easyspec", dtype="float64", layer_parallel="[[0],[1],[2,3]]")
+
+
+@pytest.mark.parametrize(("kind", "quantize"), [("31b", None), ("31b", "int8"), ("e2b", "int8"), ("26b-a4b", "int8")])
+def test_what_is_not_compiled_runs_on_torch(pairs, kind, quantize):
+    """It says so, and drafts the text of plain decoding."""
+    engine = specker.load(*pairs[f"gemma4-{kind}"], draft_tokens=4, dtype="float32", quantize=quantize)
+    assert engine.model.stack is None and "the compiled kernels lack norms of V" in engine.remarks["cpu"]
+    assert (engine.target.quantised == "int8") == (quantize is not None)
+    out = engine.generate(PROMPT, 15)
+    assert out.tokens == engine.generate_ar(PROMPT, 15).tokens and out.stats.accepted > 0
+
+
+@pytest.mark.parametrize("how", [*HOW, "static exit"])
+def test_per_layer_embeddings(pairs, texts, how):
+    """Every way of placing rows hands each layer what it reads of their tokens."""
+    target, draft = pairs["gemma4-e2b"]
+    options = {**HOW["exit"], "graphs": "on"} if how == "static exit" else HOW[how]
+    side = draft if options["strategy"] == "draft" else None
+    engine = specker.load(target, side, dtype="float64", page_size=16, batch_size=3, **options)
+    assert [out.tokens for out in engine.generate([PROMPT, *OTHERS], 14)] == [text[:14] for text in texts("gemma4-e2b")]
+    sampled = {"max_new_tokens": 12, "temperature": 0.7, "seed": 3}
+    assert engine.generate(PROMPT, **sampled).tokens == engine.generate_ar(PROMPT, **sampled).tokens
+
+
+COMPILED = [kind for kind in KINDS if not kind.startswith("gemma4")]
+
+
+@pytest.mark.parametrize("kind", COMPILED)
 def test_every_kind_is_compiled(tmp_path, kind):
     folder = make(tmp_path / "target", max_context=160, **KINDS[kind] | SIZES | OTHER_SIZES.get(kind, {}))
     engine = specker.load(folder, strategy="lookup", device="cpu", dtype="float32")
@@ -179,6 +225,17 @@ def test_a_draft_that_is_the_target_is_always_right(tmp_path, options):
     assert engine.model.embed_scale == 8 and engine.model.stack is not None
     for out in engine.generate([PROMPT, *OTHERS], max_new_tokens=21):
         assert out.stats.accepted == out.stats.drafted > 10
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_a_draft_ranks_under_the_cap_of_the_logits(tmp_path, dtype):
+    """With noise the cap changes the choice, in a chain drafted in one call and in the drafter's head."""
+    folder = make(tmp_path, max_context=160, **KINDS["gemma2"] | SIZES)
+    engine = specker.load(folder, folder, strategy="draft", draft_tokens=4, policy="fixed", device="cpu", dtype=dtype)
+    assert (engine.model.stack is not None) == (dtype == "float32")
+    out = engine.generate(PROMPT, max_new_tokens=31, temperature=1.5, seed=3)
+    assert out.stats.accepted == out.stats.drafted > 10
+    assert out.tokens == engine.generate_ar(PROMPT, max_new_tokens=31, temperature=1.5, seed=3).tokens
 
 
 def test_a_gpu_takes_no_short_window(tmp_path):

@@ -4,7 +4,20 @@ import itertools
 
 import pytest
 import torch
-from make_checkpoint import CASES, GEMMA3, GPT_OSS, GRANITE, PHI4, exact_oracle, make, oracle, oracle_logits
+from make_checkpoint import (
+    CASES,
+    FULL,
+    GEMMA3,
+    GEMMA4,
+    GPT_OSS,
+    GRANITE,
+    PHI4,
+    SLIDING,
+    exact_oracle,
+    make,
+    oracle,
+    oracle_logits,
+)
 from recorded import recording
 
 from specker.checkpoints.checkpoint import read
@@ -318,7 +331,11 @@ def as_flash(q, k, v, causal, sliding_window, scale, sinks=None):
     return torch.einsum("gts,sgd->tgd", scores.softmax(-1)[..., : len(k)], v)
 
 
-@pytest.mark.parametrize("kind", [GEMMA3, {"arch": "llama"}, {"arch": "dream"}, GPT_OSS])
+WIDE = {name: value for name, value in GEMMA4.items() if name != "layers"}  # flash attention serves one layer of three
+WIDE |= {"layer_types": [SLIDING, FULL, FULL], "global_head_dim": 288}
+
+
+@pytest.mark.parametrize("kind", [GEMMA3, {"arch": "llama"}, {"arch": "dream"}, WIDE, GPT_OSS])
 def test_what_a_chunk_hands_to_flash_attention(monkeypatch, tmp_path, kind):
     """The columns, the window and the direction: the K/V that a CPU computes."""
     model, cache = build(tmp_path, layers=3, max_context=128, **kind)
@@ -326,12 +343,14 @@ def test_what_a_chunk_hands_to_flash_attention(monkeypatch, tmp_path, kind):
     prefill(model, cache, tokens, chunk=32)
     want = [c[:, : cache.capacity // 16].flatten(1, 2)[:, :70].clone() for c in (cache.k, cache.v)]
     monkeypatch.setattr("specker.model.prefill.runs_flash", lambda *_: True)
-    monkeypatch.setattr("specker.model.prefill.flash", as_flash)
+    calls = []
+    monkeypatch.setattr("specker.model.prefill.flash", lambda *given: calls.append(given) or as_flash(*given))
     cache.truncate(0)
     cache.k.fill_(float("nan")), cache.v.fill_(float("nan"))
     prefill(model, cache, tokens, chunk=32)
     got = [c[:, : cache.capacity // 16].flatten(1, 2)[:, :70] for c in (cache.k, cache.v)]
     assert all((a - b).abs().max() < 1e-12 for a, b in zip(got, want, strict=True))
+    assert len(calls) == 3 * (1 if kind is WIDE else 3)
 
 
 @pytest.mark.gpu

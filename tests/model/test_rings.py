@@ -7,7 +7,7 @@ from dataclasses import replace
 import cases
 import pytest
 import torch
-from make_checkpoint import FULL, GEMMA3, SHORT, SLIDING, make
+from make_checkpoint import FULL, GEMMA3, GEMMA4, GEMMA4_SHARED, SHORT, SLIDING, make
 from one_round import after_every_round
 from pairs import perturbed
 
@@ -186,6 +186,29 @@ def test_compiled_layers_read_rings(pairs, kind, how):
     prompt = prompts[0] + want[0] + TURN
     got = engine.generate(prompt, 9)
     assert got.tokens == every.generate(prompt, 9).tokens and got.stats.prefilled == len(TURN)
+
+
+@pytest.mark.parametrize(("kind", "how"), [(GEMMA4, "ar"), (GEMMA4, "exit"), (GEMMA4_SHARED, "tree")])
+def test_layers_with_unlike_heads(tmp_path, kind, how):
+    """Those with a window stand in rings, those without one in pages; short of that, each kind has its own tensor."""
+    target = make(tmp_path / "target", max_context=340, **kind | {"tied": False})
+    pair = target, perturbed(target, tmp_path / "draft", amount=0.05)
+    whole = specker.load(target, strategy="ar", dtype="float64", page_size=1024)
+    near, far = ((len(kv), *kv.shape[3:]) for kv in whole.cache.kv[::2])
+    assert (near, far) == (((2, 2, 16), (2, 1, 32)) if kind is GEMMA4 else ((2, 2, 16), (1, 2, 32)))
+    texts = [whole.generate(prompt, 20).tokens for prompt in PROMPTS]
+    engine = load(pair, how, batch_size=3)
+    assert [(len(kv), *kv.shape[3:]) for kv in engine.cache.kv[::2]] == [far, near]
+    assert [out.tokens for out in engine.generate(PROMPTS, 20)] == texts
+    sampled = {"temperature": 0.7, "seed": 5}
+    assert engine.generate(PROMPTS[0], 20, **sampled).tokens == whole.generate(PROMPTS[0], 20, **sampled).tokens
+    for cache, rings_of in ((whole.cache, 0), (engine.cache, 4)):
+        page = cache.page_size
+        found = sum(x.nbytes * (x.shape[1] - bool(rings_of)) // x.shape[1] for x in cache.kv)
+        found += cache.rings.slots.nbytes - page * 8 if rings_of else 0
+        cost = Cost.of(whole.model.config, cache.k.dtype, rings_of)
+        other = Cost.of(replace(whole.model.config, num_layers=0), cache.k.dtype).position
+        assert found == cost.kv(cache.spare, page) - cache.spare * page * other
 
 
 # --- earlier texts

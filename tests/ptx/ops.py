@@ -265,6 +265,7 @@ def tree_attention(dtype: torch.dtype) -> Iterator[Case]:
         ("14/2 heads", 64, 14, 2, 16, ((63, 1), (64, 0), (127, 7)), "forest"),
         ("D 96", 96, 2, 1, 16, ((40, 5),), "forest"),
         ("D 256", 256, 2, 1, 16, ((140, 5),), "forest"),
+        ("D 512", 512, 2, 1, 16, ((140, 5),), "forest"),
         ("18 sequences", 64, 2, 1, 16, tuple((7 * i % 50, i % 5) for i in range(18)), "forest"),
     ):
         how = {"Hq": Hq, "Hkv": Hkv, "D": D, "page": page, "lengths": lengths, "relation": relation}

@@ -84,10 +84,11 @@ static void attend(const state *s, int64_t n, int64_t at, int64_t b, int64_t h, 
         width = in_page(p, c, S);
         plain_rows((const uint8_t *)k, 0, row_k, q, D, width, rows, D, scores + c, wide);
     }
-    const float scale = (float)d->scale, *sinks = d->layers[at].sinks;
+    const float scale = d->cap ? 1 : (float)d->scale, *sinks = d->layers[at].sinks;
     for (int64_t i = 0; i < rows; i++) {
         float *a = scores + i * wide;
         int64_t end = S; // columns from here on are masked
+        if (d->cap) soften(a + start, (float)d->scale, (float)d->cap, (S + 15) / 16 * 16 - start);
         if (p->words) {
             const int64_t *bits = p->words + (t0 + i / heads) * p->W;
             for (int64_t j = 0; j < w; j++)

@@ -15,7 +15,7 @@ typedef struct { // runtime/policy.py, StopRule
 typedef struct {
     const stack *model;
     const matrix *embed, *head;
-    double scale;        // factor of the embedding's rows
+    double scale, cap;   // factor of the embedding's rows; soft cap of the logits, 0: none
     const float *norm;   // the final norm; 0: `forward` has applied it
     const int64_t *ids;  // token ids of the head's rows; 0: the rows' numbers
     const places *first; // the rows of the first forward, those of each sequence together
@@ -90,6 +90,7 @@ static float sum_of_powers(const float *z, int64_t n, float top) {
 static part search(const chain *c, float *z, int64_t first, int64_t count, int64_t b, int64_t position) {
     float noise[256];
     part p = {-INFINITY, 0, INT64_MAX};
+    if (c->cap) soften(z, 1, (float)c->cap, count);
     if (c->temperature[b] > 0) {
         const float by = (float)(1.0 / c->temperature[b]);
         for (int64_t i = 0; i < count; i += 256) {

@@ -1,6 +1,7 @@
 // The feed-forward's gate, and its activations, which are within a few units in the last place of z.
 #include "state.h"
 #include "vector.h"
+#include <math.h>
 
 // z up sigmoid(x)
 INLINE vf swish(vf z, vf up, vf x) {
@@ -56,6 +57,17 @@ void gated(int64_t activation, float *gate, const float *up, int64_t count) {
     case CLAMPED_SILU: each(CLAMPED_SILU, gate, up, count); break;
     default: each(GELU, gate, up, count);
     }
+}
+
+void soften(float *x, float scale, float cap, int64_t count) {
+    const float by = scale / cap;
+    int64_t i = 0;
+    for (; i + LANES <= count; i += LANES) {
+        vf z = load(x + i) * by, e = power(largest(z, -z) * -2.0f), one = splat(1), t = (one - e) / (one + e) * cap;
+        vi positive = z >= splat(0);
+        store(x + i, (vf)(((vi)t & positive) | ((vi)-t & ~positive)));
+    }
+    for (; i < count; i++) x[i] = cap * tanhf(x[i] * by);
 }
 
 void weigh_silu(float *x, int64_t count) {

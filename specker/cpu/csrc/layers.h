@@ -61,6 +61,7 @@ typedef struct {
     const entry *entry; // 0: the stream begins as `forward.x`
     double eps, scale;  // epsilon of the norms; factor of attention's scores
     double score_scale, score_eps; // factor of the experts' scores, and what is added to their sum
+    double cap;                    // soft cap of attention's scores; 0: none
 } stack;
 
 typedef struct {          // the K/V of some layers, and where rows and columns stand in it
@@ -109,5 +110,6 @@ void run_forward(const member *m, const forward *f, char *scratch);
 void normalise(const float *x, const float *weight, float *y, int64_t E, float eps);
 void grow(float *x, const float *delta, const float *bias, int64_t E);
 void gated(int64_t activation, float *gate, const float *up, int64_t count);
+void soften(float *x, float scale, float cap, int64_t count);   // x = cap tanh(scale x / cap)
 void weigh_silu(float *x, int64_t count);                       // x = x sigmoid(x); `count` is a multiple of 16
 void weigh_sigmoid(float *x, const float *gate, int64_t count); // x = x sigmoid(gate)

@@ -10,7 +10,7 @@ from specker.cpu.packed import Packed
 from specker.kernels.linear import row_linear
 from specker.kernels.residual import add_norm
 from specker.kernels.topk import largest_of, vocab_topk
-from specker.model.decoder import Final
+from specker.model.decoder import Final, capped
 from specker.model.sampling import Draws
 from specker.model.weights import Matrix
 from specker.runtime.round.state import Request
@@ -25,6 +25,7 @@ class LMHead:
     norm: Tensor  # [E]
     eps: float
     activations: str = "int8"  # for packed rows (cpu.ACTIVATIONS)
+    cap: float = 0.0  # soft cap of the logits (ModelConfig.logits_cap)
     token_ids: Tensor | None = field(init=False, default=None)  # [K] int64, current id of each row; None: row i is id i
     draftable: set[int] | None = field(init=False, default=None)  # the ids that can be drafted; None: all
 
@@ -65,15 +66,16 @@ class LMHead:
         """The rows [T, E] -> their logits [T, K] float32 (float64 in float64 runs)."""
         norm = None if final.normed else (self.norm, self.eps)
         if isinstance(self.weight, Packed):
-            return product(final.rows, self.weight, self.activations, *(norm or ()))
+            return capped(product(final.rows, self.weight, self.activations, *(norm or ())), self.cap)
         rows = final.rows if norm is None else add_norm(final.rows, None, *norm)[1]
-        return row_linear(rows, self.weight, epilogue="float32")
+        return capped(row_linear(rows, self.weight, epilogue="float32"), self.cap)
 
     def _topk(
         self, final: Final, k: int, draws: Draws, positions: Tensor, with_lse: bool = True, out: Tensor | None = None
     ) -> tuple[Tensor, Tensor, Tensor]:
         norm, noise = None if final.normed else (self.norm, self.eps), draws.noise(positions)
-        if isinstance(self.weight, Packed):
+        bends = self.cap and (with_lse or noise is not None)  # otherwise the cap changes no choice
+        if isinstance(self.weight, Packed) or (bends and final.rows.is_cpu):  # a GPU's kernel ranks without the cap
             ids, values, lse = largest_of(self.logits(final), self.token_ids, k, noise, with_lse)
             return (ids if out is None else out.copy_(ids)), values, lse
         return vocab_topk(final.rows, self.weight, self.token_ids, k, norm, noise, with_lse, out=out)

@@ -74,7 +74,7 @@ class DraftContext:
 
         rows, eps = model.head if weight is None else weight, model.config.rms_norm_eps
         make = LMHead if self.kept is None else self.kept.head
-        return make(rows, model.norm, eps, model.activations)
+        return make(rows, model.norm, eps, model.activations, model.config.logits_cap)
 
     def allocate(self, model: Model, layers: int | None = None) -> KVCache:
         """A cache for a draft model, or for `layers` layers like its own."""

@@ -40,7 +40,7 @@ def compiled_chain(
     sequences = rows.cu_rows, rows.kv_len, rows.window
     drafted, probability = draft_chain(
         model.stack,
-        Vocabulary(model.embed, model.embed_scale, head.weight, head.token_ids, norm, head.activations),
+        Vocabulary(model.embed, model.embed_scale, head.weight, head.token_ids, norm, head.activations, head.cap),
         begin=begin,
         rows=((cache.k, cache.v), (rows.positions, rows.slots), sequences, rows.ancestors, rows.table),
         groups=(layers, groups or layers),

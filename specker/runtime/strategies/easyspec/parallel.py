@@ -142,6 +142,11 @@ class LayerParallel:
                 "EasySpec cannot run layers with a recurrent state side by side: choose other "
                 f"{option('layer_parallel')} groups, or strategy draft"
             )
+        if self.model.config.layer.kvs:
+            raise ValueError(
+                f"EasySpec cannot run layers of {self.model.config.architecture} side by side, whose heads differ: "
+                "choose strategy draft"
+            )
         if any(layer.sliding_window != first.sliding_window or layer.rope is not first.rope for layer in others):
             raise ValueError(
                 "EasySpec cannot run layers with different sliding windows or RoPE side by side: choose other "

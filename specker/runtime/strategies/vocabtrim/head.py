@@ -25,9 +25,11 @@ class KeptRows:
     ranking: str = ""  # how the fixed rows were ranked, for the user
     counts: VocabCounts | None = None  # counts what the target writes, for the next run
 
-    def head(self, weight: Matrix, norm: Tensor, eps: float, activations: str = "int8") -> "TrimmedHead":
+    def head(
+        self, weight: Matrix, norm: Tensor, eps: float, activations: str = "int8", cap: float = 0.0
+    ) -> "TrimmedHead":
         """A head with the rows `weight` [K, E]."""
-        return TrimmedHead(weight, norm, eps, activations, kept=self)
+        return TrimmedHead(weight, norm, eps, activations, cap, kept=self)
 
 
 @dataclass
