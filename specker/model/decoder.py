@@ -485,7 +485,7 @@ def _mixed_beside(
     experts, scores, order, starts = expert_route(logits, rule.chosen, rule.normalised, idle)
     scores = scores * own.scale.to(scores.dtype)[experts]
     x = _normed(hidden, own.experts, eps)
-    up = _gated(partial(expert_linear, x, mlp.gate_up, experts, order, starts), layer.activation, ("silu",))
+    up = _gated(partial(expert_linear, x, mlp.gate_up, experts, order, starts), layer.activation)
     mixed = expert_linear(up, mlp.down, experts, order, starts, "sum", scores)
     dense = _beside(linear, normed, mlp.shared, layer.activation)
     return _normed(dense, own.shared, eps) + _normed(mixed, own.mixed, eps), starts
