@@ -247,7 +247,8 @@ def capped(logits: Tensor, cap: float) -> Tensor:
 
 def _for_stack(layer: Group) -> tuple[Any, ...]:
     """A layer's weights, as `Stack` takes them."""
-    *feed, shared = layer.mlps[0]
+    every = layer.mlps[0]
+    feed, shared = every[: FeedForward._fields.index("shared")], every.shared
     each = (None, None, None) if shared is None else shared
     if isinstance(w := layer.mixer, Attention):
         *attention, sinks = w
