@@ -269,6 +269,7 @@ def _for_stack(layer: Group) -> tuple[Any, ...]:
         w.norm,
         *each,
         w.gates,
+        None,
     )
 
 
