@@ -28,6 +28,7 @@ from specker.kernels.ancestors import (
     ancestor_mask,
     ancestor_words,
     chain_words,
+    first_bits,
     pack_bits,
     reach_mask,
     unpack_words,
@@ -311,13 +312,6 @@ def _items_of(
 
 
 @triton.jit
-def _first_bits(n):
-    """A word with its first n bits set: all of them for n >= 64, none for n <= 0."""
-    ones = tl.full([], -1, tl.int64).to(tl.uint64, bitcast=True) >> tl.minimum(tl.maximum(64 - n, 0), 63).to(tl.uint64)
-    return tl.where(n > 0, ones, 0)
-
-
-@triton.jit
 def _window_bits(words_ptr, o_t, m_t, j, W):
     """Bits j..j+63 of each row's words; bits before the first word and after the last are 0."""
     o_w = tl.zeros_like(o_t) + (j >> 6)
@@ -334,7 +328,7 @@ def _count_bits(words_ptr, o_t, m_t, window, W):
     count = tl.zeros_like(o_t).to(tl.int32)
     for i_w in range(W):
         word = tl.load(words_ptr + o_t * W + i_w, mask=m_t, other=0).to(tl.uint64, bitcast=True)
-        word = word & _first_bits(window - 64 * i_w)
+        word = word & first_bits(window - 64 * i_w)
         for i_half in tl.static_range(2):
             x = (word >> (32 * i_half)).to(tl.uint32)
             x = x - ((x >> 1) & 0x55555555)
@@ -611,7 +605,7 @@ def _attend(
             b_s = 1.0 - 2.0 / (tl.exp2(b_s * inner) + 1.0)  # tanh(scale * b_s / cap)
         if i_n + N > shared:
             bits = _window_bits(words_ptr, o_t, m_m, i_n - shared, W)
-            bits = (bits | _first_bits(shared - i_n)) & _first_bits(kv_len - i_n)
+            bits = (bits | first_bits(shared - i_n)) & first_bits(kv_len - i_n)
             # Use 32-bit halves: the compiler keeps 1 << column of every column; 64-bit values would take 48 registers.
             low, high = bits.to(tl.uint32)[:, None], (bits >> 32).to(tl.uint32)[:, None]
             seen = (tl.where(o_n[None, :] < 32, low, high) >> (o_n % 32)[None, :].to(tl.uint32)) & 1
