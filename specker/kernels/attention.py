@@ -536,9 +536,8 @@ def _attend(
     i_split = splits - 1 - i_item // (tiles * HKV)
     # Sequence b's counters start at cu_rows[b] * G // M + b, so the counters of different sequences never overlap.
     i_slot = first * G // M + i_b + i_m // M
-    o_m = i_m + tl.arange(0, M)
-    m_m = o_m < pairs
     # Rows and pairs count from the tile's first: with one 64-bit address a tensor, 32 bits a row pass through the loop.
+    m_m = tl.arange(0, M) < pairs - i_m
     i_t = (first + i_m // G).to(tl.int64)
     i_th = i_t * HQ + i_kv * G  # index into [T, HQ]
     o_r = tl.arange(0, M) + (i_m % G if M % G else 0)
