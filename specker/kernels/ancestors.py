@@ -11,6 +11,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from specker.kernels.variant import tl, triton
+
 MAX_WORDS = 4
 INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 _WORD = (1 << 64) - 1
@@ -108,3 +110,25 @@ def reach_mask(
         out = torch.arange(least, shared) < torch.tensor(firsts)[:, None]
         mask[:, : shared - least].masked_fill_(out, float("-inf"))
     return least, mask
+
+
+@triton.jit
+def first_bits(n):
+    """A word with its first n bits set: all of them for n >= 64, none for n <= 0."""
+    ones = tl.full([], -1, tl.int64).to(tl.uint64, bitcast=True) >> tl.minimum(tl.maximum(64 - n, 0), 63).to(tl.uint64)
+    return tl.where(n > 0, ones, 0)
+
+
+@triton.jit
+def parent_of(words_ptr, i_t, m_t, w, W: tl.constexpr):
+    """The window column of the parent of row i_t, itself at window column w: the highest bit below w of the row's W
+    words, or -1. One row or a tile of rows, each within a thread."""
+    top, at = tl.zeros_like(w).to(tl.uint32), tl.zeros_like(w) - 1
+    for i_w in tl.static_range(W):
+        word = tl.load(words_ptr + i_t * W + i_w, mask=m_t, other=0).to(tl.uint64, bitcast=True)
+        word = word & first_bits(w - 64 * i_w)
+        for i_half in tl.static_range(2):
+            x = (word >> (32 * i_half)).to(tl.uint32)
+            top, at = tl.where(x != 0, x, top), tl.where(x != 0, 64 * i_w + 32 * i_half - 127, at)
+    # The highest bit is the exponent as a float. Without the bit below it, top is not rounded up to a power of 2.
+    return at + ((top & ~(top >> 1)).to(tl.float32).to(tl.int32, bitcast=True) >> 23)

@@ -28,6 +28,7 @@ from specker.kernels.ancestors import (
     ancestor_mask,
     ancestor_words,
     chain_words,
+    first_bits,
     pack_bits,
     reach_mask,
     unpack_words,
@@ -311,13 +312,6 @@ def _items_of(
 
 
 @triton.jit
-def _first_bits(n):
-    """A word with its first n bits set: all of them for n >= 64, none for n <= 0."""
-    ones = tl.full([], -1, tl.int64).to(tl.uint64, bitcast=True) >> tl.minimum(tl.maximum(64 - n, 0), 63).to(tl.uint64)
-    return tl.where(n > 0, ones, 0)
-
-
-@triton.jit
 def _window_bits(words_ptr, o_t, m_t, j, W):
     """Bits j..j+63 of each row's words; bits before the first word and after the last are 0."""
     o_w = tl.zeros_like(o_t) + (j >> 6)
@@ -334,7 +328,7 @@ def _count_bits(words_ptr, o_t, m_t, window, W):
     count = tl.zeros_like(o_t).to(tl.int32)
     for i_w in range(W):
         word = tl.load(words_ptr + o_t * W + i_w, mask=m_t, other=0).to(tl.uint64, bitcast=True)
-        word = word & _first_bits(window - 64 * i_w)
+        word = word & first_bits(window - 64 * i_w)
         for i_half in tl.static_range(2):
             x = (word >> (32 * i_half)).to(tl.uint32)
             x = x - ((x >> 1) & 0x55555555)
@@ -542,9 +536,8 @@ def _attend(
     i_split = splits - 1 - i_item // (tiles * HKV)
     # Sequence b's counters start at cu_rows[b] * G // M + b, so the counters of different sequences never overlap.
     i_slot = first * G // M + i_b + i_m // M
-    o_m = i_m + tl.arange(0, M)
-    m_m = o_m < pairs
     # Rows and pairs count from the tile's first: with one 64-bit address a tensor, 32 bits a row pass through the loop.
+    m_m = tl.arange(0, M) < pairs - i_m
     i_t = (first + i_m // G).to(tl.int64)
     i_th = i_t * HQ + i_kv * G  # index into [T, HQ]
     o_r = tl.arange(0, M) + (i_m % G if M % G else 0)
@@ -611,7 +604,7 @@ def _attend(
             b_s = 1.0 - 2.0 / (tl.exp2(b_s * inner) + 1.0)  # tanh(scale * b_s / cap)
         if i_n + N > shared:
             bits = _window_bits(words_ptr, o_t, m_m, i_n - shared, W)
-            bits = (bits | _first_bits(shared - i_n)) & _first_bits(kv_len - i_n)
+            bits = (bits | first_bits(shared - i_n)) & first_bits(kv_len - i_n)
             # Use 32-bit halves: the compiler keeps 1 << column of every column; 64-bit values would take 48 registers.
             low, high = bits.to(tl.uint32)[:, None], (bits >> 32).to(tl.uint32)[:, None]
             seen = (tl.where(o_n[None, :] < 32, low, high) >> (o_n % 32)[None, :].to(tl.uint32)) & 1

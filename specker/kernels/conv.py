@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from specker.kernels.ancestors import MAX_WORDS
+from specker.kernels.ancestors import MAX_WORDS, parent_of
 from specker.kernels.delta import bits_of
 from specker.kernels.registry import register
 from specker.kernels.variant import TYPES, Variant, same_device, start_after_previous, tl, triton
@@ -175,7 +175,8 @@ def _conv_rows_kernel(
     o_c = i_c * BC + tl.arange(0, BC)
     m_c = o_c < C
     o_r = tl.arange(0, ROWS)
-    for r in tl.range(first + tl.program_id(2) * ROWS, last, tl.num_programs(2) * ROWS):
+    # disable_licm: the loop mostly runs once, and addresses that the compiler hoists take up to 16 registers.
+    for r in tl.range(first + tl.program_id(2) * ROWS, last, tl.num_programs(2) * ROWS, disable_licm=True):
         o_t = (r + o_r).to(tl.int64)
         m_r = r + o_r < last
         o_j = start + (r - first) + o_r  # the ancestor's column
@@ -199,13 +200,8 @@ def _conv_rows_kernel(
             b_w = tl.load(weight_ptr + o_c * K + (K - 1 - i), mask=m_c, other=0.0)
             b_y += b_w[None, :] * b_r.to(tl.float32)
             if W > 0:
-                b_w_j = o_j - before  # in the window; the parent is the highest set bit below
-                o_w = tl.arange(0, 64 * W)
-                p_w = words_ptr + o_t[:, None] * W + (o_w >> 6)[None, :]
-                b_bit = (tl.load(p_w, mask=m_r[:, None], other=0) >> (o_w & 63)[None, :]) & 1
-                seen = (b_bit != 0) & (o_w[None, :] < b_w_j[:, None])
-                b_up = tl.max(tl.where(seen, o_w[None, :], -1), axis=1)
-                o_j = before + tl.where(b_w_j >= 0, b_up, b_w_j - 1)
+                b_w_j = o_j - before  # in the window
+                o_j = before + tl.where(b_w_j >= 0, parent_of(words_ptr, o_t, m_r, b_w_j, W), b_w_j - 1)
             else:
                 o_j -= 1
         if BIAS:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from specker.kernels.ancestors import MAX_WORDS
+from specker.kernels.ancestors import MAX_WORDS, parent_of
 from specker.kernels.registry import register
 from specker.kernels.variant import TYPES, Variant, same_device, start_after_previous, tl, triton
 
@@ -346,14 +346,6 @@ def _of(b_x, o_r, i):
     return tl.sum(tl.where(o_r == i, b_x, 0), axis=0)
 
 
-@triton.jit
-def _parent(words_ptr, i_t, w, W: tl.constexpr):
-    """The window column of a row's parent, from the row's bits below its own, w; -1 if it lies before the window."""
-    o_w = tl.arange(0, 64 * W)
-    b_word = tl.load(words_ptr + i_t * W + (o_w >> 6))
-    return tl.max(tl.where((((b_word >> (o_w & 63)) & 1) != 0) & (o_w < w), o_w, -1), axis=0)
-
-
 @triton.jit(
     do_not_specialize=["q_stride", "k_stride", "v_stride", "a_stride", "b_stride", "z_stride", "table_stride"],
     do_not_specialize_on_alignment=[
@@ -418,9 +410,6 @@ def _delta_rows_kernel(
     p_state = states_ptr + (tl.load(state_of_ptr + i_b) * 2 * HV + i_h) * DK * DV
     HALF: tl.constexpr = HV * DK * DV
     p_anchor = anchors_ptr + tl.load(state_of_ptr + i_b) * HV + i_h
-    A = tl.load(p_anchor).to(tl.int32)
-    rate = -tl.exp(tl.load(a_log_ptr + i_h))
-    bias = tl.load(dt_bias_ptr + i_h)
     o_r, o_s, o_v, o_c = tl.arange(0, ROWS), tl.arange(0, SLICE), tl.arange(0, DV), tl.arange(0, COLUMNS)
     # A program reads keys of the pass itself where they came from, since other programs write their records, too.
     start = columns - (last - first)
@@ -430,10 +419,11 @@ def _delta_rows_kernel(
         o_t = (r + o_r).to(tl.int64)
         m_r = r + o_r < last
         own = columns - last + r  # the column of the tile's first row
-        b_p = tl.load(positions_ptr + o_t, mask=m_r, other=0).to(tl.int32)
+        b_p = tl.load(positions_ptr + r + o_r, mask=m_r, other=0).to(tl.int32)
         b_at = tl.maximum(b_p // BLOCK - 1, 0) * BLOCK
         low = tl.min(tl.where(m_r, b_at, 2147483647), axis=0)
         high = tl.max(b_at, axis=0)
+        A = tl.load(p_anchor).to(tl.int32)  # from memory for each tile, as a tile's registers are full
         while high > A:
             p_to = p_state + (A // BLOCK + 1) % 2 * HALF
             _fold(
@@ -459,15 +449,16 @@ def _delta_rows_kernel(
             )
             A += BLOCK
             tl.debug_barrier()
+            tl.store(p_anchor, A.to(tl.int64))
 
-        x = tl.load(a_ptr + o_t * a_stride + i_h, mask=m_r, other=0.0).to(tl.float32) + bias
-        b_g = rate * tl.where(x > 20, x, tl.log(1 + tl.exp(tl.minimum(x, 20.0))))
+        x = tl.load(a_ptr + o_t * a_stride + i_h, mask=m_r, other=0.0).to(tl.float32) + tl.load(dt_bias_ptr + i_h)
+        b_g = -tl.exp(tl.load(a_log_ptr + i_h)) * tl.where(x > 20, x, tl.log(1 + tl.exp(tl.minimum(x, 20.0))))
         # Decays since the beginning of each row's block, and of the whole block before it, along the row's path.
         b_c, b_e = tl.zeros([ROWS], tl.float32), tl.zeros([ROWS], tl.float32)
         for i in tl.range(0, tl.minimum(ROWS, last - r)):
             column = own + i - 1
             if W > 0:
-                parent = _parent(words_ptr, r + i, own + i - before, W)
+                parent = parent_of(words_ptr, r + i, True, own + i - before, W)
                 column = tl.where(parent < 0, before - 1, before + parent)
             c, e = 0.0, 0.0
             if column >= own:
@@ -519,7 +510,7 @@ def _delta_rows_kernel(
             m = m_j[None, :] & (b_pj[None, :] >= b_at[:, None])
             if W > 0:
                 o_w = o_j - before
-                p_w = words_ptr + o_t[:, None] * W + (o_w >> 6)[None, :]
+                p_w = words_ptr + r * W + o_r[:, None] * W + (o_w >> 6)[None, :]
                 b_bits = tl.load(p_w, mask=m & (o_w >= 0)[None, :] & m_r[:, None], other=-1) >> (o_w & 63)[None, :]
                 m = m & ((b_bits & 1) != 0)
             near = (b_pj // BLOCK)[None, :] == (b_p // BLOCK)[:, None]
@@ -545,12 +536,12 @@ def _delta_rows_kernel(
         m = o_r[None, :] < o_r[:, None]
         if W > 0:
             o_w = own - before + o_r
-            p_w = words_ptr + o_t[:, None] * W + (o_w >> 6)[None, :]
+            p_w = words_ptr + r * W + o_r[:, None] * W + (o_w >> 6)[None, :]
             b_bits = tl.load(p_w, mask=m & m_r[:, None], other=0) >> (o_w & 63)[None, :]
             m = m & ((b_bits & 1) != 0)
         near = (b_p // BLOCK)[None, :] == (b_p // BLOCK)[:, None]
         b_w = tl.where(m, tl.exp(tl.where(near, b_c[:, None], b_far[:, None]) - b_c[None, :]), 0.0)
-        b_slot = tl.load(slots_ptr + o_t, mask=m_r, other=0)
+        b_slot = tl.load(slots_ptr + r + o_r, mask=m_r, other=0)
         b_ku, b_qu = tl.zeros([ROWS, ROWS], tl.float32), tl.zeros([ROWS, ROWS], tl.float32)
         for d in tl.range(0, DK, SLICE):
             b_k = tl.load(p_k + d, mask=m_r[:, None], other=0.0).to(tl.float32) * b_kk[:, None]
@@ -581,7 +572,6 @@ def _delta_rows_kernel(
         p_out = out_ptr + (o_t[:, None] * HV + i_h) * DV + o_v[None, :]
         tl.store(p_out, b_o.to(out_ptr.dtype.element_ty), mask=m_r[:, None])
         tl.debug_barrier()
-    tl.store(p_anchor, A.to(tl.int64))
 
 
 @lru_cache

@@ -205,9 +205,10 @@ def _expert_linear_kernel(
     i_x = tl.sum((b_ends <= i_tile).to(tl.int32), axis=0)
     if i_x >= X:  # no tile is left
         return
-    i_first = tl.max(tl.where(b_ends <= i_tile, b_ends, 0), axis=0)
-    o_place = tl.load(starts_ptr + i_x) + (i_tile - i_first) * M + tl.arange(0, M)
-    m_m = o_place < tl.load(starts_ptr + i_x + 1)
+    first = tl.load(starts_ptr + i_x) + (i_tile - tl.max(tl.where(b_ends <= i_tile, b_ends, 0), axis=0)) * M
+    stop = tl.load(starts_ptr + i_x + 1)
+    o_place = first + tl.arange(0, M)
+    m_m = o_place < stop
     o_choice = tl.load(order_ptr + o_place, mask=m_m, other=0)
     o_t = o_choice // K
     i_n = tl.program_id(1) * N
@@ -239,7 +240,10 @@ def _expert_linear_kernel(
         LEFT,
     )
     let_next_start_late(PDL)
-    o_choice = tl.load(order_ptr + o_place, mask=m_m, other=0, volatile=True)  # again: the loop needs the registers
+    # The rows again, in another form, or the compiler would keep them: a thread may write a column of all 64 rows, and
+    # the loop needs the registers.
+    m_m = tl.arange(0, M) < stop - first
+    o_choice = tl.load(order_ptr + first + tl.arange(0, M), mask=m_m, other=0)
     m_mn = m_m[:, None] & m_n[None, :]
     if bias_ptr is not None:  # the first split adds it
         p_bias, m_bias = bias_ptr + i_x * O + o_n, m_n & (i_s == 0)
@@ -291,13 +295,15 @@ def _variants(
     weighted, gate = epilogue in ("sum", "split"), GATES.get(epilogue, "")
     m, n, block, stages, splits = tiles(dtype, O, E, arch, min(k, X), sms, weighted, form)
     t, half = TYPES[dtype], dtype != torch.float32
-    # In a weighted sum on AMD, and in float32's small tiles, the indices of rows are too large a part of what is read.
-    wide = half and wide_rows(dtype, E, arch, form) and not (weighted and arch in AMD)
+    left = half and weight_left(n // 2 if gate else n, arch, form)
+    # In a weighted sum on AMD, or of int4 on sm_100, where each thread weights a column of all rows, and in float32's
+    # small tiles, the indices of rows are too large a part of what is read.
+    indices = weighted and (arch in AMD or (left and arch == 100))
+    wide = half and wide_rows(dtype, E, arch, form) and not indices
     parts = weighted or splits > 1
     name = f"{t} X{X} k{k} {E}->{O}" + " each" * each + f" {epilogue}" * (epilogue != "none")
     name += " bias" * bias + ("" if form is None else f" {form}")
     smoke = dtype == torch.bfloat16 and (X, k, form) == (128, 8, None) and epilogue in ("silu_mul", "split")
-    left = half and weight_left(n // 2 if gate else n, arch, form)
     stream = Variant(
         name=name,
         kernel=_expert_linear_kernel,
@@ -335,7 +341,8 @@ def _variants(
         left=left,
         wide=wide,
         smoke=smoke,
-        options={"maxnreg": 255},  # see linear.py
+        # See linear.py. On sm_80 the default limits suffice, and with 255 ptxas of Triton 3.7 spills 8 bytes.
+        options={} if arch == 80 else {"maxnreg": 255},
     )
     if epilogue == "split" or not parts:
         return stream, None
