@@ -228,8 +228,8 @@ def kernels(monkeypatch):
     def linear(x, weight, bias=None, epilogue="none"):
         return products._launch(x, weight, bias, epilogue)
 
-    def attention(*args):
-        return attend._launch(*args)
+    def attention(*args, sinks):
+        return attend._launch(*args, sinks=sinks)
 
     def topk(hidden, weight, token_ids, k, norm, noise, with_lse=True, out=None):
         return select._launch(hidden, weight, token_ids, k, norm, noise, with_lse, out)

@@ -236,7 +236,7 @@ def test_rounds_and_prefills_zero_their_counters(pairs, monkeypatch):
 def test_float64_has_no_graphs_on_a_gpu(pairs):
     engine = load(pairs)
     options = dataclasses.replace(engine.options, graphs="on")
-    gpu = SimpleNamespace(device=torch.device("cuda"), dtype=torch.float64)
+    gpu = SimpleNamespace(device=torch.device("cuda"), dtype=torch.float64, ple=None)
     with pytest.raises(ValueError, match="graphs='on' needs kernels"):
         fixed_shapes(options, gpu, None)
     assert not fixed_shapes(dataclasses.replace(options, graphs=None), gpu, None)
@@ -245,7 +245,7 @@ def test_float64_has_no_graphs_on_a_gpu(pairs):
 @pytest.mark.parametrize(("drafting", "graphs", "fixed"), [(2, None, True), (1, None, False), (2, "off", False)])
 def test_ranks_capture_rounds_where_every_rank_drafts(pairs, drafting, graphs, fixed):
     options = dataclasses.replace(load(pairs).options, graphs=graphs)
-    gpu = SimpleNamespace(device=torch.device("cuda"), dtype=torch.bfloat16)
+    gpu = SimpleNamespace(device=torch.device("cuda"), dtype=torch.bfloat16, ple=None)
     assert fixed_shapes(options, gpu, SimpleNamespace(draft_ranks=drafting, size=2)) == fixed
     assert fixed_shapes(options, gpu, None) == (graphs is None)
 

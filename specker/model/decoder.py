@@ -159,10 +159,11 @@ class Model:
         return rows if self.ple is None else torch.cat((rows, self._per_layer(self.ple, rows, tokens)), 1)
 
     def entering(self, hidden: Tensor, tokens: Tensor) -> Tensor:
-        """A later layer's input: the stream [T, E] and what layers read of its tokens [T] int64, as `embed_tokens`
-        has them."""
+        """A later layer's input: the stream [T, E] and what layers read of its tokens [T] or [n, T / n] int64, as
+        `embed_tokens` has them."""
         if self.ple is None:
             return hidden
+        tokens = tokens.flatten()
         return torch.cat((hidden, self._per_layer(self.ple, self._embedded(tokens), tokens)), 1)
 
     def _embedded(self, tokens: Tensor) -> Tensor:

@@ -159,7 +159,7 @@ def _verify(r: Round, model: Model, cache: KVCache) -> None:
         below, above = (tuple(n for n in b.aux_layers if (n < layer) == low) for low in (True, False))
         last, hidden = begin(model, cache, lengths, 1, N, s.window[:, N : N + 1])
         first = forward(model, cache, last, hidden, slice(layer), below)
-        hidden = model.entering(_beside(d.resume.hidden, first.hidden), s.window[:, : N + 1].reshape(-1))
+        hidden = model.entering(_beside(d.resume.hidden, first.hidden), s.window[:, : N + 1])
         rows = cache.place(lengths, 1, 0, N + 1, positions=positions)
         outs = [first, forward(model, cache, rows, hidden, slice(layer, None), above)]
         aux = {n: _beside(d.resume.aux[n], first.aux_hidden_states[n]) for n in below} | outs[1].aux_hidden_states
