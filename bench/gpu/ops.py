@@ -38,6 +38,7 @@ from specker.kernels.route import expert_route, expert_route_ref
 
 SIZE = 4096 if DEVICE == "cuda" else 256
 DTYPE = torch.bfloat16 if DEVICE == "cuda" else torch.float32
+GEMMA4 = (32, 4, 512) if DEVICE == "cuda" else (4, 1, 512)  # heads of a full layer of Gemma 4 31B
 MIXTURE = next(iter(bench_expert_linear.MODELS))
 
 
@@ -125,11 +126,12 @@ CHECKS: dict[str, Callable[[], None]] = {
         f"row_linear {kind}{f'/{group}' if group else ''}": built(
             bench_row_linear.build_quantised, 8, SIZE, 2 * SIZE, "silu_mul", kind, group
         )
-        for kind, group in (("int8", None), ("fp8", None), ("int4", 32), ("int4", 128))
+        for kind, group in (("int8", None), ("fp8", None), ("int4", 32), ("int4", 128), ("mxfp4", 32))
     },
     "tree_attention": built(bench_tree_attention.build, 8, (1000,)),
     "tree_attention of many rows": built(bench_tree_attention.build, 40, (1000,)),
     "tree_attention of sequences": built(bench_tree_attention.build, 3, (40, 700, 9)),
+    "tree_attention heads of 512": built(bench_tree_attention.build, 9, (1000, 60), heads=GEMMA4),
     "tree_attention sliding window": sliding_window,
     "tree_attention sinks": built(bench_tree_attention.build, 8, (1000,), sinks=True),
     "tree_attention int8": built(bench_tree_attention.build, 8, (1000,), kind=torch.int8),
@@ -150,7 +152,10 @@ CHECKS: dict[str, Callable[[], None]] = {
     "delta_rows chain": built(bench_delta.build, 20, 128, DTYPE),
     "expert_linear gate and up": built(bench_expert_linear.build, MIXTURE, 8, "silu_mul"),
     "expert_linear down": built(bench_expert_linear.build, MIXTURE, 8, "sum"),
-    "expert_linear int4": built(bench_expert_linear.build, MIXTURE, 8, "silu_mul", "int4"),
+    **{
+        f"expert_linear {kind}": built(bench_expert_linear.build, MIXTURE, 8, "silu_mul", kind)
+        for kind in ("int4", "mxfp4")
+    },
     "expert_route": built(bench_expert_linear.build_all, MIXTURE, 8),
     "expert_route sigmoid": biased_route,
     "sample_rows greedy": built(bench_accept.sample, 8, 8 * SIZE, DTYPE, 0.0, 0, 1.0),

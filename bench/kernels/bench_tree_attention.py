@@ -28,11 +28,17 @@ PAGE = 256
 
 
 def build(
-    rows: int, lengths: tuple[int, ...], page: int = PAGE, kind: torch.dtype | None = None, sinks: bool = False
+    rows: int,
+    lengths: tuple[int, ...],
+    page: int = PAGE,
+    kind: torch.dtype | None = None,
+    sinks: bool = False,
+    heads: tuple[int, int, int] = HEADS,
 ) -> Built:
     """One random tree per sequence, `rows` rows with the root, at the end of its `lengths` columns; pages permuted.
-    With a `kind` of eight bits the baselines read the same numbers in sixteen. They have no sinks."""
-    Hq, Hkv, D = HEADS
+    With a `kind` of eight bits the baselines read the same numbers in sixteen. They have no sinks. `heads`: query
+    heads, KV heads and their size."""
+    Hq, Hkv, D = heads
     g = torch.Generator().manual_seed(0)
     B, widest = len(lengths), -(-max(lengths) // page)
     scale = D**-0.5

@@ -782,8 +782,8 @@ def _variant(
     sinks: torch.dtype | None = None,
     kind: str = "plain",
 ) -> Variant:
-    """The M tile is 64 for any number of rows. wgmma requires it; on sm_80 the tile decides how Triton places the
-    warps, and with it the order of the sums. 4 warps make one warpgroup.
+    """The M tile is 64 for any number of rows, 32 for D 512. wgmma requires 64; on sm_80 the tile decides how Triton
+    places the warps, and with it the order of the sums. 4 warps make one warpgroup.
 
     sm_80: each warp owns 16 whole rows, so no data of a row crosses warps, and a tile of columns needs only the three
     barriers of its copies. Triton assigns the warps this way only if it sees that the loop's products are connected,
@@ -798,8 +798,11 @@ def _variant(
     128 KiB per SM are in flight; 132 SMs at 4.3 TB/s and 1 us latency need 33. One block's exponentials overlap the
     other's products. sm_100 has the same space. sm_80 (164 KiB) takes tiles of 32 columns, three in flight, for two
     blocks per SM. gfx942 (64 KiB of LDS) keeps one tile of 64 columns in LDS and one in registers; gfx950 (160 KiB)
-    keeps two and one. D 256 splits the accumulator over 8 warps. D 512 (Gemma 4's full layers) takes tiles of 16
-    columns, two in flight; AMD also halves the rows. float32 uses FMA in small tiles, for correctness only.
+    keeps two and one. D 256 splits the accumulator over 8 warps. D 512 (Gemma 4's full layers) does the same with 32
+    rows: the accumulator of 64 takes 128 registers of each thread, and with the indices of a batch that Triton 3.7
+    hoists out of the loop, sm_90 and sm_100 spill. Their 32 rows run on mma.sync. A tile of 32 columns is 64 KiB of K
+    and V, one in flight while one is computed; with q that is 98 KiB. AMD takes 16 columns. float32 uses FMA in small
+    tiles, for correctness only.
 
     The merge holds 32 splits of four pairs, 64 KiB at D 128, in the registers that the accumulator no longer needs. A
     warp owns a pair, so sums over splits stay within a thread. For one row of Llama-3-8B at 8,192 columns (four pairs a
@@ -809,7 +812,7 @@ def _variant(
     half = dtype != torch.float32
     M, N = (64, 32 if d_pad > 128 or arch == 80 else 64) if half else (16, 32)
     if d_pad > 256:
-        M, N = min(M, 32 if arch in AMD else M), 16
+        M, N = min(M, 32), 32 if half and arch not in AMD else 16
     if arch in AMD:
         stages = 3 if arch == 950 else 2
     else:

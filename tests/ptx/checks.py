@@ -147,6 +147,7 @@ def _tree_attention(arch: int, dtype: torch.dtype) -> Comparisons:
         (64, 123, 8, 64, {}),
         (128, 250, 7, 16, {}),
         (128, 123, 8, 64, eight),
+        (512, 123, 9, 64, {}),
     ):
         args, *_ = tests.ragged(prefix, dtype, Hq=4, Hkv=1, D=D, page=page, lengths=((prefix, nodes),), **more)
         chain, steps = tests.chain_and_decoding(args, prefix, nodes + 1, launch)
