@@ -24,8 +24,8 @@ from heads import (
 from make_checkpoint import GEMMA4_ALL, GPT_OSS, exact_oracle, make, oracle
 
 from specker.checkpoints.checkpoint import read
-from specker.model.decoder import Model
 from specker.model import prefill
+from specker.model.decoder import Model
 from specker.options import Params
 from specker.runtime.control.choose import NONE
 from specker.runtime.control.policy import Fixed
