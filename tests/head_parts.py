@@ -6,6 +6,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from torch.nn import functional
 
 
 class Random:
@@ -118,7 +119,9 @@ class Formula:
 
     def mlp(self, y: Tensor, p: str) -> Tensor:
         gate, up = (y @ self.x[f"{p}mlp.{name}_proj.weight"].T for name in ("gate", "up"))
-        return (gate * torch.sigmoid(gate) * up) @ self.x[f"{p}mlp.down_proj.weight"].T
+        gelu = self.c["hidden_act"] == "gelu_pytorch_tanh"
+        gate = functional.gelu(gate, approximate="tanh") if gelu else gate * torch.sigmoid(gate)
+        return (gate * up) @ self.x[f"{p}mlp.down_proj.weight"].T
 
     def rotated(self, z: Tensor, first: int) -> Tensor:
         D = z.shape[-1]

@@ -97,10 +97,12 @@ def make_dflash(
 class Formula(head_parts.Formula):
     """A drafter, one block after a whole text."""
 
-    def __init__(self, folder: Path, embedding: Tensor, head: Tensor):
-        """`embedding`, `head`: the target's, for drafters that use them."""
+    def __init__(self, folder: Path, embedding: Tensor, head: Tensor, scale: float = 1.0):
+        """`embedding`, `head`: the target's, for drafters that use them. `scale`: of its embedding; speculators'
+        drafters use the rows as they are."""
         super().__init__(folder)
-        self.embedding = self.x.get("embed_tokens.weight", embedding.double())
+        scaled = embedding.double() * (1.0 if "speculators_model_type" in self.raw else scale)
+        self.embedding = self.x.get("embed_tokens.weight", scaled)
         self.head = self.x.get("lm_head.weight", head.double())
         raw = self.raw
         inner = raw.get("dflash_config", {})
@@ -155,6 +157,8 @@ class Formula(head_parts.Formula):
         state = None
         for row, normed in enumerate(h):
             z = self.head @ normed
+            if cap := self.raw.get("final_logit_softcapping"):
+                z = cap * (z / cap).tanh()
             latent = x["markov_head.markov_w1.weight"][before] if "markov_head.markov_w1.weight" in x else None
             if latent is not None:
                 found, state = self.markov(normed, latent, torch.zeros_like(latent) if state is None else state)

@@ -32,6 +32,8 @@ HUB_CACHE = "hub/models--Qwen--Qwen3-8B/snapshots/b968826d9c46dd6066d109eabc6255
         ("meta-llama/Meta-Llama-3.1-8B-Instruct", "meta-llama/Llama-3.1-8B-Instruct"),
         ("unsloth/Llama-3.1-8B-Instruct-bnb-4bit", "meta-llama/Llama-3.1-8B-Instruct"),
         ("Qwen/Qwen3-8B-Base", "Qwen/Qwen3-8B-Base"),
+        ("gpt-oss-20b-mxfp4.gguf", "openai/gpt-oss-20b"),
+        ("someone/gemma-4-26B-A4B-it-GGUF", "google/gemma-4-26B-A4B-it"),
         ("HuggingFaceTB/SmolLM2-135M-Instruct", "HuggingFaceTB/SmolLM2-135M-Instruct"),
         (None, "code-target"),
     ],

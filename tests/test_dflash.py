@@ -245,6 +245,10 @@ BAD = {
     ),
     "a Markov head that is missing": ({"markov_rank": 4}, "lacks markov_head.markov_w1.weight"),
     "a confidence head that is missing": ({"enable_confidence_head": True}, "lacks confidence_head.proj.weight"),
+    "a soft cap with Markov": (
+        {"markov_rank": 4, "final_logit_softcapping": 30.0},
+        "specker caps no logits of a Markov head",
+    ),
     "confidence without Markov": (
         {"enable_confidence_head": True, "confidence_head_with_markov": True},
         "says confidence_head_with_markov, and has no Markov head",
@@ -280,6 +284,7 @@ LAYERS = {
     "windows somewhere": ({"layer": {"use_sliding_window": True}}, "names no layer_types, which say where"),
     "too few kinds": ({"layer": {"layer_types": [FULL]}}, "layer_types of .* must name one of"),
     "no window": ({"layer": {"layer_types": [FULL, SLIDING]}}, "sliding window, and names no sliding_window"),
+    "a soft cap below 0": ({"outer": {"final_logit_softcapping": -1}}, "must be a number from 0 on, got -1"),
     "other biases": ({"layer": {"mlp_bias": True}}, "says mlp_bias, and a drafter of blocks has no bias there"),
     "no embedding": ({"width": 24, "heads": (3, 1, 8), "outer": {"target_hidden_size": 64}}, "lacks embed_tokens"),
 }

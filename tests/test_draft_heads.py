@@ -1,13 +1,31 @@
 """Draft heads of every strategy and layout draft what an independent formula says, and change no token."""
 
+from collections import Counter
 from itertools import count, takewhile
 
 import cases
 import pytest
 import torch
-from heads import DFLASH, EAGLE, MTP, TABLES, TEXT, HeadPair, assert_drafts, changed, traced
+from heads import (
+    DFLASH,
+    EAGLE,
+    FULL,
+    MTP,
+    SLIDING,
+    TABLES,
+    TEXT,
+    HeadPair,
+    assert_drafts,
+    changed,
+    hidden,
+    made,
+    traced,
+)
+from make_checkpoint import GEMMA4_ALL, GPT_OSS, exact_oracle, make, oracle
 
+from specker.checkpoints.checkpoint import read
 from specker.model import prefill
+from specker.model.decoder import Model
 from specker.options import Params
 from specker.runtime.control.choose import NONE
 from specker.runtime.control.policy import Fixed
@@ -39,6 +57,59 @@ def test_drafts_are_those_of_the_formula(heads, strategy, name):
     assert assert_drafts(engine, head.formula(engine), rows, text) > 1
     assert all(len(row["probability"]) == len(row["draft"]) for row in rows if row["draft"])
     assert out.stats.accepted or strategy == "mtp" or "ids" not in TABLES[strategy][name]
+
+
+TWO_KINDS = {"layers": 8, "layer_types": [SLIDING, FULL] * 4, "tied": False}  # a tied random Gemma repeats a token
+OTHERS = {"gpt-oss": {**GPT_OSS, **TWO_KINDS}, "gemma4": {**GEMMA4_ALL, **TWO_KINDS}}
+ON_OTHERS = {
+    "eagle": ("eagle", "nested", {}),
+    "eagle of GELU, graphs": ("eagle", "GELU", {"graphs": "on"}),
+    "eagle with the target's head, tree": ("eagle", "the target's head", {"tree": "3x2"}),
+    "eagle1": ("eagle", "eagle1", {}),
+    "parallel": ("eagle", "parallel, the target's embedding", {}),
+    "z-lab": ("dflash", "z-lab, soft cap", {}),
+    "speculators' dflash": ("dflash", "dflash, the target's embedding", {"graphs": "on"}),
+}
+
+
+@pytest.fixture(scope="module")
+def others(tmp_path_factory):
+    """The folders of the targets OTHERS, and the three ids that each writes most often."""
+    folders = {name: make(tmp_path_factory.mktemp(name), seed=2, **how) for name, how in OTHERS.items()}
+    often = {
+        name: [token for token, _ in Counter(cases.plain(folder, TEXT, 40)).most_common(3)]
+        for name, folder in folders.items()
+    }
+    return {name: (folders[name], sorted(often[name])) for name in OTHERS}
+
+
+@pytest.mark.parametrize(("target", "way"), cases.one_in(2, OTHERS, ON_OTHERS))
+def test_heads_of_gpt_oss_and_gemma4(others, tmp_path, target, way):
+    """EAGLE heads read the rows of Gemma's embedding as they are, z-lab's drafters scaled; the soft cap of the target's
+    logits bends neither's."""
+    (folder, often), (strategy, name, options) = others[target], ON_OTHERS[way]
+    how = TABLES[strategy][name]
+    head = made(tmp_path / "head", strategy, folder, **how | ({"ids": often} if "ids" in how else {}))
+    engine = head.load(**options)
+    out, rows = traced(engine, TEXT, 24)
+    assert out.tokens == cases.plain(folder, TEXT, 24)
+    assert assert_drafts(engine, head.formula(engine), rows, TEXT + out.tokens) > 4
+    assert out.stats.accepted or "ids" not in how
+    sampling = {"temperature": 0.7, "seed": 3}
+    assert engine.generate(TEXT, 16, **sampling).tokens == cases.plain(folder, TEXT, 16, **sampling)
+
+
+@pytest.mark.parametrize("target", OTHERS)
+def test_hidden_rows_of_gpt_oss_and_gemma4_are_those_of_transformers(others, monkeypatch, target):
+    exact_oracle(monkeypatch)
+    folder, _ = others[target]
+    model = Model(read(folder, dtype=torch.float64, device="cpu"))
+    text = [*range(3, 40)]
+    with torch.inference_mode():
+        want = oracle(folder, torch.float64)(torch.tensor([text]), output_hidden_states=True).hidden_states
+        got = hidden(model, [*text, 0], (0, 2, 3, 7))
+    for depth, rows in zip((0, 2, 3, 7), got, strict=True):
+        assert (rows - want[depth][0]).abs().max() < 1e-9
 
 
 @pytest.mark.parametrize(

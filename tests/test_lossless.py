@@ -4,7 +4,7 @@ import itertools
 
 import cases
 import pytest
-from make_checkpoint import FULL, GPT_OSS, GRANITE, PHI4, QWEN3_MOE, SLIDING, make
+from make_checkpoint import FULL, GEMMA4_MIXED, GPT_OSS, GRANITE, PHI4, QWEN3_MOE, SLIDING, make
 from one_round import after_every_round, apart
 from pairs import perturbed
 
@@ -22,6 +22,7 @@ SHAPES = {**DRAFTS, **CAPPED}
 ARCHITECTURES = {arch: {"arch": arch} for arch in ("llama", "mistral", "qwen2", "qwen3", "olmo2", "smollm3")}
 ARCHITECTURES |= {"granite": GRANITE, "phi4-mini": PHI4, "qwen3-moe": QWEN3_MOE}
 ARCHITECTURES |= {"gpt-oss": {**GPT_OSS, "layer_types": [SLIDING, FULL]}}
+ARCHITECTURES |= {"gemma4": {**GEMMA4_MIXED, "layer_types": [SLIDING, FULL], "tied": False}}
 
 
 @pytest.fixture(scope="module")
@@ -29,7 +30,7 @@ def pairs(tmp_path_factory):
     """arch -> (target, draft)."""
     made = {}
     for arch, options in ARCHITECTURES.items():
-        target = make(tmp_path_factory.mktemp(arch), layers=2, max_context=192, **options)
+        target = make(tmp_path_factory.mktemp(arch), **{**options, "layers": 2, "max_context": 192})
         made[arch] = target, perturbed(target, tmp_path_factory.mktemp(arch + "-draft"))
     return made
 

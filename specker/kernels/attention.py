@@ -818,7 +818,7 @@ def _variant(
     else:
         stages = 3 if arch > 80 else 2 if d_pad > 128 else 4 if half else 3  # 99 KiB is the limit of consumer cards
     if d_pad > 256:
-        stages = 2 if half or arch not in AMD else 1
+        stages = 2 if half or (arch > 80 and arch not in AMD) else 1  # with two, float32 spills on sm_80
     own = arch == 80 and half and d_pad <= 128 and kind == "plain"
     seqs = 1 if B == 1 else max(16, 1 << (B - 1).bit_length())
     name = f"{t} {Hq}/{Hkv} D{D} page {page}" + (f" B{seqs}" if seqs > 1 else "")

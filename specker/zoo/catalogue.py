@@ -24,6 +24,8 @@ LLAMA_CPP = "https://github.com/ggml-org/llama.cpp/blob/master/examples/speculat
 LLAMA_SERVER = "https://github.com/ggml-org/llama.cpp/blob/master/tools/server/README.md"
 CODER_32B = "https://huggingface.co/ggml-org/Qwen2.5-Coder-1.5B-32B-speculative-GGUF"
 LLAMA_32 = "https://kaitchup.substack.com/p/fast-speculative-decoding-with-llama"
+GPT_OSS_EAGLE = "https://github.com/ggml-org/convert/pull/4"
+VLLM_DFLASH = "https://github.com/vllm-project/vllm/blob/main/vllm/model_executor/models/qwen3_dflash.py"
 VICUNA_68M = "https://huggingface.co/double7/vicuna-68m"
 AMD_135M = "https://huggingface.co/QuantFactory/AMD-Llama-135m-GGUF"
 
@@ -99,6 +101,24 @@ KNOWN = (
     Known("Qwen/Qwen3.5-9B", "z-lab/Qwen3.5-9B-DFlash", BLOCKS, DFLASH),
     Known("Qwen/Qwen3.5-27B", "z-lab/Qwen3.5-27B-DFlash", BLOCKS, DFLASH),
     Known("Qwen/Qwen3.5-35B-A3B", "z-lab/Qwen3.5-35B-A3B-DFlash", BLOCKS, DFLASH),
+    Known("openai/gpt-oss-20b", "RedHatAI/gpt-oss-20b-speculator.eagle3", HEAD3, SPECULATORS),
+    Known(
+        "openai/gpt-oss-20b", "amazon/gpt-oss-20b-p-eagle", HEAD3, "https://huggingface.co/amazon/gpt-oss-20b-p-eagle"
+    ),
+    Known("openai/gpt-oss-20b", "z-lab/gpt-oss-20b-DFlash", BLOCKS, DFLASH),
+    Known("openai/gpt-oss-120b", "RedHatAI/gpt-oss-120b-speculator.eagle3", HEAD3, SPECULATORS),
+    Known("openai/gpt-oss-120b", "nvidia/gpt-oss-120b-Eagle3-v3", HEAD3, GPT_OSS_EAGLE),
+    Known(
+        "openai/gpt-oss-120b",
+        "lmsys/EAGLE3-gpt-oss-120b-bf16",
+        HEAD3,
+        "https://huggingface.co/lmsys/EAGLE3-gpt-oss-120b-bf16",
+    ),
+    Known("openai/gpt-oss-120b", "z-lab/gpt-oss-120b-DFlash", BLOCKS, DFLASH),
+    Known("google/gemma-4-31B-it", "RedHatAI/gemma-4-31B-it-speculator.eagle3", HEAD3, SPECULATORS),
+    Known("google/gemma-4-31B-it", "RedHatAI/gemma-4-31B-it-speculator.dflash", BLOCKS, SPECULATORS),
+    Known("google/gemma-4-31B-it", "z-lab/gemma-4-31B-it-DFlash", BLOCKS, VLLM_DFLASH),
+    Known("google/gemma-4-26B-A4B-it", "RedHatAI/gemma-4-26B-A4B-it-speculator.eagle3", HEAD3, SPECULATORS),
     Known("Qwen/Qwen2.5-Coder-1.5B-Instruct", "Qwen/Qwen2.5-Coder-0.5B-Instruct", SMALL, "docs/results.md", tried=True),
     Known("Qwen/Qwen2.5-Coder-7B", "Qwen/Qwen2.5-Coder-0.5B", SMALL, LLAMA_SERVER),
     Known("Qwen/Qwen2.5-Coder-14B", "Qwen/Qwen2.5-Coder-0.5B", SMALL, LLAMA_SERVER),

@@ -9,6 +9,7 @@ A drafter of the wrong format drafts badly without any error, so every tensor an
 known.
 """
 
+import math
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
@@ -49,6 +50,7 @@ FIELDS = {  # fields of config.json that say what the drafter computes, beside t
     "dflash_config",
     "draft_vocab_size",
     "enable_confidence_head",
+    "final_logit_softcapping",
     "markov_head_type",
     "markov_rank",
     "mask_token_id",
@@ -176,7 +178,8 @@ class Layout:
             tuple((n and not raw.get("sliding_window_non_causal")) if causal is None else causal for n in windowed),
         )
         own = frozenset(name for name in SHARED if f"{name}.weight" in names)
-        source = config if "embed_tokens" in own else target  # of the embedding
+        # z-lab trained with the target's module, which in Gemma scales its rows, and speculators with the rows alone.
+        source = config if "embed_tokens" in own or nested is not None else target
         mask = flat.get("mask_token_id")
         config = replace(
             config,
@@ -187,11 +190,14 @@ class Layout:
             eos_ids=(),
             embed_scale=source.embed_scale,
             embed_rounded=source.embed_rounded,
+            logits_cap=_cap(folder, raw),
         )
         rank, confident = raw.get("markov_rank") or 0, bool(raw.get("enable_confidence_head"))
         markov = raw.get("markov_head_type", "vanilla")
         if rank and str(markov) not in JOINT:
             raise CheckpointError(f"{folder} has a Markov head of type {markov!r}; specker runs {', '.join(JOINT)}")
+        if rank and config.logits_cap:
+            raise CheckpointError(f"{folder} says final_logit_softcapping, and specker caps no logits of a Markov head")
         joined = confident and bool(raw.get("confidence_head_with_markov"))
         if joined and not rank:
             raise CheckpointError(f"{folder} says confidence_head_with_markov, and has no Markov head")
@@ -223,6 +229,15 @@ class Layout:
         if self.confident:
             yield Piece.tensor("confidence_head.proj.weight", "confidence", 1, H + r * self.joined)
             yield Piece.tensor("confidence_head.proj.bias", "confidence_bias", 1)
+
+
+def _cap(folder: Path, raw: dict[str, Any]) -> float:
+    """The soft cap of the logits, which z-lab's drafters for Gemma 4 name; 0 for none. That of the target's own head is
+    not meant. Raises CheckpointError."""
+    cap = raw.get("final_logit_softcapping") or 0.0
+    if type(cap) not in (int, float) or not 0 <= cap < math.inf:
+        raise CheckpointError(f"final_logit_softcapping of {folder} must be a number from 0 on, got {cap!r}")
+    return float(cap)
 
 
 def _kind(folder: Path, raw: dict[str, Any]) -> str:
