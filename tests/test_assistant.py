@@ -49,7 +49,8 @@ def test_drafts_are_those_of_transformers(made, exact, kind, head):
     engine = load(target, assistant)
     out, rows = traced(engine, TEXT, 24)
     text = TEXT + out.tokens
-    assert out.tokens == cases.plain(target, TEXT, 24) and out.stats.accepted
+    assert out.tokens == cases.plain(target, TEXT, 24)
+    assert out.stats.accepted or head == "clusters"
     assert [len(row["draft"]) for row in rows] == [min(3, len(text) - row["position"] - 1) for row in rows]
     assert assert_drafts(engine, Oracle(target, assistant), rows, text) > 8
     assert all(len(row["probability"]) == len(row["draft"]) for row in rows if row["draft"])
@@ -164,7 +165,10 @@ def changed(folder, to, text=None, drop=(), tensors=None, **config):
 
 ORDER = "masked_embedding.token_ordering"
 BAD = {  # changes of an assistant, and the refusal
-    "no assistant": ({"model_type": "llama"}, "is no assistant, with which strategy mtp drafts: its model_type is 'llama'"),
+    "no assistant": (
+        {"model_type": "llama"},
+        "is no assistant, with which strategy mtp drafts: its model_type is 'llama'",
+    ),
     "another width": ({"backbone_hidden_size": 96}, "an assistant for a target of width 96, and the target has 64"),
     "another vocabulary": ({"text": {"vocab_size": 127}}, "for a target with 127 ids, and the target has 128"),
     "another window": ({"text": {"sliding_window": 13}}, "with sliding windows of 13, and the target has 12"),

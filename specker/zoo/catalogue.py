@@ -12,8 +12,9 @@ from specker import zoo
 from specker.fields import option
 
 AUTO = "auto"  # as --draft
-HEAD3, HEAD1, BLOCKS, SMALL = KINDS = "EAGLE-3 head", "EAGLE head", "DFlash drafter", "small model"
-STRATEGIES = {BLOCKS: "dflash", SMALL: "draft"}  # the other kinds' is eagle
+KINDS = "EAGLE-3 head", "EAGLE head", "DFlash drafter", "assistant", "small model"
+HEAD3, HEAD1, BLOCKS, ASSISTANT, SMALL = KINDS
+STRATEGIES = {BLOCKS: "dflash", ASSISTANT: "mtp", SMALL: "draft"}  # the other kinds' is eagle
 
 EAGLE = "https://github.com/SafeAILab/EAGLE"
 SPECULATORS = "https://github.com/vllm-project/speculators"
@@ -25,6 +26,7 @@ LLAMA_SERVER = "https://github.com/ggml-org/llama.cpp/blob/master/tools/server/R
 CODER_32B = "https://huggingface.co/ggml-org/Qwen2.5-Coder-1.5B-32B-speculative-GGUF"
 LLAMA_32 = "https://kaitchup.substack.com/p/fast-speculative-decoding-with-llama"
 VICUNA_68M = "https://huggingface.co/double7/vicuna-68m"
+GEMMA = "https://ai.google.dev/gemma/docs/mtp/mtp"
 AMD_135M = "https://huggingface.co/QuantFactory/AMD-Llama-135m-GGUF"
 
 
@@ -99,6 +101,10 @@ KNOWN = (
     Known("Qwen/Qwen3.5-9B", "z-lab/Qwen3.5-9B-DFlash", BLOCKS, DFLASH),
     Known("Qwen/Qwen3.5-27B", "z-lab/Qwen3.5-27B-DFlash", BLOCKS, DFLASH),
     Known("Qwen/Qwen3.5-35B-A3B", "z-lab/Qwen3.5-35B-A3B-DFlash", BLOCKS, DFLASH),
+    Known("google/gemma-4-E2B-it", "google/gemma-4-E2B-it-assistant", ASSISTANT, GEMMA),
+    Known("google/gemma-4-E4B-it", "google/gemma-4-E4B-it-assistant", ASSISTANT, GEMMA),
+    Known("google/gemma-4-26B-A4B-it", "google/gemma-4-26B-A4B-it-assistant", ASSISTANT, GEMMA),
+    Known("google/gemma-4-31B-it", "google/gemma-4-31B-it-assistant", ASSISTANT, GEMMA),
     Known("Qwen/Qwen2.5-Coder-1.5B-Instruct", "Qwen/Qwen2.5-Coder-0.5B-Instruct", SMALL, "docs/results.md", tried=True),
     Known("Qwen/Qwen2.5-Coder-7B", "Qwen/Qwen2.5-Coder-0.5B", SMALL, LLAMA_SERVER),
     Known("Qwen/Qwen2.5-Coder-14B", "Qwen/Qwen2.5-Coder-0.5B", SMALL, LLAMA_SERVER),

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 class MultiTokenPrediction(Eagle):
     name = "mtp"
-    summary = "the multi-token prediction heads of the target's own checkpoint, or its assistant, draft a chain or a tree"
+    summary = "the target's own multi-token prediction heads, or its assistant, draft a chain or a tree"
     paper = "DeepSeek-V3 (2412.19437)"
     needs_draft = False
     may_draft = True
