@@ -1,7 +1,6 @@
 """train/head --kind assistant: a tiny assistant learns from a tiny target, and drafts in the engine as in training."""
 
 import cases
-import numpy as np
 import pytest
 import torch
 import transformers
@@ -15,7 +14,7 @@ from specker.checkpoints.checkpoint import read as read_checkpoint
 from train import corpus
 from train.head import __main__ as command
 from train.head import fit, taps
-from train.head.assistant import Reader, source_of
+from train.head.assistant import Reader
 from train.head.export import export_reader
 from train.head.fit import Recipe, Training
 
@@ -57,7 +56,7 @@ def learnt(target, tmp_path_factory):
 
 def test_an_assistant_learns(learnt):
     training, before, _ = learnt
-    assert training.judge()[0] > before[0] + 0.2
+    assert fit.expected(training.judge()) > fit.expected(before) + 0.4
     assert training.log[-1]["kl"] < 0.8 * training.log[0]["kl"]
 
 
@@ -157,7 +156,3 @@ def test_a_target_without_full_attention_is_refused(tmp_path):
     dense = read_checkpoint(target, dtype=torch.float32, device="cpu", pack=False)
     with pytest.raises(ValueError, match="an assistant cannot read the K and V of MistralForCausalLM"):
         Reader(dense, torch.arange(9))
-    assert (
-        np.isscalar(SOURCE)
-        and source_of(read_checkpoint(make(tmp_path / "llama"), dtype=torch.float32, device="cpu").config) == SOURCE
-    )
