@@ -8,7 +8,7 @@ import pytest
 import torch
 from heads import TEXT, assert_drafts, traced
 from make_assistant import CLUSTERS, OFTEN, TARGETS, Oracle, load, make_assistant, make_target
-from make_checkpoint import exact_oracle, make
+from make_checkpoint import GRANITE, PHI4, exact_oracle, make
 from safetensors.torch import load_file, save_file
 
 import specker
@@ -16,6 +16,8 @@ from specker.integrations.drafts import Drafts
 from specker.kernels.topk import Noise, vocab_topk
 from specker.model import prefill
 from specker.model.assistant import clustered_topk
+from specker.runtime import strategies
+from specker.runtime.strategies.base import DraftContext
 
 PROMPTS, COUNTS = [TEXT, [7], [n % 100 for n in range(40)], TEXT[::-1][:9], [5, 6]], [14, 9, 6, 12, 10]
 HEADS = {"whole": None, "clusters": CLUSTERS}
@@ -159,7 +161,7 @@ def changed(folder, to, text=None, drop=(), tensors=None, **config):
     x = {name: t for name, t in load_file(folder / "model.safetensors").items() if name not in drop}
     to.mkdir()
     save_file(x | (tensors or {}), to / "model.safetensors")
-    (to / "config.json").write_text(json.dumps(raw | config | {"text_config": raw["text_config"] | (text or {})}))
+    (to / "config.json").write_text(json.dumps({**raw, "text_config": raw["text_config"] | (text or {}), **config}))
     return to
 
 
@@ -169,6 +171,7 @@ BAD = {  # changes of an assistant, and the refusal
         {"model_type": "llama"},
         "is no assistant, with which strategy mtp drafts: its model_type is 'llama'",
     ),
+    "no layers": ({"text_config": 3}, "text_config of .* must be an object, got 3"),
     "another width": ({"backbone_hidden_size": 96}, "an assistant for a target of width 96, and the target has 64"),
     "another vocabulary": ({"text": {"vocab_size": 127}}, "for a target with 127 ids, and the target has 128"),
     "another window": ({"text": {"sliding_window": 13}}, "with sliding windows of 13, and the target has 12"),
@@ -204,11 +207,21 @@ def test_what_does_not_join_is_refused(made):
         load(target, assistant, tree="25x2")
     with pytest.raises(ValueError, match="with an assistant reads the target's K/V, which another engine keeps"):
         Drafts(target, assistant, "mtp")
+    engine = load(target, assistant)
+    how = engine.options, engine.target, engine.model, engine.cache, engine.draft, None, None
+    with pytest.raises(
+        ValueError, match="reads the target's K/V, which tp divides among the ranks: leave out tp or draft"
+    ):
+        strategies.drafter(DraftContext(*how, ranks=object()))
     with pytest.raises(ValueError, match="has no MTP heads"):
         specker.load(str(target), strategy="mtp", device="cpu")
 
 
 def test_an_assistant_for_layers_that_the_target_lacks_is_refused(made, tmp_path):
-    target = make(tmp_path / "target", max_context=512)
-    with pytest.raises(ValueError, match="reads the K/V of sliding_attention layers, and the target has none"):
-        load(target, made("e2b")[1])
+    for name, how, says in (
+        ("llama", {}, "reads the K/V of sliding_attention layers, and the target has none"),
+        ("phi3", PHI4, "reads no K/V of Phi3ForCausalLM, whose heads are rotated in part"),
+        ("granite", GRANITE, "specker keeps those of GraniteForCausalLM in another scale"),
+    ):
+        with pytest.raises(ValueError, match=says):
+            load(make(tmp_path / name, **how), made("e2b")[1])

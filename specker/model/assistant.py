@@ -28,6 +28,7 @@ from specker.kernels.linear import row_linear
 from specker.kernels.noise import check_draw, gumbel_at, unpack_draw
 from specker.kernels.quant import Matrix
 from specker.kernels.residual import add_norm
+from specker.kernels.tiles import MAX_ROWS
 from specker.kernels.topk import Noise, Noisy
 from specker.model.cache import KVCache, Lengths, Rows, sequence_bounds
 from specker.model.decoder import Final, GroupRows, Model, Output, in_blocks, over_pages, run_layers
@@ -80,7 +81,7 @@ class Assistant:
         Returns the rows for the LM head [T, E]."""
         model = self.model
         layers = [cache.layers[n] for n in self.spec.sources]
-        hidden = model.linear(torch.cat((embedded, features), 1), self.weights.pre)
+        hidden = self._linear(torch.cat((embedded, features), 1), self.weights.pre)
 
         def run(rows: Rows, hidden: Tensor) -> Output:
             batch = GroupRows(rows.positions, rows.slots, over_pages(model, rows), model.summed, rows.near)
@@ -93,7 +94,12 @@ class Assistant:
 
     def feature(self, rows: Tensor) -> Tensor:
         """The rows for the LM head [T, E] of a step -> the features of the next one [T, Ht]."""
-        return self.model.linear(rows, self.weights.post)
+        return self._linear(rows, self.weights.post)
+
+    def _linear(self, x: Tensor, weight: Matrix) -> Tensor:
+        """Of any number of rows; the kernels take MAX_ROWS."""
+        parts = [self.model.linear(part, weight) for part in x.split(MAX_ROWS)]
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
 def clustered_topk(
