@@ -80,6 +80,7 @@ def test_the_strategy_decides_between_a_head_and_a_small_model() -> None:
     assert choose("Qwen/Qwen3-8B") is choose("Qwen/Qwen3-8B", "eagle")
     assert choose("Qwen/Qwen3-8B").kind == HEAD3
     assert choose("Qwen/Qwen3.5-9B").strategy == choose("Qwen/Qwen3.5-9B", "dflash").strategy == "dflash"
+    assert choose("google/gemma-4-E4B-it").strategy == strategies.usual("google/gemma-4-E4B-it", "auto", {}) == "mtp"
     small = choose("Qwen/Qwen3-8B", "draft")
     assert small.draft == "Qwen/Qwen3-0.6B" and choose("Qwen/Qwen3-8B", "easyspec") is small
     assert "because strategy 'draft' drafts with it" in catalogue.reason(small, "draft")

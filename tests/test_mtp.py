@@ -77,7 +77,7 @@ def test_a_target_without_a_head_is_refused(tmp_path):
         load(make(tmp_path / "target", layers=4, max_context=256))
 
 
-def test_a_draft_checkpoint_is_refused(heads):
+def test_a_draft_that_is_no_assistant_is_refused(heads):
     target = str(heads("mtp", "mimo").target)
-    with pytest.raises(ValueError, match="strategy 'mtp' uses no draft checkpoint"):
+    with pytest.raises(ValueError, match="is no assistant, with which strategy mtp drafts: its model_type is 'mimo'"):
         specker.load(target, target, strategy="mtp", device="cpu")

@@ -484,7 +484,7 @@ def test_what_does_not_fit_is_refused_in_a_sentence(target, tmp_path, monkeypatc
     says("--layout must be flat or speculators, got 'gguf'", "--layout", "gguf")
     says("--steps must be at most 8, got 9", "--steps", 9)
     says("--rows must be at least 1, got 0", "--rows", 0)
-    says("--kind must be eagle3 or dflash, got 'mtp'", "--kind", "mtp")
+    says("--kind must be one of eagle3, dflash, assistant, got 'mtp'", "--kind", "mtp")
     says("--block must be between 2 and 64, got 1", "--block", 1)
     says("--layout speculators is for --kind eagle3", "--kind", "dflash", "--layout", "speculators")
     says("has no texts: run the stage answers first", "--stages", "taps")

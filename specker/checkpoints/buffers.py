@@ -85,7 +85,7 @@ class Storage:
 
     def rounding(self, p: Piece, c: ModelConfig) -> str | None:
         """The kind (int8, int4 or fp8) to which a piece is rounded; None if it is not rounded."""
-        head = p.name == "lm_head.weight" or (c.tied and p.name == "embed_tokens.weight")
+        head = p.buffer == "head" or (c.tied and p.name == "embed_tokens.weight")
         if self.quantize in (None, "none") or not (p.is_matrix or head):
             return None
         return "int8" if head and self.quantize == "int4" else self.quantize

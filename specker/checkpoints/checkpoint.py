@@ -86,6 +86,16 @@ class Checkpoint(Parameters):
         return None
 
     @property
+    def untrimmed(self) -> str:
+        """Why the LM head cannot be trimmed, after the checkpoint's name; empty if it can."""
+        return "" if self.head_ids is None else f"has {len(self.head_ids)} rows for ids of its own choice (d2t)"
+
+    @property
+    def head_bytes(self) -> int:
+        """Bytes of the LM head that a draft step of one row reads."""
+        return self.weights.head.nbytes
+
+    @property
     def vocabulary(self) -> dict[str, int] | None:
         """The tokenizer's tokens with their ids; None without a tokenizer."""
         return None if self.tokenizer_or_none is None else self.tokens.vocabulary
@@ -235,7 +245,7 @@ def _read_weights(
         kept = pieces_in(is_fused(where))
         pieces = {p.name if p.name == "lm_head.weight" else prefix + p.name: p for p in kept}
         where = _without_heads(where, prefix, c.num_layers)
-        check_tensors({name: x for name, x in where.items() if not _idle(c, prefix, name)}, pieces, c, prefix, storage)
+        check_tensors({name: x for name, x in where.items() if not idle(c, prefix, name)}, pieces, c, prefix, storage)
 
         buffers = Buffers(pieces, c, storage)
         mapped = done = 0
@@ -269,7 +279,7 @@ def _without_heads(where: dict[str, Any], prefix: str, layers: int) -> dict[str,
     return {name: file for name, file in where.items() if not name.startswith(tuple(starts))}
 
 
-def _idle(c: ModelConfig, prefix: str, name: str) -> bool:
+def idle(c: ModelConfig, prefix: str, name: str) -> bool:
     """Whether a tensor is of a layer's own K and V although the layer reads those of another one (KV.source)."""
     part = name.removeprefix(f"{prefix}layers.").split(".")
     if len(part) < 3 or part[1] != "self_attn" or part[2] not in ("k_proj", "v_proj", "k_norm", "v_norm"):

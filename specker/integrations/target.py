@@ -69,7 +69,10 @@ def drafter_for(
     if method.self_drafting or not method.drafts:
         raise ValueError(f"strategy {strategy!r} does not draft for another engine: use one with its own drafter")
     if draft is not None and not method.needs_draft:
-        raise ValueError(f"strategy {strategy!r} uses no draft checkpoint: leave out draft")
+        why = "uses no draft checkpoint"
+        if method.may_draft:
+            why = "with an assistant reads the target's K/V, which another engine keeps to itself"
+        raise ValueError(f"strategy {strategy!r} {why}: leave out draft")
     config = target.config if isinstance(target, Checkpoint) else read_sizes(target, max_context)
     if method.reads_target and not method.needs_draft and not config.num_heads:
         raise ValueError(f"strategy {strategy!r} needs a target that specker's decoder runs, not {config.architecture}")

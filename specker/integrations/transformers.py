@@ -157,7 +157,7 @@ class Generate:
         if given := [name for name in LOADING if name in options]:
             raise TypeError(f"option {given[0]!r} is for models that specker.load reads")
         self.options = strategies.options(strategy=strategy, **options)
-        if draft is not None and not strategies.of(self.options).needs_draft:
+        if draft is not None and not strategies.of(self.options).takes_draft:
             raise ValueError(f"strategy {strategy!r} uses no draft checkpoint: leave out draft")
         Sampling(seed=seed or 0)  # checks the seed
         self.draft, self.target, self.streamer, self.seed = draft, target, streamer, seed

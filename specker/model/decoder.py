@@ -155,7 +155,7 @@ class Model:
     def embed_tokens(self, tokens: Tensor) -> Tensor:
         """Tokens [T] int64 -> the first layer's input: embeddings [T, E] and, with per-layer embeddings, what each
         layer reads of the tokens beside them, [T, E + L P]."""
-        rows = self._embedded(tokens)
+        rows = self.embedded(tokens)
         return rows if self.ple is None else torch.cat((rows, self._per_layer(self.ple, rows, tokens)), 1)
 
     def entering(self, hidden: Tensor, tokens: Tensor) -> Tensor:
@@ -164,9 +164,10 @@ class Model:
         if self.ple is None:
             return hidden
         tokens = tokens.flatten()
-        return torch.cat((hidden, self._per_layer(self.ple, self._embedded(tokens), tokens)), 1)
+        return torch.cat((hidden, self._per_layer(self.ple, self.embedded(tokens), tokens)), 1)
 
-    def _embedded(self, tokens: Tensor) -> Tensor:
+    def embedded(self, tokens: Tensor) -> Tensor:
+        """Tokens [T] int64 -> their scaled embeddings [T, E]."""
         if isinstance(self.embed, Tensor):
             return self.scaled(torch.embedding(self.embed, tokens))
         return self.scaled(restored(self.embed, self.dtype, tokens))

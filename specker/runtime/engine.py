@@ -479,7 +479,7 @@ def draft_cost(budget: Budget, target: Checkpoint, draft: Checkpoint | None, hea
         return steps * (budget.exit + head_cost) / target.config.num_layers
     if draft is None or budget.part:
         return COPYING
-    own = draft.layer_bytes + draft.weights.head.nbytes
+    own = draft.layer_bytes + draft.head_bytes
     passes = steps if draft.config.causal else 1  # a diffusion model guesses a block in one pass
     head, c = target.weights.head, target.config  # empty if another engine runs the target
     each = head.nbytes / head.numel() if head.numel() else target.weights.norm.element_size()

@@ -42,7 +42,7 @@ def load(
     method = strategies.of(opts)
     where = device_of(device)
     ranks = dist.join(opts, where, method.divides)
-    if draft is not None and not method.needs_draft:
+    if draft is not None and not method.takes_draft:
         raise ValueError(f"strategy {opts.strategy!r} uses no draft checkpoint: leave out {option('draft')}")
     dummy = opts.load == "dummy"
     notes: dict[str, str] = {}
@@ -156,9 +156,8 @@ def read_draft(
             ranks.same("draft", dist.fingerprint(draft_checkpoint.folder))
         if (sentence := stored(draft_checkpoint, "draft")) is not None:
             notes["draft_weights"] = sentence
-        if opts.trim is not None and draft_checkpoint.head_ids is not None:
-            rows = f"{source} has {len(draft_checkpoint.head_ids)} rows for ids of its own choice (d2t)"
-            raise ValueError(f"{rows}: leave out +vocabtrim")
+        if opts.trim is not None and draft_checkpoint.untrimmed:
+            raise ValueError(f"{source} {draft_checkpoint.untrimmed}: leave out +vocabtrim")
     elif source is not None and (ranks is None or ranks.drafts):
         draft_checkpoint = read_checkpoint(
             source,

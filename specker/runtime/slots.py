@@ -149,9 +149,10 @@ class Slots:
         if prefixes == "off":
             return [None] * len(self.caches)
         prefix_alignment = 1 if prefixes == "all" else self.prefix_alignment
-        target = self.cache.match(text, prefix_alignment)
         if len(self.caches) == 1:
-            return [target]
+            needs_row = self.drafter is not None and self.drafter.needs_row and request.speculates
+            return [self.cache.match(text[: len(text) - needs_row], prefix_alignment)]
+        target = self.cache.match(text, prefix_alignment)
         if self.drafter is None or not self.drafter.keeps_prefix or not request.speculates:
             return [target, None]
         own = self.caches[1].match(text)

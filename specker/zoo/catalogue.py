@@ -12,8 +12,9 @@ from specker import zoo
 from specker.fields import option
 
 AUTO = "auto"  # as --draft
-HEAD3, HEAD1, BLOCKS, SMALL = KINDS = "EAGLE-3 head", "EAGLE head", "DFlash drafter", "small model"
-STRATEGIES = {BLOCKS: "dflash", SMALL: "draft"}  # the other kinds' is eagle
+KINDS = "EAGLE-3 head", "EAGLE head", "DFlash drafter", "assistant", "small model"
+HEAD3, HEAD1, BLOCKS, ASSISTANT, SMALL = KINDS
+STRATEGIES = {BLOCKS: "dflash", ASSISTANT: "mtp", SMALL: "draft"}  # the other kinds' is eagle
 
 EAGLE = "https://github.com/SafeAILab/EAGLE"
 SPECULATORS = "https://github.com/vllm-project/speculators"
@@ -27,6 +28,7 @@ LLAMA_32 = "https://kaitchup.substack.com/p/fast-speculative-decoding-with-llama
 GPT_OSS_EAGLE = "https://github.com/ggml-org/convert/pull/4"
 VLLM_DFLASH = "https://github.com/vllm-project/vllm/blob/main/vllm/model_executor/models/qwen3_dflash.py"
 VICUNA_68M = "https://huggingface.co/double7/vicuna-68m"
+GEMMA = "https://ai.google.dev/gemma/docs/mtp/mtp"
 AMD_135M = "https://huggingface.co/QuantFactory/AMD-Llama-135m-GGUF"
 
 
@@ -101,6 +103,10 @@ KNOWN = (
     Known("Qwen/Qwen3.5-9B", "z-lab/Qwen3.5-9B-DFlash", BLOCKS, DFLASH),
     Known("Qwen/Qwen3.5-27B", "z-lab/Qwen3.5-27B-DFlash", BLOCKS, DFLASH),
     Known("Qwen/Qwen3.5-35B-A3B", "z-lab/Qwen3.5-35B-A3B-DFlash", BLOCKS, DFLASH),
+    Known("google/gemma-4-E2B-it", "google/gemma-4-E2B-it-assistant", ASSISTANT, GEMMA),
+    Known("google/gemma-4-E4B-it", "google/gemma-4-E4B-it-assistant", ASSISTANT, GEMMA),
+    Known("google/gemma-4-26B-A4B-it", "google/gemma-4-26B-A4B-it-assistant", ASSISTANT, GEMMA),
+    Known("google/gemma-4-31B-it", "google/gemma-4-31B-it-assistant", ASSISTANT, GEMMA),
     Known("openai/gpt-oss-20b", "RedHatAI/gpt-oss-20b-speculator.eagle3", HEAD3, SPECULATORS),
     Known(
         "openai/gpt-oss-20b", "amazon/gpt-oss-20b-p-eagle", HEAD3, "https://huggingface.co/amazon/gpt-oss-20b-p-eagle"

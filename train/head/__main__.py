@@ -2,6 +2,7 @@
 
     python -m train.head --target DIR --out FOLDER                 # an EAGLE-3 head
     python -m train.head --target DIR --out FOLDER --kind dflash   # a DFlash drafter of blocks
+    python -m train.head --target DIR --out FOLDER --kind assistant   # an assistant that reads the target's K/V
     python -m train.head --target DIR --out FOLDER --stages answers taps   # the text alone
     python -m train.head --target DIR --out FOLDER --stages export --layout speculators
 
@@ -13,9 +14,11 @@
   with the held-out agreement at each token of a draft; FOLDER/best.pt is the best judged head.
 * export: FOLDER/head, for `--strategy eagle --draft FOLDER/head`; FOLDER/head-speculators with --layout speculators.
 
-A drafter of blocks learns from the same answers and taps, and is in FOLDER/dflash, for `--strategy dflash`. Every stage
-goes on where it was stopped, and does nothing if it is done. More --tokens or --visits continue a finished one. Heads
-are for Llama-like targets with SwiGLU; biases and q/k norms of the target's layers are left out.
+A drafter of blocks learns from the same answers and taps, and is in FOLDER/dflash, for `--strategy dflash`. An
+assistant learns from the same answers and from other rows, FOLDER/assistant/taps, and is in FOLDER/assistant, for
+`--strategy mtp`. Every stage goes on where it was stopped, and does nothing if it is done. More --tokens or --visits
+continue a finished one. Heads are for Llama-like targets with SwiGLU; biases and q/k norms of the target's layers are
+left out.
 """
 
 import json
@@ -34,13 +37,14 @@ from specker.checkpoints.checkpoint import read as read_checkpoint
 from specker.cli.exits import run_cli
 from train import corpus
 from train.head import taps
+from train.head.assistant import Reader, source_of
 from train.head.blocks import Blocks
 from train.head.eagle import MOST, Head
-from train.head.export import LAYOUTS, default_taps, export, export_blocks
+from train.head.export import LAYOUTS, default_taps, export, export_blocks, export_reader
 from train.head.fit import Recipe, Training, kept_ids
 from train.head.net import Net
 
-KINDS = ("eagle3", "dflash")
+KINDS = ("eagle3", "dflash", "assistant")
 LONGEST = 64  # rows of a block
 STAGES = ("answers", "taps", "train", "export")
 
@@ -50,20 +54,20 @@ class Args:
     target: str = field(metadata={"help": "checkpoint of the target: a folder, a GGUF file or a hub id"})
     out: str = field(metadata={"help": "folder of all that is written"})
     stages: list[str] = field(default_factory=lambda: [*STAGES], metadata={"help": f"of {', '.join(STAGES)}"})
-    kind: str = field(default=KINDS[0], metadata={"help": f"of head: {' or '.join(KINDS)}"})
+    kind: str = field(default=KINDS[0], metadata={"help": f"of head: {', '.join(KINDS)}"})
     prompts: str = field(default="", metadata={"help": "JSON lines with `prompt` or `turns`: questions to answer"})
     tokens: int = field(default=2_000_000, metadata={"help": "tokens of answers to write"})
     visits: int = field(default=8_000_000, metadata={"help": "positions to train on, over all epochs"})
     taps: list[int] = field(
         default_factory=list, metadata={"help": "depths of the target that the head reads (default: 2, n / 2, n - 3)"}
     )
-    rows: int = field(default=8192, metadata={"help": "rows of an EAGLE-3 head's LM head"})
+    rows: int = field(default=8192, metadata={"help": "rows of an EAGLE-3 head's LM head; an assistant's in training"})
     layout: str = field(default="flat", metadata={"help": f"of the exported folder: {' or '.join(LAYOUTS)}"})
     batch: int = field(default=1024, metadata={"help": "positions of a training step"})
     length: int = field(default=512, metadata={"help": "positions of a window"})
-    steps: int = field(default=3, metadata={"help": "unrolled steps of an EAGLE-3 head"})
+    steps: int = field(default=3, metadata={"help": "unrolled steps of an EAGLE-3 head or an assistant"})
     block: int = field(default=8, metadata={"help": "rows of a DFlash block, one more than it drafts tokens"})
-    layers: int = field(default=2, metadata={"help": "layers of a DFlash drafter"})
+    layers: int = field(default=2, metadata={"help": "layers of a DFlash drafter or an assistant"})
     lr: float = field(default=3e-3, metadata={"help": "learning rate of the norms"})
     muon: float = field(default=6e-3, metadata={"help": "learning rate of the matrices"})
     bfloat16: bool = field(
@@ -80,9 +84,11 @@ class Args:
             if stage not in STAGES:
                 raise ValueError(f"--stages must be of {', '.join(STAGES)}, got {stage!r}")
         if self.kind not in KINDS:
-            raise ValueError(f"--kind must be {' or '.join(KINDS)}, got {self.kind!r}")
-        if self.kind == "dflash" and self.layout != LAYOUTS[0]:
-            raise ValueError(f"--layout {self.layout} is for --kind eagle3: a DFlash drafter is exported as z-lab's")
+            raise ValueError(f"--kind must be one of {', '.join(KINDS)}, got {self.kind!r}")
+        if self.kind != "eagle3" and self.layout != LAYOUTS[0]:
+            raise ValueError(f"--layout {self.layout} is for --kind eagle3: other kinds have one layout each")
+        if self.kind == "assistant" and self.taps:
+            raise ValueError("--taps does not apply to --kind assistant, which reads one layer's K and V")
         if self.layout not in LAYOUTS:
             raise ValueError(f"--layout must be {' or '.join(LAYOUTS)}, got {self.layout!r}")
         for name in ("tokens", "visits", "rows", "batch", "length", "steps", "layers", "threads"):
@@ -101,6 +107,11 @@ class Args:
     def own(self) -> Path:
         """The folder of the head, its training and its log."""
         return self.folder if self.kind == "eagle3" else self.folder / self.kind
+
+    @property
+    def rows_in(self) -> Path:
+        """The folder of the target's rows. An assistant reads others than heads do."""
+        return (self.own if self.kind == "assistant" else self.folder) / "taps"
 
     @property
     def shards(self) -> list[Path]:
@@ -138,6 +149,8 @@ def write_answers(args: Args) -> None:
 def depths(args: Args, target: Opened) -> tuple[int, ...]:
     """The depths that the head reads. Raises ValueError."""
     total = target.config.num_layers
+    if args.kind == "assistant":
+        return (source_of(target.config),)
     found = tuple(args.taps) or default_taps(total)
     if list(found) != sorted(set(found)) or not 1 <= found[0] <= found[-1] <= total:
         raise ValueError(
@@ -148,19 +161,21 @@ def depths(args: Args, target: Opened) -> tuple[int, ...]:
 
 def trained(args: Args, target: Opened) -> tuple[Net, taps.Lessons]:
     """The head as it starts, and its lessons. Raises ValueError if the target's rows are not there."""
-    folder, shards = args.folder / "taps", args.shards
+    folder, shards = args.rows_in, args.shards
     if missing := [path.stem for path in shards if not (folder / f"{path.stem}.rows.npy").exists()]:
         raise ValueError(f"{folder} lacks the target's rows of {missing[0]}: run the stage taps first")
     read = depths(args, target)
     taps.check(folder, target, read)
-    beyond = args.steps if args.kind == "eagle3" else args.block - 1
+    beyond = args.block - 1 if args.kind == "dflash" else args.steps
     lessons = taps.Lessons(shards, folder, args.length, beyond)
     dense = read_checkpoint(target, dtype=torch.float32, device="cpu", quantize="none", pack=False)
     counts = lessons.counts(target.config.vocab_size)
-    if args.kind == "eagle3":
-        ids = kept_ids(args.own / "state.pt", counts, args.rows)
-        return Head(dense, read, ids, args.steps), lessons
-    return Blocks(dense, read, int(counts.argmin()), args.block, args.layers), lessons
+    if args.kind == "dflash":
+        return Blocks(dense, read, int(counts.argmin()), args.block, args.layers), lessons
+    ids = kept_ids(args.own / "state.pt", counts, args.rows)
+    if args.kind == "assistant":
+        return Reader(dense, ids, args.steps, args.layers), lessons
+    return Head(dense, read, ids, args.steps), lessons
 
 
 def run(args: Args) -> int:
@@ -173,7 +188,7 @@ def run(args: Args) -> int:
     target = opened(args.target, max_context=args.max_context)
     if "taps" in args.stages:
         dtype = torch.bfloat16 if served(target.config) else torch.float32
-        taps.write(args.shards, args.folder / "taps", target, depths(args, target), dtype)
+        taps.write(args.shards, args.rows_in, target, depths(args, target), dtype)
     if not {"train", "export"} & {*args.stages}:
         return 0
     head, lessons = trained(args, target)
@@ -190,6 +205,11 @@ def run(args: Args) -> int:
         out = args.own / ("head" if args.layout == "flat" else f"head-{args.layout}")
         if isinstance(head, Head):
             export(head, target.folder, out, args.layout, args.target)
+        elif isinstance(head, Reader):
+            how = {"dtype": torch.float32, "device": "cpu", "quantize": "none", "pack": False, "layers": False}
+            whole = read_checkpoint(target, **how).weights.head  # type: ignore[arg-type]
+            assert isinstance(whole, torch.Tensor)
+            export_reader(head, target.folder, whole, out)
         else:
             assert isinstance(head, Blocks)
             export_blocks(head, target.folder, out)

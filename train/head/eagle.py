@@ -17,7 +17,53 @@ STEP_WEIGHT = 0.8  # step k of a chain counts 0.8 ** k
 FIRST = 0.1  # this share of training has chains of one step
 
 
-class Head(Net):
+class Chained(Net):
+    """A head that drafts a chain token by token, in training from every position at once."""
+
+    steps: int  # tokens of a chain in training
+
+    def drafts(self, batch: Batch, T: int, steps: int) -> list[Tensor]:
+        """What chains draft from the first T positions of a batch over the true tokens: rows for the LM head
+        [B, T, H], one tensor a step. Step k of the chain at position t predicts the token at t + 2 + k."""
+        raise NotImplementedError
+
+    def loss(self, batch: Batch, share: float, heat: float, turn: int) -> Tensor:
+        """Chains of one step at first, then unrolled ones. A position whose most probable token is not kept does not
+        count."""
+        steps = 1 if share < FIRST else self.steps
+        T = batch.ids.shape[1] - steps
+        chains = self.drafts(batch, T, steps)
+        with torch.no_grad():
+            logits = self.logits(batch.last[:, 1:] / heat).float()  # [B, T + steps - 1, rows]
+            teacher = logits.softmax(-1)
+            entropy = logits.logsumexp(-1) - (teacher * logits).sum(-1)
+            weights = (batch.weight * (self.row[batch.best] >= 0))[:, 1:]
+        total = sums = torch.zeros(())
+        for step, final in enumerate(chains):
+            at = slice(step, step + T)
+            weight = STEP_WEIGHT**step * weights[:, at] * (batch.text[:, :T] == batch.text[:, 1:][:, at])
+            student = self.logits(final / heat).float().flatten(0, 1)
+            cross = F.cross_entropy(student, teacher[:, at].flatten(0, 1), reduction="none").view(weight.shape)
+            total = total + ((cross - entropy[:, at]) * weight).sum()  # KL(target || head); the fastest way on a CPU
+            sums = sums + weight.sum()
+        return total / sums.clamp(min=1)
+
+    @torch.no_grad()
+    def agreement(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        """At each step of chains over the true tokens."""
+        T = batch.ids.shape[1] - self.steps
+        chains = self.drafts(batch, T, self.steps)
+        right, of = [], []
+        for step, final in enumerate(chains):
+            at = slice(step + 1, step + 1 + T)
+            counts = (batch.weight[:, at] == 1) & (batch.text[:, :T] == batch.text[:, at])
+            drafted = self.ids[self.logits(final).argmax(-1)]
+            right.append((drafted == batch.best[:, at])[counts].sum())
+            of.append(counts.sum())
+        return torch.stack(right), torch.stack(of)
+
+
+class Head(Chained):
     """Its matrices, and its norms [H]."""
 
     fc: Tensor  # [H, A * H]
@@ -47,40 +93,8 @@ class Head(Net):
         for name, x in own.items():
             setattr(self, name, nn.Parameter(x))
 
-    def loss(self, batch: Batch, share: float, heat: float, turn: int) -> Tensor:
-        """Chains of one step at first, then unrolled ones. A position whose most probable token is not kept does not
-        count."""
-        steps = 1 if share < FIRST else self.steps
-        T = batch.ids.shape[1] - steps
-        chains = self.chains(batch.taps[:, :T], batch.ids[:, 1:], batch.place[:, :T], batch.text[:, :T], steps)
-        with torch.no_grad():
-            logits = self.logits(batch.last[:, 1:] / heat).float()  # [B, T + steps - 1, rows]
-            teacher = logits.softmax(-1)
-            entropy = logits.logsumexp(-1) - (teacher * logits).sum(-1)
-            weights = (batch.weight * (self.row[batch.best] >= 0))[:, 1:]
-        total = sums = torch.zeros(())
-        for step, final in enumerate(chains):
-            at = slice(step, step + T)
-            weight = STEP_WEIGHT**step * weights[:, at] * (batch.text[:, :T] == batch.text[:, 1:][:, at])
-            student = self.logits(final / heat).float().flatten(0, 1)
-            cross = F.cross_entropy(student, teacher[:, at].flatten(0, 1), reduction="none").view(weight.shape)
-            total = total + ((cross - entropy[:, at]) * weight).sum()  # KL(target || head); the fastest way on a CPU
-            sums = sums + weight.sum()
-        return total / sums.clamp(min=1)
-
-    @torch.no_grad()
-    def agreement(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        """At each step of chains over the true tokens."""
-        T = batch.ids.shape[1] - self.steps
-        chains = self.chains(batch.taps[:, :T], batch.ids[:, 1:], batch.place[:, :T], batch.text[:, :T], self.steps)
-        right, of = [], []
-        for step, final in enumerate(chains):
-            at = slice(step + 1, step + 1 + T)
-            counts = (batch.weight[:, at] == 1) & (batch.text[:, :T] == batch.text[:, at])
-            drafted = self.ids[self.logits(final).argmax(-1)]
-            right.append((drafted == batch.best[:, at])[counts].sum())
-            of.append(counts.sum())
-        return torch.stack(right), torch.stack(of)
+    def drafts(self, batch: Batch, T: int, steps: int) -> list[Tensor]:
+        return self.chains(batch.taps[:, :T], batch.ids[:, 1:], batch.place[:, :T], batch.text[:, :T], steps)
 
     def chains(self, taps: Tensor, tokens: Tensor, places: Tensor, text: Tensor, steps: int) -> list[Tensor]:
         """What the head drafts from every position, with the true tokens: at step k the chain that starts at position t

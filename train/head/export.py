@@ -10,6 +10,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from specker.checkpoints.parse import read_json
+from train.head.assistant import Reader
 from train.head.blocks import Blocks
 from train.head.eagle import Head
 from train.head.net import Net
@@ -37,6 +38,16 @@ BLOCK_NAMES = {  # a layer's parameters of Blocks -> their names in files
     **{name: f"mlp.{name}_proj.weight" for name in ("gate", "up", "down")},
     "norm_in": "input_layernorm.weight",
     "norm_post": "post_attention_layernorm.weight",
+}
+
+READER_NAMES = {  # a layer's parameters of Reader -> their names in files
+    **{name: f"self_attn.{name}_proj.weight" for name in "qo"},
+    "q_norm": "self_attn.q_norm.weight",
+    **{name: f"mlp.{name}_proj.weight" for name in ("gate", "up", "down")},
+    "norm_in": "input_layernorm.weight",
+    "norm_o": "post_attention_layernorm.weight",
+    "norm_post": "pre_feedforward_layernorm.weight",
+    "norm_down": "post_feedforward_layernorm.weight",
 }
 
 
@@ -67,6 +78,39 @@ def export_blocks(net: Blocks, target: Path, folder: Path) -> None:
         "target_layer_ids": [depth - 1 for depth in net.taps],  # the outputs of layers
     }
     _write(folder, tensors, config)
+
+
+def export_reader(net: Reader, target: Path, whole: Tensor, folder: Path) -> None:
+    """Write an assistant in bfloat16, in the layout of gemma4_assistant. Its LM head is a copy of the target's,
+    `whole` [V, H]. `target`: its folder."""
+    tensors = {"model.norm.weight": net.norm, "model.embed_tokens.weight": whole}
+    tensors |= {"pre_projection.weight": net.pre, "post_projection.weight": net.post}
+    for n, layer in enumerate(net.layers):
+        own = {f"model.layers.{n}.{file}": getattr(layer, name) for name, file in READER_NAMES.items()}
+        tensors |= own | {f"model.layers.{n}.layer_scalar": net.norm.new_ones(1)}
+    tensors = {name: x.detach().to(torch.bfloat16).contiguous() for name, x in tensors.items()}
+    c, full, fields = net.config, "full_attention", layer_config(net, target, "gemma4_text")
+    rope = {"rope_type": "default", **(fields.pop("rope_scaling") or {}), "rope_theta": fields.pop("rope_theta")}
+    text = fields | {
+        "hidden_activation": fields.pop("hidden_act"),
+        "num_hidden_layers": len(net.layers),
+        "num_kv_shared_layers": len(net.layers),
+        "layer_types": [full] * len(net.layers),
+        "global_head_dim": c.head_dim,
+        "rope_parameters": {full: rope, "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0}},
+        "hidden_size_per_layer_input": 0,
+        "vocab_size_per_layer_input": 0,
+        "enable_moe_block": False,
+        "use_double_wide_mlp": False,
+        "attention_k_eq_v": False,
+        "tie_word_embeddings": True,
+        "bos_token_id": None,
+        "eos_token_id": None,
+        "pad_token_id": None,
+    }
+    config = {"architectures": ["Gemma4AssistantForCausalLM"], "model_type": "gemma4_assistant"}
+    config |= {"backbone_hidden_size": c.hidden_size, "use_ordered_embeddings": False, "tie_word_embeddings": True}
+    _write(folder, tensors, config | {"text_config": text, "dtype": "bfloat16"})
 
 
 def _write(folder: Path, tensors: dict[str, Tensor], config: dict[str, Any]) -> None:

@@ -32,6 +32,7 @@ from specker.checkpoints.files import open_files
 from specker.checkpoints.parse import read_json
 from specker.checkpoints.pieces import Piece, is_fused, pieces_of
 from specker.checkpoints.quantised.schemes import scheme_of
+from specker.fields import option
 from specker.model.config import CheckpointError, ModelConfig
 from specker.model.heads import HeadSpec, HeadWeights
 from specker.model.split import WHOLE
@@ -108,15 +109,16 @@ def read(target: Checkpoint, *, dtype: torch.dtype, quantize: str | None = None)
     target has none, or some that do not fit."""
     folder, layers = target.folder, target.config.num_layers
     check_stream(folder, target.config)
-    config = _config(target.config)
     with ExitStack() as stack:
         every = open_files(folder, stack)
         prefix = "model." if any(name.startswith("model.") for name in every) else ""
         fitting = [x for x in layouts(prefix, layers) if any(_in(x.head(0).fc, name) for name in every)]
         if not fitting:
             raise CheckpointError(
-                f"{folder} has no MTP heads (mtp_layers, mtp or further layers), with which strategy mtp drafts"
+                f"{folder} has no MTP heads (mtp_layers, mtp or further layers), with which strategy mtp drafts; an "
+                f"assistant that reads its K/V is a checkpoint of its own: pass {option('draft')}"
             )
+        config = _config(target.config)
         layout, scheme = fitting[0], scheme_of(read_json(folder / "config.json"), str(folder))
         device = target.weights.norm.device
         storage = Storage(scheme, quantize, dtype, device, packs(config, dtype, device))

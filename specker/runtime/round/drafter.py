@@ -212,6 +212,10 @@ class Drafter:
     tokens_ahead: int = 1
     """With `aux_layers`: a column of this drafter's cache depends on so many tokens after it."""
 
+    needs_row: bool = False
+    """Without a cache of its own: whether the first draft needs the target's row of the column before the root, so that
+    a prefill computes at least this column."""
+
     def reads(self, budget: Budget) -> tuple[int, ...]:
         """The depths, of `aux_layers`, whose hidden rows a round of this shape keeps for `accept` and for the next
         draft."""
@@ -256,6 +260,7 @@ class Wrapper(Drafter):
         self.model, self.cache, self.head = inner.model, inner.cache, inner.head
         self.keeps_prefix, self.synchronous = inner.keeps_prefix, inner.synchronous
         self.aux_layers, self.tokens_ahead = inner.aux_layers, inner.tokens_ahead
+        self.needs_row = inner.needs_row
 
     def reads(self, budget: Budget) -> tuple[int, ...]:
         return self.inner.reads(budget)

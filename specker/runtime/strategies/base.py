@@ -122,6 +122,7 @@ class Strategy:
     self_drafting: bool = False  # the target drafts with its own weights and cache, on every rank
     divides: bool = False  # the ranks of --tp divide the work of a draft among them
     needs_draft: bool = False  # drafts with a checkpoint of its own
+    may_draft: bool = False  # may draft with a checkpoint of its own, and needs none
     reads_target: bool = False  # its checkpoint is a head that reads the target's hidden states
     causal: bool = True  # the draft checkpoint is causal; False: a diffusion language model
     no_head: str = ""  # why there is no LM head to trim; empty if there is one
@@ -132,6 +133,11 @@ class Strategy:
         if not self.needs_draft:
             return "nothing"
         return "a draft model" if self.causal else "a diffusion model"
+
+    @property
+    def takes_draft(self) -> bool:
+        """Whether a draft checkpoint can be named."""
+        return self.needs_draft or self.may_draft
 
     @property
     def every_rank(self) -> bool:

@@ -14,7 +14,7 @@ from specker.options import Options
 from specker.runtime.strategies.base import DraftContext, Strategy
 
 if TYPE_CHECKING:
-    from specker.runtime.strategies.eagle.drafter import HeadDrafter
+    from specker.runtime.round.drafter import Drafter
 
 
 class Eagle(Strategy):
@@ -32,7 +32,7 @@ class Eagle(Strategy):
         if options.load == "dummy":
             raise ValueError(f"strategy {self.name} reads a trained head: {option('load', 'dummy')} does not apply")
 
-    def drafter(self, context: DraftContext) -> HeadDrafter:
+    def drafter(self, context: DraftContext) -> Drafter:
         from specker.checkpoints.drafts.heads import HeadCheckpoint
         from specker.model.heads import DraftHead
         from specker.runtime.strategies.eagle.agreement import chosen

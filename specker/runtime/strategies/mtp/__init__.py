@@ -1,8 +1,10 @@
 """Strategy `mtp`: the multi-token prediction heads in the target's own checkpoint draft (DeepSeek-V3, arXiv
-2412.19437). model/heads.py has the equations.
+2412.19437; model/heads.py has the equations), or an assistant that was trained with the target (Gemma 4;
+model/assistant.py).
 
 A target that was trained with such heads needs no draft checkpoint. A head drafts as an EAGLE head does, with the
-target's embedding, LM head and last hidden states. Several heads take turns (drafter.py).
+target's embedding, LM head and last hidden states. Several heads take turns (drafter.py). An assistant is a checkpoint
+of its own, which reads the target's K/V and has none (assistant.py).
 """
 
 from __future__ import annotations
@@ -11,40 +13,62 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from specker.fields import option
+from specker.options import Options
 from specker.runtime.strategies.eagle import Eagle
 
 if TYPE_CHECKING:
     import torch
 
     from specker.checkpoints.checkpoint import Checkpoint
+    from specker.checkpoints.drafts.assistant import AssistantCheckpoint
+    from specker.runtime.round.drafter import Drafter
     from specker.runtime.strategies.base import DraftContext
-    from specker.runtime.strategies.eagle.drafter import HeadDrafter
 
 
 class MultiTokenPrediction(Eagle):
     name = "mtp"
-    summary = "the multi-token prediction heads of the target's own checkpoint draft a chain or a tree"
+    summary = "the target's own multi-token prediction heads, or its assistant, draft a chain or a tree"
     paper = "DeepSeek-V3 (2412.19437)"
     needs_draft = False
+    may_draft = True
 
     @property
     def needs(self) -> str:
-        return "a target with such heads"
+        return "a target with such heads, or an assistant"
 
     def read_head(
         self, source: str | Path | None, target: Checkpoint, dtype: torch.dtype, quantize: str | None
     ) -> Checkpoint:
-        from specker.checkpoints.drafts import mtp
+        from specker.checkpoints.drafts import assistant, mtp
 
+        if source is not None:
+            return assistant.read(source, target, dtype=dtype, quantize=quantize)
         return mtp.read(target, dtype=dtype, quantize=quantize)
 
-    def drafter(self, context: DraftContext) -> HeadDrafter:
+    def with_draft(self, options: Options, draft: Checkpoint) -> Options:
+        """Raises ValueError for a tree that is wider than the ids of an assistant's clusters."""
+        from specker.checkpoints.drafts.assistant import AssistantCheckpoint
+
+        if isinstance(draft, AssistantCheckpoint) and draft.parts.order is not None:
+            most = draft.spec.chosen * draft.parts.order.shape[1]
+            if options.width > most:
+                raise ValueError(
+                    f"{option('tree', options.tree)} is wider than the {most} ids of {draft.spec.chosen} clusters, "
+                    "among which the assistant chooses"
+                )
+        return options
+
+    def drafter(self, context: DraftContext) -> Drafter:
+        from specker.checkpoints.drafts.assistant import AssistantCheckpoint
         from specker.checkpoints.drafts.heads import HeadCheckpoint
         from specker.model.heads import DraftHead
         from specker.runtime.strategies.eagle.agreement import chosen
         from specker.runtime.strategies.mtp.drafter import MTPDrafter
 
         first = context.draft
+        if isinstance(first, AssistantCheckpoint):
+            return _assistant(context, first)
         assert isinstance(first, HeadCheckpoint)
         if not first.further:
             return super().drafter(context)
@@ -55,3 +79,23 @@ class MultiTokenPrediction(Eagle):
             chosen(context.target, context.model, heads[0], context.notes)
         cache, own = context.allocate(heads[0].model, len(heads)), context.head(heads[0].model)
         return MTPDrafter(heads, cache, own, context.options.width)
+
+
+def _assistant(context: DraftContext, checkpoint: AssistantCheckpoint) -> Drafter:
+    """Raises ValueError if several ranks divide the K/V that the assistant reads."""
+    from specker.model.assistant import Assistant
+    from specker.runtime.strategies.mtp.assistant import AssistantDrafter, ClusteredHead, measure
+
+    if context.ranks is not None:
+        raise ValueError(
+            f"an assistant reads the target's K/V, which {option('tp')} divides among the ranks: leave out "
+            f"{option('tp')} or {option('draft')}"
+        )
+    assert context.model is not None and context.cache is not None  # `Drafts` refuses assistants for other engines
+    assistant, parts = Assistant(checkpoint, checkpoint.spec, checkpoint.parts), checkpoint.parts
+    head = context.head(assistant.model)
+    if parts.centroids is not None and parts.order is not None:
+        rows = head.weight, head.norm, head.eps
+        head = ClusteredHead(*rows, centroids=parts.centroids, order=parts.order, chosen=checkpoint.spec.chosen)
+    measure(context.target, context.model, assistant, head, context.notes)
+    return AssistantDrafter(assistant, context.model, context.cache, head, context.options.width)

@@ -1,0 +1,222 @@
+"""Read an assistant that reads the target's K/V (`model_type` gemma4_assistant, as Google publishes one for each Gemma
+4). `docs/checkpoints.md` lists the tensors.
+
+An assistant for another target drafts badly without any error, so its layers must have the heads of the target's layers
+that they read.
+"""
+
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from reprlib import repr as short
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from specker.checkpoints.architectures import ARCHITECTURES, FULL, SLIDING
+from specker.checkpoints.buffers import Storage
+from specker.checkpoints.checkpoint import Checkpoint, idle
+from specker.checkpoints.drafts.heads import check_stream, check_target, read_tensors
+from specker.checkpoints.files import folder_of, open_files
+from specker.checkpoints.numbers import check_size
+from specker.checkpoints.parse import SHARED, parse_config, read_json
+from specker.checkpoints.pieces import Piece, pieces_of
+from specker.checkpoints.quantised.schemes import scheme_of
+from specker.model.assistant import AssistantSpec, AssistantWeights
+from specker.model.config import CheckpointError, ModelConfig
+from specker.model.split import WHOLE
+from specker.model.weights import Weights
+
+KIND = "gemma4_assistant"
+LAYERS = "Gemma4ForCausalLM"  # the architecture of its layers
+ORDER = "masked_embedding.token_ordering"  # [V] int64, the ids cluster by cluster
+EMBED, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+# Fields of text_config that must be off: what an assistant's layers do not have.
+OFF = "hidden_size_per_layer_input", "enable_moe_block", "use_double_wide_mlp"
+
+
+@dataclass(frozen=True, eq=False)
+class AssistantCheckpoint(Checkpoint):
+    """An assistant: its layers as a model of their own, and what a model does not have."""
+
+    spec: AssistantSpec = field(kw_only=True)
+    parts: AssistantWeights = field(kw_only=True)
+
+    @property
+    def untrimmed(self) -> str:
+        if self.parts.order is None:
+            return ""
+        return f"reads {self.spec.chosen} of {len(self.parts.order)} clusters of its LM head's rows in each step"
+
+    @property
+    def head_bytes(self) -> int:
+        whole = self.weights.head.nbytes
+        if self.parts.order is None or self.parts.centroids is None:
+            return whole
+        return self.parts.centroids.nbytes + whole * self.spec.chosen // len(self.parts.order)
+
+
+def read(
+    source: str | Path, target: Checkpoint, *, dtype: torch.dtype, quantize: str | None = None
+) -> AssistantCheckpoint:
+    """Read an assistant for `target` from a folder or hub id, in `dtype`, onto the target's device. `quantize` rounds
+    the matrices of its layers, and its LM head unless that has clusters, as `checkpoint.read` does. Raises
+    CheckpointError."""
+    check_stream(source, target.config)
+    device = target.weights.norm.device
+    folder = folder_of(source, weights=False)
+    raw = read_json(folder / "config.json")
+    layout = Layout.of(folder, raw, target.config)  # before weights are downloaded
+    config, spec = layout.config, layout.spec
+    folder = folder_of(source, weights=True)
+    with ExitStack() as stack:
+        where = open_files(folder, stack)
+        order = where.pop(ORDER).get_tensor(ORDER) if ORDER in where else None
+        if layout.tied and {HEAD, EMBED} <= where.keys():  # a copy, which save_pretrained leaves out
+            both = where.pop(HEAD).get_tensor(HEAD), where[EMBED].get_tensor(EMBED)
+            if not torch.equal(*both):
+                raise CheckpointError(f"{HEAD} of {source} differs from {EMBED}, and tie_word_embeddings is true")
+        unread = () if layout.tied else (EMBED,)  # no step reads an embedding of the assistant's own
+        where = {n: file for n, file in where.items() if n not in unread and not idle(config, "model.", n)}
+        storage = Storage(scheme_of(raw, str(source)), quantize, dtype, device)
+        found = read_tensors(where, layout.pieces(), config, storage, source)
+    parts = AssistantWeights(found.pop("pre"), found.pop("post"), found.pop("centroids", None))
+    if layout.clusters:
+        parts = parts._replace(order=_order(order, layout.clusters, config.vocab_size, source).to(device))
+        found["head"] = found.pop("rows")
+    absent = dict.fromkeys(("qkv_bias", "k_norm", "o_bias", "gate_up_bias", "down_bias"))
+    weights = Weights(
+        **{**absent, **found},  # type: ignore[arg-type]
+        embed=target.weights.embed,
+        ropes=tuple(rope.to(device) for rope in layout.ropes),
+    )
+    return AssistantCheckpoint(
+        config, weights, folder, shared=target.tokens, activations=target.activations, spec=spec, parts=parts
+    )
+
+
+def _order(order: Tensor | None, clusters: int, vocab: int, source: str | Path) -> Tensor:
+    """The ids of each cluster, [clusters, vocab / clusters] int64. Raises CheckpointError."""
+    if order is None:
+        raise CheckpointError(f"{source} says use_ordered_embeddings and lacks {ORDER}, each cluster's ids")
+    ids = order.long() if not order.is_floating_point() else order.new_empty(0)
+    if ids.shape != (vocab,) or not torch.equal(ids.sort().values, torch.arange(vocab)):
+        raise CheckpointError(f"{ORDER} of {source} must hold each of the {vocab} ids once, as whole numbers")
+    return ids.view(clusters, -1)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Which tensors the files hold, and what they compute."""
+
+    config: ModelConfig  # of the assistant's layers
+    ropes: tuple[Any, ...]
+    spec: AssistantSpec
+    tied: bool  # the LM head is the assistant's embedding, which has no other use here
+    clusters: int  # of ids; 0: none
+
+    @classmethod
+    def of(cls, folder: Path, raw: dict[str, Any], target: ModelConfig) -> "Layout":
+        """Raises CheckpointError for what config.json and the target do not agree on."""
+        if raw.get("model_type") != KIND:
+            raise CheckpointError(
+                f"{folder} is no assistant, with which strategy mtp drafts: its model_type is "
+                f"{short(raw.get('model_type'))}, not {KIND}"
+            )
+        given = raw.get("text_config")
+        if not isinstance(given, dict):
+            raise CheckpointError(f"text_config of {folder} must be an object, got {short(given)}")
+        sizes = {
+            "of width {}": (raw.get("backbone_hidden_size"), target.hidden_size),
+            "with {} ids": (given.get("vocab_size"), target.vocab_size),
+        }
+        check_target(folder, "an assistant for a target", sizes)
+        if target.rotated:
+            raise CheckpointError(
+                f"{folder} is an assistant, and reads no K/V of {target.architecture}, whose heads are rotated in part"
+            )
+        for name in OFF:
+            if given.get(name, name == OFF[0]):  # transformers' default of the first one is a width
+                raise CheckpointError(f"{name} of an assistant must be off, but {folder} has {short(given.get(name))}")
+        if (positions := given.get("max_position_embeddings")) is not None:
+            check_size("max_position_embeddings", positions, str(folder))
+        tied = bool(raw.get("tie_word_embeddings", True))
+        plain = {
+            **given,
+            "architectures": [LAYERS],
+            "model_type": ARCHITECTURES[LAYERS].model_type,
+            "num_kv_shared_layers": 0,  # it shares the target's K/V, not its own
+            "max_position_embeddings": max(positions or 0, target.max_context),
+            "tie_word_embeddings": tied,
+            "eos_token_id": None,  # the target's count
+        }
+        config, ropes = parse_config(folder, target.max_context, None, plain)
+        sources = _sources(folder, config, target)
+        kvs = tuple(config.kv(n)._replace(source=source) for n, source in enumerate(sources))
+        # One column more than the window has: see model/assistant.py.
+        windows = tuple(window and window + 1 for window in config.layer.sliding_windows)
+        layer = replace(config.layer, kvs=kvs, sliding_windows=windows)
+        # The LM head of transformers' Gemma4AssistantForCausalLM has no soft cap.
+        config = replace(config, layer=layer, tied=False, eos_ids=(), logits_cap=0.0)
+        clusters, chosen = _clusters(folder, raw, config.vocab_size)
+        spec = AssistantSpec(sources, target.num_layers, target.hidden_size, chosen)
+        return cls(config, ropes, spec, tied, clusters)
+
+    def pieces(self) -> Iterator[Piece]:
+        """Every tensor that the checkpoint must have, and no other."""
+        c, Ht = self.config, self.spec.width
+        V, E = c.vocab_size, c.hidden_size
+        for p in pieces_of(replace(c, shares=SHARED), WHOLE, True):
+            yield replace(p, name=f"model.{p.name}")
+        yield Piece.tensor("pre_projection.weight", "pre", E, 2 * Ht)
+        yield Piece.tensor("post_projection.weight", "post", Ht, E)
+        # Rows that are gathered by cluster stay as they are; a whole head may be rounded.
+        yield Piece.tensor(EMBED if self.tied else HEAD, "rows" if self.clusters else "head", V, E)
+        if self.clusters:
+            yield Piece.tensor("masked_embedding.centroids.weight", "centroids", self.clusters, E)
+
+
+def _clusters(folder: Path, raw: dict[str, Any], vocab: int) -> tuple[int, int]:
+    """The number of clusters, and how many a step chooses; 0 and 0 without clusters. Raises CheckpointError."""
+    if not raw.get("use_ordered_embeddings"):
+        return 0, 0
+    count, chosen = (raw.get(name) for name in ("num_centroids", "centroid_intermediate_top_k"))
+    if type(count) is not int or count < 1 or vocab % count:
+        raise CheckpointError(f"num_centroids of {folder} is {short(count)}, which does not divide its {vocab} ids")
+    if type(chosen) is not int or not 1 <= chosen <= count:
+        raise CheckpointError(
+            f"centroid_intermediate_top_k of {folder} must be between 1 and num_centroids {count}, got {short(chosen)}"
+        )
+    return count, chosen
+
+
+def _sources(folder: Path, config: ModelConfig, target: ModelConfig) -> tuple[int, ...]:
+    """For each layer, the target's last one of the same kind that has K/V of its own. Raises CheckpointError unless its
+    K/V fits."""
+    kinds, own = _kinds(target), [target.layer.mixer(n) is None and target.kv(n).source is None for n in _each(target)]
+    found = []
+    for n, kind in enumerate(_kinds(config)):
+        fitting = [m for m in _each(target) if own[m] and kinds[m] == kind]
+        if not fitting:
+            raise CheckpointError(f"{folder} reads the K/V of {kind} layers, and the target has none")
+        source, its = fitting[-1], config.kv(n)
+        sizes = {
+            f"whose {kind} layers have {{}} K/V heads": (its.heads, target.kv(source).heads),
+            f"whose {kind} layers have heads of {{}}": (its.dim, target.kv(source).dim),
+            "with sliding windows of {}": (config.layer.sliding_window(n), target.layer.sliding_window(source)),
+        }
+        check_target(folder, "an assistant for a target", sizes)
+        found.append(source)
+    return tuple(found)
+
+
+def _each(c: ModelConfig) -> range:
+    return range(c.num_layers)
+
+
+def _kinds(c: ModelConfig) -> list[str]:
+    """Each layer's kind. Of a context that fits into the window, the config still tells by a layer's RoPE."""
+    apart = ARCHITECTURES[c.architecture].ropes == "by type"
+    return [SLIDING if c.layer.sliding_window(n) or (apart and c.layer.rope(n)) else FULL for n in _each(c)]
