@@ -60,7 +60,7 @@ from specker.kernels.variant import (
 )
 
 MAX_CLUSTERS = 256  # most clusters that a row may choose
-SOME = 2048  # keys that a program ranks at a time
+SOME = 1024  # keys that a program ranks at a time: a sort of 2,048 spills
 
 
 def cluster_topk(
@@ -175,10 +175,9 @@ def _largest_of_rows(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """`topk.largest_of` for rows with ids of their own: z and ids [T, K]."""
     if noise is not None and noise[2] > 0:
-        seed, positions, temperature, draw = Noise(*noise)
-        numbers = [(seed, temperature)] if draw is None else [unpack_draw(each)[:2] for each in draw.view(-1, 4)]
+        _, positions, _, draw = Noise(*noise)
         run = max(1, len(z)) if draw is None else check_draw(draw, len(z))
-        parts = zip(numbers, z.split(run), positions.split(run), ids.split(run), strict=False)
+        parts = zip(draws_of(noise), z.split(run), positions.split(run), ids.split(run), strict=False)
         z = torch.cat([_noisy(rows, *own, at, its) for own, rows, at, its in parts])
     by_id = ids.argsort(-1)
     values, order = z.gather(1, by_id).sort(dim=-1, descending=True, stable=True)
@@ -186,7 +185,7 @@ def _largest_of_rows(
     return best, values[:, :k].contiguous(), z.logsumexp(-1) if with_lse else z.new_empty(0)
 
 
-def _noisy(z: Tensor, seed: int, temperature: float, positions: Tensor, ids: Tensor) -> Tensor:
+def _noisy(z: Tensor, temperature: float, seed: int, positions: Tensor, ids: Tensor) -> Tensor:
     return z if temperature == 0 else z / temperature + gumbel_at(seed, positions, ids)
 
 
@@ -233,15 +232,19 @@ def _cluster_topk_cpu(
         return None
     if norm is not None and norm[0].dtype != torch.float32:
         return None
-    draws, positions = [(0.0, 0)], None
-    if noise is not None and noise[2] > 0:
-        seed, positions, temperature, draw = Noise(*noise)
-        each = [] if draw is None else [unpack_draw(numbers)[:2] for numbers in draw.view(-1, 4)]
-        draws = [(t, s) for s, t in each] if draw is not None else [(temperature, seed)]
+    draws, positions = draws_of(noise), None if noise is None else noise[1]
     how = "bfloat16" if weight.dtype == torch.bfloat16 else "float32"
     return kernels.clusters(
         hidden, weight, centroids, token_ids, clusters, k, norm, draws, positions, with_lse, how, 0.0
     )
+
+
+def draws_of(noise: Noisy | None) -> list[tuple[float, int]]:
+    """Temperature and seed, one pair for all rows or for each of as many equal runs; read on the host."""
+    if noise is None or noise[2] == 0:
+        return [(0.0, 0)]
+    seed, _, temperature, draw = Noise(*noise)
+    return [(temperature, seed)] if draw is None else [unpack_draw(each)[1::-1] for each in draw.view(-1, 4)]
 
 
 @triton.jit
