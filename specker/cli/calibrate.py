@@ -181,13 +181,13 @@ def write_clusters(job: Calibration) -> None:
     import torch
 
     from specker import zoo
-    from specker.checkpoints.checkpoint import read_checkpoint, read_config
+    from specker.checkpoints.checkpoint import read, read_config
     from specker.runtime.strategies.vocabtrim import clusters as vocab_clusters
 
     assert job.clusters is not None
     probe(job.clusters, "--clusters")
     source = job.draft or job.target or zoo.path("code-draft")
-    head = read_checkpoint(source, dtype=torch.float32, device="cpu").weights.head
+    head = read(source, dtype=torch.float32, device="cpu").weights.head
     rows = len(head)
     if job.draft is not None and job.target is not None:  # the draft proposes ids of the target alone
         rows = min(rows, read_config(job.target).vocab_size)

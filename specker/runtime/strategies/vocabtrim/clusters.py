@@ -1,8 +1,8 @@
 """Clusters of a draft head's rows: a draft step reads centroids, then the rows of the best clusters (kernels/clusters.py).
 
 No row is left out, so a rare token can be drafted wherever the text leads; each step reads other rows. The clusters are
-made once, by `specker calibrate --clusters FILE`, and are of equal size: k-means over the head's rows, then a stable
-assignment with as many places as a cluster has rows. A centroid is the mean of its rows, so its product with a hidden
+made once, by `specker calibrate --clusters FILE`, and are of equal size: k-means over the head's rows, then an assignment
+with as many places as a cluster has rows. A centroid is the mean of its rows, so its product with a hidden
 row is the mean of their logits. A cluster of frequent tokens lies high for most hidden rows, like its tokens.
 
 The file is in the safetensors format: `ids` [C, R] int32, `centroids` [C, E] float32 and `rows` [P, E] float32, a few
@@ -33,6 +33,7 @@ CHOSEN = 32  # clusters that a draft step reads by default, as Gemma 4's assista
 PROBES = 8  # rows of the head in a file
 ALIKE = 0.9  # least cosine between a row in the file and the draft's: int4 leaves 0.99, another model's are near 0
 SWEEPS = 10  # of k-means
+EXCHANGES = 30  # rounds of the assignment in which a nearer row takes another one's place
 CHUNK = 1 << 24  # similarities at a time: 64 MiB
 
 
@@ -118,9 +119,9 @@ def clustered(head: Tensor, count: int | None = None, seed: int = 0) -> VocabClu
     """`count` clusters of equal size of the rows of a head [V, E] float32 (default: `usual_count`). Raises ValueError
     if `count` does not divide V.
 
-    Lloyd's iterations with clusters of any size find the centroids. The rows then go to the nearest cluster that has a
-    place for them: a row asks the nearest cluster that would not refuse it, and a full cluster keeps the nearest rows
-    (Gale and Shapley's stable assignment), so that no row and cluster would both rather have each other."""
+    Lloyd's iterations with clusters of any size find the centroids. Then each row asks the nearest cluster that would
+    take it, and a full cluster keeps the nearest rows (Gale and Shapley's deferred acceptance). The few rows that are
+    left after EXCHANGES rounds go to the nearest cluster with a free place."""
     V = len(head)
     if not head.isfinite().all():
         raise ValueError("the head has rows that are not finite numbers")
@@ -144,12 +145,12 @@ def _near(rows: Tensor, centroids: Tensor) -> Tensor:
 
 
 def _assigned(head: Tensor, centroids: Tensor) -> Tensor:
-    """The stable assignment of rows to clusters with V / C places: ids [C, R] int64, ascending in each cluster."""
+    """Rows assigned to clusters with V / C places: ids [C, R] int64, ascending in each cluster."""
     V, C = len(head), len(centroids)
     R = V // C
     own, near = torch.full((V,), -1), torch.empty(V)  # the cluster of each row, and how near it is
     least = torch.full((C,), -math.inf)  # a full cluster refuses rows that are no nearer than this
-    free = torch.arange(V)
+    free, rounds = torch.arange(V), 0
     while len(free):
         found = [_near(head[part], centroids) for part in free.split(max(1, CHUNK // C))]
         best = [z.masked_fill_(z <= least, -math.inf).max(1) for z in found]
@@ -159,7 +160,8 @@ def _assigned(head: Tensor, centroids: Tensor) -> Tensor:
         sizes = own.bincount(minlength=C)
         place = torch.arange(V) - (sizes.cumsum(0) - sizes)[own[order]]
         full = sizes >= R
-        least[full] = near[order[(sizes.cumsum(0) - sizes)[full] + R - 1]]
+        rounds += 1
+        least[full] = near[order[(sizes.cumsum(0) - sizes)[full] + R - 1]] if rounds < EXCHANGES else math.inf
         free = order[place >= R].sort().values
     return own.sort(stable=True).indices.view(C, R)
 
