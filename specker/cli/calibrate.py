@@ -25,6 +25,7 @@ from specker.paths import probe, write_file
 SAVE_EVERY = 5.0  # seconds
 BLOCK = 4096  # tokens of a file that are counted or held out together; a text that a model writes is one block
 HELD_OUT = 10  # one block in this many is held out
+MOST_ROWS = 1 << 16  # tokens of --text to which --clusters fits centroids
 ROWS = tuple(1 << n for n in range(10, 17))  # 1k..64k
 
 
@@ -51,7 +52,7 @@ class Calibration:
     clusters: str | None = opt(
         None,
         "the clusters to write, .safetensors (for vocab-clusters): of the rows of the LM head of --draft, else of "
-        "--target, else of the bundled code-draft; reads no text",
+        "--target, else of the bundled code-draft; with --text their centroids are fitted to what it reads there",
         "FILE",
     )
     cluster_count: int | None = opt(
@@ -69,8 +70,8 @@ class Calibration:
         if self.cluster_count is not None and self.clusters is None:
             raise ValueError("--cluster-count needs --clusters FILE")
         if self.clusters is not None:
-            if sources or self.out or self.ngram:
-                raise ValueError("--clusters reads no text: run it without --prompts, --text, --scores, --out, --ngram")
+            if sources not in ([], ["text"]) or self.out or self.ngram:
+                raise ValueError("--clusters goes with --text alone: leave out --prompts, --scores, --out and --ngram")
             if Path(self.clusters).suffix != ".safetensors":
                 raise ValueError(f"--clusters {self.clusters}: expected a file ending in .safetensors")
             return check_fields(self)
@@ -115,7 +116,7 @@ examples:
   specker-calibrate --text corpus.txt --out scores.safetensors
   specker-calibrate --prompts questions.jsonl --ngram ngram.safetensors
   specker-calibrate --scores scores.safetensors --vocab-keep 8192 --export kept.safetensors
-  specker-calibrate --draft Qwen/Qwen3-0.6B --clusters clusters.safetensors
+  specker-calibrate --draft Qwen/Qwen3-0.6B --text corpus.txt --clusters clusters.safetensors
   source <(specker-calibrate --print-completion bash)  # completion in this shell
 
 exit codes: 0 success; 1 specker failed; 2 a mistake in the command or its files;
@@ -181,17 +182,29 @@ def write_clusters(job: Calibration) -> None:
     import torch
 
     from specker import zoo
-    from specker.checkpoints.checkpoint import read, read_config
+    from specker.checkpoints.checkpoint import read_config
+    from specker.runtime.load import load
     from specker.runtime.strategies.vocabtrim import clusters as vocab_clusters
 
     assert job.clusters is not None
     probe(job.clusters, "--clusters")
     source = job.draft or job.target or zoo.path("code-draft")
-    head = read(source, dtype=torch.float32, device="cpu").weights.head
+    texts = [Path(name).read_text(errors="replace") for name in job.text]
+    engine = load(source, strategy="ar", device=job.device, dtype=job.dtype)
+    head = engine.target.weights.head
     rows = len(head)
     if job.draft is not None and job.target is not None:  # the draft proposes ids of the target alone
         rows = min(rows, read_config(job.target).vocab_size)
-    found = vocab_clusters.clustered(vocab_clusters.dense(head, torch.arange(rows)), job.cluster_count)
+    head = vocab_clusters.dense(head, torch.arange(rows))
+    found = vocab_clusters.clustered(head, job.cluster_count)
+    if texts:
+        if engine.tokenizer is None:
+            raise ValueError(f"--text: {source} has no tokenizer")
+        tokens = [i for text in texts for i in engine.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]]
+        if not tokens:
+            raise ValueError("the text has no tokens")
+        hidden = vocab_clusters.hidden_rows(engine.model, tokens[:MOST_ROWS])
+        found = vocab_clusters.fitted(found, head, hidden)
     write_file(job.clusters, found.to_bytes())
     (C, R), name = found.ids.shape, Path(job.clusters).name
     print(f"{C:,} clusters of {R:,} rows of {found.centroids.shape[1]:,} numbers in {name}", file=sys.stderr)

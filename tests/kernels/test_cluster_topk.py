@@ -125,12 +125,12 @@ def test_quantised_weights(poisoned, kind):
 def test_compiled_for_the_cpu(size, dtype):
     *sizes, clusters, k = size
     hidden, weight, centroids, ids = integers(*sizes)
-    norm = torch.ones(sizes[1]), 1e-5
     for noise in noises(sizes[0]):
         given = hidden, weight.to(dtype), centroids.to(dtype), ids, clusters, k, None, noise, True
         assert op._cluster_topk_cpu(*given) is not None
         assert_same(cluster_topk(*given), cluster_topk_ref(*given))
-    given = hidden, weight, centroids, ids, clusters, k, norm, noise, True
+    hidden, centroids = torch.randn(hidden.shape), torch.randn(centroids.shape)
+    given = hidden, weight, centroids, ids, clusters, k, (torch.rand(sizes[1]) + 0.5, 1e-5), noise, True
     for a, b in zip(cluster_topk(*given)[1:], cluster_topk_ref(*given)[1:], strict=True):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
 

@@ -2,8 +2,9 @@
 
 No row is left out, so a rare token can be drafted wherever the text leads; each step reads other rows. The clusters are
 made once, by `specker calibrate --clusters FILE`, and are of equal size: k-means over the head's rows, then an assignment
-with as many places as a cluster has rows. A centroid is the mean of its rows, so its product with a hidden
-row is the mean of their logits. A cluster of frequent tokens lies high for most hidden rows, like its tokens.
+with as many places as a cluster has rows. A centroid begins as the mean of its rows. Its product with a hidden
+row is then the mean of their logits, which says little of a cluster with one likely token among unlikely ones. So text
+helps: `fitted` moves the centroids until their softmax is each cluster's share of the head's probabilities.
 
 The file is in the safetensors format: `ids` [C, R] int32, `centroids` [C, E] float32 and `rows` [P, E] float32, a few
 rows of the head by which a file of another model is found out, and one metadata entry with the version.
@@ -22,7 +23,10 @@ from specker import cpu
 from specker.cpu.packed import Packed
 from specker.fields import option
 from specker.kernels.clusters import MAX_CLUSTERS, cluster_topk, draws_of
-from specker.model.decoder import Final
+from specker.kernels.residual import add_norm
+from specker.model.cache import KVCache
+from specker.model.decoder import Final, Model
+from specker.model.prefill import prefill
 from specker.model.sampling import Draws
 from specker.model.weights import Matrix
 from specker.runtime.round.lm_head import LMHead
@@ -33,7 +37,10 @@ CHOSEN = 32  # clusters that a draft step reads by default, as Gemma 4's assista
 PROBES = 8  # rows of the head in a file
 ALIKE = 0.9  # least cosine between a row in the file and the draft's: int4 leaves 0.99, another model's are near 0
 SWEEPS = 10  # of k-means
+STEPS, BATCH = 1000, 256  # of the fit of centroids: steps, and hidden rows in each
+RATE = 0.1  # of the fit's first step, in units of the centroids' root mean square
 EXCHANGES = 30  # rounds of the assignment in which a nearer row takes another one's place
+WINDOW = 512  # tokens of text that hidden rows see
 CHUNK = 1 << 24  # similarities at a time: 64 MiB
 
 
@@ -101,10 +108,10 @@ def read(path: str | Path) -> VocabClusters:
 
 
 def usual_count(rows: int) -> int:
-    """The default number of clusters of `rows` rows: the divisor nearest to sqrt(CHOSEN rows), where a step that reads
-    C centroids and CHOSEN / C of the rows reads least. Raises ValueError if no divisor is within a factor of 4."""
+    """The default number C of clusters of `rows` rows: the divisor with which a step reads least, C centroids and
+    CHOSEN clusters; near sqrt(CHOSEN rows). Raises ValueError if no divisor is within a factor of 4 of that."""
     best = math.sqrt(CHOSEN * rows)
-    count = min(_divisors(rows), key=lambda n: abs(math.log(n / best)))
+    count = min(_divisors(rows), key=lambda n: (n + CHOSEN * rows // n, n))
     if not best / 4 <= count <= best * 4 or count == rows:
         raise ValueError(f"{rows} rows do not divide into about {best:.0f} clusters of equal size")
     return count
@@ -137,6 +144,40 @@ def clustered(head: Tensor, count: int | None = None, seed: int = 0) -> VocabClu
     ids = _assigned(head, centroids)
     rows = head[torch.arange(PROBES) * (V // PROBES)] if V >= PROBES else head[:1]
     return VocabClusters(ids, head[ids].mean(1), rows.clone())
+
+
+def fitted(found: VocabClusters, head: Tensor, hidden: Tensor, seed: int = 0) -> VocabClusters:
+    """The same clusters with centroids fitted to normed hidden rows [N, E] float32, such as the draft's over text.
+
+    Adam minimises the cross entropy between softmax(centroids h) and each cluster's share of softmax(head h), the
+    probability that the head gives to its tokens together."""
+    (C, R), g = found.ids.shape, torch.Generator().manual_seed(seed)
+    by = head[found.ids.flatten()]
+    with torch.enable_grad(), torch.inference_mode(False):
+        centroids = found.centroids.clone().requires_grad_()
+        optimiser = torch.optim.Adam([centroids], lr=RATE * float(found.centroids.square().mean().sqrt()))
+        decay = torch.optim.lr_scheduler.LinearLR(optimiser, 1.0, 0.0, STEPS)
+        for _ in range(STEPS):
+            h = hidden[torch.randint(len(hidden), (BATCH,), generator=g)]
+            share = (h @ by.T).view(-1, C, R).logsumexp(2).softmax(1)
+            loss = -(share * (h @ centroids.T).log_softmax(1)).sum(1).mean()
+            optimiser.zero_grad()
+            loss.backward()  # type: ignore[no-untyped-call]
+            optimiser.step()
+            decay.step()
+    return VocabClusters(found.ids, centroids.detach(), found.rows)
+
+
+def hidden_rows(model: Model, tokens: list[int]) -> Tensor:
+    """The normed hidden rows of a text, in windows of WINDOW tokens: [N, E] float32 on the CPU."""
+    found, top = [], model.config.num_layers
+    with torch.inference_mode():
+        for n in range(0, len(tokens), WINDOW):
+            some = tokens[n : n + WINDOW]
+            cache = KVCache(model.config, len(some), dtype=model.dtype, device=model.device)
+            rows = prefill(model, cache, some, (top,), len(some))[top]
+            found.append(add_norm(rows, None, model.norm, model.config.rms_norm_eps)[1].float().cpu())
+    return torch.cat(found).clone()
 
 
 def _near(rows: Tensor, centroids: Tensor) -> Tensor:

@@ -169,13 +169,16 @@ def report(target: Checkpoint, draft: Checkpoint, kept: HeadRows, options: Optio
     }
 
 
-def mbsu(target: Checkpoint, draft: Checkpoint, kept: HeadRows, options: Options, stats: Stats) -> float:
+def mbsu(
+    target: Checkpoint, draft: Checkpoint, kept: HeadRows | None, options: Options, stats: Stats
+) -> float:
     """The memory-bound speed-up, from the counted rounds and the models' sizes; a model, not a measurement."""
     drafted = draft.layer_bytes
     if stats.exits:  # drafted by the target's first layers
         mean = sum(n * times for n, times in stats.exits.items()) / sum(stats.exits.values())
         drafted *= mean / target.config.num_layers
-    drafted += kept.step_bytes(draft.weights.head)
+    head = draft.weights.head
+    drafted += head.nbytes if kept is None else kept.step_bytes(head)
     whole = target.layer_bytes + target.weights.head.nbytes
     tree = options.tree
     gamma = tree.depth if tree is not None and tree.width > 1 else stats.drafted / max(1, stats.rounds)
