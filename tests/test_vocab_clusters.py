@@ -9,7 +9,7 @@ from pairs import perturbed
 import specker
 from specker.cli import calibrate
 from specker.runtime.strategies.vocabtrim import clusters as vocab_clusters
-from specker.runtime.strategies.vocabtrim.clusters import clustered, read, usual_count
+from specker.runtime.strategies.vocabtrim.clusters import VocabClusters, clustered, fitted, read, usual_count
 
 pytestmark = pytest.mark.usefixtures("cheap")  # drafts do not depend on the clock
 PROMPTS = ([5, 9, 40], list(range(3, 90)))
@@ -56,10 +56,25 @@ def test_the_default_number_of_clusters():
     assert usual_count(262_144) == 2048 and usual_count(151_936) == 2374 and usual_count(8192) == 512
     with pytest.raises(ValueError, match="32003 rows do not divide into about 1012 clusters"):
         usual_count(32_003)
-    with pytest.raises(ValueError, match="7 clusters do not divide the 24 rows of the head; [68] would"):
+    with pytest.raises(ValueError, match="7 clusters do not divide the 24 rows of the head; 8 would"):
         clustered(torch.randn(24, 4), 7)
     with pytest.raises(ValueError, match="rows that are not finite"):
         clustered(torch.full((8, 4), torch.nan), 2)
+
+
+def test_centroids_fitted_to_hidden_rows_choose_better():
+    """Each cluster holds rows around a direction that no hidden row has, and one row that some hidden rows want."""
+    g = torch.Generator().manual_seed(0)
+    head, wanted = torch.randn(64, 16, generator=g), 6 * torch.randn(8, 16, generator=g)
+    head[::8] = wanted
+    found = VocabClusters(torch.arange(64).view(8, 8), head.view(8, 8, 16).mean(1), head[:8])
+    hidden = wanted[torch.randint(8, (400,), generator=g)] / 4 + torch.randn(400, 16, generator=g)
+    best = (hidden @ head.T).argmax(1) // 8
+
+    def right(clusters):
+        return float(((hidden @ clusters.centroids.T).argmax(1) == best).float().mean())
+
+    assert right(fitted(found, head, hidden)) > max(0.9, right(found) + 0.02)
 
 
 SHAPES = {
@@ -134,8 +149,8 @@ def test_files_of_other_models_and_other_files_are_refused(family, pair, tmp_pat
     found, bad = read(family[2]), tmp_path / "bad.safetensors"
     for path, words in (
         (found.to_bytes()[:-9], "is corrupt or truncated"),
-        (vocab_clusters.VocabClusters(found.ids, found.centroids, -found.rows).to_bytes(), "of another model's rows"),
-        (vocab_clusters.VocabClusters(found.ids * 0, found.centroids, found.rows).to_bytes(), "expected every id once"),
+        (VocabClusters(found.ids, found.centroids, -found.rows).to_bytes(), "of another model's rows"),
+        (VocabClusters(found.ids * 0, found.centroids, found.rows).to_bytes(), "expected every id once"),
     ):
         bad.write_bytes(path)
         with pytest.raises(ValueError, match=words):
@@ -162,11 +177,11 @@ def test_calibrate_refuses(capsys, family):
 
 
 def test_from_the_command_line(tmp_path, capsys):
-    """The bundled pair, whose draft's head has 8,192 rows."""
+    """The bundled pair, whose draft's head has 8,192 rows; the centroids are fitted to a little text."""
     from specker.cli import run
 
     path = tmp_path / "clusters.safetensors"
-    assert calibrate.main(["--clusters", str(path)]) == 0
+    assert calibrate.main(["--clusters", str(path), "--text", calibrate.__file__, "--device", "cpu"]) == 0
     assert "512 clusters of 16 rows of 96 numbers in clusters.safetensors" in capsys.readouterr().err
     argv = ["--strategy", "vocabtrim", "--prompt", "def f(", "--max-new-tokens", "20", "--device", "cpu", "--check"]
     assert run.main([*argv, "--vocab-clusters", str(path)]) == 0

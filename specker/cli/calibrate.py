@@ -74,7 +74,8 @@ class Calibration:
                 raise ValueError("--clusters goes with --text alone: leave out --prompts, --scores, --out and --ngram")
             if Path(self.clusters).suffix != ".safetensors":
                 raise ValueError(f"--clusters {self.clusters}: expected a file ending in .safetensors")
-            return check_fields(self)
+            check_fields(self)
+            return
         if len(sources) != 1:
             raise ValueError("give one of --prompts FILE, --text FILE... and --scores FILE")
         if self.scores and (self.out or self.ngram):
@@ -200,7 +201,8 @@ def write_clusters(job: Calibration) -> None:
     if texts:
         if engine.tokenizer is None:
             raise ValueError(f"--text: {source} has no tokenizer")
-        tokens = [i for text in texts for i in engine.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]]
+        coded = [engine.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"] for text in texts]
+        tokens = [token for ids in coded for token in ids]
         if not tokens:
             raise ValueError("the text has no tokens")
         hidden = vocab_clusters.hidden_rows(engine.model, tokens[:MOST_ROWS])

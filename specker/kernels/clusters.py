@@ -22,7 +22,7 @@ from torch.nn import functional as F
 from specker.kernels.cpu import eager, native
 from specker.kernels.linear import row_linear
 from specker.kernels.noise import check_draw, check_seed, drawn, gumbel_at, gumbel_of, signed, unpack_draw
-from specker.kernels.quant import Format, Matrix, arguments_of, constexprs_of, format_of, streams, types_of
+from specker.kernels.quant import Format, Matrix, Quantized, arguments_of, constexprs_of, format_of, streams, types_of
 from specker.kernels.registry import refuse, register
 from specker.kernels.residual import _launch as _norm
 from specker.kernels.stream import stream_rows
@@ -159,6 +159,8 @@ def cluster_topk_ref(
     noise: Noisy | None = None,
     with_lse: bool = True,
 ) -> tuple[Tensor, Tensor, Tensor]:
+    if isinstance(weight, Quantized):
+        weight.check()  # what does not fit may lie in rows that no cluster of these names
     if norm is not None:
         hidden = F.rms_norm(hidden, hidden.shape[-1:], *norm)
     R = token_ids.shape[1]
@@ -646,9 +648,7 @@ def _check(
     alike = centroids.dtype == hidden.dtype
     alike |= hidden.is_cpu and (hidden.dtype, centroids.dtype) == (torch.float32, torch.bfloat16)
     if centroids.shape != (C, E) or not alike:
-        raise ValueError(
-            f"centroids must be [{C}, {E}] {hidden.dtype}, got {tuple(centroids.shape)} {centroids.dtype}"
-        )
+        raise ValueError(f"centroids must be [{C}, {E}] {hidden.dtype}, got {tuple(centroids.shape)} {centroids.dtype}")
     if not 1 <= clusters <= min(MAX_CLUSTERS, C):
         raise ValueError(f"clusters must be in 1..min({MAX_CLUSTERS}, C = {C}), got {clusters}")
     if not 1 <= k <= min(MAX_K, clusters * R):

@@ -21,7 +21,7 @@ from specker.kernels.topk import Noise, vocab_topk_ref
 from specker.kernels.variant import Variant
 
 op = importlib.import_module("specker.kernels.clusters")
-# T, E, C, R, clusters, k: one of each, odd sizes, clusters in two tiles, more rows than a tile, k above a cluster's rows
+# T, E, C, R, clusters, k: one of each, odd sizes, clusters in two tiles, more rows than a tile, k above R
 SIZES = [(1, 1, 1, 1, 1, 1), (3, 33, 10, 7, 3, 5), (2, 8, 70, 40, 5, 1), (17, 16, 20, 3, 9, 10), (2, 48, 6, 4, 2, 8)]
 NUMBERS = [(7, 0.9), (1, 0.0), ((1 << 64) - 5, 1.7)]
 

@@ -1,10 +1,11 @@
-"""Clusters of a draft head's rows: a draft step reads centroids, then the rows of the best clusters (kernels/clusters.py).
+"""Clusters of a draft head's rows: each draft step reads centroids, then the rows of the best clusters.
 
-No row is left out, so a rare token can be drafted wherever the text leads; each step reads other rows. The clusters are
-made once, by `specker calibrate --clusters FILE`, and are of equal size: k-means over the head's rows, then an assignment
-with as many places as a cluster has rows. A centroid begins as the mean of its rows. Its product with a hidden
-row is then the mean of their logits, which says little of a cluster with one likely token among unlikely ones. So text
-helps: `fitted` moves the centroids until their softmax is each cluster's share of the head's probabilities.
+No row is left out, so a rare token can be drafted wherever the text leads; each step reads other rows
+(kernels/clusters.py). The clusters are made once, by `specker calibrate --clusters FILE`, and are of equal size:
+k-means over the head's rows, then an assignment with as many places as a cluster has rows. A centroid begins as the
+mean of its rows. Its product with a hidden row is then the mean of their logits, which says little of a cluster with
+one likely token among unlikely ones. So text helps: `fitted` moves the centroids until their softmax is each cluster's
+share of the head's probabilities.
 
 The file is in the safetensors format: `ids` [C, R] int32, `centroids` [C, E] float32 and `rows` [P, E] float32, a few
 rows of the head by which a file of another model is found out, and one metadata entry with the version.
@@ -60,7 +61,7 @@ class VocabClusters:
     def check(self, head: Matrix, path: object) -> None:
         """Raise ValueError unless these are clusters of the rows of `head` [V, E]. `path` is for the message."""
         (C, R), E = self.ids.shape, self.centroids.shape[1]
-        if (C * R, E) != tuple(head.shape):
+        if tuple(head.shape) != (C * R, E):
             raise ValueError(
                 f"{path} has clusters of {C * R} rows of {E} numbers, but the draft's head is {list(head.shape)}"
             )

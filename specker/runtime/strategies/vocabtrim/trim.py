@@ -169,9 +169,7 @@ def report(target: Checkpoint, draft: Checkpoint, kept: HeadRows, options: Optio
     }
 
 
-def mbsu(
-    target: Checkpoint, draft: Checkpoint, kept: HeadRows | None, options: Options, stats: Stats
-) -> float:
+def mbsu(target: Checkpoint, draft: Checkpoint, kept: HeadRows | None, options: Options, stats: Stats) -> float:
     """The memory-bound speed-up, from the counted rounds and the models' sizes; a model, not a measurement."""
     drafted = draft.layer_bytes
     if stats.exits:  # drafted by the target's first layers
