@@ -285,3 +285,18 @@ def test_refuses():
             cluster_topk(**given | changed)
     with pytest.raises(TypeError, match="clusters must be int, got str"):
         cluster_topk(**given | {"clusters": "3"})
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("k", [1, 10, 64])
+@pytest.mark.parametrize(("E", "C", "R", "clusters"), [(256, 2048, 128, 32), (1023, 100, 77, 20), (896, 2374, 64, 32)])
+def test_bfloat16_ids_equal_the_references(E, C, R, clusters, k):
+    for T in (1, 8, 66):
+        given = [x.cuda() if x.dtype == torch.int64 else x.bfloat16().cuda() for x in integers(T, E, C, R)]
+        wide = [x.double() if x.is_floating_point() else x for x in given]
+        got, want = _launch(*given, clusters, k, None, None, True), cluster_topk_ref(*wide, clusters, k)
+        assert torch.equal(got[0], want[0]) and torch.equal(got[1].double(), want[1])
+        torch.testing.assert_close(got[2].double(), want[2], rtol=1e-5, atol=1e-5)
+        noise = Noise(3, torch.arange(T).cuda(), 0.8)
+        got, want = _launch(*given, clusters, k, None, noise, True), cluster_topk_ref(*wide, clusters, k, None, noise)
+        torch.testing.assert_close(got[1].double(), want[1], rtol=1e-5, atol=2e-5)
