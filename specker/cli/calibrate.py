@@ -25,7 +25,7 @@ from specker.paths import probe, write_file
 SAVE_EVERY = 5.0  # seconds
 BLOCK = 4096  # tokens of a file that are counted or held out together; a text that a model writes is one block
 HELD_OUT = 10  # one block in this many is held out
-MOST_ROWS = 1 << 16  # tokens of --text to which --clusters fits centroids
+MOST_ROWS = 1 << 15  # tokens of --text to which --clusters fits centroids
 ROWS = tuple(1 << n for n in range(10, 17))  # 1k..64k
 
 

@@ -154,14 +154,15 @@ def fitted(found: VocabClusters, head: Tensor, hidden: Tensor, seed: int = 0) ->
     probability that the head gives to its tokens together."""
     (C, R), g = found.ids.shape, torch.Generator().manual_seed(seed)
     by = head[found.ids.flatten()]
+    each = hidden.split(max(1, CHUNK // len(by)))
+    share = torch.cat([(h @ by.T).view(-1, C, R).logsumexp(2).softmax(1) for h in each])
     with torch.enable_grad(), torch.inference_mode(False):
         centroids = found.centroids.clone().requires_grad_()
         optimiser = torch.optim.Adam([centroids], lr=RATE * float(found.centroids.square().mean().sqrt()))
         decay = torch.optim.lr_scheduler.LinearLR(optimiser, 1.0, 0.0, STEPS)
         for _ in range(STEPS):
-            h = hidden[torch.randint(len(hidden), (BATCH,), generator=g)]
-            share = (h @ by.T).view(-1, C, R).logsumexp(2).softmax(1)
-            loss = -(share * (h @ centroids.T).log_softmax(1)).sum(1).mean()
+            at = torch.randint(len(hidden), (BATCH,), generator=g)
+            loss = -(share[at] * (hidden[at] @ centroids.T).log_softmax(1)).sum(1).mean()
             optimiser.zero_grad()
             loss.backward()  # type: ignore[no-untyped-call]
             optimiser.step()
