@@ -14,6 +14,7 @@ import torch
 from bench.kernels import (
     bench_accept,
     bench_adjust,
+    bench_cluster_topk,
     bench_conv,
     bench_delta,
     bench_expert_linear,
@@ -140,6 +141,9 @@ CHECKS: dict[str, Callable[[], None]] = {
     "vocab_topk": built(bench_vocab_topk.build, 8, 10),
     "vocab_topk noise": built(bench_vocab_topk.build, 8, 10, True),
     **{f"vocab_topk {kind}": built(bench_vocab_topk.build, 8, 10, False, kind) for kind in ("int8", "fp8", "int4")},
+    "cluster_topk": built(bench_cluster_topk.build, 8, 1),
+    "cluster_topk noise": built(bench_cluster_topk.build, 8, 10, True),
+    **{f"cluster_topk {kind}": built(bench_cluster_topk.build, 8, 10, False, kind) for kind in ("int8", "int4")},
     "kv_project": built(bench_kv_project.project, next(iter(bench_kv_project.WIDTHS)), 8),
     "kv_calibrate": built(bench_kv.calibrate, 8, True),
     "kv_commit": built(bench_kv.commit, 2, 12),

@@ -11,7 +11,20 @@ The package computes the same functions as the ops in kernels/, which do not dep
 
 from specker.cpu import layers
 from specker.cpu.chain import Vocabulary, draft_chain
-from specker.cpu.layers import BLOCK, Pairs, Records, Stack, fits, gumbel, product, restored, sample, serves, takes
+from specker.cpu.layers import (
+    BLOCK,
+    Pairs,
+    Records,
+    Stack,
+    clusters,
+    fits,
+    gumbel,
+    product,
+    restored,
+    sample,
+    serves,
+    takes,
+)
 from specker.cpu.library import ACTIVATIONS, available, on_compile, one_torch_thread, problem, team
 from specker.cpu.packed import Packed
 from specker.kernels.cpu import Backend
@@ -28,6 +41,7 @@ __all__ = [
     "Stack",
     "Vocabulary",
     "available",
+    "clusters",
     "draft_chain",
     "fits",
     "gumbel",

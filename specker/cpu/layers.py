@@ -21,6 +21,7 @@ from specker.cpu.library import (
     SHARED,
     VECTORS,
     AdjustCall,
+    ClustersCall,
     Entry,
     Forward,
     Layer,
@@ -372,6 +373,46 @@ def product(
     place = None if norm is None else norm.data_ptr()
     team().run(native().product_of, ProductCall(ctypes.pointer(matrix), x.data_ptr(), place, y.data_ptr(), len(x), eps))
     return y
+
+
+def clusters(
+    hidden: Tensor,
+    weight: Any,
+    centroids: Tensor,
+    token_ids: Tensor,
+    count: int,
+    k: int,
+    norm: tuple[Tensor, float] | None,
+    draws: Sequence[tuple[float, int]],
+    positions: Tensor | None,
+    with_lse: bool = True,
+    activations: str = "float32",
+    cap: float = 0.0,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """What `kernels.cluster_topk` returns for rows [T, E] float32 that read `count` clusters each. weight [C R, E] and
+    centroids [C, E]: matrices that `Matrix.of` accepts, E a multiple of BLOCK; the weight has one format. `draws`:
+    temperature and seed, one pair for all rows or for each of as many equal runs of rows; sampled rows need
+    `positions` [T] int64. `cap`: soft cap of the logits; 0: none."""
+    T, hidden, ids = len(hidden), hidden.contiguous(), token_ids.long().contiguous()
+    best, values = torch.empty(T, k, dtype=torch.int64), torch.empty(T, k)
+    sums = torch.empty(T if with_lse else 0)
+    if not T:
+        return best, values, sums
+    temperature, seed = zip(*draws, strict=True)
+    numbers: list[Any] = [np.array(temperature, np.float64), np.array(seed, np.uint64)]
+    at = None if positions is None else positions.contiguous()
+    by = None if norm is None else norm[0].contiguous()
+    call = ClustersCall(
+        *(ctypes.pointer(Matrix.of(w, activations)) for w in (weight, centroids)),
+        *(None if x is None else x.data_ptr() for x in (hidden, by, ids, at)),
+        *(each.ctypes.data for each in numbers),
+        *(T, count, k, T // len(draws)),
+        *(0.0 if norm is None else norm[1], cap),
+        *(best.data_ptr(), values.data_ptr(), sums.data_ptr() if with_lse else None),
+    )
+    crew = team()
+    crew.run(native().cluster_topk, call, crew.size)
+    return best, values, sums
 
 
 def restored(weight: Any, dtype: torch.dtype, ids: Tensor | None = None) -> Tensor:

@@ -140,6 +140,16 @@ class RestoreCall(Structure):
     _fields_ = [("m", POINTER(Matrix)), ("ids", c_void_p), ("count", c_int64), ("y", c_void_p)]
 
 
+class ClustersCall(Structure):
+    _fields_ = [
+        *((name, POINTER(Matrix)) for name in ("weight", "centroids")),
+        *((name, c_void_p) for name in ("x", "norm", "ids", "positions", "temperature", "seed")),
+        *((name, c_int64) for name in ("T", "chosen", "k", "run")),
+        *((name, c_double) for name in ("eps", "cap")),
+        *((name, c_void_p) for name in ("best", "values", "sums")),
+    ]
+
+
 class SampleCall(Structure):
     _fields_ = [
         *((name, c_void_p) for name in ("logits", "positions", "temperature", "top_p", "top_k", "seed")),
@@ -174,6 +184,8 @@ class ChainCall(Structure):
         *((name, POINTER(Matrix)) for name in ("embed", "head")),
         *((name, c_double) for name in ("scale", "cap")),
         *((name, c_void_p) for name in ("norm", "ids")),
+        ("centroids", POINTER(Matrix)),
+        ("chosen", c_int64),
         ("first", POINTER(Places)),
         *((name, c_void_p) for name in ("output", "tokens", "groups", "later_groups")),
         *((name, c_int64) for name in ("group_count", "later_count")),
@@ -200,6 +212,7 @@ def _loaded() -> tuple[Any, str | None]:
     lib.restore.argtypes = [c_void_p, POINTER(RestoreCall)]
     lib.layers.argtypes = [c_void_p, POINTER(Forward), c_int]
     lib.draft_chain.argtypes = [c_void_p, POINTER(ChainCall), c_int]
+    lib.cluster_topk.argtypes = [c_void_p, POINTER(ClustersCall), c_int]
     lib.sample.argtypes = [c_void_p, POINTER(SampleCall), c_int]
     lib.adjust.argtypes = [c_void_p, POINTER(AdjustCall), c_int]
     lib.copy_rows.argtypes = [c_int64, c_int64, *[c_void_p] * 4, c_int64]

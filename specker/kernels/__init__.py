@@ -13,6 +13,7 @@ holds; mark two or three with `smoke=True` for `make test`.
 from specker.kernels.accept import accept_walk
 from specker.kernels.adjust import adjust_rows
 from specker.kernels.attention import ancestor_words, tree_attention
+from specker.kernels.clusters import cluster_topk
 from specker.kernels.conv import conv_rows
 from specker.kernels.delta import delta_rows
 from specker.kernels.experts import expert_linear
@@ -28,6 +29,7 @@ __all__ = [
     "accept_walk",
     "adjust_rows",
     "ancestor_words",
+    "cluster_topk",
     "conv_rows",
     "delta_rows",
     "expert_linear",

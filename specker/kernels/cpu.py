@@ -19,6 +19,25 @@ class Backend(Protocol):
         """x [T, E] float32 times weight [O, E]^T, float32 or bfloat16 -> [T, O] float32. `activations`: the type to
         which x is rounded."""
 
+    def clusters(
+        self,
+        hidden: Tensor,
+        weight: Tensor,
+        centroids: Tensor,
+        token_ids: Tensor,
+        count: int,
+        k: int,
+        norm: tuple[Tensor, float] | None,
+        draws: Sequence[tuple[float, int]],
+        positions: Tensor | None,
+        with_lse: bool,
+        activations: str,
+        cap: float,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """What `cluster_topk` returns for rows [T, E] float32 that read `count` clusters each. `draws`: temperature and
+        seed for all rows, or for each of as many equal runs of rows. `activations`: the type to which x is rounded;
+        `cap`: soft cap of the logits, 0: none."""
+
     def gumbel(self, seed: int, positions: Tensor, padded: int) -> Tensor:
         """The noise (noise.py) of ids 0 .. padded - 1 at `positions` [T] int64: [T, padded] float32."""
 

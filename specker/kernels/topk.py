@@ -130,13 +130,13 @@ def vocab_topk(
     try:
         if hidden.is_cuda and hidden.dtype != torch.float64 and _fits(*given) and not is_compiling():
             _check(*given)
-            _check_out(out, hidden, k)
+            check_out(out, hidden, k)
             return _launch(*given, out=out)
     except Exception:
         refuse(vocab_topk, _check, given)
         raise
     ids, logits, lse = _vocab_topk(*given)
-    best, values = _check_out(out, hidden, k)
+    best, values = check_out(out, hidden, k)
     return best.copy_(ids), logits if values is None else values.copy_(logits), lse
 
 
@@ -189,9 +189,14 @@ def largest_of(
                 seed, temperature, _, _ = unpack_draw(numbers)
                 if temperature > 0 and len(rows):
                     add_gumbel_(rows.div_(temperature), seed, at, token_ids)
-    values, columns = (_largest if z.is_cuda else _select)(z, token_ids, k)
+    values, columns = largest(z, token_ids, k)
     ids = columns if token_ids is None else token_ids.take(columns).long()
     return ids, values, z.logsumexp(-1) if with_lse else z.new_empty(0)
+
+
+def largest(z: Tensor, token_ids: Tensor | None, k: int) -> tuple[Tensor, Tensor]:
+    """The k largest of each row of z [T, K] and their columns, descending, ties to the lower id: [T, k] both."""
+    return (_largest if z.is_cuda else _select)(z, token_ids, k)
 
 
 def _largest(z: Tensor, token_ids: Tensor | None, k: int) -> tuple[Tensor, Tensor]:
@@ -758,6 +763,17 @@ def _launch(
 def _check(
     hidden: Tensor, weight: Matrix, token_ids: Tensor | None, k: int, norm: Norm | None, noise: Noisy | None, *_: object
 ) -> None:
+    check_head(hidden, weight, norm, noise)
+    K = weight.shape[0]
+    if not 1 <= k <= min(MAX_K, K):
+        raise ValueError(f"k must be in 1..min({MAX_K}, K = {K}), got {k}")
+    if token_ids is not None and (token_ids.shape != (K,) or token_ids.dtype not in (torch.int32, torch.int64)):
+        raise ValueError(f"token_ids must be [{K}] int32 or int64, got {tuple(token_ids.shape)} {token_ids.dtype}")
+    same_device(hidden, token_ids=token_ids)
+
+
+def check_head(hidden: Tensor, weight: Matrix, norm: Norm | None, noise: Noisy | None) -> None:
+    """Raise ValueError unless rows, weight, norm and noise of an LM head fit together."""
     if hidden.dim() != 2 or weight.dim() != 2 or hidden.shape[1] != weight.shape[1]:
         raise ValueError(
             f"expected hidden [T, E] and weight [K, E]: hidden {tuple(hidden.shape)}, weight {tuple(weight.shape)}"
@@ -767,12 +783,7 @@ def _check(
             f"hidden and weight must be of one floating dtype and device: hidden {hidden.dtype} {hidden.device}, "
             f"weight {weight.dtype} {weight.device}"
         )
-    T, K = hidden.shape[0], weight.shape[0]
-    if not 1 <= k <= min(MAX_K, K):
-        raise ValueError(f"k must be in 1..min({MAX_K}, K = {K}), got {k}")
-    if token_ids is not None and (token_ids.shape != (K,) or token_ids.dtype not in (torch.int32, torch.int64)):
-        raise ValueError(f"token_ids must be [{K}] int32 or int64, got {tuple(token_ids.shape)} {token_ids.dtype}")
-    same_device(hidden, token_ids=token_ids)
+    T = hidden.shape[0]
     if norm is not None:
         by, eps = norm
         if by.shape != hidden.shape[1:] or not by.is_floating_point():
@@ -791,7 +802,7 @@ def _check(
         same_device(hidden, positions=positions, draw=draw)
 
 
-def _check_out(out: Tensor | tuple[Tensor, Tensor], hidden: Tensor, k: int) -> tuple[Tensor, Tensor | None]:
+def check_out(out: Tensor | tuple[Tensor, Tensor], hidden: Tensor, k: int) -> tuple[Tensor, Tensor | None]:
     """The memory for ids and logits. Raises TypeError or ValueError if it does not fit the results."""
     given = out if isinstance(out, tuple) and len(out) == 2 else (out,)
     if not all(isinstance(x, Tensor) for x in given):

@@ -20,7 +20,7 @@ from specker.runtime.engine import Engine, cache_memory
 from specker.runtime.ranks import dist
 from specker.runtime.strategies.base import LOOKAHEAD
 from specker.runtime.strategies.vocabtrim import trim
-from specker.runtime.strategies.vocabtrim.head import KeptRows
+from specker.runtime.strategies.vocabtrim.clusters import HeadRows
 from specker.zoo import catalogue
 
 
@@ -143,7 +143,7 @@ def read_draft(
     notes: dict[str, str],
     ranks: dist.Ranks | None = None,
     on_progress: Callable[[int, int], None] | None = None,
-) -> tuple[Checkpoint | None, KeptRows | None]:
+) -> tuple[Checkpoint | None, HeadRows | None]:
     """(the checkpoint that drafts for `target_checkpoint`, fitted to its vocabulary and context, or None; the kept rows
     of a trimmed head, or None). `source`: the draft checkpoint; None if the strategy needs none. `target`: what the
     user called the target. Adds remarks to `notes`. Raises as `load` does."""

@@ -14,7 +14,9 @@ from specker.kernels.variant import COUNTERS, count_in, counters, reset_counters
 from specker.runtime.round.graphs import Graphs
 
 CPU = torch.device("cpu")
-project, sample, topk = (importlib.import_module(f"specker.kernels.{name}") for name in ("project", "sample", "topk"))
+project, sample, topk, clusters = (
+    importlib.import_module(f"specker.kernels.{name}") for name in ("project", "sample", "topk", "clusters")
+)
 
 
 def kv_project():
@@ -34,8 +36,13 @@ def vocab_topk():
     return topk._launch(randn(70, 8).float(), randn(300, 8, seed=1).float(), None, 1, None, None, False)[1]
 
 
+def cluster_topk():
+    parts = (randn(n, 8, seed=seed).float() for seed, n in enumerate((3, 140, 70)))
+    return clusters._launch(*parts, torch.arange(140).view(70, 2), 4, 1, None, None, False)[1]
+
+
 @pytest.mark.filterwarnings("ignore:All-NaN slice")
-@pytest.mark.parametrize("launched", [kv_project, tree_attention, sample_rows, vocab_topk])
+@pytest.mark.parametrize("launched", [kv_project, tree_attention, sample_rows, vocab_topk, cluster_topk])
 def test_counts_that_an_aborted_launch_left_are_zeroed(poisoned, launched):
     """Without that, this launch and the next ones are wrong: programs take another one for the last."""
     want = launched()

@@ -109,6 +109,11 @@ def experts(T: int, *shape: int, **more: Any) -> dict[str, Any]:
     return {"x": x, "weight": weight, **rows, **({"scores": scores} if "epilogue" in more else {}), **more}
 
 
+def clusters(weight: Any, **more: Any) -> dict[str, Any]:
+    ids = {"centroids": torch.ones(8, 32), "token_ids": torch.arange(40).view(8, 5), "clusters": 2}
+    return {"hidden": torch.ones(3, 32), "weight": weight, **ids, "k": 3, **more}
+
+
 NORM, NOISE = (torch.ones(32), 0.0), (7, torch.arange(3), 0.5)
 # Few rows (numpy), many rows and bfloat16 (torch) take different paths.
 CALLS: list[tuple[str, dict[str, Any]]] = [
@@ -118,6 +123,8 @@ CALLS: list[tuple[str, dict[str, Any]]] = [
     ("adjust_rows", adjusted(4)),
     ("adjust_rows", adjusted(3, places=torch.tensor([0, 2, 3]), floors=True)),
     ("ancestor_words", {"parents": torch.tensor([0, 0, 1])}),
+    ("cluster_topk", clusters(torch.ones(40, 32), norm=NORM, noise=NOISE, out=torch.zeros(3, 3, dtype=torch.int64))),
+    ("cluster_topk", clusters(quantised(torch.ones(40, 32), "int4"))),
     ("expert_linear", experts(3, 3)),
     ("expert_linear", experts(3, 3, 2, epilogue="sum")),
     ("expert_linear", {**experts(3, 3), "weight": quantised(torch.ones(4, 32, 64), "int4")}),

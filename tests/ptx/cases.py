@@ -52,8 +52,8 @@ def attention_tests() -> Any:
     return module
 
 
-def weight(*shape: int, dtype: torch.dtype) -> Tensor:
+def weight(*shape: int, dtype: torch.dtype, seed: int = 1) -> Tensor:
     """A matrix [.., O, E] whose products with unit rows have a variance of 1."""
     from formulas import randn
 
-    return (randn(*shape, seed=1) / math.sqrt(shape[-1])).to(dtype)
+    return (randn(*shape, seed=seed) / math.sqrt(shape[-1])).to(dtype)

@@ -56,7 +56,7 @@ def check(arch: int, dtype: str, only: list[str], first: int | None) -> Iterator
 def invariance(arch: int, dtype: str, only: list[str], first: int | None) -> Iterator[Row]:
     """What must be equal bit for bit: a row alone and among others, and the CTAs in another order."""
     ways = _residual_merge, _row_linear, _quantised_linear, _tree_attention, _vocab_topk, _sample_rows, _kv_calibrate
-    for op in (*ways, _kv_project, _expert_linear, _conv_rows, _delta_rows):
+    for op in (*ways, _cluster_topk, _kv_project, _expert_linear, _conv_rows, _delta_rows):
         name = op.__name__[1:]
         if only and name not in only:
             continue
@@ -192,6 +192,18 @@ def _vocab_topk(arch: int, dtype: torch.dtype) -> Comparisons:
             return _run(arch, lambda: ops.topk._launch(h[rows], w, None, k, None, noisy, True))
 
         yield f"E{E} K{K} k{k}", _parts(call, call(slice(0, 70)), (0, 1), (69, 70), (60, 67))
+
+
+def _cluster_topk(arch: int, dtype: torch.dtype) -> Comparisons:
+    for E, C, R, k in ((64, 70, 5, 10), (256, 40, 40, 1)):
+        h, w, centres = randn(66, E, dtype=dtype), weight(C * R, E, dtype=dtype), weight(C, E, seed=9, dtype=dtype)
+        positions, ids = torch.arange(66) + 5, torch.arange(C * R).view(C, R)
+
+        def call(rows: slice, given: tuple = (w, centres, ids, 5, k), h: Tensor = h, at: Tensor = positions) -> Any:
+            noisy = ops.topk.Noise(9, at[rows], 0.9)
+            return _run(arch, lambda: ops.clusters._launch(h[rows], *given, None, noisy, True))
+
+        yield f"E{E} 5 of {C}x{R} k{k}", _parts(call, call(slice(0, 66)), (0, 1), (65, 66), (60, 63))
 
 
 def _sample_rows(arch: int, dtype: torch.dtype) -> Comparisons:

@@ -24,6 +24,7 @@ def counters(arch: int, dtype: str, only: list[str], first: int | None) -> Itera
         _expert_linear,
         _tree_attention,
         _vocab_topk,
+        _cluster_topk,
         _sample_rows,
         _adjust_rows,
         _conv_rows,
@@ -96,6 +97,18 @@ def _vocab_topk(dtype: torch.dtype) -> Iterator[Counted]:
         args = randn(T, E, dtype=dtype), randn(K, E, seed=1, dtype=dtype), None, k, None, noise, True
         label = f"T{T} E{E} K{K} k{k}{' noise' * noisy}"
         yield label, lambda args=args: ops.topk._launch(*args), ops.topk.vocab_topk_cost(*args)[0]
+
+
+def _cluster_topk(dtype: torch.dtype) -> Iterator[Counted]:
+    for T, k, noisy in ((1, 1, True), (8, 10, True)):
+        noise = ops.topk.Noise(3, torch.arange(T), 0.8) if noisy else None
+        parts = (randn(n, 256, seed=seed, dtype=dtype) for seed, n in enumerate((T, 512 * 32, 512)))
+        args = *parts, torch.arange(512 * 32).view(512, 32), 32, k, None, noise, True
+        yield f"T{T} E256 32 of 512x32 k{k}", lambda args=args: ops.clusters._launch(*args), _cluster_bytes(args)
+
+
+def _cluster_bytes(args: tuple[Any, ...]) -> int:
+    return int(ops.clusters.cluster_topk_cost(*args)[0])
 
 
 def _sample_rows(dtype: torch.dtype) -> Iterator[Counted]:

@@ -18,9 +18,11 @@ from specker.kernels.ancestors import ancestor_words, chain_words
 from specker.kernels.quant import Matrix, Quantized, as_bytes, quantised
 from specker.kernels.route import expert_route_ref
 
-attention, conv, delta, experts, kv, linear, project, residual, sample, topk = (
+attention, clusters, conv, delta, experts, kv, linear, project, residual, sample, topk = (
     importlib.import_module(f"specker.kernels.{name}")
-    for name in ("attention", "conv", "delta", "experts", "kv", "linear", "project", "residual", "sample", "topk")
+    for name in (
+        *("attention", "clusters", "conv", "delta", "experts", "kv", "linear", "project", "residual", "sample", "topk"),
+    )
 )
 ragged = cache(attention_tests)
 
@@ -31,6 +33,8 @@ CONSTANT = {
     "_row_linear_merge_kernel": {"bias_ptr"},
     "_expert_linear_kernel": {"w_ptr", "scale_ptr", "shift_ptr", "bias_ptr"},
     "_vocab_topk_kernel": {"w_ptr", "scale_ptr", "shift_ptr"},
+    "_cluster_choose_kernel": {"w_ptr"},
+    "_cluster_rows_kernel": {"w_ptr", "scale_ptr", "shift_ptr", "ids_ptr"},
     "_kv_calibrate_kernel": {"rope_ptr", "q_norm_ptr", "k_norm_ptr"},
     "_start_rows_kernel": {"embedding_ptr"},
     "_start_pairs_kernel": {"embedding_ptr", "norm_e_ptr", "norm_h_ptr"},
@@ -348,6 +352,54 @@ def _topk(label: str, h: Tensor, w: Matrix, ids: Tensor | None, k: int, norm: An
     return Case(label, lambda: topk._launch(h, w, ids, k, norm, noisy, lse), judge)
 
 
+def cluster_topk(dtype: torch.dtype) -> Iterator[Case]:
+    for T, E, C, R, chosen, k, noisy, drawn, lse in (
+        (2, 64, 150, 32, 9, 4, True, True, True),
+        (3, 256, 100, 77, 20, 10, True, False, True),
+        (66, 64, 70, 3, 4, 1, True, False, False),
+        (1, 1023, 40, 16, 40, 33, False, False, True),
+        (2, 128, 2048, 5, 32, 1, False, False, True),
+    ):
+        (h, centres), w = (_integers(n, E, dtype) for n in (T, C)), weight(C * R, E, dtype=dtype)
+        held = noise.pack_draw(7, 0.8) if drawn else None
+        noisily = topk.Noise(7, torch.arange(T) + (1 << 32) - T // 2, 0.8, held) if noisy else None
+        given = f"T{T} E{E} {chosen} of {C}x{R} k{k}{' noise' * noisy}{' drawn' * drawn}"
+        yield _clusters(given, h, w, centres, R, chosen, k, noisily, lse)
+    for kind, group in (("int8", None), ("int4", 32), ("mxfp4", 32)):
+        w = quantised_weight(kind, group, kind == "int4", 600, 256)
+        h, centres = (_integers(n, 256, dtype) for n in (2, 30))
+        yield _clusters(f"T2 E256 4 of 30x20 k3 {w.format}", h, w, centres, 20, 4, 3, None, True)
+
+
+def _integers(n: int, E: int, dtype: torch.dtype) -> Tensor:
+    """Rows whose products with one another are exact, so that rounding swaps no two clusters."""
+    return torch.randint(-2, 3, (n, E), generator=torch.Generator().manual_seed(n)).to(dtype)
+
+
+def _clusters(
+    label: str, h: Tensor, w: Matrix, centres: Tensor, R: int, chosen: int, k: int, noisy: Any, lse: bool
+) -> Case:
+    C, slack = len(centres), 2e-5
+    ids = _order(2 * C * R, C)[: C * R].view(C, R)
+
+    def judge(verdict: Verdict, got: Any) -> None:
+        order = (h.double() @ centres.double().T).sort(dim=1, descending=True, stable=True).indices
+        rows = (order[:, :chosen, None] * R + torch.arange(R)).flatten(1)  # [T, chosen R]
+        z = (h.double() @ dense(w, h.dtype).double().T).gather(1, rows)
+        token = ids.flatten()[rows]
+        if noisy is not None:
+            z = z / noisy.temperature + noise.gumbel_at(noisy.seed, noisy.positions, token).double()
+        best = z.topk(k).values
+        verdict.near("logits", got[1], best, best.float(), slack)
+        at = (token[:, None, :] == got[0][:, :, None]).int()
+        verdict.same("ids of the clusters", at.sum(2), torch.ones_like(got[0], dtype=at.dtype))
+        verdict.near("chosen", z.gather(1, at.argmax(2)), best, best, slack)
+        if lse:
+            verdict.near("lse", got[2], z.logsumexp(-1), z.logsumexp(-1).float(), slack)
+
+    return Case(label, lambda: clusters._launch(h, w, centres, ids, chosen, k, None, noisy, lse), judge)
+
+
 def drawn_tokens(dtype: torch.dtype) -> Iterator[Case]:
     """The tokens of verify rows from `vocab_topk`, in one launch, and from `sample_rows` of row_linear's logits."""
     for T, E, K, numbers in (
@@ -626,6 +678,7 @@ OPS = (
     quantised_experts,
     tree_attention,
     vocab_topk,
+    cluster_topk,
     drawn_tokens,
     sample_rows,
     conv_rows,

@@ -15,6 +15,7 @@ FLOAT = [
     "quantised_experts",
     "tree_attention",
     "vocab_topk",
+    "cluster_topk",
     "drawn_tokens",
     "sample_rows",
     "conv_rows",

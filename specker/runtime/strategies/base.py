@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from specker.runtime.ranks.dist import Ranks
     from specker.runtime.round.drafter import Drafter
     from specker.runtime.round.lm_head import LMHead
-    from specker.runtime.strategies.vocabtrim.head import KeptRows
+    from specker.runtime.strategies.vocabtrim.clusters import HeadRows
 
 SAVED = 4  # prompts' columns that a cache with recurrent states saves, beside one for each sequence
 LOOKAHEAD = 256  # cache columns beyond the context: a verify pass of the largest tree
@@ -49,7 +49,7 @@ class DraftContext:
     model: Model | None  # the target's; None if another engine runs it
     cache: KVCache | None  # the target's KV cache
     draft: Checkpoint | None  # with only the kept rows of the head if it is trimmed
-    kept: KeptRows | None  # the kept rows; None: all
+    kept: HeadRows | None  # the kept rows; None: all
     family: Family | None  # the bundled files for the target
     ranks: Ranks | None = None  # the ranks that share the target; None for one process
     notes: dict[str, str] = field(default_factory=dict)  # the engine's remarks, to which a drafter may add its own

@@ -16,7 +16,8 @@ from specker.runtime.round.lm_head import LMHead
 
 def readable(model: Model, head: LMHead) -> bool:
     """Whether the compiled library runs this model's layers and can read its embedding and the LM head."""
-    return model.stack is not None and all(takes(w) for w in (model.embed, head.weight))
+    matrices = (model.embed, head.weight, *(() if head.centroids is None else (head.centroids,)))
+    return model.stack is not None and all(takes(w) for w in matrices)
 
 
 def compiled_chain(
@@ -40,7 +41,10 @@ def compiled_chain(
     sequences = rows.cu_rows, rows.kv_len, rows.window
     drafted, probability = draft_chain(
         model.stack,
-        Vocabulary(model.embed, model.embed_scale, head.weight, head.token_ids, norm, head.activations, head.cap),
+        Vocabulary(
+            *(model.embed, model.embed_scale, head.weight, head.token_ids, norm, head.activations, head.cap),
+            *(head.centroids, head.chosen),
+        ),
         begin=begin,
         rows=((cache.k, cache.v), (rows.positions, rows.slots), sequences, rows.ancestors, rows.table),
         groups=(layers, groups or layers),

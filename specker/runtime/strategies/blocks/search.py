@@ -57,7 +57,7 @@ def candidates(
     the best guesses [k], the candidates of each position, and the guesses' probabilities [k]. `stops`: a head with the
     rows of the stop ids, which are candidates everywhere. Waits for the device."""
     k = len(final.rows) // batch.n
-    width = 1 if how is None else min(how.candidates, head.weight.shape[0])
+    width = 1 if how is None else min(how.candidates, head.most)
     ids, scores, lse = head.ranked(final, width, batch.draws, positions)
     count = 0
     if how is not None and stops is not None:

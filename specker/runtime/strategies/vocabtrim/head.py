@@ -25,6 +25,15 @@ class KeptRows:
     ranking: str = ""  # how the fixed rows were ranked, for the user
     counts: VocabCounts | None = None  # counts what the target writes, for the next run
 
+    @property
+    def rows(self) -> int:
+        """Rows that a step reads."""
+        return len(self.ids)
+
+    def step_bytes(self, weight: Matrix) -> int:
+        """Bytes of the head that a step reads."""
+        return weight.nbytes
+
     def head(
         self, weight: Matrix, norm: Tensor, eps: float, activations: str = "int8", cap: float = 0.0
     ) -> "TrimmedHead":
