@@ -344,8 +344,8 @@ class Engine:
         if (reader := self.messages(ids)) is None:
             return self.generate(ids, max_new_tokens, stop, **options)
         parts: list[harmony.Part] = []
-        read: Callable[[Event], None] = lambda event: parts.extend(reader.read(event))
-        out: Generation = self._generate(ids, {"max_new_tokens": max_new_tokens, **options}, stop, True, read)
+        asked = {"max_new_tokens": max_new_tokens, **options}
+        out: Generation = self._generate(ids, asked, stop, True, lambda event: parts.extend(reader.read(event)))
         return replace(out, text=harmony.joined(parts, "text"), reasoning=harmony.joined(parts, "reasoning"))
 
     def messages(self, prompt: list[int]) -> harmony.Messages | None:

@@ -86,8 +86,8 @@ def last_message(prompt: str) -> str:
 
 
 def conversation(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Messages of a chat as the chat templates of such models read them: reasoning as `thinking`, one call in a message,
-    and its result behind it.
+    """Messages of a chat as the chat templates of such models read them: reasoning as `thinking`, one call in a
+    message, and its result behind it.
 
     Templates refuse a text beside the reasoning before a call, so the text follows the reasoning there."""
     made: list[dict[str, Any]] = []

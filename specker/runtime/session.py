@@ -115,7 +115,7 @@ class Session:
             speculates=drafts,
             asked=params.policy,
             prefixes=params.prefix_cache,
-            reader=Detokenizer(tokenizer, params.stop, form and form.parts) if params.stop or reads else None,
+            reader=Detokenizer(tokenizer, params.stop, form.parts if form else None) if params.stop or reads else None,
             stop_ids=(frozenset() if params.ignore_eos else self._stop_ids).union(params.stop_ids),
             logprobs=params.logprobs,
             traced=speculates if traced is None else traced,
