@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from specker.cli.flags import Job
 from specker.cli.interrupt import CtrlC
@@ -12,8 +12,10 @@ from specker.cli.report import Result
 from specker.cli.screen import Screen
 from specker.options import Params, Sampling
 from specker.runtime.control.stats import Stats
-from specker.runtime.harmony import Messages
 from specker.view.trace import Trace
+
+if TYPE_CHECKING:
+    from specker.runtime.harmony import Messages
 
 PLACEHOLDERS = 128  # ids of the prompt of a target without a tokenizer
 LONG = 512  # tokens; the prefill of a longer prompt shows its progress
@@ -196,11 +198,11 @@ class Decoding:
             self._print_all()
             raise KeyboardInterrupt
 
-    def _answer(self, request: Any) -> Messages | None:
+    def _answer(self, request: Any) -> "Messages | None":
         """What reads the text of a request, if it is an answer in Harmony."""
         return self.engine.messages(request.token_ids) if self.job.chat and self.engine.has_tokenizer else None
 
-    def _take(self, event: Any, sample: Sample, answer: Messages | None) -> None:
+    def _take(self, event: Any, sample: Sample, answer: "Messages | None") -> None:
         """Add the text of an event to a sample's last result, and to what is printed."""
         result = sample.results[-1]
         if answer is None:
