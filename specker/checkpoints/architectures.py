@@ -12,7 +12,9 @@ from specker.checkpoints.numbers import check_size
 from specker.kernels.linear import ALPHA, LIMIT
 from specker.model.config import KV, CheckpointError, DeltaNet, Mixer, ShortConv
 
-TILED = "linear_out_proj_tiled"  # DeltaNet.tiled, in config.json of a converted GGUF file
+# In config.json of a converted GGUF file:
+TILED = "linear_out_proj_tiled"  # DeltaNet.tiled
+APART = "experts_gate_and_up_apart"  # not Experts.turns, of gpt-oss
 FULL, SLIDING = LAYER_TYPES = ("full_attention", "sliding_attention")
 
 
@@ -143,7 +145,7 @@ def _gpt_oss_mixture(hf: Any) -> dict[str, Any]:
     for name, own in (("swiglu_alpha", ALPHA), ("swiglu_limit", LIMIT)):
         if getattr(hf, name, own) != own:
             raise CheckpointError(f"{name} {short(getattr(hf, name))} is not supported; it must be {own}")
-    return {"biased": True}
+    return {"biased": True, "turns": getattr(hf, APART, False) is not True}
 
 
 def _granite(hf: Any) -> Scales:

@@ -21,6 +21,8 @@ from specker.model.weights import Rope
 SHARED = ("embed_tokens", "lm_head")
 # hidden_act (Gemma: hidden_activation) -> LayerSpec.activation
 ACTIVATIONS = {"silu": "silu", "gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh", "gelu_new": "gelu_tanh"}
+HARMONY = "<|channel|>", "<|message|>"  # special tokens of models that answer in it: runtime/harmony.py
+HARMONY_ENDS = "<|call|>", "<|return|>"  # those that end an answer
 ROPE_TYPES = ("default", "linear", "llama3", "yarn", "longrope", "proportional")
 
 
@@ -353,7 +355,7 @@ def eos_ids(folder: Path, raw: dict[str, Any], vocab: int) -> tuple[int, ...]:
 
 
 def _eos_of_tokenizer(folder: Path) -> list[int]:
-    """The ids of the tokenizer's own stop token."""
+    """The ids of the tokenizer's own stop token, and of those that end an answer in Harmony."""
     settings = read_json(folder / "tokenizer_config.json", required=False)
     eos = settings.get("eos_token")
     text = eos.get("content") if isinstance(eos, dict) else eos
@@ -361,7 +363,9 @@ def _eos_of_tokenizer(folder: Path) -> list[int]:
         return []
     added = [{**token, "id": int(i)} for i, token in settings.get("added_tokens_decoder", {}).items()]
     added = added or read_json(folder / "tokenizer.json", required=False).get("added_tokens", [])
-    return [int(token["id"]) for token in added if token.get("content") == text]
+    found = {token.get("content"): int(token["id"]) for token in added}
+    ends = [text, *(HARMONY_ENDS if {*HARMONY} <= {*found} else ())]
+    return [found[end] for end in ends if end in found]
 
 
 def read_json(path: Path, required: bool = True) -> dict[str, Any]:

@@ -4,7 +4,8 @@ A mixture of experts has one of two layouts. Most checkpoints have three matrice
 differently. The fused layout, which transformers has in memory and into which GGUF files are converted, has two tensors
 for all experts of a layer: gate_up_proj [X, 2 F, E], with each expert's gate rows first, and down_proj [X, E, F]. In
 memory both become matrices [X * 2 F, E] and [X * E, F] (Weights.gate_up and .down). gpt-oss has always two tensors, in
-which rows of gate and up take turns, and with matrices that are not quantised [X, E, 2 F] and [X, F, E].
+which rows of gate and up take turns, and with matrices that are not quantised [X, E, 2 F] and [X, F, E]
+(Experts.turns), unless it was a GGUF file.
 """
 
 import math
@@ -111,7 +112,7 @@ class Piece:
         """The piece's rows of the whole tensor's [rows, columns] or [rows]."""
         if self.order:
             return x[list(self.order)]
-        if len(self.stored) < 3 and not self.alternate:
+        if len(self.stored) < 3 and self.parts == 1:
             return x[self.first[0] : self.first[0] + self.shape[0]]
         (X, O), count, columns = self.stored[:2], self.shape[1], x.shape[-1:] if len(self.stored) == 3 else ()
         if self.alternate:
@@ -123,7 +124,7 @@ class Piece:
     def read(self, file: Any, name: str) -> Tensor:
         """The piece of the tensor `name` of an open safetensors file, [rows, columns] or [rows]."""
         found: Tensor
-        if len(self.stored) < 3 and not self.order and not self.alternate:
+        if len(self.stored) < 3 and not self.order and self.parts == 1:
             found = file.get_tensor(name) if self.whole else file.get_slice(name)[self.at]
             return found
         found = file.get_tensor(name)
@@ -134,7 +135,7 @@ class Piece:
         if self.whole:
             return found
         found = self.rows_of(found)
-        if len(self.stored) == 2 and self.alternate:
+        if len(self.stored) == 2 and self.parts > 1:
             return found.view(self.shape)
         return found if found.dim() == 1 else found[:, self.first[-1] : self.first[-1] + self.shape[-1]]
 
@@ -363,11 +364,12 @@ def _expert_pieces(c: ModelConfig, layer: int, experts: Experts, part: Part, fus
         yield Piece.tensor("mlp.router.bias" if oss else "mlp.expert_bias", "router_bias", X, layer=layer)
     if fused:
         both = (X, 2 * count, E), (X, 2 * F, E), (0, first, 0)
-        yield Piece(GATE_UP, "gate_up", layer, 0, *both, parts=2, alternate=oss, transposed=oss)
-        yield Piece(DOWN, "down", layer, 0, (X, E, count), (X, E, F), (0, 0, first), transposed=oss)
+        turns = experts.turns
+        yield Piece(GATE_UP, "gate_up", layer, 0, *both, parts=2, alternate=turns, transposed=turns)
+        yield Piece(DOWN, "down", layer, 0, (X, E, count), (X, E, F), (0, 0, first), transposed=turns)
     if c.layer.mlp_bias:
         bias = (X, 2 * count), (X, 2 * F), (0, first)
-        yield Piece(f"{GATE_UP}_bias", "gate_up_bias", layer, 0, *bias, parts=2, alternate=oss)
+        yield Piece(f"{GATE_UP}_bias", "gate_up_bias", layer, 0, *bias, parts=2, alternate=experts.turns)
         yield Piece.tensor(f"{DOWN}_bias", "down_bias", X, E, layer=layer)
     for n in range(0 if fused else X):
         own = names.expert.replace("#", str(n))

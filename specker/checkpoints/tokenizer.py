@@ -62,6 +62,15 @@ class Tokens:
         return found
 
     @cached_property
+    def special(self) -> dict[str, int]:
+        """The special tokens that were added to the vocabulary, with their ids; none without a tokenizer."""
+        try:
+            added = getattr(self.tokenizer, "added_tokens_decoder", {})
+        except CheckpointError:
+            return {}
+        return {token.content: n for n, token in added.items() if token.special}
+
+    @cached_property
     def digest(self) -> str:
         """A SHA-256 of the tokenizer's files."""
         total = hashlib.sha256()

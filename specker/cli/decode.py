@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from specker.cli.flags import Job
 from specker.cli.interrupt import CtrlC
@@ -13,6 +13,9 @@ from specker.cli.screen import Screen
 from specker.options import Params, Sampling
 from specker.runtime.control.stats import Stats
 from specker.view.trace import Trace
+
+if TYPE_CHECKING:
+    from specker.runtime.harmony import Messages
 
 PLACEHOLDERS = 128  # ids of the prompt of a target without a tokenizer
 LONG = 512  # tokens; the prefill of a longer prompt shows its progress
@@ -169,14 +172,14 @@ class Decoding:
         """Decode the last turn of the samples in one batch; with `to_the_end` the turns after it, too."""
         owners = {sample.number: sample for sample in samples}
         requests = [self._request(sample) for sample in samples]
+        answers = {r.index: self._answer(r) for r in requests}
         with CtrlC() as ctrl_c, self.engine.session.stream(requests) as events:
             for event in self._with_progress(events, requests, samples):
                 sample = owners[event.prompt_index]
                 result = sample.results[-1]
                 result.tokens += event.tokens
-                result.text += event.text
                 result.stats, result.finished = event.stats, event.finished
-                sample.deferred.append(partial(self.screen.pieces, event.pieces))
+                self._take(event, sample, answers[event.prompt_index])
                 if event.finished:
                     if self.trace is not None:
                         self.trace.end(event.prompt_index, event.finished, event.stats)
@@ -185,13 +188,34 @@ class Decoding:
                     if to_the_end and not sample.done:
                         self._begin_turn([sample])
                         owners[sample.number] = sample
-                        events.submit(self._request(sample), first=True)
+                        request = self._request(sample)
+                        answers[request.index] = self._answer(request)
+                        events.submit(request, first=True)
                 self._print_ready()
                 if ctrl_c.pressed:
                     break
         if ctrl_c.pressed:
             self._print_all()
             raise KeyboardInterrupt
+
+    def _answer(self, request: Any) -> "Messages | None":
+        """What reads the text of a request, if it is an answer in Harmony."""
+        return self.engine.messages(request.token_ids) if self.job.chat and self.engine.has_tokenizer else None
+
+    def _take(self, event: Any, sample: Sample, answer: "Messages | None") -> None:
+        """Add the text of an event to a sample's last result, and to what is printed."""
+        result = sample.results[-1]
+        if answer is None:
+            result.text += event.text
+            sample.deferred.append(partial(self.screen.pieces, event.pieces))
+            return
+        for part in answer.read(event):
+            if part.kind == "reasoning":
+                result.reasoning += part.text
+                sample.deferred.append(partial(self.screen.reasoning, part.text))
+            else:
+                result.text += part.text
+                sample.deferred.append(partial(self.screen.pieces, [(part.text, part.drafted)]))
 
     def _with_progress(self, events: Iterator[Any], requests: list[Any], samples: list[Sample]) -> Iterator[Any]:
         """`events`, with a progress bar during the prefill of a long conversation."""

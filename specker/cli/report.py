@@ -19,6 +19,7 @@ class Result:
     ids: list[int] = field(default_factory=list)  # of the prompt
     seed: int = 0
     sampling: Sampling | None = None  # None: as the whole run
+    reasoning: str = ""  # of a conversation with a model that answers in Harmony; `text` is then without it
     finished: str | None = None  # as in runtime.text.Generation; "interrupted" if Ctrl-C ended an answer of a chat
 
 
@@ -51,6 +52,8 @@ def _prompt(result: Result, sampling: Sampling) -> dict[str, Any]:
     own: dict[str, Any] = {"seed": result.seed, "prompt_tokens": len(result.ids), "finish_reason": result.finished}
     if result.sampling is not None and result.sampling != replace(sampling, seed=result.seed):  # /set changed it
         own["sampling"] = asdict(result.sampling)
+    if result.reasoning:
+        own["reasoning"] = result.reasoning
     return own | _row(result, [result] if result.check else [])
 
 

@@ -37,6 +37,7 @@ class Screen:
             self.out = open(os.devnull, "w")  # noqa: SIM115  open until the process ends
         self.terminal = self.out.isatty()
         self.titled = False  # whether a title was printed
+        self.reasons = False  # whether reasoning was printed last
         self.answer: Any = None  # answer.Answer, which renders the texts of a conversation on a terminal
         self.text = Console(file=self.out, highlight=False)
         self.notes = self.text if self.terminal or quiet else Console(stderr=True, highlight=False)
@@ -91,7 +92,21 @@ class Screen:
 
             self.answer = Answer(self.text)
 
+    def reasoning(self, text: str) -> None:
+        """Print reasoning before or between the parts of an answer: dim and, like notes, not where a pipe reads."""
+        if self.answer is not None and not self.reasons:
+            self.answer.end()
+        self.reasons = True
+        self.notes.print(Text(text.translate(CONTROLS), "dim"), end="", soft_wrap=True)
+
+    def _end_reasoning(self) -> None:
+        if self.reasons:
+            self.reasons = False
+            self.notes.print("\n")
+
     def pieces(self, pieces: list[tuple[str, bool]]) -> None:
+        if pieces:
+            self._end_reasoning()
         if self.answer is not None:
             self.answer.add([(text.translate(CONTROLS), drafted) for text, drafted in pieces])
             return
@@ -100,6 +115,7 @@ class Screen:
 
     def newline(self) -> None:
         """End a text."""
+        self._end_reasoning()
         if self.answer is not None:
             self.answer.end()
         else:

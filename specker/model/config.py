@@ -41,6 +41,9 @@ class Experts:
     by."""
     scale: float = 1.0  # factor of the scores
     eps: float = 0.0  # added to the sum by which scores are divided; for sigmoid
+    turns: bool = False
+    """In the checkpoint the rows of each gate and up projection take turns, and matrices that are not quantised are
+    transposed (gpt-oss)."""
 
     def read(self, rows: float) -> float:
         """How many experts a layer reads for so many rows, if the router chooses all equally often."""

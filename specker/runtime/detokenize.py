@@ -1,5 +1,6 @@
 """Streaming detokenisation: token ids -> text, never half a character."""
 
+from collections.abc import Mapping
 from typing import Any
 
 UNKNOWN = "\N{REPLACEMENT CHARACTER}"  # what tokenizers return for bytes that form no character
@@ -13,10 +14,14 @@ def whole(text: str) -> str:
 class Detokenizer:
     """Text of a growing list of ids. Special tokens are left out; without a tokenizer the text is empty. The text ends
     before the first of the strings `stops` that is complete in it, the longest if several end there; what may be the
-    beginning of one is held back."""
+    beginning of one is held back.
 
-    def __init__(self, tokenizer: Any, stops: tuple[str, ...] = ()):
-        self.tokenizer, self.stops = tokenizer, [Stop(text) for text in stops]
+    Some special tokens divide a text into parts, such as the messages of Harmony and their headers. `parts` has them,
+    and whether a stop string may occur behind them; none occurs across them."""
+
+    def __init__(self, tokenizer: Any, stops: tuple[str, ...] = (), parts: Mapping[int, bool] | None = None):
+        self.tokenizer, self.stops, self.parts = tokenizer, [Stop(text) for text in stops], parts or {}
+        self.searched = True  # stop strings may occur here
         self.stopped = False  # one of `stops` has occurred
         self.held = ""  # text that may be the beginning of a stop string
         self.tail = ""  # what `flush` returned
@@ -25,7 +30,10 @@ class Detokenizer:
         self.shown = ""  # text of ids[start:] already returned
 
     def add(self, token: int) -> str:
-        """The text that `token` completes; empty while a character is unfinished."""
+        """The text that `token` completes; empty while a character is unfinished. Before a token of `parts` all that is
+        held is complete."""
+        if token in self.parts:
+            return self._divide(token)
         self.ids.append(token)
         text = self._decode()
         if text.endswith(UNKNOWN):
@@ -38,11 +46,23 @@ class Detokenizer:
 
     def flush(self) -> str:
         """The remaining text at the end, without an unfinished character."""
+        self.tail = self._rest()
+        return self.tail
+
+    def _rest(self) -> str:
         text = whole(self._decode())
         new, self.shown = text[len(self.shown) :], text
-        self.tail = self._before_stop(new) + self.held
-        self.held = ""
-        return self.tail
+        rest, self.held = self._before_stop(new) + self.held, ""
+        return rest
+
+    def _divide(self, token: int) -> str:
+        rest = self._rest()
+        if not self.stopped:
+            self.ids.append(token)
+            self.start, self.shown, self.searched = len(self.ids) - 1, "", self.parts[token]
+            for stop in self.stops:
+                stop.begun = 0
+        return rest
 
     @property
     def stopped_by(self) -> str | None:
@@ -52,7 +72,7 @@ class Detokenizer:
 
     def _before_stop(self, new: str) -> str:
         """The part of the held text and `new` that certainly comes before the first stop string."""
-        if self.stopped or not self.stops:
+        if self.stopped or not self.stops or not self.searched:
             return "" if self.stopped else new
         text = self.held + new
         end = len(text)

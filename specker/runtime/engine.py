@@ -4,7 +4,7 @@ session that decodes requests."""
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache as memoised
 from functools import partial
 from typing import TYPE_CHECKING, Any, Unpack, overload
@@ -21,14 +21,14 @@ from specker.model.config import ModelConfig, layer_elements
 from specker.model.decoder import Model
 from specker.model.states import AHEAD
 from specker.options import TEMPERATURE, Options, Params
-from specker.runtime import check, strategies, text
+from specker.runtime import check, harmony, strategies, text
 from specker.runtime.check import CheckResult
 from specker.runtime.control.auto import AcceptanceHistory
 from specker.runtime.control.costs import Costs
 from specker.runtime.control.policy import Budget, Policy
 from specker.runtime.control.stats import Stats
 from specker.runtime.detokenize import whole
-from specker.runtime.events import Logprob
+from specker.runtime.events import Event, Logprob
 from specker.runtime.loop import Loop
 from specker.runtime.ranks.broadcast import SharedDrafter
 from specker.runtime.ranks.dist import Ranks
@@ -332,11 +332,29 @@ class Engine:
             options: as of `generate`. Without any the answer is decoded greedily; `**engine.usual_sampling` samples as
                 conversations in the terminal and the server do.
 
+        Returns:
+            A `Generation`. If the model answers in Harmony (gpt-oss), its `text` is the answer without headers and
+            `reasoning`, which stands apart.
+
         Raises:
             TypeError: an unknown option.
             ValueError: as of `generate`; also if the checkpoint has no chat template or it refuses the messages.
         """
-        return self.generate(self.encode_chat(messages, **(template or {})), max_new_tokens, stop, **options)
+        ids = self.encode_chat(messages, **(template or {}))
+        if (reader := self.messages(ids)) is None:
+            return self.generate(ids, max_new_tokens, stop, **options)
+        parts: list[harmony.Part] = []
+        asked = {"max_new_tokens": max_new_tokens, **options}
+        out: Generation = self._generate(ids, asked, stop, True, lambda event: parts.extend(reader.read(event)))
+        return replace(out, text=harmony.joined(parts, "text"), reasoning=harmony.joined(parts, "reasoning"))
+
+    def messages(self, prompt: list[int]) -> harmony.Messages | None:
+        """What reads the answer to a prompt of a conversation, if the model answers in Harmony."""
+        form = harmony.of(self.target.tokens.special)
+        if form is None:
+            return None
+        begun = harmony.last_message(self.tokenizer.decode(prompt, skip_special_tokens=False))
+        return harmony.Messages(form, begun)
 
     @overload
     def generate_ar(  # type: ignore[overload-overlap]
@@ -409,14 +427,23 @@ class Engine:
             for i, (p, named) in enumerate(text.each(prompt, options))
         ]
 
-    def _generate(self, prompt: Any, options: dict[str, Any], stop: Stop, speculates: bool) -> Any:
-        requests = self._requests(prompt, options, stop, speculates, reads=False)
+    def _generate(
+        self,
+        prompt: Any,
+        options: dict[str, Any],
+        stop: Stop,
+        speculates: bool,
+        on_event: Callable[[Event], None] | None = None,
+    ) -> Any:
+        requests = self._requests(prompt, options, stop, speculates, reads=on_event is not None)
         texts = dict.fromkeys(requests, "")
         logprobs: dict[Request, list[Logprob]] = {request: [] for request in requests}
         with self.session.stream(requests) as events:
             for event in events:
                 texts[event.request] += event.text
                 logprobs[event.request] += event.logprobs
+                if on_event is not None:
+                    on_event(event)
         out = []
         for s in requests:
             said = whole(self.decode(s.tokens)) if s.reader is None else texts[s]

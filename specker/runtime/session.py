@@ -18,7 +18,7 @@ from specker.checkpoints.checkpoint import Checkpoint
 from specker.fields import option
 from specker.model.device import current
 from specker.options import Params, whole
-from specker.runtime import text
+from specker.runtime import harmony, text
 from specker.runtime.control.policy import OFF, Fixed, Policy
 from specker.runtime.detokenize import Detokenizer
 from specker.runtime.events import Event
@@ -101,6 +101,7 @@ class Session:
             raise ValueError(f"stop_ids must be below {vocab} and logprobs at most that, the vocabulary of {self.name}")
         if any(token >= vocab for token, _ in params.sampling.logit_bias):
             raise ValueError(f"{option('logit_bias')} must be of ids below {vocab}, the vocabulary of {self.name}")
+        form = harmony.of(self.target.tokens.special)
         asked, drafts = len(ids) + params.max_new_tokens, speculates and self.loop.drafter is not None
         policy = self._policy(None if params.policy == OFF else params.policy)  # refuses unknown ones
         drafts = drafts and params.policy != OFF
@@ -114,7 +115,7 @@ class Session:
             speculates=drafts,
             asked=params.policy,
             prefixes=params.prefix_cache,
-            reader=Detokenizer(tokenizer, params.stop) if params.stop or reads else None,
+            reader=Detokenizer(tokenizer, params.stop, form.parts if form else None) if params.stop or reads else None,
             stop_ids=(frozenset() if params.ignore_eos else self._stop_ids).union(params.stop_ids),
             logprobs=params.logprobs,
             traced=speculates if traced is None else traced,

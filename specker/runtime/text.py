@@ -8,6 +8,7 @@ from typing import Any
 
 from specker.checkpoints.checkpoint import Checkpoint
 from specker.fields import option
+from specker.runtime import harmony
 from specker.runtime.control.stats import Stats
 from specker.runtime.events import Logprob
 
@@ -61,8 +62,9 @@ def rendered(
 ) -> str:
     """The text of a conversation by the tokenizer's chat template. `name`: the model, for the message.
     `add_generation_prompt`: begin the assistant's turn. `continue_final_message`: instead end within the last message,
-    after its text. `more`: further variables of the template, such as `tools`. Raises ValueError if there is no chat
-    template, if it refuses the messages or changes the one to continue, or for messages without a role."""
+    after its text. `more`: further variables of the template, such as `tools`. Messages of a model that answers in
+    Harmony may have `reasoning_content` and several calls. Raises ValueError if there is no chat template, if it
+    refuses the messages or changes the one to continue, or for messages without a role."""
     if not isinstance(messages, list | tuple) or not all(isinstance(m, dict) and "role" in m for m in messages):
         raise ValueError(f"messages must be a list of dicts, each with its role and content, got {messages!r}")
     if not getattr(target.tokenizer, "chat_template", None):
@@ -71,6 +73,7 @@ def rendered(
 
     how = {"add_generation_prompt": add_generation_prompt, "continue_final_message": continue_final_message}
     try:
+        messages = harmony.conversation(messages) if harmony.of(target.tokens.special) else messages
         return target.tokenizer.apply_chat_template(messages, tokenize=False, **how, **more)
     except (TemplateError, *UNFIT) as error:  # such as a template without a place for a system message
         if "continue_final_message" in str(error):  # a long text, with the whole conversation
@@ -123,11 +126,13 @@ class Generation:
 
     Attributes:
         tokens: ids, a stop id or the token that completes a stop string included.
-        text: without special tokens and stop strings.
+        text: without special tokens and stop strings; of `Engine.chat` without the reasoning of a model that answers in
+            Harmony.
         stats: counters and times.
         finished: "stop" (a stop id or string), "length" (`max_new_tokens`), "context" (no room for more), "not finite"
             (the next token's logits), "grammar" (no token can follow in it) or "cancelled".
         logprobs: one for each token; empty unless they were asked for.
+        reasoning: of `Engine.chat` with such a model.
     """
 
     tokens: list[int]
@@ -135,3 +140,4 @@ class Generation:
     stats: Stats
     finished: str
     logprobs: list[Logprob] = field(default_factory=list)
+    reasoning: str = ""

@@ -16,10 +16,11 @@ from fastapi.middleware.cors import CORSMiddleware
 from fastapi.responses import HTMLResponse, JSONResponse, Response, StreamingResponse
 from starlette.exceptions import HTTPException
 
+from specker.runtime import harmony
 from specker.runtime.engine import Engine
 from specker.runtime.round import state
 from specker.runtime.text import TooLong, rendered, reserved
-from specker.serve import reasoning, tools
+from specker.serve import channels, reasoning, tools
 from specker.serve.answers import ChatAnswer, TextAnswer
 from specker.serve.api import Asked, Chat, Completion, Tokenize
 from specker.serve.checker import Checker
@@ -58,9 +59,9 @@ class Server:
         self.encoder = Encoder(engine.target, self.name)
         self.health_seconds = serving.health_seconds
         self._numbers, self._reserved = count(), reserved(engine.tokenizer)
-        added = engine.tokenizer.added_tokens_decoder.items()
-        tags = {*TAGS, reasoning.OPEN, reasoning.CLOSE}
-        self.special = {token.content: n for n, token in added if token.special and token.content in tags}
+        special, tags = engine.target.tokens.special, {*TAGS, reasoning.OPEN, reasoning.CLOSE}
+        self.special = {tag: token for tag, token in special.items() if tag in tags}
+        self.harmony = harmony.of(special)
 
     @asynccontextmanager
     async def running(self, _: FastAPI) -> AsyncIterator[None]:
@@ -87,12 +88,17 @@ class Server:
         """Raises ValueError."""
         messages = [message.plain() for message in asked.messages]
         prompt, last = await self.encoder.run(self._rendered, asked, messages), messages[-1]["content"]
-        inside = reasoning.opened(self.template, prompt, last if asked.continue_final_message else "")
-        form = await self._grammar(asked, inside)
+        functions, inside, begun = tools.functions_of(asked), None, ""
+        if self.harmony is not None:
+            begun = harmony.last_message(prompt)
+        else:
+            inside = reasoning.opened(self.template, prompt, last if asked.continue_final_message else "")
+        form = await self._grammar(asked, inside, begun)
         ids = await self.encoder.encode(prompt, special=False)
         logprobs = max(1, asked.top_logprobs or 0) if asked.logprobs else 0
         texts = await self.encoder.run(self._requests, asked, [(ids, last)], logprobs, form)
-        functions = tools.functions_of(asked)
+        if self.harmony is not None:
+            return texts, Reading(functions=functions, harmony=self.harmony, begun=begun)
         marks = {token: tag for tag, token in self.special.items()} if functions or inside is not None else {}
         return texts, Reading(inside, format_of(self.template) if functions else None, functions, marks)
 
@@ -114,19 +120,26 @@ class Server:
         how["add_generation_prompt"] = asked.add_generation_prompt
         if asked.tools:
             how["tools"] = [tool.model_dump(exclude_none=True) for tool in asked.tools]
+            if self.harmony is not None:  # its templates add to the description, without asking whether there is one
+                for tool in how["tools"]:
+                    tool["function"].setdefault("description", "")
         return rendered(self.engine.target, self.name, messages, **how, **asked.chat_template_kwargs)
 
-    async def _grammar(self, asked: Asked, inside: bool | None = None) -> str | None:
-        """What the text must match, compiled; None if it is free. `inside`: as in `Reading`."""
-        form = await self.encoder.run(self._form, asked, inside)
+    async def _grammar(self, asked: Asked, inside: bool | None = None, begun: str = "") -> str | None:
+        """What the text must match, compiled; None if it is free. `inside`, `begun`: as in `Reading`."""
+        form = await self.encoder.run(self._form, asked, inside, begun)
         session = self.engine.session
         if form is not None and not session.grammars.knows(form):
             await self.encoder.run(session.guide, form, use="grammar")
         return form
 
-    def _form(self, asked: Asked, inside: bool | None) -> str | None:
+    def _form(self, asked: Asked, inside: bool | None, begun: str) -> str | None:
         form = asked.response_format.grammar() if asked.response_format is not None else None
-        if isinstance(asked, Chat):
+        if isinstance(asked, Chat) and self.harmony is not None:
+            form = channels.schema_of(self.harmony, begun, form) if form else None
+            if functions := tools.functions_of(asked):
+                form = channels.calls_of(self.harmony, begun, functions, not tools.may_call(asked))
+        elif isinstance(asked, Chat):
             form = form or tools.grammar_of(asked, self.template, self.special)
             if form is not None and inside and not tools.may_call(asked):
                 form = reasoning.preceded(form, self.special)

@@ -6,13 +6,14 @@ import time
 import uuid
 from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 from specker.runtime.control.stats import Stats
 from specker.runtime.events import Event, Logprob
+from specker.runtime.harmony import Harmony, Messages, joined
 from specker.serve.reasoning import Reasoning
 from specker.serve.tool_formats import Format, Functions
-from specker.serve.tools import Calls
+from specker.serve.tools import Calls, called
 from specker.serve.worker import Call
 
 log = logging.getLogger(__name__)
@@ -40,16 +41,59 @@ class Reading:
         form: of tool calls; None if they have none.
         functions: that may be called.
         marks: special tokens with which reasoning or calls begin or end. They count as text here.
+        harmony: the special tokens of answers in Harmony, which have reasoning and calls of their own.
+        begun: the message that the prompt has begun, of such an answer.
     """
 
     inside: bool | None = None
     form: Format | None = None
     functions: Functions = field(default_factory=dict)
     marks: Mapping[int, str] = field(default_factory=dict)
+    harmony: Harmony | None = None
+    begun: str = ""
+
+    @property
+    def reasons(self) -> bool:
+        """Whether texts may hold reasoning."""
+        return self.inside is not None or self.harmony is not None
 
 
-class Reader:
-    """Reads one text."""
+class Reader(Protocol):
+    """Reads one text.
+
+    Attributes:
+        reasoned: tokens of its reasoning.
+    """
+
+    @property
+    def reasoned(self) -> int: ...
+
+    def read(self, choice: int, event: Event) -> Piece: ...
+
+
+class ChannelReader:
+    """Reads one answer in Harmony."""
+
+    def __init__(self, reading: Reading):
+        assert reading.harmony is not None
+        self._messages = Messages(reading.harmony, reading.begun, reading.functions)
+        self._found = 0
+
+    @property
+    def reasoned(self) -> int:
+        return self._messages.reasoned
+
+    def read(self, choice: int, event: Event) -> Piece:
+        parts, reason = self._messages.read(event), event.finished
+        calls = [called(self._found + n, p.name, p.text) for n, p in enumerate(p for p in parts if p.kind == "call")]
+        self._found += len(calls)
+        reason = "tool_calls" if reason == "stop" and self._found else reason
+        text, reasoning = joined(parts, "text"), joined(parts, "reasoning")
+        return Piece(choice, text, reasoning, calls, event.logprobs, REASONS.get(reason or "", reason))
+
+
+class TagReader:
+    """Reads one text in which tags surround reasoning and calls."""
 
     def __init__(self, reading: Reading):
         self._reasoning = None if reading.inside is None else Reasoning(reading.inside)
@@ -90,7 +134,8 @@ class Pieces:
     def __init__(self, call: Call, reading: Reading):
         self.call, self.reading = call, reading
         self.id = f"{self.kind}{uuid.uuid4().hex}"
-        self.readers = [Reader(reading) for _ in call.requests]
+        kind = TagReader if reading.harmony is None else ChannelReader
+        self.readers: list[Reader] = [kind(reading) for _ in call.requests]
 
     async def pieces(self) -> AsyncIterator[Piece]:
         """Raises as `Call.events`."""
@@ -115,7 +160,7 @@ class Pieces:
         prompt, emitted = sum(r.prompt_length for r in first), sum(s.tokens for s in stats)
         drafted, accepted = sum(s.drafted for s in stats), sum(s.accepted for s in stats)
         found = {"accepted_prediction_tokens": accepted, "rejected_prediction_tokens": drafted - accepted}
-        if self.reading.inside is not None:
+        if self.reading.reasons:
             found["reasoning_tokens"] = sum(reader.reasoned for reader in self.readers)
         cached = sum(max(0, r.prompt_length - 1 - r.stats.prefilled) for r in first)
         return {

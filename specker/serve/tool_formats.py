@@ -59,7 +59,7 @@ class Format:
         raise NotImplementedError
 
     def call_id(self) -> str:
-        return f"call_{uuid.uuid4().hex}"
+        return new_id()
 
 
 class Hermes(Format):
@@ -196,6 +196,11 @@ class NamedMistral(Mistral):
 
 FORMATS = (QwenCoder(), Hermes(), NamedMistral(), Mistral(), Llama())  # the first one that the template knows
 TAGS = ("<tool_call>", "</tool_call>", "[TOOL_CALLS]", "[ARGS]", "<|python_tag|>")
+
+
+def new_id() -> str:
+    """The id of a call."""
+    return f"call_{uuid.uuid4().hex}"
 
 
 def format_of(template: str) -> Format:

@@ -4,7 +4,7 @@ import json
 from typing import Any
 
 from specker.serve.api import Chat, Choice
-from specker.serve.tool_formats import Format, Functions, Read, Special, format_of
+from specker.serve.tool_formats import Format, Functions, Read, Special, format_of, new_id
 
 NOTHING = {"type": "object", "properties": {}, "additionalProperties": False}  # the arguments of a function without any
 
@@ -84,8 +84,13 @@ class Calls:
 
     def _call(self, name: str, arguments: Any) -> dict[str, Any]:
         self.found += 1
-        function = {"name": name, "arguments": json.dumps(arguments, ensure_ascii=False)}
-        return {"index": self.found - 1, "id": self._form.call_id(), "type": "function", "function": function}
+        return called(self.found - 1, name, json.dumps(arguments, ensure_ascii=False), self._form.call_id())
+
+
+def called(index: int, name: str, arguments: str, id: str | None = None) -> dict[str, Any]:
+    """A call as the chat API has it. `arguments`: as JSON. `id`: default: a new one."""
+    function = {"name": name, "arguments": arguments}
+    return {"index": index, "id": id or new_id(), "type": "function", "function": function}
 
 
 def begun(text: str, tag: str) -> int:

@@ -26,21 +26,23 @@ NAMES = {  # of a layer's tensors: name in GGUF -> name in the checkpoint
 
 
 def fused(tensors: Iterator[Named], count: int) -> Iterator[Named]:
-    """Join the gates and the up projections of `count` experts. In two formats they are restored to float32, because a
-    matrix has one format."""
-    waiting: dict[str, Named] = {}  # by the layer's part
+    """Join the gates and the up projections of `count` experts, and their biases, if they have some. In two formats
+    they are restored to float32, because a matrix has one format."""
+    waiting: dict[str, Named] = {}  # by the name of what they become
     for name, kind, x in tensors:
-        module = name.removesuffix(".weight")
+        module, _, field = name.rpartition(".")
         part, _, own = module.rpartition(WITHIN)
+        end = "_bias" if field == "bias" else ""
+        whole = f"{part}{WITHIN}{FUSED[0]}{end}"
         if not part or own not in (GATE, UP):
-            yield (module if part and own in FUSED else name), kind, x
-        elif part not in waiting:
-            waiting[part] = name, kind, x
+            yield (module + end if part and own in FUSED else name), kind, x
+        elif whole not in waiting:
+            waiting[whole] = name, kind, x
         else:
-            _, other, y = waiting.pop(part)
+            _, other, y = waiting.pop(whole)
             gate, up = (x, y) if own == GATE else (y, x)
             kind = kind if kind == other else f"{kind} and {other}"
-            yield f"{part}{WITHIN}{FUSED[0]}", kind, _joined(gate, up, count)
+            yield whole, kind, _joined(gate, up, count)
 
 
 def _joined(gate: Value, up: Value, count: int) -> Value:
@@ -51,7 +53,7 @@ def _joined(gate: Value, up: Value, count: int) -> Value:
 
 
 def _plain(x: Value) -> Tensor:
-    """The matrix [X * O, E] in float32."""
+    """The matrix [X * O, E] in float32, or the bias [X * O]."""
     return x.flatten(0, 1) if isinstance(x, Tensor) else pack(x).dequantised(torch.float32)
 
 

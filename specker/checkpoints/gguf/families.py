@@ -123,6 +123,7 @@ FAMILIES = {  # by model_type
     "qwen3_5_moe_text": Family(ends=QWEN_ENDS),
     "lfm2": Family(),
     "lfm2_moe": Family(),
+    "gpt_oss": Family(),
 }
 
 

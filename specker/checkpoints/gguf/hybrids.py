@@ -1,6 +1,7 @@
-"""Models with recurrent layers in a GGUF file: Qwen3.5, Qwen3-Next, LFM2 and LFM2-MoE.
+"""Models in a GGUF file whose config is made from the file's keys: those with recurrent layers, Qwen3.5, Qwen3-Next,
+LFM2 and LFM2-MoE, and gpt-oss (gpt_oss.py).
 
-transformers reads the configs of some of them, and only in its newest versions; here all are made from the file's keys.
+transformers reads the configs of some of them, and only in its newest versions.
 What llama.cpp's converter changes in the tensors of Qwen's gated delta nets:
 
 * `ssm_a` is -exp(A_log); the norms' weights contain the 1 that they lack in a checkpoint, except `ssm_norm`'s; a
@@ -25,10 +26,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from specker.checkpoints.architectures import FULL, TILED
+from specker.checkpoints.architectures import APART, FULL, TILED
+from specker.checkpoints.gguf import gpt_oss
 from specker.checkpoints.gguf.blocks import BLOCKS, Value, moved, rows
 from specker.checkpoints.gguf.experts import NAMES as EXPERTS
 from specker.checkpoints.gguf.families import NAMES, OUTER
+from specker.checkpoints.gguf.keys import Keys
 from specker.checkpoints.pieces import RENAMED
 from specker.model.config import CheckpointError
 
@@ -75,26 +78,10 @@ SIGMOID = 2  # of llama_expert_gating_func_type
 BLOCK = re.compile(r"blk\.(\d+)\.(.+)")
 
 
-class _Keys(dict[str, Any]):
-    """Keys of a file, without the architecture's prefix."""
-
-    def __init__(self, keys: Mapping[str, Any], path: Path, arch: str):
-        super().__init__(keys)
-        self.path, self.start = path, f"{arch}."
-
-    def __missing__(self, name: str) -> Any:
-        raise CheckpointError(f"{self.path} lacks the key {self.start}{name}; convert it again")
-
-    def no(self, name: str, *usual: Any) -> None:
-        """Raise CheckpointError if the key has another value than `usual`."""
-        if (value := self.get(name, usual[0])) not in usual:
-            raise CheckpointError(f"{self.path} has {self.start}{name} {value}, which is not supported")
-
-
-def _common(keys: _Keys, tensors: Sequence[Any], fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Fields of config.json that all have. `fields`: all keys of the file."""
-    for name, usual in (("attention.causal", True), ("rope.scaling.type", "none")):
-        keys.no(name, usual)
+def _common(keys: Keys, tensors: Sequence[Any], fields: Mapping[str, Any], ropes: Sequence[str]) -> dict[str, Any]:
+    """Fields of config.json that all have. `fields`: all keys of the file. `ropes`: `Hybrid.ropes`."""
+    keys.no("attention.causal", True)
+    keys.no("rope.scaling.type", *ropes)
     rows_of = {tensor.name: int(tensor.shape[-1]) for tensor in tensors}
     if "token_embd.weight" not in rows_of:
         raise CheckpointError(f"{keys.path} lacks the tensor token_embd.weight; convert it again")
@@ -110,7 +97,7 @@ def _common(keys: _Keys, tensors: Sequence[Any], fields: Mapping[str, Any]) -> d
     }
 
 
-def _qwen(keys: _Keys) -> dict[str, Any]:
+def _qwen(keys: Keys) -> dict[str, Any]:
     layers = keys["block_count"] - keys.get("nextn_predict_layers", 0)
     recurrent, interval = keys.get("attention.recurrent_layers"), keys.get("full_attention_interval", 4)
     if not isinstance(recurrent, list):
@@ -138,11 +125,11 @@ def _qwen(keys: _Keys) -> dict[str, Any]:
     }
 
 
-def _dense(keys: _Keys) -> dict[str, Any]:
+def _dense(keys: Keys) -> dict[str, Any]:
     return _qwen(keys) | {"intermediate_size": keys["feed_forward_length"]}
 
 
-def _mixture(keys: _Keys) -> dict[str, Any]:
+def _mixture(keys: Keys) -> dict[str, Any]:
     """llama.cpp divides the scores of the chosen experts by their sum, as transformers does."""
     for name in ("expert_gating_func", "expert_group_count"):
         keys.no(name, 0, 1)  # a softmax over all experts
@@ -156,7 +143,7 @@ def _mixture(keys: _Keys) -> dict[str, Any]:
     }
 
 
-def _convolutions(keys: _Keys) -> dict[str, Any]:
+def _convolutions(keys: Keys) -> dict[str, Any]:
     """A layer without KV heads is a convolution."""
     keys.no("attention.sliding_window", 0)
     heads, layers = keys["attention.head_count_kv"], keys["block_count"]
@@ -176,11 +163,11 @@ def _convolutions(keys: _Keys) -> dict[str, Any]:
     }
 
 
-def _lfm2(keys: _Keys) -> dict[str, Any]:
+def _lfm2(keys: Keys) -> dict[str, Any]:
     return _convolutions(keys) | {"block_auto_adjust_ff_dim": False}  # the file has the result
 
 
-def _lfm2_mixture(keys: _Keys) -> dict[str, Any]:
+def _lfm2_mixture(keys: Keys) -> dict[str, Any]:
     """llama.cpp divides the scores of the chosen experts by their sum, at least 2^-14, where transformers adds 1e-6 to
     it. A file names no factor, and llama.cpp has none."""
     keys.no("expert_gating_func", SIGMOID)
@@ -202,11 +189,12 @@ class Hybrid(NamedTuple):
     """An architecture of llama.cpp."""
 
     model_type: str  # transformers'
-    fields: Callable[[_Keys], dict[str, Any]]  # of config.json
+    fields: Callable[[Keys], dict[str, Any]]  # of config.json
     names: Mapping[str, str]
     outer: Mapping[str, str] = OUTER
     whole: Mapping[str, str] = WHOLE
     tiled: bool = False  # the value heads
+    ropes: tuple[str, ...] = ("none",)  # kinds of scaling
 
 
 HYBRIDS = {
@@ -215,6 +203,7 @@ HYBRIDS = {
     "qwen3next": Hybrid("qwen3_5_moe_text", _mixture, QWEN_EXPERTS),
     "lfm2": Hybrid("lfm2", _lfm2, LFM2, LFM2_OUTER, whole={}),
     "lfm2moe": Hybrid("lfm2_moe", _lfm2_mixture, LFM2_EXPERTS, LFM2_OUTER, whole=LFM2_WHOLE),
+    "gpt-oss": Hybrid("gpt_oss", gpt_oss.fields, gpt_oss.NAMES, whole=gpt_oss.WHOLE, ropes=("none", "yarn")),
 }
 
 
@@ -223,9 +212,10 @@ def config_of(path: Path, file: Any, arch: str, keys: Mapping[str, Any]) -> Any:
     prefix. Raises CheckpointError."""
     from transformers import AutoConfig
 
-    hybrid, own = HYBRIDS[arch], _Keys(keys, path, arch)
+    hybrid, own = HYBRIDS[arch], Keys(keys, path, arch)
     fields = {name: field.contents() for name, field in file.fields.items() if name.endswith("_token_id")}
-    return AutoConfig.for_model(hybrid.model_type, **_common(own, file.tensors, fields), **hybrid.fields(own))
+    common = _common(own, file.tensors, fields, hybrid.ropes)
+    return AutoConfig.for_model(hybrid.model_type, **common, **hybrid.fields(own))
 
 
 def name_of(hybrid: Hybrid, layers: int, name: str, path: Path) -> str:
@@ -254,10 +244,16 @@ def reader(
     named = partial(name_of, HYBRIDS[arch], config.num_hidden_layers)
     if arch in ("lfm2", "lfm2moe"):
         return named, _of_convolutions, {}
+    if arch == "gpt-oss":
+        return named, _as_it_is, {APART: True}
     nets = _DeltaNets(config, HYBRIDS[arch].tiled)
     wide = {t.tensor_type.name for t in tensors if t.name.endswith(".ssm_out.weight")} & BLOCKS.keys()
     stays = nets.moves and not dense and any(config.linear_value_head_dim % BLOCKS[kind].weights for kind in wide)
     return named, partial(nets.undone, stays), {TILED: True} if stays else {}
+
+
+def _as_it_is(name: str, x: Value) -> Iterator[tuple[str, Value]]:
+    yield name, x
 
 
 def _of_convolutions(name: str, x: Value) -> Iterator[tuple[str, Value]]:

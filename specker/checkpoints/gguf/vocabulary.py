@@ -29,12 +29,19 @@ def _words(letters: str = r"\p{L}", digits: str = r"\p{N}", marks: str = "") -> 
     )
 
 
+UPPER, LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+BEFORE = r"[^\r\n\p{L}\p{N}]?"  # of a word
+GPT_4O = (  # a word has small letters after large ones, and ends with its contraction
+    rf"{BEFORE}{UPPER}*{LOWER}+{ENGLISH}?|{BEFORE}{UPPER}+{LOWER}*{ENGLISH}?|\p{{N}}{{1,3}}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
 LLAMA = Kind(_words(digits=r"\p{N}{1,3}"), whole=True, begins=True)
 KINDS = {
     "qwen2": Kind(_words(), normalised=True),
     "qwen35": Kind(_words(r"[\p{L}\p{M}]", marks=r"\p{M}"), normalised=True),
     "llama-bpe": LLAMA,
     "lfm2": LLAMA,
+    "gpt-4o": Kind(GPT_4O, whole=True),
 }
 
 
