@@ -24,12 +24,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from specker.kernels.linear import row_linear
-from specker.kernels.noise import check_draw, gumbel_at, unpack_draw
 from specker.kernels.quant import Matrix
 from specker.kernels.residual import add_norm
 from specker.kernels.tiles import MAX_ROWS
-from specker.kernels.topk import Noise, Noisy
 from specker.model.cache import KVCache, Lengths, Rows, sequence_bounds
 from specker.model.decoder import Final, GroupRows, Model, Output, in_blocks, over_pages, run_layers
 from specker.model.weights import Parameters
@@ -100,68 +97,3 @@ class Assistant:
         """Of any number of rows; the kernels take MAX_ROWS."""
         parts = [self.model.linear(part, weight) for part in x.split(MAX_ROWS)]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
-
-
-def clustered_topk(
-    x: Tensor,
-    centroids: Tensor,
-    order: Tensor,
-    weight: Tensor,
-    chosen: int,
-    k: int,
-    noise: Noisy | None = None,
-    with_lse: bool = True,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """`vocab_topk` over the rows of the LM head whose clusters fit x best:
-
-        S = the `chosen` clusters c with the largest x . centroids[c];  z[i] = x . weight[i] for the ids i of S
-
-    with noise as `vocab_topk` adds it. Memory moves the centroids, and `chosen` / C of the weight for each row.
-
-    Args:
-        x: [T, E], after the final norm.
-        centroids: [C, E].
-        order: [C, R] int64, the R ids of each cluster; all differ.
-        weight: [C R, E], row i is id i.
-        chosen: 1 to C.
-        k: 1 to `chosen` R.
-        noise: as of `vocab_topk`. A `Noise` with `draw` is read on the host.
-        with_lse: False returns an empty lse [0].
-
-    Returns:
-        ids [T, k] int64, logits [T, k] and lse [T] over the rows of S, float32 (float64 for float64). Ties go to the
-        lower id.
-
-    Raises:
-        ValueError: k or `chosen` out of range.
-
-    Source: Gemma4AssistantMaskedEmbedder of transformers.
-
-    Examples:
-        >>> import torch
-        >>> from specker.model.assistant import clustered_topk
-        >>> centroids, weight = torch.tensor([[1.0, 0.0], [0.0, 1.0]]), torch.tensor([[3.0, 0], [0, 2], [2, 0], [0, 9]])
-        >>> order = torch.tensor([[0, 2], [1, 3]])  # ids 0 and 2 are in the first cluster
-        >>> ids, logits, lse = clustered_topk(torch.tensor([[1.0, 0.0]]), centroids, order, weight, 1, 2)
-        >>> ids.tolist(), logits.tolist()
-        ([[0, 2]], [[3.0, 2.0]])
-    """
-    (C, R), T = order.shape, len(x)
-    if not 1 <= chosen <= C or not 1 <= k <= chosen * R:
-        raise ValueError(f"expected 1 to {C} clusters and k from 1 to {chosen * R}, got {chosen} and k {k}")
-    best = row_linear(x, centroids, epilogue="float32").topk(chosen).indices
-    ids = order[best].flatten(1).sort(1).values  # a stable order of equal logits is then that of the ids
-    wide = torch.float64 if x.dtype == torch.float64 else torch.float32
-    z = torch.einsum("tne,te->tn", weight[ids].to(wide), x.to(wide))
-    if noise is not None and noise[2] > 0:
-        seed, positions, temperature, draw = Noise(*noise)
-        run = check_draw(draw, T)
-        for at in range(0, T, run):
-            rows = slice(at, at + run)
-            if draw is not None:
-                seed, temperature, _, _ = unpack_draw(draw.view(-1, 4)[at // run])
-            if temperature > 0:
-                z[rows] = z[rows] / temperature + gumbel_at(seed, positions[rows], ids[rows])
-    values, columns = z.sort(dim=-1, descending=True, stable=True)
-    lse = z.logsumexp(-1) if with_lse else z.new_empty(0)
-    return ids.gather(1, columns[:, :k]), values[:, :k].contiguous(), lse

@@ -24,6 +24,7 @@ from specker.checkpoints.numbers import check_size
 from specker.checkpoints.parse import SHARED, parse_config, read_json
 from specker.checkpoints.pieces import Piece, pieces_of
 from specker.checkpoints.quantised.schemes import scheme_of
+from specker.kernels.clusters import MAX_CLUSTERS
 from specker.model.assistant import AssistantSpec, AssistantWeights
 from specker.model.config import CheckpointError, ModelConfig
 from specker.model.split import WHOLE
@@ -84,8 +85,9 @@ def read(
         found = read_tensors(where, layout.pieces(), config, storage, source)
     parts = AssistantWeights(found.pop("pre"), found.pop("post"), found.pop("centroids", None))
     if layout.clusters:
-        parts = parts._replace(order=_order(order, layout.clusters, config.vocab_size, source).to(device))
-        found["head"] = found.pop("rows")
+        ids = _order(order, layout.clusters, config.vocab_size, source).to(device)
+        parts = parts._replace(order=ids)
+        found["head"] = found.pop("rows")[ids.flatten()]  # cluster by cluster, as `cluster_topk` reads it
     absent = dict.fromkeys(("qkv_bias", "k_norm", "o_bias", "gate_up_bias", "down_bias"))
     weights = Weights(
         **{**absent, **found},  # type: ignore[arg-type]
@@ -172,7 +174,7 @@ class Layout:
             yield replace(p, name=f"model.{p.name}")
         yield Piece.tensor("pre_projection.weight", "pre", E, 2 * Ht)
         yield Piece.tensor("post_projection.weight", "post", Ht, E)
-        # Rows that are gathered by cluster stay as they are; a whole head may be rounded.
+        # Rows that are ordered by cluster stay as they are; a whole head may be rounded.
         yield Piece.tensor(EMBED if self.tied else HEAD, "rows" if self.clusters else "head", V, E)
         if self.clusters:
             yield Piece.tensor("masked_embedding.centroids.weight", "centroids", self.clusters, E)
@@ -185,9 +187,10 @@ def _clusters(folder: Path, raw: dict[str, Any], vocab: int) -> tuple[int, int]:
     count, chosen = (raw.get(name) for name in ("num_centroids", "centroid_intermediate_top_k"))
     if type(count) is not int or count < 1 or vocab % count:
         raise CheckpointError(f"num_centroids of {folder} is {short(count)}, which does not divide its {vocab} ids")
-    if type(chosen) is not int or not 1 <= chosen <= count:
+    most = min(count, MAX_CLUSTERS)
+    if type(chosen) is not int or not 1 <= chosen <= most:
         raise CheckpointError(
-            f"centroid_intermediate_top_k of {folder} must be between 1 and num_centroids {count}, got {short(chosen)}"
+            f"centroid_intermediate_top_k of {folder} must be between 1 and {most}, got {short(chosen)}"
         )
     return count, chosen
 

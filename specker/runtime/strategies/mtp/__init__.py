@@ -84,7 +84,8 @@ class MultiTokenPrediction(Eagle):
 def _assistant(context: DraftContext, checkpoint: AssistantCheckpoint) -> Drafter:
     """Raises ValueError if several ranks divide the K/V that the assistant reads."""
     from specker.model.assistant import Assistant
-    from specker.runtime.strategies.mtp.assistant import AssistantDrafter, ClusteredHead, measure
+    from specker.runtime.strategies.mtp.assistant import AssistantDrafter, measure
+    from specker.runtime.strategies.vocabtrim.clusters import ClusteredRows, VocabClusters
 
     if context.ranks is not None:
         raise ValueError(
@@ -95,7 +96,7 @@ def _assistant(context: DraftContext, checkpoint: AssistantCheckpoint) -> Drafte
     assistant, parts = Assistant(checkpoint, checkpoint.spec, checkpoint.parts), checkpoint.parts
     head = context.head(assistant.model)
     if parts.centroids is not None and parts.order is not None:
-        rows = head.weight, head.norm, head.eps
-        head = ClusteredHead(*rows, centroids=parts.centroids, order=parts.order, chosen=checkpoint.spec.chosen)
+        clusters = VocabClusters(parts.order, parts.centroids, rows=parts.centroids[:0])
+        head = ClusteredRows(clusters, checkpoint.spec.chosen).head(head.weight, head.norm, head.eps)
     measure(context.target, context.model, assistant, head, context.notes)
     return AssistantDrafter(assistant, context.model, context.cache, head, context.options.width)

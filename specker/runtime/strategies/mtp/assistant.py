@@ -5,14 +5,12 @@ one row, the target's of the column before the root. All nodes of a tree attend 
 level of a tree is as many rows as it has nodes.
 """
 
-from dataclasses import dataclass, field
-
 import torch
 from torch import Tensor
 
 from specker.checkpoints.checkpoint import Checkpoint
 from specker.kernels.residual import add_norm
-from specker.model.assistant import Assistant, clustered_topk
+from specker.model.assistant import Assistant
 from specker.model.cache import KVCache, Rows
 from specker.model.decoder import Final, Model
 from specker.model.prefill import prefill
@@ -24,23 +22,6 @@ from specker.runtime.round.lm_head import LMHead
 from specker.runtime.round.state import Request
 from specker.runtime.strategies.eagle.agreement import IMPLAUSIBLE, LOGITS, text_of
 from specker.runtime.strategies.growth import grown
-
-
-@dataclass
-class ClusteredHead(LMHead):
-    """A head of which a step reads the rows of some clusters (`clustered_topk`)."""
-
-    centroids: Tensor = field(kw_only=True)  # [C, E]
-    order: Tensor = field(kw_only=True)  # [C, R] int64, each cluster's ids
-    chosen: int = field(kw_only=True)  # clusters
-
-    def _topk(
-        self, final: Final, k: int, draws: Draws, positions: Tensor, with_lse: bool = True, out: Tensor | None = None
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        assert final.normed and isinstance(self.weight, Tensor)
-        clusters = self.centroids, self.order, self.weight, self.chosen
-        ids, values, lse = clustered_topk(final.rows, *clusters, k, draws.noise(positions), with_lse)
-        return (ids if out is None else out.copy_(ids)), values, lse
 
 
 class AssistantDrafter(Drafter):
@@ -63,9 +44,7 @@ class AssistantDrafter(Drafter):
         self._rows = torch.empty(0)  # [n * count, E], the last step's for the LM head
 
     def prepare(self, requests: list[Request]) -> Offer:
-        # Noise for rows that differ by text is made on the host, which a capture does not run again.
-        noisy = isinstance(self.head, ClusteredHead) and any(request.sampling.temperature for request in requests)
-        fixed = not self._lacks(requests) and not (noisy and self.features.is_cuda)
+        fixed = not self._lacks(requests)
         return Offer(fixes=lambda budget: fixed)
 
     def _lacks(self, requests: list[Request]) -> bool:
