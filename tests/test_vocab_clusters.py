@@ -134,6 +134,7 @@ def test_the_report_counts_the_rows_that_a_step_reads(family):
         ({"vocab_chosen": 17}, "vocab_chosen=17 is more than the 16 clusters allow"),
         ({"vocab_chosen": 0}, "vocab_chosen must be at least 1, got 0"),
         ({"vocab_keep": "16"}, "vocab_clusters keeps all rows: leave out vocab_keep"),
+        ({"vocab_text": 9}, "vocab_clusters keeps all rows: leave out vocab_text"),
         ({"vocab_clusters": "/nowhere"}, "/nowhere: no such file of vocabulary clusters"),
         ({"tree": "9x2", "vocab_chosen": 1}, "tree='9x2' is wider than the 8 rows that vocab_chosen=1 reads"),
     ],
