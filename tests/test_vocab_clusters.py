@@ -177,12 +177,14 @@ def test_calibrate_refuses(capsys, family):
         assert words in capsys.readouterr().err
 
 
-def test_from_the_command_line(tmp_path, capsys):
+def test_from_the_command_line(tmp_path, capsys, monkeypatch):
     """The bundled pair, whose draft's head has 8,192 rows; the centroids are fitted to a little text."""
     from specker.cli import run
 
-    path = tmp_path / "clusters.safetensors"
-    assert calibrate.main(["--clusters", str(path), "--text", calibrate.__file__, "--device", "cpu"]) == 0
+    path, text = tmp_path / "clusters.safetensors", tmp_path / "text.py"
+    text.write_text("def f(x):\n    return x\n" * 40)
+    monkeypatch.setattr(vocab_clusters, "STEPS", 20)
+    assert calibrate.main(["--clusters", str(path), "--text", str(text), "--device", "cpu"]) == 0
     assert "512 clusters of 16 rows of 96 numbers in clusters.safetensors" in capsys.readouterr().err
     argv = ["--strategy", "vocabtrim", "--prompt", "def f(", "--max-new-tokens", "20", "--device", "cpu", "--check"]
     assert run.main([*argv, "--vocab-clusters", str(path)]) == 0
