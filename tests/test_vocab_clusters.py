@@ -134,6 +134,7 @@ def test_the_report_counts_the_rows_that_a_step_reads(family):
         ({"vocab_chosen": 17}, "vocab_chosen=17 is more than the 16 clusters allow"),
         ({"vocab_chosen": 0}, "vocab_chosen must be at least 1, got 0"),
         ({"vocab_keep": "16"}, "vocab_clusters keeps all rows: leave out vocab_keep"),
+        ({"vocab_text": 9}, "vocab_clusters keeps all rows: leave out vocab_text"),
         ({"vocab_clusters": "/nowhere"}, "/nowhere: no such file of vocabulary clusters"),
         ({"tree": "9x2", "vocab_chosen": 1}, "tree='9x2' is wider than the 8 rows that vocab_chosen=1 reads"),
     ],
@@ -176,12 +177,14 @@ def test_calibrate_refuses(capsys, family):
         assert words in capsys.readouterr().err
 
 
-def test_from_the_command_line(tmp_path, capsys):
+def test_from_the_command_line(tmp_path, capsys, monkeypatch):
     """The bundled pair, whose draft's head has 8,192 rows; the centroids are fitted to a little text."""
     from specker.cli import run
 
-    path = tmp_path / "clusters.safetensors"
-    assert calibrate.main(["--clusters", str(path), "--text", calibrate.__file__, "--device", "cpu"]) == 0
+    path, text = tmp_path / "clusters.safetensors", tmp_path / "text.py"
+    text.write_text("def f(x):\n    return x\n" * 40)
+    monkeypatch.setattr(vocab_clusters, "STEPS", 20)
+    assert calibrate.main(["--clusters", str(path), "--text", str(text), "--device", "cpu"]) == 0
     assert "512 clusters of 16 rows of 96 numbers in clusters.safetensors" in capsys.readouterr().err
     argv = ["--strategy", "vocabtrim", "--prompt", "def f(", "--max-new-tokens", "20", "--device", "cpu", "--check"]
     assert run.main([*argv, "--vocab-clusters", str(path)]) == 0

@@ -64,6 +64,6 @@ class TrimOptions:
             if self.vocab_chosen is not None:
                 raise ValueError(f"{option('vocab_chosen', self.vocab_chosen)} needs {option('vocab_clusters')} FILE")
             return
-        for name in ("vocab_scores", "vocab_keep", "vocab_learn"):
-            if getattr(self, name) is not None:
+        for name in ("vocab_scores", "vocab_keep", "vocab_text", "vocab_learn"):
+            if getattr(self, name) != getattr(TrimOptions, name):
                 raise ValueError(f"{option('vocab_clusters')} keeps all rows: leave out {option(name)}")
