@@ -195,6 +195,11 @@ def test_the_command_line_shows_the_answer_beside_its_reasoning(models, engine, 
     talk = [("user", "ab"), ("assistant", "yes"), ("user", "cd")]  # without the reasoning
     ids = engine.encode_chat([{"role": role, "content": text} for role, text in talk])
     assert rows[1]["prompt_tokens"] == len(ids)
+    (tmp_path / "schema.json").write_text('{"enum": ["yes"]}')
+    argv[argv.index("--grammar") : argv.index("--prompts")] = ["--json-schema", str(tmp_path / "schema.json")]
+    assert run.main([*argv, "--json", str(tmp_path / "out.json")]) == 0
+    for row in json.loads((tmp_path / "out.json").read_text())["prompts"]:  # it may be cut in its reasoning
+        assert row["tokens"][0] == IDS["<|channel|>"] and row["text"] in ("", '"', '"y', '"ye', '"yes', '"yes"')
 
 
 def test_a_terminal_shows_reasoning_apart_from_the_answer():
