@@ -55,6 +55,8 @@ def run(job: Job, options: Options, sampling: Sampling, named: frozenset[str]) -
                 "and --load dummy decodes made-up ids"
             )
         conversations = [Conversation(("",), "made-up prompt")]
+    if grammar is not None and job.json_schema is not None and job.chat:
+        grammar = _of_answers(engine, grammar)
     _check_prompts(engine, job, conversations, grammar, chatting)
     screen.remarks(engine)
     if without_text(engine):
@@ -114,6 +116,17 @@ def _load(job: Job, options: Options, screen: Screen) -> Any:
 
         with on_compile(screen.note):
             return load(job.target, job.draft, options, device=job.device, dtype=job.dtype, on_progress=on_progress)
+
+
+def _of_answers(engine: Any, grammar: str) -> str:
+    """The grammar of answers whose text matches `grammar`: in Harmony, reasoning and headers stand before it."""
+    from specker.runtime import harmony
+    from specker.serve import channels
+
+    if (known := harmony.of(engine.target.tokens.special)) is None:
+        return grammar
+    prompt = engine.tokenizer.decode(engine.encode_chat([{"role": "user", "content": "Hi"}]), skip_special_tokens=False)
+    return channels.schema_of(known, harmony.last_message(prompt), grammar)
 
 
 def _check_prompts(

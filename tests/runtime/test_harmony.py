@@ -1,15 +1,19 @@
 """Answers in Harmony: what is read from them token by token, in Python and on the command line."""
 
+import io
 import json
 import re
 
 import pytest
 from make_harmony import IDS, harmony_tokenizer, make_harmony
 from pairs import perturbed
+from rich.console import Console
 
 import specker
 from specker import grammar
 from specker.cli import run
+from specker.cli.answer import Answer
+from specker.cli.screen import Screen
 from specker.runtime.detokenize import Detokenizer
 from specker.runtime.events import Event
 from specker.runtime.harmony import Messages, conversation, joined, last_message, of
@@ -191,3 +195,22 @@ def test_the_command_line_shows_the_answer_beside_its_reasoning(models, engine, 
     talk = [("user", "ab"), ("assistant", "yes"), ("user", "cd")]  # without the reasoning
     ids = engine.encode_chat([{"role": role, "content": text} for role, text in talk])
     assert rows[1]["prompt_tokens"] == len(ids)
+    (tmp_path / "schema.json").write_text('{"enum": ["yes"]}')
+    argv[argv.index("--grammar") : argv.index("--prompts")] = ["--json-schema", str(tmp_path / "schema.json")]
+    assert run.main([*argv, "--json", str(tmp_path / "out.json")]) == 0
+    for row in json.loads((tmp_path / "out.json").read_text())["prompts"]:  # it may be cut in its reasoning
+        assert row["tokens"][0] == IDS["<|channel|>"] and row["text"] in ("", '"', '"y', '"ye', '"yes', '"yes"')
+
+
+def test_a_terminal_shows_reasoning_apart_from_the_answer():
+    """The answer as Markdown, whose last block is shown anew as it grows, and reasoning where it comes."""
+    file = io.StringIO()
+    screen = Screen(json_to_stdout=False)
+    screen.text = screen.notes = Console(file=file, force_terminal=True, width=40)
+    screen.answer = Answer(screen.text)
+    for kind, text in (("reasoning", "so\n"), ("reasoning", "it"), ("text", "*a*"), ("reasoning", "hm"), ("text", "b")):
+        screen.reasoning(text) if kind == "reasoning" else screen.pieces([(text, False)])
+    screen.newline()
+    shown = file.getvalue()
+    assert "\x1b[2mit\x1b[0m\n\n" in shown and "\x1b[3ma\x1b[0m\n" in shown  # dim, and italic
+    assert shown.index("\x1b[3ma\x1b[0m\n") < shown.index("\x1b[2mhm\x1b[0m\n\n") < shown.rindex("b\n")
