@@ -363,9 +363,9 @@ def _eos_of_tokenizer(folder: Path) -> list[int]:
         return []
     added = [{**token, "id": int(i)} for i, token in settings.get("added_tokens_decoder", {}).items()]
     added = added or read_json(folder / "tokenizer.json", required=False).get("added_tokens", [])
-    found = {token.get("content"): int(token["id"]) for token in added}
-    ends = [text, *(HARMONY_ENDS if {*HARMONY} <= {*found} else ())]
-    return [found[end] for end in ends if end in found]
+    known = all(any(token.get("content") == mark for token in added) for mark in HARMONY)
+    ends = [text, *(HARMONY_ENDS if known else ())]
+    return [int(token["id"]) for token in added if token.get("content") in ends]
 
 
 def read_json(path: Path, required: bool = True) -> dict[str, Any]:
