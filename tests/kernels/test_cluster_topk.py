@@ -232,10 +232,10 @@ def test_registration_and_fullgraph():
         assert all(map(torch.equal, torch.ops.specker.cluster_topk(*schema(given, norm, noise, True))[:1], want[:1]))
 
     def call(hidden, positions):
-        return cluster_topk(hidden, *given[1:], None, (5, positions, 0.8))
+        return cluster_topk(hidden, *given[1:], None, (5, positions, 0.8), False)
 
     got = torch.compile(call, fullgraph=True, backend="aot_eager")(given[0], torch.arange(3))
-    assert torch.equal(got[0], call(given[0], torch.arange(3))[0])
+    assert torch.equal(got[0], call(given[0], torch.arange(3))[0]) and got[2].shape == (0,)
 
 
 def launches():
