@@ -40,7 +40,7 @@ def draft_chain(
     stack: Stack,
     vocabulary: Vocabulary,
     *,
-    begin: Tensor,
+    tokens: Tensor | None,
     rows: Placement,
     groups: tuple[Sequence[int], Sequence[int]],
     columns: Sequence[int],
@@ -49,19 +49,23 @@ def draft_chain(
     sampling: Sequence[tuple[float, int]],
     rules: Sequence[Ends] | None,
     records: Records | None = None,
+    features: Tensor | None = None,
+    output: Tensor | None = None,
 ) -> tuple[Any, Any]:
     """Draft up to `steps` tokens of n sequences.
 
-    begin: tokens [T] int64, the committed ones that the cache lacks, each sequence's root last; for a stack that reads
-    pairs instead the outputs [n, E] float32 of the roots' pairs. rows: the places of these tokens, or of the first
-    draft tokens' pairs, as arguments of `placed`. groups: the groups of layers (`Stack.run`) for committed tokens, and
-    for draft tokens. columns: the cache's column of each sequence's first draft token. sampling: temperature and seed
-    of each sequence; the draft ranks its candidates under the noise of the target's draws. rules: one per chain;
-    drafting ends for all chains when most rules say so. Without rules it ends after `steps` tokens. records: of layers
-    with a recurrent state, for these rows; later rows follow their table. Returns numpy ids
-    [done, n] int64 and their probabilities among the candidates [done, n] float32."""
-    n, begin, pairs = len(columns), begin.contiguous(), stack.pairs is not None
-    tokens, output = (None, begin.data_ptr()) if pairs else (begin.data_ptr(), None)
+    tokens: [T] int64, the committed ones that the cache lacks, each sequence's root last. For a stack that reads pairs:
+    those of the pairs that wait, with `features` [T, E] float32, and `output` [n, E] float32, contiguous, gets the
+    outputs of each sequence's last pair; None if no pair waits, `output` then holds them. rows: the places of these
+    tokens or, without tokens, of the first draft tokens' pairs, as arguments of `placed`. groups: the groups of layers
+    (`Stack.run`) for committed tokens, and for draft tokens. columns: the cache's column of each sequence's first draft
+    token. sampling: temperature and seed of each sequence; the draft ranks its candidates under the noise of the
+    target's draws. rules: one per chain; drafting ends for all chains when most rules say so. Without rules it ends
+    after `steps` tokens. records: of layers with a recurrent state, for these rows; later rows follow their table.
+    Returns numpy ids [done, n] int64 and their probabilities among the candidates [done, n] float32."""
+    n = len(columns)
+    assert (output is None) == (stack.pairs is None) and (features is None) == (tokens is None or output is None)
+    given = [None if x is None else x.contiguous() for x in (tokens, features)]
     first, more = placed(*rows, records=records)
     groups_ = [np.array(each, np.int64) for each in groups]
     at = np.array(columns, np.int64)
@@ -88,8 +92,7 @@ def draft_chain(
         None if vocabulary.norm is None else vocabulary.norm.data_ptr(),
         None if vocabulary.ids is None else vocabulary.ids.data_ptr(),
         ctypes.pointer(first),
-        output,
-        tokens,
+        *(None if x is None else x.data_ptr() for x in (*given, output)),
         *(each.ctypes.data for each in groups_),
         *map(len, groups_),
         at.ctypes.data,
@@ -104,5 +107,5 @@ def draft_chain(
     )
     crew = team()
     crew.run(native().draft_chain, call, crew.size)
-    del more, numbers
+    del more, numbers, given
     return drafted[: call.done], probability[: call.done]

@@ -175,7 +175,7 @@ class ChainCall(Structure):
         *((name, c_double) for name in ("scale", "cap")),
         *((name, c_void_p) for name in ("norm", "ids")),
         ("first", POINTER(Places)),
-        *((name, c_void_p) for name in ("output", "tokens", "groups", "later_groups")),
+        *((name, c_void_p) for name in ("tokens", "features", "output", "groups", "later_groups")),
         *((name, c_int64) for name in ("group_count", "later_count")),
         ("columns", c_void_p),
         *((name, c_int64) for name in ("last_position", "steps")),
