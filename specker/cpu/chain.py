@@ -51,18 +51,20 @@ def draft_chain(
     records: Records | None = None,
     features: Tensor | None = None,
     output: Tensor | None = None,
+    raw: bool = False,
 ) -> tuple[Any, Any]:
     """Draft up to `steps` tokens of n sequences.
 
     tokens: [T] int64, the committed ones that the cache lacks, each sequence's root last. For a stack that reads pairs:
-    those of the pairs that wait, with `features` [T, E] float32, and `output` [n, E] float32, contiguous, gets the
-    outputs of each sequence's last pair; None if no pair waits, `output` then holds them. rows: the places of these
-    tokens or, without tokens, of the first draft tokens' pairs, as arguments of `placed`. groups: the groups of layers
-    (`Stack.run`) for committed tokens, and for draft tokens. columns: the cache's column of each sequence's first draft
-    token. sampling: temperature and seed of each sequence; the draft ranks its candidates under the noise of the
-    target's draws. rules: one per chain; drafting ends for all chains when most rules say so. Without rules it ends
-    after `steps` tokens. records: of layers with a recurrent state, for these rows; later rows follow their table.
-    Returns numpy ids [done, n] int64 and their probabilities among the candidates [done, n] float32."""
+    those of the pairs that wait, with `features` [T, E] float32, which with `raw` lack the target's final norm
+    (`Pairs.final_norm`), and `output` [n, E] float32, contiguous, gets the outputs of each sequence's last pair; None
+    if no pair waits, `output` then holds them. rows: the places of these tokens or, without tokens, of the first draft
+    tokens' pairs, as arguments of `placed`. groups: the groups of layers (`Stack.run`) for committed tokens, and for
+    draft tokens. columns: the cache's column of each sequence's first draft token. sampling: temperature and seed of
+    each sequence; the draft ranks its candidates under the noise of the target's draws. rules: one per chain; drafting
+    ends for all chains when most rules say so. Without rules it ends after `steps` tokens. records: of layers with a
+    recurrent state, for these rows; later rows follow their table. Returns numpy ids [done, n] int64 and their
+    probabilities among the candidates [done, n] float32."""
     n = len(columns)
     assert (output is None) == (stack.pairs is None) and (features is None) == (tokens is None or output is None)
     given = [None if x is None else x.contiguous() for x in (tokens, features)]
@@ -95,6 +97,7 @@ def draft_chain(
         *(None if x is None else x.data_ptr() for x in (*given, output)),
         *(each.ctypes.data for each in groups_),
         *map(len, groups_),
+        raw,
         at.ctypes.data,
         last_position,
         steps,

@@ -120,11 +120,13 @@ class Pairs(NamedTuple):
     fc_bias: Tensor | None = None  # [E]
     residual: bool = True  # without fc, the stream begins as the feature; False: as its norm
     norm_out: Tensor | None = None  # [E], of the rows after the last layer
+    final_norm: Tensor | None = None  # [E], the target's, of features that lack it
+    final_eps: float = 0.0
 
     @property
     def served(self) -> bool:
         """Whether the library supports these sizes and dtypes."""
-        vectors = self.embed_norm, self.hidden_norm, self.fc_bias, self.norm_out
+        vectors = self.embed_norm, self.hidden_norm, self.fc_bias, self.norm_out, self.final_norm
         plain = all(w is None or (fits(w) and w.dtype == torch.float32) for w in vectors)
         return plain and (self.fc is None or (takes(self.fc) and self.fc.shape[1] == 2 * self.fc.shape[0]))
 
@@ -204,11 +206,12 @@ class Stack:
 
     def read(self, pairs: Pairs) -> None:
         """From now on, run over pairs."""
-        *vectors, fc = pairs.embed_norm, pairs.hidden_norm, pairs.fc_bias, pairs.norm_out, pairs.fc
+        vectors = pairs.embed_norm, pairs.hidden_norm, pairs.fc_bias, pairs.norm_out, pairs.final_norm
         self.pairs = pairs  # the struct holds addresses
-        self._fc = None if fc is None else Matrix.of(fc, self.activations)
+        self._fc = None if pairs.fc is None else Matrix.of(pairs.fc, self.activations)
         self._entry = Entry(
             *(None if w is None else w.data_ptr() for w in vectors),
+            pairs.final_eps,
             None if self._fc is None else ctypes.pointer(self._fc),
             int(pairs.residual),
         )
@@ -265,6 +268,7 @@ class Stack:
         features: Tensor | None = None,
         near: tuple[Tensor, Tensor] | None = None,
         records: Records | None = None,
+        raw: bool = False,
     ) -> tuple[Tensor, Tensor]:
         """Run groups of layers, as decoder.run_layers does, over x [T, E]; over pairs, if the stack reads them, x
         holds the embeddings and `features` [T, E] the features. kv: K and V [L, pages, page size, Hkv, D],
@@ -273,10 +277,10 @@ class Stack:
         kernels/attention.py). Without words a row sees its sequence up to itself, or with `full` all of it. near: slots
         and table of the layers with a sliding window, whose K and V are then the third and fourth of `kv`, if these
         have a place of their own (model/rings.py). records: of the layers with a recurrent state; K and V are then
-        those of the others. Rings of records hold the rows of a call or a draft, and two blocks before them. Returns
-        [1 + len(aux_layers), T, E]: the residual stream after the last layer, and at the depths `aux_layers`; and
-        [mixtures, X + 1] int32: where each expert's choices begin, sorted by expert, in each mixture of experts that
-        has run."""
+        those of the others. Rings of records hold the rows of a call or a draft, and two blocks before them. raw: the
+        features lack the target's final norm (`Pairs.final_norm`). Returns [1 + len(aux_layers), T, E]: the residual
+        stream after the last layer, and at the depths `aux_layers`; and [mixtures, X + 1] int32: where each expert's
+        choices begin, sorted by expert, in each mixture of experts that has run."""
         x, starts, depths = x.contiguous(), np.array(groups, np.int64), np.array(aux_layers, np.int64)
         features = None if features is None else features.contiguous()
         assert (features is None) == (self.pairs is None) and (features is None or features.shape == x.shape)
@@ -293,6 +297,7 @@ class Stack:
             len(depths),
             x.data_ptr(),
             None if features is None else features.data_ptr(),
+            raw,
             out.data_ptr(),
             routed.data_ptr() if len(routed) else None,
         )

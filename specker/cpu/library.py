@@ -75,7 +75,8 @@ class Mixing(Structure):
 
 class Entry(Structure):
     _fields_ = [
-        *((name, c_void_p) for name in ("embed_norm", "hidden_norm", "fc_bias", "norm_out")),
+        *((name, c_void_p) for name in ("embed_norm", "hidden_norm", "fc_bias", "norm_out", "final_norm")),
+        ("final_eps", c_double),
         ("fc", POINTER(Matrix)),
         ("residual", c_int64),
     ]
@@ -123,7 +124,9 @@ class Forward(Structure):
         ("group_count", c_int64),
         ("aux_layers", c_void_p),
         ("aux_count", c_int64),
-        *((name, c_void_p) for name in ("x", "features", "out", "routed")),
+        *((name, c_void_p) for name in ("x", "features")),
+        ("raw", c_int64),
+        *((name, c_void_p) for name in ("out", "routed")),
     ]
 
 
@@ -176,7 +179,7 @@ class ChainCall(Structure):
         *((name, c_void_p) for name in ("norm", "ids")),
         ("first", POINTER(Places)),
         *((name, c_void_p) for name in ("tokens", "features", "output", "groups", "later_groups")),
-        *((name, c_int64) for name in ("group_count", "later_count")),
+        *((name, c_int64) for name in ("group_count", "later_count", "raw")),
         ("columns", c_void_p),
         *((name, c_int64) for name in ("last_position", "steps")),
         *((name, c_void_p) for name in ("temperature", "seed", "rules", "drafted", "probability")),

@@ -178,7 +178,7 @@ def test_a_chain_runs_pairs_as_a_pass_of_their_own_does(target, tmp_path, monkey
     """The same bits, and one call of the library instead of two."""
     head, found, calls = head_of(target, tmp_path / "head", **LAYOUTS[way]), [], []
     forward = DraftHead.forward
-    monkeypatch.setattr(DraftHead, "forward", lambda *args: calls.append(args) or forward(*args))
+    monkeypatch.setattr(DraftHead, "forward", lambda *args, **how: calls.append(how) or forward(*args, **how))
     for apart in (False, True):
         if apart:  # the pairs of each text alone, before the chain
             monkeypatch.setattr(Pairs, "take", lambda pairs, requests: pairs.run_each(requests))

@@ -25,6 +25,7 @@ typedef struct {
     float *output;                          // [B, E], a head's outputs of the last pairs, which a first forward writes
     const int64_t *groups, *later_groups;   // groups of layers, for the first forward and for later ones
     int64_t group_count, later_count;
+    int64_t raw;                            // the features lack the target's final norm
     const int64_t *columns;                 // [B], cache column of each sequence's first draft token
     int64_t last_position, steps;           // at most `steps` tokens
     const double *temperature;              // [B]; 0: greedy
@@ -181,7 +182,7 @@ static void run_chain(const member *m, void *arg) {
             }
             meet(m);
             forward f = {.model = c->model, .rows = at, .x = s.x, .out = s.out};
-            f.features = n == 0 ? c->features : n == 1 ? c->output : s.out;
+            f.features = n == 0 ? c->features : n == 1 ? c->output : s.out, f.raw = !n && c->raw;
             f.groups = n ? c->later_groups : c->groups, f.group_count = n ? c->later_count : c->group_count;
             run_forward(m, &f, s.forward);
             meet(m);

@@ -32,10 +32,11 @@ def compiled_chain(
     groups: list[int] | None = None,
     features: Tensor | None = None,
     output: Tensor | None = None,
+    raw: bool = False,
 ) -> Draft:
-    """Draft a chain of each sequence. tokens, rows, columns, features, output: see cpu/chain.py. `normed`: whether the
-    layers' outputs have the final norm. `groups`: the first layer of each group of layers that a draft step runs side
-    by side, then the number of layers; default: one after another."""
+    """Draft a chain of each sequence. tokens, rows, columns, features, output, raw: see cpu/chain.py. `normed`: whether
+    the layers' outputs have the final norm. `groups`: the first layer of each group of layers that a draft step runs
+    side by side, then the number of layers; default: one after another."""
     depth, layers = min(batch.budget.depth, batch.budget.nodes), [*range(len(model.layers) + 1)]
     norm = None if normed else head.norm
     assert model.stack is not None
@@ -54,6 +55,7 @@ def compiled_chain(
         records=records(cache, rows.near),
         features=features,
         output=output,
+        raw=raw,
     )
     draft = Draft(len(drafted), depth=len(drafted), forwarded=len(drafted) - 1)
     batch.window[: batch.n, 1 : draft.size + 1] = torch.from_numpy(drafted.T)

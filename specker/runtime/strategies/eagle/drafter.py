@@ -115,6 +115,7 @@ class EagleDrafter(HeadDrafter):
             normed=self.reading.normed,
             features=features,
             output=self.pairs.output[: batch.n],
+            raw=self.reading.raw,
         )
 
     # --- growth.Steps

@@ -35,7 +35,7 @@ class Waiting(NamedTuple):
 
     rows: Rows  # their places, T in all
     tokens: Tensor  # [T] int64
-    features: Tensor  # [T, H]
+    features: Tensor  # [T, H], as `DraftHead.kept` returns them
 
 
 class Pairs:
@@ -86,9 +86,9 @@ class Pairs:
         rows = batch.memory.aux(depths, n * (N + 1)).view(n, N + 1, depths, -1)
         if draft.tree:
             rows = rows[torch.arange(n, device=device).unsqueeze(1), path.clamp(0, N)]
-        features = head.features(rows[:, :most].flatten(0, 1))
+        features = head.kept(rows[:, :most].flatten(0, 1))
         pairs = head.begin(self.cache, s.length - accepted, 1, 0, s.committed[:, 1:], features, text=True)
-        output, final = head.forward(self.cache, *pairs)
+        output, final = head.forward(self.cache, *pairs, kept=True)
         self._note(slice(n), output, final, accepted.clamp(min=1) + _before(n, most, device))
 
     def _note(self, slots: slice, output: Tensor, final: Final, last: Tensor) -> None:
@@ -99,7 +99,7 @@ class Pairs:
 
     def _wait(self, slot: int, rows: Tensor) -> None:
         """Add the features of the target's rows [T, A, Ht] to those that wait."""
-        features, before = self.head.features(rows), self.waiting[slot]
+        features, before = self.head.kept(rows), self.waiting[slot]
         self.waiting[slot] = features if before is None else torch.cat((before, features))
 
     def run(self, slot: int, text: list[int]) -> None:
@@ -151,7 +151,7 @@ class Pairs:
         """Forward pairs whose tokens the host knows."""
         rows, tokens, features = waiting
         pairs = self.head.pairs(features, self.head.model.embed_tokens(tokens), rows.positions)
-        output, final = self.head.forward(self.cache, rows, *pairs)
+        output, final = self.head.forward(self.cache, rows, *pairs, kept=True)
         self._note(slots, output, final, rows.cu_rows[1:].long() - 1)
 
     def move(self, source: int, target: int) -> None:
