@@ -8,7 +8,7 @@ from typing import Any, Protocol
 import numpy as np
 from torch import Tensor
 
-from specker.cpu.layers import Placement, Records, Stack, placed
+from specker.cpu.layers import Placement, Records, Stack, numbers, placed
 from specker.cpu.library import ChainCall, Matrix, Rule, native, team
 
 
@@ -69,19 +69,19 @@ def draft_chain(
     assert (output is None) == (stack.pairs is None) and (features is None) == (tokens is None or output is None)
     given = [None if x is None else x.contiguous() for x in (tokens, features)]
     first, more = placed(*rows, records=records)
-    groups_ = [np.array(each, np.int64) for each in groups]
+    groups_ = [numbers(tuple(each)) for each in groups]
     at = np.array(columns, np.int64)
     drafted: Any = np.empty((steps, n), np.int64)
     probability: Any = np.empty((steps, n), np.float32)
-    temperatures = np.array([t for t, _ in sampling], np.float64)
-    seeds = np.array([seed for _, seed in sampling], np.uint64)
-    numbers: list[Any] = []
+    temperature, seed = zip(*sampling, strict=True)
+    draws = numbers(temperature, "float64"), numbers(seed, "uint64")
+    held: list[Any] = []
     ends = None
     if rules is not None:
         ends = (Rule * n)()
         for struct, rule in zip(ends, rules, strict=True):
             joint, scales = np.array(rule.joint, np.float32), np.array(rule.scales, np.float32)
-            numbers += [joint, scales]
+            held += [joint, scales]
             struct.joint, struct.scales = joint.ctypes.data, scales.ctypes.data
             struct.joint_count, struct.scale_count, struct.token = len(joint), len(scales), rule.token
     embed, head = (Matrix.of(w, vocabulary.activations) for w in (vocabulary.embed, vocabulary.head))
@@ -95,14 +95,13 @@ def draft_chain(
         None if vocabulary.ids is None else vocabulary.ids.data_ptr(),
         ctypes.pointer(first),
         *(None if x is None else x.data_ptr() for x in (*given, output)),
-        *(each.ctypes.data for each in groups_),
-        *map(len, groups_),
+        *(each.address for each in groups_),
+        *map(len, groups),
         raw,
         at.ctypes.data,
         last_position,
         steps,
-        temperatures.ctypes.data,
-        seeds.ctypes.data,
+        *(each.address for each in draws),
         None if ends is None else ctypes.addressof(ends),
         drafted.ctypes.data,
         probability.ctypes.data,
@@ -110,5 +109,5 @@ def draft_chain(
     )
     crew = team()
     crew.run(native().draft_chain, call, crew.size)
-    del more, numbers, given
+    del more, held, given
     return drafted[: call.done], probability[: call.done]

@@ -6,6 +6,7 @@ in any batch.
 
 import ctypes
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -281,30 +282,45 @@ class Stack:
         features lack the target's final norm (`Pairs.final_norm`). Returns [1 + len(aux_layers), T, E]: the residual
         stream after the last layer, and at the depths `aux_layers`; and [mixtures, X + 1] int32: where each expert's
         choices begin, sorted by expert, in each mixture of experts that has run."""
-        x, starts, depths = x.contiguous(), np.array(groups, np.int64), np.array(aux_layers, np.int64)
+        x, starts, depths = x.contiguous(), numbers(tuple(groups)), numbers(tuple(aux_layers))
         features = None if features is None else features.contiguous()
         assert (features is None) == (self.pairs is None) and (features is None or features.shape == x.shape)
-        out = torch.empty(1 + len(depths), *x.shape)
+        out = torch.empty(1 + len(aux_layers), *x.shape)
         routed = torch.empty(sum(self.mixtures[groups[0] : groups[-1]]), self.experts + 1, dtype=torch.int32)
         rows, held = placed(kv, places, sequences, words, table, full, near, records)
         assert (records is None) == (self.struct.mix.kind == 0) and not (full and records)
         call = Forward(
             ctypes.pointer(self.struct),
             ctypes.pointer(rows),
-            starts.ctypes.data,
-            len(starts),
-            depths.ctypes.data,
-            len(depths),
+            starts.address,
+            len(groups),
+            depths.address,
+            len(aux_layers),
             x.data_ptr(),
             None if features is None else features.data_ptr(),
             raw,
             out.data_ptr(),
-            routed.data_ptr() if len(routed) else None,
+            routed.data_ptr() if routed.shape[0] else None,
         )
         crew = team()
         crew.run(native().layers, call, crew.size)
         del held
         return out, routed
+
+
+class Numbers(NamedTuple):
+    """Numbers for a call. The struct that holds the address does not keep the array."""
+
+    array: Any
+    address: int
+
+
+@lru_cache(maxsize=256)
+def numbers(values: tuple[float, ...], dtype: str = "int64") -> Numbers:
+    """The same array for the same numbers: numpy takes longer to make it, and to tell its address, than to look it
+    up. No call writes to it."""
+    array = np.array(values, dtype)
+    return Numbers(array, array.ctypes.data)
 
 
 # The first five arguments of `placed`: K and V; positions and slots; cu_rows, kv_len and window; words; table
@@ -327,8 +343,8 @@ def placed(
     held = [part.contiguous() for part in (positions, *sequences, *(() if words is None else (words,)))]
     pools = [_pool(kv[:2], (slots, table), held), Pool() if near is None else _pool(kv[2:], near, held)]
     rows = Places(
-        len(positions),
-        len(sequences[1]),
+        positions.shape[0],
+        sequences[1].shape[0],
         0 if words is None else words.shape[1],
         *(part.data_ptr() for part in held[:4]),
         None if words is None else held[4].data_ptr(),
@@ -404,12 +420,12 @@ def sample(
 ) -> Tensor:
     """The tokens [T] int64 that `kernels.sample_rows` draws from logits [T, V] float32 at `positions` [T] int64.
     `draws`: temperature, top_k, top_p and seed for each `run` rows (default: for all rows)."""
-    logits, positions, T = logits.contiguous(), positions.contiguous(), len(logits)
+    logits, positions, T = logits.contiguous(), positions.contiguous(), logits.shape[0]
     out = torch.empty(T, dtype=torch.int64)
     temperature, top_k, top_p, seed = zip(*draws, strict=True)
-    numbers: list[Any] = [np.array(temperature), np.array(top_p), np.array(top_k, np.int64), np.array(seed, np.uint64)]
-    held = [logits.data_ptr(), positions.data_ptr(), *(each.ctypes.data for each in numbers)]
-    call, crew = SampleCall(*held, T, logits.shape[1], run or max(T, 1), out.data_ptr()), team()
+    held = numbers(temperature, "float64"), numbers(top_p, "float64"), numbers(top_k), numbers(seed, "uint64")
+    addresses = logits.data_ptr(), positions.data_ptr(), *(each.address for each in held)
+    call, crew = SampleCall(*addresses, T, logits.shape[1], run or max(T, 1), out.data_ptr()), team()
     crew.run(native().sample, call, crew.size)
     return out
 

@@ -31,7 +31,7 @@ class Matrix(Structure):
         """weight: a tensor [O, E] in float32 or bfloat16, or `Packed`; it must outlive the struct. `activations`:
         the type to which a product rounds x, a key of ACTIVATIONS; with a bfloat16 tensor int8 means bfloat16."""
         if isinstance(weight, Tensor):
-            runs = [(weight.data_ptr(), len(weight), 0 if weight.dtype == torch.float32 else 1)]
+            runs = [(weight.data_ptr(), weight.shape[0], 0 if weight.dtype == torch.float32 else 1)]
         else:
             runs = weight.segments
         parts = (Segment * 3)(*(Segment(*run) for run in runs))

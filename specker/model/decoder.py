@@ -604,7 +604,8 @@ def compiled(
         raw=raw,
         **in_rings(cache, rows.near),
     )
-    return Output(out[0], dict(zip(aux_layers, out[1:].unbind(0), strict=True)), routed=tuple(routed))
+    aux = dict(zip(aux_layers, out[1:].unbind(0), strict=True)) if aux_layers else {}
+    return Output(out[0], aux, routed=tuple(routed) if routed.shape[0] else ())
 
 
 def experts_read(model: Model, outs: Sequence[Output]) -> Tensor:
