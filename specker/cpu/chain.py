@@ -8,7 +8,7 @@ from typing import Any, Protocol
 import numpy as np
 from torch import Tensor
 
-from specker.cpu.layers import Placement, Records, Stack, placed
+from specker.cpu.layers import Placement, Records, Stack, numbers, placed
 from specker.cpu.library import ChainCall, Matrix, Rule, native, team
 
 
@@ -42,7 +42,7 @@ def draft_chain(
     stack: Stack,
     vocabulary: Vocabulary,
     *,
-    begin: Tensor,
+    tokens: Tensor | None,
     rows: Placement,
     groups: tuple[Sequence[int], Sequence[int]],
     columns: Sequence[int],
@@ -51,33 +51,39 @@ def draft_chain(
     sampling: Sequence[tuple[float, int]],
     rules: Sequence[Ends] | None,
     records: Records | None = None,
+    features: Tensor | None = None,
+    output: Tensor | None = None,
+    raw: bool = False,
 ) -> tuple[Any, Any]:
     """Draft up to `steps` tokens of n sequences.
 
-    begin: tokens [T] int64, the committed ones that the cache lacks, each sequence's root last; for a stack that reads
-    pairs instead the outputs [n, E] float32 of the roots' pairs. rows: the places of these tokens, or of the first
-    draft tokens' pairs, as arguments of `placed`. groups: the groups of layers (`Stack.run`) for committed tokens, and
-    for draft tokens. columns: the cache's column of each sequence's first draft token. sampling: temperature and seed
-    of each sequence; the draft ranks its candidates under the noise of the target's draws. rules: one per chain;
-    drafting ends for all chains when most rules say so. Without rules it ends after `steps` tokens. records: of layers
-    with a recurrent state, for these rows; later rows follow their table. Returns numpy ids
-    [done, n] int64 and their probabilities among the candidates [done, n] float32."""
-    n, begin, pairs = len(columns), begin.contiguous(), stack.pairs is not None
-    tokens, output = (None, begin.data_ptr()) if pairs else (begin.data_ptr(), None)
+    tokens: [T] int64, the committed ones that the cache lacks, each sequence's root last. For a stack that reads pairs:
+    those of the pairs that wait, with `features` [T, E] float32, which with `raw` lack the target's final norm
+    (`Pairs.final_norm`), and `output` [n, E] float32, contiguous, gets the outputs of each sequence's last pair; None
+    if no pair waits, `output` then holds them. rows: the places of these tokens or, without tokens, of the first draft
+    tokens' pairs, as arguments of `placed`. groups: the groups of layers (`Stack.run`) for committed tokens, and for
+    draft tokens. columns: the cache's column of each sequence's first draft token. sampling: temperature and seed of
+    each sequence; the draft ranks its candidates under the noise of the target's draws. rules: one per chain; drafting
+    ends for all chains when most rules say so. Without rules it ends after `steps` tokens. records: of layers with a
+    recurrent state, for these rows; later rows follow their table. Returns numpy ids [done, n] int64 and their
+    probabilities among the candidates [done, n] float32."""
+    n = len(columns)
+    assert (output is None) == (stack.pairs is None) and (features is None) == (tokens is None or output is None)
+    given = [None if x is None else x.contiguous() for x in (tokens, features)]
     first, more = placed(*rows, records=records)
-    groups_ = [np.array(each, np.int64) for each in groups]
+    groups_ = [numbers(tuple(each)) for each in groups]
     at = np.array(columns, np.int64)
     drafted: Any = np.empty((steps, n), np.int64)
     probability: Any = np.empty((steps, n), np.float32)
-    temperatures = np.array([t for t, _ in sampling], np.float64)
-    seeds = np.array([seed for _, seed in sampling], np.uint64)
-    numbers: list[Any] = []
+    temperature, seed = zip(*sampling, strict=True)
+    draws = numbers(temperature, "float64"), numbers(seed, "uint64")
+    held: list[Any] = []
     ends = None
     if rules is not None:
         ends = (Rule * n)()
         for struct, rule in zip(ends, rules, strict=True):
             joint, scales = np.array(rule.joint, np.float32), np.array(rule.scales, np.float32)
-            numbers += [joint, scales]
+            held += [joint, scales]
             struct.joint, struct.scales = joint.ctypes.data, scales.ctypes.data
             struct.joint_count, struct.scale_count, struct.token = len(joint), len(scales), rule.token
     embed, head = (Matrix.of(w, vocabulary.activations) for w in (vocabulary.embed, vocabulary.head))
@@ -93,15 +99,14 @@ def draft_chain(
         None if centroids is None else ctypes.pointer(centroids),
         vocabulary.clusters,
         ctypes.pointer(first),
-        output,
-        tokens,
-        *(each.ctypes.data for each in groups_),
-        *map(len, groups_),
+        *(None if x is None else x.data_ptr() for x in (*given, output)),
+        *(each.address for each in groups_),
+        *map(len, groups),
+        raw,
         at.ctypes.data,
         last_position,
         steps,
-        temperatures.ctypes.data,
-        seeds.ctypes.data,
+        *(each.address for each in draws),
         None if ends is None else ctypes.addressof(ends),
         drafted.ctypes.data,
         probability.ctypes.data,
@@ -109,5 +114,5 @@ def draft_chain(
     )
     crew = team()
     crew.run(native().draft_chain, call, crew.size)
-    del more, numbers
+    del more, held, given
     return drafted[: call.done], probability[: call.done]

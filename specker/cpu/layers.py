@@ -6,6 +6,7 @@ in any batch.
 
 import ctypes
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -121,11 +122,13 @@ class Pairs(NamedTuple):
     fc_bias: Tensor | None = None  # [E]
     residual: bool = True  # without fc, the stream begins as the feature; False: as its norm
     norm_out: Tensor | None = None  # [E], of the rows after the last layer
+    final_norm: Tensor | None = None  # [E], the target's, of features that lack it
+    final_eps: float = 0.0
 
     @property
     def served(self) -> bool:
         """Whether the library supports these sizes and dtypes."""
-        vectors = self.embed_norm, self.hidden_norm, self.fc_bias, self.norm_out
+        vectors = self.embed_norm, self.hidden_norm, self.fc_bias, self.norm_out, self.final_norm
         plain = all(w is None or (fits(w) and w.dtype == torch.float32) for w in vectors)
         return plain and (self.fc is None or (takes(self.fc) and self.fc.shape[1] == 2 * self.fc.shape[0]))
 
@@ -205,11 +208,12 @@ class Stack:
 
     def read(self, pairs: Pairs) -> None:
         """From now on, run over pairs."""
-        *vectors, fc = pairs.embed_norm, pairs.hidden_norm, pairs.fc_bias, pairs.norm_out, pairs.fc
+        vectors = pairs.embed_norm, pairs.hidden_norm, pairs.fc_bias, pairs.norm_out, pairs.final_norm
         self.pairs = pairs  # the struct holds addresses
-        self._fc = None if fc is None else Matrix.of(fc, self.activations)
+        self._fc = None if pairs.fc is None else Matrix.of(pairs.fc, self.activations)
         self._entry = Entry(
             *(None if w is None else w.data_ptr() for w in vectors),
+            pairs.final_eps,
             None if self._fc is None else ctypes.pointer(self._fc),
             int(pairs.residual),
         )
@@ -266,6 +270,7 @@ class Stack:
         features: Tensor | None = None,
         near: tuple[Tensor, Tensor] | None = None,
         records: Records | None = None,
+        raw: bool = False,
     ) -> tuple[Tensor, Tensor]:
         """Run groups of layers, as decoder.run_layers does, over x [T, E]; over pairs, if the stack reads them, x
         holds the embeddings and `features` [T, E] the features. kv: K and V [L, pages, page size, Hkv, D],
@@ -274,33 +279,49 @@ class Stack:
         kernels/attention.py). Without words a row sees its sequence up to itself, or with `full` all of it. near: slots
         and table of the layers with a sliding window, whose K and V are then the third and fourth of `kv`, if these
         have a place of their own (model/rings.py). records: of the layers with a recurrent state; K and V are then
-        those of the others. Rings of records hold the rows of a call or a draft, and two blocks before them. Returns
-        [1 + len(aux_layers), T, E]: the residual stream after the last layer, and at the depths `aux_layers`; and
-        [mixtures, X + 1] int32: where each expert's choices begin, sorted by expert, in each mixture of experts that
-        has run."""
-        x, starts, depths = x.contiguous(), np.array(groups, np.int64), np.array(aux_layers, np.int64)
+        those of the others. Rings of records hold the rows of a call or a draft, and two blocks before them. raw: the
+        features lack the target's final norm (`Pairs.final_norm`). Returns [1 + len(aux_layers), T, E]: the residual
+        stream after the last layer, and at the depths `aux_layers`; and [mixtures, X + 1] int32: where each expert's
+        choices begin, sorted by expert, in each mixture of experts that has run."""
+        x, starts, depths = x.contiguous(), numbers(tuple(groups)), numbers(tuple(aux_layers))
         features = None if features is None else features.contiguous()
         assert (features is None) == (self.pairs is None) and (features is None or features.shape == x.shape)
-        out = torch.empty(1 + len(depths), *x.shape)
+        out = torch.empty(1 + len(aux_layers), *x.shape)
         routed = torch.empty(sum(self.mixtures[groups[0] : groups[-1]]), self.experts + 1, dtype=torch.int32)
         rows, held = placed(kv, places, sequences, words, table, full, near, records)
         assert (records is None) == (self.struct.mix.kind == 0) and not (full and records)
         call = Forward(
             ctypes.pointer(self.struct),
             ctypes.pointer(rows),
-            starts.ctypes.data,
-            len(starts),
-            depths.ctypes.data,
-            len(depths),
+            starts.address,
+            len(groups),
+            depths.address,
+            len(aux_layers),
             x.data_ptr(),
             None if features is None else features.data_ptr(),
+            raw,
             out.data_ptr(),
-            routed.data_ptr() if len(routed) else None,
+            routed.data_ptr() if routed.shape[0] else None,
         )
         crew = team()
         crew.run(native().layers, call, crew.size)
         del held
         return out, routed
+
+
+class Numbers(NamedTuple):
+    """Numbers for a call. The struct that holds the address does not keep the array."""
+
+    array: Any
+    address: int
+
+
+@lru_cache(maxsize=256)
+def numbers(values: tuple[float, ...], dtype: str = "int64") -> Numbers:
+    """The same array for the same numbers: numpy takes longer to make it, and to tell its address, than to look it
+    up. No call writes to it."""
+    array = np.array(values, dtype)
+    return Numbers(array, array.ctypes.data)
 
 
 # The first five arguments of `placed`: K and V; positions and slots; cu_rows, kv_len and window; words; table
@@ -323,8 +344,8 @@ def placed(
     held = [part.contiguous() for part in (positions, *sequences, *(() if words is None else (words,)))]
     pools = [_pool(kv[:2], (slots, table), held), Pool() if near is None else _pool(kv[2:], near, held)]
     rows = Places(
-        len(positions),
-        len(sequences[1]),
+        positions.shape[0],
+        sequences[1].shape[0],
         0 if words is None else words.shape[1],
         *(part.data_ptr() for part in held[:4]),
         None if words is None else held[4].data_ptr(),
@@ -440,12 +461,12 @@ def sample(
 ) -> Tensor:
     """The tokens [T] int64 that `kernels.sample_rows` draws from logits [T, V] float32 at `positions` [T] int64.
     `draws`: temperature, top_k, top_p and seed for each `run` rows (default: for all rows)."""
-    logits, positions, T = logits.contiguous(), positions.contiguous(), len(logits)
+    logits, positions, T = logits.contiguous(), positions.contiguous(), logits.shape[0]
     out = torch.empty(T, dtype=torch.int64)
     temperature, top_k, top_p, seed = zip(*draws, strict=True)
-    numbers: list[Any] = [np.array(temperature), np.array(top_p), np.array(top_k, np.int64), np.array(seed, np.uint64)]
-    held = [logits.data_ptr(), positions.data_ptr(), *(each.ctypes.data for each in numbers)]
-    call, crew = SampleCall(*held, T, logits.shape[1], run or max(T, 1), out.data_ptr()), team()
+    held = numbers(temperature, "float64"), numbers(top_p, "float64"), numbers(top_k), numbers(seed, "uint64")
+    addresses = logits.data_ptr(), positions.data_ptr(), *(each.address for each in held)
+    call, crew = SampleCall(*addresses, T, logits.shape[1], run or max(T, 1), out.data_ptr()), team()
     crew.run(native().sample, call, crew.size)
     return out
 

@@ -31,7 +31,7 @@ class Matrix(Structure):
         """weight: a tensor [O, E] in float32 or bfloat16, or `Packed`; it must outlive the struct. `activations`:
         the type to which a product rounds x, a key of ACTIVATIONS; with a bfloat16 tensor int8 means bfloat16."""
         if isinstance(weight, Tensor):
-            runs = [(weight.data_ptr(), len(weight), 0 if weight.dtype == torch.float32 else 1)]
+            runs = [(weight.data_ptr(), weight.shape[0], 0 if weight.dtype == torch.float32 else 1)]
         else:
             runs = weight.segments
         parts = (Segment * 3)(*(Segment(*run) for run in runs))
@@ -75,7 +75,8 @@ class Mixing(Structure):
 
 class Entry(Structure):
     _fields_ = [
-        *((name, c_void_p) for name in ("embed_norm", "hidden_norm", "fc_bias", "norm_out")),
+        *((name, c_void_p) for name in ("embed_norm", "hidden_norm", "fc_bias", "norm_out", "final_norm")),
+        ("final_eps", c_double),
         ("fc", POINTER(Matrix)),
         ("residual", c_int64),
     ]
@@ -123,7 +124,9 @@ class Forward(Structure):
         ("group_count", c_int64),
         ("aux_layers", c_void_p),
         ("aux_count", c_int64),
-        *((name, c_void_p) for name in ("x", "features", "out", "routed")),
+        *((name, c_void_p) for name in ("x", "features")),
+        ("raw", c_int64),
+        *((name, c_void_p) for name in ("out", "routed")),
     ]
 
 
@@ -187,8 +190,8 @@ class ChainCall(Structure):
         ("centroids", POINTER(Matrix)),
         ("chosen", c_int64),
         ("first", POINTER(Places)),
-        *((name, c_void_p) for name in ("output", "tokens", "groups", "later_groups")),
-        *((name, c_int64) for name in ("group_count", "later_count")),
+        *((name, c_void_p) for name in ("tokens", "features", "output", "groups", "later_groups")),
+        *((name, c_int64) for name in ("group_count", "later_count", "raw")),
         ("columns", c_void_p),
         *((name, c_int64) for name in ("last_position", "steps")),
         *((name, c_void_p) for name in ("temperature", "seed", "rules", "drafted", "probability")),

@@ -587,9 +587,10 @@ def compiled(
     groups: Sequence[int],
     aux_layers: tuple[int, ...] = (),
     features: Tensor | None = None,
+    raw: bool = False,
 ) -> Output:
     """`run_layers` by the compiled CPU kernels. `groups`: the first layer of each group, then the end. `features`: of
-    pairs, whose embeddings are `hidden`."""
+    pairs, whose embeddings are `hidden`; `raw`: see `Stack.run`."""
     assert model.stack is not None
     out, routed = model.stack.run(
         hidden,
@@ -601,9 +602,11 @@ def compiled(
         words=rows.ancestors,
         table=rows.table,
         features=features,
+        raw=raw,
         **in_rings(cache, rows.near),
     )
-    return Output(out[0], dict(zip(aux_layers, out[1:].unbind(0), strict=True)), routed=tuple(routed))
+    aux = dict(zip(aux_layers, out[1:].unbind(0), strict=True)) if aux_layers else {}
+    return Output(out[0], aux, routed=tuple(routed) if routed.shape[0] else ())
 
 
 def experts_read(model: Model, outs: Sequence[Output]) -> Tensor:

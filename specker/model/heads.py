@@ -82,6 +82,7 @@ class DraftHead:
         """`final_norm`: the target's, weight [Ht] and epsilon, for heads that read normed rows."""
         self.model, self.spec, self.weights = Model(parameters), spec, weights
         self.final_norm = final_norm
+        self.raw = False  # whether compiled layers apply `final_norm` to what `kept` returns
         if self.model.stack is not None:
             self._compile()
 
@@ -90,6 +91,8 @@ class DraftHead:
         model, w, spec = self.model, self.weights, self.spec
         embed_norm, hidden_norm = self.norms or (None, None)
         fused = spec.form == "eagle3"  # its first qkv reads the pair
+        norm, eps = self.final_norm
+        raw = not fused and not spec.before_norm
         pairs = Pairs(
             embed_norm,
             hidden_norm,
@@ -97,10 +100,13 @@ class DraftHead:
             fc_bias=None if fused else w.fc_bias,
             residual=spec.residual,
             norm_out=model.norm if spec.output else None,
+            final_norm=norm if raw else None,
+            final_eps=eps,
         )
         assert model.stack is not None
         if pairs.served:
             model.stack.read(pairs)
+            self.raw = raw
         else:
             model.stack = None
 
@@ -122,6 +128,11 @@ class DraftHead:
             each = rows.view(hidden.shape)
             rows = (F.rms_norm(each, each.shape[-1:], None, eps) * w.fc_norm).flatten(1)
         return self.model.linear(rows, w.fc, w.fc_bias)
+
+    def kept(self, hidden: Tensor) -> Tensor:
+        """What waits for the tokens of the pairs of the target's rows [T, A, Ht]: their features or, with `raw`, what
+        becomes the features by the target's final norm [T, H]."""
+        return hidden[:, 0] if self.raw else self.features(hidden)
 
     @property
     def norms(self) -> tuple[Tensor, Tensor] | None:
@@ -191,12 +202,15 @@ class DraftHead:
         hidden = self.weights.mask.view(1, len(self.spec.aux_layers), -1)
         return self.features(hidden), self.model.embed_tokens(token)
 
-    def forward(self, cache: KVCache, rows: Rows, stream: Tensor, joined: Tensor) -> tuple[Tensor, Final]:
-        """Run pairs (`pairs`). Writes the rows' K/V. Returns the output that a drafted token gets as its feature
-        [T, H], and the rows for the LM head."""
+    def forward(
+        self, cache: KVCache, rows: Rows, stream: Tensor, joined: Tensor, kept: bool = False
+    ) -> tuple[Tensor, Final]:
+        """Run pairs (`pairs`), with `kept` of what `kept` returned. Writes the rows' K/V. Returns the output that a
+        drafted token gets as its feature [T, H], and the rows for the LM head."""
         model, w = self.model, self.weights
         if model.stack is not None:
-            rows_of = compiled(model, cache, rows, joined, range(len(model.layers) + 1), features=stream)
+            raw, layers = kept and self.raw, range(len(model.layers) + 1)
+            rows_of = compiled(model, cache, rows, joined, layers, features=stream, raw=raw)
             return rows_of.hidden, Final(rows_of.hidden, self.normed)
         batch = GroupRows(rows.positions, rows.slots, over_pages(model, rows), model.summed)
         steps = zip(model.layers, cache.layers, repeat(batch), strict=False)

@@ -121,7 +121,7 @@ class DraftRunner:
                 self.chooser.measured(n, rest)
             else:
                 costs.observe(n, r.batch.budget, drafted, seconds["draft"], rest, verified)
-        if r.reason != BEHIND:
+        if r.reason != BEHIND and r.requests[0].policy.may_skip_drafting:  # only these spend the credit
             verified = drafted if r.places is None else verified
             self.chooser.finished(n, r.batch.budget, drafted, tokens, r.trial, r.behind, verified)
 

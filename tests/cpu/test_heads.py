@@ -14,8 +14,10 @@ from make_mtp import make_mtp
 import specker
 from specker.kernels.noise import gumbel_at
 from specker.model.cache import KVCache
+from specker.model.heads import DraftHead
 from specker.model.prefill import prefill
 from specker.runtime.control.policy import Fixed, StopRule
+from specker.runtime.strategies.eagle.pairs import Pairs
 
 SIZES = {"hidden": 64, "heads": 4, "kv_heads": 2, "head_dim": 32, "ffn": 96, "layers": 8, "max_context": 256, "seed": 2}
 OWN = {"heads": (4, 2, 32), "inner": 64}  # of the head
@@ -169,6 +171,28 @@ def test_batches_draft_what_single_texts_draft(target, usual, sampling):
     pairs = [(row["draft"], drafts.get((row["prompt"], row["position"]))) for row in seen]
     same = [a[: len(b)] == b[: len(a)] for a, b in pairs if a and b]
     assert all(same) and len(same) > 20 and accepted > 2
+
+
+@pytest.mark.parametrize("way", ["3.1", "eagle1"])
+def test_a_chain_runs_pairs_as_a_pass_of_their_own_does(target, tmp_path, monkeypatch, way):
+    """The same bits, and one call of the library instead of two."""
+    head, found, calls = head_of(target, tmp_path / "head", **LAYOUTS[way]), [], []
+    forward = DraftHead.forward
+    monkeypatch.setattr(DraftHead, "forward", lambda *args, **how: calls.append(how) or forward(*args, **how))
+    for apart in (False, True):
+        if apart:  # the pairs of each text alone, before the chain
+            monkeypatch.setattr(Pairs, "take", lambda pairs, requests: pairs.run_each(requests))
+        engine, seen = load(target, head, batch_size=2), []
+        engine.trace = lambda row, seen=seen: seen.append((row["draft"], row["probability"] if row["draft"] else []))
+        calls.clear()
+        engine.generate([TEXT, TEXT[::-1][:9]], 12, **SAMPLING["sampled"])
+        cache, pairs = engine.drafter.cache, engine.drafter.pairs
+        columns = [cache.slots(slot, 0, length) for slot, length in enumerate((len(TEXT) + 8, 17))]
+        kv = [x.flatten(1, 2)[:, torch.cat(columns)] for x in (cache.k, cache.v)]
+        found.append((seen, [x.clone() for x in (*kv, pairs.output, pairs.last)], len(calls)))
+    (seen, bits, few), (same, others, many) = found
+    assert seen == same and all(torch.equal(a, b) for a, b in zip(bits, others, strict=True))
+    assert few == 2 < many  # the prompts'
 
 
 class Doubting(Fixed):

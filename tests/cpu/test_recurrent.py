@@ -172,7 +172,7 @@ def test_a_chain_in_one_call_drafts_what_its_tokens_would(kind, lengths):
     got, _ = draft_chain(
         model.stack,
         Vocabulary(embed, 1.0, head, None, None, "float32"),
-        begin=torch.cat([each[-3:] for each in tokens]),
+        tokens=torch.cat([each[-3:] for each in tokens]),
         rows=rows,
         groups=(groups, groups),
         columns=[n + 3 for n in lengths],

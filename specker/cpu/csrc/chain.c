@@ -1,6 +1,7 @@
 // A draft chain in one call: for each token a forward, the final norm, the (trimmed) LM head, the best candidate under the
 // target's noise, and the rule that ends the draft. A model's first forward is that of the committed tokens which its
-// cache lacks. A head that reads a target begins with its own outputs, and gets the last one as its next feature.
+// cache lacks. A head that reads a target first forwards the pairs that wait, or begins with its outputs for them; later
+// it gets its last output as the next feature.
 #include "clusters.h"
 #include "layers.h"
 #include "noise.h"
@@ -22,10 +23,12 @@ typedef struct {
     const matrix *centroids; // of clusters of the head's rows, see clusters.h; 0: a draft step reads all rows
     int64_t chosen;          // clusters that it reads
     const places *first; // the rows of the first forward, those of each sequence together
-    const float *output;                    // [B, E], a head's outputs of the last pairs; 0: `first` holds tokens
-    const int64_t *tokens;                  // token ids of `first`, the root of each sequence last; 0 for a head
+    const int64_t *tokens;                  // [T] token ids of `first`, each sequence's last one last; 0: no first forward
+    const float *features;                  // [T, E], of a head's pairs with these tokens
+    float *output;                          // [B, E], a head's outputs of the last pairs, which a first forward writes
     const int64_t *groups, *later_groups;   // groups of layers, for the first forward and for later ones
     int64_t group_count, later_count;
+    int64_t raw;                            // the features lack the target's final norm
     const int64_t *columns;                 // [B], cache column of each sequence's first draft token
     int64_t last_position, steps;           // at most `steps` tokens
     const double *temperature;              // [B]; 0: greedy
@@ -180,7 +183,7 @@ static void run_chain(const member *m, void *arg) {
     if (m->me == 0)
         for (int64_t b = 0; b < B; b++) s.joint[b] = 1;
     for (int64_t n = 0;; n++) {
-        const int known = c->output && !n; // the rows for the LM head
+        const int known = !c->tokens && !n; // the rows for the LM head
         const places *at = n ? &later : c->first;
         const int64_t *tokens = n ? s.tokens : c->tokens;
         if (n && m->me == 0)
@@ -202,7 +205,8 @@ static void run_chain(const member *m, void *arg) {
                     for (int64_t e = 0; e < E; e++) s.x[t * E + e] *= (float)c->scale;
             }
             meet(m);
-            forward f = {.model = c->model, .rows = at, .x = s.x, .features = n == 1 ? c->output : s.out, .out = s.out};
+            forward f = {.model = c->model, .rows = at, .x = s.x, .out = s.out};
+            f.features = n == 0 ? c->features : n == 1 ? c->output : s.out, f.raw = !n && c->raw;
             f.groups = n ? c->later_groups : c->groups, f.group_count = n ? c->later_count : c->group_count;
             run_forward(m, &f, s.forward);
             meet(m);
@@ -210,6 +214,7 @@ static void run_chain(const member *m, void *arg) {
         rows h = rows_at(s.normed, E, s.forms, B, E);
         for (int64_t b = m->me; b < B; b += m->size) {
             const float *row = known ? c->output + b * E : s.out + (at->cu_rows[b + 1] - 1) * E;
+            if (c->output && !known && !n) memcpy(c->output + b * E, row, E * 4);
             normalise(row, c->norm, s.normed + b * E, E, (float)c->model->eps);
             s.at[b] = at_most(c->columns[b] + n - !c->output, c->last_position); // position of the target's row
             if (!c->centroids) round_row(c->head, &h, b);

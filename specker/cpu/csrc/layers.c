@@ -89,15 +89,15 @@ static void begin(const state *s) {
     const entry *in = d->entry;
     const int64_t T = f->rows->T, E = d->E, step = s->few ? 1 : s->m->size;
     for (int64_t t = s->few ? 0 : s->m->me; t < T; t += step) {
-        const float *from = f->x + t * E;
-        if (in) {
-            float *pair = s->normed + t * 2 * E;
-            normalise(from, in->embed_norm, pair, E, (float)d->eps);
-            from = f->features + t * E;
-            normalise(from, in->hidden_norm, pair + E, E, (float)d->eps);
-            if (!in->residual) from = pair + E;
+        float *stream = s->stream + t * E, *pair = s->normed + t * 2 * E;
+        if (!in) {
+            memcpy(stream, f->x + t * E, E * 4);
+            continue;
         }
-        memcpy(s->stream + t * E, from, E * 4);
+        normalise(f->x + t * E, in->embed_norm, pair, E, (float)d->eps);
+        normalise(f->features + t * E, f->raw ? in->final_norm : 0, stream, E, (float)in->final_eps);
+        normalise(stream, in->hidden_norm, pair + E, E, (float)d->eps);
+        if (!in->residual) memcpy(stream, pair + E, E * 4);
     }
     if (in && in->fc) {
         rows x = prepared(s, in->fc, s->normed);

@@ -40,6 +40,8 @@ typedef struct {
 typedef struct {
     const float *embed_norm, *hidden_norm; // [E]; 0: absent
     const float *fc_bias, *norm_out;       // [E]; 0: absent. norm_out: of the rows that `forward` returns
+    const float *final_norm;               // [E], the target's, of features that lack it; 0: absent
+    double final_eps;
     const matrix *fc;                      // [E, 2 E], makes the stream of both side by side; 0: the first qkv reads both
     int64_t residual;                      // without fc, the stream is the feature itself; 0: its norm
 } entry;
@@ -101,6 +103,7 @@ typedef struct {
     const int64_t *aux_layers; // depths whose residual stream is returned
     int64_t aux_count;
     const float *x, *features; // [T, E]; with an entry x holds the embeddings, else there are no features
+    int64_t raw;               // the features lack the target's final norm
     float *out;                // [1 + aux_count, T, E]
     int32_t *routed;           // [mixtures, X + 1], where each expert's choices begin in their order by expert; 0: not kept
 } forward;

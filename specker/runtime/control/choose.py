@@ -68,7 +68,9 @@ class Chooser:
         shapes = list(dict.fromkeys(shape for p in policies for shape in p.budgets()))
         self.reason, self.trial = "", False
         if not policies[0].may_skip_drafting or not self.learns:
-            return NONE if not shapes else max(shapes, key=lambda shape: self.rate(policies, shape))
+            if len(shapes) < 2:  # as under a fixed policy: nothing to compare
+                return shapes[0] if shapes else NONE
+            return max(shapes, key=lambda shape: self.rate(policies, shape))
         drafts = [shape for shape in shapes if shape.nodes]
         none = replace(shapes[0], nodes=0, depth=0) if shapes else NONE
         if not drafts:

@@ -68,7 +68,7 @@ class Workspace:
         if self.fixed:
             torch.stack(rows, 1, out=self.state.aux_hidden_states[: len(rows[0]), : len(rows)])
         else:
-            self._values["aux"] = torch.stack(rows, 1)
+            self._values["aux"] = torch.stack(rows, 1) if len(rows) > 1 else rows[0].unsqueeze(1)
 
     def aux(self, depths: int, rows: int) -> Tensor:
         """What `put_aux` passed on, [rows, depths, E]."""

@@ -25,16 +25,19 @@ def compiled_chain(
     model: Model,
     cache: KVCache,
     head: LMHead,
-    begin: Tensor,
+    tokens: Tensor | None,
     rows: Rows,
     columns: Sequence[int],
     *,
     normed: bool = False,
     groups: list[int] | None = None,
+    features: Tensor | None = None,
+    output: Tensor | None = None,
+    raw: bool = False,
 ) -> Draft:
-    """Draft a chain of each sequence. begin, rows, columns: see cpu/chain.py. `normed`: whether the layers' outputs
-    have the final norm. `groups`: the first layer of each group of layers that a draft step runs side by side, then the
-    number of layers; default: one after another."""
+    """Draft a chain of each sequence. tokens, rows, columns, features, output, raw: see cpu/chain.py. `normed`: whether
+    the layers' outputs have the final norm. `groups`: the first layer of each group of layers that a draft step runs
+    side by side, then the number of layers; default: one after another."""
     depth, layers = min(batch.budget.depth, batch.budget.nodes), [*range(len(model.layers) + 1)]
     norm = None if normed else head.norm
     assert model.stack is not None
@@ -45,7 +48,7 @@ def compiled_chain(
             *(model.embed, model.embed_scale, head.weight, head.token_ids, norm, head.activations, head.cap),
             *(head.centroids, head.chosen),
         ),
-        begin=begin,
+        tokens=tokens,
         rows=((cache.k, cache.v), (rows.positions, rows.slots), sequences, rows.ancestors, rows.table),
         groups=(layers, groups or layers),
         columns=columns,
@@ -54,6 +57,9 @@ def compiled_chain(
         sampling=[(s.sampling.temperature, s.sampling.seed) for s in batch.requests],
         rules=[s.policy.rule for s in batch.requests] if batch.confident else None,
         records=records(cache, rows.near),
+        features=features,
+        output=output,
+        raw=raw,
     )
     draft = Draft(len(drafted), depth=len(drafted), forwarded=len(drafted) - 1)
     batch.window[: batch.n, 1 : draft.size + 1] = torch.from_numpy(drafted.T)

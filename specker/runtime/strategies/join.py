@@ -81,7 +81,7 @@ class JoinedDrafter(Wrapper):
     def prepare(self, requests: list[Request]) -> Offer:
         own, copied = self.inner.prepare(requests), self.copying.prepare(requests)
         fixes = (own.fixes, copied.fixes)
-        return replace(own, matches=copied.matches, fixes=lambda budget: fixes[budget.part](budget))
+        return Offer(own.missing, own.room, copied.matches, lambda budget: fixes[budget.part](budget))
 
     def advance(self, requests: list[Request], budget: Budget, most: int = UNLIMITED, fixed: bool = False) -> int:
         return 0 if budget.part else self.inner.advance(requests, budget, most, fixed)

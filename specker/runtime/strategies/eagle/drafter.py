@@ -94,13 +94,29 @@ class EagleDrafter(HeadDrafter):
         self.head.follow(batch.requests)
         if self.width > 1 or batch.fixed or not readable(self.model, self.head):
             return grown(batch, self, self.width)
-        self.pairs.run_all(batch.requests)
         columns = [
             len(request.token_ids) - 1 for request in batch.requests
         ]  # a pair's column is the one before its token's
-        rows, begin = self.cache.after(columns, [1] * batch.n), self.pairs.output[: batch.n]
-        normed = self.reading.normed
-        return compiled_chain(batch, self.model, self.cache, self.head, begin, rows, columns, normed=normed)
+        # A chain runs the pairs that wait, but those at position 0, whose embedding may be 0 (HeadSpec.zeroed).
+        waiting = self.pairs.take(batch.requests) if all(self.cache.exact_len[: batch.n]) else None
+        if waiting is None:
+            self.pairs.run_all(batch.requests)
+            rows, tokens, features = self.cache.after(columns, [1] * batch.n), None, None
+        else:
+            rows, tokens, features = waiting
+        return compiled_chain(
+            batch,
+            self.model,
+            self.cache,
+            self.head,
+            tokens,
+            rows,
+            columns,
+            normed=self.reading.normed,
+            features=features,
+            output=self.pairs.output[: batch.n],
+            raw=self.reading.raw,
+        )
 
     # --- growth.Steps
 

@@ -1,7 +1,7 @@
 """The pairs of a draft head (model/heads.py): what it has made of each text, and the features that wait for it."""
 
 from functools import cache as memoised
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -30,6 +30,14 @@ class HeadPairs(Protocol):
     def reset(self, slot: int) -> None: ...
 
 
+class Waiting(NamedTuple):
+    """Pairs of true columns, those of each sequence together."""
+
+    rows: Rows  # their places, T in all
+    tokens: Tensor  # [T] int64
+    features: Tensor  # [T, H], as `DraftHead.kept` returns them
+
+
 class Pairs:
     """The head's cache holds the pairs of a text's columns 0, 1, .. A draft starts from the head's
     output for the last pair: `output`, the feature of the first draft token, and `last`, the row for the LM head.
@@ -44,6 +52,8 @@ class Pairs:
         self.waiting: list[Tensor | None] = [None] * len(cache.exact_len)  # features [count, H] by slot
         model, shape = head.model, (len(cache.exact_len), head.model.config.hidden_size)
         self.output, self.last = torch.zeros(2, *shape, dtype=model.dtype, device=model.device).unbind(0)  # by slot
+        if model.stack is not None:  # both are its last rows, which a compiled chain writes once
+            self.last = self.output
 
     def read(self, slot: int, request: Request, rows: dict[int, Tensor]) -> None:
         """Run the pairs of a chunk of the prompt."""
@@ -76,19 +86,20 @@ class Pairs:
         rows = batch.memory.aux(depths, n * (N + 1)).view(n, N + 1, depths, -1)
         if draft.tree:
             rows = rows[torch.arange(n, device=device).unsqueeze(1), path.clamp(0, N)]
-        features = head.features(rows[:, :most].flatten(0, 1))
+        features = head.kept(rows[:, :most].flatten(0, 1))
         pairs = head.begin(self.cache, s.length - accepted, 1, 0, s.committed[:, 1:], features, text=True)
-        output, final = head.forward(self.cache, *pairs)
+        output, final = head.forward(self.cache, *pairs, kept=True)
         self._note(slice(n), output, final, accepted.clamp(min=1) + _before(n, most, device))
 
     def _note(self, slots: slice, output: Tensor, final: Final, last: Tensor) -> None:
         """Note what the head made of the last pair of each slot, row `last` [n] of [T, H]."""
         torch.index_select(output, 0, last, out=self.output[slots])
-        torch.index_select(final.rows, 0, last, out=self.last[slots])
+        if self.last is not self.output:
+            torch.index_select(final.rows, 0, last, out=self.last[slots])
 
     def _wait(self, slot: int, rows: Tensor) -> None:
         """Add the features of the target's rows [T, A, Ht] to those that wait."""
-        features, before = self.head.features(rows), self.waiting[slot]
+        features, before = self.head.kept(rows), self.waiting[slot]
         self.waiting[slot] = features if before is None else torch.cat((before, features))
 
     def run(self, slot: int, text: list[int]) -> None:
@@ -98,9 +109,10 @@ class Pairs:
             return
         for block in features.split(BLOCK):
             start = cache.exact_len[slot]
+            end = start + len(block)
             rows = cache.after([start], [len(block)], slot=slot)
-            self._forward(slice(slot, slot + 1), rows, block, text[start + 1 :])
-            cache.exact_len[slot] += len(block)
+            self._forward(slice(slot, slot + 1), Waiting(rows, self._ids(text[start + 1 : end + 1]), block))
+            cache.exact_len[slot] = end
         self.waiting[slot] = None
 
     def run_each(self, requests: list[Request]) -> None:
@@ -110,25 +122,36 @@ class Pairs:
 
     def run_all(self, requests: list[Request]) -> None:
         """Forward the pairs that wait in all slots, together if all have some."""
-        waiting = [x for x in self.waiting[: len(requests)] if x is not None]
-        if len(waiting) < len(requests):
+        if (waiting := self.take(requests)) is None:
             self.run_each(requests)
-            return
-        starts, counts = self.cache.exact_len[: len(requests)], [len(x) for x in waiting]
-        rows = self.cache.after(starts, counts)
-        tokens = [
-            token for start, request in zip(starts, requests, strict=True) for token in request.token_ids[start + 1 :]
-        ]
-        self._forward(slice(len(requests)), rows, torch.cat(waiting), tokens)
-        for slot, count in enumerate(counts):
-            self.cache.exact_len[slot] += count
-            self.waiting[slot] = None
+        else:
+            self._forward(slice(len(requests)), waiting)
 
-    def _forward(self, slots: slice, rows: Rows, features: Tensor, tokens: list[int]) -> None:
+    def take(self, requests: list[Request]) -> Waiting | None:
+        """The pairs that wait in all slots; None if a slot has none. The caller forwards them and notes their outputs:
+        they no longer wait."""
+        n, texts = len(requests), [request.token_ids for request in requests]
+        waiting = [x for x in self.waiting[:n] if x is not None]
+        if len(waiting) < n:
+            return None
+        starts, counts = self.cache.exact_len[:n], [len(x) for x in waiting]
+        ends = [start + count for start, count in zip(starts, counts, strict=True)]
+        # A pair's token is the one after its column.
+        tokens = [
+            token for text, start, end in zip(texts, starts, ends, strict=True) for token in text[start + 1 : end + 1]
+        ]
+        rows = self.cache.after(starts, counts)
+        self.cache.exact_len[:n], self.waiting[:n] = ends, [None] * n
+        return Waiting(rows, self._ids(tokens), waiting[0] if n == 1 else torch.cat(waiting))
+
+    def _ids(self, tokens: list[int]) -> Tensor:
+        return torch.tensor(tokens, device=self.head.model.device)
+
+    def _forward(self, slots: slice, waiting: Waiting) -> None:
         """Forward pairs whose tokens the host knows."""
-        ids = torch.tensor(tokens[: len(features)], device=self.head.model.device)
-        pairs = self.head.pairs(features, self.head.model.embed_tokens(ids), rows.positions)
-        output, final = self.head.forward(self.cache, rows, *pairs)
+        rows, tokens, features = waiting
+        pairs = self.head.pairs(features, self.head.model.embed_tokens(tokens), rows.positions)
+        output, final = self.head.forward(self.cache, rows, *pairs, kept=True)
         self._note(slots, output, final, rows.cu_rows[1:].long() - 1)
 
     def move(self, source: int, target: int) -> None:
