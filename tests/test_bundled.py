@@ -183,6 +183,9 @@ def test_a_bundled_target_is_known_by_its_name(tmp_path, monkeypatch):
     assert zoo.target_of("hybrid-target") is zoo.HYBRID and zoo.target_of("code-target") is zoo.CODE
     assert zoo.target_of(None) is zoo.target_of("code-draft") is zoo.target_of(zoo.path("code-target")) is None
     engine = specker.load("hybrid-target", device="cpu")
+    named = specker.load("hybrid-target", device="cpu", policy="auto")
+    assert (engine.options.draft_tokens, engine.options.policy) == (3, "fixed")
+    assert (named.options.draft_tokens, named.options.policy) == (None, "auto")
     assert engine.options.strategy == "mtp+vocabtrim" and engine.family is zoo.HYBRID
     monkeypatch.chdir(tmp_path)  # a folder of this name comes first
     (tmp_path / "hybrid-target").mkdir()

@@ -76,17 +76,21 @@ def test_a_bundled_target_is_recognised_by_its_sizes(tmp_path: Path) -> None:
     assert drafts_for(tmp_path) == ()
 
 
+def usual(target: str, draft: str, options: dict[str, str]) -> str:
+    return str(strategies.usual(target, draft, options)["strategy"])
+
+
 def test_the_strategy_decides_between_a_head_and_a_small_model() -> None:
     assert choose("Qwen/Qwen3-8B") is choose("Qwen/Qwen3-8B", "eagle")
     assert choose("Qwen/Qwen3-8B").kind == HEAD3
     assert choose("Qwen/Qwen3.5-9B").strategy == choose("Qwen/Qwen3.5-9B", "dflash").strategy == "dflash"
-    assert choose("google/gemma-4-E4B-it").strategy == strategies.usual("google/gemma-4-E4B-it", "auto", {}) == "mtp"
+    assert choose("google/gemma-4-E4B-it").strategy == usual("google/gemma-4-E4B-it", "auto", {}) == "mtp"
     small = choose("Qwen/Qwen3-8B", "draft")
     assert small.draft == "Qwen/Qwen3-0.6B" and choose("Qwen/Qwen3-8B", "easyspec") is small
     assert "because strategy 'draft' drafts with it" in catalogue.reason(small, "draft")
-    assert strategies.usual("Qwen/Qwen3-8B", "auto", {}) == "eagle"
-    assert strategies.usual("Qwen/Qwen3-8B", "auto", {"load": "dummy"}) == "draft"
-    assert strategies.usual("Qwen/Qwen3-8B-Base", "auto", {}) == strategies.usual("a", "b", {}) == "vocabtrim+lookup"
+    assert usual("Qwen/Qwen3-8B", "auto", {}) == "eagle"
+    assert usual("Qwen/Qwen3-8B", "auto", {"load": "dummy"}) == "draft"
+    assert usual("Qwen/Qwen3-8B-Base", "auto", {}) == usual("a", "b", {}) == "vocabtrim+lookup"
 
 
 def test_what_is_not_known_is_refused() -> None:

@@ -180,6 +180,7 @@ def parse(argv: Sequence[str] | None = None) -> tuple[Job, Options, Sampling, fr
     if job.built_in and not named:
         values |= zoo.SAMPLING
     sampling = make(Sampling, values)
-    values.setdefault("strategy", strategies.usual(job.target, job.draft, values))
+    if "strategy" not in values:
+        values |= strategies.usual(job.target, job.draft, values)
     others = {f.name for cls in (Job, Sampling) for f in fields(cls)}
     return job, strategies.options(**{n: v for n, v in values.items() if n not in others}), sampling, named

@@ -60,7 +60,8 @@ def parse(argv: Sequence[str] | None = None) -> tuple[Job, Options, Serving, dic
     job = make(Job, {name: values[name] for name in ("target", "draft", "device", "dtype") if name in values})
     serving = make(Serving, values)
     make(Sampling, values)  # checks them
-    values.setdefault("strategy", strategies.usual(job.target, job.draft, values))
+    if "strategy" not in values:
+        values |= strategies.usual(job.target, job.draft, values)
     values.setdefault("batch_size", BATCH)
     others = {f.name for cls in (Job, Sampling, Serving) for f in fields(cls)}
     sampling = {f.name: values[f.name] for f in fields(Sampling) if f.name in values}

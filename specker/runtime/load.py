@@ -37,8 +37,10 @@ def load(
     if isinstance(strategy, Options) and options:
         raise TypeError(f"an Options object excludes further options: {', '.join(options)}")
     if strategy is None:
-        strategy = strategies.usual(target, draft, options)
-    opts = strategy if isinstance(strategy, Options) else strategies.options(strategy=strategy, **options)
+        options |= strategies.usual(target, draft, options)
+    else:
+        options["strategy"] = strategy
+    opts = strategy if isinstance(strategy, Options) else strategies.options(**options)
     method = strategies.of(opts)
     where = device_of(device)
     ranks = dist.join(opts, where, method.divides)

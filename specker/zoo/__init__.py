@@ -72,6 +72,7 @@ class Family:
     vocab_keep: float | None = None  # fraction of the head's rows that vocabtrim keeps; None: as for any target
     target: Path | None = None  # None: not bundled; the user brings it
     strategy: str | None = None  # the default strategy; None: as for any target
+    draft_tokens: int | None = None  # the length of that strategy's drafts; None: as policy auto finds
 
 
 CODE = Family(
@@ -93,6 +94,7 @@ HYBRID = Family(
     vocab_keep=0.125,
     target=FOLDER / "hybrid-target",
     strategy="mtp+vocabtrim",
+    draft_tokens=3,
 )
 
 SMOLLM2 = Family(

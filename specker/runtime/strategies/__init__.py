@@ -84,10 +84,20 @@ def plan(context: PolicyContext) -> Plan:
     return model if context.options.copy is None else joined_plan(model)
 
 
-def usual(target: object, draft: object, options: Mapping[str, Any]) -> str:
+def usual(target: object, draft: object, options: Mapping[str, Any]) -> dict[str, Any]:
+    """The options of a caller who names no strategy: the default one, and what goes with it for a bundled target.
+    `options`: those that the caller named. Raises ValueError if no draft is known."""
+    found: dict[str, Any] = {"strategy": _usual(target, draft, options)}
+    family = zoo.target_of(target) if draft is None else None
+    if family is not None and family.draft_tokens and found["strategy"] == family.strategy:
+        shaped = any(options.get(name) is not None for name in ("draft_tokens", "tree", "policy"))
+        found |= {} if shaped else {"draft_tokens": family.draft_tokens}
+    return found
+
+
+def _usual(target: object, draft: object, options: Mapping[str, Any]) -> str:
     """The default strategy, which depends on whether the caller named a target and a draft, and on what draft "auto"
-    chooses. Sizing runs with dummy parts produce no meaningful text to count or to copy. Raises ValueError
-    if no draft is known."""
+    chooses. Sizing runs with dummy parts produce no meaningful text to count or to copy."""
     if options.get("load") == "dummy" or options.get("acceptance") is not None:
         return PLAIN
     if draft is None and (family := zoo.target_of(target)) is not None:
