@@ -41,13 +41,13 @@ class Class(NamedTuple):
     model: dict[str, Any]  # settings of the BPE
 
 
-_BYTES = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
+_BYTES = {"type": "ByteLevel", "add_prefix_space": False, "use_regex": False}
 _WORDS = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 _SPACES = {"type": "Replace", "pattern": {"String": "\u2581"}, "content": " "}
 _END = "<|endoftext|>"
-_PLAIN = {"fuse_unk": False, "byte_fallback": False, "ignore_merges": False}
+_PLAIN = {"fuse_unk": False, "byte_fallback": False, "ignore_merges": False, "unk_token": None}
 _PIECES = {"fuse_unk": True, "byte_fallback": True, "ignore_merges": False}
 CLASSES = {
     "Qwen2Tokenizer": Class(
@@ -59,14 +59,14 @@ CLASSES = {
                 _BYTES,
             ],
         },
-        _BYTES | {"use_regex": True},
+        {"type": "ByteLevel"},
         {"unk_token": _END, "eos_token": _END, "pad_token": _END},
         _PLAIN,
     ),
     "GPT2Tokenizer": Class(
         None,
         _BYTES | {"use_regex": True},
-        _BYTES | {"use_regex": True},
+        {"type": "ByteLevel"},
         {"unk_token": _END, "bos_token": _END, "eos_token": _END},
         _PLAIN,
     ),
@@ -84,7 +84,7 @@ OF_MODEL = {
     **dict.fromkeys(("qwen3", "qwen3_moe", "qwen3_next"), ("Qwen2Tokenizer", False)),
     **dict.fromkeys(("gemma2", "gemma3", "gemma3_text"), ("GemmaTokenizer", False)),
     **dict.fromkeys(("granite", "olmo2", "olmo3"), (WHOLE, True)),
-    **dict.fromkeys(("llama", "smollm3", "lfm2", "lfm2_moe", "gpt_oss", "gemma4", "gemma4_text"), ("", False)),
+    **dict.fromkeys(("llama", "smollm3", "lfm2", "lfm2_moe", "gpt_oss", "qwen3_5_text"), ("", False)),
 }
 
 
@@ -258,7 +258,10 @@ class Tokens:
         same = {repr(token) for token in added.values()}
         if any(repr(AddedToken(**token)) not in same for token in settings.get("added_tokens_decoder", {}).values()):
             return None
-        if its is not None and not _alike(backend, its):
+        bpe = type(backend.model).__name__ == "BPE"
+        if its is not None and not (bpe and _alike(backend, its, special) and not settings.get("add_prefix_space")):
+            return None
+        if not bpe and settings.get("clean_up_tokenization_spaces"):
             return None
         backend.no_truncation()
         return Tokenizer(backend, special, extra, self._template(settings))
@@ -273,6 +276,8 @@ class Tokens:
         usual, always = OF_MODEL[config["model_type"]]
         named = settings.get("tokenizer_class") or config.get("tokenizer_class") or usual
         named = usual if always else str(named).removesuffix("Fast")
+        if named == "LlamaTokenizer" and b'"ByteLevel"' in (_bytes(self.folder / "tokenizer.json") or b""):
+            return WHOLE  # that class is for sentencepiece
         named = WHOLE if named in (WHOLE.removesuffix("Fast"), "TokenizersBackend") else named
         return named if named == WHOLE or named in CLASSES else None
 
@@ -337,17 +342,27 @@ def _text(token: Any) -> str | None:
     return found if isinstance(found, str) else None
 
 
-def _alike(backend: Any, its: Class) -> bool:
+def _alike(backend: Any, its: Class, special: dict[str, str]) -> bool:
     """Whether the parts of tokenizer.json are those that the class would put in their place."""
-    parts = {name: getattr(backend, name) for name in ("normalizer", "pre_tokenizer", "decoder")}
-    found = {name: None if part is None else json.loads(part.__getstate__()) for name, part in parts.items()}
-    bpe = backend.model
+    model = {"unk_token": special.get("unk_token")} | its.model
     return (
-        type(bpe).__name__ == "BPE"
-        and all(found[name] == getattr(its, name) for name in found)
-        and all(getattr(bpe, name) == value for name, value in its.model.items())
-        and not (bpe.dropout or bpe.continuing_subword_prefix or bpe.end_of_word_suffix)
+        _part(backend.normalizer) == its.normalizer
+        and _part(backend.pre_tokenizer) == its.pre_tokenizer
+        and _part(backend.decoder, decodes=True) == its.decoder
+        and all(getattr(backend.model, name) == value for name, value in model.items())
+        and not any(getattr(backend.model, name) for name in ("dropout", "continuing_subword_prefix", "end_of_word_suffix"))
     )
+
+
+def _part(part: Any, decodes: bool = False) -> Any:
+    """A part as tokenizer.json has it, without what changes no ids and texts."""
+
+    def kept(x: dict[str, Any]) -> dict[str, Any]:
+        if x.get("type") == "ByteLevel" and decodes:
+            return {"type": "ByteLevel"}
+        return {name: value for name, value in x.items() if name != "trim_offsets"}
+
+    return None if part is None else json.loads(part.__getstate__(), object_hook=kept)
 
 
 def _bytes(path: Path) -> bytes | None:
