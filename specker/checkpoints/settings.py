@@ -100,6 +100,8 @@ def _layer_types(fields: dict[str, Any], its: Architecture) -> dict[str, Any] | 
         return {"sliding_window": window}
     if given is None and slides is False:
         given = [FULL] * fields["num_hidden_layers"]
+    if slides is False and given is not None and SLIDING in given:  # which of the two counts depends on the class
+        return None
     return None if given is None else {"layer_types": given, "sliding_window": window}
 
 

@@ -189,9 +189,7 @@ def _now(form: str) -> str:
 @lru_cache(maxsize=32)
 def _compiled(template: str) -> jinja2.Template:
     """Raises jinja2.TemplateError."""
-    world = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
-    )
+    world = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols])
     world.filters["tojson"] = _tojson
     world.globals |= {"raise_exception": _refuse, "strftime_now": _now, "dict": _Dict(), "namespace": _Namespace}
     return world.from_string(template)

@@ -350,7 +350,9 @@ def _alike(backend: Any, its: Class, special: dict[str, str]) -> bool:
         and _part(backend.pre_tokenizer) == its.pre_tokenizer
         and _part(backend.decoder, decodes=True) == its.decoder
         and all(getattr(backend.model, name) == value for name, value in model.items())
-        and not any(getattr(backend.model, name) for name in ("dropout", "continuing_subword_prefix", "end_of_word_suffix"))
+        and not any(
+            getattr(backend.model, name) for name in ("dropout", "continuing_subword_prefix", "end_of_word_suffix")
+        )
     )
 
 
