@@ -23,7 +23,7 @@ TYPES: dict[str, tuple[type, ...]] = {
     **dict.fromkeys(("head_dim", "sliding_window", "bos_token_id", "pad_token_id"), (int, NONE)),
     **dict.fromkeys(("hidden_act", "hidden_activation"), (str,)),
     **dict.fromkeys(("attention_bias", "mlp_bias", "tie_word_embeddings", "use_sliding_window"), (bool,)),
-    **{"norm_topk_prob": (bool,)},
+    "norm_topk_prob": (bool,),
     "rms_norm_eps": (float,),
     "rope_theta": (float, int),
     **dict.fromkeys(("attn_logit_softcapping", "final_logit_softcapping"), (float, NONE)),
@@ -68,8 +68,7 @@ def config_of(raw: dict[str, Any], its: Architecture) -> Any:
     rope = _rope(fields, its)
     if kinds is None or rope is None:
         return None
-    skips, count = fields.get("no_rope_layers"), fields["num_hidden_layers"]
-    if its.ropes == "some" and not (_ints(skips) and len(skips) == count):
+    if its.ropes == "some" and not _ints(fields.get("no_rope_layers"), fields["num_hidden_layers"]):
         return None
     if not _ints(fields.get("mlp_only_layers", [])):
         return None
@@ -77,8 +76,8 @@ def config_of(raw: dict[str, Any], its: Architecture) -> Any:
     return SimpleNamespace(**found)
 
 
-def _ints(value: Any) -> bool:
-    return isinstance(value, list) and all(type(x) is int for x in value)
+def _ints(value: Any, count: int | None = None) -> bool:
+    return isinstance(value, list) and all(type(x) is int for x in value) and count in (None, len(value))
 
 
 def _layer_types(fields: dict[str, Any], its: Architecture) -> dict[str, Any] | None:
@@ -112,9 +111,8 @@ def _rope(fields: dict[str, Any], its: Architecture) -> dict[str, Any] | None:
         return None
     given = new or old or {}
     if its.ropes == "by type":
-        parts = [given.get(kind) for kind in LAYER_TYPES]
-        whole = given.keys() == {*LAYER_TYPES} and all(isinstance(x, dict) and "rope_theta" in x for x in parts)
-        return dict(given) if whole and all(_known(x) for x in parts) else None
+        whole = given.keys() == {*LAYER_TYPES}
+        return dict(given) if whole and all(isinstance(x, dict) and _known(x) for x in given.values()) else None
     if any(isinstance(value, dict) for value in given.values()):
         return None
     rope = {"rope_theta": fields["rope_theta"], **given}

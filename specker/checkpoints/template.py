@@ -151,7 +151,7 @@ class _Dict:
 class _Namespace(Namespace):
     """Jinja's namespace, which a template may not use to reach Python's internals."""
 
-    def __init__(*args: Any, **kwargs: Any) -> None:  # noqa: N805: a template may have a variable `self`
+    def __init__(*args: Any, **kwargs: Any) -> None:  # a template may have a variable `self`
         self, *given = args
         for name in (values := dict(*given, **kwargs)):
             _check_name(name)

@@ -27,7 +27,12 @@ CHANGES = (
     *("auto_map", "split_special_tokens", "fix_mistral_regex", "model_specific_special_tokens", "init_inputs"),
     *("clean_up_tokenization_spaces_for_bpe_even_though_it_will_corrupt_output", "vocab", "merges"),
 )
-CHECKED = {"model_max_length": (int, float), "max_len": (int, float), "padding_side": str, "truncation_side": str}
+CHECKED: dict[str, Any] = {
+    "model_max_length": (int, float),
+    "max_len": (int, float),
+    "padding_side": str,
+    "truncation_side": str,
+}
 
 
 class Class(NamedTuple):
@@ -236,18 +241,17 @@ class Tokens:
         if not lists and any((self.folder / name).is_file() for name in MORE[1:]):
             return None
         its = None if kind == WHOLE else CLASSES[kind]
-        special = {name: token for name, x in settings.items() if name.endswith("_token") and (token := _text(x))}
+        given = {name: token for name, x in settings.items() if name.endswith("_token") and (token := _text(x))}
         absent = {} if its is None else {name: x for name, x in its.special.items() if name not in settings}
-        own = {name: token for name, token in special.items() if name not in NAMED}
-        special = {name: token for name in NAMED if (token := {**absent, **special}.get(name))} | own
+        special = {name: token for name in NAMED if (token := (absent | given).get(name))}
+        special |= {name: token for name, token in given.items() if name not in NAMED}
         further = settings.get("extra_special_tokens") or settings.get("additional_special_tokens") or []
         if isinstance(further, dict):
-            special, further = special | {name: _text(x) for name, x in further.items()}, []
-        extra = [_text(token) for token in further]
-        if None in extra or None in special.values():
-            return None
+            special, further = special | {name: _text(x) or "" for name, x in further.items()}, []
+        extra = [_text(token) or "" for token in further]
 
-        from tokenizers import AddedToken, Tokenizer as Backend
+        from tokenizers import AddedToken
+        from tokenizers import Tokenizer as Backend
 
         backend = Backend.from_file(str(self.folder / "tokenizer.json"))
         added = {str(token.content): token for token in backend.get_added_tokens_decoder().values()}

@@ -81,7 +81,7 @@ def test_a_config_is_that_of_transformers(architecture: str, tmp_path: Path, mon
             except parse.CheckpointError as error:
                 said.append(str(error))
         assert said[0] == said[1], raw
-    assert read > 2
+    assert read
 
 
 @pytest.mark.parametrize("architecture", OWN)

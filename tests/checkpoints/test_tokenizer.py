@@ -163,9 +163,11 @@ TALK = [
 TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {"b": 1, "a": "ü"}}}]
 TEMPLATES = (
     "{{ bos_token }}{% for m in messages %}{{ m.role }}: {{ m['content'] }}\n{% endfor %}{{ tools | tojson }}",
-    "{% for m in messages %}\n  {% if loop.index0 == 1 %}\n{% continue %}\n  {% endif %}\n{{ m.content | trim }}|\n{% endfor %}",
-    "{% set ns = namespace(n=0) %}{% for m in messages %}{% set ns.n = ns.n + 1 %}{% if ns.n > 2 %}{% break %}{% endif %}"
-    "{{ ns.n }}{% endfor %}{% for m in messages %}{{ m | tojson(indent=2) }}{{ m.content }}{% endfor %}",
+    "{% for m in messages %}\n  {% if loop.index0 == 1 %}\n{% continue %}\n  {% endif %}\n{{ m.content | trim }}|\n"
+    "{% endfor %}",
+    "{% set ns = namespace(n=0) %}{% for m in messages %}{% set ns.n = ns.n + 1 %}"
+    "{% if ns.n > 2 %}{% break %}{% endif %}{{ ns.n }}{% endfor %}"
+    "{% for m in messages %}{{ m | tojson(indent=2) }}{{ m.content }}{% endfor %}",
     "{% for m in messages %}{% generation %}{{ m.content }}{% set x = 1 %}{% endgeneration %}{{ x }}{% endfor %}",
     "{{ dict(a=1) | tojson }}{{ strftime_now('%Y') }}{{ deep }}{{ documents }}{{ messages[-1].thinking }}"
     "{{ messages[-1].content }}{% if add_generation_prompt %}<a>{% endif %}",
