@@ -480,6 +480,8 @@ def test_a_folder_converted_by_an_earlier_version_keeps_its_tokenizer(tmp_path: 
     folder = converted(tmp_path / "tiny.gguf")
     path = folder / "tokenizer_config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"tokenizer_class": "Qwen2Tokenizer"}))
+    path = folder / "tokenizer.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"normalizer": None}))
     assert type(Tokens(folder, "Qwen2ForCausalLM").tokenizer) is Qwen2Tokenizer
 
 
