@@ -20,7 +20,8 @@ from specker.cli import run
 ROOT = Path(__file__).parents[1]
 
 
-HEAVY = ("torch", "numpy", "triton", "transformers", "tokenizers", "safetensors", "huggingface_hub", "prompt_toolkit")
+SLOW = ("transformers", "huggingface_hub", "torch._dynamo", "torch._inductor", "sympy", "jinja2", "prompt_toolkit")
+HEAVY = ("torch", "numpy", "triton", "tokenizers", "safetensors", "rich", *SLOW)
 COMMAND = f"""
 import runpy, sys
 sys.argv = sys.argv[1:]
@@ -29,6 +30,20 @@ try:
 finally:
     print("imported:", *sorted({{*{HEAVY!r}}} & sys.modules.keys()), file=sys.stderr)
 """
+
+
+def command(argv: list[str]) -> subprocess.CompletedProcess[str]:
+    """Run a module in a process of its own, which then names on stderr what it imported of HEAVY."""
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join((str(ROOT), str(ROOT / "models")))}
+    return subprocess.run([sys.executable, "-c", COMMAND, *argv], cwd=ROOT, capture_output=True, text=True, env=env)
+
+
+def test_a_run_imports_neither_transformers_nor_the_compiler() -> None:
+    """With config.json and tokenizer.json at hand. transformers takes as long to import as torch."""
+    done = command(["specker.run", "--prompt", "def f(", "--max-new-tokens", "2", "--device", "cpu"])
+    assert done.returncode == 0 and done.stdout.strip(), done.stderr
+    imported = done.stderr.splitlines()[-1].split()[1:]
+    assert {"torch", "tokenizers"} <= {*imported} and not {*SLOW} & {*imported}
 
 
 @pytest.mark.parametrize(
@@ -57,9 +72,7 @@ finally:
 )
 def test_help_and_usage_errors_import_neither_torch_nor_numpy(code: int, argv: list[str]) -> None:
     """torch alone takes more than a second to import, so these commands answer before it."""
-    command = [sys.executable, "-c", COMMAND, *argv]
-    path = os.pathsep.join((str(ROOT), str(ROOT / "models")))
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": path})
+    done = command(argv)
     *errors, imported = done.stderr.splitlines()
     assert done.returncode == code, done.stderr
     assert imported == "imported:"
@@ -126,8 +139,7 @@ LOADED = """
 import sys
 import specker
 from specker import run
-slow = ["torch._dynamo", "torch._inductor", "sympy", "gguf", "accelerate"]
-slow += [f"transformers.{name}" for name in ("modeling_utils", "generation.utils")]
+slow = ["torch._dynamo", "torch._inductor", "sympy", "gguf", "accelerate", "transformers", "huggingface_hub"]
 for target in sys.argv[2:]:
     engine = specker.load(target, sys.argv[1], device="cpu", max_context=64)
     engine.encode("hello")
@@ -135,10 +147,10 @@ for target in sys.argv[2:]:
 """
 
 
-def test_loading_a_converted_file_imports_no_compiler_and_no_model_code(
+def test_loading_a_converted_file_imports_neither_transformers_nor_the_compiler(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Neither what converts it, nor transformers' code of models and of `generate`, which imports the compiler."""
+    """Nor what converts it."""
     pytest.importorskip("gguf")
     from make_gguf import write
 
@@ -151,19 +163,6 @@ def test_loading_a_converted_file_imports_no_compiler_and_no_model_code(
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=env, check=True)
     converted, unconverted = done.stdout.splitlines()
     assert converted == "imported:" and "gguf" in unconverted
-
-
-@pytest.mark.parametrize("name", ["code-target", "code-draft"])
-def test_the_bundled_tokenizers_are_those_of_auto_tokenizer(name: str) -> None:
-    """specker names the class itself, because AutoTokenizer imports the model's."""
-    import transformers
-
-    folder = specker.zoo.path(name)
-    ours = Tokens(folder, "LlamaForCausalLM").tokenizer
-    theirs = transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True)
-    assert type(ours) is type(theirs)
-    assert ours.backend_tokenizer.to_str() == theirs.backend_tokenizer.to_str()
-    assert ours.special_tokens_map == theirs.special_tokens_map
 
 
 def test_long_steps_are_named(

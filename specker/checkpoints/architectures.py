@@ -193,11 +193,30 @@ class Architecture:
     config: str = ""  # the name of a class of transformers with the same fields; "": the architecture's own
     defaults: Mapping[str, Any] = field(default_factory=dict)  # of fields that this class sets otherwise
     text: str = ""  # the model type that the text model's config has, if it may be part of a multimodal checkpoint
+    fills: Mapping[str, Any] | None = None
+    """The fields that config.json may leave out, with the values that transformers' class gives them (`settings.py`).
+    None: transformers reads config.json."""
 
 
 # transformers does not know Dream and MiMo. LlamaConfig imports `generate` and with it torch's compiler, which takes
 # 1.7 s.
 LLAMA = {"num_key_value_heads": None, "max_position_embeddings": 2048, "attention_bias": False, "mlp_bias": False}
+BASE = {
+    "hidden_act": "silu",
+    "rms_norm_eps": 1e-6,
+    "tie_word_embeddings": False,
+    "head_dim": None,
+    "rope_theta": 10000.0,
+}
+QWEN = BASE | {"max_position_embeddings": 32768, "use_sliding_window": False}
+GEMMA = BASE | {
+    "hidden_activation": "gelu_pytorch_tanh",
+    "head_dim": 256,
+    "tie_word_embeddings": True,
+    "attention_bias": False,
+    "query_pre_attn_scalar": 256,
+    "use_bidirectional_attention": None,
+}
 QWEN_EXPERTS = "num_experts", "num_experts_per_tok", "moe_intermediate_size", "shared_expert_intermediate_size"
 QWEN3_NEXT = Architecture(
     "qwen3_next",
@@ -209,24 +228,40 @@ QWEN3_NEXT = Architecture(
     gated=True,
 )
 GEMMA2 = Architecture(
-    "gemma2", norms="both", biases="attention", norm_offset=1.0, activation="hidden_activation", scales=_gemma
+    "gemma2",
+    norms="both",
+    biases="attention",
+    norm_offset=1.0,
+    activation="hidden_activation",
+    scales=_gemma,
+    fills=GEMMA | {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0},
 )
 ARCHITECTURES = {
-    "LlamaForCausalLM": Architecture("llama", biases="all", kinds=FULL, config="Qwen2Config", defaults=LLAMA),
-    "MistralForCausalLM": Architecture("mistral", kinds=SLIDING),
+    "LlamaForCausalLM": Architecture(
+        "llama", biases="all", kinds=FULL, config="Qwen2Config", defaults=LLAMA, fills=BASE | LLAMA
+    ),
+    "MistralForCausalLM": Architecture("mistral", kinds=SLIDING, fills=BASE),
     "MinistralForCausalLM": Architecture("ministral"),
     "Ministral3ForCausalLM": Architecture("ministral3", kinds=SLIDING),
     "MixtralForCausalLM": Architecture(
         "mixtral", kinds=SLIDING, experts=("num_local_experts", "num_experts_per_tok", "intermediate_size")
     ),
-    "Qwen2ForCausalLM": Architecture("qwen2", biases="qkv", masked="may be"),
-    "Qwen3ForCausalLM": Architecture("qwen3", qk_norm="head", biases="attention", masked="may be"),
+    "Qwen2ForCausalLM": Architecture("qwen2", biases="qkv", masked="may be", fills=QWEN),
+    "Qwen3ForCausalLM": Architecture(
+        "qwen3",
+        qk_norm="head",
+        biases="attention",
+        masked="may be",
+        fills=QWEN | {"head_dim": 128, "attention_bias": False},
+    ),
     "Qwen3MoeForCausalLM": Architecture(
         "qwen3_moe",
         qk_norm="head",
         biases="attention",
         kinds=SLIDING,
         experts=("num_experts", "num_experts_per_tok", "moe_intermediate_size"),
+        fills=QWEN
+        | {"attention_bias": False, "decoder_sparse_step": 1, "mlp_only_layers": [], "norm_topk_prob": False},
     ),
     "Qwen3NextForCausalLM": replace(QWEN3_NEXT, experts=QWEN_EXPERTS),
     "Qwen3_5ForCausalLM": replace(QWEN3_NEXT, model_type="qwen3_5_text", config="Qwen3_5TextConfig", text="qwen3_5"),
@@ -259,10 +294,16 @@ ARCHITECTURES = {
         mixture=_gpt_oss_mixture,
         defaults={"mlp_bias": True},
     ),
-    "MiMoForCausalLM": Architecture("mimo", biases="qkv", config="Qwen2Config"),
+    "MiMoForCausalLM": Architecture("mimo", biases="qkv", config="Qwen2Config", fills=QWEN),
     "Gemma2ForCausalLM": GEMMA2,
     "Gemma3ForCausalLM": replace(
-        GEMMA2, model_type="gemma3_text", qk_norm="head", ropes="by type", config="Gemma3TextConfig"
+        GEMMA2,
+        model_type="gemma3_text",
+        qk_norm="head",
+        ropes="by type",
+        config="Gemma3TextConfig",
+        fills=GEMMA
+        | {"attn_logit_softcapping": None, "final_logit_softcapping": None, "use_bidirectional_attention": False},
     ),
     "Gemma4ForCausalLM": Architecture(
         "gemma4_text",
@@ -282,10 +323,30 @@ ARCHITECTURES = {
         config="Gemma4TextConfig",
         text="gemma4",
     ),
-    "Olmo2ForCausalLM": Architecture("olmo2", norms="after", qk_norm="projection", biases="attention", kinds=FULL),
+    "Olmo2ForCausalLM": Architecture(
+        "olmo2",
+        norms="after",
+        qk_norm="projection",
+        biases="attention",
+        kinds=FULL,
+        fills=BASE | {"attention_bias": False, "rms_norm_eps": 1e-5},
+    ),
     "Olmo3ForCausalLM": Architecture("olmo3", norms="after", qk_norm="projection", biases="attention", ropes="by type"),
-    "SmolLM3ForCausalLM": Architecture("smollm3", biases="all", ropes="some"),
-    "GraniteForCausalLM": Architecture("granite", biases="all", kinds=FULL, scales=_granite),
+    "SmolLM3ForCausalLM": Architecture(
+        "smollm3",
+        biases="all",
+        ropes="some",
+        fills=QWEN | {"rope_theta": 2000000.0, "attention_bias": False, "mlp_bias": False, "tie_word_embeddings": True},
+    ),
+    "GraniteForCausalLM": Architecture(
+        "granite",
+        biases="all",
+        kinds=FULL,
+        scales=_granite,
+        fills=BASE
+        | {"attention_bias": False, "mlp_bias": False, "attention_multiplier": 1.0, "embedding_multiplier": 1.0}
+        | {"residual_multiplier": 1.0, "logits_scaling": 1.0},
+    ),
     "Phi3ForCausalLM": Architecture("phi3", kinds=SLIDING, partial=True, fused=True),
-    "DreamModel": Architecture("Dream", biases="qkv", masked="always", config="Qwen2Config"),
+    "DreamModel": Architecture("Dream", biases="qkv", masked="always", config="Qwen2Config", fills=QWEN),
 }

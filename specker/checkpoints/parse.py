@@ -1,6 +1,7 @@
 """Read a decoder's settings from a checkpoint's config.json, and name what is not supported.
 
-transformers fills in defaults and normalises older spellings. `checkpoint.py` reads the weights.
+Where config.json lacks something or has older spellings (settings.py), transformers fills in and normalises.
+`checkpoint.py` reads the weights.
 """
 
 import json
@@ -14,6 +15,8 @@ import torch
 
 from specker.checkpoints.architectures import ARCHITECTURES, FULL, LAYER_TYPES, SLIDING, Architecture
 from specker.checkpoints.numbers import check_experts, check_factors, check_sizes
+from specker.checkpoints.settings import ROPES as OWN_ROPES
+from specker.checkpoints.settings import config_of, frequencies
 from specker.fields import option
 from specker.model.config import CheckpointError, Experts, LayerSpec, Mixer, ModelConfig
 from specker.model.weights import Rope
@@ -140,12 +143,15 @@ def _architecture(raw: dict[str, Any]) -> str:
 
 
 def _hf_config(folder: Path, raw: dict[str, Any], arch: str) -> Any:
-    """transformers' config object, which fills in defaults and normalises older RoPE spellings."""
-    import transformers
-
+    """transformers' config object, which fills in defaults and normalises older RoPE spellings; or one with the fields
+    that are read here, if config.json has them."""
     its, rope = ARCHITECTURES[arch], raw.get("rope_parameters") or raw.get("rope_scaling") or {}
     if its.ropes != "by type" and any(isinstance(value, dict) for value in rope.values()):
         raise CheckpointError(f"RoPE that differs by layer type ({', '.join(rope)}) is not supported")
+    if (found := config_of(raw, its)) is not None:
+        return found
+    import transformers
+
     try:
         # AutoConfig is not used here, because it imports a table of all models.
         name = its.config or arch.replace("ForCausalLM", "Config")
@@ -311,9 +317,8 @@ def _rope(hf: Any, width: int, rope: dict[str, Any], **which: str) -> Rope:
     if kind not in ROPE_TYPES:
         raise CheckpointError(f"rope type {kind!r} is not supported; supported: {', '.join(ROPE_TYPES)}")
     try:
-        if kind == "default":  # not in transformers' table: its model classes compute it
-            powers = torch.arange(0, width, 2, dtype=torch.float32) / width
-            inv_freq, scale = 1.0 / (rope["rope_theta"] ** powers), 1.0
+        if kind in OWN_ROPES:
+            inv_freq, scale = frequencies(kind, rope, width), 1.0
         else:
             from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 

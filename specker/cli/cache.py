@@ -10,9 +10,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from rich.console import Console
-from rich.table import Table
-
 from specker.cli.exits import run_cli
 from specker.cli.parser import Parser
 from specker.fields import check_fields, make, opt
@@ -85,6 +82,9 @@ def run(job: Job) -> int:
         print(f"removed {len(gone)} of {cache_root()}: {readable(sum(entry.size for entry in gone))}")
         return 0
     found = entries()
+    from rich.console import Console
+    from rich.table import Table
+
     table = Table(title=str(cache_root()), title_justify="left", show_edge=False)
     for column in ("name", "what it is"):
         table.add_column(column)

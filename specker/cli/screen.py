@@ -8,16 +8,15 @@ import sys
 import textwrap
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any
-
-from rich.console import Console
-from rich.progress import Progress
-from rich.table import Table
-from rich.text import Text
+from typing import TYPE_CHECKING, Any
 
 from specker.cli.exits import silence
 from specker.cli.report import Result, ar_stats_of, compared, speedup, stats_of
 from specker.runtime.control.stats import Stats
+
+if TYPE_CHECKING:  # `--help` and errors in the flags need no rich
+    from rich.table import Table
+    from rich.text import Text
 
 # A model's control characters must not steer the terminal: print Unicode's control pictures instead.
 CONTROLS = {code: 0x2400 + code for code in range(32) if chr(code) not in "\n\t"}
@@ -28,6 +27,8 @@ class Screen:
 
     def __init__(self, json_to_stdout: bool, quiet: bool = False) -> None:
         """`json_to_stdout`: text goes to stderr. `quiet`: print nothing, because another process of the job prints."""
+        from rich.console import Console
+
         for stream in (sys.stdout, sys.stderr):
             if isinstance(stream, io.TextIOWrapper):
                 stream.reconfigure(errors="replace")  # an ASCII terminal cannot encode every token
@@ -47,7 +48,7 @@ class Screen:
         if self.notes.is_terminal:
             wrap = partial(textwrap.fill, width=self.notes.width, break_long_words=False, break_on_hyphens=False)
             line = "\n".join(map(wrap, line.split("\n")))
-        self.notes.print(Text(line, style), soft_wrap=True)
+        self.notes.print(_styled(line, style), soft_wrap=True)
 
     def remarks(self, engine: Any) -> None:
         """Print the engine's remarks, except the one about made-up results, which the table has."""
@@ -66,6 +67,8 @@ class Screen:
     def progress(self, what: str) -> Iterator[Callable[[int, int], None]]:
         """A transient progress bar on a terminal. Yields a function to call with (done, total). Steps that the logger
         `specker.steps` names are shown too: by the bar, or as notes where there is none."""
+        from rich.progress import Progress
+
         bare = not self.notes.is_terminal
         with Progress(console=self.notes, transient=True, disable=bare) as bar:
             task = bar.add_task(what, total=None)
@@ -83,7 +86,7 @@ class Screen:
             gap = "\n" if self.titled else ""
             self._put(f"{gap}==> {title} <==\n", "")
             self.titled = True
-        self.notes.print(Text(text, "dim"), soft_wrap=True)
+        self.notes.print(_styled(text, "dim"), soft_wrap=True)
 
     def render_answers(self) -> None:
         """From here on, texts are answers: a terminal that can move its cursor gets them as Markdown."""
@@ -123,7 +126,7 @@ class Screen:
 
     def _put(self, text: str, style: str) -> None:
         if self.terminal:
-            self.text.print(Text(text.translate(CONTROLS), style), end="", soft_wrap=True)
+            self.text.print(_styled(text.translate(CONTROLS), style), end="", soft_wrap=True)
         elif self.failure is None:
             try:
                 self.out.write(text)
@@ -169,8 +172,16 @@ def _handled(logger: logging.Logger, handler: logging.Handler) -> Iterator[None]
         logger.removeHandler(handler)
 
 
-def _table(engine: Any, results: list[Result], trim: dict[str, Any]) -> Table:
+def _styled(text: str, style: str) -> "Text":
+    from rich.text import Text
+
+    return Text(text, style)
+
+
+def _table(engine: Any, results: list[Result], trim: dict[str, Any]) -> "Table":
     """The run's figures, beside those of `ar` with --check. `trim`: as `Engine.trim_report` returns it."""
+    from rich.table import Table
+
     stats, checked = stats_of(results), [r for r in results if r.check]
     columns = [_column(stats)] + ([_column(ar_stats_of(checked))] if checked else [])
     table = Table(show_edge=False)

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from specker.checkpoints.checkpoint import Checkpoint
+from specker.checkpoints.tokenizer import Tokenizer
 from specker.fields import option
 from specker.runtime import harmony
 from specker.runtime.control.stats import Stats
@@ -85,9 +86,13 @@ def rendered(
 def reserved(tokenizer: Any) -> frozenset[str]:
     """Names that no further variable of a chat template may have in `rendered`: the arguments of what renders the
     template, one of which is the template itself, and what the tokenizer sets."""
-    from transformers.utils.chat_template_utils import render_jinja_template
+    from specker.checkpoints import template
 
-    calls = rendered, tokenizer.apply_chat_template, render_jinja_template
+    calls = [rendered, tokenizer.apply_chat_template, template.render]
+    if not isinstance(tokenizer, Tokenizer):
+        from transformers.utils.chat_template_utils import render_jinja_template
+
+        calls.append(render_jinja_template)
     arguments = (p for call in calls for p in inspect.signature(call).parameters.values())
     named = {p.name for p in arguments if p.kind is not inspect.Parameter.VAR_KEYWORD}
     return frozenset({"self", "messages", *named, *tokenizer.special_tokens_map})

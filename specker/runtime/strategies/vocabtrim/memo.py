@@ -8,6 +8,7 @@ or holds a damaged file, the time is spent again, and nothing else happens.
 import hashlib
 import json
 from contextlib import suppress
+from importlib.metadata import version
 from pathlib import Path
 
 import numpy as np
@@ -58,9 +59,8 @@ def learnt(tokens: Tokens, vocab_size: int) -> Tensor:
 
 
 def _path(tokens: Tokens, kind: str) -> Path:
-    import transformers  # another version of it may read the tokenizer differently
-
-    about = f"{VERSION} {transformers.__version__} {tokens.architecture} {tokens.digest}"
+    # another version may read the tokenizer differently
+    about = f"{VERSION} {version('transformers')} {tokens.architecture} {tokens.digest}"
     return cache_root() / "tokenizers" / f"{hashlib.sha256(about.encode()).hexdigest()[:32]}.{kind}"
 
 
