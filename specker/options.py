@@ -140,7 +140,7 @@ class Common:
     )
     kv_dtype: str | None = opt(
         None,
-        "on a CPU, how K/V is kept: float32 (default), bfloat16, float16, or int8 with a scale for each head of a column",
+        "on a CPU, how K/V is kept: float32 (default), bfloat16, float16, or int8 with a scale for each head and row",
         choices=KV_DTYPES,
     )
     acceptance: float | None = opt(

@@ -29,7 +29,7 @@ from specker.kernels.topk import draws_alike, vocab_topk
 from specker.kernels.variant import sum_dtype
 from specker.model.cache import KVCache, Near, Rows
 from specker.model.config import CheckpointError, ModelConfig
-from specker.model.kept import calibrated, widened
+from specker.model.kept import calibrated, keys, widened
 from specker.model.recurrent import Paths, in_rings, mix, paths
 from specker.model.sampling import Draws
 from specker.model.split import OtherRanks
@@ -621,7 +621,8 @@ def over_pages(model: Model, rows: Rows) -> Attend:
         table = every if near is None or not sliding_window else near.table
         how = model.scale, sliding_window, model.config.layer.cap
         if k.dtype != q.dtype:  # of a CPU's cache in fewer bits
-            k, v = (widened(x[table.flatten().long()], q.dtype) for x in (k, v))
+            k, v = (x[table.flatten().long()] for x in (k, v))
+            k, v = keys(k, q.dtype), widened(v, q.dtype)
             table = torch.arange(table.numel(), dtype=table.dtype).view_as(table)
         return tree_attention(q, k, v, table, kv_len, window, cu_rows, words, *how, sinks=sinks)[0]
 

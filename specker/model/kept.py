@@ -5,8 +5,12 @@ float32, bfloat16 and float16 are rounded to the nearest, ties to even. In int8 
     x = scale q,  scale = max |x| / 127,  q = round(x / scale)
 
 and the D codes q and the four bytes of the scale, a float32, stand together as [D + 4] int8. So whatever copies columns
-(commits, pages, rings) copies their scales. K is rounded after RoPE. The compiled layers (cpu/csrc/kept.c) read and
-write these formats; the functions here are the same in torch, for the few paths that run without those layers.
+(commits, pages, rings) copies their scales. K is rounded after RoPE and, in int8, after a rotation by a Hadamard
+matrix: it spreads the few large numbers of a head over all of it, so that the scale is smaller, and leaves the products
+of equally rotated queries as they are (QuaRot, arXiv 2404.00456).
+
+The compiled layers (cpu/csrc/kept.c) read and write these formats; the functions here are the same in torch, for the
+few paths that run without those layers.
 """
 
 import torch
@@ -25,7 +29,7 @@ def kept_dim(dim: int, dtype: torch.dtype) -> int:
 
 
 def rounded(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """Heads x [.., D] float32 in the format `dtype`, [.., `kept_dim`]."""
+    """Heads x [.., D] float32 of V, or rotated ones of K, in the format `dtype`, [.., `kept_dim`]."""
     if dtype == torch.float16:
         return x.clamp(-65504, 65504).to(dtype)
     if dtype != torch.int8:
@@ -36,12 +40,31 @@ def rounded(x: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.cat((codes, (top / MOST).view(torch.int8)), -1)
 
 
+def rotated(x: Tensor) -> Tensor:
+    """Heads x [.., D], in blocks as long as the largest power of two n that divides D, times a Hadamard matrix of
+    entries 1 and -1. Twice this is n x."""
+    D = x.shape[-1]
+    block, h = D & -D, 1
+    while h < block:
+        a, b = x.unflatten(-1, (-1, 2, h)).unbind(-2)
+        x, h = torch.stack((a + b, a - b), -2).flatten(-3), 2 * h
+    return x
+
+
 def widened(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """Heads in a format, [.., `kept_dim`] -> [.., D] of `dtype`."""
+    """Heads of V, or rotated ones of K, in a format, [.., `kept_dim`] -> [.., D] of `dtype`."""
     if x.dtype != torch.int8:
         return x.to(dtype)
     scale = x[..., -SCALE:].contiguous().view(torch.float32)
     return (x[..., :-SCALE] * scale).to(dtype)
+
+
+def keys(k: Tensor, dtype: torch.dtype) -> Tensor:
+    """K in a format, [.., `kept_dim`] -> [.., D] of `dtype`."""
+    wide = widened(k, dtype)
+    if k.dtype != torch.int8:
+        return wide
+    return rotated(wide) / (wide.shape[-1] & -wide.shape[-1])
 
 
 def calibrated(
@@ -61,6 +84,7 @@ def calibrated(
     T, (Hkv, D) = len(qkv), (k_cache.shape[-2], rope.shape[-1])
     k, v = qkv.new_empty(2, 1, T, Hkv, D)
     q = kv_calibrate(qkv, positions, torch.arange(T), rope, k, v, q_norm, k_norm, eps)
+    k = rotated(k) if k_cache.dtype == torch.int8 else k
     for cache, rows in ((k_cache, k), (v_cache, v)):
         cache.view(-1, *cache.shape[-2:])[slots] = rounded(rows[0], cache.dtype)
     return q

@@ -1,6 +1,9 @@
 // K and V in fewer bits. A head is rounded when its column is written, to the nearest, ties to even. Products with K
 // round the queries, too, as products with weights round activations: to bfloat16 for bfloat16, and to eight bits with
 // one scale for eight bits, where the sum of integers is exact. V is widened in registers (attention.c).
+//
+// In eight bits K and the queries are rotated first, which changes no product: a Hadamard matrix spreads the few large
+// numbers of a head over all of it, so that the scale is smaller (QuaRot, arXiv 2404.00456).
 #include "kept.h"
 #include "vector.h"
 
@@ -28,6 +31,19 @@ static float round_head(const float *x, int8_t *q, int64_t D, float *sum) {
     return top / 127.0f;
 }
 
+// Blocks of x [D], as long as the largest power of two that divides D, times a Hadamard matrix of entries 1 and -1.
+// Returns the length of a block, by which two such products enlarge x.
+static int64_t rotate(float *x, int64_t D) {
+    const int64_t block = D & -D;
+    for (int64_t h = 1; h < block; h *= 2)
+        for (int64_t i = 0; i < D; i += 2 * h)
+            for (int64_t j = i; j < i + h; j++) {
+                const float a = x[j], b = x[j + h];
+                x[j] = a + b, x[j + h] = a - b;
+            }
+    return block;
+}
+
 // Larger numbers become the largest one.
 static uint16_t half(float x) {
     const float most = 65504.0f;
@@ -41,7 +57,7 @@ static uint16_t half(float x) {
     return (uint16_t)(sign | (a.u - (112u << 23) + 0xfff + (a.u >> 13 & 1)) >> 13);
 }
 
-void keep_head(int64_t format, const float *x, uint8_t *to, int64_t D) {
+void keep_head(int64_t format, int key, float *x, uint8_t *to, int64_t D) {
     float sum, scale;
     uint16_t two;
     switch (format) {
@@ -53,6 +69,7 @@ void keep_head(int64_t format, const float *x, uint8_t *to, int64_t D) {
         for (int64_t d = 0; d < D; d++) two = half(x[d]), memcpy(to + 2 * d, &two, 2);
         return;
     default:
+        if (key) rotate(x, D);
         scale = round_head(x, (int8_t *)to, D, &sum);
         memcpy(to + D, &scale, 4);
     }
@@ -71,8 +88,9 @@ queries prepare(int64_t format, float *x, void *memory, int64_t T, int64_t D) {
                 memcpy(x + d, &u, 4);
             }
         if (format == KEPT_INT8) {
+            const int64_t larger = rotate(x, D);
             memset(r.q + t * padded(D), 0, padded(D));
-            r.scale[t] = round_head(x, r.q + t * padded(D), D, r.sum + t);
+            r.scale[t] = round_head(x, r.q + t * padded(D), D, r.sum + t) / (float)larger;
         }
     }
     return r;

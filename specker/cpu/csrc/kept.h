@@ -2,7 +2,7 @@
 #pragma once
 #include "state.h"
 
-// Query rows in the form that a format multiplies K with: float32 rounded to bfloat16, or to eight bits with a scale.
+// Query rows in the form that a format multiplies K with: rounded to bfloat16, or rotated and rounded to eight bits.
 typedef struct {
     const float *x; // [T, D]
     uint16_t *h;    // [T, D]
@@ -10,7 +10,7 @@ typedef struct {
     float *scale, *sum; // [T]; sum: of q
 } queries;
 
-void keep_head(int64_t format, const float *x, uint8_t *to, int64_t D);
+void keep_head(int64_t format, int key, float *x, uint8_t *to, int64_t D); // x is overwritten; `key`: it is K's
 int64_t queries_bytes(int64_t T, int64_t D); // memory for `prepare`
 queries prepare(int64_t format, float *x, void *memory, int64_t T, int64_t D);
 // y[t, r] = query row t times K of R columns, `row_k` bytes apart.

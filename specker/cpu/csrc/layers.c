@@ -155,9 +155,9 @@ static void place(const state *s, int64_t first, int64_t N) {
         const int64_t k = h - d->Hq, v = k - d->Hkv;
         if (v < 0) rotate(head, d->whole ? 0 : k < 0 ? l->q_norm : l->k_norm, turn, D, (float)d->eps);
         if (v >= 0)
-            keep_head(kv.format, head, kv.v + (to + v) * kv.head, D);
+            keep_head(kv.format, 0, head, kv.v + (to + v) * kv.head, D);
         else if (k >= 0)
-            keep_head(kv.format, head, kv.k + (to + k) * kv.head, D);
+            keep_head(kv.format, 1, head, kv.k + (to + k) * kv.head, D);
     }
 }
 

@@ -64,7 +64,8 @@ typedef struct {
     double cap;                    // soft cap of attention's scores; 0: none
 } stack;
 
-// How K and V are kept. INT8 is D codes from -127 to 127, then a float32: their scale.
+// How K and V are kept. INT8 is D codes from -127 to 127, then a float32, their
+// scale; K is rotated before (kept.c).
 enum kept { KEPT_FLOAT32, KEPT_BFLOAT16, KEPT_FLOAT16, KEPT_INT8 };
 
 typedef struct {          // the K/V of some layers, and where rows and columns stand in it
