@@ -3,7 +3,7 @@ row's bits, and so every strategy's tokens, do not depend on other rows."""
 
 import pytest
 import torch
-from make_checkpoint import FULL, GEMMA3, GPT_OSS, SLIDING, make
+from make_checkpoint import FULL, GEMMA3, GPT_OSS, MIXED, SLIDING, make
 from pairs import perturbed
 from stacks import SIZES, cache_of, checked_chain, model_of
 
@@ -65,7 +65,7 @@ def test_attention_reads_what_was_rounded(tmp_path, kind, head_dim):
 @pytest.mark.parametrize("head_dim", [32, 64])
 def test_a_row_has_the_same_bits_alone_in_a_chain_a_tree_and_a_batch(tmp_path, kind, head_dim):
     """With one thread and with two; slots that must not be read hold NaN."""
-    model, dtype, found = model_of(tmp_path, heads=6, head_dim=head_dim), getattr(torch, kind), []
+    model, dtype, found = model_of(tmp_path, "qwen3", heads=6, head_dim=head_dim), getattr(torch, kind), []
     parents, path = torch.tensor([[-1, 0, 0, 0, 2, 2, 1, 5, 5, 4]] * 2), [0, 2, 5, 8]
     tokens, before = torch.tensor([5, 3, 9, 6, 4, 2, 8, 1, 7, 3]), torch.get_num_threads()
     for threads in (1, 2):
@@ -94,7 +94,7 @@ def targets(tmp_path_factory):
     """kind -> a target."""
     folder = tmp_path_factory.mktemp("targets")
     windows = {"sliding_window": 12, "layer_types": [FULL, SLIDING] * 2}
-    kinds = {"llama": {}, "windows": GEMMA3 | windows, "sinks": GPT_OSS | windows, "hybrid": {"arch": "qwen3_5"}}
+    kinds = {"llama": {}, "windows": GEMMA3 | windows, "sinks": GPT_OSS | windows, "hybrid": MIXED | {"arch": "qwen3_5"}}
     sizes = SIZES | {"max_context": 340}
     return {name: make(folder / name, **sizes | how) for name, how in kinds.items()}
 
