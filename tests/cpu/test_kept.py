@@ -3,6 +3,7 @@ row's bits, and so every strategy's tokens, do not depend on other rows."""
 
 import pytest
 import torch
+from heads import OFTEN, made
 from make_checkpoint import FULL, GEMMA3, GPT_OSS, MIXED, SLIDING, make
 from pairs import perturbed
 from stacks import SIZES, cache_of, checked_chain, model_of
@@ -12,6 +13,8 @@ from specker.model.cache import KVCache
 from specker.model.decoder import forward
 from specker.model.kept import keys, rotated, rounded, widened
 from specker.model.prefill import prefill
+from specker.options import Options
+from specker.runtime.strategies.base import kv_dtype
 
 NARROW = {
     "bfloat16": 2**-8,
@@ -94,7 +97,12 @@ def targets(tmp_path_factory):
     """kind -> a target."""
     folder = tmp_path_factory.mktemp("targets")
     windows = {"sliding_window": 12, "layer_types": [FULL, SLIDING] * 2}
-    kinds = {"llama": {}, "windows": GEMMA3 | windows, "sinks": GPT_OSS | windows, "hybrid": MIXED | {"arch": "qwen3_5"}}
+    kinds = {
+        "llama": {},
+        "windows": GEMMA3 | windows,
+        "sinks": GPT_OSS | windows,
+        "hybrid": MIXED | {"arch": "qwen3_5"},
+    }
     sizes = SIZES | {"max_context": 340}
     return {name: make(folder / name, **sizes | how) for name, how in kinds.items()}
 
@@ -130,3 +138,45 @@ def test_every_strategy_has_the_tokens_of_plain_decoding(targets, tmp_path, mode
     turn = prompts[2] + texts[2].tokens + [7, 7]
     again = engine.generate(turn, 8)
     assert again.tokens == plain.generate_ar(turn, 8).tokens and accepted > 0
+
+
+@pytest.mark.parametrize("way", ["windows", "all"])
+def test_drafters_of_blocks(targets, tmp_path, way):
+    """They write K and V of the target's rows by torch's operators, and so do layers of which some are causal."""
+    layer = (
+        {"layer_types": [SLIDING, FULL], "sliding_window": 12, "use_sliding_window": True} if way == "windows" else {}
+    )
+    how = {"layout": "dspark", "ids": OFTEN, "layer_ids": [0, 1], "layers": 2, "layer": layer, "heads": (2, 1, 64)}
+    head = made(tmp_path / "drafter", "dflash", targets["llama"], inner=128, **how)
+    engine = head.load(dtype="float32", kv_dtype="int8")
+    model = engine.drafter.block.model
+    assert model.stack is not None and engine.drafter.cache.k.dtype == torch.int8
+    out = engine.generate(TEXT, 24)
+    assert engine.check(TEXT, out, 24).identical and out.stats.drafted > 24
+
+
+def test_a_bidirectional_drafter_reads_a_long_prompt(bundled):
+    """In chunks of more rows than the compiled layers take: with torch's attention."""
+    engine = specker.load(strategy="diffuspec", device="cpu", dtype="float32", kv_dtype="int8", max_context=512)
+    assert engine.drafter.cache.k.dtype == torch.int8
+    prompt = (bundled.encode("def add(a, b):\n    return a + b\n\n") * 60)[:400]
+    out = engine.generate(prompt, 24)
+    assert engine.check(prompt, out, 24).identical and out.stats.accepted > 0
+
+
+def test_memory_and_refusals(targets, tmp_path):
+    """What a context takes is counted; where a format cannot be kept, a sentence says so."""
+    for kind, size in {"bfloat16": 64, "int8": 36}.items():
+        engine = specker.load(targets["llama"], strategy="ar", device="cpu", dtype="float32", kv_dtype=kind)
+        config, cache = engine.model.config, engine.cache
+        counted = [
+            Cost.of(config, torch.float32, kv_dtype=x).kv(1, cache.page_size) for x in (cache.k.dtype, torch.float32)
+        ]
+        assert cache.k[:, 0].nbytes + cache.v[:, 0].nbytes == 4 * 2 * 2 * size * cache.page_size
+        assert counted[1] - counted[0] == 4 * 2 * 2 * (128 - size) * cache.page_size
+    with pytest.raises(ValueError, match="kv_dtype='int8' needs a CPU: K/V of a run on a GPU is in bfloat16"):
+        kv_dtype(Options(kv_dtype="int8"), torch.bfloat16, torch.device("cuda", 0))
+    assert kv_dtype(Options(kv_dtype="bfloat16"), torch.bfloat16, torch.device("cuda", 0)) == torch.bfloat16
+    small = make(tmp_path, "llama", **SIZES | {"head_dim": 16})
+    with pytest.raises(ValueError, match="needs the CPU's compiled layers, which do not run this model$"):
+        specker.load(small, strategy="ar", device="cpu", kv_dtype="int8")
