@@ -16,6 +16,11 @@ tokens, its layers and its LM head apart; numbers of rows take turns. The limit 
 `python bench/quantised.py --what activations --targets A.gguf,B.gguf --windows 16`: what rounding the activations of
 products with quantised weights costs: KL divergence to the distributions with float32 activations, the share of equal
 most probable tokens, perplexity; on the same windows.
+
+`python bench/quantised.py --what kv --lengths 512,4096 --windows 4`: the same for K/V in fewer bits (`--kv-dtype`)
+beside K/V in float32, in windows of each length. Each number is of the last 256 tokens of its windows, which see the
+most columns. Products round activations to `--activations`: int8, the default of a run, adds its own noise, which the
+row of float32 K/V does not show; float32 leaves K/V's alone.
 """
 
 import json
@@ -46,6 +51,7 @@ from specker.kernels.linear import row_linear
 from specker.model.config import layer_elements
 from specker.model.decoder import Final, forward
 from specker.model.prefill import prefill
+from specker.options import KV_DTYPES
 from specker.zoo import real
 
 SHAPES = {  # E, O of each linear: qkv, o, gate_up, down, head
@@ -60,14 +66,15 @@ TEXT = 64  # tokens before a pass
 TURN = 8  # products in a turn: the first one wakes the threads
 KINDS = (None, "int8", "fp8", "int4")
 ROUNDED = ("float32", "bfloat16", "int8")
+LAST = 256  # tokens of a window whose distributions `kv` compares
 FILES = ("Q8_0", "Q4_0", "Q4_1")
 
 
 @dataclass(frozen=True)
 class Args:
-    what: str = field(default="products", metadata={"help": "products, perplexity, passes or activations"})
+    what: str = field(default="products", metadata={"help": "products, perplexity, passes, activations or kv"})
     targets: str = field(
-        default="", metadata={"help": "of passes and activations: comma-separated GGUF files; default SmolLM2"}
+        default="", metadata={"help": "of passes, activations and kv: comma-separated GGUF files; default SmolLM2"}
     )
     models: str = field(default=",".join(SHAPES), metadata={"help": "comma-separated"})
     rows: str = field(default="1,2,5,8,16", metadata={"help": "comma-separated: rows of x"})
@@ -75,6 +82,8 @@ class Args:
     threads: int = 2
     window: int = 256
     windows: int = 40
+    lengths: str = field(default="512,4096", metadata={"help": "of kv: comma-separated: tokens of a window"})
+    activations: str = field(default="float32", metadata={"help": "of kv: to what products round activations"})
     save: bool = field(default=True, metadata={"help": "append to bench/results"})
 
 
@@ -244,25 +253,69 @@ def activations(args: Args) -> list[dict[str, Any]]:
     for target in args.targets.split(",") if args.targets else [str(real.file())]:
         engines = [specker.load(target, strategy="ar", max_context=args.window + 1, activations=a) for a in ROUNDED]
         windows = windows_of(engines[0].encode(_text()), args)
-        sums: dict[str, list[float]] = {a: [0.0, 0.0, 0.0] for a in ROUNDED}  # of KL, agreement, -log likelihood
+        sums = {a: Sums() for a in ROUNDED}
         for window in windows:
             logs = [_logits(engine, window).log_softmax(-1) for engine in engines]
-            exact, right = logs[0], torch.tensor(window[1:])
             for name, log in zip(ROUNDED, logs, strict=True):
-                each = sums[name]
-                each[0] += float((exact.exp() * (exact - log)).sum())
-                each[1] += float((exact.argmax(-1) == log.argmax(-1)).sum())
-                each[2] -= float(log.gather(-1, right.unsqueeze(-1)).sum())
-        count = sum(len(w) - 1 for w in windows)
-        for name, (kl, same, loss) in sums.items():
+                sums[name].add(logs[0], log, torch.tensor(window[1:]))
+        for name, each in sums.items():
             rows.append(
-                {"bench": "activations", "target": Path(target).stem, "activations": name, "kl": kl / count}
-                | {"top1": same / count, "perplexity": math.exp(loss / count), "tokens": count, "window": args.window}
-                | {"weights": engines[0].target.quantised}
+                {"bench": "activations", "target": Path(target).stem, "activations": name}
+                | each.means
+                | {"window": args.window, "weights": engines[0].target.quantised}
             )
             print({k: rows[-1][k] for k in ("target", "activations", "kl", "top1", "perplexity", "tokens")}, flush=True)
         del engines
     return rows
+
+
+def kv(args: Args) -> list[dict[str, Any]]:
+    """What K/V in fewer bits costs: next-token distributions of the last `LAST` tokens of each window beside those with
+    K/V in float32."""
+    rows = []
+    for target in args.targets.split(",") if args.targets else [str(real.file())]:
+        for length in map(int, args.lengths.split(",")):
+            how = {"strategy": "ar", "max_context": length + 1, "activations": args.activations}
+            engines = [specker.load(target, kv_dtype=kept, **how) for kept in KV_DTYPES]
+            windows = windows_of(engines[0].encode(_text()), replace(args, window=length))
+            sums = {kept: Sums() for kept in KV_DTYPES}
+            for window in windows:
+                logs = [_logits(engine, window, LAST).log_softmax(-1) for engine in engines]
+                right = torch.tensor(window[-LAST:])
+                for kept, log in zip(KV_DTYPES, logs, strict=True):
+                    sums[kept].add(logs[0], log, right)
+            for kept, engine in zip(KV_DTYPES, engines, strict=True):
+                size = sum(x[:, :1, :1].nbytes for x in engine.cache.kv)
+                rows.append(
+                    {"bench": "kv", "target": Path(target).stem, "kv_dtype": kept, "length": length}
+                    | sums[kept].means
+                    | {"activations": args.activations, "windows": len(windows), "bytes_per_token": size}
+                )
+                print({k: x for k, x in rows[-1].items() if k != "bench"}, flush=True)
+            del engines
+    return rows
+
+
+@dataclass
+class Sums:
+    """Of distributions beside exact ones."""
+
+    count: int = 0
+    kl: float = 0.0
+    same: float = 0.0
+    loss: float = 0.0
+
+    def add(self, exact: Tensor, log: Tensor, right: Tensor) -> None:
+        """exact, log [n, V]: logarithms of probabilities; right [n]: the text's tokens."""
+        self.count += len(right)
+        self.kl += float((exact.exp() * (exact - log)).sum())
+        self.same += float((exact.argmax(-1) == log.argmax(-1)).sum())
+        self.loss -= float(log.gather(-1, right.unsqueeze(-1)).sum())
+
+    @property
+    def means(self) -> dict[str, float]:
+        found = {"kl": self.kl / self.count, "top1": self.same / self.count}
+        return found | {"perplexity": math.exp(self.loss / self.count), "tokens": self.count}
 
 
 def _text() -> str:
@@ -276,11 +329,11 @@ def windows_of(ids: list[int], args: Args) -> list[list[int]]:
     return [ids[i : i + args.window] for i in range(0, len(ids) - args.window, step)][: args.windows]
 
 
-def _logits(engine: Any, window: list[int]) -> Tensor:
-    """After every token of a window but the last, [window - 1, V] float64."""
-    model, cache = engine.model, engine.cache
+def _logits(engine: Any, window: list[int], last: int | None = None) -> Tensor:
+    """After every token of a window but the last, [window - 1, V] float64; or after the `last` ones of these."""
+    model, cache, count = engine.model, engine.cache, len(window) if last is None else last + 1
     cache.take(0, len(window))
-    taps = prefill(model, cache, window, (model.config.num_layers,), len(window))
+    taps = prefill(model, cache, window, (model.config.num_layers,), count)
     cache.release(0)
     return model.logits(Final(taps[model.config.num_layers][:-1])).double()
 
@@ -293,6 +346,7 @@ def main() -> None:
         "perplexity": perplexity,
         "passes": passes,
         "activations": activations,
+        "kv": kv,
     }
     rows = what[args.what](args)
     if args.what == "products":

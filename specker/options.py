@@ -19,6 +19,7 @@ from specker.fields import check_fields, opt, option
 DTYPES = ("float32", "bfloat16", "float16", "float64")
 QUANTIZE = ("int8", "int4", "fp8", "none")
 ACTIVATIONS = ("int8", "bfloat16", "float32")
+KV_DTYPES = ("float32", "bfloat16", "float16", "int8")
 MAX_BATCH = 256
 MAX_BIASES = 300  # of a request, as in OpenAI's API
 RECOMMENDED = "temperature", "top_p", "top_k", "min_p", "repetition_penalty"  # what a checkpoint may recommend
@@ -136,6 +137,11 @@ class Common:
         None,
         "on a CPU, round what meets quantised weights to int8 (default; fastest), bfloat16 or float32",
         choices=ACTIVATIONS,
+    )
+    kv_dtype: str | None = opt(
+        None,
+        "on a CPU, how K/V is kept: float32 (default), bfloat16, float16, or int8 with a scale for each head and row",
+        choices=KV_DTYPES,
     )
     acceptance: float | None = opt(
         None,

@@ -13,11 +13,19 @@ from specker import cpu
 from specker.checkpoints.checkpoint import read
 from specker.model.cache import KVCache
 from specker.model.decoder import Model, forward
+from specker.model.kept import widened
 from specker.model.prefill import prefill
 
 SEEDS = (0, 5, 2**64 - 1)
 FILTERS = ((0, 1.0), (40, 1.0), (0, 0.9), (50, 0.8))
-KINDS = ((torch.float32, None), (torch.bfloat16, None), (torch.float32, "int4"), (torch.float32, "int8"))
+# Dtype and rounding of the weights, dtype of K and V. In bfloat16, instructions for it add up in another order.
+KINDS = (
+    (torch.float32, None, torch.float32),
+    (torch.bfloat16, None, torch.float32),
+    (torch.float32, "int4", torch.float32),
+    (torch.float32, "int8", torch.float16),
+    (torch.float32, None, torch.int8),
+)
 TREE = torch.tensor([[-1, 0, 0, 1, 2]] * 3)
 
 
@@ -33,11 +41,12 @@ def drawn() -> Tensor:
     return cpu.sample(logits, draws, torch.arange(12) * 9, 1)
 
 
-def layers(folder: Path, dtype: torch.dtype, quantize: str | None) -> dict[str, Tensor]:
+def layers(folder: Path, dtype: torch.dtype, quantize: str | None, kv_dtype: torch.dtype) -> dict[str, Tensor]:
     """A tree of 5 rows after each of three prompts: the residual stream at three depths, K and V."""
     model = Model(read(folder, dtype=dtype, device="cpu", quantize=quantize, activations="float32"))
     assert model.stack is not None, "the compiled kernels decline these sizes"
-    cache = KVCache(model.config, 128, dtype=torch.float32, device="cpu", page_size=16, sequences=3)
+    how = {"dtype": torch.float32, "device": "cpu", "page_size": 16, "kv_dtype": kv_dtype}
+    cache = KVCache(model.config, 128, sequences=3, **how)
     cache.k.zero_(), cache.v.zero_()
     lengths = (3, 39, 17)
     for slot, length in enumerate(lengths):
@@ -47,15 +56,15 @@ def layers(folder: Path, dtype: torch.dtype, quantize: str | None) -> dict[str, 
         rows = cache.place(torch.tensor(lengths), 0, 0, 5, TREE)
         out = forward(model, cache, rows, model.embed_tokens(torch.arange(15)), aux_layers=(1, 3))
     kept = {str(depth): rows for depth, rows in out.aux_hidden_states.items()}
-    return {"hidden": out.hidden, **kept, "k": cache.k.clone(), "v": cache.v.clone()}
+    return {"hidden": out.hidden, **kept, "k": widened(cache.k, torch.float32), "v": widened(cache.v, torch.float32)}
 
 
 def everything(folders: list[str]) -> dict[tuple[str, ...], Tensor]:
     found: dict[tuple[str, ...], Tensor] = {("noise",): noise(), ("drawn",): drawn()}
     for folder in map(Path, folders):
-        for dtype, quantize in KINDS:
-            parts = layers(folder, dtype, quantize)
-            found |= {(folder.name, str(dtype), str(quantize), part): x for part, x in parts.items()}
+        for kind in KINDS:
+            parts = layers(folder, *kind)
+            found |= {(folder.name, *map(str, kind), part): x for part, x in parts.items()}
     return found
 
 

@@ -90,6 +90,17 @@ SHARED: list[tuple[dict[str, Any], str, str]] = [
         "tp=2 times dp=3 is 6, but this job has 1 process",
         "--tp 2 times --dp 3 is 6, but this job has 1 process",
     ),
+    ({"kv_dtype": "int4"}, "kv_dtype must be one of float32, bf", "--kv-dtype must be one of float32, bf"),
+    (
+        {"kv_dtype": "int8", "dtype": "float64"},
+        "kv_dtype='int8' needs a run in float32 or bfloat16: K/V of a run in float64 is in float64",
+        "--kv-dtype int8 needs a run in float32 or bfloat16: K/V of a run in float64 is in float64",
+    ),
+    (
+        {"kv_dtype": "int8", "linear": "cublas"},
+        "kv_dtype='int8' needs the CPU's compiled layers",
+        "--kv-dtype int8 needs the CPU's compiled layers",
+    ),
     ({"draft_ranks": 2}, "draft_ranks=2 is more than the 1 ranks of tp", "--draft-ranks 2 is more than the 1"),
     # refusals of a request
     ({"temperature": -1.0}, "temperature must be 0 or at least 1e-6", "--temperature must be 0 or"),

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from specker.cpu.library import (
     GATES,
+    KEPT,
     MATRICES,
     MIXERS,
     MIXING,
@@ -274,7 +275,8 @@ class Stack:
     ) -> tuple[Tensor, Tensor]:
         """Run groups of layers, as decoder.run_layers does, over x [T, E]; over pairs, if the stack reads them, x
         holds the embeddings and `features` [T, E] the features. kv: K and V [L, pages, page size, Hkv, D],
-        written at the rows' slots. groups: the first layer of each group, then the end. places: positions and slots [T]
+        written at the rows' slots, in float32, bfloat16 or float16, or [.., Hkv, D + 4] int8: D codes and the bytes of
+        their scale, float32. groups: the first layer of each group, then the end. places: positions and slots [T]
         int64. sequences: cu_rows [B + 1], kv_len and window [B] int32; words [T, W] int64; table [B, P] int32 (see
         kernels/attention.py). Without words a row sees its sequence up to itself, or with `full` all of it. near: slots
         and table of the layers with a sliding window, whose K and V are then the third and fourth of `kv`, if these
@@ -362,7 +364,9 @@ def _pool(kv: tuple[Tensor, ...], index: tuple[Tensor, Tensor], held: list[Tenso
     """The struct of the K/V of some layers, and of the rows' slots and their table; `held` gets the tensors that must
     outlive it."""
     held += (own := [part.contiguous() for part in index])
-    return Pool(*(part.data_ptr() for part in (*own, *kv)), kv[0].stride(0))
+    size = kv[0].element_size()
+    strides = kv[0].stride(0) * size, kv[0].shape[-1] * size
+    return Pool(*(part.data_ptr() for part in (*own, *kv)), *strides, KEPT[kv[0].dtype])
 
 
 def _past(records: Records, held: list[Tensor]) -> Past:

@@ -16,6 +16,7 @@ from torch import Tensor
 from specker.cpu import build
 
 ACTIVATIONS = {"int8": 0, "bfloat16": 1, "float32": 2}
+KEPT = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.int8: 3}  # of K and V -> the enum in csrc/layers.h
 GATES = {"silu": 0, "gelu_tanh": 1, "gelu": 2, "clamped_silu": 3}  # LayerSpec.activation -> the enum in csrc/layers.h
 
 
@@ -95,7 +96,10 @@ class Layers(Structure):
 
 
 class Pool(Structure):
-    _fields_ = [*((name, c_void_p) for name in ("slots", "table", "k", "v")), ("stride", c_int64)]
+    _fields_ = [
+        *((name, c_void_p) for name in ("slots", "table", "k", "v")),
+        *((name, c_int64) for name in ("stride", "head", "format")),
+    ]
 
 
 class Past(Structure):

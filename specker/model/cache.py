@@ -24,6 +24,7 @@ from specker.kernels.ancestors import chain_words, pack_bits
 from specker.kernels.kv import kv_commit
 from specker.kernels.round.place import place_rows
 from specker.model.config import ModelConfig
+from specker.model.kept import kept_dim, widened
 from specker.model.prefixes import Match, Prefixes, copy_columns
 from specker.model.rings import WindowRings, ring_columns, ringed
 from specker.model.states import Memory, Saved, StateRings
@@ -76,7 +77,8 @@ class Rows(NamedTuple):
 
 class KVCache:
     """K and V [L, pages, page_size, Hkv, D] of the L layers that are not in rings, and in `others` of those that have
-    other heads; `layers`: those of every layer, or the `Memory` of one with a recurrent state."""
+    other heads; `layers`: those of every layer, or the `Memory` of one with a recurrent state. In int8 a head has D + 4
+    elements (kept.py)."""
 
     def __init__(
         self,
@@ -90,11 +92,13 @@ class KVCache:
         pages: Tensor | int | None = None,
         rings: bool = False,
         saved: int = 0,
+        kv_dtype: torch.dtype | None = None,
     ):
-        """`columns`: maximum per sequence. `pages`: pool size, by default enough for all sequences; a tensor [P] int32
-        sets the order in which a sequence takes pages (tests permute it). A single sequence owns all pages from the
-        start, until `release`; several sequences call `take`. `rings`: keep only the last columns of layers with a
-        sliding window, if that saves memory. `saved`: columns whose recurrent states are saved at once (`save`)."""
+        """`columns`: maximum per sequence. `dtype`: of the activations. `pages`: pool size, by default enough for all
+        sequences; a tensor [P] int32 sets the order in which a sequence takes pages (tests permute it). A single
+        sequence owns all pages from the start, until `release`; several sequences call `take`. `rings`: keep only the
+        last columns of layers with a sliding window, if that saves memory. `saved`: columns whose recurrent states are
+        saved at once (`save`). `kv_dtype`: of K and V (kept.py); None: `dtype`."""
         each = -(-columns // page_size)
         order = pages.tolist() if isinstance(pages, Tensor) else list(range(pages or sequences * each))
         count = len(order) + (sequences > 1)
@@ -104,12 +108,15 @@ class KVCache:
         windows = rings and ring < len(order) and not any(recurrent)
         near = ringed(config) if windows else recurrent
         kvs = [config.kv(n) for n in range(config.num_layers)]
-        heads = [kv[:2] for kv in kvs]
+        kv_dtype = kv_dtype or dtype
+        heads = [(kv.heads, kept_dim(kv.dim, kv_dtype)) for kv in kvs]
         paged = [n for n, apart in enumerate(near) if not apart and kvs[n].source is None]
-        kinds = list(dict.fromkeys(heads[n] for n in paged)) or [(config.num_kv_heads, config.head_dim)]
+        kinds = list(dict.fromkeys(heads[n] for n in paged)) or [
+            (config.num_kv_heads, kept_dim(config.head_dim, kv_dtype))
+        ]
         places = [[n for n in paged if heads[n] == kind] for kind in kinds]
         shapes = [(2, len(each), count, page_size, *kind) for each, kind in zip(places, kinds, strict=True)]
-        (self.k, self.v), *self.others = (torch.empty(s, dtype=dtype, device=device).unbind(0) for s in shapes)
+        (self.k, self.v), *self.others = (torch.empty(s, dtype=kv_dtype, device=device).unbind(0) for s in shapes)
         of = zip(places, self.pools, strict=True)
         layers: dict[int, Any] = {n: (k[i], v[i]) for each, (k, v) in of for i, n in enumerate(each)}
         self.page_size, self.capacity, self.device = page_size, each * page_size, torch.device(device)
@@ -127,7 +134,7 @@ class KVCache:
             self.rings = StateRings(config, page_size, count, self.block_table, dtype, sequences, spare, saved)
         elif any(near):
             shape = near.count(True), ring + spare, page_size, *heads[near.index(True)]
-            self.rings = WindowRings(shape, count, self.block_table, config, dtype, spare)
+            self.rings = WindowRings(shape, count, self.block_table, config, kv_dtype, spare)
         if self.rings is not None:
             layers |= dict(zip([n for n, apart in enumerate(near) if apart], self.rings.layers, strict=True))
         self.layers: list[Any] = [layers[n if kv.source is None else kv.source] for n, kv in enumerate(kvs)]
@@ -364,7 +371,7 @@ class KVCache:
         if isinstance(self.rings, WindowRings):
             places += [self.rings.slots[places[0][max(0, length - self.rings.sliding_window) :]]] * 2
         for kv, at in zip(self.kv, places, strict=True):
-            rows = kv.flatten(1, 2)[:, at]
+            rows = widened(kv.flatten(1, 2)[:, at], torch.float32)
             assert bool(torch.isfinite(rows).all()), "a committed column holds NaN or infinity"
         for x in () if self.memory is None else self.memory:
             assert x is None or bool(torch.isfinite(x).all()), "a state or a record holds NaN or infinity"

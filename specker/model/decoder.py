@@ -18,7 +18,7 @@ from specker.cpu import Stack, available, product, restored, serves
 from specker.fields import option
 from specker.kernels.attention import MAX_WORDS, tree_attention
 from specker.kernels.experts import expert_linear
-from specker.kernels.kv import kv_calibrate, rope_table
+from specker.kernels.kv import rope_table
 from specker.kernels.linear import GATES, gated, row_linear, row_linear_ref
 from specker.kernels.project import kv_project
 from specker.kernels.quant import Matrix, Quantized, streams
@@ -29,6 +29,7 @@ from specker.kernels.topk import draws_alike, vocab_topk
 from specker.kernels.variant import sum_dtype
 from specker.model.cache import KVCache, Near, Rows
 from specker.model.config import CheckpointError, ModelConfig
+from specker.model.kept import calibrated, keys, widened
 from specker.model.recurrent import Paths, in_rings, mix, paths
 from specker.model.sampling import Draws
 from specker.model.split import OtherRanks
@@ -395,7 +396,7 @@ def _attended(
     elif model.config.layer.v_norm:
         Hkv, D = k.shape[-2:]
         qkv = _with_normed_v(linear(normed, weight, w.qkv_bias), model.config.num_heads, Hkv, D, eps)
-        q = kv_calibrate(qkv, *rest, w.q_norm, w.k_norm, eps)
+        q = calibrated(qkv, *rest, w.q_norm, w.k_norm, eps)
     elif few and model.config.layer.qk_norm != "projection":
         if gates:
             gate, weight = linear(normed, weight[:gates]), weight[gates:]
@@ -406,7 +407,7 @@ def _attended(
             gate, qkv = qkv[..., :gates], qkv[..., gates:].contiguous()
         if model.config.layer.qk_norm == "projection":
             qkv, w = _whole_norms(qkv, w, eps), w._replace(q_norm=None, k_norm=None)
-        q = kv_calibrate(qkv.flatten(0, 1) if several else qkv, *rest, w.q_norm, w.k_norm, eps)
+        q = calibrated(qkv.flatten(0, 1) if several else qkv, *rest, w.q_norm, w.k_norm, eps)
     mixed = batch.attend(q, k, v, sliding_window, w.sinks).flatten(1)
     return mixed if gate is None else mixed * torch.sigmoid(gate)
 
@@ -623,6 +624,10 @@ def over_pages(model: Model, rows: Rows) -> Attend:
     def attend(q: Tensor, k: Tensor, v: Tensor, sliding_window: int, sinks: Tensor | None) -> Tensor:
         table = every if near is None or not sliding_window else near.table
         how = model.scale, sliding_window, model.config.layer.cap
+        if k.dtype != q.dtype:  # of a CPU's cache in fewer bits
+            k, v = (x[table.flatten().long()] for x in (k, v))
+            k, v = keys(k, q.dtype), widened(v, q.dtype)
+            table = torch.arange(table.numel(), dtype=table.dtype).view_as(table)
         return tree_attention(q, k, v, table, kv_len, window, cu_rows, words, *how, sinks=sinks)[0]
 
     return attend

@@ -30,11 +30,11 @@ from torch import Tensor
 
 from specker.kernels import quant
 from specker.kernels.ancestors import chain_words, pack_bits
-from specker.kernels.kv import kv_calibrate
 from specker.kernels.quant import Matrix
 from specker.kernels.residual import add_norm
 from specker.model.cache import KVCache, Rows
 from specker.model.decoder import Final, GroupRows, Model, Output, forward, in_blocks, over_pages, run_layers
+from specker.model.kept import calibrated
 from specker.model.weights import Parameters
 
 
@@ -106,7 +106,7 @@ class BlockModel:
         layer = torch.arange(L, device=slots.device).unsqueeze(1) * (cache.k.shape[1] * cache.page_size)
         k, v = cache.k.flatten(0, 1), cache.v.flatten(0, 1)
         places = positions.repeat(L), (slots + layer).view(-1), model.ropes[0]
-        kv_calibrate(kv, *places, k, v, self._k_norm, self._k_norm, eps)
+        calibrated(kv, *places, k, v, self._k_norm, self._k_norm, eps)
 
     def block(self, cache: KVCache, rows: Rows, roots: Tensor, count: int) -> Final:
         """Run blocks of `count` rows, roots [n] int64 and masks, one for each sequence of `rows`. Returns their rows

@@ -16,6 +16,7 @@ from specker.fields import option
 from specker.kernels.attention import partial_bytes, split_count, split_unit
 from specker.kernels.tiles import MAX_ROWS
 from specker.model.config import ModelConfig
+from specker.model.kept import kept_dim
 from specker.model.prefill import FLASH_DIM, MIXTURE_CHUNK, serves_flash
 from specker.model.rings import ring_columns, ringed
 from specker.model.states import saved_bytes, sequence_bytes
@@ -51,13 +52,15 @@ class Cost:
         rows: int = 0,
         sequences: int = 1,
         saved: int = 0,
+        kv_dtype: torch.dtype | None = None,
     ) -> "Cost":
-        """`rings`: the sequences of a cache that keeps layers with a sliding window in rings (model/rings.py); 0: it
-        keeps all layers in pages. `rows`: of the largest verify pass. `sequences`: of the cache. `saved`:
-        columns whose recurrent states it can save."""
+        """`dtype`: of the activations. `rings`: the sequences of a cache that keeps layers with a sliding window in
+        rings (model/rings.py); 0: it keeps all layers in pages. `rows`: of the largest verify pass. `sequences`: of the
+        cache. `saved`: columns whose recurrent states it can save. `kv_dtype`: of K and V; None: `dtype`."""
         attending = [n for n in range(config.num_layers) if config.layer.mixer(n) is None]
         own = {n: heads for n in attending if (heads := config.kv(n)).source is None}
-        of = {n: 2 * heads.heads * heads.dim * dtype.itemsize for n, heads in own.items()}
+        kept = kv_dtype or dtype
+        of = {n: 2 * heads.heads * kept_dim(heads.dim, kept) * kept.itemsize for n, heads in own.items()}
         each = max(of.values(), default=0)
         near = sum(of[n] for n, apart in enumerate(ringed(config)) if apart) if rings else 0
         kv = sum(of.values()) - near
@@ -191,6 +194,7 @@ class CacheMemory:
     rings: int = 0  # sequences of the first model's cache, if that keeps sliding windows in rings
     sequences: int = 1  # of each cache
     saved: int = 0  # columns whose recurrent states each cache can save
+    kv_dtype: torch.dtype | None = None  # of K and V; None: `dtype`
 
     def sized(self, asked: int | None) -> tuple[int, str | None]:
         """`sized` with the memory that is free after loading the weights."""
@@ -237,7 +241,7 @@ class CacheMemory:
     def _costs(self) -> list[Cost]:
         rings = self.rings, *[0] * (len(self.configs) - 1)
         each = zip(self.configs, rings, strict=True)
-        how = self.device, self.rows, self.sequences, self.saved
+        how = self.device, self.rows, self.sequences, self.saved, self.kv_dtype
         return [Cost.of(config, self.dtype, count, *how) for config, count in each]
 
     @property

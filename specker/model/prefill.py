@@ -20,6 +20,7 @@ from specker.kernels.variant import reset_counters, sum_dtype
 from specker.model.cache import KVCache, sequence_bounds
 from specker.model.config import ModelConfig
 from specker.model.decoder import GroupRows, Model, run_layers
+from specker.model.kept import keys, widened
 from specker.model.recurrent import Paths, in_rings
 from specker.model.rings import AHEAD_OF_MIXTURES, WindowRings
 
@@ -100,6 +101,7 @@ def _prefill_chunk(
 
     def attended(q: Tensor, k: Tensor, v: Tensor, sliding_window: int, sinks: Tensor | None) -> Tensor:
         k, v = (x.flatten(0, 1)[spans[sliding_window]] for x in (k, v))
+        k, v = keys(k, q.dtype), widened(v, q.dtype)
         if cap:
             return attend_capped(q, k, v, causal, sliding_window, model.scale, cap)
         if flashes and q.shape[-1] <= FLASH_DIM:

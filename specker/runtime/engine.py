@@ -42,6 +42,7 @@ from specker.runtime.strategies.base import (
     Plan,
     PolicyContext,
     allocate,
+    kv_dtype,
     linear,
     saved_states,
     slots,
@@ -529,4 +530,7 @@ def cache_memory(
     rows, configs = options.batch_size * (largest.nodes + 1), tuple(c.local for c in own)
     own_slots = slots(options)
     how = norm.dtype, norm.device, options.page_size, LOOKAHEAD, rows
-    return memory.CacheMemory(configs, *how, rings=own_slots, sequences=own_slots, saved=saved_states(options))
+    kept = kv_dtype(options, norm.dtype, norm.device)
+    return memory.CacheMemory(
+        configs, *how, rings=own_slots, sequences=own_slots, saved=saved_states(options), kv_dtype=kept
+    )

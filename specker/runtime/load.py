@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from specker import cpu, zoo
-from specker.checkpoints.buffers import served
+from specker.checkpoints.buffers import activations, served
 from specker.checkpoints.checkpoint import Checkpoint, Opened, made_for, opened
 from specker.checkpoints.checkpoint import read as read_checkpoint
 from specker.fields import option
@@ -18,7 +18,7 @@ from specker.options import DTYPES, Options
 from specker.runtime import strategies
 from specker.runtime.engine import Engine, cache_memory
 from specker.runtime.ranks import dist
-from specker.runtime.strategies.base import LOOKAHEAD
+from specker.runtime.strategies.base import LOOKAHEAD, kv_dtype
 from specker.runtime.strategies.vocabtrim import trim
 from specker.runtime.strategies.vocabtrim.clusters import HeadRows
 from specker.zoo import catalogue
@@ -83,6 +83,7 @@ def load(
         whole = ranks is None and opts.linear != "cublas"
         dtype = torch.bfloat16 if whole and served(opened_target.config) else torch.float32
     kind = dtype_of(dtype)
+    kv_dtype(opts, activations(kind, where), where)  # refuses before any weights are read
     shares_head = ranks is not None and opened_draft is not None and "lm_head" in opened_draft.config.shares
     target_checkpoint = read_checkpoint(
         opened_target,

@@ -47,4 +47,5 @@ def test_every_level_computes_the_same(
         if fused or name in (("noise",), ("drawn",)):
             assert torch.equal(got, own[name]), name
         else:
-            assert (got - own[name]).abs().max() <= 2e-5 * own[name].abs().max(), name
+            most = 0.05 if "torch.int8" in name else 2e-3 if "torch.float16" in name else 2e-5  # a code may be the next
+            assert (got - own[name]).abs().max() <= most * own[name].abs().max(), name

@@ -1,19 +1,30 @@
 // Attention of a few rows over the K/V of their sequences.
-#include "state.h"
+#include "kept.h"
 #include "vector.h"
 #include <math.h>
 
 #define MIX_T (LANES == 16 ? 6 : 2)
 
-// y[t, 0..31] += sum over s < S of p[t, s] v[s, 0..31], added one by one, so that terms of 0 change nothing.
-INLINE void mixture(int T, const float *p, int64_t row_p, const float *v, int64_t row_v, float *y, int64_t row_y, int64_t S) {
+// LANES numbers of V from number i on; those of eight bits lack their scale.
+INLINE vf numbers(int64_t format, const uint8_t *v, int64_t i) {
+    switch (format) {
+    case KEPT_FLOAT32: return load(v + 4 * i);
+    case KEPT_BFLOAT16: return wide(v + 2 * i);
+    case KEPT_FLOAT16: return halves(v + 2 * i);
+    default: return signed_bytes(v + i);
+    }
+}
+
+// y[t, 0..31] += sum over s < S of p[t, s] v[s, i..i + 31], added one by one, so that terms of 0 change nothing.
+INLINE void mixture(int64_t format, int T, const float *p, int64_t row_p, const uint8_t *v, int64_t row_v, int64_t from,
+                    float *y, int64_t row_y, int64_t S) {
     vf acc[6][2 * PARTS];
     for (int t = 0; t < T; t++)
         for (int i = 0; i < 2 * PARTS; i++) acc[t][i] = load(y + t * row_y + i * LANES);
     for (int64_t s = 0; s < S; s++) {
 #pragma GCC unroll 8
         for (int i = 0; i < 2 * PARTS; i++) {
-            vf a = load(v + s * row_v + i * LANES);
+            vf a = numbers(format, v + s * row_v, from + i * LANES);
 #pragma GCC unroll 6
             for (int t = 0; t < T; t++) acc[t][i] = fma_(a, splat(p[t * row_p + s]), acc[t][i]);
         }
@@ -22,9 +33,31 @@ INLINE void mixture(int T, const float *p, int64_t row_p, const float *v, int64_
         for (int i = 0; i < 2 * PARTS; i++) store(y + t * row_y + i * LANES, acc[t][i]);
 }
 
-static void mix(int64_t T, const float *p, int64_t row_p, const float *v, int64_t row_v, float *y, int64_t row_y, int64_t S) {
-    for (; T >= MIX_T; T -= MIX_T, p += MIX_T * row_p, y += MIX_T * row_y) mixture(MIX_T, p, row_p, v, row_v, y, row_y, S);
-    for (; T; T--, p += row_p, y += row_y) mixture(1, p, row_p, v, row_v, y, row_y, S);
+#define CASE(T) \
+    case T: mixture(format, T, p, row_p, v, row_v, from, y, row_y, S); break;
+#if LANES == 16
+#define EACH_MIX CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6)
+#else
+#define EACH_MIX CASE(1) CASE(2)
+#endif
+INLINE void mix_kept(int64_t format, int64_t T, const float *p, int64_t row_p, const uint8_t *v, int64_t row_v, int64_t from,
+                     float *y, int64_t row_y, int64_t S) {
+    const int64_t tiles = (T + MIX_T - 1) / MIX_T;
+    for (int64_t n = 0, count; n < tiles; n++, p += count * row_p, y += count * row_y) {
+        count = (n + 1) * T / tiles - n * T / tiles;
+        switch (count) { EACH_MIX }
+    }
+}
+#undef CASE
+
+static void mix(int64_t format, int64_t T, const float *p, int64_t row_p, const uint8_t *v, int64_t row_v, int64_t from,
+                float *y, int64_t row_y, int64_t S) {
+    switch (format) {
+    case KEPT_FLOAT32: mix_kept(KEPT_FLOAT32, T, p, row_p, v, row_v, from, y, row_y, S); return;
+    case KEPT_BFLOAT16: mix_kept(KEPT_BFLOAT16, T, p, row_p, v, row_v, from, y, row_y, S); return;
+    case KEPT_FLOAT16: mix_kept(KEPT_FLOAT16, T, p, row_p, v, row_v, from, y, row_y, S); return;
+    default: mix_kept(KEPT_INT8, T, p, row_p, v, row_v, from, y, row_y, S);
+    }
 }
 
 // Where column c of sequence b stands in a layer's K or V, in rows.
@@ -63,9 +96,10 @@ static void attend(const state *s, int64_t n, int64_t at, int64_t b, int64_t h, 
     const int64_t row = row_of(d->layers + at);
     const float *qkv = qkv_of(s, n);
     float *mixed = mixed_of(s, n);
-    const int64_t row_k = d->Hkv * D, length = p->kv_len[b], own = p->cu_rows[b + 1] - p->cu_rows[b], w = p->window[b];
+    const int64_t length = p->kv_len[b], own = p->cu_rows[b + 1] - p->cu_rows[b], w = p->window[b];
     const int64_t t0 = p->cu_rows[b] + first;
     const pool kv = pool_of(p, d, at);
+    const int64_t row_k = d->Hkv * kv.head; // bytes of a column
     const int64_t S = p->words || p->full ? length : length - own + first + count; // columns that any row sees end here
     int64_t start = S, seen[BLOCK_ROWS]; // where those of any and of each row begin; `start` is a multiple of 16
     for (int64_t i = 0; i < count; i++) {
@@ -73,16 +107,17 @@ static void attend(const state *s, int64_t n, int64_t at, int64_t b, int64_t h, 
         start = seen[i] < start ? seen[i] / 16 * 16 : start;
     }
     float *q = s->room, *sums = q + rows * D, *scores = sums + rows * D, *ends = scores + rows * wide;
-    float *tops = ends + rows;
+    float *tops = ends + rows, *scales = tops + rows;
     for (int64_t i = 0; i < rows; i++) {
         const float *from = qkv + (t0 + i / heads) * row + ((d->gated ? d->Hq : 0) + h * heads + i % heads) * D;
         memcpy(q + i * D, from, D * 4);
         memset(sums + i * D, 0, D * 4);
     }
+    const queries x = prepare(kv.format, q, scales + wide, rows, D);
     for (int64_t c = start, width; c < S; c += width) {
-        const float *k = kv.k + column(p, &kv, b, c) * row_k + h * D;
+        const uint8_t *k = kv.k + column(p, &kv, b, c) * row_k + h * kv.head;
         width = in_page(p, c, S);
-        plain_rows((const uint8_t *)k, 0, row_k, q, D, width, rows, D, scores + c, wide);
+        dot_keys(&kv, k, row_k, &x, width, rows, D, scores + c, wide);
     }
     const float scale = d->cap ? 1 : (float)d->scale, *sinks = d->layers[at].sinks;
     for (int64_t i = 0; i < rows; i++) {
@@ -112,9 +147,14 @@ static void attend(const state *s, int64_t n, int64_t at, int64_t b, int64_t h, 
         memcpy(ends + i, one, n * 4);
     }
     for (int64_t c = start, width; c < S; c += width) {
-        const float *v = kv.v + column(p, &kv, b, c) * row_k + h * D;
+        const uint8_t *v = kv.v + column(p, &kv, b, c) * row_k + h * kv.head;
         width = in_page(p, c, S);
-        for (int64_t i = 0; i < D; i += 32) mix(rows, scores + c, wide, v + i, row_k, sums + i, D, width);
+        if (kv.format == KEPT_INT8) {
+            for (int64_t j = 0; j < width; j++) scales[j] = scale_of(v + j * row_k, D);
+            for (int64_t i = 0; i < rows; i++)
+                for (int64_t j = 0; j < width; j++) scores[i * wide + c + j] *= scales[j];
+        }
+        for (int64_t i = 0; i < D; i += 32) mix(kv.format, rows, scores + c, wide, v, row_k, i, sums + i, D, width);
     }
     for (int64_t i = 0; i < rows; i++) {
         const int64_t head = h * heads + i % heads;

@@ -2,7 +2,7 @@
 //
 // With few rows, every thread keeps its own copy of the residual stream and rounds its own copy of each product's input,
 // which costs less than a barrier. With many rows, the threads share one copy of each and divide the rows.
-#include "state.h"
+#include "kept.h"
 #include "vector.h"
 #include <math.h>
 
@@ -22,8 +22,8 @@ static int64_t layout(const forward *f, int size, int me, char *base, state *s) 
         if (f->groups[g + 1] - f->groups[g] > N) N = f->groups[g + 1] - f->groups[g];
     most = most > d->F ? most : d->F;
     state r = {.f = f, .few = T == 1 || T * most <= FEW, .wide = longest(f->rows)};
-    const int64_t rows = T < BLOCK_ROWS ? T : BLOCK_ROWS;
-    const int64_t attention = rows * heads * (2 * d->D + r.wide + 32) * 4, delta = delta_bytes(d, f->rows);
+    const int64_t rows = (T < BLOCK_ROWS ? T : BLOCK_ROWS) * heads;
+    const int64_t attention = rows * (2 * d->D + r.wide + 32) * 4 + r.wide * 4 + queries_bytes(rows, d->D), delta = delta_bytes(d, f->rows);
     const int64_t own = ((attention > delta ? attention : delta) + 63) / 64 * 64;
     const int64_t each = (T * (E + wide) * 4 + rows_bytes(T, most) + 191) / 64 * 64; // stream, normed, forms
 #define TAKE(bytes) (base + (at = (at + 63) / 64 * 64, at += (bytes), at - (bytes)))
@@ -49,12 +49,12 @@ int64_t forward_bytes(const forward *f, int size) { return layout(f, size, 0, 0,
 // --- rows
 
 // Normalise a head, unless `norm` is 0, and rotate it by `turn` [2, D] (kernels/kv.py).
-static void rotate(float *head, float *to, const float *norm, const float *turn, int64_t D, float eps) {
+static void rotate(float *head, const float *norm, const float *turn, int64_t D, float eps) {
     if (norm) normalise(head, norm, head, D, eps);
     for (int64_t d = 0; d < D / 2; d++) {
         float low = head[d], high = head[D / 2 + d];
-        to[d] = low * turn[d] + high * turn[D + d];
-        to[D / 2 + d] = high * turn[D / 2 + d] + low * turn[D + D / 2 + d];
+        head[d] = low * turn[d] + high * turn[D + d];
+        head[D / 2 + d] = high * turn[D / 2 + d] + low * turn[D + D / 2 + d];
     }
 }
 
@@ -148,16 +148,16 @@ static void place(const state *s, int64_t first, int64_t N) {
         const layer *l = d->layers + first + n;
         if (l->recurrent) continue;
         const pool kv = pool_of(p, d, first + n);
-        const int64_t to = kv.slots[t] * d->Hkv * D;
+        const int64_t to = kv.slots[t] * d->Hkv;
         float *head = qkv_of(s, n) + t * row_of(l) + (gates + h) * D;
         const float *turn = l->rope + p->positions[t] * 2 * D;
         if (l->qkv_bias && !d->whole) grow(head, l->qkv_bias + (gates + h) * D, 0, D);
-        if (h < d->Hq)
-            rotate(head, head, d->whole ? 0 : l->q_norm, turn, D, (float)d->eps);
-        else if (h < d->Hq + d->Hkv)
-            rotate(head, kv.k + to + (h - d->Hq) * D, d->whole ? 0 : l->k_norm, turn, D, (float)d->eps);
-        else
-            memcpy(kv.v + to + (h - d->Hq - d->Hkv) * D, head, D * 4);
+        const int64_t k = h - d->Hq, v = k - d->Hkv;
+        if (v < 0) rotate(head, d->whole ? 0 : k < 0 ? l->q_norm : l->k_norm, turn, D, (float)d->eps);
+        if (v >= 0)
+            keep_head(kv.format, 0, head, kv.v + (to + v) * kv.head, D);
+        else if (k >= 0)
+            keep_head(kv.format, 1, head, kv.k + (to + k) * kv.head, D);
     }
 }
 

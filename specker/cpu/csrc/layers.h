@@ -66,11 +66,17 @@ typedef struct {
     double cap;                    // soft cap of attention's scores; 0: none
 } stack;
 
+// How K and V are kept. INT8 is D codes from -127 to 127, then a float32, their
+// scale; K is rotated before (kept.c).
+enum kept { KEPT_FLOAT32, KEPT_BFLOAT16, KEPT_FLOAT16, KEPT_INT8 };
+
 typedef struct {          // the K/V of some layers, and where rows and columns stand in it
     const int64_t *slots; // [T]
     const int32_t *table; // [B, pages]
-    float *k, *v;         // [L, pages, page, Hkv, D]
-    int64_t stride;       // floats from a layer to the next
+    uint8_t *k, *v;       // [L, pages, page, Hkv, head]
+    int64_t stride;       // bytes from a layer to the next
+    int64_t head;         // bytes of a head in one column
+    int64_t format;       // enum kept
 } pool;
 
 typedef struct {                       // the states and records of layers with a recurrent state

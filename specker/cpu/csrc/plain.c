@@ -6,7 +6,10 @@
 #define TALL 4                    // rows of W in a tile; with 16 registers, one
 #define WIDE_T (LANES >= 8 ? 6 : 1) // rows of x in a tile
 
-INLINE void tile_plain(int R, int T, int narrow_w, const uint8_t *w, int64_t row_w, const float *x, int64_t row_x, int64_t E,
+INLINE int64_t size_of(enum type type) { return type == OF_FLOAT32 ? 4 : 2; }
+INLINE vf read(enum type type, const void *p) { return type == OF_FLOAT32 ? load(p) : type == OF_BFLOAT16 ? wide(p) : halves(p); }
+
+INLINE void tile_plain(int R, int T, enum type type, const uint8_t *w, int64_t row_w, const float *x, int64_t row_x, int64_t E,
                        float *y, int64_t row_y) {
     vf acc[6][TALL][PARTS];
     for (int t = 0; t < T; t++)
@@ -19,9 +22,9 @@ INLINE void tile_plain(int R, int T, int narrow_w, const uint8_t *w, int64_t row
             int64_t at = e + p * LANES;
 #pragma GCC unroll 4
             for (int r = 0; r < R; r++) {
-                const uint8_t *line = w + (r * row_w + at) * (narrow_w ? 2 : 4);
-                a[r] = narrow_w ? wide(line) : load(line);
-                prefetch(line + (R == 1 ? 1 : 4) * R * row_w * (narrow_w ? 2 : 4));
+                const uint8_t *line = w + (r * row_w + at) * size_of(type);
+                a[r] = read(type, line);
+                prefetch(line + (R == 1 ? 1 : 4) * R * row_w * size_of(type));
             }
 #pragma GCC unroll 6
             for (int t = 0; t < T; t++) {
@@ -53,12 +56,13 @@ INLINE void tile_plain(int R, int T, int narrow_w, const uint8_t *w, int64_t row
 #define EACH_WIDE(X, R) X(R, 1)
 #endif
 
-static void plain_tile(int R, int T, int narrow_w, const uint8_t *w, int64_t row_w, const float *x, int64_t row_x, int64_t E,
+static void plain_tile(int R, int T, enum type type, const uint8_t *w, int64_t row_w, const float *x, int64_t row_x, int64_t E,
                        float *y, int64_t row_y) {
 #define CASE(R, T)                                                                                                       \
     case R * 8 + T:                                                                                                      \
-        if (narrow_w) tile_plain(R, T, 1, w, row_w, x, row_x, E, y, row_y);                                              \
-        else tile_plain(R, T, 0, w, row_w, x, row_x, E, y, row_y);                                                       \
+        if (type == OF_BFLOAT16) tile_plain(R, T, OF_BFLOAT16, w, row_w, x, row_x, E, y, row_y);                         \
+        else if (type == OF_FLOAT16) tile_plain(R, T, OF_FLOAT16, w, row_w, x, row_x, E, y, row_y);                      \
+        else tile_plain(R, T, OF_FLOAT32, w, row_w, x, row_x, E, y, row_y);                                              \
         return;
 #if LANES == 8
     switch (R * 8 + T) { EACH_WIDE(CASE, 1) }
@@ -69,14 +73,14 @@ static void plain_tile(int R, int T, int narrow_w, const uint8_t *w, int64_t row
 }
 
 // y[t, r] of R rows of W [.., row_w] and T rows of x, as float32; also attention's scores.
-void plain_rows(const uint8_t *w, int narrow_w, int64_t row_w, const float *x, int64_t row_x, int64_t R, int64_t T, int64_t E,
-                float *y, int64_t row_y) {
-    const int64_t tiles = (T + WIDE_T - 1) / WIDE_T, size = narrow_w ? 2 : 4;
+void plain_rows(const uint8_t *w, enum type type, int64_t row_w, const float *x, int64_t row_x, int64_t R, int64_t T,
+                int64_t E, float *y, int64_t row_y) {
+    const int64_t tiles = (T + WIDE_T - 1) / WIDE_T, size = size_of(type);
     for (int64_t r = 0; r < R;) { // with few rows of x memory is the limit, and one stream is fastest
-        const int64_t count = LANES != 8 && R - r >= TALL && T >= (narrow_w ? 6 : 3) ? TALL : 1;
+        const int64_t count = LANES != 8 && R - r >= TALL && T >= (type == OF_FLOAT32 ? 3 : 6) ? TALL : 1;
         for (int64_t n = 0; n < tiles; n++) {
             const int64_t t0 = n * T / tiles, t1 = (n + 1) * T / tiles;
-            plain_tile((int)count, (int)(t1 - t0), narrow_w, w + r * row_w * size, row_w, x + t0 * row_x, row_x, E,
+            plain_tile((int)count, (int)(t1 - t0), type, w + r * row_w * size, row_w, x + t0 * row_x, row_x, E,
                        y + t0 * row_y + r, row_y);
         }
         r += count;
@@ -110,15 +114,16 @@ INLINE void tile_pairs(int R, int T, const uint16_t *w, int64_t row_w, const uin
             for (int r = 0; r < R; r++) y[t * row_y + r] = total((vf)acc[t][r]);
 }
 
-void plain_pairs(const uint16_t *w, const uint16_t *x, int64_t R, int64_t T, int64_t E, float *y, int64_t row_y) {
+void plain_pairs(const uint16_t *w, int64_t row_w, const uint16_t *x, int64_t R, int64_t T, int64_t E, float *y,
+                 int64_t row_y) {
     const int64_t tiles = (T + 5) / 6;
     for (int64_t r = 0; r < R;) {
         const int64_t count = R - r >= TALL && T >= 2 ? TALL : 1;
         for (int64_t n = 0; n < tiles; n++) {
             const int64_t t0 = n * T / tiles, t1 = (n + 1) * T / tiles;
-            const uint16_t *from = w + r * E, *rows = x + t0 * E;
+            const uint16_t *from = w + r * row_w, *rows = x + t0 * E;
             float *to = y + t0 * row_y + r;
-#define CASE(R, T) case R * 8 + T: tile_pairs(R, T, from, E, rows, E, E, to, row_y); break;
+#define CASE(R, T) case R * 8 + T: tile_pairs(R, T, from, row_w, rows, E, E, to, row_y); break;
             switch (count * 8 + t1 - t0) { EACH_WIDE(CASE, 1) EACH_WIDE(CASE, 4) }
 #undef CASE
         }

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from specker.fields import option
 from specker.options import Options
 from specker.runtime.control.auto import AcceptanceHistory, Auto
 from specker.runtime.control.policy import AUTO, CONFIDENT, LENGTHS, LONGEST, Budget, Policy, general
@@ -240,6 +241,9 @@ def allocate(model: Model, options: Options, layers: int | None = None, rings: b
     of `--kv-tokens` positions. `layers`: the number of layers; None: the model's. `rings`: see `KVCache`."""
     from specker.model.cache import KVCache
 
+    kept = kv_dtype(options, model.dtype, model.device)
+    if kept != model.dtype:
+        check_compiled(options, model)
     page, size, columns = options.page_size, options.batch_size, model.config.max_context + LOOKAHEAD
     pool = size * columns if options.kv_tokens is None or size == 1 else options.kv_tokens
     return KVCache(
@@ -252,7 +256,33 @@ def allocate(model: Model, options: Options, layers: int | None = None, rings: b
         pages=size * -(-columns // page) if pool == size * columns else -(-pool // page),
         rings=rings,
         saved=saved_states(options),
+        kv_dtype=kept,
     )
+
+
+def kv_dtype(options: Options, dtype: torch.dtype, device: torch.device) -> torch.dtype:
+    """The dtype of K and V in the caches of models with activations of `dtype`. Raises ValueError for one that no model
+    takes there."""
+    import torch
+
+    asked = dtype if options.kv_dtype is None else getattr(torch, options.kv_dtype)
+    if asked != dtype and (device.type != "cpu" or dtype != torch.float32):
+        own = str(dtype).removeprefix("torch.")
+        where = "on a GPU" if device.type != "cpu" else f"in {own}"
+        needed = "a CPU" if device.type != "cpu" else "a run in float32 or bfloat16"
+        raise ValueError(f"{option('kv_dtype', options.kv_dtype)} needs {needed}: K/V of a run {where} is in {own}")
+    return asked
+
+
+def check_compiled(options: Options, model: Model) -> None:
+    """Raise ValueError unless the CPU's compiled layers run the model."""
+    from specker import cpu
+
+    if model.stack is None:
+        lacks = cpu.problem() or cpu.Stack.lacks(model.config.layer)
+        about = f" ({lacks})" if lacks else ""
+        needed = f"needs the CPU's compiled layers, which do not run this model{about}"
+        raise ValueError(f"{option('kv_dtype', options.kv_dtype)} {needed}")
 
 
 def saved_states(options: Options) -> int:
