@@ -237,7 +237,7 @@ def kernels(monkeypatch):
     for name, kernel in {
         "model.decoder.add_norm": add_norm,
         "model.decoder.fuses": lambda model, hidden: True,
-        "model.decoder.kv_calibrate": kv._launch,
+        "model.kept.kv_calibrate": kv._launch,
         "model.decoder.kv_project": project._launch,
         "model.decoder.row_linear": linear,
         "model.decoder.tree_attention": attention,

@@ -38,10 +38,9 @@ def test_little_memory(error: Exception, said: str, capsys: pytest.CaptureFixtur
 
 @pytest.mark.parametrize("module", ["specker.run", "specker"])
 def test_an_interrupt_while_modules_are_imported(tmp_path: Path, module: str) -> None:
-    """`rich` plays a slow import that meets Ctrl-C."""
-    (tmp_path / "rich").mkdir()
+    """`difflib` plays a slow import that meets Ctrl-C."""
     slow = "import os, signal, time\nos.kill(os.getpid(), signal.SIGINT)\ntime.sleep(30)\n"
-    (tmp_path / "rich" / "__init__.py").write_text(slow)
+    (tmp_path / "difflib.py").write_text(slow)
     env = os.environ | {"PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"}
     done = subprocess.run([sys.executable, "-m", module, "--help"], env=env, capture_output=True, text=True)
     assert done.returncode == 130 and done.stderr == "specker: interrupted\n"

@@ -1,6 +1,7 @@
 """vocabtrim without a score file: the tokens are those of plain decoding, and a run ranks ids by the runs before it."""
 
 import json
+import shutil
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -169,7 +170,8 @@ def test_a_disk_that_fills_up_does_not_end_a_run(models, capsys, monkeypatch):
 def test_a_bundled_score_file_serves_every_target_with_its_tokenizer(tmp_path):
     """The tokenizer of the bundled pair, in a model of other sizes and with a padded vocabulary."""
     target = make(tmp_path / "target", layers=1, vocab=8200, max_context=128)
-    read_tokenizer(zoo.path("code-target")).save_pretrained(target)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(zoo.path("code-target") / name, target)
     engine = load((target, perturbed(target, tmp_path / "draft")), vocab_keep="500")
     assert engine.family is None and engine.kept.ranking == "vocab_scores.safetensors" and not engine.kept.counts
     scores = vocab_scores.read(zoo.CODE.vocab_scores)

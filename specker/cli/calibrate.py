@@ -201,7 +201,7 @@ def write_clusters(job: Calibration) -> None:
     if texts:
         if engine.tokenizer is None:
             raise ValueError(f"--text: {source} has no tokenizer")
-        coded = [engine.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"] for text in texts]
+        coded = [engine.tokenizer.encode(text, add_special_tokens=False) for text in texts]
         tokens = [token for ids in coded for token in ids]
         if not tokens:
             raise ValueError("the text has no tokens")

@@ -100,7 +100,7 @@ class Screen:
         if self.answer is not None and not self.reasons:
             self.answer.end()
         self.reasons = True
-        self.notes.print(Text(text.translate(CONTROLS), "dim"), end="", soft_wrap=True)
+        self.notes.print(_styled(text.translate(CONTROLS), "dim"), end="", soft_wrap=True)
 
     def _end_reasoning(self) -> None:
         if self.reasons:
