@@ -22,6 +22,7 @@ class LoadOptions(TypedDict, total=False):
     draft_quantize: Bits | None
     activations: Literal["int8", "bfloat16", "float32"] | None
     acceptance: float | str | None
+    learn: Literal["on", "off"] | None
     linear: Literal["rows", "cublas"]
     max_context: int | None
     page_size: int
