@@ -27,8 +27,8 @@ class Chooser:
     """Takes the shape with the most expected tokens per second over all sequences.
 
     Policies that may skip drafting do so while plain rounds are expected to be faster. From time to time a trial, a
-    short draft, finds out whether that has changed. Trials become rarer while they lose; a new text is tried at once if
-    the credit allows. Expectations can be wrong, so drafting also spends a budget that grows with time and measured
+    short draft, finds out whether that has changed. Trials become rarer while they lose; a new text, and after a
+    trial that gained, the next one, is tried at once if the credit allows. Expectations can be wrong, so drafting also spends a budget that grows with time and measured
     gains; at zero it stops. An engine that knows nothing from earlier runs begins with a fixed number of trials, so no
     unlucky draft decides.
 
@@ -59,7 +59,7 @@ class Chooser:
         self._prices: tuple[float, ...] = ()
         self._priced: tuple[int, Budget, bool] | None = None
         self._kept = 0
-        self._new = False  # whether a text was admitted since the last trial
+        self._new = False  # whether a text was admitted since the last trial, or that one gained
         self._measured = False  # whether plain rounds had been measured before the last choice
         self._open()
 
@@ -197,7 +197,7 @@ class Chooser:
             gained, late = tokens / n - took, self._late(shape, behind) / plain
             if trial:
                 gained -= late
-                self._lost = 0 if gained > 0 else self._lost + 1
+                self._lost, self._new = (0, True) if gained > 0 else (self._lost + 1, self._new)
                 if self._charged:
                     self._charged -= 1
                     self._allowance += min(gained, 0.0)

@@ -58,11 +58,11 @@ class Memo:
         """Read the file and start from it. `about`: all that costs and acceptance depend on. `layers`: those whose
         counts the history holds (DEL), else empty. Adds a remark to `notes` if the file cannot be used. `writes`:
         False on ranks that only read."""
+        self._texts = 0  # that ended since the last write
         self.about, self.history, self.chooser, self.layers = dict(about), history, chooser, list(layers)
         digest = hashlib.sha256(json.dumps([VERSION, self.about], sort_keys=True).encode())
         self.path = folder() / f"{digest.hexdigest()[:32]}.json"
         self._writes, self._warned = writes, False
-        self._texts = 0  # that ended since the last write
         self._paused = False
         self._due = time.monotonic() + EVERY
         self._known: dict[str, Any] | None = None
@@ -115,8 +115,7 @@ class Memo:
             self._warned = True
 
     def __del__(self) -> None:
-        if getattr(self, "_known", self) is not self:  # made as a whole
-            self.save()
+        self.save()
 
 
 _memos = WeakSet[Memo]()
@@ -126,6 +125,7 @@ _memos = WeakSet[Memo]()
 def _save_all() -> None:
     for memo in list(_memos):
         memo.save()
+        memo.pause()
 
 
 def processor(device: torch.device) -> str:
