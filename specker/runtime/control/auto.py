@@ -29,7 +29,7 @@ AGREES = 0.75  # a_j before anything was drafted
 TEXT, ENGINE = 0.9, 0.98  # decay of counts at each draft: for one text, and for all texts of an engine
 PRIOR = 4.0  # the earlier texts count as much as this many drafts of a new text
 BUCKETS = 4  # intervals of the draft's probabilities that are corrected separately
-KEPT = 16.0  # the drafts of earlier runs count as much as this many of an engine's own
+KEPT = 16.0  # earlier runs' drafts, or tokens, count at most as much as this many of an engine's own
 
 
 @dataclass
@@ -52,8 +52,9 @@ class Share:
         """Plain numbers for `restore`."""
         return [self.total, self.count]
 
-    def restore(self, kept: Sequence[float], scale: float = 1.0) -> Share:
-        """Start from an earlier run's mean, at `scale` of its weight."""
+    def restore(self, kept: Sequence[float]) -> Share:
+        """Start from an earlier run's mean, at a weight of at most KEPT."""
+        scale = min(1.0, KEPT / max(kept[1], 1.0))
         self.total, self.count = scale * kept[0], scale * kept[1]
         return self
 
@@ -99,11 +100,10 @@ class Acceptance:
         return {name: [share.kept() for share in shares] for name, shares in lists.items()}
 
     def restore(self, kept: dict[str, Any]) -> None:
-        """Start from an earlier run's acceptance, which `kept` returned, at the weight of at most KEPT drafts."""
-        scale = min(1.0, KEPT / max(kept["drafted"][0][1], 1.0))
+        """Start from an earlier run's acceptance, which `kept` returned, at a weight of at most KEPT for each mean."""
 
         def made(name: str) -> list[Share]:
-            return [Share(self.decay).restore(share, scale) for share in kept[name]]
+            return [Share(self.decay).restore(share) for share in kept[name]]
 
         self.agrees, self.buckets, self._table = made("agrees"), made("buckets"), []
         (self.compared,), (self.tokens,), (self.drafted,) = made("compared"), made("tokens"), made("drafted")
@@ -238,5 +238,5 @@ class AcceptanceHistory:
         self.costs.restore(kept["costs"])
         self.drafts.restore(kept["drafts"])
         for length, total, count in kept["matches"]:
-            self.matches[length] = Share(ENGINE).restore((total, count), min(1.0, KEPT / max(count, 1.0)))
+            self.matches[length] = Share(ENGINE).restore((total, count))
         self.exits = exits

@@ -9,8 +9,8 @@ from specker.runtime.control.policy import Budget, Policy
 
 # The credit for losses that drafts may cause, in plain rounds: at the start, as a share of the time in which they are
 # made and in which they are not, and at most.
-FIRST, SHARE, RESTING, MOST = 5.0, 0.015, 0.006, 12.0
-CARRIED = 1.0  # the most credit that a new text takes over from texts in which drafts lost
+FIRST, SHARE, RESTING, MOST = 5.0, 0.015, 0.007, 12.0
+CARRIED = 1.5  # the most credit that a new text takes over from texts in which drafts lost
 # An engine's first texts find out whether drafts pay, good luck or bad: OPENING drafts in groups of GROUP, at least GAP
 # plain rounds apart, whatever is expected of them, within the first UNTIL rounds and ALLOWANCE plain rounds of losses.
 OPENING, GROUP, GAP, UNTIL, ALLOWANCE = 12, 3, 4, 96, 10.0
@@ -136,7 +136,7 @@ class Chooser:
                 self.trial, self._waited, self._new = True, 0, False
                 self._opening, self._charged = self._opening - 1, self._charged + 1
                 return trial
-        elif n < remaining and self._price <= self.credit:
+        elif n < remaining and self.credit >= (self._price if self._lost or not self._new else 0.0):
             if self._new or self._waited >= WAIT << min(self._lost, DOUBLED):
                 self.trial, self._waited, self._new = True, 0, False
                 return trial
