@@ -4,6 +4,7 @@ import gc
 import json
 import logging
 
+import caches
 import pytest
 
 import specker
@@ -16,12 +17,12 @@ PROMPTS = ([5, 9, 40], [1], list(range(3, 90)))
 
 @pytest.fixture(autouse=True)
 def folder(tmp_path, monkeypatch):
-    monkeypatch.setenv("SPECKER_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("SPECKER_CACHE", str(caches.empty(tmp_path / "cache")))
     return tmp_path / "cache" / "learnt"
 
 
 def load(pair, strategy="draft+lookup", learn="on", **options):
-    models = pair[:1] if strategy == "del" else pair
+    models = pair[:1] if strategy in ("ar", "del") else pair
     return specker.load(*models, strategy=strategy, dtype="float64", device="cpu", learn=learn, **options)
 
 
