@@ -8,7 +8,7 @@ import random
 import pytest
 
 from specker.runtime.control.auto import KEPT, Acceptance, AcceptanceHistory, Auto
-from specker.runtime.control.choose import ALLOWANCE, APART, AGAIN, FIRST, GROUP, LOOK, OPENING, SHARE, Chooser
+from specker.runtime.control.choose import AGAIN, ALLOWANCE, APART, FIRST, GROUP, LOOK, OPENING, SHARE, Chooser
 from specker.runtime.control.costs import CHECKED, Costs, Curve
 from specker.runtime.control.policy import LENGTHS, Budget, Chain, DraftAndVerify, Fixed, Outcome, StopRule, after
 from specker.runtime.strategies.lookup import RATES, NgramPolicy
@@ -401,7 +401,7 @@ def test_stale_costs_are_forgotten():
             world.known.costs.measured(1, plain, 0, 0.0, STEP)
             again = restarted(world)
             costs, k = again.known.costs, shape.nodes
-            for n in range(CHECKED):
+            for _ in range(CHECKED):
                 assert costs.plain_rounds and costs.draft(1, drafts, 4)
                 costs.observe(1, shape, k, times * 0.012 if k else 0.0, times * (0.036 if k else STEP))
                 if times < 1 and forgotten:

@@ -52,9 +52,10 @@ def test_a_run_starts_from_the_one_before(pair, folder, strategy):
     engine = load(pair, strategy)
     history, chooser = engine.policies.history, engine.loop.runner.chooser
     assert history.costs.kept() == load_costs(learnt) and chooser.kept()["opening"] == kept["chooser"]["opening"]
-    assert history.drafts.tokens.mean(0.0, 0.0) == pytest.approx(mean(learnt["drafts"]["tokens"][0]))
+    each = mean(learnt["drafts"]["tokens"][0])
+    assert history.drafts.tokens.mean(0.0, 0.0) == pytest.approx(each)
     engine.warmup()
-    assert history.drafts.tokens.mean(0.0, 0.0) == pytest.approx(mean(learnt["drafts"]["tokens"][0])), "its texts do not count"
+    assert history.drafts.tokens.mean(0.0, 0.0) == pytest.approx(each), "a warm-up's texts do not count"
     assert tokens(engine) == plain and "learn" not in engine.remarks
     assert chooser.kept()["opening"] < OPENING
 

@@ -1,7 +1,7 @@
 """List and remove what specker keeps on disk: `specker cache --help`.
 
-Everything there is made or fetched again when it is needed, except the token counts, what runs learnt about their drafts
-and the history of conversations, which come from your own runs.
+Everything there is made or fetched again when needed, except what comes from your own runs: the token counts, what
+they learnt about their drafts, and the history of conversations.
 """
 
 import shutil

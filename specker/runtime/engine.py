@@ -151,7 +151,8 @@ class Engine:
         if ranks is not None and ranks.rank > 0:
             return None
         about = {name: str(value) for name, value in settings(o).items() if name not in NEUTRAL}
-        about |= {side: fingerprint(c.folder).hex() for side, c in (("target", self.target), ("draft", self.draft)) if c}
+        sides = ("target", self.target), ("draft", self.draft)
+        about |= {name: fingerprint(side.folder).hex() for name, side in sides if side is not None}
         about |= {"strategy": "+".join(sorted(o.strategy.split("+"))), "dtype": str(self.dtype)}
         about |= {"batch": str(1 << (o.batch_size - 1).bit_length()), "threads": str(torch.get_num_threads())}
         about |= {"device": str(self.device), "processor": processor(self.device)}

@@ -27,10 +27,10 @@ class Chooser:
     """Takes the shape with the most expected tokens per second over all sequences.
 
     Policies that may skip drafting do so while plain rounds are expected to be faster. From time to time a trial, a
-    short draft, finds out whether that has changed. Trials become rarer while they lose; a new text, and after a
-    trial that gained, the next one, is tried at once if the credit allows. Expectations can be wrong, so drafting also spends a budget that grows with time and measured
-    gains; at zero it stops. An engine that knows nothing from earlier runs begins with a fixed number of trials, so no
-    unlucky draft decides.
+    short draft, finds out whether that has changed. Trials become rarer while they lose. A new text, and the next one
+    after a trial that gained, is tried at once if the credit allows. Expectations can be wrong, so drafting also spends
+    a budget that grows with time and measured gains; at zero it stops. An engine that knows nothing from earlier runs
+    begins with a fixed number of trials, so no unlucky draft decides.
 
     While drafts are made, a few plain rounds now and then measure plain decoding. They are more frequent when drafts
     gain little: the time that they cost stays within SHARE of all time.
@@ -131,15 +131,17 @@ class Chooser:
         trial = policies[0].trial(best)
         late = self._late(trial, behind)
         self._price = (self._seconds(policies, trial) + late) * plain / n - 1
-        if n < remaining and self._opening and self._price <= self._allowance:
-            if self._waited >= GAP or self._opening % GROUP:
-                self.trial, self._waited, self._new = True, 0, False
+        opening = self._opening and self._price <= self._allowance
+        if opening:
+            due = self._waited >= GAP or self._opening % GROUP
+        else:
+            due = self._new or self._waited >= WAIT << min(self._lost, DOUBLED)
+            due = due and self.credit >= (self._price if self._lost or not self._new else 0.0)
+        if due and n < remaining:
+            self.trial, self._waited, self._new = True, 0, False
+            if opening:
                 self._opening, self._charged = self._opening - 1, self._charged + 1
-                return trial
-        elif n < remaining and self.credit >= (self._price if self._lost or not self._new else 0.0):
-            if self._new or self._waited >= WAIT << min(self._lost, DOUBLED):
-                self.trial, self._waited, self._new = True, 0, False
-                return trial
+            return trial
         return self._rest(n, none, "slower")
 
     def _rest(self, n: int, none: Budget, reason: str) -> Budget:

@@ -1,5 +1,5 @@
-"""What an engine's runs learnt about its drafts, kept in a file of specker's cache for the next run: the costs of rounds,
-the acceptance, and the chooser's credit.
+"""What runs learnt about their drafts, kept in a file of specker's cache for the next run: the costs of rounds, the
+acceptance, and the chooser's credit.
 
 There is one file for each target, draft, set of options, device and number of threads, `learnt/HASH.json`. An engine
 starts from it, at the weight of a few recent drafts (auto.py), and forgets costs that its first rounds contradict
@@ -44,7 +44,7 @@ def folder() -> Path:
 
 
 class Memo:
-    """One engine's file. It must outlive no engine: dropped, it writes what was learnt since."""
+    """One engine's file. When the engine is dropped, what was learnt since the last write is written."""
 
     def __init__(
         self,
