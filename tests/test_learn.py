@@ -12,7 +12,7 @@ from specker.cli.cache import main
 from specker.runtime.control import memo
 from specker.runtime.control.choose import OPENING
 
-PROMPTS = ([5, 9, 40], [1], list(range(3, 90)))
+PROMPTS = ([5, 9, 40], list(range(3, 40)))
 
 
 @pytest.fixture(autouse=True)
@@ -27,7 +27,7 @@ def load(pair, strategy="draft+lookup", learn="on", **options):
 
 
 def tokens(engine):
-    return [engine.generate(prompt, 24).tokens for prompt in PROMPTS]
+    return [engine.generate(prompt, 16).tokens for prompt in PROMPTS]
 
 
 def run(pair, folder, **how):
@@ -47,15 +47,15 @@ def test_a_run_starts_from_the_one_before(pair, folder, strategy):
     assert made == plain
     kept = json.loads(path.read_text())
     learnt = kept["learnt"]
-    assert learnt["costs"]["verify"] and learnt["drafts"]["drafted"][0][1] > 0
-    assert (learnt["exits"] is not None) == (strategy == "del")
+    assert learnt["costs"]["verify"] and (learnt["exits"] is not None) == (strategy == "del")
     engine = load(pair, strategy)
     history, chooser = engine.policies.history, engine.loop.runner.chooser
     assert history.costs.kept() == load_costs(learnt) and chooser.kept()["opening"] == kept["chooser"]["opening"]
     each = mean(learnt["drafts"]["tokens"][0])
-    assert history.drafts.tokens.mean(0.0, 0.0) == pytest.approx(each)
+    assert mean(history.drafts.tokens.kept()) == pytest.approx(each)
+    assert strategy == "draft+lookup" or history.exits.tolist() == learnt["exits"]
     engine.warmup()
-    assert history.drafts.tokens.mean(0.0, 0.0) == pytest.approx(each), "a warm-up's texts do not count"
+    assert mean(history.drafts.tokens.kept()) == pytest.approx(each), "a warm-up's texts do not count"
     assert tokens(engine) == plain and "learn" not in engine.remarks
     assert chooser.kept()["opening"] < OPENING
 
@@ -70,7 +70,7 @@ def load_costs(learnt):
 
 
 def mean(share):
-    return share[0] / share[1]
+    return share[0] / max(share[1], 1e-9)
 
 
 def broken(path):
@@ -105,14 +105,16 @@ def test_no_content_of_the_file_changes_a_token(pair, folder):
     """What is not specker's is ignored with one remark, and replaced when the run ends; what is valid but wrong is
     believed only until it is measured."""
     plain, path = run(pair, folder)
+    engine = load(pair)
+    own, parts = engine.loop.memo, (engine.policies.history, engine.loop.runner.chooser, ())
     for content, reason in [*broken(path)]:
         path.write_bytes(content)
-        engine = load(pair)
-        assert engine.remarks["learn"] == f"{path} is ignored, and this run measures anew: {reason}"
-        assert tokens(engine) == plain
-        del engine
-        gc.collect()
-        memo.checked(json.loads(path.read_text()), json.loads(path.read_text())["about"])
+        memo.Memo(own.about, *parts, notes := {}, writes=False)
+        assert notes == {"learn": f"{path} is ignored, and this run measures anew: {reason}"}
+    assert tokens(engine := load(pair)) == plain and "measures anew" in engine.remarks["learn"]
+    engine.loop.memo.save()
+    memo.checked(json.loads(path.read_text()), own.about)
+    own.pause()
     for strategy in ("draft+lookup", "del"):
         path.unlink()
         _, path = run(pair, folder, strategy=strategy)
