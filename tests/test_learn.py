@@ -111,7 +111,8 @@ def test_no_content_of_the_file_changes_a_token(pair, folder):
         path.write_bytes(content)
         memo.Memo(own.about, *parts, notes := {}, writes=False)
         assert notes == {"learn": f"{path} is ignored, and this run measures anew: {reason}"}
-    assert tokens(engine := load(pair)) == plain and "measures anew" in engine.remarks["learn"]
+    engine = load(pair)
+    assert tokens(engine) == plain and "measures anew" in engine.remarks["learn"]
     engine.loop.memo.save()
     memo.checked(json.loads(path.read_text()), own.about)
     own.pause()

@@ -167,7 +167,7 @@ def checked(raw: Any, about: dict[str, str]) -> dict[str, Any]:
         raise ValueError("an agreement is above 1")
     if [len(shares[name]) for name in ("buckets", "compared", "tokens", "drafted")] != [BUCKETS, 1, 1, 1]:
         raise ValueError("a mean is missing")
-    found = {
+    found: dict[str, Any] = {
         "costs": {
             "verify": each(costs["verify"], curve),
             "draft": each(costs["draft"], curve),
