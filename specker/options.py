@@ -150,13 +150,6 @@ class Common:
         "synthetic:X",
         parse=probability,
     )
-    learn: str | None = opt(
-        None,
-        "start from what earlier runs with these models and options learnt about their drafts on this machine, and "
-        "keep what this one learns, in specker's cache; off does neither, nor do runs for sizing (default: on, or the "
-        "environment variable SPECKER_LEARN)",
-        choices=("on", "off"),
-    )
     linear: str = opt(
         "rows",
         "rows: batch-invariant linears; cublas: torch's own linears, which are not batch-invariant",

@@ -1,7 +1,7 @@
 """Where and how specker writes files: atomically, for a user or into its cache.
 
-The cache holds converted checkpoints, compiled kernels, token counts, what runs learnt about their drafts, the history
-of conversations, and facts about files that would take long to compute at each start."""
+The cache holds converted checkpoints, compiled kernels, token counts, the history of conversations, and facts about
+files that would take long to compute at each start."""
 
 import os
 import tempfile

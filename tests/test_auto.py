@@ -1,15 +1,14 @@
 """Policy `auto` on simulated rounds: known costs, known acceptance, no clock."""
 
 import itertools
-import json
 import math
 import random
 
 import pytest
 
-from specker.runtime.control.auto import KEPT, Acceptance, AcceptanceHistory, Auto
-from specker.runtime.control.choose import AGAIN, ALLOWANCE, APART, FIRST, GROUP, LOOK, OPENING, SHARE, Chooser
-from specker.runtime.control.costs import CHECKED, Costs, Curve
+from specker.runtime.control.auto import Acceptance, AcceptanceHistory, Auto
+from specker.runtime.control.choose import AGAIN, APART, FIRST, LOOK, SHARE, Chooser
+from specker.runtime.control.costs import Costs, Curve
 from specker.runtime.control.policy import LENGTHS, Budget, Chain, DraftAndVerify, Fixed, Outcome, StopRule, after
 from specker.runtime.strategies.lookup import RATES, NgramPolicy
 
@@ -66,13 +65,6 @@ class World:
         self.seconds, self.tokens = self.seconds + draft + rest, self.tokens + tokens / n
         self.drafted.append(k)
         self.spent.append((draft + rest) / STEP - tokens / n)
-
-    def text(self, rounds):
-        """Rounds of a new text."""
-        first = self.policies[0]
-        self.policies = [Auto(self.known.costs, self.known.drafts, first.shapes[-1], self.confident)]
-        self.chooser.admitted()
-        return self.run(rounds)
 
     def run(self, rounds):
         for _ in range(rounds):
@@ -325,95 +317,3 @@ def test_costs_of_a_new_batch_start_from_the_nearest_one():
     assert costs.prices(1, Budget(4, 4), 2.0) == pytest.approx((2 * (0.5 + 0.125),) * 3)
     costs.clear()
     assert not math.isclose(costs.round(1, Budget(4, 4)), 3.5)
-
-
-def test_an_engine_begins_with_trials_in_a_fixed_order():
-    """Whatever the first drafts do: all are made, and within the first text."""
-    worlds = [World(0.3, 0.2, lambda n: 0.0, confident, seed=seed).text(96) for confident in (0, 1) for seed in (1, 2)]
-    for world in worlds:
-        drafted = [k > 0 for k in world.drafted]
-        assert drafted == [k > 0 for k in worlds[0].drafted] and OPENING / 2 < sum(drafted) <= OPENING
-        groups = [len(run) for run in "".join("x" if d else " " for d in drafted).split()]
-        assert max(groups) == GROUP and drafted[:LOOK] == [False] * LOOK
-    assert sum(worlds[0].spent) < ALLOWANCE + FIRST, "losing trials end the opening"
-
-
-@pytest.mark.parametrize("confident", [False, True])
-@pytest.mark.parametrize(("step", "row"), [(0.4, 0.2), (0.1, 0.1)])
-def test_a_strategy_that_cannot_win_costs_nothing_from_the_second_text_on(step, row, confident):
-    """Under 1% of the time, in texts of 96 rounds as in long ones."""
-    world = World(step, row, lambda n: 0.02, confident).text(96)
-    first = len(world.drafted)
-    for _ in range(12):
-        world.text(96)
-    tries = sum(k > 0 for k in world.drafted[first:])
-    assert 0 < tries < 0.03 * 12 * 96 and sum(world.spent[first:]) < 0.01 * 12 * 96
-
-
-@pytest.mark.parametrize("confident", [False, True])
-@pytest.mark.parametrize(("step", "row"), [(0.25, 0.1), (0.15, 0.05)])
-def test_an_unlucky_first_text_does_not_decide(step, row, confident):
-    """The second text or the third one drafts."""
-    world = World(step, row, lambda n: 0.02 if n < 96 else 0.9, confident).text(96)
-    assert world.drafted[-40:].count(0) >= 38
-    for _ in range(4):
-        world.text(96)
-    assert world.drafted[2 * 96 : 3 * 96].count(0) < 48 and world.drafted[4 * 96 :].count(0) < 24
-
-
-def restarted(world, **changed):
-    """The next run, which starts from what `world` learnt; `changed`: what is different in it."""
-    how = {name: getattr(world, name) for name in ("step", "row", "agrees", "confident")}
-    again = World(**{**how, "seed": 5, **changed})
-    again.known.restore(json.loads(json.dumps(world.known.kept())))
-    again.chooser.restore(json.loads(json.dumps(world.chooser.kept())))
-    return again
-
-
-@pytest.mark.parametrize("confident", [False, True])
-def test_a_restart_goes_on_from_there(confident):
-    lost = World(0.4, 0.2, lambda n: 0.02, confident).text(96).text(96)
-    again = restarted(lost).text(96)
-    assert sum(k > 0 for k in again.drafted) <= 3 and sum(again.spent) < 1.5
-    assert restarted(World(0.4, 0.2, lambda n: 0.02).run(LOOK + 2)).text(96).drafted.count(0) < 96 - GROUP, "unfinished"
-    won = World(0.15, 0.05, lambda n: 0.9, confident).text(96)
-    again = restarted(won).text(96)
-    assert min(again.drafted[:8]) > 0 and again.drafted[0] > 1
-    assert again.known.drafts.agreement() == pytest.approx(won.known.drafts.agreement(), rel=0.1)
-
-
-def test_what_was_learnt_fades():
-    """Earlier runs weigh like KEPT drafts, whatever number they made."""
-    won = World(0.15, 0.05, lambda n: 0.98).text(2000)
-    again = restarted(won, agrees=lambda n: 0.02)
-    assert won.known.drafts.drafted.count > 2 * KEPT == 2 * again.known.drafts.drafted.count
-    again.text(48)
-    assert again.known.drafts.agreement() < 0.65 and again.drafted[-16:].count(0) >= 15
-
-
-def test_stale_costs_are_forgotten():
-    """Of a machine that is faster or slower by now; one long round is an interruption."""
-    plain, drafts = Budget(0, 0), Budget(4, 4)
-    for times, forgotten in ((4.0, True), (1.3, False), (0.8, False), (0.3, True)):
-        for shape in (plain, drafts):
-            world = World(0.1, 0.05, lambda n: 0.8).run(40)
-            world.known.costs.measured(1, drafts, 4, 0.012, 0.036)
-            world.known.costs.measured(1, plain, 0, 0.0, STEP)
-            again = restarted(world)
-            costs, k = again.known.costs, shape.nodes
-            for _ in range(CHECKED):
-                assert costs.plain_rounds and costs.draft(1, drafts, 4)
-                costs.observe(1, shape, k, times * 0.012 if k else 0.0, times * (0.036 if k else STEP))
-                if times < 1 and forgotten:
-                    break
-            assert (costs.draft(1, drafts, 4) == pytest.approx(times * 0.012 if k else times * STEP * 0.4)) == forgotten
-            if forgotten and k:
-                assert not costs.plain_rounds and again.chooser.choose(again.policies, 1000) == plain
-                assert again.chooser.reason == "measured", "and measured again"
-    again = restarted(world)
-    for n in range(5 * CHECKED):
-        again.known.costs.observe(1, plain, 0, 0.0, STEP * (1 if n % 2 else 9))
-    assert again.known.costs.draft(1, drafts, 4) != pytest.approx(again.known.costs.plain(1) * 0.4)
-    again = restarted(world)
-    again.known.costs.measured(1, plain, 0, 0.0, 4 * STEP)
-    assert again.known.costs.draft(1, drafts, 4) == pytest.approx(4 * STEP * 0.4), "a careful measurement suffices"

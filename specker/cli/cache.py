@@ -1,7 +1,7 @@
 """List and remove what specker keeps on disk: `specker cache --help`.
 
-Everything there is made or fetched again when needed, except what comes from your own runs: the token counts, what
-they learnt about their drafts, and the history of conversations.
+Everything there is made or fetched again when it is needed, except the token counts and the history of conversations,
+which come from your own runs.
 """
 
 import shutil
@@ -20,7 +20,6 @@ ABOUT = {
     "digests": "SHA-256 of GGUF files",
     "gguf": "converted GGUF files",
     "history": "what was typed in conversations",
-    "learnt": "costs of rounds and acceptance that runs measured, for `--learn`",
     "locks": "locks",
     "peers": "files of bench/peers.py",
     "tokenizers": "orders and hashes of tokenizers",

@@ -92,7 +92,7 @@ MORE = {
         *("top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias"),
         *("samples", "stop", "stop_ids", "ignore_eos", "json_schema", "grammar"),
     ),
-    "drafts": ("draft_tokens", "tree", "policy", "learn"),
+    "drafts": ("draft_tokens", "tree", "policy"),
     "output": ("json", "trace"),
     "batches and memory": ("batch_size", "kv_tokens", "max_context", "page_size", "prefix_cache", "saved_states"),
     "device and precision": (

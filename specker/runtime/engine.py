@@ -2,7 +2,6 @@
 session that decodes requests."""
 
 import logging
-import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
@@ -26,14 +25,13 @@ from specker.runtime import check, harmony, strategies, text
 from specker.runtime.check import CheckResult
 from specker.runtime.control.auto import AcceptanceHistory
 from specker.runtime.control.costs import Costs
-from specker.runtime.control.memo import Memo, processor
 from specker.runtime.control.policy import Budget, Policy
 from specker.runtime.control.stats import Stats
 from specker.runtime.detokenize import whole
 from specker.runtime.events import Event, Logprob
 from specker.runtime.loop import Loop
 from specker.runtime.ranks.broadcast import SharedDrafter
-from specker.runtime.ranks.dist import Ranks, fingerprint
+from specker.runtime.ranks.dist import Ranks
 from specker.runtime.round.drafter import Drafter
 from specker.runtime.round.graphs import Graphs
 from specker.runtime.round.state import Request
@@ -53,7 +51,6 @@ from specker.runtime.strategies.vocabtrim import trim
 from specker.runtime.strategies.vocabtrim.clusters import HeadRows
 from specker.runtime.text import Counts, Generation, Prompt, Prompts, Stop
 from specker.runtime.warmup import warm_up
-from specker.versions import settings
 from specker.zoo import Family
 
 if TYPE_CHECKING:
@@ -61,11 +58,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-# Options that change neither what rounds cost nor what drafts achieve; batch_size is counted in powers of two.
-NEUTRAL = (
-    *("batch_size", "dp", "kv_tokens", "learn", "load", "max_context", "prefix_cache", "saved_states", "strategy"),
-    "vocab_learn",
-)
 COPYING = 1e-3  # the cost of a draft that copies text, in steps of plain decoding, before it is measured
 
 
@@ -134,35 +126,12 @@ class Engine:
             o.acceptance is not None and o.load == "dummy" and self.target.config.layer.experts is not None,
             ranks,
         )
-        self.loop.memo = self._memo()
         stop_ids = () if o.dummy_parts else self.target.config.eos_ids  # dummy parts ignore stop ids
         guard = cache_memory(self.target, self.draft, o, self.family).running
         policy = partial(strategies.policy, self.policies)
         self.session = Session(self.loop, self.target, self.target_name, policy, stop_ids, guard)
         for sentence in self.remarks.values():
             log.warning(sentence)
-
-    def _memo(self) -> Memo | None:
-        """The file of what earlier runs learnt, from which this one starts; None without `--learn`, for sizing, and
-        where nothing is chosen by what was learnt. Rank 0 chooses for all ranks of a replica, so only it reads."""
-        o, ranks, policy = self.options, self.ranks, self.policy()
-        learns = (o.learn or os.environ.get("SPECKER_LEARN") or "on") != "off" and not o.dummy_parts
-        if not learns or self.loop.runner is None or not policy.may_skip_drafting:
-            return None
-        if ranks is not None and ranks.rank > 0:
-            return None
-        about = {name: str(value) for name, value in settings(o).items() if name not in NEUTRAL}
-        sides = ("target", self.target), ("draft", self.draft)
-        about |= {name: fingerprint(side.folder).hex() for name, side in sides if side is not None}
-        about |= {"strategy": "+".join(sorted(o.strategy.split("+"))), "dtype": str(self.dtype)}
-        about |= {"batch": str(1 << (o.batch_size - 1).bit_length()), "threads": str(torch.get_num_threads())}
-        about |= {"device": str(self.device), "processor": processor(self.device)}
-        about |= {} if ranks is None else {"ranks": str(ranks.size)}
-        # Every rank of a replica must know the same counts by layer.
-        layers = policy.layers if ranks is None or ranks.size == 1 else ()
-        parts = self.policies.history, self.loop.runner.chooser
-        assert parts[0] is not None
-        return Memo(about, parts[0], parts[1], layers, self.notes, ranks is None or ranks.replica == 0)
 
     def __repr__(self) -> str:
         return f"<specker.Engine: {self.title}, {self.strategy}, context {self.max_context}>"

@@ -22,7 +22,6 @@ from specker.model.prefill import prefill, prefill_alignment, prefill_chunk
 from specker.runtime.batches import Batches
 from specker.runtime.control.auto import AcceptanceHistory
 from specker.runtime.control.choose import NONE
-from specker.runtime.control.memo import Memo
 from specker.runtime.control.policy import Budget
 from specker.runtime.draft_runner import BEHIND, DraftRunner, account
 from specker.runtime.events import Event, cancelled, emitted
@@ -59,7 +58,6 @@ class Loop:
     spreads: bool = False  # whether the target verifies `spread` tokens instead of the drafts
     ranks: Ranks | None = None
     trace: Callable[[dict[str, Any]], None] | None = None  # called with every request's part of every round
-    memo: Memo | None = field(init=False, default=None)  # keeps what was learnt for the next run
     waiting: deque[Request] = field(init=False, default_factory=deque)
     pending: deque[Round] = field(init=False, default_factory=deque)  # launched rounds
     state: State = field(init=False)
@@ -171,8 +169,6 @@ class Loop:
         """Free the slots of requests that have ended. No round may be pending."""
         for request in [s for s in self.active if s.finished]:
             self.slots.retire(request)
-            if self.memo is not None and request.speculates:
-                self.memo.ended()
 
     def cancel(self, request: Request) -> Event | None:
         """End a request, between two steps. Its slot is free after `retire`. Returns its last event; None if it has

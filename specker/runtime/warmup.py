@@ -36,8 +36,6 @@ def warm_up(
     per exit and length, captured at its second use. Then, on any device, decode a few tokens with and without the
     drafter, and measure what rounds cost, for policies that rest. `on_progress` is called with (done, of)."""
     loop = session.loop
-    if loop.memo is not None:
-        loop.memo.pause()
     if loop.graphs.capture:
         gc.collect()  # the graphs of engines that were dropped: torch does not collect before a capture
     if loop.fixed:
@@ -61,8 +59,6 @@ def warm_up(
     loop.history.clear()  # of what the first rounds took, which compiled, and of the drafts for these texts
     if loop.runner is not None:
         loop.runner.chooser.clear()
-    if loop.memo is not None:
-        loop.memo.restore()
     with session.alone():
         if loop.drafter is not None and policy().may_skip_drafting:
             measure(loop, (*plan.budgets, *policy().budgets()) or (loop.largest,), policy().confident)

@@ -29,7 +29,6 @@ AGREES = 0.75  # a_j before anything was drafted
 TEXT, ENGINE = 0.9, 0.98  # decay of counts at each draft: for one text, and for all texts of an engine
 PRIOR = 4.0  # the earlier texts count as much as this many drafts of a new text
 BUCKETS = 4  # intervals of the draft's probabilities that are corrected separately
-KEPT = 16.0  # earlier runs' drafts, or tokens, count at most as much as this many of an engine's own
 
 
 @dataclass
@@ -47,16 +46,6 @@ class Share:
     def mean(self, prior: float, weight: float = PRIOR) -> float:
         """The mean, with a prior that counts for `weight`."""
         return (self.total + weight * prior) / (self.count + weight)
-
-    def kept(self) -> list[float]:
-        """Plain numbers for `restore`."""
-        return [self.total, self.count]
-
-    def restore(self, kept: Sequence[float]) -> Share:
-        """Start from an earlier run's mean, at a weight of at most KEPT."""
-        scale = min(1.0, KEPT / max(kept[1], 1.0))
-        self.total, self.count = scale * kept[0], scale * kept[1]
-        return self
 
 
 @dataclass
@@ -91,22 +80,6 @@ class Acceptance:
         self.drafted.add(drafted)
         for j, probability in enumerate(outcome.confidence[:seen]):
             self.buckets[min(int(probability * BUCKETS), BUCKETS - 1)].add(j < right, probability)
-
-    def kept(self) -> dict[str, Any]:
-        """What drafts have achieved as plain numbers for `restore`."""
-        lists = {"agrees": self.agrees, "buckets": self.buckets}
-        shares = {"compared": self.compared, "tokens": self.tokens, "drafted": self.drafted}
-        lists |= {name: [share] for name, share in shares.items()}
-        return {name: [share.kept() for share in shares] for name, shares in lists.items()}
-
-    def restore(self, kept: dict[str, Any]) -> None:
-        """Start from an earlier run's acceptance, which `kept` returned, at a weight of at most KEPT for each mean."""
-
-        def made(name: str) -> list[Share]:
-            return [Share(self.decay).restore(share) for share in kept[name]]
-
-        self.agrees, self.buckets, self._table = made("agrees"), made("buckets"), []
-        (self.compared,), (self.tokens,), (self.drafted,) = made("compared"), made("tokens"), made("drafted")
 
     def agreement(self) -> float:
         """The share of compared draft tokens that were right."""
@@ -224,19 +197,3 @@ class AcceptanceHistory:
         self.matches: dict[int, Share] = {}  # right tokens of copied text, by the length of the match
         self.exits: Any = None  # DEL's counts and sums of confidence, by layer of the target
         self.watching = self.decoding = 0.0  # seconds in which DEL watched layers, and in all its rounds
-
-    def kept(self) -> dict[str, Any]:
-        """What was learnt, as plain numbers for `restore`."""
-        matches = [[length, *share.kept()] for length, share in sorted(self.matches.items())]
-        exits = None if self.exits is None else self.exits.tolist()
-        return {"costs": self.costs.kept(), "drafts": self.drafts.kept(), "matches": matches, "exits": exits}
-
-    def restore(self, kept: dict[str, Any], exits: Any = None) -> None:
-        """Start from what an earlier run learnt, which `kept` returned. `exits`: its counts by layer as an array, or
-        None; the policies limit their weight."""
-        self.clear()
-        self.costs.restore(kept["costs"])
-        self.drafts.restore(kept["drafts"])
-        for length, total, count in kept["matches"]:
-            self.matches[length] = Share(ENGINE).restore((total, count))
-        self.exits = exits

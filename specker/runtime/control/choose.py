@@ -2,18 +2,12 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 from specker.runtime.control.costs import Costs
 from specker.runtime.control.policy import Budget, Policy
 
-# The credit for losses that drafts may cause, in plain rounds: at the start, as a share of the time in which they are
-# made and in which they are not, and at most.
-FIRST, SHARE, RESTING, MOST = 5.0, 0.015, 0.007, 12.0
-CARRIED = 1.5  # the most credit that a new text takes over from texts in which drafts lost
-# An engine's first texts find out whether drafts pay, good luck or bad: OPENING drafts in groups of GROUP, at least GAP
-# plain rounds apart, whatever is expected of them, within the first UNTIL rounds and ALLOWANCE plain rounds of losses.
-OPENING, GROUP, GAP, UNTIL, ALLOWANCE = 12, 3, 4, 96, 10.0
+# The credit for losses that drafts may cause, in plain rounds: at the start, as a share of the time, and at most.
+FIRST, SHARE, MOST = 5.0, 0.015, 12.0
 START = 1.03  # the gain that drafts must promise after a plain round, because they disturb the CPU's caches
 WAIT, DOUBLED = 16, 3  # plain rounds before a trial; how many times losing trials double that number
 AGAIN = 16  # plain rounds until drafts are considered again; divides WAIT
@@ -27,10 +21,8 @@ class Chooser:
     """Takes the shape with the most expected tokens per second over all sequences.
 
     Policies that may skip drafting do so while plain rounds are expected to be faster. From time to time a trial, a
-    short draft, finds out whether that has changed. Trials become rarer while they lose. A new text, and the next one
-    after a trial that gained, is tried at once if the credit allows. Expectations can be wrong, so drafting also spends
-    a budget that grows with time and measured gains; at zero it stops. An engine that knows nothing from earlier runs
-    begins with a fixed number of trials, so no unlucky draft decides.
+    short draft, finds out whether that has changed. Trials become rarer while they lose. Expectations can be wrong, so
+    drafting also spends a budget that grows with time and measured gains; at zero it stops.
 
     While drafts are made, a few plain rounds now and then measure plain decoding. They are more frequent when drafts
     gain little: the time that they cost stays within SHARE of all time.
@@ -59,43 +51,18 @@ class Chooser:
         self._prices: tuple[float, ...] = ()
         self._priced: tuple[int, Budget, bool] | None = None
         self._kept = 0
-        self._new = False  # whether a text was admitted since the last trial, or that one gained
-        self._measured = False  # whether plain rounds had been measured before the last choice
-        self._open()
-
-    def _open(self) -> None:
-        """Measure deliberately, because nothing is known."""
-        self._opening = OPENING  # drafts of the opening that are still to be made
-        self._until = UNTIL  # rounds in which they may be made
-        self._allowance = ALLOWANCE  # what they may still lose, in plain rounds
-        self._charged = 0  # trials of the opening whose round has not ended
-
-    def kept(self) -> dict[str, Any]:
-        """What the next run needs besides costs and acceptance, as plain numbers for `restore`."""
-        return {"credit": self.credit, "lost": self._lost, "opening": self._opening}
-
-    def restore(self, kept: dict[str, Any]) -> None:
-        """Go on as the run did that returned `kept`."""
-        self.clear()
-        self.credit, self._lost = min(max(kept["credit"], 0.0), FIRST), min(kept["lost"], DOUBLED)
-        self._opening, self._measured = min(kept["opening"], OPENING), True
 
     def admitted(self) -> None:
         """A new text may suit the drafts better than the last one: try again soon. Now pay for the prefills that the
         last text's drafts began with."""
         self.credit, self._begun = self.credit - self._begun, 0.0
-        if self._lost and not self._opening:
-            self.credit = min(self.credit, CARRIED)
-        self._lost, self._resting, self._new = min(self._lost, 1), 0, True
+        self._lost, self._resting = min(self._lost, 1), 0
 
     def choose(self, policies: Sequence[Policy], remaining: int, behind: int = 0) -> Budget:
         """The shape of the next round. `remaining`: tokens that the texts may still grow by. `behind`: committed
         tokens of all texts that a model must prefill before it can draft."""
         n = len(policies)
-        self._until -= 1
-        self._opening = self._opening if self._until > 0 else 0
-        asked = self._opening and self._price <= self._allowance
-        if self._resting == n and self._waited % AGAIN and not asked and not any(p.copies for p in policies):
+        if self._resting == n and self._waited % AGAIN and not any(p.copies for p in policies):
             self._waited += 1
             return self._none
         shapes = list(dict.fromkeys(shape for p in policies for shape in p.budgets()))
@@ -110,9 +77,6 @@ class Chooser:
             return self._rest(n, none, "slower" if shapes else "nothing found")
         if not (self._looks or self.costs.plain_rounds):
             self._looks = LOOK
-            if self._measured:  # an earlier run's costs no longer held
-                self._open()
-        self._measured = self.costs.plain_rounds > 0
         plain = n / self.costs.plain(n)
         rates = {shape: self.rate(policies, shape, self._late(shape, behind)) for shape in drafts}
         best = max(drafts, key=lambda shape: rates[shape])
@@ -126,21 +90,12 @@ class Chooser:
         bar = plain if self._drafting else START * plain
         if rate > bar and self.credit > 0 and remaining * (1 / plain - 1 / rate) > self._late(best, behind):
             self._waited, self._resting, self._drafting = 0, 0, True
-            self._opening = max(0, self._opening - 1)
             return best
         trial = policies[0].trial(best)
         late = self._late(trial, behind)
         self._price = (self._seconds(policies, trial) + late) * plain / n - 1
-        opening = self._opening and self._price <= self._allowance
-        if opening:
-            due = self._waited >= GAP or self._opening % GROUP
-        else:
-            due = self._new or self._waited >= WAIT << min(self._lost, DOUBLED)
-            due = due and self.credit >= (self._price if self._lost or not self._new else 0.0)
-        if due and n < remaining:
-            self.trial, self._waited, self._new = True, 0, False
-            if opening:
-                self._opening, self._charged = self._opening - 1, self._charged + 1
+        if self._waited >= WAIT << min(self._lost, DOUBLED) and self._price <= self.credit and n < remaining:
+            self.trial, self._waited = True, 0
             return trial
         return self._rest(n, none, "slower")
 
@@ -193,17 +148,13 @@ class Chooser:
         tokens that were prefilled for it. `verified`: as in `Costs.observe`."""
         plain = self.costs.plain(n)
         took = self.costs.round(n, shape, drafted, verified) / plain
-        self.credit += (SHARE if drafted else RESTING) * took
+        self.credit += SHARE * took
         if drafted:
             self._since, self._spent = self._since + 1, self._spent + took
             gained, late = tokens / n - took, self._late(shape, behind) / plain
             if trial:
                 gained -= late
-                self._lost, self._new = (0, True) if gained > 0 else (self._lost + 1, self._new)
-                if self._charged:
-                    self._charged -= 1
-                    self._allowance += min(gained, 0.0)
-                    gained = max(gained, 0.0)
+                self._lost = 0 if gained > 0 else self._lost + 1
             else:  # this time is already spent, so it must not end the drafts for this text
                 self._begun += late
             self.credit += gained

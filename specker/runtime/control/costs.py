@@ -1,7 +1,6 @@
 """The seconds of a round's stages on this machine with these models: measured by the warm-up, corrected by every round.
 
-Before anything is measured, a stage costs as many plain decoding steps as it reads bytes of weights (the prior). Costs
-of an earlier run (memo.py) hold until the first rounds contradict them.
+Before anything is measured, a stage costs as many plain decoding steps as it reads bytes of weights (the prior).
 """
 
 import math
@@ -20,9 +19,6 @@ SIZES: Any = np.arange(TABLE)
 RISE, FALL, JUMP = 0.15, 0.3, math.log(2)
 REPEATED = 3  # rounds that a careful measurement counts for
 LEAST = 1e-9  # seconds; a stage that the clock cannot resolve
-# An earlier run's costs are forgotten if the first CHECKED rounds differ from them by more than the factor STALE. One
-# round suffices if it is shorter, because interruptions only lengthen rounds.
-CHECKED, STALE = 3, 2.0
 
 
 class Curve:
@@ -79,10 +75,6 @@ class Curve:
         self.factor, self.ratios, self._table = other.factor, dict(other.ratios), []
         return self
 
-    def restore(self, factor: float, ratios: list[tuple[int, float]]) -> None:
-        """Start from an earlier run's `factor` and `ratios`."""
-        self.factor, self.ratios, self._table = factor, dict(ratios), []
-
     def _tabulated(self) -> list[float]:
         """The costs of sizes 0 to TABLE - 1, divided by `factor`. Every round changes all of them, so they are computed
         at once."""
@@ -125,26 +117,6 @@ class Costs:
         self._draft: dict[tuple[int, int, int], Curve] = {}
         self.plain_rounds = 0  # number of measured rounds without a draft
         self._prefill = 0.0  # seconds per token that the drafter prefills
-        self._unchecked = 0  # rounds that are still to be compared with an earlier run's costs
-        self._longer: list[float] = []  # how many times as long as by those costs the rounds so far took
-
-    def kept(self) -> dict[str, Any]:
-        """The measurements as plain numbers for `restore`."""
-        curves = {
-            name: [[*key, curve.factor, sorted(curve.ratios.items())] for key, curve in kind.items() if curve.factor]
-            for name, kind in (("verify", self._verify), ("draft", self._draft))
-        }
-        return {**curves, "prefill": self._prefill}
-
-    def restore(self, kept: dict[str, Any]) -> None:
-        """Start from an earlier run's measurements, which `kept` returned, until the first rounds contradict them."""
-        self.clear()
-        for n, exit, factor, ratios in kept["verify"]:
-            self._verifying(n, exit).restore(factor, ratios)
-            self.plain_rounds += exit == 0 and any(size == 1 for size, _ in ratios)
-        for n, exit, part, factor, ratios in kept["draft"]:
-            self._drafting(n, Budget(1, 1, exit, part)).restore(factor, ratios)
-        self._prefill, self._unchecked = kept["prefill"], CHECKED
 
     def verify(self, n: int, rows: float, exit: int = 0) -> float:
         """Seconds of a verify pass over `rows` rows of each of n sequences, and of all that follows it in the round.
@@ -198,7 +170,6 @@ class Costs:
     ) -> None:
         """Learn from a round of n sequences: its draft of `tokens` tokens took `draft` seconds, the rest `verify`.
         `verified`: how many draft tokens a sequence had in the verify pass, on average; None: `tokens`."""
-        self._compare(n, budget, tokens, draft + verify, verified)
         rows = 1 + (tokens if verified is None else verified)
         exit = budget.exit if rows > 1 else 0
         self.plain_rounds += not tokens
@@ -209,7 +180,6 @@ class Costs:
 
     def measured(self, n: int, budget: Budget, tokens: int, draft: float, verify: float) -> None:
         """Like `observe`, for careful measurements."""
-        self._compare(n, budget, tokens, draft + verify, careful=True)
         exit = budget.exit if tokens else 0
         self.plain_rounds += REPEATED * (not tokens)
         self._verifying(n, exit).set(tokens + 1, verify)
@@ -220,27 +190,6 @@ class Costs:
         """Learn from a prefill of `tokens` tokens by the drafter."""
         each = seconds / tokens
         self._prefill += (each - self._prefill) * (0.3 if self._prefill else 1.0)
-
-    def _compare(
-        self,
-        n: int,
-        budget: Budget,
-        tokens: int,
-        seconds: float,
-        verified: float | None = None,
-        careful: bool = False,
-    ) -> None:
-        """Forget an earlier run's costs if this round, one of the first, shows that they no longer hold."""
-        verify, rows = self._verify.get((n, budget.exit if tokens else 0)), tokens + 1
-        if not self._unchecked or verify is None or rows not in verify.ratios:
-            return
-        if tokens and tokens not in self._drafting(n, budget).ratios:
-            return
-        self._unchecked = 0 if careful else self._unchecked - 1
-        self._longer.append(max(seconds, LEAST) / self.round(n, budget, tokens, verified))
-        slower = not self._unchecked and min(self._longer) > STALE
-        if slower or self._longer[-1] < 1 / STALE:
-            self.clear()
 
     def _verifying(self, n: int, exit: int) -> Curve:
         return self._of(self._verify, (n, exit), lambda rows: self.reads(n * rows) / self.reads(n))
