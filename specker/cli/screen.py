@@ -205,7 +205,6 @@ def _styled(text: str, style: str) -> "Text":
 
 def _table(engine: Any, results: list[Result], trim: dict[str, Any]) -> "Table":
     """The run's figures, beside those of `ar` with --check. `trim`: as `Engine.trim_report` returns it."""
-    from rich.console import Console
     from rich.table import Table
 
     stats, checked = stats_of(results), [r for r in results if r.check]
