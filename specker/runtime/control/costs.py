@@ -47,9 +47,12 @@ class Curve:
             return self._table[below] + (size - below) * (self._table[below + 1] - self._table[below])
         return self.prior(size) * self._ratio(size)
 
-    def learn(self, size: int, seconds: float) -> None:
-        """Take a measurement into account."""
+    def learn(self, size: int, seconds: float, warm: bool = True, all: bool = False) -> None:
+        """Take a measurement into account. `warm`: False if it may be too long (`Costs.observe`). `all`: what differs
+        from the estimate is the machine's speed, which every size shares."""
         seconds = max(seconds, LEAST)
+        if not warm and (self.factor is None or seconds > self.factor * self.at(size)):
+            return
         known = size in self.ratios
         ratio = self.ratios.get(size) or self._ratio(size)
         if self.factor is None:
@@ -57,7 +60,8 @@ class Curve:
         error = min(math.log(seconds / (self.factor * self.prior(size) * ratio)), JUMP)
         if known:
             step = math.exp(error * (FALL if error < 0 else RISE) / 2)
-            self.factor *= step
+            self.factor *= step * step if all else step
+            step = 1.0 if all else step
         else:
             step = math.exp(error)
         self.ratios[size] = ratio * step
@@ -166,17 +170,34 @@ class Costs:
         return rate * (self.verify(n, most + 1, budget.exit) - self.plain(n)) / (n * most) if most else 0.0
 
     def observe(
-        self, n: int, budget: Budget, tokens: int, draft: float, verify: float, verified: float | None = None
+        self,
+        n: int,
+        budget: Budget,
+        tokens: int,
+        draft: float,
+        verify: float,
+        verified: float | None = None,
+        warm: bool = True,
+        rests: bool = False,
     ) -> None:
         """Learn from a round of n sequences: its draft of `tokens` tokens took `draft` seconds, the rest `verify`.
-        `verified`: how many draft tokens a sequence had in the verify pass, on average; None: `tokens`."""
+        `verified`: how many draft tokens a sequence had in the verify pass, on average; None: `tokens`. `warm`: False
+        for the first rounds after a change between plain rounds and drafts. They load the processor's caches anew, so
+        they count only if they were shorter than expected. `rests`: only plain rounds are timed for a while, so a
+        change of their time is taken for one of the machine's speed, which changes all costs alike."""
         rows = 1 + (tokens if verified is None else verified)
         exit = budget.exit if rows > 1 else 0
         self.plain_rounds += not tokens
         curve, size = self._verifying(n, exit), round(rows)
-        curve.learn(size, verify * curve.at(size) / curve.at(rows))
+        before = curve.factor
+        curve.learn(size, verify * curve.at(size) / curve.at(rows), warm, rests and not tokens)
         if tokens:
-            self._drafting(n, budget).learn(tokens, draft)
+            self._drafting(n, budget).learn(tokens, draft, warm)
+        elif rests and before and curve.factor:
+            for kind in (self._verify, self._draft):
+                for key, other in kind.items():  # type: ignore[attr-defined]
+                    if key[0] == n and other is not curve and other.factor is not None:
+                        other.factor *= curve.factor / before
 
     def measured(self, n: int, budget: Budget, tokens: int, draft: float, verify: float) -> None:
         """Like `observe`, for careful measurements."""
