@@ -8,8 +8,9 @@ from specker.runtime.control.policy import Budget, Policy
 
 # The credit for losses that drafts may cause, in plain rounds: at the start, as a share of the time in which they are
 # made and in which they are not, and at most; and the most that a new text takes over from one in which they lost.
-FIRST, SHARE, RESTING, MOST, CARRIED = 5.0, 0.015, 0.007, 12.0, 2.0
+FIRST, SHARE, RESTING, MOST, CARRIED = 5.0, 0.015, 0.006, 12.0, 2.0
 COLD = 2  # rounds after a change between plain rounds and drafts, in which the processor's caches hold other data
+SWITCH = 1.0  # what a trial costs because caches are cold, in plain rounds
 RUN = 4  # the fewest drafts in a row, so that some find warm caches: a draft on its own takes up to 1.5 times as long
 START = 1.03  # the gain that drafts must promise after a plain round, because they disturb the CPU's caches
 WAIT, DOUBLED = 16, 3  # plain rounds before a trial; how many times losing trials double that number
@@ -18,6 +19,7 @@ REFRESH = 8  # rounds that prices are kept for
 LOOK = 5  # plain rounds in a row that measure plain decoding
 APART = 16  # the fewest drafts between two such measurements
 NONE = Budget(0, 0)
+RESTS, MISSING = "slower", "nothing found"  # why a round drafts nothing
 
 
 class Chooser:
@@ -70,7 +72,7 @@ class Chooser:
         """The shape of the next round. `remaining`: tokens that the texts may still grow by. `behind`: committed
         tokens of all texts that a model must prefill before it can draft."""
         shape = self._choose(policies, remaining, behind)
-        if shape.nodes or self.reason != "nothing found":  # a match that is missing is no change
+        if shape.nodes or self.reason != MISSING:  # a match that is missing is no change
             changed = (shape.nodes > 0) != self._drafted
             self._cold, self._drafted = COLD if changed else max(0, self._cold - 1), shape.nodes > 0
         return shape
@@ -94,7 +96,7 @@ class Chooser:
         drafts = [shape for shape in shapes if shape.nodes]
         none = replace(shapes[0], nodes=0, depth=0) if shapes else NONE
         if not drafts:
-            return self._rest(n, none, "slower" if shapes else "nothing found")
+            return self._rest(n, none, RESTS if shapes else MISSING)
         if not (self._looks or self.costs.plain_rounds):
             self._looks = LOOK
         plain = n / self.costs.plain(n)
@@ -114,15 +116,15 @@ class Chooser:
             return best
         trial = policies[0].trial(best)
         seconds, late = self._seconds(policies, trial), self._late(trial, behind)
-        # What the trial is expected to lose.
-        self._price = RUN * max(0.0, seconds * plain - sum(p.expected(trial) for p in policies)) / n + late * plain / n
+        loss = RUN * (seconds * plain - sum(p.expected(trial) for p in policies))
+        self._price = SWITCH + (max(0.0, loss) + late * plain) / n  # what the trial is expected to lose
         due = self._waited >= WAIT << min(self._lost, DOUBLED) and self._price <= self.credit
         if due and n < remaining:
             self._run, self._waited, self._gained = RUN, 0, 0.0
         if self._run > 0 and self.credit > 0:
             self._run, self.trial, self._resting = self._run - 1, True, 0
             return trial
-        return self._rest(n, none, "slower")
+        return self._rest(n, none, RESTS)
 
     def _rest(self, n: int, none: Budget, reason: str) -> Budget:
         self.reason, self._resting, self._none = reason, n, replace(none, extra=())
@@ -181,6 +183,7 @@ class Chooser:
                 gained -= late
                 self._gained += gained
                 if not self._run:
+                    gained -= SWITCH
                     self._lost = 0 if self._gained > 0 else self._lost + 1
             else:  # this time is already spent, so it must not end the drafts for this text
                 self._begun += late
