@@ -18,6 +18,7 @@ SIZES: Any = np.arange(TABLE)
 # more slowly than it falls, and by at most a factor of two at once.
 RISE, FALL, JUMP = 0.15, 0.3, math.log(2)
 REPEATED = 3  # rounds that a careful measurement counts for
+FORGET = 64  # rounds with drafts after which a size that none of them had is taken to be like the others again
 LEAST = 1e-9  # seconds; a stage that the clock cannot resolve
 
 
@@ -31,6 +32,8 @@ class Curve:
         self.prior = prior
         self.factor: float | None = None  # seconds per unit of the prior; None: nothing was measured
         self.ratios: dict[int, float] = {}  # measured cost over the prior, by size
+        self._last: dict[int, int] = {}  # for sizes of rounds: their number when it was last seen
+        self._rounds = 0  # number of measurements of sizes above 1
         self._table: list[float] = []
         self._priors = [prior(x) for x in range(TABLE)]
 
@@ -65,7 +68,16 @@ class Curve:
         else:
             step = math.exp(error)
         self.ratios[size] = ratio * step
+        self._forget(size)
         self._table = []
+
+    def _forget(self, size: int) -> None:
+        """One interrupted round would else make its size too dear to be used, and so to be measured, again."""
+        if size > 1:
+            self._rounds += 1
+            self._last[size] = self._rounds
+            for old in [x for x, last in self._last.items() if last <= self._rounds - FORGET]:
+                del self._last[old], self.ratios[old]
 
     def set(self, size: int, seconds: float) -> None:
         """Replace the estimate of this size by a careful measurement."""
