@@ -206,6 +206,7 @@ class Costs:
         if tokens:
             self._drafting(n, budget).learn(tokens, draft, warm)
         elif rests and before and curve.factor:
+            self._prefill *= curve.factor / before
             for kind in (self._verify, self._draft):
                 for key, other in kind.items():  # type: ignore[attr-defined]
                     if key[0] == n and other is not curve and other.factor is not None:
