@@ -150,8 +150,8 @@ def test_luck_does_not_decide_whether_drafts_are_made(step, row, a, confident):
     """Single drafts after plain rounds take so much longer that they lose, though drafts in a row win."""
     best = max(World(step, row, None).rate(k, a) * STEP for k in LENGTHS)
     found = [texts(step, row, a, confident, seed) for seed in range(8)]
-    assert min(share for _, share in found) > 0.6
-    assert min(speed for speed, _ in found) > 0.85 * best > 1.05
+    assert min(share for _, share in found) > 0.4
+    assert min(speed for speed, _ in found) > 0.8 * best > 1.05
 
 
 @pytest.mark.parametrize("confident", [False, True])

@@ -8,7 +8,7 @@ from specker.runtime.control.policy import Budget, Policy
 
 # The credit for losses that drafts may cause, in plain rounds: at the start, as a share of the time in which they are
 # made and in which they are not, and at most; and the most that a new text takes over from one in which they lost.
-FIRST, SHARE, RESTING, MOST, CARRIED = 5.0, 0.015, 0.006, 12.0, 2.0
+FIRST, SHARE, RESTING, MOST, CARRIED = 5.0, 0.015, 0.008, 12.0, 2.0
 COLD = 2  # rounds after a change between plain rounds and drafts, in which the processor's caches hold other data
 SWITCH = 1.0  # what a trial costs because caches are cold, in plain rounds
 RUN = 4  # the fewest drafts in a row, so that some find warm caches: a draft on its own takes up to 1.5 times as long
