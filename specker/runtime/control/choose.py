@@ -148,7 +148,8 @@ class Chooser:
 
     def measured(self, n: int, seconds: float) -> None:
         """Take the seconds of a plain round of n sequences that was chosen to measure plain decoding. In the first
-        rounds of a measurement the processor's caches still hold a draft's data, so the shortest round counts."""
+        rounds of a measurement the processor's caches still hold a draft's data, so a short round counts: the second
+        shortest, because draft rounds are not timed at their luckiest either."""
         if n != self._looked:  # a text was admitted or ended meanwhile
             self._look, self._looked = [], n
         self._look.append(seconds)
