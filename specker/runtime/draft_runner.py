@@ -107,7 +107,7 @@ class DraftRunner:
     def learn(self, r: Round, tokens: int) -> None:
         """Take the round's time and its `tokens` into account, but for those that grammars forced. Rounds that differ
         from later ones teach nothing: those in which layers were watched or grammars forced every text, and the last
-        ones of texts, which their limits cut."""
+        ones of texts, which their limits cut. One with parts of prompts says nothing of what rounds cost."""
         if r.forced:
             return
         n, costs, seconds = len(r.requests), self.history.costs, r.seconds
@@ -115,7 +115,7 @@ class DraftRunner:
         verified = r.draft.size if r.places is None else len(r.places) / n - 1
         if r.behind:
             costs.observe_prefill(r.behind, seconds["prefill"])
-        if "watch" not in seconds:
+        if "watch" not in seconds and not r.parts:
             rest = seconds["verify"] + seconds["accept"] + (0.0 if self.captures else seconds["commit"])
             if r.reason == "measured" and not r.draft.size:  # a grammar may have put tokens into some chains
                 self.chooser.measured(n, rest)

@@ -276,7 +276,7 @@ def test_cancel(models, where, monkeypatch):
     ahead = [session.submit([n], Params(max_new_tokens=60)) for n in ((1, 2) if where == "waiting" else (1,))]
     session.step()
     request = session.submit(prompt, Params(max_new_tokens=30))
-    while {"waiting": False, "prefill": engine.loop.slots.filling is None, "decoding": not request.tokens}[where]:
+    while {"waiting": False, "prefill": not engine.loop.slots.filling, "decoding": not request.tokens}[where]:
         session.step()
     session.cancel(request)
     session.cancel(request)
