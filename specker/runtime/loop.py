@@ -45,7 +45,7 @@ from specker.runtime.round.synthetic import agreements, spread
 from specker.runtime.slots import Slots
 
 AT_ONCE = 2048  # tokens of prompts that a step prefills if nothing decodes meanwhile
-STALL = 1.8  # usual rounds by which prefills may lengthen a round: the p95 between tokens stays below three rounds
+STALL = 1.6  # usual rounds by which prefills may lengthen a round: the p95 between tokens stays below three rounds
 LEAST, UNKNOWN = 4, 32  # rows of prompts that a step prefills then: the fewest, and before anything was measured
 MEASURE = 64  # rounds in a row with such rows, until one without them measures the usual time
 NEW = 0.3  # weight of a new measurement
@@ -291,13 +291,14 @@ class Loop:
 
     def _chunk(self) -> int:
         """Rows of prompts to prefill with the next round: as many as lengthen it by STALL usual rounds, or by half of
-        that if a draft model has prompts to prefill, too. Where bits depend on the chunk it has one size. A round
-        without such rows, now and then, measures what is usual."""
+        that if a draft model has prompts to prefill, too. The usual round is that of all requests that are here, as if
+        they all decoded: a loaded server gains more by large passes. Where bits depend on the chunk it has one size. A
+        round without such rows, now and then, measures what is usual."""
         if self.slots.prefix_alignment > 1:
             return prefill_chunk(self.target)
-        n = max(1, len(self.active))
-        usual = self._round_seconds.get(n, 0.0)
-        if self.active and (not usual or self._joined >= MEASURE):
+        n = len(self.active)
+        usual = self._usual_seconds(min(self.size, n + len(self.slots.filling) + len(self.waiting)))
+        if n and (not usual or self._joined >= MEASURE):
             return 0
         if not usual or not self._row_seconds:
             return UNKNOWN
@@ -307,6 +308,15 @@ class Loop:
             return max(LEAST, min(COMPILED_CHUNK, int(longer / self._row_seconds)))
         most = self.target.stack.most if self.target.stack is not None else COMPILED_CHUNK
         return max(LEAST, min(COMPILED_CHUNK, most - rows, int((usual + longer - drafting) / self._row_seconds) - rows))
+
+    def _usual_seconds(self, n: int) -> float:
+        """Seconds of a round of n sequences without rows of prompts: as measured, or of the most similar number that
+        was; a sequence's row costs at most what a prompt's row costs, and half of that is a guess. 0 if unknown."""
+        if not self._round_seconds:
+            return 0.0
+        near = min(self._round_seconds, key=lambda known: abs(known - n))
+        usual = self._round_seconds[near]
+        return max(usual / 2, usual + (n - near) * self._row_seconds / 2)
 
     def _begin(self, request: Request) -> None:
         self.batches.forget_bucket()
@@ -457,7 +467,7 @@ class Loop:
             usual = self._round_seconds.get(n, launched)
             self._round_seconds[n], self._joined = usual + NEW * (launched - usual), 0
         if self.runner is not None and self.slots.prefix_alignment == 1:
-            self.runner.stall = STALL / len(self.slots.caches) * self._round_seconds.get(n, 0.0)
+            self.runner.stall = STALL / len(self.slots.caches) * self._usual_seconds(n)
         out, grown = [], []
         for slot, (request, (path, tokens)) in enumerate(zip(r.requests, each, strict=True)):
             left = request.limit - len(request.token_ids)  # a draft of fixed shape may go beyond the end
