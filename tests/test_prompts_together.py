@@ -111,8 +111,6 @@ def test_tokens_are_those_of_each_request_alone(targets, passes, kind, way):
     assert [request.tokens for request in requests] == want
     assert max(map(len, passes)) > 1, "no pass had parts of several prompts"
     assert sum(map(sum, passes)) == sum(request.stats.prefilled for request in requests)
-    for request in requests:
-        assert request.stats.wall == pytest.approx(sum(request.stats.seconds.values()), rel=0.5)
 
 
 def test_no_request_waits_for_a_later_one(targets, passes):

@@ -12,7 +12,9 @@ from specker.runtime.round.round import Round
 from specker.runtime.round.state import Request
 
 LEAST = 4  # the fewest rows of a prompt that the drafter prefills before a round
-BEHIND = "prefill"  # why a round drafts nothing: the drafter is prefilling a prompt
+# Why a round drafts nothing, beside the chooser's reasons: the drafter is prefilling a prompt; rows of prompts come with
+# the verify pass.
+BEHIND, PROMPTS = "prefill", "prompts"
 
 
 class DraftRunner:
@@ -38,9 +40,10 @@ class DraftRunner:
         self.offer = Offer()  # for the texts of the last call of `shape`
         self._delayed: Budget | None = None  # to draft once the drafter has prefilled the texts
 
-    def shape(self, requests: list[Request]) -> tuple[Budget, str]:
+    def shape(self, requests: list[Request], prompts: bool = False) -> tuple[Budget, str]:
         """The shape that the chooser takes of the policies' proposals, and why it drafts nothing. Rank 0 decides, since
-        measured times differ by rank."""
+        measured times differ by rank. `prompts`: rows of prompts come with the verify pass. A model then drafts nothing
+        where policies allow that: a draft's rows take time from the prompts, and the round has no idle arithmetic."""
         policies = [s.policy for s in requests]
         self.offer = offer = self.drafter.prepare(requests)
         for policy, match in zip(policies, offer.matches, strict=False):
@@ -49,6 +52,8 @@ class DraftRunner:
         if budget is None:
             budget = self.chooser.choose(policies, sum(s.limit - len(s.token_ids) for s in requests), offer.missing)
         reason = self.chooser.reason
+        if prompts and budget.nodes and self.rests(requests) and not budget.part:
+            budget, reason = NONE, PROMPTS
         if not self._caught_up(requests, budget):
             self._delayed, budget, reason = budget, NONE, BEHIND
         if self.ranks is not None and (policies[0].may_skip_drafting or policies[0].layers or len(policies) > 1):
@@ -57,6 +62,10 @@ class DraftRunner:
         for p in policies:
             p.taken(budget, prices)
         return budget, reason
+
+    def rests(self, requests: list[Request]) -> bool:
+        """Whether a model drafts for these requests, and not while prompts come with the round."""
+        return self.drafter.model is not None and requests[0].policy.may_skip_drafting
 
     def _caught_up(self, requests: list[Request], budget: Budget) -> bool:
         """Whether the drafter may prefill what it lacks within the round. While several requests decode, a longer part
@@ -121,7 +130,7 @@ class DraftRunner:
                 self.chooser.measured(n, rest)
             else:
                 costs.observe(n, r.batch.budget, drafted, seconds["draft"], rest, verified)
-        if r.reason != BEHIND and r.requests[0].policy.may_skip_drafting:  # only these spend the credit
+        if r.reason not in (BEHIND, PROMPTS) and r.requests[0].policy.may_skip_drafting:  # only these spend the credit
             verified = drafted if r.places is None else verified
             self.chooser.finished(n, r.batch.budget, drafted, tokens, r.trial, r.behind, verified)
 

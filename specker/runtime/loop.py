@@ -33,7 +33,7 @@ from specker.runtime.batches import Batches
 from specker.runtime.control.auto import AcceptanceHistory
 from specker.runtime.control.choose import NONE
 from specker.runtime.control.policy import Budget
-from specker.runtime.draft_runner import BEHIND, DraftRunner, account
+from specker.runtime.draft_runner import BEHIND, PROMPTS, DraftRunner, account
 from specker.runtime.events import Event, cancelled, emitted
 from specker.runtime.ranks.dist import Ranks
 from specker.runtime.record import record
@@ -291,7 +291,7 @@ class Loop:
 
     def _chunk(self) -> int:
         """Rows of prompts to prefill with the next round: as many as lengthen it by STALL usual rounds, or by half of
-        that if a draft model has prompts to prefill, too. The usual round is that of all requests that are here, as if
+        that if a draft model may have prompts to prefill, too. The usual round is that of all requests that are here, as if
         they all decoded: a loaded server gains more by large passes. Where bits depend on the chunk it has one size. A
         round without such rows, now and then, measures what is usual."""
         if self.slots.prefix_alignment > 1:
@@ -303,11 +303,17 @@ class Loop:
         if not usual or not self._row_seconds:
             return UNKNOWN
         rows, drafting = self._last if self._last[0] >= n else (n, 0.0)
-        longer = usual * STALL / len(self.slots.caches)
+        longer = usual * STALL / self._readers
         if not self.slots.several:  # a pass of their own
             return max(LEAST, min(COMPILED_CHUNK, int(longer / self._row_seconds)))
         most = self.target.stack.most if self.target.stack is not None else COMPILED_CHUNK
         return max(LEAST, min(COMPILED_CHUNK, most - rows, int((usual + longer - drafting) / self._row_seconds) - rows))
+
+    @property
+    def _readers(self) -> int:
+        """Models that prefill prompts before or in the same round."""
+        rests = self.runner is None or not self.active or self.runner.rests(self.active)
+        return 1 if rests and self.slots.several else len(self.slots.caches)
 
     def _usual_seconds(self, n: int) -> float:
         """Seconds of a round of n sequences without rows of prompts: as measured, or of the most similar number that
@@ -404,7 +410,7 @@ class Loop:
         runner = self.runner if requests[0].speculates else None
         guides = [s.guide for s in requests if s.guide is not None]
         forced = runner is not None and len(guides) == len(requests) and all(guide.forced for guide in guides)
-        budget, reason = (NONE, "") if runner is None or forced else runner.shape(requests)
+        budget, reason = (NONE, "") if runner is None or forced else runner.shape(requests, bool(self._joining))
         fixed = self.fixed and not guides and (runner is None or runner.fixes(budget))
         if ahead and (not fixed or (budget.nodes and not self._chain)):
             return None  # a drafter that missed tokens must first know them
@@ -415,7 +421,7 @@ class Loop:
         r.forced = forced
         r.batch.traced = self.trace is not None and any(s.traced for s in requests)
         if runner is not None:
-            r.reason, r.trial = reason, runner.chooser.trial and reason != BEHIND
+            r.reason, r.trial = reason, runner.chooser.trial and reason not in (BEHIND, PROMPTS)
             r.price = 0.0 if self.ranks is not None else runner.price(requests, budget)
             if self.spreads:
                 r.instead = self.spread(budget.nodes)
@@ -467,7 +473,7 @@ class Loop:
             usual = self._round_seconds.get(n, launched)
             self._round_seconds[n], self._joined = usual + NEW * (launched - usual), 0
         if self.runner is not None and self.slots.prefix_alignment == 1:
-            self.runner.stall = STALL / len(self.slots.caches) * self._usual_seconds(n)
+            self.runner.stall = STALL / self._readers * self._usual_seconds(n)
         out, grown = [], []
         for slot, (request, (path, tokens)) in enumerate(zip(r.requests, each, strict=True)):
             left = request.limit - len(request.token_ids)  # a draft of fixed shape may go beyond the end
