@@ -341,9 +341,7 @@ class Loop:
                 [(slot, tokens)] = parts
                 rows = [prefill(self.target, self.cache, tokens, aux_layers, len(tokens), len(tokens), slot)]
         self._filled(fills, rows, start)
-        count = sum(fill.count for fill in fills)
-        if count >= LEAST:
-            self._observe_rows((time.perf_counter() - start) / count)
+        self._observe_rows(sum(fill.count for fill in fills), time.perf_counter() - start)
 
     def _part(self, fill: Fill) -> Part:
         request, begun, count, _ = fill
@@ -354,8 +352,12 @@ class Loop:
         reads = self.drafter is not None and any(fill.request.speculates for fill in fills)
         return self.drafter.aux_layers if self.drafter is not None and reads else ()
 
-    def _observe_rows(self, each: float) -> None:
-        self._row_seconds += (NEW if self._row_seconds else 1.0) * (each - self._row_seconds)
+    def _observe_rows(self, count: int, seconds: float) -> None:
+        """Learn from a pass over `count` rows, most of them of prompts."""
+        if count >= LEAST:
+            self._row_seconds += (NEW if self._row_seconds else 1.0) * (seconds / count - self._row_seconds)
+            if self.slots.several:
+                self.history.costs.observe_rows(count, seconds)
 
     def _filled(self, fills: Sequence[Fill], rows: Sequence[dict[int, Tensor]], start: float) -> None:
         """Parts of prompts were forwarded, in a time that began at `start`: each is charged its rows' share of it. The
@@ -436,6 +438,20 @@ class Loop:
             self.host_seconds += time.perf_counter() - began
         return r
 
+    def _observe_usual(self, r: Round, seconds: float, tokens: int) -> None:
+        """Learn the usual time between two tokens of a text from a round that took `seconds` and committed `tokens`. It
+        says nothing with rows of prompts or the drafter's prefill. Right after a pass of their own for prompts a round
+        takes longer, because the caches hold other data."""
+        n = len(r.requests)
+        if not r.parts and not r.behind and tokens:
+            if self.slots.several or not self.slots.filling or n not in self._round_seconds:
+                each = seconds * n / tokens
+                usual = self._round_seconds.get(n, each)
+                self._round_seconds[n] = usual + NEW * (min(each, 2 * usual) - usual)
+        self._joined = self._joined + 1 if r.parts else 0
+        if self.runner is not None and self.slots.prefix_alignment == 1:
+            self.runner.stall = STALL / self._readers * self._usual_seconds(n)
+
     def new_round(self, budget: Budget, fixed: bool, ahead: int = 0) -> Round:
         """A round of the active requests."""
         r = Round(self.batches.make([*self.active], budget, fixed, self.graphs, self.size, ahead))
@@ -464,16 +480,9 @@ class Loop:
             self._usual[1] += launched
         if r.parts:
             count = sum(len(part.tokens) for part in r.parts)
-            self._observe_rows((r.seconds["verify"] + r.seconds["accept"]) / (r.rows + count))
-            self._joined += 1
+            self._observe_rows(r.rows + count, r.seconds["verify"] + r.seconds["accept"])
             r.part_seconds = r.seconds["verify"] * count / (r.rows + count)
             r.seconds["verify"] -= r.part_seconds
-        elif self.slots.several or not self.slots.filling or n not in self._round_seconds:
-            # Right after a pass of their own for prompts a round takes longer: the caches hold other data.
-            usual = self._round_seconds.get(n, launched)
-            self._round_seconds[n], self._joined = usual + NEW * (launched - usual), 0
-        if self.runner is not None and self.slots.prefix_alignment == 1:
-            self.runner.stall = STALL / self._readers * self._usual_seconds(n)
         out, grown = [], []
         for slot, (request, (path, tokens)) in enumerate(zip(r.requests, each, strict=True)):
             left = request.limit - len(request.token_ids)  # a draft of fixed shape may go beyond the end
@@ -497,6 +506,7 @@ class Loop:
         for slot, path in enumerate(grown):
             if path:
                 account(r, slot, path)
+        self._observe_usual(r, launched, sum(map(len, grown)))
         r.seconds["commit"] = time.perf_counter() - start - r.seconds.get("watch", 0.0)
         if runner is not None:
             runner.learn(r, sum(len(r.draft.own(slot, path)) for slot, (_, path, _) in enumerate(out)))
