@@ -1,5 +1,5 @@
-"""Parts of several prompts share a pass, with the rows of the requests that decode: every request has the tokens that it
-has alone, the oldest prompt comes first, and a beginning that prompts share is computed once."""
+"""Parts of several prompts share a pass, with the rows of the requests that decode: every request has the tokens that
+it has alone, the oldest prompt comes first, and a beginning that prompts share is computed once."""
 
 from collections import Counter
 
@@ -54,7 +54,9 @@ def targets(tmp_path_factory):
 def load(targets, kind="llama", way="ar", size=5, **more):
     target, draft = targets[kind]
     drafts = [draft] if WAYS[way]["strategy"] == "draft" else []
-    engine = specker.load(target, *drafts, dtype="float32", device="cpu", batch_size=size, page_size=16, **WAYS[way], **more)
+    engine = specker.load(
+        target, *drafts, dtype="float32", device="cpu", batch_size=size, page_size=16, **WAYS[way], **more
+    )
     assert engine.loop.slots.several == (size > 1 or engine.model.stack is not None)
     return engine
 
@@ -94,7 +96,7 @@ def finish(engine, order=None):
 
 @pytest.mark.parametrize(("kind", "way"), CASES)
 def test_tokens_are_those_of_each_request_alone(targets, passes, kind, way):
-    """Greedy and sampled, of prompts that are longer and shorter than a part, which arrive while others are prefilled."""
+    """Greedy and sampled, of prompts longer and shorter than a part, which arrive while others are prefilled."""
     lengths = (5, 140, 4, 1, 77, 300, 9, 33)
     asked = [
         (text_of(length, seed=n), {"max_new_tokens": 7 + n, "temperature": (0.0, 0.7)[n % 2], "seed": n})
@@ -141,7 +143,8 @@ def together(engine, tails=(20, 30, 5), **first):
     decoding(engine)
     texts = [text_of(SHARED) + text_of(tail, seed=2) for tail in tails]
     return texts, [
-        engine.session.submit(text, Params(max_new_tokens=8, **(first if n == 0 else {}))) for n, text in enumerate(texts)
+        engine.session.submit(text, Params(max_new_tokens=8, **(first if n == 0 else {})))
+        for n, text in enumerate(texts)
     ]
 
 
@@ -174,7 +177,7 @@ def test_who_computes_a_shared_beginning_may_leave(targets, passes):
 def test_who_shares_nothing_waits_for_nobody(targets, passes):
     """A request that keeps its K/V to itself is computed beside the others, and they beside it."""
     engine = load(targets)
-    texts, requests = together(engine, prefix_cache="off")
+    _, requests = together(engine, prefix_cache="off")
     finish(engine)
     assert [request.stats.prefilled for request in requests] == [SHARED + 19, SHARED + 29, 4]
 

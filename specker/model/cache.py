@@ -69,8 +69,10 @@ class Rows(NamedTuple):
         )
         near = None
         if self.near is not None and other.near is not None:
-            states = None if self.near.states is None else torch.cat((self.near.states, other.near.states))
-            near = Near(*(torch.cat(each) for each in zip(self.near[:2], other.near[:2], strict=True)), states)
+            a, b, states = self.near, other.near, None
+            if a.states is not None and b.states is not None:
+                states = torch.cat((a.states, b.states))
+            near = Near(torch.cat((a.slots, b.slots)), torch.cat((a.table, b.table)), states)
         words = self.ancestors.new_empty(len(positions), 0)
         return Rows(positions, slots, kv_len, window, words, starts, table, near=near)
 

@@ -8,8 +8,8 @@ plans every new length of a prompt for 20 ms and more, and with a mask for group
 """
 
 import math
-from itertools import repeat
 from collections.abc import Sequence
+from itertools import repeat
 from typing import Any, NamedTuple
 
 import torch

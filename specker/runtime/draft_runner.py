@@ -1,6 +1,7 @@
 """What a round drafts: the shape that policies and measured costs agree on, and what each round teaches them."""
 
 import time
+from dataclasses import replace
 
 from specker.runtime.control.auto import AcceptanceHistory
 from specker.runtime.control.choose import NONE, Chooser
@@ -12,8 +13,8 @@ from specker.runtime.round.round import Round
 from specker.runtime.round.state import Request
 
 LEAST = 4  # the fewest rows of a prompt that the drafter prefills before a round
-# Why a round drafts nothing, beside the chooser's reasons: the drafter is prefilling a prompt; rows of prompts come with
-# the verify pass.
+# Why a round drafts nothing, beside the chooser's reasons: the drafter is prefilling a prompt; or rows of prompts come
+# with the verify pass.
 BEHIND, PROMPTS = "prefill", "prompts"
 
 
@@ -53,7 +54,7 @@ class DraftRunner:
             budget = self.chooser.choose(policies, sum(s.limit - len(s.token_ids) for s in requests), offer.missing)
         reason = self.chooser.reason
         if prompts and budget.nodes and self.rests(requests) and not budget.part:
-            budget, reason = NONE, PROMPTS
+            budget, reason = replace(budget, nodes=0, depth=0, extra=()), PROMPTS
         if not self._caught_up(requests, budget):
             self._delayed, budget, reason = budget, NONE, BEHIND
         if self.ranks is not None and (policies[0].may_skip_drafting or policies[0].layers or len(policies) > 1):

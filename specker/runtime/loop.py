@@ -45,7 +45,7 @@ from specker.runtime.round.synthetic import agreements, spread
 from specker.runtime.slots import Slots
 
 AT_ONCE = 2048  # tokens of prompts that a step prefills if nothing decodes meanwhile
-STALL = 1.8  # usual rounds by which prefills may lengthen a round: the p95 between tokens stays below three rounds
+STALL = 1.8  # usual rounds by which prompts may lengthen a round: the p95 between tokens stays below three of its usual
 LEAST, UNKNOWN = 4, 32  # rows of prompts that a step prefills then: the fewest, and before anything was measured
 MEASURE = 64  # rounds in a row with such rows, until one without them measures the usual time
 NEW = 0.3  # weight of a new measurement
@@ -56,7 +56,7 @@ class Fill(NamedTuple):
 
     request: Request
     begun: int  # the column of its first row
-    count: int  # rows
+    rows: int
     ends: bool  # whether the prompt is then complete
 
 
@@ -238,7 +238,7 @@ class Loop:
                 assert self.active or not self.waiting, "no slot holds a page, and yet a text that fits does not"
                 return
             self._prefill(fills)
-            done += sum(fill.count for fill in fills)
+            done += sum(fill.rows for fill in fills)
 
     def admit(self, request: Request) -> None:
         """Admit a request and prefill its whole prompt."""
@@ -257,7 +257,7 @@ class Loop:
             fill = self._fill(request, left)
             if fill is not None:
                 fills.append(fill)
-                left -= fill.count
+                left -= fill.rows
             if fill is None or fill.ends:
                 left = min(left, share)
             if fills and not self.slots.several:
@@ -291,9 +291,9 @@ class Loop:
 
     def _chunk(self) -> int:
         """Rows of prompts to prefill with the next round: as many as lengthen it by STALL usual rounds, or by half of
-        that if a draft model may have prompts to prefill, too. The usual round is that of all requests that are here, as if
-        they all decoded: a loaded server gains more by large passes. Where bits depend on the chunk it has one size. A
-        round without such rows, now and then, measures what is usual."""
+        that if a draft model may have prompts to prefill, too. The usual round is that of all requests that are here,
+        as if they all decoded: a loaded server gains more by large passes. Where bits depend on the chunk it has one
+        size. A round without such rows, now and then, measures what is usual."""
         if self.slots.prefix_alignment > 1:
             return prefill_chunk(self.target)
         n = len(self.active)
@@ -341,7 +341,7 @@ class Loop:
                 [(slot, tokens)] = parts
                 rows = [prefill(self.target, self.cache, tokens, aux_layers, len(tokens), len(tokens), slot)]
         self._filled(fills, rows, start)
-        self._observe_rows(sum(fill.count for fill in fills), time.perf_counter() - start)
+        self._observe_rows(sum(fill.rows for fill in fills), time.perf_counter() - start)
 
     def _part(self, fill: Fill) -> Part:
         request, begun, count, _ = fill
@@ -364,17 +364,17 @@ class Loop:
         requests whose prompts are complete decode from now on."""
         for fill, own in zip(fills, rows, strict=True):
             request = fill.request
-            request.stats.prefilled += fill.count
+            request.stats.prefilled += fill.rows
             self.slots.prefilled(request, fill.begun)
             if self.drafter is not None and self.drafter.aux_layers and request.speculates:
                 with self.threads():
                     self.drafter.read(self.slots.filling[request], request, fill.begun, own)
             if request.on_progress is not None:
-                request.on_progress(fill.begun + fill.count, len(request.token_ids) - 1)
+                request.on_progress(fill.begun + fill.rows, len(request.token_ids) - 1)
         for fill in fills:
             if fill.ends:
                 self._activate(fill.request)
-        each = (time.perf_counter() - start) / sum(fill.count for fill in fills)
+        each = (time.perf_counter() - start) / sum(fill.rows for fill in fills)
         for request, _, count, _ in fills:
             request.stats.seconds["prefill"] += each * count
             request.stats.wall += each * count
@@ -443,11 +443,11 @@ class Loop:
         says nothing with rows of prompts or the drafter's prefill. Right after a pass of their own for prompts a round
         takes longer, because the caches hold other data."""
         n = len(r.requests)
-        if not r.parts and not r.behind and tokens:
-            if self.slots.several or not self.slots.filling or n not in self._round_seconds:
-                each = seconds * n / tokens
-                usual = self._round_seconds.get(n, each)
-                self._round_seconds[n] = usual + NEW * (min(each, 2 * usual) - usual)
+        apart = self.slots.several or not self.slots.filling or n not in self._round_seconds
+        if apart and tokens and not r.parts and not r.behind:
+            each = seconds * n / tokens
+            usual = self._round_seconds.get(n, each)
+            self._round_seconds[n] = usual + NEW * (min(each, 2 * usual) - usual)
         self._joined = self._joined + 1 if r.parts else 0
         if self.runner is not None and self.slots.prefix_alignment == 1:
             self.runner.stall = STALL / self._readers * self._usual_seconds(n)
