@@ -2,13 +2,15 @@
 
     python bench/serving.py                 # SmolLM2-135M
     python bench/serving.py --model coder   # Qwen2.5-Coder 1.5B with a draft of 0.5B
+    python bench/serving.py --mix short     # short questions only
 
 The client is vLLM's `bench serve` (`--backend openai-chat`), in vLLM's own environment (peer_settings.py). Every server
 runs on `--threads` threads with eight slots; all are loaded, and only one is asked at a time. At each concurrency the
-servers take turns with the same prompts, greedy, `--max-new-tokens` each. Prompts have 40 to 1,500 tokens: the
-questions of coder_prompts.jsonl or spec_bench.jsonl, every fourth one with source code of this package before it. No
-prompt is asked twice of a server, so none finds its own K/V. vLLM reads no GGUF file: it serves SmolLM2's converted
-weights in bfloat16, and not the pair of Qwen2.5-Coder.
+servers take turns with the same prompts, greedy, `--max-new-tokens` each. In the mix `long` prompts have 40 to 1,500
+tokens: the questions of coder_prompts.jsonl or spec_bench.jsonl, every fourth one with source code of this package
+before it. In `short` they are the questions of at most SHORT characters. Every concurrency has the same prompts, but
+for its number at their beginning: so none finds the K/V of an earlier one. vLLM reads no GGUF file: it serves SmolLM2's
+converted weights in bfloat16, and not the pair of Qwen2.5-Coder.
 
 Reported: requests/s, tokens/s (answers only), time to the first token (p50, p95), between chunks (p95), which hold a
 round's tokens each, the server's memory after it, the acceptance length where the server tells it, and how many answers
@@ -43,6 +45,7 @@ from specker.checkpoints.checkpoint import read_tokenizer
 from specker.zoo import real
 
 SLOTS, CONTEXT = 8, 2048  # of every server; the context is a sequence's
+SHORT = 400  # characters of a short question, at most
 NAMED = """
 import importlib.metadata as metadata
 import sys
@@ -68,7 +71,8 @@ VLLM = {"VLLM_CPU_KVCACHE_SPACE": "2", "VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING
 class Args:
     model: str = field(default="smollm2", metadata={"help": "smollm2 or coder"})
     concurrency: str = "1,2,4,8"
-    requests: int = field(default=8, metadata={"help": "for each server and concurrency, at least twice the latter"})
+    mix: str = field(default="long", metadata={"help": "of prompts: long (some have 1,500 tokens) or short"})
+    requests: int = field(default=8, metadata={"help": "for each server and concurrency, at least twice the largest"})
     max_new_tokens: int = 64
     threads: int = 2
     only: str = field(default="", metadata={"help": "comma-separated parts of names: only these servers"})
@@ -139,18 +143,25 @@ def running(name: str, command: list[str], folder: Path, threads: int) -> Iterat
         process.wait()
 
 
-def prompts(model: str, count: int, start: int) -> list[str]:
-    """`count` prompts from number `start` on; no number gives a prompt of another one."""
+def prompts(model: str, mix: str, count: int, concurrency: int) -> list[str]:
+    """`count` prompts, which begin with the number of requests that are asked at once. Raises ValueError if there are
+    fewer."""
     file = HERE / ("coder_prompts.jsonl" if model == "coder" else "spec_bench.jsonl")
     rows = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
     code = "".join(path.read_text() for path in sorted((HERE.parent / "specker" / "runtime").glob("*.py")))
+    texts = [
+        row["turns"][0] if "turns" in row else f"Complete this function.\n\n```python\n{row['prompt']}```"
+        for row in rows
+    ]
+    if mix == "short":
+        texts = [text for text in texts if len(text) <= SHORT]
+    if count > len(texts):
+        raise ValueError(f"the mix {mix} has {len(texts)} prompts, and {count} are asked for")
     out = []
-    for n in range(start, start + count):
-        row = rows[n % len(rows)]
-        text = row["turns"][0] if "turns" in row else f"Complete this function.\n\n```python\n{row['prompt']}```"
-        if n % 4 == 3:
+    for n, text in enumerate(texts[:count]):
+        if mix == "long" and n % 4 == 3:
             text = f"```python\n{code[997 * n :][:4000]}\n```\n\n{text}"
-        out.append(f"({n}) {text}" if n >= len(rows) else text)
+        out.append(f"({concurrency}) {text}")
     return out
 
 
@@ -191,16 +202,18 @@ def acceptance(address: str) -> float | None:
 
 def main() -> None:
     args = HfArgumentParser(Args).parse_args_into_dataclasses()[0]
-    rows, start = [], 0
+    if args.mix not in ("long", "short"):
+        sys.exit(f"--mix must be long or short, got {args.mix!r}")
+    numbers = [int(each) for each in args.concurrency.split(",")]
+    count, rows = max(args.requests, 2 * max(numbers)), []
+    texts_of = {number: prompts(args.model, args.mix, count, number) for number in numbers}
     with tempfile.TemporaryDirectory() as name, contextlib.ExitStack() as stack:
         folder = Path(name)
         commands = ways(args.model, args)
         read_tokenizer(files_of(args.model)[0]).save_pretrained(folder / "tokenizer")
         servers = {way: stack.enter_context(running(way, c, folder, args.threads)) for way, c in commands.items()}
         order = list(servers)
-        for concurrency in map(int, args.concurrency.split(",")):
-            texts = prompts(args.model, max(args.requests, 2 * concurrency), start)
-            start += len(texts)
+        for concurrency, texts in texts_of.items():
             found = {}
             for way in order:
                 address, pid = servers[way]
@@ -218,7 +231,7 @@ def main() -> None:
             rows += found.values()
     show(rows)
     if args.save:
-        about = {"model": args.model, "max_new_tokens": args.max_new_tokens} | harness.where_from()
+        about = {"model": args.model, "mix": args.mix, "max_new_tokens": args.max_new_tokens} | harness.where_from()
         print(harness.save("serving", [row | about | {"threads": args.threads} for row in rows]))
 
 

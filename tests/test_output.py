@@ -313,17 +313,17 @@ def test_nothing_is_cut_at_any_width(
 def test_the_rounds_that_drafted_nothing_are_explained(capsys: pytest.CaptureFixture[str]) -> None:
     """By numbers that add up to all rounds: a round may also wait for the drafter's prefill, or draft nothing although
     the policy asked for a draft."""
-    rests = {"slower": 132, "measured": 15, "nothing found": 138, "prefill": 1}
-    stats = Stats(tokens=399, rounds=340, lengths={0: 288, 3: 52}, rests=rests)
+    rests = {"slower": 132, "measured": 15, "nothing found": 138, "prefill": 1, "prompts": 2}
+    stats = Stats(tokens=399, rounds=342, lengths={0: 290, 3: 52}, rests=rests)
     engine = SimpleNamespace(title="t", strategy="lookup", speculates=True)
     engine.trim_report, engine.remarks, engine.options = lambda stats: {}, {}, strategies.options()
     Screen(json_to_stdout=False).table(engine, [Result([], "", stats)])
     assert capsys.readouterr().err.splitlines()[-1] == (
-        "52 of 340 rounds drafted; the others did not: 132 because plain decoding was faster, 138 because there was "
-        "nothing to copy, 15 to measure the time of plain decoding, 1 while the drafter read the prompt, 2 for other "
-        "reasons"
+        "52 of 342 rounds drafted; the others did not: 132 because plain decoding was faster, 138 because there was "
+        "nothing to copy, 15 to measure the time of plain decoding, 1 while the drafter read the prompt, 2 while "
+        "other prompts were read, 2 for other reasons"
     )
-    assert stats.rounds == 52 + 132 + 138 + 15 + 1 + 2
+    assert stats.rounds == 52 + 132 + 138 + 15 + 1 + 2 + 2
 
 
 @pytest.mark.parametrize(("drafted", "passes", "warns"), [(9, 2.0, True), (9, 1.51, False), (0, 2.0, False)])

@@ -263,6 +263,7 @@ def _undrafted(stats: Stats) -> str:
         "nothing found": "because there was nothing to copy",
         "measured": "to measure the time of plain decoding",
         "prefill": "while the drafter read the prompt",
+        "prompts": "while other prompts were read",
     }
     counts = {words: stats.rests.get(reason, 0) for reason, words in why.items()}
     drafted = sum(count for length, count in stats.lengths.items() if length)

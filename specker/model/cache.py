@@ -53,12 +53,28 @@ class Rows(NamedTuple):
     slots: Tensor  # [T] int64, flattened cache rows
     kv_len: Tensor  # [n] int32, columns including those of the rows
     window: Tensor  # [n] int32, number of last columns masked by `ancestors`
-    ancestors: Tensor  # [T, W] int64
+    ancestors: Tensor  # [T, W] int64; [T, 0]: each row sees its sequence up to itself, with the compiled CPU layers
     cu_rows: Tensor  # [n + 1] int32, the first row of each sequence, then T
     table: Tensor  # [n, P] int32, pages
     bounds: tuple[int, ...] | None = None  # `cu_rows` on the host; None: every sequence has equally many rows
     near: Near | None = None  # slots and block table of sliding-window layers
     idle: Tensor | None = None  # [n] bool, sequences whose rows count for nothing; None: every row may count
+
+    def beside(self, other: "Rows") -> "Rows":
+        """The rows of both, which are chains without words, on a CPU."""
+        starts = torch.cat((self.cu_rows, other.cu_rows[1:] + self.cu_rows[-1]))
+        positions, slots, kv_len, window, table = (
+            torch.cat((getattr(self, name), getattr(other, name)))
+            for name in ("positions", "slots", "kv_len", "window", "table")
+        )
+        near = None
+        if self.near is not None and other.near is not None:
+            a, b, states = self.near, other.near, None
+            if a.states is not None and b.states is not None:
+                states = torch.cat((a.states, b.states))
+            near = Near(torch.cat((a.slots, b.slots)), torch.cat((a.table, b.table)), states)
+        words = self.ancestors.new_empty(len(positions), 0)
+        return Rows(positions, slots, kv_len, window, words, starts, table, near=near)
 
     def blocks(self, most: int) -> Iterator[tuple[slice, "Rows"]]:
         """Split the rows between sequences, so that a block has at most `most` rows, or those of one sequence. Yields
@@ -385,13 +401,25 @@ class KVCache:
         if self.rings is not None:
             self.rings.bucket(min(columns, self.capacity))
 
-    def near(self, slots: Tensor, sequences: slice, whole: bool = False) -> Near | None:
+    def near(self, slots: Tensor, sequences: slice | Tensor, whole: bool = False) -> Near | None:
         """Where the rows `slots` [T] of `sequences` stand in rings; None without rings. `whole`: with the whole table,
         whatever the KV bucket."""
         if (rings := self.rings) is None:
             return None
         states = rings.state_of[sequences] if isinstance(rings, StateRings) else None
         return Near(rings.slots[slots], (rings.block_table if whole else rings.table)[sequences], states)
+
+    def chains(self, spans: Sequence[tuple[int, int, int]]) -> Rows:
+        """Place rows for (slot, start, end): columns start..end - 1 of the sequence in `slot`. Rows without words."""
+        each = [slice(start, end) for _, start, end in spans]
+        bounds = torch.tensor([0, *accumulate(end - start for _, start, end in spans)], dtype=torch.int32)
+        which = torch.tensor([slot for slot, *_ in spans])
+        slots = torch.cat([self._slots[slot][columns] for (slot, *_), columns in zip(spans, each, strict=True)])
+        kv_len = torch.tensor([end for *_, end in spans], dtype=torch.int32)
+        positions = torch.cat([self.positions[columns] for columns in each])
+        words = torch.empty(len(positions), 0, dtype=torch.int64)
+        near = self.near(slots, which, whole=True)
+        return Rows(positions, slots, kv_len, kv_len, words, bounds, self.block_table[which], near=near)
 
     def place(
         self,

@@ -600,7 +600,7 @@ def compiled(
         aux_layers,
         places=(rows.positions, rows.slots),
         sequences=(rows.cu_rows, rows.kv_len, rows.window),
-        words=rows.ancestors,
+        words=rows.ancestors if rows.ancestors.shape[1] else None,
         table=rows.table,
         features=features,
         raw=raw,

@@ -8,8 +8,9 @@ plans every new length of a prompt for 20 ms and more, and with a mask for group
 """
 
 import math
+from collections.abc import Sequence
 from itertools import repeat
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,9 +18,9 @@ from torch.nn import functional as F
 
 from specker.kernels.attention import attend
 from specker.kernels.variant import reset_counters, sum_dtype
-from specker.model.cache import KVCache, sequence_bounds
+from specker.model.cache import KVCache, Rows, sequence_bounds
 from specker.model.config import ModelConfig
-from specker.model.decoder import GroupRows, Model, run_layers
+from specker.model.decoder import GroupRows, Model, Output, compiled, run_layers
 from specker.model.kept import keys, widened
 from specker.model.recurrent import Paths, in_rings
 from specker.model.rings import AHEAD_OF_MIXTURES, WindowRings
@@ -46,12 +47,8 @@ def prefill(
     see earlier columns; rows of a bidirectional model also see their whole chunk. Returns, for each depth in
     `aux_layers`, the residual stream [last, E] of the last `last` rows. `chunk`: default as `chunk_rows`."""
     kept: list[dict[int, Tensor]] = []
-    chunk = chunk_rows(model) if chunk is None else chunk
+    chunk = min(chunk_rows(model) if chunk is None else chunk, most_rows(model, cache))
     reset_counters(model.device)
-    if prefill_alignment(model) == 1:
-        chunk = min(chunk, COMPILED_CHUNK)
-    if isinstance(cache.rings, WindowRings) or (cache.rings is not None and model.stack is not None):
-        chunk = min(chunk, cache.rings.ahead)
     while tokens:
         now, tokens = tokens[:chunk], tokens[chunk:]
         now_tokens = torch.tensor(now, device=model.device)
@@ -59,6 +56,49 @@ def prefill(
         out = _prefill_chunk(model, cache, slot, now_tokens, aux_layers if rows else (), rows)
         kept += [out] if rows else []
     return kept[0] if len(kept) == 1 else {n: torch.cat([out[n] for out in kept]) for n in aux_layers if kept}
+
+
+class Part(NamedTuple):
+    """Rows of a prompt that a pass forwards: a sequence's columns after its exact ones."""
+
+    slot: int
+    tokens: list[int]  # at least one
+
+
+@torch.inference_mode()
+def prefill_parts(
+    model: Model,
+    cache: KVCache,
+    parts: Sequence[Part],
+    aux_layers: tuple[int, ...] = (),
+    beside: tuple[Rows, Tensor] | None = None,
+) -> tuple[Output, list[dict[int, Tensor]]]:
+    """Forward parts of the prompts of several sequences in one pass of the compiled CPU layers, whose rows have the
+    same bits in any company, and append them to the sequences' exact columns. A part has at most `most_rows`.
+    `beside`: rows of other sequences that join the pass, chains, and their input [T, E]. Returns these rows' output,
+    and of each part its residual stream [rows, E] at the depths `aux_layers`. The pass has at most
+    `Stack.most` rows."""
+    spans = [(slot, cache.exact_len[slot], cache.exact_len[slot] + len(tokens)) for slot, tokens in parts]
+    rows = cache.chains(spans)
+    hidden = model.embed_tokens(torch.tensor([token for part in parts for token in part.tokens]))
+    first = 0 if beside is None else len(beside[1])
+    if beside is not None:
+        rows, hidden = beside[0].beside(rows), torch.cat((beside[1], hidden))
+    out = compiled(model, cache, rows, hidden, range(len(model.layers) + 1), aux_layers)
+    for slot, _, end in spans:
+        cache.exact_len[slot] = end
+    sizes = [first, *(len(part.tokens) for part in parts)]
+    own, *rest = zip(*(x.split(sizes) for x in (out.hidden, *out.aux_hidden_states.values())), strict=True)
+    each = [dict(zip(out.aux_hidden_states, part[1:], strict=True)) for part in rest]
+    return Output(own[0], dict(zip(out.aux_hidden_states, own[1:], strict=True))), each
+
+
+def most_rows(model: Model, cache: KVCache) -> int:
+    """The most rows of one sequence that a pass of a prefill has."""
+    most = COMPILED_CHUNK if prefill_alignment(model) == 1 else 1 << 30
+    if isinstance(cache.rings, WindowRings) or (cache.rings is not None and model.stack is not None):
+        most = min(most, cache.rings.ahead)
+    return most
 
 
 def prefill_chunk(model: Model) -> int:

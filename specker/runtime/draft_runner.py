@@ -1,6 +1,7 @@
 """What a round drafts: the shape that policies and measured costs agree on, and what each round teaches them."""
 
 import time
+from dataclasses import replace
 
 from specker.runtime.control.auto import AcceptanceHistory
 from specker.runtime.control.choose import NONE, RESTS, Chooser
@@ -12,7 +13,9 @@ from specker.runtime.round.round import Round
 from specker.runtime.round.state import Request
 
 LEAST = 4  # the fewest rows of a prompt that the drafter prefills before a round
-BEHIND = "prefill"  # why a round drafts nothing: the drafter is prefilling a prompt
+# Why a round drafts nothing, beside the chooser's reasons: the drafter is prefilling a prompt; or rows of prompts come
+# with the verify pass.
+BEHIND, PROMPTS = "prefill", "prompts"
 
 
 class DraftRunner:
@@ -38,9 +41,10 @@ class DraftRunner:
         self.offer = Offer()  # for the texts of the last call of `shape`
         self._delayed: Budget | None = None  # to draft once the drafter has prefilled the texts
 
-    def shape(self, requests: list[Request]) -> tuple[Budget, str]:
+    def shape(self, requests: list[Request], prompts: bool = False) -> tuple[Budget, str]:
         """The shape that the chooser takes of the policies' proposals, and why it drafts nothing. Rank 0 decides, since
-        measured times differ by rank."""
+        measured times differ by rank. `prompts`: rows of prompts come with the verify pass. A model then drafts nothing
+        where policies allow that: a draft's rows take time from the prompts, and the round has no idle arithmetic."""
         policies = [s.policy for s in requests]
         self.offer = offer = self.drafter.prepare(requests)
         for policy, match in zip(policies, offer.matches, strict=False):
@@ -49,6 +53,8 @@ class DraftRunner:
         if budget is None:
             budget = self.chooser.choose(policies, sum(s.limit - len(s.token_ids) for s in requests), offer.missing)
         reason = self.chooser.reason
+        if prompts and budget.nodes and self.rests(requests) and not budget.part:
+            budget, reason = replace(budget, nodes=0, depth=0, extra=()), PROMPTS
         if not self._caught_up(requests, budget):
             self._delayed, budget, reason = budget, NONE, BEHIND
         if self.ranks is not None and (policies[0].may_skip_drafting or policies[0].layers or len(policies) > 1):
@@ -57,6 +63,10 @@ class DraftRunner:
         for p in policies:
             p.taken(budget, prices)
         return budget, reason
+
+    def rests(self, requests: list[Request]) -> bool:
+        """Whether a model drafts for these requests, and not while prompts come with the round."""
+        return self.drafter.model is not None and requests[0].policy.may_skip_drafting
 
     def _caught_up(self, requests: list[Request], budget: Budget) -> bool:
         """Whether the drafter may prefill what it lacks within the round. While several requests decode, a longer part
@@ -107,7 +117,7 @@ class DraftRunner:
     def learn(self, r: Round, tokens: int) -> None:
         """Take the round's time and its `tokens` into account, but for those that grammars forced. Rounds that differ
         from later ones teach nothing: those in which layers were watched or grammars forced every text, and the last
-        ones of texts, which their limits cut."""
+        ones of texts, which their limits cut. One with parts of prompts says nothing of what rounds cost."""
         if r.forced:
             return
         n, costs, seconds = len(r.requests), self.history.costs, r.seconds
@@ -115,14 +125,14 @@ class DraftRunner:
         verified = r.draft.size if r.places is None else len(r.places) / n - 1
         if r.behind:
             costs.observe_prefill(r.behind, seconds["prefill"])
-        if "watch" not in seconds:
+        if "watch" not in seconds and not r.parts:
             rest = seconds["verify"] + seconds["accept"] + (0.0 if self.captures else seconds["commit"])
             if r.reason == "measured" and not r.draft.size:  # a grammar may have put tokens into some chains
                 self.chooser.measured(n, rest)
             else:
                 stages = seconds["draft"], rest
                 costs.observe(n, r.batch.budget, drafted, *stages, verified, r.warm, r.reason == RESTS)
-        if r.reason != BEHIND and r.requests[0].policy.may_skip_drafting:  # only these spend the credit
+        if r.reason not in (BEHIND, PROMPTS) and r.requests[0].policy.may_skip_drafting:  # only these spend the credit
             verified = drafted if r.places is None else verified
             self.chooser.finished(n, r.batch.budget, drafted, tokens, r.trial, r.behind, verified)
 

@@ -1,16 +1,18 @@
 """The decoding loop: rounds over the active requests, and continuous batching. A finished request's slot goes to the
 next one; requests of unequal length share every launch.
 
-A prompt is prefilled in chunks. While other requests decode, a step prefills one chunk and then runs a round, so their
-texts go on. A request's tokens do not depend on the rest of the batch, the batch's size or the time of admission.
+Prompts are prefilled in parts, the oldest request's first. With the compiled layers of a CPU, whose rows have the same
+bits in any company, parts of several prompts share a pass, and while other requests decode this is the round's verify
+pass, which reads the weights anyway. Otherwise a step prefills one chunk of one prompt and then runs a round. A
+request's tokens do not depend on the rest of the batch, the batch's size or the time of admission.
 """
 
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,12 +20,20 @@ from torch import Tensor
 from specker.cpu import one_torch_thread
 from specker.model.cache import KVCache
 from specker.model.decoder import Model
-from specker.model.prefill import prefill, prefill_alignment, prefill_chunk
+from specker.model.prefill import (
+    COMPILED_CHUNK,
+    Part,
+    most_rows,
+    prefill,
+    prefill_alignment,
+    prefill_chunk,
+    prefill_parts,
+)
 from specker.runtime.batches import Batches
 from specker.runtime.control.auto import AcceptanceHistory
 from specker.runtime.control.choose import NONE
 from specker.runtime.control.policy import Budget
-from specker.runtime.draft_runner import BEHIND, DraftRunner, account
+from specker.runtime.draft_runner import BEHIND, PROMPTS, DraftRunner, account
 from specker.runtime.events import Event, cancelled, emitted
 from specker.runtime.ranks.dist import Ranks
 from specker.runtime.record import record
@@ -35,9 +45,19 @@ from specker.runtime.round.synthetic import agreements, spread
 from specker.runtime.slots import Slots
 
 AT_ONCE = 2048  # tokens of prompts that a step prefills if nothing decodes meanwhile
-STALL = 2.5  # rounds that prefills may take between two rounds while other requests decode
-LEAST, UNKNOWN = 4, 32  # rows of a prompt that a step prefills then: the fewest, and before anything was measured
+STALL = 1.8  # usual rounds by which prompts may lengthen a round: the p95 between tokens stays below three of its usual
+LEAST, UNKNOWN = 4, 32  # rows of prompts that a step prefills then: the fewest, and before anything was measured
+MEASURE = 64  # rounds in a row with such rows, until one without them measures the usual time
 NEW = 0.3  # weight of a new measurement
+
+
+class Fill(NamedTuple):
+    """A part of a prompt that a pass prefills."""
+
+    request: Request
+    begun: int  # the column of its first row
+    rows: int
+    ends: bool  # whether the prompt is then complete
 
 
 @dataclass(eq=False)
@@ -68,7 +88,10 @@ class Loop:
     _usual: list[float] = field(init=False, default_factory=lambda: [0.0, 0.0])  # rounds of fixed shape, their seconds
     _tables: dict[int, Tensor] = field(init=False, default_factory=dict)  # synthetic acceptance by seed
     _row_seconds: float = field(init=False, default=0.0)  # of a prompt's prefill, smoothed
-    _round_seconds: float = field(init=False, default=0.0)  # smoothed
+    _round_seconds: dict[int, float] = field(init=False, default_factory=dict)  # by sequences, smoothed, usual ones
+    _joining: list[Fill] = field(init=False, default_factory=list)  # parts of prompts for the next round's verify pass
+    _joined: int = field(init=False, default=0)  # rounds in a row with such parts
+    _last: tuple[int, float] = field(init=False, default=(0, 0.0))  # the last round's rows, and seconds of its draft
     _chain: bool = field(init=False, default=False)  # whether the last round was of fixed shape and drafted
 
     def __post_init__(self) -> None:
@@ -90,7 +113,7 @@ class Loop:
         own = [] if drafter.cache is None or drafter.cache is self.cache else [drafter.cache]
         self.batches = Batches(self.state, [self.cache, *own], self.largest, config.max_context)
         sizes = self.size, self.reserved, self.prefixes, alignment, self.batches.lookahead
-        self.slots = Slots(self.cache, self.drafter, self.state, *sizes)
+        self.slots = Slots(self.cache, self.drafter, self.state, *sizes, several=alignment == 1 and not self.fixed)
         self.runner = None
         if self.drafter is not None:
             chunk = prefill_chunk(self.target) if alignment > 1 else UNKNOWN
@@ -104,8 +127,7 @@ class Loop:
     @property
     def requests(self) -> list[Request]:
         """All that have not ended or still hold a slot."""
-        filling = self.slots.filling
-        return [*self.active, *([] if filling is None else [filling]), *self.waiting]
+        return [*self.active, *self.slots.filling, *self.waiting]
 
     @property
     def busy(self) -> bool:
@@ -116,6 +138,7 @@ class Loop:
         """Drop all requests; with `forget` also the K/V of earlier texts, which something else may have overwritten."""
         self.batches.forget_bucket()
         self.waiting.clear()
+        self._joining = []
         while self.pending:
             collect(self.pending.popleft())
         self.slots.clear(forget)
@@ -148,7 +171,7 @@ class Loop:
         running = [s for s in r.requests if not s.finished]
         with self.threads():
             results = self.finish(r)
-        share = (time.perf_counter() - start) / max(1, len(running))
+        share = (time.perf_counter() - start - r.part_seconds) / max(1, len(running))
         for request in running:
             request.stats.wall += share
         events, known = [], self._known_ids
@@ -163,6 +186,9 @@ class Loop:
                 collect(self.pending.popleft())
         if not self.pending:
             self.retire()
+        if r.parts:
+            fills, self._joining = self._joining, []
+            self._filled(fills, r.part_rows, time.perf_counter() - r.part_seconds)
         return events
 
     def retire(self) -> None:
@@ -177,7 +203,7 @@ class Loop:
             return None
         if request in self.waiting:
             self.waiting.remove(request)
-        elif request is self.slots.filling:
+        elif request in self.slots.filling:
             self.slots.retire(request)
         return cancelled(request)
 
@@ -185,7 +211,7 @@ class Loop:
     def _deep(self) -> int:
         """Rounds that may be pending: two, so that the device need not wait for the host, unless the host must know
         the first one's tokens, or a prompt is to be prefilled after it."""
-        waits = self.slots.filling is not None or (self.waiting and self.slots.admits(self.waiting[0]))
+        waits = bool(self.slots.filling) or (self.waiting and self.slots.admits(self.waiting[0]))
         if waits or not self.fixed:
             return 1
         request = self.active[0]
@@ -200,77 +226,167 @@ class Loop:
     # --- prompts
 
     def _admit(self) -> None:
-        """Prefill prompts: a chunk of one if requests decode meanwhile, otherwise several whole ones."""
-        if not self.waiting and self.slots.filling is None:
-            return
-        alone, done = not self.active, 0
-        chunk = prefill_chunk(self.target) if alone else self._chunk()
-        while done < (AT_ONCE if alone else chunk):
-            if self.slots.filling is None:
-                if not self.waiting or not self.slots.admits(self.waiting[0]):
-                    assert self.active or not self.waiting, "no slot holds a page, and yet a text that fits does not"
-                    return
-                self._begin(self.waiting.popleft())
-            done += self._prefill(chunk)
+        """Prefill prompts, the oldest request's first. While nothing decodes, that is done here. The rows that the next
+        round has room for are left to its verify pass if prompts share passes, otherwise one prompt has a chunk."""
+        done, self._joining = 0, []
+        while (self.waiting or self.slots.filling) and done < (self._chunk() if self.active else AT_ONCE):
+            fills = self._fills()
+            if self.slots.several and self.active:
+                self._joining = fills
+                return
+            if not fills:
+                assert self.active or not self.waiting, "no slot holds a page, and yet a text that fits does not"
+                return
+            self._prefill(fills)
+            done += sum(fill.rows for fill in fills)
 
     def admit(self, request: Request) -> None:
         """Admit a request and prefill its whole prompt."""
         self._begin(request)
-        while self.slots.filling is not None:
-            self._prefill(prefill_chunk(self.target))
+        while request in self.slots.filling:
+            if (fill := self._fill(request, prefill_chunk(self.target))) is not None:
+                self._prefill([fill])
+
+    def _fills(self) -> list[Fill]:
+        """The parts of prompts that the next pass takes. The first that ends lets a request decode, so the parts after
+        it may take only as long as they may lengthen a round."""
+        whole, share = prefill_chunk(self.target), self._chunk()
+        left = share if self.active else max(whole, share)
+        fills: list[Fill] = []
+        while left > 0 and (request := self._next(len(fills))) is not None:
+            fill = self._fill(request, left)
+            if fill is not None:
+                fills.append(fill)
+                left -= fill.rows
+            if fill is None or fill.ends:
+                left = min(left, share)
+            if fills and not self.slots.several:
+                break
+        return fills
+
+    def _next(self, taken: int) -> Request | None:
+        """The oldest request of which no part is taken; admits one if there is room."""
+        filling = list(self.slots.filling)
+        if taken < len(filling):
+            return filling[taken]
+        if not self.waiting or not self.slots.admits(self.waiting[0]):
+            return None
+        request = self.waiting.popleft()
+        self._begin(request)
+        return request
+
+    def _fill(self, request: Request, most: int) -> Fill | None:
+        """The next part of a prompt, up to `most` rows, to the end of a chunk. None if the prompt is complete; then its
+        request decodes from now on."""
+        slot = self.slots.filling[request]
+        begun, end, alignment = self.cache.exact_len[slot], len(request.token_ids) - 1, self.slots.prefix_alignment
+        if begun == end:
+            if request.on_progress is not None:
+                request.on_progress(begun, end)
+            self._activate(request)
+            return None
+        most = most - begun % most if alignment > 1 else min(most, most_rows(self.target, self.cache))
+        count = min(self.slots.stop(request, begun) - begun, most)
+        return Fill(request, begun, count, begun + count == end)
 
     def _chunk(self) -> int:
-        """Rows of a prompt to prefill before the next round of other requests: as many as take STALL rounds, half of it
-        if a draft model has prompts to prefill, too. Where bits depend on the chunk it has one size."""
-        whole = prefill_chunk(self.target)
+        """Rows of prompts to prefill with the next round: as many as lengthen it by STALL usual rounds, or by half of
+        that if a draft model may have prompts to prefill, too. The usual round is that of all requests that are here,
+        as if they all decoded: a loaded server gains more by large passes. Where bits depend on the chunk it has one
+        size. A round without such rows, now and then, measures what is usual."""
         if self.slots.prefix_alignment > 1:
-            return whole
-        if not self._row_seconds or not self._round_seconds:
+            return prefill_chunk(self.target)
+        n = len(self.active)
+        usual = self._usual_seconds(min(self.size, n + len(self.slots.filling) + len(self.waiting)))
+        if n and (not usual or self._joined >= MEASURE):
+            return 0
+        if not usual or not self._row_seconds:
             return UNKNOWN
-        share = STALL / len(self.slots.caches)
-        return max(LEAST, min(whole, int(share * self._round_seconds / self._row_seconds)))
+        rows, drafting = self._last if self._last[0] >= n else (n, 0.0)
+        longer = usual * STALL / self._readers
+        if not self.slots.several:  # a pass of their own
+            return max(LEAST, min(COMPILED_CHUNK, int(longer / self._row_seconds)))
+        most = self.target.stack.most if self.target.stack is not None else COMPILED_CHUNK
+        return max(LEAST, min(COMPILED_CHUNK, most - rows, int((usual + longer - drafting) / self._row_seconds) - rows))
+
+    @property
+    def _readers(self) -> int:
+        """Models that prefill prompts before or in the same round."""
+        rests = self.runner is None or not self.active or self.runner.rests(self.active)
+        return 1 if rests and self.slots.several else len(self.slots.caches)
+
+    def _usual_seconds(self, n: int) -> float:
+        """Seconds of a round of n sequences without rows of prompts: as measured, or of the most similar number that
+        was; a sequence's row costs at most what a prompt's row costs, and half of that is a guess. 0 if unknown."""
+        if not self._round_seconds:
+            return 0.0
+        near = min(self._round_seconds, key=lambda known: abs(known - n))
+        usual = self._round_seconds[near]
+        return max(usual / 2, usual + (n - near) * self._row_seconds / 2)
 
     def _begin(self, request: Request) -> None:
         self.batches.forget_bucket()
         self.slots.begin(request)
-        self.batches.idle.discard(self.slots.prefill_slot)
+        self.batches.idle.discard(self.slots.filling[request])
 
-    def _prefill(self, most: int) -> int:
-        """Prefill up to `most` tokens of the prompt at hand, to the end of a chunk. Returns their number."""
-        request, slot, start = self.slots.filling, self.slots.prefill_slot, time.perf_counter()
-        assert request is not None
-        begun, end = self.cache.exact_len[slot], len(request.token_ids) - 1
-        count = min(
-            self.slots.stop(request, begun) - begun, most - (begun % most if self.slots.prefix_alignment > 1 else 0)
-        )
-        aux_layers = self.drafter.aux_layers if self.drafter is not None and request.speculates else ()
-        if count:
-            self.batches.see(0)
-            tokens = request.token_ids[begun : begun + count]
-            with self.threads() if self.slots.prefix_alignment == 1 else nullcontext():
-                rows = prefill(self.target, self.cache, tokens, aux_layers, count, count, slot)
-            request.stats.prefilled += count
-            self.slots.prefilled(request, begun)
-            if aux_layers and self.drafter is not None:
-                with self.threads():
-                    self.drafter.read(slot, request, begun, rows)
-        if request.on_progress is not None:
-            request.on_progress(begun + count, end)
-        if begun + count == end:
-            request.prefilled = (
-                end // self.slots.prefix_alignment * self.slots.prefix_alignment if request.prefixes != "all" else 0
-            )
-            self.slots.activate(self._agrees(request))
-            self.batches.idle.discard(len(self.active) - 1)
-            self._chain = False
-            if request.speculates and self.runner is not None:
-                self.runner.chooser.admitted()
-        seconds = time.perf_counter() - start
-        request.stats.seconds["prefill"] += seconds
-        request.stats.wall += seconds
+    def _prefill(self, fills: list[Fill]) -> None:
+        """Prefill parts of prompts while no round runs."""
+        start = time.perf_counter()
+        self.batches.see(0)
+        aux_layers, parts = self._read_layers(fills), [self._part(fill) for fill in fills]
+        with self.threads() if self.slots.prefix_alignment == 1 else nullcontext():
+            if self.slots.several:
+                _, rows = prefill_parts(self.target, self.cache, parts, aux_layers)
+            else:
+                [(slot, tokens)] = parts
+                rows = [prefill(self.target, self.cache, tokens, aux_layers, len(tokens), len(tokens), slot)]
+        self._filled(fills, rows, start)
+        self._observe_rows(sum(fill.rows for fill in fills), time.perf_counter() - start)
+
+    def _part(self, fill: Fill) -> Part:
+        request, begun, count, _ = fill
+        return Part(self.slots.filling[request], request.token_ids[begun : begun + count])
+
+    def _read_layers(self, fills: Sequence[Fill]) -> tuple[int, ...]:
+        """The depths of which the drafter reads the hidden rows of these prompts."""
+        reads = self.drafter is not None and any(fill.request.speculates for fill in fills)
+        return self.drafter.aux_layers if self.drafter is not None and reads else ()
+
+    def _observe_rows(self, count: int, seconds: float) -> None:
+        """Learn from a pass over `count` rows, most of them of prompts."""
         if count >= LEAST:
             self._row_seconds += (NEW if self._row_seconds else 1.0) * (seconds / count - self._row_seconds)
-        return count
+            if self.slots.several:
+                self.history.costs.observe_rows(count, seconds)
+
+    def _filled(self, fills: Sequence[Fill], rows: Sequence[dict[int, Tensor]], start: float) -> None:
+        """Parts of prompts were forwarded, in a time that began at `start`: each is charged its rows' share of it. The
+        requests whose prompts are complete decode from now on."""
+        for fill, own in zip(fills, rows, strict=True):
+            request = fill.request
+            request.stats.prefilled += fill.rows
+            self.slots.prefilled(request, fill.begun)
+            if self.drafter is not None and self.drafter.aux_layers and request.speculates:
+                with self.threads():
+                    self.drafter.read(self.slots.filling[request], request, fill.begun, own)
+            if request.on_progress is not None:
+                request.on_progress(fill.begun + fill.rows, len(request.token_ids) - 1)
+        for fill in fills:
+            if fill.ends:
+                self._activate(fill.request)
+        each = (time.perf_counter() - start) / sum(fill.rows for fill in fills)
+        for request, _, count, _ in fills:
+            request.stats.seconds["prefill"] += each * count
+            request.stats.wall += each * count
+
+    def _activate(self, request: Request) -> None:
+        end, alignment = len(request.token_ids) - 1, self.slots.prefix_alignment
+        request.prefilled = end // alignment * alignment if request.prefixes != "all" else 0
+        self.slots.activate(request, self._agrees(request))
+        self.batches.idle.discard(len(self.active) - 1)
+        self._chain = False
+        if request.speculates and self.runner is not None:
+            self.runner.chooser.admitted()
 
     def _agrees(self, request: Request) -> Tensor | None:
         if self.acceptance is None:
@@ -296,17 +412,18 @@ class Loop:
         runner = self.runner if requests[0].speculates else None
         guides = [s.guide for s in requests if s.guide is not None]
         forced = runner is not None and len(guides) == len(requests) and all(guide.forced for guide in guides)
-        budget, reason = (NONE, "") if runner is None or forced else runner.shape(requests)
+        budget, reason = (NONE, "") if runner is None or forced else runner.shape(requests, bool(self._joining))
         fixed = self.fixed and not guides and (runner is None or runner.fixes(budget))
         if ahead and (not fixed or (budget.nodes and not self._chain)):
             return None  # a drafter that missed tokens must first know them
         if not fixed and runner is not None:
             budget = runner.clipped(requests, budget)
         r = self.new_round(budget, fixed, ahead)
+        r.parts, r.part_layers = [self._part(fill) for fill in self._joining], self._read_layers(self._joining)
         r.forced = forced
         r.batch.traced = self.trace is not None and any(s.traced for s in requests)
         if runner is not None:
-            r.reason, r.trial = reason, runner.chooser.trial and reason != BEHIND
+            r.reason, r.trial = reason, runner.chooser.trial and reason not in (BEHIND, PROMPTS)
             r.warm = runner.chooser.warm
             r.price = 0.0 if self.ranks is not None else runner.price(requests, budget)
             if self.spreads:
@@ -321,6 +438,20 @@ class Loop:
             self.launched += 1
             self.host_seconds += time.perf_counter() - began
         return r
+
+    def _observe_usual(self, r: Round, seconds: float, tokens: int) -> None:
+        """Learn the usual time between two tokens of a text from a round that took `seconds` and committed `tokens`. It
+        says nothing with rows of prompts or the drafter's prefill. Right after a pass of their own for prompts a round
+        takes longer, because the caches hold other data."""
+        n = len(r.requests)
+        apart = self.slots.several or not self.slots.filling or n not in self._round_seconds
+        if apart and tokens and not r.parts and not r.behind:
+            each = seconds * n / tokens
+            usual = self._round_seconds.get(n, each)
+            self._round_seconds[n] = usual + NEW * (min(each, 2 * usual) - usual)
+        self._joined = self._joined + 1 if r.parts else 0
+        if self.runner is not None and self.slots.prefix_alignment == 1:
+            self.runner.stall = STALL / self._readers * self._usual_seconds(n)
 
     def new_round(self, budget: Budget, fixed: bool, ahead: int = 0) -> Round:
         """A round of the active requests."""
@@ -344,13 +475,15 @@ class Loop:
         """Wait for a round, extend the texts and update policies and the drafter. Returns (request, path, tokens)."""
         each, runner = collect(r), self.runner if r.requests[0].speculates else None
         start, n, launched = time.perf_counter(), len(r.requests), sum(r.seconds.values())
+        self._last = r.rows, launched - r.seconds["verify"] - r.seconds["accept"]
         if r.batch.fixed:
             self._usual[0] += 1
             self._usual[1] += launched
-        if self.slots.filling is None:  # after a chunk of a prompt a round takes longer: the caches hold other data
-            self._round_seconds += (NEW if self._round_seconds else 1.0) * (launched - self._round_seconds)
-        if self.runner is not None and self.slots.prefix_alignment == 1:
-            self.runner.stall = STALL / len(self.slots.caches) * self._round_seconds
+        if r.parts:
+            count = sum(len(part.tokens) for part in r.parts)
+            self._observe_rows(r.rows + count, r.seconds["verify"] + r.seconds["accept"])
+            r.part_seconds = r.seconds["verify"] * count / (r.rows + count)
+            r.seconds["verify"] -= r.part_seconds
         out, grown = [], []
         for slot, (request, (path, tokens)) in enumerate(zip(r.requests, each, strict=True)):
             left = request.limit - len(request.token_ids)  # a draft of fixed shape may go beyond the end
@@ -374,6 +507,7 @@ class Loop:
         for slot, path in enumerate(grown):
             if path:
                 account(r, slot, path)
+        self._observe_usual(r, launched, sum(map(len, grown)))
         r.seconds["commit"] = time.perf_counter() - start - r.seconds.get("watch", 0.0)
         if runner is not None:
             runner.learn(r, sum(len(r.draft.own(slot, path)) for slot, (_, path, _) in enumerate(out)))

@@ -210,7 +210,7 @@ class Session:
     def snapshot(self) -> Snapshot:
         """How busy the session is, from any thread; during a step, roughly."""
         slots = self.loop.slots
-        running = len(slots.active) + (slots.filling is not None)
+        running = len(slots.active) + len(slots.filling)
         return Snapshot(slots.size, running, len(self.loop.waiting) + len(self._arrived))
 
     def pages(self) -> dict[str, tuple[int, int]]:

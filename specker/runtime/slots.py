@@ -1,8 +1,9 @@
 """Which request occupies which slot of a batch, and the K/V pages that it holds.
 
-Active requests occupy slots 0..n-1, since a round runs over the first slots. In a batch of several, a request whose
-prompt is being prefilled waits in one more slot behind them, which no round touches. A request is admitted when a slot
-is free and every K/V pool has pages for its longest text, so memory never runs out for an admitted request.
+Active requests occupy slots 0..n-1, since a round runs over the first slots. Requests whose prompts are being prefilled
+stand in slots behind them, which no round touches: in any if rounds run over the active requests alone (`several`),
+otherwise one request in the last slot, which a batch of several has for it. A request is admitted when a slot is free
+and every K/V pool has pages for its longest text, so memory never runs out for an admitted request.
 """
 
 from collections.abc import Sequence
@@ -12,12 +13,13 @@ from torch import Tensor
 from specker.fields import option
 from specker.kernels.delta import BLOCK
 from specker.model.cache import KVCache
-from specker.model.prefixes import Match
+from specker.model.prefixes import Match, common
 from specker.runtime.round.drafter import Drafter
 from specker.runtime.round.state import Request, State
 from specker.runtime.text import TooLong
 
 SAVE_EVERY = 4096  # columns of a prompt between two whose recurrent states are saved, at least
+SHARED = 16  # columns that another prompt's prefill must still compute for a request to wait for them
 
 
 class Slots:
@@ -31,16 +33,18 @@ class Slots:
         prefixes: str,
         prefix_alignment: int,
         lookahead: int,
+        several: bool = False,
     ):
         """`size`: requests that decode at once. `reserved`: columns of a sequence beyond its text. `prefixes`: which
         K/V of earlier texts a request takes over, "exact", "all" or "off" (`--prefix-cache`). `prefix_alignment`: the
         exact ones are a multiple of this many columns; 1 if rows are bit-equal wherever they are computed.
-        `lookahead`: the most columns that rounds write behind a text."""
+        `lookahead`: the most columns that rounds write behind a text. `several`: prompts of several requests are
+        prefilled at once, which needs rounds that leave the slots behind the active ones alone."""
         self.cache, self.drafter, self.state = target, drafter, state
         self.size, self.reserved, self.lookahead = size, reserved, lookahead
-        self.prefixes, self.prefix_alignment = prefixes, prefix_alignment
+        self.prefixes, self.prefix_alignment, self.several = prefixes, prefix_alignment, several
         self.active: list[Request] = []
-        self.filling: Request | None = None  # its prompt is being prefilled
+        self.filling: dict[Request, int] = {}  # those whose prompts are being prefilled, the oldest first, and its slot
         for cache in self.caches:
             cache.release(0)
 
@@ -49,10 +53,12 @@ class Slots:
         own = None if self.drafter is None else self.drafter.cache
         return [self.cache] if own is None or own is self.cache else [self.cache, own]
 
-    @property
-    def prefill_slot(self) -> int:
-        """The slot of a request whose prompt is being prefilled."""
-        return self.size if self.size > 1 else 0
+    def _free_slot(self) -> int:
+        """A slot for a request whose prompt is to be prefilled."""
+        if not self.several:
+            return self.size if self.size > 1 else 0
+        taken = {*range(len(self.active)), *self.filling.values()}
+        return next(slot for slot in range(self.size + 1) if slot not in taken)
 
     def columns(self, limit: int) -> int:
         """The K/V columns of a sequence whose text has up to `limit` tokens."""
@@ -70,22 +76,51 @@ class Slots:
                 )
 
     def admits(self, request: Request) -> bool:
-        """Whether there is a slot and memory now; requests that draft in different ways take turns."""
-        if self.filling is not None or len(self.active) == self.size:
+        """Whether there is a slot and memory now. Requests that draft in different ways take turns, and one waits while
+        another's prefill computes columns of its own prompt."""
+        admitted = [*self.active, *self.filling]
+        if len(admitted) == self.size or (self.filling and not self.several):
             return False
-        if self.active and self.active[0].mode != request.mode:
+        if admitted and admitted[0].mode != request.mode:
             return False
-        return all(cache.fits(self.columns(request.limit)) for cache in self.caches)
+        return all(cache.fits(self.columns(request.limit)) for cache in self.caches) and not self._awaits(request)
+
+    def _awaits(self, request: Request) -> bool:
+        """Whether a prefill computes columns now that the request can take over later: of a prompt that begins like its
+        own. A prefill that has computed them shares them at once, but for the columns in rings, which only requests
+        that have ended share."""
+        if not self._shares(request):
+            return False
+        text, known = request.token_ids[:-1], None
+        for other, slot in self.filling.items():
+            shared = common(text, other.token_ids[:-1]) if self._shares(other) else 0
+            known = self._columns_known(request) if known is None else known
+            if shared - known < SHARED:
+                continue
+            if self.cache.rings is not None or self.cache.exact_len[slot] < shared:
+                return True
+            self._remember(slot, other)
+            known = None
+        return False
+
+    def _shares(self, request: Request) -> bool:
+        """Whether the request takes over K/V of other texts, and others its own."""
+        return (request.prefixes or self.prefixes) != "off"
+
+    def _columns_known(self, request: Request) -> int:
+        """The columns of the target's cache that the request could take over now."""
+        match = self._matches(request)[0]
+        return 0 if match is None else match.columns
 
     def begin(self, request: Request) -> int:
         """Give the request pages and the K/V of earlier texts, before its prompt is prefilled. Returns the number of
         columns of the target's cache that need no prefill."""
-        slot, self.filling = self.prefill_slot, request
+        slot = self.filling[request] = self._free_slot()
         known = self._known(request)  # its pages may take the place of the known texts
         for cache, match in zip(self.caches, self._matches(request), strict=True):
             columns = self.columns(request.limit)
             cache.take(slot, columns, match if cache.fits(columns, match) else None)
-        request.saves, request.draft_saves = self._saves(request, known)
+        request.saves, request.draft_saves = self._saves(slot, request, known)
         if self.drafter is not None and request.speculates:
             self.drafter.reset(slot)
         return self.cache.exact_len[slot]
@@ -97,30 +132,32 @@ class Slots:
         return min((n for n in request.saves if begun < n <= end - BLOCK), default=end)
 
     def prefilled(self, request: Request, begun: int) -> None:
-        """A prefill of the request at hand went on from column `begun`: save the recurrent states where they are to
-        be."""
-        slot, exact = self.prefill_slot, (request.prefixes or self.prefixes) != "all"
+        """A prefill of the request went on from column `begun`: save the recurrent states where they are to be."""
+        slot, exact = self.filling[request], (request.prefixes or self.prefixes) != "all"
         end = self.cache.exact_len[slot]
         for columns in request.saves:
             if begun < columns <= end:
                 self.cache.save(slot, request.token_ids[:columns], exact)
 
-    def activate(self, agrees: Tensor | None) -> None:
+    def activate(self, request: Request, agrees: Tensor | None) -> None:
         """The prompt is prefilled: its request joins the active ones. `agrees` [C] bool: see `State`."""
-        assert self.filling is not None
-        request, self.filling, slot = self.filling, None, len(self.active)
-        if self.prefill_slot != slot:
-            self._move(self.prefill_slot, slot, request)
+        source, target = self.filling[request], len(self.active)
+        for other, slot in self.filling.items():
+            if slot == target and other is not request:  # a younger prompt stands where this request goes
+                self.filling[other] = self._free_slot()
+                self._move(slot, self.filling[other], other)
+        del self.filling[request]
+        if source != target:
+            self._move(source, target, request)
         self.active.append(request)
-        self.state.write(slot, request, agrees)
-        self._remember(slot, request)
+        self.state.write(target, request, agrees)
+        self._remember(target, request)
 
     def retire(self, request: Request) -> None:
         """Return a request's pages; the last slot's request moves to its slot."""
         head = None if self.drafter is None else self.drafter.head
-        if request is self.filling:
-            self.filling = None
-            self._release(self.prefill_slot, request)
+        if request in self.filling:
+            self._release(self.filling.pop(request), request)
         else:
             slot, last = self.active.index(request), len(self.active) - 1
             self._release(slot, request)
@@ -138,7 +175,7 @@ class Slots:
 
     def clear(self, forget: bool = False) -> None:
         """Remove all requests; with `forget` also the K/V of earlier texts."""
-        for request in [*self.active, *([self.filling] if self.filling else [])]:
+        for request in [*self.active, *self.filling]:
             self.retire(request)
         for cache in self.caches if forget else []:
             cache.forget()
@@ -160,17 +197,17 @@ class Slots:
             return [target, own]
         # The drafter can compute no column without the target's rows, which only a prefill has, and a column may depend
         # on later tokens, too: both caches take over the same columns.
-        common = min(target.columns, max(0, own.columns - self.drafter.tokens_ahead))
-        target = self.cache.match(text[:common], prefix_alignment)
+        columns = min(target.columns, max(0, own.columns - self.drafter.tokens_ahead))
+        target = self.cache.match(text[:columns], prefix_alignment)
         return [target, self.caches[1].match(text[: target.columns])]
 
     def _known(self, request: Request) -> int | None:
         """The columns after which the prompt leaves the known texts; None if no states are saved."""
-        if (request.prefixes or self.prefixes) == "off" or not any(cache.saves for cache in self.caches):
+        if not self._shares(request) or not any(cache.saves for cache in self.caches):
             return None
         return self.cache.prefixes.match(request.token_ids[:-1]).columns
 
-    def _saves(self, request: Request, known: int | None) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    def _saves(self, slot: int, request: Request, known: int | None) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """The columns after which a prefill saves recurrent states, of the target and of a draft model: the prompt's
         end; `known`, where it leaves earlier texts, since others may do so, too; and some between, if it is long.
         None of the first BLOCK, which are computed fast. Drafters of the target's rows lack the last columns of a
@@ -180,7 +217,7 @@ class Slots:
         text, drafter = request.token_ids[:-1], self.drafter
 
         def saves(cache: KVCache, alignment: int = 1, behind: int = 0) -> tuple[int, ...]:
-            least = max(BLOCK, cache.exact_len[self.prefill_slot] + 1)
+            least = max(BLOCK, cache.exact_len[slot] + 1)
             spacing = max(SAVE_EVERY, 2 * len(text) // max(2, cache.saves))
             found = {len(text) - behind, known - behind, *range(spacing, len(text), spacing)} if cache.saves else ()
             return tuple(sorted({at for n in found if (at := n // alignment * alignment) >= least}))
@@ -191,7 +228,7 @@ class Slots:
         return saves(self.cache, self.prefix_alignment, behind), own
 
     def _remember(self, slot: int, request: Request) -> None:
-        if (request.prefixes or self.prefixes) == "off" or request.finished in ("not finite", "failed"):
+        if not self._shares(request) or request.finished in ("not finite", "failed"):
             return
         prefilled = len(request.token_ids) if self.prefix_alignment == 1 else request.prefilled
         self.cache.remember(slot, request.token_ids, prefilled, self.lookahead)

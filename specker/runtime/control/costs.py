@@ -20,6 +20,7 @@ RISE, FALL, JUMP = 0.15, 0.3, math.log(2)
 REPEATED = 3  # rounds that a careful measurement counts for
 FORGET = 64  # rounds with drafts after which a size that none of them had is taken to be like the others again
 LEAST = 1e-9  # seconds; a stage that the clock cannot resolve
+MANY = 16  # rows whose arithmetic takes longer than reading the weights, on a CPU
 
 
 class Curve:
@@ -34,6 +35,7 @@ class Curve:
         self.ratios: dict[int, float] = {}  # measured cost over the prior, by size
         self._last: dict[int, int] = {}  # for sizes of rounds: their number when it was last seen
         self._rounds = 0  # number of measurements of sizes above 1
+        self.largest = 0  # size that was measured here, not taken from another curve
         self._table: list[float] = []
         self._priors = [prior(x) for x in range(TABLE)]
 
@@ -68,6 +70,7 @@ class Curve:
         else:
             step = math.exp(error)
         self.ratios[size] = ratio * step
+        self.largest = max(self.largest, size)
         self._forget(size)
         self._table = []
 
@@ -84,6 +87,7 @@ class Curve:
         if self.factor is None:
             self.factor = max(seconds, LEAST) / self.prior(size)
         self.ratios[size] = max(seconds, LEAST) / (self.factor * self.prior(size))
+        self.largest = max(self.largest, size)
         self._table = []
 
     def like(self, other: "Curve") -> "Curve":
@@ -133,12 +137,18 @@ class Costs:
         self._draft: dict[tuple[int, int, int], Curve] = {}
         self.plain_rounds = 0  # number of measured rounds without a draft
         self._prefill = 0.0  # seconds per token that the drafter prefills
+        self._row = 0.0  # seconds per row of the target in long passes
 
     def verify(self, n: int, rows: float, exit: int = 0) -> float:
         """Seconds of a verify pass over `rows` rows of each of n sequences, and of all that follows it in the round.
         `exit`: layers of the target that have already run on all rows but one."""
         curve = self._verifying(n, exit)
-        return curve.at(rows) * (curve.factor or self._unit(n))
+        return max(curve.at(rows) * (curve.factor or self._unit(n)), self._least(curve, n, rows, exit))
+
+    def _least(self, curve: Curve, n: int, rows: float, exit: int) -> float:
+        """What a verify pass costs at least, by its arithmetic, where it is larger than any that was measured. A few
+        rows cost what reading the weights does, so they tell nothing of many."""
+        return self._row * n * rows if rows > max(1, curve.largest) and not exit else 0.0
 
     def draft(self, n: int, budget: Budget, tokens: float) -> float:
         """Seconds of a draft of `tokens` tokens for each of n sequences; `budget` says what drafts."""
@@ -158,7 +168,8 @@ class Costs:
         """Seconds of rounds of n sequences with drafts of 0 to `most` tokens."""
         draft, verify = self._drafting(n, budget), self._verifying(n, budget.exit)
         each, all = draft.factor or self._unit(n), verify.factor or self._unit(n)
-        return [self.plain(n), *(draft.at(k) * each + verify.at(k + 1) * all for k in range(1, most + 1))]
+        passes = [max(verify.at(k) * all, self._least(verify, n, k, budget.exit)) for k in range(2, most + 2)]
+        return [self.plain(n), *(draft.at(k) * each + passes[k - 1] for k in range(1, most + 1))]
 
     def plain(self, n: int) -> float:
         """Seconds of a round of n sequences without a draft."""
@@ -224,6 +235,12 @@ class Costs:
         """Learn from a prefill of `tokens` tokens by the drafter."""
         each = seconds / tokens
         self._prefill += (each - self._prefill) * (0.3 if self._prefill else 1.0)
+
+    def observe_rows(self, rows: int, seconds: float) -> None:
+        """Learn from a pass of the target over so many rows of prompts, at least MANY."""
+        if rows >= MANY:
+            each = seconds / rows
+            self._row += (each - self._row) * (0.3 if self._row else 1.0)
 
     def _verifying(self, n: int, exit: int) -> Curve:
         return self._of(self._verify, (n, exit), lambda rows: self.reads(n * rows) / self.reads(n))

@@ -14,7 +14,7 @@ import math
 import operator
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,8 +24,9 @@ from torch import Tensor
 from specker.kernels.adjust import adjust_rows
 from specker.kernels.round.settle import settle
 from specker.kernels.sample import Splits
-from specker.model.cache import KVCache
-from specker.model.decoder import Model, experts_read, forward
+from specker.model.cache import KVCache, Rows
+from specker.model.decoder import Model, Output, experts_read, forward
+from specker.model.prefill import Part, prefill_parts
 from specker.model.rows import begin
 from specker.model.sampling import Adjusts
 from specker.runtime.round.batch import Batch
@@ -52,6 +53,10 @@ class Round:
     instead: Tensor | None = None  # tokens [n, N] int64 to verify instead of the draft's first N, to measure costs
     behind: int = 0  # tokens that the drafter prefilled before it drafted
     price: float = 0.0  # what a further row of one sequence costs in the verify pass, in tokens (Costs.row_price)
+    parts: Sequence[Part] = ()  # of prompts whose rows come with the verify pass
+    part_layers: tuple[int, ...] = ()  # depths at which the parts' rows are kept
+    part_rows: list[dict[int, Tensor]] = field(default_factory=list)  # of each part, depth -> [rows, E]
+    part_seconds: float = 0.0  # of the verify pass, the parts' share, known once finished
     places: Tensor | None = None
     """If the sequences verify unequally many rows: which entries of [n, size + 1] they are, [rows] int64."""
     host: dict[str, Tensor] = field(default_factory=dict)  # copies on the host, complete once `done`
@@ -153,7 +158,7 @@ def _verify(r: Round, model: Model, cache: KVCache) -> None:
         counts = [d.count(slot) + 1 for slot in range(b.n)]
         rows = cache.after([length - 1 for length in lengths], counts)
         hidden = model.embed_tokens(s.window[:, : N + 1].reshape(-1)[r.places])
-        outs = [forward(model, cache, rows, hidden)]
+        outs = [_forward(r, model, cache, rows, hidden)]
         aux = {}
     elif d.resume is not None:  # the last row alone lacks the first layers
         layer = d.resume.layer
@@ -169,8 +174,10 @@ def _verify(r: Round, model: Model, cache: KVCache) -> None:
         rows, hidden = begin(model, cache, lengths, 1, 0, s.window[:, : N + 1], parents, positions=positions)
         if model.counts_experts and b.fixed:
             rows = rows._replace(idle=s.unused)
-        outs = [forward(model, cache, rows, hidden, aux_layers=b.aux_layers)]
+        outs = [_forward(r, model, cache, rows, hidden)]
         aux = outs[0].aux_hidden_states
+    if r.parts and not r.part_rows:
+        _, r.part_rows = prefill_parts(model, cache, r.parts, r.part_layers)
     if b.aux_layers:
         memory.put_aux([aux[n] for n in b.aux_layers])
     if model.counts_experts:
@@ -184,6 +191,17 @@ def _verify(r: Round, model: Model, cache: KVCache) -> None:
     else:
         memory.put("logits", model.logits(outs[-1].final, memory.out("logits", r.rows)))
     memory.put("positions", rows.positions)
+
+
+def _forward(r: Round, model: Model, cache: KVCache, rows: Rows, hidden: Tensor) -> Output:
+    """The target's forward over a round's rows and, if these are chains, the parts of prompts. One pass reads the
+    weights once for both. A mixture of experts counts what the round's rows read, so its parts have their own pass."""
+    layers = r.batch.aux_layers
+    if not r.parts or r.draft.tree or model.counts_experts:
+        return forward(model, cache, rows, hidden, aux_layers=layers)
+    both = tuple(sorted({*layers, *r.part_layers}))
+    out, r.part_rows = prefill_parts(model, cache, r.parts, both, (rows, hidden))
+    return out
 
 
 def _beside(rows: Tensor, last: Tensor) -> Tensor:
