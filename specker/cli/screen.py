@@ -40,6 +40,8 @@ class Screen:
         self.reasons = False  # whether reasoning was printed last
         self.answer: Any = None  # answer.Answer, which renders the texts of a conversation on a terminal
         self.notes_to = self.out if self.terminal or quiet else sys.stderr
+        # Whether notes go to a pipe or a file. Then text is written without rich, whose import takes 0.1 s.
+        self.plain = not os.environ.get("FORCE_COLOR") and not self.notes_to.isatty()
 
     @cached_property
     def text(self) -> "Console":
@@ -52,11 +54,6 @@ class Screen:
         from rich.console import Console
 
         return self.text if self.notes_to is self.out else Console(file=self.notes_to, highlight=False)
-
-    @property
-    def plain(self) -> bool:
-        """Whether notes go to a pipe or a file. Then text is written without rich, whose import takes 0.1 s."""
-        return not os.environ.get("FORCE_COLOR") and not self.notes_to.isatty()
 
     def _mark(self, text: str, style: str, end: str = "\n") -> None:
         """Print to the notes' stream."""

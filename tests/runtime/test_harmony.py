@@ -207,6 +207,7 @@ def test_a_terminal_shows_reasoning_apart_from_the_answer():
     file = io.StringIO()
     screen = Screen(json_to_stdout=False)
     screen.text = screen.notes = Console(file=file, force_terminal=True, width=40)
+    screen.plain = False
     screen.answer = Answer(screen.text)
     for kind, text in (("reasoning", "so\n"), ("reasoning", "it"), ("text", "*a*"), ("reasoning", "hm"), ("text", "b")):
         screen.reasoning(text) if kind == "reasoning" else screen.pieces([(text, False)])
