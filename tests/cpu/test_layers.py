@@ -264,8 +264,8 @@ def test_a_round_of_more_rows_than_the_layers_take_at_once(tmp_path, dtype, how)
 @pytest.mark.parametrize(("dtype", "quantize"), FORMS, ids=str)
 @pytest.mark.parametrize("length", [3, 12, 37])  # the windows lie in one page, or across the end of one
 def test_a_path_in_a_tree_has_the_bits_of_a_chain(tmp_path, dtype, quantize, length):
-    """Of six query heads to a KV head, so that the tree attends by another path (many.c) than single rows."""
-    model = model_of(tmp_path, "llama", dtype, quantize, heads=12)
+    """Of eight query heads to a KV head, so that the tree attends by another path (many.c) than single rows."""
+    model = model_of(tmp_path, "llama", dtype, quantize, heads=8, kv_heads=1)
     text = list(range(1, length + 1))
     parents, path = [-1, 0, 0, 0, 2, 2, 1, 5, 5, 4], [0, 2, 5, 8]
     tokens = torch.tensor([5, 9, 2, 7, 7, 1, 3, 8, 4, 6])
