@@ -284,9 +284,9 @@ def test_a_path_in_a_tree_has_the_bits_of_a_chain(tmp_path, dtype, quantize, len
 
 @pytest.mark.parametrize("kind", ["qwen3", "gemma3", "gpt-oss"])
 def test_many_rows_have_the_bits_of_single_ones(tmp_path, kind):
-    """Twenty rows of six query heads attend a block of columns at a time, a single row all of its columns at once. The
+    """Twenty rows of eight query heads attend a block of columns at a time, a single row all of its columns at once. The
     largest score rises from block to block."""
-    model, text = model_of(tmp_path, heads=12, kv_heads=2, **KINDS[kind]), [n * n % 50 for n in range(90)]
+    model, text = model_of(tmp_path, heads=8, kv_heads=1, **KINDS[kind]), [n * n % 50 for n in range(90)]
     with torch.inference_mode():
         for layer in model.stack.layers:
             (layer[1] if layer[3] is None else layer[3]).mul_(6)  # qkv or the norm of q: sharper than random weights
