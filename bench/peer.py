@@ -30,7 +30,13 @@ def specker(s: dict[str, Any]) -> Decode:
 
     def decode(ids: list[int], count: int) -> dict[str, Any]:
         done = engine.generate(ids, count)
-        return {"tokens": done.tokens, "report": {"acceptance_length": done.stats.acceptance_length}}
+        stats = done.stats
+        report = {
+            "own_prefill_tokens_per_second": stats.prefill_tokens_per_second,
+            "own_decode_tokens_per_second": stats.decode_tokens_per_second,
+            "acceptance_length": stats.acceptance_length,
+        }
+        return {"tokens": done.tokens, "report": report}
 
     return decode
 
@@ -131,8 +137,8 @@ def llama_server(s: dict[str, Any]) -> Decode:
         decoded = times["predicted_n"] - 1  # the prompt's pass gives the first token
         passes = decoded - times.get("draft_n_accepted", 0)
         report = {
-            "server_prefill_tokens_per_second": times["prompt_per_second"],
-            "server_decode_tokens_per_second": 1000 * decoded / times["predicted_ms"],
+            "own_prefill_tokens_per_second": times["prompt_per_second"],
+            "own_decode_tokens_per_second": 1000 * decoded / times["predicted_ms"],
             "acceptance_length": decoded / passes if passes else 1.0,
         }
         return {"tokens": done["tokens"], "seconds": seconds, "report": report}

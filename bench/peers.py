@@ -11,8 +11,8 @@ take turns at every prompt, and only one computes at a time. No engine keeps a p
 Reported for each engine: tokens/s of whole requests; tokens/s after the first token, from the difference to a request
 of one token; milliseconds to the first token, and prompt tokens/s until then; the median ratio, over requests, to a
 base (transformers' float32 `generate`, or plain llama.cpp); and in how many prompts its tokens are those of plain
-decoding here. Rows also hold the acceptance length and llama-server's own rates. An engine that cannot be installed or
-run has a row with the reason. llama.cpp is built from its source for this machine.
+decoding here. Rows also hold the acceptance length, and the rates that specker and llama-server report themselves. An
+engine that cannot be installed or run has a row with the reason. llama.cpp is built from its source for this machine.
 """
 
 import json

@@ -2,7 +2,7 @@
 
 Each machine's folder is plotted with the newest row of every (op, case, way), and with the newest run of bench/e2e.py
 on each pair. scripts/pages.py writes these runs, and those of bench/peers.py in which the most engines ran, into the
-tables of README.md and docs/results.md.
+tables of README.md and docs/results.md, with the newest run of bench/contexts.py on each model.
 Kernels: the share of the hardware's limit, with the goal if it names one, and the speed over each baseline. End to end:
 tokens/s and acceptance length. SVG files go next to the rows; a table of everything is printed.
 """
@@ -81,6 +81,15 @@ def peers(rows: Iterable[Row]) -> dict[str, list[Row]]:
         return sum("reason" not in row for row in run), run[-1]["date"]
 
     return {name: max(each.values(), key=ran) for name, each in runs.items()}
+
+
+def contexts(rows: Iterable[Row]) -> dict[str, list[Row]]:
+    """The rows of the newest run of bench/contexts.py for each model, by name."""
+    runs: dict[str, list[Row]] = {}
+    for row in rows:
+        if row.get("bench") == "contexts":
+            runs.setdefault(f"contexts-{row['target']}", []).append(row)
+    return {name: [row for row in run if origin_of(row) == origin_of(run[-1])] for name, run in runs.items()}
 
 
 def goal_share(row: Row) -> float | None:
@@ -169,6 +178,48 @@ def draw_peers(kinds: dict[str, list[Row]], dark: bool) -> Any:
     return figure
 
 
+def draw_contexts(rows: list[Row], dark: bool) -> Any:
+    """Tokens/s of each engine over the length of the prompt: of the prompt, and after it with its limit by bytes."""
+    from matplotlib.figure import Figure
+
+    ink, ours, theirs = ("#e6edf3", "#58a6ff", "#8b949e") if dark else ("#1f2328", "#0969da", "#6e7781")
+    figure = Figure(figsize=(9, 3.4), layout="constrained")
+    figure.patch.set_alpha(0)
+    columns = {"prefill": "prompt tokens a second", "decode": "tokens a second after the prompt"}
+    marks = dict(zip(dict.fromkeys(row["way"] for row in rows), "os^Dv*", strict=False))
+    for axis, (kind, title) in zip(figure.subplots(1, 2), columns.items(), strict=True):
+        for way, mark in marks.items():
+            own = sorted((row for row in rows if row["way"] == way), key=lambda row: row["prompt_tokens"])
+            lengths, color = [row["prompt_tokens"] for row in own], ours if way.startswith("specker") else theirs
+            speeds = [row[f"{kind}_tokens_per_second"] for row in own]
+            axis.plot(lengths, speeds, marker=mark, color=color, label=way, linewidth=1.5, markersize=5)
+            if kind == "decode":
+                axis.plot(lengths, [row["limit"] for row in own], ":", color=color, linewidth=0.8)
+        axis.set_xscale("log", base=2)
+        axis.set_xticks(lengths, [f"{n:,}" for n in lengths])
+        axis.set_ylim(bottom=0)
+        axis.set_title(title, fontsize=10, color=ink)
+        axis.set_xlabel("tokens of the prompt", fontsize=9, color=ink)
+        axis.set_facecolor("none")
+        axis.tick_params(colors=ink, labelsize=9)
+        for side in axis.spines.values():
+            side.set_color(theirs)
+    axis.legend(fontsize=8, labelcolor=ink, frameon=False, loc="lower left")
+    return figure
+
+
+def contexts_markdown(rows: list[Row]) -> str:
+    """The table of one model over the length of the prompt: prompt tokens/s, and tokens/s after it."""
+    ways = list(dict.fromkeys(row["way"] for row in rows))
+    found = {(row["way"], row["prompt_tokens"]): row for row in rows}
+    lines = [["prompt tokens", *ways], ["--:"] * (1 + len(ways))]
+    for length in sorted({row["prompt_tokens"] for row in rows}):
+        cells = [found[way, length] for way in ways if (way, length) in found]
+        speeds = [f"{x['prefill_tokens_per_second']:.0f} / {x['decode_tokens_per_second']:.1f}" for x in cells]
+        lines.append([f"{length:,}", *speeds])
+    return with_origin(lines, rows[-1])
+
+
 def markdown(rows: list[Row]) -> str:
     """The table of one pair: a row for each configuration, the columns of each temperature side by side."""
     temperatures = sorted({row["temperature"] for row in rows})
@@ -237,7 +288,7 @@ def tables(folders: Iterable[Path]) -> dict[str, list[Row]]:
     found: dict[str, list[Row]] = {}
     for folder in folders:
         rows = read(folder)
-        for name, run in (end_to_end(rows) | peers(rows)).items():
+        for name, run in (end_to_end(rows) | peers(rows) | contexts(rows)).items():
             found[name] = max(found.get(name, run), run, key=lambda rows: rows[-1].get("date", ""))
     return found
 
@@ -257,7 +308,8 @@ def fill(text: str, runs: dict[str, list[Row]]) -> str:
             raise ValueError(f"a page asks for {', '.join(sorted(missing))} of {name}, which has no such row")
         asked = {kind: [row for row in rows if not only or row["way"] in only] for kind, rows in asked.items()}
         if name in runs:
-            table = (peers_markdown if name.startswith("peers") else markdown)(asked[""])
+            kind = name.split("-")[0]
+            table = {"peers": peers_markdown, "contexts": contexts_markdown}.get(kind, markdown)(asked[""])
         else:
             table = kinds_markdown(asked)
         start = mark[0][: mark[0].index("\n") + 1]
@@ -307,7 +359,8 @@ def main() -> None:
         except ValueError as error:
             parser.error(str(error))
         cases, runs = kernels(rows), end_to_end(rows)
-        if not cases and not runs:
+        lengths = contexts(rows)
+        if not cases and not runs and not lengths:
             parser.error(f"{folder}: there are no rows to draw")
         machine = rows[-1]["machine"]
         timed = [ways for ways in cases if "share" in ways[0]]  # on a CPU there is no limit
@@ -320,6 +373,8 @@ def main() -> None:
                 beside.setdefault(run[0]["target"], {})[kind] = run
         for target, kinds in beside.items():
             drawn |= {f"peers-{target}-{shade}": draw_peers(kinds, shade == "dark") for shade in ("light", "dark")}
+        for name, run in lengths.items():
+            drawn |= {f"{name}-{shade}": draw_contexts(run, shade == "dark") for shade in ("light", "dark")}
         for name, figure in drawn.items():
             save(figure, folder / name)
             print(folder / f"{name}.svg", file=sys.stderr)

@@ -129,8 +129,7 @@ class Formula(head_parts.Formula):
         if not self.three:
             return r, r @ self.head.T
         normed = self.rms(r, x["norm.weight"])
-        nested = "transformer_layer_config" in self.raw
-        return normed if nested and self.raw.get("norm_output") else r, normed @ self.head.T
+        return normed if self.raw.get("norm_output") else r, normed @ self.head.T
 
     def window(self, p: str) -> int:
         """The columns that a row of the layer sees."""

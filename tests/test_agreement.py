@@ -83,6 +83,45 @@ def test_of_two_readings_the_better_one_is_taken(target, oracle, tmp_path, monke
     assert len(taken) == 4 and closer
 
 
+def second(head, oracle, taps, normed):
+    """The share of the second guesses by the formula, pair by pair, and the number of positions."""
+    model, (tokens, first), states, own = oracle
+    inner = model.model
+    formula = Formula(head, inner.embed_tokens.weight, model.lm_head.weight, inner.norm.weight, 1e-5)
+    formula.raw = {**formula.raw, "norm_output": normed}
+    features, T = formula.features([states[n][:-1] for n in taps]), len(tokens) - 1
+    fed, _ = formula.outputs(features, torch.tensor(tokens[1:]))
+    columns = range(max(0, first - 2), T - 1)
+    columns = columns[:: -(-len(columns) // agreement.SECONDS)]
+    right = 0
+    for t in columns:
+        _, logits = formula.outputs(torch.cat((features[: t + 1], fed[t : t + 1])), torch.tensor(tokens[1 : t + 3]))
+        right += int(formula.ids()[logits[-1].argmax()] == own[t + 2])
+    return right / len(columns)
+
+
+def test_what_a_flat_head_feeds_back_is_measured(target, oracle, tmp_path, monkeypatch):
+    """EAGLE-3.1's `norm_output` means the rows after the norm; heads of some trainers mean those before it."""
+    monkeypatch.setattr(agreement, "MARGIN", 0.01)
+    monkeypatch.setattr(agreement, "SECONDS", 40)
+    taken = set()
+    for seed in range(8):
+        head = head_of(target, tmp_path / f"{seed}", oracle, seed=seed, layout="flat", norm_output=True)
+        after, before = (second(head, oracle, (2, 4, 5), normed) for normed in (True, False))
+        best = not before > after + 0.01
+        engine = load(target, head)
+        assert engine.drafter.reading.spec.output == best
+        names, shares = ("after", "before"), (after, before)
+        said = f"its second guess is at {shares[not best]:.0%}, feeding back its rows {names[not best]} the final norm"
+        assert f"; {said}; norm_output in" in engine.remarks["head"]
+        assert engine.remarks["head"].endswith(f"those {names[best]} it, which gave {shares[best]:.0%}")
+        taken.add(best)
+    assert taken == {True, False}
+    nested = head_of(target, tmp_path / "nested", oracle, layout="nested", norm_output=True)
+    engine = load(target, nested)
+    assert engine.drafter.reading.spec.output and "second guess" not in engine.remarks["head"]
+
+
 def test_a_head_for_another_finetune_is_implausible(target, oracle, tmp_path):
     head = make_head(tmp_path / "head", json.loads((target / "config.json").read_text()), ids=[5, 6, 7])
     assert expected(head, oracle, (2, 4, 5))[0] < 0.05

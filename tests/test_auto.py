@@ -7,8 +7,8 @@ import random
 import pytest
 
 from specker.runtime.control.auto import Acceptance, AcceptanceHistory, Auto
-from specker.runtime.control.choose import AGAIN, APART, FIRST, LOOK, SHARE, Chooser
-from specker.runtime.control.costs import Costs, Curve
+from specker.runtime.control.choose import AGAIN, APART, CARRIED, FIRST, LOOK, RESTING, RESTS, SHARE, Chooser
+from specker.runtime.control.costs import FORGET, Costs, Curve
 from specker.runtime.control.policy import LENGTHS, Budget, Chain, DraftAndVerify, Fixed, Outcome, StopRule, after
 from specker.runtime.strategies.lookup import RATES, NgramPolicy
 
@@ -17,13 +17,18 @@ STEP = 0.030  # seconds of a plain round
 
 class World:
     """Rounds of a machine: a draft step takes `step` plain rounds and a further verify row `row`; the target agrees
-    with each draft token with the probability that `agrees(n)` gives for round n."""
+    with each draft token with the probability that `agrees(n)` gives for round n. `cold`: how many times as long the
+    draft of the first round after a change between drafts and plain rounds takes. `doubled`: the share of stages that
+    an interruption doubles."""
 
-    def __init__(self, step, row, agrees, confident=False, noise=0.0, seed=1, sequences=1, known=None):
+    def __init__(
+        self, step, row, agrees, confident=False, noise=0.0, seed=1, sequences=1, known=None, cold=1.0, doubled=0.0
+    ):
         self.known = known or AcceptanceHistory(Costs(lambda budget: step * budget.nodes))
         self.chooser = Chooser(self.known.costs)
         self.policies = [Auto(self.known.costs, self.known.drafts, Budget(16, 16), confident) for _ in range(sequences)]
         self.step, self.row, self.agrees, self.confident, self.noise = step, row, agrees, confident, noise
+        self.cold, self.doubled, self.same = cold, doubled, 0  # same: rounds of one kind in a row
         self.random, self.n = random.Random(seed), 0
         self.seconds = self.tokens = 0.0
         self.drafted, self.spent = [], []  # of each round: draft tokens; plain rounds beyond its tokens
@@ -39,7 +44,7 @@ class World:
     def round(self):
         n, a = len(self.policies), self.agrees(self.n)
         shape = self.chooser.choose(self.policies, 10_000)
-        trial = self.chooser.trial
+        trial, reason, warm = self.chooser.trial, self.chooser.reason, self.chooser.warm
         prices = self.chooser.prices(self.policies, shape) if shape.nodes else ()
         for p in self.policies:
             p.taken(shape, prices)
@@ -58,13 +63,29 @@ class World:
             right = next((j for j in range(k) if self.random.random() > (c[j] if self.confident else a)), k)
             p.observe(Outcome(k, list(range(right + 1)), c if self.confident else []))
             tokens += 1 + right
-        draft, rest = (s * (1 + self.noise * self.random.random()) for s in self.true(k))
-        self.known.costs.observe(n, shape, k, draft, rest)
+        self.same = self.same + 1 if self.drafted and (k > 0) == (self.drafted[-1] > 0) else 0
+        longer = 1 + (self.cold - 1) / 2**self.same if self.same < 3 else 1.0
+        draft, rest = (
+            s * (1 + self.noise * self.random.random()) * (2 if self.random.random() < self.doubled else 1)
+            for s in self.true(k)
+        )
+        draft, rest = draft * longer, rest * (1 + (longer - 1) / 2)
+        if reason == "measured" and not k:
+            self.chooser.measured(n, rest)
+        else:
+            self.known.costs.observe(n, shape, k, draft, rest, warm=warm, rests=reason == RESTS)
         self.chooser.finished(n, shape, k, tokens, trial)
         self.n += 1
         self.seconds, self.tokens = self.seconds + draft + rest, self.tokens + tokens / n
         self.drafted.append(k)
         self.spent.append((draft + rest) / STEP - tokens / n)
+
+    def text(self, rounds):
+        """Rounds of a new text."""
+        first = self.policies[0]
+        self.policies = [Auto(self.known.costs, self.known.drafts, first.shapes[-1], self.confident)]
+        self.chooser.admitted()
+        return self.run(rounds)
 
     def run(self, rounds):
         for _ in range(rounds):
@@ -85,7 +106,7 @@ def test_it_converges_to_the_best_length(step, row, a):
     best = max(world.rate(k, a) * STEP for k in (0, *LENGTHS))
     assert 1.1 * late.speedup > 0.94 * best, "the noise lengthens every round by a tenth on average"
     if best == 1:
-        assert late.drafted.count(0) > 0.95 * len(late.drafted)
+        assert late.drafted.count(0) > 0.92 * len(late.drafted)
 
 
 @pytest.mark.parametrize("confident", [False, True])
@@ -108,6 +129,42 @@ def test_it_recovers_when_the_text_becomes_predictable(confident):
     assert first < 140
     plain = world.drafted[600 + first + 40 :].count(0)
     assert plain <= 3 * LOOK, "only to measure plain decoding"
+
+
+def texts(step, row, a, confident, seed):
+    """The speedup and the share of drafting rounds in texts 5 to 10, on a machine whose caches must be filled anew
+    after each change, with interruptions."""
+    world = World(step, row, lambda n: a, confident, noise=0.2, seed=seed, cold=1.6, doubled=0.03)
+    for _ in range(4):
+        world.text(64)
+    world.seconds = world.tokens = 0.0
+    begun = len(world.drafted)
+    for _ in range(6):
+        world.text(64)
+    return 1.13 * world.speedup, sum(k > 0 for k in world.drafted[begun:]) / (6 * 64)
+
+
+@pytest.mark.parametrize("confident", [False, True])
+@pytest.mark.parametrize(("step", "row", "a"), [(0.25, 0.1, 0.75), (0.25, 0.1, 0.85)])
+def test_luck_does_not_decide_whether_drafts_are_made(step, row, a, confident):
+    """Single drafts after plain rounds take so much longer that they lose, though drafts in a row win."""
+    best = max(World(step, row, None).rate(k, a) * STEP for k in LENGTHS)
+    found = [texts(step, row, a, confident, seed) for seed in range(8)]
+    assert min(share for _, share in found) > 0.4
+    assert min(speed for speed, _ in found) > 0.8 * best > 1.05
+
+
+@pytest.mark.parametrize("confident", [False, True])
+@pytest.mark.parametrize(("step", "row", "a"), [(0.5, 0.2, 0.4), (0.3, 0.25, 0.1)])
+def test_drafts_that_cannot_win_cost_a_hundredth(step, row, a, confident):
+    found = [texts(step, row, a, confident, seed) for seed in range(8)]
+    assert sum(share for _, share in found) / 8 < 0.04 and sum(speed for speed, _ in found) / 8 > 0.98
+    world = World(step, row, lambda n: a, confident).text(96)
+    for _ in range(10):
+        begun = sum(world.spent)
+        world.text(96)
+        assert sum(world.spent) - begun < CARRIED + 3
+    assert sum(world.spent) < FIRST + CARRIED + 3 + 2 * RESTING * 960
 
 
 def test_overrated_drafts_are_stopped_by_the_credit():
@@ -196,13 +253,13 @@ def test_plain_decoding_is_measured_the_more_often_the_less_drafts_gain(gain):
     assert min(b - a for a, b in itertools.pairwise(runs)) >= APART
 
 
-def test_a_measurement_counts_its_shortest_round():
+def test_a_measurement_counts_its_second_shortest_round():
     known = AcceptanceHistory(Costs(lambda budget: 1.0))
     chooser = Chooser(known.costs)
     known.costs.measured(1, Budget(0, 0), 0, 0.0, 1.0)
     for n in range(LOOK):
         chooser.measured(1, 0.9 - 0.1 * n)
-        assert known.costs.plain(1) == (1.0 if n < LOOK - 1 else pytest.approx(0.9 - 0.1 * n))
+        assert known.costs.plain(1) == (1.0 if n < LOOK - 1 else pytest.approx(0.9 - 0.1 * (n - 1)))
     chooser.measured(1, 0.1)
     for _ in range(LOOK):
         chooser.measured(2, 3.0)
@@ -303,6 +360,46 @@ def test_a_curve_interpolates_and_learns():
     steps = Curve(lambda k: 0.1 * k)
     steps.set(1, 0.2)
     assert steps.factor * steps.at(4) == pytest.approx(0.8) and steps.at(0) == 0
+
+
+def test_the_first_rounds_after_a_change_count_only_if_they_were_short():
+    costs, shape = Costs(lambda budget: 0.1 * budget.nodes), Budget(4, 4)
+    costs.measured(1, Budget(0, 0), 0, 0.0, 1.0)
+    costs.observe(1, shape, 4, 9.0, 1.5, warm=False)
+    assert costs.draft(1, shape, 4) == pytest.approx(0.4), "an engine's first draft loads its weights"
+    costs.observe(1, shape, 4, 0.6, 1.5)
+    before = costs.round(1, shape)
+    costs.observe(1, shape, 4, 0.9, 2.5, warm=False)
+    assert costs.round(1, shape) == before
+    costs.observe(1, shape, 4, 0.3, 1.0, warm=False)
+    assert costs.round(1, shape) < before
+
+
+def test_while_nothing_is_drafted_all_costs_follow_the_plain_round():
+    costs, shape = Costs(lambda budget: 0.1 * budget.nodes), Budget(4, 4)
+    costs.measured(1, Budget(0, 0), 0, 0.0, 1.0)
+    costs.measured(1, shape, 4, 0.5, 1.4)
+    costs.measured(4, shape, 4, 0.5, 1.4)
+    costs.observe_prefill(10, 2.0)
+    for _ in range(40):
+        costs.observe(1, Budget(0, 0), 0, 0.0, 2.0, rests=True)
+    assert costs.plain(1) == pytest.approx(2.0, rel=0.01) and costs.prefill(10) == pytest.approx(4.0, rel=0.01)
+    assert costs.round(1, shape) == pytest.approx(3.8, rel=0.01) and costs.round(4, shape) == pytest.approx(1.9)
+
+
+def test_a_size_that_no_draft_has_had_for_long_is_taken_to_be_like_the_others():
+    """One interrupted round must not make a length too dear to be used, and so to be measured, ever again."""
+    curve = Curve(lambda rows: 1.0)
+    for rows, seconds in ((1, 1.0), (2, 1.2), (3, 9.0)):
+        curve.learn(rows, seconds)
+    assert curve.factor * curve.at(3) > 1.9
+    for _ in range(FORGET):
+        curve.learn(1, 1.0)
+    assert curve.factor * curve.at(3) > 1.9, "plain rounds say nothing about drafts"
+    for _ in range(FORGET):
+        curve.learn(2, 1.2)
+        curve.learn(1, 1.0)
+    assert curve.factor * curve.at(3) == pytest.approx(1.4, rel=0.05) and curve.factor * curve.at(1) < 1.05
 
 
 def test_costs_of_a_new_batch_start_from_the_nearest_one():

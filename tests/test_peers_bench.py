@@ -2,6 +2,7 @@
 
 import json
 import re
+import shlex
 import subprocess
 import sys
 import textwrap
@@ -11,11 +12,11 @@ from pathlib import Path
 import pytest
 from make_checkpoint import make
 
-from bench import harness, llama_server, peer_settings, peers, plot
+from bench import contexts, harness, llama_server, peer_settings, peers, plot
 from bench.peer_settings import Model
 from bench.peers import Args, Peer
 from specker import zoo
-from specker.checkpoints.checkpoint import read_tokenizer
+from specker.checkpoints.checkpoint import read_config, read_tokenizer
 from specker.checkpoints.gguf.cache import converted
 
 
@@ -139,7 +140,7 @@ def test_the_server_is_asked_over_http_and_ends_with_its_peer(server, tmp_path):
     assert peer.version == "b1"
     answers = [peer.ask(ids=[1, 2], count=5), peer.ask(ids=[1, 2, 3, 4, 5, 6], count=9)]
     assert [answer["tokens"] for answer in answers] == [[2, 5, 1], [6, 9, 2]]
-    rates = {"server_prefill_tokens_per_second": 7, "server_decode_tokens_per_second": 5}
+    rates = {"own_prefill_tokens_per_second": 7, "own_decode_tokens_per_second": 5}
     assert answers[0]["report"] == {**rates, "acceptance_length": 3.0} and answers[0]["seconds"] > 0
     (pid,) = pids(tmp_path)
     assert alive(pid)
@@ -295,3 +296,30 @@ def test_gguf_files_hold_the_matrices_of_the_checkpoint(tmp_path, monkeypatch):
         gguf.dequantize(tensors["blk.2.ffn_down.weight"].data, tensors["blk.2.ffn_down.weight"].tensor_type), down
     )
     assert reader.fields["general.file_type"].contents() == 0
+
+
+def test_speeds_over_the_length_of_the_prompt(tmp_path, monkeypatch, capsys):
+    """The whole bench, its table and its figure, with specker alone."""
+    target = zoo.path("code-target")
+    monkeypatch.setattr(contexts.real, "fetched", lambda sources: [target])
+    monkeypatch.setattr(contexts, "bandwidth", lambda threads: 1e9)
+    monkeypatch.setattr(harness, "RESULTS", tmp_path)
+    line = "bench/contexts.py --lengths 96,24 --kv int8 --llama_kv '' --max_new_tokens 3 --threads 1"
+    monkeypatch.setattr("sys.argv", shlex.split(line))
+    contexts.main()
+    assert "limit by bytes" in capsys.readouterr().out
+    (path,) = tmp_path.glob("*/contexts.jsonl")
+    rows = plot.read(path.parent)
+    assert [(r["way"], r["prompt_tokens"]) for r in rows] == [("specker int8", 24), ("specker int8", 96)]
+    assert all(r["prefill_tokens_per_second"] > 0 < r["decode_tokens_per_second"] for r in rows)
+    config = read_config(target)
+    kv = 2 * config.num_layers * config.num_kv_heads * config.head_dim
+    assert rows[1]["bytes"] - rows[0]["bytes"] == 72 * kv * contexts.KV_BYTES["int8"]
+    (name,) = plot.contexts(rows)
+    table = plot.fill(f"<!-- results {name} -->\n<!-- end -->", plot.tables([path.parent]))
+    assert "| prompt tokens | specker int8 |" in table and "| 96 |" in table
+    plot.save(plot.draw_contexts(rows, dark=True), tmp_path / "figure")
+    assert (tmp_path / "figure.svg").stat().st_size > 5000
+    monkeypatch.setattr("sys.argv", ["bench/contexts.py", "--kv", "int4"])
+    with pytest.raises(SystemExit, match=r"^bench: --lengths and --kv: got 512,2048,8192 and int4$"):
+        contexts.main()

@@ -46,6 +46,19 @@ def test_a_run_imports_neither_transformers_nor_the_compiler() -> None:
     assert {"torch", "tokenizers"} <= {*imported} and not {*SLOW} & {*imported}
 
 
+def test_text_and_notes_for_a_pipe_need_no_rich() -> None:
+    """Its import takes 0.1 s of the time to the first character. Tables need it, after the text."""
+    lines = (
+        "from specker.cli.screen import Screen",
+        "s = Screen(False); s.note('note'); s.prompt('prompt'); s.newline()",
+    )
+    progress = "with s.progress('x') as p: p(1, 2); logging.getLogger('specker.steps').info('step')"
+    code = "; ".join(("import logging, sys", *lines, "s.reasoning('why'); s.pieces([('text', True)])"))
+    code += f"\n{progress}\nassert 'rich' not in sys.modules"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert (done.stdout, done.stderr, done.returncode) == ("\ntext", "note\nprompt\nwhy\n\nstep\n", 0)
+
+
 @pytest.mark.parametrize(
     ("code", "argv"),
     [

@@ -130,6 +130,8 @@ def test_the_command(target, tmp_path, monkeypatch, capsys):
         (("--layout", "speculators"), "--layout speculators is for --kind eagle3"),
         (("--taps", 1), "--taps does not apply to --kind assistant"),
         (("--layers", 9, "--stages", "train"), "an assistant of 9 layers cannot start as the target's, which has 3"),
+        (("--layers", 1, "--stages", "train"), "state.pt is of a head with other sizes: give the settings it began"),
+        (("--layers", 1, "--stages", "export"), "best.pt is of a head with other sizes"),
     ):
         assert main(*argv) == 2 and says in capsys.readouterr().err
 

@@ -38,7 +38,7 @@ def converse(decoding: Decoding) -> None:
     """Answer until the user ends the input. Each turn is decoded after the whole conversation so far, with the K/V that
     the previous turn kept. `decoding.samples` holds the first conversation, and gets each new one."""
     screen = decoding.screen
-    session = reader(COMMANDS, SETTINGS, screen.notes.file)
+    session = reader(COMMANDS, SETTINGS, screen.notes_to)
     chat = Chat(decoding)
     screen.note(f"{chat.settings()}; /set changes them")
     screen.note("/help lists commands and keys; Ctrl-C ends an answer, Ctrl-D the conversation.")

@@ -7,7 +7,7 @@ import os
 import sys
 import textwrap
 from collections.abc import Callable, Iterator
-from functools import partial
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
 from specker.cli.exits import silence
@@ -15,6 +15,7 @@ from specker.cli.report import Result, ar_stats_of, compared, speedup, stats_of
 from specker.runtime.control.stats import Stats
 
 if TYPE_CHECKING:  # `--help` and errors in the flags need no rich
+    from rich.console import Console
     from rich.table import Table
     from rich.text import Text
 
@@ -27,8 +28,6 @@ class Screen:
 
     def __init__(self, json_to_stdout: bool, quiet: bool = False) -> None:
         """`json_to_stdout`: text goes to stderr. `quiet`: print nothing, because another process of the job prints."""
-        from rich.console import Console
-
         for stream in (sys.stdout, sys.stderr):
             if isinstance(stream, io.TextIOWrapper):
                 stream.reconfigure(errors="replace")  # an ASCII terminal cannot encode every token
@@ -40,15 +39,38 @@ class Screen:
         self.titled = False  # whether a title was printed
         self.reasons = False  # whether reasoning was printed last
         self.answer: Any = None  # answer.Answer, which renders the texts of a conversation on a terminal
-        self.text = Console(file=self.out, highlight=False)
-        self.notes = self.text if self.terminal or quiet else Console(stderr=True, highlight=False)
+        self.notes_to = self.out if self.terminal or quiet else sys.stderr
+
+    @cached_property
+    def text(self) -> "Console":
+        from rich.console import Console
+
+        return Console(file=self.out, highlight=False)
+
+    @cached_property
+    def notes(self) -> "Console":
+        from rich.console import Console
+
+        return self.text if self.notes_to is self.out else Console(file=self.notes_to, highlight=False)
+
+    @property
+    def plain(self) -> bool:
+        """Whether notes go to a pipe or a file. Then text is written without rich, whose import takes 0.1 s."""
+        return not os.environ.get("FORCE_COLOR") and not self.notes_to.isatty()
+
+    def _mark(self, text: str, style: str, end: str = "\n") -> None:
+        """Print to the notes' stream."""
+        if self.plain:
+            print(text, file=self.notes_to, end=end, flush=True)
+        else:
+            self.notes.print(_styled(text, style), end=end, soft_wrap=True)
 
     def note(self, line: str, style: str = "dim") -> None:
         """Print a sentence. A terminal's lines end between words; no path is broken."""
-        if self.notes.is_terminal:
+        if not self.plain:
             wrap = partial(textwrap.fill, width=self.notes.width, break_long_words=False, break_on_hyphens=False)
             line = "\n".join(map(wrap, line.split("\n")))
-        self.notes.print(_styled(line, style), soft_wrap=True)
+        self._mark(line, style)
 
     def remarks(self, engine: Any) -> None:
         """Print the engine's remarks, except the one about made-up results, which the table has."""
@@ -67,13 +89,16 @@ class Screen:
     def progress(self, what: str) -> Iterator[Callable[[int, int], None]]:
         """A transient progress bar on a terminal. Yields a function to call with (done, total). Steps that the logger
         `specker.steps` names are shown too: by the bar, or as notes where there is none."""
+        shown = partial(_handled, logging.getLogger("specker.steps"))
+        if self.plain:
+            with shown(_Shown(self.note, logging.INFO)):
+                yield lambda done, of: None
+            return
         from rich.progress import Progress
 
-        bare = not self.notes.is_terminal
-        with Progress(console=self.notes, transient=True, disable=bare) as bar:
+        with Progress(console=self.notes, transient=True) as bar:
             task = bar.add_task(what, total=None)
-            shows = self.note if bare else lambda step: bar.update(task, description=step, total=None)
-            with _handled(logging.getLogger("specker.steps"), _Shown(shows, logging.INFO)):
+            with shown(_Shown(lambda step: bar.update(task, description=step, total=None), logging.INFO)):
                 yield lambda done, of: bar.update(task, description=what, completed=done, total=of)
 
     def prompt(self, text: str, title: str | None = None) -> None:
@@ -86,7 +111,7 @@ class Screen:
             gap = "\n" if self.titled else ""
             self._put(f"{gap}==> {title} <==\n", "")
             self.titled = True
-        self.notes.print(_styled(text, "dim"), soft_wrap=True)
+        self._mark(text, "dim")
 
     def render_answers(self) -> None:
         """From here on, texts are answers: a terminal that can move its cursor gets them as Markdown."""
@@ -100,12 +125,12 @@ class Screen:
         if self.answer is not None and not self.reasons:
             self.answer.end()
         self.reasons = True
-        self.notes.print(_styled(text.translate(CONTROLS), "dim"), end="", soft_wrap=True)
+        self._mark(text.translate(CONTROLS), "dim", end="")
 
     def _end_reasoning(self) -> None:
         if self.reasons:
             self.reasons = False
-            self.notes.print("\n")
+            self._mark("", "", end="\n\n")
 
     def pieces(self, pieces: list[tuple[str, bool]]) -> None:
         if pieces:

@@ -39,7 +39,6 @@ from specker.kernels.topk import (
     id_of,
     largest,
     rank_key,
-    take_best,
     value_of,
 )
 from specker.kernels.variant import (
@@ -250,6 +249,21 @@ def draws_of(noise: Noisy | None) -> list[tuple[float, int]]:
 
 
 @triton.jit
+def _largest(key, TOP: tl.constexpr, C: tl.constexpr):
+    """`take_best` for one row, key [n] -> [C]. A row of [1, n] spills or fails to compile with Triton 3.7."""
+    if C <= 16:
+        o_c = tl.arange(0, C)
+        b_top = tl.full([C], NO_KEY, tl.int64)
+        for i in tl.range(TOP):
+            best = tl.max(key, axis=0)
+            b_top = tl.where(o_c == i, best, b_top)
+            key = tl.where(key == best, NO_KEY, key)
+    else:
+        b_top = tl.topk(key, C)
+    return b_top
+
+
+@triton.jit
 def _best_of(
     p_keys,  # COUNT distinct keys
     COUNT: tl.constexpr,
@@ -259,13 +273,11 @@ def _best_of(
 ):
     """The TOP largest of COUNT keys in memory, descending, in [C]; the rest is unspecified."""
     o_some = tl.arange(0, SOME)
-    b_key = tl.load(p_keys + o_some, mask=o_some < COUNT, other=NO_KEY)
-    b_best = take_best(b_key[None, :], 1, TOP, C)
+    b_best = _largest(tl.load(p_keys + o_some, mask=o_some < COUNT, other=NO_KEY), TOP, C)
     for i in tl.range(SOME, COUNT, SOME):
-        b_key = tl.load(p_keys + i + o_some, mask=i + o_some < COUNT, other=NO_KEY)
-        b_both = tl.join(b_best, take_best(b_key[None, :], 1, TOP, C))
-        b_best = take_best(tl.reshape(b_both, (1, 2 * C)), 1, TOP, C)
-    return tl.reshape(b_best, (C,))
+        b_some = _largest(tl.load(p_keys + i + o_some, mask=i + o_some < COUNT, other=NO_KEY), TOP, C)
+        b_best = _largest(tl.reshape(tl.join(b_best, b_some), (2 * C,)), TOP, C)
+    return b_best
 
 
 @triton.jit(do_not_specialize=["T"])
@@ -411,6 +423,8 @@ def _cluster_rows_kernel(
     )
     let_next_start_late(PDL)
     b_z = tl.sum(tl.where(o_m[:, None] == 0, b_all, 0.0), axis=0)  # summing with zeros is exact
+    if T > 0:  # always: without a branch between this sum and the maxima below, Triton 3.7 fails on sm_100
+        b_z = tl.where(m_n, b_z, float("-inf"))
     if NOISE:
         position = tl.load(positions_ptr + i_t * apart)
         if DRAWN:
@@ -421,7 +435,6 @@ def _cluster_rows_kernel(
             b_z = tl.div_rn(b_z, temperature) + gumbel_of(b_id, position, seed)
     o_tile = i_t * TILES + i_tile
     if LSE:
-        b_z = tl.where(m_n, b_z, float("-inf"))
         top = tl.max(b_z, axis=0)
         tl.store(stats_ptr + o_tile, top)
         tl.store(stats_ptr + T.to(tl.int64) * TILES + o_tile, tl.sum(tl.where(m_n, _power(b_z, top), 0.0), axis=0))
@@ -430,7 +443,7 @@ def _cluster_rows_kernel(
         tl.store(keys_ptr + o_tile, tl.max(b_key, axis=0))
     else:
         o_c = tl.arange(0, C)
-        tl.store(keys_ptr + o_tile * C + o_c, tl.reshape(take_best(b_key[None, :], 1, TOP, C), (C,)))
+        tl.store(keys_ptr + o_tile * C + o_c, _largest(b_key, TOP, C))
     if not is_last(count_ptr + i_t, TILES, ON_AMD):
         return
     o_k = tl.arange(0, C)

@@ -59,6 +59,7 @@ class HeadSpec:
     zeroed: bool = False  # at position 0, the embedding is 0 (MTP)
     mask: int | None = None  # the mask token of a head that drafts in one pass (P-EAGLE)
     other: tuple[int, ...] = ()  # the depths by the other reading of an ambiguous config.json; empty if it is clear
+    unsure: bool = False  # older heads of this layout mean by their `norm_output` the opposite of `output`
 
 
 class HeadWeights(NamedTuple):

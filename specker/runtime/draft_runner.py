@@ -3,7 +3,7 @@
 import time
 
 from specker.runtime.control.auto import AcceptanceHistory
-from specker.runtime.control.choose import NONE, Chooser
+from specker.runtime.control.choose import NONE, RESTS, Chooser
 from specker.runtime.control.policy import Budget, Outcome
 from specker.runtime.ranks.dist import Ranks
 from specker.runtime.round.batch import Batch
@@ -120,7 +120,8 @@ class DraftRunner:
             if r.reason == "measured" and not r.draft.size:  # a grammar may have put tokens into some chains
                 self.chooser.measured(n, rest)
             else:
-                costs.observe(n, r.batch.budget, drafted, seconds["draft"], rest, verified)
+                stages = seconds["draft"], rest
+                costs.observe(n, r.batch.budget, drafted, *stages, verified, r.warm, r.reason == RESTS)
         if r.reason != BEHIND and r.requests[0].policy.may_skip_drafting:  # only these spend the credit
             verified = drafted if r.places is None else verified
             self.chooser.finished(n, r.batch.budget, drafted, tokens, r.trial, r.behind, verified)

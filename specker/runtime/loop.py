@@ -307,6 +307,7 @@ class Loop:
         r.batch.traced = self.trace is not None and any(s.traced for s in requests)
         if runner is not None:
             r.reason, r.trial = reason, runner.chooser.trial and reason != BEHIND
+            r.warm = runner.chooser.warm
             r.price = 0.0 if self.ranks is not None else runner.price(requests, budget)
             if self.spreads:
                 r.instead = self.spread(budget.nodes)

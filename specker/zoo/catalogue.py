@@ -19,6 +19,8 @@ STRATEGIES = {BLOCKS: "dflash", ASSISTANT: "mtp", SMALL: "draft"}  # the other k
 EAGLE = "https://github.com/SafeAILab/EAGLE"
 SPECULATORS = "https://github.com/vllm-project/speculators"
 DFLASH = "https://github.com/z-lab/dflash"
+HUB = "https://huggingface.co"
+DFLASHES = f"{HUB}/collections/z-lab/dflash"
 SPECFORGE = "https://github.com/sgl-project/SpecForge/blob/main/docs/community_resources/specbundle.md"
 VLLM = "https://docs.vllm.ai/en/latest/features/speculative_decoding/draft_model/"
 LLAMA_CPP = "https://github.com/ggml-org/llama.cpp/blob/master/examples/speculative-simple/README.md"
@@ -68,6 +70,7 @@ KNOWN = (
     Known("meta-llama/Llama-3.1-8B-Instruct", "lmsys/SGLang-EAGLE3-Llama-3.1-8B-Instruct-SpecForge", HEAD3, SPECFORGE),
     Known("meta-llama/Llama-3.1-8B-Instruct", "yuhuili/EAGLE3-LLaMA3.1-Instruct-8B", HEAD3, EAGLE),
     Known("meta-llama/Llama-3.1-8B-Instruct", "yuhuili/EAGLE-LLaMA3.1-Instruct-8B", HEAD1, EAGLE),
+    Known("meta-llama/Llama-3.1-8B-Instruct", "z-lab/LLaMA3.1-8B-Instruct-DFlash-UltraChat", BLOCKS, DFLASHES),
     Known("meta-llama/Llama-3.1-8B-Instruct", "meta-llama/Llama-3.2-1B-Instruct", SMALL, LLAMA_32),
     Known("meta-llama/Llama-3.1-70B-Instruct", "meta-llama/Llama-3.2-1B-Instruct", SMALL, LLAMA_32),
     Known("meta-llama/Llama-3.3-70B-Instruct", "RedHatAI/Llama-3.3-70B-Instruct-speculator.eagle3", HEAD3, SPECULATORS),
@@ -90,25 +93,64 @@ KNOWN = (
     Known("deepseek-ai/DeepSeek-R1-Distill-Llama-8B", "yuhuili/EAGLE3-DeepSeek-R1-Distill-LLaMA-8B", HEAD3, EAGLE),
     Known("Qwen/Qwen3-1.7B", "AngelSlim/Qwen3-1.7B_eagle3", HEAD3, EAGLE),
     Known("Qwen/Qwen3-4B", "AngelSlim/Qwen3-4B_eagle3", HEAD3, EAGLE),
+    Known("Qwen/Qwen3-4B", "z-lab/Qwen3-4B-DFlash-b16", BLOCKS, DFLASHES),
     Known("Qwen/Qwen3-4B-Thinking-2507", "Qwen/Qwen3-0.6B", SMALL, VLLM),
     Known("Qwen/Qwen3-8B", "RedHatAI/Qwen3-8B-speculator.eagle3", HEAD3, SPECULATORS),
+    Known("Qwen/Qwen3-8B", "RedHatAI/Qwen3-8B-speculator.peagle", HEAD3, f"{HUB}/RedHatAI/Qwen3-8B-speculator.peagle"),
     Known("Qwen/Qwen3-8B", "AngelSlim/Qwen3-8B_eagle3", HEAD3, EAGLE),
     Known("Qwen/Qwen3-8B", "Tengyunw/qwen3_8b_eagle3", HEAD3, EAGLE),
+    Known("Qwen/Qwen3-8B", "RedHatAI/Qwen3-8B-speculator.dflash", BLOCKS, f"{HUB}/RedHatAI/Qwen3-8B-speculator.dflash"),
+    Known("Qwen/Qwen3-8B", "z-lab/Qwen3-8B-DFlash-b16", BLOCKS, DFLASHES),
     Known("Qwen/Qwen3-8B", "Qwen/Qwen3-0.6B", SMALL, VLLM),
     Known("Qwen/Qwen3-8B-Base", "Qwen/Qwen3-0.6B-Base", SMALL, LLAMA_CPP),
     Known("Qwen/Qwen3-14B", "RedHatAI/Qwen3-14B-speculator.eagle3", HEAD3, SPECULATORS),
     Known("Qwen/Qwen3-14B", "AngelSlim/Qwen3-14B_eagle3", HEAD3, EAGLE),
     Known("Qwen/Qwen3-32B", "RedHatAI/Qwen3-32B-speculator.eagle3", HEAD3, SPECULATORS),
     Known("nex-agi/Qwen3-32B-Nex-N1", "nex-agi/SGLANG-EAGLE3-Qwen3-32B-Nex-N1", HEAD3, SPECFORGE),
+    Known(
+        "Qwen/Qwen3-30B-A3B",
+        "RedHatAI/Qwen3-30B-A3B-speculator.dflash",
+        BLOCKS,
+        f"{HUB}/RedHatAI/Qwen3-30B-A3B-speculator.dflash",
+    ),
+    Known(
+        "Qwen/Qwen3-30B-A3B-Instruct-2507",
+        "RedHatAI/Qwen3-30B-A3B-Instruct-2507-speculator.eagle3",
+        HEAD3,
+        f"{HUB}/RedHatAI/Qwen3-30B-A3B-Instruct-2507-speculator.eagle3",
+    ),
+    Known(
+        "Qwen/Qwen3-30B-A3B-Instruct-2507",
+        "RedHatAI/Qwen3-30B-A3B-Instruct-2507-speculator.dflash",
+        BLOCKS,
+        f"{HUB}/RedHatAI/Qwen3-30B-A3B-Instruct-2507-speculator.dflash",
+    ),
+    Known(
+        "Qwen/Qwen3-Coder-30B-A3B-Instruct",
+        "JinnP/SGLang-EAGLE3-Qwen3-Coder-30B-A3B-Instruct",
+        HEAD3,
+        f"{HUB}/JinnP/SGLang-EAGLE3-Qwen3-Coder-30B-A3B-Instruct",
+    ),
+    Known("Qwen/Qwen3-Coder-30B-A3B-Instruct", "z-lab/Qwen3-Coder-30B-A3B-DFlash", BLOCKS, DFLASHES),
+    Known("Qwen/Qwen3-Coder-Next", "z-lab/Qwen3-Coder-Next-DFlash", BLOCKS, DFLASHES),
+    Known("Qwen/Qwen3.5-4B", "z-lab/Qwen3.5-4B-DFlash", BLOCKS, DFLASHES),
     Known("Qwen/Qwen3.5-9B", "z-lab/Qwen3.5-9B-DFlash", BLOCKS, DFLASH),
     Known("Qwen/Qwen3.5-27B", "z-lab/Qwen3.5-27B-DFlash", BLOCKS, DFLASH),
     Known("Qwen/Qwen3.5-35B-A3B", "z-lab/Qwen3.5-35B-A3B-DFlash", BLOCKS, DFLASH),
+    Known("Qwen/Qwen3.6-27B", "z-lab/Qwen3.6-27B-DFlash", BLOCKS, f"{HUB}/z-lab/Qwen3.6-27B-DFlash"),
+    Known("Qwen/Qwen3.6-35B-A3B", "z-lab/Qwen3.6-35B-A3B-DFlash", BLOCKS, f"{HUB}/z-lab/Qwen3.6-35B-A3B-DFlash"),
     Known("google/gemma-4-E2B-it", "google/gemma-4-E2B-it-assistant", ASSISTANT, GEMMA),
     Known("google/gemma-4-E4B-it", "google/gemma-4-E4B-it-assistant", ASSISTANT, GEMMA),
     Known("google/gemma-4-26B-A4B-it", "RedHatAI/gemma-4-26B-A4B-it-speculator.eagle3", HEAD3, SPECULATORS),
     Known("google/gemma-4-26B-A4B-it", "google/gemma-4-26B-A4B-it-assistant", ASSISTANT, GEMMA),
     Known("google/gemma-4-31B-it", "RedHatAI/gemma-4-31B-it-speculator.eagle3", HEAD3, SPECULATORS),
     Known("google/gemma-4-31B-it", "RedHatAI/gemma-4-31B-it-speculator.dflash", BLOCKS, SPECULATORS),
+    Known(
+        "google/gemma-4-31B-it",
+        "RedHatAI/gemma-4-31B-it-speculator.dspark",
+        BLOCKS,
+        f"{HUB}/RedHatAI/gemma-4-31B-it-speculator.dspark",
+    ),
     Known("google/gemma-4-31B-it", "z-lab/gemma-4-31B-it-DFlash", BLOCKS, VLLM_DFLASH),
     Known("google/gemma-4-31B-it", "google/gemma-4-31B-it-assistant", ASSISTANT, GEMMA),
     Known("openai/gpt-oss-20b", "RedHatAI/gpt-oss-20b-speculator.eagle3", HEAD3, SPECULATORS),

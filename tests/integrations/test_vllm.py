@@ -173,7 +173,6 @@ FLAGS = {"norm_before_fc": True, "fc_norm": True, "norm_output": True}
 HEADS = {
     "SafeAILab": ("eagle3", make_head, {"ids": list(range(3, 90, 2))}),
     "SafeAILab, own embedding": ("eagle3", make_head, {"own_embedding": True}),
-    # not with norm_output, for which vLLM feeds back norm(r), but SpecForge, which trains such heads, r
     "SpecForge, fc_norm": ("eagle3", make_head, {"fc_norm": True}),
     "speculators": ("eagle3", make_head, {"layout": "nested", "norm_before_residual": False}),
     "speculators, all flags": ("eagle3", make_head, {"layout": "nested", "norm_before_residual": True, **FLAGS}),

@@ -41,7 +41,7 @@ from train.head.assistant import Reader, source_of
 from train.head.blocks import Blocks
 from train.head.eagle import MOST, Head
 from train.head.export import LAYOUTS, default_taps, export, export_blocks, export_reader
-from train.head.fit import Recipe, Training, kept_ids
+from train.head.fit import Recipe, Training, kept_ids, put_weights
 from train.head.net import Net
 
 KINDS = ("eagle3", "dflash", "assistant")
@@ -201,7 +201,7 @@ def run(args: Args) -> int:
         best = args.own / "best.pt"
         if not best.exists():
             raise ValueError(f"{args.own} has no trained head: run the stage train first")
-        head.load_state_dict(torch.load(best, weights_only=True))
+        put_weights(head, torch.load(best, weights_only=True), best)
         out = args.own / ("head" if args.layout == "flat" else f"head-{args.layout}")
         if isinstance(head, Head):
             export(head, target.folder, out, args.layout, args.target)

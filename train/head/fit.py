@@ -133,7 +133,7 @@ class Training:
 
     def _load(self) -> None:
         kept = torch.load(self.state, weights_only=True)
-        self.net.load_state_dict(kept["net"])
+        put_weights(self.net, kept["net"], self.state)
         for optimiser, its in zip(self.optimisers, kept["optimisers"], strict=True):
             optimiser.load_state_dict(its)
         for name in ("done", "log", "losses", "epoch", "left", "best"):
@@ -154,6 +154,13 @@ def kept_ids(state: Path, counts: Tensor, rows: int) -> Tensor:
         return torch.load(state, weights_only=True)["ids"]
     order = counts.argsort(descending=True, stable=True)
     return order[: min(rows, len(counts))].sort().values
+
+
+def put_weights(net: Net, weights: dict[str, Tensor], path: Path) -> None:
+    """Load the weights that were read from `path`. Raises ValueError if they are those of another head."""
+    if {name: x.shape for name, x in weights.items()} != {name: x.shape for name, x in net.state_dict().items()}:
+        raise ValueError(f"{path} is of a head with other sizes: give the settings it began with, or another --out")
+    net.load_state_dict(weights)
 
 
 def _write(x: Any, path: Path) -> None:

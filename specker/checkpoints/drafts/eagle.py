@@ -188,10 +188,11 @@ class Layout:
             target.hidden_size,
             D,
             residual=not raw.get("norm_before_residual", nested is not None),  # as vLLM reads a missing one
-            # SpecForge means a norm before the LM head, which every head here has, and feeds back the rows before it.
-            output=nested is not None and bool(raw.get("norm_output")),
+            output=bool(raw.get("norm_output")),
             mask=_mask_token(raw, target.vocab_size),
             other=other,
+            # Until September 2026 SpecForge's heads fed back the rows before the norm all the same (its issue 879).
+            unsure=nested is None and bool(raw.get("norm_output")),
         )
         sliding_windows = _sliding_windows(given, len(layers), qwen, target.max_context)
         layer = replace(config.layer, first="joined" if form == "eagle3" else "bare", sliding_windows=sliding_windows)

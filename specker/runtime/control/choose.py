@@ -6,8 +6,12 @@ from dataclasses import replace
 from specker.runtime.control.costs import Costs
 from specker.runtime.control.policy import Budget, Policy
 
-# The credit for losses that drafts may cause, in plain rounds: at the start, as a share of the time, and at most.
-FIRST, SHARE, MOST = 5.0, 0.015, 12.0
+# The credit for losses that drafts may cause, in plain rounds: at the start, as a share of the time in which they are
+# made and in which they are not, and at most; and the most that a new text takes over from one in which they lost.
+FIRST, SHARE, RESTING, MOST, CARRIED = 5.0, 0.015, 0.008, 12.0, 2.0
+COLD = 2  # rounds after a change between plain rounds and drafts, in which the processor's caches hold other data
+SWITCH = 1.0  # what a trial costs because caches are cold, in plain rounds
+RUN = 4  # the fewest drafts in a row, so that some find warm caches: a draft on its own takes up to 1.5 times as long
 START = 1.03  # the gain that drafts must promise after a plain round, because they disturb the CPU's caches
 WAIT, DOUBLED = 16, 3  # plain rounds before a trial; how many times losing trials double that number
 AGAIN = 16  # plain rounds until drafts are considered again; divides WAIT
@@ -15,14 +19,15 @@ REFRESH = 8  # rounds that prices are kept for
 LOOK = 5  # plain rounds in a row that measure plain decoding
 APART = 16  # the fewest drafts between two such measurements
 NONE = Budget(0, 0)
+RESTS, MISSING = "slower", "nothing found"  # why a round drafts nothing
 
 
 class Chooser:
     """Takes the shape with the most expected tokens per second over all sequences.
 
-    Policies that may skip drafting do so while plain rounds are expected to be faster. From time to time a trial, a
-    short draft, finds out whether that has changed. Trials become rarer while they lose. Expectations can be wrong, so
-    drafting also spends a budget that grows with time and measured gains; at zero it stops.
+    Policies that may skip drafting do so while plain rounds are expected to be faster. From time to time a trial, a run
+    of short drafts, finds out whether that has changed. Trials become rarer while they lose. Expectations can be wrong,
+    so drafting also spends a budget that grows with time and measured gains; at zero it stops.
 
     While drafts are made, a few plain rounds now and then measure plain decoding. They are more frequent when drafts
     gain little: the time that they cost stays within SHARE of all time.
@@ -39,6 +44,9 @@ class Chooser:
     def clear(self) -> None:
         """Forget the past, such as a warm-up's."""
         self.credit, self._waited, self._lost, self.trial = FIRST, 0, 0, False
+        self._run = 0  # drafts of this run that are still to come
+        self._gained = 0.0  # what the trial's drafts gained so far, in plain rounds
+        self._cold, self._drafted = 0, False  # rounds until caches are warm; what the last chosen round did
         self._begun = 0.0  # cost of the prefills before drafts for these texts, in plain rounds
         self._resting = 0  # number of sequences in the last round if it drafted nothing, else 0
         self._drafting = False  # whether the last round drafted for its gain
@@ -56,11 +64,25 @@ class Chooser:
         """A new text may suit the drafts better than the last one: try again soon. Now pay for the prefills that the
         last text's drafts began with."""
         self.credit, self._begun = self.credit - self._begun, 0.0
-        self._lost, self._resting = min(self._lost, 1), 0
+        if self._lost:
+            self.credit = min(self.credit, max(CARRIED, self._price))
+        self._lost, self._resting, self._run = min(self._lost, 1), 0, 0
 
     def choose(self, policies: Sequence[Policy], remaining: int, behind: int = 0) -> Budget:
         """The shape of the next round. `remaining`: tokens that the texts may still grow by. `behind`: committed
         tokens of all texts that a model must prefill before it can draft."""
+        shape = self._choose(policies, remaining, behind)
+        if shape.nodes or self.reason != MISSING:  # a match that is missing is no change
+            changed = (shape.nodes > 0) != self._drafted
+            self._cold, self._drafted = COLD if changed else max(0, self._cold - 1), shape.nodes > 0
+        return shape
+
+    @property
+    def warm(self) -> bool:
+        """Whether the round of the last choice finds the caches as rounds of its kind leave them."""
+        return self._cold == 0
+
+    def _choose(self, policies: Sequence[Policy], remaining: int, behind: int) -> Budget:
         n = len(policies)
         if self._resting == n and self._waited % AGAIN and not any(p.copies for p in policies):
             self._waited += 1
@@ -74,7 +96,7 @@ class Chooser:
         drafts = [shape for shape in shapes if shape.nodes]
         none = replace(shapes[0], nodes=0, depth=0) if shapes else NONE
         if not drafts:
-            return self._rest(n, none, "slower" if shapes else "nothing found")
+            return self._rest(n, none, RESTS if shapes else MISSING)
         if not (self._looks or self.costs.plain_rounds):
             self._looks = LOOK
         plain = n / self.costs.plain(n)
@@ -89,19 +111,24 @@ class Chooser:
             return none
         bar = plain if self._drafting else START * plain
         if rate > bar and self.credit > 0 and remaining * (1 / plain - 1 / rate) > self._late(best, behind):
+            self._run = self._run - 1 if self._drafting else RUN - 1
             self._waited, self._resting, self._drafting = 0, 0, True
             return best
         trial = policies[0].trial(best)
-        late = self._late(trial, behind)
-        self._price = (self._seconds(policies, trial) + late) * plain / n - 1
-        if self._waited >= WAIT << min(self._lost, DOUBLED) and self._price <= self.credit and n < remaining:
-            self.trial, self._waited = True, 0
+        seconds, late = self._seconds(policies, trial), self._late(trial, behind)
+        loss = RUN * (seconds * plain - sum(p.expected(trial) for p in policies))
+        self._price = SWITCH + (max(0.0, loss) + late * plain) / n  # what the trial is expected to lose
+        due = self._waited >= WAIT << min(self._lost, DOUBLED) and self._price <= self.credit
+        if due and n < remaining:
+            self._run, self._waited, self._gained = RUN, 0, 0.0
+        if self._run > 0 and self.credit > 0:
+            self._run, self.trial, self._resting = self._run - 1, True, 0
             return trial
-        return self._rest(n, none, "slower")
+        return self._rest(n, none, RESTS)
 
     def _rest(self, n: int, none: Budget, reason: str) -> Budget:
         self.reason, self._resting, self._none = reason, n, replace(none, extra=())
-        self._waited, self._drafting = self._waited + 1, False
+        self._waited, self._drafting, self._run = self._waited + 1, False, 0
         return none
 
     def rate(self, policies: Sequence[Policy], shape: Budget, late: float = 0.0) -> float:
@@ -121,12 +148,13 @@ class Chooser:
 
     def measured(self, n: int, seconds: float) -> None:
         """Take the seconds of a plain round of n sequences that was chosen to measure plain decoding. In the first
-        rounds of a measurement the processor's caches still hold a draft's data, so the shortest round counts."""
+        rounds of a measurement the processor's caches still hold a draft's data, so a short round counts: the second
+        shortest, because draft rounds are not timed at their luckiest either."""
         if n != self._looked:  # a text was admitted or ended meanwhile
             self._look, self._looked = [], n
         self._look.append(seconds)
         if len(self._look) >= LOOK:
-            self.costs.measured(n, NONE, 0, 0.0, min(self._look))
+            self.costs.measured(n, NONE, 0, 0.0, sorted(self._look)[1])
             self._look = []
 
     def row_price(self, policies: Sequence[Policy], shape: Budget) -> float:
@@ -148,13 +176,16 @@ class Chooser:
         tokens that were prefilled for it. `verified`: as in `Costs.observe`."""
         plain = self.costs.plain(n)
         took = self.costs.round(n, shape, drafted, verified) / plain
-        self.credit += SHARE * took
+        self.credit += (SHARE if drafted else RESTING) * took
         if drafted:
             self._since, self._spent = self._since + 1, self._spent + took
             gained, late = tokens / n - took, self._late(shape, behind) / plain
             if trial:
                 gained -= late
-                self._lost = 0 if gained > 0 else self._lost + 1
+                self._gained += gained
+                if not self._run:
+                    gained -= SWITCH
+                    self._lost = 0 if self._gained > 0 else self._lost + 1
             else:  # this time is already spent, so it must not end the drafts for this text
                 self._begun += late
             self.credit += gained

@@ -18,6 +18,7 @@ SIZES: Any = np.arange(TABLE)
 # more slowly than it falls, and by at most a factor of two at once.
 RISE, FALL, JUMP = 0.15, 0.3, math.log(2)
 REPEATED = 3  # rounds that a careful measurement counts for
+FORGET = 64  # rounds with drafts after which a size that none of them had is taken to be like the others again
 LEAST = 1e-9  # seconds; a stage that the clock cannot resolve
 
 
@@ -31,6 +32,8 @@ class Curve:
         self.prior = prior
         self.factor: float | None = None  # seconds per unit of the prior; None: nothing was measured
         self.ratios: dict[int, float] = {}  # measured cost over the prior, by size
+        self._last: dict[int, int] = {}  # for sizes of rounds: their number when it was last seen
+        self._rounds = 0  # number of measurements of sizes above 1
         self._table: list[float] = []
         self._priors = [prior(x) for x in range(TABLE)]
 
@@ -47,9 +50,12 @@ class Curve:
             return self._table[below] + (size - below) * (self._table[below + 1] - self._table[below])
         return self.prior(size) * self._ratio(size)
 
-    def learn(self, size: int, seconds: float) -> None:
-        """Take a measurement into account."""
+    def learn(self, size: int, seconds: float, warm: bool = True, all: bool = False) -> None:
+        """Take a measurement into account. `warm`: False if it may be too long (`Costs.observe`). `all`: what differs
+        from the estimate is the machine's speed, which every size shares."""
         seconds = max(seconds, LEAST)
+        if not warm and (self.factor is None or seconds > self.factor * self.at(size)):
+            return
         known = size in self.ratios
         ratio = self.ratios.get(size) or self._ratio(size)
         if self.factor is None:
@@ -57,11 +63,21 @@ class Curve:
         error = min(math.log(seconds / (self.factor * self.prior(size) * ratio)), JUMP)
         if known:
             step = math.exp(error * (FALL if error < 0 else RISE) / 2)
-            self.factor *= step
+            self.factor *= step * step if all else step
+            step = 1.0 if all else step
         else:
             step = math.exp(error)
         self.ratios[size] = ratio * step
+        self._forget(size)
         self._table = []
+
+    def _forget(self, size: int) -> None:
+        """One interrupted round would else make its size too dear to be used, and so to be measured, again."""
+        if size > 1:
+            self._rounds += 1
+            self._last[size] = self._rounds
+            for old in [x for x, last in self._last.items() if last <= self._rounds - FORGET]:
+                del self._last[old], self.ratios[old]
 
     def set(self, size: int, seconds: float) -> None:
         """Replace the estimate of this size by a careful measurement."""
@@ -166,17 +182,35 @@ class Costs:
         return rate * (self.verify(n, most + 1, budget.exit) - self.plain(n)) / (n * most) if most else 0.0
 
     def observe(
-        self, n: int, budget: Budget, tokens: int, draft: float, verify: float, verified: float | None = None
+        self,
+        n: int,
+        budget: Budget,
+        tokens: int,
+        draft: float,
+        verify: float,
+        verified: float | None = None,
+        warm: bool = True,
+        rests: bool = False,
     ) -> None:
         """Learn from a round of n sequences: its draft of `tokens` tokens took `draft` seconds, the rest `verify`.
-        `verified`: how many draft tokens a sequence had in the verify pass, on average; None: `tokens`."""
+        `verified`: how many draft tokens a sequence had in the verify pass, on average; None: `tokens`. `warm`: False
+        for the first rounds after a change between plain rounds and drafts. They load the processor's caches anew, so
+        they count only if they were shorter than expected. `rests`: only plain rounds are timed for a while, so a
+        change of their time is taken for one of the machine's speed, which changes all costs alike."""
         rows = 1 + (tokens if verified is None else verified)
         exit = budget.exit if rows > 1 else 0
         self.plain_rounds += not tokens
         curve, size = self._verifying(n, exit), round(rows)
-        curve.learn(size, verify * curve.at(size) / curve.at(rows))
+        before = curve.factor
+        curve.learn(size, verify * curve.at(size) / curve.at(rows), warm, rests and not tokens)
         if tokens:
-            self._drafting(n, budget).learn(tokens, draft)
+            self._drafting(n, budget).learn(tokens, draft, warm)
+        elif rests and before and curve.factor:
+            self._prefill *= curve.factor / before
+            for kind in (self._verify, self._draft):
+                for key, other in kind.items():  # type: ignore[attr-defined]
+                    if key[0] == n and other is not curve and other.factor is not None:
+                        other.factor *= curve.factor / before
 
     def measured(self, n: int, budget: Budget, tokens: int, draft: float, verify: float) -> None:
         """Like `observe`, for careful measurements."""

@@ -45,6 +45,7 @@ class Round:
     draft: Draft = field(default_factory=Draft)
     reason: str = ""  # why nothing is drafted (choose.py)
     trial: bool = False  # whether the draft finds out if drafting pays (choose.py)
+    warm: bool = True  # whether it followed enough rounds of its kind (`Chooser.warm`)
     forced: bool = False  # whether grammars force the next token of every text, so that the drafter has no part
     drawn: bool = False  # whether the verify pass draws the target's tokens, and writes no logits
     allowed: Tensor | None = None  # [rows, W] int32, bits of the tokens that may follow each row; None: all may

@@ -82,6 +82,8 @@ class DynamicExit(Policy):
         """The round may use another sequence's exit layer. The threshold follows from what was seen until now, not from
         when this policy was last asked: ranks ask at different times, and must end a draft at the same token."""
         super().taken(budget, prices)
+        if not (budget.nodes or budget.extra):
+            return
         index = self.layers.index(budget.exit)
         if index != self.chosen[0]:
             self.chosen = index, budget.depth

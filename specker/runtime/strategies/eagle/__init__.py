@@ -34,7 +34,7 @@ class Eagle(Strategy):
 
     def drafter(self, context: DraftContext) -> Drafter:
         from specker.checkpoints.drafts.heads import HeadCheckpoint
-        from specker.model.heads import DraftHead
+        from specker.model.heads import DraftHead, HeadSpec
         from specker.runtime.strategies.eagle.agreement import chosen
         from specker.runtime.strategies.eagle.drafter import EagleDrafter
         from specker.runtime.strategies.eagle.parallel import ParallelDrafter
@@ -47,9 +47,13 @@ class Eagle(Strategy):
                 f"{target.config.architecture}"
             )
         final_norm = target.weights.norm, target.config.rms_norm_eps
-        head = DraftHead(checkpoint, checkpoint.spec, checkpoint.parts, final_norm)
+
+        def made(spec: HeadSpec) -> DraftHead:
+            return DraftHead(checkpoint, spec, checkpoint.parts, final_norm)
+
+        head = made(checkpoint.spec)
         if context.model is not None:  # another engine's target cannot be asked; then the documented reading counts
-            head.spec = chosen(target, context.model, head, context.notes)
+            head = chosen(target, context.model, head, context.notes, made)
         if head.spec.mask is not None and context.options.tree is not None:
             raise ValueError(f"a P-EAGLE head drafts a chain: {option('tree')} does not apply")
         cache, own, depth = context.allocate(head.model), context.head(head.model), context.depth(self)

@@ -2,10 +2,11 @@
 
 A head that reads the wrong hidden states, or that was trained for another finetune of the target, makes no error: it
 only drafts badly. So both models read a short text once, and the share of its positions at which they agree is
-reported. Where config.json can be read in two ways, this share decides between them.
+reported. Where config.json can be read in two ways, this share decides between them. What a head feeds back to itself
+shows in its second guess alone.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from typing import NamedTuple
@@ -26,6 +27,7 @@ from specker.runtime.text import encode, encode_chat
 ROWS = 256  # most tokens of the text, its prompt included: one chunk of a prompt
 LEAST = 32  # fewer positions say too little
 LOGITS = 64  # rows of logits to hold at once
+SECONDS = 128  # most positions with a second guess, each of which is a pass of its own
 IMPLAUSIBLE = 0.15
 """A share below this is called implausible. Of published heads, the target accepts the first draft token in half of the
 rounds or more; of one that read the wrong hidden states it accepted 4% (vLLM's pull request 50170)."""
@@ -81,12 +83,18 @@ def text_of(target: Checkpoint) -> Text | None:
     return text if whole and len(text.tokens) - text.first >= LEAST else None
 
 
-def chosen(target: Checkpoint, model: Model, head: DraftHead, notes: dict[str, str]) -> HeadSpec:
-    """The head's spec with the reading of its config that agrees with the target more often. Adds a remark to
-    `notes` unless the target has no tokenizer."""
+def chosen(
+    target: Checkpoint,
+    model: Model,
+    head: DraftHead,
+    notes: dict[str, str],
+    made: Callable[[HeadSpec], DraftHead] | None = None,
+) -> DraftHead:
+    """The head with the reading of its config that agrees with the target more often. `made`: the head of another
+    spec. Adds a remark to `notes` unless the target has no tokenizer."""
     spec = head.spec
     if (text := text_of(target)) is None:
-        return spec
+        return head
     readings = [spec.aux_layers, spec.other] if spec.other else [spec.aux_layers]
     found = shares(model, head, text, readings)
     best = int(len(found) > 1 and found[1] > found[0] + MARGIN)
@@ -100,8 +108,49 @@ def chosen(target: Checkpoint, model: Model, head: DraftHead, notes: dict[str, s
         )
     if found[best] < IMPLAUSIBLE:
         said += "; that is implausibly rare, so it may belong to another model or read the wrong hidden states"
+    head.spec = replace(spec, aux_layers=readings[best], other=())
+    if spec.unsure and spec.mask is None and made is not None:
+        head, more = _fed_back(model, head, made, text)
+        said += f"; {more}"
     notes["head"] = said
-    return replace(spec, aux_layers=readings[best], other=())
+    return head
+
+
+def _fed_back(
+    model: Model, head: DraftHead, made: Callable[[HeadSpec], DraftHead], text: Text
+) -> tuple[DraftHead, str]:
+    """The head that feeds back its rows after its final norm, or before it if its second guesses are better then; and
+    a remark."""
+    heads = head, made(replace(head.spec, output=not head.spec.output))
+    found = [second_share(model, each, text) for each in heads]
+    best = int(found[1] > found[0] + MARGIN)
+    names = ("after", "before") if head.spec.output else ("before", "after")
+    return heads[best], (
+        f"its second guess is at {found[best]:.0%}, feeding back its rows {names[best]} the final norm; norm_output in "
+        f"its config.json can also mean those {names[1 - best]} it, which gave {found[1 - best]:.0%}"
+    )
+
+
+@torch.inference_mode()
+def second_share(model: Model, head: DraftHead, text: Text) -> float:
+    """The share of at most SECONDS positions of the answer, evenly spread, at which the head's second guess is the
+    target's token, if the first one was right: its pair has the head's own output and the text's token."""
+    tokens, first = text
+    rows, own = _target(model, tokens, head.spec.aux_layers)
+    own_head, T = _lm_head(head), len(tokens) - 1
+    cache = KVCache(head.model.config, T, dtype=head.model.dtype, device=head.model.device)
+    embedded = head.model.embed_tokens(torch.tensor(tokens[1:], device=head.model.device))
+    placed, features = cache.after([0], [T]), head.features(rows[:-1])
+    fed, _ = head.forward(cache, placed, *head.pairs(features, embedded, placed.positions))
+    fed, columns = fed.clone(), range(max(0, first - 2), T - 1)  # compiled layers reuse their memory
+    greedy, right = Draws.one(Sampling()), 0
+    columns = columns[:: -(-len(columns) // SECONDS)]
+    # From the last to the first: the pair after column t takes the place of the text's own, which no earlier t reads.
+    for t in reversed(columns):
+        one = cache.after([t + 1], [1])
+        _, final = head.forward(cache, one, *head.pairs(fed[t : t + 1], embedded[t + 1 : t + 2], one.positions))
+        right += int(own_head.best(final, greedy, one.positions)) == int(own[t + 2])
+    return right / len(columns)
 
 
 @torch.inference_mode()
@@ -109,16 +158,29 @@ def shares(model: Model, head: DraftHead, text: Text, readings: Sequence[tuple[i
     """For each reading of the head's config, which is a tuple of the target's depths, the share of the answer's tokens
     that the head would guess as the target does, if it knew all tokens before and the target's true hidden states."""
     tokens, first = text
+    every = tuple(sorted(set().union(*readings)))
+    rows, own = _target(model, tokens, every)
+    found = [_guesses(head, tokens, rows[:, [every.index(depth) for depth in depths]]) for depths in readings]
+    # The pair of column t guesses the token of column t + 2, and so does the target's row t + 1.
+    return [float((guesses == own[1:])[max(0, first - 2) :].float().mean()) for guesses in found]
+
+
+def _target(model: Model, tokens: list[int], depths: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+    """The target's rows at each depth [T, A, Ht], and its own token after each row, [T] int64."""
     top = model.config.num_layers
-    depths = sorted({top}.union(*readings))
     cache = KVCache(model.config, len(tokens), dtype=model.dtype, device=model.device)
-    rows = prefill(model, cache, tokens, tuple(depths), len(tokens))
+    rows = prefill(model, cache, tokens, tuple(sorted({top, *depths})), len(tokens))
     parts = zip(rows[top].split(LOGITS), model.positions[: len(tokens)].split(LOGITS), strict=True)
     greedy = Draws.one(Sampling())
     own = torch.cat([model.draw(greedy, model.logits(Final(part)), positions) for part, positions in parts])
-    found = [_guesses(head, tokens, torch.stack([rows[depth] for depth in depths], 1)) for depths in readings]
-    # The pair of column t guesses the token of column t + 2, and so does the target's row t + 1.
-    return [float((guesses == own[1:])[max(0, first - 2) :].float().mean()) for guesses in found]
+    return torch.stack([rows[depth] for depth in depths], 1), own
+
+
+def _lm_head(head: DraftHead) -> LMHead:
+    model = head.model
+    lm_head = LMHead(model.head, model.norm, model.config.rms_norm_eps, model.activations)
+    lm_head.token_ids = head.weights.ids
+    return lm_head
 
 
 def _guesses(head: DraftHead, tokens: list[int], hidden: Tensor) -> Tensor:
@@ -128,8 +190,6 @@ def _guesses(head: DraftHead, tokens: list[int], hidden: Tensor) -> Tensor:
     embedded = model.embed_tokens(torch.tensor(tokens[1:], device=model.device))
     rows = cache.after([0], [T])
     _, final = head.forward(cache, rows, *head.pairs(head.features(hidden[:-1]), embedded, rows.positions))
-    lm_head = LMHead(model.head, model.norm, model.config.rms_norm_eps, model.activations)
-    lm_head.token_ids = head.weights.ids
-    greedy = Draws.one(Sampling())
+    lm_head, greedy = _lm_head(head), Draws.one(Sampling())
     parts = [slice(n, n + LOGITS) for n in range(0, T, LOGITS)]
     return torch.cat([lm_head.best(final.at(part), greedy, rows.positions[part]) for part in parts])
