@@ -264,7 +264,9 @@ def test_a_round_of_more_rows_than_the_layers_take_at_once(tmp_path, dtype, how)
 @pytest.mark.parametrize(("dtype", "quantize"), FORMS, ids=str)
 @pytest.mark.parametrize("length", [3, 12, 37])  # the windows lie in one page, or across the end of one
 def test_a_path_in_a_tree_has_the_bits_of_a_chain(tmp_path, dtype, quantize, length):
-    model, text = model_of(tmp_path, "llama", dtype, quantize), list(range(1, length + 1))
+    """Of eight query heads to a KV head, so that the tree attends by another path (many.c) than single rows."""
+    model = model_of(tmp_path, "llama", dtype, quantize, heads=8, kv_heads=1)
+    text = list(range(1, length + 1))
     parents, path = [-1, 0, 0, 0, 2, 2, 1, 5, 5, 4], [0, 2, 5, 8]
     tokens = torch.tensor([5, 9, 2, 7, 7, 1, 3, 8, 4, 6])
     with torch.inference_mode():
@@ -278,6 +280,17 @@ def test_a_path_in_a_tree_has_the_bits_of_a_chain(tmp_path, dtype, quantize, len
             one = model.embed_tokens(tokens[node : node + 1])
             alone.append(forward(model, cache, cache.after([length + n], [1]), one).hidden)
         assert torch.equal(tree, torch.cat(alone))
+
+
+@pytest.mark.parametrize("kind", ["qwen3", "gemma3", "gpt-oss"])
+def test_many_rows_have_the_bits_of_single_ones(tmp_path, kind):
+    """Twenty rows of eight query heads attend a block of columns at a time, a single row all of its columns at once. The
+    largest score rises from block to block."""
+    model, text = model_of(tmp_path, heads=8, kv_heads=1, **KINDS[kind]), [n * n % 50 for n in range(90)]
+    with torch.inference_mode():
+        for layer in model.stack.layers:
+            (layer[1] if layer[3] is None else layer[3]).mul_(6)  # qkv or the norm of q: sharper than random weights
+        checked_chain(model, text, text[5:25])
 
 
 def test_one_thread_gives_the_same_bits(tmp_path):

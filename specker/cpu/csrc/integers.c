@@ -100,7 +100,7 @@ INLINE void tile_integers(int bits, int scales, int T, const uint8_t *w, const r
         for (int g = 0; g < columns / GROUP; g++) {
             const int64_t group = u * (columns / GROUP) + g;
             const uint8_t *here = w + g * code_bytes(bits);
-            const int64_t at = group * x->T + t0;
+            const int64_t at = t0 * (E / GROUP) + group * T;
             const int8_t *q8 = x->q + at * GROUP;
             const float *by = x->scale + at, *both = x->both + at, *sum = x->sum + 2 * at;
             for (int i = 0; i < code_bytes(bits) + 32; i += 64) prefetch(here + AHEAD + i);

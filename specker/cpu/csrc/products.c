@@ -38,23 +38,26 @@ rows rows_at(const float *x, int64_t row, void *memory, int64_t T, int64_t E) {
 static void round_int8(const rows *r, int64_t t, int64_t E) {
     const float *x = r->x + t * r->row;
     const vf magic = splat(12582912.0f); // 1.5 2^23: adding it rounds to an integer, in the last bits
-    for (int64_t g = 0; g < E / GROUP; g++, x += GROUP) {
+    const int64_t tiles = tiles_of(r->T), n = ((t + 1) * tiles - 1) / r->T, t0 = n * r->T / tiles; // t is in tile n
+    const int64_t height = (n + 1) * r->T / tiles - t0, G = E / GROUP;
+    int64_t at = t0 * G + t - t0;
+    for (int64_t g = 0; g < G; g++, x += GROUP, at += height) {
         vf most = splat(0);
         for (int i = 0; i < GROUP; i += LANES) {
             vf a = load(x + i);
             most = largest(most, largest(a, -a));
         }
         const float top = highest(most), scale = top / 127.0f, by = top > 0 ? 127.0f / top : 0;
-        int8_t *q = r->q + (g * r->T + t) * GROUP;
+        int8_t *q = r->q + at * GROUP;
         float sums[2] = {0, 0};
         for (int i = 0; i < GROUP; i += LANES) {
             vi n = (vi)(load(x + i) * by + magic) - 0x4b400000;
             narrow_bytes(q + i, n);
             sums[i / 16] += total(to_float(n)); // integers: exact in any order
         }
-        r->scale[g * r->T + t] = scale;
-        r->both[g * r->T + t] = scale * (sums[0] + sums[1]);
-        for (int i = 0; i < 2; i++) r->sum[2 * (g * r->T + t) + i] = scale * sums[i];
+        r->scale[at] = scale;
+        r->both[at] = scale * (sums[0] + sums[1]);
+        for (int i = 0; i < 2; i++) r->sum[2 * at + i] = scale * sums[i];
     }
 }
 
@@ -95,7 +98,7 @@ void round_row(const matrix *m, const rows *r, int64_t t) {
 // Computes rows first .. first + count - 1 of an interleaved segment; `first` is a multiple of ROWS.
 static void interleaved(const matrix *m, const segment *s, const rows *x, int64_t T, int64_t first, int64_t count, float *y,
                         int64_t row_y) {
-    const int64_t E = m->E, size = segment_bytes(s->format, ROWS, E), tiles = (T + MOST - 1) / MOST;
+    const int64_t E = m->E, size = segment_bytes(s->format, ROWS, E), tiles = tiles_of(T);
     const int integer = as_integers(m, s->format), rounded = as_floats(m, s->format);
     const float *f = rounded ? x->f : x->x;
     const int64_t row_x = rounded ? E : x->row;

@@ -42,15 +42,15 @@ typedef struct {
     int64_t activations; // the type for quantised parts; bfloat16 parts take bfloat16 unless this is AS_FLOAT32
 } matrix;
 
-// Rows of x [T, E] in the forms that a matrix needs; a thread's own, or shared. The 8-bit form keeps the rows of a group
-// of 32 columns side by side, because a tile reads them together.
+// Rows of x [T, E] in the forms that a matrix needs; a thread's own, or shared. The 8-bit form is a
+// tile of rows after another (tiles.h), and in a tile the rows of a group of 32 columns lie side by side.
 typedef struct {
     const float *x; // [T, E], `row` floats apart
     int64_t row, T;
-    int8_t *q;    // [E / 32, T, 32], rounded to eight bits
-    float *scale; // [E / 32, T]
-    float *both;  // [E / 32, T]: scale times the sum of q
-    float *sum;   // [E / 32, T, 2]: scale times the sum of each half of q
+    int8_t *q;    // tiles of [E / 32, rows, 32], rounded to eight bits
+    float *scale; // tiles of [E / 32, rows]
+    float *both;  // like `scale`: scale times the sum of q
+    float *sum;   // tiles of [E / 32, rows, 2]: scale times the sum of each half of q
     uint16_t *h;  // [T, E], rounded to bfloat16
     float *f;     // [T, E], rounded to bfloat16, stored as float32
 } rows;

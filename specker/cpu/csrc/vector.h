@@ -157,6 +157,25 @@ INLINE vf power(vf x) {
     return p * (vf)((whole + 127) << 23);
 }
 
+#define LOWEST (-1e6f) // an exponent below all of scores
+
+// The nearest integer to x, ties to even, for |x| < 2^22.
+INLINE float nearest(float x) { return x + 12582912.0f - 12582912.0f; }
+
+// 2^(x - top) for integers `top` that are no less than x, rounded; 0 below 2^-126. The bits of the result's mantissa do
+// not depend on `top`, so what was summed under a lower one can be rescaled without error.
+INLINE vf power_below(vf x, vf top) {
+    const vf magic = splat(12582912.0f);
+    vf t = largest(x, top - 127.0f), n = t + magic, whole = n - magic, f = t - whole, p = splat(1.5469732e-4f);
+    p = fma_(p, f, splat(1.3400432e-3f));
+    p = fma_(p, f, splat(9.6180256e-3f));
+    p = fma_(p, f, splat(5.5503272e-2f));
+    p = fma_(p, f, splat(2.4022651e-1f));
+    p = fma_(p, f, splat(6.9314721e-1f));
+    p = fma_(p, f, splat(1.0f));
+    return p * (vf)(((vi)(whole - top + magic) - (0x4b400000 - 127)) << 23);
+}
+
 // A bit for each lane of x that is at least `least`; none for a NaN.
 INLINE unsigned at_least(vf x, float least) {
 #if LANES == 16
