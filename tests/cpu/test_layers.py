@@ -284,8 +284,8 @@ def test_a_path_in_a_tree_has_the_bits_of_a_chain(tmp_path, dtype, quantize, len
 
 @pytest.mark.parametrize("kind", ["qwen3", "gemma3", "gpt-oss"])
 def test_many_rows_have_the_bits_of_single_ones(tmp_path, kind):
-    """Twenty rows of eight query heads attend a block of columns at a time, a single row all of its columns at once. The
-    largest score rises from block to block."""
+    """Twenty rows of eight query heads attend a block of columns at a time, a single row all of its columns at once.
+    The largest score rises from block to block."""
     model, text = model_of(tmp_path, heads=8, kv_heads=1, **KINDS[kind]), [n * n % 50 for n in range(90)]
     with torch.inference_mode():
         for layer in model.stack.layers:
