@@ -202,7 +202,7 @@ def test_a_round_with_forced_tokens_does_not_measure_plain_decoding(chain, monke
     """It was to be one without a draft, but the grammar of one of its two texts forces tokens."""
     costs, seen = chain.loop.history.costs, []
     monkeypatch.setattr(chain.loop.runner.chooser, "measured", lambda *how: seen.append("plain"))
-    monkeypatch.setattr(costs, "observe", lambda n, budget, drafted, *_: seen.append((n, drafted, _[-1])))
+    monkeypatch.setattr(costs, "observe", lambda n, budget, drafted, *_: seen.append((n, drafted, _[2])))
     draft = Draft()
     for slot, forced in ((0, 2), (1, 0)):
         draft.constrain(slot, 0, forced)
@@ -215,6 +215,8 @@ def test_a_round_with_forced_tokens_does_not_measure_plain_decoding(chain, monke
         "forced": False,
         "trial": False,
         "places": None,
+        "parts": (),
+        "warm": True,
     }
     for size, expected in ((2, (2, 0, 2)), (0, "plain")):
         draft.size = size

@@ -76,7 +76,7 @@ def test_the_bundled_family(bundled, strategy, temperature, cheap):
     prompt = fast.encode(specker.zoo.PROMPTS[0])
     got = fast.generate(prompt, 20, temperature=temperature)
     assert got.tokens == cases.plain(specker.zoo.path("code-target"), prompt, 20, temperature=temperature)
-    assert got.stats.acceptance_length > 1.4
+    assert got.stats.acceptance_length > 1.3
 
 
 @pytest.fixture(scope="module")

@@ -226,12 +226,12 @@ class Loop:
     # --- prompts
 
     def _admit(self) -> None:
-        """Prefill prompts, the oldest request's first. While nothing decodes, that is done here. The rows that the next
+        """Prefill prompts, the oldest request's first. If nothing decodes, that is done here. The rows that the next
         round has room for are left to its verify pass if prompts share passes, otherwise one prompt has a chunk."""
-        done, self._joining = 0, []
-        while (self.waiting or self.slots.filling) and done < (self._chunk() if self.active else AT_ONCE):
-            fills = self._fills()
-            if self.slots.several and self.active:
+        alone, done, self._joining = not self.active, 0, []
+        while (self.waiting or self.slots.filling) and done < (AT_ONCE if alone else self._chunk()):
+            fills = self._fills(alone)
+            if self.slots.several and not alone:
                 self._joining = fills
                 return
             if not fills:
@@ -247,19 +247,16 @@ class Loop:
             if (fill := self._fill(request, prefill_chunk(self.target))) is not None:
                 self._prefill([fill])
 
-    def _fills(self) -> list[Fill]:
-        """The parts of prompts that the next pass takes. The first that ends lets a request decode, so the parts after
-        it may take only as long as they may lengthen a round."""
-        whole, share = prefill_chunk(self.target), self._chunk()
-        left = share if self.active else max(whole, share)
+    def _fills(self, alone: bool) -> list[Fill]:
+        """The parts of prompts that the next pass takes: as many rows as may lengthen a round or, if nothing decodes,
+        a chunk."""
+        left = prefill_chunk(self.target) if alone else self._chunk()
         fills: list[Fill] = []
         while left > 0 and (request := self._next(len(fills))) is not None:
             fill = self._fill(request, left)
             if fill is not None:
                 fills.append(fill)
                 left -= fill.rows
-            if fill is None or fill.ends:
-                left = min(left, share)
             if fills and not self.slots.several:
                 break
         return fills
