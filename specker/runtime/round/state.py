@@ -28,6 +28,7 @@ class Request:
     speculates: bool = True  # False: plain decoding
     asked: str | None = None  # the policy that it asks for (Params.policy)
     prefixes: str | None = None  # which K/V of earlier texts it takes over (slots.py); None: as the engine says
+    salt: str | None = None  # of the texts that it may copy from, and joins when it ends; None: of none
     reader: Detokenizer | None = None  # streaming detokenizer
     stop_ids: frozenset[int] = frozenset()
     logprobs: int = 0  # of the most probable tokens, that each emitted token comes with
