@@ -277,7 +277,8 @@ class Params:
         ignore_eos: the model's own do not end it.
         logprobs: how many of the most probable tokens each emitted token comes with; 0: none, and no log-probability.
         prefix_cache: "exact", "all" or "off" for this request; None: as the engine was loaded.
-        cache_salt: with lookup, texts with the same salt may copy from one another; None: from none.
+        cache_salt: requests share what they leave behind, K/V of common beginnings and texts that lookup copies, only
+            with requests of the same salt. None: K/V as without a salt, and no texts.
         grammar: what the text must match, as a function of specker.grammar returns it, or as a Lark grammar.
         policy: how long to draft for this request, as `--policy`, or "off" to draft nothing; None: as the engine was
             loaded. Requests with different policies are not decoded together.
