@@ -9,7 +9,17 @@ import pytest
 from specker.runtime.control.auto import Acceptance, AcceptanceHistory, Auto
 from specker.runtime.control.choose import AGAIN, APART, FIRST, LOOK, SHARE, Chooser
 from specker.runtime.control.costs import Costs, Curve
-from specker.runtime.control.policy import LENGTHS, Budget, Chain, DraftAndVerify, Fixed, Match, Outcome, StopRule, after
+from specker.runtime.control.policy import (
+    LENGTHS,
+    Budget,
+    Chain,
+    DraftAndVerify,
+    Fixed,
+    Match,
+    Outcome,
+    StopRule,
+    after,
+)
 from specker.runtime.strategies.lookup.policy import RATES, NgramPolicy
 
 STEP = 0.030  # seconds of a plain round

@@ -1,7 +1,5 @@
 """Strategy `lookup` drafts the continuation of the longest suffix that occurred before."""
 
-import json
-
 import cases
 import pytest
 from make_checkpoint import make

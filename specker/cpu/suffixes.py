@@ -1,13 +1,13 @@
 """The index of strategy `lookup`: where in known texts the last tokens of a text occurred before, and what followed.
 
-Texts lie end to end. A place is the position of a token, and a text with the last tokens s matches a place with m tokens if
-the m tokens before the place are the last m of s, up to `most`. The places are found by their last n tokens, for a few
-lengths n: of the longest n with any, the latest WALK of them (LZ77's hash chains; a suffix tree as in SuffixDecoding,
-arXiv 2411.04975, finds the longest match at any distance, and takes several times the memory).
+Texts lie end to end. A place is the position of a token. A text matches a place with m tokens if the m tokens before the
+place are the text's last m; more than `most` are not compared. The index finds places by the last n tokens, for a few
+lengths n: of the longest n with any, the latest WALK of them (LZ77's hash chains). A suffix tree, as in SuffixDecoding
+(arXiv 2411.04975), finds the longest match at any distance, but takes several times the memory.
 
 A draft is a trie over what follows the places with the longest match. It grows by the node that most places share, and
-among equals by that of the latest place. A chain is a trie of one path. A tree whose paths are fewer than `width` goes on
-with the places of shorter matches.
+among equals by that of the latest place. A chain is a trie of one path. A tree with fewer than `width` paths goes on with
+the places of shorter matches.
 """
 
 import weakref
@@ -40,7 +40,9 @@ NOTHING = Copy()
 class Index(Protocol):
     """What both forms of the index do."""
 
-    bytes: int  # of memory
+    @property
+    def bytes(self) -> int:
+        """Of memory."""
 
     def __len__(self) -> int:
         """Tokens, with the ends of texts."""
@@ -110,7 +112,7 @@ class Reference:
         for token in tokens:
             place = len(self._tokens)
             for n, places in self._places.items():
-                if 0 <= token and n <= self._run:
+                if token >= 0 and n <= self._run:
                     places.setdefault(tuple(self._tokens[place - n :]), []).append(place)
             self._tokens.append(token)
             self._run = 0 if token < 0 else self._run + 1
@@ -184,4 +186,3 @@ class Trie:
             if place + depth < len(self._text) and (token := self._text[place + depth]) >= 0:
                 by_token.setdefault(token, []).append(place)
         return [(row, token, depth + 1, follow) for token, follow in by_token.items()]
-

@@ -8,7 +8,9 @@ from specker.cpu import available, suffixes
 from specker.cpu.suffixes import END, NOTHING, WALK, Compiled, Reference
 
 
-def defined(tokens: list[int], tail: list[int], lengths: tuple[int, ...], most: int, depth: int) -> tuple[int, list[int]]:
+def defined(
+    tokens: list[int], tail: list[int], lengths: tuple[int, ...], most: int, depth: int
+) -> tuple[int, list[int]]:
     """(tokens of the longest match, the chain), by comparing every place: valid up to WALK places of a length."""
 
     def matched(place: int) -> int:

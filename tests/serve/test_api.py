@@ -24,7 +24,7 @@ def load(tmp_path_factory):
     target = make(folder / "target", "qwen2", layers=2, max_context=400, tokenizer=True)
     draft = perturbed(target, folder / "draft", amount=0.05)
     options = {"dtype": "float64", "device": "cpu", "page_size": 16, "batch_size": 3, "draft_tokens": 3}
-    return partial(specker.load, target, draft, **{"strategy": "draft", **options})
+    return partial(specker.load, target, draft, strategy="draft", **options)
 
 
 @pytest.fixture(scope="module")

@@ -1,5 +1,5 @@
-"""Strategy `lookup`: copies the draft from known texts (prompt lookup decoding, Saxena 2023; LLMA, arXiv 2304.04487; with
-other texts than its own, SuffixDecoding, arXiv 2411.04975). It needs no second model.
+"""Strategy `lookup`: copies the draft from known texts (prompt lookup decoding, Saxena 2023; LLMA, arXiv 2304.04487; from
+other texts, SuffixDecoding, arXiv 2411.04975). It needs no second model.
 
 The draft continues the longest recent suffix of the text that occurred before. With n tokens of suffix,
 
@@ -60,7 +60,7 @@ class LookupOptions:
 class Lookup(Strategy):
     name = "lookup"
     summary = "copies what followed an earlier occurrence of the last tokens"
-    paper = "prompt lookup (Saxena 2023), LLMA (2304.04487)"
+    paper = "prompt lookup (Saxena 2023), LLMA (2304.04487), SuffixDecoding (2411.04975)"
     options = LookupOptions
     no_head = "lookup runs no draft model, so it has no draft head"
 
@@ -89,8 +89,8 @@ class Lookup(Strategy):
 
 
 def copying(options: LookupOptions, context: DraftContext, longest: int, width: int = 1) -> LookupDrafter:
-    """The drafter that copies up to `longest` tokens on each of `width` paths. Raises ValueError for a corpus that is not
-    text or too large."""
+    """The drafter that copies up to `longest` tokens on each of `width` paths. Raises ValueError for a corpus that is
+    not text or too large."""
     from specker.runtime.strategies.lookup.corpus import read
     from specker.runtime.strategies.lookup.drafter import LookupDrafter
 

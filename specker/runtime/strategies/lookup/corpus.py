@@ -1,5 +1,5 @@
-"""Files of the user from which drafts are copied (`--lookup-corpus`). Their tokens are cached, in a file named by a digest
-of the text and of the tokenizer."""
+"""Files of the user from which drafts are copied (`--lookup-corpus`). Their tokens are cached, in a file named by a
+digest of the text and of the tokenizer."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ class NotText(ValueError):
 
 
 def read(options: LookupOptions, target: Checkpoint) -> Pool | None:
-    """The texts of `--lookup-corpus`, tokenised; None if it is not given. Raises ValueError for what is not text or takes
-    more than `--lookup-memory`."""
+    """The texts of `--lookup-corpus`, tokenised; None if it is not given. Raises ValueError for what is not text or
+    takes more than `--lookup-memory`."""
     if options.lookup_corpus is None:
         return None
     if target.tokenizer_or_none is None:
