@@ -1,12 +1,15 @@
 """Strategy `lookup` drafts the continuation of the longest suffix that occurred before."""
 
+import json
+from functools import partial
+
 import cases
 import pytest
 from make_checkpoint import make
 
 import specker
 from specker.runtime.control.policy import Budget
-from specker.runtime.strategies.lookup import LookupOptions
+from specker.runtime.strategies.lookup import LookupOptions, corpus
 from specker.runtime.strategies.lookup.pool import Pools
 
 
@@ -112,6 +115,63 @@ def test_memory_is_bounded_and_the_least_recently_copied_text_goes_first():
     assert {tokens[0] for tokens in texts} >= {0, 59} and 3 < len(texts) < 40
     copy = pools.of("").index.draft([0, 0, 1, 2], 8, 4, 4)
     assert copy.tokens == (3, 4, 5, 6) and copy.matched == 4
+
+
+@pytest.fixture(scope="module")
+def reader(tmp_path_factory):
+    """A target with a tokenizer."""
+    return make(tmp_path_factory.mktemp("reader"), "qwen2", layers=2, tokenizer=True)
+
+
+def test_a_corpus_of_files(reader, tmp_path, monkeypatch):
+    """Texts and JSON lines in a folder, beside files that are not text; tokenised once."""
+    monkeypatch.setattr(corpus, "cache_root", lambda: tmp_path)
+    plain = specker.load(reader, strategy="ar", dtype="float64", device="cpu")
+    want = plain.generate("ab cd ef", 24)
+    folder = tmp_path / "corpus"
+    (folder / "deep").mkdir(parents=True)
+    (folder / "a.txt").write_text("gh")
+    (folder / "picture.png").write_bytes(b"\xff\xd8")
+    (folder / "deep" / "b.jsonl").write_text('"ij"\n\n' + json.dumps({"prompt": "ab", "completion": "cd"}))
+    tokens = [*plain.encode("ab cd ef"), *want.tokens]
+    load = partial(specker.load, reader, strategy="lookup", draft_tokens=8, dtype="float64", device="cpu")
+
+    def texts_of(engine):
+        return [list(text.tokens) for text in engine.drafter.corpus.texts]
+
+    engine = load(lookup_corpus=str(folder))
+    assert texts_of(engine) == [plain.encode(text) for text in ("gh", "ij", "ab\ncd")]
+    engine.drafter.corpus.add(tokens)
+    out = engine.generate("ab cd ef", 24, cache_salt=None)
+    assert out.tokens == want.tokens and out.stats.rounds <= 4 and set(out.stats.sources) == {"corpus"}
+    monkeypatch.setattr(corpus, "write_cached", None)
+    assert texts_of(load(lookup_corpus=str(folder)))[:2] == [plain.encode("gh"), plain.encode("ij")]
+
+
+@pytest.mark.parametrize(
+    ("name", "data", "message"),
+    [
+        ("a.txt", b"\xff", "a.txt is not text: not UTF-8 at byte 0"),
+        ("a.txt", b"a\0b", "a.txt is not text: it has zero bytes"),
+        ("a.txt", b"", "a.txt' holds no text"),
+        ("a.jsonl", b"{", "a.jsonl, line 1: not JSON: "),
+        ("a.jsonl", b'"a"\n{"answer": "b"}', "a.jsonl, line 2: expected a string, or an object with `text`"),
+        ("a.jsonl", b'{"turns": ["b", 3]}', "a.jsonl, line 1: expected a string, or an object with `text`"),
+        ("a.txt", b"ab cd " * 100_000, "takes more than 1 MiB: raise lookup_memory"),
+    ],
+)
+def test_bad_corpora(reader, tmp_path, name, data, message, monkeypatch):
+    monkeypatch.setattr(corpus, "cache_root", lambda: tmp_path / "cache")
+    (tmp_path / name).write_bytes(data)
+    with pytest.raises(ValueError, match=message):
+        specker.load(
+            reader,
+            strategy="lookup",
+            lookup_corpus=str(tmp_path / name),
+            lookup_memory=1,
+            dtype="float64",
+            device="cpu",
+        )
 
 
 @pytest.mark.parametrize(

@@ -1,13 +1,13 @@
 """The index of strategy `lookup`: where in known texts the last tokens of a text occurred before, and what followed.
 
-Texts lie end to end. A place is the position of a token. A text matches a place with m tokens if the m tokens before the
-place are the text's last m; more than `most` are not compared. The index finds places by the last n tokens, for a few
-lengths n: of the longest n with any, the latest WALK of them (LZ77's hash chains). A suffix tree, as in SuffixDecoding
-(arXiv 2411.04975), finds the longest match at any distance, but takes several times the memory.
+Texts lie end to end. A place is the position of a token. A text matches a place with m tokens if the m tokens before
+the place are the text's last m; more than `most` are not compared. The index finds places by the last n tokens, for a
+few lengths n: of the longest n with any, the latest WALK of them (LZ77's hash chains). A suffix tree, as in
+SuffixDecoding (arXiv 2411.04975), finds the longest match at any distance, but takes several times the memory.
 
 A draft is a trie over what follows the places with the longest match. It grows by the node that most places share, and
-among equals by that of the latest place. A chain is a trie of one path. A tree with fewer than `width` paths goes on with
-the places of shorter matches.
+among equals by that of the latest place. A chain is a trie of one path. A tree with fewer than `width` paths goes on
+with the places of shorter matches.
 """
 
 import weakref

@@ -1,5 +1,5 @@
-"""Strategy `lookup`: copies the draft from known texts (prompt lookup decoding, Saxena 2023; LLMA, arXiv 2304.04487; from
-other texts, SuffixDecoding, arXiv 2411.04975). It needs no second model.
+"""Strategy `lookup`: copies the draft from known texts (prompt lookup decoding, Saxena 2023; LLMA, arXiv 2304.04487;
+from other texts, SuffixDecoding, arXiv 2411.04975). It needs no second model.
 
 The draft continues the longest recent suffix of the text that occurred before. With n tokens of suffix,
 
