@@ -108,8 +108,7 @@ def test_memory_is_bounded_and_the_least_recently_copied_text_goes_first():
             pools.add("", [0, *range(1005)])
             pools.add("", [0, *range(20)])
             assert [len(tokens) for tokens in pools.texts()[""]] == [1006]
-        if (pool := pools.of("")) is not None:
-            pool.used(pool.texts[0].start + 3)
+        pools.of("").used(pools.of("").index.draft([0, 0, 1, 2], 8, 4, 4).place)
         assert pools.bytes <= 1 << 20
     texts = pools.texts()[""]
     assert {tokens[0] for tokens in texts} >= {0, 59} and 3 < len(texts) < 40
