@@ -62,10 +62,13 @@ class Given:
         return self.drafts.get("draft" if own == "vocabtrim" else own)
 
     def load(self, strategy: str, **options: Any) -> Engine:
-        """An engine of a strategy, which computes every prompt anew, as transformers does."""
+        """An engine of a strategy, which computes every prompt anew, as transformers does, and remembers no answer: the
+        same prompts are decoded several times."""
         how: dict[str, Any] = {"device": self.device, "dtype": self.dtype, "max_context": self.max_context}
         if "vocabtrim" in strategy and self.vocab_scores is not None:
             how["vocab_scores"] = self.vocab_scores
+        if "lookup" in strategy.split("+"):
+            how["lookup_share"] = "off"
         target = self.target or specker.zoo.path("code-target")
         return specker.load(target, self.draft_of(strategy), strategy, prefix_cache="off", **how | options)
 

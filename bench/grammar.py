@@ -67,7 +67,8 @@ class Args:
 def fixed(strategy: str, tokens: int) -> dict[str, object]:
     """Drafts of one length in every round."""
     policy = {} if strategy.endswith("+lookup") else {"policy": "fixed"}
-    return {"draft_tokens": tokens, **policy}
+    alone = {"lookup_share": "off"} if "lookup" in strategy.split("+") else {}
+    return {"draft_tokens": tokens, **policy, **alone}
 
 
 @contextmanager

@@ -38,6 +38,11 @@ SPECULATION = {  # flags of llama-server: its defaults, and longer drafts that e
 }
 
 
+def alone(strategy: str) -> dict[str, Any]:
+    """The options of a strategy that copies from no earlier answer: the same prompts are decoded several times."""
+    return {"strategy": strategy} | ({"lookup_share": "off"} if "lookup" in strategy.split("+") else {})
+
+
 @dataclass(frozen=True)
 class Model:
     """A model in several engines."""
@@ -121,10 +126,10 @@ def smollm2() -> Model:
     source, name = real.file(), Path(target).name
 
     def ours(strategy: str, dtype: str, **options: Any) -> dict[str, Any]:
-        return {"engine": "specker", "dtype": dtype, "options": {"strategy": strategy, **options}}
+        return {"engine": "specker", "dtype": dtype, "options": {**alone(strategy), **options}}
 
     def of_file(strategy: str, kind: str) -> Any:
-        return lambda: {"engine": "specker", "target": str(file_of(kind)), "options": {"strategy": strategy}}
+        return lambda: {"engine": "specker", "target": str(file_of(kind)), "options": alone(strategy)}
 
     def file_of(kind: str) -> Path:
         return source if kind == "Q4_1" else gguf_of(source, target, kind)
@@ -186,7 +191,7 @@ def coder() -> Model:
         own = {"engine": "llama_server", "version": llama_server.VERSION, "program": program, "flags": given}
         ways[f"llama.cpp {name}"] = {**own, "fresh": name == "ngram-mod"}
     for strategy in ("ar", "lookup", "draft", "vocabtrim", "vocabtrim+lookup"):
-        options = {"strategy": strategy} | ({} if strategy in ("ar", "lookup") else {"draft": draft})
+        options = alone(strategy) | ({} if strategy in ("ar", "lookup") else {"draft": draft})
         ways[f"specker {strategy}"] = {"engine": "specker", "options": options}
     questions = HERE / "coder_prompts.jsonl"
     base, reference = "llama.cpp plain", "specker ar"

@@ -41,9 +41,10 @@ import json, sys, time
 import torch, specker
 options, threads = json.loads(sys.argv[1]), int(sys.argv[2])
 torch.set_num_threads(threads)
+alone = {"lookup_share": "off"} if "lookup" in options["strategy"] else {}  # the prompts come several times
 try:
-    engine = specker.load(device="cpu", prefix_cache="off", **options)
-except TypeError:  # a commit without a prefix cache
+    engine = specker.load(device="cpu", prefix_cache="off", **alone, **options)
+except TypeError:  # a commit without a prefix cache or shared texts
     engine = specker.load(device="cpu", **options)
 engine.warmup()
 for line in sys.stdin:

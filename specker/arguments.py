@@ -49,6 +49,9 @@ class LoadOptions(TypedDict, total=False):
     # lookup
     ngram_most: int
     ngram_least: int
+    lookup_share: Literal["on", "off"]
+    lookup_corpus: str | None
+    lookup_memory: int
     # vocabtrim
     vocab_scores: str | None
     vocab_keep: VocabKeep | str | None
@@ -73,6 +76,7 @@ class RequestOptions(TypedDict, total=False):
     stop_ids: Sequence[int]
     logprobs: int
     prefix_cache: Literal["exact", "all", "off"] | None
+    cache_salt: str | None
     grammar: str | None
     ignore_eos: bool
     policy: str | None
@@ -93,6 +97,7 @@ class EachOption(TypedDict, total=False):
     stop_ids: Sequence[int]  # for all prompts
     logprobs: int | Sequence[int]
     prefix_cache: Literal["exact", "all", "off"] | None
+    cache_salt: str | Sequence[str | None] | None
     grammar: str | Sequence[str | None] | None
     ignore_eos: bool | Sequence[bool]
     policy: str | Sequence[str | None] | None

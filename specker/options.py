@@ -277,6 +277,8 @@ class Params:
         ignore_eos: the model's own do not end it.
         logprobs: how many of the most probable tokens each emitted token comes with; 0: none, and no log-probability.
         prefix_cache: "exact", "all" or "off" for this request; None: as the engine was loaded.
+        cache_salt: requests share what they leave behind, K/V of common beginnings and texts that lookup copies, only
+            with requests of the same salt. None: K/V as without a salt, and no texts.
         grammar: what the text must match, as a function of specker.grammar returns it, or as a Lark grammar.
         policy: how long to draft for this request, as `--policy`, or "off" to draft nothing; None: as the engine was
             loaded. Requests with different policies are not decoded together.
@@ -288,6 +290,7 @@ class Params:
     stop_ids: tuple[int, ...] = ()
     logprobs: int = 0
     prefix_cache: str | None = None
+    cache_salt: str | None = ""
     grammar: str | None = None
     ignore_eos: bool = False
     policy: str | None = None
@@ -307,6 +310,8 @@ class Params:
             raise ValueError("ignore_eos and a grammar exclude each other: a text ends where its grammar does")
         if self.policy is not None and not isinstance(self.policy, str):
             raise ValueError(f"policy must be a string, got {self.policy!r}")
+        if self.cache_salt is not None and not isinstance(self.cache_salt, str):
+            raise ValueError(f"cache_salt must be a string, got {self.cache_salt!r}")
         if self.prefix_cache not in (None, "exact", "all", "off"):
             raise ValueError(f"prefix_cache must be exact, all or off, got {self.prefix_cache!r}")
         if self.grammar is not None and (not isinstance(self.grammar, str) or not self.grammar.strip()):

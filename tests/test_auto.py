@@ -9,8 +9,18 @@ import pytest
 from specker.runtime.control.auto import Acceptance, AcceptanceHistory, Auto
 from specker.runtime.control.choose import AGAIN, APART, CARRIED, FIRST, LOOK, RESTING, RESTS, SHARE, Chooser
 from specker.runtime.control.costs import FORGET, Costs, Curve
-from specker.runtime.control.policy import LENGTHS, Budget, Chain, DraftAndVerify, Fixed, Outcome, StopRule, after
-from specker.runtime.strategies.lookup import RATES, NgramPolicy
+from specker.runtime.control.policy import (
+    LENGTHS,
+    Budget,
+    Chain,
+    DraftAndVerify,
+    Fixed,
+    Match,
+    Outcome,
+    StopRule,
+    after,
+)
+from specker.runtime.strategies.lookup.policy import RATES, NgramPolicy
 
 STEP = 0.030  # seconds of a plain round
 
@@ -314,13 +324,13 @@ def test_copied_text_is_drafted_by_the_length_of_the_match():
         return max(ks, key=lambda k: sum(a**i for i in range(min(k, most) + 1)) / (1 + 0.06 * k))
 
     for matched, available in ((1, 40), (2, 40), (8, 40), (20, 40), (8, 3)):
-        policy.announced(matched, available)
+        policy.announced([Match(matched, available)])
         a = RATES[min(matched, len(RATES)) - 1]
         assert policy.rate_of(matched) == pytest.approx(a)
         assert chooser.choose([policy], 1000).nodes == best(a, min(available, 16))
-    policy.announced(0, 0)
+    policy.announced([Match()])
     assert chooser.choose([policy], 1000).nodes == 0 and chooser.reason == "nothing found"
-    policy.announced(2, 40)
+    policy.announced([Match(2, 40)])
     for _ in range(60):
         policy.observe(Outcome(3, [0, 1, 2, 3]))
     assert policy.rate_of(2) > 0.95 and policy.rate_of(3) == RATES[2]

@@ -296,7 +296,7 @@ def test_a_new_conversation_is_a_fresh_one(
     typed: Callable[..., Chat], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """After /clear and /system: no message and no K/V of the turns before, and the texts of a conversation that starts
-    there, greedy and sampled. The drafts of `lookup` are fresh as well."""
+    there, greedy and sampled, also where drafts are copied from the earlier one."""
     from specker.runtime.control.stats import Stats
 
     prefilled: list[int] = []

@@ -8,7 +8,7 @@ from pairs import perturbed
 
 import specker
 from specker.runtime import strategies
-from specker.runtime.control.policy import Budget
+from specker.runtime.control.policy import Budget, Match
 
 # name -> (the options, whether the draft is a diffusion model; None: no draft)
 JOINS = {
@@ -96,7 +96,7 @@ def test_the_part_that_promises_more_drafts(world, scores, cheap):
     """A long match beats a model that is seldom right, and the other way round."""
     engine = load(world, "draft", scores)
     policy, chooser = engine.policy(), engine.loop.runner.chooser
-    policy.announced(8, 30)
+    policy.announced([Match(8, 30)])
     model, copied = policy.parts
     copied.earlier.clear()
     for _ in range(50):
@@ -105,7 +105,7 @@ def test_the_part_that_promises_more_drafts(world, scores, cheap):
     for _ in range(200):
         model.seen.tokens.add(15), model.seen.drafted.add(15)
     assert chooser.choose([policy], 500) == Budget(16, 16)
-    policy.announced(0, 0)
+    policy.announced([Match()])
     assert chooser.choose([policy], 500).part == 0
 
 

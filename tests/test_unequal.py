@@ -12,8 +12,8 @@ import specker
 from specker.runtime import loop as loops
 from specker.runtime.control.auto import Acceptance, Auto
 from specker.runtime.control.costs import Costs
-from specker.runtime.control.policy import MAX_NODES, Budget, Outcome
-from specker.runtime.strategies.lookup import NgramPolicy
+from specker.runtime.control.policy import MAX_NODES, Budget, Match, Outcome
+from specker.runtime.strategies.lookup.policy import NgramPolicy
 
 PROMPTS = [[5, 6, 7, 8] * 6, [9, 30, 11], [12, 13, 12, 13, 12], [40]]
 
@@ -81,13 +81,13 @@ def test_the_kernels_verify_unequal_rows(models, monkeypatch):
 
 def test_a_copied_token_is_worth_its_row_while_it_is_likely():
     policy = NgramPolicy({}, Budget(16, 16))
-    policy.announced(2, 9)
+    policy.announced([Match(2, 9)])
     a = policy.rate_of(2)
     for price in (0.9, 0.5, 0.3, 0.1, 0.01):
         k = policy.worth(price, [])
         assert a**k >= price > a ** (k + 1)
     assert policy.worth(0.0, []) == MAX_NODES and policy.worth(1.0, []) == 0
-    policy.announced(0, 0)
+    policy.announced([Match()])
     assert policy.worth(0.1, []) == 0
 
 

@@ -21,6 +21,7 @@ ABOUT = {
     "gguf": "converted GGUF files",
     "history": "what was typed in conversations",
     "locks": "locks",
+    "lookup": "tokens of the files of --lookup-corpus",
     "peers": "files of bench/peers.py",
     "tokenizers": "orders and hashes of tokenizers",
     "vocab": "counts of the tokens that targets wrote",

@@ -6,6 +6,7 @@ from dataclasses import replace
 from specker.runtime.control.auto import AcceptanceHistory
 from specker.runtime.control.choose import NONE, RESTS, Chooser
 from specker.runtime.control.policy import Budget, Outcome
+from specker.runtime.control.stats import CopyStats
 from specker.runtime.ranks.dist import Ranks
 from specker.runtime.round.batch import Batch
 from specker.runtime.round.drafter import UNLIMITED, Draft, Drafter, Offer
@@ -47,8 +48,8 @@ class DraftRunner:
         where policies allow that: a draft's rows take time from the prompts, and the round has no idle arithmetic."""
         policies = [s.policy for s in requests]
         self.offer = offer = self.drafter.prepare(requests)
-        for policy, match in zip(policies, offer.matches, strict=False):
-            policy.announced(*match)
+        for policy, matches in zip(policies, offer.matches, strict=False):
+            policy.announced(matches)
         budget, self._delayed = self._delayed, None
         if budget is None:
             budget = self.chooser.choose(policies, sum(s.limit - len(s.token_ids) for s in requests), offer.missing)
@@ -146,5 +147,7 @@ def account(r: Round, slot: int, path: list[int]) -> None:
     stats.observe_budget(drafted, r.batch.budget.exit if drafted else 0, r.reason)
     stats.copied += bool(drafted and r.batch.budget.part)
     stats.experts += r.experts
-    if note is not None:
+    if isinstance(note, CopyStats):
+        stats.observe_copy(note)
+    elif note is not None:
         stats.observe_block(note, draft.depth, len(path) - 1)

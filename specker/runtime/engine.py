@@ -294,6 +294,8 @@ class Engine:
                 was loaded. Requests with different policies are not decoded together.
             logprobs: each token comes with its log-probability and those of so many most probable tokens; default 0.
             prefix_cache: "exact", "all" or "off" for this request; default: as the engine was loaded.
+            cache_salt: a string; requests share K/V of common beginnings, and the texts that strategy lookup copies,
+                only with requests of the same salt (default ""). None: as "", but no texts.
             grammar: what the text must match, as a function of `specker.grammar` returns it, or as a Lark grammar.
 
         For several prompts each of these, but `stop`, `stop_ids` and `logit_bias`, may be a list with a value for each

@@ -4,6 +4,7 @@ import math
 from dataclasses import asdict
 from typing import Any
 
+from specker.runtime.control.stats import CopyStats
 from specker.runtime.events import Event
 from specker.runtime.round.round import Round
 
@@ -50,5 +51,5 @@ def record(r: Round, number: int, slot: int, path: list[int], event: Event, know
     if known is not None and request.speculates:
         row["outside"] = [n for n, token in enumerate(tokens) if token not in known]
     if (note := draft.note(slot)) is not None:
-        row["diffusion"] = asdict(note)
+        row["copied" if isinstance(note, CopyStats) else "diffusion"] = asdict(note)
     return row

@@ -115,6 +115,7 @@ class Session:
             speculates=drafts,
             asked=params.policy,
             prefixes=params.prefix_cache,
+            salt=params.cache_salt,
             reader=Detokenizer(tokenizer, params.stop, form.parts if form else None) if params.stop or reads else None,
             stop_ids=(frozenset() if params.ignore_eos else self._stop_ids).union(params.stop_ids),
             logprobs=params.logprobs,

@@ -137,7 +137,7 @@ class Slots:
         end = self.cache.exact_len[slot]
         for columns in request.saves:
             if begun < columns <= end:
-                self.cache.save(slot, request.token_ids[:columns], exact)
+                self.cache.save(slot, request.cache_ids[:columns], exact)
 
     def activate(self, request: Request, agrees: Tensor | None) -> None:
         """The prompt is prefilled: its request joins the active ones. `agrees` [C] bool: see `State`."""
@@ -182,7 +182,7 @@ class Slots:
 
     def _matches(self, request: Request) -> Sequence[Match | None]:
         """What each cache has of the prompt. A draft's K/V decides no token, so any of it will do."""
-        prefixes, text = request.prefixes or self.prefixes, request.token_ids[:-1]
+        prefixes, text = request.prefixes or self.prefixes, request.cache_ids[:-1]
         if prefixes == "off":
             return [None] * len(self.caches)
         prefix_alignment = 1 if prefixes == "all" else self.prefix_alignment
@@ -205,7 +205,7 @@ class Slots:
         """The columns after which the prompt leaves the known texts; None if no states are saved."""
         if not self._shares(request) or not any(cache.saves for cache in self.caches):
             return None
-        return self.cache.prefixes.match(request.token_ids[:-1]).columns
+        return self.cache.prefixes.match(request.cache_ids[:-1]).columns
 
     def _saves(self, slot: int, request: Request, known: int | None) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """The columns after which a prefill saves recurrent states, of the target and of a draft model: the prompt's
@@ -231,9 +231,9 @@ class Slots:
         if not self._shares(request) or request.finished in ("not finite", "failed"):
             return
         prefilled = len(request.token_ids) if self.prefix_alignment == 1 else request.prefilled
-        self.cache.remember(slot, request.token_ids, prefilled, self.lookahead)
+        self.cache.remember(slot, request.cache_ids, prefilled, self.lookahead)
         if len(self.caches) > 1 and request.speculates and self.drafter is not None and self.drafter.keeps_prefix:
-            self.caches[1].remember(slot, request.token_ids, 0, self.lookahead)
+            self.caches[1].remember(slot, request.cache_ids, 0, self.lookahead)
 
     def _release(self, slot: int, request: Request) -> None:
         self._remember(slot, request)

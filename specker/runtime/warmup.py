@@ -70,7 +70,7 @@ def warm_up(
 
 def _decode(session: Session, length: int, count: int, speculates: bool, **sampling: Any) -> None:
     """Decode `count` tokens after a prompt of `length`."""
-    params = Params.of(max_new_tokens=count, prefix_cache="off", **sampling)
+    params = Params.of(max_new_tokens=count, prefix_cache="off", cache_salt=None, **sampling)
     request = session.request([0] * length, params, speculates=speculates, traced=speculates, reads=False)
     for _ in session.stream([request]):
         pass

@@ -17,6 +17,7 @@ DEPTH = 100  # of lists and objects in a body; Python's recursion ends at 1000
 DEEP = dict, list, str
 PLACE = 100  # characters of a place in messages
 STOPS, STOP_LENGTH = 16, 256  # stop strings, and characters of one: all are matched in every step
+SALT = 256  # characters of a cache_salt
 SAMPLED = tuple(f.name for f in fields(Sampling) if f.name != "seed")
 NEUTRAL: dict[str, tuple[Any, ...]] = {  # fields that are not supported, and the values that mean nothing
     "suffix": ("",),
@@ -72,6 +73,7 @@ class Asked(Strict):
     stop_token_ids: list[int] | None = None
     ignore_eos: bool = False
     cache_prompt: bool = True
+    cache_salt: Annotated[str, Field(min_length=1, max_length=SALT)] | None = None
     speculation: str | None = None
     stream: bool = False
     stream_options: StreamOptions | None = None
@@ -113,9 +115,11 @@ class Asked(Strict):
         """Whether a stream ends with its usage."""
         return self.stream_options is not None and self.stream_options.include_usage
 
-    def params(self, usual: dict[str, float], room: int, logprobs: int, grammar: str | None) -> list[Params]:
+    def params(
+        self, usual: dict[str, float], room: int, logprobs: int, grammar: str | None, salt: str | None
+    ) -> list[Params]:
         """The parameters of the `n` texts of a prompt. `usual`: sampling settings that the request may leave out;
-        `room`: tokens, if it does not limit them. Raises ValueError."""
+        `room`: tokens, if it does not limit them; `salt`: if it has none. Raises ValueError."""
         given = {name: value for name in SAMPLED if (value := getattr(self, name)) is not None}
         if given.get("top_k") == -1:  # keeps all
             given["top_k"] = 0
@@ -130,6 +134,7 @@ class Asked(Strict):
                 stop_ids=tuple(self.stop_token_ids or ()),
                 logprobs=logprobs,
                 prefix_cache=None if self.cache_prompt else "off",
+                cache_salt=self.cache_salt or salt,
                 grammar=grammar,
                 ignore_eos=self.ignore_eos,
                 policy=self.speculation,

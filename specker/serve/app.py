@@ -47,6 +47,8 @@ class Server:
     def __init__(self, engine: Engine, serving: Serving, sampling: dict[str, float]):
         """`sampling`: of requests that do not say; it goes before `engine.usual_sampling`."""
         self.engine = engine
+        self.key = serving.api_key or os.environ.get("SPECKER_API_KEY")
+        self.salt = "" if self.key else None  # of requests without one: those with a key trust one another
         self.name = serving.name or Path(engine.models.split(" + ")[0]).name
         engine.target_name = engine.session.name = self.name  # errors name the model, never a path
         self.sampling = {**engine.usual_sampling, **sampling}
@@ -150,7 +152,7 @@ class Server:
         return {
             self.engine.session.request(ids, params, index=next(self._numbers)): text
             for ids, text in prompts
-            for params in asked.params(self.sampling, self.engine.max_context - len(ids), logprobs, form)
+            for params in asked.params(self.sampling, self.engine.max_context - len(ids), logprobs, form, self.salt)
         }
 
     def _ended(self, request: state.Request) -> None:
@@ -242,8 +244,7 @@ def application(engine: Engine, serving: Serving, sampling: dict[str, float]) ->
     off: dict[str, Any] = {"docs_url": None, "redoc_url": None, "openapi_url": None}  # the pages load scripts from afar
     app = FastAPI(title="specker", lifespan=server.running, exception_handlers=handlers(), **off)
     app.state.server = server
-    key = serving.api_key or os.environ.get("SPECKER_API_KEY")
-    app.add_middleware(Limits, key=key, body=serving.body << 20, seconds=serving.client_seconds)
+    app.add_middleware(Limits, key=server.key, body=serving.body << 20, seconds=serving.client_seconds)
     if serving.allow_origin:
         app.add_middleware(CORSMiddleware, allow_origins=serving.allow_origin, allow_methods=["*"], allow_headers=["*"])
 

@@ -112,6 +112,7 @@ class MessagesRequest(Strict):
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = None
+    cache_salt: str | None = None
     stop_sequences: list[str] | None = None
     stream: bool | None = None
     tools: list[Tool] | None = None
@@ -131,7 +132,7 @@ class MessagesRequest(Strict):
 
     @model_validator(mode="after")
     def _translated(self) -> "MessagesRequest":
-        same = ("model", "max_tokens", "temperature", "top_p", "top_k", "stream")
+        same = ("model", "max_tokens", "temperature", "top_p", "top_k", "cache_salt", "stream")
         tools = [
             {"name": tool.name, "description": tool.description, "parameters": tool.input_schema}
             for tool in self.tools or ()

@@ -94,6 +94,7 @@ class ResponseRequest(Strict):
     top_p: float | None = None
     top_k: int | None = None
     seed: int | None = None
+    cache_salt: str | None = None
     stream: bool | None = None
     text: Text | None = None
     tools: list[Tool] | None = None
@@ -116,7 +117,7 @@ class ResponseRequest(Strict):
 
     @model_validator(mode="after")
     def _translated(self) -> "ResponseRequest":
-        same = ("model", "temperature", "top_p", "top_k", "seed", "stream")
+        same = ("model", "temperature", "top_p", "top_k", "seed", "cache_salt", "stream")
         tools = [{"type": "function", "function": t.model_dump(exclude={"type"})} for t in self.tools or ()]
         choice: Any = self.tool_choice
         if isinstance(choice, Choice):

@@ -209,7 +209,27 @@ def test_an_answer_without_a_limit_ends_with_the_context(engine, client):
     )
 
 
+@pytest.mark.parametrize("key", [None, "secret"])
+def test_only_requests_of_one_key_share_texts_and_kv(load, key, monkeypatch):
+    """The key is the salt or, without one, the API key. Sharing shows in what was accepted and taken over."""
+    monkeypatch.delenv("SPECKER_API_KEY", raising=False)
+    made = load(strategy="draft+lookup", prefix_cache="all")
+    with serving(made, api_key=key) as client:
+        client.headers["Authorization"] = f"Bearer {key}"
+
+        def shared(salt):
+            asked = {"prompt": "ab cd ef", "max_tokens": 24, "cache_salt": salt}
+            body = client.post("/v1/completions", json=asked).json()
+            pools = made.drafter.copying.pools
+            known = {name: len(texts) for name, texts in pools.texts().items()}
+            return body["usage"]["prompt_tokens_details"]["cached_tokens"] > 0, known
+
+        assert [shared("a")[0], shared("b")[0], shared("a")[0], shared(None)[0], shared(None)[0]] == [0, 0, 1, 0, 1]
+        assert shared("c")[1] == {"a": 1, "b": 1} | ({"": 1} if key else {})
+
+
 BAD = {
+    "a salt that is no string": ({"cache_salt": 3}, "cache_salt: "),
     "a field that does not exist": ({"max_token": 3}, "there is no field 'max_token'"),
     "no prompt": ({"prompt": None}, "prompt: "),
     "an empty prompt": ({"prompt": []}, "the prompt is empty"),

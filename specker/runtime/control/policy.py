@@ -3,12 +3,26 @@ that paper's strategy file."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 LONGEST = 17  # tokens of the longest chain that a policy chooses; drafts that confidence ends may have one more
 LENGTHS = (1, 2, 3, 4, 6, 8, 12, 16)  # draft lengths that policy `auto` chooses from, besides 0
 TRIED = 4  # tokens in the longest draft of a trial
 MAX_NODES = 255  # draft tokens; a verify pass has one more row, the root
+
+OWN, PAST, CORPUS = (
+    "text",
+    "past",
+    "corpus",
+)  # what a drafter copies from: the text itself, ended texts, the user's files
+
+
+class Match(NamedTuple):
+    """What a drafter could copy for a text."""
+
+    matched: int = 0  # length of the text's suffix that occurred before; 0: there is nothing to copy
+    available: int = 0  # tokens that follow there
+    source: str = OWN
 
 
 @dataclass(frozen=True)
@@ -69,6 +83,7 @@ class Policy:
     confident: bool = False  # whether drafts end by `rule`, token by token
     may_skip_drafting: bool = False  # whether rounds draft nothing while that is faster
     copies: bool = False  # whether the n-gram index has a match
+    source: str = OWN  # what to copy from, of the sources of the last `announced`
     layers: tuple[int, ...] = ()  # depths of the target that `learn` may watch; at most so long is `Budget.extra`
     rule: StopRule = StopRule()  # this round's
     rate: float = 0.8  # smoothed acceptance rate of the draft tokens on the path
@@ -96,9 +111,10 @@ class Policy:
         now."""
         return budget.clip(TRIED, TRIED) if self.confident else budget
 
-    def announced(self, matched: int, available: int) -> None:
-        """Called before each round by a drafter that copies text. `matched`: length of the text's suffix that occurred
-        before. `available`: number of tokens that follow that occurrence. Both are 0 without one."""
+    def announced(self, matches: Sequence[Match]) -> None:
+        """Called before each round of a drafter that copies text, with the match in each source, the text itself first.
+        Chooses the `source` that a draft copies from: by default the one with the longest match."""
+        self.source = max(matches, key=lambda match: match.matched).source  # the first of equals
 
     def taken(self, budget: Budget, prices: Sequence[float] = ()) -> None:
         """Called with the round's shape, which may be another sequence's proposal. `prices`: what the draft's second,

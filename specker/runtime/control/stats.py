@@ -21,6 +21,14 @@ class BlockStats:
     seconds: float = 0.0  # time of the path search
 
 
+@dataclass(frozen=True)
+class CopyStats:
+    """What one draft copied."""
+
+    source: str  # "text", the text itself; "past", a text that ended; "corpus", a file of the user
+    matched: int  # tokens at the end of the text that occurred there
+
+
 @dataclass
 class Stats:
     tokens: int = 0  # emitted
@@ -33,6 +41,7 @@ class Stats:
     captures: int = 0  # CUDA graphs captured in its rounds, after the warm-up
     forced: int = 0  # accepted tokens that a grammar left no choice about
     copied: int = 0  # rounds whose draft copied text, if a drafter is joined with lookup
+    sources: dict[str, int] = field(default_factory=dict)  # rounds by what their draft copied from (`CopyStats`)
     exits: dict[int, int] = field(default_factory=dict)  # rounds by exit layer, for a self-drafting target
     experts: float = 0.0  # sum over rounds: experts that the verify pass read in a layer, on average over layers
     kept: int = 0  # emitted tokens in a trimmed head's vocabulary
@@ -76,6 +85,10 @@ class Stats:
         new: dict[str, float] = {"rounds": 1, "generated": block.generated, "accepted": accepted, "length": length}
         new |= {"passes": block.passes, "width": block.width, "score": block.score}
         self.found = _joined(self.found, new)
+
+    def observe_copy(self, copy: CopyStats) -> None:
+        """Count one round with a copied draft."""
+        self.sources[copy.source] = self.sources.get(copy.source, 0) + 1
 
     def observe_kept(self, kept: int, lost: bool) -> None:
         """Count one round of a trimmed drafter: `kept` emitted tokens are in its vocabulary; `lost`: the draft ended at
@@ -136,6 +149,7 @@ class Stats:
             captures=self.captures + other.captures,
             forced=self.forced + other.forced,
             copied=self.copied + other.copied,
+            sources=_joined(self.sources, other.sources),
             exits=_joined(self.exits, other.exits),
             experts=self.experts + other.experts,
             kept=self.kept + other.kept,
@@ -158,6 +172,7 @@ class Stats:
             **({"captures": self.captures} if self.captures else {}),
             **({"forced": self.forced} if self.forced else {}),
             **({"copied": self.copied} if self.copied else {}),
+            **({"sources": dict(sorted(self.sources.items()))} if self.sources else {}),
             **({"exits": dict(sorted(self.exits.items()))} if self.exits else {}),
             **({"experts_read": self.experts_read} if self.experts else {}),
             **({"diffusion": self.diffusion} if self.found else {}),

@@ -17,7 +17,7 @@ if TYPE_CHECKING:  # strategies/lookup.py builds on this file, and the command l
 
     from specker.model.cache import KVCache
     from specker.model.decoder import Final, Model
-    from specker.runtime.control.policy import Budget
+    from specker.runtime.control.policy import Budget, Match
     from specker.runtime.round.batch import Batch
     from specker.runtime.round.lm_head import LMHead
     from specker.runtime.round.state import Request
@@ -175,8 +175,8 @@ class Offer:
 
     missing: int = 0  # committed tokens of all texts that `advance` would prefill before a draft
     room: Sequence[int] = ()  # draft tokens that fit behind each text in the drafter's context; (): any number
-    matches: Sequence[tuple[int, int]] = ()
-    """For each text, the length of its suffix that occurred before, and the number of tokens that follow there."""
+    matches: Sequence[Sequence[Match]] = ()
+    """For each text, the match in each source that it may copy from, the text itself first."""
     fixes: Callable[[Budget], bool] = lambda budget: False
     """Whether a draft of this shape can have fixed shapes and be placed by the device."""
 

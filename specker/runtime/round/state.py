@@ -1,5 +1,6 @@
 """State that a round passes to the next: tensors at fixed addresses, sequences first, and each request on the host."""
 
+import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
@@ -28,6 +29,7 @@ class Request:
     speculates: bool = True  # False: plain decoding
     asked: str | None = None  # the policy that it asks for (Params.policy)
     prefixes: str | None = None  # which K/V of earlier texts it takes over (slots.py); None: as the engine says
+    salt: str | None = None  # of the texts that it may copy from and joins when it ends (Params.cache_salt)
     reader: Detokenizer | None = None  # streaming detokenizer
     stop_ids: frozenset[int] = frozenset()
     logprobs: int = 0  # of the most probable tokens, that each emitted token comes with
@@ -51,6 +53,17 @@ class Request:
     def mode(self) -> str | None:
         """How it drafts. The requests of a round have one mode, since policies of one kind choose its shape."""
         return self.asked if self.speculates else "off"
+
+    @cached_property
+    def _salted(self) -> int:
+        """The first token with the salt in its upper bits, so that texts of other salts begin with another one."""
+        digest = hashlib.sha256(str(self.salt).encode()).digest()
+        return self.token_ids[0] + (int.from_bytes(digest[:16]) << 32)
+
+    @property
+    def cache_ids(self) -> list[int]:
+        """The text as caches compare it with earlier ones: texts of different salts have no common beginning."""
+        return [self._salted, *self.token_ids[1:]] if self.salt else self.token_ids
 
     @property
     def tokens(self) -> list[int]:

@@ -19,6 +19,7 @@ from specker.runtime.strategies import ar, dflash, diffuspec, draft, dynamic_exi
 from specker.runtime.strategies.base import DraftContext, Plan, PolicyContext, Strategy
 from specker.runtime.strategies.blocks import SHARED
 from specker.runtime.strategies.join import COPIED, JoinedDrafter, JoinedPolicy, joined_plan
+from specker.runtime.strategies.lookup.policy import NgramPolicy
 from specker.runtime.strategies.vocabtrim import NEEDS, PAPER, SUMMARY, TRIM, TrimOptions
 from specker.zoo import catalogue
 
@@ -55,7 +56,7 @@ def of(options: Options) -> Strategy:
 def drafter(context: DraftContext) -> Drafter | None:
     """Make the drafter that the options describe."""
     inner, copy = of(context.options).drafter(context), context.options.copy
-    return inner if inner is None or copy is None else JoinedDrafter(inner, lookup.LookupDrafter(copy, 1))
+    return inner if inner is None or copy is None else JoinedDrafter(inner, lookup.copying(copy, context, COPIED.depth))
 
 
 def policy(context: PolicyContext, asked: str | None = None) -> Policy:
@@ -75,7 +76,7 @@ def policy(context: PolicyContext, asked: str | None = None) -> Policy:
     if context.options.copy is None:
         return model
     assert context.history is not None
-    return JoinedPolicy(model, lookup.NgramPolicy(context.history.matches, COPIED))
+    return JoinedPolicy(model, NgramPolicy(context.history.matches, COPIED))
 
 
 def plan(context: PolicyContext) -> Plan:

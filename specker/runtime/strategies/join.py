@@ -11,14 +11,15 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from specker.runtime.control.policy import Budget, Outcome, Policy, StopRule
+from specker.runtime.control.policy import Budget, Match, Outcome, Policy, StopRule
 from specker.runtime.round.drafter import UNLIMITED, Accepted, Draft, Drafter, Offer, Wrapper
 from specker.runtime.strategies.base import Plan
-from specker.runtime.strategies.lookup import LookupDrafter, NgramPolicy
+from specker.runtime.strategies.lookup.policy import NgramPolicy
 
 if TYPE_CHECKING:
     from specker.runtime.round.batch import Batch
     from specker.runtime.round.state import Request
+    from specker.runtime.strategies.lookup.drafter import LookupDrafter
 
 COPIED = Budget(16, 16, part=1)  # the longest copied draft
 
@@ -40,6 +41,10 @@ class JoinedPolicy(Policy):
         return self.parts[1].matched > 0
 
     @property
+    def source(self) -> str:  # type: ignore[override]
+        return self.parts[1].source
+
+    @property
     def rule(self) -> StopRule:  # type: ignore[override]
         return self.parts[self.part].rule
 
@@ -55,8 +60,8 @@ class JoinedPolicy(Policy):
     def trial(self, budget: Budget) -> Budget:
         return self.parts[budget.part].trial(budget)
 
-    def announced(self, matched: int, available: int) -> None:
-        self.parts[1].announced(matched, available)
+    def announced(self, matches: Sequence[Match]) -> None:
+        self.parts[1].announced(matches)
 
     def taken(self, budget: Budget, prices: Sequence[float] = ()) -> None:
         super().taken(budget, prices)

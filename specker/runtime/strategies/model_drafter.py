@@ -52,7 +52,7 @@ class ModelDrafter(Drafter):
                 for end in [*(n for n in request.draft_saves if before < n < last), last]:
                     self.prefill(slot, request.token_ids[: end + 1])
                     if end in request.draft_saves and self.cache.exact_len[slot] == end:
-                        self.cache.save(slot, request.token_ids[:end], True)
+                        self.cache.save(slot, request.cache_ids[:end], True)
                 count += self.cache.exact_len[slot] - before
             if count >= most:
                 break

@@ -1,0 +1,97 @@
+"""Strategy `lookup`: copies the draft from known texts (prompt lookup decoding, Saxena 2023; LLMA, arXiv 2304.04487;
+from other texts, SuffixDecoding, arXiv 2411.04975). It needs no second model.
+
+The draft continues the longest recent suffix of the text that occurred before. With n tokens of suffix,
+
+    draft = text[p : p + k]     p = the latest position with text[p - n : p] = text[-n:], for the largest possible n
+
+where `text` is the text itself, one that the engine ended earlier, or a file of the user. Where several positions have
+the longest suffix, the draft follows most of them at each token (cpu/suffixes.py). A tree merges common prefixes.
+
+The published method always drafts the same k. But a match of one token is right in a third of the cases, one of eight
+tokens in four of five, and a wrong token costs its row in the verify pass. Policy `auto` takes the k with the most
+expected tokens for its measured cost (choose.py), or none. With a_n the share of right tokens after matches of n
+tokens in this source, a draft of k tokens is expected to commit
+
+    E(k) = 1 + a_n + .. + a_n^k
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from specker.fields import check_fields, opt, option
+from specker.options import Options
+from specker.runtime.control.policy import AUTO, CONFIDENT, Budget, Policy
+from specker.runtime.strategies.base import DraftContext, Plan, PolicyContext, Strategy
+from specker.runtime.strategies.lookup.policy import NgramPolicy
+
+if TYPE_CHECKING:
+    from specker.runtime.strategies.lookup.drafter import LookupDrafter
+
+LENGTH = 8  # tokens of a draft chain, for policies that do not choose it
+
+
+@dataclass(frozen=True)
+class LookupOptions:
+    ngram_most: int = opt(8, "longest suffix of the text to look for", least=1, most=64)
+    ngram_least: int = opt(1, "shortest suffix to look for", least=1, most=64)
+    lookup_share: str = opt(
+        "on", "also copy from the texts that this engine ended before, or not (off)", choices=("on", "off")
+    )
+    lookup_corpus: str | None = opt(
+        None, "also copy from these files: a text, JSON lines with text, or a folder of them", "FILE|DIR"
+    )
+    lookup_memory: int = opt(64, "MiB for the ended texts; those not copied for the longest time go first", least=1)
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        if self.ngram_least > self.ngram_most:
+            raise ValueError(
+                f"{option('ngram_least')} must be at most {option('ngram_most')}, got {self.ngram_least} and "
+                f"{self.ngram_most}"
+            )
+        if self.lookup_corpus is not None and not Path(self.lookup_corpus).expanduser().exists():
+            raise ValueError(f"{option('lookup_corpus', self.lookup_corpus)}: there is no such file or folder")
+
+
+class Lookup(Strategy):
+    name = "lookup"
+    summary = "copies what followed an earlier occurrence of the last tokens"
+    paper = "prompt lookup (Saxena 2023), LLMA (2304.04487), SuffixDecoding (2411.04975)"
+    options = LookupOptions
+    no_head = "lookup runs no draft model, so it has no draft head"
+
+    def check(self, options: Options) -> None:
+        if options.policy in CONFIDENT:
+            policy = option("policy", options.policy)
+            raise ValueError(f"{policy} needs the confidence of a model, but lookup runs none")
+
+    def drafter(self, context: DraftContext) -> LookupDrafter:
+        return copying(context.options.own, context, context.depth(self), context.options.width)
+
+    def auto(self, context: PolicyContext, size: Budget) -> Policy:
+        assert context.history is not None
+        return NgramPolicy(context.history.matches, size)
+
+    def plan(self, context: PolicyContext) -> Plan:
+        """A continuation may be short, so the warm-up verifies drafts of every size."""
+        largest = super().plan(context).largest
+        sizes = tuple(range(largest.nodes + 1))
+        return Plan(largest, (), sizes, sizes)
+
+    def size(self, options: Options) -> Budget:
+        if options.tree is None and options.draft_tokens is None and options.policy != AUTO:
+            return Budget(LENGTH, LENGTH)
+        return super().size(options)
+
+
+def copying(options: LookupOptions, context: DraftContext, longest: int, width: int = 1) -> LookupDrafter:
+    """The drafter that copies up to `longest` tokens on each of `width` paths. Raises ValueError for a corpus that is
+    not text or too large."""
+    from specker.runtime.strategies.lookup.corpus import read
+    from specker.runtime.strategies.lookup.drafter import LookupDrafter
+
+    return LookupDrafter(options, width, longest, read(options, context.target))

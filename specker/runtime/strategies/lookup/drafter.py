@@ -1,0 +1,92 @@
+"""The drafter that copies: from the text itself, from texts that ended, and from a corpus."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from specker.cpu.suffixes import NOTHING, Copy, Index, new_index
+from specker.runtime.control.policy import CORPUS, OWN, PAST, Match
+from specker.runtime.control.stats import CopyStats
+from specker.runtime.round.drafter import Draft, Drafter, Offer
+from specker.runtime.strategies.lookup.pool import Pool, Pools
+
+if TYPE_CHECKING:
+    from specker.runtime.round.batch import Batch
+    from specker.runtime.round.state import Request
+    from specker.runtime.strategies.lookup import LookupOptions
+
+FAILED = ("not finite", "failed")  # requests whose text is not worth copying
+
+
+@dataclass(eq=False)
+class CopiedDraft(Draft):
+    copies: list[CopyStats | None] = field(default_factory=list)  # of each sequence
+
+    def note(self, slot: int) -> CopyStats | None:
+        return self.copies[slot]
+
+
+class LookupDrafter(Drafter):
+    synchronous = True  # a draft needs the tokens of the previous round
+
+    def __init__(self, options: LookupOptions, width: int, longest: int, corpus: Pool | None = None):
+        """`width`: paths of a tree, 1 for chains. `longest`: tokens of the longest path. `corpus`: texts of the user,
+        from which every request may copy."""
+        self.options, self.width, self.longest, self.corpus = options, width, longest, corpus
+        self.pools = Pools(options) if options.lookup_share == "on" else None
+        self._indices: dict[Request, Index] = {}
+
+    def prepare(self, requests: list[Request]) -> Offer:
+        self._follow(requests)
+        return Offer(matches=[self._matches(request) for request in requests], fixes=lambda budget: True)
+
+    def _follow(self, requests: list[Request]) -> None:
+        """Index the texts of the batch. Those that have left it have ended."""
+        present = dict.fromkeys(requests)
+        for request in [request for request in self._indices if request not in present]:
+            del self._indices[request]
+            if self.pools is not None and request.salt is not None and request.finished not in FAILED:
+                self.pools.add(request.salt, request.token_ids)
+        for request in present:
+            index = self._indices.get(request)
+            if index is None:
+                index = self._indices[request] = new_index(self.options.ngram_least, self.options.ngram_most)
+            if len(index) < len(request.token_ids):
+                index.append(request.token_ids[len(index) :])
+
+    def _matches(self, request: Request) -> list[Match]:
+        found = [(source, self._copy(request, source, self.longest, self.longest, 1)) for source in SOURCES]
+        return [Match(copy.matched, len(copy.tokens), source) for source, copy in found if source == OWN or copy.tokens]
+
+    def _copy(self, request: Request, source: str, depth: int, nodes: int, width: int) -> Copy:
+        pool = self._pool(request, source)
+        index = self._indices[request] if source == OWN else None if pool is None else pool.index
+        if index is None or not nodes:
+            return NOTHING
+        most = self.options.ngram_most
+        return index.draft(request.token_ids[-most:], most, depth, nodes, width)
+
+    def _pool(self, request: Request, source: str) -> Pool | None:
+        if source == PAST and self.pools is not None and request.salt is not None:
+            return self.pools.of(request.salt)
+        return self.corpus if source == CORPUS else None
+
+    def propose(self, batch: Batch) -> Draft:
+        """Draft for all sequences. A text without a match drafts nothing; shorter drafts are padded."""
+        self._follow(batch.requests)
+        depth, found = min(batch.budget.depth, batch.budget.nodes), []
+        for request in batch.requests:
+            source = request.policy.source
+            copy = self._copy(request, source, depth, batch.budget.nodes, self.width)
+            if (pool := self._pool(request, source)) is not None and copy.tokens:
+                pool.used(copy.place)
+            found.append((source, copy))
+        draft = CopiedDraft.of(
+            batch, [list(copy.tokens) for _, copy in found], [list(copy.parents) for _, copy in found]
+        )
+        draft.copies = [CopyStats(source, copy.matched) if copy.tokens else None for source, copy in found]
+        return draft
+
+
+SOURCES = (OWN, PAST, CORPUS)

@@ -1,0 +1,128 @@
+"""Texts from which others may copy. The texts of one pool share an index; those of different salts share nothing."""
+
+from __future__ import annotations
+
+from array import array
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import count
+from typing import TYPE_CHECKING
+
+from specker.cpu.suffixes import END, Index, new_index
+
+if TYPE_CHECKING:
+    from specker.runtime.strategies.lookup import LookupOptions
+
+LEAST = 2  # tokens of the shortest match in another text
+KEPT = 0.75  # of the memory, once texts are dropped: each time the index is made anew
+WIDE = 4  # bytes of a token, beside the index
+
+
+@dataclass(eq=False)
+class Text:
+    tokens: array[int]
+    start: int  # its place in the index
+    used: int  # when it was added, or last copied
+
+
+class Pool:
+    """The texts of one salt, or a corpus."""
+
+    def __init__(self, least: int, most: int, clock: count[int]):
+        self._sizes, self._clock = (max(least, min(LEAST, most)), most), clock
+        self.index: Index = new_index(*self._sizes)
+        self.texts: list[Text] = []  # ascending by start
+        self._beginnings: dict[tuple[int, ...], list[Text]] = {}
+
+    @property
+    def bytes(self) -> int:
+        return self.index.bytes + WIDE * len(self.index)
+
+    def add(self, tokens: Sequence[int]) -> None:
+        """Add a text. One that begins a known text is known; one that a known text begins, such as a conversation that
+        went on, replaces it."""
+        text = Text(array("i", tokens), len(self.index), next(self._clock))
+        similar = self._beginnings.setdefault(_beginning(text), [])
+        for other in list(similar):
+            if _begins(other.tokens, text.tokens):
+                other.used = text.used
+                return
+            if _begins(text.tokens, other.tokens):
+                similar.remove(other)
+                other.used = -1  # its tokens stay in the index until it is made anew
+        similar.append(text)
+        self._append(text)
+
+    def _append(self, text: Text) -> None:
+        text.start = len(self.index)
+        self.index.append(text.tokens)
+        self.index.append([END])
+        self.texts.append(text)
+
+    def used(self, place: int) -> None:
+        """Note that a draft copies what follows a place."""
+        text = self.texts[bisect_right(self.texts, place, key=lambda text: text.start) - 1]
+        if text.used >= 0:
+            text.used = next(self._clock)
+
+    def drop(self, dropped: set[Text]) -> None:
+        """Make the index anew without these texts."""
+        texts = [text for text in self.texts if text not in dropped]
+        self.index, self.texts, self._beginnings = new_index(*self._sizes), [], {}
+        for text in texts:
+            self._beginnings.setdefault(_beginning(text), []).append(text)
+            self._append(text)
+
+
+class Pools:
+    """A pool for each salt. In all they take `--lookup-memory`: the texts that were not copied for the longest time go
+    first."""
+
+    def __init__(self, options: LookupOptions):
+        self._sizes, self._limit = (options.ngram_least, options.ngram_most), options.lookup_memory << 20
+        self._pools: dict[str, Pool] = {}
+        self._clock = count(1)
+
+    def of(self, salt: str) -> Pool | None:
+        return self._pools.get(salt)
+
+    @property
+    def bytes(self) -> int:
+        return sum(pool.bytes for pool in self._pools.values())
+
+    def add(self, salt: str, tokens: Sequence[int]) -> None:
+        if salt not in self._pools:
+            self._pools[salt] = Pool(*self._sizes, self._clock)
+        self._pools[salt].add(tokens)
+        if self.bytes > self._limit:
+            self._evict()
+
+    def texts(self) -> dict[str, list[array[int]]]:
+        """The tokens of all texts, by salt, the least recently used first."""
+        alive = {salt: [text for text in pool.texts if text.used >= 0] for salt, pool in self._pools.items()}
+        return {salt: [t.tokens for t in sorted(texts, key=lambda t: t.used)] for salt, texts in alive.items()}
+
+    def _evict(self) -> None:
+        """Drop texts until the others take KEPT of the memory."""
+        left, goal, dropped = self.bytes, KEPT * self._limit, set[Text]()
+        each = {pool: pool.bytes / max(1, len(pool.index)) for pool in self._pools.values()}
+        known = [(text.used, pool, text) for pool in each for text in pool.texts]
+        for used, pool, text in sorted(known, key=lambda entry: entry[0]):
+            if used < 0 or left > goal:
+                dropped.add(text)
+                left -= int(each[pool] * (len(text.tokens) + 1))
+        for salt, pool in [*self._pools.items()]:
+            if dropped.issuperset(pool.texts):
+                del self._pools[salt]
+            elif not dropped.isdisjoint(pool.texts):
+                pool.drop(dropped)
+
+
+def _begins(long: array[int], short: array[int]) -> bool:
+    """Whether `long` begins with `short`."""
+    return len(long) >= len(short) and long[len(short) - 1] == short[-1] and long[: len(short)] == short
+
+
+def _beginning(text: Text) -> tuple[int, ...]:
+    return tuple(text.tokens[:8])
