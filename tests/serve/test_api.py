@@ -3,6 +3,7 @@
 import json
 import logging
 import re
+import time
 from functools import partial
 
 import openai
@@ -466,6 +467,9 @@ def test_a_call_is_logged_without_its_text(client, caplog):
     with caplog.at_level(logging.INFO, "specker.serve"):
         body = client.post("/v1/completions", json={"prompt": "ab cd", "max_tokens": 9, "n": 2, "seed": 1}).json()
         streamed(client, "/v1/completions", prompt="ab cd", max_tokens=9)
+        until = time.monotonic() + 20  # a line may come after its answer
+        while len(caplog.messages) < 2 and time.monotonic() < until:
+            time.sleep(0.01)
     whole, stream = caplog.messages
     prompt = body["usage"]["prompt_tokens"]
     assert re.fullmatch(rf"{body['id']}: {prompt} \+ 18 tokens, [\d.]+ s, [\d.]+ tokens a round, length length", whole)
