@@ -92,6 +92,18 @@ def contexts(rows: Iterable[Row]) -> dict[str, list[Row]]:
     return {name: [row for row in run if origin_of(row) == origin_of(run[-1])] for name, run in runs.items()}
 
 
+def serving(rows: Iterable[Row]) -> dict[str, dict[str, list[Row]]]:
+    """The rows of the newest run of bench/serving.py for each model and mix of prompts, by name."""
+    runs: dict[str, dict[str, list[Row]]] = {}
+    for row in rows:
+        if "concurrency" in row and "mix" in row:
+            runs.setdefault(f"serving-{row['model']}", {}).setdefault(row["mix"], []).append(row)
+    return {
+        name: {mix: [row for row in run if origin_of(row) == origin_of(run[-1])] for mix, run in mixes.items()}
+        for name, mixes in runs.items()
+    }
+
+
 def goal_share(row: Row) -> float | None:
     """The share of the limit in a goal such as ">= 85%, >= 1x torch"."""
     found = re.match(r">= (\d+)%", row.get("goal", ""))
@@ -180,32 +192,57 @@ def draw_peers(kinds: dict[str, list[Row]], dark: bool) -> Any:
 
 def draw_contexts(rows: list[Row], dark: bool) -> Any:
     """Tokens/s of each engine over the length of the prompt: of the prompt, and after it with its limit by bytes."""
+    figure, (left, right), lines = _lines(rows, 2, dark)
+    lines(left, rows, "prompt_tokens", "prefill_tokens_per_second")
+    lines(right, rows, "prompt_tokens", "decode_tokens_per_second", limit="limit")
+    left.set_title("prompt tokens a second")
+    right.set_title("tokens a second after the prompt (dotted: limit by bytes)")
+    for axis in (left, right):
+        axis.set_xlabel("tokens of the prompt")
+    return figure
+
+
+def draw_serving(mixes: dict[str, list[Row]], dark: bool) -> Any:
+    """Tokens/s of each server over the requests at once, a panel for each mix of prompts."""
+    figure, axes, lines = _lines([row for rows in mixes.values() for row in rows], len(mixes), dark)
+    for axis, (mix, rows) in zip(axes, mixes.items(), strict=True):
+        lines(axis, rows, "concurrency", "tokens_per_second")
+        axis.set_title(f"{mix} prompts: tokens a second of answers")
+        axis.set_xlabel("requests at once")
+    return figure
+
+
+def _lines(rows: list[Row], panels: int, dark: bool) -> tuple[Any, list[Any], Callable[..., None]]:
+    """A figure for a light or a dark page, its axes, and a function that draws a line for each way into one of them.
+    specker's lines are blue."""
     from matplotlib.figure import Figure
 
     ink, ours, theirs = ("#e6edf3", "#58a6ff", "#8b949e") if dark else ("#1f2328", "#0969da", "#6e7781")
-    figure = Figure(figsize=(9, 3.4), layout="constrained")
+    figure = Figure(figsize=(4.8 * panels, 3.4), layout="constrained")
     figure.patch.set_alpha(0)
-    columns = {"prefill": "prompt tokens a second", "decode": "tokens a second after the prompt"}
     marks = dict(zip(dict.fromkeys(row["way"] for row in rows), "os^Dv*", strict=False))
-    for axis, (kind, title) in zip(figure.subplots(1, 2), columns.items(), strict=True):
+
+    def lines(axis: Any, own: list[Row], x: str, y: str, limit: str | None = None) -> None:
         for way, mark in marks.items():
-            own = sorted((row for row in rows if row["way"] == way), key=lambda row: row["prompt_tokens"])
-            lengths, color = [row["prompt_tokens"] for row in own], ours if way.startswith("specker") else theirs
-            speeds = [row[f"{kind}_tokens_per_second"] for row in own]
-            axis.plot(lengths, speeds, marker=mark, color=color, label=way, linewidth=1.5, markersize=5)
-            if kind == "decode":
-                axis.plot(lengths, [row["limit"] for row in own], ":", color=color, linewidth=0.8)
+            if not (some := sorted((row for row in own if row["way"] == way), key=lambda row: row[x])):
+                continue
+            at, color = [row[x] for row in some], ours if way.startswith("specker") else theirs
+            axis.plot(at, [row[y] for row in some], marker=mark, color=color, label=way, linewidth=1.5, markersize=5)
+            if limit is not None:
+                axis.plot(at, [row[limit] for row in some], ":", color=color, linewidth=0.8)
+        every = sorted({row[x] for row in own})
         axis.set_xscale("log", base=2)
-        axis.set_xticks(lengths, [f"{n:,}" for n in lengths])
+        axis.set_xticks(every, [f"{n:,}" for n in every])
         axis.set_ylim(bottom=0)
-        axis.set_title(title, fontsize=10, color=ink)
-        axis.set_xlabel("tokens of the prompt", fontsize=9, color=ink)
         axis.set_facecolor("none")
         axis.tick_params(colors=ink, labelsize=9)
+        for text in (axis.title, axis.xaxis.label):
+            text.set(color=ink, fontsize=10)
         for side in axis.spines.values():
             side.set_color(theirs)
-    axis.legend(fontsize=8, labelcolor=ink, frameon=False, loc="lower left")
-    return figure
+        axis.legend(fontsize=8, labelcolor=ink, frameon=False)
+
+    return figure, list(figure.subplots(1, panels, squeeze=False)[0]), lines
 
 
 def contexts_markdown(rows: list[Row]) -> str:
@@ -359,8 +396,8 @@ def main() -> None:
         except ValueError as error:
             parser.error(str(error))
         cases, runs = kernels(rows), end_to_end(rows)
-        lengths = contexts(rows)
-        if not cases and not runs and not lengths:
+        lengths, loads = contexts(rows), serving(rows)
+        if not cases and not runs and not lengths and not loads:
             parser.error(f"{folder}: there are no rows to draw")
         machine = rows[-1]["machine"]
         timed = [ways for ways in cases if "share" in ways[0]]  # on a CPU there is no limit
@@ -373,8 +410,9 @@ def main() -> None:
                 beside.setdefault(run[0]["target"], {})[kind] = run
         for target, kinds in beside.items():
             drawn |= {f"peers-{target}-{shade}": draw_peers(kinds, shade == "dark") for shade in ("light", "dark")}
-        for name, run in lengths.items():
-            drawn |= {f"{name}-{shade}": draw_contexts(run, shade == "dark") for shade in ("light", "dark")}
+        for shade in ("light", "dark"):
+            drawn |= {f"{name}-{shade}": draw_contexts(run, shade == "dark") for name, run in lengths.items()}
+            drawn |= {f"{name}-{shade}": draw_serving(mixes, shade == "dark") for name, mixes in loads.items()}
         for name, figure in drawn.items():
             save(figure, folder / name)
             print(folder / f"{name}.svg", file=sys.stderr)

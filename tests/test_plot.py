@@ -55,6 +55,36 @@ def test_pictures_and_table(tmp_path):
         assert text in done.stdout
 
 
+def test_lines_over_lengths_and_requests(tmp_path):
+    about = {"machine": "a card", "command": "x", "commit": "c", "date": "2"}
+    asked = {"bench": "contexts", "target": "tiny", "way": "specker", "limit": 90.0}
+    over = [
+        {
+            **about,
+            **asked,
+            "prompt_tokens": n,
+            "prefill_tokens_per_second": 5e4 / n,
+            "decode_tokens_per_second": 9e3 / n,
+        }
+        for n in (512, 2048)
+    ]
+    load = [
+        {**about, "model": "tiny", "mix": mix, "way": way, "concurrency": n, "tokens_per_second": 9.0 * n}
+        for mix, way, n in (("short", "specker", 1), ("short", "other", 4), ("long", "specker", 8))
+    ]
+    write(tmp_path, "contexts", [{**over[0], "commit": "older"}, *over])
+    write(tmp_path, "serving", load)
+    rows = plot.read(tmp_path)
+    left, right = plot.draw_contexts(plot.contexts(rows)["contexts-tiny"], dark=False).axes
+    assert left.lines[0].get_xydata().tolist() == [[512, 5e4 / 512], [2048, 5e4 / 2048]]
+    assert [line.get_ydata()[0] for line in right.lines] == [9e3 / 512, 90.0]
+    short, long = plot.draw_serving(plot.serving(rows)["serving-tiny"], dark=True).axes
+    assert [line.get_xydata().tolist() for line in short.lines] == [[[1, 9.0]], [[4, 36.0]]] and len(long.lines) == 1
+    command = [sys.executable, "bench/plot.py", str(tmp_path)]
+    assert subprocess.run(command, cwd=ROOT, env={"PYTHONPATH": str(ROOT), "PATH": ""}).returncode == 0
+    assert len([*tmp_path.glob("*-light.svg")]) == len([*tmp_path.glob("*-dark.svg")]) == 2
+
+
 @pytest.mark.parametrize(("text", "message"), [("", "there are no rows"), ('{"bench": "e2e"\n', "merge.jsonl, line 1")])
 def test_nothing_and_nonsense_are_refused(tmp_path, text, message):
     (tmp_path / "merge.jsonl").write_text(text)
