@@ -36,12 +36,12 @@ from typing import Any
 import httpx
 from rich.console import Console
 from rich.table import Table
-from transformers import HfArgumentParser
+from transformers import AutoTokenizer, HfArgumentParser
 
 from bench import harness, llama_server
 from bench.peer_settings import HERE, SPECULATION, installed
 from bench.soak import memory
-from specker.checkpoints.checkpoint import read_tokenizer
+from specker.checkpoints.gguf.cache import converted
 from specker.zoo import real
 
 SLOTS, CONTEXT = 8, 2048  # of every server; the context is a sequence's
@@ -210,7 +210,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name, contextlib.ExitStack() as stack:
         folder = Path(name)
         commands = ways(args.model, args)
-        read_tokenizer(files_of(args.model)[0]).save_pretrained(folder / "tokenizer")
+        AutoTokenizer.from_pretrained(converted(files_of(args.model)[0])).save_pretrained(folder / "tokenizer")
         servers = {way: stack.enter_context(running(way, c, folder, args.threads)) for way, c in commands.items()}
         order = list(servers)
         for concurrency, texts in texts_of.items():
