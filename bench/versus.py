@@ -41,11 +41,13 @@ import json, sys, time
 import torch, specker
 options, threads = json.loads(sys.argv[1]), int(sys.argv[2])
 torch.set_num_threads(threads)
-alone = {"lookup_share": "off"} if "lookup" in options["strategy"] else {}  # the prompts come several times
-try:
-    engine = specker.load(device="cpu", prefix_cache="off", **alone, **options)
-except TypeError:  # a commit without a prefix cache or shared texts
-    engine = specker.load(device="cpu", **options)
+lookup = "lookup" in options.get("strategy", "")
+for more in ([{"prefix_cache": "off", "lookup_share": "off"}] if lookup else []) + [{"prefix_cache": "off"}, {}]:
+    try:  # the prompts come several times; older commits lack some of these options
+        engine = specker.load(device="cpu", **more, **options)
+        break
+    except TypeError:
+        pass
 engine.warmup()
 for line in sys.stdin:
     prompts, count, temperature = json.loads(line)
