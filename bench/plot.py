@@ -196,7 +196,7 @@ def draw_contexts(rows: list[Row], dark: bool) -> Any:
     lines(left, rows, "prompt_tokens", "prefill_tokens_per_second")
     lines(right, rows, "prompt_tokens", "decode_tokens_per_second", limit="limit")
     left.set_title("prompt tokens a second")
-    right.set_title("tokens a second after the prompt (dotted: limit by bytes)")
+    right.set_title("tokens a second after it (dotted: by bytes)")
     for axis in (left, right):
         axis.set_xlabel("tokens of the prompt")
     return figure
