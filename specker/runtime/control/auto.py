@@ -194,8 +194,6 @@ class AcceptanceHistory:
         """Forget everything, such as a warm-up's texts."""
         self.costs.clear()
         self.drafts = Acceptance(ENGINE)  # acceptance of a model's drafts
-        self.matches: dict[
-            tuple[str, int], Share
-        ] = {}  # right tokens of copied text, by source and length of the match
+        self.matches: dict[tuple[str, int], Share] = {}  # right copied tokens, by source and length of the match
         self.exits: Any = None  # DEL's counts and sums of confidence, by layer of the target
         self.watching = self.decoding = 0.0  # seconds in which DEL watched layers, and in all its rounds

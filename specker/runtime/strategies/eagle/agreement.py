@@ -119,12 +119,12 @@ def chosen(
 def _fed_back(
     model: Model, head: DraftHead, made: Callable[[HeadSpec], DraftHead], text: Text
 ) -> tuple[DraftHead, str]:
-    """The head that feeds back its rows after its final norm, or before it if its second guesses are better then; and
-    a remark."""
-    heads = head, made(replace(head.spec, output=not head.spec.output))
-    found = [second_share(model, each, text) for each in heads]
+    """The head that feeds back its rows after its final norm, as it does, or before it if its second guesses are better
+    then; and a remark."""
+    heads, names = (head, made(replace(head.spec, output=False))), ("after", "before")
+    known = _target(model, text.tokens, head.spec.aux_layers)
+    found = [second_share(each, text, *known) for each in heads]
     best = int(found[1] > found[0] + MARGIN)
-    names = ("after", "before") if head.spec.output else ("before", "after")
     return heads[best], (
         f"its second guess is at {found[best]:.0%}, feeding back its rows {names[best]} the final norm; norm_output in "
         f"its config.json can also mean those {names[1 - best]} it, which gave {found[1 - best]:.0%}"
@@ -132,11 +132,11 @@ def _fed_back(
 
 
 @torch.inference_mode()
-def second_share(model: Model, head: DraftHead, text: Text) -> float:
+def second_share(head: DraftHead, text: Text, rows: Tensor, own: Tensor) -> float:
     """The share of at most SECONDS positions of the answer, evenly spread, at which the head's second guess is the
-    target's token, if the first one was right: its pair has the head's own output and the text's token."""
+    target's token, if the first one was right: its pair has the head's own output and the text's token. rows, own: the
+    target's, as `_target` returns them."""
     tokens, first = text
-    rows, own = _target(model, tokens, head.spec.aux_layers)
     own_head, T = _lm_head(head), len(tokens) - 1
     cache = KVCache(head.model.config, T, dtype=head.model.dtype, device=head.model.device)
     embedded = head.model.embed_tokens(torch.tensor(tokens[1:], device=head.model.device))
@@ -165,6 +165,7 @@ def shares(model: Model, head: DraftHead, text: Text, readings: Sequence[tuple[i
     return [float((guesses == own[1:])[max(0, first - 2) :].float().mean()) for guesses in found]
 
 
+@torch.inference_mode()
 def _target(model: Model, tokens: list[int], depths: tuple[int, ...]) -> tuple[Tensor, Tensor]:
     """The target's rows at each depth [T, A, Ht], and its own token after each row, [T] int64."""
     top = model.config.num_layers
