@@ -52,6 +52,7 @@ EAGLE = {
         "ids": OFTEN,
     },
     "llama has no window without layer_types": {**NESTED, "layer": QWEN_WINDOW},
+    "trained longer": {**NESTED, "layer": {"max_position_embeddings": 256}},
     "trained short": {"layout": "flat", "layer": {"max_position_embeddings": 16}, "ids": OFTEN},
     "deepspec": {**DEEPSPEC, "num_target_layers": 8, "ttt_length": 7, "draft_num_hidden_layers": 1},
     "GELU": {**NESTED, "layer": {"hidden_act": "gelu_pytorch_tanh"}},

@@ -5,10 +5,12 @@ import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from unittest.mock import patch
 
 import torch
 from safetensors.torch import load_file, save_file
 
+from specker.model.decoder import Model
 from specker.options import Params
 
 
@@ -27,7 +29,8 @@ def logits_of(engine, prompt: list[int], count: int, drafting: bool = True, besi
     """The logits [count, V] from which fixed-shape rounds drew each token, and the text. `beside`: other prompts, in
     the slots before this one."""
     loop, rows = engine.loop, []
-    with admitted(engine, [*beside, prompt], count, drafting, **sampling) as sequences:
+    drawing = patch.object(Model, "samples", False)  # a verify pass that draws tokens itself writes no logits
+    with drawing, admitted(engine, [*beside, prompt], count, drafting, **sampling) as sequences:
         sequence = sequences[-1]
         while len(sequence.token_ids) < sequence.limit:
             r = loop.start()

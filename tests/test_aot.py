@@ -300,10 +300,10 @@ def test_tensor_memory_is_counted_and_allocated_before_the_next_kernel_starts():
 @pytest.mark.parametrize(
     ("name", "value", "order"),
     [
-        ("TRIGGER", "first", "launch_dependents prefetch wait wgmma"),
-        ("TRIGGER", "loop", "prefetch wait wgmma launch_dependents"),
-        ("TRIGGER", "none", "prefetch wait wgmma"),
-        ("PREFETCH", "0", "launch_dependents wait wgmma"),
+        ("TRIGGER", "first", "launch_dependents wait wgmma"),
+        ("TRIGGER", "loop", "wait wgmma launch_dependents"),
+        ("TRIGGER", "none", "wait wgmma"),
+        ("PREFETCH", "64", "prefetch wait wgmma launch_dependents"),
     ],
 )
 def test_switches_move_the_trigger_and_size_the_prefetch(name, value, order):
@@ -359,4 +359,4 @@ for variant.DELAYED in ("", "_residual_merge_kernel"):
     found = [name for line in ptx.splitlines() for mark, name in marks.items() if mark in line]
     print(*dict.fromkeys(found))
 """
-    assert python("-c", program).splitlines() == ["start store", "start sleep store"]
+    assert python("-c", program).splitlines() == ["store start", "start sleep store"]

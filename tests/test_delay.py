@@ -18,7 +18,7 @@ SETTINGS = {
 }
 
 
-HEADS = {"eagle": "nested", "mtp": "mimo, 3 heads", "dflash": "dflash"}
+HEADS = {"eagle": "trained longer", "mtp": "mimo", "dflash": "dflash"}
 
 
 @pytest.mark.gpu

@@ -153,7 +153,7 @@ def made(heads, tmp_path_factory):
             how = {"quantize": "int4"} if name == "int4 mixture" else {}
             prompts = [[*many[2]] * 6, many[1], [*many[2]] * 3] if name == "rings" else many
             return [str(x) for x in pair], {"draft_tokens": 3, **how}, prompts
-        pair = heads(name, {"eagle": "nested", "mtp": "mimo, 3 heads", "dflash": "dflash"}[name])
+        pair = heads(name, {"eagle": "trained longer", "mtp": "mimo, 3 heads", "dflash": "dflash"}[name])
         folders = [pair.target] if name == "mtp" else [pair.target, pair.folder]
         return [str(x) for x in folders], {"strategy": name, "draft_tokens": 3}, many
 

@@ -567,7 +567,9 @@ def test_the_commands_of_every_part_exist(tmp_path, monkeypatch):
     [seconds] = [float(c.argv[c.argv.index("--seconds") + 1]) for c in steps["decode"][0].commands]
     assert 200 < seconds < 260
     at_once, alone = steps["tests"]
-    assert [command.argv[-2] for command in at_once.commands] == [f"{i}/5" for i in range(5)]
+    assert [c.argv[c.argv.index("--part") + 1] for c in at_once.commands] == [f"{i}/5" for i in range(5)]
+    assert {"tests/test_gpu.py", "tests/kernels/test_row_linear.py"} < set(at_once.commands[0].argv)
+    assert "tests/test_chat.py" not in at_once.commands[0].argv
     assert "gpu and alone" in alone.commands[0].argv
     assert len(parts.tests(dataclasses.replace(setting, memory=141 * GIB))[0].commands) == 8
     assert [step.commands[0].argv[2] for step in steps["sanitizer"]] == list(parts.TOOLS)

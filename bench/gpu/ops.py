@@ -183,7 +183,9 @@ CHECKS: dict[str, Callable[[], None]] = {
 
 
 def main(only: list[str]) -> None:
+    """Check every op, also after one is wrong, and exit with the list of those."""
     torch.manual_seed(0)
+    wrong = []
     for name, check in CHECKS.items():
         if only and name.split()[0] not in only:
             continue
@@ -191,10 +193,14 @@ def main(only: list[str]) -> None:
             check()
             if DEVICE == "cuda":
                 torch.cuda.synchronize()
-        except Exception as error:  # also errors of compilers and of CUDA
+            print(f"{name}: as its reference", flush=True)
+        except torch.AcceleratorError:  # no later call of this process would succeed
+            raise
+        except Exception as error:  # also errors of compilers
             traceback.print_exc()
-            sys.exit(f"{name} is wrong: {type(error).__name__}: {error}")
-        print(f"{name}: as its reference", flush=True)
+            wrong.append(f"{name} is wrong: {type(error).__name__}: {error}")
+    if wrong:
+        sys.exit("\n".join(wrong))
 
 
 if __name__ == "__main__":

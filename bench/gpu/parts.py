@@ -84,8 +84,15 @@ def tests(s: Setting) -> list[Step]:
     """In as many processes as there are cores, up to 8 and up to one for each 8 GiB of the GPU, since most of the time
     goes into compiling kernels. What measures time runs after them, alone."""
     count = max(1, min(8, os.cpu_count() or 1, s.memory // (8 << 30)))
-    each = [_pytest(s, "gpu and not alone", "--part", f"{i}/{count}", "tests") for i in range(count)]
-    return [Step(tuple(each), 5.0), _one(_pytest(s, "gpu and alone", "tests"))]
+    files = gpu_tests()
+    each = [_pytest(s, "gpu and not alone", "--part", f"{i}/{count}", *files) for i in range(count)]
+    return [Step(tuple(each), 5.0), _one(_pytest(s, "gpu and alone", *files))]
+
+
+def gpu_tests() -> list[str]:
+    """The files that hold tests marked `gpu`. Others may import what the machine lacks, which would end a run."""
+    files = sorted((ROOT / "tests").rglob("test_*.py"))
+    return [str(f.relative_to(ROOT)) for f in files if "mark.gpu" in f.read_text(encoding="utf-8")]
 
 
 def delay(s: Setting) -> list[Step]:

@@ -52,7 +52,7 @@ def a_model(shape: tuple[int, int, int, int]) -> Model:
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "config.json").write_text(json.dumps(config))
         made = checkpoint.read(folder, dtype=DTYPE, device=DEVICE, random=0)
-    return Model(made, packed=False)
+    return Model(made)
 
 
 @torch.inference_mode()
@@ -70,7 +70,7 @@ def build(shape: tuple[int, int, int, int], T: int) -> Built:
         return call(cache.place(length, 0, 0, T), hidden)
 
     def side_by_side(rows, hidden):  # type: ignore[no-untyped-def]
-        return parallel.forward(rows, hidden)
+        return parallel.forward(rows, hidden).hidden
 
     def in_sequence(rows, hidden):  # type: ignore[no-untyped-def]
         return forward(model, cache, rows, hidden).hidden

@@ -87,7 +87,7 @@ def build(
             out = out / (1 - (sink - lse).exp()).unsqueeze(-1)
         out = out.split(rows)
         for b, theirs in enumerate(dense()):
-            theirs = theirs.view(Hq, rows, D)
+            theirs = theirs.reshape(Hq, rows, D)
             ours_error = theirs_error = 0.0
             for h in range(Hq):
                 kv = h * Hkv // Hq

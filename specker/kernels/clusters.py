@@ -518,7 +518,7 @@ def _variants(
     size = dtype.itemsize * E if form is None else form.size(E)
     block = columns_of(n, size % 16 == 0, E, arch, form) if half else 32
     block = block if form is None else form.block(block, E)
-    left = half and weight_left(n, arch, form)
+    left = half and form is not None and form.four_bits and weight_left(n, arch, form)
     name += f" k{k} ids {TYPES[ids]}" + " noise" * noise + " drawn" * held + " lse" * lse
     rows = Variant(
         name=name + ("" if form is None else f" {form}"),

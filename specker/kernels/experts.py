@@ -18,7 +18,7 @@ from specker.kernels.linear import GATES, _row_linear_merge_kernel, gate_mul, ro
 from specker.kernels.quant import Format, Matrix, Quantized, arguments_of, constexprs_of, format_of, streams, types_of
 from specker.kernels.registry import register
 from specker.kernels.stream import stream_rows
-from specker.kernels.tiles import COMMON, MXFP4, like, split_of, tiles, weight_left, wide_rows
+from specker.kernels.tiles import COMMON, MXFP4, few_rows, like, split_of, tiles, weight_left, wide_rows
 from specker.kernels.variant import (
     AMD,
     TYPES,
@@ -281,6 +281,7 @@ def _variants(
     sms: int = 0,
     form: Format | None = None,
     bias: bool = False,
+    few: bool = False,
 ) -> tuple[Variant, Variant | None]:
     """The kernel, and the merge kernel if K is split or for "sum".
 
@@ -293,7 +294,7 @@ def _variants(
     there, but not read. No weight is prefetched before the wait, since the expert is not known then.
     """
     weighted, gate = epilogue in ("sum", "split"), GATES.get(epilogue, "")
-    m, n, block, stages, splits = tiles(dtype, O, E, arch, min(k, X), sms, weighted, form)
+    m, n, block, stages, splits = tiles(dtype, O, E, arch, min(k, X), sms, weighted, form, few, gate != "")
     t, half = TYPES[dtype], dtype != torch.float32
     left = half and weight_left(n // 2 if gate else n, arch, form)
     # In a weighted sum on AMD, or of int4 on sm_100, where each thread weights a column of all rows, and in float32's
@@ -302,7 +303,7 @@ def _variants(
     wide = half and wide_rows(dtype, E, arch, form) and not indices
     parts = weighted or splits > 1
     name = f"{t} X{X} k{k} {E}->{O}" + " each" * each + f" {epilogue}" * (epilogue != "none")
-    name += " bias" * bias + ("" if form is None else f" {form}")
+    name += " bias" * bias + ("" if form is None else f" {form}") + " few" * few
     smoke = dtype == torch.bfloat16 and (X, k, form) == (128, 8, None) and epilogue in ("silu_mul", "split")
     stream = Variant(
         name=name,
@@ -338,7 +339,7 @@ def _variants(
         num_warps=4,
         num_stages=stages,
         dot=half,
-        left=left,
+        left=left and form is not None,
         wide=wide,
         smoke=smoke,
         # See linear.py. On sm_80 the default limits suffice, and with 255 ptxas of Triton 3.7 spills 8 bytes.
@@ -403,6 +404,16 @@ def variants(arch: int) -> Iterator[Variant]:
         ((32, 4, 2880, 2880), "split", True, MXFP4),
     ):
         yield from (v for v in _variants(bf16, *sizes, epilogue, each, arch, form=form, bias=True) if v is not None)
+    if arch == 90:
+        for sizes, epilogue, each, form in (
+            (qwen, "silu_mul", False, None),
+            (qwen_down, "split", True, None),
+            (mixtral_down, "sum", True, None),
+            (qwen, "silu_mul", False, COMMON[3]),
+            (qwen_down, "split", True, Format("int8", 768, f16, None)),
+            ((32, 4, 5760, 2880), "clamped_silu_mul", False, MXFP4),
+        ):
+            yield from (v for v in _variants(bf16, *sizes, epilogue, each, 90, form=form, few=True) if v is not None)
 
 
 def _launch(
@@ -416,7 +427,9 @@ def _launch(
     bias: Tensor | None = None,
 ) -> Tensor:
     (T, k), (X, O, E), form = experts.shape, weight.shape, format_of(weight)
-    where = arch(x.device), sms(x.device), form, bias is not None
+    on = arch(x.device)
+    few = few_rows(T * k // X, on)  # rows of an expert
+    where = on, sms(x.device), form, bias is not None, few
     stream, merge = _variants(x.dtype, X, k, O, E, epilogue, x.dim() == 3, *where)
     sizes = stream.constexprs
     M, splits, columns = sizes["M"], sizes["SPLITS"], O // 2 if epilogue in GATES else O

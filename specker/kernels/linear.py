@@ -1,9 +1,9 @@
 """row_linear: y = x W^T (+ bias) for few rows (a decoding step, a verify pass), with an optional act(gate) * up.
 
-The matrix tile has 64 rows for any T; rows beyond T are zeros. Sums run along K in order. The number of splits of K
-depends only on (G, O, E, device), and a second kernel adds their float32 partials in order, without atomics; "split"
-may have more splits than the other epilogues. Traffic: the weight once, G * O * E elements or the bytes of a quantised
-weight's parts, plus G * T * (E + O).
+The matrix tile has 64 rows, on sm_90 16 for up to 16 rows; rows beyond T are zeros. Sums run along K in order. The
+number of splits of K depends only on (G, O, E, device), and a second kernel adds their float32 partials in order,
+without atomics; "split" may have more splits than the other epilogues. Traffic: the weight once, G * O * E elements or
+the bytes of a quantised weight's parts, plus G * T * (E + O).
 """
 
 import math
@@ -33,6 +33,7 @@ from specker.kernels.tiles import (
     MAX_ROWS,
     MXFP4,
     check_product,
+    few_rows,
     like,
     lines,
     split_of,
@@ -371,13 +372,15 @@ def _variants(
     G: int = 1,
     sms: int = 0,
     form: Format | None = None,
+    few: bool = False,
 ) -> tuple[Variant, Variant | None]:
-    """The kernel, and the merge kernel if K is split and the caller does not want the splits themselves."""
-    m, n, block, stages, splits = tiles(dtype, O, E, arch, G, sms, epilogue == "split", form)
+    """The kernel, and the merge kernel if K is split and the caller does not want the splits themselves. `few`: see
+    `few_rows`."""
     t, half, gate, parts = TYPES[dtype], dtype != torch.float32, GATES.get(epilogue, ""), epilogue == "split"
+    m, n, block, stages, splits = tiles(dtype, O, E, arch, G, sms, parts, form, few, gate != "")
     out = t if epilogue in ("none", *GATES) else "fp32"
     name = f"{t} {E}->{O}" + f" x{G}" * (G > 1) + f" {epilogue}" * (epilogue != "none") + " bias" * bias
-    name += "" if form is None else f" {form}"
+    name += ("" if form is None else f" {form}") + " few" * few
     smoke = dtype == torch.bfloat16 and (O, E, bias) in ((4096, 14336, False), (28672, 4096, False))
     smoke = smoke and (form is None or epilogue == "silu_mul")
     split = -(-E // (splits * block)) * block
@@ -402,7 +405,7 @@ def _variants(
         num_warps=4,
         num_stages=stages,
         dot=half,
-        left=left,
+        left=left and form is not None,
         wide=wide_rows(dtype, E, arch, form),
         smoke=smoke,
         options={"maxnreg": 255},  # by default ptxas limits some variants to 96 or 168 registers and spills
@@ -470,13 +473,27 @@ def variants(arch: int) -> Iterator[Variant]:
     ):
         yield from (v for v in _variants(dtype, O, E, epilogue, False, arch, form=form) if v is not None)
     yield from _variants(bf16, 4096, 4096, "none", True, arch, 4, form=COMMON[0])[:1]
+    if arch != 90:
+        return
+    int8, fp8, int4 = (Format("int8", 14336, f16, None), Format("fp8", 128, f32, None), Format("int4", 32, f16, f16))
+    forms: tuple[Format | None, ...]
+    for O, E, epilogue, forms in (
+        (4096, 4096, "split", (None,)),
+        (4096, 14336, "none", (None,)),
+        (4096, 14336, "split", (None, int8, fp8, int4)),
+        (28672, 4096, "silu_mul", (None, COMMON[0], COMMON[3], MXFP4)),
+    ):
+        for each in forms:
+            yield from (v for v in _variants(bf16, O, E, epilogue, False, 90, form=each, few=True) if v is not None)
 
 
 def _launch(x: Tensor, weight: Matrix, bias: Tensor | None, epilogue: str, into: Tensor | None = None) -> Tensor:
     x, (w, scale, shift) = x.contiguous(), arguments_of(weight)
     (*layers, T, E), O, form = x.shape, weight.shape[-2], format_of(weight)
     G, columns = math.prod(layers), O // 2 if epilogue in GATES else O
-    stream, merge = _variants(x.dtype, O, E, epilogue, bias is not None, arch(x.device), G, sms(x.device), form)
+    on = arch(x.device)
+    few = few_rows(T, on)
+    stream, merge = _variants(x.dtype, O, E, epilogue, bias is not None, on, G, sms(x.device), form, few)
     sizes = stream.constexprs
     splits = sizes["SPLITS"]
     if epilogue == "split":

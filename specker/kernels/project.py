@@ -30,10 +30,12 @@ from specker.kernels.registry import register
 from specker.kernels.stream import prefetch_rows, stream_rows
 from specker.kernels.tiles import (
     COMMON,
+    FEW,
     MAX_ROWS,
     MIN_SPLIT,
     check_product,
     columns_of,
+    few_rows,
     lines,
     stages_of,
     weight_left,
@@ -301,21 +303,23 @@ def _variant(
     sms: int = 0,
     form: Format | None = None,
     kind: str = "plain",
+    few: bool = False,
 ) -> Variant:
-    """64 rows of x for any T, as in row_linear. A tile of the weight is one head, since a head's halves are rotated
-    together. Heads are few: 48 of 128 rows for Llama-3-8B. So K is split until every SM has a program; on an H200 (132
-    SMs) three splits make 144 programs. They run at once, two per SM, and share the bandwidth evenly. int4 on the left
-    (`weight_left`) takes as many splits as two programs per SM allow: five, 240 programs. The last to finish reads the
-    splits' sums from L2, 512 bytes per split, row and head. float32 uses FMA in small tiles, for correctness only. By
-    default ptxas limits some variants to fewer than 128 registers and spills."""
+    """Rows of x as in row_linear (`few`: see `few_rows`). A tile of the weight is one head, since a head's halves are
+    rotated together. Heads are few: 48 of 128 rows for Llama-3-8B. So K is split: on sm_90 for up to two programs an SM
+    (on 132 SMs five splits are 240 programs), elsewhere until every SM has one. The last to finish reads the splits'
+    sums from L2, 512 bytes per split, row and head. float32 uses FMA in small tiles, for correctness only. By default
+    ptxas limits some variants to fewer than 128 registers and spills."""
     sms = sms or SMS[arch]
     count, n = G * (Hq + 2 * Hkv), max(16, triton.next_power_of_2(D))
     row = E * dtype.itemsize if form is None else form.size(E)
     if dtype == torch.float32:
         m, block = 16, 32 if form is None else form.block(32, E)
     else:
-        m, block = 64, columns_of(n, row % 16 == 0, E, arch, form)
+        m, block = 64, columns_of(n, row % 16 == 0, E, arch, form) if n <= 64 or form is not None else 64
     left = dtype != torch.float32 and weight_left(n, arch, form)
+    if few and left:
+        m = FEW
     programs = 2 * sms // count if left else -(-sms // count)
     splits = max(1, min(programs, E // MIN_SPLIT))
     splits = -(-E // (-(-E // (splits * block)) * block))  # splits of whole tiles may be fewer
@@ -324,6 +328,7 @@ def _variant(
     t = TYPES[dtype]
     warps = 8 if n > 128 else 4
     about = f" x{G}" * (G > 1) + " norm" * norm + " bias" * bias + ("" if form is None else f" {form}") + named(kind)
+    about += " few" * few
     return Variant(
         name=f"{t} {E}->{Hq}/{Hkv} D{D}{about}",
         kernel=_kv_project_kernel,
@@ -363,7 +368,7 @@ def _variant(
         num_warps=warps,
         num_stages=stages,
         dot=dtype != torch.float32,
-        left=left,
+        left=left and form is not None,
         wide=wide_rows(dtype, E, arch, form),
         smoke=dtype == torch.bfloat16 and (E, Hq) == (4096, 32) and G == 1 and form in (None, COMMON[2]),
         options={"maxnreg": 255} if warps == 4 else {},
@@ -392,6 +397,10 @@ def variants(arch: int) -> Iterator[Variant]:
     yield _variant(torch.float32, 1, 32, 8, 128, 4096, False, False, arch, form=COMMON[0])
     for kind in NARROW.values():
         yield _variant(bf16, 1, 32, 8, 128, 4096, False, False, arch, kind=kind)
+    if arch == 90:
+        for few in (None, COMMON[0], COMMON[3]):
+            yield _variant(bf16, 1, 32, 8, 128, 4096, False, False, arch, form=few, few=True)
+        yield _variant(bf16, 1, 32, 8, 64, 2048, False, False, arch, few=True)
 
 
 def _launch(
@@ -419,7 +428,9 @@ def _launch(
     if not q.numel():
         return q
     has, form = (q_norm is not None, bias is not None), format_of(weight)
-    variant = _variant(x.dtype, G, Hq, Hkv, D, E, *has, arch(x.device), sms(x.device), form, kind_of(k_cache))
+    on = arch(x.device)
+    how = form, kind_of(k_cache), few_rows(T, on)
+    variant = _variant(x.dtype, G, Hq, Hkv, D, E, *has, on, sms(x.device), *how)
     tiles, splits = -(-T // variant.constexprs["M"]), variant.constexprs["SPLITS"]
     sums = x.new_empty((splits, G * T, O), dtype=torch.float32)
     count = counters(x.device, tiles * G * (O // D))

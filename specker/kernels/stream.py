@@ -39,7 +39,7 @@ def stream_rows(
     tl.assume(start < stop)  # if the loop could be empty, ptxas would wait after each wgmma
     if KIND == "plain":
         b_acc, b_pair = _stream_plain(
-            x_ptr, w_ptr, o_m, m_m, m_n, start, stop, pair * E, E, M, N, BLOCK_E, EVEN_E, EVEN_N, PAIR
+            x_ptr, w_ptr, o_m, m_m, m_n, start, stop, pair * E, E, M, N, BLOCK_E, EVEN_E, EVEN_N, PAIR, LEFT
         )
     else:
         b_acc, b_pair = _stream_quantised(
@@ -65,6 +65,8 @@ def stream_rows(
             GROUP,
             LEFT,
         )
+    if LEFT:
+        b_acc, b_pair = tl.trans(b_acc), tl.trans(b_pair)
     return b_acc, b_pair
 
 
@@ -85,11 +87,13 @@ def _stream_plain(
     EVEN_E: tl.constexpr,
     EVEN_N: tl.constexpr,
     PAIR: tl.constexpr,
+    LEFT: tl.constexpr,
 ):
+    """With LEFT the results are [N, M]."""
     o_x = o_m[:, None] * E
     o_w = tl.arange(0, N)[:, None] * E
-    b_acc = tl.zeros([M, N], tl.float32)
-    b_pair = tl.zeros([M, N], tl.float32)
+    b_acc = _zeros(M, N, LEFT)
+    b_pair = _zeros(M, N, LEFT)
     for i_e in tl.range(start, stop, BLOCK_E):
         o_e = i_e + tl.arange(0, BLOCK_E)[None, :]
         m_x = m_m[:, None]
@@ -105,9 +109,9 @@ def _stream_plain(
             b_w = tl.load(w_ptr + o_w + o_e, mask=m_w, other=0.0, eviction_policy="evict_first")
             if PAIR:
                 b_w2 = tl.load(w_ptr + pair + o_w + o_e, mask=m_w, other=0.0, eviction_policy="evict_first")
-        b_acc = tl.dot(b_x, tl.trans(b_w), b_acc, input_precision="ieee")
+        b_acc = _add_product(b_x, b_w, b_acc, LEFT)
         if PAIR:
-            b_pair = tl.dot(b_x, tl.trans(b_w2), b_pair, input_precision="ieee")
+            b_pair = _add_product(b_x, b_w2, b_pair, LEFT)
     return b_acc, b_pair
 
 
@@ -186,8 +190,6 @@ def _stream_quantised(
                 b_v2 = _weights(b_w2, b_scale2, b_shift2, i_part, SHIFT, KIND).to(b_x.dtype)
                 b_pair = _add_product(b_x, b_v2, b_pair, LEFT)
         b_scale, b_shift, b_scale2, b_shift2 = b_next, b_next_shift, b_next2, b_next_shift2
-    if LEFT:
-        b_acc, b_pair = tl.trans(b_acc), tl.trans(b_pair)
     return b_acc, b_pair
 
 

@@ -13,6 +13,7 @@ from specker.kernels.variant import AMD, PREFETCH, SMS, arch, sms
 MAX_ROWS = 1024
 LONG = 8192  # with at least this many columns, a merge's launch is cheap beside the stream
 MIN_SPLIT = 512  # fewest columns per split
+FEW = 16  # up to this many rows of x take tiles of 16 rows on sm_90
 
 MXFP4 = Format("mxfp4", 32, torch.uint8, None)
 COMMON = (  # formats that the compile-only checks compile, for rows of 4096
@@ -55,27 +56,33 @@ def tiles(
     sms: int = 0,
     split: bool = False,
     form: Format | None = None,
+    few: bool = False,
+    gate: bool = False,
 ) -> tuple[int, int, int, int, int]:
     """The tile table: rows of x, rows of the weight, columns, stages, splits. `sms`: the device's number of SMs; 0: the
-    architecture's usual number. `split`: splits cost no launch. `form`: the format of a quantised weight.
+    architecture's usual number. `split`: splits cost no launch. `form`: the format of a quantised weight. `few`: see
+    `few_rows`; only rows of x, and so stages, depend on it. `gate`: a product has half of the tile's rows.
 
-    64 rows of x for any T: wgmma's M, and the same order of sums on sm_80. The tuning decides how many bytes of the
+    sm_90, half precision, as measured on an H100 (bench/LOG.md). The weight is the left operand (`weight_left`), and a
+    tile has 128 of its columns: 256 adjacent bytes a row are read faster than 128 are, by 4%. x has tiles of 16 rows
+    for up to 16 rows (`few_rows`) and of 64 beyond: a product of weights in eight and four bits takes a third less time
+    than in tiles of 64, of plain ones 3%. Two programs an SM are better than one: O 28672 is 224 programs of 128 rows,
+    14336 -> 4096 is 64 tiles of 64 rows times 4 splits. Tiles of 32 rows cannot be the left operand; eight stages keep
+    56 KiB in flight.
+
+    Elsewhere 64 rows of x for any T, which keeps the order of sums on sm_80. The tuning decides how many bytes of the
     weight are in flight: an H200 (132 SMs, 4.3 TB/s, 1 us latency) needs 32 KiB per SM.
-    * About one program per SM: weight tiles of 32, 64 or 128 rows. Tiles of 64 and 128 rows have four stages, which
-      keep 48 KiB in flight and take 128 and 96 KiB. A program of the next kernel, which starts early, then fits on the
-      SM: 96 KiB of a product, or 112 of attention (bench/overlap.py). Tiles of 32 rows (O 4096: 128 programs) have 8
-      KiB of weight and 16 of x in a stage. There eight stages keep 56 KiB in flight and take 192 KiB, and the next
-      kernel starts late.
-    * More programs than SMs: 96 KiB, two blocks per SM. O 28672: 224 programs of 128 rows for 264 resident blocks; four
-      stages of 16 + 8 KiB keep 96 KiB in flight per SM.
+    * About one program per SM: weight tiles of 32, 64 or 128 rows. A program of the next kernel, which starts early,
+      fits on the SM: 96 KiB of a product, or 112 of attention (bench/overlap.py).
+    * More programs than SMs: 96 KiB, two blocks per SM.
     * Each program reads x from L2 again. At 64 rows that is 64 / n of the weight's bytes (n 32: twice, 128: half); at
       one row it is negligible. For long E a merge is cheap beside the stream, and tiles of 128 with K split share x
       better: 14336 -> 4096 is 32 tiles times 4 splits, 48 KiB in flight per SM. Few outputs also split K: 4096 -> 1024
       is 32 tiles of 32 times 4.
-    * Where splits cost no launch ("split"), tiles are as large as splits allow: 4096 -> 4096 is 32 tiles of 128 times 4
-      splits, 2048 -> 2048 32 tiles of 64 times 4. A tile of 128 moves 3 bytes through shared memory per byte of the
-      weight, a tile of 64 moves 4, a tile of 32 moves 6: x is written and read with every tile. An SM's share of
-      the bandwidth, 33 GB/s, times 6 is 90% of what its shared memory can move.
+    * Where splits cost no launch ("split"), tiles are as large as splits allow: on sm_100 4096 -> 4096 is 32 tiles of
+      128 times 4 splits, 2048 -> 2048 32 tiles of 64 times 4. With 64 rows of x a tile of 128 moves 3 bytes through
+      shared memory per byte of the weight, a tile of 64 moves 4, a tile of 32 moves 6: x is written and read with every
+      tile.
     * G layers have G times the programs, so they get larger tiles and fewer splits.
     sm_80 has 164 KiB per SM: 72 KiB per block, so that two fit. gfx942 has 64 KiB of LDS and gfx950 160, also for two
     blocks: one and three tiles of 24 KiB each. An MI300X (304 CUs, 5.3 TB/s) needs about 26 KiB in flight per CU.
@@ -83,21 +90,12 @@ def tiles(
     Half precision also uses small tiles if a row is not a multiple of 16 bytes: it is then read 2 bytes at a time,
     through registers.
 
-    Quantised weights: the tile comes in as bytes and is decoded in registers. int8 and fp8 are wgmma's right operand,
-    which it reads from shared memory. In tiles of 128 rows that moves 8 bytes through shared memory per weight (the
-    tile 1 in and 1 out, decoded 2 in and 2 out, x 1 and 1); in tiles of 32 it is 14 bytes. An H100's SM moves 128 bytes
-    a cycle, 225 GB/s, and its share of the bandwidth is 25 GB/s: 25 G weights/s, of which shared memory allows 28 G in
-    tiles of 128 and 16 G in tiles of 32. Hence K is always split as in "split". In flight: int8 has five stages in 96
-    KiB, 32 KiB of them the weight's, twice per SM.
-
-    int4 is the left operand (`weight_left`), which wgmma reads from registers. In tiles of 128 rows that moves 5 bytes
-    through shared memory per weight (the tile half a byte in and 1 out, because a lane reads two bytes at a time, x 1
-    in and 2 out, scales), 6 in groups of 32. The bandwidth feeds 40 to 49 G weights/s, less with smaller groups;
-    shared memory allows 39 and 47 G. The compiled loop has 156 to 161 warp instructions per 1,000 weights. An SM issues
-    four per cycle, 7 G/s, which allows 44 G. So either bound is at least 87% of the bandwidth of an H100, and 68% of an
-    H200's 33 GB/s. A tile has 128 columns, which lowers the cost of scales and loop; four stages keep 24 KiB of the
-    weight in flight, twice per SM. Two programs share an SM, so that one decodes while the other waits for its
-    products, and K is split for two programs per SM.
+    Quantised weights: the tile comes in as bytes and is decoded in registers. As the left operand it goes to wgmma from
+    there. As the right operand (sm_100's eight bits) it is decoded to shared memory first: in tiles of 128 rows that
+    moves 8 bytes through shared memory per weight, in tiles of 32 it is 14. Hence K is always split as in "split".
+    Neither shared memory nor instructions bound the left operand by count, and an H100 reaches 60 to 70% of its
+    bandwidth in eight bits and 45 to 50% in four: a program waits for one tile's decoding and products before the
+    next's. Two programs share an SM, so that one decodes while the other waits, and K is split for that.
     """
     sms = sms or SMS[arch]
     row = E * dtype.itemsize if form is None else form.size(E)
@@ -108,25 +106,36 @@ def tiles(
         count = G * -(-O // n)
         return aligned and 10 * count * max(1, min(sms // count, E // MIN_SPLIT)) >= 7 * sms
 
+    half = dtype != torch.float32
+    plain = half and arch == 90 and form is None  # takes two programs an SM rather than larger tiles
     if E >= LONG and aligned:
-        n = 128
+        n = 64 if plain and not gate else 128
     elif (split or form is not None) and (fills(128) or fills(64)):
-        n = 128 if fills(128) else 64
+        wide = G * -(-O // 128)  # programs in tiles of 128 rows
+        n = 128 if fills(128) and not (plain and wide < 1.4 * sms) else 64
     else:
         n = next((n for n in (128, 64) if 10 * G * -(-O // n) >= 7 * sms and aligned), 32)
-    m, n, block = (16, 32, 32) if dtype == torch.float32 else (64, n, columns_of(n, aligned, E, arch, form))
-    if dtype == torch.float32 and form is not None:
+    left = half and weight_left(n // 2 if gate else n, arch, form)
+    m, n, block = (16, 32, 32) if not half else (FEW if few and left else 64, n, columns_of(n, aligned, E, arch, form))
+    if not half and form is not None:
         block = form.block(block, E)
     count = G * -(-O // n)
-    splits = max(1, min(sms * (2 if weight_left(n, arch, form) else 1) // count, E // MIN_SPLIT))
+    twice = left and (form is not None or split or E >= LONG)
+    splits = max(1, min(sms * (2 if twice else 1) // count, E // MIN_SPLIT))
     splits = -(-E // (-(-E // (splits * block)) * block))  # splits of whole tiles may be fewer
-    stages = 2 if dtype == torch.float32 else stages_of(m, n, block, count * splits <= sms, arch, form)
+    stages = 2 if not half else stages_of(m, n, block, count * splits <= sms, arch, form)
     return m, n, block, stages, splits
+
+
+def few_rows(T: int, arch: int) -> bool:
+    """Whether T rows of x take tiles of 16 rows, with the same bits as in tiles of 64. On an H100 wgmma adds a row's
+    products in one order whatever the number of rows (the GPU tests compare the bits)."""
+    return T <= FEW and arch == 90
 
 
 def columns_of(n: int, aligned: bool, E: int, arch: int, form: Format | None = None) -> int:
     """Columns of a tile with n rows of a half-precision weight; `aligned`: its rows are multiples of 16 bytes."""
-    block = 64 if n > 64 or not aligned else 128
+    block = 64 if not aligned or (n > 64 and arch != 90) else 128
     if form is None:
         return block
     if form.four_bits:  # 128 columns spill elsewhere, and mxfp4's on sm_100 where the last tile is not whole
@@ -142,8 +151,8 @@ def wide_rows(dtype: torch.dtype, E: int, arch: int, form: Format | None = None)
 def weight_left(n: int, arch: int, form: Format | None) -> bool:
     """Whether a product in half precision with n rows of the weight takes them as the left operand, W x^T. wgmma and
     tcgen05 read the right operand from shared memory, the left one also from registers or tensor memory. It must have
-    64 rows."""
-    return form is not None and form.four_bits and arch in (90, 100) and n >= 64
+    64 rows; the right one, x, may have 16."""
+    return n >= 64 and (arch == 90 or (arch == 100 and form is not None and form.four_bits))
 
 
 def stages_of(m: int, n: int, block: int, few: bool, arch: int, form: Format | None = None) -> int:

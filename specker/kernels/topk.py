@@ -25,7 +25,7 @@ from specker.kernels.registry import refuse, register
 from specker.kernels.residual import _launch as _norm
 from specker.kernels.sample import MIN_TEMPERATURE, first_argmax
 from specker.kernels.stream import prefetch_rows, stream_rows
-from specker.kernels.tiles import COMMON, like, lines, stages_of, weight_left, wide_rows
+from specker.kernels.tiles import COMMON, FEW, few_rows, like, lines, stages_of, weight_left, wide_rows
 from specker.kernels.tiles import tiles as product_tiles
 from specker.kernels.variant import (
     AMD,
@@ -550,10 +550,11 @@ def _vocab_topk_merge_kernel(
 
 
 def tiles(
-    dtype: torch.dtype, K: int, E: int, arch: int, sms: int = 0, form: Format | None = None
+    dtype: torch.dtype, K: int, E: int, arch: int, sms: int = 0, form: Format | None = None, few: bool = False
 ) -> tuple[int, int, int, int]:
     """The tile table: rows of x, rows of the weight, columns, stages. `_variants` gives the reasons. `sms`: the
-    device's number of SMs; 0: the architecture's usual number. `form`: the format of a quantised weight."""
+    device's number of SMs; 0: the architecture's usual number. `form`: the format of a quantised weight. `few`: see
+    `few_rows`."""
     row = E * dtype.itemsize if form is None else form.size(E)
     if dtype == torch.float32 or row % 16:
         return 16 if dtype == torch.float32 else 64, 64, 32 if form is None else form.block(32, E), 2
@@ -564,8 +565,9 @@ def tiles(
         else 64
     )
     if form is not None:
-        block = form.block(128 if weight_left(n, arch, form) else 64, E)
-        return 64, n, block, stages_of(64, n, block, False, arch, form)
+        left = weight_left(n, arch, form)
+        m, block = FEW if few and left else 64, form.block(128 if left else 64, E)
+        return m, n, block, stages_of(m, n, block, False, arch, form)
     room = {80: 48, 942: 32, 950: 80}.get(arch, 96)  # KiB
     synchronous = arch == 80 or arch in AMD  # synchronous matrix instructions need one buffer fewer
     return 64, n, 64, room * 1024 // ((64 + n) * 64 * dtype.itemsize) + synchronous
@@ -584,6 +586,7 @@ def _variants(
     arch: int,
     sms: int = 0,
     form: Format | None = None,
+    few: bool = False,
 ) -> tuple[Variant, Variant | None]:
     """The kernel, and its merge, which k = 1 without lse does not need. The stream is row_linear's, but each tile ends
     in a selection, during which its program reads nothing.
@@ -598,14 +601,14 @@ def _variants(
     64 rows: 128 need 149 registers per thread. As the left operand (`weight_left`) it has tiles of 128 rows and four
     warps: with eight it takes 6.2 instead of 5.1 instructions per weight.
     """
-    m, n, block, stages = tiles(dtype, K, E, arch, sms, form)
+    m, n, block, stages = tiles(dtype, K, E, arch, sms, form, few)
     t, count = TYPES[dtype], -(-K // n)
     C = triton.next_power_of_2(k)
     half = dtype != torch.float32
-    left = half and weight_left(n, arch, form)
+    left = half and form is not None and weight_left(n, arch, form)
     name = f"{t} {E}->{K} k{k}" + (f" ids {TYPES[ids]}" if ids else "")
     name += " noise" * noise + " drawn" * held + " lse" * lse
-    name += "" if form is None else f" {form}"
+    name += ("" if form is None else f" {form}") + " few" * few
     last = k == 1 and not lse
     smoke = dtype == torch.bfloat16 and K == 32768 and form is None
     smoke = smoke and (k, noise, held) in ((10, True, False), (64, False, False), (1, True, True))
@@ -699,6 +702,9 @@ def variants(arch: int) -> Iterator[Variant]:
         yield _variants(bf16, 32768, 4096, 10, i64, False, False, True, arch, form=form)[0]
     yield _variants(torch.float16, 8192, 896, 10, i64, True, True, True, arch, form=COMMON[3])[0]
     yield _variants(torch.float32, 32768, 4096, 1, None, False, False, False, arch, form=COMMON[0])[0]
+    if arch == 90:
+        for form in (COMMON[0], COMMON[1], COMMON[3]):
+            yield _variants(torch.bfloat16, 32768, 4096, 10, None, False, False, False, 90, form=form, few=True)[0]
 
 
 def _launch(
@@ -727,7 +733,9 @@ def _launch(
     mapped = None if token_ids is None else token_ids.dtype
     held = draw is not None and noisy
     on = arch(hidden.device), sms(hidden.device)
-    stream, merge = _variants(hidden.dtype, K, E, k, mapped, noisy, held, with_lse, *on, format_of(weight))
+    form = format_of(weight)
+    few = form is not None and few_rows(T, on[0])
+    stream, merge = _variants(hidden.dtype, K, E, k, mapped, noisy, held, with_lse, *on, form, few)
     sizes = stream.constexprs
     grid = -(-T // sizes["M"]), -(-K // sizes["N"])
     keys = hidden.new_empty((T, grid[1], sizes["C"]), dtype=torch.int64)

@@ -271,9 +271,9 @@ def test_tiles_are_those_of_the_experts_of_one_row():
         return sizes["M"], sizes["N"], sizes["SPLITS"]
 
     assert chosen(128, 8, 1536, 2048, "silu_mul") == (64, 64, 1)
-    assert chosen(128, 8, 2048, 768, "split") == chosen(128, 8, 2048, 768, "sum") == (64, 128, 1)
+    assert chosen(128, 8, 2048, 768, "split") == chosen(128, 8, 2048, 768, "sum") == (64, 64, 1)
     assert chosen(8, 2, 28672, 4096, "silu_mul") == (64, 64, 1)
-    assert chosen(8, 2, 4096, 14336, "split") == (64, 128, 2)
+    assert chosen(8, 2, 4096, 14336, "split") == (64, 64, 2)
     assert chosen(1, 1, 4096, 4096, "split") == linear.tiles(bf16, 4096, 4096, 90, split=True)[:2] + (4,)
 
 
@@ -293,8 +293,8 @@ def test_the_launcher_reads_no_tensor_and_covers_the_worst_routing(monkeypatch):
             op._launch(x, weight, *rows, epilogue, None if epilogue == "silu_mul" else torch.empty(T, k))
     assert launched == [
         ("_expert_linear_kernel", (8, 12, 1)),
-        ("_expert_linear_kernel", (64, 16, 1)),
-        ("_expert_linear_kernel", (254, 16, 1)),
+        ("_expert_linear_kernel", (64, 32, 1)),
+        ("_expert_linear_kernel", (254, 32, 1)),
         ("_row_linear_merge_kernel", (1024, 4)),
     ]
     for counts in ((65, 65, 65, 1), (1, 1, 1, 1), (196, 0, 0, 0)):
@@ -359,7 +359,9 @@ def test_bfloat16_is_as_good_as_torch(size, epilogue):
         ours, theirs = expert_linear(*args), expert_linear_ref(*args)
         if epilogue == "split":
             ours, theirs = ours.sum(0), theirs.sum(0)
-        assert (ours - exact).abs().max() <= 2 * (theirs - exact).abs().max() + 1e-6
+        # Unrounded sums show that matrix units add with fewer bits than float32 has.
+        more = 4 if epilogue == "split" else 2
+        assert (ours - exact).abs().max() <= more * (theirs - exact).abs().max() + 1e-6
 
 
 @pytest.mark.gpu

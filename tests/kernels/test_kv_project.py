@@ -86,7 +86,7 @@ def test_the_sizes_cover_splits():
         return module._variant(torch.bfloat16, *given, False, False, 90).constexprs["SPLITS"]
 
     assert [splits(1, *size) for size in SIZES] == [1, 1, 1, 3, 1]
-    assert splits(1, 32, 8, 128, 4096) == 3 and splits(4, 32, 8, 128, 4096) == 1 and splits(1, 32, 8, 64, 2048) == 3
+    assert splits(1, 32, 8, 128, 4096) == 5 and splits(4, 32, 8, 128, 4096) == 1 and splits(1, 32, 8, 64, 2048) == 4
 
 
 @pytest.mark.parametrize("size", [SIZES[0], SIZES[3]])
@@ -203,7 +203,7 @@ def launches():
 
 
 def test_no_length_recompiles():
-    assert compilations(__file__) == {"_kv_project_kernel": 1}
+    assert compilations(__file__) == {"_kv_project_kernel": 2}  # up to 16 rows, and more
 
 
 @pytest.mark.gpu

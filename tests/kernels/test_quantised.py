@@ -347,12 +347,12 @@ def test_tiles():
                 assert m == 64 and stages >= 2 and (group == E or group % block == 0 or block % group == 0)
                 split = -(-E // (splits * block)) * block
                 assert (splits - 1) * split < E <= splits * split
-    plain = linear.tiles(torch.bfloat16, 4096, 4096, 90, split=True)
-    assert linear.tiles(torch.bfloat16, 4096, 4096, 90, form=Format("int8", 4096, f16, None))[:3] == plain[:3]
+    assert linear.tiles(torch.bfloat16, 4096, 4096, 90, form=Format("int8", 4096, f16, None))[1:5] == (128, 128, 3, 8)
     assert linear.tiles(torch.bfloat16, 4096, 4096, 90, form=Format("int4", 32, f16, None))[1:5] == (128, 128, 4, 8)
     for n, arch, is_left in ((128, 90, True), (64, 100, True), (32, 90, False), (128, 80, False), (128, 942, False)):
         assert linear.weight_left(n, arch, Format("int4", 32, f16, None)) == is_left
-    assert not linear.weight_left(128, 90, Format("int8", 32, f16, None)) and not linear.weight_left(128, 90, None)
+    for form in (Format("int8", 32, f16, None), None):  # eight bits and a plain weight only on sm_90
+        assert [linear.weight_left(128, arch, form) for arch in (80, 90, 100)] == [False, True, False]
     with FakeTensorMode():
         x, weight = torch.empty(3, 4096, dtype=torch.bfloat16), a_weight(FORMATS[7], 4096, 4096)
         assert linear.split_of(x, weight) == (8, 512)
