@@ -104,6 +104,15 @@ def serving(rows: Iterable[Row]) -> dict[str, dict[str, list[Row]]]:
     }
 
 
+def on_gpus(folder: Path, rows: list[Row]) -> dict[str, list[Row]]:
+    """The newest rows of a GPU's kernels and of decoding there, by "kernels-<folder>" and "decode-<folder>"."""
+    timed = [row for ways in kernels(rows) for row in ways if "share" in row]
+    decoded = [row for row in rows if row.get("bench") == "decode" and row["device"] == "cuda" and "median" in row]
+    decoded = newest(decoded, lambda row: (row["case"], row["way"]))
+    named = {f"kernels-{folder.name}": timed, f"decode-{folder.name}": decoded}
+    return {name: found for name, found in named.items() if found}
+
+
 def goal_share(row: Row) -> float | None:
     """The share of the limit in a goal such as ">= 85%, >= 1x torch"."""
     found = re.match(r">= (\d+)%", row.get("goal", ""))
@@ -257,6 +266,33 @@ def contexts_markdown(rows: list[Row]) -> str:
     return with_origin(lines, rows[-1])
 
 
+def kernels_markdown(rows: list[Row]) -> str:
+    """A row for each case of each op: specker's time, and how many times as long the others take."""
+    lines = [
+        ["op", "case", "us", "of the limit", "times of others", "goal", "met"],
+        ["---", "---", *["--:"] * 2, *["---"] * 3],
+    ]
+    for ours in (row for row in rows if row["way"] == "specker"):
+        others = [row for row in rows if (row["op"], row["case"]) == (ours["op"], ours["case"]) and row is not ours]
+        beside = ", ".join(f"{row['way']} {row['ours_over_this']:.2f}" for row in others)
+        met = {True: "yes", False: "no", None: ""}[ours.get("met")]
+        goal = ours.get("goal", "").replace("|", "\\|")
+        times = f"{ours['median'] * 1e6:.1f}", f"{ours['share']:.0%}"
+        lines.append([f"`{ours['op']}`", ours["case"].replace("->", "→"), *times, beside, goal, met])
+    return with_origin(lines, rows[-1])
+
+
+def decode_markdown(rows: list[Row]) -> str:
+    """A row for each case of bench/decode.py."""
+    lines = [["case", "", "ms", "found", "goal", "met"], ["---", "---", "--:", *["---"] * 3]]
+    for row in rows:
+        digits = ".1%" if row.get("unit") == "%" else ".2f"
+        found = f"{row['value']:{digits}} of {row['of']}" if "value" in row else ""
+        met = {True: "yes", False: "no", None: ""}[row.get("met")]
+        lines.append([row["case"], row["way"], f"{row['median'] * 1e3:.3f}", found, row.get("goal", ""), met])
+    return with_origin(lines, rows[-1])
+
+
 def markdown(rows: list[Row]) -> str:
     """The table of one pair: a row for each configuration, the columns of each temperature side by side."""
     temperatures = sorted({row["temperature"] for row in rows})
@@ -320,12 +356,20 @@ def with_origin(lines: list[list[str]], row: Row) -> str:
     return origin + "\n\n" + "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
+TABLES = {
+    "peers": peers_markdown,
+    "contexts": contexts_markdown,
+    "kernels": kernels_markdown,
+    "decode": decode_markdown,
+}
+
+
 def tables(folders: Iterable[Path]) -> dict[str, list[Row]]:
     """The newest runs of all machines, by the names of their tables."""
     found: dict[str, list[Row]] = {}
     for folder in folders:
         rows = read(folder)
-        for name, run in (end_to_end(rows) | peers(rows) | contexts(rows)).items():
+        for name, run in (end_to_end(rows) | peers(rows) | contexts(rows) | on_gpus(folder, rows)).items():
             found[name] = max(found.get(name, run), run, key=lambda rows: rows[-1].get("date", ""))
     return found
 
@@ -346,7 +390,7 @@ def fill(text: str, runs: dict[str, list[Row]]) -> str:
         asked = {kind: [row for row in rows if not only or row["way"] in only] for kind, rows in asked.items()}
         if name in runs:
             kind = name.split("-")[0]
-            table = {"peers": peers_markdown, "contexts": contexts_markdown}.get(kind, markdown)(asked[""])
+            table = TABLES.get(kind, markdown)(asked[""])
         else:
             table = kinds_markdown(asked)
         start = mark[0][: mark[0].index("\n") + 1]
