@@ -61,7 +61,9 @@ static void mix(int64_t format, int64_t T, const float *p, int64_t row_p, const 
     }
 }
 
-static int in_many(int64_t rows, int64_t format) { return rows >= MANY && format == KEPT_FLOAT32; }
+static int in_many(int64_t rows, int64_t format) {
+    return rows >= MANY && (format == KEPT_FLOAT32 || format == KEPT_FLOAT16);
+}
 
 // Where column c of sequence b stands in a layer's K or V, in rows.
 static int64_t column(const places *p, const pool *kv, int64_t b, int64_t c) {
@@ -167,17 +169,28 @@ static void mask_many(const block *a, int64_t c, int64_t stop, int64_t lanes, fl
     }
 }
 
+// The heads of S columns of K or V as floats, `*row` apart: where they are, or widened in `room`.
+static const float *widened(const block *a, const uint8_t *kept, int64_t S, float *room, int64_t *row) {
+    *row = a->kv.format == KEPT_FLOAT32 ? a->row_k / 4 : a->D;
+    if (a->kv.format == KEPT_FLOAT32) return (const float *)kept;
+    for (int64_t s = 0; s < S; s++)
+        for (int64_t i = 0; i < a->D; i += LANES) store(room + s * a->D + i, halves(kept + s * a->row_k + 2 * i));
+    return room;
+}
+
 // A block of columns after another. When a row's largest score rises, what it has summed is rescaled by a power of two, so
 // the bits do not depend on where blocks begin.
 static void weigh_many(const block *a) {
     const int64_t lanes = lanes_of(a->rows), D = a->D;
-    float *q = a->room, *y = q + lanes * D, *shrink = y + MANY_BLOCK * lanes;
+    float *q = a->room, *y = q + lanes * D, *shrink = y + MANY_BLOCK * lanes, *wide = shrink + lanes;
+    int64_t row;
     spread(a->q, a->rows, D, q);
     for (int64_t i = 0; i < lanes; i++) a->tops[i] = LOWEST, a->ends[i] = 0;
     for (int64_t c = a->start, width; c < a->S; c += width) {
         width = in_page(a->p, c, a->S);
         width = width < MANY_BLOCK ? width : MANY_BLOCK;
-        scores_of_many((const float *)at(a, a->kv.k, c), a->row_k / 4, width, q, lanes, D, y);
+        const float *k = widened(a, at(a, a->kv.k, c), width, wide, &row);
+        scores_of_many(k, row, width, q, lanes, D, y);
         if (a->cap > 0) soften(y, a->cap_scale, a->cap, width * lanes);
         mask_many(a, c, c + width, lanes, y);
         if (raise_many(y, width, lanes, a->scale, a->tops, shrink))
@@ -187,7 +200,8 @@ static void weigh_many(const block *a) {
                 for (int64_t e = 0; e < D; e++) a->sums[i * D + e] *= shrink[i];
             }
         shares_of_many(y, width, lanes, a->tops, a->scale, a->ends);
-        values_of_many(y, (const float *)at(a, a->kv.v, c), a->row_k / 4, width, a->rows, D, a->sums);
+        const float *v = widened(a, at(a, a->kv.v, c), width, wide, &row);
+        values_of_many(y, v, row, width, a->rows, D, a->sums);
     }
 }
 
@@ -231,10 +245,11 @@ static void attend(const state *s, int64_t n, int64_t layer_, int64_t b, int64_t
     }
 }
 
-// Floats of work space for some rows of a sequence.
-int64_t attention_floats(int64_t rows, int64_t D, int64_t wide, int64_t format) {
+// Floats of work space for some rows of a sequence, whatever the format of K and V.
+int64_t attention_floats(int64_t rows, int64_t D, int64_t wide) {
     const int64_t lanes = lanes_of(rows), few = rows * wide + wide + (queries_bytes(rows, D) + 3) / 4;
-    return 2 * rows * D + 2 * lanes + (in_many(rows, format) ? lanes * (D + MANY_BLOCK + 1) : few);
+    const int64_t many = rows < MANY ? 0 : lanes * (D + MANY_BLOCK + 1) + MANY_BLOCK * D;
+    return 2 * rows * D + 2 * lanes + (many > few ? many : few);
 }
 
 void attend_all(const state *s, int64_t first, int64_t N) {

@@ -23,9 +23,7 @@ static int64_t layout(const forward *f, int size, int me, char *base, state *s) 
     most = most > d->F ? most : d->F;
     state r = {.f = f, .few = T == 1 || T * most <= FEW, .wide = longest(f->rows)};
     const int64_t rows = (T < BLOCK_ROWS ? T : BLOCK_ROWS) * heads;
-    int64_t attention = attention_floats(rows, d->D, r.wide, KEPT_FLOAT32), other = attention_floats(rows, d->D, r.wide, KEPT_INT8);
-    const int64_t delta = delta_bytes(d, f->rows);
-    attention = 4 * (attention > other ? attention : other);
+    const int64_t attention = 4 * attention_floats(rows, d->D, r.wide), delta = delta_bytes(d, f->rows);
     const int64_t own = ((attention > delta ? attention : delta) + 63) / 64 * 64;
     const int64_t each = (T * (E + wide) * 4 + rows_bytes(T, most) + 191) / 64 * 64; // stream, normed, forms
 #define TAKE(bytes) (base + (at = (at + 63) / 64 * 64, at += (bytes), at - (bytes)))

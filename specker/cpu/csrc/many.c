@@ -1,4 +1,4 @@
-// Attention of many rows over K and V in float32: lanes are query rows, side by side, so that nothing is added across a
+// Attention of many rows over K and V as floats: lanes are query rows, side by side, so that nothing is added across a
 // register. A score is the 16 partial sums of `dot`, added like `total16`, and everything else is added column by column:
 // a row has the same bits as in attention.c.
 #include "many.h"

@@ -1,5 +1,5 @@
-// The parts of attention of many rows over K and V in float32. Rows stand side by side, `lanes` of them with those that fill
-// the last register, and columns below one another: y [S, lanes].
+// The parts of attention of many rows over K and V in float32, or widened to it. Rows stand side by side, `lanes` of them
+// with those that fill the last register, and columns below one another: y [S, lanes].
 #pragma once
 #include <stdint.h>
 

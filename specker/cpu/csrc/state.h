@@ -63,7 +63,7 @@ static inline rows prepared(const state *s, const matrix *m, const float *x) {
 
 // Of N layers from `first` on, qkv -> mixed: of those that attend, of the convolutions, and of the gated delta nets after
 // them. A convolution ends in qkv if a gated delta net follows.
-int64_t attention_floats(int64_t rows, int64_t D, int64_t wide, int64_t format); // work space of up to so many rows
+int64_t attention_floats(int64_t rows, int64_t D, int64_t wide); // work space of up to so many rows
 void attend_all(const state *s, int64_t first, int64_t N);
 void convolve_all(const state *s, int64_t first, int64_t N);
 void delta_all(const state *s, int64_t first, int64_t N);
