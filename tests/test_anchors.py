@@ -135,7 +135,7 @@ def test_arrivals_and_cancellations(pairs, kind, size):
             prompt, how = running.pop(request)
             assert request.tokens == alone.generate(prompt, **how).tokens
             done += 1
-    assert done > 8
+    assert done > 4  # how many steps a text takes hangs on the clock
 
 
 MIXED = {

@@ -25,7 +25,15 @@ from specker.cpu.layers import (
     serves,
     takes,
 )
-from specker.cpu.library import ACTIVATIONS, available, on_compile, one_torch_thread, problem, team
+from specker.cpu.library import (
+    ACTIVATIONS,
+    available,
+    converts_halves,
+    on_compile,
+    one_torch_thread,
+    problem,
+    team,
+)
 from specker.cpu.packed import Packed
 from specker.kernels.cpu import Backend
 
@@ -42,6 +50,7 @@ __all__ = [
     "Vocabulary",
     "available",
     "clusters",
+    "converts_halves",
     "draft_chain",
     "fits",
     "gumbel",

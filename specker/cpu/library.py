@@ -239,6 +239,11 @@ def available() -> bool:
     return _loaded()[0] is not None
 
 
+def converts_halves() -> bool:
+    """Whether an instruction of the library's level converts float16."""
+    return "f16c" in build.LEVELS[build.level()][0]
+
+
 def problem() -> str | None:
     """Why the library cannot be compiled or loaded, and a remedy; None if it can."""
     return _loaded()[1]

@@ -62,6 +62,7 @@ def head_of(target, folder, **how):
 def load(target, head, **options):
     options = {"strategy": "eagle", "policy": "fixed", "dtype": "float32", "prefix_cache": "off", **options}
     options |= {} if "tree" in options else {"draft_tokens": options.get("draft_tokens", 3)}
+    options = {"kv_dtype": "float32", **options}  # the formula's
     engine = specker.load(str(target), str(head), device="cpu", **options)
     assert engine.drafter.model.stack is not None, "the compiled layers decline this head"
     return engine

@@ -242,7 +242,9 @@ def allocate(model: Model, options: Options, layers: int | None = None, rings: b
     from specker.model.cache import KVCache
 
     kept = kv_dtype(options, model.dtype, model.device)
-    if kept != model.dtype:
+    if options.kv_dtype is None:
+        kept = usual_kv_dtype(model)
+    elif kept != model.dtype:
         check_compiled(options, model)
     page, size, columns = options.page_size, options.batch_size, model.config.max_context + LOOKAHEAD
     pool = size * columns if options.kv_tokens is None or size == 1 else options.kv_tokens
@@ -272,6 +274,16 @@ def kv_dtype(options: Options, dtype: torch.dtype, device: torch.device) -> torc
         needed = "a CPU" if device.type != "cpu" else "a run in float32 or bfloat16"
         raise ValueError(f"{option('kv_dtype', options.kv_dtype)} needs {needed}: K/V of a run {where} is in {own}")
     return asked
+
+
+def usual_kv_dtype(model: Model) -> torch.dtype:
+    """The dtype of K and V by default: float16 where the CPU's compiled layers run the model and the CPU converts it,
+    else the model's."""
+    import torch
+
+    from specker import cpu
+
+    return torch.float16 if model.stack is not None and cpu.converts_halves() else model.dtype
 
 
 def check_compiled(options: Options, model: Model) -> None:
