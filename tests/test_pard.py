@@ -1,6 +1,8 @@
 """PARD: a small model drafts in one pass. Its drafts are those of transformers' model over the text and masks, and they
 change no token."""
 
+from itertools import count
+
 import cases
 import pytest
 import torch
@@ -9,9 +11,10 @@ from make_checkpoint import SLIDING, edit, exact_oracle, make, oracle, oracle_lo
 from pairs import perturbed
 
 import specker
+from specker.integrations.drafts import Drafts
 from specker.kernels.noise import gumbel
-from specker.runtime.engine import draft_cost
 from specker.runtime.control.policy import Budget
+from specker.runtime.engine import draft_cost
 
 MASK = 126
 PROMPTS, COUNTS = [[5, 9, 40], [1], list(range(3, 90)), [7, 7, 2, 8]], [14, 9, 12, 16]
@@ -51,22 +54,26 @@ def assert_drafts(rows, model, text, sampling):
             assert row["probability"] == pytest.approx(best, rel=1e-9)
 
 
-CASES = [(arch, how, "off") for arch in ARCHS for how in SAMPLING] + [("llama", how, "on") for how in SAMPLING]
+CASES = [(arch, how, "host") for arch in ARCHS for how in SAMPLING]
+CASES += [("llama", how, placed) for how in SAMPLING for placed in ("device", "either")]
 
 
-@pytest.mark.parametrize(("arch", "how", "graphs"), CASES)
-def test_drafts_are_those_of_transformers_over_text_and_masks(pairs, monkeypatch, arch, how, graphs):
-    """With rows placed by the host, and by the device once the text is longer than the longest draft."""
+@pytest.mark.parametrize(("arch", "how", "placed"), CASES)
+def test_drafts_are_those_of_transformers_over_text_and_masks(pairs, monkeypatch, arch, how, placed):
+    """With rows placed by the host, by the device once the text is longer than the longest draft, or by both."""
     exact_oracle(monkeypatch)
+    graphs, accepted, turn = "off" if placed == "host" else "on", 0, count()
     model, fast = oracle(pairs[arch][1], torch.float64), load(pairs[arch], draft_tokens=4, graphs=graphs)
-    accepted = 0
+    if placed == "either":
+        fixes = fast.loop.runner.fixes
+        fast.loop.runner.fixes = lambda budget: fixes(budget) and next(turn) // 2 % 2 == 0
     for prompt in PROMPTS:
         out, rows = traced(fast, prompt, 24, **SAMPLING[how])
         assert out.tokens == cases.plain(pairs[arch][0], prompt, 24, **SAMPLING[how])
         assert_drafts(rows, model, prompt + out.tokens, SAMPLING[how])
         assert sum(len(row["draft"]) == 4 for row in rows) > 8
         accepted += out.stats.accepted
-    assert accepted and (fast.loop.launched > 20) == (graphs == "on")
+    assert accepted and (fast.loop.launched > 20) == (placed != "host")
 
 
 WAYS = {
@@ -87,8 +94,8 @@ def test_batches_change_no_token(pairs, monkeypatch, way, how):
     more, options = WAYS[way]
     fast = load(pairs["llama"], more, batch_size=3, **options)
     out, rows = traced(fast, PROMPTS, COUNTS, **SAMPLING[how])
-    for prompt, each, count in zip(PROMPTS, out, COUNTS, strict=True):
-        assert each.tokens == cases.plain(pairs["llama"][0], prompt, count, **SAMPLING[how])
+    for prompt, each, most in zip(PROMPTS, out, COUNTS, strict=True):
+        assert each.tokens == cases.plain(pairs["llama"][0], prompt, most, **SAMPLING[how])
     assert sum(each.stats.drafted for each in out) > 20 and sum(each.stats.accepted for each in out)
     if not more:
         model = oracle(pairs["llama"][1], torch.float64)
@@ -108,13 +115,36 @@ def test_policy_auto_prices_one_pass(pairs):
 
 
 def test_the_draft_ends_at_its_models_context(pairs, tmp_path):
-    target, draft = pairs["llama"]
+    target, _ = pairs["llama"]
     short = make(tmp_path, "llama", layers=1, max_context=32)
     edit(short, ptd_token_id=MASK)  # vLLM's other name
     fast = load((target, short), draft_tokens=6)
     assert fast.drafter.room(30) == 3
-    for prompt, count in (([5, 9, 40], 60), (list(range(40)), 9), (list(range(25)), 9)):
-        assert fast.generate(prompt, count).tokens == cases.plain(target, prompt, count)
+    for prompt, most in (([5, 9, 40], 60), (list(range(40)), 9), (list(range(25)), 9)):
+        assert fast.generate(prompt, most).tokens == cases.plain(target, prompt, most)
+
+
+@pytest.mark.parametrize("graphs", ["off", "on"])
+def test_another_engine_gets_the_same_drafts(pairs, graphs):
+    target, draft = pairs["llama"]
+    out, rows = traced(load((target, draft), draft_tokens=4), PROMPTS[2], 24)
+    drafts = Drafts(target, draft, "draft", device="cpu", dtype="float64", draft_tokens=4, graphs=graphs)
+    text = PROMPTS[2] + out.tokens
+    asked = [row for row in rows if len(row["draft"]) == 4]
+    assert len(asked) > 8
+    assert all(drafts.draft([text[: row["position"]]], 4) == [row["draft"]] for row in asked)
+    assert not drafts.policies.confident
+
+
+def test_pard_2_runs_without_the_targets_hidden_states(pairs, tmp_path):
+    target, draft = pairs["llama"]
+    other = perturbed(draft, tmp_path / "draft", 0.0)
+    edit(other, spd_type="pard2", pard2_target_layers=[2])
+    engines = [load((target, folder), draft_tokens=3) for folder in (draft, other)]
+    assert "a PARD-2 draft without its hidden states" in engines[1].remarks["draft_mode"]
+    assert "draft_mode" not in engines[0].remarks
+    stats = [engine.generate(PROMPTS[0], 20).stats for engine in engines]
+    assert stats[0].accepted == stats[1].accepted and stats[0].drafted == stats[1].drafted
 
 
 def test_other_types_and_quantised_drafts(tmp_path):

@@ -45,7 +45,21 @@ class SmallModel(Strategy):
 
         model = context.draft_model()
         if model.config.pard_token is not None:
+            note_mode(context)
             return ParallelDrafter(model, context.allocate(model), context.head(model), context.depth(self))
         return AutoregressiveDrafter(
             model, context.allocate(model), context.head(model), context.options.width, depth=context.depth(self)
+        )
+
+
+def note_mode(context: DraftContext) -> None:
+    """Say so if a PARD-2 model (arXiv 2605.08632) drafts in its target-independent mode: the projection that reads the
+    target's hidden states is in a file of its own, which is not read."""
+    from specker.checkpoints.parse import read_json
+
+    assert context.draft is not None
+    raw = read_json(context.draft.folder / "config.json", required=False)
+    if raw.get("spd_type") == "pard2" or raw.get("pard2"):
+        context.notes["draft_mode"] = (
+            "drafting with a PARD-2 draft without its hidden states of the target, which is its weaker mode"
         )

@@ -2,7 +2,6 @@
 
 from typing import Protocol
 
-import torch
 from torch import Tensor
 
 from specker.model.cache import KVCache, Rows
