@@ -72,9 +72,12 @@ class DFlash(BlockStrategy):
             if length > most:
                 asked = option(name, options.draft_tokens if name == "draft_tokens" else "{}-{}".format(*own.adl))
                 raise ValueError(f"{asked} is more than this drafter's blocks have: at most {most} tokens in a row")
-        if own.search != "off" and draft.parts.markov is not None:
+        chained = "" if draft.parts.markov is None else "Markov head"
+        chained = "GRU" if draft.parts.markov is not None and draft.parts.markov.kind == "gru" else chained
+        chained = "candidate selector" if draft.parts.selector is not None else chained
+        if own.search != "off" and chained:
             raise ValueError(
-                f"{option('cps', own.search)} does not apply: the drafter's Markov head guesses one token after another"
+                f"{option('cps', own.search)} does not apply: the drafter's {chained} guesses one token after another"
             )
         return replace(options, draft_tokens=options.draft_tokens or most)
 
