@@ -43,8 +43,8 @@ def make_dflash(
 ) -> Path:
     """`target`: config.json of the target. `ids`: of the LM head's rows. `own`: of embed_tokens and lm_head. `markov`:
     the Markov head's rank, `markov_kind`: vanilla, gated or rnn. `confidence`: "", "rows" or "rows and markov".
-    `mask_file`: "", "tensor" or "table". `second`, `gru`: further fields of DFlash2 and Domino. `layer`, `outer`: further fields of the layers' config and of the outer one,
-    None for fields to leave out."""
+    `mask_file`: "", "tensor" or "table". `second`, `gru`: further fields of DFlash2 and Domino. `layer`, `outer`:
+    further fields of the layers' config and of the outer one, None for fields to leave out."""
     random = head_parts.Random(seed)
     Ht, V = target["hidden_size"], target["vocab_size"]
     H, rows = width or Ht, len(ids) if ids else V
