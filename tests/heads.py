@@ -101,7 +101,12 @@ DFLASH = {
         **ZLAB2,
         "second": {"input_embedding_scale": 1.5, "output_multiplier": 0.6, "final_logit_softcapping": 2.0},
     },
-    "dflash2, speculators": {"layout": "dflash2", "outer": {"draft_ffn_type": "dense", "num_experts": 256}},
+    "dflash2, speculators": {
+        "layout": "dflash2",
+        "layers": 3,
+        "layer": WINDOWS,
+        "outer": {"draft_ffn_type": "dense", "num_experts": 256},
+    },
     "domino": DOMINO,
     "domino, own position": {**DOMINO, "gru": {"shift_label": False, "pure_draft_prefix_len": 2}},
     "domino, of SGLang": {
