@@ -86,8 +86,8 @@ def others(tmp_path_factory):
 
 @pytest.mark.parametrize(("target", "way"), cases.one_in(2, OTHERS, ON_OTHERS))
 def test_heads_of_gpt_oss_and_gemma4(others, tmp_path, target, way):
-    """EAGLE heads read the rows of Gemma's embedding as they are, z-lab's first drafters scaled; the soft cap of the target's
-    logits bends neither's."""
+    """EAGLE heads read the rows of Gemma's embedding as they are, z-lab's DFlash drafters scaled; the soft cap of the
+    target's logits bends neither's."""
     (folder, often), (strategy, name, options) = others[target], ON_OTHERS[way]
     how = TABLES[strategy][name]
     head = made(tmp_path / "head", strategy, folder, **how | ({"ids": often} if "ids" in how else {}))

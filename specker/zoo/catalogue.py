@@ -32,6 +32,8 @@ VLLM_DFLASH = "https://github.com/vllm-project/vllm/blob/main/vllm/model_executo
 VICUNA_68M = "https://huggingface.co/double7/vicuna-68m"
 GEMMA = "https://ai.google.dev/gemma/docs/mtp/mtp"
 AMD_135M = "https://huggingface.co/QuantFactory/AMD-Llama-135m-GGUF"
+DFLASH2 = f"{HUB}/z-lab/Qwen3.8-27B-DFlash2"
+DOMINO = f"{HUB}/Huang2020/Qwen3-8B-Domino-b16"
 PARD = "https://github.com/AMD-AGI/PARD"
 VLLM_PARD = "https://docs.vllm.ai/en/latest/features/speculative_decoding/parallel_draft_model/"
 
@@ -100,6 +102,7 @@ KNOWN = (
     Known("Qwen/Qwen3-1.7B", "AngelSlim/Qwen3-1.7B_eagle3", HEAD3, EAGLE),
     Known("Qwen/Qwen3-4B", "AngelSlim/Qwen3-4B_eagle3", HEAD3, EAGLE),
     Known("Qwen/Qwen3-4B", "z-lab/Qwen3-4B-DFlash-b16", BLOCKS, DFLASHES),
+    Known("Qwen/Qwen3-4B", "Huang2020/Qwen3-4B-Domino-b16", BLOCKS, f"{HUB}/Huang2020/Qwen3-4B-Domino-b16"),
     Known("Qwen/Qwen3-4B", "amd/PARD-Qwen3-0.6B", PARALLEL, VLLM_PARD),
     Known("Qwen/Qwen3-4B-Thinking-2507", "Qwen/Qwen3-0.6B", SMALL, VLLM),
     Known("Qwen/Qwen3-8B", "RedHatAI/Qwen3-8B-speculator.eagle3", HEAD3, SPECULATORS),
@@ -108,6 +111,7 @@ KNOWN = (
     Known("Qwen/Qwen3-8B", "Tengyunw/qwen3_8b_eagle3", HEAD3, EAGLE),
     Known("Qwen/Qwen3-8B", "RedHatAI/Qwen3-8B-speculator.dflash", BLOCKS, f"{HUB}/RedHatAI/Qwen3-8B-speculator.dflash"),
     Known("Qwen/Qwen3-8B", "z-lab/Qwen3-8B-DFlash-b16", BLOCKS, DFLASHES),
+    Known("Qwen/Qwen3-8B", "Huang2020/Qwen3-8B-Domino-b16", BLOCKS, DOMINO),
     Known("Qwen/Qwen3-8B", "Qwen/Qwen3-0.6B", SMALL, VLLM),
     Known("Qwen/Qwen3-8B", "amd/PARD-Qwen3-0.6B", PARALLEL, VLLM_PARD),
     Known("Qwen/Qwen3-8B-Base", "Qwen/Qwen3-0.6B-Base", SMALL, LLAMA_CPP),
@@ -146,7 +150,9 @@ KNOWN = (
     Known("Qwen/Qwen3.5-27B", "z-lab/Qwen3.5-27B-DFlash", BLOCKS, DFLASH),
     Known("Qwen/Qwen3.5-35B-A3B", "z-lab/Qwen3.5-35B-A3B-DFlash", BLOCKS, DFLASH),
     Known("Qwen/Qwen3.6-27B", "z-lab/Qwen3.6-27B-DFlash", BLOCKS, f"{HUB}/z-lab/Qwen3.6-27B-DFlash"),
+    Known("Qwen/Qwen3.6-27B", "Huang2020/Qwen3.6-27B-Domino", BLOCKS, f"{HUB}/Huang2020/Qwen3.6-27B-Domino"),
     Known("Qwen/Qwen3.6-35B-A3B", "z-lab/Qwen3.6-35B-A3B-DFlash", BLOCKS, f"{HUB}/z-lab/Qwen3.6-35B-A3B-DFlash"),
+    Known("Qwen/Qwen3.8-27B", "z-lab/Qwen3.8-27B-DFlash2", BLOCKS, DFLASH2),
     Known("google/gemma-4-E2B-it", "google/gemma-4-E2B-it-assistant", ASSISTANT, GEMMA),
     Known("google/gemma-4-E4B-it", "google/gemma-4-E4B-it-assistant", ASSISTANT, GEMMA),
     Known("google/gemma-4-26B-A4B-it", "RedHatAI/gemma-4-26B-A4B-it-speculator.eagle3", HEAD3, SPECULATORS),
