@@ -11,7 +11,8 @@ round itself: a draft, a verify pass over it, and what both do between. Both pro
 
 Decoding is greedy, one text at a time. "same drafts" is the share of transformers' drafts that specker makes at the
 same place of the same text, without those that the end of the text cuts. DeepSeek-V3's MTP has an embedding of 0 at
-position 0 in vLLM, in SGLang and here, and not in transformers; here it has none either, so that drafts can agree. The time begins after the prompt's pass, for which transformers also loads MTP heads.
+position 0 in vLLM, in SGLang and in specker, but not in transformers; here it has none in either, so that drafts can
+agree. The time begins after the prompt's pass, for which transformers also loads MTP heads.
 """
 
 import json
