@@ -69,6 +69,7 @@ EAGLE |= {
 }
 WINDOWS = {"layer_types": [SLIDING, FULL, SLIDING], "sliding_window": 12, "use_sliding_window": True}
 BLOCK, SPARK = {"layout": "dflash", "ids": OFTEN}, {"layout": "dspark", "ids": OFTEN, "markov": 6}
+ZLAB2, DOMINO = {"layout": "zlab2"}, {"layout": "domino", "gru": {"shift_label": True}}
 BOTH = {"confidence": "rows and markov"}
 DFLASH = {
     "z-lab": ZLAB,
@@ -88,6 +89,32 @@ DFLASH = {
     "z-lab, biases": {**ZLAB, "bias": True},
     "z-lab, windows": {**ZLAB, "layers": 3, "layer": WINDOWS},
     "z-lab, soft cap": {**ZLAB, "outer": {"final_logit_softcapping": 1.5}},
+    "dflash2": ZLAB2,
+    "dflash2, wide": {
+        **ZLAB2,
+        "layers": 3,
+        "layer": WINDOWS,
+        "size": 8,
+        "second": {"conv_kernel_size": 3, "conv_group_size": 4, "selector_top_k": 16},
+        "outer": {"is_causal": False},
+    },
+    "dflash2, factors": {
+        **ZLAB2,
+        "second": {"input_embedding_scale": 1.5, "output_multiplier": 0.6, "final_logit_softcapping": 2.0},
+    },
+    "dflash2, speculators": {
+        "layout": "dflash2",
+        "layers": 3,
+        "layer": WINDOWS,
+        "outer": {"draft_ffn_type": "dense", "num_experts": 256},
+    },
+    "domino": DOMINO,
+    "domino, own position": {**DOMINO, "gru": {"shift_label": False, "pure_draft_prefix_len": 2}},
+    "domino, of SGLang": {
+        **DOMINO,
+        "outer": {"architectures": ["DFlashDraftModel"]},
+        "gru": {"projector_type": "domino", "shift_label": True, "pure_draft_prefix_len": 0},
+    },
     "dflash": BLOCK,
     "dflash, every id": {"layout": "dflash"},
     "another width": {**BLOCK, "width": 24, "heads": (3, 1, 8)},

@@ -1,7 +1,8 @@
-"""Random drafters of blocks in the layouts of z-lab (DFlash), DeepSpec (DSpark) and speculators (both); and what they
-compute, as an independent formula in float64."""
+"""Random drafters of blocks in the layouts of z-lab (DFlash, DFlash2), SpecForge (Domino), DeepSpec (DSpark) and
+speculators (DFlash, DFlash2, DSpark); and what they compute, as an independent formula in float64."""
 
 import math
+from collections.abc import Callable
 from pathlib import Path
 
 import head_parts
@@ -9,7 +10,10 @@ import torch
 from torch import Tensor
 
 IDS = [1, 4, 6]  # z-lab and DeepSpec: outputs of these layers
-NESTED = "dflash", "dspark"
+NESTED = "dflash", "dflash2", "dspark"
+FLAT = {"zlab": "DFlashDraftModel", "zlab2": "DFlash2DraftModel", "domino": "DominoDraftModel"}
+SECOND = {"conv_kernel_size": 2, "conv_group_size": 8, "selector_rank": 6, "selector_top_k": 5}
+GRU = {"emb_dim": 12, "gru_hidden_dim": 10, "pure_draft_prefix_len": 1}
 
 
 def make_dflash(
@@ -31,18 +35,20 @@ def make_dflash(
     markov_kind: str = "vanilla",
     confidence: str = "",
     mask_file: str = "",
+    second: dict | None = None,
+    gru: dict | None = None,
     seed: int = 0,
     layer: dict | None = None,
     outer: dict | None = None,
 ) -> Path:
     """`target`: config.json of the target. `ids`: of the LM head's rows. `own`: of embed_tokens and lm_head. `markov`:
     the Markov head's rank, `markov_kind`: vanilla, gated or rnn. `confidence`: "", "rows" or "rows and markov".
-    `mask_file`: "", "tensor" or "table". `layer`, `outer`: further fields of the layers' config and of the outer one,
-    None for fields to leave out."""
+    `mask_file`: "", "tensor" or "table". `second`, `gru`: further fields of DFlash2 and Domino. `layer`, `outer`:
+    further fields of the layers' config and of the outer one, None for fields to leave out."""
     random = head_parts.Random(seed)
     Ht, V = target["hidden_size"], target["vocab_size"]
     H, rows = width or Ht, len(ids) if ids else V
-    own = (() if layout == "zlab" else ("embed_tokens", "lm_head")) if own is None else own
+    own = (() if layout in FLAT else ("embed_tokens", "lm_head")) if own is None else own
     layer_ids = layer_ids or IDS
     x = {"fc.weight": random.matrix(H, len(layer_ids) * Ht), "hidden_norm.weight": random.norm(H)}
     for p in (f"layers.{i}." for i in range(layers)):
@@ -66,13 +72,32 @@ def make_dflash(
     if confidence:
         x["confidence_head.proj.weight"] = random.matrix(1, H + markov * (confidence == "rows and markov"))
         x["confidence_head.proj.bias"] = random.normal(1)
-    more = {"model_type": "qwen3", "tie_word_embeddings": layout == "zlab", **(layer or {})}
+    special: dict = {}
+    if layout in ("zlab2", "dflash2"):
+        special = SECOND | (second or {})
+        taps, groups = special["conv_kernel_size"], H // special["conv_group_size"]
+        for p in (f"layers.{i}.{part}_conv." for i in range(layers) for part in ("attention", "mlp")):
+            x[f"{p}base_kernel"] = random.normal(2, taps, H) * 0.4
+            x[f"{p}base_kernel"][:, 0] += 1
+            x[f"{p}kernel_projection.weight"] = 0.5 * random.matrix(2 * taps * groups, H)
+        for name in ("predecessor", "successor"):
+            x[f"candidate_selector.{name}_codebook"] = random.normal(V, special["selector_rank"])
+        x["candidate_selector.hidden_projection.weight"] = random.matrix(special["selector_rank"], H)
+    elif layout == "domino":
+        special = GRU | (gru or {})
+        S, r = special["gru_hidden_dim"], special["emb_dim"]
+        x |= {
+            "prefix_gru.weight_ih_l0": 2 * random.matrix(3 * S, H),
+            "prefix_gru.weight_hh_l0": random.matrix(3 * S, S),
+        }
+        x |= {"embed_proj.0.weight": 2 * random.matrix(r, H + S), "embed_proj.2.weight": 2 * random.matrix(V, r)}
+    more = {"model_type": "qwen3", "tie_word_embeddings": layout in FLAT, **(layer or {})}
     own_fields = head_parts.layer_config(H, inner, heads, layers, V, bias, **more)
     raw: dict = {}
-    if layout == "zlab":
-        raw = own_fields | {"architectures": ["DFlashDraftModel"], "auto_map": {"AutoModel": "dflash.DFlashDraftModel"}}
+    if layout in FLAT:
+        raw = own_fields | {"architectures": [FLAT[layout]], "auto_map": {"AutoModel": "dflash.DFlashDraftModel"}}
         raw |= {"block_size": size, "num_target_layers": target["num_hidden_layers"], "dtype": "bfloat16"}
-        raw["dflash_config"] = {"mask_token_id": mask, "target_layer_ids": layer_ids}
+        raw["dflash_config"] = {"mask_token_id": mask, "target_layer_ids": layer_ids, **special}
     elif layout == "deepspec":
         raw = own_fields | {"architectures": ["Qwen3DSparkModel"], "num_target_layers": target["num_hidden_layers"]}
         raw |= {"block_size": size, "mask_token_id": mask, "target_layer_ids": layer_ids, "num_anchors": 512}
@@ -80,6 +105,7 @@ def make_dflash(
         raw = {"speculators_model_type": layout, "transformer_layer_config": own_fields, "draft_vocab_size": rows}
         raw |= {"architectures": ["DFlashSpeculator"], "block_size": size, "mask_token_id": mask}
         raw |= {"aux_hidden_state_layer_ids": [n + 1 for n in layer_ids], "sample_from_anchor": layout == "dspark"}
+        raw |= special
     if layout in ("deepspec", "dspark"):
         raw |= {"markov_rank": markov, "enable_confidence_head": bool(confidence), "markov_head_type": markov_kind}
         raw["confidence_head_with_markov"] = confidence == "rows and markov"
@@ -101,18 +127,21 @@ class Formula(head_parts.Formula):
         """`embedding`, `head`: the target's, for drafters that use them. `scale`: of its embedding; speculators'
         drafters use the rows as they are."""
         super().__init__(folder)
-        scaled = embedding.double() * (1.0 if "speculators_model_type" in self.raw else scale)
+        inner = self.raw.get("dflash_config", {})
+        self.flat = self.raw | inner
+        plain = "speculators_model_type" in self.raw or "selector_rank" in self.flat
+        scaled = embedding.double() * (1.0 if plain else scale) * self.flat.get("input_embedding_scale", 1.0)
         self.embedding = self.x.get("embed_tokens.weight", scaled)
         self.head = self.x.get("lm_head.weight", head.double())
         raw = self.raw
-        inner = raw.get("dflash_config", {})
         mask = self.embedding[inner.get("mask_token_id", raw.get("mask_token_id"))]
         if (folder / "mask_embedding.pt").is_file():
             saved = torch.load(folder / "mask_embedding.pt", weights_only=True)
             mask = (saved["embedding"] if isinstance(saved, dict) else saved).double().flatten()
-        self.mask, self.causal = mask, inner.get("causal")
+        self.mask, self.causal = mask, raw.get("is_causal", inner.get("causal"))
         dspark = raw.get("speculators_model_type") == "dspark" or raw["architectures"] == ["Qwen3DSparkModel"]
         self.following = inner.get("sample_from_anchor", raw.get("sample_from_anchor", dspark))
+        self.following = inner.get("shift_label", self.following)
 
     def rows(self, taps: list[Tensor], root: int, drafts: int) -> Tensor:
         """The target's rows [T, Ht] of all tokens but the root at each depth -> the block's normed rows that predict
@@ -123,16 +152,35 @@ class Formula(head_parts.Formula):
         h = torch.stack([self.embedding[root]] + [self.mask] * (B - 1))
         for i in range(self.c["num_hidden_layers"]):
             p = f"layers.{i}."
-            h = h + self.attention(self.rms(h, x[f"{p}input_layernorm.weight"]), c, p, i, T)
-            h = h + self.mlp(self.rms(h, x[f"{p}post_attention_layernorm.weight"]), p)
+            y, after = self.convolved(self.rms(h, x[f"{p}input_layernorm.weight"]), f"{p}attention_conv.")
+            h = h + after(self.attention(y, c, p, i, T))
+            y, after = self.convolved(self.rms(h, x[f"{p}post_attention_layernorm.weight"]), f"{p}mlp_conv.")
+            h = h + after(self.mlp(y, p))
         return self.rms(h, x["norm.weight"])[-drafts:]
+
+    def convolved(self, u: Tensor, p: str) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
+        """A sublayer's input, made of its normed rows u [B, H], and what becomes of its output; `p`: of the names."""
+        if f"{p}base_kernel" not in self.x:
+            return u, lambda y: y
+        base, C = self.x[f"{p}base_kernel"], self.flat["conv_group_size"]
+        kernels = (u @ self.x[f"{p}kernel_projection.weight"].T).view(len(u), *base.shape[:2], -1)
+
+        def side(rows: Tensor, n: int) -> Tensor:
+            out = torch.zeros_like(rows)
+            for i in range(len(rows)):
+                for tap in range(min(base.shape[1], i + 1)):
+                    out[i] += (base[n, tap] + kernels[i, n, tap].repeat_interleave(C)) * rows[i - tap]
+            return out
+
+        return side(u, 0), lambda y: side(y, 1)
 
     def attention(self, y: Tensor, c: Tensor, p: str, layer: int, T: int) -> Tensor:
         B, q = len(y), self.project(y, p, "q", T)
         k, v = (torch.cat((self.project(c, p, name), self.project(y, p, name, T))) for name in "kv")
         sliding = self.c.get("layer_types", {})
         sliding = bool(sliding) and sliding[layer] == "sliding_attention"
-        causal = (sliding and not self.raw.get("sliding_window_non_causal")) if self.causal is None else self.causal
+        aside = self.raw.get("sliding_window_non_causal", self.raw.get("speculators_model_type") == "dflash2")
+        causal = (sliding and not aside) if self.causal is None else self.causal
         seen = torch.ones(B, T + B, dtype=torch.bool)
         for row in range(B):
             if causal:
@@ -156,9 +204,14 @@ class Formula(head_parts.Formula):
         tokens, scores, sure = [], [], []
         state = None
         for row, normed in enumerate(h):
-            z = self.head @ normed
-            if cap := self.raw.get("final_logit_softcapping"):
+            z = self.head @ normed * self.flat.get("output_multiplier", 1.0)
+            if cap := self.flat.get("final_logit_softcapping"):
                 z = cap * (z / cap).tanh()
+            if "prefix_gru.weight_ih_l0" in x:
+                state = self.gru(before, torch.zeros(x["prefix_gru.weight_hh_l0"].shape[1]).double(), state)
+                if row >= self.flat["pure_draft_prefix_len"]:
+                    y = x["embed_proj.0.weight"] @ torch.cat((normed, state))
+                    z = z + x["embed_proj.2.weight"] @ (y * torch.sigmoid(y))
             latent = x["markov_head.markov_w1.weight"][before] if "markov_head.markov_w1.weight" in x else None
             if latent is not None:
                 found, state = self.markov(normed, latent, torch.zeros_like(latent) if state is None else state)
@@ -169,11 +222,30 @@ class Formula(head_parts.Formula):
                 sure.append(float(torch.sigmoid(w @ features + x["confidence_head.proj.bias"][0])))
             z = z / temperature
             z = z if noise is None else z + noise[row, self.ids()]
+            if "candidate_selector.hidden_projection.weight" in x:
+                z = self.selected(z, normed, before, temperature)
             best = int(z.argmax())
             scores.append(float(z.log_softmax(-1)[best]))
             before = int(self.ids()[best])
             tokens.append(before)
         return tokens, scores, sure
+
+    def gru(self, token: int, zeros: Tensor, state: Tensor | None) -> Tensor:
+        """The next state of a GRU without biases, as in torch.nn.GRU."""
+        h = zeros if state is None else state
+        given = (self.x["prefix_gru.weight_ih_l0"] @ self.embedding[token]).chunk(3)
+        own = (self.x["prefix_gru.weight_hh_l0"] @ h).chunk(3)
+        reset, update = (torch.sigmoid(a + b) for a, b in zip(given[:2], own[:2], strict=True))
+        return (1 - update) * torch.tanh(given[2] + reset * own[2]) + update * h
+
+    def selected(self, z: Tensor, normed: Tensor, before: int, temperature: float) -> Tensor:
+        """Perturbed logits z [V] with what the selector adds to the best of them; -inf for the others."""
+        x, best = self.x, z.topk(self.flat["selector_top_k"]).indices
+        asked = x["candidate_selector.predecessor_codebook"][before] * (
+            x["candidate_selector.hidden_projection.weight"] @ normed
+        )
+        added = x["candidate_selector.successor_codebook"][best] @ asked / temperature
+        return torch.full_like(z, -math.inf).index_copy(0, best, z[best] + added)
 
     def markov(self, row: Tensor, latent: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
         """What w2 is applied to, and the next state, both [r]. `row` [H]: the block's normed row; `latent` [r]: w1 of

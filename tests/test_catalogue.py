@@ -87,6 +87,9 @@ def test_the_strategy_decides_between_a_head_and_a_small_model() -> None:
     assert choose("google/gemma-4-E4B-it").strategy == usual("google/gemma-4-E4B-it", "auto", {}) == "mtp"
     small = choose("Qwen/Qwen3-8B", "draft")
     assert small.draft == "Qwen/Qwen3-0.6B" and choose("Qwen/Qwen3-8B", "easyspec") is small
+    pard = choose("deepseek-ai/DeepSeek-R1-Distill-Qwen-7B")
+    assert pard.draft == "amd/PARD-DeepSeek-R1-Distill-Qwen-1.5B" and pard.strategy == "draft"
+    assert not pard.serves("easyspec") and pard.serves("draft")
     assert "because strategy 'draft' drafts with it" in catalogue.reason(small, "draft")
     assert usual("Qwen/Qwen3-8B", "auto", {}) == "eagle"
     assert usual("Qwen/Qwen3-8B", "auto", {"load": "dummy"}) == "draft"

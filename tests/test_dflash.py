@@ -9,11 +9,15 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from heads import FULL, OFTEN, SLIDING, TEXT, ZLAB, assert_drafts, changed, hidden, made, traced
+from heads import DOMINO, FULL, OFTEN, SLIDING, TEXT, ZLAB, ZLAB2, assert_drafts, changed, hidden, made, traced
 from make_checkpoint import make
+from make_dflash import SECOND
 
 import specker
+from specker import cpu
 from specker.kernels.noise import gumbel_at
+from specker.model.sampling import Draws, pack
+from specker.options import Sampling
 from specker.runtime.round.drafter import path_length
 from specker.runtime.strategies.blocks.ngram import NGram, NGramCounts
 from specker.runtime.strategies.blocks.ngram import read as read_ngram
@@ -37,7 +41,7 @@ def drafted(engine, rows, text):
             yield row, [depth[: row["position"] - 1] for depth in taps], text[: row["position"]]
 
 
-@pytest.mark.parametrize("name", ["dflash", "dspark"])
+@pytest.mark.parametrize("name", ["dflash", "dspark", "dflash2, factors", "domino"])
 def test_sampled_drafts_are_ranked_under_the_noise_of_the_targets_draws(heads, name):
     head, how = heads("dflash", name), {"temperature": 0.7, "seed": 5}
     engine = head.load()
@@ -52,6 +56,13 @@ def test_sampled_drafts_are_ranked_under_the_noise_of_the_targets_draws(heads, n
         size = len(row["draft"])
         noise = gumbel_at(5, len(before) - 1 + torch.arange(size), every.expand(size, -1)).double()
         assert row["draft"] == formula.block(taps, before, size, 0.7, noise)[0]
+
+
+def test_noisy_logits_of_each_text_are_divided_by_its_temperature():
+    each = [Sampling(), Sampling(temperature=0.7, seed=3)]
+    both = Draws.of(each, torch.stack([pack(s) for s in each]), True)
+    assert both.heat().tolist() == [1.0, 0.7]
+    assert [Draws.one(s).heat() for s in each] == [1.0, 0.7]
 
 
 @pytest.mark.parametrize("kind", ["confidence head", "probability"])
@@ -84,7 +95,7 @@ def test_a_scaled_embedding_of_the_target(tmp_path):
     assert assert_drafts(engine, head.formula(engine), rows, TEXT + out.tokens) > 1
 
 
-@pytest.mark.parametrize("how", [{"layout": "deepspec", "markov": 6}, ZLAB])
+@pytest.mark.parametrize("how", [{"layout": "deepspec", "markov": 6}, ZLAB, ZLAB2, DOMINO])
 def test_a_trimmed_head_drafts_the_best_of_its_rows(tmp_path, how):
     head = made(tmp_path / "drafter", "dflash", **how)
     engine = head.load("+vocabtrim", vocab_keep=40, vocab_text=0, vocab_learn="off")
@@ -214,17 +225,26 @@ def test_the_measured_policy_drafts_after_a_warm_up(heads, name, graphs):
 def test_other_types_and_quantised_drafters(tmp_path, dtype, quantize):
     """With sizes that the CPU's compiled layers run."""
     target = make(tmp_path / "target", layers=4, hidden=64, heads=2, kv_heads=1, head_dim=64, ffn=128, max_context=128)
-    how = {"layout": "dspark", "ids": OFTEN, "markov": 32, "confidence": "rows and markov", "layer_ids": [0, 1]}
-    head = made(tmp_path / "drafter", "dflash", target, heads=(2, 1, 64), inner=128, **how)
-    engine = head.load(dtype=dtype, draft_quantize=quantize)
-    out = engine.generate(TEXT, 24)
-    assert engine.check(TEXT, out, 24).identical and out.stats.drafted > 24
+    spark = {"layout": "dspark", "ids": OFTEN, "markov": 32, "confidence": "rows and markov"}
+    for name, how in {"dspark": spark, "dflash2": ZLAB2, "domino": DOMINO}.items():
+        head = made(tmp_path / name, "dflash", target, heads=(2, 1, 64), inner=128, layer_ids=[0, 1], **how)
+        engine = head.load(dtype=dtype, draft_quantize=quantize)
+        out = engine.generate(TEXT, 24)
+        assert engine.check(TEXT, out, 24).identical and out.stats.drafted > 24
+        if quantize is None and cpu.available():
+            assert (engine.drafter.model.stack is None) == (name == "dflash2")
 
 
 BAD = {
     "another width": ({"target_hidden_size": 32}, "a drafter for a target of width 32, and the target has 64"),
     "other layers": ({"num_target_layers": 36}, "a drafter for a target with 36 layers, and the target has 8"),
-    "another kind": ({"speculators_model_type": "eagle3"}, "of type 'eagle3'; dflash reads dflash and dspark"),
+    "another kind": ({"speculators_model_type": "eagle3"}, "of type 'eagle3'; dflash reads dflash, dflash2, dspark"),
+    "a size that is missing": ({"speculators_model_type": "dflash2"}, "conv_group_size must be a whole number from 1"),
+    "a mixture": ({"speculators_model_type": "dflash2", "draft_ffn_type": "moe"}, "of type 'moe'; specker reads dense"),
+    "kept rows of DFlash2": (
+        {"speculators_model_type": "dflash2", **SECOND},
+        "has a head of 3 rows; a drafter of kind dflash2 needs every id",
+    ),
     "unknown field": ({"gating": 2}, "the field 'gating', which specker does not know there"),
     "a field of the layers": (
         {"sliding_window": 2048},
@@ -275,6 +295,22 @@ def test_a_head_that_the_target_cannot_replace_is_refused(usual, tmp_path):
 
 
 LAYERS = {
+    "groups that leave a rest": (
+        {"layout": "zlab2", "outer": {"dflash_config": {**SECOND, "mask_token_id": 5, "conv_group_size": 48}}},
+        "conv_group_size 48 of .* must divide its width 64",
+    ),
+    "a factor of 0": (
+        {"layout": "zlab2", "second": {"output_multiplier": 0}},
+        "output_multiplier of .* must be a number above 0, got 0",
+    ),
+    "another projector": (
+        {"outer": {"dflash_config": {"mask_token_id": 5, "projector_type": "dspark"}}},
+        "a DFlashDraftModel with projector_type 'dspark'; specker reads dflash, domino, causal_v5",
+    ),
+    "a plain Domino": (
+        {"layout": "domino", "gru": {"projector_type": "dflash"}},
+        "a DominoDraftModel with projector_type 'dflash'",
+    ),
     "another architecture": (
         {"outer": {"architectures": ["DSparkDraftModel"]}},
         "its architecture is DSparkDraftModel",
@@ -294,7 +330,7 @@ LAYERS = {
 def test_flat_configs_that_do_not_fit_are_refused(tmp_path, way):
     how, says = LAYERS[way]
     with pytest.raises(ValueError, match=says):
-        made(tmp_path / "drafter", "dflash", **ZLAB, **how).load()
+        made(tmp_path / "drafter", "dflash", **(ZLAB | how)).load()
 
 
 MASKS = {
@@ -336,3 +372,9 @@ def test_options_that_do_not_apply_are_refused(usual, way):
 def test_a_markov_head_is_not_searched(spark, cps):
     with pytest.raises(ValueError, match=f"cps='{cps}' does not apply: the drafter's Markov head guesses one token"):
         spark.load(cps=cps)
+
+
+@pytest.mark.parametrize(("name", "what"), [("dflash2", "candidate selector"), ("domino", "GRU")])
+def test_what_chooses_one_token_after_another_is_not_searched(heads, name, what):
+    with pytest.raises(ValueError, match=f"the drafter's {what} guesses one token after another"):
+        heads("dflash", name).load(cps="chain")

@@ -68,6 +68,7 @@ ON_OTHERS = {
     "eagle1": ("eagle", "eagle1", {}),
     "parallel": ("eagle", "parallel, the target's embedding", {}),
     "z-lab": ("dflash", "z-lab, soft cap", {}),
+    "dflash2": ("dflash", "dflash2", {}),
     "speculators' dflash": ("dflash", "dflash, the target's embedding", {"graphs": "on"}),
 }
 
@@ -85,8 +86,8 @@ def others(tmp_path_factory):
 
 @pytest.mark.parametrize(("target", "way"), cases.one_in(2, OTHERS, ON_OTHERS))
 def test_heads_of_gpt_oss_and_gemma4(others, tmp_path, target, way):
-    """EAGLE heads read the rows of Gemma's embedding as they are, z-lab's drafters scaled; the soft cap of the target's
-    logits bends neither's."""
+    """EAGLE heads read the rows of Gemma's embedding as they are, z-lab's DFlash drafters scaled; the soft cap of the
+    target's logits bends neither's."""
     (folder, often), (strategy, name, options) = others[target], ON_OTHERS[way]
     how = TABLES[strategy][name]
     head = made(tmp_path / "head", strategy, folder, **how | ({"ids": often} if "ids" in how else {}))
@@ -122,7 +123,7 @@ def test_hidden_rows_of_gpt_oss_and_gemma4_are_those_of_transformers(others, mon
         *cases.one_in(
             2,
             ["dflash"],
-            ["z-lab", "dflash", "dspark", "deepspec, recurrent"],
+            ["z-lab", "dflash", "dspark", "deepspec, recurrent", "dflash2", "domino"],
             ["device only", "host first", "device first"],
         ),
     ],
@@ -166,6 +167,10 @@ WAYS: dict[str, tuple] = {  # strategy, layout, rest of the strategy, options
     "dspark": ("dflash", "dspark", "", {}),
     "dspark+lookup": ("dflash", "dspark", "+lookup", {}),
     "dspark, plus-minus-one": ("dflash", "dspark", "", {"policy": "plus-minus-one"}),
+    "dflash2": ("dflash", "dflash2, wide", "", {}),
+    "dflash2+lookup": ("dflash", "dflash2", "+lookup", {}),
+    "dflash2, draft-and-verify": ("dflash", "dflash2", "", {"policy": "draft-and-verify"}),
+    "domino": ("dflash", "domino", "", {}),
     "dflash+vocabtrim": ("dflash", "deepspec, recurrent", "+vocabtrim", {**TRIM, "vocab_learn": "off"}),
     "mtp": ("mtp", "mimo", "", {}),
     "mtp+lookup": ("mtp", "mimo", "+lookup", {}),

@@ -31,6 +31,12 @@ MOST = {
     "hidden_size_per_layer_input": 1 << 20,
     "vocab_size_per_layer_input": 1 << 24,
     "top_k_experts": 1 << 12,
+    "conv_kernel_size": 1 << 6,
+    "conv_group_size": 1 << 20,
+    "selector_rank": 1 << 16,
+    "selector_top_k": 1 << 6,
+    "emb_dim": 1 << 20,
+    "gru_hidden_dim": 1 << 20,
 }
 EXPERTS = 1 << 17  # of all layers together
 SIZES = "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size"

@@ -118,6 +118,7 @@ def parse_config(
         fused=its.fused,
         norm_offset=its.norm_offset,
         shares=_shares(raw, bool(hf.tie_word_embeddings)),
+        pard_token=None if diffusion else _pard_token(raw),
     )
     return config, ropes
 
@@ -274,6 +275,17 @@ def _diffusion(raw: dict[str, Any], arch: str, wanted: bool | None) -> tuple[boo
             f"a bidirectional {arch} needs mask_token_id in config.json, an id below vocab_size; it is {mask}"
         )
     return diffusion, mask
+
+
+def _pard_token(raw: dict[str, Any]) -> int | None:
+    """The mask token of a PARD draft, which AMD's checkpoints name `pard_token` (-1: none) and vLLM also reads as
+    `ptd_token_id`."""
+    token = raw.get("pard_token", raw.get("ptd_token_id"))
+    if token is None or token == -1:
+        return None
+    if type(token) is not int or not 0 <= token < raw["vocab_size"]:
+        raise CheckpointError(f"pard_token must be an id below vocab_size {raw['vocab_size']}, got {short(token)}")
+    return token
 
 
 def _shares(raw: dict[str, Any], tied: bool) -> tuple[str, ...]:

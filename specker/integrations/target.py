@@ -115,7 +115,8 @@ def drafter_for(
     history = AcceptanceHistory(Costs(lambda budget: draft_cost(budget, target_checkpoint, draft_checkpoint, 0.0)))
     apart = own is not None and own.layer.ple > 0  # its table is on the host
     fixed = where.type == "cuda" and kind != torch.float64 and not apart if o.graphs is None else o.graphs == "on"
-    policies = PolicyContext(o, config.num_layers, family, history, 0.0, where.type == "cpu")
+    reads = where.type == "cpu" and method.stepwise(draft_checkpoint)
+    policies = PolicyContext(o, config.num_layers, family, history, 0.0, reads)
     return Foreign(drafter, config, policies, where, fixed)
 
 

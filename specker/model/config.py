@@ -202,6 +202,7 @@ class ModelConfig:
     fused: bool = False  # the checkpoint has q, k and v as one matrix, and gate and up as one (Phi-3)
     norm_offset: float = 0.0  # added to the weights of all RMSNorms when they are read (Gemma's lack it)
     shares: tuple[str, ...] = ()  # the target's tensors that this draft uses: embed_tokens, lm_head or both
+    pard_token: int | None = None  # the mask token of a causal model that drafts in one pass (PARD)
 
     def kv(self, layer: int) -> KV:
         """The heads of K and V of a layer that attends."""

@@ -325,7 +325,7 @@ def run_layers(
             mixed = mix(mixer, w, kept_here, normed, batch.paths, linear, eps)
             added = _added(model, linear, mixed, w.o, None, few and not after)
         elif normed.numel():
-            mixed = _attended(model, linear, normed, w, rope, kept_here, batch, sliding_window, few)
+            mixed = attended(model, linear, normed, w, rope, kept_here, batch, sliding_window, few)
             if several:
                 added = linear(mixed.view(*normed.shape[:2], -1), w.o, w.o_bias)
             else:
@@ -340,7 +340,7 @@ def run_layers(
             else:
                 hidden, normed = _entering(hidden, delta, mlp.norm_post, eps, own)
             if mlp.router is None:
-                up = _gated(partial(linear, normed, mlp.gate_up, mlp.gate_up_bias), layer.activation)
+                up = gate_times_up(partial(linear, normed, mlp.gate_up, mlp.gate_up_bias), layer.activation)
                 delta = _added(model, linear, up, mlp.down, mlp.down_bias, few and not after)
             elif mlp.beside is not None:
                 delta, starts = _mixed_beside(model, linear, hidden, normed, mlp, batch.idle)
@@ -375,7 +375,7 @@ def _apart(model: Model, hidden: Tensor) -> tuple[Tensor, Tensor]:
     return hidden[:, :E].contiguous(), hidden[:, E:].unflatten(1, (-1, P))
 
 
-def _attended(
+def attended(
     model: Model,
     linear: Callable[..., Tensor],
     normed: Tensor,
@@ -445,7 +445,7 @@ def _whole_norms(qkv: Tensor, w: Attention, eps: float) -> Tensor:
     return torch.cat((q, k, v), -1)
 
 
-def _gated(gate_up: Callable[..., Tensor], activation: str) -> Tensor:
+def gate_times_up(gate_up: Callable[..., Tensor], activation: str) -> Tensor:
     """The feed-forward's gate times its up projection, [.., F]. `gate_up`: the product with both, [.., 2 F], which has
     epilogues for some activations."""
     if activation in GATES.values():
@@ -469,7 +469,7 @@ def _mixed(
     by = rule.scoring, mlp.router_bias, rule.scale, rule.eps
     experts, scores, order, starts = expert_route(logits, rule.chosen, rule.normalised, idle, *by)
     of = partial(expert_linear, x, mlp.gate_up, experts, order, starts, bias=mlp.gate_up_bias)
-    up = _gated(of, layer.activation)
+    up = gate_times_up(of, layer.activation)
     epilogue = "split" if few and model.ranks is None and mlp.shared is None else "sum"
     y = expert_linear(up, mlp.down, experts, order, starts, epilogue, scores, mlp.down_bias)
     return (y if mlp.shared is None else y + _beside(linear, x, mlp.shared, layer.activation)), starts
@@ -490,7 +490,7 @@ def _mixed_beside(
     experts, scores, order, starts = expert_route(logits, rule.chosen, rule.normalised, idle)
     scores = scores * own.scale.to(scores.dtype)[experts]
     x = _normed(hidden, own.experts, eps)
-    up = _gated(partial(expert_linear, x, mlp.gate_up, experts, order, starts), layer.activation)
+    up = gate_times_up(partial(expert_linear, x, mlp.gate_up, experts, order, starts), layer.activation)
     mixed = expert_linear(up, mlp.down, experts, order, starts, "sum", scores)
     dense = _beside(linear, normed, mlp.shared, layer.activation)
     return _normed(dense, own.shared, eps) + _normed(mixed, own.mixed, eps), starts
@@ -498,7 +498,7 @@ def _mixed_beside(
 
 def _beside(linear: Callable[..., Tensor], x: Tensor, shared: Shared, activation: str) -> Tensor:
     """The expert that every row of x [T, E] reads: sigmoid(gate x) * down(act(gate x) * up x), or without this gate."""
-    y = linear(_gated(partial(linear, x, shared.gate_up), activation), shared.down)
+    y = linear(gate_times_up(partial(linear, x, shared.gate_up), activation), shared.down)
     return y if shared.gate is None else y * torch.sigmoid(linear(x, shared.gate))
 
 

@@ -1,4 +1,5 @@
-"""Drafters that guess a block in one pass and read the target's hidden states (DFlash, arXiv 2602.06036, and DSpark).
+"""Drafters that guess a block in one pass and read the target's hidden states: DFlash (arXiv 2602.06036), DFlash2,
+DSpark and Domino (arXiv 2605.29707).
 
 A column of the drafter's cache belongs to a committed token. Its K and V come from the target's rows of that token at
 several depths, side by side in g, without a pass through the drafter's layers:
@@ -18,11 +19,25 @@ estimates how likely the target is to accept the token:
     gated    b = sigmoid(W [h | e]) e
     rnn      b = tanh(o),  s <- sigmoid(g) s + (1 - sigmoid(g)) tanh(c),  g, c, o = W [s | e | h],  s = 0 at the root
 
-W has a bias (deepseek-ai/DeepSpec, deepspec/modeling/dspark/markov_head.py).
+W has a bias (deepseek-ai/DeepSpec, deepspec/modeling/dspark/markov_head.py). Domino's bias depends on all tokens since
+the root, by a GRU over their embeddings, and the first `plain` tokens get none (sgl-project/SpecForge,
+specforge/modeling/draft/domino.py):
+
+    gru      s <- GRU(embed(x), s),  b = silu(W [h | s])
+
+DFlash2 (z-lab/dflash, dflash/model.py) wraps attention and the feed-forward of each layer in two convolutions over the
+block, whose kernels of a few taps come from the sublayer's normed input u. C channels share what is added to a kernel:
+
+    y_i = sum_t (base[t] + d_i[t]) x_(i - t),  d = W u;  x = u before the sublayer, and its output after it
+
+Its selector then chooses each token among the best candidates c of its row, by the token x before it:
+
+    score(c) = logit(c) + < A[x] * P h, B[c] >
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import NamedTuple
 
 import torch
@@ -32,10 +47,24 @@ from specker.kernels import quant
 from specker.kernels.ancestors import chain_words, pack_bits
 from specker.kernels.quant import Matrix
 from specker.kernels.residual import add_norm
+from specker.kernels.variant import sum_dtype
 from specker.model.cache import KVCache, Rows
-from specker.model.decoder import Final, GroupRows, Model, Output, forward, in_blocks, over_pages, run_layers
+from specker.model.decoder import (
+    Final,
+    GroupRows,
+    GroupStep,
+    Model,
+    Output,
+    attended,
+    forward,
+    fuses,
+    gate_times_up,
+    in_blocks,
+    over_pages,
+    run_layers,
+)
 from specker.model.kept import calibrated
-from specker.model.weights import Parameters
+from specker.model.weights import Attention, Parameters
 
 
 @dataclass(frozen=True)
@@ -48,6 +77,7 @@ class BlockSpec:
     size: int  # rows of the longest block, the root included
     following: bool  # a row predicts the position after its own (DSpark); False: its own position
     causal: tuple[bool, ...]  # for each layer, whether a row of the block sees only the rows up to itself
+    candidates: int = 0  # of a row, from which the selector chooses (DFlash2); 0: there is no selector
 
     @property
     def most(self) -> int:
@@ -56,13 +86,31 @@ class BlockSpec:
 
 
 class Markov(NamedTuple):
-    """A Markov head of rank r. Its kinds and their equations are at the top."""
+    """A head of rank r that adds a bias to the logits. Its kinds and their equations are at the top."""
 
-    kind: str  # vanilla, gated or rnn
-    w1: Tensor  # [V, r] by the target's ids
+    kind: str  # vanilla, gated, rnn or gru
+    w1: Tensor | None  # [V, r] by the target's ids; None: it reads the embedding (gru)
     w2: Tensor  # [rows, r]
-    joint: Tensor | None = None  # W: gated [r, H + r], rnn [3 r, 2 r + H]
+    joint: Tensor | None = None  # W: gated [r, H + r], rnn [3 r, 2 r + H], gru [r, H + S]
     joint_bias: Tensor | None = None  # [r] or [3 r]
+    entering: Tensor | None = None  # [3 S, H], the GRU's matrix of the embedding
+    recurrent: Tensor | None = None  # [3 S, S], the GRU's matrix of the state
+    plain: int = 0  # the first tokens of a draft without a bias (gru)
+
+
+class Convolution(NamedTuple):
+    """The convolutions before and after a sublayer (DFlash2)."""
+
+    base: Tensor  # [2, taps, H]
+    weight: Tensor  # [2 * taps * H / C, H]
+
+
+class Selector(NamedTuple):
+    """What chooses among candidates (DFlash2), of rank r."""
+
+    before: Tensor  # A [V, r], by the target's ids
+    after: Tensor  # B [V, r]
+    project: Tensor  # P [r, H]
 
 
 class BlockWeights(NamedTuple):
@@ -75,6 +123,8 @@ class BlockWeights(NamedTuple):
     ids: Tensor | None  # [rows] int64, the target's id of each row of the LM head; None: row i is id i
     markov: Markov | None
     confidence: tuple[Tensor, Tensor] | None  # proj [1, H + r] and its bias [1]; [1, H] if it does not read w1
+    convolutions: tuple[tuple[Convolution, Convolution], ...] = ()  # of each layer's attention and feed-forward
+    selector: Selector | None = None
 
 
 class BlockModel:
@@ -90,6 +140,8 @@ class BlockModel:
         biases = [w.qkv_bias[first:] for w in layers if w.qkv_bias is not None]
         self._kv_bias = torch.cat(biases) if biases else None
         self._k_norm = torch.cat([w.k_norm for w in layers if w.k_norm is not None])  # [L, D]
+        if weights.convolutions:  # which the compiled CPU layers lack
+            model.stack = None
         self._mask = weights.mask
         if self._mask is None:
             assert config.mask_token_id is not None
@@ -115,20 +167,42 @@ class BlockModel:
         assert self._mask is not None
         masks = self._mask.expand(n, count - 1, -1)
         embedded = torch.cat((model.embed_tokens(roots).unsqueeze(1), masks), 1).flatten(0, 1)
-        if all(causal):
+        usual = not self.weights.convolutions
+        if all(causal) and usual:
             return forward(model, cache, rows, embedded).final
         chain, full = (words(count, str(model.device)) for words in (_chain, _full))
         rows = rows._replace(ancestors=full.repeat(n, 1))
-        if not any(causal):
+        if not any(causal) and usual:
             return forward(model, cache, rows, embedded).final
 
         def run(rows: Rows, hidden: Tensor) -> Output:
             each = [rows, rows._replace(ancestors=chain.repeat(len(hidden) // count, 1))]
             batches = [GroupRows(x.positions, x.slots, over_pages(model, x), model.summed) for x in each]
             steps = zip(model.layers, cache.layers, [batches[own] for own in causal], strict=False)
-            return run_layers(model, steps, hidden)
+            return run_layers(model, steps, hidden) if usual else self._convolved_layers(steps, hidden, count)
 
         return in_blocks(model, rows, embedded, run).final
+
+    def _convolved_layers(self, steps: Iterable[GroupStep], hidden: Tensor, count: int) -> Output:
+        """`run_layers` with DFlash2's convolutions over blocks of `count` rows."""
+        model, eps = self.model, self._eps
+        few, activation = fuses(model, hidden), model.config.layer.activation
+        for (w, (mlp,), rope, window), kv, batch, (outer, inner) in (
+            (*step, each) for step, each in zip(steps, self.weights.convolutions, strict=True)
+        ):
+            assert isinstance(w, Attention) and w.norm_in is not None and mlp.norm_post is not None
+            x, kernel = self._before(outer, add_norm(hidden, None, w.norm_in, eps)[1], count)
+            mixed = attended(model, model.linear, x, w, rope, kv, batch, window, few)
+            hidden = hidden + convolved(model.linear(mixed, w.o, w.o_bias), outer.base[1], kernel, count)
+            x, kernel = self._before(inner, add_norm(hidden, None, mlp.norm_post, eps)[1], count)
+            up = gate_times_up(partial(model.linear, x, mlp.gate_up, mlp.gate_up_bias), activation)
+            hidden = hidden + convolved(model.linear(up, mlp.down, mlp.down_bias), inner.base[1], kernel, count)
+        return Output(hidden, {})
+
+    def _before(self, w: Convolution, x: Tensor, count: int) -> tuple[Tensor, Tensor]:
+        """A sublayer's input, made of rows [T, H], and what is added to the kernel for its output [T, taps, H / C]."""
+        kernels = self.model.linear(x, w.weight).view(len(x), 2, w.base.shape[1], -1)
+        return convolved(x, w.base[0], kernels[:, 0], count), kernels[:, 1]
 
     def predicting(self, final: Final, n: int, drafts: int) -> Final:
         """The rows of n blocks that predict the first `drafts` tokens after the root, [n * drafts, H]."""
@@ -145,19 +219,27 @@ class BlockModel:
         return self.model.config.rms_norm_eps
 
     def latent(self, tokens: Tensor) -> Tensor:
-        """The Markov head's row e of each token [n] int64 -> [n, r]."""
+        """The Markov head's row e of each token [n] int64 -> [n, r]; with a GRU its embedding [n, H]."""
         assert self.weights.markov is not None
-        return self.weights.markov.w1[tokens].to(self.model.dtype)
+        w1 = self.weights.markov.w1
+        return self.model.embed_tokens(tokens) if w1 is None else w1[tokens].to(self.model.dtype)
 
     def bias(
-        self, latent: Tensor, normed: Tensor, state: Tensor | None, ids: Tensor | None
-    ) -> tuple[Tensor, Tensor | None]:
-        """What the Markov head adds to the logits [n, rows] float32 after tokens with rows `latent` [n, r], and its
-        next state [n, r]. `normed` [n, H]: the block's rows that predict; `state`: None at the root and for heads that
-        have none; `ids` [K] int64: only of these rows."""
+        self, latent: Tensor, normed: Tensor, state: Tensor | None, ids: Tensor | None, step: int
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """What the Markov head adds to the logits of draft token `step` [n, rows] float32, None for nothing, after
+        tokens with rows `latent` [n, r], and its next state [n, r or S]. `normed` [n, H]: the block's rows that
+        predict; `state`: None at the root and for heads that have none; `ids` [K] int64: only of these rows."""
         head = self.weights.markov
         assert head is not None
         found = latent
+        if head.kind == "gru":
+            assert head.entering is not None and head.recurrent is not None
+            state = latent.new_zeros(len(latent), head.recurrent.shape[1]) if state is None else state
+            state = torch.gru_cell(latent, state, head.entering, head.recurrent)
+            if step < head.plain:
+                return None, state
+            found = torch.nn.functional.silu(self._joint(head, normed, state))
         if head.kind == "gated":
             found = torch.sigmoid(self._joint(head, normed, latent)) * latent
         elif head.kind == "rnn":
@@ -172,6 +254,14 @@ class BlockModel:
         """W of the parts side by side."""
         return self.model.linear(torch.cat(parts, -1), head.joint, head.joint_bias)
 
+    def scores(self, before: Tensor, ids: Tensor, projected: Tensor) -> Tensor:
+        """What the selector adds to the logits of the candidates `ids` [n, K] int64 after tokens `before` [n] int64,
+        [n, K]. `projected` [n, r]: P h of the rows that predict."""
+        assert self.weights.selector is not None
+        wide, (before_rows, after_rows, _) = sum_dtype(projected.dtype), self.weights.selector
+        asked = before_rows[before].to(wide) * projected.to(wide)
+        return (after_rows[ids].to(wide) * asked.unsqueeze(1)).sum(-1)
+
     def confidence(self, normed: Tensor, latent: Tensor | None) -> Tensor:
         """How likely the target is to accept the tokens that rows [n, H] predict, [n] float32. `latent` [n, r]: of the
         tokens before them."""
@@ -179,6 +269,18 @@ class BlockModel:
         weight, bias = self.weights.confidence
         x = normed if latent is None or weight.shape[1] == normed.shape[1] else torch.cat((normed, latent), -1)
         return torch.sigmoid(x.float() @ weight[0].float() + bias.float())
+
+
+def convolved(x: Tensor, base: Tensor, added: Tensor, count: int) -> Tensor:
+    """Convolve rows [T, H] of blocks of `count` rows with kernels base [taps, H] + added [T, taps, G], of which H / G
+    channels share one. Before a block there are zeros."""
+    taps, groups = added.shape[1:]
+    rows = x.view(-1, count, groups, x.shape[1] // groups)
+    kernel = base.view(taps, groups, -1) + added.reshape(-1, count, taps, groups, 1)
+    out = kernel[:, :, 0] * rows
+    for tap in range(1, min(taps, count)):
+        out[:, tap:] += kernel[:, tap:, tap] * rows[:, :-tap]
+    return out.view_as(x)
 
 
 def _joined(parts: list[Matrix]) -> Matrix:

@@ -76,6 +76,17 @@ class Draws:
         """The noise at `positions` [T] int64 with every sequence's parameters from memory, for greedy draws too."""
         return Noise(0, positions, 1.0, self.memory)
 
+    def heat(self) -> Tensor | float:
+        """What noisy logits are divided by before the noise is added, of each sequence [n] float64, or of all: the
+        temperature, and 1 for greedy draws."""
+        if self.kind == "greedy":
+            return 1.0
+        if (s := self.only) is not None:
+            return s.temperature or 1.0
+        assert self.memory is not None
+        temperature = self.memory.view(-1, 4)[:, 2].view(torch.float64)  # `pack_draw`
+        return torch.where(temperature > 0, temperature, 1.0)
+
     def noise(self, positions: Tensor) -> Noise | None:
         """The noise of the target's draws at `positions` [T] int64, for a drafter's ranking; None if all are greedy."""
         if self.kind == "greedy":

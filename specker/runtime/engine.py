@@ -107,7 +107,8 @@ class Engine:
         prior = memoised(lambda budget: draft_cost(budget, target, draft, head_cost))
         history = AcceptanceHistory(Costs(prior, memoised(lambda rows: pass_elements(target.config, rows))))
         # On a GPU a token's probability is a host read. Ranks that draft together must end a draft at the same token.
-        reads = not gpu and (ranks is None or (ranks.draft_ranks == 1 and not strategy.every_rank))
+        alike = strategy.stepwise(draft) if ranks is None else ranks.draft_ranks == 1 and not strategy.every_rank
+        reads = not gpu and alike
         self.policies = PolicyContext(o, self.target.config.num_layers, self.family, history, head_cost, reads)
         self.plan = strategies.plan(self.policies)
         check_draft(self.plan.largest, [self.target, *([] if self.draft is None else [self.draft])])
@@ -510,7 +511,8 @@ def draft_cost(budget: Budget, target: Checkpoint, draft: Checkpoint | None, hea
     if draft is None or budget.part:
         return COPYING
     own = draft.layer_bytes + draft.head_bytes
-    passes = steps if draft.config.causal else 1  # a diffusion model guesses a block in one pass
+    one_pass = not draft.config.causal or draft.config.pard_token is not None
+    passes = 1 if one_pass else steps
     head, c = target.weights.head, target.config  # empty if another engine runs the target
     each = head.nbytes / head.numel() if head.numel() else target.weights.norm.element_size()
     whole = target.layer_bytes + each * c.vocab_size * c.hidden_size

@@ -12,9 +12,9 @@ from specker import zoo
 from specker.fields import option
 
 AUTO = "auto"  # as --draft
-KINDS = "EAGLE-3 head", "EAGLE head", "DFlash drafter", "assistant", "small model"
-HEAD3, HEAD1, BLOCKS, ASSISTANT, SMALL = KINDS
-STRATEGIES = {BLOCKS: "dflash", ASSISTANT: "mtp", SMALL: "draft"}  # the other kinds' is eagle
+KINDS = "EAGLE-3 head", "EAGLE head", "DFlash drafter", "assistant", "small model", "PARD model"
+HEAD3, HEAD1, BLOCKS, ASSISTANT, SMALL, PARALLEL = KINDS
+STRATEGIES = {BLOCKS: "dflash", ASSISTANT: "mtp", SMALL: "draft", PARALLEL: "draft"}  # the other kinds' is eagle
 
 EAGLE = "https://github.com/SafeAILab/EAGLE"
 SPECULATORS = "https://github.com/vllm-project/speculators"
@@ -32,6 +32,10 @@ VLLM_DFLASH = "https://github.com/vllm-project/vllm/blob/main/vllm/model_executo
 VICUNA_68M = "https://huggingface.co/double7/vicuna-68m"
 GEMMA = "https://ai.google.dev/gemma/docs/mtp/mtp"
 AMD_135M = "https://huggingface.co/QuantFactory/AMD-Llama-135m-GGUF"
+DFLASH2 = f"{HUB}/z-lab/Qwen3.8-27B-DFlash2"
+DOMINO = f"{HUB}/Huang2020/Qwen3-8B-Domino-b16"
+PARD = "https://github.com/AMD-AGI/PARD"
+VLLM_PARD = "https://docs.vllm.ai/en/latest/features/speculative_decoding/parallel_draft_model/"
 
 
 @dataclass(frozen=True)
@@ -72,12 +76,14 @@ KNOWN = (
     Known("meta-llama/Llama-3.1-8B-Instruct", "yuhuili/EAGLE-LLaMA3.1-Instruct-8B", HEAD1, EAGLE),
     Known("meta-llama/Llama-3.1-8B-Instruct", "z-lab/LLaMA3.1-8B-Instruct-DFlash-UltraChat", BLOCKS, DFLASHES),
     Known("meta-llama/Llama-3.1-8B-Instruct", "meta-llama/Llama-3.2-1B-Instruct", SMALL, LLAMA_32),
+    Known("meta-llama/Llama-3.1-8B-Instruct", "amd/PARD-Llama-3.2-1B", PARALLEL, PARD),
     Known("meta-llama/Llama-3.1-70B-Instruct", "meta-llama/Llama-3.2-1B-Instruct", SMALL, LLAMA_32),
     Known("meta-llama/Llama-3.3-70B-Instruct", "RedHatAI/Llama-3.3-70B-Instruct-speculator.eagle3", HEAD3, SPECULATORS),
     Known(
         "meta-llama/Llama-3.3-70B-Instruct", "lmsys/SGLang-EAGLE3-Llama-3.3-70B-Instruct-SpecForge", HEAD3, SPECFORGE
     ),
     Known("meta-llama/Llama-3.3-70B-Instruct", "yuhuili/EAGLE3-LLaMA3.3-Instruct-70B", HEAD3, EAGLE),
+    Known("meta-llama/Llama-3.3-70B-Instruct", "amd/PARD-Llama-3.2-1B", PARALLEL, PARD),
     Known("meta-llama/Meta-Llama-3-8B-Instruct", "yuhuili/EAGLE-LLaMA3-Instruct-8B", HEAD1, EAGLE),
     Known("meta-llama/Meta-Llama-3-70B-Instruct", "yuhuili/EAGLE-LLaMA3-Instruct-70B", HEAD1, EAGLE),
     Known("meta-llama/Llama-2-7b-chat-hf", "yuhuili/EAGLE-llama2-chat-7B", HEAD1, EAGLE),
@@ -91,9 +97,13 @@ KNOWN = (
     Known("lmsys/vicuna-33b-v1.3", "yuhuili/EAGLE-Vicuna-33B-v1.3", HEAD1, EAGLE),
     Known("lmsys/vicuna-33b-v1.3", "double7/vicuna-68m", SMALL, VICUNA_68M),
     Known("deepseek-ai/DeepSeek-R1-Distill-Llama-8B", "yuhuili/EAGLE3-DeepSeek-R1-Distill-LLaMA-8B", HEAD3, EAGLE),
+    Known("deepseek-ai/DeepSeek-R1-Distill-Qwen-7B", "amd/PARD-DeepSeek-R1-Distill-Qwen-1.5B", PARALLEL, PARD),
+    Known("Qwen/Qwen2.5-7B-Instruct", "amd/PARD-Qwen2.5-0.5B", PARALLEL, PARD),
     Known("Qwen/Qwen3-1.7B", "AngelSlim/Qwen3-1.7B_eagle3", HEAD3, EAGLE),
     Known("Qwen/Qwen3-4B", "AngelSlim/Qwen3-4B_eagle3", HEAD3, EAGLE),
     Known("Qwen/Qwen3-4B", "z-lab/Qwen3-4B-DFlash-b16", BLOCKS, DFLASHES),
+    Known("Qwen/Qwen3-4B", "Huang2020/Qwen3-4B-Domino-b16", BLOCKS, f"{HUB}/Huang2020/Qwen3-4B-Domino-b16"),
+    Known("Qwen/Qwen3-4B", "amd/PARD-Qwen3-0.6B", PARALLEL, VLLM_PARD),
     Known("Qwen/Qwen3-4B-Thinking-2507", "Qwen/Qwen3-0.6B", SMALL, VLLM),
     Known("Qwen/Qwen3-8B", "RedHatAI/Qwen3-8B-speculator.eagle3", HEAD3, SPECULATORS),
     Known("Qwen/Qwen3-8B", "RedHatAI/Qwen3-8B-speculator.peagle", HEAD3, f"{HUB}/RedHatAI/Qwen3-8B-speculator.peagle"),
@@ -101,7 +111,9 @@ KNOWN = (
     Known("Qwen/Qwen3-8B", "Tengyunw/qwen3_8b_eagle3", HEAD3, EAGLE),
     Known("Qwen/Qwen3-8B", "RedHatAI/Qwen3-8B-speculator.dflash", BLOCKS, f"{HUB}/RedHatAI/Qwen3-8B-speculator.dflash"),
     Known("Qwen/Qwen3-8B", "z-lab/Qwen3-8B-DFlash-b16", BLOCKS, DFLASHES),
+    Known("Qwen/Qwen3-8B", "Huang2020/Qwen3-8B-Domino-b16", BLOCKS, DOMINO),
     Known("Qwen/Qwen3-8B", "Qwen/Qwen3-0.6B", SMALL, VLLM),
+    Known("Qwen/Qwen3-8B", "amd/PARD-Qwen3-0.6B", PARALLEL, VLLM_PARD),
     Known("Qwen/Qwen3-8B-Base", "Qwen/Qwen3-0.6B-Base", SMALL, LLAMA_CPP),
     Known("Qwen/Qwen3-14B", "RedHatAI/Qwen3-14B-speculator.eagle3", HEAD3, SPECULATORS),
     Known("Qwen/Qwen3-14B", "AngelSlim/Qwen3-14B_eagle3", HEAD3, EAGLE),
@@ -138,7 +150,9 @@ KNOWN = (
     Known("Qwen/Qwen3.5-27B", "z-lab/Qwen3.5-27B-DFlash", BLOCKS, DFLASH),
     Known("Qwen/Qwen3.5-35B-A3B", "z-lab/Qwen3.5-35B-A3B-DFlash", BLOCKS, DFLASH),
     Known("Qwen/Qwen3.6-27B", "z-lab/Qwen3.6-27B-DFlash", BLOCKS, f"{HUB}/z-lab/Qwen3.6-27B-DFlash"),
+    Known("Qwen/Qwen3.6-27B", "Huang2020/Qwen3.6-27B-Domino", BLOCKS, f"{HUB}/Huang2020/Qwen3.6-27B-Domino"),
     Known("Qwen/Qwen3.6-35B-A3B", "z-lab/Qwen3.6-35B-A3B-DFlash", BLOCKS, f"{HUB}/z-lab/Qwen3.6-35B-A3B-DFlash"),
+    Known("Qwen/Qwen3.8-27B", "z-lab/Qwen3.8-27B-DFlash2", BLOCKS, DFLASH2),
     Known("google/gemma-4-E2B-it", "google/gemma-4-E2B-it-assistant", ASSISTANT, GEMMA),
     Known("google/gemma-4-E4B-it", "google/gemma-4-E4B-it-assistant", ASSISTANT, GEMMA),
     Known("google/gemma-4-26B-A4B-it", "RedHatAI/gemma-4-26B-A4B-it-speculator.eagle3", HEAD3, SPECULATORS),
@@ -225,7 +239,7 @@ def reason(known: Known, strategy: str) -> str:
         why = f"strategy {strategy!r} drafts with it"
     else:
         why = "it is the first of the known ones"
-    if known.kind != SMALL and any(other.kind == SMALL for other in every):
+    if known.strategy != "draft" and any(other.strategy == "draft" for other in every):
         why = "a head computes one layer for a token, a small model many"
     tried = "this project has run the pair" if known.tried else f"named by {known.source}, not yet run with specker"
     more = f"; `specker drafts {known.target}` lists all {len(every)}" if len(every) > 1 else ""

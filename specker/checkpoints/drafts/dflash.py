@@ -1,9 +1,9 @@
-"""Read a drafter of blocks that reads the target's hidden states: DFlash, and DSpark.
+"""Read a drafter of blocks that reads the target's hidden states: DFlash, DFlash2, DSpark and Domino.
 
-Three layouts are read. z-lab's DFlash has a flat config.json with `dflash_config`, and uses the target's embedding and
-LM head. DeepSpec's DSpark has a flat config.json, its own embedding and head, and perhaps a Markov and a confidence
-head. speculators, which vLLM reads, nests the config of the layers under `transformer_layer_config`.
-`docs/checkpoints.md` lists the tensors.
+Three layouts are read. z-lab's DFlash and DFlash2 have a flat config.json with `dflash_config`, and use the target's
+embedding and LM head; so do SpecForge's Domino drafters. DeepSpec's DSpark has a flat config.json, its own embedding
+and head, and perhaps a Markov and a confidence head. speculators, which vLLM reads, nests the config of the layers
+under `transformer_layer_config`. `docs/checkpoints.md` lists the tensors.
 
 A drafter of the wrong format drafts badly without any error, so every tensor and every field of config.json must be
 known.
@@ -36,12 +36,18 @@ from specker.checkpoints.numbers import check_size
 from specker.checkpoints.parse import SHARED, parse_config, read_json, reason
 from specker.checkpoints.pieces import Piece, pieces_of
 from specker.model.config import CheckpointError, ModelConfig
-from specker.model.dflash import BlockSpec, BlockWeights, Markov
+from specker.model.dflash import BlockSpec, BlockWeights, Convolution, Markov, Selector
 from specker.model.split import WHOLE
 from specker.model.weights import Weights
 
-FLAT = {"DFlashDraftModel": "dflash", "Qwen3DSparkModel": "dspark"}  # architectures of flat configs
-KINDS = "dflash", "dspark"  # of speculators
+FLAT = {  # architectures of flat configs
+    "DFlashDraftModel": "dflash",
+    "DFlash2DraftModel": "dflash2",
+    "DominoDraftModel": "domino",
+    "Qwen3DSparkModel": "dspark",
+}
+KINDS = "dflash", "dflash2", "dspark"  # of speculators
+PROJECTORS = {"dflash": "dflash", "domino": "domino", "causal_v5": "domino"}  # of DFlashDraftModel
 MASK = "mask_embedding.pt"  # beside the weights: the embedding of a mask, if it is not a row of the embedding
 FIELDS = {  # fields of config.json that say what the drafter computes, beside those of its layers
     "aux_hidden_state_layer_ids",
@@ -51,6 +57,7 @@ FIELDS = {  # fields of config.json that say what the drafter computes, beside t
     "draft_vocab_size",
     "enable_confidence_head",
     "final_logit_softcapping",
+    "is_causal",
     "markov_head_type",
     "markov_rank",
     "mask_token_id",
@@ -61,13 +68,24 @@ FIELDS = {  # fields of config.json that say what the drafter computes, beside t
     "target_layer_ids",
 }
 INNER = {"block_size", "causal", "mask_token", "mask_token_id", "num_target_layers", "sample_from_anchor"}
-INNER |= {"target_layer_ids"}  # fields of `dflash_config`
+INNER |= {"target_layer_ids", "projector_type"}  # fields of `dflash_config`
+FACTORS = {"final_logit_softcapping", "input_embedding_scale", "output_multiplier"}
+SECOND = {"conv_group_size", "conv_kernel_size", "selector_rank", "selector_top_k"}  # of DFlash2
+GRU = {"emb_dim", "gru_hidden_dim", "pure_draft_prefix_len", "shift_label"}  # of Domino, in `dflash_config`
+OWN = {"dflash": FACTORS, "dflash2": FACTORS | SECOND, "domino": GRU}  # a kind's fields, in `dflash_config` or outside
+MIXTURE = {"moe_experts_implementation", "moe_intermediate_size", "num_experts", "num_experts_per_tok"}
+MIXTURE |= {"shared_expert_intermediate_size"}  # of speculators' DFlash2, unused with dense layers
 # Fields that change nothing here: how it was trained, and what transformers or speculators may add to an outer config.
 TRAINING = {"max_anchors", "num_anchors"}
 OUTER = {"bos_token_id", "eos_token_id", "pad_token_id", "tie_word_embeddings", "use_cache"}
-MARKOV = "w1", "w2", "joint", "joint_bias"
+MARKOV = "w1", "w2", "joint", "joint_bias", "entering", "recurrent"
 JOINT = {"vanilla": None, "gated": "gate_proj", "rnn": "joint_proj"}  # W of a Markov head in the files, by its kind
-SIZES = "block_size", "markov_rank", "mask_token_id", "num_target_layers"  # whole numbers
+SIZES = "block_size", "markov_rank", "mask_token_id", "num_target_layers", "pure_draft_prefix_len"  # whole numbers
+SIZED = {  # whole numbers from 1 on that a kind needs
+    "dflash2": ("conv_group_size", "conv_kernel_size", "selector_rank", "selector_top_k"),
+    "domino": ("emb_dim", "gru_hidden_dim"),
+}
+SUBLAYERS = "attention", "mlp"
 
 
 @dataclass(frozen=True, eq=False)
@@ -102,8 +120,10 @@ def read(source: str | Path, target: Checkpoint, *, dtype: torch.dtype, quantize
         hidden_norm=found.pop("hidden_norm"),
         mask=_mask(folder, config, own.norm),
         ids=None if ids is None else ids.to(device),
-        markov=Markov(layout.markov, *(found.pop(name, None) for name in MARKOV)) if layout.rank else None,
+        markov=layout.head_of(found, own.norm) if layout.rank else None,
         confidence=(found.pop("confidence"), found.pop("confidence_bias")) if layout.confident else None,
+        convolutions=layout.convolutions(found),
+        selector=layout.selector(found),
     )
     usual: dict[str, Any] = {"embed": own.embed, "head": own.head, "qkv_bias": None, "o_bias": None}
     usual |= {"gate_up_bias": None, "down_bias": None} | found
@@ -131,6 +151,8 @@ class Layout:
     markov: str  # its kind, of JOINT
     confident: bool  # it has a confidence head
     joined: bool  # the confidence head also reads the Markov head's w1
+    sizes: dict[str, int]  # of SIZED
+    plain: int = 0  # of `Markov`
 
     @classmethod
     def of(cls, folder: Path, raw: dict[str, Any], names: frozenset[str], target: ModelConfig) -> "Layout":
@@ -139,20 +161,23 @@ class Layout:
         nested = raw.get("transformer_layer_config")
         given = raw if nested is None else nested
         inner = raw.get("dflash_config") or {}
-        _check_fields(raw, nested, inner)
         kind = _kind(folder, raw)
+        _check_fields(raw, nested, inner, kind)
         flat = {**raw, **inner}
         for name in SIZES:
             if name in flat and (type(flat[name]) is not int or flat[name] < 0):
                 raise CheckpointError(f"{name} of {folder} must be a whole number, got {flat[name]!r}")
-        sizes = {
+        fits = {
             "of width {}": (flat.get("target_hidden_size") or given.get("hidden_size"), target.hidden_size),
             "with {} ids": (given.get("vocab_size"), target.vocab_size),
             "with {} layers": (flat.get("num_target_layers") or target.num_layers, target.num_layers),
         }
-        check_target(folder, "a drafter for a target", sizes)
+        check_target(folder, "a drafter for a target", fits)
+        sizes: dict[str, Any] = {name: flat.get(name) for name in SIZED.get(kind, ())}
+        for name, count in sizes.items():
+            check_size(name, count, str(folder))
         size = flat.get("block_size") or 0
-        following = bool(flat.get("sample_from_anchor", kind == "dspark"))
+        following = bool(flat.get("shift_label" if kind == "domino" else "sample_from_anchor", kind == "dspark"))
         if size < (1 if following else 2):
             raise CheckpointError(f"{folder} has block_size {flat.get('block_size')}, which leaves no token to draft")
         window, windowed = _windows(folder, given)
@@ -168,19 +193,24 @@ class Layout:
         if plain.get("mlp_bias"):
             raise CheckpointError(f"{folder} says mlp_bias, and a drafter of blocks has no bias there")
         config, ropes = parse_config(folder, target.max_context, None, plain)
-        causal = inner.get("causal")
+        causal = raw.get("is_causal", inner.get("causal"))
+        aside = raw.get("sliding_window_non_causal", kind == "dflash2" and nested is not None)
         spec = BlockSpec(
             _depths(folder, raw, inner, nested is not None, len(windowed), target),
             target.hidden_size,
             raw.get("draft_vocab_size") or target.vocab_size,
             size,
             following,
-            tuple((n and not raw.get("sliding_window_non_causal")) if causal is None else causal for n in windowed),
+            tuple((n and not aside) if causal is None else bool(causal) for n in windowed),
+            sizes.get("selector_top_k", 0),
         )
         own = frozenset(name for name in SHARED if f"{name}.weight" in names)
         # z-lab trained with the target's module, which in Gemma scales its rows, and speculators with the rows alone.
         source = config if "embed_tokens" in own or nested is not None else target
         mask = flat.get("mask_token_id")
+        scale, multiplier = (_factor(folder, flat, name) for name in ("input_embedding_scale", "output_multiplier"))
+        # Where config.json may name a factor of its own, the rows are read as they are stored.
+        second = (kind == "dflash2" or "input_embedding_scale" in flat) and "embed_tokens" not in own
         config = replace(
             config,
             tied=False,
@@ -188,25 +218,36 @@ class Layout:
             shifted_logits=following,
             mask_token_id=mask,
             eos_ids=(),
-            embed_scale=source.embed_scale,
-            embed_rounded=source.embed_rounded,
-            logits_cap=_cap(folder, raw),
+            embed_scale=scale * (1.0 if second else source.embed_scale),
+            embed_rounded=source.embed_rounded and not second,
+            logits_scale=multiplier,
+            logits_cap=_cap(folder, flat),
         )
         rank, confident = raw.get("markov_rank") or 0, bool(raw.get("enable_confidence_head"))
         markov = raw.get("markov_head_type", "vanilla")
-        if rank and str(markov) not in JOINT:
+        if kind == "domino":
+            rank, markov = sizes["emb_dim"], "gru"
+        elif rank and str(markov) not in JOINT:
             raise CheckpointError(f"{folder} has a Markov head of type {markov!r}; specker runs {', '.join(JOINT)}")
         if rank and config.logits_cap:
             raise CheckpointError(f"{folder} says final_logit_softcapping, and specker caps no logits of a Markov head")
         joined = confident and bool(raw.get("confidence_head_with_markov"))
         if joined and not rank:
             raise CheckpointError(f"{folder} says confidence_head_with_markov, and has no Markov head")
+        if kind == "dflash2" and config.hidden_size % sizes["conv_group_size"]:
+            raise CheckpointError(
+                f"conv_group_size {sizes['conv_group_size']} of {folder} must divide its width {config.hidden_size}"
+            )
+        if kind in SIZED and spec.rows != target.vocab_size:
+            raise CheckpointError(f"{folder} has a head of {spec.rows} rows; a drafter of kind {kind} needs every id")
         check_shared(folder, own, config, spec.rows, target)
         if mask is None or mask >= config.vocab_size:
             raise CheckpointError(
                 f"config.json of {folder} must name mask_token_id, an id below {config.vocab_size}; it is {mask}"
             )
-        return cls(config, ropes, spec, own, rank, markov, confident, joined)
+        return cls(
+            config, ropes, spec, own, rank, markov, confident, joined, sizes, flat.get("pure_draft_prefix_len") or 0
+        )
 
     def pieces(self) -> Iterator[Piece]:
         """Every tensor that the checkpoint must have, and no other."""
@@ -219,16 +260,69 @@ class Layout:
         yield Piece.tensor("hidden_norm.weight", "hidden_norm", H)
         if "lm_head" in self.own:
             yield Piece.tensor("lm_head.weight", "head", spec.rows, H)
-        if r:
+        if self.markov == "gru":
+            S = self.sizes["gru_hidden_dim"]
+            yield Piece.tensor("prefix_gru.weight_ih_l0", "entering", 3 * S, H)
+            yield Piece.tensor("prefix_gru.weight_hh_l0", "recurrent", 3 * S, S)
+            yield Piece.tensor("embed_proj.0.weight", "joint", r, H + S)
+            yield Piece.tensor("embed_proj.2.weight", "w2", spec.rows, r)
+        elif r:
             yield Piece.tensor("markov_head.markov_w1.weight", "w1", V, r)
             yield Piece.tensor("markov_head.markov_w2.weight", "w2", spec.rows, r)
-        if r and (joint := JOINT[self.markov]):
+        if r and (joint := JOINT.get(self.markov)):
             out, inputs = (r, H + r) if self.markov == "gated" else (3 * r, 2 * r + H)
             yield Piece.tensor(f"markov_head.{joint}.weight", "joint", out, inputs)
             yield Piece.tensor(f"markov_head.{joint}.bias", "joint_bias", out)
+        if spec.candidates:
+            taps, groups, q = (
+                self.sizes["conv_kernel_size"],
+                H // self.sizes["conv_group_size"],
+                self.sizes["selector_rank"],
+            )
+            for name in self._convolved():
+                yield Piece.tensor(f"{name}.base_kernel", f"{name}.base", 2, taps, H)
+                yield Piece.tensor(f"{name}.kernel_projection.weight", f"{name}.weight", 2 * taps * groups, H)
+            yield Piece.tensor("candidate_selector.predecessor_codebook", "before", V, q)
+            yield Piece.tensor("candidate_selector.successor_codebook", "after", V, q)
+            yield Piece.tensor("candidate_selector.hidden_projection.weight", "project", q, H)
         if self.confident:
             yield Piece.tensor("confidence_head.proj.weight", "confidence", 1, H + r * self.joined)
             yield Piece.tensor("confidence_head.proj.bias", "confidence_bias", 1)
+
+    def _convolved(self) -> list[str]:
+        """The names of the convolutions around sublayers, layer by layer."""
+        return [f"layers.{i}.{part}_conv" for i in range(self.config.num_layers) for part in SUBLAYERS]
+
+    def head_of(self, found: dict[str, Any], like: Tensor) -> Markov:
+        """The Markov head of the tensors that were read, which it takes out. `like`: has the activations' dtype."""
+        parts = {name: found.pop(name, None) for name in MARKOV}
+        for name in ("entering", "recurrent"):
+            parts[name] = None if parts[name] is None else parts[name].to(like.dtype)
+        return Markov(self.markov, **parts, plain=self.plain)
+
+    def convolutions(self, found: dict[str, Any]) -> tuple[tuple[Convolution, Convolution], ...]:
+        """Each layer's convolutions of the tensors that were read, which it takes out."""
+        if not self.spec.candidates:
+            return ()
+        shape = 2, self.sizes["conv_kernel_size"], self.config.hidden_size
+        each = [Convolution(found.pop(f"{n}.base").view(shape), found.pop(f"{n}.weight")) for n in self._convolved()]
+        return tuple(zip(each[::2], each[1::2], strict=True))
+
+    def selector(self, found: dict[str, Any]) -> Selector | None:
+        """The selector of the tensors that were read, which it takes out. The final norm contains the factor of the
+        logits, which the selector's rows have not."""
+        if not self.spec.candidates:
+            return None
+        before, after, project = (found.pop(name) for name in Selector._fields)
+        return Selector(before, after, project / self.config.logits_scale)
+
+
+def _factor(folder: Path, flat: dict[str, Any], name: str) -> float:
+    """A factor of config.json; 1 if it is missing. Raises CheckpointError."""
+    factor = flat.get(name, 1.0)
+    if type(factor) not in (int, float) or not 0 < factor < math.inf:
+        raise CheckpointError(f"{name} of {folder} must be a number above 0, got {factor!r}")
+    return float(factor)
 
 
 def _cap(folder: Path, raw: dict[str, Any]) -> float:
@@ -241,16 +335,25 @@ def _cap(folder: Path, raw: dict[str, Any]) -> float:
 
 
 def _kind(folder: Path, raw: dict[str, Any]) -> str:
-    """dflash or dspark. Raises CheckpointError for other drafters."""
+    """What kind of drafter it is, one of FLAT. Raises CheckpointError for other drafters."""
     if "transformer_layer_config" not in raw:
         named = (raw.get("architectures") or [None])[0]
         if named not in FLAT:
             raise CheckpointError(
                 f"{folder} is not a drafter of blocks that specker reads: its architecture is {named}"
             )
-        return FLAT[named]
+        if FLAT[named] in ("dspark", "dflash2"):
+            return FLAT[named]
+        usual = FLAT[named]
+        projector = (raw.get("dflash_config") or {}).get("projector_type", usual)
+        if projector not in PROJECTORS or (usual == "domino" and PROJECTORS[projector] != usual):
+            known = ", ".join(PROJECTORS)
+            raise CheckpointError(f"{folder} is a {named} with projector_type {projector!r}; specker reads {known}")
+        return PROJECTORS[projector]
     if (kind := raw.get("speculators_model_type")) not in KINDS:
-        raise CheckpointError(f"{folder} is a speculators drafter of type {kind!r}; dflash reads {' and '.join(KINDS)}")
+        raise CheckpointError(f"{folder} is a speculators drafter of type {kind!r}; dflash reads {', '.join(KINDS)}")
+    if raw.get("draft_ffn_type", "dense") != "dense":
+        raise CheckpointError(f"{folder} has layers of type {raw['draft_ffn_type']!r}; specker reads dense ones")
     return kind
 
 
@@ -311,14 +414,17 @@ def _mask(folder: Path, config: ModelConfig, like: Tensor) -> Tensor | None:
     return found.flatten().to(like)
 
 
-def _check_fields(raw: dict[str, Any], nested: dict[str, Any] | None, inner: dict[str, Any]) -> None:
+def _check_fields(raw: dict[str, Any], nested: dict[str, Any] | None, inner: dict[str, Any], kind: str) -> None:
     """Raise CheckpointError for a field of config.json that specker does not know, or that stands where nobody reads
     it."""
     import transformers
 
     anywhere = IGNORED | TRAINING | OUTER | set(vars(transformers.PretrainedConfig()))
     layers = set(transformers.Qwen3Config().to_dict()) | {"mlp_bias", "pretraining_tp", "rope_theta", "rope_scaling"}
-    parts = {"": (raw, anywhere | FIELDS | (layers if nested is None else set())), "dflash_config.": (inner, INNER)}
+    own = OWN.get(kind, set())
+    outer = anywhere | FIELDS | own | (layers if nested is None else set())
+    outer |= MIXTURE | {"draft_ffn_type"} if kind == "dflash2" else set()
+    parts = {"": (raw, outer), "dflash_config.": (inner, INNER | own)}
     if nested is not None:
         parts["transformer_layer_config."] = nested, anywhere | layers
     for prefix, (part, known) in parts.items():

@@ -183,6 +183,10 @@ class Strategy:
         """The options with the defaults that depend on the draft checkpoint."""
         return options
 
+    def stepwise(self, draft: Checkpoint | None) -> bool:
+        """Whether `draft` is run token by token, so that policy `auto` may end a chain by its tokens' probabilities."""
+        return True
+
     def chains(self, options: Options) -> bool:
         """Whether every draft is a chain."""
         return options.tree is None

@@ -1,14 +1,22 @@
 """A drafter with a model and a cache of its own, which holds an exact prefix of each text."""
 
-from specker.model.cache import KVCache
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from specker.kernels.ancestors import MAX_WORDS
+from specker.model.cache import KVCache, Lengths, Rows
 from specker.model.decoder import Model
 from specker.model.prefill import prefill
 from specker.runtime.control.policy import Budget
+from specker.runtime.round.batch import Batch
 from specker.runtime.round.drafter import UNLIMITED, Drafter, Offer
 from specker.runtime.round.lm_head import LMHead
 from specker.runtime.round.state import Request
 
 CATCH_UP_ROWS = 64  # committed tokens that a draft forwards at most; more are a prompt: prefill them
+WINDOW = 64 * MAX_WORDS  # maximum rows of one pass
 
 
 class ModelDrafter(Drafter):
@@ -73,6 +81,27 @@ class ModelDrafter(Drafter):
     def exact_after_fixed(self, length: int) -> int:
         """The exact columns after a draft of fixed shape: those before the rows of the next one."""
         return max(0, min(length, self.limit) - self.repeated)
+
+    def lengths(self, batch: Batch) -> Lengths:
+        """The texts' lengths for placing drafts, clamped to this model's context."""
+        return batch.lengths if isinstance(batch.lengths, Tensor) else [min(n, self.limit) for n in batch.lengths]
+
+    def missing_rows(self, batch: Batch, more: Sequence[int] = ()) -> tuple[Tensor, Rows]:
+        """The committed tokens that the cache lacks, including the roots, and their places. `more`: tokens that follow
+        each text and whose columns are not kept."""
+        cache = self.cache
+        texts, starts = [], []
+        for slot, (request, end) in enumerate(zip(batch.requests, self.lengths(batch), strict=True)):
+            behind = end - cache.exact_len[slot]
+            if len(request.token_ids) > self.limit:
+                cache.exact_len[slot] = end - 1
+            elif behind > CATCH_UP_ROWS or behind + len(more) > WINDOW:
+                self.prefill(slot, request.token_ids)
+            starts.append(cache.exact_len[slot])
+            texts.append([*self.in_vocabulary(request.token_ids[starts[-1] : end]), *more])
+            cache.exact_len[slot] = end
+        tokens = torch.tensor([token for text in texts for token in text], device=self.model.device)
+        return tokens, cache.after(starts, [len(text) for text in texts])
 
     def in_vocabulary(self, tokens: list[int]) -> list[int]:
         """Replace ids outside the draft's vocabulary by its last id. That can cost acceptance, not correctness."""

@@ -1,11 +1,11 @@
 """Strategy `dflash`: a trained drafter that reads the target's hidden states guesses a block of tokens in one pass
-(DFlash, arXiv 2602.06036; DSpark). model/dflash.py has the equations.
+(DFlash, arXiv 2602.06036; DFlash2; DSpark; Domino, 2605.29707). model/dflash.py has the equations.
 
-A committed token costs the drafter one product and no attention. A draft of k tokens runs a block of k + 1 rows, with
-DSpark of k rows, even if the checkpoint was trained with longer blocks. DSpark's Markov head chooses the tokens one
-after another. Without it, DiffuSpec's path search through the block's candidates applies (strategies/blocks/), and its
-adaptive length in any case. A policy that ends drafts by confidence uses the checkpoint's confidence head, or without
-one the probability of each token.
+A committed token costs the drafter one product and no attention. A draft of k tokens runs a block of k + 1 rows, or of
+k rows if a row predicts the next position, even if the checkpoint was trained with longer blocks. DSpark's Markov head,
+Domino's GRU and DFlash2's selector choose the tokens one after another. Without them, DiffuSpec's path search through
+the block's candidates applies (strategies/blocks/), and its adaptive length in any case. A policy that ends drafts by
+confidence uses the checkpoint's confidence head, or without one the probability of each token.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 class DFlash(BlockStrategy):
     name = "dflash"
     summary = "a trained drafter that reads the target's hidden states guesses a block in one pass"
-    paper = "DFlash (2602.06036), DSpark"
+    paper = "DFlash (2602.06036), DSpark, Domino (2605.29707)"
     needs_draft = True
     reads_target = True
 
@@ -72,9 +72,12 @@ class DFlash(BlockStrategy):
             if length > most:
                 asked = option(name, options.draft_tokens if name == "draft_tokens" else "{}-{}".format(*own.adl))
                 raise ValueError(f"{asked} is more than this drafter's blocks have: at most {most} tokens in a row")
-        if own.search != "off" and draft.parts.markov is not None:
+        chained = "" if draft.parts.markov is None else "Markov head"
+        chained = "GRU" if draft.parts.markov is not None and draft.parts.markov.kind == "gru" else chained
+        chained = "candidate selector" if draft.parts.selector is not None else chained
+        if own.search != "off" and chained:
             raise ValueError(
-                f"{option('cps', own.search)} does not apply: the drafter's Markov head guesses one token after another"
+                f"{option('cps', own.search)} does not apply: the drafter's {chained} guesses one token after another"
             )
         return replace(options, draft_tokens=options.draft_tokens or most)
 

@@ -80,8 +80,9 @@ class BlockDrafter(Drafter):
         """The best tokens [n, depth]; if `scored` also their log-probabilities [n, depth] and how likely the target is
         to accept them [n, depth]."""
         final, positions = self._rows(batch, depth)
-        guess = self._independent if self.block.weights.markov is None else self._chained
-        return guess(batch, final, positions, scored)
+        weights = self.block.weights
+        guess = self._independent if weights.markov is None else self._chained
+        return (guess if weights.selector is None else self._selected)(batch, final, positions, scored)
 
     def _independent(
         self, batch: Batch, final: Final, positions: Tensor, scored: bool
@@ -109,8 +110,8 @@ class BlockDrafter(Drafter):
         before, state = batch.window[:, 0], None
         for step in range(k):
             latent = block.latent(before)
-            bias, state = block.bias(latent, normed[:, step], state, kept)
-            z = logits[:, step] + bias
+            bias, state = block.bias(latent, normed[:, step], state, kept, step)
+            z = logits[:, step].contiguous() if bias is None else logits[:, step] + bias
             at = positions[:, step].contiguous()
             if batch.fixed and not scored:
                 ids[:, step] = before = self._drawn(batch, z, at)
@@ -122,6 +123,27 @@ class BlockDrafter(Drafter):
                 if block.weights.confidence is not None:
                     sure[:, step] = block.confidence(normed[:, step], latent)
         return ids, scores, scores.exp() if block.weights.confidence is None else sure
+
+    def _selected(
+        self, batch: Batch, final: Final, positions: Tensor, scored: bool
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """`_guess` with a selector: one token after another among the best candidates of its row."""
+        (n, k), block, K = positions.shape, self.block, min(self.spec.candidates, self.head.most)
+        assert block.weights.selector is not None
+        found, values, _ = self.head.ranked(final, K, batch.draws, positions.view(-1))
+        found, values = found.view(n, k, K), values.view(n, k, K)
+        projected = self.model.linear(block.normed(final), block.weights.selector.project).view(n, k, -1)
+        heat = batch.draws.heat()
+        heat = heat.unsqueeze(1) if isinstance(heat, Tensor) else heat
+        ids, scores, before = torch.empty_like(positions), values.new_empty(n, k), batch.window[:, 0]
+        for step in range(k):
+            added = block.scores(before, found[:, step], projected[:, step]) / heat
+            total = values[:, step] + added.to(values.dtype)
+            best = total.argmax(1, keepdim=True)
+            ids[:, step] = before = found[:, step].gather(1, best)[:, 0]
+            if scored:
+                scores[:, step] = total.gather(1, best)[:, 0] - total.logsumexp(1)
+        return ids, scores, scores.exp()
 
     def _drawn(self, batch: Batch, z: Tensor, positions: Tensor) -> Tensor:
         """The target's own draw from logits z [n, K], which may be captured: it reads no number on the host."""

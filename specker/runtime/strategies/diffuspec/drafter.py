@@ -7,7 +7,7 @@ from itertools import zip_longest
 import torch
 from torch import Tensor
 
-from specker.kernels.ancestors import MAX_WORDS, pack_bits
+from specker.kernels.ancestors import pack_bits
 from specker.model.cache import KVCache
 from specker.model.decoder import Final, Model, forward
 from specker.runtime.control.policy import Budget
@@ -18,10 +18,8 @@ from specker.runtime.round.lm_head import LMHead
 from specker.runtime.strategies.base import DraftContext, Strategy
 from specker.runtime.strategies.blocks.lattice import Lattice, Search
 from specker.runtime.strategies.blocks.search import BlockDraft, before_stop, candidates, read, searched
-from specker.runtime.strategies.model_drafter import CATCH_UP_ROWS, ModelDrafter
+from specker.runtime.strategies.model_drafter import CATCH_UP_ROWS, WINDOW, ModelDrafter
 from specker.runtime.strategies.vocabtrim.head import KeptRows
-
-WINDOW = 64 * MAX_WORDS  # maximum rows of one pass
 
 
 class DiffusionDrafter(ModelDrafter):

@@ -7,28 +7,59 @@ cumulative probability
 
 as in EAGLE-2 (arXiv 2406.16858) and EasySpec. Above temperature 0, q is perturbed with the target's own noise
 (runtime/round/lm_head.py).
+
+A model whose config.json names a `pard_token` drafts the whole chain in one pass (PARD, arXiv 2504.18583;
+parallel.py).
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from specker.fields import option
+from specker.options import Options
 from specker.runtime.strategies.base import DraftContext, Strategy
 
 if TYPE_CHECKING:
-    from specker.runtime.strategies.draft.drafter import AutoregressiveDrafter
+    from specker.checkpoints.checkpoint import Checkpoint
+    from specker.runtime.round.drafter import Drafter
 
 
 class SmallModel(Strategy):
     name = "draft"
     summary = "a small model drafts a chain or a tree"
-    paper = "Leviathan et al. (2211.17192), Chen et al. (2302.01318)"
+    paper = "Leviathan et al. (2211.17192), Chen et al. (2302.01318), PARD (2504.18583)"
     needs_draft = True
 
-    def drafter(self, context: DraftContext) -> AutoregressiveDrafter:
+    def with_draft(self, options: Options, draft: Checkpoint) -> Options:
+        if draft.config.pard_token is not None and options.tree is not None:
+            raise ValueError(f"a PARD model drafts a chain in one pass: {option('tree')} does not apply")
+        return options
+
+    def stepwise(self, draft: Checkpoint | None) -> bool:
+        return draft is None or draft.config.pard_token is None
+
+    def drafter(self, context: DraftContext) -> Drafter:
         from specker.runtime.strategies.draft.drafter import AutoregressiveDrafter
+        from specker.runtime.strategies.draft.parallel import ParallelDrafter
 
         model = context.draft_model()
+        if model.config.pard_token is not None:
+            note_mode(context)
+            return ParallelDrafter(model, context.allocate(model), context.head(model), context.depth(self))
         return AutoregressiveDrafter(
             model, context.allocate(model), context.head(model), context.options.width, depth=context.depth(self)
+        )
+
+
+def note_mode(context: DraftContext) -> None:
+    """Say so if a PARD-2 model (arXiv 2605.08632) drafts in its target-independent mode: the projection that reads the
+    target's hidden states is in a file of its own, which is not read."""
+    from specker.checkpoints.parse import read_json
+
+    assert context.draft is not None
+    raw = read_json(context.draft.folder / "config.json", required=False)
+    if raw.get("spd_type") == "pard2" or raw.get("pard2"):
+        context.notes["draft_mode"] = (
+            "drafting with a PARD-2 draft without its hidden states of the target, which is its weaker mode"
         )

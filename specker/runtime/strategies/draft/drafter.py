@@ -2,10 +2,9 @@
 
 from typing import Protocol
 
-import torch
 from torch import Tensor
 
-from specker.model.cache import KVCache, Lengths, Rows
+from specker.model.cache import KVCache, Rows
 from specker.model.decoder import Final, Model, Output, forward
 from specker.model.rows import begin, begin_text
 from specker.runtime.round.batch import Batch
@@ -59,7 +58,7 @@ class AutoregressiveDrafter(ModelDrafter):
         self.head.follow(batch.requests)
         if self.width > 1 or batch.fixed or not self._compiles(batch):
             return grown(batch, self, self.width)
-        tokens, rows = self._missing_rows(batch)
+        tokens, rows = self.missing_rows(batch)
         groups = None if self.layers is None else self.layers.groups
         lengths = [min(len(request.token_ids), self.limit) for request in batch.requests]
         return compiled_chain(batch, self.model, self.cache, self.head, tokens, rows, lengths, groups=groups)
@@ -97,32 +96,13 @@ class AutoregressiveDrafter(ModelDrafter):
             rows, embedded = begin_text(self.model, cache, batch.state.committed, batch.state.length, R)
             last: slice | Tensor = slice(R - 1, None, R)
         else:
-            tokens, rows = self._missing_rows(batch)
+            tokens, rows = self.missing_rows(batch)
             embedded = self.model.embed_tokens(tokens)
             last = slice(-1, None) if n == 1 else rows.cu_rows[1:].long() - 1
         return forward(self.model, cache, rows, embedded).final.at(last), rows.positions[last]
 
     def step(self, batch: Batch, first: int, tokens: Tensor, parents: Tensor | None = None) -> tuple[Final, Tensor]:
-        rows, embedded = begin(self.model, self.cache, self._lengths(batch), 1, first, tokens, parents)
+        rows, embedded = begin(self.model, self.cache, self.lengths(batch), 1, first, tokens, parents)
         layers = self.layers
         out = forward(self.model, self.cache, rows, embedded) if layers is None else layers.forward(rows, embedded)
         return out.final, rows.positions
-
-    def _lengths(self, batch: Batch) -> Lengths:
-        """The texts' lengths for placing drafts, clamped to this model's context."""
-        return batch.lengths if isinstance(batch.lengths, Tensor) else [min(n, self.limit) for n in batch.lengths]
-
-    def _missing_rows(self, batch: Batch) -> tuple[Tensor, Rows]:
-        """The committed tokens that the cache lacks, including the roots, and their places."""
-        cache = self.cache
-        texts, starts = [], []
-        for slot, (request, end) in enumerate(zip(batch.requests, self._lengths(batch), strict=True)):
-            if len(request.token_ids) > self.limit:
-                cache.exact_len[slot] = end - 1
-            elif end - cache.exact_len[slot] > CATCH_UP_ROWS:
-                self.prefill(slot, request.token_ids)
-            starts.append(cache.exact_len[slot])
-            texts.append(self.in_vocabulary(request.token_ids[starts[-1] : end]))
-            cache.exact_len[slot] = end
-        tokens = torch.tensor([token for text in texts for token in text], device=self.model.device)
-        return tokens, cache.after(starts, [len(text) for text in texts])

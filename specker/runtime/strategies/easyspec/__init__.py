@@ -18,10 +18,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from specker.fields import check_fields, opt, option
+from specker.options import Options
 from specker.runtime.strategies.base import DraftContext
 from specker.runtime.strategies.draft import SmallModel
 
 if TYPE_CHECKING:
+    from specker.checkpoints.checkpoint import Checkpoint
     from specker.runtime.strategies.draft.drafter import AutoregressiveDrafter
 
 Groups = int | tuple[tuple[int, ...], ...]  # a group's width, or the layers of every group
@@ -63,6 +65,13 @@ class EasySpec(SmallModel):
     options = EasySpecOptions
     needs_draft = True
     divides = True
+
+    def with_draft(self, options: Options, draft: Checkpoint) -> Options:
+        if draft.config.pard_token is not None:
+            raise ValueError(
+                f"a PARD model drafts in one pass, and easyspec shortens many: use {option('strategy', 'draft')}"
+            )
+        return options
 
     def drafter(self, context: DraftContext) -> AutoregressiveDrafter:
         from specker.runtime.strategies.draft.drafter import AutoregressiveDrafter

@@ -1,0 +1,69 @@
+"""The drafter of a PARD model (arXiv 2504.18583), a small causal model that was trained to draft in one pass.
+
+K - 1 masks follow the last committed token, and row j of the last K rows guesses token j of the draft:
+
+    rows    x_n   mask   mask   ..
+    guess   1     2      3      ..
+
+Mask j was trained without the drafted tokens before it, so it is right less often than a chain's token, but the draft
+reads the weights once. The masks' K/V is dropped after the round.
+"""
+
+import torch
+from torch import Tensor
+
+from specker.model.decoder import Final, forward
+from specker.model.rows import begin
+from specker.runtime.round.batch import Batch
+from specker.runtime.round.drafter import Accepted, Draft
+from specker.runtime.strategies.model_drafter import ModelDrafter
+
+
+class ParallelDrafter(ModelDrafter):
+    def room(self, length: int) -> int:
+        return self.limit - length + 1  # the root's own row guesses the first token
+
+    def propose(self, batch: Batch) -> Draft:
+        """Draft for all sequences. A sequence that has no room left in the draft's context gets a meaningless draft,
+        which the target rejects."""
+        self.head.follow(batch.requests)
+        depth = min(batch.budget.depth, batch.budget.nodes)
+        draft = Draft(depth, depth=depth)
+        if not batch.confident and (batch.fixed or not batch.traced):
+            batch.run(("block", depth), lambda: self._write(batch, depth))
+            return draft
+        final, positions = self._rows(batch, depth)
+        ids, logits, lse = self.head.ranked(final, 1, batch.draws, positions)
+        batch.window[: batch.n, 1 : depth + 1] = ids.view(batch.n, depth)
+        scores = (logits[:, 0] - lse).view(batch.n, depth)
+        if batch.confident:
+            draft.end(batch.requests, scores.exp())
+        if batch.traced:
+            draft.scores.append(scores[:, : draft.size])
+        return draft
+
+    def accept(self, batch: Batch, draft: Draft, accepted: Accepted) -> None:
+        """Keep no mask's K/V."""
+        for slot, (request, path) in enumerate(zip(batch.requests, accepted.paths, strict=True)):
+            if path and batch.fixed and draft.size:
+                self.cache.exact_len[slot] = self.exact_after_fixed(len(request.token_ids))
+
+    def _write(self, batch: Batch, depth: int) -> None:
+        final, positions = self._rows(batch, depth)
+        batch.window[: batch.n, 1 : depth + 1] = self.head.best(final, batch.draws, positions).view(batch.n, depth)
+
+    def _rows(self, batch: Batch, depth: int) -> tuple[Final, Tensor]:
+        """Run the committed tokens that the cache lacks, and the masks. Returns the rows that guess `depth` tokens
+        [n * depth, E] and their positions [n * depth] int64."""
+        mask, n, model = self.model.config.pard_token, batch.n, self.model
+        assert mask is not None
+        if batch.fixed:
+            text = batch.last(self.repeated).clamp(max=model.config.vocab_size - 1)
+            tokens = torch.cat((text, text.new_full((n, depth - 1), mask)), 1)
+            rows, embedded = begin(model, self.cache, batch.lengths, self.repeated, 0, tokens)
+        else:
+            tokens, rows = self.missing_rows(batch, [mask] * (depth - 1))
+            embedded = model.embed_tokens(tokens)
+        ends = rows.cu_rows[1:].long().unsqueeze(1)
+        last = slice(-depth, None) if n == 1 else (ends + torch.arange(-depth, 0, device=ends.device)).view(-1)
+        return forward(model, self.cache, rows, embedded).final.at(last), rows.positions[last]
