@@ -140,8 +140,8 @@ class Common:
     )
     kv_dtype: str | None = opt(
         None,
-        "on a CPU, how K/V is kept: float16 (default where the compiled layers run the model), float32, bfloat16, or int8 "
-        "with a scale for each head and row",
+        "on a CPU, how K/V is kept: float16 (default where the compiled layers run the model), float32, bfloat16, or "
+        "int8 with a scale for each head and row",
         choices=KV_DTYPES,
     )
     acceptance: float | None = opt(
