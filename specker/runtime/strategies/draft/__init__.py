@@ -16,7 +16,9 @@ from typing import TYPE_CHECKING
 from specker.runtime.strategies.base import DraftContext, Strategy
 
 if TYPE_CHECKING:
-    from specker.runtime.strategies.draft.drafter import AutoregressiveDrafter
+    from specker.model.cache import KVCache
+    from specker.model.decoder import Model
+    from specker.runtime.strategies.draft.drafter import AutoregressiveDrafter, DraftLayers
 
 
 class SmallModel(Strategy):
@@ -24,11 +26,23 @@ class SmallModel(Strategy):
     summary = "a small model drafts a chain or a tree"
     paper = "Leviathan et al. (2211.17192), Chen et al. (2302.01318)"
     needs_draft = True
+    translates = True
 
     def drafter(self, context: DraftContext) -> AutoregressiveDrafter:
-        from specker.runtime.strategies.draft.drafter import AutoregressiveDrafter
-
         model = context.draft_model()
-        return AutoregressiveDrafter(
-            model, context.allocate(model), context.head(model), context.options.width, depth=context.depth(self)
-        )
+        return made(context, model, context.allocate(model), context.depth(self))
+
+
+def made(
+    context: DraftContext, model: Model, cache: KVCache, depth: int, layers: DraftLayers | None = None
+) -> AutoregressiveDrafter:
+    """The drafter of a small model, in the target's ids or in its own. depth, layers: of `AutoregressiveDrafter`."""
+    parts = model, cache, context.head(model), context.options.width, depth, layers
+    assert context.draft is not None
+    if (translation := context.draft.translation) is not None:
+        from specker.runtime.strategies.draft.translated import TranslatedDrafter
+
+        return TranslatedDrafter(translation, *parts)
+    from specker.runtime.strategies.draft.drafter import AutoregressiveDrafter
+
+    return AutoregressiveDrafter(*parts)
