@@ -166,8 +166,8 @@ class Translation:
 
     def read(self, text: bytes, within: bool) -> list[int]:
         """The draft's ids of a text, which may begin or end within a character. Bytes of no whole character become the
-        tokens of single bytes where the draft has these. `within`: it follows other text, so that a tokenizer that
-        puts a space before a text takes it for the one that the text begins with."""
+        tokens of single bytes where the draft has these. `within`: it follows other text, so that the space that the
+        tokenizer puts before a text is the one that the text begins with, or none."""
         out: list[int] = []
         while text:
             try:
@@ -175,7 +175,10 @@ class Translation:
             except UnicodeDecodeError as error:
                 whole, broken, text = text[: error.start].decode(), text[error.start : error.end], text[error.end :]
             if whole:
-                out += self.encode(whole[1:] if within and self.spaced and whole.startswith(" ") else whole)
+                spaced = within and self.spaced
+                ids = self.encode(whole[1:] if spaced and whole.startswith(" ") else whole)
+                alone = spaced and not whole.startswith(" ") and self.draft.texts[ids[0]] == b" "
+                out += ids[1:] if alone else ids
             out += [n for byte in broken if (n := self.draft.ids.get(bytes((byte,)))) is not None]
             within = True
         return out
@@ -209,7 +212,7 @@ class Reader:
             self._settle()
         self.seen = len(tokens)
         if not self.ids:
-            self.ids, self.settled = [t.start], 1
+            self.ids.append(t.start)  # until the text has an id
         return same
 
     def guess(self, ids: Sequence[int]) -> None:

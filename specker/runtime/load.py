@@ -270,8 +270,8 @@ def _translated(
     other = "use a draft of the target's own family"
     if not strategies.of(opts).translates or not draft.config.causal:
         raise ValueError(f"{differ}: {other}")
-    if opts.trim is not None:
-        raise ValueError(f"{differ}, and a draft with its own tokens has no rows to trim: leave out +vocabtrim")
+    if opts.trim is not None and opts.trim.vocab_clusters is not None:
+        raise ValueError(f"{differ}, and clusters have all rows of the draft: leave out {option('vocab_clusters')}")
     if ranks is not None:
         raise ValueError(f"{differ}, and with {option('tp')} a draft cannot read its own tokens: {other}")
     if draft.config.layer.recurrent:

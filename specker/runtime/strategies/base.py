@@ -76,7 +76,7 @@ class DraftContext:
         rows, eps = model.head if weight is None else weight, model.config.rms_norm_eps
         make = LMHead if self.kept is None else self.kept.head
         head = make(rows, model.norm, eps, model.activations, model.config.logits_cap)
-        if weight is None and self.draft is not None and (translation := self.draft.translation) is not None:
+        if self.kept is None and self.draft is not None and (translation := self.draft.translation) is not None:
             ids = translation.ids.to(model.device)
             head.token_ids, head.draftable = ids, set(ids.tolist())
         return head

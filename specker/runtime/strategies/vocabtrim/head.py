@@ -23,12 +23,19 @@ class KeptRows:
     text: int = 0  # the last so many rows are an LRU cache of tokens seen in the text; they start rarest first
     whole: Matrix | None = None  # [V, E], the untrimmed head, from which rows that follow the text are copied
     ranking: str = ""  # how the fixed rows were ranked, for the user
+    places: Tensor | None = None  # [V] int64, the row of `whole` of each id, -1: it has none; None: row i is id i
     counts: VocabCounts | None = None  # counts what the target writes, for the next run
 
     @property
     def rows(self) -> int:
         """Rows that a step reads."""
         return len(self.ids)
+
+    def has(self, token: int) -> bool:
+        """Whether the untrimmed head has a row of this id."""
+        if self.places is not None:
+            return token < len(self.places) and int(self.places[token]) >= 0
+        return self.whole is not None and token < len(self.whole)
 
     def step_bytes(self, weight: Matrix) -> int:
         """Bytes of the head that a step reads."""
@@ -78,7 +85,7 @@ class TrimmedHead(LMHead):
             for token in text[seen:]:
                 if token in self._slots:
                     self._slots[token] = self._slots.pop(token)
-                elif token not in self.draftable and token < len(self.kept.whole):
+                elif token not in self.draftable and self.kept.has(token):
                     oldest = next(iter(self._slots))
                     self.draftable.remove(oldest)
                     self.draftable.add(token)
@@ -102,12 +109,13 @@ class TrimmedHead(LMHead):
         rows = list(rows)
         self._slots.update(zip(ids, rows, strict=True))
         self.draftable.update(ids)
-        both = torch.tensor([rows, ids])
+        from_ = ids if self.kept.places is None else self.kept.places[ids].tolist()
+        both = torch.tensor([rows, ids, from_])
         if self.weight.is_cuda:  # the host does not wait for a pinned copy
             both = both.pin_memory().to(self.weight.device, non_blocking=True)
-        at, tokens = both
+        at, tokens, places = both
         if isinstance(self.weight, Packed) and isinstance(self.kept.whole, Packed):
-            self.weight.copy(at, self.kept.whole, tokens)
+            self.weight.copy(at, self.kept.whole, places)
         else:
-            self.weight[at] = self.kept.whole[tokens]  # type: ignore[index, assignment]
+            self.weight[at] = self.kept.whole[places]  # type: ignore[index, assignment]
         self.token_ids[at] = tokens

@@ -117,6 +117,12 @@ def trimmed(
     rows = min(target.config.vocab_size, len(whole))  # a draft may know fewer ids than a padded target
     special = set() if tokenizer is None else vocab_scores.special_ids(tokenizer)
     always = {*target.config.eos_ids, *special}
+    translation, places = draft.translation, None
+    if translation is not None:  # from here on an id is the number of a shared token
+        places = torch.full((target.config.vocab_size,), -1)
+        places[translation.ids] = torch.arange(len(translation.ids))
+        scores, rows = scores.of(translation.ids), len(translation.ids)
+        always = {n for i in always if i < len(places) and (n := int(places[i])) >= 0}
     fixed = scores.kept(trim.vocab_keep or default, always, rows)
     unseen = [i for i in fixed[torch.isin(fixed, scores.ids, invert=True)].tolist() if i not in always]
     if unseen:
@@ -131,12 +137,13 @@ def trimmed(
         VocabKeep(rows=len(fixed) + text), fixed.tolist(), rows
     )  # next by rank, until a text replaces them
     spare = scores.ranked(also[torch.isin(also, fixed, invert=True)]).flip(0)
-    ids = torch.cat((fixed, spare)).to(whole.device)
+    at = torch.cat((fixed, spare)).to(whole.device)
+    ids = at if translation is None else translation.ids.to(whole.device)[at]
     if options.width > len(ids):
         tree = option("tree", options.tree)
         raise ValueError(f"{tree} is wider than the {len(ids)} rows that {option('vocab_keep')} leaves")
-    kept = KeptRows(ids, len(spare), whole if text else None, source, counts)
-    return replace(draft, weights=replace(draft.weights, head=whole[ids])), kept
+    kept = KeptRows(ids, len(spare), whole if text else None, source, places, counts)
+    return replace(draft, weights=replace(draft.weights, head=whole[at])), kept
 
 
 def clustered(draft: Checkpoint, options: Options) -> tuple[Checkpoint, ClusteredRows]:
