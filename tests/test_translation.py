@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from cases import plain
-from make_checkpoint import byte_tokenizer, make
+from make_checkpoint import LFM2, byte_tokenizer, make
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
@@ -202,7 +202,7 @@ def test_no_token_changes(folders: dict[str, Path], target: str, draft: str) -> 
         {"strategy": "vocabtrim+lookup", "vocab_keep": "60", "vocab_text": 20},
         {"strategy": "draft+lookup", "policy": "plus-minus-one", "graphs": "on"},
     ]
-    prompts = [*PROMPTS, TEXT[:60] + "🎉"]
+    prompts = PROMPTS
     for way, batch in zip(ways, (1, 4, 4, 1, 4, 1), strict=True):
         engine = specker.load(
             folders[target],
@@ -215,13 +215,11 @@ def test_no_token_changes(folders: dict[str, Path], target: str, draft: str) -> 
             **{"strategy": "draft", **way},
         )
         for temperature in (0.0, 0.7):
-            out = engine.generate(prompts, 40, temperature=temperature, seed=5, ignore_eos=True)
+            out = engine.generate(prompts, 24, temperature=temperature, seed=5, ignore_eos=True)
             for prompt, found in zip(prompts, out, strict=True):
                 ids = engine.encode(prompt)
-                assert found.tokens == plain(
-                    folders[target], ids, 40, temperature=temperature, seed=5, ignore_eos=True
-                )
-                assert found.stats.drafted > 0
+                assert found.tokens == plain(folders[target], ids, 24, temperature=temperature, seed=5, ignore_eos=True)
+                assert found.stats.drafted > 0 or "lookup" in engine.strategy  # that may rest
         cache = engine.loop.drafter.cache if engine.loop.drafter is not None else None
         assert cache is not None
         for slot in range(len(cache.exact_len)):
@@ -229,17 +227,18 @@ def test_no_token_changes(folders: dict[str, Path], target: str, draft: str) -> 
 
 
 def test_a_draft_whose_text_needs_more_memory_or_context_stops_drafting(folders: dict[str, Path]) -> None:
-    prompt = TEXT[:120]
-    options = {"dtype": "float64", "device": "cpu", "page_size": 16, "strategy": "draft", "draft_tokens": 3}
+    prompt, options = "🎉" * 100, {"dtype": "float64", "device": "cpu", "page_size": 16, "draft_tokens": 3}
     t = translation(folders["bytes"], folders["pieces"])
-    ids = Tokens(folders["bytes"], "LlamaForCausalLM").tokenizer.encode(prompt)
-    assert len(t.encode(prompt)) > 1.3 * len(ids)
-    narrow = specker.load(folders["bytes"], folders["pieces"], max_context=len(ids) + 30, **options)
-    full = specker.load(folders["bytes"], folders["pieces"], batch_size=4, kv_tokens=4 * (len(ids) + 40), **options)
-    for engine, prompts in ((narrow, [prompt]), (full, [prompt + c for c in "abcd"])):
-        for found, text in zip(engine.generate(prompts, 30, ignore_eos=True), prompts, strict=True):
-            assert found.tokens == plain(folders["bytes"], engine.encode(text), 30, ignore_eos=True)
-    assert narrow.generate(prompt, 30, ignore_eos=True).stats.drafted == 0
+    length = len(Tokens(folders["bytes"], "LlamaForCausalLM").tokenizer.encode(prompt))
+    assert len(t.encode(prompt)) > length + 256
+    both = folders["bytes"], folders["pieces"], "draft"
+    wide = specker.load(*both, **options)
+    narrow = specker.load(*both, max_context=length + 20, **options)
+    full = specker.load(*both, batch_size=2, kv_tokens=length + 16 + 256, **options)  # one request at a time
+    for engine, prompts in ((wide, [prompt]), (narrow, [prompt]), (full, [prompt, "a" + prompt[1:]])):
+        for found, text in zip(engine.generate(prompts, 16, ignore_eos=True), prompts, strict=True):
+            assert found.tokens == plain(folders["bytes"], engine.encode(text), 16, ignore_eos=True)
+            assert (found.stats.drafted > 0) == (engine is wide)
 
 
 def test_refusals(folders: dict[str, Path], tmp_path: Path) -> None:
@@ -250,12 +249,12 @@ def test_refusals(folders: dict[str, Path], tmp_path: Path) -> None:
         core.add_special_tokens(["<|end|>"])
         PreTrainedTokenizerFast(tokenizer_object=core).save_pretrained(few)
         specker.load(folders["bytes"], few, "draft", device="cpu")
-    with pytest.raises(ValueError, match="different tokenizers .*: use a draft of the target's own family"):
+    with pytest.raises(ValueError, match=r"different tokenizers .*: use a draft of the target's own family"):
         dream = make(tmp_path / "dream", "dream", vocab=330)
         pieces().save_pretrained(dream)
         specker.load(folders["bytes"], dream, "diffuspec", device="cpu")
     with pytest.raises(ValueError, match="a draft with recurrent layers cannot read changed text again"):
-        recurrent = make(tmp_path / "recurrent", "qwen3_5", vocab=len(pieces()))
+        recurrent = make(tmp_path / "recurrent", vocab=len(pieces()), **LFM2)
         pieces().save_pretrained(recurrent)
         specker.load(folders["bytes"], recurrent, "draft", device="cpu")
     with pytest.raises(ValueError, match="has another tokenizer, and does not draft for another engine yet"):

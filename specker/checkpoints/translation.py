@@ -1,9 +1,9 @@
 """A draft with another tokenizer: which ids mean the same as the target's, and the target's text in the draft's ids.
 
 Two ids are the same token if they stand for the same bytes, however their vocabularies spell them: byte-level BPE
-writes " the" as "Ġthe", sentencepiece as "▁the", and a byte without a token of its own is "<0x0A>" there. Special tokens
-are the same if their texts are. The draft's LM head keeps only the rows of these ids, under the target's ids
-(token-level intersection, arXiv 2502.05202), so what it drafts is valid for the target without another tokenisation.
+writes " the" as "Ġthe", sentencepiece as "▁the", and a byte without a token of its own as "<0x0A>". Special tokens are
+the same if their texts are. The draft's LM head keeps only the rows of these ids, under the target's ids (token-level
+intersection, arXiv 2502.05202), so what it drafts is valid for the target without another tokenisation.
 
 The draft reads its own tokens: the text of the target's tokens, divided by the draft's tokenizer (`Reader`).
 """
@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -240,12 +241,20 @@ class Reader:
             if count >= LONG and self._rest.decode(errors="replace").encode() == self._rest:
                 self.settled, self._rest, self._within = len(self.ids), b"", True
             return
-        ends = range(count - KEEP, 0, -1)
-        end = next((n for n in ends if pieces[n][:1] == b" " and pieces[n][1:2].isalnum()), 0)
-        if not end and count >= LONG:
-            end = next((n for n in ends if pieces[n] and pieces[n][0] & 0xC0 != 0x80), 0)
-        if end:
-            self._rest = self._rest[sum(map(len, pieces[:end])) - spaced :]
+        starts = [0, *accumulate(map(len, pieces))]
+        words, characters = (
+            next((n for n in range(count - KEEP, 0, -1) if begins(whole[starts[n] : starts[n] + 2])), 0)
+            for begins in (_begins_word, _begins_character)
+        )
+        if end := words or (characters if count >= LONG else 0):
+            self._rest = self._rest[starts[end] - spaced :]
             self.settled += end
             self._within = True
 
+
+def _begins_word(text: bytes) -> bool:
+    return text[:1] == b" " and text[1:].isalnum()
+
+
+def _begins_character(text: bytes) -> bool:
+    return bool(text) and text[0] & 0xC0 != 0x80
