@@ -74,7 +74,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 def translation(target: Path, draft: Path) -> Translation:
     tokens = [Tokens(folder, "LlamaForCausalLM") for folder in (target, draft)]
     sizes = [len(each.vocabulary) for each in tokens]
-    return Translation.between(*tokens, (sizes[0], sizes[1]))
+    return Translation.between(*tokens, (sizes[0], sizes[1]), free=True)
 
 
 @pytest.mark.parametrize(

@@ -2,14 +2,17 @@
 
 Two ids are the same token if they stand for the same bytes, however their vocabularies spell them: byte-level BPE
 writes " the" as "Ġthe", sentencepiece as "▁the", and a byte without a token of its own as "<0x0A>". Special tokens are
-the same if their texts are. The draft's LM head keeps only the rows of these ids, under the target's ids (token-level
-intersection, arXiv 2502.05202), so what it drafts is valid for the target without another tokenisation.
+the same if their texts are.
 
-The draft reads its own tokens: the text of the target's tokens, divided by the draft's tokenizer (`Reader`).
+The draft reads its own tokens: the text of the target's tokens, divided by the draft's tokenizer (`Reader`). It writes
+in one of two ways (both in arXiv 2502.05202). A chain may have any tokens of the draft, and the target's tokenizer
+divides their text (string level). The nodes of a tree, and a trimmed head, have shared tokens only (token-level
+intersection): those are valid for the target as they are.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -93,21 +96,25 @@ class Translation:
 
     target: Pieces
     draft: Pieces
+    theirs: Tokens  # the target's
     tokens: Tokens  # the draft's
+    size: int  # the target's number of ids
+    free: bool  # whether the draft writes tokens that are not shared
     bos: int | None  # the target's token before a text; None: it has none
     ids: Tensor  # [K] int64, the target's ids of the shared tokens, ascending
     rows: Tensor  # [K] int64, the draft's ids of these
 
     @classmethod
-    def between(cls, target: Tokens, draft: Tokens, sizes: tuple[int, int]) -> Translation:
-        """`sizes`: the target's and the draft's number of ids. Raises CheckpointError if a tokenizer cannot be read."""
+    def between(cls, target: Tokens, draft: Tokens, sizes: tuple[int, int], free: bool) -> Translation:
+        """`sizes`: the target's and the draft's number of ids, in their embeddings. Raises CheckpointError if a tokenizer cannot be read."""
         its, own = Pieces.of(target), Pieces.of(draft)
         pairs = {n: own.ids[text] for text, n in its.ids.items() if text in own.ids}
         pairs |= {n: own.special[text] for text, n in its.special.items() if text in own.special}
         ids = sorted(n for n, other in pairs.items() if n < sizes[0] and other < sizes[1])
         rows = [pairs[n] for n in ids]
         bos = getattr(target.tokenizer, "bos_token_id", None)
-        return cls(its, own, draft, bos, torch.tensor(ids, dtype=torch.int64), torch.tensor(rows, dtype=torch.int64))
+        numbers = (torch.tensor(each, dtype=torch.int64) for each in (ids, rows))
+        return cls(its, own, target, draft, sizes[0], free, bos, *numbers)
 
     @property
     def share(self) -> float:
@@ -121,11 +128,18 @@ class Translation:
         return f"the draft reads its own tokens: {len(self.ids):,} of its {total:,} tokens are the target's, too"
 
     @cached_property
+    def names(self) -> Tensor:
+        """[draft's ids] int64: how noise names each of the draft's tokens: by the target's id if it is shared, else by a
+        number that is no id of the target."""
+        out = self.size + torch.arange(len(self.draft.texts))
+        out[self.rows] = self.ids
+        return out
+
+    @cached_property
     def own(self) -> Tensor:
-        """[target's ids] int64: the draft's id of each token; of tokens that are not shared, which are never drafted,
-        `start`."""
-        out = torch.full((max(len(self.target.texts), int(self.ids.max()) + 1),), self.start)
-        out[self.ids] = self.rows
+        """[numbers] int64: the draft's id of each of `names`; of the target's ids that are not shared `start`."""
+        out = torch.full((self.size + len(self.draft.texts),), self.start)
+        out[self.names] = torch.arange(len(self.draft.texts))
         return out
 
     @cached_property
@@ -159,30 +173,63 @@ class Translation:
     @cached_property
     def spaced(self) -> bool:
         """Whether the draft's tokenizer puts a space before each text."""
-        return b"".join(self.draft.texts[n] for n in self.encode("a")) == b" a"
+        return _spaced(self.tokens.tokenizer, self.draft)
+
+    def write(self, ids: Sequence[int]) -> tuple[list[int], list[int]]:
+        """The target's ids of tokens that the draft has written behind a text, and how many of them each needs."""
+        texts = self.draft.texts
+        count = next((i for i, n in enumerate(ids) if not texts[n]), len(ids))
+        out = self._divided(b"".join(texts[n] for n in ids[:count]))
+        ends, lengths = [*accumulate(len(texts[n]) for n in ids[:count])], [len(self.target.texts[n]) for n in out]
+        needs = [min(bisect_left(ends, end) + 1, count) for end in accumulate(lengths)]
+        if count < len(ids) and (special := self._theirs_special.get(ids[count])) is not None:
+            more, further = self.write(ids[count + 1 :])
+            out, needs = [*out, special, *more], [*needs, *(count + 1 + n for n in (0, *further))]
+        return out, needs
+
+    @cached_property
+    def _theirs_special(self) -> dict[int, int]:
+        return {own: n for n, own in self.special.items()}
+
+    def _divided(self, text: bytes) -> list[int]:
+        return _divided(text, True, self.theirs.tokenizer, self.target, self._theirs_spaced)
+
+    @cached_property
+    def _theirs_spaced(self) -> bool:
+        return _spaced(self.theirs.tokenizer, self.target)
 
     def encode(self, text: str) -> list[int]:
         """The draft's ids of a text, without those around it."""
         return list(self.tokens.tokenizer.encode(text, add_special_tokens=False))
 
     def read(self, text: bytes, within: bool) -> list[int]:
-        """The draft's ids of a text, which may begin or end within a character. Bytes of no whole character become the
-        tokens of single bytes where the draft has these. `within`: it follows other text, so that the space that the
-        tokenizer puts before a text is the one that the text begins with, or none."""
-        out: list[int] = []
-        while text:
-            try:
-                whole, broken, text = text.decode(), b"", b""
-            except UnicodeDecodeError as error:
-                whole, broken, text = text[: error.start].decode(), text[error.start : error.end], text[error.end :]
-            if whole:
-                spaced = within and self.spaced
-                ids = self.encode(whole[1:] if spaced and whole.startswith(" ") else whole)
-                alone = spaced and not whole.startswith(" ") and self.draft.texts[ids[0]] == b" "
-                out += ids[1:] if alone else ids
-            out += [n for byte in broken if (n := self.draft.ids.get(bytes((byte,)))) is not None]
-            within = True
-        return out
+        """The draft's ids of a text; see `_divided`."""
+        return _divided(text, within, self.tokens.tokenizer, self.draft, self.spaced)
+
+
+def _spaced(tokenizer: Any, pieces: Pieces) -> bool:
+    """Whether a tokenizer puts a space before each text."""
+    return b"".join(pieces.texts[n] for n in tokenizer.encode("a", add_special_tokens=False)) == b" a"
+
+
+def _divided(text: bytes, within: bool, tokenizer: Any, pieces: Pieces, spaced: bool) -> list[int]:
+    """The ids of a text, which may begin or end within a character. Bytes of no whole character become the tokens of
+    single bytes, if there are any. `within`: it follows other text, so that the space that a tokenizer puts before each
+    text (`spaced`) is the one that the text begins with, or none."""
+    out: list[int] = []
+    while text:
+        try:
+            whole, broken, text = text.decode(), b"", b""
+        except UnicodeDecodeError as error:
+            whole, broken, text = text[: error.start].decode(), text[error.start : error.end], text[error.end :]
+        if whole:
+            begins = whole.startswith(" ")
+            ids = tokenizer.encode(whole[1:] if within and spaced and begins else whole, add_special_tokens=False)
+            alone = within and spaced and not begins and pieces.texts[ids[0]] == b" "
+            out += ids[1:] if alone else ids
+        out += [n for byte in broken if (n := pieces.ids.get(bytes((byte,)))) is not None]
+        within = True
+    return out
 
 
 class Reader:
@@ -194,6 +241,7 @@ class Reader:
         self.settled = len(self.ids)  # ids before this do not change while the text grows
         self._rest = b""  # the text of the ids behind
         self._within = False  # whether it follows other text
+        self._guessed = False
 
     def read(self, tokens: Sequence[int]) -> int:
         """Read the text `tokens`, which begins with what was read before. Returns how many of the earlier `ids` are
@@ -208,17 +256,18 @@ class Reader:
                 self.settled, self._rest, self._within = len(self.ids), b"", False
             else:
                 self._rest += t.spelled.get(token) or (t.target.texts[token] if token < len(t.target.texts) else b"")
-        if self.seen < len(tokens):
+        if self.seen < len(tokens) or self._guessed:
             same = min(same, self._divide())
             self._settle()
-        self.seen = len(tokens)
+        self.seen, self._guessed = len(tokens), False
         if not self.ids:
             self.ids.append(t.start)  # until the text has an id
         return same
 
     def guess(self, ids: Sequence[int]) -> None:
-        """The draft has read `ids` behind the text. Later text may divide otherwise."""
+        """The draft has read `ids` behind the text, until the next call of `read`."""
         self.ids += ids
+        self._guessed = True
 
     def _divide(self) -> int:
         """Divide the text that is not settled. Returns the first id that is another one than before."""

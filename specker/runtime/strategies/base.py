@@ -77,8 +77,8 @@ class DraftContext:
         make = LMHead if self.kept is None else self.kept.head
         head = make(rows, model.norm, eps, model.activations, model.config.logits_cap)
         if self.kept is None and self.draft is not None and (translation := self.draft.translation) is not None:
-            ids = translation.ids.to(model.device)
-            head.token_ids, head.draftable = ids, set(ids.tolist())
+            head.token_ids = (translation.names if translation.free else translation.ids).to(model.device)
+            head.draftable = None if translation.free else set(translation.ids.tolist())
         return head
 
     def allocate(self, model: Model, layers: int | None = None) -> KVCache:

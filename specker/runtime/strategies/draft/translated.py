@@ -8,6 +8,8 @@ positions, as everywhere, so above temperature 0 both models tend to draw the sa
 
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import accumulate, pairwise, zip_longest
+from operator import mul
 from weakref import WeakKeyDictionary
 
 from torch import Tensor
@@ -84,9 +86,12 @@ class TranslatedDrafter(AutoregressiveDrafter):
         lengths = [len(own.token_ids) for own in requests]
         texts = zip(batch.requests, lengths, strict=True)
         self._further = [len(request.token_ids) - length for request, length in texts]
-        return self.drafted(replace(batch, requests=requests, lengths=lengths), self.own, self._further)
+        draft = self.drafted(replace(batch, requests=requests, lengths=lengths), self.own, self._further)
+        return self._written(batch, draft) if self.translation.free else draft
 
     def accept(self, batch: Batch, draft: Draft, accepted: Accepted) -> None:
+        if self.translation.free:
+            return
         before = self.cache.exact_len[: len(batch.requests)]
         super().accept(batch, draft, accepted)
         for slot, (request, path) in enumerate(zip(batch.requests, accepted.paths, strict=True)):
@@ -96,6 +101,26 @@ class TranslatedDrafter(AutoregressiveDrafter):
                     self.cache.exact_len[slot] = before[slot]
                 else:
                     shadow.reader.guess(self.translation.own[request.token_ids[first : first + kept]].tolist())
+
+    def _written(self, batch: Batch, draft: Draft) -> Draft:
+        """The draft in the target's tokens. Its own tokens stay in the cache until the text turns out to be another."""
+        t, tokens, confidence = self.translation, [], []
+        most = min(batch.budget.depth, batch.budget.nodes)
+        numbers = batch.window[: len(batch.requests), 1 : draft.size + 1].cpu()
+        for slot, (request, ids) in enumerate(zip(batch.requests, t.own[numbers].tolist(), strict=True)):
+            shadow = self._shadow(request)
+            if self.layers is None and not shadow.cut:
+                shadow.reader.guess(ids[: draft.forwarded])
+                self.cache.exact_len[slot] += draft.forwarded
+            written, needs = t.write(ids)
+            tokens.append(written[:most])
+            sure = [1.0, *accumulate((each[slot] for each in draft.confidence), mul)]
+            if batch.confident:
+                confidence.append([sure[n] / sure[m] if sure[m] else 0.0 for m, n in pairwise((0, *needs[:most]))])
+        out = Draft.of(batch, tokens, [list(range(len(each))) for each in tokens])
+        if batch.confident:
+            out.confidence = [list(each) for each in zip_longest(*confidence, fillvalue=0.0)]
+        return out
 
     # --- growth.Steps
 
