@@ -276,14 +276,14 @@ def _translated(
         raise ValueError(f"{differ}, and with {option('tp')} a draft cannot read its own tokens: {other}")
     if draft.config.layer.recurrent:
         raise ValueError(f"{differ}, and a draft with recurrent layers cannot read changed text again: {other}")
-    sizes, free = (target.config.vocab_size, draft.config.vocab_size), opts.width == 1 and opts.trim is None
+    sizes, free = (target.config.vocab_size, draft.config.vocab_size), opts.width == 1
     import os as _os
     free = free and not _os.environ.get("TLI")
     found = Translation.between(target.tokens, draft.tokens, sizes, free)
     if found.share < LEAST or len(found.ids) <= opts.width:
         raise ValueError(f"{differ}, and only {len(found.ids)} of the draft's are the target's, too: {other}")
     notes["draft_tokens"] = found.sentence
-    if free:
+    if free or opts.trim is not None:
         return replace(_cut(draft, min(sizes[1], len(found.draft.texts))), translation=found)
     head = draft.weights.head
     rows = head[found.rows.to(head.device)]

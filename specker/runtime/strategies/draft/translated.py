@@ -81,8 +81,8 @@ class TranslatedDrafter(AutoregressiveDrafter):
         return super().advance(self._own(requests), budget, most)
 
     def propose(self, batch: Batch) -> Draft:
-        self.head.follow(batch.requests)
         requests = self._own(batch.requests)
+        self.head.follow(requests)
         lengths = [len(own.token_ids) for own in requests]
         texts = zip(batch.requests, lengths, strict=True)
         self._further = [len(request.token_ids) - length for request, length in texts]

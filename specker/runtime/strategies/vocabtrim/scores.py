@@ -85,13 +85,6 @@ class VocabScores:
             chosen[ids[~chosen[ids]][: max(0, rows - int(chosen.sum()))]] = True
         return chosen.nonzero()[:, 0]
 
-    def of(self, ids: Tensor) -> "VocabScores":
-        """The ranking of `ids` [K], ascending, alone: id ids[i] is called i."""
-        at = torch.searchsorted(ids, self.ids).clamp_(max=len(ids) - 1)
-        there = ids[at] == self.ids
-        counts = None if self.counts is None else self.counts[there]
-        return replace(self, ids=at[there], counts=counts, held_out=None, vocab_size=len(ids))
-
     def ranked(self, ids: Tensor) -> Tensor:
         """Sort ids [K] by this ranking; ids that never occurred come last, by id."""
         ids = ids.sort().values
