@@ -106,7 +106,8 @@ class Translation:
 
     @classmethod
     def between(cls, target: Tokens, draft: Tokens, sizes: tuple[int, int], free: bool) -> Translation:
-        """`sizes`: the target's and the draft's number of ids, in their embeddings. Raises CheckpointError if a tokenizer cannot be read."""
+        """`sizes`: the target's and the draft's number of ids, in their embeddings. Raises CheckpointError if a
+        tokenizer cannot be read."""
         its, own = Pieces.of(target), Pieces.of(draft)
         pairs = {n: own.ids[text] for text, n in its.ids.items() if text in own.ids}
         pairs |= {n: own.special[text] for text, n in its.special.items() if text in own.special}
@@ -129,7 +130,7 @@ class Translation:
 
     @cached_property
     def names(self) -> Tensor:
-        """[draft's ids] int64: how noise names each of the draft's tokens: by the target's id if it is shared, else by a
+        """[draft's ids] int64: what noise calls each of the draft's tokens: the target's id if it is shared, else a
         number that is no id of the target."""
         out = self.size + torch.arange(len(self.draft.texts))
         out[self.rows] = self.ids

@@ -67,8 +67,8 @@ def draft_chain(
     draft tokens. columns: the cache's column of each sequence's first draft token. sampling: temperature and seed of
     each sequence; the draft ranks its candidates under the noise of the target's draws. rules: one per chain; drafting
     ends for all chains when most rules say so. Without rules it ends after `steps` tokens. records: of layers with a
-    recurrent state, for these rows; later rows follow their table. For a model with another tokenizer, own [ids] int64: its
-    id of each id of the head, and `further`, by sequence: by how much the positions at which the target draws are
+    recurrent state, for these rows; later rows follow their table. For a model with another tokenizer, own [ids] int64:
+    its id of each id of the head, and `further`, by sequence: by how much the positions at which the target draws are
     greater than its own. Returns numpy ids [done, n] int64 and their
     probabilities among the candidates [done, n] float32."""
     n = len(columns)

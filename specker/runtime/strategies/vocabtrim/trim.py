@@ -147,9 +147,7 @@ def trimmed(
     return replace(draft, weights=replace(draft.weights, head=whole[ids])), kept
 
 
-def in_own_ids(
-    scores: VocabScores, translation: Translation, keep: VocabKeep, text: int, rows: int
-) -> VocabScores:
+def in_own_ids(scores: VocabScores, translation: Translation, keep: VocabKeep, text: int, rows: int) -> VocabScores:
     """A ranking of the target's ids for a draft with another tokenizer, which has `rows` ids: its tokens by how often
     they occur in the texts of the target's; without counts by the first such text. Ranks those that `keep` and `text`
     rows need; of a draft that writes shared tokens, these alone."""
