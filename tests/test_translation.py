@@ -117,6 +117,23 @@ def test_tokens_are_the_same_if_their_bytes_are(folders: dict[str, Path]) -> Non
     assert reader.ids == [t.start, *t.encode(" <|x|>"), theirs["<|end|>"]]
 
 
+@pytest.mark.parametrize(("target", "draft"), [("bytes", "spaced"), ("pieces", "bytes")])
+def test_what_the_draft_writes_is_divided_for_the_target(folders: dict[str, Path], target: str, draft: str) -> None:
+    t = translation(folders[target], folders[draft])
+    tokenizer = Tokens(folders[target], "LlamaForCausalLM").tokenizer
+    ids = t.read(TEXT.encode(), False)
+    out, needs = t.write(ids)
+    assert out == tokenizer.encode(" " * (draft == "spaced") + TEXT, add_special_tokens=False)
+    assert needs == sorted(needs) and needs[-1] == len(ids) and len(set(ids) - set(t.rows.tolist())) > 5
+    half = t.read("de 🎉".encode()[:-2], True)  # ends within a character
+    assert b"".join(t.target.texts[n] for n in t.write(half)[0]).strip() == "de 🎉".encode()[:-2]
+    end, unknown = (t.draft.special.get(text) for text in ("<|end|>", "<s>" if draft == "spaced" else "<|x|>"))
+    assert end is not None and unknown is not None
+    both, needs = t.write([*half, end, *ids[:3]])
+    assert t.target.special["<|end|>"] in both and needs[-1] == len(half) + 4
+    assert t.write([ids[0], unknown, ids[1]]) == t.write(ids[:1])  # the target has no such token
+
+
 def twin(folder: Path, into: Path) -> Path:
     """The same model with the ids in another order."""
     shutil.copytree(folder, into)
