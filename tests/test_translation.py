@@ -217,6 +217,22 @@ def test_noise_is_of_the_targets_ids_and_positions(constant: tuple[Path, Path], 
         assert 30 < known < 59 and out.stats.accepted > 0.7 * known
 
 
+def test_columns_of_text_that_divides_otherwise_are_read_again(
+    folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drafts: list[list[list[int]]] = []
+    for always in (False, True):  # every draft reads the whole text
+        if always:
+            read = Reader.read
+            monkeypatch.setattr(Reader, "read", lambda self, tokens: 0 * read(self, tokens))
+        both = folders["bytes"], folders["spaced"]
+        engine, rows = specker.load(*both, "draft", dtype="float64", device="cpu", draft_tokens=4), list[Any]()
+        engine.trace = rows.append
+        engine.generate(PROMPTS[1], 40, temperature=0.7, ignore_eos=True)
+        drafts.append([row["draft"] for row in rows])
+    assert drafts[0] == drafts[1] and len(drafts[0]) > 10
+
+
 @pytest.mark.parametrize(("target", "draft"), [("bytes", "spaced"), ("pieces", "bytes")])
 def test_no_token_changes(folders: dict[str, Path], target: str, draft: str) -> None:
     ways: list[dict[str, Any]] = [

@@ -31,7 +31,7 @@ class Shadow:
 
     def __init__(self, translation: Translation, request: Request):
         self.reader = Reader(translation)
-        self.request = replace_ids(request, self.reader.ids)
+        self.request = _copy(request, self.reader.ids)
         self.begun = False  # whether a draft has read the text, so that the cache may have any of its columns
         self.cut = False  # whether the text is longer than the draft's context or memory
 
@@ -176,7 +176,7 @@ class TranslatedDrafter(AutoregressiveDrafter):
         return self.cache.extend(slot, length + self._behind)
 
 
-def replace_ids(request: Request, ids: list[int]) -> Request:
+def _copy(request: Request, ids: list[int]) -> Request:
     """A request with another text, for the draft model alone."""
     return Request(
         index=request.index,
