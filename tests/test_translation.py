@@ -97,7 +97,8 @@ def test_a_growing_text_is_divided_as_the_whole_text(
             read = b"".join(t.draft.texts[n] for n in before)
             said = b"".join(t.target.texts[n] for n in ids[:end])
             assert read.replace(b" ", b"") == said.replace(b" ", b"")  # half a character, too
-        assert reader.read(ids) == len(before)
+        reader.guess(before[:2])
+        assert reader.read(ids) == len(before) == len(reader.ids)
         if " " in text or draft != "spaced":
             assert reader.ids == own.encode(text)
         assert len(reader.ids) - reader.settled < 8 * KEEP
@@ -228,7 +229,7 @@ def test_columns_of_text_that_divides_otherwise_are_read_again(
         both = folders["bytes"], folders["spaced"]
         engine, rows = specker.load(*both, "draft", dtype="float64", device="cpu", draft_tokens=4), list[Any]()
         engine.trace = rows.append
-        engine.generate(PROMPTS[1], 40, temperature=0.7, ignore_eos=True)
+        engine.generate("the", 60, temperature=1.0, ignore_eos=True)
         drafts.append([row["draft"] for row in rows])
     assert drafts[0] == drafts[1] and len(drafts[0]) > 10
 
