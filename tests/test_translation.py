@@ -221,10 +221,9 @@ def test_noise_is_of_the_targets_ids_and_positions(constant: tuple[Path, Path], 
 def test_columns_of_text_that_divides_otherwise_are_read_again(
     folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    drafts: list[list[list[int]]] = []
+    drafts, read = list[list[list[int]]](), Reader.read
     for always in (False, True):  # every draft reads the whole text
         if always:
-            read = Reader.read
             monkeypatch.setattr(Reader, "read", lambda self, tokens: 0 * read(self, tokens))
         both = folders["bytes"], folders["spaced"]
         engine, rows = specker.load(*both, "draft", dtype="float64", device="cpu", draft_tokens=4), list[Any]()
