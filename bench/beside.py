@@ -5,7 +5,7 @@ round itself: a draft, a verify pass over it, and what both do between. Both pro
 
     small        a small model drafts a chain with `--draft_tokens` tokens
     translated   the same, but in transformers it has another tokenizer (the same words in another order, and some
-                 more), so that each round translates text and drafts; specker takes no such draft, and runs `small`'s
+                 more), so that each round translates text and drafts; specker runs `small`'s
     mtp          MTP heads in DeepSeek-V3's layout on a Llama; each drafts one token
     dflash       a drafter of blocks, in z-lab's layout here and as Muse Glimmer's assistant there
 

@@ -134,8 +134,8 @@ def test_tokenizers_in_unequal_files_are_compared_by_their_tokens(
     assert sorted(calls["tokenizers"]) == sorted([target, draft])
     file.write_text(file.read_text().replace('"<|mask|>"', '"<|hidden|>"'))
     (draft / "tokenizer_config.json").unlink()
-    with pytest.raises(ValueError, match="target and draft have different tokenizers"):
-        specker.load(target, draft, device="cpu", dtype="float64")
+    engine = specker.load(target, draft, device="cpu", dtype="float64")
+    assert engine.remarks["draft_tokens"].endswith("258 of its 259 tokens are the target's, too")
 
 
 def test_a_draft_that_is_missing_is_refused_before_the_target_is_read(

@@ -19,6 +19,7 @@ from specker.checkpoints.parse import parse_config, read_json, text_config
 from specker.checkpoints.pieces import HOST, Piece, is_fused, pieces_of
 from specker.checkpoints.quantised.schemes import Scheme, scheme_of
 from specker.checkpoints.tokenizer import Tokens
+from specker.checkpoints.translation import Translation
 from specker.cpu.packed import Packed
 from specker.model import memory
 from specker.model.config import CheckpointError, ModelConfig
@@ -42,6 +43,7 @@ class Checkpoint(Parameters):
     folder: Path
     restored: tuple[str, ...] = ()  # GGUF formats that were restored to the run's dtype
     shared: Tokens | None = None  # shared with copies of this checkpoint, and with a draft that has the same tokenizer
+    translation: Translation | None = None  # of a draft with another tokenizer; its head has the shared tokens' rows
 
     def __post_init__(self) -> None:
         if self.shared is None:

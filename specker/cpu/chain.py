@@ -54,6 +54,8 @@ def draft_chain(
     features: Tensor | None = None,
     output: Tensor | None = None,
     raw: bool = False,
+    own: Tensor | None = None,
+    further: Sequence[int] = (),
 ) -> tuple[Any, Any]:
     """Draft up to `steps` tokens of n sequences.
 
@@ -65,7 +67,9 @@ def draft_chain(
     draft tokens. columns: the cache's column of each sequence's first draft token. sampling: temperature and seed of
     each sequence; the draft ranks its candidates under the noise of the target's draws. rules: one per chain; drafting
     ends for all chains when most rules say so. Without rules it ends after `steps` tokens. records: of layers with a
-    recurrent state, for these rows; later rows follow their table. Returns numpy ids [done, n] int64 and their
+    recurrent state, for these rows; later rows follow their table. For a model with another tokenizer, own [ids] int64:
+    its id of each id of the head, and `further`, by sequence: by how much the positions at which the target draws are
+    greater than its own. Returns numpy ids [done, n] int64 and their
     probabilities among the candidates [done, n] float32."""
     n = len(columns)
     assert (output is None) == (stack.pairs is None) and (features is None) == (tokens is None or output is None)
@@ -77,6 +81,7 @@ def draft_chain(
     probability: Any = np.empty((steps, n), np.float32)
     temperature, seed = zip(*sampling, strict=True)
     draws = numbers(temperature, "float64"), numbers(seed, "uint64")
+    shift = np.array(further or [0] * n, np.int64)
     held: list[Any] = []
     ends = None
     if rules is not None:
@@ -96,6 +101,7 @@ def draft_chain(
         vocabulary.cap,
         None if vocabulary.norm is None else vocabulary.norm.data_ptr(),
         None if vocabulary.ids is None else vocabulary.ids.data_ptr(),
+        None if own is None else own.data_ptr(),
         None if centroids is None else ctypes.pointer(centroids),
         vocabulary.clusters,
         ctypes.pointer(first),
@@ -104,6 +110,7 @@ def draft_chain(
         *map(len, groups),
         raw,
         at.ctypes.data,
+        shift.ctypes.data,
         last_position,
         steps,
         *(each.address for each in draws),

@@ -102,6 +102,10 @@ def drafter_for(
     o = method.with_defaults(o, family)
     notes: dict[str, str] = {}
     draft_checkpoint, kept = read_draft(target_checkpoint, source, o, kind, name, family, notes)
+    if draft_checkpoint is not None and draft_checkpoint.translation is not None:
+        raise ValueError(
+            f"{source} has another tokenizer, and does not draft for another engine yet: use another draft"
+        )
     for sentence in notes.values():
         log.warning(sentence)
     if draft_checkpoint is not None:

@@ -240,6 +240,10 @@ class KVCache:
             self.rings.restore(slot, match.ring)
         self.exact_len[slot] = match.columns
 
+    def columns_of(self, slot: int) -> int:
+        """The columns for which the sequence in `slot` has pages."""
+        return len(self._pages[slot]) * self.page_size
+
     def extend(self, slot: int, columns: int) -> bool:
         """Give the sequence in `slot` further pages, so that it has `columns`. False if the pool has too few."""
         missing = self.pages_for(columns) - len(self._pages[slot])

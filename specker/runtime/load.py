@@ -12,6 +12,7 @@ from specker import cpu, zoo
 from specker.checkpoints.buffers import activations, served
 from specker.checkpoints.checkpoint import Checkpoint, Opened, made_for, opened
 from specker.checkpoints.checkpoint import read as read_checkpoint
+from specker.checkpoints.translation import LEAST, Translation
 from specker.fields import option
 from specker.model.split import WHOLE
 from specker.options import DTYPES, Options
@@ -187,8 +188,8 @@ def read_draft(
         ids -= opts.acceptance is not None  # to disagree, the target needs a token that no child has
         if opts.width > ids:
             raise ValueError(f"{option('tree', opts.tree)} is wider than the vocabulary")
-        draft_checkpoint = _same_vocabulary(
-            target_checkpoint, draft_checkpoint, dummy, (target or target_checkpoint.folder, called)
+        draft_checkpoint = _fitted(
+            target_checkpoint, draft_checkpoint, opts, (target or target_checkpoint.folder, called), notes, ranks
         )
     if opts.trim is not None and (ranks is None or ranks.drafts or method.every_rank):
         draft_checkpoint, kept = trim.trimmed(
@@ -227,11 +228,19 @@ def _within(checkpoint: Checkpoint, context: int) -> Checkpoint:
     return replace(checkpoint, config=replace(checkpoint.config, max_context=context))
 
 
-def _same_vocabulary(target: Checkpoint, draft: Checkpoint, dummy: bool, names: tuple[object, object]) -> Checkpoint:
-    """Cut the draft's head to the target's ids. Raises ValueError unless both use the same tokens: equal or padded
-    sizes and, if both have a tokenizer, the same one. A diffusion drafter may have extra tokens, such as a mask;
-    ids after the target's are cut too. Random weights (`dummy`) have no meaningful tokens, so only the sizes count.
-    `names`: what the user called them."""
+def _fitted(
+    target: Checkpoint,
+    draft: Checkpoint,
+    opts: Options,
+    names: tuple[object, object],
+    notes: dict[str, str],
+    ranks: dist.Ranks | None,
+) -> Checkpoint:
+    """Cut the draft's head to the target's ids, of equal or padded sizes if both have the same tokens. A diffusion
+    drafter may have extra tokens, such as a mask; ids after the target's are cut too. With other tokens the draft gets
+    a translation, if the strategy can use it, and raises ValueError if not. Random weights have no meaningful tokens,
+    so only the sizes count. `names`: what the user called them."""
+    dummy = opts.load == "dummy"
     sizes = target.config.vocab_size, draft.config.vocab_size
     if target.tokens.equal(draft.tokens):
         return _cut(replace(draft, shared=target.tokens), min(sizes))
@@ -239,17 +248,46 @@ def _same_vocabulary(target: Checkpoint, draft: Checkpoint, dummy: bool, names: 
     if its is not None and own is not None and not draft.config.causal and its.items() <= own.items():
         return _cut(draft, min(sizes) if len(its) == len(own) else min(*sizes, max(its.values()) + 1))
     unknown = its is None or own is None
-    if not unknown and its != own and not dummy:
-        raise ValueError(
-            f"target and draft have different tokenizers ({names[0]} has {len(its or {})} tokens, {names[1]} has "
-            f"{len(own or {})}; the tokens differ): use a draft of the target's own family"
+    if its is not None and own is not None and its != own and not dummy:
+        differ = (
+            f"target and draft have different tokenizers ({names[0]} has {len(its)} tokens, {names[1]} has {len(own)}; "
+            "the tokens differ)"
         )
+        return _translated(target, draft, opts, differ, notes, ranks)
     if sizes[0] != sizes[1] and (unknown or its != own):
         raise ValueError(
             f"target and draft have vocabularies of {sizes[0]} and {sizes[1]} ids, and without a tokenizer in both "
             "folders specker cannot check that one pads the other: use a draft of the target's own family"
         )
     return _cut(draft, min(sizes))  # ids that only the padded draft has must never be drafted
+
+
+def _translated(
+    target: Checkpoint, draft: Checkpoint, opts: Options, differ: str, notes: dict[str, str], ranks: dist.Ranks | None
+) -> Checkpoint:
+    """A draft that reads the target's text in ids of its own, with only the rows of shared tokens in its head. `differ`
+    begins the sentences of a refusal. Raises ValueError where that cannot be, and for too few shared tokens."""
+    other = "use a draft of the target's own family"
+    if not strategies.of(opts).translates or not draft.config.causal:
+        raise ValueError(f"{differ}: {other}")
+    if opts.trim is not None and opts.trim.vocab_clusters is not None:
+        raise ValueError(f"{differ}, and clusters have all rows of the draft: leave out {option('vocab_clusters')}")
+    if ranks is not None:
+        raise ValueError(f"{differ}, and with {option('tp')} a draft cannot read its own tokens: {other}")
+    if draft.config.pard_token is not None:
+        raise ValueError(f"{differ}, and a PARD model cannot draft from changed text: {other}")
+    if draft.config.layer.recurrent:
+        raise ValueError(f"{differ}, and a draft with recurrent layers cannot read changed text again: {other}")
+    sizes, free = (target.config.vocab_size, draft.config.vocab_size), opts.width == 1
+    found = Translation.between(target.tokens, draft.tokens, sizes, free)
+    if found.share < LEAST or len(found.ids) <= opts.width:
+        raise ValueError(f"{differ}, and only {len(found.ids)} of the draft's are the target's, too: {other}")
+    notes["draft_tokens"] = found.sentence
+    if free or opts.trim is not None:
+        return replace(_cut(draft, min(sizes[1], len(found.draft.texts))), translation=found)
+    head = draft.weights.head
+    rows = head[found.rows.to(head.device)]
+    return replace(draft, weights=replace(draft.weights, head=rows), translation=found)
 
 
 def _cut(draft: Checkpoint, rows: int) -> Checkpoint:

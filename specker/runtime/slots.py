@@ -192,7 +192,7 @@ class Slots:
         target = self.cache.match(text, prefix_alignment)
         if self.drafter is None or not self.drafter.keeps_prefix or not request.speculates:
             return [target, None]
-        own = self.caches[1].match(text)
+        own = self.caches[1].match(self.drafter.cache_ids(request)[:-1])
         if not self.drafter.aux_layers:
             return [target, own]
         # The drafter can compute no column without the target's rows, which only a prefill has, and a column may depend
@@ -233,7 +233,7 @@ class Slots:
         prefilled = len(request.token_ids) if self.prefix_alignment == 1 else request.prefilled
         self.cache.remember(slot, request.cache_ids, prefilled, self.lookahead)
         if len(self.caches) > 1 and request.speculates and self.drafter is not None and self.drafter.keeps_prefix:
-            self.caches[1].remember(slot, request.cache_ids, 0, self.lookahead)
+            self.caches[1].remember(slot, self.drafter.cache_ids(request), 0, self.lookahead)
 
     def _release(self, slot: int, request: Request) -> None:
         self._remember(slot, request)

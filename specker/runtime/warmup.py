@@ -161,7 +161,7 @@ def _time(loop: Loop, budget: Budget, confident: bool) -> None:
         # As before a first draft; then as after a round of which nothing was accepted. A drafter that reads the target
         # never lacks the prompt.
         if own is not None and not drafter.aux_layers:
-            own.exact_len[:n] = [0 if repeat < 2 else MEASURED - 1] * n
+            own.exact_len[:n] = [len(drafter.cache_ids(s)) - 1 if repeat > 1 else 0 for s in loop.active]
         r = loop.new_round(budget, fixed)
         r.batch.confident = confident and not budget.part
         r.instead = instead

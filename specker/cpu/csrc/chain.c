@@ -20,6 +20,7 @@ typedef struct {
     double scale, cap;   // factor of the embedding's rows; soft cap of the logits, 0: none
     const float *norm;   // the final norm; 0: `forward` has applied it
     const int64_t *ids;  // token ids of the head's rows; 0: the rows' numbers
+    const int64_t *own;  // the model's id of each of these ids, if its tokenizer is not the target's; 0: the same
     const matrix *centroids; // of clusters of the head's rows, see clusters.h; 0: a draft step reads all rows
     int64_t chosen;          // clusters that it reads
     const places *first; // the rows of the first forward, those of each sequence together
@@ -30,6 +31,7 @@ typedef struct {
     int64_t group_count, later_count;
     int64_t raw;                            // the features lack the target's final norm
     const int64_t *columns;                 // [B], cache column of each sequence's first draft token
+    const int64_t *further;                 // [B], by how much the target's positions are greater
     int64_t last_position, steps;           // at most `steps` tokens
     const double *temperature;              // [B]; 0: greedy
     const uint64_t *seed;                   // [B]
@@ -147,7 +149,8 @@ static int64_t settle(const chain *c, const memory *s, int size, int64_t n) {
         }
         if (all.id == INT64_MAX) all.id = 0, all.sum = 1; // all NaN: the target rejects the draft
         const float probability = 1.0f / all.sum;
-        c->drafted[n * B + b] = s->tokens[b] = all.id;
+        c->drafted[n * B + b] = all.id;
+        s->tokens[b] = c->own ? c->own[all.id] : all.id;
         c->probability[n * B + b] = probability;
         if (c->rules) {
             const rule *r = c->rules + b;
@@ -216,7 +219,7 @@ static void run_chain(const member *m, void *arg) {
             const float *row = known ? c->output + b * E : s.out + (at->cu_rows[b + 1] - 1) * E;
             if (c->output && !known && !n) memcpy(c->output + b * E, row, E * 4);
             normalise(row, c->norm, s.normed + b * E, E, (float)c->model->eps);
-            s.at[b] = at_most(c->columns[b] + n - !c->output, c->last_position); // position of the target's row
+            s.at[b] = at_most(c->columns[b] + n - !c->output, c->last_position) + c->further[b]; // position of the target's row
             if (!c->centroids) round_row(c->head, &h, b);
         }
         meet(m);

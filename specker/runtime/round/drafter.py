@@ -241,6 +241,10 @@ class Drafter:
         """The device's half, called after the launch of acceptance if hidden rows were read: launch what the next draft
         needs of them, where shapes are fixed. The host does not yet know the round's tokens."""
 
+    def cache_ids(self, request: Request) -> list[int]:
+        """The request's text as the drafter's own cache compares it with earlier ones (`Request.cache_ids`)."""
+        return request.cache_ids
+
     def read(self, slot: int, request: Request, first: int, rows: dict[int, Tensor]) -> None:
         """Called after each chunk of a prompt if there are `aux_layers`: depth -> [count, E], the target's hidden rows
         of the columns first, first + 1, .. `slot`: where the request is until its prompt is prefilled."""
@@ -279,6 +283,9 @@ class Wrapper(Drafter):
 
     def accept_on_device(self, batch: Batch, draft: Draft) -> None:
         self.inner.accept_on_device(batch, draft)
+
+    def cache_ids(self, request: Request) -> list[int]:
+        return self.inner.cache_ids(request)
 
     def read(self, slot: int, request: Request, first: int, rows: dict[int, Tensor]) -> None:
         self.inner.read(slot, request, first, rows)

@@ -75,7 +75,11 @@ class DraftContext:
 
         rows, eps = model.head if weight is None else weight, model.config.rms_norm_eps
         make = LMHead if self.kept is None else self.kept.head
-        return make(rows, model.norm, eps, model.activations, model.config.logits_cap)
+        head = make(rows, model.norm, eps, model.activations, model.config.logits_cap)
+        if self.kept is None and self.draft is not None and (translation := self.draft.translation) is not None:
+            head.token_ids = (translation.names if translation.free else translation.ids).to(model.device)
+            head.draftable = None if translation.free else set(translation.ids.tolist())
+        return head
 
     def allocate(self, model: Model, layers: int | None = None) -> KVCache:
         """A cache for a draft model, or for `layers` layers like its own."""
@@ -125,6 +129,7 @@ class Strategy:
     needs_draft: bool = False  # drafts with a checkpoint of its own
     may_draft: bool = False  # may draft with a checkpoint of its own, and needs none
     reads_target: bool = False  # its checkpoint is a head that reads the target's hidden states
+    translates: bool = False  # the draft checkpoint may have another tokenizer than the target
     causal: bool = True  # the draft checkpoint is causal; False: a diffusion language model
     no_head: str = ""  # why there is no LM head to trim; empty if there is one
 

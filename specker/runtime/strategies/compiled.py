@@ -34,10 +34,12 @@ def compiled_chain(
     features: Tensor | None = None,
     output: Tensor | None = None,
     raw: bool = False,
+    own: Tensor | None = None,
+    further: Sequence[int] = (),
 ) -> Draft:
-    """Draft a chain of each sequence. tokens, rows, columns, features, output, raw: see cpu/chain.py. `normed`: whether
-    the layers' outputs have the final norm. `groups`: the first layer of each group of layers that a draft step runs
-    side by side, then the number of layers; default: one after another."""
+    """Draft a chain of each sequence. tokens, rows, columns, features, output, raw, own, further: see cpu/chain.py.
+    `normed`: whether the layers' outputs have the final norm. `groups`: the first layer of each group of layers that a
+    draft step runs side by side, then the number of layers; default: one after another."""
     depth, layers = min(batch.budget.depth, batch.budget.nodes), [*range(len(model.layers) + 1)]
     norm = None if normed else head.norm
     assert model.stack is not None
@@ -60,6 +62,8 @@ def compiled_chain(
         features=features,
         output=output,
         raw=raw,
+        own=own,
+        further=further,
     )
     draft = Draft(len(drafted), depth=len(drafted), forwarded=len(drafted) - 1)
     batch.window[: batch.n, 1 : draft.size + 1] = torch.from_numpy(drafted.T)

@@ -22,7 +22,10 @@ from specker.runtime.strategies.base import DraftContext, Strategy
 
 if TYPE_CHECKING:
     from specker.checkpoints.checkpoint import Checkpoint
+    from specker.model.cache import KVCache
+    from specker.model.decoder import Model
     from specker.runtime.round.drafter import Drafter
+    from specker.runtime.strategies.draft.drafter import AutoregressiveDrafter, DraftLayers
 
 
 class SmallModel(Strategy):
@@ -30,6 +33,7 @@ class SmallModel(Strategy):
     summary = "a small model drafts a chain or a tree"
     paper = "Leviathan et al. (2211.17192), Chen et al. (2302.01318), PARD (2504.18583)"
     needs_draft = True
+    translates = True
 
     def with_draft(self, options: Options, draft: Checkpoint) -> Options:
         if draft.config.pard_token is not None and options.tree is not None:
@@ -40,16 +44,28 @@ class SmallModel(Strategy):
         return draft is None or draft.config.pard_token is None
 
     def drafter(self, context: DraftContext) -> Drafter:
-        from specker.runtime.strategies.draft.drafter import AutoregressiveDrafter
-        from specker.runtime.strategies.draft.parallel import ParallelDrafter
-
         model = context.draft_model()
         if model.config.pard_token is not None:
+            from specker.runtime.strategies.draft.parallel import ParallelDrafter
+
             note_mode(context)
             return ParallelDrafter(model, context.allocate(model), context.head(model), context.depth(self))
-        return AutoregressiveDrafter(
-            model, context.allocate(model), context.head(model), context.options.width, depth=context.depth(self)
-        )
+        return made(context, model, context.allocate(model), context.depth(self))
+
+
+def made(
+    context: DraftContext, model: Model, cache: KVCache, depth: int, layers: DraftLayers | None = None
+) -> AutoregressiveDrafter:
+    """The drafter of a small model, in the target's ids or in its own. depth, layers: of `AutoregressiveDrafter`."""
+    parts = model, cache, context.head(model), context.options.width, depth, layers
+    assert context.draft is not None
+    if (translation := context.draft.translation) is not None:
+        from specker.runtime.strategies.draft.translated import TranslatedDrafter
+
+        return TranslatedDrafter(translation, *parts)
+    from specker.runtime.strategies.draft.drafter import AutoregressiveDrafter
+
+    return AutoregressiveDrafter(*parts)
 
 
 def note_mode(context: DraftContext) -> None:

@@ -1,5 +1,6 @@
 """A drafter that runs a small model token by token, or level by level."""
 
+from collections.abc import Sequence
 from typing import Protocol
 
 from torch import Tensor
@@ -56,12 +57,19 @@ class AutoregressiveDrafter(ModelDrafter):
         """Draft for all sequences. A sequence that has no room left in the draft's context gets a meaningless draft,
         which the target rejects."""
         self.head.follow(batch.requests)
+        return self.drafted(batch)
+
+    def drafted(self, batch: Batch, own: Tensor | None = None, further: Sequence[int] = ()) -> Draft:
+        """`propose` but for the head's rows. With another tokenizer than the target's, own [ids of the target] int64:
+        the model's id of each token, and `further`, by sequence: how many more tokens the target's text has."""
         if self.width > 1 or batch.fixed or not self._compiles(batch):
             return grown(batch, self, self.width)
         tokens, rows = self.missing_rows(batch)
         groups = None if self.layers is None else self.layers.groups
         lengths = [min(len(request.token_ids), self.limit) for request in batch.requests]
-        return compiled_chain(batch, self.model, self.cache, self.head, tokens, rows, lengths, groups=groups)
+        return compiled_chain(
+            batch, self.model, self.cache, self.head, tokens, rows, lengths, groups=groups, own=own, further=further
+        )
 
     def _compiles(self, batch: Batch) -> bool:
         """Whether the compiled library drafts the whole chain."""

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 from specker.fields import check_fields, opt, option
 from specker.options import Options
 from specker.runtime.strategies.base import DraftContext
-from specker.runtime.strategies.draft import SmallModel
+from specker.runtime.strategies.draft import SmallModel, made
 
 if TYPE_CHECKING:
     from specker.checkpoints.checkpoint import Checkpoint
@@ -74,7 +74,6 @@ class EasySpec(SmallModel):
         return options
 
     def drafter(self, context: DraftContext) -> AutoregressiveDrafter:
-        from specker.runtime.strategies.draft.drafter import AutoregressiveDrafter
         from specker.runtime.strategies.easyspec.parallel import LayerParallel, Schedule
 
         own: EasySpecOptions = context.options.own
@@ -83,5 +82,4 @@ class EasySpec(SmallModel):
         model = context.draft_model()
         cache = context.allocate(model)
         parallel = LayerParallel(model, cache, schedule, context.ranks)
-        width, depth = context.options.width, context.depth(self)
-        return AutoregressiveDrafter(model, cache, context.head(model), width, depth, parallel)
+        return made(context, model, cache, context.depth(self), parallel)

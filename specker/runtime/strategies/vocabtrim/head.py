@@ -4,10 +4,13 @@ so a rare name in the prompt can still be drafted. The number of rows never chan
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from functools import cached_property
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 
+from specker.checkpoints.translation import Translation
 from specker.cpu.packed import Packed
 from specker.model.weights import Matrix
 from specker.runtime.round.lm_head import LMHead
@@ -23,12 +26,28 @@ class KeptRows:
     text: int = 0  # the last so many rows are an LRU cache of tokens seen in the text; they start rarest first
     whole: Matrix | None = None  # [V, E], the untrimmed head, from which rows that follow the text are copied
     ranking: str = ""  # how the fixed rows were ranked, for the user
+    translation: Translation | None = None  # of a draft with another tokenizer: `ids` and the texts are in its own ids
     counts: VocabCounts | None = None  # counts what the target writes, for the next run
 
     @property
     def rows(self) -> int:
         """Rows that a step reads."""
         return len(self.ids)
+
+    @cached_property
+    def followed(self) -> set[int] | range:
+        """The ids that may have a row."""
+        if self.translation is not None and not self.translation.free:
+            return set(self.translation.rows.tolist())
+        return range(0 if self.whole is None else len(self.whole))
+
+    @cached_property
+    def names(self) -> list[int] | range:
+        """What noise and the target call each id."""
+        if self.translation is not None:
+            names: list[int] = self.translation.names.tolist()
+            return names
+        return range(0 if self.whole is None else len(self.whole))
 
     def step_bytes(self, weight: Matrix) -> int:
         """Bytes of the head that a step reads."""
@@ -46,11 +65,14 @@ class TrimmedHead(LMHead):
     kept: KeptRows = field(kw_only=True)
     draftable: set[int] = field(init=False, default_factory=set)
     _slots: dict[int, int] = field(init=False, default_factory=dict)  # id -> row, for text rows, oldest first
-    _seen: dict[Request, int] = field(init=False, default_factory=dict)  # committed tokens processed
+    # committed tokens processed
+    _seen: WeakKeyDictionary[Request, int] = field(init=False, default_factory=WeakKeyDictionary)
 
     def __post_init__(self) -> None:
         self.token_ids = self.kept.ids.clone()
-        self.draftable.update(self.kept.ids.tolist())
+        if self.kept.translation is not None:
+            self.token_ids = self.kept.translation.names.to(self.token_ids.device)[self.token_ids]
+        self.draftable.update(self.token_ids.tolist())
         self.reset()
 
     def reset(self) -> None:
@@ -61,7 +83,7 @@ class TrimmedHead(LMHead):
         fixed = len(self.kept.ids) - self.kept.text
         first = self.kept.ids[fixed:].tolist()
         if list(self._slots) != first:
-            self.draftable.difference_update(self._slots)
+            self.draftable.difference_update(self.kept.names[token] for token in self._slots)
             self._slots.clear()
             self._write(first, range(fixed, len(self.kept.ids)))
 
@@ -70,7 +92,7 @@ class TrimmedHead(LMHead):
         if not self.kept.text:
             return
         assert self.kept.whole is not None
-        moved: dict[int, int] = {}
+        moved, names, followed = dict[int, int](), self.kept.names, self.kept.followed
         for sequence in sequences:
             seen, text = self._seen.get(sequence, 0), sequence.token_ids
             if seen == len(text):
@@ -78,10 +100,10 @@ class TrimmedHead(LMHead):
             for token in text[seen:]:
                 if token in self._slots:
                     self._slots[token] = self._slots.pop(token)
-                elif token not in self.draftable and token < len(self.kept.whole):
+                elif token in followed and names[token] not in self.draftable:
                     oldest = next(iter(self._slots))
-                    self.draftable.remove(oldest)
-                    self.draftable.add(token)
+                    self.draftable.remove(names[oldest])
+                    self.draftable.add(names[token])
                     self._slots[token] = moved[token] = self._slots.pop(oldest)
                     moved.pop(oldest, None)
             self._seen[sequence] = len(text)
@@ -99,15 +121,15 @@ class TrimmedHead(LMHead):
 
     def _write(self, ids: list[int], rows: Iterable[int]) -> None:
         assert self.kept.whole is not None and self.token_ids is not None
-        rows = list(rows)
+        rows, names = list(rows), [self.kept.names[token] for token in ids]
         self._slots.update(zip(ids, rows, strict=True))
-        self.draftable.update(ids)
-        both = torch.tensor([rows, ids])
+        self.draftable.update(names)
+        both = torch.tensor([rows, ids, names])
         if self.weight.is_cuda:  # the host does not wait for a pinned copy
             both = both.pin_memory().to(self.weight.device, non_blocking=True)
-        at, tokens = both
+        at, tokens, called = both
         if isinstance(self.weight, Packed) and isinstance(self.kept.whole, Packed):
             self.weight.copy(at, self.kept.whole, tokens)
         else:
             self.weight[at] = self.kept.whole[tokens]  # type: ignore[index, assignment]
-        self.token_ids[at] = tokens
+        self.token_ids[at] = called

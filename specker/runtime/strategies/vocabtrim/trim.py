@@ -9,6 +9,7 @@ import torch
 
 from specker import zoo
 from specker.checkpoints.checkpoint import Checkpoint
+from specker.checkpoints.translation import Translation
 from specker.fields import option
 from specker.options import Options, VocabKeep
 from specker.runtime.control.stats import Stats
@@ -117,6 +118,11 @@ def trimmed(
     rows = min(target.config.vocab_size, len(whole))  # a draft may know fewer ids than a padded target
     special = set() if tokenizer is None else vocab_scores.special_ids(tokenizer)
     always = {*target.config.eos_ids, *special}
+    if draft.translation is not None:  # from here on ids are the draft's
+        rows = len(whole)
+        scores = in_own_ids(scores, draft.translation, trim.vocab_keep or default, trim.vocab_text, rows)
+        shared = zip(draft.translation.ids.tolist(), draft.translation.rows.tolist(), strict=True)
+        always = {own for n, own in shared if n in always}
     fixed = scores.kept(trim.vocab_keep or default, always, rows)
     unseen = [i for i in fixed[torch.isin(fixed, scores.ids, invert=True)].tolist() if i not in always]
     if unseen:
@@ -131,12 +137,36 @@ def trimmed(
         VocabKeep(rows=len(fixed) + text), fixed.tolist(), rows
     )  # next by rank, until a text replaces them
     spare = scores.ranked(also[torch.isin(also, fixed, invert=True)]).flip(0)
+    if draft.translation is not None and not draft.translation.free:  # rows that filled up the others
+        fixed, spare = (x[torch.isin(x, draft.translation.rows)] for x in (fixed, spare))
     ids = torch.cat((fixed, spare)).to(whole.device)
     if options.width > len(ids):
         tree = option("tree", options.tree)
         raise ValueError(f"{tree} is wider than the {len(ids)} rows that {option('vocab_keep')} leaves")
-    kept = KeptRows(ids, len(spare), whole if text else None, source, counts)
+    kept = KeptRows(ids, len(spare), whole if text else None, source, draft.translation, counts)
     return replace(draft, weights=replace(draft.weights, head=whole[ids])), kept
+
+
+def in_own_ids(scores: VocabScores, translation: Translation, keep: VocabKeep, text: int, rows: int) -> VocabScores:
+    """A ranking of the target's ids for a draft with another tokenizer, which has `rows` ids: its tokens by how often
+    they occur in the texts of the target's; without counts by the first such text. Ranks those that `keep` and `text`
+    rows need; of a draft that writes shared tokens, these alone."""
+    shared = dict(zip(translation.ids.tolist(), translation.rows.tolist(), strict=True))
+    texts, free = translation.target.texts, translation.free
+    most = keep.rows if keep.rows is not None else rows if keep.fraction is None else round(keep.fraction * rows)
+    each = [1] * len(scores.ids) if scores.counts is None else scores.counts.tolist()
+    found: dict[int, int] = {}
+    for n, times in zip(scores.ids.tolist(), each, strict=True):
+        own = [shared[n]] if n in shared else translation.read(texts[n], True) if free and n < len(texts) else []
+        for token in own:
+            found[token] = found.get(token, 0) + times
+        if scores.counts is None and len(found) >= most + text:
+            break
+    ids, counts = torch.tensor([*found], dtype=torch.int64), torch.tensor([*found.values()], dtype=torch.int64)
+    if scores.counts is not None:
+        order = counts.sort(descending=True, stable=True).indices
+        ids, counts = ids[order], counts[order]
+    return VocabScores(ids, None if scores.counts is None else counts, rows)
 
 
 def clustered(draft: Checkpoint, options: Options) -> tuple[Checkpoint, ClusteredRows]:

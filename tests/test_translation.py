@@ -1,0 +1,306 @@
+"""Drafts with another tokenizer: no token changes, and a draft that knows the target's tokens is accepted."""
+
+import json
+import shutil
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from cases import plain
+from make_checkpoint import LFM2, byte_tokenizer, make
+from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
+from transformers import PreTrainedTokenizerFast
+
+import specker
+from specker.checkpoints.tokenizer import Tokens
+from specker.checkpoints.translation import KEEP, Reader, Translation
+from specker.integrations.drafts import Drafts
+
+TEXT = (
+    "def add(first, second):\n    return first + second  # the sum\n\nThe café in 東京 has no zażółć 🎉🎉 today, "
+    "and    it is the first of the second; naïve résumés, 3,141 of 59.\n今日は世界、東京の天気は晴れです。"
+)
+PROMPTS = [TEXT[:60], TEXT[60:], "the 🎉 of the", "東京の"]
+
+
+def byte_level() -> Any:
+    """Byte-level BPE with merges, some of which end within a character."""
+    core = Tokenizer(models.BPE())
+    core.pre_tokenizer, core.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    core.train_from_iterator(
+        [TEXT] * 3, trainers.BpeTrainer(vocab_size=330, initial_alphabet=alphabet, special_tokens=["<|end|>", "<|x|>"])
+    )
+    return PreTrainedTokenizerFast(tokenizer_object=core, eos_token="<|end|>")
+
+
+def pieces(spaced: bool = False) -> Any:
+    """Like sentencepiece: words with their spaces, bytes for unknown characters, a token before each text. `spaced`: a
+    space before each text, too."""
+    core = Tokenizer(models.BPE())
+    replace = normalizers.Replace(" ", "\u2581")
+    core.normalizer = normalizers.Sequence([normalizers.Prepend("\u2581"), replace]) if spaced else replace
+    core.train_from_iterator(
+        [TEXT[:130].replace("🎉", "")], trainers.BpeTrainer(vocab_size=100, special_tokens=["<s>", "<|end|>"])
+    )
+    state = core.model.__getstate__()
+    vocabulary = json.loads(state)
+    known, merges = vocabulary["vocab"], [tuple(pair) for pair in vocabulary["merges"]]
+    for byte in range(256):
+        known[f"<0x{byte:02X}>"] = len(known)
+    core.model = models.BPE(vocab=known, merges=merges, byte_fallback=True, fuse_unk=True)
+    core.decoder = decoders.Sequence([decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse()])
+    core.post_processor = processors.TemplateProcessing("<s> $A", special_tokens=[("<s>", known["<s>"])])
+    return PreTrainedTokenizerFast(tokenizer_object=core, bos_token="<s>", eos_token="<|end|>")
+
+
+MADE = {"bytes": byte_level, "pieces": pieces, "spaced": lambda: pieces(True)}
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """A tiny model for each tokenizer."""
+    out = {}
+    for seed, (name, make_tokenizer) in enumerate(MADE.items()):
+        tokenizer, folder = make_tokenizer(), tmp_path_factory.mktemp(name)
+        out[name] = make(folder, layers=4, vocab=len(tokenizer), seed=seed, max_context=512)
+        tokenizer.save_pretrained(folder)
+    return out
+
+
+def translation(target: Path, draft: Path) -> Translation:
+    tokens = [Tokens(folder, "LlamaForCausalLM") for folder in (target, draft)]
+    sizes = [len(each.vocabulary) for each in tokens]
+    return Translation.between(*tokens, (sizes[0], sizes[1]), free=True)
+
+
+@pytest.mark.parametrize(
+    ("target", "draft"), [("bytes", "pieces"), ("bytes", "spaced"), ("pieces", "bytes"), ("bytes", "bytes")]
+)
+@pytest.mark.parametrize("step", [1, 3])
+def test_a_growing_text_is_divided_as_the_whole_text(
+    folders: dict[str, Path], target: str, draft: str, step: int
+) -> None:
+    t = translation(folders[target], folders[draft])
+    tokenizer, own = (Tokens(folders[name], "LlamaForCausalLM").tokenizer for name in (target, draft))
+    for text in (TEXT, TEXT * 3, "世界" * 90, "🎉" * 50):
+        ids = tokenizer.encode(text)
+        reader = Reader(t)
+        before = list(reader.ids)
+        for end in range(1, len(ids) + step, step):
+            same = reader.read(ids[:end])
+            assert reader.ids[:same] == before[:same] and reader.settled <= len(reader.ids)
+            before = list(reader.ids)
+            read = b"".join(t.draft.texts[n] for n in before)
+            said = b"".join(t.target.texts[n] for n in ids[:end])
+            assert read.replace(b" ", b"") == said.replace(b" ", b"")  # half a character, too
+        reader.guess(before[:2])
+        assert reader.read(ids) == len(before) == len(reader.ids)
+        if " " in text or draft != "spaced":
+            assert reader.ids == own.encode(text)
+        assert len(reader.ids) - reader.settled < 8 * KEEP
+
+
+def test_tokens_are_the_same_if_their_bytes_are(folders: dict[str, Path]) -> None:
+    t = translation(folders["bytes"], folders["pieces"])
+    shared = dict(zip(t.ids.tolist(), t.rows.tolist(), strict=True))
+    ours, theirs = (Tokens(folders[name], "LlamaForCausalLM").vocabulary for name in ("bytes", "pieces"))
+    assert shared[ours["Ġthe"]] == theirs["\u2581the"]
+    assert shared[ours["<|end|>"]] == theirs["<|end|>"] and ours["<|x|>"] not in shared
+    assert shared[ours["Ċ"]] == theirs["\n"]  # not its byte
+    assert shared[ours["ð"]] == theirs["<0xF0>"]
+    assert t.own[ours["<|x|>"]] == theirs["<s>"] == t.start and t.prefix == [t.start]
+    reader = Reader(t)
+    reader.read([ours["Ġ"], ours["<|x|>"], ours["<|end|>"]])
+    assert reader.ids == [t.start, *t.encode(" <|x|>"), theirs["<|end|>"]]
+
+
+@pytest.mark.parametrize(("target", "draft"), [("bytes", "spaced"), ("pieces", "bytes")])
+def test_what_the_draft_writes_is_divided_for_the_target(folders: dict[str, Path], target: str, draft: str) -> None:
+    t = translation(folders[target], folders[draft])
+    tokenizer = Tokens(folders[target], "LlamaForCausalLM").tokenizer
+    ids = t.read(TEXT.encode(), False)
+    out, needs = t.write(ids)
+    assert out == tokenizer.encode(" " * (draft == "spaced") + TEXT, add_special_tokens=False)
+    assert needs == sorted(needs) and needs[-1] == len(ids) and len(set(ids) - set(t.rows.tolist())) > 5
+    half = t.read("de 🎉".encode()[:-2], True)  # ends within a character
+    assert b"".join(t.target.texts[n] for n in t.write(half)[0]).strip() == "de 🎉".encode()[:-2]
+    end, unknown = (t.draft.special.get(text) for text in ("<|end|>", "<s>" if draft == "spaced" else "<|x|>"))
+    assert end is not None and unknown is not None
+    both, needs = t.write([*half, end, *ids[:3]])
+    assert t.target.special["<|end|>"] in both and needs[-1] == len(half) + 4
+    assert t.write([ids[0], unknown, ids[1]]) == t.write(ids[:1])  # the target has no such token
+
+
+def twin(folder: Path, into: Path) -> Path:
+    """The same model with the ids in another order."""
+    shutil.copytree(folder, into)
+    weights = load_file(into / "model.safetensors")
+    order = torch.randperm(259, generator=torch.Generator().manual_seed(1))
+    for name in ("model.embed_tokens.weight", "lm_head.weight"):
+        weights[name][order] = weights[name].clone()
+    save_file(weights, into / "model.safetensors", {"format": "pt"})
+    core = Tokenizer.from_file(str(into / "tokenizer.json"))
+    given = core.get_vocab()
+    vocabulary = {token: int(order[n]) for token, n in given.items()}
+    fast = byte_tokenizer()
+    core.model = models.BPE(vocab=vocabulary, merges=[])  # its special tokens have these ids
+    again = Tokenizer(core.model)
+    again.pre_tokenizer, again.decoder = core.pre_tokenizer, core.decoder
+    again.add_special_tokens([fast.eos_token, fast.mask_token, fast.bos_token])
+    kept = PreTrainedTokenizerFast(
+        tokenizer_object=again, eos_token=fast.eos_token, mask_token=fast.mask_token, bos_token=fast.bos_token
+    )
+    kept.save_pretrained(into)
+    return into
+
+
+@pytest.fixture(scope="module")
+def twins(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    """A model and a similar one, and both with their ids in another order."""
+    folders = [make(tmp_path_factory.mktemp("twins") / name, vocab=259, max_context=512) for name in ("one", "near")]
+    weights = load_file(folders[1] / "model.safetensors")
+    noise = torch.Generator().manual_seed(2)
+    near = {name: x * (1 + 0.05 * torch.randn(x.shape, generator=noise)) for name, x in weights.items()}
+    save_file(near, folders[1] / "model.safetensors", {"format": "pt"})
+    for folder in folders:
+        byte_tokenizer().save_pretrained(folder)
+    return [*folders, *(twin(folder, folder.parent / f"{folder.name}-twin") for folder in folders)]
+
+
+@pytest.mark.parametrize("dtype", ["float64", "float32"])
+@pytest.mark.parametrize("shape", [{"draft_tokens": 4}, {"tree": "3x4"}])
+def test_a_draft_with_other_ids_is_accepted_as_one_with_the_targets(
+    twins: list[Path], dtype: str, shape: dict[str, Any]
+) -> None:
+    target, near, *others = twins
+    options = {"dtype": dtype, "device": "cpu", "batch_size": 2, **shape}
+    prompts = [TEXT[:70], "東京"]
+    for own, other in zip((target, near), others, strict=True):
+        engine, same = (specker.load(target, draft, "draft", **options) for draft in (other, own))
+        assert engine.remarks["draft_tokens"].endswith("259 of its 259 tokens are the target's, too")
+        for temperature, _ in product((0.0, 0.7), range(2)):  # the second time with the K/V of the first one
+            sampling = {"temperature": temperature, "ignore_eos": True}
+            for found, known in zip(*(each.generate(prompts, 40, **sampling) for each in (engine, same)), strict=True):
+                assert found.tokens == known.tokens and found.stats.hits == known.stats.hits
+                if "draft_tokens" in shape:
+                    assert (found.stats.hits == [8] * 4) == (own is target) and found.stats.accepted > 8
+    drafter, request = engine.loop.drafter, engine._requests(TEXT[:70], {}, (), True)[0]
+    assert drafter is not None and drafter.cache is not None
+    assert drafter.cache.match(drafter.cache_ids(request)).columns > 30
+
+
+@pytest.fixture(scope="module")
+def constant(folders: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """Two models that know nothing but the noise: every token has the same embedding, and all have the same logits."""
+    out = []
+    for name in ("bytes", "pieces"):
+        folder = tmp_path_factory.mktemp("constant") / name
+        shutil.copytree(folders[name], folder)
+        weights = load_file(folder / "model.safetensors")
+        weights["model.embed_tokens.weight"][:] = 1.0
+        weights["lm_head.weight"][:] = 0.0
+        save_file(weights, folder / "model.safetensors", {"format": "pt"})
+        out.append(folder)
+    return out[0], out[1]
+
+
+@pytest.mark.parametrize("dtype", ["float64", "float32"])
+def test_noise_is_of_the_targets_ids_and_positions(constant: tuple[Path, Path], dtype: str) -> None:
+    shared = set(translation(*constant).ids.tolist())
+    for shape in ({"draft_tokens": 3}, {"tree": "2x3"}):
+        engine = specker.load(*constant, "draft", dtype=dtype, device="cpu", **shape)
+        out = engine.generate(TEXT[:50], 60, temperature=1.0, ignore_eos=True)
+        known = sum(token in shared for token in out.tokens[:-1])
+        assert 30 < known < 59 and out.stats.accepted > 0.7 * known
+
+
+def test_columns_of_text_that_divides_otherwise_are_read_again(
+    folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drafts, read = list[list[list[int]]](), Reader.read
+    for always in (False, True):  # every draft reads the whole text
+        if always:
+            monkeypatch.setattr(Reader, "read", lambda self, tokens: 0 * read(self, tokens))
+        both = folders["bytes"], folders["spaced"]
+        engine, rows = specker.load(*both, "draft", dtype="float64", device="cpu", draft_tokens=4), list[Any]()
+        engine.trace = rows.append
+        engine.generate("the", 60, temperature=1.0, ignore_eos=True)
+        drafts.append([row["draft"] for row in rows])
+    assert drafts[0] == drafts[1] and len(drafts[0]) > 10
+
+
+@pytest.mark.parametrize(("target", "draft"), [("bytes", "spaced"), ("pieces", "bytes")])
+def test_no_token_changes(folders: dict[str, Path], target: str, draft: str) -> None:
+    ways: list[dict[str, Any]] = [
+        {"draft_tokens": 4},
+        {"tree": "3x3"},
+        {"strategy": "easyspec", "draft_tokens": 3},
+        {"strategy": "easyspec", "tree": "2x3", "prefix_cache": "off"},
+        {"strategy": "vocabtrim+lookup", "vocab_keep": "60", "vocab_text": 20},
+        {"strategy": "draft+lookup", "policy": "plus-minus-one", "graphs": "on"},
+    ]
+    prompts = PROMPTS
+    for way, batch in zip(ways, (1, 4, 4, 1, 4, 1), strict=True):
+        engine = specker.load(
+            folders[target],
+            folders[draft],
+            dtype="float64",
+            device="cpu",
+            batch_size=batch,
+            page_size=16,
+            max_context=160,
+            **{"strategy": "draft", **way},
+        )
+        for temperature in (0.0, 0.7):
+            out = engine.generate(prompts, 24, temperature=temperature, seed=5, ignore_eos=True)
+            for prompt, found in zip(prompts, out, strict=True):
+                ids = engine.encode(prompt)
+                assert found.tokens == plain(folders[target], ids, 24, temperature=temperature, seed=5, ignore_eos=True)
+                assert found.stats.drafted > 0 or "lookup" in engine.strategy  # that may rest
+        cache = engine.loop.drafter.cache if engine.loop.drafter is not None else None
+        assert cache is not None
+        for slot in range(len(cache.exact_len)):
+            cache.check(slot=slot)
+
+
+def test_a_draft_whose_text_needs_more_memory_or_context_stops_drafting(folders: dict[str, Path]) -> None:
+    prompt, options = "🎉" * 100, {"dtype": "float64", "device": "cpu", "page_size": 16, "draft_tokens": 3}
+    t = translation(folders["bytes"], folders["pieces"])
+    length = len(Tokens(folders["bytes"], "LlamaForCausalLM").tokenizer.encode(prompt))
+    assert len(t.encode(prompt)) > length + 256
+    both = folders["bytes"], folders["pieces"], "draft"
+    wide = specker.load(*both, **options)
+    narrow = specker.load(*both, max_context=length + 20, **options)
+    full = specker.load(*both, batch_size=2, kv_tokens=length + 16 + 256, **options)  # one request at a time
+    for engine, prompts in ((wide, [prompt]), (narrow, [prompt]), (full, [prompt, "a" + prompt[1:]])):
+        for found, text in zip(engine.generate(prompts, 16, ignore_eos=True), prompts, strict=True):
+            assert found.tokens == plain(folders["bytes"], engine.encode(text), 16, ignore_eos=True)
+            assert (found.stats.drafted > 0) == (engine is wide)
+
+
+def test_refusals(folders: dict[str, Path], tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="only 2 of the draft's are the target's, too"):
+        few = make(tmp_path / "few", vocab=300)
+        core = Tokenizer(models.WordLevel({f"word{n}": n for n in range(298)} | {"a": 298, "<|end|>": 299}, "a"))
+        core.pre_tokenizer = pre_tokenizers.Whitespace()
+        core.add_special_tokens(["<|end|>"])
+        PreTrainedTokenizerFast(tokenizer_object=core).save_pretrained(few)
+        specker.load(folders["bytes"], few, "draft", device="cpu")
+    with pytest.raises(ValueError, match=r"different tokenizers .*: use a draft of the target's own family"):
+        dream = make(tmp_path / "dream", "dream", vocab=330)
+        pieces().save_pretrained(dream)
+        specker.load(folders["bytes"], dream, "diffuspec", device="cpu")
+    with pytest.raises(ValueError, match="a draft with recurrent layers cannot read changed text again"):
+        recurrent = make(tmp_path / "recurrent", vocab=len(pieces()), **LFM2)
+        pieces().save_pretrained(recurrent)
+        specker.load(folders["bytes"], recurrent, "draft", device="cpu")
+    with pytest.raises(ValueError, match="a PARD model cannot draft from changed text"):
+        masks = make(tmp_path / "masks", vocab=len(pieces()), pard_token=3)
+        pieces().save_pretrained(masks)
+        specker.load(folders["bytes"], masks, "draft", device="cpu")
+    with pytest.raises(ValueError, match="has another tokenizer, and does not draft for another engine yet"):
+        Drafts(folders["bytes"], folders["pieces"], "draft", device="cpu")
