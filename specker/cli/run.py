@@ -24,6 +24,7 @@ from specker.cli.report import Result, report
 from specker.cli.screen import Screen
 from specker.options import Options, Sampling
 from specker.paths import probe, write_file
+from specker.runtime import strategies
 from specker.view.trace import Trace
 
 
@@ -206,10 +207,9 @@ def _write(job: Job, found: dict[str, Any] | None, trace: Trace | None, engine: 
     """Write the files that the job names. One that cannot be written does not prevent the others; raises OSError with
     all reasons at the end. `found`: the object for --json."""
     unwritten: list[str] = []
-    if (kept := (engine.options.copy or engine.options.own)) is not None and (
-        file := getattr(kept, "lookup_file", None)
-    ) is not None:
-        with _kept("--lookup-file", file, unwritten):
+    copying = strategies.copier(engine.drafter)
+    if copying is not None and copying.file is not None:
+        with _kept("--lookup-file", str(copying.file.path), unwritten):
             engine.save_lookup()
     if job.json is not None:
         text = json.dumps(found, ensure_ascii=False) + "\n"

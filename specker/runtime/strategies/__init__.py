@@ -4,6 +4,8 @@ To add one, write a file with a subclass of `base.Strategy`, or a folder if it n
 help, bounds and checks come from its options.
 """
 
+from __future__ import annotations
+
 import textwrap
 from collections.abc import Iterator, Mapping
 from dataclasses import fields, replace
