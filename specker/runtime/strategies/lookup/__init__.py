@@ -36,7 +36,7 @@ LENGTH = 8  # tokens of a draft chain, for policies that do not choose it
 
 @dataclass(frozen=True)
 class LookupOptions:
-    ngram_most: int = opt(8, "longest suffix of the text to look for", least=1, most=64)
+    ngram_most: int = opt(32, "longest suffix of the text to look for", least=1, most=64)
     ngram_least: int = opt(1, "shortest suffix to look for", least=1, most=64)
     lookup_share: str = opt(
         "on", "also copy from the texts that this engine ended before, or not (off)", choices=("on", "off")

@@ -50,11 +50,15 @@ class NgramPolicy(Policy):
         return shorter(self.shapes, budget)
 
     def rate_of(self, matched: int, source: str = OWN) -> float:
-        """a_n of the package's docstring, for n = `matched`."""
+        """a_n of the package's docstring, for n = `matched`. A long match that was never tried is as good as one of half
+        its length."""
         key = source, counted(matched)
-        worth = matched if source == OWN else max(1, matched - OTHERS)
-        prior = self.earlier.get(key, UNTRIED).mean(RATES[min(worth, len(RATES)) - 1])
-        return self.shares.get(key, UNTRIED).mean(prior)
+        if matched >= 2 * LONG:
+            before = self.rate_of(key[1] // 2, source)
+        else:
+            worth = matched if source == OWN else max(1, matched - OTHERS)
+            before = RATES[min(worth, len(RATES)) - 1]
+        return self.shares.get(key, UNTRIED).mean(self.earlier.get(key, UNTRIED).mean(before))
 
     def expected(self, budget: Budget) -> float:
         if not self.matched:
