@@ -295,6 +295,9 @@ def test_prefill_must_be_earned_back():
     costs.observe_prefill(100, 100 * STEP / 10)  # ten tokens take a plain round
     assert chooser.choose(world.policies, 500, behind=200).nodes
     assert not chooser.choose(world.policies, 20, behind=200).nodes and chooser.reason == "slower"
+    world.policies[0].uncopied = 20 / 500  # the other tokens to come will be copied
+    chooser.admitted()
+    assert not chooser.choose(world.policies, 500, behind=200).nodes
     chooser.admitted()
     assert chooser.choose(world.policies, 20, behind=0).nodes
 

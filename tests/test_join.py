@@ -8,7 +8,7 @@ from pairs import perturbed
 
 import specker
 from specker.runtime import strategies
-from specker.runtime.control.policy import Budget, Match
+from specker.runtime.control.policy import Budget, Match, Outcome
 
 # name -> (the options, whether the draft is a diffusion model; None: no draft)
 JOINS = {
@@ -107,6 +107,20 @@ def test_the_part_that_promises_more_drafts(world, scores, cheap):
     assert chooser.choose([policy], 500) == Budget(16, 16)
     policy.announced([Match()])
     assert chooser.choose([policy], 500).part == 0
+
+
+def test_the_share_of_the_text_that_is_left_to_the_model(world, scores):
+    """It falls while rounds copy, which choose.py sets against a model's prefill, and rises again after them."""
+    policy = load(world, "draft", scores).policy()
+
+    def rounds(count, part, tokens):
+        for _ in range(count):
+            policy.part = part
+            policy.observe(Outcome(tokens - 1, list(range(tokens))))
+        return policy.uncopied
+
+    assert policy.uncopied == 1
+    assert 0.9 < rounds(3, 0, 5) <= 1 and rounds(20, 1, 17) < 0.3 and rounds(100, 0, 1) > 0.8
 
 
 def test_names_in_any_order():

@@ -102,7 +102,7 @@ class Chooser:
         plain = n / self.costs.plain(n)
         rates = {shape: self.rate(policies, shape, self._late(shape, behind)) for shape in drafts}
         best = max(drafts, key=lambda shape: rates[shape])
-        # A prefill serves all drafts to come, so it counts against all tokens to come, not against this round.
+        # A prefill serves all drafts to come, so it counts against the tokens to come, not against this round.
         rate = self.rate(policies, best)
         if self._since >= APART and LOOK * (1 - plain / rate) <= SHARE * self._spent:
             self._looks = LOOK
@@ -110,7 +110,8 @@ class Chooser:
             self.reason, self._looks, self._since, self._spent = "measured", self._looks - 1, 0, 0.0
             return none
         bar = plain if self._drafting else START * plain
-        if rate > bar and self.credit > 0 and remaining * (1 / plain - 1 / rate) > self._late(best, behind):
+        served = remaining * sum(p.uncopied for p in policies) / n  # tokens that a model's prefill is good for
+        if rate > bar and self.credit > 0 and served * (1 / plain - 1 / rate) > self._late(best, behind):
             self._run = self._run - 1 if self._drafting else RUN - 1
             self._waited, self._resting, self._drafting = 0, 0, True
             return best

@@ -80,6 +80,7 @@ class Policy:
     confident: bool = False  # whether drafts end by `rule`, token by token
     may_skip_drafting: bool = False  # whether rounds draft nothing while that is faster
     copies: bool = False  # whether the n-gram index has a match
+    uncopied: float = 1.0  # share of the tokens to come that rounds without copied text are expected to commit
     source: str = OWN  # what to copy from, of the sources of the last `announced`
     layers: tuple[int, ...] = ()  # depths of the target that `learn` may watch; at most so long is `Budget.extra`
     rule: StopRule = StopRule()  # this round's

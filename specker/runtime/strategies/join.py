@@ -2,7 +2,7 @@
 
 Each round one of the two drafts for all sequences: the one whose proposal promises most tokens per second (choose.py).
 A round that copies text runs no draft model, so the model's cache falls behind. Its next draft must catch up first, and
-the time for that counts against it.
+the time for that counts against it: the less of the text is left to the model, the less it is worth.
 """
 
 from __future__ import annotations
@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from specker.runtime.strategies.lookup.drafter import LookupDrafter
 
 COPIED = Budget(16, 16, part=1)  # the longest copied draft
+# How fast the share of uncopied tokens forgets, for each token; and how many tokens it takes to be 1 at first.
+RECENT, UNCOPIED = 0.98, 16.0
 
 
 class JoinedPolicy(Policy):
@@ -31,6 +33,11 @@ class JoinedPolicy(Policy):
         self.parts: tuple[Policy, NgramPolicy] = (model, copied)
         self.may_skip_drafting, self.layers = model.may_skip_drafting, model.layers
         self.part = 0  # the part that drafts in this round
+        self._tokens = self._own = 0.0  # recent tokens; of them, those of rounds without copied text
+
+    @property
+    def uncopied(self) -> float:  # type: ignore[override]
+        return (self._own + UNCOPIED) / (self._tokens + UNCOPIED)
 
     @property
     def confident(self) -> bool:  # type: ignore[override]
@@ -73,6 +80,9 @@ class JoinedPolicy(Policy):
 
     def observe(self, outcome: Outcome) -> None:
         self.parts[self.part].observe(outcome)
+        tokens = len(outcome.path)
+        forget, own = RECENT**tokens, 0 if self.part and outcome.drafted else tokens
+        self._tokens, self._own = forget * self._tokens + tokens, forget * self._own + own
 
     def learn(self, layers: tuple[int, ...], match: Any, confidence: Any, seconds: float = 0.0) -> None:
         self.parts[0].learn(layers, match, confidence, seconds)
