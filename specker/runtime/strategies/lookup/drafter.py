@@ -92,7 +92,7 @@ class LookupDrafter(Drafter):
         index = self._indices[request] if source == OWN else None if pool is None else pool.index
         if index is None or not nodes:
             return NOTHING
-        most = self.options.ngram_most
+        most = self.options.ngram_most if source == OWN or pool is None else pool.most
         return index.draft(request.token_ids[-most:], most, depth, nodes, width)
 
     def _pool(self, request: Request, source: str) -> Pool | None:

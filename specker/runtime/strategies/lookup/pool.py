@@ -16,7 +16,7 @@ from specker.cpu.suffixes import END, Index, new_index
 if TYPE_CHECKING:
     from specker.runtime.strategies.lookup import LookupOptions
 
-LEAST = 2  # tokens of the shortest match in another text
+LEAST, MOST = 2, 32  # tokens of the shortest and at least of the longest match in another text
 KEPT = 0.75  # of the memory, once texts are dropped: each time the index is made anew
 WIDE = 4  # bytes of a token, beside the index
 
@@ -32,7 +32,8 @@ class Pool:
     """The texts of one salt, or a corpus."""
 
     def __init__(self, least: int, most: int, clock: count[int]):
-        self._sizes, self._clock = (max(least, min(LEAST, most)), most), clock
+        self.most = max(most, MOST)
+        self._sizes, self._clock = (max(least, min(LEAST, most)), self.most), clock
         self.index: Index = new_index(*self._sizes)
         self.texts: list[Text] = []  # ascending by start
         self._beginnings: dict[tuple[int, ...], list[Text]] = {}
