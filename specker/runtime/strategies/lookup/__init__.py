@@ -5,8 +5,9 @@ The draft continues the longest recent suffix of the text that occurred before. 
 
     draft = text[p : p + k]     p = the latest position with text[p - n : p] = text[-n:], for the largest possible n
 
-where `text` is the text itself, one that the engine ended earlier, or a file of the user. In other texts suffixes of up to 32
-tokens are looked for, since they tell better which text comes again. Where several positions have the longest suffix, the draft follows most of them at each token (cpu/suffixes.py). A tree merges common prefixes.
+where `text` is the text itself, one that the engine ended earlier, or a file of the user. In other texts suffixes of up
+to 32 tokens are looked for, since they tell better which text comes again. Where several positions have the longest
+suffix, the draft follows most of them at each token (cpu/suffixes.py). A tree merges common prefixes.
 
 The published method always drafts the same k. But a match of one token is right in a third of the cases, one of eight
 tokens in four of five, and a wrong token costs its row in the verify pass. Policy `auto` takes the k with the most

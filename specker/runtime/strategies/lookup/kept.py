@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import sys
 from array import array
 from pathlib import Path
@@ -77,9 +76,9 @@ class TextFile:
 
 
 def made_of(target: Checkpoint) -> str:
-    """A digest of the model's sizes and of the norms of its first layer and of its end, in bfloat16, so that it does not
-    depend on the form of the matrices. A finetune with the same norms passes for the same model: its drafts may be worse,
-    its tokens stay its own."""
+    """A digest of the model's sizes and of the norms of its first layer and of its end, in bfloat16, so that it does
+    not depend on the form of the matrices. A finetune with the same norms passes for the same model: its drafts may be
+    worse, its tokens stay its own."""
     import torch
 
     config, weights = target.config, target.weights

@@ -50,8 +50,8 @@ class NgramPolicy(Policy):
         return shorter(self.shapes, budget)
 
     def rate_of(self, matched: int, source: str = OWN) -> float:
-        """a_n of the package's docstring, for n = `matched`. A long match that was never tried is as good as one of half
-        its length."""
+        """a_n of the package's docstring, for n = `matched`. A long match that was never tried is as good as one of
+        half its length."""
         key = source, counted(matched)
         if matched >= 2 * LONG:
             before = self.rate_of(key[1] // 2, source)
