@@ -152,6 +152,7 @@ def test_bad_files_of_texts(target, tmp_path):
         (b"hello\n", "is no file of texts"),
         (data[:-1], "is damaged or incomplete: delete it, or name another one"),
         (data[:40], "is damaged or incomplete"),
+        (data[:-40] + bytes([data[-40] ^ 1]) + data[-39:], "is damaged or incomplete"),
         (longer + hashlib.sha256(longer).digest(), "is damaged or incomplete"),
         (other + hashlib.sha256(other).digest(), "has token ids that the model lacks"),
     ):

@@ -75,20 +75,24 @@ class Server:
     @asynccontextmanager
     async def running(self, _: FastAPI) -> AsyncIterator[None]:
         self.worker.start()
-        saving = asyncio.create_task(self._save_now_and_then())
+        ends = asyncio.Event()
+        saving = asyncio.create_task(self._save_now_and_then(ends))
         yield
-        saving.cancel()
+        ends.set()
+        await saving  # not cancelled: what it has begun to write must be older than the last texts
         await asyncio.to_thread(self.worker.stop)
         if self.copying is not None:
             await self._save(self.copying.writer())
         self.encoder.close()
         self.checker.close()
 
-    async def _save_now_and_then(self) -> None:
+    async def _save_now_and_then(self, ends: asyncio.Event) -> None:
         """Write the texts that lookup keeps, so that a server that is killed loses few."""
-        while self.copying is not None and self.copying.file is not None:
-            await asyncio.sleep(SAVE)
-            await self._save(await asyncio.wrap_future(self.worker.between_steps(self.copying.writer)))
+        while self.copying is not None and self.copying.file is not None and not ends.is_set():
+            try:
+                await asyncio.wait_for(ends.wait(), SAVE)
+            except TimeoutError:
+                await self._save(await asyncio.wrap_future(self.worker.between_steps(self.copying.writer)))
 
     async def _save(self, write: Callable[[], None] | None) -> None:
         if write is None:

@@ -13,6 +13,7 @@ from specker.runtime.round.drafter import Draft, Drafter, Offer
 from specker.runtime.strategies.lookup.pool import Pool, Pools
 
 if TYPE_CHECKING:
+    from array import array
     from collections.abc import Callable
 
     from specker.runtime.round.batch import Batch
@@ -80,8 +81,11 @@ class LookupDrafter(Drafter):
             self._end(request)
         if self.file is None or self.pools is None or self._written == self.pools.added:
             return None
-        self._written = self.pools.added
-        return partial(self.file.write, self.pools.key, self.pools.texts())
+        return partial(self._write, self.file, self.pools.added, self.pools.key, self.pools.texts())
+
+    def _write(self, file: TextFile, added: int, key: bytes, texts: list[tuple[str, array[int]]]) -> None:
+        file.write(key, texts)
+        self._written = added
 
     def _matches(self, request: Request) -> list[Match]:
         found = [(source, self._copy(request, source, self.longest, self.longest, 1)) for source in SOURCES]
