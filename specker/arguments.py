@@ -52,6 +52,7 @@ class LoadOptions(TypedDict, total=False):
     lookup_share: Literal["on", "off"]
     lookup_corpus: str | None
     lookup_memory: int
+    lookup_file: str | None
     # vocabtrim
     vocab_scores: str | None
     vocab_keep: VocabKeep | str | None

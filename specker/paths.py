@@ -32,8 +32,9 @@ def probe(path: str, flag: str) -> None:
         raise ValueError(f"{flag} {path}: cannot be written: {error.strerror}") from None
 
 
-def write_file(path: str | Path, data: str | bytes) -> None:
-    """Write the file atomically: no reader sees half of it, and no crash leaves half of it. Raises OSError."""
+def write_file(path: str | Path, data: str | bytes, private: bool = False) -> None:
+    """Write the file atomically: no reader sees half of it, and no crash leaves half of it. `private`: only its owner
+    can read it. Raises OSError."""
     where, data = Path(path), data.encode() if isinstance(data, str) else data
     if not _replaceable(where):
         where.write_bytes(data)
@@ -41,6 +42,8 @@ def write_file(path: str | Path, data: str | bytes) -> None:
     where = Path(os.path.realpath(where))
     part = where.with_name(f".{where.name}.{os.getpid()}.{threading.get_ident()}.tmp")
     try:
+        if private:
+            os.close(os.open(part, os.O_CREAT | os.O_WRONLY, 0o600))
         part.write_bytes(data)
         os.replace(part, where)
     finally:

@@ -1,7 +1,9 @@
 """Strategy `lookup` drafts the continuation of the longest suffix that occurred before."""
 
+import hashlib
 import json
 from functools import partial
+from random import Random
 
 import cases
 import pytest
@@ -95,7 +97,77 @@ def test_a_join_copies_ended_texts_too(target):
         assert [o.tokens for o in out] == [cases.plain(target, p, 24) for p in prompts]
     [lookup] = [engine.drafter.copying]
     engine.generate(prompts[:1], 1)
-    assert [len(tokens) for tokens in lookup.pools.texts()[""]] == [30, 30]
+    assert [len(tokens) for tokens in texts_of(lookup.pools)] == [30, 30]
+
+
+def texts_of(pools, salt=""):
+    return [list(tokens) for name, tokens in pools.texts() if name == pools.name(salt)]
+
+
+def test_a_file_keeps_the_texts_of_each_salt(target, tmp_path):
+    """The next engine copies them, within their salts, and of too many the last ones. The file does not tell salts."""
+    path = tmp_path / "texts"
+    alone = {"strategy": "draft+lookup", "draft_tokens": 4, "dtype": "float64", "device": "cpu"}
+    load = partial(specker.load, target, target, lookup_file=str(path), **alone)
+    prompts = {"": [60, 5, 9, 40, 77, 8], "tenant-a": [3, 50, 20, 31, 8, 8]}
+    engine = load()
+    for salt, prompt in prompts.items():
+        engine.generate(prompt, 24, cache_salt=salt)
+    engine.generate([9, 9, 9], 24, cache_salt=None)
+    engine.save_lookup()
+    data = path.read_bytes()
+    assert b"tenant-a" not in data and path.stat().st_mode & 0o777 == 0o600
+    again = load()
+    for salt, prompt in prompts.items():
+        assert texts_of(again.drafter.copying.pools, salt) == [[*prompt, *cases.plain(target, prompt, 24)]]
+        out = again.generate(prompt, 24, cache_salt=salt)
+        assert out.tokens == cases.plain(target, prompt, 24) and out.stats.sources["past"] > 0
+        assert "past" not in again.generate(prompt, 24, cache_salt=salt + "x").stats.sources
+    path.unlink()
+    again.save_lookup()
+    assert len(again.drafter.copying.pools.texts()) == 4 and path.exists(), "what was read is kept, too"
+
+    many = [Random(n).choices(range(128), k=1000) for n in range(40)]
+    for text in many:
+        again.drafter.copying.pools.add("", text)
+    again.save_lookup()
+    few = texts_of(load(lookup_memory=1).drafter.copying.pools)
+    assert 10 < len(few) < 40 and few == many[-len(few) :]
+    with pytest.raises(ValueError, match="there is no file for the texts: load the engine with lookup_file"):
+        specker.load(target, target, **alone).save_lookup()
+
+
+def test_bad_files_of_texts(target, tmp_path):
+    path = tmp_path / "texts"
+    alone = {"strategy": "lookup", "dtype": "float64", "device": "cpu", "lookup_file": str(path)}
+    engine = specker.load(target, **alone)
+    engine.generate([60, 5, 9], 24)
+    engine.save_lookup()
+    data = path.read_bytes()
+    head, _, rest = data.partition(b"}")
+    longer = head.replace(b"27]", b"28]") + b"}" + rest[:-32]
+    other = data[:-36] + (1000).to_bytes(4, "little")
+    for bad, message in (
+        (b"", "is no file of texts that lookup kept: name another one"),
+        (b"hello\n", "is no file of texts"),
+        (data[:-1], "is damaged or incomplete: delete it, or name another one"),
+        (data[:40], "is damaged or incomplete"),
+        (data[:-40] + bytes([data[-40] ^ 1]) + data[-39:], "is damaged or incomplete"),
+        (longer + hashlib.sha256(longer).digest(), "is damaged or incomplete"),
+        (other + hashlib.sha256(other).digest(), "has token ids that the model lacks"),
+    ):
+        path.write_bytes(bad)
+        with pytest.raises(ValueError, match=f"lookup_file='.*texts' {message}"):
+            specker.load(target, **alone)
+    path.write_bytes(data)
+    with pytest.raises(ValueError, match="has the texts of another model: name another file"):
+        specker.load(make(tmp_path / "other", layers=3), **alone)
+    specker.load(target, **alone)  # it is read again as long as it is sound
+    path.unlink()
+    with pytest.raises(ValueError, match=r"lookup_file .*: cannot be written: No such file or directory"):
+        specker.load(target, **{**alone, "lookup_file": str(tmp_path / "none" / "texts")})
+    with pytest.raises(ValueError, match="is not a file"):
+        specker.load(target, **{**alone, "lookup_file": str(tmp_path)})
 
 
 def test_memory_is_bounded_and_the_least_recently_copied_text_goes_first():
@@ -107,10 +179,10 @@ def test_memory_is_bounded_and_the_least_recently_copied_text_goes_first():
         if n == 0:
             pools.add("", [0, *range(1005)])
             pools.add("", [0, *range(20)])
-            assert [len(tokens) for tokens in pools.texts()[""]] == [1006]
+            assert [len(tokens) for tokens in texts_of(pools)] == [1006]
         pools.of("").used(pools.of("").index.draft([0, 0, 1, 2], 8, 4, 4).place)
         assert pools.bytes <= 1 << 20
-    texts = pools.texts()[""]
+    texts = texts_of(pools)
     assert {tokens[0] for tokens in texts} >= {0, 59} and 20 < len(texts) < 60
     copy = pools.of("").index.draft([0, 0, 1, 2], 8, 4, 4)
     assert copy.tokens == (3, 4, 5, 6) and copy.matched == 4
@@ -181,6 +253,7 @@ def test_bad_corpora(reader, tmp_path, name, data, message, monkeypatch):
         ({"policy": "draft-and-verify"}, "lookup runs none"),
         ({"strategy": "ar+lookup"}, "strategies ar and lookup do not compose: ar drafts nothing"),
         ({"lookup_corpus": "/no/such"}, "lookup_corpus='/no/such': there is no such file or folder"),
+        ({"lookup_file": "a", "lookup_share": "off"}, "lookup_file keeps texts to copy, but lookup_share='off'"),
         ({"lookup_share": "yes"}, "lookup_share must be one of on, off, got 'yes'"),
         ({"strategy": "draft", "ngram_most": 3}, "ngram_most is for strategy lookup, not 'draft'"),
     ],

@@ -24,6 +24,7 @@ from specker.cli.report import Result, report
 from specker.cli.screen import Screen
 from specker.options import Options, Sampling
 from specker.paths import probe, write_file
+from specker.runtime import strategies
 from specker.view.trace import Trace
 
 
@@ -85,7 +86,7 @@ def run(job: Job, options: Options, sampling: Sampling, named: frozenset[str]) -
         if results or not chatting:
             screen.table(engine, results)
         found = None if job.json is None else report(engine, results, sampling, interrupted)
-        _write(job, found, trace, screen)
+        _write(job, found, trace, engine, screen)
         if interrupted:
             screen.note("interrupted", "yellow")
     return 130 if interrupted else int(any(map(failed, results)))
@@ -150,7 +151,7 @@ def _warm_up(engine: Any, job: Job, screen: Screen) -> None:
         with screen.log_notes(), screen.progress("warming up") as on_progress:
             engine.warmup(on_progress)
     elif engine.model.stack is not None:
-        engine.generate([0], 2)
+        engine.generate([0], 2, cache_salt=None)
 
 
 def _introduce(engine: Any, job: Job, sampling: Sampling, screen: Screen, chatting: bool) -> None:
@@ -202,10 +203,14 @@ def _of_all_replicas(engine: Any, job: Job, screen: Screen, samples: list[Sample
     return [result for results in gathered for result in results]
 
 
-def _write(job: Job, found: dict[str, Any] | None, trace: Trace | None, screen: Screen) -> None:
+def _write(job: Job, found: dict[str, Any] | None, trace: Trace | None, engine: Any, screen: Screen) -> None:
     """Write the files that the job names. One that cannot be written does not prevent the others; raises OSError with
     all reasons at the end. `found`: the object for --json."""
     unwritten: list[str] = []
+    copying = strategies.copier(engine.drafter)
+    if copying is not None and copying.file is not None:
+        with _kept("--lookup-file", str(copying.file.path), unwritten):
+            engine.save_lookup()
     if job.json is not None:
         text = json.dumps(found, ensure_ascii=False) + "\n"
         with _kept("--json", job.json, unwritten):

@@ -413,6 +413,22 @@ class Engine:
             return {}
         return trim.report(self.target, self.draft, self.kept, self.options, stats)
 
+    def save_lookup(self) -> None:
+        """Write the ended texts that strategy lookup copies to `lookup_file`, after the requests that run. The command
+        line and the server do that themselves; in Python call it when you like, at the latest before the end.
+
+        Raises:
+            ValueError: the engine was loaded without `lookup_file`.
+            OSError: the file cannot be written.
+        """
+        copying = strategies.copier(self.drafter)
+        if copying is None or copying.file is None:
+            raise ValueError(f"there is no file for the texts: load the engine with {option('lookup_file')}")
+        with self.session.alone():
+            write = copying.writer()
+        if write is not None:
+            write()
+
     @contextmanager
     def alone(self) -> Iterator[None]:
         """Context manager for what uses the caches itself: finishes all requests first. Out of memory becomes a

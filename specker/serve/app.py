@@ -1,6 +1,7 @@
 """The endpoints: each turns what is asked into requests of the session."""
 
 import asyncio
+import logging
 import os
 import re
 import time
@@ -16,7 +17,7 @@ from fastapi.middleware.cors import CORSMiddleware
 from fastapi.responses import HTMLResponse, JSONResponse, Response, StreamingResponse
 from starlette.exceptions import HTTPException
 
-from specker.runtime import harmony
+from specker.runtime import harmony, strategies
 from specker.runtime.engine import Engine
 from specker.runtime.round import state
 from specker.runtime.text import TooLong, rendered, reserved
@@ -36,10 +37,13 @@ from specker.serve.worker import Busy, Call, Failed, Worker
 from specker.view.live import Live
 from specker.view.page import LIVE_POLICY
 
+log = logging.getLogger(__name__)
+
 T = TypeVar("T")
 Texts = dict[state.Request, str]  # the requests of a call, and their prompts for the live page
 Prepared = tuple[Texts, Reading]
 
+SAVE = 300.0  # seconds between two writes of the texts that lookup keeps
 PACE = 0.05  # CPU seconds a token that a text may spend in its grammar, which others wait for
 
 
@@ -53,6 +57,9 @@ class Server:
         engine.target_name = engine.session.name = self.name  # errors name the model, never a path
         self.sampling = {**engine.usual_sampling, **sampling}
         self.worker = Worker(engine.session, serving.queue, serving.seconds, self._ended)
+        self.copying = strategies.copier(engine.drafter)
+        if self.copying is not None and self.copying.file is not None and self.salt is None:
+            log.warning("--lookup-file keeps only texts of requests with a cache_salt, since there is no API key")
         self.live = Live(engine, self.worker.metrics.queue) if serving.view else None
         engine.trace = self.live.round if self.live else None
         grammars = engine.session.grammars
@@ -68,10 +75,32 @@ class Server:
     @asynccontextmanager
     async def running(self, _: FastAPI) -> AsyncIterator[None]:
         self.worker.start()
+        ends = asyncio.Event()
+        saving = asyncio.create_task(self._save_now_and_then(ends))
         yield
+        ends.set()
+        await saving  # not cancelled: what it has begun to write must be older than the last texts
         await asyncio.to_thread(self.worker.stop)
+        if self.copying is not None:
+            await self._save(self.copying.writer())
         self.encoder.close()
         self.checker.close()
+
+    async def _save_now_and_then(self, ends: asyncio.Event) -> None:
+        """Write the texts that lookup keeps, so that a server that is killed loses few."""
+        while self.copying is not None and self.copying.file is not None and not ends.is_set():
+            try:
+                await asyncio.wait_for(ends.wait(), SAVE)
+            except TimeoutError:
+                await self._save(await asyncio.wrap_future(self.worker.between_steps(self.copying.writer)))
+
+    async def _save(self, write: Callable[[], None] | None) -> None:
+        if write is None:
+            return
+        try:
+            await asyncio.to_thread(write)
+        except OSError as error:
+            log.error("the texts of --lookup-file cannot be written: %s", error.strerror)
 
     def ill(self) -> str | None:
         """Why the server is not healthy; None if it is."""

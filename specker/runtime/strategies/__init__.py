@@ -4,17 +4,19 @@ To add one, write a file with a subclass of `base.Strategy`, or a folder if it n
 help, bounds and checks come from its options.
 """
 
+from __future__ import annotations
+
 import textwrap
 from collections.abc import Iterator, Mapping
 from dataclasses import fields, replace
 from itertools import zip_longest
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from specker import zoo
 from specker.fields import flag, make, option
 from specker.options import Common, Options, refuse_unknown
 from specker.runtime.control.policy import AUTO, GENERAL, Policy
-from specker.runtime.round.drafter import Drafter
+from specker.runtime.round.drafter import Drafter, Wrapper
 from specker.runtime.strategies import ar, dflash, diffuspec, draft, dynamic_exit, eagle, easyspec, lookup, mtp
 from specker.runtime.strategies.base import DraftContext, Plan, PolicyContext, Strategy
 from specker.runtime.strategies.blocks import SHARED
@@ -22,6 +24,9 @@ from specker.runtime.strategies.join import COPIED, JoinedDrafter, JoinedPolicy,
 from specker.runtime.strategies.lookup.policy import NgramPolicy
 from specker.runtime.strategies.vocabtrim import NEEDS, PAPER, SUMMARY, TRIM, TrimOptions
 from specker.zoo import catalogue
+
+if TYPE_CHECKING:
+    from specker.runtime.strategies.lookup.drafter import LookupDrafter
 
 _ALL: tuple[Strategy, ...] = (
     ar.PlainDecoding(),
@@ -57,6 +62,15 @@ def drafter(context: DraftContext) -> Drafter | None:
     """Make the drafter that the options describe."""
     inner, copy = of(context.options).drafter(context), context.options.copy
     return inner if inner is None or copy is None else JoinedDrafter(inner, lookup.copying(copy, context, COPIED.depth))
+
+
+def copier(drafter: Drafter | None) -> LookupDrafter | None:
+    """The part of a drafter that copies text; None if it has none."""
+    from specker.runtime.strategies.lookup.drafter import LookupDrafter
+
+    while isinstance(drafter, Wrapper):
+        drafter = drafter.copying if isinstance(drafter, JoinedDrafter) else drafter.inner
+    return drafter if isinstance(drafter, LookupDrafter) else None
 
 
 def policy(context: PolicyContext, asked: str | None = None) -> Policy:

@@ -45,6 +45,9 @@ class LookupOptions:
         None, "also copy from these files: a text, JSON lines with text, or a folder of them", "FILE|DIR"
     )
     lookup_memory: int = opt(64, "MiB for the ended texts; those not copied for the longest time go first", least=1)
+    lookup_file: str | None = opt(
+        None, "keep the ended texts in this file, which is read at the start; only its owner can read it", "FILE"
+    )
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -55,6 +58,8 @@ class LookupOptions:
             )
         if self.lookup_corpus is not None and not Path(self.lookup_corpus).expanduser().exists():
             raise ValueError(f"{option('lookup_corpus', self.lookup_corpus)}: there is no such file or folder")
+        if self.lookup_file is not None and self.lookup_share == "off":
+            raise ValueError(f"{option('lookup_file')} keeps texts to copy, but {option('lookup_share', 'off')}")
 
 
 class Lookup(Strategy):
@@ -90,8 +95,10 @@ class Lookup(Strategy):
 
 def copying(options: LookupOptions, context: DraftContext, longest: int, width: int = 1) -> LookupDrafter:
     """The drafter that copies up to `longest` tokens on each of `width` paths. Raises ValueError for a corpus that is
-    not text or too large."""
+    not text or too large, and for a file of kept texts that is none or of another model."""
     from specker.runtime.strategies.lookup.corpus import read
     from specker.runtime.strategies.lookup.drafter import LookupDrafter
+    from specker.runtime.strategies.lookup.kept import TextFile
 
-    return LookupDrafter(options, width, longest, read(options, context.target))
+    file = None if options.lookup_file is None else TextFile(options.lookup_file, context.target)
+    return LookupDrafter(options, width, longest, read(options, context.target), file)

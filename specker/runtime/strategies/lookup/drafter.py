@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING
 
 from specker.cpu.suffixes import NOTHING, Copy, Index, new_index
@@ -12,9 +13,13 @@ from specker.runtime.round.drafter import Draft, Drafter, Offer
 from specker.runtime.strategies.lookup.pool import Pool, Pools
 
 if TYPE_CHECKING:
+    from array import array
+    from collections.abc import Callable
+
     from specker.runtime.round.batch import Batch
     from specker.runtime.round.state import Request
     from specker.runtime.strategies.lookup import LookupOptions
+    from specker.runtime.strategies.lookup.kept import TextFile
 
 FAILED = ("not finite", "failed")  # requests whose text is not worth copying
 
@@ -30,12 +35,23 @@ class CopiedDraft(Draft):
 class LookupDrafter(Drafter):
     synchronous = True  # a draft needs the tokens of the previous round
 
-    def __init__(self, options: LookupOptions, width: int, longest: int, corpus: Pool | None = None):
+    def __init__(
+        self,
+        options: LookupOptions,
+        width: int,
+        longest: int,
+        corpus: Pool | None = None,
+        file: TextFile | None = None,
+    ):
         """`width`: paths of a tree, 1 for chains. `longest`: tokens of the longest path. `corpus`: texts of the user,
-        from which every request may copy."""
-        self.options, self.width, self.longest, self.corpus = options, width, longest, corpus
+        from which every request may copy. `file`: what keeps the ended texts. Raises ValueError if it cannot be
+        read."""
+        self.options, self.width, self.longest, self.corpus, self.file = options, width, longest, corpus, file
         self.pools = Pools(options) if options.lookup_share == "on" else None
         self._indices: dict[Request, Index] = {}
+        if file is not None and self.pools is not None:
+            file.read(self.pools)
+        self._written = 0 if self.pools is None else self.pools.added
 
     def prepare(self, requests: list[Request]) -> Offer:
         self._follow(requests)
@@ -45,15 +61,31 @@ class LookupDrafter(Drafter):
         """Index the texts of the batch. Those that have left it have ended."""
         present = dict.fromkeys(requests)
         for request in [request for request in self._indices if request not in present]:
-            del self._indices[request]
-            if self.pools is not None and request.salt is not None and request.finished not in FAILED:
-                self.pools.add(request.salt, request.token_ids)
+            self._end(request)
         for request in present:
             index = self._indices.get(request)
             if index is None:
                 index = self._indices[request] = new_index(self.options.ngram_least, self.options.ngram_most)
             if len(index) < len(request.token_ids):
                 index.append(request.token_ids[len(index) :])
+
+    def _end(self, request: Request) -> None:
+        del self._indices[request]
+        if self.pools is not None and request.salt is not None and request.finished not in FAILED:
+            self.pools.add(request.salt, request.token_ids)
+
+    def writer(self) -> Callable[[], None] | None:
+        """What writes the texts that ended by now to the file, in any thread; None if there is no file, or nothing new
+        for it. To be called between two steps. The function raises OSError."""
+        for request in [request for request in self._indices if request.finished]:
+            self._end(request)
+        if self.file is None or self.pools is None or self._written == self.pools.added:
+            return None
+        return partial(self._write, self.file, self.pools.added, self.pools.key, self.pools.texts())
+
+    def _write(self, file: TextFile, added: int, key: bytes, texts: list[tuple[str, array[int]]]) -> None:
+        file.write(key, texts)
+        self._written = added
 
     def _matches(self, request: Request) -> list[Match]:
         found = [(source, self._copy(request, source, self.longest, self.longest, 1)) for source in SOURCES]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import os
 from array import array
 from bisect import bisect_right
 from collections.abc import Sequence
@@ -77,31 +79,42 @@ class Pool:
 
 class Pools:
     """A pool for each salt. In all they take `--lookup-memory`: the texts that were not copied for the longest time go
-    first."""
+    first. A pool's name is a digest of its salt under a random key, since a file (kept.py) must not tell the salts."""
 
     def __init__(self, options: LookupOptions):
         self._sizes, self._limit = (options.ngram_least, options.ngram_most), options.lookup_memory << 20
         self._pools: dict[str, Pool] = {}
         self._clock = count(1)
+        self.key = os.urandom(16)
+        self.added = 0  # texts so far
+
+    def name(self, salt: str) -> str:
+        """The name of a salt's pool."""
+        return hashlib.blake2b(salt.encode("utf-8", "surrogatepass"), key=self.key, digest_size=16).hexdigest()
 
     def of(self, salt: str) -> Pool | None:
-        return self._pools.get(salt)
+        return self._pools.get(self.name(salt)) if self._pools else None
 
     @property
     def bytes(self) -> int:
         return sum(pool.bytes for pool in self._pools.values())
 
     def add(self, salt: str, tokens: Sequence[int]) -> None:
-        if salt not in self._pools:
-            self._pools[salt] = Pool(*self._sizes, self._clock)
-        self._pools[salt].add(tokens)
+        self.put(self.name(salt), tokens)
+
+    def put(self, name: str, tokens: Sequence[int]) -> None:
+        """Add a text to the pool of this name."""
+        if name not in self._pools:
+            self._pools[name] = Pool(*self._sizes, self._clock)
+        self._pools[name].add(tokens)
+        self.added += 1
         if self.bytes > self._limit:
             self._evict()
 
-    def texts(self) -> dict[str, list[array[int]]]:
-        """The tokens of all texts, by salt, the least recently used first."""
-        alive = {salt: [text for text in pool.texts if text.used >= 0] for salt, pool in self._pools.items()}
-        return {salt: [t.tokens for t in sorted(texts, key=lambda t: t.used)] for salt, texts in alive.items()}
+    def texts(self) -> list[tuple[str, array[int]]]:
+        """The name of its pool and the tokens of each text, the least recently used first."""
+        alive = [(text.used, name, text) for name, pool in self._pools.items() for text in pool.texts if text.used >= 0]
+        return [(name, text.tokens) for _, name, text in sorted(alive, key=lambda each: each[0])]
 
     def _evict(self) -> None:
         """Drop texts until the others take KEPT of the memory."""
@@ -112,9 +125,9 @@ class Pools:
             if used < 0 or left > goal:
                 dropped.add(text)
                 left -= int(each[pool] * (len(text.tokens) + 1))
-        for salt, pool in [*self._pools.items()]:
+        for name, pool in [*self._pools.items()]:
             if dropped.issuperset(pool.texts):
-                del self._pools[salt]
+                del self._pools[name]
             elif not dropped.isdisjoint(pool.texts):
                 pool.drop(dropped)
 
