@@ -127,8 +127,8 @@ def stale_kv_after_rejected_draft(patch):
     """Accepted rows count as exact, although a tree's rows may lie in another row's column."""
     made, accept = AutoregressiveDrafter.__init__, AutoregressiveDrafter.accept
 
-    def init(self, *args, **more):
-        made(self, *args, **{**more, "depth": 0})  # fixed shapes: only the root is forwarded again
+    def init(self, model, cache, head, width=1, depth=0, layers=None):
+        made(self, model, cache, head, width, 0, layers)  # fixed shapes: only the root is forwarded again
 
     def counted(self, batch, draft, accepted):
         if batch.fixed:
