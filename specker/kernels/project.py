@@ -318,8 +318,8 @@ def _variant(
     else:
         m, block = 64, columns_of(n, row % 16 == 0, E, arch, form) if n <= 64 or form is not None else 64
     left = dtype != torch.float32 and weight_left(n, arch, form)
-    if few and left:
-        m = FEW
+    if left and (few or (n > 64 and form is not None and not form.four_bits)):
+        m = FEW if few else 32  # 64 rows of x and 128 of eight bits spill with Triton 3.9
     programs = 2 * sms // count if left else -(-sms // count)
     splits = max(1, min(programs, E // MIN_SPLIT))
     splits = -(-E // (-(-E // (splits * block)) * block))  # splits of whole tiles may be fewer

@@ -123,6 +123,8 @@ def tiles(
     twice = left and (form is not None or split or E >= LONG)
     splits = max(1, min(sms * (2 if twice else 1) // count, E // MIN_SPLIT))
     splits = -(-E // (-(-E // (splits * block)) * block))  # splits of whole tiles may be fewer
+    if left and form is not None and not form.four_bits and m == 64 and n == 128 and not gate:
+        n = 64  # 64 rows of x and 128 of eight bits spill with Triton 3.9; splits are those of tiles of 128
     stages = 2 if not half else stages_of(m, n, block, count * splits <= sms, arch, form)
     return m, n, block, stages, splits
 

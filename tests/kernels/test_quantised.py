@@ -347,7 +347,7 @@ def test_tiles():
                 assert m == 64 and stages >= 2 and (group == E or group % block == 0 or block % group == 0)
                 split = -(-E // (splits * block)) * block
                 assert (splits - 1) * split < E <= splits * split
-    assert linear.tiles(torch.bfloat16, 4096, 4096, 90, form=Format("int8", 4096, f16, None))[1:5] == (128, 128, 3, 8)
+    assert linear.tiles(torch.bfloat16, 4096, 4096, 90, form=Format("int8", 4096, f16, None))[1:5] == (64, 128, 4, 8)
     assert linear.tiles(torch.bfloat16, 4096, 4096, 90, form=Format("int4", 32, f16, None))[1:5] == (128, 128, 4, 8)
     for n, arch, is_left in ((128, 90, True), (64, 100, True), (32, 90, False), (128, 80, False), (128, 942, False)):
         assert linear.weight_left(n, arch, Format("int4", 32, f16, None)) == is_left
