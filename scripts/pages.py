@@ -3,7 +3,7 @@
 README.md and the pages of docs/ have parts between `<!-- generated NAME -->` and `<!-- end -->`: flags, options,
 strategies, ops, the reference of Python (reference.py), the tree of files, the index of decision records, and numbers.
 This script computes them from the code and from bench/results, so that no page repeats by hand what the code says.
-Tables of measurements, between `<!-- results NAME -->` and `<!-- end -->`, come from bench/plot.py. `--check` writes
+Tables of measurements, between `<!-- results NAME -->` and `<!-- end -->`, come from bench/tables.py. `--check` writes
 nothing and ends with exit code 1 if a page would change.
 """
 
@@ -22,7 +22,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))  # a command is run from anywhere
 
-from bench import plot  # noqa: E402
+from bench import plot, tables  # noqa: E402
 from scripts.reference import described  # noqa: E402
 from specker import kernels  # noqa: E402
 from specker import options as config  # noqa: E402
@@ -84,12 +84,12 @@ def filled(text: str) -> str:
         made = PARTS[mark[2]](*([mark[3]] if mark[3] else []))
         return f"{mark[1]}{mark[4]}{made}{mark[4]}<!-- end -->"
 
-    return plot.fill(MARK.sub(part, text), measured())
+    return tables.fill(MARK.sub(part, text), measured())
 
 
 @cache
 def measured() -> dict[str, list[plot.Row]]:
-    return plot.tables(sorted(path for path in plot.RESULTS.iterdir() if path.is_dir()))
+    return tables.tables(sorted(path for path in plot.RESULTS.iterdir() if path.is_dir()))
 
 
 # --- tables

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from make_checkpoint import make
 
-from bench import contexts, harness, llama_server, peer_settings, peers, plot
+from bench import contexts, harness, llama_server, peer_settings, peers, plot, tables
 from bench.peer_settings import Model
 from bench.peers import Args, Peer
 from specker import zoo
@@ -209,7 +209,7 @@ def test_a_first_token_slower_than_all_leaves_no_rate_of_the_others(tmp_path, ca
     peers.show([row])
     assert "2.0" in capsys.readouterr().out
     origin = {"command": "x", "machine": "m", "threads": 2, "versions": {}, "commit": "c"}
-    assert "| slow |  | 2.0 |  | 1500 | 1.00 | 1 of 1 |" in plot.peers_markdown([row | origin])
+    assert "| slow |  | 2.0 |  | 1500 | 1.00 | 1 of 1 |" in tables.peers_markdown([row | origin])
 
 
 def test_a_server_that_cannot_be_built_ends_the_bench(monkeypatch):
@@ -316,7 +316,7 @@ def test_speeds_over_the_length_of_the_prompt(tmp_path, monkeypatch, capsys):
     kv = 2 * config.num_layers * config.num_kv_heads * config.head_dim
     assert rows[1]["bytes"] - rows[0]["bytes"] == 72 * kv * contexts.KV_BYTES["int8"]
     (name,) = plot.contexts(rows)
-    table = plot.fill(f"<!-- results {name} -->\n<!-- end -->", plot.tables([path.parent]))
+    table = tables.fill(f"<!-- results {name} -->\n<!-- end -->", tables.tables([path.parent]))
     assert "| prompt tokens | specker int8 |" in table and "| 96 |" in table
     plot.save(plot.draw_contexts(rows, dark=True), tmp_path / "figure")
     assert (tmp_path / "figure.svg").stat().st_size > 5000

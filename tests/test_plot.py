@@ -9,7 +9,7 @@ import pytest
 
 pytest.importorskip("matplotlib")
 
-from bench import plot
+from bench import plot, tables
 
 ROOT = Path(__file__).parents[1]
 
@@ -121,7 +121,7 @@ def test_a_table_of_a_page_is_replaced():
             "acceptance_length": 2.5,
         },
     ]
-    table = plot.markdown(rows)
+    table = tables.markdown(rows)
     columns = "tokens/s | over `ar` | acceptance length"
     assert table.splitlines() == [
         "`python x`; a card, 2 threads, float32; torch 2; commit abc.",
@@ -133,15 +133,15 @@ def test_a_table_of_a_page_is_replaced():
     ]
     given = {"e2e": rows, "peers-M": rows}
     text = "a\n<!-- results e2e -->\nold | \\1\n<!-- end -->\nb\n<!-- end -->\n"
-    assert plot.fill(text, given) == f"a\n<!-- results e2e -->\n{table}\n<!-- end -->\nb\n<!-- end -->\n"
+    assert tables.fill(text, given) == f"a\n<!-- results e2e -->\n{table}\n<!-- end -->\nb\n<!-- end -->\n"
     empty = text.replace("old | \\1\n", "")
-    assert plot.fill(empty, given) == plot.fill(text, given)
-    some = plot.fill(text.replace("e2e -->", "e2e only: draft -->"), given)
+    assert tables.fill(empty, given) == tables.fill(text, given)
+    some = tables.fill(text.replace("e2e -->", "e2e only: draft -->"), given)
     assert "| `draft` |" in some and "| `ar` |" not in some and "<!-- results e2e only: draft -->\n" in some
     with pytest.raises(ValueError, match="a page asks for e2e, but bench/results has only other"):
-        plot.fill(text, {"other": rows})
+        tables.fill(text, {"other": rows})
     with pytest.raises(ValueError, match="a page asks for tree of e2e, which has no such row"):
-        plot.fill(text.replace("e2e -->", "e2e only: ar, tree -->"), given)
+        tables.fill(text.replace("e2e -->", "e2e only: ar, tree -->"), given)
 
 
 def test_the_table_of_engines():
@@ -157,8 +157,8 @@ def test_the_table_of_engines():
     assert runs == {"peers-M": [broken, slow, fast]}
     edits = [{**row, "categories": "edit", "base": "plain", "reference": "ar"} for row in (slow, fast)]
     assert plot.peers([slow, *edits]) == {"peers-M": [slow], "peers-M-edit": edits}
-    assert "| over `plain` | texts as `ar` |" in plot.peers_markdown(edits)
-    assert plot.peers_markdown(runs["peers-M"]).splitlines() == [
+    assert "| over `plain` | texts as `ar` |" in tables.peers_markdown(edits)
+    assert tables.peers_markdown(runs["peers-M"]).splitlines() == [
         "`python x`; a card, 2 threads; torch 2; commit abc.",
         "",
         "| engine | version | tokens/s | after the first | ms to the first | over `transformers float32` | "
@@ -182,7 +182,7 @@ def test_kinds_of_prompts_are_columns_of_one_table():
         for kind, ways in speeds.items()
     }
     runs["peers-M-edit"].append({**run, "way": "broken", "reason": "exit code 1"})
-    lines = plot.fill("<!-- results peers-M -->\n<!-- end -->", runs).splitlines()
+    lines = tables.fill("<!-- results peers-M -->\n<!-- end -->", runs).splitlines()
     assert lines[1] == "`python x`; a card, 2 threads; torch 2; commit abc."
     assert lines[3:] == [
         "| engine | chat: tokens/s | over `plain` | edit: tokens/s | over `plain` |",
@@ -191,7 +191,35 @@ def test_kinds_of_prompts_are_columns_of_one_table():
         "| plain | 10.0 | 1.00 | 12.0 | 1.00 |",
         "<!-- end -->",
     ]
-    some = plot.fill("<!-- results peers-M only: ours -->\n<!-- end -->", runs)
+    some = tables.fill("<!-- results peers-M only: ours -->\n<!-- end -->", runs)
     assert "| ours |" in some and "| plain |" not in some
     with pytest.raises(ValueError, match="a page asks for theirs of peers-M, which has no such row"):
-        plot.fill("<!-- results peers-M only: ours, theirs -->\n<!-- end -->", runs)
+        tables.fill("<!-- results peers-M only: ours, theirs -->\n<!-- end -->", runs)
+
+
+def test_tables_of_a_gpu(tmp_path):
+    """The newest rows of its kernels and of decoding there."""
+    origin = {"machine": "a card", "threads": 1, "versions": {}, "commit": "c", "command": "cmd", "device": "cuda"}
+    kernel = {"bench": "kernels", "op": "grow", "case": "B 1 -> 2", "median": 2e-6, "ours_over_this": 1.0, "share": 0.5}
+    decode = {"bench": "decode", "case": "ar 8b 512", "way": "ar", "median": 6e-3, "goal": ">= 80.0%", "met": True}
+    rows = [
+        {**kernel, "way": "specker", "median": 3e-6, "date": "1"},
+        {**kernel, "way": "specker", "goal": "<= 10 us", "met": True, "date": "2"},
+        {**kernel, "way": "torch", "ours_over_this": 1.5, "date": "2"},
+        {**decode, "value": 0.7, "unit": "%", "of": "the bandwidth", "date": "1"},
+        {**decode, "value": 0.816, "unit": "%", "of": "the bandwidth", "date": "2"},
+        {**decode, "case": "verify", "value": 1.03, "unit": "x", "of": "one row", "met": None, "date": "2"},
+    ]
+    folder = tmp_path / "a-card"
+    folder.mkdir()
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row | origin) + "\n" for row in rows))
+    runs = tables.tables([folder])
+    lines = tables.fill("<!-- results kernels-a-card -->\n<!-- end -->", runs).splitlines()
+    assert lines[-2] == "| `grow` | B 1 → 2 | 2.0 | 50% | torch 1.50 | <= 10 us | yes |" and lines[1].startswith(
+        "`cmd`"
+    )
+    lines = tables.fill("<!-- results decode-a-card -->\n<!-- end -->", runs).splitlines()
+    assert lines[-4].startswith("| --- |") and lines[-3:-1] == [
+        "| ar 8b 512 | ar | 6.000 | 81.6% of the bandwidth | >= 80.0% | yes |",
+        "| verify | ar | 6.000 | 1.03 of one row | >= 80.0% |  |",
+    ]

@@ -4,6 +4,7 @@ import json
 import shutil
 from itertools import product
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,7 +17,7 @@ from transformers import PreTrainedTokenizerFast
 
 import specker
 from specker.checkpoints.tokenizer import Tokens
-from specker.checkpoints.translation import KEEP, Reader, Translation
+from specker.checkpoints.translation import KEEP, Pieces, Reader, Translation, _divided
 from specker.integrations.drafts import Drafts
 
 TEXT = (
@@ -280,6 +281,14 @@ def test_a_draft_whose_text_needs_more_memory_or_context_stops_drafting(folders:
         for found, text in zip(engine.generate(prompts, 16, ignore_eos=True), prompts, strict=True):
             assert found.tokens == plain(folders["bytes"], engine.encode(text), 16, ignore_eos=True)
             assert (found.stats.drafted > 0) == (engine is wide)
+
+
+def test_a_space_of_the_tokenizers_own_is_dropped_within_a_text() -> None:
+    """A sentencepiece tokenizer may put it before a text as a token of its own."""
+    pieces = Pieces([b" ", b"("], set(), {})
+    tokenizer = SimpleNamespace(encode=lambda text, add_special_tokens: [0, 1] if text == "(" else [0])
+    assert _divided(b"(", False, tokenizer, pieces, spaced=True) == [0, 1]
+    assert _divided(b"(", True, tokenizer, pieces, spaced=True) == [1]
 
 
 def test_refusals(folders: dict[str, Path], tmp_path: Path) -> None:

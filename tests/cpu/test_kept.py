@@ -165,6 +165,16 @@ def test_a_bidirectional_drafter_reads_a_long_prompt(bundled):
     assert engine.check(prompt, out, 24).identical and out.stats.accepted > 0
 
 
+def test_float16_is_the_default_where_an_instruction_converts_it(targets, monkeypatch):
+    def kept(**how):
+        return specker.load(targets["llama"], strategy="ar", device="cpu", **{"dtype": "float32", **how}).cache.k.dtype
+
+    for converts, default in ((True, torch.float16), (False, torch.float32)):
+        monkeypatch.setattr("specker.cpu.converts_halves", lambda converts=converts: converts)
+        assert kept() == default and kept(kv_dtype="float32") == torch.float32
+        assert kept(dtype="float64") == torch.float64 and kept(linear="cublas") == torch.float32
+
+
 def test_memory_and_refusals(targets, tmp_path):
     """What a context takes is counted; where a format cannot be kept, a sentence says so."""
     for kind, size in {"bfloat16": 64, "int8": 36}.items():
