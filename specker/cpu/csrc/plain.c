@@ -9,6 +9,9 @@
 INLINE int64_t size_of(enum type type) { return type == OF_FLOAT32 ? 4 : 2; }
 INLINE vf read(enum type type, const void *p) { return type == OF_FLOAT32 ? load(p) : type == OF_BFLOAT16 ? wide(p) : halves(p); }
 
+// The rows that are read four tiles later, or with one row a tile the next one.
+INLINE int64_t following(int64_t count, int64_t row) { return (count == 1 ? 1 : 4) * count * row; }
+
 INLINE void tile_plain(int R, int T, enum type type, const uint8_t *w, int64_t row_w, const float *x, int64_t row_x, int64_t E,
                        float *y, int64_t row_y, int64_t ahead) {
     vf acc[6][TALL][PARTS];
@@ -60,9 +63,9 @@ static void plain_tile(int R, int T, enum type type, const uint8_t *w, int64_t r
                        float *y, int64_t row_y, int64_t ahead) {
 #define CASE(R, T)                                                                                                       \
     case R * 8 + T:                                                                                                      \
-        if (type == OF_BFLOAT16) tile_plain(R, T, OF_BFLOAT16, w, row_w, x, row_x, E, y, row_y, ahead);                         \
-        else if (type == OF_FLOAT16) tile_plain(R, T, OF_FLOAT16, w, row_w, x, row_x, E, y, row_y, ahead);                      \
-        else tile_plain(R, T, OF_FLOAT32, w, row_w, x, row_x, E, y, row_y, ahead);                                              \
+        if (type == OF_BFLOAT16) tile_plain(R, T, OF_BFLOAT16, w, row_w, x, row_x, E, y, row_y, ahead);                  \
+        else if (type == OF_FLOAT16) tile_plain(R, T, OF_FLOAT16, w, row_w, x, row_x, E, y, row_y, ahead);               \
+        else tile_plain(R, T, OF_FLOAT32, w, row_w, x, row_x, E, y, row_y, ahead);                                       \
         return;
 #if LANES == 8
     switch (R * 8 + T) { EACH_WIDE(CASE, 1) }
@@ -81,7 +84,7 @@ void plain_rows(const uint8_t *w, enum type type, int64_t row_w, const float *x,
         for (int64_t n = 0; n < tiles; n++) {
             const int64_t t0 = n * T / tiles, t1 = (n + 1) * T / tiles;
             plain_tile((int)count, (int)(t1 - t0), type, w + r * row_w * size, row_w, x + t0 * row_x, row_x, E,
-                       y + t0 * row_y + r, row_y, ahead ? ahead : (count == 1 ? 1 : 4) * count * row_w * size);
+                       y + t0 * row_y + r, row_y, ahead ? ahead : following(count, row_w * size));
         }
         r += count;
     }
@@ -122,8 +125,9 @@ void plain_pairs(const uint16_t *w, int64_t row_w, const uint16_t *x, int64_t R,
         for (int64_t n = 0; n < tiles; n++) {
             const int64_t t0 = n * T / tiles, t1 = (n + 1) * T / tiles;
             const uint16_t *from = w + r * row_w, *rows = x + t0 * E;
+            const int64_t then = ahead ? ahead : following(count, row_w * 2);
             float *to = y + t0 * row_y + r;
-#define CASE(R, T) case R * 8 + T: tile_pairs(R, T, from, row_w, rows, E, E, to, row_y, ahead ? ahead : (R == 1 ? 1 : 4) * R * row_w * 2); break;
+#define CASE(R, T) case R * 8 + T: tile_pairs(R, T, from, row_w, rows, E, E, to, row_y, then); break;
             switch (count * 8 + t1 - t0) { EACH_WIDE(CASE, 1) EACH_WIDE(CASE, 4) }
 #undef CASE
         }

@@ -377,4 +377,5 @@ __attribute__((unused)) static float highest_of(const float *z, int64_t n) {
 }
 
 INLINE void prefetch(const void *p) { __builtin_prefetch(p, 0, 3); }
-INLINE void prefetch_far(const void *p) { __builtin_prefetch(p, 0, 2); } // not into the first-level cache
+// For what is read after some thousand cycles: not into the first cache, which other data need until then.
+INLINE void prefetch_far(const void *p) { __builtin_prefetch(p, 0, 2); }
