@@ -6,7 +6,7 @@
 
 #define MIX_T (LANES == 16 ? 6 : 2)
 #define FEW_BLOCK 64  // columns whose scores and shares are computed at once
-#define SPAN 256      // columns that are summed apart; a multiple of 16
+#define SPAN 512      // columns that are summed apart; a multiple of 16
 #define NEAR 256      // the last columns that a row sees are in no span; at least as many as a tree's path has nodes
 #define SPLIT_ROWS 16 // up to so many rows in all, threads divide the columns
 
@@ -111,10 +111,9 @@ static void put(float *to, const float *sums, float end, float top, int64_t D) {
 
 // Adds to what `put` wrote. Powers of two rescale without error, and what was summed over masked columns changes nothing.
 static void add(float *to, const float *sums, float end, float top, int64_t D) {
-    const float most = top > to[D + 1] ? top : to[D + 1];
-    const vf by = power_below(splat(to[D + 1]), splat(most)), by_new = power_below(splat(top), splat(most));
+    const float most = top > to[D + 1] ? top : to[D + 1], by = two_to(to[D + 1] - most), by_new = two_to(top - most);
     for (int64_t e = 0; e < D; e += LANES) store(to + e, load(to + e) * by + load(sums + e) * by_new);
-    to[D] = to[D] * by[0] + end * by_new[0];
+    to[D] = to[D] * by + end * by_new;
     to[D + 1] = most;
 }
 
@@ -373,21 +372,19 @@ static void attend_divided(const state *s, int64_t first, int64_t N) {
     const places *p = s->f->rows;
     const int64_t D = d->D, slots = slots_of(p), each = d->Hq * slots * SUM(D); // each: floats of a row
     int64_t all = 0, i = next(s->m);
-    for (int64_t b = 0; b < p->B; b++) all += shared_spans(p, b) + 2;
-    const int64_t run = (all + 8 * s->m->size - 1) / (8 * s->m->size); // spans of a part
-    const int64_t apart = all < 8 * s->m->size ? d->Hkv : 1;           // whose heads are parts, too
+    for (int64_t b = 0; b < p->B; b++) all += shared_spans(p, b) + 1;
+    const int64_t apart = all < 4 * s->m->size ? d->Hkv : 1; // with few spans, their heads are apart
     for (int64_t b = 0, before = 0; b < p->B; b++) {
-        const int64_t spans = shared_spans(p, b), items = 1 + (spans + run - 1) / run, own = p->cu_rows[b + 1] - p->cu_rows[b];
+        const int64_t spans = shared_spans(p, b), items = 1 + spans, own = p->cu_rows[b + 1] - p->cu_rows[b];
         for (; i < before + items * N * apart; i = next(s->m)) {
-            const int64_t n = (i - before) / apart % N, part = (i - before) / apart / N;
-            const int64_t k = (part - 1) * run, more = k + run < spans ? k + run : spans;
+            const int64_t n = (i - before) / apart % N, k = spans - (i - before) / apart / N; // the last, longest part first
             if (d->layers[first + n].recurrent) continue;
             block a = block_of(s, first + n, b, 0, own);
-            const int64_t c = (part ? k : spans) * SPAN, from = c > a.start ? c : a.start;
+            const int64_t c = k * SPAN > a.start ? k * SPAN : a.start, end = k < spans ? (k + 1) * SPAN : a.S;
             for (int64_t h = apart > 1 ? (i - before) % apart : 0; h < d->Hkv; h += apart) {
                 float *sums = s->divided + n * p->T * each + (p->cu_rows[b] * d->Hq + h * a.rows) * slots * SUM(D);
                 begin(s, n, d->layers + first + n, h, &a);
-                weigh(&a, from, part ? more * SPAN : a.S, sums, slots);
+                weigh(&a, c, end, sums, slots);
             }
         }
         before += items * N * apart;

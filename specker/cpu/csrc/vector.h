@@ -176,6 +176,12 @@ INLINE vf power_below(vf x, vf top) {
     return p * (vf)(((vi)(whole - top + magic) - (0x4b400000 - 127)) << 23);
 }
 
+// 2^n for whole n <= 0; 0 below 2^-126.
+INLINE float two_to(float n) {
+    const union { uint32_t u; float f; } x = {.u = n < -126 ? 0 : (uint32_t)((int32_t)n + 127) << 23};
+    return x.f;
+}
+
 // A bit for each lane of x that is at least `least`; none for a NaN.
 INLINE unsigned at_least(vf x, float least) {
 #if LANES == 16
