@@ -8,6 +8,7 @@ from make_checkpoint import GEMMA3, SLIDING, make
 from recorded import recording
 
 import specker
+from specker import cpu
 from specker.checkpoints import checkpoint
 from specker.checkpoints.checkpoint import read_config
 from specker.cli import run
@@ -107,11 +108,13 @@ def test_the_cost_equals_the_allocation(pair):
 
 def test_kv_is_counted_in_the_dtype_of_each_model(pair, tmp_path, monkeypatch):
     """By default float16 where the compiled layers run the model: here one of target and draft."""
-    compiled = make(tmp_path / "m", layers=3, hidden=64, heads=2, max_context=512)
+    usual = torch.float16 if cpu.available() and cpu.converts_halves() else torch.float32
+    compiled = make(tmp_path / "m", layers=3, head_dim=32, max_context=512)
     for target, draft in ((compiled, pair[1]), (pair[0], compiled)):
         engine = specker.load(target, draft, device="cpu", page_size=16)
         models = engine.model, engine.drafter.model
         kinds = [cache.k.dtype for cache in (engine.cache, engine.drafter.cache)]
+        assert {*kinds} == {torch.float32, usual}
         assert [*cache_memory(engine.target, engine.draft, engine.options, engine.family).kv_dtypes] == kinds
         each = zip(models, kinds, strict=True)
         costs = [Cost.of(model.config, torch.float32, kv_dtype=kind) for model, kind in each]
