@@ -1,11 +1,11 @@
 """Does `specker serve` survive an hour of clients that misbehave? `python bench/soak.py --minutes 60`.
 
 A server of the bundled model (or `--target`) gets requests of eight clients: whole and streamed answers, several texts,
-greedy and sampled, with JSON schemas; clients that leave while their request waits, is prefilled or decoded; readers
-that pause; bodies that are no JSON, too large or refused. It fails (exit code 1) if a request is lost, if the same
-request gets another text, if an answer is another error than expected, if a K/V page is held at the end, or if memory
-grew by more than `--growth` percent in the second half of the time: a leak goes on, while pools fill up once. A row
-holds the counts and the memory.
+greedy and sampled, with JSON schemas, with a salt, so that `lookup` keeps their texts, and without; clients that leave
+while their request waits, is prefilled or decoded; readers that pause; bodies that are no JSON, too large or refused. It
+fails (exit code 1) if a request is lost, if the same request gets another text, if an answer is another error than
+expected, if a K/V page is held at the end, or if memory grew by more than `--growth` percent in the second half of the
+time: a leak goes on, while pools fill up once. A row holds the counts and the memory.
 """
 
 import json
@@ -75,6 +75,7 @@ class Soak:
             "max_tokens": rng.choice([1, 8, 60]),
             "temperature": temperature,
             "seed": rng.randrange(3),
+            "cache_salt": rng.choice([None, "a", "b"]),
             "n": n,
             **more,
         }
