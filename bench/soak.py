@@ -2,8 +2,8 @@
 
 A server of the bundled model (or `--target`) gets requests of eight clients: whole and streamed answers, several texts,
 greedy and sampled, with JSON schemas, with a salt, so that `lookup` keeps their texts, and without; clients that leave
-while their request waits, is prefilled or decoded; readers that pause; bodies that are no JSON, too large or refused. It
-fails (exit code 1) if a request is lost, if the same request gets another text, if an answer is another error than
+while their request waits, is prefilled or decoded; readers that pause; bodies that are no JSON, too large or refused.
+It fails (exit code 1) if a request is lost, if the same request gets another text, if an answer is another error than
 expected, if a K/V page is held at the end, or if memory grew by more than `--growth` percent in the second half of the
 time: a leak goes on, while pools fill up once. A row holds the counts and the memory.
 """
