@@ -227,7 +227,6 @@ def _loaded() -> tuple[Any, str | None]:
     lib.gumbel.argtypes = [c_uint64, c_void_p, c_int64, c_int64, c_void_p]
     lib.gumbel.restype = None
     lib.suffix_new.restype, lib.suffix_new.argtypes = c_void_p, [c_void_p, c_int64]
-    lib.suffix_for.restype, lib.suffix_for.argtypes = c_void_p, [c_void_p, c_int64]
     lib.suffix_free.restype, lib.suffix_free.argtypes = None, [c_void_p]
     lib.suffix_append.argtypes = [c_void_p, c_void_p, c_int64]
     lib.suffix_bytes.restype, lib.suffix_bytes.argtypes = c_int64, [c_void_p]

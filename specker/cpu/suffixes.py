@@ -47,9 +47,6 @@ class Index(Protocol):
     def __len__(self) -> int:
         """Tokens, with the ends of texts."""
 
-    def emptied(self, count: int) -> "Index":
-        """An empty index of this kind with room for `count` of the tokens, which will be added. Raises MemoryError."""
-
     def append(self, tokens: Sequence[int]) -> None:
         """Add tokens at the end; END ends a text. Raises MemoryError."""
 
@@ -67,19 +64,12 @@ def new_index(least: int, most: int) -> Index:
 class Compiled:
     """The index in csrc/suffix.c."""
 
-    def __init__(self, lengths: Sequence[int] = (), made: int | None = None):
-        """`made`: the library's index; None: an empty one for these lengths."""
+    def __init__(self, lengths: Sequence[int]):
         self._lib, self._count = native(), 0
-        self._handle = made or self._lib.suffix_new((c_int64 * len(lengths))(*lengths), len(lengths))
+        self._handle = self._lib.suffix_new((c_int64 * len(lengths))(*lengths), len(lengths))
         if not self._handle:
             raise MemoryError
         weakref.finalize(self, self._lib.suffix_free, self._handle)
-
-    def emptied(self, count: int) -> "Compiled":
-        made = self._lib.suffix_for(self._handle, count)
-        if not made:
-            raise MemoryError
-        return Compiled(made=made)
 
     def __len__(self) -> int:
         return self._count
@@ -110,9 +100,6 @@ class Reference:
         self._tokens: list[int] = []
         self._run = 0  # tokens since the last end of a text
         self._places: dict[int, dict[tuple[int, ...], list[int]]] = {n: {} for n in lengths}
-
-    def emptied(self, count: int) -> "Reference":
-        return Reference([*self._places])
 
     def __len__(self) -> int:
         return len(self._tokens)

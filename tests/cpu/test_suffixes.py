@@ -1,7 +1,6 @@
 """The compiled index of texts, its reference in Python, and the definition."""
 
 import random
-from itertools import pairwise
 
 import pytest
 
@@ -77,33 +76,3 @@ def test_the_most_frequent_continuation_leads_and_a_text_ends(monkeypatch):
         assert tree.tokens == (3, 5, 4, 3) and tree.parents == (0, 1, 0, 1) and (tree.matched, tree.place) == (2, 11)
         assert index.draft([7], 8, 4, 4).tokens == (1,)
         assert index.bytes > 0
-
-
-@pytest.mark.skipif(not available(), reason="needs a C compiler")
-def test_memory_follows_the_tokens_of_a_large_index():
-    """Its arrays grow by an eighth. One made from it has room for as many tokens as are asked for, and finds the same
-    as one that grew."""
-    rng, lengths = random.Random(0), (2, 4, 8)
-    tokens, sizes = [rng.randrange(40_000) for _ in range(100)], []
-    while len(tokens) < 60_000:
-        start = rng.randrange(len(tokens) - 40)
-        tokens += [*tokens[start : start + 40], *(rng.randrange(40_000) for _ in range(rng.randrange(100))), END]
-    index = Compiled(lengths)
-    for start in range(0, len(tokens), 100):
-        index.append(tokens[start : start + 100])
-        sizes.append(index.bytes)
-    large = sizes[len(sizes) // 2 :]
-    assert 1.2 * large[0] < large[-1] and all(more < 1.13 * size for size, more in pairwise(large))
-    half = index.emptied(30_000)
-    assert len(half) == 0 and half.draft(tokens[:8], 8, 4, 4) == NOTHING and half.bytes < 0.6 * index.bytes
-    room = half.bytes
-    half.append(tokens[:30_000])
-    assert half.bytes < 1.2 * room
-    for found in (index, half):
-        reference = Reference(lengths)
-        reference.append(tokens[: len(found)])
-        for _ in range(300):
-            start = rng.randrange(len(found) - 20)
-            tail = tokens[start : start + 10]
-            tail = tail[tail.index(END) + 1 :] if END in tail else tail
-            assert found.draft(tail, 8, 6, 12, 3) == reference.draft(tail, 8, 6, 12, 3)

@@ -4,139 +4,84 @@
 // before it is what it follows. For each of a few lengths n, a table with open addressing has the latest place after each
 // n-gram, and `before` leads from there to the earlier ones, as in LZ77. The table compares the tokens themselves, so two
 // n-grams never share a chain.
-//
-// Large arrays grow by an eighth, so memory follows what is kept. Small ones double: their growth costs more than they do.
-#define _GNU_SOURCE // mremap
 #include <stdint.h>
 #include <stdlib.h>
 #include <string.h>
-#ifdef __linux__
-#include <sys/mman.h>
-#endif
 
-enum { LENGTHS = 4, SLOTS = 64, SMALL = 1 << 14, AHEAD = 16, PLACES = 256, NODES = 255 };
+enum { LENGTHS = 4, SLOTS = 64, PLACES = 256, NODES = 255 };
 
 typedef struct {
-    int32_t *at;
-    int64_t size; // numbers that it has room for
-} array;
-
-typedef struct {
-    int64_t n, used; // tokens of a gram; entries of `latest`
-    array latest;    // the table; 0: a free slot, since no gram stands before place 0
-    array before;    // of each place, 0: it is the first one after its gram
+    int64_t n, used, bits; // tokens of a gram; entries of the table, which has 2^bits slots
+    int32_t *latest;       // [2^bits], 0: free, since no gram stands before place 0
+    int32_t *before;       // [capacity], 0: the place is the first one after its gram
 } grams;
 
 typedef struct {
-    array tokens;
-    int64_t count, run, lengths; // run: tokens since the last end of a text
-    grams grams[LENGTHS];        // by n, ascending
+    int32_t *tokens;
+    int64_t count, capacity, run, lengths; // run: tokens since the last end of a text
+    grams grams[LENGTHS];                  // by n, ascending
 } suffix_index;
 
 typedef struct {
     int32_t place, matched;
 } match;
 
-// On Linux large arrays are mappings of their own: they grow without a copy, what nobody wrote takes no memory, and
-// freeing returns all of it, where malloc would leave holes.
-#ifdef __linux__
-static int mapped(int64_t size) { return size >= 2 * SMALL; }
-
-// Zeros. `at` is NULL without memory.
-static array zeros(int64_t size) {
-    if (!mapped(size)) return (array){calloc(size, 4), size};
-    void *made = mmap(NULL, size * 4, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-    return (array){made == MAP_FAILED ? NULL : made, size};
-}
-
-static void release(array x) {
-    if (mapped(x.size))
-        munmap(x.at, x.size * 4);
-    else
-        free(x.at);
-}
-
-static int lengthen(array *x, int64_t size) {
-    array grown = {.size = size};
-    if (mapped(x->size)) {
-        void *moved = mremap(x->at, x->size * 4, size * 4, MREMAP_MAYMOVE);
-        grown.at = moved == MAP_FAILED ? NULL : moved;
-    } else if (!mapped(size)) {
-        grown.at = realloc(x->at, size * 4);
-    } else {
-        grown = zeros(size);
-        if (grown.at && x->at) memcpy(grown.at, x->at, x->size * 4);
-        if (grown.at) free(x->at);
-    }
-    if (grown.at) *x = grown;
-    return grown.at != NULL;
-}
-#else
-static array zeros(int64_t size) { return (array){calloc(size, 4), size}; }
-
-static void release(array x) { free(x.at); }
-
-static int lengthen(array *x, int64_t size) {
-    int32_t *grown = realloc(x->at, size * 4);
-    if (grown) *x = (array){grown, size};
-    return grown != NULL;
-}
-#endif
-
-static int64_t larger(int64_t size) { return size + (size < SMALL ? size : size / 8); }
-
-// Where the table would have a gram. Ascending hashes have ascending slots.
-static int64_t home(const grams *g, const int32_t *gram) {
+static uint64_t slot_of(const grams *g, const int32_t *gram) {
     uint64_t h = 0;
     for (int64_t i = 0; i < g->n; i++) {
         h = (h ^ (uint32_t)gram[i]) * 0x9E3779B97F4A7C15u;
         h ^= h >> 29;
     }
-    return ((h * 0x9E3779B97F4A7C15u) >> 32) * g->latest.size >> 32;
+    return (h * 0x9E3779B97F4A7C15u) >> (64 - g->bits);
 }
-
-static int64_t after(const grams *g, int64_t slot) { return slot + 1 < g->latest.size ? slot + 1 : 0; }
 
 // The slot of a gram, or the free one where it belongs.
 static int32_t *slot(const suffix_index *x, const grams *g, const int32_t *gram) {
-    const int32_t *latest = g->latest.at;
-    int64_t i = home(g, gram);
-    while (latest[i] && memcmp(x->tokens.at + latest[i] - g->n, gram, g->n * 4)) i = after(g, i);
-    return g->latest.at + i;
+    const uint64_t mask = (1ull << g->bits) - 1;
+    uint64_t i = slot_of(g, gram);
+    while (g->latest[i] && memcmp(x->tokens + g->latest[i] - g->n, gram, g->n * 4)) i = (i + 1) & mask;
+    return g->latest + i;
 }
 
-// A larger table. Its grams differ, so they are not compared; they are read early, since they stand anywhere in the text.
-static int widen(suffix_index *x, grams *g, int64_t size) {
-    const array old = g->latest, wide = zeros(size);
-    if (!wide.at) return 0;
-    g->latest = wide;
-    for (int64_t i = 0; i < old.size; i++) {
-        if (i + AHEAD < old.size) __builtin_prefetch(x->tokens.at + old.at[i + AHEAD]);
-        if (!old.at[i]) continue;
-        int64_t to = home(g, x->tokens.at + old.at[i] - g->n);
-        while (wide.at[to]) to = after(g, to);
-        wide.at[to] = old.at[i];
+static int widen(suffix_index *x, grams *g) {
+    int32_t *old = g->latest;
+    const int64_t size = old ? 1ll << g->bits : 0;
+    g->latest = calloc(size ? 2 * size : SLOTS, 4);
+    if (!g->latest) {
+        g->latest = old;
+        return 0;
     }
-    release(old);
+    while (1ll << g->bits < (size ? 2 * size : SLOTS)) g->bits++;
+    for (int64_t i = 0; i < size; i++)
+        if (old[i]) *slot(x, g, x->tokens + old[i] - g->n) = old[i];
+    free(old);
     return 1;
+}
+
+static int longer(int32_t **array, int64_t capacity) {
+    int32_t *grown = realloc(*array, capacity * 4);
+    if (grown) *array = grown;
+    return grown != NULL;
 }
 
 static int reserve(suffix_index *x, int64_t count) {
     if (count > INT32_MAX) return 0;
-    for (int64_t i = -1; i < x->lengths; i++) {
-        array *each = i < 0 ? &x->tokens : &x->grams[i].before;
-        const int64_t more = larger(each->size);
-        if (count > each->size && !lengthen(each, count > more ? count : more)) return 0;
+    if (count > x->capacity) {
+        const int64_t more = x->capacity + x->capacity / 4, capacity = count > more ? count : more;
+        if (!longer(&x->tokens, capacity)) return 0;
+        for (int64_t i = 0; i < x->lengths; i++)
+            if (!longer(&x->grams[i].before, capacity)) return 0;
+        x->capacity = capacity;
     }
     return 1;
 }
 
 void suffix_free(suffix_index *x) {
     for (int64_t i = 0; i < x->lengths; i++) {
-        release(x->grams[i].latest);
-        release(x->grams[i].before);
+        free(x->grams[i].latest);
+        free(x->grams[i].before);
     }
-    release(x->tokens);
+    free(x->tokens);
     free(x);
 }
 
@@ -148,25 +93,10 @@ suffix_index *suffix_new(const int64_t *lengths, int64_t count) {
     int sound = 1;
     for (int64_t i = 0; i < count; i++) {
         x->grams[i].n = lengths[i];
-        sound = sound && widen(x, x->grams + i, SLOTS);
+        sound = sound && widen(x, x->grams + i);
     }
     if (sound) return x;
     suffix_free(x);
-    return NULL;
-}
-
-// An empty index with the lengths of x and room for `count` of its tokens, which will be added. NULL without memory.
-suffix_index *suffix_for(const suffix_index *x, int64_t count) {
-    int64_t lengths[LENGTHS];
-    for (int64_t i = 0; i < x->lengths; i++) lengths[i] = x->grams[i].n;
-    suffix_index *made = suffix_new(lengths, x->lengths);
-    int sound = made && reserve(made, count);
-    for (int64_t i = 0; sound && i < x->lengths; i++) {
-        const int64_t size = x->grams[i].latest.size * (double)count / (x->count + 1);
-        sound = size <= SLOTS || widen(made, made->grams + i, size);
-    }
-    if (sound || !made) return made;
-    suffix_free(made);
     return NULL;
 }
 
@@ -179,22 +109,22 @@ int suffix_append(suffix_index *x, const int32_t *tokens, int64_t count) {
         for (int64_t j = 0; tokens[i] >= 0 && j < x->lengths; j++) {
             grams *g = x->grams + j;
             if (x->run < g->n) break;
-            if (4 * g->used > 3 * g->latest.size && !widen(x, g, larger(g->latest.size))) return 0;
-            int32_t *latest = slot(x, g, x->tokens.at + place - g->n);
+            if (4 * g->used > 3ll << g->bits && !widen(x, g)) return 0;
+            int32_t *latest = slot(x, g, x->tokens + place - g->n);
             g->used += !*latest;
-            g->before.at[place] = *latest;
+            g->before[place] = *latest;
             *latest = (int32_t)place;
         }
-        x->tokens.at[x->count++] = tokens[i];
+        x->tokens[x->count++] = tokens[i];
         x->run = tokens[i] < 0 ? 0 : x->run + 1;
     }
     return 1;
 }
 
 int64_t suffix_bytes(const suffix_index *x) {
-    int64_t numbers = x->tokens.size;
-    for (int64_t i = 0; i < x->lengths; i++) numbers += x->grams[i].latest.size + x->grams[i].before.size;
-    return sizeof(suffix_index) + 4 * numbers;
+    int64_t bytes = sizeof(suffix_index) + x->capacity * 4 * (1 + x->lengths);
+    for (int64_t i = 0; i < x->lengths; i++) bytes += 4ll << x->grams[i].bits;
+    return bytes;
 }
 
 // The places after the suffixes of tail [length], up to `walk` for each length of grams, the longest and then the latest
@@ -207,9 +137,9 @@ static int64_t places_of(
         const grams *g = x->grams + j;
         if (g->n > length) continue;
         int64_t left = walk;
-        for (int32_t p = *slot(x, g, tail + length - g->n); p && left; p = g->before.at[p], left--) {
+        for (int32_t p = *slot(x, g, tail + length - g->n); p && left; p = g->before[p], left--) {
             int64_t m = g->n;
-            while (m < most && m < length && m < p && x->tokens.at[p - 1 - m] == tail[length - 1 - m]) m++;
+            while (m < most && m < length && m < p && x->tokens[p - 1 - m] == tail[length - 1 - m]) m++;
             if (m < above) out[count++] = (match){p, (int32_t)m};
         }
         above = g->n;
@@ -233,11 +163,11 @@ static void divide(trie *t, int32_t row, int32_t depth, int32_t begin, int32_t e
     int32_t others[PLACES];
     while (begin < end) {
         const int64_t at = t->places[begin] + (int64_t)depth;
-        const int32_t token = at < t->x->count ? t->x->tokens.at[at] : -1;
+        const int32_t token = at < t->x->count ? t->x->tokens[at] : -1;
         int32_t same = begin, count = 0;
         for (int32_t i = begin; i < end; i++) {
             const int64_t next = t->places[i] + (int64_t)depth;
-            const int32_t its = next < t->x->count ? t->x->tokens.at[next] : -1;
+            const int32_t its = next < t->x->count ? t->x->tokens[next] : -1;
             if (its == token || (its < 0 && token < 0))
                 t->places[same++] = t->places[i];
             else

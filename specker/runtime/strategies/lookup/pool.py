@@ -32,8 +32,8 @@ class Pool:
     """The texts of one salt, or a corpus."""
 
     def __init__(self, least: int, most: int, clock: count[int]):
-        self._clock = clock
-        self.index: Index = new_index(max(least, min(LEAST, most)), most)
+        self._sizes, self._clock = (max(least, min(LEAST, most)), most), clock
+        self.index: Index = new_index(*self._sizes)
         self.texts: list[Text] = []  # ascending by start
         self._beginnings: dict[bytes, list[Text]] = {}
 
@@ -71,8 +71,7 @@ class Pool:
     def drop(self, dropped: set[Text]) -> None:
         """Make the index anew without these texts."""
         texts = [text for text in self.texts if text not in dropped]
-        self.index = self.index.emptied(sum(len(text.tokens) + 1 for text in texts))
-        self.texts, self._beginnings = [], {}
+        self.index, self.texts, self._beginnings = new_index(*self._sizes), [], {}
         for text in texts:
             self._beginnings.setdefault(_beginning(text), []).append(text)
             self._append(text)
