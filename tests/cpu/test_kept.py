@@ -96,8 +96,8 @@ def test_a_row_has_the_same_bits_alone_in_a_chain_a_tree_and_a_batch(tmp_path, k
 @pytest.mark.parametrize("kind", ["float32", *NARROW])
 @pytest.mark.parametrize("window", [0, 300])
 def test_a_row_has_the_same_bits_on_both_sides_of_the_end_of_a_span(tmp_path, kind, window):
-    """Sums over 512 columns are added, from the row on that sees 768 columns. Rows that see one column fewer and more: in
-    a chain, a tree and a batch, whose threads divide the columns or the heads, and with other numbers of threads."""
+    """Sums over 512 columns are added, from the row on that sees 768 columns. Rows that see a column fewer and more, in
+    a chain, a tree and a batch, whose threads divide the columns or the heads; with one thread and three."""
     how = {"use_sliding_window": True, "sliding_window": window, "layer_types": [FULL, SLIDING]} if window else {}
     model = model_of(tmp_path, "qwen3", heads=6, layers=2, max_context=1400, **how)
     long, dtype = [[n * n % 90 + 3 for n in range(length)] for length in (764, 1277)], getattr(torch, kind)
