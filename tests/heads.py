@@ -206,7 +206,7 @@ def plain_target(folder: Path) -> Path:
 
 
 def traced(engine: Any, prompts: list, count: int | list[int], **sampling: Any) -> tuple[Any, list[dict]]:
-    """What `generate` returns, and the trace's rows, whose drafts come from the engine's draft model or head, or from the
+    """What `generate` returns, and the trace's rows. Drafts come from the engine's draft model or head, or from the
     text."""
     rows: list[dict] = []
     engine.trace = rows.append
