@@ -213,7 +213,7 @@ def traced(engine: Any, prompts: list, count: int | list[int], **sampling: Any) 
     out = engine.generate(prompts, count, **sampling)
     engine.trace = None
     own = "model" if engine.strategy.startswith("draft") else "head"
-    assert {row["source"] for row in rows if row["draft"]} <= {own, "text"}
+    assert {row["source"] for row in rows if row["draft"]} <= {own, "text", "past"}
     return out, rows
 
 
