@@ -206,11 +206,14 @@ def plain_target(folder: Path) -> Path:
 
 
 def traced(engine: Any, prompts: list, count: int | list[int], **sampling: Any) -> tuple[Any, list[dict]]:
-    """What `generate` returns, and the trace's rows."""
+    """What `generate` returns, and the trace's rows. Drafts come from the engine's draft model or head, or from the
+    text."""
     rows: list[dict] = []
     engine.trace = rows.append
     out = engine.generate(prompts, count, **sampling)
     engine.trace = None
+    own = "model" if engine.strategy.startswith("draft") else "head"
+    assert {row["source"] for row in rows if row["draft"]} <= {own, "text", "past"}
     return out, rows
 
 

@@ -180,7 +180,7 @@ class Loop:
                 ids = known if request.speculates else None
                 events.append(emitted(r, slot, path, tokens, ids))
                 if self.trace is not None and request.traced and tokens:
-                    self.trace(record(r, self.finished - 1, slot, path, events[-1], ids))
+                    self.trace(record(r, self.finished - 1, slot, path, events[-1], ids, self.source))
         if all(s.finished for s in self.active):
             while self.pending:  # rounds that were launched before this was known
                 collect(self.pending.popleft())
@@ -216,6 +216,11 @@ class Loop:
             return 1
         request = self.active[0]
         return 1 if request.speculates and self.runner is not None and self.runner.synchronous(request) else 2
+
+    @property
+    def source(self) -> str:
+        """What drafts that are no copies come from (`Drafter.source`)."""
+        return "" if self.drafter is None else self.drafter.source
 
     @property
     def _known_ids(self) -> set[int] | None:

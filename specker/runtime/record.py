@@ -4,16 +4,18 @@ import math
 from dataclasses import asdict
 from typing import Any
 
-from specker.runtime.control.stats import CopyStats
+from specker.runtime.control.stats import BlockStats, CopyStats
 from specker.runtime.events import Event
 from specker.runtime.round.round import Round
 
 SPANS = ("prefill", "draft", "verify", "accept", "watch", "commit")
 
 
-def record(r: Round, number: int, slot: int, path: list[int], event: Event, known: set[int] | None) -> dict[str, Any]:
+def record(
+    r: Round, number: int, slot: int, path: list[int], event: Event, known: set[int] | None, source: str
+) -> dict[str, Any]:
     """The row of the request in `slot`, to whose text the round added `event`. `number`: of the round. `known`: the ids
-    of a trimmed head."""
+    of a trimmed head. `source`: what drafts that are no copies come from."""
     request, tokens, draft, rows = event.request, event.tokens, r.draft, r.host
     N = draft.count(slot)
     parents = rows["parents"][slot, :N].tolist() if draft.tree else list(range(N))
@@ -50,6 +52,11 @@ def record(r: Round, number: int, slot: int, path: list[int], event: Event, know
         row["probability"] = confidence[:N]
     if known is not None and request.speculates:
         row["outside"] = [n for n, token in enumerate(tokens) if token not in known]
-    if (note := draft.note(slot)) is not None:
-        row["copied" if isinstance(note, CopyStats) else "diffusion"] = asdict(note)
+    note = draft.note(slot)
+    if isinstance(note, CopyStats):
+        row["source"], row["matched"] = note.source, note.matched
+    elif N:
+        row["source"] = source
+    if isinstance(note, BlockStats):
+        row["diffusion"] = asdict(note)
     return row

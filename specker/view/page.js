@@ -7,6 +7,17 @@ const WORDS = { recovered: "recovered: the target's own token where the draft wa
   bonus: "bonus: the target's own token after a wholly accepted path",
   own: "the target's own token" };
 
+const SOURCES = { model: "by the draft model", head: "by the head", text: "from this text", past: "from an earlier text",
+  corpus: "from the corpus" };
+
+// Where a draft comes from, in words.
+function origin(r) {
+  if (r.exit) return ` by ${r.exit} layers`;
+  const words = SOURCES[r.source];
+  if (!words) return "";
+  return r.matched ? ` ${words} after ${r.matched} matching token${r.matched > 1 ? "s" : ""}` : ` ${words}`;
+}
+
 // Columns -> rounds. `at`: tokens of the trace before the round; `where`: [turn, token within the turn].
 function unpack(trace) {
   trace.rounds = [];
@@ -18,6 +29,7 @@ function unpack(trace) {
       const round = { position, draft, parents, index: trace.rounds.length, number: n + 1, of: c.position.length, at,
         turn: number, within: at - first, tokens: c.tokens[n], pieces: c.pieces[n], accepted: c.accepted[n],
         last: c.last[n], probability: c.probability[n], agreed: c.agreed[n], own: c.own[n], target: c.target[n], path: c.path[n], exit: c.exit[n],
+        source: c.source[n], matched: c.matched[n],
         sequences: c.sequences[n], milliseconds: c.milliseconds[n], outside: c.outside[n], diffusion: c.diffusion?.[n] };
       round.depths = depthsOf(parents);
       round.depth = Math.max(...round.depths);
@@ -48,7 +60,7 @@ function inSentences(trace, r) {
   const quote = (token) => `\u201c${trace.names[token] || `id ${token}`}\u201d`;
   const parts = [`Round ${r.number} of ${r.of}.`];
   if (!r.draft.length) parts.push("Nothing was drafted.");
-  else parts.push(`${r.draft.length} drafted${r.exit ? ` by ${r.exit} layers` : ""}, ${r.accepted} accepted${
+  else parts.push(`${r.draft.length} ${r.matched ? "copied" : "drafted"}${origin(r)}, ${r.accepted} accepted${
     r.accepted ? `: ${r.tokens.slice(0, r.accepted).map(quote).join(" ")}` : ""}.`);
   if (r.accepted < r.tokens.length) parts.push(`Last, ${WORDS[r.last]}: ${quote(r.tokens.at(-1))}.`);
   if (r.outside?.length) parts.push(`${r.outside.length} outside the trimmed head.`);
@@ -133,7 +145,7 @@ function details(trace, r) {
   const parts = trace.stages.map((name, n) => [name, r.milliseconds[n]]).filter(([, ms]) => ms > 0)
     .map(([name, ms]) => `${name} ${ms.toFixed(2)} ms`);
   if (r.sequences > 1) parts.push(`shared by ${r.sequences} sequences`);
-  if (r.exit && r.draft.length) parts.push(`exit layer ${r.exit}`);
+  if (r.draft.length && origin(r)) parts.push(`${r.matched ? "copied" : "drafted"}${origin(r)}`);
   if (r.diffusion) parts.push(`block ${r.diffusion[0]}, lattice width ${r.diffusion[1]}, path score ${r.diffusion[2]}, passes ${r.diffusion[3]}`);
   return element("p", "details", parts.join(", "));
 }

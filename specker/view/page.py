@@ -78,6 +78,8 @@ def _turn(turn: Turn) -> dict[str, Any]:
         "target": [r["target"] for r in rounds],
         "path": [r["path"] for r in rounds],
         "exit": [r.get("exit", 0) for r in rounds],
+        "source": [r.get("source") for r in rounds],
+        "matched": [r.get("matched") for r in rounds],
         "sequences": [r.get("sequences", 1) for r in rounds],
         "milliseconds": [_rounded(_stages(r), 3) for r in rounds],
         "outside": [r.get("outside") for r in rounds],

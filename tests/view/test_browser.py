@@ -78,7 +78,7 @@ def test_a_round_on_click_hover_and_key(show: Open, tmp_path: Path) -> None:
     assert panel.locator("h3").inner_text() == "Round 2 of 2: new token 4"
     assert panel.locator(".details").first.inner_text() == "Counted from the start of the prompt: token 5."
     assert page.locator(".spoken").inner_text() == (
-        "Round 2 of 2. 2 drafted, 0 accepted. "
+        "Round 2 of 2. 2 copied from this text after 6 matching tokens, 0 accepted. "
         "Last, recovered: the target's own token where the draft was refused: “ y”."
     )
     assert panel.locator("tbody tr").last.inner_text().split()[-2:] == ["not", "reached"]

@@ -98,6 +98,9 @@ def test_the_trace_of_a_run(
     assert all(("probability" in r) == (name not in ("graphs", "lookup", "diffuspec")) for r in drafting)
     if name == "del":
         assert all(r["exit"] for r in drafting)
+    sources = {"del": "layers", "lookup": "text"}
+    assert all(r["source"] == sources.get(name, "model") for r in drafting)
+    assert all(("source" in r) == bool(r["draft"]) and ("matched" in r) == (name == "lookup") for r in drafting)
     assert all(("outside" in r) == (name == "vocabtrim") for r in rounds)
     assert any(r.get("outside") for r in rounds) == (name == "vocabtrim")
     assert view.main([str(tmp_path / "t")]) == 0 and capsys.readouterr().out.endswith("trace.html\n")
@@ -166,6 +169,7 @@ def test_the_pages_data() -> None:
     columns = turn["rounds"]
     assert columns["parents"] == [[0, 0, 1], None], "a chain's parents are implied"
     assert columns["probability"] == [[0.75, 0.2, 0.5], None] and columns["last"] == ["bonus", "recovered"]
+    assert columns["source"] == ["model", "text"] and columns["matched"] == [None, 6]
     assert columns["milliseconds"][0] == [2.0, 0.0, 4.0, 1.0, 0.0, 0.0] and columns["diffusion"] is None
     assert turn["finished"] == "length"
 

@@ -19,12 +19,13 @@ TREE: dict[str, Any] = {
     "target": [5, 7, 9, 8], "path": [0, 1, 3], "tokens": [5, 7, 8], "pieces": [" a", " b", "\n"], "accepted": 2,
     "last": "bonus", "exit": 0, "sequences": 1, "seconds": {"draft": 0.002, "verify": 0.004, "accept": 0.001},
     "probability": [0.75, 0.2, 0.5], "agreed": [0.6, 0.01, 0.7], "own": [0.6, 0.7, 0.5, 0.9], "outside": [2],
-    "names": {"5": " a", "6": " x", "7": " b", "8": "\n", "9": " y"},
+    "source": "model", "names": {"5": " a", "6": " x", "7": " b", "8": "\n", "9": " y"},
 }  # fmt: skip
 # A chain of two whose first token is refused.
 CHAIN: dict[str, Any] = {
     "prompt": 0, "round": 1, "position": 4, "draft": [5, 6], "parents": [0, 1], "confidence": [], "target": [9, 5, 5],
     "path": [0], "tokens": [9], "pieces": [" y"], "accepted": 0, "last": "recovered", "exit": 0, "sequences": 1,
+    "source": "text", "matched": 6,
     "seconds": {"draft": 0.002, "verify": 0.004, "accept": 0.001},
 }  # fmt: skip
 END = {"end": 0, "finished": "length", "tail": "", "seconds": {}, "wall": 1.0}

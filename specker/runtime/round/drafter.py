@@ -212,6 +212,9 @@ class Drafter:
     tokens_ahead: int = 1
     """With `aux_layers`: a column of this drafter's cache depends on so many tokens after it."""
 
+    source: str = "model"
+    """What drafts, in a trace: "model" (a draft model), "head" (a head that reads the target) or "layers" (the target's
+    first ones). Copies name their source themselves (`CopyStats`)."""
     needs_row: bool = False
     """Without a cache of its own: whether the first draft needs the target's row of the column before the root, so that
     a prefill computes at least this column."""
@@ -264,7 +267,7 @@ class Wrapper(Drafter):
         self.model, self.cache, self.head = inner.model, inner.cache, inner.head
         self.keeps_prefix, self.synchronous = inner.keeps_prefix, inner.synchronous
         self.aux_layers, self.tokens_ahead = inner.aux_layers, inner.tokens_ahead
-        self.needs_row = inner.needs_row
+        self.source, self.needs_row = inner.source, inner.needs_row
 
     def reads(self, budget: Budget) -> tuple[int, ...]:
         return self.inner.reads(budget)

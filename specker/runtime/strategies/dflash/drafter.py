@@ -25,7 +25,7 @@ class BlockDrafter(Drafter):
     model: Model
     cache: KVCache
     head: LMHead
-    tokens_ahead = 0
+    source, tokens_ahead = "head", 0
 
     def __init__(
         self, block: BlockModel, cache: KVCache, head: LMHead, search: Search | None, stop_ids: frozenset[int]

@@ -26,6 +26,7 @@ class EarlyExitDrafter(Drafter):
     model: Model  # the target
     cache: KVCache  # the target's
     head: LMHead  # the LM head of the draft steps, perhaps trimmed
+    source = "layers"
 
     def __init__(self, model: Model, cache: KVCache, head: LMHead, watched: tuple[int, ...] = ()):
         """`watched`: the depths that policies may watch."""

@@ -22,6 +22,7 @@ class HeadDrafter(Drafter):
     model: Model
     cache: KVCache
     head: LMHead
+    source = "head"
 
     def __init__(self, reading: DraftHead, cache: KVCache, head: LMHead, pairs: HeadPairs):
         self.reading, self.model, self.cache, self.head, self.pairs = reading, reading.model, cache, head, pairs

@@ -31,7 +31,7 @@ class AssistantDrafter(Drafter):
     model: Model  # the assistant's layers
     cache: KVCache  # the target's, which the assistant reads
     head: LMHead
-    needs_row = True
+    source, needs_row = "head", True
 
     def __init__(self, assistant: Assistant, target: Model, cache: KVCache, head: LMHead, width: int = 1):
         """`width`: nodes per tree level; 1 drafts a chain."""
