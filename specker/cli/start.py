@@ -63,7 +63,7 @@ class _Later(ModuleType):
         spec = self.__spec__
         assert spec is not None and isinstance(spec.loader, _Loader)
         self.__loader__ = spec.loader = spec.loader.loader
-        self.__class__ = ModuleType
+        self.__class__ = ModuleType  # type: ignore[assignment]
         spec.loader.exec_module(self)
 
     def __getattr__(self, name: str) -> Any:
