@@ -55,6 +55,7 @@ from specker.cli import start
 start.quicken()
 import torch
 from specker.kernels import sample
+from specker.kernels.sample import _NONE
 assert not gc.isenabled() and not {"triton", "torch._prims"} & sys.modules.keys()
 start.loaded()
 assert gc.isenabled() and gc.get_freeze_count() > 100_000
@@ -62,12 +63,14 @@ assert gc.isenabled() and gc.get_freeze_count() > 100_000
 draw = torch.randn(3, 300), 0.8, 20, 0.9, 7, torch.arange(3)
 assert torch.equal(sample._launch_sample(*draw), sample.sample_rows_ref(*draw))
 assert "triton" in sys.modules
+types = [kernel.fn.__annotations__.values() for kernel in vars(sample).values() if hasattr(kernel, "fn")]
+assert {*map(str, {x for each in types for x in each})} == {"<class 'triton.language.core.constexpr'>", "int64"}
 
 from specker.kernels.variant import tl, triton
 
 @triton.jit
 def later(y_ptr, N: tl.constexpr):
-    tl.store(y_ptr + tl.arange(0, N), sample._NONE)
+    tl.store(y_ptr + tl.arange(0, N), _NONE)
 
 later[1,](y := torch.zeros(4, dtype=torch.int32), 4)
 assert y.tolist() == [2**31 - 1] * 4
