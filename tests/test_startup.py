@@ -55,7 +55,6 @@ from specker.cli import start
 start.quicken()
 import torch
 from specker.kernels import sample
-from specker.kernels.sample import _NONE
 assert not gc.isenabled() and not {"triton", "torch._prims"} & sys.modules.keys()
 start.loaded()
 assert gc.isenabled() and gc.get_freeze_count() > 100_000
@@ -66,6 +65,7 @@ assert "triton" in sys.modules
 types = [kernel.fn.__annotations__.values() for kernel in vars(sample).values() if hasattr(kernel, "fn")]
 assert {*map(str, {x for each in types for x in each})} == {"<class 'triton.language.core.constexpr'>", "int64"}
 
+from specker.kernels.sample import _NONE
 from specker.kernels.variant import tl, triton
 
 @triton.jit

@@ -3,7 +3,8 @@
 Importing Triton and reading the source of a hundred kernels takes 0.2 s, and a run on a CPU needs none of them. So
 `@triton.jit` and `tl.constexpr(...)` leave a `Deferred` in a module. Triton looks up the names in a kernel's source in
 the globals of its module, so the first use of any kernel makes all of them and puts them in place of the `Deferred`.
-In a process that has imported Triton before, kernels are made at once.
+In a process that has imported Triton before, kernels are made at once. Kernels elsewhere that call device functions of
+this package take `triton` and `tl` from variant.py, too, or import Triton first.
 """
 
 import importlib
@@ -72,16 +73,11 @@ class _Triton:
         """`triton.jit`, with or without options."""
 
         def decorate(function: Callable[..., Any]) -> Any:
-            scope = function.__globals__
-
             def make() -> Any:
                 _resolve(function.__annotations__)
                 return importlib.import_module("triton").jit(function, **options)
 
-            if not _made:
-                return Deferred(make, scope)
-            _resolve(scope)
-            return make()
+            return make() if _made else Deferred(make, function.__globals__)
 
         return decorate if function is None else decorate(function)
 
