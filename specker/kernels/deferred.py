@@ -17,7 +17,6 @@ __all__ = ["Deferred", "tl", "triton"]
 
 _LOCK = threading.RLock()
 _waiting: list["Deferred"] = []
-_made = "triton" in sys.modules  # whether further kernels are made at once, as after the first use
 
 
 class Deferred:
@@ -58,7 +57,7 @@ class _Annotation:
         def make() -> Any:
             return self.real()(value)
 
-        return make() if _made else Deferred(make)
+        return Deferred(make)
 
 
 class _Language:
@@ -77,7 +76,7 @@ class _Triton:
                 _resolve(function.__annotations__)
                 return importlib.import_module("triton").jit(function, **options)
 
-            return make() if _made else Deferred(make, function.__globals__)
+            return Deferred(make, function.__globals__)
 
         return decorate if function is None else decorate(function)
 
@@ -91,7 +90,6 @@ def _language() -> Any:
 
 def _make_all() -> None:
     """Make all kernels and constants so far, then put them where modules with kernels have a `Deferred`."""
-    global _made
     for each in _waiting:
         each._real = each._make()
     for each in _waiting:
@@ -100,7 +98,6 @@ def _make_all() -> None:
     for each in _waiting:
         each._ready = True
     _waiting.clear()
-    _made = True
 
 
 def _resolve(names: dict[str, Any]) -> None:
@@ -115,3 +112,5 @@ def _resolve(names: dict[str, Any]) -> None:
 
 triton: Any = _Triton()
 tl: Any = _Language()
+if "triton" in sys.modules:
+    triton, tl = importlib.import_module("triton"), _language()
