@@ -1,11 +1,11 @@
 """Does `specker serve` survive an hour of clients that misbehave? `python bench/soak.py --minutes 60`.
 
 A server of the bundled model (or `--target`) gets requests of eight clients: whole and streamed answers, several texts,
-greedy and sampled, with JSON schemas; clients that leave while their request waits, is prefilled or decoded; readers
-that pause; bodies that are no JSON, too large or refused. It fails (exit code 1) if a request is lost, if the same
-request gets another text, if an answer is another error than expected, if a K/V page is held at the end, or if memory
-grew by more than `--growth` percent in the second half of the time: a leak goes on, while pools fill up once. A row
-holds the counts and the memory.
+greedy and sampled, with JSON schemas, with a salt, so that `lookup` keeps their texts, and without; clients that leave
+while their request waits, is prefilled or decoded; readers that pause; bodies that are no JSON, too large or refused.
+It fails (exit code 1) if a request is lost, if the same request gets another text, if an answer is another error than
+expected, if a K/V page is held at the end, or if memory grew by more than `--growth` percent in the second half of the
+time: a leak goes on, while pools fill up once. A row holds the counts and the memory.
 """
 
 import json
@@ -42,6 +42,7 @@ class Args:
     target: str = field(default="", metadata={"help": "default: the bundled model"})
     strategy: str = field(default="", metadata={"help": "default: the server's"})
     batch_size: int = 4
+    lookup_memory: int = field(default=0, metadata={"help": "MiB for ended texts; default: the server's"})
     growth: float = field(default=1.0, metadata={"help": "percent that memory may grow by in the second half"})
     seed: int = 0
     save: bool = field(default=True, metadata={"help": "append to bench/results"})
@@ -74,6 +75,7 @@ class Soak:
             "max_tokens": rng.choice([1, 8, 60]),
             "temperature": temperature,
             "seed": rng.randrange(3),
+            "cache_salt": rng.choice([None, "a", "b"]),
             "n": n,
             **more,
         }
@@ -200,6 +202,7 @@ def main() -> int:
     command = [sys.executable, "-m", "specker", "serve", "--port", "0", "--view", "--batch-size", str(args.batch_size)]
     command += ["--target", args.target] if args.target else []
     command += ["--strategy", args.strategy] if args.strategy else []
+    command += ["--lookup-memory", str(args.lookup_memory)] if args.lookup_memory else []
     server = subprocess.Popen([*command, "--queue", "12", "--seconds", "7200"], stderr=subprocess.PIPE, text=True)
     try:
         said = ""

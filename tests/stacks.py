@@ -24,7 +24,7 @@ def cache_of(model, sequences=1, length=128, kv_dtype=None):
     cache = KVCache(model.config, length, sequences=sequences, **how)
     cache.k.zero_(), cache.v.zero_()
     for slot in range(sequences if sequences > 1 else 0):
-        cache.take(slot, 100)
+        cache.take(slot, length - 16)
     return cache
 
 
@@ -32,17 +32,17 @@ def near(a, b):
     return (a - b).abs().max() <= 2e-5 * b.abs().max()
 
 
-def checked_chain(model, text, more, kv_dtype=None):
+def checked_chain(model, text, more, kv_dtype=None, length=128):
     """The rows of `more` after `text`: of a chain that verifies them, which has the bits of plain decoding's rows, one
     at a time."""
 
     def rows_of(cache, length, ids):
         return forward(model, cache, cache.after([length], [len(ids)]), model.embed_tokens(torch.tensor(ids))).hidden
 
-    cache = cache_of(model, kv_dtype=kv_dtype)
+    cache = cache_of(model, 1, length, kv_dtype)
     prefill(model, cache, text)
     alone = torch.cat([rows_of(cache, len(text) + n, [token]) for n, token in enumerate(more)])
-    cache = cache_of(model, kv_dtype=kv_dtype)
+    cache = cache_of(model, 1, length, kv_dtype)
     prefill(model, cache, text)
     chain = rows_of(cache, len(text), more)
     assert torch.equal(chain, alone)

@@ -4,8 +4,10 @@ tokenizer.json is read by the tokenizers library where transformers, whose impor
 unchanged: `Tokenizer`. Otherwise transformers reads the folder.
 """
 
+import ctypes
 import hashlib
 import json
+import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
@@ -215,6 +217,7 @@ class Tokens:
         try:
             found = self._direct() or self._read()
             found.encode("a")  # some wrong settings matter only here
+            _trim()
             return found
         except Exception as error:  # transformers raises many types
             raise CheckpointError(f"the tokenizer in {folder} cannot be read ({reason(error)})") from error
@@ -340,6 +343,14 @@ class Tokens:
         comparing vocabularies, which needs both tokenizers. False does not mean that the tokens differ: the files may
         differ only in a chat template."""
         return self.exist and self.digest == other.digest
+
+
+def _trim() -> None:
+    """Return freed memory to the system. Reading a vocabulary of 150,000 tokens leaves 55 MiB of small free pieces,
+    which glibc would keep; returning them takes 5 ms. Other C libraries have no such call."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
+    if trim is not None:
+        trim(0)
 
 
 def _usual(settings: dict[str, Any]) -> bool:

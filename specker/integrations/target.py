@@ -26,7 +26,7 @@ from specker.runtime.control.policy import AUTO
 from specker.runtime.engine import draft_cost
 from specker.runtime.load import device_of, dtype_of, family_of, read_draft
 from specker.runtime.round.drafter import Drafter
-from specker.runtime.strategies.base import LOOKAHEAD, DraftContext, PolicyContext
+from specker.runtime.strategies.base import LOOKAHEAD, DraftContext, PolicyContext, planned_kv_dtype
 
 log = logging.getLogger(__name__)
 
@@ -110,9 +110,8 @@ def drafter_for(
         log.warning(sentence)
     if draft_checkpoint is not None:
         o = method.with_draft(o, draft_checkpoint)
-        memory = CacheMemory(
-            (draft_checkpoint.config,), draft_checkpoint.weights.norm.dtype, where, o.page_size, LOOKAHEAD
-        )
+        how = draft_checkpoint.weights.norm.dtype, where, o.page_size, LOOKAHEAD
+        memory = CacheMemory((draft_checkpoint.config,), *how, kv_dtypes=(planned_kv_dtype(draft_checkpoint, o),))
         o = replace(o, kv_tokens=memory.pool(o.batch_size, kv_tokens)[0])
     drafter = strategies.drafter(DraftContext(o, target_checkpoint, None, None, draft_checkpoint, kept, family))
     assert drafter is not None

@@ -8,6 +8,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
+from itertools import zip_longest
 from pathlib import Path
 
 import torch
@@ -194,7 +195,7 @@ class CacheMemory:
     rings: int = 0  # sequences of the first model's cache, if that keeps sliding windows in rings
     sequences: int = 1  # of each cache
     saved: int = 0  # columns whose recurrent states each cache can save
-    kv_dtype: torch.dtype | None = None  # of K and V; None: `dtype`
+    kv_dtypes: tuple[torch.dtype | None, ...] = ()  # of each model's K and V; None, and models without one: `dtype`
 
     def sized(self, asked: int | None) -> tuple[int, str | None]:
         """`sized` with the memory that is free after loading the weights."""
@@ -239,10 +240,9 @@ class CacheMemory:
 
     @property
     def _costs(self) -> list[Cost]:
-        rings = self.rings, *[0] * (len(self.configs) - 1)
-        each = zip(self.configs, rings, strict=True)
-        how = self.device, self.rows, self.sequences, self.saved, self.kv_dtype
-        return [Cost.of(config, self.dtype, count, *how) for config, count in each]
+        rings, how = (self.rings,), (self.device, self.rows, self.sequences, self.saved)
+        each = zip_longest(self.configs, rings, self.kv_dtypes)
+        return [Cost.of(config, self.dtype, count or 0, *how, kept) for config, count, kept in each]
 
     @property
     def _spare(self) -> int:

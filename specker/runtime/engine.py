@@ -42,8 +42,8 @@ from specker.runtime.strategies.base import (
     Plan,
     PolicyContext,
     allocate,
-    kv_dtype,
     linear,
+    planned_kv_dtype,
     saved_states,
     slots,
 )
@@ -550,7 +550,7 @@ def cache_memory(
     rows, configs = options.batch_size * (largest.nodes + 1), tuple(c.local for c in own)
     own_slots = slots(options)
     how = norm.dtype, norm.device, options.page_size, LOOKAHEAD, rows
-    kept = kv_dtype(options, norm.dtype, norm.device)
+    kept = tuple(planned_kv_dtype(c, options) for c in own)
     return memory.CacheMemory(
-        configs, *how, rings=own_slots, sequences=own_slots, saved=saved_states(options), kv_dtype=kept
+        configs, *how, rings=own_slots, sequences=own_slots, saved=saved_states(options), kv_dtypes=kept
     )

@@ -6,6 +6,7 @@ import os
 import re
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from functools import partial
 from itertools import count
@@ -61,6 +62,8 @@ class Server:
         if self.copying is not None and self.copying.file is not None and self.salt is None:
             log.warning("--lookup-file keeps only texts of requests with a cache_salt, since there is no API key")
         self.live = Live(engine, self.worker.metrics.queue) if serving.view else None
+        # One thread: each that has built a page keeps the memory of the largest one.
+        self.viewer = ThreadPoolExecutor(1, "specker-view")
         engine.trace = self.live.round if self.live else None
         grammars = engine.session.grammars
         self.checker = grammars.check = Checker(grammars.tokenizer, grammars.limits, serving.grammar_seconds)
@@ -83,6 +86,7 @@ class Server:
         await asyncio.to_thread(self.worker.stop)
         if self.copying is not None:
             await self._save(self.copying.writer())
+        self.viewer.shutdown(wait=False, cancel_futures=True)
         self.encoder.close()
         self.checker.close()
 
@@ -334,10 +338,12 @@ def application(engine: Engine, serving: Serving, sampling: dict[str, float]) ->
 
         @app.get("/view")
         async def view() -> Response:
-            return HTMLResponse(await asyncio.to_thread(live.html), headers={"Content-Security-Policy": LIVE_POLICY})
+            page = await asyncio.get_running_loop().run_in_executor(server.viewer, live.html)
+            return HTMLResponse(page, headers={"Content-Security-Policy": LIVE_POLICY})
 
         @app.get("/view/data")
         async def data() -> Response:
-            return Response(await asyncio.to_thread(live.data), media_type="application/json")
+            shown = await asyncio.get_running_loop().run_in_executor(server.viewer, live.data)
+            return Response(shown, media_type="application/json")
 
     return app

@@ -1,7 +1,11 @@
 """Tokenizers and chat templates that specker reads itself, against transformers."""
 
 import copy
+import ctypes
 import json
+import platform
+import resource
+import sys
 from datetime import date
 from pathlib import Path
 from typing import Any
@@ -229,3 +233,25 @@ def test_a_function_may_describe_a_tool() -> None:
     assert json.loads(text)[0]["function"]["name"] == "add"
     with pytest.raises(ValueError, match="a tool must be a JSON schema or a function, got 3"):
         template.render("", [{"role": "user", "content": "a"}], tools=[3])
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="needs glibc's malloc_trim")
+def test_reading_returns_what_it_freed(tmp_path):
+    """A file of 100,000 tokens becomes many small pieces of memory, of which the tokenizer keeps few."""
+
+    def resident() -> int:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+
+    trim = ctypes.CDLL(None).malloc_trim
+    tokens = written(tmp_path, "qwen2", WHOLE)
+    file = json.loads((tmp_path / "tokenizer.json").read_text())
+    vocab = file["model"]["vocab"]
+    file["model"]["vocab"] |= {f"word {n}": len(vocab) + n for n in range(100_000)}
+    (tmp_path / "tokenizer.json").write_text(json.dumps(file))
+    del file, vocab
+    trim(0)
+    assert len(tokens.tokenizer) > 100_000
+    before = resident()
+    trim(0)
+    assert before - resident() < 4 << 20

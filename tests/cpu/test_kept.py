@@ -93,6 +93,39 @@ def test_a_row_has_the_same_bits_alone_in_a_chain_a_tree_and_a_batch(tmp_path, k
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
 
 
+@pytest.mark.parametrize("kind", ["float32", *NARROW])
+@pytest.mark.parametrize("window", [0, 300])
+def test_a_row_has_the_same_bits_on_both_sides_of_the_end_of_a_span(tmp_path, kind, window):
+    """Sums over 512 columns are added, from the row on that sees 768 columns. Rows that see one column fewer and more: in
+    a chain, a tree and a batch, whose threads divide the columns or the heads, and with other numbers of threads."""
+    how = {"use_sliding_window": True, "sliding_window": window, "layer_types": [FULL, SLIDING]} if window else {}
+    model = model_of(tmp_path, "qwen3", heads=6, layers=2, max_context=1400, **how)
+    long, dtype = [[n * n % 90 + 3 for n in range(length)] for length in (764, 1277)], getattr(torch, kind)
+    more, parents, path = [5, 9, 2, 7, 8, 4], torch.tensor([[0, 0, 2, 1, 3, 5, 4, 6, 8, 0]]), [0, 2, 3, 5, 6, 8]
+    ids, before, found = torch.tensor([5, 1, 9, 2, 3, 7, 8, 6, 4, 1]), torch.get_num_threads(), []
+
+    def tree(count, slots, filled):
+        cache = cache_of(model, count, 1312, dtype)
+        for slot, text in zip(slots, filled, strict=True):
+            prefill(model, cache, text, slot=slot)
+        rows = cache.place(torch.tensor([len(text) for text in filled]), 0, 0, 10, parents.repeat(count, 1))
+        return forward(model, cache, rows, model.embed_tokens(ids.repeat(count))).hidden.unflatten(0, (count, 10))
+
+    for threads in (1, 3):
+        torch.set_num_threads(threads)
+        try:
+            with torch.inference_mode():
+                chains = [checked_chain(model, text, more, dtype, length=1312) for text in long]
+                both = tree(2, (0, 1), long)
+                for n, text in enumerate(long):
+                    assert torch.equal(both[n, path], chains[n])
+                    assert torch.equal(tree(1, (0,), [text])[0, path], chains[n])
+        finally:
+            torch.set_num_threads(before)
+        found += [*chains, both]
+    assert all(torch.equal(a, b) for a, b in zip(found[:3], found[3:], strict=True))
+
+
 @pytest.fixture(scope="module")
 def targets(tmp_path_factory):
     """kind -> a target."""
@@ -113,7 +146,7 @@ WAYS = {
     "tree": {"strategy": "draft", "tree": "3x3"},
     "groups": {"strategy": "easyspec", "layer_parallel": "2"},
     "exit": {"strategy": "del", "policy": "fixed", "exit_layer": 2, "draft_tokens": 3},
-    "copies": {"strategy": "lookup"},
+    "copies": {"strategy": "lookup", "policy": "fixed"},
 }
 CASES = [
     *(("llama", way, kind) for way, kind in zip(WAYS, ["int8", "bfloat16", "float16", "int8", "bfloat16"], strict=True))

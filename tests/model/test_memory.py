@@ -8,6 +8,7 @@ from make_checkpoint import GEMMA3, SLIDING, make
 from recorded import recording
 
 import specker
+from specker import cpu
 from specker.checkpoints import checkpoint
 from specker.checkpoints.checkpoint import read_config
 from specker.cli import run
@@ -103,6 +104,27 @@ def test_the_cost_equals_the_allocation(pair):
         )
     # RoPE's table and the positions have no scratch columns; the lengths have one extra entry
     assert counted - 2 * LOOKAHEAD * (2 * 16 * 4 + 8) + 2 * 4 == found
+
+
+def test_kv_is_counted_in_the_dtype_of_each_model(pair, tmp_path, monkeypatch):
+    """By default float16 where the compiled layers run the model: here one of target and draft."""
+    usual = torch.float16 if cpu.available() and cpu.converts_halves() else torch.float32
+    compiled = make(tmp_path / "m", layers=3, head_dim=32, max_context=512)
+    for target, draft in ((compiled, pair[1]), (pair[0], compiled)):
+        engine = specker.load(target, draft, device="cpu", page_size=16)
+        models = engine.model, engine.drafter.model
+        kinds = [cache.k.dtype for cache in (engine.cache, engine.drafter.cache)]
+        assert {*kinds} == {torch.float32, usual}
+        assert [*cache_memory(engine.target, engine.draft, engine.options, engine.family).kv_dtypes] == kinds
+        each = zip(models, kinds, strict=True)
+        costs = [Cost.of(model.config, torch.float32, kv_dtype=kind) for model, kind in each]
+        spare = memory.reserve([model.config for model in models], torch.float32, torch.device("cpu"))
+        with monkeypatch.context() as patched:
+            patched.setattr(memory, "check_weights", lambda *_: None)
+            for short in (0, 1):
+                room = needed(costs, 512, 16, LOOKAHEAD) + spare - short
+                patched.setattr(memory, "free", lambda device, room=room: room)
+                assert ("context" in specker.load(target, draft, device="cpu", page_size=16).remarks) == bool(short)
 
 
 def test_every_rope_table_is_counted(tmp_path):

@@ -3,6 +3,7 @@
 import json
 import logging
 import re
+import threading
 import time
 from functools import partial
 
@@ -498,6 +499,8 @@ def test_the_live_page(load):
         )
         data = client.get("/view/data").json()
         assert data["queue"] == {"running": 0, "waiting": 0}
+        builders = [each.name for each in threading.enumerate() if each.name.startswith(("asyncio_", "specker-view"))]
+        assert builders == ["specker-view_0"]
         [turn] = [turn for trace in data["traces"] for turn in trace["turns"]]
         assert turn["prompt"] == "ab cd" and turn["finished"] == "length"
         assert "".join(piece for row in turn["rounds"]["pieces"] for piece in row) + turn["tail"] == text

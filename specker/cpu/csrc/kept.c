@@ -97,7 +97,7 @@ queries prepare(int64_t format, float *x, void *memory, int64_t T, int64_t D) {
 }
 
 INLINE void tile_int8(int R, int T, const uint8_t *k, int64_t row_k, const queries *x, int64_t t0, int64_t D, float *y,
-                      int64_t row_y) {
+                      int64_t row_y, int64_t ahead) {
     const int64_t wide_D = padded(D);
     const int8_t *q = x->q + t0 * wide_D;
     vi acc[6][4][PARTS];
@@ -119,7 +119,7 @@ INLINE void tile_int8(int R, int T, const uint8_t *k, int64_t row_k, const queri
 #pragma GCC unroll 4
             for (int r = 0; r < R; r++) {
                 a[r] = bytes(from + r * row + p * SIZE) ^ 0x8080;
-                prefetch(k + (r + 4 * R) * row_k + d + p * SIZE);
+                prefetch_far(k + r * row_k + d + p * SIZE + ahead);
             }
 #pragma GCC unroll 6
             for (int t = 0; t < T; t++) {
@@ -153,14 +153,14 @@ INLINE void tile_int8(int R, int T, const uint8_t *k, int64_t row_k, const queri
 #endif
 
 static void dot_int8(const uint8_t *k, int64_t row_k, const queries *x, int64_t R, int64_t T, int64_t D, float *y,
-                     int64_t row_y) {
+                     int64_t row_y, int64_t ahead) {
     const int64_t tiles = (T + WIDE_T - 1) / WIDE_T;
     for (int64_t r = 0; r < R;) {
         const int64_t count = R - r >= TALL ? TALL : 1;
         for (int64_t n = 0; n < tiles; n++) {
             const int64_t t0 = n * T / tiles, t1 = (n + 1) * T / tiles;
             float *to = y + t0 * row_y + r;
-#define CASE(R, T) case R * 8 + T: tile_int8(R, T, k + r * row_k, row_k, x, t0, D, to, row_y); break;
+#define CASE(R, T) case R * 8 + T: tile_int8(R, T, k + r * row_k, row_k, x, t0, D, to, row_y, ahead); break;
 #if LANES == 8
             switch (count * 8 + t1 - t0) { EACH_WIDE(CASE, 1) }
 #else
@@ -173,16 +173,16 @@ static void dot_int8(const uint8_t *k, int64_t row_k, const queries *x, int64_t 
 }
 
 void dot_keys(const pool *kv, const uint8_t *k, int64_t row_k, const queries *x, int64_t R, int64_t T, int64_t D, float *y,
-              int64_t row_y) {
+              int64_t row_y, int64_t ahead) {
     switch (kv->format) {
-    case KEPT_FLOAT32: plain_rows(k, OF_FLOAT32, row_k / 4, x->x, D, R, T, D, y, row_y); return;
-    case KEPT_FLOAT16: plain_rows(k, OF_FLOAT16, row_k / 2, x->x, D, R, T, D, y, row_y); return;
-    case KEPT_INT8: dot_int8(k, row_k, x, R, T, D, y, row_y); return;
+    case KEPT_FLOAT32: plain_rows(k, OF_FLOAT32, row_k / 4, x->x, D, R, T, D, y, row_y, ahead); return;
+    case KEPT_FLOAT16: plain_rows(k, OF_FLOAT16, row_k / 2, x->x, D, R, T, D, y, row_y, ahead); return;
+    case KEPT_INT8: dot_int8(k, row_k, x, R, T, D, y, row_y, ahead); return;
     default:
 #if defined(__AVX512BF16__)
-        plain_pairs((const uint16_t *)k, row_k / 2, x->h, R, T, D, y, row_y);
+        plain_pairs((const uint16_t *)k, row_k / 2, x->h, R, T, D, y, row_y, ahead);
 #else
-        plain_rows(k, OF_BFLOAT16, row_k / 2, x->x, D, R, T, D, y, row_y);
+        plain_rows(k, OF_BFLOAT16, row_k / 2, x->x, D, R, T, D, y, row_y, ahead);
 #endif
     }
 }

@@ -8,12 +8,6 @@
 
 #define FEW 16384 // up to this many numbers in the rows, every thread processes all rows itself
 
-static int64_t longest(const places *p) {
-    int64_t most = 0;
-    for (int64_t b = 0; b < p->B; b++) most = p->kv_len[b] > most ? p->kv_len[b] : most;
-    return (most + 15) / 16 * 16;
-}
-
 static int64_t layout(const forward *f, int size, int me, char *base, state *s) {
     const stack *d = f->model;
     const int64_t T = f->rows->T, E = d->E, heads = d->Hq / d->Hkv, wide = d->entry ? 2 * E : E;
@@ -21,9 +15,9 @@ static int64_t layout(const forward *f, int size, int me, char *base, state *s) 
     for (int64_t g = 0; g + 1 < f->group_count; g++)
         if (f->groups[g + 1] - f->groups[g] > N) N = f->groups[g + 1] - f->groups[g];
     most = most > d->F ? most : d->F;
-    state r = {.f = f, .few = T == 1 || T * most <= FEW, .wide = longest(f->rows)};
+    state r = {.f = f, .few = T == 1 || T * most <= FEW};
     const int64_t rows = (T < BLOCK_ROWS ? T : BLOCK_ROWS) * heads;
-    const int64_t attention = 4 * attention_floats(rows, d->D, r.wide), delta = delta_bytes(d, f->rows);
+    const int64_t attention = 4 * attention_floats(rows, d->D), delta = delta_bytes(d, f->rows);
     const int64_t own = ((attention > delta ? attention : delta) + 63) / 64 * 64;
     const int64_t each = (T * (E + wide) * 4 + rows_bytes(T, most) + 191) / 64 * 64; // stream, normed, forms
 #define TAKE(bytes) (base + (at = (at + 63) / 64 * 64, at += (bytes), at - (bytes)))
@@ -32,6 +26,7 @@ static int64_t layout(const forward *f, int size, int me, char *base, state *s) 
     r.stream = (float *)(copies + (r.few ? me * each : 0));
     r.normed = r.stream + T * E;
     r.forms = (char *)(r.normed + T * wide);
+    r.divided = (float *)TAKE(4 * divided_floats(d, f->rows, N));
     r.qkv = (float *)TAKE(N * T * d->projected * 4);
     r.mixed = (float *)TAKE(N * T * d->mixed * 4);
     r.added = (float *)TAKE(N * T * E * 4);

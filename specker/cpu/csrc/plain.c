@@ -9,8 +9,11 @@
 INLINE int64_t size_of(enum type type) { return type == OF_FLOAT32 ? 4 : 2; }
 INLINE vf read(enum type type, const void *p) { return type == OF_FLOAT32 ? load(p) : type == OF_BFLOAT16 ? wide(p) : halves(p); }
 
+// The rows that are read four tiles later, or with one row a tile the next one.
+INLINE int64_t following(int64_t count, int64_t row) { return (count == 1 ? 1 : 4) * count * row; }
+
 INLINE void tile_plain(int R, int T, enum type type, const uint8_t *w, int64_t row_w, const float *x, int64_t row_x, int64_t E,
-                       float *y, int64_t row_y) {
+                       float *y, int64_t row_y, int64_t ahead) {
     vf acc[6][TALL][PARTS];
     for (int t = 0; t < T; t++)
         for (int r = 0; r < R; r++)
@@ -24,7 +27,7 @@ INLINE void tile_plain(int R, int T, enum type type, const uint8_t *w, int64_t r
             for (int r = 0; r < R; r++) {
                 const uint8_t *line = w + (r * row_w + at) * size_of(type);
                 a[r] = read(type, line);
-                prefetch(line + (R == 1 ? 1 : 4) * R * row_w * size_of(type));
+                prefetch_far(line + ahead);
             }
 #pragma GCC unroll 6
             for (int t = 0; t < T; t++) {
@@ -57,12 +60,12 @@ INLINE void tile_plain(int R, int T, enum type type, const uint8_t *w, int64_t r
 #endif
 
 static void plain_tile(int R, int T, enum type type, const uint8_t *w, int64_t row_w, const float *x, int64_t row_x, int64_t E,
-                       float *y, int64_t row_y) {
+                       float *y, int64_t row_y, int64_t ahead) {
 #define CASE(R, T)                                                                                                       \
     case R * 8 + T:                                                                                                      \
-        if (type == OF_BFLOAT16) tile_plain(R, T, OF_BFLOAT16, w, row_w, x, row_x, E, y, row_y);                         \
-        else if (type == OF_FLOAT16) tile_plain(R, T, OF_FLOAT16, w, row_w, x, row_x, E, y, row_y);                      \
-        else tile_plain(R, T, OF_FLOAT32, w, row_w, x, row_x, E, y, row_y);                                              \
+        if (type == OF_BFLOAT16) tile_plain(R, T, OF_BFLOAT16, w, row_w, x, row_x, E, y, row_y, ahead);                  \
+        else if (type == OF_FLOAT16) tile_plain(R, T, OF_FLOAT16, w, row_w, x, row_x, E, y, row_y, ahead);               \
+        else tile_plain(R, T, OF_FLOAT32, w, row_w, x, row_x, E, y, row_y, ahead);                                       \
         return;
 #if LANES == 8
     switch (R * 8 + T) { EACH_WIDE(CASE, 1) }
@@ -74,14 +77,14 @@ static void plain_tile(int R, int T, enum type type, const uint8_t *w, int64_t r
 
 // y[t, r] of R rows of W [.., row_w] and T rows of x, as float32; also attention's scores.
 void plain_rows(const uint8_t *w, enum type type, int64_t row_w, const float *x, int64_t row_x, int64_t R, int64_t T,
-                int64_t E, float *y, int64_t row_y) {
+                int64_t E, float *y, int64_t row_y, int64_t ahead) {
     const int64_t tiles = (T + WIDE_T - 1) / WIDE_T, size = size_of(type);
     for (int64_t r = 0; r < R;) { // with few rows of x memory is the limit, and one stream is fastest
         const int64_t count = LANES != 8 && R - r >= TALL && T >= (type == OF_FLOAT32 ? 3 : 6) ? TALL : 1;
         for (int64_t n = 0; n < tiles; n++) {
             const int64_t t0 = n * T / tiles, t1 = (n + 1) * T / tiles;
             plain_tile((int)count, (int)(t1 - t0), type, w + r * row_w * size, row_w, x + t0 * row_x, row_x, E,
-                       y + t0 * row_y + r, row_y);
+                       y + t0 * row_y + r, row_y, ahead ? ahead : following(count, row_w * size));
         }
         r += count;
     }
@@ -89,7 +92,7 @@ void plain_rows(const uint8_t *w, enum type type, int64_t row_w, const float *x,
 
 #if defined(__AVX512BF16__)
 INLINE void tile_pairs(int R, int T, const uint16_t *w, int64_t row_w, const uint16_t *x, int64_t row_x, int64_t E, float *y,
-                       int64_t row_y) {
+                       int64_t row_y, int64_t ahead) {
     __m512 acc[6][TALL];
     for (int t = 0; t < T; t++)
         for (int r = 0; r < R; r++) acc[t][r] = _mm512_setzero_ps();
@@ -98,7 +101,7 @@ INLINE void tile_pairs(int R, int T, const uint16_t *w, int64_t row_w, const uin
 #pragma GCC unroll 4
         for (int r = 0; r < R; r++) {
             a[r] = (__m512bh)_mm512_loadu_si512(w + r * row_w + e);
-            prefetch(w + (r + (R == 1 ? 1 : 4) * R) * row_w + e);
+            prefetch_far((const uint8_t *)(w + r * row_w + e) + ahead);
         }
 #pragma GCC unroll 6
         for (int t = 0; t < T; t++) {
@@ -115,15 +118,16 @@ INLINE void tile_pairs(int R, int T, const uint16_t *w, int64_t row_w, const uin
 }
 
 void plain_pairs(const uint16_t *w, int64_t row_w, const uint16_t *x, int64_t R, int64_t T, int64_t E, float *y,
-                 int64_t row_y) {
+                 int64_t row_y, int64_t ahead) {
     const int64_t tiles = (T + 5) / 6;
     for (int64_t r = 0; r < R;) {
         const int64_t count = R - r >= TALL && T >= 2 ? TALL : 1;
         for (int64_t n = 0; n < tiles; n++) {
             const int64_t t0 = n * T / tiles, t1 = (n + 1) * T / tiles;
             const uint16_t *from = w + r * row_w, *rows = x + t0 * E;
+            const int64_t then = ahead ? ahead : following(count, row_w * 2);
             float *to = y + t0 * row_y + r;
-#define CASE(R, T) case R * 8 + T: tile_pairs(R, T, from, row_w, rows, E, E, to, row_y); break;
+#define CASE(R, T) case R * 8 + T: tile_pairs(R, T, from, row_w, rows, E, E, to, row_y, then); break;
             switch (count * 8 + t1 - t0) { EACH_WIDE(CASE, 1) EACH_WIDE(CASE, 4) }
 #undef CASE
         }

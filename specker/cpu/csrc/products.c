@@ -136,12 +136,12 @@ void product(const matrix *m, const rows *x, int64_t T, int64_t first, int64_t c
                 interleaved(m, s, x, T, o, n, at, row_y);
 #if defined(__AVX512BF16__)
             } else if (in_pairs(m, s->format)) {
-                plain_pairs((const uint16_t *)s->data + o * m->E, m->E, x->h, n, T, m->E, at, row_y);
+                plain_pairs((const uint16_t *)s->data + o * m->E, m->E, x->h, n, T, m->E, at, row_y, 0);
 #endif
             } else {
                 const int rounded = as_floats(m, s->format), half = s->format == BFLOAT16;
                 plain_rows(s->data + o * m->E * (half ? 2 : 4), half ? OF_BFLOAT16 : OF_FLOAT32, m->E, rounded ? x->f : x->x, rounded ? m->E : x->row, n, T,
-                           m->E, at, row_y);
+                           m->E, at, row_y, 0);
             }
         }
         before += s->rows;

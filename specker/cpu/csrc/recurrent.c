@@ -378,9 +378,9 @@ static void delta(const state *s, int64_t n, const layer *l, int64_t b, int64_t 
         for (int64_t j = 0, count; j < r.count; j += count) {
             count = run_of(r.at, j, r.count);
             const float *keys = r.k + (r.at[j] * x->Hk + h) * Dk;
-            plain_rows((const uint8_t *)keys, OF_FLOAT32, x->Hk * Dk, r.keys, Dk, count, 2 * R, Dk, r.dots + j, r.wide);
+            plain_rows((const uint8_t *)keys, OF_FLOAT32, x->Hk * Dk, r.keys, Dk, count, 2 * R, Dk, r.dots + j, r.wide, 0);
         }
-        plain_rows((const uint8_t *)r.keys, OF_FLOAT32, Dk, r.keys, Dk, R, 2 * R, Dk, r.dots + r.count, r.wide);
+        plain_rows((const uint8_t *)r.keys, OF_FLOAT32, Dk, r.keys, Dk, R, 2 * R, Dk, r.dots + r.count, r.wide, 0);
         for (int64_t v = h * group; v < (h + 1) * group; v++)
             head(&r, v, i, R, at, states + A / x->block % 2 * half + v * size, scale);
     }

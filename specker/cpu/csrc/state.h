@@ -25,11 +25,11 @@ typedef struct {
     const member *m;
     const forward *f;
     int few;
-    int64_t wide;  // the longest sequence, rounded up to 16
     float *stream; // [T, E]
     float *normed; // [T, E], with an entry [T, 2 E]
     char *forms;   // rounded copies of a product's rows
     float *room;   // attention's work space
+    float *divided; // what rows have summed over parts of their columns, for all threads
     float *qkv;    // [N, T, `row_of`], N layers `stack.projected` T apart
     float *mixed;  // [N, T, o.E], N layers `stack.mixed` T apart
     float *added;  // [N, T, E]
@@ -63,7 +63,8 @@ static inline rows prepared(const state *s, const matrix *m, const float *x) {
 
 // Of N layers from `first` on, qkv -> mixed: of those that attend, of the convolutions, and of the gated delta nets after
 // them. A convolution ends in qkv if a gated delta net follows.
-int64_t attention_floats(int64_t rows, int64_t D, int64_t wide); // work space of up to so many rows
+int64_t attention_floats(int64_t rows, int64_t D);                          // a thread's work space of up to so many rows
+int64_t divided_floats(const stack *d, const places *p, int64_t N); // that all share
 void attend_all(const state *s, int64_t first, int64_t N);
 void convolve_all(const state *s, int64_t first, int64_t N);
 void delta_all(const state *s, int64_t first, int64_t N);

@@ -176,6 +176,12 @@ INLINE vf power_below(vf x, vf top) {
     return p * (vf)(((vi)(whole - top + magic) - (0x4b400000 - 127)) << 23);
 }
 
+// 2^n for whole n <= 0; 0 below 2^-126.
+INLINE float two_to(float n) {
+    const union { uint32_t u; float f; } x = {.u = n < -126 ? 0 : (uint32_t)((int32_t)n + 127) << 23};
+    return x.f;
+}
+
 // A bit for each lane of x that is at least `least`; none for a NaN.
 INLINE unsigned at_least(vf x, float least) {
 #if LANES == 16
@@ -377,3 +383,5 @@ __attribute__((unused)) static float highest_of(const float *z, int64_t n) {
 }
 
 INLINE void prefetch(const void *p) { __builtin_prefetch(p, 0, 3); }
+// For what is read after some thousand cycles: not into the first cache, which other data need until then.
+INLINE void prefetch_far(const void *p) { __builtin_prefetch(p, 0, 2); }

@@ -295,6 +295,23 @@ def usual_kv_dtype(model: Model) -> torch.dtype:
     return torch.float16 if model.stack is not None and cpu.converts_halves() else model.dtype
 
 
+def planned_kv_dtype(checkpoint: Checkpoint, options: Options) -> torch.dtype:
+    """The dtype that `allocate` will choose for the checkpoint's model, by its sizes alone. A head that the compiled
+    layers refuse for other reasons has one layer, and is counted too low."""
+    import torch
+
+    from specker import cpu
+    from specker.checkpoints.buffers import served
+    from specker.runtime.ranks.dist import world_size
+
+    norm = checkpoint.weights.norm
+    if options.kv_dtype is not None:
+        return kv_dtype(options, norm.dtype, norm.device)
+    compiled = norm.device.type == "cpu" and norm.dtype == torch.float32 and options.linear != "cublas"
+    compiled = compiled and world_size() == 1 and served(checkpoint.config)
+    return torch.float16 if compiled and cpu.converts_halves() else norm.dtype
+
+
 def check_compiled(options: Options, model: Model) -> None:
     """Raise ValueError unless the CPU's compiled layers run the model."""
     from specker import cpu

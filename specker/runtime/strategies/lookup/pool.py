@@ -18,10 +18,10 @@ if TYPE_CHECKING:
 
 LEAST = 2  # tokens of the shortest match in another text
 KEPT = 0.75  # of the memory, once texts are dropped: each time the index is made anew
-WIDE = 4  # bytes of a token, beside the index
+WIDE, TEXT = 4, 380  # bytes of a token and of a text, beside the index
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class Text:
     tokens: array[int]
     start: int  # its place in the index
@@ -35,11 +35,11 @@ class Pool:
         self._sizes, self._clock = (max(least, min(LEAST, most)), most), clock
         self.index: Index = new_index(*self._sizes)
         self.texts: list[Text] = []  # ascending by start
-        self._beginnings: dict[tuple[int, ...], list[Text]] = {}
+        self._beginnings: dict[bytes, list[Text]] = {}
 
     @property
     def bytes(self) -> int:
-        return self.index.bytes + WIDE * len(self.index)
+        return self.index.bytes + WIDE * len(self.index) + TEXT * len(self.texts)
 
     def add(self, tokens: Sequence[int]) -> None:
         """Add a text. One that begins a known text is known; one that a known text begins, such as a conversation that
@@ -137,5 +137,5 @@ def _begins(long: array[int], short: array[int]) -> bool:
     return len(long) >= len(short) and long[len(short) - 1] == short[-1] and long[: len(short)] == short
 
 
-def _beginning(text: Text) -> tuple[int, ...]:
-    return tuple(text.tokens[:8])
+def _beginning(text: Text) -> bytes:
+    return text.tokens[:8].tobytes()
