@@ -16,13 +16,14 @@ import specker
 from specker.checkpoints import checkpoint
 from specker.checkpoints.tokenizer import Tokens
 from specker.cli import run
+from specker.kernels.deferred import HAS_GPU
 
 ROOT = Path(__file__).parents[1]
 
 
 SLOW = (
-    *("transformers", "huggingface_hub", "torch._dynamo", "torch._inductor", "torch._prims", "triton", "sympy"),
-    *("jinja2", "prompt_toolkit"),
+    *("transformers", "huggingface_hub", "torch._dynamo", "torch._inductor", "torch._prims", "sympy"),
+    *("jinja2", "prompt_toolkit", *(() if HAS_GPU else ("triton",))),
 )
 HEAVY = ("torch", "numpy", "tokenizers", "safetensors", "rich", *SLOW)
 COMMAND = f"""
@@ -80,6 +81,7 @@ assert "torch._prims" in sys.modules and hasattr(torch._meta_registrations, "reg
 """
 
 
+@pytest.mark.skipif(HAS_GPU, reason="imports Triton at once")
 def test_triton_and_what_torchs_compiler_needs_are_imported_on_first_use(tmp_path: Path) -> None:
     """Kernels that were defined before Triton was imported work, and so do later ones."""
     (tmp_path / "quick.py").write_text(QUICK)

@@ -1,20 +1,25 @@
 """deferred: `triton` and `tl` for op files. Triton is imported, and its kernels are made, when the first one is used.
 
-Importing Triton and reading the source of a hundred kernels takes 0.2 s, and a run on a CPU needs none of them. So
+Importing Triton and reading the source of a hundred kernels takes 0.4 s, and a run on a CPU needs none of them. So
 `@triton.jit` and `tl.constexpr(...)` leave a `Deferred` in a module. Triton looks up the names in a kernel's source in
 the globals of its module, so the first use of any kernel makes all of them and puts them in place of the `Deferred`.
-In a process that has imported Triton before, kernels are made at once. Kernels elsewhere that call device functions of
-this package take `triton` and `tl` from variant.py, too, or import Triton first.
+On a machine with a GPU, and in a process that has imported Triton before, kernels are made at once. Elsewhere, kernels
+of others that call device functions of this package take `triton` and `tl` from variant.py, too, or import Triton
+first.
 """
 
 import importlib
 import sys
 import threading
 from collections.abc import Callable
+from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 __all__ = ["Deferred", "tl", "triton"]
 
+# The devices of NVIDIA's and AMD's drivers, and of WSL.
+HAS_GPU = any(Path(name).exists() for name in ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg"))
 _LOCK = threading.RLock()
 _waiting: list["Deferred"] = []
 
@@ -112,5 +117,5 @@ def _resolve(names: dict[str, Any]) -> None:
 
 triton: Any = _Triton()
 tl: Any = _Language()
-if "triton" in sys.modules:
+if "triton" in sys.modules or (HAS_GPU and find_spec("triton")):
     triton, tl = importlib.import_module("triton"), _language()
