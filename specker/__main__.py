@@ -4,12 +4,14 @@ import importlib
 import sys
 from typing import NoReturn
 
-from specker.cli import COMMANDS, interrupt
+from specker.cli import COMMANDS, interrupt, start
 
 
 def cli() -> NoReturn:
     interrupt.exit_on_ctrl_c()
-    if (name := "".join(sys.argv[1:2])) in COMMANDS:
+    if (name := "".join(sys.argv[1:2])) == "serve" or name not in COMMANDS:
+        start.quicken()
+    if name in COMMANDS:
         sys.exit(importlib.import_module(f"specker.cli.{name}").main(sys.argv[2:]))
     from specker.cli import run
 

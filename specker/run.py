@@ -1,9 +1,10 @@
 """`python -m specker.run`: decode prompts from the command line (cli/run.py)."""
 
-from specker.cli import interrupt
+from specker.cli import interrupt, start
 
 if __name__ == "__main__":
     interrupt.exit_on_ctrl_c()
+    start.quicken()
 
 from specker.cli.run import cli
 

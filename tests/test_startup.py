@@ -16,12 +16,16 @@ import specker
 from specker.checkpoints import checkpoint
 from specker.checkpoints.tokenizer import Tokens
 from specker.cli import run
+from specker.kernels.deferred import HAS_GPU
 
 ROOT = Path(__file__).parents[1]
 
 
-SLOW = ("transformers", "huggingface_hub", "torch._dynamo", "torch._inductor", "sympy", "jinja2", "prompt_toolkit")
-HEAVY = ("torch", "numpy", "triton", "tokenizers", "safetensors", "rich", *SLOW)
+SLOW = (
+    *("transformers", "huggingface_hub", "torch._dynamo", "torch._inductor", "torch._prims", "sympy"),
+    *("jinja2", "prompt_toolkit", *(() if HAS_GPU else ("triton",))),
+)
+HEAVY = ("torch", "numpy", "tokenizers", "safetensors", "rich", *SLOW)
 COMMAND = f"""
 import runpy, sys
 sys.argv = sys.argv[1:]
@@ -44,6 +48,46 @@ def test_a_run_imports_neither_transformers_nor_the_compiler() -> None:
     assert done.returncode == 0 and done.stdout.strip(), done.stderr
     imported = done.stderr.splitlines()[-1].split()[1:]
     assert {"torch", "tokenizers"} <= {*imported} and not {*SLOW} & {*imported}
+
+
+QUICK = """
+import gc, sys
+from specker.cli import start
+start.quicken()
+import torch
+from specker.kernels import sample
+assert not gc.isenabled() and not {"triton", "torch._prims"} & sys.modules.keys()
+start.loaded()
+assert gc.isenabled() and gc.get_freeze_count() > 100_000
+
+draw = torch.randn(3, 300), 0.8, 20, 0.9, 7, torch.arange(3)
+assert torch.equal(sample._launch_sample(*draw), sample.sample_rows_ref(*draw))
+assert "triton" in sys.modules
+types = [kernel.fn.__annotations__.values() for kernel in vars(sample).values() if hasattr(kernel, "fn")]
+assert {*map(str, {x for each in types for x in each})} == {"<class 'triton.language.core.constexpr'>", "int64"}
+
+from specker.kernels.sample import _NONE
+from specker.kernels.variant import tl, triton
+
+@triton.jit
+def later(y_ptr, N: tl.constexpr):
+    tl.store(y_ptr + tl.arange(0, N), _NONE)
+
+later[1,](y := torch.zeros(4, dtype=torch.int32), 4)
+assert y.tolist() == [2**31 - 1] * 4
+
+assert torch.compile(lambda x: x.sin() + 1, backend="eager", fullgraph=True)(torch.zeros(2)).tolist() == [1, 1]
+assert "torch._prims" in sys.modules and hasattr(torch._meta_registrations, "register_meta")
+"""
+
+
+@pytest.mark.skipif(HAS_GPU, reason="imports Triton at once")
+def test_triton_and_what_torchs_compiler_needs_are_imported_on_first_use(tmp_path: Path) -> None:
+    """Kernels that were defined before Triton was imported work, and so do later ones."""
+    (tmp_path / "quick.py").write_text(QUICK)
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "TRITON_INTERPRET": "1"}
+    done = subprocess.run([sys.executable, tmp_path / "quick.py"], capture_output=True, text=True, env=env)
+    assert done.returncode == 0 and not done.stderr, done.stderr
 
 
 def test_text_and_notes_for_a_pipe_need_no_rich() -> None:

@@ -16,6 +16,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn
 
+from specker.cli import start
 from specker.cli.decode import Decoding, Sample, placeholder_ids, samples_of, several, without_text
 from specker.cli.exits import run_cli, silence
 from specker.cli.flags import Job, parse
@@ -116,7 +117,9 @@ def _load(job: Job, options: Options, screen: Screen) -> Any:
         from specker.runtime.load import load  # not specker.load: a folder `specker` here would hide the package
 
         with on_compile(screen.note):
-            return load(job.target, job.draft, options, device=job.device, dtype=job.dtype, on_progress=on_progress)
+            engine = load(job.target, job.draft, options, device=job.device, dtype=job.dtype, on_progress=on_progress)
+        start.loaded()
+        return engine
 
 
 def _of_answers(engine: Any, grammar: str) -> str:

@@ -6,6 +6,7 @@ import socket
 from collections.abc import Sequence
 from dataclasses import fields
 
+from specker.cli import start
 from specker.cli.exits import run_cli
 from specker.cli.flags import MORE, USUAL, Job
 from specker.cli.parser import Parser
@@ -85,6 +86,7 @@ def run(job: Job, options: Options, serving: Serving, sampling: dict[str, float]
     screen = Screen(json_to_stdout=True)
     with screen.progress("loading") as on_progress:
         engine = load(job.target, job.draft, options, device=job.device, dtype=job.dtype, on_progress=on_progress)
+    start.loaded()
     if not engine.has_tokenizer:
         raise ValueError(f"{engine.target_name} has no tokenizer, so its text cannot be served")
     with screen.progress("warming up") as on_progress:

@@ -48,21 +48,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-try:
-    import triton
-    import triton.language as tl
-except ImportError:  # no wheels outside Linux: only the references run there
-
-    class _Absent:
-        """Stands in for triton, its decorators and its types, so that kernels can still be defined."""
-
-        def __getattr__(self, name: str) -> Any:
-            return self
-
-        def __call__(self, *args: Any, **kwargs: Any) -> Any:
-            return self
-
-    triton = tl = _Absent()
+from specker.kernels.deferred import tl, triton
 
 __all__ = [
     "AMD",
