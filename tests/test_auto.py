@@ -7,7 +7,18 @@ import random
 import pytest
 
 from specker.runtime.control.auto import Acceptance, AcceptanceHistory, Auto
-from specker.runtime.control.choose import AGAIN, APART, CARRIED, FIRST, LOOK, RESTING, RESTS, SHARE, Chooser
+from specker.runtime.control.choose import (
+    AGAIN,
+    APART,
+    CARRIED,
+    FIRST,
+    LOOK,
+    MEASURED,
+    RESTING,
+    RESTS,
+    SHARE,
+    Chooser,
+)
 from specker.runtime.control.costs import FORGET, Costs, Curve
 from specker.runtime.control.policy import (
     LENGTHS,
@@ -80,11 +91,11 @@ class World:
             for s in self.true(k)
         )
         draft, rest = draft * longer, rest * (1 + (longer - 1) / 2)
-        if reason == "measured" and not k:
-            self.chooser.measured(n, rest)
+        if reason in (RESTS, MEASURED) and not k:
+            self.chooser.measured(n, rest, reason == RESTS)
         else:
-            self.known.costs.observe(n, shape, k, draft, rest, warm=warm, rests=reason == RESTS)
-        self.chooser.finished(n, shape, k, tokens, trial)
+            self.known.costs.observe(n, shape, k, draft, rest, warm=warm)
+            self.chooser.finished(n, shape, k, tokens, trial)
         self.n += 1
         self.seconds, self.tokens = self.seconds + draft + rest, self.tokens + tokens / n
         self.drafted.append(k)
@@ -268,11 +279,11 @@ def test_a_measurement_counts_its_second_shortest_round():
     chooser = Chooser(known.costs)
     known.costs.measured(1, Budget(0, 0), 0, 0.0, 1.0)
     for n in range(LOOK):
-        chooser.measured(1, 0.9 - 0.1 * n)
+        chooser.measured(1, 0.9 - 0.1 * n, False)
         assert known.costs.plain(1) == (1.0 if n < LOOK - 1 else pytest.approx(0.9 - 0.1 * (n - 1)))
-    chooser.measured(1, 0.1)
+    chooser.measured(1, 0.1, False)
     for _ in range(LOOK):
-        chooser.measured(2, 3.0)
+        chooser.measured(2, 3.0, False)
     assert known.costs.plain(2) == pytest.approx(3.0), "a round of another number of texts does not count"
 
 
@@ -391,10 +402,12 @@ def test_while_nothing_is_drafted_all_costs_follow_the_plain_round():
     costs.measured(1, shape, 4, 0.5, 1.4)
     costs.measured(4, shape, 4, 0.5, 1.4)
     costs.observe_prefill(10, 2.0)
-    for _ in range(40):
-        costs.observe(1, Budget(0, 0), 0, 0.0, 2.0, rests=True)
-    assert costs.plain(1) == pytest.approx(2.0, rel=0.01) and costs.prefill(10) == pytest.approx(4.0, rel=0.01)
-    assert costs.round(1, shape) == pytest.approx(3.8, rel=0.01) and costs.round(4, shape) == pytest.approx(1.9)
+    chooser = Chooser(costs)
+    for n in range(AGAIN):
+        assert costs.plain(1) == 1.0
+        chooser.measured(1, 2.0 if n % 2 else 9.0, True)
+    assert costs.plain(1) == pytest.approx(2.0) and costs.prefill(10) == pytest.approx(4.0)
+    assert costs.round(1, shape) == pytest.approx(3.8) and costs.round(4, shape) == pytest.approx(1.9)
 
 
 def test_a_size_that_no_draft_has_had_for_long_is_taken_to_be_like_the_others():

@@ -19,7 +19,7 @@ REFRESH = 8  # rounds that prices are kept for
 LOOK = 5  # plain rounds in a row that measure plain decoding
 APART = 16  # the fewest drafts between two such measurements
 NONE = Budget(0, 0)
-RESTS, MISSING = "slower", "nothing found"  # why a round drafts nothing
+RESTS, MISSING, MEASURED = "slower", "nothing found", "measured"  # why a round drafts nothing
 
 
 class Chooser:
@@ -51,7 +51,7 @@ class Chooser:
         self._resting = 0  # number of sequences in the last round if it drafted nothing, else 0
         self._drafting = False  # whether the last round drafted for its gain
         self._none = NONE  # the strategy's shape of a round without a draft
-        self._look: list[float] = []  # seconds of the plain rounds of a measurement
+        self._look: list[float] = []  # seconds of the last plain rounds, which are to be one measurement
         self._looked = 0  # number of sequences in those rounds
         self._looks = 0  # plain rounds of a measurement that are still to come
         self._since, self._spent = 0, 0.0  # since the last measurement: drafts, and their time in plain rounds
@@ -77,6 +77,13 @@ class Chooser:
             self._cold, self._drafted = COLD if changed else max(0, self._cold - 1), shape.nodes > 0
         return shape
 
+    def goes_on(self, n: int) -> bool:
+        """Whether the next round of n sequences is plain without asking the policies, as between two times when a
+        chooser that rests considers drafts again. Counts the round."""
+        rests = self._resting == n and self._waited % AGAIN > 0
+        self._waited += rests
+        return rests
+
     @property
     def warm(self) -> bool:
         """Whether the round of the last choice finds the caches as rounds of its kind leave them."""
@@ -84,8 +91,7 @@ class Chooser:
 
     def _choose(self, policies: Sequence[Policy], remaining: int, behind: int) -> Budget:
         n = len(policies)
-        if self._resting == n and self._waited % AGAIN and not any(p.copies for p in policies):
-            self._waited += 1
+        if not any(p.copies for p in policies) and self.goes_on(n):
             return self._none
         shapes = list(dict.fromkeys(shape for p in policies for shape in p.budgets()))
         self.reason, self.trial = "", False
@@ -107,7 +113,7 @@ class Chooser:
         if self._since >= APART and LOOK * (1 - plain / rate) <= SHARE * self._spent:
             self._looks = LOOK
         if self._looks:
-            self.reason, self._looks, self._since, self._spent = "measured", self._looks - 1, 0, 0.0
+            self.reason, self._looks, self._since, self._spent = MEASURED, self._looks - 1, 0, 0.0
             return none
         bar = plain if self._drafting else START * plain
         if rate > bar and self.credit > 0 and remaining * (1 / plain - 1 / rate) > self._late(best, behind):
@@ -146,16 +152,22 @@ class Chooser:
         self._kept += 1
         return self._prices
 
-    def measured(self, n: int, seconds: float) -> None:
-        """Take the seconds of a plain round of n sequences that was chosen to measure plain decoding. In the first
-        rounds of a measurement the processor's caches still hold a draft's data, so a short round counts: the second
-        shortest, because draft rounds are not timed at their luckiest either."""
+    def measured(self, n: int, seconds: float, rests: bool) -> None:
+        """Take the seconds of a plain round of n sequences, chosen to measure plain decoding or because drafts are
+        slower (`rests`). Some such rounds are one measurement. In the first ones the processor's caches still hold a
+        draft's data, so a short round counts: the shortest but for a quarter of them, because draft rounds are not
+        timed at their luckiest either."""
+        self.credit = min(self.credit + RESTING, max(MOST, self._price))
         if n != self._looked:  # a text was admitted or ended meanwhile
             self._look, self._looked = [], n
         self._look.append(seconds)
-        if len(self._look) >= LOOK:
-            self.costs.measured(n, NONE, 0, 0.0, sorted(self._look)[1])
+        if len(self._look) >= (AGAIN if rests else LOOK):
+            usual = sorted(self._look)[len(self._look) // 4]
             self._look = []
+            if rests:
+                self.costs.follow(n, usual)
+            else:
+                self.costs.measured(n, NONE, 0, 0.0, usual)
 
     def row_price(self, policies: Sequence[Policy], shape: Budget) -> float:
         """What a further row of one sequence costs in the verify pass of a batch (`Costs.row_price`)."""
