@@ -216,6 +216,7 @@ def test_a_round_with_forced_tokens_does_not_measure_plain_decoding(chain, monke
         "trial": False,
         "places": None,
         "parts": (),
+        "other": 0.0,
         "warm": True,
     }
     for size, expected in ((2, (2, 0, 2)), (0, "plain")):

@@ -123,6 +123,10 @@ class DraftRunner:
         self.drafter.advance(batch.requests, batch.budget, fixed=batch.fixed)
         return self.drafter.propose(batch)
 
+    def usual(self, r: Round) -> float:
+        """Seconds that rounds like this one usually take."""
+        return self.history.costs.round(len(r.requests), r.batch.budget, r.draft.size)
+
     def learn(self, r: Round, paths: Sequence[list[int]]) -> None:
         """Take the round's time and the tokens of its `paths`, of each text, into account, but for those that grammars
         forced. Rounds that differ from later ones teach nothing: those in which layers were watched or grammars forced
@@ -131,8 +135,8 @@ class DraftRunner:
         if r.forced:
             return
         n, costs, seconds = len(r.requests), self.history.costs, r.seconds
-        timed = "watch" not in seconds and not r.parts
-        rest = seconds["verify"] + seconds["accept"] + (0.0 if self.captures else seconds["commit"])
+        timed = "watch" not in seconds and not r.parts and r.reason != BEHIND
+        rest = seconds["verify"] + seconds["accept"] + (0.0 if self.captures else seconds["commit"] + r.other)
         if r.reason in (RESTS, MEASURED) and not r.draft.size:  # a grammar may have put tokens into some chains
             if timed:
                 self.chooser.measured(n, rest, r.reason == RESTS)

@@ -31,7 +31,7 @@ from specker.model.prefill import (
 )
 from specker.runtime.batches import Batches
 from specker.runtime.control.auto import AcceptanceHistory
-from specker.runtime.control.choose import NONE, RESTS
+from specker.runtime.control.choose import NONE
 from specker.runtime.control.policy import Budget
 from specker.runtime.draft_runner import BEHIND, PROMPTS, DraftRunner, account
 from specker.runtime.events import Event, cancelled, emitted
@@ -406,12 +406,11 @@ class Loop:
         """Launch a round of the active requests. `ahead`: tokens that pending rounds may add to each text. None if
         rounds are pending and the host must know the texts' lengths."""
         began, requests = time.perf_counter(), self.active
-        runner = self.runner if requests[0].speculates else None
-        rests = runner is not None and runner.pauses(len(requests))
-        runner = None if rests else runner
+        runner, budget, reason = (self.runner if requests[0].speculates else None), NONE, ""
+        if rests := runner is not None and runner.pauses(len(requests)):
+            runner, reason = None, runner.chooser.reason
         guides = [s.guide for s in requests if s.guide is not None]
         forced = runner is not None and len(guides) == len(requests) and all(guide.forced for guide in guides)
-        budget, reason = NONE, RESTS if rests else ""
         if runner is not None and not forced:
             if len(requests) > 1 and self.slots.prefix_alignment == 1:
                 runner.stall = STALL / self._readers * self._usual_seconds(len(requests))
@@ -424,7 +423,7 @@ class Loop:
         r = self.new_round(budget, fixed, ahead)
         if self._joining:
             r.parts, r.part_layers = [self._part(fill) for fill in self._joining], self._read_layers(self._joining)
-        r.forced, r.rests, r.reason = forced, rests, reason
+        r.began, r.forced, r.rests, r.reason = began, forced, rests, reason
         r.batch.traced = self.trace is not None and any(s.traced for s in requests)
         if runner is not None:
             r.trial, r.warm = runner.chooser.trial and reason not in (BEHIND, PROMPTS), runner.chooser.warm
@@ -480,6 +479,8 @@ class Loop:
         if r.batch.fixed:
             self._usual[0] += 1
             self._usual[1] += launched
+        else:
+            r.other = start - r.began - launched
         if r.parts:
             count = sum(len(part.tokens) for part in r.parts)
             self._observe_rows(r.rows + count, r.seconds["verify"] + r.seconds["accept"])
@@ -503,7 +504,8 @@ class Loop:
                 self.cache.exact_len[slot] = len(request.token_ids) - 1
         if runner is not None and not r.rests:
             drafted = r.host["draft"].tolist() if r.draft.observed else []
-            accepted = Accepted(grown, drafted, r.seconds, self.usual if self.fixed else None)
+            usual = self.usual if self.fixed else runner.usual(r) if r.batch.aux_layers else 0.0
+            accepted = Accepted(grown, drafted, r.seconds, usual)
             runner.drafter.accept(r.batch, r.draft, accepted)
         for slot, path in enumerate(grown):
             if path:

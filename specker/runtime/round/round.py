@@ -64,6 +64,8 @@ class Round:
     cut: set[int] = field(default_factory=set)  # slots whose path the text's limit or a grammar cut
     broken: set[int] = field(default_factory=set)  # slots whose logits are not finite, known once collected
     seconds: dict[str, float] = field(default_factory=dict)  # by stage, known once collected
+    began: float = 0.0  # when the host began with it
+    other: float = 0.0  # seconds of the host beside the stages, known once collected: the choice of the shape, copies
     experts: float = 0.0  # that the verify pass read in a layer, on average, known once collected
     done: Any = None  # the event after the copies
     wait: Callable[[Any], None] = operator.methodcaller("synchronize")  # for `done`
