@@ -94,7 +94,7 @@ class World:
         if reason in (RESTS, MEASURED) and not k:
             self.chooser.measured(n, rest, reason == RESTS)
         else:
-            self.known.costs.observe(n, shape, k, draft, rest, warm=warm)
+            self.known.costs.observe(n, shape, k, draft, rest, warm=warm, trial=trial)
             self.chooser.finished(n, shape, k, tokens, trial)
         self.n += 1
         self.seconds, self.tokens = self.seconds + draft + rest, self.tokens + tokens / n

@@ -146,7 +146,7 @@ class DraftRunner:
         if r.behind:
             costs.observe_prefill(r.behind, seconds["prefill"])
         if timed:
-            costs.observe(n, r.batch.budget, drafted, seconds["draft"], rest, verified, r.warm)
+            costs.observe(n, r.batch.budget, drafted, seconds["draft"], rest, verified, r.warm, r.trial)
         if r.reason not in (BEHIND, PROMPTS) and r.requests[0].policy.may_skip_drafting:  # only these spend the credit
             tokens = sum(len(r.draft.own(slot, path)) for slot, path in enumerate(paths))
             verified = drafted if r.places is None else verified

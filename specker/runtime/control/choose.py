@@ -94,7 +94,7 @@ class Chooser:
             return self._none
         self._ahead = 0
         shapes = list(dict.fromkeys(shape for p in policies for shape in p.budgets()))
-        self.reason, self.trial = "", False
+        measured, self.reason, self.trial = self.reason == MEASURED, "", False
         if not policies[0].may_skip_drafting or not self.learns:
             if len(shapes) < 2:  # as under a fixed policy: nothing to compare
                 return shapes[0] if shapes else NONE
@@ -122,8 +122,9 @@ class Chooser:
         seconds, late = self._seconds(policies, trial), self._late(trial, behind)
         loss = RUN * (seconds * plain - sum(p.expected(trial) for p in policies))
         self._price = SWITCH + (max(0.0, loss) + late * plain) / n  # what the trial is expected to lose
-        due = self._waited >= WAIT << min(self._lost, DOUBLED) and self._price <= self.credit
-        if due and n < remaining:
+        # Drafts that look slower than a plain round that was just measured may have been timed in a slower phase.
+        due = measured or self._waited >= WAIT << min(self._lost, DOUBLED)
+        if due and self._price <= self.credit and n < remaining:
             self._run, self._waited, self._gained = RUN, 0, 0.0
         if self._run > 0 and self.credit > 0:
             self._run, self.trial = self._run - 1, True

@@ -52,8 +52,9 @@ class Curve:
             return self._table[below] + (size - below) * (self._table[below + 1] - self._table[below])
         return self.prior(size) * self._ratio(size)
 
-    def learn(self, size: int, seconds: float, warm: bool = True) -> None:
-        """Take a measurement into account. `warm`: False if it may be too long (`Costs.observe`)."""
+    def learn(self, size: int, seconds: float, warm: bool = True, alone: bool = False) -> None:
+        """Take a measurement into account. `warm`: False if it may be too long. `alone`: it says nothing of other sizes
+        (`Costs.observe`)."""
         seconds = max(seconds, LEAST)
         if not warm and (self.factor is None or seconds > self.factor * self.at(size)):
             return
@@ -63,8 +64,10 @@ class Curve:
             self.factor = seconds / (self.prior(size) * ratio)
         error = min(math.log(seconds / (self.factor * self.prior(size) * ratio)), JUMP)
         if known:
-            step = math.exp(error * (FALL if error < 0 else RISE) / 2)
-            self.factor *= step
+            step = error * (FALL if error < 0 else RISE)
+            shared = 0.0 if alone else step / 2
+            self.factor *= math.exp(shared)
+            step = math.exp(step - shared)
         else:
             step = math.exp(error)
         self.ratios[size] = ratio * step
@@ -199,16 +202,18 @@ class Costs:
         verify: float,
         verified: float | None = None,
         warm: bool = True,
+        trial: bool = False,
     ) -> None:
         """Learn from a round of n sequences: its draft of `tokens` tokens took `draft` seconds, the rest `verify`.
         `verified`: how many draft tokens a sequence had in the verify pass, on average; None: `tokens`. `warm`: False
         for the first rounds after a change between plain rounds and drafts. They load the processor's caches anew, so
-        they count only if they were shorter than expected."""
+        they count only if they were shorter than expected. `trial`: plain rounds were timed just before, so what differs
+        from the estimate is not the machine's speed, which all sizes of a verify pass share."""
         rows = 1 + (tokens if verified is None else verified)
         exit = budget.exit if rows > 1 else 0
         self.plain_rounds += not tokens
         curve, size = self._verifying(n, exit), round(rows)
-        curve.learn(size, verify * curve.at(size) / curve.at(rows), warm)
+        curve.learn(size, verify * curve.at(size) / curve.at(rows), warm, trial)
         if tokens:
             self._drafting(n, budget).learn(tokens, draft, warm)
 
