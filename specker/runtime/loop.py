@@ -406,9 +406,9 @@ class Loop:
         """Launch a round of the active requests. `ahead`: tokens that pending rounds may add to each text. None if
         rounds are pending and the host must know the texts' lengths."""
         began, requests = time.perf_counter(), self.active
-        runner, budget, reason = (self.runner if requests[0].speculates else None), NONE, ""
-        if rests := runner is not None and runner.pauses(len(requests)):
-            runner, reason = None, runner.chooser.reason
+        runner, budget, reason, rests = (self.runner if requests[0].speculates else None), NONE, "", False
+        if runner is not None and runner.pauses(len(requests)):
+            runner, reason, rests = None, runner.chooser.reason, True
         guides = [s.guide for s in requests if s.guide is not None]
         forced = runner is not None and len(guides) == len(requests) and all(guide.forced for guide in guides)
         if runner is not None and not forced:

@@ -207,8 +207,8 @@ class Costs:
         """Learn from a round of n sequences: its draft of `tokens` tokens took `draft` seconds, the rest `verify`.
         `verified`: how many draft tokens a sequence had in the verify pass, on average; None: `tokens`. `warm`: False
         for the first rounds after a change between plain rounds and drafts. They load the processor's caches anew, so
-        they count only if they were shorter than expected. `trial`: plain rounds were timed just before, so what differs
-        from the estimate is not the machine's speed, which all sizes of a verify pass share."""
+        they count only if they were shorter than expected. `trial`: plain rounds were timed just before, so a time that
+        differs from the estimate says nothing of the machine's speed, which all sizes of a verify pass share."""
         rows = 1 + (tokens if verified is None else verified)
         exit = budget.exit if rows > 1 else 0
         self.plain_rounds += not tokens
