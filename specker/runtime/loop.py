@@ -408,7 +408,8 @@ class Loop:
         began, requests = time.perf_counter(), self.active
         runner, budget, reason, rests = (self.runner if requests[0].speculates else None), NONE, "", False
         if runner is not None and runner.pauses(len(requests)):
-            runner, reason, rests = None, runner.chooser.reason, True
+            rests, reason = True, runner.chooser.reason
+            runner = None
         guides = [s.guide for s in requests if s.guide is not None]
         forced = runner is not None and len(guides) == len(requests) and all(guide.forced for guide in guides)
         if runner is not None and not forced:

@@ -45,9 +45,7 @@ class Round:
     batch: Batch
     draft: Draft = field(default_factory=Draft)
     reason: str = ""  # why nothing is drafted (choose.py)
-    rests: bool = (
-        False  # whether it is plain decoding's own round, in which neither policies nor the drafter have a part
-    )
+    rests: bool = False  # whether it is plain decoding's own round: neither policies nor the drafter have a part
     trial: bool = False  # whether the draft finds out if drafting pays (choose.py)
     warm: bool = True  # whether it followed enough rounds of its kind (`Chooser.warm`)
     forced: bool = False  # whether grammars force the next token of every text, so that the drafter has no part
