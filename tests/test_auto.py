@@ -16,7 +16,9 @@ from specker.runtime.control.choose import (
     MEASURED,
     RESTING,
     RESTS,
+    RUN,
     SHARE,
+    WAIT,
     Chooser,
 )
 from specker.runtime.control.costs import FORGET, Costs, Curve
@@ -285,6 +287,30 @@ def test_a_measurement_counts_its_second_shortest_round():
     for _ in range(LOOK):
         chooser.measured(2, 3.0, False)
     assert known.costs.plain(2) == pytest.approx(3.0), "a round of another number of texts does not count"
+
+
+def test_drafts_that_look_slower_after_a_measurement_are_tried_at_once():
+    world = World(0.25, 0.1, None)
+    chooser, costs = world.chooser, world.known.costs
+    world.policies[0].expected = lambda shape: 0.95 * costs.round(1, shape) / costs.plain(1)
+    for _ in range(LOOK):
+        assert not chooser.choose(world.policies, 500).nodes and chooser.reason == MEASURED
+        chooser.measured(1, STEP, False)
+    for _ in range(RUN):
+        assert chooser.choose(world.policies, 500).nodes and chooser.trial
+        chooser.finished(1, Budget(4, 4), 4, 1, True)
+    assert not chooser.choose(world.policies, 500).nodes and chooser.reason == RESTS
+    assert [chooser.goes_on(1) for _ in range(WAIT)].index(False) > 0 and not chooser.goes_on(2)
+
+
+def test_a_trial_says_nothing_of_plain_rounds():
+    costs, shape = Costs(lambda budget: 0.1 * budget.nodes), Budget(4, 4)
+    for size, seconds in ((0, 1.0), (4, 1.4)):
+        costs.measured(1, Budget(size, size), size, 0.5, seconds)
+    for trial in (True, False):
+        before = costs.round(1, shape)
+        costs.observe(1, shape, 4, 0.5, 3.0, trial=trial)
+        assert costs.round(1, shape) > 1.05 * before and (costs.plain(1) == 1.0) == trial
 
 
 def test_a_resting_chooser_asks_its_policies_now_and_then():
