@@ -31,6 +31,9 @@ class Chooser:
 
     While drafts are made, a few plain rounds now and then measure plain decoding. They are more frequent when drafts
     gain little: the time that they cost stays within SHARE of all time.
+
+    Plain rounds are chosen several at once: until it is time to ask the policies again, `goes_on` counts them, and the
+    loop runs them without policies and drafter (`DraftRunner.pauses`).
     """
 
     def __init__(self, costs: Costs, learns: bool = True):

@@ -88,8 +88,8 @@ class EarlyExitDrafter(Drafter):
 
     def accept(self, batch: Batch, draft: Draft, accepted: Accepted) -> None:
         """Give each policy the watched layers' predictions after the accepted rows; later rows follow rejected tokens.
-        The cost also includes how much longer this round took than a usual one: its layers ran one by one for the rows
-        that were kept, or it was not captured."""
+        The cost also includes how much longer this round took than a usual one: passes that keep hidden rows take
+        longer, and are not captured."""
         if not batch.aux_layers:
             return
         start, seconds, rows = time.perf_counter(), accepted.seconds, batch.n * (draft.size + 1)
