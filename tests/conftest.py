@@ -71,6 +71,7 @@ def steady(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rounds teach nothing about costs, so what is drafted does not depend on the clock."""
     monkeypatch.setattr("specker.runtime.control.costs.Costs.observe", lambda *_: None)
     monkeypatch.setattr("specker.runtime.control.costs.Costs.observe_prefill", lambda *_: None)
+    monkeypatch.setattr("specker.runtime.control.costs.Costs.follow", lambda *_: None)
     monkeypatch.setattr("specker.runtime.control.choose.LOOK", 0)
 
 

@@ -77,7 +77,7 @@ def accept(drafter: Drafter, r: Round, path: list[int], token: int) -> list[int]
     """Accept the rows `path` followed by the target's `token`; returns the text."""
     text = r.requests[0].token_ids
     text += [int(r.batch.window[0, row]) for row in path[1:]] + [token]
-    drafter.accept(r.batch, r.draft, Accepted([path], [tokens(r)], {}, None))
+    drafter.accept(r.batch, r.draft, Accepted([path], [tokens(r)], {}, 0.0))
     return text
 
 

@@ -7,7 +7,20 @@ import random
 import pytest
 
 from specker.runtime.control.auto import Acceptance, AcceptanceHistory, Auto
-from specker.runtime.control.choose import AGAIN, APART, CARRIED, FIRST, LOOK, RESTING, RESTS, SHARE, Chooser
+from specker.runtime.control.choose import (
+    AGAIN,
+    APART,
+    CARRIED,
+    FIRST,
+    LOOK,
+    MEASURED,
+    RESTING,
+    RESTS,
+    RUN,
+    SHARE,
+    WAIT,
+    Chooser,
+)
 from specker.runtime.control.costs import FORGET, Costs, Curve
 from specker.runtime.control.policy import (
     LENGTHS,
@@ -80,11 +93,11 @@ class World:
             for s in self.true(k)
         )
         draft, rest = draft * longer, rest * (1 + (longer - 1) / 2)
-        if reason == "measured" and not k:
-            self.chooser.measured(n, rest)
+        if reason in (RESTS, MEASURED) and not k:
+            self.chooser.measured(n, rest, reason == RESTS)
         else:
-            self.known.costs.observe(n, shape, k, draft, rest, warm=warm, rests=reason == RESTS)
-        self.chooser.finished(n, shape, k, tokens, trial)
+            self.known.costs.observe(n, shape, k, draft, rest, warm=warm, trial=trial)
+            self.chooser.finished(n, shape, k, tokens, trial)
         self.n += 1
         self.seconds, self.tokens = self.seconds + draft + rest, self.tokens + tokens / n
         self.drafted.append(k)
@@ -268,12 +281,36 @@ def test_a_measurement_counts_its_second_shortest_round():
     chooser = Chooser(known.costs)
     known.costs.measured(1, Budget(0, 0), 0, 0.0, 1.0)
     for n in range(LOOK):
-        chooser.measured(1, 0.9 - 0.1 * n)
+        chooser.measured(1, 0.9 - 0.1 * n, False)
         assert known.costs.plain(1) == (1.0 if n < LOOK - 1 else pytest.approx(0.9 - 0.1 * (n - 1)))
-    chooser.measured(1, 0.1)
+    chooser.measured(1, 0.1, False)
     for _ in range(LOOK):
-        chooser.measured(2, 3.0)
+        chooser.measured(2, 3.0, False)
     assert known.costs.plain(2) == pytest.approx(3.0), "a round of another number of texts does not count"
+
+
+def test_drafts_that_look_slower_after_a_measurement_are_tried_at_once():
+    world = World(0.25, 0.1, None)
+    chooser, costs = world.chooser, world.known.costs
+    world.policies[0].expected = lambda shape: 0.95 * costs.round(1, shape) / costs.plain(1)
+    for _ in range(LOOK):
+        assert not chooser.choose(world.policies, 500).nodes and chooser.reason == MEASURED
+        chooser.measured(1, STEP, False)
+    for _ in range(RUN):
+        assert chooser.choose(world.policies, 500).nodes and chooser.trial
+        chooser.finished(1, Budget(4, 4), 4, 1, True)
+    assert not chooser.choose(world.policies, 500).nodes and chooser.reason == RESTS
+    assert [chooser.goes_on(1) for _ in range(WAIT)].index(False) > 0 and not chooser.goes_on(2)
+
+
+def test_a_trial_says_nothing_of_plain_rounds():
+    costs, shape = Costs(lambda budget: 0.1 * budget.nodes), Budget(4, 4)
+    for size, seconds in ((0, 1.0), (4, 1.4)):
+        costs.measured(1, Budget(size, size), size, 0.5, seconds)
+    for trial in (True, False):
+        before = costs.round(1, shape)
+        costs.observe(1, shape, 4, 0.5, 3.0, trial=trial)
+        assert costs.round(1, shape) > 1.05 * before and (costs.plain(1) == 1.0) == trial
 
 
 def test_a_resting_chooser_asks_its_policies_now_and_then():
@@ -391,10 +428,12 @@ def test_while_nothing_is_drafted_all_costs_follow_the_plain_round():
     costs.measured(1, shape, 4, 0.5, 1.4)
     costs.measured(4, shape, 4, 0.5, 1.4)
     costs.observe_prefill(10, 2.0)
-    for _ in range(40):
-        costs.observe(1, Budget(0, 0), 0, 0.0, 2.0, rests=True)
-    assert costs.plain(1) == pytest.approx(2.0, rel=0.01) and costs.prefill(10) == pytest.approx(4.0, rel=0.01)
-    assert costs.round(1, shape) == pytest.approx(3.8, rel=0.01) and costs.round(4, shape) == pytest.approx(1.9)
+    chooser = Chooser(costs)
+    for n in range(AGAIN):
+        assert costs.plain(1) == 1.0
+        chooser.measured(1, 2.0 if n % 2 else 9.0, True)
+    assert costs.plain(1) == pytest.approx(2.0) and costs.prefill(10) == pytest.approx(4.0)
+    assert costs.round(1, shape) == pytest.approx(3.8) and costs.round(4, shape) == pytest.approx(1.9)
 
 
 def test_a_size_that_no_draft_has_had_for_long_is_taken_to_be_like_the_others():

@@ -216,12 +216,13 @@ def test_a_round_with_forced_tokens_does_not_measure_plain_decoding(chain, monke
         "trial": False,
         "places": None,
         "parts": (),
+        "other": 0.0,
         "warm": True,
     }
     for size, expected in ((2, (2, 0, 2)), (0, "plain")):
         draft.size = size
         requests = [SimpleNamespace(policy=Fixed(2, 2))] * 2
-        chain.loop.runner.learn(SimpleNamespace(requests=requests, draft=draft, **how), 2)
+        chain.loop.runner.learn(SimpleNamespace(requests=requests, draft=draft, **how), [[0], [0]])
         assert seen.pop() == expected
 
 

@@ -1,10 +1,11 @@
 """What a round drafts: the shape that policies and measured costs agree on, and what each round teaches them."""
 
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 
 from specker.runtime.control.auto import AcceptanceHistory
-from specker.runtime.control.choose import NONE, RESTS, Chooser
+from specker.runtime.control.choose import MEASURED, NONE, RESTS, Chooser
 from specker.runtime.control.policy import Budget, Outcome
 from specker.runtime.control.stats import CopyStats
 from specker.runtime.ranks.dist import Ranks
@@ -40,6 +41,7 @@ class DraftRunner:
         self.chooser = Chooser(history.costs, learns)
         self.stall = 0.0  # seconds that the drafter may prefill before a round of several requests
         self.offer = Offer()  # for the texts of the last call of `shape`
+        self._apart = False  # whether a round without a draft needs neither the drafter nor other ranks' agreement
         self._delayed: Budget | None = None  # to draft once the drafter has prefilled the texts
 
     def shape(self, requests: list[Request], prompts: bool = False) -> tuple[Budget, str]:
@@ -48,6 +50,7 @@ class DraftRunner:
         where policies allow that: a draft's rows take time from the prompts, and the round has no idle arithmetic."""
         policies = [s.policy for s in requests]
         self.offer = offer = self.drafter.prepare(requests)
+        self._apart = self.ranks is None and not offer.matches and not self.drafter.reads(NONE)
         for policy, matches in zip(policies, offer.matches, strict=False):
             policy.announced(matches)
         budget, self._delayed = self._delayed, None
@@ -64,6 +67,11 @@ class DraftRunner:
         for p in policies:
             p.taken(budget, prices)
         return budget, reason
+
+    def pauses(self, n: int) -> bool:
+        """Whether the next round of n requests is plain decoding's own: the chooser rests, and the drafter neither
+        looks for text to copy nor reads hidden rows. The next draft catches up."""
+        return self._apart and self.chooser.goes_on(n)
 
     def rests(self, requests: list[Request]) -> bool:
         """Whether a model drafts for these requests, and not while prompts come with the round."""
@@ -115,25 +123,32 @@ class DraftRunner:
         self.drafter.advance(batch.requests, batch.budget, fixed=batch.fixed)
         return self.drafter.propose(batch)
 
-    def learn(self, r: Round, tokens: int) -> None:
-        """Take the round's time and its `tokens` into account, but for those that grammars forced. Rounds that differ
-        from later ones teach nothing: those in which layers were watched or grammars forced every text, and the last
-        ones of texts, which their limits cut. One with parts of prompts says nothing of what rounds cost."""
+    def usual(self, r: Round) -> float:
+        """Seconds that rounds like this one usually take."""
+        return self.history.costs.round(len(r.requests), r.batch.budget, r.draft.size)
+
+    def learn(self, r: Round, paths: Sequence[list[int]]) -> None:
+        """Take the round's time and the tokens of its `paths`, of each text, into account, but for those that grammars
+        forced. Rounds that differ from later ones teach nothing: those in which layers were watched or grammars forced
+        every text, and the last ones of texts, which their limits cut. One with parts of prompts says nothing of what
+        rounds cost."""
         if r.forced:
             return
         n, costs, seconds = len(r.requests), self.history.costs, r.seconds
+        timed = "watch" not in seconds and not r.parts and r.reason != BEHIND
+        rest = seconds["verify"] + seconds["accept"] + (0.0 if self.captures else seconds["commit"] + r.other)
+        if r.reason in (RESTS, MEASURED) and not r.draft.size:  # a grammar may have put tokens into some chains
+            if timed:
+                self.chooser.measured(n, rest, r.reason == RESTS)
+            return
         drafted = max(map(r.draft.drafted, range(n))) if r.draft.constrained else r.draft.size
         verified = r.draft.size if r.places is None else len(r.places) / n - 1
         if r.behind:
             costs.observe_prefill(r.behind, seconds["prefill"])
-        if "watch" not in seconds and not r.parts:
-            rest = seconds["verify"] + seconds["accept"] + (0.0 if self.captures else seconds["commit"])
-            if r.reason == "measured" and not r.draft.size:  # a grammar may have put tokens into some chains
-                self.chooser.measured(n, rest)
-            else:
-                stages = seconds["draft"], rest
-                costs.observe(n, r.batch.budget, drafted, *stages, verified, r.warm, r.reason == RESTS)
+        if timed:
+            costs.observe(n, r.batch.budget, drafted, seconds["draft"], rest, verified, r.warm, r.trial)
         if r.reason not in (BEHIND, PROMPTS) and r.requests[0].policy.may_skip_drafting:  # only these spend the credit
+            tokens = sum(len(r.draft.own(slot, path)) for slot, path in enumerate(paths))
             verified = drafted if r.places is None else verified
             self.chooser.finished(n, r.batch.budget, drafted, tokens, r.trial, r.behind, verified)
 

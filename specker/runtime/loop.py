@@ -411,22 +411,28 @@ class Loop:
         """Launch a round of the active requests. `ahead`: tokens that pending rounds may add to each text. None if
         rounds are pending and the host must know the texts' lengths."""
         began, requests = time.perf_counter(), self.active
-        runner = self.runner if requests[0].speculates else None
+        runner, budget, reason, rests = (self.runner if requests[0].speculates else None), NONE, "", False
+        if runner is not None and runner.pauses(len(requests)):
+            rests, reason = True, runner.chooser.reason
+            runner = None
         guides = [s.guide for s in requests if s.guide is not None]
         forced = runner is not None and len(guides) == len(requests) and all(guide.forced for guide in guides)
-        budget, reason = (NONE, "") if runner is None or forced else runner.shape(requests, bool(self._joining))
+        if runner is not None and not forced:
+            if len(requests) > 1 and self.slots.prefix_alignment == 1:
+                runner.stall = STALL / self._readers * self._usual_seconds(len(requests))
+            budget, reason = runner.shape(requests, bool(self._joining))
         fixed = self.fixed and not guides and (runner is None or runner.fixes(budget))
         if ahead and (not fixed or (budget.nodes and not self._chain)):
             return None  # a drafter that missed tokens must first know them
         if not fixed and runner is not None:
             budget = runner.clipped(requests, budget)
         r = self.new_round(budget, fixed, ahead)
-        r.parts, r.part_layers = [self._part(fill) for fill in self._joining], self._read_layers(self._joining)
-        r.forced = forced
+        if self._joining:
+            r.parts, r.part_layers = [self._part(fill) for fill in self._joining], self._read_layers(self._joining)
+        r.began, r.forced, r.rests, r.reason = began, forced, rests, reason
         r.batch.traced = self.trace is not None and any(s.traced for s in requests)
         if runner is not None:
-            r.reason, r.trial = reason, runner.chooser.trial and reason not in (BEHIND, PROMPTS)
-            r.warm = runner.chooser.warm
+            r.trial, r.warm = runner.chooser.trial and reason not in (BEHIND, PROMPTS), runner.chooser.warm
             r.price = 0.0 if self.ranks is not None else runner.price(requests, budget)
             if self.spreads:
                 r.instead = self.spread(budget.nodes)
@@ -452,8 +458,6 @@ class Loop:
             usual = self._round_seconds.get(n, each)
             self._round_seconds[n] = usual + NEW * (min(each, 2 * usual) - usual)
         self._joined = self._joined + 1 if r.parts else 0
-        if self.runner is not None and self.slots.prefix_alignment == 1:
-            self.runner.stall = STALL / self._readers * self._usual_seconds(n)
 
     def new_round(self, budget: Budget, fixed: bool, ahead: int = 0) -> Round:
         """A round of the active requests."""
@@ -481,6 +485,8 @@ class Loop:
         if r.batch.fixed:
             self._usual[0] += 1
             self._usual[1] += launched
+        else:
+            r.other = start - r.began - launched
         if r.parts:
             count = sum(len(part.tokens) for part in r.parts)
             self._observe_rows(r.rows + count, r.seconds["verify"] + r.seconds["accept"])
@@ -502,9 +508,10 @@ class Loop:
             if grown[-1]:
                 request.token_ids += tokens
                 self.cache.exact_len[slot] = len(request.token_ids) - 1
-        if runner is not None:
+        if runner is not None and not r.rests:
             drafted = r.host["draft"].tolist() if r.draft.observed else []
-            accepted = Accepted(grown, drafted, r.seconds, self.usual if self.fixed else None)
+            usual = self.usual if self.fixed else runner.usual(r) if r.batch.aux_layers else 0.0
+            accepted = Accepted(grown, drafted, r.seconds, usual)
             runner.drafter.accept(r.batch, r.draft, accepted)
         for slot, path in enumerate(grown):
             if path:
@@ -512,7 +519,7 @@ class Loop:
         self._observe_usual(r, launched, sum(map(len, grown)))
         r.seconds["commit"] = time.perf_counter() - start - r.seconds.get("watch", 0.0)
         if runner is not None:
-            runner.learn(r, sum(len(r.draft.own(slot, path)) for slot, (_, path, _) in enumerate(out)))
+            runner.learn(r, grown)
         for request in r.requests:
             for stage, spent in r.seconds.items():
                 request.stats.seconds[stage] += spent / n

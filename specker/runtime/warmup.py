@@ -162,6 +162,7 @@ def _time(loop: Loop, budget: Budget, confident: bool) -> None:
         # never lacks the prompt.
         if own is not None and not drafter.aux_layers:
             own.exact_len[:n] = [len(drafter.cache_ids(s)) - 1 if repeat > 1 else 0 for s in loop.active]
+        start = time.perf_counter()
         r = loop.new_round(budget, fixed)
         r.batch.confident = confident and not budget.part
         r.instead = instead
@@ -170,15 +171,16 @@ def _time(loop: Loop, budget: Budget, confident: bool) -> None:
             send(r, loop.target)
             collect(r)
         stages = r.seconds
+        other = 0.0 if fixed or loop.graphs.capture else time.perf_counter() - start - sum(stages.values())
         if r.behind and (repeat or not costs.prefill(1)):
             costs.observe_prefill(r.behind, stages["prefill"])
-        rounds.append(stages)
+        rounds.append(stages | {"other": other})
         spent = time.perf_counter() - began
         if _agreed(loop, spent > LIMIT / 4 or (repeat >= REPEATS and spent > ENOUGH)):
             break
     counted = rounds[1:] or rounds
-    draft, verify, accept = (min(stages[name] for stages in counted) for name in ("draft", "verify", "accept"))
-    costs.measured(n, budget, r.draft.size, draft, verify + accept)
+    draft, *rest = (min(stages[name] for stages in counted) for name in ("draft", "verify", "accept", "other"))
+    costs.measured(n, budget, r.draft.size, draft, sum(rest))
 
 
 def _agreed(loop: Loop, ends: bool) -> bool:

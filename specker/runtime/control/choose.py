@@ -19,7 +19,7 @@ REFRESH = 8  # rounds that prices are kept for
 LOOK = 5  # plain rounds in a row that measure plain decoding
 APART = 16  # the fewest drafts between two such measurements
 NONE = Budget(0, 0)
-RESTS, MISSING = "slower", "nothing found"  # why a round drafts nothing
+RESTS, MISSING, MEASURED = "slower", "nothing found", "measured"  # why a round drafts nothing
 
 
 class Chooser:
@@ -31,6 +31,9 @@ class Chooser:
 
     While drafts are made, a few plain rounds now and then measure plain decoding. They are more frequent when drafts
     gain little: the time that they cost stays within SHARE of all time.
+
+    Plain rounds are chosen several at once: until it is time to ask the policies again, `goes_on` counts them, and the
+    loop runs them without policies and drafter (`DraftRunner.pauses`).
     """
 
     def __init__(self, costs: Costs, learns: bool = True):
@@ -48,12 +51,11 @@ class Chooser:
         self._gained = 0.0  # what the trial's drafts gained so far, in plain rounds
         self._cold, self._drafted = 0, False  # rounds until caches are warm; what the last chosen round did
         self._begun = 0.0  # cost of the prefills before drafts for these texts, in plain rounds
-        self._resting = 0  # number of sequences in the last round if it drafted nothing, else 0
+        self._ahead = self._sequences = 0  # plain rounds to come without asking the policies; for so many sequences
         self._drafting = False  # whether the last round drafted for its gain
         self._none = NONE  # the strategy's shape of a round without a draft
-        self._look: list[float] = []  # seconds of the plain rounds of a measurement
-        self._looked = 0  # number of sequences in those rounds
-        self._looks = 0  # plain rounds of a measurement that are still to come
+        self._look: list[float] = []  # seconds of the last plain rounds, for the next measurement
+        self._looked = 0, False  # number of sequences in those rounds, and whether drafts rested
         self._since, self._spent = 0, 0.0  # since the last measurement: drafts, and their time in plain rounds
         self._price = 0.0  # cost of the next trial, in plain rounds
         self._prices: tuple[float, ...] = ()
@@ -66,7 +68,7 @@ class Chooser:
         self.credit, self._begun = self.credit - self._begun, 0.0
         if self._lost:
             self.credit = min(self.credit, max(CARRIED, self._price))
-        self._lost, self._resting, self._run = min(self._lost, 1), 0, 0
+        self._lost, self._ahead, self._run = min(self._lost, 1), 0, 0
 
     def choose(self, policies: Sequence[Policy], remaining: int, behind: int = 0) -> Budget:
         """The shape of the next round. `remaining`: tokens that the texts may still grow by. `behind`: committed
@@ -77,6 +79,13 @@ class Chooser:
             self._cold, self._drafted = COLD if changed else max(0, self._cold - 1), shape.nodes > 0
         return shape
 
+    def goes_on(self, n: int) -> bool:
+        """Whether the next round of n sequences is plain without asking the policies, as the last one. Counts it."""
+        if not self._ahead or n != self._sequences:
+            return False
+        self._ahead, self._waited = self._ahead - 1, self._waited + 1
+        return True
+
     @property
     def warm(self) -> bool:
         """Whether the round of the last choice finds the caches as rounds of its kind leave them."""
@@ -84,11 +93,11 @@ class Chooser:
 
     def _choose(self, policies: Sequence[Policy], remaining: int, behind: int) -> Budget:
         n = len(policies)
-        if self._resting == n and self._waited % AGAIN and not any(p.copies for p in policies):
-            self._waited += 1
+        if (self.reason == MEASURED or not any(p.copies for p in policies)) and self.goes_on(n):
             return self._none
+        self._ahead = 0
         shapes = list(dict.fromkeys(shape for p in policies for shape in p.budgets()))
-        self.reason, self.trial = "", False
+        measured, self.reason, self.trial = self.reason == MEASURED, "", False
         if not policies[0].may_skip_drafting or not self.learns:
             if len(shapes) < 2:  # as under a fixed policy: nothing to compare
                 return shapes[0] if shapes else NONE
@@ -97,38 +106,42 @@ class Chooser:
         none = replace(shapes[0], nodes=0, depth=0) if shapes else NONE
         if not drafts:
             return self._rest(n, none, RESTS if shapes else MISSING)
-        if not (self._looks or self.costs.plain_rounds):
-            self._looks = LOOK
         plain = n / self.costs.plain(n)
         rates = {shape: self.rate(policies, shape, self._late(shape, behind)) for shape in drafts}
         best = max(drafts, key=lambda shape: rates[shape])
         # A prefill serves all drafts to come, so it counts against all tokens to come, not against this round.
         rate = self.rate(policies, best)
-        if self._since >= APART and LOOK * (1 - plain / rate) <= SHARE * self._spent:
-            self._looks = LOOK
-        if self._looks:
-            self.reason, self._looks, self._since, self._spent = "measured", self._looks - 1, 0, 0.0
-            return none
+        due = self._since >= APART and LOOK * (1 - plain / rate) <= SHARE * self._spent
+        looks = LOOK if due or not self.costs.plain_rounds else 0
+        if looks:
+            self._since, self._spent = 0, 0.0
+            return self._plain(n, none, MEASURED, looks)
         bar = plain if self._drafting else START * plain
         if rate > bar and self.credit > 0 and remaining * (1 / plain - 1 / rate) > self._late(best, behind):
             self._run = self._run - 1 if self._drafting else RUN - 1
-            self._waited, self._resting, self._drafting = 0, 0, True
+            self._waited, self._drafting = 0, True
             return best
         trial = policies[0].trial(best)
         seconds, late = self._seconds(policies, trial), self._late(trial, behind)
         loss = RUN * (seconds * plain - sum(p.expected(trial) for p in policies))
         self._price = SWITCH + (max(0.0, loss) + late * plain) / n  # what the trial is expected to lose
-        due = self._waited >= WAIT << min(self._lost, DOUBLED) and self._price <= self.credit
-        if due and n < remaining:
+        # Drafts that look slower than a plain round that was just measured may have been timed in a slower phase.
+        due = measured or self._waited >= WAIT << min(self._lost, DOUBLED)
+        if due and self._price <= self.credit and n < remaining:
             self._run, self._waited, self._gained = RUN, 0, 0.0
         if self._run > 0 and self.credit > 0:
-            self._run, self.trial, self._resting = self._run - 1, True, 0
+            self._run, self.trial = self._run - 1, True
             return trial
         return self._rest(n, none, RESTS)
 
     def _rest(self, n: int, none: Budget, reason: str) -> Budget:
-        self.reason, self._resting, self._none = reason, n, replace(none, extra=())
-        self._waited, self._drafting, self._run = self._waited + 1, False, 0
+        self._drafting, self._run = False, 0
+        return self._plain(n, none, reason, AGAIN - self._waited % AGAIN)
+
+    def _plain(self, n: int, none: Budget, reason: str, rounds: int) -> Budget:
+        """Draft nothing for so many rounds."""
+        self._ahead, self._sequences, self._waited = rounds - 1, n, self._waited + 1
+        self.reason, self._none = reason, replace(none, extra=())
         return none
 
     def rate(self, policies: Sequence[Policy], shape: Budget, late: float = 0.0) -> float:
@@ -146,16 +159,24 @@ class Chooser:
         self._kept += 1
         return self._prices
 
-    def measured(self, n: int, seconds: float) -> None:
-        """Take the seconds of a plain round of n sequences that was chosen to measure plain decoding. In the first
-        rounds of a measurement the processor's caches still hold a draft's data, so a short round counts: the second
-        shortest, because draft rounds are not timed at their luckiest either."""
-        if n != self._looked:  # a text was admitted or ended meanwhile
-            self._look, self._looked = [], n
+    def measured(self, n: int, seconds: float, rests: bool) -> None:
+        """Take the seconds of a plain round of n sequences, chosen to measure plain decoding or because drafts are
+        slower (`rests`). Several such rounds are one measurement. In the first ones the processor's caches still hold a
+        draft's data, so a short round counts: the shortest but for a quarter of them, because draft rounds are not
+        timed at their luckiest either. Between drafts the last two measurements count together, so that plain decoding
+        does not look slow after one that was interrupted."""
+        self.credit = min(self.credit + RESTING, max(MOST, self._price))
+        if (n, rests) != self._looked:  # a text was admitted or ended meanwhile, or drafts began or ended
+            self._look, self._looked = [], (n, rests)
         self._look.append(seconds)
-        if len(self._look) >= LOOK:
-            self.costs.measured(n, NONE, 0, 0.0, sorted(self._look)[1])
-            self._look = []
+        if len(self._look) % (AGAIN if rests else LOOK):
+            return
+        usual = sorted(self._look)[len(self._look) // 4]
+        if rests:
+            self.costs.follow(n, usual)
+        else:
+            self.costs.measured(n, NONE, 0, 0.0, usual)
+        self._look = [] if rests else self._look[-LOOK:]
 
     def row_price(self, policies: Sequence[Policy], shape: Budget) -> float:
         """What a further row of one sequence costs in the verify pass of a batch (`Costs.row_price`)."""

@@ -52,9 +52,9 @@ class Curve:
             return self._table[below] + (size - below) * (self._table[below + 1] - self._table[below])
         return self.prior(size) * self._ratio(size)
 
-    def learn(self, size: int, seconds: float, warm: bool = True, all: bool = False) -> None:
-        """Take a measurement into account. `warm`: False if it may be too long (`Costs.observe`). `all`: what differs
-        from the estimate is the machine's speed, which every size shares."""
+    def learn(self, size: int, seconds: float, warm: bool = True, alone: bool = False) -> None:
+        """Take a measurement into account. `warm`: False if it may be too long. `alone`: it says nothing of other sizes
+        (`Costs.observe`)."""
         seconds = max(seconds, LEAST)
         if not warm and (self.factor is None or seconds > self.factor * self.at(size)):
             return
@@ -64,9 +64,10 @@ class Curve:
             self.factor = seconds / (self.prior(size) * ratio)
         error = min(math.log(seconds / (self.factor * self.prior(size) * ratio)), JUMP)
         if known:
-            step = math.exp(error * (FALL if error < 0 else RISE) / 2)
-            self.factor *= step * step if all else step
-            step = 1.0 if all else step
+            step = error * (FALL if error < 0 else RISE)
+            shared = 0.0 if alone else step / 2
+            self.factor *= math.exp(shared)
+            step = math.exp(step - shared)
         else:
             step = math.exp(error)
         self.ratios[size] = ratio * step
@@ -201,27 +202,20 @@ class Costs:
         verify: float,
         verified: float | None = None,
         warm: bool = True,
-        rests: bool = False,
+        trial: bool = False,
     ) -> None:
         """Learn from a round of n sequences: its draft of `tokens` tokens took `draft` seconds, the rest `verify`.
         `verified`: how many draft tokens a sequence had in the verify pass, on average; None: `tokens`. `warm`: False
         for the first rounds after a change between plain rounds and drafts. They load the processor's caches anew, so
-        they count only if they were shorter than expected. `rests`: only plain rounds are timed for a while, so a
-        change of their time is taken for one of the machine's speed, which changes all costs alike."""
+        they count only if they were shorter than expected. `trial`: plain rounds were timed just before, so a time that
+        differs from the estimate says nothing of the machine's speed, which all sizes of a verify pass share."""
         rows = 1 + (tokens if verified is None else verified)
         exit = budget.exit if rows > 1 else 0
         self.plain_rounds += not tokens
         curve, size = self._verifying(n, exit), round(rows)
-        before = curve.factor
-        curve.learn(size, verify * curve.at(size) / curve.at(rows), warm, rests and not tokens)
+        curve.learn(size, verify * curve.at(size) / curve.at(rows), warm, trial)
         if tokens:
             self._drafting(n, budget).learn(tokens, draft, warm)
-        elif rests and before and curve.factor:
-            self._prefill *= curve.factor / before
-            for kind in (self._verify, self._draft):
-                for key, other in kind.items():  # type: ignore[attr-defined]
-                    if key[0] == n and other is not curve and other.factor is not None:
-                        other.factor *= curve.factor / before
 
     def measured(self, n: int, budget: Budget, tokens: int, draft: float, verify: float) -> None:
         """Like `observe`, for careful measurements."""
@@ -230,6 +224,19 @@ class Costs:
         self._verifying(n, exit).set(tokens + 1, verify)
         if tokens:
             self._drafting(n, budget).set(tokens, draft)
+
+    def follow(self, n: int, seconds: float) -> None:
+        """Take the seconds of a plain round of n sequences, as careful measurements found it while nothing was drafted.
+        Another time than before is taken for a change of the machine's speed, which changes all costs alike."""
+        change = max(seconds, LEAST) / self.plain(n)
+        if self._verifying(n, 0).factor is None:
+            self.measured(n, Budget(0, 0), 0, 0.0, seconds)
+            return
+        self._prefill *= change
+        curves: tuple[dict[Any, Curve], ...] = self._verify, self._draft
+        for key, curve in (item for kind in curves for item in kind.items()):
+            if key[0] == n and curve.factor is not None:
+                curve.factor *= change
 
     def observe_prefill(self, tokens: int, seconds: float) -> None:
         """Learn from a prefill of `tokens` tokens by the drafter."""

@@ -192,7 +192,7 @@ class Accepted(NamedTuple):
     paths: list[list[int]]  # accepted rows of each sequence, row 0 (the root) first; []: its text did not grow
     tokens: list[list[int]]  # of each sequence's draft, if `Draft.observed`
     seconds: dict[str, float]  # by stage; a drafter that works for its policy adds what that takes as "watch"
-    usual: float | None  # mean seconds of a round of fixed shape; None where there are none
+    usual: float  # seconds that such a round usually takes, if hidden rows were read
 
 
 class Drafter:

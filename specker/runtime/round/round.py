@@ -45,6 +45,7 @@ class Round:
     batch: Batch
     draft: Draft = field(default_factory=Draft)
     reason: str = ""  # why nothing is drafted (choose.py)
+    rests: bool = False  # whether it is plain decoding's own round: neither policies nor the drafter have a part
     trial: bool = False  # whether the draft finds out if drafting pays (choose.py)
     warm: bool = True  # whether it followed enough rounds of its kind (`Chooser.warm`)
     forced: bool = False  # whether grammars force the next token of every text, so that the drafter has no part
@@ -63,6 +64,8 @@ class Round:
     cut: set[int] = field(default_factory=set)  # slots whose path the text's limit or a grammar cut
     broken: set[int] = field(default_factory=set)  # slots whose logits are not finite, known once collected
     seconds: dict[str, float] = field(default_factory=dict)  # by stage, known once collected
+    began: float = 0.0  # when the host began with it
+    other: float = 0.0  # seconds of the host beside the stages, known once collected: the choice of the shape, copies
     experts: float = 0.0  # that the verify pass read in a layer, on average, known once collected
     done: Any = None  # the event after the copies
     wait: Callable[[Any], None] = operator.methodcaller("synchronize")  # for `done`

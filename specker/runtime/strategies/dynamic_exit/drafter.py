@@ -89,7 +89,8 @@ class EarlyExitDrafter(Drafter):
 
     def accept(self, batch: Batch, draft: Draft, accepted: Accepted) -> None:
         """Give each policy the watched layers' predictions after the accepted rows; later rows follow rejected tokens.
-        With captured rounds, the cost also includes how much longer this round took than a usual one."""
+        The cost also includes how much longer this round took than a usual one: passes that keep hidden rows take
+        longer, and are not captured."""
         if not batch.aux_layers:
             return
         start, seconds, rows = time.perf_counter(), accepted.seconds, batch.n * (draft.size + 1)
@@ -103,7 +104,7 @@ class EarlyExitDrafter(Drafter):
             watched = {depth: hidden[:, i] for i, depth in enumerate(batch.aux_layers)}
             seen.append((request, *self._watch(watched, targets[slot, :k], positions[slot, :k], draws)))
         spent = time.perf_counter() - start
-        longer = 0.0 if accepted.usual is None else sum(seconds.values()) + spent - accepted.usual
+        longer = sum(seconds.values()) + spent - accepted.usual
         for request, match, confidence in seen:
             request.policy.learn(batch.aux_layers, match, confidence, max(spent, longer))
         seconds["watch"] = spent
