@@ -1,7 +1,7 @@
 // Tiles with 8-bit activations.
 #include "tiles.h"
 
-#define AHEAD 4096 // prefetch distance in bytes
+#define AHEAD 8192 // prefetch distance in bytes
 
 // The dot products of a group of W with T rows of x at `a`. With `apart`, d0 is the sum over columns 0 to 15 and d1 the
 // sum over columns 16 to 31. Without it, only the sum of d0 and d1 is meaningful.
@@ -103,7 +103,8 @@ INLINE void tile_integers(int bits, int scales, int T, const uint8_t *w, const r
             const int64_t at = t0 * (E / GROUP) + group * T;
             const int8_t *q8 = x->q + at * GROUP;
             const float *by = x->scale + at, *both = x->both + at, *sum = x->sum + 2 * at;
-            for (int i = 0; i < code_bytes(bits) + 32; i += 64) prefetch(here + AHEAD + i);
+            if (T > 1) // a single row leaves the processor time to find the stream, and reads faster by itself
+                for (int i = 0; i < code_bytes(bits) + 32; i += 64) prefetch(here + AHEAD + i);
             vi d0[MOST][PARTS], d1[MOST][PARTS];
             dots(bits, scales == SIXTEEN, T, here, q8, d0, d1);
 #pragma GCC unroll 4

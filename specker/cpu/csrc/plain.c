@@ -9,8 +9,8 @@
 INLINE int64_t size_of(enum type type) { return type == OF_FLOAT32 ? 4 : 2; }
 INLINE vf read(enum type type, const void *p) { return type == OF_FLOAT32 ? load(p) : type == OF_BFLOAT16 ? wide(p) : halves(p); }
 
-// The rows that are read four tiles later, or with one row a tile the next one.
-INLINE int64_t following(int64_t count, int64_t row) { return (count == 1 ? 1 : 4) * count * row; }
+// How far to prefetch: four tiles. A single row is a stream that the processor finds by itself.
+INLINE int64_t following(int64_t count, int64_t row) { return count == 1 ? 0 : 4 * count * row; }
 
 INLINE void tile_plain(int R, int T, enum type type, const uint8_t *w, int64_t row_w, const float *x, int64_t row_x, int64_t E,
                        float *y, int64_t row_y, int64_t ahead) {
@@ -27,7 +27,7 @@ INLINE void tile_plain(int R, int T, enum type type, const uint8_t *w, int64_t r
             for (int r = 0; r < R; r++) {
                 const uint8_t *line = w + (r * row_w + at) * size_of(type);
                 a[r] = read(type, line);
-                prefetch_far(line + ahead);
+                if (R > 1 || ahead) prefetch_far(line + ahead);
             }
 #pragma GCC unroll 6
             for (int t = 0; t < T; t++) {
@@ -101,7 +101,7 @@ INLINE void tile_pairs(int R, int T, const uint16_t *w, int64_t row_w, const uin
 #pragma GCC unroll 4
         for (int r = 0; r < R; r++) {
             a[r] = (__m512bh)_mm512_loadu_si512(w + r * row_w + e);
-            prefetch_far((const uint8_t *)(w + r * row_w + e) + ahead);
+            if (R > 1 || ahead) prefetch_far((const uint8_t *)(w + r * row_w + e) + ahead);
         }
 #pragma GCC unroll 6
         for (int t = 0; t < T; t++) {

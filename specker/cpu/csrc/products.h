@@ -64,7 +64,7 @@ int64_t chunk(int64_t O, int64_t parts);
 void ask(const matrix *m, int64_t first); // prefetches where row `first` begins
 void restore_row(const matrix *m, int64_t o, float *y); // one row of W in float32
 // y[t, r] of R rows of W, `row_w` elements apart, and T rows of x: W of a type times float32, or both bfloat16. Prefetches
-// the bytes `ahead` of those of W; 0: those of the rows that follow.
+// the bytes `ahead` of those of W; 0: as suits rows that follow one another.
 enum type { OF_FLOAT32, OF_BFLOAT16, OF_FLOAT16 };
 void plain_rows(const uint8_t *w, enum type type, int64_t row_w, const float *x, int64_t row_x, int64_t R, int64_t T,
                 int64_t E, float *y, int64_t row_y, int64_t ahead);
