@@ -43,7 +43,7 @@ FOLDERS = {
     "specker/model": "The decoder and its KV cache",
     "specker/runtime": "What drafts, verifies, accepts and schedules",
     "train": "Scripts that trained the bundled drafts and models",
-    "train/smollm2": "What SmolLM2 wrote, on which its drafts were trained",
+    "train/smollm2": "What SmolLM2 wrote: text to train its drafts and heads on",
     "examples": "Programs that use specker",
     "scripts": "Tools of the repository",
     "models": "specker-models, a distribution of its own: the bundled models and drafts",
