@@ -175,12 +175,13 @@ class Loop:
         for request in running:
             request.stats.wall += share
         events, known = [], self._known_ids
+        source = "" if self.drafter is None else self.drafter.source
         for slot, (request, path, tokens) in enumerate(results):
             if request in running and (tokens or slot in r.broken or request.guide is not None):
                 ids = known if request.speculates else None
                 events.append(emitted(r, slot, path, tokens, ids))
                 if self.trace is not None and request.traced and tokens:
-                    self.trace(record(r, self.finished - 1, slot, path, events[-1], ids, self.source))
+                    self.trace(record(r, self.finished - 1, slot, path, events[-1], ids, source))
         if all(s.finished for s in self.active):
             while self.pending:  # rounds that were launched before this was known
                 collect(self.pending.popleft())
@@ -216,11 +217,6 @@ class Loop:
             return 1
         request = self.active[0]
         return 1 if request.speculates and self.runner is not None and self.runner.synchronous(request) else 2
-
-    @property
-    def source(self) -> str:
-        """What drafts that are no copies come from (`Drafter.source`)."""
-        return "" if self.drafter is None else self.drafter.source
 
     @property
     def _known_ids(self) -> set[int] | None:

@@ -53,10 +53,10 @@ def record(
     if known is not None and request.speculates:
         row["outside"] = [n for n, token in enumerate(tokens) if token not in known]
     note = draft.note(slot)
-    if isinstance(note, CopyStats):
-        row["source"], row["matched"] = note.source, note.matched
-    elif N:
-        row["source"] = source
+    if N:
+        row["source"] = note.source if isinstance(note, CopyStats) else source
+    if N and isinstance(note, CopyStats):
+        row["matched"] = note.matched
     if isinstance(note, BlockStats):
         row["diffusion"] = asdict(note)
     return row

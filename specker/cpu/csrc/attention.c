@@ -22,7 +22,7 @@ INLINE vf numbers(int64_t format, const uint8_t *v, int64_t i) {
     }
 }
 
-// y[t, 0..31] += sum over s < S of p[t, s] v[s, i..i + 31], added one by one, so that terms of 0 change nothing. Asks for
+// y[t, 0..31] += sum over s < S of p[t, s] v[s, i..i + 31], added one by one, so that terms of 0 change nothing. Prefetches
 // the bytes `ahead` of those that it reads.
 INLINE void mixture(int64_t format, int T, const float *p, int64_t row_p, const uint8_t *v, int64_t row_v, int64_t from,
                     float *y, int64_t row_y, int64_t S, int64_t ahead) {
@@ -158,8 +158,8 @@ static void weigh_row(const block *a, int64_t i, int64_t c, int64_t width, float
     for (int64_t j = 0; j < lanes; j += LANES) most = largest(load(y + j), most);
     const float old = a->tops[i], top = highest(most) * a->scale;
     if (top > old && nearest(top) > old) {
-        const vf shrink = power_below(splat(old), splat(a->tops[i] = nearest(top)));
-        a->ends[i] *= shrink[0];
+        const float shrink = two_to(old - (a->tops[i] = nearest(top)));
+        a->ends[i] *= shrink;
         for (int64_t e = 0; e < a->D; e += LANES) store(a->sums + i * a->D + e, load(a->sums + i * a->D + e) * shrink);
     }
     for (int64_t j = 0; j < lanes; j += LANES) store(y + j, power_below(load(y + j) * a->scale, splat(a->tops[i])));
