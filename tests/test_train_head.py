@@ -3,12 +3,14 @@ they did in training."""
 
 import json
 
+import caches
 import cases
 import numpy as np
 import pytest
 import torch
 from make_checkpoint import make
 from make_dflash import Formula as BlockFormula
+from make_gguf import write
 from make_head import Formula
 from safetensors.torch import load_file
 
@@ -291,6 +293,21 @@ def test_the_rows_are_the_target_s(folder, lessons, rows_of):
             assert bool((logits.max(-1).values - mine < 1e-3 * logits.std()).all())
             near += int((best[start + 2 : start + len(ids) - 1] == ids[3:]).sum())
     assert near > 100  # most of these texts are greedy
+
+
+def test_the_rows_of_a_gguf_target(tmp_path, monkeypatch):
+    """Its matrices are packed for the compiled layers, the LM head's too: the best tokens are those it decodes."""
+    monkeypatch.setenv("SPECKER_CACHE", str(caches.empty(tmp_path / "cache")))
+    sizes = {"hidden": 256, "heads": 4, "kv_heads": 2, "head_dim": 64, "vocab": 128, "layers": 2, "ffn": 256}
+    file = write(tmp_path / "tiny.gguf", make(tmp_path / "source", **sizes), "Q8_0")
+    prompts = [[n, 7 * n] for n in range(8)]
+    made = specker.load(file, strategy="ar", device="cpu", kv_dtype="float32").generate(prompts, 20)
+    (tmp_path / "answers").mkdir()
+    corpus.save(tmp_path / "answers", {n: ([*prompts[n], *text.tokens], 2) for n, text in enumerate(made)})
+    taps.write(shards(tmp_path), tmp_path / "taps", opened(file), (1, 2), torch.float32)
+    best, ends = np.load(next((tmp_path / "taps").glob("*.best.npy"))), np.cumsum([2 + len(t.tokens) for t in made])
+    rows = [part[1:-1].tolist() for part in np.split(best, ends[:-1])]
+    assert rows == [text.tokens for text in made] and len(best) > 60
 
 
 def test_no_text_is_both_trained_on_and_judged(folder, lessons):

@@ -103,7 +103,7 @@ def run(model: Model, cache: KVCache, text: list[int], taps: tuple[int, ...]) ->
         out = prefill(model, cache, chunk, tuple(sorted({*taps, last})), len(chunk))
         final = add_norm(out[last].contiguous(), None, model.norm, model.config.rms_norm_eps)[1]
         rows.append(torch.stack([*(out[depth] for depth in taps), final], 1))
-        best.append(model.logits(Final(final, True)).argmax(-1))
+        best.append(model.logits(Final(out[last], False)).argmax(-1))
     return torch.cat(rows), torch.cat(best)
 
 
