@@ -37,6 +37,11 @@ def test_a_trimmed_head_drafts_kept_ids_alone(heads):
     assert drafted and drafted <= engine.drafter.head.draftable and len(engine.drafter.head.draftable) < 30
 
 
+def test_a_tree_wider_than_the_heads_vocabulary_is_refused(usual):
+    with pytest.raises(ValueError, match="tree='4x2' is wider than the 3 rows of this head's vocabulary"):
+        usual.load(tree="4x2")
+
+
 BAD = {
     "another width": ({"target_hidden_size": 32}, "a head for a target of width 32, and the target has 64"),
     "another kind": ({"speculators_model_type": "dflash"}, "of type 'dflash'; specker reads eagle3"),

@@ -68,11 +68,16 @@ static clusters searched(const chain *c, const memory *s) { // the search of the
 
 static int64_t layout(const chain *c, int size, char *base, memory *to) {
     const int64_t B = c->first->B, T = c->first->T > B ? c->first->T : B, E = c->model->E, K = c->centroids ? 0 : c->head->O;
-    forward f = {.model = c->model, .rows = c->first, .groups = c->groups, .group_count = c->group_count};
-    forward g = {.model = c->model, .rows = c->first, .groups = c->later_groups, .group_count = c->later_count};
-    int64_t need = forward_bytes(&f, size), other = forward_bytes(&g, size), at = 0;
-    // Later forwards have at most as many rows, over a context that is `steps` columns longer.
-    need = (need > other ? need : other) + size * (c->steps + 16) * 16 * (c->model->Hq / c->model->Hkv) * 8;
+    // The later forwards have one row a sequence, and the last one the longest contexts: it needs more room for sums over
+    // spans, also than a first forward whose rows are too many for threads to divide the columns (attention.c).
+    int32_t lengths[B];
+    for (int64_t b = 0; b < B; b++) lengths[b] = (int32_t)(c->columns[b] + c->steps);
+    places later = *c->first;
+    later.T = B, later.W = 0, later.words = 0, later.kv_len = lengths;
+    const forward f = {.model = c->model, .rows = c->first, .groups = c->groups, .group_count = c->group_count};
+    const forward g = {.model = c->model, .rows = &later, .groups = c->later_groups, .group_count = c->later_count};
+    const int64_t here = forward_bytes(&f, size), then = forward_bytes(&g, size), need = here > then ? here : then;
+    int64_t at = 0;
 #define TAKE(bytes) (base + (at = (at + 63) / 64 * 64, at += (bytes), at - (bytes)))
     memory m;
     m.forward = TAKE(need);

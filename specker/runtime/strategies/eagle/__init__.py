@@ -59,4 +59,7 @@ class Eagle(Strategy):
         cache, own, depth = context.allocate(head.model), context.head(head.model), context.depth(self)
         if head.spec.mask is not None:
             return ParallelDrafter(head, cache, own, depth)
+        if context.options.width > own.most:
+            tree = option("tree", context.options.tree)
+            raise ValueError(f"{tree} is wider than the {own.most} rows of this head's vocabulary")
         return EagleDrafter(head, cache, own, context.options.width, depth)
