@@ -9,6 +9,7 @@ import json
 import logging
 import os
 import platform
+import random
 import re
 import subprocess
 import sys
@@ -88,24 +89,24 @@ def measure(ways: dict[str, Callable[[], Any]], rounds: int = 5, warmup: int = 1
 def measure_each(
     ways: dict[str, Callable[[Any], Any]], items: list[Any], rounds: int = 5, warmup: int = 1
 ) -> dict[str, Timing]:
-    """`measure` for ways that take one item. They take turns at every item, so compared calls are seconds apart. A
-    round's seconds are the sum over the items; `last` is the list of their results."""
+    """`measure` for ways that take one item. They take turns at every item, so compared calls are seconds apart, in an
+    order drawn anew, since a way finds in the caches what the one before it left. A round's seconds are the sum over
+    the items; `last` is the list of their results."""
     if rounds < 1 or not ways or not items:
         raise ValueError(f"nothing to measure: {len(ways)} ways, {len(items)} items, {rounds} rounds")
     seconds = {name: [0.0] * rounds for name in ways}
     last: dict[str, list[Any]] = {}
-    order = list(ways)
+    order = random.Random(0)
     for n in range(-warmup, rounds):
         last = {name: [] for name in ways}
         for item in items:
-            for name in order:
+            for name in order.sample(list(ways), len(ways)):
                 wait()
                 start = time.perf_counter()
                 last[name].append(ways[name](item))
                 wait()
                 if n >= 0:
                     seconds[name][n] += time.perf_counter() - start
-            order = order[1:] + order[:1]
     return {name: Timing(tuple(seconds[name]), last[name]) for name in ways}
 
 

@@ -21,7 +21,7 @@ from specker.runtime.control.choose import (
     WAIT,
     Chooser,
 )
-from specker.runtime.control.costs import FORGET, Costs, Curve
+from specker.runtime.control.costs import FORGET, SOON, Costs, Curve
 from specker.runtime.control.policy import (
     LENGTHS,
     Budget,
@@ -42,16 +42,28 @@ class World:
     """Rounds of a machine: a draft step takes `step` plain rounds and a further verify row `row`; the target agrees
     with each draft token with the probability that `agrees(n)` gives for round n. `cold`: how many times as long the
     draft of the first round after a change between drafts and plain rounds takes. `doubled`: the share of stages that
-    an interruption doubles."""
+    an interruption doubles. `slow`: the share of rounds after which up to six take 1.5 to 5 times as long."""
 
     def __init__(
-        self, step, row, agrees, confident=False, noise=0.0, seed=1, sequences=1, known=None, cold=1.0, doubled=0.0
+        self,
+        step,
+        row,
+        agrees,
+        confident=False,
+        noise=0.0,
+        seed=1,
+        sequences=1,
+        known=None,
+        cold=1.0,
+        doubled=0.0,
+        slow=0.0,
     ):
         self.known = known or AcceptanceHistory(Costs(lambda budget: step * budget.nodes))
         self.chooser = Chooser(self.known.costs)
         self.policies = [Auto(self.known.costs, self.known.drafts, Budget(16, 16), confident) for _ in range(sequences)]
         self.step, self.row, self.agrees, self.confident, self.noise = step, row, agrees, confident, noise
         self.cold, self.doubled, self.same = cold, doubled, 0  # same: rounds of one kind in a row
+        self.slow, self.phases, self.until = slow, random.Random(seed), -1
         self.random, self.n = random.Random(seed), 0
         self.seconds = self.tokens = 0.0
         self.drafted, self.spent = [], []  # of each round: draft tokens; plain rounds beyond its tokens
@@ -93,6 +105,10 @@ class World:
             for s in self.true(k)
         )
         draft, rest = draft * longer, rest * (1 + (longer - 1) / 2)
+        if self.slow and self.n > self.until and self.phases.random() < self.slow:
+            self.until = self.n + self.phases.randint(1, 6)
+        if self.n <= self.until:
+            draft, rest = draft * self.phases.uniform(1.5, 5), rest * self.phases.uniform(1.5, 5)
         if reason in (RESTS, MEASURED) and not k:
             self.chooser.measured(n, rest, reason == RESTS)
         else:
@@ -437,18 +453,49 @@ def test_while_nothing_is_drafted_all_costs_follow_the_plain_round():
 
 
 def test_a_size_that_no_draft_has_had_for_long_is_taken_to_be_like_the_others():
-    """One interrupted round must not make a length too dear to be used, and so to be measured, ever again."""
     curve = Curve(lambda rows: 1.0)
-    for rows, seconds in ((1, 1.0), (2, 1.2), (3, 9.0)):
+    for rows, seconds in ((1, 1.0), (2, 1.2), *(FORGET // SOON) * ((3, 2.5),)):
         curve.learn(rows, seconds)
-    assert curve.factor * curve.at(3) > 1.9
     for _ in range(FORGET):
         curve.learn(1, 1.0)
     assert curve.factor * curve.at(3) > 1.9, "plain rounds say nothing about drafts"
-    for _ in range(FORGET):
+    for n in range(FORGET):
+        assert 3 in curve.ratios, n
         curve.learn(2, 1.2)
         curve.learn(1, 1.0)
     assert curve.factor * curve.at(3) == pytest.approx(1.4, rel=0.05) and curve.factor * curve.at(1) < 1.05
+
+
+@pytest.mark.parametrize("seed", (3, 33, 44, 45))
+def test_slow_phases_of_the_machine_do_not_end_the_drafts(seed):
+    world = World(0.2, 0.15, lambda n: 0.75, confident=True, noise=0.15, seed=seed, cold=1.5, slow=0.02).run(100)
+    world.tokens = 0.0
+    for _ in range(6):
+        world.text(96)
+    assert world.tokens * STEP / sum(sum(world.true(k)) for k in world.drafted[100:]) > 1.1
+
+
+def test_a_few_long_measurements_do_not_make_a_size_too_dear_to_be_measured_again():
+    """They count half, and lie between the other sizes; one is forgotten soon, four are believed."""
+    curve = Curve(lambda rows: 1.0)
+    for rows, seconds in ((1, 1.0), (2, 1.2), (3, 9.0)):
+        curve.learn(rows, seconds)
+    assert curve.factor * curve.at(3) == pytest.approx(1.2 * 2**0.5 * 1.2 ** (1 / 6), rel=0.2) and 3 in curve.ratios
+    curve.learn(4, 1.3)
+    assert curve.factor * curve.at(3) == pytest.approx(curve.factor * curve.at(4))
+    for _ in range(SOON - 1):
+        curve.learn(2, 1.2)
+    assert 3 not in curve.ratios
+    for _ in range(12):
+        curve.learn(3, 2.5)
+    assert curve.factor * curve.at(3) > 2
+    drafts = Curve(lambda tokens: 0.1 * tokens)
+    drafts.learn(2, 9.0)
+    drafts.learn(1, 0.5)
+    assert drafts.factor * drafts.at(2) == pytest.approx(1.0) and drafts.factor * drafts.at(8) == pytest.approx(4.0)
+    drafts = Curve(lambda tokens: 0.1 * tokens)
+    drafts.learn(1, 0.9, unit=1.0)
+    assert drafts.factor * drafts.at(1) == pytest.approx((0.1 * 0.9) ** 0.5), "the bytes that it reads count as much"
 
 
 def test_costs_of_a_new_batch_start_from_the_nearest_one():

@@ -34,7 +34,9 @@ def test_configurations_take_turns_at_every_item() -> None:
     calls: list[str] = []
     ways = {name: lambda item, name=name: calls.append(name + item) or item for name in "ab"}
     timings = harness.measure_each(ways, ["1", "2", "3"], rounds=2, warmup=1)
-    assert calls[:6] == ["a1", "b1", "b2", "a2", "a3", "b3"] and len(calls) == 18
+    turns = [sorted(calls[n : n + 2]) for n in range(0, 18, 2)]
+    assert len(calls) == 18 and turns == [[f"a{item}", f"b{item}"] for item in "123"] * 3
+    assert {call[0] for call in calls[::2]} == {"a", "b"}, "each of them comes first now and then"
     assert timings["a"].last == ["1", "2", "3"] and len(timings["b"].seconds) == 2 and timings["b"].median > 0
     with pytest.raises(ValueError, match="nothing to measure"):
         harness.measure_each(ways, [])

@@ -17,6 +17,7 @@ WAIT, DOUBLED = 16, 3  # plain rounds before a trial; how many times losing tria
 AGAIN = 16  # plain rounds until drafts are considered again; divides WAIT
 REFRESH = 8  # rounds that prices are kept for
 LOOK = 5  # plain rounds in a row that measure plain decoding
+PHASE = 1.25  # a measurement that differs by this factor tells that the machine has another speed, for drafts as well
 APART = 16  # the fewest drafts between two such measurements
 NONE = Budget(0, 0)
 RESTS, MISSING, MEASURED = "slower", "nothing found", "measured"  # why a round drafts nothing
@@ -172,7 +173,7 @@ class Chooser:
         if len(self._look) % (AGAIN if rests else LOOK):
             return
         usual = sorted(self._look)[len(self._look) // 4]
-        if rests:
+        if rests or not 1 / PHASE < usual / self.costs.plain(n) < PHASE:
             self.costs.follow(n, usual)
         else:
             self.costs.measured(n, NONE, 0, 0.0, usual)

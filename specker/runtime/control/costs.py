@@ -18,31 +18,37 @@ SIZES: Any = np.arange(TABLE)
 # more slowly than it falls, and by at most a factor of two at once.
 RISE, FALL, JUMP = 0.15, 0.3, math.log(2)
 REPEATED = 3  # rounds that a careful measurement counts for
-FORGET = 64  # rounds with drafts after which a size that none of them had is taken to be like the others again
+FEW = 4  # fewer measurements of a size may all have been interrupted
+# Rounds with drafts after which a size that none of them had is taken to be like the others again: so many for each of
+# its measurements, and at most.
+SOON, FORGET = 8, 64
 LEAST = 1e-9  # seconds; a stage that the clock cannot resolve
 MANY = 16  # rows whose arithmetic takes longer than reading the weights, on a CPU
 
 
 class Curve:
     """Seconds of a stage by its size. Sizes in between are interpolated, as multiples of the prior; larger sizes
-    continue the last segment if it rises. A factor that all sizes share follows changes that affect every size, such as
-    a longer text."""
+    go on as the last two measured ones do, or as all do on the whole if that rises less. A factor that all sizes share
+    follows changes that affect every size, such as a longer text.
+
+    A long measurement must not keep a size from being used, and so from being measured again. So the first measurements
+    of a size count as much as what was expected if they are longer, and a size that few rounds have measured is soon
+    forgotten, and costs at most what the next larger one does and, by unit, what the next smaller one does."""
 
     def __init__(self, prior: Callable[[float], float]):
         """`prior`: the cost of a size in plain decoding steps, positive."""
         self.prior = prior
         self.factor: float | None = None  # seconds per unit of the prior; None: nothing was measured
         self.ratios: dict[int, float] = {}  # measured cost over the prior, by size
-        self._last: dict[int, int] = {}  # for sizes of rounds: their number when it was last seen
+        self._seen: dict[int, tuple[int, int]] = {}  # of sizes of rounds: number of measurements, and the last one's
         self._rounds = 0  # number of measurements of sizes above 1
         self.largest = 0  # size that was measured here, not taken from another curve
         self._table: list[float] = []
+        self._fit: tuple[list[int], list[float], float] = [0], [1.0], 0.0  # sizes, their ratios; growth beyond them
         self._priors = [prior(x) for x in range(TABLE)]
 
     def at(self, size: float) -> float:
         """The cost of this size, divided by `factor`."""
-        if (ratio := self.ratios.get(size)) is not None and size < TABLE:  # type: ignore[call-overload]
-            return self._priors[int(size)] * ratio
         if not self._table:
             self._table = self._tabulated()
         below = int(size)
@@ -50,38 +56,41 @@ class Curve:
             return self._table[below]
         if below + 1 < TABLE:
             return self._table[below] + (size - below) * (self._table[below + 1] - self._table[below])
-        return self.prior(size) * self._ratio(size)
+        known, values, slope = self._fit
+        return self.prior(size) * (float(np.interp(size, known, values)) + slope * max(size - known[-1], 0))
 
-    def learn(self, size: int, seconds: float, warm: bool = True, alone: bool = False) -> None:
+    def learn(self, size: int, seconds: float, warm: bool = True, alone: bool = False, unit: float = 0.0) -> None:
         """Take a measurement into account. `warm`: False if it may be too long. `alone`: it says nothing of other sizes
-        (`Costs.observe`)."""
-        seconds = max(seconds, LEAST)
-        if not warm and (self.factor is None or seconds > self.factor * self.at(size)):
+        (`Costs.observe`). `unit`: the seconds of a unit of the prior before any measurement, if known."""
+        seconds, known = max(seconds, LEAST), size in self.ratios
+        expected = self.prior(size) * self.ratios[size] if known else self.at(size)
+        if not warm and (self.factor is None or seconds > self.factor * expected):
             return
-        known = size in self.ratios
-        ratio = self.ratios.get(size) or self._ratio(size)
         if self.factor is None:
-            self.factor = seconds / (self.prior(size) * ratio)
-        error = min(math.log(seconds / (self.factor * self.prior(size) * ratio)), JUMP)
-        if known:
-            step = error * (FALL if error < 0 else RISE)
-            shared = 0.0 if alone else step / 2
-            self.factor *= math.exp(shared)
-            step = math.exp(step - shared)
-        else:
-            step = math.exp(error)
-        self.ratios[size] = ratio * step
+            self.factor = seconds / expected
+            if 0 < unit < self.factor:
+                seconds *= math.sqrt(unit / self.factor)
+                self.factor = seconds / expected
+        error = min(math.log(seconds / (self.factor * expected)), JUMP)
+        if error < 0:
+            step = error * (FALL if known else 1.0)
+        else:  # what was expected counts as the first measurement
+            step = error * max(RISE, 1 / (2 + self._seen.get(size, (FEW, 0))[0] if known else 2))
+        shared = step / 2 if known and not alone else 0.0
+        self.factor *= math.exp(shared)
+        self.ratios[size] = expected / self.prior(size) * math.exp(step - shared)
         self.largest = max(self.largest, size)
         self._forget(size)
         self._table = []
 
     def _forget(self, size: int) -> None:
-        """One interrupted round would else make its size too dear to be used, and so to be measured, again."""
+        """Count a measurement of a size, and drop the sizes that were not measured for long."""
         if size > 1:
             self._rounds += 1
-            self._last[size] = self._rounds
-            for old in [x for x, last in self._last.items() if last <= self._rounds - FORGET]:
-                del self._last[old], self.ratios[old]
+            self._seen[size] = self._seen.get(size, (0, 0))[0] + 1, self._rounds
+            for old, (count, last) in list(self._seen.items()):
+                if last <= self._rounds - min(FORGET, SOON * count):
+                    del self._seen[old], self.ratios[old]
 
     def set(self, size: int, seconds: float) -> None:
         """Replace the estimate of this size by a careful measurement."""
@@ -102,25 +111,21 @@ class Curve:
         known = sorted(self.ratios)
         if not known:
             return self._priors
-        values = [self.ratios[x] for x in known]
-        ratios = np.interp(SIZES, known, values)
-        if len(known) > 1:
-            slope = max((values[-1] - values[-2]) / (known[-1] - known[-2]), 0.0)
-            ratios += slope * np.maximum(SIZES - known[-1], 0)
+        priors = [self._priors[x] if x < TABLE else self.prior(x) for x in known]
+        costs = [prior * self.ratios[x] for prior, x in zip(priors, known, strict=True)]
+        few = [self._seen.get(x, (FEW, 0))[0] < FEW for x in known]
+        for i in reversed(range(len(known) - 1)):
+            if few[i]:
+                costs[i] = min(costs[i], costs[i + 1])
+        for i in range(1, len(known)):
+            if few[i]:
+                costs[i] = min(costs[i], costs[i - 1] * known[i] / known[i - 1])
+        values = [cost / prior for cost, prior in zip(costs, priors, strict=True)]
+        slopes = [(values[-1] - values[i]) / (known[-1] - known[i]) for i in (0, -2)] if len(known) > 1 else [0.0]
+        slope = max(min(slopes), 0.0)
+        self._fit = known, values, slope
+        ratios = np.interp(SIZES, known, values) + slope * np.maximum(SIZES - known[-1], 0)
         return (np.array(self._priors) * ratios).tolist()
-
-    def _ratio(self, size: float) -> float:
-        known = sorted(self.ratios)
-        if not known:
-            return 1.0
-        above = next((i for i, x in enumerate(known) if x >= size), len(known))
-        if above == 0 or (above == len(known) and above == 1):
-            return self.ratios[known[min(above, len(known) - 1)]]
-        low, high = known[above - 1 : above + 1] if above < len(known) else known[-2:]
-        slope = (self.ratios[high] - self.ratios[low]) / (high - low)
-        if above == len(known):
-            return self.ratios[high] + max(slope, 0.0) * (size - high)
-        return self.ratios[low] + slope * (size - low)
 
 
 class Costs:
@@ -215,7 +220,7 @@ class Costs:
         curve, size = self._verifying(n, exit), round(rows)
         curve.learn(size, verify * curve.at(size) / curve.at(rows), warm, trial)
         if tokens:
-            self._drafting(n, budget).learn(tokens, draft, warm)
+            self._drafting(n, budget).learn(tokens, draft, warm, unit=self._unit(n))
 
     def measured(self, n: int, budget: Budget, tokens: int, draft: float, verify: float) -> None:
         """Like `observe`, for careful measurements."""
