@@ -61,10 +61,7 @@ def load(
         notes["draft_shape"] = f"without {option('draft')}, the draft has the shape of {_name(target)}"
     if target is None and draft is not None:
         raise ValueError(f"{option('draft')} needs {option('target')}: the bundled target has its own draft")
-    target_source = zoo.path("code-target") if target is None else target
-    if (bundled := zoo.target_of(target)) is not None and not Path(str(target)).exists():
-        zoo.require()
-        target_source = bundled.target or target_source
+    target_source, draft = zoo.path("code-target") if target is None else zoo.source_of(target), zoo.source_of(draft)
     # Each config is read once, and before any weights: the checkpoint may come from the hub.
     opened_target = opened(target_source, max_context=opts.max_context)
     opened_draft = (
