@@ -52,6 +52,8 @@ def load(
     for name, source in (("target", target), ("draft", draft)):
         if not isinstance(source, str | os.PathLike | None):
             raise ValueError(f"{option(name)} must be a folder, a GGUF file or a hub id, got {source!r}")
+        if source == "":
+            raise ValueError(f"{option(name)} is empty: give a folder, a GGUF file or a hub id")
     if draft == catalogue.AUTO:
         chosen = catalogue.choose(target, method.name)
         notes["draft_choice"] = catalogue.reason(chosen, method.name)
