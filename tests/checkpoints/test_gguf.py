@@ -451,7 +451,7 @@ def test_a_cache_that_cannot_be_written_remembers_nothing(tmp_path: Path, cache:
 
 def test_a_cache_that_cannot_be_written_holds_no_copy(model: Path, cache: Path) -> None:
     cache.write_text("a file where the folder should be")
-    with pytest.raises(CheckpointError, match=r"tiny\.gguf is converted into .*/cache, which cannot be written \(.*SPECK"):
+    with pytest.raises(CheckpointError, match=r"tiny\.gguf is converted into .*/cache, which cannot be written \("):
         read_config(model)
 
 
