@@ -99,6 +99,8 @@ def test_the_strategy_decides_between_a_head_and_a_small_model() -> None:
 def test_what_is_not_known_is_refused() -> None:
     with pytest.raises(ValueError, match=r"no draft is known for my/model: pass draft, or leave it out and strategy"):
         choose("my/model")
+    with pytest.raises(ValueError, match=r"hybrid-target brings its own draft, for strategy mtp"):
+        choose("hybrid-target")
     with pytest.raises(ValueError, match=r"strategy 'diffuspec' can use none of the drafts that are known for Qwen/Q"):
         choose("Qwen/Qwen3-8B", "diffuspec")
     with pytest.raises(ValueError, match="strategy 'ar' uses no draft checkpoint"):

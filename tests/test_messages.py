@@ -75,6 +75,7 @@ SHARED: list[tuple[dict[str, Any], str, str]] = [
     ),
     ({"strategy": "diffuspec", "policy": "draft-and-verify"}, "policy='draft-", "--policy draft-and-verify ends"),
     # refusals of the models
+    ({"target": ""}, "target is empty: give a folder", "--target is empty: give a folder"),
     ({"draft": "somewhere"}, "draft needs target: the bundled", "--draft needs --target: the bundled"),
     ({"strategy": "ar", "draft": "x"}, "leave out draft", "leave out --draft"),
     ({"max_context": 4096}, "max_context must be between 1 and this", "--max-context must be between 1 and this"),

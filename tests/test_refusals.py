@@ -37,10 +37,11 @@ def test_little_memory(error: Exception, said: str, capsys: pytest.CaptureFixtur
 
 
 @pytest.mark.parametrize("module", ["specker.run", "specker"])
-def test_an_interrupt_while_modules_are_imported(tmp_path: Path, module: str) -> None:
-    """`difflib` plays a slow import that meets Ctrl-C."""
+@pytest.mark.parametrize("slow_import", ["difflib", "random"])
+def test_an_interrupt_while_modules_are_imported(tmp_path: Path, module: str, slow_import: str) -> None:
+    """`slow_import` meets Ctrl-C; `random` is one of the first imports."""
     slow = "import os, signal, time\nos.kill(os.getpid(), signal.SIGINT)\ntime.sleep(30)\n"
-    (tmp_path / "difflib.py").write_text(slow)
+    (tmp_path / f"{slow_import}.py").write_text(slow)
     env = os.environ | {"PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"}
     done = subprocess.run([sys.executable, "-m", module, "--help"], env=env, capture_output=True, text=True)
     assert done.returncode == 130 and done.stderr == "specker: interrupted\n"

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from specker.checkpoints.buffers import Buffers, Storage, packs, random_weights
 from specker.checkpoints.files import SHARED_ROWS, check_tensors, folder_of, open_files, read_piece
+from specker.checkpoints.gguf.cache import origin
 from specker.checkpoints.parse import parse_config, read_json, text_config
 from specker.checkpoints.pieces import HOST, Piece, is_fused, pieces_of
 from specker.checkpoints.quantised.schemes import Scheme, scheme_of
@@ -53,6 +54,11 @@ class Checkpoint(Parameters):
     def tokens(self) -> Tokens:
         assert self.shared is not None
         return self.shared
+
+    @property
+    def called(self) -> str:
+        """Its name in messages: the GGUF file that was converted into its folder, or else the folder."""
+        return origin(self.folder) or str(self.folder)
 
     @property
     def tokenizer(self) -> Any:
@@ -302,7 +308,7 @@ def _check_owner(source: str | Path, c: ModelConfig, owner: Checkpoint | None) -
 
 def _another(source: str | Path, c: ModelConfig, owner: Checkpoint, why: str) -> CheckpointError:
     shared = " and ".join(c.shares)
-    return CheckpointError(f"the draft {source} shares the {shared} of another target than {owner.folder}: {why}")
+    return CheckpointError(f"the draft {source} shares the {shared} of another target than {owner.called}: {why}")
 
 
 def _same_rows(source: str | Path, where: dict[str, Any], c: ModelConfig, owner: Checkpoint) -> bool:

@@ -33,8 +33,9 @@ def folder_of(source: str | Path, weights: bool, formats: tuple[str, ...] = ("*.
     if path.exists():
         raise CheckpointError(f"{path} is a file; give a GGUF file, or the checkpoint's folder with its config.json")
     if isinstance(source, Path) or not re.fullmatch(r"[A-Za-z0-9][\w.-]*/[\w.-]+", source):
+        kind = "file" if path.suffix == ".gguf" else "folder"
         raise CheckpointError(
-            f"there is no folder {path}; give a checkpoint's folder or a hub id such as Qwen/Qwen3-0.6B"
+            f"there is no {kind} {path}; give a checkpoint's folder, a GGUF file or a hub id such as Qwen/Qwen3-0.6B"
         )
     from huggingface_hub import snapshot_download
 

@@ -112,7 +112,7 @@ USUAL = f"what the checkpoint recommends, else {TEMPERATURE}"  # Engine.usual_sa
 EPILOG = """\
 examples:
   specker --check                                            # built-in prompts
-  specker "def fibonacci(n):"                                # or: git diff | specker --chat
+  specker "def fibonacci(n):"                                # or: cat FILE | specker
   specker --target Qwen/Qwen3-1.7B --chat                    # a conversation
   specker --target Qwen/Qwen3-1.7B --draft Qwen/Qwen3-0.6B --prompt "Hello" --chat
   specker --prompts questions.jsonl --batch-size 8 --json out.json

@@ -78,7 +78,7 @@ def drafter_for(
         raise ValueError(f"strategy {strategy!r} needs a target that specker's decoder runs, not {config.architecture}")
     if draft is None and method.needs_draft:
         zoo.require_for(config)
-    family, source = zoo.family_of(config), draft
+    family, source = zoo.family_of(config), zoo.source_of(draft)
     if source is None and method.needs_draft and family is not None:
         source = family.drafts.get(method.name)
     if source is None and method.needs_draft:

@@ -223,7 +223,7 @@ class Generate:
             if main is None:
                 return None
             parts, family, notes = strategies.of(o), family_of(main), dict[str, str]()
-            draft = self.draft
+            draft = zoo.source_of(self.draft)
             if draft is None and parts.needs_draft:
                 zoo.require_for(main.config)
             if draft is None and parts.needs_draft and family is not None:

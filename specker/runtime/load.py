@@ -52,6 +52,8 @@ def load(
     for name, source in (("target", target), ("draft", draft)):
         if not isinstance(source, str | os.PathLike | None):
             raise ValueError(f"{option(name)} must be a folder, a GGUF file or a hub id, got {source!r}")
+        if source == "":
+            raise ValueError(f"{option(name)} is empty: give a folder, a GGUF file or a hub id")
     if draft == catalogue.AUTO:
         chosen = catalogue.choose(target, method.name)
         notes["draft_choice"] = catalogue.reason(chosen, method.name)
@@ -61,10 +63,7 @@ def load(
         notes["draft_shape"] = f"without {option('draft')}, the draft has the shape of {_name(target)}"
     if target is None and draft is not None:
         raise ValueError(f"{option('draft')} needs {option('target')}: the bundled target has its own draft")
-    target_source = zoo.path("code-target") if target is None else target
-    if (bundled := zoo.target_of(target)) is not None and not Path(str(target)).exists():
-        zoo.require()
-        target_source = bundled.target or target_source
+    target_source, draft = zoo.path("code-target") if target is None else zoo.source_of(target), zoo.source_of(draft)
     # Each config is read once, and before any weights: the checkpoint may come from the hub.
     opened_target = opened(target_source, max_context=opts.max_context)
     opened_draft = (

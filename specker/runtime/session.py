@@ -97,8 +97,10 @@ class Session:
         if params.stop and tokenizer is None:
             raise ValueError(f"{self.name} has no tokenizer, so its text cannot end at {option('stop')}")
         vocab = self.target.config.vocab_size
-        if params.logprobs > vocab or any(token >= vocab for token in params.stop_ids):
-            raise ValueError(f"stop_ids must be below {vocab} and logprobs at most that, the vocabulary of {self.name}")
+        if any(token >= vocab for token in params.stop_ids):
+            raise ValueError(f"{option('stop_ids')} must be below {vocab}, the vocabulary of {self.name}")
+        if params.logprobs > vocab:
+            raise ValueError(f"logprobs must be at most {vocab}, the vocabulary of {self.name}")
         if any(token >= vocab for token, _ in params.sampling.logit_bias):
             raise ValueError(f"{option('logit_bias')} must be of ids below {vocab}, the vocabulary of {self.name}")
         form = harmony.of(self.target.tokens.special)

@@ -269,6 +269,7 @@ async def _left(http: Request) -> None:
 def _said(error: Exception) -> str:
     """An error of the runtime with the API's names."""
     said = str(error).replace("max_new_tokens", "max_tokens").replace(", which chat needs", "")
+    said = said.replace("policy must be one of ", "policy must be one of off, ")
     return re.sub(r"\bpolicy(?==| must)", "speculation", said).replace("stop_ids", "stop_token_ids")
 
 

@@ -57,6 +57,8 @@ def sentence(error: Mapping[str, Any], inside: int = 0) -> str:
     names = [name for name in error["loc"][inside:] if isinstance(name, int) or _is_field(name)]
     if error["type"] == "json_invalid":
         return "the body is not JSON"
+    if error["type"] == "model_attributes_type" and not names:
+        return "the body must be a JSON object"
     if error["type"] == "extra_forbidden":
         return f"there is no field {names[-1]!r}"
     message = error["msg"].removeprefix("Value error, ")

@@ -43,6 +43,12 @@ def path(name: str) -> Path:
     return FOLDER / name
 
 
+def source_of(source: Any) -> Any:
+    """What a caller named: the folder of a bundled checkpoint for its name, unless there is a file of that name; any
+    other source as it is. Raises ValueError if the models are not installed."""
+    return path(source) if isinstance(source, str) and source in NAMES and not Path(source).exists() else source
+
+
 def target_of(name: object) -> Family | None:
     """The family of the bundled target with this name; None for other targets."""
     return next((f for f in FAMILIES if f.target is not None and f.target.name == name), None)

@@ -221,6 +221,8 @@ def choose(target: str | Path | None, strategy: str | None = None) -> Known:
             f"strategy {strategy!r} can use none of the drafts that are known for {called}: pass {option('draft')}, or "
             f"leave out {option('strategy')} for {every[0].draft}, {_a(every[0].kind)}"
         )
+    if (family := zoo.target_of(target)) is not None and family.strategy is not None:
+        raise ValueError(f"{called} brings its own draft, for strategy {family.strategy}: leave out {option('draft')}")
     raise ValueError(
         f"no draft is known for {called}: pass {option('draft')}, or leave it out and strategy lookup copies from the "
         "text; `specker drafts` lists the targets with known drafts"

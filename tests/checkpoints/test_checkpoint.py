@@ -856,8 +856,12 @@ def test_tied_head_that_differs(folder: Path) -> None:
 
 def test_source_that_is_not_a_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for source in (tmp_path / "absent", str(tmp_path / "absent"), "no-such-folder", "a/b/c", tmp_path / "org" / "name"):
-        with pytest.raises(CheckpointError, match=r"there is no folder .*; give a checkpoint's folder or a hub id"):
+        with pytest.raises(
+            CheckpointError, match=r"there is no folder .*; give a checkpoint's folder, a GGUF file or "
+        ):
             read_config(source)
+    with pytest.raises(CheckpointError, match=r"there is no file absent\.gguf; give "):
+        read_config("absent.gguf")
     (tmp_path / "weights.bin").write_text("")
     with pytest.raises(CheckpointError, match=r"weights\.bin is a file; give a GGUF file, or the checkpoint's folder"):
         read_config(tmp_path / "weights.bin")

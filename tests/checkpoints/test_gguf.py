@@ -449,6 +449,12 @@ def test_a_cache_that_cannot_be_written_remembers_nothing(tmp_path: Path, cache:
     assert digests == [hashlib.sha256(b"one").hexdigest()] * 2 and len(hashed) == 2
 
 
+def test_a_cache_that_cannot_be_written_holds_no_copy(model: Path, cache: Path) -> None:
+    cache.write_text("a file where the folder should be")
+    with pytest.raises(CheckpointError, match=r"tiny\.gguf is converted into .*/cache, which cannot be written \("):
+        read_config(model)
+
+
 def test_a_file_that_changes_while_it_is_hashed_is_not_remembered(
     tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -508,6 +514,12 @@ def test_what_cannot_be_read(model: Path, monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr("specker.extras.find_spec", lambda name: None)
     with pytest.raises(CheckpointError, match=r"tiny.gguf is a GGUF file, and reading it needs gguf and accelerate: "):
         read_config(file)
+
+
+def test_a_message_names_the_file(model: Path) -> None:
+    """And not the folder of its copy."""
+    with pytest.raises(CheckpointError, match=r"^tiny\.gguf has no MTP heads"):
+        specker.load(model / "tiny.gguf", strategy="mtp", device="cpu")
 
 
 def test_an_architecture_that_is_not_supported(tmp_path: Path) -> None:

@@ -115,8 +115,8 @@ def read(target: Checkpoint, *, dtype: torch.dtype, quantize: str | None = None)
         fitting = [x for x in layouts(prefix, layers) if any(_in(x.head(0).fc, name) for name in every)]
         if not fitting:
             raise CheckpointError(
-                f"{folder} has no MTP heads (mtp_layers, mtp or further layers), with which strategy mtp drafts; an "
-                f"assistant that reads its K/V is a checkpoint of its own: pass {option('draft')}"
+                f"{target.called} has no MTP heads (mtp_layers, mtp or further layers), with which strategy mtp "
+                f"drafts; an assistant that reads its K/V is a checkpoint of its own: pass {option('draft')}"
             )
         config = _config(target.config)
         layout, scheme = fitting[0], scheme_of(read_json(folder / "config.json"), str(folder))
@@ -125,7 +125,7 @@ def read(target: Checkpoint, *, dtype: torch.dtype, quantize: str | None = None)
         numbers, first = layout.numbers(every), layout.first
         if numbers != list(range(first, first + len(numbers))):
             raise CheckpointError(
-                f"the MTP heads of {folder} are numbered {numbers}; {first} is the first one, and none may lack"
+                f"the MTP heads of {target.called} are numbered {numbers}; {first} is the first one, and none may lack"
             )
         heads: list[HeadCheckpoint] = []
         for n in range(max(1, len(numbers))):

@@ -54,8 +54,16 @@ def converted(path: Path, dense: bool = False) -> Path:
     if lacks:
         raise CheckpointError(f"{path} is a GGUF file, and reading it needs {' and '.join(lacks)}: {install('gguf')}")
     locks = cache_root() / "locks"
-    for made in (folder.parent, locks):
-        made.mkdir(parents=True, exist_ok=True)
+    try:
+        for made in (folder.parent, locks):
+            made.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryFile(dir=made):  # a folder that is there may be read-only
+                pass
+    except OSError as error:
+        raise CheckpointError(
+            f"{path} is converted into {cache_root()}, which cannot be written ({error.strerror}): set SPECKER_CACHE "
+            "to another folder"
+        ) from error
     with FileLock(locks / f"{folder.name}.lock"):  # another process waits for the copy instead of making its own
         return folder if _complete(folder) else _converted(path, folder, digest, dense)
 
