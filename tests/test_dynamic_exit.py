@@ -69,7 +69,7 @@ def watch_every_round(monkeypatch, steady):
     )
 
 
-@pytest.mark.parametrize(("name", "how", "graphs"), cases.one_in(3, POLICIES, SAMPLING, ["off", "on"]))
+@pytest.mark.parametrize(("name", "how", "graphs"), cases.one_in(4, POLICIES, SAMPLING, ["off", "on"]))
 def test_tokens_equal_plain_decoding(target, monkeypatch, name, how, graphs):
     """With rounds of fixed shape, the host places every third round, which watches other layers; the device places the
     rest."""

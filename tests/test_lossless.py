@@ -45,7 +45,7 @@ def drafting(pair, **options):
 
 WAYS = itertools.cycle([("chain-5", "greedy"), ("tree-3x4", "T0.7"), ("chain-5", "T0.7"), ("tree-3x4", "greedy")])
 CASES = [
-    *cases.one_in(2, ["llama"], SHAPES, SAMPLING),
+    *cases.one_in(3, ["llama"], SHAPES, SAMPLING),
     *((arch, *way) for arch, way in zip([*ARCHITECTURES][1:], WAYS, strict=False)),
 ]
 

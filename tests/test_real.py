@@ -46,7 +46,7 @@ def test_tokens_are_those_of_transformers(real: str) -> None:
     ("strategy", "temperature"),
     [
         ("lookup", 0.0),
-        ("vocabtrim", 0.7),
+        pytest.param("vocabtrim", 0.7, marks=pytest.mark.slow),
         pytest.param("del", 0.7, marks=pytest.mark.slow),
         pytest.param("draft", 0.0, marks=pytest.mark.slow),
         pytest.param("easyspec", 0.7, marks=pytest.mark.slow),
