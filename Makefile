@@ -24,12 +24,13 @@ help:  ## list the targets
 
 setup: $(STAMP)  ## make .venv and install the package with its pinned development set
 
-# The stamp is last, so that an interrupted install starts again. pip would compile 20,000 modules, one after another;
-# Python compiles those that are imported.
+# The stamp is last, so that an interrupted install starts again. pip would compile 20,000 modules one after another;
+# compileall uses all cores. Some packages carry templates that are no Python.
 $(STAMP): pyproject.toml models/pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "specker needs Python 3.11 or newer; make setup PYTHON=...")'
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt -e ./models -e '.[dev]'
+	@$(BIN)/python -m compileall -qq -j 0 $(VENV)/lib || true
 	@touch $@
 
 run: $(STAMP)  ## decode built-in prompts with the bundled family and check them; ARGS='--strategy ar ...' for more
