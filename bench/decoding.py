@@ -44,6 +44,11 @@ class Given:
     save: bool = field(default=True, metadata={"help": "append to bench/results"})
 
     @property
+    def source(self) -> str | Path:
+        """The target's checkpoint."""
+        return self.target or specker.zoo.path("code-target")
+
+    @property
     def family(self) -> Family | None:
         """The bundled files for the target."""
         return specker.zoo.CODE if self.target is None else specker.zoo.family_of(read_config(self.target))
@@ -69,8 +74,7 @@ class Given:
             how["vocab_scores"] = self.vocab_scores
         if "lookup" in strategy.split("+"):
             how["lookup_share"] = "off"
-        target = self.target or specker.zoo.path("code-target")
-        return specker.load(target, self.draft_of(strategy), strategy, prefix_cache="off", **how | options)
+        return specker.load(self.source, self.draft_of(strategy), strategy, prefix_cache="off", **how | options)
 
     @property
     def scores(self) -> str | Path | None:
@@ -139,7 +143,7 @@ class Transformers:
         from transformers.utils import logging
 
         logging.set_verbosity_error()
-        self.target = self.model(args, args.target or specker.zoo.path("code-target"))
+        self.target = self.model(args, args.source)
         draft = args.drafts.get("draft") if drafts else None
         self.draft = None if draft is None else self.model(args, draft)
         self.args, self.eos = args, list(eos) or None

@@ -44,11 +44,13 @@ from bench.decoding import (
     share_target,
     ways_of,
 )
+from specker.checkpoints.checkpoint import read_config
 from specker.runtime.control.stats import Stats
 from specker.runtime.engine import Engine
 
 SHAPES: dict[str, dict[str, Any]] = {
     "ar": {"strategy": "ar"},
+    "ar again": {"strategy": "ar"},  # how far it is from 1 is noise
     "draft": {},
     "draft chain 2": {"draft_tokens": 2},
     "draft chain 3": {"draft_tokens": 3},
@@ -64,6 +66,9 @@ SHAPES: dict[str, dict[str, Any]] = {
 class Args(Given):
     ways: str = field(default="", metadata={"help": "comma-separated: only these configurations"})
     rounds: int = 5
+    repeats: int = field(
+        default=1, metadata={"help": "runs with new engines, which have to learn again what drafts cost and achieve"}
+    )
     temperatures: str = field(default="0,0.7", metadata={"help": "comma-separated"})
     transformers: bool = field(default=True, metadata={"help": "time transformers' generate too"})
 
@@ -162,10 +167,21 @@ def show(rows: list[dict], temperature: float) -> None:
     Console(width=120).print(table)
 
 
-def main() -> None:
-    args = HfArgumentParser(Args).parse_args_into_dataclasses()[0]
-    if unknown := set(args.ways.split(",")) - {"", *SHAPES, *HF}:
-        sys.exit(f"bench: --ways has {', '.join(sorted(unknown))}; there are {', '.join((*SHAPES, *HF))}")
+def show_repeats(rows: Sequence[dict[str, Any]], temperature: float) -> None:
+    """The speed over `ar` in each run."""
+    speeds: dict[str, list[float]] = {}
+    for row in rows:
+        if "over_ar" in row and row["temperature"] == temperature:
+            speeds.setdefault(row["way"], []).append(row["over_ar"])
+    table = harness.table_of(temperature, ("way", "least", "median", "most", "over ar in each run"))
+    for way, values in speeds.items():
+        each = " ".join(f"{value:.2f}" for value in values)
+        table.add_row(way, *(f"{harness.quantile(values, q):.2f}" for q in (0, 0.5, 1)), each)
+    Console(width=140).print(table)
+
+
+def run(args: Args, hf: Any, about: dict[str, Any]) -> list[dict[str, Any]]:
+    """The rows of a run with new engines, which are saved after each temperature, so that an interrupt keeps them."""
     engines = engines_of(args)
     plain = engines["ar"]
     rows = []
@@ -176,15 +192,30 @@ def main() -> None:
     if args.save and rows:
         harness.save("e2e", rows, args.device)
     prompts = prompts_of(args, plain)
-    hf = Transformers(args, plain.target.config.eos_ids) if args.transformers else None
     for temperature in map(float, args.temperatures.split(",")):
         if "ar" not in engines:  # no baseline
             break
-        new = bench(args, temperature, engines, prompts, hf)
+        new = [row | about for row in bench(args, temperature, engines, prompts, hf)]
         show(new, temperature)
         rows += new
-        if args.save:  # after each temperature, so that an interrupt keeps the rows
+        if args.save:
             print(harness.save("e2e", new, args.device))
+    return rows
+
+
+def main() -> None:
+    args = HfArgumentParser(Args).parse_args_into_dataclasses()[0]
+    if unknown := set(args.ways.split(",")) - {"", *SHAPES, *HF}:
+        sys.exit(f"bench: --ways has {', '.join(sorted(unknown))}; there are {', '.join((*SHAPES, *HF))}")
+    if args.repeats < 1:
+        sys.exit(f"bench: --repeats must be at least 1, got {args.repeats}")
+    hf = Transformers(args, read_config(args.source).eos_ids) if args.transformers else None
+    rows = []
+    for n in range(args.repeats):
+        rows += run(args, hf, {"repeat": n} if args.repeats > 1 else {})
+    if args.repeats > 1:
+        for temperature in map(float, args.temperatures.split(",")):
+            show_repeats(rows, temperature)
     if not args.save:
         print(json.dumps(dataclasses.asdict(args)))
     failed = dict.fromkeys(row["way"] for row in rows if "reason" in row)

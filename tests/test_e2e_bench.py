@@ -2,6 +2,7 @@
 
 import importlib
 import json
+import sys
 
 import cases
 import pytest
@@ -46,6 +47,24 @@ def test_a_row_for_each_configuration_and_temperature(run, capsys):
     assert all(r["acceptance_length"] > 1 for r in rows if r["way"] == "draft chain 2")  # DEL's depends on the clock
     assert all(r["acceptance_length"] >= 1 and r["differing_within_rounding"] == 0 for r in rows if r["way"] != "ar")
     assert "draft chain 2" in capsys.readouterr().out
+
+
+def test_runs_with_new_engines(run, monkeypatch, capsys):
+    """Each has rows of its own, and a table shows the speeds of all."""
+    loaded = []
+    load = decoding.Given.load
+    monkeypatch.setattr(decoding.Given, "load", lambda self, **how: loaded.append(how) or load(self, **how))
+    monkeypatch.setattr("sys.argv", [*sys.argv, "--repeats", "2", "--ways", "draft chain 2", "--rounds", "1"])
+    rows = run()
+    assert [(r["repeat"], r["way"], r["temperature"]) for r in rows] == [
+        (n, way, t) for n in (0, 1) for t in (0.0, 0.7) for way in ("ar", "draft chain 2")
+    ]
+    assert len(loaded) == 4
+    values = " ".join(f"{r['over_ar']:.2f}" for r in rows if r["way"] != "ar" and r["temperature"] == 0.7)
+    assert values in capsys.readouterr().out
+    monkeypatch.setattr("sys.argv", [*sys.argv, "--repeats", "0"])
+    with pytest.raises(SystemExit, match=r"^bench: --repeats must be at least 1, got 0"):
+        e2e.main()
 
 
 @pytest.mark.parametrize("graphs", [pytest.param("off", marks=pytest.mark.slow), "on"])
