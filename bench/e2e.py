@@ -3,6 +3,7 @@
     python bench/e2e.py                                                      # the bundled family, its held-out prompts
     python bench/e2e.py --target DIR --questions bench/spec_bench.jsonl --ways ar,lookup,del
     python bench/e2e.py --target DIR --draft DIR --questions FILE --categories summarization,rag
+    python bench/e2e.py --repeats 10 --rounds 1 --prompts 8                  # how steady the strategies are
     python bench/e2e.py --target FILE.gguf --draft FILE.gguf --questions bench/coder_prompts.jsonl --transformers false
 
 One process decodes the prompts: held-out code for the bundled family, otherwise the first turns of `--questions`, or
@@ -71,6 +72,11 @@ class Args(Given):
     )
     temperatures: str = field(default="0,0.7", metadata={"help": "comma-separated"})
     transformers: bool = field(default=True, metadata={"help": "time transformers' generate too"})
+
+    @property
+    def rows(self) -> str:
+        """The name of the file of its rows."""
+        return "e2e" if self.repeats == 1 else "e2e_repeats"
 
 
 def distinct4(texts: Sequence[list[int]]) -> float:
@@ -190,7 +196,7 @@ def run(args: Args, hf: Any, about: dict[str, Any]) -> list[dict[str, Any]]:
             rows.append(about_of(args) | {"way": name, "reason": reason})
             del engines[name]
     if args.save and rows:
-        harness.save("e2e", rows, args.device)
+        harness.save(args.rows, rows, args.device)
     prompts = prompts_of(args, plain)
     for temperature in map(float, args.temperatures.split(",")):
         if "ar" not in engines:  # no baseline
@@ -199,7 +205,7 @@ def run(args: Args, hf: Any, about: dict[str, Any]) -> list[dict[str, Any]]:
         show(new, temperature)
         rows += new
         if args.save:
-            print(harness.save("e2e", new, args.device))
+            print(harness.save(args.rows, new, args.device))
     return rows
 
 
@@ -212,7 +218,7 @@ def main() -> None:
     hf = Transformers(args, read_config(args.source).eos_ids) if args.transformers else None
     rows = []
     for n in range(args.repeats):
-        rows += run(args, hf, {"repeat": n} if args.repeats > 1 else {})
+        rows += run(args, hf, {"bench": args.rows, "repeat": n} if args.repeats > 1 else {})
     if args.repeats > 1:
         for temperature in map(float, args.temperatures.split(",")):
             show_repeats(rows, temperature)

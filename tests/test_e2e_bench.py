@@ -31,7 +31,7 @@ def run(tmp_path, monkeypatch):
         else:
             with pytest.raises(SystemExit, match=f"^bench: failed: {failed}$"):
                 e2e.main()
-        [path] = tmp_path.glob("*/e2e.jsonl")
+        [path] = tmp_path.glob("*/e2e*.jsonl")
         return list(map(json.loads, path.read_text().splitlines()))
 
     return rows
@@ -49,7 +49,7 @@ def test_a_row_for_each_configuration_and_temperature(run, capsys):
     assert "draft chain 2" in capsys.readouterr().out
 
 
-def test_runs_with_new_engines(run, monkeypatch, capsys):
+def test_runs_with_new_engines(run, tmp_path, monkeypatch, capsys):
     """Each has rows of its own, and a table shows the speeds of all."""
     loaded = []
     load = decoding.Given.load
@@ -59,7 +59,7 @@ def test_runs_with_new_engines(run, monkeypatch, capsys):
     assert [(r["repeat"], r["way"], r["temperature"]) for r in rows] == [
         (n, way, t) for n in (0, 1) for t in (0.0, 0.7) for way in ("ar", "draft chain 2")
     ]
-    assert len(loaded) == 4
+    assert len(loaded) == 4 and [*tmp_path.glob("*/e2e_repeats.jsonl")]
     values = " ".join(f"{r['over_ar']:.2f}" for r in rows if r["way"] != "ar" and r["temperature"] == 0.7)
     assert values in capsys.readouterr().out
     monkeypatch.setattr("sys.argv", [*sys.argv, "--repeats", "0"])
