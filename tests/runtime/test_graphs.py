@@ -173,7 +173,7 @@ def test_late_captures_are_counted_and_bounded(cuda, monkeypatch):
 @pytest.mark.parametrize("strategy", ["draft", "del"])
 def test_a_worker_thread_uses_the_engines_own_device(cuda, monkeypatch, strategy):
     """Rounds, captures, copies and results of an engine on cuda:1, in a thread whose current device is cuda:0."""
-    engine = specker.load(strategy=strategy, device="cpu", dtype="float64", graphs="on")
+    engine = specker.load(strategy=strategy, policy="fixed", device="cpu", dtype="float64", graphs="on")
     plain = engine.generate("def f(x):", 24)
     engine.loop.graphs, engine.session.device = Again(torch.device("cuda", 1)), torch.device("cuda", 1)
     for name in ("launch", "send", "collect"):

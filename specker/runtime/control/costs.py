@@ -75,7 +75,8 @@ class Curve:
         if error < 0:
             step = error * (FALL if known else 1.0)
         else:  # what was expected counts as the first measurement
-            step = error * max(RISE, 1 / (2 + self._seen.get(size, (FEW, 0))[0] if known else 2))
+            seen = self._seen.get(size, (FEW, 0))[0] if known else 0
+            step = error * max(RISE, 1 / (seen + 2))
         shared = step / 2 if known and not alone else 0.0
         self.factor *= math.exp(shared)
         self.ratios[size] = expected / self.prior(size) * math.exp(step - shared)
@@ -97,6 +98,7 @@ class Curve:
         if self.factor is None:
             self.factor = max(seconds, LEAST) / self.prior(size)
         self.ratios[size] = max(seconds, LEAST) / (self.factor * self.prior(size))
+        self._seen.pop(size, None)
         self.largest = max(self.largest, size)
         self._table = []
 
