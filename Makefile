@@ -14,7 +14,6 @@ STRATEGY_gemma := lookup
 CHAT_smollm2 := --chat
 CHAT_coder := --chat
 BESIDE := $(MAKE) --no-print-directory --jobs=3
-WORKERS = $(shell $(BIN)/python -c 'import os; print(1 + (os.cpu_count() or 1))')  # some tests wait
 OTHER  := $(if $(TRITON),$(VENV)/triton-$(TRITON))
 
 .DEFAULT_GOAL := help
@@ -61,7 +60,7 @@ format: $(STAMP)  ## let ruff fix what it can
 
 test: $(STAMP)  ## lint, types and every test that needs no GPU; ARGS='tests/test_cli.py -k json' for less
 	@$(BESIDE) types style smollm2
-	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal $(ARGS)
+	$(BIN)/python -m pytest -n auto --dist worksteal $(ARGS)
 
 smollm2: $(STAMP)
 	@$(BIN)/python -m specker.zoo.real >/dev/null || echo "tests of the real model are skipped"
