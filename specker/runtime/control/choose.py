@@ -165,7 +165,8 @@ class Chooser:
         slower (`rests`). Several such rounds are one measurement. In the first ones the processor's caches still hold a
         draft's data, so a short round counts: the shortest but for a quarter of them, because draft rounds are not
         timed at their luckiest either. Between drafts the last two measurements count together, so that plain decoding
-        does not look slow after one that was interrupted."""
+        does not look slow after one that was interrupted. One that differs by PHASE from the estimate changes all costs
+        (`Costs.follow`), and so does every one while drafts rest."""
         self.credit = min(self.credit + RESTING, max(MOST, self._price))
         if (n, rests) != self._looked:  # a text was admitted or ended meanwhile, or drafts began or ended
             self._look, self._looked = [], (n, rests)
