@@ -193,7 +193,7 @@ def run(args: Args, hf: Any, about: dict[str, Any]) -> list[dict[str, Any]]:
     rows = []
     for name, engine in list(engines.items()):
         if engine.captures and (reason := reason_not(engine.warmup)):
-            rows.append(about_of(args) | {"way": name, "reason": reason})
+            rows.append(about_of(args) | {"way": name, "reason": reason} | about)
             del engines[name]
     if args.save and rows:
         harness.save(args.rows, rows, args.device)

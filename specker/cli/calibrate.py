@@ -189,7 +189,7 @@ def write_clusters(job: Calibration) -> None:
 
     assert job.clusters is not None
     probe(job.clusters, "--clusters")
-    source = job.draft or job.target or "code-draft"
+    source = job.draft or job.target or zoo.path("code-draft")
     texts = [Path(name).read_text(errors="replace") for name in job.text]
     engine = load(source, strategy="ar", device=job.device, dtype=job.dtype)
     head = engine.target.weights.head
@@ -255,7 +255,7 @@ def _texts(job: Calibration, sampling: Sampling) -> tuple[Any, int, Any, list[st
     from specker.checkpoints.checkpoint import read_config, read_tokenizer
     from specker.runtime.load import load  # not specker.load: a folder `specker` here would hide the package
 
-    target = zoo.source_of(job.target or "code-target")
+    target = zoo.source_of(job.target or zoo.path("code-target"))
     if job.text:
         config, tokenizer = read_config(target), read_tokenizer(target)
         files = [Path(name).read_bytes() for name in job.text]
@@ -273,7 +273,7 @@ def _texts(job: Calibration, sampling: Sampling) -> tuple[Any, int, Any, list[st
     if job.source == "draft":
         if job.target is not None and job.draft is None:
             raise ValueError(f"--source draft needs --draft beside --target {job.target}")
-        engine = load(job.draft or "code-draft", strategy="ar", **how)
+        engine = load(job.draft or zoo.path("code-draft"), strategy="ar", **how)
     else:
         fast = job.draft is not None or job.target is None
         engine = load(job.target, job.draft, strategy="draft" if fast else "ar", **how)
@@ -398,7 +398,7 @@ def _export(job: Calibration, scores: Any) -> None:
     from specker.checkpoints.checkpoint import read_config, read_tokenizer
     from specker.runtime.strategies.vocabtrim import scores as vocab_scores
 
-    target = zoo.source_of(job.target or "code-target")
+    target = zoo.source_of(job.target or zoo.path("code-target"))
     config, tokenizer = read_config(target), read_tokenizer(target)
     scores.check(config.vocab_size, vocab_scores.tokenizer_hash(tokenizer), job.scores)
     always = {*config.eos_ids, *vocab_scores.special_ids(tokenizer)}
