@@ -1,6 +1,7 @@
 """train/head: tiny heads of both kinds learn from a tiny target, go on where they stopped, and draft in the engine as
 they did in training."""
 
+import copy
 import json
 
 import caches
@@ -22,6 +23,7 @@ from specker.model.prefill import prefill
 from train import corpus
 from train.head import __main__ as command
 from train.head import fit, taps
+from train.head.assistant import Reader
 from train.head.blocks import Blocks
 from train.head.eagle import Head
 from train.head.export import LAYOUTS, export, export_blocks
@@ -277,6 +279,22 @@ def test_the_loss_is_the_divergence_of_every_step(dense, lessons, tmp_path):
     assert got == pytest.approx(total / sums, rel=1e-4)
 
 
+def test_all_that_training_makes_is_on_its_device(dense):
+    """Of every kind of head. On the device meta, which has no data, a tensor of the CPU is an error, and so is a value
+    that the host reads, for which it would wait."""
+    ids, H = torch.arange(50), dense.config.hidden_size
+    for net in (Head(dense, DEPTHS, ids, STEPS), Blocks(dense, DEPTHS, 319, STEPS + 1, 2), Reader(dense, ids, STEPS)):
+        net = copy.deepcopy(net).to("meta")
+        shape = 2, 64 + net.beyond
+        ints = (torch.zeros(shape, dtype=torch.int64, device="meta") for _ in range(4))
+        text, place, best, own = ints
+        rows = torch.zeros(*shape, len(net.taps) + 1, H, device="meta")
+        batch = taps.Batch(own, text, place, torch.ones(shape, device="meta"), rows[:, :, 1:], rows[:, :, 0], best)
+        net.loss(batch, 0.5, 0.7, 3).backward()
+        assert {p.grad.device.type for p in net.parameters() if p.grad is not None} == {"meta"}
+        assert [x.device.type for x in net.agreement(batch)] == ["meta"] * 2
+
+
 def test_the_rows_are_the_target_s(folder, lessons, rows_of):
     """Those that an engine hands to a head, within bfloat16's rounding; and the target's best token."""
     model, near = rows_of.model, 0
@@ -464,6 +482,28 @@ def small(monkeypatch):
     sizes = {"tokens": 400, "visits": 1000, "length": 32, "batch": 64, "rows": 100, "max_new_tokens": 40}
     sizes["batch_size"] = 6
     return [word for name, n in {**sizes, "max_context": 256}.items() for word in (f"--{name}", n)]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", command.KINDS)
+def test_the_stages_on_a_gpu(target, tmp_path, monkeypatch, small, kind, capsys):
+    """The head that a GPU trains has about the rows and the agreement that it has on a CPU."""
+    out = tmp_path / "out"
+    bfloat16 = ["--bfloat16", "true", "--device", "cuda"]
+    assert main(monkeypatch, "--target", target, "--out", out, "--kind", kind, *small, *bfloat16) == 0
+    said = capsys.readouterr().out
+    args = command.Args(str(target), str(out), kind=kind, length=32, batch=64, rows=100, max_context=256)
+    net, lessons = command.trained(args, opened(target))
+    there = json.loads((args.own / "log.jsonl").read_text().splitlines()[-1])["agreement"]
+    fit.put_weights(net, torch.load(args.own / "state.pt", map_location="cpu", weights_only=True)["net"], args.own)
+    here = Training(net, lessons, Recipe(1, batch=64, length=32), tmp_path).judge()
+    assert here == pytest.approx(there, abs=0.05)
+    strategy, folder = (
+        {"eagle3": "eagle", "dflash": "dflash", "assistant": "mtp"}[kind],
+        said.split("head is in ")[1].strip(),
+    )
+    engine = specker.load(target, folder, strategy, device="cuda", policy="fixed")
+    assert engine.generate([9, 4], 40).tokens == engine.generate_ar([9, 4], 40).tokens
 
 
 def test_the_stages_make_a_head_and_are_done_once(target, tmp_path, monkeypatch, small, capsys):

@@ -76,6 +76,7 @@ class Args:
     max_new_tokens: int = field(default=256, metadata={"help": "longest answer"})
     max_context: int = field(default=2048, metadata={"help": "longest conversation"})
     batch_size: int = field(default=16, metadata={"help": "conversations written at once"})
+    device: str = field(default="cpu", metadata={"help": "cpu, or cuda for all stages on a GPU"})
     threads: int = 2
     seed: int = 0
 
@@ -83,6 +84,8 @@ class Args:
         for stage in self.stages:
             if stage not in STAGES:
                 raise ValueError(f"--stages must be of {', '.join(STAGES)}, got {stage!r}")
+        if self.device != "cpu" and not (self.device == "cuda" and torch.cuda.is_available()):
+            raise ValueError(f"--device must be cpu, or cuda where torch finds a GPU; got {self.device!r}")
         if self.kind not in KINDS:
             raise ValueError(f"--kind must be one of {', '.join(KINDS)}, got {self.kind!r}")
         if self.kind != "eagle3" and self.layout != LAYOUTS[0]:
@@ -140,7 +143,7 @@ def questions(path: str) -> list[dict[str, Any]]:
 
 def write_answers(args: Args) -> None:
     engine = specker.load(
-        args.target, strategy="ar", device="cpu", batch_size=args.batch_size, max_context=args.max_context
+        args.target, strategy="ar", device=args.device, batch_size=args.batch_size, max_context=args.max_context
     )
     how = {name: getattr(args, name) for name in ("target", "tokens", "max_new_tokens", "batch_size", "max_context")}
     corpus.write(engine, questions(args.prompts), corpus.Args(out=str(args.folder / "answers"), **how))
@@ -187,8 +190,8 @@ def run(args: Args) -> int:
         write_answers(args)
     target = opened(args.target, max_context=args.max_context)
     if "taps" in args.stages:
-        dtype = torch.bfloat16 if served(target.config) else torch.float32
-        taps.write(args.shards, args.rows_in, target, depths(args, target), dtype)
+        dtype = torch.bfloat16 if args.device == "cuda" or served(target.config) else torch.float32
+        taps.write(args.shards, args.rows_in, target, depths(args, target), dtype, args.device)
     if not {"train", "export"} & {*args.stages}:
         return 0
     head, lessons = trained(args, target)
@@ -196,12 +199,12 @@ def run(args: Args) -> int:
         size = sum(p.numel() for p in head.parameters())
         print(f"{size:,} parameters, {lessons.tokens:,} tokens of text", flush=True)
         own = ("visits", "batch", "length", "lr", "muon", "bfloat16", "seed")
-        Training(head, lessons, Recipe(**{name: getattr(args, name) for name in own}), args.own).fit()
+        Training(head, lessons, Recipe(**{name: getattr(args, name) for name in own}), args.own, args.device).fit()
     if "export" in args.stages:
         best = args.own / "best.pt"
         if not best.exists():
             raise ValueError(f"{args.own} has no trained head: run the stage train first")
-        put_weights(head, torch.load(best, weights_only=True), best)
+        put_weights(head.cpu(), torch.load(best, map_location="cpu", weights_only=True), best)
         out = args.own / ("head" if args.layout == "flat" else f"head-{args.layout}")
         if isinstance(head, Head):
             export(head, target.folder, out, args.layout, args.target)

@@ -101,7 +101,7 @@ class Reader(Chained):
         steps - 1] (and more), those after each position; places, text [B, T]. Returns rows for the LM head [B, T, H],
         one tensor a step."""
         T = last.shape[1]
-        seen = (text[:, :, None] == text[:, None]) & torch.ones(T, T, dtype=torch.bool).tril()
+        seen = (text[:, :, None] == text[:, None]) & torch.ones(T, T, dtype=torch.bool, device=text.device).tril()
         kv = self._target(before, places)
         feature, finals = last, []
         for step in range(steps):

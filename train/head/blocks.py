@@ -61,19 +61,20 @@ class Blocks(Net):
         """Over as many blocks as would stand in the windows side by side, at other roots in every step."""
         B, T = batch.ids.shape[0], batch.ids.shape[1] - self.beyond
         generator = torch.Generator().manual_seed(turn)
-        roots = torch.rand(B, T, generator=generator).topk(max(1, T // self.size)).indices
+        roots = torch.rand(B, T, generator=generator).topk(max(1, T // self.size)).indices.to(batch.ids.device)
         at, weight = self._drafted(batch, roots)
         with torch.no_grad():
             rows = batch.last.gather(1, at.flatten(1)[..., None].expand(-1, -1, batch.last.shape[-1]))
             teacher = (self.logits(rows).float() / heat).log_softmax(-1)
         student = (self.logits(self.blocks(batch, roots)).float() / heat).log_softmax(-1).flatten(1, 2)
-        weight = (weight * torch.exp(-torch.arange(self.beyond) / self.decay)).flatten(1)
+        weight = (weight * torch.exp(-torch.arange(self.beyond, device=weight.device) / self.decay)).flatten(1)
         return (divergence(teacher, student) * weight).sum() / weight.sum().clamp(min=1)
 
     @torch.no_grad()
     def agreement(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """At each position of blocks side by side, of the blocks whose guesses before it are the text's tokens."""
-        roots = torch.arange(0, batch.ids.shape[1] - self.beyond, self.size).repeat(len(batch.ids), 1)
+        roots = torch.arange(0, batch.ids.shape[1] - self.beyond, self.size, device=batch.ids.device)
+        roots = roots.repeat(len(batch.ids), 1)
         at, weight = self._drafted(batch, roots)
         guesses = self.logits(self.blocks(batch, roots)).argmax(-1)
         best, true = (x.gather(1, at.flatten(1)).view_as(at) for x in (batch.best, batch.ids[:, 1:]))
@@ -84,7 +85,7 @@ class Blocks(Net):
     def _drafted(self, batch: Batch, roots: Tensor) -> tuple[Tensor, Tensor]:
         """For blocks at `roots` [B, N]: the positions [B, N, size - 1] whose rows of the target predict what the blocks
         draft, and the weight of these predictions: 0 behind the end of a text."""
-        at = roots[..., None] + torch.arange(self.beyond)
+        at = roots[..., None] + torch.arange(self.beyond, device=roots.device)
         weight, text = (x.gather(1, at.flatten(1)).view_as(at) for x in (batch.weight, batch.text))
         return at, weight * (text == batch.text.gather(1, roots)[..., None])
 
@@ -95,10 +96,10 @@ class Blocks(Net):
         context = self._norm(context, self.hidden_norm)
         W = context.shape[1]
         own = batch.text.gather(1, roots)
-        seen = (batch.text[:, None] == own[..., None]) & (torch.arange(W) < roots[..., None])
+        seen = (batch.text[:, None] == own[..., None]) & (torch.arange(W, device=roots.device) < roots[..., None])
         seen = seen.repeat_interleave(S, 1)[:, None]  # [B, 1, N * S, W]
-        places = (batch.place.gather(1, roots)[..., None] + torch.arange(S)).flatten(1)
-        masks = self.embed[self.mask].expand(B, N, S - 1, -1)
+        places = (batch.place.gather(1, roots)[..., None] + torch.arange(S, device=roots.device)).flatten(1)
+        masks = F.embedding(self.mask, self.embed).expand(B, N, S - 1, -1)
         hidden = torch.cat([F.embedding(batch.ids.gather(1, roots), self.embed)[:, :, None], masks], 2).flatten(1, 2)
 
         def heads(x: Tensor, matrix: Tensor) -> Tensor:

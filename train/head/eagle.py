@@ -38,7 +38,7 @@ class Chained(Net):
             teacher = logits.softmax(-1)
             entropy = logits.logsumexp(-1) - (teacher * logits).sum(-1)
             weights = (batch.weight * (self.row[batch.best] >= 0))[:, 1:]
-        total = sums = torch.zeros(())
+        total = sums = batch.weight.new_zeros(())
         for step, final in enumerate(chains):
             at = slice(step, step + T)
             weight = STEP_WEIGHT**step * weights[:, at] * (batch.text[:, :T] == batch.text[:, 1:][:, at])
@@ -58,7 +58,7 @@ class Chained(Net):
             at = slice(step + 1, step + 1 + T)
             counts = (batch.weight[:, at] == 1) & (batch.text[:, :T] == batch.text[:, at])
             drafted = self.ids[self.logits(final).argmax(-1)]
-            right.append((drafted == batch.best[:, at])[counts].sum())
+            right.append(((drafted == batch.best[:, at]) & counts).sum())
             of.append(counts.sum())
         return torch.stack(right), torch.stack(of)
 
@@ -104,7 +104,7 @@ class Head(Chained):
         taps [B, T, A, H]; tokens [B, T + steps - 1] (and more), those after each position: tokens[:, 0] is the one
         after position 0; places, text [B, T]. Returns rows for the LM head [B, T, H], one tensor a step."""
         T = taps.shape[1]
-        seen = (text[:, :, None] == text[:, None]) & torch.ones(T, T, dtype=torch.bool).tril()
+        seen = (text[:, :, None] == text[:, None]) & torch.ones(T, T, dtype=torch.bool, device=text.device).tril()
         hidden = F.linear(taps.flatten(2), self.fc).to(self.norm.dtype)  # the stream keeps it under autocast, too
         pairs: list[tuple[Tensor, Tensor]] = []
         finals = []

@@ -4,6 +4,7 @@ import json
 import math
 import time
 from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ import torch
 from torch import Tensor
 
 from train.head.net import Net
-from train.head.taps import Lessons
+from train.head.taps import Batch, Lessons
 
 HEATS = (1.0, 0.7)  # temperatures of the target, in turn
 DECAY = 0.3  # the learning rates fall linearly over this last share
@@ -39,14 +40,18 @@ class Training:
     lessons: Lessons
     recipe: Recipe
     folder: Path
+    device: str = "cpu"
     done: int = 0  # visits
     log: list[dict[str, Any]] = field(default_factory=list)
-    losses: list[float] = field(default_factory=list)  # since the last line of the log
+    losses: list[Tensor] = field(default_factory=list)  # since the last line of the log
     epoch: int = 0
     left: list[int] = field(default_factory=list)  # windows of this epoch
     best: float = -1.0  # the longest expected draft of a judgement so far
+    ahead: dict[tuple[int, ...], "Future[Batch]"] = field(default_factory=dict)  # windows of the next step
 
     def __post_init__(self) -> None:
+        self.net.to(self.device)
+        self.reader = ThreadPoolExecutor(1)
         matrices, norms = ([p for p in self.net.parameters() if p.ndim == n] for n in (2, 1))
         self.optimisers = (
             torch.optim.Muon(matrices, weight_decay=0.01, adjust_lr_fn="match_rms_adamw"),
@@ -80,31 +85,51 @@ class Training:
         for optimiser, rate in zip(self.optimisers, (recipe.muon, recipe.lr), strict=True):
             for group in optimiser.param_groups:
                 group["lr"] = rate * min(1.0, (1 - share) / DECAY)
-        windows = self._next(max(1, recipe.batch // recipe.length))
-        batch = self.lessons.batch([self.lessons.trained[n] for n in windows])
+        windows = self._next(self.at_once)
+        batch = self._read(windows)
         turn = self.done // (len(windows) * recipe.length)
-        with torch.autocast("cpu", torch.bfloat16, enabled=recipe.bfloat16):
+        with self._autocast():
             loss = net.loss(batch, share, HEATS[turn % len(HEATS)], turn)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(net.parameters(), 1.0)
         for optimiser in self.optimisers:
             optimiser.step()
             optimiser.zero_grad()
-        self.losses.append(loss.item())
+        self.losses.append(loss.detach())  # not a number yet: that would wait for the device
         self.done += len(windows) * recipe.length
 
     def judge(self) -> list[float]:
         """The agreement on held-out windows at each token of a draft."""
-        right = of = torch.zeros(self.net.beyond, dtype=torch.int64)
-        for window in self.lessons.held[:JUDGED]:
-            with torch.autocast("cpu", torch.bfloat16, enabled=self.recipe.bfloat16):
-                some, total = self.net.agreement(self.lessons.batch([window]))
+        right = of = torch.zeros(self.net.beyond, dtype=torch.int64, device=self.device)
+        held = self.lessons.held[:JUDGED]
+        for n in range(0, len(held), self.at_once):
+            with self._autocast():
+                some, total = self.net.agreement(self.lessons.batch(held[n : n + self.at_once], self.device))
             right, of = right + some, of + total
         return (right / of.clamp(min=1)).tolist()
 
+    @property
+    def at_once(self) -> int:
+        """Windows of a step."""
+        return max(1, self.recipe.batch // self.recipe.length)
+
+    def _autocast(self) -> torch.autocast:
+        return torch.autocast(torch.device(self.device).type, torch.bfloat16, enabled=self.recipe.bfloat16)
+
+    def _read(self, windows: list[int]) -> Batch:
+        """The batch of these windows. A thread reads the next one from the disk while the device computes."""
+
+        def read(some: list[int]) -> Batch:
+            return self.lessons.batch([self.lessons.trained[n] for n in some], self.device)
+
+        ready = self.ahead.pop(tuple(windows), None)
+        following = self.left[: self.at_once]
+        self.ahead = {tuple(following): self.reader.submit(read, following)}
+        return read(windows) if ready is None else ready.result()
+
     def _next(self, count: int) -> list[int]:
         """The next windows: the epochs' permutations, which depend on the seed alone."""
-        while len(self.left) < count:
+        while len(self.left) < 2 * count:
             rng = np.random.default_rng([self.recipe.seed, self.epoch])
             self.left = self.left + rng.permutation(len(self.lessons.trained)).tolist()
             self.epoch += 1
@@ -114,7 +139,7 @@ class Training:
     def _judge(self) -> dict[str, Any]:
         """Add a line to the log, and keep the weights if they are the best ones so far."""
         shares = self.judge()
-        row = {"visits": self.done, "kl": sum(self.losses) / len(self.losses), "agreement": shares}
+        row = {"visits": self.done, "kl": float(torch.stack(self.losses).mean()), "agreement": shares}
         self.log.append(row)
         self.losses.clear()
         if (length := expected(shares)) > self.best:
@@ -132,7 +157,7 @@ class Training:
         part.rename(self.folder / "log.jsonl")
 
     def _load(self) -> None:
-        kept = torch.load(self.state, weights_only=True)
+        kept = torch.load(self.state, map_location=self.device, weights_only=True)
         put_weights(self.net, kept["net"], self.state)
         for optimiser, its in zip(self.optimisers, kept["optimisers"], strict=True):
             optimiser.load_state_dict(its)
@@ -151,7 +176,7 @@ def kept_ids(state: Path, counts: Tensor, rows: int) -> Tensor:
     """The tokens whose rows the LM head keeps, ascending [rows] int64: those of a training that goes on, else the most
     frequent ones."""
     if state.exists():
-        return torch.load(state, weights_only=True)["ids"]
+        return torch.load(state, map_location="cpu", weights_only=True)["ids"]
     order = counts.argsort(descending=True, stable=True)
     return order[: min(rows, len(counts))].sort().values
 

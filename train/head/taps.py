@@ -49,7 +49,9 @@ class Texts:
         return iter(np.split(self.ids, self.ends[:-1]))
 
 
-def write(shards: Sequence[Path], out: Path, target: Opened, taps: tuple[int, ...], dtype: torch.dtype) -> int:
+def write(
+    shards: Sequence[Path], out: Path, target: Opened, taps: tuple[int, ...], dtype: torch.dtype, device: str = "cpu"
+) -> int:
     """Run the target over the shards that `out` does not hold yet. Returns the number of tokens that were run. Raises
     ValueError if the disk has no room for the files."""
     left = [path for path in shards if not (out / f"{path.stem}.rows.npy").exists()]
@@ -65,7 +67,7 @@ def write(shards: Sequence[Path], out: Path, target: Opened, taps: tuple[int, ..
             f"the target's rows of {tokens:,} tokens take {need / 1e9:.1f} GB in {out}, which has {free / 1e9:.1f} GB "
             "free; lower --tokens or name another folder"
         )
-    model = Model(read_checkpoint(target, dtype=dtype, device="cpu"))
+    model = Model(read_checkpoint(target, dtype=dtype, device=device))
     longest = max(len(text) for path in left for text in Texts.read(path))
     if longest > model.config.max_context:
         raise ValueError(f"a text has {longest} tokens, but the target's context is {model.config.max_context}")
@@ -74,8 +76,8 @@ def write(shards: Sequence[Path], out: Path, target: Opened, taps: tuple[int, ..
     for path in left:
         texts = Texts.read(path)
         rows, best = zip(*(run(model, cache, text.tolist(), taps) for text in texts), strict=True)
-        _save(out / f"{path.stem}.best.npy", torch.cat(best).to(torch.int32).numpy())
-        _save(out / f"{path.stem}.rows.npy", torch.cat(rows).to(torch.bfloat16).view(torch.int16).numpy())
+        _save(out / f"{path.stem}.best.npy", torch.cat(best).to(torch.int32).cpu().numpy())
+        _save(out / f"{path.stem}.rows.npy", torch.cat(rows).to(torch.bfloat16).view(torch.int16).cpu().numpy())
         print(f"{path.stem}: the target's rows of {len(texts.ids):,} tokens", flush=True)
     return tokens
 
@@ -180,10 +182,10 @@ class Lessons:
             total += np.bincount(shard.ids[1:][answer[:-1]], minlength=vocab)
         return torch.from_numpy(total)
 
-    def batch(self, windows: Sequence[tuple[int, int]]) -> Batch:
+    def batch(self, windows: Sequence[tuple[int, int]], device: str = "cpu") -> Batch:
         def read(name: str) -> Tensor:
             parts = [getattr(self.shards[n], name)[start : start + self.size] for n, start in windows]
-            return torch.from_numpy(np.stack(parts))
+            return torch.from_numpy(np.stack(parts)).to(device)
 
         rows = read("rows").view(torch.bfloat16).float()
         about = read("ids"), read("text"), read("place"), read("weight")
