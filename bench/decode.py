@@ -52,6 +52,7 @@ from bench import harness, shapes
 from bench.harness import Timing
 from bench.kernels import common
 from bench.shapes import step_bytes
+from specker.kernels.delta import BLOCK, anchor
 from specker.model.config import layer_elements
 from specker.model.decoder import forward
 from specker.model.prefill import prefill, prefill_chunk
@@ -125,13 +126,15 @@ CASES = [
     Case("prefill", "8b", 4096, goals=PREFILL),
     *(Case("prefill", "8b", 4096, goals=QUANTISED, quantize=kind) for kind in ("int8", "int4")),
     *(Case(kind, "30b-a3b", n) for kind, n in (("ar", 8192), ("verify", 8192), ("prefill", 4096))),
+    *(Case(kind, "9b", n) for n in (512, 8192) for kind in ("ar", "verify")),
+    Case("prefill", "9b", 4096),
     *(Case(kind, shape, n) for shape in ("1b", "32b") for kind in ("ar", "verify") for n in CONTEXTS),
     Case("beside", "1b", 512),
     Case("beside", "8b", 512),
     Case("launches", "8b", 8192),
     Case("launches", "8b", 8192, "1b"),
-    *(Case("launches", shape, 8192) for shape in ("1b", "32b")),
-    *(Case(kind, "tiny", n) for kind in ("ar", "verify") for n in (64, 160)),
+    *(Case("launches", shape, 8192) for shape in ("1b", "9b", "32b")),
+    *(Case(kind, shape, n) for shape in ("tiny", "tiny-hybrid") for kind in ("ar", "verify") for n in (64, 160)),
     *(Case(kind, "tiny", 64, "tiny") for kind in ("first", "round")),
     *(Case("prefill", "tiny", 160, quantize=kind) for kind in (None, "int8")),
     *(Case(kind, "tiny", 64) for kind in ("beside", "launches")),
@@ -156,7 +159,7 @@ def chosen(args: Args) -> list[Case]:
     """The cases that `args` select; ValueError if there are none."""
     parts = [part.strip() for part in args.cases.split(",") if part.strip()]
     tiny = torch.device(args.device).type == "cpu"
-    found = [c for c in CASES if any(p in c.name for p in parts) or (not parts and (c.shape == "tiny") == tiny)]
+    found = [c for c in CASES if any(p in c.name for p in parts) or (not parts and c.shape.startswith("tiny") == tiny)]
     if not found:
         raise ValueError(f"no case is called {args.cases!r}; there are {', '.join(c.name for c in CASES)}")
     return found
@@ -227,12 +230,19 @@ class Decoded:
 
 
 def in_place(loop: Loop, sequence: Request) -> None:
-    """Make a request the loop's only one, with noise as the K/V of its text."""
+    """Make a request the loop's only one, with noise as the K/V, the states and the records of its text."""
     loop.clear()
     for cache in loop.slots.caches:
         cache.k.normal_(), cache.v.normal_()
         cache.take(0, loop.slots.columns(sequence.limit))
         cache.exact_len[0] = len(sequence.token_ids) - 1
+        if (memory := cache.memory) is not None:
+            memory.inputs.normal_()
+            if memory.anchors is not None:
+                for noise in (memory.k, memory.u, memory.states):
+                    assert noise is not None
+                    noise.normal_(std=0.1)
+                memory.anchors.fill_(anchor(cache.exact_len[0], BLOCK))  # no state moves on to the text's end
     agrees = None
     if loop.acceptance is not None:  # without drafts nothing agrees
         p = loop.acceptance if sequence.speculates else 0.0

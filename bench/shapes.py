@@ -4,7 +4,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from specker.model.config import ModelConfig, layer_elements
+from specker.kernels.delta import BLOCK
+from specker.model.config import DeltaNet, ModelConfig, ShortConv, layer_elements
 
 
 def _config(
@@ -32,6 +33,14 @@ def _mixture(arch: str, kind: str, sizes: tuple[int, ...], **experts: Any) -> An
     return _config(arch, *sizes, False) | {"model_type": kind, **experts}
 
 
+def _hybrid(sizes: tuple[int, ...], delta: tuple[int, int, int]) -> Any:
+    """Three layers with a gated delta net, whose key heads, value heads and their size are `delta`, for each one that
+    attends."""
+    names = "linear_num_key_heads", "linear_num_value_heads", "linear_key_head_dim", "linear_value_head_dim"
+    own = dict(zip(names, (*delta, delta[2]), strict=True))
+    return _config("Qwen3_5", *sizes, False) | {"model_type": "qwen3_5_text", **own}
+
+
 SHAPES: dict[str, dict[str, Any]] = {
     "1b": _config("Llama", 128256, 2048, 8192, 16, 32, 8, 64, True),  # Llama-3.2-1B
     "70b": _config("Llama", 128256, 8192, 28672, 80, 64, 8, 128, False),  # Llama-3-70B
@@ -50,7 +59,9 @@ SHAPES: dict[str, dict[str, Any]] = {
     "8x7b": _mixture(
         "Mixtral", "mixtral", (32000, 4096, 14336, 32, 32, 8, 128), num_local_experts=8, num_experts_per_tok=2
     ),  # Mixtral-8x7B
+    "9b": _hybrid((248320, 4096, 12288, 32, 16, 4, 256), (16, 32, 128)),  # Qwen3.5-9B
     "tiny": _config("Llama", 512, 64, 96, 2, 4, 2, 16, True),
+    "tiny-hybrid": _hybrid((512, 64, 96, 4, 4, 2, 16), (2, 4, 16)),
 }
 
 
@@ -62,12 +73,23 @@ def write(folder: Path) -> None:
 
 
 def step_bytes(c: ModelConfig, context: int, itemsize: int) -> int:
-    """Bytes read by a step of one row: the layers' linears, norms and biases, the head, and the K/V of `context`
-    columns. The embedding's single row is not counted."""
+    """Bytes read by a step of one row: the layers' linears, norms and biases, the head, the K/V of `context` columns,
+    and a gated delta net's states with the fewest records after them. The embedding's single row is not counted."""
     qkv = (c.num_heads + 2 * c.num_kv_heads) * c.head_dim
     heads = {"": 0, "head": 2, "projection": c.num_heads + c.num_kv_heads}[c.layer.qk_norm]
-    small = (4 if c.layer.norms == "both" else 2) * c.hidden_size + heads * c.head_dim
-    small += qkv * c.layer.qkv_bias + c.hidden_size * c.layer.o_bias
-    small += (2 * c.intermediate_size + c.hidden_size) * c.layer.mlp_bias
-    weights = layer_elements(c) + c.num_layers * small + c.hidden_size + c.vocab_size * c.hidden_size
-    return (weights + 2 * c.num_layers * c.num_kv_heads * c.head_dim * context) * itemsize
+    attention = heads * c.head_dim + qkv * c.layer.qkv_bias + c.hidden_size * c.layer.o_bias
+    every = (4 if c.layer.norms == "both" else 2) * c.hidden_size
+    every += (2 * c.intermediate_size + c.hidden_size) * c.layer.mlp_bias
+    weights = layer_elements(c) + c.num_layers * every + c.hidden_size + c.vocab_size * c.hidden_size
+    wide = 0  # elements in float32
+    for m in map(c.layer.mixer, range(c.num_layers)):
+        match m:
+            case None:
+                weights += attention + 2 * c.num_kv_heads * c.head_dim * context
+            case DeltaNet():
+                weights += m.channels * m.kernel + m.value_dim
+                record = m.key_heads * m.key_dim + m.value_heads * (m.value_dim + 4)
+                wide += 2 * m.value_heads + m.values * m.key_dim + min(context, BLOCK) * record
+            case ShortConv():
+                weights += m.channels * m.kernel
+    return weights * itemsize + wide * max(itemsize, 4)

@@ -60,16 +60,21 @@ def test_bytes_of_a_step_by_hand(bench):
     assert step_bytes(config("1b"), 0, 2) == 2 * 1_235_814_400  # all of it: the head is the embedding
     # Qwen2.5-32B's 32,763,876,352, with biases of q, k and v, without the embedding
     assert step_bytes(config("32b"), 0, 2) == 2 * (32_763_876_352 - 152_064 * 5120)
+    # of a delta net 32 heads of 128 x 128 in float32, and after 32 columns records of 16 x 128 + 32 x 132 numbers
+    more = step_bytes(config("9b"), 32, 2) - step_bytes(config("9b"), 0, 2)
+    assert more == 32 * (24 * 4 * (16 * 128 + 32 * 132) + 8 * 2 * 2 * 4 * 256)
 
 
 def test_bytes_are_those_of_the_weights(bench):
     """The weights in memory, without the embedding."""
-    for shape, draft in (("tiny", None), ("tiny", "tiny")):
+    for shape, draft in (("tiny", None), ("tiny", "tiny"), ("tiny-hybrid", None)):
         engine = bench.engine(Case("ar", shape, 64, draft))
         w = engine.model.layers
-        parts = [part for layer in w for part in (layer.attention, *layer.mlps)]
+        parts = [part for layer in w for part in (layer.mixer, *layer.mlps)]
         numbers = sum(x.numel() for part in parts for x in part if x is not None)
         numbers += engine.model.head.numel() + engine.model.norm.numel()
+        if (memory := engine.loop.slots.caches[0].memory) is not None:
+            numbers += memory.states[:, 0, 0].numel()
         assert step_bytes(engine.target.config, 0, 4) == 4 * numbers
 
 
@@ -126,11 +131,15 @@ def test_the_share_of_the_bandwidth(bench, monkeypatch):
 
 def test_every_case_on_a_tiny_shape(rows_of, capsys):
     rows = rows_of()
-    ways = {(row["case"], row["way"]): row for row in rows}
-    assert list(ways) == [
-        ("ar tiny 64", "ar"),
-        ("ar tiny 160", "ar"),
-        *((f"verify tiny {n}", way) for n in (64, 160) for way in ("8 rows", "64 rows")),
+    found = {(row["case"], row["way"]): row for row in rows}
+    assert list(found) == [
+        *(
+            (f"{kind} {shape} {n}", way)
+            for shape in ("tiny", "tiny-hybrid")
+            for kind, ways in (("ar", ("ar",)), ("verify", ("8 rows", "64 rows")))
+            for n in (64, 160)
+            for way in ways
+        ),
         ("first tiny+tiny 64", "first request"),
         ("round tiny+tiny 64", "outside"),
         ("round tiny+tiny 64", "over ar"),
@@ -138,7 +147,7 @@ def test_every_case_on_a_tiny_shape(rows_of, capsys):
         *(("beside tiny 64", way) for way in ("specker ar", "transformers", "transformers, compiled")),
         ("launches tiny 64", ""),
     ]
-    for (case, _), row in ways.items():
+    for (case, _), row in found.items():
         assert row["bench"] == "decode" and row["machine"] and row["commit"] and row["dtype"] == "float32"
         assert "random weights" in row["remarks"]["sizing"]
         if row["way"]:
@@ -146,18 +155,18 @@ def test_every_case_on_a_tiny_shape(rows_of, capsys):
             assert set(row["remarks"]) == {"sizing"} | ({"weights"} if "int8" in case else set())
         assert ("reason" in row) == (row["way"] in ("transformers, compiled", ""))
         assert "met" not in row and ("reason" in row or row["median"] > 0)
-    plain, verify = ways["ar tiny 64", "ar"], ways["verify tiny 64", "64 rows"]
+    plain, verify = found["ar tiny 64", "ar"], found["verify tiny 64", "64 rows"]
     assert plain["rounds"] == 3 and plain["host"] > 0 and "value" not in plain
     assert plain["bytes"] == 4 * (2 * (8192 + 4096 + 18432 + 128) + 64 + 32768 + (64 + 8 + 1) * 128)
     assert verify["value"] == verify["median"] / verify["one"]
-    first = ways["first tiny+tiny 64", "first request"]
+    first = found["first tiny+tiny 64", "first request"]
     assert first["value"] == first["median"] / first["later"]
-    outside, over = ways["round tiny+tiny 64", "outside"], ways["round tiny+tiny 64", "over ar"]
+    outside, over = found["round tiny+tiny 64", "outside"], found["round tiny+tiny 64", "over ar"]
     assert outside["value"] == 1 - sum(outside["forwards"].values()) / outside["median"]
     assert all(outside["stages"][name] > 0 for name in ("draft", "verify", "accept"))
     assert 1 <= over["acceptance_length"] <= 6 and over["value"] == over["over_ar"] / over["limit"]
-    assert "does not compile on a CPU" in ways["beside tiny 64", "transformers, compiled"]["reason"]
-    assert ways["launches tiny 64", ""]["reason"] == "the profiler saw no work on a GPU"
+    assert "does not compile on a CPU" in found["beside tiny 64", "transformers, compiled"]["reason"]
+    assert found["launches tiny 64", ""]["reason"] == "the profiler saw no work on a GPU"
     shown = capsys.readouterr().out
     assert RANDOM in shown and GIVEN in shown and "of one row" in shown
 
@@ -269,8 +278,8 @@ def test_an_interrupt_keeps_the_rows(rows_of, tmp_path, monkeypatch):
 
 
 def test_case_selection(monkeypatch):
-    assert {c.shape for c in decode.chosen(Args(device="cpu"))} == {"tiny"}
-    assert {c.shape for c in decode.chosen(Args(device="cuda"))} == {"1b", "8b", "32b", "30b-a3b"}
+    assert {c.shape for c in decode.chosen(Args(device="cpu"))} == {"tiny", "tiny-hybrid"}
+    assert {c.shape for c in decode.chosen(Args(device="cuda"))} == {"1b", "8b", "9b", "32b", "30b-a3b"}
     names = [c.name for c in decode.chosen(Args(device="cuda", cases="ar 8b, round"))]
     assert names == ["ar 8b 512", "ar 8b 8192", "ar 8b 32768", "round 8b+1b 8192", "round tiny+tiny 64"]
     monkeypatch.setattr("sys.argv", ["bench/decode.py", "--cases", "nonsense", "--save", "false"])

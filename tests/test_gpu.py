@@ -3,10 +3,11 @@
 import functools
 import statistics
 import time
+from typing import Any
 
 import pytest
 import torch
-from make_checkpoint import GEMMA3, QWEN3_MOE, make
+from make_checkpoint import GEMMA3, GPT_OSS, LFM2, QWEN3_5, QWEN3_MOE, make
 from pairs import flips, logits_of, perturbed
 
 import specker
@@ -136,7 +137,15 @@ def test_after_a_warm_up_nothing_is_compiled_or_captured(options, size, monkeypa
         assert engine.loop.graphs.captured == graphs
 
 
-MADE = ["eagle", "mtp", "dflash", "mixture", "int4 mixture", "rings"]
+RANDOM: dict[str, dict[str, Any]] = {
+    "mixture": QWEN3_MOE,
+    "int4 mixture": QWEN3_MOE,
+    "rings": {**GEMMA3, "sliding_window": 256},
+    "sinks": {**GPT_OSS, "sliding_window": 256},
+    "delta nets": QWEN3_5,
+    "convolutions": LFM2,
+}
+MADE = ["eagle", "mtp", "dflash", *RANDOM]
 
 
 @pytest.fixture(scope="module")
@@ -146,12 +155,11 @@ def made(heads, tmp_path_factory):
     @functools.cache
     def made(name):
         many = [[3 * n % 120 + 1 for n in range(length)] for length in (5, 40, 90)]
-        if name in ("mixture", "int4 mixture", "rings"):
-            kind = QWEN3_MOE if name != "rings" else {**GEMMA3, "sliding_window": 256}
-            target = make(tmp_path_factory.mktemp(name) / "target", max_context=1024, **kind)
+        if name in RANDOM:
+            target = make(tmp_path_factory.mktemp(name) / "target", max_context=1024, **RANDOM[name])
             pair = target, perturbed(target, target.parent / "draft")
             how = {"quantize": "int4"} if name == "int4 mixture" else {}
-            prompts = [[*many[2]] * 6, many[1], [*many[2]] * 3] if name == "rings" else many
+            prompts = [[*many[2]] * 6, many[1], [*many[2]] * 3] if name in ("rings", "sinks") else many
             return [str(x) for x in pair], {"draft_tokens": 3, **how}, prompts
         pair = heads(name, {"eagle": "trained longer", "mtp": "mimo, 3 heads", "dflash": "dflash"}[name])
         folders = [pair.target] if name == "mtp" else [pair.target, pair.folder]
@@ -163,7 +171,8 @@ def made(heads, tmp_path_factory):
 @pytest.mark.parametrize("size", [1, 4])
 @pytest.mark.parametrize("name", MADE)
 def test_small_models_of_every_kind(made, name, size):
-    """Captured rounds of heads, mixtures and rings against plain decoding and rounds without graphs, in bfloat16."""
+    """Captured rounds of heads, mixtures, rings and recurrent layers against plain decoding and rounds without graphs,
+    in bfloat16."""
     models, options, prompts = made(name)
     how = {"device": DEVICE, "dtype": "bfloat16", "batch_size": size, "policy": "fixed", **options}
     graphs, eager = (specker.load(*models, graphs=on, **how) for on in ("on", "off"))
@@ -172,6 +181,19 @@ def test_small_models_of_every_kind(made, name, size):
         for engine in (graphs, eager):
             out = engine.generate(prompts, 60, **sampling)
             assert [each.tokens for each in out] == plain and sum(each.stats.drafted for each in out) > 0
+
+
+@pytest.mark.parametrize("options", [{}, {"tree": "3x4"}, {"draft_tokens": 5, "batch_size": 4}], ids=str)
+def test_the_bundled_hybrid(options):
+    """With its MTP head, in bfloat16: the texts outlast many blocks of states."""
+    how = {"device": DEVICE, "dtype": "bfloat16", "policy": "fixed", **options}
+    engine = specker.load("hybrid-target", strategy="mtp", **how)
+    prompts = prompts_of(engine, 3)
+    for sampling in ({}, {"temperature": 0.7, "seed": 3}):
+        out = engine.generate(prompts, 300, **sampling)
+        same = sum(a.tokens == b.tokens for a, b in zip(out, engine.generate_ar(prompts, 300, **sampling), strict=True))
+        assert same == len(prompts) or ("tree" in options and same > 0)
+        assert sum(each.stats.accepted for each in out) > 0
 
 
 @pytest.mark.alone
