@@ -26,6 +26,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from bench import instructions
+from specker.kernels.deferred import Deferred
 
 SHARED_SM = {80: 164, 90: 228, 100: 228}  # KiB per SM; a block may have 1 KiB less
 LDS = {942: 64, 950: 160}  # KiB per CU, and the most a block may have
@@ -86,6 +87,7 @@ def source_of(variant: Any, arch: int, near: bool = False) -> Any:
     from triton.compiler import ASTSource
 
     kernel, given = variant.kernel, variant.constants(arch)
+    kernel = kernel.real() if isinstance(kernel, Deferred) else kernel  # Triton 3.6 takes no other
     names = kernel.arg_names
     runtime = names[: len(variant.arguments)]
     if set(names[len(runtime) :]) != set(given):
