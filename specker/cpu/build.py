@@ -92,12 +92,7 @@ def library(on_progress: Callable[[str], None] | None = None) -> Path:
     if command is None:
         also = "" if foreign is None else f", and {foreign}"
         raise Unavailable(f"there is no C compiler{also}: {REMEDY}")
-    try:
-        if foreign is None:
-            folder.mkdir(mode=0o755, parents=True, exist_ok=True)
-            tempfile.TemporaryFile(dir=folder).close()
-    except OSError as error:
-        foreign = f"{folder} cannot be written ({error.strerror})"
+    foreign = foreign or _unusable(folder)
     if foreign is not None:  # keep the library until this process ends
         once = f"at each start, because {foreign}: set SPECKER_CACHE to another folder"
         folder = Path(tempfile.mkdtemp(prefix="specker-cpu-"))
@@ -123,6 +118,20 @@ def _foreign(path: Path) -> str | None:
     if about.st_uid not in (os.getuid(), 0):
         return f"{path} belongs to another user"
     return f"other users may write to {path}" if about.st_mode & 0o022 else None
+
+
+def _unusable(folder: Path) -> str | None:
+    """Why the library cannot be kept in the folder, which is made if it is missing; None if it can."""
+    try:
+        folder.mkdir(mode=0o755, parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=folder).close()
+    except OSError as error:
+        return f"{folder} cannot be written ({error.strerror})"
+    try:
+        with FileLock(folder / "lock"):
+            return None
+    except (OSError, NotImplementedError) as error:  # a network file system without locks; both, by filelock's version
+        return f"{folder} cannot be locked ({getattr(error, 'strerror', error)})"
 
 
 def _intact(path: Path) -> bool:

@@ -1,6 +1,7 @@
 """The compiled library: when it is compiled, by what, and what happens where it cannot be."""
 
 import ctypes
+import errno
 import multiprocessing
 import os
 import shutil
@@ -89,6 +90,21 @@ def test_a_cache_that_cannot_be_written(fresh, monkeypatch):
         f"compiling the CPU kernels ({build.level()}): some seconds, at each start, because {fresh}/file/cpu cannot be "
         "written (Not a directory): set SPECKER_CACHE to another folder"
     ]
+
+
+@pytest.mark.parametrize("error", [OSError(errno.ENOLCK, "No locks available"), NotImplementedError("no flock")])
+def test_a_file_system_without_locks(fresh, monkeypatch, error):
+    class Lock(build.FileLock):
+        def __enter__(self):
+            if fresh in Path(self.lock_file).parents:
+                raise error
+            return super().__enter__()
+
+    monkeypatch.setattr(build, "FileLock", Lock)
+    told = []
+    assert fresh not in build.library(told.append).parents
+    why = f"{fresh}/cache/cpu cannot be locked ({getattr(error, 'strerror', error)})"
+    assert f"at each start, because {why}: set SPECKER_CACHE to another folder" in told[0]
 
 
 @pytest.mark.parametrize("size", [0, 1000, None])
