@@ -27,6 +27,7 @@ from filelock import FileLock
 from specker.paths import cache_root, write_file
 
 REMEDY = "install gcc or clang, or pip install ziglang"
+OTHER = "set CC to another compiler, such as clang, or 'python -m ziglang cc' after pip install ziglang"
 SOURCES = Path(__file__).parent / "csrc"
 FLAGS = ("-std=gnu11", "-O3", "-ffp-contract=off", "-fno-math-errno", "-fPIC", "-Wno-psabi", "-pthread")
 V3 = {"avx2", "fma", "f16c", "bmi2"}
@@ -71,7 +72,11 @@ def _features() -> set[str]:
 
 def compiler() -> list[str] | None:
     """The command of a C compiler; None if there is none."""
-    asked = shlex.split(os.environ.get("CC", ""))  # such as "ccache gcc"
+    given = os.environ.get("CC", "")
+    try:
+        asked = shlex.split(given)  # such as "ccache gcc"
+    except ValueError:  # an open quotation
+        asked = [given]
     for command in [asked] if asked else [["cc"], ["gcc"], ["clang"]]:
         if (program := shutil.which(command[0])) is not None:
             return [program, *command[1:]]
@@ -91,6 +96,8 @@ def library(on_progress: Callable[[str], None] | None = None) -> Path:
         return path
     if command is None:
         also = "" if foreign is None else f", and {foreign}"
+        if (given := os.environ.get("CC", "")).strip():
+            raise Unavailable(f"CC is {given!r}, which is no command{also}: unset CC, or set it to a C compiler")
         raise Unavailable(f"there is no C compiler{also}: {REMEDY}")
     foreign = foreign or _unusable(folder)
     if foreign is not None:  # keep the library until this process ends
@@ -177,4 +184,4 @@ def _compile(command: list[str], name: str, path: Path) -> None:
             errors.append(done.stderr)
         lines = [line.strip() for text in errors for line in text.splitlines() if line.strip()]
         said = next((line for line in lines if "error" in line), lines[0] if lines else "no message")
-        raise Unavailable(f"{' '.join(command)} fails ({said}): {REMEDY}")
+        raise Unavailable(f"{' '.join(command)} fails ({said}): {OTHER}")

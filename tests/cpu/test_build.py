@@ -146,6 +146,7 @@ def test_nothing_in_a_folder_of_others_is_loaded(fresh, monkeypatch, foreign):
     path = build.library(told.append)
     assert path.is_file() and fresh not in path.parents
     assert f"at each start, because {why}: set SPECKER_CACHE" in told[0]
+    monkeypatch.delenv("CC")
     monkeypatch.setattr(build, "compiler", lambda: None)
     with pytest.raises(build.Unavailable) as error:
         build.library()
@@ -157,12 +158,22 @@ def test_a_compiler_that_fails_is_quoted(fresh, monkeypatch):
     with pytest.raises(build.Unavailable) as error:
         build.library()
     assert str(error.value) == (
-        f"{fresh}/counting-cc fails (one.c:1:5: error: no such thing): install gcc or clang, or pip install ziglang"
+        f"{fresh}/counting-cc fails (one.c:1:5: error: no such thing): set CC to another compiler, such as clang, or "
+        "'python -m ziglang cc' after pip install ziglang"
     )
     assert [file.name for file in (fresh / "cache" / "cpu").iterdir()] == ["lock"]
     counts_runs(fresh, monkeypatch, "exit 1")
     with pytest.raises(build.Unavailable, match=r"fails \(no message\)"):
         build.library()
+
+
+@pytest.mark.parametrize("command", ["/nonexistent", "gcc '"])
+def test_a_cc_that_is_no_command_is_named(fresh, monkeypatch, command):
+    monkeypatch.setenv("CC", command)
+    monkeypatch.setattr(build, "find_spec", lambda name: None)
+    with pytest.raises(build.Unavailable) as error:
+        build.library()
+    assert str(error.value) == f"CC is {command!r}, which is no command: unset CC, or set it to a C compiler"
 
 
 def test_which_compiler_is_taken(tmp_path, monkeypatch):
@@ -215,6 +226,7 @@ def uncompiled(tmp_path, monkeypatch):
     """A process without a C compiler."""
     as_in_a_new_process()
     monkeypatch.setenv("SPECKER_CACHE", str(tmp_path / "cache"))
+    monkeypatch.delenv("CC", raising=False)
     monkeypatch.setattr(build, "compiler", lambda: None)
     yield
     as_in_a_new_process()
