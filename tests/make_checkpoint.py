@@ -30,7 +30,7 @@ MODULES |= {"Lfm2Moe": "lfm2_moe", "GptOss": "gpt_oss"}  # others: in small lett
 TEXT = "gemma3", "gemma4", "qwen3_5", "qwen3_5_moe"  # whose config is that of a multimodal model's text
 PADDED = "smollm3", "phi3", "lfm2", "lfm2_moe", "olmo3"  # whose default padding token is beyond `vocab`
 BIASED = ("llama", "smollm3", "granite")
-ATTENTION_BIASED = ("qwen3", "qwen3_moe", "gemma2", "gemma3", "olmo2")
+ATTENTION_BIASED = ("qwen3", "qwen3_moe", "qwen3_5", "gemma2", "gemma3", "olmo2")
 HEADED = ("qwen3", "qwen3_moe", "ministral", "ministral3")  # transformers does not divide there
 HEADED += ("gemma2", "gemma3", "gemma4")
 HEADED += ("qwen3_5", "qwen3_5_moe", "qwen3_next", "gpt_oss")
@@ -246,6 +246,7 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     ("qwen3-moe-step", {**QWEN3_MOE, "decoder_sparse_step": 2, "fused": True, "dtype": torch.bfloat16}),
     ("qwen3.5", QWEN3_5),
     ("qwen3.5-tied", {**QWEN3_5, "tied": True, "linear_num_value_heads": 2, "linear_conv_kernel_dim": 2, "shards": 2}),
+    ("qwen3.5-bias", {**QWEN3_5, "attention_bias": True}),
     ("qwen3.5-moe", {"arch": "qwen3_5_moe", **MIXED, **BESIDE}),
     ("qwen3-next", {**QWEN3_NEXT, "decoder_sparse_step": 2}),
     ("qwen3-next-fused", {**QWEN3_NEXT, "fused": True, "norm_topk_prob": False}),

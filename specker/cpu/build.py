@@ -27,6 +27,7 @@ from filelock import FileLock
 from specker.paths import cache_root, write_file
 
 REMEDY = "install gcc or clang, or pip install ziglang"
+OTHER = "set CC to another compiler, such as clang, or 'python -m ziglang cc' after pip install ziglang"
 SOURCES = Path(__file__).parent / "csrc"
 FLAGS = ("-std=gnu11", "-O3", "-ffp-contract=off", "-fno-math-errno", "-fPIC", "-Wno-psabi", "-pthread")
 V3 = {"avx2", "fma", "f16c", "bmi2"}
@@ -71,7 +72,11 @@ def _features() -> set[str]:
 
 def compiler() -> list[str] | None:
     """The command of a C compiler; None if there is none."""
-    asked = shlex.split(os.environ.get("CC", ""))  # such as "ccache gcc"
+    given = os.environ.get("CC", "")
+    try:
+        asked = shlex.split(given)  # such as "ccache gcc"
+    except ValueError:  # an open quotation
+        asked = [given]
     for command in [asked] if asked else [["cc"], ["gcc"], ["clang"]]:
         if (program := shutil.which(command[0])) is not None:
             return [program, *command[1:]]
@@ -91,13 +96,10 @@ def library(on_progress: Callable[[str], None] | None = None) -> Path:
         return path
     if command is None:
         also = "" if foreign is None else f", and {foreign}"
+        if (given := os.environ.get("CC", "")).strip():
+            raise Unavailable(f"CC is {given!r}, which is no command{also}: unset CC, or set it to a C compiler")
         raise Unavailable(f"there is no C compiler{also}: {REMEDY}")
-    try:
-        if foreign is None:
-            folder.mkdir(mode=0o755, parents=True, exist_ok=True)
-            tempfile.TemporaryFile(dir=folder).close()
-    except OSError as error:
-        foreign = f"{folder} cannot be written ({error.strerror})"
+    foreign = foreign or _unusable(folder)
     if foreign is not None:  # keep the library until this process ends
         once = f"at each start, because {foreign}: set SPECKER_CACHE to another folder"
         folder = Path(tempfile.mkdtemp(prefix="specker-cpu-"))
@@ -123,6 +125,20 @@ def _foreign(path: Path) -> str | None:
     if about.st_uid not in (os.getuid(), 0):
         return f"{path} belongs to another user"
     return f"other users may write to {path}" if about.st_mode & 0o022 else None
+
+
+def _unusable(folder: Path) -> str | None:
+    """Why the library cannot be kept in the folder, which is made if it is missing; None if it can."""
+    try:
+        folder.mkdir(mode=0o755, parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=folder).close()
+    except OSError as error:
+        return f"{folder} cannot be written ({error.strerror})"
+    try:
+        with FileLock(folder / "lock"):
+            return None
+    except (OSError, NotImplementedError) as error:  # a network file system without locks; both, by filelock's version
+        return f"{folder} cannot be locked ({getattr(error, 'strerror', error)})"
 
 
 def _intact(path: Path) -> bool:
@@ -168,4 +184,4 @@ def _compile(command: list[str], name: str, path: Path) -> None:
             errors.append(done.stderr)
         lines = [line.strip() for text in errors for line in text.splitlines() if line.strip()]
         said = next((line for line in lines if "error" in line), lines[0] if lines else "no message")
-        raise Unavailable(f"{' '.join(command)} fails ({said}): {REMEDY}")
+        raise Unavailable(f"{' '.join(command)} fails ({said}): {OTHER}")

@@ -1,6 +1,7 @@
 """The compiled library: when it is compiled, by what, and what happens where it cannot be."""
 
 import ctypes
+import errno
 import multiprocessing
 import os
 import shutil
@@ -91,6 +92,21 @@ def test_a_cache_that_cannot_be_written(fresh, monkeypatch):
     ]
 
 
+@pytest.mark.parametrize("error", [OSError(errno.ENOLCK, "No locks available"), NotImplementedError("no flock")])
+def test_a_file_system_without_locks(fresh, monkeypatch, error):
+    class Lock(build.FileLock):
+        def __enter__(self):
+            if fresh in Path(self.lock_file).parents:
+                raise error
+            return super().__enter__()
+
+    monkeypatch.setattr(build, "FileLock", Lock)
+    told = []
+    assert fresh not in build.library(told.append).parents
+    why = f"{fresh}/cache/cpu cannot be locked ({getattr(error, 'strerror', error)})"
+    assert f"at each start, because {why}: set SPECKER_CACHE to another folder" in told[0]
+
+
 @pytest.mark.parametrize("size", [0, 1000, None])
 def test_a_damaged_library_is_compiled_again(fresh, size):
     """Empty, cut in its middle, or whole with other bytes. Without its SHA-256 it is compiled again, too."""
@@ -130,6 +146,7 @@ def test_nothing_in_a_folder_of_others_is_loaded(fresh, monkeypatch, foreign):
     path = build.library(told.append)
     assert path.is_file() and fresh not in path.parents
     assert f"at each start, because {why}: set SPECKER_CACHE" in told[0]
+    monkeypatch.delenv("CC")
     monkeypatch.setattr(build, "compiler", lambda: None)
     with pytest.raises(build.Unavailable) as error:
         build.library()
@@ -141,12 +158,22 @@ def test_a_compiler_that_fails_is_quoted(fresh, monkeypatch):
     with pytest.raises(build.Unavailable) as error:
         build.library()
     assert str(error.value) == (
-        f"{fresh}/counting-cc fails (one.c:1:5: error: no such thing): install gcc or clang, or pip install ziglang"
+        f"{fresh}/counting-cc fails (one.c:1:5: error: no such thing): set CC to another compiler, such as clang, or "
+        "'python -m ziglang cc' after pip install ziglang"
     )
     assert [file.name for file in (fresh / "cache" / "cpu").iterdir()] == ["lock"]
     counts_runs(fresh, monkeypatch, "exit 1")
     with pytest.raises(build.Unavailable, match=r"fails \(no message\)"):
         build.library()
+
+
+@pytest.mark.parametrize("command", ["/nonexistent", "gcc '"])
+def test_a_cc_that_is_no_command_is_named(fresh, monkeypatch, command):
+    monkeypatch.setenv("CC", command)
+    monkeypatch.setattr(build, "find_spec", lambda name: None)
+    with pytest.raises(build.Unavailable) as error:
+        build.library()
+    assert str(error.value) == f"CC is {command!r}, which is no command: unset CC, or set it to a C compiler"
 
 
 def test_which_compiler_is_taken(tmp_path, monkeypatch):
@@ -199,6 +226,7 @@ def uncompiled(tmp_path, monkeypatch):
     """A process without a C compiler."""
     as_in_a_new_process()
     monkeypatch.setenv("SPECKER_CACHE", str(tmp_path / "cache"))
+    monkeypatch.delenv("CC", raising=False)
     monkeypatch.setattr(build, "compiler", lambda: None)
     yield
     as_in_a_new_process()

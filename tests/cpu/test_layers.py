@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 import torch
-from make_checkpoint import FULL, GEMMA3, GPT_OSS, QWEN3_MOE, SLIDING, make
+from make_checkpoint import FULL, GEMMA3, GPT_OSS, QWEN3_5, QWEN3_MOE, SLIDING, make
 from stacks import SIZES, cache_of, checked_chain, model_of, near
 
 import specker
@@ -20,6 +20,7 @@ KINDS = {
     "qwen2": {"arch": "qwen2"},
     "qwen3": {"arch": "qwen3"},
     "biases": {"attention_bias": True, "mlp_bias": True},
+    "gated": QWEN3_5 | {"attention_bias": True},
     "geglu": {"hidden_act": "gelu_pytorch_tanh", "mlp_bias": True},
     "gelu": {"arch": "qwen2", "hidden_act": "gelu"},
     "gemma3": GEMMA3 | {"layer_types": [SLIDING, FULL, FULL, SLIDING]},

@@ -319,7 +319,11 @@ static void finish(const state *s, int64_t n, const layer *l, int64_t t, int64_t
         factor = over > 0 ? shrink / (sum[D] * shrink + 1.0f) : 1.0f / (sum[D] + shrink);
     }
     for (int64_t e = 0; e < D; e++) to[e] = sum[e] * factor;
-    if (d->gated) weigh_sigmoid(to, qkv_of(s, n) + t * row_of(l) + head * D, D);
+    if (d->gated) {
+        float *gate = qkv_of(s, n) + t * row_of(l) + head * D;
+        if (l->qkv_bias) grow(gate, l->qkv_bias + head * D, 0, D);
+        weigh_sigmoid(to, gate, D);
+    }
 }
 
 // A row's sums over a span run over the columns in order, spans are added in order, masked columns add 0, and shares are
