@@ -281,6 +281,21 @@ def test_the_text_model_of_a_multimodal_checkpoint(tmp_path, arch):
     assert one.generate(prompt_of(20), 20).tokens == other.generate(prompt_of(20), 20).tokens
 
 
+def test_a_text_without_a_match_beside_a_large_tree(pairs):
+    """Lookup pads its tree, with no path that is longer than an anchor's records."""
+    prompt, engine = [*range(60)], specker.load(pairs["qwen3.5"][0], strategy="ar", dtype="float32")
+    text = engine.generate(prompt, 40).tokens
+    four = [token for first in (20, 40, 60, 80) for token in (7, 7, 7, 7, *range(first, first + 12))] + [7] * 6
+    how = {"strategy": "lookup", "tree": "4x12", "policy": "fixed", "ngram_least": 4, "lookup_share": "off"}
+    engine = specker.load(pairs["qwen3.5"][0], dtype="float32", batch_size=2, **how)
+    requests = [engine.session.request(prompt, Params(40))]
+    requests.append(engine.session.request(four, Params.of(max_new_tokens=20, logit_bias={7: 100.0})))
+    for _ in engine.session.stream(requests):
+        pass
+    assert requests[0].tokens == text and requests[1].tokens == [7] * 20
+    assert requests[1].stats.drafted > 3 * BLOCK
+
+
 def test_refusals(pairs, tmp_path):
     target, draft = pairs["qwen3.5"]
     long = {"dtype": "float64", "strategy": "draft"}
