@@ -296,6 +296,21 @@ def test_a_text_without_a_match_beside_a_large_tree(pairs):
     assert requests[1].stats.drafted > 3 * BLOCK
 
 
+def test_a_grammar_forces_no_longer_chain_than_a_state_allows(tmp_path):
+    """A tree may have more rows, and a text beside it refuses all that pad its own draft."""
+    pytest.importorskip("llguidance")
+    target = make(tmp_path, max_context=256, vocab=259, tokenizer=True, **KINDS["qwen3.5"])
+    engine, forced = specker.load(target, strategy="ar", dtype="float64"), "abcdefghijklmnopqrstuvwxyz " * 2
+    hows = {"max_new_tokens": 20}, {"max_new_tokens": 70, "grammar": f'start: "{forced}" /[a-z]+/'}
+    texts = [engine.generate(prompt_of(60), **how).tokens for how in hows]
+    how = {"strategy": "lookup", "tree": "4x12", "policy": "fixed", "ngram_least": 8, "lookup_share": "off"}
+    engine = specker.load(target, dtype="float64", batch_size=2, **how)
+    requests = [engine.session.request(prompt_of(60), Params.of(**how)) for how in hows]
+    for _ in engine.session.stream(requests):
+        pass
+    assert [request.tokens for request in requests] == texts and requests[1].stats.forced > BLOCK
+
+
 def test_refusals(pairs, tmp_path):
     target, draft = pairs["qwen3.5"]
     long = {"dtype": "float64", "strategy": "draft"}
