@@ -180,6 +180,11 @@ def test_who_shares_nothing_waits_for_nobody(targets, passes):
     _, requests = together(engine, prefix_cache="off")
     finish(engine)
     assert [request.stats.prefilled for request in requests] == [SHARED + 19, SHARED + 29, 4]
+    for salt in ("a", "b"):
+        engine.session.submit(text_of(40), Params(max_new_tokens=8, cache_salt=salt))
+    passes.clear()
+    finish(engine)
+    assert passes == [[39, 39]]
 
 
 def test_a_round_lasts_about_three_usual_ones(targets, monkeypatch):

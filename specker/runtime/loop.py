@@ -379,7 +379,7 @@ class Loop:
 
     def _activate(self, request: Request) -> None:
         end, alignment = len(request.token_ids) - 1, self.slots.prefix_alignment
-        request.prefilled = end // alignment * alignment if request.prefixes != "all" else 0
+        request.prefilled = end // alignment * alignment if (request.prefixes or self.slots.prefixes) != "all" else 0
         self.slots.activate(request, self._agrees(request))
         self.batches.idle.discard(len(self.active) - 1)
         self._chain = False

@@ -91,9 +91,9 @@ class Slots:
         that have ended share."""
         if not self._shares(request):
             return False
-        text, known = request.token_ids[:-1], None
+        text, known = request.cache_ids[:-1], None
         for other, slot in self.filling.items():
-            shared = common(text, other.token_ids[:-1]) if self._shares(other) else 0
+            shared = common(text, other.cache_ids[:-1]) if self._shares(other) else 0
             known = self._columns_known(request) if known is None else known
             if shared - known < SHARED:
                 continue

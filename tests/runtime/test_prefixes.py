@@ -124,6 +124,11 @@ def test_exact_takes_over_whole_chunks_of_prefills_alone(models, monkeypatch):
     assert engine.generate(prompt, 5).stats.prefilled == len(prompt) - 1 - 48
     again = engine.generate(prompt, 5)
     assert again.stats.prefilled == (len(prompt) - 1) % 24 and again.tokens == cases.plain(models[""], prompt, 5)
+    engine = load(models, "draft", prefix_cache="all")
+    assert engine.generate(START, 30).tokens == got.tokens
+    assert engine.generate(prompt, 5).stats.prefilled == len(TURN)
+    each = [engine.generate(prompt, 5, prefix_cache="exact").stats.prefilled for _ in range(2)]
+    assert each == [len(prompt) - 1, (len(prompt) - 1) % 24]
 
 
 @pytest.mark.parametrize("options", [{}, {"dtype": "float32"}, {"quantize": "int8"}])

@@ -19,14 +19,14 @@ from specker.runtime.round.batch import Batch
 from specker.runtime.round.drafter import Draft
 
 
-def constrain(batch: Batch, draft: Draft) -> Tensor | None:
-    """Edit a draft as the grammars of its requests demand. Returns the bits of the tokens that may follow each row,
-    [rows, W] int32; None if no request has a grammar."""
+def constrain(batch: Batch, draft: Draft, most: int) -> Tensor | None:
+    """Edit a draft as the grammars of its requests demand. `most`: rows of the longest path that the target allows.
+    Returns the bits of the tokens that may follow each row, [rows, W] int32; None if no request has a grammar."""
     guides = [request.guide for request in batch.requests]
     words = max((guide.words for guide in guides if guide is not None), default=0)
     if not words:
         return None
-    (_constrain_trees if draft.tree else _constrain_chains)(batch, draft)
+    (_constrain_trees if draft.tree else _constrain_chains)(batch, draft, most)
     N = draft.size
     tokens = batch.window[:, 1 : N + 1].tolist()
     parents = batch.state.parents[:, :N].tolist() if draft.tree else [range(N)] * batch.n
@@ -37,10 +37,11 @@ def constrain(batch: Batch, draft: Draft) -> Tensor | None:
     return torch.from_numpy(allowed).flatten(0, 1).to(batch.window.device)
 
 
-def _constrain_chains(batch: Batch, draft: Draft) -> None:
+def _constrain_chains(batch: Batch, draft: Draft, longest: int) -> None:
     """Cut each chain before the first token that its grammar refuses, and put in what it forces. The rows of a chain
     that the target drafted have run its first layers already, so such a chain is only cut."""
-    columns, forces = batch.window.shape[1] - 1, batch.requests[0].speculates and draft.resume is None
+    columns = min(batch.window.shape[1] - 1, longest)
+    forces = batch.requests[0].speculates and draft.resume is None
     before = batch.window[:, 1 : draft.size + 1].tolist()
     chains = []
     for slot, (request, chain) in enumerate(zip(batch.requests, before, strict=True)):
@@ -62,15 +63,17 @@ def _constrain_chains(batch: Batch, draft: Draft) -> None:
         draft.resume = draft.resume.first(size)
 
 
-def _constrain_trees(batch: Batch, draft: Draft) -> None:
-    """Put the chain of its forced tokens in the place of each tree whose first token is forced."""
+def _constrain_trees(batch: Batch, draft: Draft, longest: int) -> None:
+    """Put the chain of its forced tokens in the place of each tree whose first token is forced. Its padding hangs under
+    the root."""
     size = draft.size
     for slot, request in enumerate(batch.requests):
         if request.guide is not None and request.guide.forced:
-            chain, _ = request.guide.constrain([], min(size, request.limit - len(request.token_ids) - 1), True)
+            most = min(size, longest, request.limit - len(request.token_ids) - 1)
+            chain, _ = request.guide.constrain([], most, True)
             draft.constrain(slot, 0, len(chain))
             batch.window[slot, 1 : size + 1] = torch.tensor(chain + [0] * (size - len(chain)))
-            batch.state.parents[slot, :size] = torch.arange(size)
+            batch.state.parents[slot, :size] = torch.tensor([*range(len(chain)), *[0] * (size - len(chain))])
 
 
 def masked(logits: Tensor, allowed: Tensor) -> Tensor:

@@ -73,7 +73,8 @@ class Draft:
     @classmethod
     def of(cls, batch: Batch, tokens: list[list[int]], parents: list[list[int]]) -> Self:
         """Write drafts made on the host: tokens and parents (rows) of each sequence, of any size. Shorter drafts are
-        padded with a token that the target verifies like any other."""
+        padded with a token that the target verifies like any other; in trees under the root, since a recurrent layer
+        allows no long path."""
         import torch
 
         n, N, state = len(tokens), max(map(len, tokens)), batch.state
@@ -84,7 +85,7 @@ class Draft:
             padded = [each + [0] * (N - len(each)) for each in tokens]
             state.window[:n, 1 : N + 1] = torch.tensor(padded, device=device)
         if N and tree:
-            rows = [up + list(range(len(up), N)) for up in parents]
+            rows = [up + [0] * (N - len(up)) for up in parents]
             state.parents[:n, :N] = torch.tensor(rows, device=device)
             state.parents[n:, :N] = 0
         return draft

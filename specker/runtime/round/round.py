@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from specker.kernels.adjust import adjust_rows
+from specker.kernels.delta import BLOCK
 from specker.kernels.round.settle import settle
 from specker.kernels.sample import Splits
 from specker.model.cache import KVCache, Rows
@@ -31,7 +32,7 @@ from specker.model.rows import begin
 from specker.model.sampling import Adjusts
 from specker.runtime.round.batch import Batch
 from specker.runtime.round.constrain import constrain, masked
-from specker.runtime.round.drafter import Draft, Drafter
+from specker.runtime.round.drafter import UNLIMITED, Draft, Drafter
 from specker.runtime.round.state import Request, to_host
 from specker.runtime.round.synthetic import synthetic
 
@@ -107,7 +108,7 @@ def launch(r: Round, target: Model, cache: KVCache, drafter: Drafter | None) -> 
             if r.instead is not None:
                 b.window[: len(r.instead), 1 : r.instead.shape[1] + 1] = r.instead
     r.marks.append(now(events))
-    r.allowed = constrain(b, r.draft)
+    r.allowed = constrain(b, r.draft, BLOCK if target.config.layer.recurrent else UNLIMITED)
     verify(r, target, cache)
     r.marks.append(now(events))
     accept(r, target, cache)
