@@ -20,6 +20,8 @@ Read = tuple[list[tuple[str, Any]], int]  # names and arguments of calls, and th
 TEXT = r"TEXT: /(.|\n)*/"
 NEXT, LAST = r'"\n"', r'"\n</parameter>\n"'  # around an argument of Qwen3-Coder's
 PARAMETERS = '%s", "parameters": '
+CHAIN = 8  # definitions that refer to one another, at most
+DEFINITIONS = "$defs", "definitions"  # where a schema keeps those that it refers to
 
 
 class Format:
@@ -90,9 +92,10 @@ class QwenCoder(Format):
 
     def body(self, name: str, schema: dict[str, Any], special: Special, prefix: str) -> list[str]:
         rules = [rf"{prefix}_text[suffix={LAST}]: /(.|\n)*/"]
-        shared: dict[str, Any] = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
-        needed, parts = schema.get("required", ()), []
-        for n, (key, one) in enumerate(schema.get("properties", {}).items()):
+        shared: dict[str, Any] = {key: schema[key] for key in DEFINITIONS if key in schema}
+        properties, needed = _arguments(name, schema)
+        parts = []
+        for n, (key, one) in enumerate(properties.items()):
             value = f"{grammar.embedded({**one, **shared} if isinstance(one, dict) else {})} {LAST}"
             if _is_text(one):
                 choices = one.get("enum") or ([one["const"]] if "const" in one else None)
@@ -109,7 +112,7 @@ class QwenCoder(Format):
         if at < 2 or not text.startswith(begin):
             return None
         name = text[len(begin) : at - 2]
-        properties = functions.get(name, {}).get("properties", {})
+        properties, _ = _arguments(name, functions.get(name, {}))
         arguments: dict[str, Any] = {}
         while text.startswith("<parameter=", at):
             begun = text.find(">\n", at) + 2
@@ -226,6 +229,30 @@ def written(start: Iterable[str], name: str, bodies: list[list[str]]) -> str:
     either = f"{name}: " + " | ".join(f"{name}_{n}" for n in range(len(bodies)))
     more = [rule for _, *others in bodies for rule in others]
     return "\n".join(("%llguidance {}", *start, either, *rules, *more, ""))
+
+
+def _arguments(name: str, schema: Any) -> tuple[dict[str, Any], list[Any]]:
+    """The schemas of a function's arguments and the names of those that a call needs. A schema that refers to one of
+    its own definitions, as those of recursive types do, is that one. Raises ValueError for a schema of another form."""
+    whole = schema
+    for _ in range(CHAIN):
+        parts = str(schema.get("$ref")).split("/") if isinstance(schema, dict) else []
+        if len(parts) != 3 or parts[0] != "#" or parts[1] not in DEFINITIONS:
+            break
+        found = whole.get(parts[1])
+        schema = found.get(parts[2]) if isinstance(found, dict) else None
+    about = f"the parameters of {name}"
+    if not isinstance(schema, dict):
+        raise ValueError(f"{about} are no JSON schema of an object")
+    properties, needed = schema.get("properties", {}), schema.get("required", [])
+    if not isinstance(properties, dict) or not all(isinstance(one, dict | bool) for one in properties.values()):
+        raise ValueError(f"{about}: properties must be an object of schemas")
+    if not isinstance(needed, list):
+        raise ValueError(f"{about}: required must be a list")
+    for key, one in properties.items():
+        if isinstance(one, dict) and not isinstance(one.get("enum", []), list):
+            raise ValueError(f"{about}: enum of {key!r} must be a list")
+    return properties, needed
 
 
 def _is_text(schema: Any) -> bool:

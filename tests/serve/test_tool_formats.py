@@ -115,6 +115,34 @@ def test_arguments_that_are_not_required_may_be_missing(model):
     assert not follows(model, form, f"{begin}{end}", ends=False)
 
 
+def tool(parameters):
+    return {"type": "function", "function": {"name": "move", "parameters": parameters}}
+
+
+def test_a_schema_that_is_one_of_its_own_definitions(model):
+    asked = Chat(messages=TALK, tools=[tool({"$defs": {"Move": MOVE}, "$ref": "#/$defs/Move"})])
+    form = grammar_of(asked, FORMS["qwen-coder"][0], model[1])
+    assert follows(model, form, XML)
+    assert not follows(model, form, "<tool_call>\n<function=move>\n</function>", ends=False)
+    _, [call] = Calls(format_of(FORMS["qwen-coder"][0]), functions_of(asked)).add(XML)
+    assert call["function"]["arguments"] == ARGUMENTS
+
+
+@pytest.mark.parametrize(
+    ("parameters", "sentence"),
+    [
+        ({"properties": []}, "properties must be an object of schemas"),
+        ({"properties": {"x": None}}, "properties must be an object of schemas"),
+        ({"properties": {"x": {}}, "required": None}, "required must be a list"),
+        ({"properties": {"x": {"type": "string", "enum": "ab"}}}, "enum of 'x' must be a list"),
+        ({"$ref": "#/$defs/Move"}, "no JSON schema of an object"),
+    ],
+)
+def test_parameters_that_are_no_schema_get_one_sentence(parameters, sentence):
+    with pytest.raises(ValueError, match=f"the parameters of move.* {sentence}"):
+        grammar_of(Chat(messages=TALK, tools=[tool(parameters)]), FORMS["qwen-coder"][0], {})
+
+
 @pytest.mark.parametrize("size", [1, 4, 1000])
 @pytest.mark.parametrize("form", FORMS)
 def test_calls_are_read_from_a_text_in_pieces(form, size):
