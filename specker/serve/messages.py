@@ -9,6 +9,7 @@ from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, field_validator,
 from specker.serve.api import Chat, Strict
 from specker.serve.blocks import Block, BlockAnswer, Step, chat_of, joined, supported
 from specker.serve.errors import KINDS
+from specker.serve.tool_formats import JSON
 
 IGNORED = {"metadata", "service_tier", "cache_control"}
 NEUTRAL: dict[str, tuple[Any, ...]] = {  # fields that are not supported, and the values that mean nothing
@@ -228,5 +229,5 @@ def _block(block: Block) -> dict[str, Any]:
 
 def _content(block: Block) -> dict[str, Any]:
     if block.kind == "call":
-        return {"input": json.loads(block.text)}
+        return {"input": JSON.decode(block.text)}
     return {"text" if block.kind == "text" else "thinking": block.text}

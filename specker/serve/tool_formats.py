@@ -7,6 +7,7 @@ import json
 import random
 import re
 import string
+import sys
 import uuid
 from collections.abc import Iterable, Mapping
 from typing import Any, ClassVar
@@ -22,6 +23,14 @@ NEXT, LAST = r'"\n"', r'"\n</parameter>\n"'  # around an argument of Qwen3-Coder
 PARAMETERS = '%s", "parameters": '
 CHAIN = 8  # definitions that refer to one another, at most
 DEFINITIONS = "$defs", "definitions"  # where a schema keeps those that it refers to
+
+
+def _finite(text: str) -> float:
+    """A number of a call. One that is too large is the largest that there is: JSON has no infinity."""
+    return max(-sys.float_info.max, min(sys.float_info.max, float(text)))
+
+
+JSON = json.JSONDecoder(parse_float=_finite)
 
 
 class Format:
@@ -120,7 +129,7 @@ class QwenCoder(Format):
             if begun < 2 or ends < 0:
                 return None
             key, value = text[at + len("<parameter=") : begun - 2], text[begun:ends]
-            arguments[key] = value if _is_text(properties.get(key)) else json.loads(value)
+            arguments[key] = value if _is_text(properties.get(key)) else JSON.decode(value)
             at = ends + len("\n</parameter>\n")
         return ([(name, arguments)], at + len(end)) if text.startswith(end, at) else None
 
@@ -271,6 +280,6 @@ def _past(text: str, at: int) -> int:
 def _json(text: str, at: int) -> tuple[Any, int] | None:
     """The JSON at a place, and where it ends; None if it is not whole."""
     try:
-        return json.JSONDecoder().raw_decode(text, at)
+        return JSON.raw_decode(text, at)
     except (ValueError, RecursionError):
         return None

@@ -11,7 +11,8 @@ from serving import free, serving
 import specker
 from specker import grammar
 from specker.serve.app import Server
-from specker.serve.messages import MessagesRequest
+from specker.serve.blocks import Block
+from specker.serve.messages import MessagesRequest, _content
 from specker.serve.responses import ResponseRequest
 
 TEMPLATE = (
@@ -325,6 +326,10 @@ def test_calls_are_logged_without_their_texts(client, caplog):
     whole, stream = caplog.messages
     assert whole.startswith(f"{body['id']}: {body['usage']['input_tokens']} + 5 tokens, ") and whole.endswith("length")
     assert stream.startswith("msg_") and " + 5 tokens, " in stream and "tokens a round" in stream
+
+
+def test_the_input_of_a_call_is_finite():
+    json.dumps(_content(Block("call", '{"x": 1e999}')), allow_nan=False)  # Harmony's arguments stand as they are
 
 
 def test_items_of_one_turn_are_one_message():

@@ -1,6 +1,7 @@
 """The forms of tool calls: what their grammars allow, and the calls read from such a text."""
 
 import json
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -161,6 +162,14 @@ def test_calls_are_read_from_a_text_in_pieces(form, size):
     ]
     assert len({call["id"] for call in found}) == 2 and [call["index"] for call in found] == [0, 1]
     assert not form.startswith("mistral") or all(len(call["id"]) == 9 and call["id"].isalnum() for call in found)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_number_that_is_too_large_stays_a_number(form):
+    template, _, calls, _ = FORMS[form]
+    functions = functions_of(Chat(messages=TALK, tools=TOOLS))
+    found = Calls(format_of(template), functions).add(calls.replace("7", "-1e999"))[1]
+    assert json.loads(found[0]["function"]["arguments"], parse_constant=pytest.fail)["x"] == -sys.float_info.max
 
 
 @pytest.mark.parametrize("form", FORMS)
