@@ -2,6 +2,7 @@
 silently ignored changes the text."""
 
 import json
+import math
 import secrets
 from collections.abc import Sequence
 from dataclasses import fields
@@ -14,7 +15,7 @@ from specker.options import Params, Sampling
 
 IGNORED = {"user", "metadata", "store", "service_tier", "parallel_tool_calls", "safety_identifier", "prompt_cache_key"}
 DEPTH = 100  # of lists and objects in a body; Python's recursion ends at 1000
-DEEP = dict, list, str
+CHECKED = dict, list, str, float
 PLACE = 100  # characters of a place in messages
 STOPS, STOP_LENGTH = 16, 256  # stop strings, and characters of one: all are matched in every step
 SALT = 256  # characters of a cache_salt
@@ -283,18 +284,24 @@ def check_values(given: Any) -> None:
         if len(names) > DEPTH:
             raise ValueError(f"lists and objects are nested more than {DEPTH} deep")
         if isinstance(value, dict):
-            left += ((x, (*names, name)) for name, x in value.items() if isinstance(x, DEEP))
+            left += ((x, (*names, name)) for name, x in value.items() if isinstance(x, CHECKED))
             left += ((name, names) for name in value)
         elif isinstance(value, list):
-            left += ((x, (*names, n)) for n, x in enumerate(value) if isinstance(x, DEEP))
+            left += ((x, (*names, n)) for n, x in enumerate(value) if isinstance(x, CHECKED))
+        elif isinstance(value, float) and not math.isfinite(value):  # an answer that shows it would be no JSON
+            raise ValueError(f"{_at(names)}the number is not finite")
         elif isinstance(value, str) and not value.isascii():
             try:
                 value.encode()
             except UnicodeEncodeError:
-                where = f"{place(names)}: " if names else ""
-                raise ValueError(f"{where}the text has half of a surrogate pair") from None
+                raise ValueError(f"{_at(names)}the text has half of a surrogate pair") from None
 
 
 def place(names: Sequence[str | int]) -> str:
     """Where something is in the body: messages[3].content."""
     return "".join(f"[{name}]" if isinstance(name, int) else f".{name}" for name in names)[:PLACE].removeprefix(".")
+
+
+def _at(names: Sequence[str | int]) -> str:
+    """The place, as a message begins with it."""
+    return f"{place(names)}: " if names else ""

@@ -157,6 +157,10 @@ BAD = {
     "a tool of another kind": ({"tools": [{"type": "web_search"}]}, "tools[0].type: Input should be 'function'"),
     "a schema that is none": ({"text": {"format": {"type": "json_schema"}}}, "text.format json_schema needs schema"),
     "half a surrogate pair": ({"input": "\ud800"}, "input: the text has half of a surrogate pair"),
+    "a tool without a number": (
+        {"tools": [{"type": "function", "name": "f", "parameters": {"a": [float("nan")]}}], "tool_choice": "none"},
+        "tools[0].parameters.a[0]: the number is not finite",
+    ),
     "the choice of a tool alone": ({"tool_choice": "required"}, "tool_choice needs tools"),
     "temperature": ({"temperature": -1}, "temperature must be 0 or at least"),
 }
