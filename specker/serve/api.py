@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import fields
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import AliasChoices, BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import AliasChoices, BaseModel, ConfigDict, Field, StrictInt, field_validator, model_validator
 
 from specker import grammar
 from specker.options import Params, Sampling
@@ -71,7 +71,7 @@ class Asked(Strict):
     n: int = Field(1, ge=1, le=128)
     best_of: int | None = None
     stop: str | list[str] | None = None
-    stop_token_ids: list[int] | None = None
+    stop_token_ids: list[StrictInt] | None = None
     ignore_eos: bool = False
     cache_prompt: bool = True
     cache_salt: Annotated[str, Field(min_length=1, max_length=SALT)] | None = None
@@ -145,7 +145,7 @@ class Asked(Strict):
 
 
 class Completion(Asked):
-    prompt: str | list[str] | list[int] | list[list[int]]
+    prompt: str | list[str] | list[StrictInt] | list[list[StrictInt]]  # "1" and true are no ids
     echo: bool = False
     logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     max_tokens: Annotated[int, Field(ge=1)] | None = 16  # OpenAI's
