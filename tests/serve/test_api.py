@@ -361,6 +361,7 @@ def test_other_refusals(engine, client):
     refused(client.post("/v1/completions", json={"prompt": [1] * 400}), 413, "the prompt has 400 tokens, but")
     refused(client.get("/v1/nothing"), 404, "Not Found")
     refused(client.get("/v1/completions"), 405, "Method Not Allowed")
+    refused(client.post("/tokenize", json={"model": "gpt", "prompt": "a"}), 404, "the model 'gpt' is not served")
     refused(client.post("/tokenize", json={}), 400, "give one of prompt and messages")
     assert client.get("/docs").status_code == 404
     assert free(engine)
