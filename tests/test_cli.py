@@ -407,6 +407,8 @@ def test_scripts_are_the_modules(name: str, tmp_path: Path) -> None:
         ("", ["contains no prompts"]),
         ('{"prompt": "a"}\n\n{"prompt": ', ["p.jsonl line 3", "not JSON: Expecting value at column 12"]),
         ('{"prompt": "a', ["p.jsonl line 1: not JSON: Unterminated string starting at column 12"]),
+        ("[" * 10**5, ["p.jsonl line 1: the JSON has a number of too many digits or is nested too deeply"]),
+        (f'{{"prompt": {"1" * 5000}}}', ["p.jsonl line 1: the JSON has a number of too many digits"]),
         ('{"prompt": "a"}\n["b"]', ["p.jsonl line 2", "one of `prompt`, `turns`"]),
         ('{"text": "a"}', ["line 1", "one of `prompt`, `turns`"]),
         ('{"prompt": "a", "turns": ["b"]}', ["line 1", "one of"]),

@@ -63,8 +63,9 @@ def parse_unfinished(lines: Iterable[str], name: str) -> Traced:
         where = f"{name} line {number}"
         try:
             row = json.loads(line)
-        except json.JSONDecodeError as error:
-            if found is None or number < len(lines) or not line.startswith("{"):
+        except (ValueError, RecursionError) as error:
+            cut = isinstance(error, json.JSONDecodeError) and number == len(lines) and line.startswith("{")
+            if found is None or not cut:
                 raise not_json(where, error) from None
             found.warning = f"the trace is cut in line {number}, which is left out"
             break

@@ -246,11 +246,13 @@ def test_bad_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     good = traces.small(tmp_path / "good")
     (tmp_path / "text").write_text(f"{json.dumps(HEADER)}\nnot json\n")
     (tmp_path / "quote").write_text('{"specker')
+    (tmp_path / "deep").write_text("[" * 10**5)
     (tmp_path / "bytes").write_bytes(b"\xff")
     for argv, sentence in (
         ([str(tmp_path / "missing")], "No such file"),
         ([str(tmp_path / "text")], "text line 2: not JSON: Expecting value at column 1"),
         ([str(tmp_path / "quote")], "quote line 1: not JSON: Unterminated string starting at column 2"),
+        ([str(tmp_path / "deep")], "deep line 1: the JSON has a number of too many digits or is nested too deeply"),
         ([str(tmp_path / "bytes")], "not UTF-8 at byte 0"),
         ([], "there is no trace.jsonl here: specker --trace trace.jsonl writes one"),
         ([good, "--out", str(tmp_path)], "is a directory"),
