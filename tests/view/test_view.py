@@ -215,6 +215,12 @@ BAD = {
     "no pieces": ([HEADER, BEGIN, {**CHAIN, "pieces": None}], "line 3: the round has no list 'pieces'"),
     "parents": ([HEADER, BEGIN, {**CHAIN, "parents": [0, 2]}], "line 3: the round's lists do not fit together"),
     "target": ([HEADER, BEGIN, {**CHAIN, "target": [1]}], "line 3: the round's lists do not fit together"),
+    "remarks": ([{**HEADER, "remarks": []}, BEGIN, CHAIN], "line 1: the header's 'remarks' must be an object"),
+    "an end": ([HEADER, BEGIN, CHAIN, {"end": []}], "line 4: not a line of a trace"),
+    "a prompt": ([HEADER, BEGIN, {**CHAIN, "prompt": []}], "line 3: a round of prompt [], which has not begun"),
+    "times": ([HEADER, BEGIN, {**CHAIN, "seconds": {"draft": "a"}}], "line 3: the round's lists do not fit together"),
+    "a search": ([HEADER, BEGIN, {**CHAIN, "diffusion": {"width": "a"}}], "line 3: the round's lists do not fit"),
+    "chances": ([HEADER, BEGIN, {**CHAIN, "own": ["a", 0, 0]}], "line 3: the round's lists do not fit together"),
     "names": ([HEADER, BEGIN, {**CHAIN, "names": {"x": "y"}}], "line 3: `names` must hold a text for each id"),
 }
 
