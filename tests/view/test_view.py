@@ -256,6 +256,8 @@ def test_bad_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "bytes").write_bytes(b"\xff")
     for argv, sentence in (
         ([str(tmp_path / "missing")], "No such file"),
+        (["/"], "/: Is a directory"),
+        (["."], ".: Is a directory"),
         ([str(tmp_path / "text")], "text line 2: not JSON: Expecting value at column 1"),
         ([str(tmp_path / "quote")], "quote line 1: not JSON: Unterminated string starting at column 2"),
         ([str(tmp_path / "deep")], "deep line 1: the JSON has a number of too many digits or is nested too deeply"),
