@@ -6,6 +6,7 @@ import re
 import threading
 import time
 from functools import partial
+from types import SimpleNamespace
 
 import openai
 import pytest
@@ -15,8 +16,9 @@ from prometheus_client.parser import text_string_to_metric_families
 from serving import free, serving, streamed, until
 
 import specker
+from specker.runtime.events import Logprob
 from specker.runtime.strategies.lookup.kept import _unpacked
-from specker.serve import app
+from specker.serve import app, logprobs
 
 TALK = [{"role": "user", "content": "ab cd"}]
 
@@ -94,6 +96,20 @@ def test_a_stream_has_the_text_of_the_whole_answer(engine, client, sampling):
         for key in ("tokens", "token_logprobs", "top_logprobs"):
             assert [x for each in said for x in each[key]] == choice["logprobs"][key]
         assert all(0 < len(best) <= 2 for best in choice["logprobs"]["top_logprobs"])
+
+
+def test_the_offsets_of_a_long_text_take_one_look_at_each_token():
+    looks = []
+
+    class Counted(str):
+        def __len__(self):
+            looks.append(self)
+            return super().__len__()
+
+    tokens = [Logprob(n, -1.0, []) for n in (1, 2, 3, 1, 2)]
+    found = logprobs.of_text(SimpleNamespace(decode=lambda ids: Counted("abc"[: ids[0]])), tokens, 0, 7)
+    assert found["text_offset"] == [7, 8, 10, 13, 14] and len(looks) <= len(tokens)
+    assert logprobs.of_text(None, [], 0, 7)["text_offset"] == []
 
 
 def test_a_request_without_a_seed_is_drawn_anew(client):
