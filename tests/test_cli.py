@@ -835,8 +835,8 @@ def test_terminal(capsys: pytest.CaptureFixture[str], pair: tuple[str, str], mon
 
 def test_pieces_are_coloured_and_controls_shown(monkeypatch: pytest.MonkeyPatch) -> None:
     screen = terminal(monkeypatch)
-    Screen(json_to_stdout=False).pieces([("draft", True), ("own\x1b[31m\x07\n", False)])
-    assert screen.getvalue() == "\x1b[32mdraft\x1b[0mown␛[31m␇\n"
+    Screen(json_to_stdout=False).pieces([("draft", True), ("own\x1b[31m\x07\x9b31m\x7f\n", False)])
+    assert screen.getvalue() == "\x1b[32mdraft\x1b[0mown␛[31m␇\N{REPLACEMENT CHARACTER}31m␡\n"
 
 
 def fake_stats(tokens: int, wall: float) -> Stats:
