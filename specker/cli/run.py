@@ -37,8 +37,8 @@ def run(job: Job, options: Options, sampling: Sampling, named: frozenset[str]) -
     _check_job(job, options, chatting)
     job = replace(job, max_new_tokens=job.max_new_tokens or (1024 if chatting else 128))
     if job.view == "":
-        trace = Path(job.trace or "trace.jsonl")
-        job = replace(job, view=_unused(trace.parent / f"{trace.stem}.html"))
+        beside = Path(job.trace or "trace.jsonl")
+        job = replace(job, view=_unused(beside.parent / f"{beside.stem}.html"))
     if chatting:
         conversations = [Conversation((), "this turn")]  # the user adds the turns
     else:
