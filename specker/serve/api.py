@@ -13,7 +13,7 @@ from pydantic import AliasChoices, BaseModel, ConfigDict, Field, StrictInt, fiel
 from specker import grammar
 from specker.options import Params, Sampling
 
-IGNORED = {"user", "metadata", "store", "service_tier", "parallel_tool_calls", "safety_identifier", "prompt_cache_key"}
+IGNORED = {"user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key"}
 DEPTH = 100  # of lists and objects in a body; Python's recursion ends at 1000
 CHECKED = dict, list, str, float
 PLACE = 100  # characters of a place in messages
@@ -240,6 +240,7 @@ class Chat(Asked):
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     tools: list[Tool] | None = None
     tool_choice: Literal["none", "auto", "required"] | Choice | None = None
+    parallel_tool_calls: bool | None = None
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
     reasoning_effort: str | None = None
     continue_final_message: bool = False

@@ -140,7 +140,7 @@ class MessagesRequest(Strict):
         ]
         messages = [{"role": "system", "content": self.system}] if self.system else []
         messages += [message for turn in self.messages for message in turn.of_chat()]
-        last = messages[-1]
+        last, choice = messages[-1], self.tool_choice
         form = self.output_config.format if self.output_config else None
         self._chat = chat_of(
             {name: getattr(self, name) for name in same}
@@ -148,7 +148,8 @@ class MessagesRequest(Strict):
                 "messages": messages,
                 "stop": self.stop_sequences or None,
                 "tools": [{"type": "function", "function": tool} for tool in tools] or None,
-                "tool_choice": self.tool_choice.of_chat() if self.tool_choice else None,
+                "tool_choice": choice.of_chat() if choice else None,
+                "parallel_tool_calls": False if choice and choice.disable_parallel_tool_use else None,
                 "response_format": {"type": "json_schema", "json_schema": {"schema": form.schema_}} if form else None,
                 "continue_final_message": last["role"] == "assistant" and "tool_calls" not in last,
             }

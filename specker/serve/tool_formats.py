@@ -48,16 +48,19 @@ class Format:
     between: ClassVar[str] = " \n"
     closing: ClassVar[str] = ">"
 
-    def grammar(self, functions: Functions, required: bool, special: Special) -> str:
-        """A free text with calls, or if they are `required` one that begins with a call."""
+    def grammar(self, functions: Functions, required: bool, several: bool, special: Special) -> str:
+        """A free text with calls, or if they are `required` one that begins with a call. Unless there may be `several`,
+        the text ends with the first one."""
         [begin] = self.begins
         bodies = [self.body(name, schema, special, f"f{n}") for n, (name, schema) in enumerate(functions.items())]
         if required:
             start = [f"start: {spelled(begin, special)} body"]
         elif begin in special:
-            start = [f"start: (TEXT {spelled(begin, special)} body)* TEXT", TEXT]
+            call = f"TEXT {spelled(begin, special)} body"
+            start = [f"start: ({call})* TEXT" if several else f"start: TEXT | {call}", TEXT]
         else:
-            start = ["start: (head body)* TEXT", TEXT, f"head[lazy]: TEXT {spelled(begin, special)}"]
+            rule = "start: (head body)* TEXT" if several else "start: TEXT | head body"
+            start = [rule, TEXT, f"head[lazy]: TEXT {spelled(begin, special)}"]
         return written(start, "body", bodies)
 
     def body(self, name: str, schema: dict[str, Any], special: Special, prefix: str) -> list[str]:
@@ -141,13 +144,14 @@ class Llama(Format):
     begins = ("<|python_tag|>", '{"name": "')
     first, between, closing = True, " \n;", "}"
 
-    def grammar(self, functions: Functions, required: bool, special: Special) -> str:
+    def grammar(self, functions: Functions, required: bool, several: bool, special: Special) -> str:
         tag, begin = self.begins
         calls = f"{spelled(tag, special)}? calls" if tag in special else "calls"
         start = [f"start: {calls}" if required else f"start: PLAIN | {calls}"]
         if not required:
             start.append(r'PLAIN: /(.|\n)*/ & ~/\{"name": "(.|\n)*/')
-        start.append(f'calls: call ("; " call)*\ncall: {json.dumps(begin)} body')
+        more = ' ("; " call)*' if several else ""
+        start.append(f"calls: call{more}\ncall: {json.dumps(begin)} body")
         return written(start, "body", [self.body(name, schema, special, "") for name, schema in functions.items()])
 
     def body(self, name: str, schema: dict[str, Any], special: Special, prefix: str) -> list[str]:
@@ -167,9 +171,9 @@ class Mistral(Format):
     known: ClassVar[tuple[str, ...]] = ("[TOOL_CALLS]",)
     begins, closing = ("[TOOL_CALLS]",), "]"
 
-    def grammar(self, functions: Functions, required: bool, special: Special) -> str:
-        begin = spelled(self.begins[0], special)
-        calls = f'{begin} / ?/ "[" call (", " call)* "]"'
+    def grammar(self, functions: Functions, required: bool, several: bool, special: Special) -> str:
+        begin, more = spelled(self.begins[0], special), '(", " call)* ' if several else ""
+        calls = f'{begin} / ?/ "[" call {more}"]"'
         if required:
             start = [f"start: {calls}"]
         elif self.begins[0] in special:

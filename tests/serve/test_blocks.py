@@ -332,6 +332,14 @@ def test_calls_are_logged_without_their_texts(client, caplog):
     assert stream.startswith("msg_") and " + 5 tokens, " in stream and "tokens a round" in stream
 
 
+def test_one_call_is_asked_for_in_each_api():
+    tool, choice = {"name": "f", "input_schema": {}}, {"type": "auto", "disable_parallel_tool_use": True}
+    message = MessagesRequest(max_tokens=1, messages=[TURN], tools=[tool], tool_choice=choice)
+    assert message.chat.parallel_tool_calls is False
+    response = ResponseRequest(input="ab", tools=[{"type": "function", "name": "f"}], parallel_tool_calls=False)
+    assert response.chat.parallel_tool_calls is False
+
+
 def test_the_input_of_a_call_is_finite():
     json.dumps(_content(Block("call", '{"x": 1e999}')), allow_nan=False)  # Harmony's arguments stand as they are
 

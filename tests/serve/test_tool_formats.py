@@ -109,6 +109,22 @@ def test_a_grammar_allows_calls_of_its_form_only(model, form):
     assert follows(model, required, one) and not follows(model, required, "")
 
 
+@pytest.mark.parametrize("form", FORMS)
+def test_one_call_may_be_the_last(model, form):
+    template, before, calls, _ = FORMS[form]
+    if form == "llama-python-tag" and not model[1]:
+        pytest.skip("without the special token the tag is a text")
+    one = {"mistral": LIST[: LIST.index(", {")] + "]", "mistral-named": NAMED[: NAMED.rindex("[TOOL")]}
+    one |= dict.fromkeys(("llama", "llama-python-tag"), calls.partition("; ")[0])
+    first = one.get(form) or calls[: calls.rindex("\n<tool_call>")]
+    for choice in ("auto", "required"):
+        asked = Chat(messages=TALK, tools=TOOLS, tool_choice=choice, parallel_tool_calls=False)
+        text = grammar_of(asked, template, model[1])
+        begin = before if choice == "auto" else ""
+        assert follows(model, text, begin + first) and not follows(model, text, begin + calls)
+        assert (choice == "required") is not follows(model, text, "a < b, [a]")
+
+
 def test_arguments_that_are_not_required_may_be_missing(model):
     form = grammar_of(Chat(messages=TALK, tools=TOOLS), FORMS["qwen-coder"][0], model[1])
     begin, end = "<tool_call>\n<function=move>\n<parameter=to>\n\n</parameter>\n", "</function>\n</tool_call>"
