@@ -119,6 +119,8 @@ class JobError(RuntimeError):
     """The job's environment failed, not specker or the command line: one sentence, exit code 1."""
 
 
-def not_json(where: str, error: json.JSONDecodeError) -> ValueError:
-    """The error for a line that is not JSON. `where`: names the line."""
+def not_json(where: str, error: ValueError | RecursionError) -> ValueError:
+    """The error for a line that json.loads cannot read. `where`: names the line."""
+    if not isinstance(error, json.JSONDecodeError):
+        return ValueError(f"{where}: the JSON has a number of too many digits or is nested too deeply")
     return ValueError(f"{where}: not JSON: {error.msg.removesuffix(' at')} at column {error.colno}")

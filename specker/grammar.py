@@ -107,6 +107,8 @@ def _checked(schema: Schema) -> str:
         if isinstance(found, dict):
             return json.dumps(found)
         why = f"it is {type(found).__name__}"
+    except RecursionError:
+        why = "it is nested too deeply"
     except (TypeError, ValueError) as error:
         why = str(error)
     raise ValueError(f"a JSON schema must be a JSON object: {why}")

@@ -26,7 +26,7 @@ def probe(path: str, flag: str) -> None:
     if where.is_dir():
         raise ValueError(f"{flag} {path}: is a directory")
     try:
-        with tempfile.TemporaryFile(dir=where.parent) if _replaceable(where) else where.open("a"):
+        with tempfile.TemporaryFile(dir=where.parent) if replaceable(where) else where.open("a"):
             pass
     except OSError as error:
         raise ValueError(f"{flag} {path}: cannot be written: {error.strerror}") from None
@@ -36,7 +36,7 @@ def write_file(path: str | Path, data: str | bytes, private: bool = False) -> No
     """Write the file atomically: no reader sees half of it, and no crash leaves half of it. `private`: only its owner
     can read it. Raises OSError."""
     where, data = Path(path), data.encode() if isinstance(data, str) else data
-    if not _replaceable(where):
+    if not replaceable(where):
         where.write_bytes(data)
         return
     where = Path(os.path.realpath(where))
@@ -50,5 +50,6 @@ def write_file(path: str | Path, data: str | bytes, private: bool = False) -> No
         part.unlink(missing_ok=True)
 
 
-def _replaceable(path: Path) -> bool:
+def replaceable(path: Path) -> bool:
+    """Whether `write_file` makes a new file in its place."""
     return path.is_file() or not path.exists()  # False for /dev/null, /dev/stdout and named pipes

@@ -97,6 +97,9 @@ def test_flags_are_the_dataclasses() -> None:
         ("hello --prompt x", ["'hello' is a prompt and excludes --prompt and --prompts"]),
         ("--prompt x --prompts y", ["--prompt and --prompts"]),
         ("- --prompt x", ["'-' is a prompt", "--prompt"]),
+        ("--json run.out --trace ./run.out", ["--json and --trace are both ./run.out: name two files"]),
+        ("--trace run.html --view", ["--trace and --view are both run.html: name two files"]),
+        ("--trace . --view", ["--trace .: is a directory"]),
         ("--max-new-tokens 0", ["--max-new-tokens must be at least 1", "got 0"]),
         ("--max-new-tokens -3", ["got -3"]),
         ("--max-new-tokens many", ["--max-new-tokens", "invalid int value: 'many'"]),
@@ -407,6 +410,8 @@ def test_scripts_are_the_modules(name: str, tmp_path: Path) -> None:
         ("", ["contains no prompts"]),
         ('{"prompt": "a"}\n\n{"prompt": ', ["p.jsonl line 3", "not JSON: Expecting value at column 12"]),
         ('{"prompt": "a', ["p.jsonl line 1: not JSON: Unterminated string starting at column 12"]),
+        ("[" * 10**5, ["p.jsonl line 1: the JSON has a number of too many digits or is nested too deeply"]),
+        (f'{{"prompt": {"1" * 5000}}}', ["p.jsonl line 1: the JSON has a number of too many digits"]),
         ('{"prompt": "a"}\n["b"]', ["p.jsonl line 2", "one of `prompt`, `turns`"]),
         ('{"text": "a"}', ["line 1", "one of `prompt`, `turns`"]),
         ('{"prompt": "a", "turns": ["b"]}', ["line 1", "one of"]),
@@ -830,8 +835,8 @@ def test_terminal(capsys: pytest.CaptureFixture[str], pair: tuple[str, str], mon
 
 def test_pieces_are_coloured_and_controls_shown(monkeypatch: pytest.MonkeyPatch) -> None:
     screen = terminal(monkeypatch)
-    Screen(json_to_stdout=False).pieces([("draft", True), ("own\x1b[31m\x07\n", False)])
-    assert screen.getvalue() == "\x1b[32mdraft\x1b[0mown␛[31m␇\n"
+    Screen(json_to_stdout=False).pieces([("draft", True), ("own\x1b[31m\x07\x9b31m\x7f\n", False)])
+    assert screen.getvalue() == "\x1b[32mdraft\x1b[0mown␛[31m␇\N{REPLACEMENT CHARACTER}31m␡\n"
 
 
 def fake_stats(tokens: int, wall: float) -> Stats:

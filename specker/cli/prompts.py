@@ -85,7 +85,7 @@ def _parse(line: str, where: str, chat: bool) -> list[Conversation]:
     """The conversations of one line of a file of prompts."""
     try:
         row = json.loads(line)
-    except json.JSONDecodeError as error:
+    except (ValueError, RecursionError) as error:
         raise not_json(where, error) from None
     if not isinstance(row, dict) or sum(name in row for name in ("prompt", "turns", "messages")) != 1:
         raise ValueError(f"{where}: expected an object with one of `prompt`, `turns` and `messages`")

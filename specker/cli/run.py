@@ -24,7 +24,7 @@ from specker.cli.prompts import Conversation, encode, read_conversations, read_g
 from specker.cli.report import Result, report
 from specker.cli.screen import Screen
 from specker.options import Options, Sampling
-from specker.paths import probe, write_file
+from specker.paths import probe, replaceable, write_file
 from specker.runtime import strategies
 from specker.view.trace import Trace
 
@@ -37,7 +37,8 @@ def run(job: Job, options: Options, sampling: Sampling, named: frozenset[str]) -
     _check_job(job, options, chatting)
     job = replace(job, max_new_tokens=job.max_new_tokens or (1024 if chatting else 128))
     if job.view == "":
-        job = replace(job, view=_unused(Path(job.trace or "trace.jsonl").with_suffix(".html")))
+        beside = Path(job.trace or "trace.jsonl")
+        job = replace(job, view=_unused(beside.parent / f"{beside.stem}.html"))
     if chatting:
         conversations = [Conversation((), "this turn")]  # the user adds the turns
     else:
@@ -47,6 +48,7 @@ def run(job: Job, options: Options, sampling: Sampling, named: frozenset[str]) -
         path = getattr(job, name)
         if path is not None and (name, path) != ("json", "-"):
             probe(path, f"--{name}")
+    _check_files(job)
     screen = Screen(job.json == "-", quiet=not rank_0 or options.dp > 1)
 
     engine = _load(job, options, screen)
@@ -108,6 +110,17 @@ def _check_job(job: Job, options: Options, chatting: bool) -> None:
     for name in ("trace", "view"):
         if options.dp > 1 and getattr(job, name) is not None:
             raise ValueError(f"--{name} records one replica only: leave out --dp")
+
+
+def _check_files(job: Job) -> None:
+    """ValueError if one file would replace another one of the run."""
+    known: dict[str, str] = {}
+    for name in ("json", "trace", "view"):
+        path = getattr(job, name)
+        if path is None or (name, path) == ("json", "-") or not replaceable(Path(path)):
+            continue
+        if (other := known.setdefault(os.path.realpath(path), name)) != name:
+            raise ValueError(f"--{other} and --{name} are both {path}: name two files")
 
 
 def _load(job: Job, options: Options, screen: Screen) -> Any:

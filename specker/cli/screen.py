@@ -19,8 +19,10 @@ if TYPE_CHECKING:  # `--help` and errors in the flags need no rich
     from rich.table import Table
     from rich.text import Text
 
-# A model's control characters must not steer the terminal: print Unicode's control pictures instead.
-CONTROLS = {code: 0x2400 + code for code in range(32) if chr(code) not in "\n\t"}
+# A model's control characters must not steer the terminal: print Unicode's control pictures instead. Those from U+0080
+# on, with which many terminals begin commands, too, have none.
+CONTROLS: dict[int, int] = {code: 0x2400 + code for code in range(32) if chr(code) not in "\n\t"}
+CONTROLS |= {0x7F: 0x2421} | dict.fromkeys(range(0x80, 0xA0), 0xFFFD)
 
 
 class Screen:

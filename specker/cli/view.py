@@ -50,7 +50,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def run(view: View) -> int:
     traces = view.traces
-    out = view.out or str(Path(traces[0]).with_name("trace.html"))
+    out = view.out or str(Path(traces[0]).parent / "trace.html")
     if any(Path(out).exists() and Path(trace).exists() and Path(out).samefile(trace) for trace in traces):
         raise ValueError(f"--out {out}: would replace a trace")
     found = [read(trace) for trace in traces]

@@ -2,19 +2,20 @@
 silently ignored changes the text."""
 
 import json
+import math
 import secrets
 from collections.abc import Sequence
 from dataclasses import fields
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import AliasChoices, BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import AliasChoices, BaseModel, ConfigDict, Field, StrictInt, field_validator, model_validator
 
 from specker import grammar
 from specker.options import Params, Sampling
 
-IGNORED = {"user", "metadata", "store", "service_tier", "parallel_tool_calls", "safety_identifier", "prompt_cache_key"}
+IGNORED = {"user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key"}
 DEPTH = 100  # of lists and objects in a body; Python's recursion ends at 1000
-DEEP = dict, list, str
+CHECKED = dict, list, str, float
 PLACE = 100  # characters of a place in messages
 STOPS, STOP_LENGTH = 16, 256  # stop strings, and characters of one: all are matched in every step
 SALT = 256  # characters of a cache_salt
@@ -70,7 +71,7 @@ class Asked(Strict):
     n: int = Field(1, ge=1, le=128)
     best_of: int | None = None
     stop: str | list[str] | None = None
-    stop_token_ids: list[int] | None = None
+    stop_token_ids: list[StrictInt] | None = None
     ignore_eos: bool = False
     cache_prompt: bool = True
     cache_salt: Annotated[str, Field(min_length=1, max_length=SALT)] | None = None
@@ -144,7 +145,7 @@ class Asked(Strict):
 
 
 class Completion(Asked):
-    prompt: str | list[str] | list[int] | list[list[int]]
+    prompt: str | list[str] | list[StrictInt] | list[list[StrictInt]]  # "1" and true are no ids
     echo: bool = False
     logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     max_tokens: Annotated[int, Field(ge=1)] | None = 16  # OpenAI's
@@ -239,6 +240,7 @@ class Chat(Asked):
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     tools: list[Tool] | None = None
     tool_choice: Literal["none", "auto", "required"] | Choice | None = None
+    parallel_tool_calls: bool | None = None
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
     reasoning_effort: str | None = None
     continue_final_message: bool = False
@@ -283,18 +285,24 @@ def check_values(given: Any) -> None:
         if len(names) > DEPTH:
             raise ValueError(f"lists and objects are nested more than {DEPTH} deep")
         if isinstance(value, dict):
-            left += ((x, (*names, name)) for name, x in value.items() if isinstance(x, DEEP))
+            left += ((x, (*names, name)) for name, x in value.items() if isinstance(x, CHECKED))
             left += ((name, names) for name in value)
         elif isinstance(value, list):
-            left += ((x, (*names, n)) for n, x in enumerate(value) if isinstance(x, DEEP))
+            left += ((x, (*names, n)) for n, x in enumerate(value) if isinstance(x, CHECKED))
+        elif isinstance(value, float) and not math.isfinite(value):  # an answer that shows it would be no JSON
+            raise ValueError(f"{_at(names)}the number is not finite")
         elif isinstance(value, str) and not value.isascii():
             try:
                 value.encode()
             except UnicodeEncodeError:
-                where = f"{place(names)}: " if names else ""
-                raise ValueError(f"{where}the text has half of a surrogate pair") from None
+                raise ValueError(f"{_at(names)}the text has half of a surrogate pair") from None
 
 
 def place(names: Sequence[str | int]) -> str:
     """Where something is in the body: messages[3].content."""
     return "".join(f"[{name}]" if isinstance(name, int) else f".{name}" for name in names)[:PLACE].removeprefix(".")
+
+
+def _at(names: Sequence[str | int]) -> str:
+    """The place, as a message begins with it."""
+    return f"{place(names)}: " if names else ""

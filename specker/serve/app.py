@@ -300,6 +300,7 @@ def application(engine: Engine, serving: Serving, sampling: dict[str, float]) ->
 
     @app.post("/tokenize")
     async def tokenize(asked: Tokenize) -> Response:
+        server.check_name(asked.model)
         found = await server.within(1, partial(server.tokens, asked))
         server.worker.release(1)
         return JSONResponse(found)

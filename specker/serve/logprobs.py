@@ -1,5 +1,6 @@
 """Log-probabilities in the forms of the two endpoints. `most`: how many of the best tokens to name."""
 
+from itertools import accumulate
 from typing import Any
 
 from specker.runtime.events import Logprob
@@ -22,5 +23,5 @@ def of_text(tokenizer: Any, each: list[Logprob], most: int, start: int) -> dict[
         "tokens": texts,
         "token_logprobs": [max(p.logprob, LEAST) for p in each],
         "top_logprobs": [{tokenizer.decode([token]): max(x, LEAST) for token, x in p.best[:most]} for p in each],
-        "text_offset": [start + sum(map(len, texts[:i])) for i in range(len(texts))],
+        "text_offset": [*accumulate(map(len, texts[:-1]), initial=start)] if texts else [],
     }

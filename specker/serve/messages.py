@@ -9,6 +9,7 @@ from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, field_validator,
 from specker.serve.api import Chat, Strict
 from specker.serve.blocks import Block, BlockAnswer, Step, chat_of, joined, supported
 from specker.serve.errors import KINDS
+from specker.serve.tool_formats import JSON
 
 IGNORED = {"metadata", "service_tier", "cache_control"}
 NEUTRAL: dict[str, tuple[Any, ...]] = {  # fields that are not supported, and the values that mean nothing
@@ -139,7 +140,7 @@ class MessagesRequest(Strict):
         ]
         messages = [{"role": "system", "content": self.system}] if self.system else []
         messages += [message for turn in self.messages for message in turn.of_chat()]
-        last = messages[-1]
+        last, choice = messages[-1], self.tool_choice
         form = self.output_config.format if self.output_config else None
         self._chat = chat_of(
             {name: getattr(self, name) for name in same}
@@ -147,7 +148,8 @@ class MessagesRequest(Strict):
                 "messages": messages,
                 "stop": self.stop_sequences or None,
                 "tools": [{"type": "function", "function": tool} for tool in tools] or None,
-                "tool_choice": self.tool_choice.of_chat() if self.tool_choice else None,
+                "tool_choice": choice.of_chat() if choice else None,
+                "parallel_tool_calls": False if choice and choice.disable_parallel_tool_use else None,
                 "response_format": {"type": "json_schema", "json_schema": {"schema": form.schema_}} if form else None,
                 "continue_final_message": last["role"] == "assistant" and "tool_calls" not in last,
             }
@@ -228,5 +230,5 @@ def _block(block: Block) -> dict[str, Any]:
 
 def _content(block: Block) -> dict[str, Any]:
     if block.kind == "call":
-        return {"input": json.loads(block.text)}
+        return {"input": JSON.decode(block.text)}
     return {"text" if block.kind == "text" else "thinking": block.text}

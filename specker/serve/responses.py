@@ -13,7 +13,7 @@ from specker.serve.pieces import Reading
 from specker.serve.worker import Call
 
 IGNORED = {"user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "stream_options"}
-IGNORED |= {"parallel_tool_calls", "prompt_cache_retention"}
+IGNORED |= {"prompt_cache_retention"}
 NEUTRAL: dict[str, tuple[Any, ...]] = {  # fields that are not supported, and the values that mean nothing
     "background": (False,),
     "include": ([],),
@@ -99,6 +99,7 @@ class ResponseRequest(Strict):
     text: Text | None = None
     tools: list[Tool] | None = None
     tool_choice: Literal["none", "auto", "required"] | Choice | None = None
+    parallel_tool_calls: bool | None = None
     _chat: Chat = PrivateAttr()
 
     @model_validator(mode="before")
@@ -117,7 +118,7 @@ class ResponseRequest(Strict):
 
     @model_validator(mode="after")
     def _translated(self) -> "ResponseRequest":
-        same = ("model", "temperature", "top_p", "top_k", "seed", "cache_salt", "stream")
+        same = ("model", "temperature", "top_p", "top_k", "seed", "cache_salt", "stream", "parallel_tool_calls")
         tools = [{"type": "function", "function": t.model_dump(exclude={"type"})} for t in self.tools or ()]
         choice: Any = self.tool_choice
         if isinstance(choice, Choice):
@@ -229,7 +230,7 @@ class ResponseAnswer(BlockAnswer):
             "incomplete_details": short,
             "model": self.name,
             "output": [_item(block, "completed") for block in self.answer.blocks] if done else [],
-            "parallel_tool_calls": True,
+            "parallel_tool_calls": given.parallel_tool_calls is not False,
             "previous_response_id": None,
             "store": False,
             "text": given.text.model_dump(by_alias=True) if given.text else {"format": {"type": "text"}},

@@ -27,6 +27,9 @@ class Serving:
 
     def __post_init__(self) -> None:
         check_fields(self)
+        for name in ("host", "api_key"):  # such as an unset variable's: every network, and no key
+            if getattr(self, name) == "":
+                raise ValueError(f"{flag(name)} must not be empty")
         for name in ("seconds", "grammar_seconds", "health_seconds", "client_seconds"):
             if not 0 < getattr(self, name) <= LONGEST:
                 raise ValueError(f"{flag(name)} must be above 0 and at most {LONGEST}, got {getattr(self, name)}")

@@ -7,6 +7,7 @@ import json
 import random
 import re
 import string
+import sys
 import uuid
 from collections.abc import Iterable, Mapping
 from typing import Any, ClassVar
@@ -20,6 +21,16 @@ Read = tuple[list[tuple[str, Any]], int]  # names and arguments of calls, and th
 TEXT = r"TEXT: /(.|\n)*/"
 NEXT, LAST = r'"\n"', r'"\n</parameter>\n"'  # around an argument of Qwen3-Coder's
 PARAMETERS = '%s", "parameters": '
+CHAIN = 8  # definitions that refer to one another, at most
+DEFINITIONS = "$defs", "definitions"  # where a schema keeps those that it refers to
+
+
+def _finite(text: str) -> float:
+    """A number of a call. One that is too large is the largest that there is: JSON has no infinity."""
+    return max(-sys.float_info.max, min(sys.float_info.max, float(text)))
+
+
+JSON = json.JSONDecoder(parse_float=_finite)
 
 
 class Format:
@@ -37,16 +48,19 @@ class Format:
     between: ClassVar[str] = " \n"
     closing: ClassVar[str] = ">"
 
-    def grammar(self, functions: Functions, required: bool, special: Special) -> str:
-        """A free text with calls, or if they are `required` one that begins with a call."""
+    def grammar(self, functions: Functions, required: bool, several: bool, special: Special) -> str:
+        """A free text with calls, or if they are `required` one that begins with a call. Unless there may be `several`,
+        the text ends with the first one."""
         [begin] = self.begins
         bodies = [self.body(name, schema, special, f"f{n}") for n, (name, schema) in enumerate(functions.items())]
         if required:
             start = [f"start: {spelled(begin, special)} body"]
         elif begin in special:
-            start = [f"start: (TEXT {spelled(begin, special)} body)* TEXT", TEXT]
+            call = f"TEXT {spelled(begin, special)} body"
+            start = [f"start: ({call})* TEXT" if several else f"start: TEXT | {call}", TEXT]
         else:
-            start = ["start: (head body)* TEXT", TEXT, f"head[lazy]: TEXT {spelled(begin, special)}"]
+            rule = "start: (head body)* TEXT" if several else "start: TEXT | head body"
+            start = [rule, TEXT, f"head[lazy]: TEXT {spelled(begin, special)}"]
         return written(start, "body", bodies)
 
     def body(self, name: str, schema: dict[str, Any], special: Special, prefix: str) -> list[str]:
@@ -90,9 +104,10 @@ class QwenCoder(Format):
 
     def body(self, name: str, schema: dict[str, Any], special: Special, prefix: str) -> list[str]:
         rules = [rf"{prefix}_text[suffix={LAST}]: /(.|\n)*/"]
-        shared: dict[str, Any] = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
-        needed, parts = schema.get("required", ()), []
-        for n, (key, one) in enumerate(schema.get("properties", {}).items()):
+        shared: dict[str, Any] = {key: schema[key] for key in DEFINITIONS if key in schema}
+        properties, needed = _arguments(name, schema)
+        parts = []
+        for n, (key, one) in enumerate(properties.items()):
             value = f"{grammar.embedded({**one, **shared} if isinstance(one, dict) else {})} {LAST}"
             if _is_text(one):
                 choices = one.get("enum") or ([one["const"]] if "const" in one else None)
@@ -109,7 +124,7 @@ class QwenCoder(Format):
         if at < 2 or not text.startswith(begin):
             return None
         name = text[len(begin) : at - 2]
-        properties = functions.get(name, {}).get("properties", {})
+        properties, _ = _arguments(name, functions.get(name, {}))
         arguments: dict[str, Any] = {}
         while text.startswith("<parameter=", at):
             begun = text.find(">\n", at) + 2
@@ -117,7 +132,7 @@ class QwenCoder(Format):
             if begun < 2 or ends < 0:
                 return None
             key, value = text[at + len("<parameter=") : begun - 2], text[begun:ends]
-            arguments[key] = value if _is_text(properties.get(key)) else json.loads(value)
+            arguments[key] = value if _is_text(properties.get(key)) else JSON.decode(value)
             at = ends + len("\n</parameter>\n")
         return ([(name, arguments)], at + len(end)) if text.startswith(end, at) else None
 
@@ -129,13 +144,14 @@ class Llama(Format):
     begins = ("<|python_tag|>", '{"name": "')
     first, between, closing = True, " \n;", "}"
 
-    def grammar(self, functions: Functions, required: bool, special: Special) -> str:
+    def grammar(self, functions: Functions, required: bool, several: bool, special: Special) -> str:
         tag, begin = self.begins
         calls = f"{spelled(tag, special)}? calls" if tag in special else "calls"
         start = [f"start: {calls}" if required else f"start: PLAIN | {calls}"]
         if not required:
             start.append(r'PLAIN: /(.|\n)*/ & ~/\{"name": "(.|\n)*/')
-        start.append(f'calls: call ("; " call)*\ncall: {json.dumps(begin)} body')
+        more = ' ("; " call)*' if several else ""
+        start.append(f"calls: call{more}\ncall: {json.dumps(begin)} body")
         return written(start, "body", [self.body(name, schema, special, "") for name, schema in functions.items()])
 
     def body(self, name: str, schema: dict[str, Any], special: Special, prefix: str) -> list[str]:
@@ -155,9 +171,9 @@ class Mistral(Format):
     known: ClassVar[tuple[str, ...]] = ("[TOOL_CALLS]",)
     begins, closing = ("[TOOL_CALLS]",), "]"
 
-    def grammar(self, functions: Functions, required: bool, special: Special) -> str:
-        begin = spelled(self.begins[0], special)
-        calls = f'{begin} / ?/ "[" call (", " call)* "]"'
+    def grammar(self, functions: Functions, required: bool, several: bool, special: Special) -> str:
+        begin, more = spelled(self.begins[0], special), '(", " call)* ' if several else ""
+        calls = f'{begin} / ?/ "[" call {more}"]"'
         if required:
             start = [f"start: {calls}"]
         elif self.begins[0] in special:
@@ -228,6 +244,30 @@ def written(start: Iterable[str], name: str, bodies: list[list[str]]) -> str:
     return "\n".join(("%llguidance {}", *start, either, *rules, *more, ""))
 
 
+def _arguments(name: str, schema: Any) -> tuple[dict[str, Any], list[Any]]:
+    """The schemas of a function's arguments and the names of those that a call needs. A schema that refers to one of
+    its own definitions, as those of recursive types do, is that one. Raises ValueError for a schema of another form."""
+    whole = schema
+    for _ in range(CHAIN):
+        parts = str(schema.get("$ref")).split("/") if isinstance(schema, dict) else []
+        if len(parts) != 3 or parts[0] != "#" or parts[1] not in DEFINITIONS:
+            break
+        found = whole.get(parts[1])
+        schema = found.get(parts[2]) if isinstance(found, dict) else None
+    about = f"the parameters of {name}"
+    if not isinstance(schema, dict):
+        raise ValueError(f"{about} are no JSON schema of an object")
+    properties, needed = schema.get("properties", {}), schema.get("required", [])
+    if not isinstance(properties, dict) or not all(isinstance(one, dict | bool) for one in properties.values()):
+        raise ValueError(f"{about}: properties must be an object of schemas")
+    if not isinstance(needed, list):
+        raise ValueError(f"{about}: required must be a list")
+    for key, one in properties.items():
+        if isinstance(one, dict) and not isinstance(one.get("enum", []), list):
+            raise ValueError(f"{about}: enum of {key!r} must be a list")
+    return properties, needed
+
+
 def _is_text(schema: Any) -> bool:
     """Whether a schema has strings only."""
     if not isinstance(schema, dict):
@@ -244,6 +284,6 @@ def _past(text: str, at: int) -> int:
 def _json(text: str, at: int) -> tuple[Any, int] | None:
     """The JSON at a place, and where it ends; None if it is not whole."""
     try:
-        return json.JSONDecoder().raw_decode(text, at)
+        return JSON.raw_decode(text, at)
     except (ValueError, RecursionError):
         return None

@@ -32,7 +32,8 @@ def grammar_of(asked: Chat, template: str, special: Special) -> str | None:
     """What a text with the request's tools must match; None if there are none. `special`: as in tool_formats.py. Raises
     ValueError as `functions_of`, and if the chat template knows no calls."""
     functions = functions_of(asked)
-    return format_of(template).grammar(functions, not may_call(asked), special) if functions else None
+    several = asked.parallel_tool_calls is not False
+    return format_of(template).grammar(functions, not may_call(asked), several, special) if functions else None
 
 
 class Calls:

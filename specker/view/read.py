@@ -11,6 +11,10 @@ from specker.fields import not_json
 from specker.view.trace import VERSION
 
 LISTS = ("tokens", "draft", "parents", "target", "path", "pieces")
+MEASURED = (  # what page.py calculates with
+    *("draft", "search", "verify", "accept", "watch", "commit"),
+    *("width", "score", "passes", "seconds"),
+)
 LASTS = ("recovered", "bonus", "own", "accepted")
 
 
@@ -63,8 +67,9 @@ def parse_unfinished(lines: Iterable[str], name: str) -> Traced:
         where = f"{name} line {number}"
         try:
             row = json.loads(line)
-        except json.JSONDecodeError as error:
-            if found is None or number < len(lines) or not line.startswith("{"):
+        except (ValueError, RecursionError) as error:
+            cut = isinstance(error, json.JSONDecodeError) and number == len(lines) and line.startswith("{")
+            if found is None or not cut:
                 raise not_json(where, error) from None
             found.warning = f"the trace is cut in line {number}, which is left out"
             break
@@ -77,7 +82,7 @@ def parse_unfinished(lines: Iterable[str], name: str) -> Traced:
         elif isinstance(row.get("begin"), int) and isinstance(row.get("text"), str):
             open_[row["begin"]] = turn = Turn(row)
             found.turns.append(turn)
-        elif row.get("end") in open_:
+        elif isinstance(row.get("end"), int) and row["end"] in open_:
             open_[row["end"]].end = row
         else:
             raise ValueError(f"{where}: not a line of a trace: it begins no request, ends none and is no round")
@@ -95,6 +100,9 @@ def _header(row: dict[str, Any], where: str) -> dict[str, Any]:
         raise ValueError(f"{where}: a trace of version {row['specker_trace']}, but this specker reads {VERSION}")
     if not isinstance(row.get("strategy"), str) or not isinstance(row.get("target"), str):
         raise ValueError(f"{where}: the header has no strategy or no target")
+    for key in ("sampling", "settings", "remarks"):
+        if not isinstance(row.get(key, {}), dict):
+            raise ValueError(f"{where}: the header's {key!r} must be an object")
     return row
 
 
@@ -106,19 +114,25 @@ def _round(row: dict[str, Any], turns: dict[int, Turn], names: dict[int, str], w
     N = len(row["draft"])
     chances = [(row.get(key, [0.0] * n), n) for key, n in (("probability", N), ("agreed", N), ("own", N + 1))]
     fits = len(row["parents"]) == N and len(row["target"]) == N + 1 and len(row["pieces"]) == len(row["tokens"])
-    fits = fits and all(isinstance(values, list) and len(values) == n for values, n in chances)
+    fits = fits and all(isinstance(values, list) and len(values) == n and _numbers(values) for values, n in chances)
     fits = fits and all(isinstance(p, int) and 0 <= p <= n for n, p in enumerate(row["parents"]))
     fits = fits and all(isinstance(n, int) and 0 <= n <= N for n in row["path"]) and row["path"][:1] == [0]
     fits = fits and all(isinstance(t, int) for key in ("tokens", "draft", "target") for t in row[key])
     fits = fits and all(isinstance(t, str) for t in row["pieces"])
     fits = fits and row.get("accepted") in range(len(row["tokens"]) + 1) and row.get("last") in LASTS
-    fits = fits and isinstance(row.get("position"), int) and isinstance(row.get("seconds"), dict)
+    fits = fits and isinstance(row.get("position"), int)
+    for times in (row.get("seconds"), row.get("diffusion", {})):
+        fits = fits and isinstance(times, dict) and _numbers(times.get(key, 0) for key in MEASURED)
     if not fits:
         raise ValueError(f"{where}: the round's lists do not fit together, or it lacks a field")
-    if row.get("prompt") not in turns:
+    if not isinstance(row.get("prompt"), int) or row["prompt"] not in turns:
         raise ValueError(f"{where}: a round of prompt {row.get('prompt')!r}, which has not begun")
     turns[row["prompt"]].rounds.append(row)
     try:
         names.update((int(token), str(text)) for token, text in row.get("names", {}).items())
     except (AttributeError, ValueError):
         raise ValueError(f"{where}: `names` must hold a text for each id") from None
+
+
+def _numbers(values: Iterable[Any]) -> bool:
+    return all(isinstance(value, int | float) for value in values)

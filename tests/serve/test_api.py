@@ -6,6 +6,7 @@ import re
 import threading
 import time
 from functools import partial
+from types import SimpleNamespace
 
 import openai
 import pytest
@@ -15,8 +16,9 @@ from prometheus_client.parser import text_string_to_metric_families
 from serving import free, serving, streamed, until
 
 import specker
+from specker.runtime.events import Logprob
 from specker.runtime.strategies.lookup.kept import _unpacked
-from specker.serve import app
+from specker.serve import app, logprobs
 
 TALK = [{"role": "user", "content": "ab cd"}]
 
@@ -94,6 +96,20 @@ def test_a_stream_has_the_text_of_the_whole_answer(engine, client, sampling):
         for key in ("tokens", "token_logprobs", "top_logprobs"):
             assert [x for each in said for x in each[key]] == choice["logprobs"][key]
         assert all(0 < len(best) <= 2 for best in choice["logprobs"]["top_logprobs"])
+
+
+def test_the_offsets_of_a_long_text_take_one_look_at_each_token():
+    looks = []
+
+    class Counted(str):
+        def __len__(self):
+            looks.append(self)
+            return super().__len__()
+
+    tokens = [Logprob(n, -1.0, []) for n in (1, 2, 3, 1, 2)]
+    found = logprobs.of_text(SimpleNamespace(decode=lambda ids: Counted("abc"[: ids[0]])), tokens, 0, 7)
+    assert found["text_offset"] == [7, 8, 10, 13, 14] and len(looks) <= len(tokens)
+    assert logprobs.of_text(None, [], 0, 7)["text_offset"] == []
 
 
 def test_a_request_without_a_seed_is_drawn_anew(client):
@@ -269,6 +285,9 @@ BAD = {
     "half of one in a name": ({"\ud800": 1}, "the text has half of a surrogate pair"),
     "a stop string that is a number": ({"stop": ["a", 5]}, "stop: Input should be a valid string"),
     "a prompt of numbers and texts": ({"prompt": [1, "a"]}, "prompt: Input should be a valid string"),
+    "a prompt of ids and digits": ({"prompt": [1, "2"]}, "prompt: Input should be a valid string"),
+    "a prompt of truths": ({"prompt": [[True]]}, "prompt: Input should be a valid string"),
+    "a stop id that is text": ({"stop_token_ids": ["1"]}, "stop_token_ids[0]: Input should be a valid integer"),
     "an empty stop string": ({"stop": ""}, "stop must be a string or a list of strings, none of them empty"),
     "a penalty": ({"frequency_penalty": 9}, "frequency_penalty must be between -2 and 2, got 9"),
     "echo": ({"echo": True, "logprobs": 1}, "echo and logprobs exclude each other"),
@@ -358,6 +377,7 @@ def test_other_refusals(engine, client):
     refused(client.post("/v1/completions", json={"prompt": [1] * 400}), 413, "the prompt has 400 tokens, but")
     refused(client.get("/v1/nothing"), 404, "Not Found")
     refused(client.get("/v1/completions"), 405, "Method Not Allowed")
+    refused(client.post("/tokenize", json={"model": "gpt", "prompt": "a"}), 404, "the model 'gpt' is not served")
     refused(client.post("/tokenize", json={}), 400, "give one of prompt and messages")
     assert client.get("/docs").status_code == 404
     assert free(engine)

@@ -11,7 +11,8 @@ from serving import free, serving
 import specker
 from specker import grammar
 from specker.serve.app import Server
-from specker.serve.messages import MessagesRequest
+from specker.serve.blocks import Block
+from specker.serve.messages import MessagesRequest, _content
 from specker.serve.responses import ResponseRequest
 
 TEMPLATE = (
@@ -156,6 +157,10 @@ BAD = {
     "a tool of another kind": ({"tools": [{"type": "web_search"}]}, "tools[0].type: Input should be 'function'"),
     "a schema that is none": ({"text": {"format": {"type": "json_schema"}}}, "text.format json_schema needs schema"),
     "half a surrogate pair": ({"input": "\ud800"}, "input: the text has half of a surrogate pair"),
+    "a tool without a number": (
+        {"tools": [{"type": "function", "name": "f", "parameters": {"a": [float("nan")]}}], "tool_choice": "none"},
+        "tools[0].parameters.a[0]: the number is not finite",
+    ),
     "the choice of a tool alone": ({"tool_choice": "required"}, "tool_choice needs tools"),
     "temperature": ({"temperature": -1}, "temperature must be 0 or at least"),
 }
@@ -325,6 +330,18 @@ def test_calls_are_logged_without_their_texts(client, caplog):
     whole, stream = caplog.messages
     assert whole.startswith(f"{body['id']}: {body['usage']['input_tokens']} + 5 tokens, ") and whole.endswith("length")
     assert stream.startswith("msg_") and " + 5 tokens, " in stream and "tokens a round" in stream
+
+
+def test_one_call_is_asked_for_in_each_api():
+    tool, choice = {"name": "f", "input_schema": {}}, {"type": "auto", "disable_parallel_tool_use": True}
+    message = MessagesRequest(max_tokens=1, messages=[TURN], tools=[tool], tool_choice=choice)
+    assert message.chat.parallel_tool_calls is False
+    response = ResponseRequest(input="ab", tools=[{"type": "function", "name": "f"}], parallel_tool_calls=False)
+    assert response.chat.parallel_tool_calls is False
+
+
+def test_the_input_of_a_call_is_finite():
+    json.dumps(_content(Block("call", '{"x": 1e999}')), allow_nan=False)  # Harmony's arguments stand as they are
 
 
 def test_items_of_one_turn_are_one_message():

@@ -244,6 +244,8 @@ def test_a_second_ctrl_c_ends_the_server_at_once(models):
     ("argv", "sentence"),
     [
         (["--port", "70000"], "--port must be between 0 and 65535, got 70000"),
+        (["--host", ""], "--host must not be empty"),
+        (["--api-key", ""], "--api-key must not be empty"),
         (["--seconds", "0"], "--seconds must be above 0"),
         (["--client-seconds", "inf"], "--client-seconds must be above 0 and at most 1000000, got inf"),
         (["--temperature", "-1"], "--temperature must be 0 or at least 1e-6"),

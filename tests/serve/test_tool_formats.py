@@ -1,6 +1,7 @@
 """The forms of tool calls: what their grammars allow, and the calls read from such a text."""
 
 import json
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -108,11 +109,55 @@ def test_a_grammar_allows_calls_of_its_form_only(model, form):
     assert follows(model, required, one) and not follows(model, required, "")
 
 
+@pytest.mark.parametrize("form", FORMS)
+def test_one_call_may_be_the_last(model, form):
+    template, before, calls, _ = FORMS[form]
+    if form == "llama-python-tag" and not model[1]:
+        pytest.skip("without the special token the tag is a text")
+    one = {"mistral": LIST[: LIST.index(", {")] + "]", "mistral-named": NAMED[: NAMED.rindex("[TOOL")]}
+    one |= dict.fromkeys(("llama", "llama-python-tag"), calls.partition("; ")[0])
+    first = one.get(form) or calls[: calls.rindex("\n<tool_call>")]
+    for choice in ("auto", "required"):
+        asked = Chat(messages=TALK, tools=TOOLS, tool_choice=choice, parallel_tool_calls=False)
+        text = grammar_of(asked, template, model[1])
+        begin = before if choice == "auto" else ""
+        assert follows(model, text, begin + first) and not follows(model, text, begin + calls)
+        assert (choice == "required") is not follows(model, text, "a < b, [a]")
+
+
 def test_arguments_that_are_not_required_may_be_missing(model):
     form = grammar_of(Chat(messages=TALK, tools=TOOLS), FORMS["qwen-coder"][0], model[1])
     begin, end = "<tool_call>\n<function=move>\n<parameter=to>\n\n</parameter>\n", "</function>\n</tool_call>"
     assert follows(model, form, f"{begin}<parameter=x>\n7\n</parameter>\n{end}")
     assert not follows(model, form, f"{begin}{end}", ends=False)
+
+
+def tool(parameters):
+    return {"type": "function", "function": {"name": "move", "parameters": parameters}}
+
+
+def test_a_schema_that_is_one_of_its_own_definitions(model):
+    asked = Chat(messages=TALK, tools=[tool({"$defs": {"Move": MOVE}, "$ref": "#/$defs/Move"})])
+    form = grammar_of(asked, FORMS["qwen-coder"][0], model[1])
+    assert follows(model, form, XML)
+    assert not follows(model, form, "<tool_call>\n<function=move>\n</function>", ends=False)
+    _, [call] = Calls(format_of(FORMS["qwen-coder"][0]), functions_of(asked)).add(XML)
+    assert call["function"]["arguments"] == ARGUMENTS
+
+
+@pytest.mark.parametrize(
+    ("parameters", "sentence"),
+    [
+        ({"properties": []}, "properties must be an object of schemas"),
+        ({"properties": {"x": None}}, "properties must be an object of schemas"),
+        ({"properties": {"x": {}}, "required": None}, "required must be a list"),
+        ({"properties": {"x": {"type": "string", "enum": "ab"}}}, "enum of 'x' must be a list"),
+        ({"$ref": "#/$defs/Move"}, "no JSON schema of an object"),
+    ],
+)
+def test_parameters_that_are_no_schema_get_one_sentence(parameters, sentence):
+    with pytest.raises(ValueError, match=f"the parameters of move.* {sentence}"):
+        grammar_of(Chat(messages=TALK, tools=[tool(parameters)]), FORMS["qwen-coder"][0], {})
 
 
 @pytest.mark.parametrize("size", [1, 4, 1000])
@@ -133,6 +178,14 @@ def test_calls_are_read_from_a_text_in_pieces(form, size):
     ]
     assert len({call["id"] for call in found}) == 2 and [call["index"] for call in found] == [0, 1]
     assert not form.startswith("mistral") or all(len(call["id"]) == 9 and call["id"].isalnum() for call in found)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_number_that_is_too_large_stays_a_number(form):
+    template, _, calls, _ = FORMS[form]
+    functions = functions_of(Chat(messages=TALK, tools=TOOLS))
+    found = Calls(format_of(template), functions).add(calls.replace("7", "-1e999"))[1]
+    assert json.loads(found[0]["function"]["arguments"], parse_constant=pytest.fail)["x"] == -sys.float_info.max
 
 
 @pytest.mark.parametrize("form", FORMS)

@@ -215,6 +215,12 @@ BAD = {
     "no pieces": ([HEADER, BEGIN, {**CHAIN, "pieces": None}], "line 3: the round has no list 'pieces'"),
     "parents": ([HEADER, BEGIN, {**CHAIN, "parents": [0, 2]}], "line 3: the round's lists do not fit together"),
     "target": ([HEADER, BEGIN, {**CHAIN, "target": [1]}], "line 3: the round's lists do not fit together"),
+    "remarks": ([{**HEADER, "remarks": []}, BEGIN, CHAIN], "line 1: the header's 'remarks' must be an object"),
+    "an end": ([HEADER, BEGIN, CHAIN, {"end": []}], "line 4: not a line of a trace"),
+    "a prompt": ([HEADER, BEGIN, {**CHAIN, "prompt": []}], "line 3: a round of prompt [], which has not begun"),
+    "times": ([HEADER, BEGIN, {**CHAIN, "seconds": {"draft": "a"}}], "line 3: the round's lists do not fit together"),
+    "a search": ([HEADER, BEGIN, {**CHAIN, "diffusion": {"width": "a"}}], "line 3: the round's lists do not fit"),
+    "chances": ([HEADER, BEGIN, {**CHAIN, "own": ["a", 0, 0]}], "line 3: the round's lists do not fit together"),
     "names": ([HEADER, BEGIN, {**CHAIN, "names": {"x": "y"}}], "line 3: `names` must hold a text for each id"),
 }
 
@@ -246,11 +252,15 @@ def test_bad_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     good = traces.small(tmp_path / "good")
     (tmp_path / "text").write_text(f"{json.dumps(HEADER)}\nnot json\n")
     (tmp_path / "quote").write_text('{"specker')
+    (tmp_path / "deep").write_text("[" * 10**5)
     (tmp_path / "bytes").write_bytes(b"\xff")
     for argv, sentence in (
         ([str(tmp_path / "missing")], "No such file"),
+        (["/"], "/: Is a directory"),
+        (["."], ".: Is a directory"),
         ([str(tmp_path / "text")], "text line 2: not JSON: Expecting value at column 1"),
         ([str(tmp_path / "quote")], "quote line 1: not JSON: Unterminated string starting at column 2"),
+        ([str(tmp_path / "deep")], "deep line 1: the JSON has a number of too many digits or is nested too deeply"),
         ([str(tmp_path / "bytes")], "not UTF-8 at byte 0"),
         ([], "there is no trace.jsonl here: specker --trace trace.jsonl writes one"),
         ([good, "--out", str(tmp_path)], "is a directory"),
