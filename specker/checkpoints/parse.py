@@ -157,7 +157,10 @@ def _hf_config(folder: Path, raw: dict[str, Any], arch: str) -> Any:
         # AutoConfig is not used here, because it imports a table of all models.
         name = its.config or arch.replace("ForCausalLM", "Config")
         given = {k: v for k, v in raw.items() if k not in ("model_type", "auto_map")}
-        return getattr(transformers, name).from_dict({**its.defaults, **given})
+        found = getattr(transformers, name).from_dict({**its.defaults, **given})
+        # The initialisers of RoPE do it again: then original_max_position_embeddings outside of RoPE's own counts.
+        found.standardize_rope_params()
+        return found
     except Exception as error:  # validation raises several types, such as KeyError
         raise CheckpointError(f"{folder / 'config.json'} is not a valid {arch} config ({reason(error)})") from error
 
@@ -175,17 +178,19 @@ def _context(hf: Any, wanted: int | None) -> int:
 
 
 def _check_reach(rope: dict[str, Any], context: int) -> None:
-    """Raise CheckpointError for a context in which positions change what earlier ones compute."""
-    original = rope.get("original_max_position_embeddings") or context
-    for what, found in (
-        ("longrope changes all frequencies", rope.get("rope_type") == "longrope"),
-        ("llama_4_scaling_beta scales the queries", bool(rope.get("llama_4_scaling_beta"))),
-    ):
-        if found and context > original:
-            raise CheckpointError(
-                f"{what} beyond {original} positions, which is not supported; use {option('max_context', original)} or "
-                "less"
-            )
+    """Raise CheckpointError for a context in which positions change what earlier ones compute. `rope`: the parameters,
+    or those of each layer type."""
+    for part in (rope, *(part for part in rope.values() if isinstance(part, dict))):
+        original = part.get("original_max_position_embeddings") or context
+        for what, found in (
+            ("longrope changes all frequencies", part.get("rope_type") == "longrope"),
+            ("llama_4_scaling_beta scales the queries", bool(part.get("llama_4_scaling_beta"))),
+        ):
+            if found and context > original:
+                raise CheckpointError(
+                    f"{what} beyond {original} positions, which is not supported; use "
+                    f"{option('max_context', original)} or less"
+                )
 
 
 def _rotated(hf: Any, its: Architecture, head_dim: int) -> int:

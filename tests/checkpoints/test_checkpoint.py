@@ -12,6 +12,7 @@ import torch
 import transformers
 from make_checkpoint import (
     CASES,
+    FULL,
     GEMMA3,
     GEMMA4,
     GEMMA4_MIXED,
@@ -20,6 +21,8 @@ from make_checkpoint import (
     GRANITE,
     LLAMA3,
     LLAMA4,
+    LONGROPE,
+    OLMO3,
     PHI4,
     edit,
     make,
@@ -45,6 +48,7 @@ NAMES |= {"qwen3_next": "Qwen3NextForCausalLM", "lfm2": "Lfm2ForCausalLM", "olmo
 NAMES |= {"lfm2_moe": "Lfm2MoeForCausalLM"}
 NAMES |= {"gpt_oss": "GptOssForCausalLM"}
 NAMES |= {"mixtral": "MixtralForCausalLM", "qwen3_moe": "Qwen3MoeForCausalLM"}
+LONGROPE_WHOLE = {**LONGROPE, "partial_rotary_factor": 1.0, "short_factor": [1.5] * 8, "long_factor": [4.0] * 8}
 
 
 def read_here(folder: Path, dtype: torch.dtype = torch.float32, **options: Any) -> Checkpoint:
@@ -287,6 +291,9 @@ def test_llama3_scaling_is_in_the_frequencies(tmp_path: Path) -> None:
     scaled = read_here(make(tmp_path / "a", rope=LLAMA3)).weights.ropes[0].inv_freq
     ratio = scaled / read_here(make(tmp_path / "b")).weights.ropes[0].inv_freq
     assert ratio[0] == 1 and ratio[-1] == pytest.approx(1 / 8) and ((ratio > 0.13) & (ratio < 0.99)).any()
+    outside = {"original_max_position_embeddings": 64}  # of RoPE's parameters, where it counts more
+    edit(tmp_path / "a", rope_parameters=LLAMA3 | {"original_max_position_embeddings": 256}, **outside)
+    assert torch.equal(read_here(tmp_path / "a").weights.ropes[0].inv_freq, scaled)
 
 
 def test_names_without_prefix_and_known_extras(tmp_path: Path) -> None:
@@ -495,8 +502,15 @@ def test_gemma_4_is_not_split(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("options", "what"),
-    [(PHI4, "longrope changes all frequencies"), ({"arch": "ministral3", "rope": LLAMA4}, "llama_4_scaling_beta .*")],
-    ids=["phi3", "ministral3"],
+    [
+        (PHI4, "longrope changes all frequencies"),
+        ({"arch": "ministral3", "rope": LLAMA4}, "llama_4_scaling_beta .*"),
+        (
+            {**OLMO3, "rope": OLMO3["rope"] | {FULL: {**LONGROPE_WHOLE, "original_max_position_embeddings": 256}}},
+            "longrope changes all frequencies",
+        ),
+    ],
+    ids=["phi3", "ministral3", "by-type"],
 )
 def test_a_context_in_which_positions_change_earlier_ones(tmp_path: Path, options: Any, what: str) -> None:
     """Up to it they decode; with 257 positions transformers would give the first 256 another K/V."""
