@@ -314,6 +314,8 @@ def _ropes(
     rope = hf.rope_parameters or {}
     if its.ropes == "by type":
         found = [kind for kind in LAYER_TYPES if kind in kinds]
+        if lacking := [kind for kind in found if not isinstance(rope.get(kind), dict)]:
+            raise CheckpointError(f"rope_parameters must have those of {lacking[0]} layers, but config.json lacks them")
         ropes = tuple(_rope(hf, dims.get(kind, head_dim), rope[kind], layer_type=kind) for kind in found)
         return ropes, tuple(map(found.index, kinds)) if len(found) > 1 else ()
     one = _rope(hf, _rotated(hf, its, head_dim) or head_dim, rope)
