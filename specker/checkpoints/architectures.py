@@ -127,7 +127,9 @@ def _lfm_width(hf: Any) -> int:
     width, step = int(2 * hf.intermediate_size / 3), hf.block_multiple_of
     if hf.block_ffn_dim_multiplier is not None:
         width = int(hf.block_ffn_dim_multiplier * width)
-    return int(-(-width // step) * step)
+    width = -(-width // step) * step
+    check_size("intermediate_size", width, "config.json, adjusted as block_auto_adjust_ff_dim says,")
+    return width
 
 
 def _lfm_mixture(hf: Any) -> dict[str, Any]:
