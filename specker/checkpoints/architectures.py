@@ -105,6 +105,8 @@ def _delta_net(hf: Any) -> DeltaNet:
         if size < 16 or size & (size - 1):
             raise CheckpointError(f"{name} {size} is not supported; it must be a power of two, at least 16")
     _check_kernel("linear_conv_kernel_dim", mixer.kernel)
+    if hf.hidden_act != "silu":  # it is also the activation behind the convolution
+        raise CheckpointError(f"hidden_act {hf.hidden_act!r} is not supported beside gated delta nets; it must be silu")
     return mixer
 
 
