@@ -384,7 +384,10 @@ def test_what_of_gemma_is_refused(tmp_path: Path, change: dict[str, Any], messag
         ),
         ({"per_layer_config": 7}, r"config\.json is not a valid Gemma4ForCausalLM config"),
         ({"final_logit_softcapping": 0.0}, "final_logit_softcapping must be a positive float32"),
-        ({"rope_parameters": LLAMA3}, "rope_parameters must have those of full_attention layers, but config.json lacks"),
+        (
+            {"rope_parameters": LLAMA3},
+            "rope_parameters must have those of full_attention layers, but config.json lacks",
+        ),
         ({"layer_types": ["sliding_attention"] * 3}, "is not a valid Gemma4ForCausalLM config|layer_types"),
     ],
 )
