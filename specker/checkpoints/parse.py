@@ -62,6 +62,8 @@ def parse_config(
         raise CheckpointError(f"sliding_window must be a whole number from 1 on, but config.json has {short(window)}")
     narrow = window < context  # a window as long as the context hides nothing
     diffusion, mask = _diffusion(raw, arch, bidirectional)
+    if not getattr(hf, "is_causal", True) and not diffusion:
+        raise CheckpointError(f"config.json says is_causal false, and as a target or draft {arch} must be causal")
     if diffusion and narrow:
         raise CheckpointError(
             f"{arch} has a sliding window of {window}, which a bidirectional drafter cannot have; use "

@@ -706,6 +706,7 @@ CONFIG_REFUSALS: list[tuple[str, dict[str, Any], dict[str, Any], str]] = [  # id
         "config.json.*high_freq_factor",
     ),
     ("bidirectional", {"mask_token_id": 5}, {"bidirectional": True}, "LlamaForCausalLM cannot be bidirectional"),
+    ("not-causal", {"is_causal": False}, {}, "says is_causal false, and as a target or draft LlamaForCausalLM must be"),
 ]
 
 
