@@ -142,7 +142,8 @@ def _architecture(raw: dict[str, Any]) -> str:
     if its is None or raw.get("model_type", its.model_type) != its.model_type:
         also = f" with model_type {kind!r}" if arch in ARCHITECTURES else ""
         raise CheckpointError(f"architecture {name}{also} is not supported; supported: {', '.join(ARCHITECTURES)}")
-    return arch
+    # The layers of a Mistral all have the window; transformers and vLLM read one with layer_types as a Ministral.
+    return "MinistralForCausalLM" if arch == "MistralForCausalLM" and "layer_types" in raw else arch
 
 
 def _hf_config(folder: Path, raw: dict[str, Any], arch: str) -> Any:

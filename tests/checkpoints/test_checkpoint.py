@@ -341,6 +341,15 @@ def test_sliding_window(tmp_path: Path, options: dict[str, Any]) -> None:
     )
 
 
+def test_a_mistral_with_layer_types_is_a_ministral(tmp_path: Path) -> None:
+    """As AutoModel reads it."""
+    folder = make(tmp_path, "mistral", sliding_window=12)
+    assert read_config(folder).layer.sliding_windows == (12, 12, 12)
+    edit(folder, layer_types=["full_attention", "sliding_attention", "full_attention"])
+    assert read_config(folder).layer.sliding_windows == (0, 12, 0)
+    assert type(oracle(folder)).__name__ == "MinistralForCausalLM"
+
+
 @pytest.mark.parametrize("options", WINDOWS[1:], ids=lambda options: options["arch"])
 def test_a_bidirectional_drafter_has_no_window(tmp_path: Path, options: dict[str, Any]) -> None:
     folder = make(tmp_path, **options, mask=5)
