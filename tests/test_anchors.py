@@ -334,6 +334,7 @@ def test_refusals(pairs, tmp_path):
         ({"linear_key_head_dim": 24}, "linear_key_head_dim 24 is not supported; it must be a power of two"),
         ({"linear_conv_kernel_dim": 9}, "linear_conv_kernel_dim 9 is not supported; it must be between 2 and 8"),
         ({"linear_conv_kernel_dim": "four"}, "linear_conv_kernel_dim must be a whole number from 1"),
+        ({"hidden_act": "gelu"}, "hidden_act 'gelu' is not supported beside gated delta nets; it must be silu"),
     ):
         folder = shutil.copytree(target, tmp_path / str(len(message)), dirs_exist_ok=True)
         edit(folder, **changes)

@@ -105,6 +105,8 @@ def _delta_net(hf: Any) -> DeltaNet:
         if size < 16 or size & (size - 1):
             raise CheckpointError(f"{name} {size} is not supported; it must be a power of two, at least 16")
     _check_kernel("linear_conv_kernel_dim", mixer.kernel)
+    if hf.hidden_act != "silu":  # it is also the activation behind the convolution
+        raise CheckpointError(f"hidden_act {hf.hidden_act!r} is not supported beside gated delta nets; it must be silu")
     return mixer
 
 
@@ -127,7 +129,9 @@ def _lfm_width(hf: Any) -> int:
     width, step = int(2 * hf.intermediate_size / 3), hf.block_multiple_of
     if hf.block_ffn_dim_multiplier is not None:
         width = int(hf.block_ffn_dim_multiplier * width)
-    return int(-(-width // step) * step)
+    width = -(-width // step) * step
+    check_size("intermediate_size", width, "config.json, adjusted as block_auto_adjust_ff_dim says,")
+    return width
 
 
 def _lfm_mixture(hf: Any) -> dict[str, Any]:

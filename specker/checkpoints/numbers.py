@@ -28,6 +28,7 @@ MOST = {
     "linear_value_head_dim": 1 << 10,
     "linear_conv_kernel_dim": 1 << 10,
     "conv_L_cache": 1 << 10,
+    "block_multiple_of": 1 << 20,
     "hidden_size_per_layer_input": 1 << 20,
     "vocab_size_per_layer_input": 1 << 24,
     "top_k_experts": 1 << 12,
@@ -43,6 +44,7 @@ SIZES = "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads",
 OPTIONAL_SIZES = (
     *("num_key_value_heads", "head_dim", "max_position_embeddings", "linear_num_key_heads", "linear_num_value_heads"),
     *("linear_key_head_dim", "linear_value_head_dim", "linear_conv_kernel_dim", "conv_L_cache"),
+    "block_multiple_of",
 )
 # transformers 5 writes the second name of the experts, LFM2's files have that of the feed-forward
 ALSO = {"num_experts": "num_local_experts", "intermediate_size": "block_ff_dim"}
@@ -55,6 +57,7 @@ POSITIVE = (
     "residual_multiplier",
     "logits_scaling",
     "routed_scaling_factor",
+    "block_ffn_dim_multiplier",
     "attn_logit_softcapping",
     "final_logit_softcapping",
 )

@@ -62,6 +62,8 @@ def parse_config(
         raise CheckpointError(f"sliding_window must be a whole number from 1 on, but config.json has {short(window)}")
     narrow = window < context  # a window as long as the context hides nothing
     diffusion, mask = _diffusion(raw, arch, bidirectional)
+    if not getattr(hf, "is_causal", True) and not diffusion:
+        raise CheckpointError(f"config.json says is_causal false, and as a target or draft {arch} must be causal")
     if diffusion and narrow:
         raise CheckpointError(
             f"{arch} has a sliding window of {window}, which a bidirectional drafter cannot have; use "
@@ -140,7 +142,8 @@ def _architecture(raw: dict[str, Any]) -> str:
     if its is None or raw.get("model_type", its.model_type) != its.model_type:
         also = f" with model_type {kind!r}" if arch in ARCHITECTURES else ""
         raise CheckpointError(f"architecture {name}{also} is not supported; supported: {', '.join(ARCHITECTURES)}")
-    return arch
+    # The layers of a Mistral all have the window; transformers and vLLM read one with layer_types as a Ministral.
+    return "MinistralForCausalLM" if arch == "MistralForCausalLM" and "layer_types" in raw else arch
 
 
 def _hf_config(folder: Path, raw: dict[str, Any], arch: str) -> Any:
@@ -157,7 +160,10 @@ def _hf_config(folder: Path, raw: dict[str, Any], arch: str) -> Any:
         # AutoConfig is not used here, because it imports a table of all models.
         name = its.config or arch.replace("ForCausalLM", "Config")
         given = {k: v for k, v in raw.items() if k not in ("model_type", "auto_map")}
-        return getattr(transformers, name).from_dict({**its.defaults, **given})
+        found = getattr(transformers, name).from_dict({**its.defaults, **given})
+        # The initialisers of RoPE do it again: then original_max_position_embeddings outside of RoPE's own counts.
+        found.standardize_rope_params()
+        return found
     except Exception as error:  # validation raises several types, such as KeyError
         raise CheckpointError(f"{folder / 'config.json'} is not a valid {arch} config ({reason(error)})") from error
 
@@ -175,17 +181,19 @@ def _context(hf: Any, wanted: int | None) -> int:
 
 
 def _check_reach(rope: dict[str, Any], context: int) -> None:
-    """Raise CheckpointError for a context in which positions change what earlier ones compute."""
-    original = rope.get("original_max_position_embeddings") or context
-    for what, found in (
-        ("longrope changes all frequencies", rope.get("rope_type") == "longrope"),
-        ("llama_4_scaling_beta scales the queries", bool(rope.get("llama_4_scaling_beta"))),
-    ):
-        if found and context > original:
-            raise CheckpointError(
-                f"{what} beyond {original} positions, which is not supported; use {option('max_context', original)} or "
-                "less"
-            )
+    """Raise CheckpointError for a context in which positions change what earlier ones compute. `rope`: the parameters,
+    or those of each layer type."""
+    for part in (rope, *(part for part in rope.values() if isinstance(part, dict))):
+        original = part.get("original_max_position_embeddings") or context
+        for what, found in (
+            ("longrope changes all frequencies", part.get("rope_type") == "longrope"),
+            ("llama_4_scaling_beta scales the queries", bool(part.get("llama_4_scaling_beta"))),
+        ):
+            if found and context > original:
+                raise CheckpointError(
+                    f"{what} beyond {original} positions, which is not supported; use "
+                    f"{option('max_context', original)} or less"
+                )
 
 
 def _rotated(hf: Any, its: Architecture, head_dim: int) -> int:
@@ -309,6 +317,8 @@ def _ropes(
     rope = hf.rope_parameters or {}
     if its.ropes == "by type":
         found = [kind for kind in LAYER_TYPES if kind in kinds]
+        if lacking := [kind for kind in found if not isinstance(rope.get(kind), dict)]:
+            raise CheckpointError(f"rope_parameters must have those of {lacking[0]} layers, but config.json lacks them")
         ropes = tuple(_rope(hf, dims.get(kind, head_dim), rope[kind], layer_type=kind) for kind in found)
         return ropes, tuple(map(found.index, kinds)) if len(found) > 1 else ()
     one = _rope(hf, _rotated(hf, its, head_dim) or head_dim, rope)

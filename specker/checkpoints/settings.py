@@ -111,19 +111,24 @@ def _rope(fields: dict[str, Any], its: Architecture) -> dict[str, Any] | None:
         return None
     given = new or old or {}
     if its.ropes == "by type":
-        whole = given.keys() == {*LAYER_TYPES}
-        return dict(given) if whole and all(isinstance(x, dict) and _known(x) for x in given.values()) else None
+        whole = given.keys() == {*LAYER_TYPES} and all(isinstance(x, dict) for x in given.values())
+        parts = {kind: _typed(x) for kind, x in given.items()} if whole else {}
+        return parts if whole and all(map(_known, parts.values())) else None
     if any(isinstance(value, dict) for value in given.values()):
         return None
-    rope = {"rope_theta": fields["rope_theta"], **given}
-    rope["rope_type"] = rope.get("rope_type", rope.get("type", "default"))
+    rope = _typed({"rope_theta": fields["rope_theta"], **given})
     if rope["rope_type"] == "llama3":
         rope.setdefault("original_max_position_embeddings", fields["max_position_embeddings"])
     return rope if _known(rope) else None
 
 
+def _typed(rope: dict[str, Any]) -> dict[str, Any]:
+    """The parameters with `rope_type`, which older files call `type`."""
+    return {**rope, "rope_type": rope.get("rope_type", rope.get("type", "default"))}
+
+
 def _known(rope: dict[str, Any]) -> bool:
-    kind = rope.get("rope_type", "default")
+    kind = rope["rope_type"]
     numbers = ("rope_theta", *ROPES[kind]) if isinstance(kind, str) and kind in ROPES else ()
     return bool(numbers) and "partial_rotary_factor" not in rope and all(rope.get(name) is not None for name in numbers)
 

@@ -12,6 +12,7 @@ import torch
 import transformers
 from make_checkpoint import (
     CASES,
+    FULL,
     GEMMA3,
     GEMMA4,
     GEMMA4_MIXED,
@@ -20,6 +21,8 @@ from make_checkpoint import (
     GRANITE,
     LLAMA3,
     LLAMA4,
+    LONGROPE,
+    OLMO3,
     PHI4,
     edit,
     make,
@@ -45,6 +48,7 @@ NAMES |= {"qwen3_next": "Qwen3NextForCausalLM", "lfm2": "Lfm2ForCausalLM", "olmo
 NAMES |= {"lfm2_moe": "Lfm2MoeForCausalLM"}
 NAMES |= {"gpt_oss": "GptOssForCausalLM"}
 NAMES |= {"mixtral": "MixtralForCausalLM", "qwen3_moe": "Qwen3MoeForCausalLM"}
+LONGROPE_WHOLE = {**LONGROPE, "partial_rotary_factor": 1.0, "short_factor": [1.5] * 8, "long_factor": [4.0] * 8}
 
 
 def read_here(folder: Path, dtype: torch.dtype = torch.float32, **options: Any) -> Checkpoint:
@@ -287,6 +291,9 @@ def test_llama3_scaling_is_in_the_frequencies(tmp_path: Path) -> None:
     scaled = read_here(make(tmp_path / "a", rope=LLAMA3)).weights.ropes[0].inv_freq
     ratio = scaled / read_here(make(tmp_path / "b")).weights.ropes[0].inv_freq
     assert ratio[0] == 1 and ratio[-1] == pytest.approx(1 / 8) and ((ratio > 0.13) & (ratio < 0.99)).any()
+    outside = {"original_max_position_embeddings": 64}  # of RoPE's parameters, where it counts more
+    edit(tmp_path / "a", rope_parameters=LLAMA3 | {"original_max_position_embeddings": 256}, **outside)
+    assert torch.equal(read_here(tmp_path / "a").weights.ropes[0].inv_freq, scaled)
 
 
 def test_names_without_prefix_and_known_extras(tmp_path: Path) -> None:
@@ -334,6 +341,15 @@ def test_sliding_window(tmp_path: Path, options: dict[str, Any]) -> None:
     )
 
 
+def test_a_mistral_with_layer_types_is_a_ministral(tmp_path: Path) -> None:
+    """As AutoModel reads it."""
+    folder = make(tmp_path, "mistral", sliding_window=12)
+    assert read_config(folder).layer.sliding_windows == (12, 12, 12)
+    edit(folder, layer_types=["full_attention", "sliding_attention", "full_attention"])
+    assert read_config(folder).layer.sliding_windows == (0, 12, 0)
+    assert type(oracle(folder)).__name__ == "MinistralForCausalLM"
+
+
 @pytest.mark.parametrize("options", WINDOWS[1:], ids=lambda options: options["arch"])
 def test_a_bidirectional_drafter_has_no_window(tmp_path: Path, options: dict[str, Any]) -> None:
     folder = make(tmp_path, **options, mask=5)
@@ -377,6 +393,10 @@ def test_what_of_gemma_is_refused(tmp_path: Path, change: dict[str, Any], messag
         ),
         ({"per_layer_config": 7}, r"config\.json is not a valid Gemma4ForCausalLM config"),
         ({"final_logit_softcapping": 0.0}, "final_logit_softcapping must be a positive float32"),
+        (
+            {"rope_parameters": LLAMA3},
+            "rope_parameters must have those of full_attention layers, but config.json lacks",
+        ),
         ({"layer_types": ["sliding_attention"] * 3}, "is not a valid Gemma4ForCausalLM config|layer_types"),
     ],
 )
@@ -495,8 +515,15 @@ def test_gemma_4_is_not_split(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("options", "what"),
-    [(PHI4, "longrope changes all frequencies"), ({"arch": "ministral3", "rope": LLAMA4}, "llama_4_scaling_beta .*")],
-    ids=["phi3", "ministral3"],
+    [
+        (PHI4, "longrope changes all frequencies"),
+        ({"arch": "ministral3", "rope": LLAMA4}, "llama_4_scaling_beta .*"),
+        (
+            {**OLMO3, "rope": OLMO3["rope"] | {FULL: {**LONGROPE_WHOLE, "original_max_position_embeddings": 256}}},
+            "longrope changes all frequencies",
+        ),
+    ],
+    ids=["phi3", "ministral3", "by-type"],
 )
 def test_a_context_in_which_positions_change_earlier_ones(tmp_path: Path, options: Any, what: str) -> None:
     """Up to it they decode; with 257 positions transformers would give the first 256 another K/V."""
@@ -688,6 +715,7 @@ CONFIG_REFUSALS: list[tuple[str, dict[str, Any], dict[str, Any], str]] = [  # id
         "config.json.*high_freq_factor",
     ),
     ("bidirectional", {"mask_token_id": 5}, {"bidirectional": True}, "LlamaForCausalLM cannot be bidirectional"),
+    ("not-causal", {"is_causal": False}, {}, "says is_causal false, and as a target or draft LlamaForCausalLM must be"),
 ]
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from make_checkpoint import GEMMA3, GRANITE, LLAMA3, MIXTRAL, PHI4, QWEN3_MOE, YARN, make
+from make_checkpoint import GEMMA3, GRANITE, LFM2, LLAMA3, MIXTRAL, PHI4, QWEN3_MOE, YARN, make
 
 from specker.checkpoints.checkpoint import opened, read
 from specker.checkpoints.drafts import dflash, eagle
@@ -89,6 +89,21 @@ def test_settings_that_no_model_has(folder: Path, change: dict[str, Any], senten
 def test_experts_in_layers_that_no_model_has(tmp_path: Path) -> None:
     edited(make(tmp_path, **MIXTRAL), {"num_hidden_layers": 1000, "num_local_experts": 4000})
     with pytest.raises(CheckpointError, match="4000 experts in each of 1000 layers are more than 131072 in all"):
+        opened(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        ({"block_multiple_of": 0}, "block_multiple_of must be a whole number from 1 to 1048576, but .* has 0"),
+        ({"block_ffn_dim_multiplier": 0.0}, r"block_ffn_dim_multiplier must be a positive float32, .* has 0\.0"),
+        ({"block_ffn_dim_multiplier": 1e30}, "intermediate_size must be a whole number from 1 to 1048576, but .* adj"),
+    ],
+    ids=str,
+)
+def test_a_width_that_no_model_has(tmp_path: Path, change: dict[str, Any], sentence: str) -> None:
+    edited(make(tmp_path, **LFM2), change)
+    with pytest.raises(CheckpointError, match=sentence):
         opened(tmp_path)
 
 

@@ -253,6 +253,58 @@ def test_rope_of_llama_3(tmp_path: Path, factor: float) -> None:
         read_config(write(tmp_path / "b.gguf", folder, "F32", extra={"rope_freqs.weight": divisors}))
 
 
+LINEAR, YARN = {"type": "linear", "factor": 4.0}, {"type": "yarn", "factor": 4.0, "original_context_length": 64}
+SCALED: list[tuple[dict[str, Any], dict[str, Any]]] = [  # keys of a file, and what of config.json says the same
+    (LINEAR, {"rope_type": "linear", "factor": 4.0}),
+    ({"factor": 4.0}, {"rope_type": "linear", "factor": 4.0}),
+    (YARN, {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}),
+    (
+        YARN | {"yarn_beta_fast": 8.0},
+        {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64, "beta_fast": 8.0},
+    ),
+    (LINEAR | {"factor": 1.0, "original_context_length": 64}, {"rope_type": "default"}),
+    ({"type": "none", "factor": 4.0}, {"rope_type": "default"}),
+]
+
+
+@pytest.mark.parametrize(("keys", "rope"), SCALED, ids=str)
+def test_scaled_rope(tmp_path: Path, keys: dict[str, Any], rope: dict[str, Any]) -> None:
+    """As llama.cpp reads the keys; transformers does not."""
+    folder = make(tmp_path / "source", rope=rope | {"rope_theta": 5e5})
+    file = write(tmp_path / "a.gguf", folder, "F32", more=scaling(keys))
+    own, got = (opened(source).ropes[0] for source in (folder, file))
+    assert torch.equal(own.inv_freq, got.inv_freq) and own.scale == got.scale
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"type": "longrope", "factor": 4.0}, r"rope\.scaling\.type longrope is not supported; RoPE may be scaled lin"),
+        (YARN | {"attn_factor": 1.5}, r"rope\.scaling\.attn_factor 1\.5 is not supported"),
+    ],
+)
+def test_scaled_rope_that_is_refused(tmp_path: Path, keys: dict[str, Any], message: str) -> None:
+    with pytest.raises(CheckpointError, match=message):
+        opened(write(tmp_path / "a.gguf", make(tmp_path / "source"), "F32", more=scaling(keys)))
+    if "attn_factor" in keys:
+        return
+    divisors = {"rope_freqs.weight": np.ones(8, np.float32)}
+    file = write(tmp_path / "b.gguf", make(tmp_path / "source"), "F32", more=scaling(LINEAR), extra=divisors)
+    with pytest.raises(CheckpointError, match=r"rope\.scaling\.type linear beside rope_freqs is not supported"):
+        opened(file)
+
+
+def scaling(keys: dict[str, Any]) -> Callable[[Any], None]:
+    """What adds keys of a Llama's scaled RoPE to a file."""
+
+    def more(out: Any) -> None:
+        for name, x in keys.items():
+            add_key = {str: out.add_string, int: out.add_uint32, float: out.add_float32}[type(x)]
+            add_key(f"llama.rope.scaling.{name}", x)
+
+    return more
+
+
 def test_the_tokens_that_end_an_answer_of_gemma(tmp_path: Path) -> None:
     """A file names one; instruction-tuned models also end with another."""
     folder = make(tmp_path / "source", **GEMMA3)

@@ -255,6 +255,7 @@ BAD: list[tuple[str, dict[str, Any], str]] = [
     ("lfm2moe", {"drop": "exp_probs_b"}, r"lacks model\.layers\.2\.feed_forward\.expert_bias and 1 more, w"),
     ("lfm2", {"extra": "blk.0.exp_probs_b"}, r"has the tensor blk\.0\.exp_probs_b\.weight, which no supported arch"),
     ("qwen35", with_key("rope.scaling.type", "yarn"), r"has qwen35\.rope\.scaling\.type yarn, which is not supported"),
+    ("qwen35", with_key("rope.scaling.factor", 4.0), r"has qwen35\.rope\.scaling\.factor 4\.0, which is not supported"),
     ("lfm2", with_key("attention.causal", False), r"has lfm2\.attention\.causal False, which is not supported"),
     ("lfm2", with_key("attention.head_count_kv", 2), r"lfm2\.attention\.head_count_kv with one number, or 0, for each"),
     ("qwen35", with_key("ssm.time_step_rank", 5), r"time_step_rank 5, which must be a multiple of its .* 2"),

@@ -611,6 +611,9 @@ def test_what_is_not_supported_is_named(settings, named):
         {"quant_method": "gptq"},
         of_gptq(4, -2, True),
         {**FP8, "weight_block_size": [128]},
+        {**FP8, "weight_block_size": [0, 128]},  # columns of no rows
+        of_gptq(4, float("inf"), True),
+        {"quant_method": "specker", "modules": {}, "restored": 5},
         compressed(group_of("pack-quantized", 4, "group")),
         ct() | {"ignore": ["re:("]},
         {"quant_method": "compressed-tensors", "config_groups": []},
@@ -620,6 +623,11 @@ def test_what_is_not_supported_is_named(settings, named):
 def test_settings_that_make_no_sense(settings):
     with pytest.raises(CheckpointError, match=r"the quantization_config of x cannot be read \(\w+"):
         scheme_of({"quantization_config": settings}, "x")
+
+
+def test_experts_that_are_no_number():
+    with pytest.raises(CheckpointError, match="num_local_experts must be a whole number from 1 to 4096, but x has 'a'"):
+        scheme_of({"quantization_config": {"quant_method": "mxfp4"}, "num_local_experts": "a"}, "x")
 
 
 def test_no_settings():

@@ -33,6 +33,7 @@ ROPES: list[dict[str, Any]] = [
     {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e6}},
     {"rope_theta": 3e4, "partial_rotary_factor": 0.5},
     {"rope_parameters": BY_TYPE},
+    {"rope_parameters": BY_TYPE | {"full_attention": {"type": "linear", "factor": 8.0, "rope_theta": 1e6}}},
 ]
 OTHERS: list[dict[str, Any]] = [
     {"sliding_window": 8},

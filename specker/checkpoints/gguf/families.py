@@ -51,11 +51,43 @@ class Family(NamedTuple):
     The divisors FREQUENCIES are among the keys. Raises CheckpointError."""
 
 
+NEUTRAL = {"attn_factor": 1.0, "yarn_attn_factor": 1.0, "yarn_ext_factor": 1.0, "yarn_log_multiplier": 0.0}
+SCALING = {"type", "factor", "original_context_length", "finetuned", "yarn_beta_fast", "yarn_beta_slow"}
+
+
+def scaled(keys: Mapping[str, Any]) -> dict[str, Any]:
+    """RoPE's scaling as config.json has it. As llama.cpp reads a file, a factor without a type is linear, and YaRN has
+    the numbers of its paper unless the file has others. Raises CheckpointError for other scaling."""
+    start = "rope.scaling."
+    own = {name.removeprefix(start): value for name, value in keys.items() if name.startswith(start)}
+    kind, factor = own.get("type", "linear"), own.get("factor", keys.get("rope.scale_linear")) or 1.0
+    if kind == "none" or (kind == "linear" and factor == 1):
+        return {"rope_type": "default"}
+    for name in own.keys() - SCALING:
+        if own[name] != NEUTRAL.get(name):
+            raise CheckpointError(f"{start}{name} {own[name]} is not supported")
+    found = {"rope_type": kind, "factor": factor}
+    if kind == "linear":
+        return found
+    if kind != "yarn":
+        raise CheckpointError(f"{start}type {kind} is not supported; RoPE may be scaled linearly or by YaRN")
+    original = own.get("original_context_length", keys.get("context_length"))
+    betas = {"beta_fast": own.get("yarn_beta_fast", 32.0), "beta_slow": own.get("yarn_beta_slow", 1.0)}
+    return found | betas | {"original_max_position_embeddings": original}
+
+
+def _scaled(config: dict[str, Any], keys: Mapping[str, Any]) -> dict[str, Any]:
+    """transformers leaves out how RoPE is scaled."""
+    return {"rope_parameters": config["rope_parameters"] | scaled(keys)}
+
+
 def _llama(config: dict[str, Any], keys: Mapping[str, Any]) -> dict[str, Any]:
     """Llama 3.1 and later: a file has the divisors of RoPE's frequencies, and not the numbers that make them."""
     divisors = keys.get(FREQUENCIES)
     if divisors is None:
-        return {}
+        return _scaled(config, keys)
+    if (kind := scaled(keys)["rope_type"]) != "default":
+        raise CheckpointError(f"rope.scaling.type {kind} beside {FREQUENCIES} is not supported")
     base, factor = keys.get("rope.freq_base", 1e4), max(divisors)
     low, high, original = 1.0, 4.0, 8192  # in Meta's config.json
     for i, divisor in enumerate(divisors):
@@ -79,7 +111,8 @@ def _mixtral(config: dict[str, Any], keys: Mapping[str, Any]) -> dict[str, Any]:
 def _qwen3_moe(config: dict[str, Any], keys: Mapping[str, Any]) -> dict[str, Any]:
     """transformers leaves out the experts' intermediate size."""
     check_experts(keys)
-    return {"moe_intermediate_size": keys["expert_feed_forward_length"], "norm_topk_prob": True}
+    width = keys["expert_feed_forward_length"]
+    return _scaled(config, keys) | {"moe_intermediate_size": width, "norm_topk_prob": True}
 
 
 def check_experts(keys: Mapping[str, Any]) -> None:
@@ -94,9 +127,7 @@ def _gemma(config: dict[str, Any], keys: Mapping[str, Any]) -> dict[str, Any]:
     """Gemma 3: every sixth layer attends to all columns, and has RoPE of another base, perhaps scaled."""
     layers, pattern = config["num_hidden_layers"], keys.get("attention.sliding_window_pattern", 6)
     slides = pattern if isinstance(pattern, list) else [(n + 1) % pattern != 0 for n in range(layers)]
-    whole = {"rope_type": "default", "rope_theta": keys.get("rope.freq_base", 1e6)}
-    if (kind := keys.get("rope.scaling.type", "none")) != "none":
-        whole |= {"rope_type": kind, "factor": keys.get("rope.scaling.factor")}
+    whole = {"rope_theta": keys.get("rope.freq_base", 1e6)} | scaled(keys)
     largest, width = layers == 62, config["hidden_size"] // config["num_attention_heads"]  # 27B is the exception
     found = {
         "layer_types": [SLIDING if slide else FULL for slide in slides],
@@ -112,10 +143,10 @@ def _gemma(config: dict[str, Any], keys: Mapping[str, Any]) -> dict[str, Any]:
 
 FAMILIES = {  # by model_type
     "llama": Family(permuted=True, mend=_llama),
-    "mistral": Family(permuted=True),
+    "mistral": Family(permuted=True, mend=_scaled),
     "mixtral": Family(EXPERTS, permuted=True, mend=_mixtral),
-    "qwen2": Family(),
-    "qwen3": Family(),
+    "qwen2": Family(mend=_scaled),
+    "qwen3": Family(mend=_scaled),
     "qwen3_moe": Family(EXPERTS, mend=_qwen3_moe),
     "gemma3_text": Family(GEMMA, norm_offset=1.0, ends=("<end_of_turn>",), mend=_gemma),
     # hybrids.py reads these

@@ -82,6 +82,8 @@ def _common(keys: Keys, tensors: Sequence[Any], fields: Mapping[str, Any], ropes
     """Fields of config.json that all have. `fields`: all keys of the file. `ropes`: `Hybrid.ropes`."""
     keys.no("attention.causal", True)
     keys.no("rope.scaling.type", *ropes)
+    if "rope.scaling.type" not in keys:  # a factor alone would be linear
+        keys.no("rope.scaling.factor", 1.0, 0.0)
     rows_of = {tensor.name: int(tensor.shape[-1]) for tensor in tensors}
     if "token_embd.weight" not in rows_of:
         raise CheckpointError(f"{keys.path} lacks the tensor token_embd.weight; convert it again")

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from specker.checkpoints.numbers import check_size
 from specker.checkpoints.parse import reason
 from specker.checkpoints.quantised.awq import awq
 from specker.checkpoints.quantised.compressed import compressed_tensors
@@ -88,15 +89,15 @@ def scheme_of(raw: dict[str, Any], source: str) -> Scheme | None:
     if not settings:
         return None
     method = str(settings.get("quant_method", "unknown method") if isinstance(settings, dict) else settings)
-    if method == "specker":
-        return _own(settings, source)
     if method == "mxfp4":
-        return Mxfp4(int(raw.get("num_local_experts") or raw.get("num_experts") or 1))
-    if method not in METHODS:
+        experts = raw.get("num_local_experts") or raw.get("num_experts") or 1
+        check_size("num_local_experts", experts, source)
+        return Mxfp4(experts)
+    if method not in METHODS and method != "specker":
         raise refused(method)
     try:
-        return METHODS[method](settings)
+        return _own(settings, source) if method == "specker" else METHODS[method](settings)
     except CheckpointError:
         raise
-    except (AttributeError, KeyError, TypeError, ValueError, re.error) as error:
+    except (ArithmeticError, AttributeError, KeyError, RecursionError, TypeError, ValueError, re.error) as error:
         raise CheckpointError(f"the quantization_config of {source} cannot be read ({reason(error)})") from error

@@ -57,7 +57,7 @@ class Blocks:
     columns: int
 
     def __post_init__(self) -> None:
-        if min(self.rows, self.columns) < 0:
+        if min(self.rows, self.columns) < 0 or (self.columns and not self.rows):
             raise ValueError(f"weights cannot share scales in {self}")
 
     def grid(self, shape: tuple[int, int]) -> tuple[int, int]:
