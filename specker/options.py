@@ -21,6 +21,7 @@ QUANTIZE = ("int8", "int4", "fp8", "none")
 ACTIVATIONS = ("int8", "bfloat16", "float32")
 KV_DTYPES = ("float32", "bfloat16", "float16", "int8")
 MAX_BATCH = 256
+MOST_K = 2**31 - 1  # of top_k, which kernels take as an integer of 32 bits
 MAX_BIASES = 300  # of a request, as in OpenAI's API
 RECOMMENDED = "temperature", "top_p", "top_k", "min_p", "repetition_penalty"  # what a checkpoint may recommend
 TEMPERATURE = 0.7  # of conversations and of the server, if the checkpoint recommends nothing
@@ -256,6 +257,8 @@ class Sampling:
         check_fields(self)
         if not (self.temperature == 0 or 1e-6 <= self.temperature < float("inf")):  # logits / 1e-7 could overflow
             raise ValueError(f"{option('temperature')} must be 0 or at least 1e-6, and finite, got {self.temperature}")
+        if self.top_k > MOST_K:
+            raise ValueError(f"{option('top_k')} must be at most {MOST_K}, got {self.top_k}")
         if not 0.0 < self.top_p <= 1.0:
             raise ValueError(f"{option('top_p')} must be in (0, 1], got {self.top_p}")
         if not 0.0 <= self.min_p <= 1.0:

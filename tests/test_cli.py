@@ -111,6 +111,7 @@ def test_flags_are_the_dataclasses() -> None:
         ("--top-p 0", ["--top-p must be in (0, 1]", "0.0"]),
         ("--top-p 1.5", ["--top-p", "1.5"]),
         ("--top-k -1", ["--top-k must be at least 0", "-1"]),
+        (f"--top-k {10**20}", ["--top-k must be at most 2147483647, got 1000"]),
         ("--seed -1", ["--seed", "-1"]),
         ("--strategy magic", ["unknown strategy 'magic'", "ar, draft"]),
         ("--strategy diffuspec --cps some", ["--cps must be one of off, chain, tree"]),

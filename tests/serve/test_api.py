@@ -269,6 +269,7 @@ BAD = {
     "infinite temperature": ({"temperature": "inf"}, "temperature must be 0 or at least"),
     "top_p": ({"top_p": 0}, "top_p must be in"),
     "top_k": ({"top_k": -2}, "top_k must be at least 0"),
+    "a top_k that no integer holds": ({"top_k": 10**30}, "top_k must be at most 2147483647, got 1000"),
     "min_p": ({"min_p": 2}, "min_p must be in [0, 1], got 2"),
     "a repetition penalty": ({"repeat_penalty": 0}, "repetition_penalty must be in [0.01, 100], got 0"),
     "a bias": ({"logit_bias": {"5": 101}}, "logit_bias must give ids, each once, values between -100 and 100"),
