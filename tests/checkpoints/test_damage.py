@@ -213,6 +213,9 @@ HEAD_DAMAGE: list[tuple[str, str, dict[str, Any], str]] = [
     ("dflash", "z-lab", {"max_position_embeddings": "x"}, "max_position_embeddings must be a whole number from 1 to"),
     ("dflash", "z-lab", {"layer_types": [{}] * 2}, "layer_types of .* must name one of"),
     ("dflash", "z-lab", {"dflash_config": [5]}, r"dflash_config of .* must be an object, got \[5\]"),
+    ("dflash", "z-lab", {"dflash_config.projector_type": []}, r"with projector_type \[\]; specker reads dflash"),
+    ("dflash", "z-lab", {"final_logit_softcapping": 10**400}, "final_logit_softcapping of .* must be a number from 0"),
+    ("dflash", "z-lab", {"dflash_config.output_multiplier": 10**400}, "output_multiplier of .* a number above 0"),
     ("dflash", "dspark", {"markov_head_type": []}, r"has a Markov head of type \[\]; specker runs"),
 ]
 

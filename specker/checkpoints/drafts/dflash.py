@@ -9,7 +9,6 @@ A drafter of the wrong format drafts badly without any error, so every tensor an
 known.
 """
 
-import math
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
@@ -86,6 +85,7 @@ SIZED = {  # whole numbers from 1 on that a kind needs
     "domino": ("emb_dim", "gru_hidden_dim"),
 }
 SUBLAYERS = "attention", "mlp"
+MOST_FACTOR = 1e38  # in float32
 
 
 @dataclass(frozen=True, eq=False)
@@ -320,7 +320,7 @@ class Layout:
 def _factor(folder: Path, flat: dict[str, Any], name: str) -> float:
     """A factor of config.json; 1 if it is missing. Raises CheckpointError."""
     factor = flat.get(name, 1.0)
-    if type(factor) not in (int, float) or not 0 < factor < math.inf:
+    if type(factor) not in (int, float) or not 0 < factor < MOST_FACTOR:
         raise CheckpointError(f"{name} of {folder} must be a number above 0, got {factor!r}")
     return float(factor)
 
@@ -329,7 +329,7 @@ def _cap(folder: Path, raw: dict[str, Any]) -> float:
     """The soft cap of the logits, which z-lab's drafters for Gemma 4 name; 0 for none. That of the target's own head is
     not meant. Raises CheckpointError."""
     cap = raw.get("final_logit_softcapping") or 0.0
-    if type(cap) not in (int, float) or not 0 <= cap < math.inf:
+    if type(cap) not in (int, float) or not 0 <= cap < MOST_FACTOR:
         raise CheckpointError(f"final_logit_softcapping of {folder} must be a number from 0 on, got {cap!r}")
     return float(cap)
 
@@ -346,7 +346,7 @@ def _kind(folder: Path, raw: dict[str, Any]) -> str:
             return FLAT[named]
         usual = FLAT[named]
         projector = (raw.get("dflash_config") or {}).get("projector_type", usual)
-        if projector not in PROJECTORS or (usual == "domino" and PROJECTORS[projector] != usual):
+        if str(projector) not in PROJECTORS or (usual == "domino" and PROJECTORS[projector] != usual):
             known = ", ".join(PROJECTORS)
             raise CheckpointError(f"{folder} is a {named} with projector_type {projector!r}; specker reads {known}")
         return PROJECTORS[projector]
