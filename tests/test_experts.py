@@ -11,7 +11,7 @@ from recorded import kernels, recording
 from safetensors.torch import load_file, save_file
 
 import specker
-from specker.checkpoints.checkpoint import read
+from specker.checkpoints.checkpoint import read, read_config
 from specker.cli.screen import Screen
 from specker.model import memory
 from specker.model.cache import KVCache
@@ -228,6 +228,14 @@ def test_the_name_that_older_files_have(tmp_path):
     count = json.loads((folder / "config.json").read_text())["num_local_experts"]
     edit(folder, num_local_experts=..., num_experts=count)
     assert read(folder, dtype=torch.float32, device="cpu").config.layer.experts.count == 6
+
+
+@pytest.mark.parametrize("options", [MIXTRAL, GPT_OSS, QWEN3_MOE, LFM2_MOE], ids=lambda options: options["arch"])
+def test_scores_are_divided_by_their_sum_unless_a_field_that_counts_says_otherwise(tmp_path, options):
+    """transformers reads norm_topk_prob in some families; Mixtral's and gpt-oss's scores always have the sum 1."""
+    edit(make(tmp_path, **options), norm_topk_prob=False)
+    experts = read_config(tmp_path).layer.experts
+    assert experts.normalised == (options in (MIXTRAL, GPT_OSS))
 
 
 def test_a_shared_expert_is_refused(tmp_path):

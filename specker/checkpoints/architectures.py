@@ -190,6 +190,7 @@ class Architecture:
     """The fields with the number of experts, how many each row chooses, an expert's intermediate size, and perhaps that
     of an expert that every row reads. Empty: every layer has one feed-forward."""
     mixes: str = ""  # the field that says whether there are experts; "": there are
+    normalises: str = ""  # the field that says whether chosen experts' scores are divided by their sum; "": they are
     mixture: Callable[[Any], dict[str, Any]] = lambda hf: {}
     """Further fields of Experts, from transformers' config: the router's rule, if it is not a softmax over the experts,
     and the dense layers, if other fields than those of Qwen3-MoE name them."""
@@ -264,10 +265,11 @@ ARCHITECTURES = {
         biases="attention",
         kinds=SLIDING,
         experts=("num_experts", "num_experts_per_tok", "moe_intermediate_size"),
+        normalises="norm_topk_prob",
         fills=QWEN
         | {"attention_bias": False, "decoder_sparse_step": 1, "mlp_only_layers": [], "norm_topk_prob": False},
     ),
-    "Qwen3NextForCausalLM": replace(QWEN3_NEXT, experts=QWEN_EXPERTS),
+    "Qwen3NextForCausalLM": replace(QWEN3_NEXT, experts=QWEN_EXPERTS, normalises="norm_topk_prob"),
     "Qwen3_5ForCausalLM": replace(QWEN3_NEXT, model_type="qwen3_5_text", config="Qwen3_5TextConfig", text="qwen3_5"),
     "Qwen3_5MoeForCausalLM": replace(
         QWEN3_NEXT,
@@ -286,6 +288,7 @@ ARCHITECTURES = {
         eps="norm_eps",
         recurrent=("conv", _short_conv),
         experts=("num_experts", "num_experts_per_tok", "moe_intermediate_size"),
+        normalises="norm_topk_prob",
         mixture=_lfm_mixture,
     ),
     "GptOssForCausalLM": Architecture(

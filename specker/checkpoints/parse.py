@@ -266,7 +266,8 @@ def _experts(hf: Any, its: Architecture) -> Experts | None:
     given = dict(zip(("shared",), shared, strict=False)) | {"dense": dense} | its.mixture(hf)
     if len(given["dense"]) == hf.num_hidden_layers:
         return None
-    return Experts(count, chosen, width, bool(getattr(hf, "norm_topk_prob", True)), **given)
+    normalised = not its.normalises or bool(getattr(hf, its.normalises))
+    return Experts(count, chosen, width, normalised, **given)
 
 
 def _diffusion(raw: dict[str, Any], arch: str, wanted: bool | None) -> tuple[bool, int | None]:
