@@ -326,7 +326,7 @@ def _fold(
             at = _row(p_table, A + j, PAGE)
             p_g = g_rec + (at * HV + i_h) * 4
             if A + j >= start:
-                b_k = tl.load(p_new + (A + j) * k_stride + o_d).to(tl.float32) * tl.load(p_g + 3)
+                b_k = tl.load(p_new + (A + j).to(tl.int64) * k_stride + o_d).to(tl.float32) * tl.load(p_g + 3)
             else:
                 b_k = tl.load(k_rec + (at * HK + i_k) * DK + o_d)
             b_k *= tl.exp(total - tl.load(p_g))

@@ -92,6 +92,22 @@ def test_several_sequences_and_strided_rows():
     assert torch.equal(_launch(*rows, *fixed), want)
 
 
+def test_keys_at_late_columns():
+    """A column times the keys' stride needs more than 31 bits, as after 209,715 tokens of Qwen3.5-27B."""
+    first, given = 1 << 16, inputs(36, 1, 1, 16, 8, torch.float32)
+    apart = torch.empty(36, 1 << 15)[:, :16].unflatten(1, (1, 16)).copy_(given[1])
+    found = []
+    for k in (given[1], apart):
+        world = World(_launch, given, columns=first + 64)
+        world.states.zero_(), world.anchors.fill_(anchor(first, BLOCK))
+        for record in world.records:
+            record.zero_()
+        q, _, *rest = world.arguments(list(range(36)), first, torch.arange(first, first + 36), None)
+        found.append((_launch(q, k, *rest), world.states[1], world.anchors[1]))
+    assert int(found[0][2]) > first
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
 def test_anchors():
     assert [anchor(p, 16) for p in (0, 15, 16, 31, 32, 47, 48)] == [0, 0, 0, 0, 16, 16, 32]
 
