@@ -47,6 +47,11 @@ def normed(out: Tensor, gate: tuple[Tensor, Tensor]) -> Tensor:
     return torch.nn.functional.rms_norm(out, out.shape[-1:], norm, 1e-6) * torch.nn.functional.silu(z)
 
 
+def apart(x: Tensor) -> Tensor:
+    """x as a view of every second number of a tensor, whose other numbers are 1."""
+    return torch.stack((x, torch.ones_like(x)), -1).flatten(-2)[..., ::2]
+
+
 class Text:
     """A text of `count` tokens in a cache of small pages, whose order is random. Memory is NaN until it is written."""
 

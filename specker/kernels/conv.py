@@ -282,6 +282,10 @@ def _launch(
     after: Tensor | None = None,
 ) -> Tensor:
     (T, C), B = x.shape, len(kv_len)
+    slots, kv_len, window, cu_rows = (x.contiguous() for x in (slots, kv_len, window, cu_rows))
+    bias, ancestors = (None if x is None else x.contiguous() for x in (bias, ancestors))
+    if block_table.stride(1) != 1:
+        block_table = block_table.contiguous()
     out, words = x.new_empty(T, C), 0 if ancestors is None else ancestors.shape[1]
     given = bias is not None, activation == "silu", before is not None, after is not None
     strides = [0 if each is None else each.stride(0) for each in (x, before, after)]

@@ -653,6 +653,11 @@ def _launch(
     eps: float = 1e-6,
 ) -> Tensor:
     (T, HK, DK), (_, HV, DV), B = q.shape, v.shape, len(kv_len)
+    a_log, dt_bias, state_of, positions, slots = (x.contiguous() for x in (a_log, dt_bias, state_of, positions, slots))
+    kv_len, window, cu_rows = (x.contiguous() for x in (kv_len, window, cu_rows))
+    ancestors, norm = (None if x is None else x.contiguous() for x in (ancestors, norm))
+    if block_table.stride(1) != 1:
+        block_table = block_table.contiguous()
     out = v.new_empty(T, HV, DV)
     W = 0 if ancestors is None else ancestors.shape[1]
     variant = _variant(q.dtype, (HK, HV, DK, DV), block, k_records.shape[1], W, z is not None)
@@ -796,6 +801,15 @@ def _check(
     for name, (x, shape, dtype) in kinds.items():
         if x.shape != shape or x.dtype != dtype:
             raise ValueError(f"{name} must be {list(shape)} {dtype}, got {tuple(x.shape)} {x.dtype}")
+    for name, rows in (("q", q), ("k", k), ("v", v), ("a", a), ("b", b), ("z", z)):
+        if rows is not None and not (rows.is_contiguous() or rows[:1].is_contiguous()):
+            raise ValueError(f"the heads of {name} must be adjacent, got strides {rows.stride()}")
+    for name, memory in (
+        *(("states", states), ("anchors", anchors)),
+        *(("k_records", k_records), ("u_records", u_records), ("g_records", g_records)),
+    ):
+        if not memory.is_contiguous():
+            raise ValueError(f"{name} must be contiguous, got strides {memory.stride()}")
     if Hv % Hk:
         raise ValueError(f"v's {Hv} heads must be a multiple of q's {Hk}")
     if block < 16 or block & (block - 1):

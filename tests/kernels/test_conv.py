@@ -5,7 +5,7 @@ from itertools import cycle, repeat
 import pytest
 import torch
 from compile_only import compilations
-from paths import Signal
+from paths import Signal, apart
 from torch.library import opcheck
 
 from specker.kernels.ancestors import ancestor_words, chain_words
@@ -77,6 +77,18 @@ def test_several_sequences_and_strided_rows():
     words = torch.cat((each[0][9], each[1][9]))
     got = _launch(x, one.weight, None, inputs, slots, table, *ints, words, "none", before, after)
     assert torch.equal(got, want)
+
+
+def test_any_strides_of_biases_and_places():
+    found = []
+    for strided in (False, True):
+        text = signal(_launch, "bias", torch.float32)
+        text.run(list(range(18)), 0, torch.arange(18), None)
+        args = [*text.arguments([18, 3, 4], 18, torch.tensor([18, 19, 19]), ancestor_words(torch.tensor([0, 0])))]
+        for n in (2, *range(4, 10)) if strided else ():
+            args[n] = apart(args[n])
+        found.append((_launch(*args), text.records[0].nan_to_num(9)))
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
 
 
 def test_the_registered_op():

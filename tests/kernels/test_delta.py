@@ -5,7 +5,7 @@ from itertools import cycle, repeat
 import pytest
 import torch
 from compile_only import compilations
-from paths import BLOCK, World, defined, gates, inputs, normed
+from paths import BLOCK, World, apart, defined, gates, inputs, normed
 from torch.library import opcheck
 
 from specker.kernels.ancestors import ancestor_words, chain_words
@@ -92,12 +92,25 @@ def test_several_sequences_and_strided_rows():
     assert torch.equal(_launch(*rows, *fixed), want)
 
 
+def test_any_strides_of_numbers_and_places():
+    """Of q, k, v, a, b and z rows may be apart, of the memory nothing, of the others all numbers."""
+    given, found = inputs(*SIZES, torch.float32), []
+    for strided in (False, True):
+        world = World(_launch, given, gate=gates(55, 2, 8, torch.float32))
+        world.run(list(range(18)), 0, torch.arange(18), None)
+        args = [*world.arguments([18, 3, 4], 18, torch.tensor([18, 19, 19]), ancestor_words(torch.tensor([0, 0])))]
+        for n in (5, 6, 8, *range(13, 20), 22) if strided else ():
+            args[n] = apart(args[n])
+        found.append((_launch(*args), *(record.nan_to_num(9) for record in world.records)))
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
 def test_keys_at_late_columns():
     """A column times the keys' stride needs more than 31 bits, as after 209,715 tokens of Qwen3.5-27B."""
     first, given = 1 << 16, inputs(36, 1, 1, 16, 8, torch.float32)
-    apart = torch.empty(36, 1 << 15)[:, :16].unflatten(1, (1, 16)).copy_(given[1])
+    late = torch.empty(36, 1 << 15)[:, :16].unflatten(1, (1, 16)).copy_(given[1])
     found = []
-    for k in (given[1], apart):
+    for k in (given[1], late):
         world = World(_launch, given, columns=first + 64)
         world.states.zero_(), world.anchors.fill_(anchor(first, BLOCK))
         for record in world.records:
@@ -154,6 +167,9 @@ def test_no_length_recompiles():
         (19, torch.zeros(3, 1, dtype=torch.int64), r"ancestors must be \[2, 1..4\] int64"),
         (20, 24, "block must be a power of two, at least 16, got 24"),
         (21, torch.zeros(2, 2, 8), "z and norm go together"),
+        (1, apart(torch.zeros(2, 1, 16)), "the heads of k must be adjacent"),
+        (7, apart(torch.zeros(3, 2, 2, 16, 8)), "states must be contiguous"),
+        (11, apart(torch.zeros(16, 8, 2, 8)), "u_records must be contiguous"),
     ],
 )
 def test_refusals(at, value, message):
