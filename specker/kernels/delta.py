@@ -71,7 +71,8 @@ def delta_rows(
 
     Value heads are independent; each Hv / Hk of them share a key head. A row's bits depend on its path alone: sums over
     columns run in the path's order, and columns that a row does not see add 0. Memory moves each sequence's state and
-    the records after it once, 64 to 96 of them with block 32, and a new state once in `block` tokens.
+    the records after it once, 64 to 96 of them with block 32, and a new state once in `block` tokens. The kernel serves
+    heads with Dk 16 or a multiple of 32 and Dv a power of two, the reference others.
 
     Args:
         q: [T, Hk, Dk], the rows of all sequences, one sequence after another; heads adjacent, rows at any stride.
@@ -826,11 +827,18 @@ def _check(
     same_device(q, **{name: x for name, (x, _, _) in kinds.items()}, ancestors=ancestors)
 
 
+def _fits(q: Tensor, k: Tensor, v: Tensor, *_: object) -> bool:
+    """Whether the kernel serves the heads: it reads Dk in whole slices, and Dv as one tile."""
+    Dk, Dv = q.shape[2], v.shape[2]
+    return (Dk == 16 or (Dk > 0 and Dk % 32 == 0)) and Dv > 0 and Dv & (Dv - 1) == 0
+
+
 _delta_rows = register(
     delta_rows,
     check=_check,
     reference=delta_rows_ref,
     launch=_launch,
     fake=lambda q, k, v, *_: torch.empty_like(v, memory_format=torch.contiguous_format),
+    fits=_fits,
     mutates=("states", "anchors", "k_records", "u_records", "g_records"),
 )

@@ -9,7 +9,7 @@ from paths import BLOCK, World, apart, defined, gates, inputs, normed
 from torch.library import opcheck
 
 from specker.kernels.ancestors import ancestor_words, chain_words
-from specker.kernels.delta import _launch, anchor, delta_rows, delta_rows_cost, delta_rows_ref
+from specker.kernels.delta import _fits, _launch, anchor, delta_rows, delta_rows_cost, delta_rows_ref
 
 SIZES = (55, 1, 2, 16, 8)  # tokens, key heads, value heads, Dk, Dv
 WAYS = {
@@ -103,6 +103,17 @@ def test_any_strides_of_numbers_and_places():
             args[n] = apart(args[n])
         found.append((_launch(*args), *(record.nan_to_num(9) for record in world.records)))
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("Dk", "Dv", "fits"), [(16, 16, True), (96, 8, True), (48, 16, False), (8, 16, False), (16, 24, False)]
+)
+def test_heads_that_the_kernel_serves(Dk, Dv, fits):
+    given = inputs(20, 1, 2, Dk, Dv, torch.float32)
+    assert _fits(*given) == fits
+    if fits:
+        got, want = (World(op, given).chains(cycle([5, 1, 17])) for op in (_launch, delta_rows_ref))
+        assert torch.allclose(got, want, atol=1e-5)
 
 
 def test_keys_at_late_columns():
