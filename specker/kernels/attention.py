@@ -209,9 +209,9 @@ def tree_attention_ref(
         outs.append(out)
         lses.append(lse)
     if len(outs) == 1:
-        return outs[0], lses[0]
+        return outs[0].contiguous(), lses[0].contiguous()  # torch's kernel keeps q's layout, `_fake` does not
     if not outs:
-        return torch.empty_like(q), q.new_empty(q.shape[:2], dtype=torch.promote_types(q.dtype, torch.float32))
+        return q.new_empty(q.shape), q.new_empty(q.shape[:2], dtype=torch.promote_types(q.dtype, torch.float32))
     return torch.cat(outs), torch.cat(lses)
 
 

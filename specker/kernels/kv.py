@@ -91,7 +91,7 @@ def kv_calibrate_ref(
 ) -> Tensor:
     T = qkv.shape[0]
     Hkv, D = k_cache.shape[-2:]
-    heads = qkv.view(T, qkv.shape[1] // D, D)
+    heads = qkv.contiguous().view(T, qkv.shape[1] // D, D)  # q has the layout that `_fake` promises
     Hq = heads.shape[1] - 2 * Hkv
     qk = heads[:, : Hq + Hkv]  # adjacent, so rotated together
     if q_norm is not None and k_norm is not None:

@@ -106,6 +106,7 @@ def residual_merge_ref(
     last: Tensor | None = None,
     split: bool = False,
 ) -> tuple[Tensor, Tensor]:
+    x = x.contiguous()  # so that the results are, as `_fake` promises
     if split:
         total = torch.zeros_like(x, dtype=deltas.dtype)
         for part in deltas:

@@ -87,6 +87,7 @@ def expert_route_ref(
     scale: float = 1.0,
     eps: float = 0.0,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    logits = logits.contiguous()  # so that the results are, as `_fake` promises
     if logits.dim() == 3:
         logits, *rest = logits
         for part in rest:

@@ -228,7 +228,8 @@ def test_cost():
 
 def test_registration():
     for T in (3, 0):
-        torch.library.opcheck(torch.ops.specker.expert_route, (logits_of(T, 8), 2, True))
+        for logits in (logits_of(T, 8), logits_of(8, T).T):
+            torch.library.opcheck(torch.ops.specker.expert_route, (logits, 2, True))
         given = logits_of(T, 8), 2, True, None, "sigmoid", torch.arange(8.0), 2.5, 1e-6
         torch.library.opcheck(torch.ops.specker.expert_route, given)
     compiled = torch.compile(lambda z: expert_route(z, 2, False), fullgraph=True, backend="aot_eager")

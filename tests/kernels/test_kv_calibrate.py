@@ -217,6 +217,8 @@ def test_registration():
         args = inputs(6, (4, 2, 8), groups, torch.float32)
         args[4].zero_(), args[5].zero_()  # opcheck compares the caches, and NaN never equals NaN
         torch.library.opcheck(torch.ops.specker.kv_calibrate, args)
+        qkv, *rest = args
+        torch.library.opcheck(torch.ops.specker.kv_calibrate, (qkv.T.contiguous().T, *rest))
     k, v = (randn(2, 3, PAGE, 1, 4, dtype=torch.float32, seed=s) for s in (0, 1))
     torch.library.opcheck(torch.ops.specker.kv_commit, (k, v, torch.tensor([5, 2]), torch.tensor([1, 2])))
 

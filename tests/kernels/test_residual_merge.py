@@ -182,6 +182,8 @@ def test_registration():
         torch.library.opcheck(torch.ops.specker.residual_merge, (*args, EPS))
         if P:
             torch.library.opcheck(torch.ops.specker.residual_merge, apart(*args))
+        x, *rest = args
+        torch.library.opcheck(torch.ops.specker.residual_merge, (x.T.contiguous().T, *rest, EPS))
 
 
 def test_fullgraph():

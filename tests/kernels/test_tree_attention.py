@@ -709,6 +709,8 @@ def test_the_operator_is_registered():
     torch.library.opcheck(torch.ops.specker.tree_attention.default, tuple(args.values()))
     one, *_ = ragged(0, torch.float32, lengths=((9, 3),))
     torch.library.opcheck(torch.ops.specker.tree_attention.default, tuple(one.values()))
+    one["q"] = one["q"].transpose(0, 1).contiguous().transpose(0, 1)  # [Hq, T, D] in memory, as in most models
+    torch.library.opcheck(torch.ops.specker.tree_attention.default, tuple(one.values()))
 
 
 def test_compiles_into_one_graph():
