@@ -345,6 +345,25 @@ sys.exit(run.main(["--target", {models["target"]!r}, "--strategy", "ar", "--prom
     assert said.count("specker: error: rank 1 of the job has another target than rank 0") == 1
 
 
+def test_a_rank_that_is_done_has_no_traceback_if_another_one_fails(tmp_path):
+    script = tmp_path / "done.py"
+    script.write_text("""
+import os, sys
+import torch.distributed as td
+from specker.cli import run
+def ends():
+    td.init_process_group("gloo")
+    if os.environ["RANK"] == "0":
+        raise ValueError("out.json cannot be written")
+    return 0
+run.run, run.parse = ends, lambda argv: ()
+sys.exit(run.main())
+""")
+    first, second = (done.stderr for done in on_ranks(2, str(script), codes=[2, 1]))
+    assert first.endswith("specker: error: out.json cannot be written\n")
+    assert "Traceback" not in second
+
+
 @pytest.mark.parametrize("how", [pytest.param("killed", marks=pytest.mark.slow), "hung"])
 def test_a_lost_rank_ends_the_job(tmp_path, how):
     """A dead or hung rank ends the job within the timeout, with one message of the other rank of its replica. The other

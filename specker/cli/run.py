@@ -288,7 +288,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return run_cli(lambda: run(*parse(argv)))
     from specker.runtime.ranks.dist import leave, prints_errors
 
-    return leave(run_cli(lambda: run(*parse(argv)), prints_errors))
+    code = run_cli(lambda: run(*parse(argv)), prints_errors)
+    return run_cli(lambda: leave(code), prints_errors)  # another process may have failed meanwhile
 
 
 def cli() -> NoReturn:
