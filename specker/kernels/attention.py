@@ -944,7 +944,7 @@ def _launch(
     k_scale: Tensor | None = None,
     v_scale: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    strides = k_cache.stride()
+    scale, cap, strides = float(scale), float(cap), k_cache.stride()  # they may be numpy's numbers
     if strides != v_cache.stride() or strides[3] != 1:
         raise ValueError(
             f"the caches must have one layout with adjacent elements, got strides {strides} and {v_cache.stride()}"

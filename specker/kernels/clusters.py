@@ -607,7 +607,7 @@ def _launch(
     if norm is not None:
         by = norm[0].to(hidden.dtype).unsqueeze(0)
         hidden = _norm(hidden, hidden.new_empty(0, T, E), by, norm[1])[1][0]
-    noisy = positions is not None and temperature > 0
+    noisy = positions is not None and float(temperature) > 0  # numpy's numbers compare to numpy's truth values
     held = draw is not None and noisy
     how = token_ids.dtype, noisy, held, with_lse, arch(hidden.device), sms(hidden.device), format_of(weight)
     choose, rows = _variants(hidden.dtype, C, R, E, clusters, k, *how)

@@ -688,7 +688,7 @@ def _launch(
         v if z is None else z,
         v if norm is None else norm,
         out,
-        eps,
+        float(eps),
         q.stride(0),
         k.stride(0),
         v.stride(0),

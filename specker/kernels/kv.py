@@ -371,7 +371,7 @@ def _launch(
         # without norms their pointers are not read
         norms = (qkv if q_norm is None else q_norm, qkv if k_norm is None else k_norm)
         caches = as_bytes(k_cache), as_bytes(v_cache), k_scale, v_scale
-        variant(grid, qkv, positions, slots, rope, *norms, q, *caches, T, group, eps)
+        variant(grid, qkv, positions, slots, rope, *norms, q, *caches, T, group, float(eps))
     return q
 
 

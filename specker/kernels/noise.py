@@ -310,7 +310,8 @@ def check_seed(seed: int) -> int:
 
 
 def signed(seed: int) -> int:
-    """The int64 with the bits of a seed in [0, 2^64)."""
+    """The int64 with the bits of a seed in [0, 2^64), which may be one of numpy's integers."""
+    seed = operator.index(seed)
     return seed - (seed >> 63 << 64)
 
 

@@ -437,7 +437,7 @@ def _launch(
     b, qn, kn = (x if y is None else y.contiguous() for y in (bias, q_norm, k_norm))  # x is a dummy, not read
     grid = (tiles, G * (O // D), splits)
     caches = as_bytes(k_cache), as_bytes(v_cache), k_scale, v_scale
-    variant(grid, x, w, scale, shift, b, positions, slots, rope, qn, kn, sums, count, q, *caches, T, eps)
+    variant(grid, x, w, scale, shift, b, positions, slots, rope, qn, kn, sums, count, q, *caches, T, float(eps))
     return q
 
 

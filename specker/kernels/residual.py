@@ -277,7 +277,7 @@ def _launch(
     y, normed = torch.empty_like(x), x.new_empty(Q, T, E)
     if x.numel():
         variant = _variant(x.dtype, P, Q, E, last is not None, split, constant or not Q)
-        variant((T,), x, deltas, apart, weight, y, normed, T, eps)
+        variant((T,), x, deltas, apart, weight, y, normed, T, float(eps))
     return y, normed
 
 

@@ -708,6 +708,7 @@ def _launch_sample(
     out = positions.new_empty(T)
     if T == 0:
         return out
+    temperature, top_p = float(temperature), float(top_p)  # they may be numpy's numbers
     noise = temperature != 0
     held = noise and draw is not None
     filters = noise and top_k > 0 and (top_k < V or held), noise and top_p < 1  # memory may hold any top_k
@@ -715,7 +716,7 @@ def _launch_sample(
     numbers = draw.contiguous() if held and draw is not None else positions  # not read unless held
     run = check_draw(draw, T)
     S = launches[0].constexprs["S"]
-    scale, key = float(temperature) if noise else 1.0, signed(seed)
+    scale, key = temperature if noise else 1.0, signed(seed)
     value = logits.new_empty((T, S), dtype=torch.float32)
     ids = logits.new_empty((T, S), dtype=torch.int32)
     if not any(filters):
@@ -729,12 +730,12 @@ def _launch_sample(
     peaks = torch.empty_like(value)
     hist, edges = ids.new_empty(T, BINS), ids.new_empty(T, 4)
     masses, entries, listed = positions.new_empty(T, S, 2), positions.new_empty(T, V), ids.new_empty(T)
-    count, share = counters(logits.device, T), float(top_p)
+    count = counters(logits.device, T)
     peak((T, S), logits, numbers, peaks, hist, listed, scale, run)
     k = top_k if filters[0] else 0
-    histogram((T, S), logits, numbers, peaks, hist, edges, count, scale, k, share, run)
+    histogram((T, S), logits, numbers, peaks, hist, edges, count, scale, k, top_p, run)
     rows = logits, positions, numbers, peaks, edges, value, ids, masses, entries, listed, count, out
-    select((T, S), *rows, scale, share, key, run)
+    select((T, S), *rows, scale, top_p, key, run)
     return out
 
 

@@ -729,7 +729,7 @@ def _launch(
     if norm is not None:
         by = norm[0].to(hidden.dtype).unsqueeze(0)
         hidden = _norm(hidden, hidden.new_empty(0, T, E), by, norm[1])[1][0]
-    noisy = positions is not None and temperature > 0
+    noisy = positions is not None and float(temperature) > 0  # numpy's numbers compare to numpy's truth values
     mapped = None if token_ids is None else token_ids.dtype
     held = draw is not None and noisy
     on = arch(hidden.device), sms(hidden.device)

@@ -1,0 +1,50 @@
+"""Numbers of numpy, such as 1 / np.sqrt(D), reach a kernel as Python's: a launch knows no others (variant.py)."""
+
+import numpy as np
+import pytest
+import torch
+from paths import World, gates, inputs
+
+from specker.kernels import attention, clusters, delta, kv, project, residual, sample, topk
+from specker.kernels.kv import rope_table
+from specker.kernels.variant import Variant
+
+ROWS, INTS = torch.ones(2, 16), torch.arange(2)
+ROPE, CACHES = rope_table(torch.ones(4), 1.0, 2, torch.float32), torch.zeros(2, 1, 2, 1, 8)
+PLACES = INTS, INTS, ROPE, *CACHES, torch.ones(1, 8), torch.ones(1, 8), np.float64(1e-6)
+SEED, HEAT = np.int64(3), np.float32(0.5)
+NOISE = (torch.ones(16), np.float64(1e-6)), (SEED, INTS, HEAT)
+
+
+def attended():
+    q, (k, v) = torch.ones(1, 1, 8), CACHES
+    ints = [torch.tensor(x, dtype=torch.int32) for x in ([[0]], [1], [1], [0, 1])]
+    attention._launch(q, k, v, *ints, torch.ones(1, 1, dtype=torch.int64), 1 / np.sqrt(8), 0, np.float32(3))
+
+
+def ruled():
+    world = World(delta._launch, inputs(2, 1, 1, 16, 16, torch.float32), gate=gates(2, 1, 16, torch.float32))
+    *args, _ = world.arguments([0, 1], 0, INTS, None)
+    delta._launch(*args, np.float64(1e-6))
+
+
+@pytest.mark.parametrize(
+    "launch",
+    [
+        attended,
+        ruled,
+        lambda: kv._launch(torch.ones(2, 32), *PLACES),
+        lambda: project._launch(ROWS, torch.ones(32, 16), None, *PLACES),
+        lambda: residual._launch(ROWS, ROWS[None], torch.ones(1, 16), np.float64(1e-6)),
+        lambda: sample._launch_sample(ROWS, HEAT, 5, np.float64(0.5), SEED, INTS),
+        lambda: sample._launch_sample(ROWS, HEAT, 0, 1.0, SEED, INTS),
+        lambda: topk._launch(ROWS, ROWS, None, 1, *NOISE, True),
+        lambda: clusters._launch(ROWS, ROWS, ROWS, INTS[:, None], 1, 1, *NOISE, True),
+    ],
+)
+def test_a_launch_gets_numbers_of_python(monkeypatch, launch):
+    given = []
+    monkeypatch.setattr(Variant, "__call__", lambda self, grid, *arguments: given.extend(arguments))
+    launch()
+    kinds = {type(x) for x in given}
+    assert float in kinds and kinds <= {int, float, torch.Tensor, type(None)}
