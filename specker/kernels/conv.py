@@ -291,7 +291,7 @@ def _launch(
     strides = [0 if each is None else each.stride(0) for each in (x, before, after)]
     unit = 1 if any(stride % 16 for stride in strides) else 16
     variant = _variant(x.dtype, C, weight.shape[1], inputs.shape[1], words, *given, unit)
-    tiles = -(-T // (ROWS * B * TILES))  # a prompt has many rows
+    tiles = -(-T // (ROWS * max(B, 1) * TILES))  # a prompt has many rows
     variant(
         (-(-C // 64), B, max(1, tiles)),
         x,

@@ -549,7 +549,7 @@ def _fake(x: Tensor, weight: Matrix, bias: Tensor | None, epilogue: str) -> Tens
 
 
 def _fits(x: Tensor, weight: Matrix, *_: object) -> bool:
-    return x.shape[-2] <= MAX_ROWS and streams(weight)
+    return x.shape[-2] <= MAX_ROWS and streams(weight) and weight.numel() > 0  # an empty one has no tiles
 
 
 _row_linear = register(

@@ -91,6 +91,12 @@ def test_any_strides_of_biases_and_places():
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
 
 
+def test_no_sequences():
+    args = [*signal(_launch, "silu", torch.float32).arguments([], 0, torch.arange(0), None)]
+    args[5:9] = args[5][:0], args[6][:0], args[7][:0], args[8][:1]
+    assert _launch(*args).shape == conv_rows_ref(*args).shape == (0, 6)
+
+
 def test_the_registered_op():
     text = signal(conv_rows, "silu", torch.float32)
     text.run(list(range(18)), 0, torch.arange(18), None)

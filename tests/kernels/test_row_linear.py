@@ -410,3 +410,10 @@ def test_a_weight_of_more_than_2_31_elements():
     assert (got[:, -last:] - exact).abs().max() <= 2 * (row_linear_ref(x, rows) - exact).abs().max()
     del weight, got
     torch.cuda.empty_cache()
+
+
+@pytest.mark.parametrize(("O", "E"), [(0, 4), (4, 0)])
+def test_the_reference_serves_an_empty_weight(O, E):
+    x, weight = torch.ones(2, E), torch.ones(O, E)
+    assert not op._fits(x, weight) and op._fits(x[:0], torch.ones(4, 4))
+    assert torch.equal(row_linear(x, weight), torch.zeros(2, O))
