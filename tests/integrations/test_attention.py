@@ -42,13 +42,14 @@ def pair(monkeypatch):
     exact_oracle(monkeypatch)
 
     def make(name, **more):
-        config = getattr(transformers, f"{name}Config")(**{**MODELS[name], **more}, max_position_embeddings=512)
         made = []
-        for how in ("eager", register_attention()):
+        for how in ("eager", register_attention()):  # of a config of its own, because from_config changes it
+            config = getattr(transformers, f"{name}Config")(**{**MODELS[name], **more}, max_position_embeddings=512)
             model = AutoModelForCausalLM.from_config(config, attn_implementation=how, experts_implementation="eager")
             model = model.double().eval()
             randomize(model, 0)
             made.append(model.requires_grad_(False))
+        assert [model.config._attn_implementation for model in made] == ["eager", "specker"]
         return made
 
     return make
