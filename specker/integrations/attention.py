@@ -70,11 +70,11 @@ def register_attention(name: str = "specker") -> str:
         if attention_mask is None:
             rows = _unmasked(B, T, T if causal else key.shape[2], causal, query.device)
         else:
-            version = attention_mask._version if not attention_mask.is_inference() else 0
             seen_at, rows = known.get(attention_mask, (None, None))
-            if seen_at != version or len(rows.kv_len) != B:
+            if rows is None or len(rows.kv_len) != B or not _unchanged(attention_mask, seen_at):
                 rows = _rows(_seen(attention_mask, B))
-                known[attention_mask] = version, rows
+                at = attention_mask.clone() if attention_mask.is_inference() else attention_mask._version
+                known[attention_mask] = at, rows
         k, v = (_paged(x, rows) for x in (key, value))
         flat = query.transpose(1, 2).reshape(B * T, -1, D)
         scale = D**-0.5 if scaling is None else scaling
@@ -86,6 +86,11 @@ def register_attention(name: str = "specker") -> str:
     AttentionInterface.register(name, attention)
     AttentionMaskInterface.register(name, sdpa_mask)
     return name
+
+
+def _unchanged(mask: Tensor, seen_at: int | Tensor) -> bool:
+    """Whether a mask is as it was at a version, or equal to a copy: in inference mode tensors have no versions."""
+    return torch.equal(mask, seen_at) if isinstance(seen_at, Tensor) else mask._version == seen_at
 
 
 class _Rows(NamedTuple):

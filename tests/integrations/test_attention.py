@@ -202,3 +202,14 @@ def test_what_the_op_lacks_is_refused(pair):
         model.requires_grad_(True)(prompt)
     with pytest.raises(ValueError, match="no dropout: use another"):
         pair("Llama", attention_dropout=0.1)[1].train()(prompt)
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_a_mask_that_changes_in_place(pair, mode):
+    eager, ours = pair("Llama")
+    with mode():
+        mask = torch.full((1, 1, 6, 6), -1e9, dtype=torch.float64).triu(1)
+        for hidden in (0, 1, 2):  # columns that the last row does not see
+            mask[..., -1, 1 : 1 + hidden] = -1e9
+            want, got = (model(ids(1, 6), attention_mask=mask).logits for model in (eager, ours))
+            assert (got - want).abs().max() < 1e-12
