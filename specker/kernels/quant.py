@@ -222,8 +222,8 @@ def constexprs_of(form: Format | None) -> dict[str, Any]:
 
 
 def as_bytes(part: Tensor) -> Tensor:
-    """`part` in a dtype that torch indexes and every device loads: float8 as int8."""
-    return part.view(torch.int8) if part.dtype == torch.float8_e4m3fn else part
+    """`part` in a dtype that torch indexes and every device loads: a float8 of any kind as int8."""
+    return part.view(torch.int8) if part.dtype.itemsize == 1 and part.dtype.is_floating_point else part
 
 
 def _restored(w: Quantized) -> Tensor:
