@@ -17,6 +17,7 @@ A call takes one of two paths. Neither changes what `generate` emits.
 
 import time
 import weakref
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -291,10 +292,10 @@ class Generate:
     def _verify(self, call: _Call) -> Any:
         """The prompts with their new tokens, [B, S + new], or a GenerateDecoderOnlyOutput with them."""
         drafts = self._drafts_for(call)
-        with _Tapped(call.model, () if drafts is None else drafts.aux_layers) as tapped:
-            return self._rounds(call, drafts, tapped)
+        with _Tapped(call.model, () if drafts is None else drafts.aux_layers) as tapped, ExitStack() as ending:
+            return self._rounds(call, drafts, tapped, ending)
 
-    def _rounds(self, call: _Call, drafts: Drafts | None, tapped: "_Tapped") -> Any:
+    def _rounds(self, call: _Call, drafts: Drafts | None, tapped: "_Tapped", ending: ExitStack) -> Any:
         model, ids, config, inputs = call.model, call.ids, call.config, dict(call.inputs)
         texts, draws = call.texts, None
         kept = call.seen.clone()  # [B, columns of the last forward], which columns are committed text
@@ -309,6 +310,7 @@ class Generate:
         if inputs["use_cache"] and (cache is None or not cache.is_croppable):
             raise ValueError(f"{type(model).__name__} cannot drop rejected tokens from its {type(cache).__name__}")
         if cache is not None:
+            ending.callback(_stop_recording, cache)
             cache.activate_past_recording()  # layers with a sliding window keep what `crop` may need
         if config.do_sample and self.seed is not None:
             draws = _Draws.of(call, self.seed, ids.shape[1] if cache is None else cache.get_seq_length())
@@ -357,12 +359,16 @@ class Generate:
                 **model.prepare_inputs_for_generation(known, next_sequence_length=fed, **more), return_dict=True
             )
         self.stats.wall = time.perf_counter() - start
-        for layer in () if cache is None else cache.layers:
-            if hasattr(layer, "record_past"):
-                layer.record_past = False  # else a later prefill would keep every column
         if not asked:
             return ids
         return GenerateDecoderOnlyOutput(sequences=ids, scores=scores, logits=raw, past_key_values=cache)
+
+
+def _stop_recording(cache: Any) -> None:
+    """End `activate_past_recording`: a later prefill would keep every column."""
+    for layer in cache.layers:
+        if hasattr(layer, "record_past"):
+            layer.record_past = False
 
 
 @dataclass

@@ -398,6 +398,19 @@ def test_a_cache_continues(pairs, guessed):
     same(model, guessed(model), **PADDED, **GREEDY, use_cache=False)
 
 
+def test_an_interrupted_call_leaves_a_cache_that_drops_old_columns(guessed):
+    class Interrupts:
+        def put(self, tokens):
+            if kept.get_seq_length() > 8:
+                raise KeyboardInterrupt
+
+    model = own("Phi3")
+    kept = DynamicCache(config=model.config)
+    with pytest.raises(KeyboardInterrupt):
+        model.generate(ONE, past_key_values=kept, custom_generate=guessed(model, streamer=Interrupts()), **GREEDY)
+    assert kept.layers[0].is_sliding and not any(layer.record_past for layer in kept.layers)
+
+
 @pytest.mark.parametrize("name", ["llama", "Gemma"])
 def test_sampling_uses_torchs_random_numbers_as_generate_does(pairs, guessed, name):
     model = own(name) if name in OWN else pairs(name)[2]
