@@ -15,7 +15,7 @@ from one_round import after_every_round, apart, outcome
 
 import specker
 from specker.cli import run
-from specker.runtime import strategies
+from specker.runtime import loop, strategies
 from specker.runtime.control.auto import PRIOR, AcceptanceHistory
 from specker.runtime.control.choose import Chooser
 from specker.runtime.control.costs import Costs
@@ -167,6 +167,17 @@ def test_what_a_text_starts_from_does_not_show_in_its_tokens(target):
     assert told[0] != told[1], "the second text starts from the statistics of the first one"
 
 
+@pytest.mark.parametrize(("length", "seeds"), [(60, []), (170, [2])])
+def test_only_long_prompts_keep_hidden_rows(target, monkeypatch, length, seeds):
+    """A row for every 16 tokens and layer seeds the statistics. A prompt without such rows keeps no hidden rows."""
+    passes, learnt, inner = [], [], loop.prefill
+    monkeypatch.setattr(loop, "prefill", lambda *args: passes.append(args[3]) or inner(*args))
+    monkeypatch.setattr(DynamicExit, "learn", lambda self, layers, match, *rest: learnt.append(match.shape))
+    engine(target, policy="del").generate([1 + n % 100 for n in range(length)], 1)
+    assert learnt[: len(seeds)] == [(5, rows) for rows in seeds]
+    assert [bool(aux) for aux in passes] == [bool(seeds)] * len(passes) and passes
+
+
 def test_a_text_starts_from_a_few_of_the_earlier_rows():
     known = AcceptanceHistory(Costs(lambda budget: 1.0))
     before = DynamicExit((2, 4), 6, earlier=known)
@@ -174,7 +185,7 @@ def test_a_text_starts_from_a_few_of_the_earlier_rows():
         before.learn((2, 4), np.array([[True] * 3 + [False], [False] * 4]), np.full((2, 4), 0.5))
     after = DynamicExit((2, 4), 6, earlier=known)
     assert after._counts.sum(1) == pytest.approx([PRIOR, PRIOR])
-    assert after.match_rates() == pytest.approx([0.75, 0.0])
+    assert after.choice().rates == pytest.approx([0.75, 0.0])
     known.clear()
     assert not DynamicExit((2, 4), 6, earlier=known)._counts.any()
 
@@ -265,7 +276,7 @@ def test_a_round_may_use_another_sequences_exit_layer():
     other, own = (Budget(18, 18, exit) for exit in (({2, 4} - {mine.exit}).pop(), mine.exit))
     thresholds, rates = {2: 0.5, 4: 0.7}, {2: 0.5, 4: 0.75}
     assert del_.threshold == pytest.approx(thresholds[mine.exit])
-    longest = {n: int(del_.tokens_per_layer()[i].argmax()) for i, n in enumerate((2, 4))}
+    longest = {n: int(del_.choice().table[i].argmax()) for i, n in enumerate((2, 4))}
     for budget in (own, other):
         want = sum(rates[budget.exit] ** i for i in range(longest[budget.exit] + 1))
         assert del_.expected(budget) == pytest.approx(want)
@@ -277,6 +288,25 @@ def test_a_round_may_use_another_sequences_exit_layer():
     del_.observe(outcome(1, 1, (0.5,)))
     changed = (del_._counts != before).any(1).tolist()
     assert changed == [n == other.exit for n in (2, 4)]
+
+
+def test_drafts_that_confidence_ends_are_expected_to_go_on_as_they_did():
+    """Their tokens agree more often than others, so the match rate would promise longer drafts than there are."""
+    known = AcceptanceHistory(Costs(lambda budget: 1.0))
+    del_ = DynamicExit((2, 4), 6, earlier=known)
+    del_.learn((2, 4), np.array([[True] * 8] * 2), np.full((2, 8), 0.9))
+    shape = Budget(18, 18, 4)
+    del_.taken(shape)
+    assert del_.expected(shape) == 18 and del_.drafts(shape) == 17, "nothing was drafted"
+    for _ in range(60):
+        del_.observe(outcome(3, 3, (0.9, 0.9, 0.2)))
+        del_.observe(outcome(3, 2, (0.9, 0.9, 0.2)))
+    assert del_.choice().rates[1] > 0.8
+    assert 3.4 < del_.expected(shape) < 3.6 and 2.9 < del_.drafts(shape) < 3.1
+    later = DynamicExit((2, 4), 6, earlier=known)
+    assert 3.4 < later.expected(shape) < 3.9 and 2.9 < later.drafts(shape) < 3.4, "other texts start from it"
+    assert later.drafts(Budget(2, 2, 4)) == 2, "a shorter shape"
+    assert later.expected(Budget(18, 18, 2)) == 18, "another layer's drafts"
 
 
 def test_a_draft_ends_when_the_product_of_confidences_is_low():
@@ -438,7 +468,7 @@ def test_del_compares_measured_seconds(monkeypatch):
             [sum(a**i for i in range(g + 1)) / costs.round(1, Budget(g, g, n)) for g in range(18)]
             for n, a in zip(layers, (0.2, 0.9), strict=True)
         ]
-        assert del_.tokens_per_layer() == pytest.approx(np.array(want))
+        assert del_.choice().table == pytest.approx(np.array(want))
         shape = Chooser(costs).choose([del_], 100)
         assert (shape.nodes, shape.exit) == ((18, 6) if row == 0 else (0, 3)) and shape.extra
 

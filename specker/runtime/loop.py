@@ -347,8 +347,10 @@ class Loop:
 
     def _read_layers(self, fills: Sequence[Fill]) -> tuple[int, ...]:
         """The depths of which the drafter reads the hidden rows of these prompts."""
-        reads = self.drafter is not None and any(fill.request.speculates for fill in fills)
-        return self.drafter.aux_layers if self.drafter is not None and reads else ()
+        drafter = self.drafter
+        if drafter is None or not any(f.request.speculates and drafter.reads_prompt(*f[:3]) for f in fills):
+            return ()
+        return drafter.aux_layers
 
     def _observe_rows(self, count: int, seconds: float) -> None:
         """Learn from a pass over `count` rows, most of them of prompts."""
@@ -364,7 +366,7 @@ class Loop:
             request = fill.request
             request.stats.prefilled += fill.rows
             self.slots.prefilled(request, fill.begun)
-            if self.drafter is not None and self.drafter.aux_layers and request.speculates:
+            if self.drafter is not None and own and request.speculates:
                 with self.threads():
                     self.drafter.read(self.slots.filling[request], request, fill.begun, own)
             if request.on_progress is not None:

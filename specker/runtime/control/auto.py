@@ -196,4 +196,7 @@ class AcceptanceHistory:
         self.drafts = Acceptance(ENGINE)  # acceptance of a model's drafts
         self.matches: dict[tuple[str, int], Share] = {}  # right copied tokens, by source and length of the match
         self.exits: Any = None  # DEL's counts and sums of confidence, by layer of the target
+        self.exit_seconds: Any = None  # of DEL's rounds, by exit layer and length
+        self.asked = 0  # number of budgets that DEL has proposed since these seconds were computed
+        self.exit_drafts: dict[int, Acceptance] = {}  # acceptance of DEL's drafts, by exit layer
         self.watching = self.decoding = 0.0  # seconds in which DEL watched layers, and in all its rounds

@@ -58,7 +58,7 @@ class Chooser:
         self._look: list[float] = []  # seconds of the last plain rounds, for the next measurement
         self._looked = 0, False  # number of sequences in those rounds, and whether drafts rested
         self._since, self._spent = 0, 0.0  # since the last measurement: drafts, and their time in plain rounds
-        self._price = 0.0  # cost of the next trial, in plain rounds
+        self._price = 0.0  # what the next trial is expected to lose, when it was last due, in plain rounds
         self._prices: tuple[float, ...] = ()
         self._priced: tuple[int, Budget, bool] | None = None
         self._kept = 0
@@ -111,25 +111,25 @@ class Chooser:
         rates = {shape: self.rate(policies, shape, self._late(shape, behind)) for shape in drafts}
         best = max(drafts, key=lambda shape: rates[shape])
         # A prefill serves all drafts to come, so it counts against all tokens to come, not against this round.
-        rate = self.rate(policies, best)
+        late = self._late(best, behind)
+        rate = self.rate(policies, best) if late else rates[best]
         due = self._since >= APART and LOOK * (1 - plain / rate) <= SHARE * self._spent
         looks = LOOK if due or not self.costs.plain_rounds else 0
         if looks:
             self._since, self._spent = 0, 0.0
             return self._plain(n, none, MEASURED, looks)
         bar = plain if self._drafting else START * plain
-        if rate > bar and self.credit > 0 and remaining * (1 / plain - 1 / rate) > self._late(best, behind):
+        if rate > bar and self.credit > 0 and remaining * (1 / plain - 1 / rate) > late:
             self._run = self._run - 1 if self._drafting else RUN - 1
             self._waited, self._drafting = 0, True
             return best
         trial = policies[0].trial(best)
-        seconds, late = self._seconds(policies, trial), self._late(trial, behind)
-        loss = RUN * (seconds * plain - sum(p.expected(trial) for p in policies))
-        self._price = SWITCH + (max(0.0, loss) + late * plain) / n  # what the trial is expected to lose
         # Drafts that look slower than a plain round that was just measured may have been timed in a slower phase.
-        due = measured or self._waited >= WAIT << min(self._lost, DOUBLED)
-        if due and self._price <= self.credit and n < remaining:
-            self._run, self._waited, self._gained = RUN, 0, 0.0
+        if (measured or self._waited >= WAIT << min(self._lost, DOUBLED)) and n < remaining:
+            loss = RUN * (self._seconds(policies, trial) * plain - sum(p.expected(trial) for p in policies))
+            self._price = SWITCH + (max(0.0, loss) + self._late(trial, behind) * plain) / n
+            if self._price <= self.credit:
+                self._run, self._waited, self._gained = RUN, 0, 0.0
         if self._run > 0 and self.credit > 0:
             self._run, self.trial = self._run - 1, True
             return trial

@@ -249,9 +249,13 @@ class Drafter:
         """The request's text as the drafter's own cache compares it with earlier ones (`Request.cache_ids`)."""
         return request.cache_ids
 
+    def reads_prompt(self, request: Request, first: int, count: int) -> bool:
+        """Whether `read` needs the hidden rows of the prompt's columns first .. first + count - 1."""
+        return bool(self.aux_layers)
+
     def read(self, slot: int, request: Request, first: int, rows: dict[int, Tensor]) -> None:
-        """Called after each chunk of a prompt if there are `aux_layers`: depth -> [count, E], the target's hidden rows
-        of the columns first, first + 1, .. `slot`: where the request is until its prompt is prefilled."""
+        """Called after each chunk of a prompt of which hidden rows were read: depth -> [count, E], those of the columns
+        first, first + 1, .. `slot`: where the request is until its prompt is prefilled."""
 
     def move(self, source: int, target: int) -> None:
         """The sequence in slot `source` moves to slot `target`; its K/V has moved."""
@@ -290,6 +294,9 @@ class Wrapper(Drafter):
 
     def cache_ids(self, request: Request) -> list[int]:
         return self.inner.cache_ids(request)
+
+    def reads_prompt(self, request: Request, first: int, count: int) -> bool:
+        return self.inner.reads_prompt(request, first, count)
 
     def read(self, slot: int, request: Request, first: int, rows: dict[int, Tensor]) -> None:
         self.inner.read(slot, request, first, rows)

@@ -76,12 +76,19 @@ class EarlyExitDrafter(Drafter):
         for layer, kept in watched.items():
             kept.append(out.aux_hidden_states[layer])
 
+    def reads_prompt(self, request: Request, first: int, count: int) -> bool:
+        return self._seeds(request, first, count, request.stats.prefilled + count) > 0
+
+    def _seeds(self, request: Request, first: int, count: int, prefilled: int) -> int:
+        """How many of a chunk's rows, its last ones, seed the statistics. `prefilled`: rows of the prompt so far."""
+        layers, ends = len(request.policy.layers), first + count == len(request.token_ids) - 1
+        return min(PROMPT_ROWS, count, int(prefilled / (PROMPT_SHARE * layers))) if layers and ends else 0
+
     def read(self, slot: int, request: Request, first: int, rows: dict[int, Tensor]) -> None:
         """The last rows of a prompt seed the policy's statistics."""
         depth, layers = len(self.model.layers), request.policy.layers
         end = first + (count := len(rows[depth]))
-        last = min(PROMPT_ROWS, count, int(request.stats.prefilled / (PROMPT_SHARE * len(layers)))) if layers else 0
-        if last and end == len(request.token_ids) - 1:
+        if last := self._seeds(request, first, count, request.stats.prefilled):
             positions, draws = self.model.positions[end - last : end], Draws.one(request.sampling)
             target = self.model.draw(draws, self.model.logits(Final(rows[depth][-last:])), positions)
             watched = {n: rows[n][-last:] for n in layers}

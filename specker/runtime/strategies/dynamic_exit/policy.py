@@ -3,11 +3,11 @@
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from specker.runtime.control.auto import ENGINE, PRIOR, AcceptanceHistory
+from specker.runtime.control.auto import ENGINE, PRIOR, TEXT, Acceptance, AcceptanceHistory
 from specker.runtime.control.costs import Costs
 from specker.runtime.control.policy import LONGEST, Budget, Chain, Outcome, Policy, StopRule
 
@@ -15,6 +15,17 @@ DECAY = 0.95  # decay of a layer's statistics at each update of that layer
 REFRESH = 8  # number of budgets after which the costs of rounds are asked for again
 TRUST = 2.0  # draft tokens allowed for each row on which the exit layer's match rate was counted
 PATIENCE = 0.1  # g = 0 must beat the best TPL by this share
+
+
+class Choice(NamedTuple):
+    """What follows from the statistics and the costs of rounds."""
+
+    seconds: Any  # of rounds: the array that it follows from
+    table: Any  # TPL(l, g), [layers, 18]
+    rates: list[float]  # a_l; 0 for layers without data
+    lengths: list[int]  # for each layer, the g of its best TPL
+    chosen: tuple[int, int]  # the best TPL's index into layers, and its g
+    threshold: float | None  # of the chosen layer
 
 
 @dataclass
@@ -43,15 +54,16 @@ class DynamicExit(Policy):
     """The statistics of the engine's earlier texts, which a text starts from."""
     chosen: tuple[int, int] = field(default=(0, 0), init=False)  # (index into layers, g)
     threshold: float | None = field(default=None, init=False)
-    _seconds: Any = field(default=None, init=False, repr=False)  # costs of rounds [layers, 18], see `_ask`
-    _asked: int = field(default=0, init=False)  # number of calls of `_ask`
-    _table: Any = field(default=None, init=False, repr=False)  # TPL; None: the statistics have changed
+    _by_layers: Any = field(init=False, repr=False)  # [layers, 18]: layers that a round runs
+    _choice: Choice | None = field(default=None, init=False, repr=False)  # None: the statistics have changed
+    _seen: dict[int, Acceptance] = field(default_factory=dict, init=False, repr=False)  # of this text, by exit layer
     _counts: Any = field(init=False, repr=False)  # [layers, (match, mismatch)], decayed
     _sums: Any = field(init=False, repr=False)  # sums of confidence, [layers, (match, mismatch)], decayed
     _last: float = field(default=0.0, init=False)  # seconds of the last watch
     _since: float | None = field(default=None, init=False)  # start time of the last round
 
     def __post_init__(self) -> None:
+        self._by_layers = self.total + np.arange(LONGEST + 1) * (np.array(self.layers)[:, None] + self.head_cost)
         self._counts, self._sums = np.zeros((2, len(self.layers), 2))
         if self.earlier.exits is not None:
             rows = self.earlier.exits[0].sum(1, keepdims=True)
@@ -66,12 +78,9 @@ class DynamicExit(Policy):
         if not self._counts.any():
             self.chosen, self.threshold = (0, 1), None
         else:
-            self._ask()
-            table = self.tokens_per_layer().copy()
-            table[:, 0] *= 1 - PATIENCE
-            index, g = divmod(int(table.argmax()), table.shape[1])
-            g = min(g, int(TRUST * self._counts[index].sum()))  # one match out of one row would make the longest draft
-            self.chosen, self.threshold = (index, g), self._threshold(index)
+            self.earlier.asked += 1
+            choice = self.choice()
+            self.chosen, self.threshold = choice.chosen, choice.threshold
         self._chain = Chain()
         index, g = self.chosen
         longest = LONGEST + 1 if self.threshold is not None and g else g
@@ -90,15 +99,35 @@ class DynamicExit(Policy):
         self.threshold = self._threshold(index)
 
     def expected(self, budget: Budget) -> float:
-        """1 + a + .. + a^g, with a the match rate of the exit layer. If confidence ends drafts, g is at most the g of
-        this layer's best TPL."""
-        a = float(self.match_rates()[self.layers.index(budget.exit)])
-        return sum(a**i for i in range(int(self.drafts(budget)) + 1))
+        """1 + a + .. + a^g, with a the match rate of the exit layer. If confidence ends drafts, the mean so far."""
+        if not self.by_length:
+            return self._means(budget)[0]
+        return self._by_rate(self.layers.index(budget.exit), budget.depth)
 
     def drafts(self, budget: Budget) -> float:
-        if self.by_length:
-            return budget.depth
-        return min(budget.depth, int(self.tokens_per_layer()[self.layers.index(budget.exit)].argmax()))
+        return budget.depth if self.by_length else min(budget.depth, self._means(budget)[1])
+
+    def _means(self, budget: Budget) -> tuple[float, float]:
+        """Mean committed and draft tokens of this exit layer's drafts. Confidence lets a draft go on where the layer
+        mostly agrees, so the match rate of drafted tokens is too high to tell from it how long drafts are. Before the
+        layer's first draft: what TPL expects."""
+        index = self.layers.index(budget.exit)
+        seen, g = self._seen_at(budget.exit), self.choice().lengths[index]
+        before = seen.before
+        assert before is not None
+        tokens, drafted = before.tokens.mean(self._by_rate(index, g), 1.0), before.drafted.mean(g, 1.0)
+        return seen.tokens.mean(tokens), seen.drafted.mean(drafted)
+
+    def _by_rate(self, index: int, g: int) -> float:
+        a = self.choice().rates[index]
+        return sum(a**i for i in range(g + 1))
+
+    def _seen_at(self, exit: int) -> Acceptance:
+        """What drafts of this exit layer achieved in this text, after earlier ones."""
+        if exit not in self._seen:
+            before = self.earlier.exit_drafts.setdefault(exit, Acceptance(ENGINE))
+            self._seen[exit] = Acceptance(TEXT, before)
+        return self._seen[exit]
 
     def _affordable(self) -> bool:
         """Whether another watch, at the last one's cost, keeps watching within its share of the time."""
@@ -115,6 +144,7 @@ class DynamicExit(Policy):
     def observe(self, outcome: Outcome) -> None:
         """Update the exit layer from its own rows: the accepted tokens and the first rejected one."""
         if outcome.drafted:
+            self._seen_at(self.layers[self.chosen[0]]).add(outcome)
             rows = min(len(outcome.path), outcome.drafted)
             match = np.arange(rows) < len(outcome.path) - 1
             confidence = np.array(outcome.confidence[:rows] or np.zeros(rows))  # unused with `by_length`
@@ -130,37 +160,40 @@ class DynamicExit(Policy):
         """Update the statistics of the layers with indices `at` from match and confidence [len(at), rows]."""
         split = np.stack((match, ~match), axis=-1)  # [layers, rows, 2]
         new = np.stack((split.sum(1), (split * confidence[..., None]).sum(1)))
-        self._table = None
+        self._choice = None
         self._counts[at] = DECAY * self._counts[at] + new[0]
         self._sums[at] = DECAY * self._sums[at] + new[1]
         if self.earlier.exits is None:
             self.earlier.exits = np.zeros((2, len(self.layers), 2))
         self.earlier.exits[:, at] = ENGINE * self.earlier.exits[:, at] + new
 
-    def match_rates(self) -> Any:
-        """a_l [layers]; 0 for layers without data."""
-        total = self._counts.sum(1)
-        return np.divide(self._counts[:, 0], total, out=np.zeros_like(total), where=total > 0)
+    def choice(self) -> Choice:
+        """The best TPL(l, g) of the package's docstring, for g = 0..17, and what else follows. While plain rounds are
+        faster nothing changes between two questions, so the answer is kept."""
+        seconds = self._round_seconds()
+        if self._choice is None or self._choice.seconds is not seconds:
+            total = self._counts.sum(1)
+            rates = np.divide(self._counts[:, 0], total, out=np.zeros_like(total), where=total > 0)
+            a, g = rates[:, None], np.arange(LONGEST + 1)
+            table = np.where(a < 1, (1 - a ** (g + 1)) / np.where(a < 1, 1 - a, 1), g + 1.0) / seconds
+            patient = table.copy()
+            patient[:, 0] *= 1 - PATIENCE
+            index, best = divmod(int(patient.argmax()), LONGEST + 1)
+            best = min(best, int(TRUST * total[index]))  # one match out of one row would make the longest draft
+            lengths, threshold = table.argmax(1).tolist(), self._threshold(index)
+            self._choice = Choice(seconds, table, rates.tolist(), lengths, (index, best), threshold)
+        return self._choice
 
-    def tokens_per_layer(self) -> Any:
-        """TPL(l, g) of the module docstring, [layers, 18] for g = 0..17."""
-        if self._table is None:
-            if self._seconds is None:
-                self._ask()
-            a, g = self.match_rates()[:, None], np.arange(LONGEST + 1)
-            tokens = np.where(a < 1, (1 - a ** (g + 1)) / np.where(a < 1, 1 - a, 1), g + 1.0)
-            self._table = tokens / self._seconds
-        return self._table
-
-    def _ask(self) -> None:
-        """Refresh the cost of a round for each exit and g, [layers, 18]: its layers, or measured seconds."""
-        if self._seconds is None or (self.costs is not None and self._asked % REFRESH == 0):
-            g, self._table = np.arange(LONGEST + 1), None
-            if self.costs is None or not self.costs.plain_rounds:
-                self._seconds = self.total + g * (np.array(self.layers)[:, None] + self.head_cost)
-            else:
-                self._seconds = np.array([self.costs.rounds(1, Budget(1, 1, exit), LONGEST) for exit in self.layers])
-        self._asked += 1
+    def _round_seconds(self) -> Any:
+        """The cost of a round for each exit and g, [layers, 18]: its layers, or measured seconds, which all texts of an
+        engine refresh together."""
+        earlier = self.earlier
+        if self.costs is None or not self.costs.plain_rounds:
+            return self._by_layers
+        if earlier.exit_seconds is None or earlier.asked >= REFRESH:
+            rounds = [self.costs.rounds(1, Budget(1, 1, exit), LONGEST) for exit in self.layers]
+            earlier.exit_seconds, earlier.asked = np.array(rounds), 0
+        return earlier.exit_seconds
 
     def _threshold(self, index: int) -> float | None:
         """The midpoint of a layer's mean confidences for matches and for mismatches. None if one of them has no data or
