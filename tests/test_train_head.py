@@ -279,6 +279,22 @@ def test_the_loss_is_the_divergence_of_every_step(dense, lessons, tmp_path):
     assert got == pytest.approx(total / sums, rel=1e-4)
 
 
+@pytest.mark.parametrize("some", [60, 7])
+def test_the_gradient_of_the_divergence(dense, monkeypatch, some):
+    """Against autograd over all logits, which the loss computes a few rows at a time."""
+    monkeypatch.setattr("train.head.net.LOGITS", some * 50)
+    net, rng = Head(dense, DEPTHS, torch.arange(50), STEPS).double(), torch.Generator().manual_seed(2)
+    final, last = torch.randn(2, 30, dense.config.hidden_size, dtype=torch.float64, generator=rng)
+    final.requires_grad_()
+    places, weight = torch.arange(30).roll(3), torch.rand(30, dtype=torch.float64, generator=rng)
+    got = net.divergence(net.taught(last, 0.7), places, final, weight, 0.7) * 3
+    [gradient] = torch.autograd.grad(got, final)
+    p, q = ((x @ net.head.T / 0.7).log_softmax(-1) for x in (last[places], final))
+    want = ((p.exp() * (p - q)).sum(-1) * weight).sum() * 3
+    assert torch.allclose(got, want, rtol=1e-10)
+    assert torch.allclose(gradient, torch.autograd.grad(want, final)[0], rtol=1e-8, atol=1e-12)
+
+
 def test_all_that_training_makes_is_on_its_device(dense):
     """Of every kind of head. On the device meta, which has no data, a tensor of the CPU is an error, and so is a value
     that the host reads, for which it would wait."""

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from specker.checkpoints.checkpoint import Checkpoint
-from train.head.net import Net, divergence, matrices_of
+from train.head.net import Net, matrices_of
 from train.head.taps import Batch
 
 
@@ -63,12 +63,12 @@ class Blocks(Net):
         generator = torch.Generator().manual_seed(turn)
         roots = torch.rand(B, T, generator=generator).topk(max(1, T // self.size)).indices.to(batch.ids.device)
         at, weight = self._drafted(batch, roots)
-        with torch.no_grad():
-            rows = batch.last.gather(1, at.flatten(1)[..., None].expand(-1, -1, batch.last.shape[-1]))
-            teacher = (self.logits(rows).float() / heat).log_softmax(-1)
-        student = (self.logits(self.blocks(batch, roots)).float() / heat).log_softmax(-1).flatten(1, 2)
-        weight = (weight * torch.exp(-torch.arange(self.beyond, device=weight.device) / self.decay)).flatten(1)
-        return (divergence(teacher, student) * weight).sum() / weight.sum().clamp(min=1)
+        rows = batch.last.gather(1, at.flatten(1)[..., None].expand(-1, -1, batch.last.shape[-1]))
+        teacher = self.taught(rows.flatten(0, 1), heat)
+        weight = weight * torch.exp(-torch.arange(self.beyond, device=weight.device) / self.decay)
+        places, final = torch.arange(weight.numel(), device=weight.device), self.blocks(batch, roots).flatten(0, 2)
+        total = self.divergence(teacher, places, final, weight.flatten(), heat)
+        return total / weight.sum().clamp(min=1)
 
     @torch.no_grad()
     def agreement(self, batch: Batch) -> tuple[Tensor, Tensor]:

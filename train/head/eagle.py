@@ -33,18 +33,15 @@ class Chained(Net):
         steps = 1 if share < FIRST else self.steps
         T = batch.ids.shape[1] - steps
         chains = self.drafts(batch, T, steps)
-        with torch.no_grad():
-            logits = self.logits(batch.last[:, 1:] / heat).float()  # [B, T + steps - 1, rows]
-            teacher = logits.softmax(-1)
-            entropy = logits.logsumexp(-1) - (teacher * logits).sum(-1)
-            weights = (batch.weight * (self.row[batch.best] >= 0))[:, 1:]
+        weights = (batch.weight * (self.row[batch.best] >= 0))[:, 1:]
+        teacher = self.taught(batch.last[:, 1:].flatten(0, 1), heat)
+        places = torch.arange(len(teacher.entropy), device=weights.device).view_as(weights)
         total = sums = batch.weight.new_zeros(())
         for step, final in enumerate(chains):
             at = slice(step, step + T)
             weight = STEP_WEIGHT**step * weights[:, at] * (batch.text[:, :T] == batch.text[:, 1:][:, at])
-            student = self.logits(final / heat).float().flatten(0, 1)
-            cross = F.cross_entropy(student, teacher[:, at].flatten(0, 1), reduction="none").view(weight.shape)
-            total = total + ((cross - entropy[:, at]) * weight).sum()  # KL(target || head); the fastest way on a CPU
+            own, rows = places[:, at].flatten(), final.flatten(0, 1)
+            total = total + self.divergence(teacher, own, rows, weight.flatten(), heat)
             sums = sums + weight.sum()
         return total / sums.clamp(min=1)
 

@@ -1,5 +1,8 @@
 """What the heads of both kinds share in training: the target's frozen embedding and LM head, RoPE and the norms."""
 
+from dataclasses import dataclass
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -7,6 +10,53 @@ from torch.nn import functional as F
 from specker.checkpoints.checkpoint import Checkpoint
 from specker.kernels.kv import rope_table
 from train.head.taps import Batch
+
+LOGITS = 1 << 20  # logits that are computed at once: a few copies of them fit a CPU's caches
+
+
+@dataclass(frozen=True)
+class Teacher:
+    """What the target predicts in M places, over the kept tokens."""
+
+    probabilities: Tensor  # [M, rows]
+    entropy: Tensor  # [M]
+
+
+class Divergence(torch.autograd.Function):
+    """Sum over N rows of weight x KL(teacher || student). The student's logits [N, rows] are never kept: a pass over a
+    few rows at a time also computes the gradient of what the LM head reads, while the logits are in the caches."""
+
+    @staticmethod
+    def forward(  # type: ignore[override]
+        ctx: Any, final: Tensor, head: Tensor, teacher: Teacher, places: Tensor, weight: Tensor, heat: float
+    ) -> Tensor:
+        """final [N, H]; head [rows, H], frozen; places [N] int64, the teacher's of each row; weight [N]; heat: the
+        temperature of both."""
+        total, gradient = weight.new_zeros(()), torch.empty_like(final)
+        for at in _few_rows(len(final), len(head)):
+            logits, p = _scaled(final[at], head, heat), teacher.probabilities[places[at]]
+            every = logits.logsumexp(-1)
+            cross = every - (p * logits).sum(-1)
+            total = total + ((cross - teacher.entropy[places[at]]) * weight[at]).sum()
+            wrong = logits.sub_(every[:, None]).exp_().sub_(p).mul_((weight[at] / heat)[:, None])
+            gradient[at] = wrong.to(head.dtype) @ head
+        ctx.save_for_backward(gradient)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        return ctx.saved_tensors[0] * gradient, None, None, None, None, None
+
+
+def _few_rows(count: int, rows: int) -> list[slice]:
+    most = max(1, LOGITS // rows)
+    return [slice(n, n + most) for n in range(0, count, most)]
+
+
+def _scaled(final: Tensor, head: Tensor, heat: float) -> Tensor:
+    """Logits at a temperature, float32 or float64, which the caller may overwrite."""
+    logits = F.linear(final.to(head.dtype), head)
+    return (logits.float() if logits.dtype == torch.bfloat16 else logits).div_(heat)
 
 
 class Net(nn.Module):
@@ -50,6 +100,29 @@ class Net(nn.Module):
         """Rows for the LM head [.., H] -> logits [.., rows] float32, or float64."""
         return F.linear(final, self.head)
 
+    def taught(self, last: Tensor, heat: float) -> Teacher:
+        """What the target predicts at temperature `heat` after its rows `last` [N, H]."""
+        head = self._multiplied()
+        probabilities, entropy = last.new_empty(len(last), len(head)), last.new_empty(len(last))
+        with torch.no_grad():
+            for at in _few_rows(len(last), len(head)):
+                logits = _scaled(last[at], head, heat)
+                every = logits.logsumexp(-1)
+                p = torch.exp(logits - every[:, None], out=probabilities[at])
+                entropy[at] = every - (p * logits).sum(-1)
+        return Teacher(probabilities, entropy)
+
+    def divergence(self, teacher: Teacher, places: Tensor, final: Tensor, weight: Tensor, heat: float) -> Tensor:
+        """Sum over N rows of weight x KL(teacher || head) at temperature `heat`. places [N] int64, the teacher's;
+        final [N, H], what the LM head reads; weight [N]."""
+        return Divergence.apply(final, self._multiplied(), teacher, places, weight, heat)  # type: ignore[no-any-return]
+
+    def _multiplied(self) -> Tensor:
+        """The LM head in the dtype in which products are computed."""
+        kind = self.head.device.type
+        mixed = torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
+        return self.head.to(torch.get_autocast_dtype(kind)) if mixed else self.head
+
     def _fused(self, taps: int, like: Tensor) -> Tensor:
         """A matrix [H, taps * H] that returns the deepest tap."""
         H = self.config.hidden_size
@@ -78,8 +151,3 @@ def matrices_of(target: Checkpoint, layer: int) -> dict[str, Tensor]:
     found = {"q": q, "k": k, "v": v, "o": w.o[n], "gate": gate, "up": up, "down": w.down[n]}
     found |= {"norm_in": w.norm_in[n], "norm_post": w.norm_post[n]}
     return {name: x.detach().clone() for name, x in found.items()}  # type: ignore[union-attr]
-
-
-def divergence(teacher: Tensor, student: Tensor) -> Tensor:
-    """KL of log-probabilities [.., rows] -> [..]."""
-    return (teacher.exp() * (teacher - student)).sum(-1)
