@@ -10,8 +10,13 @@ from pathlib import Path
 
 
 def cache_root() -> Path:
-    """`$SPECKER_CACHE`, by default ~/.cache/specker."""
-    return Path(os.environ.get("SPECKER_CACHE") or Path.home() / ".cache" / "specker")
+    """`$SPECKER_CACHE`, by default ~/.cache/specker. Raises ValueError if the user has no home."""
+    if named := os.environ.get("SPECKER_CACHE"):
+        return Path(named)
+    try:
+        return Path.home() / ".cache" / "specker"
+    except RuntimeError:
+        raise ValueError("this user has no home folder for a cache: set SPECKER_CACHE to a folder") from None
 
 
 def write_cached(path: Path, data: bytes) -> None:

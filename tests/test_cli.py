@@ -31,6 +31,7 @@ from specker.cli.report import Result
 from specker.cli.screen import Screen
 from specker.fields import check_fields, opt
 from specker.options import Common, Sampling, Tree, VocabKeep
+from specker.paths import cache_root
 from specker.runtime import strategies
 from specker.runtime.control.stats import Stats
 from specker.runtime.strategies.base import Strategy
@@ -322,6 +323,27 @@ def test_help_into_a_closed_pipe() -> None:
     env = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
     done = subprocess.run(["bash", "-c", command], cwd=ROOT, env=env, capture_output=True, text=True, timeout=120)
     assert (done.returncode, done.stderr) == (141, "")
+
+
+@pytest.mark.parametrize("closed", [">&-", "2>&-", ">&- 2>&-"])
+def test_a_stream_that_is_closed_takes_nothing(closed: str) -> None:
+    command = f"{shlex.quote(sys.executable)} -m specker.run --version {closed}"
+    done = subprocess.run(["bash", "-c", command], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_a_size_of_the_job_that_is_no_number(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "two")
+    refused(capsys, ["--prompt", "hi"], "WORLD_SIZE", "'two'")
+
+
+def test_a_cache_needs_a_home(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("SPECKER_CACHE", raising=False)
+    monkeypatch.setattr(Path, "home", lambda: (_ for _ in ()).throw(RuntimeError("no home")))
+    with pytest.raises(ValueError, match="set SPECKER_CACHE"):
+        cache_root()
 
 
 @pytest.mark.parametrize("shell", SHELLS)

@@ -89,7 +89,7 @@ class Calibration:
             raise ValueError(
                 "--out must name the score file to write, --ngram the n-gram model, ending in .safetensors"
             )
-        if len(set(written)) < len(written):
+        if len({Path(name).resolve() for name in written}) < len(written):
             raise ValueError(f"--out and --ngram are both {self.out}: name two files")
         check_fields(self)
 

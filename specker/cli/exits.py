@@ -15,6 +15,9 @@ def run_cli(command: Callable[[], int], prints_errors: Callable[[], bool] = lamb
     Ctrl-C, 141 for a closed pipe. `prints_errors`, called on an error, says whether this process of the job prints it.
     While the command runs, messages name options by their flags."""
     interrupt.raise_on_ctrl_c()
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:  # closed by the caller, as with `>&-`: write to nowhere
+            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115
     try:
         with named_by_flags():
             code = command()

@@ -11,6 +11,7 @@ from typing import Any, cast
 
 from specker import grammar, zoo
 from specker.fields import not_json
+from specker.torchrun import world_size
 
 
 @dataclass(frozen=True)
@@ -25,7 +26,7 @@ class Conversation:
 
 def piped() -> bool:
     """Whether stdin is a pipe or a file that holds text. Waits until the writer of a pipe has written or closed it."""
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:  # several processes cannot share it
+    if world_size() > 1:  # several processes cannot share it
         return False
     try:
         kind = os.fstat(sys.stdin.fileno()).st_mode

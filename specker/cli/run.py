@@ -26,13 +26,14 @@ from specker.cli.screen import Screen
 from specker.options import Options, Sampling
 from specker.paths import probe, replaceable, write_file
 from specker.runtime import strategies
+from specker.torchrun import rank, world_size
 from specker.view.trace import Trace
 
 
 def run(job: Job, options: Options, sampling: Sampling, named: frozenset[str]) -> int:
     """Decode every prompt; returns the exit code. Checks all input before decoding starts. `named`: the fields of
     `sampling` that the user gave."""
-    rank_0 = _world() == 1 or os.environ.get("RANK", "0") == "0"
+    rank_0 = world_size() == 1 or rank() == 0
     chatting = job.chat and job.prompt is None and job.prompts is None and sys.stdin.isatty()
     _check_job(job, options, chatting)
     job = replace(job, max_new_tokens=job.max_new_tokens or (1024 if chatting else 128))
@@ -102,7 +103,7 @@ def failed(result: Result) -> bool:
 
 def _check_job(job: Job, options: Options, chatting: bool) -> None:
     """ValueError for flags that exclude each other."""
-    world = _world()
+    world = world_size()
     if world > 1 and "-" in (job.prompt, job.prompts):
         raise ValueError("several processes cannot share stdin: put the prompts in a file")
     if chatting and (world > 1 or job.samples > 1 or options.batch_size > 1):
@@ -278,13 +279,12 @@ def _unused(path: Path) -> str:
     return str(next(name for name in names if not name.exists()))
 
 
-def _world() -> int:
-    """The number of processes that torchrun started."""
-    return int(os.environ.get("WORLD_SIZE", "1"))
-
-
 def main(argv: Sequence[str] | None = None) -> int:
-    if _world() == 1:
+    try:
+        alone = world_size() == 1
+    except ValueError:  # `run` says it
+        alone = True
+    if alone:
         return run_cli(lambda: run(*parse(argv)))
     from specker.runtime.ranks.dist import leave, prints_errors
 

@@ -1,7 +1,6 @@
 """Serve one model over the OpenAI API: `specker serve --help`."""
 
 import logging
-import os
 import socket
 from collections.abc import Sequence
 from dataclasses import fields
@@ -15,6 +14,7 @@ from specker.fields import make
 from specker.options import RECOMMENDED, Common, Options, Sampling
 from specker.runtime import strategies
 from specker.serve.settings import Serving
+from specker.torchrun import world_size
 
 GROUPS = {
     "models": ("target", "draft", "strategy"),
@@ -70,7 +70,7 @@ def parse(argv: Sequence[str] | None = None) -> tuple[Job, Options, Serving, dic
 
 
 def run(job: Job, options: Options, serving: Serving, sampling: dict[str, float]) -> int:
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+    if world_size() > 1:
         raise ValueError(
             "the server runs in one process: leave out torchrun (vLLM serves several GPUs: docs/engines.md)"
         )

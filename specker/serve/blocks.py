@@ -2,6 +2,7 @@
 /v1/messages share: each turns its request into a `Chat`, and the blocks of the answer into its own form."""
 
 import json
+import re
 import uuid
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -27,12 +28,20 @@ def supported(given: Any, ignored: set[str], neutral: Mapping[str, tuple[Any, ..
     return {name: value for name, value in given.items() if name not in ignored | {*neutral}}
 
 
-def chat_of(fields: dict[str, Any]) -> Chat:
-    """The request as a chat; fields that are None are left out. Raises ValueError with one sentence."""
+def chat_of(fields: dict[str, Any], names: Mapping[str, str]) -> Chat:
+    """The request as a chat; fields that are None are left out. Raises ValueError with one sentence, which has the
+    request's `names` of the chat's fields where they differ."""
     try:
         return Chat(**{name: value for name, value in fields.items() if value is not None})
     except ValidationError as error:
-        raise ValueError(sentence(error.errors()[0])) from None
+        first = error.errors()[0]
+        where = [name for name in first["loc"] if name != "function"]
+        if where[:1] == ["messages"]:  # of which the request may have fewer
+            where = ["messages", *where[-1:]][: len(where)]
+        text = sentence({**first, "loc": where})
+        for name, own in names.items():
+            text = re.sub(rf"\b{name}\b", own, text, count=1)
+        raise ValueError(text) from None
 
 
 def joined(content: Any, kinds: Sequence[str]) -> Any:

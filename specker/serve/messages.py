@@ -152,7 +152,8 @@ class MessagesRequest(Strict):
                 "parallel_tool_calls": False if choice and choice.disable_parallel_tool_use else None,
                 "response_format": {"type": "json_schema", "json_schema": {"schema": form.schema_}} if form else None,
                 "continue_final_message": last["role"] == "assistant" and "tool_calls" not in last,
-            }
+            },
+            {"stop": "stop_sequences", "response_format": "output_config.format", "parameters": "input_schema"},
         )
         return self
 

@@ -131,7 +131,8 @@ class ResponseRequest(Strict):
                 "tools": tools or None,
                 "tool_choice": choice,
                 "response_format": self.text.format.of_chat() if self.text and self.text.format else None,
-            }
+            },
+            {"messages": "input", "max_tokens": "max_output_tokens", "response_format": "text.format"},
         )
         return self
 

@@ -152,7 +152,7 @@ BAD = {
     "half a call": ({"input": [{"type": "function_call", "name": "f"}]}, "input[0]: a function_call needs call_id"),
     "a broken call": (
         {"input": [{"type": "function_call", "call_id": "1", "name": "f", "arguments": "{"}]},
-        "messages[0].tool_calls[0].function.arguments: must be a string with JSON in it",
+        "input.arguments: must be a string with JSON in it",
     ),
     "a tool of another kind": ({"tools": [{"type": "web_search"}]}, "tools[0].type: Input should be 'function'"),
     "a schema that is none": ({"text": {"format": {"type": "json_schema"}}}, "text.format json_schema needs schema"),
@@ -160,6 +160,15 @@ BAD = {
     "a tool without a number": (
         {"tools": [{"type": "function", "name": "f", "parameters": {"a": [float("nan")]}}], "tool_choice": "none"},
         "tools[0].parameters.a[0]: the number is not finite",
+    ),
+    "an empty input": ({"input": []}, "input: List should have at least 1 item"),
+    "the name of a tool": ({"tools": [{"type": "function", "name": "f f"}]}, "tools[0].name: String should match"),
+    "a tool and a format": (
+        {
+            "tools": [{"type": "function", "name": "f"}],
+            "text": {"format": {"type": "json_schema", "name": "x", "schema": {}}},
+        },
+        "tools and text.format exclude each other",
     ),
     "the choice of a tool alone": ({"tool_choice": "required"}, "tool_choice needs tools"),
     "temperature": ({"temperature": -1}, "temperature must be 0 or at least"),
@@ -282,6 +291,14 @@ BAD_MESSAGES = {
     "a tool that is none": (
         {"tools": [{"name": "f", "input_schema": {}}], "tool_choice": {"type": "tool", "name": "g"}},
         "tool_choice names 'g', which is none of the tools",
+    ),
+    "many ends": ({"stop_sequences": ["a"] * 17}, "stop_sequences: at most 16 strings"),
+    "a tool and a format": (
+        {
+            "tools": [{"name": "f", "input_schema": {}}],
+            "output_config": {"format": {"type": "json_schema", "schema": {}}},
+        },
+        "tools and output_config.format exclude each other",
     ),
     "a tool of the server": ({"tools": [{"type": "bash_20250124", "name": "bash"}]}, "tools[0].type: Input should be"),
 }

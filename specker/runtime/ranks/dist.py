@@ -30,6 +30,7 @@ from specker.model.sampling import Draws
 from specker.model.split import Part
 from specker.options import Options
 from specker.runtime.control.policy import Budget
+from specker.torchrun import local_rank, rank, world_size
 
 _all_gather = getattr(td, "all_gather_single", td.all_gather_into_tensor)  # the new name is from torch 2.13
 TIMEOUT = 60.0  # seconds to wait for a rank of the replica
@@ -205,12 +206,7 @@ def own_device(device: torch.device) -> torch.device:
     if str(device) != "cuda":
         return device
     alone = world_size() == 1
-    return torch.device("cuda", torch.cuda.current_device() if alone else int(os.environ.get("LOCAL_RANK", "0")))
-
-
-def world_size() -> int:
-    """The number of processes that torchrun started."""
-    return int(os.environ.get("WORLD_SIZE", "1"))
+    return torch.device("cuda", torch.cuda.current_device() if alone else local_rank())
 
 
 def join(options: Options, device: torch.device, divides: bool = False) -> Ranks | None:
@@ -262,7 +258,7 @@ def prints_errors() -> bool:
     if world_size() == 1:
         return True
     if not td.is_initialized():
-        return os.environ.get("RANK", "0") == "0"
+        return rank() == 0
     try:
         return td.distributed_c10d._get_default_store().add("specker/errors", 1) == 1
     except RuntimeError:  # the store ended with the process that owned it

@@ -302,7 +302,7 @@ def planned_kv_dtype(checkpoint: Checkpoint, options: Options) -> torch.dtype:
 
     from specker import cpu
     from specker.checkpoints.buffers import served
-    from specker.runtime.ranks.dist import world_size
+    from specker.torchrun import world_size
 
     norm = checkpoint.weights.norm
     if options.kv_dtype is not None:
