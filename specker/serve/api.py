@@ -4,6 +4,7 @@ silently ignored changes the text."""
 import json
 import math
 import secrets
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import fields
 from typing import Annotated, Any, Literal, Self
@@ -258,6 +259,9 @@ class Chat(Asked):
         self.max_tokens = self.max_completion_tokens or self.max_tokens
         if self.tool_choice not in (None, "none", "auto") and not self.tools:
             raise ValueError("tool_choice needs tools")
+        name, count = next(iter(Counter(tool.function.name for tool in self.tools or ()).most_common(1)), ("", 0))
+        if count > 1:
+            raise ValueError(f"{count} tools are named {name!r}")
         if self.top_logprobs and not self.logprobs:
             raise ValueError("top_logprobs needs logprobs")
         if self.tools and self.response_format is not None and self.response_format.type != "text":

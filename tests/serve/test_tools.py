@@ -131,6 +131,7 @@ def test_a_conversation_with_calls_reaches_the_template(engine, api):
     ("more", "sentence"),
     [
         ({"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "fly"}}}, "names 'fly'"),
+        ({"tools": [*TOOLS, TOOLS[0]]}, "2 tools are named 'move'"),
         ({"tools": TOOLS, "response_format": {"type": "json_object"}}, "tools and response_format exclude each other"),
     ],
 )
