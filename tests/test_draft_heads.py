@@ -224,6 +224,20 @@ def test_a_known_beginning_gives_the_drafts_of_a_fresh_prompt(heads, strategy, n
             assert out.stats.prefilled <= len(prompt) - 1 - same + ahead
 
 
+@pytest.mark.parametrize("full", [0, 1])
+def test_a_pool_without_room_for_a_known_beginning_leaves_it_out_of_both(heads, monkeypatch, full):
+    """A head computes no column without the target's row of it, so it may not lack what the target's cache has."""
+    head: HeadPair = heads("eagle", "nested")
+    engine = head.load(prefix_cache="all", page_size=4)
+    first, cache = engine.generate(TEXT, 16), engine.loop.slots.caches[full]
+    fits = cache.fits
+    monkeypatch.setattr(cache, "fits", lambda columns, match=None: not (match and match.columns) and fits(columns))
+    prompt = TEXT + first.tokens + [8, 8, 8]
+    out, rows = traced(engine, prompt, 8)
+    assert out.tokens == cases.plain(head.target, prompt, 8) and out.stats.prefilled == len(prompt) - 1
+    assert assert_drafts(engine, head.formula(engine), rows, prompt + out.tokens)
+
+
 @pytest.mark.parametrize("graphs", ["off", "on"])
 @pytest.mark.parametrize(("strategy", "name"), [("eagle", "nested"), ("mtp", "mimo, 3 heads")])
 def test_rows_do_not_pile_up_while_nothing_is_drafted(heads, monkeypatch, strategy, name, graphs):

@@ -117,9 +117,13 @@ class Slots:
         columns of the target's cache that need no prefill."""
         slot = self.filling[request] = self._free_slot()
         known = self._known(request)  # its pages may take the place of the known texts
-        for cache, match in zip(self.caches, self._matches(request), strict=True):
-            columns = self.columns(request.limit)
-            cache.take(slot, columns, match if cache.fits(columns, match) else None)
+        columns, drafter = self.columns(request.limit), self.drafter
+        pairs = list(zip(self.caches, self._matches(request), strict=True))
+        matches = [match if cache.fits(columns, match) else None for cache, match in pairs]
+        if drafter is not None and drafter.aux_layers and request.speculates and None in matches:
+            matches = [None] * len(pairs)  # such a drafter needs the target's rows of all columns that it lacks
+        for cache, match in zip(self.caches, matches, strict=True):
+            cache.take(slot, columns, match)
         request.saves, request.draft_saves = self._saves(slot, request, known)
         if self.drafter is not None and request.speculates:
             self.drafter.reset(slot)
