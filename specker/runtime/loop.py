@@ -45,7 +45,7 @@ from specker.runtime.round.synthetic import agreements, spread
 from specker.runtime.slots import Slots
 
 AT_ONCE = 2048  # tokens of prompts that a step prefills if nothing decodes meanwhile
-STALL = 1.8  # usual rounds by which prompts may lengthen a round: the p95 between tokens stays below three of its usual
+STALL = 1.6  # usual rounds by which prompts may lengthen a round: the p95 between tokens stays below three of its usual
 LEAST, UNKNOWN = 4, 32  # rows of prompts that a step prefills then: the fewest, and before anything was measured
 MEASURE = 64  # rounds in a row with such rows, until one without them measures the usual time
 NEW = 0.3  # weight of a new measurement
