@@ -8,7 +8,7 @@ from specker.runtime.control.policy import Budget, Policy
 
 # The credit for losses that drafts may cause, in plain rounds: at the start, as a share of the time in which they are
 # made and in which they are not, and at most; and the most that a new text takes over from one in which they lost.
-FIRST, SHARE, RESTING, MOST, CARRIED = 5.0, 0.015, 0.008, 12.0, 2.0
+FIRST, SHARE, RESTING, MOST, CARRIED = 5.0, 0.015, 0.008, 12.0, 4.5
 COLD = 2  # rounds after a change between plain rounds and drafts, in which the processor's caches hold other data
 SWITCH = 1.0  # what a trial costs because caches are cold, in plain rounds
 RUN = 4  # the fewest drafts in a row, so that some find warm caches: a draft on its own takes up to 1.5 times as long
@@ -58,7 +58,7 @@ class Chooser:
         self._look: list[float] = []  # seconds of the last plain rounds, for the next measurement
         self._looked = 0, False  # number of sequences in those rounds, and whether drafts rested
         self._since, self._spent = 0, 0.0  # since the last measurement: drafts, and their time in plain rounds
-        self._price = 0.0  # what the next trial is expected to lose, when it was last due, in plain rounds
+        self._price = 0.0  # what the next trial is expected to lose, in plain rounds
         self._prices: tuple[float, ...] = ()
         self._priced: tuple[int, Budget, bool] | None = None
         self._kept = 0
@@ -124,12 +124,12 @@ class Chooser:
             self._waited, self._drafting = 0, True
             return best
         trial = policies[0].trial(best)
+        loss = RUN * (self._seconds(policies, trial) * plain - sum(p.expected(trial) for p in policies))
+        self._price = SWITCH + (max(0.0, loss) + self._late(trial, behind) * plain) / n
         # Drafts that look slower than a plain round that was just measured may have been timed in a slower phase.
-        if (measured or self._waited >= WAIT << min(self._lost, DOUBLED)) and n < remaining:
-            loss = RUN * (self._seconds(policies, trial) * plain - sum(p.expected(trial) for p in policies))
-            self._price = SWITCH + (max(0.0, loss) + self._late(trial, behind) * plain) / n
-            if self._price <= self.credit:
-                self._run, self._waited, self._gained = RUN, 0, 0.0
+        due = measured or self._waited >= WAIT << min(self._lost, DOUBLED)
+        if due and self._price <= self.credit and n < remaining:
+            self._run, self._waited, self._gained = RUN, 0, 0.0
         if self._run > 0 and self.credit > 0:
             self._run, self.trial = self._run - 1, True
             return trial
