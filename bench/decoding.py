@@ -41,6 +41,7 @@ class Given:
     max_new_tokens: int = 96
     device: str = "cpu"
     dtype: str = "float32"
+    quantize: str = field(default="", metadata={"help": "as of specker; default: as the checkpoint is"})
     save: bool = field(default=True, metadata={"help": "append to bench/results"})
 
     @property
@@ -70,6 +71,8 @@ class Given:
         """An engine of a strategy, which computes every prompt anew, as transformers does, and remembers no answer: the
         same prompts are decoded several times."""
         how: dict[str, Any] = {"device": self.device, "dtype": self.dtype, "max_context": self.max_context}
+        if self.quantize:
+            how["quantize"] = self.quantize
         if "vocabtrim" in strategy and self.vocab_scores is not None:
             how["vocab_scores"] = self.vocab_scores
         if "lookup" in strategy.split("+"):

@@ -117,7 +117,8 @@ def bench(args: Args, temperature: float, engines: dict[str, Engine], prompts: l
 def about_of(args: Args) -> dict[str, Any]:
     """The fields that all rows of a run share."""
     models = {} if args.target is None else {"target": args.name, "categories": args.categories}
-    return {"bench": "e2e", **models, "dtype": args.dtype, "device": args.device}
+    weights = {"quantize": args.quantize} if args.quantize else {}
+    return {"bench": "e2e", **models, "dtype": args.dtype, **weights, "device": args.device}
 
 
 def wanted(way: str, args: Args) -> bool:
