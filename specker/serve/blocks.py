@@ -38,10 +38,10 @@ def chat_of(fields: dict[str, Any], names: Mapping[str, str]) -> Chat:
         where = [name for name in first["loc"] if name != "function"]
         if where[:1] == ["messages"]:  # of which the request may have fewer
             where = ["messages", *where[-1:]][: len(where)]
-        text = sentence({**first, "loc": where})
-        for name, own in names.items():
-            text = re.sub(rf"\b{name}\b", own, text, count=1)
-        raise ValueError(text) from None
+        fields_in_text = rf"(?<!')\b({'|'.join(names)})\b(?!')"  # what the user sent stands in quotes
+        raise ValueError(
+            re.sub(fields_in_text, lambda found: names[found[0]], sentence({**first, "loc": where}))
+        ) from None
 
 
 def joined(content: Any, kinds: Sequence[str]) -> Any:

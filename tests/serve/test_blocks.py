@@ -292,6 +292,10 @@ BAD_MESSAGES = {
         {"tools": [{"name": "f", "input_schema": {}}], "tool_choice": {"type": "tool", "name": "g"}},
         "tool_choice names 'g', which is none of the tools",
     ),
+    "two tools of one name": (
+        {"tools": [{"name": "stop", "input_schema": {}}] * 2},
+        "2 tools are named 'stop'",
+    ),
     "many ends": ({"stop_sequences": ["a"] * 17}, "stop_sequences: at most 16 strings"),
     "a tool and a format": (
         {
