@@ -101,6 +101,8 @@ GEMMA4_MIXED: dict[str, Any] = {  # as in 26B-A4B
     "top_k_experts": 3,
     "moe_intermediate_size": 32,
 }
+GEMMA4_WIDE: dict[str, Any] = {"global_head_dim": 64}  # of a size that the compiled CPU layers take
+GEMMA4_WIDE_PLE = GEMMA4_WIDE | {"hidden_size_per_layer_input": 32}
 GEMMA4_ALL: dict[str, Any] = {**GEMMA4_MIXED, **GEMMA4_PLE, "use_double_wide_mlp": False}
 GRANITE: dict[str, Any] = {
     "arch": "granite",

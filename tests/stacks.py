@@ -22,7 +22,8 @@ def model_of(folder, arch="llama", dtype=torch.float32, quantize=None, activatio
 def cache_of(model, sequences=1, length=128, kv_dtype=None):
     how = {"dtype": torch.float32, "device": "cpu", "page_size": 16, "kv_dtype": kv_dtype}
     cache = KVCache(model.config, length, sequences=sequences, **how)
-    cache.k.zero_(), cache.v.zero_()
+    for kv in cache.kv:
+        kv.zero_()
     for slot in range(sequences if sequences > 1 else 0):
         cache.take(slot, length - 16)
     return cache

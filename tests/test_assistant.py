@@ -8,10 +8,11 @@ import pytest
 import torch
 from heads import TEXT, assert_drafts, traced
 from make_assistant import CLUSTERS, OFTEN, TARGETS, Oracle, load, make_assistant, make_target
-from make_checkpoint import GRANITE, PHI4, exact_oracle, make
+from make_checkpoint import GEMMA4_WIDE, GEMMA4_WIDE_PLE, GRANITE, PHI4, exact_oracle, make
 from safetensors.torch import load_file, save_file
 
 import specker
+from specker.cpu import Packed
 from specker.integrations.drafts import Drafts
 from specker.model import prefill
 from specker.runtime import strategies
@@ -120,7 +121,26 @@ def test_quantised(made):
         engine = load(target, assistant, dtype="float32", draft_quantize="int8")
         assert engine.draft.quantised == said
         assert isinstance(engine.draft.weights.head, torch.Tensor) == (head == "clusters")
+        assert all(isinstance(w, Packed) for w in engine.draft.weights.qkv)
         assert engine.generate(TEXT, 12).tokens == engine.generate_ar(TEXT, 12).tokens
+
+
+@pytest.mark.parametrize("how", [{}, {"tree": "3x3"}, {"batch_size": 3}], ids=str)
+@pytest.mark.parametrize("kind", TARGETS)
+def test_a_compiled_target(tmp_path, kind, how):
+    """Its K/V is in float16, where the CPU converts it."""
+    sizes = {"hidden": 64, "heads": 4, "kv_heads": 2, "head_dim": 32, "ffn": 96, "seed": 2}
+    more = GEMMA4_WIDE if kind == "31b" else GEMMA4_WIDE_PLE
+    target = make(tmp_path / "target", max_context=512, **TARGETS[kind] | sizes | more)
+    assistant = make_assistant(tmp_path / "assistant", target, None, [1, 2])
+    engine = load(target, assistant, dtype="bfloat16", quantize="int8", **how)
+    assert engine.model.stack is not None
+    plain = specker.load(target, strategy="ar", dtype="bfloat16", quantize="int8")
+    for sampling in SAMPLING.values():
+        outs = engine.generate(PROMPTS, COUNTS, **sampling)
+        for prompt, count, out in zip(PROMPTS, COUNTS, outs, strict=True):
+            assert out.tokens == plain.generate(prompt, count, **sampling).tokens
+            assert out.stats.drafted
 
 
 def test_it_says_how_often_the_first_guess_is_right(tmp_path):

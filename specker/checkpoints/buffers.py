@@ -33,13 +33,15 @@ def served(c: ModelConfig) -> bool:
     mixtures = [c.layer.mixture(n) for n in range(c.num_layers)]
     if not available() or Stack.lacks(c.layer):
         return False
-    inner = {c.intermediate_size if mixture is None else mixture.width for mixture in mixtures}
+    inner = {c.width(n) if mixture is None else mixture.width for n, mixture in enumerate(mixtures)}
     sizes = {mixture.shared for mixture in mixtures if mixture is not None and mixture.shared}
     if (mixer := c.layer.recurrent) is not None:
         sizes |= {mixer.channels, mixer.values}
     if isinstance(mixer, DeltaNet):
         sizes |= {mixer.key_dim, mixer.value_dim}
-    return Stack.takes_sizes(c.head_dim, c.hidden_size, c.num_heads * c.head_dim, *inner, *sizes)
+    dims = {c.kv(n).dim for n in range(c.num_layers)}
+    own = c.hidden_size, c.layer.ple, *inner, *sizes
+    return all(Stack.takes_sizes(dim, c.num_heads * dim, *own) for dim in dims)
 
 
 def packs(c: ModelConfig, dtype: torch.dtype, device: torch.device) -> bool:
@@ -62,7 +64,7 @@ class Storage:
     quantize: str | None  # see `checkpoint.read`
     dtype: torch.dtype  # dtype of the matrices that are not quantised
     device: torch.device
-    packs: bool = False  # whether the CPU's compiled layers will run
+    packs: bool = False  # whether the CPU's compiled library will compute the products
 
     @property
     def keeps(self) -> bool:

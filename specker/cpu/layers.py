@@ -19,6 +19,7 @@ from specker.cpu.library import (
     MATRICES,
     MIXERS,
     MIXING,
+    PER_LAYER,
     SCORING,
     SHARED,
     VECTORS,
@@ -72,7 +73,17 @@ NAMES = (
     "shared_gate",
     "gates",
     "sinks",
+    "ple_gate",
+    "ple_out",
+    "norm_ple",
+    "scalar",
+    "router_norm",
+    "router_scale",
+    "norm_experts",
+    "norm_mixed",
+    "norm_shared",
 )
+FURTHER = "router", "gates", *SHARED, *PER_LAYER  # matrices that a layer may lack
 MOST_CONV = 16  # columns that a convolution reads at most
 
 
@@ -93,6 +104,8 @@ class Spec(Protocol):
     def cap(self) -> float: ...
     @property
     def v_norm(self) -> bool: ...
+    @property
+    def kvs(self) -> Sequence[Any]: ...
     def mixer(self, layer: int) -> Any: ...
     def sliding_window(self, layer: int) -> int: ...
 
@@ -155,29 +168,41 @@ class Stack:
 
         Further, unless all are absent: conv [C, K], conv_bias [C], a_log and dt_bias [Hv], norm_mix [Dv]; and of the
         expert that every row reads its gate_up [2 S, E], down [E, S] and gate [1, E]; gates [2 Hv, E]; the sinks of
-        attention [Hq] (kernels/attention.py). In a layer with a recurrent state, qkv is the in-projection (`DeltaNet`
-        and `ShortConv` in model/config.py give the order of its rows), without b and a if these are `gates`, and o is
-        the out-projection.
+        attention [Hq] (kernels/attention.py); of per-layer embeddings their gate [P, E], output [E, P] and norm [E],
+        and the layer's factor of the stream [1]; of experts beside a feed-forward (`Experts.beside` in model/config.py)
+        the router's norm [E], each expert's factor [X], and the norms [E] of the experts' input, of their output and of
+        the feed-forward's. In a layer with a recurrent state, qkv is the in-projection (`DeltaNet` and `ShortConv` in
+        model/config.py give the order of its rows), without b and a if these are `gates`, and o is the out-projection.
 
-        heads: Hq, Hkv; ropes: the table [C, 2, D] of each layer that attends; scale: factor of attention's scores. A
-        matrix is float32, bfloat16 or `Packed`, everything else float32. activations: see `Matrix.of`."""
+        heads: Hq and, unless `spec.kvs` has those of each layer, Hkv; ropes: the table [C, 2, D] of each layer that
+        attends; scale: factor of attention's scores. A matrix is float32, bfloat16 or `Packed`, everything else
+        float32. activations: see `Matrix.of`."""
         self.layers, self.ropes, self.heads, self.activations = layers, ropes, heads, activations
         self._layers = (Layer * len(layers))()
         self.convolutions: list[Tensor | None] = []  # weights [K, C]
         mixer = spec.recurrent
         by = [_named(layer) for layer in layers]
-        counts: dict[bool, int] = {False: 0, True: 0}  # layers of each kind
+        counts: dict[bool, int] = {False: 0, True: 0}  # layers of each kind, without those that read others' K/V
+        D = next((rope.shape[2] for rope in ropes if rope is not None), 0)
+        self._ones = {size: torch.ones(size) for size in {D, *(kv.dim for kv in spec.kvs)}}  # weights of norms of V
         for n, (struct, own, rope) in enumerate(zip(self._layers, by, ropes, strict=True)):
+            kv = spec.kvs[n] if spec.kvs else None
+            struct.Hkv, struct.D = heads[1:] + (D,) if kv is None else (kv.heads, kv.dim)
+            struct.v_norm = self._ones[struct.D].data_ptr() if spec.v_norm else None
             struct.sliding_window, struct.rope = spec.sliding_window(n), None if rope is None else rope.data_ptr()
             struct.recurrent = int(spec.mixer(n) is not None)
             kind = bool(struct.recurrent if mixer is not None else struct.sliding_window)
-            struct.rank = counts[kind]
-            counts[kind] += 1
+            struct.rank, struct.place = counts[kind], sum(counts.values())
+            if kv is None or kv.source is None:
+                counts[kind] += 1
+            else:
+                struct.rank, struct.place = self._layers[kv.source].rank, self._layers[kv.source].place
+            struct.projects = 0 if kv is None else 2 if kv.source is not None else int(kv.single)
             self.convolutions.append(None if own["conv"] is None else own["conv"].T.contiguous())
             for name in (*VECTORS, *MIXING):
                 tensor = self.convolutions[-1] if name == "conv" else own[name]
                 setattr(struct, name, None if tensor is None else tensor.data_ptr())
-            for name in (*MATRICES, *SHARED):
+            for name in (*MATRICES, *SHARED, *PER_LAYER):
                 if own[name] is not None:
                     setattr(struct, name, Matrix.of(_rows(own[name]), activations))
             for name in ("router", "gates"):  # their input is not rounded: they decide what is read, and what is kept
@@ -192,13 +217,15 @@ class Stack:
         if (rule := spec.experts) is not None:
             self.experts, chosen, normalised = rule.count, rule.chosen, int(rule.normalised)
             scoring, factors = SCORING[rule.scoring], (rule.scale, rule.eps)
-        E, D = layers[0][NAMES.index("o")].shape[0], next((rope.shape[2] for rope in ropes if rope is not None), 0)
+        E = layers[0][NAMES.index("o")].shape[0]
         widths = [layer[NAMES.index("down")].shape[-1] for layer in layers]
-        shared = [own["shared_down"].shape[-1] for own in by if own["shared_down"] is not None]
+        shared = [own[name].shape[-1] for own in by for name in ("shared_down", "ple_out") if own[name] is not None]
         inner = [chosen * width if mixed else width for width, mixed in zip(widths, self.mixtures, strict=True)]
         self.struct = Layers(
-            *(E, *heads, D, max(widths + shared)),
-            *(GATES[spec.activation], self.experts, chosen, normalised, scoring, int(bool(shared))),
+            *(E, heads[0], *(max(getattr(layer, name) for layer in self._layers) for name in ("Hkv", "D"))),
+            *(max(widths + shared), max(heads[0] // layer.Hkv for layer in self._layers)),
+            *(GATES[spec.activation], self.experts, chosen, normalised, scoring),
+            int(any(own["shared_down"] is not None for own in by)),
             max(inner + shared),
             *(int(spec.qk_norm == "projection"), int(spec.gated)),
             max((layer.qkv.O + layer.gates.O + 15) // 16 * 16 for layer in self._layers),
@@ -206,6 +233,8 @@ class Stack:
             *(_mixing(mixer), ctypes.addressof(self._layers), None, eps, scale, *factors, spec.cap),
         )
         self.pairs: Pairs | None = None
+        self.chains = not spec.kvs and all(own["ple_gate"] is None for own in by)  # whether `draft_chain` serves it
+        self._windowed = bool(self._layers[0].sliding_window)  # the first layer, whose K and V are first
 
     def read(self, pairs: Pairs) -> None:
         """From now on, run over pairs."""
@@ -225,8 +254,8 @@ class Stack:
         """What the layer computes and the library does not, for messages; empty if it computes all."""
         if layer.activation not in GATES:
             return f"the activation {layer.activation}"
-        if layer.v_norm:
-            return "norms of V and layers with unlike heads"
+        if layer.kvs and all(kv.source is not None for kv in layer.kvs):
+            return "attention to the K/V of another model"
         if layer.recurrent is not None and layer.recurrent.kernel > MOST_CONV:
             return f"convolutions over {layer.recurrent.kernel} columns"
         if layer.experts is not None and layer.experts.scoring not in SCORING:
@@ -234,11 +263,11 @@ class Stack:
         return ""
 
     @staticmethod
-    def takes(layers: Sequence[Sequence[Any]], head_dim: int) -> bool:
-        """Whether the library supports the sizes and dtypes of these layers."""
+    def takes(layers: Sequence[Sequence[Any]], *head_dims: int) -> bool:
+        """Whether the library supports the sizes and dtypes of these layers. `head_dims`: of those that attend."""
         by = [_named(layer) for layer in layers]
         matrices = [layer[name] for layer in by for name in MATRICES]
-        further = [layer[name] for layer in by for name in ("router", "gates", *SHARED) if layer[name] is not None]
+        further = [layer[name] for layer in by for name in FURTHER if layer[name] is not None]
         others = [layer[name] for layer in by for name in (*VECTORS, *MIXING)]
         convolved = [layer["conv"].shape[0] for layer in by if layer["conv"] is not None]
         normed = [layer["norm_mix"].shape[0] for layer in by if layer["norm_mix"] is not None]
@@ -246,7 +275,8 @@ class Stack:
             available()
             and all(w is not None and takes(w) for w in matrices)
             and all(takes(w) for w in further)
-            and Stack.takes_sizes(head_dim, *(w.shape[-1] for w in matrices + further), *convolved, *normed)
+            and all(Stack.takes_sizes(size) for size in head_dims)
+            and Stack.takes_sizes(0, *(w.shape[-1] for w in matrices + further), *convolved, *normed)
             and all(w is None or (fits(w) and w.dtype == torch.float32) for w in others)
             and all(layer["qkv_bias"] is None for layer in by if layer["norm_mix"] is not None)
         )
@@ -273,8 +303,9 @@ class Stack:
         records: Records | None = None,
         raw: bool = False,
     ) -> tuple[Tensor, Tensor]:
-        """Run groups of layers, as decoder.run_layers does, over x [T, E]; over pairs, if the stack reads them, x
-        holds the embeddings and `features` [T, E] the features. kv: K and V [L, pages, page size, Hkv, D],
+        """Run groups of layers, as decoder.run_layers does, over x [T, E], or with per-layer embeddings [T, E + L P];
+        over pairs, if the stack reads them, x holds the embeddings and `features` [T, E] the features. kv: K and V [L,
+        pages, page size, Hkv, D] of the layers of each kind of heads, in the order of `KVCache.kv`,
         written at the rows' slots, in float32, bfloat16 or float16, or [.., Hkv, D + 4] int8: D codes and the bytes of
         their scale, float32. groups: the first layer of each group, then the end. places: positions and slots [T]
         int64. sequences: cu_rows [B + 1], kv_len and window [B] int32; words [T, W] int64; table [B, P] int32 (see
@@ -288,8 +319,10 @@ class Stack:
         x, starts, depths = x.contiguous(), numbers(tuple(groups)), numbers(tuple(aux_layers))
         features = None if features is None else features.contiguous()
         assert (features is None) == (self.pairs is None) and (features is None or features.shape == x.shape)
-        out = torch.empty(1 + len(aux_layers), *x.shape)
+        out = torch.empty(1 + len(aux_layers), len(x), self.struct.E)
         routed = torch.empty(sum(self.mixtures[groups[0] : groups[-1]]), self.experts + 1, dtype=torch.int32)
+        if near is None and len(kv) > 2:  # of both kinds of layers, over the same pages
+            near, kv = (places[1], table), (*kv[2:], *kv[:2]) if self._windowed else kv
         rows, held = placed(kv, places, sequences, words, table, full, near, records)
         assert (records is None) == (self.struct.mix.kind == 0) and not (full and records)
         call = Forward(
@@ -301,6 +334,7 @@ class Stack:
             len(aux_layers),
             x.data_ptr(),
             None if features is None else features.data_ptr(),
+            x.shape[1],
             raw,
             out.data_ptr(),
             routed.data_ptr() if routed.shape[0] else None,

@@ -52,9 +52,17 @@ VECTORS = (
     "norm_down",
     "router_bias",
     "sinks",
+    "norm_ple",
+    "scalar",
+    "router_norm",
+    "router_scale",
+    "norm_experts",
+    "norm_mixed",
+    "norm_shared",
 )
 MATRICES = "qkv", "o", "gate_up", "down"
 SHARED = "shared_gate_up", "shared_down"
+PER_LAYER = "ple_gate", "ple_out"
 MIXING = "shared_gate", "conv", "conv_bias", "a_log", "dt_bias", "norm_mix"
 SCORING = {"softmax": 0, "sigmoid": 1}  # config.Experts.scoring -> the enum in csrc/layers.h
 MIXERS = {"": 0, "DeltaNet": 1, "ShortConv": 2}  # config.Mixer -> the enum in csrc/layers.h
@@ -63,10 +71,10 @@ MIXERS = {"": 0, "DeltaNet": 1, "ShortConv": 2}  # config.Mixer -> the enum in c
 class Layer(Structure):
     _fields_ = [
         *((name, c_void_p) for name in VECTORS),
-        ("rope", c_void_p),
-        *((name, Matrix) for name in (*MATRICES, "router", *SHARED, "gates")),
+        *((name, c_void_p) for name in ("rope", "v_norm")),
+        *((name, Matrix) for name in (*MATRICES, "router", *SHARED, "gates", *PER_LAYER)),
         *((name, c_void_p) for name in MIXING),
-        *((name, c_int64) for name in ("recurrent", "sliding_window", "rank")),
+        *((name, c_int64) for name in ("Hkv", "D", "projects", "recurrent", "sliding_window", "rank", "place")),
     ]
 
 
@@ -85,7 +93,7 @@ class Entry(Structure):
 
 class Layers(Structure):
     _fields_ = [
-        *((name, c_int64) for name in ("E", "Hq", "Hkv", "D", "F", "activation")),
+        *((name, c_int64) for name in ("E", "Hq", "Hkv", "D", "F", "heads", "activation")),
         *((name, c_int64) for name in ("experts", "chosen", "normalised", "scoring", "shared", "inner", "whole")),
         *((name, c_int64) for name in ("gated", "projected", "mixed")),
         ("mix", Mixing),
@@ -129,7 +137,7 @@ class Forward(Structure):
         ("aux_layers", c_void_p),
         ("aux_count", c_int64),
         *((name, c_void_p) for name in ("x", "features")),
-        ("raw", c_int64),
+        *((name, c_int64) for name in ("row", "raw")),
         *((name, c_void_p) for name in ("out", "routed")),
     ]
 

@@ -24,11 +24,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from specker.kernels.linear import row_linear
 from specker.kernels.quant import Matrix
 from specker.kernels.residual import add_norm
 from specker.kernels.tiles import MAX_ROWS
 from specker.model.cache import KVCache, Lengths, Rows, sequence_bounds
-from specker.model.decoder import Final, GroupRows, Model, Output, in_blocks, over_pages, run_layers
+from specker.model.decoder import Final, GroupRows, Model, Output, in_blocks, over_pages, packed_linear, run_layers
 from specker.model.weights import Parameters
 
 
@@ -55,7 +56,9 @@ class Assistant:
     """An assistant ready to run."""
 
     def __init__(self, parameters: Parameters, spec: AssistantSpec, weights: AssistantWeights):
-        self.model, self.spec, self.weights = Model(parameters), spec, weights
+        on_cpu = parameters.weights.norm.is_cpu
+        linear = packed_linear(parameters.activations) if on_cpu else row_linear
+        self.model, self.spec, self.weights = Model(parameters, linear), spec, weights
 
     def rows(self, cache: KVCache, lengths: Lengths, count: int = 1) -> Rows:
         """Place `count` rows for each text at its root's position. They see the columns before the root in `cache`, the

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from specker.cpu import Stack, available, product, restored, serves
+from specker.cpu import Packed, Stack, available, product, restored, serves
 from specker.fields import option
 from specker.kernels.attention import MAX_WORDS, tree_attention
 from specker.kernels.experts import expert_linear
@@ -131,7 +131,8 @@ class Model:
         if not available() or Stack.lacks(c.layer):
             return None
         layers = [_for_stack(layer) for layer in self.layers]
-        if not Stack.takes(layers, c.head_dim):
+        attending = [n for n in range(c.num_layers) if c.layer.mixer(n) is None]
+        if not Stack.takes(layers, *{c.kv(n).dim for n in attending}):
             return None
         ropes = [layer.rope if isinstance(layer.mixer, Attention) else None for layer in self.layers]
         how = ropes, c.rms_norm_eps, self.scale, self.activations
@@ -177,7 +178,11 @@ class Model:
         """Per-layer embeddings of tokens [T] with the embeddings `rows` [T, E]: (norm(project(rows)) + table[token]) /
         sqrt(2), each with a scale, [T, L P]. On a GPU the host gathers the table's rows."""
         P, eps = self.config.layer.ple, self.config.rms_norm_eps
-        own = torch.cat([self.linear(part, ple.project) for part in rows.split(MAX_ROWS)]) * rows.shape[1] ** -0.5
+        if self.stack is not None and serves(rows, ple.project):  # a row has the same bits in any company, as in layers
+            own = product(rows, ple.project, self.activations)
+        else:
+            own = torch.cat([self.linear(part, ple.project) for part in rows.split(MAX_ROWS)])
+        own = own * rows.shape[1] ** -0.5
         own = F.rms_norm(own.unflatten(1, (-1, P)), (P,), ple.norm, eps).flatten(1)
         found = torch.embedding(ple.table, tokens.to(ple.table.device)).to(self.device, self.dtype)
         return (own + found * ple.scale) * 0.5**0.5
@@ -253,9 +258,11 @@ def _for_stack(layer: Group) -> tuple[Any, ...]:
     every = layer.mlps[0]
     feed, shared = every[: FeedForward._fields.index("shared")], every.shared
     each = (None, None, None) if shared is None else shared
+    beside = [None] * 5 if (b := every.beside) is None else [b.router, b.scale, b.experts, b.mixed, b.shared]
+    rest = *([None] * 3 if every.ple is None else every.ple), every.scalar, *beside
     if isinstance(w := layer.mixer, Attention):
         *attention, sinks = w
-        return *attention, *feed, *[None] * 5, *each, None, sinks
+        return *attention, *feed, *[None] * 5, *each, None, sinks, *rest
     return (
         w.norm_in,
         w.qkv,
@@ -273,6 +280,7 @@ def _for_stack(layer: Group) -> tuple[Any, ...]:
         *each,
         w.gates,
         None,
+        *rest,
     )
 
 
@@ -434,6 +442,21 @@ def dense_linear(x: Tensor, weight: Matrix, bias: Tensor | None = None, epilogue
         parts = [row_linear(part, weight, bias, epilogue) for part in x.split(MAX_ROWS)]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
     return row_linear_ref(x, weight, bias, epilogue)
+
+
+def packed_linear(activations: str) -> Callable[..., Tensor]:
+    """`row_linear` on a CPU for matrices that may be `Packed`, for layers that the compiled library does not run as a
+    whole. `activations`: the type to which it rounds rows of these products."""
+
+    def linear(x: Tensor, weight: Any, bias: Tensor | None = None, epilogue: str = "none") -> Tensor:
+        if not isinstance(weight, Packed):
+            return row_linear(x, weight, bias, epilogue)
+        y = product(x, weight, activations)
+        if bias is not None:
+            y += bias
+        return gated(y, GATES[epilogue]) if epilogue in GATES else y
+
+    return linear
 
 
 def _whole_norms(qkv: Tensor, w: Attention, eps: float) -> Tensor:

@@ -77,8 +77,12 @@ def load(
             raise ValueError(_no_draft(opts, target_source))
     if where.type == "cpu":
         why, lacks = cpu.problem(), cpu.Stack.lacks(opened_target.config.layer)
-        if why is not None or lacks:
-            notes["cpu"] = f"decoding is slow, because {why or f'the compiled kernels lack {lacks}'}"
+        if why is None and lacks:
+            why = f"the compiled kernels lack {lacks}"
+        elif why is None and not served(opened_target.config):
+            why = "the compiled kernels take heads of a multiple of 32 only, and other sizes of a multiple of 16"
+        if why is not None:
+            notes["cpu"] = f"decoding is slow, because {why}"
     if dtype is None and where.type == "cpu":
         whole = ranks is None and opts.linear != "cublas"
         dtype = torch.bfloat16 if whole and served(opened_target.config) else torch.float32

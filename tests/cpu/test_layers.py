@@ -4,7 +4,21 @@ import itertools
 
 import pytest
 import torch
-from make_checkpoint import FULL, GEMMA3, GPT_OSS, QWEN3_5, QWEN3_MOE, SLIDING, make
+from make_checkpoint import (
+    FULL,
+    GEMMA3,
+    GEMMA4,
+    GEMMA4_ALL,
+    GEMMA4_PLE,
+    GEMMA4_SHARED,
+    GEMMA4_WIDE,
+    GEMMA4_WIDE_PLE,
+    GPT_OSS,
+    QWEN3_5,
+    QWEN3_MOE,
+    SLIDING,
+    make,
+)
 from stacks import SIZES, cache_of, checked_chain, model_of, near
 
 import specker
@@ -28,6 +42,12 @@ KINDS = {
     "smollm3": {"arch": "smollm3"},
     "experts": QWEN3_MOE | {"mlp_only_layers": [2]},
     "gpt-oss": GPT_OSS | {"layer_types": [SLIDING, FULL, FULL, SLIDING]},
+    "gemma4": GEMMA4 | GEMMA4_WIDE,
+    "gemma4-full-first": GEMMA4 | GEMMA4_WIDE | {"layer_types": [FULL, SLIDING, SLIDING, FULL]},
+    "gemma4-k-is-v": GEMMA4_SHARED | GEMMA4_WIDE | {"attention_k_eq_v": True, "num_kv_shared_layers": 2},
+    "gemma4-heads-alike": GEMMA4_SHARED | {"global_head_dim": 32},
+    "gemma4-e2b": GEMMA4_PLE | GEMMA4_WIDE_PLE,
+    "gemma4-all": GEMMA4_ALL | GEMMA4_WIDE_PLE,
 }
 
 
@@ -40,7 +60,7 @@ def both(model, call, sequences=1, texts=((1, 2, 3, 4, 5),)):
             prefill(model, cache, list(text), slot=slot)
         model.stack = stack
         with torch.inference_mode():
-            found.append((call(cache), cache.k.clone(), cache.v.clone()))
+            found.append((call(cache), *[kv.clone() for kv in cache.kv]))
         model.stack = kept
     return found
 
@@ -205,6 +225,8 @@ FORMS = [(dtype, kind) for dtype in (torch.float32, torch.bfloat16) for kind in 
 
 ALIKE = [("llama", *form) for form in FORMS]
 ALIKE += [("gelu", torch.float32, None), ("gemma3", torch.bfloat16, None), ("olmo2", torch.float32, "int8")]
+ALIKE += [("gemma4-k-is-v", torch.float32, None), ("gemma4-all", torch.bfloat16, "int8")]
+ALIKE += [("gemma4-e2b", *form) for form in FORMS[:3]]
 
 
 @pytest.mark.parametrize(("kind", "dtype", "quantize"), ALIKE, ids=str)
@@ -283,7 +305,7 @@ def test_a_path_in_a_tree_has_the_bits_of_a_chain(tmp_path, dtype, quantize, len
         assert torch.equal(tree, torch.cat(alone))
 
 
-@pytest.mark.parametrize("kind", ["qwen3", "gemma3", "gpt-oss"])
+@pytest.mark.parametrize("kind", ["qwen3", "gemma3", "gpt-oss", "gemma4"])
 def test_many_rows_have_the_bits_of_single_ones(tmp_path, kind):
     """Twenty rows of eight query heads attend a block of columns at a time, a single row all of its columns at once.
     The largest score rises from block to block."""

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from make_checkpoint import GPT_OSS, MIXTRAL, QWEN3_MOE, make
+from make_checkpoint import FULL, GEMMA4_MIXED, GEMMA4_WIDE, GPT_OSS, MIXTRAL, QWEN3_MOE, SLIDING, make
 from stacks import SIZES, cache_of, checked_chain, model_of, near
 
 import specker
@@ -10,6 +10,7 @@ from specker.cpu import Packed, packed
 from specker.kernels.quant import quantised
 from specker.model.decoder import forward
 from specker.model.prefill import prefill
+from specker.model.weights import Shared
 
 SHAPE = {"layers": 3, "max_context": 512}
 WIDE = QWEN3_MOE | {"num_experts": 20, "num_experts_per_tok": 5, "moe_intermediate_size": 64}
@@ -20,6 +21,7 @@ KINDS = {  # the experts' numbers are no multiples of a register
     "as they are": WIDE | {"norm_topk_prob": False},
     "all": QWEN3_MOE | {"num_experts_per_tok": 6},
     "gpt-oss": GPT_OSS,
+    "beside": GEMMA4_MIXED | GEMMA4_WIDE | {"layer_types": [SLIDING, FULL, FULL]},
     "some dense": WIDE | {"mlp_only_layers": [1], "ffn": 512},  # wider than a row's experts together
 }
 FORMS = [(dtype, kind) for dtype in (torch.float32, torch.bfloat16) for kind in (None, "int8", "int4", "fp8")]
@@ -36,6 +38,8 @@ def plain(model):
         if mlp.router is not None:
             gate_up, down = (w.reshape(X, -1, w.shape[-1]) for w in (gate_up, down))
             mlp = mlp._replace(router=mlp.router.float())
+        if mlp.shared is not None:
+            mlp = mlp._replace(shared=Shared(dense(mlp.shared.gate_up), dense(mlp.shared.down), mlp.shared.gate))
         mlp = mlp._replace(gate_up=gate_up, down=down)
         attention = attention._replace(qkv=dense(attention.qkv), o=dense(attention.o))
         model.layers[n] = layer._replace(mixer=attention, mlps=(mlp,))
@@ -68,7 +72,8 @@ def passes(model, text, counts=(1, 7, 150)):
 
 
 CASES = [(kind, torch.float32, None) for kind in KINDS]
-CASES += [("some dense", *form) for form in FORMS[1:]] + [("gpt-oss", torch.bfloat16, "int4")]
+CASES += [("some dense", *form) for form in FORMS[1:]]
+CASES += [("gpt-oss", torch.bfloat16, "int4"), ("beside", torch.bfloat16, "int8")]
 
 
 @pytest.mark.parametrize(("kind", "dtype", "quantize"), CASES, ids=str)

@@ -7,7 +7,18 @@ from dataclasses import replace
 import cases
 import pytest
 import torch
-from make_checkpoint import FULL, GEMMA3, GEMMA4, GEMMA4_SHARED, SHORT, SLIDING, make
+from make_checkpoint import (
+    FULL,
+    GEMMA3,
+    GEMMA4,
+    GEMMA4_PLE,
+    GEMMA4_SHARED,
+    GEMMA4_WIDE,
+    GEMMA4_WIDE_PLE,
+    SHORT,
+    SLIDING,
+    make,
+)
 from one_round import after_every_round
 from pairs import perturbed
 
@@ -29,6 +40,10 @@ KINDS = {
     "gemma3": GEMMA3 | {"layers": 4, "tied": False, "layer_types": [SLIDING, FULL, SLIDING, SLIDING]} | SIZES,
     "mistral": {"arch": "mistral", "layers": 4, "sliding_window": 20} | SIZES,  # no layer without a window
     "qwen2": {"arch": "qwen2", "layers": 4, "max_window_layers": 2, **SHORT} | SIZES,
+}
+GEMMA4S = {  # two kinds of heads, the narrow ones in rings
+    "gemma4": GEMMA4 | {"tied": False} | SIZES | GEMMA4_WIDE,
+    "gemma4-e2b": GEMMA4_PLE | {"tied": False} | SIZES | GEMMA4_WIDE_PLE,
 }
 HOW = {
     "ar": {"strategy": "ar"},
@@ -52,7 +67,7 @@ def short_rings(monkeypatch):
 def pairs(tmp_path_factory):
     """kind -> (target, draft)."""
     made = {}
-    for kind, options in KINDS.items():
+    for kind, options in (KINDS | GEMMA4S).items():
         target = make(tmp_path_factory.mktemp(kind), max_context=340, **options)
         made[kind] = target, perturbed(target, tmp_path_factory.mktemp(f"{kind}-draft"), amount=0.05)
     return made
@@ -175,7 +190,10 @@ def test_blocks_of_a_large_round(pairs):
         assert torch.equal(slots, table[0, columns // PAGE] * PAGE + columns % PAGE)
 
 
-@pytest.mark.parametrize(("kind", "how"), [("mistral", "tree"), ("qwen2", "exit"), ("gemma3", "chain")])
+@pytest.mark.parametrize(
+    ("kind", "how"),
+    [("mistral", "tree"), ("qwen2", "exit"), ("gemma3", "chain"), ("gemma4", "chain"), ("gemma4-e2b", "tree")],
+)
 def test_compiled_layers_read_rings(pairs, kind, how):
     """Their rows are bit-equal in chunks and rounds, so that a turn continues an answer without `all`."""
     every = specker.load(pairs[kind][0], strategy="ar", dtype="float32", page_size=1024)

@@ -24,6 +24,7 @@ from specker.checkpoints.numbers import check_size
 from specker.checkpoints.parse import SHARED, parse_config, read_json
 from specker.checkpoints.pieces import Piece, pieces_of
 from specker.checkpoints.quantised.schemes import scheme_of
+from specker.cpu import available
 from specker.kernels.clusters import MAX_CLUSTERS
 from specker.model.assistant import AssistantSpec, AssistantWeights
 from specker.model.config import CheckpointError, ModelConfig
@@ -81,7 +82,8 @@ def read(
                 raise CheckpointError(f"{HEAD} of {source} differs from {EMBED}, and tie_word_embeddings is true")
         unread = () if layout.tied else (EMBED,)  # no step reads an embedding of the assistant's own
         where = {n: file for n, file in where.items() if n not in unread and not idle(config, "model.", n)}
-        storage = Storage(scheme_of(raw, str(source)), quantize, dtype, device)
+        packs = device.type == "cpu" and dtype in (torch.float32, torch.bfloat16) and available()
+        storage = Storage(scheme_of(raw, str(source)), quantize, dtype, device, packs)
         found = read_tensors(where, layout.pieces(), config, storage, source)
     parts = AssistantWeights(found.pop("pre"), found.pop("post"), found.pop("centroids", None))
     if layout.clusters:

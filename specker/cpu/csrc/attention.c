@@ -255,8 +255,9 @@ static int64_t spans_of(const places *p, int64_t b, int64_t i) {
 static block block_of(const state *s, int64_t at_layer, int64_t b, int64_t first, int64_t count) {
     const stack *d = s->f->model;
     const places *p = s->f->rows;
-    block a = {.p = p, .kv = pool_of(p, d, at_layer), .b = b, .first = first, .count = count, .D = d->D};
-    a.heads = d->Hq / d->Hkv, a.rows = count * a.heads, a.row_k = d->Hkv * a.kv.head;
+    block a = {.p = p, .kv = pool_of(p, d, at_layer), .b = b, .first = first, .count = count};
+    a.D = d->layers[at_layer].D, a.heads = d->Hq / d->layers[at_layer].Hkv;
+    a.rows = count * a.heads, a.row_k = d->layers[at_layer].Hkv * a.kv.head;
     a.length = p->kv_len[b], a.own = p->cu_rows[b + 1] - p->cu_rows[b], a.w = p->window[b];
     a.S = a.start = p->words || p->full ? a.length : a.length - a.own + first + count;
     for (int64_t i = 0; i < count; i++) {
@@ -312,7 +313,7 @@ static void weigh(const block *a, int64_t c, int64_t end, float *sums, int64_t s
 // The output of row t's query head in the n-th layer, from what it has summed.
 static void finish(const state *s, int64_t n, const layer *l, int64_t t, int64_t head, const float *sum) {
     const stack *d = s->f->model;
-    const int64_t D = d->D;
+    const int64_t D = l->D;
     float *to = mixed_of(s, n) + (t * d->Hq + head) * D, factor = 1.0f / sum[D];
     if (l->sinks) { // relative to the larger one of sink and top
         const float over = l->sinks[head] - sum[D + 1] * 0.69314718f, shrink = expf(-fabsf(over));
@@ -374,7 +375,7 @@ int64_t divided_floats(const stack *d, const places *p, int64_t N) { return N * 
 static void attend_divided(const state *s, int64_t first, int64_t N) {
     const stack *d = s->f->model;
     const places *p = s->f->rows;
-    const int64_t D = d->D, slots = slots_of(p), each = d->Hq * slots * SUM(D); // each: floats of a row
+    const int64_t slots = slots_of(p), each = d->Hq * slots * SUM(d->D); // each: floats of a row
     int64_t all = 0, i = next(s->m);
     for (int64_t b = 0; b < p->B; b++) all += shared_spans(p, b) + 1;
     const int64_t apart = all < 4 * s->m->size ? d->Hkv : 1; // with few spans, their heads are apart
@@ -382,12 +383,13 @@ static void attend_divided(const state *s, int64_t first, int64_t N) {
         const int64_t spans = shared_spans(p, b), items = 1 + spans, own = p->cu_rows[b + 1] - p->cu_rows[b];
         for (; i < before + items * N * apart; i = next(s->m)) {
             const int64_t n = (i - before) / apart % N, k = spans - (i - before) / apart / N; // the last, longest part first
-            if (d->layers[first + n].recurrent) continue;
+            const layer *l = d->layers + first + n;
+            if (l->recurrent) continue;
             block a = block_of(s, first + n, b, 0, own);
             const int64_t c = k * SPAN > a.start ? k * SPAN : a.start, end = k < spans ? (k + 1) * SPAN : a.S;
-            for (int64_t h = apart > 1 ? (i - before) % apart : 0; h < d->Hkv; h += apart) {
-                float *sums = s->divided + n * p->T * each + (p->cu_rows[b] * d->Hq + h * a.rows) * slots * SUM(D);
-                begin(s, n, d->layers + first + n, h, &a);
+            for (int64_t h = apart > 1 ? (i - before) % apart : 0; h < l->Hkv; h += apart) {
+                float *sums = s->divided + n * p->T * each + (p->cu_rows[b] * d->Hq + h * a.rows) * slots * SUM(l->D);
+                begin(s, n, l, h, &a);
                 weigh(&a, c, end, sums, slots);
             }
         }
@@ -396,11 +398,12 @@ static void attend_divided(const state *s, int64_t first, int64_t N) {
     meet(s->m);
     i = next(s->m);
     for (int64_t b = 0, before = 0; b < p->B; b++) {
-        const int64_t own = p->cu_rows[b + 1] - p->cu_rows[b], heads = d->Hq / d->Hkv;
+        const int64_t own = p->cu_rows[b + 1] - p->cu_rows[b];
         for (; i < before + N * d->Hq * own; i = next(s->m)) {
-            const int64_t n = (i - before) / (d->Hq * own), at = (i - before) % (d->Hq * own), t = at % (own * heads) / heads;
+            const int64_t n = (i - before) / (d->Hq * own), at = (i - before) % (d->Hq * own);
             const layer *l = d->layers + first + n;
             if (l->recurrent) continue;
+            const int64_t D = l->D, heads = d->Hq / l->Hkv, t = at % (own * heads) / heads;
             const block a = block_of(s, first + n, b, 0, own);
             float *sum = s->divided + n * p->T * each + (p->cu_rows[b] * d->Hq + at) * slots * SUM(D);
             float *more = sum + a.spans[t] * SUM(D);
@@ -429,7 +432,8 @@ void attend_all(const state *s, int64_t first, int64_t N) {
         for (; i < before + items; i = next(s->m)) {
             const int64_t block = blocks - 1 - (i - before) / (N * Hkv), n = (i - before) / Hkv % N;
             const int64_t count = own - block * BLOCK_ROWS;
-            if (s->f->model->layers[first + n].recurrent) continue;
+            const layer *l = s->f->model->layers + first + n;
+            if (l->recurrent || (i - before) % Hkv >= l->Hkv) continue;
             attend(s, n, first + n, b, (i - before) % Hkv, block * BLOCK_ROWS, count < BLOCK_ROWS ? count : BLOCK_ROWS);
         }
         before += items;

@@ -74,8 +74,8 @@ static int64_t layout(const chain *c, int size, char *base, memory *to) {
     for (int64_t b = 0; b < B; b++) lengths[b] = (int32_t)(c->columns[b] + c->steps);
     places later = *c->first;
     later.T = B, later.W = 0, later.words = 0, later.kv_len = lengths;
-    const forward f = {.model = c->model, .rows = c->first, .groups = c->groups, .group_count = c->group_count};
-    const forward g = {.model = c->model, .rows = &later, .groups = c->later_groups, .group_count = c->later_count};
+    const forward f = {.model = c->model, .rows = c->first, .row = E, .groups = c->groups, .group_count = c->group_count};
+    const forward g = {.model = c->model, .rows = &later, .row = E, .groups = c->later_groups, .group_count = c->later_count};
     const int64_t here = forward_bytes(&f, size), then = forward_bytes(&g, size), need = here > then ? here : then;
     int64_t at = 0;
 #define TAKE(bytes) (base + (at = (at + 63) / 64 * 64, at += (bytes), at - (bytes)))
@@ -213,7 +213,7 @@ static void run_chain(const member *m, void *arg) {
                     for (int64_t e = 0; e < E; e++) s.x[t * E + e] *= (float)c->scale;
             }
             meet(m);
-            forward f = {.model = c->model, .rows = at, .x = s.x, .out = s.out};
+            forward f = {.model = c->model, .rows = at, .x = s.x, .row = E, .out = s.out};
             f.features = n == 0 ? c->features : n == 1 ? c->output : s.out, f.raw = !n && c->raw;
             f.groups = n ? c->later_groups : c->groups, f.group_count = n ? c->later_count : c->group_count;
             run_forward(m, &f, s.forward);

@@ -91,6 +91,7 @@ static void choose(const state *s, const layer *l, int64_t t) {
     for (int64_t j = 0; j < k; j++) sum += scores[j] = z[chosen[j]];
     sum = d->normalised ? sum + (float)d->score_eps : whole;
     for (int64_t j = 0; j < k; j++) scores[j] = scores[j] / sum * (float)d->score_scale;
+    for (int64_t j = 0; l->router_scale && j < k; j++) scores[j] *= l->router_scale[chosen[j]];
 }
 
 // Sorts the choices by expert, and within an expert by row.
@@ -198,11 +199,30 @@ static void weigh(const state *s, const layer *l, float *to) {
     meet(s->m);
 }
 
+// to [T, E] = norm(shared) + norm(to), for experts beside a feed-forward.
+static void join(const state *s, const layer *l, float *to) {
+    const int64_t T = s->f->rows->T, E = s->f->model->E;
+    const float eps = (float)s->f->model->eps;
+    for (int64_t t = s->m->me; t < T; t += s->m->size) {
+        float *mixed = to + t * E, *shared = s->route.shared + t * E;
+        normalise(mixed, l->norm_mixed, mixed, E, eps);
+        normalise(shared, l->norm_shared, shared, E, eps);
+        grow(mixed, shared, 0, E);
+    }
+    meet(s->m);
+}
+
 void feed_experts(state *s, const layer *l, float *to, int32_t *starts) {
     const int64_t T = s->f->rows->T, X = s->f->model->experts;
+    const int beside = l->router_norm != 0;
+    if (beside) { // what the experts read takes the place of what the feed-forward reads
+        share_expert(s, l);
+        normalise_all(s, l->router_norm);
+    }
     rows x = prepared(s, &l->router, s->normed);
     share(s->m, &l->router, &x, T, s->route.logits, padded(X));
     meet(s->m);
+    if (beside) normalise_all(s, l->norm_experts);
     for (int64_t t = s->m->me; t < T; t += s->m->size) {
         choose(s, l, t);
         if (l->shared_gate) choose_share(s, l, t);
@@ -214,4 +234,5 @@ void feed_experts(state *s, const layer *l, float *to, int32_t *starts) {
     multiply(s, l, 1);
     if (l->shared_gate) share_expert(s, l);
     weigh(s, l, to);
+    if (beside) join(s, l, to);
 }

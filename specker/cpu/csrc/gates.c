@@ -78,6 +78,13 @@ void weigh_sigmoid(float *x, const float *gate, int64_t count) {
     for (int64_t i = 0; i < count; i += LANES) store(x + i, swish(load(x + i), splat(1), load(gate + i)));
 }
 
+void gate_times(const state *s, const matrix *w, const rows *x, const float *by, int64_t row) {
+    const int64_t P = w->O, part = chunk(P, s->m->size), i = s->m->me * part, n = part < P - i ? part : P - i;
+    if (i >= P) return;
+    product(w, x, s->f->rows->T, i, n, s->gate + i, P);
+    for (int64_t t = 0; t < s->f->rows->T; t++) gated(s->f->model->activation, s->gate + t * P + i, by + t * row + i, n);
+}
+
 void gate_up(const state *s, const matrix *w, const float *bias, const rows *x) {
     const int64_t T = s->f->rows->T, F = w->O / 2, size = s->m->size;
     const int64_t most = chunk(F, 2 * size), part = chunk(F, 16 * size);

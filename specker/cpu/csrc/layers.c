@@ -10,7 +10,7 @@
 
 static int64_t layout(const forward *f, int size, int me, char *base, state *s) {
     const stack *d = f->model;
-    const int64_t T = f->rows->T, E = d->E, heads = d->Hq / d->Hkv, wide = d->entry ? 2 * E : E;
+    const int64_t T = f->rows->T, E = d->E, heads = d->heads, wide = d->entry ? 2 * E : E;
     int64_t N = 1, at = 0, most = wide > d->mixed ? wide : d->mixed;
     for (int64_t g = 0; g + 1 < f->group_count; g++)
         if (f->groups[g + 1] - f->groups[g] > N) N = f->groups[g + 1] - f->groups[g];
@@ -71,7 +71,7 @@ static void grow_all(const state *s, const float *delta, const float *bias, cons
     }
 }
 
-static void normalise_all(const state *s, const float *weight) {
+void normalise_all(const state *s, const float *weight) {
     const int64_t T = s->f->rows->T, E = s->f->model->E;
     for (int64_t t = s->few ? 0 : s->m->me; t < T; t += s->few ? 1 : s->m->size)
         normalise(s->stream + t * E, weight, s->normed + t * E, E, (float)s->f->model->eps);
@@ -86,10 +86,10 @@ static void begin(const state *s) {
     for (int64_t t = s->few ? 0 : s->m->me; t < T; t += step) {
         float *stream = s->stream + t * E, *pair = s->normed + t * 2 * E;
         if (!in) {
-            memcpy(stream, f->x + t * E, E * 4);
+            memcpy(stream, f->x + t * f->row, E * 4);
             continue;
         }
-        normalise(f->x + t * E, in->embed_norm, pair, E, (float)d->eps);
+        normalise(f->x + t * f->row, in->embed_norm, pair, E, (float)d->eps);
         normalise(f->features + t * E, f->raw ? in->final_norm : 0, stream, E, (float)in->final_eps);
         normalise(stream, in->hidden_norm, pair + E, E, (float)d->eps);
         if (!in->residual) memcpy(stream, pair + E, E * 4);
@@ -118,6 +118,24 @@ static void feed(const state *s, const layer *l, float *to, const matrix *then) 
     meet(s->m);
 }
 
+// stream += norm(out(activation(gate(stream)) x)), where x are the numbers that layer `at` reads of each row's token.
+static void feed_per_layer(const state *s, const layer *l, int64_t at, float *to) {
+    const int64_t T = s->f->rows->T, E = s->f->model->E;
+    rows x = prepared(s, &l->ple_gate, s->stream);
+    gate_times(s, &l->ple_gate, &x, s->f->x + E + at * l->ple_gate.O, s->f->row);
+    meet(s->m);
+    x = prepared(s, &l->ple_out, s->gate);
+    share(s->m, &l->ple_out, &x, T, to, E);
+    meet(s->m);
+    grow_all(s, to, 0, l->norm_ple);
+}
+
+static void scale_all(const state *s, float by) {
+    const int64_t T = s->f->rows->T, E = s->f->model->E;
+    for (int64_t t = s->few ? 0 : s->m->me; t < T; t += s->few ? 1 : s->m->size)
+        for (int64_t e = 0; e < E; e++) s->stream[t * E + e] *= by;
+}
+
 // Adds the biases of qkv, and normalises q and k over all their heads.
 static void normalise_whole(const state *s, int64_t first, int64_t N) {
     const stack *d = s->f->model;
@@ -133,24 +151,34 @@ static void normalise_whole(const state *s, int64_t first, int64_t N) {
     meet(s->m);
 }
 
+// Writes a head of V to the cache; `head` may change.
+static void keep_value(const state *s, const layer *l, int64_t format, float *head, uint8_t *to) {
+    if (l->v_norm) normalise(head, l->v_norm, head, l->D, (float)s->f->model->eps);
+    keep_head(format, 0, head, to, l->D);
+}
+
 // Rotates queries and keys, and writes keys and values to the cache.
 static void place(const state *s, int64_t first, int64_t N) {
     const stack *d = s->f->model;
     const places *p = s->f->rows;
-    const int64_t T = p->T, D = d->D, H = d->Hq + 2 * d->Hkv, gates = d->gated ? d->Hq : 0;
+    const int64_t T = p->T, H = d->Hq + 2 * d->Hkv, gates = d->gated ? d->Hq : 0;
     for (int64_t i = s->m->me; i < N * T * H; i += s->m->size) {
         const int64_t n = i / (T * H), t = i / H % T, h = i % H;
         const layer *l = d->layers + first + n;
-        if (l->recurrent) continue;
+        const int64_t D = l->D, k = h - d->Hq, v = l->projects == K_AND_V ? k - l->Hkv : -1;
+        if (l->recurrent || k >= (2 - l->projects) * l->Hkv) continue;
         const pool kv = pool_of(p, d, first + n);
-        const int64_t to = kv.slots[t] * d->Hkv;
+        const int64_t to = kv.slots[t] * l->Hkv;
         float *head = qkv_of(s, n) + t * row_of(l) + (gates + h) * D;
         const float *turn = l->rope + p->positions[t] * 2 * D;
         if (l->qkv_bias && !d->whole) grow(head, l->qkv_bias + (gates + h) * D, 0, D);
-        const int64_t k = h - d->Hq, v = k - d->Hkv;
+        if (k >= 0 && l->projects == K_ALONE) {
+            memcpy(s->room, head, D * 4);
+            keep_value(s, l, kv.format, s->room, kv.v + (to + k) * kv.head);
+        }
         if (v < 0) rotate(head, d->whole ? 0 : k < 0 ? l->q_norm : l->k_norm, turn, D, (float)d->eps);
         if (v >= 0)
-            keep_head(kv.format, 0, head, kv.v + (to + v) * kv.head, D);
+            keep_value(s, l, kv.format, head, kv.v + (to + v) * kv.head);
         else if (k >= 0)
             keep_head(kv.format, 1, head, kv.k + (to + k) * kv.head, D);
     }
@@ -228,6 +256,8 @@ void run_forward(const member *m, const forward *f, char *scratch) {
                 feed(s, l + n, s->added + n * T * E, first + n + 1 < f->groups[f->group_count - 1] ? &l[n + 1].qkv : 0);
             }
             grow_all(s, s->added + n * T * E, l[n].router.O ? 0 : l[n].down_bias, l[n].norm_down);
+            if (l[n].ple_gate.O) feed_per_layer(s, l + n, first + n, s->added + n * T * E);
+            if (l[n].scalar) scale_all(s, *l[n].scalar);
         }
     }
     keep(s, f->out, d->entry ? d->entry->norm_out : 0);

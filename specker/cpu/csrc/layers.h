@@ -4,24 +4,34 @@
 
 enum activation { SILU, GELU_TANH, GELU, CLAMPED_SILU };
 enum scoring { SOFTMAX, SIGMOID }; // of a router's logits
+enum projects { K_AND_V, K_ALONE, NEITHER }; // besides q: without V's projection V is K's, and NEITHER reads the K/V of another layer
 
 typedef struct {
     const float *norm_in, *qkv_bias, *q_norm, *k_norm, *o_bias, *norm_post, *gate_up_bias, *down_bias; // 0: absent
     const float *norm_o, *norm_down; // [E], norms of the outputs of attention and of the feed-forward; 0: absent
     const float *router_bias;        // [X], added to the logits, or to the scores of SIGMOID to choose by; 0: absent
     const float *sinks;              // [Hq], logits that add nothing but their share of the softmax; 0: absent
+    const float *norm_ple, *scalar;  // [E], of what `ple_out` gives; [1], factor of the stream at the layer's end; 0: absent
+    // Of experts beside a feed-forward, `shared` (config.Experts.beside): norms [E] of the router's and the experts' input and
+    // of both outputs, and each expert's factor [X]; 0: absent
+    const float *router_norm, *router_scale, *norm_experts, *norm_mixed, *norm_shared;
     const float *rope;               // [C, 2, D]
+    const float *v_norm;             // [D], of each head of V; 0: absent
     matrix qkv, o, gate_up, down; // of X experts one after another: gate_up [X 2 F, E], down [X E, F]; biases likewise
     matrix router;                // [X, E]; without rows if the layer has no experts
     matrix shared_gate_up, shared_down; // of the expert that every row reads; without rows if there is none
     matrix gates;                       // [2 Hv, E], see `mixer`; without rows if qkv ends with them
+    matrix ple_gate, ple_out;           // [P, E], [E, P], of per-layer embeddings; without rows if there are none
     const float *shared_gate;           // [1, E]
     const float *conv, *conv_bias;      // [K, C], [C] or 0
     const float *a_log, *dt_bias;       // [Hv]
     const float *norm_mix;              // [Dv]
+    int64_t Hkv, D;         // heads of K and V, and the size of a head; the model's Hkv and D are the largest ones
+    int64_t projects;       // enum projects
     int64_t recurrent;      // the layer has a recurrent state; 0: it attends
     int64_t sliding_window; // a row sees the last so many of its columns; 0: all
     int64_t rank;           // the number of earlier layers of its kind: with a sliding window or without, recurrent or not
+    int64_t place;          // the number of earlier layers; both count those that have K/V, up to the one that it reads
 } layer;
 
 // What layers with a recurrent state compute. The rows of their qkv are, for DELTA, the channels C of q, k and v, then z
@@ -47,7 +57,8 @@ typedef struct {
 } entry;
 
 typedef struct {
-    int64_t E, Hq, Hkv, D, F; // F: the widest of all layers
+    int64_t E, Hq, Hkv, D, F; // Hkv, D and F: the largest of all layers
+    int64_t heads;            // query heads of a head of K and V, in the layer with the most
     int64_t activation; // of the feed-forward's gate
     int64_t experts;    // X of layers with a router, 0 if there are none
     int64_t chosen;     // experts of each row
@@ -109,6 +120,7 @@ typedef struct {
     const int64_t *aux_layers; // depths whose residual stream is returned
     int64_t aux_count;
     const float *x, *features; // [T, E]; with an entry x holds the embeddings, else there are no features
+    int64_t row;               // numbers from a row of x to the next: E, and with per-layer embeddings L P behind them
     int64_t raw;               // the features lack the target's final norm
     float *out;                // [1 + aux_count, T, E]
     int32_t *routed;           // [mixtures, X + 1], where each expert's choices begin in their order by expert; 0: not kept

@@ -46,7 +46,7 @@ static inline float *mixed_of(const state *s, int64_t n) { return s->mixed + n *
 // The pool of layer `at`, whose k and v begin with that layer.
 static inline pool pool_of(const places *p, const stack *d, int64_t at) {
     const layer *l = d->layers + at;
-    const int64_t n = p->near.slots || d->mix.kind ? l->rank : at;
+    const int64_t n = p->near.slots || d->mix.kind ? l->rank : l->place;
     pool kv = p->near.slots && l->sliding_window ? p->near : p->all;
     kv.k += n * kv.stride, kv.v += n * kv.stride;
     return kv;
@@ -72,6 +72,10 @@ int64_t delta_bytes(const stack *d, const places *p); // a thread's work space
 
 // Memory of the experts of a pass; sets `to` for thread `me`, unless it is 0.
 int64_t routing_bytes(const stack *d, int64_t T, int size, int me, char *base, routing *to);
+// gate [T, P] = activation(w x) by, for w [P, E]; `by` has `row` numbers from a row to the next.
+void gate_times(const state *s, const matrix *w, const rows *x, const float *by, int64_t row);
+// normed = norm(stream), of this thread's rows, or of all if they are few.
+void normalise_all(const state *s, const float *weight);
 // gate = activation(gate(x)) up(x) for w [2 F, E], the gate's rows, then those of up, and its bias [2 F] or 0.
 void gate_up(const state *s, const matrix *w, const float *bias, const rows *x);
 // to [T, E] = the layer's experts over `normed`. Also writes where each expert's choices begin, unless `starts` is 0.

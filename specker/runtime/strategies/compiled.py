@@ -15,9 +15,9 @@ from specker.runtime.round.lm_head import LMHead
 
 
 def readable(model: Model, head: LMHead) -> bool:
-    """Whether the compiled library runs this model's layers and can read its embedding and the LM head."""
+    """Whether the compiled library drafts chains of this model's layers and can read its embedding and the LM head."""
     matrices = (model.embed, head.weight, *(() if head.centroids is None else (head.centroids,)))
-    return model.stack is not None and all(takes(w) for w in matrices)
+    return model.stack is not None and model.stack.chains and all(takes(w) for w in matrices)
 
 
 def compiled_chain(

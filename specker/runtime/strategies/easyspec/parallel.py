@@ -69,6 +69,11 @@ class LayerParallel:
         """Moves the attention weights of groups of several layers into stacks, one group at a time, unless they are
         adjacent in memory. `model` keeps views of the stacks."""
         self.model, self.cache, self.schedule = model, cache, schedule
+        if model.config.layer.kvs and any(len(layers) > 1 for layers in schedule.groups):
+            raise ValueError(
+                f"EasySpec cannot run layers of {model.config.architecture} side by side, whose heads differ: "
+                "choose strategy draft"
+            )
         self.ranks = ranks if ranks is not None and ranks.draft_ranks > 1 else None
         self.kv = cache.k.flatten(0, 1), cache.v.flatten(0, 1)  # views: [L * pages, page, Hkv, D]
         packed = model.stack is not None and model.stack.packed
@@ -141,11 +146,6 @@ class LayerParallel:
             raise ValueError(
                 "EasySpec cannot run layers with a recurrent state side by side: choose other "
                 f"{option('layer_parallel')} groups, or strategy draft"
-            )
-        if self.model.config.layer.kvs:
-            raise ValueError(
-                f"EasySpec cannot run layers of {self.model.config.architecture} side by side, whose heads differ: "
-                "choose strategy draft"
             )
         if any(layer.sliding_window != first.sliding_window or layer.rope is not first.rope for layer in others):
             raise ValueError(
