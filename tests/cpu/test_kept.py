@@ -4,7 +4,7 @@ row's bits, and so every strategy's tokens, do not depend on other rows."""
 import pytest
 import torch
 from heads import OFTEN, made
-from make_checkpoint import FULL, GEMMA3, GPT_OSS, MIXED, SLIDING, make
+from make_checkpoint import FULL, GEMMA3, GEMMA4, GEMMA4_WIDE, GPT_OSS, MIXED, SLIDING, make
 from pairs import perturbed
 from stacks import SIZES, cache_of, checked_chain, model_of
 
@@ -93,13 +93,20 @@ def test_a_row_has_the_same_bits_alone_in_a_chain_a_tree_and_a_batch(tmp_path, k
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
 
 
+WINDOW = {"sliding_window": 300, "layer_types": [FULL, SLIDING]}
+SPANS = {
+    "all columns": {"arch": "qwen3"},
+    "window": {"arch": "qwen3", "use_sliding_window": True, **WINDOW},
+    "unlike heads": GEMMA4 | GEMMA4_WIDE | {"kv_heads": 3, **WINDOW, "layer_types": [SLIDING, FULL]},
+}
+
+
 @pytest.mark.parametrize("kind", ["float32", *NARROW])
-@pytest.mark.parametrize("window", [0, 300])
-def test_a_row_has_the_same_bits_on_both_sides_of_the_end_of_a_span(tmp_path, kind, window):
+@pytest.mark.parametrize("layers", SPANS)
+def test_a_row_has_the_same_bits_on_both_sides_of_the_end_of_a_span(tmp_path, kind, layers):
     """Sums over 512 columns are added, from the row on that sees 768 columns. Rows that see a column fewer and more, in
     a chain, a tree and a batch, whose threads divide the columns or the heads; with one thread and three."""
-    how = {"use_sliding_window": True, "sliding_window": window, "layer_types": [FULL, SLIDING]} if window else {}
-    model = model_of(tmp_path, "qwen3", heads=6, layers=2, max_context=1400, **how)
+    model = model_of(tmp_path, **SPANS[layers] | {"heads": 6, "layers": 2, "max_context": 1400})
     long, dtype = [[n * n % 90 + 3 for n in range(length)] for length in (764, 1277)], getattr(torch, kind)
     more, parents, path = [5, 9, 2, 7, 8, 4], torch.tensor([[0, 0, 2, 1, 3, 5, 4, 6, 8, 0]]), [0, 2, 3, 5, 6, 8]
     ids, before, found = torch.tensor([5, 1, 9, 2, 3, 7, 8, 6, 4, 1]), torch.get_num_threads(), []

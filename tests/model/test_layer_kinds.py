@@ -234,9 +234,11 @@ def test_compiled_layers_with_unlike_heads(tmp_path, kind, how):
 
 
 @pytest.mark.parametrize("options", [{}, {"quantize": "int8"}, {"dtype": "float32", "batch_size": 3}], ids=str)
-def test_a_draft_that_is_the_target_is_always_right(tmp_path, options):
-    """A chain drafted in one call has the bits of the verify pass, from the scaled embedding too."""
-    folder = make(tmp_path, max_context=160, **KINDS["gemma3"] | SIZES)
+@pytest.mark.parametrize("kind", ["gemma3", "gemma4-31b", "gemma4-e2b"])
+def test_a_draft_that_is_the_target_is_always_right(tmp_path, kind, options):
+    """A chain drafted in one call has the bits of the verify pass, from the scaled embedding too; so has one of layers
+    with unlike heads, which is drafted token by token."""
+    folder = make(tmp_path, max_context=160, **KINDS[kind] | SIZES | OTHER_SIZES.get(kind, {}))
     how = {"draft_quantize": options["quantize"]} if "quantize" in options else {}
     engine = specker.load(
         folder, folder, strategy="draft", draft_tokens=4, policy="fixed", device="cpu", **options, **how
