@@ -133,8 +133,8 @@ def ways_of(engines: dict[str, Engine], args: Given, temperature: float) -> dict
     }
 
 
-def measured(ways: dict[str, Any], prompts: list[list[int]], rounds: int, warmup: int = 1) -> dict[str, Timing]:
-    """Seconds of each way that decodes one prompt, in turns at every prompt; `last` is one `Decoded` of all prompts."""
+def measured(ways: dict[str, Any], prompts: Sequence[Any], rounds: int, warmup: int = 1) -> dict[str, Timing]:
+    """Seconds of each way that decodes one of `prompts`, in turns at each; `last` is one `Decoded` of all of them."""
     timings = harness.measure_each(ways, prompts, rounds, warmup)
     return {name: dataclasses.replace(timing, last=joined(timing.last)) for name, timing in timings.items()}
 

@@ -4,11 +4,12 @@
     python bench/e2e.py --target DIR --questions bench/spec_bench.jsonl --ways ar,lookup,del
     python bench/e2e.py --target DIR --draft DIR --questions FILE --categories summarization,rag
     python bench/e2e.py --repeats 10 --rounds 1 --prompts 8                  # how steady the strategies are
+    python bench/e2e.py --repeats 10 --rounds 1 --prompts 8 --batch_size 4   # of four texts at once
     python bench/e2e.py --target FILE.gguf --draft FILE.gguf --questions bench/coder_prompts.jsonl --transformers false
 
 One process decodes the prompts: held-out code for the bundled family, otherwise the first turns of `--questions`, or
 its conversations (`messages`), through the target's chat template; a `prompt` is continued as it is. The configurations
-take turns at every prompt; medians of rounds are reported.
+take turns at every prompt, or at every group of `--batch_size` prompts; medians of rounds are reported.
 Configurations: `ar`, `draft`, chains and trees of it, every other strategy with its defaults, transformers' `generate`,
 its assisted generation with the models of `draft` and its prompt lookup, in the same dtype. A strategy that needs a
 checkpoint or a file that is neither given nor bundled is left out. Speedup over `ar` should be
@@ -27,6 +28,7 @@ import sys
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from rich.console import Console
@@ -43,7 +45,6 @@ from bench.decoding import (
     prompts_of,
     row_of,
     share_target,
-    ways_of,
 )
 from specker.checkpoints.checkpoint import read_config
 from specker.runtime.control.stats import Stats
@@ -70,6 +71,7 @@ class Args(Given):
     repeats: int = field(
         default=1, metadata={"help": "runs with new engines, which have to learn again what drafts cost and achieve"}
     )
+    batch_size: int = field(default=1, metadata={"help": "prompts that are decoded at once"})
     temperatures: str = field(default="0,0.7", metadata={"help": "comma-separated"})
     transformers: bool = field(default=True, metadata={"help": "time transformers' generate too"})
 
@@ -86,14 +88,16 @@ def distinct4(texts: Sequence[list[int]]) -> float:
 
 
 def bench(args: Args, temperature: float, engines: dict[str, Engine], prompts: list[list[int]], hf: Any) -> list[dict]:
-    ways: dict[str, Any] = ways_of(engines, args, temperature)
+    size = args.batch_size
+    groups = [prompts[i : i + size] for i in range(0, len(prompts), size)]
+    ways: dict[str, Any] = {name: partial(together, e, args, temperature) for name, e in engines.items()}
     for name, how in hf.ways().items() if hf is not None else ():
-        if wanted(name, args):
-            ways[name] = lambda prompt, how=how: hf.decode([prompt], temperature, **how)
+        if wanted(name, args) and (size == 1 or name == "transformers generate"):  # the others take one text
+            ways[name] = lambda group, how=how: hf.decode(group, temperature, size, **how)
     about = about_of(args) | {"temperature": temperature}
-    reasons = {name: reason for name, way in ways.items() if (reason := reason_not(lambda w=way: w(prompts[0])))}
+    reasons = {name: reason for name, way in ways.items() if (reason := reason_not(lambda w=way: w(groups[0])))}
     ways = {name: way for name, way in ways.items() if name not in reasons}
-    timings = measured(ways, prompts, args.rounds)
+    timings = measured(ways, groups, args.rounds)
     step = _step(timings["ar"].last.stats)
     rows = []
     for name, timing in timings.items():
@@ -118,7 +122,13 @@ def about_of(args: Args) -> dict[str, Any]:
     """The fields that all rows of a run share."""
     models = {} if args.target is None else {"target": args.name, "categories": args.categories}
     weights = {"quantize": args.quantize} if args.quantize else {}
-    return {"bench": "e2e", **models, "dtype": args.dtype, **weights, "device": args.device}
+    batch = {"batch_size": args.batch_size} if args.batch_size > 1 else {}
+    return {"bench": "e2e", **models, "dtype": args.dtype, **weights, **batch, "device": args.device}
+
+
+def together(engine: Engine, args: Args, temperature: float, prompts: list[list[int]]) -> Decoded:
+    done = engine.generate(prompts, args.max_new_tokens, temperature=temperature)
+    return Decoded([each.tokens for each in done], sum((each.stats for each in done), Stats()))
 
 
 def wanted(way: str, args: Args) -> bool:
@@ -133,7 +143,7 @@ def engines_of(args: Args) -> dict[str, Engine]:
         alone = options["strategy"].split("+")[0] in ("ar", "del", "lookup")
         if not wanted(name, args) or not (alone or args.draft_of(options["strategy"])):
             continue
-        engines[name] = args.load(**options)
+        engines[name] = args.load(**options, batch_size=args.batch_size)
         share_target([engines["ar"], engines[name]])  # at once: memory need not hold a target for each
     return engines
 
@@ -214,8 +224,9 @@ def main() -> None:
     args = HfArgumentParser(Args).parse_args_into_dataclasses()[0]
     if unknown := set(args.ways.split(",")) - {"", *SHAPES, *HF}:
         sys.exit(f"bench: --ways has {', '.join(sorted(unknown))}; there are {', '.join((*SHAPES, *HF))}")
-    if args.repeats < 1:
-        sys.exit(f"bench: --repeats must be at least 1, got {args.repeats}")
+    for name in ("repeats", "batch_size"):
+        if getattr(args, name) < 1:
+            sys.exit(f"bench: --{name} must be at least 1, got {getattr(args, name)}")
     hf = Transformers(args, read_config(args.source).eos_ids) if args.transformers else None
     rows = []
     for n in range(args.repeats):

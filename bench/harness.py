@@ -14,7 +14,7 @@ import re
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
@@ -87,7 +87,7 @@ def measure(ways: dict[str, Callable[[], Any]], rounds: int = 5, warmup: int = 1
 
 
 def measure_each(
-    ways: dict[str, Callable[[Any], Any]], items: list[Any], rounds: int = 5, warmup: int = 1
+    ways: dict[str, Callable[[Any], Any]], items: Sequence[Any], rounds: int = 5, warmup: int = 1
 ) -> dict[str, Timing]:
     """`measure` for ways that take one item. They take turns at every item, so compared calls are seconds apart, in an
     order drawn anew, since a way finds in the caches what the one before it left. A round's seconds are the sum over

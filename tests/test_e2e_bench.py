@@ -60,8 +60,11 @@ def test_runs_with_new_engines(run, tmp_path, monkeypatch, capsys):
         (n, way, t) for n in (0, 1) for t in (0.0, 0.7) for way in ("ar", "draft chain 2")
     ]
     assert len(loaded) == 4 and [*tmp_path.glob("*/e2e_repeats.jsonl")]
+    assert all("batch_size" not in how or how["batch_size"] == 1 for how in loaded)
     values = " ".join(f"{r['over_ar']:.2f}" for r in rows if r["way"] != "ar" and r["temperature"] == 0.7)
     assert values in capsys.readouterr().out
+    monkeypatch.setattr("sys.argv", [*sys.argv, "--repeats", "1", "--batch_size", "2"])
+    assert all(r["batch_size"] == loaded[-1]["batch_size"] == 2 for r in run())
     monkeypatch.setattr("sys.argv", [*sys.argv, "--repeats", "0"])
     with pytest.raises(SystemExit, match=r"^bench: --repeats must be at least 1, got 0"):
         e2e.main()

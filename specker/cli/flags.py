@@ -50,7 +50,9 @@ class Job:
     grammar: str | None = opt(None, "each text matches this Lark grammar, or another one of llguidance", "FILE")
     samples: int = opt(1, "independent draws of each prompt, with seeds --seed, --seed + 1, ...", least=1)
     dtype: str | None = opt(
-        None, "of weights and K/V (default: bfloat16; on a CPU without kernels for it float32)", choices=DTYPES
+        None,
+        "of weights and, on a GPU, K/V (default: bfloat16; on a CPU without kernels for it float32)",
+        choices=DTYPES,
     )
     device: str | None = opt(None, "where to run (default: cuda if available)", offers=("cpu", "cuda"))
     check: bool = opt(False, "also decode with ar, compare the tokens and print both speeds")
