@@ -203,7 +203,7 @@ def run(args: Args, hf: Any, about: dict[str, Any]) -> list[dict[str, Any]]:
     plain = engines["ar"]
     rows = []
     for name, engine in list(engines.items()):
-        if engine.captures and (reason := reason_not(engine.warmup)):
+        if reason := reason_not(engine.warmup):  # as the commands do before the first text
             rows.append(about_of(args) | {"way": name, "reason": reason} | about)
             del engines[name]
     if args.save and rows:

@@ -60,14 +60,20 @@ def test_runs_with_new_engines(run, tmp_path, monkeypatch, capsys):
         (n, way, t) for n in (0, 1) for t in (0.0, 0.7) for way in ("ar", "draft chain 2")
     ]
     assert len(loaded) == 4 and [*tmp_path.glob("*/e2e_repeats.jsonl")]
-    assert all("batch_size" not in how or how["batch_size"] == 1 for how in loaded)
     values = " ".join(f"{r['over_ar']:.2f}" for r in rows if r["way"] != "ar" and r["temperature"] == 0.7)
     assert values in capsys.readouterr().out
-    monkeypatch.setattr("sys.argv", [*sys.argv, "--repeats", "1", "--batch_size", "2"])
-    assert all(r["batch_size"] == loaded[-1]["batch_size"] == 2 for r in run())
     monkeypatch.setattr("sys.argv", [*sys.argv, "--repeats", "0"])
     with pytest.raises(SystemExit, match=r"^bench: --repeats must be at least 1, got 0"):
         e2e.main()
+
+
+def test_prompts_that_are_decoded_at_once(run, monkeypatch):
+    """A group takes one call, and the texts are those of each prompt alone."""
+    calls, generate = [], Engine.generate
+    monkeypatch.setattr(Engine, "generate", lambda self, p, *a, **how: calls.append(p) or generate(self, p, *a, **how))
+    monkeypatch.setattr("sys.argv", [*sys.argv, "--batch_size", "2", "--ways", "draft chain 2", "--rounds", "1"])
+    assert all(r["batch_size"] == r["prompts"] == 2 and not r.get("differing_within_rounding") for r in run())
+    assert calls and all(len(group) == 2 for group in calls)
 
 
 @pytest.mark.parametrize("graphs", [pytest.param("off", marks=pytest.mark.slow), "on"])
@@ -123,10 +129,10 @@ def test_a_failed_or_wrong_configuration_has_no_times(run, monkeypatch, capsys):
     def other(self, prompt, count, **how):
         if self.strategy == "del":
             raise RuntimeError("operation not permitted when stream is capturing\nand more")
-        out = generate(self, prompt, count, **how)
+        outs = generate(self, prompt, count, **how)
         if self.options.draft_tokens == 2 and how["temperature"] == 0:
-            out.tokens[5] ^= 1
-        return out
+            outs[0].tokens[5] ^= 1
+        return outs
 
     monkeypatch.setattr(Engine, "generate", other)
     rows = {(r["way"], r["temperature"]): r for r in run(failed="del, draft chain 2")}

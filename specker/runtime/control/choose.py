@@ -7,8 +7,9 @@ from specker.runtime.control.costs import Costs
 from specker.runtime.control.policy import Budget, Policy
 
 # The credit for losses that drafts may cause, in plain rounds: at the start, as a share of the time in which they are
-# made and in which they are not, and at most; and the most that a new text takes over from one in which they lost.
-FIRST, SHARE, RESTING, MOST, CARRIED = 5.0, 0.015, 0.008, 12.0, 4.5
+# made and in which they are not, and at most; the most that a new text takes over from one in which they lost; and the
+# least that it begins with if drafts promise a gain.
+FIRST, SHARE, RESTING, MOST, CARRIED, RENEWED = 5.0, 0.015, 0.008, 12.0, 4.5, 4.0
 COLD = 2  # rounds after a change between plain rounds and drafts, in which the processor's caches hold other data
 SWITCH = 1.0  # what a trial costs because caches are cold, in plain rounds
 RUN = 4  # the fewest drafts in a row, so that some find warm caches: a draft on its own takes up to 1.5 times as long
@@ -54,6 +55,7 @@ class Chooser:
         self._begun = 0.0  # cost of the prefills before drafts for these texts, in plain rounds
         self._ahead = self._sequences = 0  # plain rounds to come without asking the policies; for so many sequences
         self._drafting = False  # whether the last round drafted for its gain
+        self._new = False  # whether a text was admitted since the policies were asked
         self._none = NONE  # the strategy's shape of a round without a draft
         self._look: list[float] = []  # seconds of the last plain rounds, for the next measurement
         self._looked = 0, False  # number of sequences in those rounds, and whether drafts rested
@@ -69,7 +71,7 @@ class Chooser:
         self.credit, self._begun = self.credit - self._begun, 0.0
         if self._lost:
             self.credit = min(self.credit, max(CARRIED, self._price))
-        self._lost, self._ahead, self._run = min(self._lost, 1), 0, 0
+        self._lost, self._ahead, self._run, self._new = min(self._lost, 1), 0, 0, True
 
     def choose(self, policies: Sequence[Policy], remaining: int, behind: int = 0) -> Budget:
         """The shape of the next round. `remaining`: tokens that the texts may still grow by. `behind`: committed
@@ -119,6 +121,9 @@ class Chooser:
             self._since, self._spent = 0, 0.0
             return self._plain(n, none, MEASURED, looks)
         bar = plain if self._drafting else START * plain
+        if self._new and rate > bar:
+            self.credit = max(self.credit, RENEWED)
+        self._new = False
         if rate > bar and self.credit > 0 and remaining * (1 / plain - 1 / rate) > late:
             self._run = self._run - 1 if self._drafting else RUN - 1
             self._waited, self._drafting = 0, True
