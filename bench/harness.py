@@ -209,11 +209,16 @@ def report(
 
 
 def save(name: str, rows: Iterable[dict[str, Any]], device: str = "cpu") -> Path:
-    """Append `rows` to <folder>/<name>.jsonl, all of them or none; returns the file."""
+    """Append `rows` to <folder>/<name>.jsonl, all of them or none; returns the file. A row may name the `threads` of
+    the processes that it measured."""
     path = folder(device) / f"{name}.jsonl"
     path.parent.mkdir(parents=True, exist_ok=True)
     origin = where_from(device)
+
+    def own(row: dict[str, Any]) -> dict[str, Any]:
+        return {"threads": row["threads"]} if "threads" in row else {}
+
     old = path.read_text(encoding="utf-8") if path.exists() else ""
-    new = "".join(json.dumps({**row, **origin}, ensure_ascii=False, allow_nan=False) + "\n" for row in rows)
+    new = "".join(json.dumps({**row, **origin, **own(row)}, ensure_ascii=False, allow_nan=False) + "\n" for row in rows)
     write_file(path, old + new)
     return path

@@ -105,8 +105,8 @@ class Common:
     )
     draft_tokens: int | None = opt(
         None,
-        "tokens in a draft chain (default: the policy chooses; 4 with --policy fixed) or a diffusion block, or a cap on "
-        "the nodes of a --tree",
+        "tokens in a draft chain (default: the policy chooses; 4 with --policy fixed) or a diffusion block, or a cap "
+        "on the nodes of a --tree",
         least=1,
         most=255,
     )

@@ -206,6 +206,19 @@ def test_drafts_that_cannot_win_cost_a_hundredth(step, row, a, confident):
     assert sum(world.spent) < FIRST + CARRIED + 3 + 2 * RESTING * 960
 
 
+def test_a_text_that_lost_does_not_silence_the_next_ones():
+    """Its drafts spent the credit. A new text drafts at once if that promises a gain, and not if it does not."""
+    world = World(0.1, 0.05, lambda n: 0.9).text(64)
+    for expected, drafts in ((4.0, True), (1.0, False)):
+        world.chooser.credit = -3.0
+        world.text(0)
+        world.policies[0].expected = lambda budget, n=expected: n
+        before = len(world.drafted)
+        world.run(AGAIN)
+        assert any(world.drafted[before:]) == drafts
+        assert world.chooser.credit > 0 or not drafts
+
+
 def test_overrated_drafts_are_stopped_by_the_credit():
     """A policy that always expects much cannot lose more than the credit."""
     world = World(0.5, 0.2, lambda n: 0.0)

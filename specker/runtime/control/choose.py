@@ -66,8 +66,9 @@ class Chooser:
         self._kept = 0
 
     def admitted(self) -> None:
-        """A new text may suit the drafts better than the last one: try again soon. Now pay for the prefills that the
-        last text's drafts began with."""
+        """A new text may suit the drafts better than the last one: try again soon, and at once if drafts promise a gain
+        (RENEWED), because one unlucky text says little of the next. Now pay for the prefills that the last text's
+        drafts began with."""
         self.credit, self._begun = self.credit - self._begun, 0.0
         if self._lost:
             self.credit = min(self.credit, max(CARRIED, self._price))
