@@ -137,7 +137,7 @@ def test_the_memory_is_bounded(engine: Any, monkeypatch: pytest.MonkeyPatch) -> 
     found = page(live)
     assert [state["id"] for state in found["states"]] == [2, 3] and found["begun"] == 3
     assert [len(trace["turns"][0]["rounds"]["tokens"]) for trace in found["traces"]] == [2, 2]
-    assert all(trace["remarks"] == ["rounds after the first 2 are left out"] for trace in found["traces"])
+    assert all("rounds after the first 2 are left out" in trace["remarks"] for trace in found["traces"])
     assert found["states"][1]["tokens"] == 20, "counted beyond them"
     many = [request(engine, live, n, 30) for n in range(4, 9)]
     assert [state["id"] for state in page(live)["states"]] == [4, 5]
