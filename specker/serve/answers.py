@@ -37,9 +37,7 @@ class Answer(Pieces):
         choices = [
             Piece(
                 n,
-                "".join(piece.text for piece in pieces),
-                "".join(piece.reasoning for piece in pieces),
-                [call for piece in pieces for call in piece.calls],
+                [each for piece in pieces for each in piece.segments],
                 [each for piece in pieces for each in piece.logprobs],
                 pieces[-1].reason,
             )
@@ -58,7 +56,7 @@ class Answer(Pieces):
                     yield self._event([said | {"finish_reason": None}])
                 if piece.calls and piece.reason:  # openai's client looks for calls before the chunk with the reason
                     yield self._event([self.delta(piece._replace(reason=None))])
-                    piece = Piece(piece.choice, "", "", [], [], piece.reason)
+                    piece = piece._replace(segments=[], logprobs=[])
                 if any(piece[1:]):
                     yield self._event([self.delta(piece)])
             if self.asked.usage:
@@ -110,10 +108,10 @@ class TextAnswer(Answer):
             self._echoes = {n: prompts[n // asked.n] for n in range(len(call.requests))}
 
     def delta(self, piece: Piece) -> dict[str, Any]:
-        piece = piece._replace(text=self._echoes.pop(piece.choice, "") + piece.text)
+        text = self._echoes.pop(piece.choice, "") + piece.text
         start, most = self._written[piece.choice], self.asked.logprobs
-        self._written[piece.choice] += len(piece.text)
+        self._written[piece.choice] += len(text)
         shown = None if most is None else logprobs.of_text(self.tokenizer, piece.logprobs, most, start)
-        return {"index": piece.choice, "text": piece.text, "logprobs": shown, "finish_reason": piece.reason}
+        return {"index": piece.choice, "text": text, "logprobs": shown, "finish_reason": piece.reason}
 
     choice = delta
