@@ -18,8 +18,8 @@ class Answer(Pieces):
     kinds: ClassVar[tuple[str, str]]
 
     def __init__(self, call: Call, reading: Reading, asked: Asked, name: str, tokenizer: Any):
-        super().__init__(call, reading)
-        self.asked, self.tokenizer = asked, tokenizer
+        super().__init__(call, reading, asked)
+        self.tokenizer = tokenizer
         self._about = {"id": self.id, "created": int(time.time()), "model": name}
 
     def delta(self, piece: Piece) -> dict[str, Any]:

@@ -122,8 +122,8 @@ class BlockAnswer(Pieces):
     """The answer to a call with one text. Its events have a `type`, which is also their name."""
 
     def __init__(self, call: Call, reading: Reading, asked: Chat, name: str, tokenizer: Any):
-        super().__init__(call, reading)
-        self.asked, self.name, self.tokenizer = asked, name, tokenizer
+        super().__init__(call, reading, asked)
+        self.name, self.tokenizer = name, tokenizer
         self.answer = Blocks()
 
     def begin(self) -> Iterator[dict[str, Any]]:

@@ -11,6 +11,7 @@ from typing import Any, ClassVar, NamedTuple, Protocol
 from specker.runtime.control.stats import Stats
 from specker.runtime.events import Event, Logprob
 from specker.runtime.harmony import Harmony, Kind, Messages
+from specker.serve.api import Asked
 from specker.serve.reasoning import Reasoning
 from specker.serve.tool_formats import Format, Functions
 from specker.serve.tools import Calls, Segment, called
@@ -150,8 +151,8 @@ class Pieces:
 
     kind: ClassVar[str]
 
-    def __init__(self, call: Call, reading: Reading):
-        self.call, self.reading = call, reading
+    def __init__(self, call: Call, reading: Reading, asked: Asked):
+        self.call, self.reading, self.asked = call, reading, asked
         self.id = f"{self.kind}{uuid.uuid4().hex}"
         kind = TagReader if reading.harmony is None else ChannelReader
         self.readers: list[Reader] = [kind(reading) for _ in call.requests]
@@ -174,7 +175,7 @@ class Pieces:
     def usage(self) -> dict[str, Any]:
         """Token counts. Accepted and refused draft tokens are in OpenAI's fields for predictions."""
         requests = self.call.requests
-        first = {tuple(r.token_ids[: r.prompt_length]): r for r in requests}.values()  # a prompt counts once
+        first = requests[:: self.asked.n]  # a prompt counts once, as its first text found it
         stats = [request.stats for request in requests]
         prompt, emitted = sum(r.prompt_length for r in first), sum(s.tokens for s in stats)
         drafted, accepted = sum(s.drafted for s in stats), sum(s.accepted for s in stats)

@@ -258,6 +258,20 @@ def test_only_requests_of_one_key_share_texts_and_kv(load, key, monkeypatch, tmp
     assert kept() == want
 
 
+def test_usage_counts_prompts_once_as_the_call_found_them(load):
+    with serving(load(prefix_cache="all")) as client:
+
+        def counts(prompt, **more):
+            body = client.post("/v1/completions", json={"prompt": prompt, "max_tokens": 2, **more}).json()
+            return body["usage"]["prompt_tokens"], body["usage"]["prompt_tokens_details"]["cached_tokens"]
+
+        prompt, tokens = "ab cd ef gh", len("ab cd ef gh")
+        assert counts(prompt, n=2, cache_salt="own") == (tokens, 0)
+        assert counts(prompt, n=2, cache_salt="own") == (tokens, tokens - 1)
+        assert counts(prompt, cache_salt="own", cache_prompt=False) == (tokens, 0)
+        assert counts(["ab", "ab"], n=2)[0] == 4
+
+
 BAD = {
     "a salt that is no string": ({"cache_salt": 3}, "cache_salt: "),
     "a field that does not exist": ({"max_token": 3}, "there is no field 'max_token'"),
