@@ -5,6 +5,7 @@ import time
 from collections.abc import AsyncIterator
 from typing import Any, ClassVar
 
+from specker.checkpoints.tokenizer import Tokens
 from specker.serve import logprobs
 from specker.serve.api import Asked, Chat, Completion
 from specker.serve.errors import detail
@@ -17,9 +18,9 @@ class Answer(Pieces):
 
     kinds: ClassVar[tuple[str, str]]
 
-    def __init__(self, call: Call, reading: Reading, asked: Asked, name: str, tokenizer: Any):
+    def __init__(self, call: Call, reading: Reading, asked: Asked, name: str, tokens: Tokens):
         super().__init__(call, reading, asked)
-        self.tokenizer = tokenizer
+        self.tokens = tokens
         self._about = {"id": self.id, "created": int(time.time()), "model": name}
 
     def delta(self, piece: Piece) -> dict[str, Any]:
@@ -39,6 +40,7 @@ class Answer(Pieces):
                 n,
                 [each for piece in pieces for each in piece.segments],
                 [each for piece in pieces for each in piece.logprobs],
+                [each for piece in pieces for each in piece.texts],
                 pieces[-1].reason,
             )
             for n, pieces in enumerate(texts)
@@ -57,7 +59,7 @@ class Answer(Pieces):
                 if piece.calls and piece.reason:  # openai's client looks for calls before the chunk with the reason
                     yield self._event([self.delta(piece._replace(reason=None))])
                     piece = piece._replace(segments=[], logprobs=[])
-                if any(piece[1:]):
+                if piece.segments or piece.logprobs or piece.reason:
                     yield self._event([self.delta(piece)])
             if self.asked.usage:
                 yield self._event([], self.usage())
@@ -76,6 +78,10 @@ class ChatAnswer(Answer):
     kind, kinds = "chatcmpl-", ("chat.completion", "chat.completion.chunk")
     asked: Chat
 
+    def __init__(self, call: Call, reading: Reading, asked: Chat, name: str, tokens: Tokens):
+        super().__init__(call, reading, asked, name, tokens)
+        self._begun = [False] * len(call.requests)  # whether each text has any bytes so far
+
     def delta(self, piece: Piece) -> dict[str, Any]:
         said = {"reasoning_content": piece.reasoning, "content": piece.text, "tool_calls": piece.calls}
         delta = {name: value for name, value in said.items() if value}
@@ -91,7 +97,10 @@ class ChatAnswer(Answer):
 
     def _end(self, piece: Piece) -> dict[str, Any]:
         most = self.asked.top_logprobs or 0
-        shown = logprobs.of_chat(self.tokenizer, piece.logprobs, most) if self.asked.logprobs else None
+        shown = None
+        if self.asked.logprobs:
+            shown = logprobs.of_chat(self.tokens, piece.logprobs, most, self._begun[piece.choice])
+            self._begun[piece.choice] |= any(one["bytes"] for one in shown["content"])
         return {"logprobs": shown, "finish_reason": piece.reason}
 
 
@@ -99,19 +108,21 @@ class TextAnswer(Answer):
     kind, kinds = "cmpl-", ("text_completion", "text_completion")
     asked: Completion
 
-    def __init__(self, call: Call, reading: Reading, asked: Completion, name: str, tokenizer: Any):
-        super().__init__(call, reading, asked, name, tokenizer)
+    def __init__(self, call: Call, reading: Reading, asked: Completion, name: str, tokens: Tokens):
+        super().__init__(call, reading, asked, name, tokens)
         self._written = [0] * len(call.requests)  # characters of each text so far
         self._echoes: dict[int, str] = {}  # the prompts of texts that have not begun, if texts begin with them
         if asked.echo:
-            prompts = [p if isinstance(p, str) else tokenizer.decode(p) for p in asked.prompts]
+            prompts = [p if isinstance(p, str) else tokens.tokenizer.decode(p) for p in asked.prompts]
             self._echoes = {n: prompts[n // asked.n] for n in range(len(call.requests))}
 
     def delta(self, piece: Piece) -> dict[str, Any]:
         text = self._echoes.pop(piece.choice, "") + piece.text
         start, most = self._written[piece.choice], self.asked.logprobs
         self._written[piece.choice] += len(text)
-        shown = None if most is None else logprobs.of_text(self.tokenizer, piece.logprobs, most, start)
+        shown = None
+        if most is not None:
+            shown = logprobs.of_text(self.tokens.tokenizer, piece.logprobs, piece.texts, most, start)
         return {"index": piece.choice, "text": text, "logprobs": shown, "finish_reason": piece.reason}
 
     choice = delta

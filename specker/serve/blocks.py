@@ -11,6 +11,7 @@ from typing import Any, Literal, NamedTuple
 
 from pydantic import ValidationError
 
+from specker.checkpoints.tokenizer import Tokens
 from specker.runtime.harmony import Kind
 from specker.serve.api import Chat, check_values
 from specker.serve.errors import sentence
@@ -121,9 +122,9 @@ class Blocks:
 class BlockAnswer(Pieces):
     """The answer to a call with one text. Its events have a `type`, which is also their name."""
 
-    def __init__(self, call: Call, reading: Reading, asked: Chat, name: str, tokenizer: Any):
+    def __init__(self, call: Call, reading: Reading, asked: Chat, name: str, tokens: Tokens):
         super().__init__(call, reading, asked)
-        self.name, self.tokenizer = name, tokenizer
+        self.name = name
         self.answer = Blocks()
 
     def begin(self) -> Iterator[dict[str, Any]]:
