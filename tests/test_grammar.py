@@ -483,3 +483,6 @@ def test_the_command(tmp_path, capsys):
     assert "the grammar is invalid: " in capsys.readouterr().err
     assert run.main([*short, "--json-schema", str(schema)]) == 2
     assert f"{schema}: a JSON schema must be a JSON object: " in capsys.readouterr().err
+    schema.write_text('start: "ab<|mask|>"')  # text cannot spell a special token
+    assert run.main([*short, "--grammar", str(schema)]) == 1
+    assert "the text ends early: no token can follow in the grammar" in capsys.readouterr().err

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 from specker.checkpoints.gguf.cache import DONE
 from specker.checkpoints.gguf.convert import WHOLE
 from specker.checkpoints.parse import read_json, reason
+from specker.checkpoints.spelling import Spelling
 from specker.model.config import CheckpointError
 
 NAMES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")
@@ -314,6 +315,16 @@ class Tokens:
         """The tokens with their ids. Raises CheckpointError."""
         found: dict[str, int] = self.tokenizer.get_vocab()
         return found
+
+    @cached_property
+    def spelling(self) -> Spelling:
+        """What the tokens stand for. Raises CheckpointError."""
+        return Spelling.of(self.tokenizer)
+
+    def bytes_of(self, token: int) -> bytes:
+        """The bytes of an id; none of special tokens and of ids without a token. Raises CheckpointError."""
+        spelled = self.tokenizer.convert_ids_to_tokens(token)
+        return b"" if spelled is None else self.spelling.read(spelled)
 
     @cached_property
     def special(self) -> dict[str, int]:

@@ -1,8 +1,7 @@
 """A draft with another tokenizer: which ids mean the same as the target's, and the target's text in the draft's ids.
 
-Two ids are the same token if they stand for the same bytes, however their vocabularies spell them: byte-level BPE
-writes " the" as "Ġthe", sentencepiece as "▁the", and a byte without a token of its own as "<0x0A>". Special tokens are
-the same if their texts are.
+Two ids are the same token if they stand for the same bytes, however their vocabularies spell them (spelling.py).
+Special tokens are the same if their texts are.
 
 The draft reads its own tokens: the text of the target's tokens, divided by the draft's tokenizer (`Reader`). It writes
 in one of two ways (both in arXiv 2502.05202). A chain may have any tokens of the draft, and the target's tokenizer
@@ -25,18 +24,10 @@ from torch import Tensor
 from specker.checkpoints.tokenizer import Tokens
 
 LEAST = 0.1  # share of the draft's ids that must be the target's, too
-SPACE = "\u2581"  # sentencepiece's
 # The last ids of a text change when it grows: a word's last part becomes a longer one. Ids before a word that at least
 # KEEP ids follow are settled, and so, in a text without words of its own such as Chinese, are all but the last KEEP
 # of LONG.
 KEEP, LONG = 12, 96
-
-
-def _byte_characters() -> dict[int, str]:
-    """The character with which byte-level BPE (GPT-2) writes each byte -> the character of the byte's number."""
-    plain = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
-    others = [byte for byte in range(256) if byte not in plain]
-    return {byte: chr(byte) for byte in plain} | {256 + n: chr(byte) for n, byte in enumerate(others)}
 
 
 @dataclass(frozen=True)
@@ -50,25 +41,12 @@ class Pieces:
     @classmethod
     def of(cls, tokens: Tokens) -> Pieces:
         """The pieces of a tokenizer. Raises CheckpointError if it cannot be read."""
-        vocabulary, tokenizer = tokens.vocabulary, tokens.tokenizer
+        vocabulary, spelling = tokens.vocabulary, tokens.spelling
         texts = [b""] * (max(vocabulary.values(), default=-1) + 1)
-        fallback: set[int] = set()
-        added = {token.content: token.special for token in getattr(tokenizer, "added_tokens_decoder", {}).values()}
-        table = _byte_characters() if _byte_level(tokenizer, vocabulary) else None
         for token, n in vocabulary.items():
-            if token in added:
-                texts[n] = b"" if added[token] else token.encode()
-            elif table is not None:
-                try:
-                    texts[n] = token.translate(table).encode("latin-1")
-                except UnicodeEncodeError:  # a character that stands for no byte: an added token that is not listed
-                    texts[n] = token.encode(errors="ignore")
-            elif len(token) == 6 and token.startswith("<0x") and token.endswith(">"):
-                texts[n] = bytes.fromhex(token[3:5])
-                fallback.add(n)
-            else:
-                texts[n] = token.replace(SPACE, " ").encode(errors="ignore")
-        special = {token: vocabulary[token] for token, its in added.items() if its and token in vocabulary}
+            texts[n] = spelling.read(token)
+        fallback = {n for token, n in vocabulary.items() if spelling.is_byte(token)}
+        special = {token: vocabulary[token] for token, its in spelling.added.items() if its and token in vocabulary}
         return cls(texts, fallback, special)
 
     @cached_property
@@ -79,15 +57,6 @@ class Pieces:
             found.setdefault(self.texts[n], n)
         found.pop(b"", None)
         return found
-
-
-def _byte_level(tokenizer: Any, vocabulary: dict[str, int]) -> bool:
-    """Whether tokens spell bytes as GPT-2's do."""
-    decoder = getattr(getattr(tokenizer, "backend_tokenizer", None), "decoder", None)
-    if decoder is None:
-        return "\u0120" in vocabulary and SPACE not in vocabulary
-    state: bytes = decoder.__getstate__()
-    return b'"ByteLevel"' in state
 
 
 @dataclass(frozen=True, eq=False)

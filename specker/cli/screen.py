@@ -237,10 +237,14 @@ def _comments(engine: Any, results: list[Result], trim: dict[str, Any]) -> Itera
     if trim:
         follow = f"; {trim['text_rows']} of them follow the text" if trim["text_rows"] else ""
         yield f"the rows of the draft head were chosen by {trim['ranking']}{follow}", "dim"
-    if cut := sum(result.finished == "context" for result in results):
-        which = "the text ends" if len(results) == 1 else f"{cut} of {len(results)} texts end"
-        full = f"the context of {engine.max_context} tokens is full (--max-context)"
-        yield f"{which} before --max-new-tokens: {full}", "yellow"
+    why = {
+        "context": f"before --max-new-tokens: the context of {engine.max_context} tokens is full (--max-context)",
+        "grammar": "early: no token can follow in the grammar",
+    }
+    for finished, sentence in why.items():
+        if cut := sum(result.finished == finished for result in results):
+            which = "the text ends" if len(results) == 1 else f"{cut} of {len(results)} texts end"
+            yield f"{which} {sentence}", "yellow"
     if stats.rests:
         yield _undrafted(stats), "dim"
     if checked and engine.speculates and (gain := speedup(checked) or 0.0) < 1:

@@ -5,6 +5,7 @@ import time
 from collections.abc import AsyncIterator
 from typing import Any, ClassVar
 
+from specker.checkpoints.tokenizer import Tokens
 from specker.serve import logprobs
 from specker.serve.api import Asked, Chat, Completion
 from specker.serve.errors import detail
@@ -17,9 +18,9 @@ class Answer(Pieces):
 
     kinds: ClassVar[tuple[str, str]]
 
-    def __init__(self, call: Call, reading: Reading, asked: Asked, name: str, tokenizer: Any):
-        super().__init__(call, reading)
-        self.asked, self.tokenizer = asked, tokenizer
+    def __init__(self, call: Call, reading: Reading, asked: Asked, name: str, tokens: Tokens):
+        super().__init__(call, reading, asked)
+        self.tokens = tokens
         self._about = {"id": self.id, "created": int(time.time()), "model": name}
 
     def delta(self, piece: Piece) -> dict[str, Any]:
@@ -37,10 +38,9 @@ class Answer(Pieces):
         choices = [
             Piece(
                 n,
-                "".join(piece.text for piece in pieces),
-                "".join(piece.reasoning for piece in pieces),
-                [call for piece in pieces for call in piece.calls],
+                [each for piece in pieces for each in piece.segments],
                 [each for piece in pieces for each in piece.logprobs],
+                [each for piece in pieces for each in piece.texts],
                 pieces[-1].reason,
             )
             for n, pieces in enumerate(texts)
@@ -58,8 +58,8 @@ class Answer(Pieces):
                     yield self._event([said | {"finish_reason": None}])
                 if piece.calls and piece.reason:  # openai's client looks for calls before the chunk with the reason
                     yield self._event([self.delta(piece._replace(reason=None))])
-                    piece = Piece(piece.choice, "", "", [], [], piece.reason)
-                if any(piece[1:]):
+                    piece = piece._replace(segments=[], logprobs=[])
+                if piece.segments or piece.logprobs or piece.reason:
                     yield self._event([self.delta(piece)])
             if self.asked.usage:
                 yield self._event([], self.usage())
@@ -78,6 +78,10 @@ class ChatAnswer(Answer):
     kind, kinds = "chatcmpl-", ("chat.completion", "chat.completion.chunk")
     asked: Chat
 
+    def __init__(self, call: Call, reading: Reading, asked: Chat, name: str, tokens: Tokens):
+        super().__init__(call, reading, asked, name, tokens)
+        self._begun = [False] * len(call.requests)  # whether each text has any bytes so far
+
     def delta(self, piece: Piece) -> dict[str, Any]:
         said = {"reasoning_content": piece.reasoning, "content": piece.text, "tool_calls": piece.calls}
         delta = {name: value for name, value in said.items() if value}
@@ -93,7 +97,10 @@ class ChatAnswer(Answer):
 
     def _end(self, piece: Piece) -> dict[str, Any]:
         most = self.asked.top_logprobs or 0
-        shown = logprobs.of_chat(self.tokenizer, piece.logprobs, most) if self.asked.logprobs else None
+        shown = None
+        if self.asked.logprobs:
+            shown = logprobs.of_chat(self.tokens, piece.logprobs, most, self._begun[piece.choice])
+            self._begun[piece.choice] |= any(one["bytes"] for one in shown["content"])
         return {"logprobs": shown, "finish_reason": piece.reason}
 
 
@@ -101,19 +108,21 @@ class TextAnswer(Answer):
     kind, kinds = "cmpl-", ("text_completion", "text_completion")
     asked: Completion
 
-    def __init__(self, call: Call, reading: Reading, asked: Completion, name: str, tokenizer: Any):
-        super().__init__(call, reading, asked, name, tokenizer)
+    def __init__(self, call: Call, reading: Reading, asked: Completion, name: str, tokens: Tokens):
+        super().__init__(call, reading, asked, name, tokens)
         self._written = [0] * len(call.requests)  # characters of each text so far
         self._echoes: dict[int, str] = {}  # the prompts of texts that have not begun, if texts begin with them
         if asked.echo:
-            prompts = [p if isinstance(p, str) else tokenizer.decode(p) for p in asked.prompts]
+            prompts = [p if isinstance(p, str) else tokens.tokenizer.decode(p) for p in asked.prompts]
             self._echoes = {n: prompts[n // asked.n] for n in range(len(call.requests))}
 
     def delta(self, piece: Piece) -> dict[str, Any]:
-        piece = piece._replace(text=self._echoes.pop(piece.choice, "") + piece.text)
+        text = self._echoes.pop(piece.choice, "") + piece.text
         start, most = self._written[piece.choice], self.asked.logprobs
-        self._written[piece.choice] += len(piece.text)
-        shown = None if most is None else logprobs.of_text(self.tokenizer, piece.logprobs, most, start)
-        return {"index": piece.choice, "text": piece.text, "logprobs": shown, "finish_reason": piece.reason}
+        self._written[piece.choice] += len(text)
+        shown = None
+        if most is not None:
+            shown = logprobs.of_text(self.tokens.tokenizer, piece.logprobs, piece.texts, most, start)
+        return {"index": piece.choice, "text": text, "logprobs": shown, "finish_reason": piece.reason}
 
     choice = delta

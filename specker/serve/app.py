@@ -18,6 +18,7 @@ from fastapi.middleware.cors import CORSMiddleware
 from fastapi.responses import HTMLResponse, JSONResponse, Response, StreamingResponse
 from starlette.exceptions import HTTPException
 
+from specker.checkpoints.tokenizer import Tokens
 from specker.runtime import harmony, strategies
 from specker.runtime.engine import Engine
 from specker.runtime.round import state
@@ -236,7 +237,7 @@ class Server:
         asked: Any,
         http: Request,
         prepare: Callable[[Any], Awaitable[Prepared]],
-        kind: Callable[[Call, Reading, Any, str, Any], Pieces],
+        kind: Callable[[Call, Reading, Any, str, Tokens], Pieces],
     ) -> Response:
         began = time.monotonic()
         self.check_name(asked.model)
@@ -245,7 +246,7 @@ class Server:
             for request, text in texts.items():
                 self.live.begin(request, f"request {request.index}", text)
         call = self.worker.call([*texts], began)
-        answer = kind(call, reading, asked, self.name, self.engine.tokenizer)
+        answer = kind(call, reading, asked, self.name, self.engine.target.tokens)
         if asked.stream:
             return StreamingResponse(answer.events(), media_type="text/event-stream")
         whole, left = asyncio.ensure_future(answer.whole()), asyncio.ensure_future(_left(http))

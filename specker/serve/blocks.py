@@ -6,10 +6,13 @@ import re
 import uuid
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import groupby
 from typing import Any, Literal, NamedTuple
 
 from pydantic import ValidationError
 
+from specker.checkpoints.tokenizer import Tokens
+from specker.runtime.harmony import Kind
 from specker.serve.api import Chat, check_values
 from specker.serve.errors import sentence
 from specker.serve.pieces import Piece, Pieces, Reading
@@ -63,7 +66,7 @@ class Block:
     id: of the block.
     """
 
-    kind: Literal["reasoning", "text", "call"]
+    kind: Kind
     text: str = ""
     call: dict[str, Any] = field(default_factory=dict)
     id: str = field(default_factory=lambda: uuid.uuid4().hex)
@@ -87,17 +90,17 @@ class Blocks:
 
     def add(self, piece: Piece) -> Iterator[Step]:
         self.reason = piece.reason
-        if piece.reasoning:
-            yield from self._grow("reasoning", piece.reasoning)
-        if piece.text:
-            yield from self._grow("text", piece.text)
-        for call in piece.calls:
-            yield from self._begin(Block("call", call=call))
-            yield from self._more(call["function"]["arguments"])
+        for kind, segments in groupby(piece.segments, lambda segment: segment.kind):
+            if kind != "call":
+                yield from self._grow(kind, "".join(segment.text for segment in segments))
+                continue
+            for segment in segments:
+                yield from self._begin(Block(kind, call=segment.call or {}))
+                yield from self._more(segment.text)
         if piece.reason is not None:
             yield from self._end()
 
-    def _grow(self, kind: Literal["reasoning", "text"], new: str) -> Iterator[Step]:
+    def _grow(self, kind: Kind, new: str) -> Iterator[Step]:
         if not self.blocks or self.blocks[-1].kind != kind:
             yield from self._begin(Block(kind))
         yield from self._more(new)
@@ -119,9 +122,9 @@ class Blocks:
 class BlockAnswer(Pieces):
     """The answer to a call with one text. Its events have a `type`, which is also their name."""
 
-    def __init__(self, call: Call, reading: Reading, asked: Chat, name: str, tokenizer: Any):
-        super().__init__(call, reading)
-        self.asked, self.name, self.tokenizer = asked, name, tokenizer
+    def __init__(self, call: Call, reading: Reading, asked: Chat, name: str, tokens: Tokens):
+        super().__init__(call, reading, asked)
+        self.name = name
         self.answer = Blocks()
 
     def begin(self) -> Iterator[dict[str, Any]]:

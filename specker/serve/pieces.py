@@ -10,10 +10,11 @@ from typing import Any, ClassVar, NamedTuple, Protocol
 
 from specker.runtime.control.stats import Stats
 from specker.runtime.events import Event, Logprob
-from specker.runtime.harmony import Harmony, Messages, joined
+from specker.runtime.harmony import Harmony, Kind, Messages
+from specker.serve.api import Asked
 from specker.serve.reasoning import Reasoning
 from specker.serve.tool_formats import Format, Functions
-from specker.serve.tools import Calls, called
+from specker.serve.tools import Calls, Segment, called
 from specker.serve.worker import Call
 
 log = logging.getLogger(__name__)
@@ -25,11 +26,26 @@ class Piece(NamedTuple):
     """What an event adds to one of the texts."""
 
     choice: int
-    text: str  # beside reasoning and calls
-    reasoning: str
-    calls: list[dict[str, Any]]
+    segments: list[Segment]  # in the order of the text
     logprobs: list[Logprob]
+    texts: list[str]  # that each token completes
     reason: str | None  # why the text ends
+
+    @property
+    def text(self) -> str:
+        """Beside reasoning and calls."""
+        return self._joined("text")
+
+    @property
+    def reasoning(self) -> str:
+        return self._joined("reasoning")
+
+    @property
+    def calls(self) -> list[dict[str, Any]]:
+        return [segment.call for segment in self.segments if segment.call is not None]
+
+    def _joined(self, kind: Kind) -> str:
+        return "".join(segment.text for segment in self.segments if segment.kind == kind)
 
 
 @dataclass(frozen=True)
@@ -84,12 +100,15 @@ class ChannelReader:
         return self._messages.reasoned
 
     def read(self, choice: int, event: Event) -> Piece:
-        parts, reason = self._messages.read(event), event.finished
-        calls = [called(self._found + n, p.name, p.text) for n, p in enumerate(p for p in parts if p.kind == "call")]
-        self._found += len(calls)
+        segments, reason = [], event.finished
+        for part in self._messages.read(event):
+            if part.kind == "call":
+                segments.append(called(self._found, part.name, part.text))
+                self._found += 1
+            else:
+                segments.append(Segment(part.kind, part.text))
         reason = "tool_calls" if reason == "stop" and self._found else reason
-        text, reasoning = joined(parts, "text"), joined(parts, "reasoning")
-        return Piece(choice, text, reasoning, calls, event.logprobs, REASONS.get(reason or "", reason))
+        return Piece(choice, segments, event.logprobs, event.texts, REASONS.get(reason or "", reason))
 
 
 class TagReader:
@@ -104,15 +123,17 @@ class TagReader:
 
     def read(self, choice: int, event: Event) -> Piece:
         reasoning, reason = "", event.finished
-        calls: list[dict[str, Any]] = []
         texts = [t + self._marks.get(token, "") for token, t in zip(event.tokens, event.texts, strict=True)]
         text = "".join(texts) + event.rest
         if self._reasoning is not None:
             reasoning, text = self._without_reasoning(self._reasoning, event, texts)
+        segments = [Segment("reasoning", reasoning)] if reasoning else []  # only before all else
         if self._calls is not None:
-            text, calls = self._calls.add(text, last=reason is not None)
+            segments += self._calls.add(text, last=reason is not None)
             reason = "tool_calls" if reason == "stop" and self._calls.found else reason
-        return Piece(choice, text, reasoning, calls, event.logprobs, REASONS.get(reason or "", reason))
+        elif text:
+            segments.append(Segment("text", text))
+        return Piece(choice, segments, event.logprobs, event.texts, REASONS.get(reason or "", reason))
 
     def _without_reasoning(self, found: Reasoning, event: Event, texts: list[str]) -> tuple[str, str]:
         parts = []
@@ -131,8 +152,8 @@ class Pieces:
 
     kind: ClassVar[str]
 
-    def __init__(self, call: Call, reading: Reading):
-        self.call, self.reading = call, reading
+    def __init__(self, call: Call, reading: Reading, asked: Asked):
+        self.call, self.reading, self.asked = call, reading, asked
         self.id = f"{self.kind}{uuid.uuid4().hex}"
         kind = TagReader if reading.harmony is None else ChannelReader
         self.readers: list[Reader] = [kind(reading) for _ in call.requests]
@@ -155,7 +176,7 @@ class Pieces:
     def usage(self) -> dict[str, Any]:
         """Token counts. Accepted and refused draft tokens are in OpenAI's fields for predictions."""
         requests = self.call.requests
-        first = {tuple(r.token_ids[: r.prompt_length]): r for r in requests}.values()  # a prompt counts once
+        first = requests[:: self.asked.n]  # a prompt counts once, as its first text found it
         stats = [request.stats for request in requests]
         prompt, emitted = sum(r.prompt_length for r in first), sum(s.tokens for s in stats)
         drafted, accepted = sum(s.drafted for s in stats), sum(s.accepted for s in stats)

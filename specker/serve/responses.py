@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, field_validator, model_validator
 
+from specker.checkpoints.tokenizer import Tokens
 from specker.serve.api import Chat, Named, Strict
 from specker.serve.blocks import Block, BlockAnswer, Step, chat_of, joined, supported
 from specker.serve.pieces import Reading
@@ -177,8 +178,8 @@ def _add(messages: list[dict[str, Any]], item: Item) -> None:
 class ResponseAnswer(BlockAnswer):
     kind = "resp_"
 
-    def __init__(self, given: ResponseRequest, call: Call, reading: Reading, asked: Chat, name: str, tokenizer: Any):
-        super().__init__(call, reading, asked, name, tokenizer)
+    def __init__(self, given: ResponseRequest, call: Call, reading: Reading, asked: Chat, name: str, tokens: Tokens):
+        super().__init__(call, reading, asked, name, tokens)
         self.given, self.created, self._sent = given, int(time.time()), 0
 
     def begin(self) -> Iterator[dict[str, Any]]:

@@ -1,8 +1,9 @@
 """Tools: the grammar that makes calls valid, and the calls taken out of a text."""
 
 import json
-from typing import Any
+from typing import Any, NamedTuple
 
+from specker.runtime.harmony import Kind
 from specker.serve.api import Chat, Choice
 from specker.serve.tool_formats import Format, Functions, Read, Special, format_of, new_id
 
@@ -36,6 +37,20 @@ def grammar_of(asked: Chat, template: str, special: Special) -> str | None:
     return format_of(template).grammar(functions, not may_call(asked), several, special) if functions else None
 
 
+class Segment(NamedTuple):
+    """A stretch of an answer.
+
+    Attributes:
+        kind: what it is.
+        text: of a call, its arguments as JSON.
+        call: as the chat API has it.
+    """
+
+    kind: Kind
+    text: str
+    call: dict[str, Any] | None = None
+
+
 class Calls:
     """Takes the calls out of one text that grows. What may be the beginning of one is held back, and so is white space,
     which may stand before one."""
@@ -46,24 +61,27 @@ class Calls:
         self._place = "begin"  # of what is held: at the "begin" of the text, "after" a call, or in a "text"
         self.found = 0
 
-    def add(self, text: str, last: bool = False) -> tuple[str, list[dict[str, Any]]]:
-        """More of the text -> the text beside calls, and the calls that are complete. `last`: nothing follows."""
+    def add(self, text: str, last: bool = False) -> list[Segment]:
+        """More of the text -> the texts beside calls and the calls that are complete, in their order. `last`: nothing
+        follows."""
         self._held += text
-        beside, calls = "", []
+        found: list[Segment] = []
         closes = self._form.closing in text  # only then a long call is read anew
         while True:
             if self._place == "after":
                 self._held = self._held.lstrip(self._form.between)
             at, sure = self._begins()
-            if not (sure and closes) or (found := self._read(self._held[at:])) is None:
+            if not (sure and closes) or (read := self._read(self._held[at:])) is None:
                 break
-            calls += [self._call(*call) for call in found[0]]
-            beside += self._held[:at].rstrip()
-            self._held, self._place = self._held[at + found[1] :], "after"
+            if before := self._held[:at].rstrip():
+                found.append(Segment("text", before))
+            found += [self._call(*call) for call in read[0]]
+            self._held, self._place = self._held[at + read[1] :], "after"
         cut = len(self._held) if last else len(self._held[:at].rstrip())
         if cut:
-            beside, self._held, self._place = beside + self._held[:cut], self._held[cut:], "text"
-        return beside, calls
+            found.append(Segment("text", self._held[:cut]))
+            self._held, self._place = self._held[cut:], "text"
+        return found
 
     def _read(self, text: str) -> Read | None:
         try:
@@ -83,15 +101,16 @@ class Calls:
             return min(found), True
         return len(held) - max(begun(held, tag) for tag in begins), False
 
-    def _call(self, name: str, arguments: Any) -> dict[str, Any]:
+    def _call(self, name: str, arguments: Any) -> Segment:
         self.found += 1
         return called(self.found - 1, name, json.dumps(arguments, ensure_ascii=False), self._form.call_id())
 
 
-def called(index: int, name: str, arguments: str, id: str | None = None) -> dict[str, Any]:
-    """A call as the chat API has it. `arguments`: as JSON. `id`: default: a new one."""
+def called(index: int, name: str, arguments: str, id: str | None = None) -> Segment:
+    """A call. `arguments`: as JSON. `id`: default: a new one."""
     function = {"name": name, "arguments": arguments}
-    return {"index": index, "id": id or new_id(), "type": "function", "function": function}
+    call = {"index": index, "id": id or new_id(), "type": "function", "function": function}
+    return Segment("call", arguments, call)
 
 
 def begun(text: str, tag: str) -> int:

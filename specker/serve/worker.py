@@ -89,7 +89,7 @@ class Worker(threading.Thread):
         self._step_began: float | None = None
         self.late = f"the answer took more than {limit:g} s, the server's limit"
         self._asked: deque[tuple[Callable[[], Any], Future[Any]]] = deque()
-        self._mean = 1.0  # seconds of a request, smoothed
+        self._mean = 1.0  # seconds of rounds that a request takes, without its wait, smoothed
         self._stopping = False
 
     @property
@@ -104,7 +104,7 @@ class Worker(threading.Thread):
             raise ValueError(f"{texts} texts are asked for, but the server queues at most {self.queue}")
         with self._lock:
             if self.open + texts > self.slots + self.queue:
-                raise Busy(max(1, math.ceil(self._mean * self.open / self.slots)))
+                raise Busy(max(1, math.ceil(self._mean * self.open)))
             self._reserved += texts
 
     def release(self, texts: int) -> None:
@@ -189,7 +189,7 @@ class Worker(threading.Thread):
             call.first = time.monotonic() - call.began
             self.metrics.first_token.observe(call.first)
         if request.finished is not None:
-            self._mean += NEW * (time.monotonic() - call.began - self._mean)
+            self._mean += NEW * (request.stats.wall - self._mean)
         if isinstance(entry, BaseException):
             call.put(Failed("the round failed; the server's log says why"))
         elif entry.finished == "not finite":

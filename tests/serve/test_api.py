@@ -14,11 +14,16 @@ from make_checkpoint import make
 from pairs import perturbed
 from prometheus_client.parser import text_string_to_metric_families
 from serving import free, serving, streamed, until
+from tokenizers import Tokenizer, decoders, models
+from transformers import PreTrainedTokenizerFast
 
 import specker
+from specker import grammar
+from specker.checkpoints.tokenizer import Tokens
 from specker.runtime.events import Logprob
 from specker.runtime.strategies.lookup.kept import _unpacked
 from specker.serve import app, logprobs
+from specker.serve.app import Server
 
 TALK = [{"role": "user", "content": "ab cd"}]
 
@@ -107,9 +112,42 @@ def test_the_offsets_of_a_long_text_take_one_look_at_each_token():
             return super().__len__()
 
     tokens = [Logprob(n, -1.0, []) for n in (1, 2, 3, 1, 2)]
-    found = logprobs.of_text(SimpleNamespace(decode=lambda ids: Counted("abc"[: ids[0]])), tokens, 0, 7)
+    texts = [Counted("abc"[: p.token]) for p in tokens]
+    found = logprobs.of_text(SimpleNamespace(decode=str), tokens, texts, 0, 7)
     assert found["text_offset"] == [7, 8, 10, 13, 14] and len(looks) <= len(tokens)
-    assert logprobs.of_text(None, [], 0, 7)["text_offset"] == []
+    assert logprobs.of_text(None, [], [], 0, 7)["text_offset"] == []
+
+
+def test_offsets_and_bytes_are_those_of_the_text(client, monkeypatch):
+    """Of characters that have several tokens, too."""
+    text, places = "é→ ab cd ef", [0, 0, 1, 1, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10]
+    monkeypatch.setattr(Server, "_form", lambda *_: grammar.lark("start: " + json.dumps(text)))
+
+    def both(path, key, **asked):
+        """Of the whole answer and of the chunks."""
+        got = [choice for chunk in streamed(client, path, **asked) for choice in chunk["choices"]]
+        parts = [choice["logprobs"][key] for choice in got if choice.get("logprobs")]
+        assert len(parts) > 2
+        whole = client.post(path, json=asked).json()["choices"][0]["logprobs"][key]
+        return whole, [each for part in parts for each in part]
+
+    for offsets in both("/v1/completions", "text_offset", prompt="a", max_tokens=40, logprobs=0):
+        assert offsets[: len(places)] == places
+    for shown in both("/v1/chat/completions", "content", messages=TALK, logprobs=True):
+        assert bytes(byte for one in shown for byte in one["bytes"]).decode() == text
+
+
+def test_bytes_lack_the_space_that_sentencepiece_leaves_out_of_a_text(tmp_path):
+    known = {name: n for n, name in enumerate(("<unk>", "\u2581the", "\u2581cat", "s", "<0xC3>", "<0xA9>"))}
+    core = Tokenizer(models.BPE(known, [], unk_token="<unk>", byte_fallback=True))
+    parts = [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    core.decoder = decoders.Sequence(parts)
+    PreTrainedTokenizerFast(tokenizer_object=core).save_pretrained(tmp_path)
+    tokens, ids = Tokens(tmp_path, "LlamaForCausalLM"), [1, 2, 3, 4, 5, 1, 99]
+    shown = logprobs.of_chat(tokens, [Logprob(n, -1.0, [(2, -2.0)]) for n in ids], 1, False)["content"]
+    assert bytes(byte for one in shown for byte in one["bytes"]).decode() == "the catsé the"
+    assert tokens.tokenizer.decode(ids) == "the catsé the"
+    assert [bytes(one["top_logprobs"][0]["bytes"]) for one in shown[:2]] == [b"cat", b" cat"]
 
 
 def test_a_request_without_a_seed_is_drawn_anew(client):
@@ -256,6 +294,20 @@ def test_only_requests_of_one_key_share_texts_and_kv(load, key, monkeypatch, tmp
         else:
             until(lambda: kept() == want)
     assert kept() == want
+
+
+def test_usage_counts_prompts_once_as_the_call_found_them(load):
+    with serving(load(prefix_cache="all")) as client:
+
+        def counts(prompt, **more):
+            body = client.post("/v1/completions", json={"prompt": prompt, "max_tokens": 2, **more}).json()
+            return body["usage"]["prompt_tokens"], body["usage"]["prompt_tokens_details"]["cached_tokens"]
+
+        prompt, tokens = "ab cd ef gh", len("ab cd ef gh")
+        assert counts(prompt, n=2, cache_salt="own") == (tokens, 0)
+        assert counts(prompt, n=2, cache_salt="own") == (tokens, tokens - 1)
+        assert counts(prompt, cache_salt="own", cache_prompt=False) == (tokens, 0)
+        assert counts(["ab", "ab"], n=2)[0] == 4
 
 
 BAD = {

@@ -2,18 +2,24 @@
 
 import json
 import logging
+import re
 
 import openai
 import pytest
 from make_checkpoint import make
+from make_harmony import IDS
 from serving import free, serving
 
 import specker
 from specker import grammar
+from specker.runtime import harmony
+from specker.runtime.events import Event
 from specker.serve.app import Server
-from specker.serve.blocks import Block
+from specker.serve.blocks import Block, Blocks
 from specker.serve.messages import MessagesRequest, _content
+from specker.serve.pieces import ChannelReader, Reading, TagReader
 from specker.serve.responses import ResponseRequest
+from specker.serve.tool_formats import Hermes
 
 TEMPLATE = (
     "{% for m in messages %}{{ m.role }}: {{ m.reasoning_content }}{{ m.content }}{% for c in m.tool_calls or [] %}"
@@ -113,6 +119,57 @@ def test_the_events_of_a_response(client, say):
     kinds = ["response.function_call_arguments.delta", "response.function_call_arguments.done"]
     assert [e["type"] for e in own] == ["response.output_item.added", *kinds, "response.output_item.done"]
     assert own[0]["item"]["arguments"] == "" and own[1]["delta"] == own[2]["arguments"] == call["arguments"]
+
+
+def test_items_and_blocks_are_in_the_order_of_the_text(client, say):
+    say(f"{ALL}\nNow wait.")  # the rounds cross the ends of the blocks
+    asked = {"input": "ab", "tools": [{"type": "function", "name": "move", "parameters": PLACE}]}
+    output = client.post("/v1/responses", json=asked).json()["output"]
+    assert [item["type"] for item in output] == ["reasoning", "message", "function_call", "message"]
+    assert [output[n]["content"][0]["text"] for n in (1, 3)] == ["Well.", "Now wait."]
+    asked = {"max_tokens": 200, "messages": [TURN], "tools": [{"name": "move", "input_schema": PLACE}]}
+    content = client.post("/v1/messages", json=asked).json()["content"]
+    assert [block["type"] for block in content] == ["thinking", "text", "tool_use", "text"]
+    assert [content[n]["text"] for n in (1, 3)] == ["Well.", "Now wait."]
+    got = events(client, "/v1/messages", **asked)
+    assert [e["content_block"]["type"] for e in got if "content_block" in e] == [block["type"] for block in content]
+
+
+MOVE = ALL[ALL.index("<tool_call>") :]
+CHANNELS = [
+    ("commentary", "Look."),
+    ("analysis", "so"),
+    ("commentary to=functions.move", '{"x": 1}'),
+    ("final", "Yes."),
+]
+TEXTS = {  # the reading, the text, and the kinds of its blocks
+    "tags": (
+        Reading(False, Hermes(), {"move": PLACE}),
+        f"{ALL} Now{MOVE}\n{MOVE} wait.",
+        ["reasoning", "text", "call", "text", "call", "call", "text"],
+    ),
+    "channels": (
+        Reading(harmony=harmony.of(IDS), functions={"move": PLACE}),
+        "".join(f"<|start|>assistant<|channel|>{to}<|message|>{text}<|end|>" for to, text in CHANNELS),
+        ["text", "reasoning", "call", "text"],
+    ),
+}
+
+
+@pytest.mark.parametrize("form", TEXTS)
+def test_blocks_do_not_depend_on_the_tokens_of_a_round(form):
+    reading, text, kinds = TEXTS[form]
+    tokens = [(IDS.get(part, 0), "" if part in IDS else part) for part in re.findall(r"<\|\w+\|>|[^<]|<", text)]
+    made = {}
+    for size in (1, 5, 17, 1000):
+        reader, answer = (ChannelReader if reading.harmony else TagReader)(reading), Blocks()
+        for n in range(0, len(tokens), size):
+            ids, texts = map(list, zip(*tokens[n : n + size], strict=True))
+            event = Event(None, ids, 0, texts, "", [], "stop" if n + size >= len(tokens) else None)
+            steps = [*answer.add(reader.read(0, event))]
+        made[size] = [(block.kind, block.text) for block in answer.blocks]
+    assert [kind for kind, _ in made[1]] == kinds and made[1] == made[5] == made[17] == made[1000]
+    assert [step.what for step in steps] == ["begin", "more", "end"] * len(kinds)  # one event for all of a round
 
 
 def test_a_schema_and_a_conversation_with_openais_client(engine, client):

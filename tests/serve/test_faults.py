@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 
@@ -19,6 +20,7 @@ from serving import chunks, free, serving, streamed, until
 
 import specker
 from specker.cli.serve import main
+from specker.serve.worker import Busy
 
 LONG = {"prompt": [5, 6, 7], "max_tokens": 380}
 
@@ -68,6 +70,24 @@ def test_a_full_queue_refuses_and_says_when_to_return(load, slow):
         assert client.get("/health").status_code == 200  # the event loop never waits for the engine
         assert {post.result().status_code for post in posts} == {200}
         assert serves(client, engine)
+
+
+def test_a_place_in_a_full_queue_is_expected_after_the_rounds_of_those_before(load, monkeypatch):
+    engine, all_wait, seconds = load(batch_size=1), threading.Event(), []
+    step = engine.loop.step
+    monkeypatch.setattr(engine.loop, "step", lambda: (all_wait.wait(20), step())[1])
+    with serving(engine, queue=8) as client, ThreadPoolExecutor(9) as pool:
+        worker = client.app.state.server.worker
+        worker._mean, worker.on_ended = 0.0, lambda request: seconds.append(request.stats.wall)
+        posts = [pool.submit(client.post, "/v1/completions", json={**LONG, "max_tokens": 9}) for _ in range(9)]
+        until(lambda: worker.open == 9)
+        time.sleep(0.3)
+        all_wait.set()
+        assert {post.result().status_code for post in posts} == {200}
+        assert 0 < worker._mean <= max(seconds)
+        worker._mean, worker._reserved = 0.5, 9
+        with pytest.raises(Busy, match="try again in about 5 s"):
+            worker.reserve(1)
 
 
 @pytest.mark.parametrize("stream", [True, False])

@@ -141,8 +141,8 @@ def test_a_schema_that_is_one_of_its_own_definitions(model):
     form = grammar_of(asked, FORMS["qwen-coder"][0], model[1])
     assert follows(model, form, XML)
     assert not follows(model, form, "<tool_call>\n<function=move>\n</function>", ends=False)
-    _, [call] = Calls(format_of(FORMS["qwen-coder"][0]), functions_of(asked)).add(XML)
-    assert call["function"]["arguments"] == ARGUMENTS
+    [call] = Calls(format_of(FORMS["qwen-coder"][0]), functions_of(asked)).add(XML)
+    assert (call.kind, call.text) == ("call", ARGUMENTS)
 
 
 @pytest.mark.parametrize(
@@ -165,12 +165,12 @@ def test_parameters_that_are_no_schema_get_one_sentence(parameters, sentence):
 def test_calls_are_read_from_a_text_in_pieces(form, size):
     template, before, calls, _ = FORMS[form]
     asked = Chat(messages=TALK, tools=TOOLS)
-    reader, text, beside, found = Calls(format_of(template), functions_of(asked)), before + calls, "", []
+    reader, text, segments = Calls(format_of(template), functions_of(asked)), before + calls, []
     for n in range(0, len(text), size):
-        more, new = reader.add(text[n : n + size])
-        beside, found = beside + more, found + new
-    more, new = reader.add("\n" if before else "", last=True)
-    assert beside + more == before.rstrip() and not new
+        segments += reader.add(text[n : n + size])
+    found = [segment.call for segment in segments if segment.call is not None]
+    segments += reader.add("\n" if before else "", last=True)
+    assert "".join(segment.text for segment in segments[: -len(found)]) == before.rstrip()
     functions = [call["function"] for call in found]
     assert [(f["name"], json.loads(f["arguments"])) for f in functions] == [
         ("move", json.loads(ARGUMENTS)),
@@ -184,8 +184,8 @@ def test_calls_are_read_from_a_text_in_pieces(form, size):
 def test_a_number_that_is_too_large_stays_a_number(form):
     template, _, calls, _ = FORMS[form]
     functions = functions_of(Chat(messages=TALK, tools=TOOLS))
-    found = Calls(format_of(template), functions).add(calls.replace("7", "-1e999"))[1]
-    assert json.loads(found[0]["function"]["arguments"], parse_constant=pytest.fail)["x"] == -sys.float_info.max
+    found = Calls(format_of(template), functions).add(calls.replace("7", "-1e999"))
+    assert json.loads(found[0].text, parse_constant=pytest.fail)["x"] == -sys.float_info.max
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -193,14 +193,14 @@ def test_half_a_call_stays_text(form):
     template, before, calls, _ = FORMS[form]
     text = before + calls[: len(calls) // 3]
     reader = Calls(format_of(template), functions_of(Chat(messages=TALK, tools=TOOLS)))
-    got = "".join(reader.add(character)[0] for character in text) + reader.add("", last=True)[0]
-    assert got == text and not reader.found
+    got = [segment for character in text for segment in reader.add(character)] + reader.add("", last=True)
+    assert "".join(segment.text for segment in got) == text and not reader.found
 
 
 def test_an_object_that_is_no_call_is_a_text():
     reader = Calls(format_of(FORMS["llama"][0]), functions_of(Chat(messages=TALK, tools=TOOLS)))
-    assert reader.add('{"name') == ("", []) and reader.add('s": 1}') == ('{"names": 1}', [])
-    assert reader.add(LLAMA) == (LLAMA, [])  # calls come first
+    assert reader.add('{"name') == [] and reader.add('s": 1}') == [("text", '{"names": 1}', None)]
+    assert reader.add(LLAMA) == [("text", LLAMA, None)]  # calls come first
 
 
 def test_a_template_that_knows_no_calls_is_refused():

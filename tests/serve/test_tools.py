@@ -148,21 +148,21 @@ TEXT = (
 
 @pytest.mark.parametrize("size", [1, 3, 7, 1000])
 def test_calls_are_taken_out_of_a_text_in_pieces(size):
-    calls, beside, found = Calls(Hermes(), {}), "", []
+    calls, found = Calls(Hermes(), {}), []
     pieces = [TEXT[n : n + size] for n in range(0, len(TEXT), size)]
     for n, piece in enumerate(pieces):
-        text, new = calls.add(piece, last=n == len(pieces) - 1)
-        beside, found = beside + text, found + new
-    assert beside == "Well."
-    assert [c["function"] for c in found] == [
+        found += calls.add(piece, last=n == len(pieces) - 1)
+    assert "".join(segment.text for segment in found if segment.kind == "text") == "Well."
+    made = [segment.call for segment in found if segment.call is not None]
+    assert [c["function"] for c in made] == [
         {"name": "move", "arguments": '{"x": 1}'},
         {"name": "stop", "arguments": "{}"},
     ]
-    assert [c["index"] for c in found] == [0, 1] and len({c["id"] for c in found}) == 2
+    assert [c["index"] for c in made] == [0, 1] and len({c["id"] for c in made}) == 2
 
 
 @pytest.mark.parametrize("text", ["a < b", "x <tool_cal", "<tool_call>\n{"])
 def test_what_only_looks_like_a_call_stays_text(text):
     calls = Calls(Hermes(), {})
-    got = [calls.add(piece, last=n == len(text) - 1)[0] for n, piece in enumerate(text)]
-    assert "".join(got) == text and not calls.found
+    got = [segment for n, piece in enumerate(text) for segment in calls.add(piece, last=n == len(text) - 1)]
+    assert "".join(segment.text for segment in got) == text and not calls.found
