@@ -239,8 +239,8 @@ class Engine:
         return strategies.policy(self.policies)
 
     def warmup(self, on_progress: Callable[[int, int], None] | None = None) -> None:
-        """Run the warm-up plan, so no request waits for a compiler or a capture. Calls `on_progress` with (done,
-        of)."""
+        """Run the warm-up plan, so no request waits for a compiler or a capture, and measure what rounds cost here, so
+        that policy `auto` does not learn it from the first text. Calls `on_progress` with (done, of)."""
         counts = None if self.kept is None else self.kept.counts
         with nullcontext() if counts is None else counts.paused():
             warm_up(self.session, self.plan, self.policy, on_progress)
