@@ -719,6 +719,15 @@ def test_write_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert target.read_text() == "one" and len(list(tmp_path.iterdir())) == 2
 
 
+def test_a_check_ignores_the_eos_too(tmp_path: Path) -> None:
+    target = make(tmp_path, layers=1, tokenizer=True, eos=None)
+    third = specker.load(target, strategy="ar", device="cpu", dtype="float64").generate("ab", 3).tokens[2]
+    settings = json.loads((target / "config.json").read_text())
+    (target / "config.json").write_text(json.dumps({**settings, "eos_token_id": third}))
+    argv = ["--target", str(target), "--strategy", "lookup", "--device", "cpu", "--dtype", "float64", "--prompt", "ab"]
+    assert run.main([*argv, "--max-new-tokens", "8", "--check", "--ignore-eos"]) == 0
+
+
 def test_failed_check(
     capsys: pytest.CaptureFixture[str], pair: tuple[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

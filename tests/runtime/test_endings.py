@@ -40,6 +40,9 @@ def test_a_full_context_is_said(pair, tmp_path, capsys):
     assert main([*command, "--prompt", "a prompt", "--json", str(out)]) == 0
     assert json.loads(out.read_text())["prompts"][0]["finish_reason"] == "context"
     assert "the text ends before --max-new-tokens: the context of 20 tokens is full" in capsys.readouterr().err
+    (tmp_path / "prompts").write_text('{"prompt": "a"}\n{"prompt": "a prompt of 15"}\n')
+    assert main([*command[:-1], "12", "--prompts", str(tmp_path / "prompts")]) == 0
+    assert "1 of 2 texts end before --max-new-tokens: the context of 20 tokens" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("options", [{"strategy": "ar"}, {"draft_tokens": 3}, {"tree": "2x2"}, {"strategy": "lookup"}])

@@ -117,6 +117,12 @@ def test_a_string_that_does_not_occur_changes_nothing(pair):
     assert engine.check("def f(x):", out, 30, stop="no such text").identical
 
 
+def test_accepted_tokens_behind_a_stop_do_not_count(pair):
+    engine = specker.load(*pair, strategy="draft", dtype="float64", device="cpu", draft_tokens=3)
+    for stop in engine.generate("ab cd", 30).tokens[3:]:
+        assert all(event.accepted <= len(event.tokens) for event in engine.stream("ab cd", 30, stop_ids=[stop]))
+
+
 def test_the_command_line_stops_too(pair, tmp_path, capsys):
     target, draft = map(str, pair)
     model = ["--target", target, "--draft", draft, "--strategy", "draft", "--dtype", "float64", "--prompt", "def f(x):"]

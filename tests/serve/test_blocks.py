@@ -388,10 +388,12 @@ def test_errors_have_the_form_of_their_endpoint(client):
     }
 
 
-def test_calls_that_fail_say_so_in_their_streams(engine, client, monkeypatch):
+def test_calls_that_fail_say_so_in_their_streams(engine, client, monkeypatch, say):
     def fails():
         raise RuntimeError("no")
 
+    say("ab<|mask|>")  # text cannot spell a special token
+    assert events(client, "/v1/responses", input="ab")[-1]["response"]["error"]["code"] == "invalid_prompt"
     monkeypatch.setattr(engine.session.loop, "step", fails)
     got = events(client, "/v1/messages", max_tokens=9, messages=[TURN])
     said = "the round failed; the server's log says why"

@@ -237,13 +237,15 @@ def test_special_tokens_mark_calls_and_reasoning(engine, monkeypatch):
         whole = client.post("/v1/chat/completions", json=body).json()["choices"][0]
         deltas = [c["delta"] for chunk in streamed(client, "/v1/chat/completions", **body) for c in chunk["choices"]]
         plain = client.post("/v1/completions", json={"prompt": "a", "max_tokens": 40}).json()["choices"][0]["text"]
+        monkeypatch.setattr(engine.tokenizer, "chat_template", "{{ messages[0].content }}")
+        chat = client.post("/v1/chat/completions", json={"messages": TALK}).json()["choices"][0]["message"]["content"]
     message = whole["message"]
     assert (message["reasoning_content"], message["content"], whole["finish_reason"]) == ("so", "ab", "tool_calls")
     assert [call["function"]["name"] for call in message["tool_calls"]] == ["stop", "stop"]
     assert "".join(d.get("content", "") for d in deltas) == "ab"
     assert "".join(d.get("reasoning_content", "") for d in deltas) == "so"
     assert len([call for d in deltas for call in d.get("tool_calls", ())]) == 2
-    assert plain == "soabstop{}stop{}"
+    assert plain == chat == "soabstop{}stop{}"
 
 
 SAID = ["<think>", "so", "</think>", "ab", *("[TOOL_CALLS]", "stop", "[ARGS]", "{}") * 2]

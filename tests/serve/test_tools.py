@@ -140,6 +140,13 @@ def test_bad_tools_get_one_sentence(api, more, sentence):
         ask(api, **more)
 
 
+def test_the_limit_ends_an_answer_with_a_call(engine, api, monkeypatch):
+    said = '<tool_call>\n{"name": "stop", "arguments": {}}\n</tool_call>' + " ab" * 99
+    monkeypatch.setattr(Server, "_form", lambda *_: grammar.lark("start: " + json.dumps(said)))
+    [choice] = ask(api, tools=TOOLS, temperature=0).choices
+    assert choice.message.tool_calls and choice.finish_reason == "length"
+
+
 TEXT = (
     'Well.\n<tool_call>\n{"name": "move", "arguments": {"x": 1}}\n</tool_call>\n'
     '<tool_call>{"name": "stop", "arguments": {}}</tool_call>'
