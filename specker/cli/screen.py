@@ -237,14 +237,11 @@ def _comments(engine: Any, results: list[Result], trim: dict[str, Any]) -> Itera
     if trim:
         follow = f"; {trim['text_rows']} of them follow the text" if trim["text_rows"] else ""
         yield f"the rows of the draft head were chosen by {trim['ranking']}{follow}", "dim"
-    why = {
-        "context": f"before --max-new-tokens: the context of {engine.max_context} tokens is full (--max-context)",
-        "grammar": "early: no token can follow in the grammar",
-    }
-    for finished, sentence in why.items():
-        if cut := sum(result.finished == finished for result in results):
-            which = "the text ends" if len(results) == 1 else f"{cut} of {len(results)} texts end"
-            yield f"{which} {sentence}", "yellow"
+    if cut := sum(result.finished == "context" for result in results):
+        full = f"the context of {engine.max_context} tokens is full (--max-context)"
+        yield f"{_ends(cut, results)} before --max-new-tokens: {full}", "yellow"
+    if stuck := sum(result.finished == "grammar" for result in results):
+        yield f"{_ends(stuck, results)} early: no token can follow in the grammar", "yellow"
     if stats.rests:
         yield _undrafted(stats), "dim"
     if checked and engine.speculates and (gain := speedup(checked) or 0.0) < 1:
@@ -257,6 +254,10 @@ def _comments(engine: Any, results: list[Result], trim: dict[str, Any]) -> Itera
                 f"time of {passes:.2f} verify passes (--check measures both)",
                 "yellow",
             )
+
+
+def _ends(count: int, results: list[Result]) -> str:
+    return "the text ends" if len(results) == 1 else f"{count} of {len(results)} texts end"
 
 
 def _undrafted(stats: Stats) -> str:
