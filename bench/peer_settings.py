@@ -39,8 +39,9 @@ SPECULATION = {  # flags of llama-server: its defaults, and longer drafts that e
 
 
 def alone(strategy: str) -> dict[str, Any]:
-    """The options of a strategy that copies from no earlier answer: the same prompts are decoded several times."""
-    return {"strategy": strategy} | ({"lookup_share": "off"} if "lookup" in strategy.split("+") else {})
+    """The options of a strategy that takes over no K/V and copies from no earlier answer: the same prompts are decoded
+    several times, and no engine keeps them."""
+    return {"strategy": strategy, "prefix_cache": "off"} | ({"lookup_share": "off"} if "lookup" in strategy.split("+") else {})
 
 
 @dataclass(frozen=True)
