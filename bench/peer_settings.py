@@ -41,7 +41,8 @@ SPECULATION = {  # flags of llama-server: its defaults, and longer drafts that e
 def alone(strategy: str) -> dict[str, Any]:
     """The options of a strategy that takes over no K/V and copies from no earlier answer: the same prompts are decoded
     several times, and no engine keeps them."""
-    return {"strategy": strategy, "prefix_cache": "off"} | ({"lookup_share": "off"} if "lookup" in strategy.split("+") else {})
+    own = {"lookup_share": "off"} if "lookup" in strategy.split("+") else {}
+    return {"strategy": strategy, "prefix_cache": "off", **own}
 
 
 @dataclass(frozen=True)
