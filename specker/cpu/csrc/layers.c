@@ -71,12 +71,6 @@ static void grow_all(const state *s, const float *delta, const float *bias, cons
     }
 }
 
-void normalise_all(const state *s, const float *weight) {
-    const int64_t T = s->f->rows->T, E = s->f->model->E;
-    for (int64_t t = s->few ? 0 : s->m->me; t < T; t += s->few ? 1 : s->m->size)
-        normalise(s->stream + t * E, weight, s->normed + t * E, E, (float)s->f->model->eps);
-}
-
 // Begins the stream. With an entry, the pairs' embeddings and features stand side by side in `normed`.
 static void begin(const state *s) {
     const forward *f = s->f;

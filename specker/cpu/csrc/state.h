@@ -52,6 +52,13 @@ static inline pool pool_of(const places *p, const stack *d, int64_t at) {
     return kv;
 }
 
+// normed = norm(stream), of this thread's rows, or of all if they are few.
+static inline void normalise_all(const state *s, const float *weight) {
+    const int64_t T = s->f->rows->T, E = s->f->model->E;
+    for (int64_t t = s->few ? 0 : s->m->me; t < T; t += s->few ? 1 : s->m->size)
+        normalise(s->stream + t * E, weight, s->normed + t * E, E, (float)s->f->model->eps);
+}
+
 // x [T, m->E] rounded for m, by all threads.
 static inline rows prepared(const state *s, const matrix *m, const float *x) {
     const int64_t T = s->f->rows->T;
@@ -74,8 +81,6 @@ int64_t delta_bytes(const stack *d, const places *p); // a thread's work space
 int64_t routing_bytes(const stack *d, int64_t T, int size, int me, char *base, routing *to);
 // gate [T, P] = activation(w x) by, for w [P, E]; `by` has `row` numbers from a row to the next.
 void gate_times(const state *s, const matrix *w, const rows *x, const float *by, int64_t row);
-// normed = norm(stream), of this thread's rows, or of all if they are few.
-void normalise_all(const state *s, const float *weight);
 // gate = activation(gate(x)) up(x) for w [2 F, E], the gate's rows, then those of up, and its bias [2 F] or 0.
 void gate_up(const state *s, const matrix *w, const float *bias, const rows *x);
 // to [T, E] = the layer's experts over `normed`. Also writes where each expert's choices begin, unless `starts` is 0.
