@@ -10,7 +10,9 @@ from specker import cpu
 from specker.cpu import build
 from specker.cpu.packed import FORMATS, Numbers, joined, of_quantised, pack, unpack
 from specker.kernels import quant
+from specker.kernels.linear import row_linear_ref
 from specker.kernels.quant import Quantized
+from specker.model.decoder import packed_linear
 
 
 def same(a: Numbers, b: Numbers) -> bool:
@@ -245,3 +247,15 @@ def test_every_level_computes_the_same(level, tmp_path):
             given = rounded(x, kind, name)
             want = given @ exact(numbers(name)).weight.T
             assert ((got.double() - want).abs() <= bound(given, kind, numbers(name))).all(), (name, kind)
+
+
+def test_a_linear_over_packed_and_plain_matrices():
+    """With bias and gate, as for layers that run on torch's operators."""
+    g = torch.Generator().manual_seed(0)
+    x, w, bias = (torch.randn(*size, generator=g) for size in ((3, 32), (64, 32), (64,)))
+    kept = of_quantised(quant.quantised(w, "int8"))
+    linear, wide = packed_linear("float32"), kept.dequantised(torch.float32)
+    for epilogue in ("none", "float32", "gelu_tanh_mul"):
+        want = row_linear_ref(x, wide, bias, epilogue)
+        for matrix in (kept, wide):
+            torch.testing.assert_close(linear(x, matrix, bias, epilogue), want, rtol=1e-5, atol=1e-5)
