@@ -5,7 +5,8 @@ and without speculation. Each engine has a process of its own with a cache for t
 every length, and only one computes at a time. llama.cpp's server keeps K/V in float16 by default.
 
 Reported for each engine and length, as the engine says: prompt tokens/s, and tokens/s after the prompt. `limit` is what
-reading the weights and the K/V once for each token allows, at the bandwidth that torch.sum reaches here. Rows go to
+reading the weights and the K/V once for each token allows, at the bandwidth that torch.sum reaches here; of a token
+embedding beside an LM head of its own a token reads one row, so it does not count. Rows go to
 bench/results/<machine>/contexts.jsonl; bench/plot.py draws them.
 """
 
@@ -29,6 +30,7 @@ from bench import harness, llama_server
 from bench.peer_settings import HERE, last_line
 from bench.processes import Ended, Process
 from specker.checkpoints.checkpoint import read_config, read_tokenizer
+from specker.checkpoints.gguf.convert import read as read_gguf
 from specker.zoo import real
 
 KV_BYTES = {"float32": 4.0, "float16": 2.0, "bfloat16": 2.0, "int8": 1.03125, "q8_0": 1.0625}  # with scales, D = 128
@@ -82,6 +84,12 @@ def bandwidth(threads: int) -> float:
     return best
 
 
+def weights(path: str) -> int:
+    """Bytes of a GGUF file's tensors that decoding a token reads."""
+    sizes = {tensor.name: int(tensor.n_bytes) for tensor in read_gguf(Path(path)).tensors}
+    return sum(sizes.values()) - (sizes["token_embd.weight"] if "output.weight" in sizes else 0)
+
+
 def measure(args: Args, ways: dict[str, dict[str, Any]], asked: dict[int, list[int]]) -> dict[tuple[str, int], Any]:
     """What each engine answers at each length, round by round. SystemExit if one ends."""
     found: dict[tuple[str, int], list[dict[str, Any]]] = {}
@@ -132,11 +140,12 @@ def main() -> None:
     except (ValueError, OSError) as error:
         sys.exit(f"bench: {error}")
     rate, config = bandwidth(args.threads), read_config(target)
+    held = weights(target)
     numbers = 2 * config.num_layers * config.num_kv_heads * config.head_dim  # of K/V for each token
     rows = []
     for (name, length), answers in sorted(measure(args, ways, prompts(target, lengths)).items(), key=lambda x: x[0][1]):
         own = ways[name]
-        read = Path(target).stat().st_size + numbers * KV_BYTES[own["kv"]] * length
+        read = held + numbers * KV_BYTES[own["kv"]] * length
         reports = [answer["report"] for answer in answers]
         row = {"bench": "contexts", "target": Path(target).stem, "way": name, "version": own["version"]}
         row |= {"prompt_tokens": length, "max_new_tokens": args.max_new_tokens, "rounds": args.rounds}

@@ -152,9 +152,12 @@ def chats(traffic: str) -> list[str]:
 def settings(args: Args, target: str, draft: str | None) -> dict[str, dict[str, Any]]:
     """For each engine, what bench/peer.py is given. Raises CalledProcessError if llama-server cannot be built."""
     shared = {"target": target, "threads": args.threads, "context": args.max_context}
-    strategy = {"strategy": "vocabtrim+lookup", "draft": draft} if args.draft else {"strategy": "lookup"}
+    strategy: dict[str, Any] = (
+        {"strategy": "vocabtrim+lookup", "draft": draft} if args.draft else {"strategy": "lookup"}
+    )
+    strategy["prefix_cache"] = "off"  # llama.cpp computes every prompt, too
     found: dict[str, dict[str, Any]] = {"private": {"options": {**strategy, "lookup_share": "off"}}}
-    found |= {"shared": {"options": strategy}, "ar": {"options": {"strategy": "ar"}}}
+    found |= {"shared": {"options": strategy}, "ar": {"options": {"strategy": "ar", "prefix_cache": "off"}}}
     found = {name: {**shared, "engine": "specker", **own} for name, own in found.items()}
     for name in ("plain", "ngram-simple", "ngram-mod"):
         found[f"llama.cpp {name}"] = {**shared, "engine": "llama_server", "fresh": False}

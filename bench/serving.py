@@ -14,7 +14,7 @@ converted weights in bfloat16, and not the pair of Qwen2.5-Coder.
 
 Reported: requests/s, tokens/s (answers only), time to the first token (p50, p95), between chunks (p95), which hold a
 round's tokens each, the server's memory after it, the acceptance length where the server tells it, and how many answers
-are those of specker's `ar`.
+are those of plain decoding: specker's `ar` is asked the same prompts once more, one at a time.
 """
 
 import contextlib
@@ -44,6 +44,8 @@ from bench.soak import memory
 from specker.checkpoints.gguf.cache import converted
 from specker.zoo import real
 
+MODELS = ("smollm2", "coder")
+PLAIN = "specker ar"  # the server that gives the answers of plain decoding
 SLOTS, CONTEXT = 8, 2048  # of every server; the context is a sequence's
 SHORT = 400  # characters of a short question, at most
 NAMED = """
@@ -100,7 +102,7 @@ def ways(model: str, args: Args) -> dict[str, list[str]]:
     found = {
         "specker": [*ours, *own],
         "specker lookup": [*alone, "--strategy", "lookup"],
-        "specker ar": [*alone, "--strategy", "ar"],
+        PLAIN: [*alone, "--strategy", "ar"],
     }
     for name, flags in SPECULATION.items():
         drafts = "draft" in name
@@ -165,8 +167,9 @@ def prompts(model: str, mix: str, count: int, concurrency: int) -> list[str]:
     return out
 
 
-def ask(address: str, model: str, texts: list[str], concurrency: int, args: Args, folder: Path) -> dict[str, Any]:
+def ask(address: str, texts: list[str], concurrency: int, args: Args, folder: Path) -> dict[str, Any]:
     """What vLLM's client reports of these prompts."""
+    model = httpx.get(f"{address}/v1/models").json()["data"][0]["id"]
     data = folder / "prompts.jsonl"
     data.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in texts))
     flags = {
@@ -204,12 +207,15 @@ def main() -> None:
     args = HfArgumentParser(Args).parse_args_into_dataclasses()[0]
     if args.mix not in ("long", "short"):
         sys.exit(f"--mix must be long or short, got {args.mix!r}")
+    if args.model not in MODELS:
+        sys.exit(f"--model must be {' or '.join(MODELS)}, got {args.model!r}")
     numbers = [int(each) for each in args.concurrency.split(",")]
     count, rows = max(args.requests, 2 * max(numbers)), []
     texts_of = {number: prompts(args.model, args.mix, count, number) for number in numbers}
     with tempfile.TemporaryDirectory() as name, contextlib.ExitStack() as stack:
         folder = Path(name)
-        commands = ways(args.model, args)
+        if not (commands := ways(args.model, args)):
+            sys.exit(f"--only names no server, got {args.only!r}")
         AutoTokenizer.from_pretrained(converted(files_of(args.model)[0])).save_pretrained(folder / "tokenizer")
         servers = {way: stack.enter_context(running(way, c, folder, args.threads)) for way, c in commands.items()}
         order = list(servers)
@@ -217,14 +223,15 @@ def main() -> None:
             found = {}
             for way in order:
                 address, pid = servers[way]
-                model = httpx.get(f"{address}/v1/models").json()["data"][0]["id"]
-                got = ask(address, model, texts, concurrency, args, folder)
+                got = ask(address, texts, concurrency, args, folder)
                 found[way] = row_of(way, got, concurrency) | {"memory_mib": memory(pid)}
                 found[way]["acceptance_length"] = acceptance(address) if way.startswith("specker") else None
                 found[way]["texts"] = got["generated_texts"]
                 print(f"{concurrency}: {way}: {found[way]['tokens_per_second']:.1f} tokens/s", flush=True)
             order = order[1:] + order[:1]
-            plain = found.get("specker ar", {}).get("texts")
+            plain = None
+            if PLAIN in found:
+                plain = ask(servers[PLAIN][0], texts, 1, args, folder)["generated_texts"]
             for row in found.values():
                 own = row.pop("texts")
                 row["equal_texts"] = None if plain is None else sum(a == b for a, b in zip(own, plain, strict=True))
