@@ -33,6 +33,7 @@ from specker.runtime.control.policy import (
     StopRule,
     after,
 )
+from specker.runtime.strategies.join import COPIED, JoinedPolicy
 from specker.runtime.strategies.lookup.policy import RATES, NgramPolicy
 
 STEP = 0.030  # seconds of a plain round
@@ -363,6 +364,33 @@ def test_prefill_must_be_earned_back():
     assert not chooser.choose(world.policies, 20, behind=200).nodes and chooser.reason == "slower"
     chooser.admitted()
     assert chooser.choose(world.policies, 20, behind=0).nodes
+
+
+def test_a_model_that_lacks_a_text_is_compared_with_copies_over_all_tokens_to_come():
+    """Four texts, of which one has a match: copies promise less than the model, which has four prompts to prefill."""
+    known = AcceptanceHistory(Costs(lambda budget: 0.1 * budget.nodes if not budget.part else 1e-3))
+    costs, chooser = known.costs, Chooser(known.costs)
+    policies = [
+        JoinedPolicy(Auto(costs, known.drafts, Budget(4, 4), False), NgramPolicy(known.matches, COPIED))
+        for _ in range(4)
+    ]
+    for k in (0, 1, 2, 4, 8, 16):
+        for part in (0, 1):
+            costs.measured(4, Budget(k, k, part=part), k, STEP * 0.1 * k * (1 - part), STEP * (1 + 0.06 * k))
+    costs.observe_prefill(100, 100 * STEP / 20)
+    for policy, matched in zip(policies, (3, 0, 0, 0), strict=True):
+        policy.announced([Match(matched, 16 * bool(matched))])
+        for _ in range(20):
+            policy.parts[0].observe(Outcome(4, [0, 1, 2, 3]))
+    assert chooser.choose(policies, 400, behind=240).part == 0
+    assert chooser.choose(policies, 40, behind=240).part == 1, "too late to prefill four prompts"
+
+
+def test_a_text_without_a_match_copies_no_tokens():
+    policy = NgramPolicy(AcceptanceHistory(Costs(lambda budget: 1e-3)).matches, COPIED)
+    for matched, available, tokens in ((0, 0, 0), (3, 2, 2), (3, 40, 4)):
+        policy.announced([Match(matched, available)])
+        assert policy.drafts(Budget(4, 4, part=1)) == tokens
 
 
 def test_what_a_draft_s_prefill_cost_is_due_with_the_next_text():

@@ -9,6 +9,8 @@ import textwrap
 import time
 from pathlib import Path
 
+import gguf
+import numpy as np
 import pytest
 from make_checkpoint import make
 
@@ -298,11 +300,25 @@ def test_gguf_files_hold_the_matrices_of_the_checkpoint(tmp_path, monkeypatch):
     assert reader.fields["general.file_type"].contents() == 0
 
 
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_token_reads_one_row_of_an_embedding_beside_an_lm_head(tmp_path, tied):
+    writer = gguf.GGUFWriter(path := tmp_path / "model.gguf", "qwen2")
+    sizes = {"token_embd.weight": 96, "blk.0.attn_q.weight": 8} | ({} if tied else {"output.weight": 96})
+    for name, rows in sizes.items():
+        writer.add_tensor(name, np.zeros((rows, 4), np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    assert contexts.weights(str(path)) == 4 * 4 * (8 + 96)
+
+
 def test_speeds_over_the_length_of_the_prompt(tmp_path, monkeypatch, capsys):
     """The whole bench, its table and its figure, with specker alone."""
     target = zoo.path("code-target")
     monkeypatch.setattr(contexts.real, "fetched", lambda sources: [target])
     monkeypatch.setattr(contexts, "bandwidth", lambda threads: 1e9)
+    monkeypatch.setattr(contexts, "weights", lambda path: 1_000_000)
     monkeypatch.setattr(harness, "RESULTS", tmp_path)
     line = "bench/contexts.py --lengths 96,24 --kv int8 --llama_kv '' --max_new_tokens 3 --threads 1"
     monkeypatch.setattr("sys.argv", shlex.split(line))

@@ -111,11 +111,11 @@ class Chooser:
         if not drafts:
             return self._rest(n, none, RESTS if shapes else MISSING)
         plain = n / self.costs.plain(n)
-        rates = {shape: self.rate(policies, shape, self._late(shape, behind)) for shape in drafts}
-        best = max(drafts, key=lambda shape: rates[shape])
+        rates = {shape: self.rate(policies, shape) for shape in drafts}
         # A prefill serves all drafts to come, so it counts against all tokens to come, not against this round.
-        late = self._late(best, behind)
-        rate = self.rate(policies, best) if late else rates[best]
+        whole = max(1, remaining)
+        best = max(drafts, key=lambda shape: 1 / (1 / rates[shape] + self._late(shape, behind) / whole))
+        late, rate = self._late(best, behind), rates[best]
         due = self._since >= APART and LOOK * (1 - plain / rate) <= SHARE * self._spent
         looks = LOOK if due or not self.costs.plain_rounds else 0
         if looks:

@@ -61,6 +61,9 @@ class NgramPolicy(Policy):
             return 1.0
         return total(self.rate_of(self.matched, self.source), min(budget.depth, self.available))
 
+    def drafts(self, budget: Budget) -> float:
+        return min(budget.depth, self.available) if self.matched else 0
+
     def worth(self, price: float, confidence: Sequence[float]) -> int:
         """The largest k with a_n^k of at least the price."""
         a = self.rate_of(self.matched, self.source) if self.matched else 0.0
