@@ -366,10 +366,12 @@ def test_prefill_must_be_earned_back():
     assert chooser.choose(world.policies, 20, behind=0).nodes
 
 
-def test_a_model_that_lacks_a_text_is_compared_with_copies_over_all_tokens_to_come():
-    """Four texts, of which one has a match: copies promise less than the model, which has four prompts to prefill."""
+@pytest.fixture
+def one_match():
+    """A chooser, and the policies of four texts that a model drafts well and has yet to read; a match in one of them
+    promises 1.1 times plain decoding's rate."""
     known = AcceptanceHistory(Costs(lambda budget: 0.1 * budget.nodes if not budget.part else 1e-3))
-    costs, chooser = known.costs, Chooser(known.costs)
+    costs = known.costs
     policies = [
         JoinedPolicy(Auto(costs, known.drafts, Budget(4, 4), False), NgramPolicy(known.matches, COPIED))
         for _ in range(4)
@@ -382,8 +384,38 @@ def test_a_model_that_lacks_a_text_is_compared_with_copies_over_all_tokens_to_co
         policy.announced([Match(matched, 16 * bool(matched))])
         for _ in range(20):
             policy.parts[0].observe(Outcome(4, [0, 1, 2, 3]))
+    return Chooser(costs), policies
+
+
+def test_a_model_reads_the_texts_once_its_drafts_would_have_saved_that_time(one_match):
+    chooser, policies = one_match
+    copied, drafted = (
+        max((s for s in policies[0].budgets() if s.part == part), key=lambda s: chooser.rate(policies, s))
+        for part in (1, 0)
+    )
+    saved = sum(p.expected(copied) for p in policies) * (
+        1 / chooser.rate(policies, copied) - 1 / chooser.rate(policies, drafted)
+    )
+    rounds = int(240 / 20 * STEP / saved)
+    assert rounds > 2
+    shapes = [chooser.choose(policies, 400, behind=240) for _ in range(rounds + 1)]
+    assert shapes == [copied] * rounds + [drafted]
+    assert chooser.choose(policies, 400, behind=240) == copied, "it counts anew"
+    assert chooser.choose(policies, 400, behind=0) == drafted
+
+
+def test_a_model_does_not_read_texts_that_end_soon(one_match):
+    chooser, policies = one_match
+    assert all(chooser.choose(policies, 30, behind=240).part for _ in range(100))
+
+
+def test_a_model_reads_the_texts_where_copies_do_not_pay(one_match):
+    chooser, policies = one_match
+    for policy in policies:
+        policy.announced([Match(1, 16)] if policy is policies[0] else [Match()])
+        for _ in range(30):
+            policy.parts[1].observe(Outcome(4, [0]))
     assert chooser.choose(policies, 400, behind=240).part == 0
-    assert chooser.choose(policies, 40, behind=240).part == 1, "too late to prefill four prompts"
 
 
 def test_a_text_without_a_match_copies_no_tokens():

@@ -64,6 +64,7 @@ class Chooser:
         self._prices: tuple[float, ...] = ()
         self._priced: tuple[int, Budget, bool] | None = None
         self._kept = 0
+        self._missed = 0.0  # seconds that drafts of a model would have saved since copies were preferred
 
     def admitted(self) -> None:
         """A new text may suit the drafts better than the last one: try again soon, and at once if drafts promise a gain
@@ -73,6 +74,7 @@ class Chooser:
         if self._lost:
             self.credit = min(self.credit, max(CARRIED, self._price))
         self._lost, self._ahead, self._run, self._new = min(self._lost, 1), 0, 0, True
+        self._missed = 0.0
 
     def choose(self, policies: Sequence[Policy], remaining: int, behind: int = 0) -> Budget:
         """The shape of the next round. `remaining`: tokens that the texts may still grow by. `behind`: committed
@@ -111,17 +113,17 @@ class Chooser:
         if not drafts:
             return self._rest(n, none, RESTS if shapes else MISSING)
         plain = n / self.costs.plain(n)
-        rates = {shape: self.rate(policies, shape) for shape in drafts}
+        tokens = {shape: sum(p.expected(shape) for p in policies) for shape in drafts}
+        rates = {shape: tokens[shape] / self._seconds(policies, shape) for shape in drafts}
+        bar = plain if self._drafting else START * plain
+        best = self._best(tokens, rates, bar, remaining, behind)
         # A prefill serves all drafts to come, so it counts against all tokens to come, not against this round.
-        whole = max(1, remaining)
-        best = max(drafts, key=lambda shape: 1 / (1 / rates[shape] + self._late(shape, behind) / whole))
         late, rate = self._late(best, behind), rates[best]
         due = self._since >= APART and LOOK * (1 - plain / rate) <= SHARE * self._spent
         looks = LOOK if due or not self.costs.plain_rounds else 0
         if looks:
             self._since, self._spent = 0, 0.0
             return self._plain(n, none, MEASURED, looks)
-        bar = plain if self._drafting else START * plain
         if self._new and rate > bar:
             self.credit = max(self.credit, RENEWED)
         self._new = False
@@ -141,6 +143,25 @@ class Chooser:
             return trial
         return self._rest(n, none, RESTS)
 
+    def _best(
+        self, tokens: dict[Budget, float], rates: dict[Budget, float], bar: float, remaining: int, behind: int
+    ) -> Budget:
+        """The best shape, by the expected tokens of a round and per second. A model that must first read the texts
+        waits while copies beat `bar`, which may go on: until its drafts would have saved as much time as the reading
+        takes, as one rents before one buys, and unless the texts are too short for that."""
+        late = {shape: self._late(shape, behind) for shape in rates}
+        best = max(rates, key=lambda shape: rates[shape])
+        copies = [shape for shape in rates if not late[shape] and rates[shape] > bar]
+        if not late[best] or not copies:
+            return best
+        copied = max(copies, key=lambda shape: rates[shape])
+        saved = 1 / rates[copied] - 1 / rates[best]  # seconds a token
+        self._missed += tokens[copied] * saved
+        if late[best] >= min(self._missed, remaining * saved):
+            return copied
+        self._missed = 0.0
+        return best
+
     def _rest(self, n: int, none: Budget, reason: str) -> Budget:
         self._drafting, self._run = False, 0
         return self._plain(n, none, reason, AGAIN - self._waited % AGAIN)
@@ -151,9 +172,9 @@ class Chooser:
         self.reason, self._none = reason, replace(none, extra=())
         return none
 
-    def rate(self, policies: Sequence[Policy], shape: Budget, late: float = 0.0) -> float:
-        """Expected tokens per second of a round of this shape that begins with `late` seconds of other work."""
-        return sum(p.expected(shape) for p in policies) / (self._seconds(policies, shape) + late)
+    def rate(self, policies: Sequence[Policy], shape: Budget) -> float:
+        """Expected tokens per second of a round of this shape."""
+        return sum(p.expected(shape) for p in policies) / self._seconds(policies, shape)
 
     def prices(self, policies: Sequence[Policy], shape: Budget) -> tuple[float, ...]:
         """What each further token of a draft costs, for policies that decide when a draft ends (`Policy.taken`)."""
