@@ -216,11 +216,12 @@ def main() -> int:
         clients = [threading.Thread(target=soak.client, args=(args.seed + n, end)) for n in range(args.clients)]
         for client in clients:
             client.start()
-        sizes = []
+        sizes, copied = [], []
         while time.monotonic() < end and server.poll() is None and len(soak.wrong) < 20:
             sizes.append(memory(server.pid))
+            copied.append(metrics(found[1]).get("specker_lookup_bytes", 0.0) / 2**20)
             count = sum(soak.counts.values())
-            print(f"{count:,} requests, {sizes[-1]:.0f} MiB, {len(soak.wrong)} wrong", flush=True)
+            print(f"{count:,} requests, {sizes[-1]:.0f} MiB, of which texts of lookup {copied[-1]:.1f}, {len(soak.wrong)} wrong", flush=True)
             time.sleep(seconds / 60)
         for client in clients:
             client.join()
@@ -231,7 +232,7 @@ def main() -> int:
         print(json.dumps(dict(sorted(soak.counts.items())), indent=1))
         print(f"grew by {growth:.1f}% in the second half; held at the end: {held or 'nothing'}")
         print("\n".join(soak.wrong[:20]))
-        row = {"minutes": args.minutes, "counts": soak.counts, "mib": sizes, "growth": growth, "held": held}
+        row = {"minutes": args.minutes, "counts": soak.counts, "mib": sizes, "lookup_mib": copied, "growth": growth, "held": held}
         row |= {"tokens": last["specker_tokens_total"], "wrong": soak.wrong, "args": asdict(args)}
         if args.save:
             harness.save("soak", [row | harness.where_from()])

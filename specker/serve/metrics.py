@@ -9,6 +9,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from specker.runtime.control.stats import Stats
 from specker.runtime.round.state import Request
 from specker.runtime.session import Session
+from specker.runtime.strategies import copier
 
 SECONDS = (0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 60, 180, 600)
 
@@ -16,6 +17,7 @@ SECONDS = (0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 60, 180, 600)
 class Metrics:
     def __init__(self, session: Session):
         self.session, self.total, self.finished = session, Stats(), Counter[str]()
+        self.copying = copier(session.loop.drafter)
         self.registry = CollectorRegistry()
         self.registry.register(self)
         about = "Seconds from a call to its first token"
@@ -58,6 +60,9 @@ class Metrics:
             held.add_metric([model], used)
             pool.add_metric([model], pages)
         yield from (held, pool)
+        if self.copying is not None:
+            about = "About the memory of the texts that drafts copy from"
+            yield GaugeMetricFamily("specker_lookup_bytes", about, self.copying.bytes)
 
     def text(self) -> bytes:
         """Only between two steps: it counts pages."""

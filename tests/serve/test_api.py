@@ -554,6 +554,16 @@ def test_metrics(load):
     assert after["specker_stage_seconds_total", "verify"] > 0 and after["specker_first_token_seconds_count"] == 1
     assert after["specker_running"] == after["specker_waiting"] == after["specker_kv_pages_used", "target"] == 0
     assert after["specker_kv_pages", "target"] == engine.cache.spare
+    assert "specker_lookup_bytes" not in after
+
+
+def test_the_memory_of_texts_to_copy_from_is_a_metric(load):
+    with serving(load(strategy="draft+lookup")) as client:
+        sizes = []
+        for text in ("ab cd", "a text of its own", "another one"):
+            client.post("/v1/completions", json={"prompt": text, "max_tokens": 20, "cache_salt": "a"})
+            sizes.append(metrics(client)["specker_lookup_bytes"])
+    assert 0 < sizes[0] < sizes[-1], "ended texts stay"
 
 
 def test_a_call_is_logged_without_its_text(client, caplog):

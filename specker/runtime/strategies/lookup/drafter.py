@@ -53,6 +53,12 @@ class LookupDrafter(Drafter):
             file.read(self.pools)
         self._written = 0 if self.pools is None else self.pools.added
 
+    @property
+    def bytes(self) -> int:
+        """About the memory of the texts that drafts copy from: running ones, ended ones and the corpus."""
+        kept = [pool for pool in (self.pools, self.corpus) if pool is not None]
+        return sum(each.bytes for each in (*self._indices.values(), *kept))
+
     def prepare(self, requests: list[Request]) -> Offer:
         self._follow(requests)
         return Offer(matches=[self._matches(request) for request in requests], fixes=lambda budget: True)
