@@ -5,7 +5,7 @@ greedy and sampled, with JSON schemas, with a salt, so that `lookup` keeps their
 while their request waits, is prefilled or decoded; readers that pause; bodies that are no JSON, too large or refused.
 It fails (exit code 1) if a request is lost, if the same request gets another text, if an answer is another error than
 expected, if a K/V page is held at the end, or if memory grew by more than `--growth` percent in the second half of the
-time: a leak goes on, while pools fill up once. A row holds the counts and the memory.
+time: a leak goes on, while pools fill up once. A row holds the counts, the memory and the part of it that texts of `lookup` take.
 """
 
 import json
@@ -221,7 +221,8 @@ def main() -> int:
             sizes.append(memory(server.pid))
             copied.append(metrics(found[1]).get("specker_lookup_bytes", 0.0) / 2**20)
             count = sum(soak.counts.values())
-            print(f"{count:,} requests, {sizes[-1]:.0f} MiB, of which texts of lookup {copied[-1]:.1f}, {len(soak.wrong)} wrong", flush=True)
+            wrong = f"{len(soak.wrong)} wrong"
+            print(f"{count:,} requests, {sizes[-1]:.0f} MiB, texts of lookup {copied[-1]:.1f}, {wrong}", flush=True)
             time.sleep(seconds / 60)
         for client in clients:
             client.join()
@@ -232,8 +233,8 @@ def main() -> int:
         print(json.dumps(dict(sorted(soak.counts.items())), indent=1))
         print(f"grew by {growth:.1f}% in the second half; held at the end: {held or 'nothing'}")
         print("\n".join(soak.wrong[:20]))
-        row = {"minutes": args.minutes, "counts": soak.counts, "mib": sizes, "lookup_mib": copied, "growth": growth, "held": held}
-        row |= {"tokens": last["specker_tokens_total"], "wrong": soak.wrong, "args": asdict(args)}
+        row = {"minutes": args.minutes, "counts": soak.counts, "mib": sizes, "lookup_mib": copied, "growth": growth}
+        row |= {"held": held, "tokens": last["specker_tokens_total"], "wrong": soak.wrong, "args": asdict(args)}
         if args.save:
             harness.save("soak", [row | harness.where_from()])
         return int(bool(soak.wrong or held or growth > args.growth))
