@@ -5,7 +5,8 @@ greedy and sampled, with JSON schemas, with a salt, so that `lookup` keeps their
 while their request waits, is prefilled or decoded; readers that pause; bodies that are no JSON, too large or refused.
 It fails (exit code 1) if a request is lost, if the same request gets another text, if an answer is another error than
 expected, if a K/V page is held at the end, or if memory grew by more than `--growth` percent in the second half of the
-time: a leak goes on, while pools fill up once. A row holds the counts, the memory and the part of it that texts of `lookup` take.
+time: a leak goes on, while pools fill up once. A row holds the counts, the memory and how much of it texts of `lookup`
+take.
 """
 
 import json
