@@ -400,8 +400,10 @@ def test_a_model_reads_the_texts_once_its_drafts_would_have_saved_that_time(one_
     assert rounds > 2
     shapes = [chooser.choose(policies, 400, behind=240) for _ in range(rounds + 1)]
     assert shapes == [copied] * rounds + [drafted]
-    assert chooser.choose(policies, 400, behind=240) == copied, "it counts anew"
-    assert chooser.choose(policies, 400, behind=0) == drafted
+    for _ in range(2):
+        for _ in range(rounds - 1):
+            assert chooser.choose(policies, 400, behind=240) == copied, "it counts anew"
+        assert chooser.choose(policies, 400, behind=0) == drafted
 
 
 def test_a_model_does_not_read_texts_that_end_soon(one_match):

@@ -152,14 +152,14 @@ class Chooser:
         late = {shape: self._late(shape, behind) for shape in rates}
         best = max(rates, key=lambda shape: rates[shape])
         copies = [shape for shape in rates if not late[shape] and rates[shape] > bar]
-        if not late[best] or not copies:
-            return best
-        copied = max(copies, key=lambda shape: rates[shape])
-        saved = 1 / rates[copied] - 1 / rates[best]  # seconds a token
-        self._missed += tokens[copied] * saved
-        if late[best] >= min(self._missed, remaining * saved):
-            return copied
-        self._missed = 0.0
+        if late[best] and copies:
+            copied = max(copies, key=lambda shape: rates[shape])
+            saved = 1 / rates[copied] - 1 / rates[best]  # seconds a token
+            self._missed += tokens[copied] * saved
+            if late[best] >= min(self._missed, remaining * saved):
+                return copied
+        if not best.part:
+            self._missed = 0.0
         return best
 
     def _rest(self, n: int, none: Budget, reason: str) -> Budget:
