@@ -43,6 +43,7 @@ FOLDERS = {
     "specker/model": "The decoder and its KV cache",
     "specker/runtime": "What drafts, verifies, accepts and schedules",
     "train": "Scripts that trained the bundled drafts and models",
+    "train/coder": "What Qwen2.5-Coder 0.5B wrote: text to train its heads on",
     "train/smollm2": "What SmolLM2 wrote: text to train its drafts and heads on",
     "examples": "Programs that use specker",
     "scripts": "Tools of the repository",
