@@ -146,9 +146,9 @@ class Chooser:
     def _best(
         self, tokens: dict[Budget, float], rates: dict[Budget, float], bar: float, remaining: int, behind: int
     ) -> Budget:
-        """The best shape, by the expected tokens of a round and per second. A model that must first read the texts
-        waits while copies beat `bar`, which may go on: until its drafts would have saved as much time as the reading
-        takes, as one rents before one buys, and unless the texts are too short for that."""
+        """The best shape, by the expected tokens of a round and per second. Copying may go on, so a model that must
+        first read the texts waits while copies beat `bar`. It reads them once its drafts would have saved as much time
+        as that takes (the ski-rental rule: at most twice the least cost), unless the texts end too soon."""
         late = {shape: self._late(shape, behind) for shape in rates}
         best = max(rates, key=lambda shape: rates[shape])
         copies = [shape for shape in rates if not late[shape] and rates[shape] > bar]
