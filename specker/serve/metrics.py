@@ -62,7 +62,7 @@ class Metrics:
         yield from (held, pool)
         if self.copying is not None:
             about = "About the memory of the texts that drafts copy from"
-            yield GaugeMetricFamily("specker_lookup_bytes", about, self.copying.bytes)
+            yield GaugeMetricFamily("specker_lookup_bytes", about, self.copying.memory)
 
     def text(self) -> bytes:
         """Only between two steps: it counts pages."""

@@ -54,8 +54,8 @@ class LookupDrafter(Drafter):
         self._written = 0 if self.pools is None else self.pools.added
 
     @property
-    def bytes(self) -> int:
-        """About the memory of the texts that drafts copy from: running ones, ended ones and the corpus."""
+    def memory(self) -> int:
+        """About the bytes of the texts that drafts copy from: running ones, ended ones and the corpus."""
         kept = [pool for pool in (self.pools, self.corpus) if pool is not None]
         return sum(each.bytes for each in (*self._indices.values(), *kept))
 
