@@ -4,6 +4,8 @@ wait for each other on cores that other tests need, and sums keep one order."""
 import functools
 import gc
 import os
+import signal
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -26,6 +28,10 @@ def pytest_configure(config: pytest.Config) -> None:
     imported, since a kernel's definition decides between interpreter and compiler. No test learns from another one, or
     writes its counts to the user's cache, unless it asks for it."""
     os.environ["SPECKER_VOCAB_LEARN"] = "off"
+    if threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(
+            signal.SIGINT, signal.default_int_handler
+        )  # a shell's background jobs pass on that they ignore it
     if config.getoption("markexpr").split()[0:1] != ["gpu"]:
         os.environ["TRITON_INTERPRET"] = "1"
         import interpreted
