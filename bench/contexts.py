@@ -5,8 +5,8 @@ and without speculation. Each engine has a process of its own with a cache for t
 every length, and only one computes at a time. llama.cpp's server keeps K/V in float16 by default.
 
 Reported for each engine and length, as the engine says: prompt tokens/s, and tokens/s after the prompt. `limit` is what
-reading the weights and the K/V once for each token allows, at the bandwidth that torch.sum reaches here; of a token
-embedding beside an LM head of its own a token reads one row, so it does not count. Rows go to
+reading the weights and the K/V once for each token allows, at the bandwidth that torch.sum reaches here. A token
+embedding beside a separate LM head does not count, since a token reads one row of it. Rows go to
 bench/results/<machine>/contexts.jsonl; bench/plot.py draws them.
 """
 

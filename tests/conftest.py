@@ -29,9 +29,8 @@ def pytest_configure(config: pytest.Config) -> None:
     writes its counts to the user's cache, unless it asks for it."""
     os.environ["SPECKER_VOCAB_LEARN"] = "off"
     if threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
-        signal.signal(
-            signal.SIGINT, signal.default_int_handler
-        )  # a shell's background jobs pass on that they ignore it
+        # A shell's background job ignores SIGINT, and so does what it starts, but tests interrupt commands.
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     if config.getoption("markexpr").split()[0:1] != ["gpu"]:
         os.environ["TRITON_INTERPRET"] = "1"
         import interpreted
