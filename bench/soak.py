@@ -149,6 +149,8 @@ class Soak:
                 (400, json.dumps({"prompt": "a", "temperature": -1}).encode()),
                 (400, json.dumps({"prompt": "a", "unknown": 1}).encode()),
                 (404, json.dumps({"prompt": "a", "model": "other"}).encode()),
+                (400, json.dumps({"prompt": [None] * 100_000}).encode()),
+                (400, json.dumps({str(n): n for n in range(100_000)}).encode()),
                 (413, json.dumps({"prompt": [1] * 100_000}).encode()),
                 (413, b" " * (9 << 20)),
             ]

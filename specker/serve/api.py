@@ -7,15 +7,26 @@ import secrets
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import fields
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal, Self, TypeVar
 
-from pydantic import AliasChoices, BaseModel, ConfigDict, Field, StrictInt, field_validator, model_validator
+from pydantic import (
+    AliasChoices,
+    BaseModel,
+    ConfigDict,
+    Discriminator,
+    Field,
+    StrictInt,
+    Tag,
+    field_validator,
+    model_validator,
+)
 
 from specker import grammar
 from specker.options import Params, Sampling
 
 IGNORED = {"user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key"}
 DEPTH = 100  # of lists and objects in a body; Python's recursion ends at 1000
+MOST = 10_000  # names of an object, and lists and objects in a list: some 10 us each, in which nobody is answered
 CHECKED = dict, list, str, float
 PLACE = 100  # characters of a place in messages
 STOPS, STOP_LENGTH = 16, 256  # stop strings, and characters of one: all are matched in every step
@@ -25,6 +36,9 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {  # fields that are not supported, and th
     "suffix": ("",),
     "functions": ([],),
 }
+
+T = TypeVar("T")
+Items = Annotated[list[T], Field(fail_fast=True)]  # a million wrong items would make a million errors, gigabytes
 
 
 class Strict(BaseModel):
@@ -71,8 +85,8 @@ class Asked(Strict):
     seed: int | None = None
     n: int = Field(1, ge=1, le=128)
     best_of: int | None = None
-    stop: str | list[str] | None = None
-    stop_token_ids: list[StrictInt] | None = None
+    stop: str | Items[str] | None = None
+    stop_token_ids: Items[StrictInt] | None = None
     ignore_eos: bool = False
     cache_prompt: bool = True
     cache_salt: Annotated[str, Field(min_length=1, max_length=SALT)] | None = None
@@ -145,8 +159,22 @@ class Asked(Strict):
         ]
 
 
+def _kind(prompt: Any) -> str:
+    """The tag of the type that a prompt should have, by its first item."""
+    if not isinstance(prompt, list):
+        return "str"
+    first = prompt[0] if prompt else 0
+    return "list[str]" if isinstance(first, str) else "list[list[int]]" if isinstance(first, list) else "list[int]"
+
+
 class Completion(Asked):
-    prompt: str | list[str] | list[StrictInt] | list[list[StrictInt]]  # "1" and true are no ids
+    prompt: Annotated[
+        Annotated[str, Tag("str")]
+        | Annotated[Items[str], Tag("list[str]")]
+        | Annotated[Items[StrictInt], Tag("list[int]")]  # "1" and true are no ids
+        | Annotated[Items[Items[StrictInt]], Tag("list[list[int]]")],
+        Discriminator(_kind),  # a union without it tries each type on each item
+    ]
     echo: bool = False
     logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     max_tokens: Annotated[int, Field(ge=1)] | None = 16  # OpenAI's
@@ -213,7 +241,7 @@ class Message(BaseModel):
     model_config = ConfigDict(extra="allow")  # templates read more: tool_call_id, name, reasoning_content
     role: str
     content: str | None = None
-    tool_calls: list[ToolCall] | None = None
+    tool_calls: Items[ToolCall] | None = None
 
     @field_validator("content", mode="before")
     @classmethod
@@ -235,11 +263,11 @@ class Message(BaseModel):
 
 
 class Chat(Asked):
-    messages: list[Message] = Field(min_length=1)
+    messages: Items[Message] = Field(min_length=1)
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
-    tools: list[Tool] | None = None
+    tools: Items[Tool] | None = None
     tool_choice: Literal["none", "auto", "required"] | Choice | None = None
     parallel_tool_calls: bool | None = None
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
@@ -272,7 +300,7 @@ class Chat(Asked):
 class Tokenize(Strict):
     model: str | None = None
     prompt: str | None = None
-    messages: list[Message] | None = None
+    messages: Items[Message] | None = None
 
     @model_validator(mode="before")
     @classmethod
@@ -281,25 +309,33 @@ class Tokenize(Strict):
         return given
 
 
-def check_values(given: Any) -> None:
-    """Refuse what JSON allows and later steps cannot take. Raises ValueError."""
-    left: list[tuple[Any, tuple[str | int, ...]]] = [(given, ())]
-    while left:
-        value, names = left.pop()
-        if len(names) > DEPTH:
-            raise ValueError(f"lists and objects are nested more than {DEPTH} deep")
-        if isinstance(value, dict):
-            left += ((x, (*names, name)) for name, x in value.items() if isinstance(x, CHECKED))
-            left += ((name, names) for name in value)
-        elif isinstance(value, list):
-            left += ((x, (*names, n)) for n, x in enumerate(value) if isinstance(x, CHECKED))
-        elif isinstance(value, float) and not math.isfinite(value):  # an answer that shows it would be no JSON
-            raise ValueError(f"{_at(names)}the number is not finite")
-        elif isinstance(value, str) and not value.isascii():
-            try:
-                value.encode()
-            except UnicodeEncodeError:
-                raise ValueError(f"{_at(names)}the text has half of a surrogate pair") from None
+def check_values(given: Any, names: tuple[str | int, ...] = ()) -> None:
+    """Refuse what JSON allows and later steps cannot take. `names`: where it is in the body. Raises ValueError."""
+    if len(names) > DEPTH:
+        raise ValueError(f"lists and objects are nested more than {DEPTH} deep")
+    if isinstance(given, dict):
+        if len(given) > MOST:
+            raise ValueError(f"{_at(names)}an object has more than {MOST:,} names")
+        for name, value in given.items():
+            check_values(name, names)
+            if isinstance(value, CHECKED):
+                check_values(value, (*names, name))
+    elif isinstance(given, list):
+        types = {*map(type, given)}
+        if types.isdisjoint(CHECKED):  # millions of ids are looked at in C
+            return
+        if len(given) > MOST and types & {dict, list}:
+            raise ValueError(f"{_at(names)}a list has more than {MOST:,} lists and objects")
+        for n, value in enumerate(given):
+            if isinstance(value, CHECKED):
+                check_values(value, (*names, n))
+    elif isinstance(given, float) and not math.isfinite(given):  # an answer that shows it would be no JSON
+        raise ValueError(f"{_at(names)}the number is not finite")
+    elif isinstance(given, str) and not given.isascii():
+        try:
+            given.encode()
+        except UnicodeEncodeError:
+            raise ValueError(f"{_at(names)}the text has half of a surrogate pair") from None
 
 
 def place(names: Sequence[str | int]) -> str:

@@ -43,12 +43,21 @@ def handlers() -> dict[Any, Any]:
         return failure(error.status_code, str(error.detail), error.headers, request.url.path)
 
     def invalid(request: Request, error: RequestValidationError) -> Response:
+        for each in error.errors():
+            _forget_frames(each.get("ctx", {}).get("error"))
         return failure(400, sentence(error.errors()[0], inside=1), path=request.url.path)
 
     def broken(request: Request, _: Exception) -> Response:
         return failure(500, "internal error; the server's log says why", path=request.url.path)
 
     return {RequestValidationError: invalid, HTTPException: refused, Exception: broken}
+
+
+def _forget_frames(error: Any) -> None:
+    """Drop the traceback of what a validator raised: its frames hold the parsed body and the errors, this one included,
+    so that only the garbage collector would free them, many requests later."""
+    while isinstance(error, BaseException):
+        error.__traceback__, error = None, error.__context__
 
 
 def sentence(error: Mapping[str, Any], inside: int = 0) -> str:
@@ -60,7 +69,7 @@ def sentence(error: Mapping[str, Any], inside: int = 0) -> str:
     if error["type"] == "model_attributes_type" and not names:
         return "the body must be a JSON object"
     if error["type"] == "extra_forbidden":
-        return f"there is no field {names[-1]!r}"
+        return f"there is no field {error['loc'][-1]!r}"
     message = error["msg"].removeprefix("Value error, ")
     return f"{place(names)}: {message}" if names else message
 

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, field_validator, model_validator
 
-from specker.serve.api import Chat, Strict
+from specker.serve.api import Chat, Items, Strict
 from specker.serve.blocks import Block, BlockAnswer, Step, chat_of, joined, supported
 from specker.serve.errors import KINDS
 from specker.serve.tool_formats import JSON
@@ -49,7 +49,7 @@ class Part(BaseModel):
 
 class Turn(Strict):
     role: Literal["user", "assistant", "system"]
-    content: list[Part]
+    content: Items[Part]
 
     @field_validator("content", mode="before")
     @classmethod
@@ -108,15 +108,15 @@ class Output(Strict):
 class MessagesRequest(Strict):
     model: str | None = None
     max_tokens: Annotated[int, Field(ge=1)]
-    messages: list[Turn] = Field(min_length=1)
+    messages: Items[Turn] = Field(min_length=1)
     system: str | None = None
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = None
     cache_salt: str | None = None
-    stop_sequences: list[str] | None = None
+    stop_sequences: Items[str] | None = None
     stream: bool | None = None
-    tools: list[Tool] | None = None
+    tools: Items[Tool] | None = None
     tool_choice: Choice | None = None
     output_config: Output | None = None
     _chat: Chat = PrivateAttr()

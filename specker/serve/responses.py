@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, field_validator, model_validator
 
 from specker.checkpoints.tokenizer import Tokens
-from specker.serve.api import Chat, Named, Strict
+from specker.serve.api import Chat, Items, Named, Strict
 from specker.serve.blocks import Block, BlockAnswer, Step, chat_of, joined, supported
 from specker.serve.pieces import Reading
 from specker.serve.worker import Call
@@ -88,7 +88,7 @@ class Text(Strict):
 
 class ResponseRequest(Strict):
     model: str | None = None
-    input: list[Item]
+    input: Items[Item]
     instructions: str | None = None
     max_output_tokens: Annotated[int, Field(ge=1)] | None = None
     temperature: float | None = None
@@ -98,7 +98,7 @@ class ResponseRequest(Strict):
     cache_salt: str | None = None
     stream: bool | None = None
     text: Text | None = None
-    tools: list[Tool] | None = None
+    tools: Items[Tool] | None = None
     tool_choice: Literal["none", "auto", "required"] | Choice | None = None
     parallel_tool_calls: bool | None = None
     _chat: Chat = PrivateAttr()

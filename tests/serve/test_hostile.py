@@ -1,6 +1,7 @@
 """What a hostile client sends costs the server and its other clients little, and gets one sentence."""
 
 import contextlib
+import gc
 import json
 import socket
 import threading
@@ -8,13 +9,19 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from fastapi import Response
+from fastapi.exceptions import RequestValidationError
 from make_checkpoint import make
+from pydantic import ValidationError
 from serving import free, serving, until
 
 import specker
 from specker import grammar
+from specker.runtime.text import TooLong
 from specker.serve import checker
+from specker.serve.api import Chat, Completion, Tokenize
 from specker.serve.checker import Checker
+from specker.serve.messages import MessagesRequest
+from specker.serve.responses import ResponseRequest
 
 TALK = [{"role": "user", "content": "ab cd"}]
 PRIMES = 9973, 9967, 9949, 9941
@@ -259,6 +266,54 @@ def test_stop_strings_are_few_and_short(load, stop):
     with serving(load()) as client:
         assert said(complete(client, stop=stop)) == "stop: at most 16 strings of at most 256 characters are allowed"
         assert complete(client, stop=["a" * 256] * 16).status_code == 200
+
+
+MANY = {
+    "ids": (Completion, {"prompt": [1] * 100_000 + [None]}),
+    "no ids": (Completion, {"prompt": [None] * 100_000}),
+    "texts": (Completion, {"prompt": ["a"] + [None] * 100_000}),
+    "lists": (Completion, {"prompt": [[None] * 1000] * 1000}),
+    "stop ids": (Completion, {"prompt": "a", "stop_token_ids": [None] * 100_000}),
+    "stop strings": (Completion, {"prompt": "a", "stop": [None] * 100_000}),
+    "messages": (Chat, {"messages": [1] * 100_000}),
+    "calls": (Chat, {"messages": [{"role": "assistant", "tool_calls": [1] * 100_000}]}),
+    "tools": (Chat, {"messages": TALK, "tools": [{}] * 10_000}),
+    "items": (ResponseRequest, {"input": [1] * 100_000}),
+    "tools of a response": (ResponseRequest, {"input": "a", "tools": [{}] * 10_000}),
+    "turns": (MessagesRequest, {"max_tokens": 1, "messages": [1] * 100_000}),
+    "parts": (MessagesRequest, {"max_tokens": 1, "messages": [{"role": "user", "content": [{}] * 10_000}]}),
+    "tools of a message": (MessagesRequest, {"max_tokens": 1, "messages": TALK, "tools": [{}] * 10_000}),
+    "stop sequences": (MessagesRequest, {"max_tokens": 1, "messages": TALK, "stop_sequences": [1] * 100_000}),
+    "messages to count": (Tokenize, {"messages": [1] * 100_000}),
+    "names": (Completion, {"prompt": "a", **{f"n{i}": 1 for i in range(10_001)}}),
+    "biases": (Completion, {"prompt": "a", "logit_bias": {str(i): "a" for i in range(10_001)}}),
+    "objects": (Chat, {"messages": TALK * 10_001}),
+}
+
+
+@pytest.mark.parametrize(("model", "body"), MANY.values(), ids=MANY)
+def test_a_body_with_many_wrong_items_costs_no_more_than_one_with_one(model, body):
+    with pytest.raises(ValidationError) as refused:
+        model.model_validate(body)
+    assert refused.value.error_count() <= 2  # both types of `stop`
+
+
+@pytest.mark.parametrize(
+    "field", [{"other": 1}, {"suffix": "x"}, {"stop": "a" * 257}, {"prompt": [9] * 1000}, {"temperature": -1}]
+)
+def test_nothing_holds_a_body_that_was_refused(load, field):
+    def errors():
+        return {id(each) for each in gc.get_objects() if type(each) in (RequestValidationError, ValueError, TooLong)}
+
+    with serving(load()) as client:
+        assert complete(client).status_code == 200
+        before = errors()
+        gc.disable()  # it would free what holds itself
+        try:
+            assert complete(client, **field).status_code in (400, 413)
+            until(lambda: errors() <= before)
+        finally:
+            gc.enable()
 
 
 # --- chat templates
