@@ -134,7 +134,12 @@ class Common:
         "(default: as the checkpoint stores them)",
         choices=QUANTIZE,
     )
-    draft_quantize: str | None = opt(None, "the same for the draft checkpoint", choices=QUANTIZE)
+    draft_quantize: str | None = opt(
+        None,
+        "the same for the draft checkpoint (default: as it is stored; on a CPU, unless --dtype is given, int8 instead "
+        "of 16 or 32 bits)",
+        choices=QUANTIZE,
+    )
     activations: str | None = opt(
         None,
         "on a CPU, round what meets quantised weights to int8 (default; fastest), bfloat16 or float32",

@@ -11,9 +11,12 @@ import pytest
 import torch
 
 import specker
-from specker import zoo
+from specker import cpu, zoo
+from specker.checkpoints.buffers import AUTO, Storage
 from specker.checkpoints.checkpoint import read, read_config
+from specker.checkpoints.quantised.awq import Awq
 from specker.cli import run
+from specker.cpu.packed import Packed
 from specker.integrations.drafts import Drafts
 from specker.runtime.control.stats import Stats
 
@@ -55,6 +58,26 @@ def test_the_committed_files():
     rows = zoo.heldout()
     assert len(rows) == 96 and set(rows[0]) == {"prompt", "source", "licence"}
     assert [read_config(zoo.path(name)).vocab_size for name in zoo.NAMES[:5]] == [8192] * 5
+
+
+def test_a_cpu_rounds_a_draft_to_int8_by_default():
+    kind = "int8" if cpu.available() else None
+    folder = zoo.path("code-draft")
+    for strategy in ("draft", "easyspec", "diffuspec", "vocabtrim"):
+        assert specker.load(strategy=strategy, device="cpu").draft.quantised == kind
+    for given in ({"dtype": "bfloat16"}, {"draft_quantize": "none"}):
+        assert specker.load(strategy="draft", device="cpu", **given).draft.quantised is None
+    drafters = [Drafts(zoo.path("code-target"), folder, device="cpu", dtype=dtype) for dtype in (None, "bfloat16")]
+    assert [isinstance(d.drafter.model.layers[0].mixer.o, Packed) for d in drafters] == [kind == "int8", False]
+
+
+def test_a_draft_that_is_quantised_keeps_its_bits():
+    def kind(scheme, packs, quantize=AUTO):
+        return Storage(scheme, quantize, torch.bfloat16, torch.device("cpu"), packs).kind
+
+    stored = Awq.__new__(Awq)
+    assert (kind(None, True), kind(None, False), kind(stored, True)) == ("int8", None, None)
+    assert kind(stored, False, "int4") == "int4" and kind(None, True, "none") is kind(None, True, None) is None
 
 
 @pytest.fixture

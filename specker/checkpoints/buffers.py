@@ -25,6 +25,7 @@ from specker.model.weights import Matrix
 SIZES = {"F64": 8, "F32": 4, "I32": 4, "F16": 2, "BF16": 2, "I8": 1, "U8": 1, "F8_E4M3": 1}  # bytes per element
 WIDE = "conv", "a_log", "dt_bias", "router_bias", "router_scale"  # in float32 at least
 VECTORS = "shared_gate", "gate_up_bias", "down_bias"  # in the activations' dtype even with two dimensions
+AUTO = "auto"  # quantise to int8 where the compiled CPU kernels then compute, unless the checkpoint is quantised
 CHUNK = 1 << 22  # elements cast at a time, because the host stages casts for a GPU
 
 
@@ -85,12 +86,19 @@ class Storage:
         """Whether the checkpoint has the matrix `name` (a tensor's full name) in eight or four bits."""
         return self.scheme is not None and self.scheme.covers(name.removesuffix(".weight"))
 
+    @property
+    def kind(self) -> str | None:
+        """The kind (int8, int4 or fp8) to which matrices are rounded; None if they are not rounded."""
+        if self.quantize == AUTO:
+            return "int8" if self.packs and self.scheme is None else None
+        return None if self.quantize == "none" else self.quantize
+
     def rounding(self, p: Piece, c: ModelConfig) -> str | None:
         """The kind (int8, int4 or fp8) to which a piece is rounded; None if it is not rounded."""
         head = p.buffer == "head" or (c.tied and p.name == "embed_tokens.weight")
-        if self.quantize in (None, "none") or not (p.is_matrix or head):
+        if not (p.is_matrix or head):
             return None
-        return "int8" if head and self.quantize == "int4" else self.quantize
+        return "int8" if head and self.kind == "int4" else self.kind
 
     def stays(self, pieces: dict[str, Piece], c: ModelConfig) -> set[tuple[str, int | None]]:
         """The matrices (buffer, layer) that are quantised in the run, because all their pieces are. An embedding stays
@@ -278,7 +286,7 @@ def random_weights(c: ModelConfig, pieces: Sequence[Piece], storage: Storage, se
     named = {p.name: p for p in pieces}
     there = torch.Generator().manual_seed(seed)
     apart = {p.buffer: torch.empty(p.shape, dtype=storage.dtype).normal_(std=0.02, generator=there) for p in host}
-    if storage.quantize in (None, "none"):
+    if storage.kind is None:
         found = _allocated(pieces, c, storage, set())
         for name, buffer in found.items():
             _fill(name, buffer, generator, embed_std)

@@ -234,7 +234,7 @@ class Generate:
                     f"strategy {o.strategy!r} needs a draft checkpoint for {type(model).__name__}: pass draft"
                 )
             parts.check_target(o, main.config.num_layers)
-            side, kept = read_draft(main, draft, o, model.dtype, folder, family, notes)
+            side, kept = read_draft(main, draft, o, model.dtype, o.draft_quantize, folder, family, notes)
         o = o if side is None else parts.with_draft(o, side)
         memory = cache_memory(main, side, o, family)
         memory.sized(context)  # raises ValueError if the K/V does not fit
