@@ -1,5 +1,6 @@
 """What happens before the first token: what a command imports, and how often it reads a checkpoint's files."""
 
+import ctypes
 import os
 import re
 import shutil
@@ -40,6 +41,40 @@ def command(argv: list[str]) -> subprocess.CompletedProcess[str]:
     """Run a module in a process of its own, which then names on stderr what it imported of HEAVY."""
     env = {**os.environ, "PYTHONPATH": os.pathsep.join((str(ROOT), str(ROOT / "models")))}
     return subprocess.run([sys.executable, "-c", COMMAND, *argv], cwd=ROOT, capture_output=True, text=True, env=env)
+
+
+THREADS = """
+import ctypes, os, tempfile, threading
+from specker.cli.start import share_arenas
+share_arenas()
+libc, all_run = ctypes.CDLL(None), threading.Barrier(8)
+libc.malloc.restype = libc.fopen.restype = ctypes.c_void_p
+def allocate():
+    all_run.wait()
+    libc.malloc(1000)
+    all_run.wait()
+threads = [threading.Thread(target=allocate) for _ in range(8)]
+for thread in threads:
+    thread.start()
+for thread in threads:
+    thread.join()
+with tempfile.NamedTemporaryFile() as file:
+    stream = ctypes.c_void_p(libc.fopen(file.name.encode(), b"w"))
+    libc.malloc_info(0, stream)
+    libc.fclose(stream)
+    print(file.read().count(b"<heap"))
+"""
+
+
+@pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "malloc_info"), reason="not glibc")
+def test_a_server_has_two_arenas_unless_the_user_says_otherwise() -> None:
+    def arenas(**more: str) -> int:
+        env = {name: value for name, value in os.environ.items() if name != "MALLOC_ARENA_MAX"} | more
+        done = subprocess.run([sys.executable, "-c", THREADS], cwd=ROOT, capture_output=True, text=True, env=env)
+        assert done.returncode == 0, done.stderr
+        return int(done.stdout)
+
+    assert arenas() <= 2 and arenas(MALLOC_ARENA_MAX="5") == 5
 
 
 def test_a_run_imports_neither_transformers_nor_the_compiler() -> None:

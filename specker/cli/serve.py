@@ -74,6 +74,7 @@ def run(job: Job, options: Options, serving: Serving, sampling: dict[str, float]
         raise ValueError(
             "the server runs in one process: leave out torchrun (vLLM serves several GPUs: docs/engines.md)"
         )
+    start.share_arenas()
     try:
         from specker.serve import connections
         from specker.serve.app import application

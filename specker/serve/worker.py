@@ -56,7 +56,9 @@ class Call:
     async def events(self) -> AsyncIterator[Event]:
         """The events of all requests. Raises Failed, and TimeoutError at the server's time limit."""
         while self.left:
-            entry = await asyncio.wait_for(self._inbox.get(), self.began + self._worker.limit - time.monotonic())
+            left = self.began + self._worker.limit - time.monotonic()
+            async with asyncio.timeout(left):  # before Python 3.12, wait_for may lose a cancellation
+                entry = await self._inbox.get()
             if isinstance(entry, Failed):
                 raise entry
             if entry.finished is not None:

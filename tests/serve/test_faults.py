@@ -1,6 +1,7 @@
 """Load and faults: a full queue, clients that go away, time limits, failed rounds, SIGTERM. After each of them no
 request holds a page, and the next request is served."""
 
+import asyncio
 import contextlib
 import json
 import re
@@ -11,6 +12,7 @@ import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import httpx
 import pytest
@@ -20,7 +22,7 @@ from serving import chunks, free, serving, streamed, until
 
 import specker
 from specker.cli.serve import main
-from specker.serve.worker import Busy
+from specker.serve.worker import Busy, Call
 
 LONG = {"prompt": [5, 6, 7], "max_tokens": 380}
 
@@ -58,6 +60,28 @@ def serves(client, engine):
     assert got["choices"][0]["text"] == want and client.get("/health").status_code == 200
     until(lambda: free(engine))
     return True
+
+
+@pytest.mark.parametrize("turns", range(4))
+def test_a_client_that_leaves_as_an_event_comes_ends_its_call(turns):
+    """An answer that went on would have no text. `turns`: of the event loop between the two."""
+
+    async def events(call):
+        return [event async for event in call.events()]
+
+    async def leave():
+        worker = SimpleNamespace(limit=60.0, between_steps=lambda work: None, cancel=lambda requests: None)
+        call = Call(worker, ["request"], time.monotonic())
+        reading = asyncio.ensure_future(events(call))
+        await asyncio.sleep(0.01)
+        call.put(SimpleNamespace(finished=None, request="request"))
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        reading.cancel()
+        call.close()
+        return (await asyncio.gather(reading, return_exceptions=True))[0]
+
+    assert isinstance(asyncio.run(leave()), asyncio.CancelledError)
 
 
 def test_a_full_queue_refuses_and_says_when_to_return(load, slow):
