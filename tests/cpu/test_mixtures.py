@@ -115,7 +115,7 @@ def test_threads_change_no_bits(tmp_path):
 def test_a_draft_that_is_the_target_is_always_right(tmp_path, options):
     """A chain drafted in one call has the bits of the verify pass; tokens are those of plain decoding."""
     folder = make(tmp_path, **SIZES | KINDS["some dense"] | SHAPE)
-    how = {"draft_quantize": options["quantize"]} if "quantize" in options else {}
+    how = {"draft_quantize": options.get("quantize", "none")}
     options = {"device": "cpu", "policy": "fixed", "draft_tokens": 4} | options | how
     engine = specker.load(folder, folder, strategy="draft", **options)
     assert engine.model.stack is not None and "cpu" not in engine.remarks

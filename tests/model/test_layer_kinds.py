@@ -239,7 +239,7 @@ def test_a_draft_that_is_the_target_is_always_right(tmp_path, kind, options):
     """A chain drafted in one call has the bits of the verify pass, from the scaled embedding too; so has one of layers
     with unlike heads, which is drafted token by token."""
     folder = make(tmp_path, max_context=160, **KINDS[kind] | SIZES | OTHER_SIZES.get(kind, {}))
-    how = {"draft_quantize": options["quantize"]} if "quantize" in options else {}
+    how = {"draft_quantize": options.get("quantize", "none")}
     engine = specker.load(
         folder, folder, strategy="draft", draft_tokens=4, policy="fixed", device="cpu", **options, **how
     )
