@@ -156,9 +156,9 @@ def read(
     head are read, for a model that another engine runs. `owner`: the target of a draft that shares its embedding or
     head. `quantize`: int8, int4 or fp8 rounds the layers' matrices and the head (int4 rounds the head to int8), `none`
     dequantises them to `dtype`, and None leaves them as stored; `buffers.AUTO` is int8 for a CPU's compiled kernels and
-    a checkpoint that is not quantised. Weights are also dequantised for float64 runs and on
-    CPUs without compiled kernels. `activations`: on a CPU, the type to which products with quantised weights round
-    their input rows: int8 (default), bfloat16 or float32. Without `pack`, a CPU keeps quantised weights as `Quantized`,
+    a checkpoint that is not quantised. Weights are also dequantised for float64 runs and on CPUs without compiled
+    kernels. `activations`: on a CPU, the type to which products with quantised weights round their input rows: int8
+    (default), bfloat16 or float32. Without `pack`, a CPU keeps quantised weights as `Quantized`,
     which models split over ranks need. `on_progress` is called with (elements read, total elements). Raises
     CheckpointError, and ValueError if memory is too small.
     """

@@ -158,12 +158,13 @@ def read_draft(
     `checkpoint.read`. `target`: what the user called the target. Adds remarks to `notes`. Raises as `load` does."""
     method, dummy, kept = strategies.of(opts), opts.load == "dummy", None
     draft_checkpoint: Checkpoint | None = None
+    usual = "int8" if quantize == AUTO else None
     if method.reads_target:
         assert not isinstance(source, Opened)
         draft_checkpoint = method.read_head(source, target_checkpoint, dtype, quantize)
         if ranks is not None:
             ranks.same("draft", dist.fingerprint(draft_checkpoint.folder))
-        if (sentence := stored(draft_checkpoint, "draft", "int8" if quantize == AUTO else None)) is not None:
+        if (sentence := stored(draft_checkpoint, "draft", usual)) is not None:
             notes["draft_weights"] = sentence
         if opts.trim is not None and draft_checkpoint.untrimmed:
             raise ValueError(f"{source} {draft_checkpoint.untrimmed}: leave out +vocabtrim")
@@ -180,7 +181,7 @@ def read_draft(
             pack=ranks is None and opts.linear != "cublas",
             on_progress=on_progress,
         )
-        if (sentence := stored(draft_checkpoint, "draft", "int8" if quantize == AUTO else None)) is not None:
+        if (sentence := stored(draft_checkpoint, "draft", usual)) is not None:
             notes["draft_weights"] = sentence
         if ranks is not None:
             ranks.same("draft", dist.fingerprint(draft_checkpoint.folder), drafters=True)

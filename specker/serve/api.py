@@ -26,7 +26,7 @@ from specker.options import Params, Sampling
 
 IGNORED = {"user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key"}
 DEPTH = 100  # of lists and objects in a body; Python's recursion ends at 1000
-MOST = 10_000  # names of an object, and lists and objects in a list: some 10 us each, in which nobody is answered
+MOST = 10_000  # names of an object, and lists and objects in a list: up to 30 us each, in which nobody is answered
 CHECKED = dict, list, str, float
 PLACE = 100  # characters of a place in messages
 STOPS, STOP_LENGTH = 16, 256  # stop strings, and characters of one: all are matched in every step
