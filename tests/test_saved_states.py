@@ -56,6 +56,15 @@ def load(pairs, kind, how, **more):
     return specker.load(target, draft if HOW[how]["strategy"] == "draft" else None, **options)
 
 
+def same(engine, alone, text, count=12, **how):
+    """The engine's text after a prompt: its tokens and their log-probabilities are those of `alone`."""
+    out, want = (each.generate(text, count, logprobs=1, **how) for each in (engine, alone))
+    assert out.tokens == want.tokens
+    ours, theirs = ([each.logprob for each in x.logprobs] for x in (out, want))
+    assert ours == pytest.approx(theirs, abs=1e-4)
+    return out
+
+
 def check(engine, alone, text, prefilled=None, count=12, **how):
     """The text after a prompt, which is plain decoding's; `prefilled`: tokens of the prompt that were computed. The
     rings and states of requests that have ended, which might serve as well, are gone and overwritten."""
@@ -66,8 +75,7 @@ def check(engine, alone, text, prefilled=None, count=12, **how):
             for x in rings.memory:
                 if x is not None:
                     x.fill_(3)
-    out = engine.generate(text, count, **how)
-    assert out.tokens == alone.generate(text, count, **how).tokens
+    out = same(engine, alone, text, count, **how)
     assert prefilled is None or out.stats.prefilled == prefilled, (out.stats.prefilled, len(text))
     for cache in engine.loop.slots.caches:
         cache.check()
@@ -115,11 +123,19 @@ def test_another_answer_to_a_prompt_costs_nothing(pairs, alone, kind):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_ring_that_began_at_a_saved_column_serves_none_before(pairs, alone, kind):
+    """Of a convolution's inputs only the last ones before it were saved."""
     engine, text = load(pairs, kind, "ar"), text_of(111, 17)
     check(engine, alone[kind], text, 110)
-    check(engine, alone[kind], text, 0, 1)
     for n in (71, 109):
-        assert engine.generate(text[:n], 12).tokens == alone[kind].generate(text[:n], 12).tokens
+        check(engine, alone[kind], text, 0, 1)
+        same(engine, alone[kind], text[:n])
+
+
+def test_a_ring_whose_request_went_back_serves_no_earlier_state(pairs, alone):
+    """It has two states. Where a request goes on from the older one, the newer one stands in place of a third."""
+    engine, text = load(pairs, "qwen3.5", "ar", saved_states=0), text_of(230, 18)
+    for n, new in ((230, 229), (220, 0), (190, 189)):
+        assert same(engine, alone["qwen3.5"], [*text[: n - 1], 1], 2).stats.prefilled == new
 
 
 def test_running_requests_share_a_prompt(pairs, alone):

@@ -41,11 +41,11 @@ class Kept:
 
     text: list[int]  # the tokens of the columns that the request left exact
     prefilled: int  # of the columns, the first ones that a prefill wrote
-    end: int  # the request wrote no column from this one on
+    end: int  # no column from this one on was written, by this request or by those whose ring it took over
     pages: list[int]
+    least: int  # no request can go on from an earlier column
     state: int = -1  # the text's recurrent states (states.py)
-    anchor: int = 0  # the later of the two columns whose states there are
-    first: int = 0  # the ring never had an earlier column
+    anchor: int = 0  # the latest column whose state a layer has
 
 
 class Rings:
@@ -61,6 +61,7 @@ class Rings:
         self.kept: list[Kept] = []  # the oldest first
         self._free = list(range(count))
         self._pages: list[list[int]] = [[] for _ in table]
+        self._ends, self._least = [0] * len(table), [0] * len(table)  # see `Kept`: of the rings that were taken over
         self._absent = count if spare else 0
         self._capacity = table.shape[1] * page
         shape = len(table), -(-self._capacity // page_size)
@@ -78,6 +79,7 @@ class Rings:
     def begin(self, slot: int, ring: Kept | None, columns: int) -> None:
         """The sequence in `slot` begins, after `columns` that it takes over with an earlier one's ring; `assign`
         follows."""
+        self._ends[slot], self._least[slot] = (0, 0) if ring is None else (ring.end, ring.least)
         if ring is not None:
             self.kept.remove(ring)
             self._free = sorted(self._free + self._pages[slot])
@@ -108,11 +110,14 @@ class Rings:
 
     def move(self, source: int, target: int) -> None:
         """Move the ring of slot `source` to slot `target`, which has none; `assign` follows."""
-        self._pages[target], self._pages[source] = self._pages[source], []
+        for each in (self._pages, self._ends, self._least):
+            each[target] = each[source]
+        self._pages[source] = []
 
     def keep(self, slot: int, text: list[int], prefilled: int, end: int) -> None:
         """The request in `slot` has ended: a later one may take its ring over. See `Kept`."""
-        self.kept.append(Kept(text, prefilled, end, self._pages[slot]))
+        end = max(end, self._ends[slot])
+        self.kept.append(Kept(text, prefilled, end, self._pages[slot], self._least[slot]))
         self._pages[slot] = []
 
     def match(self, text: list[int], prefix_alignment: int) -> tuple[int, Any]:
@@ -122,8 +127,8 @@ class Rings:
         for ring in self.kept:
             columns = min(common(text, ring.text), ring.prefilled if prefix_alignment > 1 else len(text))
             columns -= columns % prefix_alignment
-            lost = max(ring.first, ring.end - self.most * self.page_size)  # the ring lacks columns before this one
-            if columns > found and self.first_seen(columns, ring) >= lost:
+            lost = max(0, ring.end - self.most * self.page_size)  # the ring lacks columns before this one
+            if columns > found and columns >= ring.least and self.first_seen(columns, ring) >= lost:
                 found, best = columns, ring
         return found, best
 

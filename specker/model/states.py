@@ -134,7 +134,6 @@ class StateRings(Rings):
         self._absent_state = sequences if spare else 0
         self._free_states = list(range(sequences))
         self._states = [-1] * len(table)
-        self._first = [0] * len(table)  # see `Kept`
         self.state_of = torch.full((len(table),), self._absent_state, device=device)  # [sequences] int64
         self.saved: list[Saved] = []  # the one used last stands last
         self._replaced = 0  # what the last replaced one was worth
@@ -167,7 +166,6 @@ class StateRings(Rings):
                 self.evict()
             own = self._free_states.pop()
         self._set(slot, own)
-        self._first[slot] = 0 if ring is None else ring.first
         _, _, _, _, states, anchors = self.memory
         if states is None or anchors is None:
             return
@@ -175,7 +173,9 @@ class StateRings(Rings):
             states[:, own, 0] = 0
             anchors[:, own] = 0
         else:
-            anchors[:, own] = min(anchor(columns, BLOCK), ring.anchor)
+            anchors[:, own].clamp_(max=(at := anchor(columns, BLOCK)))
+            if 0 < at < ring.anchor:  # a later state stands where the one before `at` was
+                self._least[slot] = max(ring.least, at + BLOCK)
 
     def _set(self, slot: int, state: int) -> None:
         self._states[slot] = state
@@ -194,14 +194,13 @@ class StateRings(Rings):
     def move(self, source: int, target: int) -> None:
         super().move(source, target)
         self._set(target, self._states[source])
-        self._first[target] = self._first[source]
         self._set(source, -1)
 
     def keep(self, slot: int, text: list[int], prefilled: int, end: int) -> None:
         super().keep(slot, text, prefilled, end)
         kept, anchors = self.kept[-1], self.memory.anchors
-        kept.state, kept.first = self._states[slot], self._first[slot]
-        kept.anchor = 0 if anchors is None else int(anchors[0, kept.state, 0])
+        kept.state = self._states[slot]
+        kept.anchor = 0 if anchors is None else int(anchors[:, kept.state].max())
         self._set(slot, -1)
 
     def first_seen(self, columns: int, ring: Kept) -> int:
@@ -252,7 +251,7 @@ class StateRings(Rings):
             anchors[:, own] = saved.first
         for x, copies, rows in self._saved_rows(slot, saved.first, len(saved.text)):
             x[:, rows] = copies[:, saved.place, : len(rows)]
-        self._first[slot] = saved.first
+        self._least[slot] = len(saved.text)  # of a convolution's inputs only those behind this column were saved
         saved.since = self._replaced
         self.saved.remove(saved)
         self.saved.append(saved)

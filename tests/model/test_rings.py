@@ -251,6 +251,15 @@ def test_a_beginning_that_left_the_ring_is_computed_again(pairs, plain, back):
     assert got.tokens == plain("gemma3", prompt, 20) and got.stats.prefilled == new
 
 
+def test_a_ring_whose_request_went_back_has_lost_as_many_columns_as_before(pairs, plain):
+    """The columns that an earlier request wrote further on stand in their place."""
+    engine, text = load(pairs["gemma3"], "ar", prefix_cache="all"), PROMPTS[0]
+    for n, new in ((230, 229), (200, 0), (130, 129)):
+        prompt = [*text[: n - 1], 0]
+        got = engine.generate(prompt, 20 if n == 130 else 1)
+        assert got.tokens == plain("gemma3", prompt, 20)[: len(got.tokens)] and got.stats.prefilled == new
+
+
 def test_two_requests_do_not_share_pages(pairs, plain):
     """Two rings end with the same text, but a page of the other layers leads to one ring."""
     engine, prompt = load(pairs["gemma3"], "tree", batch_size=2, prefix_cache="all"), PROMPTS[2]
