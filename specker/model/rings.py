@@ -110,9 +110,8 @@ class Rings:
 
     def move(self, source: int, target: int) -> None:
         """Move the ring of slot `source` to slot `target`, which has none; `assign` follows."""
-        for each in (self._pages, self._ends, self._least):
-            each[target] = each[source]
-        self._pages[source] = []
+        self._pages[target], self._pages[source] = self._pages[source], []
+        self._ends[target], self._least[target] = self._ends[source], self._least[source]
 
     def keep(self, slot: int, text: list[int], prefilled: int, end: int) -> None:
         """The request in `slot` has ended: a later one may take its ring over. See `Kept`."""
