@@ -300,7 +300,8 @@ BAD = {
     "a bias of an unknown id": ({"logit_bias": {"999999": 1}}, "logit_bias must be of ids below 320"),
     "too many biases": ({"logit_bias": dict.fromkeys(range(301), 1)}, "logit_bias takes at most 300 ids, got 301"),
     "a stop id": ({"stop_token_ids": [999999]}, "stop_token_ids must be below 320"),
-    "suffix": ({"suffix": "x"}, "suffix is not supported"),
+    "suffix": ({"suffix": "x"}, "suffix is not supported: the model has no tokens for it, such as <|fim_prefix|>"),
+    "a suffix of ids": ({"prompt": [1], "suffix": "x"}, "suffix needs a prompt that is a text"),
     "best_of": ({"best_of": 3}, "best_of must be n, 1: all texts are returned"),
     "speculation": ({"speculation": "fast"}, "speculation must be one of off, auto, "),
     "n": ({"n": 0}, "n: Input should be greater"),
@@ -321,6 +322,9 @@ BAD = {
 }
 BAD_CHAT = {
     "no messages": ({"messages": []}, "messages: List should have at least 1 item"),
+    "audio": ({"modalities": ["text", "audio"]}, "modalities: answers are text, 'audio' is not supported"),
+    "verbosity": ({"verbosity": "high"}, "the model's chat template knows no verbosity"),
+    "another verbosity": ({"verbosity": "huge"}, "verbosity: Input should be 'low', 'medium' or 'high'"),
     "a role": ({"messages": [{"content": "a"}]}, "messages[0].role: Field required"),
     "an image": (
         {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
