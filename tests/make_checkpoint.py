@@ -17,6 +17,8 @@ import torch
 import transformers
 from torch import Tensor
 
+from specker.checkpoints.tokenizer import Tokens
+
 FAMILIES = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3", "dream": "Qwen2"}
 FAMILIES |= {"gemma3": "Gemma3", "olmo2": "Olmo2", "smollm3": "SmolLM3", "mimo": "Qwen2", "granite": "Granite"}
 FAMILIES |= {"qwen3_moe": "Qwen3Moe", "mixtral": "Mixtral"}
@@ -414,6 +416,13 @@ def byte_tokenizer() -> Any:
         "{% if add_generation_prompt %}assistant: {% endif %}"
     )
     return fast
+
+
+def tokens_of(tokenizer: Any) -> Tokens:
+    """A tokenizer that is in no folder, as checkpoints have it."""
+    found = Tokens(Path(), "")
+    vars(found)["tokenizer"] = tokenizer
+    return found
 
 
 def add_tokens(folder: Path, *texts: str, special: bool = False) -> None:

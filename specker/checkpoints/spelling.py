@@ -14,21 +14,29 @@ class Spelling:
     """Attributes:
     added: the added tokens, and whether they are special.
     table: the characters that stand for bytes, of a byte-level vocabulary; None for others.
+    known: whether the tokenizer decodes as `read` does; others, such as WordPiece, spell words in another way.
     """
 
     added: Mapping[str, bool]
     table: Mapping[int, str] | None
+    known: bool = True
 
     @classmethod
     def of(cls, tokenizer: Any) -> "Spelling":
         added = {token.content: token.special for token in getattr(tokenizer, "added_tokens_decoder", {}).values()}
-        return cls(added, _byte_characters() if _byte_level(tokenizer) else None)
+        bytes_in_tokens, known = _decodes(tokenizer)
+        return cls(added, _byte_characters() if bytes_in_tokens else None, known)
+
+    def is_special(self, token: str) -> bool:
+        return self.added.get(token, False)
 
     def read(self, token: str) -> bytes:
         """The bytes of a token of the vocabulary; none of a special token."""
-        if token in self.added:
-            return b"" if self.added[token] else token.encode()
+        if self.is_special(token):
+            return b""
         if self.table is not None:
+            if token in self.added:
+                return token.encode()
             try:
                 return token.translate(self.table).encode("latin-1")
             except UnicodeEncodeError:  # a character that stands for no byte: an added token that is not listed
@@ -48,11 +56,13 @@ def _byte_characters() -> dict[int, str]:
     return {byte: chr(byte) for byte in plain} | {256 + n: chr(byte) for n, byte in enumerate(others)}
 
 
-def _byte_level(tokenizer: Any) -> bool:
-    """Whether tokens spell bytes as GPT-2's do."""
-    decoder = getattr(getattr(tokenizer, "backend_tokenizer", None), "decoder", None)
+def _decodes(tokenizer: Any) -> tuple[bool, bool]:
+    """Whether tokens spell bytes as GPT-2's do, and whether they are spelled in one of the two known ways."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    decoder = getattr(backend, "decoder", None)
     if decoder is None:
         vocabulary = tokenizer.get_vocab()
-        return "\u0120" in vocabulary and SPACE not in vocabulary
+        return "\u0120" in vocabulary and SPACE not in vocabulary, backend is None
     state: bytes = decoder.__getstate__()
-    return b'"ByteLevel"' in state
+    byte_level = b'"ByteLevel"' in state
+    return byte_level, byte_level or (SPACE.encode() in state and b'"ByteFallback"' in state)

@@ -321,10 +321,20 @@ class Tokens:
         """What the tokens stand for. Raises CheckpointError."""
         return Spelling.of(self.tokenizer)
 
-    def bytes_of(self, token: int) -> bytes:
-        """The bytes of an id; none of special tokens and of ids without a token. Raises CheckpointError."""
+    def bytes_of(self, token: int, before: int | None) -> bytes | None:
+        """The bytes that an id adds to a text. `before`: the last id there that is no special token; None: the text
+        begins, and many tokenizers leave out its first space. None for special tokens and ids without a token. Raises
+        CheckpointError."""
         spelled = self.tokenizer.convert_ids_to_tokens(token)
-        return b"" if spelled is None else self.spelling.read(spelled)
+        if spelled is None or self.spelling.is_special(spelled):
+            return None
+        if self.spelling.known:
+            found = self.spelling.read(spelled)
+            leads = before is None and self.spelling.table is None and found.startswith(b" ")
+            return self.tokenizer.decode([token]).encode() if leads else found
+        context = [] if before is None else [before]
+        text: str = self.tokenizer.decode([*context, token])
+        return text[len(self.tokenizer.decode(context)) :].encode()
 
     @cached_property
     def special(self) -> dict[str, int]:

@@ -1,14 +1,13 @@
-"""Streaming detokenisation: token ids -> text, never half a character."""
+"""Streaming detokenisation: token ids -> text, never half a character. All text that a model writes comes from here."""
 
-from collections.abc import Mapping
-from typing import Any
+import codecs
+from collections.abc import Iterable, Mapping, Sequence
 
-UNKNOWN = "\N{REPLACEMENT CHARACTER}"  # what tokenizers return for bytes that form no character
+from specker.checkpoints.tokenizer import Tokens
 
-
-def whole(text: str) -> str:
-    """Drop an unfinished character at the end of a text, which the limit of tokens has cut."""
-    return text.rstrip(UNKNOWN)
+UNKNOWN = "\N{REPLACEMENT CHARACTER}"  # stands for bytes that form no character
+_LONE = dict.fromkeys(range(0xDC80, 0xDD00), UNKNOWN)  # what `surrogateescape` makes of such bytes
+_UNFINISHED = 3  # bytes that the beginning of a character has at most
 
 
 class Detokenizer:
@@ -16,50 +15,82 @@ class Detokenizer:
     before the first of the strings `stops` that is complete in it, the longest if several end there; what may be the
     beginning of one is held back.
 
-    Some special tokens divide a text into parts, such as the messages of Harmony and their headers. `parts` has them,
-    and whether a stop string may occur behind them; none occurs across them."""
+    The text goes on from that of `prompt`: together they are the text of all their ids. So it may begin with a space,
+    which tokenizers like sentencepiece's leave out where a text begins, and with a character whose first bytes are the
+    prompt's last ones.
 
-    def __init__(self, tokenizer: Any, stops: tuple[str, ...] = (), parts: Mapping[int, bool] | None = None):
-        self.tokenizer, self.stops, self.parts = tokenizer, [Stop(text) for text in stops], parts or {}
+    Some special tokens divide a text into parts, such as the messages of Harmony and their headers. `parts` has them,
+    and whether a stop string may occur behind them; none occurs across them.
+
+    Attributes:
+        before: the last id with a text, of the prompt at first; None if there is none.
+        written: characters that were whole so far, of stop strings, too.
+    """
+
+    def __init__(
+        self,
+        tokens: Tokens | None,
+        prompt: Sequence[int] = (),
+        stops: tuple[str, ...] = (),
+        parts: Mapping[int, bool] | None = None,
+    ):
+        """`tokens`: None without a tokenizer."""
+        self.tokens, self.stops, self.parts = tokens, [Stop(text) for text in stops], parts or {}
         self.searched = True  # stop strings may occur here
         self.stopped = False  # one of `stops` has occurred
         self.held = ""  # text that may be the beginning of a stop string
         self.tail = ""  # what `flush` returned
-        self.ids: list[int] = []
-        self.start = 0  # ids before this are settled: their text no longer depends on what follows
-        self.shown = ""  # text of ids[start:] already returned
+        self.before: int | None = None
+        self.written = 0
+        # For the beginning of a character that breaks off, byte-level decoders write one UNKNOWN, others one a byte.
+        by_byte = tokens is not None and tokens.spelling.table is None
+        self._utf8 = codecs.getincrementaldecoder("utf-8")("surrogateescape" if by_byte else "replace")
+        if tokens is not None:
+            self._follow(tokens, prompt)
 
     def add(self, token: int) -> str:
         """The text that `token` completes; empty while a character is unfinished. Before a token of `parts` all that is
         held is complete."""
-        if token in self.parts:
-            return self._divide(token)
-        self.ids.append(token)
-        text = self._decode()
-        if text.endswith(UNKNOWN):
-            return ""
-        new = text[len(self.shown) :]
-        # Keep one settled token as context: many tokenizers render a first token without its leading space.
-        self.start = max(self.start, len(self.ids) - 1)
-        self.shown = self._decode()
-        return self._before_stop(new)
+        return self._divide(token) if token in self.parts else self._before_stop(self._read(token))
 
     def flush(self) -> str:
         """The remaining text at the end, without an unfinished character."""
-        self.tail = self._rest()
+        self.tail, self.held = self.held, ""
         return self.tail
 
-    def _rest(self) -> str:
-        text = whole(self._decode())
-        new, self.shown = text[len(self.shown) :], text
-        rest, self.held = self._before_stop(new) + self.held, ""
-        return rest
+    def all(self, ids: Iterable[int]) -> str:
+        """The text of the last ids that are added."""
+        return "".join(map(self.add, ids)) + self.flush()
+
+    @property
+    def unfinished(self) -> int:
+        """Bytes of the unfinished character at the end."""
+        return len(self._utf8.getstate()[0])
+
+    def _follow(self, tokens: Tokens, prompt: Sequence[int]) -> None:
+        end = b""
+        for token in reversed(prompt):
+            if token in self.parts or len(end) >= _UNFINISHED:
+                break
+            if (found := tokens.bytes_of(token, token)) is not None:
+                self.before = token if self.before is None else self.before
+                end = found + end
+        self._utf8.decode(end)
+
+    def _read(self, token: int) -> str:
+        found = None if self.tokens is None else self.tokens.bytes_of(token, self.before)
+        if found is None:
+            return ""
+        self.before = token
+        text = self._utf8.decode(found)
+        self.written += len(text)
+        return text if text.isascii() else text.translate(_LONE)
 
     def _divide(self, token: int) -> str:
-        rest = self._rest()
+        rest, self.held = self.held, ""
         if not self.stopped:
-            self.ids.append(token)
-            self.start, self.shown, self.searched = len(self.ids) - 1, "", self.parts[token]
+            self._utf8.reset()
+            self.searched = self.parts[token]
             for stop in self.stops:
                 stop.begun = 0
         return rest
@@ -86,10 +117,15 @@ class Detokenizer:
         self.held = "" if self.stopped else text[end:]
         return text[:end]
 
-    def _decode(self) -> str:
-        if self.tokenizer is None:
-            return ""
-        return self.tokenizer.decode(self.ids[self.start :], skip_special_tokens=True)
+
+def prompt_text(tokens: Tokens, prompt: Sequence[int]) -> str:
+    """The text of a prompt, without special tokens and an unfinished character at its end."""
+    end, left = len(prompt), Detokenizer(tokens, prompt).unfinished
+    while left and tokens.spelling.table is None:  # each of these bytes is a token
+        end -= 1
+        left -= tokens.bytes_of(prompt[end], prompt[end]) is not None
+    text: str = tokens.tokenizer.decode(prompt[:end], skip_special_tokens=True)
+    return text.removesuffix(UNKNOWN) if left else text
 
 
 class Stop:

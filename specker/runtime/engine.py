@@ -27,7 +27,6 @@ from specker.runtime.control.auto import AcceptanceHistory
 from specker.runtime.control.costs import Costs
 from specker.runtime.control.policy import Budget, Policy
 from specker.runtime.control.stats import Stats
-from specker.runtime.detokenize import whole
 from specker.runtime.events import Event, Logprob
 from specker.runtime.loop import Loop
 from specker.runtime.ranks.broadcast import SharedDrafter
@@ -226,7 +225,9 @@ class Engine:
         return text.encode_chat(self.target, self.target_name, messages, **more)
 
     def decode(self, tokens: list[int]) -> str:
-        """The text of token ids, without special tokens; "" without a tokenizer."""
+        """The text of token ids, without special tokens; "" without a tokenizer. Many tokenizers leave out the first
+        space of a text, so the texts of a prompt and of its continuation, joined, may lack one; `Generation.text` has
+        it."""
         tokenizer = self.target.tokenizer_or_none
         return "" if tokenizer is None else tokenizer.decode(tokens, skip_special_tokens=True)
 
@@ -466,7 +467,7 @@ class Engine:
                     on_event(event)
         out = []
         for s in requests:
-            said = whole(self.decode(s.tokens)) if s.reader is None else texts[s]
+            said = texts[s] if s.reader else self.session.reader(s.token_ids[: s.prompt_length]).all(s.tokens)
             out.append(Generation(s.tokens, said, s.stats, s.finished or "length", logprobs[s]))
         return out if text.several(prompt) else out[0]
 

@@ -103,7 +103,6 @@ class Session:
             raise ValueError(f"logprobs must be at most {vocab}, the vocabulary of {self.name}")
         if any(token >= vocab for token, _ in params.sampling.logit_bias):
             raise ValueError(f"{option('logit_bias')} must be of ids below {vocab}, the vocabulary of {self.name}")
-        form = harmony.of(self.target.tokens.special)
         asked, drafts = len(ids) + params.max_new_tokens, speculates and self.loop.drafter is not None
         policy = self._policy(None if params.policy == OFF else params.policy)  # refuses unknown ones
         drafts = drafts and params.policy != OFF
@@ -118,13 +117,20 @@ class Session:
             asked=params.policy,
             prefixes=params.prefix_cache,
             salt=params.cache_salt,
-            reader=Detokenizer(tokenizer, params.stop, form.parts if form else None) if params.stop or reads else None,
+            reader=self.reader(ids, params.stop) if params.stop or reads else None,
             stop_ids=(frozenset() if params.ignore_eos else self._stop_ids).union(params.stop_ids),
             logprobs=params.logprobs,
             traced=speculates if traced is None else traced,
             on_progress=on_progress,
             guide=None if params.grammar is None else self.guide(params.grammar, params.stop_ids),
         )
+
+    def reader(self, prompt: Sequence[int], stops: tuple[str, ...] = ()) -> Detokenizer:
+        """What reads the text that follows the prompt."""
+        tokens = self.target.tokens
+        form = harmony.of(tokens.special)
+        known = None if self.target.tokenizer_or_none is None else tokens
+        return Detokenizer(known, prompt, stops, form.parts if form else None)
 
     def guide(self, grammar: str, stop_ids: Sequence[int] = ()) -> Guide:
         """A request's guide through its grammar. Raises ValueError for a grammar that is invalid or that this engine

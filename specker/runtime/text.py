@@ -131,8 +131,8 @@ class Generation:
 
     Attributes:
         tokens: ids, a stop id or the token that completes a stop string included.
-        text: without special tokens and stop strings; of `Engine.chat` without the reasoning of a model that answers in
-            Harmony.
+        text: what follows the prompt's text, without special tokens, stop strings and an unfinished character at the
+            end; of `Engine.chat` without the reasoning of a model that answers in Harmony.
         stats: counters and times.
         finished: "stop" (a stop id or string), "length" (`max_new_tokens`), "context" (no room for more), "not finite"
             (the next token's logits), "grammar" (no token can follow in it) or "cancelled".

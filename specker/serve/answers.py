@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator
 from typing import Any, ClassVar
 
 from specker.checkpoints.tokenizer import Tokens
+from specker.runtime.detokenize import Detokenizer, prompt_text
 from specker.serve import logprobs
 from specker.serve.api import Asked, Chat, Completion
 from specker.serve.errors import detail
@@ -21,7 +22,16 @@ class Answer(Pieces):
     def __init__(self, call: Call, reading: Reading, asked: Asked, name: str, tokens: Tokens):
         super().__init__(call, reading, asked)
         self.tokens = tokens
+        self._readers: dict[int, Detokenizer] = {}  # of texts with log-probabilities
         self._about = {"id": self.id, "created": int(time.time()), "model": name}
+
+    def reader(self, choice: int) -> Detokenizer:
+        """What reads a text for its log-probabilities: after the same prompt, but to its end, without stop strings."""
+        if choice not in self._readers:
+            request = self.call.requests[choice]
+            prompt, parts = request.token_ids[: request.prompt_length], request.reader.parts if request.reader else None
+            self._readers[choice] = Detokenizer(self.tokens, prompt, parts=parts)
+        return self._readers[choice]
 
     def delta(self, piece: Piece) -> dict[str, Any]:
         """A chunk's choice."""
@@ -40,7 +50,6 @@ class Answer(Pieces):
                 n,
                 [each for piece in pieces for each in piece.segments],
                 [each for piece in pieces for each in piece.logprobs],
-                [each for piece in pieces for each in piece.texts],
                 pieces[-1].reason,
             )
             for n, pieces in enumerate(texts)
@@ -78,10 +87,6 @@ class ChatAnswer(Answer):
     kind, kinds = "chatcmpl-", ("chat.completion", "chat.completion.chunk")
     asked: Chat
 
-    def __init__(self, call: Call, reading: Reading, asked: Chat, name: str, tokens: Tokens):
-        super().__init__(call, reading, asked, name, tokens)
-        self._begun = [False] * len(call.requests)  # whether each text has any bytes so far
-
     def delta(self, piece: Piece) -> dict[str, Any]:
         said = {"reasoning_content": piece.reasoning, "content": piece.text, "tool_calls": piece.calls}
         delta = {name: value for name, value in said.items() if value}
@@ -99,8 +104,7 @@ class ChatAnswer(Answer):
         most = self.asked.top_logprobs or 0
         shown = None
         if self.asked.logprobs:
-            shown = logprobs.of_chat(self.tokens, piece.logprobs, most, self._begun[piece.choice])
-            self._begun[piece.choice] |= any(one["bytes"] for one in shown["content"])
+            shown = logprobs.of_chat(self.tokens, self.reader(piece.choice), piece.logprobs, most)
         return {"logprobs": shown, "finish_reason": piece.reason}
 
 
@@ -110,19 +114,16 @@ class TextAnswer(Answer):
 
     def __init__(self, call: Call, reading: Reading, asked: Completion, name: str, tokens: Tokens):
         super().__init__(call, reading, asked, name, tokens)
-        self._written = [0] * len(call.requests)  # characters of each text so far
         self._echoes: dict[int, str] = {}  # the prompts of texts that have not begun, if texts begin with them
         if asked.echo:
-            prompts = [p if isinstance(p, str) else tokens.tokenizer.decode(p) for p in asked.prompts]
+            prompts = [p if isinstance(p, str) else prompt_text(tokens, p) for p in asked.prompts]
             self._echoes = {n: prompts[n // asked.n] for n in range(len(call.requests))}
 
     def delta(self, piece: Piece) -> dict[str, Any]:
         text = self._echoes.pop(piece.choice, "") + piece.text
-        start, most = self._written[piece.choice], self.asked.logprobs
-        self._written[piece.choice] += len(text)
-        shown = None
+        shown, most = None, self.asked.logprobs
         if most is not None:
-            shown = logprobs.of_text(self.tokens.tokenizer, piece.logprobs, piece.texts, most, start)
+            shown = logprobs.of_text(self.tokens, self.reader(piece.choice), piece.logprobs, most)
         return {"index": piece.choice, "text": text, "logprobs": shown, "finish_reason": piece.reason}
 
     choice = delta

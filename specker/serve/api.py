@@ -33,7 +33,6 @@ STOPS, STOP_LENGTH = 16, 256  # stop strings, and characters of one: all are mat
 SALT = 256  # characters of a cache_salt
 SAMPLED = tuple(f.name for f in fields(Sampling) if f.name != "seed")
 NEUTRAL: dict[str, tuple[Any, ...]] = {  # fields that are not supported, and the values that mean nothing
-    "suffix": ("",),
     "functions": ([],),
 }
 
@@ -175,12 +174,15 @@ class Completion(Asked):
         | Annotated[Items[Items[StrictInt]], Tag("list[list[int]]")],
         Discriminator(_kind),  # a union without it tries each type on each item
     ]
+    suffix: str = ""
     echo: bool = False
     logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     max_tokens: Annotated[int, Field(ge=1)] | None = 16  # OpenAI's
 
     @model_validator(mode="after")
     def _shown(self) -> Self:
+        if self.suffix and not all(isinstance(prompt, str) for prompt in self.prompts):
+            raise ValueError("suffix needs a prompt that is a text")
         if self.echo and self.logprobs is not None:
             raise ValueError("echo and logprobs exclude each other: a prompt's tokens have no log-probabilities")
         return self
@@ -272,8 +274,17 @@ class Chat(Asked):
     parallel_tool_calls: bool | None = None
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
     reasoning_effort: str | None = None
+    verbosity: Literal["low", "medium", "high"] | None = None
+    modalities: Items[str] | None = None
     continue_final_message: bool = False
     add_generation_prompt: bool | None = None  # by default, unless the final message is continued
+
+    @field_validator("modalities")
+    @classmethod
+    def _texts_only(cls, given: list[str] | None) -> list[str] | None:
+        if others := [name for name in given or () if name != "text"]:
+            raise ValueError(f"answers are text, {others[0]!r} is not supported")
+        return given
 
     @model_validator(mode="after")
     def _consistent(self) -> "Chat":

@@ -23,14 +23,14 @@ from specker.runtime import harmony, strategies
 from specker.runtime.engine import Engine
 from specker.runtime.round import state
 from specker.runtime.text import TooLong, rendered, reserved
-from specker.serve import channels, reasoning, tools
+from specker.serve import channels, infill, reasoning, tools
 from specker.serve.answers import ChatAnswer, TextAnswer
 from specker.serve.api import Asked, Chat, Completion, Tokenize
 from specker.serve.checker import Checker
 from specker.serve.encoder import Encoder
 from specker.serve.errors import failure, handlers
 from specker.serve.limits import Limits
-from specker.serve.messages import MessagesAnswer, MessagesRequest
+from specker.serve.messages import Conversation, MessagesAnswer, MessagesRequest
 from specker.serve.pieces import Pieces, Reading
 from specker.serve.responses import ResponseAnswer, ResponseRequest
 from specker.serve.settings import Serving
@@ -75,6 +75,7 @@ class Server:
         special, tags = engine.target.tokens.special, {*TAGS, reasoning.OPEN, reasoning.CLOSE}
         self.special = {tag: token for tag, token in special.items() if tag in tags}
         self.harmony = harmony.of(special)
+        self.infill = infill.Infill.of(engine.target.tokens)
 
     @asynccontextmanager
     async def running(self, _: FastAPI) -> AsyncIterator[None]:
@@ -120,10 +121,14 @@ class Server:
         """The chat template."""
         return str(getattr(self.engine.tokenizer, "chat_template", None))
 
+    async def count(self, asked: Chat) -> int:
+        """The tokens of a chat's prompt. Raises ValueError."""
+        prompt = await self.encoder.run(self._rendered, asked)
+        return len(await self.encoder.encode(prompt, special=False))
+
     async def chat(self, asked: Chat) -> Prepared:
         """Raises ValueError."""
-        messages = [message.plain() for message in asked.messages]
-        prompt, last = await self.encoder.run(self._rendered, asked, messages), messages[-1]["content"]
+        prompt, last = await self.encoder.run(self._rendered, asked), asked.messages[-1].content or ""
         functions, inside, begun = tools.functions_of(asked), None, ""
         if self.harmony is not None:
             begun = harmony.last_message(prompt)
@@ -141,17 +146,21 @@ class Server:
     async def completion(self, asked: Completion) -> Prepared:
         """Raises ValueError."""
         form = await self._grammar(asked)
+        if asked.suffix and self.infill is None:
+            raise ValueError(f"suffix is not supported: the model has no tokens for it, such as {infill.MARKS[0][0]}")
+        asked = self.infill.prompted(asked) if asked.suffix and self.infill else asked
         prompts = [(await self.encoder.encode(p), p) if isinstance(p, str) else (p, "") for p in asked.prompts]
         logprobs = 0 if asked.logprobs is None else max(1, asked.logprobs)
         return await self.encoder.run(self._requests, asked, prompts, logprobs, form), Reading()
 
-    def _rendered(self, asked: Chat, messages: list[dict[str, Any]]) -> str:
+    def _rendered(self, asked: Chat) -> str:
         if taken := self._reserved & {*asked.chat_template_kwargs}:
             raise ValueError(f"chat_template_kwargs cannot set {min(taken)}")
-        if asked.reasoning_effort is not None:
-            if "reasoning_effort" not in self.template:
-                raise ValueError("the model's chat template knows no reasoning_effort")
-            asked.chat_template_kwargs.setdefault("reasoning_effort", asked.reasoning_effort)
+        for name, neutral in (("reasoning_effort", None), ("verbosity", "medium")):
+            if (value := getattr(asked, name)) is not None and name in self.template:
+                asked.chat_template_kwargs.setdefault(name, value)
+            elif value not in (None, neutral):
+                raise ValueError(f"the model's chat template knows no {name}")
         how: dict[str, Any] = {"continue_final_message": asked.continue_final_message}
         how["add_generation_prompt"] = asked.add_generation_prompt
         if asked.tools:
@@ -159,6 +168,7 @@ class Server:
             if self.harmony is not None:  # its templates add to the description, without asking whether there is one
                 for tool in how["tools"]:
                     tool["function"].setdefault("description", "")
+        messages = [message.plain() for message in asked.messages]
         return rendered(self.engine.target, self.name, messages, **how, **asked.chat_template_kwargs)
 
     async def _grammar(self, asked: Asked, inside: bool | None = None, begun: str = "") -> str | None:
@@ -298,6 +308,13 @@ def application(engine: Engine, serving: Serving, sampling: dict[str, float]) ->
     @app.post("/v1/messages")
     async def messages(asked: MessagesRequest, http: Request) -> Response:
         return await server.answer(asked.chat, http, server.chat, MessagesAnswer)
+
+    @app.post("/v1/messages/count_tokens")
+    async def count_tokens(asked: Conversation) -> Response:
+        server.check_name(asked.model)
+        count = await server.within(1, partial(server.count, asked.chat))
+        server.worker.release(1)
+        return JSONResponse({"input_tokens": count})
 
     @app.post("/tokenize")
     async def tokenize(asked: Tokenize) -> Response:

@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Iterator
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, field_validator, model_validator
 
@@ -15,7 +15,6 @@ IGNORED = {"metadata", "service_tier", "cache_control"}
 NEUTRAL: dict[str, tuple[Any, ...]] = {  # fields that are not supported, and the values that mean nothing
     "container": (),
     "mcp_servers": ([],),
-    "thinking": ({"type": "disabled"},),
 }
 REASONS = {"length": "max_tokens", "tool_calls": "tool_use"}  # others are end_turn
 
@@ -105,9 +104,25 @@ class Output(Strict):
     format: Form | None = None
 
 
-class MessagesRequest(Strict):
+class Thinking(Strict):
+    type: Literal["enabled", "adaptive", "disabled"]
+    budget_tokens: Annotated[int, Field(ge=1)] | None = None
+    display: Literal["summarized"] | None = None
+
+    def variables(self) -> dict[str, Any]:
+        """As variables of chat templates: those of Qwen3, DeepSeek-V3.1 and Seed-OSS. A template ignores others."""
+        if self.type == "adaptive":
+            return {}
+        on = self.type == "enabled"
+        budget = self.budget_tokens if on else 0
+        return {"enable_thinking": on, "thinking": on} | ({} if budget is None else {"thinking_budget": budget})
+
+
+class Conversation(Strict):
+    """What `count_tokens` counts."""
+
     model: str | None = None
-    max_tokens: Annotated[int, Field(ge=1)]
+    max_tokens: Annotated[int, Field(ge=1)] | None = None
     messages: Items[Turn] = Field(min_length=1)
     system: str | None = None
     temperature: float | None = None
@@ -119,6 +134,7 @@ class MessagesRequest(Strict):
     tools: Items[Tool] | None = None
     tool_choice: Choice | None = None
     output_config: Output | None = None
+    thinking: Thinking | None = None
     _chat: Chat = PrivateAttr()
 
     @model_validator(mode="before")
@@ -132,7 +148,7 @@ class MessagesRequest(Strict):
         return joined(given, ["text"])
 
     @model_validator(mode="after")
-    def _translated(self) -> "MessagesRequest":
+    def _translated(self) -> Self:
         same = ("model", "max_tokens", "temperature", "top_p", "top_k", "cache_salt", "stream")
         tools = [
             {"name": tool.name, "description": tool.description, "parameters": tool.input_schema}
@@ -151,6 +167,7 @@ class MessagesRequest(Strict):
                 "tool_choice": choice.of_chat() if choice else None,
                 "parallel_tool_calls": False if choice and choice.disable_parallel_tool_use else None,
                 "response_format": {"type": "json_schema", "json_schema": {"schema": form.schema_}} if form else None,
+                "chat_template_kwargs": self.thinking.variables() if self.thinking else None,
                 "continue_final_message": last["role"] == "assistant" and "tool_calls" not in last,
             },
             {"stop": "stop_sequences", "response_format": "output_config.format", "parameters": "input_schema"},
@@ -161,6 +178,10 @@ class MessagesRequest(Strict):
     def chat(self) -> Chat:
         """The request as a chat. Its answer continues a last message of the assistant."""
         return self._chat
+
+
+class MessagesRequest(Conversation):
+    max_tokens: Annotated[int, Field(ge=1)]
 
 
 class MessagesAnswer(BlockAnswer):

@@ -28,7 +28,6 @@ class Piece(NamedTuple):
     choice: int
     segments: list[Segment]  # in the order of the text
     logprobs: list[Logprob]
-    texts: list[str]  # that each token completes
     reason: str | None  # why the text ends
 
     @property
@@ -108,7 +107,7 @@ class ChannelReader:
             else:
                 segments.append(Segment(part.kind, part.text))
         reason = "tool_calls" if reason == "stop" and self._found else reason
-        return Piece(choice, segments, event.logprobs, event.texts, REASONS.get(reason or "", reason))
+        return Piece(choice, segments, event.logprobs, REASONS.get(reason or "", reason))
 
 
 class TagReader:
@@ -133,7 +132,7 @@ class TagReader:
             reason = "tool_calls" if reason == "stop" and self._calls.found else reason
         elif text:
             segments.append(Segment("text", text))
-        return Piece(choice, segments, event.logprobs, event.texts, REASONS.get(reason or "", reason))
+        return Piece(choice, segments, event.logprobs, REASONS.get(reason or "", reason))
 
     def _without_reasoning(self, found: Reasoning, event: Event, texts: list[str]) -> tuple[str, str]:
         parts = []

@@ -83,7 +83,7 @@ class Format(Strict):
 
 class Text(Strict):
     format: Format | None = None
-    verbosity: Literal["medium"] | None = None
+    verbosity: Literal["low", "medium", "high"] | None = None
 
 
 class ResponseRequest(Strict):
@@ -132,6 +132,7 @@ class ResponseRequest(Strict):
                 "tools": tools or None,
                 "tool_choice": choice,
                 "response_format": self.text.format.of_chat() if self.text and self.text.format else None,
+                "verbosity": self.text.verbosity if self.text else None,
             },
             {"messages": "input", "max_tokens": "max_output_tokens", "response_format": "text.format"},
         )

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from make_checkpoint import byte_tokenizer, edit, make
+from make_checkpoint import byte_tokenizer, edit, make, tokens_of
 from pairs import perturbed
 
 import specker
@@ -52,11 +52,11 @@ def test_characters_are_never_cut():
     tokenizer = byte_tokenizer()
     text = "naïve — 日本語 🙂 end"
     ids = tokenizer(text)["input_ids"]
-    stream = Detokenizer(tokenizer)
+    stream = Detokenizer(tokens_of(tokenizer))
     pieces = [stream.add(token) for token in ids]
     assert "".join(pieces) == text and "\N{REPLACEMENT CHARACTER}" not in "".join(pieces)
     assert len([p for p in pieces if p]) == len(text)
-    cut = Detokenizer(tokenizer)
+    cut = Detokenizer(tokens_of(tokenizer))
     assert [cut.add(token) for token in tokenizer("a🙂")["input_ids"][:3]] == ["a", "", ""]
     assert cut.flush() == ""
 

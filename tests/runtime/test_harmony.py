@@ -5,6 +5,7 @@ import json
 import re
 
 import pytest
+from make_checkpoint import tokens_of
 from make_harmony import IDS, harmony_tokenizer, make_harmony
 from pairs import perturbed
 from rich.console import Console
@@ -20,6 +21,7 @@ from specker.runtime.harmony import Messages, conversation, joined, last_message
 from specker.serve.tool_formats import spelled
 
 TOKENIZER = harmony_tokenizer()
+TOKENS = tokens_of(TOKENIZER)
 FORM = of(IDS)
 BEGUN = "<|start|>assistant"
 CALL = 'to=functions.move <|constrain|>json<|message|>{"x": 1}<|call|>'
@@ -67,7 +69,7 @@ ANSWERS = {  # the answer after <|start|>assistant: its reasoning, its text, its
 
 def events(answer, size, stops=()):
     """The events of an answer whose rounds commit `size` tokens each."""
-    reader = Detokenizer(TOKENIZER, stops, FORM.parts)
+    reader = Detokenizer(TOKENS, (), stops, FORM.parts)
     ids = TOKENIZER(answer, add_special_tokens=False)["input_ids"]
     for n in range(0, max(1, len(ids)), size):
         texts, tokens = [], []
@@ -116,7 +118,7 @@ def test_stop_strings_occur_in_messages_only():
     parts, _ = read(answer, 1, ("soo", "tt"))  # what is held at the end of a message belongs to it
     assert (joined(parts, "reasoning"), joined(parts, "text")) == ("why → so", "ab assistant")
     half = TOKENIZER("é")["input_ids"][:1]
-    reader = Detokenizer(TOKENIZER, (), FORM.parts)
+    reader = Detokenizer(TOKENS, parts=FORM.parts)
     assert [reader.add(token) for token in (*half, IDS["<|end|>"], *TOKENIZER("a")["input_ids"])] == ["", "", "a"]
 
 

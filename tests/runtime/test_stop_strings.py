@@ -4,7 +4,7 @@ import json
 import random
 
 import pytest
-from make_checkpoint import byte_tokenizer, make
+from make_checkpoint import byte_tokenizer, make, tokens_of
 from pairs import perturbed
 
 import specker
@@ -22,7 +22,7 @@ def pair(tmp_path_factory):
 def shown(text: str, stops: tuple[str, ...]) -> tuple[list[str], bool]:
     """The pieces of `text`, a token for each byte, and whether a stop string ended it."""
     tokenizer = byte_tokenizer()
-    stream, pieces = Detokenizer(tokenizer, stops), []
+    stream, pieces = Detokenizer(tokens_of(tokenizer), stops=stops), []
     for token in tokenizer(text)["input_ids"]:
         pieces.append(stream.add(token))
         if stream.stopped:
@@ -55,7 +55,7 @@ def test_stop_strings_are_found_whatever_the_pieces():
         ends = (n for n in range(len(text) + 1) if text[:n].endswith(stops))
         if (end := next(ends, None)) is not None:
             expected = text[: end - max(len(stop) for stop in stops if text[:end].endswith(stop))]
-        stream, out = Detokenizer(None, stops), ""
+        stream, out = Detokenizer(None, stops=stops), ""
         left = text
         while left and not stream.stopped:
             piece, left = left[: (n := rng.randint(1, 5))], left[n:]

@@ -6,7 +6,6 @@ import re
 import threading
 import time
 from functools import partial
-from types import SimpleNamespace
 
 import openai
 import pytest
@@ -14,15 +13,11 @@ from make_checkpoint import make
 from pairs import perturbed
 from prometheus_client.parser import text_string_to_metric_families
 from serving import free, serving, streamed, until
-from tokenizers import Tokenizer, decoders, models
-from transformers import PreTrainedTokenizerFast
 
 import specker
 from specker import grammar
-from specker.checkpoints.tokenizer import Tokens
-from specker.runtime.events import Logprob
 from specker.runtime.strategies.lookup.kept import _unpacked
-from specker.serve import app, logprobs
+from specker.serve import app
 from specker.serve.app import Server
 
 TALK = [{"role": "user", "content": "ab cd"}]
@@ -89,22 +84,7 @@ def test_a_stream_has_the_text_of_the_whole_answer(engine, client, sampling):
         said = [p["logprobs"] for p in parts if p["logprobs"]]
         for key in ("tokens", "token_logprobs", "top_logprobs"):
             assert [x for each in said for x in each[key]] == choice["logprobs"][key]
-        assert all(0 < len(best) <= 2 for best in choice["logprobs"]["top_logprobs"])
-
-
-def test_the_offsets_of_a_long_text_take_one_look_at_each_token():
-    looks = []
-
-    class Counted(str):
-        def __len__(self):
-            looks.append(self)
-            return super().__len__()
-
-    tokens = [Logprob(n, -1.0, []) for n in (1, 2, 3, 1, 2)]
-    texts = [Counted("abc"[: p.token]) for p in tokens]
-    found = logprobs.of_text(SimpleNamespace(decode=str), tokens, texts, 0, 7)
-    assert found["text_offset"] == [7, 8, 10, 13, 14] and len(looks) <= len(tokens)
-    assert logprobs.of_text(None, [], [], 0, 7)["text_offset"] == []
+        assert all(0 < len(best) <= 3 for best in choice["logprobs"]["top_logprobs"])
 
 
 def test_offsets_and_bytes_are_those_of_the_text(client, monkeypatch):
@@ -124,22 +104,6 @@ def test_offsets_and_bytes_are_those_of_the_text(client, monkeypatch):
         assert offsets[: len(places)] == places
     for shown in both("/v1/chat/completions", "content", messages=TALK, logprobs=True):
         assert bytes(byte for one in shown for byte in one["bytes"]).decode() == text
-    monkeypatch.setattr(Tokens, "bytes_of", lambda *_: b" x")
-    for shown in both("/v1/chat/completions", "content", messages=TALK, logprobs=True):
-        assert [bytes(one["bytes"]) for one in shown] == [b"x", *[b" x"] * (len(shown) - 1)]
-
-
-def test_bytes_lack_the_space_that_sentencepiece_leaves_out_of_a_text(tmp_path):
-    known = {name: n for n, name in enumerate(("<unk>", "\u2581the", "\u2581cat", "s", "<0xC3>", "<0xA9>"))}
-    core = Tokenizer(models.BPE(known, [], unk_token="<unk>", byte_fallback=True))
-    parts = [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
-    core.decoder = decoders.Sequence(parts)
-    PreTrainedTokenizerFast(tokenizer_object=core).save_pretrained(tmp_path)
-    tokens, ids = Tokens(tmp_path, "LlamaForCausalLM"), [1, 2, 3, 4, 5, 1, 99]
-    shown = logprobs.of_chat(tokens, [Logprob(n, -1.0, [(2, -2.0)]) for n in ids], 1, False)["content"]
-    assert bytes(byte for one in shown for byte in one["bytes"]).decode() == "the catsé the"
-    assert tokens.tokenizer.decode(ids) == "the catsé the"
-    assert [bytes(one["top_logprobs"][0]["bytes"]) for one in shown[:2]] == [b"cat", b" cat"]
 
 
 def test_a_request_without_a_seed_is_drawn_anew(client):
@@ -336,7 +300,8 @@ BAD = {
     "a bias of an unknown id": ({"logit_bias": {"999999": 1}}, "logit_bias must be of ids below 320"),
     "too many biases": ({"logit_bias": dict.fromkeys(range(301), 1)}, "logit_bias takes at most 300 ids, got 301"),
     "a stop id": ({"stop_token_ids": [999999]}, "stop_token_ids must be below 320"),
-    "suffix": ({"suffix": "x"}, "suffix is not supported"),
+    "suffix": ({"suffix": "x"}, "suffix is not supported: the model has no tokens for it, such as <|fim_prefix|>"),
+    "a suffix of ids": ({"prompt": [1], "suffix": "x"}, "suffix needs a prompt that is a text"),
     "best_of": ({"best_of": 3}, "best_of must be n, 1: all texts are returned"),
     "speculation": ({"speculation": "fast"}, "speculation must be one of off, auto, "),
     "n": ({"n": 0}, "n: Input should be greater"),
@@ -357,6 +322,9 @@ BAD = {
 }
 BAD_CHAT = {
     "no messages": ({"messages": []}, "messages: List should have at least 1 item"),
+    "audio": ({"modalities": ["text", "audio"]}, "modalities: answers are text, 'audio' is not supported"),
+    "verbosity": ({"verbosity": "high"}, "the model's chat template knows no verbosity"),
+    "another verbosity": ({"verbosity": "huge"}, "verbosity: Input should be 'low', 'medium' or 'high'"),
     "a role": ({"messages": [{"content": "a"}]}, "messages[0].role: Field required"),
     "an image": (
         {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},

@@ -332,7 +332,8 @@ def test_a_tool_that_must_be_used_and_a_schema(client):
 BAD_MESSAGES = {
     "a field that does not exist": ({"n": 3}, "there is no field 'n'"),
     "no limit": ({"max_tokens": None}, "max_tokens: Input should be a valid integer"),
-    "thinking": ({"thinking": {"type": "enabled", "budget_tokens": 2000}}, "thinking is not supported"),
+    "thinking": ({"thinking": {"type": "deep"}}, "thinking.type: Input should be 'enabled', 'adaptive' or 'disabled'"),
+    "thoughts that are not shown": ({"thinking": {"type": "enabled", "display": "omitted"}}, "thinking.display: Input"),
     "an image": (
         {"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]},
         "messages[0].content[0].type: Input should be 'text'",

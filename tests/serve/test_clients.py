@@ -117,6 +117,8 @@ def test_anthropic_messages(claude, want):
         assert "".join(stream.text_stream) == want
         final = stream.get_final_message()
     assert final.content[0].text == want and final.usage.output_tokens == 12
+    counted = claude.messages.count_tokens(model="tiny", messages=TALK, thinking={"type": "disabled"})
+    assert counted.input_tokens == made.usage.input_tokens + (made.usage.cache_read_input_tokens or 0)
     with pytest.raises(anthropic.NotFoundError, match="the model 'other' is not served here"):
         claude.messages.create(**{**asked, "model": "other"})
     with pytest.raises(anthropic.AuthenticationError, match="the API key is missing or wrong"):

@@ -299,7 +299,7 @@ def test_a_body_with_many_wrong_items_costs_no_more_than_one_with_one(model, bod
 
 
 @pytest.mark.parametrize(
-    "field", [{"other": 1}, {"suffix": "x"}, {"stop": "a" * 257}, {"prompt": [9] * 1000}, {"temperature": -1}]
+    "field", [{"other": 1}, {"functions": [1]}, {"stop": "a" * 257}, {"prompt": [9] * 1000}, {"temperature": -1}]
 )
 def test_nothing_holds_a_body_that_was_refused(load, field):
     def errors():
