@@ -2,6 +2,7 @@
 
 import doctest
 import inspect
+import os
 import re
 import shlex
 import subprocess
@@ -50,6 +51,18 @@ def test_there_are_commands() -> None:
 
 def test_the_readme_is_short() -> None:
     assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) <= 150
+
+
+def test_the_first_block_sets_everything_up(tmp_path: Path) -> None:
+    """README begins with the commands that run and test a fresh clone, and each of them installs what it needs."""
+    lines = [shlex.split(line, comments=True) for line in blocks("README.md", "bash")[0].splitlines()]
+    assert lines == [["make", "run"], ["make", "test"]]
+    around = {name: value for name, value in os.environ.items() if not name.startswith(("MAKE", "MFLAGS"))}
+    for line in lines:
+        argv = [*line, "--dry-run", f"VENV={tmp_path / 'new'}"]
+        done = subprocess.run(argv, cwd=ROOT, env=around, capture_output=True, text=True, check=True)
+        assert f"-m venv {tmp_path / 'new'}" in done.stdout and "-m pip install" in done.stdout
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("line", commands())
