@@ -289,7 +289,9 @@ def test_help_names_every_command(typed: Callable[..., Chat]) -> None:
     said = typed("/help\r").notes
     for name in (*COMMANDS, "//TEXT", *KEYS):
         assert f"\n  {name} " in said
-    assert typed("one\r/exit\rtwo\r").rows[1:] == []
+    for goodbye in ("/exit", "/quit", " exit "):
+        assert typed(f"one\r{goodbye}\rtwo\r").rows[1:] == []
+    assert typed('exit code 1?\r"""exit"""\r').turns == ["exit code 1?", "exit"]
 
 
 def test_a_new_conversation_is_a_fresh_one(
@@ -323,7 +325,7 @@ def test_a_new_conversation_is_a_fresh_one(
 
 def test_the_system_message(typed: Callable[..., Chat], endless: str, tmp_path: Path) -> None:
     chat = typed('/system """be\rbrief"""\r/system\rone\r/system ' + "x" * 5000 + "\r/system\r")
-    assert chat.messages[0] == {"role": "system", "content": "be\nbrief"} and chat.turns == ["one"]
+    assert chat.messages[0] == {"role": "system", "content": "be\nbrief"} and chat.rows[1:] == []
     assert chat.notes.count("\nbe\nbrief\n") == 2 and "\nthe system message is set\n" in chat.notes
     assert "the prompt has 50" in chat.notes, "one that does not fit leaves the conversation as it is"
     picky = tmp_path / "picky"

@@ -77,7 +77,9 @@ def test_flags_are_the_dataclasses() -> None:
     assert (options.base, options.draft_tokens, options.tree, options.policy) == ("draft", 7, Tree(2, 3), "fixed")
     assert sampling == Sampling(0.7, 0.9, 5, 3) and named == {"temperature", "top_p", "top_k", "seed"}
     assert flags.parse(["--prompt", "a"]) == (flags.Job(prompt="a"), strategies.options(), Sampling(), frozenset())
-    assert flags.parse(["-"])[0].prompt == "-" and flags.parse(["some text"])[0].prompt == "some text"
+    assert flags.parse(["-"])[0].prompt == "-" and flags.parse(["--view"])[0].view == ""
+    for text in ("some text", "def fib", "serve me", "view.py", "hello", "chat?"):
+        assert flags.parse([text])[0].prompt == text
     for argv, strategy in (
         ("--target t", "lookup"),
         ("--target t --draft d", "vocabtrim+lookup"),
@@ -95,6 +97,13 @@ def test_flags_are_the_dataclasses() -> None:
         ("--temp 1", ["there is no flag --temp"]),  # no abbreviations: a later flag could change their meaning
         ("hello you there", ["unexpected 'you there'", "needs quotes"]),
         ("sevre", ["there is no command 'sevre'; did you mean serve? (--prompt sevre decodes it)"]),
+        ("veiw trace.jsonl", ["there is no command 'veiw'; did you mean view? (--prompt veiw decodes it)"]),
+        ("Serve --port 80", ["there is no command 'Serve'; did you mean serve?"]),
+        ("chat --target x", ["there is no command 'chat'; did you mean --chat? (--prompt chat decodes it)"]),
+        ("run hello", ["there is no command 'run'; did you mean specker PROMPT?"]),
+        ("--seed 3 sevre", ["there is no command 'sevre'; did you mean serve?"]),
+        ("--chat", ["the bundled toy has no chat template", "make real MODEL=coder", "--target"]),
+        ("--chat --prompt hello --target hybrid-target", ["the bundled toy has no chat template"]),
         ("hello --prompt x", ["'hello' is a prompt and excludes --prompt and --prompts"]),
         ("--prompt x --prompts y", ["--prompt and --prompts"]),
         ("- --prompt x", ["'-' is a prompt", "--prompt"]),
@@ -114,7 +123,8 @@ def test_flags_are_the_dataclasses() -> None:
         ("--top-k -1", ["--top-k must be at least 0", "-1"]),
         (f"--top-k {10**20}", ["--top-k must be at most 2147483647, got 1000"]),
         ("--seed -1", ["--seed", "-1"]),
-        ("--strategy magic", ["unknown strategy 'magic'", "ar, draft"]),
+        ("--strategy magic", ["unknown strategy 'magic' (available: ar, draft"]),
+        ("--strategy vocabtrim+lokup", ["unknown strategy 'lokup'; did you mean lookup? (available: ar, draft"]),
         ("--strategy diffuspec --cps some", ["--cps must be one of off, chain, tree"]),
         ("--strategy draft+ar", ["do not compose"]),
         ("--strategy ar --draft-tokens 3", ["'ar' drafts nothing"]),
@@ -245,10 +255,10 @@ def test_help_of_serve(capsys: pytest.CaptureFixture[str]) -> None:
 
 @pytest.mark.parametrize(
     ("argv", "data", "prompt"),
-    [([], b"hi", "-"), ([], b"", None), (["--prompts", "f"], b"hi", None), (["text"], b"hi", "text")],
+    [([], b"hi", "-"), ([], b"", "-"), (["--prompts", "f"], b"hi", None), (["text"], b"hi", "text")],
 )
 def test_a_pipe_is_a_prompt(monkeypatch: pytest.MonkeyPatch, argv: list[str], data: bytes, prompt: str | None) -> None:
-    """Unless it is empty or the command line has a prompt. /dev/null is no pipe."""
+    """Unless the command line has one. An empty pipe is refused, and /dev/null is none."""
     reads, writes = os.pipe()
     os.write(writes, data)
     os.close(writes)
@@ -258,8 +268,11 @@ def test_a_pipe_is_a_prompt(monkeypatch: pytest.MonkeyPatch, argv: list[str], da
         with monkeypatch.context() as patch:
             patch.setenv("WORLD_SIZE", "2")
             assert flags.parse(argv)[0].prompt == (prompt if argv else None)
-        if prompt == "-":
+        if prompt == "-" and data:
             assert [each.turns for each in read_conversations("-")] == [("hi",)]
+        elif prompt == "-":
+            with pytest.raises(ValueError, match=r"^stdin: the prompt is empty \(without .*, </dev/null decodes the b"):
+                read_conversations("-")
     with open(os.devnull) as nothing:
         monkeypatch.setattr(sys, "stdin", nothing)
         assert flags.parse([])[0].prompt is None
@@ -515,7 +528,7 @@ def test_messages(tmp_path: Path) -> None:
 def test_refused_messages(capsys: pytest.CaptureFixture[str], tmp_path: Path, messages: Any, words: str) -> None:
     path = tmp_path / "p.jsonl"
     path.write_text(json.dumps({"messages": messages}))
-    refused(capsys, ["--chat", "--prompts", str(path)], "line 1", words)
+    refused(capsys, ["--target", "x", "--chat", "--prompts", str(path)], "line 1", words)
 
 
 def test_chat_grows(pair: tuple[str, str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -652,6 +665,14 @@ def test_strategy_ar(capsys: pytest.CaptureFixture[str], pair: tuple[str, str]) 
 def test_unwritable_json(capsys: pytest.CaptureFixture[str], tmp_path: Path, make_path: Any) -> None:
     refused(capsys, ["--prompt", "x", "--json", str(make_path(tmp_path))], "--json")  # before any model is loaded
     assert list(tmp_path.iterdir()) == []
+
+
+def test_samples_at_temperature_0_are_alike(capsys: pytest.CaptureFixture[str], pair: tuple[str, str]) -> None:
+    said = "at temperature 0 all samples of a prompt are alike: --temperature 0.7 draws them\n"
+    argv = ["--target", pair[0], "--device", "cpu", "--max-new-tokens", "2", "--prompt", "a"]
+    for more, expected in ((["--samples", "2"], 1), (["--samples", "2", "--temperature", "1"], 0), ([], 0)):
+        assert run.main([*argv, *more]) == 0
+        assert capsys.readouterr().err.count(said) == expected
 
 
 def test_batches_and_samples(capsys: pytest.CaptureFixture[str], pair: tuple[str, str], tmp_path: Path) -> None:

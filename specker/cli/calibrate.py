@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from specker.cli.exits import run_cli
+from specker.cli.flags import MODEL
 from specker.cli.parser import SHELLS, Parser, completion
 from specker.cli.prompts import encode, read_conversations
 from specker.fields import check_fields, make, opt
@@ -31,8 +32,8 @@ ROWS = tuple(1 << n for n in range(10, 17))  # 1k..64k
 
 @dataclass(frozen=True)
 class Calibration:
-    target: str | None = opt(None, "model whose vocabulary to count (default: the bundled code-target)", "DIR|HUB_ID")
-    draft: str | None = opt(None, "model that writes with --source draft; else it speeds up the target", "DIR|HUB_ID")
+    target: str | None = opt(None, "model whose vocabulary to count (default: the bundled code-target)", MODEL)
+    draft: str | None = opt(None, "model that writes with --source draft; else it speeds up the target", MODEL)
     prompts: str | None = opt(None, "JSON lines with `prompt`, `turns` or `messages`; a model continues them", "FILE|-")
     text: tuple[str, ...] = opt((), "count these files, without a model", "FILE")
     source: str = opt("target", "the model that continues the prompts: target or draft", choices=("target", "draft"))

@@ -22,7 +22,8 @@ COMMANDS = {
     "/seed": ("N", "the same as /set seed N"),
     "/retry": ("", "answer the last turn again, with the next seed"),
     "/save": ("FILE", "write the conversation, for --prompts FILE --chat"),
-    "/exit": ("", "end the conversation"),
+    "/exit": ("", "end the conversation, as /quit, exit, quit and Ctrl-D do"),
+    "/quit": ("", "the same as /exit"),
 }
 WHOLE = "top_k", "seed", "max_new_tokens"
 NAMES = "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"
@@ -80,9 +81,12 @@ class Chat:
         )
 
     def take(self, text: str) -> None:
-        """Carry out a command, or answer. Raises EOFError for /exit, and ValueError with a sentence for the user."""
+        """Carry out a command, or answer. Raises EOFError at the end of the conversation, and ValueError with a
+        sentence for the user."""
         if re.search("[\ud800-\udfff]", text):  # a lone surrogate stands for a byte that is not valid text
             raise ValueError("what you typed is not valid text in the terminal's encoding")
+        if text.strip() in ("exit", "quit"):
+            raise EOFError
         command, *rest = text.split(maxsplit=1) or [""]
         if not re.fullmatch(r"/[^\s/*]*", command):  # a path, or a comment of pasted code, is no command
             self.answer(unquoted(text[1:] if re.match(r"//\S", text) else text).strip("\n"))
@@ -106,7 +110,7 @@ class Chat:
                 self.retry()
             case "/save":
                 self.save(os.path.expanduser(argument))
-            case "/exit":
+            case "/exit" | "/quit":
                 raise EOFError
             case _:
                 near = difflib.get_close_matches(command, COMMANDS, 1)

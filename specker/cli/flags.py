@@ -2,6 +2,7 @@
 
 import difflib
 import importlib
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
@@ -14,19 +15,22 @@ from specker.fields import check_fields, make, opt
 from specker.options import DTYPES, TEMPERATURE, Common, Options, Sampling, stop_strings
 from specker.runtime import strategies
 
+MODEL = "DIR|HUB_ID|FILE.gguf"
+MEANT = {"chat": "--chat", "help": "--help", "run": "specker PROMPT", "version": "--version"}  # commands elsewhere
+
 
 @dataclass(frozen=True)
 class Job:
     """What to decode, on which device, and where to write the results."""
 
     target: str | None = opt(
-        None, "the model to decode (default: the bundled code-target; hybrid-target is bundled, too)", "DIR|HUB_ID"
+        None, "the model to decode (default: the bundled code-target; hybrid-target is bundled, too)", MODEL
     )
     draft: str | None = opt(
         None,
         "the model or head that drafts; auto chooses a known one for the target (default without --target: the bundled "
         "one); see specker drafts",
-        "DIR|HUB_ID|auto",
+        f"{MODEL}|auto",
     )
     prompt: str | None = opt(None, "one prompt; - reads it from stdin, without its last newline", "TEXT|-")
     prompts: str | None = opt(
@@ -78,10 +82,14 @@ class Job:
         stop_strings(self.stop)
 
     @property
+    def bundled(self) -> bool:
+        """Whether a toy model is to decode."""
+        return self.target is None or zoo.target_of(self.target) is not None
+
+    @property
     def built_in(self) -> bool:
         """Whether the toy model continues its own prompts."""
-        bundled = self.target is None or zoo.target_of(self.target) is not None
-        return bundled and self.prompt is None and self.prompts is None and not self.chat
+        return self.bundled and self.prompt is None and self.prompts is None and not self.chat
 
 
 COMMON = {
@@ -172,16 +180,24 @@ def commands() -> dict[str, Parser]:
     return {name: importlib.import_module(f"specker.cli.{name}").parser() for name in COMMANDS}
 
 
+def _no_command(word: str) -> None:
+    """ValueError if `word` is probably meant as a command. A flag or a prompt of several words never is."""
+    near = [MEANT[word]] if word in MEANT else difflib.get_close_matches(word.lower(), COMMANDS, 1, cutoff=0.75)
+    if near and word.isalpha():
+        raise ValueError(f"there is no command {word!r}; did you mean {near[0]}? (--prompt {word} decodes it)")
+
+
 def parse(argv: Sequence[str] | None = None) -> tuple[Job, Options, Sampling, frozenset[str]]:
     """Parse a command line into the three dataclasses, and the names of the sampling settings that it gives. Raises
     ValueError with a sentence for the user."""
+    argv = sys.argv[1:] if argv is None else argv
+    _no_command("".join(argv[:1]))  # `veiw FILE` is no prompt with a word too many
     values = vars(parser().parse_args(argv))
     text = values.pop("text", None)
     if text is not None:
         if "prompt" in values or "prompts" in values:
             raise ValueError(f"{text!r} is a prompt and excludes --prompt and --prompts")
-        if near := difflib.get_close_matches(text, COMMANDS, 1, cutoff=0.75):
-            raise ValueError(f"there is no command {text!r}; did you mean {near[0]}? (--prompt {text} decodes it)")
+        _no_command(text)
         values["prompt"] = text
     elif not {"prompt", "prompts"} & values.keys() and piped():
         values["prompt"] = "-"

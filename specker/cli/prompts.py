@@ -1,13 +1,12 @@
 """Read and check prompts, files of prompts and grammars."""
 
-import io
 import json
 import os
 import stat
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from specker import grammar, zoo
 from specker.fields import not_json
@@ -25,12 +24,12 @@ class Conversation:
 
 
 def piped() -> bool:
-    """Whether stdin is a pipe or a file that holds text. Waits until the writer of a pipe has written or closed it."""
+    """Whether stdin is a pipe or a file, which may be empty."""
     if world_size() > 1:  # several processes cannot share it
         return False
     try:
         kind = os.fstat(sys.stdin.fileno()).st_mode
-        return (stat.S_ISFIFO(kind) or stat.S_ISREG(kind)) and bool(cast(io.BufferedReader, sys.stdin.buffer).peek(1))
+        return stat.S_ISFIFO(kind) or stat.S_ISREG(kind)
     except (OSError, ValueError, AttributeError):  # closed, or replaced by an object without a file
         return False
 
@@ -46,7 +45,10 @@ def read_conversations(prompt: str | None = None, prompts: str | None = None, ch
             raise ValueError(f"{name} contains no prompts")
         return found
     if prompt == "-":
-        return [Conversation((_checked(_read("-").removesuffix("\n"), "stdin"),), "stdin")]
+        text = _read("-").removesuffix("\n")
+        if not text:
+            raise ValueError("stdin: the prompt is empty (without a prompt, </dev/null decodes the built-in ones)")
+        return [Conversation((_checked(text, "stdin"),), "stdin")]
     if prompt is not None:
         return [Conversation((_checked(prompt, "--prompt"),), "--prompt")]
     return [Conversation((text,), f"built-in prompt {i}") for i, text in enumerate(zoo.PROMPTS, 1)]

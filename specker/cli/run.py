@@ -29,6 +29,8 @@ from specker.runtime import strategies
 from specker.torchrun import rank, world_size
 from specker.view.trace import Trace
 
+REAL = '--target "$(python -m specker.zoo.real)" --chat'  # fetches it
+
 
 def run(job: Job, options: Options, sampling: Sampling, named: frozenset[str]) -> int:
     """Decode every prompt; returns the exit code. Checks all input before decoding starts. `named`: the fields of
@@ -102,12 +104,17 @@ def failed(result: Result) -> bool:
 
 
 def _check_job(job: Job, options: Options, chatting: bool) -> None:
-    """ValueError for flags that exclude each other."""
+    """ValueError for flags that exclude each other, and for a conversation with the toy model."""
     world = world_size()
     if world > 1 and "-" in (job.prompt, job.prompts):
         raise ValueError("several processes cannot share stdin: put the prompts in a file")
     if chatting and (world > 1 or job.samples > 1 or options.batch_size > 1):
         raise ValueError("a conversation in the terminal is one: leave out torchrun, --samples and --batch-size")
+    if job.chat and job.bundled:
+        raise ValueError(
+            "the bundled toy has no chat template, which --chat needs: make real MODEL=coder fetches a model that has "
+            f"one, or name another, such as {REAL}"
+        )
     for name in ("trace", "view"):
         if options.dp > 1 and getattr(job, name) is not None:
             raise ValueError(f"--{name} records one replica only: leave out --dp")
@@ -177,8 +184,9 @@ def _introduce(engine: Any, job: Job, sampling: Sampling, screen: Screen, chatti
         prompt = "" if chatting else "[dim]the prompt,[/] "
         screen.notes.print(f"{prompt}[green]accepted draft tokens,[/] the target's own tokens\n")
     if job.built_in and engine.options.load != "dummy":
-        real = '--target "$(python -m specker.zoo.real)" --chat'
-        screen.note(f"a toy model writes this; for a real one: {real}\n")
+        screen.note(f"a toy model writes this; for a real one: {REAL}\n")
+    if job.samples > 1 and not sampling.temperature:
+        screen.note("at temperature 0 all samples of a prompt are alike: --temperature 0.7 draws them", "yellow")
     if (
         not chatting
         and sampling == replace(Sampling(), seed=sampling.seed)

@@ -6,6 +6,7 @@ help, bounds and checks come from its options.
 
 from __future__ import annotations
 
+import difflib
 import textwrap
 from collections.abc import Iterator, Mapping
 from dataclasses import fields, replace
@@ -228,7 +229,9 @@ def _parts(asked: Any) -> tuple[str, bool, bool]:
     parts = asked.split("+")
     for part in parts:
         if part not in NAMES:
-            raise ValueError(f"unknown strategy {part!r}; available: {', '.join(NAMES)}")
+            near = difflib.get_close_matches(part, NAMES, 1)
+            hint = f"; did you mean {near[0]}?" if near else ""
+            raise ValueError(f"unknown strategy {part!r}{hint} (available: {', '.join(NAMES)})")
     copies = COPY in parts and len(parts) > 1
     bases = [part for part in parts if part != TRIM and not (copies and part == COPY)]
     if len(bases) > 1 or len(set(parts)) < len(parts):
