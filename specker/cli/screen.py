@@ -72,8 +72,8 @@ class Screen:
         self._mark(line, style)
 
     def remarks(self, engine: Any) -> None:
-        """Print the engine's remarks, except the one about made-up results, which the table has."""
-        for name, sentence in engine.remarks.items():
+        """Print the engine's warnings, except the one about made-up results, which the table has."""
+        for name, sentence in engine.warnings.items():
             if name != "sizing":
                 self.note(sentence, "yellow")
 
@@ -168,7 +168,7 @@ class Screen:
         self.notes.print()
         self.note(engine.title, "bold")
         self.notes.print(_table(engine, results, trim))
-        for line, style in _comments(engine, results, trim):
+        for line, style in _comments(engine, results):
             self.note(line, style)
 
 
@@ -229,14 +229,11 @@ def _table(engine: Any, results: list[Result], trim: dict[str, Any]) -> "Table":
     return table
 
 
-def _comments(engine: Any, results: list[Result], trim: dict[str, Any]) -> Iterator[tuple[str, str]]:
+def _comments(engine: Any, results: list[Result]) -> Iterator[tuple[str, str]]:
     """Sentences below the table, each with its style."""
     stats, checked = stats_of(results), [r for r in results if r.check]
     if sizing := engine.remarks.get("sizing"):
         yield sizing, "yellow"
-    if trim:
-        follow = f"; {trim['text_rows']} of them follow the text" if trim["text_rows"] else ""
-        yield f"the rows of the draft head were chosen by {trim['ranking']}{follow}", "dim"
     if cut := sum(result.finished == "context" for result in results):
         full = f"the context of {engine.max_context} tokens is full (--max-context)"
         yield f"{_ends(cut, results)} before --max-new-tokens: {full}", "yellow"

@@ -81,21 +81,22 @@ def run(job: Job, options: Options, serving: Serving, sampling: dict[str, float]
     except ModuleNotFoundError as error:
         raise ValueError(f"the server needs {error.name}: {install('serve')}") from None
     from specker.cli.screen import Screen
+    from specker.cpu import on_compile
     from specker.runtime.load import load
 
-    logging.basicConfig(level=logging.INFO, format="%(levelname)s: %(message)s")
     screen = Screen(json_to_stdout=True)
-    with screen.progress("loading") as on_progress:
+    with screen.progress("loading") as on_progress, on_compile(screen.note):
         engine = load(job.target, job.draft, options, device=job.device, dtype=job.dtype, on_progress=on_progress)
     start.loaded()
     if not engine.has_tokenizer:
         raise ValueError(f"{engine.target_name} has no tokenizer, so its text cannot be served")
-    with screen.progress("warming up") as on_progress:
+    screen.remarks(engine)
+    with screen.log_notes(), screen.progress("warming up") as on_progress:
         engine.warmup(on_progress)
+    logging.basicConfig(level=logging.INFO, format="%(levelname)s: %(message)s")  # of the server, from here on
     http = connections.config(application(engine, serving, sampling), serving)
     family = socket.AF_INET6 if ":" in serving.host else socket.AF_INET
     with socket.create_server((serving.host, serving.port), family=family) as listening:
-        screen.remarks(engine)
         host = f"[{serving.host}]" if ":" in serving.host else serving.host
         screen.note(f"{engine.title}: http://{host}:{listening.getsockname()[1]}/v1")
         connections.Server(http, serving).run([listening])

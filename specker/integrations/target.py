@@ -25,6 +25,7 @@ from specker.runtime.control.costs import Costs
 from specker.runtime.control.policy import AUTO
 from specker.runtime.engine import draft_cost
 from specker.runtime.load import device_of, dtype_of, family_of, read_draft, usual_rounding
+from specker.runtime.notes import Notes
 from specker.runtime.round.drafter import Drafter
 from specker.runtime.strategies.base import LOOKAHEAD, DraftContext, PolicyContext, planned_kv_dtype
 
@@ -100,14 +101,14 @@ def drafter_for(
     if draft is None and method.needs_draft and family is None:
         raise ValueError(f"strategy {strategy!r} needs a draft checkpoint for {name}: pass draft")
     o = method.with_defaults(o, family)
-    notes: dict[str, str] = {}
+    notes = Notes()
     rounds = o.draft_quantize or usual_rounding(dtype, where)
     draft_checkpoint, kept = read_draft(target_checkpoint, source, o, kind, rounds, name, family, notes)
     if draft_checkpoint is not None and draft_checkpoint.translation is not None:
         raise ValueError(
             f"{source} has another tokenizer, and does not draft for another engine yet: use another draft"
         )
-    for sentence in notes.values():
+    for sentence in notes.warnings().values():
         log.warning(sentence)
     if draft_checkpoint is not None:
         o = method.with_draft(o, draft_checkpoint)

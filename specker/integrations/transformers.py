@@ -48,6 +48,7 @@ from specker.runtime import strategies
 from specker.runtime.control.stats import Stats
 from specker.runtime.engine import Engine, cache_memory
 from specker.runtime.load import family_of, read_draft
+from specker.runtime.notes import Notes
 
 __all__ = ["Generate", "register_attention"]
 
@@ -223,7 +224,7 @@ class Generate:
             main = adopt(model, context, folder)
             if main is None:
                 return None
-            parts, family, notes = strategies.of(o), family_of(main), dict[str, str]()
+            parts, family, notes = strategies.of(o), family_of(main), Notes()
             draft = zoo.source_of(self.draft)
             if draft is None and parts.needs_draft:
                 zoo.require_for(main.config)

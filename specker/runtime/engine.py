@@ -29,6 +29,7 @@ from specker.runtime.control.policy import Budget, Policy
 from specker.runtime.control.stats import Stats
 from specker.runtime.events import Event, Logprob
 from specker.runtime.loop import Loop
+from specker.runtime.notes import Notes
 from specker.runtime.ranks.broadcast import SharedDrafter
 from specker.runtime.ranks.dist import Ranks
 from specker.runtime.round.drafter import Drafter
@@ -73,7 +74,7 @@ class Engine:
     target_name: str
     draft_name: str | None
     kept: HeadRows | None = None  # the kept rows of a trimmed draft head (strategy vocabtrim)
-    notes: dict[str, str] = field(default_factory=dict)  # decisions of the loader, by their names in `remarks`
+    notes: Notes = field(default_factory=Notes)  # decisions of the loader, by their names in `remarks`
     ranks: Ranks | None = None  # the ranks that share the target
     family: Family | None = None  # the bundled files for the target
     model: Model = field(init=False)  # the target's
@@ -130,7 +131,7 @@ class Engine:
         guard = cache_memory(self.target, self.draft, o, self.family).running
         policy = partial(strategies.policy, self.policies)
         self.session = Session(self.loop, self.target, self.target_name, policy, stop_ids, guard)
-        for sentence in self.remarks.values():
+        for sentence in self.warnings.values():
             log.warning(sentence)
 
     def __repr__(self) -> str:
@@ -204,8 +205,14 @@ class Engine:
 
     @property
     def remarks(self) -> dict[str, str]:
-        """Warnings about this engine's results, keyed as in `--json`. Logged when the engine is made."""
-        said = dict(self.notes)
+        """What to know about this engine and its results, keyed as in `--json`: its `warnings`, and facts that ask
+        nothing of their reader, such as the format of its weights."""
+        return self.notes | self.warnings
+
+    @property
+    def warnings(self) -> dict[str, str]:
+        """The remarks that a user may want to act on. Logged when the engine is made."""
+        said = self.notes.warnings()
         if self.options.dummy_parts:
             nothing = "text and acceptance mean" if self.options.acceptance is None else "text means"
             made_up = " and ".join(self.options.dummy_parts)

@@ -18,6 +18,7 @@ from specker.model.split import WHOLE
 from specker.options import DTYPES, Options
 from specker.runtime import strategies
 from specker.runtime.engine import Engine, cache_memory
+from specker.runtime.notes import Notes
 from specker.runtime.ranks import dist
 from specker.runtime.strategies.base import LOOKAHEAD, kv_dtype
 from specker.runtime.strategies.vocabtrim import trim
@@ -48,7 +49,7 @@ def load(
     if draft is not None and not method.takes_draft:
         raise ValueError(f"strategy {opts.strategy!r} uses no draft checkpoint: leave out {option('draft')}")
     dummy = opts.load == "dummy"
-    notes: dict[str, str] = {}
+    notes = Notes()
     for name, source in (("target", target), ("draft", draft)):
         if not isinstance(source, str | os.PathLike | None):
             raise ValueError(f"{option(name)} must be a folder, a GGUF file or a hub id, got {source!r}")
@@ -104,8 +105,7 @@ def load(
     )
     if ranks is not None:
         ranks.same("target", dist.fingerprint(target_checkpoint.folder))
-    if (sentence := stored(target_checkpoint, "target")) is not None:
-        notes["weights"] = sentence
+    note_formats(notes, "weights", target_checkpoint, "target")
     family = None if dummy and target is not None else family_of(target_checkpoint)
     if lacks_draft and family is None:
         raise ValueError(_no_draft(opts, target_source))
@@ -149,7 +149,7 @@ def read_draft(
     quantize: str | None,
     target: str | Path | None,
     family: zoo.Family | None,
-    notes: dict[str, str],
+    notes: Notes,
     ranks: dist.Ranks | None = None,
     on_progress: Callable[[int, int], None] | None = None,
 ) -> tuple[Checkpoint | None, HeadRows | None]:
@@ -164,8 +164,7 @@ def read_draft(
         draft_checkpoint = method.read_head(source, target_checkpoint, dtype, quantize)
         if ranks is not None:
             ranks.same("draft", dist.fingerprint(draft_checkpoint.folder))
-        if (sentence := stored(draft_checkpoint, "draft", usual)) is not None:
-            notes["draft_weights"] = sentence
+        note_formats(notes, "draft_weights", draft_checkpoint, "draft", usual)
         if opts.trim is not None and draft_checkpoint.untrimmed:
             raise ValueError(f"{source} {draft_checkpoint.untrimmed}: leave out +vocabtrim")
     elif source is not None and (ranks is None or ranks.drafts):
@@ -181,8 +180,7 @@ def read_draft(
             pack=ranks is None and opts.linear != "cublas",
             on_progress=on_progress,
         )
-        if (sentence := stored(draft_checkpoint, "draft", usual)) is not None:
-            notes["draft_weights"] = sentence
+        note_formats(notes, "draft_weights", draft_checkpoint, "draft", usual)
         if ranks is not None:
             ranks.same("draft", dist.fingerprint(draft_checkpoint.folder), drafters=True)
         draft_checkpoint = _within(draft_checkpoint, target_checkpoint.config.max_context)
@@ -204,14 +202,15 @@ def read_draft(
     return draft_checkpoint, kept
 
 
-def stored(checkpoint: Checkpoint, name: str, usual: str | None = None) -> str | None:
-    """A sentence that says how the matrices of `name` (target or draft) are stored; None if in the run's dtype or as
-    `usual`."""
-    said = [] if checkpoint.quantised in (None, usual) else [f"the {name}'s matrices are in {checkpoint.quantised}"]
+def note_formats(notes: Notes, key: str, checkpoint: Checkpoint, name: str, usual: str | None = None) -> None:
+    """Add how the matrices of `name` (target or draft) are stored, unless in the run's dtype or as `usual`."""
+    said = None if checkpoint.quantised in (None, usual) else f"the {name}'s matrices are in {checkpoint.quantised}"
     if checkpoint.restored:
         formats = ", ".join(checkpoint.restored)
-        said.append(f"the {name}'s {formats} matrices are restored, because specker has no kernels for these formats")
-    return "; ".join(said) or None
+        lack = f"the {name}'s {formats} matrices are restored, because specker has no kernels for these formats"
+        notes[key] = f"{said}; {lack}" if said else lack
+    elif said:
+        notes.fact(key, said)
 
 
 def family_of(target: Checkpoint) -> zoo.Family | None:
@@ -240,7 +239,7 @@ def _fitted(
     draft: Checkpoint,
     opts: Options,
     names: tuple[object, object],
-    notes: dict[str, str],
+    notes: Notes,
     ranks: dist.Ranks | None,
 ) -> Checkpoint:
     """Cut the draft's head to the target's ids, of equal or padded sizes if both have the same tokens. A diffusion
@@ -270,7 +269,7 @@ def _fitted(
 
 
 def _translated(
-    target: Checkpoint, draft: Checkpoint, opts: Options, differ: str, notes: dict[str, str], ranks: dist.Ranks | None
+    target: Checkpoint, draft: Checkpoint, opts: Options, differ: str, notes: Notes, ranks: dist.Ranks | None
 ) -> Checkpoint:
     """A draft that reads the target's text in ids of its own, with only the rows of shared tokens in its head. `differ`
     begins the sentences of a refusal. Raises ValueError where that cannot be, and for too few shared tokens."""

@@ -229,6 +229,7 @@ def command(models, *words, before=""):
         while not (found := re.search(r"(http://[\d.:]+)/v1", said)):
             said += (line := server.stderr.readline())
             assert line, said
+        server.said = said
         yield server, found[1]
     finally:
         server.kill()
@@ -237,7 +238,9 @@ def command(models, *words, before=""):
 
 
 def test_sigterm_ends_the_command_after_its_requests(models):
-    with command(models) as (server, url):
+    """Before that, each remark on the engine is printed once, as a note."""
+    with command(models, "--linear", "cublas") as (server, url):
+        assert server.said.count("--linear cublas is not batch-invariant") == 1 and "WARNING" not in server.said
         with httpx.stream("POST", f"{url}/v1/completions", json={**LONG, "stream": True}, timeout=60) as answer:
             got = chunks(answer.iter_lines())
             next(got)

@@ -18,6 +18,7 @@ from specker.fields import option
 from specker.options import Options
 from specker.runtime.control.auto import AcceptanceHistory, Auto
 from specker.runtime.control.policy import AUTO, CONFIDENT, LENGTHS, LONGEST, Budget, Policy, general
+from specker.runtime.notes import Notes
 from specker.zoo import Family
 
 if TYPE_CHECKING:
@@ -53,7 +54,7 @@ class DraftContext:
     kept: HeadRows | None  # the kept rows; None: all
     family: Family | None  # the bundled files for the target
     ranks: Ranks | None = None  # the ranks that share the target; None for one process
-    notes: dict[str, str] = field(default_factory=dict)  # the engine's remarks, to which a drafter may add its own
+    notes: Notes = field(default_factory=Notes)  # the engine's remarks, to which a drafter may add its own
 
     @property
     def tokenizer_hash(self) -> str | None:

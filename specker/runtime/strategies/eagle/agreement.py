@@ -21,6 +21,7 @@ from specker.model.heads import DraftHead, HeadSpec
 from specker.model.prefill import prefill
 from specker.model.sampling import Draws
 from specker.options import Sampling
+from specker.runtime.notes import Notes
 from specker.runtime.round.lm_head import LMHead
 from specker.runtime.text import encode, encode_chat
 
@@ -87,7 +88,7 @@ def chosen(
     target: Checkpoint,
     model: Model,
     head: DraftHead,
-    notes: dict[str, str],
+    notes: Notes,
     made: Callable[[HeadSpec], DraftHead] | None = None,
 ) -> DraftHead:
     """The head with the reading of its config that agrees with the target more often. `made`: the head of another
@@ -112,7 +113,10 @@ def chosen(
     if spec.unsure and spec.mask is None and made is not None:
         head, more = _fed_back(model, head, made, text)
         said += f"; {more}"
-    notes["head"] = said
+    if found[best] < IMPLAUSIBLE:
+        notes["head"] = said
+    else:
+        notes.fact("head", said)
     return head
 
 

@@ -16,6 +16,7 @@ from specker.model.decoder import Final, Model
 from specker.model.prefill import prefill
 from specker.model.sampling import Draws
 from specker.options import Sampling
+from specker.runtime.notes import Notes
 from specker.runtime.round.batch import Batch
 from specker.runtime.round.drafter import Accepted, Draft, Drafter, Offer
 from specker.runtime.round.lm_head import LMHead
@@ -117,7 +118,7 @@ class AssistantDrafter(Drafter):
 
 
 @torch.inference_mode()
-def measure(target: Checkpoint, model: Model, assistant: Assistant, head: LMHead, notes: dict[str, str]) -> None:
+def measure(target: Checkpoint, model: Model, assistant: Assistant, head: LMHead, notes: Notes) -> None:
     """Add to `notes` the share of a short text's tokens at which the assistant's first guess is the target's own token.
     An assistant for another finetune of the target makes no error: it only drafts badly."""
     if (text := text_of(target)) is None:
@@ -150,5 +151,6 @@ def measure(target: Checkpoint, model: Model, assistant: Assistant, head: LMHead
     said = f"the assistant's first guess is the target's own token at {share:.0%} of {T - max(1, first - 1)} positions"
     said += " of a test text"
     if share < IMPLAUSIBLE:
-        said += "; that is implausibly rare, so it may belong to another model"
-    notes["head"] = said
+        notes["head"] = f"{said}; that is implausibly rare, so it may belong to another model"
+    else:
+        notes.fact("head", said)

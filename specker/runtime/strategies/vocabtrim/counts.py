@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from specker.paths import cache_root, write_cached
+from specker.runtime.notes import Notes
 from specker.runtime.strategies.vocabtrim import scores as vocab_scores
 from specker.runtime.strategies.vocabtrim.scores import VocabScores
 
@@ -41,7 +42,7 @@ def folder() -> Path:
 class VocabCounts:
     """The counts of one tokenizer's tokens from earlier runs, and the counts of this process, which `add` collects."""
 
-    def __init__(self, tokenizer: str, notes: dict[str, str]) -> None:
+    def __init__(self, tokenizer: str, notes: Notes) -> None:
         """Read the counts of earlier runs. `tokenizer`: its hash (`vocab_scores.tokenizer_hash`). Adds a remark to
         `notes` if the file cannot be read, or if this run could not write it; then nothing is counted."""
         self.path = folder() / f"{tokenizer}.safetensors"

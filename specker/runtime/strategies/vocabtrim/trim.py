@@ -13,6 +13,7 @@ from specker.checkpoints.translation import Translation
 from specker.fields import option
 from specker.options import Options, VocabKeep
 from specker.runtime.control.stats import Stats
+from specker.runtime.notes import Notes
 from specker.runtime.ranks.dist import Ranks
 from specker.runtime.strategies.vocabtrim import TrimOptions
 from specker.runtime.strategies.vocabtrim import clusters as vocab_clusters
@@ -60,7 +61,7 @@ def ranking(
     target: Checkpoint,
     options: Options,
     family: Family | None,
-    notes: dict[str, str],
+    notes: Notes,
     ranks: Ranks | None,
     every_rank: bool,
 ) -> Ranking:
@@ -100,7 +101,7 @@ def trimmed(
     draft: Checkpoint,
     options: Options,
     family: Family | None,
-    notes: dict[str, str],
+    notes: Notes,
     ranks: Ranks | None = None,
     every_rank: bool = False,
 ) -> tuple[Checkpoint, HeadRows]:
@@ -126,10 +127,12 @@ def trimmed(
     fixed = scores.kept(trim.vocab_keep or default, always, rows)
     unseen = [i for i in fixed[torch.isin(fixed, scores.ids, invert=True)].tolist() if i not in always]
     if unseen:
-        notes["vocab_keep"] = (
-            f"the score file counts only {len(scores.ids)} ids, so the draft head also has {len(unseen)} rows of ids "
-            "that it never counted"
-        )
+        counted = f"the score file counts only {len(scores.ids)} ids, so the draft head also has {len(unseen)} rows of"
+        if trim.vocab_keep is None:
+            notes.fact("vocab_keep", f"{counted} ids that it never counted")
+        else:
+            less = option("vocab_keep", len(scores.ids))
+            notes["vocab_keep"] = f"{counted} ids that it never counted: {less} leaves them out"
     text = trim.vocab_text
     if len(fixed) + text >= rows:  # no other rows are left that could follow the text
         fixed, text = (torch.arange(rows), 0) if text else (fixed, 0)
