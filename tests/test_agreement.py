@@ -10,6 +10,9 @@ from transformers import AutoModelForCausalLM
 
 import specker
 from specker.runtime.strategies.eagle import agreement
+from specker.runtime.strategies.vocabtrim.scores import VocabScores
+
+LONG = {"max_position_embeddings": 512}  # no window
 
 
 @pytest.fixture(scope="module")
@@ -26,27 +29,30 @@ def oracle(target):
     return model, text, [x[0].detach() for x in out.hidden_states], out.logits[0].argmax(-1)
 
 
-def expected(head, oracle, taps):
-    """The share by the formula."""
+def expected(head, oracle, taps, kept=None):
+    """The share by the formula, of a head with all rows or only those of the ids `kept`."""
     model, (tokens, first), states, own = oracle
     inner = model.model
     formula = Formula(head, inner.embed_tokens.weight, model.lm_head.weight, inner.norm.weight, 1e-5)
     features = formula.features([states[n][:-1] for n in taps])
     _, logits = formula.outputs(features, torch.tensor(tokens[1:]))
-    guesses = formula.ids()[logits.argmax(-1)]
+    guesses = formula.ids()[logits.argmax(-1)] if kept is None else kept[logits[:, kept].argmax(-1)]
     agree = [int(guesses[t] == own[t + 1]) for t in range(len(tokens) - 1) if t + 2 >= first]
     return sum(agree) / len(agree), len(agree)
 
 
-def load(target, head):
-    return specker.load(str(target), str(head), strategy="eagle", device="cpu", dtype="float64")
+def load(target, head, strategy="eagle", **options):
+    return specker.load(str(target), str(head), strategy=strategy, device="cpu", dtype="float64", **options)
 
 
 def head_of(target, folder, oracle, **how):
     """A head whose rows are the two tokens that the target writes most often after the text."""
-    often = sorted(oracle[3].bincount().topk(2).indices.tolist())
-    long = {"max_position_embeddings": 512}  # no window
-    return make_head(folder, json.loads((target / "config.json").read_text()), ids=often, layer=long, **how)
+    config = json.loads((target / "config.json").read_text())
+    return make_head(folder, config, **{"ids": often(oracle), "layer": LONG, **how})
+
+
+def often(oracle):
+    return sorted(oracle[3].bincount().topk(2).indices.tolist())
 
 
 def test_the_share_is_that_of_the_formula(target, oracle, tmp_path):
@@ -56,6 +62,19 @@ def test_the_share_is_that_of_the_formula(target, oracle, tmp_path):
         said = load(target, head).remarks["head"]
         assert f"at {share:.0%} of {count} positions" in said and count > 60
         assert share > 0.05 and ("implausibly rare" in said) == (share < 0.15)
+
+
+def test_the_share_of_a_trimmed_head_is_that_of_its_rows(target, oracle, tmp_path):
+    """Whose numbers are not their ids."""
+    head = head_of(target, tmp_path / "head", oracle, ids=None)
+    counts = torch.zeros(json.loads((target / "config.json").read_text())["vocab_size"], dtype=torch.int64)
+    counts[often(oracle)] = 9
+    (tmp_path / "s.safetensors").write_bytes(VocabScores.from_counts(counts).to_bytes())
+    rows = {"vocab_scores": str(tmp_path / "s.safetensors"), "vocab_keep": "5", "vocab_text": 0}
+    engine = load(target, head, "eagle+vocabtrim", **rows)
+    share, count = expected(head, oracle, (2, 4, 5), engine.kept.ids)
+    assert {*often(oracle)} < {*engine.kept.ids.tolist()} and share > 0.02
+    assert f"at {share:.0%} of {count} positions" in engine.remarks["head"]
 
 
 def test_of_two_readings_the_better_one_is_taken(target, oracle, tmp_path, monkeypatch):

@@ -63,6 +63,11 @@ class DraftContext:
 
         return tokenizer_hash(self.target.tokens)
 
+    @property
+    def kept_ids(self) -> Tensor | None:
+        """The id of each row of a trimmed head, [K] int64; None: all rows."""
+        return None if self.kept is None else self.kept.ids
+
     def draft_model(self) -> Model:
         """A model of the draft checkpoint."""
         from specker.model.decoder import Model

@@ -53,7 +53,7 @@ class Eagle(Strategy):
 
         head = made(checkpoint.spec)
         if context.model is not None:  # another engine's target cannot be asked; then the documented reading counts
-            head = chosen(target, context.model, head, context.notes, made)
+            head = chosen(target, context.model, head, context.notes, made, context.kept_ids)
         if head.spec.mask is not None and context.options.tree is not None:
             raise ValueError(f"a P-EAGLE head drafts a chain: {option('tree')} does not apply")
         cache, own, depth = context.allocate(head.model), context.head(head.model), context.depth(self)

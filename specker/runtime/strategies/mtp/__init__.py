@@ -76,7 +76,7 @@ class MultiTokenPrediction(Eagle):
         final_norm = context.target.weights.norm, context.target.config.rms_norm_eps
         heads = [DraftHead(head, head.spec, head.parts, final_norm) for head in each]
         if context.model is not None:  # another engine's target cannot be asked
-            chosen(context.target, context.model, heads[0], context.notes)
+            chosen(context.target, context.model, heads[0], context.notes, kept=context.kept_ids)
         cache, own = context.allocate(heads[0].model, len(heads)), context.head(heads[0].model)
         return MTPDrafter(heads, cache, own, context.options.width)
 
