@@ -29,7 +29,7 @@ from specker.runtime import strategies
 from specker.torchrun import rank, world_size
 from specker.view.trace import Trace
 
-REAL = '--target "$(python -m specker.zoo.real)" --chat'  # fetches it
+REAL = 'specker --target "$(python -m specker.zoo.real)" --chat'  # fetches it
 
 
 def run(job: Job, options: Options, sampling: Sampling, named: frozenset[str]) -> int:
@@ -113,7 +113,7 @@ def _check_job(job: Job, options: Options, chatting: bool) -> None:
     if job.chat and job.bundled:
         raise ValueError(
             "the bundled toy has no chat template, which --chat needs: make real MODEL=coder fetches a model that has "
-            f"one, or name another, such as {REAL}"
+            f"one, and so does {REAL}"
         )
     for name in ("trace", "view"):
         if options.dp > 1 and getattr(job, name) is not None:

@@ -91,6 +91,8 @@ def run(job: Job, options: Options, serving: Serving, sampling: dict[str, float]
     if not engine.has_tokenizer:
         raise ValueError(f"{engine.target_name} has no tokenizer, so its text cannot be served")
     screen.remarks(engine)
+    if not getattr(engine.target.tokenizer, "chat_template", None):
+        screen.note(f"{engine.target_name} has no chat template: ask it at /v1/completions", "yellow")
     with screen.log_notes(), screen.progress("warming up") as on_progress:
         engine.warmup(on_progress)
     logging.basicConfig(level=logging.INFO, format="%(levelname)s: %(message)s")  # of the server, from here on

@@ -22,6 +22,7 @@ from serving import chunks, free, serving, streamed, until
 
 import specker
 from specker.cli.serve import main
+from specker.serve import connections
 from specker.serve.worker import Busy, Call
 
 LONG = {"prompt": [5, 6, 7], "max_tokens": 380}
@@ -285,6 +286,16 @@ def test_a_second_ctrl_c_ends_the_server_at_once(models):
 
 
 # --- the command
+
+
+def test_what_the_command_prints_before_it_serves(models, monkeypatch, capsys):
+    """A target without a chat template cannot answer the endpoints of chats."""
+    monkeypatch.setattr(connections, "Server", lambda http, serving: SimpleNamespace(run=lambda sockets: None))
+    without = "code-target has no chat template: ask it at /v1/completions"
+    for target, notes in ((str(models["target"]), []), ("code-target", [without])):
+        assert main(["--target", target, "--strategy", "ar", "--device", "cpu", "--port", "0"]) == 0
+        *said, address = [line for line in capsys.readouterr().err.splitlines() if "slow" not in line]
+        assert said == notes and re.search(r"http://127\.0\.0\.1:\d+/v1$", address)
 
 
 @pytest.mark.parametrize(
