@@ -164,7 +164,8 @@ def cluster_topk_ref(
         hidden = F.rms_norm(hidden, hidden.shape[-1:], *norm)
     R = token_ids.shape[1]
     _, chosen = largest(row_linear(hidden, centroids, epilogue="float32"), None, clusters)
-    rows = (chosen.unsqueeze(-1) * R + torch.arange(R, device=hidden.device)).flatten(1)  # [T, clusters R]
+    within = torch.arange(R, dtype=torch.int64, device=hidden.device)
+    rows = (chosen.unsqueeze(-1) * R + within).flatten(1)  # [T, clusters R]
     each = zip(hidden.unsqueeze(1), rows, strict=True)
     found = [row_linear(x, weight[at], epilogue="float32") for x, at in each]
     z = torch.cat(found) if found else hidden.new_empty(rows.shape, dtype=sum_dtype(hidden.dtype))

@@ -201,7 +201,7 @@ def largest(z: Tensor, token_ids: Tensor | None, k: int) -> tuple[Tensor, Tensor
 
 def _largest(z: Tensor, token_ids: Tensor | None, k: int) -> tuple[Tensor, Tensor]:
     """The k largest of each row and their columns, ties to the lower id. Sorts everything, without a host read."""
-    by_id = torch.arange(z.shape[1], device=z.device) if token_ids is None else token_ids.argsort()
+    by_id = torch.arange(z.shape[1], dtype=torch.int64, device=z.device) if token_ids is None else token_ids.argsort()
     values, order = z[:, by_id].sort(dim=-1, descending=True, stable=True)
     return values[:, :k].contiguous(), by_id[order[:, :k]]
 
