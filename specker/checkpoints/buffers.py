@@ -211,7 +211,7 @@ def part_of(p: Piece, name: str, scheme: Scheme, get: Get) -> Quantized | Packed
     if isinstance(whole, Packed):
         whole = quant.joined(whole.quantised())
     if p.order:
-        return whole[torch.tensor(p.order)]
+        return whole[torch.tensor(p.order, dtype=torch.int64, device="cpu")]
     column, columns = p.first[-1], p.shape[-1]
     group = math.gcd(whole.group, column, columns)
     if group != whole.group:  # the ranks' columns split a group
@@ -285,7 +285,8 @@ def random_weights(c: ModelConfig, pieces: Sequence[Piece], storage: Storage, se
     pieces = [p for p in pieces if p.buffer != HOST]
     named = {p.name: p for p in pieces}
     there = torch.Generator().manual_seed(seed)
-    apart = {p.buffer: torch.empty(p.shape, dtype=storage.dtype).normal_(std=0.02, generator=there) for p in host}
+    empty = {p.buffer: torch.empty(p.shape, dtype=storage.dtype, device="cpu") for p in host}
+    apart = {name: x.normal_(std=0.02, generator=there) for name, x in empty.items()}
     if storage.kind is None:
         found = _allocated(pieces, c, storage, set())
         for name, buffer in found.items():
@@ -293,7 +294,7 @@ def random_weights(c: ModelConfig, pieces: Sequence[Piece], storage: Storage, se
         return _without(_joined_gates(pieces, storage, set()), found) | apart
     buffers = Buffers(named, c, storage)
     for p in pieces:
-        source = torch.empty(p.rows, *p.shape[1:][-1:], device=storage.device)
+        source = torch.empty(p.rows, *p.shape[1:][-1:], dtype=torch.float32, device=storage.device)
         _fill(p.buffer, source, generator, embed_std)
         buffers.put(replace(p, offset=0.0, factor=1.0), source)
     return buffers.done() | apart

@@ -317,7 +317,8 @@ def _same_rows(source: str | Path, where: dict[str, Any], c: ModelConfig, owner:
     because rounding and quantisation may have changed the target's: a hash would refuse a target in another dtype or in
     four bits. Raises CheckpointError if the file has no such rows."""
     embed = owner.weights.embed
-    ids, rows = (where[name].get_tensor(name) if name in where else torch.empty(0) for name in SHARED_ROWS)
+    none = torch.empty(0, dtype=torch.float32, device="cpu")
+    ids, rows = (where[name].get_tensor(name) if name in where else none for name in SHARED_ROWS)
     known = ids.dtype == torch.int64 and rows.shape == (len(ids), c.hidden_size)
     if not known or not ((ids >= 0) & (ids < len(embed))).all():
         missing = f"{' and '.join(SHARED_ROWS)} of {source} are missing or do not fit together"

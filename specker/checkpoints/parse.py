@@ -324,13 +324,14 @@ def _ropes(
         return ropes, tuple(map(found.index, kinds)) if len(found) > 1 else ()
     one = _rope(hf, _rotated(hf, its, head_dim) or head_dim, rope)
     if rest := head_dim // 2 - len(one.inv_freq):  # of dimensions that are not rotated, nor scaled
-        scale = torch.cat((torch.full_like(one.inv_freq, float(one.scale)), torch.ones(rest)))
-        one = Rope(torch.cat((one.inv_freq, torch.zeros(rest))), scale)
+        scale = torch.cat((torch.full_like(one.inv_freq, float(one.scale)), one.inv_freq.new_ones(rest)))
+        one = Rope(torch.cat((one.inv_freq, one.inv_freq.new_zeros(rest))), scale)
     if its.ropes != "some" or all(hf.no_rope_layers):  # despite the name, 1 for layers with RoPE
         return (one,), ()
     if len(hf.no_rope_layers) != len(kinds):
         raise CheckpointError(f"no_rope_layers must have an entry for each of the {len(kinds)} layers of config.json")
-    return (one, Rope(torch.zeros(head_dim // 2))), tuple(int(not has) for has in hf.no_rope_layers)
+    none = Rope(torch.zeros_like(one.inv_freq))
+    return (one, none), tuple(int(not has) for has in hf.no_rope_layers)
 
 
 def _rope(hf: Any, width: int, rope: dict[str, Any], **which: str) -> Rope:
@@ -345,13 +346,14 @@ def _rope(hf: Any, width: int, rope: dict[str, Any], **which: str) -> Rope:
         else:
             from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-            inv_freq, scale = ROPE_INIT_FUNCTIONS[kind](hf, torch.device("cpu"), **which)
+            with torch.device("cpu"):  # they allocate on torch's default device and move only the result
+                inv_freq, scale = ROPE_INIT_FUNCTIONS[kind](hf, torch.device("cpu"), **which)
         one = Rope(inv_freq.float(), float(scale))
     except Exception as error:  # transformers' initialisers check nothing
         raise CheckpointError(
             f"rope type {kind!r} lacks a parameter in config.json, or has a wrong one ({reason(error)})"
         ) from error
-    finite = one.inv_freq.is_meta or bool(np.isfinite(one.inv_freq.numpy()).all())  # a meta tensor has no numbers
+    finite = bool(np.isfinite(one.inv_freq.numpy()).all())
     if one.inv_freq.shape != (width // 2,) or not (finite and 1e-38 < scale < 1e38):
         raise CheckpointError(
             f"the RoPE parameters {short(rope)} of config.json do not give {width // 2} finite frequencies"

@@ -13,6 +13,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from specker.model.config import DeltaNet, Experts, LayerSpec, Mixer, ModelConfig
@@ -125,7 +126,10 @@ class Piece:
         """The piece of the tensor `name` of an open safetensors file, [rows, columns] or [rows]."""
         found: Tensor
         if len(self.stored) < 3 and not self.order and self.parts == 1:
-            found = file.get_tensor(name) if self.whole else file.get_slice(name)[self.at]
+            if self.whole:
+                return file.get_tensor(name)  # type: ignore[no-any-return]
+            with torch.device("cpu"):  # safetensors puts slices, but not whole tensors, on torch's default device
+                found = file.get_slice(name)[self.at]
             return found
         found = file.get_tensor(name)
         if self.transposed:

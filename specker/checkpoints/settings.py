@@ -146,7 +146,7 @@ def frequencies(kind: str, rope: dict[str, Any], width: int) -> Tensor:
     Raises:
         KeyError: a parameter is missing.
     """
-    inv_freq = 1.0 / (rope["rope_theta"] ** (torch.arange(0, width, 2, dtype=torch.float32) / width))
+    inv_freq = 1.0 / (rope["rope_theta"] ** (torch.arange(0, width, 2, dtype=torch.float32, device="cpu") / width))
     if kind == "linear":
         return inv_freq / rope["factor"]
     if kind == "llama3":

@@ -83,7 +83,7 @@ class Translation:
         ids = sorted(n for n, other in pairs.items() if n < sizes[0] and other < sizes[1])
         rows = [pairs[n] for n in ids]
         bos = getattr(target.tokenizer, "bos_token_id", None)
-        numbers = (torch.tensor(each, dtype=torch.int64) for each in (ids, rows))
+        numbers = (torch.tensor(each, dtype=torch.int64, device="cpu") for each in (ids, rows))
         return cls(its, own, target, draft, sizes[0], free, bos, *numbers)
 
     @property
@@ -101,15 +101,15 @@ class Translation:
     def names(self) -> Tensor:
         """[draft's ids] int64: what noise calls each of the draft's tokens: the target's id if it is shared, else a
         number that is no id of the target."""
-        out = self.size + torch.arange(len(self.draft.texts))
+        out = self.size + torch.arange(len(self.draft.texts), dtype=torch.int64, device="cpu")
         out[self.rows] = self.ids
         return out
 
     @cached_property
     def own(self) -> Tensor:
         """[numbers] int64: the draft's id of each of `names`; of the target's ids that are not shared `start`."""
-        out = torch.full((self.size + len(self.draft.texts),), self.start)
-        out[self.names] = torch.arange(len(self.draft.texts))
+        out = torch.full((self.size + len(self.draft.texts),), self.start, dtype=torch.int64, device="cpu")
+        out[self.names] = torch.arange(len(self.draft.texts), dtype=torch.int64, device="cpu")
         return out
 
     @cached_property

@@ -197,7 +197,7 @@ def write_clusters(job: Calibration) -> None:
     rows = len(head)
     if job.draft is not None and job.target is not None:  # the draft proposes ids of the target alone
         rows = min(rows, read_config(zoo.source_of(job.target)).vocab_size)
-    head = vocab_clusters.dense(head, torch.arange(rows))
+    head = vocab_clusters.dense(head, torch.arange(rows, dtype=torch.int64, device="cpu"))
     found = vocab_clusters.clustered(head, job.cluster_count)
     if texts:
         if engine.tokenizer is None:
@@ -227,7 +227,7 @@ def count(job: Calibration, sampling: Sampling) -> tuple[Any, Any]:
     done, counts, held, trigrams = _resume(part, key, vocab_size)
     saved = time.monotonic()
     for n, ids in _progress(texts, done, len(fingerprint) - 1):
-        for block, tokens in enumerate(torch.tensor(ids, dtype=torch.int64).split(BLOCK)):
+        for block, tokens in enumerate(torch.tensor(ids, dtype=torch.int64, device="cpu").split(BLOCK)):
             found = torch.bincount(tokens, minlength=vocab_size)[:vocab_size]
             counts += found
             if (n + block) % HELD_OUT == HELD_OUT - 1:
@@ -331,7 +331,7 @@ def _resume(part: Path, key: str, vocab_size: int) -> tuple[int, Any, Any, Any]:
     from specker.runtime.strategies.blocks.ngram import NGramCounts
 
     if not part.exists():
-        counts, held = torch.zeros(2, vocab_size, dtype=torch.int64)
+        counts, held = torch.zeros(2, vocab_size, dtype=torch.int64, device="cpu")
         return 0, counts, held, NGramCounts(vocab_size)
     try:
         with safe_open(part, framework="pt") as file:

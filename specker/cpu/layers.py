@@ -184,7 +184,8 @@ class Stack:
         by = [_named(layer) for layer in layers]
         counts: dict[bool, int] = {False: 0, True: 0}  # layers of each kind, without those that read others' K/V
         D = next((rope.shape[2] for rope in ropes if rope is not None), 0)
-        self._ones = {size: torch.ones(size) for size in {D, *(kv.dim for kv in spec.kvs)}}  # weights of norms of V
+        sizes = {D, *(kv.dim for kv in spec.kvs)}
+        self._ones = {n: torch.ones(n, dtype=torch.float32, device="cpu") for n in sizes}  # weights of norms of V
         for n, (struct, own, rope) in enumerate(zip(self._layers, by, ropes, strict=True)):
             kv = spec.kvs[n] if spec.kvs else None
             struct.Hkv, struct.D = heads[1:] + (D,) if kv is None else (kv.heads, kv.dim)
@@ -319,8 +320,9 @@ class Stack:
         x, starts, depths = x.contiguous(), numbers(tuple(groups)), numbers(tuple(aux_layers))
         features = None if features is None else features.contiguous()
         assert (features is None) == (self.pairs is None) and (features is None or features.shape == x.shape)
-        out = torch.empty(1 + len(aux_layers), len(x), self.struct.E)
-        routed = torch.empty(sum(self.mixtures[groups[0] : groups[-1]]), self.experts + 1, dtype=torch.int32)
+        out = torch.empty(1 + len(aux_layers), len(x), self.struct.E, dtype=torch.float32, device="cpu")
+        mixtures = sum(self.mixtures[groups[0] : groups[-1]])
+        routed = torch.empty(mixtures, self.experts + 1, dtype=torch.int32, device="cpu")
         if near is None and len(kv) > 2:  # of both kinds of layers, over the same pages
             near, kv = (places[1], table), (*kv[2:], *kv[:2]) if self._windowed else kv
         rows, held = placed(kv, places, sequences, words, table, full, near, records)
@@ -427,7 +429,7 @@ def product(
 ) -> Tensor:
     """x [T, E] float32 times weight [O, E]^T -> [T, O] float32, after an RMSNorm with weight `norm` [E] if given. The
     weight is float32, bfloat16 or `Packed`, E a multiple of BLOCK. `activations`: see `Matrix.of`."""
-    x, y = x.contiguous(), torch.empty(len(x), len(weight))
+    x, y = x.contiguous(), torch.empty(len(x), len(weight), dtype=torch.float32, device="cpu")
     matrix = Matrix.of(weight, activations)
     place = None if norm is None else norm.data_ptr()
     team().run(native().product_of, ProductCall(ctypes.pointer(matrix), x.data_ptr(), place, y.data_ptr(), len(x), eps))
@@ -453,8 +455,9 @@ def clusters(
     temperature and seed, one pair for all rows or for each of as many equal runs of rows; sampled rows need
     `positions` [T] int64. `cap`: soft cap of the logits; 0: none."""
     T, hidden, ids = len(hidden), hidden.contiguous(), token_ids.long().contiguous()
-    best, values = torch.empty(T, k, dtype=torch.int64), torch.empty(T, k)
-    sums = torch.empty(T if with_lse else 0)
+    best = torch.empty(T, k, dtype=torch.int64, device="cpu")
+    values = torch.empty(T, k, dtype=torch.float32, device="cpu")
+    sums = torch.empty(T if with_lse else 0, dtype=torch.float32, device="cpu")
     if not T:
         return best, values, sums
     temperature, seed = zip(*draws, strict=True)
@@ -477,7 +480,7 @@ def clusters(
 def restored(weight: Any, dtype: torch.dtype, ids: Tensor | None = None) -> Tensor:
     """The rows `ids` [n] int64 of a matrix (all rows without ids), restored in float32 and then rounded to `dtype`."""
     count = len(weight) if ids is None else len(ids)
-    y = torch.empty(count, weight.shape[1])
+    y = torch.empty(count, weight.shape[1], dtype=torch.float32, device="cpu")
     ids = None if ids is None else ids.contiguous()
     matrix = Matrix.of(weight, "float32")
     place = None if ids is None else ids.data_ptr()
@@ -489,7 +492,7 @@ def gumbel(seed: int, positions: Tensor, padded: int) -> Tensor:
     """[T, padded] float32, `padded` a multiple of 4: the noise of ids 0 .. padded - 1 at `positions` [T] int64; see
     kernels/noise.py. Runs in the calling thread: torch's threads, once woken, spin for a while and slow down the
     team."""
-    positions, out = positions.contiguous(), torch.empty(len(positions), padded)
+    positions, out = positions.contiguous(), torch.empty(len(positions), padded, dtype=torch.float32, device="cpu")
     native().gumbel(seed, positions.data_ptr(), len(positions), padded // 4, out.data_ptr())
     return out
 
@@ -500,7 +503,7 @@ def sample(
     """The tokens [T] int64 that `kernels.sample_rows` draws from logits [T, V] float32 at `positions` [T] int64.
     `draws`: temperature, top_k, top_p and seed for each `run` rows (default: for all rows)."""
     logits, positions, T = logits.contiguous(), positions.contiguous(), logits.shape[0]
-    out = torch.empty(T, dtype=torch.int64)
+    out = torch.empty(T, dtype=torch.int64, device="cpu")
     temperature, top_k, top_p, seed = zip(*draws, strict=True)
     held = numbers(temperature, "float64"), numbers(top_p, "float64"), numbers(top_k), numbers(seed, "uint64")
     addresses = logits.data_ptr(), positions.data_ptr(), *(each.address for each in held)
@@ -523,7 +526,7 @@ def adjust(
     floors: bool,
 ) -> Tensor:
     """What `kernels.adjust_rows` returns for logits [T, V] float32."""
-    logits, out = logits.contiguous(), torch.empty(logits.shape)
+    logits, out = logits.contiguous(), torch.empty(logits.shape, dtype=torch.float32, device="cpu")
     strided = [
         x if x is None or x.shape[1] < 2 or x.stride(1) == 1 else x.contiguous() for x in (text, window, parents)
     ]

@@ -150,9 +150,9 @@ class Packed:
             assert rows.start is None and rows.step is None
             count = min(rows.stop, run.rows)
             return Packed((Run(run.data[: -(-count // ROWS)], run.format, count),), self.columns)
-        new = torch.zeros(-(-len(rows) // ROWS), run.data.shape[1], dtype=torch.uint8)
+        new = torch.zeros(-(-len(rows) // ROWS), run.data.shape[1], dtype=torch.uint8, device="cpu")
         chosen = Packed((Run(new, run.format, len(rows)),), self.columns)
-        chosen.copy(torch.arange(len(rows)), self, rows)
+        chosen.copy(torch.arange(len(rows), dtype=torch.int64, device="cpu"), self, rows)
         return chosen
 
     def copy(self, at: Tensor, source: "Packed", ids: Tensor) -> None:

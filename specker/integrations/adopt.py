@@ -62,7 +62,7 @@ def state(model: Any) -> tuple[tuple[int, int], ...]:
 @contextmanager
 def files(model: Any, target: str | Path | None) -> Iterator[Path]:
     """A folder with the model's config, and with its tokenizer if it can be found. Raises CheckpointError if the user's
-    `target` does not exist."""
+    `target` does not exist. If the folder is a temporary one, errors name the model in its place."""
     with TemporaryDirectory() as made:
         try:
             folder = folder_of(target or model.name_or_path or made, weights=False)
@@ -72,7 +72,14 @@ def files(model: Any, target: str | Path | None) -> Iterator[Path]:
             folder = Path(made)
         if folder == Path(made):
             model.config.save_pretrained(made)
-        yield folder
+        try:
+            yield folder
+        except ValueError as error:
+            if made not in str(error):
+                raise
+            name = type(model).__name__
+            said = str(error).replace(str(Path(made) / "config.json"), f"the config of {name}").replace(made, name)
+            raise (CheckpointError if isinstance(error, CheckpointError) else ValueError)(said) from None
 
 
 def adopt(model: Any, context: int, folder: Path) -> Checkpoint | None:

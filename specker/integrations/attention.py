@@ -161,5 +161,5 @@ def _rows(seen: Tensor) -> _Rows:
 
 def _paged(x: Tensor, rows: _Rows) -> Tensor:
     """K or V [B, Hkv, S, D] -> [B * P, PAGE, Hkv, D]."""
-    index = torch.arange(len(x), device=x.device)[:, None], rows.columns
+    index = torch.arange(len(x), dtype=torch.int64, device=x.device)[:, None], rows.columns
     return x.transpose(1, 2)[index].reshape(-1, PAGE, x.shape[1], x.shape[3]).contiguous()

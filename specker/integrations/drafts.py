@@ -148,7 +148,8 @@ class Drafts:
         which only the longer one allows a draft of fixed shape, so that no request waits for a compiler or for the
         capture of these graphs."""
         for n, length in product((1, len(self._slots) - 1), (2, min(2 * most + 2, self.limit - most))):
-            rows = {depth: torch.zeros(length - 1, self.width, device=self.device) for depth in self.aux_layers}
+            zeros = torch.zeros(length - 1, self.width, dtype=torch.float32, device=self.device)
+            rows = dict.fromkeys(self.aux_layers, zeros)
             for _ in range(self.graphs.passes):
                 self.draft([[0] * length] * n, most, rows=[rows] * n)
             for sequence in [s for s in self._slots if s is not None]:
@@ -307,7 +308,7 @@ class Drafts:
         if any(s.sampling.temperature > 0 for s in sequences):
             for slot, request in enumerate(sequences):
                 state.draw[slot] = pack(request.sampling)
-        state.window[:n, 0] = torch.tensor([s.token_ids[-1] for s in sequences])
+        state.window[:n, 0] = torch.tensor([s.token_ids[-1] for s in sequences], dtype=torch.int64, device="cpu")
         if fixed:
             self._send(sequences)
         batch = self._batches.make(sequences, budget, fixed, self.graphs, n, most)
@@ -323,10 +324,10 @@ class Drafts:
         """Copy the lengths of the texts in slots 0, 1, .. and the last tokens, which a draft of fixed shape forwards
         again, to the device."""
         state, n, device = self.state, len(sequences), self.device
-        lengths = torch.tensor([len(s.token_ids) for s in sequences])
+        lengths = torch.tensor([len(s.token_ids) for s in sequences], dtype=torch.int64, device="cpu")
         count = min(self.rows, int(lengths.min()))
-        tails = torch.tensor([s.token_ids[-count:] for s in sequences])
-        columns = lengths[:, None] + torch.arange(-count, 0)
+        tails = torch.tensor([s.token_ids[-count:] for s in sequences], dtype=torch.int64, device="cpu")
+        columns = lengths[:, None] + torch.arange(-count, 0, dtype=torch.int64, device="cpu")
         if device.type == "cuda":
             lengths, tails, columns = (x.pin_memory().to(device, non_blocking=True) for x in (lengths, tails, columns))
         state.length[:n] = lengths

@@ -128,7 +128,7 @@ def _packed_dtype(rows: int) -> torch.dtype:
 
 def _cells(seq_lens: Tensor, rows: int) -> Tensor:
     """Where the rows' part of each request's FULL_MASK is, counted from the request's first cell: [B, N, N] int64."""
-    prefix, row = seq_lens.long()[:, None, None], torch.arange(rows, device=seq_lens.device)
+    prefix, row = seq_lens.long()[:, None, None], torch.arange(rows, dtype=torch.int64, device=seq_lens.device)
     return row[:, None] * (prefix + rows) + prefix + row
 
 
@@ -136,7 +136,8 @@ def _words(bits: Tensor) -> Tensor:
     """[B, N, N], 0 or 1 -> [B * N, W] int64."""
     rows = bits.shape[1]
     wide = torch.nn.functional.pad(bits.long(), (0, -rows % 64)).view(len(bits) * rows, -(-rows // 64), 64)
-    return (wide << torch.arange(64, device=bits.device)).sum(-1)  # bit 63 is the sign; the sum wraps to it
+    shifts = torch.arange(64, dtype=torch.int64, device=bits.device)
+    return (wide << shifts).sum(-1)  # bit 63 is the sign; the sum wraps to it
 
 
 def _bits(words: Tensor, B: int, rows: int) -> Tensor:
@@ -145,7 +146,7 @@ def _bits(words: Tensor, B: int, rows: int) -> Tensor:
     shape = (B * rows, -(-rows // 64))
     if words.shape != shape or words.dtype != torch.int64:
         raise ValueError(f"expected ancestor words {list(shape)} int64, got {list(words.shape)} {words.dtype}")
-    column = torch.arange(rows, device=words.device)
+    column = torch.arange(rows, dtype=torch.int64, device=words.device)
     return (words[:, column // 64] >> column % 64 & 1).bool().view(B, rows, rows)
 
 
@@ -177,7 +178,7 @@ def table_from_indices(kv_indptr: Tensor, kv_indices: Tensor, max_len: int, page
     """kv_indices, the slot of each token of all requests, and kv_indptr [B + 1], where each request's slots begin ->
     block table [B, P] int32, P = ceil(max_len / page_size). The indices must include the drafts' slots. No request may
     be empty or have more than max_len tokens; entries after its end repeat its last page."""
-    place = kv_indptr[:-1, None] + torch.arange(0, max_len, page_size, device=kv_indptr.device)
+    place = kv_indptr[:-1, None] + torch.arange(0, max_len, page_size, dtype=torch.int64, device=kv_indptr.device)
     return kv_indices[place.minimum(kv_indptr[1:, None] - 1)].div(page_size, rounding_mode="floor").int()
 
 

@@ -268,9 +268,9 @@ class Generate:
                 for i in range(len(columns), known):
                     columns.append([tokens[i] if i < len(tokens) else int(pad) for tokens in new])
                     if self.streamer is not None:
-                        self.streamer.put(torch.tensor(columns[-1]))
+                        self.streamer.put(torch.tensor(columns[-1], dtype=torch.int64, device="cpu"))
         self.stats = sum((s.stats for s in requests), Stats())
-        return torch.cat((ids, torch.tensor(columns, device=ids.device).t()), 1)
+        return torch.cat((ids, torch.tensor(columns, dtype=torch.int64, device=ids.device).t()), 1)
 
     # --- by the model's own forward
 
@@ -473,7 +473,7 @@ def _draft(
     N = min(map(len, found))
     draft = pad.repeat(len(texts), N)
     if N:
-        draft[live] = torch.tensor([tokens[:N] for tokens in found], device=draft.device)
+        draft[live] = torch.tensor([tokens[:N] for tokens in found], dtype=torch.int64, device=draft.device)
     return draft
 
 

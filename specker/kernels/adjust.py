@@ -95,13 +95,13 @@ def adjust_rows_ref(
     floors: bool = False,
 ) -> Tensor:
     V, (B, R) = logits.shape[1], window.shape
-    at = torch.arange(text.shape[1], device=text.device)
+    at = torch.arange(text.shape[1], dtype=torch.int64, device=text.device)
     inside = at < length[:, None]
     said = inside & (at >= prompt[:, None])
     none = text.new_zeros(B, V + 1)  # the last column takes what does not count
     count = none.scatter_add(1, text.where(said, V), torch.ones_like(text))[:, :V]
     seen = none.scatter(1, text.where(inside, V), 1)[:, :V] > 0
-    entries = torch.arange(B * R, device=text.device) if places is None else places
+    entries = torch.arange(B * R, dtype=torch.int64, device=text.device) if places is None else places
     which, rows = entries // R, entries % R
     count = count[which]
     for _ in range(R - 1):

@@ -82,9 +82,9 @@ def ancestor_mask(bits: tuple[int, ...], kv_len: int, window: int, dtype: torch.
     full = (1 << window) - 1
     if all(b & full == full for b in bits):
         return None
-    column = torch.arange(window)
+    column = torch.arange(window, dtype=torch.int64, device="cpu")
     seen = pack_bits(bits, window)[:, column // 64] >> (column % 64) & 1
-    mask = torch.zeros(len(bits), kv_len, dtype=dtype)
+    mask = torch.zeros(len(bits), kv_len, dtype=dtype, device="cpu")
     mask[:, kv_len - window :].masked_fill_(seen == 0, float("-inf"))
     return mask
 
@@ -106,8 +106,9 @@ def reach_mask(
     least = min(max(min(firsts), 0), shared)
     mask = ancestor_mask(tuple(seen), kv_len - least, window, dtype)
     if max(firsts) > least:
-        mask = torch.zeros(len(bits), kv_len - least, dtype=dtype) if mask is None else mask.clone()
-        out = torch.arange(least, shared) < torch.tensor(firsts)[:, None]
+        mask = torch.zeros(len(bits), kv_len - least, dtype=dtype, device="cpu") if mask is None else mask.clone()
+        column = torch.arange(least, shared, dtype=torch.int64, device="cpu")
+        out = column < torch.tensor(firsts, dtype=torch.int64, device="cpu")[:, None]
         mask[:, : shared - least].masked_fill_(out, float("-inf"))
     return least, mask
 

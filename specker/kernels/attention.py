@@ -127,7 +127,7 @@ def tree_attention(
         reach: a row sees at most this many columns, the last ones, its own included; 0 for all. The GPU kernel serves
             values of at least 64 * W, which hide only columns before the window; the reference serves smaller ones.
         cap: the soft cap of the scores; 0 for none.
-        sinks: [G, Hq], or None. The sequences come in G equal runs, one for each layer.
+        sinks: [G, Hq] of any floating dtype, or None. The sequences come in G equal runs, one for each layer.
         k_scale: [G, Hkv] float32, of caches in eight bits; G as for the sinks.
         v_scale: as k_scale.
 

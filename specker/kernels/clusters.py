@@ -92,16 +92,18 @@ def cluster_topk(
     batch-invariant: a row's bits depend on that row, weight, centroids, ids, `clusters`, k and the architecture alone.
     Memory moves the centroids and, for each row, `clusters` of the C clusters. The kernel takes ids below 2^32; float64
     runs in plain torch. Sums are in float32 and are not rounded. On a CPU, float32 rows with an unquantised weight run
-    in compiled code (specker/cpu).
+    in compiled code (specker/cpu). There a bfloat16 weight and bfloat16 centroids serve them, too, with the rounding of
+    `row_linear`.
 
     Args:
         hidden: [T, E].
-        weight: [C R, E] of hidden's dtype, ordered by cluster, or a `Quantized` matrix.
+        weight: [C R, E] of hidden's dtype, ordered by cluster, or a `Quantized` matrix; on a CPU also bfloat16 beside
+            float32.
         centroids: [C, E] of hidden's dtype; on a CPU also bfloat16 beside float32.
         token_ids: [C, R] distinct ids, int32 or int64.
         clusters: clusters that a row reads, 1 to min(256, C).
         k: 1 to min(64, clusters R).
-        norm: (weight [E], eps) of an RMSNorm before both products.
+        norm: (weight [E] of any floating dtype, eps) of an RMSNorm before both products.
         noise: (seed, positions [T] int64, temperature 0 or >= 1e-6), or a `Noise`, whose `draw` holds seed and
             temperature in memory.
         with_lse: False returns an empty lse [0].
@@ -164,7 +166,8 @@ def cluster_topk_ref(
         hidden = F.rms_norm(hidden, hidden.shape[-1:], *norm)
     R = token_ids.shape[1]
     _, chosen = largest(row_linear(hidden, centroids, epilogue="float32"), None, clusters)
-    rows = (chosen.unsqueeze(-1) * R + torch.arange(R, device=hidden.device)).flatten(1)  # [T, clusters R]
+    within = torch.arange(R, dtype=torch.int64, device=hidden.device)
+    rows = (chosen.unsqueeze(-1) * R + within).flatten(1)  # [T, clusters R]
     each = zip(hidden.unsqueeze(1), rows, strict=True)
     found = [row_linear(x, weight[at], epilogue="float32") for x, at in each]
     z = torch.cat(found) if found else hidden.new_empty(rows.shape, dtype=sum_dtype(hidden.dtype))

@@ -104,15 +104,16 @@ def conv_rows_ref(
     (T, C), K, page = x.shape, weight.shape[1], inputs.shape[1]
     raw, flat = x if before is None else x * before, inputs.flatten(0, 1)
     taken = raw.new_empty(T, K, C)
+    offsets = torch.arange(page, dtype=torch.int64, device=x.device)
     for n in range(len(kv_len)):
         first, last, length = int(cu_rows[n]), int(cu_rows[n + 1]), int(kv_len[n])
         start = length - (last - first)
-        column = (block_table[n].long()[:, None] * page + torch.arange(page, device=x.device)).flatten()
-        own = torch.arange(start, length, device=x.device)[:, None]
-        path = own - torch.arange(K, device=x.device)
+        column = (block_table[n].long()[:, None] * page + offsets).flatten()
+        own = torch.arange(start, length, dtype=torch.int64, device=x.device)[:, None]
+        path = own - torch.arange(K, dtype=torch.int64, device=x.device)
         if ancestors is not None:
             low = max(0, length - int(window[n]) - K)
-            every = torch.arange(low, length, device=x.device)
+            every = torch.arange(low, length, dtype=torch.int64, device=x.device)
             seen = every <= own
             seen[:, length - int(window[n]) - low :] &= bits_of(ancestors[first:last], int(window[n]))
             path = F.pad(every.where(seen, -1), (K, 0), value=-1).topk(K).values

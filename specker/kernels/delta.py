@@ -192,10 +192,11 @@ def delta_rows_ref(
     beta = b.to(wide).sigmoid()
     out = torch.empty(v.shape, dtype=wide, device=v.device)
     flat = [x.flatten(0, 1) for x in (k_records, u_records, g_records)]
+    offsets = torch.arange(page, dtype=torch.int64, device=q.device)
     for n in range(len(kv_len)):
         first, last = int(cu_rows[n]), int(cu_rows[n + 1])
         length, at = int(kv_len[n]), int(state_of[n])
-        column = (block_table[n].long()[:, None] * page + torch.arange(page, device=q.device)).flatten()
+        column = (block_table[n].long()[:, None] * page + offsets).flatten()
         for t in range(first, last, last - first if ancestors is not None else block):  # a chain in blocks
             rows = slice(t, min(last, t + block) if ancestors is None else last)
             start = length - (last - t)  # the column of the first of these rows
@@ -225,7 +226,7 @@ def delta_rows_ref(
 
 def bits_of(words: Tensor, count: int) -> Tensor:
     """The first `count` bits of words [T, W] int64, [T, count] bool."""
-    at = torch.arange(count, device=words.device)
+    at = torch.arange(count, dtype=torch.int64, device=words.device)
     return (words[:, at // 64] >> at % 64 & 1).bool()
 
 

@@ -79,14 +79,16 @@ def row_linear(
     before the gate. For 1,025 rows or more with invariant bits, call the op on parts of at most 1,024 rows.
 
     On a CPU, up to 32 float32 rows with a large unquantised matrix are batch-invariant too (specker/cpu); in other
-    cases a row's last bits may depend on the other rows. On a CPU, x and bias may be float32 with a bfloat16 weight;
-    the result is then float32. CPUs with AVX-512 BF16 round x and the product to bfloat16 in that case. Without a bias,
-    they also compute the gate in bfloat16.
+    cases a row's last bits may depend on the other rows.
+
+    On a CPU, x and bias may be float32 with a bfloat16 weight; the result is then float32. The compiled product, which
+    serves up to 32 rows and a large matrix, rounds x to bfloat16. Otherwise CPUs with AVX-512 BF16 round x and the
+    product to bfloat16, also for "float32", and without a bias they compute the gate in bfloat16, too.
 
     Args:
         x: [T, E] or [G, T, E].
         weight: [O, E] or [G, O, E] of x's dtype, or a `Quantized` matrix, whose weights are rounded to x's
-            dtype before the product.
+            dtype before the product; on a CPU also bfloat16 beside float32.
         bias: [O] or [G, O], or None.
         epilogue: "none"; "silu_mul": the weight's first O / 2 rows are the gate Wg, the rest the up projection Wu, and
             the result is silu(x Wg^T) * (x Wu^T); "gelu_tanh_mul": the same with GELU's tanh form; "clamped_silu_mul":

@@ -69,7 +69,7 @@ def gumbel(seed: int, positions: Tensor, vocab_size: int) -> Tensor:
         i += n
     if len(slices) == 1:
         return slices[0]
-    return torch.cat(slices) if slices else torch.empty(0, vocab_size)
+    return torch.cat(slices) if slices else torch.empty(0, vocab_size, dtype=torch.float32, device=positions.device)
 
 
 def gumbel_at(seed: int, positions: Tensor, ids: Tensor) -> Tensor:
@@ -84,7 +84,7 @@ def gumbel_at(seed: int, positions: Tensor, ids: Tensor) -> Tensor:
 
 def gumbel_ref(seed: int, positions: Tensor, vocab_size: int) -> Tensor:
     """`gumbel` without the cache, on any device, without a host read. Equal up to the logarithms' last bits."""
-    return _gumbel_at(seed, positions, torch.arange(vocab_size, device=positions.device))
+    return _gumbel_at(seed, positions, torch.arange(vocab_size, dtype=torch.int64, device=positions.device))
 
 
 def gumbel_cost(positions: Tensor, vocab_size: int) -> tuple[int, int]:
@@ -106,7 +106,8 @@ def pack_draw(seed: int, temperature: float, top_k: int = 0, top_p: float = 1.0)
     """A draw's parameters for kernels that read them from memory, [4] int64 on the CPU: seed, top_k, and the float64
     bits of temperature and top_p. A CUDA graph holds only the address, so a new request needs no new graph. Stack the
     numbers of several sequences to [B, 4]."""
-    return torch.tensor(struct.unpack("4q", struct.pack("Qqdd", check_seed(seed), top_k, temperature, top_p)))
+    numbers = struct.unpack("4q", struct.pack("Qqdd", check_seed(seed), top_k, temperature, top_p))
+    return torch.tensor(numbers, dtype=torch.int64, device="cpu")
 
 
 def unpack_draw(draw: Tensor) -> tuple[int, float, int, float]:

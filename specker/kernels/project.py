@@ -87,7 +87,8 @@ def kv_project(
 
     Args:
         x: [T, E] or [G, T, E].
-        weight: [(Hq + 2 Hkv) * D, E] or [G, .., E] of x's dtype, or a `Quantized` matrix.
+        weight: [(Hq + 2 Hkv) * D, E] or [G, .., E] of x's dtype, or a `Quantized` matrix; on a CPU also bfloat16
+            beside float32.
         bias: [(Hq + 2 Hkv) * D] or [G, ..], or None.
         positions: [G * T] int64.
         slots: [G * T] int64.

@@ -230,7 +230,7 @@ def _restored(w: Quantized) -> Tensor:
     """Two-dimensional `w` in float32, as a fused multiply-add gives it: the product is exact before the sum is
     rounded."""
     if w.kind == "mxfp4":
-        numbers = torch.tensor([*E2M1, *(-x for x in E2M1)], device=w.device)[unpacked(w.q).int()]
+        numbers = torch.tensor([*E2M1, *(-x for x in E2M1)], dtype=torch.float32, device=w.device)[unpacked(w.q).int()]
         return numbers.unflatten(-1, (-1, w.group)).mul_(powers(w.scale).unsqueeze(-1)).flatten(-2)
     q = unpacked(w.q) if w.kind == "int4" else w.q.to(torch.float32)
     if w.kind == "int4" and w.shift is None:
@@ -354,7 +354,7 @@ def quantised(weight: Tensor, kind: str, group: int | None = None) -> Quantized:
 
 def _e2m1(x: Tensor) -> Tensor:
     """The nearest e2m1 in uint8: of two the smaller, 0 rather than -0."""
-    numbers = torch.tensor(E2M1, device=x.device)
+    numbers = torch.tensor(E2M1, dtype=torch.float32, device=x.device)
     size = torch.bucketize(x.abs(), (numbers[1:] + numbers[:-1]) / 2).to(torch.uint8)
     return torch.where((x < 0) & (size > 0), size + 8, size)
 

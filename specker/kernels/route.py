@@ -104,7 +104,7 @@ def expert_route_ref(
         scores = scores / (scores.sum(-1, keepdim=True) + eps)
     scores = scores * scale
     by_expert, order = experts.flatten().sort(stable=True)
-    starts = torch.searchsorted(by_expert, torch.arange(logits.shape[1] + 1, device=logits.device))
+    starts = torch.searchsorted(by_expert, torch.arange(logits.shape[1] + 1, dtype=torch.int64, device=logits.device))
     return experts.int(), scores, order.int(), starts.int()
 
 

@@ -90,16 +90,17 @@ def vocab_topk(
     row's bits depend on that row, weight, ids, k and the architecture alone. Memory moves the weight once. The kernel
     takes any number of rows and ids below 2^32; float64 runs in plain torch.
 
-    Sums are in float32 and are not rounded. So with k = 1, without a norm and token_ids, ids are the tokens that
-    `sample_rows` without filters draws from `row_linear(hidden, weight, epilogue="float32")`, at any temperature. On a
-    GPU this holds bit for bit where `draws_alike`. Without lse that is one launch, and no logits in memory.
+    Sums are in float32 and are not rounded, except that on a CPU a bfloat16 weight serves float32 rows, with the
+    rounding of `row_linear`. So with k = 1, without a norm and token_ids, ids are the tokens that `sample_rows` without
+    filters draws from `row_linear(hidden, weight, epilogue="float32")`, at any temperature. On a GPU this holds bit for
+    bit where `draws_alike`. Without lse that is one launch, and no logits in memory.
 
     Args:
         hidden: [T, E].
-        weight: [K, E] of hidden's dtype, or a `Quantized` matrix.
+        weight: [K, E] of hidden's dtype, or a `Quantized` matrix; on a CPU also bfloat16 beside float32.
         token_ids: [K] distinct ids, int32 or int64; None: 0..K-1.
         k: 1 to min(64, K).
-        norm: (weight [E], eps) of an RMSNorm before the product.
+        norm: (weight [E] of any floating dtype, eps) of an RMSNorm before the product.
         noise: (seed, positions [T] int64, temperature 0 or >= 1e-6), or a `Noise`, whose `draw` holds seed and
             temperature in memory.
         with_lse: False returns an empty lse [0]. On a CPU the sum costs as much as the search.
@@ -201,7 +202,7 @@ def largest(z: Tensor, token_ids: Tensor | None, k: int) -> tuple[Tensor, Tensor
 
 def _largest(z: Tensor, token_ids: Tensor | None, k: int) -> tuple[Tensor, Tensor]:
     """The k largest of each row and their columns, ties to the lower id. Sorts everything, without a host read."""
-    by_id = torch.arange(z.shape[1], device=z.device) if token_ids is None else token_ids.argsort()
+    by_id = torch.arange(z.shape[1], dtype=torch.int64, device=z.device) if token_ids is None else token_ids.argsort()
     values, order = z[:, by_id].sort(dim=-1, descending=True, stable=True)
     return values[:, :k].contiguous(), by_id[order[:, :k]]
 

@@ -138,7 +138,8 @@ class KVCache:
         self.page_size, self.capacity, self.device = page_size, each * page_size, torch.device(device)
         self.exact_len = [0] * sequences
         self.last_position = config.max_context - 1
-        self.positions = torch.arange(self.capacity, device=device).clamp_(max=self.last_position)  # by column
+        by_column = torch.arange(self.capacity, dtype=torch.int64, device=device)
+        self.positions = by_column.clamp_(max=self.last_position)
         # Slicing a length from this table is cheaper than copying a number to the device.
         self.lengths = torch.arange(self.capacity + 1, dtype=torch.int32, device=device)
         self._absent = self.spare if sequences > 1 else 0  # the table's entry where a sequence has no page
@@ -330,10 +331,10 @@ class KVCache:
 
     def _assign(self, slot: int, pages: list[int]) -> None:
         self._pages[slot] = pages
-        table = torch.full((self.block_table.shape[1],), self._absent, dtype=torch.int32)
-        table[: len(pages)] = torch.tensor(pages, dtype=torch.int32)
+        table = torch.full((self.block_table.shape[1],), self._absent, dtype=torch.int32, device="cpu")
+        table[: len(pages)] = torch.tensor(pages, dtype=torch.int32, device="cpu")
         self.block_table[slot] = table
-        offsets = torch.arange(self.page_size)
+        offsets = torch.arange(self.page_size, dtype=torch.int64, device="cpu")
         own = table[: len(pages)].long()
         self._slots[slot] = (own[:, None] * self.page_size + offsets).flatten().to(self.device)
         if self.rings is not None:
@@ -416,12 +417,12 @@ class KVCache:
     def chains(self, spans: Sequence[tuple[int, int, int]]) -> Rows:
         """Place rows for (slot, start, end): columns start..end - 1 of the sequence in `slot`. Rows without words."""
         each = [slice(start, end) for _, start, end in spans]
-        bounds = torch.tensor([0, *accumulate(end - start for _, start, end in spans)], dtype=torch.int32)
-        which = torch.tensor([slot for slot, *_ in spans])
+        bounds = torch.tensor([0, *accumulate(end - start for _, start, end in spans)], dtype=torch.int32, device="cpu")
+        which = torch.tensor([slot for slot, *_ in spans], dtype=torch.int64, device="cpu")
         slots = torch.cat([self._slots[slot][columns] for (slot, *_), columns in zip(spans, each, strict=True)])
-        kv_len = torch.tensor([end for *_, end in spans], dtype=torch.int32)
+        kv_len = torch.tensor([end for *_, end in spans], dtype=torch.int32, device="cpu")
         positions = torch.cat([self.positions[columns] for columns in each])
-        words = torch.empty(len(positions), 0, dtype=torch.int64)
+        words = torch.empty(len(positions), 0, dtype=torch.int64, device="cpu")
         near = self.near(slots, which, whole=True)
         return Rows(positions, slots, kv_len, kv_len, words, bounds, self.block_table[which], near=near)
 
@@ -442,7 +443,7 @@ class KVCache:
         if n == 1 and parents is None and not isinstance(lengths, Tensor):
             return self.after([lengths[0] - back + first], [count], first)
         if not isinstance(lengths, Tensor):
-            lengths = torch.tensor(lengths, device=self.device)
+            lengths = torch.tensor(lengths, dtype=torch.int64, device=self.device)
         table = self.table[:n]
         sizes = self.page_size, self.last_position
         placed = place_rows(lengths, back, first, count, parents, table, *sizes, positions)

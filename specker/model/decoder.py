@@ -112,13 +112,13 @@ class Model:
         self.ple: PerLayerTable | None = None
         if config.layer.ple:
             assert weights.ple_table is not None and weights.ple_in is not None and weights.norm_ple_in is not None
-            scale = torch.tensor(config.layer.ple**0.5, dtype=self.dtype).item()
+            scale = torch.tensor(config.layer.ple**0.5, dtype=self.dtype, device="cpu").item()
             self.ple = PerLayerTable(weights.ple_table, scale, weights.ple_in, weights.norm_ple_in)
-        self.positions = torch.arange(config.max_context, device=self.device)
+        self.positions = torch.arange(config.max_context, dtype=torch.int64, device=self.device)
         self.scale = config.head_dim**-0.5 if config.layer.scale is None else config.layer.scale
         self.embed_scale = config.embed_scale
         if config.embed_rounded:
-            self.embed_scale = torch.tensor(config.embed_scale, dtype=self.dtype).item()
+            self.embed_scale = torch.tensor(config.embed_scale, dtype=self.dtype, device="cpu").item()
         check_sliding_windows(config, self.device)
         self.activations = parameters.activations
         self.stack = self._stack()
@@ -650,7 +650,7 @@ def over_pages(model: Model, rows: Rows) -> Attend:
         if k.dtype != q.dtype:  # of a CPU's cache in fewer bits
             k, v = (x[table.flatten().long()] for x in (k, v))
             k, v = keys(k, q.dtype), widened(v, q.dtype)
-            table = torch.arange(table.numel(), dtype=table.dtype).view_as(table)
+            table = torch.arange(table.numel(), dtype=table.dtype, device=table.device).view_as(table)
         return tree_attention(q, k, v, table, kv_len, window, cu_rows, words, *how, sinks=sinks)[0]
 
     return attend

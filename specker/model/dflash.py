@@ -145,7 +145,8 @@ class BlockModel:
         self._mask = weights.mask
         if self._mask is None:
             assert config.mask_token_id is not None
-            self._mask = model.embed_tokens(torch.tensor([config.mask_token_id], device=model.device))[0]
+            mask = torch.tensor([config.mask_token_id], dtype=torch.int64, device=model.device)
+            self._mask = model.embed_tokens(mask)[0]
 
     def keep(self, cache: KVCache, positions: Tensor, slots: Tensor, hidden: Tensor) -> None:
         """Write K and V of T committed tokens at `positions` [T] int64 to the rows `slots` [T] int64 of every layer.
@@ -155,7 +156,8 @@ class BlockModel:
         rows = model.linear(hidden.flatten(1).contiguous(), w.fc)
         kv = model.linear(add_norm(rows, None, w.hidden_norm, eps)[1], self._kv, self._kv_bias)
         kv = kv.view(T, L, -1).transpose(0, 1).reshape(L * T, -1)
-        layer = torch.arange(L, device=slots.device).unsqueeze(1) * (cache.k.shape[1] * cache.page_size)
+        layer = torch.arange(L, dtype=torch.int64, device=slots.device).unsqueeze(1)
+        layer *= cache.k.shape[1] * cache.page_size
         k, v = cache.k.flatten(0, 1), cache.v.flatten(0, 1)
         places = positions.repeat(L), (slots + layer).view(-1), model.ropes[0]
         calibrated(kv, *places, k, v, self._k_norm, self._k_norm, eps)

@@ -187,19 +187,20 @@ class DraftHead:
             return Rows(positions, slots, kv_len, window, words, bounds, cache.table[:n]), stream, joined
         if text:
             assert isinstance(lengths, Tensor)
-            columns = (lengths - back + first).unsqueeze(1) + torch.arange(count, device=cache.device)
+            each = torch.arange(count, dtype=torch.int64, device=cache.device)
+            columns = (lengths - back + first).unsqueeze(1) + each
             tokens = tokens.gather(1, columns.clamp(0, tokens.shape[1] - 1))
         rows, embedded = begin(model, cache, lengths, back, first, tokens, parents)
         if parents is not None:
             m = len(features) // n
             row = (parents[:, first - 1 : first - 1 + count] - (first - m)).clamp(0, m - 1)
-            features = features[(row + m * torch.arange(n, device=row.device).unsqueeze(1)).view(-1)]
+            features = features[(row + m * torch.arange(n, dtype=torch.int64, device=row.device).unsqueeze(1)).view(-1)]
         return rows, *self.pairs(features, embedded, rows.positions)
 
     def mask(self) -> tuple[Tensor, Tensor]:
         """The feature of a mask and the embedding of the mask token, [1, H] each (P-EAGLE)."""
         assert self.weights.mask is not None and self.spec.mask is not None
-        token = torch.tensor([self.spec.mask], device=self.model.device)
+        token = torch.tensor([self.spec.mask], dtype=torch.int64, device=self.model.device)
         hidden = self.weights.mask.view(1, len(self.spec.aux_layers), -1)
         return self.features(hidden), self.model.embed_tokens(token)
 

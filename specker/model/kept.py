@@ -83,7 +83,7 @@ def calibrated(
         return kv_calibrate(qkv, positions, slots, rope, k_cache, v_cache, q_norm, k_norm, eps)
     T, (Hkv, D) = len(qkv), (k_cache.shape[-2], rope.shape[-1])
     k, v = qkv.new_empty(2, 1, T, Hkv, D)
-    q = kv_calibrate(qkv, positions, torch.arange(T), rope, k, v, q_norm, k_norm, eps)
+    q = kv_calibrate(qkv, positions, torch.arange(T, dtype=torch.int64, device="cpu"), rope, k, v, q_norm, k_norm, eps)
     k = rotated(k) if k_cache.dtype == torch.int8 else k
     for cache, rows in ((k_cache, k), (v_cache, v)):
         cache.view(-1, *cache.shape[-2:])[slots] = rounded(rows[0], cache.dtype)

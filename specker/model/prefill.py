@@ -51,7 +51,7 @@ def prefill(
     reset_counters(model.device)
     while tokens:
         now, tokens = tokens[:chunk], tokens[chunk:]
-        now_tokens = torch.tensor(now, device=model.device)
+        now_tokens = torch.tensor(now, dtype=torch.int64, device=model.device)
         rows = max(0, last - len(tokens))  # of this chunk
         out = _prefill_chunk(model, cache, slot, now_tokens, aux_layers if rows else (), rows)
         kept += [out] if rows else []
@@ -80,7 +80,8 @@ def prefill_parts(
     `Stack.most` rows."""
     spans = [(slot, cache.exact_len[slot], cache.exact_len[slot] + len(tokens)) for slot, tokens in parts]
     rows = cache.chains(spans)
-    hidden = model.embed_tokens(torch.tensor([token for part in parts for token in part.tokens]))
+    tokens = [token for part in parts for token in part.tokens]
+    hidden = model.embed_tokens(torch.tensor(tokens, dtype=torch.int64, device="cpu"))
     first = 0 if beside is None else len(beside[1])
     if beside is not None:
         rows, hidden = beside[0].beside(rows), torch.cat((beside[1], hidden))
@@ -230,8 +231,8 @@ def attend_capped(
         rows = q[i : i + CAPPED_ROWS]
         last = S - len(q) + i + len(rows) if causal else S  # columns from here on are not seen
         first = max(0, last - len(rows) - sliding_window + 1) if sliding_window else 0
-        row = torch.arange(last - len(rows), last, device=q.device)[:, None]
-        column = torch.arange(first, last, device=q.device)
+        row = torch.arange(last - len(rows), last, dtype=torch.int64, device=q.device)[:, None]
+        column = torch.arange(first, last, dtype=torch.int64, device=q.device)
         hidden = (column > row) & causal
         if sliding_window:
             hidden |= column <= row - sliding_window
@@ -300,6 +301,6 @@ def after(rows: int, end: int) -> Any:
 def band(rows: int, end: int, sliding_window: int, device: torch.device) -> Tensor:
     """The mask [rows, S] bool of the last `rows` rows of a prompt of `end` tokens: each row sees the last
     `sliding_window` columns up to its own. The S columns leave out the first ones, which no row sees."""
-    row = torch.arange(end - rows, end, device=device)[:, None]
-    column = torch.arange(max(0, end - rows - sliding_window + 1), end, device=device)
+    row = torch.arange(end - rows, end, dtype=torch.int64, device=device)[:, None]
+    column = torch.arange(max(0, end - rows - sliding_window + 1), end, dtype=torch.int64, device=device)
     return (column <= row) & (column > row - sliding_window)

@@ -69,7 +69,7 @@ class Rings:
         self.table = self.block_table  # the part of the table that attention reads, as `KVCache.bucket` limits it
         # [pool * page] int64, for each flattened row of the other layers the one that its column has in a ring: that of
         # the last sequence to which its page was given.
-        rows = self._absent * page_size + torch.arange(page) % page_size
+        rows = self._absent * page_size + torch.arange(page, dtype=torch.int64, device="cpu") % page_size
         self.slots = rows.repeat(pool).to(table.device)
 
     def bucket(self, columns: int) -> None:
@@ -88,7 +88,7 @@ class Rings:
     def assign(self, slot: int, pages: Tensor) -> None:
         """Give the sequence in `slot` a ring for the text whose columns stand in `pages` [n] int64 of the other layers.
         One that it has grows or shrinks, and keeps the columns that fit."""
-        columns = torch.arange(len(pages) * self._page)
+        columns = torch.arange(len(pages) * self._page, dtype=torch.int64, device="cpu")
         whole = -(-len(columns) // self.page_size)
         own, count = self._pages[slot], min(self.most, whole)
         self._free = sorted(self._free + own[count:])
@@ -97,7 +97,8 @@ class Rings:
             self.evict()
         own = self._pages[slot] = own[:count] + self._free[:more]
         self._free = self._free[more:]
-        ring = torch.tensor(own)[torch.arange(whole) % count] if count else torch.empty(0, dtype=torch.int64)
+        ring = torch.tensor(own, dtype=torch.int64, device="cpu")
+        ring = ring[torch.arange(whole, dtype=torch.int64, device="cpu") % count] if count else ring
         table = torch.full_like(self.block_table[slot], self._absent, device="cpu")
         table[:whole] = ring
         self.block_table[slot] = table

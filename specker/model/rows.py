@@ -56,7 +56,9 @@ def _started(
     table = cache.table[:n]
     place = lengths, back, first, count, parents, table, cache.page_size, cache.last_position, positions
     plain = isinstance(model.embed, Tensor) and model.ple is None
-    embed: Tensor = model.embed if plain else torch.arange(len(model.embed), device=device).unsqueeze(1)  # type: ignore[assignment]
+    embed: Tensor = model.embed  # type: ignore[assignment]
+    if not plain:
+        embed = torch.arange(len(embed), dtype=torch.int64, device=device).unsqueeze(1)
     hidden, positions, slots, kv_len, words = start_rows(embed, tokens, text, *place, ahead=ahead)
     if not plain:  # `hidden` holds the ids
         hidden = model.embed_tokens(hidden[:, 0])

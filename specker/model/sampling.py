@@ -111,7 +111,8 @@ def adjusting(s: Sampling) -> Adjusts | None:
 def rules(s: Sampling) -> Tensor:
     """A sequence's `numbers` of `adjust_rows`, [4] float32 on the CPU."""
     reach = -s.temperature * math.log(s.min_p) if s.min_p > 0 and s.temperature > 0 else math.inf
-    return torch.tensor([s.repetition_penalty, s.presence_penalty, s.frequency_penalty, reach])
+    numbers = [s.repetition_penalty, s.presence_penalty, s.frequency_penalty, reach]
+    return torch.tensor(numbers, dtype=torch.float32, device="cpu")
 
 
 def pack(s: Sampling) -> Tensor:

@@ -134,7 +134,7 @@ class StateRings(Rings):
         self._absent_state = sequences if spare else 0
         self._free_states = list(range(sequences))
         self._states = [-1] * len(table)
-        self.state_of = torch.full((len(table),), self._absent_state, device=device)  # [sequences] int64
+        self.state_of = torch.full((len(table),), self._absent_state, dtype=torch.int64, device=device)  # [sequences]
         self.saved: list[Saved] = []  # the one used last stands last
         self._replaced = 0  # what the last replaced one was worth
         self._places = list(range(saved))
@@ -274,7 +274,7 @@ class StateRings(Rings):
     def _saved_rows(self, slot: int, start: int, end: int) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
         """For each kind of records: all of them [L, rows, ..], the saved ones [L, saved, n, ..], and where those of
         columns start..end - 1 stand [rows] int64, the last n of them."""
-        columns = torch.arange(start, end, device=self.block_table.device)
+        columns = torch.arange(start, end, dtype=torch.int64, device=self.block_table.device)
         rows = self.block_table[slot, columns // PAGE].long() * PAGE + columns % PAGE
         for x, copies in zip(self.records, self._saved_records, strict=True):
             yield x.flatten(1, 2), copies, rows[-copies.shape[2] :]

@@ -85,7 +85,8 @@ def gap(loop: Loop, ids: list[int], prompt: int, plain: int, other: int, samplin
     cache.take(0, len(ids) + 1)
     prefill(model, cache, ids[:-1])
     rows = cache.after([len(ids) - 1], [1])
-    out = forward(model, cache, rows, model.embed_tokens(torch.tensor(ids[-1:], device=model.device)))
+    root = torch.tensor(ids[-1:], dtype=torch.int64, device=model.device)
+    out = forward(model, cache, rows, model.embed_tokens(root))
     logits = model.whole_logits(model.logits(out.final))
     cache.release(0)
     bound = rounding_bound(model.dtype, logits, sampling.temperature)
@@ -99,12 +100,15 @@ def _adjusted(logits: torch.Tensor, ids: list[int], prompt: int, sampling: Sampl
     """logits [1, V] after biases, penalties and min_p by the text `ids`."""
     if (adjusts := adjusting(sampling)) is None:
         return logits
-    text, prompts, lengths = torch.tensor([ids]), torch.tensor([prompt]), torch.tensor([len(ids)])
-    pairs = sampling.logit_bias or ((-1, 0.0),)
-    biased, biases = torch.tensor([[token for token, _ in pairs]]), torch.tensor([[x for _, x in pairs]])
-    given = text, prompts, lengths, text[:, -1:], rules(sampling)[None], biased, biases
-    text, prompts, lengths, root, numbers, biased, biases = (x.to(logits.device) for x in given)
-    return adjust_rows(logits, text, prompts, lengths, root, numbers, None, None, biased, biases, adjusts.floors)
+
+    def ints(numbers: Sequence[int]) -> torch.Tensor:
+        return torch.tensor(numbers, dtype=torch.int64, device=logits.device)
+
+    text, prompts, lengths = ints(ids)[None], ints([prompt]), ints([len(ids)])
+    biased, values = zip(*(sampling.logit_bias or ((-1, 0.0),)), strict=True)
+    biases = torch.tensor([values], dtype=torch.float32, device=logits.device)
+    given = text, prompts, lengths, text[:, -1:], rules(sampling).to(logits.device)[None]
+    return adjust_rows(logits, *given, None, None, ints(biased)[None], biases, adjusts.floors)
 
 
 def rounding_bound(dtype: torch.dtype, logits: torch.Tensor, temperature: float) -> float:

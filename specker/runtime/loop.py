@@ -468,7 +468,7 @@ class Loop:
         """[n, count] int64: for each active request's next round tokens from all over the vocabulary."""
         vocab, texts = self.target.config.vocab_size, [len(request.token_ids) for request in self.active]
         tokens = [spread(vocab, slot, range(length, length + count)) for slot, length in enumerate(texts)]
-        return torch.tensor(tokens, device=self.target.device)
+        return torch.tensor(tokens, dtype=torch.int64, device=self.target.device)
 
     @property
     def usual(self) -> float:

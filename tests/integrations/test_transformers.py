@@ -2,6 +2,7 @@
 models' own forward."""
 
 import copy
+import tempfile
 from functools import cache
 
 import pytest
@@ -634,6 +635,23 @@ def test_what_is_not_done_is_refused(pairs, guessed, options, message):
     ids = None if "inputs_embeds" in options else ONE
     with pytest.raises(ValueError, match=message):
         model.generate(ids, custom_generate=guessed(model), max_new_tokens=4, pad_token_id=0, **options)
+
+
+@pytest.mark.parametrize(
+    ("name", "changed", "strategy", "message"),
+    [
+        ("GPT2", {"eos_token_id": 999}, "lookup", "or a list of them, but the config of GPT2LMHeadModel has 999"),
+        ("Gemma", {"hidden_size": 1 << 30}, "lookup", "but the config of GemmaForCausalLM has 1073741824"),
+        ("GPT2", {}, "draft", "needs a draft checkpoint for GPT2LMHeadModel: pass draft"),
+    ],
+)
+def test_messages_name_a_model_without_files(name, changed, strategy, message):
+    """Its config is saved to a temporary folder, which says nothing to the user."""
+    model = copy.deepcopy(own(name))
+    vars(model.config).update(changed)
+    with pytest.raises(ValueError, match=message) as caught:
+        model.generate(ONE, custom_generate=Generate(strategy=strategy), **GREEDY)
+    assert tempfile.gettempdir() not in str(caught.value)
 
 
 def test_bad_arguments_are_refused(pairs):

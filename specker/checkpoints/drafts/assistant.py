@@ -106,7 +106,8 @@ def _order(order: Tensor | None, clusters: int, vocab: int, source: str | Path) 
     if order is None:
         raise CheckpointError(f"{source} says use_ordered_embeddings and lacks {ORDER}, each cluster's ids")
     ids = order.long() if not order.is_floating_point() else order.new_empty(0)
-    if ids.shape != (vocab,) or not torch.equal(ids.sort().values, torch.arange(vocab)):
+    every = torch.arange(vocab, dtype=torch.int64, device="cpu")
+    if ids.shape != (vocab,) or not torch.equal(ids.sort().values, every):
         raise CheckpointError(f"{ORDER} of {source} must hold each of the {vocab} ids once, as whole numbers")
     return ids.view(clusters, -1)
 

@@ -116,7 +116,7 @@ def ids_of(maps: dict[str, Tensor], rows: int, vocab: int, source: str | Path) -
     offsets = maps["d2t"]
     if offsets.shape != (rows,) or offsets.dtype not in (torch.int64, torch.int32):
         raise CheckpointError(f"d2t of {source} must be [{rows}] int64, got {list(offsets.shape)} {offsets.dtype}")
-    ids = torch.arange(rows) + offsets.long()
+    ids = torch.arange(rows, dtype=torch.int64, device="cpu") + offsets.long()
     if int(ids.min()) < 0 or int(ids.max()) >= vocab or len(ids.unique()) < rows:
         raise CheckpointError(f"d2t of {source} must name {rows} different ids below {vocab}")
     if (kept := maps.get("t2d")) is not None and not (

@@ -27,7 +27,7 @@ def _fours(x: Tensor) -> Tensor:
 
 def _fifth(x: Tensor) -> Tensor:
     """Bytes [.., 4], the little-endian bits of 32 numbers -> the bits [.., 32] times 16."""
-    return (x.unsqueeze(-1) >> torch.arange(8, dtype=torch.uint8) & 1).flatten(-2) << 4
+    return (x.unsqueeze(-1) >> torch.arange(8, dtype=torch.uint8, device="cpu") & 1).flatten(-2) << 4
 
 
 def _q8_0(blocks: Tensor) -> Numbers:
@@ -75,7 +75,7 @@ def _q4_k(blocks: Tensor) -> Numbers:
 def _q5_k(blocks: Tensor) -> Numbers:
     """Like Q4_K, with 32 bytes of fifth bits: bit i of byte j belongs to weight 32 i + j."""
     q = _fours(blocks[..., 48:].unflatten(-1, (4, 32))).unflatten(-1, (2, 32)).flatten(-3, -2)
-    high = (blocks[..., 16:48].unsqueeze(-2) >> torch.arange(8, dtype=torch.uint8).unsqueeze(1) & 1) << 4
+    high = (blocks[..., 16:48].unsqueeze(-2) >> torch.arange(8, dtype=torch.uint8, device="cpu").unsqueeze(1) & 1) << 4
     rest = *_six_bits(blocks[..., 4:16]), *(_halves(blocks[..., i : i + 2]) for i in (0, 2))
     return Numbers("int5 super", (q | high).flatten(-3), *rest)
 

@@ -178,7 +178,8 @@ def undone(family: Family, config: Any, name: str, x: Value) -> Iterator[tuple[s
     head_counts = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}
     if part in head_counts and family.permuted:
         count = len(x) if isinstance(x, Tensor) else len(x.codes)
-        x = rows(x, torch.arange(count).view(head_counts[part], -1, 2).transpose(1, 2).flatten())
+        each = torch.arange(count, dtype=torch.int64, device="cpu").view(head_counts[part], -1, 2)
+        x = rows(x, each.transpose(1, 2).flatten())
     if family.norm_offset and part.endswith("norm") and isinstance(x, Tensor):
         x = x - family.norm_offset
     yield name, x

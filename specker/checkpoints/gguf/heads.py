@@ -96,4 +96,4 @@ def name_of(name: str, path: Path) -> str:
 
 def distances(ids: Tensor) -> Tensor:
     """The target's id of each row of the LM head [D] -> `d2t` [D] int64, as in safetensors."""
-    return ids.long() - torch.arange(len(ids))
+    return ids.long() - torch.arange(len(ids), dtype=torch.int64, device="cpu")

@@ -267,10 +267,11 @@ class _DeltaNets:
 
     def __init__(self, config: Any, tiled: bool):
         Hk, Hv, Dk = config.linear_num_key_heads, config.linear_num_value_heads, config.linear_key_head_dim
-        group, Dv, each_key = Hv // Hk, config.linear_value_head_dim, torch.arange(Hk)
-        self.heads = torch.arange(Hv).view(group, Hk).T.flatten() if tiled else torch.arange(Hv)
+        group, Dv, each_key = Hv // Hk, config.linear_value_head_dim, torch.arange(Hk, dtype=torch.int64, device="cpu")
+        heads = torch.arange(Hv, dtype=torch.int64, device="cpu")
+        self.heads = heads.view(group, Hk).T.flatten() if tiled else heads
         self.moves = tiled and Hk < Hv
-        keys, values = torch.arange(2 * Hk * Dk), _rows_of(self.heads, Dv)
+        keys, values = torch.arange(2 * Hk * Dk, dtype=torch.int64, device="cpu"), _rows_of(self.heads, Dv)
         every, shares = torch.cat((keys, len(keys) + values)), (Dk, Dk, group * Dv, group * Dv)
         starts = each_key * sum(shares)
         q, k, v, z = (_from(starts + sum(shares[:n]), count) for n, count in enumerate(shares))
@@ -312,7 +313,7 @@ class _DeltaNets:
 
 def _from(starts: Tensor, count: int) -> Tensor:
     """So many rows from each start on."""
-    return (starts[:, None] + torch.arange(count)).flatten()
+    return (starts[:, None] + torch.arange(count, dtype=torch.int64, device="cpu")).flatten()
 
 
 def _rows_of(heads: Tensor, size: int) -> Tensor:

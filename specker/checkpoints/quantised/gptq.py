@@ -63,7 +63,8 @@ class Gptq:
     def read(self, module: str, shape: tuple[int, int], get: Get) -> Quantized:
         O, E = shape
         order = get(f"{module}.g_idx")
-        if order is not None and not torch.equal(order.long(), torch.arange(E) // (self.blocks.columns or E)):
+        groups = torch.arange(E, dtype=torch.int64, device="cpu") // (self.blocks.columns or E)
+        if order is not None and not torch.equal(order.long(), groups):
             raise CheckpointError(
                 f"{module}.g_idx is not in order: quantised weights (gptq with desc_act) are not supported; "
                 "use a checkpoint without desc_act"

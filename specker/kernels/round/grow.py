@@ -78,7 +78,7 @@ def grow(
     if at:
         total += scores[:, at - m : at].repeat_interleave(w, 1)
     # The first level's candidates are in order already; a draft of one level may hold NaN.
-    best = total.topk(w).indices if at else torch.arange(w).expand(B, w)
+    best = total.topk(w).indices if at else torch.arange(w, dtype=torch.int64, device=ids.device).expand(B, w)
     tokens[:, level], scores[:, level] = ids.view(B, -1).gather(1, best), total.gather(1, best)
     parents[:, level] = best // w + (at - m + 1) if at else 0
     if candidates is not None:
@@ -121,8 +121,9 @@ def prune(candidates: Candidates, kept: Tensor, up: Tensor) -> tuple[Tensor, Ten
         return _launch_prune(candidates, kept, up)
     order = torch.sort(scores, dim=1, descending=True, stable=True).indices[:, :count]
     best = order.sort(1).values
-    row_of = torch.zeros(B, C, dtype=torch.int64).scatter_(1, best, torch.arange(1, count + 1).expand(B, count))
-    node_of = torch.full((B, C), N).scatter_(1, columns, torch.arange(N).expand(B, N))
+    number = torch.arange(max(N, count + 1), dtype=torch.int64, device=ids.device).expand(B, -1)
+    row_of = ids.new_zeros(B, C).scatter_(1, best, number[:, 1 : count + 1])
+    node_of = ids.new_full((B, C), N).scatter_(1, columns, number[:, :N])
     above = columns.gather(1, (best - w).clamp(min=0) // w)
     kept.copy_(ids.gather(1, best)), up.copy_(torch.where(best < w, 0, row_of.gather(1, above)))
     return best, node_of.gather(1, best)

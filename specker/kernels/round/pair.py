@@ -79,7 +79,7 @@ def start_pairs(
     embedded, *placed = start_rows(embedding, tokens, text, *rows)
     if parents is not None:
         row = (parents[:, first - 1 : first - 1 + count] - (first - m)).clamp(0, m - 1)
-        features = features[(row + m * torch.arange(B).unsqueeze(1)).view(-1)]
+        features = features[(row + m * torch.arange(B, dtype=torch.int64, device=row.device).unsqueeze(1)).view(-1)]
     beside = features
     if norms is not None:
         embedded, beside = (F.rms_norm(x, (E,), w, eps) for x, w in zip((embedded, features), norms, strict=True))

@@ -77,7 +77,7 @@ def start_rows(
     placed = place_rows(length, *rows[1:])
     start = length - back + first if text else ahead
     if start is not None:
-        columns = start[:, None] + torch.arange(count).expand(B, -1)
+        columns = start[:, None] + torch.arange(count, dtype=torch.int64, device=tokens.device).expand(B, -1)
         tokens = tokens.gather(1, columns.clamp_(0, tokens.shape[1] - 1))
     ids = tokens[:, :count].reshape(-1).clamp(0, len(embedding) - 1)
     return torch.embedding(embedding, ids), *placed

@@ -30,7 +30,7 @@ class SharedDrafter(Wrapper):
         message = torch.zeros(HEADER + n * (3 + 2 * most), dtype=torch.int64, device=ranks.device)
         if ranks.rank == 0:
             header = [draft.size, draft.depth, int(draft.tree), *texts, *(draft.count(slot) for slot in range(n))]
-            message[: len(header)] = torch.tensor(header)
+            message[: len(header)] = torch.tensor(header, dtype=torch.int64, device="cpu")
             body = message[HEADER + 3 * n :].view(2, n, most)
             body[0, :, : draft.size], body[1, :, : draft.size] = (
                 s.window[:, 1 : draft.size + 1],

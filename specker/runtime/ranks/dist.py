@@ -137,7 +137,7 @@ class Ranks:
 
     def least(self, value: int) -> int:
         """The smallest of all ranks' values."""
-        x = torch.tensor([value], device=self.device)
+        x = torch.tensor([value], dtype=torch.int64, device=self.device)
         with answered(self.limit):
             td.all_reduce(x, td.ReduceOp.MIN, group=self.group)
         return self.numbers(x)[0]
@@ -152,8 +152,8 @@ class Ranks:
         """Rank 0's budget on all ranks: policies that measure time would decide differently on each rank. `extra`: the
         most numbers in `Budget.extra`."""
         numbers = [own.nodes, own.depth, own.exit, own.part, len(own.extra), *own.extra]
-        message = torch.zeros(5 + extra, dtype=torch.int64)
-        message[: len(numbers)] = torch.tensor(numbers)
+        message = torch.zeros(5 + extra, dtype=torch.int64, device="cpu")
+        message[: len(numbers)] = torch.tensor(numbers, dtype=torch.int64, device="cpu")
         nodes, depth, exit, part, count, *rest = self.numbers(self.first(message.to(self.device)))
         return Budget(nodes, depth, exit, part, tuple(rest[:count]))
 
@@ -196,7 +196,7 @@ class Ranks:
 
 def first_of_equals(x: Tensor, value: Tensor) -> Tensor:
     """The first column of x [T, n] that holds value [T]."""
-    columns = torch.arange(x.shape[1], device=x.device)
+    columns = torch.arange(x.shape[1], dtype=torch.int64, device=x.device)
     return torch.where(x == value.unsqueeze(-1), columns, x.shape[1]).amin(-1).clamp(max=x.shape[1] - 1)
 
 

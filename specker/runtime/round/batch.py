@@ -118,7 +118,8 @@ class Batch:
     def last(self, count: int) -> Tensor:
         """The last committed tokens of each sequence, [n, count] int64, read on the device."""
         s = self.state
-        return s.committed.gather(1, s.length[:, None] + torch.arange(-count, 0, device=s.length.device))
+        back = torch.arange(-count, 0, dtype=torch.int64, device=s.length.device)
+        return s.committed.gather(1, s.length[:, None] + back)
 
     def aux_hidden_states(self, size: int, slot: int, path: Sequence[int]) -> Tensor:
         """The target's hidden rows that the drafter reads, [len(path), D, E]: of the rows `path` of a sequence, in a

@@ -72,8 +72,10 @@ def _constrain_trees(batch: Batch, draft: Draft, longest: int) -> None:
             most = min(size, longest, request.limit - len(request.token_ids) - 1)
             chain, _ = request.guide.constrain([], most, True)
             draft.constrain(slot, 0, len(chain))
-            batch.window[slot, 1 : size + 1] = torch.tensor(chain + [0] * (size - len(chain)))
-            batch.state.parents[slot, :size] = torch.tensor([*range(len(chain)), *[0] * (size - len(chain))])
+            padding = [0] * (size - len(chain))
+            numbers = [chain + padding, [*range(len(chain)), *padding]]
+            tokens, parents = torch.tensor(numbers, dtype=torch.int64, device="cpu")
+            batch.window[slot, 1 : size + 1], batch.state.parents[slot, :size] = tokens, parents
 
 
 def masked(logits: Tensor, allowed: Tensor) -> Tensor:

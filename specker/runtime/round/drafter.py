@@ -83,10 +83,10 @@ class Draft:
         if N:
             device = state.window.device
             padded = [each + [0] * (N - len(each)) for each in tokens]
-            state.window[:n, 1 : N + 1] = torch.tensor(padded, device=device)
+            state.window[:n, 1 : N + 1] = torch.tensor(padded, dtype=torch.int64, device=device)
         if N and tree:
             rows = [up + [0] * (N - len(up)) for up in parents]
-            state.parents[:n, :N] = torch.tensor(rows, device=device)
+            state.parents[:n, :N] = torch.tensor(rows, dtype=torch.int64, device=device)
             state.parents[n:, :N] = 0
         return draft
 

@@ -134,7 +134,7 @@ def unequal(r: Round, model: Model) -> Tensor | None:
         return None
     d.counts, first = counts, range(0, b.n * (d.size + 1), d.size + 1)
     places = [at + row for at, count in zip(first, counts, strict=True) for row in range(count + 1)]
-    return torch.tensor(places, device=b.window.device)
+    return torch.tensor(places, dtype=torch.int64, device=b.window.device)
 
 
 def draws(r: Round, model: Model) -> bool:
@@ -302,8 +302,8 @@ def _probabilities(r: Round, vocab: int) -> dict[str, Tensor]:
     lse = logits.logsumexp(-1)
     own = r.batch.memory.get("target", r.rows).view(n, N + 1, 1)
     out["own"] = logits.gather(-1, own).squeeze(-1) - lse
-    each = torch.arange(n, device=logits.device).unsqueeze(1)
-    rows = s.parents[:, :N] if r.draft.tree else torch.arange(N, device=logits.device)
+    each = torch.arange(n, dtype=torch.int64, device=logits.device).unsqueeze(1)
+    rows = s.parents[:, :N] if r.draft.tree else torch.arange(N, dtype=torch.int64, device=logits.device)
     out["agreed"] = logits[each, rows, s.window[:, 1 : N + 1]] - lse[each, rows]
     return out
 

@@ -130,7 +130,7 @@ class State:
             prompt=ints(sequences),
             rules=rules(Sampling()).to(device).repeat(sequences, 1),
             bias_ids=ints(sequences, MAX_BIASES) - 1,
-            bias=torch.zeros(sequences, MAX_BIASES, device=device),
+            bias=torch.zeros(sequences, MAX_BIASES, dtype=torch.float32, device=device),
             unused=torch.zeros(sequences, dtype=torch.bool, device=device),
             agrees=torch.zeros(sequences, columns if synthetic else 0, dtype=torch.bool, device=device),
             confidence=torch.zeros(sequences, dtype=scores, device=device),
@@ -141,7 +141,7 @@ class State:
             logits=torch.empty(sequences * rows, vocab, dtype=scores, device=device),
             target=ints(sequences * rows),
             peak=torch.zeros(sequences * rows, dtype=scores, device=device),
-            experts=torch.zeros(1, device=device),
+            experts=torch.zeros(1, dtype=torch.float32, device=device),
             report=ints(sequences * (1 + 2 * rows)),
         )
 
@@ -159,7 +159,7 @@ class State:
     def write(self, slot: int, request: Request, agrees: Tensor | None = None) -> None:
         """Copy a request's text, sampling parameters and `agrees` [C] bool to `slot`."""
         n = len(request.token_ids)
-        self.committed[slot, :n] = torch.tensor(request.token_ids)
+        self.committed[slot, :n] = torch.tensor(request.token_ids, dtype=torch.int64, device="cpu")
         self.length[slot], self.limit[slot] = n, request.limit
         self.window[slot, 0] = request.token_ids[-1]
         self.prompt[slot] = request.prompt_length
@@ -174,7 +174,8 @@ class State:
         self.bias_ids[slot, count:] = -1
         if count:
             ids, values = zip(*sampling.logit_bias, strict=True)
-            self.bias_ids[slot, :count], self.bias[slot, :count] = torch.tensor(ids), torch.tensor(values)
+            self.bias_ids[slot, :count] = torch.tensor(ids, dtype=torch.int64, device="cpu")
+            self.bias[slot, :count] = torch.tensor(values, dtype=torch.float32, device="cpu")
 
     def move(self, source: int, target: int) -> None:
         """Copy slot `source` to slot `target`."""
@@ -191,5 +192,5 @@ class State:
 
 def to_host(x: Tensor) -> Tensor:
     """Start a copy to pinned memory, which torch reuses."""
-    host = torch.empty(x.shape, dtype=x.dtype, pin_memory=True)
+    host = torch.empty(x.shape, dtype=x.dtype, device="cpu", pin_memory=True)
     return host.copy_(x, non_blocking=True)

@@ -19,7 +19,7 @@ COINS = STREAM + 1  # the fourth counter word
 def agreements(p: float, seed: int, count: int) -> Tensor:
     """Whether the row at each position 0..count-1 agrees: [count] bool on the CPU. It depends only on p, seed and
     position, and a larger p agrees at a superset of positions."""
-    positions = torch.arange(count)
+    positions = torch.arange(count, dtype=torch.int64, device="cpu")
     words = philox4x32(torch.zeros_like(positions), positions & MASK, positions >> 32, COINS, seed)[0]
     return words < p * 2.0**32
 
@@ -41,7 +41,7 @@ def synthetic(target: Tensor, tokens: Tensor, parents: Tensor | None, positions:
     n, N = tokens.shape
     if N == 0:
         return target
-    rows = torch.arange(N + 1, device=target.device)
+    rows = torch.arange(N + 1, dtype=torch.int64, device=target.device)
     if parents is None:
         parents = rows[:N].expand(n, N)
     child = parents.unsqueeze(1) == rows[:, None]  # [n, N + 1, N]

@@ -100,7 +100,7 @@ class ModelDrafter(Drafter):
             starts.append(cache.exact_len[slot])
             texts.append([*self.in_vocabulary(request.token_ids[starts[-1] : end]), *more])
             cache.exact_len[slot] = end
-        tokens = torch.tensor([token for text in texts for token in text], device=self.model.device)
+        tokens = torch.tensor([token for text in texts for token in text], dtype=torch.int64, device=self.model.device)
         return tokens, cache.after(starts, [len(text) for text in texts])
 
     def in_vocabulary(self, tokens: list[int]) -> list[int]:

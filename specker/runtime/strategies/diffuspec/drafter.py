@@ -104,8 +104,8 @@ class DiffusionDrafter(ModelDrafter):
         """[len(lengths) * k] int64: for each of the next k tokens of each text, the position after which plain decoding
         draws it."""
         device, last = self.model.device, self.model.config.max_context - 1
-        first = torch.tensor(lengths, device=device)[:, None] - 1
-        return (first + torch.arange(k, device=device)).clamp(max=last).view(-1)
+        first = torch.tensor(lengths, dtype=torch.int64, device=device)[:, None] - 1
+        return (first + torch.arange(k, dtype=torch.int64, device=device)).clamp(max=last).view(-1)
 
     def masked(self, texts: Sequence[list[int]], guesses: list[list[int]], done: int, n: int) -> Final:
         """The rows [sequences * n, E] that predict the n tokens after the texts and this round's guesses."""
@@ -129,7 +129,8 @@ class DiffusionDrafter(ModelDrafter):
                 cache.exact_len[slot] = len(text)
         self._last = n
         rows = cache.after(starts, [len(tokens) for tokens in new_tokens], full=True)
-        tokens = torch.tensor([token for each in new_tokens for token in each], device=self.model.device)
+        flat = [token for each in new_tokens for token in each]
+        tokens = torch.tensor(flat, dtype=torch.int64, device=self.model.device)
         final = forward(self.model, cache, rows, self.model.embed_tokens(tokens)).final
         if len(texts) == 1:
             return final.at(out)
@@ -157,7 +158,8 @@ class DiffusionDrafter(ModelDrafter):
         if self.search is not None:
             batch.memory.put("hidden", asking(out.hidden))
             return
-        asked = (batch.state.length[:, None] + torch.arange(-1, k - 1, device=self.model.device)).view(-1)
+        ahead = torch.arange(-1, k - 1, dtype=torch.int64, device=self.model.device)
+        asked = (batch.state.length[:, None] + ahead).view(-1)
         final = Final(asking(out.final.rows), out.final.normed)
         batch.window[:, 1 : k + 1] = self.head.best(final, batch.draws, asked).view(n, k)
 
@@ -188,7 +190,8 @@ def made(context: DraftContext, strategy: Strategy) -> DiffusionDrafter:
     at = torch.tensor([row_of[token] for token in ids], dtype=torch.int64, device=rows.device)
     search, model = read(context), context.draft_model()
     cache, head = context.allocate(model), context.head(model)
-    stops = KeptRows(torch.tensor(ids, device=rows.device)).head(rows[at], model.norm, model.config.rms_norm_eps)
+    kept = KeptRows(torch.tensor(ids, dtype=torch.int64, device=rows.device))
+    stops = kept.head(rows[at], model.norm, model.config.rms_norm_eps)
     return DiffusionDrafter(
         model, cache, head, stops if ids else None, frozenset(stop_ids), search, context.depth(strategy)
     )

@@ -65,5 +65,6 @@ class ParallelDrafter(ModelDrafter):
             tokens, rows = self.missing_rows(batch, [mask] * (depth - 1))
             embedded = model.embed_tokens(tokens)
         ends = rows.cu_rows[1:].long().unsqueeze(1)
-        last = slice(-depth, None) if n == 1 else (ends + torch.arange(-depth, 0, device=ends.device)).view(-1)
+        back = torch.arange(-depth, 0, dtype=torch.int64, device=ends.device)
+        last = slice(-depth, None) if n == 1 else (ends + back).view(-1)
         return forward(model, self.cache, rows, embedded).final.at(last), rows.positions[last]

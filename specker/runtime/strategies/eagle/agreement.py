@@ -145,7 +145,7 @@ def second_share(head: DraftHead, text: Text, rows: Tensor, own: Tensor, kept: T
     tokens, first = text
     own_head, T = _lm_head(head, kept), len(tokens) - 1
     cache = KVCache(head.model.config, T, dtype=head.model.dtype, device=head.model.device)
-    embedded = head.model.embed_tokens(torch.tensor(tokens[1:], device=head.model.device))
+    embedded = head.model.embed_tokens(torch.tensor(tokens[1:], dtype=torch.int64, device=head.model.device))
     placed, features = cache.after([0], [T]), head.features(rows[:-1])
     fed, _ = head.forward(cache, placed, *head.pairs(features, embedded, placed.positions))
     fed, columns = fed.clone(), range(max(0, first - 2), T - 1)  # compiled layers reuse their memory
@@ -196,7 +196,7 @@ def _guesses(head: DraftHead, tokens: list[int], hidden: Tensor, kept: Tensor | 
     """The head's first guess after each pair of the text's columns, [T - 1] int64. hidden: [T, A, Ht]."""
     model, T = head.model, len(tokens) - 1
     cache = KVCache(model.config, T, dtype=model.dtype, device=model.device)
-    embedded = model.embed_tokens(torch.tensor(tokens[1:], device=model.device))
+    embedded = model.embed_tokens(torch.tensor(tokens[1:], dtype=torch.int64, device=model.device))
     rows = cache.after([0], [T])
     _, final = head.forward(cache, rows, *head.pairs(head.features(hidden[:-1]), embedded, rows.positions))
     lm_head, greedy = _lm_head(head, kept), Draws.one(Sampling())

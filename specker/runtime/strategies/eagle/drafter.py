@@ -47,7 +47,8 @@ class HeadDrafter(Drafter):
         if not batch.fixed:
             self.pairs.run_all(batch.requests)
         lengths = batch.lengths
-        lengths = lengths if isinstance(lengths, Tensor) else torch.tensor(lengths, device=self.pairs.last.device)
+        if not isinstance(lengths, Tensor):
+            lengths = torch.tensor(lengths, dtype=torch.int64, device=self.pairs.last.device)
         final = Final(self.pairs.last[: batch.n], self.reading.normed)
         return final, lengths if batch.shape.draws == "greedy" else lengths - 1  # greedy draws read no position
 

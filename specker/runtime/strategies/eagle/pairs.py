@@ -85,7 +85,7 @@ class Pairs:
         accepted, path = report[:, 0], report[:, 1 : most + 1]
         rows = batch.memory.aux(depths, n * (N + 1)).view(n, N + 1, depths, -1)
         if draft.tree:
-            rows = rows[torch.arange(n, device=device).unsqueeze(1), path.clamp(0, N)]
+            rows = rows[torch.arange(n, dtype=torch.int64, device=device).unsqueeze(1), path.clamp(0, N)]
         features = head.kept(rows[:, :most].flatten(0, 1))
         pairs = head.begin(self.cache, s.length - accepted, 1, 0, s.committed[:, 1:], features, text=True)
         output, final = head.forward(self.cache, *pairs, kept=True)
@@ -145,7 +145,7 @@ class Pairs:
         return Waiting(rows, self._ids(tokens), waiting[0] if n == 1 else torch.cat(waiting))
 
     def _ids(self, tokens: list[int]) -> Tensor:
-        return torch.tensor(tokens, device=self.head.model.device)
+        return torch.tensor(tokens, dtype=torch.int64, device=self.head.model.device)
 
     def _forward(self, slots: slice, waiting: Waiting) -> None:
         """Forward pairs whose tokens the host knows."""
@@ -167,4 +167,4 @@ class Pairs:
 def _before(sequences: int, rows: int, device: torch.device) -> Tensor:
     """[sequences] int64, the row before each sequence's first, of sequences of `rows` rows. CUDA graphs hold its
     address, so the cache never frees it."""
-    return torch.tensor([rows * i - 1 for i in range(sequences)], device=device)
+    return torch.tensor([rows * i - 1 for i in range(sequences)], dtype=torch.int64, device=device)

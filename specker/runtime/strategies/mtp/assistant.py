@@ -42,7 +42,7 @@ class AssistantDrafter(Drafter):
         slots = len(cache.exact_len)
         # By slot, the target's row of the column before the root, after the final norm.
         self.features = torch.zeros(slots, assistant.spec.width, dtype=self.model.dtype, device=self.model.device)
-        self._rows = torch.empty(0)  # [n * count, E], the last step's for the LM head
+        self._rows = self.features[:0]  # [n * count, E], the last step's for the LM head
 
     def prepare(self, requests: list[Request]) -> Offer:
         fixed = not self._lacks(requests)
@@ -71,7 +71,7 @@ class AssistantDrafter(Drafter):
         if parents is not None:
             m = len(before) // n  # rows of the level before, of which the first is row first - m of the window
             row = (parents[:, first - 1 : first - 1 + count] - (first - m)).clamp(0, m - 1)
-            before = before[(row + m * torch.arange(n, device=row.device).unsqueeze(1)).view(-1)]
+            before = before[(row + m * torch.arange(n, dtype=torch.int64, device=row.device).unsqueeze(1)).view(-1)]
         rows = self.assistant.rows(self.cache, batch.lengths, count)
         final = self._forward(batch, rows, tokens.flatten(), self.assistant.feature(before))
         return final, rows.positions + (first + count - 1) // count  # greedy draws read none
@@ -107,7 +107,7 @@ class AssistantDrafter(Drafter):
         """Keep the row of the last accepted token, which only the device knows."""
         n, device = batch.n, self.features.device
         report = batch.state.report[: n * (3 + 2 * N)].view(n, -1)
-        each, last = torch.arange(n, device=device), report[:, :1].clamp(min=1)
+        each, last = torch.arange(n, dtype=torch.int64, device=device), report[:, :1].clamp(min=1)
         row = report.gather(1, last)[:, 0].clamp(0, N)
         rows = batch.memory.aux(1, n * (N + 1)).view(n, N + 1, -1)[each, row]
         grown = report[:, :1] > 0
@@ -127,13 +127,13 @@ def measure(target: Checkpoint, model: Model, assistant: Assistant, head: LMHead
     T, top, greedy = len(tokens), model.config.num_layers, Draws.one(Sampling())
     cache = KVCache(model.config, T, dtype=model.dtype, device=model.device)
     rows = prefill(model, cache, tokens, (top,), T)[top]
-    ids = torch.tensor(tokens, device=model.device)
+    ids = torch.tensor(tokens, dtype=torch.int64, device=model.device)
     features = add_norm(rows, None, model.norm, model.config.rms_norm_eps)[1]
     agreed = []
     for at in range(max(1, first - 1), T, LOGITS):  # roots, each with the text up to it
         roots = range(at, min(at + LOGITS, T))
         own = model.draw(greedy, model.logits(Final(rows[roots[0] : roots[-1] + 1])), cache.positions[: len(roots)])
-        lengths = torch.tensor([root + 1 for root in roots], device=model.device)
+        lengths = torch.tensor([root + 1 for root in roots], dtype=torch.int64, device=model.device)
         placed = assistant.rows(cache, lengths[:1])
         each = placed._replace(
             positions=lengths - 1,

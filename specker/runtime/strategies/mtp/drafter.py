@@ -44,7 +44,8 @@ class MTPDrafter(HeadDrafter):
         super().__init__(heads[0], cache, head, PairsInTurn(heads, cache))
         self.heads, self.tokens_ahead, self.width = heads, len(heads), width
         # Of the draft at hand: its steps so far, their tokens [n, count], what the last step passed on [n, rows, H].
-        self._steps, self._tokens, self._passed = 0, torch.empty(0), torch.empty(0)
+        self._steps, self._passed = 0, self.pairs.last[:0]
+        self._tokens = torch.empty(0, dtype=torch.int64, device=self._passed.device)
 
     def propose(self, batch: Batch) -> Draft:
         if self.lacks_pairs(batch):
@@ -72,7 +73,7 @@ class MTPDrafter(HeadDrafter):
             features = torch.cat((features, self._passed), 1)
         count = self._tokens.shape[1]
         if parents is not None:
-            each = torch.arange(n, device=tokens.device).unsqueeze(1)
+            each = torch.arange(n, dtype=torch.int64, device=tokens.device).unsqueeze(1)
             features = features[each, parents[:, :count]]
         rows, embedded = begin(self.heads[k].model, self.cache, self.lengths(batch), k + 2, 1, self._tokens, parents)
         output, final = self.pairs.through(k, rows, features.flatten(0, 1), embedded)

@@ -92,7 +92,7 @@ class PairsInTurn:
             for text, (_, start, count) in zip(texts, spans, strict=True)
             for token in text[start + k + 1 : start + k + 1 + count]
         ]
-        embedded = self.heads[k].model.embed_tokens(torch.tensor(ids, device=self.last.device))
+        embedded = self.heads[k].model.embed_tokens(torch.tensor(ids, dtype=torch.int64, device=self.last.device))
         output, final = self.through(k, rows, features, embedded)
         last = k == len(self.heads) - 1
         passed = (output if self.heads[k].spec.chained or last else features).split(counts)

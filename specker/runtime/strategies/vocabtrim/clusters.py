@@ -56,7 +56,7 @@ class VocabClusters:
     @property
     def probes(self) -> Tensor:
         """The ids of `rows`, spread over the vocabulary."""
-        return torch.arange(len(self.rows)) * (self.ids.numel() // len(self.rows))
+        return torch.arange(len(self.rows), dtype=torch.int64, device="cpu") * (self.ids.numel() // len(self.rows))
 
     def check(self, head: Matrix, path: object) -> None:
         """Raise ValueError unless these are clusters of the rows of `head` [V, E]. `path` is for the message."""
@@ -98,9 +98,11 @@ def read(path: str | Path) -> VocabClusters:
         raise ValueError(f"{path} is corrupt or truncated ({error})") from error
     if about.get("format") != FORMAT or about.get("version") != VERSION:
         raise ValueError(f"{path} is no file of vocabulary clusters: make one with specker calibrate --clusters")
-    ids, centroids, rows = (tensors.get(name, torch.empty(0)) for name in ("ids", "centroids", "rows"))
+    none = torch.empty(0, dtype=torch.float32, device="cpu")
+    ids, centroids, rows = (tensors.get(name, none) for name in ("ids", "centroids", "rows"))
     fits = ids.dim() == centroids.dim() == rows.dim() == 2 and len(ids) == len(centroids) > 0 < len(rows)
-    if not fits or not torch.equal(ids.flatten().sort().values.long(), torch.arange(ids.numel())):
+    every = torch.arange(ids.numel(), dtype=torch.int64, device="cpu")
+    if not fits or not torch.equal(ids.flatten().sort().values.long(), every):
         raise ValueError(f"{path}: expected every id once, in clusters of equal size, and a centroid for each")
     return VocabClusters(ids.long(), centroids.float(), rows.float())
 
@@ -137,13 +139,14 @@ def clustered(head: Tensor, count: int | None = None, seed: int = 0) -> VocabClu
     if not 1 <= count <= V or V % count:
         near = sorted(_divisors(V), key=lambda n: abs(math.log(n / max(1, count))))[:2]
         raise ValueError(f"{count} clusters do not divide the {V} rows of the head; {near[0]} would")
-    centroids = head[torch.randperm(V, generator=torch.Generator().manual_seed(seed))[:count]].clone()
+    shuffled = torch.randperm(V, generator=torch.Generator().manual_seed(seed), dtype=torch.int64, device="cpu")
+    centroids = head[shuffled[:count]].clone()
     for _ in range(SWEEPS):
         nearest = torch.cat([_near(part, centroids).argmax(1) for part in head.split(max(1, CHUNK // count))])
         sums, sizes = torch.zeros_like(centroids).index_add_(0, nearest, head), nearest.bincount(minlength=count)
         centroids = torch.where((sizes > 0).unsqueeze(1), sums / sizes.clamp(min=1).unsqueeze(1), centroids)
     ids = _assigned(head, centroids)
-    rows = head[torch.arange(PROBES) * (V // PROBES)] if V >= PROBES else head[:1]
+    rows = head[torch.arange(PROBES, dtype=torch.int64, device="cpu") * (V // PROBES)] if V >= PROBES else head[:1]
     return VocabClusters(ids, head[ids].mean(1), rows.clone())
 
 
@@ -161,7 +164,7 @@ def fitted(found: VocabClusters, head: Tensor, hidden: Tensor, seed: int = 0) ->
         optimiser = torch.optim.Adam([centroids], lr=RATE * float(found.centroids.square().mean().sqrt()))
         decay = torch.optim.lr_scheduler.LinearLR(optimiser, 1.0, 0.0, STEPS)
         for _ in range(STEPS):
-            at = torch.randint(len(hidden), (BATCH,), generator=g)
+            at = torch.randint(len(hidden), (BATCH,), generator=g, dtype=torch.int64, device="cpu")
             loss = -(share[at] * (hidden[at] @ centroids.T).log_softmax(1)).sum(1).mean()
             optimiser.zero_grad()
             loss.backward()  # type: ignore[no-untyped-call]
@@ -191,9 +194,10 @@ def _assigned(head: Tensor, centroids: Tensor) -> Tensor:
     """Rows assigned to clusters with V / C places: ids [C, R] int64, ascending in each cluster."""
     V, C = len(head), len(centroids)
     R = V // C
-    own, near = torch.full((V,), -1), torch.empty(V)  # the cluster of each row, and how near it is
-    least = torch.full((C,), -math.inf)  # a full cluster refuses rows that are no nearer than this
-    free, rounds = torch.arange(V), 0
+    every = torch.arange(V, dtype=torch.int64, device="cpu")
+    own, near = torch.full_like(every, -1), head.new_empty(V)  # the cluster of each row, and how near it is
+    least = head.new_full((C,), -math.inf)  # a full cluster refuses rows that are no nearer than this
+    free, rounds = every, 0
     while len(free):
         found = [_near(head[part], centroids) for part in free.split(max(1, CHUNK // C))]
         best = [z.masked_fill_(z <= least, -math.inf).max(1) for z in found]
@@ -201,7 +205,7 @@ def _assigned(head: Tensor, centroids: Tensor) -> Tensor:
         order = near.sort(descending=True, stable=True).indices
         order = order[own[order].sort(stable=True).indices]  # by cluster, the nearest first
         sizes = own.bincount(minlength=C)
-        place = torch.arange(V) - (sizes.cumsum(0) - sizes)[own[order]]
+        place = every - (sizes.cumsum(0) - sizes)[own[order]]
         full = sizes >= R
         rounds += 1
         least[full] = near[order[(sizes.cumsum(0) - sizes)[full] + R - 1]] if rounds < EXCHANGES else math.inf

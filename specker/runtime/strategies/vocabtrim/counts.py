@@ -66,7 +66,7 @@ class VocabCounts:
     def first(self, order: Tensor) -> Tensor:
         """`order` [V] int64, a ranking of all ids, with the ids that earlier runs counted first: the most frequent
         first, ties by `order`."""
-        counts = torch.zeros(len(order), dtype=torch.int64)
+        counts = torch.zeros(len(order), dtype=torch.int64, device="cpu")
         for token, count in self.earlier.items():
             if token < len(counts):
                 counts[token] = count
@@ -130,7 +130,7 @@ class VocabCounts:
 
     def _scores(self, counts: Counter[int]) -> VocabScores:
         ranked = sorted(counts.items(), key=lambda item: (-item[1], item[0]))
-        ids, times = torch.tensor(ranked, dtype=torch.int64).view(-1, 2).unbind(1)
+        ids, times = torch.tensor(ranked, dtype=torch.int64, device="cpu").view(-1, 2).unbind(1)
         totals = {"tokens": counts.total()}
         return VocabScores(ids, times, tokenizer=self.tokenizer, source="target", totals=totals)
 

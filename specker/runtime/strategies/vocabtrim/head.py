@@ -124,7 +124,7 @@ class TrimmedHead(LMHead):
         rows, names = list(rows), [self.kept.names[token] for token in ids]
         self._slots.update(zip(ids, rows, strict=True))
         self.draftable.update(names)
-        both = torch.tensor([rows, ids, names])
+        both = torch.tensor([rows, ids, names], dtype=torch.int64, device="cpu")
         if self.weight.is_cuda:  # the host does not wait for a pinned copy
             both = both.pin_memory().to(self.weight.device, non_blocking=True)
         at, tokens, called = both

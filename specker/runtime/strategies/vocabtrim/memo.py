@@ -46,7 +46,7 @@ def learnt(tokens: Tokens, vocab_size: int) -> Tensor:
     try:
         tokenizer = tokens.tokenizer
     except CheckpointError:
-        return torch.arange(vocab_size)
+        return torch.arange(vocab_size, dtype=torch.int64, device="cpu")
     path = _path(tokens, "order")
     ranked = None
     with suppress(OSError):

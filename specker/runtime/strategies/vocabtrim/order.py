@@ -32,14 +32,14 @@ def ranked(tokenizer: Any) -> Tensor:
         # Control, byte and user-defined pieces have the score 0; every other score is the log of a probability.
         scores = [score for _, score in model["vocab"]]
         ids = sorted((i for i, score in enumerate(scores) if score < 0), key=lambda i: -scores[i])
-    return torch.tensor(ids, dtype=torch.int64)
+    return torch.tensor(ids, dtype=torch.int64, device="cpu")
 
 
 def completed(ranked: Tensor, vocab_size: int) -> Tensor:
     """The ranked ids below `vocab_size`, then all others by id: [vocab_size] int64. The others include special tokens,
     which a caller must keep in another way."""
     first = ranked[ranked < vocab_size]
-    rest = torch.ones(vocab_size, dtype=torch.bool)
+    rest = torch.ones(vocab_size, dtype=torch.bool, device="cpu")
     rest[first] = False
     return torch.cat((first, rest.nonzero()[:, 0]))
 

@@ -70,8 +70,8 @@ class VocabScores:
         """Ids [K] int64 to keep, ascending: first `always`, then the most frequent ids, then the lowest ids for further
         rows. A coverage is that of held-out text if the file has it. Raises ValueError for a coverage without
         counts."""
-        first = torch.tensor(sorted({i for i in always if 0 <= i < vocab_size}), dtype=torch.int64)
-        chosen = torch.zeros(vocab_size, dtype=torch.bool)
+        first = torch.tensor(sorted({i for i in always if 0 <= i < vocab_size}), dtype=torch.int64, device="cpu")
+        chosen = torch.zeros(vocab_size, dtype=torch.bool, device="cpu")
         chosen[first] = True
         if keep.coverage is not None:
             mass = self._counts().cumsum(0) if self.held_out is None else self.held_out[1:-1]
@@ -81,7 +81,7 @@ class VocabScores:
             return chosen.nonzero()[:, 0]
         rows = keep.rows if keep.fraction is None else max(1, round(keep.fraction * vocab_size))
         assert rows is not None
-        for ids in (self.ids[self.ids < vocab_size], torch.arange(vocab_size)):
+        for ids in (self.ids[self.ids < vocab_size], torch.arange(vocab_size, dtype=torch.int64, device="cpu")):
             chosen[ids[~chosen[ids]][: max(0, rows - int(chosen.sum()))]] = True
         return chosen.nonzero()[:, 0]
 
@@ -89,8 +89,8 @@ class VocabScores:
         """Sort ids [K] by this ranking; ids that never occurred come last, by id."""
         ids = ids.sort().values
         size = 1 + max(int(x.max()) if len(x) else 0 for x in (ids, self.ids))
-        place = torch.full((size,), len(self.ids))
-        place[self.ids] = torch.arange(len(self.ids))
+        place = torch.full((size,), len(self.ids), dtype=torch.int64, device="cpu")
+        place[self.ids] = torch.arange(len(self.ids), dtype=torch.int64, device="cpu")
         return ids[place[ids].sort(stable=True).indices]
 
     def check(self, vocab_size: int, tokenizer: str | None, path: object) -> None:
@@ -225,7 +225,7 @@ def _read_npy(path: Path) -> VocabScores:
 
 def _vector(values: Any, path: Path) -> Tensor:
     try:
-        ids = torch.as_tensor(values)
+        ids = values if isinstance(values, Tensor) else torch.from_numpy(np.asarray(values))
     except (TypeError, ValueError, RuntimeError) as error:
         raise ValueError(f"{path} is not a list of integers") from error
     if ids.dim() != 1 or (len(ids) and (ids.is_floating_point() or ids.dtype == torch.bool)):
@@ -249,7 +249,7 @@ def _absolute(ids: Tensor, path: Path) -> VocabScores:
 def _offsets(d2t: Tensor, t2d: Tensor | None, path: Path) -> VocabScores:
     """Row i is id i + d2t[i]. Ids ascend, so d2t never decreases, and it is constant over adjacent kept ids."""
     d2t = _vector(d2t, path)
-    ids = torch.arange(len(d2t)) + d2t
+    ids = torch.arange(len(d2t), dtype=torch.int64, device="cpu") + d2t
     rising = d2t[1:] > d2t[:-1]
     if len(d2t) and (int(d2t[0]) < 0 or bool((d2t[1:] < d2t[:-1]).any()) or (len(d2t) > 8 and bool(rising.all()))):
         raise ValueError(f"{path}: d2t must hold offsets (id = row + d2t[row]), but these look like absolute ids")
@@ -269,6 +269,6 @@ def exported(ids: Tensor, vocab_size: int) -> bytes:
     """Serialise a kept set, ids [K] int64 ascending, as EAGLE-3's d2t and t2d in the safetensors format."""
     from safetensors.torch import save
 
-    t2d = torch.zeros(vocab_size, dtype=torch.bool)
+    t2d = torch.zeros(vocab_size, dtype=torch.bool, device="cpu")
     t2d[ids] = True
-    return save({"d2t": ids - torch.arange(len(ids)), "t2d": t2d})
+    return save({"d2t": ids - torch.arange(len(ids), dtype=torch.int64, device="cpu"), "t2d": t2d})

@@ -80,7 +80,8 @@ def ranking(
             "number of rows or a fraction"
         )
     if options.load == "dummy":
-        return Ranking(VocabScores(torch.arange(vocab), None), VocabKeep(fraction=VOCAB_KEEP), "id")
+        every = torch.arange(vocab, dtype=torch.int64, device="cpu")
+        return Ranking(VocabScores(every, None), VocabKeep(fraction=VOCAB_KEEP), "id")
     order, counts = vocab_memo.learnt(target.tokens, vocab), None
     source = "id" if tokenizer is None else "the tokenizer's order"
     learn = trim.vocab_learn or os.environ.get("SPECKER_VOCAB_LEARN") or "on"
@@ -135,7 +136,7 @@ def trimmed(
             notes["vocab_keep"] = f"{counted} ids that it never counted: {less} leaves them out"
     text = trim.vocab_text
     if len(fixed) + text >= rows:  # no other rows are left that could follow the text
-        fixed, text = (torch.arange(rows), 0) if text else (fixed, 0)
+        fixed, text = (torch.arange(rows, dtype=torch.int64, device="cpu"), 0) if text else (fixed, 0)
     also = scores.kept(
         VocabKeep(rows=len(fixed) + text), fixed.tolist(), rows
     )  # next by rank, until a text replaces them
@@ -165,7 +166,7 @@ def in_own_ids(scores: VocabScores, translation: Translation, keep: VocabKeep, t
             found[token] = found.get(token, 0) + times
         if scores.counts is None and len(found) >= most + text:
             break
-    ids, counts = torch.tensor([*found], dtype=torch.int64), torch.tensor([*found.values()], dtype=torch.int64)
+    ids, counts = torch.tensor([[*found], [*found.values()]], dtype=torch.int64, device="cpu")
     if scores.counts is not None:
         order = counts.sort(descending=True, stable=True).indices
         ids, counts = ids[order], counts[order]
