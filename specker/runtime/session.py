@@ -7,6 +7,7 @@ and an unread stream does not block others.
 """
 
 import atexit
+import logging
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -26,6 +27,8 @@ from specker.runtime.loop import Loop
 from specker.runtime.round.grammars import Grammars, Guide
 from specker.runtime.round.state import Request
 from specker.runtime.text import Prompt
+
+log = logging.getLogger(__name__)
 
 Entry = Event | BaseException
 
@@ -66,6 +69,7 @@ class Session:
         self._changed = threading.Condition()
         self._arrived: deque[tuple[Request, bool]] = deque()  # the flag: before those that wait already
         self._cancelled: deque[Request] = deque()
+        self._open: dict[Request, None] = {}  # submitted, and neither the last event nor an error is delivered
         self._unread: list[Event] = []  # of requests without `deliver`; only the runner changes it
         self._runner: threading.Thread | None = None  # the thread that runs a step
         self._last: threading.Thread | None = None  # the thread that runs no step and lets no other, at exit
@@ -161,11 +165,14 @@ class Session:
     ) -> Request:
         """Queue a prompt, from any thread, and return its request. `prompt` may be what `request` made. `first`: before
         the requests that wait already. `deliver` is called with each event of the request up to its last, or with the
-        error of a step that failed, in the thread that runs the step; None: `step` returns the events."""
+        error of a step that failed, in the thread that runs the step; None: `step` returns the events. What `deliver`
+        or `on_progress` raises is logged and ends this request alone, as "failed" if it has not ended: `deliver` is
+        called once more, with that error."""
         request = prompt if isinstance(prompt, Request) else self.request(prompt, params)
         request.deliver = deliver
         with self._changed:
             self._arrived.append((request, first))
+            self._open[request] = None
             self._changed.notify_all()
         return request
 
@@ -297,6 +304,7 @@ class Session:
             with current(self.device):
                 self._take()
                 events = self.loop.step()
+                self._deliver(events)
         except BaseException:
             try:
                 with self._running():  # out of memory becomes a sentence
@@ -304,30 +312,69 @@ class Session:
             except BaseException as error:
                 self._fail(error)
                 raise
-        self._deliver(events)
 
     def _deliver(self, events: list[Event]) -> None:
+        """Pass events to their requests, and end the requests of which a function raised an error."""
+        slots = self.loop.slots
+        faulty = {request: None for request in (*slots.active, *slots.filling) if request.fault}
         for event in events:
-            deliver = event.request.deliver or self._unread.append
-            if event.finished:
-                event.request.deliver = None
-            deliver(event)
-        if events:
+            request = event.request
+            if request.fault is None:
+                try:
+                    (request.deliver or self._unread.append)(event)
+                except Exception as error:
+                    request.fault = error
+            if request.fault is not None:
+                faulty[request] = None
+            elif event.finished:
+                self._close(request)
+        for request in faulty:
+            self._end(request)
+        if events or faulty:
             with self._changed:
                 self._changed.notify_all()
 
+    def _end(self, request: Request) -> None:
+        """End a request of which a function raised an error."""
+        error, request.fault = request.fault, None  # its traceback knows the request, and the session
+        assert error is not None
+        log.error("a function that a request calls raised an error, which ends the request", exc_info=error)
+        if (event := self.loop.cancel(request)) is not None:
+            request.finished = "failed"
+            if request.deliver is None:
+                self._unread.append(event._replace(finished=request.finished))
+        self._tell(request, error)
+        if not self.loop.pending:  # otherwise the next step frees the slot
+            self.loop.retire()
+
+    def _close(self, request: Request) -> None:
+        """Nothing more is delivered to the request."""
+        request.deliver = None
+        with self._changed:
+            self._open.pop(request, None)
+
+    def _tell(self, request: Request, error: BaseException) -> None:
+        """Deliver the error that ended a request."""
+        deliver = request.deliver
+        self._close(request)
+        try:
+            if deliver is not None:
+                deliver(error)
+        except Exception:
+            log.exception("a function that a request calls raised an error when it was told of one")
+
     def _fail(self, error: BaseException) -> None:
         """End all requests, whose state the failed step may have left half changed."""
-        for request in self._ended():
-            if (deliver := request.deliver) is not None:
-                request.deliver = None
-                deliver(error)
-        self.loop.clear(forget=True)
+        try:
+            for request in self._ended():
+                self._tell(request, error)
+        finally:
+            self.loop.clear(forget=True)
 
     def _ended(self) -> list[Request]:
-        """Mark all requests as ended and return them."""
+        """Mark all requests as ended and return them, also those whose last event the failed step did not deliver."""
         with self._changed:
-            requests = [*(request for request, _ in self._arrived), *self.loop.requests]
+            requests = [*self._open]
             self._arrived.clear()
             self._cancelled.clear()
         for request in requests:
