@@ -139,9 +139,12 @@ class Loop:
         self.batches.forget_bucket()
         self.waiting.clear()
         self._joining = []
-        while self.pending:
-            collect(self.pending.popleft())
-        self.slots.clear(forget)
+        try:
+            while self.pending:
+                collect(self.pending.popleft())
+        finally:
+            self.pending.clear()
+            self.slots.clear(forget)
 
     # --- steps
 
