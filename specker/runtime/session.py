@@ -8,6 +8,7 @@ and an unread stream does not block others.
 
 import atexit
 import logging
+import os
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -73,6 +74,7 @@ class Session:
         self._unread: list[Event] = []  # of requests without `deliver`; only the runner changes it
         self._runner: threading.Thread | None = None  # the thread that runs a step
         self._last: threading.Thread | None = None  # the thread that runs no step and lets no other, at exit
+        self._lost = False  # whether this process was forked while a step ran
         _sessions.add(self)
 
     # --- requests
@@ -276,7 +278,13 @@ class Session:
             self._runner = threading.current_thread()
 
     def _refuse_nested(self) -> None:
-        """RuntimeError if this thread is in the middle of a step, since it would wait for ever."""
+        """RuntimeError if the step would never end: this thread is in the middle of it, or it ran when this process was
+        forked."""
+        if self._lost:
+            raise RuntimeError(
+                "this process was forked while a step of the engine ran, whose thread is not here: load an engine in "
+                "this process, or start it with multiprocessing's method spawn"
+            )
         if self._runner is threading.current_thread():
             raise RuntimeError("a function that a request calls, such as a trace, began another request")
 
@@ -385,6 +393,8 @@ class Session:
         """Wait for the running step and let no other one begin: threads that want one sleep until the process ends.
         torch aborts the process if a daemon thread returns from it while the interpreter is torn down, or if a stream
         that is closed then frees its slot."""
+        if self._lost:
+            return
         with self._changed:
             self._last = threading.current_thread()
             self._runner = self._runner or self._last
@@ -392,8 +402,20 @@ class Session:
                 return
         self._ended()
 
+    def _after_fork(self) -> None:
+        """This process was forked: of its threads it has only this one, and another one may have held the lock."""
+        self._changed, self._lost = threading.Condition(), self._runner is not None
+
 
 _sessions = WeakSet[Session]()
+
+
+def _after_fork() -> None:
+    for session in list(_sessions):
+        session._after_fork()
+
+
+os.register_at_fork(after_in_child=_after_fork)
 
 
 @atexit.register
