@@ -14,6 +14,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 from weakref import WeakSet
 
 from specker.checkpoints.checkpoint import Checkpoint
@@ -33,6 +34,7 @@ log = logging.getLogger(__name__)
 
 Entry = Event | BaseException
 
+CLOSED = "the engine is closed: load another one"
 LAST_STEP = 10.0  # seconds that the end of the process waits for a step of another thread
 
 
@@ -75,6 +77,7 @@ class Session:
         self._runner: threading.Thread | None = None  # the thread that runs a step
         self._last: threading.Thread | None = None  # the thread that runs no step and lets no other, at exit
         self._lost = False  # whether this process was forked while a step ran
+        self._closed = False
         _sessions.add(self)
 
     # --- requests
@@ -173,6 +176,7 @@ class Session:
         request = prompt if isinstance(prompt, Request) else self.request(prompt, params)
         request.deliver = deliver
         with self._changed:
+            self._check_open()
             self._arrived.append((request, first))
             self._open[request] = None
             self._changed.notify_all()
@@ -198,6 +202,24 @@ class Session:
                     self._step()
                 self.loop.retire()
         finally:
+            self._done()
+
+    def close(self) -> None:
+        """Cancel all requests, from any thread, and give up the models: later requests are refused."""
+        with self._changed:
+            if self._closed:
+                return
+        self._begin()
+        try:
+            with current(self.device):
+                self._take()
+                self._deliver([event for request in [*self._open] if (event := self.loop.cancel(request)) is not None])
+                while self.loop.pending:
+                    self._step()
+                self.loop.retire()
+        finally:
+            self._closed = True
+            del self.loop, self.target, self.grammars
             self._done()
 
     # --- steps
@@ -259,6 +281,7 @@ class Session:
                     self._changed.wait()
                 if inbox:
                     return _read(inbox)
+                self._check_open()
                 self._runner = threading.current_thread()
             try:
                 self._step()
@@ -267,7 +290,19 @@ class Session:
             if inbox:  # without the lock: only this thread reads it
                 return _read(inbox)
 
+    def _check_open(self) -> None:
+        if self._closed:
+            raise ValueError(CLOSED)
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any:
+            if name in ("loop", "target", "grammars"):
+                raise ValueError(CLOSED)
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+
     def _has_work(self) -> bool:
+        self._check_open()
         return bool(self._arrived or self._cancelled or self._unread) or self.loop.busy
 
     def _begin(self) -> None:
@@ -275,6 +310,7 @@ class Session:
             while self._runner is not None:
                 self._refuse_nested()
                 self._changed.wait()
+            self._check_open()
             self._runner = threading.current_thread()
 
     def _refuse_nested(self) -> None:
