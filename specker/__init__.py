@@ -75,6 +75,10 @@ def load(
     return load(target, draft, strategy, device, dtype, on_progress, **options)
 
 
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
+
+
 def __getattr__(name: str) -> Any:
     import importlib
 

@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import caches
+import cases
 import pytest
 import torch
 import warm
@@ -61,12 +62,14 @@ def torchrun(ranks, *args, timeout):
     return subprocess.run(command, cwd=ROOT, env=where, capture_output=True, text=True, timeout=timeout)
 
 
-def on_ranks(ranks, *command, codes=None):
-    """The results of a job of `ranks` processes, as `torchrun` starts them. `codes`: what they exit with if not 0."""
+def on_ranks(ranks, *command, codes=None, each=None):
+    """The results of a job of `ranks` processes, as `torchrun` starts them. `codes`: what they exit with if not 0.
+    `each`: the commands, if they differ."""
     with socket.socket() as free:
         free.bind(("localhost", 0))
         where = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(free.getsockname()[1]), "WORLD_SIZE": str(ranks)}
-    done = warm.beside(*((command, {**where, "RANK": str(n), "LOCAL_RANK": str(n)}) for n in range(ranks)))
+    commands = each or [command] * ranks
+    done = warm.beside(*((c, {**where, "RANK": str(n), "LOCAL_RANK": str(n)}) for n, c in enumerate(commands)))
     assert [each.returncode for each in done] == (codes or [0] * ranks), "".join(each.stderr[-3000:] for each in done)
     return done
 
@@ -343,6 +346,31 @@ sys.exit(run.main(["--target", {models["target"]!r}, "--strategy", "ar", "--prom
 """)
     said = "".join(each.stderr for each in on_ranks(2, str(script), codes=[2, 2]))
     assert said.count("specker: error: rank 1 of the job has another target than rank 0") == 1
+
+
+DIFFERENT = {
+    "strategy": (["--strategy", "ar"], ["--strategy", "lookup"], "--strategy"),
+    "max-new-tokens": (["--max-new-tokens", "3"], ["--max-new-tokens", "9"], "--max-new-tokens"),
+    "prompt": (["--prompt", "a"], ["--prompt", "b"], "--prompt"),
+    "two": (["--seed", "1", "--check"], ["--seed", "2"], "--check and another --seed"),
+    "split": (["--reduce", "ordered"], ["--draft-ranks", "2", "--page-size", "64"], None),
+}
+
+
+@pytest.mark.parametrize("case", cases.one_in(2, DIFFERENT))
+def test_ranks_with_different_settings_end_with_one_sentence(models, case):
+    """They waited for each other, or decoded different numbers of tokens."""
+    *each, named = DIFFERENT[case]
+    named = named or "--page-size and another --draft-ranks and another --reduce"
+    usual = {"--target": models["target"], "--device": "cpu", "--strategy": "ar", "--max-new-tokens": "3"}
+    commands = []
+    for own in each:
+        given = [word for flag, value in usual.items() if flag not in own for word in (flag, value)]
+        commands.append(["-m", "specker.run", *given, *own])
+    done = on_ranks(2, each=commands, codes=[2, 2])
+    said = f"specker: error: rank 1 of the job has another {named} than rank 0: start all ranks with the same settings"
+    assert said in "".join(rank.stderr for rank in done)
+    assert all("Traceback" not in rank.stderr for rank in done)
 
 
 def test_a_rank_that_is_done_has_no_traceback_if_another_one_fails(tmp_path):

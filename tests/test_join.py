@@ -1,5 +1,8 @@
 """Copied text joined with every other drafter."""
 
+import json
+import shutil
+
 import cases
 import pytest
 from make_checkpoint import make
@@ -73,6 +76,54 @@ def test_tokens_equal_plain_decoding(world, scores, name, how, cheap, monkeypatc
     weak = name in ("del", "del+vocabtrim")  # no early exit of a random model is worth its rows
     assert {2} | ({0} if weak else {1}) <= parts, "only one of the two drafted: this proves little"
     assert sum(g.stats.accepted for g in got) > 0
+
+
+SHORT = 40  # tokens of the draft's context
+
+
+@pytest.fixture(scope="module")
+def shortened(world, tmp_path_factory):
+    """The world with drafts of a shorter context."""
+
+    def short(folder):
+        copy = tmp_path_factory.mktemp("short") / "draft"
+        shutil.copytree(folder, copy)
+        config = json.loads((copy / "config.json").read_text())
+        (copy / "config.json").write_text(json.dumps(config | {"max_position_embeddings": SHORT}))
+        return copy
+
+    return world[0], *map(short, world[1:])
+
+
+@pytest.mark.parametrize(("name", "size"), cases.one_in(2, [n for n in JOINS if JOINS[n][1] is not None], (1, 3)))
+def test_copies_go_on_beyond_the_drafts_context(world, shortened, scores, name, size, cheap, monkeypatch):
+    """As many tokens are accepted as by copies alone, and texts that end within the context keep their drafts."""
+    repeats = [5, 9, 40, 77, 8, 3, 11, 60] * 6  # the target goes on repeating something
+    prompts = [repeats + cases.plain(world[0], repeats, 60), *([[1], [5, 9]] if size > 1 else [])]
+    want, copied = [cases.plain(world[0], prompt, 30) for prompt in prompts], []
+    alone = specker.load(world[0], strategy="lookup", dtype="float64", device="cpu", page_size=16)
+    accepted = alone.generate(prompts[0], 30).stats.accepted
+    engine = load(shortened, name, scores, batch_size=size)
+    assert f"the draft's context ends at {SHORT} of 256 tokens" in engine.remarks["draft_context"]
+    with after_every_round(monkeypatch, lambda _, r: copied.append(r.draft.size and r.batch.budget.part)):
+        got = engine.generate(prompts, 30)
+    assert [g.tokens for g in got] == want
+    assert accepted > 4 and got[0].stats.accepted >= (accepted if size == 1 else 1)
+    if size == 1:
+        assert got[0].stats.copied == copied.count(1) > 0, "only copies are drafted"
+    elif name in ("chain", "easyspec+vocabtrim"):  # a text beyond the context has no draft of the model
+        assert got[0].stats.copied == sum(count for length, count in got[0].stats.lengths.items() if length)
+        assert any(g.stats.accepted > 5 for g in got[1:])
+
+
+def test_beyond_the_drafts_context_without_copies(shortened, world, cheap):
+    engine = specker.load(*shortened[:2], strategy="draft", dtype="float64", device="cpu", page_size=16)
+    said = f"the draft's context ends at {SHORT} of 256 tokens: beyond, nothing is drafted"
+    assert engine.remarks["draft_context"] == said
+    got = engine.generate([5, 9], 60)
+    assert got.tokens == cases.plain(world[0], [5, 9], 60)
+    assert got.stats.rests["context"] == 2 + 60 - 1 - SHORT
+    assert "draft_context" not in specker.load(*world[:2], strategy="draft", dtype="float64", device="cpu").remarks
 
 
 def test_the_models_cache_stays_exact_while_text_is_copied(world, scores, cheap, monkeypatch):

@@ -113,7 +113,7 @@ def test_a_draft_with_a_shorter_context_stops_drafting(pairs, tmp_path):
     short = make(tmp_path, "llama", layers=1, max_context=32)
     plain = specker.load(target, strategy="ar", dtype="float64")
     for shape in ({"draft_tokens": 4}, {"tree": "2x4"}):
-        fast = specker.load(target, short, dtype="float64", **shape)
+        fast = specker.load(target, short, strategy="draft", dtype="float64", **shape)
         for prompt, count in (([5, 9, 40], 40), (list(range(40)), 9), (list(range(100)), 9)):
             got = fast.generate(prompt, max_new_tokens=count)
             assert got.tokens == plain.generate(prompt, max_new_tokens=count).tokens

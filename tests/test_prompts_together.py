@@ -1,8 +1,11 @@
 """Parts of several prompts share a pass, with the rows of the requests that decode: every request has the tokens that
 it has alone, the oldest prompt comes first, and a beginning that prompts share is computed once."""
 
+import functools
+import random
 from collections import Counter
 
+import cases
 import pytest
 import torch
 from make_checkpoint import GEMMA3, LFM2, QWEN3_5, make
@@ -12,6 +15,7 @@ import specker
 from specker import cpu
 from specker.options import Params
 from specker.runtime import loop as loops
+from specker.runtime.strategies.dynamic_exit.policy import DynamicExit
 
 pytestmark = [
     pytest.mark.usefixtures("cheap"),
@@ -31,6 +35,13 @@ WAYS = {
     "tree": {"strategy": "draft", "tree": "2x3"},
     "lookup": {"strategy": "lookup", "draft_tokens": 4},
     "del": {"strategy": "del"},
+}
+EXITS = {
+    "del": {},
+    "del-length": {"policy": "del-length"},
+    "plus-minus-one": {"policy": "plus-minus-one", "exit_layer": 2},
+    "del+vocabtrim": {"vocab_keep": "100", "vocab_text": 8},
+    "del+lookup": {},
 }
 CASES = [("llama", way) for way in WAYS] + [(kind, way) for kind in list(KINDS)[1:] for way in ("ar", "draft")]
 BUDGET = 13  # rows of prompts in a pass with others
@@ -133,6 +144,30 @@ def test_no_request_waits_for_a_later_one(targets, passes):
         finish(engine, order)
         assert [request for request in order if request is not beside] == requests
         assert max(map(sum, passes[not before :]), default=0) <= BUDGET
+
+
+@pytest.mark.parametrize(("way", "size"), cases.one_in(2, EXITS, [2, 4]))
+def test_prompts_join_rounds_that_watch_layers(targets, passes, monkeypatch, way, size):
+    """DEL reads hidden rows of the round, and of a prompt only those at its end. Random arrivals, steps and cancels."""
+    watches = functools.partial(DynamicExit, overhead=1e9)  # every round watches
+    monkeypatch.setattr("specker.runtime.strategies.dynamic_exit.policy.DynamicExit", watches)
+    rng = random.Random(f"{way} {size}")
+    how = {"strategy": way if way.startswith("del+") else "del", **EXITS[way]}
+    engine = specker.load(targets["llama"][0], dtype="float32", device="cpu", batch_size=size, page_size=16, **how)
+    texts = [text_of(length) for length in (3, 20, 45, 150)]
+    alone = {len(text): engine.generate_ar(text, 30).tokens for text in texts}
+    requests = []
+    for _ in range(60):
+        while rng.random() < 0.3:
+            requests.append(engine.session.submit(rng.choice(texts), Params(max_new_tokens=rng.randrange(1, 30))))
+        engine.session.step()
+        if requests and rng.random() < 0.05:
+            engine.session.cancel(rng.choice(requests))
+    finish(engine)
+    for request in requests:
+        assert request.tokens == alone[request.prompt_length][: len(request.tokens)]
+        assert request.finished in ("length", "cancelled")
+    assert any(request.stats.drafted for request in requests)
 
 
 SHARED = 100  # tokens that prompts begin with

@@ -12,7 +12,7 @@ import json
 import os
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -55,6 +55,8 @@ def run(job: Job, options: Options, sampling: Sampling, named: frozenset[str]) -
     screen = Screen(job.json == "-", quiet=not rank_0 or options.dp > 1)
 
     engine = _load(job, options, screen)
+    if engine.ranks is not None:
+        _agree(job, sampling, conversations, grammar)
     if without_text(engine):
         if job.prompt is not None or job.prompts is not None or job.chat:
             raise ValueError(
@@ -141,6 +143,18 @@ def _load(job: Job, options: Options, screen: Screen) -> Any:
             engine = load(job.target, job.draft, options, device=job.device, dtype=job.dtype, on_progress=on_progress)
         start.loaded()
         return engine
+
+
+def _agree(job: Job, sampling: Sampling, conversations: list[Conversation], grammar: str | None) -> None:
+    """ValueError, on every rank, if one of them has other settings or prompts. Files are compared by what they hold,
+    since their paths may differ from machine to machine."""
+    from specker.runtime.ranks.dist import agree
+
+    paths = {"target", "draft", "prompts", "json_schema", "grammar", "json", "trace", "view", "dtype", "device"}
+    own = {f.name: getattr(job, f.name) for f in fields(job) if f.name not in paths}
+    own |= {f.name: getattr(sampling, f.name) for f in fields(sampling)}
+    read = {} if job.prompt is not None else {"prompts": conversations}
+    agree("run", own | read | {"grammar" if job.json_schema is None else "json_schema": grammar})
 
 
 def _of_answers(engine: Any, grammar: str) -> str:

@@ -265,6 +265,7 @@ def _undrafted(stats: Stats) -> str:
         "measured": "to measure the time of plain decoding",
         "prefill": "while the drafter read the prompt",
         "prompts": "while other prompts were read",
+        "context": "beyond the draft's context",
     }
     counts = {words: stats.rests.get(reason, 0) for reason, words in why.items()}
     drafted = sum(count for length, count in stats.lengths.items() if length)

@@ -299,7 +299,7 @@ class Drafts:
         budget, _ = self._runner.shape(sequences)
         offer = self._runner.offer
         room = [max(0, min(most, self.limit - length)) for length in lengths]
-        if offer.room:
+        if offer.room and not budget.part:
             room = [min(each) for each in zip(room, offer.room, strict=True)]
         if not any(room):
             return [[] for _ in room]

@@ -55,7 +55,8 @@ class DraftRunner:
             policy.announced(matches)
         budget, self._delayed = self._delayed, None
         if budget is None:
-            budget = self.chooser.choose(policies, sum(s.limit - len(s.token_ids) for s in requests), offer.missing)
+            left = sum(s.limit - len(s.token_ids) for s in requests)
+            budget = self.chooser.choose(policies, left, offer.missing, offer.room)
         reason = self.chooser.reason
         if prompts and budget.nodes and self.rests(requests) and not budget.part:
             budget, reason = replace(budget, nodes=0, depth=0, extra=()), PROMPTS
@@ -112,11 +113,13 @@ class DraftRunner:
         return not budget.nodes or self.offer.fixes(budget)
 
     def clipped(self, requests: list[Request], budget: Budget) -> Budget:
-        """Limit a draft to the longest remaining text, less one for the target's token, and the drafter's context."""
+        """Limit a draft to the longest remaining text, less one for the target's token, and a model's to its context:
+        copies need no model."""
         if not budget.nodes:
             return budget
         left = max(s.limit - len(s.token_ids) - 1 for s in requests)
-        return budget.clip(min(budget.nodes, self.largest.nodes), min(left, self.offer.most))
+        most = left if budget.part else min(left, self.offer.most)
+        return budget.clip(min(budget.nodes, self.largest.nodes), most)
 
     def draft(self, batch: Batch) -> Draft:
         """Prefill what the drafter lacks, and draft."""

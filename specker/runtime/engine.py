@@ -35,7 +35,7 @@ from specker.runtime.ranks.dist import Ranks
 from specker.runtime.round.drafter import Drafter
 from specker.runtime.round.graphs import Graphs
 from specker.runtime.round.state import Request
-from specker.runtime.session import Session, Stream
+from specker.runtime.session import CLOSED, Session, Stream
 from specker.runtime.strategies.base import (
     LOOKAHEAD,
     DraftContext,
@@ -134,7 +134,29 @@ class Engine:
         for sentence in self.warnings.values():
             log.warning(sentence)
 
+    def close(self) -> None:
+        """Cancel all requests and free the models, caches and graphs. Every later use raises ValueError. A `with` block
+        closes its engine at the end."""
+        if self.__dict__:
+            self.session.close()
+            self.__dict__.clear()
+
+    def __enter__(self) -> "Engine":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any:
+            if self.__dict__:
+                raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+            raise ValueError(CLOSED)
+
     def __repr__(self) -> str:
+        if not self.__dict__:
+            return "<specker.Engine: closed>"
         return f"<specker.Engine: {self.title}, {self.strategy}, context {self.max_context}>"
 
     @property

@@ -39,7 +39,8 @@ class Event(NamedTuple):
         rest: at the end, the text that was held back as an unfinished character or the beginning of a stop string.
         logprobs: one for each token; empty unless the request asked for them.
         finished: None, "stop" (a stop id or string), "length" (`max_new_tokens`), "context" (no room for more),
-            "not finite" (the next token's logits), "grammar" (no token can follow) or "cancelled".
+            "not finite" (the next token's logits), "grammar" (no token can follow), "cancelled" or "failed" (a function
+            that the request calls raised an error).
     """
 
     request: Request

@@ -139,9 +139,12 @@ class Loop:
         self.batches.forget_bucket()
         self.waiting.clear()
         self._joining = []
-        while self.pending:
-            collect(self.pending.popleft())
-        self.slots.clear(forget)
+        try:
+            while self.pending:
+                collect(self.pending.popleft())
+        finally:
+            self.pending.clear()
+            self.slots.clear(forget)
 
     # --- steps
 
@@ -279,8 +282,7 @@ class Loop:
         slot = self.slots.filling[request]
         begun, end, alignment = self.cache.exact_len[slot], len(request.token_ids) - 1, self.slots.prefix_alignment
         if begun == end:
-            if request.on_progress is not None:
-                request.on_progress(begun, end)
+            request.progress(end)
             self._activate(request)
             return None
         most = most - begun % most if alignment > 1 else min(most, most_rows(self.target, self.cache))
@@ -369,8 +371,7 @@ class Loop:
             if self.drafter is not None and own and request.speculates:
                 with self.threads():
                     self.drafter.read(self.slots.filling[request], request, fill.begun, own)
-            if request.on_progress is not None:
-                request.on_progress(fill.begun + fill.rows, len(request.token_ids) - 1)
+            request.progress(fill.begun + fill.rows)
         for fill in fills:
             if fill.ends:
                 self._activate(fill.request)

@@ -7,11 +7,14 @@ and an unread stream does not block others.
 """
 
 import atexit
+import logging
+import os
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 from weakref import WeakSet
 
 from specker.checkpoints.checkpoint import Checkpoint
@@ -27,8 +30,11 @@ from specker.runtime.round.grammars import Grammars, Guide
 from specker.runtime.round.state import Request
 from specker.runtime.text import Prompt
 
+log = logging.getLogger(__name__)
+
 Entry = Event | BaseException
 
+CLOSED = "the engine is closed: load another one"
 LAST_STEP = 10.0  # seconds that the end of the process waits for a step of another thread
 
 
@@ -66,9 +72,12 @@ class Session:
         self._changed = threading.Condition()
         self._arrived: deque[tuple[Request, bool]] = deque()  # the flag: before those that wait already
         self._cancelled: deque[Request] = deque()
+        self._open: dict[Request, None] = {}  # submitted, and neither the last event nor an error is delivered
         self._unread: list[Event] = []  # of requests without `deliver`; only the runner changes it
         self._runner: threading.Thread | None = None  # the thread that runs a step
         self._last: threading.Thread | None = None  # the thread that runs no step and lets no other, at exit
+        self._lost = False  # whether this process was forked while a step ran
+        self._closed = False
         _sessions.add(self)
 
     # --- requests
@@ -161,11 +170,15 @@ class Session:
     ) -> Request:
         """Queue a prompt, from any thread, and return its request. `prompt` may be what `request` made. `first`: before
         the requests that wait already. `deliver` is called with each event of the request up to its last, or with the
-        error of a step that failed, in the thread that runs the step; None: `step` returns the events."""
+        error of a step that failed, in the thread that runs the step; None: `step` returns the events. What `deliver`
+        or `on_progress` raises is logged and ends this request alone, as "failed" if it has not ended: `deliver` is
+        called once more, with that error."""
         request = prompt if isinstance(prompt, Request) else self.request(prompt, params)
         request.deliver = deliver
         with self._changed:
+            self._check_open()
             self._arrived.append((request, first))
+            self._open[request] = None
             self._changed.notify_all()
         return request
 
@@ -189,6 +202,24 @@ class Session:
                     self._step()
                 self.loop.retire()
         finally:
+            self._done()
+
+    def close(self) -> None:
+        """Cancel all requests, from any thread, and give up the models: later requests are refused."""
+        with self._changed:
+            if self._closed:
+                return
+        self._begin()
+        try:
+            with current(self.device):
+                self._take()
+                self._deliver([event for request in [*self._open] if (event := self.loop.cancel(request)) is not None])
+                while self.loop.pending:
+                    self._step()
+                self.loop.retire()
+        finally:
+            self._closed = True
+            del self.loop, self.target, self.grammars
             self._done()
 
     # --- steps
@@ -250,6 +281,7 @@ class Session:
                     self._changed.wait()
                 if inbox:
                     return _read(inbox)
+                self._check_open()
                 self._runner = threading.current_thread()
             try:
                 self._step()
@@ -258,7 +290,19 @@ class Session:
             if inbox:  # without the lock: only this thread reads it
                 return _read(inbox)
 
+    def _check_open(self) -> None:
+        if self._closed:
+            raise ValueError(CLOSED)
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any:
+            if name in ("loop", "target", "grammars"):
+                raise ValueError(CLOSED)
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+
     def _has_work(self) -> bool:
+        self._check_open()
         return bool(self._arrived or self._cancelled or self._unread) or self.loop.busy
 
     def _begin(self) -> None:
@@ -266,10 +310,17 @@ class Session:
             while self._runner is not None:
                 self._refuse_nested()
                 self._changed.wait()
+            self._check_open()
             self._runner = threading.current_thread()
 
     def _refuse_nested(self) -> None:
-        """RuntimeError if this thread is in the middle of a step, since it would wait for ever."""
+        """RuntimeError if the step would never end: this thread is in the middle of it, or it ran when this process was
+        forked."""
+        if self._lost:
+            raise RuntimeError(
+                "this process was forked while a step of the engine ran, whose thread is not here: load an engine in "
+                "this process, or start it with multiprocessing's method spawn"
+            )
         if self._runner is threading.current_thread():
             raise RuntimeError("a function that a request calls, such as a trace, began another request")
 
@@ -297,6 +348,7 @@ class Session:
             with current(self.device):
                 self._take()
                 events = self.loop.step()
+                self._deliver(events)
         except BaseException:
             try:
                 with self._running():  # out of memory becomes a sentence
@@ -304,30 +356,69 @@ class Session:
             except BaseException as error:
                 self._fail(error)
                 raise
-        self._deliver(events)
 
     def _deliver(self, events: list[Event]) -> None:
+        """Pass events to their requests, and end the requests of which a function raised an error."""
+        slots = self.loop.slots
+        faulty = {request: None for request in (*slots.active, *slots.filling) if request.fault}
         for event in events:
-            deliver = event.request.deliver or self._unread.append
-            if event.finished:
-                event.request.deliver = None
-            deliver(event)
-        if events:
+            request = event.request
+            if request.fault is None:
+                try:
+                    (request.deliver or self._unread.append)(event)
+                except Exception as error:
+                    request.fault = error
+            if request.fault is not None:
+                faulty[request] = None
+            elif event.finished:
+                self._close(request)
+        for request in faulty:
+            self._end(request)
+        if events or faulty:
             with self._changed:
                 self._changed.notify_all()
 
+    def _end(self, request: Request) -> None:
+        """End a request of which a function raised an error."""
+        error, request.fault = request.fault, None  # its traceback knows the request, and the session
+        assert error is not None
+        log.error("a function that a request calls raised an error, which ends the request", exc_info=error)
+        if (event := self.loop.cancel(request)) is not None:
+            request.finished = "failed"
+            if request.deliver is None:
+                self._unread.append(event._replace(finished=request.finished))
+        self._tell(request, error)
+        if not self.loop.pending:  # otherwise the next step frees the slot
+            self.loop.retire()
+
+    def _close(self, request: Request) -> None:
+        """Nothing more is delivered to the request."""
+        request.deliver = None
+        with self._changed:
+            self._open.pop(request, None)
+
+    def _tell(self, request: Request, error: BaseException) -> None:
+        """Deliver the error that ended a request."""
+        deliver = request.deliver
+        self._close(request)
+        try:
+            if deliver is not None:
+                deliver(error)
+        except Exception:
+            log.exception("a function that a request calls raised an error when it was told of one")
+
     def _fail(self, error: BaseException) -> None:
         """End all requests, whose state the failed step may have left half changed."""
-        for request in self._ended():
-            if (deliver := request.deliver) is not None:
-                request.deliver = None
-                deliver(error)
-        self.loop.clear(forget=True)
+        try:
+            for request in self._ended():
+                self._tell(request, error)
+        finally:
+            self.loop.clear(forget=True)
 
     def _ended(self) -> list[Request]:
-        """Mark all requests as ended and return them."""
+        """Mark all requests as ended and return them, also those whose last event the failed step did not deliver."""
         with self._changed:
-            requests = [*(request for request, _ in self._arrived), *self.loop.requests]
+            requests = [*self._open]
             self._arrived.clear()
             self._cancelled.clear()
         for request in requests:
@@ -338,6 +429,8 @@ class Session:
         """Wait for the running step and let no other one begin: threads that want one sleep until the process ends.
         torch aborts the process if a daemon thread returns from it while the interpreter is torn down, or if a stream
         that is closed then frees its slot."""
+        if self._lost:
+            return
         with self._changed:
             self._last = threading.current_thread()
             self._runner = self._runner or self._last
@@ -345,8 +438,20 @@ class Session:
                 return
         self._ended()
 
+    def _after_fork(self) -> None:
+        """This process was forked: of its threads it has only this one, and another one may have held the lock."""
+        self._changed, self._lost = threading.Condition(), self._runner is not None
+
 
 _sessions = WeakSet[Session]()
+
+
+def _after_fork() -> None:
+    for session in list(_sessions):
+        session._after_fork()
+
+
+os.register_at_fork(after_in_child=_after_fork)
 
 
 @atexit.register

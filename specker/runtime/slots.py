@@ -178,10 +178,12 @@ class Slots:
                 head.reset()
 
     def clear(self, forget: bool = False) -> None:
-        """Remove all requests; with `forget` also the K/V of earlier texts."""
-        for request in [*self.active, *self.filling]:
+        """Remove all requests; with `forget` also the K/V of earlier texts and what a step that failed has left."""
+        for request in [*self.filling, *reversed(self.active)]:  # in this order none moves
             self.retire(request)
         for cache in self.caches if forget else []:
+            for slot in range(len(cache.exact_len)):
+                cache.release(slot)
             cache.forget()
 
     def _matches(self, request: Request) -> Sequence[Match | None]:

@@ -47,12 +47,15 @@ def warm_up(
     compiles = loop.fixed or loop.target.device.type != "cpu"
     told: tuple[dict[str, Any], ...] = ({"logprobs": 1}, {"logprobs": 1, "temperature": 1.0})
     hows = {}, *sampled, *(told if loop.target.samples else ())
-    for how in hows if compiles else ({},):
+    taken = hows if compiles else ({},)
+    for done, how in enumerate(taken, 1):
         _decode(session, 2, 8 if compiles else 2, True, **how)
         _decode(session, 2, 2, False, **how)
         if loop.fixed and loop.drafter is not None:
             with session.alone():
                 _on_the_host(loop, Params.of(**how), policy().confident)
+        if on_progress is not None and not loop.fixed:  # otherwise the rounds of fixed shape are most of the work
+            on_progress(done, len(taken) + 1)
     if loop.graphs.capture:  # torch's linears in a prefill are slow on their first call, for a first and a later chunk
         for length in (PREFILL_CHUNK // 4, PREFILL_CHUNK + PREFILL_CHUNK // 2):
             _decode(session, min(length, loop.target.config.max_context - 2), 2, True)
@@ -63,6 +66,8 @@ def warm_up(
         if loop.drafter is not None and policy().may_skip_drafting:
             measure(loop, (*plan.budgets, *policy().budgets()) or (loop.largest,), policy().confident)
         loop.clear(forget=True)
+    if on_progress is not None and not loop.fixed:
+        on_progress(len(taken) + 1, len(taken) + 1)
     loop.graphs.warmed()
     if loop.ranks is not None:
         loop.ranks.warmed()

@@ -182,9 +182,11 @@ class Worker(threading.Thread):
         """Pass an event of the request to its call, or the error that ended it."""
         if request.finished is not None:
             with self._lock:
+                ended = request in self._open
                 self._open.discard(request)
-            self.metrics.ended(request)
-            self.on_ended(request)
+            if ended:  # not if this is called once more with what it raised
+                self.metrics.ended(request)
+                self.on_ended(request)
         if request.finished == "cancelled":
             return
         if not call.first:

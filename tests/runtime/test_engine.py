@@ -1,6 +1,8 @@
 """The Python API: streaming, statistics, checks and refusals."""
 
 import dataclasses
+import gc
+import weakref
 from types import SimpleNamespace
 
 import numpy as np
@@ -13,6 +15,7 @@ import specker
 from specker.kernels.linear import row_linear
 from specker.kernels.quant import Quantized, quantised
 from specker.model.cache import KVCache
+from specker.options import Params
 from specker.runtime import check
 from specker.runtime.control.stats import Stats
 from specker.runtime.detokenize import Detokenizer
@@ -310,3 +313,49 @@ def test_cache_invariants_are_checked(pair):
     cache.block_table[0, 1] = 0
     with pytest.raises(AssertionError):
         cache.check()
+
+
+# --- the end of an engine
+
+
+def test_a_closed_engine_has_freed_its_memory_and_says_so(tmp_path):
+    """Requests that decode or wait are cancelled."""
+    target = make(tmp_path / "target", "qwen2", layers=2, max_context=128, tokenizer=True, eos=None)
+    with specker.load(target, strategy="lookup", dtype="float64", device="cpu") as engine:
+        weights, cache = weakref.ref(engine.target.weights.embed), weakref.ref(engine.cache.k)
+        session, stream, ended = engine.session, engine.stream([1, 2], 100, ignore_eos=True), []
+        next(stream)
+        queued = session.submit([4], Params(max_new_tokens=9), deliver=ended.append)
+    assert queued.finished == "cancelled" and ended[0].finished == "cancelled"
+    assert [event.finished for event in stream] == ["cancelled"]
+    assert cache() is None
+    engine.close()
+    assert repr(engine) == "<specker.Engine: closed>"
+    for use in (
+        lambda: engine.generate([1], 2),
+        lambda: engine.max_context,
+        lambda: engine.encode("a"),
+        lambda: engine.warmup(),
+        lambda: session.submit([1]),
+        lambda: session.step(),
+        lambda: session.snapshot(),
+        lambda: session.wait(0),
+    ):
+        with pytest.raises(ValueError, match="the engine is closed: load another one"):
+            use()
+    session = stream = queued = ended = use = None  # a request's policy knows what its models cost
+    gc.collect()  # the errors' tracebacks
+    assert weights() is None
+
+
+def test_a_warm_up_tells_how_far_it_is(tmp_path):
+    target, told = make(tmp_path / "target", "qwen2", layers=1, max_context=128), []
+    engine = specker.load(target, strategy="lookup", dtype="float64", device="cpu")
+    engine.warmup(lambda done, of: told.append((done, of)))
+    assert told == [(n, told[-1][1]) for n in range(1, len(told) + 1)] and told[-1][0] == told[-1][1] > 1
+    with pytest.raises(AttributeError, match="has no attribute 'generat'"):
+        engine.generat([1])
+
+
+def test_the_package_shows_what_it_has():
+    assert {"Engine", "load", "zoo", "__version__"} <= {*dir(specker)}

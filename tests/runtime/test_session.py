@@ -131,6 +131,42 @@ def test_a_process_may_end_while_something_decodes(models, thread):
     assert (done.returncode, done.stderr) == (3, "")
 
 
+FORK = """
+import os, sys, threading, specker
+from specker.options import Params
+engine = specker.load({target!r}, strategy="ar", device="cpu", dtype="float64")
+want, running, go_on = engine.generate([1, 2], 5).tokens, threading.Event(), threading.Event()
+if {step}:
+    deliver = lambda entry: (running.set(), go_on.wait())
+    request = engine.session.submit([1, 2, 3], Params(max_new_tokens=20), deliver=deliver)
+    thread = threading.Thread(target=engine.session.step)
+    thread.start()
+    running.wait()
+if (child := os.fork()) == 0:
+    try:
+        assert engine.generate([1, 2], 5).tokens == want
+    except RuntimeError as error:
+        print(error, file=sys.stderr)
+    sys.exit(0)  # and does not wait at the end, either
+print(os.waitpid(child, 0)[1], file=sys.stderr)
+go_on.set()
+if {step}:
+    thread.join()
+assert engine.generate([1, 2], 5).tokens == want
+"""
+
+
+@pytest.mark.parametrize("step", [False, True])
+def test_a_process_that_was_forked_in_a_step_says_so(models, step):
+    """Between steps a fork has an engine of its own."""
+    done = warm.run("-c", FORK.format(target=str(models["target"]), step=step))
+    said = (
+        "this process was forked while a step of the engine ran, whose thread is not here: load an engine in this "
+        "process, or start it with multiprocessing's method spawn\n"
+    )
+    assert (done.returncode, done.stderr) == (0, (said if step else "") + "0\n")
+
+
 def test_a_trace_cannot_begin_a_request(models):
     engine = load(models, "draft")
     engine.trace = lambda row: engine.generate([1], 2)

@@ -177,6 +177,26 @@ def test_a_failed_round_fails_its_requests_and_not_the_server(load, slow, monkey
         assert serves(client, engine)
 
 
+def test_a_request_whose_end_cannot_be_recorded_fails_alone(load, slow):
+    """The text that decodes beside it, and the server, go on."""
+    with serving(engine := slow(load(batch_size=2))) as client, ThreadPoolExecutor(1) as pool:
+        worker, short = client.app.state.server.worker, {**LONG, "max_tokens": 9}
+
+        def recorded(request):
+            if request.limit == len(LONG["prompt"]) + 9:
+                raise RuntimeError("a secret of /home/somebody")
+
+        ended, worker.on_ended = worker.on_ended, recorded
+        post = pool.submit(client.post, "/v1/completions", json={**LONG, "max_tokens": 90})
+        until(lambda: engine.loop.active)
+        answer = client.post("/v1/completions", json=short)
+        assert answer.status_code == 500 and "secret" not in answer.text
+        assert post.result().json()["choices"][0]["text"] == engine.generate(LONG["prompt"], 90).text
+        assert worker.metrics.finished == {"length": 2} and worker.open == 0 and worker.sound
+        worker.on_ended = ended
+        assert serves(client, engine)
+
+
 def test_health_says_that_rounds_fail(load, monkeypatch):
     with serving(engine := load()) as client:
         step = engine.loop.step

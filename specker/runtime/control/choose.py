@@ -21,7 +21,8 @@ LOOK = 5  # plain rounds in a row that measure plain decoding
 PHASE = 1.25  # a measurement that differs by this factor tells that the machine has another speed, for drafts as well
 APART = 16  # the fewest drafts between two such measurements
 NONE = Budget(0, 0)
-RESTS, MISSING, MEASURED = "slower", "nothing found", "measured"  # why a round drafts nothing
+# Why a round drafts nothing.
+RESTS, MISSING, MEASURED, ENDED = "slower", "nothing found", "measured", "context"
 
 
 class Chooser:
@@ -44,6 +45,7 @@ class Chooser:
         self.costs, self.learns = costs, learns
         self.reason = ""  # why the last choice drafts nothing; empty if it drafts
         self.trial = False  # whether the last choice is a trial
+        self._ended: list[bool] = []  # of each text, whether it is longer than the draft model's context
         self.clear()
 
     def clear(self) -> None:
@@ -76,11 +78,13 @@ class Chooser:
         self._lost, self._ahead, self._run, self._new = min(self._lost, 1), 0, 0, True
         self._missed = 0.0
 
-    def choose(self, policies: Sequence[Policy], remaining: int, behind: int = 0) -> Budget:
+    def choose(self, policies: Sequence[Policy], remaining: int, behind: int = 0, room: Sequence[int] = ()) -> Budget:
         """The shape of the next round. `remaining`: tokens that the texts may still grow by. `behind`: committed
-        tokens of all texts that a model must prefill before it can draft."""
+        tokens of all texts that a model must prefill before it can draft. `room`: draft tokens of the model that fit
+        behind each text in its context; (): any number. Copies need no model."""
+        self._ended = [n < 1 for n in room]
         shape = self._choose(policies, remaining, behind)
-        if shape.nodes or self.reason != MISSING:  # a match that is missing is no change
+        if shape.nodes or self.reason not in (MISSING, ENDED):  # a match that is missing is no change
             changed = (shape.nodes > 0) != self._drafted
             self._cold, self._drafted = COLD if changed else max(0, self._cold - 1), shape.nodes > 0
         return shape
@@ -102,8 +106,10 @@ class Chooser:
         if (self.reason == MEASURED or not any(p.copies for p in policies)) and self.goes_on(n):
             return self._none
         self._ahead = 0
-        shapes = list(dict.fromkeys(shape for p in policies for shape in p.budgets()))
-        measured, self.reason, self.trial = self.reason == MEASURED, "", False
+        ended = bool(self._ended) and all(self._ended)
+        proposed = (shape for p in policies for shape in p.budgets())
+        shapes = list(dict.fromkeys(shape for shape in proposed if shape.part or not ended))
+        measured, self.reason, self.trial = self.reason == MEASURED, "" if shapes or not ended else ENDED, False
         if not policies[0].may_skip_drafting or not self.learns:
             if len(shapes) < 2:  # as under a fixed policy: nothing to compare
                 return shapes[0] if shapes else NONE
@@ -111,9 +117,9 @@ class Chooser:
         drafts = [shape for shape in shapes if shape.nodes]
         none = replace(shapes[0], nodes=0, depth=0) if shapes else NONE
         if not drafts:
-            return self._rest(n, none, RESTS if shapes else MISSING)
+            return self._rest(n, none, RESTS if shapes else ENDED if ended else MISSING)
         plain = n / self.costs.plain(n)
-        tokens = {shape: sum(p.expected(shape) for p in policies) for shape in drafts}
+        tokens = {shape: self._tokens(policies, shape) for shape in drafts}
         rates = {shape: tokens[shape] / self._seconds(policies, shape) for shape in drafts}
         bar = plain if self._drafting else START * plain
         best = self._best(tokens, rates, bar, remaining, behind)
@@ -132,7 +138,7 @@ class Chooser:
             self._waited, self._drafting = 0, True
             return best
         trial = policies[0].trial(best)
-        loss = RUN * (self._seconds(policies, trial) * plain - sum(p.expected(trial) for p in policies))
+        loss = RUN * (self._seconds(policies, trial) * plain - self._tokens(policies, trial))
         self._price = SWITCH + (max(0.0, loss) + self._late(trial, behind) * plain) / n
         # Drafts that look slower than a plain round that was just measured may have been timed in a slower phase.
         due = measured or self._waited >= WAIT << min(self._lost, DOUBLED)
@@ -174,7 +180,7 @@ class Chooser:
 
     def rate(self, policies: Sequence[Policy], shape: Budget) -> float:
         """Expected tokens per second of a round of this shape."""
-        return sum(p.expected(shape) for p in policies) / self._seconds(policies, shape)
+        return self._tokens(policies, shape) / self._seconds(policies, shape)
 
     def prices(self, policies: Sequence[Policy], shape: Budget) -> tuple[float, ...]:
         """What each further token of a draft costs, for policies that decide when a draft ends (`Policy.taken`)."""
@@ -243,7 +249,18 @@ class Chooser:
 
     def _seconds(self, policies: Sequence[Policy], shape: Budget) -> float:
         n = len(policies)
-        return self.costs.round(n, shape, sum(p.drafts(shape) for p in policies) / n)
+        return self.costs.round(n, shape, sum(p.drafts(shape) for p in self._drafted_for(policies, shape)) / n)
+
+    def _tokens(self, policies: Sequence[Policy], shape: Budget) -> float:
+        """Expected tokens of a round of this shape."""
+        served = self._drafted_for(policies, shape)
+        return len(policies) - len(served) + sum(p.expected(shape) for p in served)
+
+    def _drafted_for(self, policies: Sequence[Policy], shape: Budget) -> Sequence[Policy]:
+        """The policies of the texts that get a draft of this shape."""
+        if shape.part or not any(self._ended):
+            return policies
+        return [p for p, ended in zip(policies, self._ended, strict=True) if not ended]
 
     def _late(self, shape: Budget, behind: int) -> float:
         """Seconds of prefill before a draft. Only a separate draft model has anything to prefill."""

@@ -12,11 +12,12 @@ NCCL on GPUs, gloo on CPUs. NCCL's order of addition depends on the message size
 """
 
 import hashlib
+import json
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -209,10 +210,39 @@ def own_device(device: torch.device) -> torch.device:
     return torch.device("cuda", torch.cuda.current_device() if alone else local_rank())
 
 
-def join(options: Options, device: torch.device, divides: bool = False) -> Ranks | None:
+def agree(about: str, own: Mapping[str, Any]) -> None:
+    """Raise ValueError, in every process of the job, if one of them has other settings. `about`: what they are about.
+    `own`: this process's, by the names of their options."""
+    digests = {name: hashlib.sha256(repr(value).encode()).hexdigest() for name, value in own.items()}
+    store, key = td.distributed_c10d._get_default_store(), f"specker/{about}/{td.get_rank()}"
+    with answered(START):
+        count = store.add(key, 1)  # an engine that is loaded later has keys of its own
+        store.set(f"{key}/{count}", json.dumps(digests))
+        every = [json.loads(store.get(f"specker/{about}/{r}/{count}")) for r in range(td.get_world_size())]
+        td.barrier()  # the store ends with its process, and others may still read
+    for r, other in enumerate(every):
+        if differing := [name for name, digest in every[0].items() if other.get(name, digest) != digest]:
+            if "strategy" in differing:  # other settings follow from it
+                differing = ["strategy"]
+            raise ValueError(
+                f"rank {r} of the job has another {' and another '.join(map(option, differing))} than rank 0: start "
+                "all ranks with the same settings"
+            )
+
+
+def settings(options: Options) -> dict[str, Any]:
+    """All options by their names, those of the strategies too."""
+    found = {f.name: getattr(options, f.name) for f in fields(options)}
+    for part in (found.pop(name) for name in ("base", "own", "copy", "trim")):
+        if not isinstance(part, str | None):
+            found |= {f.name: getattr(part, f.name) for f in fields(part)}
+    return found
+
+
+def join(options: Options, device: torch.device, divides: bool = False, dtype: object = None) -> Ranks | None:
     """Join the job's processes and return this one's `Ranks`; None for a single process. `divides`: the ranks of --tp
     divide a draft by default (--draft-ranks overrides it). Raises ValueError if --tp, --dp and the number of processes
-    do not match, RankLost if another process does not answer."""
+    do not match, or the processes have different settings, RankLost if another process does not answer."""
     world, dp = world_size(), options.dp
     tp = options.tp or max(world // dp, 1)
     if tp * dp != world:
@@ -233,6 +263,7 @@ def join(options: Options, device: torch.device, divides: bool = False) -> Ranks
         with answered(START):
             backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
             td.init_process_group(backend, timeout=timedelta(seconds=START))
+    agree("options", settings(options) | {"device": device.type, "dtype": dtype})
     draft_ranks = options.draft_ranks or (tp if divides else 1)
     replica, rank = divmod(td.get_rank(), tp)
     with answered(START):

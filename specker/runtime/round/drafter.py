@@ -175,7 +175,7 @@ class Offer:
     """What a drafter can do for each text of a batch, before the round's shape is chosen."""
 
     missing: int = 0  # committed tokens of all texts that `advance` would prefill before a draft
-    room: Sequence[int] = ()  # draft tokens that fit behind each text in the drafter's context; (): any number
+    room: Sequence[int] = ()  # draft tokens that fit behind each text in a model's context; (): any number
     matches: Sequence[Sequence[Match]] = ()
     """For each text, the match in each source that it may copy from, the text itself first."""
     fixes: Callable[[Budget], bool] = lambda budget: False

@@ -204,7 +204,8 @@ def _forward(r: Round, model: Model, cache: KVCache, rows: Rows, hidden: Tensor)
     if not r.parts or r.draft.tree or model.counts_experts:
         return forward(model, cache, rows, hidden, aux_layers=layers)
     both = tuple(sorted({*layers, *r.part_layers}))
-    out, r.part_rows = prefill_parts(model, cache, r.parts, both, (rows, hidden))
+    out, parts = prefill_parts(model, cache, r.parts, both, (rows, hidden))
+    r.part_rows = [{depth: part[depth] for depth in r.part_layers} for part in parts]
     return out
 
 

@@ -41,6 +41,7 @@ class Request:
     guide: Guide | None = None  # its text in a grammar
     stats: Stats = field(default_factory=Stats)
     finished: str | None = None  # None, `ends`, or another reason (Event.finished)
+    fault: Exception | None = None  # what `on_progress` or `deliver` raised; the session then ends the request
     prompt_length: int = field(init=False)  # tokens of the prompt
     prefilled: int = 0  # columns that a prefill wrote, in its whole chunks
     saves: tuple[int, ...] = ()  # columns of the prompt after which recurrent states are saved (slots.py), ascending
@@ -48,6 +49,14 @@ class Request:
 
     def __post_init__(self) -> None:
         self.prompt_length = len(self.token_ids)
+
+    def progress(self, done: int) -> None:
+        """So many tokens of the prompt are prefilled."""
+        if self.on_progress is not None and self.fault is None:
+            try:
+                self.on_progress(done, self.prompt_length - 1)
+            except Exception as error:
+                self.fault = error
 
     @property
     def mode(self) -> str | None:

@@ -11,7 +11,7 @@ from specker.model.decoder import Model
 from specker.model.prefill import prefill
 from specker.runtime.control.policy import Budget
 from specker.runtime.round.batch import Batch
-from specker.runtime.round.drafter import UNLIMITED, Drafter, Offer
+from specker.runtime.round.drafter import UNLIMITED, Draft, Drafter, Offer
 from specker.runtime.round.lm_head import LMHead
 from specker.runtime.round.state import Request
 
@@ -69,9 +69,17 @@ class ModelDrafter(Drafter):
     def _missing(self, slot: int, text: list[int], fixed: bool) -> int:
         """The tokens to prefill before a draft: a prompt, or more than a draft forwards. The drafter's first draft
         prefills the prompt, so a text without drafts costs nothing."""
+        if self.room(len(text)) < 1:
+            return 0
         exact = self.cache.exact_len[slot]
         missing = len(text) - exact
         return missing if not exact or missing > (self.repeated if fixed else CATCH_UP_ROWS) else 0
+
+    def counted(self, batch: Batch, draft: Draft) -> Draft:
+        """The draft without the meaningless tokens of texts that have no room in this model's context."""
+        if full := [slot for slot, request in enumerate(batch.requests) if self.room(len(request.token_ids)) < 1]:
+            draft.counts = [0 if slot in full else draft.size for slot in range(batch.n)]
+        return draft
 
     def prefill(self, slot: int, text: list[int]) -> None:
         """Write the K/V of `text` but for its last token."""

@@ -54,10 +54,9 @@ class AutoregressiveDrafter(ModelDrafter):
         return self.limit - length + 1  # nothing forwards the last draft token
 
     def propose(self, batch: Batch) -> Draft:
-        """Draft for all sequences. A sequence that has no room left in the draft's context gets a meaningless draft,
-        which the target rejects."""
+        """Draft for all sequences that have room left in the draft's context."""
         self.head.follow(batch.requests)
-        return self.drafted(batch)
+        return self.counted(batch, self.drafted(batch))
 
     def drafted(self, batch: Batch, own: Tensor | None = None, further: Sequence[int] = ()) -> Draft:
         """`propose` but for the head's rows. With another tokenizer than the target's, own [ids of the target] int64:

@@ -24,14 +24,13 @@ class ParallelDrafter(ModelDrafter):
         return self.limit - length + 1  # the root's own row guesses the first token
 
     def propose(self, batch: Batch) -> Draft:
-        """Draft for all sequences. A sequence that has no room left in the draft's context gets a meaningless draft,
-        which the target rejects."""
+        """Draft for all sequences that have room left in the draft's context."""
         self.head.follow(batch.requests)
         depth = min(batch.budget.depth, batch.budget.nodes)
         draft = Draft(depth, depth=depth)
         if not batch.confident and (batch.fixed or not batch.traced):
             batch.run(("block", depth), lambda: self._write(batch, depth))
-            return draft
+            return self.counted(batch, draft)
         final, positions = self._rows(batch, depth)
         ids, logits, lse = self.head.ranked(final, 1, batch.draws, positions)
         batch.window[: batch.n, 1 : depth + 1] = ids.view(batch.n, depth)
@@ -40,7 +39,7 @@ class ParallelDrafter(ModelDrafter):
             draft.end(batch.requests, scores.exp())
         if batch.traced:
             draft.scores.append(scores[:, : draft.size])
-        return draft
+        return self.counted(batch, draft)
 
     def accept(self, batch: Batch, draft: Draft, accepted: Accepted) -> None:
         """Keep no mask's K/V."""

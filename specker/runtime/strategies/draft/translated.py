@@ -73,8 +73,9 @@ class TranslatedDrafter(AutoregressiveDrafter):
         missing, room = 0, []
         for slot, request in enumerate(requests):
             length, exact = self._shadow(request).length(request), self.cache.exact_len[slot]
-            missing += length - exact if not exact or length - exact > CATCH_UP_ROWS else 0
             room.append(self.room(length) if self._holds(slot, length) else 0)
+            if room[-1] > 0 and (not exact or length - exact > CATCH_UP_ROWS):
+                missing += length - exact
         return Offer(missing, room, fixes=lambda budget: False)
 
     def advance(self, requests: list[Request], budget: Budget, most: int = UNLIMITED, fixed: bool = False) -> int:
@@ -87,7 +88,11 @@ class TranslatedDrafter(AutoregressiveDrafter):
         texts = zip(batch.requests, lengths, strict=True)
         self._further = [len(request.token_ids) - length for request, length in texts]
         draft = self.drafted(replace(batch, requests=requests, lengths=lengths), self.own, self._further)
-        return self._written(batch, draft) if self.translation.free else draft
+        if self.translation.free:
+            return self._written(batch, draft)
+        if any(cut := [self._shadow(request).cut for request in batch.requests]):
+            draft.counts = [0 if ended else draft.size for ended in cut]
+        return draft
 
     def accept(self, batch: Batch, draft: Draft, accepted: Accepted) -> None:
         if self.translation.free:
@@ -113,7 +118,7 @@ class TranslatedDrafter(AutoregressiveDrafter):
                 shadow.reader.guess(ids[: draft.forwarded])
                 self.cache.exact_len[slot] += draft.forwarded
             written, needs = t.write(ids)
-            tokens.append(written[:most])
+            tokens.append([] if shadow.cut else written[:most])
             sure = [1.0, *accumulate((each[slot] for each in draft.confidence), mul)]
             if batch.confident:
                 confidence.append([sure[n] / sure[m] if sure[m] else 0.0 for m, n in pairwise((0, *needs[:most]))])
@@ -153,7 +158,7 @@ class TranslatedDrafter(AutoregressiveDrafter):
             same, shadow.begun = self._read(shadow, request), True
             ids = shadow.reader.ids
             shadow.cut = self.room(len(ids)) < 1 or not self._holds(slot, len(ids))
-            if shadow.cut:  # a meaningless draft for the beginning, which the target rejects
+            if shadow.cut:  # a meaningless draft for the beginning, which counts as none
                 ids = ids[: max(1, min(self.limit, self.cache.columns_of(slot) - self._behind))]
             exact[slot] = min(exact[slot], same, len(ids) - 1)
             shadow.request.token_ids, shadow.request.policy = ids, request.policy
