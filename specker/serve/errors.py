@@ -15,6 +15,7 @@ TYPES = "str", "Choice"  # of fields that may have several
 KINDS = {  # of Anthropic's errors
     400: "invalid_request_error",
     401: "authentication_error",
+    403: "permission_error",
     404: "not_found_error",
     413: "request_too_large",
     429: "rate_limit_error",

@@ -1,4 +1,4 @@
-"""Middleware that looks at the bearer token, the size of a body and the time that it takes."""
+"""Middleware that looks at the names of hosts, the bearer token, the size of a body and the time that it takes."""
 
 import asyncio
 import base64
@@ -10,16 +10,17 @@ from typing import Any
 from starlette.exceptions import HTTPException
 
 from specker.serve.errors import failure
+from specker.serve.hosts import Hosts
 
 OPEN = ("/", "/health")  # ask for no token
 
 
 class Limits:
-    """Refuses with 401, 408 and 413, and then closes the connection, whose body it has not read."""
+    """Refuses with 401, 403, 408 and 413, and then closes the connection, whose body it has not read."""
 
-    def __init__(self, app: Any, key: str | None, body: int, seconds: float):
+    def __init__(self, app: Any, hosts: Hosts, key: str | None, body: int, seconds: float):
         """`key`: the token; None: none is asked for. `body`: bytes. `seconds`: for the body."""
-        self.app, self.key, self.body, self.seconds = app, key, body, seconds
+        self.app, self.hosts, self.key, self.body, self.seconds = app, hosts, key, body, seconds
         self.too_large = f"the body is larger than {body >> 20} MiB"
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
@@ -28,7 +29,9 @@ class Limits:
         headers, refusal, read = dict(scope["headers"]), None, 0
         given, length = headers.get(b"authorization", b""), headers.get(b"content-length", b"0")
         more = {"Connection": "close"}
-        if self.key and scope["path"] not in OPEN and not self._knows(given, headers.get(b"x-api-key", b"")):
+        if foreign := self.hosts.refusal(scope["headers"]):
+            refusal = 403, foreign
+        elif self.key and scope["path"] not in OPEN and not self._knows(given, headers.get(b"x-api-key", b"")):
             refusal = 401, "the API key is missing or wrong"
             more["WWW-Authenticate"] = "Basic" if scope["path"].startswith("/view") else "Bearer"
         elif not length.isdigit() or int(length) > self.body:

@@ -141,7 +141,7 @@ def left(connection):
     return said
 
 
-HEAD = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+HEAD = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
 
 
 @pytest.mark.parametrize(
@@ -150,7 +150,7 @@ HEAD = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/j
         (b"", b""),
         (HEAD, b""),
         (HEAD[:9], b""),
-        (b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n" + HEAD, b'{"status":"ok"}'),  # after an answer
+        (b"GET /health HTTP/1.1\r\nhost: localhost\r\n\r\n" + HEAD, b'{"status":"ok"}'),  # after an answer
         (HEAD + b"content-length: 99\r\n\r\n{", b"the body takes more than 0.2 s"),
         (HEAD + b"authorization: Bearer x\r\ncontent-length: 99999999\r\n\r\n{", b"the body is larger than 8 MiB"),
     ],
@@ -166,7 +166,7 @@ def test_half_a_request_ends_with_its_time(load, sent, said):
 def test_a_client_that_does_not_read_is_left(load):
     with serving(load(), client_seconds=0.3) as client:
         client.app.add_api_route("/long", lambda: Response(b" " * (64 << 20)))
-        with connected(client, b"GET /long HTTP/1.1\r\nhost: x\r\n\r\n"):
+        with connected(client, b"GET /long HTTP/1.1\r\nhost: localhost\r\n\r\n"):
             until(lambda: client.server.server_state.connections)
             until(lambda: not client.server.server_state.connections)
 
