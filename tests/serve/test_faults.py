@@ -4,11 +4,8 @@ request holds a page, and the next request is served."""
 import asyncio
 import contextlib
 import json
-import re
 import signal
 import socket
-import subprocess
-import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -18,7 +15,7 @@ import httpx
 import pytest
 from make_checkpoint import make
 from pairs import perturbed
-from serving import chunks, free, serving, streamed, until
+from serving import chunks, command, free, serving, streamed, until
 
 import specker
 from specker.cli.serve import main
@@ -216,27 +213,6 @@ def accepts(client):
             return True
     except OSError:
         return False
-
-
-@contextlib.contextmanager
-def command(models, *words, before=""):
-    """The process of `specker serve`, and its address. `before`: Python that runs first."""
-    script = f"import sys, threading\nfrom specker.cli import serve\n{before}\nsys.exit(serve.main(sys.argv[1:]))"
-    flags = {"target": models["target"], "port": 0, "strategy": "ar", "batch-size": 2, "device": "cpu"}
-    flags |= {"dtype": "float64", "temperature": 0}
-    words = [str(word) for name, value in flags.items() for word in (f"--{name}", value)] + list(words)
-    server = subprocess.Popen([sys.executable, "-c", script, *words], stderr=subprocess.PIPE, text=True)
-    try:
-        said = ""
-        while not (found := re.search(r"(http://[\d.:]+)/v1", said)):
-            said += (line := server.stderr.readline())
-            assert line, said
-        server.said = said
-        yield server, found[1]
-    finally:
-        server.kill()
-        server.wait()
-        server.stderr.close()
 
 
 def test_sigterm_ends_the_command_after_its_requests(models):

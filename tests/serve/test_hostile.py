@@ -1,23 +1,27 @@
 """What a hostile client sends costs the server and its other clients little, and gets one sentence."""
 
 import contextlib
+import errno
 import gc
 import json
+import os
+import signal
 import socket
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
+import httpx
 import pytest
 from fastapi import Response
 from fastapi.exceptions import RequestValidationError
 from make_checkpoint import make
 from pydantic import ValidationError
-from serving import free, serving, until
+from serving import command, free, serving, until
 
 import specker
 from specker import grammar
 from specker.runtime.text import TooLong
-from specker.serve import checker
+from specker.serve import checker, connections, limits
 from specker.serve.api import Chat, Completion, Tokenize
 from specker.serve.checker import Checker
 from specker.serve.messages import MessagesRequest
@@ -181,6 +185,68 @@ def test_connections_are_bounded(load):
         assert complete(client).status_code == 200
         for each in held:
             each.close()
+
+
+def test_more_connections_than_files_write_no_tracebacks(target):
+    """A server with few files, of which clients would take more."""
+    before = "import resource\nresource.setrlimit(resource.RLIMIT_NOFILE, (220, 256))"
+    with command({"target": target}, before=before) as (server, url):
+        port = int(url.rpartition(":")[2])
+        held = [socket.create_connection(("127.0.0.1", port), timeout=20) for _ in range(400)]
+        assert left(held[-1]).endswith(b"too many connections\n")
+        for each in held:
+            each.close()
+        until(lambda: httpx.get(f"{url}/health").status_code == 200)
+        server.send_signal(signal.SIGTERM)
+        _, said = server.communicate(timeout=30)
+    assert "Traceback" not in said and len(said.splitlines()) < 30, said[:3000]
+
+
+def test_connections_fit_the_limit_of_files(monkeypatch, caplog):
+    files = [100, 1000]
+    monkeypatch.setattr(connections.resource, "getrlimit", lambda _: tuple(files))
+    monkeypatch.setattr(connections.resource, "setrlimit", lambda _, new: files.__setitem__(slice(2), new))
+    assert connections.fitting(512) == 512 and files == [1000, 1000] and not caplog.messages
+    assert connections.fitting(9999) == 1000 - connections.BACKLOG - connections.FILES
+    [said] = caplog.messages
+    assert said == "808 connections may be open, since the limit of open files is 1000 (ulimit -n)"
+
+
+def test_connections_that_cannot_be_accepted_get_one_line_a_minute(load, caplog):
+    with serving(load()) as client:
+        loop = client.server.servers[0].get_loop()
+        for code in (errno.EMFILE, errno.ENFILE, errno.ENOBUFS):
+            error = OSError(code, os.strerror(code))
+            loop.call_soon_threadsafe(loop.call_exception_handler, {"message": "accept", "exception": error})
+        assert complete(client).status_code == 200
+        loop.call_soon_threadsafe(loop.call_exception_handler, {"message": "other", "exception": KeyError("other")})
+        until(lambda: any(record.name == "asyncio" for record in caplog.records))
+    said = [record.message for record in caplog.records if record.name == connections.__name__]
+    assert said == ["connections cannot be accepted: Too many open files"]
+
+
+def test_bodies_are_bounded_together(load, monkeypatch):
+    monkeypatch.setattr(limits, "ROOM", 1 << 20)
+    part = b" " * (700 << 10)
+
+    def size(head):
+        return head + b"content-length: %d\r\n\r\n" % (1 << 20)
+
+    with serving(load(), client_seconds=30) as client:
+        layer = client.app.middleware_stack
+        while not isinstance(layer, limits.Limits):
+            layer = layer.app
+        with connected(client, size(HEAD) + part):
+            until(lambda: layer.held > 600 << 10)
+            chunk = HEAD + b"transfer-encoding: chunked\r\n\r\n%x\r\n" % len(part) + part
+            for sent in (size(HEAD) + part + b" " * (324 << 10), chunk):
+                answer = left(connected(client, sent))
+                assert answer.startswith(b"HTTP/1.1 503") and b"\r\nretry-after: 30\r\n" in answer.lower()
+                assert answer.endswith(limits.FULL.encode() + b'","type":"server_error","param":null,"code":503}}')
+            assert complete(client).status_code == 200  # a small one
+        until(lambda: layer.held == 0)
+        assert complete(client, prompt="a" * (700 << 10)).status_code == 413  # larger than the context
+        until(lambda: layer.held == 0)
 
 
 # --- sizes
