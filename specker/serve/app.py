@@ -25,7 +25,7 @@ from specker.runtime.text import TooLong, rendered, reserved
 from specker.serve import channels, infill, reasoning, tools
 from specker.serve.answers import ChatAnswer, TextAnswer
 from specker.serve.api import Asked, Chat, Completion, Tokenize
-from specker.serve.checker import Checker
+from specker.serve.checker import Checker, Unavailable
 from specker.serve.encoder import Encoder
 from specker.serve.errors import failure, handlers
 from specker.serve.hosts import Hosts
@@ -236,6 +236,8 @@ class Server:
             return result
         except ValueError as error:
             raise HTTPException(413 if isinstance(error, TooLong) else 400, _said(error)) from None
+        except Unavailable as error:
+            raise HTTPException(503, str(error), {"Retry-After": "1"}) from None
         except TimeoutError:
             raise HTTPException(504, self.worker.late) from None
         finally:

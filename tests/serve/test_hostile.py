@@ -118,6 +118,50 @@ def test_what_the_checker_refuses(check, monkeypatch):
     assert check._child is not child
 
 
+def child_that(does):
+    """A program in place of the child, which does this before."""
+    return f"import os, runpy, signal, time\n{does}\nrunpy.run_path({str(checker.SCRIPT)!r}, run_name='__main__')"
+
+
+@pytest.mark.parametrize("sent", [signal.SIGKILL, signal.SIGTERM, signal.SIGSTOP])
+def test_a_checker_that_is_ended_while_idle_is_started_once_more(check, monkeypatch, sent):
+    """One that was stopped ends when its time is over."""
+    monkeypatch.setattr(checker, "WALL", 1)
+    check = check(1)
+    check(grammar.json_schema(PLACE))
+    child = check._child
+    os.kill(child.pid, sent)
+    if sent != signal.SIGSTOP:
+        os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
+    check(grammar.json_schema({"const": 1}))
+    assert check._child.pid != child.pid and child.wait(10) in (-sent, -signal.SIGKILL)
+
+
+def test_the_time_of_a_start_is_not_the_grammars(check, monkeypatch, tmp_path):
+    (tmp_path / "slow.py").write_text(child_that("time.sleep(1.5)"))
+    monkeypatch.setattr(checker, "SCRIPT", tmp_path / "slow.py")
+    monkeypatch.setattr(checker, "WALL", 1)
+    check(1)(grammar.json_schema(PLACE))
+
+
+def test_a_checker_that_is_ended_while_it_starts(load, monkeypatch, tmp_path):
+    """A client of a server whose second one starts is answered. If that ends, too, no grammar is to blame."""
+    once, always = tmp_path / "once.py", tmp_path / "always.py"
+    kill = "os.kill(os.getpid(), signal.SIGKILL)"
+    always.write_text(child_that(kill))
+    once.write_text(child_that(f"if not os.path.exists({str(tmp_path / 'seen')!r}):\n"
+                               f"    open({str(tmp_path / 'seen')!r}, 'w').close()\n    {kill}"))  # fmt: skip
+    with serving(load()) as client:
+        monkeypatch.setattr(checker, "SCRIPT", always)
+        answer = chat(client, **schema(PLACE))
+        sentence = "grammars cannot be checked now, since the process that does it ends; try again later"
+        assert said(answer, 503) == sentence and answer.headers["retry-after"] == "1"
+        assert chat(client).status_code == 200
+        monkeypatch.setattr(checker, "SCRIPT", once)
+        assert chat(client, **schema(PLACE)).status_code == 200
+        assert (tmp_path / "seen").exists()
+
+
 def test_a_grammar_that_is_slow_to_follow_ends_its_request_alone(load):
     with serving(engine := load(), grammar_seconds=60) as client, ThreadPoolExecutor(1) as pool:
         engine.session.grammars.pace = 1e-6
