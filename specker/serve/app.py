@@ -16,6 +16,7 @@ from fastapi import FastAPI, Request
 from fastapi.middleware.cors import CORSMiddleware
 from fastapi.responses import HTMLResponse, JSONResponse, Response, StreamingResponse
 from starlette.exceptions import HTTPException
+from starlette.routing import Route
 
 from specker.checkpoints.tokenizer import Tokens
 from specker.runtime import harmony, strategies
@@ -369,4 +370,7 @@ def application(engine: Engine, serving: Serving, sampling: dict[str, float]) ->
             shown = await asyncio.get_running_loop().run_in_executor(server.viewer, live.data)
             return Response(shown, media_type="application/json")
 
+    for route in app.routes:
+        if isinstance(route, Route) and "GET" in (methods := route.methods or set()):
+            methods.add("HEAD")  # as of any web server; starlette's own routes have it
     return app
