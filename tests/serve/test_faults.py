@@ -4,6 +4,7 @@ request holds a page, and the next request is served."""
 import asyncio
 import contextlib
 import json
+import re
 import signal
 import socket
 import threading
