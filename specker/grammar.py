@@ -42,7 +42,7 @@ def json_schema(schema: Schema, separators: tuple[str, str] | None = None) -> st
 
 def embedded(schema: Schema) -> str:
     """JSON that is valid for a schema, as a part of a Lark grammar. Raises ValueError for what is no JSON object."""
-    return "%json " + json.dumps({"x-guidance": {"whitespace_pattern": SPACE}} | json.loads(_checked(schema)))
+    return "%json " + _checked(schema, {"x-guidance": {"whitespace_pattern": SPACE}})
 
 
 def after(lead: str, form: str) -> str:
@@ -77,7 +77,7 @@ def tagged(tags: Sequence[Tag], trigger: str | None = None, *, special: bool = F
     if not tags or not trigger or not all(tag.begin.startswith(trigger) for tag in tags):
         raise ValueError(f"tags must begin with one trigger, got {trigger!r} and {[tag.begin for tag in tags]}")
     how = {"x-guidance": {"whitespace_pattern": SPACE}}
-    parts = [(tag.begin, json.dumps(how | json.loads(_checked(tag.schema))), tag.end) for tag in tags]
+    parts = [(tag.begin, _checked(tag.schema, how), tag.end) for tag in tags]
     if not required:
         tag = library().StructTag
         made = [tag(trigger=trigger, begin=begin, grammar=schema, end=end) for begin, schema, end in parts]
@@ -100,12 +100,12 @@ def library() -> Any:
     return llguidance
 
 
-def _checked(schema: Schema) -> str:
-    """The schema as JSON."""
+def _checked(schema: Schema, usual: Mapping[str, Any] | None = None) -> str:
+    """The schema as JSON, with the keys of `usual` that it lacks."""
     try:
         found = json.loads(schema) if isinstance(schema, str) else dict(schema)
         if isinstance(found, dict):
-            return json.dumps(found)
+            return json.dumps({**(usual or {}), **found})
         why = f"it is {type(found).__name__}"
     except RecursionError:
         why = "it is nested too deeply"

@@ -1,7 +1,10 @@
 """A server in a thread, for tests, and what they look at."""
 
 import json
+import re
 import socket
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -33,6 +36,28 @@ def serving(engine: Engine, sampling: dict[str, float] | None = None, **settings
     server.should_exit = True
     thread.join(30)
     assert not thread.is_alive(), (server.server_state.tasks, server.server_state.connections)
+
+
+@contextmanager
+def command(models: dict[str, Any], *words: str, before: str = "") -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """The process of `specker serve`, and its address. `before`: Python that runs first."""
+    script = f"import sys, threading\nfrom specker.cli import serve\n{before}\nsys.exit(serve.main(sys.argv[1:]))"
+    flags = {"target": models["target"], "port": 0, "strategy": "ar", "batch-size": 2, "device": "cpu"}
+    flags |= {"dtype": "float64", "temperature": 0}
+    argv = [str(word) for name, value in flags.items() for word in (f"--{name}", value)] + list(words)
+    server = subprocess.Popen([sys.executable, "-c", script, *argv], stderr=subprocess.PIPE, text=True)
+    try:
+        said, lines = "", server.stderr
+        assert lines is not None
+        while not (found := re.search(r"(http://[\d.:]+)/v1", said)):
+            said += (line := lines.readline())
+            assert line, said
+        server.said = said  # type: ignore[attr-defined]
+        yield server, found[1]
+    finally:
+        server.kill()
+        server.wait()
+        server.stderr.close()  # type: ignore[union-attr]
 
 
 def until(holds: Callable[[], object], seconds: float = 20) -> None:

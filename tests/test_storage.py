@@ -40,6 +40,17 @@ def test_an_unknown_name_removes_nothing(root: Path, capsys: pytest.CaptureFixtu
     assert (root / "model.gguf").exists()
 
 
+def test_verify_and_clear_exclude_each_other(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--verify", "--clear", "all"]) == 2 and (root / "model.gguf").exists()
+    assert "--verify and --clear exclude each other" in capsys.readouterr().err
+    assert main(["--verify"]) == 1
+    said = capsys.readouterr().out.splitlines()
+    assert [line.partition(";")[0] for line in said] == [
+        f"gguf/{name}: damaged, converted.json cannot be read (No such file or directory)"
+        for name in ("a-1-packed", "b-2")
+    ]
+
+
 def test_an_empty_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setenv("SPECKER_CACHE", str(tmp_path / "none"))
     assert main([]) == 0 and "0 B" in capsys.readouterr().out

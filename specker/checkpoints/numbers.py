@@ -91,6 +91,13 @@ def check_size(name: str, value: Any, where: str) -> None:
         raise CheckpointError(f"{name} must be a whole number from 1 to {MOST[name]}, but {where} {got}")
 
 
+def check_dtype(raw: dict[str, Any]) -> None:
+    """Raise CheckpointError unless the stored type is a name. Composite models have one for each part."""
+    for name in ("dtype", "torch_dtype"):
+        if not isinstance(value := raw.get(name), str | dict | None):
+            raise CheckpointError(f"{name} must be a string, but config.json has {short(value)}")
+
+
 def check_experts(count: int, layers: int) -> None:
     """Raise CheckpointError for more experts in all layers than specker lists."""
     if count * layers > EXPERTS:

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from specker.checkpoints.architectures import ARCHITECTURES, FULL, LAYER_TYPES, SLIDING, Architecture
-from specker.checkpoints.numbers import check_experts, check_factors, check_sizes
+from specker.checkpoints.numbers import check_dtype, check_experts, check_factors, check_sizes
 from specker.checkpoints.settings import ROPES as OWN_ROPES
 from specker.checkpoints.settings import config_of, frequencies
 from specker.fields import option
@@ -39,6 +39,7 @@ def parse_config(
     its = ARCHITECTURES[arch]
     check_sizes(folder / "config.json", raw, its.experts if not its.mixes or raw.get(its.mixes) else ())
     check_factors(raw)
+    check_dtype(raw)
     hf = _hf_config(folder, raw, arch)
     act = getattr(hf, its.activation) if its.activation else "silu"
     if act not in ACTIVATIONS:

@@ -1,4 +1,4 @@
-"""List and remove what specker keeps on disk: `specker cache --help`.
+"""List, verify and remove what specker keeps on disk: `specker cache --help`.
 
 Everything there is made or fetched again when it is needed, except the token counts and the history of conversations,
 which come from your own runs.
@@ -26,15 +26,18 @@ ABOUT = {
     "tokenizers": "orders and hashes of tokenizers",
     "vocab": "counts of the tokens that targets wrote",
 }
-USAGE = "specker cache [--clear NAME ...]"
+USAGE = "specker cache [--verify] [--clear NAME ...]"
 
 
 @dataclass(frozen=True)
 class Job:
+    verify: bool = opt(False, "compare converted GGUF files with what was written; exit code 1 if one is damaged")
     clear: tuple[str, ...] = opt((), "remove these entries of the list; `all` removes everything", "NAME")
 
     def __post_init__(self) -> None:
         check_fields(self)
+        if self.verify and self.clear:
+            raise ValueError("--verify and --clear exclude each other")
 
 
 @dataclass(frozen=True)
@@ -77,7 +80,28 @@ def clear(names: Sequence[str]) -> list[Entry]:
     return chosen
 
 
+def verified() -> int:
+    """Print for each converted GGUF file whether it is as it was written. Returns how many are not."""
+    from specker.checkpoints.gguf.cache import verify
+
+    damaged = 0
+    for entry in entries():
+        if entry.about != ABOUT["gguf"]:
+            continue
+        try:
+            wrong = verify(entry.path)
+        except LookupError:
+            print(f"{entry.name}: made by an earlier version, without digests")
+            continue
+        damaged += wrong is not None
+        remedy = f"; specker cache --clear {entry.name} removes it, and the next use converts the file again"
+        print(f"{entry.name}: {'as it was converted' if wrong is None else f'damaged, {wrong}{remedy}'}", flush=True)
+    return damaged
+
+
 def run(job: Job) -> int:
+    if job.verify:
+        return int(verified() > 0)
     if job.clear:
         gone = clear(job.clear)
         print(f"removed {len(gone)} of {cache_root()}: {readable(sum(entry.size for entry in gone))}")
@@ -106,7 +130,7 @@ def readable(size: int) -> str:
 
 
 def parser() -> Parser:
-    top = Parser("specker cache", USAGE, "List what specker keeps on disk ($SPECKER_CACHE), or remove it.", "")
+    top = Parser("specker cache", USAGE, "List what specker keeps on disk ($SPECKER_CACHE), verify or remove it.", "")
     top.add(Job, "options")
     top.prints("options", "-h", "--help", help="show this help and exit", text=lambda _: top.format_help())
     return top

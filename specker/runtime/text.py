@@ -2,6 +2,7 @@
 
 import inspect
 import operator
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -20,6 +21,9 @@ Prompts = Sequence[str] | Sequence[Sequence[int]] | Sequence[Prompt]
 
 UNFIT = TypeError, ValueError, ArithmeticError, LookupError, AttributeError, RecursionError
 """What a template raises for messages of another form than it expects."""
+
+
+ROLES = "system", "developer", "user", "assistant", "tool"
 
 
 class TooLong(ValueError):
@@ -65,11 +69,12 @@ def rendered(
     `add_generation_prompt`: begin the assistant's turn. `continue_final_message`: instead end within the last message,
     after its text. `more`: further variables of the template, such as `tools`. Messages of a model that answers in
     Harmony may have `reasoning_content` and several calls. Raises ValueError if there is no chat template, if it
-    refuses the messages or changes the one to continue, or for messages without a role."""
+    refuses the messages or changes the one to continue, or for messages without a known role."""
     if not isinstance(messages, list | tuple) or not all(isinstance(m, dict) and "role" in m for m in messages):
         raise ValueError(f"messages must be a list of dicts, each with its role and content, got {messages!r}")
     if not getattr(target.tokenizer, "chat_template", None):
         raise ValueError(f"the tokenizer of {name} has no chat template, which {option('chat')} needs")
+    messages = _with_known_roles(messages, str(target.tokenizer.chat_template))
     from jinja2 import TemplateError  # torch depends on it
 
     how = {"add_generation_prompt": add_generation_prompt, "continue_final_message": continue_final_message}
@@ -81,6 +86,19 @@ def rendered(
             said = f"the chat template of {name} changes the last message, so it has no continuation"
             raise ValueError(said) from None
         raise ValueError(f"the chat template of {name} refuses the conversation: {error}") from None
+
+
+def _with_known_roles(messages: Sequence[dict[str, Any]], template: str) -> list[dict[str, Any]]:
+    """The messages as a chat template reads them: `developer`, OpenAI's later name of `system`, is that unless the
+    template names it. Raises ValueError for a role that is none of ROLES and that the template does not name either."""
+    named, made = {*re.findall(r"""['"](\w+)['"]""", template)}, []
+    for n, message in enumerate(messages):
+        role = message["role"]
+        if role not in (*ROLES, *named):
+            known = f"{', '.join(ROLES[:-1])} or {ROLES[-1]}"
+            raise ValueError(f"messages[{n}].role must be {known}, got {repr(role)[:60]}")
+        made.append(message if role != "developer" or role in named else {**message, "role": "system"})
+    return made
 
 
 def reserved(tokenizer: Any) -> frozenset[str]:

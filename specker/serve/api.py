@@ -7,7 +7,7 @@ import secrets
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import fields
-from typing import Annotated, Any, Literal, Self, TypeVar
+from typing import Annotated, Any, Literal, Self, TypeVar, get_args
 
 from pydantic import (
     AliasChoices,
@@ -17,6 +17,7 @@ from pydantic import (
     Field,
     StrictInt,
     Tag,
+    ValidationInfo,
     field_validator,
     model_validator,
 )
@@ -36,12 +37,23 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {  # fields that are not supported, and th
     "functions": ([],),
 }
 
+NO_TRUTH = "true and false are not allowed here"
+
 T = TypeVar("T")
 Items = Annotated[list[T], Field(fail_fast=True)]  # a million wrong items would make a million errors, gigabytes
 
 
 class Strict(BaseModel):
     model_config = ConfigDict(extra="forbid")
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _no_truth(cls, given: Any, about: ValidationInfo) -> Any:
+        """pydantic takes true for the number 1."""
+        kind = cls.model_fields[about.field_name or ""].annotation
+        if isinstance(given, bool) and {kind, *get_args(kind)}.isdisjoint({bool, Any}):
+            raise ValueError(NO_TRUTH)
+        return given
 
 
 class StreamOptions(Strict):
@@ -105,6 +117,13 @@ class Asked(Strict):
                 raise ValueError(f"{name} is not supported")
         left_out = IGNORED | {*NEUTRAL} | {name for name, value in given.items() if value is None}
         return {name: value for name, value in given.items() if name not in left_out}
+
+    @field_validator("logit_bias", mode="before")
+    @classmethod
+    def _biases(cls, given: Any) -> Any:
+        if isinstance(given, dict) and any(isinstance(value, bool) for value in given.values()):
+            raise ValueError(NO_TRUTH)
+        return given
 
     @field_validator("stop")
     @classmethod

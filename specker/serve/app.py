@@ -2,7 +2,6 @@
 
 import asyncio
 import logging
-import os
 import re
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -17,6 +16,7 @@ from fastapi import FastAPI, Request
 from fastapi.middleware.cors import CORSMiddleware
 from fastapi.responses import HTMLResponse, JSONResponse, Response, StreamingResponse
 from starlette.exceptions import HTTPException
+from starlette.routing import Route
 
 from specker.checkpoints.tokenizer import Tokens
 from specker.runtime import harmony, strategies
@@ -26,9 +26,10 @@ from specker.runtime.text import TooLong, rendered, reserved
 from specker.serve import channels, infill, reasoning, tools
 from specker.serve.answers import ChatAnswer, TextAnswer
 from specker.serve.api import Asked, Chat, Completion, Tokenize
-from specker.serve.checker import Checker
+from specker.serve.checker import Checker, Unavailable
 from specker.serve.encoder import Encoder
 from specker.serve.errors import failure, handlers
+from specker.serve.hosts import Hosts
 from specker.serve.limits import Limits
 from specker.serve.messages import Conversation, MessagesAnswer, MessagesRequest
 from specker.serve.pieces import Pieces, Reading
@@ -37,7 +38,7 @@ from specker.serve.settings import Serving
 from specker.serve.tool_formats import TAGS, format_of
 from specker.serve.worker import Busy, Call, Failed, Worker
 from specker.view.live import Live
-from specker.view.page import LIVE_POLICY
+from specker.view.page import LIVE_POLICY, UNFRAMED
 
 log = logging.getLogger(__name__)
 
@@ -53,7 +54,7 @@ class Server:
     def __init__(self, engine: Engine, serving: Serving, sampling: dict[str, float]):
         """`sampling`: of requests that do not say; it goes before `engine.usual_sampling`."""
         self.engine = engine
-        self.key = serving.api_key or os.environ.get("SPECKER_API_KEY")
+        self.key = serving.api_key
         self.salt = "" if self.key else None  # of requests without one: those with a key trust one another
         self.name = serving.name or Path(engine.models.split(" + ")[0]).name
         engine.target_name = engine.session.name = self.name  # errors name the model, never a path
@@ -236,6 +237,8 @@ class Server:
             return result
         except ValueError as error:
             raise HTTPException(413 if isinstance(error, TooLong) else 400, _said(error)) from None
+        except Unavailable as error:
+            raise HTTPException(503, str(error), {"Retry-After": "1"}) from None
         except TimeoutError:
             raise HTTPException(504, self.worker.late) from None
         finally:
@@ -289,7 +292,8 @@ def application(engine: Engine, serving: Serving, sampling: dict[str, float]) ->
     off: dict[str, Any] = {"docs_url": None, "redoc_url": None, "openapi_url": None}  # the pages load scripts from afar
     app = FastAPI(title="specker", lifespan=server.running, exception_handlers=handlers(), **off)
     app.state.server = server
-    app.add_middleware(Limits, key=server.key, body=serving.body << 20, seconds=serving.client_seconds)
+    limits: dict[str, Any] = {"key": server.key, "body": serving.body << 20, "seconds": serving.client_seconds}
+    app.add_middleware(Limits, hosts=Hosts(serving), **limits)
     if serving.allow_origin:
         app.add_middleware(CORSMiddleware, allow_origins=serving.allow_origin, allow_methods=["*"], allow_headers=["*"])
 
@@ -359,11 +363,14 @@ def application(engine: Engine, serving: Serving, sampling: dict[str, float]) ->
         @app.get("/view")
         async def view() -> Response:
             page = await asyncio.get_running_loop().run_in_executor(server.viewer, live.html)
-            return HTMLResponse(page, headers={"Content-Security-Policy": LIVE_POLICY})
+            return HTMLResponse(page, headers={"Content-Security-Policy": f"{LIVE_POLICY}; {UNFRAMED}"})
 
         @app.get("/view/data")
         async def data() -> Response:
             shown = await asyncio.get_running_loop().run_in_executor(server.viewer, live.data)
             return Response(shown, media_type="application/json")
 
+    for route in app.routes:
+        if isinstance(route, Route) and "GET" in (methods := route.methods or set()):
+            methods.add("HEAD")  # as of any web server; starlette's own routes have it
     return app

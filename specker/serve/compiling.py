@@ -1,7 +1,7 @@
 """The child process of checker.py. It imports nothing but llguidance, so it starts in a tenth of a second.
 
-It reads lines of JSON: first its settings, then grammars. For each grammar it writes a line with what is wrong with it,
-"" for nothing. It ends itself with a signal when a grammar takes too much."""
+It reads lines of JSON: first its settings, then grammars. It writes a line when it is ready, and for each grammar one
+with what is wrong with it, "" for nothing. It ends itself with a signal when a grammar takes too much."""
 
 import json
 import os
@@ -18,6 +18,7 @@ def main() -> None:
     about = json.loads(sys.stdin.readline())
     tokenizer, limits = LLTokenizer(**about["tokenizer"]), LLParserLimits(**about["limits"])
     limit_memory(about["memory"])
+    print(json.dumps("ready"), flush=True)
     for line in sys.stdin:
         signal.setitimer(signal.ITIMER_PROF, about["seconds"])
         try:

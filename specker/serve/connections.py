@@ -1,10 +1,15 @@
 """The HTTP server (uvicorn): its settings, what one client may hold, and how signals end it."""
 
 import asyncio
+import errno
+import logging
 import os
+import resource
+import socket
 import sys
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from types import FrameType
 from typing import Any
@@ -15,13 +20,19 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from specker.serve.settings import Serving
 
+log = logging.getLogger(__name__)
+
 FULL = b"HTTP/1.1 503 Service Unavailable\r\nconnection: close\r\ncontent-length: 21\r\n\r\ntoo many connections\n"
 MARGIN = 10  # seconds beyond the time limit of a request, in which the server can end by itself
+BACKLOG = 64  # connections that may wait to be accepted, and that asyncio accepts in one turn
+FILES = 128  # that the server has open besides, such as pipes, models and --lookup-file
+QUIET = 60.0  # seconds between two lines about connections that cannot be accepted
+NO_ROOM = errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM
 
 
 def config(app: Any, serving: Serving) -> uvicorn.Config:
     class Limited(Protocol):
-        most, seconds = serving.connections, serving.client_seconds
+        most, seconds = fitting(serving.connections), serving.client_seconds
 
     return uvicorn.Config(
         app,
@@ -29,9 +40,23 @@ def config(app: Any, serving: Serving) -> uvicorn.Config:
         ws="none",
         log_config=None,
         access_log=False,
+        backlog=BACKLOG,
         timeout_keep_alive=75,  # a client must not reuse a connection just as it is closed
         timeout_graceful_shutdown=int(serving.seconds) + 1,
     )
+
+
+def fitting(connections: int) -> int:
+    """As many connections as may be open at once. The process's limit of open files is raised to what it may be."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with suppress(OSError, ValueError):  # macOS names a limit that it does not allow
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    free = limit - BACKLOG - FILES
+    if limit == resource.RLIM_INFINITY or connections <= free:
+        return connections
+    log.warning("%d connections may be open, since the limit of open files is %d (ulimit -n)", max(1, free), limit)
+    return max(1, free)
 
 
 class Protocol(H11Protocol):
@@ -101,6 +126,10 @@ class Server(uvicorn.Server):
         super().__init__(config)
         self.grace = serving.seconds + MARGIN
 
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        asyncio.get_running_loop().set_exception_handler(NotAccepted())
+        await super().startup(sockets)
+
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         if self.should_exit:
             _leave(sig, "specker: interrupted")
@@ -109,6 +138,21 @@ class Server(uvicorn.Server):
         end = threading.Timer(self.grace, _leave, (sig, said))
         end.daemon = True
         end.start()
+
+
+class NotAccepted:
+    """Says now and then that connections cannot be accepted; asyncio would write a traceback for each of them."""
+
+    def __init__(self) -> None:
+        self._next = -QUIET  # seconds of the loop's clock before which nothing is said
+
+    def __call__(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        error = context.get("exception")
+        if not isinstance(error, OSError) or error.errno not in NO_ROOM:
+            loop.default_exception_handler(context)
+        elif loop.time() >= self._next:
+            self._next = loop.time() + QUIET
+            log.warning("connections cannot be accepted: %s", error.strerror)
 
 
 def _leave(sig: int, said: str) -> None:

@@ -1,6 +1,8 @@
 """Errors in the form of the endpoint's API, each with one sentence."""
 
+import re
 from collections.abc import Mapping
+from http import HTTPStatus
 from typing import Any
 
 from fastapi import Request
@@ -10,11 +12,17 @@ from starlette.exceptions import HTTPException
 
 from specker.serve.api import place
 
+UNREADABLE = "the body is not JSON in UTF-8, or has a number of too many digits or is nested too deeply"
+JARGON = re.compile(
+    r" or object to extract fields from| after validation, not \d+|, (unable to|got a) .*"
+)  # pydantic's
 LENGTH = 300  # characters of a message, which may show a part of what was sent
+SHOWN = 60  # of a path
 TYPES = "str", "Choice"  # of fields that may have several
 KINDS = {  # of Anthropic's errors
     400: "invalid_request_error",
     401: "authentication_error",
+    403: "permission_error",
     404: "not_found_error",
     413: "request_too_large",
     429: "rate_limit_error",
@@ -40,12 +48,21 @@ def handlers() -> dict[Any, Any]:
     """Exception handlers of the application."""
 
     def refused(request: Request, error: HTTPException) -> Response:
-        return failure(error.status_code, str(error.detail), error.headers, request.url.path)
+        said = str(error.detail)
+        if isinstance(error.__cause__, ValueError | RecursionError):  # FastAPI's, about the body
+            said = UNREADABLE
+        elif said == HTTPStatus(error.status_code).phrase:  # starlette's
+            said = f"{said}: {request.method} {request.url.path[:SHOWN]}"
+        return failure(error.status_code, said, error.headers, request.url.path)
 
     def invalid(request: Request, error: RequestValidationError) -> Response:
         for each in error.errors():
             _forget_frames(each.get("ctx", {}).get("error"))
-        return failure(400, sentence(error.errors()[0], inside=1), path=request.url.path)
+        first = error.errors()[0]
+        said = sentence(first, inside=1)
+        if isinstance(first["input"], bytes):  # which FastAPI did not take for JSON
+            said = "the header Content-Type must be application/json"
+        return failure(400, said, path=request.url.path)
 
     def broken(request: Request, _: Exception) -> Response:
         return failure(500, "internal error; the server's log says why", path=request.url.path)
@@ -68,9 +85,13 @@ def sentence(error: Mapping[str, Any], inside: int = 0) -> str:
         return "the body is not JSON"
     if error["type"] == "model_attributes_type" and not names:
         return "the body must be a JSON object"
+    if error["type"] == "missing" and not names:
+        return "the body is missing: a JSON object"
+    if error["type"] == "int_parsing_size":
+        return f"{place(names)}: Input should be a valid integer"
     if error["type"] == "extra_forbidden":
         return f"there is no field {error['loc'][-1]!r}"
-    message = error["msg"].removeprefix("Value error, ")
+    message = JARGON.sub("", error["msg"].removeprefix("Value error, "))
     return f"{place(names)}: {message}" if names else message
 
 

@@ -157,6 +157,11 @@ class Conversation(Strict):
         messages = [{"role": "system", "content": self.system}] if self.system else []
         messages += [message for turn in self.messages for message in turn.of_chat()]
         last, choice = messages[-1], self.tool_choice
+        continues = last["role"] == "assistant" and "tool_calls" not in last
+        if continues and not last.get("content"):
+            raise ValueError(
+                "messages: the last one is the assistant's, so it needs a text, which the answer continues"
+            )
         form = self.output_config.format if self.output_config else None
         self._chat = chat_of(
             {name: getattr(self, name) for name in same}
@@ -168,7 +173,7 @@ class Conversation(Strict):
                 "parallel_tool_calls": False if choice and choice.disable_parallel_tool_use else None,
                 "response_format": {"type": "json_schema", "json_schema": {"schema": form.schema_}} if form else None,
                 "chat_template_kwargs": self.thinking.variables() if self.thinking else None,
-                "continue_final_message": last["role"] == "assistant" and "tool_calls" not in last,
+                "continue_final_message": continues,
             },
             {"stop": "stop_sequences", "response_format": "output_config.format", "parameters": "input_schema"},
         )

@@ -11,6 +11,7 @@ import sys
 import uuid
 from collections.abc import Iterable, Mapping
 from typing import Any, ClassVar
+from urllib.parse import unquote
 
 from specker import grammar
 
@@ -21,6 +22,7 @@ Read = tuple[list[tuple[str, Any]], int]  # names and arguments of calls, and th
 TEXT = r"TEXT: /(.|\n)*/"
 NEXT, LAST = r'"\n"', r'"\n</parameter>\n"'  # around an argument of Qwen3-Coder's
 PARAMETERS = '%s", "parameters": '
+LONGEST = 16 << 20  # characters of the grammar of a request's tools
 CHAIN = 8  # definitions that refer to one another, at most
 DEFINITIONS = "$defs", "definitions"  # where a schema keeps those that it refers to
 
@@ -52,7 +54,7 @@ class Format:
         """A free text with calls, or if they are `required` one that begins with a call. Unless there may be `several`,
         the text ends with the first one."""
         [begin] = self.begins
-        bodies = [self.body(name, schema, special, f"f{n}") for n, (name, schema) in enumerate(functions.items())]
+        bodies = (self.body(name, schema, special, f"f{n}") for n, (name, schema) in enumerate(functions.items()))
         if required:
             start = [f"start: {spelled(begin, special)} body"]
         elif begin in special:
@@ -104,17 +106,18 @@ class QwenCoder(Format):
 
     def body(self, name: str, schema: dict[str, Any], special: Special, prefix: str) -> list[str]:
         rules = [rf"{prefix}_text[suffix={LAST}]: /(.|\n)*/"]
-        shared: dict[str, Any] = {key: schema[key] for key in DEFINITIONS if key in schema}
+        shared = Definitions(schema)
         properties, needed = _arguments(name, schema)
-        parts = []
+        parts, size = [], 0
         for n, (key, one) in enumerate(properties.items()):
-            value = f"{grammar.embedded({**one, **shared} if isinstance(one, dict) else {})} {LAST}"
+            value = f"{grammar.embedded({**one, **shared.of(one)} if isinstance(one, dict) else {})} {LAST}"
             if _is_text(one):
                 choices = one.get("enum") or ([one["const"]] if "const" in one else None)
                 ends = [json.dumps(f"{choice}\n</parameter>\n") for choice in choices or ()]
                 value = f"({' | '.join(ends)})" if choices else f"{prefix}_text"
             rules.append(f"{prefix}_{n}: {spelled(f'<parameter={key}>', {})} {NEXT} {value}")
             parts.append(f"{prefix}_{n}" if key in needed else f"{prefix}_{n}?")
+            size = bounded(size + len(value))
         begin, end = spelled(f"\n<function={name}>\n", special), spelled("</function>\n</tool_call>", special)
         return [" ".join((begin, *parts, end)), *(rules if parts else [])]
 
@@ -152,7 +155,7 @@ class Llama(Format):
             start.append(r'PLAIN: /(.|\n)*/ & ~/\{"name": "(.|\n)*/')
         more = ' ("; " call)*' if several else ""
         start.append(f"calls: call{more}\ncall: {json.dumps(begin)} body")
-        return written(start, "body", [self.body(name, schema, special, "") for name, schema in functions.items()])
+        return written(start, "body", (self.body(name, schema, special, "") for name, schema in functions.items()))
 
     def body(self, name: str, schema: dict[str, Any], special: Special, prefix: str) -> list[str]:
         return [f"{spelled(PARAMETERS % name, {})} {grammar.embedded(schema)} {spelled('}', {})}"]
@@ -180,7 +183,7 @@ class Mistral(Format):
             start = [f"start: TEXT | TEXT {calls}", TEXT]
         else:
             start = [f"start: TEXT | head {calls.removeprefix(begin)}", TEXT, f"head[lazy]: TEXT {begin}"]
-        return written(start, "call", [self.body(name, schema, special, "") for name, schema in functions.items()])
+        return written(start, "call", (self.body(name, schema, special, "") for name, schema in functions.items()))
 
     def body(self, name: str, schema: dict[str, Any], special: Special, prefix: str) -> list[str]:
         begin = json.dumps(f'{{"name": "{name}", "arguments": ')
@@ -236,12 +239,61 @@ def spelled(text: str, special: Special) -> str:
     return " ".join(f"<[{special[part]}]>" if part in special else json.dumps(part) for part in parts if part)
 
 
-def written(start: Iterable[str], name: str, bodies: list[list[str]]) -> str:
-    """A Lark grammar with a rule `name` that is one of the bodies."""
-    rules = [f"{name}_{n}: {body}" for n, (body, *_) in enumerate(bodies)]
-    either = f"{name}: " + " | ".join(f"{name}_{n}" for n in range(len(bodies)))
-    more = [rule for _, *others in bodies for rule in others]
+def written(start: Iterable[str], name: str, bodies: Iterable[list[str]]) -> str:
+    """A Lark grammar with a rule `name` that is one of the bodies. Raises ValueError if it is too long."""
+    rules: list[str] = []
+    more: list[str] = []
+    size = 0
+    for n, (body, *others) in enumerate(bodies):
+        rules.append(f"{name}_{n}: {body}")
+        more += others
+        size = bounded(size + len(body) + sum(map(len, others)))
+    either = f"{name}: " + " | ".join(f"{name}_{n}" for n in range(len(rules)))
     return "\n".join(("%llguidance {}", *start, either, *rules, *more, ""))
+
+
+def bounded(size: int) -> int:
+    """Return a number of characters. Raises ValueError if a grammar must not have so many."""
+    if size > LONGEST:
+        raise ValueError(f"the tools are too complex: their grammar has more than {LONGEST:,} characters")
+    return size
+
+
+class Definitions:
+    """The definitions of a schema, of which each argument's own schema takes those that it needs. All of them for each
+    argument would be the square of what was sent."""
+
+    def __init__(self, schema: dict[str, Any]):
+        self._all = {key: found for key in DEFINITIONS if isinstance(found := schema.get(key), dict)}
+        self._needs = {(key, name): self._named(one) for key, found in self._all.items() for name, one in found.items()}
+
+    def of(self, schema: dict[str, Any]) -> dict[str, dict[str, Any]]:
+        """Those to which a schema refers, also through others, as it has to hold them."""
+        found: dict[str, dict[str, Any]] = {}
+        left = self._named(schema)
+        while left:
+            key, name = left.pop()
+            if name not in found.setdefault(key, {}):
+                found[key][name] = self._all[key][name]
+                left |= self._needs[key, name]
+        return found
+
+    def _named(self, schema: Any) -> set[tuple[str, str]]:
+        """The definitions that a schema names; all if it refers to something else, such as the whole."""
+        named: set[tuple[str, str]] = set()
+        inside = [schema]
+        while inside:
+            one = inside.pop()
+            if isinstance(one, dict | list):
+                inside += one.values() if isinstance(one, dict) else one
+            if isinstance(one, dict) and isinstance(ref := one.get("$ref"), str):
+                _, key, name, *_ = [*unquote(ref).split("/"), "", ""]
+                name = name.replace("~1", "/").replace("~0", "~")
+                if not ref.startswith("#/") or key not in DEFINITIONS:
+                    return {(key, name) for key, found in self._all.items() for name in found}
+                if name in self._all.get(key, ()):
+                    named.add((key, name))
+        return named
 
 
 def _arguments(name: str, schema: Any) -> tuple[dict[str, Any], list[Any]]:

@@ -24,6 +24,7 @@ FILES = ("page.html", "page.css", "uplot.min.css", "uplot.min.js", "uplot.LICENS
 # The page's Content-Security-Policy. A live page may also ask its own server.
 POLICY = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data:"
 LIVE_POLICY = f"{POLICY}; connect-src 'self'"
+UNFRAMED = "frame-ancestors 'none'"  # for the header alone: browsers ignore it in the page
 
 
 def filled(shown: str, live: bool = False) -> str:

@@ -15,7 +15,27 @@ MEASURED = (  # what page.py calculates with
     *("draft", "search", "verify", "accept", "watch", "commit"),
     *("width", "score", "passes", "seconds"),
 )
+MOST = 300  # digits of a number: a page's JSON has no infinity, and page.py multiplies seconds by 1000
 LASTS = ("recovered", "bonus", "own", "accepted")
+
+
+class _Unfit(ValueError):
+    """A number that a page cannot hold."""
+
+
+def _number(digits: str) -> float:
+    if not abs(number := float(digits)) < 10.0**MOST:  # NaN, too
+        raise _Unfit(digits)
+    return number
+
+
+def _whole(digits: str) -> int:
+    if len(digits) > MOST:
+        raise _Unfit(digits)
+    return int(digits)
+
+
+JSON = json.JSONDecoder(parse_float=_number, parse_int=_whole, parse_constant=_number)
 
 
 @dataclass
@@ -66,7 +86,9 @@ def parse_unfinished(lines: Iterable[str], name: str) -> Traced:
             continue
         where = f"{name} line {number}"
         try:
-            row = json.loads(line)
+            row = JSON.decode(line)
+        except _Unfit as error:
+            raise ValueError(f"{where}: {str(error)[:20]} is no number of a trace: it must be below 1e{MOST}") from None
         except (ValueError, RecursionError) as error:
             cut = isinstance(error, json.JSONDecodeError) and number == len(lines) and line.startswith("{")
             if found is None or not cut:
@@ -79,10 +101,10 @@ def parse_unfinished(lines: Iterable[str], name: str) -> Traced:
             found = Traced(name, _header(row, where), [], {})
         elif "path" in row:
             _round(row, open_, found.names, where)
-        elif isinstance(row.get("begin"), int) and isinstance(row.get("text"), str):
+        elif _is_whole(row.get("begin")) and isinstance(row.get("text"), str):
             open_[row["begin"]] = turn = Turn(row)
             found.turns.append(turn)
-        elif isinstance(row.get("end"), int) and row["end"] in open_:
+        elif _is_whole(row.get("end")) and row["end"] in open_:
             open_[row["end"]].end = row
         else:
             raise ValueError(f"{where}: not a line of a trace: it begins no request, ends none and is no round")
@@ -96,10 +118,13 @@ def _header(row: dict[str, Any], where: str) -> dict[str, Any]:
         if {"prompt", "draft", "path"} <= set(row):
             raise ValueError(f"{where}: an old trace, without text: run specker.run --trace again")
         raise ValueError(f"{where}: not a trace of specker.run: its first line has no specker_trace")
-    if row["specker_trace"] != VERSION:
+    if row["specker_trace"] != VERSION or row["specker_trace"] is True:
         raise ValueError(f"{where}: a trace of version {row['specker_trace']}, but this specker reads {VERSION}")
     if not isinstance(row.get("strategy"), str) or not isinstance(row.get("target"), str):
         raise ValueError(f"{where}: the header has no strategy or no target")
+    for key in ("draft", "device", "dtype"):
+        if not isinstance(row.get(key), str | None):
+            raise ValueError(f"{where}: the header's {key!r} must be a string, not {row[key]!r:.60}")
     for key in ("sampling", "settings", "remarks"):
         if not isinstance(row.get(key, {}), dict):
             raise ValueError(f"{where}: the header's {key!r} must be an object")
@@ -115,17 +140,17 @@ def _round(row: dict[str, Any], turns: dict[int, Turn], names: dict[int, str], w
     chances = [(row.get(key, [0.0] * n), n) for key, n in (("probability", N), ("agreed", N), ("own", N + 1))]
     fits = len(row["parents"]) == N and len(row["target"]) == N + 1 and len(row["pieces"]) == len(row["tokens"])
     fits = fits and all(isinstance(values, list) and len(values) == n and _numbers(values) for values, n in chances)
-    fits = fits and all(isinstance(p, int) and 0 <= p <= n for n, p in enumerate(row["parents"]))
-    fits = fits and all(isinstance(n, int) and 0 <= n <= N for n in row["path"]) and row["path"][:1] == [0]
-    fits = fits and all(isinstance(t, int) for key in ("tokens", "draft", "target") for t in row[key])
+    fits = fits and all(_is_whole(p) and 0 <= p <= n for n, p in enumerate(row["parents"]))
+    fits = fits and all(_is_whole(n) and 0 <= n <= N for n in row["path"]) and row["path"][:1] == [0]
+    fits = fits and all(_is_whole(t) for key in ("tokens", "draft", "target") for t in row[key])
     fits = fits and all(isinstance(t, str) for t in row["pieces"])
-    fits = fits and row.get("accepted") in range(len(row["tokens"]) + 1) and row.get("last") in LASTS
-    fits = fits and isinstance(row.get("position"), int)
+    fits = fits and _is_whole(row.get("accepted")) and 0 <= row["accepted"] <= len(row["tokens"])
+    fits = fits and row.get("last") in LASTS and _is_whole(row.get("position"))
     for times in (row.get("seconds"), row.get("diffusion", {})):
         fits = fits and isinstance(times, dict) and _numbers(times.get(key, 0) for key in MEASURED)
     if not fits:
         raise ValueError(f"{where}: the round's lists do not fit together, or it lacks a field")
-    if not isinstance(row.get("prompt"), int) or row["prompt"] not in turns:
+    if not _is_whole(row.get("prompt")) or row["prompt"] not in turns:
         raise ValueError(f"{where}: a round of prompt {row.get('prompt')!r}, which has not begun")
     turns[row["prompt"]].rounds.append(row)
     try:
@@ -135,4 +160,9 @@ def _round(row: dict[str, Any], turns: dict[int, Turn], names: dict[int, str], w
 
 
 def _numbers(values: Iterable[Any]) -> bool:
-    return all(isinstance(value, int | float) for value in values)
+    return all(isinstance(value, int | float) and not isinstance(value, bool) for value in values)
+
+
+def _is_whole(value: Any) -> bool:
+    """Whether it is a whole number; true and false are numbers of Python's."""
+    return isinstance(value, int) and not isinstance(value, bool)

@@ -24,6 +24,7 @@ from specker.checkpoints.gguf.cache import DONE, converted, remembered_sha256, s
 from specker.checkpoints.gguf.convert import converted_size
 from specker.checkpoints.gguf.families import FAMILIES
 from specker.checkpoints.tokenizer import Tokenizer, Tokens
+from specker.cli import cache as storage
 from specker.cpu.packed import FORMATS, Packed, pack
 from specker.model.cache import KVCache
 from specker.model.config import CheckpointError
@@ -399,6 +400,63 @@ def test_a_file_is_converted_once_and_again_if_the_folder_is_damaged(model: Path
     write(file, make(model.parent / "other", seed=3))
     assert converted(file) != first  # another file of the same name
     assert len(list((cache / "gguf").iterdir())) == 2  # and no leftovers
+
+
+def test_a_changed_copy_is_found(model: Path, cache: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """By a start at the ends of its files, and by `specker cache --verify` anywhere. Sizes and times stay."""
+    folder = converted(model / "tiny.gguf")
+    name, weights = f"gguf/{folder.name}", (folder / "model.safetensors").read_bytes()
+    files = sorted(path.name for path in folder.iterdir() if path.name != DONE)
+    assert {"model.safetensors", "config.json", "tokenizer.json"} <= {*files} and len(weights) > 100_000
+
+    def verified() -> tuple[int, str]:
+        return storage.main(["--verify"]), capsys.readouterr().out
+
+    def changed(file: Path, at: int) -> None:
+        about, data = file.stat(), bytearray(file.read_bytes())
+        data[at] ^= 1
+        file.write_bytes(data)
+        os.utime(file, ns=(about.st_atime_ns, about.st_mtime_ns))
+
+    assert verified() == (0, f"{name}: as it was converted\n")
+    for each in files:
+        for at in (0, -1):
+            changed(folder / each, at)
+            code, said = verified()
+            assert code == 1 and said.startswith(f"{name}: damaged, {each} has changed; specker cache --clear {name}")
+            assert converted(model / "tiny.gguf") == folder and verified()[0] == 0  # made anew
+    assert (folder / "model.safetensors").read_bytes() == weights
+    about = folder / DONE
+    for data, said in (("{", "is damaged"), ("[]", "is damaged"), ('{"sizes": 5}', "is damaged"), (None, "cannot be")):
+        about.unlink() if data is None else about.write_text(data)
+        assert verified()[0] == 1 and converted(model / "tiny.gguf") == folder and verified()[0] == 0, said
+    about.write_text(json.dumps(json.loads(about.read_text()) | {"files": 5}))
+    assert verified()[1].startswith(f"{name}: damaged, converted.json is damaged; ")
+
+
+def test_a_change_between_the_ends_is_found_by_verify_alone(
+    model: Path, cache: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(f"{CACHE}.ENDS", 1000)
+    folder = converted(model / "tiny.gguf")
+    with (folder / "model.safetensors").open("r+b") as file:
+        file.seek(50_000)
+        byte = file.read(1)
+        file.seek(50_000)
+        file.write(bytes([byte[0] ^ 1]))
+    made = (folder / DONE).stat().st_mtime_ns
+    assert converted(model / "tiny.gguf") == folder and (folder / DONE).stat().st_mtime_ns == made
+    assert storage.main(["--verify"]) == 1 and "model.safetensors has changed" in capsys.readouterr().out
+
+
+def test_a_copy_of_an_earlier_version_is_read(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = converted(model / "tiny.gguf")
+    about = json.loads((folder / DONE).read_text())
+    (folder / DONE).write_text(json.dumps({name: about[name] for name in ("source", "sha256", "sizes")}))
+    made = (folder / DONE).stat().st_mtime_ns
+    assert converted(model / "tiny.gguf") == folder and (folder / DONE).stat().st_mtime_ns == made
+    assert storage.main(["--verify"]) == 0
+    assert capsys.readouterr().out == f"gguf/{folder.name}: made by an earlier version, without digests\n"
 
 
 def test_the_size_of_a_copy_is_known_beforehand(tmp_path: Path) -> None:

@@ -401,7 +401,9 @@ def test_other_refusals(engine, client):
     answer = client.post("/v1/completions", json={"prompt": "a", "x" * 10**6: 1})
     refused(answer, 400, "there is no field 'xxx")
     assert len(answer.content) < 1000
-    refused(client.post("/v1/completions", content=b"[" * 10**5, headers=JSON), 400, "There was an error parsing")
+    refused(
+        client.post("/v1/completions", content=b"[" * 10**5, headers=JSON), 400, "the body is not JSON in UTF-8, or"
+    )
     refused(client.post("/tokenize", content=b'{"prompt": "\\ud800"}', headers=JSON), 400, "prompt: the text has half")
     refused(client.post("/v1/completions", json={"prompt": [1] * 400}), 413, "the prompt has 400 tokens, but")
     refused(client.get("/v1/nothing"), 404, "Not Found")

@@ -7,8 +7,6 @@ import json
 import re
 import signal
 import socket
-import subprocess
-import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -18,11 +16,12 @@ import httpx
 import pytest
 from make_checkpoint import make
 from pairs import perturbed
-from serving import chunks, free, serving, streamed, until
+from serving import chunks, command, free, serving, streamed, until
 
 import specker
 from specker.cli.serve import main
 from specker.serve import connections
+from specker.serve.settings import Serving
 from specker.serve.worker import Busy, Call
 
 LONG = {"prompt": [5, 6, 7], "max_tokens": 380}
@@ -138,9 +137,9 @@ def test_a_client_that_goes_away_ends_its_request(load, slow, stream, queued):
 def leave(client, body, holds):
     """Send a request, wait until `holds`, and close the connection."""
     data = json.dumps(body).encode()
-    head = f"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: {len(data)}"
+    head = "POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
     with socket.create_connection((client.base_url.host, client.base_url.port)) as connection:
-        connection.sendall(f"{head}\r\n\r\n".encode() + data)
+        connection.sendall(f"{head}content-length: {len(data)}\r\n\r\n".encode() + data)
         until(holds)
     return True
 
@@ -237,27 +236,6 @@ def accepts(client):
         return False
 
 
-@contextlib.contextmanager
-def command(models, *words, before=""):
-    """The process of `specker serve`, and its address. `before`: Python that runs first."""
-    script = f"import sys, threading\nfrom specker.cli import serve\n{before}\nsys.exit(serve.main(sys.argv[1:]))"
-    flags = {"target": models["target"], "port": 0, "strategy": "ar", "batch-size": 2, "device": "cpu"}
-    flags |= {"dtype": "float64", "temperature": 0}
-    words = [str(word) for name, value in flags.items() for word in (f"--{name}", value)] + list(words)
-    server = subprocess.Popen([sys.executable, "-c", script, *words], stderr=subprocess.PIPE, text=True)
-    try:
-        said = ""
-        while not (found := re.search(r"(http://[\d.:]+)/v1", said)):
-            said += (line := server.stderr.readline())
-            assert line, said
-        server.said = said
-        yield server, found[1]
-    finally:
-        server.kill()
-        server.wait()
-        server.stderr.close()
-
-
 def test_sigterm_ends_the_command_after_its_requests(models):
     """Before that, each remark on the engine is printed once, as a note."""
     with command(models, "--linear", "cublas") as (server, url):
@@ -324,6 +302,7 @@ def test_what_the_command_prints_before_it_serves(models, monkeypatch, capsys):
         (["--port", "70000"], "--port must be between 0 and 65535, got 70000"),
         (["--host", ""], "--host must not be empty"),
         (["--api-key", ""], "--api-key must not be empty"),
+        (["--allow-host", "http://gpu.lan"], "--allow-host takes names without a port"),
         (["--seconds", "0"], "--seconds must be above 0"),
         (["--client-seconds", "inf"], "--client-seconds must be above 0 and at most 1000000, got inf"),
         (["--temperature", "-1"], "--temperature must be 0 or at least 1e-6"),
@@ -335,6 +314,15 @@ def test_bad_flags_get_one_sentence(argv, sentence, capsys):
     assert main(argv) == 2
     said = capsys.readouterr().err
     assert sentence in said and said.count("\n") == 1
+
+
+def test_an_empty_key_of_the_environment_is_refused_as_the_flags_is(monkeypatch, capsys):
+    monkeypatch.setenv("SPECKER_API_KEY", "")
+    assert main([]) == 2
+    assert capsys.readouterr().err == "specker: error: $SPECKER_API_KEY must not be empty: set a key, or unset it\n"
+    assert Serving(api_key="a").api_key == "a"
+    monkeypatch.setenv("SPECKER_API_KEY", "secret")
+    assert Serving().api_key == "secret"
 
 
 def test_a_port_in_use_and_a_target_without_a_tokenizer(models, tmp_path, capsys):

@@ -1,23 +1,27 @@
 """What a hostile client sends costs the server and its other clients little, and gets one sentence."""
 
 import contextlib
+import errno
 import gc
 import json
+import os
+import signal
 import socket
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
+import httpx
 import pytest
 from fastapi import Response
 from fastapi.exceptions import RequestValidationError
 from make_checkpoint import make
 from pydantic import ValidationError
-from serving import free, serving, until
+from serving import command, free, serving, until
 
 import specker
 from specker import grammar
 from specker.runtime.text import TooLong
-from specker.serve import checker
+from specker.serve import checker, connections, limits
 from specker.serve.api import Chat, Completion, Tokenize
 from specker.serve.checker import Checker
 from specker.serve.messages import MessagesRequest
@@ -114,6 +118,50 @@ def test_what_the_checker_refuses(check, monkeypatch):
     assert check._child is not child
 
 
+def child_that(does):
+    """A program in place of the child, which does this before."""
+    return f"import os, runpy, signal, time\n{does}\nrunpy.run_path({str(checker.SCRIPT)!r}, run_name='__main__')"
+
+
+@pytest.mark.parametrize("sent", [signal.SIGKILL, signal.SIGTERM, signal.SIGSTOP])
+def test_a_checker_that_is_ended_while_idle_is_started_once_more(check, monkeypatch, sent):
+    """One that was stopped ends when its time is over."""
+    monkeypatch.setattr(checker, "WALL", 1)
+    check = check(1)
+    check(grammar.json_schema(PLACE))
+    child = check._child
+    os.kill(child.pid, sent)
+    if sent != signal.SIGSTOP:
+        os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
+    check(grammar.json_schema({"const": 1}))
+    assert check._child.pid != child.pid and child.wait(10) in (-sent, -signal.SIGKILL)
+
+
+def test_the_time_of_a_start_is_not_the_grammars(check, monkeypatch, tmp_path):
+    (tmp_path / "slow.py").write_text(child_that("time.sleep(1.5)"))
+    monkeypatch.setattr(checker, "SCRIPT", tmp_path / "slow.py")
+    monkeypatch.setattr(checker, "WALL", 1)
+    check(1)(grammar.json_schema(PLACE))
+
+
+def test_a_checker_that_is_ended_while_it_starts(load, monkeypatch, tmp_path):
+    """A client of a server whose second one starts is answered. If that ends, too, no grammar is to blame."""
+    once, always = tmp_path / "once.py", tmp_path / "always.py"
+    kill = "os.kill(os.getpid(), signal.SIGKILL)"
+    always.write_text(child_that(kill))
+    once.write_text(child_that(f"if not os.path.exists({str(tmp_path / 'seen')!r}):\n"
+                               f"    open({str(tmp_path / 'seen')!r}, 'w').close()\n    {kill}"))  # fmt: skip
+    with serving(load()) as client:
+        monkeypatch.setattr(checker, "SCRIPT", always)
+        answer = chat(client, **schema(PLACE))
+        sentence = "grammars cannot be checked now, since the process that does it ends; try again later"
+        assert said(answer, 503) == sentence and answer.headers["retry-after"] == "1"
+        assert chat(client).status_code == 200
+        monkeypatch.setattr(checker, "SCRIPT", once)
+        assert chat(client, **schema(PLACE)).status_code == 200
+        assert (tmp_path / "seen").exists()
+
+
 def test_a_grammar_that_is_slow_to_follow_ends_its_request_alone(load):
     with serving(engine := load(), grammar_seconds=60) as client, ThreadPoolExecutor(1) as pool:
         engine.session.grammars.pace = 1e-6
@@ -141,7 +189,7 @@ def left(connection):
     return said
 
 
-HEAD = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+HEAD = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
 
 
 @pytest.mark.parametrize(
@@ -150,7 +198,7 @@ HEAD = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/j
         (b"", b""),
         (HEAD, b""),
         (HEAD[:9], b""),
-        (b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n" + HEAD, b'{"status":"ok"}'),  # after an answer
+        (b"GET /health HTTP/1.1\r\nhost: localhost\r\n\r\n" + HEAD, b'{"status":"ok"}'),  # after an answer
         (HEAD + b"content-length: 99\r\n\r\n{", b"the body takes more than 0.2 s"),
         (HEAD + b"authorization: Bearer x\r\ncontent-length: 99999999\r\n\r\n{", b"the body is larger than 8 MiB"),
     ],
@@ -166,7 +214,7 @@ def test_half_a_request_ends_with_its_time(load, sent, said):
 def test_a_client_that_does_not_read_is_left(load):
     with serving(load(), client_seconds=0.3) as client:
         client.app.add_api_route("/long", lambda: Response(b" " * (64 << 20)))
-        with connected(client, b"GET /long HTTP/1.1\r\nhost: x\r\n\r\n"):
+        with connected(client, b"GET /long HTTP/1.1\r\nhost: localhost\r\n\r\n"):
             until(lambda: client.server.server_state.connections)
             until(lambda: not client.server.server_state.connections)
 
@@ -181,6 +229,68 @@ def test_connections_are_bounded(load):
         assert complete(client).status_code == 200
         for each in held:
             each.close()
+
+
+def test_more_connections_than_files_write_no_tracebacks(target):
+    """A server with few files, of which clients would take more."""
+    before = "import resource\nresource.setrlimit(resource.RLIMIT_NOFILE, (220, 256))"
+    with command({"target": target}, before=before) as (server, url):
+        port = int(url.rpartition(":")[2])
+        held = [socket.create_connection(("127.0.0.1", port), timeout=20) for _ in range(400)]
+        assert left(held[-1]).endswith(b"too many connections\n")
+        for each in held:
+            each.close()
+        until(lambda: httpx.get(f"{url}/health").status_code == 200)
+        server.send_signal(signal.SIGTERM)
+        _, said = server.communicate(timeout=30)
+    assert "Traceback" not in said and len(said.splitlines()) < 30, said[:3000]
+
+
+def test_connections_fit_the_limit_of_files(monkeypatch, caplog):
+    files = [100, 1000]
+    monkeypatch.setattr(connections.resource, "getrlimit", lambda _: tuple(files))
+    monkeypatch.setattr(connections.resource, "setrlimit", lambda _, new: files.__setitem__(slice(2), new))
+    assert connections.fitting(512) == 512 and files == [1000, 1000] and not caplog.messages
+    assert connections.fitting(9999) == 1000 - connections.BACKLOG - connections.FILES
+    [said] = caplog.messages
+    assert said == "808 connections may be open, since the limit of open files is 1000 (ulimit -n)"
+
+
+def test_connections_that_cannot_be_accepted_get_one_line_a_minute(load, caplog):
+    with serving(load()) as client:
+        loop = client.server.servers[0].get_loop()
+        for code in (errno.EMFILE, errno.ENFILE, errno.ENOBUFS):
+            error = OSError(code, os.strerror(code))
+            loop.call_soon_threadsafe(loop.call_exception_handler, {"message": "accept", "exception": error})
+        assert complete(client).status_code == 200
+        loop.call_soon_threadsafe(loop.call_exception_handler, {"message": "other", "exception": KeyError("other")})
+        until(lambda: any(record.name == "asyncio" for record in caplog.records))
+    said = [record.message for record in caplog.records if record.name == connections.__name__]
+    assert said == ["connections cannot be accepted: Too many open files"]
+
+
+def test_bodies_are_bounded_together(load, monkeypatch):
+    monkeypatch.setattr(limits, "ROOM", 1 << 20)
+    part = b" " * (700 << 10)
+
+    def size(head):
+        return head + b"content-length: %d\r\n\r\n" % (1 << 20)
+
+    with serving(load(), client_seconds=30) as client:
+        layer = client.app.middleware_stack
+        while not isinstance(layer, limits.Limits):
+            layer = layer.app
+        with connected(client, size(HEAD) + part):
+            until(lambda: layer.held > 600 << 10)
+            chunk = HEAD + b"transfer-encoding: chunked\r\n\r\n%x\r\n" % len(part) + part
+            for sent in (size(HEAD) + part + b" " * (324 << 10), chunk):
+                answer = left(connected(client, sent))
+                assert answer.startswith(b"HTTP/1.1 503") and b"\r\nretry-after: 30\r\n" in answer.lower()
+                assert answer.endswith(limits.FULL.encode() + b'","type":"server_error","param":null,"code":503}}')
+            assert complete(client).status_code == 200  # a small one
+        until(lambda: layer.held == 0)
+        assert complete(client, prompt="a" * (700 << 10)).status_code == 413  # larger than the context
+        until(lambda: layer.held == 0)
 
 
 # --- sizes

@@ -1,6 +1,7 @@
 """The forms of tool calls: what their grammars allow, and the calls read from such a text."""
 
 import json
+import re
 import sys
 from types import SimpleNamespace
 
@@ -143,6 +144,54 @@ def test_a_schema_that_is_one_of_its_own_definitions(model):
     assert not follows(model, form, "<tool_call>\n<function=move>\n</function>", ends=False)
     [call] = Calls(format_of(FORMS["qwen-coder"][0]), functions_of(asked)).add(XML)
     assert (call.kind, call.text) == ("call", ARGUMENTS)
+
+
+SHARED = {
+    "$defs": {
+        "a/b": {"enum": [1, 2]},
+        "pair": {"type": "array", "items": {"$ref": "#/$defs/a~1b"}, "minItems": 2, "maxItems": 2},
+        "tree": {"type": "array", "items": {"anyOf": [{"$ref": "#/$defs/tree"}, {"$ref": "#/$defs/pair"}]}},
+        "other": {"type": "object"},
+    }
+}
+REFERRING = {  # the schema of an argument: a value of it, one that is none, and the definitions that it needs
+    "one": ({"$ref": "#/$defs/a~1b"}, "2", "3", ["a/b"]),
+    "one in another": ({"type": "array", "items": {"$ref": "#/$defs/pair"}}, "[[1,2]]", "[1", ["a/b", "pair"]),
+    "itself": ({"$ref": "#/$defs/tree"}, "[[[1,2]],[]]", "[3", ["a/b", "pair", "tree"]),
+    "part of one": ({"$ref": "#/%24defs/pair/items"}, "1", "3", ["a/b", "pair"]),
+    "none": ({"type": "integer"}, "5", "a", []),
+    "the whole": ({"anyOf": [{"type": "null"}, {"$ref": "#"}]}, "null", "a", ["a/b", "other", "pair", "tree"]),
+}
+
+
+@pytest.mark.parametrize(("schema", "value", "wrong", "needs"), REFERRING.values(), ids=REFERRING)
+def test_an_argument_takes_the_definitions_that_it_needs(model, schema, value, wrong, needs):
+    asked = Chat(messages=TALK, tools=[tool({"properties": {"to": schema}, "required": ["to"], **SHARED})])
+    form = grammar_of(asked, FORMS["qwen-coder"][0], model[1])
+    [embedded] = re.findall(r"%json (.*) \"\\n</parameter>", form)
+    assert sorted(json.loads(embedded).get("$defs", {})) == needs
+    begin = "<tool_call>\n<function=move>\n<parameter=to>\n"
+    assert follows(model, form, f"{begin}{value}\n</parameter>\n</function>\n</tool_call>")
+    assert not follows(model, form, begin + wrong, ends=False)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_the_grammar_of_many_tools_is_not_much_longer_than_they_are(form):
+    shared = {f"d{n}": {"type": "object", "properties": {"x": {"type": "string"}}} for n in range(60)}
+    one = {"properties": {f"a{n}": {"$ref": f"#/$defs/d{n}"} for n in range(60)}, "$defs": shared}
+    tools = [{"type": "function", "function": {"name": f"f{n}", "parameters": one}} for n in range(128)]
+    asked = Chat(messages=TALK, tools=tools)
+    assert len(grammar_of(asked, FORMS[form][0], {"<|python_tag|>": 1})) < 3 * len(json.dumps(tools))
+
+
+def test_tools_whose_definitions_all_need_one_another_are_refused():
+    """Before gigabytes are written: each argument's schema has all of them."""
+    names = [f"d{n}" for n in range(300)]
+    every = [{"$ref": f"#/$defs/{name}"} for name in names]
+    one = {"properties": dict(zip(names, every, strict=True)), "$defs": {name: {"anyOf": every} for name in names}}
+    asked = Chat(messages=TALK, tools=[tool(one)])
+    with pytest.raises(ValueError, match=r"the tools are too complex: their grammar has more than 16,777,216 char"):
+        grammar_of(asked, FORMS["qwen-coder"][0], {})
 
 
 @pytest.mark.parametrize(

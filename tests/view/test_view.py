@@ -222,7 +222,18 @@ BAD = {
     "a search": ([HEADER, BEGIN, {**CHAIN, "diffusion": {"width": "a"}}], "line 3: the round's lists do not fit"),
     "chances": ([HEADER, BEGIN, {**CHAIN, "own": ["a", 0, 0]}], "line 3: the round's lists do not fit together"),
     "names": ([HEADER, BEGIN, {**CHAIN, "names": {"x": "y"}}], "line 3: `names` must hold a text for each id"),
+    "a true version": ([{**HEADER, "specker_trace": True}], "line 1: a trace of version True, but"),
+    "a true type": (
+        [{**HEADER, "dtype": True}, BEGIN, CHAIN],
+        "line 1: the header's 'dtype' must be a string, not True",
+    ),
+    "a device": ([{**HEADER, "device": 5}, BEGIN, CHAIN], "line 1: the header's 'device' must be a string, not 5"),
+    "a draft": ([{**HEADER, "draft": []}, BEGIN, CHAIN], "line 1: the header's 'draft' must be a string, not []"),
+    "true chances": ([HEADER, BEGIN, {**CHAIN, "own": [True, 0, 0]}], "line 3: the round's lists do not fit together"),
 }
+TRUE = ("position", "accepted", "prompt", "draft", "parents", "target", "path", "tokens")  # of a round with ones
+HUGE = {"NaN": "NaN", "Infinity": "Infinity", "-Infinity": "-Infinity", "1e999": "1e999", "-1e301": "-1e301"}
+HUGE |= {str(10**400): "1" + "0" * 19, str(-(10**400)): "-1" + "0" * 18}
 
 
 @pytest.mark.parametrize("name", BAD)
@@ -233,6 +244,43 @@ def test_bad_traces(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str
     error = capsys.readouterr().err
     assert error.startswith("specker: error: ") and sentence in error and error.count("\n") == 1
     assert [p.name for p in tmp_path.iterdir()] == ["t.jsonl"]
+
+
+@pytest.mark.parametrize("field", TRUE)
+def test_true_is_no_number_of_a_round(field: str) -> None:
+    one = {"prompt": 1, "position": 1, "draft": [1], "parents": [0], "target": [1, 1], "path": [0, 1], "accepted": 1}
+    one = {**TREE, **one, "tokens": [1, 1], "pieces": ["a", "a"], "probability": [1], "agreed": [1], "own": [1, 1]}
+    lines = [json.dumps(line) for line in (HEADER, {**BEGIN, "begin": 1})]
+    assert parse([*lines, json.dumps(one)], "t").turns
+    value: Any = one[field]
+    wrong = [True, *value[1:]] if isinstance(value, list) and field != "parents" else [False] if value == [0] else True
+    with pytest.raises(ValueError, match="t line 3: "):
+        parse([*lines, json.dumps(one | {field: wrong})], "t")
+
+
+@pytest.mark.parametrize("number", HUGE, ids=HUGE.values())
+def test_a_number_that_no_page_can_hold_is_refused_wherever_it_stands(number: str) -> None:
+    places = (
+        (0, {**HEADER, "settings": {"x": [1, "HERE"]}}),
+        (1, {**BEGIN, "seed": "HERE"}),
+        (2, {**TREE, "own": [0.6, "HERE", 0.5, 0.9]}),
+        (2, {**TREE, "position": "HERE"}),
+        (2, {**TREE, "seconds": {"draft": "HERE"}}),
+        (2, {**TREE, "anything": "HERE"}),
+        (3, {**END, "wall": "HERE"}),
+    )
+    for at, row in places:
+        lines = [json.dumps(line) for line in (HEADER, BEGIN, TREE, END)]
+        lines[at] = json.dumps(row).replace('"HERE"', number)
+        with pytest.raises(ValueError, match=rf"t line {at + 1}: {HUGE[number]} is no number of a trace"):
+            parse(lines, "t")
+
+
+@pytest.mark.parametrize("number", ["1e299", "-1e299", str(10**299), str(2**64)])
+def test_the_largest_numbers_make_a_page_that_is_json(number: str) -> None:
+    lines = [json.dumps(line) for line in (HEADER, BEGIN, {**TREE, "seconds": {"draft": "HERE"}})]
+    found = data(parse((line.replace('"HERE"', number) for line in lines), "t"))
+    json.dumps(found, allow_nan=False)
 
 
 def test_the_trace_here_is_shown(

@@ -25,7 +25,8 @@ from specker.model.config import CheckpointError
 from specker.paths import cache_root, write_cached
 
 log = logging.getLogger("specker.steps")  # slow steps, which `Screen.progress` shows
-DONE = "converted.json"  # written last: source, SHA-256 and the sizes of the folder's files
+DONE = "converted.json"  # written last: source, its SHA-256, and of the folder's files the sizes and digests
+ENDS = 1 << 20  # bytes at each end of a file that every start looks at, such as the header of the weights
 TOKENIZER = 50_000_000  # bytes that a tokenizer and the other files take at most
 
 
@@ -86,8 +87,10 @@ def _converted(path: Path, folder: Path, digest: str, dense: bool) -> Path:
     part = Path(tempfile.mkdtemp(prefix=f"{folder.name}.", dir=folder.parent))
     try:
         convert.convert(path, part, file, dense)
-        sizes = {file.name: file.stat().st_size for file in part.iterdir()}
-        (part / DONE).write_text(json.dumps({"source": path.name, "sha256": digest, "sizes": sizes}, indent=1))
+        files = sorted(part.iterdir())
+        about: dict[str, Any] = {"sizes": {file.name: file.stat().st_size for file in files}}
+        about |= {"ends": {file.name: _ends(file) for file in files}, "files": {f.name: sha256(f) for f in files}}
+        (part / DONE).write_text(json.dumps({"source": path.name, "sha256": digest, **about}, indent=1))
         if folder.exists():
             shutil.rmtree(folder)
         part.rename(folder)
@@ -124,12 +127,43 @@ def _identity(path: Path) -> dict[str, Any]:
     return {"path": str(path), "size": about.st_size, "mtime_ns": about.st_mtime_ns, "inode": about.st_ino}
 
 
+def verify(folder: Path) -> str | None:
+    """Compare all of a converted checkpoint with what was written, about a second per GB. Returns what is wrong with
+    it, None if nothing is. Raises LookupError if an earlier version made it, which kept no digests."""
+    if (wrong := _damage(folder)) is not None:
+        return wrong
+    known = json.loads((folder / DONE).read_text())["files"]
+    if not isinstance(known, dict):
+        return f"{DONE} is damaged"
+    changed = [name for name, digest in known.items() if sha256(folder / name) != digest]
+    return f"{changed[0]} has changed" if changed else None
+
+
 def _complete(folder: Path) -> bool:
+    """Whether the folder is as it was written, by a glance that takes milliseconds. `verify` looks at everything."""
+    return _damage(folder) is None
+
+
+def _damage(folder: Path) -> str | None:
+    """The first thing that is wrong by sizes and ends; None if there is nothing."""
     try:
-        sizes = json.loads((folder / DONE).read_text())["sizes"]
-        return all((folder / name).stat().st_size == size for name, size in sizes.items())
-    except (OSError, ValueError, KeyError):
-        return False
+        known = json.loads((folder / DONE).read_text())
+        sizes, ends = known["sizes"], known.get("ends", {})  # earlier versions had no digests
+        changed = [name for name, size in sizes.items() if (folder / name).stat().st_size != size]
+        changed += [name for name, digest in ends.items() if _ends(folder / name) != digest]
+    except OSError as error:
+        return f"{Path(error.filename or DONE).name} cannot be read ({error.strerror})"
+    except (ValueError, LookupError, TypeError, AttributeError):
+        return f"{DONE} is damaged"
+    return f"{changed[0]} has changed" if changed else None
+
+
+def _ends(path: Path) -> str:
+    """A SHA-256 of the first and the last MiB of a file."""
+    with path.open("rb") as file:
+        first = file.read(ENDS)
+        file.seek(max(0, path.stat().st_size - ENDS))
+        return hashlib.sha256(first + file.read()).hexdigest()
 
 
 def _check_space(path: Path, root: Path, size: int) -> None:

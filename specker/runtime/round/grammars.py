@@ -27,6 +27,7 @@ log = logging.getLogger(__name__)
 
 KEPT = 16  # compiled grammars that an engine keeps
 LIMITS = {"max_lexer_states": 50_000}  # of llguidance's LLParserLimits; 1-2 KiB each, for all texts of a grammar
+LOOP = "NoExtensionBias"  # llguidance's error for a JSON schema whose references lead nowhere
 AHEAD = 20  # tokens whose time a text may spend before it has them
 
 
@@ -149,7 +150,7 @@ class Compiled:
 def sentence(message: str) -> str:
     """llguidance's error in one line. It shows the place in the grammar below its first line, and a regular
     expression's error below that."""
-    first, *others = message.splitlines()
+    first, *others = message.replace(LOOP, "a $ref leads back to itself").splitlines()
     reason = [line.removeprefix("error: ") for line in others if line.startswith("error: ")]
     return " ".join((first, *reason)).rstrip(".: ")
 
