@@ -83,7 +83,7 @@ static: $(STAMP) $(OTHER)  ## compile every kernel for sm_80, sm_90 and sm_100 (
 ptx: $(STAMP) $(OTHER)  ## execute every compiled kernel's PTX in numpy (no GPU needed; slow); ARGS='--only row_linear --arch 90', TRITON=3.7.1
 	PYTHONPATH=$(addsuffix :,$(OTHER)).:tests $(BIN)/python -m ptx $(ARGS)
 
-bench: $(STAMP)  ## end-to-end decoding on this machine, into bench/results/
+bench: $(STAMP)  ## end-to-end decoding on this machine; ARGS=--save appends the rows to bench/results/
 	PYTHONPATH=. $(BIN)/python bench/e2e.py $(ARGS)
 
 peers: $(STAMP)  ## greedy decoding of a real model beside llama.cpp, CTranslate2, vLLM and OpenVINO, installed into .venv/peers; ARGS='--model coder': beside llama.cpp's speculation
