@@ -5,6 +5,7 @@ BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 ARGS   ?=
 TRITON ?=
+TORCH  ?=
 ARCH   ?=
 QUESTIONS ?= 6
 MODEL  ?= smollm2
@@ -14,10 +15,11 @@ STRATEGY_gemma := lookup
 CHAT_smollm2 := --chat
 CHAT_coder := --chat
 BESIDE := $(MAKE) --no-print-directory --jobs=3
+OLDEST := $(VENV)/oldest
 OTHER  := $(if $(TRITON),$(VENV)/triton-$(TRITON))
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run real test lint types style smollm2 format browser static ptx bench peers vllm plot pages docs gpu dist clean
+.PHONY: help setup run real test lint types style smollm2 format browser oldest static ptx bench peers vllm plot pages docs gpu dist clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*##/\t/' | expand -t 10
@@ -77,13 +79,20 @@ $(VENV)/triton-%: | $(STAMP)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --target $@.part triton==$*
 	mv $@.part $@
 
+# The newest tools that go with these versions: `test` has no import-linter, which asks for a newer rich.
+oldest: $(STAMP)  ## run the tests with the oldest versions that pyproject.toml allows, in .venv/oldest; TORCH=2.11.0 for a certain torch
+	@test -x $(OLDEST)/bin/python || $(PYTHON) -m venv $(OLDEST)
+	$(BIN)/python scripts/oldest.py $(TORCH) > $(OLDEST)/constraints.txt
+	$(OLDEST)/bin/python -m pip install --quiet --disable-pip-version-check -c $(OLDEST)/constraints.txt -e ./models -e '.[test]'
+	$(OLDEST)/bin/python -m pytest -n auto --dist worksteal $(ARGS)
+
 static: $(STAMP) $(OTHER)  ## compile every kernel for sm_80, sm_90 and sm_100 (no GPU needed); ARCH=gfx942,gfx950 for AMD, TRITON=3.7.1 with another version
 	PYTHONPATH=$(addsuffix :,$(OTHER)). $(BIN)/python bench/static.py $(if $(TRITON),--no-save) $(if $(ARCH),--arch $(ARCH)) $(ARGS)
 
 ptx: $(STAMP) $(OTHER)  ## execute every compiled kernel's PTX in numpy (no GPU needed; slow); ARGS='--only row_linear --arch 90', TRITON=3.7.1
 	PYTHONPATH=$(addsuffix :,$(OTHER)).:tests $(BIN)/python -m ptx $(ARGS)
 
-bench: $(STAMP)  ## end-to-end decoding on this machine, into bench/results/
+bench: $(STAMP)  ## end-to-end decoding on this machine; ARGS=--save appends the rows to bench/results/
 	PYTHONPATH=. $(BIN)/python bench/e2e.py $(ARGS)
 
 peers: $(STAMP)  ## greedy decoding of a real model beside llama.cpp, CTranslate2, vLLM and OpenVINO, installed into .venv/peers; ARGS='--model coder': beside llama.cpp's speculation

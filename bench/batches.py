@@ -16,7 +16,6 @@ from typing import Any
 import torch
 from rich.console import Console
 from rich.table import Table
-from transformers import HfArgumentParser
 
 from bench import harness
 from bench.decoding import Decoded, Given, Transformers, differing, ours, prompts_of
@@ -42,7 +41,7 @@ def together(engine: Engine, prompts: list[list[int]], args: Args) -> Decoded:
 
 
 def main() -> None:
-    (args,) = HfArgumentParser(Args).parse_args_into_dataclasses()
+    args = harness.arguments(Args)
     torch.set_num_threads(args.threads)
     plain = args.load("ar")
     prompts, count = prompts_of(args, plain), args.max_new_tokens

@@ -30,7 +30,7 @@ from rich.table import Table
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import Tensor
-from transformers import HfArgumentParser, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from transformers.generation import candidate_generator as generators
 from transformers.models.muse_glimmer_assistant import modeling_muse_glimmer_assistant as muse
 from transformers.utils import logging
@@ -58,7 +58,7 @@ class Args:
     dtype: str = "float32"
     threads: int = 2
     rounds: int = 3
-    save: bool = True
+    save: bool = harness.save_flag()
 
 
 @dataclass(frozen=True)
@@ -254,7 +254,7 @@ def measured(way: str, args: Args) -> dict[str, Any]:
 
 
 def main() -> None:
-    (args,) = HfArgumentParser(Args).parse_args_into_dataclasses()
+    args = harness.arguments(Args)
     torch.set_num_threads(args.threads)
     logging.set_verbosity_error()
     rows = [measured(way, args) for way in args.ways.split(",")]

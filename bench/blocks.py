@@ -7,7 +7,7 @@ Search: off (the argmax of each position), chain (the best path), tree (the most
 other ones change a number of the search. Length: ADL with the paper's 20..30 and with a range that suits small models,
 chunks, fixed blocks. For comparison: `ar`, the sequential `draft`, and of diffuspec the exact prefix and a trimmed
 head. All take turns. MAT is the acceptance length without the target's own token, as in the paper; tokens and verified
-rows of a round are those of rounds that draft, which do not depend on the machine. Rows go to
+rows of a round are those of rounds that draft, which do not depend on the machine. `--save` appends rows to
 bench/results/<machine>/<strategy>.jsonl.
 """
 
@@ -15,7 +15,6 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from rich.console import Console
-from transformers import HfArgumentParser
 
 from bench import harness
 from bench.ablations import ExactPrefix, drafting_as
@@ -128,7 +127,7 @@ def show(rows: list[dict], temperature: float) -> None:
 
 
 def main() -> None:
-    args = HfArgumentParser(Args).parse_args_into_dataclasses()[0]
+    args = harness.arguments(Args)
     AdaptiveLength.may_skip_drafting = not args.always
     engines, about = engines_of(args)
     prompts = prompts_of(args, engines["ar"])

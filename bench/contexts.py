@@ -24,7 +24,6 @@ from typing import Any
 import torch
 from rich.console import Console
 from rich.table import Table
-from transformers import HfArgumentParser
 
 from bench import harness, llama_server
 from bench.peer_settings import HERE, last_line
@@ -44,7 +43,7 @@ class Args:
     max_new_tokens: int = 32
     rounds: int = 1
     threads: int = 2
-    save: bool = field(default=True, metadata={"help": "append to bench/results"})
+    save: bool = harness.save_flag()
 
 
 def settings(args: Args, target: str, longest: int) -> dict[str, dict[str, Any]]:
@@ -128,7 +127,7 @@ def show(rows: list[dict[str, Any]]) -> None:
 
 
 def main() -> None:
-    args = HfArgumentParser(Args).parse_args_into_dataclasses()[0]
+    args = harness.arguments(Args)
     try:
         lengths = sorted({int(n) for n in args.lengths.split(",")})
         if lengths[0] < 1 or unknown(args):

@@ -45,7 +45,6 @@ from typing import Any
 import torch
 from rich.console import Console
 from rich.table import Table
-from transformers import HfArgumentParser
 
 import specker
 from bench import harness, shapes
@@ -152,7 +151,7 @@ class Args:
     device: str = "cuda" if torch.cuda.is_available() else "cpu"
     dtype: str = "bfloat16" if torch.cuda.is_available() else "float32"
     capture: bool = field(default=True, metadata={"help": "replay CUDA graphs; else launch kernels one by one"})
-    save: bool = field(default=True, metadata={"help": "append to bench/results"})
+    save: bool = harness.save_flag()
 
 
 def chosen(args: Args) -> list[Case]:
@@ -595,7 +594,7 @@ def show(rows: list[dict[str, Any]], device: str) -> None:
 
 
 def main() -> None:
-    args = HfArgumentParser(Args).parse_args_into_dataclasses()[0]
+    args = harness.arguments(Args)
     try:
         cases = chosen(args)
     except ValueError as error:

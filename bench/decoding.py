@@ -42,7 +42,7 @@ class Given:
     device: str = "cpu"
     dtype: str = "float32"
     quantize: str = field(default="", metadata={"help": "as of specker; default: as the checkpoint is"})
-    save: bool = field(default=True, metadata={"help": "append to bench/results"})
+    save: bool = harness.save_flag()
 
     @property
     def source(self) -> str | Path:

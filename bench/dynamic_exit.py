@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 from rich.console import Console
-from transformers import HfArgumentParser
 
 from bench import harness
 from bench.decoding import Given, Transformers, measured, prompts_of, row_of, share_target, ways_of
@@ -160,7 +159,7 @@ def show(rows: list[dict], temperature: float) -> None:
 
 
 def main() -> None:
-    args = HfArgumentParser(Args).parse_args_into_dataclasses()[0]
+    args = harness.arguments(Args)
     plain = args.load("ar")
     prompts = prompts_of(args, plain)
     harness.report("dynamic_exit", args, lambda temperature: bench(args, temperature, plain, prompts), show)

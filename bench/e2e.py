@@ -32,7 +32,6 @@ from functools import partial
 from typing import Any
 
 from rich.console import Console
-from transformers import HfArgumentParser
 
 from bench import harness
 from bench.decoding import (
@@ -221,7 +220,7 @@ def run(args: Args, hf: Any, about: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def main() -> None:
-    args = HfArgumentParser(Args).parse_args_into_dataclasses()[0]
+    args = harness.arguments(Args)
     if unknown := set(args.ways.split(",")) - {"", *SHAPES, *HF}:
         sys.exit(f"bench: --ways has {', '.join(sorted(unknown))}; there are {', '.join((*SHAPES, *HF))}")
     for name in ("repeats", "batch_size"):

@@ -16,7 +16,6 @@ from typing import Any
 import torch
 from rich.console import Console
 from torch.nn import functional as F
-from transformers import HfArgumentParser
 
 from bench import harness
 from bench.ablations import Uncalibrated, drafting_as
@@ -142,7 +141,7 @@ def show(rows: list[dict], temperature: float) -> None:
 
 
 def main() -> None:
-    args = HfArgumentParser(Args).parse_args_into_dataclasses()[0]
+    args = harness.arguments(Args)
     numbers = [[int(n) for n in text.split(",")] for text in (args.widths, args.parallel)]
     engines = {name: args.load(name) for name in ("ar", "draft")}
     about: dict[str, dict] = {"ar": {}, "draft": {}}

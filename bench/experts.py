@@ -22,7 +22,6 @@ from typing import Any
 import torch
 from rich.console import Console
 from rich.table import Table
-from transformers import HfArgumentParser
 
 import specker
 from bench import harness
@@ -50,7 +49,7 @@ class Args:
     device: str = "cpu"
     threads: int = 2
     rounds: int = 15
-    save: bool = True
+    save: bool = harness.save_flag()
 
 
 def config_of(content: dict[str, Any]) -> ModelConfig:
@@ -118,7 +117,7 @@ def show(title: str, rows: list[dict[str, Any]], columns: dict[str, str]) -> Non
 
 
 def main() -> None:
-    (args,) = HfArgumentParser(Args).parse_args_into_dataclasses()
+    args = harness.arguments(Args)
     torch.set_num_threads(args.threads)
     counts = [int(n) for n in args.rows.split(",")]
     rows: list[dict[str, Any]] = []

@@ -1,8 +1,8 @@
 """Fair timing of several configurations, and storage of the rows.
 
 The configurations take turns within each round, so that a slow phase of the machine affects all of them; the order
-rotates each round. Reported are the median with p20 and p80, and the ratio of medians to the first configuration. Rows
-are appended to bench/results/<machine>/<name>.jsonl, each with its machine, versions, commit and command.
+rotates each round. Reported are the median with p20 and p80, and the ratio of medians to the first configuration.
+`--save` appends rows to bench/results/<machine>/<name>.jsonl, each with its machine, versions, commit and command.
 """
 
 import json
@@ -15,11 +15,11 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from rich.table import Table
@@ -33,6 +33,10 @@ logging.getLogger("specker.runtime.round.graphs").addHandler(logging.lastResort 
 os.environ["SPECKER_VOCAB_LEARN"] = "off"  # else a run would change the drafts of the next one
 
 RESULTS = Path(__file__).parent / "results"
+SAVE = "append the rows to bench/results/<machine>"
+NOT_SAVED = "bench: no rows are written; --save appends them to bench/results"
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -180,6 +184,22 @@ def _version(name: str) -> str | None:
         return version(name)
     except PackageNotFoundError:
         return None
+
+
+def save_flag(help: str = SAVE) -> Any:
+    """The field `save` of a bench's arguments: nothing is written without `--save`, so that trying a bench leaves the
+    published numbers as they are."""
+    return field(default=False, metadata={"help": help})
+
+
+def arguments(kind: type[T]) -> T:
+    """The command line as a `kind`, whose field `save` is a `save_flag`."""
+    from transformers import HfArgumentParser  # slow
+
+    (args,) = HfArgumentParser(kind).parse_args_into_dataclasses()
+    if not args.save:
+        print(NOT_SAVED, file=sys.stderr, flush=True)
+    return args
 
 
 def table_of(temperature: float, columns: Iterable[str]) -> Table:

@@ -17,7 +17,7 @@ from typing import Any
 
 from rich.console import Console
 from rich.table import Table
-from transformers import AutoTokenizer, HfArgumentParser
+from transformers import AutoTokenizer
 
 from bench import harness
 from bench.peer_settings import HERE, installed
@@ -40,7 +40,7 @@ class Args:
     draft_tokens: int = 4
     rounds: int = 5
     dtype: str = field(default="float32", metadata={"help": "of target and draft"})
-    save: bool = field(default=True, metadata={"help": "append to bench/results"})
+    save: bool = harness.save_flag()
 
 
 @dataclass(eq=False)
@@ -157,7 +157,7 @@ def show(rows: list[dict[str, Any]]) -> None:
 
 
 def main() -> None:
-    args = HfArgumentParser(Args).parse_args_into_dataclasses()[0]
+    args = harness.arguments(Args)
     python = installed("vllm")
     tokenizer = AutoTokenizer.from_pretrained(zoo.path("code-target"))
     prompts = tokenizer([row["prompt"] for row in zoo.heldout()[: args.prompts]])["input_ids"]

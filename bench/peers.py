@@ -27,7 +27,6 @@ from typing import Any
 
 from rich.console import Console
 from rich.table import Table
-from transformers import HfArgumentParser
 
 from bench import harness
 from bench.peer_settings import HERE, MODELS, PACKAGES, Model, installed, last_line
@@ -48,7 +47,7 @@ class Args:
     rounds: int = 3
     threads: int = 2
     only: str = field(default="", metadata={"help": "comma-separated parts of names: only these engines"})
-    save: bool = field(default=True, metadata={"help": "append to bench/results"})
+    save: bool = harness.save_flag()
 
 
 @dataclass(eq=False)
@@ -196,7 +195,7 @@ def show(rows: list[dict[str, Any]]) -> None:
 
 
 def main() -> None:
-    args = HfArgumentParser(Args).parse_args_into_dataclasses()[0]
+    args = harness.arguments(Args)
     if args.model not in MODELS:
         sys.exit(f"bench: --model is {args.model}; there are {', '.join(MODELS)}")
     try:

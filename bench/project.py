@@ -19,7 +19,8 @@ gather of candidates. The draft is
 
 A round is one exact catch-up forward (in sequence; depth + 1 rows), depth - 1 forwards of `width` rows by the layout, a
 verify pass of width * depth + 1 rows, and a broadcast. Skew between ranks and host work between forwards are ignored,
-so times are lower bounds. Writes bench/results/projection.md, and .jsonl with "model": true and the inputs in each row.
+so times are lower bounds. `--save` writes bench/results/projection.md, and .jsonl with "model": true and the inputs in
+each row.
 """
 
 import dataclasses
@@ -29,9 +30,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from transformers import HfArgumentParser
-
-from bench import plot
+from bench import harness, plot
 from bench.shapes import SHAPES
 from specker.kernels.attention import MERGED
 from specker.paths import write_file
@@ -330,11 +329,11 @@ class Run:
     pairs: str = arg("70b+8b,70b+1b", "target+draft, comma-separated")
     ranks: str = arg("1,2,4,8", "comma-separated; what stands last is compared with the paper")
     set: str = arg("", "inputs to change, such as launch_us=2,tau=4")
-    save: bool = arg(True, "write bench/results/projection.*")
+    save: bool = harness.save_flag("write bench/results/projection.*")
 
 
 def main() -> None:
-    run = HfArgumentParser(Run).parse_args_into_dataclasses()[0]
+    run = harness.arguments(Run)
     pairs = (each.split("=") for each in run.set.split(",") if each)
     given = {name: type(getattr(Inputs(), name))(value) for name, value in pairs}
     page = [

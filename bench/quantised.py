@@ -38,7 +38,7 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 from torch.nn import functional as F
-from transformers import AutoTokenizer, HfArgumentParser
+from transformers import AutoTokenizer
 
 import specker
 from bench import harness
@@ -84,7 +84,7 @@ class Args:
     windows: int = 40
     lengths: str = field(default="512,4096", metadata={"help": "of kv: comma-separated: tokens of a window"})
     activations: str = field(default="float32", metadata={"help": "of kv: to what products round activations"})
-    save: bool = field(default=True, metadata={"help": "append to bench/results"})
+    save: bool = harness.save_flag()
 
 
 def ways_of(E: int, O: int) -> dict[str, tuple[int, Callable[[], Any], Callable[[Tensor, Any], Tensor]]]:
@@ -339,7 +339,7 @@ def _logits(engine: Any, window: list[int], last: int | None = None) -> Tensor:
 
 
 def main() -> None:
-    args = HfArgumentParser(Args).parse_args_into_dataclasses()[0]
+    args = harness.arguments(Args)
     torch.set_num_threads(args.threads)
     what = {
         "products": products,

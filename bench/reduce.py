@@ -13,7 +13,6 @@ from dataclasses import dataclass, replace
 import torch
 from rich.console import Console
 from rich.table import Table
-from transformers import HfArgumentParser
 
 from bench import harness
 from specker.runtime import strategies
@@ -27,11 +26,11 @@ class Args:
     device: str = "cpu"
     dtype: str = "float32"
     rounds: int = 50
-    save: bool = True
+    save: bool = harness.save_flag()
 
 
 def main() -> None:
-    args = HfArgumentParser(Args).parse_args_into_dataclasses()[0]
+    args = harness.arguments(Args)
     torch.set_num_threads(1)
     device = dist.own_device(torch.device(args.device))
     fast = dist.join(strategies.options(), device)

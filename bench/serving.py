@@ -35,7 +35,7 @@ from typing import Any
 import httpx
 from rich.console import Console
 from rich.table import Table
-from transformers import AutoTokenizer, HfArgumentParser
+from transformers import AutoTokenizer
 
 from bench import harness, llama_server
 from bench.peer_settings import HERE, SPECULATION, installed
@@ -77,7 +77,7 @@ class Args:
     max_new_tokens: int = 64
     threads: int = 2
     only: str = field(default="", metadata={"help": "comma-separated parts of names: only these servers"})
-    save: bool = field(default=True, metadata={"help": "append to bench/results"})
+    save: bool = harness.save_flag()
 
 
 def files_of(model: str) -> list[Path]:
@@ -203,7 +203,7 @@ def acceptance(address: str) -> float | None:
 
 
 def main() -> None:
-    args = HfArgumentParser(Args).parse_args_into_dataclasses()[0]
+    args = harness.arguments(Args)
     if args.mix not in ("long", "short"):
         sys.exit(f"--mix must be long or short, got {args.mix!r}")
     if args.model not in MODELS:

@@ -23,7 +23,6 @@ from typing import Any
 
 import httpx
 import psutil
-from transformers import HfArgumentParser
 
 from bench import harness
 
@@ -46,7 +45,7 @@ class Args:
     lookup_memory: int = field(default=0, metadata={"help": "MiB for ended texts; default: the server's"})
     growth: float = field(default=1.0, metadata={"help": "percent that memory may grow by in the second half"})
     seed: int = 0
-    save: bool = field(default=True, metadata={"help": "append to bench/results"})
+    save: bool = harness.save_flag()
 
 
 class Soak:
@@ -201,7 +200,7 @@ def drained(log: Any) -> None:
 
 
 def main() -> int:
-    args = HfArgumentParser(Args).parse_args_into_dataclasses()[0]
+    args = harness.arguments(Args)
     command = [sys.executable, "-m", "specker", "serve", "--port", "0", "--view", "--batch-size", str(args.batch_size)]
     command += ["--target", args.target] if args.target else []
     command += ["--strategy", args.strategy] if args.strategy else []

@@ -22,7 +22,6 @@ from typing import Any
 
 from rich.console import Console
 from rich.table import Table
-from transformers import HfArgumentParser
 
 from bench import harness
 from bench.processes import Process
@@ -71,7 +70,7 @@ class Args:
     idle: float = field(
         default=0.0, metadata={"help": "seconds before a turn; with several threads 0.3: the last turn's still spin"}
     )
-    save: bool = field(default=True, metadata={"help": "append to bench/results"})
+    save: bool = harness.save_flag()
 
 
 def worker(folder: Path, options: dict[str, Any], threads: int) -> Process:
@@ -120,7 +119,7 @@ def compare(folders: tuple[Path, Path], name: str, args: Args, prompts: list[str
 
 
 def main() -> None:
-    (args,) = HfArgumentParser(Args).parse_args_into_dataclasses()
+    args = harness.arguments(Args)
     from specker import zoo
 
     new = Path(__file__).resolve().parents[1]

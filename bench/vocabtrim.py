@@ -23,7 +23,6 @@ from typing import Any
 
 import torch
 from rich.console import Console
-from transformers import HfArgumentParser
 
 import specker
 from bench import harness
@@ -134,7 +133,7 @@ def show(rows: list[dict], temperature: float) -> None:
 
 
 def main() -> None:
-    args = HfArgumentParser(Args).parse_args_into_dataclasses()[0]
+    args = harness.arguments(Args)
     sources = args.sources.split(",")
     if args.target is not None and (sources != ["bundled"] or args.scores is None):
         sys.exit("bench: --target takes --sources bundled, the target's own score file")

@@ -7,7 +7,7 @@ import shlex
 from importlib.util import find_spec
 
 EXTRAS = {  # as in pyproject.toml
-    "gguf": ("gguf>=0.17", "accelerate>=1.0"),
+    "gguf": ("gguf>=0.18", "accelerate>=1.1"),
     "serve": ("fastapi>=0.120", "llguidance>=1.3", "prometheus_client>=0.20", "uvicorn>=0.35"),
 }
 

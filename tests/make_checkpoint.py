@@ -476,6 +476,17 @@ def exact_oracle(monkeypatch: Any) -> None:
             monkeypatch.setattr(getattr(modeling, f"{family}RMSNormGated"), "forward", gated)
     single = Tensor.float
     monkeypatch.setattr(Tensor, "float", lambda x: x if x.dtype == torch.float64 else single(x))
+    double = torch.nn.Module.double
+
+    def without_frequencies(self: Any) -> Any:
+        """Keep RoPE's frequencies in float32, in which they meet positions; 5.17 does not convert them itself."""
+        for module in double(self).modules():
+            for name, x in module.named_buffers(recurse=False):
+                if name.endswith("inv_freq"):
+                    module.register_buffer(name, single(x), persistent=False)
+        return self
+
+    monkeypatch.setattr(torch.nn.Module, "double", without_frequencies)
 
     def route(self: Any, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         logits = torch.nn.functional.linear(x, self.weight)

@@ -28,7 +28,7 @@ def rows_of(tmp_path, monkeypatch):
     monkeypatch.setattr(harness, "RESULTS", tmp_path)
 
     def run(*flags):
-        how = ["--device", "cpu", "--dtype", "float32", "--rounds", "3"]
+        how = ["--device", "cpu", "--dtype", "float32", "--rounds", "3", "--save"]
         monkeypatch.setattr("sys.argv", ["bench/decode.py", *how, *flags])
         decode.main()
         [path] = tmp_path.glob("*/decode.jsonl")
@@ -282,7 +282,7 @@ def test_case_selection(monkeypatch):
     assert {c.shape for c in decode.chosen(Args(device="cuda"))} == {"1b", "8b", "9b", "32b", "30b-a3b"}
     names = [c.name for c in decode.chosen(Args(device="cuda", cases="ar 8b, round"))]
     assert names == ["ar 8b 512", "ar 8b 8192", "ar 8b 32768", "round 8b+1b 8192", "round tiny+tiny 64"]
-    monkeypatch.setattr("sys.argv", ["bench/decode.py", "--cases", "nonsense", "--save", "false"])
+    monkeypatch.setattr("sys.argv", ["bench/decode.py", "--cases", "nonsense"])
     with pytest.raises(SystemExit, match="no case is called 'nonsense'; there are ar 8b 512, "):
         decode.main()
 

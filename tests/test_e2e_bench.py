@@ -22,7 +22,7 @@ def run(tmp_path, monkeypatch):
     """Runs the bench with a few configurations on two short texts; returns its rows."""
     monkeypatch.setattr(harness, "RESULTS", tmp_path)
     monkeypatch.setattr(e2e, "SHAPES", {name: e2e.SHAPES[name] for name in ("ar", "draft chain 2", "del")})
-    args = "bench/e2e.py --prompts 2 --rounds 2 --max_new_tokens 6 --temperatures 0,0.7 --transformers false"
+    args = "bench/e2e.py --prompts 2 --rounds 2 --max_new_tokens 6 --temperatures 0,0.7 --transformers false --save"
     monkeypatch.setattr("sys.argv", args.split())
 
     def rows(failed=None):
@@ -113,7 +113,7 @@ def test_a_bench_of_one_strategy_runs(tmp_path, monkeypatch, name):
     flags, ways = BENCHES[name]
     monkeypatch.setattr(harness, "RESULTS", tmp_path)
     monkeypatch.setattr(AdaptiveLength, "may_skip_drafting", True)
-    monkeypatch.setattr("sys.argv", f"bench/{name}.py {FEW} {flags}".split())
+    monkeypatch.setattr("sys.argv", f"bench/{name}.py {FEW} {flags} --save".split())
     importlib.import_module(f"bench.{name}").main()
     [path] = tmp_path.glob("*/*.jsonl")
     rows = list(map(json.loads, path.read_text().splitlines()))
@@ -170,7 +170,7 @@ def test_any_pair_answers_questions(run, pair, tmp_path, monkeypatch):
         e2e, "SHAPES", {n: {"strategy": n} for n in ("ar", "draft", "vocabtrim", "diffuspec", "lookup")}
     )
     args = f"bench/e2e.py --target {pair[0]} --draft {pair[1]} --questions {questions} --categories qa,stem"
-    args += " --rounds 1 --prompts 3 --max_new_tokens 6 --temperatures 0"
+    args += " --rounds 1 --prompts 3 --max_new_tokens 6 --temperatures 0 --save"
     monkeypatch.setattr("sys.argv", args.split())
     asked, continued = [], []
     monkeypatch.setattr(Engine, "encode", lambda self, text, f=Engine.encode: continued.append(text) or f(self, text))

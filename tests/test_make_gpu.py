@@ -111,6 +111,7 @@ MISMATCHES = [  # facts, nvidia-smi's, what the sentence says, whether it stops
     (UNSEEN | {"torch_says": "CUDA unknown error"}, {}, "sees no device (CUDA unknown error): run nvidia-smi", True),
     ({"versions": H100.versions | {"torch": "2.9.1"}}, {}, "torch 2.9.1 is older than 2.11, the least that", True),
     ({"pinned_triton": "3.8.1"}, {}, "Triton 3.9.0 is installed, and torch 2.13.0+cu130 was released with", False),
+    ({"pinned_triton": "3.8"}, {}, "Triton 3.9.0 is installed, and torch 2.13.0+cu130 was released with 3.8:", False),
     ({"compiler": None}, {}, "there is no C compiler, with which Triton builds its launcher: apt-get", True),
     ({"headers": False}, {}, "Python.h is missing, with which Triton builds its launcher: install pyt", True),
     (
@@ -144,6 +145,11 @@ def test_each_mismatch_has_its_sentence(monkeypatch, fact, said, sentence, fatal
     assert sentence in problem.sentence and problem.fatal is fatal and "\n" not in problem.sentence
 
 
+def test_any_patch_of_the_triton_that_torch_asks_for_fits(monkeypatch):
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    assert preflight.problems(dataclasses.replace(H100, pinned_triton="3.9"), SMI) == []
+
+
 def test_a_hidden_gpu_is_named(monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "7")
     [problem] = preflight.problems(dataclasses.replace(H100, **UNSEEN), SMI)
@@ -162,6 +168,7 @@ def test_torch_and_triton_are_asked(monkeypatch):
     assert facts.required().keys() >= {"torch", "triton", "transformers"} and facts.required()["triton"] == "3.6"
     pins = ["tritonclient==2.0", "triton==3.9.0; platform_system == 'Linux'", "numpy>=2"]
     assert facts.pinned(pins, "triton") == "3.9.0" and facts.pinned(pins[:1], "triton") is None
+    assert facts.pinned(["triton~=3.8.0; platform_system == 'Linux'"], "triton") == "3.8"
     monkeypatch.setattr(facts, "NEEDED", ("torch", "no_such_module"))
     assert facts.facts()["missing"] == ["no_such_module"]
 

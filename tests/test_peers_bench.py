@@ -186,7 +186,7 @@ def test_rows_are_apart_for_each_kind_of_question(tmp_path, monkeypatch, capsys)
     ids = [read_tokenizer(target)(row["prompt"])["input_ids"] for row in rows]
     assert asked == {"complete": [ids[0]], "chat": [ids[1]], "edit": [ids[3]]}  # the first of each
     assert list(peers.prompts_of(model, Args(categories="complete"))["complete"]) == [ids[0], ids[2]]
-    line = "bench/peers.py --model toy --rounds 1 --max_context 64 --only lookup"
+    line = "bench/peers.py --model toy --rounds 1 --max_context 64 --only lookup --save"
     monkeypatch.setattr("sys.argv", line.split())
     peers.main()
     (path,) = tmp_path.glob("*/peers.jsonl")
@@ -320,7 +320,7 @@ def test_speeds_over_the_length_of_the_prompt(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(contexts, "bandwidth", lambda threads: 1e9)
     monkeypatch.setattr(contexts, "weights", lambda path: 1_000_000)
     monkeypatch.setattr(harness, "RESULTS", tmp_path)
-    line = "bench/contexts.py --lengths 96,24 --kv int8 --llama_kv '' --max_new_tokens 3 --threads 1"
+    line = "bench/contexts.py --lengths 96,24 --kv int8 --llama_kv '' --max_new_tokens 3 --threads 1 --save"
     monkeypatch.setattr("sys.argv", shlex.split(line))
     contexts.main()
     assert "limit by bytes" in capsys.readouterr().out

@@ -9,7 +9,7 @@ import pytest
 import torch
 from recorded import recording
 
-from bench import project, shapes
+from bench import harness, project, shapes
 from bench.project import GPUS, LAYOUTS, Cost, Inputs, Shape
 from specker.checkpoints import checkpoint
 from specker.checkpoints.parse import parse_config
@@ -193,8 +193,12 @@ def test_every_output_says_that_it_is_a_model(tmp_path, monkeypatch, capsys) -> 
     flags = "--gpus a100 --pairs 70b+1b --ranks 1,8 --set tau=4,depth=4"
     monkeypatch.setattr("sys.argv", ["project", *flags.split()])
     project.main()
+    shown = capsys.readouterr()
+    assert not [*tmp_path.iterdir()] and shown.err == f"{harness.NOT_SAVED}\n"
+    monkeypatch.setattr("sys.argv", ["project", *flags.split(), "--save"])
+    project.main()
     page = (tmp_path / "projection.md").read_text()
-    assert capsys.readouterr().out == page and page.count(project.WARNING) == 4
+    assert capsys.readouterr() == (page, "") and shown.out == page and page.count(project.WARNING) == 4
     rows = [json.loads(line) for line in (tmp_path / "projection.jsonl").read_text().splitlines()]
     assert len(rows) == 2 * 2 * 3
     assert all(r["model"] and r["inputs"]["tau"] == 4 and r["inputs"]["depth"] == 4 for r in rows)

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import HfArgumentParser
 
 from bench import decode, harness
 from bench.decode import Bench
@@ -32,7 +31,7 @@ class Args:
     seconds: float = field(default=60, metadata={"help": "after which no turn begins"})
     device: str = "cuda" if torch.cuda.is_available() else "cpu"
     dtype: str = "bfloat16" if torch.cuda.is_available() else "float32"
-    save: bool = field(default=True, metadata={"help": "append to bench/results"})
+    save: bool = harness.save_flag()
 
 
 def compared(args: Args) -> list[dict[str, Any]]:
@@ -65,7 +64,7 @@ def compared(args: Args) -> list[dict[str, Any]]:
 
 
 def main() -> None:
-    args = HfArgumentParser(Args).parse_args_into_dataclasses()[0]
+    args = harness.arguments(Args)
     try:
         rows = compared(args)
     except ValueError as error:

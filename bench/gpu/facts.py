@@ -78,9 +78,12 @@ def required() -> dict[str, str]:
 
 
 def pinned(requirements: list[str], name: str) -> str | None:
-    """The version that requirements such as "triton==3.9.0; platform_system == 'Linux'" pin."""
-    found = (re.match(rf"{name}\s*\(?==\s*([\w.+]+)", line) for line in requirements)
-    return next((match[1] for match in found if match), None)
+    """The version that requirements such as "triton==3.7.1; platform_system == 'Linux'" pin; of "triton~=3.8.0", as
+    torch names it from 2.14 on, the part that does not change: "3.8"."""
+    for line in requirements:
+        if match := re.match(rf"{name}\s*\(?([=~]=)\s*([\w.+]+)", line):
+            return match[2] if match[1] == "==" else match[2].rpartition(".")[0]
+    return None
 
 
 def driver_cuda() -> str | None:

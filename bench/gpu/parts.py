@@ -71,13 +71,13 @@ def form(s: Setting, f: Form, file: Path) -> Command:
 
 def decode(s: Setting) -> list[Step]:
     seconds = max(30.0, 0.85 * s.limit - 15)  # a case that has begun ends
-    return [_one(s.command("bench/decode.py", "--seconds", f"{seconds:.0f}", "--capture", str(s.graphs)))]
+    return [_one(s.command("bench/decode.py", "--seconds", f"{seconds:.0f}", "--save", "--capture", str(s.graphs)))]
 
 
 def kernels(s: Setting) -> list[Step]:
     names = {path.stem.removeprefix("bench_"): path for path in sorted(ROOT.glob("bench/kernels/bench_*.py"))}
     ordered = sorted(names, key=lambda name: name not in FIRST)
-    return [Step((s.command(f"bench/kernels/bench_{n}.py"),), 3.0 if n in FIRST else 1.0) for n in ordered]
+    return [Step((s.command(f"bench/kernels/bench_{n}.py", "--save"),), 3.0 if n in FIRST else 1.0) for n in ordered]
 
 
 def tests(s: Setting) -> list[Step]:
@@ -100,7 +100,7 @@ def delay(s: Setting) -> list[Step]:
 
 
 def ab(s: Setting) -> list[Step]:
-    return [_one(s.command("bench/gpu/ab.py", "--seconds", f"{max(20.0, 0.7 * s.limit):.0f}"))]
+    return [_one(s.command("bench/gpu/ab.py", "--seconds", f"{max(20.0, 0.7 * s.limit):.0f}", "--save"))]
 
 
 def gsan(s: Setting) -> list[Step]:
@@ -115,12 +115,12 @@ def sanitizer(s: Setting) -> list[Step]:
 
 
 def e2e(s: Setting) -> list[Step]:
-    return [_one(s.command("bench/e2e.py", *ON_GPU))]
+    return [_one(s.command("bench/e2e.py", *ON_GPU, "--save"))]
 
 
 def ablations(s: Setting) -> list[Step]:
     names = ("blocks", "dynamic_exit", "easyspec", "vocabtrim")
-    return [_one(s.command(f"bench/{name}.py", *ON_GPU)) for name in names]
+    return [_one(s.command(f"bench/{name}.py", *ON_GPU, "--save")) for name in names]
 
 
 def plot(s: Setting) -> list[Step]:

@@ -169,8 +169,8 @@ def _versions(f: Facts) -> Iterator[Problem]:
         have = f.versions.get(name)
         if have is not None and _number(have) < _number(least):
             yield Problem(f"{name} {have} is older than {least}, the least that specker runs with: upgrade it", True)
-    triton = f.versions.get("triton")
-    if f.pinned_triton is not None and triton is not None and _number(triton) != _number(f.pinned_triton):
+    triton, pinned = f.versions.get("triton"), _number(f.pinned_triton or "")
+    if triton is not None and _number(triton)[: len(pinned)] != pinned:
         yield Problem(
             f"Triton {triton} is installed, and torch {f.versions.get('torch')} was released with {f.pinned_triton}: "
             f"baselines that use torch.compile may fail; pip install triton=={f.pinned_triton} if they do"

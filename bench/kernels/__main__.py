@@ -1,9 +1,10 @@
 """The cases of several kernel benches in turn, in one process and for a limited time.
 
-    python -m bench.kernels [row_linear vocab_topk ...] [--seconds 60] [--rounds 20] [--compiled]
+    python -m bench.kernels [row_linear vocab_topk ...] [--seconds 60] [--rounds 20] [--compiled] [--save]
 
 Each op's first case comes first, then each op's second, so that a short run sees every op. Baselines that compile for
-many seconds are left out unless `--compiled` is set.
+many seconds are left out unless `--compiled` is set. On a CPU, small shapes are timed, and a line says whether the
+op calls compiled C or is the reference in torch.
 """
 
 import argparse
@@ -28,8 +29,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=60.0, help="after which no case begins")
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--compiled", action="store_true", help="also baselines that compile for many seconds")
-    parser.add_argument("--no-save", action="store_true")
-    args = parser.parse_args()
+    args = common.arguments(parser)
     if unknown := set(args.ops) - set(known):
         parser.error(f"there is no op {', '.join(sorted(unknown))}; there are {', '.join(known)}")
     common.ROUNDS = args.rounds
@@ -46,7 +46,7 @@ def main() -> None:
             continue
         finally:
             done += 1
-        if common.DEVICE == "cuda" and not args.no_save:
+        if args.save:
             harness.save(op, rows, common.DEVICE)
         print(line(op, rows), flush=True)
     print(f"{done} of {len(every)} cases")
@@ -72,7 +72,8 @@ def without(case: Case) -> Case:
 
 def line(op: str, rows: list[dict[str, object]]) -> str:
     ours, *others = rows
-    found = [f"{ours['median'] * 1e6:.1f} us"]  # type: ignore[operator]
+    median, low, high = (f"{ours[key] * 1e6:.1f}" for key in ("median", "p20", "p80"))  # type: ignore[operator]
+    found = [f"{median} us ({low} to {high}{', ' + str(ours['runs']) if 'runs' in ours else ''})"]
     found += [f"{ours['share']:.0%} of the limit"] if "share" in ours else []
     found += [f"{row['way']} {row['ours_over_this']:.2f}x" for row in others if "ours_over_this" in row]
     met = {True: "met", False: "missed"}.get(ours.get("met"), "")  # type: ignore[call-overload]

@@ -109,7 +109,7 @@ def cases() -> Iterator[Case]:
             yield Case(f"{name}, {T} rows", partial(build, shape, T), Goal(over=(("sequence", 1.1),)))
 
 
-def eager() -> None:
+def eager(save: bool) -> None:
     """The same without graphs, where launches set the ratio."""
     rows = []
     for case in cases():
@@ -120,12 +120,11 @@ def eager() -> None:
         for name, timing in timings.items():
             row = {"bench": "kernels", "op": "layer_group", "case": f"{case.name}, eager", "way": name}
             rows.append(row | {"device": DEVICE, **timing.row(), "sequence_over_group": ratio})
-    if DEVICE == "cuda":
+    if save:
         harness.save("layer_group", rows, DEVICE)
 
 
 test_layer_group = common.benchmarks(cases())
 
 if __name__ == "__main__":
-    common.main("layer_group", cases())
-    eager()
+    eager(save=common.main("layer_group", cases()))

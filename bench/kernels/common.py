@@ -13,9 +13,9 @@ time, so a time is what the call takes within a captured round: its own start is
 with the bytes and flops that any implementation needs, from the op's `_cost` (partial results of ours do not count),
 and both rates measured in the same process. Shares are also given of the limit at the device's specified bandwidth,
 where it is known. Results are checked before they are timed. A call that fails or returns a wrong result has a row with
-the reason, and the others continue. Rows go to bench/results/<gpu>/<op>.jsonl.
+the reason, and the others continue. `--save` appends rows to bench/results/<gpu>/<op>.jsonl.
 
-On a CPU the same benches run the references on small shapes, only to show that the benches work.
+On a CPU the same benches run on small shapes, only to show that they work: `ON_CPU` says what their times are.
 """
 
 import argparse
@@ -31,7 +31,9 @@ from rich.console import Console
 from rich.table import Table
 
 from bench import harness
+from bench.conftest import NO_GPU
 from bench.harness import Timing
+from specker.cpu import library
 from specker.kernels.variant import Variant, tl, triton
 
 ROUNDS = 50
@@ -46,6 +48,11 @@ SPECIFIED = {
     "NVIDIA B200": 8.0e12,
 }
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+ON_CPU = (
+    "There is no GPU here. These are small shapes on a CPU, which show only that the benches work: no Triton kernel\n"
+    "runs, there is no limit to compare with, and rows are not saved. Times are medians with p20 and p80. `compiled`:\n"
+    "the op calls compiled C; `reference`: it is plain torch."
+)
 
 
 @dataclass(frozen=True)
@@ -206,7 +213,7 @@ def rows_of(op: str, case: Case) -> list[dict[str, Any]]:
     on_gpu = DEVICE == "cuda"
     about: dict[str, Any] = {"bench": "kernels", "op": op, "case": case.name, "device": DEVICE}
     ways, missing = _that_run(built.ways)
-    timings = in_turn(ways, ROUNDS, this_machine().replay) if on_gpu else harness.measure(ways, rounds=3)
+    timings = in_turn(ways, ROUNDS, this_machine().replay) if on_gpu else harness.measure(ways, ROUNDS)
     ours = next(iter(timings.values())).median
     rows = []
     for i, (name, timing) in enumerate(timings.items()):
@@ -222,8 +229,26 @@ def rows_of(op: str, case: Case) -> list[dict[str, Any]]:
                 row |= {"specified": machine.specified, "share_specified": of_specified}
             if i == 0 and str(case.goal):
                 row |= {"goal": str(case.goal), "met": _met(case.goal, timings, limit, machine.empty)}
+        elif i == 0:
+            row["runs"] = "compiled" if calls_compiled(ways[name]) else "reference"
         rows.append(row)
     return rows + [{**about, "way": name, "reason": reason} for name, reason in missing.items()]
+
+
+def calls_compiled(call: Callable[[], Any]) -> bool:
+    """Whether a call on a CPU uses the compiled library."""
+    used = False
+
+    def profile(frame: Any, event: str, _: Any) -> None:
+        nonlocal used
+        used |= event == "call" and frame.f_code is library.native.__code__
+
+    sys.setprofile(profile)
+    try:
+        call()
+    finally:
+        sys.setprofile(None)
+    return used
 
 
 def _that_run(ways: dict[str, Callable[[], Any]]) -> tuple[dict[str, Callable[[], Any]], dict[str, str]]:
@@ -280,7 +305,7 @@ def show(op: str, rows: list[dict[str, Any]]) -> None:
             continue
         table.add_row(
             row["case"],
-            row["way"],
+            f"{row['way']}, {row['runs']}" if "runs" in row else row["way"],
             *(f"{row[key] * 1e6:.1f}" for key in ("median", "p20", "p80")),
             f"{row['share']:.0%}" if "share" in row else "",
             f"{row['share_specified']:.0%}" if "share_specified" in row else "",
@@ -292,12 +317,24 @@ def show(op: str, rows: list[dict[str, Any]]) -> None:
     Console(width=160).print(table)
 
 
-def main(op: str, cases: Iterable[Case]) -> None:
-    """Runs `python bench/kernels/bench_<op>.py [-k PART OF A NAME] [--no-save]`."""
+def arguments(parser: argparse.ArgumentParser) -> argparse.Namespace:
+    """The command line, with the flag `--save`; says what the times are where there is no GPU."""
+    parser.add_argument("--save", action="store_true", help=harness.SAVE)
+    args = parser.parse_args()
+    if DEVICE == "cpu":
+        if args.save:
+            parser.error("--save needs a GPU: times of small shapes on a CPU are no results")
+        print(ON_CPU, flush=True)
+    elif not args.save:
+        print(harness.NOT_SAVED, file=sys.stderr, flush=True)
+    return args
+
+
+def main(op: str, cases: Iterable[Case]) -> bool:
+    """Runs `python bench/kernels/bench_<op>.py [-k PART OF A NAME] [--save]`; returns whether rows are saved."""
     parser = argparse.ArgumentParser()
     parser.add_argument("-k", default="", help="only cases whose name contains this")
-    parser.add_argument("--no-save", action="store_true")
-    args = parser.parse_args()
+    args = arguments(parser)
     rows: list[dict[str, Any]] = []
     failed = []
     try:
@@ -313,7 +350,7 @@ def main(op: str, cases: Iterable[Case]) -> None:
                 new = [{**about, "reason": reason}]
                 failed.append(f"{op}, {case.name}: {reason}")
             rows += new
-            if DEVICE == "cuda" and not args.no_save:  # after each case, so that an interrupt keeps the rows
+            if args.save:  # after each case, so that an interrupt keeps the rows
                 harness.save(op, new, DEVICE)
     finally:
         show(op, rows)
@@ -325,6 +362,7 @@ def main(op: str, cases: Iterable[Case]) -> None:
         )
     if failed:
         sys.exit("\n".join(failed))
+    return args.save
 
 
 def benchmarks(cases: Iterable[Case]) -> Any:
@@ -332,7 +370,9 @@ def benchmarks(cases: Iterable[Case]) -> Any:
     whose names are known only after the tensors are built."""
 
     @pytest.mark.parametrize("case", list(cases), ids=lambda case: case.name)
-    def test(benchmark: Any, case: Case) -> None:
+    def test(benchmark: Any, case: Case, pytestconfig: pytest.Config) -> None:
+        if DEVICE == "cpu" and not pytestconfig.getoption("small"):
+            pytest.skip(NO_GPU)
         built = case.build()
         built.check()
         ours = next(iter(built.ways.values()))

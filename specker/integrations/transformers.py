@@ -18,7 +18,7 @@ A call takes one of two paths. Neither changes what `generate` emits.
 import time
 import weakref
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -55,7 +55,9 @@ __all__ = ["Generate", "register_attention"]
 LEAST_CONTEXT = 1024  # positions of the smallest K/V cache on specker's ops; it grows in powers of two
 LOADING = ("load", "acceptance", "tp", "dp", "draft_ranks", "reduce")  # options for models that specker loads itself
 WARPERS = (TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper)  # in the order of specker's own sampling
-PREPARED = {"attention_mask", "position_ids", "past_key_values", "use_cache", "logits_to_keep"}  # `generate`'s own
+NAMES = {field.name for field in fields(GenerateDecoderOnlyOutput)}
+CACHE = "cache" if "cache" in NAMES else "past_key_values"  # its name in `generate`: the former from 5.24 on
+PREPARED = {"attention_mask", "position_ids", CACHE, "use_cache", "logits_to_keep"}  # `generate`'s own
 
 
 class _Call(NamedTuple):
@@ -82,7 +84,7 @@ class _Call(NamedTuple):
     @property
     def only_tokens(self) -> bool:
         """Whether the call asks for nothing but tokens, after left-padded prompts, up to a length or a stop id."""
-        cache, seen = self.inputs.get("past_key_values"), self.seen
+        cache, seen = self.inputs.get(CACHE), self.seen
         own = cache is not None and (getattr(cache, "_is_user_defined", False) or cache.get_seq_length() > 0)
         more = {name for name, value in self.inputs.items() if value is not None} - PREPARED
         usual, positions = (seen.cumsum(1) - 1).clamp_(min=0), self.inputs.get("position_ids")
@@ -307,7 +309,7 @@ class Generate:
         scores: Any = () if asked and config.output_scores else None
         unfinished = torch.ones_like(ids[:, 0], dtype=torch.bool)
         outputs = model._prefill(ids, config, inputs)
-        cache = outputs.get("past_key_values") if inputs["use_cache"] else None
+        cache = outputs.get(CACHE) if inputs["use_cache"] else None
         if inputs["use_cache"] and (cache is None or not cache.is_croppable):
             raise ValueError(f"{type(model).__name__} cannot drop rejected tokens from its {type(cache).__name__}")
         if cache is not None:
@@ -362,7 +364,7 @@ class Generate:
         self.stats.wall = time.perf_counter() - start
         if not asked:
             return ids
-        return GenerateDecoderOnlyOutput(sequences=ids, scores=scores, logits=raw, past_key_values=cache)
+        return GenerateDecoderOnlyOutput(sequences=ids, scores=scores, logits=raw, **{CACHE: cache})
 
 
 def _stop_recording(cache: Any) -> None:
