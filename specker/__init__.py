@@ -37,7 +37,7 @@ def load(
     strategy: str | Options | None = None,
     device: str | torch.device | None = None,
     dtype: str | torch.dtype | None = None,
-    on_progress: Callable[[int, int], None] | None = None,
+    on_progress: Callable[[int, int, str], None] | None = None,
     **options: Unpack[LoadOptions],
 ) -> Engine:
     """Load an engine: a target, a strategy and what the strategy drafts with.
@@ -52,7 +52,8 @@ def load(
         device: "cpu" or "cuda". None: cuda if available.
         dtype: a torch dtype, or one of float32, bfloat16, float16, float64. None: bfloat16, but float32 on a CPU that
             has no compiled kernels for the target.
-        on_progress: called with (elements read, total elements) of each checkpoint's weights.
+        on_progress: called with (elements read, total elements, "target, 1 of 2") while weights are read, for each
+            model; a trained head is read without it.
         options: fields of `specker.options.Common` and of the strategy, as strings or parsed values.
 
     Returns:

@@ -85,20 +85,23 @@ class Screen:
             yield
 
     @contextlib.contextmanager
-    def progress(self, what: str) -> Iterator[Callable[[int, int], None]]:
-        """A transient progress bar on a terminal. Yields a function to call with (done, total). Steps that the logger
-        `specker.steps` names are shown too: by the bar, or as notes where there is none."""
+    def progress(self, what: str) -> Iterator[Callable[..., None]]:
+        """A transient progress bar on a terminal. Yields a function to call with (done, total), and perhaps with the
+        part of `what` that this is, such as "target, 1 of 2". Steps that the logger `specker.steps` names are shown
+        too: by the bar, or as notes where there is none."""
         shown = partial(_handled, logging.getLogger("specker.steps"))
         if self.plain:
             with shown(_Shown(self.note, logging.INFO)):
-                yield lambda done, of: None
+                yield lambda done, of, part="": None
             return
         from rich.progress import Progress
 
         with Progress(console=self.notes, transient=True) as bar:
             task = bar.add_task(what, total=None)
             with shown(_Shown(lambda step: bar.update(task, description=step, total=None), logging.INFO)):
-                yield lambda done, of: bar.update(task, description=what, completed=done, total=of)
+                yield lambda done, of, part="": bar.update(
+                    task, description=f"{what} {part}".rstrip(), completed=done, total=of
+                )
 
     def prompt(self, text: str, title: str | None = None) -> None:
         """Print the prompt. On a terminal its continuation follows without a line break. Elsewhere `title`, the name of

@@ -32,7 +32,7 @@ def load(
     strategy: str | Options | None = None,
     device: str | torch.device | None = None,
     dtype: str | torch.dtype | None = None,
-    on_progress: Callable[[int, int], None] | None = None,
+    on_progress: Callable[[int, int, str], None] | None = None,
     **options: Any,
 ) -> Engine:
     """Load an Engine; `specker.load` documents the arguments."""
@@ -91,6 +91,7 @@ def load(
     kind = dtype_of(dtype)
     kv_dtype(opts, activations(kind, where), where)  # refuses before any weights are read
     shares_head = ranks is not None and opened_draft is not None and "lm_head" in opened_draft.config.shares
+    models = 1 + (lacks_draft or opened_draft is not None)
     target_checkpoint = read_checkpoint(
         opened_target,
         dtype=kind,
@@ -101,7 +102,7 @@ def load(
         quantize=opts.quantize,
         activations=opts.activations,
         pack=ranks is None and opts.linear != "cublas",
-        on_progress=on_progress,
+        on_progress=on_progress and (lambda done, of: on_progress(done, of, f"target, 1 of {models}")),
     )
     if ranks is not None:
         ranks.same("target", dist.fingerprint(target_checkpoint.folder))
@@ -113,7 +114,16 @@ def load(
     opts = method.with_defaults(opts, family)
     method.check_target(opts, target_checkpoint.config.num_layers)
     draft_checkpoint, kept = read_draft(
-        target_checkpoint, opened_draft or draft_source, opts, kind, rounds, target, family, notes, ranks, on_progress
+        target_checkpoint,
+        opened_draft or draft_source,
+        opts,
+        kind,
+        rounds,
+        target,
+        family,
+        notes,
+        ranks,
+        on_progress and (lambda done, of: on_progress(done, of, f"draft, {models} of {models}")),
     )
     opts = opts if draft_checkpoint is None else method.with_draft(opts, draft_checkpoint)
     names = [_name(target_source), None if draft_source is None else _name(draft_source)]

@@ -359,3 +359,10 @@ def test_a_warm_up_tells_how_far_it_is(tmp_path):
 
 def test_the_package_shows_what_it_has():
     assert {"Engine", "load", "zoo", "__version__"} <= {*dir(specker)}
+
+
+def test_the_progress_of_loading_names_the_model(pair):
+    for draft, names in ((None, ["target, 1 of 1"]), (pair[1], ["target, 1 of 2", "draft, 2 of 2"])):
+        calls = []
+        specker.load(pair[0], draft, on_progress=lambda *call, calls=calls: calls.append(call))
+        assert [name for done, of, name in calls if done == of] == names
