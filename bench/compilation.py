@@ -10,6 +10,7 @@ PTX; for AMD both come from the assembly. A kernel fails if
 * it should use a half-precision dot (`dot`) and has no matrix instruction;
 * its products' left operand should come from registers (`left`) and a wgmma reads it from shared memory;
 * ptxas waits after each wgmma, so that none overlaps with other instructions;
+* in a loop on sm_90, an instruction writes a register from which a wgmma in flight may still read its left operand;
 * it should read wide (`wide`) and less than `WIDE` of the loaded bytes are read 16 bytes at a time or asynchronously;
 * on AMD, a program may count its arrival before the stores of all its waves have arrived;
 * on sm_100, a block lets the next kernel start before it has allocated its tensor memory;
@@ -143,8 +144,16 @@ def registers_of_block(warps: int, registers: int) -> int:
     return warps * -(-registers * 32 // 256) * 256
 
 
+def warpgroups(ptx: str, sass: str) -> tuple[str, ...]:
+    """What is wrong with the waits for wgmma. ptxas only warns of the one, and says nothing of the other."""
+    found = ("ptxas waits after each wgmma",) if serialised(ptx, sass) else ()
+    if written := instructions.overwritten(sass):
+        found += (f"writes to registers that a wgmma in flight may read: {'; '.join(written)}",)
+    return found
+
+
 def serialised(ptx: str, sass: str) -> bool:
-    """Whether ptxas waits after each wgmma although the PTX does not. ptxas only warns of that."""
+    """Whether ptxas waits after each wgmma although the PTX does not."""
     products, waits = (len(re.findall(rf"\b{name}\b", sass)) for name in ("HGMMA", "WARPGROUP\\.DEPBAR"))
     return waits >= products > ptx.count("wgmma.wait_group")
 
@@ -198,8 +207,8 @@ def report(op: str, variant: Any, arch: int, near: bool = False) -> Report:
         tensor = instructions.tensor_columns(done.asm["ptx"])
         blocks = blocks_per_sm(arch, warps, used["REG"], shared, tensor)
     found = problems(variant, arch, used, shared, counts) + misordered(variant, arch, done.asm)
-    if "wgmma" in counts["matrix"] and serialised(done.asm["ptx"], disassembly(done.asm["cubin"])):
-        found += ("ptxas waits after each wgmma",)
+    if "wgmma" in counts["matrix"]:
+        found += warpgroups(done.asm["ptx"], disassembly(done.asm["cubin"]))
     return Report(
         op=op,
         kernel=variant.kernel.__name__,

@@ -1,5 +1,5 @@
-"""What a compiled kernel consists of, read from its PTX or from its AMD assembly: instruction counts, and orders that
-the results depend on. bench/static.py reports them.
+"""What a compiled kernel consists of, read from its PTX, its SASS or its AMD assembly: instruction counts, and orders
+that the results depend on. bench/static.py reports them.
 """
 
 import re
@@ -127,3 +127,58 @@ def _blocks(text: str) -> Iterator[tuple[str, tuple[list[str], list[str]]]]:
                 yield name, (lines, [*([jump[2]] if jump else []), *([after] if jump and jump[1] else [])])
                 name, lines, targets = after, [], []
     yield name, (lines, targets)
+
+
+_SASS = re.compile(r"^\s*/\*[0-9a-f]+\*/\s+(?:@\S+\s+)?([A-Z]\S*)\s*(.*?)\s*;")
+_SASS_LABEL = re.compile(r"^\s*(\.L\w+):")
+_RESULT = re.compile(r"(?:P[0-9T], )?R(\d+)\b")  # SHFL and atomics name a predicate before it
+_LEFT = re.compile(r"R\d+, R(\d+)\b")  # of a wgmma; a left operand in shared memory is "gdesc[UR4]"
+_NO_RESULT = ("BAR", "BRX", "CALL", "FCHK", "JMX", "NANOSLEEP", "RET", "WARPSYNC")  # they read their first register
+
+
+def overwritten(sass: str) -> list[str]:
+    """The instructions in loops of an sm_90 kernel that write a register from which a wgmma in flight may still read
+    its left operand. No scoreboard protects these registers, only waits: `gsb0` at a wgmma ends a group, and after
+    `WARPGROUP.DEPBAR.LE gsb0, n` at most the last n groups are in flight. ptxas fails to wait in some loops.
+
+    A loop with a wgmma is read twice in a row, then what follows it; no jump inside is followed."""
+    code, labels = list[tuple[str, str]](), dict[str, int]()
+    for line in sass.splitlines():
+        if label := _SASS_LABEL.match(line):
+            labels[label[1]] = len(code)
+        elif found := _SASS.match(line):
+            code.append((found[1], found[2]))
+    wrong = set[int]()
+    for end, (name, operands) in enumerate(code):
+        target = re.search(r"\.L\w+", operands) if name == "BRA" else None
+        start = labels.get(target[0], end) if target else end
+        if any("GMMA" in each for each, _ in code[start:end]):
+            wrong |= _overwritten(code, [*range(start, end + 1), *range(start, len(code))])
+    return [" ".join(code[n]) for n in sorted(wrong)]
+
+
+def _overwritten(code: list[tuple[str, str]], order: list[int]) -> set[int]:
+    """Which of these (instruction, operands) write such registers, if they run in this order."""
+    group, flying, wrong = set[int](), list[set[int]](), set[int]()  # registers of the open group; of the ended ones
+    for n in order:
+        name, operands = code[n]
+        if re.match(r"[A-Z]GMMA\b", name):
+            if left := _LEFT.match(operands):
+                group |= {int(left[1]) + i for i in range(4)}
+            if operands.endswith("gsb0"):
+                flying, group = [*flying, group], set()
+        elif name == "WARPGROUP.DEPBAR.LE":
+            done = max(len(flying) - int(operands.split(",")[1], 0), 0)
+            flying = flying[done:]
+        elif _written(name, operands) & group.union(*flying):
+            wrong.add(n)
+    return wrong
+
+
+def _written(name: str, operands: str) -> set[int]:
+    """The registers that an instruction writes."""
+    first, parts = _RESULT.match(operands), {*name.split(".")}
+    if first is None or name.startswith(_NO_RESULT):
+        return set()
+    size = 4 if parts & {"128", "4"} else 2 if parts & {"64", "WIDE", "CS2R"} else 1
+    return {int(first[1]) + i for i in range(size)}

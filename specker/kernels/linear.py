@@ -468,6 +468,7 @@ def variants(arch: int) -> Iterator[Variant]:
         (bf16, 128256, 4096, "float32", Format("int4", 32, f16, f16)),
         (bf16, 2050, 1056, "silu_mul", Format("int4", 96, f16, f16)),
         (bf16, 4097, 1023, "none", Format("int8", 1023, f32, None)),
+        (bf16, 4096, 4608, "silu_mul", Format("fp8", 48, f32, None)),  # tiles of 16 columns
         (f16, 28672, 4096, "silu_mul", Format("int4", 64, f16, None)),
         (f32, 4096, 4096, "none", Format("int4", 32, f16, f16)),
         (bf16, 28672, 4096, "silu_mul", MXFP4),

@@ -139,11 +139,17 @@ def _stream_quantised(
     GROUP: tl.constexpr,
     LEFT: tl.constexpr,
 ):
-    """`_stream_plain` for w = q * scale + shift in float32, rounded to x's dtype. A tile of four bits takes two
-    products: the columns in the low four bits of bytes, then the columns in the high four bits. Scales are read one
-    tile ahead, because Triton does not pipeline loads of less than four bytes."""
+    """`_stream_plain` for w = q * scale + shift in float32, rounded to x's dtype. Scales are read one tile ahead,
+    because Triton does not pipeline loads of less than four bytes.
+
+    A tile of four bits takes two products: the columns in the low four bits of bytes, then the columns in the high four
+    bits. As the left operand, a tile of eight bits takes two as well, of half its columns each. Of one product per tile
+    Triton would leave the wgmma in flight while the next tile is decoded, and ptxas 12.8 and 12.9 then decode into
+    registers that it may still read; Triton waits for both of two. bench/compilation.py reports such writes."""
     SHIFT: tl.constexpr = shift_ptr is not None
     PACK: tl.constexpr = 4 if w_ptr.dtype.element_ty == tl.int16 else 1  # numbers per element of the weight
+    HALVES: tl.constexpr = LEFT and PACK == 1 and BLOCK_E >= 32  # a product takes at least 16 columns
+    EVEN: tl.constexpr = EVEN_E and EVEN_N
     SETS: tl.constexpr = E // GROUP  # scales per row
     o_x = o_m[:, None] * E
     o_w = tl.arange(0, N)[:, None] * (E // PACK)
@@ -156,17 +162,12 @@ def _stream_quantised(
         b_scale2 = _scales(scale_ptr, i_row + pair, m_n, start, SETS, N, BLOCK_E, GROUP)
         b_shift2 = _scales(shift_ptr, i_row + pair, m_n, start, SETS, N, BLOCK_E, GROUP)
     for i_e in tl.range(start, stop, BLOCK_E):
-        o_q = i_e // PACK + tl.arange(0, BLOCK_E // PACK)[None, :]
-        p_w = w_ptr + o_w + o_q
-        if EVEN_E and EVEN_N:
-            b_w = tl.load(p_w, eviction_policy="evict_first")
+        if not HALVES:
+            o_q = i_e // PACK + tl.arange(0, BLOCK_E // PACK)[None, :]
+            p_w = w_ptr + o_w + o_q
+            b_w = _load_weight(p_w, m_n, o_q, E // PACK, EVEN)
             if PAIR:
-                b_w2 = tl.load(p_w + pair * (E // PACK), eviction_policy="evict_first")
-        else:
-            m_w = m_n[:, None] & (o_q < E // PACK)
-            b_w = tl.load(p_w, mask=m_w, other=0, eviction_policy="evict_first")
-            if PAIR:
-                b_w2 = tl.load(p_w + pair * (E // PACK), mask=m_w, other=0, eviction_policy="evict_first")
+                b_w2 = _load_weight(p_w + pair * (E // PACK), m_n, o_q, E // PACK, EVEN)
         b_next, b_next_shift, b_next2, b_next_shift2 = b_scale, b_shift, b_scale2, b_shift2
         if SETS > 1:
             b_next = _scales(scale_ptr, i_row, m_n, i_e + BLOCK_E, SETS, N, BLOCK_E, GROUP)
@@ -174,23 +175,46 @@ def _stream_quantised(
             if PAIR:
                 b_next2 = _scales(scale_ptr, i_row + pair, m_n, i_e + BLOCK_E, SETS, N, BLOCK_E, GROUP)
                 b_next_shift2 = _scales(shift_ptr, i_row + pair, m_n, i_e + BLOCK_E, SETS, N, BLOCK_E, GROUP)
-        for i_part in tl.static_range(2 if PACK == 4 else 1):
+        for i_part in tl.static_range(2 if PACK == 4 or HALVES else 1):
             if PACK == 4:
                 o_h = tl.arange(0, BLOCK_E // 2)[None, :]
                 o_e = i_e + o_h // 16 * 32 + o_h % 16 + 16 * i_part
+            elif HALVES:
+                o_e = i_e + i_part * (BLOCK_E // 2) + tl.arange(0, BLOCK_E // 2)[None, :]
+                p_w = w_ptr + o_w + o_e
+                b_w = _load_weight(p_w, m_n, o_e, E, EVEN)
+                if PAIR:
+                    b_w2 = _load_weight(p_w + pair * E, m_n, o_e, E, EVEN)
             else:
                 o_e = i_e + tl.arange(0, BLOCK_E)[None, :]
             m_x = m_m[:, None]
             if not EVEN_E:
                 m_x = m_x & (o_e < E)
             b_x = tl.load(x_ptr + o_x + o_e, mask=m_x, other=0.0)
-            b_v = _weights(b_w, b_scale, b_shift, i_part, SHIFT, KIND).to(b_x.dtype)
+            b_s, b_z = _part(b_scale, i_part, HALVES), _part(b_shift, i_part, HALVES)
+            b_v = _weights(b_w, b_s, b_z, i_part, SHIFT, KIND).to(b_x.dtype)
             b_acc = _add_product(b_x, b_v, b_acc, LEFT)
             if PAIR:
-                b_v2 = _weights(b_w2, b_scale2, b_shift2, i_part, SHIFT, KIND).to(b_x.dtype)
+                b_s, b_z = _part(b_scale2, i_part, HALVES), _part(b_shift2, i_part, HALVES)
+                b_v2 = _weights(b_w2, b_s, b_z, i_part, SHIFT, KIND).to(b_x.dtype)
                 b_pair = _add_product(b_x, b_v2, b_pair, LEFT)
         b_scale, b_shift, b_scale2, b_shift2 = b_next, b_next_shift, b_next2, b_next_shift2
     return b_acc, b_pair
+
+
+@triton.jit
+def _load_weight(
+    p,  # [N, K]
+    m_n,
+    o_q,  # [1, K] index of each element in its row
+    ROW: tl.constexpr,  # elements of a row
+    EVEN: tl.constexpr,
+):
+    if EVEN:
+        b = tl.load(p, eviction_policy="evict_first")
+    else:
+        b = tl.load(p, mask=m_n[:, None] & (o_q < ROW), other=0, eviction_policy="evict_first")
+    return b
 
 
 @triton.jit
@@ -233,6 +257,19 @@ def _scales(
             b = tl.maximum(b_bits, 1 << 22).to(tl.float32, bitcast=True)
         else:
             b = tl.load(p_s, mask=m, other=0.0).to(tl.float32)
+    return b
+
+
+@triton.jit
+def _part(
+    b,  # [N, groups in a tile]: scales or shifts
+    PART: tl.constexpr,
+    HALVES: tl.constexpr,
+):
+    """Those of half a tile: of its first columns or the others. Those of the tile if it does not come in halves."""
+    if HALVES and b.shape[1] > 1:
+        b_first, b_second = tl.split(tl.permute(tl.reshape(b, (b.shape[0], 2, b.shape[1] // 2)), (0, 2, 1)))
+        b = b_second if PART else b_first
     return b
 
 

@@ -123,14 +123,19 @@ def _row_linear(arch: int, dtype: torch.dtype) -> Comparisons:
 
 
 def _quantised_linear(arch: int, dtype: torch.dtype) -> Comparisons:
-    for O, E, kind, group in ((256, 512, "int8", None), (96, 1152, "int4", 32), (128, 288, "mxfp4", 32)):
+    for O, E, kind, group in (
+        (256, 512, "int8", None),
+        (96, 1152, "int4", 32),
+        (128, 288, "mxfp4", 32),
+        (128, 8224, "fp8", 32),
+    ):
         x, w = randn(70, E, dtype=dtype), ops.quantised_weight(kind, group, kind == "int4", O, E)
 
         def call(rows: slice, x: Tensor = x, w: Any = w, **options: Any) -> Any:
             return (_run(arch, lambda: ops.linear._launch(x[rows], w, None, "silu_mul"), **options),)
 
         many = call(slice(0, 70))
-        same = _parts(call, many, (0, 1), (65, 66), (5, 14))
+        same = _parts(call, many, (0, 1), (65, 66), (5, 14), (0, 16), (0, 17), (0, 64))
         same["CTAs backwards"] = _equal(call(slice(0, 70), backwards=True), many)
         yield f"{E}->{O} silu_mul {w.format}", same
 
@@ -184,14 +189,15 @@ def _tree_attention(arch: int, dtype: torch.dtype) -> Comparisons:
 
 
 def _vocab_topk(arch: int, dtype: torch.dtype) -> Comparisons:
-    for E, K, k in ((64, 300, 64), (256, 1000, 10), (128, 12032, 4)):
-        h, w, positions = randn(70, E, dtype=dtype), weight(K, E, dtype=dtype), torch.arange(70) + 5
+    for E, K, k, kind in ((64, 300, 64, ""), (256, 1000, 10, ""), (128, 12032, 4, ""), (256, 1000, 10, "int8")):
+        h, positions = randn(70, E, dtype=dtype), torch.arange(70) + 5
+        w = ops.quantised_weight(kind, 32, False, K, E) if kind else weight(K, E, dtype=dtype)
 
-        def call(rows: slice, h: Tensor = h, w: Tensor = w, k: int = k, positions: Tensor = positions) -> Any:
+        def call(rows: slice, h: Tensor = h, w: Any = w, k: int = k, positions: Tensor = positions) -> Any:
             noisy = ops.topk.Noise(9, positions[rows], 0.9)
             return _run(arch, lambda: ops.topk._launch(h[rows], w, None, k, None, noisy, True))
 
-        yield f"E{E} K{K} k{k}", _parts(call, call(slice(0, 70)), (0, 1), (69, 70), (60, 67))
+        yield f"E{E} K{K} k{k} {kind}".strip(), _parts(call, call(slice(0, 70)), (0, 1), (69, 70), (60, 67), (0, 17))
 
 
 def _cluster_topk(arch: int, dtype: torch.dtype) -> Comparisons:
@@ -234,27 +240,29 @@ def _kv_calibrate(arch: int, dtype: torch.dtype) -> Comparisons:
 
 def _kv_project(arch: int, dtype: torch.dtype) -> Comparisons:
     table = ops.kv.rope_table(1e4 ** -(torch.arange(0, 64, 2).float() / 64), 1.0, 256, dtype)
-    x, w, norm = randn(70, 1600, dtype=dtype), weight(6 * 64, 1600, dtype=dtype), randn(1, 64, seed=3, dtype=dtype)
-    at = torch.arange(70) * 3
+    x, norm = randn(70, 1600, dtype=dtype), randn(1, 64, seed=3, dtype=dtype)
+    plain, at = weight(6 * 64, 1600, dtype=dtype), torch.arange(70) * 3
+    for name, w in (("", plain), (" int8", ops.quantised_weight("int8", 32, False, 6 * 64, 1600))):
 
-    def call(rows: slice, **options: Any) -> Any:
-        caches = [torch.zeros(16, 16, 1, 64, dtype=dtype) for _ in "kv"]
-        rest = at[rows], at[rows], table, *caches, norm, norm, 1e-6
-        q = _run(arch, lambda: ops.project._launch(x[rows], w, None, *rest), **options)
-        return q, *(c.view(256, 1, 64)[at[rows]] for c in caches)
+        def call(rows: slice, w: Any = w, **options: Any) -> Any:
+            caches = [torch.zeros(16, 16, 1, 64, dtype=dtype) for _ in "kv"]
+            rest = at[rows], at[rows], table, *caches, norm, norm, 1e-6
+            q = _run(arch, lambda: ops.project._launch(x[rows], w, None, *rest), **options)
+            return q, *(c.view(256, 1, 64)[at[rows]] for c in caches)
 
-    many = call(slice(0, 70))
-    same = _parts(call, many, (0, 1), (69, 70), (60, 67))
-    same["CTAs backwards"] = _equal(call(slice(0, 70), backwards=True), many)
-    same["CTAs shuffled"] = _equal(call(slice(0, 70), shuffled=5), many)
-    yield "1600->4/1 D64", same
+        many = call(slice(0, 70))
+        same = _parts(call, many, (0, 1), (69, 70), (60, 67), (0, 17))
+        same["CTAs backwards"] = _equal(call(slice(0, 70), backwards=True), many)
+        same["CTAs shuffled"] = _equal(call(slice(0, 70), shuffled=5), many)
+        yield f"1600->4/1 D64{name}", same
 
 
 def _expert_linear(arch: int, dtype: torch.dtype) -> Comparisons:
     T, X, k = 70, 3, 2
     chosen, scores, *_ = ops.choices(T, X, k)
-    for O, E, epilogue in ((128, 192, "silu_mul"), (64, 1152, "split")):
-        x, w, bias = randn(T, E, dtype=dtype), weight(X, O, E, dtype=dtype), randn(X, O, seed=2, dtype=dtype)
+    for O, E, epilogue, kind in ((128, 192, "silu_mul", ""), (64, 1152, "split", ""), (64, 8224, "split", "fp8")):
+        x, bias = randn(T, E, dtype=dtype), randn(X, O, seed=2, dtype=dtype)
+        w = ops.quantised_weight(kind, 32, False, X, O, E) if kind else weight(X, O, E, dtype=dtype)
         given = x, w, bias, epilogue
 
         def call(rows: slice, given: tuple[Any, ...] = given, **options: Any) -> Any:
@@ -271,7 +279,7 @@ def _expert_linear(arch: int, dtype: torch.dtype) -> Comparisons:
         same = _parts(call, many, (0, 1), (69, 70), (5, 14))
         same["CTAs backwards"] = _equal(call(slice(0, T), backwards=True), many)
         same["CTAs one by one"] = _equal(call(slice(0, T), threads=1), many)
-        yield f"{E}->{O} {epilogue}", same
+        yield f"{E}->{O} {epilogue} {kind}".strip(), same
 
 
 def _paths(arch: int, text: Callable[[Any], Text], ref: Any, launch: Any, length: int, n: int) -> dict[str, bool]:

@@ -135,6 +135,7 @@ def quantised_linear(dtype: torch.dtype) -> Iterator[Case]:
         (4, 37, 1023, "none", True, 1, "int8", None, False),
         (2, 12032, 128, "none", False, 1, "int4", 32, False),
         (2, 12032, 256, "silu_mul", False, 1, "int8", 16, False),
+        (17, 100, 8224, "none", False, 1, "fp8", 32, False),
         (3, 256, 1152, "float32", False, 1, "int4", 96, True),
         (3, 256, 1152, "none", True, 1, "mxfp4", 32, False),
         (5, 384, 512, "silu_mul", False, 1, "mxfp4", 32, False),
@@ -204,6 +205,7 @@ def quantised_experts(dtype: torch.dtype) -> Iterator[Case]:
         (5, 6, 2, 128, 256, "silu_mul", "int8", None, False),
         (3, 4, 2, 128, 256, "split", "int4", 32, True),
         (3, 4, 2, 64, 128, "sum", "fp8", 32, False),
+        (2, 2, 2, 100, 8224, "split", "int8", 32, False),
         (70, 3, 2, 256, 128, "silu_mul", "int4", 32, True),
         (2, 3, 2, 70, 1152, "none", "int4", 128, False),
         (2, 8, 4, 3072, 128, "silu_mul", "int4", 32, False),
@@ -319,7 +321,7 @@ def vocab_topk(dtype: torch.dtype) -> Iterator[Case]:
         given = f"{' ids' * (ids is not None)}{' noise' * noisy}{' drawn' * drawn}{' norm' * norm}"
         normed = (randn(E, seed=2, dtype=dtype), 1e-5) if norm else None
         yield _topk(f"T{T} E{E} K{K} k{k}{given}", h, w, ids, k, normed, noisily, lse)
-    for kind, group in (("int8", None), ("int4", 32), ("mxfp4", 32)):
+    for kind, group in (("int8", None), ("fp8", 32), ("int4", 32), ("mxfp4", 32)):
         w = quantised_weight(kind, group, kind == "int4", 1000, 256)
         yield _topk(f"T3 E256 K1000 k3 {w.format}", randn(3, 256, dtype=dtype), w, None, 3, None, None, True)
 
@@ -617,7 +619,7 @@ def kv_project(dtype: torch.dtype) -> Iterator[Case]:
             yield from _in_eight_bits(label, project._launch, given, 6, (8, 16, Hkv, D), G)
         yield _project(label, (x, w, b), places, (8, 16, Hkv, D), norms)
         if E == 576:
-            for kind in ("int4", "mxfp4"):
+            for kind in ("int8", "int4", "mxfp4"):
                 q = quantised_weight(kind, 32, kind == "int4", *lead, O, E)
                 yield _project(f"{label} {q.format}", (x, q, b), places, (8, 16, Hkv, D), norms)
 

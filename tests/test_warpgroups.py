@@ -1,0 +1,68 @@
+"""On sm_90 no instruction overwrites the registers of a wgmma in flight: the check finds such writes in SASS, and
+products of weights in eight bits have none, even with an assembler that does not wait where it should.
+"""
+
+import pytest
+from compile_only import python
+
+from bench import compilation, instructions
+
+IN_FLIGHT = """
+        /*0010*/                   LDS.128 R40, [R12+UR11] ;
+.L_x_0:
+        /*0020*/                   {before} ;
+        /*0030*/                   HGMMA.64x16x16.F32.BF16 R24, R40, gdesc[UR12], R24{first} ;
+        /*0040*/                   HGMMA.64x16x16.F32.BF16 R24, {left}, gdesc[UR16], R24, gsb0 ;
+        /*0050*/                   WARPGROUP.DEPBAR.LE gsb0, {most} ;
+        /*0060*/              @!P0 BRA `(.L_x_0) ;
+        /*0070*/                   {after} ;
+        /*0080*/                   WARPGROUP.DEPBAR.LE gsb0, 0x0 ;
+        /*0090*/                   LDS.U16 R40, [R12] ;
+"""
+QUIET = {"before": "NOP", "first": ", gsb0", "left": "R44", "most": "0x1", "after": "NOP"}
+
+
+@pytest.mark.parametrize(
+    ("change", "found"),
+    [
+        ({"before": "LDS.U16 R44, [R12+UR11]"}, True),
+        ({"before": "@P1 FMUL R47, R5.reuse, R53"}, True),
+        ({"before": "LDS.U16 R44, [R12+UR11]", "most": "0x0"}, False),
+        ({"before": "LDS.U16 R43, [R12+UR11]"}, False),  # of the group before the last
+        ({"before": "LDS.U16 R43, [R12+UR11]", "first": ""}, True),  # of the last group's first product
+        ({"before": "LDS.U16 R43, [R12+UR11]", "most": "0x2"}, True),
+        ({"before": "LDS.128 R41, [R12+UR11]"}, True),
+        ({"before": "LDS.64 R42, [R12+UR11]"}, False),
+        ({"before": "LDSM.16.M88.4 R48, [R12]"}, False),
+        ({"before": "IMAD.WIDE.U32 R46, R4, R5, R6"}, True),
+        ({"before": "SHFL.BFLY PT, R45, R4, 0x1, 0x1f"}, True),
+        ({"before": "STS.U16 [R44], R45"}, False),
+        ({"before": "ISETP.GE.AND P1, PT, R44, R45, PT"}, False),
+        ({"before": "LDS.U16 R44, [R12]", "left": "gdesc[UR20]"}, False),
+        ({"after": "MOV R44, R3"}, True),
+    ],
+)
+def test_writes_to_what_a_wgmma_in_flight_reads_are_found(change, found):
+    """The one wait of a loop lets the last group of a pass run on in the next pass, and after the loop."""
+    sass = IN_FLIGHT.format(**QUIET | change)
+    written = change.get("before") or change["after"]
+    assert instructions.overwritten(sass) == [written.removeprefix("@P1 ")] * found
+    problems = compilation.warpgroups("wgmma.wait_group.sync.aligned 1;" * 2, sass)
+    assert problems == (f"writes to registers that a wgmma in flight may read: {written.removeprefix('@P1 ')}",) * found
+
+
+def test_products_of_eight_bits_are_safe_with_the_older_assembler():
+    """Triton 3.9's wheel has two. With the older one, as with the only one of Triton 3.6 and 3.7, a loop of one product
+    a tile would decode into registers that the last tile's product may read."""
+    program = """
+import os
+import triton
+os.environ["TRITON_PTXAS_BLACKWELL_PATH"] = triton.knobs.nvidia.ptxas.path
+from bench import compilation
+from specker.kernels import linear
+for variant in linear.variants(90):
+    if variant.smoke and variant.name.endswith("int8/4096 few"):
+        done = compilation.compile_variant(variant, 90)
+        print(compilation.warpgroups(done.asm["ptx"], compilation.disassembly(done.asm["cubin"])))
+"""
+    assert python("-c", program).splitlines() == ["()"]
