@@ -16,6 +16,7 @@ from torch import Tensor
 
 from specker.kernels.cpu import eager, native
 from specker.kernels.noise import (
+    MIN_TEMPERATURE,
     add_gumbel_,
     check_draw,
     check_seed,
@@ -27,8 +28,6 @@ from specker.kernels.noise import (
 )
 from specker.kernels.registry import register
 from specker.kernels.variant import TYPES, Variant, counters, is_last, same_device, start_after_previous, tl, triton
-
-MIN_TEMPERATURE = 1e-6  # a smaller one could overflow logits / temperature; this one is greedy in effect
 
 
 def sample_rows(
