@@ -200,7 +200,8 @@ def _block(seed: int, block: int, padded: int) -> Tensor:
     """Noise of one aligned block of positions, [rows, padded]; cached, since drafter and target need the same ones."""
     size = _block_rows(padded)
     with torch.inference_mode(False):  # the cache outlives the caller's mode
-        return _rows(seed, np.arange(block * size, (block + 1) * size), padded)
+        first = np.uint64(block * size % (1 << 64))  # the last block ends at 2^63, which is no int64
+        return _rows(seed, first + np.arange(size, dtype=np.uint64), padded)
 
 
 def _block_rows(padded: int) -> int:

@@ -300,7 +300,7 @@ def check_place(
     last_position: int,
     positions: Tensor | None,
 ) -> None:
-    rows, B = first + count, length.shape[0] if length.dim() else 0
+    rows, B = int(first) + int(count), length.shape[0] if length.dim() else 0
     if length.dim() != 1 or length.dtype != torch.int64 or not B:
         raise ValueError(f"length must be [B >= 1] int64, got {tuple(length.shape)} {length.dtype}")
     if first < 0 or count < 1 or rows > MAX_ROWS:
