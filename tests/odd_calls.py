@@ -275,6 +275,7 @@ def one(name: str, given: dict[str, Any], seed: int) -> str:
             raise Fault(f"with plain copies it is refused: {again}")
         if ordinary:
             compare(got, want, "with plain copies", ties)
+        if ordinary and "dtype" not in label:  # compiled kernels round what bfloat16 multiplies
             with without_kernels():
                 again, want = called(name, arguments(name, given, seed)[1])
             if not again:  # the reference may check numbers that it does not read

@@ -165,8 +165,9 @@ def refuse(
             wanted = re.sub(r"\w+\.", "", inspect.formatannotation(kind))
             got = value.layout if isinstance(value, Tensor) else None if value is None else type(value).__name__
             raise TypeError(f"{name} must be {wanted}, got {got}") from None
-        if isinstance(value, int) and not -(1 << 63) <= value < 1 << 64:
-            raise ValueError(f"{name} must be a number of 64 bits, got {value}") from None
+        for part in value if isinstance(value, tuple) else (value,):
+            if isinstance(part, int) and not -(1 << 63) <= part < 1 << 64:
+                raise ValueError(f"{name} must be a number of 64 bits, got {part}") from None
     try:
         for value in args:
             if isinstance(value, Quantized):
