@@ -25,6 +25,7 @@ def test_what_is_missing_is_said(monkeypatch: pytest.MonkeyPatch, capsys: pytest
 
 @needs_gcc
 @pytest.mark.slow
+@pytest.mark.timeout(3600)
 @pytest.mark.parametrize("name", sanitized.RUNS)
 def test_no_findings(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert sanitized.main([name]) == 0, capsys.readouterr().out
@@ -32,6 +33,7 @@ def test_no_findings(name: str, capsys: pytest.CaptureFixture[str]) -> None:
 
 @needs_gcc
 @pytest.mark.slow
+@pytest.mark.timeout(3600)
 def test_a_read_beyond_the_end_is_found(tmp_path: Path) -> None:
     """The sanitizer fails a library that does not check where a text's ids point."""
     sources = tmp_path / "csrc"

@@ -17,7 +17,7 @@ from specker.kernels.noise import pack_draw
 SIZE = 472  # eight calls of each
 
 
-@pytest.mark.parametrize("calls", [SIZE, pytest.param(24_000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("calls", [SIZE, pytest.param(24_000, marks=[pytest.mark.slow, pytest.mark.timeout(3600)])])
 def test_odd_calls(calls: int) -> None:
     ends, faults = every(calls, 0)
     assert not faults, "\n".join(faults)
