@@ -19,7 +19,7 @@ OLDEST := $(VENV)/oldest
 OTHER  := $(if $(TRITON),$(VENV)/triton-$(TRITON))
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run real test lint types style smollm2 format browser oldest static ptx bench peers vllm plot pages docs gpu dist clean
+.PHONY: help setup run real test lint types style smollm2 format browser oldest static ptx sanitize bench peers vllm plot pages docs gpu dist clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*##/\t/' | expand -t 10
@@ -91,6 +91,9 @@ static: $(STAMP) $(OTHER)  ## compile every kernel for sm_80, sm_90 and sm_100 (
 
 ptx: $(STAMP) $(OTHER)  ## execute every compiled kernel's PTX in numpy (no GPU needed; slow); ARGS='--only row_linear --arch 90', TRITON=3.7.1
 	PYTHONPATH=$(addsuffix :,$(OTHER)).:tests $(BIN)/python -m ptx $(ARGS)
+
+sanitize: $(STAMP)  ## run the compiled CPU kernels under gcc's sanitizers, one C file after another (slow); ARGS='adjust.c sample.c' for some
+	PYTHONPATH=.:tests $(BIN)/python tests/sanitized.py $(ARGS)
 
 bench: $(STAMP)  ## end-to-end decoding on this machine; ARGS=--save appends the rows to bench/results/
 	PYTHONPATH=. $(BIN)/python bench/e2e.py $(ARGS)

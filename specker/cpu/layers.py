@@ -525,7 +525,8 @@ def adjust(
     bias: Tensor | None,
     floors: bool,
 ) -> Tensor:
-    """What `kernels.adjust_rows` returns for logits [T, V] float32."""
+    """What `kernels.adjust_rows` returns for logits [T, V] float32. Raises ValueError for numbers that are read and
+    point outside of the other arguments."""
     logits, out = logits.contiguous(), torch.empty(logits.shape, dtype=torch.float32, device="cpu")
     strided = [
         x if x is None or x.shape[1] < 2 or x.stride(1) == 1 else x.contiguous() for x in (text, window, parents)
@@ -534,8 +535,8 @@ def adjust(
     held = strided[0], *dense[:2], *strided[1:], *dense[2:]  # until the call has ended
     addresses = (None if x is None else x.data_ptr() for x in held)
     strides = (0 if x is None else x.stride(0) for x in strided)
-    sizes = window.shape[1], 0 if bias is None else bias.shape[1]
-    call = AdjustCall(logits.data_ptr(), *addresses, *logits.shape, *sizes, *strides, floors, out.data_ptr())
+    sizes = *logits.shape, window.shape[0], text.shape[1], window.shape[1], 0 if bias is None else bias.shape[1]
+    call = AdjustCall(logits.data_ptr(), *addresses, *sizes, *strides, bool(floors), out.data_ptr())
     crew = team()
     crew.run(native().adjust, call, crew.size)
     return out

@@ -180,8 +180,10 @@ class AdjustCall(Structure):
             for name in ("logits", "text", "prompt", "length", "window", "parents", "places", "numbers")
         ),
         *((name, c_void_p) for name in ("bias_ids", "bias")),
-        *((name, c_int64) for name in ("T", "V", "R", "K", "text_stride", "window_stride", "parents_stride", "floors")),
+        *((name, c_int64) for name in ("T", "V", "B", "C", "R", "K")),
+        *((name, c_int64) for name in ("text_stride", "window_stride", "parents_stride", "floors")),
         ("out", c_void_p),
+        ("refused", c_int64),
     ]
 
 
@@ -309,8 +311,11 @@ class Team:
             raise ValueError(f"the system gives no {size} threads: lower OMP_NUM_THREADS")
 
     def run(self, function: Any, *args: Any) -> None:
-        if not function(self.handle, *args):
+        done = function(self.handle, *args)
+        if done == 0:
             raise MemoryError
+        if done < 0:  # the ops say more
+            raise ValueError("positions, slots, pages, lengths or ids point outside of what they are an index into")
 
 
 @cache

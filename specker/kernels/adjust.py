@@ -17,7 +17,7 @@ from torch import Tensor
 
 from specker.kernels.cpu import eager, native
 from specker.kernels.registry import register
-from specker.kernels.variant import Variant, same_device, start_after_previous, tl, triton
+from specker.kernels.variant import Variant, check_within, same_device, start_after_previous, tl, triton
 
 
 def adjust_rows(
@@ -64,7 +64,8 @@ def adjust_rows(
 
     Raises:
         TypeError: an argument of another type.
-        ValueError: other shapes, dtypes or devices.
+        ValueError: other shapes, dtypes or devices; on a CPU also lengths beyond the text, a prompt longer than its
+            text, ids beyond V and places beyond [B, R]. On CUDA, where the host must not wait, nothing checks them.
 
     Source: repetition: CTRL (arXiv 1909.05858, section 4.1), as transformers applies it; presence and frequency:
     OpenAI's API; min_p: arXiv 2407.01082.
@@ -340,6 +341,7 @@ def _on_cpu(logits: Tensor, *args: Any) -> Tensor:
     """The path without a Triton kernel (CPU or float64)."""
     if logits.dtype == torch.float32 and eager(logits) and (kernels := native()) is not None:
         return kernels.adjust(logits, *args)
+    _check_numbers(logits, *args)
     return adjust_rows_ref(logits, *args)
 
 
@@ -391,10 +393,45 @@ def _check(
     same_device(logits, **integers, numbers=numbers, bias=bias)
 
 
+def _check_numbers(
+    logits: Tensor,
+    text: Tensor,
+    prompt: Tensor,
+    length: Tensor,
+    window: Tensor,
+    numbers: Tensor,
+    parents: Tensor | None,
+    places: Tensor | None,
+    bias_ids: Tensor | None,
+    *_: object,
+) -> None:
+    """Raise ValueError for ids and places outside of the other arguments, on a CPU. It reads them all; compiled code
+    refuses those that it reads."""
+    if not logits.is_cpu:
+        return
+    V = logits.shape[1]
+    check_within("length", length, text.shape[1] + 1)
+    if prompt.numel() and not ((prompt >= 0) & (prompt <= length)).all():
+        raise ValueError(f"prompt must be in 0..length, got {prompt.tolist()} of {length.tolist()}")
+    for own, count in zip(text, length.tolist(), strict=True):
+        check_within("text", own[:count], V)
+    check_within("window", window[:, 1:], V)  # the text ends with the root
+    if places is not None:
+        check_within("places", places, window.numel())
+    if bias_ids is not None:
+        check_within("bias_ids", bias_ids.clamp(min=-1), V, least=-1)
+
+
+def _explain(*args: Any) -> None:
+    _check(*args)
+    _check_numbers(*args)
+
+
 _adjust_rows = register(
     adjust_rows,
     check=_check,
     reference=_on_cpu,
     launch=_launch,
     fake=lambda logits, *_: torch.empty_like(logits, memory_format=torch.contiguous_format),
+    explain=_explain,
 )

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from specker.kernels.variant import tl, triton
+from specker.kernels.variant import check_within, tl, triton
 
 MAX_WORDS = 4
 INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
@@ -45,6 +45,8 @@ def ancestor_words(parents: Tensor) -> Tensor:
         raise TypeError(f"parents must be a Tensor, got {type(parents).__name__}")
     if parents.dim() != 1 or parents.dtype not in INTEGERS:
         raise ValueError(f"parents must be [N] integers, got {tuple(parents.shape)} {parents.dtype}")
+    if parents.is_meta:
+        raise ValueError("parents must hold numbers, got a tensor on meta")
     bits = [1]
     for n, parent in enumerate(parents.tolist()):
         if not 0 <= parent <= n:
@@ -66,6 +68,31 @@ def pack_bits(bits: Sequence[int], columns: int) -> Tensor:
         raise ValueError(f"a window has at most {64 * MAX_WORDS} columns, got {columns}")
     words = [(b >> 64 * w) & _WORD for b in bits for w in range(W)]
     return torch.from_numpy(np.array(words, np.uint64).view(np.int64).reshape(-1, W))
+
+
+def check_sequences(
+    rows: int,
+    columns: int,
+    page_size: int,
+    block_table: Tensor,
+    kv_len: Tensor,
+    window: Tensor,
+    cu_rows: Tensor,
+    ancestors: Tensor | None,
+) -> None:
+    """Raise ValueError for sequences whose rows, columns or pages lie outside of `rows` rows and a cache of `columns`
+    columns. Reads the numbers on the host."""
+    starts, lengths, room = cu_rows.tolist(), kv_len.tolist(), block_table.shape[1] * page_size
+    most = room if ancestors is None else 64 * ancestors.shape[1]
+    if starts[0] != 0 or starts[-1] != rows or starts != sorted(starts):
+        raise ValueError(f"cu_rows must rise from 0 to {rows} rows, got {starts}")
+    for b, (length, seen) in enumerate(zip(lengths, window.tolist(), strict=True)):
+        own = starts[b + 1] - starts[b]
+        if not own <= length <= room:
+            raise ValueError(f"kv_len must be in {own}..{room}, from its rows to its table's columns, got {length}")
+        if not 0 <= seen <= min(length, most):
+            raise ValueError(f"window must be in 0..{min(length, most)} in sequence {b}, got {seen}")
+        check_within("block_table", block_table[b, : -(-length // page_size)], columns // page_size)
 
 
 def unpack_words(words: list[list[int]]) -> tuple[int, ...]:

@@ -221,6 +221,7 @@ def attend(
     """One sequence: q [T, Hq, D], k and v [S, Hkv, D], additive mask [T, S] or None -> out [T, Hq, D], lse [T, Hq]."""
     T, Hq, D = q.shape
     if q.device.type == "cpu" and not cap:  # the fused CPU kernel also returns the log-sum-exp
+        q, k, v = (x if x.stride(2) == 1 else x.contiguous() for x in (q, k, v))  # the kernel takes it for granted
         out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
             q.transpose(0, 1).unsqueeze(0),
             k.transpose(0, 1).unsqueeze(0),

@@ -35,11 +35,13 @@ from specker.kernels.topk import (
     Norm,
     _power,
     check_head,
+    check_ids,
     check_out,
     id_of,
     largest,
     rank_key,
     value_of,
+    write_out,
 )
 from specker.kernels.variant import (
     SMS,
@@ -140,13 +142,10 @@ def cluster_topk(
             check_out(out, hidden, k)
             return _launch(*given, out=out)
     except Exception:
-        refuse(cluster_topk, _check, given)
+        refuse(cluster_topk, _explain, given)
         raise
-    ids, logits, lse = _cluster_topk(*given) if done is None else done
-    if out is None:
-        return ids, logits, lse
-    best, values = check_out(out, hidden, k)
-    return best.copy_(ids), logits if values is None else values.copy_(logits), lse
+    found = _cluster_topk(*given) if done is None else done
+    return found if out is None else write_out(found, out, hidden, k)
 
 
 def cluster_topk_ref(
@@ -674,6 +673,11 @@ def _check(
     same_device(hidden, centroids=centroids, token_ids=token_ids)
 
 
+def _explain(hidden: Tensor, weight: Matrix, centroids: Tensor, token_ids: Tensor, *others: Any) -> None:
+    _check(hidden, weight, centroids, token_ids, *others)
+    check_ids(token_ids)
+
+
 def _fits(hidden: Tensor, weight: Matrix, *_: object) -> bool:
     return streams(weight)
 
@@ -727,6 +731,7 @@ _cluster_topk = register(
     launch=_launch,
     fake=_fake,
     fits=_fits,
+    explain=_explain,
     schema=_nested,
     pack=_flat,
     unpack=_nested,

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from specker.kernels.ancestors import MAX_WORDS, parent_of
+from specker.kernels.ancestors import MAX_WORDS, check_sequences, parent_of
 from specker.kernels.delta import bits_of
 from specker.kernels.registry import register
-from specker.kernels.variant import TYPES, Variant, same_device, start_after_previous, tl, triton
+from specker.kernels.variant import TYPES, Variant, check_within, same_device, start_after_previous, tl, triton
 
 ACTIVATIONS = "none", "silu"
 KERNELS = range(2, 9)  # sizes of the convolution
@@ -68,7 +68,8 @@ def conv_rows(
 
     Raises:
         TypeError: an argument of another type.
-        ValueError: other shapes, dtypes or devices, or another activation.
+        ValueError: other shapes, dtypes or devices, or another activation; on a CPU also slots, pages, rows and columns
+            outside of the cache.
 
     Source: the convolution before Mamba's state, arXiv 2312.00752, section 3.4; with two gates, LFM2's.
 
@@ -102,6 +103,9 @@ def conv_rows_ref(
     after: Tensor | None = None,
 ) -> Tensor:
     (T, C), K, page = x.shape, weight.shape[1], inputs.shape[1]
+    if x.is_cpu:
+        check_within("slots", slots, len(inputs) * page)
+        check_sequences(T, len(inputs) * page, page, block_table, kv_len, window, cu_rows, ancestors)
     raw, flat = x if before is None else x * before, inputs.flatten(0, 1)
     taken = raw.new_empty(T, K, C)
     offsets = torch.arange(page, dtype=torch.int64, device=x.device)
@@ -340,8 +344,16 @@ def _check(
     before: Tensor | None = None,
     after: Tensor | None = None,
 ) -> None:
-    if x.dim() != 2 or not x.is_floating_point():
+    if x.dim() != 2 or not x.is_floating_point() or x.dtype.itemsize == 1:
         raise ValueError(f"x must be [T, C], floating: {tuple(x.shape)}, {x.dtype}")
+    for name, given, form in (
+        ("weight", weight, "[C, K]"),
+        ("inputs", inputs, "[pages, page_size >= 1, C]"),
+        ("kv_len", kv_len, "[B]"),
+        ("block_table", block_table, "[B, P]"),
+    ):
+        if given.dim() != form.count(",") + 1 or (name == "inputs" and not given.shape[1]):
+            raise ValueError(f"{name} must be {form}, got {tuple(given.shape)}")
     (T, C), (pages, page), B, P = x.shape, inputs.shape[:2], len(kv_len), block_table.shape[-1]
     wide, i64, i32 = torch.promote_types(x.dtype, torch.float32), torch.int64, torch.int32
     kinds: dict[str, tuple[Tensor, tuple[int, ...], torch.dtype]] = {

@@ -17,12 +17,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from specker.kernels.ancestors import MAX_WORDS, parent_of
+from specker.kernels.ancestors import MAX_WORDS, check_sequences, parent_of
 from specker.kernels.registry import register
-from specker.kernels.variant import TYPES, Variant, same_device, start_after_previous, tl, triton
+from specker.kernels.variant import TYPES, Variant, check_within, same_device, start_after_previous, tl, triton
 
 EPS = 1e-6  # of the norm of q and k
 BLOCK = 32  # of the models here, whose drafts are at most so deep
+MAX_BLOCK = 1 << 30
 PAGE = 64  # records of a page, likewise
 
 
@@ -99,7 +100,7 @@ def delta_rows(
         cu_rows: [B + 1] int32; sequence b owns rows cu_rows[b] to cu_rows[b + 1].
         ancestors: [T, W] int64, W <= 4; see `ancestor_words`. None: the rows of a sequence are a chain after all
             columns before them.
-        block: a power of two, at least 16.
+        block: a power of two from 16 to 2^30.
         z: [T, Hv, Dv] or None, strided like v.
         norm: [Dv], if there is a z.
         eps: of the norm.
@@ -109,7 +110,8 @@ def delta_rows(
 
     Raises:
         TypeError: an argument of another type.
-        ValueError: other shapes, dtypes or devices.
+        ValueError: other shapes, dtypes or devices; on a CPU also slots, pages, rows and columns outside of the cache,
+            positions behind their columns, states that are none, and anchors between blocks.
 
     Source: gated delta rule, arXiv 2412.06464; its WY form, arXiv 2406.06484, with an ancestor mask.
 
@@ -185,6 +187,10 @@ def delta_rows_ref(
     eps: float = 1e-6,
 ) -> Tensor:
     Hv, Hk, page = v.shape[1], q.shape[1], k_records.shape[1]
+    if q.is_cpu:
+        check_within("slots", slots, len(k_records) * page)
+        check_sequences(len(q), len(k_records) * page, page, block_table, kv_len, window, cu_rows, ancestors)
+        _check_states(positions, kv_len, cu_rows, state_of, anchors, block)
     wide = torch.promote_types(q.dtype, torch.float32)
     scale = torch.rsqrt((k.to(wide) ** 2).sum(-1) + EPS)
     q, k = unit(q.to(wide)) * q.shape[-1] ** -0.5, unit(k.to(wide))
@@ -222,6 +228,19 @@ def delta_rows_ref(
     if z is not None and norm is not None:
         out = F.rms_norm(out, out.shape[-1:], None, eps) * norm.to(wide) * F.silu(z.to(wide))
     return out.to(v.dtype)
+
+
+def _check_states(
+    positions: Tensor, kv_len: Tensor, cu_rows: Tensor, state_of: Tensor, anchors: Tensor, block: int
+) -> None:
+    """Raise ValueError for positions behind their columns, states that are none, and anchors between blocks. Reads them
+    on the host."""
+    starts = cu_rows.tolist()
+    for b, length in enumerate(kv_len.tolist()):
+        check_within("positions", positions[starts[b] : starts[b + 1]], length)
+    check_within("state_of", state_of, len(anchors))
+    if bool((anchors[state_of] % block).any()) or bool((anchors[state_of] < 0).any()):
+        raise ValueError(f"anchors must be multiples of block {block}, at least 0, got {anchors[state_of].tolist()}")
 
 
 def bits_of(words: Tensor, count: int) -> Tensor:
@@ -768,10 +787,17 @@ def _check(
     norm: Tensor | None = None,
     eps: float = 1e-6,
 ) -> None:
-    if q.dim() != 3 or v.dim() != 3 or not q.is_floating_point():
+    if q.dim() != 3 or v.dim() != 3 or not q.is_floating_point() or q.dtype.itemsize == 1:
         raise ValueError(
             f"q must be [T, Hk, Dk] and v [T, Hv, Dv], floating: {tuple(q.shape)}, {tuple(v.shape)}, {q.dtype}"
         )
+    for name, given, form in (
+        ("kv_len", kv_len, "[B]"),
+        ("block_table", block_table, "[B, P]"),
+        ("k_records", k_records, "[pages, page_size >= 1, Hk, Dk]"),
+    ):
+        if given.dim() != form.count(",") + 1 or (name == "k_records" and not given.shape[1]):
+            raise ValueError(f"{name} must be {form}, got {tuple(given.shape)}")
     (T, Hk, Dk), (_, Hv, Dv), B = q.shape, v.shape, kv_len.shape[0]
     (pages, page), P = k_records.shape[:2], block_table.shape[-1]
     own, wide = q.dtype, torch.promote_types(q.dtype, torch.float32)
@@ -783,9 +809,9 @@ def _check(
         "b": (b, (T, Hv), own),
         "a_log": (a_log, (Hv,), wide),
         "dt_bias": (dt_bias, (Hv,), wide),
-        "states": (states, (states.shape[0], 2, Hv, Dk, Dv), wide),
+        "states": (states, (*states.shape[:1], 2, Hv, Dk, Dv), wide),
         "state_of": (state_of, (B,), i64),
-        "anchors": (anchors, (states.shape[0], Hv), i64),
+        "anchors": (anchors, (*states.shape[:1], Hv), i64),
         "k_records": (k_records, (pages, page, Hk, Dk), wide),
         "u_records": (u_records, (pages, page, Hv, Dv), wide),
         "g_records": (g_records, (pages, page, Hv, 4), wide),
@@ -800,6 +826,8 @@ def _check(
         raise ValueError("z and norm go together")
     if z is not None and norm is not None:
         kinds |= {"z": (z, (T, Hv, Dv), own), "norm": (norm, (Dv,), own)}
+        if not eps >= 0:
+            raise ValueError(f"eps must be at least 0, got {eps}")
     for name, (x, shape, dtype) in kinds.items():
         if x.shape != shape or x.dtype != dtype:
             raise ValueError(f"{name} must be {list(shape)} {dtype}, got {tuple(x.shape)} {x.dtype}")
@@ -812,10 +840,10 @@ def _check(
     ):
         if not memory.is_contiguous():
             raise ValueError(f"{name} must be contiguous, got strides {memory.stride()}")
-    if Hv % Hk:
+    if not Hk or Hv % Hk:
         raise ValueError(f"v's {Hv} heads must be a multiple of q's {Hk}")
-    if block < 16 or block & (block - 1):
-        raise ValueError(f"block must be a power of two, at least 16, got {block}")
+    if not 16 <= block <= MAX_BLOCK or block & (block - 1):
+        raise ValueError(f"block must be a power of two in 16..{MAX_BLOCK}, got {block}")
     if ancestors is not None and (
         ancestors.dim() != 2
         or len(ancestors) != T

@@ -78,7 +78,8 @@ def expert_linear(
 
     Raises:
         TypeError: an argument of another type.
-        ValueError: other shapes, dtypes or devices, an unknown epilogue, scores missing or without use.
+        ValueError: other shapes, dtypes or devices, an unknown epilogue, scores missing or without use; on a CPU also
+            an order that is none, and starts that do not rise to the number of choices.
 
     Source: Mixtral, arXiv 2401.04088, section 2.1; experts of few rows: Megablocks, arXiv 2211.15841.
 
@@ -104,6 +105,8 @@ def expert_linear_ref(
     bias: Tensor | None = None,
 ) -> Tensor:
     (T, k), O, E = experts.shape, *weight.shape[1:]
+    if x.is_cpu:
+        _check_choices(order, starts)
     S, size = _split_of(x, weight, k) if epilogue == "split" else (1, E)
     how = epilogue if scores is None else "float32"
     dtype = x.dtype if scores is None else sum_dtype(x.dtype)
@@ -134,6 +137,16 @@ def expert_linear_ref(
     for term in terms:
         total = total + term
     return total.to(x.dtype)
+
+
+def _check_choices(order: Tensor, starts: Tensor) -> None:
+    """Raise ValueError unless `order` holds every choice once, and `starts` rise from 0 to their number. Reads them on
+    the host."""
+    ends, count = starts.tolist(), len(order)
+    if ends[0] != 0 or ends[-1] != count or ends != sorted(ends):
+        raise ValueError(f"starts must rise from 0 to the {count} choices, got {ends}")
+    if sorted(order.tolist()) != list(range(count)):
+        raise ValueError(f"order must hold each of the choices 0..{count - 1} once, got {order.tolist()}")
 
 
 def expert_linear_cost(

@@ -14,7 +14,16 @@ from torch.nn import functional as F
 from specker.kernels.narrow import NARROW, cache_types, check_cache, kind_of, named, narrow, narrowed
 from specker.kernels.quant import as_bytes
 from specker.kernels.registry import refuse, register
-from specker.kernels.variant import TYPES, Variant, same_device, start_after_previous, sum_dtype, tl, triton
+from specker.kernels.variant import (
+    TYPES,
+    Variant,
+    check_within,
+    same_device,
+    start_after_previous,
+    sum_dtype,
+    tl,
+    triton,
+)
 
 
 def kv_calibrate(
@@ -403,11 +412,6 @@ def check_places(positions: Tensor, slots: Tensor, rope: Tensor, k_cache: Tensor
     """Raise ValueError for positions beyond the table or slots beyond the cache; reads them on the host."""
     check_within("positions", positions, len(rope))
     check_within("slots", slots, k_cache.shape[0] * k_cache.shape[1])
-
-
-def check_within(name: str, index: Tensor, end: int) -> None:
-    if index.numel() and not (index.min() >= 0 and index.max() < end):
-        raise ValueError(f"{name} must be in 0..{end - 1}, got {index.min()}..{index.max()}")
 
 
 def check_rows(

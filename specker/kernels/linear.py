@@ -26,7 +26,7 @@ from specker.kernels.quant import (
     streams,
     types_of,
 )
-from specker.kernels.registry import refuse, register
+from specker.kernels.registry import check_written, refuse, register
 from specker.kernels.stream import prefetch_rows, stream_rows
 from specker.kernels.tiles import (
     COMMON,
@@ -120,7 +120,11 @@ def row_linear(
                 return _launch(x, weight, bias, epilogue, out)
             y = row_linear(x, weight, bias, epilogue)
             _check_out(out, y)
-            return out.copy_(y)
+            try:
+                return out.copy_(y)
+            except RuntimeError:
+                check_written("out", out)
+                raise
         if epilogue == "float32" and x.dtype in (torch.float32, torch.float64):
             epilogue = "none"
         done = _row_linear_cpu(x, weight, bias, epilogue)

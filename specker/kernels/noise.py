@@ -23,6 +23,7 @@ of u: log1p(-u) 2e-7, relative; g 2.5e-7, relative, or absolute where |g| < 1 (t
 form (specker/cpu) uses the same polynomials.
 """
 
+import math
 import operator
 import struct
 from functools import lru_cache
@@ -39,6 +40,8 @@ STREAM = 0x73706563  # the fourth counter word, "spec": distinct from any other 
 MASK = 0xFFFFFFFF
 U_MAX = 1 - 2.0**-24  # the largest fp32 below 1
 
+MIN_TEMPERATURE = 1e-6  # a smaller one could overflow logits / temperature; this one is greedy in effect
+MOST_IDS = 1 << 20  # the noise of larger ids is computed for them alone, not for all ids up to them
 BLOCK_ELEMENTS = 1 << 17  # 512 KiB of noise at a time
 TILE = 1 << 13  # counters at a time: 64 KiB of scratch per array stays in cache, and malloc maps no new pages
 CACHED_BLOCKS = 64  # 32 MiB of noise; 1024 positions of a vocabulary of 8192
@@ -77,9 +80,9 @@ def gumbel_at(seed: int, positions: Tensor, ids: Tensor) -> Tensor:
 
     Raises as `gumbel` does."""
     seed = _check(seed, positions, 1)
-    if positions.is_cuda or not ids.numel():
+    if positions.is_cuda or not ids.numel() or (most := int(ids.max())) >= MOST_IDS:
         return _gumbel_at(seed, positions, ids)
-    return gumbel(seed, positions, int(ids.max()) + 1).gather(1, ids)
+    return gumbel(seed, positions, most + 1).gather(1, ids)
 
 
 def gumbel_ref(seed: int, positions: Tensor, vocab_size: int) -> Tensor:
@@ -97,9 +100,9 @@ def add_gumbel_(z: Tensor, seed: int, positions: Tensor, token_ids: Tensor | Non
     """Add noise to z [T, K] in place. Column c gets the noise of token c, or of token_ids[c], whatever K is."""
     if token_ids is None:
         return z.add_(gumbel(seed, positions, z.shape[1]))
-    if z.is_cuda:
+    if z.is_cuda or not token_ids.numel() or (most := int(token_ids.max())) >= MOST_IDS:
         return z.add_(_gumbel_at(_check(seed, positions, 1), positions, token_ids))
-    return z.add_(gumbel(seed, positions, int(token_ids.max()) + 1).index_select(1, token_ids))
+    return z.add_(gumbel(seed, positions, most + 1).index_select(1, token_ids))
 
 
 def pack_draw(seed: int, temperature: float, top_k: int = 0, top_p: float = 1.0) -> Tensor:
@@ -111,8 +114,14 @@ def pack_draw(seed: int, temperature: float, top_k: int = 0, top_p: float = 1.0)
 
 
 def unpack_draw(draw: Tensor) -> tuple[int, float, int, float]:
-    """(seed, temperature, top_k, top_p) of one sequence's `pack_draw`; reads them on the host."""
+    """(seed, temperature, top_k, top_p) of one sequence's `pack_draw`; reads them on the host. Raises ValueError for
+    others."""
     seed, top_k, temperature, top_p = struct.unpack("Qqdd", struct.pack("4q", *draw.tolist()))
+    if temperature != 0 and not (MIN_TEMPERATURE <= temperature < math.inf and top_k >= 0 and 0 < top_p <= 1):
+        raise ValueError(
+            f"draw must hold a temperature of 0 or in [{MIN_TEMPERATURE}, inf), a top_k of at least 0 and a top_p in "
+            f"(0, 1], from pack_draw; got {temperature}, {top_k}, {top_p}"
+        )
     return seed, temperature, top_k, top_p
 
 
@@ -191,7 +200,8 @@ def _block(seed: int, block: int, padded: int) -> Tensor:
     """Noise of one aligned block of positions, [rows, padded]; cached, since drafter and target need the same ones."""
     size = _block_rows(padded)
     with torch.inference_mode(False):  # the cache outlives the caller's mode
-        return _rows(seed, np.arange(block * size, (block + 1) * size), padded)
+        first = np.uint64(block * size % (1 << 64))  # the last block ends at 2^63, which is no int64
+        return _rows(seed, first + np.arange(size, dtype=np.uint64), padded)
 
 
 def _block_rows(padded: int) -> int:

@@ -134,7 +134,12 @@ class Quantized:
         return sum(part.nbytes for part in self.parts)
 
     def check(self) -> None:
-        """Raise ValueError unless q, scale and shift fit together."""
+        """Raise TypeError or ValueError unless q, scale and shift fit together."""
+        for name, part in (("q", self.q), ("scale", self.scale), ("shift", self.shift)):
+            if not isinstance(part, Tensor) and (part is not None or name != "shift"):
+                raise TypeError(f"{name} of a matrix must be Tensor, got {type(part).__name__}")
+        if not self.q.dim():
+            raise ValueError(f"q of a matrix must be [.., O, E], got {[*self.q.shape]}")
         scale, shape = self.scale, self.shape
         same_device(self.q, scale=scale, shift=self.shift)
         groups = scale.shape[-1] if scale.dim() else 0

@@ -15,6 +15,7 @@ every path. It may assume that the arguments' types are right: after a failure, 
 annotations.
 """
 
+import functools
 import inspect
 import numbers
 import re
@@ -70,6 +71,9 @@ def register(
     defaults = tuple(p.default for p in positional)
     explain = explain or check
 
+    def refused(args: tuple[Any, ...]) -> None:
+        refuse(function, explain, args, mutates)
+
     def call(*args: Any) -> Any:
         if is_dynamo_compiling() or (type(args[0]) is not Tensor and is_compiling()):  # 40 ns less than is_compiling()
             return overload(*flat(args if pack is None else pack(*args)))
@@ -77,7 +81,7 @@ def register(
             check(*args)
             return (path(args) if args[0].is_cuda else reference)(*args)
         except Exception:
-            refuse(function, explain, args)
+            refused(args)
             raise
 
     def path(args: tuple[Any, ...]) -> Callable[..., R]:  # on a GPU
@@ -104,7 +108,7 @@ def register(
             check(*args)
             return (path(args) if args[0].is_cuda else reference)(*args)
         except Exception:
-            refuse(function, explain, args)
+            refused(args)
             raise
 
     def abstract(*args: Any) -> Any:
@@ -124,22 +128,63 @@ def register(
     return cast("Callable[P, R]", call)
 
 
-def refuse(function: Callable[..., object], check: Callable[..., object], args: tuple[Any, ...]) -> None:
-    """Explain the failure of an op. It runs only after a failure, so type checks cost successful calls nothing. Raises
-    TypeError for the first argument that is not of the type in the signature of `function`, else ValueError as `check`
-    does. Returns if the arguments are not at fault."""
-    for parameter, value in zip(inspect.signature(function).parameters.values(), args, strict=False):
-        if not _of_type(value, parameter.annotation):
-            wanted = re.sub(r"\w+\.", "", inspect.formatannotation(parameter.annotation))
+def explained(check: Callable[..., object]) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """A decorator for an op that is not registered, whose failures `check` explains."""
+
+    def decorate(function: Callable[P, R]) -> Callable[P, R]:
+        signature = inspect.signature(function)
+
+        @functools.wraps(function)
+        def call(*args: P.args, **kwargs: P.kwargs) -> R:
+            try:
+                return function(*args, **kwargs)
+            except Exception:
+                given = signature.bind(*args, **kwargs)
+                given.apply_defaults()
+                refuse(function, check, tuple(given.arguments.values()))
+                raise
+
+        return call
+
+    return decorate
+
+
+def refuse(
+    function: Callable[..., object],
+    check: Callable[..., object],
+    args: tuple[Any, ...],
+    written: tuple[str, ...] = (),
+) -> None:
+    """Explain the failure of an op that writes the arguments `written`. It runs only after a failure, so type checks
+    cost successful calls nothing. Raises TypeError for the first argument that is not of the type in the signature of
+    `function`, else ValueError as `check` does. Returns if the arguments are not at fault."""
+    parameters = zip(inspect.signature(function).parameters.values(), args, strict=False)
+    named = {p.name: (p.annotation, x) for p, x in parameters}
+    for name, (kind, value) in named.items():
+        if not _of_type(value, kind):
+            wanted = re.sub(r"\w+\.", "", inspect.formatannotation(kind))
             got = value.layout if isinstance(value, Tensor) else None if value is None else type(value).__name__
-            raise TypeError(f"{parameter.name} must be {wanted}, got {got}") from None
+            raise TypeError(f"{name} must be {wanted}, got {got}") from None
+        for part in value if isinstance(value, tuple) else (value,):
+            if isinstance(part, int) and not -(1 << 63) <= part < 1 << 64:
+                raise ValueError(f"{name} must be a number of 64 bits, got {part}") from None
     try:
         for value in args:
             if isinstance(value, Quantized):
                 value.check()
         check(*args)
-    except ValueError as error:
+        for name in written:
+            check_written(name, named[name][1])
+    except (TypeError, ValueError) as error:
         raise error from None  # hide the failure that this error explains
+
+
+def check_written(name: str, x: Tensor) -> None:
+    """Raise ValueError if an op cannot write x in place."""
+    if x.requires_grad and torch.is_grad_enabled():
+        raise ValueError(f"{name} is written in place, so it must not require a gradient") from None
+    if any(size > 1 and step == 0 for size, step in zip(x.shape, x.stride(), strict=True)):
+        raise ValueError(f"{name} is written, so each element needs its own memory, got strides {x.stride()}") from None
 
 
 def _of_type(value: Any, kind: Any) -> bool:

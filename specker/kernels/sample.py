@@ -16,6 +16,7 @@ from torch import Tensor
 
 from specker.kernels.cpu import eager, native
 from specker.kernels.noise import (
+    MIN_TEMPERATURE,
     add_gumbel_,
     check_draw,
     check_seed,
@@ -27,8 +28,6 @@ from specker.kernels.noise import (
 )
 from specker.kernels.registry import register
 from specker.kernels.variant import TYPES, Variant, counters, is_last, same_device, start_after_previous, tl, triton
-
-MIN_TEMPERATURE = 1e-6  # a smaller one could overflow logits / temperature; this one is greedy in effect
 
 
 def sample_rows(
@@ -742,7 +741,7 @@ def _launch_sample(
 def _check_sample(
     logits: Tensor, temperature: float, top_k: int, top_p: float, seed: int, positions: Tensor, draw: Tensor | None
 ) -> None:
-    if logits.dim() != 2 or logits.shape[1] == 0 or not logits.is_floating_point():
+    if logits.dim() != 2 or not logits.shape[1] or not logits.is_floating_point() or logits.dtype.itemsize == 1:
         raise ValueError(f"logits must be [T, V >= 1] floating point, got {tuple(logits.shape)} {logits.dtype}")
     if positions.shape != logits.shape[:1] or positions.dtype != torch.int64:
         raise ValueError(f"positions must be [{logits.shape[0]}] int64, got {tuple(positions.shape)} {positions.dtype}")

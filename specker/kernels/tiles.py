@@ -30,7 +30,7 @@ COMMON = (  # formats that the compile-only checks compile, for rows of 4096
 def like(x: Tensor, weight: Matrix) -> bool:
     """Whether `row_linear` accepts the dtypes and devices of x and weight."""
     if isinstance(weight, Quantized):
-        return x.dtype.is_floating_point and x.device == weight.device
+        return x.dtype.is_floating_point and x.dtype.itemsize > 1 and x.device == weight.device
     alike = x.dtype == weight.dtype or (x.is_cpu and (x.dtype, weight.dtype) == (torch.float32, torch.bfloat16))
     return alike and x.device == weight.device
 

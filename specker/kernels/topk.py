@@ -19,11 +19,20 @@ from torch.compiler import is_compiling
 from torch.nn import functional as F
 
 from specker.kernels.linear import row_linear
-from specker.kernels.noise import add_gumbel_, check_draw, check_seed, drawn, gumbel_of, signed, unpack_draw
+from specker.kernels.noise import (
+    MIN_TEMPERATURE,
+    add_gumbel_,
+    check_draw,
+    check_seed,
+    drawn,
+    gumbel_of,
+    signed,
+    unpack_draw,
+)
 from specker.kernels.quant import Format, Matrix, arguments_of, constexprs_of, format_of, streams, types_of
-from specker.kernels.registry import refuse, register
+from specker.kernels.registry import check_written, refuse, register
 from specker.kernels.residual import _launch as _norm
-from specker.kernels.sample import MIN_TEMPERATURE, first_argmax
+from specker.kernels.sample import first_argmax
 from specker.kernels.stream import prefetch_rows, stream_rows
 from specker.kernels.tiles import COMMON, FEW, few_rows, like, lines, stages_of, weight_left, wide_rows
 from specker.kernels.tiles import tiles as product_tiles
@@ -33,6 +42,7 @@ from specker.kernels.variant import (
     TYPES,
     Variant,
     arch,
+    check_within,
     counters,
     is_last,
     let_next_start,
@@ -136,9 +146,7 @@ def vocab_topk(
     except Exception:
         refuse(vocab_topk, _check, given)
         raise
-    ids, logits, lse = _vocab_topk(*given)
-    best, values = check_out(out, hidden, k)
-    return best.copy_(ids), logits if values is None else values.copy_(logits), lse
+    return write_out(_vocab_topk(*given), out, hidden, k)
 
 
 def draws_alike(hidden: Tensor, weight: Matrix) -> bool:
@@ -781,6 +789,17 @@ def _check(
     same_device(hidden, token_ids=token_ids)
 
 
+def _explain(hidden: Tensor, weight: Matrix, token_ids: Tensor | None, *others: Any) -> None:
+    _check(hidden, weight, token_ids, *others)
+    check_ids(token_ids)
+
+
+def check_ids(token_ids: Tensor | None) -> None:
+    """Raise ValueError for ids that the noise is not defined for; reads them on the host."""
+    if token_ids is not None:
+        check_within("token_ids", token_ids, 1 << 32)
+
+
 def check_head(hidden: Tensor, weight: Matrix, norm: Norm | None, noise: Noisy | None) -> None:
     """Raise ValueError unless rows, weight, norm and noise of an LM head fit together."""
     if hidden.dim() != 2 or weight.dim() != 2 or hidden.shape[1] != weight.shape[1]:
@@ -795,7 +814,7 @@ def check_head(hidden: Tensor, weight: Matrix, norm: Norm | None, noise: Noisy |
     T = hidden.shape[0]
     if norm is not None:
         by, eps = norm
-        if by.shape != hidden.shape[1:] or not by.is_floating_point():
+        if by.shape != hidden.shape[1:] or not by.is_floating_point() or by.dtype.itemsize == 1:
             raise ValueError(f"norm weight must be [{hidden.shape[1]}] floating, got {tuple(by.shape)} {by.dtype}")
         if not eps >= 0:
             raise ValueError(f"norm eps must be at least 0, got {eps}")
@@ -828,6 +847,21 @@ def check_out(out: Tensor | tuple[Tensor, Tensor], hidden: Tensor, k: int) -> tu
             )
         same_device(hidden, logits_out=logits)
     return ids, logits
+
+
+def write_out(
+    found: tuple[Tensor, Tensor, Tensor], out: Tensor | tuple[Tensor, Tensor], hidden: Tensor, k: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The op's results, with ids and logits in `out`. Raises TypeError or ValueError if they do not fit."""
+    ids, logits, lse = found
+    best, values = check_out(out, hidden, k)
+    try:
+        return best.copy_(ids), logits if values is None else values.copy_(logits), lse
+    except RuntimeError:
+        for x in (best, values):
+            if x is not None:
+                check_written("out", x)
+        raise
 
 
 def _fits(hidden: Tensor, weight: Matrix, *_: object) -> bool:
@@ -873,6 +907,7 @@ _vocab_topk = register(
     launch=_launch,
     fake=_fake,
     fits=_fits,
+    explain=_explain,
     schema=_nested,
     pack=_flat,
     unpack=_nested,

@@ -386,3 +386,11 @@ def same_device(first: Tensor, **others: Tensor | None) -> None:
     for name, other in others.items():
         if other is not None and other.device != first.device:
             raise ValueError(f"{name} must be on {first.device}, got {other.device}")
+
+
+def check_within(name: str, index: Tensor, end: int, least: int = 0) -> None:
+    """Raise ValueError unless all numbers of `index` are in least..end - 1; reads them on the host."""
+    if index.numel():
+        low, high = index.aminmax()
+        if low < least or high >= end:
+            raise ValueError(f"{name} must be in {least}..{end - 1}, got {low}..{high}")

@@ -198,3 +198,33 @@ def test_refusals(at, value, message):
     with pytest.raises((TypeError, ValueError), match=message):
         adjust_rows(*args)
     assert MAX_BIASES == 1024
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize(
+    ("at", "value", "message"),
+    [
+        (1, 37, r"text must be in 0\.\.36, got \d+\.\.37"),
+        (1, -1, r"text must be in 0\.\.36, got -1\.\.\d"),
+        (2, -1, r"prompt must be in 0\.\.length, got \[-1, "),
+        (2, 71, r"prompt must be in 0\.\.length, got \[71, .* of \["),
+        (3, 71, r"length must be in 0\.\.70, got \d+\.\.71"),
+        (3, -(2**62), r"length must be in 0\.\.70, got -4611686018427387904\.\."),
+        (4, 2**40, r"window must be in 0\.\.36, got \d\.\.1099511627776"),
+        (7, -1, r"places must be in 0\.\.24, got -1\.\."),
+        (7, 25, r"places must be in 0\.\.24, got \d+\.\.25"),
+        (8, 37, r"bias_ids must be in -1\.\.36, got -?\d+\.\.37"),
+        (8, 2**62, r"bias_ids must be in -1\.\.36, got -?\d+\.\.4611686018427387904"),
+    ],
+)
+def test_numbers_that_point_outside(dtype, at, value, message):
+    """Compiled code would read and write there. What is not to be read may be any number."""
+    args = arguments(rules=(RULES["all"],) * 5, K=3, dtype=dtype)
+    args[7] = torch.arange(25)
+    want = adjust_rows(*args)
+    args[4][:, 0] = value
+    assert torch.equal(adjust_rows(*args), want)
+    x = args[at]
+    x[(0, 1) if at == 4 else (0,) * x.dim()] = value
+    with pytest.raises(ValueError, match=message):
+        adjust_rows(*args)

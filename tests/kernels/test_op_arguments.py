@@ -9,161 +9,16 @@ from typing import Any
 
 import pytest
 import torch
+from op_calls import BF16, CALLS, F32, attention, calibration, ints
 from torch import Tensor
 
 from specker import kernels
-from specker.kernels.noise import pack_draw
-from specker.kernels.quant import Quantized, quantised
+from specker.kernels.quant import Quantized
 
-F32, BF16 = torch.float32, torch.bfloat16
-
-
-def ints(*values: int) -> Tensor:
-    return torch.tensor(values, dtype=torch.int32)
-
-
-def attention(T: int, dtype: torch.dtype, B: int = 1) -> dict[str, Any]:
-    n = T // B
-    return {
-        "q": torch.ones(T, 2, 32, dtype=dtype),
-        "k_cache": torch.ones(8, 16, 1, 32, dtype=dtype),
-        "v_cache": torch.ones(8, 16, 1, 32, dtype=dtype),
-        "block_table": torch.arange(8, dtype=torch.int32).view(B, -1),
-        "kv_len": ints(*[n + 3] * B),
-        "window": ints(*[n] * B),
-        "cu_rows": ints(*range(0, T + 1, n)),
-        "ancestors": torch.full((T, 2), -1),
-        "scale": 0.5,
-    }
-
-
-def eight_bits(given: dict[str, Any], **more: Any) -> dict[str, Any]:
-    """The arguments with caches in eight bits."""
-    caches = {name: given[name].to(torch.int8) for name in ("k_cache", "v_cache")}
-    scale = torch.ones(1, caches["k_cache"].shape[2])
-    return {**given, **caches, **more, "k_scale": scale, "v_scale": scale}
-
-
-def calibration(T: int, dtype: torch.dtype) -> dict[str, Any]:
-    return {
-        "qkv": torch.ones(T, 8 * 32, dtype=dtype),
-        "positions": torch.arange(T),
-        "slots": torch.arange(T),
-        "rope": kernels.rope_table(torch.ones(16), 1.0, 128, dtype),
-        "k_cache": torch.zeros(8, 16, 2, 32, dtype=dtype),
-        "v_cache": torch.zeros(8, 16, 2, 32, dtype=dtype),
-        "q_norm": torch.ones(1, 32, dtype=dtype),
-        "k_norm": torch.ones(1, 32, dtype=dtype),
-        "eps": 1e-6,
-    }
-
-
-def projection(T: int, dtype: torch.dtype, kind: str | None = None) -> dict[str, Any]:
-    weight, rest = torch.ones(256, 64, dtype=dtype), calibration(T, dtype)
-    del rest["qkv"]
-    own = {"x": torch.ones(T, 64, dtype=dtype), "weight": quantised(weight, kind) if kind else weight}
-    return {**own, "bias": torch.ones(256, dtype=dtype), **rest}
-
-
-def walk(*shape: int) -> dict[str, Any]:
-    tokens, rows = torch.ones(shape, dtype=torch.int64), (*shape[:-1], shape[-1] + 1)
-    return {"tokens": tokens, "parents": tokens * 0, "target": torch.ones(rows, dtype=torch.int64)}
-
-
-def commit() -> dict[str, Any]:
-    cache, slots = torch.ones(2, 4, 4, 1, 8), torch.tensor([1, 2])
-    return {"k_cache": cache, "v_cache": cache, "src": slots, "dst": slots}
-
-
-def linear(*shape: int, **more: Any) -> dict[str, Any]:
-    *layers, T, O, E = shape
-    return {"x": torch.ones(*layers, T, E), "weight": torch.ones(*layers, O, E), **more}
-
-
-def merge(T: int, **more: Any) -> dict[str, Any]:
-    x = torch.ones(T, 16)
-    return {"x": x, "deltas": torch.ones(2, T, 16), "norm_weight": torch.ones(2, 16), "eps": 1e-6, **more}
-
-
-def sample(**more: Any) -> dict[str, Any]:
-    numbers = {"temperature": 0.5, "top_k": 3, "top_p": 0.9, "seed": 7}
-    return {"logits": torch.ones(4, 50), **numbers, "positions": torch.arange(4), **more}
-
-
-def adjusted(T: int, **more: Any) -> dict[str, Any]:
-    lengths = {"prompt": torch.tensor([1, 2]), "length": torch.tensor([4, 5])}
-    texts = {"text": torch.ones(2, 6, dtype=torch.int64), **lengths, "window": torch.ones(2, 2, dtype=torch.int64)}
-    biases = {"bias_ids": torch.tensor([[1, 2], [3, -1]]), "bias": torch.ones(2, 2)}
-    parents = torch.zeros(2, 1, dtype=torch.int64)
-    return {"logits": torch.ones(T, 50), **texts, "numbers": torch.ones(2, 4), "parents": parents, **biases, **more}
-
-
-def head(weight: Any, **more: Any) -> dict[str, Any]:
-    return {"hidden": torch.ones(3, 32), "weight": weight, "token_ids": torch.arange(40), "k": 3, **more}
-
-
-def experts(T: int, *shape: int, **more: Any) -> dict[str, Any]:
-    chosen, scores, order, starts = kernels.expert_route(torch.arange(4.0).expand(T, 4), 2)
-    rows = {"experts": chosen, "order": order, "starts": starts}
-    x, weight = torch.ones(*shape, 64), torch.ones(4, 32, 64)
-    return {"x": x, "weight": weight, **rows, **({"scores": scores} if "epilogue" in more else {}), **more}
-
-
-def clusters(weight: Any, **more: Any) -> dict[str, Any]:
-    ids = {"centroids": torch.ones(8, 32), "token_ids": torch.arange(40).view(8, 5), "clusters": 2}
-    return {"hidden": torch.ones(3, 32), "weight": weight, **ids, "k": 3, **more}
-
-
-NORM, NOISE = (torch.ones(32), 0.0), (7, torch.arange(3), 0.5)
-# Few rows (numpy), many rows and bfloat16 (torch) take different paths.
-CALLS: list[tuple[str, dict[str, Any]]] = [
-    ("accept_walk", walk(2, 3)),
-    ("accept_walk", walk(3)),
-    ("accept_walk", {**walk(3), "target": torch.arange(5), "cu_drafts": ints(0, 2, 3)}),
-    ("adjust_rows", adjusted(4)),
-    ("adjust_rows", adjusted(3, places=torch.tensor([0, 2, 3]), floors=True)),
-    ("ancestor_words", {"parents": torch.tensor([0, 0, 1])}),
-    ("cluster_topk", clusters(torch.ones(40, 32), norm=NORM, noise=NOISE, out=torch.zeros(3, 3, dtype=torch.int64))),
-    ("cluster_topk", clusters(quantised(torch.ones(40, 32), "int4"))),
-    ("expert_linear", experts(3, 3)),
-    ("expert_linear", experts(3, 3, 2, epilogue="sum")),
-    ("expert_linear", {**experts(3, 3), "weight": quantised(torch.ones(4, 32, 64), "int4")}),
-    ("expert_route", {"logits": torch.ones(3, 4), "chosen": 2}),
-    (
-        "expert_route",
-        {
-            "logits": torch.ones(3, 4),
-            "chosen": 2,
-            "scoring": "sigmoid",
-            "bias": torch.ones(4),
-            "scale": 2.0,
-            "eps": 0.1,
-        },
-    ),
-    *(("kv_calibrate", calibration(*how)) for how in ((3, F32), (100, F32), (3, BF16))),
-    ("kv_commit", commit()),
-    *(("kv_project", projection(*how)) for how in ((3, F32), (100, F32), (3, BF16), (3, F32, "int8"))),
-    *(("residual_merge", merge(T, last=torch.ones(T, 16))) for T in (3, 100)),
-    ("residual_merge", merge(3, split=True)),
-    ("rope_table", {"inv_freq": torch.ones(16), "scale": 1.0, "length": 20, "dtype": F32}),
-    ("row_linear", linear(3, 32, 64)),
-    ("row_linear", linear(3, 32, 64, bias=torch.ones(32), epilogue="silu_mul")),
-    ("row_linear", linear(3, 32, 64, epilogue="split", out=torch.zeros(1, 3, 32))),
-    ("row_linear", linear(3, 512, 1024, bias=torch.ones(512))),
-    ("row_linear", linear(2, 3, 32, 64, bias=torch.ones(2, 32), epilogue="float32")),
-    ("row_linear", {"x": torch.ones(3, 64), "weight": quantised(torch.ones(32, 64), "int4")}),
-    ("sample_rows", sample(draw=pack_draw(7, 0.5))),
-    *(("tree_attention", attention(*how)) for how in ((3, F32), (100, F32), (3, BF16), (4, F32, 2), (4, BF16, 2))),
-    ("tree_attention", eight_bits(attention(3, F32), reach=9, cap=2.0, sinks=torch.ones(1, 2))),
-    ("kv_calibrate", eight_bits(calibration(3, F32))),
-    ("kv_project", eight_bits(projection(3, BF16))),
-    ("vocab_topk", head(torch.ones(40, 32), norm=NORM, noise=NOISE, out=torch.zeros(3, 3, dtype=torch.int64))),
-    ("vocab_topk", head(quantised(torch.ones(40, 32), "int4"))),
-]
 # What serves although it is listed as wrong: a sequence's bounds that are not read; any vector; a set of numbers; one
 # split of a router's logits.
 SERVES = {("cu_rows", "meta"), ("inv_freq", "two"), ("inv_freq", "meta"), ("draw", "rank")}
-SERVES |= {("expert_route.logits", "rank")}
+SERVES |= {("expert_route.logits", "rank"), ("delta_rows.a_log", "two"), ("delta_rows.dt_bias", "two")}
 
 
 def wrong(value: Any, optional: bool) -> Iterator[tuple[str, Any]]:

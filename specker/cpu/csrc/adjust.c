@@ -11,9 +11,12 @@ typedef struct {
     const float *numbers;                   // [B, 4]
     const int64_t *bias_ids;                // [B, K]
     const float *bias;                      // [B, K]
-    int64_t T, V, R, K, text_stride, window_stride, parents_stride, floors;
-    float *out; // [T, V]
+    int64_t T, V, B, C, R, K, text_stride, window_stride, parents_stride, floors;
+    float *out;      // [T, V]
+    int64_t refused; // set if a number points outside of the others
 } adjust_call;
+
+static int within(int64_t x, int64_t end) { return (uint64_t)x < (uint64_t)end; }
 
 // `count` holds for each id twice its occurrences after the prompt, and 1 more if it occurs at all. An id is changed once,
 // which sets its count to 0.
@@ -30,33 +33,50 @@ static int64_t parent(const adjust_call *c, int64_t b, int64_t row) {
     return up < row ? up : row - 1;
 }
 
-static void adjust_row(const adjust_call *c, int64_t t, int32_t *count) {
+// 0: a number of the row points outside. Ids are checked where they are counted, and all of them before any is changed.
+static int adjust_row(const adjust_call *c, int64_t t, int32_t *count) {
     const int64_t V = c->V, place = c->places ? c->places[t] : t, b = place / c->R, row = place % c->R;
+    if (!within(place, c->B * c->R) || !within(c->length[b], c->C + 1) || !within(c->prompt[b], c->length[b] + 1)) return 0;
     const int64_t *text = c->text + b * c->text_stride, *window = c->window + b * c->window_stride;
     const float *numbers = c->numbers + b * 4, repetition = numbers[0], presence = numbers[1], frequency = numbers[2];
     float *z = c->out + t * V;
     memcpy(z, c->logits + t * V, V * 4);
-    for (int64_t k = b * c->K; k < (b + 1) * c->K && c->bias_ids[k] >= 0; k++) z[c->bias_ids[k]] += c->bias[k];
+    for (int64_t k = b * c->K; k < (b + 1) * c->K; k++) {
+        const int64_t id = c->bias_ids[k];
+        if (id >= V) return 0;
+        if (id >= 0) z[id] += c->bias[k];
+    }
     if (repetition != 1 || presence != 0 || frequency != 0) {
         const int64_t prompt = c->prompt[b], length = c->length[b], begin = repetition == 1 ? prompt : 0;
-        for (int64_t i = begin; i < prompt; i++) count[text[i]] |= 1;
-        for (int64_t i = prompt; i < length; i++) count[text[i]] = (count[text[i]] + 2) | 1;
-        for (int64_t r = row; r > 0; r = parent(c, b, r)) count[window[r]] = (count[window[r]] + 2) | 1;
+        for (int64_t i = begin; i < length; i++) {
+            if (!within(text[i], V)) return 0;
+            count[text[i]] = (count[text[i]] + (i < prompt ? 0 : 2)) | 1;
+        }
+        for (int64_t r = row; r > 0; r = parent(c, b, r)) {
+            if (!within(window[r], V)) return 0;
+            count[window[r]] = (count[window[r]] + 2) | 1;
+        }
         for (int64_t i = begin; i < length; i++) penalise(z, count, text[i], repetition, presence, frequency);
         for (int64_t r = row; r > 0; r = parent(c, b, r)) penalise(z, count, window[r], repetition, presence, frequency);
     }
-    if (!c->floors || numbers[3] == INFINITY) return;
+    if (!c->floors || numbers[3] == INFINITY) return 1;
     const float least = highest_of(z, V) - numbers[3];
     for (int64_t i = 0; i < V; i++) z[i] = z[i] < least ? -INFINITY : z[i];
+    return 1;
 }
 
 static int64_t count_bytes(int64_t V) { return (V * 4 + 63) / 64 * 64; }
 
 static void run_adjust(const member *m, void *arg) {
-    const adjust_call *c = arg;
+    adjust_call *c = arg;
     int32_t *count = (int32_t *)(m->scratch + m->me * count_bytes(c->V));
     memset(count, 0, c->V * 4);
-    for (int64_t t = next(m); t < c->T; t = next(m)) adjust_row(c, t, count);
+    for (int64_t t = next(m); t < c->T; t = next(m))
+        if (!adjust_row(c, t, count)) __atomic_store_n(&c->refused, 1, __ATOMIC_RELAXED);
 }
 
-int adjust(team *t, adjust_call *c, int size) { return team_run(t, run_adjust, c, size * count_bytes(c->V)); }
+// 1; 0: too little memory; -1: a number points outside of the others.
+int adjust(team *t, adjust_call *c, int size) {
+    if (!team_run(t, run_adjust, c, size * count_bytes(c->V))) return 0;
+    return c->refused ? -1 : 1;
+}

@@ -20,7 +20,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from specker.kernels.variant import TYPES, Variant, same_device, start_after_previous, tl, triton
+from specker.kernels.registry import check_written, explained
+from specker.kernels.variant import TYPES, Variant, check_within, same_device, start_after_previous, tl, triton
 
 
 class Candidates(NamedTuple):
@@ -41,6 +42,59 @@ class Candidates(NamedTuple):
         return cls(ids.view(B, count), scores, columns.view(B, nodes), width)
 
 
+def _check_grow(
+    ids: Tensor,
+    logits: Tensor,
+    lse: Tensor,
+    tokens: Tensor,
+    parents: Tensor,
+    scores: Tensor,
+    at: int,
+    candidates: Candidates | None,
+) -> tuple[int, int, int, int]:
+    """Raise ValueError unless `grow` takes these arguments. Returns B, m, w and the first column of the candidates."""
+    if ids.dim() != 2 or tokens.dim() != 2 or not ids.shape[1]:
+        raise ValueError(
+            f"ids must be [B * m, w >= 1] and tokens [B, N], got {tuple(ids.shape)}, {tuple(tokens.shape)}"
+        )
+    (T, w), (B, N) = ids.shape, tokens.shape
+    m = w if at else 1
+    if B * m != T or logits.shape != ids.shape or lse.shape != (T,) or at < 0 or at % w or at + w > N:
+        raise ValueError(
+            f"expected ids and logits [{B * m}, w], lse [{B * m}] and room for nodes {at}..{at + w - 1}: "
+            f"{tuple(ids.shape)}, {tuple(logits.shape)}, {tuple(lse.shape)}, {N} nodes"
+        )
+    _check(tokens, parents, scores)
+    if not ids.dtype == tokens.dtype or not logits.dtype == lse.dtype == scores.dtype:
+        raise ValueError(f"ids must be int64, scores like logits and lse: {ids.dtype}, {logits.dtype}, {lse.dtype}")
+    begin = _first(at, w)
+    if candidates is not None:
+        _check_candidates(candidates, B, at + w, begin + m * w, scores.dtype)
+        if candidates.width != w:
+            raise ValueError(f"the candidates' width is {candidates.width}, the level's is {w}")
+    return B, m, w, begin
+
+
+def _explain_grow(
+    ids: Tensor,
+    logits: Tensor,
+    lse: Tensor,
+    tokens: Tensor,
+    parents: Tensor,
+    scores: Tensor,
+    at: int,
+    candidates: Candidates | None,
+) -> None:
+    _check_grow(ids, logits, lse, tokens, parents, scores, at, candidates)
+    same_device(ids, logits=logits, lse=lse, tokens=tokens, parents=parents, scores=scores)
+    for name, x in (("tokens", tokens), ("parents", parents), ("scores", scores)):
+        check_written(name, x)
+    if candidates is not None:
+        same_device(ids, candidates=candidates.ids, scores=candidates.scores, columns=candidates.columns)
+        check_written("candidates.scores", candidates.scores)
+
+
+@explained(_explain_grow)
 def grow(
     ids: Tensor,
     logits: Tensor,
@@ -55,35 +109,21 @@ def grow(
     nodes at..at + w - 1 of tokens! and parents! [B, N] int64 and scores! [B, N], which are updated and may be
     row-strided views. at = 0 is the first level, with m = 1; otherwise m = w. The level's candidates go to candidates!,
     whose tensors are contiguous. Raises ValueError on other shapes and dtypes."""
-    (T, w), (B, N) = ids.shape, tokens.shape
-    m = w if at else 1
-    if B * m != T or logits.shape != ids.shape or lse.shape != (T,) or at % w or at + w > N:
-        raise ValueError(
-            f"expected ids and logits [{B * m}, w], lse [{B * m}] and room for nodes {at}..{at + w - 1}: "
-            f"{tuple(ids.shape)}, {tuple(logits.shape)}, {tuple(lse.shape)}, {N} nodes"
-        )
-    _check(tokens, parents, scores)
-    if not ids.dtype == tokens.dtype or not logits.dtype == lse.dtype == scores.dtype:
-        raise ValueError(f"ids must be int64, scores like logits and lse: {ids.dtype}, {logits.dtype}, {lse.dtype}")
-    begin = _first(at, w)
-    if candidates is not None:
-        _check_candidates(candidates, B, at + w, begin + m * w, scores.dtype)
-        if candidates.width != w:
-            raise ValueError(f"the candidates' width is {candidates.width}, the level's is {w}")
+    B, m, w, begin = _check_grow(ids, logits, lse, tokens, parents, scores, at, candidates)
     if ids.is_cuda:
         _launch_grow(ids, logits, lse, tokens, parents, scores, at, candidates)
         return
     level = slice(at, at + w)
-    total = (logits - lse.unsqueeze(-1)).clamp_(max=0).view(B, m * w)
+    total = (logits - lse.unsqueeze(-1)).clamp_(max=0).reshape(B, m * w)
     if at:
         total += scores[:, at - m : at].repeat_interleave(w, 1)
     # The first level's candidates are in order already; a draft of one level may hold NaN.
     best = total.topk(w).indices if at else torch.arange(w, dtype=torch.int64, device=ids.device).expand(B, w)
-    tokens[:, level], scores[:, level] = ids.view(B, -1).gather(1, best), total.gather(1, best)
+    tokens[:, level], scores[:, level] = ids.reshape(B, -1).gather(1, best), total.gather(1, best)
     parents[:, level] = best // w + (at - m + 1) if at else 0
     if candidates is not None:
         these = slice(begin, begin + m * w)
-        candidates.ids[:, these], candidates.scores[:, these] = ids.view(B, -1), total
+        candidates.ids[:, these], candidates.scores[:, these] = ids.reshape(B, -1), total
         candidates.columns[:, level] = best + begin
 
 
@@ -106,17 +146,35 @@ def grow_cost(
     return moved, (2 + w) * T * w
 
 
-def prune(candidates: Candidates, kept: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
-    """The best candidates' tokens in kept! [B, count] and their parents, as rows, in up! [B, count], both int64, which
-    may be row-strided views. Returns their columns [B, count] int64, and which grown node each one is [B, count] int64,
-    w * depth if it was not grown. Raises ValueError on other shapes and dtypes."""
-    ids, scores, columns, w = candidates
-    (B, C), N, count = ids.shape, columns.shape[1], kept.shape[1]
-    _check_candidates(candidates, B, N, C, scores.dtype)
+def _check_prune(candidates: Candidates, kept: Tensor, up: Tensor) -> tuple[int, int, int, int]:
+    """Raise ValueError unless `prune` takes these arguments. Returns B, C, N and count."""
+    if any(x.dim() != 2 for x in (*candidates[:3], kept)):
+        shapes = [tuple(x.shape) for x in (*candidates[:3], kept)]
+        raise ValueError(f"candidates must be [B, C] and [B, N], kept [B, count]: {shapes}")
+    (B, C), N, count = candidates.ids.shape, candidates.columns.shape[1], kept.shape[1]
+    _check_candidates(candidates, B, N, C, candidates.scores.dtype)
     if kept.shape != (B, count) or up.shape != kept.shape or not 1 <= count <= C:
         raise ValueError(f"expected room for 1..{C} nodes of {B} trees: {tuple(kept.shape)}, {tuple(up.shape)}")
     if not kept.dtype == up.dtype == torch.int64:
         raise ValueError(f"nodes must be int64: {kept.dtype}, {up.dtype}")
+    return B, C, N, count
+
+
+def _explain_prune(candidates: Candidates, kept: Tensor, up: Tensor) -> None:
+    _, C, _, _ = _check_prune(candidates, kept, up)
+    same_device(candidates.ids, scores=candidates.scores, columns=candidates.columns, kept=kept, up=up)
+    check_within("columns", candidates.columns, C)
+    check_written("kept", kept)
+    check_written("up", up)
+
+
+@explained(_explain_prune)
+def prune(candidates: Candidates, kept: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
+    """The best candidates' tokens in kept! [B, count] and their parents, as rows, in up! [B, count], both int64, which
+    may be row-strided views. Returns their columns [B, count] int64, and which grown node each one is [B, count] int64,
+    w * depth if it was not grown. Raises ValueError on other shapes and dtypes."""
+    B, C, N, count = _check_prune(candidates, kept, up)
+    ids, scores, columns, w = candidates
     if ids.is_cuda:
         return _launch_prune(candidates, kept, up)
     order = torch.sort(scores, dim=1, descending=True, stable=True).indices[:, :count]
@@ -145,13 +203,18 @@ def _first(at: int, width: int) -> int:
 
 def _check_candidates(x: Candidates, B: int, nodes: int, count: int, dtype: torch.dtype) -> None:
     """Raise ValueError unless there is room for `nodes` grown nodes and `count` candidates."""
+    if x.ids.dim() != 2 or x.columns.dim() != 2 or x.width < 1:
+        raise ValueError(
+            f"candidates must be [B, C] and [B, N] of a width of at least 1: {tuple(x.ids.shape)}, "
+            f"{tuple(x.columns.shape)}, {x.width}"
+        )
     (b, C), (b_, N), w = x.ids.shape, x.columns.shape, x.width
     if not b == b_ == B or x.scores.shape != x.ids.shape or w + (N - w) * w != C or count > C or nodes > N:
         raise ValueError(
             f"candidates must have room for {count} columns and {nodes} nodes of {B} trees of width {w}: "
             f"{tuple(x.ids.shape)}, {tuple(x.scores.shape)}, {tuple(x.columns.shape)}"
         )
-    if not x.ids.dtype == x.columns.dtype == torch.int64 or x.scores.dtype != dtype:
+    if not x.ids.dtype == x.columns.dtype == torch.int64 or x.scores.dtype != dtype or dtype.itemsize == 1:
         raise ValueError(f"candidates' ids and columns must be int64, their scores {dtype}: {x.scores.dtype}")
     if not all(t.is_contiguous() for t in x[:3]):
         raise ValueError("candidates must be contiguous")
@@ -163,7 +226,7 @@ def _check(tokens: Tensor, parents: Tensor, scores: Tensor) -> None:
             f"tokens, parents and scores must be [B >= 1, N >= 1]: {tuple(tokens.shape)}, {tuple(parents.shape)}, "
             f"{tuple(scores.shape)}"
         )
-    if not tokens.dtype == parents.dtype == torch.int64 or not scores.is_floating_point():
+    if not tokens.dtype == parents.dtype == torch.int64 or not scores.is_floating_point() or scores.dtype.itemsize == 1:
         raise ValueError(f"tokens and parents must be int64: {tokens.dtype}, {parents.dtype}, {scores.dtype}")
 
 

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from specker.kernels.registry import explained
 from specker.kernels.round.place import (
     GIVEN,
     PLACED,
@@ -31,12 +32,67 @@ from specker.kernels.round.place import (
     place_rows_cost,
     rowwise,
 )
-from specker.kernels.round.start import embedded, start_rows
+from specker.kernels.round.start import embedded, explain_start, start_rows
 from specker.kernels.variant import TYPES, Variant, same_device, start_after_previous, tl, triton
 
 Norms = tuple[Tensor, Tensor]  # weights [E] for the embedding and for the feature
 
 
+def _check(
+    embedding: Tensor,
+    features: Tensor,
+    norms: Norms | None,
+    normed: bool,
+    length: Tensor,
+    count: int,
+    parents: Tensor | None,
+) -> int:
+    """Raise ValueError unless features and norms fit. Returns the features of a sequence."""
+    if embedding.dim() != 2 or length.dim() != 1 or features.dim() != 2:
+        raise ValueError(
+            f"embedding and features must be matrices and length [B], got {tuple(embedding.shape)}, "
+            f"{tuple(features.shape)} and {tuple(length.shape)}"
+        )
+    B, E = len(length), embedding.shape[1]
+    m = len(features) // max(B, 1)
+    if features.shape != (B * m, E) or m not in ({count} if parents is None else {1, count}):
+        raise ValueError(f"expected features [{B} * {count}, {E}], or [{B}, {E}] for a tree: {tuple(features.shape)}")
+    if any(x.dtype != embedding.dtype for x in (features, *(norms or ()))):
+        raise ValueError(f"features and norms must have the embedding's dtype, {embedding.dtype}")
+    if norms is not None and any(weight.shape != (E,) for weight in norms):
+        raise ValueError(f"norms must be [{E}], got {[tuple(weight.shape) for weight in norms]}")
+    if normed and norms is None:
+        raise ValueError("without norms there is no norm of the features")
+    return m
+
+
+def _explain(
+    embedding: Tensor,
+    tokens: Tensor,
+    text: bool,
+    features: Tensor,
+    norms: Norms | None,
+    eps: float,
+    normed: bool,
+    length: Tensor,
+    back: int,
+    first: int,
+    count: int,
+    parents: Tensor | None,
+    block_table: Tensor,
+    page_size: int,
+    last_position: int,
+) -> None:
+    _check(embedding, features, norms, normed, length, count, parents)
+    places = length, back, first, count, parents, block_table, page_size, last_position, None
+    explain_start(embedding, tokens, text, *places, None)
+    weights = norms or (None, None)
+    same_device(length, features=features, norm_e=weights[0], norm_h=weights[1])
+    if parents is not None and first < 1:
+        raise ValueError(f"a tree's rows begin at row 1, below a feature, got {first}")
+
+
+@explained(_explain)
 def start_pairs(
     embedding: Tensor,
     tokens: Tensor,
@@ -63,26 +119,18 @@ def start_pairs(
     integers have the embedding's dtype. Raises ValueError as `start_rows` does, and for other features and norms.
     """
     rows = length, back, first, count, parents, block_table, page_size, last_position
-    B, E = len(length), embedding.shape[-1]
-    m = len(features) // max(B, 1)
-    if features.shape != (B * m, E) or m not in ({count} if parents is None else {1, count}):
-        raise ValueError(f"expected features [{B} * {count}, {E}], or [{B}, {E}] for a tree: {tuple(features.shape)}")
-    if any(x.dtype != embedding.dtype for x in (features, *(norms or ()))):
-        raise ValueError(f"features and norms must have the embedding's dtype, {embedding.dtype}")
-    if norms is not None and any(weight.shape != (E,) for weight in norms):
-        raise ValueError(f"norms must be [{E}], got {[tuple(weight.shape) for weight in norms]}")
-    if normed and norms is None:
-        raise ValueError("without norms there is no norm of the features")
+    m = _check(embedding, features, norms, normed, length, count, parents)
     if length.is_cuda:
         check_place(*rows, None)
         return _launch(embedding, tokens, text, features, norms, eps, normed, *rows)
     embedded, *placed = start_rows(embedding, tokens, text, *rows)
     if parents is not None:
         row = (parents[:, first - 1 : first - 1 + count] - (first - m)).clamp(0, m - 1)
-        features = features[(row + m * torch.arange(B, dtype=torch.int64, device=row.device).unsqueeze(1)).view(-1)]
+        own = m * torch.arange(len(length), dtype=torch.int64, device=row.device)
+        features = features[(row + own.unsqueeze(1)).reshape(-1)]
     beside = features
     if norms is not None:
-        embedded, beside = (F.rms_norm(x, (E,), w, eps) for x, w in zip((embedded, features), norms, strict=True))
+        embedded, beside = (F.rms_norm(x, w.shape, w, eps) for x, w in zip((embedded, features), norms, strict=True))
     return beside if normed else features, torch.cat((embedded, beside), -1), *placed  # type: ignore[return-value]
 
 

@@ -31,11 +31,34 @@ import torch
 from torch import Tensor
 
 from specker.kernels.ancestors import MAX_WORDS, chain_words, pack_bits
-from specker.kernels.variant import Variant, same_device, start_after_previous, tl, triton
+from specker.kernels.registry import explained
+from specker.kernels.variant import Variant, check_within, same_device, start_after_previous, tl, triton
 
 MAX_ROWS = 64 * MAX_WORDS
 
 
+def explain_place(
+    length: Tensor,
+    back: int,
+    first: int,
+    count: int,
+    parents: Tensor | None,
+    block_table: Tensor,
+    page_size: int,
+    last_position: int,
+    positions: Tensor | None,
+) -> None:
+    check_place(length, back, first, count, parents, block_table, page_size, last_position, positions)
+    same_device(length, parents=parents, block_table=block_table, positions=positions)
+    for name, x in (("back", back), ("page_size", page_size), ("last_position", last_position)):
+        if not 0 <= x < 1 << 31:
+            raise ValueError(f"{name} must be in 0..2^31 - 1, got {x}")
+    check_within("length", length, 1 << 31)
+    if not block_table.shape[1]:
+        raise ValueError(f"block_table must be [{len(length)}, P >= 1] int32, got {tuple(block_table.shape)}")
+
+
+@explained(explain_place)
 def place_rows(
     length: Tensor,
     back: int,
@@ -277,7 +300,7 @@ def check_place(
     last_position: int,
     positions: Tensor | None,
 ) -> None:
-    rows, B = first + count, length.shape[0]
+    rows, B = int(first) + int(count), length.shape[0] if length.dim() else 0
     if length.dim() != 1 or length.dtype != torch.int64 or not B:
         raise ValueError(f"length must be [B >= 1] int64, got {tuple(length.shape)} {length.dtype}")
     if first < 0 or count < 1 or rows > MAX_ROWS:

@@ -17,6 +17,7 @@ Integers only, 16 + 8 W bytes per row and layer and 4 per page; on a GPU the hos
 
 from collections.abc import Iterator
 from functools import lru_cache
+from operator import index
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -24,6 +25,7 @@ import torch
 from torch import Tensor
 
 from specker.kernels.ancestors import MAX_WORDS
+from specker.kernels.registry import explained
 from specker.kernels.variant import Variant, same_device, start_after_previous, tl, triton
 
 
@@ -36,7 +38,7 @@ class Repeated(NamedTuple):
     table: Tensor  # [L * B, P] int32
 
 
-def repeat_rows(
+def _check(
     positions: Tensor,
     slots: Tensor,
     kv_len: Tensor,
@@ -44,11 +46,7 @@ def repeat_rows(
     ancestors: Tensor,
     block_table: Tensor,
     layers: int,
-    apart: int,
-    pages: int,
-) -> Repeated:
-    """Repeat the rows for `layers` layers that are `pages` pages, or `apart` slots, apart; see the module's contract.
-    Raises ValueError for other shapes and dtypes."""
+) -> None:
     T, B = positions.shape, kv_len.shape
     if len(T) != 1 or not positions.dtype == slots.dtype == ancestors.dtype == torch.int64:
         raise ValueError(
@@ -71,11 +69,47 @@ def repeat_rows(
         )
     if layers < 1:
         raise ValueError(f"layers must be at least 1, got {layers}")
+
+
+def _explain(
+    positions: Tensor,
+    slots: Tensor,
+    kv_len: Tensor,
+    window: Tensor,
+    ancestors: Tensor,
+    block_table: Tensor,
+    layers: int,
+    apart: int,
+    pages: int,
+) -> None:
+    _check(positions, slots, kv_len, window, ancestors, block_table, layers)
+    others = {"kv_len": kv_len, "window": window, "ancestors": ancestors, "block_table": block_table}
+    same_device(positions, slots=slots, **others)
+    for name, x in (("apart", apart), ("pages", pages)):
+        if not 0 <= x * layers < 1 << 31:
+            raise ValueError(f"{name} must be at least 0, and less than 2^31 for all layers, got {x}")
+
+
+@explained(_explain)
+def repeat_rows(
+    positions: Tensor,
+    slots: Tensor,
+    kv_len: Tensor,
+    window: Tensor,
+    ancestors: Tensor,
+    block_table: Tensor,
+    layers: int,
+    apart: int,
+    pages: int,
+) -> Repeated:
+    """Repeat the rows for `layers` layers that are `pages` pages, or `apart` slots, apart; see the module's contract.
+    Raises ValueError for other shapes and dtypes."""
+    _check(positions, slots, kv_len, window, ancestors, block_table, layers)
     if positions.is_cuda:
         return _launch(positions, slots, kv_len, window, ancestors, block_table, layers, apart, pages)
     inputs = (x.numpy() for x in (positions, slots, kv_len, window, ancestors, block_table))
     further = (None, apart, None, None, None, pages)
-    return Repeated(*(_repeat(x, layers, step) for x, step in zip(inputs, further, strict=True)))
+    return Repeated(*(_repeat(x, index(layers), step) for x, step in zip(inputs, further, strict=True)))
 
 
 def _repeat(x: Any, layers: int, further: int | None) -> Tensor:

@@ -27,11 +27,37 @@ import torch
 from torch import Tensor
 
 from specker.kernels.accept import follow
+from specker.kernels.registry import check_written, explained
 from specker.kernels.round.place import MAX_ROWS, check_table, rowwise, slot, slots
 from specker.kernels.sample import Splits
-from specker.kernels.variant import Variant, same_device, start_after_previous, tl, triton
+from specker.kernels.variant import Variant, check_within, same_device, start_after_previous, tl, triton
 
 
+def _explain(
+    tokens: Tensor,
+    parents: Tensor | None,
+    target: Tensor | Splits,
+    committed: Tensor,
+    length: Tensor,
+    window: Tensor,
+    limit: Tensor,
+    block_table: Tensor,
+    page_size: int,
+    report: Tensor | None,
+    drawn: Tensor | None,
+) -> None:
+    _check(tokens, parents, target, committed, length, window, limit, block_table, page_size, report, drawn)
+    same_device(tokens, parents=parents, committed=committed, length=length, window=window, limit=limit)
+    value, ids = target if isinstance(target, Splits) else (target, None)
+    same_device(tokens, target=value, target_ids=ids, block_table=block_table, report=report, drawn=drawn)
+    for name, x in (("committed", committed), ("length", length), ("window", window)):
+        check_written(name, x)
+    check_within("length", length, committed.shape[1] + 1)
+    if not block_table.shape[1] or page_size >= 1 << 31:
+        raise ValueError(f"block_table must have pages of less than 2^31, got {block_table.shape[1]} of {page_size}")
+
+
+@explained(_explain)
 def settle(
     tokens: Tensor,
     parents: Tensor | None,
@@ -67,6 +93,8 @@ def settle(
     ups = [None] * B if parents is None else parents.tolist()
     each = zip(tokens.tolist(), ups, drawn.view(B, R).tolist(), lengths.tolist(), limit.tolist(), strict=True)
     for b, (draft, up, wanted, at, last) in enumerate(each):
+        if at < 0:
+            raise ValueError(f"length must be in 0..{capacity}, got {at}")
         path = follow(draft, up, wanted)
         n, emitted = len(path), [wanted[row] for row in path]
         pad = [-1] * (R - n)
@@ -291,6 +319,8 @@ def _check(
     if isinstance(target, Splits):
         if target.value.shape != target.id.shape or target.value.dim() != 2 or len(target.id) != B * R:
             raise ValueError(f"expected splits of {B * R} rows: {tuple(target.value.shape)}, {tuple(target.id.shape)}")
+        if target.value.dtype != torch.float32 or target.id.dtype != torch.int32:
+            raise ValueError(f"splits must be float32 and int32, got {target.value.dtype} and {target.id.dtype}")
     elif target.shape != (B, R):
         raise ValueError(f"target must be [{B}, {R}], a token after each row, got {tuple(target.shape)}")
     if not length.shape == limit.shape == shape[:1] or not length.is_contiguous():
@@ -298,7 +328,8 @@ def _check(
             f"length and limit must be [{B}], length contiguous: {tuple(length.shape)}, {tuple(limit.shape)}"
         )
     for x in (committed, window):
-        if x.dim() != 2 or x.shape[0] != B or x.stride(1) != 1 or not x.shape[1]:
+        apart = x.dim() == 2 and (B == 1 or x.stride(0) >= x.shape[1])  # a sequence's numbers from another's
+        if not apart or x.shape[0] != B or x.stride(1) != 1 or not x.shape[1]:
             raise ValueError(f"committed and window must be [{B}, n >= 1] with contiguous rows, got {tuple(x.shape)}")
     for result, size in ((report, B * (1 + 2 * R)), (drawn, B * R)):
         if result is not None and (result.shape != (size,) or not result.is_contiguous()):

@@ -19,11 +19,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from specker.kernels.registry import explained
 from specker.kernels.round.place import (
     GIVEN,
     PLACED,
     SIZES,
     check_place,
+    explain_place,
     masks,
     place,
     place_arguments,
@@ -31,9 +33,49 @@ from specker.kernels.round.place import (
     place_rows_cost,
     rowwise,
 )
-from specker.kernels.variant import TYPES, Variant, same_device, start_after_previous, tl, triton
+from specker.kernels.variant import TYPES, Variant, check_within, same_device, start_after_previous, tl, triton
 
 
+def _check_tokens(
+    embedding: Tensor, tokens: Tensor, text: bool, length: Tensor, count: int, ahead: Tensor | None
+) -> None:
+    B = length.shape[0] if length.dim() else 0
+    if tokens.dim() != 2 or len(tokens) != B or tokens.dtype != torch.int64 or embedding.dim() != 2:
+        raise ValueError(
+            f"expected embedding [V, E] and tokens [{B}, n] int64: {tuple(embedding.shape)}, {tuple(tokens.shape)} "
+            f"{tokens.dtype}"
+        )
+    if not tokens.shape[1] or (not text and tokens.shape[1] < count):
+        raise ValueError(f"{count} rows need as many tokens, got {tokens.shape[1]}")
+    if ahead is not None and (ahead.shape != (1,) or ahead.dtype != torch.int64):
+        raise ValueError(f"ahead must be [1] int64, got {tuple(ahead.shape)} {ahead.dtype}")
+
+
+def explain_start(
+    embedding: Tensor,
+    tokens: Tensor,
+    text: bool,
+    length: Tensor,
+    back: int,
+    first: int,
+    count: int,
+    parents: Tensor | None,
+    block_table: Tensor,
+    page_size: int,
+    last_position: int,
+    positions: Tensor | None,
+    ahead: Tensor | None,
+) -> None:
+    _check_tokens(embedding, tokens, text, length, count, ahead)
+    explain_place(length, back, first, count, parents, block_table, page_size, last_position, positions)
+    same_device(length, embedding=embedding, tokens=tokens, ahead=ahead)
+    if not len(embedding):
+        raise ValueError(f"embedding must be [V >= 1, E], got {tuple(embedding.shape)}")
+    if ahead is not None:
+        check_within("ahead", ahead, 1 << 31)
+
+
+@explained(explain_start)
 def start_rows(
     embedding: Tensor,
     tokens: Tensor,
@@ -59,16 +101,7 @@ def start_rows(
     written to `positions` [B * count] int64 if given. Raises ValueError as `place_rows` does, and for other tokens.
     """
     rows = length, back, first, count, parents, block_table, page_size, last_position, positions
-    B = length.shape[0]
-    if tokens.dim() != 2 or len(tokens) != B or tokens.dtype != torch.int64 or embedding.dim() != 2:
-        raise ValueError(
-            f"expected embedding [V, E] and tokens [{B}, n] int64: {tuple(embedding.shape)}, {tuple(tokens.shape)} "
-            f"{tokens.dtype}"
-        )
-    if not tokens.shape[1] or (not text and tokens.shape[1] < count):
-        raise ValueError(f"{count} rows need as many tokens, got {tokens.shape[1]}")
-    if ahead is not None and (ahead.shape != (1,) or ahead.dtype != torch.int64):
-        raise ValueError(f"ahead must be [1] int64, got {tuple(ahead.shape)} {ahead.dtype}")
+    _check_tokens(embedding, tokens, text, length, count, ahead)
     if length.is_cuda:
         check_place(*rows)
         return _launch(embedding, tokens, text, *rows, ahead=ahead)
@@ -77,7 +110,7 @@ def start_rows(
     placed = place_rows(length, *rows[1:])
     start = length - back + first if text else ahead
     if start is not None:
-        columns = start[:, None] + torch.arange(count, dtype=torch.int64, device=tokens.device).expand(B, -1)
+        columns = start[:, None] + torch.arange(count, dtype=torch.int64, device=tokens.device).expand(len(length), -1)
         tokens = tokens.gather(1, columns.clamp_(0, tokens.shape[1] - 1))
     ids = tokens[:, :count].reshape(-1).clamp(0, len(embedding) - 1)
     return torch.embedding(embedding, ids), *placed
