@@ -79,7 +79,8 @@ $(VENV)/triton-%: | $(STAMP)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --target $@.part triton==$*
 	mv $@.part $@
 
-# The newest tools that go with these versions: `test` has no import-linter, which asks for a newer rich.
+# The newest tools that go with these versions: `test` has no import-linter and no kernels, which ask for a newer rich
+# and huggingface_hub.
 oldest: $(STAMP)  ## run the tests with the oldest versions that pyproject.toml allows, in .venv/oldest; TORCH=2.11.0 for a certain torch
 	@test -x $(OLDEST)/bin/python || $(PYTHON) -m venv $(OLDEST)
 	$(BIN)/python scripts/oldest.py $(TORCH) > $(OLDEST)/constraints.txt

@@ -15,6 +15,7 @@ def patch() -> None:
     _share_shapes()
     _keep_operands()
     _sum_in_one_order()
+    _round_fma_once()
 
 
 def _call_directly() -> None:
@@ -205,3 +206,26 @@ def _sum_in_one_order() -> None:
         return interpreter.TensorHandle(product + d.data, d.dtype.scalar)
 
     interpreter.InterpreterBuilder.create_dot = dot
+
+
+def _round_fma_once() -> None:
+    """Before 3.9, Triton's interpreter rounds twice in `tl.fma` of float32, and a GPU once. So round the float64 sum
+    to odd: of its two neighbours in float64 take the one with the odd last bit, and float32 is rounded right."""
+    fma = interpreter.InterpreterBuilder.create_fma
+    if hasattr(interpreter._interpreter, "fma_fp32"):
+        return
+
+    def once(self: Any, x: Any, y: Any, z: Any) -> Any:
+        if z.data.dtype != np.float32:
+            return fma(self, x, y, z)
+        product, addend = np.multiply(x.data, y.data, dtype=np.float64), z.data.astype(np.float64)  # both exact
+        total = np.asarray(product + addend)
+        with np.errstate(invalid="ignore"):  # infinities
+            part = total - product
+            error = (product - (total - part)) + (addend - part)
+        bits = total.view(np.int64)
+        even = np.isfinite(total) & (error != 0) & (bits & 1 == 0)
+        odd = np.where(even, bits + np.where((error > 0) == (total > 0), 1, -1), bits).view(np.float64)
+        return interpreter.TensorHandle(odd.astype(np.float32), z.dtype.scalar)
+
+    interpreter.InterpreterBuilder.create_fma = once

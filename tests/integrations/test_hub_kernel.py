@@ -12,7 +12,7 @@ import torch
 from scripts import hub_kernel
 from specker.kernels import accept_walk, ancestor_words, kv_commit, sample_rows, tree_attention, vocab_topk
 
-kernels = pytest.importorskip("kernels", reason="Hugging Face's `kernels` is not installed")
+kernels = pytest.importorskip("kernels", "0.17", reason="Hugging Face's `kernels` 0.17 is not installed")
 
 # Runs where specker cannot be imported, without the paths and variables of this process.
 ALONE = """
