@@ -354,7 +354,7 @@ def _rope(hf: Any, width: int, rope: dict[str, Any], **which: str) -> Rope:
         raise CheckpointError(
             f"rope type {kind!r} lacks a parameter in config.json, or has a wrong one ({reason(error)})"
         ) from error
-    finite = bool(np.isfinite(one.inv_freq.numpy()).all())
+    finite = one.inv_freq.is_meta or bool(np.isfinite(one.inv_freq.numpy()).all())  # a meta tensor has no numbers
     if one.inv_freq.shape != (width // 2,) or not (finite and 1e-38 < scale < 1e38):
         raise CheckpointError(
             f"the RoPE parameters {short(rope)} of config.json do not give {width // 2} finite frequencies"
