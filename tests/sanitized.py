@@ -31,6 +31,7 @@ RUNS: dict[str, tuple[str, ...]] = {
     "many.c": ("tests/cpu/test_products.py",),
     "noise.c": (f"{ODD} vocab_topk", "tests/kernels/test_noise.py"),
     "pack.c": ("tests/cpu/test_products.py",),
+    "places.c": ("tests/cpu/test_places.py",),
     "plain.c": ("tests/cpu/test_products.py",),
     "products.c": ("tests/cpu/test_products.py",),
     "recurrent.c": ("tests/cpu/test_recurrent.py",),
