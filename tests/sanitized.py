@@ -31,6 +31,7 @@ RUNS: dict[str, tuple[str, ...]] = {
     "many.c": ("tests/cpu/test_products.py",),
     "noise.c": (f"{ODD} vocab_topk", "tests/kernels/test_noise.py"),
     "pack.c": ("tests/cpu/test_products.py",),
+    "places.c": ("tests/cpu/test_places.py",),
     "plain.c": ("tests/cpu/test_products.py",),
     "products.c": ("tests/cpu/test_products.py",),
     "recurrent.c": ("tests/cpu/test_recurrent.py",),
@@ -108,7 +109,10 @@ def inside(sources: str, what: str) -> int:
         return bool(faults)
     import pytest
 
-    return int(pytest.main(["-q", "-p", "no:cacheprovider", "-p", "no:xdist", "-k", "not compil", what]))
+    # A sanitizer writes its report to the file of standard error, and then ends the process: pytest must not hold it.
+    return int(
+        pytest.main(["-q", "--capture=sys", "-p", "no:cacheprovider", "-p", "no:xdist", "-k", "not compil", what])
+    )
 
 
 def main(names: list[str]) -> int:

@@ -231,6 +231,7 @@ class Stack:
             *(int(spec.qk_norm == "projection"), int(spec.gated)),
             max((layer.qkv.O + layer.gates.O + 15) // 16 * 16 for layer in self._layers),
             max(layer.o.E for layer in self._layers),
+            min((len(rope) for rope in ropes if rope is not None), default=1 << 62),
             *(_mixing(mixer), ctypes.addressof(self._layers), None, eps, scale, *factors, spec.cap),
         )
         self.pairs: Pairs | None = None
@@ -316,7 +317,8 @@ class Stack:
         those of the others. Rings of records hold the rows of a call or a draft, and two blocks before them. raw: the
         features lack the target's final norm (`Pairs.final_norm`). Returns [1 + len(aux_layers), T, E]: the residual
         stream after the last layer, and at the depths `aux_layers`; and [mixtures, X + 1] int32: where each expert's
-        choices begin, sorted by expert, in each mixture of experts that has run."""
+        choices begin, sorted by expert, in each mixture of experts that has run. Raises ValueError, before anything is
+        written, if positions, slots, pages, lengths or states point outside of their memory."""
         x, starts, depths = x.contiguous(), numbers(tuple(groups)), numbers(tuple(aux_layers))
         features = None if features is None else features.contiguous()
         assert (features is None) == (self.pairs is None) and (features is None or features.shape == x.shape)
@@ -402,7 +404,7 @@ def _pool(kv: tuple[Tensor, ...], index: tuple[Tensor, Tensor], held: list[Tenso
     held += (own := [part.contiguous() for part in index])
     size = kv[0].element_size()
     strides = kv[0].stride(0) * size, kv[0].shape[-1] * size
-    return Pool(*(part.data_ptr() for part in (*own, *kv)), *strides, KEPT[kv[0].dtype])
+    return Pool(*(part.data_ptr() for part in (*own, *kv)), *strides, KEPT[kv[0].dtype], kv[0].shape[1])
 
 
 def _past(records: Records, held: list[Tensor]) -> Past:
@@ -470,7 +472,7 @@ def clusters(
         *(each.ctypes.data for each in numbers),
         *(T, count, k, T // len(draws)),
         *(0.0 if norm is None else norm[1], cap),
-        *(best.data_ptr(), values.data_ptr(), sums.data_ptr() if with_lse else None),
+        *(best.data_ptr(), values.data_ptr(), sums.data_ptr() if with_lse else None, None),
     )
     crew = team()
     crew.run(native().cluster_topk, call, crew.size)

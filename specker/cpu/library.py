@@ -95,7 +95,7 @@ class Layers(Structure):
     _fields_ = [
         *((name, c_int64) for name in ("E", "Hq", "Hkv", "D", "F", "heads", "activation")),
         *((name, c_int64) for name in ("experts", "chosen", "normalised", "scoring", "shared", "inner", "whole")),
-        *((name, c_int64) for name in ("gated", "projected", "mixed")),
+        *((name, c_int64) for name in ("gated", "projected", "mixed", "positions")),
         ("mix", Mixing),
         ("layers", c_void_p),
         ("entry", POINTER(Entry)),
@@ -106,7 +106,7 @@ class Layers(Structure):
 class Pool(Structure):
     _fields_ = [
         *((name, c_void_p) for name in ("slots", "table", "k", "v")),
-        *((name, c_int64) for name in ("stride", "head", "format")),
+        *((name, c_int64) for name in ("stride", "head", "format", "count")),
     ]
 
 
@@ -161,7 +161,7 @@ class ClustersCall(Structure):
         *((name, c_void_p) for name in ("x", "norm", "ids", "positions", "temperature", "seed")),
         *((name, c_int64) for name in ("T", "chosen", "k", "run")),
         *((name, c_double) for name in ("eps", "cap")),
-        *((name, c_void_p) for name in ("best", "values", "sums")),
+        *((name, c_void_p) for name in ("best", "values", "sums", "refused")),
     ]
 
 

@@ -58,6 +58,7 @@ def ancestor_words(parents: Tensor) -> Tensor:
 @lru_cache(maxsize=512)
 def chain_words(rows: int, first: int = 0) -> Tensor:
     """Ancestor words [rows, W] of a chain: row r sees window columns 0..first + r."""
+    rows, first = int(rows), int(first)  # numpy's integers have 64 bits
     return pack_bits([(2 << (first + r)) - 1 for r in range(rows)], first + rows)
 
 

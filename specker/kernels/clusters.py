@@ -102,7 +102,7 @@ def cluster_topk(
         weight: [C R, E] of hidden's dtype, ordered by cluster, or a `Quantized` matrix; on a CPU also bfloat16 beside
             float32.
         centroids: [C, E] of hidden's dtype; on a CPU also bfloat16 beside float32.
-        token_ids: [C, R] distinct ids, int32 or int64.
+        token_ids: [C, R] distinct ids in 0..2^32 - 1, int32 or int64.
         clusters: clusters that a row reads, 1 to min(256, C).
         k: 1 to min(64, clusters R).
         norm: (weight [E] of any floating dtype, eps) of an RMSNorm before both products.

@@ -300,3 +300,14 @@ def test_bfloat16_ids_equal_the_references(E, C, R, clusters, k):
         noise = Noise(3, torch.arange(T).cuda(), 0.8)
         got, want = _launch(*given, clusters, k, None, noise, True), cluster_topk_ref(*wide, clusters, k, None, noise)
         torch.testing.assert_close(got[1].double(), want[1], rtol=1e-5, atol=2e-5)
+
+
+@pytest.mark.skipif(not cpu.available(), reason="the reference ranks ids of any size")
+@pytest.mark.parametrize("wrong", [1 << 32, (1 << 63) - 1, -1])
+def test_ids_of_more_than_32_bits_are_refused(wrong):
+    """The compiled form ranks by 32 bits of an id, so it would return others."""
+    hidden, weight, centroids, ids = integers(3, 32, 8, 5)
+    cluster_topk(hidden, weight, centroids, ids, 8, 3)
+    ids[2, 1] = wrong
+    with pytest.raises(ValueError, match=r"token_ids must be in 0\.\.4294967295, got"):
+        cluster_topk(hidden, weight, centroids, ids, 8, 3)

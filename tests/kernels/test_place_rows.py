@@ -3,11 +3,13 @@
 import random
 
 import cases
+import numpy as np
 import pytest
 import torch
 from compile_only import compilations
 from windows import POISON, a_tree, among, table
 
+from specker.kernels.ancestors import chain_words
 from specker.kernels.round.place import _launch_place, place_rows, place_rows_cost
 from specker.kernels.round.start import _launch, start_rows, start_rows_cost
 
@@ -198,3 +200,16 @@ def test_refusals():
     for ahead in (torch.zeros(2, dtype=I64), torch.zeros(1)):
         with pytest.raises(ValueError, match="ahead must be"):
             start_rows(*given, ahead=ahead)
+
+
+def test_integers_of_numpy_and_bool_are_integers():
+    """Also where the words of a chain are not in a cache."""
+    length, table = torch.tensor([9, 30]), torch.arange(8, dtype=torch.int32).view(2, 4)
+    for first in (59, 3):
+        chain_words.cache_clear()
+        got = place_rows(length, True, np.int64(first), np.int64(2), None, table, 16, 127)
+        assert all(map(torch.equal, got, place_rows(length, 1, first, 2, None, table, 16, 127)))
+    embedding, tokens = torch.randn(12, 4), torch.arange(20).view(2, 10)
+    got = start_rows(embedding, tokens, True, length - 20 * (length > 20), True, np.int64(0), 2, None, table, 16, 127)
+    want = start_rows(embedding, tokens, True, length - 20 * (length > 20), 1, 0, 2, None, table, 16, 127)
+    assert all(map(torch.equal, got, want))

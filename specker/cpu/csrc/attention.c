@@ -350,14 +350,14 @@ int64_t attention_floats(int64_t rows, int64_t D) {
     return 2 * rows * D + 2 * lanes + rows * SUM(D) + (many > few ? many : few);
 }
 
-// The spans that each row of sequence b has at least.
+// The spans that each row of sequence b has at least; 0 without rows.
 static int64_t shared_spans(const places *p, int64_t b) {
     int64_t least = INT64_MAX;
     for (int64_t i = 0; i < p->cu_rows[b + 1] - p->cu_rows[b]; i++) {
         const int64_t spans = spans_of(p, b, i);
         least = spans < least ? spans : least;
     }
-    return least;
+    return least == INT64_MAX ? 0 : least;
 }
 
 // Places for the sums of a row; 0 if threads do not divide columns.

@@ -59,7 +59,10 @@ int restore(team *t, restore_call *c) {
 
 static void run_layers(const member *m, void *arg) { run_forward(m, arg, m->scratch); }
 
-int layers(team *t, forward *f, int size) { return team_run(t, run_layers, f, forward_bytes(f, size)); }
+// Returns -1, and has written nothing, if a number points outside of what it is an index into.
+int layers(team *t, forward *f, int size) {
+    return forward_fits(f) ? team_run(t, run_layers, f, forward_bytes(f, size)) : -1;
+}
 
 // The noise of ids 0 .. 4 blocks - 1 at each of T positions: out [T, 4 blocks]. Runs in the calling thread.
 void gumbel(uint64_t seed, const int64_t *positions, int64_t T, int64_t blocks, float *out) {

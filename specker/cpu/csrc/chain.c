@@ -249,4 +249,17 @@ static void run_chain(const member *m, void *arg) {
     }
 }
 
-int draft_chain(team *t, chain *c, int size) { return team_run(t, run_chain, c, layout(c, size, 0, 0)); }
+// Whether all that the forwards index lies within their memory. The last token's column is not written.
+static int fits(const chain *c) {
+    const places *p = c->first;
+    const forward f = {.model = c->model, .rows = p, .groups = c->groups, .group_count = c->group_count};
+    if (c->tokens && !forward_fits(&f)) return 0;
+    for (int64_t t = 0; c->tokens && t < p->T; t++)
+        if (c->tokens[t] < 0 || c->tokens[t] >= c->embed->O) return 0;
+    for (int64_t b = 0; b < p->B && c->steps > 1; b++)
+        if (c->columns[b] < 0 || !columns_fit(p, b, c->columns[b] + c->steps - 1)) return 0;
+    return c->last_position >= 0 && c->last_position < c->model->positions;
+}
+
+// Returns -1, and has written nothing, if a number points outside of what it is an index into.
+int draft_chain(team *t, chain *c, int size) { return fits(c) ? team_run(t, run_chain, c, layout(c, size, 0, 0)) : -1; }

@@ -104,7 +104,9 @@ static void search(const clusters *c, const rows *x, int64_t t, int64_t cluster,
         for (int64_t i = 0; i < R; i++) z[i] = z[i] / by + noise[i];
     }
     none(kept, each_of(c));
-    for (int64_t i = 0; i < R; i++) keep(kept, each_of(c), key_of(z[i], ids[i]));
+    int64_t high = 0;
+    for (int64_t i = 0; i < R; i++) keep(kept, each_of(c), key_of(z[i], ids[i])), high |= ids[i] >> 32;
+    if (high && c->refused) __atomic_store_n(c->refused, 1, __ATOMIC_RELAXED);
     *top = value_of(kept[0]);
     *mass = c->sums ? mass_of(z, R, *top) : 0;
 }
@@ -157,4 +159,10 @@ void search_clusters(const member *m, const clusters *c, char *scratch) {
 
 static void run_clusters(const member *m, void *arg) { search_clusters(m, arg, m->scratch); }
 
-int cluster_topk(team *t, clusters *c, int size) { return team_run(t, run_clusters, c, clusters_bytes(c, size)); }
+// Returns -1 for ids of more than 32 bits.
+int cluster_topk(team *t, clusters *c, int size) {
+    int64_t refused = 0;
+    c->refused = &refused;
+    if (!team_run(t, run_clusters, c, clusters_bytes(c, size))) return 0;
+    return refused ? -1 : 1;
+}

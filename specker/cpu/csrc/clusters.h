@@ -13,6 +13,7 @@ typedef struct {
     double eps, cap;                   // cap: soft cap of the logits; 0: none
     int64_t *best;                     // [T, k] ids
     float *values, *sums;              // [T, k]; [T], log-sums of exponentials, or 0
+    int64_t *refused;                  // set if an id that is read has more than 32 bits; 0: the ids are a model's
 } clusters;
 
 int64_t clusters_bytes(const clusters *c, int size); // scratch of a team of `size`

@@ -69,6 +69,7 @@ typedef struct {
     int64_t whole;      // the norms of q and k span all their heads: [Hq D] and [Hkv D] instead of [D]
     int64_t gated;      // qkv of a layer that attends begins with the gate [Hq D] of its output
     int64_t projected, mixed; // numbers that a row has in `state.qkv` and `state.mixed`, in the layer with the most
+    int64_t positions;        // that every layer's `rope` has
     mixing mix;
     const layer *layers;
     const entry *entry; // 0: the stream begins as `forward.x`
@@ -88,6 +89,7 @@ typedef struct {          // the K/V of some layers, and where rows and columns 
     int64_t stride;       // bytes from a layer to the next
     int64_t head;         // bytes of a head in one column
     int64_t format;       // enum kept
+    int64_t count;        // pages of a layer
 } pool;
 
 typedef struct {                       // the states and records of layers with a recurrent state
@@ -126,6 +128,8 @@ typedef struct {
     int32_t *routed;           // [mixtures, X + 1], where each expert's choices begin in their order by expert; 0: not kept
 } forward;
 
+int forward_fits(const forward *f); // whether all that its rows index lies within its memory; 0: a call must not run it
+int columns_fit(const places *p, int64_t b, int64_t columns); // whether sequence b has so many columns
 int64_t forward_bytes(const forward *f, int size); // scratch of a team of `size`
 void run_forward(const member *m, const forward *f, char *scratch);
 void normalise(const float *x, const float *weight, float *y, int64_t E, float eps);

@@ -24,7 +24,7 @@ static int sees(const places *p, int64_t b, int64_t i, int64_t j) {
 
 // The last columns that row i of sequence b sees before its own, at most `most`, the last one first. Returns their number.
 static int64_t earlier(const places *p, int64_t b, int64_t i, int64_t *seen, int64_t most) {
-    const int64_t before = p->kv_len[b] - p->window[b];
+    const int64_t before = (int64_t)p->kv_len[b] - p->window[b];
     int64_t n = 0, c = p->kv_len[b] - own_rows(p, b) + i - 1;
     for (; p->words && c >= before && n < most; c--)
         if (sees(p, b, i, c - before)) seen[n++] = c;
@@ -35,7 +35,7 @@ static int64_t earlier(const places *p, int64_t b, int64_t i, int64_t *seen, int
 // The position of row i of sequence b: the number of columns that it sees before its own. Where a draft runs over the end
 // of the context, `places.positions` repeat the last one.
 static int64_t position(const places *p, int64_t b, int64_t i) {
-    const int64_t before = p->kv_len[b] - p->window[b], c = p->kv_len[b] - own_rows(p, b) + i;
+    const int64_t before = (int64_t)p->kv_len[b] - p->window[b], c = p->kv_len[b] - own_rows(p, b) + i;
     if (!p->words) return c;
     int64_t n = before;
     for (int64_t j = 0; j < c - before; j++) n += sees(p, b, i, j);
@@ -232,7 +232,7 @@ static void fold(const pass *r, int64_t v, int64_t A, const float *from, float *
 static void list(pass *r, int64_t i, int64_t R, int64_t A, int64_t block) {
     const mixing *x = &r->s->f->model->mix;
     const places *p = r->s->f->rows;
-    const int64_t here = p->kv_len[r->b] - own_rows(p, r->b) + i, before = p->kv_len[r->b] - p->window[r->b];
+    const int64_t here = p->kv_len[r->b] - own_rows(p, r->b) + i, before = (int64_t)p->kv_len[r->b] - p->window[r->b];
     const int64_t end = p->words && before < here ? before : here; // all rows see the columns up to here
     int64_t n = 0;
     for (int64_t c = A; c < end; c++, n++)

@@ -108,7 +108,7 @@ def start_rows(
     if ahead is not None:
         length = length + ahead
     placed = place_rows(length, *rows[1:])
-    start = length - back + first if text else ahead
+    start = length - int(back) + int(first) if text else ahead
     if start is not None:
         columns = start[:, None] + torch.arange(count, dtype=torch.int64, device=tokens.device).expand(len(length), -1)
         tokens = tokens.gather(1, columns.clamp_(0, tokens.shape[1] - 1))
