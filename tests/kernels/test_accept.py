@@ -214,7 +214,7 @@ def test_sample_rows_checks_its_arguments():
         ({"top_p": 1.1}, "got 1.1"),
         ({"top_p": math.nan}, "got nan"),
         ({"seed": -3}, "seed must be in .*, got -3"),
-        ({"seed": 1 << 64, "temperature": 0}, "seed must be in"),
+        ({"seed": 1 << 64, "temperature": 0}, "seed must be a number of 64 bits"),
     ]:
         with pytest.raises(ValueError, match=message):
             sample_rows(logits, **(good | change), positions=positions)
