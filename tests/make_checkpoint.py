@@ -479,7 +479,7 @@ def exact_oracle(monkeypatch: Any) -> None:
     double = torch.nn.Module.double
 
     def without_frequencies(self: Any) -> Any:
-        """Keep RoPE's frequencies in float32, in which they meet positions; 5.17 does not convert them itself."""
+        """Keep RoPE's frequencies in float32, in which they meet positions, with every version of transformers."""
         for module in double(self).modules():
             for name, x in module.named_buffers(recurse=False):
                 if name.endswith("inv_freq"):

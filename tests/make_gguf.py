@@ -112,6 +112,7 @@ def write(
     kinds: dict[str, str] | None = None,
     more: Callable[[Any], object] = lambda out: None,
     extra: dict[str, np.ndarray] | None = None,
+    tokenizer: str = "gpt2",
 ) -> Path:
     """The tiny Llama, Gemma 3 or mixture in `folder` as a GGUF file with a byte-level tokenizer and a chat template.
     `kinds`: formats of single tensors, by a part of their names. `more` adds keys, `extra` tensors."""
@@ -122,7 +123,7 @@ def write(
     more(out)
     tokens = [*(chr(33 + i) for i in range(94)), "ab"]
     tokens += [f"<{i}>" for i in range(config["vocab_size"] - len(tokens))]
-    out.add_tokenizer_model("gpt2")
+    out.add_tokenizer_model(tokenizer)
     out.add_tokenizer_pre("smollm")
     out.add_token_list(tokens)
     out.add_token_types([gguf.TokenType.NORMAL] * 95 + [gguf.TokenType.CONTROL] * (len(tokens) - 95))

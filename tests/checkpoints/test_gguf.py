@@ -590,6 +590,31 @@ def test_the_tokenizer_is_saved_whole(tmp_path: Path) -> None:
     assert {i: (str(token), token.special) for i, token in ours.added_tokens_decoder.items()} == same
 
 
+@pytest.mark.parametrize(
+    "kind, stated, begins",
+    [
+        ("gpt2", True, True),
+        ("gpt2", False, False),
+        ("llama", True, True),
+        ("llama", False, False),
+        ("llama", None, True),
+    ],
+)
+def test_a_text_begins_with_bos_where_the_file_says_so(
+    tmp_path: Path, kind: str, stated: bool | None, begins: bool
+) -> None:
+    """A file with a SentencePiece vocabulary that says nothing means yes."""
+
+    def say(out: Any) -> None:
+        if stated is not None:
+            out.add_add_bos_token(stated)
+
+    write(tmp_path / "tiny.gguf", make(tmp_path / "source"), tokenizer=kind, more=say)
+    folder = converted(tmp_path / "tiny.gguf")
+    ids = Tokens(folder, "LlamaForCausalLM").tokenizer("ab")["input_ids"]
+    assert (ids[0] == 95) == begins and ids[-1] == 94
+
+
 def test_a_folder_converted_by_an_earlier_version_keeps_its_tokenizer(tmp_path: Path) -> None:
     """Its tokenizer.json lacks parts, which the class that tokenizer_config.json names adds."""
     write(tmp_path / "tiny.gguf", make(tmp_path / "source"), arch="qwen2")

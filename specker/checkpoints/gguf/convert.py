@@ -92,7 +92,7 @@ def _convert_model(path: Path, folder: Path, file: Any, dense: bool) -> None:
     if hybrid:
         named, undo, more = hybrids.reader(arch, config, file.tensors, dense)
     modules, restored = _save(path, folder, file.tensors, config.tie_word_embeddings, dense, named, undo)
-    tokenizer = vocabulary.tokenizer_of(path, file) if hybrid else _tokenizer(path)
+    tokenizer = vocabulary.tokenizer_of(path, file) if hybrid else _tokenizer(path, file)
     tokenizer.save_pretrained(folder)
     GenerationConfig.from_model_config(config).save_pretrained(folder)
     settings = {k: v for k, v in config.to_dict().items() if k not in ("quantization_config", "_name_or_path")}
@@ -117,11 +117,15 @@ def _config(path: Path) -> Any:
         raise CheckpointError(f"{path} cannot be read as a GGUF file ({reason(error)}); download it again") from error
 
 
-def _tokenizer(path: Path) -> Any:
-    """transformers' tokenizer of the file."""
+def _tokenizer(path: Path, file: Any) -> Any:
+    """transformers' tokenizer of the file, told whether a text begins with `bos`: before 5.23 it does not read that."""
     from transformers import AutoTokenizer
 
-    return AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
+    fields = {name: file.fields.get(f"tokenizer.ggml.{name}") for name in ("model", "add_bos_token")}
+    said = {name: field.contents() for name, field in fields.items() if field is not None}
+    begins = said.get("add_bos_token", True if said.get("model") == "llama" else None)  # as llama.cpp has it
+    more = {} if begins is None else {"add_bos_token": begins}
+    return AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name, **more)
 
 
 def _keys(file: Any) -> dict[str, Any]:
