@@ -18,7 +18,8 @@ EXTRAS = ("gguf", "serve")
 
 
 def oldest(requirements: Iterable[str]) -> dict[str, str]:
-    """The lowest version that each requirement allows. Raises ValueError for one without a lower bound."""
+    """The lowest version that each requirement allows; of several for a package, which rise, that of the last. Raises
+    ValueError for one without a lower bound."""
     found = {}
     for requirement in requirements:
         parts = re.match(r"([\w.-]+)(?:\[[\w,-]+\])?>=([\w.]+)", requirement)

@@ -116,3 +116,8 @@ def test_messages_name_the_packages_of_the_extras():
         assert extras.missing(name) == []
     own = *ROOT.glob("specker/**/*.py"), *ROOT.glob("docs/*.md"), ROOT / "README.md"
     assert not [path for path in own if re.search(r"pip install '?specker", path.read_text(encoding="utf-8"))]
+
+
+def test_a_package_that_is_too_old_is_missing(monkeypatch):
+    monkeypatch.setitem(extras.EXTRAS, "gguf", ("gguf>=0.18", "transformers>=999.1"))
+    assert extras.missing("gguf") == ["transformers"]
