@@ -647,7 +647,9 @@ def test_what_cannot_be_read(model: Path, monkeypatch: pytest.MonkeyPatch) -> No
     with pytest.raises(CheckpointError, match=r"converting .* takes .* GB, but .* has 0.00 GB free; set SPECKER"):
         read_config(file)
     monkeypatch.setattr("specker.extras.find_spec", lambda name: None)
-    with pytest.raises(CheckpointError, match=r"tiny.gguf is a GGUF file, and reading it needs gguf and accelerate: "):
+    with pytest.raises(
+        CheckpointError, match=r"tiny.gguf is a GGUF file, and reading it needs gguf, accelerate, transformers, hugg"
+    ):
         read_config(file)
 
 

@@ -53,7 +53,7 @@ def converted(path: Path, dense: bool = False) -> Path:
         return folder
     lacks = missing("gguf")
     if lacks:
-        raise CheckpointError(f"{path} is a GGUF file, and reading it needs {' and '.join(lacks)}: {install('gguf')}")
+        raise CheckpointError(f"{path} is a GGUF file, and reading it needs {', '.join(lacks)}: {install('gguf')}")
     locks = cache_root() / "locks"
     try:
         for made in (folder.parent, locks):
