@@ -43,7 +43,6 @@ def _hybrid(sizes: tuple[int, ...], delta: tuple[int, int, int]) -> Any:
 
 SHAPES: dict[str, dict[str, Any]] = {
     "1b": _config("Llama", 128256, 2048, 8192, 16, 32, 8, 64, True),  # Llama-3.2-1B
-    "70b": _config("Llama", 128256, 8192, 28672, 80, 64, 8, 128, False),  # Llama-3-70B
     "8b": _config("Llama", 128256, 4096, 14336, 32, 32, 8, 128, False),  # Llama-3-8B
     "32b": _config("Qwen2", 152064, 5120, 27648, 64, 40, 8, 128, False),  # Qwen2.5-32B
     "0.6b": _config("Qwen3", 151936, 1024, 3072, 28, 16, 8, 128, True),  # Qwen3-0.6B

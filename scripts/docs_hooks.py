@@ -17,7 +17,6 @@ JOINING = {  # file of the repository -> page of the site
     "CHANGELOG.md": "changelog.md",
     "bench/README.md": "bench.md",
     "bench/LOG.md": "log.md",
-    "bench/results/projection.md": "projection.md",
     "bench/results/static.md": "static.md",
     "bench/results/static_amd.md": "static_amd.md",
     "examples/adr/README.md": "adr-example.md",

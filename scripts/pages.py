@@ -9,7 +9,6 @@ nothing and ends with exit code 1 if a page would change.
 
 import argparse
 import ast
-import json
 import re
 import sys
 import textwrap
@@ -209,18 +208,6 @@ def records() -> str:
     return table(("number", "title", "status"), rows)
 
 
-def projection(case: str) -> str:
-    """What bench/project.py computed for `GPU PAIR ENGINE RANKS`."""
-    gpu, pair, engine, ranks = case.split()
-    about = {"gpu": gpu, "pair": pair, "engine": engine, "ranks": int(ranks)}
-    found = [json.loads(line) for line in text_of(plot.RESULTS / "projection.jsonl").splitlines()]
-    names = ("draft_speedup", "speedup")
-    rows = [(row["layout"], *(f"{row[name]:.2f}" for name in names)) for row in found if about.items() <= row.items()]
-    if not rows:
-        raise ValueError(f"a page asks for the projection {case!r}, which bench/results/projection.jsonl lacks")
-    return table(("draft", "draft stage over replicated", "over plain decoding"), rows)
-
-
 def ratio(case: str) -> str:
     """`NAME: WAY / WAY`: how many times as many tokens a second the first way of a run of bench/peers.py gives."""
     name, both = case.split(": ")
@@ -284,7 +271,6 @@ PARTS: dict[str, Callable[..., str]] = {
     "flags": flags,
     "ops": ops,
     "options": options,
-    "projection": projection,
     "ratio": ratio,
     "records": records,
     "reference": lambda names: described(*names.split()),
