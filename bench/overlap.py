@@ -2,7 +2,7 @@
 
 With programmatic dependent launch a kernel starts before the previous one has ended, but only where a block of it finds
 room: shared memory (the system takes 1 KiB of each block), registers and, on sm_100, tensor memory. Without room it
-starts late, and its prefetch comes to nothing. A norm is small and waits for the kernel before it; the kernel after it
+starts late. A norm is small and waits for the kernel before it; the kernel after it
 starts meanwhile. So the kernels on both sides of a norm must also fit together. bench/static.py reports what does not.
 """
 

@@ -298,34 +298,17 @@ def test_tensor_memory_is_counted_and_allocated_before_the_next_kernel_starts():
     assert compilation.blocks_per_sm(100, warps=4, registers=32, shared=0, tensor=256) == 2
 
 
-@pytest.mark.parametrize(
-    ("name", "value", "order"),
-    [
-        ("TRIGGER", "first", "launch_dependents wait wgmma"),
-        ("TRIGGER", "loop", "wait wgmma launch_dependents"),
-        ("TRIGGER", "none", "wait wgmma"),
-        ("PREFETCH", "64", "prefetch wait wgmma launch_dependents"),
-    ],
-)
-def test_switches_move_the_trigger_and_size_the_prefetch(name, value, order):
-    program = f"""
-import itertools, os, re
-os.environ["SPECKER_PDL_{name}"] = "{value}"
+def test_the_next_kernel_starts_after_the_loop():
+    program = """
+import itertools, re
 from bench import compilation
 from specker.kernels import linear
 variant = next(v for v in linear.variants(90) if v.smoke)
 ptx = compilation.compile_variant(variant, 90).asm["ptx"]
-found = re.findall(r"griddepcontrol\\.(\\w+)|(prefetch)\\.global|(wgmma)\\.mma", ptx)
+found = re.findall(r"griddepcontrol\\.(\\w+)|(wgmma)\\.mma", ptx)
 print(*(name for name, _ in itertools.groupby("".join(each) for each in found)))
 """
-    assert python("-c", program).split() == order.split()
-
-
-def test_bad_switches_are_refused():
-    with pytest.raises(ValueError, match="SPECKER_PDL_TRIGGER must be one of none, first, loop, got 'last'"):
-        variant._trigger("last")
-    with pytest.raises(ValueError, match="SPECKER_PDL_PREFETCH must be a number of KiB, got '-1'"):
-        variant._kibibytes("-1")
+    assert python("-c", program).split() == ["wait", "wgmma", "launch_dependents"]
 
 
 @pytest.mark.parametrize(
@@ -346,7 +329,7 @@ def test_programmatic_launches_need_hopper_and_the_switch(monkeypatch, arch, swi
 def test_one_kernel_at_a_time_sleeps_after_it_let_the_next_start(monkeypatch):
     monkeypatch.setattr(variant, "DELAYED", "_settle_kernel")
     values = {v.kernel.__name__: v.constants(90)["PDL"] for m in static.ops().values() for v in m.variants(90)}
-    assert values.pop("_settle_kernel") == 4 and set(values.values()) == {variant.TRIGGER}
+    assert values.pop("_settle_kernel") == 2 and set(values.values()) == {1}
     assert all(v.constants(80)["PDL"] == 0 for m in static.ops().values() for v in m.variants(80))
 
 

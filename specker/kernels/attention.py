@@ -44,7 +44,6 @@ from specker.kernels.variant import (
     counters,
     is_last,
     let_next_start,
-    let_next_start_late,
     same_device,
     sms,
     start_after_previous,
@@ -395,7 +394,6 @@ def _tree_attention_kernel(
     """For one sequence, the grid has a program for each work item that the table has room for; programs without an item
     return at once. For several sequences, a limited number of programs takes the items in turn: with a grid for the
     longest possible sequences, most programs would have no item."""
-    let_next_start(PDL)
     wait_for_previous(PDL)
     tl.static_assert(N <= 64 and UNIT % N == 0 and PAGE * COLUMN_STRIDE < 2**31)
     pointers = q_ptr, k_ptr, v_ptr, table_ptr, words_ptr, partial_ptr, stats_ptr, count_ptr, out_ptr, lse_ptr
@@ -629,7 +627,7 @@ def _attend(
             b_half = b_half * b_shrink[:, None]
             b_half = tl.dot(b_p, b_v, b_half, input_precision="ieee")
         b_max = b_new
-    let_next_start_late(PDL)
+    let_next_start(PDL)
 
     if D_V < D_PAD:
         b_acc = tl.reshape(tl.permute(tl.join(b_acc, b_half), (0, 2, 1)), (M, D_PAD))

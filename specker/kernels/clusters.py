@@ -51,7 +51,6 @@ from specker.kernels.variant import (
     counters,
     is_last,
     let_next_start,
-    let_next_start_late,
     same_device,
     sms,
     sum_dtype,
@@ -301,7 +300,6 @@ def _cluster_choose_kernel(
     ON_AMD: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    let_next_start(PDL)
     tl.static_assert(C <= SOME and N * E < 2**31 and M * E < 2**31)
     i_tile = tl.program_id(1)
     o_m = tl.program_id(0) * M + tl.arange(0, M)
@@ -331,7 +329,7 @@ def _cluster_choose_kernel(
         0,
         False,
     )
-    let_next_start_late(PDL)
+    let_next_start(PDL)
     p_keys = keys_ptr + o_m.to(tl.int64)[:, None] * CLUSTERS + o_n[None, :]
     tl.store(p_keys, rank_key(b_z, o_n.to(tl.int64)[None, :]), mask=m_m[:, None] & m_n[None, :])
     if not is_last(count_ptr + tl.program_id(0), (CLUSTERS + N - 1) // N, ON_AMD):
@@ -388,7 +386,6 @@ def _cluster_rows_kernel(
     ON_AMD: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    let_next_start(PDL)
     PARTS: tl.constexpr = (R + N - 1) // N  # tiles of a cluster
     TILES: tl.constexpr = CHOSEN * PARTS
     ROW: tl.constexpr = E // 4 if w_ptr.dtype.element_ty == tl.int16 else E  # elements of a row of the weight
@@ -423,7 +420,7 @@ def _cluster_rows_kernel(
         GROUP,
         LEFT,
     )
-    let_next_start_late(PDL)
+    let_next_start(PDL)
     b_z = tl.sum(tl.where(o_m[:, None] == 0, b_all, 0.0), axis=0)  # summing with zeros is exact
     if T > 0:  # always: without a branch between this sum and the maxima below, Triton 3.7 fails on sm_100
         b_z = tl.where(m_n, b_z, float("-inf"))

@@ -25,7 +25,6 @@ from specker.kernels.variant import (
     Variant,
     arch,
     let_next_start,
-    let_next_start_late,
     same_device,
     sms,
     sum_dtype,
@@ -206,7 +205,6 @@ def _expert_linear_kernel(
     PDL: tl.constexpr,
 ):
     tl.static_assert(SPLIT_E % BLOCK_E == 0 and SPLITS * SPLIT_E >= E and N * E < 2**31 and 2048 * K * E < 2**31)
-    let_next_start(PDL)
     wait_for_previous(PDL)
     COLUMNS: tl.constexpr = O // 2 if GATE != "" else O
     ROW: tl.constexpr = E // 4 if w_ptr.dtype.element_ty == tl.int16 else E  # elements of a row of the weight
@@ -252,7 +250,7 @@ def _expert_linear_kernel(
         GROUP,
         LEFT,
     )
-    let_next_start_late(PDL)
+    let_next_start(PDL)
     # The rows again, in another form, or the compiler would keep them: a thread may write a column of all 64 rows, and
     # the loop needs the registers.
     m_m = tl.arange(0, M) < stop - first

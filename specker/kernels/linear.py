@@ -27,7 +27,7 @@ from specker.kernels.quant import (
     types_of,
 )
 from specker.kernels.registry import check_written, refuse, register
-from specker.kernels.stream import prefetch_rows, stream_rows
+from specker.kernels.stream import stream_rows
 from specker.kernels.tiles import (
     COMMON,
     MAX_ROWS,
@@ -35,7 +35,6 @@ from specker.kernels.tiles import (
     check_product,
     few_rows,
     like,
-    lines,
     split_of,
     tiles,
     weight_left,
@@ -46,7 +45,6 @@ from specker.kernels.variant import (
     Variant,
     arch,
     let_next_start,
-    let_next_start_late,
     same_device,
     sms,
     start_after_previous,
@@ -258,11 +256,9 @@ def _row_linear_kernel(
     KIND: tl.constexpr,
     GROUP: tl.constexpr,
     LEFT: tl.constexpr,
-    LINES: tl.constexpr,  # lines per row to prefetch
     PDL: tl.constexpr,
 ):
     tl.static_assert(SPLIT_E % BLOCK_E == 0 and SPLITS * SPLIT_E >= E and N * E < 2**31 and 1024 * E < 2**31)
-    let_next_start(PDL)
     COLUMNS: tl.constexpr = O // 2 if GATE != "" else O
     PACK: tl.constexpr = 4 if w_ptr.dtype.element_ty == tl.int16 else 1
     ROW: tl.constexpr = E // PACK  # elements of a row of the weight
@@ -286,8 +282,6 @@ def _row_linear_kernel(
     start = i_s * SPLIT_E if SPLITS > 1 else 0
     stop = tl.minimum(i_s * SPLIT_E + SPLIT_E, E) if SPLITS > 1 else E
     pair = tl.full([], COLUMNS, tl.int64)
-    if PDL and LINES:
-        prefetch_rows(w_ptr, COLUMNS - i_n, start // PACK, stop // PACK, pair * ROW, ROW, N, LINES, GATE != "")
     wait_for_previous(PDL)
     b_y, b_up = stream_rows(
         x_ptr,
@@ -312,7 +306,7 @@ def _row_linear_kernel(
         GROUP,
         LEFT,
     )
-    let_next_start_late(PDL)
+    let_next_start(PDL)
     m_mn = m_m[:, None] & m_n[None, :]
     if PARTS:
         p_y = y_ptr + (i_s.to(tl.int64) * G * T + o_m)[:, None] * O + o_n[None, :]
@@ -406,7 +400,6 @@ def _variants(
             "PARTS": parts or splits > 1,
             **constexprs_of(form),
             "LEFT": left,
-            "LINES": lines(n, split * dtype.itemsize if form is None else form.size(split)),
         },
         num_warps=4,
         num_stages=stages,

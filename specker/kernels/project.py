@@ -27,7 +27,7 @@ from specker.kernels.linear import row_linear, row_linear_cost
 from specker.kernels.narrow import NARROW, cache_types, kind_of, named
 from specker.kernels.quant import Format, Matrix, arguments_of, as_bytes, constexprs_of, format_of, streams, types_of
 from specker.kernels.registry import register
-from specker.kernels.stream import prefetch_rows, stream_rows
+from specker.kernels.stream import stream_rows
 from specker.kernels.tiles import (
     COMMON,
     FEW,
@@ -36,7 +36,6 @@ from specker.kernels.tiles import (
     check_product,
     columns_of,
     few_rows,
-    lines,
     stages_of,
     weight_left,
     wide_rows,
@@ -49,7 +48,6 @@ from specker.kernels.variant import (
     counters,
     is_last,
     let_next_start,
-    let_next_start_late,
     same_device,
     sms,
     tl,
@@ -191,12 +189,10 @@ def _kv_project_kernel(
     KIND: tl.constexpr,
     GROUP: tl.constexpr,
     LEFT: tl.constexpr,
-    LINES: tl.constexpr,  # lines per row to prefetch
     KV: tl.constexpr,  # "plain", or the kind of a cache in eight bits
     PDL: tl.constexpr,
     ON_AMD: tl.constexpr,
 ):
-    let_next_start(PDL)
     HEADS: tl.constexpr = Hq + 2 * Hkv
     O: tl.constexpr = HEADS * D
     tl.static_assert(SPLIT_E % BLOCK_E == 0 and SPLITS * SPLIT_E >= E and N * E < 2**31 and 1024 * E < 2**31)
@@ -210,8 +206,6 @@ def _kv_project_kernel(
     w_ptr += (i_g * HEADS + i_h).to(tl.int64) * (D * (E // PACK))
     start = i_s * SPLIT_E if SPLITS > 1 else 0
     stop = tl.minimum(i_s * SPLIT_E + SPLIT_E, E) if SPLITS > 1 else E
-    if PDL and LINES:
-        prefetch_rows(w_ptr, D, start // PACK, stop // PACK, 0, E // PACK, N, LINES, False)
     wait_for_previous(PDL)
     b_y, _ = stream_rows(
         x_ptr + first * E,
@@ -236,7 +230,7 @@ def _kv_project_kernel(
         GROUP,
         LEFT,
     )
-    let_next_start_late(PDL)
+    let_next_start(PDL)
     plane = T.to(tl.int64) * (G * O)
     p_y = sums_ptr + i_s * plane + (first + o_m)[:, None] * O + i_h * D + o_n[None, :]
     tl.store(p_y, b_y, mask=(o_m < T)[:, None] & (o_n < D)[None, :])
@@ -363,7 +357,6 @@ def _variant(
             "BIAS": bias,
             **constexprs_of(form),
             "LEFT": left,
-            "LINES": lines(n, split * dtype.itemsize if form is None else form.size(split)),
             "KV": kind,
         },
         num_warps=warps,

@@ -17,7 +17,6 @@ from specker.kernels.variant import (
     TYPES,
     Variant,
     let_next_start,
-    let_next_start_late,
     same_device,
     sum_dtype,
     tl,
@@ -171,7 +170,6 @@ def _residual_merge_kernel(
     BLOCK: tl.constexpr,  # elements of a row held at a time; a power of two
     PDL: tl.constexpr,
 ):
-    let_next_start(PDL)
     if not CONSTANT:
         wait_for_previous(PDL)
     if Q > 0 and E <= BLOCK:  # load before the sum: no later load can move ahead of the reduction's barrier
@@ -203,7 +201,7 @@ def _residual_merge_kernel(
         b_y = b_kept.to(tl.float32)
         if Q > 0:
             square += tl.sum(b_y * b_y, axis=0)
-    let_next_start_late(PDL)
+    let_next_start(PDL)
     if Q > 0:
         scale = tl.div_rn(1.0, tl.sqrt_rn(tl.div_rn(square, E * 1.0) + eps))
         if E > BLOCK:

@@ -1,12 +1,11 @@
 """stream: x W^T over one tile of a weight, in the kernels of row_linear, kv_project, expert_linear and vocab_topk.
 
 `stream_rows` multiplies M rows of x with N rows of a plain or quantised weight, which passes through registers or
-shared memory once; `prefetch_rows` starts to read them before the previous kernel has ended. tiles.py chooses the
-tiles.
+shared memory once. tiles.py chooses the tiles.
 """
 
 from specker.kernels.narrow import fp8_of
-from specker.kernels.variant import prefetch, tl, triton
+from specker.kernels.variant import tl, triton
 
 
 @triton.jit
@@ -324,25 +323,3 @@ def _e2m1(b_bits, AT: tl.constexpr):
     2^-126, also for 0.5, which is subnormal."""
     b_bits = (b_bits << (28 - AT)) >> 6  # the sign stays where it is
     return (b_bits & -0x7E400000).to(tl.float32, bitcast=True) * 2.0**126
-
-
-@triton.jit
-def prefetch_rows(
-    w_ptr,  # at the tile's first row
-    rows,  # rows of the weight from w_ptr on
-    start,  # first element of each row to prefetch
-    stop,
-    pair,  # elements from a row of the weight to its partner
-    E: tl.constexpr,  # elements of a row
-    N: tl.constexpr,
-    LINES: tl.constexpr,  # lines of 128 bytes per row; a power of two
-    PAIR: tl.constexpr,
-):
-    """Start to read the first columns of `stream_rows`' weight into the L2 cache."""
-    WIDTH: tl.constexpr = 128 // (w_ptr.dtype.element_ty.primitive_bitwidth // 8)
-    o_n = tl.minimum(tl.arange(0, N), rows - 1)
-    o_e = tl.minimum(start + tl.arange(0, LINES) * WIDTH, stop - 1)
-    p_w = w_ptr + o_n[:, None].to(tl.int64) * E + o_e[None, :]
-    prefetch(p_w)
-    if PAIR:
-        prefetch(p_w + pair)

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from specker.kernels.quant import Format, Matrix, Quantized, format_of
-from specker.kernels.variant import AMD, PREFETCH, SMS, arch, sms
+from specker.kernels.variant import AMD, SMS, arch, sms
 
 # Most rows that the kernels serve; static_asserts repeat the number. Far more rows are limited by flops, where cuBLAS
 # with its larger tiles is faster.
@@ -172,12 +172,6 @@ def stages_of(m: int, n: int, block: int, few: bool, arch: int, form: Format | N
         room -= n * form.size(block) * 2
     stages = min(room // stage, 8)
     return stages + (arch == 80 or arch in AMD)  # synchronous matrix instructions need one buffer fewer
-
-
-def lines(rows: int, row: int) -> int:
-    """How many lines to prefetch from each of a tile's `rows` rows of `row` bytes: 64 KiB in all (or `PREFETCH`), which
-    arrive while the previous kernel ends, or the whole tile if it is smaller."""
-    return 1 << (min(8 * PREFETCH // rows, row // 128) or 1).bit_length() - 1 if PREFETCH else 0
 
 
 def split_of(x: Tensor, weight: Matrix) -> tuple[int, int]:

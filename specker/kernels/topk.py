@@ -33,8 +33,8 @@ from specker.kernels.quant import Format, Matrix, arguments_of, constexprs_of, f
 from specker.kernels.registry import check_written, refuse, register
 from specker.kernels.residual import _launch as _norm
 from specker.kernels.sample import first_argmax
-from specker.kernels.stream import prefetch_rows, stream_rows
-from specker.kernels.tiles import COMMON, FEW, few_rows, like, lines, stages_of, weight_left, wide_rows
+from specker.kernels.stream import stream_rows
+from specker.kernels.tiles import COMMON, FEW, few_rows, like, stages_of, weight_left, wide_rows
 from specker.kernels.tiles import tiles as product_tiles
 from specker.kernels.variant import (
     AMD,
@@ -46,7 +46,6 @@ from specker.kernels.variant import (
     counters,
     is_last,
     let_next_start,
-    let_next_start_late,
     same_device,
     sms,
     start_after_previous,
@@ -346,11 +345,9 @@ def _vocab_topk_kernel(
     KIND: tl.constexpr,
     GROUP: tl.constexpr,
     LEFT: tl.constexpr,
-    LINES: tl.constexpr,  # lines per row to prefetch
     ON_AMD: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    let_next_start(PDL)
     tl.static_assert(C <= N and M % R == 0 and N * E < 2**31 and M * E < 2**31)
     i_tile = tl.program_id(1)
     o_m = tl.program_id(0) * M + tl.arange(0, M)  # programs of one weight tile are adjacent
@@ -358,8 +355,6 @@ def _vocab_topk_kernel(
     m_n = o_n < K
     ROW: tl.constexpr = E // 4 if w_ptr.dtype.element_ty == tl.int16 else E  # elements of a row of the weight
     w_ptr += i_tile.to(tl.int64) * N * ROW
-    if PDL and LINES:  # before the wait: a trimmed head changes between rounds, but a prefetch reads no values
-        prefetch_rows(w_ptr, K - i_tile * N, 0, ROW, 0, ROW, N, LINES, False)
     wait_for_previous(PDL)
     if MAPPED:  # loaded early, to overlap with the stream
         b_id = tl.load(ids_ptr + o_n, mask=m_n, other=0).to(tl.int64)
@@ -388,7 +383,7 @@ def _vocab_topk_kernel(
         GROUP,
         LEFT,
     )
-    let_next_start_late(PDL)
+    let_next_start(PDL)
     tiles = tl.num_programs(1)
     b_all = tl.reshape(b_all, (M // R, R, N))
     o_group = tl.arange(0, M // R)[:, None, None]
@@ -646,7 +641,6 @@ def _variants(
             "SOME": min(triton.next_power_of_2(count), 512),
             **constexprs_of(form),
             "LEFT": left,
-            "LINES": lines(n, E * dtype.itemsize if form is None else form.size(E)),
         },
         num_warps=8 if half and not left else 4,
         num_stages=stages,

@@ -21,17 +21,14 @@ computes the same. `TRITON_DEFAULT_FP_FUSION` would affect every kernel of the p
 launch option does not.
 
 Programmatic dependent launch (sm_90 and newer): a kernel with a constexpr `PDL` may start before the previous kernel
-in the stream has ended, which hides its start and its first reads of weights. Every such kernel calls `let_next_start`
-first and `wait_for_previous` before it reads or writes anything that a kernel writes; before that it may read only
-weights and tables that no kernel of the stream writes. Every program must wait, even one that has nothing to do: the
-next kernel waits only for this grid, so an early exit would let it run before older writes land. PDL does not change a
-bit of the results. SPECKER_PDL=0 turns it off. Two more environment variables serve to compare timings; they do not
-change a bit either. SPECKER_PDL_TRIGGER says when a program lets the next kernel start: "first"; "loop" (default):
-after its loop over weights or K/V, or after its wait if it has no loop; "none": when it ends. SPECKER_PDL_PREFETCH is
-the number of KiB of weights that a program prefetches before it waits (default 0). On an H100 all of them are within
-1.3% (bench/LOG.md). To test dependent launches on a
-GPU, set `DELAYED` to the name of a kernel: it then sleeps after it has let the next kernel start, and a kernel that
-does not wait reads memory that is not written yet.
+in the stream has ended, which hides its start. Every such kernel calls `wait_for_previous` before it reads or writes
+anything that a kernel writes; before that it may read only weights and tables that no kernel of the stream writes.
+Every program must wait, even one that has nothing to do: the next kernel waits only for this grid, so an early exit
+would let it run before older writes land. After its loop over weights or K/V, or after its wait if it has no loop, it
+calls `let_next_start`; earlier or later calls, and prefetching weights before the wait, were within 1.3% on an H100
+(bench/LOG.md). PDL does not change a bit of the results. SPECKER_PDL=0 turns it off. To test dependent launches on a
+GPU, set `DELAYED` to the name of a kernel: it then lets the next kernel start before its own wait and sleeps, and a
+kernel that does not wait reads memory that is not written yet.
 
 Some kernels count the arrivals of their programs, and the last one finishes the work (`counters`). A round begins by
 zeroing its counters, so an aborted launch spoils no later round. With SPECKER_DEBUG=1, the end of a round checks that
@@ -53,7 +50,6 @@ from specker.kernels.deferred import tl, triton
 __all__ = [
     "AMD",
     "FP_FUSION",
-    "PREFETCH",
     "SMS",
     "TYPES",
     "Counters",
@@ -63,8 +59,6 @@ __all__ = [
     "counters",
     "is_last",
     "let_next_start",
-    "let_next_start_late",
-    "prefetch",
     "reset_counters",
     "same_device",
     "sms",
@@ -82,24 +76,6 @@ SMS = {80: 108, 90: 132, 100: 148, 942: 304, 950: 256}
 AMD = (942, 950)  # gfx942, gfx950
 PDL = os.environ.get("SPECKER_PDL") != "0"
 DELAYED = ""  # the kernel that sleeps, in tests of PDL
-TRIGGERS = ("none", "first", "loop")
-
-
-def _trigger(name: str) -> int:
-    """The PDL constexpr of kernels that start early: 1 to 3, and 4 if `DELAYED`. 0 stands for other launches."""
-    if name not in TRIGGERS:
-        raise ValueError(f"SPECKER_PDL_TRIGGER must be one of {', '.join(TRIGGERS)}, got {name!r}")
-    return 1 + TRIGGERS.index(name)
-
-
-def _kibibytes(number: str) -> int:
-    if not number.isdecimal():
-        raise ValueError(f"SPECKER_PDL_PREFETCH must be a number of KiB, got {number!r}")
-    return int(number)
-
-
-TRIGGER = _trigger(os.environ.get("SPECKER_PDL_TRIGGER", "loop"))
-PREFETCH = _kibibytes(os.environ.get("SPECKER_PDL_PREFETCH", "0"))  # KiB of weights per program
 ON_AMD = torch.version.hip is not None  # torch also calls AMD's devices "cuda"
 TYPES = {
     torch.float16: "fp16",
@@ -142,8 +118,8 @@ class Variant:
 
     def constants(self, arch: int) -> dict[str, Any]:
         """The constexprs of a compilation for an architecture."""
-        pdl = TRIGGER if self.dependent(arch) else 0
-        target = {"PDL": 4 if pdl and self.kernel.__name__ == DELAYED else pdl, "ON_AMD": arch in AMD}
+        pdl = int(self.dependent(arch))
+        target = {"PDL": 2 if pdl and self.kernel.__name__ == DELAYED else pdl, "ON_AMD": arch in AMD}
         return {**self.constexprs, **{name: x for name, x in target.items() if name in self.kernel.arg_names}}
 
     def compile_options(self, arch: int) -> dict[str, Any]:
@@ -340,45 +316,30 @@ def is_last(p_count, programs, ON_AMD: tl.constexpr):
 
 
 @triton.jit
-def let_next_start(PDL: tl.constexpr):
-    """At a kernel's beginning: let the next kernel of the stream start. It waits for this one before it reads what this
-    one writes."""
-    if PDL == 2 or PDL == 4:
+def wait_for_previous(PDL: tl.constexpr):
+    """Wait until the kernels before this one in the stream have ended. PDL: 0 for a launch that is not dependent, 1 for
+    one that is, 2 for a kernel that is `DELAYED`."""
+    if PDL == 2:  # let the next kernel start too early, then sleep for about 100 us, longer than its start takes
         tl.extra.cuda.gdc_launch_dependents()
-    if PDL == 4:  # DELAYED: sleep for about 100 us, longer than the next kernel takes to start
         asm: tl.constexpr = "nanosleep.u32 100000; mov.u32 $0, 0;"
         tl.inline_asm_elementwise(asm, "=r", [], dtype=tl.int32, is_pure=False, pack=1)
-
-
-@triton.jit
-def let_next_start_late(PDL: tl.constexpr):
-    """After a kernel's loop: the same, if SPECKER_PDL_TRIGGER says so."""
-    if PDL == 3:
-        tl.extra.cuda.gdc_launch_dependents()
-
-
-@triton.jit
-def wait_for_previous(PDL: tl.constexpr):
-    """Wait until the kernels before this one in the stream have ended."""
     if PDL:
         tl.extra.cuda.gdc_wait()
 
 
 @triton.jit
-def start_after_previous(PDL: tl.constexpr):
-    """`let_next_start`, then `wait_for_previous`: for a kernel that reads nothing early, so that only its start is
-    hidden."""
-    let_next_start(PDL)
-    wait_for_previous(PDL)
-    let_next_start_late(PDL)
+def let_next_start(PDL: tl.constexpr):
+    """Let the next kernel of the stream start. It waits for this one before it reads what this one writes."""
+    if PDL == 1:
+        tl.extra.cuda.gdc_launch_dependents()
 
 
 @triton.jit
-def prefetch(p):
-    """Start to read the lines of 128 bytes at these addresses into the L2 cache."""
-    address = p.to(tl.int64, bitcast=True)
-    asm: tl.constexpr = "prefetch.global.L2 [$1]; mov.u32 $0, 0;"
-    tl.inline_asm_elementwise(asm, "=r,l", [address], dtype=tl.int32, is_pure=False, pack=1)
+def start_after_previous(PDL: tl.constexpr):
+    """`wait_for_previous`, then `let_next_start`: for a kernel that reads nothing early, so that only its start is
+    hidden."""
+    wait_for_previous(PDL)
+    let_next_start(PDL)
 
 
 def same_device(first: Tensor, **others: Tensor | None) -> None:
