@@ -116,6 +116,22 @@ def test_copies_go_on_beyond_the_drafts_context(world, shortened, scores, name, 
         assert any(g.stats.accepted > 5 for g in got[1:])
 
 
+@pytest.mark.parametrize("width", [1, 2])
+@pytest.mark.parametrize("graphs", ["off", "on"])
+def test_a_text_beyond_the_drafts_context_has_no_vote(shortened, world, cheap, width, graphs):
+    """What the draft computes for it reads columns that nobody wrote: NaN, here. Its neighbour's drafts go on."""
+    how = {"tree": "2x3"} if width > 1 else {}
+    engine = specker.load(
+        *shortened[:2], "draft", dtype="float64", device="cpu", page_size=16, batch_size=2, graphs=graphs, **how
+    )
+    for x in engine.loop.runner.drafter.cache.kv:
+        x.fill_(float("nan"))
+    prompts = [cases.plain(world[0], [5, 9], 60), [1]]
+    got = engine.generate(prompts, 30)
+    assert [g.tokens for g in got] == [cases.plain(world[0], prompt, 30) for prompt in prompts]
+    assert got[0].stats.accepted == 0 < got[1].stats.accepted
+
+
 def test_beyond_the_drafts_context_without_copies(shortened, world, cheap):
     engine = specker.load(*shortened[:2], strategy="draft", dtype="float64", device="cpu", page_size=16)
     said = f"the draft's context ends at {SHORT} of 256 tokens: beyond, nothing is drafted"

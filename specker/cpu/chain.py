@@ -49,7 +49,7 @@ def draft_chain(
     last_position: int,
     steps: int,
     sampling: Sequence[tuple[float, int]],
-    rules: Sequence[Ends] | None,
+    rules: Sequence[Ends | None] | None,
     records: Records | None = None,
     features: Tensor | None = None,
     output: Tensor | None = None,
@@ -65,12 +65,12 @@ def draft_chain(
     if no pair waits, `output` then holds them. rows: the places of these tokens or, without tokens, of the first draft
     tokens' pairs, as arguments of `placed`. groups: the groups of layers (`Stack.run`) for committed tokens, and for
     draft tokens. columns: the cache's column of each sequence's first draft token. sampling: temperature and seed of
-    each sequence; the draft ranks its candidates under the noise of the target's draws. rules: one per chain; drafting
-    ends for all chains when most rules say so. Without rules it ends after `steps` tokens. records: of layers with a
-    recurrent state, for these rows; later rows follow their table. For a model with another tokenizer, own [ids] int64:
-    its id of each id of the head, and `further`, by sequence: by how much the positions at which the target draws are
-    greater than its own. Returns numpy ids [done, n] int64 and their
-    probabilities among the candidates [done, n] float32."""
+    each sequence; the draft ranks its candidates under the noise of the target's draws. rules: one per chain, None if
+    it has no vote; drafting ends for all chains when most rules say so. Without rules it ends after `steps` tokens.
+    records: of layers with a recurrent state, for these rows; later rows follow their table. For a model with another
+    tokenizer, own [ids] int64: its id of each id of the head, and `further`, by sequence: by how much the positions at
+    which the target draws are greater than its own. Returns numpy ids [done, n] int64 and their probabilities among the
+    candidates [done, n] float32, 0 where logits are NaN."""
     n = len(columns)
     assert (output is None) == (stack.pairs is None) and (features is None) == (tokens is None or output is None)
     given = [None if x is None else x.contiguous() for x in (tokens, features)]
@@ -87,6 +87,8 @@ def draft_chain(
     if rules is not None:
         ends = (Rule * n)()
         for struct, rule in zip(ends, rules, strict=True):
+            if rule is None:
+                continue
             joint, scales = np.array(rule.joint, np.float32), np.array(rule.scales, np.float32)
             held += [joint, scales]
             struct.joint, struct.scales = joint.ctypes.data, scales.ctypes.data

@@ -91,8 +91,8 @@ def test_the_memory_that_it_takes_is_known_beforehand(folder: Path) -> None:
 def test_logits_are_those_of_transformers(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In float64, and by the compiled layers with activations that are not rounded."""
     exact_oracle(monkeypatch)
-    with torch.no_grad():
-        want = oracle_logits(oracle(folder, torch.float64), torch.tensor(TEXT))
+    with torch.no_grad():  # transformers 5.18 restores the experts to bfloat16, which has them exactly
+        want = oracle_logits(oracle(folder, torch.float64).double(), torch.tensor(TEXT))
     for dtype, most in ((torch.float64, 1e-9), (torch.float32, 1e-4)):
         ours = Model(read(folder, dtype=dtype, device="cpu", activations="float32"))
         cache = KVCache(ours.config, 64, dtype=dtype, device="cpu")

@@ -8,7 +8,7 @@
 #include "vector.h"
 #include <math.h>
 
-typedef struct { // runtime/policy.py, StopRule
+typedef struct { // runtime/policy.py, StopRule; of zeros: the sequence has no vote
     const float *joint, *scales;
     int64_t joint_count, scale_count;
     double token;
@@ -141,7 +141,7 @@ static part search(const chain *c, float *z, int64_t first, int64_t count, int64
 // Joins the threads' parts, writes the tokens of step n and returns whether to draft another one.
 static int64_t settle(const chain *c, const memory *s, int size, int64_t n) {
     const int64_t B = c->first->B;
-    int64_t votes = 0;
+    int64_t votes = 0, voters = 0;
     for (int64_t b = 0; b < B; b++) {
         part all = {-INFINITY, 0, INT64_MAX};
         for (int i = 0; i < size; i++) {
@@ -152,12 +152,12 @@ static int64_t settle(const chain *c, const memory *s, int size, int64_t n) {
             if (p->best > all.best || (p->best == all.best && p->id < all.id)) all.id = p->id;
             all.best = top;
         }
-        if (all.id == INT64_MAX) all.id = 0, all.sum = 1; // all NaN: the target rejects the draft
-        const float probability = 1.0f / all.sum;
+        if (all.id == INT64_MAX) all.id = 0, all.sum = 0; // all NaN: the target rejects the draft
+        const float probability = all.sum > 0 ? 1.0f / all.sum : 0; // 0 instead of NaN
         c->drafted[n * B + b] = all.id;
         s->tokens[b] = c->own ? c->own[all.id] : all.id;
         c->probability[n * B + b] = probability;
-        if (c->rules) {
+        if (c->rules && c->rules[b].scale_count) {
             const rule *r = c->rules + b;
             int64_t bucket = (int64_t)(probability * (float)r->scale_count);
             bucket = bucket < r->scale_count ? bucket : r->scale_count - 1;
@@ -165,9 +165,10 @@ static int64_t settle(const chain *c, const memory *s, int size, int64_t n) {
             s->joint[b] *= right < 1 ? right : 1;
             const float least = r->joint_count ? r->joint[n < r->joint_count ? n : r->joint_count - 1] : 0;
             votes += probability >= (float)r->token && s->joint[b] >= least;
+            voters++;
         }
     }
-    return n + 1 < c->steps && (!c->rules || 2 * votes >= B);
+    return n + 1 < c->steps && (!c->rules || 2 * votes >= voters);
 }
 
 // This thread's part of the search among all K rows of the head.

@@ -62,6 +62,7 @@ class Draft:
     counts: list[int] = field(default_factory=list)  # of them, each sequence's own; []: `size` for all
     tree: bool = False
     depth: int = 0  # tokens of the longest path
+    idle: frozenset[int] = frozenset()  # slots whose text has no room in the drafter's context
     confidence: list[list[float]] = field(default_factory=list)  # of each draft token, of every sequence
     observed: bool = False  # whether `Drafter.accept` reads the tokens on the host
     resume: Resume | None = None  # of a chain that the target's first layers drafted
@@ -94,6 +95,8 @@ class Draft:
         """Draft tokens of the sequence in `slot`, in the window."""
         if (constrained := self.constrained.get(slot)) is not None:
             return constrained.kept + constrained.forced
+        if slot in self.idle:
+            return 0
         return self.counts[slot] if self.counts else self.size
 
     def constrain(self, slot: int, kept: int, forced: int) -> None:
@@ -149,10 +152,12 @@ class Draft:
         return self.vote(batch.requests, [math.exp(x) for x in scores.tolist()[: len(batch.requests)]])
 
     def vote(self, requests: Sequence[Request], confidence: list[float]) -> bool:
-        """Keep the confidence of each sequence's last token; return whether at least half of the policies draft on."""
-        self.confidence.append(confidence)
-        votes = sum(s.policy.keep_drafting(p) for s, p in zip(requests, confidence, strict=True))
-        return 2 * votes >= len(requests)
+        """Keep the confidence of each sequence's last token; return whether at least half of the policies draft on.
+        `idle` slots do not vote: their tokens were computed from columns that nobody wrote, and may be NaN."""
+        self.confidence.append([0.0 if slot in self.idle else p for slot, p in enumerate(confidence)])
+        voting = [slot for slot in range(len(requests)) if slot not in self.idle]
+        votes = sum(requests[slot].policy.keep_drafting(confidence[slot]) for slot in voting)
+        return 2 * votes >= len(voting)
 
     def end(self, requests: Sequence[Request], confidence: Tensor) -> None:
         """End chains that were drafted in one pass where the policies end them. confidence: [n, size]."""

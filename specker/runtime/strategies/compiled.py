@@ -29,6 +29,7 @@ def compiled_chain(
     rows: Rows,
     columns: Sequence[int],
     *,
+    idle: frozenset[int] = frozenset(),
     normed: bool = False,
     groups: list[int] | None = None,
     features: Tensor | None = None,
@@ -37,9 +38,9 @@ def compiled_chain(
     own: Tensor | None = None,
     further: Sequence[int] = (),
 ) -> Draft:
-    """Draft a chain of each sequence. tokens, rows, columns, features, output, raw, own, further: see cpu/chain.py.
-    `normed`: whether the layers' outputs have the final norm. `groups`: the first layer of each group of layers that a
-    draft step runs side by side, then the number of layers; default: one after another."""
+    """Draft a chain of each sequence but those in the `idle` slots. tokens, rows, columns, features, output, raw, own,
+    further: see cpu/chain.py. `normed`: whether the layers' outputs have the final norm. `groups`: the first layer of
+    each group of layers that a draft step runs side by side, then the number of layers; default: one after another."""
     depth, layers = min(batch.budget.depth, batch.budget.nodes), [*range(len(model.layers) + 1)]
     norm = None if normed else head.norm
     assert model.stack is not None
@@ -57,7 +58,7 @@ def compiled_chain(
         last_position=cache.last_position,
         steps=depth,
         sampling=[(s.sampling.temperature, s.sampling.seed) for s in batch.requests],
-        rules=[s.policy.rule for s in batch.requests] if batch.confident else None,
+        rules=[None if n in idle else s.policy.rule for n, s in enumerate(batch.requests)] if batch.confident else None,
         records=records(cache, rows.near),
         features=features,
         output=output,
@@ -65,7 +66,8 @@ def compiled_chain(
         own=own,
         further=further,
     )
-    draft = Draft(len(drafted), depth=len(drafted), forwarded=len(drafted) - 1)
+    probability[:, list(idle)] = 0
+    draft = Draft(len(drafted), idle=idle, depth=len(drafted), forwarded=len(drafted) - 1)
     batch.window[: batch.n, 1 : draft.size + 1] = torch.from_numpy(drafted.T)
     if batch.confident:
         draft.confidence = probability.tolist()

@@ -32,10 +32,11 @@ class Steps(Protocol):
         ...
 
 
-def grown(batch: Batch, steps: Steps, width: int) -> Draft:
-    """Draft for all sequences: a chain, or with `width` > 1 a tree. A confidence policy ends a chain token by token."""
+def grown(batch: Batch, steps: Steps, width: int, idle: frozenset[int] = frozenset()) -> Draft:
+    """Draft for all sequences but the `idle` slots: a chain, or with `width` > 1 a tree. A confidence policy ends a
+    chain token by token."""
     depth = min(batch.budget.depth, batch.budget.nodes)
-    draft = Draft(depth, depth=depth)
+    draft = Draft(depth, depth=depth, idle=idle)
     if width > 1:
         draft.size, draft.tree = min(batch.budget.nodes, width * depth), True
         batch.run(("draft", draft.size, depth), lambda: _tree(batch, draft, steps, width))

@@ -11,7 +11,7 @@ from specker.model.decoder import Model
 from specker.model.prefill import prefill
 from specker.runtime.control.policy import Budget
 from specker.runtime.round.batch import Batch
-from specker.runtime.round.drafter import UNLIMITED, Draft, Drafter, Offer
+from specker.runtime.round.drafter import UNLIMITED, Drafter, Offer
 from specker.runtime.round.lm_head import LMHead
 from specker.runtime.round.state import Request
 
@@ -75,11 +75,9 @@ class ModelDrafter(Drafter):
         missing = len(text) - exact
         return missing if not exact or missing > (self.repeated if fixed else CATCH_UP_ROWS) else 0
 
-    def counted(self, batch: Batch, draft: Draft) -> Draft:
-        """The draft without the meaningless tokens of texts that have no room in this model's context."""
-        if full := [slot for slot, request in enumerate(batch.requests) if self.room(len(request.token_ids)) < 1]:
-            draft.counts = [0 if slot in full else draft.size for slot in range(batch.n)]
-        return draft
+    def idle(self, requests: Sequence[Request]) -> frozenset[int]:
+        """The slots whose text has no room in this model's context. What is drafted for them means nothing."""
+        return frozenset(slot for slot, request in enumerate(requests) if self.room(len(request.token_ids)) < 1)
 
     def prefill(self, slot: int, text: list[int]) -> None:
         """Write the K/V of `text` but for its last token."""

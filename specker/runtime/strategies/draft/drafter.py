@@ -56,18 +56,31 @@ class AutoregressiveDrafter(ModelDrafter):
     def propose(self, batch: Batch) -> Draft:
         """Draft for all sequences that have room left in the draft's context."""
         self.head.follow(batch.requests)
-        return self.counted(batch, self.drafted(batch))
+        return self.drafted(batch, self.idle(batch.requests))
 
-    def drafted(self, batch: Batch, own: Tensor | None = None, further: Sequence[int] = ()) -> Draft:
-        """`propose` but for the head's rows. With another tokenizer than the target's, own [ids of the target] int64:
-        the model's id of each token, and `further`, by sequence: how many more tokens the target's text has."""
+    def drafted(
+        self, batch: Batch, idle: frozenset[int], own: Tensor | None = None, further: Sequence[int] = ()
+    ) -> Draft:
+        """`propose` but for the head's rows. `idle`: slots that draft nothing. With another tokenizer than the
+        target's, own [ids of the target] int64: the model's id of each token, and `further`, by sequence: how many more
+        tokens the target's text has."""
         if self.width > 1 or batch.fixed or not self._compiles(batch):
-            return grown(batch, self, self.width)
+            return grown(batch, self, self.width, idle)
         tokens, rows = self.missing_rows(batch)
         groups = None if self.layers is None else self.layers.groups
         lengths = [min(len(request.token_ids), self.limit) for request in batch.requests]
         return compiled_chain(
-            batch, self.model, self.cache, self.head, tokens, rows, lengths, groups=groups, own=own, further=further
+            batch,
+            self.model,
+            self.cache,
+            self.head,
+            tokens,
+            rows,
+            lengths,
+            idle=idle,
+            groups=groups,
+            own=own,
+            further=further,
         )
 
     def _compiles(self, batch: Batch) -> bool:

@@ -27,10 +27,10 @@ class ParallelDrafter(ModelDrafter):
         """Draft for all sequences that have room left in the draft's context."""
         self.head.follow(batch.requests)
         depth = min(batch.budget.depth, batch.budget.nodes)
-        draft = Draft(depth, depth=depth)
+        draft = Draft(depth, depth=depth, idle=self.idle(batch.requests))
         if not batch.confident and (batch.fixed or not batch.traced):
             batch.run(("block", depth), lambda: self._write(batch, depth))
-            return self.counted(batch, draft)
+            return draft
         final, positions = self._rows(batch, depth)
         ids, logits, lse = self.head.ranked(final, 1, batch.draws, positions)
         batch.window[: batch.n, 1 : depth + 1] = ids.view(batch.n, depth)
@@ -39,7 +39,7 @@ class ParallelDrafter(ModelDrafter):
             draft.end(batch.requests, scores.exp())
         if batch.traced:
             draft.scores.append(scores[:, : draft.size])
-        return self.counted(batch, draft)
+        return draft
 
     def accept(self, batch: Batch, draft: Draft, accepted: Accepted) -> None:
         """Keep no mask's K/V."""

@@ -87,12 +87,9 @@ class TranslatedDrafter(AutoregressiveDrafter):
         lengths = [len(own.token_ids) for own in requests]
         texts = zip(batch.requests, lengths, strict=True)
         self._further = [len(request.token_ids) - length for request, length in texts]
-        draft = self.drafted(replace(batch, requests=requests, lengths=lengths), self.own, self._further)
-        if self.translation.free:
-            return self._written(batch, draft)
-        if any(cut := [self._shadow(request).cut for request in batch.requests]):
-            draft.counts = [0 if ended else draft.size for ended in cut]
-        return draft
+        cut = frozenset(slot for slot, request in enumerate(batch.requests) if self._shadow(request).cut)
+        draft = self.drafted(replace(batch, requests=requests, lengths=lengths), cut, self.own, self._further)
+        return self._written(batch, draft) if self.translation.free else draft
 
     def accept(self, batch: Batch, draft: Draft, accepted: Accepted) -> None:
         if self.translation.free:
