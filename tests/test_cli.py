@@ -84,7 +84,6 @@ def test_flags_are_the_dataclasses() -> None:
         ("--target t", "lookup"),
         ("--target t --draft d", "vocabtrim+lookup"),
         ("--target t --load dummy", "draft"),
-        ("--acceptance synthetic:0.5", "draft"),
         ("--target t --strategy ar", "ar"),
     ):
         assert flags.parse(argv.split())[1].strategy == strategy
@@ -140,10 +139,6 @@ def test_flags_are_the_dataclasses() -> None:
         ("--kv-tokens 0", ["--kv-tokens must be at least 1", "got 0"]),
         ("--load lazily", ["--load must be one of weights, dummy", "'lazily'"]),
         ("--linear fast", ["--linear must be one of rows, cublas", "'fast'"]),
-        ("--acceptance 0.8", ["--acceptance must be synthetic:PROBABILITY", "'0.8'"]),
-        ("--acceptance synthetic:1.5", ["within 0-1", "'synthetic:1.5'"]),
-        ("--acceptance synthetic:nan", ["'synthetic:nan'"]),
-        ("--strategy ar --acceptance synthetic:0.5", ["'ar' drafts nothing", "--acceptance does not apply"]),
     ],
 )
 def test_refused_flags(capsys: pytest.CaptureFixture[str], argv: str, words: list[str]) -> None:
@@ -159,11 +154,11 @@ def test_a_misspelt_flag_has_a_suggestion(capsys: pytest.CaptureFixture[str], gi
 
 
 def test_values_are_parsed_once() -> None:
-    argv = "--strategy diffuspec+vocabtrim --adl 2-5 --cps tree --vocab-keep coverage:0.5 --acceptance synthetic:0.8"
+    argv = "--strategy diffuspec+vocabtrim --adl 2-5 --cps tree --vocab-keep coverage:0.5"
     options = flags.parse(argv.split())[1]
-    assert (options.base, options.policy, options.acceptance) == ("diffuspec", "adl", 0.8)
+    assert (options.base, options.policy) == ("diffuspec", "adl")
     assert (options.own.adl, options.own.search, options.trim.vocab_keep) == ((2, 5), "tree", VocabKeep(coverage=0.5))
-    typed = {"adl": (2, 5), "cps": "tree", "vocab_keep": VocabKeep(coverage=0.5), "acceptance": 0.8, "tree": None}
+    typed = {"adl": (2, 5), "cps": "tree", "vocab_keep": VocabKeep(coverage=0.5), "tree": None}
     assert strategies.options(strategy="diffuspec+vocabtrim", **typed) == options
     assert strategies.options(strategy="easyspec", layer_parallel=2, tree=Tree(2, 3)).own.layer_parallel == 2
     groups = strategies.options(strategy="easyspec", layer_parallel="[[0],[1,2]]").own.layer_parallel
@@ -821,32 +816,18 @@ def test_a_tokenizer_beside_config_json_reads_text(
     assert "def f(" in err and WORDS in err and "made-up" not in err
 
 
-def test_synthetic_acceptance(capsys: pytest.CaptureFixture[str], pair: tuple[str, str]) -> None:
-    argv = models(pair, "--prompt", "x", "--acceptance", "synthetic:1", "--draft-tokens", "3", "--check", "--json", "-")
-    assert run.main(argv) == 0
-    out, err = capsys.readouterr()
-    got = json.loads(out)
-    assert got["sizing"] == "with synthetic acceptance 1 a run measures time and memory only: its text means nothing"
-    assert got["total"]["rounds"] == 2 and got["total"]["acceptance_length"] == 4.0
-    assert "identical" not in got["total"] and "identical" not in err
-    assert err.count(got["sizing"]) == 1 and "cpu, float32, synthetic acceptance 1\n" in err
-    assert run.main([*argv, "--load", "dummy"]) == 0
-    sizing = json.loads(capsys.readouterr().out)["sizing"]
-    assert sizing.startswith("with random weights and synthetic acceptance 1 a run")
-
-
 def test_a_sizing_check_never_fails(
     capsys: pytest.CaptureFixture[str], pair: tuple[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("specker.runtime.check.gap", lambda *_: pytest.fail("compared"))
-    argv = models(pair, "--prompt", "x", "--check", "--dtype", "float64", "--acceptance", "synthetic:0.5")
+    argv = models(pair, "--prompt", "x", "--check", "--dtype", "float64", "--load", "dummy")
     assert run.main(argv) == 0
     assert "speedup" in capsys.readouterr().err
 
 
-def test_terminal_with_synthetic_acceptance(pair: tuple[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_terminal_with_random_weights(pair: tuple[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
     screen = terminal(monkeypatch)
-    assert run.main(models(pair, "--prompt", "x", "--acceptance", "synthetic:0.5")) == 0
+    assert run.main(models(pair, "--prompt", "x", "--load", "dummy")) == 0
     assert WORDS in " ".join(screen.getvalue().split()) and "target's own tokens" not in screen.getvalue()
 
 

@@ -73,7 +73,7 @@ def speedup(checked: list[Result]) -> float | None:
 
 
 def compared(checked: list[Result]) -> bool:
-    """Whether tokens were compared; they are not with random weights or synthetic acceptance."""
+    """Whether tokens were compared; they are not with random weights."""
     return all(r.check.identical is not None for r in checked)
 
 

@@ -26,7 +26,7 @@ class CheckResult:
     """A generation compared with plain decoding of the same prompt."""
 
     ar: Generation
-    identical: bool | None  # None: not compared, because of random weights or synthetic acceptance
+    identical: bool | None  # None: not compared, because of random weights
     ok: bool  # identical, None, or a difference that rounding alone explains
     message: str
     first_difference: int | None = None

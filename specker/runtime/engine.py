@@ -123,8 +123,6 @@ class Engine:
             o.batch_size,
             LOOKAHEAD,
             o.prefix_cache,
-            o.acceptance,
-            o.acceptance is not None and o.load == "dummy" and self.target.config.layer.experts is not None,
             ranks,
         )
         stop_ids = () if o.dummy_parts else self.target.config.eos_ids  # dummy parts ignore stop ids
@@ -236,9 +234,9 @@ class Engine:
         """The remarks that a user may want to act on. Logged when the engine is made."""
         said = self.notes.warnings()
         if self.options.dummy_parts:
-            nothing = "text and acceptance mean" if self.options.acceptance is None else "text means"
-            made_up = " and ".join(self.options.dummy_parts)
-            said["sizing"] = f"with {made_up} a run measures time and memory only: its {nothing} nothing"
+            said["sizing"] = (
+                "with random weights a run measures time and memory only: its text and acceptance mean nothing"
+            )
         if self.options.linear == "cublas":
             linear = option("linear", "cublas")
             said["linear"] = f"{linear} is not batch-invariant, so chains are not bit-equal to plain decoding"

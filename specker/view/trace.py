@@ -41,7 +41,7 @@ A round's rows are the root (row 0) and the draft: draft token j is row j + 1.
                  "corpus" (files of the user); missing without a draft
     matched      tokens at the end of the text that occur before the copied ones; missing without a copied draft
     names        text of the ids that this trace names for the first time, special tokens included; missing without any
-    sizing       the remark about made-up weights or acceptance; missing in a real run
+    sizing       the remark about made-up weights; missing in a real run
 
 `end` has `finished` (as `Generation`), `tail` (text that was held back as an unfinished character), `seconds` by stage
 and `wall`. Without a tokenizer all texts are "".

@@ -114,7 +114,7 @@ def usual(target: object, draft: object, options: Mapping[str, Any]) -> dict[str
 def _usual(target: object, draft: object, options: Mapping[str, Any]) -> str:
     """The default strategy, which depends on whether the caller named a target and a draft, and on what draft "auto"
     chooses. Sizing runs with dummy parts produce no meaningful text to count or to copy."""
-    if options.get("load") == "dummy" or options.get("acceptance") is not None:
+    if options.get("load") == "dummy":
         return PLAIN
     if draft is None and (family := zoo.target_of(target)) is not None:
         return family.strategy or Common.strategy
