@@ -1,6 +1,6 @@
 """How close decoding comes to the memory limit: batch 1, shapes of real models, random weights.
 
-Time depends on shapes, not on the values of weights or K/V, so both are made up (`--load dummy`). The context is not
+Time depends on shapes, not on the values of weights or K/V, so both are made up (`load="dummy"`). The context is not
 prefilled: the caches are filled with noise (zeros might raise a GPU's clock), the text is n times id 0, and rounds
 continue from there. The decoded text is meaningless and not checked; acceptance is made up (acceptance.py). Every row
 says so.

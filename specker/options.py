@@ -115,8 +115,9 @@ class Common:
     )
     load: str = opt(
         "weights",
-        "weights: read the checkpoint; dummy: random weights, from config.json alone, to measure time and memory",
+        "weights: read the checkpoint; dummy: random weights, from config.json alone, for benchmarks of shapes",
         choices=("weights", "dummy"),
+        flag=False,
     )
     quantize: str | None = opt(
         None,
@@ -198,12 +199,6 @@ class Options(Common):
     def width(self) -> int:
         """Nodes per level of the draft; a chain is a tree of width 1."""
         return 1 if self.tree is None else self.tree.width
-
-    @property
-    def dummy_parts(self) -> tuple[str, ...]:
-        """Names of the dummy parts, which replace real models. If there are any, results measure only time and
-        memory."""
-        return ("random weights",) if self.load == "dummy" else ()
 
 
 def biases(given: Any) -> tuple[tuple[int, float], ...]:

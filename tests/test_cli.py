@@ -83,7 +83,6 @@ def test_flags_are_the_dataclasses() -> None:
     for argv, strategy in (
         ("--target t", "lookup"),
         ("--target t --draft d", "vocabtrim+lookup"),
-        ("--target t --load dummy", "draft"),
         ("--target t --strategy ar", "ar"),
     ):
         assert flags.parse(argv.split())[1].strategy == strategy
@@ -137,7 +136,7 @@ def test_flags_are_the_dataclasses() -> None:
         ("--page-size 0", ["--page-size must be at least 1"]),
         ("--batch-size 257", ["--batch-size must be between 1 and 256", "got 257"]),
         ("--kv-tokens 0", ["--kv-tokens must be at least 1", "got 0"]),
-        ("--load lazily", ["--load must be one of weights, dummy", "'lazily'"]),
+        ("--load dummy", ["unrecognized arguments: --load"]),  # an option of Python only
         ("--linear fast", ["--linear must be one of rows, cublas", "'fast'"]),
     ],
 )
@@ -277,13 +276,13 @@ def test_a_pipe_is_a_prompt(monkeypatch: pytest.MonkeyPatch, argv: list[str], da
 def test_help_all(capsys: pytest.CaptureFixture[str]) -> None:
     """Every flag once, with its values."""
     out = shown(capsys, run.main, "--help-all")
-    names = {f.name for cls in (flags.Job, Common, *OWN_OPTIONS, Sampling) for f in dataclasses.fields(cls)}
+    options = [f for cls in (flags.Job, Common, *OWN_OPTIONS, Sampling) for f in dataclasses.fields(cls)]
+    names = {f.name for f in options if f.metadata["flag"]}
     listed = [flag for flag in flags_in(out) if flag not in MORE_HELP]
     assert sorted(listed) == sorted("--" + name.replace("_", "-") for name in names)
-    for cls in (flags.Job, Common, *OWN_OPTIONS):
-        for f in dataclasses.fields(cls):
-            if values := f.metadata["choices"] or f.metadata["offers"]:
-                assert f"--{f.name.replace('_', '-')} {{{','.join(values)}}}" in out
+    for f in options:
+        if f.metadata["flag"] and (values := f.metadata["choices"] or f.metadata["offers"]):
+            assert f"--{f.name.replace('_', '-')} {{{','.join(values)}}}" in out
     for policy in strategies.POLICIES:
         assert policy in " ".join(out.split())
 
@@ -363,7 +362,7 @@ def test_completion(capsys: pytest.CaptureFixture[str], main: Any, module: Any, 
     long = (lambda flag: flag.removeprefix("--")) if shell == "fish" else str
     assert {long(flag) for flag in flags_in(module.parser().format_help())} <= words
     classes = (flags.Job, Common, *OWN_OPTIONS) if module is flags else (calibrate.Calibration,)
-    for f in (f for cls in classes for f in dataclasses.fields(cls)):
+    for f in (f for cls in classes for f in dataclasses.fields(cls) if f.metadata["flag"]):
         values = f.metadata["choices"] or f.metadata["offers"]
         assert not values or " ".join(values) in script, f.name
     if module is flags:
@@ -763,72 +762,6 @@ def test_failed_check(
         out, err = capsys.readouterr()
         assert json.loads(out)["total"]["identical"] is False
         assert "differs at token 3" in err
-
-
-# --- sizing: every output says what was made up, and nothing is claimed about the text
-
-WORDS = "a run measures time and memory only"
-
-
-@pytest.fixture
-def bare(pair: tuple[str, str], tmp_path: Path) -> str:
-    """A folder with nothing but config.json."""
-    folder = tmp_path / "bare"
-    folder.mkdir()
-    shutil.copy(Path(pair[0]) / "config.json", folder)
-    return str(folder)
-
-
-def test_config_json_is_enough(capsys: pytest.CaptureFixture[str], bare: str, tmp_path: Path) -> None:
-    argv = ["--load", "dummy", "--target", bare, "--device", "cpu", "--max-new-tokens", "8", "--json"]
-    assert run.main([*argv, str(tmp_path / "o.json"), "--check", "--trace", str(tmp_path / "t.jsonl")]) == 0
-    out, err = capsys.readouterr()
-    got = json.loads((tmp_path / "o.json").read_text())
-    sentence = "with random weights a run measures time and memory only: its text and acceptance mean nothing"
-    assert got["sizing"] == sentence
-    assert out.strip() == "" and err.count(sentence) == 1 and "cpu, float32, random weights\n" in err
-    assert "bare has no tokenizer: the prompt is 128 made-up ids" in err
-    assert "the draft has the shape of bare" in err and (got["target"], got["draft"]) == ("bare", "bare")
-    for row in (*got["prompts"], got["total"]):
-        assert set(row) - OWN == ROW | CHECKED - {"identical"}
-        assert len(row["tokens"]) == 8 and row["text"] == ""
-    assert "identical" not in err and "speedup" in err
-    traced = [json.loads(line) for line in (tmp_path / "t.jsonl").read_text().splitlines()]
-    traced = [row for row in traced if "path" in row]
-    assert traced and all(row["sizing"] == sentence for row in traced)
-
-
-def test_text_needs_a_tokenizer(capsys: pytest.CaptureFixture[str], bare: str, tmp_path: Path) -> None:
-    (tmp_path / "p.jsonl").write_text('{"prompt": "x"}')
-    argv = ["--load", "dummy", "--target", bare, "--device", "cpu"]
-    for more in (["--prompt", "x"], ["--prompts", str(tmp_path / "p.jsonl")], ["--chat"]):
-        refused(capsys, [*argv, *more], "bare has no tokenizer", "leave out the prompt")
-    refused(capsys, ["--target", bare, "--strategy", "ar", "--prompt", "x"], "no model.safetensors")
-
-
-def test_a_tokenizer_beside_config_json_reads_text(
-    capsys: pytest.CaptureFixture[str], pair: tuple[str, str], tmp_path: Path
-) -> None:
-    folder = shutil.copytree(pair[0], tmp_path / "light", ignore=shutil.ignore_patterns("*.safetensors"))
-    argv = ["--load", "dummy", "--target", str(folder), "--strategy", "ar", "--device", "cpu", "--max-new-tokens", "8"]
-    assert run.main([*argv, "--prompt", "def f("]) == 0
-    err = capsys.readouterr().err
-    assert "def f(" in err and WORDS in err and "made-up" not in err
-
-
-def test_a_sizing_check_never_fails(
-    capsys: pytest.CaptureFixture[str], pair: tuple[str, str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("specker.runtime.check.gap", lambda *_: pytest.fail("compared"))
-    argv = models(pair, "--prompt", "x", "--check", "--dtype", "float64", "--load", "dummy")
-    assert run.main(argv) == 0
-    assert "speedup" in capsys.readouterr().err
-
-
-def test_terminal_with_random_weights(pair: tuple[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
-    screen = terminal(monkeypatch)
-    assert run.main(models(pair, "--prompt", "x", "--load", "dummy")) == 0
-    assert WORDS in " ".join(screen.getvalue().split()) and "target's own tokens" not in screen.getvalue()
 
 
 def test_linear_is_reported(capsys: pytest.CaptureFixture[str], pair: tuple[str, str]) -> None:
