@@ -1,9 +1,9 @@
 """How close decoding comes to the memory limit: batch 1, shapes of real models, random weights.
 
-Time depends on shapes, not on the values of weights or K/V, so both are made up (`--load dummy`). The context is not
+Time depends on shapes, not on the values of weights or K/V, so both are made up (`load="dummy"`). The context is not
 prefilled: the caches are filled with noise (zeros might raise a GPU's clock), the text is n times id 0, and rounds
-continue from there. The decoded text is meaningless and not checked; acceptance is synthetic (`--acceptance`). Every
-row says so.
+continue from there. The decoded text is meaningless and not checked; acceptance is made up (acceptance.py). Every row
+says so.
 
 * `ar`: time of one token of plain decoding, between the reports of two rounds as in `generate`, with one round always
   in flight. Limit: bytes of weights (linears, head, norms, biases) and of K/V over the read bandwidth measured in the
@@ -13,7 +13,7 @@ row says so.
   forwards, 1 - (V + D) / R. R: time between reports, as in `ar`. V: embedding, layers, norm and head of the target over
   6 rows. D: the same for the draft, once over the 6 rows that it forwards again and 4 times over one row; its head
   includes the argmax. V and D are captured and timed separately. Outside are therefore: placing rows, drawing tokens,
-  the synthetic acceptance, the walk, advancing the state, copying the report, and all gaps. *over ar*: tokens/s over
+  the made-up acceptance, the walk, advancing the state, copying the report, and all gaps. *over ar*: tokens/s over
   those of `ar`, against the limit of acceptance and bytes, tau / (1 + 5 d / t), with tau the measured tokens per round
   (expected: (1 - p^6) / (1 - p)), d and t the bytes of a draft and of a target step.
 * `first`: from a prompt (with a real prefill) to its first token, the first request after `warmup` over later ones.
@@ -37,6 +37,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -47,7 +48,7 @@ from rich.console import Console
 from rich.table import Table
 
 import specker
-from bench import harness, shapes
+from bench import acceptance, harness, shapes
 from bench.harness import Timing
 from bench.kernels import common
 from bench.shapes import step_bytes
@@ -57,7 +58,6 @@ from specker.model.decoder import forward
 from specker.model.prefill import prefill, prefill_chunk
 from specker.model.sampling import GREEDY
 from specker.options import Sampling
-from specker.runtime import strategies
 from specker.runtime.control.auto import AcceptanceHistory
 from specker.runtime.control.costs import Costs
 from specker.runtime.control.policy import Budget, Fixed
@@ -68,7 +68,6 @@ from specker.runtime.round.drafter import Draft
 from specker.runtime.round.graphs import Graphs
 from specker.runtime.round.round import Round
 from specker.runtime.round.state import Request
-from specker.runtime.round.synthetic import agreements
 from specker.runtime.strategies.base import LOOKAHEAD
 
 DRAFTED, ACCEPTANCE = 5, 0.8
@@ -180,7 +179,7 @@ class Bench:
         most = max(c.context for c in CASES if c.shape == case.shape) + (self.args.rounds + WARM) * (DRAFTED + 1) + 128
         how: dict[str, Any] = {"load": "dummy", "graphs": "on", "max_context": most, "strategy": "ar"}
         if case.draft is not None:
-            how |= {"strategy": "draft", "draft_tokens": DRAFTED, "acceptance": f"synthetic:{ACCEPTANCE}"}
+            how |= {"strategy": "draft", "draft_tokens": DRAFTED}
         return how if case.quantize is None else how | {"quantize": case.quantize}
 
     def engine(self, case: Case, fresh: bool = False) -> Engine:
@@ -194,6 +193,12 @@ class Bench:
             engine.loop.graphs = self.graphs(engine)
             self._held = key, engine
         return self._held[1]
+
+    def acceptance(self, case: Case) -> AbstractContextManager[None]:
+        """Context manager in which the target agrees with drafts as often as ACCEPTANCE says."""
+        if case.draft is None:
+            return nullcontext()
+        return acceptance.made_up(ACCEPTANCE, self.args.device, self.options(case)["max_context"])
 
     def graphs(self, engine: Engine) -> Graphs:
         """New graphs, which capture nothing on a CPU or with `--capture False`."""
@@ -242,12 +247,8 @@ def in_place(loop: Loop, sequence: Request) -> None:
                     assert noise is not None
                     noise.normal_(std=0.1)
                 memory.anchors.fill_(anchor(cache.exact_len[0], BLOCK))  # no state moves on to the text's end
-    agrees = None
-    if loop.acceptance is not None:  # without drafts nothing agrees
-        p = loop.acceptance if sequence.speculates else 0.0
-        agrees = agreements(p, sequence.sampling.seed, loop.state.agrees.shape[1])
     loop.active.append(sequence)
-    loop.state.write(0, sequence, agrees)
+    loop.state.write(0, sequence)
 
 
 def a_text(engine: Engine, context: int, tokens: int, drafting: bool) -> Request:
@@ -533,12 +534,16 @@ KINDS: dict[str, Callable[[Bench, Case], Found]] = {
 
 def run(bench: Bench, case: Case, late: bool = False) -> list[dict[str, Any]]:
     """The rows of a case: one per configuration, or a single one with the reason why it was not measured."""
-    remarks = {"sizing": "; ".join(strategies.options(**bench.options(case)).dummy_parts)}
+    made_up = (
+        {} if case.draft is None else {"acceptance": f"the target agrees with drafts with probability {ACCEPTANCE}"}
+    )
+    remarks = {"sizing": "random weights"}
     failed = {}
     try:
         if late:
             raise ValueError(f"not begun: {bench.args.seconds:g} s were over")
-        found = KINDS[case.kind](bench, case)
+        with bench.acceptance(case):
+            found = KINDS[case.kind](bench, case)
         remarks = bench.engine(case).remarks
     except Exception as error:
         found = {"": {"reason": reason(error)}}
@@ -548,7 +553,8 @@ def run(bench: Bench, case: Case, late: bool = False) -> list[dict[str, Any]]:
     if any("reason" in values for values in found.values()):
         bench.drop()  # frees its memory for the next case
     about = {"bench": "decode", "case": case.name, "kind": case.kind, "shape": case.shape, "draft": case.draft}
-    about |= {"context": case.context, "dtype": bench.args.dtype, "device": bench.args.device, "remarks": remarks}
+    about |= {"context": case.context, "dtype": bench.args.dtype, "device": bench.args.device}
+    about |= {"remarks": remarks | made_up}
     about |= {} if bench.captures or not bench.cuda else {"captured": False}
     rows = []
     for way, values in found.items():

@@ -65,7 +65,7 @@ SHAPES: dict[str, dict[str, Any]] = {
 
 
 def write(folder: Path) -> None:
-    """A folder per shape that holds only config.json, for `--load dummy`."""
+    """A folder per shape that holds only config.json, for `load="dummy"`."""
     for name, config in SHAPES.items():
         (folder / name).mkdir()
         (folder / name / "config.json").write_text(json.dumps(config))

@@ -30,7 +30,7 @@ class GatedDeltaNet:
         self.project, self.out = random(sum(self.widths), E), random(E, Hv * D)
         self.conv, self.norm = random(channels, KERNEL), torch.ones(D, dtype=dtype)
         self.a_log, self.dt_bias = random(Hv), random(Hv)
-        # A page has the inputs and the records of PAGE columns. A ring of pages would do: see docs/sizing.md.
+        # A page has the inputs and the records of PAGE columns. A ring of pages would do: see docs/checkpoints.md.
         pages = texts * -(-columns // PAGE)
         self.table = torch.arange(pages, dtype=torch.int32).view(texts, -1)
         self.inputs = torch.zeros(pages, PAGE, channels, dtype=dtype)

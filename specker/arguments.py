@@ -22,7 +22,6 @@ class LoadOptions(TypedDict, total=False):
     draft_quantize: Bits | None
     activations: Literal["int8", "bfloat16", "float32"] | None
     kv_dtype: Literal["float32", "bfloat16", "float16", "int8"] | None
-    acceptance: float | str | None
     linear: Literal["rows", "cublas"]
     max_context: int | None
     page_size: int

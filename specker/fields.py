@@ -25,12 +25,14 @@ def opt(
     least: float | None = None,
     most: float | None = None,
     bare: Any = None,
+    flag: bool = True,
 ) -> Any:
     """A dataclass field that becomes a flag. `check_fields` applies the arguments: `parse` converts a string (or a
     value already parsed) to the field's type; `choices`, `least` and `most` limit the value. `offers` are values that
-    help and completion name although others are allowed. `bare`: the value of a flag that is given without one."""
+    help and completion name although others are allowed. `bare`: the value of a flag that is given without one.
+    `flag` False: an option of Python only, without a flag."""
     about = {"help": help, "metavar": metavar, "parse": parse, "choices": choices, "least": least, "most": most}
-    about |= {"offers": offers, "bare": bare}
+    about |= {"offers": offers, "bare": bare, "flag": flag}
     return field(default=default, metadata=about)
 
 

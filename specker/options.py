@@ -83,16 +83,6 @@ class VocabKeep:
         raise ValueError(f"{option('vocab_keep')} {about}, got {given!r}")
 
 
-def probability(value: str | float) -> float:
-    """`synthetic:0.8`, the probability with which the target agrees with a draft token."""
-    text = f"synthetic:{value:f}" if isinstance(value, int | float) else str(value)
-    match = re.fullmatch(r"synthetic:(0|1|0?\.\d+|[01]\.\d*)", text)
-    if not match or float(match[1]) > 1:
-        about = "must be synthetic:PROBABILITY within 0-1, such as synthetic:0.8"
-        raise ValueError(f"{option('acceptance')} {about}, got {value!r}")
-    return float(match[1]) if isinstance(value, str) else value
-
-
 @dataclass(frozen=True)
 class Common:
     """The options shared by all strategies; fixed when an engine is loaded."""
@@ -125,8 +115,9 @@ class Common:
     )
     load: str = opt(
         "weights",
-        "weights: read the checkpoint; dummy: random weights, from config.json alone, to measure time and memory",
+        "weights: read the checkpoint; dummy: random weights, from config.json alone, for benchmarks of shapes",
         choices=("weights", "dummy"),
+        flag=False,
     )
     quantize: str | None = opt(
         None,
@@ -150,13 +141,6 @@ class Common:
         "on a CPU, how K/V is kept: float16 (default where the compiled layers run the model), float32, bfloat16, or "
         "int8 with a scale for each head and row",
         choices=KV_DTYPES,
-    )
-    acceptance: float | None = opt(
-        None,
-        "synthetic:0.8 accepts each draft token with this probability and ignores the models' tokens; for sizing "
-        "only, the generated text is meaningless",
-        "synthetic:X",
-        parse=probability,
     )
     linear: str = opt(
         "rows",
@@ -215,15 +199,6 @@ class Options(Common):
     def width(self) -> int:
         """Nodes per level of the draft; a chain is a tree of width 1."""
         return 1 if self.tree is None else self.tree.width
-
-    @property
-    def dummy_parts(self) -> tuple[str, ...]:
-        """Names of the dummy parts, which replace real models. If there are any, results measure only time and
-        memory."""
-        weights = ("random weights",) if self.load == "dummy" else ()
-        if self.acceptance is None:
-            return weights
-        return (*weights, f"synthetic acceptance {self.acceptance:g}")
 
 
 def biases(given: Any) -> tuple[tuple[int, float], ...]:

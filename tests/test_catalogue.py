@@ -92,7 +92,6 @@ def test_the_strategy_decides_between_a_head_and_a_small_model() -> None:
     assert not pard.serves("easyspec") and pard.serves("draft")
     assert "because strategy 'draft' drafts with it" in catalogue.reason(small, "draft")
     assert usual("Qwen/Qwen3-8B", "auto", {}) == "eagle"
-    assert usual("Qwen/Qwen3-8B", "auto", {"load": "dummy"}) == "draft"
     assert usual("Qwen/Qwen3-8B-Base", "auto", {}) == usual("a", "b", {}) == "vocabtrim+lookup"
 
 

@@ -83,8 +83,6 @@ def test_flags_are_the_dataclasses() -> None:
     for argv, strategy in (
         ("--target t", "lookup"),
         ("--target t --draft d", "vocabtrim+lookup"),
-        ("--target t --load dummy", "draft"),
-        ("--acceptance synthetic:0.5", "draft"),
         ("--target t --strategy ar", "ar"),
     ):
         assert flags.parse(argv.split())[1].strategy == strategy
@@ -138,12 +136,8 @@ def test_flags_are_the_dataclasses() -> None:
         ("--page-size 0", ["--page-size must be at least 1"]),
         ("--batch-size 257", ["--batch-size must be between 1 and 256", "got 257"]),
         ("--kv-tokens 0", ["--kv-tokens must be at least 1", "got 0"]),
-        ("--load lazily", ["--load must be one of weights, dummy", "'lazily'"]),
+        ("--load dummy", ["unrecognized arguments: --load"]),  # an option of Python only
         ("--linear fast", ["--linear must be one of rows, cublas", "'fast'"]),
-        ("--acceptance 0.8", ["--acceptance must be synthetic:PROBABILITY", "'0.8'"]),
-        ("--acceptance synthetic:1.5", ["within 0-1", "'synthetic:1.5'"]),
-        ("--acceptance synthetic:nan", ["'synthetic:nan'"]),
-        ("--strategy ar --acceptance synthetic:0.5", ["'ar' drafts nothing", "--acceptance does not apply"]),
     ],
 )
 def test_refused_flags(capsys: pytest.CaptureFixture[str], argv: str, words: list[str]) -> None:
@@ -159,11 +153,11 @@ def test_a_misspelt_flag_has_a_suggestion(capsys: pytest.CaptureFixture[str], gi
 
 
 def test_values_are_parsed_once() -> None:
-    argv = "--strategy diffuspec+vocabtrim --adl 2-5 --cps tree --vocab-keep coverage:0.5 --acceptance synthetic:0.8"
+    argv = "--strategy diffuspec+vocabtrim --adl 2-5 --cps tree --vocab-keep coverage:0.5"
     options = flags.parse(argv.split())[1]
-    assert (options.base, options.policy, options.acceptance) == ("diffuspec", "adl", 0.8)
+    assert (options.base, options.policy) == ("diffuspec", "adl")
     assert (options.own.adl, options.own.search, options.trim.vocab_keep) == ((2, 5), "tree", VocabKeep(coverage=0.5))
-    typed = {"adl": (2, 5), "cps": "tree", "vocab_keep": VocabKeep(coverage=0.5), "acceptance": 0.8, "tree": None}
+    typed = {"adl": (2, 5), "cps": "tree", "vocab_keep": VocabKeep(coverage=0.5), "tree": None}
     assert strategies.options(strategy="diffuspec+vocabtrim", **typed) == options
     assert strategies.options(strategy="easyspec", layer_parallel=2, tree=Tree(2, 3)).own.layer_parallel == 2
     groups = strategies.options(strategy="easyspec", layer_parallel="[[0],[1,2]]").own.layer_parallel
@@ -282,13 +276,13 @@ def test_a_pipe_is_a_prompt(monkeypatch: pytest.MonkeyPatch, argv: list[str], da
 def test_help_all(capsys: pytest.CaptureFixture[str]) -> None:
     """Every flag once, with its values."""
     out = shown(capsys, run.main, "--help-all")
-    names = {f.name for cls in (flags.Job, Common, *OWN_OPTIONS, Sampling) for f in dataclasses.fields(cls)}
+    options = [f for cls in (flags.Job, Common, *OWN_OPTIONS, Sampling) for f in dataclasses.fields(cls)]
+    names = {f.name for f in options if f.metadata["flag"]}
     listed = [flag for flag in flags_in(out) if flag not in MORE_HELP]
     assert sorted(listed) == sorted("--" + name.replace("_", "-") for name in names)
-    for cls in (flags.Job, Common, *OWN_OPTIONS):
-        for f in dataclasses.fields(cls):
-            if values := f.metadata["choices"] or f.metadata["offers"]:
-                assert f"--{f.name.replace('_', '-')} {{{','.join(values)}}}" in out
+    for f in options:
+        if f.metadata["flag"] and (values := f.metadata["choices"] or f.metadata["offers"]):
+            assert f"--{f.name.replace('_', '-')} {{{','.join(values)}}}" in out
     for policy in strategies.POLICIES:
         assert policy in " ".join(out.split())
 
@@ -368,7 +362,7 @@ def test_completion(capsys: pytest.CaptureFixture[str], main: Any, module: Any, 
     long = (lambda flag: flag.removeprefix("--")) if shell == "fish" else str
     assert {long(flag) for flag in flags_in(module.parser().format_help())} <= words
     classes = (flags.Job, Common, *OWN_OPTIONS) if module is flags else (calibrate.Calibration,)
-    for f in (f for cls in classes for f in dataclasses.fields(cls)):
+    for f in (f for cls in classes for f in dataclasses.fields(cls) if f.metadata["flag"]):
         values = f.metadata["choices"] or f.metadata["offers"]
         assert not values or " ".join(values) in script, f.name
     if module is flags:
@@ -768,86 +762,6 @@ def test_failed_check(
         out, err = capsys.readouterr()
         assert json.loads(out)["total"]["identical"] is False
         assert "differs at token 3" in err
-
-
-# --- sizing: every output says what was made up, and nothing is claimed about the text
-
-WORDS = "a run measures time and memory only"
-
-
-@pytest.fixture
-def bare(pair: tuple[str, str], tmp_path: Path) -> str:
-    """A folder with nothing but config.json."""
-    folder = tmp_path / "bare"
-    folder.mkdir()
-    shutil.copy(Path(pair[0]) / "config.json", folder)
-    return str(folder)
-
-
-def test_config_json_is_enough(capsys: pytest.CaptureFixture[str], bare: str, tmp_path: Path) -> None:
-    argv = ["--load", "dummy", "--target", bare, "--device", "cpu", "--max-new-tokens", "8", "--json"]
-    assert run.main([*argv, str(tmp_path / "o.json"), "--check", "--trace", str(tmp_path / "t.jsonl")]) == 0
-    out, err = capsys.readouterr()
-    got = json.loads((tmp_path / "o.json").read_text())
-    sentence = "with random weights a run measures time and memory only: its text and acceptance mean nothing"
-    assert got["sizing"] == sentence
-    assert out.strip() == "" and err.count(sentence) == 1 and "cpu, float32, random weights\n" in err
-    assert "bare has no tokenizer: the prompt is 128 made-up ids" in err
-    assert "the draft has the shape of bare" in err and (got["target"], got["draft"]) == ("bare", "bare")
-    for row in (*got["prompts"], got["total"]):
-        assert set(row) - OWN == ROW | CHECKED - {"identical"}
-        assert len(row["tokens"]) == 8 and row["text"] == ""
-    assert "identical" not in err and "speedup" in err
-    traced = [json.loads(line) for line in (tmp_path / "t.jsonl").read_text().splitlines()]
-    traced = [row for row in traced if "path" in row]
-    assert traced and all(row["sizing"] == sentence for row in traced)
-
-
-def test_text_needs_a_tokenizer(capsys: pytest.CaptureFixture[str], bare: str, tmp_path: Path) -> None:
-    (tmp_path / "p.jsonl").write_text('{"prompt": "x"}')
-    argv = ["--load", "dummy", "--target", bare, "--device", "cpu"]
-    for more in (["--prompt", "x"], ["--prompts", str(tmp_path / "p.jsonl")], ["--chat"]):
-        refused(capsys, [*argv, *more], "bare has no tokenizer", "leave out the prompt")
-    refused(capsys, ["--target", bare, "--strategy", "ar", "--prompt", "x"], "no model.safetensors")
-
-
-def test_a_tokenizer_beside_config_json_reads_text(
-    capsys: pytest.CaptureFixture[str], pair: tuple[str, str], tmp_path: Path
-) -> None:
-    folder = shutil.copytree(pair[0], tmp_path / "light", ignore=shutil.ignore_patterns("*.safetensors"))
-    argv = ["--load", "dummy", "--target", str(folder), "--strategy", "ar", "--device", "cpu", "--max-new-tokens", "8"]
-    assert run.main([*argv, "--prompt", "def f("]) == 0
-    err = capsys.readouterr().err
-    assert "def f(" in err and WORDS in err and "made-up" not in err
-
-
-def test_synthetic_acceptance(capsys: pytest.CaptureFixture[str], pair: tuple[str, str]) -> None:
-    argv = models(pair, "--prompt", "x", "--acceptance", "synthetic:1", "--draft-tokens", "3", "--check", "--json", "-")
-    assert run.main(argv) == 0
-    out, err = capsys.readouterr()
-    got = json.loads(out)
-    assert got["sizing"] == "with synthetic acceptance 1 a run measures time and memory only: its text means nothing"
-    assert got["total"]["rounds"] == 2 and got["total"]["acceptance_length"] == 4.0
-    assert "identical" not in got["total"] and "identical" not in err
-    assert err.count(got["sizing"]) == 1 and "cpu, float32, synthetic acceptance 1\n" in err
-    assert run.main([*argv, "--load", "dummy"]) == 0
-    sizing = json.loads(capsys.readouterr().out)["sizing"]
-    assert sizing.startswith("with random weights and synthetic acceptance 1 a run")
-
-
-def test_a_sizing_check_never_fails(
-    capsys: pytest.CaptureFixture[str], pair: tuple[str, str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("specker.runtime.check.gap", lambda *_: pytest.fail("compared"))
-    argv = models(pair, "--prompt", "x", "--check", "--dtype", "float64", "--acceptance", "synthetic:0.5")
-    assert run.main(argv) == 0
-    assert "speedup" in capsys.readouterr().err
-
-
-def test_terminal_with_synthetic_acceptance(pair: tuple[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
-    screen = terminal(monkeypatch)
-    assert run.main(models(pair, "--prompt", "x", "--acceptance", "synthetic:0.5")) == 0
-    assert WORDS in " ".join(screen.getvalue().split()) and "target's own tokens" not in screen.getvalue()
 
 
 def test_linear_is_reported(capsys: pytest.CaptureFixture[str], pair: tuple[str, str]) -> None:

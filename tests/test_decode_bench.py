@@ -5,7 +5,8 @@ import json
 import pytest
 import torch
 
-from bench import decode, harness
+import specker
+from bench import acceptance, decode, harness
 from bench.decode import ACCEPTANCE, Args, Bench, Case, Decoded, Goal
 from bench.harness import Timing
 from bench.shapes import step_bytes
@@ -13,7 +14,7 @@ from specker.checkpoints.checkpoint import read_config
 from specker.runtime import loop
 
 RANDOM = "with random weights a run measures time and memory only: its text and acceptance mean nothing"
-GIVEN = "with random weights and synthetic acceptance 0.8 a run measures time and memory only: its text means nothing"
+GIVEN = "the target agrees with drafts with probability 0.8"
 
 
 @pytest.fixture
@@ -126,6 +127,57 @@ def test_the_share_of_the_bandwidth(bench, monkeypatch):
     assert row["share_specified"] == pytest.approx(row["value"] / 2)
 
 
+# --- made-up acceptance
+
+
+def test_the_coins_are_a_function_of_seed_and_position():
+    table = acceptance.coins(0.6, 11, 4096)
+    assert torch.equal(table[:100], acceptance.coins(0.6, 11, 100)) and table.dtype == torch.bool
+    assert float(table.float().mean()) == pytest.approx(0.6, abs=0.03)
+    assert not torch.equal(table, acceptance.coins(0.6, 12, 4096))
+    assert bool((acceptance.coins(0.7, 11, 4096) | ~table).all())
+    pairs = table[1:].float() * table[:-1].float()  # neighbours are independent
+    assert float(pairs.mean()) == pytest.approx(0.36, abs=0.03)
+    assert not acceptance.coins(0.0, 11, 4096).any() and acceptance.coins(1.0, 2**64 - 1, 4096).all()
+
+
+def test_a_row_agrees_or_has_another_token():
+    target, drafts = torch.tensor([[5, 0, 3, 9, 8]]), torch.tensor([[5, 0, 4, 7]])
+    assert acceptance.agreeing(target, drafts, torch.tensor([[False] * 4])).tolist() == [[0, 1, 3, 9, 8]]
+    assert acceptance.agreeing(target, drafts, torch.tensor([[True] * 4])).tolist() == [[5, 0, 4, 7, 8]]
+    assert acceptance.agreeing(target, drafts, torch.tensor([[True, False, False, True]])).tolist() == [[5, 1, 3, 7, 8]]
+    assert acceptance.agreeing(target[:, :1], drafts[:, :0], torch.ones(1, 0, dtype=torch.bool)).tolist() == [[5]]
+
+
+def test_rounds_accept_as_often_as_they_are_told(bench, pair):
+    """All or no tokens, or the expected mean, for a given seed the same ones, and the real ones afterwards."""
+    own = specker.load(*pair, "draft", device="cpu", draft_tokens=4, policy="fixed")
+    want = own.generate([3, 1, 4], 60).tokens
+    for p, count in ((0.0, 20), (0.7, 300), (1.0, 60)):
+        with acceptance.made_up(p, "cpu", own.max_context):
+            out, again = (own.generate([3, 1, 4], count, ignore_eos=True, temperature=t).stats for t in (0.0, 0.9))
+        with acceptance.made_up(p, "cpu", own.max_context, seed=9):
+            other = own.generate([3, 1, 4], count, ignore_eos=True).stats
+        assert out.hits == again.hits and (out.hits == other.hits) == (p != 0.7)
+        if p == 0.7:
+            assert out.accepted / out.rounds == pytest.approx(sum(0.7**n for n in range(1, 5)), abs=0.6)
+        else:
+            assert out.rounds == (count if p == 0 else -(-count // 5)) and (out.accepted == 0) == (p == 0)
+    assert own.generate([3, 1, 4], 60).tokens == want == own.generate_ar([3, 1, 4], 60).tokens
+    engine = bench.engine(Case("round", "tiny", 64, "tiny"))
+    with acceptance.made_up(1.0, "cpu", engine.max_context):
+        assert decode.decode(bench, engine, 64, True).tokens == 4 * (decode.DRAFTED + 1)  # in rounds of fixed shape
+
+
+def test_trees_have_no_made_up_acceptance(pair):
+    engine = specker.load(*pair, "draft", device="cpu", tree="2x2")
+    with (
+        acceptance.made_up(1.0, "cpu", engine.max_context),
+        pytest.raises(ValueError, match="is for chains of one len"),
+    ):
+        engine.generate([3, 1, 4], 8)
+
+
 # --- cases that run
 
 
@@ -151,8 +203,10 @@ def test_every_case_on_a_tiny_shape(rows_of, capsys):
         assert row["bench"] == "decode" and row["machine"] and row["commit"] and row["dtype"] == "float32"
         assert "random weights" in row["remarks"]["sizing"]
         if row["way"]:
-            assert row["remarks"]["sizing"] == (GIVEN if "+" in case else RANDOM)
-            assert set(row["remarks"]) - {"cpu"} == {"sizing"} | ({"weights"} if "int8" in case else set())
+            assert row["remarks"]["sizing"] == RANDOM
+            more = {"weights"} if "int8" in case else {"acceptance"} if "+" in case else set()
+            assert set(row["remarks"]) - {"cpu"} == {"sizing"} | more
+            assert row["remarks"].get("acceptance", GIVEN) == GIVEN
         assert ("reason" in row) == (row["way"] in ("transformers, compiled", ""))
         assert "met" not in row and ("reason" in row or row["median"] > 0)
     plain, verify = found["ar tiny 64", "ar"], found["verify tiny 64", "64 rows"]

@@ -299,19 +299,6 @@ def test_tensors_that_do_not_fit_are_refused(heads, tmp_path, strategy, name, wa
         changed(heads(strategy, name), tmp_path / "head", tensors, drop).load()
 
 
-@pytest.mark.parametrize(
-    ("strategy", "name", "says"),
-    [
-        ("eagle", "nested", "strategy eagle reads a trained head"),
-        ("dflash", "dflash", "reads a trained drafter"),
-        ("mtp", "mimo", "strategy mtp reads a trained head"),
-    ],
-)
-def test_random_weights_are_refused(heads, strategy, name, says):
-    with pytest.raises(ValueError, match=says):
-        heads(strategy, name).load(load="dummy")
-
-
 @pytest.mark.parametrize(("strategy", "name"), [("eagle", "nested"), ("dflash", "dflash")])
 def test_a_head_with_rows_of_its_own_is_not_trimmed(heads, strategy, name):
     with pytest.raises(ValueError, match=r"has 3 rows for ids of its own choice .d2t.: leave out \+vocabtrim"):

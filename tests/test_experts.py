@@ -21,7 +21,6 @@ from specker.model.prefill import prefill
 from specker.runtime import warmup
 from specker.runtime.control.costs import Costs
 from specker.runtime.control.stats import Stats
-from specker.runtime.round.synthetic import spread
 
 PROMPT = [5, 9, 40, 77, 3, 8, 5, 9, 40]
 TWO = LFM2_MOE | {"layer_types": ["conv", "full_attention"], "num_dense_layers": 0}
@@ -185,23 +184,6 @@ def test_random_weights_route_rows_apart(tmp_path):
     x = model.embed_tokens(torch.arange(10, 122, 7))
     read = float(experts_read(model, [forward(model, cache, cache.place([17], 1, 0, 16), x)]))
     assert 0.8 < read / model.config.layer.experts.read(16) < 1.2
-
-
-def test_sizing_verifies_different_tokens(tmp_path):
-    """A random draft may repeat a token, whose rows would share their experts. Without synthetic acceptance, drafts
-    count for themselves."""
-    target = make(tmp_path / "target", max_context=96, layers=2, **QWEN3_MOE)
-    draft = make(tmp_path / "draft", "qwen3", layers=1, max_context=96)
-    how = {"strategy": "draft", "draft_tokens": 7, "policy": "fixed", "load": "dummy", "dtype": "float32"}
-    for acceptance in ("synthetic:0.9", None):
-        engine = specker.load(target, draft, acceptance=acceptance, device="cpu", **how)
-        rounds: list[dict] = []
-        engine.trace = rounds.append
-        out = engine.generate(PROMPT, max_new_tokens=30)
-        wanted = [spread(128, 0, range(row["position"], row["position"] + len(row["draft"]))) for row in rounds]
-        assert ([row["draft"] for row in rounds] == wanted) is (acceptance is not None)
-    assert spread(128, 0, range(100)) != spread(128, 1, range(100)) and len({*spread(128, 0, range(128))}) == 128
-    assert len(out.tokens) == 30
 
 
 @pytest.mark.parametrize(

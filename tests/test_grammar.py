@@ -458,9 +458,6 @@ def test_what_an_engine_needs_for_a_grammar(plain, pair, monkeypatch, tmp_path):
     with monkeypatch.context() as patch, pytest.raises(ValueError, match="on one rank: leave out tp"):
         patch.setattr(session.loop, "ranks", SimpleNamespace(size=2))
         session.guide("start: /a/")
-    with monkeypatch.context() as patch, pytest.raises(ValueError, match="with acceptance the text means nothing"):
-        patch.setattr(session.loop, "acceptance", 0.5)
-        session.guide("start: /a/")
     with monkeypatch.context() as patch, pytest.raises(ValueError, match=r"a fast tokenizer .*, and my-model has none"):
         patch.setattr(session, "target", SimpleNamespace(tokenizer_or_none=None))
         patch.setattr(session, "name", "my-model")

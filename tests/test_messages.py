@@ -24,7 +24,6 @@ SHARED: list[tuple[dict[str, Any], str, str]] = [
     ({"graphs": "maybe"}, "graphs must be one of on, off, got 'maybe'", "--graphs must be one of"),
     ({"tree": "abc"}, "tree must be WIDTHxDEPTH with both at least 1, such as 4x5; got 'abc'", "--tree must be"),
     ({"tree": "65x1"}, "tree='65x1' is too large", "--tree 65x1 is too large"),
-    ({"acceptance": "0.8"}, "acceptance must be synthetic:PROBABILITY", "--acceptance must be synthetic:"),
     ({"vocab_keep": "some"}, "vocab_keep must be rows", "--vocab-keep must be rows"),
     ({"exit_layer": 2}, "exit_layer is for strategy del, not", "--exit-layer is for strategy del, not"),
     ({"policy": "best"}, "policy must be one of auto, ", "--policy must be one of auto, "),
@@ -39,7 +38,6 @@ SHARED: list[tuple[dict[str, Any], str, str]] = [
         "strategy 'ar' drafts nothing: tree, draft_tokens and policy do not apply",
         "strategy 'ar' drafts nothing: --tree, --draft-tokens and --policy do not apply",
     ),
-    ({"strategy": "ar", "acceptance": 0.5}, "acceptance does not apply", "--acceptance does not apply"),
     (
         {"strategy": "lookup", "ngram_least": 9},
         "ngram_least must be at most ngram_most, got 9 and 8",
@@ -127,8 +125,7 @@ def test_one_refusal_two_spellings(
         specker.load(device="cpu", **loading).generate("def fib", **request)
     assert python in str(caught.value) and "--" not in str(caught.value).partition("torchrun")[0]
 
-    values = given | ({"acceptance": "synthetic:0.5"} if given.get("acceptance") == 0.5 else {})
-    argv = [part for name, value in values.items() for part in (f"--{name.replace('_', '-')}", str(value))]
+    argv = [part for name, value in given.items() for part in (f"--{name.replace('_', '-')}", str(value))]
     assert run.main(["--device", "cpu", "--prompt", "def fib", *argv]) == 2
     out, err = capsys.readouterr()
     assert out == "" and command in err.splitlines()[-1]
@@ -141,7 +138,6 @@ def test_one_refusal_two_spellings(
         ({"tree": 5}, "tree must be WIDTHxDEPTH with both at least 1, such as 4x5; got 5"),
         ({"tree": (4, 5)}, r"tree must be .* got \(4, 5\)"),
         ({"vocab_keep": []}, r"vocab_keep must be .* got \(\)"),
-        ({"acceptance": [1]}, r"acceptance must be .* got \(1,\)"),
         ({"strategy": 5}, "strategy must be a string, got 5"),
         ({"strategy": "diffuspec", "adl": 5}, "adl must be .* got 5"),
         ({"strategy": "diffuspec", "chunk": (8,)}, r"chunk must be .* got \(8,\)"),

@@ -291,7 +291,6 @@ def test_nothing_is_cut_at_any_width(
         "ranking": "qwen2.5-coder-vocab_scores.safetensors",
         "text_rows": 256,
     }
-    shown.remarks = {"sizing": "with random weights a run measures time and memory only"}
     check = SimpleNamespace(identical=True, ok=True, ar=SimpleNamespace(stats=plain))
     screen.table(shown, [Result([], "", stats, check)])
     path = "/" + "a-folder/" * 20
@@ -316,7 +315,7 @@ def test_the_rounds_that_drafted_nothing_are_explained(capsys: pytest.CaptureFix
     rests = {"slower": 132, "measured": 15, "nothing found": 138, "prefill": 1, "prompts": 2}
     stats = Stats(tokens=399, rounds=342, lengths={0: 290, 3: 52}, rests=rests)
     engine = SimpleNamespace(title="t", strategy="lookup", speculates=True)
-    engine.trim_report, engine.remarks, engine.options = lambda stats: {}, {}, strategies.options()
+    engine.trim_report, engine.options = lambda stats: {}, strategies.options()
     Screen(json_to_stdout=False).table(engine, [Result([], "", stats)])
     assert capsys.readouterr().err.splitlines()[-1] == (
         "52 of 342 rounds drafted; the others did not: 132 because plain decoding was faster, 138 because there was "
@@ -334,7 +333,7 @@ def test_a_run_that_may_be_slower_says_so(
     stats = Stats(tokens=15, rounds=10, drafted=drafted, accepted=5, wall=20.0)
     stats.seconds |= {"draft": 10.0 * (passes - 1), "verify": 10.0}
     engine = SimpleNamespace(title="t", strategy="draft", speculates=True)
-    engine.trim_report, engine.remarks, engine.options = lambda stats: {}, {}, strategies.options()
+    engine.trim_report, engine.options = lambda stats: {}, strategies.options()
     Screen(json_to_stdout=False).table(engine, [Result([], "", stats)])
     said = f"probably faster here: a round gives 1.50 tokens in the time of {passes:.2f} verify passes"
     assert (said in capsys.readouterr().err) == warns

@@ -196,17 +196,6 @@ def test_a_trace_changes_nothing(pairs, plain):
     assert fast.loop.launched == 2 * rounds and len(rows) == got.stats.rounds == want.stats.rounds
 
 
-@pytest.mark.parametrize("shape", ["chain-5", "tree-3x4", "draft-and-verify"])
-def test_synthetic_acceptance_does_not_depend_on_row_placement(pairs, shape):
-    """Host and device placement use the same coins, so they give the same rounds and text."""
-    slow, fast = (load(pairs, graphs=how, acceptance="synthetic:0.7", **SHAPES[shape]) for how in ("off", "on"))
-    for how in ("greedy", "T1-top"):
-        want, got = (engine.generate(PROMPTS[2], 30, **SAMPLING[how]) for engine in (slow, fast))
-        assert got.tokens[:-6] == want.tokens[:-6]  # a draft of fixed shape does not end with the text
-        assert abs(got.stats.rounds - want.stats.rounds) <= 1
-    assert fast.loop.launched > 10
-
-
 def test_rounds_and_prefills_zero_their_counters(pairs, monkeypatch):
     """Whatever an aborted launch left. With SPECKER_DEBUG=1, a round that leaves some is an error."""
     cpu, fast = torch.device("cpu"), load(pairs, graphs="on", draft_tokens=4)
@@ -317,7 +306,6 @@ RECORDED = {  # `vocabtrim` uses the bundled family, the others tiny models
     "tree-3x4-cap-7": {"tree": "3x4", "draft_tokens": 7},
     "easyspec": {"strategy": "easyspec", "layer_parallel": "2", "tree": "2x3", "layers": (3, 4)},
     "draft-and-verify": {"policy": "draft-and-verify", "draft_tokens": 4},
-    "synthetic": {"tree": "3x4", "acceptance": "synthetic:0.8"},
     "del": {"strategy": "del"},
     "del-length": {"strategy": "del", "policy": "del-length"},
     "diffuspec": {"strategy": "diffuspec", "adl": "2-4", "cps": "off"},
@@ -590,7 +578,7 @@ def test_nothing_is_copied_from_the_host_within_a_graph(recorded, name, count):
                 world.launch(budget)
 
 
-ALIKE = ("tree-3x4", "synthetic", "del-length")  # their graph segments are those of other cases
+ALIKE = ("tree-3x4", "del-length")  # their graph segments are those of other cases
 
 
 @pytest.mark.parametrize(
@@ -623,7 +611,7 @@ def test_a_longer_bucket_changes_only_attention(recorded):
         assert all("attention" in a[0] or "start_rows" in a[0] for a, _ in apart)
 
 
-WARM = [name for name in RECORDED if name not in ("tree-3x4", "tree-3x4-cap-7", "synthetic", "del-length", "diffuspec")]
+WARM = [name for name in RECORDED if name not in ("tree-3x4", "tree-3x4-cap-7", "del-length", "diffuspec")]
 
 
 @pytest.mark.parametrize(("name", "size"), [*((name, 1) for name in WARM), ("tree-3x4-cap-7", 2)])

@@ -85,13 +85,6 @@ def test_a_run_imports_neither_transformers_nor_the_compiler() -> None:
     assert {"torch", "tokenizers"} <= {*imported} and not {*SLOW} & {*imported}
 
 
-def test_random_weights_without_the_compiler() -> None:
-    """torch.Generator needs a module that a faster start leaves out."""
-    sizing = ["--load", "dummy", "--acceptance", "synthetic:0.8", "--max-new-tokens", "2", "--device", "cpu"]
-    done = command(["specker.run", "--prompt", "def f(", *sizing])
-    assert done.returncode == 0, done.stderr
-
-
 QUICK = """
 import gc, sys
 from specker.cli import start

@@ -120,7 +120,7 @@ def test_it_can_be_turned_off(models, cache, how, monkeypatch):
     assert file.read_bytes() == before
 
 
-@pytest.mark.parametrize("options", [{"load": "dummy"}, {"acceptance": "synthetic:0.8"}, {"scores": True}], ids=str)
+@pytest.mark.parametrize("options", [{"load": "dummy"}, {"scores": True}], ids=str)
 def test_what_learns_nothing(models, cache, options, tmp_path):
     """Stand-ins for real models, and a target with a score file."""
     options = dict(options)

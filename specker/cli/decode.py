@@ -17,19 +17,7 @@ from specker.view.trace import Trace
 if TYPE_CHECKING:
     from specker.runtime.harmony import Messages
 
-PLACEHOLDERS = 128  # ids of the prompt of a target without a tokenizer
 LONG = 512  # tokens; the prefill of a longer prompt shows its progress
-
-
-def without_text(engine: Any) -> bool:
-    """Whether the target, of random weights, has no tokenizer, so that its prompt is made of `placeholder_ids`."""
-    return engine.options.load == "dummy" and not engine.has_tokenizer
-
-
-def placeholder_ids(engine: Any) -> list[int]:
-    """A prompt for a target without a tokenizer: ids that are spread over its vocabulary."""
-    count = max(1, min(PLACEHOLDERS, engine.max_context // 2))
-    return [n * 7919 % engine.target.config.vocab_size for n in range(count)]
 
 
 @dataclass(eq=False)
@@ -144,8 +132,6 @@ class Decoding:
 
     def _ids(self, sample: Sample) -> list[int]:
         """The prompt of a sample's last turn."""
-        if without_text(self.engine):
-            return placeholder_ids(self.engine)
         job = self.job
         return encode(self.engine, sample.messages, sample.conversation.where, job.chat, job.max_new_tokens or 0)
 
@@ -200,7 +186,7 @@ class Decoding:
 
     def _answer(self, request: Any) -> "Messages | None":
         """What reads the text of a request, if it is an answer in Harmony."""
-        return self.engine.messages(request.token_ids) if self.job.chat and self.engine.has_tokenizer else None
+        return self.engine.messages(request.token_ids) if self.job.chat else None
 
     def _take(self, event: Any, sample: Sample, answer: "Messages | None") -> None:
         """Add the text of an event to a sample's last result, and to what is printed."""
@@ -258,6 +244,6 @@ class Decoding:
             result, title = sample.results[-1], self._title(sample)
             generation = Generation(result.tokens, result.text, result.stats, result.finished or "length")
             result.check = self.engine.compare(result.ids, generation, ar, **asdict(sample.sampling))
-            if result.check.identical is False:
+            if not result.check.identical:
                 message = result.check.message if title is None else f"{title}: {result.check.message}"
                 self.screen.note(message, "yellow" if result.check.ok else "red")

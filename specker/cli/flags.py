@@ -116,7 +116,6 @@ MORE = {
         "graphs",
     ),
     "several GPUs, in a torchrun job": ("tp", "dp", "draft_ranks", "reduce"),
-    "sizing without trained weights": ("load", "acceptance"),
 }
 USUAL = f"what the checkpoint recommends, else {TEMPERATURE}"  # Engine.usual_sampling
 EPILOG = """\

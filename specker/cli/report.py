@@ -61,8 +61,7 @@ def _row(result: Result, checked: list[Result]) -> dict[str, Any]:
     row = {"tokens": result.tokens, "text": result.text, **result.stats.to_json()}
     if checked:
         row |= {"ar_tokens_per_second": ar_stats_of(checked).tokens_per_second, "speedup": speedup(checked)}
-        if compared(checked):
-            row |= {"identical": all(r.check.identical for r in checked)}
+        row |= {"identical": all(r.check.identical for r in checked)}
     return row
 
 
@@ -70,11 +69,6 @@ def speedup(checked: list[Result]) -> float | None:
     """Tokens per second, over those of plain decoding; None if that took no time."""
     plain = ar_stats_of(checked).tokens_per_second
     return stats_of(checked).tokens_per_second / plain if plain else None
-
-
-def compared(checked: list[Result]) -> bool:
-    """Whether tokens were compared; they are not with random weights or synthetic acceptance."""
-    return all(r.check.identical is not None for r in checked)
 
 
 def stats_of(results: list[Result]) -> Stats:

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from specker.cli import start
-from specker.cli.decode import Decoding, Sample, placeholder_ids, samples_of, several, without_text
+from specker.cli.decode import Decoding, Sample, samples_of, several
 from specker.cli.exits import run_cli, silence
 from specker.cli.flags import Job, parse
 from specker.cli.prompts import Conversation, encode, read_conversations, read_grammar
@@ -57,20 +57,10 @@ def run(job: Job, options: Options, sampling: Sampling, named: frozenset[str]) -
     engine = _load(job, options, screen)
     if engine.ranks is not None:
         _agree(job, sampling, conversations, grammar)
-    if without_text(engine):
-        if job.prompt is not None or job.prompts is not None or job.chat:
-            raise ValueError(
-                f"{engine.target_name} has no tokenizer, so a prompt cannot be text: leave out the prompt and --chat, "
-                "and --load dummy decodes made-up ids"
-            )
-        conversations = [Conversation(("",), "made-up prompt")]
     if grammar is not None and job.json_schema is not None and job.chat:
         grammar = _of_answers(engine, grammar)
     _check_prompts(engine, job, conversations, grammar, chatting)
     screen.remarks(engine)
-    if without_text(engine):
-        count = len(placeholder_ids(engine))
-        screen.note(f"{engine.target_name} has no tokenizer: the prompt is {count} made-up ids, and there is no text")
     _warm_up(engine, job, screen)
     if chatting:
         sampling = replace(sampling, **{n: value for n, value in engine.usual_sampling.items() if n not in named})
@@ -175,7 +165,7 @@ def _check_prompts(
     with a target that has no chat template."""
     if chatting:
         engine.encode_chat([{"role": "user", "content": "Hi"}])
-    elif not without_text(engine):
+    else:
         for each in conversations:
             messages = [*each.before, {"role": "user", "content": each.turns[0]}]
             encode(engine, messages, each.where, job.chat, job.max_new_tokens or 0)
@@ -194,10 +184,10 @@ def _warm_up(engine: Any, job: Job, screen: Screen) -> None:
 
 def _introduce(engine: Any, job: Job, sampling: Sampling, screen: Screen, chatting: bool) -> None:
     """Print what a reader of the texts should know."""
-    if screen.terminal and engine.speculates and "sizing" not in engine.remarks:
+    if screen.terminal and engine.speculates:
         prompt = "" if chatting else "[dim]the prompt,[/] "
         screen.notes.print(f"{prompt}[green]accepted draft tokens,[/] the target's own tokens\n")
-    if job.built_in and engine.options.load != "dummy":
+    if job.built_in:
         screen.note(f"a toy model writes this; for a real one: {REAL}\n")
     if job.samples > 1 and not sampling.temperature:
         screen.note("at temperature 0 all samples of a prompt are alike: --temperature 0.7 draws them", "yellow")

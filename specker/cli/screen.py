@@ -11,7 +11,7 @@ from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
 from specker.cli.exits import silence
-from specker.cli.report import Result, ar_stats_of, compared, speedup, stats_of
+from specker.cli.report import Result, ar_stats_of, speedup, stats_of
 from specker.runtime.control.stats import Stats
 
 if TYPE_CHECKING:  # `--help` and errors in the flags need no rich
@@ -72,10 +72,9 @@ class Screen:
         self._mark(line, style)
 
     def remarks(self, engine: Any) -> None:
-        """Print the engine's warnings, except the one about made-up results, which the table has."""
-        for name, sentence in engine.warnings.items():
-            if name != "sizing":
-                self.note(sentence, "yellow")
+        """Print the engine's warnings."""
+        for sentence in engine.warnings.values():
+            self.note(sentence, "yellow")
 
     @contextlib.contextmanager
     def log_notes(self) -> Iterator[None]:
@@ -226,17 +225,14 @@ def _table(engine: Any, results: list[Result], trim: dict[str, Any]) -> "Table":
     if checked:
         table.add_section()
         table.add_row("speedup", f"{speedup(checked) or 0.0:.2f}x", "1.00x")
-        if compared(checked):
-            same = all(r.check.identical for r in checked)
-            table.add_row("identical tokens", "[green]yes[/]" if same else "[red]no[/]", "")
+        same = all(r.check.identical for r in checked)
+        table.add_row("identical tokens", "[green]yes[/]" if same else "[red]no[/]", "")
     return table
 
 
 def _comments(engine: Any, results: list[Result]) -> Iterator[tuple[str, str]]:
     """Sentences below the table, each with its style."""
     stats, checked = stats_of(results), [r for r in results if r.check]
-    if sizing := engine.remarks.get("sizing"):
-        yield sizing, "yellow"
     if cut := sum(result.finished == "context" for result in results):
         full = f"the context of {engine.max_context} tokens is full (--max-context)"
         yield f"{_ends(cut, results)} before --max-new-tokens: {full}", "yellow"

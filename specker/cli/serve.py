@@ -23,7 +23,7 @@ GROUPS = {
         *("temperature", "top_p", "top_k", "min_p"),
         *("repetition_penalty", "presence_penalty", "frequency_penalty"),
     ),
-    **{title: names for title, names in MORE.items() if not {"json", "top_p", "tp", "load"} & {*names}},
+    **{title: names for title, names in MORE.items() if not {"json", "top_p", "tp"} & {*names}},
 }
 EPILOG = """\
 examples:

@@ -26,8 +26,8 @@ class CheckResult:
     """A generation compared with plain decoding of the same prompt."""
 
     ar: Generation
-    identical: bool | None  # None: not compared, because of random weights or synthetic acceptance
-    ok: bool  # identical, None, or a difference that rounding alone explains
+    identical: bool
+    ok: bool  # identical, or a difference that rounding alone explains
     message: str
     first_difference: int | None = None
     gap: float | None = None  # between the two tokens' (perturbed) logits in the target's row at that position

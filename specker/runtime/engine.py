@@ -123,14 +123,11 @@ class Engine:
             o.batch_size,
             LOOKAHEAD,
             o.prefix_cache,
-            o.acceptance,
-            o.acceptance is not None and o.load == "dummy" and self.target.config.layer.experts is not None,
             ranks,
         )
-        stop_ids = () if o.dummy_parts else self.target.config.eos_ids  # dummy parts ignore stop ids
         guard = cache_memory(self.target, self.draft, o, self.family).running
         policy = partial(strategies.policy, self.policies)
-        self.session = Session(self.loop, self.target, self.target_name, policy, stop_ids, guard)
+        self.session = Session(self.loop, self.target, self.target_name, policy, self.target.config.eos_ids, guard)
         for sentence in self.warnings.values():
             log.warning(sentence)
 
@@ -173,7 +170,7 @@ class Engine:
         for name, side in self._sides:
             held = side and (side.quantised or (dtype if origin(side.folder) else None))
             named.append(f"{name} ({held} weights)" if held else name)
-        return ", ".join((" + ".join(named), str(self.device), dtype, *self.options.dummy_parts))
+        return ", ".join((" + ".join(named), str(self.device), dtype))
 
     @property
     def _sides(self) -> list[tuple[str, Checkpoint | None]]:
@@ -235,10 +232,10 @@ class Engine:
     def warnings(self) -> dict[str, str]:
         """The remarks that a user may want to act on. Logged when the engine is made."""
         said = self.notes.warnings()
-        if self.options.dummy_parts:
-            nothing = "text and acceptance mean" if self.options.acceptance is None else "text means"
-            made_up = " and ".join(self.options.dummy_parts)
-            said["sizing"] = f"with {made_up} a run measures time and memory only: its {nothing} nothing"
+        if self.options.load == "dummy":
+            said["sizing"] = (
+                "with random weights a run measures time and memory only: its text and acceptance mean nothing"
+            )
         if self.options.linear == "cublas":
             linear = option("linear", "cublas")
             said["linear"] = f"{linear} is not batch-invariant, so chains are not bit-equal to plain decoding"
@@ -419,8 +416,6 @@ class Engine:
 
     def compare(self, prompt: Prompt, generation: Generation, ar: Generation, **options: Any) -> CheckResult:
         """`check` against a finished plain decoding `ar`."""
-        if self.options.dummy_parts:
-            return CheckResult(ar, None, True, f"the tokens were not compared: {self.remarks['sizing']}")
         first = check.first_difference(generation.tokens, ar.tokens)
         if first is None or first >= min(len(generation.tokens), len(ar.tokens)):
             return check.compared(generation, ar, first)

@@ -48,7 +48,6 @@ def load(
     ranks = dist.join(opts, where, method.divides)
     if draft is not None and not method.takes_draft:
         raise ValueError(f"strategy {opts.strategy!r} uses no draft checkpoint: leave out {option('draft')}")
-    dummy = opts.load == "dummy"
     notes = Notes()
     for name, source in (("target", target), ("draft", draft)):
         if not isinstance(source, str | os.PathLike | None):
@@ -59,9 +58,6 @@ def load(
         chosen = catalogue.choose(target, method.name)
         notes["draft_choice"] = catalogue.reason(chosen, method.name)
         draft = None if chosen.bundled else chosen.draft
-    if dummy and target is not None and draft is None and method.needs_draft:
-        draft = target
-        notes["draft_shape"] = f"without {option('draft')}, the draft has the shape of {_name(target)}"
     if target is None and draft is not None:
         raise ValueError(f"{option('draft')} needs {option('target')}: the bundled target has its own draft")
     target_source, draft = zoo.path("code-target") if target is None else zoo.source_of(target), zoo.source_of(draft)
@@ -96,7 +92,7 @@ def load(
         opened_target,
         dtype=kind,
         device=where,
-        random=0 if dummy else None,
+        random=0 if opts.load == "dummy" else None,
         part=WHOLE if ranks is None else ranks.part,
         whole_head=method.every_rank or shares_head,
         quantize=opts.quantize,
@@ -107,7 +103,7 @@ def load(
     if ranks is not None:
         ranks.same("target", dist.fingerprint(target_checkpoint.folder))
     note_formats(notes, "weights", target_checkpoint, "target")
-    family = None if dummy and target is not None else family_of(target_checkpoint)
+    family = family_of(target_checkpoint)
     if lacks_draft and family is None:
         raise ValueError(_no_draft(opts, target_source))
     draft_source = family.drafts[method.name] if lacks_draft and family is not None else draft
@@ -170,7 +166,7 @@ def read_draft(
     """(the checkpoint that drafts for `target_checkpoint`, fitted to its vocabulary and context, or None; the kept rows
     of a trimmed head, or None). `source`: the draft checkpoint; None if the strategy needs none. `quantize`: as in
     `checkpoint.read`. `target`: what the user called the target. Adds remarks to `notes`. Raises as `load` does."""
-    method, dummy, kept = strategies.of(opts), opts.load == "dummy", None
+    method, kept = strategies.of(opts), None
     draft_checkpoint: Checkpoint | None = None
     usual = "int8" if quantize == AUTO else None
     if method.reads_target:
@@ -187,7 +183,7 @@ def read_draft(
             dtype=dtype,
             device=target_checkpoint.weights.embed.device,
             bidirectional=None if method.causal else True,
-            random=1 if dummy else None,
+            random=1 if opts.load == "dummy" else None,
             owner=target_checkpoint,
             quantize=quantize,
             activations=opts.activations,
@@ -203,7 +199,6 @@ def read_draft(
             raise ValueError(f"{called} is a bidirectional drafter; strategy {opts.strategy!r} needs a causal one")
         draft_checkpoint = method.adapt(opts, draft_checkpoint)
         ids = min(draft_checkpoint.config.vocab_size, target_checkpoint.config.vocab_size)
-        ids -= opts.acceptance is not None  # to disagree, the target needs a token that no child has
         if opts.width > ids:
             raise ValueError(f"{option('tree', opts.tree)} is wider than the vocabulary")
         draft_checkpoint = _fitted(
@@ -258,23 +253,20 @@ def _fitted(
 ) -> Checkpoint:
     """Cut the draft's head to the target's ids, of equal or padded sizes if both have the same tokens. A diffusion
     drafter may have extra tokens, such as a mask; ids after the target's are cut too. With other tokens the draft gets
-    a translation, if the strategy can use it, and raises ValueError if not. Random weights have no meaningful tokens,
-    so only the sizes count. `names`: what the user called them."""
-    dummy = opts.load == "dummy"
+    a translation, if the strategy can use it, and raises ValueError if not. `names`: what the user called them."""
     sizes = target.config.vocab_size, draft.config.vocab_size
     if target.tokens.equal(draft.tokens):
         return _cut(replace(draft, shared=target.tokens), min(sizes))
     its, own = target.vocabulary, draft.vocabulary
     if its is not None and own is not None and not draft.config.causal and its.items() <= own.items():
         return _cut(draft, min(sizes) if len(its) == len(own) else min(*sizes, max(its.values()) + 1))
-    unknown = its is None or own is None
-    if its is not None and own is not None and its != own and not dummy:
+    if its is not None and own is not None and its != own:
         differ = (
             f"target and draft have different tokenizers ({names[0]} has {len(its)} tokens, {names[1]} has {len(own)}; "
             "the tokens differ)"
         )
         return _translated(target, draft, opts, differ, notes, ranks)
-    if sizes[0] != sizes[1] and (unknown or its != own):
+    if sizes[0] != sizes[1] and (its is None or own is None):
         raise ValueError(
             f"target and draft have vocabularies of {sizes[0]} and {sizes[1]} ids, and without a tokenizer in both "
             "folders specker cannot check that one pads the other: use a draft of the target's own family"

@@ -41,7 +41,6 @@ from specker.runtime.round.drafter import Accepted, Drafter
 from specker.runtime.round.graphs import Graphs
 from specker.runtime.round.round import Round, collect, launch, send
 from specker.runtime.round.state import Request, State
-from specker.runtime.round.synthetic import agreements, spread
 from specker.runtime.slots import Slots
 
 AT_ONCE = 2048  # tokens of prompts that a step prefills if nothing decodes meanwhile
@@ -74,8 +73,6 @@ class Loop:
     size: int  # requests that decode at once
     reserved: int  # columns of a sequence past its text, for the largest lookahead
     prefixes: str = "off"  # which K/V of earlier texts a request takes over (slots.py)
-    acceptance: float | None = None  # synthetic
-    spreads: bool = False  # whether the target verifies `spread` tokens instead of the drafts
     ranks: Ranks | None = None
     trace: Callable[[dict[str, Any]], None] | None = None  # called with every request's part of every round
     waiting: deque[Request] = field(init=False, default_factory=deque)
@@ -86,7 +83,6 @@ class Loop:
     host_seconds: float = field(init=False, default=0.0)  # that it took to launch those
     finished: int = field(init=False, default=0)  # rounds
     _usual: list[float] = field(init=False, default_factory=lambda: [0.0, 0.0])  # rounds of fixed shape, their seconds
-    _tables: dict[int, Tensor] = field(init=False, default_factory=dict)  # synthetic acceptance by seed
     _row_seconds: float = field(init=False, default=0.0)  # of a prompt's prefill, smoothed
     _round_seconds: dict[int, float] = field(init=False, default_factory=dict)  # by sequences, smoothed, usual ones
     _joining: list[Fill] = field(init=False, default_factory=list)  # parts of prompts for the next round's verify pass
@@ -107,7 +103,6 @@ class Loop:
             vocab=len(self.target.head),  # the rank's share of a split model
             columns=config.max_context,
             aux=(len(drafter.aux_layers), config.hidden_size),
-            synthetic=self.acceptance is not None,
         )
         alignment = prefill_alignment(self.target)
         own = [] if drafter.cache is None or drafter.cache is self.cache else [drafter.cache]
@@ -383,21 +378,11 @@ class Loop:
     def _activate(self, request: Request) -> None:
         end, alignment = len(request.token_ids) - 1, self.slots.prefix_alignment
         request.prefilled = end // alignment * alignment if (request.prefixes or self.slots.prefixes) != "all" else 0
-        self.slots.activate(request, self._agrees(request))
+        self.slots.activate(request)
         self.batches.idle.discard(len(self.active) - 1)
         self._chain = False
         if request.speculates and self.runner is not None:
             self.runner.chooser.admitted()
-
-    def _agrees(self, request: Request) -> Tensor | None:
-        if self.acceptance is None:
-            return None
-        if not request.speculates:
-            return torch.zeros_like(self.state.agrees[0])
-        seed = request.sampling.seed
-        if seed not in self._tables:
-            self._tables = {seed: agreements(self.acceptance, seed, self.state.agrees.shape[1])}
-        return self._tables[seed].to(self.state.agrees.device)
 
     # --- rounds
 
@@ -433,8 +418,6 @@ class Loop:
         if runner is not None:
             r.trial, r.warm = runner.chooser.trial and reason not in (BEHIND, PROMPTS), runner.chooser.warm
             r.price = 0.0 if self.ranks is not None else runner.price(requests, budget)
-            if self.spreads:
-                r.instead = self.spread(budget.nodes)
         late = self.graphs.late
         launch(r, self.target, self.cache, None if runner is None else runner.drafter)
         send(r, self.target)
@@ -464,12 +447,6 @@ class Loop:
         if self.ranks is not None:
             r.wait = self.ranks.wait
         return r
-
-    def spread(self, count: int) -> Tensor:
-        """[n, count] int64: for each active request's next round tokens from all over the vocabulary."""
-        vocab, texts = self.target.config.vocab_size, [len(request.token_ids) for request in self.active]
-        tokens = [spread(vocab, slot, range(length, length + count)) for slot, length in enumerate(texts)]
-        return torch.tensor(tokens, dtype=torch.int64, device=self.target.device)
 
     @property
     def usual(self) -> float:

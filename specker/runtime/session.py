@@ -144,8 +144,6 @@ class Session:
     def guide(self, grammar: str, stop_ids: Sequence[int] = ()) -> Guide:
         """A request's guide through its grammar. Raises ValueError for a grammar that is invalid or that this engine
         cannot follow, and without llguidance."""
-        if self.loop.acceptance is not None:
-            raise ValueError(f"with {option('acceptance')} the text means nothing, so it cannot match a grammar")
         if self.loop.ranks is not None and self.loop.ranks.size > 1:
             raise ValueError(f"a grammar needs the target's logits on one rank: leave out {option('tp')}")
         if not getattr(self.target.tokenizer_or_none, "is_fast", False):

@@ -8,8 +8,6 @@ and every K/V pool has pages for its longest text, so memory never runs out for 
 
 from collections.abc import Sequence
 
-from torch import Tensor
-
 from specker.fields import option
 from specker.kernels.delta import BLOCK
 from specker.model.cache import KVCache
@@ -143,8 +141,8 @@ class Slots:
             if begun < columns <= end:
                 self.cache.save(slot, request.cache_ids[:columns], exact)
 
-    def activate(self, request: Request, agrees: Tensor | None) -> None:
-        """The prompt is prefilled: its request joins the active ones. `agrees` [C] bool: see `State`."""
+    def activate(self, request: Request) -> None:
+        """The prompt is prefilled: its request joins the active ones."""
         source, target = self.filling[request], len(self.active)
         for other, slot in self.filling.items():
             if slot == target and other is not request:  # a younger prompt stands where this request goes
@@ -154,7 +152,7 @@ class Slots:
         if source != target:
             self._move(source, target, request)
         self.active.append(request)
-        self.state.write(target, request, agrees)
+        self.state.write(target, request)
         self._remember(target, request)
 
     def retire(self, request: Request) -> None:

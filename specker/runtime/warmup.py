@@ -18,7 +18,6 @@ from specker.runtime.loop import Loop
 from specker.runtime.round.drafter import Draft, Resume
 from specker.runtime.round.round import accept, collect, draws, launch, send, verify
 from specker.runtime.round.state import Request
-from specker.runtime.round.synthetic import spread
 from specker.runtime.session import Session
 from specker.runtime.strategies.base import Plan
 
@@ -146,11 +145,18 @@ def _admitted(loop: Loop, n: int) -> bool:
     """Fill the batch with n texts that never grow. False if there is no memory for them."""
     loop.clear()
     for slot in range(n):
-        request = _text(spread(loop.target.config.vocab_size, slot, range(MEASURED // 2)) * 2, Params())
+        request = _text(_varied(loop, slot, 0, MEASURED // 2) * 2, Params())
         if loop.target.config.max_context < 2 * MEASURED or not loop.slots.admits(request):
             return False
         loop.admit(request)
     return True
+
+
+def _varied(loop: Loop, slot: int, begin: int, count: int) -> list[int]:
+    """Tokens from all over the vocabulary for `count` places in a slot's text. They choose different experts, as those
+    of a real text do; after a text without meaning, a drafter may repeat one token, whose rows share their experts."""
+    vocab = loop.target.config.vocab_size
+    return [(7919 * place + 104729 * slot + 1) % vocab for place in range(begin, begin + count)]
 
 
 def _time(loop: Loop, budget: Budget, confident: bool) -> None:
@@ -161,7 +167,10 @@ def _time(loop: Loop, budget: Budget, confident: bool) -> None:
     own = drafter.cache if drafter.cache is not loop.cache else None
     fixed = loop.fixed and (not budget.nodes or drafter.prepare(loop.active).fixes(budget))
     rounds, began = [], time.perf_counter()
-    instead = loop.spread(budget.nodes) if loop.target.config.layer.experts is not None else None
+    instead = None
+    if loop.target.config.layer.experts is not None:
+        each = [_varied(loop, slot, len(s.token_ids), budget.nodes) for slot, s in enumerate(loop.active)]
+        instead = torch.tensor(each, dtype=torch.int64, device=loop.target.device)
     for repeat in range(MANY + 1):
         # As before a first draft; then as after a round of which nothing was accepted. A drafter that reads the target
         # never lacks the prompt.

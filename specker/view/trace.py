@@ -41,7 +41,6 @@ A round's rows are the root (row 0) and the draft: draft token j is row j + 1.
                  "corpus" (files of the user); missing without a draft
     matched      tokens at the end of the text that occur before the copied ones; missing without a copied draft
     names        text of the ids that this trace names for the first time, special tokens included; missing without any
-    sizing       the remark about made-up weights or acceptance; missing in a real run
 
 `end` has `finished` (as `Generation`), `tail` (text that was held back as an unfinished character), `seconds` by stage
 and `wall`. Without a tokenizer all texts are "".
@@ -65,7 +64,6 @@ class Trace:
     """Formats what the loop reports; it decides nothing. `lines` grows with the run."""
 
     def __init__(self, engine: Any, sampling: Sampling):
-        remarks = engine.remarks
         header = {
             "specker_trace": VERSION,
             "strategy": engine.strategy,
@@ -77,10 +75,9 @@ class Trace:
             "sampling": asdict(sampling),
             "settings": settings(engine.options),
             "versions": versions(),
-            "remarks": remarks,
+            "remarks": engine.remarks,
         }
         self.lines: list[str] = []
-        self._sizing = {name: remarks[name] for name in ("sizing",) if name in remarks}
         self._tokenizer = engine.target.tokenizer_or_none
         self._open: dict[int, Request] = {}
         self._named: set[int] = set()
@@ -95,7 +92,7 @@ class Trace:
     def round(self, row: dict[str, Any]) -> None:
         """A begun request's part of a round, as `runtime.record` makes it."""
         names = self._names({*row["tokens"], *row["draft"], *row["target"]})
-        self._put(row | ({"names": names} if names else {}) | self._sizing)
+        self._put(row | ({"names": names} if names else {}))
 
     def end(self, number: int, finished: str, stats: Stats) -> None:
         reader = self._open.pop(number).reader

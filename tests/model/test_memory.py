@@ -240,7 +240,7 @@ def test_del_has_one_cache(pair, monkeypatch):
     monkeypatch.setattr(memory, "check_weights", lambda *_: None)
     for short in (0, 1):
         monkeypatch.setattr(memory, "free", lambda device, short=short: need + spare - short)
-        for how in ({"strategy": "del"}, {"strategy": "del+vocabtrim", "load": "dummy"}):
+        for how in ({"strategy": "del"}, {"strategy": "del+vocabtrim"}):
             engine = specker.load(pair[0], device="cpu", page_size=16, **how)
             assert (engine.max_context == 512) == (short == 0)
 
@@ -290,7 +290,7 @@ def test_out_of_memory_while_warming_up(pair, monkeypatch, error):
         engine.warmup()
 
 
-def test_out_of_memory_while_decoding(pair, monkeypatch, capsys):
+def test_out_of_memory_while_decoding(pair, tmp_path, monkeypatch, capsys):
     engine = specker.load(*pair, device="cpu")
     sentence = "out of memory with a context of 512 positions: max_context=384 would fit"
     stream = engine.stream([1, 2, 3], 40)
@@ -302,8 +302,8 @@ def test_out_of_memory_while_decoding(pair, monkeypatch, capsys):
     ):  # fmt: skip
         with pytest.raises(ValueError, match=sentence):
             call()
-    argv = ["--load", "dummy", "--target", str(pair[0]), "--draft", str(pair[1]), "--device", "cpu"]
-    assert run.main(argv) == 2
+    text = make(tmp_path, layers=3, max_context=512, tokenizer=True)
+    assert run.main(["--target", str(text), "--strategy", "ar", "--device", "cpu", "--prompt", "x"]) == 2
     spelt = sentence.replace("max_context=384", "--max-context 384")
     assert capsys.readouterr().err.endswith(f"specker: error: {spelt}\n")
 

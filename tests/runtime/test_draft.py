@@ -2,6 +2,7 @@
 
 import itertools
 import math
+from functools import partial
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from make_checkpoint import make, oracle
 from one_round import accept, apart, draft, new_round, parents, tokens
 from safetensors.torch import load_file, save_file
 
+import specker
 from specker.checkpoints.checkpoint import read
 from specker.kernels.noise import gumbel
 from specker.model.cache import KVCache
@@ -165,3 +167,11 @@ def test_catch_up_is_exact_after_any_acceptance(world, width, nodes, fixed):
         else:  # of the accepted nodes, those that were forwarded
             held = range(r.draft.size) if r.draft.nodes is None else r.draft.nodes[0].tolist()
             assert exact == length + sum(held[row - 1] < r.draft.forwarded for row in path[1:])
+
+
+def test_a_tree_may_be_as_wide_as_the_vocabulary(tmp_path):
+    folder = make(tmp_path, vocab=8, layers=1)
+    load = partial(specker.load, folder, folder, "draft", device="cpu")
+    assert len(load(tree="8x1").generate([1], 5, ignore_eos=True).tokens) == 5
+    with pytest.raises(ValueError, match="tree='9x1' is wider than the vocabulary"):
+        load(tree="9x1")

@@ -20,7 +20,6 @@ WAYS = {
     "chain": {"strategy": "draft", "draft_tokens": 4},
     "tree": {"strategy": "draft", "tree": "3x3"},
     "lookup": {"strategy": "lookup"},  # sequences verify unequally many rows
-    "synthetic": {"strategy": "draft", "draft_tokens": 3, "acceptance": "synthetic:0.6"},
 }
 
 

@@ -34,7 +34,6 @@ from specker.runtime.round.batch import Batch
 from specker.runtime.round.constrain import constrain, masked
 from specker.runtime.round.drafter import UNLIMITED, Draft, Drafter
 from specker.runtime.round.state import Request, to_host
-from specker.runtime.round.synthetic import synthetic
 
 STAGES = ("prefill", "draft", "verify", "accept")  # the prefill is of a drafter that missed tokens
 
@@ -124,7 +123,7 @@ def unequal(r: Round, model: Model) -> Tensor | None:
     shorter drafts are padded."""
     b, d = r.batch, r.draft
     whole = b.fixed or d.tree or d.resume is not None or b.aux_layers or b.traced or model.ranks
-    if whole or b.state.agrees.shape[1] or any(request.logprobs or request.guide for request in b.requests):
+    if whole or any(request.logprobs or request.guide for request in b.requests):
         return None
     counts = [d.count(slot) for slot in range(b.n)]
     if r.price:
@@ -224,29 +223,12 @@ def accept(r: Round, model: Model, cache: KVCache) -> None:
 def _accept(r: Round, model: Model, cache: KVCache) -> None:
     b, N, n = r.batch, r.draft.size, r.batch.n
     s, memory = b.state, b.memory
-    positions = memory.get("positions", r.rows)
     tokens, parents = s.window[:, 1 : N + 1], s.parents[:, :N] if r.draft.tree else None
     if r.places is not None:
         tokens = r.padded(s.window[:, : N + 1].reshape(-1)[r.places], -2)[:, 1:]
-    forced = s.agrees.shape[1] > 0
-    target: Tensor | Splits
-    if r.drawn:
-        target = memory.get("target", r.rows)
-    else:
-        logits, adjusts = memory.get("logits", r.rows), b.draws.adjusts
-        if r.allowed is not None:
-            logits = masked(logits, r.allowed)
-        if adjusts is not None:
-            logits = adjusted(r, model.whole_logits(logits), adjusts)
-        if r.places is not None:
-            target = b.draws.each(r.places // (N + 1)).tokens(logits, positions)
-        elif forced or (model.ranks and adjusts is None):
-            target = model.draw(b.draws, logits, positions)
-        else:
-            target = b.draws.splits(logits, positions)
+    target = target_tokens(r, model)
     if isinstance(target, Tensor):
         target = r.padded(target, -1)  # it equals no draft token
-        target = synthetic(target, tokens, parents, positions.view(n, N + 1), s.agrees) if forced else target
     texts = s.committed, s.length, s.window, s.limit, cache.block_table[:n], cache.page_size
     report, drawn = memory.out("report", n * (3 + 2 * N)), memory.out("target", n * (N + 1))
     report, drawn, src, dst = settle(tokens, parents, target, *texts, report, drawn)
@@ -254,6 +236,23 @@ def _accept(r: Round, model: Model, cache: KVCache) -> None:
         cache.shift(src, dst)
     memory.put("report", report)
     memory.put("target", drawn)
+
+
+def target_tokens(r: Round, model: Model) -> Tensor | Splits:
+    """The target's own token after each row [rows] int64, or what `settle` reduces to it: what drafts must equal."""
+    draws, memory = r.batch.draws, r.batch.memory
+    if r.drawn:
+        return memory.get("target", r.rows)
+    logits, positions, adjusts = memory.get("logits", r.rows), memory.get("positions", r.rows), draws.adjusts
+    if r.allowed is not None:
+        logits = masked(logits, r.allowed)
+    if adjusts is not None:
+        logits = adjusted(r, model.whole_logits(logits), adjusts)
+    if r.places is not None:
+        return draws.each(r.places // (r.draft.size + 1)).tokens(logits, positions)
+    if model.ranks and adjusts is None:
+        return model.draw(draws, logits, positions)
+    return draws.splits(logits, positions)
 
 
 def adjusted(r: Round, logits: Tensor, adjusts: Adjusts) -> Tensor:

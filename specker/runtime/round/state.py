@@ -95,7 +95,6 @@ class State:
     bias_ids: Tensor  # [n, MAX_BIASES] int64, then -1
     bias: Tensor  # [n, MAX_BIASES] float32, added to the logits of these ids
     unused: Tensor  # [n] bool, slots without a sequence, which pad a round of a fixed number of slots
-    agrees: Tensor  # [n, C] bool, by position: synthetic acceptance agrees; [n, 0] without it
     confidence: Tensor  # [n] float32, log-probability of the last draft token
     step: Tensor  # [1] int64: draft tokens in the window, when drafting one by one
     # Work space of one round; the rows of each sequence are adjacent.
@@ -120,7 +119,6 @@ class State:
         vocab: int,
         columns: int,
         aux: tuple[int, int] = (0, 0),
-        synthetic: bool = False,
     ) -> "State":
         """Allocate for drafts of up to rows - 1 tokens, hidden size `wide` of type `dtype`, `vocab` logits a row and
         texts of up to `columns` tokens. `aux`: D and E of the target's hidden rows that the drafter reads."""
@@ -141,7 +139,6 @@ class State:
             bias_ids=ints(sequences, MAX_BIASES) - 1,
             bias=torch.zeros(sequences, MAX_BIASES, dtype=torch.float32, device=device),
             unused=torch.zeros(sequences, dtype=torch.bool, device=device),
-            agrees=torch.zeros(sequences, columns if synthetic else 0, dtype=torch.bool, device=device),
             confidence=torch.zeros(sequences, dtype=scores, device=device),
             step=ints(1),
             hidden=torch.zeros(sequences * rows, wide, dtype=dtype, device=device),
@@ -165,8 +162,8 @@ class State:
             return self
         return replace(self, **{name: x[:sequences] for name, x in self._per_sequence.items()})
 
-    def write(self, slot: int, request: Request, agrees: Tensor | None = None) -> None:
-        """Copy a request's text, sampling parameters and `agrees` [C] bool to `slot`."""
+    def write(self, slot: int, request: Request) -> None:
+        """Copy a request's text and sampling parameters to `slot`."""
         n = len(request.token_ids)
         self.committed[slot, :n] = torch.tensor(request.token_ids, dtype=torch.int64, device="cpu")
         self.length[slot], self.limit[slot] = n, request.limit
@@ -174,8 +171,6 @@ class State:
         self.prompt[slot] = request.prompt_length
         self._sample(slot, request.sampling)
         self.unused[slot] = False
-        if agrees is not None:
-            self.agrees[slot] = agrees
 
     def _sample(self, slot: int, sampling: Sampling) -> None:
         self.draw[slot], self.rules[slot] = pack(sampling), rules(sampling)

@@ -103,7 +103,7 @@ def plan(context: PolicyContext) -> Plan:
 def usual(target: object, draft: object, options: Mapping[str, Any]) -> dict[str, Any]:
     """The options of a caller who names no strategy: the default one, and what goes with it for a bundled target.
     `options`: those that the caller named. Raises ValueError if no draft is known."""
-    found: dict[str, Any] = {"strategy": _usual(target, draft, options)}
+    found: dict[str, Any] = {"strategy": _usual(target, draft)}
     family = zoo.target_of(target) if draft is None else None
     if family is not None and family.draft_tokens and found["strategy"] == family.strategy:
         shaped = any(options.get(name) is not None for name in ("draft_tokens", "tree", "policy"))
@@ -111,11 +111,9 @@ def usual(target: object, draft: object, options: Mapping[str, Any]) -> dict[str
     return found
 
 
-def _usual(target: object, draft: object, options: Mapping[str, Any]) -> str:
+def _usual(target: object, draft: object) -> str:
     """The default strategy, which depends on whether the caller named a target and a draft, and on what draft "auto"
-    chooses. Sizing runs with dummy parts produce no meaningful text to count or to copy."""
-    if options.get("load") == "dummy" or options.get("acceptance") is not None:
-        return PLAIN
+    chooses."""
     if draft is None and (family := zoo.target_of(target)) is not None:
         return family.strategy or Common.strategy
     if draft == catalogue.AUTO and (strategy := catalogue.choose(_source(target)).strategy) != PLAIN:

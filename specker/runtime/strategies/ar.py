@@ -16,8 +16,6 @@ class PlainDecoding(Strategy):
         if any(x is not None for x in (options.tree, options.draft_tokens, options.policy)):
             others = f"{option('tree')}, {option('draft_tokens')} and {option('policy')}"
             raise ValueError(f"strategy 'ar' drafts nothing: {others} do not apply")
-        if options.acceptance is not None:
-            raise ValueError(f"strategy 'ar' drafts nothing: {option('acceptance')} does not apply")
 
     def default_policy(self, options: Options) -> None:
         return None

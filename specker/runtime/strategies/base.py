@@ -163,11 +163,8 @@ class Strategy:
         """Raise ValueError for options that do not fit together. An omitted policy is still None."""
 
     def default_policy(self, options: Options) -> str | None:
-        """The default policy. It is `fixed` if the user chose a length or a tree, and with dummy parts,
-        because these say nothing about which length is best."""
-        if options.draft_tokens is not None or options.tree is not None or options.dummy_parts:
-            return "fixed"
-        return self.usual
+        """The default policy. It is `fixed` if the user chose a length or a tree."""
+        return self.usual if options.draft_tokens is None and options.tree is None else "fixed"
 
     def with_defaults(self, options: Options, family: Family | None) -> Options:
         """The options with the defaults that depend on the target. `family`: the bundled files for it."""

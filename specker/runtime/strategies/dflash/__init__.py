@@ -40,8 +40,6 @@ class DFlash(BlockStrategy):
 
     def check(self, options: Options) -> None:
         super().check(options)
-        if options.load == "dummy":
-            raise ValueError(f"strategy dflash reads a trained drafter: {option('load', 'dummy')} does not apply")
         policy = options.policy or self.default_policy(options)
         if policy in CONFIDENT and options.own.search != "off":
             other = f"{option('cps', options.own.search)} drafts a whole path"

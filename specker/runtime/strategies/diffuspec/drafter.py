@@ -184,7 +184,7 @@ def made(context: DraftContext, strategy: Strategy) -> DiffusionDrafter:
     """Make the drafter that the options describe."""
     assert context.draft is not None
     rows, kept = context.draft.weights.head, context.kept
-    stop_ids = () if context.options.dummy_parts else context.target.config.eos_ids
+    stop_ids = context.target.config.eos_ids
     row_of = range(len(rows)) if kept is None else {token: row for row, token in enumerate(kept.ids.tolist())}
     ids = [token for token in stop_ids if token in row_of]
     at = torch.tensor([row_of[token] for token in ids], dtype=torch.int64, device=rows.device)

@@ -10,7 +10,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from specker.fields import option
-from specker.options import Options
 from specker.runtime.strategies.base import DraftContext, Strategy
 
 if TYPE_CHECKING:
@@ -27,10 +26,6 @@ class Eagle(Strategy):
     @property
     def needs(self) -> str:
         return "a trained head"
-
-    def check(self, options: Options) -> None:
-        if options.load == "dummy":
-            raise ValueError(f"strategy {self.name} reads a trained head: {option('load', 'dummy')} does not apply")
 
     def drafter(self, context: DraftContext) -> Drafter:
         from specker.checkpoints.drafts.heads import HeadCheckpoint

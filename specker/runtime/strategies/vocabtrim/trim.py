@@ -66,7 +66,7 @@ def ranking(
     every_rank: bool,
 ) -> Ranking:
     """The ranking of the target's ids: by the score file, else by what was counted in earlier runs and then by the
-    tokenizer. Random weights without a score file keep the first ids. Arguments and errors are those of `trimmed`."""
+    tokenizer. Arguments and errors are those of `trimmed`."""
     trim: TrimOptions = options.trim
     vocab, tokenizer = target.config.vocab_size, target.tokenizer_or_none
     digest = vocab_memo.tokenizer_hash(target.tokens)
@@ -79,13 +79,10 @@ def ranking(
             f"{option('vocab_keep', 'coverage:X')} needs a score file ({option('vocab_scores')}); without one, keep a "
             "number of rows or a fraction"
         )
-    if options.load == "dummy":
-        every = torch.arange(vocab, dtype=torch.int64, device="cpu")
-        return Ranking(VocabScores(every, None), VocabKeep(fraction=VOCAB_KEEP), "id")
     order, counts = vocab_memo.learnt(target.tokens, vocab), None
     source = "id" if tokenizer is None else "the tokenizer's order"
     learn = trim.vocab_learn or os.environ.get("SPECKER_VOCAB_LEARN") or "on"
-    if learn != "off" and digest is not None and not options.dummy_parts:
+    if learn != "off" and digest is not None and options.load != "dummy":
         counts = VocabCounts(digest, notes)
         order = counts.first(order)
         if counts.earlier:
