@@ -2,7 +2,8 @@
 
 Flags, help texts, bounds and most error messages are generated from the fields (fields.py). Each strategy defines its
 own options in its file in runtime/strategies/; `strategies.options` merges them with the common ones into a parsed
-`Options`. `specker.load` takes the same names as keyword arguments, as strings or as parsed values.
+`Options`. `specker.load` takes the same names as keyword arguments, as strings or as parsed values, and a few that
+have no flag.
 """
 
 import dataclasses
@@ -144,6 +145,7 @@ class Common:
         None,
         "on a CPU, round what meets quantised weights to int8 (default; fastest), bfloat16 or float32",
         choices=ACTIVATIONS,
+        flag=False,
     )
     kv_dtype: str | None = opt(
         None,
@@ -166,7 +168,7 @@ class Common:
     max_context: int | None = opt(
         None, "positions to allocate K/V for (default: as many as the checkpoint allows and fit in memory)", least=1
     )
-    page_size: int = opt(256, "K/V cache positions per page", least=1)
+    page_size: int = opt(256, "K/V cache positions per page", least=1, flag=False)
     batch_size: int = opt(1, "sequences decoded at once", least=1, most=MAX_BATCH)
     kv_tokens: int | None = opt(
         None,

@@ -70,10 +70,10 @@ def refused(capsys: pytest.CaptureFixture[str], argv: list[str], *words: str) ->
 def test_flags_are_the_dataclasses() -> None:
     argv = "--prompt p --strategy draft --draft-tokens 7 --tree 2x3 --temperature 0.7 --top-p 0.9 --top-k 5 --seed 3"
     job, options, sampling, named = flags.parse(
-        [*argv.split(), "--max-context", "99", "--page-size", "16", "--check", "--chat"]
+        [*argv.split(), "--max-context", "99", "--kv-tokens", "16", "--check", "--chat"]
     )
     assert (job.prompt, job.check, job.chat, job.max_new_tokens) == ("p", True, True, None)
-    assert options == strategies.options(strategy="draft", draft_tokens=7, tree="2x3", max_context=99, page_size=16)
+    assert options == strategies.options(strategy="draft", draft_tokens=7, tree="2x3", max_context=99, kv_tokens=16)
     assert (options.base, options.draft_tokens, options.tree, options.policy) == ("draft", 7, Tree(2, 3), "fixed")
     assert sampling == Sampling(0.7, 0.9, 5, 3) and named == {"temperature", "top_p", "top_k", "seed"}
     assert flags.parse(["--prompt", "a"]) == (flags.Job(prompt="a"), strategies.options(), Sampling(), frozenset())
@@ -135,7 +135,7 @@ def test_flags_are_the_dataclasses() -> None:
         ("--tree wide", ["'wide'"]),
         ("--tree 65x1", ["too large"]),
         ("--max-context 0", ["--max-context must be at least 1"]),
-        ("--page-size 0", ["--page-size must be at least 1"]),
+        ("--page-size 16", ["unrecognized arguments: --page-size"]),
         ("--batch-size 257", ["--batch-size must be between 1 and 256", "got 257"]),
         ("--kv-tokens 0", ["--kv-tokens must be at least 1", "got 0"]),
         ("--load lazily", ["--load must be one of weights, dummy", "'lazily'"]),
@@ -202,6 +202,10 @@ MORE_HELP = ("--help", "--help-all", "--version", "--list-strategies", "--print-
 OWN_OPTIONS = [*(s.options for s in strategies.STRATEGIES.values() if s.options is not None), TrimOptions]
 
 
+def with_flags(cls: type) -> list[dataclasses.Field[Any]]:
+    return [f for f in dataclasses.fields(cls) if f.metadata["flag"]]
+
+
 def shown(capsys: pytest.CaptureFixture[str], main: Callable[[list[str]], int], *argv: str) -> str:
     """What a flag prints that ends the command."""
     with pytest.raises(SystemExit) as stop:
@@ -226,7 +230,7 @@ def test_help(capsys: pytest.CaptureFixture[str]) -> None:
     """The flags that a first run needs, and every strategy."""
     out = shown(capsys, run.main, "--help")
     assert {"--target", "--draft", "--strategy", "--prompt", "--chat", "--check"} <= set(flags_in(out))
-    assert "--page-size" not in out and "--cps" not in out, "flags for --help-all alone"
+    assert "--kv-tokens" not in out and "--cps" not in out, "flags for --help-all alone"
     for name in strategies.NAMES:
         assert re.search(rf"^  {name} +\w", out, re.MULTILINE), name
     assert shown(capsys, run.main, "-h") == out
@@ -282,11 +286,11 @@ def test_a_pipe_is_a_prompt(monkeypatch: pytest.MonkeyPatch, argv: list[str], da
 def test_help_all(capsys: pytest.CaptureFixture[str]) -> None:
     """Every flag once, with its values."""
     out = shown(capsys, run.main, "--help-all")
-    names = {f.name for cls in (flags.Job, Common, *OWN_OPTIONS, Sampling) for f in dataclasses.fields(cls)}
+    names = {f.name for cls in (flags.Job, Common, *OWN_OPTIONS, Sampling) for f in with_flags(cls)}
     listed = [flag for flag in flags_in(out) if flag not in MORE_HELP]
     assert sorted(listed) == sorted("--" + name.replace("_", "-") for name in names)
     for cls in (flags.Job, Common, *OWN_OPTIONS):
-        for f in dataclasses.fields(cls):
+        for f in with_flags(cls):
             if values := f.metadata["choices"] or f.metadata["offers"]:
                 assert f"--{f.name.replace('_', '-')} {{{','.join(values)}}}" in out
     for policy in strategies.POLICIES:
@@ -368,7 +372,7 @@ def test_completion(capsys: pytest.CaptureFixture[str], main: Any, module: Any, 
     long = (lambda flag: flag.removeprefix("--")) if shell == "fish" else str
     assert {long(flag) for flag in flags_in(module.parser().format_help())} <= words
     classes = (flags.Job, Common, *OWN_OPTIONS) if module is flags else (calibrate.Calibration,)
-    for f in (f for cls in classes for f in dataclasses.fields(cls)):
+    for f in (f for cls in classes for f in with_flags(cls)):
         values = f.metadata["choices"] or f.metadata["offers"]
         assert not values or " ".join(values) in script, f.name
     if module is flags:
@@ -698,7 +702,7 @@ def test_batches_and_samples(capsys: pytest.CaptureFixture[str], pair: tuple[str
 
 
 def test_a_prompt_that_can_never_fit(capsys: pytest.CaptureFixture[str], pair: tuple[str, str]) -> None:
-    argv = models(pair, "--prompt", "x" * 40, "--batch-size", "2", "--page-size", "16", "--kv-tokens", "288")
+    argv = models(pair, "--prompt", "x" * 40, "--batch-size", "2", "--kv-tokens", "256")
     refused(capsys, argv, "the prompt has 40 tokens and 8 more are asked for", "lower --max-new-tokens or raise")
 
 

@@ -10,7 +10,7 @@ import pytest
 
 import specker
 from specker.cli import calibrate, run
-from specker.fields import option
+from specker.fields import named_by_flags, option
 from specker.options import Sampling
 from specker.runtime import strategies
 
@@ -173,6 +173,13 @@ def test_none_is_no_value_of_a_request() -> None:
 def test_a_remark_names_the_argument() -> None:
     engine = specker.load(strategy="ar", device="cpu", linear="cublas", max_context=64)
     assert engine.remarks["linear"].startswith("linear='cublas' is not batch-invariant")
+
+
+def test_an_option_of_python_alone_has_no_spelling_as_a_flag() -> None:
+    with named_by_flags(), pytest.raises(ValueError, match=r"^page_size must be at least 1, got 0$"):
+        strategies.options(page_size=0)
+    with named_by_flags():
+        assert (option("page_size", 8), option("kv_tokens", 8)) == ("page_size=8", "--kv-tokens 8")
 
 
 def test_a_command_ends_with_its_spelling(capsys: pytest.CaptureFixture[str]) -> None:
