@@ -23,7 +23,6 @@ class LoadOptions(TypedDict, total=False):
     activations: Literal["int8", "bfloat16", "float32"] | None
     kv_dtype: Literal["float32", "bfloat16", "float16", "int8"] | None
     acceptance: float | str | None
-    linear: Literal["rows", "cublas"]
     max_context: int | None
     page_size: int
     batch_size: int

@@ -160,11 +160,6 @@ class Common:
         "synthetic:X",
         parse=probability,
     )
-    linear: str = opt(
-        "rows",
-        "rows: batch-invariant linears; cublas: torch's own linears, which are not batch-invariant",
-        choices=("rows", "cublas"),
-    )
     max_context: int | None = opt(
         None, "positions to allocate K/V for (default: as many as the checkpoint allows and fit in memory)", least=1
     )

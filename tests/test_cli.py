@@ -139,7 +139,6 @@ def test_flags_are_the_dataclasses() -> None:
         ("--batch-size 257", ["--batch-size must be between 1 and 256", "got 257"]),
         ("--kv-tokens 0", ["--kv-tokens must be at least 1", "got 0"]),
         ("--load lazily", ["--load must be one of weights, dummy", "'lazily'"]),
-        ("--linear fast", ["--linear must be one of rows, cublas", "'fast'"]),
         ("--acceptance 0.8", ["--acceptance must be synthetic:PROBABILITY", "'0.8'"]),
         ("--acceptance synthetic:1.5", ["within 0-1", "'synthetic:1.5'"]),
         ("--acceptance synthetic:nan", ["'synthetic:nan'"]),
@@ -854,16 +853,14 @@ def test_terminal_with_synthetic_acceptance(pair: tuple[str, str], monkeypatch: 
     assert WORDS in " ".join(screen.getvalue().split()) and "target's own tokens" not in screen.getvalue()
 
 
-def test_linear_is_reported(capsys: pytest.CaptureFixture[str], pair: tuple[str, str]) -> None:
-    argv = models(pair, "--prompt", "x", "--check", "--json", "-")
-    assert run.main([*argv, "--linear", "cublas"]) == 0
+def test_a_remark_is_reported(capsys: pytest.CaptureFixture[str], pair: tuple[str, str]) -> None:
+    assert run.main(models(pair, "--prompt", "x", "--check", "--json", "-")) == 0
     out, err = capsys.readouterr()
     got = json.loads(out)
-    assert "not batch-invariant" in got["linear"] and got["total"]["identical"] is True
-    assert err.splitlines().count(got["linear"]) == 1
-    assert run.main([*argv, "--linear", "rows"]) == 0
-    again = json.loads(capsys.readouterr().out)
-    assert "linear" not in again and again["total"]["tokens"] == got["total"]["tokens"]
+    assert got["cpu"].startswith("decoding is slow, because") and got["total"]["identical"] is True
+    assert err.splitlines().count(got["cpu"]) == 1
+    assert run.main(["--device", "cpu", "--max-new-tokens", "8", "--prompt", "x", "--json", "-"]) == 0
+    assert "cpu" not in json.loads(capsys.readouterr().out)
 
 
 class Terminal(io.StringIO):

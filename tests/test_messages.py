@@ -97,11 +97,6 @@ SHARED: list[tuple[dict[str, Any], str, str]] = [
         "kv_dtype='int8' needs a run in float32 or bfloat16: K/V of a run in float64 is in float64",
         "--kv-dtype int8 needs a run in float32 or bfloat16: K/V of a run in float64 is in float64",
     ),
-    (
-        {"kv_dtype": "int8", "linear": "cublas"},
-        "kv_dtype='int8' needs the CPU's compiled layers",
-        "--kv-dtype int8 needs the CPU's compiled layers",
-    ),
     ({"draft_ranks": 2}, "draft_ranks=2 is more than the 1 ranks of tp", "--draft-ranks 2 is more than the 1"),
     # refusals of a request
     ({"temperature": -1.0}, "temperature must be 0 or at least 1e-6", "--temperature must be 0 or"),
@@ -168,11 +163,6 @@ def test_none_is_no_value_of_a_request() -> None:
     with pytest.raises(ValueError, match="seed must be a whole number, got None"):
         Sampling(seed=None)  # type: ignore[arg-type]
     assert strategies.options(batch_size=None) == strategies.options()  # but leaves out an option of an engine
-
-
-def test_a_remark_names_the_argument() -> None:
-    engine = specker.load(strategy="ar", device="cpu", linear="cublas", max_context=64)
-    assert engine.remarks["linear"].startswith("linear='cublas' is not batch-invariant")
 
 
 def test_an_option_of_python_alone_has_no_spelling_as_a_flag() -> None:

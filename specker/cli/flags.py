@@ -111,7 +111,6 @@ MORE = {
         "quantize",
         "draft_quantize",
         "kv_dtype",
-        "linear",
         "graphs",
     ),
     "several GPUs, in a torchrun job": ("tp", "dp", "draft_ranks", "reduce"),

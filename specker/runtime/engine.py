@@ -42,7 +42,6 @@ from specker.runtime.strategies.base import (
     Plan,
     PolicyContext,
     allocate,
-    linear,
     planned_kv_dtype,
     saved_states,
     slots,
@@ -89,7 +88,7 @@ class Engine:
         """Make the models, caches and the loop. Raises ValueError for `graphs` on if rounds cannot be captured."""
         o, ranks = self.options, self.ranks
         strategy = strategies.of(o)
-        self.model = model = Model(self.target, linear=linear(o), ranks=ranks)
+        self.model = model = Model(self.target, ranks=ranks)
         gpu = model.device.type == "cuda"
         alone = ranks is None or not strategy.drafts or strategy.every_rank  # else rank 0's drafts are shared
         fixed = fixed_shapes(o, model, None if alone else ranks)
@@ -239,9 +238,6 @@ class Engine:
             nothing = "text and acceptance mean" if self.options.acceptance is None else "text means"
             made_up = " and ".join(self.options.dummy_parts)
             said["sizing"] = f"with {made_up} a run measures time and memory only: its {nothing} nothing"
-        if self.options.linear == "cublas":
-            linear = option("linear", "cublas")
-            said["linear"] = f"{linear} is not batch-invariant, so chains are not bit-equal to plain decoding"
         return said
 
     def encode(self, prompt: str) -> list[int]:

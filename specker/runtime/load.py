@@ -86,8 +86,7 @@ def load(
             notes["cpu"] = f"decoding is slow, because {why}"
     rounds = opts.draft_quantize or usual_rounding(dtype, where)
     if dtype is None and where.type == "cpu":
-        whole = ranks is None and opts.linear != "cublas"
-        dtype = torch.bfloat16 if whole and served(opened_target.config) else torch.float32
+        dtype = torch.bfloat16 if ranks is None and served(opened_target.config) else torch.float32
     kind = dtype_of(dtype)
     kv_dtype(opts, activations(kind, where), where)  # refuses before any weights are read
     shares_head = ranks is not None and opened_draft is not None and "lm_head" in opened_draft.config.shares
@@ -101,7 +100,7 @@ def load(
         whole_head=method.every_rank or shares_head,
         quantize=opts.quantize,
         activations=opts.activations,
-        pack=ranks is None and opts.linear != "cublas",
+        pack=ranks is None,
         on_progress=on_progress and (lambda done, of: on_progress(done, of, f"target, 1 of {models}")),
     )
     if ranks is not None:
@@ -191,7 +190,7 @@ def read_draft(
             owner=target_checkpoint,
             quantize=quantize,
             activations=opts.activations,
-            pack=ranks is None and opts.linear != "cublas",
+            pack=ranks is None,
             on_progress=on_progress,
         )
         note_formats(notes, "draft_weights", draft_checkpoint, "draft", usual)

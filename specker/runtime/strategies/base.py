@@ -22,8 +22,6 @@ from specker.runtime.notes import Notes
 from specker.zoo import Family
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     import torch
     from torch import Tensor
 
@@ -73,7 +71,7 @@ class DraftContext:
         from specker.model.decoder import Model
 
         assert self.draft is not None
-        return Model(self.draft, linear=linear(self.options))
+        return Model(self.draft)
 
     def head(self, model: Model, weight: Matrix | None = None) -> LMHead:
         """The drafting head: the model's norm with the model's own head, or with the rows `weight` [K, E]."""
@@ -243,14 +241,6 @@ class Strategy:
         return Budget(length, length)
 
 
-def linear(options: Options) -> Callable[..., Tensor]:
-    """The linear of a Model: the batch-invariant kernel, or torch's own. A drafter's head uses neither: it runs the
-    fused top-k kernel."""
-    from specker.kernels.linear import row_linear, row_linear_ref
-
-    return row_linear_ref if options.linear == "cublas" else row_linear
-
-
 def allocate(model: Model, options: Options, layers: int | None = None, rings: bool = False) -> KVCache:
     """A cache for `--batch-size` sequences, each with the model's whole context and the scratch columns, or with a pool
     of `--kv-tokens` positions. `layers`: the number of layers; None: the model's. `rings`: see `KVCache`."""
@@ -313,7 +303,7 @@ def planned_kv_dtype(checkpoint: Checkpoint, options: Options) -> torch.dtype:
     norm = checkpoint.weights.norm
     if options.kv_dtype is not None:
         return kv_dtype(options, norm.dtype, norm.device)
-    compiled = norm.device.type == "cpu" and norm.dtype == torch.float32 and options.linear != "cublas"
+    compiled = norm.device.type == "cpu" and norm.dtype == torch.float32
     compiled = compiled and world_size() == 1 and served(checkpoint.config)
     return torch.float16 if compiled and cpu.converts_halves() else norm.dtype
 
