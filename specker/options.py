@@ -9,6 +9,7 @@ have no flag.
 import dataclasses
 import difflib
 import operator
+import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -21,6 +22,7 @@ DTYPES = ("float32", "bfloat16", "float16", "float64")
 QUANTIZE = ("int8", "int4", "fp8", "none")
 ACTIVATIONS = ("int8", "bfloat16", "float32")
 KV_DTYPES = ("float32", "bfloat16", "float16", "int8")
+GRAPHS = "SPECKER_GRAPHS"  # the environment's variable, to debug a run with or without graphs
 MAX_BATCH = 256
 MOST_K = 2**31 - 1  # of top_k, which kernels take as an integer of 32 bits
 MAX_BIASES = 300  # of a request, as in OpenAI's API
@@ -121,8 +123,9 @@ class Common:
     graphs: str | None = opt(
         None,
         "run rounds of fixed shape, as CUDA graphs on a GPU: on (default on a GPU) or off (default on a CPU, for "
-        "float64, and with --tp if only rank 0 drafts)",
+        "float64, and with `tp` if only rank 0 drafts); the environment's SPECKER_GRAPHS sets it for a whole program",
         choices=("on", "off"),
+        flag=False,
     )
     load: str = opt(
         "weights",
@@ -196,6 +199,10 @@ class Common:
     )
 
     def __post_init__(self) -> None:
+        if self.graphs is None and (named := os.environ.get(GRAPHS)) is not None:
+            if named not in ("on", "off"):
+                raise ValueError(f"the environment variable {GRAPHS} must be on or off, got {named!r}")
+            object.__setattr__(self, "graphs", named)
         check_fields(self)
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 import specker
-from specker.cli import calibrate, run
+from specker.cli import calibrate, flags, run
 from specker.fields import named_by_flags, option
 from specker.options import Sampling
 from specker.runtime import strategies
@@ -21,7 +21,6 @@ COMMANDS = {"cli", "serve", "view", "zoo"}
 # option -> value, the sentence in Python, the sentence on a command line
 SHARED: list[tuple[dict[str, Any], str, str]] = [
     ({"batch_size": 257}, "batch_size must be between 1 and 256, got 257", "--batch-size must be between"),
-    ({"graphs": "maybe"}, "graphs must be one of on, off, got 'maybe'", "--graphs must be one of"),
     ({"tree": "abc"}, "tree must be WIDTHxDEPTH with both at least 1, such as 4x5; got 'abc'", "--tree must be"),
     ({"tree": "65x1"}, "tree='65x1' is too large", "--tree 65x1 is too large"),
     ({"acceptance": "0.8"}, "acceptance must be synthetic:PROBABILITY", "--acceptance must be synthetic:"),
@@ -166,10 +165,27 @@ def test_none_is_no_value_of_a_request() -> None:
 
 
 def test_an_option_of_python_alone_has_no_spelling_as_a_flag() -> None:
-    with named_by_flags(), pytest.raises(ValueError, match=r"^page_size must be at least 1, got 0$"):
-        strategies.options(page_size=0)
+    for given, said in (
+        ({"page_size": 0}, "page_size must be at least 1, got 0"),
+        ({"graphs": "maybe"}, "graphs must be one of on, off, got 'maybe'"),
+    ):
+        with named_by_flags(), pytest.raises(ValueError, match=f"^{said}$"):
+            strategies.options(**given)
     with named_by_flags():
         assert (option("page_size", 8), option("kv_tokens", 8)) == ("page_size=8", "--kv-tokens 8")
+
+
+def test_the_environment_sets_graphs(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """For a whole program, unless it names the option itself."""
+    assert flags.parse([])[1].graphs is None
+    monkeypatch.setenv("SPECKER_GRAPHS", "on")
+    assert flags.parse([])[1].graphs == "on" and strategies.options(graphs="off").graphs == "off"
+    with specker.load(device="cpu", strategy="ar", max_context=64) as engine:
+        assert engine.loop.fixed
+    monkeypatch.setenv("SPECKER_GRAPHS", "1")
+    assert run.main(["--device", "cpu", "--prompt", "x"]) == 2
+    said = "specker: error: the environment variable SPECKER_GRAPHS must be on or off, got '1'\n"
+    assert capsys.readouterr() == ("", said)
 
 
 def test_a_command_ends_with_its_spelling(capsys: pytest.CaptureFixture[str]) -> None:

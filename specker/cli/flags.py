@@ -111,7 +111,6 @@ MORE = {
         "quantize",
         "draft_quantize",
         "kv_dtype",
-        "graphs",
     ),
     "several GPUs, in a torchrun job": ("tp", "dp", "draft_ranks", "reduce"),
     "sizing without trained weights": ("load", "acceptance"),

@@ -20,7 +20,7 @@ from specker.model.cache import KVCache
 from specker.model.config import ModelConfig, layer_elements
 from specker.model.decoder import Model
 from specker.model.states import AHEAD
-from specker.options import TEMPERATURE, Options, Params
+from specker.options import GRAPHS, TEMPERATURE, Options, Params
 from specker.runtime import check, harmony, strategies, text
 from specker.runtime.check import CheckResult
 from specker.runtime.control.auto import AcceptanceHistory
@@ -526,21 +526,20 @@ def fixed_shapes(o: Options, model: Model, ranks: Ranks | None) -> bool:
     drafts, unless all of them draft. Raises ValueError for `graphs` on if rounds cannot be captured."""
     all_draft = ranks is None or ranks.draft_ranks == ranks.size
     kernels = model.dtype != torch.float64  # float64 has none, and its references read numbers on the host
+    asked = f"{option('graphs', 'on')} (or {GRAPHS}=on)"
     if model.device.type == "cuda" and model.ple is not None:
         if o.graphs == "on":
             raise ValueError(
-                f"{option('graphs', 'on')} cannot capture rounds of a model with per-layer embeddings, "
-                "whose table is on the host"
+                f"{asked} cannot capture rounds of a model with per-layer embeddings, whose table is on the host"
             )
         return False
     if o.graphs != "on":
         return o.graphs is None and model.device.type == "cuda" and kernels and all_draft
     if not all_draft:
         needed = f"needs all of them to draft: set {option('draft_ranks')} to {option('tp')}"
-        raise ValueError(f"{option('graphs', 'on')} with several ranks {needed}")
+        raise ValueError(f"{asked} with several ranks {needed}")
     if model.device.type == "cuda" and not kernels:
-        other = f"use {option('graphs', 'off')} or another {option('dtype')}"
-        raise ValueError(f"{option('graphs', 'on')} needs kernels, and float64 has none: {other}")
+        raise ValueError(f"{asked} needs kernels, and float64 has none: use another {option('dtype')}")
     return True
 
 

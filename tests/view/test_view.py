@@ -28,7 +28,7 @@ SETTINGS = {
     "asks": ["--strategy", "draft", "--policy", "draft-and-verify", "--temperature", "0.8", "--seed", "3"],
     "tree": ["--strategy", "draft", "--tree", "3x3"],
     "pruned": ["--strategy", "draft", "--tree", "3x3", "--draft-tokens", "5"],
-    "graphs": ["--strategy", "draft", "--tree", "3x3", "--graphs", "on"],
+    "graphs": ["--strategy", "draft", "--tree", "3x3"],
     "lookup": ["--strategy", "lookup", "--tree", "2x4"],
     "easyspec": ["--strategy", "easyspec", "--tree", "2x3"],
     "del": ["--strategy", "del"],
@@ -53,6 +53,8 @@ def test_the_trace_of_a_run(
         return max((shape for p in policies for shape in p.budgets()), key=lambda shape: shape.nodes, default=NONE)
 
     monkeypatch.setattr(Chooser, "choose", longest)
+    if name == "graphs":
+        monkeypatch.setenv("SPECKER_GRAPHS", "on")
     argv = [
         "--device",
         "cpu",
