@@ -28,7 +28,6 @@ class LoadOptions(TypedDict, total=False):
     batch_size: int
     kv_tokens: int | None
     prefix_cache: Literal["exact", "all", "off"]
-    saved_states: int | None
     tp: int | None
     dp: int
     draft_ranks: int | None

@@ -179,12 +179,6 @@ class Common:
         "of a fresh prefill; all; or off",
         choices=("exact", "all", "off"),
     )
-    saved_states: int | None = opt(
-        None,
-        "columns of prompts whose recurrent states are saved, so that requests with the same beginning go on from them "
-        "(default: 4 and 1 for each of batch_size); models without such states need none",
-        least=0,
-    )
     tp: int | None = opt(
         None, "ranks that share one target, in a torchrun job (default: all ranks divided by --dp)", least=1
     )

@@ -104,7 +104,7 @@ MORE = {
     ),
     "drafts": ("draft_tokens", "tree", "policy"),
     "output": ("json", "trace"),
-    "batches and memory": ("batch_size", "kv_tokens", "max_context", "prefix_cache", "saved_states"),
+    "batches and memory": ("batch_size", "kv_tokens", "max_context", "prefix_cache"),
     "device and precision": (
         "device",
         "dtype",

@@ -34,7 +34,9 @@ if TYPE_CHECKING:
     from specker.runtime.round.lm_head import LMHead
     from specker.runtime.strategies.vocabtrim.clusters import HeadRows
 
-SAVED = 4  # prompts' columns that a cache with recurrent states saves, beside one for each sequence
+# Columns of prompts whose recurrent states a cache saves, beside one for each sequence: some system prompts or
+# documents that several requests begin with. Each takes about the memory of a sequence's states.
+SAVED = 4
 LOOKAHEAD = 256  # cache columns beyond the context: a verify pass of the largest tree
 # The best of 2, 3 and 4 by the mean over temperatures 0 and 0.7 on the bundled pair (bench/results), within noise.
 DRAFT_TOKENS = 4
@@ -320,10 +322,10 @@ def check_compiled(options: Options, model: Model) -> None:
 
 
 def saved_states(options: Options) -> int:
-    """The columns whose recurrent states a cache can save: those of some prompts, and a few for each sequence."""
+    """The columns whose recurrent states a cache can save: `SAVED` and one for each sequence."""
     if options.prefix_cache == "off":
         return 0
-    return SAVED + options.batch_size if options.saved_states is None else options.saved_states
+    return SAVED + options.batch_size
 
 
 def slots(options: Options) -> int:
