@@ -41,9 +41,6 @@ class LoadOptions(TypedDict, total=False):
     cps: Literal["off", "chain", "tree"] | None
     ngram: str | None
     adl: tuple[int, int] | str | None
-    # diffuspec
-    shifted_logits: Literal["yes", "no"] | None
-    chunk: tuple[int, float] | str | None
     # lookup
     ngram_most: int
     ngram_least: int

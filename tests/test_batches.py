@@ -32,7 +32,6 @@ STRATEGIES = {
     "del-fixed": {"strategy": "del", "policy": "fixed", "exit_layer": 2},
     "diffuspec": {"strategy": "diffuspec", "adl": "2-5", "cps": "off"},
     "diffuspec-tree": {"strategy": "diffuspec", "draft_tokens": 4, "cps": "tree"},
-    "chunk": {"strategy": "diffuspec", "policy": "chunk", "chunk": "3:0.1", "cps": "off"},
     "lookup": {"strategy": "lookup"},
     "lookup-tree": {"strategy": "lookup", "tree": "3x4", "ngram_most": 3},
     "auto": {"policy": "auto"},

@@ -200,7 +200,6 @@ def read_draft(
         called = source.source if isinstance(source, Opened) else source
         if method.causal and not draft_checkpoint.config.causal:
             raise ValueError(f"{called} is a bidirectional drafter; strategy {opts.strategy!r} needs a causal one")
-        draft_checkpoint = method.adapt(opts, draft_checkpoint)
         ids = min(draft_checkpoint.config.vocab_size, target_checkpoint.config.vocab_size)
         ids -= opts.acceptance is not None  # to disagree, the target needs a token that no child has
         if opts.width > ids:

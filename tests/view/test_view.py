@@ -33,7 +33,6 @@ SETTINGS = {
     "easyspec": ["--strategy", "easyspec", "--tree", "2x3"],
     "del": ["--strategy", "del"],
     "diffuspec": ["--strategy", "diffuspec", "--cps", "tree"],
-    "chunk": ["--strategy", "diffuspec", "--policy", "chunk"],
     "vocabtrim": ["--strategy", "vocabtrim", "--vocab-keep", "64", "--vocab-text", "0"],
 }
 
@@ -177,10 +176,10 @@ def test_the_pages_data() -> None:
 
 
 def test_a_search_is_not_part_of_the_draft() -> None:
-    found = {**CHAIN, "diffusion": {"generated": 2, "passes": 3, "width": 2.5, "score": -0.25, "seconds": 0.0005}}
+    found = {**CHAIN, "diffusion": {"generated": 2, "width": 2.5, "score": -0.25, "seconds": 0.0005}}
     (turn,) = data(parse(map(json.dumps, (HEADER, BEGIN, found)), "t"))["turns"]
     assert turn["rounds"]["milliseconds"][0][:3] == [1.5, 0.5, 4.0] and turn["finished"] is None
-    assert turn["rounds"]["diffusion"] == [[2, 2.5, -0.25, 3]]
+    assert turn["rounds"]["diffusion"] == [[2, 2.5, -0.25]]
 
 
 def test_text_cannot_leave_its_element() -> None:

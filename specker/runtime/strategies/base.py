@@ -186,10 +186,6 @@ class Strategy:
         assert source is not None
         return eagle.read(source, target, dtype=dtype, quantize=quantize)
 
-    def adapt(self, options: Options, draft: Checkpoint) -> Checkpoint:
-        """Apply the options to the draft checkpoint."""
-        return draft
-
     def with_draft(self, options: Options, draft: Checkpoint) -> Options:
         """The options with the defaults that depend on the draft checkpoint."""
         return options
