@@ -42,11 +42,8 @@ class LoadOptions(TypedDict, total=False):
     ngram: str | None
     adl: tuple[int, int] | str | None
     # lookup
-    ngram_most: int
-    ngram_least: int
     lookup_share: Literal["on", "off"]
     lookup_corpus: str | None
-    lookup_memory: int
     lookup_file: str | None
     # vocabtrim
     vocab_scores: str | None

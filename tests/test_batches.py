@@ -33,7 +33,7 @@ STRATEGIES = {
     "diffuspec": {"strategy": "diffuspec", "adl": "2-5", "cps": "off"},
     "diffuspec-tree": {"strategy": "diffuspec", "draft_tokens": 4, "cps": "tree"},
     "lookup": {"strategy": "lookup"},
-    "lookup-tree": {"strategy": "lookup", "tree": "3x4", "ngram_most": 3},
+    "lookup-tree": {"strategy": "lookup", "tree": "3x4"},
     "auto": {"policy": "auto"},
     "draft+lookup": {"strategy": "draft+lookup", "draft_tokens": 4},
     "auto+lookup": {"strategy": "draft+lookup"},

@@ -40,9 +40,9 @@ SHARED: list[tuple[dict[str, Any], str, str]] = [
     ),
     ({"strategy": "ar", "acceptance": 0.5}, "acceptance does not apply", "--acceptance does not apply"),
     (
-        {"strategy": "lookup", "ngram_least": 9},
-        "ngram_least must be at most ngram_most, got 9 and 8",
-        "--ngram-least must be at most --ngram-most, got 9 and 8",
+        {"strategy": "lookup", "lookup_file": "a", "lookup_share": "off"},
+        "lookup_file keeps texts to copy, but lookup_share='off'",
+        "--lookup-file keeps texts to copy, but --lookup-share off",
     ),
     ({"strategy": "lookup", "policy": "draft-and-verify"}, "policy='draft-and-verify' needs", "--policy draft-and-v"),
     ({"strategy": "del", "tree": "2x2"}, "drafts a chain: tree does", "drafts a chain: --tree does"),
