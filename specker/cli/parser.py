@@ -76,7 +76,7 @@ class Parser(argparse.ArgumentParser):
         group = self.group(title, description)
         hints = typing.get_type_hints(cls)
         for f in fields(cls):
-            if not f.metadata["flag"] or (only is not None and f.name not in only):
+            if not f.metadata.get("flag") or (only is not None and f.name not in only):
                 continue
             types_ = (*typing.get_args(hints[f.name]), hints[f.name])
             kind = str if f.metadata["parse"] else next(t for t in types_ if t not in (types.NoneType, ...))
