@@ -50,14 +50,14 @@ class ExactPrefix(DiffusionDrafter):
     def fits(self, length: int, budget: Budget) -> bool:
         return False
 
-    def masked(self, texts: Any, guesses: list[list[int]], done: int, n: int) -> Final:
+    def masked(self, texts: Any, n: int) -> Final:
         config, cache, depth = self.model.config, self.cache, len(self.model.layers)
         assert config.mask_token_id is not None
         kept = []
-        for slot, (text, new) in enumerate(zip(texts, guesses, strict=True)):
+        for slot, text in enumerate(texts):
             cache.truncate(0, slot)
             # If the text exceeds the drafter's context, it sees only the end: a poor draft, but a valid one.
-            whole = (self.in_vocabulary(text + new) + [config.mask_token_id] * n)[-self.limit :]
+            whole = (self.in_vocabulary(text) + [config.mask_token_id] * n)[-self.limit :]
             hidden = prefill(self.model, cache, whole, (depth,), n + 1, chunk=len(whole), slot=slot)[depth]
             cache.truncate(min(len(text), len(whole)), slot)
             kept.append(hidden[self.asked(n)])

@@ -1,11 +1,11 @@
 """A drafter of blocks: path search x length policy, for the bundled diffusion drafter or another one.
 
     python bench/blocks.py
-    python bench/blocks.py --strategy dflash --draft FOLDER --fixed 7 --adl 1-7 --chunk ''      # see train/head
+    python bench/blocks.py --strategy dflash --draft FOLDER --fixed 7 --adl 1-7      # see train/head
 
 Search: off (the argmax of each position), chain (the best path), tree (the most probable beginnings of paths); the
 other ones change a number of the search. Length: ADL with the paper's 20..30 and with a range that suits small models,
-chunks, fixed blocks. For comparison: `ar`, the sequential `draft`, and of diffuspec the exact prefix and a trimmed
+fixed blocks. For comparison: `ar`, the sequential `draft`, and of diffuspec the exact prefix and a trimmed
 head. All take turns. MAT is the acceptance length without the target's own token, as in the paper; tokens and verified
 rows of a round are those of rounds that draft, which do not depend on the machine. `--save` appends rows to
 bench/results/<machine>/<strategy>.jsonl.
@@ -43,17 +43,15 @@ class Args(Given):
     searches: str = field(default="off|chain|tree", metadata={"help": f"separated by |: {', '.join(SEARCHES)}"})
     fixed: str = field(default="3,4,8,16,24", metadata={"help": "block lengths, comma separated"})
     adl: str = field(default="20-30,3-8", metadata={"help": "ranges of the adaptive length, comma separated"})
-    chunk: str = field(default="4:0.5", metadata={"help": "tokens a pass, probability to go on; comma separated"})
     always: bool = field(default=False, metadata={"help": "adl drafts whether it pays or not"})
     rounds: int = 3
 
 
 def lengths(args: Args) -> dict[str, dict[str, Any]]:
     """The length policies by name."""
-    fixed, adl, chunk = (filter(None, text.split(",")) for text in (args.fixed, args.adl, args.chunk))
+    fixed, adl = (filter(None, text.split(",")) for text in (args.fixed, args.adl))
     ways: dict[str, dict[str, Any]] = {f"k {k}": {"draft_tokens": int(k)} for k in fixed}
-    ways |= {f"adl {span}": {"policy": "adl", "adl": span} for span in adl}
-    return ways | {f"chunk {each}": {"policy": "chunk", "chunk": each} for each in chunk}
+    return ways | {f"adl {span}": {"policy": "adl", "adl": span} for span in adl}
 
 
 def engines_of(args: Args) -> tuple[dict[str, Engine], dict[str, dict[str, str]]]:

@@ -2,7 +2,7 @@
 
     python bench/launch.py [--budget 10]
 
-An eager decode step of an 8B model (inside vLLM, or with --graphs off) is about 230 launches. With 10 us each the host
+An eager decode step of an 8B model (inside vLLM, or with graphs off) is about 230 launches. With 10 us each the host
 needs 2.3 ms, in which an H100 reads 8 GB, the weights in 8 bits. Two ways to launch are timed in turn, in seconds of
 this thread: `Variant.__call__`, and Triton's `kernel[grid](...)`, which it replaces. A real driver adds its own time to
 both. Exit code 1 if a launch through a `Variant` takes longer than the budget, in microseconds.

@@ -42,7 +42,6 @@ class Args:
     target: str = field(default="", metadata={"help": "default: the bundled model"})
     strategy: str = field(default="", metadata={"help": "default: the server's"})
     batch_size: int = 4
-    lookup_memory: int = field(default=0, metadata={"help": "MiB for ended texts; default: the server's"})
     growth: float = field(default=1.0, metadata={"help": "percent that memory may grow by in the second half"})
     seed: int = 0
     save: bool = harness.save_flag()
@@ -204,7 +203,6 @@ def main() -> int:
     command = [sys.executable, "-m", "specker", "serve", "--port", "0", "--view", "--batch-size", str(args.batch_size)]
     command += ["--target", args.target] if args.target else []
     command += ["--strategy", args.strategy] if args.strategy else []
-    command += ["--lookup-memory", str(args.lookup_memory)] if args.lookup_memory else []
     server = subprocess.Popen([*command, "--queue", "12", "--seconds", "7200"], stderr=subprocess.PIPE, text=True)
     try:
         said = ""

@@ -22,13 +22,11 @@ class LoadOptions(TypedDict, total=False):
     draft_quantize: Bits | None
     activations: Literal["int8", "bfloat16", "float32"] | None
     kv_dtype: Literal["float32", "bfloat16", "float16", "int8"] | None
-    linear: Literal["rows", "cublas"]
     max_context: int | None
     page_size: int
     batch_size: int
     kv_tokens: int | None
     prefix_cache: Literal["exact", "all", "off"]
-    saved_states: int | None
     tp: int | None
     dp: int
     draft_ranks: int | None
@@ -42,15 +40,9 @@ class LoadOptions(TypedDict, total=False):
     cps: Literal["off", "chain", "tree"] | None
     ngram: str | None
     adl: tuple[int, int] | str | None
-    # diffuspec
-    shifted_logits: Literal["yes", "no"] | None
-    chunk: tuple[int, float] | str | None
     # lookup
-    ngram_most: int
-    ngram_least: int
     lookup_share: Literal["on", "off"]
     lookup_corpus: str | None
-    lookup_memory: int
     lookup_file: str | None
     # vocabtrim
     vocab_scores: str | None

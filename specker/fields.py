@@ -42,6 +42,7 @@ def flag(name: str) -> str:
 
 
 _ON_COMMAND_LINE: ContextVar[bool] = ContextVar("on command line", default=False)  # True inside of `named_by_flags`
+_WITHOUT_FLAG: set[str] = set()  # options of Python only, of the classes that were checked so far
 
 
 @contextmanager
@@ -56,8 +57,8 @@ def named_by_flags() -> Iterator[None]:
 
 def option(name: str, value: Any = None) -> str:
     """An option in a message, perhaps with a value, as its user writes it: `--policy adl` on a command line and
-    `policy='adl'` in Python."""
-    if _ON_COMMAND_LINE.get():
+    `policy='adl'` in Python, as are options without a flag on a command line."""
+    if _ON_COMMAND_LINE.get() and name not in _WITHOUT_FLAG:
         return flag(name) if value is None else f"{flag(name)} {value}"
     return name if value is None else f"{name}={value if isinstance(value, int | float) else str(value)!r}"
 
@@ -68,6 +69,8 @@ def check_fields(options: Any) -> None:
     kinds = _kinds(type(options))  # type: ignore[arg-type]
     for f in fields(options):
         about, value = f.metadata, getattr(options, f.name)
+        if not about.get("flag", True):
+            _WITHOUT_FLAG.add(f.name)
         if value is None and f.default is None:
             continue
         if f.name in kinds:

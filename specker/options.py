@@ -2,12 +2,14 @@
 
 Flags, help texts, bounds and most error messages are generated from the fields (fields.py). Each strategy defines its
 own options in its file in runtime/strategies/; `strategies.options` merges them with the common ones into a parsed
-`Options`. `specker.load` takes the same names as keyword arguments, as strings or as parsed values.
+`Options`. `specker.load` takes the same names as keyword arguments, as strings or as parsed values, and a few that
+have no flag.
 """
 
 import dataclasses
 import difflib
 import operator
+import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -20,6 +22,7 @@ DTYPES = ("float32", "bfloat16", "float16", "float64")
 QUANTIZE = ("int8", "int4", "fp8", "none")
 ACTIVATIONS = ("int8", "bfloat16", "float32")
 KV_DTYPES = ("float32", "bfloat16", "float16", "int8")
+GRAPHS = "SPECKER_GRAPHS"  # the environment's variable, to debug a run with or without graphs
 MAX_BATCH = 256
 MOST_K = 2**31 - 1  # of top_k, which kernels take as an integer of 32 bits
 MAX_BIASES = 300  # of a request, as in OpenAI's API
@@ -110,8 +113,9 @@ class Common:
     graphs: str | None = opt(
         None,
         "run rounds of fixed shape, as CUDA graphs on a GPU: on (default on a GPU) or off (default on a CPU, for "
-        "float64, and with --tp if only rank 0 drafts)",
+        "float64, and with `tp` if only rank 0 drafts); the environment's SPECKER_GRAPHS sets it for a whole program",
         choices=("on", "off"),
+        flag=False,
     )
     load: str = opt(
         "weights",
@@ -135,6 +139,7 @@ class Common:
         None,
         "on a CPU, round what meets quantised weights to int8 (default; fastest), bfloat16 or float32",
         choices=ACTIVATIONS,
+        flag=False,
     )
     kv_dtype: str | None = opt(
         None,
@@ -142,15 +147,10 @@ class Common:
         "int8 with a scale for each head and row",
         choices=KV_DTYPES,
     )
-    linear: str = opt(
-        "rows",
-        "rows: batch-invariant linears; cublas: torch's own linears, which are not batch-invariant",
-        choices=("rows", "cublas"),
-    )
     max_context: int | None = opt(
         None, "positions to allocate K/V for (default: as many as the checkpoint allows and fit in memory)", least=1
     )
-    page_size: int = opt(256, "K/V cache positions per page", least=1)
+    page_size: int = opt(256, "K/V cache positions per page", least=1, flag=False)
     batch_size: int = opt(1, "sequences decoded at once", least=1, most=MAX_BATCH)
     kv_tokens: int | None = opt(
         None,
@@ -162,12 +162,6 @@ class Common:
         "which K/V of earlier texts with the same beginning a request takes over: exact, as far as its bits are those "
         "of a fresh prefill; all; or off",
         choices=("exact", "all", "off"),
-    )
-    saved_states: int | None = opt(
-        None,
-        "columns of prompts whose recurrent states are saved, so that requests with the same beginning go on from them "
-        "(default: 4 and 1 for each of batch_size); models without such states need none",
-        least=0,
     )
     tp: int | None = opt(
         None, "ranks that share one target, in a torchrun job (default: all ranks divided by --dp)", least=1
@@ -183,6 +177,10 @@ class Common:
     )
 
     def __post_init__(self) -> None:
+        if self.graphs is None and (named := os.environ.get(GRAPHS)) is not None:
+            if named not in ("on", "off"):
+                raise ValueError(f"the environment variable {GRAPHS} must be on or off, got {named!r}")
+            object.__setattr__(self, "graphs", named)
         check_fields(self)
 
 

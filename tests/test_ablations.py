@@ -11,7 +11,7 @@ from bench.ablations import ExactPrefix, Uncalibrated, drafting_as
 pytestmark = pytest.mark.usefixtures("cheap")  # drafts do not depend on the clock
 KINDS = {
     Uncalibrated: {"strategy": "easyspec", "layer_parallel": "3", "draft_tokens": 4},
-    ExactPrefix: {"strategy": "diffuspec", "policy": "chunk", "chunk": "2:0.1"},
+    ExactPrefix: {"strategy": "diffuspec", "draft_tokens": 3},
 }
 PROMPTS = ([5, 9, 40], [1], list(range(3, 90)), [7, 8], [2, 3, 5, 8])
 

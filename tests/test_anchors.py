@@ -286,8 +286,9 @@ def test_a_text_without_a_match_beside_a_large_tree(pairs):
     prompt, engine = [*range(60)], specker.load(pairs["qwen3.5"][0], strategy="ar", dtype="float32")
     text = engine.generate(prompt, 40).tokens
     four = [token for first in (20, 40, 60, 80) for token in (7, 7, 7, 7, *range(first, first + 12))] + [7] * 6
-    how = {"strategy": "lookup", "tree": "4x12", "policy": "fixed", "ngram_least": 4, "lookup_share": "off"}
+    how = {"strategy": "lookup", "tree": "4x12", "policy": "fixed", "lookup_share": "off"}
     engine = specker.load(pairs["qwen3.5"][0], dtype="float32", batch_size=2, **how)
+    engine.drafter.suffixes = 4, 8
     requests = [engine.session.request(prompt, Params(40))]
     requests.append(engine.session.request(four, Params.of(max_new_tokens=20, logit_bias={7: 100.0})))
     for _ in engine.session.stream(requests):
@@ -303,8 +304,9 @@ def test_a_grammar_forces_no_longer_chain_than_a_state_allows(tmp_path):
     engine, forced = specker.load(target, strategy="ar", dtype="float64"), "abcdefghijklmnopqrstuvwxyz " * 2
     hows = {"max_new_tokens": 20}, {"max_new_tokens": 70, "grammar": f'start: "{forced}" /[a-z]+/'}
     texts = [engine.generate(prompt_of(60), **how).tokens for how in hows]
-    how = {"strategy": "lookup", "tree": "4x12", "policy": "fixed", "ngram_least": 8, "lookup_share": "off"}
+    how = {"strategy": "lookup", "tree": "4x12", "policy": "fixed", "lookup_share": "off"}
     engine = specker.load(target, dtype="float64", batch_size=2, **how)
+    engine.drafter.suffixes = 8, 8
     requests = [engine.session.request(prompt_of(60), Params.of(**how)) for how in hows]
     for _ in engine.session.stream(requests):
         pass

@@ -70,10 +70,10 @@ def refused(capsys: pytest.CaptureFixture[str], argv: list[str], *words: str) ->
 def test_flags_are_the_dataclasses() -> None:
     argv = "--prompt p --strategy draft --draft-tokens 7 --tree 2x3 --temperature 0.7 --top-p 0.9 --top-k 5 --seed 3"
     job, options, sampling, named = flags.parse(
-        [*argv.split(), "--max-context", "99", "--page-size", "16", "--check", "--chat"]
+        [*argv.split(), "--max-context", "99", "--kv-tokens", "16", "--check", "--chat"]
     )
     assert (job.prompt, job.check, job.chat, job.max_new_tokens) == ("p", True, True, None)
-    assert options == strategies.options(strategy="draft", draft_tokens=7, tree="2x3", max_context=99, page_size=16)
+    assert options == strategies.options(strategy="draft", draft_tokens=7, tree="2x3", max_context=99, kv_tokens=16)
     assert (options.base, options.draft_tokens, options.tree, options.policy) == ("draft", 7, Tree(2, 3), "fixed")
     assert sampling == Sampling(0.7, 0.9, 5, 3) and named == {"temperature", "top_p", "top_k", "seed"}
     assert flags.parse(["--prompt", "a"]) == (flags.Job(prompt="a"), strategies.options(), Sampling(), frozenset())
@@ -133,11 +133,10 @@ def test_flags_are_the_dataclasses() -> None:
         ("--tree wide", ["'wide'"]),
         ("--tree 65x1", ["too large"]),
         ("--max-context 0", ["--max-context must be at least 1"]),
-        ("--page-size 0", ["--page-size must be at least 1"]),
+        ("--page-size 16", ["unrecognized arguments: --page-size"]),
         ("--batch-size 257", ["--batch-size must be between 1 and 256", "got 257"]),
         ("--kv-tokens 0", ["--kv-tokens must be at least 1", "got 0"]),
         ("--load dummy", ["unrecognized arguments: --load"]),  # an option of Python only
-        ("--linear fast", ["--linear must be one of rows, cublas", "'fast'"]),
     ],
 )
 def test_refused_flags(capsys: pytest.CaptureFixture[str], argv: str, words: list[str]) -> None:
@@ -196,6 +195,10 @@ MORE_HELP = ("--help", "--help-all", "--version", "--list-strategies", "--print-
 OWN_OPTIONS = [*(s.options for s in strategies.STRATEGIES.values() if s.options is not None), TrimOptions]
 
 
+def with_flags(cls: type) -> list[dataclasses.Field[Any]]:
+    return [f for f in dataclasses.fields(cls) if f.metadata["flag"]]
+
+
 def shown(capsys: pytest.CaptureFixture[str], main: Callable[[list[str]], int], *argv: str) -> str:
     """What a flag prints that ends the command."""
     with pytest.raises(SystemExit) as stop:
@@ -220,7 +223,7 @@ def test_help(capsys: pytest.CaptureFixture[str]) -> None:
     """The flags that a first run needs, and every strategy."""
     out = shown(capsys, run.main, "--help")
     assert {"--target", "--draft", "--strategy", "--prompt", "--chat", "--check"} <= set(flags_in(out))
-    assert "--page-size" not in out and "--cps" not in out, "flags for --help-all alone"
+    assert "--kv-tokens" not in out and "--cps" not in out, "flags for --help-all alone"
     for name in strategies.NAMES:
         assert re.search(rf"^  {name} +\w", out, re.MULTILINE), name
     assert shown(capsys, run.main, "-h") == out
@@ -276,13 +279,13 @@ def test_a_pipe_is_a_prompt(monkeypatch: pytest.MonkeyPatch, argv: list[str], da
 def test_help_all(capsys: pytest.CaptureFixture[str]) -> None:
     """Every flag once, with its values."""
     out = shown(capsys, run.main, "--help-all")
-    options = [f for cls in (flags.Job, Common, *OWN_OPTIONS, Sampling) for f in dataclasses.fields(cls)]
-    names = {f.name for f in options if f.metadata["flag"]}
+    names = {f.name for cls in (flags.Job, Common, *OWN_OPTIONS, Sampling) for f in with_flags(cls)}
     listed = [flag for flag in flags_in(out) if flag not in MORE_HELP]
     assert sorted(listed) == sorted("--" + name.replace("_", "-") for name in names)
-    for f in options:
-        if f.metadata["flag"] and (values := f.metadata["choices"] or f.metadata["offers"]):
-            assert f"--{f.name.replace('_', '-')} {{{','.join(values)}}}" in out
+    for cls in (flags.Job, Common, *OWN_OPTIONS):
+        for f in with_flags(cls):
+            if values := f.metadata["choices"] or f.metadata["offers"]:
+                assert f"--{f.name.replace('_', '-')} {{{','.join(values)}}}" in out
     for policy in strategies.POLICIES:
         assert policy in " ".join(out.split())
 
@@ -362,7 +365,7 @@ def test_completion(capsys: pytest.CaptureFixture[str], main: Any, module: Any, 
     long = (lambda flag: flag.removeprefix("--")) if shell == "fish" else str
     assert {long(flag) for flag in flags_in(module.parser().format_help())} <= words
     classes = (flags.Job, Common, *OWN_OPTIONS) if module is flags else (calibrate.Calibration,)
-    for f in (f for cls in classes for f in dataclasses.fields(cls) if f.metadata["flag"]):
+    for f in (f for cls in classes for f in with_flags(cls)):
         values = f.metadata["choices"] or f.metadata["offers"]
         assert not values or " ".join(values) in script, f.name
     if module is flags:
@@ -692,7 +695,7 @@ def test_batches_and_samples(capsys: pytest.CaptureFixture[str], pair: tuple[str
 
 
 def test_a_prompt_that_can_never_fit(capsys: pytest.CaptureFixture[str], pair: tuple[str, str]) -> None:
-    argv = models(pair, "--prompt", "x" * 40, "--batch-size", "2", "--page-size", "16", "--kv-tokens", "288")
+    argv = models(pair, "--prompt", "x" * 40, "--batch-size", "2", "--kv-tokens", "256")
     refused(capsys, argv, "the prompt has 40 tokens and 8 more are asked for", "lower --max-new-tokens or raise")
 
 
@@ -764,16 +767,14 @@ def test_failed_check(
         assert "differs at token 3" in err
 
 
-def test_linear_is_reported(capsys: pytest.CaptureFixture[str], pair: tuple[str, str]) -> None:
-    argv = models(pair, "--prompt", "x", "--check", "--json", "-")
-    assert run.main([*argv, "--linear", "cublas"]) == 0
+def test_a_remark_is_reported(capsys: pytest.CaptureFixture[str], pair: tuple[str, str]) -> None:
+    assert run.main(models(pair, "--prompt", "x", "--check", "--json", "-")) == 0
     out, err = capsys.readouterr()
     got = json.loads(out)
-    assert "not batch-invariant" in got["linear"] and got["total"]["identical"] is True
-    assert err.splitlines().count(got["linear"]) == 1
-    assert run.main([*argv, "--linear", "rows"]) == 0
-    again = json.loads(capsys.readouterr().out)
-    assert "linear" not in again and again["total"]["tokens"] == got["total"]["tokens"]
+    assert got["cpu"].startswith("decoding is slow, because") and got["total"]["identical"] is True
+    assert err.splitlines().count(got["cpu"]) == 1
+    assert run.main(["--device", "cpu", "--max-new-tokens", "8", "--prompt", "x", "--json", "-"]) == 0
+    assert "cpu" not in json.loads(capsys.readouterr().out)
 
 
 class Terminal(io.StringIO):

@@ -22,7 +22,6 @@ from specker.runtime.control.stats import BlockStats, Stats
 from specker.runtime.strategies.blocks import AdaptiveLength
 from specker.runtime.strategies.blocks.lattice import Search
 from specker.runtime.strategies.blocks.ngram import NGram, NGramCounts
-from specker.runtime.strategies.diffuspec import Chunks
 from specker.runtime.strategies.diffuspec.drafter import DiffusionDrafter
 
 pytestmark = pytest.mark.usefixtures("cheap")  # drafts do not depend on the clock
@@ -61,8 +60,6 @@ SHAPES = {
     "tree": {"cps": "tree", "draft_tokens": 6},
     "adl": {"adl": "2-9"},
     "adl-off": {"adl": "2-4", "cps": "off"},
-    "chunk": {"policy": "chunk", "chunk": "2:0.2"},
-    "chunk-off": {"cps": "off", "policy": "chunk", "chunk": "3:0.1"},
     "plus-minus-one": {"policy": "plus-minus-one"},
     "long": {"draft_tokens": 100},
 }
@@ -70,7 +67,7 @@ HOW = {"greedy": {}, "T0.7": {"temperature": 0.7}, "top": {"temperature": 1.0, "
 CASES = [
     *cases.one_in(3, ["dream"], SHAPES, HOW, ["off"]),
     # qwen3's random guesses never match greedy tokens
-    *cases.one_in(2, ["qwen3"], ["chain", "chunk"], ["T0.7", "top"], ["off"]),
+    *cases.one_in(2, ["qwen3"], ["chain", "adl"], ["T0.7", "top"], ["off"]),
     ("qwen2", "tree", "T0.7", "off"),
     # the other shapes are never fixed
     *cases.one_in(3, ["dream"], ["off", "chain", "tree", "adl-off", "plus-minus-one"], HOW, ["on"]),
@@ -91,12 +88,11 @@ def test_tokens_equal_plain_decoding(family, monkeypatch, name, shape, how, grap
     assert fast.loop.launched > fixed / 2 if graphs == "on" else fast.loop.launched == 0
 
 
-def test_chunks_are_placed_by_the_host(family):
-    for shape in ("chunk", "long"):
-        fast = load(family, graphs="on", **SHAPES[shape])
-        got = fast.generate(PROMPTS[2], 40, temperature=0.7)
-        assert got.stats.drafted > 0 and fast.loop.launched == 0
-        assert got.tokens == fast.generate_ar(PROMPTS[2], 40, temperature=0.7).tokens
+def test_long_blocks_are_placed_by_the_host(family):
+    fast = load(family, graphs="on", **SHAPES["long"])
+    got = fast.generate(PROMPTS[2], 40, temperature=0.7)
+    assert got.stats.drafted > 0 and fast.loop.launched == 0
+    assert got.tokens == fast.generate_ar(PROMPTS[2], 40, temperature=0.7).tokens
 
 
 @pytest.mark.parametrize("keep", [12, 40])
@@ -122,7 +118,7 @@ def guessed(engine, committed, n):
     """Log-probabilities [n, V] of the drafter's guesses after `committed`, on a fresh cache."""
     fresh(engine)
     with torch.inference_mode():
-        return engine.drafter.model.logits(engine.drafter.masked([committed], [[]], 0, n)).log_softmax(-1)
+        return engine.drafter.model.logits(engine.drafter.masked([committed], n)).log_softmax(-1)
 
 
 @pytest.mark.parametrize("kind", [DiffusionDrafter, ExactPrefix])
@@ -142,12 +138,14 @@ def test_a_pass_is_the_bidirectional_model_over_text_and_masks(family, name, kin
             assert (guessed(engine, text, n) - rows.log_softmax(-1)).abs().max() < 1e-9
 
 
-def test_shifted_logits_selects_the_row_that_predicts_a_position(family):
+def test_shifted_logits_selects_the_row_that_predicts_a_position(family, tmp_path):
     text = [5, 9, 40, 11]
-    for name, flag in (("dream", "no"), ("qwen3", "yes")):
-        usual, other = load(family, name), load(family, name, shifted_logits=flag)
-        a, b = guessed(usual, text, 4), guessed(other, text, 4)
-        shift, plain = (b, a) if flag == "yes" else (a, b)
+    for name, shifted in (("dream", False), ("qwen3", True)):
+        target, draft, _ = family[name]
+        says = shutil.copytree(draft, tmp_path / name)
+        edit(says, shifted_logits=shifted)
+        a, b = (guessed(specker.load(target, str(d), "diffuspec", dtype="float64"), text, 4) for d in (draft, says))
+        shift, plain = (b, a) if shifted else (a, b)
         assert torch.allclose(shift[1:], plain[:-1], atol=1e-9) and not torch.allclose(shift[0], plain[0])
 
 
@@ -164,7 +162,7 @@ def test_the_cached_prefix_equals_one_pass_over_all_rounds(family, monkeypatch):
         drafter.prefill(0, text)
         for count in steps:
             new = text[drafter.cache.exact_len[0] :]
-            got = drafter.model.logits(drafter.masked([text], [[]], 0, n))
+            got = drafter.model.logits(drafter.masked([text], n))
             assert drafter.cache.exact_len == [len(text)]
             runs.append(new + [127] * n)
             ids, run, place, is_mask = [], [], [], []
@@ -225,41 +223,6 @@ def test_a_round_forwards_only_new_tokens_and_masks(family, monkeypatch):
     assert rows == want
 
 
-def test_chunks_continue_while_guesses_are_confident(family):
-    """A second block sees the guesses of the first as tokens."""
-    engine = load(family, cps="off", policy="chunk", chunk="3:0")
-    drafter, text = engine.drafter, [5, 9, 40, 11]
-    drafter.prefill = lambda slot, text: None  # one pass over the text and the first masks
-    r = draft(drafter, text, Budget(255, 8, extra=(3,)), policy=Chunks(255, 8, block=3, threshold=0.0))
-    assert r.draft.size == 8 and r.draft.note(0).passes == 3
-    model, drafted = oracle(Path(family["dream"][1]), torch.float64), tokens(r)
-    # All passes in one: (tokens, masks, first position). A row sees the tokens of earlier passes and its whole pass.
-    passes = [(text, 3, 0), (drafted[:3], 3, 4), (drafted[3:6], 2, 7)]
-    ids, run, place, masked = [], [], [], []
-    for n, (known, masks, first) in enumerate(passes):
-        size = len(known) + masks
-        ids += known + [127] * masks
-        run, place = run + [n] * size, place + list(range(first, first + size))
-        masked += [False] * len(known) + [True] * masks
-    run_, hidden = torch.tensor(run), torch.tensor(masked)
-    sees = (run_[:, None] == run_) | ((run_[:, None] > run_) & ~hidden)
-    additive = torch.zeros(1, 1, len(ids), len(ids), dtype=torch.float64).masked_fill(~sees, float("-inf"))
-    out = model(torch.tensor([ids]), attention_mask=additive, position_ids=torch.tensor([place]), use_cache=False)
-    best, end, want = out.logits[0].argmax(-1).tolist(), 0, []
-    for known, masks, _ in passes:
-        end += len(known) + masks
-        want += best[end - masks - 1 : end - 1]
-    assert drafted == want
-    fresh(engine)
-    least = []
-    policy = Chunks(255, 8, block=3)
-    policy.keep_drafting = lambda confidence: least.append(confidence) or len(least) < 2
-    again = draft(drafter, text, Budget(255, 8, extra=(3,)), policy=policy)
-    assert again.draft.size == 6 and tokens(again) == drafted[:6] and again.draft.note(0).passes == 2
-    sure = guessed(engine, text, 3).exp().amax(1)
-    assert least[0] == pytest.approx(float(sure.min()))
-
-
 @pytest.mark.parametrize("temperature", [0.0, 0.7])
 def test_the_search_ranks_by_both_models_and_the_noise(family, temperature):
     """The drafted chain maximises lambda log p + (1 - lambda) log p_ngram / T + g over all paths."""
@@ -301,7 +264,7 @@ def test_a_stop_token_in_the_lattice_ends_path_and_text(family):
     free = fast.generate_ar([5, 9, 40], 40).tokens
     stop = free[6]
     cut = free[: free.index(stop) + 1]
-    for shape in ("off", "chain", "tree", "chunk"):
+    for shape in ("off", "chain", "tree", "adl"):
         target, draft, ngram = family["dream"]
         more = {} if shape == "off" else {"ngram": ngram}
         engine = specker.load(target, draft, "diffuspec", dtype="float64", **SHAPES[shape], **more)
@@ -336,12 +299,6 @@ def test_a_request_does_not_depend_on_the_one_before(family):
     assert runs[0].tokens == runs[1].tokens and runs[0].stats.lengths == runs[1].stats.lengths
 
 
-def test_chunks_continue_above_the_threshold():
-    rule = Chunks(255, 32, block=4, threshold=0.5)
-    assert rule.budget() == Budget(255, 32, extra=(4,)) and rule.confident
-    assert rule.keep_drafting(0.5) and not rule.keep_drafting(0.49)
-
-
 def test_at_the_drafters_limit_nothing_is_drafted(family, tmp_path):
     """With a shorter draft context, the text goes on without drafts."""
     target, draft, ngram = family["dream"]
@@ -367,7 +324,7 @@ def test_caches_are_sound_after_every_round(family, monkeypatch, graphs):
         own.check()
         assert own.exact_len[0] <= len(text) and apart(batch.target, batch.cache, text, len(text) - 1) < 1e-12
 
-    for more in ({"policy": "chunk", "chunk": "3:0.1", "cps": "tree"}, {"draft_tokens": 3, "cps": "tree"}):
+    for more in ({"adl": "2-5", "cps": "tree"}, {"draft_tokens": 3, "cps": "tree"}):
         with after_every_round(monkeypatch, sound) as sizes:
             load(family, graphs=graphs, **more).generate([5, 9, 40], 40, temperature=0.7)
         assert len(sizes) > 5 and max(sizes) > 3
@@ -421,17 +378,16 @@ def test_another_tokenizer_is_refused(tmp_path):
     [
         ({"strategy": "draft", "cps": "chain"}, "cps is for strategy dflash or diffuspec, not 'draft'"),
         ({"strategy": "draft", "policy": "adl"}, "policy='adl' is for strategy dflash or diffuspec, not 'draft'"),
-        ({"strategy": "del", "policy": "chunk"}, "policy='chunk' is for strategy diffuspec"),
+        ({"strategy": "del", "policy": "adl"}, "policy='adl' is for strategy dflash or diffuspec, not 'del'"),
         ({"cps": "all"}, "cps must be one of off, chain, tree, got 'all'"),
-        ({"shifted_logits": "maybe"}, "shifted_logits must be one of yes, no"),
         ({"tree": "2x2"}, "tree does not apply, but cps='tree' does"),
         ({"policy": "draft-and-verify"}, "policy='draft-and-verify' ends a draft token by token"),
         ({"policy": "del"}, "policy='del' is for strategy del"),
         ({"policy": "adl", "draft_tokens": 5}, "adl bounds it, draft_tokens does not apply"),
         ({"adl": "20-30", "policy": "fixed"}, "adl is for policy='adl'"),
         ({"policy": "adl", "adl": "30-20"}, "adl must be SHORTEST-LONGEST within 1-255"),
-        ({"policy": "chunk", "chunk": "8"}, "chunk must be TOKENS:PROBABILITY"),
-        ({"policy": "chunk", "chunk": "200:0.5"}, "within 1-128"),
+        ({"policy": "adl", "adl": "8"}, "adl must be SHORTEST-LONGEST within 1-255"),
+        ({"policy": "adl", "adl": "8-300"}, "within 1-255"),
         ({"cps": "off", "ngram": "x"}, "cps='off' disables the search"),
         ({"cps": "tree", "policy": "plus-minus-one"}, "policy='plus-minus-one' is for chains"),
         ({"cps": "chain", "ngram": "/nowhere"}, "no such n-gram file"),
@@ -498,6 +454,6 @@ def test_from_the_command_line(capsys, tmp_path):
     assert run.main([*argv, "--json", str(out), "--trace", str(trace)]) == 0
     total = json.loads(out.read_text())["total"]
     assert total["identical"] and total["diffusion"]["k"] > 0
-    assert {"L_gen", "L_acc", "k", "lattice_width", "path_score", "passes"} == set(total["diffusion"])
+    assert {"L_gen", "L_acc", "k", "lattice_width", "path_score"} == set(total["diffusion"])
     assert "tokens per block" in capsys.readouterr().err
     assert any("diffusion" in json.loads(line) for line in trace.read_text().splitlines())

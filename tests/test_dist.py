@@ -353,7 +353,7 @@ DIFFERENT = {
     "max-new-tokens": (["--max-new-tokens", "3"], ["--max-new-tokens", "9"], "--max-new-tokens"),
     "prompt": (["--prompt", "a"], ["--prompt", "b"], "--prompt"),
     "two": (["--seed", "1", "--check"], ["--seed", "2"], "--check and another --seed"),
-    "split": (["--reduce", "ordered"], ["--draft-ranks", "2", "--page-size", "64"], None),
+    "split": (["--reduce", "ordered"], ["--draft-ranks", "2", "--max-context", "64"], None),
 }
 
 
@@ -361,7 +361,7 @@ DIFFERENT = {
 def test_ranks_with_different_settings_end_with_one_sentence(models, case):
     """They waited for each other, or decoded different numbers of tokens."""
     *each, named = DIFFERENT[case]
-    named = named or "--page-size and another --draft-ranks and another --reduce"
+    named = named or "--max-context and another --draft-ranks and another --reduce"
     usual = {"--target": models["target"], "--device": "cpu", "--strategy": "ar", "--max-new-tokens": "3"}
     commands = []
     for own in each:

@@ -182,7 +182,7 @@ def test_a_generated_part_is_replaced() -> None:
     made = pages.MARK.sub(lambda mark: f"[{mark[2]}|{mark[3]}]", text)
     assert made == "a\n[options|lookup]\nb [ratio|R: x / y] c\n"
     table = pages.options("lookup")
-    assert "| `ngram_most` | `8` | " in table
+    assert "| `lookup_share` | `on` | " in table
     assert pages.filled(text.split("b <!--")[0]) == f"a\n<!-- generated options lookup -->\n{table}\n<!-- end -->\n"
     with pytest.raises(ValueError, match=r"a page asks for 'nothing'; scripts/pages\.py has only drafts, "):
         pages.filled("<!-- generated nothing -->\n<!-- end -->")

@@ -81,7 +81,7 @@ def test_engines_that_share_a_target_decode_what_they_decode_alone(cheap, monkey
     """They take turns over one cache, with texts in several KV buckets."""
     monkeypatch.setattr("specker.runtime.batches.KV_BUCKETS", (48, 96))
     how = {"device": "cpu", "dtype": "float64", "graphs": graphs, "page_size": 16}
-    shapes = [("diffuspec", {"policy": "chunk"}), ("draft", {"draft_tokens": 3}), ("del", {})]
+    shapes = [("diffuspec", {"draft_tokens": 100}), ("draft", {"draft_tokens": 3}), ("del", {})]
     engines = [specker.load(strategy=name, **how, **more) for name, more in shapes]
     plain = specker.load(strategy="ar", **how)
     decoding.share_target([plain, *engines])
@@ -92,14 +92,14 @@ def test_engines_that_share_a_target_decode_what_they_decode_alone(cheap, monkey
             assert engine.cache is plain.cache is engine.loop.cache and engine.loop.target is plain.model
             assert engine.generate(prompt, 10, temperature=0.7).tokens == want
     launched = [engine.loop.launched > 10 for engine in (*engines, plain)]
-    assert launched == [False, *[graphs == "on"] * 3], "chunks are never of fixed shape"
+    assert launched == [False, *[graphs == "on"] * 3], "long blocks are never of fixed shape"
 
 
 FEW = "--prompts 1 --max_new_tokens 6 --rounds 1"
 BENCHES = {  # flags, and configurations whose rows they must give
     "batches": ("--sizes 1,2 --transformers false", ["ar", "draft"]),
     "blocks": (
-        "--searches tree --fixed 4 --chunk 2:0 --adl 2-3 --always true --temperatures 0.7",
+        "--searches tree --fixed 4 --adl 2-3 --always true --temperatures 0.7",
         ["k 4 tree", "default, exact prefix"],
     ),
     "dynamic_exit": ("--temperatures 0 --transformers false", ["del", "sweep E 3 g 2"]),

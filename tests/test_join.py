@@ -178,8 +178,8 @@ def test_the_part_that_promises_more_drafts(world, scores, cheap):
 
 def test_names_in_any_order():
     for name in ("lookup+draft", "draft+lookup"):
-        made = strategies.options(strategy=name, ngram_most=5)
-        assert (made.base, made.copy.ngram_most, made.trim) == ("draft", 5, None)
+        made = strategies.options(strategy=name, lookup_share="off")
+        assert (made.base, made.copy.lookup_share, made.trim) == ("draft", "off", None)
     made = strategies.options(strategy="lookup+vocabtrim")
     assert made.base == "draft" and made.copy is not None and made.trim is not None
     assert strategies.options(strategy="lookup").copy is None

@@ -22,8 +22,8 @@ def test_the_library_adds_a_null_handler_alone():
 
 
 def test_an_engines_remarks_are_logged_when_it_is_made(pair, caplog, capsys):
-    engine = specker.load(*pair, device="cpu", load="dummy", linear="cublas")
-    assert engine.remarks.keys() == {"sizing", "linear", "cpu"}  # heads of 16 are not compiled
+    engine = specker.load(*pair, device="cpu", load="dummy")
+    assert engine.remarks.keys() == {"sizing", "cpu"}  # heads of 16 are not compiled
     said = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
     assert said == list(engine.remarks.values())
     caplog.clear()
@@ -82,8 +82,8 @@ def test_the_command_prints_what_warming_up_and_decoding_log(pair, capsys, monke
 
     monkeypatch.setattr(Engine, "warmup", warmup)
     argv = ["--target", pair[0], "--draft", pair[1], "--device", "cpu", "--prompt", "x", "--max-new-tokens", "2"]
-    assert run.main([*argv, "--linear", "cublas", "--check"]) == 0
+    assert run.main([*argv, "--check"]) == 0
     said = capsys.readouterr().err.splitlines()
     assert said.count("while warming up") == 1
-    assert sum("--linear cublas" in line for line in said) == 1  # although it is logged, too
+    assert sum("decoding is slow" in line for line in said) == 1  # although it is logged, too
     assert [type(handler) for handler in LOGGER.handlers] == [logging.NullHandler]

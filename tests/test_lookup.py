@@ -12,6 +12,7 @@ from make_checkpoint import make
 import specker
 from specker.runtime.control.policy import Budget
 from specker.runtime.strategies.lookup import LookupOptions, corpus
+from specker.runtime.strategies.lookup.kept import TextFile
 from specker.runtime.strategies.lookup.pool import Pools
 
 
@@ -131,7 +132,9 @@ def test_a_file_keeps_the_texts_of_each_salt(target, tmp_path):
     for text in many:
         again.drafter.copying.pools.add("", text)
     again.save_lookup()
-    few = texts_of(load(lookup_memory=1).drafter.copying.pools)
+    pools = Pools(1 << 20)
+    TextFile(str(path), again.target).read(pools)
+    few = texts_of(pools)
     assert 10 < len(few) < 40 and few == many[-len(few) :]
     with pytest.raises(ValueError, match="there is no file for the texts: load the engine with lookup_file"):
         specker.load(target, target, **alone).save_lookup()
@@ -172,7 +175,7 @@ def test_bad_files_of_texts(target, tmp_path):
 
 def test_memory_is_bounded_and_the_least_recently_copied_text_goes_first():
     """A text that another begins with is kept once."""
-    pools = Pools(LookupOptions(lookup_memory=1))
+    pools = Pools(1 << 20)
     for n in range(60):
         pools.add("", [n, *range(1000)])
         pools.add("b" if n % 2 else "c", [n] * 50)
@@ -228,7 +231,6 @@ def test_a_corpus_of_files(reader, tmp_path, monkeypatch):
         ("a.jsonl", b"{", "a.jsonl, line 1: not JSON: "),
         ("a.jsonl", b'"a"\n{"answer": "b"}', "a.jsonl, line 2: expected a string, or an object with `text`"),
         ("a.jsonl", b'{"turns": ["b", 3]}', "a.jsonl, line 1: expected a string, or an object with `text`"),
-        ("a.txt", b"ab cd " * 100_000, "takes more than 1 MiB: raise lookup_memory"),
     ],
 )
 def test_bad_corpora(reader, tmp_path, name, data, message, monkeypatch):
@@ -239,23 +241,30 @@ def test_bad_corpora(reader, tmp_path, name, data, message, monkeypatch):
             reader,
             strategy="lookup",
             lookup_corpus=str(tmp_path / name),
-            lookup_memory=1,
             dtype="float64",
             device="cpu",
         )
 
 
+def test_a_corpus_must_fit_into_its_memory(reader, tmp_path, monkeypatch):
+    monkeypatch.setattr(corpus, "cache_root", lambda: tmp_path / "cache")
+    (tmp_path / "a.txt").write_bytes(b"ab cd " * 10_000)
+    options = LookupOptions(lookup_corpus=str(tmp_path / "a.txt"))
+    target = specker.load(reader, strategy="lookup", dtype="float64", device="cpu").target
+    assert len(corpus.read(options, target).texts) == 1
+    with pytest.raises(ValueError, match=r"lookup_corpus='.*a.txt' takes more than 1 MiB of memory: name fewer texts"):
+        corpus.read(options, target, 1 << 20)
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"ngram_least": 5, "ngram_most": 2}, "ngram_least must be at most ngram_most, got 5 and 2"),
-        ({"ngram_most": 0}, "ngram_most must be between 1 and 64, got 0"),
         ({"policy": "draft-and-verify"}, "lookup runs none"),
         ({"strategy": "ar+lookup"}, "strategies ar and lookup do not compose: ar drafts nothing"),
         ({"lookup_corpus": "/no/such"}, "lookup_corpus='/no/such': there is no such file or folder"),
         ({"lookup_file": "a", "lookup_share": "off"}, "lookup_file keeps texts to copy, but lookup_share='off'"),
         ({"lookup_share": "yes"}, "lookup_share must be one of on, off, got 'yes'"),
-        ({"strategy": "draft", "ngram_most": 3}, "ngram_most is for strategy lookup, not 'draft'"),
+        ({"strategy": "draft", "lookup_share": "off"}, "lookup_share is for strategy lookup, not 'draft'"),
     ],
 )
 def test_refusals(options, message):

@@ -581,8 +581,9 @@ def test_the_commands_of_every_part_exist(tmp_path, monkeypatch):
     assert len(parts.tests(dataclasses.replace(setting, memory=141 * GIB))[0].commands) == 8
     assert [step.commands[0].argv[2] for step in steps["sanitizer"]] == list(parts.TOOLS)
     for form in FORMS:
-        argv = parts.form(setting, form, tmp_path / "f.json").argv
-        job, options, *_ = specker_flags.parse(list(argv[argv.index("specker.run") + 1 :]))
+        command = parts.form(setting, form, tmp_path / "f.json")
+        monkeypatch.setenv("SPECKER_GRAPHS", command.env["SPECKER_GRAPHS"])
+        job, options, *_ = specker_flags.parse(list(command.argv[command.argv.index("specker.run") + 1 :]))
         assert job.check and options.graphs == ("on" if form.graphs else "off")
 
 

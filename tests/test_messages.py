@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 import specker
-from specker.cli import calibrate, run
-from specker.fields import option
+from specker.cli import calibrate, flags, run
+from specker.fields import named_by_flags, option
 from specker.options import Sampling
 from specker.runtime import strategies
 
@@ -21,7 +21,6 @@ COMMANDS = {"cli", "serve", "view", "zoo"}
 # option -> value, the sentence in Python, the sentence on a command line
 SHARED: list[tuple[dict[str, Any], str, str]] = [
     ({"batch_size": 257}, "batch_size must be between 1 and 256, got 257", "--batch-size must be between"),
-    ({"graphs": "maybe"}, "graphs must be one of on, off, got 'maybe'", "--graphs must be one of"),
     ({"tree": "abc"}, "tree must be WIDTHxDEPTH with both at least 1, such as 4x5; got 'abc'", "--tree must be"),
     ({"tree": "65x1"}, "tree='65x1' is too large", "--tree 65x1 is too large"),
     ({"vocab_keep": "some"}, "vocab_keep must be rows", "--vocab-keep must be rows"),
@@ -39,9 +38,9 @@ SHARED: list[tuple[dict[str, Any], str, str]] = [
         "strategy 'ar' drafts nothing: --tree, --draft-tokens and --policy do not apply",
     ),
     (
-        {"strategy": "lookup", "ngram_least": 9},
-        "ngram_least must be at most ngram_most, got 9 and 8",
-        "--ngram-least must be at most --ngram-most, got 9 and 8",
+        {"strategy": "lookup", "lookup_file": "a", "lookup_share": "off"},
+        "lookup_file keeps texts to copy, but lookup_share='off'",
+        "--lookup-file keeps texts to copy, but --lookup-share off",
     ),
     ({"strategy": "lookup", "policy": "draft-and-verify"}, "policy='draft-and-verify' needs", "--policy draft-and-v"),
     ({"strategy": "del", "tree": "2x2"}, "drafts a chain: tree does", "drafts a chain: --tree does"),
@@ -49,8 +48,6 @@ SHARED: list[tuple[dict[str, Any], str, str]] = [
     ({"strategy": "easyspec", "layer_parallel": "x"}, "layer_parallel must be a width", "--layer-parallel must be a"),
     ({"strategy": "easyspec", "layer_parallel": "[[1]]"}, "layer_parallel must hold", "--layer-parallel must hold"),
     ({"strategy": "diffuspec", "adl": "9"}, "adl must be SHORTEST-LONGEST", "--adl must be SHORTEST-LONGEST"),
-    ({"strategy": "diffuspec", "chunk": "9"}, "chunk must be TOKENS:PROBABILITY", "--chunk must be TOKENS:"),
-    ({"strategy": "diffuspec", "chunk": "4:0.5"}, "chunk is for policy='chunk'", "--chunk is for --policy chunk"),
     (
         {"strategy": "diffuspec", "cps": "off", "ngram": "f"},
         "cps='off' disables the search: leave out ngram",
@@ -95,11 +92,6 @@ SHARED: list[tuple[dict[str, Any], str, str]] = [
         "kv_dtype='int8' needs a run in float32 or bfloat16: K/V of a run in float64 is in float64",
         "--kv-dtype int8 needs a run in float32 or bfloat16: K/V of a run in float64 is in float64",
     ),
-    (
-        {"kv_dtype": "int8", "linear": "cublas"},
-        "kv_dtype='int8' needs the CPU's compiled layers",
-        "--kv-dtype int8 needs the CPU's compiled layers",
-    ),
     ({"draft_ranks": 2}, "draft_ranks=2 is more than the 1 ranks of tp", "--draft-ranks 2 is more than the 1"),
     # refusals of a request
     ({"temperature": -1.0}, "temperature must be 0 or at least 1e-6", "--temperature must be 0 or"),
@@ -140,8 +132,8 @@ def test_one_refusal_two_spellings(
         ({"vocab_keep": []}, r"vocab_keep must be .* got \(\)"),
         ({"strategy": 5}, "strategy must be a string, got 5"),
         ({"strategy": "diffuspec", "adl": 5}, "adl must be .* got 5"),
-        ({"strategy": "diffuspec", "chunk": (8,)}, r"chunk must be .* got \(8,\)"),
-        ({"strategy": "diffuspec", "chunk": ("a", "b")}, r"chunk must be .* got \('a', 'b'\)"),
+        ({"strategy": "diffuspec", "adl": (8,)}, r"adl must be .* got \(8,\)"),
+        ({"strategy": "diffuspec", "adl": ("a", "b")}, r"adl must be .* got \('a', 'b'\)"),
         ({"strategy": "easyspec", "layer_parallel": {1}}, "layer_parallel must be .* got "),
         ({"batch_size": "2"}, "batch_size must be a whole number, got '2'"),
         ({"load": 5}, "load must be a string, got 5"),
@@ -166,9 +158,28 @@ def test_none_is_no_value_of_a_request() -> None:
     assert strategies.options(batch_size=None) == strategies.options()  # but leaves out an option of an engine
 
 
-def test_a_remark_names_the_argument() -> None:
-    engine = specker.load(strategy="ar", device="cpu", linear="cublas", max_context=64)
-    assert engine.remarks["linear"].startswith("linear='cublas' is not batch-invariant")
+def test_an_option_of_python_alone_has_no_spelling_as_a_flag() -> None:
+    for given, said in (
+        ({"page_size": 0}, "page_size must be at least 1, got 0"),
+        ({"graphs": "maybe"}, "graphs must be one of on, off, got 'maybe'"),
+    ):
+        with named_by_flags(), pytest.raises(ValueError, match=f"^{said}$"):
+            strategies.options(**given)
+    with named_by_flags():
+        assert (option("page_size", 8), option("kv_tokens", 8)) == ("page_size=8", "--kv-tokens 8")
+
+
+def test_the_environment_sets_graphs(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """For a whole program, unless it names the option itself."""
+    assert flags.parse([])[1].graphs is None
+    monkeypatch.setenv("SPECKER_GRAPHS", "on")
+    assert flags.parse([])[1].graphs == "on" and strategies.options(graphs="off").graphs == "off"
+    with specker.load(device="cpu", strategy="ar", max_context=64) as engine:
+        assert engine.loop.fixed
+    monkeypatch.setenv("SPECKER_GRAPHS", "1")
+    assert run.main(["--device", "cpu", "--prompt", "x"]) == 2
+    said = "specker: error: the environment variable SPECKER_GRAPHS must be on or off, got '1'\n"
+    assert capsys.readouterr() == ("", said)
 
 
 def test_a_command_ends_with_its_spelling(capsys: pytest.CaptureFixture[str]) -> None:

@@ -154,7 +154,7 @@ def test_text_and_notes_for_a_pipe_need_no_rich() -> None:
         (2, ["specker", "--strategy", "easyspec", "--layer-parallel", "0"]),
         (2, ["specker", "--strategy", "del", "--tree", "2x2"]),
         (2, ["specker", "--strategy", "diffuspec", "--cps", "off", "--ngram", "x"]),
-        (2, ["specker", "--strategy", "lookup", "--ngram-least", "9"]),
+        (2, ["specker", "--strategy", "lookup", "--lookup-file", "x", "--lookup-share", "off"]),
         (2, ["specker", "--strategy", "vocabtrim", "--vocab-keep", "x"]),
         (2, ["specker", "--prompts", "missing.jsonl"]),
         (2, ["specker", "--target", "my/model", "--draft", "auto"]),

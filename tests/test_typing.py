@@ -23,7 +23,7 @@ ROOT = Path(__file__).parents[1]
 USER = """\
 import specker
 
-engine = specker.load("a", strategy="lookup", ngram_least=2, tree="2x6", batch_size=4, quantize="int8")
+engine = specker.load("a", strategy="lookup", lookup_share="off", tree="2x6", batch_size=4, quantize="int8")
 reveal_type(engine)
 reveal_type(engine.max_context)
 reveal_type(specker.zoo.path("code-draft"))

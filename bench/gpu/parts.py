@@ -64,9 +64,8 @@ def ops(s: Setting) -> Command:
 def form(s: Setting, f: Form, file: Path) -> Command:
     """Decode a chain, which must have the tokens of plain decoding bit for bit, and write them to `file`."""
     how = ("--strategy", "draft", "--draft-tokens", "4", "--max-new-tokens", "64", "--prompt", "def fibonacci(n):")
-    graphs = ("--graphs", "on" if f.graphs else "off")
-    argv = ("-m", "specker.run", "--check", *how, *ON_GPU, *graphs, "--json", str(file))
-    return s.command(*argv, SPECKER_PDL=str(int(f.pdl)))
+    argv = ("-m", "specker.run", "--check", *how, *ON_GPU, "--json", str(file))
+    return s.command(*argv, SPECKER_PDL=str(int(f.pdl)), SPECKER_GRAPHS="on" if f.graphs else "off")
 
 
 def decode(s: Setting) -> list[Step]:

@@ -105,7 +105,7 @@ def parse_config(
         ),
         tied=bool(hf.tie_word_embeddings),
         causal=not diffusion,
-        shifted_logits=its.masked == "always" or not diffusion,
+        shifted_logits=not diffusion or _shifted(raw, its.masked == "always"),
         mask_token_id=mask,
         max_context=context,
         eos_ids=eos_ids(folder, raw, hf.vocab_size),
@@ -285,6 +285,15 @@ def _diffusion(raw: dict[str, Any], arch: str, wanted: bool | None) -> tuple[boo
             f"a bidirectional {arch} needs mask_token_id in config.json, an id below vocab_size; it is {mask}"
         )
     return diffusion, mask
+
+
+def _shifted(raw: dict[str, Any], usual: bool) -> bool:
+    """Whether row i of a diffusion drafter predicts position i + 1: as the architecture's checkpoints do, unless
+    config.json says otherwise."""
+    shifted = raw.get("shifted_logits", usual)
+    if not isinstance(shifted, bool):
+        raise CheckpointError(f"shifted_logits of config.json must be true or false, got {short(shifted)}")
+    return shifted
 
 
 def _pard_token(raw: dict[str, Any]) -> int | None:

@@ -104,16 +104,13 @@ MORE = {
     ),
     "drafts": ("draft_tokens", "tree", "policy"),
     "output": ("json", "trace"),
-    "batches and memory": ("batch_size", "kv_tokens", "max_context", "page_size", "prefix_cache", "saved_states"),
+    "batches and memory": ("batch_size", "kv_tokens", "max_context", "prefix_cache"),
     "device and precision": (
         "device",
         "dtype",
         "quantize",
         "draft_quantize",
-        "activations",
         "kv_dtype",
-        "linear",
-        "graphs",
     ),
     "several GPUs, in a torchrun job": ("tp", "dp", "draft_ranks", "reduce"),
 }

@@ -70,13 +70,13 @@ class Parser(argparse.ArgumentParser):
         usual: Mapping[str, str] | None = None,
         **words: str,
     ) -> None:
-        """Add the fields of `cls`, or `only` those named, to the group `title`. `words` replace their {names} in help
-        texts and metavars; `offers` adds to the fields' own. An omitted flag sets no value, because the dataclass owns
-        the defaults; `usual` says what the command makes of some of them."""
+        """Add the flags of the fields of `cls`, or `only` of those named, to the group `title`. `words` replace their
+        {names} in help texts and metavars; `offers` adds to the fields' own. An omitted flag sets no value, because the
+        dataclass owns the defaults; `usual` says what the command makes of some of them."""
         group = self.group(title, description)
         hints = typing.get_type_hints(cls)
         for f in fields(cls):
-            if not f.metadata["flag"] or (only is not None and f.name not in only):
+            if not f.metadata.get("flag") or (only is not None and f.name not in only):
                 continue
             types_ = (*typing.get_args(hints[f.name]), hints[f.name])
             kind = str if f.metadata["parse"] else next(t for t in types_ if t not in (types.NoneType, ...))

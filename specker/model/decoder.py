@@ -98,8 +98,8 @@ class Model:
         linear: Callable[..., Tensor] = row_linear,
         ranks: OtherRanks | None = None,
     ):
-        """`linear`: a function with the signature of `row_linear`, for the layers and the head. `ranks`: the ranks that
-        hold the other parts of a split model."""
+        """`linear`: a function with the signature of `row_linear`, for the layers and the head; with another one no
+        compiled layers run. `ranks`: the ranks that hold the other parts of a split model."""
         config, weights = parameters.local, parameters.weights
         self.config, self.ranks = config, ranks
         self.embed, self.norm = weights.embed, weights.norm
@@ -201,7 +201,7 @@ class Model:
         if not normed:
             _, x = add_norm(x, None, self.norm, self.config.rms_norm_eps)
         parts = x.split(MAX_ROWS)
-        if out is not None and fuses(self, x) and out.shape == (len(x), len(self.head)):
+        if out is not None and fuses(x) and out.shape == (len(x), len(self.head)):
             for part, into in zip(parts, out.split(MAX_ROWS), strict=True):
                 row_linear(part, self.head, epilogue="float32", out=into)
             return self.capped(out)
@@ -215,7 +215,7 @@ class Model:
     @property
     def samples(self) -> bool:
         """Whether `sampled` serves: where it draws the tokens that `draw` would draw from the logits."""
-        whole = self.ranks is None and self.linear is row_linear and not self.config.logits_cap
+        whole = self.ranks is None and not self.config.logits_cap
         return whole and draws_alike(self.norm, self.head)
 
     def sampled(
@@ -310,11 +310,11 @@ def run_layers(
     (LayerSpec.first). With per-layer embeddings `hidden` is [T, E + L P] (`Model.embed_tokens`)."""
     eps, layer = model.config.rms_norm_eps, model.config.layer
     hidden, per_layer = _apart(model, hidden)
-    linear = dense_linear if dense and model.linear is row_linear else model.linear
+    linear = dense_linear if dense else model.linear
     after = layer.norms != "before"
     kept: dict[int, Tensor] = {}
     routed: list[Tensor] = []
-    few = fuses(model, hidden) and not dense
+    few = fuses(hidden) and not dense
     delta = None  # output of the last feed-forward, or its split-K partials, not yet added to `hidden`
     for (w, mlps, rope, sliding_window), kept_here, batch in steps:
         several = len(mlps) > 1
@@ -525,9 +525,9 @@ def _beside(linear: Callable[..., Tensor], x: Tensor, shared: Shared, activation
     return y if shared.gate is None else y * torch.sigmoid(linear(x, shared.gate))
 
 
-def fuses(model: Model, hidden: Tensor) -> bool:
+def fuses(hidden: Tensor) -> bool:
     """Whether layers run in the fewest launches: on a GPU, through row_linear's kernels."""
-    return hidden.is_cuda and hidden.dtype != torch.float64 and model.linear is row_linear
+    return hidden.is_cuda and hidden.dtype != torch.float64
 
 
 def _added(

@@ -188,7 +188,7 @@ class BlockModel:
     def _convolved_layers(self, steps: Iterable[GroupStep], hidden: Tensor, count: int) -> Output:
         """`run_layers` with DFlash2's convolutions over blocks of `count` rows."""
         model, eps = self.model, self._eps
-        few, activation = fuses(model, hidden), model.config.layer.activation
+        few, activation = fuses(hidden), model.config.layer.activation
         for (w, (mlp,), rope, window), kv, batch, (outer, inner) in (
             (*step, each) for step, each in zip(steps, self.weights.convolutions, strict=True)
         ):

@@ -114,7 +114,7 @@ class DraftHead:
     @property
     def normed(self) -> bool:
         """Whether `forward` has applied the final norm to the rows for the LM head."""
-        return self.spec.form == "eagle1" or self.spec.output or fuses(self.model, self.model.norm)
+        return self.spec.form == "eagle1" or self.spec.output or fuses(self.model.norm)
 
     def features(self, hidden: Tensor) -> Tensor:
         """The target's rows [T, A, Ht] after each depth of `spec.aux_layers` -> features [T, H]."""

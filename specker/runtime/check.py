@@ -10,7 +10,6 @@ from dataclasses import dataclass
 import torch
 
 from specker.kernels.adjust import adjust_rows
-from specker.kernels.linear import row_linear
 from specker.kernels.noise import gumbel
 from specker.kernels.quant import streams
 from specker.model.decoder import Model, forward
@@ -72,7 +71,7 @@ def bit_equal(model: Model, chains: bool, ordered: bool) -> bool:
     batch-invariant kernels, compiled for the CPU or, for chains, on a GPU. `chains`: drafts are chains. `ordered`:
     ranks add their partial sums in order."""
     kernels = model.stack is not None or (model.device.type == "cuda" and chains and all(map(streams, model.matrices)))
-    return model.dtype == torch.float64 or (kernels and model.linear is row_linear and ordered)
+    return model.dtype == torch.float64 or (kernels and ordered)
 
 
 @torch.inference_mode()

@@ -20,7 +20,7 @@ from specker.model.cache import KVCache
 from specker.model.config import ModelConfig, layer_elements
 from specker.model.decoder import Model
 from specker.model.states import AHEAD
-from specker.options import TEMPERATURE, Options, Params
+from specker.options import GRAPHS, TEMPERATURE, Options, Params
 from specker.runtime import check, harmony, strategies, text
 from specker.runtime.check import CheckResult
 from specker.runtime.control.auto import AcceptanceHistory
@@ -42,7 +42,6 @@ from specker.runtime.strategies.base import (
     Plan,
     PolicyContext,
     allocate,
-    linear,
     planned_kv_dtype,
     saved_states,
     slots,
@@ -89,7 +88,7 @@ class Engine:
         """Make the models, caches and the loop. Raises ValueError for `graphs` on if rounds cannot be captured."""
         o, ranks = self.options, self.ranks
         strategy = strategies.of(o)
-        self.model = model = Model(self.target, linear=linear(o), ranks=ranks)
+        self.model = model = Model(self.target, ranks=ranks)
         gpu = model.device.type == "cuda"
         alone = ranks is None or not strategy.drafts or strategy.every_rank  # else rank 0's drafts are shared
         fixed = fixed_shapes(o, model, None if alone else ranks)
@@ -236,9 +235,6 @@ class Engine:
             said["sizing"] = (
                 "with random weights a run measures time and memory only: its text and acceptance mean nothing"
             )
-        if self.options.linear == "cublas":
-            linear = option("linear", "cublas")
-            said["linear"] = f"{linear} is not batch-invariant, so chains are not bit-equal to plain decoding"
         return said
 
     def encode(self, prompt: str) -> list[int]:
@@ -525,21 +521,20 @@ def fixed_shapes(o: Options, model: Model, ranks: Ranks | None) -> bool:
     drafts, unless all of them draft. Raises ValueError for `graphs` on if rounds cannot be captured."""
     all_draft = ranks is None or ranks.draft_ranks == ranks.size
     kernels = model.dtype != torch.float64  # float64 has none, and its references read numbers on the host
+    asked = f"{option('graphs', 'on')} (or {GRAPHS}=on)"
     if model.device.type == "cuda" and model.ple is not None:
         if o.graphs == "on":
             raise ValueError(
-                f"{option('graphs', 'on')} cannot capture rounds of a model with per-layer embeddings, "
-                "whose table is on the host"
+                f"{asked} cannot capture rounds of a model with per-layer embeddings, whose table is on the host"
             )
         return False
     if o.graphs != "on":
         return o.graphs is None and model.device.type == "cuda" and kernels and all_draft
     if not all_draft:
         needed = f"needs all of them to draft: set {option('draft_ranks')} to {option('tp')}"
-        raise ValueError(f"{option('graphs', 'on')} with several ranks {needed}")
+        raise ValueError(f"{asked} with several ranks {needed}")
     if model.device.type == "cuda" and not kernels:
-        other = f"use {option('graphs', 'off')} or another {option('dtype')}"
-        raise ValueError(f"{option('graphs', 'on')} needs kernels, and float64 has none: {other}")
+        raise ValueError(f"{asked} needs kernels, and float64 has none: use another {option('dtype')}")
     return True
 
 

@@ -82,8 +82,7 @@ def load(
             notes["cpu"] = f"decoding is slow, because {why}"
     rounds = opts.draft_quantize or usual_rounding(dtype, where)
     if dtype is None and where.type == "cpu":
-        whole = ranks is None and opts.linear != "cublas"
-        dtype = torch.bfloat16 if whole and served(opened_target.config) else torch.float32
+        dtype = torch.bfloat16 if ranks is None and served(opened_target.config) else torch.float32
     kind = dtype_of(dtype)
     kv_dtype(opts, activations(kind, where), where)  # refuses before any weights are read
     shares_head = ranks is not None and opened_draft is not None and "lm_head" in opened_draft.config.shares
@@ -97,7 +96,7 @@ def load(
         whole_head=method.every_rank or shares_head,
         quantize=opts.quantize,
         activations=opts.activations,
-        pack=ranks is None and opts.linear != "cublas",
+        pack=ranks is None,
         on_progress=on_progress and (lambda done, of: on_progress(done, of, f"target, 1 of {models}")),
     )
     if ranks is not None:
@@ -187,7 +186,7 @@ def read_draft(
             owner=target_checkpoint,
             quantize=quantize,
             activations=opts.activations,
-            pack=ranks is None and opts.linear != "cublas",
+            pack=ranks is None,
             on_progress=on_progress,
         )
         note_formats(notes, "draft_weights", draft_checkpoint, "draft", usual)
@@ -197,7 +196,6 @@ def read_draft(
         called = source.source if isinstance(source, Opened) else source
         if method.causal and not draft_checkpoint.config.causal:
             raise ValueError(f"{called} is a bidirectional drafter; strategy {opts.strategy!r} needs a causal one")
-        draft_checkpoint = method.adapt(opts, draft_checkpoint)
         ids = min(draft_checkpoint.config.vocab_size, target_checkpoint.config.vocab_size)
         if opts.width > ids:
             raise ValueError(f"{option('tree', opts.tree)} is wider than the vocabulary")

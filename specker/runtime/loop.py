@@ -67,7 +67,7 @@ class Loop:
     cache: KVCache
     drafter: Drafter | None
     largest: Budget  # of the policies' drafts
-    fixed: bool  # whether rounds have fixed shapes where they can (`--graphs on`)
+    fixed: bool  # whether rounds have fixed shapes where they can (option `graphs`)
     graphs: Graphs
     history: AcceptanceHistory  # what rounds cost and drafts achieve, for the policies
     size: int  # requests that decode at once

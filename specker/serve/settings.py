@@ -1,4 +1,4 @@
-"""The server's own flags."""
+"""The server's own flags, and its limits that have none."""
 
 import os
 import re
@@ -22,12 +22,13 @@ class Serving:
     allow_origin: tuple[str, ...] = opt((), "let pages of these origins call the API (CORS)", "ORIGIN")
     queue: int = opt(64, "requests that may wait; the next ones are refused (429)", least=0)
     seconds: float = opt(600.0, "time limit of a request, in seconds, its wait included")
-    grammar_seconds: float = opt(1.0, "CPU seconds that compiling a JSON schema or tools may take")
-    health_seconds: float = opt(60.0, "/health says 503 while a round, or preparing a request, takes longer")
-    client_seconds: float = opt(60.0, "time for a client to send a request's head, or its body, or to read on")
-    connections: int = opt(512, "connections that may be open; the next ones are closed", least=1)
-    body: int = opt(8, "size limit of a request's body, in MiB", least=1)
     view: bool = opt(False, "show the rounds of the last requests at /view, read only")
+    # Without a flag:
+    grammar_seconds: float = 1.0  # of CPU time to compile a JSON schema or tools, which a client could make endless
+    health_seconds: float = 60.0  # a round, or preparing a request, that takes longer hangs: /health says 503
+    client_seconds: float = 60.0  # to send a request's head, or its body, or to read on: as long as nginx waits
+    connections: int = 512  # open at once, some for each place in the queue; the next ones are closed
+    body: int = 8  # MiB of a request's body, about two million tokens of text
 
     def __post_init__(self) -> None:
         if self.api_key is None:
@@ -41,6 +42,5 @@ class Serving:
         for host in self.allow_host:
             if not re.fullmatch(r"[\w.-]+|\[[\da-fA-F:.]+\]", host):
                 raise ValueError(f"--allow-host takes names without a port, such as gpu.lan, got {host!r}")
-        for name in ("seconds", "grammar_seconds", "health_seconds", "client_seconds"):
-            if not 0 < getattr(self, name) <= LONGEST:
-                raise ValueError(f"{flag(name)} must be above 0 and at most {LONGEST}, got {getattr(self, name)}")
+        if not 0 < self.seconds <= LONGEST:
+            raise ValueError(f"--seconds must be above 0 and at most {LONGEST}, got {self.seconds}")

@@ -146,7 +146,7 @@ function details(trace, r) {
     .map(([name, ms]) => `${name} ${ms.toFixed(2)} ms`);
   if (r.sequences > 1) parts.push(`shared by ${r.sequences} sequences`);
   if (r.draft.length && origin(r)) parts.push(`${r.matched ? "copied" : "drafted"}${origin(r)}`);
-  if (r.diffusion) parts.push(`block ${r.diffusion[0]}, lattice width ${r.diffusion[1]}, path score ${r.diffusion[2]}, passes ${r.diffusion[3]}`);
+  if (r.diffusion) parts.push(`block ${r.diffusion[0]}, lattice width ${r.diffusion[1]}, path score ${r.diffusion[2]}`);
   return element("p", "details", parts.join(", "));
 }
 

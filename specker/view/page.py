@@ -105,12 +105,11 @@ def _stages(row: dict[str, Any]) -> list[float]:
 
 
 def _diffusion(row: dict[str, Any]) -> list[float] | None:
-    """[tokens of the block, mean candidates per position, score of the path per token, passes]."""
+    """[tokens of the block, mean candidates per position, score of the path per token]."""
     found = row.get("diffusion")
     if found is None:
         return None
-    return [_depth(row["parents"]), round(found.get("width", 1.0), 2), round(found.get("score", 0.0), 3),
-            found.get("passes", 1)]  # fmt: skip
+    return [_depth(row["parents"]), round(found.get("width", 1.0), 2), round(found.get("score", 0.0), 3)]
 
 
 def _depth(parents: list[int]) -> int:

@@ -13,7 +13,7 @@ from specker.view.trace import VERSION
 LISTS = ("tokens", "draft", "parents", "target", "path", "pieces")
 MEASURED = (  # what page.py calculates with
     *("draft", "search", "verify", "accept", "watch", "commit"),
-    *("width", "score", "passes", "seconds"),
+    *("width", "score", "seconds"),
 )
 MOST = 300  # digits of a number: a page's JSON has no infinity, and page.py multiplies seconds by 1000
 LASTS = ("recovered", "bonus", "own", "accepted")

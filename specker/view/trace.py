@@ -24,7 +24,7 @@ A round's rows are the root (row 0) and the draft: draft token j is row j + 1.
     draft        ids; `parents`: the row of each one's parent
     probability  of each draft token after its parent, by the drafter. Above temperature 0 it includes the noise of the
                  draw. Missing where the drafter computes none: lookup, a diffusion model's blocks unless the policy
-                 asks for it, and rounds of fixed shape (`--graphs on`)
+                 asks for it, and rounds of fixed shape (option `graphs`)
     agreed       of each draft token after its parent, by the target, before temperature and filters; `own`: of the
                  target's own token after each row. Missing where the target is split over ranks
     confidence   the drafter's probabilities in the order of drafting; [] unless the policy asks for them

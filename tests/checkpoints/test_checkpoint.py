@@ -314,6 +314,11 @@ def test_bidirectional(tmp_path: Path, arch: str) -> None:
     assert (plain.causal, plain.shifted_logits, plain.mask_token_id) == (True, True, 5)
     masked = read_here(folder, bidirectional=True).config
     assert (masked.causal, masked.shifted_logits, masked.mask_token_id) == (False, False, 5)
+    edit(folder, shifted_logits=True)
+    assert read_config(folder, bidirectional=True).shifted_logits
+    edit(folder, shifted_logits="yes")
+    with pytest.raises(CheckpointError, match=r"shifted_logits of config.json must be true or false, got 'yes'"):
+        read_config(folder, bidirectional=True)
 
 
 def test_dream_is_bidirectional_and_shifted_whether_asked_or_not(tmp_path: Path) -> None:

@@ -212,7 +212,7 @@ def test_float16_is_the_default_where_an_instruction_converts_it(targets, monkey
     for converts, default in ((True, torch.float16), (False, torch.float32)):
         monkeypatch.setattr("specker.cpu.converts_halves", lambda converts=converts: converts)
         assert kept() == default and kept(kv_dtype="float32") == torch.float32
-        assert kept(dtype="float64") == torch.float64 and kept(linear="cublas") == torch.float32
+        assert kept(dtype="float64") == torch.float64
 
 
 def test_memory_and_refusals(targets, tmp_path):

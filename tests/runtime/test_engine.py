@@ -12,7 +12,6 @@ from make_checkpoint import byte_tokenizer, edit, make, tokens_of
 from pairs import perturbed
 
 import specker
-from specker.kernels.linear import row_linear
 from specker.kernels.quant import Quantized, quantised
 from specker.model.cache import KVCache
 from specker.options import Params
@@ -161,21 +160,18 @@ def test_a_cpu_takes_bfloat16_where_its_compiled_kernels_serve_the_target(pair, 
     assert (bundled.dtype, bundled.model.dtype) == (torch.bfloat16, torch.float32)
     assert bundled.model.stack is not None
     assert specker.load(*pair, device="cpu").dtype == torch.float32
-    assert specker.load(strategy="ar", device="cpu", linear="cublas").dtype == torch.float32
 
 
 @pytest.mark.parametrize(
-    ("options", "exact"),
-    [
-        ({}, True),
-        ({"tree": "2x2"}, True),
-        ({"linear": "cublas"}, False),
-        ({"dtype": "float64"}, True),
-        ({"batch_size": 60}, True),  # 300 rows run in blocks
-    ],
+    "options",
+    [{}, {"tree": "2x2"}, {"dtype": "float64"}, {"batch_size": 60}],  # 300 rows run in blocks
 )
-def test_where_the_check_allows_no_difference(options, exact):
-    assert specker.load(device="cpu", max_context=64, **options).bit_equal == exact
+def test_where_the_check_allows_no_difference(options):
+    assert specker.load(device="cpu", max_context=64, **options).bit_equal
+
+
+def test_layers_that_are_not_compiled_may_differ_by_rounding(pair):
+    assert not specker.load(*pair, device="cpu").bit_equal
 
 
 @pytest.mark.parametrize(
@@ -190,7 +186,7 @@ def test_where_the_check_allows_no_difference(options, exact):
 )
 def test_where_the_check_allows_no_difference_on_a_gpu(weight, how, exact):
     """With weights that only torch multiplies, a row's bits depend on the batch."""
-    on = {"device": torch.device("cuda"), "dtype": torch.bfloat16, "stack": None, "linear": row_linear}
+    on = {"device": torch.device("cuda"), "dtype": torch.bfloat16, "stack": None}
     model = SimpleNamespace(**on, matrices=[torch.zeros(8, 64), weight])
     assert check.bit_equal(model, **{"chains": True, "ordered": True, **how}) == exact
 

@@ -28,12 +28,11 @@ SETTINGS = {
     "asks": ["--strategy", "draft", "--policy", "draft-and-verify", "--temperature", "0.8", "--seed", "3"],
     "tree": ["--strategy", "draft", "--tree", "3x3"],
     "pruned": ["--strategy", "draft", "--tree", "3x3", "--draft-tokens", "5"],
-    "graphs": ["--strategy", "draft", "--tree", "3x3", "--graphs", "on"],
+    "graphs": ["--strategy", "draft", "--tree", "3x3"],
     "lookup": ["--strategy", "lookup", "--tree", "2x4"],
     "easyspec": ["--strategy", "easyspec", "--tree", "2x3"],
     "del": ["--strategy", "del"],
     "diffuspec": ["--strategy", "diffuspec", "--cps", "tree"],
-    "chunk": ["--strategy", "diffuspec", "--policy", "chunk"],
     "vocabtrim": ["--strategy", "vocabtrim", "--vocab-keep", "64", "--vocab-text", "0"],
 }
 
@@ -53,6 +52,8 @@ def test_the_trace_of_a_run(
         return max((shape for p in policies for shape in p.budgets()), key=lambda shape: shape.nodes, default=NONE)
 
     monkeypatch.setattr(Chooser, "choose", longest)
+    if name == "graphs":
+        monkeypatch.setenv("SPECKER_GRAPHS", "on")
     argv = [
         "--device",
         "cpu",
@@ -175,10 +176,10 @@ def test_the_pages_data() -> None:
 
 
 def test_a_search_is_not_part_of_the_draft() -> None:
-    found = {**CHAIN, "diffusion": {"generated": 2, "passes": 3, "width": 2.5, "score": -0.25, "seconds": 0.0005}}
+    found = {**CHAIN, "diffusion": {"generated": 2, "width": 2.5, "score": -0.25, "seconds": 0.0005}}
     (turn,) = data(parse(map(json.dumps, (HEADER, BEGIN, found)), "t"))["turns"]
     assert turn["rounds"]["milliseconds"][0][:3] == [1.5, 0.5, 4.0] and turn["finished"] is None
-    assert turn["rounds"]["diffusion"] == [[2, 2.5, -0.25, 3]]
+    assert turn["rounds"]["diffusion"] == [[2, 2.5, -0.25]]
 
 
 def test_text_cannot_leave_its_element() -> None:

@@ -12,10 +12,9 @@ STAGES = ("prefill", "draft", "search", "verify", "accept", "watch", "commit")
 
 @dataclass(frozen=True)
 class BlockStats:
-    """Results of one draft of a diffusion model: its passes and its path search."""
+    """Results of one draft of a diffusion model: its block and its path search."""
 
     generated: int  # tokens before the first stop token in the raw argmax
-    passes: int = 1
     width: float = 1.0  # mean candidates per position
     score: float = 0.0  # score of the best path, per token
     seconds: float = 0.0  # time of the path search
@@ -83,8 +82,7 @@ class Stats:
         self.seconds["draft"] -= block.seconds
         self.seconds["search"] += block.seconds
         new: dict[str, float] = {"rounds": 1, "generated": block.generated, "accepted": accepted, "length": length}
-        new |= {"passes": block.passes, "width": block.width, "score": block.score}
-        self.found = _joined(self.found, new)
+        self.found = _joined(self.found, new | {"width": block.width, "score": block.score})
 
     def observe_copy(self, copy: CopyStats) -> None:
         """Count one round with a copied draft."""
@@ -108,9 +106,9 @@ class Stats:
 
     @property
     def diffusion(self) -> dict[str, float]:
-        """Means per round: L_gen, L_acc, length k, passes, candidates per position and path score per token."""
+        """Means per round: L_gen, L_acc, length k, candidates per position and path score per token."""
         rounds = self.found.get("rounds", 0) or 1
-        names = {"generated": "L_gen", "accepted": "L_acc", "length": "k", "passes": "passes"}
+        names = {"generated": "L_gen", "accepted": "L_acc", "length": "k"}
         names |= {"width": "lattice_width", "score": "path_score"}
         return {name: self.found.get(key, 0) / rounds for key, name in names.items()}
 

@@ -4,7 +4,7 @@ Every rank of a replica runs the same loop on the same text. The target's linear
 all-reduces per layer. The LM head's results are gathered: (logit, id) pairs for greedy decoding, logits for sampling.
 All ranks choose tokens from the same gathered numbers, so they choose the same tokens. Rank 0 drafts, alone or with
 others (EasySpec divides its groups over the first `--draft-ranks`). It broadcasts the draft once per round, with each
-text's length and last token; ranks that disagree stop with an error. In rounds of static shape (`--graphs on`) every
+text's length and last token; ranks that disagree stop with an error. In rounds of static shape (option `graphs`) every
 rank computes the same draft and nothing is broadcast.
 
 NCCL on GPUs, gloo on CPUs. NCCL's order of addition depends on the message size, so its sums are not batch-invariant.

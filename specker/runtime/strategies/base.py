@@ -22,8 +22,6 @@ from specker.runtime.notes import Notes
 from specker.zoo import Family
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     import torch
     from torch import Tensor
 
@@ -36,7 +34,9 @@ if TYPE_CHECKING:
     from specker.runtime.round.lm_head import LMHead
     from specker.runtime.strategies.vocabtrim.clusters import HeadRows
 
-SAVED = 4  # prompts' columns that a cache with recurrent states saves, beside one for each sequence
+# Columns of prompts whose recurrent states a cache saves, beside one for each sequence: some system prompts or
+# documents that several requests begin with. Each takes about the memory of a sequence's states.
+SAVED = 4
 LOOKAHEAD = 256  # cache columns beyond the context: a verify pass of the largest tree
 # The best of 2, 3 and 4 by the mean over temperatures 0 and 0.7 on the bundled pair (bench/results), within noise.
 DRAFT_TOKENS = 4
@@ -73,7 +73,7 @@ class DraftContext:
         from specker.model.decoder import Model
 
         assert self.draft is not None
-        return Model(self.draft, linear=linear(self.options))
+        return Model(self.draft)
 
     def head(self, model: Model, weight: Matrix | None = None) -> LMHead:
         """The drafting head: the model's norm with the model's own head, or with the rows `weight` [K, E]."""
@@ -183,10 +183,6 @@ class Strategy:
         assert source is not None
         return eagle.read(source, target, dtype=dtype, quantize=quantize)
 
-    def adapt(self, options: Options, draft: Checkpoint) -> Checkpoint:
-        """Apply the options to the draft checkpoint."""
-        return draft
-
     def with_draft(self, options: Options, draft: Checkpoint) -> Options:
         """The options with the defaults that depend on the draft checkpoint."""
         return options
@@ -238,14 +234,6 @@ class Strategy:
         usual = LONGEST + 1 if options.policy in CONFIDENT else LENGTHS[-1] if options.policy == AUTO else DRAFT_TOKENS
         length = options.draft_tokens or usual
         return Budget(length, length)
-
-
-def linear(options: Options) -> Callable[..., Tensor]:
-    """The linear of a Model: the batch-invariant kernel, or torch's own. A drafter's head uses neither: it runs the
-    fused top-k kernel."""
-    from specker.kernels.linear import row_linear, row_linear_ref
-
-    return row_linear_ref if options.linear == "cublas" else row_linear
 
 
 def allocate(model: Model, options: Options, layers: int | None = None, rings: bool = False) -> KVCache:
@@ -310,7 +298,7 @@ def planned_kv_dtype(checkpoint: Checkpoint, options: Options) -> torch.dtype:
     norm = checkpoint.weights.norm
     if options.kv_dtype is not None:
         return kv_dtype(options, norm.dtype, norm.device)
-    compiled = norm.device.type == "cpu" and norm.dtype == torch.float32 and options.linear != "cublas"
+    compiled = norm.device.type == "cpu" and norm.dtype == torch.float32
     compiled = compiled and world_size() == 1 and served(checkpoint.config)
     return torch.float16 if compiled and cpu.converts_halves() else norm.dtype
 
@@ -327,10 +315,10 @@ def check_compiled(options: Options, model: Model) -> None:
 
 
 def saved_states(options: Options) -> int:
-    """The columns whose recurrent states a cache can save: those of some prompts, and a few for each sequence."""
+    """The columns whose recurrent states a cache can save: `SAVED` and one for each sequence."""
     if options.prefix_cache == "off":
         return 0
-    return SAVED + options.batch_size if options.saved_states is None else options.saved_states
+    return SAVED + options.batch_size
 
 
 def slots(options: Options) -> int:

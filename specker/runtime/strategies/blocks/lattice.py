@@ -21,7 +21,6 @@ of probabilities, which is the expected number of accepted tokens.
 
 import heapq
 import itertools
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -40,14 +39,6 @@ class Lattice:
     # constant per position, which does not change the order of paths
     noise: Any  # [k, M + stops] float, or None
     kept: Any  # [k, M + stops] bool: whether the candidate is in the lattice
-
-    @classmethod
-    def joined(cls, blocks: "Sequence[Lattice]") -> "Lattice":
-        """Concatenate blocks of positions."""
-        first = blocks[0]
-        noise = None if first.noise is None else np.concatenate([block.noise for block in blocks])
-        ids, log_p, kept = (np.concatenate([getattr(b, name) for b in blocks]) for name in ("ids", "log_p", "kept"))
-        return cls(ids, log_p, noise, kept)
 
     @property
     def width(self) -> float:

@@ -50,52 +50,47 @@ def candidates(
     final: Final,
     positions: Tensor,
     head: LMHead,
-    how: Search | None,
+    how: Search,
     stops: LMHead | None = None,
-) -> tuple[list[list[int]], list[Lattice], list[list[float]]]:
+) -> tuple[list[list[int]], list[Lattice]]:
     """The rows that predict k tokens of each sequence, final [n * k, E], at `positions` [n * k] int64 -> per sequence
-    the best guesses [k], the candidates of each position, and the guesses' probabilities [k]. `stops`: a head with the
-    rows of the stop ids, which are candidates everywhere. Waits for the device."""
+    the best guesses [k] and the candidates of each position. `stops`: a head with the rows of the stop ids, which are
+    candidates everywhere. Waits for the device."""
     k = len(final.rows) // batch.n
-    width = 1 if how is None else min(how.candidates, head.most)
-    ids, scores, lse = head.ranked(final, width, batch.draws, positions)
+    ids, scores, lse = head.ranked(final, min(how.candidates, head.most), batch.draws, positions)
     count = 0
-    if how is not None and stops is not None:
+    if stops is not None:
         count = stops.weight.shape[0]
         stop_ids, stop_scores, _ = stops.ranked(final, count, batch.draws, positions)
         ids, scores = torch.cat((ids, stop_ids), 1), torch.cat((scores, stop_scores), 1)
     noise = _noise(batch.requests, positions, ids, k)
     ids_, ranks_, noise_ = _on_host(ids, scores - lse.unsqueeze(-1), noise)
-    mass = 0.0 if how is None else how.mass
-    blocks, sure = [], []
+    blocks = []
     for b, sequence in enumerate(batch.requests):
         own = slice(b * k, (b + 1) * k)
         drawn = noise_ is not None and sequence.sampling.temperature > 0
-        blocks.append(lattice(ids_[own], ranks_[own], noise_[own] if drawn else None, mass, count))
-        sure.append(np.exp(ranks_[own, 0]).tolist())
-    return [block.ids[:, 0].tolist() for block in blocks], blocks, sure
+        blocks.append(lattice(ids_[own], ranks_[own], noise_[own] if drawn else None, how.mass, count))
+    return [block.ids[:, 0].tolist() for block in blocks], blocks
 
 
 def searched(
     batch: Batch,
     guesses: list[list[int]],
-    blocks: list[list[Lattice]],
+    blocks: list[Lattice],
     how: Search,
     stop_ids: frozenset[int],
-    passes: int = 1,
 ) -> BlockDraft:
-    """Search each sequence's blocks, and write the path or the tree as a draft. `guesses`: the best guess of each
-    position; `passes`: of the drafter, for the statistics."""
+    """Search each sequence's block, and write the path or the tree as a draft. `guesses`: the best guess of each
+    position, for the statistics."""
     tokens: list[list[int]] = []
     parents: list[list[int]] = []
     stats: list[BlockStats] = []
-    for sequence, own, found in zip(batch.requests, guesses, blocks, strict=True):
+    for sequence, own, block in zip(batch.requests, guesses, blocks, strict=True):
         start = time.perf_counter()
-        whole = found[0] if len(found) == 1 else Lattice.joined(found)
         before = (sequence.token_ids[-2] if len(sequence.token_ids) > 1 else -1, sequence.token_ids[-1])
-        asked = whole, how, before, stop_ids
+        asked = block, how, before, stop_ids
         if how.tree:
-            nodes = min(how.nodes * len(whole.ids), batch.budget.nodes)
+            nodes = min(how.nodes * len(block.ids), batch.budget.nodes)
             paths, up = best_tree(*asked, nodes, sequence.sampling.temperature)
             tokens.append([path.tokens[-1] for path in paths])
             best = max(paths, key=lambda path: len(path.tokens))
@@ -105,7 +100,7 @@ def searched(
             up = list(range(len(best.tokens)))
         parents.append(up)
         score, seconds = best.score / max(1, len(best.tokens)), time.perf_counter() - start
-        stats.append(BlockStats(before_stop(own, stop_ids), passes, whole.width, score, seconds))
+        stats.append(BlockStats(before_stop(own, stop_ids), block.width, score, seconds))
     draft = BlockDraft.of(batch, tokens, parents)
     draft.blocks = stats
     return draft

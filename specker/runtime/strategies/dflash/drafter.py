@@ -50,8 +50,8 @@ class BlockDrafter(Drafter):
         self.head.follow(batch.requests)
         if self.search is not None:
             final, positions = self._rows(batch, depth)
-            guesses, blocks, _ = candidates(batch, final, positions.view(-1), self.head, self.search)
-            return searched(batch, guesses, [[block] for block in blocks], self.search, self.stop_ids)
+            guesses, blocks = candidates(batch, final, positions.view(-1), self.head, self.search)
+            return searched(batch, guesses, blocks, self.search, self.stop_ids)
         draft = BlockDraft(depth, depth=depth, observed=True)
         if not batch.confident and (batch.fixed or not batch.traced):
             batch.run(("block", depth), lambda: self._write(batch, depth))

@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from functools import lru_cache
-from itertools import zip_longest
 
 import torch
 from torch import Tensor
@@ -16,7 +15,7 @@ from specker.runtime.round.batch import Batch
 from specker.runtime.round.drafter import Accepted, Draft
 from specker.runtime.round.lm_head import LMHead
 from specker.runtime.strategies.base import DraftContext, Strategy
-from specker.runtime.strategies.blocks.lattice import Lattice, Search
+from specker.runtime.strategies.blocks.lattice import Search
 from specker.runtime.strategies.blocks.search import BlockDraft, before_stop, candidates, read, searched
 from specker.runtime.strategies.model_drafter import CATCH_UP_ROWS, WINDOW, ModelDrafter
 from specker.runtime.strategies.vocabtrim.head import KeptRows
@@ -40,16 +39,14 @@ class DiffusionDrafter(ModelDrafter):
         super().__init__(model, cache, head, depth)
         self.stops, self.stop_ids, self.search = stops, stop_ids, search
         self.synchronous = search is not None
-        self._last = 0  # tokens guessed by the last pass
 
     def fits(self, length: int, budget: Budget) -> bool:
         """Whether also the catch-up rows and the masks fit into the window of one pass."""
         rows = self.repeated + min(budget.depth, budget.nodes)
-        return not budget.extra and rows <= WINDOW and super().fits(length, budget)
+        return rows <= WINDOW and super().fits(length, budget)
 
     def propose(self, batch: Batch) -> Draft:
-        """Draft a block of tokens (`Chunks`; otherwise the whole depth), and further blocks while the policies
-        accept the probability of the last block's least confident token."""
+        """Draft a block of tokens for all sequences."""
         self.head.follow(batch.requests)
         depth = min(batch.budget.depth, batch.budget.nodes)
         if batch.fixed:
@@ -57,39 +54,15 @@ class DiffusionDrafter(ModelDrafter):
             if self.search is None:
                 return BlockDraft(depth, depth=depth, observed=True)
             lengths = [len(s.token_ids) for s in batch.requests]
-            new, blocks, _ = self._candidates(batch, Final(batch.memory.get("hidden", batch.n * depth)), lengths)
-            return searched(batch, new, [[block] for block in blocks], self.search, self.stop_ids)
+            return self._searched(batch, self.search, Final(batch.memory.get("hidden", batch.n * depth)), lengths)
         texts = [s.token_ids[: self.limit] for s in batch.requests]
-        guesses: list[list[int]] = [[] for _ in texts]
-        lattices: list[list[Lattice]] = [[] for _ in texts]
-        confidence: list[list[float]] = [[] for _ in texts]
-        votes = Draft()  # collects the policies' votes on the least confident token of each block
-        passes = done = 0
-        while True:
-            n = min(batch.budget.extra[0] if batch.budget.extra else depth, depth - done)
-            final = self.masked(texts, guesses, done, n)
-            passes += 1
-            if self.search is None and not batch.confident:
-                at = self._positions([len(t) + done for t in texts], n)
-                new = self.head.best(final, batch.draws, at).view(len(texts), n).tolist()
-            else:
-                new, blocks, sure = self._candidates(batch, final, [len(t) + done for t in texts])
-                for b, block in enumerate(blocks):
-                    lattices[b].append(block)
-                    confidence[b] += sure[b]
-            guesses = [old + more for old, more in zip(guesses, new, strict=True)]
-            done += n
-            more = batch.confident and votes.vote(batch.requests, [min(each[-n:]) for each in confidence])
-            if done == depth or not more or all(self.stopped(g) < done for g in guesses):
-                break
+        final, lengths = self.masked(texts, depth), [len(text) for text in texts]
         if self.search is not None:
-            return searched(
-                batch, guesses, lattices, self.search, self.stop_ids, passes
-            )  # a searched path may differ from the guesses
+            return self._searched(batch, self.search, final, lengths)
+        guesses = self.head.best(final, batch.draws, self._positions(lengths, depth)).view(len(texts), depth).tolist()
         kept = [g[: self.stopped(g) + 1] for g in guesses]
         draft = BlockDraft.of(batch, kept, [list(range(len(k))) for k in kept])
-        draft.confidence = [list(each) for each in zip_longest(*confidence, fillvalue=0.0)] if batch.confident else []
-        draft.blocks = [BlockStats(self.stopped(g), passes) for g in guesses]
+        draft.blocks = [BlockStats(self.stopped(g)) for g in guesses]
         return draft
 
     def accept(self, batch: Batch, draft: Draft, accepted: Accepted) -> None:
@@ -107,27 +80,20 @@ class DiffusionDrafter(ModelDrafter):
         first = torch.tensor(lengths, dtype=torch.int64, device=device)[:, None] - 1
         return (first + torch.arange(k, dtype=torch.int64, device=device)).clamp(max=last).view(-1)
 
-    def masked(self, texts: Sequence[list[int]], guesses: list[list[int]], done: int, n: int) -> Final:
-        """The rows [sequences * n, E] that predict the n tokens after the texts and this round's guesses."""
+    def masked(self, texts: Sequence[list[int]], n: int) -> Final:
+        """The rows [sequences * n, E] that predict the n tokens after the texts."""
         config, cache = self.model.config, self.cache
         assert config.mask_token_id is not None
         masks, out = [config.mask_token_id] * n, self.asked(n)
         starts, new_tokens = [], []
-        for slot, (text, new) in enumerate(zip(texts, guesses, strict=True)):
+        for slot, text in enumerate(texts):
             behind = len(text) - cache.exact_len[slot]
             if behind > CATCH_UP_ROWS or behind + n > WINDOW:
                 self.prefill(slot, text)
-            start = cache.exact_len[slot]
-            if done:  # the columns after the text hold the blocks before the last
-                before = done - self._last
-                starts.append(start + before)
-                new_tokens.append(self.in_vocabulary(new[before:]) + masks)
-            else:
-                start = min(start, len(text) - 1)
-                starts.append(start)
-                new_tokens.append(self.in_vocabulary(text[start:]) + masks)
-                cache.exact_len[slot] = len(text)
-        self._last = n
+            start = min(cache.exact_len[slot], len(text) - 1)
+            starts.append(start)
+            new_tokens.append(self.in_vocabulary(text[start:]) + masks)
+            cache.exact_len[slot] = len(text)
         rows = cache.after(starts, [len(tokens) for tokens in new_tokens], full=True)
         flat = [token for each in new_tokens for token in each]
         tokens = torch.tensor(flat, dtype=torch.int64, device=self.model.device)
@@ -163,13 +129,12 @@ class DiffusionDrafter(ModelDrafter):
         final = Final(asking(out.final.rows), out.final.normed)
         batch.window[:, 1 : k + 1] = self.head.best(final, batch.draws, asked).view(n, k)
 
-    def _candidates(
-        self, batch: Batch, final: Final, lengths: list[int]
-    ) -> tuple[list[list[int]], list[Lattice], list[list[float]]]:
-        """`search.candidates` of the rows [n * k, E] that predict the tokens after texts of `lengths`."""
+    def _searched(self, batch: Batch, search: Search, final: Final, lengths: list[int]) -> BlockDraft:
+        """The paths through the candidates of the rows [n * k, E] that predict the tokens after texts of `lengths`."""
         k = len(final.rows) // batch.n
         positions = self._positions(lengths + [1] * (batch.n - len(lengths)), k)
-        return candidates(batch, final, positions, self.head, self.search, self.stops)
+        guesses, blocks = candidates(batch, final, positions, self.head, search, self.stops)
+        return searched(batch, guesses, blocks, search, self.stop_ids)
 
     def stopped(self, guesses: list[int]) -> int:
         return before_stop(guesses, self.stop_ids)

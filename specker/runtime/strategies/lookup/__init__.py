@@ -32,30 +32,26 @@ if TYPE_CHECKING:
     from specker.runtime.strategies.lookup.drafter import LookupDrafter
 
 LENGTH = 8  # tokens of a draft chain, for policies that do not choose it
+# Tokens of the shortest and of the longest suffix to look for. Policy `auto` learns what a match of each length is
+# worth, so short ones do no harm, and copies after eight tokens are right as often as after seven (policy.py).
+SUFFIXES = 1, 8
+MEMORY = 64 << 20  # bytes for ended texts, and for a corpus: nearly two million tokens
 
 
 @dataclass(frozen=True)
 class LookupOptions:
-    ngram_most: int = opt(8, "longest suffix of the text to look for", least=1, most=64)
-    ngram_least: int = opt(1, "shortest suffix to look for", least=1, most=64)
     lookup_share: str = opt(
         "on", "also copy from the texts that this engine ended before, or not (off)", choices=("on", "off")
     )
     lookup_corpus: str | None = opt(
         None, "also copy from these files: a text, JSON lines with text, or a folder of them", "FILE|DIR"
     )
-    lookup_memory: int = opt(64, "MiB for the ended texts; those not copied for the longest time go first", least=1)
     lookup_file: str | None = opt(
         None, "keep the ended texts in this file, which is read at the start; only its owner can read it", "FILE"
     )
 
     def __post_init__(self) -> None:
         check_fields(self)
-        if self.ngram_least > self.ngram_most:
-            raise ValueError(
-                f"{option('ngram_least')} must be at most {option('ngram_most')}, got {self.ngram_least} and "
-                f"{self.ngram_most}"
-            )
         if self.lookup_corpus is not None and not Path(self.lookup_corpus).expanduser().exists():
             raise ValueError(f"{option('lookup_corpus', self.lookup_corpus)}: there is no such file or folder")
         if self.lookup_file is not None and self.lookup_share == "off":
@@ -101,4 +97,4 @@ def copying(options: LookupOptions, context: DraftContext, longest: int, width: 
     from specker.runtime.strategies.lookup.kept import TextFile
 
     file = None if options.lookup_file is None else TextFile(options.lookup_file, context.target)
-    return LookupDrafter(options, width, longest, read(options, context.target), file)
+    return LookupDrafter(options.lookup_share == "on", width, longest, read(options, context.target), file)

@@ -17,7 +17,7 @@ from specker.checkpoints.checkpoint import Checkpoint
 from specker.cpu.suffixes import END
 from specker.fields import not_json, option
 from specker.paths import cache_root, write_cached
-from specker.runtime.strategies.lookup import LookupOptions
+from specker.runtime.strategies.lookup import MEMORY, LookupOptions
 from specker.runtime.strategies.lookup.pool import Pool
 
 VERSION = 1  # raise it when a file's tokens change
@@ -28,15 +28,14 @@ class NotText(ValueError):
     """A file does not hold text."""
 
 
-def read(options: LookupOptions, target: Checkpoint) -> Pool | None:
+def read(options: LookupOptions, target: Checkpoint, memory: int = MEMORY) -> Pool | None:
     """The texts of `--lookup-corpus`, tokenised; None if it is not given. Raises ValueError for what is not text or
-    takes more than `--lookup-memory`."""
+    takes more than `memory` bytes."""
     if options.lookup_corpus is None:
         return None
     if target.tokenizer_or_none is None:
         raise ValueError(f"{option('lookup_corpus')} needs a tokenizer, and the target has none")
-    root, pool = Path(options.lookup_corpus).expanduser(), Pool(options.ngram_least, options.ngram_most, count(1))
-    limit = options.lookup_memory << 20
+    root, pool = Path(options.lookup_corpus).expanduser(), Pool(count(1))
     for path in _files(root):
         try:
             texts = _texts(path)
@@ -46,9 +45,9 @@ def read(options: LookupOptions, target: Checkpoint) -> Pool | None:
             continue  # a folder may hold pictures beside its texts
         for tokens in _tokens(texts, target):
             pool.add(tokens)
-        if pool.bytes > limit:
+        if pool.bytes > memory:
             asked = option("lookup_corpus", options.lookup_corpus)
-            raise ValueError(f"{asked} takes more than {options.lookup_memory} MiB: raise {option('lookup_memory')}")
+            raise ValueError(f"{asked} takes more than {memory >> 20} MiB of memory: name fewer texts")
     if not pool.texts:
         raise ValueError(f"{option('lookup_corpus', options.lookup_corpus)} holds no text")
     return pool

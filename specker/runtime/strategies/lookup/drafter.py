@@ -10,6 +10,7 @@ from specker.cpu.suffixes import NOTHING, Copy, Index, new_index
 from specker.runtime.control.policy import CORPUS, OWN, PAST, Match
 from specker.runtime.control.stats import CopyStats
 from specker.runtime.round.drafter import Draft, Drafter, Offer
+from specker.runtime.strategies.lookup import SUFFIXES
 from specker.runtime.strategies.lookup.pool import Pool, Pools
 
 if TYPE_CHECKING:
@@ -18,7 +19,6 @@ if TYPE_CHECKING:
 
     from specker.runtime.round.batch import Batch
     from specker.runtime.round.state import Request
-    from specker.runtime.strategies.lookup import LookupOptions
     from specker.runtime.strategies.lookup.kept import TextFile
 
 FAILED = ("not finite", "failed")  # requests whose text is not worth copying
@@ -37,17 +37,18 @@ class LookupDrafter(Drafter):
 
     def __init__(
         self,
-        options: LookupOptions,
+        shares: bool,
         width: int,
         longest: int,
         corpus: Pool | None = None,
         file: TextFile | None = None,
     ):
-        """`width`: paths of a tree, 1 for chains. `longest`: tokens of the longest path. `corpus`: texts of the user,
-        from which every request may copy. `file`: what keeps the ended texts. Raises ValueError if it cannot be
-        read."""
-        self.options, self.width, self.longest, self.corpus, self.file = options, width, longest, corpus, file
-        self.pools = Pools(options) if options.lookup_share == "on" else None
+        """`shares`: drafts are also copied from texts that ended. `width`: paths of a tree, 1 for chains. `longest`:
+        tokens of the longest path. `corpus`: texts of the user, from which every request may copy. `file`: what keeps
+        the ended texts. Raises ValueError if it cannot be read."""
+        self.width, self.longest, self.corpus, self.file = width, longest, corpus, file
+        self.suffixes = SUFFIXES
+        self.pools = Pools() if shares else None
         self._indices: dict[Request, Index] = {}
         if file is not None and self.pools is not None:
             file.read(self.pools)
@@ -71,7 +72,7 @@ class LookupDrafter(Drafter):
         for request in present:
             index = self._indices.get(request)
             if index is None:
-                index = self._indices[request] = new_index(self.options.ngram_least, self.options.ngram_most)
+                index = self._indices[request] = new_index(*self.suffixes)
             if len(index) < len(request.token_ids):
                 index.append(request.token_ids[len(index) :])
 
@@ -102,7 +103,7 @@ class LookupDrafter(Drafter):
         index = self._indices[request] if source == OWN else None if pool is None else pool.index
         if index is None or not nodes:
             return NOTHING
-        most = self.options.ngram_most
+        most = self.suffixes[1]
         return index.draft(request.token_ids[-most:], most, depth, nodes, width)
 
     def _pool(self, request: Request, source: str) -> Pool | None:

@@ -36,7 +36,7 @@ class TextFile:
 
     def read(self, pools: Pools) -> None:
         """Add the texts of the file, if there is one, to pools that are still empty. As everywhere, those that take
-        more than `--lookup-memory` go, the least recently copied first. Raises ValueError for a file that is damaged,
+        more than `MEMORY` go, the least recently copied first. Raises ValueError for a file that is damaged,
         of another model or not made by `write`."""
         try:
             data = self.path.read_bytes()

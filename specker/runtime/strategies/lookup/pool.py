@@ -9,14 +9,11 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import count
-from typing import TYPE_CHECKING
 
 from specker.cpu.suffixes import END, Index, new_index
+from specker.runtime.strategies.lookup import MEMORY, SUFFIXES
 
-if TYPE_CHECKING:
-    from specker.runtime.strategies.lookup import LookupOptions
-
-LEAST = 2  # tokens of the shortest match in another text
+SIZES = 2, SUFFIXES[1]  # tokens of the shortest and of the longest match in another text
 KEPT = 0.75  # of the memory, once texts are dropped: each time the index is made anew
 WIDE, TEXT = 4, 380  # bytes of a token and of a text, beside the index
 
@@ -31,9 +28,9 @@ class Text:
 class Pool:
     """The texts of one salt, or a corpus."""
 
-    def __init__(self, least: int, most: int, clock: count[int]):
-        self._sizes, self._clock = (max(least, min(LEAST, most)), most), clock
-        self.index: Index = new_index(*self._sizes)
+    def __init__(self, clock: count[int]):
+        self._clock = clock
+        self.index: Index = new_index(*SIZES)
         self.texts: list[Text] = []  # ascending by start
         self._beginnings: dict[bytes, list[Text]] = {}
 
@@ -71,18 +68,18 @@ class Pool:
     def drop(self, dropped: set[Text]) -> None:
         """Make the index anew without these texts."""
         texts = [text for text in self.texts if text not in dropped]
-        self.index, self.texts, self._beginnings = new_index(*self._sizes), [], {}
+        self.index, self.texts, self._beginnings = new_index(*SIZES), [], {}
         for text in texts:
             self._beginnings.setdefault(_beginning(text), []).append(text)
             self._append(text)
 
 
 class Pools:
-    """A pool for each salt. In all they take `--lookup-memory`: the texts that were not copied for the longest time go
+    """A pool for each salt. In all they take `memory` bytes: the texts that were not copied for the longest time go
     first. A pool's name is a digest of its salt under a random key, since a file (kept.py) must not tell the salts."""
 
-    def __init__(self, options: LookupOptions):
-        self._sizes, self._limit = (options.ngram_least, options.ngram_most), options.lookup_memory << 20
+    def __init__(self, memory: int = MEMORY):
+        self._limit = memory
         self._pools: dict[str, Pool] = {}
         self._clock = count(1)
         self.key = os.urandom(16)
@@ -105,7 +102,7 @@ class Pools:
     def put(self, name: str, tokens: Sequence[int]) -> None:
         """Add a text to the pool of this name."""
         if name not in self._pools:
-            self._pools[name] = Pool(*self._sizes, self._clock)
+            self._pools[name] = Pool(self._clock)
         self._pools[name].add(tokens)
         self.added += 1
         if self.bytes > self._limit:

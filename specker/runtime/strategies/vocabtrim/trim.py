@@ -212,5 +212,5 @@ def mbsu(target: Checkpoint, draft: Checkpoint, kept: HeadRows | None, options: 
     tree = options.tree
     gamma = tree.depth if tree is not None and tree.width > 1 else stats.drafted / max(1, stats.rounds)
     if stats.found:  # a pass guesses a whole block
-        gamma = stats.diffusion["passes"]
+        gamma = 1.0
     return stats.acceptance_length / (drafted / whole * gamma + 1)
