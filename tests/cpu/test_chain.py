@@ -10,7 +10,7 @@ STEPS = 9
 
 
 def drafted(model, cache, length, slots, rules=None):
-    """The tokens that each sequence of `slots` drafts after one more token, all in one call, and their probabilities."""
+    """The tokens that each sequence of `slots` drafts after one more token, in one call, and their probabilities."""
     count = len(slots)
     rows = cache.after([length] * 8, [1] * 8)
     some = torch.tensor(slots)
