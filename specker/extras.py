@@ -9,8 +9,8 @@ from importlib.metadata import version
 from importlib.util import find_spec
 
 EXTRAS = {  # as in pyproject.toml
-    "gguf": ("gguf>=0.18", "accelerate>=1.1", "transformers>=5.18", "huggingface_hub>=1.31"),
-    "serve": ("fastapi>=0.120", "llguidance>=1.3", "prometheus_client>=0.20", "uvicorn>=0.35"),
+    "gguf": ("gguf>=0.18", "accelerate>=1.4", "transformers>=5.18", "huggingface_hub>=1.31"),
+    "serve": ("fastapi>=0.132", "llguidance>=1.7", "prometheus_client>=0.20", "uvicorn>=0.35"),
 }
 
 

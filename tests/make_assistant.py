@@ -24,7 +24,7 @@ TARGETS: dict[str, dict[str, Any]] = {
 OFTEN = {"31b": [125, 88, 95], "e2b": [112, 92, 102]}  # ids that these targets write often
 CLUSTERS = {"use_ordered_embeddings": True, "num_centroids": 16, "centroid_intermediate_top_k": 3}
 
-_MODES = transformers.Gemma4TextConfig.kv_sharing_modes
+_MODES = getattr(transformers.Gemma4TextConfig, "kv_sharing_modes", None)
 
 
 def _modes(self: Any) -> list[str | None]:
@@ -33,7 +33,8 @@ def _modes(self: Any) -> list[str | None]:
     return ["reuse"] * every if self.num_kv_shared_layers == every else _MODES.fget(self)
 
 
-transformers.Gemma4TextConfig.kv_sharing_modes = property(_modes)
+if _MODES is not None:
+    transformers.Gemma4TextConfig.kv_sharing_modes = property(_modes)
 
 
 def make_target(folder: Path, kind: str) -> Path:

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import transformers
 from jinja2 import TemplateError
+from since import since
 
 import specker
 from specker.checkpoints import template
@@ -186,6 +187,7 @@ TEMPLATES = (
 )
 
 
+@since("transformers", "5.23", "renders some templates otherwise")
 @pytest.mark.parametrize("source", TEMPLATES)
 def test_a_template_writes_what_it_writes_with_transformers(source: str, tmp_path: Path) -> None:
     tokens = written(tmp_path, "llama", WHOLE, **NAMED, chat_template=source)

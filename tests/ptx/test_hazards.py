@@ -3,6 +3,9 @@
 import json
 
 from compile_only import python
+from since import since
+
+pytestmark = since("triton", "3.7", "writes no proxy fence between copies and wgmma on sm_90, which PTX asks for")
 
 UNORDERED_READ = "race: read of global memory that another CTA of the launch writes"
 UNORDERED_WRITE = "race: write to global memory that another CTA of the launch reads"

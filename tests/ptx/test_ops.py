@@ -6,6 +6,9 @@ process, since a kernel's definition decides whether it is interpreted or compil
 
 import pytest
 from compile_only import python
+from since import since
+
+pytestmark = since("triton", "3.7", "writes no proxy fence between copies and wgmma on sm_90, which PTX asks for")
 
 FLOAT = [
     "residual_merge",

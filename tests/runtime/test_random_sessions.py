@@ -81,7 +81,7 @@ class RandomSession:
         text = self.rng.choice(self.texts)
         lengths = [*LENGTHS, *(len(text) - n for n in LEFT_OUT)]
         shared = max(0, self.rng.choice(lengths) + self.rng.randrange(-2, 3))
-        return text[:shared] + self._ids(self.rng.choice((1, 1, 2, 5, 31, 40)))
+        return (text[:shared] + self._ids(self.rng.choice((1, 1, 2, 5, 31, 40))))[: CONTEXT - 1]
 
     def submit(self):
         prompt, count = self.prompt(), self.rng.choice((1, 2, 5, 9, 35))
