@@ -2,6 +2,7 @@
 
 README.md and the pages of docs/ have parts between `<!-- generated NAME -->` and `<!-- end -->`: flags, options,
 strategies, ops, the reference of Python (reference.py), the tree of files, the index of decision records, and numbers.
+So does the struct of a layer in csrc/layers.h, whose fields are those of LayerWeights.
 This script computes them from the code and from bench/results, so that no page repeats by hand what the code says.
 Tables of measurements, between `<!-- results NAME -->` and `<!-- end -->`, come from bench/tables.py. `--check` writes
 nothing and ends with exit code 1 if a page would change.
@@ -27,10 +28,16 @@ from specker import kernels  # noqa: E402
 from specker import options as config  # noqa: E402
 from specker.cli import calibrate, serve  # noqa: E402
 from specker.cli import flags as command  # noqa: E402
+from specker.layer_weights import KINDS  # noqa: E402
 from specker.runtime import strategies  # noqa: E402
 from specker.zoo import catalogue  # noqa: E402
 
-PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), ROOT / "docs" / "adr" / "README.md")
+PAGES = (
+    ROOT / "README.md",
+    *sorted((ROOT / "docs").glob("*.md")),
+    ROOT / "docs" / "adr" / "README.md",
+    ROOT / "specker" / "cpu" / "csrc" / "layers.h",
+)
 MARK = re.compile(r"(<!-- generated (\w+)(?: ([^>]+?))? -->)(\n?).*?<!-- end -->", re.DOTALL)
 SOURCES = ("specker", "train", "examples", "scripts")  # the tree of files lists what they hold
 # Folders without a docstring of their own; those outside of SOURCES are one line of the tree.
@@ -266,9 +273,19 @@ def first_sentence(text: str) -> str:
     return found[1] if found else paragraph.rstrip(" .,")
 
 
+def layer_weights() -> str:
+    """The fields of a layer's struct in C, between comments."""
+    lines = []
+    for name, kind in KINDS.items():
+        note = f"[{kind.shape}]" + (f", {kind.note}" if kind.note else "")
+        lines.append(f"    {'matrix ' if kind.product else 'const float *'}{name}; // {note}")
+    return "\n".join([" */", *lines, "    /* "])
+
+
 PARTS: dict[str, Callable[..., str]] = {
     "drafts": drafts,
     "flags": flags,
+    "layer_weights": layer_weights,
     "ops": ops,
     "options": options,
     "ratio": ratio,

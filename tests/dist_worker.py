@@ -26,8 +26,7 @@ def main(cases: Path, out: Path) -> None:
         kept = [cache.prefixes.match([*prompts[0], *fast[0].tokens]).columns for cache in engine.loop.slots.caches[1:]]
         plain = engine.generate_ar(prompts, case["count"], **case["sampling"][0])
         ranks = engine.ranks
-        parts = [part for layer in engine.model.layers for part in (layer.mixer, *layer.mlps)]
-        weights = sum(w.numel() for part in parts for w in part if isinstance(w, torch.Tensor))
+        weights = sum(w.numel() for layer in engine.model.layers for w in layer.mixer.present().values())
         here = {"rank": ranks.rank, "drafts": ranks.drafts, "layer_elements": weights} if ranks else {}
         here |= {"draft_prefix": sum(kept)}
         found.append({"runs": each, "ar": [p.tokens for p in plain], "head_rows": engine.model.head.shape[0], **here})

@@ -9,9 +9,10 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from specker.cpu import Packed, packed
-from specker.cpu.layers import NAMES, Records, Stack
+from specker.cpu.layers import Records, Stack
 from specker.kernels.ancestors import chain_words
 from specker.kernels.quant import quantised
+from specker.layer_weights import KINDS, LayerWeights
 from specker.model.config import DeltaNet, Experts, LayerSpec, Mixer, ShortConv
 
 E, HQ, HKV, D, FFN, EPS = 64, 4, 2, 32, 96, 1e-6
@@ -43,7 +44,7 @@ class Hybrid:
         turn = torch.outer(torch.arange(512.0), 100 ** (-torch.arange(0, D, 2) / D))
         self.rope = torch.stack((turn.cos().repeat(1, 2), torch.cat((-turn.sin(), turn.sin()), 1)), 1)
         for mixer in mixers:
-            own: dict[str, Any] = dict.fromkeys(NAMES)
+            own: dict[str, Any] = dict.fromkeys(KINDS)
             own["norm_in"], own["norm_post"] = 1 + random(E, scale=0.1), 1 + random(E, scale=0.1)
             if mixer is None:
                 own["qkv"] = random((HQ * (1 + gated) + 2 * HKV) * D, E)
@@ -59,9 +60,6 @@ class Hybrid:
                 if separate:
                     gates = 2 * mixer.value_heads
                     own["qkv"], own["gates"] = own["qkv"][:-gates].contiguous(), own["qkv"][-gates:].contiguous()
-            if isinstance(mixer, ShortConv):
-                own["qkv_bias"] = random(3 * mixer.channels, scale=0.2)
-                own["conv_bias"] = random(mixer.channels, scale=1)
             if experts is None:
                 own["gate_up"], own["down"] = random(2 * FFN, E), random(E, FFN)
             else:
@@ -75,7 +73,7 @@ class Hybrid:
             for name in ("qkv", "o", "gate_up", "down") if quantize else ():
                 own[name] = packed.of_quantised(quantised(own[name], quantize))
             self.layers.append(own)
-        given = [list(own.values()) for own in self.layers]
+        given = [LayerWeights(**own) for own in self.layers]
         assert Stack.takes(given, D) and not Stack.lacks(self.spec)
         ropes = [self.rope if mixer is None else None for mixer in mixers]
         self.stack = Stack(given, self.spec, (HQ, HKV), ropes, EPS, D**-0.5)
@@ -131,19 +129,19 @@ def norm(x: Tensor, weight: Tensor) -> Tensor:
     return x * torch.rsqrt((x * x).mean(-1, keepdim=True) + EPS) * weight
 
 
-def convolution(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+def convolution(x: Tensor, weight: Tensor) -> Tensor:
     """x [n, C], weight [C, K]: a causal convolution of each channel."""
     K = weight.shape[1]
     padded = torch.cat((x.new_zeros(K - 1, x.shape[1]), x))
     y = sum(padded[j : j + len(x)] * weight[:, j] for j in range(K))
     assert isinstance(y, Tensor)
-    return y if bias is None else y + bias
+    return y
 
 
 def delta_net(x: Tensor, w: dict[str, Any], m: DeltaNet) -> Tensor:
     rows = w["qkv"] if w["gates"] is None else torch.cat((w["qkv"], w["gates"]))
     mixed, z, b, a = (x @ rows.T).split([m.channels, m.values, m.value_heads, m.value_heads], 1)
-    mixed, keys = F.silu(convolution(mixed, w["conv"], None)), m.key_heads * m.key_dim
+    mixed, keys = F.silu(convolution(mixed, w["conv"])), m.key_heads * m.key_dim
     q, k, v = mixed.split([keys, keys, m.values], 1)
     q, k = (each.view(len(x), -1, m.key_dim) for each in (q, k))
     q, k = (each * torch.rsqrt((each * each).sum(-1, keepdim=True) + 1e-6) for each in (q, k))
@@ -163,8 +161,8 @@ def delta_net(x: Tensor, w: dict[str, Any], m: DeltaNet) -> Tensor:
 
 
 def short_conv(x: Tensor, w: dict[str, Any], _: ShortConv) -> Tensor:
-    b, c, inner = (x @ w["qkv"].T + w["qkv_bias"]).chunk(3, 1)
-    return (c * convolution(b * inner, w["conv"], w["conv_bias"])) @ w["o"].T
+    b, c, inner = (x @ w["qkv"].T).chunk(3, 1)
+    return (c * convolution(b * inner, w["conv"])) @ w["o"].T
 
 
 class Cache:

@@ -70,9 +70,7 @@ def test_bytes_are_those_of_the_weights(bench):
     """The weights in memory, without the embedding."""
     for shape, draft in (("tiny", None), ("tiny", "tiny"), ("tiny-hybrid", None)):
         engine = bench.engine(Case("ar", shape, 64, draft))
-        w = engine.model.layers
-        parts = [part for layer in w for part in (layer.mixer, *layer.mlps)]
-        numbers = sum(x.numel() for part in parts for x in part if x is not None)
+        numbers = sum(x.numel() for layer in engine.model.layers for x in layer.mixer.present().values())
         numbers += engine.model.head.numel() + engine.model.norm.numel()
         if (memory := engine.loop.slots.caches[0].memory) is not None:
             numbers += memory.states[:, 0, 0].numel()

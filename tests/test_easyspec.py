@@ -166,11 +166,11 @@ def test_the_stacks_own_the_weights(checkpoints):
     model, _, parallel = loaded(checkpoints["llama"], ((0,), (1, 2, 3), (4, 5, 6)))
     for layers, group in zip(parallel.schedule.groups[1:], parallel.stacks[1:], strict=True):
         for i, n in enumerate(layers):
-            own, stack = model.layers[n].attention, group.attention
+            own, stack = model.layers[n].mixer, group.mixer
             assert own.qkv.untyped_storage().data_ptr() == stack.qkv.untyped_storage().data_ptr()
             assert torch.equal(own.qkv, stack.qkv[i]) and torch.equal(own.o, stack.o[i])
             assert torch.equal(own.norm_in, stack.norm_in[i])
-    assert [len(group.mlps) for group in parallel.stacks] == [1, 3, 3]
+    assert [len(group.layers) for group in parallel.stacks] == [1, 3, 3]
 
 
 def test_the_checkpoint_keeps_no_copy_of_stacked_weights(pair):
@@ -178,12 +178,12 @@ def test_the_checkpoint_keeps_no_copy_of_stacked_weights(pair):
     engine = specker.load(*pair, strategy="easyspec", layer_parallel="3", device="cpu")
     parallel, weights = engine.drafter.layers, engine.draft.weights
     wide = [(layers, g) for layers, g in zip(parallel.schedule.groups, parallel.stacks, strict=True) if len(layers) > 1]
-    stacks = {x.untyped_storage().data_ptr() for _, g in wide for x in (g.attention.qkv, g.attention.o)}
+    stacks = {x.untyped_storage().data_ptr() for _, g in wide for x in (g.mixer.qkv, g.mixer.o)}
     grouped = [n for layers, _ in wide for n in layers]
     assert len(grouped) == 5 and len(stacks) == 2
     for held in (weights.qkv, weights.o):
         assert {held[n].untyped_storage().data_ptr() for n in grouped} <= stacks
-    assert torch.equal(weights.qkv[2], engine.drafter.model.layers[2].attention.qkv)
+    assert torch.equal(weights.qkv[2], engine.drafter.model.layers[2].mixer.qkv)
 
 
 @pytest.mark.parametrize("groups", [(), ((0,), ()), ((1,), (0,)), ((0,), (2,)), ((0, 0),)])
@@ -495,7 +495,7 @@ def test_mutation_merged_in_the_wrong_order(checkpoints, monkeypatch):
         def flipped(batch):
             return batch._replace(join=lambda added: batch.join(added).flip(0))
 
-        steps = [(group, kv, flipped(batch) if len(group.mlps) > 1 else batch) for group, kv, batch in steps]
+        steps = [(group, kv, flipped(batch) if len(group.layers) > 1 else batch) for group, kv, batch in steps]
         return run(model, steps, hidden)
 
     monkeypatch.setattr("specker.runtime.strategies.easyspec.parallel.run_layers", swapped)

@@ -78,15 +78,15 @@ def build(shape: tuple[int, int, int, int], T: int) -> Built:
     def stated(rows, hidden):  # type: ignore[no-untyped-def]
         """The group computed layer by layer."""
         eps = model.config.rms_norm_eps
-        normed, mixed = [F.rms_norm(hidden, hidden.shape[-1:], w.attention.norm_in, eps) for w in model.layers], []
+        normed, mixed = [F.rms_norm(hidden, hidden.shape[-1:], w.mixer.norm_in, eps) for w in model.layers], []
         for w, x, (k, v) in zip(model.layers, normed, cache.layers, strict=True):
-            qkv = F.linear(x, w.attention.qkv)
+            qkv = F.linear(x, w.mixer.qkv)
             q = kv_calibrate(qkv, rows.positions, rows.slots, w.rope, k, v, None, None, eps)
             seen = rows.table, rows.kv_len, rows.window, rows.cu_rows, rows.ancestors, model.scale
-            mixed.append(F.linear(tree_attention(q, k, v, *seen)[0].reshape(T, -1), w.attention.o))
+            mixed.append(F.linear(tree_attention(q, k, v, *seen)[0].reshape(T, -1), w.mixer.o))
         for w, a in zip(model.layers, mixed, strict=True):
             hidden = hidden + a
-            (mlp,) = w.mlps
+            mlp = w.mixer
             gate, up = F.linear(F.rms_norm(hidden, hidden.shape[-1:], mlp.norm_post, eps), mlp.gate_up).chunk(2, -1)
             hidden = hidden + F.linear(F.silu(gate) * up, mlp.down)
         return hidden

@@ -19,12 +19,11 @@ from specker.cpu import Stack, available, packed
 from specker.cpu.packed import Packed
 from specker.kernels import quant
 from specker.kernels.quant import Quantized
+from specker.layer_weights import KINDS
 from specker.model.config import CheckpointError, DeltaNet, ModelConfig
 from specker.model.weights import Matrix
 
 SIZES = {"F64": 8, "F32": 4, "I32": 4, "F16": 2, "BF16": 2, "I8": 1, "U8": 1, "F8_E4M3": 1}  # bytes per element
-WIDE = "conv", "a_log", "dt_bias", "router_bias", "router_scale"  # in float32 at least
-VECTORS = "shared_gate", "gate_up_bias", "down_bias"  # in the activations' dtype even with two dimensions
 AUTO = "auto"  # quantise to int8 where the compiled CPU kernels then compute, unless the checkpoint is quantised
 CHUNK = 1 << 22  # elements cast at a time, because the host stages casts for a GPU
 
@@ -231,13 +230,14 @@ def _allocated(
     last = {(p.buffer, p.layer): p for p in pieces}  # a matrix ends with its last piece
     joined = _joined_gates(pieces, storage, stays)
     buffers: dict[str, Any] = {}
-    kinds, device = {1: activations(storage.dtype, storage.device), 2: storage.dtype}, storage.device
-
-    wide = torch.promote_types(kinds[1], torch.float32)
+    vectors, matrices = activations(storage.dtype, storage.device), storage.dtype
+    wide = torch.promote_types(vectors, torch.float32)
 
     def empty(name: str, shape: tuple[int, ...], *layers: int) -> Tensor:
-        kind = wide if name in WIDE else kinds[1 if name in VECTORS else len(shape)]
-        return torch.empty((*layers, *shape), dtype=kind, device=device)
+        kind = KINDS.get(name)
+        product = len(shape) > 1 if kind is None else kind.product
+        dtype = wide if kind is not None and kind.wide else matrices if product else vectors
+        return torch.empty((*layers, *shape), dtype=dtype, device=storage.device)
 
     for name in dict.fromkeys(name for name, _ in last if name != HOST):
         shapes = {n: (p.row + p.rows, *p.shape[1:][-1:]) for (own, n), p in last.items() if own == name}

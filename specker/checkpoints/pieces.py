@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from specker.layer_weights import KINDS
 from specker.model.config import DeltaNet, Experts, LayerSpec, Mixer, ModelConfig
 from specker.model.split import Part
 
@@ -37,8 +38,6 @@ MIXTRAL = ExpertNames("block_sparse_moe.gate", "block_sparse_moe.experts.#", "w1
 LFM2 = ExpertNames("mlp.gate", "mlp.experts.#", "w1", "w3", "w2")  # before RENAMED
 NAMED = {"MixtralForCausalLM": MIXTRAL, "Lfm2MoeForCausalLM": LFM2}  # of other architectures: QWEN
 GPT_OSS = "GptOssForCausalLM"
-# Matrices that are never quantised: they are small, and much depends on them.
-PLAIN = "router", "gates", "conv", "shared_gate", "gate_up_bias", "down_bias"
 HOST = "ple_table"  # stays where it is, memory-mapped from the file: rows of it are gathered
 IN_LFM2 = {
     "self_attn.o_proj": "self_attn.out_proj",
@@ -98,7 +97,7 @@ class Piece:
     @property
     def is_matrix(self) -> bool:
         """Whether it is a layer's matrix that may be quantised."""
-        return self.layer is not None and len(self.shape) > 1 and self.buffer not in PLAIN
+        return self.layer is not None and KINDS[self.buffer].quantisable
 
     @property
     def rows(self) -> int:

@@ -16,13 +16,8 @@ from torch import Tensor
 from specker.cpu.library import (
     GATES,
     KEPT,
-    MATRICES,
     MIXERS,
-    MIXING,
-    PER_LAYER,
     SCORING,
-    SHARED,
-    VECTORS,
     AdjustCall,
     ClustersCall,
     Entry,
@@ -43,47 +38,10 @@ from specker.cpu.library import (
 )
 from specker.cpu.packed import Packed
 from specker.kernels import delta
+from specker.layer_weights import KINDS, LayerWeights
 
 MAX_ROWS = 256  # most rows at once with plain weights; a round of more rows runs in blocks (model/decoder.py)
 BLOCK = 16  # sums run in steps of this many elements
-NAMES = (
-    "norm_in",
-    "qkv",
-    "qkv_bias",
-    "q_norm",
-    "k_norm",
-    "o",
-    "o_bias",
-    "norm_post",
-    "gate_up",
-    "gate_up_bias",
-    "down",
-    "down_bias",
-    "norm_o",
-    "norm_down",
-    "router",
-    "router_bias",
-    "conv",
-    "conv_bias",
-    "a_log",
-    "dt_bias",
-    "norm_mix",
-    "shared_gate_up",
-    "shared_down",
-    "shared_gate",
-    "gates",
-    "sinks",
-    "ple_gate",
-    "ple_out",
-    "norm_ple",
-    "scalar",
-    "router_norm",
-    "router_scale",
-    "norm_experts",
-    "norm_mixed",
-    "norm_shared",
-)
-FURTHER = "router", "gates", *SHARED, *PER_LAYER  # matrices that a layer may lack
 MOST_CONV = 16  # columns that a convolution reads at most
 
 
@@ -152,7 +110,7 @@ class Stack:
 
     def __init__(
         self,
-        layers: Sequence[Sequence[Any]],
+        layers: Sequence[LayerWeights],
         spec: Spec,
         heads: tuple[int, int],
         ropes: Sequence[Tensor | None],
@@ -160,33 +118,19 @@ class Stack:
         scale: float,
         activations: str = "float32",
     ):
-        """Each layer: norm_in [E], qkv [(Hq + 2 Hkv) D, E], its bias, q_norm [D], or over all heads [Hq D], k_norm, o
-        [E, Hq D], its bias, norm_post, gate_up [2 F, E], its bias, down [E, F], its bias, norm_o, norm_down, router [X,
-        E], its bias [X] (`Experts.biased` in model/config.py); None where it is absent. Of X experts, gate_up and down
-        hold [2 F, E] and [E, F] one after another, as rows or, in tensors, as a third dimension, and so do their
-        biases. With `spec.gated`, qkv begins with the gate of attention's outputs [Hq D].
-
-        Further, unless all are absent: conv [C, K], conv_bias [C], a_log and dt_bias [Hv], norm_mix [Dv]; and of the
-        expert that every row reads its gate_up [2 S, E], down [E, S] and gate [1, E]; gates [2 Hv, E]; the sinks of
-        attention [Hq] (kernels/attention.py); of per-layer embeddings their gate [P, E], output [E, P] and norm [E],
-        and the layer's factor of the stream [1]; of experts beside a feed-forward (`Experts.beside` in model/config.py)
-        the router's norm [E], each expert's factor [X], and the norms [E] of the experts' input, of their output and of
-        the feed-forward's. In a layer with a recurrent state, qkv is the in-projection (`DeltaNet` and `ShortConv` in
-        model/config.py give the order of its rows), without b and a if these are `gates`, and o is the out-projection.
-
-        heads: Hq and, unless `spec.kvs` has those of each layer, Hkv; ropes: the table [C, 2, D] of each layer that
+        """heads: Hq and, unless `spec.kvs` has those of each layer, Hkv; ropes: the table [C, 2, D] of each layer that
         attends; scale: factor of attention's scores. A matrix is float32, bfloat16 or `Packed`, everything else
-        float32. activations: see `Matrix.of`."""
+        float32. `DeltaNet` and `ShortConv` in model/config.py give the order of a recurrent layer's rows in qkv.
+        activations: see `Matrix.of`."""
         self.layers, self.ropes, self.heads, self.activations = layers, ropes, heads, activations
         self._layers = (Layer * len(layers))()
-        self.convolutions: list[Tensor | None] = []  # weights [K, C]
         mixer = spec.recurrent
-        by = [_named(layer) for layer in layers]
         counts: dict[bool, int] = {False: 0, True: 0}  # layers of each kind, without those that read others' K/V
         D = next((rope.shape[2] for rope in ropes if rope is not None), 0)
         sizes = {D, *(kv.dim for kv in spec.kvs)}
         self._ones = {n: torch.ones(n, dtype=torch.float32, device="cpu") for n in sizes}  # weights of norms of V
-        for n, (struct, own, rope) in enumerate(zip(self._layers, by, ropes, strict=True)):
+        self.convolutions = [None if w.conv is None else w.conv.T.contiguous() for w in layers]  # [K, C]
+        for n, (struct, w, rope) in enumerate(zip(self._layers, layers, ropes, strict=True)):
             kv = spec.kvs[n] if spec.kvs else None
             struct.Hkv, struct.D = heads[1:] + (D,) if kv is None else (kv.heads, kv.dim)
             struct.v_norm = self._ones[struct.D].data_ptr() if spec.v_norm else None
@@ -199,34 +143,24 @@ class Stack:
             else:
                 struct.rank, struct.place = self._layers[kv.source].rank, self._layers[kv.source].place
             struct.projects = 0 if kv is None else 2 if kv.source is not None else int(kv.single)
-            self.convolutions.append(None if own["conv"] is None else own["conv"].T.contiguous())
-            for name in (*VECTORS, *MIXING):
-                tensor = self.convolutions[-1] if name == "conv" else own[name]
-                setattr(struct, name, None if tensor is None else tensor.data_ptr())
-            for name in (*MATRICES, *SHARED, *PER_LAYER):
-                if own[name] is not None:
-                    setattr(struct, name, Matrix.of(_rows(own[name]), activations))
-            for name in ("router", "gates"):  # their input is not rounded: they decide what is read, and what is kept
-                if own[name] is not None:
-                    setattr(struct, name, Matrix.of(own[name], "float32"))
+            self._point(struct, w, self.convolutions[n])
         # For a prompt's chunk of more than 256 rows torch is faster with plain weights, but it cannot read packed ones.
         # With 8 to 32 rows it is up to ten times slower, because its threads and the team's threads wake in turn.
-        self.packed = any(isinstance(w, Packed) for layer in layers for w in layer)
+        self.packed = any(isinstance(matrix, Packed) for w in layers for matrix in w.products())
         self.most = 1 << 30 if self.packed else MAX_ROWS
-        self.mixtures = [layer[NAMES.index("router")] is not None for layer in layers]
+        self.mixtures = [w.router is not None for w in layers]
         self.experts, chosen, normalised, scoring, factors = 0, 0, 0, 0, (1.0, 0.0)
         if (rule := spec.experts) is not None:
             self.experts, chosen, normalised = rule.count, rule.chosen, int(rule.normalised)
             scoring, factors = SCORING[rule.scoring], (rule.scale, rule.eps)
-        E = layers[0][NAMES.index("o")].shape[0]
-        widths = [layer[NAMES.index("down")].shape[-1] for layer in layers]
-        shared = [own[name].shape[-1] for own in by for name in ("shared_down", "ple_out") if own[name] is not None]
+        E, widths = layers[0].o.shape[0], [w.down.shape[-1] for w in layers]
+        shared = [matrix.shape[-1] for w in layers for matrix in (w.shared_down, w.ple_out) if matrix is not None]
         inner = [chosen * width if mixed else width for width, mixed in zip(widths, self.mixtures, strict=True)]
         self.struct = Layers(
             *(E, heads[0], *(max(getattr(layer, name) for layer in self._layers) for name in ("Hkv", "D"))),
             *(max(widths + shared), max(heads[0] // layer.Hkv for layer in self._layers)),
             *(GATES[spec.activation], self.experts, chosen, normalised, scoring),
-            int(any(own["shared_down"] is not None for own in by)),
+            int(any(w.shared_down is not None for w in layers)),
             max(inner + shared),
             *(int(spec.qk_norm == "projection"), int(spec.gated)),
             max((layer.qkv.O + layer.gates.O + 15) // 16 * 16 for layer in self._layers),
@@ -235,8 +169,17 @@ class Stack:
             *(_mixing(mixer), ctypes.addressof(self._layers), None, eps, scale, *factors, spec.cap),
         )
         self.pairs: Pairs | None = None
-        self.chains = not spec.kvs and all(own["ple_gate"] is None for own in by)  # whether `draft_chain` serves it
+        self.chains = not spec.kvs and all(w.ple_gate is None for w in layers)  # whether `draft_chain` serves it
         self._windowed = bool(self._layers[0].sliding_window)  # the first layer, whose K and V are first
+
+    def _point(self, struct: Layer, w: LayerWeights, convolution: Tensor | None) -> None:
+        """Write the addresses of a layer's weights to its struct."""
+        for name, weight in w.present().items():
+            if KINDS[name].product:
+                activations = self.activations if KINDS[name].quantisable else "float32"
+                setattr(struct, name, Matrix.of(_rows(weight), activations))
+            else:
+                setattr(struct, name, (weight if name != "conv" or convolution is None else convolution).data_ptr())
 
     def read(self, pairs: Pairs) -> None:
         """From now on, run over pairs."""
@@ -265,22 +208,19 @@ class Stack:
         return ""
 
     @staticmethod
-    def takes(layers: Sequence[Sequence[Any]], *head_dims: int) -> bool:
+    def takes(layers: Sequence[LayerWeights], *head_dims: int) -> bool:
         """Whether the library supports the sizes and dtypes of these layers. `head_dims`: of those that attend."""
-        by = [_named(layer) for layer in layers]
-        matrices = [layer[name] for layer in by for name in MATRICES]
-        further = [layer[name] for layer in by for name in FURTHER if layer[name] is not None]
-        others = [layer[name] for layer in by for name in (*VECTORS, *MIXING)]
-        convolved = [layer["conv"].shape[0] for layer in by if layer["conv"] is not None]
-        normed = [layer["norm_mix"].shape[0] for layer in by if layer["norm_mix"] is not None]
+        vectors = [x for w in layers for name, x in w.present().items() if not KINDS[name].product]
+        matrices = [matrix for w in layers for matrix in w.products()]
+        convolved = [w.conv.shape[0] for w in layers if w.conv is not None]
+        normed = [w.norm_mix.shape[0] for w in layers if w.norm_mix is not None]
         return (
             available()
-            and all(w is not None and takes(w) for w in matrices)
-            and all(takes(w) for w in further)
+            and all(takes(matrix) for matrix in matrices)
             and all(Stack.takes_sizes(size) for size in head_dims)
-            and Stack.takes_sizes(0, *(w.shape[-1] for w in matrices + further), *convolved, *normed)
-            and all(w is None or (fits(w) and w.dtype == torch.float32) for w in others)
-            and all(layer["qkv_bias"] is None for layer in by if layer["norm_mix"] is not None)
+            and Stack.takes_sizes(0, *(matrix.shape[-1] for matrix in matrices), *convolved, *normed)
+            and all(fits(x) and x.dtype == torch.float32 for x in vectors)
+            and all(w.qkv_bias is None for w in layers if w.recurrent)
         )
 
     @staticmethod
@@ -555,11 +495,6 @@ def takes(weight: Any) -> bool:
     if isinstance(weight, Packed):
         return True
     return isinstance(weight, Tensor) and fits(weight) and weight.dtype in (torch.float32, torch.bfloat16)
-
-
-def _named(layer: Sequence[Any]) -> dict[str, Any]:
-    """A layer's tensors by their names. Those of NAMES after the router may be left out."""
-    return dict.fromkeys(NAMES) | dict(zip(NAMES, layer, strict=False))
 
 
 def _rows(weight: Any) -> Any:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from specker.cpu import build
+from specker.layer_weights import KINDS
 
 ACTIVATIONS = {"int8": 0, "bfloat16": 1, "float32": 2}
 KEPT = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.int8: 3}  # of K and V -> the enum in csrc/layers.h
@@ -39,41 +40,14 @@ class Matrix(Structure):
         return cls(parts, len(runs), *weight.shape, ACTIVATIONS[activations])
 
 
-VECTORS = (
-    "norm_in",
-    "qkv_bias",
-    "q_norm",
-    "k_norm",
-    "o_bias",
-    "norm_post",
-    "gate_up_bias",
-    "down_bias",
-    "norm_o",
-    "norm_down",
-    "router_bias",
-    "sinks",
-    "norm_ple",
-    "scalar",
-    "router_norm",
-    "router_scale",
-    "norm_experts",
-    "norm_mixed",
-    "norm_shared",
-)
-MATRICES = "qkv", "o", "gate_up", "down"
-SHARED = "shared_gate_up", "shared_down"
-PER_LAYER = "ple_gate", "ple_out"
-MIXING = "shared_gate", "conv", "conv_bias", "a_log", "dt_bias", "norm_mix"
 SCORING = {"softmax": 0, "sigmoid": 1}  # config.Experts.scoring -> the enum in csrc/layers.h
 MIXERS = {"": 0, "DeltaNet": 1, "ShortConv": 2}  # config.Mixer -> the enum in csrc/layers.h
 
 
 class Layer(Structure):
     _fields_ = [
-        *((name, c_void_p) for name in VECTORS),
+        *((name, Matrix if kind.product else c_void_p) for name, kind in KINDS.items()),
         *((name, c_void_p) for name in ("rope", "v_norm")),
-        *((name, Matrix) for name in (*MATRICES, "router", *SHARED, "gates", *PER_LAYER)),
-        *((name, c_void_p) for name in MIXING),
         *((name, c_int64) for name in ("Hkv", "D", "projects", "recurrent", "sliding_window", "rank", "place")),
     ]
 

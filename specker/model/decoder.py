@@ -27,13 +27,14 @@ from specker.kernels.route import expert_route
 from specker.kernels.tiles import MAX_ROWS
 from specker.kernels.topk import draws_alike, vocab_topk
 from specker.kernels.variant import sum_dtype
+from specker.layer_weights import LayerWeights
 from specker.model.cache import KVCache, Near, Rows
 from specker.model.config import CheckpointError, ModelConfig
 from specker.model.kept import calibrated, keys, widened
 from specker.model.recurrent import Paths, in_rings, mix, paths
 from specker.model.sampling import Draws
 from specker.model.split import OtherRanks
-from specker.model.weights import Attention, FeedForward, Group, Parameters, Recurrent, Shared, layers_of
+from specker.model.weights import Group, Parameters, layers_of
 
 # q [T, Hq, D], k and v [pages, page_size, Hkv, D], the layer's sliding window, its sinks [G, Hq] -> [T, Hq, D]
 Attend = Callable[[Tensor, Tensor, Tensor, int, Tensor | None], Tensor]
@@ -130,11 +131,11 @@ class Model:
         c = self.config
         if not available() or Stack.lacks(c.layer):
             return None
-        layers = [_for_stack(layer) for layer in self.layers]
+        layers = [layer.mixer for layer in self.layers]
         attending = [n for n in range(c.num_layers) if c.layer.mixer(n) is None]
         if not Stack.takes(layers, *{c.kv(n).dim for n in attending}):
             return None
-        ropes = [layer.rope if isinstance(layer.mixer, Attention) else None for layer in self.layers]
+        ropes = [None if layer.mixer.recurrent else layer.rope for layer in self.layers]
         how = ropes, c.rms_norm_eps, self.scale, self.activations
         return Stack(layers, c.layer, (c.num_heads, c.num_kv_heads), *how)
 
@@ -146,13 +147,8 @@ class Model:
     @property
     def matrices(self) -> list[Matrix]:
         """The matrices of the layers' products, and the head."""
-        mixing = [m for w in self.layers for m in (w.mixer.qkv, w.mixer.o)]
-        mixing += [w.mixer.gates for w in self.layers if isinstance(w.mixer, Recurrent) and w.mixer.gates is not None]
-        feeding = [m for w in self.layers for f in w.mlps for m in (f.router, f.gate_up, f.down) if m is not None]
-        shared = [m for w in self.layers for f in w.mlps for m in f.shared or () if m is not None]
-        per_layer = [m for w in self.layers for f in w.mlps for m in (f.ple or ())[:2]]
-        per_layer += [] if self.ple is None else [self.ple.project]
-        return [*mixing, *feeding, *shared, *per_layer, self.head]
+        layers = [matrix for group in self.layers for w in group.layers for matrix in w.products()]
+        return [*layers, *([] if self.ple is None else [self.ple.project]), self.head]
 
     def embed_tokens(self, tokens: Tensor) -> Tensor:
         """Tokens [T] int64 -> the first layer's input: embeddings [T, E] and, with per-layer embeddings, what each
@@ -253,37 +249,6 @@ def capped(logits: Tensor, cap: float) -> Tensor:
     return logits.div_(cap).tanh_().mul_(cap) if cap else logits
 
 
-def _for_stack(layer: Group) -> tuple[Any, ...]:
-    """A layer's weights, as `Stack` takes them."""
-    every = layer.mlps[0]
-    feed, shared = every[: FeedForward._fields.index("shared")], every.shared
-    each = (None, None, None) if shared is None else shared
-    beside = [None] * 5 if (b := every.beside) is None else [b.router, b.scale, b.experts, b.mixed, b.shared]
-    rest = *([None] * 3 if every.ple is None else every.ple), every.scalar, *beside
-    if isinstance(w := layer.mixer, Attention):
-        *attention, sinks = w
-        return *attention, *feed, *[None] * 5, *each, None, sinks, *rest
-    return (
-        w.norm_in,
-        w.qkv,
-        None,
-        None,
-        None,
-        w.o,
-        None,
-        *feed,
-        w.conv,
-        None,
-        w.a_log,
-        w.dt_bias,
-        w.norm,
-        *each,
-        w.gates,
-        None,
-        *rest,
-    )
-
-
 def run_layers(
     model: Model,
     steps: Iterable[GroupStep],
@@ -316,8 +281,8 @@ def run_layers(
     routed: list[Tensor] = []
     few = fuses(hidden) and not dense
     delta = None  # output of the last feed-forward, or its split-K partials, not yet added to `hidden`
-    for (w, mlps, rope, sliding_window), kept_here, batch in steps:
-        several = len(mlps) > 1
+    for (w, layers, rope, sliding_window), kept_here, batch in steps:
+        several = len(layers) > 1
         if entered is None:
             hidden, normed = _entering(hidden, delta, w.norm_in, eps)
         else:
@@ -326,8 +291,8 @@ def run_layers(
             normed = normed.expand(len(batch.positions) // len(hidden), *hidden.shape)
         if first in aux_layers:
             kept[first] = hidden
-        first += len(mlps)
-        if isinstance(w, Recurrent):
+        first += len(layers)
+        if w.recurrent:
             mixer = layer.mixer(first - 1)
             assert mixer is not None and batch.paths is not None
             mixed = mix(mixer, w, kept_here, normed, batch.paths, linear, eps)
@@ -341,27 +306,27 @@ def run_layers(
         else:  # other ranks attend for the whole group
             added = normed
         added = batch.join(added)
-        for i, mlp in enumerate(mlps):
-            own = _normed(added[i] if several else added, mlp.norm_o, eps)
+        for i, mlp in enumerate(layers):
+            output = _normed(added[i] if several else added, mlp.norm_o, eps)
             if i == 0:
-                hidden, normed = _entering(hidden, own, mlp.norm_post, eps)
+                hidden, normed = _entering(hidden, output, mlp.norm_post, eps)
             else:
-                hidden, normed = _entering(hidden, delta, mlp.norm_post, eps, own)
+                hidden, normed = _entering(hidden, delta, mlp.norm_post, eps, output)
             if mlp.router is None:
                 up = gate_times_up(partial(linear, normed, mlp.gate_up, mlp.gate_up_bias), layer.activation)
                 delta = _added(model, linear, up, mlp.down, mlp.down_bias, few and not after)
-            elif mlp.beside is not None:
+            elif mlp.router_norm is not None:
                 delta, starts = _mixed_beside(model, linear, hidden, normed, mlp, batch.idle)
                 routed.append(starts)
             else:
                 delta, starts = _mixed(model, linear, normed, mlp, batch.idle, few and not after)
                 routed.append(starts)
             delta = _normed(model.summed(delta), mlp.norm_down, eps)
-            if mlp.ple is not None:
+            if mlp.ple_gate is not None:
                 hidden = hidden + delta
-                gate = linear(hidden, mlp.ple.gate)
+                gate = linear(hidden, mlp.ple_gate)
                 up = gated(torch.cat((gate, per_layer[:, first - 1]), 1), layer.activation)
-                delta = _normed(linear(up, mlp.ple.out), mlp.ple.norm, eps)
+                delta = _normed(linear(up, mlp.ple_out), mlp.norm_ple, eps)
             if mlp.scalar is not None:
                 hidden, delta = (hidden + delta) * mlp.scalar, None
     final: Tensor | None = None
@@ -387,7 +352,7 @@ def attended(
     model: Model,
     linear: Callable[..., Tensor],
     normed: Tensor,
-    w: Attention,
+    w: LayerWeights,
     rope: Tensor,
     kv: tuple[Tensor, Tensor],
     batch: GroupRows,
@@ -398,6 +363,7 @@ def attended(
     K/V. With LayerSpec.gated it is times the sigmoid of a gate."""
     (k, v), eps, several = kv, model.config.rms_norm_eps, normed.dim() == 3
     rest, gate, weight = (batch.positions, batch.slots_of(sliding_window), rope, k, v), None, w.qkv
+    norms = w.q_norm, w.k_norm
     gates = model.config.num_heads * model.config.head_dim if model.config.layer.gated else 0
     if w.q_norm is not None and w.k_norm is None:  # it reads the K/V of another layer
         q = _rotated(linear(normed, weight, w.qkv_bias), batch.positions, rope, w.q_norm, eps)
@@ -414,8 +380,8 @@ def attended(
         if gates:
             gate, qkv = qkv[..., :gates], qkv[..., gates:].contiguous()
         if model.config.layer.qk_norm == "projection":
-            qkv, w = _whole_norms(qkv, w, eps), w._replace(q_norm=None, k_norm=None)
-        q = calibrated(qkv.flatten(0, 1) if several else qkv, *rest, w.q_norm, w.k_norm, eps)
+            qkv, norms = _whole_norms(qkv, w, eps), (None, None)
+        q = calibrated(qkv.flatten(0, 1) if several else qkv, *rest, *norms, eps)
     mixed = batch.attend(q, k, v, sliding_window, w.sinks).flatten(1)
     return mixed if gate is None else mixed * torch.sigmoid(gate)
 
@@ -459,7 +425,7 @@ def packed_linear(activations: str) -> Callable[..., Tensor]:
     return linear
 
 
-def _whole_norms(qkv: Tensor, w: Attention, eps: float) -> Tensor:
+def _whole_norms(qkv: Tensor, w: LayerWeights, eps: float) -> Tensor:
     """Apply RMSNorms to q and k of qkv [T, O] or [N, T, O], each over all its heads."""
     assert w.q_norm is not None and w.k_norm is not None
     norms = (w.q_norm, w.k_norm) if qkv.dim() == 2 else (w.q_norm.unsqueeze(1), w.k_norm.unsqueeze(1))
@@ -477,7 +443,7 @@ def gate_times_up(gate_up: Callable[..., Tensor], activation: str) -> Tensor:
 
 
 def _mixed(
-    model: Model, linear: Callable[..., Tensor], x: Tensor, mlp: FeedForward, idle: Tensor | None, few: bool
+    model: Model, linear: Callable[..., Tensor], x: Tensor, mlp: LayerWeights, idle: Tensor | None, few: bool
 ) -> tuple[Tensor, Tensor]:
     """A mixture of experts over x [T, E]: the chosen experts' outputs, weighted by the router's scores p,
 
@@ -493,13 +459,13 @@ def _mixed(
     experts, scores, order, starts = expert_route(logits, rule.chosen, rule.normalised, idle, *by)
     of = partial(expert_linear, x, mlp.gate_up, experts, order, starts, bias=mlp.gate_up_bias)
     up = gate_times_up(of, layer.activation)
-    epilogue = "split" if few and model.ranks is None and mlp.shared is None else "sum"
+    epilogue = "split" if few and model.ranks is None and mlp.shared_down is None else "sum"
     y = expert_linear(up, mlp.down, experts, order, starts, epilogue, scores, mlp.down_bias)
-    return (y if mlp.shared is None else y + _beside(linear, x, mlp.shared, layer.activation)), starts
+    return (y if mlp.shared_down is None else y + _shared_expert(linear, x, mlp, layer.activation)), starts
 
 
 def _mixed_beside(
-    model: Model, linear: Callable[..., Tensor], hidden: Tensor, normed: Tensor, mlp: FeedForward, idle: Tensor | None
+    model: Model, linear: Callable[..., Tensor], hidden: Tensor, normed: Tensor, mlp: LayerWeights, idle: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     """Experts beside a feed-forward (`Experts.beside`) over the stream `hidden` [T, E] and its norm `normed`:
 
@@ -507,22 +473,22 @@ def _mixed_beside(
         y    = norm(mlp(normed)) + norm(sum over j of s_(e_j) p_j mlp_(e_j)(norm(hidden)))
 
     and where each expert's rows begin in their common order (`expert_route`)."""
-    layer, rule, own, eps = model.config.layer, model.config.layer.experts, mlp.beside, model.config.rms_norm_eps
-    assert rule is not None and own is not None and mlp.router is not None and mlp.shared is not None
-    logits = linear(_normed(hidden, own.router, eps), mlp.router, epilogue="float32")
+    layer, rule, eps = model.config.layer, model.config.layer.experts, model.config.rms_norm_eps
+    assert rule is not None and mlp.router_scale is not None
+    logits = linear(_normed(hidden, mlp.router_norm, eps), mlp.router, epilogue="float32")
     experts, scores, order, starts = expert_route(logits, rule.chosen, rule.normalised, idle)
-    scores = scores * own.scale.to(scores.dtype)[experts]
-    x = _normed(hidden, own.experts, eps)
+    scores = scores * mlp.router_scale.to(scores.dtype)[experts]
+    x = _normed(hidden, mlp.norm_experts, eps)
     up = gate_times_up(partial(expert_linear, x, mlp.gate_up, experts, order, starts), layer.activation)
     mixed = expert_linear(up, mlp.down, experts, order, starts, "sum", scores)
-    dense = _beside(linear, normed, mlp.shared, layer.activation)
-    return _normed(dense, own.shared, eps) + _normed(mixed, own.mixed, eps), starts
+    dense = _shared_expert(linear, normed, mlp, layer.activation)
+    return _normed(dense, mlp.norm_shared, eps) + _normed(mixed, mlp.norm_mixed, eps), starts
 
 
-def _beside(linear: Callable[..., Tensor], x: Tensor, shared: Shared, activation: str) -> Tensor:
+def _shared_expert(linear: Callable[..., Tensor], x: Tensor, w: LayerWeights, activation: str) -> Tensor:
     """The expert that every row of x [T, E] reads: sigmoid(gate x) * down(act(gate x) * up x), or without this gate."""
-    y = linear(gate_times_up(partial(linear, x, shared.gate_up), activation), shared.down)
-    return y if shared.gate is None else y * torch.sigmoid(linear(x, shared.gate))
+    y = linear(gate_times_up(partial(linear, x, w.shared_gate_up), activation), w.shared_down)
+    return y if w.shared_gate is None else y * torch.sigmoid(linear(x, w.shared_gate))
 
 
 def fuses(hidden: Tensor) -> bool:

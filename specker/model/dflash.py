@@ -64,7 +64,7 @@ from specker.model.decoder import (
     run_layers,
 )
 from specker.model.kept import calibrated
-from specker.model.weights import Attention, Parameters
+from specker.model.weights import Parameters
 
 
 @dataclass(frozen=True)
@@ -133,7 +133,7 @@ class BlockModel:
     def __init__(self, parameters: Parameters, spec: BlockSpec, weights: BlockWeights):
         self.model, self.spec, self.weights = Model(parameters), spec, weights
         model, config = self.model, self.model.config
-        layers = [layer.attention for layer in model.layers]
+        layers = [layer.mixer for layer in model.layers]
         first = config.num_heads * config.head_dim  # the row of qkv at which the keys begin
         # One product makes K and V of a column in all layers, so these rows are kept together, a second time.
         self._kv = _joined([w.qkv[first:] for w in layers])  # [L * 2 * Hkv * D, H]
@@ -192,7 +192,7 @@ class BlockModel:
         for (w, (mlp,), rope, window), kv, batch, (outer, inner) in (
             (*step, each) for step, each in zip(steps, self.weights.convolutions, strict=True)
         ):
-            assert isinstance(w, Attention) and w.norm_in is not None and mlp.norm_post is not None
+            assert w.norm_in is not None and mlp.norm_post is not None
             x, kernel = self._before(outer, add_norm(hidden, None, w.norm_in, eps)[1], count)
             mixed = attended(model, model.linear, x, w, rope, kv, batch, window, few)
             hidden = hidden + convolved(model.linear(mixed, w.o, w.o_bias), outer.base[1], kernel, count)

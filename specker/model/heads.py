@@ -141,7 +141,7 @@ class DraftHead:
         w = self.weights
         if self.spec.form == "eagle1":
             return None
-        embed_norm = w.embed_norm if self.spec.form == "mtp" else self.model.layers[0].attention.norm_in
+        embed_norm = w.embed_norm if self.spec.form == "mtp" else self.model.layers[0].mixer.norm_in
         assert embed_norm is not None and w.hidden_norm is not None
         return embed_norm, w.hidden_norm
 

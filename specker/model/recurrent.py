@@ -9,10 +9,10 @@ from torch import Tensor
 from specker.cpu import Records
 from specker.kernels.conv import conv_rows
 from specker.kernels.delta import BLOCK, delta_rows
+from specker.layer_weights import LayerWeights
 from specker.model.cache import KVCache, Near, Rows, sequence_bounds
 from specker.model.config import DeltaNet, Mixer
 from specker.model.states import AHEAD, Memory
-from specker.model.weights import Recurrent
 
 
 class Paths(NamedTuple):
@@ -50,7 +50,7 @@ def in_rings(cache: KVCache, near: Near | None) -> dict[str, Any]:
 
 
 def mix(
-    mixer: Mixer, w: Recurrent, memory: Memory, x: Tensor, rows: Paths, linear: Callable[..., Tensor], eps: float
+    mixer: Mixer, w: LayerWeights, memory: Memory, x: Tensor, rows: Paths, linear: Callable[..., Tensor], eps: float
 ) -> Tensor:
     """The inputs of the out-projection [T, values] for the layer's inputs x [T, E]. Writes the rows' records, and moves
     the layer's states on.
@@ -73,9 +73,10 @@ def mix(
 
 
 def _mixed(
-    mixer: Mixer, w: Recurrent, memory: Memory, projected: Tensor, gates: Tensor | None, rows: Paths, eps: float
+    mixer: Mixer, w: LayerWeights, memory: Memory, projected: Tensor, gates: Tensor | None, rows: Paths, eps: float
 ) -> Tensor:
     """`mix`, after the projections."""
+    assert w.conv is not None
     columns = rows.table, rows.kv_len, rows.window, rows.cu_rows
     if not isinstance(mixer, DeltaNet):
         before, after, inner = projected.chunk(3, -1)
@@ -94,7 +95,7 @@ def _mixed(
     assert states is not None and anchors is not None
     own, records = (q, k, v, a, b, w.a_log, w.dt_bias), (k_records, u_records, g_records)
     memory_of, places = (states, rows.states, anchors, *records), (rows.positions, rows.slots, *columns)
-    out = delta_rows(*own, *memory_of, *places, rows.ancestors, BLOCK, z, w.norm, eps)
+    out = delta_rows(*own, *memory_of, *places, rows.ancestors, BLOCK, z, w.norm_mix, eps)
     if mixer.tiled:
         out = out.unflatten(1, (mixer.key_heads, -1)).transpose(1, 2)
     return out.flatten(1)

@@ -1,6 +1,7 @@
 """Heads by the compiled layers: every layout's rows, and whole chains, against torch's operators and the formula."""
 
 import json
+from dataclasses import replace
 
 import cases
 import pytest
@@ -22,6 +23,7 @@ from specker.runtime.strategies.eagle.pairs import Pairs
 SIZES = {"hidden": 64, "heads": 4, "kv_heads": 2, "head_dim": 32, "ffn": 96, "layers": 8, "max_context": 256, "seed": 2}
 OWN = {"heads": (4, 2, 32), "inner": 64}  # of the head
 OFTEN = [28, 40, 44]  # ids that the target writes often, so that a random head with these rows is often right
+MATRICES = "qkv", "o", "gate_up", "down"
 TEXT = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8, 9, 7, 9, 3, 2, 3, 8, 4, 6]
 SLIDING = {"sliding_window": 9, "layer_types": ["full_attention", "sliding_attention"]}
 LAYOUTS = {
@@ -71,14 +73,9 @@ def load(target, head, **options):
 def restored(model):
     """The model on torch's operators, with its matrices in float32."""
     model.stack = None
-    parts = [(layer.attention, layer.mlps[0]) for layer in model.layers]
-    model.layers = [
-        layer._replace(
-            mixer=attention._replace(qkv=plain(attention.qkv), o=plain(attention.o)),
-            mlps=(mlp._replace(gate_up=plain(mlp.gate_up), down=plain(mlp.down)),),
-        )
-        for layer, (attention, mlp) in zip(model.layers, parts, strict=True)
-    ]
+    for n, layer in enumerate(model.layers):
+        w = replace(layer.mixer, **{name: plain(getattr(layer.mixer, name)) for name in MATRICES})
+        model.layers[n] = layer._replace(mixer=w, layers=(w,))
 
 
 def plain(weight):

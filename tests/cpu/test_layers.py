@@ -1,6 +1,7 @@
 """The compiled layers against run_layers, and the promise that a row's bits do not depend on other rows."""
 
 import itertools
+from dataclasses import replace
 
 import pytest
 import torch
@@ -29,6 +30,7 @@ from specker.model.decoder import Final, Model, forward
 from specker.model.prefill import prefill
 from specker.runtime.strategies.easyspec.parallel import LayerParallel, Schedule
 
+MATRICES = "qkv", "o", "gate_up", "down"
 KINDS = {
     "llama": {},
     "qwen2": {"arch": "qwen2"},
@@ -153,13 +155,9 @@ def whole(packed):
     model.stack = None
     model.embed = restored(model.embed)
     model.head = restored(model.head)
-    model.layers = [
-        layer._replace(
-            mixer=layer.attention._replace(qkv=restored(layer.attention.qkv), o=restored(layer.attention.o)),
-            mlps=tuple(m._replace(gate_up=restored(m.gate_up), down=restored(m.down)) for m in layer.mlps),
-        )
-        for layer in model.layers
-    ]
+    for n, layer in enumerate(model.layers):
+        w = replace(layer.mixer, **{name: restored(getattr(layer.mixer, name)) for name in MATRICES})
+        model.layers[n] = layer._replace(mixer=w, layers=(w,))
     return model
 
 
@@ -312,7 +310,7 @@ def test_many_rows_have_the_bits_of_single_ones(tmp_path, kind):
     model, text = model_of(tmp_path, heads=8, kv_heads=1, **KINDS[kind]), [n * n % 50 for n in range(90)]
     with torch.inference_mode():
         for layer in model.stack.layers:
-            (layer[1] if layer[3] is None else layer[3]).mul_(6)  # qkv or the norm of q: sharper than random weights
+            (layer.qkv if layer.q_norm is None else layer.q_norm).mul_(6)  # sharper than random weights
         checked_chain(model, text, text[5:25])
 
 

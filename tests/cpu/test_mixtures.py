@@ -1,16 +1,19 @@
 """Mixtures of experts by the compiled layers, against run_layers, and rows whose bits do not depend on others."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from make_checkpoint import FULL, GEMMA4_MIXED, GEMMA4_WIDE, GPT_OSS, MIXTRAL, QWEN3_MOE, SLIDING, make
 from stacks import SIZES, cache_of, checked_chain, model_of, near
 
 import specker
+from specker import layer_weights
 from specker.cpu import Packed, packed
 from specker.kernels.quant import quantised
 from specker.model.decoder import forward
 from specker.model.prefill import prefill
-from specker.model.weights import Shared
+from specker.model.weights import by_expert
 
 SHAPE = {"layers": 3, "max_context": 512}
 WIDE = QWEN3_MOE | {"num_experts": 20, "num_experts_per_tok": 5, "moe_intermediate_size": 64}
@@ -32,17 +35,13 @@ def plain(model):
     model.stack = None
     model.embed, model.head = dense(model.embed), dense(model.head)
     for n, layer in enumerate(model.layers):
-        attention, (mlp,) = layer.attention, layer.mlps
-        X = 1 if mlp.router is None else len(mlp.router)
-        gate_up, down = (dense(w) for w in (mlp.gate_up, mlp.down))
-        if mlp.router is not None:
-            gate_up, down = (w.reshape(X, -1, w.shape[-1]) for w in (gate_up, down))
-            mlp = mlp._replace(router=mlp.router.float())
-        if mlp.shared is not None:
-            mlp = mlp._replace(shared=Shared(dense(mlp.shared.gate_up), dense(mlp.shared.down), mlp.shared.gate))
-        mlp = mlp._replace(gate_up=gate_up, down=down)
-        attention = attention._replace(qkv=dense(attention.qkv), o=dense(attention.o))
-        model.layers[n] = layer._replace(mixer=attention, mlps=(mlp,))
+        w = layer.mixer
+        matrices = {name: dense(own) for name, own in w.present().items() if layer_weights.KINDS[name].product}
+        if w.router is not None:
+            for name in ("gate_up", "down"):
+                matrices[name] = by_expert(matrices[name].flatten(0, -2), len(w.router))
+        w = replace(w, **matrices)
+        model.layers[n] = layer._replace(mixer=w, layers=(w,))
     return model
 
 

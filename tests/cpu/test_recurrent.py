@@ -10,8 +10,9 @@ from hybrid import CONV, DELTA, TILED, Cache, E, Hybrid
 from stacks import near
 
 from specker.cpu.chain import Vocabulary, draft_chain
-from specker.cpu.layers import NAMES, Stack, product
+from specker.cpu.layers import Stack, product
 from specker.kernels.ancestors import ancestor_words, chain_words
+from specker.layer_weights import LayerWeights
 from specker.model.config import Experts, LayerSpec, ShortConv
 
 EXPERTS = Experts(count=6, chosen=2, width=48, normalised=True, shared=80)
@@ -189,11 +190,10 @@ def test_a_chain_in_one_call_drafts_what_its_tokens_would(kind, lengths):
 
 def test_sizes_and_layers_that_the_kernels_decline():
     assert Stack.takes_sizes(32, 64, DELTA.channels, DELTA.value_dim) and not Stack.takes_sizes(32, 64, 40)
-    layer = list(model_of("delta").layers[0].values())
+    layer = LayerWeights(**model_of("delta").layers[0])
     assert Stack.takes([layer], 32)
     for name, wrong in (("conv", torch.zeros(40, 4)), ("norm_mix", torch.zeros(24)), ("qkv_bias", torch.zeros(520))):
-        changed = dict(zip(NAMES, layer, strict=True)) | {name: wrong}
-        assert not Stack.takes([list(changed.values())], 32), name
+        assert not Stack.takes([replace(layer, **{name: wrong})], 32), name
     long = LayerSpec(mixers=(ShortConv(channels=80, kernel=17),))
     assert Stack.lacks(long) == "convolutions over 17 columns" and not Stack.lacks(LayerSpec(mixers=(CONV,)))
     other = LayerSpec(experts=replace(BIASED, scoring="relu"))

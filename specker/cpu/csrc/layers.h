@@ -6,26 +6,47 @@ enum activation { SILU, GELU_TANH, GELU, CLAMPED_SILU };
 enum scoring { SOFTMAX, SIGMOID }; // of a router's logits
 enum projects { K_AND_V, K_ALONE, NEITHER }; // besides q: without V's projection V is K's, and NEITHER reads the K/V of another layer
 
+// Of X experts, gate_up [X 2 F, E] and down [X E, F] stand one after another, and so do their biases. An absent vector
+// is 0, and an absent matrix has no rows.
 typedef struct {
-    const float *norm_in, *qkv_bias, *q_norm, *k_norm, *o_bias, *norm_post, *gate_up_bias, *down_bias; // 0: absent
-    const float *norm_o, *norm_down; // [E], norms of the outputs of attention and of the feed-forward; 0: absent
-    const float *router_bias;        // [X], added to the logits, or to the scores of SIGMOID to choose by; 0: absent
-    const float *sinks;              // [Hq], logits that add nothing but their share of the softmax; 0: absent
-    const float *norm_ple, *scalar;  // [E], of what `ple_out` gives; [1], factor of the stream at the layer's end; 0: absent
-    // Of experts beside a feed-forward, `shared` (config.Experts.beside): norms [E] of the router's and the experts' input and
-    // of both outputs, and each expert's factor [X]; 0: absent
-    const float *router_norm, *router_scale, *norm_experts, *norm_mixed, *norm_shared;
-    const float *rope;               // [C, 2, D]
-    const float *v_norm;             // [D], of each head of V; 0: absent
-    matrix qkv, o, gate_up, down; // of X experts one after another: gate_up [X 2 F, E], down [X E, F]; biases likewise
-    matrix router;                // [X, E]; without rows if the layer has no experts
-    matrix shared_gate_up, shared_down; // of the expert that every row reads; without rows if there is none
-    matrix gates;                       // [2 Hv, E], see `mixer`; without rows if qkv ends with them
-    matrix ple_gate, ple_out;           // [P, E], [E, P], of per-layer embeddings; without rows if there are none
-    const float *shared_gate;           // [1, E]
-    const float *conv, *conv_bias;      // [K, C], [C] or 0
-    const float *a_log, *dt_bias;       // [Hv]
-    const float *norm_mix;              // [Dv]
+    /* <!-- generated layer_weights --> */
+    const float *norm_in; // [E], before attention
+    matrix qkv; // [(Hq + 2 Hkv) D, E], rows: the gate's of a gated layer, q's, k's and v's; of a recurrent layer the in-projection
+    const float *qkv_bias; // [(Hq + 2 Hkv) D]
+    const float *q_norm; // [1, D], or over all heads [1, Hq D]
+    const float *k_norm; // [1, D], or over all heads [1, Hkv D]
+    const float *sinks; // [1, Hq], logits that add nothing but their share of the softmax
+    matrix gates; // [2 Hv, E], rows: b, then a of each value head; absent where qkv ends with them
+    const float *conv; // [C, K], in the struct [K, C]
+    const float *a_log; // [Hv]
+    const float *dt_bias; // [Hv]
+    const float *norm_mix; // [Dv]
+    matrix o; // [E, Hq D], of a recurrent layer the out-projection
+    const float *o_bias; // [E]
+    const float *norm_o; // [E], of the output of attention
+    const float *norm_post; // [E], before the feed-forward
+    matrix gate_up; // [2 F, E], gate rows first
+    const float *gate_up_bias; // [2 F]
+    matrix down; // [E, F]
+    const float *down_bias; // [E]
+    const float *norm_down; // [E], of the output of the feed-forward
+    matrix router; // [X, E], of a mixture of experts
+    const float *router_bias; // [X], see Experts.biased
+    matrix shared_gate_up; // [2 S, E], of a mixture's expert that every row reads
+    matrix shared_down; // [E, S]
+    const float *shared_gate; // [1, E], absent: the shared expert's output is added as it is
+    const float *router_norm; // [E], of what the router reads
+    const float *router_scale; // [X], factor of each expert's score
+    const float *norm_experts; // [E], of what the experts read
+    const float *norm_mixed; // [E], of the experts' output
+    const float *norm_shared; // [E], of the shared expert's output
+    matrix ple_gate; // [P, E]
+    matrix ple_out; // [E, P]
+    const float *norm_ple; // [E]
+    const float *scalar; // [1], factor of the stream at the layer's end
+    /* <!-- end --> */
+    const float *rope;      // [C, 2, D]
+    const float *v_norm;    // [D], of each head of V; 0: absent
     int64_t Hkv, D;         // heads of K and V, and the size of a head; the model's Hkv and D are the largest ones
     int64_t projects;       // enum projects
     int64_t recurrent;      // the layer has a recurrent state; 0: it attends

@@ -54,8 +54,6 @@ static void convolve(const state *s, int64_t n, const layer *l, int64_t b, int64
     float *raw = qkv_of(s, n) + t0 * row + first, *inputs = past->inputs + l->rank * past->count * past->page * C + first;
     for (int64_t i = 0; i < own && x->kind == CONV; i++) {
         float *a = raw + i * row;
-        for (int64_t part = 0; l->qkv_bias && part < 3; part++)
-            for (int64_t e = 0; e < count; e++) a[part * C + e] += l->qkv_bias[part * C + first + e];
         for (int64_t e = 0; e < count; e++) a[e] *= a[2 * C + e];
     }
     for (int64_t i = own - 1; i >= 0; i--) {
@@ -67,11 +65,11 @@ static void convolve(const state *s, int64_t n, const layer *l, int64_t b, int64
             const int64_t c = seen[taken - 2 - j];
             taps[j] = c < start ? inputs + at_column(past, b, c) * C : raw + (c - start) * row;
         }
-        const float *weight = l->conv + (x->K - taken) * C + first, *bias = l->conv_bias ? l->conv_bias + first : 0;
+        const float *weight = l->conv + (x->K - taken) * C + first;
         memcpy(inputs + past->slots[t0 + i] * C, raw + i * row, count * 4);
         float *to = x->kind == CONV ? mixed_of(s, n) + (t0 + i) * C + first : raw + i * row;
         for (int64_t e = 0; e < count; e += LANES) {
-            vf sum = bias ? load(bias + e) : splat(0);
+            vf sum = splat(0);
             for (int64_t j = 0; j < taken; j++) sum = fma_(load(weight + j * C + e), load(taps[j] + e), sum);
             store(to + e, x->kind == CONV ? sum * load(raw + i * row + C + e) : sum);
         }

@@ -145,5 +145,5 @@ def _bytes(model: Model) -> float:
     """Bytes of the layers' matrices that a step of one row reads."""
     share, layers = model.config.layer.share, model.layers
     mixing = sum(w.mixer.qkv.nbytes + w.mixer.o.nbytes for w in layers)
-    feeding = [(w.mlps[0].gate_up.nbytes + w.mlps[0].down.nbytes) * share(n) for n, w in enumerate(layers)]
+    feeding = [(w.layers[0].gate_up.nbytes + w.layers[0].down.nbytes) * share(n) for n, w in enumerate(layers)]
     return mixing + sum(feeding)

@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -12,11 +12,14 @@ from torch import Tensor
 from specker.fields import option
 from specker.kernels.quant import Quantized, joined
 from specker.kernels.round.repeat import repeat_rows
+from specker.layer_weights import LayerWeights
 from specker.model.cache import KVCache, Rows, sequence_bounds
 from specker.model.decoder import GroupRows, GroupStep, Model, Output, compiled, in_blocks, over_pages, run_layers
-from specker.model.weights import Attention, Group, Recurrent
+from specker.model.weights import ONE_ROW, Group
 from specker.runtime.ranks.dist import Ranks
 from specker.runtime.strategies.easyspec import Groups
+
+ATTENTION = "norm_in", "qkv", "qkv_bias", "q_norm", "k_norm", "sinks", "o", "o_bias"  # what a group computes as one
 
 
 @dataclass(frozen=True)
@@ -103,7 +106,7 @@ class LayerParallel:
     def _steps(self, rows: Rows) -> Iterator[GroupStep]:
         model, cache = self.model, self.cache
         one = GroupRows(rows.positions, rows.slots, over_pages(model, rows), model.summed)
-        every = self._repeated(rows) if any(len(group.mlps) > 1 for group in self.stacks) else rows
+        every = self._repeated(rows) if any(len(group.layers) > 1 for group in self.stacks) else rows
         for layers, group in zip(self.schedule.groups, self.stacks, strict=True):
             if len(layers) == 1:
                 yield group, cache.layers[layers[0]], one
@@ -142,7 +145,7 @@ class LayerParallel:
         first, *others = (self.model.layers[n] for n in layers)
         if not others:
             return first
-        if any(isinstance(self.model.layers[n].mixer, Recurrent) for n in layers):
+        if any(self.model.layers[n].mixer.recurrent for n in layers):
             raise ValueError(
                 "EasySpec cannot run layers with a recurrent state side by side: choose other "
                 f"{option('layer_parallel')} groups, or strategy draft"
@@ -153,23 +156,22 @@ class LayerParallel:
                 f"{option('layer_parallel')} groups"
             )
         if own := self._own(layers):
-            attention = Attention._make([self._stack(own, name) for name in Attention._fields])
+            mixer = LayerWeights(**{name: self._stack(own, name) for name in ATTENTION})
         else:  # this rank attends for no layer: empty stacks
-            one = self.model.layers[0].attention
-            attention = Attention._make(x if x is None else x[None][:0] for x in one)
-        mlps = tuple(mlp for n in layers for mlp in self.model.layers[n].mlps)
-        return Group(attention, mlps, first.rope, first.sliding_window)
+            one = self.model.layers[0].mixer
+            mixer = LayerWeights(**{n: x[None][:0] for n in ATTENTION if (x := getattr(one, n)) is not None})
+        return Group(mixer, tuple(self.model.layers[n].mixer for n in layers), first.rope, first.sliding_window)
 
     def _stack(self, layers: tuple[int, ...], name: str) -> Any:
-        """Stack the layers' attention weights `name`, [N, ...], and make the layers' own weights views of it."""
-        each = [getattr(self.model.layers[n].attention, name) for n in layers]
+        """Stack the layers' weights `name`, [N, ...], and make the layers' own weights views of it."""
+        each = [getattr(self.model.layers[n].mixer, name) for n in layers]
         if each[0] is None:
             return None
         stack = _in_one(each)
         for i, n in enumerate(layers):
-            layer = self.model.layers[n]
-            self.model.layers[n] = layer._replace(mixer=layer.attention._replace(**{name: stack[i]}))
-        return stack.squeeze(1) if name in ("q_norm", "k_norm", "sinks") else stack  # [1, D] each
+            w = replace(self.model.layers[n].mixer, **{name: stack[i]})
+            self.model.layers[n] = self.model.layers[n]._replace(mixer=w, layers=(w,))
+        return stack.squeeze(1) if name in ONE_ROW else stack
 
 
 def _of_layers(batch: Rows, layers: tuple[int, ...], of: int) -> Rows:
