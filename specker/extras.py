@@ -10,7 +10,7 @@ from importlib.util import find_spec
 
 EXTRAS = {  # as in pyproject.toml
     "gguf": ("gguf>=0.18", "accelerate>=1.4", "transformers>=5.18", "huggingface_hub>=1.31"),
-    "serve": ("fastapi>=0.132", "llguidance>=1.7", "prometheus_client>=0.20", "uvicorn>=0.35"),
+    "serve": ("fastapi>=0.132", "llguidance>=1.8", "prometheus_client>=0.20", "uvicorn>=0.35"),
 }
 
 

@@ -10,6 +10,7 @@ from heads import TEXT, assert_drafts, traced
 from make_assistant import CLUSTERS, OFTEN, TARGETS, Oracle, load, make_assistant, make_target
 from make_checkpoint import GEMMA4_WIDE, GEMMA4_WIDE_PLE, GRANITE, PHI4, exact_oracle, make
 from safetensors.torch import load_file, save_file
+from since import since
 
 import specker
 from specker.cpu import Packed
@@ -42,6 +43,7 @@ def exact(monkeypatch):
     exact_oracle(monkeypatch)
 
 
+@since("transformers", "5.23", "drafts with an assistant by other arguments")
 @pytest.mark.parametrize("head", HEADS)
 @pytest.mark.parametrize("kind", OFTEN)
 def test_drafts_are_those_of_transformers(made, exact, kind, head):
@@ -70,6 +72,7 @@ WAYS = {  # rest of the strategy, options
 MODES = [("greedy", "off"), ("sampled", "on"), ("sampled", "off"), ("greedy", "on")]
 
 
+@since("transformers", "5.23", "drafts with an assistant by other arguments")
 @pytest.mark.parametrize(("kind", "way", "mode"), cases.one_in(4, OFTEN, WAYS, MODES))
 def test_batches_change_no_token(made, exact, monkeypatch, kind, way, mode):
     """Texts of unequal length take turns in three slots, with prompts of one token or of several chunks. Windows stand
@@ -92,6 +95,7 @@ def test_batches_change_no_token(made, exact, monkeypatch, kind, way, mode):
             assert sum(assert_drafts(engine, formula, *each) for each in by_text) > 6
 
 
+@since("transformers", "5.23", "drafts with an assistant by other arguments")
 @pytest.mark.parametrize("prefixes", ["all", "exact"])
 def test_a_known_beginning_gives_the_drafts_of_a_fresh_prompt(made, exact, prefixes):
     """Of a prompt that is known to its end, one column is computed anew: the first draft needs the target's row."""

@@ -463,7 +463,7 @@ def test_what_an_engine_needs_for_a_grammar(plain, pair, monkeypatch, tmp_path):
         patch.setattr(session, "name", "my-model")
         session.guide("start: /a/")
     monkeypatch.setitem(sys.modules, "llguidance", None)
-    sentence = re.escape("a grammar needs llguidance: pip install 'fastapi>=0.120' 'llguidance>=1.3' ")
+    sentence = r"a grammar needs llguidance: pip install 'fastapi>=.*' 'llguidance>=.*' "
     for call in (grammar.json_object, lambda: Grammars(plain.target).guide("start: /a/")):
         with pytest.raises(ValueError, match=sentence):
             call()

@@ -64,6 +64,9 @@ def written(folder: Path, model: str, kind: str | None, parts: str | None = None
     return Tokens(folder, MODELS[model])
 
 
+LLAMA = since("transformers", "5.23", "replaces parts of the file by Llama's")
+
+
 def check(tokens: Tokens) -> None:
     """The folder is read without transformers, and as AutoTokenizer reads it."""
     ours, theirs = tokens.tokenizer, transformers.AutoTokenizer.from_pretrained(tokens.folder, local_files_only=True)
@@ -87,7 +90,7 @@ def check(tokens: Tokens) -> None:
     [
         ("llama", WHOLE, None, NAMED | {"add_bos_token": True, "chat_template": "{{ bos_token }}"}),
         ("llama", "TokenizersBackend", "GPT2Tokenizer", {"additional_special_tokens": ["<|pad|>"]}),
-        ("llama", "LlamaTokenizerFast", None, NAMED),
+        pytest.param("llama", "LlamaTokenizerFast", None, NAMED, marks=LLAMA),
         ("llama", "GPT2Tokenizer", "GPT2Tokenizer", NAMED),
         ("llama", "Qwen2TokenizerFast", "Qwen2Tokenizer", {"extra_special_tokens": {"image_token": "<|mask|>"}}),
         ("qwen2", None, "Qwen2Tokenizer", {}),
@@ -237,6 +240,7 @@ def test_a_function_may_describe_a_tool() -> None:
         template.render("", [{"role": "user", "content": "a"}], tools=[3])
 
 
+@since("tokenizers", "0.23.3", "keeps more of a file")
 @pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="needs glibc's malloc_trim")
 def test_reading_returns_what_it_freed(tmp_path):
