@@ -14,7 +14,12 @@ from specker.kernels.ancestors import chain_words
 from specker.kernels.quant import quantised
 from specker.model.config import DeltaNet, Experts, LayerSpec, Mixer, ShortConv
 
-E, HQ, HKV, D, FFN, EPS = 64, 4, 2, 32, 96, 1e-6
+E = 64
+HQ = 4
+HKV = 2
+D = 32
+FFN = 96
+EPS = 1e-6
 DELTA = DeltaNet(key_heads=2, value_heads=4, key_dim=32, value_dim=48, kernel=4)
 TILED = DeltaNet(key_heads=2, value_heads=6, key_dim=32, value_dim=16, kernel=4, tiled=True)
 CONV = ShortConv(channels=80, kernel=3)

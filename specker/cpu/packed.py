@@ -35,7 +35,8 @@ from torch import Tensor
 from specker.kernels import quant
 from specker.kernels.quant import Quantized, packed, unpacked
 
-ROWS, GROUP = 16, 32
+ROWS = 16  # of a block
+GROUP = 32  # columns of a register of codes
 
 
 class Format(NamedTuple):

@@ -15,9 +15,9 @@ from specker.runtime.round.round import Round
 from specker.runtime.round.state import Request
 
 LEAST = 4  # the fewest rows of a prompt that the drafter prefills before a round
-# Why a round drafts nothing, beside the chooser's reasons: the drafter is prefilling a prompt; or rows of prompts come
-# with the verify pass.
-BEHIND, PROMPTS = "prefill", "prompts"
+# Why a round drafts nothing, beside the chooser's reasons:
+BEHIND = "prefill"  # the drafter is prefilling a prompt
+PROMPTS = "prompts"  # rows of prompts come with the verify pass
 
 
 class DraftRunner:

@@ -45,7 +45,8 @@ from specker.runtime.slots import Slots
 
 AT_ONCE = 2048  # tokens of prompts that a step prefills if nothing decodes meanwhile
 STALL = 1.6  # usual rounds by which prompts may lengthen a round: the p95 between tokens stays below three of its usual
-LEAST, UNKNOWN = 4, 32  # rows of prompts that a step prefills then: the fewest, and before anything was measured
+MIN_PROMPT_ROWS = 4  # that a step prefills then
+UNMEASURED_PROMPT_ROWS = 32  # until a prefill was timed
 MEASURE = 64  # rounds in a row with such rows, until one without them measures the usual time
 NEW = 0.3  # weight of a new measurement
 
@@ -111,7 +112,7 @@ class Loop:
         self.slots = Slots(self.cache, self.drafter, self.state, *sizes, several=alignment == 1 and not self.fixed)
         self.runner = None
         if self.drafter is not None:
-            chunk = prefill_chunk(self.target) if alignment > 1 else UNKNOWN
+            chunk = prefill_chunk(self.target) if alignment > 1 else UNMEASURED_PROMPT_ROWS
             captures = self.graphs.capture
             self.runner = DraftRunner(self.drafter, self.history, self.largest, chunk, self.ranks, captures)
 
@@ -296,13 +297,14 @@ class Loop:
         if n and (not usual or self._joined >= MEASURE):
             return 0
         if not usual or not self._row_seconds:
-            return UNKNOWN
+            return UNMEASURED_PROMPT_ROWS
         rows, drafting = self._last if self._last[0] >= n else (n, 0.0)
         longer = usual * STALL / self._readers
         if not self.slots.several:  # a pass of their own
-            return max(LEAST, min(COMPILED_CHUNK, int(longer / self._row_seconds)))
+            return max(MIN_PROMPT_ROWS, min(COMPILED_CHUNK, int(longer / self._row_seconds)))
         most = self.target.stack.most if self.target.stack is not None else COMPILED_CHUNK
-        return max(LEAST, min(COMPILED_CHUNK, most - rows, int((usual + longer - drafting) / self._row_seconds) - rows))
+        within = int((usual + longer - drafting) / self._row_seconds) - rows
+        return max(MIN_PROMPT_ROWS, min(COMPILED_CHUNK, most - rows, within))
 
     @property
     def _readers(self) -> int:
@@ -351,7 +353,7 @@ class Loop:
 
     def _observe_rows(self, count: int, seconds: float) -> None:
         """Learn from a pass over `count` rows, most of them of prompts."""
-        if count >= LEAST:
+        if count >= MIN_PROMPT_ROWS:
             self._row_seconds += (NEW if self._row_seconds else 1.0) * (seconds / count - self._row_seconds)
             if self.slots.several:
                 self.history.costs.observe_rows(count, seconds)

@@ -838,7 +838,9 @@ def test_index_that_does_not_match(tmp_path: Path) -> None:
         read_here(tmp_path)
 
 
-Q, EMBED, HEAD = "model.layers.1.self_attn.q_proj.weight", "model.embed_tokens.weight", "lm_head.weight"
+Q = "model.layers.1.self_attn.q_proj.weight"
+EMBED = "model.embed_tokens.weight"
+HEAD = "lm_head.weight"
 TENSOR_REFUSALS: list[tuple[str, Callable[[dict[str, torch.Tensor]], Any], str]] = [
     ("missing", lambda s: s.pop(Q), f"lacks {Q}, which config.json requires"),
     ("missing-two", lambda s: (s.pop(Q), s.pop("model.norm.weight")), f"lacks {Q} and 1 more"),

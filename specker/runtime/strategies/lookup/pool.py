@@ -15,7 +15,8 @@ from specker.runtime.strategies.lookup import MEMORY, SUFFIXES
 
 SIZES = 2, SUFFIXES[1]  # tokens of the shortest and of the longest match in another text
 KEPT = 0.75  # of the memory, once texts are dropped: each time the index is made anew
-WIDE, TEXT = 4, 380  # bytes of a token and of a text, beside the index
+TOKEN_BYTES = 4  # beside the index
+TEXT_BYTES = 380  # of a text's objects
 
 
 @dataclass(eq=False, slots=True)
@@ -36,7 +37,7 @@ class Pool:
 
     @property
     def bytes(self) -> int:
-        return self.index.bytes + WIDE * len(self.index) + TEXT * len(self.texts)
+        return self.index.bytes + TOKEN_BYTES * len(self.index) + TEXT_BYTES * len(self.texts)
 
     def add(self, tokens: Sequence[int]) -> None:
         """Add a text. One that begins a known text is known; one that a known text begins, such as a conversation that
