@@ -328,7 +328,7 @@ def test_drafts_that_look_slower_after_a_measurement_are_tried_at_once():
         assert chooser.choose(world.policies, 500).nodes and chooser.trial
         chooser.finished(1, Budget(4, 4), 4, 1, True)
     assert not chooser.choose(world.policies, 500).nodes and chooser.reason == RESTS
-    assert [chooser.goes_on(1) for _ in range(WAIT)].index(False) > 0 and not chooser.goes_on(2)
+    assert [chooser.keeps_resting(1) for _ in range(WAIT)].index(False) > 0 and not chooser.keeps_resting(2)
 
 
 def test_a_trial_says_nothing_of_plain_rounds():

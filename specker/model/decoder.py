@@ -27,7 +27,7 @@ from specker.kernels.route import expert_route
 from specker.kernels.tiles import MAX_ROWS
 from specker.kernels.topk import draws_alike, vocab_topk
 from specker.kernels.variant import sum_dtype
-from specker.model.cache import KVCache, Near, Rows
+from specker.model.cache import KVCache, RingRows, Rows
 from specker.model.config import CheckpointError, ModelConfig
 from specker.model.kept import calibrated, keys, widened
 from specker.model.recurrent import Paths, in_rings, mix, paths
@@ -46,13 +46,13 @@ class GroupRows(NamedTuple):
     slots: Tensor  # [N * T] int64, cache rows for their K/V
     attend: Attend
     join: Callable[[Tensor], Tensor]  # this rank's output of the o linear -> all ranks', [T, E] or [N, T, E]
-    near: Near | None = None  # where a layer whose K/V stands in rings has these rows
+    ring_rows: RingRows | None = None  # where a layer whose K/V stands in rings has these rows
     idle: Tensor | None = None  # `Rows.idle`
     paths: Paths | None = None  # for layers with a recurrent state
 
     def slots_of(self, sliding_window: int) -> Tensor:
         """The cache rows of a layer with this sliding window."""
-        return self.slots if self.near is None or not sliding_window else self.near.slots
+        return self.slots if self.ring_rows is None or not sliding_window else self.ring_rows.slots
 
 
 # A group, K and V [pages, page_size, Hkv, D] of the rows' slots, or the `Memory` of a recurrent state, and the rows
@@ -291,7 +291,7 @@ def run_layers(
     first: int = 0,
     aux_layers: tuple[int, ...] = (),
     dense: bool = False,
-    entered: Tensor | None = None,
+    first_attention_input: Tensor | None = None,
 ) -> Output:
     """Run groups of layers in sequence, from depth `first` on, over rows with the residual stream `hidden` [T, E].
     Writes the rows' K/V. The layers of a group all attend from the group's input h; their feed-forwards then run in
@@ -306,8 +306,8 @@ def run_layers(
     attention (two for more than a few rows), o, norm, gate_up, down, and those of the router before experts; the norms
     also reduce the split-K partials of o and down. There, the last residual add is fused with the final norm, whichever
     layer is the last, because every head uses the same norm. `dense`: for a chunk of a prompt on a GPU, products by
-    `dense_linear`. `entered`: the input of the first layer's attention, if it is not the norm of `hidden`
-    (LayerSpec.first). With per-layer embeddings `hidden` is [T, E + L P] (`Model.embed_tokens`)."""
+    `dense_linear`. `first_attention_input`: if it is not the norm of `hidden` (LayerSpec.first). With per-layer
+    embeddings `hidden` is [T, E + L P] (`Model.embed_tokens`)."""
     eps, layer = model.config.rms_norm_eps, model.config.layer
     hidden, per_layer = _apart(model, hidden)
     linear = dense_linear if dense else model.linear
@@ -318,10 +318,10 @@ def run_layers(
     delta = None  # output of the last feed-forward, or its split-K partials, not yet added to `hidden`
     for (w, mlps, rope, sliding_window), kept_here, batch in steps:
         several = len(mlps) > 1
-        if entered is None:
+        if first_attention_input is None:
             hidden, normed = _entering(hidden, delta, w.norm_in, eps)
         else:
-            normed, entered = entered, None
+            normed, first_attention_input = first_attention_input, None
         if several and w.norm_in is None:
             normed = normed.expand(len(batch.positions) // len(hidden), *hidden.shape)
         if first in aux_layers:
@@ -583,7 +583,7 @@ def forward(
         if model.stack is not None:
             return compiled(model, cache, rows, hidden, range(first, last + 1), aux_layers)
         attend = over_pages(model, rows)
-        batch = GroupRows(rows.positions, rows.slots, attend, model.summed, rows.near, rows.idle, paths(rows))
+        batch = GroupRows(rows.positions, rows.slots, attend, model.summed, rows.ring_rows, rows.idle, paths(rows))
         steps = zip(model.layers[layers], cache.layers[layers], repeat(batch), strict=False)
         return run_layers(model, steps, hidden, first, aux_layers)
 
@@ -627,7 +627,7 @@ def compiled(
         table=rows.table,
         features=features,
         raw=raw,
-        **in_rings(cache, rows.near),
+        **in_rings(cache, rows.ring_rows),
     )
     aux = dict(zip(aux_layers, out[1:].unbind(0), strict=True)) if aux_layers else {}
     return Output(out[0], aux, routed=tuple(routed) if routed.shape[0] else ())
@@ -642,10 +642,10 @@ def experts_read(model: Model, outs: Sequence[Output]) -> Tensor:
 def over_pages(model: Model, rows: Rows) -> Attend:
     """Attention for few rows. A row sees its sequence's columns up to kv_len, except those of the window that are not
     its ancestors and those outside the layer's sliding window."""
-    _, _, kv_len, window, words, cu_rows, every, _, near, _ = rows
+    _, _, kv_len, window, words, cu_rows, every, _, ring_rows, _ = rows
 
     def attend(q: Tensor, k: Tensor, v: Tensor, sliding_window: int, sinks: Tensor | None) -> Tensor:
-        table = every if near is None or not sliding_window else near.table
+        table = every if ring_rows is None or not sliding_window else ring_rows.table
         how = model.scale, sliding_window, model.config.layer.cap
         if k.dtype != q.dtype:  # of a CPU's cache in fewer bits
             k, v = (x[table.flatten().long()] for x in (k, v))

@@ -221,7 +221,7 @@ class DraftHead:
             return out.hidden, Final(out.hidden, True)
         if self.spec.form == "mtp":
             return self._output(run_layers(model, steps, model.linear(joined, w.fc)))
-        return self._output(run_layers(model, steps, stream, entered=joined))
+        return self._output(run_layers(model, steps, stream, first_attention_input=joined))
 
     def _output(self, out: Output) -> tuple[Tensor, Final]:
         model, final = self.model, out.final

@@ -165,11 +165,11 @@ def _prefill_chunk(
         )[0].transpose(0, 1)
 
     slots, own = cache.slots(slot, start, end), slice(slot, slot + 1)
-    positions, near = model.positions[start:end], cache.near(slots, own)
-    batch = GroupRows(positions, slots, attended, model.summed, near)
-    if near is not None and near.states is not None:
+    positions, ring_rows = model.positions[start:end], cache.ring_rows(slots, own)
+    batch = GroupRows(positions, slots, attended, model.summed, ring_rows)
+    if ring_rows is not None and ring_rows.states is not None:
         each = cache.lengths[end : end + 1], cache.lengths[:1], sequence_bounds(T, cache.device)
-        batch = batch._replace(paths=Paths(positions, *near[:2], near.states, *each, None))
+        batch = batch._replace(paths=Paths(positions, *ring_rows[:2], ring_rows.states, *each, None))
     steps = zip(model.layers, cache.layers, repeat(batch), strict=False)
     dense = hidden.is_cuda and T > DENSE_CHUNK
     kept = run_layers(model, steps, hidden, aux_layers=aux_layers, dense=dense).aux_hidden_states
@@ -184,7 +184,7 @@ def _compiled_chunk(
     assert model.stack is not None
     T, own = len(hidden), slice(slot, slot + 1)
     end, slots = cache.lengths[start + T : start + T + 1], cache.slots(slot, start, start + T)
-    near = cache.near(slots, own, whole=True)
+    ring_rows = cache.ring_rows(slots, own, whole=True)
     out, _ = model.stack.run(
         hidden,
         cache.kv,
@@ -195,7 +195,7 @@ def _compiled_chunk(
         words=None,
         table=cache.block_table[own],
         full=not model.config.causal,
-        **in_rings(cache, near),
+        **in_rings(cache, ring_rows),
     )
     return dict(zip(aux_layers, out[1:].unbind(0), strict=True))
 

@@ -9,7 +9,7 @@ from torch import Tensor
 from specker.cpu import Records
 from specker.kernels.conv import conv_rows
 from specker.kernels.delta import BLOCK, delta_rows
-from specker.model.cache import KVCache, Near, Rows, sequence_bounds
+from specker.model.cache import KVCache, RingRows, Rows, sequence_bounds
 from specker.model.config import DeltaNet, Mixer
 from specker.model.states import AHEAD, Memory
 from specker.model.weights import Recurrent
@@ -30,23 +30,25 @@ class Paths(NamedTuple):
 
 def paths(rows: Rows) -> Paths | None:
     """The paths of rows; None if the model has no recurrent states."""
-    near = rows.near
-    if near is None or near.states is None:
+    ring = rows.ring_rows
+    if ring is None or ring.states is None:
         return None
-    return Paths(rows.positions, *near[:2], near.states, rows.kv_len, rows.window, rows.cu_rows, rows.ancestors)
+    return Paths(
+        rows.positions, ring.slots, ring.table, ring.states, rows.kv_len, rows.window, rows.cu_rows, rows.ancestors
+    )
 
 
-def records(cache: KVCache, near: Near | None) -> Records | None:
-    """What the compiled CPU layers need of the states and records, for the rows at `near`; None if there are none."""
-    if cache.memory is None or near is None or near.states is None:
+def records(cache: KVCache, ring_rows: RingRows | None) -> Records | None:
+    """What the compiled CPU layers need of the states and records for these rows; None if there are none."""
+    if cache.memory is None or ring_rows is None or ring_rows.states is None:
         return None
-    return Records(*cache.memory, near.slots, near.table, near.states)
+    return Records(*cache.memory, ring_rows.slots, ring_rows.table, ring_rows.states)
 
 
-def in_rings(cache: KVCache, near: Near | None) -> dict[str, Any]:
-    """Arguments of `Stack.run`: where rows at `near` stand in the rings of K and V, or of records."""
-    own = records(cache, near)
-    return {"near": None if near is None or own is not None else near[:2], "records": own}
+def in_rings(cache: KVCache, ring_rows: RingRows | None) -> dict[str, Any]:
+    """Arguments of `Stack.run`: where the rows stand in the rings of K and V, or of records."""
+    own = records(cache, ring_rows)
+    return {"near": None if ring_rows is None or own is not None else ring_rows[:2], "records": own}
 
 
 def mix(

@@ -65,4 +65,6 @@ def _started(
     else:
         hidden = model.scaled(hidden)
     window, bounds = window_sizes(first + count, device, n), sequence_bounds(count, device, n)
-    return Rows(positions, slots, kv_len, window, words, bounds, table, near=cache.near(slots, slice(n))), hidden
+    return Rows(
+        positions, slots, kv_len, window, words, bounds, table, ring_rows=cache.ring_rows(slots, slice(n))
+    ), hidden

@@ -6,10 +6,10 @@ are, and a refused draft is a record that is overwritten. A sequence's states mo
 that a draft can change.
 
 A request goes on from an ended one's states near its end (`Rings.keep`), or from a column of a prompt that was saved: a
-state and the records after it, copied, from which any number of requests may go on. A new column replaces the saved one
-that is worth least, where each is worth the columns by which its text is longer than its longest saved beginning, plus
-what the last column replaced before its latest use was worth. So long texts stay longer than short ones, and none stays
-for ever (GreedyDual: Young, "The k-server dual and loose competitiveness for paging", 1994).
+state and the records after it, copied, from which any number of requests may go on. The saved state with the lowest
+worth is replaced. Worth = the columns it saves beyond the longest other saved prefix of its text + an age term: the
+worth of whatever was evicted last, as it stood when this state was last used. So long texts stay longer than short
+ones, and none stays for ever (GreedyDual: Young, "The k-server dual and loose competitiveness for paging", 1994).
 """
 
 from collections.abc import Iterator
@@ -216,7 +216,7 @@ class StateRings(Rings):
 
     def save(self, slot: int, text: list[int], exact: bool, columns: int) -> None:
         """Save the column after `text` of the sequence in `slot`, whose last forward ended before column `columns`,
-        less than BLOCK further on. It replaces the one that is worth least, of several the one used least recently.
+        less than BLOCK further on. It replaces the one with the lowest worth, of several the one used least recently.
         `exact`: its bits are those of a fresh prefill."""
         end = len(text)
         for known in self.saved:

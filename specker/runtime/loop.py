@@ -309,17 +309,17 @@ class Loop:
     @property
     def _readers(self) -> int:
         """Models that prefill prompts before or in the same round."""
-        rests = self.runner is None or not self.active or self.runner.rests(self.active)
-        return 1 if rests and self.slots.several else len(self.slots.caches)
+        target_alone = self.runner is None or not self.active or self.runner.yields_to_prompts(self.active)
+        return 1 if target_alone and self.slots.several else len(self.slots.caches)
 
     def _usual_seconds(self, n: int) -> float:
-        """Seconds of a round of n sequences without rows of prompts: as measured, or of the most similar number that
-        was; a sequence's row costs at most what a prompt's row costs, and half of that is a guess. 0 if unknown."""
+        """The measured seconds of a round of n sequences without rows of prompts. If n was never measured: those of the
+        nearest n, plus half a prompt row's time for each further sequence (a guess between 0 and 1). 0 if unknown."""
         if not self._round_seconds:
             return 0.0
-        near = min(self._round_seconds, key=lambda known: abs(known - n))
-        usual = self._round_seconds[near]
-        return max(usual / 2, usual + (n - near) * self._row_seconds / 2)
+        nearest = min(self._round_seconds, key=lambda measured: abs(measured - n))
+        usual = self._round_seconds[nearest]
+        return max(usual / 2, usual + (n - nearest) * self._row_seconds / 2)
 
     def _begin(self, request: Request) -> None:
         self.batches.forget_bucket()
@@ -397,9 +397,9 @@ class Loop:
         """Launch a round of the active requests. `ahead`: tokens that pending rounds may add to each text. None if
         rounds are pending and the host must know the texts' lengths."""
         began, requests = time.perf_counter(), self.active
-        runner, budget, reason, rests = (self.runner if requests[0].speculates else None), NONE, "", False
-        if runner is not None and runner.pauses(len(requests)):
-            rests, reason = True, runner.chooser.reason
+        runner, budget, reason = (self.runner if requests[0].speculates else None), NONE, ""
+        if skips_drafter := runner is not None and runner.will_skip_drafter(len(requests)):
+            reason = runner.chooser.reason
             runner = None
         guides = [s.guide for s in requests if s.guide is not None]
         forced = runner is not None and len(guides) == len(requests) and all(guide.forced for guide in guides)
@@ -415,7 +415,7 @@ class Loop:
         r = self.new_round(budget, fixed, ahead)
         if self._joining:
             r.parts, r.part_layers = [self._part(fill) for fill in self._joining], self._read_layers(self._joining)
-        r.began, r.forced, r.rests, r.reason = began, forced, rests, reason
+        r.began, r.forced, r.skips_drafter, r.reason = began, forced, skips_drafter, reason
         r.batch.traced = self.trace is not None and any(s.traced for s in requests)
         if runner is not None:
             r.trial, r.warm = runner.chooser.trial and reason not in (BEHIND, PROMPTS), runner.chooser.warm
@@ -486,7 +486,7 @@ class Loop:
             if grown[-1]:
                 request.token_ids += tokens
                 self.cache.exact_len[slot] = len(request.token_ids) - 1
-        if runner is not None and not r.rests:
+        if runner is not None and not r.skips_drafter:
             drafted = r.host["draft"].tolist() if r.draft.observed else []
             usual = self.usual if self.fixed else runner.usual(r) if r.batch.aux_layers else 0.0
             accepted = Accepted(grown, drafted, r.seconds, usual)

@@ -81,7 +81,7 @@ def paged(folder: Path, rings: bool) -> Call:
     own = {"positions": rows.positions, "slots": rows.slots, "cu_rows": rows.cu_rows, "kv_len": rows.kv_len}
     own |= {"window": rows.window, "table": rows.table}
     if rings:
-        own["near"], own["near_table"] = in_rings(cache, rows.near)["near"]
+        own["near"], own["near_table"] = in_rings(cache, rows.ring_rows)["near"]
     words = rows.ancestors if rows.ancestors.shape[1] else None
     x = model.embed_tokens(torch.arange(8))
     return Call(model.stack, x, cache.kv, own, words, list(cache.kv), {"table": 3, "near_table": 3})

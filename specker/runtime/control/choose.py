@@ -50,8 +50,8 @@ class Chooser:
     While drafts are made, a few plain rounds now and then measure plain decoding. They are more frequent when drafts
     gain little: the time that they cost stays within LOOK_SHARE.
 
-    Plain rounds are chosen several at once: until it is time to ask the policies again, `goes_on` counts them, and the
-    loop runs them without policies and drafter (`DraftRunner.pauses`).
+    Plain rounds are chosen several at once: until it is time to ask the policies again, `keeps_resting` counts them,
+    and the loop runs them without policies and drafter (`DraftRunner.will_skip_drafter`).
     """
 
     def __init__(self, costs: Costs, learns: bool = True):
@@ -104,8 +104,8 @@ class Chooser:
             self._cold, self._drafted = COLD if changed else max(0, self._cold - 1), shape.nodes > 0
         return shape
 
-    def goes_on(self, n: int) -> bool:
-        """Whether the next round of n sequences is plain without asking the policies, as the last one. Counts it."""
+    def keeps_resting(self, n: int) -> bool:
+        """Whether the next round of n sequences is plain like the last one, without asking the policies. Counts it."""
         if not self._ahead or n != self._sequences:
             return False
         self._ahead, self._waited = self._ahead - 1, self._waited + 1
@@ -118,7 +118,7 @@ class Chooser:
 
     def _choose(self, policies: Sequence[Policy], remaining: int, behind: int) -> Budget:
         n = len(policies)
-        if (self.reason == MEASURED or not any(p.copies for p in policies)) and self.goes_on(n):
+        if (self.reason == MEASURED or not any(p.copies for p in policies)) and self.keeps_resting(n):
             return self._none
         self._ahead = 0
         ended = bool(self._ended) and all(self._ended)

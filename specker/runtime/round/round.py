@@ -45,7 +45,9 @@ class Round:
     batch: Batch
     draft: Draft = field(default_factory=Draft)
     reason: str = ""  # why nothing is drafted (choose.py)
-    rests: bool = False  # whether it is plain decoding's own round: neither policies nor the drafter have a part
+    skips_drafter: bool = (
+        False  # whether it is plain decoding's own round: neither policies nor the drafter have a part
+    )
     trial: bool = False  # whether the draft finds out if drafting pays (choose.py)
     warm: bool = True  # whether it followed enough rounds of its kind (`Chooser.warm`)
     forced: bool = False  # whether grammars force the next token of every text, so that the drafter has no part
@@ -103,7 +105,7 @@ def launch(r: Round, target: Model, cache: KVCache, drafter: Drafter | None) -> 
         b.aux_layers = drafter.reads(b.budget)
         if drafts:
             r.draft = drafter.propose(b)
-            r.places = unequal(r, target)
+            r.places = shorten_drafts(r, target)
             if r.instead is not None:
                 b.window[: len(r.instead), 1 : r.instead.shape[1] + 1] = r.instead
     r.marks.append(now(events))
@@ -116,22 +118,21 @@ def launch(r: Round, target: Model, cache: KVCache, drafter: Drafter | None) -> 
     r.marks.append(now(events))
 
 
-def unequal(r: Round, model: Model) -> Tensor | None:
-    """Leave the end of a chain out of the verify pass where it is less likely to be accepted than its rows cost.
-    Returns `Round.places` if the chains then have unequal lengths. A batch of fixed shape, a tree, traces,
-    log-probabilities, grammars and drafters that read hidden rows want equally many rows of each sequence: None, and
-    shorter drafts are padded."""
+def shorten_drafts(r: Round, model: Model) -> Tensor | None:
+    """Cut each draft where its next token is less likely to be accepted than its row costs. Returns `Round.places` if
+    some drafts are then shorter than others. A batch of fixed shape, a tree, traces, log-probabilities, grammars and
+    drafters that read hidden rows want equally many rows of each sequence: None, and shorter drafts are padded."""
     b, d = r.batch, r.draft
     whole = b.fixed or d.tree or d.resume is not None or b.aux_layers or b.traced or model.ranks
     if whole or any(request.logprobs or request.guide for request in b.requests):
         return None
     counts = [d.count(slot) for slot in range(b.n)]
     if r.price:
-        sure = [[each[slot] for each in d.confidence] for slot in range(b.n)]
-        counts = [min(c, s.policy.worth(r.price, p)) for c, s, p in zip(counts, b.requests, sure, strict=True)]
+        confidence = [[of_token[slot] for of_token in d.confidence] for slot in range(b.n)]
+        counts = [min(c, s.policy.worth(r.price, p)) for c, s, p in zip(counts, b.requests, confidence, strict=True)]
     if min(counts) == d.size:
         return None
-    d.counts, first = counts, range(0, b.n * (d.size + 1), d.size + 1)
+    d.draft_lengths, first = counts, range(0, b.n * (d.size + 1), d.size + 1)
     places = [at + row for at, count in zip(first, counts, strict=True) for row in range(count + 1)]
     return torch.tensor(places, dtype=torch.int64, device=b.window.device)
 

@@ -59,7 +59,7 @@ def compiled_chain(
         steps=depth,
         sampling=[(s.sampling.temperature, s.sampling.seed) for s in batch.requests],
         rules=[None if n in idle else s.policy.rule for n, s in enumerate(batch.requests)] if batch.confident else None,
-        records=records(cache, rows.near),
+        records=records(cache, rows.ring_rows),
         features=features,
         output=output,
         raw=raw,
