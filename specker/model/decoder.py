@@ -30,7 +30,7 @@ from specker.kernels.variant import sum_dtype
 from specker.model.cache import KVCache, RingRows, Rows
 from specker.model.config import CheckpointError, ModelConfig
 from specker.model.kept import calibrated, keys, widened
-from specker.model.recurrent import Paths, in_rings, mix, paths
+from specker.model.recurrent import Paths, cached_rows, mix, paths
 from specker.model.sampling import Draws
 from specker.model.split import OtherRanks
 from specker.model.weights import Attention, FeedForward, Group, Parameters, Recurrent, Shared, layers_of
@@ -616,19 +616,7 @@ def compiled(
     """`run_layers` by the compiled CPU kernels. `groups`: the first layer of each group, then the end. `features`: of
     pairs, whose embeddings are `hidden`; `raw`: see `Stack.run`."""
     assert model.stack is not None
-    out, routed = model.stack.run(
-        hidden,
-        cache.kv,
-        groups,
-        aux_layers,
-        places=(rows.positions, rows.slots),
-        sequences=(rows.cu_rows, rows.kv_len, rows.window),
-        words=rows.ancestors if rows.ancestors.shape[1] else None,
-        table=rows.table,
-        features=features,
-        raw=raw,
-        **in_rings(cache, rows.ring_rows),
-    )
+    out, routed = model.stack.run(hidden, cached_rows(cache, rows), groups, aux_layers, features, raw)
     aux = dict(zip(aux_layers, out[1:].unbind(0), strict=True)) if aux_layers else {}
     return Output(out[0], aux, routed=tuple(routed) if routed.shape[0] else ())
 

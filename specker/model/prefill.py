@@ -22,7 +22,7 @@ from specker.model.cache import KVCache, Rows, sequence_bounds
 from specker.model.config import ModelConfig
 from specker.model.decoder import GroupRows, Model, Output, compiled, run_layers
 from specker.model.kept import keys, widened
-from specker.model.recurrent import Paths, in_rings
+from specker.model.recurrent import Paths, cached_rows
 from specker.model.rings import AHEAD_OF_MIXTURES, WindowRings
 
 PREFILL_CHUNK = 512  # rows; takes about as long as three rounds of an 8B model on a GPU
@@ -168,8 +168,17 @@ def _prefill_chunk(
     positions, ring_rows = model.positions[start:end], cache.ring_rows(slots, own)
     batch = GroupRows(positions, slots, attended, model.summed, ring_rows)
     if ring_rows is not None and ring_rows.states is not None:
-        each = cache.lengths[end : end + 1], cache.lengths[:1], sequence_bounds(T, cache.device)
-        batch = batch._replace(paths=Paths(positions, *ring_rows[:2], ring_rows.states, *each, None))
+        paths = Paths(
+            positions,
+            ring_rows.slots,
+            ring_rows.table,
+            ring_rows.states,
+            kv_len=cache.lengths[end : end + 1],
+            window=cache.lengths[:1],
+            cu_rows=sequence_bounds(T, cache.device),
+            ancestors=None,
+        )
+        batch = batch._replace(paths=paths)
     steps = zip(model.layers, cache.layers, repeat(batch), strict=False)
     dense = hidden.is_cuda and T > DENSE_CHUNK
     kept = run_layers(model, steps, hidden, aux_layers=aux_layers, dense=dense).aux_hidden_states
@@ -184,19 +193,18 @@ def _compiled_chunk(
     assert model.stack is not None
     T, own = len(hidden), slice(slot, slot + 1)
     end, slots = cache.lengths[start + T : start + T + 1], cache.slots(slot, start, start + T)
-    ring_rows = cache.ring_rows(slots, own, whole=True)
-    out, _ = model.stack.run(
-        hidden,
-        cache.kv,
-        range(len(model.layers) + 1),
-        aux_layers,
-        places=(model.positions[start : start + T], slots),
-        sequences=(sequence_bounds(T, cache.device), end, end),
-        words=None,
-        table=cache.block_table[own],
-        full=not model.config.causal,
-        **in_rings(cache, ring_rows),
+    rows = Rows(
+        model.positions[start : start + T],
+        slots,
+        end,
+        end,
+        slots.new_empty(T, 0),
+        sequence_bounds(T, cache.device),
+        cache.block_table[own],
+        ring_rows=cache.ring_rows(slots, own, whole=True),
     )
+    layers = range(len(model.layers) + 1)
+    out, _ = model.stack.run(hidden, cached_rows(cache, rows, full=not model.config.causal), layers, aux_layers)
     return dict(zip(aux_layers, out[1:].unbind(0), strict=True))
 
 
