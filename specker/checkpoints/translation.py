@@ -81,10 +81,17 @@ class Translation:
         pairs = {n: own.ids[text] for text, n in its.ids.items() if text in own.ids}
         pairs |= {n: own.special[text] for text, n in its.special.items() if text in own.special}
         ids = sorted(n for n, other in pairs.items() if n < sizes[0] and other < sizes[1])
-        rows = [pairs[n] for n in ids]
-        bos = getattr(target.tokenizer, "bos_token_id", None)
-        numbers = (torch.tensor(each, dtype=torch.int64, device="cpu") for each in (ids, rows))
-        return cls(its, own, target, draft, sizes[0], free, bos, *numbers)
+        return cls(
+            its,
+            own,
+            target,
+            draft,
+            sizes[0],
+            free,
+            bos=getattr(target.tokenizer, "bos_token_id", None),
+            ids=torch.tensor(ids, dtype=torch.int64, device="cpu"),
+            rows=torch.tensor([pairs[n] for n in ids], dtype=torch.int64, device="cpu"),
+        )
 
     @property
     def share(self) -> float:

@@ -85,10 +85,19 @@ class Rows(NamedTuple):
             end = max(b + 1, bisect_right(bounds, bounds[b] + most) - 1)
             at, of, starts = slice(bounds[b], bounds[end]), slice(b, end), self.cu_rows[b : end + 1] - bounds[b]
             own = tuple(bound - bounds[b] for bound in bounds[b : end + 1])
-            rows = self.positions[at], self.slots[at], self.kv_len[of], self.window[of], self.ancestors[at]
-            ring_rows = None if self.ring_rows is None else self.ring_rows.of(at, of)
-            idle = None if self.idle is None else self.idle[of]
-            yield at, Rows(*rows, starts, self.table[of], own, ring_rows, idle)
+            block = Rows(
+                self.positions[at],
+                self.slots[at],
+                self.kv_len[of],
+                self.window[of],
+                self.ancestors[at],
+                starts,
+                self.table[of],
+                own,
+                ring_rows=None if self.ring_rows is None else self.ring_rows.of(at, of),
+                idle=None if self.idle is None else self.idle[of],
+            )
+            yield at, block
             b = end
 
 
@@ -282,9 +291,9 @@ class KVCache:
 
     def release(self, slot: int) -> None:
         """Return the pages of `slot` to the pool."""
-        text, *rest = self._texts[slot]
+        text, prefilled, end = self._texts[slot]
         if self.rings is not None and text and len(text) == self.exact_len[slot]:
-            self.rings.keep(slot, text, *rest)
+            self.rings.keep(slot, text, prefilled, end)
         self._texts[slot] = [], 0, 0
         self._drop(self._pages[slot])
         self._assign(slot, [])
@@ -450,9 +459,9 @@ class KVCache:
         if not isinstance(lengths, Tensor):
             lengths = torch.tensor(lengths, dtype=torch.int64, device=self.device)
         table = self.table[:n]
-        sizes = self.page_size, self.last_position
-        placed = place_rows(lengths, back, first, count, parents, table, *sizes, positions)
-        positions, slots, kv_len, words = placed
+        positions, slots, kv_len, words = place_rows(
+            lengths, back, first, count, parents, table, self.page_size, self.last_position, positions
+        )
         window = window_sizes(first + count, self.device, n)
         bounds = sequence_bounds(count, self.device, n)
         ring_rows = self.ring_rows(slots, slice(n))

@@ -105,8 +105,8 @@ class Model:
         self.embed, self.norm = weights.embed, weights.norm
         self.dtype, self.device = weights.norm.dtype, weights.norm.device  # dtype of activations and K/V
         self.linear = linear
-        tables = [rope.to(self.device) for rope in weights.ropes]
-        self.ropes = [rope_table(*made, config.max_context, self.dtype) for made in tables]
+        ropes = [rope.to(self.device) for rope in weights.ropes]
+        self.ropes = [rope_table(rope.inv_freq, rope.scale, config.max_context, self.dtype) for rope in ropes]
         self.layers = layers_of(weights, config, self.ropes)
         self.head: Any = parameters.own_head  # a matrix of any kind
         self.ple: PerLayerTable | None = None
@@ -135,8 +135,8 @@ class Model:
         if not Stack.takes(layers, *{c.kv(n).dim for n in attending}):
             return None
         ropes = [layer.rope if isinstance(layer.mixer, Attention) else None for layer in self.layers]
-        how = ropes, c.rms_norm_eps, self.scale, self.activations
-        return Stack(layers, c.layer, (c.num_heads, c.num_kv_heads), *how)
+        heads = c.num_heads, c.num_kv_heads
+        return Stack(layers, c.layer, heads, ropes, c.rms_norm_eps, self.scale, self.activations)
 
     @property
     def counts_experts(self) -> bool:
@@ -397,25 +397,26 @@ def attended(
     """The output of attention [N * T, Hq D] for the inputs [T, E] of a layer or [N, T, E] of N layers. Writes the rows'
     K/V. With LayerSpec.gated it is times the sigmoid of a gate."""
     (k, v), eps, several = kv, model.config.rms_norm_eps, normed.dim() == 3
-    rest, gate, weight = (batch.positions, batch.slots_of(sliding_window), rope, k, v), None, w.qkv
+    positions, slots, gate, weight = batch.positions, batch.slots_of(sliding_window), None, w.qkv
     gates = model.config.num_heads * model.config.head_dim if model.config.layer.gated else 0
     if w.q_norm is not None and w.k_norm is None:  # it reads the K/V of another layer
         q = _rotated(linear(normed, weight, w.qkv_bias), batch.positions, rope, w.q_norm, eps)
     elif model.config.layer.v_norm:
         Hkv, D = k.shape[-2:]
         qkv = _with_normed_v(linear(normed, weight, w.qkv_bias), model.config.num_heads, Hkv, D, eps)
-        q = calibrated(qkv, *rest, w.q_norm, w.k_norm, eps)
+        q = calibrated(qkv, positions, slots, rope, k, v, w.q_norm, w.k_norm, eps)
     elif few and model.config.layer.qk_norm != "projection":
         if gates:
             gate, weight = linear(normed, weight[:gates]), weight[gates:]
-        q = kv_project(normed, weight, w.qkv_bias, *rest, w.q_norm, w.k_norm, eps)
+        q = kv_project(normed, weight, w.qkv_bias, positions, slots, rope, k, v, w.q_norm, w.k_norm, eps)
     else:
         qkv = linear(normed, weight, w.qkv_bias)
         if gates:
             gate, qkv = qkv[..., :gates], qkv[..., gates:].contiguous()
         if model.config.layer.qk_norm == "projection":
             qkv, w = _whole_norms(qkv, w, eps), w._replace(q_norm=None, k_norm=None)
-        q = calibrated(qkv.flatten(0, 1) if several else qkv, *rest, w.q_norm, w.k_norm, eps)
+        qkv = qkv.flatten(0, 1) if several else qkv
+        q = calibrated(qkv, positions, slots, rope, k, v, w.q_norm, w.k_norm, eps)
     mixed = batch.attend(q, k, v, sliding_window, w.sinks).flatten(1)
     return mixed if gate is None else mixed * torch.sigmoid(gate)
 
@@ -489,8 +490,9 @@ def _mixed(
     assert rule is not None and router is not None
     # For few rows expert_route adds the router's splits up.
     logits = row_linear(x, router, epilogue="split") if few else linear(x, router, epilogue="float32")
-    by = rule.scoring, mlp.router_bias, rule.scale, rule.eps
-    experts, scores, order, starts = expert_route(logits, rule.chosen, rule.normalised, idle, *by)
+    experts, scores, order, starts = expert_route(
+        logits, rule.chosen, rule.normalised, idle, rule.scoring, mlp.router_bias, rule.scale, rule.eps
+    )
     of = partial(expert_linear, x, mlp.gate_up, experts, order, starts, bias=mlp.gate_up_bias)
     up = gate_times_up(of, layer.activation)
     epilogue = "split" if few and model.ranks is None and mlp.shared is None else "sum"
@@ -634,12 +636,13 @@ def over_pages(model: Model, rows: Rows) -> Attend:
 
     def attend(q: Tensor, k: Tensor, v: Tensor, sliding_window: int, sinks: Tensor | None) -> Tensor:
         table = every if ring_rows is None or not sliding_window else ring_rows.table
-        how = model.scale, sliding_window, model.config.layer.cap
         if k.dtype != q.dtype:  # of a CPU's cache in fewer bits
             k, v = (x[table.flatten().long()] for x in (k, v))
             k, v = keys(k, q.dtype), widened(v, q.dtype)
             table = torch.arange(table.numel(), dtype=table.dtype, device=table.device).view_as(table)
-        return tree_attention(q, k, v, table, kv_len, window, cu_rows, words, *how, sinks=sinks)[0]
+        scale, cap = model.scale, model.config.layer.cap
+        out, _ = tree_attention(q, k, v, table, kv_len, window, cu_rows, words, scale, sliding_window, cap, sinks=sinks)
+        return out
 
     return attend
 

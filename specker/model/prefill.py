@@ -272,10 +272,12 @@ def flash(
     """Attention of the last rows of a text on a GPU: q [T, Hq, D]; k, v [S, Hkv, D] -> [T, Hq, D]. With `causal`, row t
     sees the columns up to S - T + t, of which with a sliding window only the last so many. `sinks` [1, Hq]."""
     past = sliding_window - 1 if sliding_window else -1
-    lengths = (None, None, len(q), len(k))
+    rows, columns = len(q), len(k)
     q, k, v = (x.unsqueeze(0) for x in (q, k, v))
     how: dict[str, Any] = {"scale": scale, "window_size_left": past, "window_size_right": 0 if causal else -1}
-    out, total, *_ = torch.ops.aten._flash_attention_forward(q, k, v, *lengths, 0.0, causal, False, **how)
+    out, total, *_ = torch.ops.aten._flash_attention_forward(
+        q, k, v, None, None, rows, columns, 0.0, causal, False, **how
+    )
     if sinks is None:
         return out[0]  # type: ignore[no-any-return]
     share = torch.sigmoid(total[0] - sinks.float().T)  # of the columns in the softmax, [Hq, T]

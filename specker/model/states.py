@@ -14,6 +14,7 @@ ones, and none stays for ever (GreedyDual: Young, "The k-server dual and loose c
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import starmap
 from typing import Any, NamedTuple
 
 import torch
@@ -108,28 +109,30 @@ class StateRings(Rings):
         most = columns // PAGE
         super().__init__(sequences * most, most, PAGE, page, pool, table, spare)
         L = sum(each is not None for each in config.layer.mixers)
-        rows = L, sequences * most + spare, PAGE
         wide = torch.promote_types(dtype, torch.float32)
 
         def zeros(*shape: int, kind: torch.dtype = wide) -> Tensor:
             return torch.zeros(shape, dtype=kind, device=device)
+
+        def records(*shape: int, kind: torch.dtype = wide) -> Tensor:
+            return zeros(L, sequences * most + spare, PAGE, *shape, kind=kind)
 
         # Zeros, since masked columns are multiplied.
         if isinstance(mixer, DeltaNet):
             Hk, Hv, Dk, Dv = mixer.key_heads, mixer.value_heads, mixer.key_dim, mixer.value_dim
             count = sequences + spare
             self.memory = Memory(
-                zeros(*rows, mixer.channels, kind=dtype),
-                zeros(*rows, Hk, Dk),
-                zeros(*rows, Hv, Dv),
-                zeros(*rows, Hv, 4),
+                records(mixer.channels, kind=dtype),
+                records(Hk, Dk),
+                records(Hv, Dv),
+                records(Hv, 4),
                 zeros(L, count, 2, Hv, Dk, Dv),
                 zeros(L, count, Hv, kind=torch.int64),
             )
         else:
-            self.memory = Memory(zeros(*rows, mixer.channels, kind=dtype))
-        each = zip(*(x.unbind(0) for x in self.memory if x is not None), strict=True)
-        self.layers = [Memory(*own) for own in each]
+            self.memory = Memory(records(mixer.channels, kind=dtype))
+        layers = zip(*(x.unbind(0) for x in self.memory if x is not None), strict=True)
+        self.layers = list(starmap(Memory, layers))
         self.ahead = columns - _behind(mixer)
         self._absent_state = sequences if spare else 0
         self._free_states = list(range(sequences))

@@ -245,9 +245,16 @@ def layers_of(weights: Weights, c: ModelConfig, ropes: Sequence[Tensor]) -> list
     def mixer(n: int) -> Attention | Recurrent:
         first, last = (at(stack, n) for stack in (weights.norm_in, weights.o))
         if c.layer.mixer(n) is None:
-            norms, sinks = (row(weights.q_norm, n), row(weights.k_norm, n)), row(weights.sinks, n)
-            biases = at(weights.qkv_bias, n), at(weights.o_bias, n)
-            return Attention(first, at(weights.qkv, n), biases[0], *norms, last, biases[1], sinks)
+            return Attention(
+                first,
+                at(weights.qkv, n),
+                at(weights.qkv_bias, n),
+                row(weights.q_norm, n),
+                row(weights.k_norm, n),
+                last,
+                at(weights.o_bias, n),
+                row(weights.sinks, n),
+            )
         each = weights.qkv, weights.gates, weights.conv, weights.a_log, weights.dt_bias, weights.norm_mix
         return Recurrent._make((first, *(at(stack, n) for stack in each), last))
 

@@ -421,9 +421,9 @@ class Engine:
         ids = self.encode(prompt) if isinstance(prompt, str) else text.token_ids(prompt)
         sampling = Params.of(**options).sampling
         with self.session.alone():
-            tokens = ar.tokens[first], generation.tokens[first]
-            apart = check.gap(self.loop, ids + ar.tokens[:first], len(ids), *tokens, sampling)
-        return check.compared(generation, ar, first, apart, self.bit_equal, self.dtype)
+            plain, other = ar.tokens[first], generation.tokens[first]
+            gap = check.gap(self.loop, ids + ar.tokens[:first], len(ids), plain, other, sampling)
+        return check.compared(generation, ar, first, gap, self.bit_equal, self.dtype)
 
     @property
     def bit_equal(self) -> bool:

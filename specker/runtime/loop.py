@@ -108,8 +108,17 @@ class Loop:
         alignment = prefill_alignment(self.target)
         own = [] if drafter.cache is None or drafter.cache is self.cache else [drafter.cache]
         self.batches = Batches(self.state, [self.cache, *own], self.largest, config.max_context)
-        sizes = self.size, self.reserved, self.prefixes, alignment, self.batches.lookahead
-        self.slots = Slots(self.cache, self.drafter, self.state, *sizes, several=alignment == 1 and not self.fixed)
+        self.slots = Slots(
+            self.cache,
+            self.drafter,
+            self.state,
+            self.size,
+            self.reserved,
+            self.prefixes,
+            prefix_alignment=alignment,
+            lookahead=self.batches.lookahead,
+            several=alignment == 1 and not self.fixed,
+        )
         self.runner = None
         if self.drafter is not None:
             chunk = prefill_chunk(self.target) if alignment > 1 else UNMEASURED_PROMPT_ROWS

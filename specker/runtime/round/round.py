@@ -188,8 +188,8 @@ def _verify(r: Round, model: Model, cache: KVCache) -> None:
         memory.put("experts", experts_read(model, outs))
     if r.drawn:
         own = b.draws if r.places is None else b.draws.each(r.places // (N + 1))
-        into = memory.out("target", r.rows), memory.out("peak", r.rows)
-        tokens, peak = model.sampled(outs[-1].final, own, rows.positions, *into)
+        out, out_peak = memory.out("target", r.rows), memory.out("peak", r.rows)
+        tokens, peak = model.sampled(outs[-1].final, own, rows.positions, out, out_peak)
         memory.put("target", tokens)
         memory.put("peak", peak)
     else:
@@ -230,9 +230,19 @@ def _accept(r: Round, model: Model, cache: KVCache) -> None:
     target = target_tokens(r, model)
     if isinstance(target, Tensor):
         target = r.padded(target, -1)  # it equals no draft token
-    texts = s.committed, s.length, s.window, s.limit, cache.block_table[:n], cache.page_size
-    report, drawn = memory.out("report", n * (3 + 2 * N)), memory.out("target", n * (N + 1))
-    report, drawn, src, dst = settle(tokens, parents, target, *texts, report, drawn)
+    report, drawn, src, dst = settle(
+        tokens,
+        parents,
+        target,
+        s.committed,
+        s.length,
+        s.window,
+        s.limit,
+        cache.block_table[:n],
+        cache.page_size,
+        memory.out("report", n * (3 + 2 * N)),
+        memory.out("target", n * (N + 1)),
+    )
     if r.draft.tree:  # a chain's accepted rows are in place already
         cache.shift(src, dst)
     memory.put("report", report)
@@ -261,8 +271,9 @@ def adjusted(r: Round, logits: Tensor, adjusts: Adjusts) -> Tensor:
     s, N = r.batch.state, r.draft.size
     window, parents = s.window[:, : N + 1], s.parents[:, :N] if r.draft.tree else None
     ids, biases = (s.bias_ids, s.bias) if adjusts.biased else (None, None)
-    texts = s.committed, s.prompt, s.length, window, s.rules, parents, r.places
-    return adjust_rows(logits, *texts, ids, biases, adjusts.floors)
+    return adjust_rows(
+        logits, s.committed, s.prompt, s.length, window, s.rules, parents, r.places, ids, biases, adjusts.floors
+    )
 
 
 def send(r: Round, model: Model) -> None:

@@ -122,8 +122,8 @@ class EagleDrafter(HeadDrafter):
         """A pair's column is the one before its token's, so row 0 of the window is the root's pair, 2 columns before
         the end of the text."""
         features = batch.memory.get("hidden", batch.n) if batch.confident else self._output
-        rows, stream, joined = self.reading.begin(self.cache, self.lengths(batch), 2, first, tokens, features, parents)
-        output, final = self.reading.forward(self.cache, rows, stream, joined)
+        rows, pairs = self.reading.begin(self.cache, self.lengths(batch), 2, first, tokens, features, parents)
+        output, final = self.reading.forward(self.cache, rows, pairs)
         self._pass_on(batch, output)
         # A pair predicts the draw of the next position. Greedy draws read none.
         return final, rows.positions if batch.shape.draws == "greedy" else rows.positions + 1
