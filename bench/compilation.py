@@ -32,8 +32,13 @@ from specker.kernels.deferred import Deferred
 SHARED_SM = {80: 164, 90: 228, 100: 228}  # KiB per SM; a block may have 1 KiB less
 LDS = {942: 64, 950: 160}  # KiB per CU, and the most a block may have
 WIDE = 0.6  # of the loaded bytes, for kernels that should read wide; the rest are indices
-WARPS_SM, BLOCKS_SM, REGISTERS_SM, TENSOR_SM = 64, 32, 65536, 512
-LANES_WAVE, WAVES_CU, REGISTERS_LANE = 64, 32, 512  # the last one of a SIMD, of which a CU has four
+WARPS_SM = 64
+BLOCKS_SM = 32
+REGISTERS_SM = 65536
+TENSOR_SM = 512  # columns of tensor memory
+LANES_WAVE = 64
+WAVES_CU = 32
+REGISTERS_LANE = 512  # of a SIMD, of which a CU has four
 
 
 @dataclass(frozen=True)

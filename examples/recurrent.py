@@ -12,7 +12,10 @@ from torch.nn import functional as F
 
 from specker.kernels import ancestor_words, conv_rows, delta_rows
 
-PAGE, BLOCK, KERNEL, EPS = 16, 16, 4, 1e-6
+PAGE = 16  # columns
+BLOCK = 16  # rows between two states that are kept
+KERNEL = 4  # columns of the convolution
+EPS = 1e-6
 
 
 class GatedDeltaNet:

@@ -17,7 +17,10 @@ from specker.kernels import accept_walk, sample_rows
 from specker.model.cache import KVCache
 from specker.model.decoder import Model, forward
 
-DRAFT, NEW, TEMPERATURE, SEED = 4, 96, 0.7, 0
+DRAFT = 4  # tokens of a draft
+NEW = 96  # tokens of the text
+TEMPERATURE = 0.7
+SEED = 0
 
 
 class Reader:

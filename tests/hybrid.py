@@ -9,13 +9,18 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from specker.cpu import Packed, packed
-from specker.cpu.layers import Records, Stack
+from specker.cpu.layers import CachedRows, Records, Stack
 from specker.kernels.ancestors import chain_words
 from specker.kernels.quant import quantised
 from specker.layer_weights import KINDS, LayerWeights
 from specker.model.config import DeltaNet, Experts, LayerSpec, Mixer, ShortConv
 
-E, HQ, HKV, D, FFN, EPS = 64, 4, 2, 32, 96, 1e-6
+E = 64
+HQ = 4
+HKV = 2
+D = 32
+FFN = 96
+EPS = 1e-6
 DELTA = DeltaNet(key_heads=2, value_heads=4, key_dim=32, value_dim=48, kernel=4)
 TILED = DeltaNet(key_heads=2, value_heads=6, key_dim=32, value_dim=16, kernel=4, tiled=True)
 CONV = ShortConv(channels=80, kernel=3)
@@ -198,8 +203,8 @@ class Cache:
         """The flattened rows of the columns of a sequence."""
         return (table[sequence].long()[:, None] * PAGE + torch.arange(PAGE)).flatten()
 
-    def arguments(self, parts: Sequence[tuple[int, int, Tensor | None]]) -> tuple[Any, Records]:
-        """Of `placed`, for the number of rows and the ancestor words of some sequences."""
+    def arguments(self, parts: Sequence[tuple[int, int, Tensor | None]]) -> CachedRows:
+        """For the number of rows and the ancestor words of some sequences."""
         counts, which = [n for _, n, _ in parts], [b for b, _, _ in parts]
         spans = [slice(self.lengths[b], self.lengths[b] + n) for b, n in zip(which, counts, strict=True)]
         positions, words = [], []
@@ -215,15 +220,22 @@ class Cache:
         )
         bounds = torch.tensor([0, *counts]).cumsum(0).int()
         lengths, window = (torch.tensor(x, dtype=torch.int32) for x in ([span.stop for span in spans], counts))
-        rows = self.kv, (torch.cat(positions), slots), (bounds, lengths, window)
         records = Records(self.inputs, *self.memory, past, self.ring[which], torch.tensor(which) + 1)
-        return (*rows, torch.cat(words) if masked else None, self.table[which]), records
+        return CachedRows(
+            self.kv,
+            torch.cat(positions),
+            slots,
+            bounds,
+            lengths,
+            window,
+            torch.cat(words) if masked else None,
+            self.table[which],
+            records=records,
+        )
 
     def run(self, x: Tensor, parts: Sequence[tuple[int, int, Tensor | None]]) -> Tensor:
         """The residual stream after the layers, of rows that enter as x [T, E]."""
-        (kv, *rest), records = self.arguments(parts)
-        groups = range(len(self.model.layers) + 1)
-        return self.model.stack.run(x, kv, groups, (), *rest, records=records)[0][0]
+        return self.model.stack.run(x, self.arguments(parts), range(len(self.model.layers) + 1))[0][0]
 
     def keep(self, sequence: int, path: Sequence[int]) -> None:
         """Commit these of the last call's rows of a sequence."""

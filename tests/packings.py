@@ -13,7 +13,9 @@ from specker import cpu
 from specker.cpu.packed import FORMATS, Numbers, pack
 
 ROUNDING = 2.0**-24  # of float32, relative
-ROWS, COLUMNS, TALL = 46, 512, 20
+ROWS = 46
+COLUMNS = 512
+TALL = 20
 
 
 def numbers(name: str, O: int = ROWS, E: int = COLUMNS, seed: int = 0) -> Numbers:

@@ -10,14 +10,12 @@ from specker.runtime.control.auto import Acceptance, AcceptanceHistory, Auto
 from specker.runtime.control.choose import (
     AGAIN,
     APART,
-    CARRIED,
-    FIRST,
+    CREDIT,
     LOOK,
+    LOOK_SHARE,
     MEASURED,
-    RESTING,
     RESTS,
     RUN,
-    SHARE,
     WAIT,
     Chooser,
 )
@@ -155,7 +153,7 @@ def test_drafts_that_do_not_pay_cost_little(a, confident):
     """At most what the chooser allows: the first losses, and a share of the time."""
     world = World(0.4, 0.2, lambda n: a, confident).run(2000)
     assert world.drafted.count(0) > 1900 and sum(k > 0 for k in world.drafted) > 5
-    assert sum(world.spent) < FIRST + 2 + SHARE * 2000
+    assert sum(world.spent) < CREDIT.at_first + 2 + CREDIT.per_round * 2000
     tries = [n for n, k in enumerate(world.drafted) if k]
     assert max(b - a for a, b in itertools.pairwise(tries)) > 4 * (tries[1] - tries[0] + 1), "trials become rarer"
 
@@ -203,8 +201,8 @@ def test_drafts_that_cannot_win_cost_a_hundredth(step, row, a, confident):
     for _ in range(10):
         begun = sum(world.spent)
         world.text(96)
-        assert sum(world.spent) - begun < CARRIED + 3
-    assert sum(world.spent) < FIRST + CARRIED + 3 + 2 * RESTING * 960
+        assert sum(world.spent) - begun < CREDIT.carried_over + 3
+    assert sum(world.spent) < CREDIT.at_first + CREDIT.carried_over + 3 + 2 * CREDIT.per_resting_round * 960
 
 
 def test_a_text_that_lost_does_not_silence_the_next_ones():
@@ -225,7 +223,7 @@ def test_overrated_drafts_are_stopped_by_the_credit():
     world = World(0.5, 0.2, lambda n: 0.0)
     world.policies[0].expected = lambda budget: 100.0
     world.run(3000)
-    assert FIRST < sum(world.spent) < FIRST + 15 + SHARE * 3000 * 1.1
+    assert 0 < sum(world.spent) - CREDIT.at_first < 15 + CREDIT.per_round * 3000 * 1.1
 
 
 def test_a_stop_rule_gains_as_much_as_the_best_one():
@@ -293,7 +291,7 @@ def test_a_batch_shares_one_length():
 
 @pytest.mark.parametrize("gain", [1.1, 3.0])
 def test_plain_decoding_is_measured_the_more_often_the_less_drafts_gain(gain):
-    """What drafts would have gained meanwhile stays within SHARE of the time."""
+    """What drafts would have gained meanwhile stays within LOOK_SHARE of the time."""
     world = World(1e-3, 0.0, lambda n: 0.0)
     world.chooser.credit = math.inf
     world.policies[0].expected = lambda budget: gain
@@ -302,7 +300,7 @@ def test_plain_decoding_is_measured_the_more_often_the_less_drafts_gain(gain):
     runs = [n for n in looks if n - 1 not in looks]
     assert len(looks) - 4 * LOOK <= LOOK * len(runs) <= len(looks) + LOOK
     lost = len(looks) * (1 - 1 / gain)
-    assert SHARE * 2000 / 2 - LOOK < lost < SHARE * 2000 + LOOK
+    assert LOOK_SHARE * 2000 / 2 - LOOK < lost < LOOK_SHARE * 2000 + LOOK
     assert min(b - a for a, b in itertools.pairwise(runs)) >= APART
 
 
@@ -330,7 +328,7 @@ def test_drafts_that_look_slower_after_a_measurement_are_tried_at_once():
         assert chooser.choose(world.policies, 500).nodes and chooser.trial
         chooser.finished(1, Budget(4, 4), 4, 1, True)
     assert not chooser.choose(world.policies, 500).nodes and chooser.reason == RESTS
-    assert [chooser.goes_on(1) for _ in range(WAIT)].index(False) > 0 and not chooser.goes_on(2)
+    assert [chooser.keeps_resting(1) for _ in range(WAIT)].index(False) > 0 and not chooser.keeps_resting(2)
 
 
 def test_a_trial_says_nothing_of_plain_rounds():

@@ -147,7 +147,9 @@ def test_rounds_of_either_kind_follow_each_other(heads, strategy, name, order):
 
 PROMPTS, COUNTS = [TEXT, [7], [n % 100 for n in range(40)], TEXT[::-1][:9], [5, 6]], [14, 9, 6, 12, 10]
 SAMPLING = {"greedy": {}, "sampled": {"temperature": 0.9, "seed": 4, "top_k": 20}}
-TREE, PRUNED, TRIM = {"tree": "3x2"}, {"tree": "2x3", "draft_tokens": 4}, {"vocab_keep": "30", "vocab_text": 8}
+TREE = {"tree": "3x2"}
+PRUNED = {"tree": "2x3", "draft_tokens": 4}
+TRIM = {"vocab_keep": "30", "vocab_text": 8}
 PLACES = {"greedy": ("off", "on"), "sampled": ("on", "off")}
 MODES = [f"{how}, graphs {graphs}" for how, both in PLACES.items() for graphs in both]
 WAYS: dict[str, tuple] = {  # strategy, layout, rest of the strategy, options

@@ -124,7 +124,7 @@ def test_the_measured_passes_have_different_tokens(pair, strategy, monkeypatch):
         seen.append((r.batch.n, r.batch.window[:, : r.draft.size + 1].tolist()))
 
     monkeypatch.setattr(warmup, "launch", launch)
-    monkeypatch.setattr(warmup, "LIMIT", 600.0)
+    monkeypatch.setattr(warmup, "MAX_SECONDS", 600.0)
     engine.warmup()
     sizes = {len(window[0]) for _, window in seen}
     assert max(sizes) > 4 and {n for n, _ in seen} == {1, 2}

@@ -28,7 +28,10 @@ def script(name: str) -> ModuleType:
     return module
 
 
-corpus, draft, scores, prompts = (script(name) for name in ("corpus", "draft", "scores", "code_prompts"))
+corpus = script("corpus")
+draft = script("draft")
+scores = script("scores")
+prompts = script("code_prompts")
 
 
 def main(module: ModuleType, monkeypatch: pytest.MonkeyPatch, *argv: object) -> None:

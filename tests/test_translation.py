@@ -17,7 +17,7 @@ from transformers import PreTrainedTokenizerFast
 
 import specker
 from specker.checkpoints.tokenizer import Tokens
-from specker.checkpoints.translation import KEEP, Pieces, Reader, Translation, _divided
+from specker.checkpoints.translation import SETTLED_AFTER, Pieces, Reader, Translation, _divided
 from specker.integrations.drafts import Drafts
 
 TEXT = (
@@ -102,7 +102,7 @@ def test_a_growing_text_is_divided_as_the_whole_text(
         assert reader.read(ids) == len(before) == len(reader.ids)
         if " " in text or draft != "spaced":
             assert reader.ids == own.encode(text)
-        assert len(reader.ids) - reader.settled < 8 * KEEP
+        assert len(reader.ids) - reader.settled < 8 * SETTLED_AFTER
 
 
 def test_tokens_are_the_same_if_their_bytes_are(folders: dict[str, Path]) -> None:

@@ -20,7 +20,10 @@ from specker.kernels.quant import quantised
 from specker.kernels.topk import Noise, vocab_topk
 
 DTYPE = torch.bfloat16 if DEVICE == "cuda" else torch.float32
-E, C, R, CHOSEN = (256, 2048, 128, 32) if DEVICE == "cuda" else (64, 128, 32, 8)
+E = 256 if DEVICE == "cuda" else 64
+C = 2048 if DEVICE == "cuda" else 128  # clusters
+R = 128 if DEVICE == "cuda" else 32  # rows of each
+CHOSEN = 32 if DEVICE == "cuda" else 8  # clusters of a hidden row
 
 
 def build(T: int, k: int, noisy: bool = False, kind: str | None = None, width: int = E) -> Built:

@@ -22,7 +22,9 @@ from specker.kernels.kv import (
 
 PAGE = 256
 DTYPE = torch.bfloat16 if DEVICE == "cuda" else torch.float32
-HQ, HKV, D = (32, 8, 128) if DEVICE == "cuda" else (4, 2, 16)
+HQ = 32 if DEVICE == "cuda" else 4
+HKV = 8 if DEVICE == "cuda" else 2
+D = 128 if DEVICE == "cuda" else 16
 
 
 def randn(*shape: int) -> torch.Tensor:

@@ -17,7 +17,9 @@ from bench.kernels.common import DEVICE, Built, Case, Goal
 from specker.kernels.round.settle import settle, settle_cost
 from specker.kernels.sample import Splits
 
-PAGE, PAGES, LENGTH = 256, 16, 1000
+PAGE = 256  # columns
+PAGES = 16  # of a sequence
+LENGTH = 1000  # of the texts
 CAPACITY = PAGE * PAGES - 64  # every row of a window has a page
 SPLITS = 32  # parts of a row of 128,256 logits
 

@@ -15,7 +15,10 @@ from bench.kernels.common import DEVICE, Built, Case, Goal
 from specker.kernels.round.pair import start_pairs, start_pairs_cost
 from specker.kernels.round.start import start_rows
 
-PAGE, PAGES, LENGTH, EPS = 256, 16, 2000, 1e-5
+PAGE = 256  # columns
+PAGES = 16  # of a sequence
+LENGTH = 2000  # of the first text
+EPS = 1e-5
 DTYPE = torch.bfloat16 if DEVICE == "cuda" else torch.float32
 V = 128256 if DEVICE == "cuda" else 512
 

@@ -17,7 +17,9 @@ from bench.kernels.common import DEVICE, Built, Case, Goal
 from specker.kernels.round.place import place_rows
 from specker.kernels.round.start import start_rows, start_rows_cost
 
-PAGE, PAGES, LENGTH = 256, 16, 2000
+PAGE = 256  # columns
+PAGES = 16  # of a sequence
+LENGTH = 2000  # of the first text
 DTYPE = torch.bfloat16 if DEVICE == "cuda" else torch.float32
 V, E = (128256, 4096) if DEVICE == "cuda" else (512, 64)
 

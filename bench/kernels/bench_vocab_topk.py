@@ -23,7 +23,9 @@ from specker.kernels.sample import sample_rows
 from specker.kernels.topk import Noise, vocab_topk, vocab_topk_cost
 
 DTYPE = torch.bfloat16 if DEVICE == "cuda" else torch.float32
-E, KEPT, WHOLE = (4096, 32768, 128256) if DEVICE == "cuda" else (128, 1024, 4096)
+E = 4096 if DEVICE == "cuda" else 128
+KEPT = 32768 if DEVICE == "cuda" else 1024  # rows of a trimmed head
+WHOLE = 128256 if DEVICE == "cuda" else 4096  # rows of the whole head
 
 
 def build(T: int, k: int, noisy: bool = False, kind: str | None = None) -> Built:

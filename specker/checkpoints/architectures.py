@@ -37,8 +37,13 @@ def _gemma(hf: Any) -> Scales:
         raise CheckpointError(f"attn_logit_softcapping {cap} is not supported; Gemma 3's scores have no soft cap")
     if hf.use_bidirectional_attention:
         raise CheckpointError("use_bidirectional_attention is not supported; Gemma must be causal")
-    caps = (float(cap or 0) for cap in (hf.attn_logit_softcapping, hf.final_logit_softcapping))
-    return Scales(hf.query_pre_attn_scalar**-0.5, hf.hidden_size**0.5, True, 1.0, 1.0, *caps)
+    return Scales(
+        scores=hf.query_pre_attn_scalar**-0.5,
+        embedding=hf.hidden_size**0.5,
+        rounded=True,
+        cap=float(hf.attn_logit_softcapping or 0),
+        logits_cap=float(hf.final_logit_softcapping or 0),
+    )
 
 
 def _gemma4(hf: Any) -> Scales:
@@ -153,8 +158,12 @@ def _gpt_oss_mixture(hf: Any) -> dict[str, Any]:
 
 
 def _granite(hf: Any) -> Scales:
-    factors = hf.attention_multiplier, hf.embedding_multiplier
-    return Scales(*factors, residual=hf.residual_multiplier, logits=1 / hf.logits_scaling)
+    return Scales(
+        scores=hf.attention_multiplier,
+        embedding=hf.embedding_multiplier,
+        residual=hf.residual_multiplier,
+        logits=1 / hf.logits_scaling,
+    )
 
 
 @dataclass(frozen=True)

@@ -40,8 +40,8 @@ def served(c: ModelConfig) -> bool:
     if isinstance(mixer, DeltaNet):
         sizes |= {mixer.key_dim, mixer.value_dim}
     dims = {c.kv(n).dim for n in range(c.num_layers)}
-    own = c.hidden_size, c.layer.ple, *inner, *sizes
-    return all(Stack.takes_sizes(dim, c.num_heads * dim, *own) for dim in dims)
+    sizes |= {c.hidden_size, c.layer.ple, *inner}
+    return all(Stack.takes_sizes(dim, (c.num_heads * dim, *sizes)) for dim in dims)
 
 
 def packs(c: ModelConfig, dtype: torch.dtype, device: torch.device) -> bool:

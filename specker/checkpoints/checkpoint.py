@@ -127,8 +127,8 @@ def opened(source: str | Path, *, max_context: int | None = None, bidirectional:
     CheckpointError."""
     folder = folder_of(source, weights=False)
     raw = text_config(read_json(folder / "config.json"))
-    parsed = parse_config(folder, max_context, bidirectional, raw)
-    return Opened(source, folder, *parsed, scheme_of(raw, str(source)))
+    config, ropes = parse_config(folder, max_context, bidirectional, raw)
+    return Opened(source, folder, config, ropes, scheme_of(raw, str(source)))
 
 
 def read(
@@ -136,8 +136,6 @@ def read(
     *,
     dtype: torch.dtype,
     device: torch.device | str,
-    max_context: int | None = None,
-    bidirectional: bool | None = None,
     random: int | None = None,
     part: Part = WHOLE,
     whole_head: bool = False,
@@ -148,29 +146,25 @@ def read(
     pack: bool = True,
     on_progress: Callable[[int, int], None] | None = None,
 ) -> Checkpoint:
-    """Read a checkpoint in `dtype` onto `device`.
+    """Read a checkpoint in `dtype` onto `device`. `source`: as of `opened`, or what that returned.
 
-    `max_context` and `bidirectional` are passed to `opened`, unless `source` is opened already. `random` is a seed for
-    random weights: no weight file is opened or downloaded. `part`: the tensor-parallel rank's part; with `whole_head`,
-    or if the head is tied, it has all rows of the LM head. Without `layers`, only the embedding, the final norm and the
-    head are read, for a model that another engine runs. `owner`: the target of a draft that shares its embedding or
-    head. `quantize`: int8, int4 or fp8 rounds the layers' matrices and the head (int4 rounds the head to int8), `none`
-    dequantises them to `dtype`, and None leaves them as stored; `buffers.AUTO` is int8 for a CPU's compiled kernels and
-    a checkpoint that is not quantised. Weights are also dequantised for float64 runs and on CPUs without compiled
-    kernels. `activations`: on a CPU, the type to which products with quantised weights round their input rows: int8
-    (default), bfloat16 or float32. Without `pack`, a CPU keeps quantised weights as `Quantized`,
-    which models split over ranks need. `on_progress` is called with (elements read, total elements). Raises
-    CheckpointError, and ValueError if memory is too small.
+    `random` is a seed for random weights: no weight file is opened or downloaded. `part`: the tensor-parallel rank's
+    part; with `whole_head`, or if the head is tied, it has all rows of the LM head. Without `layers`, only the
+    embedding, the final norm and the head are read, for a model that another engine runs. `owner`: the target of a
+    draft that shares its embedding or head. `quantize`: int8, int4 or fp8 rounds the layers' matrices and the head
+    (int4 rounds the head to int8), `none` dequantises them to `dtype`, and None leaves them as stored; `buffers.AUTO`
+    is int8 for a CPU's compiled kernels and a checkpoint that is not quantised. Weights are also dequantised for
+    float64 runs and on CPUs without compiled kernels. `activations`: on a CPU, the type to which products with
+    quantised weights round their input rows: int8 (default), bfloat16 or float32. Without `pack`, a CPU keeps quantised
+    weights as `Quantized`, which models split over ranks need. `on_progress` is called with (elements read, total
+    elements). Raises CheckpointError, and ValueError if memory is too small.
     """
     if dtype not in DTYPES:
         raise CheckpointError(f"dtype must be one of {', '.join(map(str, DTYPES))}; got {dtype}")
     device = torch.device(device)
     if device.type == "cuda" and not torch.cuda.is_available():
         raise CheckpointError(f"device {device} needs a CUDA GPU, and torch finds none; use cpu")
-    if isinstance(source, Opened):
-        found = source
-    else:  # check config.json before downloading weights
-        found = opened(source, max_context=max_context, bidirectional=bidirectional)
+    found = source if isinstance(source, Opened) else opened(source)  # checks config.json before a download of weights
     source, folder, config, scheme = found.source, found.folder, found.config, found.scheme
     part.check(config)
     if config.shares:
@@ -182,9 +176,9 @@ def read(
 
     pieces = pieces_in(is_fused(getattr(scheme, "modules", ())))
     elements = sum(math.prod(p.shape) for p in pieces if p.buffer != HOST)
-    size = str(source), storage.bytes_of(pieces, config), elements, dtype, memory.free(device), device.type
-    memory.check_weights(*size)
-    with memory.reported_as(lambda: memory.too_heavy(*size)):
+    name, size, free = str(source), storage.bytes_of(pieces, config), memory.free(device)
+    memory.check_weights(name, size, elements, dtype, free, device.type)
+    with memory.reported_as(lambda: memory.too_heavy(name, size, elements, dtype, free, device.type)):
         if random is None:
             if not Path(source).expanduser().exists():  # a hub id
                 folder = folder_of(source, weights=True)

@@ -116,10 +116,10 @@ class Piece:
             return x[self.first[0] : self.first[0] + self.shape[0]]
         (X, O), count, columns = self.stored[:2], self.shape[1], x.shape[-1:] if len(self.stored) == 3 else ()
         if self.alternate:
-            each = x.reshape(X, O // self.parts, self.parts, *columns).transpose(1, 2)
+            parts = x.reshape((X, O // self.parts, self.parts, *columns)).transpose(1, 2)
         else:
-            each = x.reshape(X, self.parts, O // self.parts, *columns)
-        return each[:, :, self.first[1] : self.first[1] + count // self.parts].flatten(0, 2)
+            parts = x.reshape((X, self.parts, O // self.parts, *columns))
+        return parts[:, :, self.first[1] : self.first[1] + count // self.parts].flatten(0, 2)
 
     def read(self, file: Any, name: str) -> Tensor:
         """The piece of the tensor `name` of an open safetensors file, [rows, columns] or [rows]."""
@@ -294,8 +294,8 @@ def _head_norm(c: ModelConfig, name: str, buffer: str, layer: int) -> Piece:
 def _conv_weight(name: str, layer: int, channels: list[int], of: int, kernel: int) -> Piece:
     """The weight of some channels of a convolution, stored as [of, 1, kernel]."""
     order = () if len(channels) == of else tuple(channels)
-    shapes = (len(channels), 1, kernel), (of, 1, kernel)
-    return Piece(f"{name}.weight", "conv", layer, 0, *shapes, (0, 0, 0), order=order)
+    shape, stored = (len(channels), 1, kernel), (of, 1, kernel)
+    return Piece(f"{name}.weight", "conv", layer, 0, shape, stored, (0, 0, 0), order=order)
 
 
 def _mixer_pieces(c: ModelConfig, i: int, mixer: Mixer, part: Part) -> Iterator[Piece]:
@@ -366,13 +366,24 @@ def _expert_pieces(c: ModelConfig, layer: int, experts: Experts, part: Part, fus
     if experts.biased:
         yield Piece.tensor("mlp.router.bias" if oss else "mlp.expert_bias", "router_bias", X, layer=layer)
     if fused:
-        both = (X, 2 * count, E), (X, 2 * F, E), (0, first, 0)
         turns = experts.turns
-        yield Piece(GATE_UP, "gate_up", layer, 0, *both, parts=2, alternate=turns, transposed=turns)
+        yield Piece(
+            GATE_UP,
+            "gate_up",
+            layer,
+            row=0,
+            shape=(X, 2 * count, E),
+            stored=(X, 2 * F, E),
+            first=(0, first, 0),
+            parts=2,
+            alternate=turns,
+            transposed=turns,
+        )
         yield Piece(DOWN, "down", layer, 0, (X, E, count), (X, E, F), (0, 0, first), transposed=turns)
     if c.layer.mlp_bias:
-        bias = (X, 2 * count), (X, 2 * F), (0, first)
-        yield Piece(f"{GATE_UP}_bias", "gate_up_bias", layer, 0, *bias, parts=2, alternate=experts.turns)
+        shape, stored = (X, 2 * count), (X, 2 * F)
+        turns = experts.turns
+        yield Piece(f"{GATE_UP}_bias", "gate_up_bias", layer, 0, shape, stored, (0, first), parts=2, alternate=turns)
         yield Piece.tensor(f"{DOWN}_bias", "down_bias", X, E, layer=layer)
     for n in range(0 if fused else X):
         own = names.expert.replace("#", str(n))

@@ -24,10 +24,10 @@ from torch import Tensor
 from specker.checkpoints.tokenizer import Tokens
 
 LEAST = 0.1  # share of the draft's ids that must be the target's, too
-# The last ids of a text change when it grows: a word's last part becomes a longer one. Ids before a word that at least
-# KEEP ids follow are settled, and so, in a text without words of its own such as Chinese, are all but the last KEEP
-# of LONG.
-KEEP, LONG = 12, 96
+# Appending text can retokenise the last word. Ids are final once a word boundary is followed by SETTLED_AFTER more ids.
+# Text without spaces, such as Chinese: once UNSPACED ids are there, all but the last SETTLED_AFTER.
+SETTLED_AFTER = 12
+UNSPACED = 96
 
 
 @dataclass(frozen=True)
@@ -81,10 +81,17 @@ class Translation:
         pairs = {n: own.ids[text] for text, n in its.ids.items() if text in own.ids}
         pairs |= {n: own.special[text] for text, n in its.special.items() if text in own.special}
         ids = sorted(n for n, other in pairs.items() if n < sizes[0] and other < sizes[1])
-        rows = [pairs[n] for n in ids]
-        bos = getattr(target.tokenizer, "bos_token_id", None)
-        numbers = (torch.tensor(each, dtype=torch.int64, device="cpu") for each in (ids, rows))
-        return cls(its, own, target, draft, sizes[0], free, bos, *numbers)
+        return cls(
+            its,
+            own,
+            target,
+            draft,
+            sizes[0],
+            free,
+            bos=getattr(target.tokenizer, "bos_token_id", None),
+            ids=torch.tensor(ids, dtype=torch.int64, device="cpu"),
+            rows=torch.tensor([pairs[n] for n in ids], dtype=torch.int64, device="cpu"),
+        )
 
     @property
     def share(self) -> float:
@@ -250,22 +257,22 @@ class Reader:
     def _settle(self) -> None:
         """Settle ids at the end of which a new word begins."""
         count = len(self.ids) - self.settled
-        if count < 2 * KEEP:
+        if count < 2 * SETTLED_AFTER:
             return
         texts = self.translation.draft.texts
         pieces = [texts[n] for n in self.ids[self.settled :]]
         whole = b"".join(pieces)
         spaced = whole != self._rest and whole == b" " + self._rest  # the tokenizer's own space
         if not spaced and whole != self._rest:  # the tokenizer has changed the text
-            if count >= LONG and self._rest.decode(errors="replace").encode() == self._rest:
+            if count >= UNSPACED and self._rest.decode(errors="replace").encode() == self._rest:
                 self.settled, self._rest, self._within = len(self.ids), b"", True
             return
         starts = [0, *accumulate(map(len, pieces))]
         words, characters = (
-            next((n for n in range(count - KEEP, 0, -1) if begins(whole[starts[n] : starts[n] + 2])), 0)
+            next((n for n in range(count - SETTLED_AFTER, 0, -1) if begins(whole[starts[n] : starts[n] + 2])), 0)
             for begins in (_begins_word, _begins_character)
         )
-        if end := words or (characters if count >= LONG else 0):
+        if end := words or (characters if count >= UNSPACED else 0):
             self._rest = self._rest[starts[end] - spaced :]
             self.settled += end
             self._within = True

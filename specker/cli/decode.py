@@ -146,8 +146,15 @@ class Decoding:
         # conversation prefills only its new tokens.
         keeps = job.chat and turn > 1 and self.engine.options.prefix_cache != "off"
         prefixes = "off" if job.check else "all" if keeps else None
-        limits = job.max_new_tokens or 0, sample.sampling, job.stop, job.stop_ids
-        params = Params(*limits, prefix_cache=prefixes, grammar=self.grammar, ignore_eos=job.ignore_eos)
+        params = Params(
+            job.max_new_tokens or 0,
+            sample.sampling,
+            job.stop,
+            job.stop_ids,
+            prefix_cache=prefixes,
+            grammar=self.grammar,
+            ignore_eos=job.ignore_eos,
+        )
         request = self.engine.session.request(sample.results[-1].ids, params, index=sample.number)
         if self.trace is not None:
             said = conversation.turns[turn - 1]

@@ -10,9 +10,10 @@ The package computes the same functions as the ops in kernels/, which do not dep
 """
 
 from specker.cpu import layers
-from specker.cpu.chain import Vocabulary, draft_chain
+from specker.cpu.chain import Chains, Committed, Translated, Vocabulary, draft_chain
 from specker.cpu.layers import (
     BLOCK,
+    CachedRows,
     Pairs,
     Records,
     Stack,
@@ -43,10 +44,14 @@ __all__ = [
     "ACTIVATIONS",
     "BLOCK",
     "OPS",
+    "CachedRows",
+    "Chains",
+    "Committed",
     "Packed",
     "Pairs",
     "Records",
     "Stack",
+    "Translated",
     "Vocabulary",
     "available",
     "clusters",

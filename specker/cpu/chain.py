@@ -3,12 +3,12 @@
 import ctypes
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from torch import Tensor
 
-from specker.cpu.layers import Placement, Records, Stack, numbers, placed
+from specker.cpu.layers import CachedRows, Stack, numbers, placed
 from specker.cpu.library import ChainCall, Matrix, Rule, native, team
 
 
@@ -21,6 +21,36 @@ class Ends(Protocol):
     def joint(self) -> tuple[float, ...]: ...
     @property
     def scales(self) -> tuple[float, ...]: ...
+
+
+class Committed(NamedTuple):
+    """Tokens that the cache lacks, which a draft begins with, each sequence's root last; of a stack that reads pairs,
+    those of the pairs that wait."""
+
+    tokens: Tensor | None  # [T] int64; None: no pair waits, and `output` holds the outputs of the last ones
+    features: Tensor | None = None  # [T, E] float32, of pairs
+    output: Tensor | None = None  # [n, E] float32, contiguous: gets the outputs of each sequence's last pair
+    raw: bool = False  # the features lack the target's final norm (`Pairs.final_norm`)
+
+
+class Chains(NamedTuple):
+    """A draft chain of each of n sequences."""
+
+    columns: Sequence[int]  # the cache's column of each sequence's first draft token
+    last_position: int
+    steps: int  # tokens, at most
+    sampling: Sequence[tuple[float, int]]
+    """Temperature and seed of each sequence; the draft ranks its candidates under the noise of the target's draws."""
+    rules: Sequence[Ends | None] | None
+    """One per chain, None if it has no vote; drafting ends for all chains when most rules say so. Without rules it ends
+    after `steps` tokens."""
+
+
+class Translated(NamedTuple):
+    """For a draft model with another tokenizer than the target's."""
+
+    ids: Tensor  # [ids of the target] int64, the draft model's id of each
+    ahead: Sequence[int]  # by sequence: how many more tokens the target's text has; maybe negative
 
 
 @dataclass(frozen=True)
@@ -41,52 +71,32 @@ class Vocabulary:
 def draft_chain(
     stack: Stack,
     vocabulary: Vocabulary,
-    *,
-    tokens: Tensor | None,
-    rows: Placement,
+    rows: CachedRows,
+    committed: Committed,
     groups: tuple[Sequence[int], Sequence[int]],
-    columns: Sequence[int],
-    last_position: int,
-    steps: int,
-    sampling: Sequence[tuple[float, int]],
-    rules: Sequence[Ends | None] | None,
-    records: Records | None = None,
-    features: Tensor | None = None,
-    output: Tensor | None = None,
-    raw: bool = False,
-    own: Tensor | None = None,
-    further: Sequence[int] = (),
+    chains: Chains,
+    translated: Translated | None = None,
 ) -> tuple[Any, Any]:
-    """Draft up to `steps` tokens of n sequences.
-
-    tokens: [T] int64, the committed ones that the cache lacks, each sequence's root last. For a stack that reads pairs:
-    those of the pairs that wait, with `features` [T, E] float32, which with `raw` lack the target's final norm
-    (`Pairs.final_norm`), and `output` [n, E] float32, contiguous, gets the outputs of each sequence's last pair; None
-    if no pair waits, `output` then holds them. rows: the places of these tokens or, without tokens, of the first draft
-    tokens' pairs, as arguments of `placed`. groups: the groups of layers (`Stack.run`) for committed tokens, and for
-    draft tokens. columns: the cache's column of each sequence's first draft token. sampling: temperature and seed of
-    each sequence; the draft ranks its candidates under the noise of the target's draws. rules: one per chain, None if
-    it has no vote; drafting ends for all chains when most rules say so. Without rules it ends after `steps` tokens.
-    records: of layers with a recurrent state, for these rows; later rows follow their table. For a model with another
-    tokenizer, own [ids] int64: its id of each id of the head, and `further`, by sequence: by how much the positions at
-    which the target draws are greater than its own. Returns numpy ids [done, n] int64 and their probabilities among the
+    """Draft chains of n sequences. rows: the places of the committed tokens or, without such, of the first draft
+    tokens' pairs; the records of later rows follow their table. groups: the groups of layers (`Stack.run`) for
+    committed tokens, and for draft tokens. Returns numpy ids [done, n] int64 and their probabilities among the
     candidates [done, n] float32, 0 where logits are NaN."""
-    n = len(columns)
+    n, steps, (tokens, features, output, raw) = len(chains.columns), chains.steps, committed
     assert (output is None) == (stack.pairs is None) and (features is None) == (tokens is None or output is None)
     given = [None if x is None else x.contiguous() for x in (tokens, features)]
-    first, more = placed(*rows, records=records)
-    groups_ = [numbers(tuple(each)) for each in groups]
-    at = np.array(columns, np.int64)
+    first, more = placed(rows)
+    starts = [numbers(tuple(of_layers)) for of_layers in groups]
+    at = np.array(chains.columns, np.int64)
     drafted: Any = np.empty((steps, n), np.int64)
     probability: Any = np.empty((steps, n), np.float32)
-    temperature, seed = zip(*sampling, strict=True)
+    temperature, seed = zip(*chains.sampling, strict=True)
     draws = numbers(temperature, "float64"), numbers(seed, "uint64")
-    shift = np.array(further or [0] * n, np.int64)
+    shift = np.array([0] * n if translated is None else translated.ahead, np.int64)
     held: list[Any] = []
     ends = None
-    if rules is not None:
+    if chains.rules is not None:
         ends = (Rule * n)()
-        for struct, rule in zip(ends, rules, strict=True):
+        for struct, rule in zip(ends, chains.rules, strict=True):
             if rule is None:
                 continue
             joint, scales = np.array(rule.joint, np.float32), np.array(rule.scales, np.float32)
@@ -103,19 +113,19 @@ def draft_chain(
         vocabulary.cap,
         None if vocabulary.norm is None else vocabulary.norm.data_ptr(),
         None if vocabulary.ids is None else vocabulary.ids.data_ptr(),
-        None if own is None else own.data_ptr(),
+        None if translated is None else translated.ids.data_ptr(),
         None if centroids is None else ctypes.pointer(centroids),
         vocabulary.clusters,
         ctypes.pointer(first),
         *(None if x is None else x.data_ptr() for x in (*given, output)),
-        *(each.address for each in groups_),
+        *(array.address for array in starts),
         *map(len, groups),
         raw,
         at.ctypes.data,
         shift.ctypes.data,
-        last_position,
+        chains.last_position,
         steps,
-        *(each.address for each in draws),
+        *(array.address for array in draws),
         None if ends is None else ctypes.addressof(ends),
         drafted.ctypes.data,
         probability.ctypes.data,

@@ -84,6 +84,29 @@ class Records(NamedTuple):
     state_of: Tensor  # [B] int64, each sequence's states
 
 
+class CachedRows(NamedTuple):
+    """T rows of B sequences, the K/V and the records that they write, and the columns that they see; see
+    kernels/attention.py."""
+
+    kv: tuple[Tensor, ...]
+    """K and V [L, pages, page size, Hkv, D] of the layers of each kind of heads, in the order of `KVCache.kv`: float32,
+    bfloat16 or float16, or [.., Hkv, D + 4] int8: D codes and the bytes of their scale, float32."""
+    positions: Tensor  # [T] int64
+    slots: Tensor  # [T] int64, rows of the flattened pages
+    cu_rows: Tensor  # [B + 1] int32
+    kv_len: Tensor  # [B] int32
+    window: Tensor  # [B] int32
+    words: Tensor | None  # [T, W] int64; None: a row sees its sequence up to itself, or with `full` all of it
+    table: Tensor  # [B, P] int32
+    full: bool = False
+    in_rings: tuple[Tensor, Tensor] | None = None
+    """Slots and table of the layers with a sliding window, whose K and V are then the third and fourth of `kv`, if
+    these have a place of their own (model/rings.py)."""
+    records: Records | None = None
+    """Of the layers with a recurrent state; K and V are then those of the others. Rings of records hold the rows of a
+    call or a draft, and two blocks before them."""
+
+
 class Pairs(NamedTuple):
     """How a pair, the embedding of a token and a feature, enters the layers of a head that reads a target's hidden
     states (model/heads.py). E: the head's width. Vectors are float32, `fc` is float32, bfloat16 or `Packed`."""
@@ -212,19 +235,19 @@ class Stack:
         """Whether the library supports the sizes and dtypes of these layers. `head_dims`: of those that attend."""
         vectors = [x for w in layers for name, x in w.present().items() if not KINDS[name].product]
         matrices = [matrix for w in layers for matrix in w.products()]
-        convolved = [w.conv.shape[0] for w in layers if w.conv is not None]
-        normed = [w.norm_mix.shape[0] for w in layers if w.norm_mix is not None]
+        sizes = [matrix.shape[-1] for matrix in matrices]
+        sizes += [x.shape[0] for w in layers for x in (w.conv, w.norm_mix) if x is not None]
         return (
             available()
             and all(takes(matrix) for matrix in matrices)
             and all(Stack.takes_sizes(size) for size in head_dims)
-            and Stack.takes_sizes(0, *(matrix.shape[-1] for matrix in matrices), *convolved, *normed)
+            and Stack.takes_sizes(0, sizes)
             and all(fits(x) and x.dtype == torch.float32 for x in vectors)
             and all(w.qkv_bias is None for w in layers if w.recurrent)
         )
 
     @staticmethod
-    def takes_sizes(head_dim: int, *sizes: int) -> bool:
+    def takes_sizes(head_dim: int, sizes: Sequence[int] = ()) -> bool:
         """Whether the library supports layers with this head size of attention and these other sizes: E, Hq D and F;
         of recurrent layers the channels C, Dk, Dv and Hv Dv, and of a shared expert S."""
         return head_dim % (2 * BLOCK) == 0 and all(size % BLOCK == 0 for size in sizes)
@@ -232,46 +255,33 @@ class Stack:
     def run(
         self,
         x: Tensor,
-        kv: tuple[Tensor, ...],
+        rows: CachedRows,
         groups: Sequence[int],
-        aux_layers: Sequence[int],
-        places: tuple[Tensor, Tensor],
-        sequences: tuple[Tensor, Tensor, Tensor],
-        words: Tensor | None,
-        table: Tensor,
-        full: bool = False,
+        aux_layers: Sequence[int] = (),
         features: Tensor | None = None,
-        near: tuple[Tensor, Tensor] | None = None,
-        records: Records | None = None,
         raw: bool = False,
     ) -> tuple[Tensor, Tensor]:
         """Run groups of layers, as decoder.run_layers does, over x [T, E], or with per-layer embeddings [T, E + L P];
-        over pairs, if the stack reads them, x holds the embeddings and `features` [T, E] the features. kv: K and V [L,
-        pages, page size, Hkv, D] of the layers of each kind of heads, in the order of `KVCache.kv`,
-        written at the rows' slots, in float32, bfloat16 or float16, or [.., Hkv, D + 4] int8: D codes and the bytes of
-        their scale, float32. groups: the first layer of each group, then the end. places: positions and slots [T]
-        int64. sequences: cu_rows [B + 1], kv_len and window [B] int32; words [T, W] int64; table [B, P] int32 (see
-        kernels/attention.py). Without words a row sees its sequence up to itself, or with `full` all of it. near: slots
-        and table of the layers with a sliding window, whose K and V are then the third and fourth of `kv`, if these
-        have a place of their own (model/rings.py). records: of the layers with a recurrent state; K and V are then
-        those of the others. Rings of records hold the rows of a call or a draft, and two blocks before them. raw: the
-        features lack the target's final norm (`Pairs.final_norm`). Returns [1 + len(aux_layers), T, E]: the residual
-        stream after the last layer, and at the depths `aux_layers`; and [mixtures, X + 1] int32: where each expert's
-        choices begin, sorted by expert, in each mixture of experts that has run. Raises ValueError, before anything is
-        written, if positions, slots, pages, lengths or states point outside of their memory."""
+        over pairs, if the stack reads them, x holds the embeddings and `features` [T, E] the features. groups: the
+        first layer of each group, then the end. raw: the features lack the target's final norm (`Pairs.final_norm`).
+        Returns [1 + len(aux_layers), T, E]: the residual stream after the last layer, and at the depths `aux_layers`;
+        and [mixtures, X + 1] int32: where each expert's choices begin, sorted by expert, in each mixture of experts
+        that has run. Raises ValueError, before anything is written, if positions, slots, pages, lengths or states point
+        outside of their memory."""
         x, starts, depths = x.contiguous(), numbers(tuple(groups)), numbers(tuple(aux_layers))
         features = None if features is None else features.contiguous()
         assert (features is None) == (self.pairs is None) and (features is None or features.shape == x.shape)
         out = torch.empty(1 + len(aux_layers), len(x), self.struct.E, dtype=torch.float32, device="cpu")
         mixtures = sum(self.mixtures[groups[0] : groups[-1]])
         routed = torch.empty(mixtures, self.experts + 1, dtype=torch.int32, device="cpu")
-        if near is None and len(kv) > 2:  # of both kinds of layers, over the same pages
-            near, kv = (places[1], table), (*kv[2:], *kv[:2]) if self._windowed else kv
-        rows, held = placed(kv, places, sequences, words, table, full, near, records)
-        assert (records is None) == (self.struct.mix.kind == 0) and not (full and records)
+        if rows.in_rings is None and len(rows.kv) > 2:  # of both kinds of layers, over the same pages
+            kv = (*rows.kv[2:], *rows.kv[:2]) if self._windowed else rows.kv
+            rows = rows._replace(kv=kv, in_rings=(rows.slots, rows.table))
+        places, held = placed(rows)
+        assert (rows.records is None) == (self.struct.mix.kind == 0) and not (rows.full and rows.records)
         call = Forward(
             ctypes.pointer(self.struct),
-            ctypes.pointer(rows),
+            ctypes.pointer(places),
             starts.address,
             len(groups),
             depths.address,
@@ -304,47 +314,46 @@ def numbers(values: tuple[float, ...], dtype: str = "int64") -> Numbers:
     return Numbers(array, array.ctypes.data)
 
 
-# The first five arguments of `placed`: K and V; positions and slots; cu_rows, kv_len and window; words; table
-Placement = tuple[tuple[Tensor, ...], tuple[Tensor, Tensor], tuple[Tensor, Tensor, Tensor], Tensor | None, Tensor]
-
-
-def placed(
-    kv: tuple[Tensor, ...],
-    places: tuple[Tensor, Tensor],
-    sequences: tuple[Tensor, Tensor, Tensor],
-    words: Tensor | None,
-    table: Tensor,
-    full: bool = False,
-    near: tuple[Tensor, Tensor] | None = None,
-    records: Records | None = None,
-) -> tuple[Places, list[Tensor]]:
-    """The struct of the rows and the columns they see, and the tensors that must outlive it. Arguments: see
-    `Stack.run`."""
-    positions, slots = places
-    held = [part.contiguous() for part in (positions, *sequences, *(() if words is None else (words,)))]
-    pools = [_pool(kv[:2], (slots, table), held), Pool() if near is None else _pool(kv[2:], near, held)]
-    rows = Places(
-        positions.shape[0],
-        sequences[1].shape[0],
+def placed(rows: CachedRows) -> tuple[Places, list[Tensor]]:
+    """The struct of the rows and the columns they see, and the tensors that must outlive it."""
+    words = rows.words
+    held = [part.contiguous() for part in (rows.positions, rows.cu_rows, rows.kv_len, rows.window)]
+    addresses = [part.data_ptr() for part in held]
+    if words is not None:
+        held.append(words.contiguous())
+    places = Places(
+        rows.positions.shape[0],
+        rows.kv_len.shape[0],
         0 if words is None else words.shape[1],
-        *(part.data_ptr() for part in held[:4]),
+        *addresses,
         None if words is None else held[4].data_ptr(),
-        int(full),
-        *table.shape[1:],
-        kv[0].shape[2],
-        *pools,
-        Past() if records is None else _past(records, held),
+        int(rows.full),
+        rows.table.shape[1],
+        rows.kv[0].shape[2],
+        _pool(rows.kv[:2], (rows.slots, rows.table), held),
+        Pool() if rows.in_rings is None else _pool(rows.kv[2:], rows.in_rings, held),
+        Past() if rows.records is None else _past(rows.records, held),
     )
-    return rows, held
+    return places, held
 
 
 def _pool(kv: tuple[Tensor, ...], index: tuple[Tensor, Tensor], held: list[Tensor]) -> Pool:
     """The struct of the K/V of some layers, and of the rows' slots and their table; `held` gets the tensors that must
     outlive it."""
-    held += (own := [part.contiguous() for part in index])
-    size = kv[0].element_size()
-    strides = kv[0].stride(0) * size, kv[0].shape[-1] * size
-    return Pool(*(part.data_ptr() for part in (*own, *kv)), *strides, KEPT[kv[0].dtype], kv[0].shape[1])
+    k, v = kv
+    slots, table = (part.contiguous() for part in index)
+    held += slots, table
+    size = k.element_size()
+    return Pool(
+        slots.data_ptr(),
+        table.data_ptr(),
+        k.data_ptr(),
+        v.data_ptr(),
+        k.stride(0) * size,
+        k.shape[-1] * size,
+        KEPT[k.dtype],
+        k.shape[1],
+    )
 
 
 def _past(records: Records, held: list[Tensor]) -> Past:
@@ -352,18 +361,27 @@ def _past(records: Records, held: list[Tensor]) -> Past:
     *memory, slots, table, state_of = records
     assert all(x is None or fits(x) for x in memory)
     held += (own := [part.contiguous() for part in (slots, table, state_of)])
-    places = [None if part is None else part.data_ptr() for part in (*own, *memory)]
-    X = 0 if records.states is None else records.states.shape[1]
-    return Past(*places, records.inputs.shape[1], table.shape[1], records.inputs.shape[2], X)
+    return Past(
+        *(None if part is None else part.data_ptr() for part in (*own, *memory)),
+        records.inputs.shape[1],
+        table.shape[1],
+        records.inputs.shape[2],
+        0 if records.states is None else records.states.shape[1],
+    )
 
 
 def _mixing(mixer: Any) -> Mixing:
     """The struct of a mixer (model/config.py); None if no layer has a recurrent state."""
     if mixer is None:
         return Mixing()
-    heads = [getattr(mixer, name, 0) for name in ("key_heads", "value_heads", "key_dim", "value_dim")]
-    tiled = getattr(mixer, "tiled", False)
-    return Mixing(MIXERS[type(mixer).__name__], *heads, mixer.channels, mixer.kernel, delta.BLOCK, tiled)
+    return Mixing(
+        MIXERS[type(mixer).__name__],
+        *(getattr(mixer, name, 0) for name in ("key_heads", "value_heads", "key_dim", "value_dim")),
+        mixer.channels,
+        mixer.kernel,
+        delta.BLOCK,
+        getattr(mixer, "tiled", False),
+    )
 
 
 def product(
@@ -448,8 +466,16 @@ def sample(
     out = torch.empty(T, dtype=torch.int64, device="cpu")
     temperature, top_k, top_p, seed = zip(*draws, strict=True)
     held = numbers(temperature, "float64"), numbers(top_p, "float64"), numbers(top_k), numbers(seed, "uint64")
-    addresses = logits.data_ptr(), positions.data_ptr(), *(each.address for each in held)
-    call, crew = SampleCall(*addresses, T, logits.shape[1], run or max(T, 1), out.data_ptr()), team()
+    call = SampleCall(
+        logits.data_ptr(),
+        positions.data_ptr(),
+        *(column.address for column in held),
+        T,
+        logits.shape[1],
+        run or max(T, 1),
+        out.data_ptr(),
+    )
+    crew = team()
     crew.run(native().sample, call, crew.size)
     return out
 
@@ -475,10 +501,14 @@ def adjust(
     ]
     dense = [None if x is None else x.contiguous() for x in (prompt, length, places, numbers, bias_ids, bias)]
     held = strided[0], *dense[:2], *strided[1:], *dense[2:]  # until the call has ended
-    addresses = (None if x is None else x.data_ptr() for x in held)
-    strides = (0 if x is None else x.stride(0) for x in strided)
-    sizes = *logits.shape, window.shape[0], text.shape[1], window.shape[1], 0 if bias is None else bias.shape[1]
-    call = AdjustCall(logits.data_ptr(), *addresses, *sizes, *strides, bool(floors), out.data_ptr())
+    call = AdjustCall(
+        logits.data_ptr(),
+        *(None if x is None else x.data_ptr() for x in held),
+        *(*logits.shape, window.shape[0], text.shape[1], window.shape[1], 0 if bias is None else bias.shape[1]),
+        *(0 if x is None else x.stride(0) for x in strided),
+        bool(floors),
+        out.data_ptr(),
+    )
     crew = team()
     crew.run(native().adjust, call, crew.size)
     return out

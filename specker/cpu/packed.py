@@ -35,7 +35,8 @@ from torch import Tensor
 from specker.kernels import quant
 from specker.kernels.quant import Quantized, packed, unpacked
 
-ROWS, GROUP = 16, 32
+ROWS = 16  # of a block
+GROUP = 32  # columns of a register of codes
 
 
 class Format(NamedTuple):
@@ -167,8 +168,15 @@ class Packed:
             if len(some) and (int(some.min()) < 0 or int(some.max()) >= count):
                 raise ValueError(f"rows must be 0 to {count - 1}")
         code = FORMATS[run.format].code
-        places = run.data.data_ptr(), at.data_ptr(), other.data.data_ptr(), ids.data_ptr(), len(at)
-        native().copy_rows(code, self.columns, *places)
+        native().copy_rows(
+            code,
+            self.columns,
+            run.data.data_ptr(),
+            at.data_ptr(),
+            other.data.data_ptr(),
+            ids.data_ptr(),
+            len(at),
+        )
 
     @property
     def segments(self) -> list[tuple[int, int, int]]:
@@ -271,8 +279,9 @@ def unpack(run: Run, E: int) -> Numbers:
     rest = units[..., per * form.coded :]
     if form.scales == "super":
         s, t, d, m = rest.split((128, 128, 32, 32), -1)
-        halves = (_rows(x, torch.float16, 1, rows) for x in (d, m))
-        return Numbers(run.format, codes, *(_rows(x, torch.uint8, 8, rows) for x in (s, t)), *halves)
+        s, t = (_rows(x, torch.uint8, 8, rows) for x in (s, t))
+        d, m = (_rows(x, torch.float16, 1, rows) for x in (d, m))
+        return Numbers(run.format, codes, s, t, d, m)
     if form.scales == "sixteen":
         s, d, _ = rest.split((256, 32, 32), -1)
         return Numbers(run.format, codes, _rows(s, torch.int8, 16, rows), None, _rows(d, torch.float16, 1, rows))

@@ -86,9 +86,18 @@ class Compiled:
 
     def draft(self, tail: Sequence[int], most: int, depth: int, nodes: int, width: int = 1) -> Copy:
         end, out, about = array("i", tail), ((c_int32 * nodes) * 2)(), (c_int32 * 2)()
-        sizes = len(end), most, WALK, depth, nodes, width
         count = self._lib.suffix_draft(
-            self._handle, end.buffer_info()[0], *sizes, byref(out[0]), byref(out[1]), byref(about)
+            self._handle,
+            end.buffer_info()[0],
+            len(end),
+            most,
+            WALK,
+            depth,
+            nodes,
+            width,
+            byref(out[0]),
+            byref(out[1]),
+            byref(about),
         )
         return Copy(about[0], about[1], tuple(out[0][:count]), tuple(out[1][:count])) if count else NOTHING
 

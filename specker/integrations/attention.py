@@ -78,9 +78,19 @@ def register_attention(name: str = "specker") -> str:
         k, v = (_paged(x, rows) for x in (key, value))
         flat = query.transpose(1, 2).reshape(B * T, -1, D)
         scale = D**-0.5 if scaling is None else scaling
-        args = rows.table, rows.kv_len, rows.window, rows.cu_rows, rows.ancestors
-        sinks = None if s_aux is None else s_aux.detach()[None]
-        out, _ = tree_attention(flat, k, v, *args, scale, cap=softcap or 0.0, sinks=sinks)
+        out, _ = tree_attention(
+            flat,
+            k,
+            v,
+            rows.table,
+            rows.kv_len,
+            rows.window,
+            rows.cu_rows,
+            rows.ancestors,
+            scale,
+            cap=softcap or 0.0,
+            sinks=None if s_aux is None else s_aux.detach()[None],
+        )
         return out.view(B, T, -1, D), None
 
     AttentionInterface.register(name, attention)

@@ -93,7 +93,8 @@ def drafter_for(
     if isinstance(target, Checkpoint):
         target_checkpoint = target
     elif method.reads_target or (own is not None and own.shares):
-        target_checkpoint = checkpoint.read(target, dtype=kind, device=where, max_context=max_context, layers=False)
+        found = checkpoint.opened(target, max_context=max_context)
+        target_checkpoint = checkpoint.read(found, dtype=kind, device=where, layers=False)
     else:
         target_checkpoint = Checkpoint(config, no_weights(where), folder_of(target, weights=False))
     if own is not None and own.shares:
@@ -112,8 +113,14 @@ def drafter_for(
         log.warning(sentence)
     if draft_checkpoint is not None:
         o = method.with_draft(o, draft_checkpoint)
-        how = draft_checkpoint.weights.norm.dtype, where, o.page_size, LOOKAHEAD
-        memory = CacheMemory((draft_checkpoint.config,), *how, kv_dtypes=(planned_kv_dtype(draft_checkpoint, o),))
+        memory = CacheMemory(
+            (draft_checkpoint.config,),
+            draft_checkpoint.weights.norm.dtype,
+            where,
+            o.page_size,
+            LOOKAHEAD,
+            kv_dtypes=(planned_kv_dtype(draft_checkpoint, o),),
+        )
         o = replace(o, kv_tokens=memory.pool(o.batch_size, kv_tokens)[0])
     drafter = strategies.drafter(DraftContext(o, target_checkpoint, None, None, draft_checkpoint, kept, family))
     assert drafter is not None

@@ -243,8 +243,18 @@ class Generate:
         memory.sized(context)  # raises ValueError if the K/V does not fit
         o = replace(o, kv_tokens=memory.pool(o.batch_size, o.kv_tokens)[0])
         with memory.allocating():
-            names = type(model).__name__, None if draft is None else str(draft)
-            return Engine(main, side, o, model.device, model.dtype, *names, kept, notes, None, family)
+            return Engine(
+                main,
+                side,
+                o,
+                model.device,
+                model.dtype,
+                target_name=type(model).__name__,
+                draft_name=None if draft is None else str(draft),
+                kept=kept,
+                notes=notes,
+                family=family,
+            )
 
     def _serve(self, call: _Call, engine: Engine, samplings: list[Sampling]) -> Tensor:
         """The prompts with their new tokens, [B, S + new]."""

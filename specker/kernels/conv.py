@@ -19,7 +19,8 @@ from specker.kernels.variant import TYPES, Variant, check_within, same_device, s
 
 ACTIVATIONS = "none", "silu"
 KERNELS = range(2, 9)  # sizes of the convolution
-ROWS, TILES = 8, 16  # rows of a tile, and the most tiles that a program computes
+ROWS = 8  # of a tile
+TILES = 16  # the most that a program computes
 
 
 def conv_rows(

@@ -56,11 +56,14 @@ from specker.kernels.variant import (
 
 # epilogues of a gated feed-forward -> its activation
 GATES = {"silu_mul": "silu", "gelu_tanh_mul": "gelu_tanh", "clamped_silu_mul": "clamped_silu"}
-ALPHA, LIMIT = 1.702, 7.0  # of clamped_silu
+# Of clamped_silu:
+ALPHA = 1.702
+LIMIT = 7.0
 EPILOGUES = ("none", *GATES, "float32", "split")
 # On a CPU, the compiled products are fastest for weights of at least this many elements (waking their threads takes 20
 # to 50 us) and at most this many rows. For more rows in float32, oneDNN on unpacked weights is faster (bench/LOG.md).
-COMPILED_MIN, COMPILED_ROWS = 1 << 18, 32
+COMPILED_MIN = 1 << 18
+COMPILED_ROWS = 32
 
 
 def row_linear(

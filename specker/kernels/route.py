@@ -16,7 +16,8 @@ from specker.kernels.topk import NO_KEY, id_of, rank_key, take_best, value_of
 from specker.kernels.variant import Variant, counters, is_last, same_device, start_after_previous, tl, triton
 
 # Most choices per row and most experts that the kernels serve; the reference serves more.
-MAX_CHOSEN, MAX_EXPERTS = 16, 512
+MAX_CHOSEN = 16  # experts of a row
+MAX_EXPERTS = 512
 FEW = 64  # most choices that the last program puts in order, in about 1 us: 8 rows of 8
 SCORING = "softmax", "sigmoid"
 

@@ -84,7 +84,7 @@ class Assistant:
         hidden = self._linear(torch.cat((embedded, features), 1), self.weights.pre)
 
         def run(rows: Rows, hidden: Tensor) -> Output:
-            batch = GroupRows(rows.positions, rows.slots, over_pages(model, rows), model.summed, rows.near)
+            batch = GroupRows(rows.positions, rows.slots, over_pages(model, rows), model.summed, rows.ring_rows)
             return run_layers(model, zip(model.layers, layers, repeat(batch), strict=False), hidden)
 
         final = in_blocks(model, rows, hidden, run).final

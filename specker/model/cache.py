@@ -33,17 +33,17 @@ Lengths = Sequence[int] | Tensor
 """Committed tokens of the sequences in slots 0..n-1: integers on the host, or [n] int64 on the device."""
 
 
-class Near(NamedTuple):
+class RingRows(NamedTuple):
     """`slots` and `table` of `Rows`, for layers whose K/V or records stand in rings (rings.py)."""
 
     slots: Tensor  # [T] int64
     table: Tensor  # [n, P] int32
     states: Tensor | None = None  # [n] int64, each sequence's recurrent states (states.py)
 
-    def of(self, rows: slice, sequences: slice) -> "Near":
+    def of(self, rows: slice, sequences: slice) -> "RingRows":
         """Of some rows and sequences."""
         states = None if self.states is None else self.states[sequences]
-        return Near(self.slots[rows], self.table[sequences], states)
+        return RingRows(self.slots[rows], self.table[sequences], states)
 
 
 class Rows(NamedTuple):
@@ -57,7 +57,7 @@ class Rows(NamedTuple):
     cu_rows: Tensor  # [n + 1] int32, the first row of each sequence, then T
     table: Tensor  # [n, P] int32, pages
     bounds: tuple[int, ...] | None = None  # `cu_rows` on the host; None: every sequence has equally many rows
-    near: Near | None = None  # slots and block table of sliding-window layers
+    ring_rows: RingRows | None = None  # slots and block table of sliding-window layers
     idle: Tensor | None = None  # [n] bool, sequences whose rows count for nothing; None: every row may count
 
     def beside(self, other: "Rows") -> "Rows":
@@ -67,14 +67,14 @@ class Rows(NamedTuple):
             torch.cat((getattr(self, name), getattr(other, name)))
             for name in ("positions", "slots", "kv_len", "window", "table")
         )
-        near = None
-        if self.near is not None and other.near is not None:
-            a, b, states = self.near, other.near, None
+        ring_rows = None
+        if self.ring_rows is not None and other.ring_rows is not None:
+            a, b, states = self.ring_rows, other.ring_rows, None
             if a.states is not None and b.states is not None:
                 states = torch.cat((a.states, b.states))
-            near = Near(torch.cat((a.slots, b.slots)), torch.cat((a.table, b.table)), states)
+            ring_rows = RingRows(torch.cat((a.slots, b.slots)), torch.cat((a.table, b.table)), states)
         words = self.ancestors.new_empty(len(positions), 0)
-        return Rows(positions, slots, kv_len, window, words, starts, table, near=near)
+        return Rows(positions, slots, kv_len, window, words, starts, table, ring_rows=ring_rows)
 
     def blocks(self, most: int) -> Iterator[tuple[slice, "Rows"]]:
         """Split the rows between sequences, so that a block has at most `most` rows, or those of one sequence. Yields
@@ -85,9 +85,19 @@ class Rows(NamedTuple):
             end = max(b + 1, bisect_right(bounds, bounds[b] + most) - 1)
             at, of, starts = slice(bounds[b], bounds[end]), slice(b, end), self.cu_rows[b : end + 1] - bounds[b]
             own = tuple(bound - bounds[b] for bound in bounds[b : end + 1])
-            rows = self.positions[at], self.slots[at], self.kv_len[of], self.window[of], self.ancestors[at]
-            near = None if self.near is None else self.near.of(at, of)
-            yield at, Rows(*rows, starts, self.table[of], own, near, None if self.idle is None else self.idle[of])
+            block = Rows(
+                self.positions[at],
+                self.slots[at],
+                self.kv_len[of],
+                self.window[of],
+                self.ancestors[at],
+                starts,
+                self.table[of],
+                own,
+                ring_rows=None if self.ring_rows is None else self.ring_rows.of(at, of),
+                idle=None if self.idle is None else self.idle[of],
+            )
+            yield at, block
             b = end
 
 
@@ -115,27 +125,30 @@ class KVCache:
         sequence owns all pages from the start, until `release`; several sequences call `take`. `rings`: keep only the
         last columns of layers with a sliding window, if that saves memory. `saved`: columns whose recurrent states are
         saved at once (`save`). `kv_dtype`: of K and V (kept.py); None: `dtype`."""
-        each = -(-columns // page_size)
-        order = pages.tolist() if isinstance(pages, Tensor) else list(range(pages or sequences * each))
+        pages_per_sequence = -(-columns // page_size)
+        order = pages.tolist() if isinstance(pages, Tensor) else list(range(pages or sequences * pages_per_sequence))
         count = len(order) + (sequences > 1)
         self.spare = len(order)  # an unowned page that slots without a sequence read and write
         ring = sequences * -(-ring_columns(config) // page_size)  # pages of all rings
         recurrent = [config.layer.mixer(n) is not None for n in range(config.num_layers)]
         windows = rings and ring < len(order) and not any(recurrent)
-        near = ringed(config) if windows else recurrent
+        uses_ring = ringed(config) if windows else recurrent
         kvs = [config.kv(n) for n in range(config.num_layers)]
         kv_dtype = kv_dtype or dtype
         heads = [(kv.heads, kept_dim(kv.dim, kv_dtype)) for kv in kvs]
-        paged = [n for n, apart in enumerate(near) if not apart and kvs[n].source is None]
-        kinds = list(dict.fromkeys(heads[n] for n in paged)) or [
+        paged = [n for n, in_ring in enumerate(uses_ring) if not in_ring and kvs[n].source is None]
+        kv_shapes = list(dict.fromkeys(heads[n] for n in paged)) or [
             (config.num_kv_heads, kept_dim(config.head_dim, kv_dtype))
         ]
-        places = [[n for n in paged if heads[n] == kind] for kind in kinds]
-        shapes = [(2, len(each), count, page_size, *kind) for each, kind in zip(places, kinds, strict=True)]
-        (self.k, self.v), *self.others = (torch.empty(s, dtype=kv_dtype, device=device).unbind(0) for s in shapes)
-        of = zip(places, self.pools, strict=True)
-        layers: dict[int, Any] = {n: (k[i], v[i]) for each, (k, v) in of for i, n in enumerate(each)}
-        self.page_size, self.capacity, self.device = page_size, each * page_size, torch.device(device)
+        layers_of_shape = [[n for n in paged if heads[n] == shape] for shape in kv_shapes]
+        sizes = zip(layers_of_shape, kv_shapes, strict=True)
+        pools = [(2, len(numbers), count, page_size, *shape) for numbers, shape in sizes]
+        (self.k, self.v), *self.others = (torch.empty(s, dtype=kv_dtype, device=device).unbind(0) for s in pools)
+        layers: dict[int, Any] = {}
+        for numbers, (k, v) in zip(layers_of_shape, self.pools, strict=True):
+            layers |= {n: (k[i], v[i]) for i, n in enumerate(numbers)}
+        self.page_size, self.device = page_size, torch.device(device)
+        self.capacity = pages_per_sequence * page_size
         self.exact_len = [0] * sequences
         self.last_position = config.max_context - 1
         by_column = torch.arange(self.capacity, dtype=torch.int64, device=device)
@@ -143,17 +156,18 @@ class KVCache:
         # Slicing a length from this table is cheaper than copying a number to the device.
         self.lengths = torch.arange(self.capacity + 1, dtype=torch.int32, device=device)
         self._absent = self.spare if sequences > 1 else 0  # the table's entry where a sequence has no page
-        self.block_table = torch.full((sequences, each), self._absent, dtype=torch.int32, device=device)
+        self.block_table = torch.full((sequences, pages_per_sequence), self._absent, dtype=torch.int32, device=device)
         self.table = self.block_table  # the part of the table that attention reads, as `bucket` limits it
         self.rings: WindowRings | StateRings | None = None
         spare = sequences > 1
         if any(recurrent):
             self.rings = StateRings(config, page_size, count, self.block_table, dtype, sequences, spare, saved)
-        elif any(near):
-            shape = near.count(True), ring + spare, page_size, *heads[near.index(True)]
+        elif any(uses_ring):
+            shape = uses_ring.count(True), ring + spare, page_size, *heads[uses_ring.index(True)]
             self.rings = WindowRings(shape, count, self.block_table, config, kv_dtype, spare)
         if self.rings is not None:
-            layers |= dict(zip([n for n, apart in enumerate(near) if apart], self.rings.layers, strict=True))
+            ring_layers = [n for n, in_ring in enumerate(uses_ring) if in_ring]
+            layers |= dict(zip(ring_layers, self.rings.layers, strict=True))
         self.layers: list[Any] = [layers[n if kv.source is None else kv.source] for n, kv in enumerate(kvs)]
         self._free = order
         self._users = [0] * (max(order, default=0) + 1)  # holders of each page: sequences and the tree of earlier texts
@@ -277,9 +291,9 @@ class KVCache:
 
     def release(self, slot: int) -> None:
         """Return the pages of `slot` to the pool."""
-        text, *rest = self._texts[slot]
+        text, prefilled, end = self._texts[slot]
         if self.rings is not None and text and len(text) == self.exact_len[slot]:
-            self.rings.keep(slot, text, *rest)
+            self.rings.keep(slot, text, prefilled, end)
         self._texts[slot] = [], 0, 0
         self._drop(self._pages[slot])
         self._assign(slot, [])
@@ -406,25 +420,25 @@ class KVCache:
         if self.rings is not None:
             self.rings.bucket(min(columns, self.capacity))
 
-    def near(self, slots: Tensor, sequences: slice | Tensor, whole: bool = False) -> Near | None:
+    def ring_rows(self, slots: Tensor, sequences: slice | Tensor, whole: bool = False) -> RingRows | None:
         """Where the rows `slots` [T] of `sequences` stand in rings; None without rings. `whole`: with the whole table,
         whatever the KV bucket."""
         if (rings := self.rings) is None:
             return None
         states = rings.state_of[sequences] if isinstance(rings, StateRings) else None
-        return Near(rings.slots[slots], (rings.block_table if whole else rings.table)[sequences], states)
+        return RingRows(rings.slots[slots], (rings.block_table if whole else rings.table)[sequences], states)
 
     def chains(self, spans: Sequence[tuple[int, int, int]]) -> Rows:
         """Place rows for (slot, start, end): columns start..end - 1 of the sequence in `slot`. Rows without words."""
-        each = [slice(start, end) for _, start, end in spans]
+        columns = [slice(start, end) for _, start, end in spans]
         bounds = torch.tensor([0, *accumulate(end - start for _, start, end in spans)], dtype=torch.int32, device="cpu")
         which = torch.tensor([slot for slot, *_ in spans], dtype=torch.int64, device="cpu")
-        slots = torch.cat([self._slots[slot][columns] for (slot, *_), columns in zip(spans, each, strict=True)])
+        slots = torch.cat([self._slots[slot][own] for (slot, *_), own in zip(spans, columns, strict=True)])
         kv_len = torch.tensor([end for *_, end in spans], dtype=torch.int32, device="cpu")
-        positions = torch.cat([self.positions[columns] for columns in each])
+        positions = torch.cat([self.positions[own] for own in columns])
         words = torch.empty(len(positions), 0, dtype=torch.int64, device="cpu")
-        near = self.near(slots, which, whole=True)
-        return Rows(positions, slots, kv_len, kv_len, words, bounds, self.block_table[which], near=near)
+        ring_rows = self.ring_rows(slots, which, whole=True)
+        return Rows(positions, slots, kv_len, kv_len, words, bounds, self.block_table[which], ring_rows=ring_rows)
 
     def place(
         self,
@@ -445,12 +459,13 @@ class KVCache:
         if not isinstance(lengths, Tensor):
             lengths = torch.tensor(lengths, dtype=torch.int64, device=self.device)
         table = self.table[:n]
-        sizes = self.page_size, self.last_position
-        placed = place_rows(lengths, back, first, count, parents, table, *sizes, positions)
-        positions, slots, kv_len, words = placed
+        positions, slots, kv_len, words = place_rows(
+            lengths, back, first, count, parents, table, self.page_size, self.last_position, positions
+        )
         window = window_sizes(first + count, self.device, n)
         bounds = sequence_bounds(count, self.device, n)
-        return Rows(positions, slots, kv_len, window, words, bounds, table, near=self.near(slots, slice(n)))
+        ring_rows = self.ring_rows(slots, slice(n))
+        return Rows(positions, slots, kv_len, window, words, bounds, table, ring_rows=ring_rows)
 
     def after(
         self, columns: Sequence[int], counts: Sequence[int], first: int = 0, full: bool = False, slot: int = 0
@@ -471,25 +486,25 @@ class KVCache:
                 ancestors if self.device.type == "cpu" else ancestors.to(self.device),
                 sequence_bounds(count, self.device),
                 self.table[slot : slot + 1],
-                near=self.near(slots, slice(slot, slot + 1)),
+                ring_rows=self.ring_rows(slots, slice(slot, slot + 1)),
             )
         ends = [start + count for start, count in zip(columns, counts, strict=True)]
         spans = [slice(start, end) for start, end in zip(columns, ends, strict=True)]
-        each = [words(count, first) for count in counts]
-        wide, bounds = max(w.shape[1] for w in each), [0, *accumulate(counts)]
+        ancestors_of = [words(count, first) for count in counts]
+        wide, bounds = max(w.shape[1] for w in ancestors_of), [0, *accumulate(counts)]
         numbers = [ends, [first + count for count in counts], bounds]
         kv_len, window, cu_rows = (torch.tensor(x, dtype=torch.int32, device=self.device) for x in numbers)
-        places = torch.cat([slots[s] for slots, s in zip(self._slots, spans, strict=False)])
+        slots = torch.cat([own[span] for own, span in zip(self._slots, spans, strict=False)])
         return Rows(
             torch.cat([self.positions[s] for s in spans]),
-            places,
+            slots,
             kv_len,
             window,
-            torch.cat([torch.nn.functional.pad(w, (0, wide - w.shape[1])) for w in each]).to(self.device),
+            torch.cat([torch.nn.functional.pad(w, (0, wide - w.shape[1])) for w in ancestors_of]).to(self.device),
             cu_rows,
             self.table[: len(columns)],
             tuple(bounds),
-            self.near(places, slice(len(columns))),
+            self.ring_rows(slots, slice(len(columns))),
         )
 
 

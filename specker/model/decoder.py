@@ -28,10 +28,10 @@ from specker.kernels.tiles import MAX_ROWS
 from specker.kernels.topk import draws_alike, vocab_topk
 from specker.kernels.variant import sum_dtype
 from specker.layer_weights import LayerWeights
-from specker.model.cache import KVCache, Near, Rows
+from specker.model.cache import KVCache, RingRows, Rows
 from specker.model.config import CheckpointError, ModelConfig
 from specker.model.kept import calibrated, keys, widened
-from specker.model.recurrent import Paths, in_rings, mix, paths
+from specker.model.recurrent import Paths, cached_rows, mix, paths
 from specker.model.sampling import Draws
 from specker.model.split import OtherRanks
 from specker.model.weights import Group, Parameters, layers_of
@@ -47,13 +47,13 @@ class GroupRows(NamedTuple):
     slots: Tensor  # [N * T] int64, cache rows for their K/V
     attend: Attend
     join: Callable[[Tensor], Tensor]  # this rank's output of the o linear -> all ranks', [T, E] or [N, T, E]
-    near: Near | None = None  # where a layer whose K/V stands in rings has these rows
+    ring_rows: RingRows | None = None  # where a layer whose K/V stands in rings has these rows
     idle: Tensor | None = None  # `Rows.idle`
     paths: Paths | None = None  # for layers with a recurrent state
 
     def slots_of(self, sliding_window: int) -> Tensor:
         """The cache rows of a layer with this sliding window."""
-        return self.slots if self.near is None or not sliding_window else self.near.slots
+        return self.slots if self.ring_rows is None or not sliding_window else self.ring_rows.slots
 
 
 # A group, K and V [pages, page_size, Hkv, D] of the rows' slots, or the `Memory` of a recurrent state, and the rows
@@ -106,8 +106,8 @@ class Model:
         self.embed, self.norm = weights.embed, weights.norm
         self.dtype, self.device = weights.norm.dtype, weights.norm.device  # dtype of activations and K/V
         self.linear = linear
-        tables = [rope.to(self.device) for rope in weights.ropes]
-        self.ropes = [rope_table(*made, config.max_context, self.dtype) for made in tables]
+        ropes = [rope.to(self.device) for rope in weights.ropes]
+        self.ropes = [rope_table(rope.inv_freq, rope.scale, config.max_context, self.dtype) for rope in ropes]
         self.layers = layers_of(weights, config, self.ropes)
         self.head: Any = parameters.own_head  # a matrix of any kind
         self.ple: PerLayerTable | None = None
@@ -136,8 +136,8 @@ class Model:
         if not Stack.takes(layers, *{c.kv(n).dim for n in attending}):
             return None
         ropes = [None if layer.mixer.recurrent else layer.rope for layer in self.layers]
-        how = ropes, c.rms_norm_eps, self.scale, self.activations
-        return Stack(layers, c.layer, (c.num_heads, c.num_kv_heads), *how)
+        heads = c.num_heads, c.num_kv_heads
+        return Stack(layers, c.layer, heads, ropes, c.rms_norm_eps, self.scale, self.activations)
 
     @property
     def counts_experts(self) -> bool:
@@ -256,7 +256,7 @@ def run_layers(
     first: int = 0,
     aux_layers: tuple[int, ...] = (),
     dense: bool = False,
-    entered: Tensor | None = None,
+    first_attention_input: Tensor | None = None,
 ) -> Output:
     """Run groups of layers in sequence, from depth `first` on, over rows with the residual stream `hidden` [T, E].
     Writes the rows' K/V. The layers of a group all attend from the group's input h; their feed-forwards then run in
@@ -271,8 +271,8 @@ def run_layers(
     attention (two for more than a few rows), o, norm, gate_up, down, and those of the router before experts; the norms
     also reduce the split-K partials of o and down. There, the last residual add is fused with the final norm, whichever
     layer is the last, because every head uses the same norm. `dense`: for a chunk of a prompt on a GPU, products by
-    `dense_linear`. `entered`: the input of the first layer's attention, if it is not the norm of `hidden`
-    (LayerSpec.first). With per-layer embeddings `hidden` is [T, E + L P] (`Model.embed_tokens`)."""
+    `dense_linear`. `first_attention_input`: if it is not the norm of `hidden` (LayerSpec.first). With per-layer
+    embeddings `hidden` is [T, E + L P] (`Model.embed_tokens`)."""
     eps, layer = model.config.rms_norm_eps, model.config.layer
     hidden, per_layer = _apart(model, hidden)
     linear = dense_linear if dense else model.linear
@@ -283,10 +283,10 @@ def run_layers(
     delta = None  # output of the last feed-forward, or its split-K partials, not yet added to `hidden`
     for (w, layers, rope, sliding_window), kept_here, batch in steps:
         several = len(layers) > 1
-        if entered is None:
+        if first_attention_input is None:
             hidden, normed = _entering(hidden, delta, w.norm_in, eps)
         else:
-            normed, entered = entered, None
+            normed, first_attention_input = first_attention_input, None
         if several and w.norm_in is None:
             normed = normed.expand(len(batch.positions) // len(hidden), *hidden.shape)
         if first in aux_layers:
@@ -362,26 +362,27 @@ def attended(
     """The output of attention [N * T, Hq D] for the inputs [T, E] of a layer or [N, T, E] of N layers. Writes the rows'
     K/V. With LayerSpec.gated it is times the sigmoid of a gate."""
     (k, v), eps, several = kv, model.config.rms_norm_eps, normed.dim() == 3
-    rest, gate, weight = (batch.positions, batch.slots_of(sliding_window), rope, k, v), None, w.qkv
-    norms = w.q_norm, w.k_norm
+    positions, slots, gate, weight = batch.positions, batch.slots_of(sliding_window), None, w.qkv
+    q_norm, k_norm = w.q_norm, w.k_norm
     gates = model.config.num_heads * model.config.head_dim if model.config.layer.gated else 0
     if w.q_norm is not None and w.k_norm is None:  # it reads the K/V of another layer
         q = _rotated(linear(normed, weight, w.qkv_bias), batch.positions, rope, w.q_norm, eps)
     elif model.config.layer.v_norm:
         Hkv, D = k.shape[-2:]
         qkv = _with_normed_v(linear(normed, weight, w.qkv_bias), model.config.num_heads, Hkv, D, eps)
-        q = calibrated(qkv, *rest, w.q_norm, w.k_norm, eps)
+        q = calibrated(qkv, positions, slots, rope, k, v, w.q_norm, w.k_norm, eps)
     elif few and model.config.layer.qk_norm != "projection":
         if gates:
             gate, weight = linear(normed, weight[:gates]), weight[gates:]
-        q = kv_project(normed, weight, w.qkv_bias, *rest, w.q_norm, w.k_norm, eps)
+        q = kv_project(normed, weight, w.qkv_bias, positions, slots, rope, k, v, w.q_norm, w.k_norm, eps)
     else:
         qkv = linear(normed, weight, w.qkv_bias)
         if gates:
             gate, qkv = qkv[..., :gates], qkv[..., gates:].contiguous()
         if model.config.layer.qk_norm == "projection":
-            qkv, norms = _whole_norms(qkv, w, eps), (None, None)
-        q = calibrated(qkv.flatten(0, 1) if several else qkv, *rest, *norms, eps)
+            qkv, q_norm, k_norm = _whole_norms(qkv, w, eps), None, None
+        qkv = qkv.flatten(0, 1) if several else qkv
+        q = calibrated(qkv, positions, slots, rope, k, v, q_norm, k_norm, eps)
     mixed = batch.attend(q, k, v, sliding_window, w.sinks).flatten(1)
     return mixed if gate is None else mixed * torch.sigmoid(gate)
 
@@ -455,8 +456,9 @@ def _mixed(
     assert rule is not None and router is not None
     # For few rows expert_route adds the router's splits up.
     logits = row_linear(x, router, epilogue="split") if few else linear(x, router, epilogue="float32")
-    by = rule.scoring, mlp.router_bias, rule.scale, rule.eps
-    experts, scores, order, starts = expert_route(logits, rule.chosen, rule.normalised, idle, *by)
+    experts, scores, order, starts = expert_route(
+        logits, rule.chosen, rule.normalised, idle, rule.scoring, mlp.router_bias, rule.scale, rule.eps
+    )
     of = partial(expert_linear, x, mlp.gate_up, experts, order, starts, bias=mlp.gate_up_bias)
     up = gate_times_up(of, layer.activation)
     epilogue = "split" if few and model.ranks is None and mlp.shared_down is None else "sum"
@@ -549,7 +551,7 @@ def forward(
         if model.stack is not None:
             return compiled(model, cache, rows, hidden, range(first, last + 1), aux_layers)
         attend = over_pages(model, rows)
-        batch = GroupRows(rows.positions, rows.slots, attend, model.summed, rows.near, rows.idle, paths(rows))
+        batch = GroupRows(rows.positions, rows.slots, attend, model.summed, rows.ring_rows, rows.idle, paths(rows))
         steps = zip(model.layers[layers], cache.layers[layers], repeat(batch), strict=False)
         return run_layers(model, steps, hidden, first, aux_layers)
 
@@ -582,19 +584,7 @@ def compiled(
     """`run_layers` by the compiled CPU kernels. `groups`: the first layer of each group, then the end. `features`: of
     pairs, whose embeddings are `hidden`; `raw`: see `Stack.run`."""
     assert model.stack is not None
-    out, routed = model.stack.run(
-        hidden,
-        cache.kv,
-        groups,
-        aux_layers,
-        places=(rows.positions, rows.slots),
-        sequences=(rows.cu_rows, rows.kv_len, rows.window),
-        words=rows.ancestors if rows.ancestors.shape[1] else None,
-        table=rows.table,
-        features=features,
-        raw=raw,
-        **in_rings(cache, rows.near),
-    )
+    out, routed = model.stack.run(hidden, cached_rows(cache, rows), groups, aux_layers, features, raw)
     aux = dict(zip(aux_layers, out[1:].unbind(0), strict=True)) if aux_layers else {}
     return Output(out[0], aux, routed=tuple(routed) if routed.shape[0] else ())
 
@@ -608,16 +598,17 @@ def experts_read(model: Model, outs: Sequence[Output]) -> Tensor:
 def over_pages(model: Model, rows: Rows) -> Attend:
     """Attention for few rows. A row sees its sequence's columns up to kv_len, except those of the window that are not
     its ancestors and those outside the layer's sliding window."""
-    _, _, kv_len, window, words, cu_rows, every, _, near, _ = rows
+    _, _, kv_len, window, words, cu_rows, every, _, ring_rows, _ = rows
 
     def attend(q: Tensor, k: Tensor, v: Tensor, sliding_window: int, sinks: Tensor | None) -> Tensor:
-        table = every if near is None or not sliding_window else near.table
-        how = model.scale, sliding_window, model.config.layer.cap
+        table = every if ring_rows is None or not sliding_window else ring_rows.table
         if k.dtype != q.dtype:  # of a CPU's cache in fewer bits
             k, v = (x[table.flatten().long()] for x in (k, v))
             k, v = keys(k, q.dtype), widened(v, q.dtype)
             table = torch.arange(table.numel(), dtype=table.dtype, device=table.device).view_as(table)
-        return tree_attention(q, k, v, table, kv_len, window, cu_rows, words, *how, sinks=sinks)[0]
+        scale, cap = model.scale, model.config.layer.cap
+        out, _ = tree_attention(q, k, v, table, kv_len, window, cu_rows, words, scale, sliding_window, cap, sinks=sinks)
+        return out
 
     return attend
 

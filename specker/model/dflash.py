@@ -159,8 +159,8 @@ class BlockModel:
         layer = torch.arange(L, dtype=torch.int64, device=slots.device).unsqueeze(1)
         layer *= cache.k.shape[1] * cache.page_size
         k, v = cache.k.flatten(0, 1), cache.v.flatten(0, 1)
-        places = positions.repeat(L), (slots + layer).view(-1), model.ropes[0]
-        calibrated(kv, *places, k, v, self._k_norm, self._k_norm, eps)
+        slots = (slots + layer).view(-1)
+        calibrated(kv, positions.repeat(L), slots, model.ropes[0], k, v, self._k_norm, self._k_norm, eps)
 
     def block(self, cache: KVCache, rows: Rows, roots: Tensor, count: int) -> Final:
         """Run blocks of `count` rows, roots [n] int64 and masks, one for each sequence of `rows`. Returns their rows

@@ -76,6 +76,13 @@ class HeadWeights(NamedTuple):
     ids: Tensor | None = None  # [rows] int64, the target's id of each row of the LM head; None: row i is id i
 
 
+class PairInputs(NamedTuple):
+    """What T pairs enter the layers with. Compiled layers take the features and the embeddings instead."""
+
+    stream: Tensor  # [T, H], the residual stream that enters the first layer
+    joined: Tensor  # [T, 2 * H], the embeddings and the features side by side, normed
+
+
 class DraftHead:
     """A head ready to run."""
 
@@ -145,19 +152,17 @@ class DraftHead:
         assert embed_norm is not None and w.hidden_norm is not None
         return embed_norm, w.hidden_norm
 
-    def pairs(self, features: Tensor, embedded: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Features [T, H] of the columns at `positions` [T] and the embeddings of the tokens after them [T, H] -> the
-        stream that enters the first layer [T, H], and both side by side, normed [T, 2 * H]. Compiled layers do that
-        themselves and take the features and the embeddings."""
+    def pairs(self, features: Tensor, embedded: Tensor, positions: Tensor) -> PairInputs:
+        """Features [T, H] of the columns at `positions` [T] and the embeddings of the tokens after them [T, H]."""
         if self.spec.zeroed:
             embedded = torch.where((positions == 0).unsqueeze(1), 0, embedded)
         if self.model.stack is not None:
-            return features, embedded
+            return PairInputs(features, embedded)
         if (norms := self.norms) is None:
-            return features, torch.cat((embedded, features), -1)
+            return PairInputs(features, torch.cat((embedded, features), -1))
         eps = self.model.config.rms_norm_eps
         embedded, normed = (add_norm(x, None, w, eps)[1] for x, w in zip((embedded, features), norms, strict=True))
-        return features if self.spec.residual else normed, torch.cat((embedded, normed), -1)
+        return PairInputs(features if self.spec.residual else normed, torch.cat((embedded, normed), -1))
 
     def begin(
         self,
@@ -169,7 +174,7 @@ class DraftHead:
         features: Tensor,
         parents: Tensor | None = None,
         text: bool = False,
-    ) -> tuple[Rows, Tensor, Tensor]:
+    ) -> tuple[Rows, PairInputs]:
         """Place pairs first, first + 1, .. of each sequence's window, as `KVCache.place` does. tokens [n, count] int64;
         with `text`, tokens [n, C] of which a pair takes the one at its own column, and lengths on the device. features
         [n * m, H]: those of the same pairs or, with `parents`, of the m pairs before, among which are the parents.
@@ -179,12 +184,26 @@ class DraftHead:
         n, count = len(lengths), len(features) // len(lengths) if text else tokens.shape[1]
         device = isinstance(lengths, Tensor) and model.stack is None
         if device and isinstance(model.embed, Tensor) and model.embed.dtype == features.dtype:
-            place = lengths, back, first, count, parents, cache.table[:n], cache.page_size, cache.last_position
-            how = self.norms, model.config.rms_norm_eps, not self.spec.residual
-            stream, joined, *placed = start_pairs(model.embed, tokens, text, features, *how, *place)  # type: ignore[arg-type]
-            positions, slots, kv_len, words = placed
+            table = cache.table[:n]
+            stream, joined, positions, slots, kv_len, words = start_pairs(
+                model.embed,
+                tokens,
+                text,
+                features,
+                self.norms,
+                model.config.rms_norm_eps,
+                not self.spec.residual,
+                lengths,  # type: ignore[arg-type]
+                back,
+                first,
+                count,
+                parents,
+                table,
+                cache.page_size,
+                cache.last_position,
+            )
             window, bounds = window_sizes(first + count, cache.device, n), sequence_bounds(count, cache.device, n)
-            return Rows(positions, slots, kv_len, window, words, bounds, cache.table[:n]), stream, joined
+            return Rows(positions, slots, kv_len, window, words, bounds, table), PairInputs(stream, joined)
         if text:
             assert isinstance(lengths, Tensor)
             each = torch.arange(count, dtype=torch.int64, device=cache.device)
@@ -195,7 +214,7 @@ class DraftHead:
             m = len(features) // n
             row = (parents[:, first - 1 : first - 1 + count] - (first - m)).clamp(0, m - 1)
             features = features[(row + m * torch.arange(n, dtype=torch.int64, device=row.device).unsqueeze(1)).view(-1)]
-        return rows, *self.pairs(features, embedded, rows.positions)
+        return rows, self.pairs(features, embedded, rows.positions)
 
     def mask(self) -> tuple[Tensor, Tensor]:
         """The feature of a mask and the embedding of the mask token, [1, H] each (P-EAGLE)."""
@@ -204,12 +223,10 @@ class DraftHead:
         hidden = self.weights.mask.view(1, len(self.spec.aux_layers), -1)
         return self.features(hidden), self.model.embed_tokens(token)
 
-    def forward(
-        self, cache: KVCache, rows: Rows, stream: Tensor, joined: Tensor, kept: bool = False
-    ) -> tuple[Tensor, Final]:
-        """Run pairs (`pairs`), with `kept` of what `kept` returned. Writes the rows' K/V. Returns the output that a
+    def forward(self, cache: KVCache, rows: Rows, pairs: PairInputs, kept: bool = False) -> tuple[Tensor, Final]:
+        """Run pairs, with `kept` of what `kept` returned. Writes the rows' K/V. Returns the output that a
         drafted token gets as its feature [T, H], and the rows for the LM head."""
-        model, w = self.model, self.weights
+        model, w, (stream, joined) = self.model, self.weights, pairs
         if model.stack is not None:
             raw, layers = kept and self.raw, range(len(model.layers) + 1)
             rows_of = compiled(model, cache, rows, joined, layers, features=stream, raw=raw)
@@ -221,7 +238,7 @@ class DraftHead:
             return out.hidden, Final(out.hidden, True)
         if self.spec.form == "mtp":
             return self._output(run_layers(model, steps, model.linear(joined, w.fc)))
-        return self._output(run_layers(model, steps, stream, entered=joined))
+        return self._output(run_layers(model, steps, stream, first_attention_input=joined))
 
     def _output(self, out: Output) -> tuple[Tensor, Final]:
         model, final = self.model, out.final

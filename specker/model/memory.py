@@ -240,9 +240,11 @@ class CacheMemory:
 
     @property
     def _costs(self) -> list[Cost]:
-        rings, how = (self.rings,), (self.device, self.rows, self.sequences, self.saved)
-        each = zip_longest(self.configs, rings, self.kv_dtypes)
-        return [Cost.of(config, self.dtype, count or 0, *how, kept) for config, count, kept in each]
+        models = zip_longest(self.configs, (self.rings,), self.kv_dtypes)
+        return [
+            Cost.of(config, self.dtype, rings or 0, self.device, self.rows, self.sequences, self.saved, kv_dtype)
+            for config, rings, kv_dtype in models
+        ]
 
     @property
     def _spare(self) -> int:

@@ -22,7 +22,7 @@ from specker.model.cache import KVCache, Rows, sequence_bounds
 from specker.model.config import ModelConfig
 from specker.model.decoder import GroupRows, Model, Output, compiled, run_layers
 from specker.model.kept import keys, widened
-from specker.model.recurrent import Paths, in_rings
+from specker.model.recurrent import Paths, cached_rows
 from specker.model.rings import AHEAD_OF_MIXTURES, WindowRings
 
 PREFILL_CHUNK = 512  # rows; takes about as long as three rounds of an 8B model on a GPU
@@ -165,11 +165,20 @@ def _prefill_chunk(
         )[0].transpose(0, 1)
 
     slots, own = cache.slots(slot, start, end), slice(slot, slot + 1)
-    positions, near = model.positions[start:end], cache.near(slots, own)
-    batch = GroupRows(positions, slots, attended, model.summed, near)
-    if near is not None and near.states is not None:
-        each = cache.lengths[end : end + 1], cache.lengths[:1], sequence_bounds(T, cache.device)
-        batch = batch._replace(paths=Paths(positions, *near[:2], near.states, *each, None))
+    positions, ring_rows = model.positions[start:end], cache.ring_rows(slots, own)
+    batch = GroupRows(positions, slots, attended, model.summed, ring_rows)
+    if ring_rows is not None and ring_rows.states is not None:
+        paths = Paths(
+            positions,
+            ring_rows.slots,
+            ring_rows.table,
+            ring_rows.states,
+            kv_len=cache.lengths[end : end + 1],
+            window=cache.lengths[:1],
+            cu_rows=sequence_bounds(T, cache.device),
+            ancestors=None,
+        )
+        batch = batch._replace(paths=paths)
     steps = zip(model.layers, cache.layers, repeat(batch), strict=False)
     dense = hidden.is_cuda and T > DENSE_CHUNK
     kept = run_layers(model, steps, hidden, aux_layers=aux_layers, dense=dense).aux_hidden_states
@@ -184,19 +193,18 @@ def _compiled_chunk(
     assert model.stack is not None
     T, own = len(hidden), slice(slot, slot + 1)
     end, slots = cache.lengths[start + T : start + T + 1], cache.slots(slot, start, start + T)
-    near = cache.near(slots, own, whole=True)
-    out, _ = model.stack.run(
-        hidden,
-        cache.kv,
-        range(len(model.layers) + 1),
-        aux_layers,
-        places=(model.positions[start : start + T], slots),
-        sequences=(sequence_bounds(T, cache.device), end, end),
-        words=None,
-        table=cache.block_table[own],
-        full=not model.config.causal,
-        **in_rings(cache, near),
+    rows = Rows(
+        model.positions[start : start + T],
+        slots,
+        end,
+        end,
+        slots.new_empty(T, 0),
+        sequence_bounds(T, cache.device),
+        cache.block_table[own],
+        ring_rows=cache.ring_rows(slots, own, whole=True),
     )
+    layers = range(len(model.layers) + 1)
+    out, _ = model.stack.run(hidden, cached_rows(cache, rows, full=not model.config.causal), layers, aux_layers)
     return dict(zip(aux_layers, out[1:].unbind(0), strict=True))
 
 
@@ -264,10 +272,12 @@ def flash(
     """Attention of the last rows of a text on a GPU: q [T, Hq, D]; k, v [S, Hkv, D] -> [T, Hq, D]. With `causal`, row t
     sees the columns up to S - T + t, of which with a sliding window only the last so many. `sinks` [1, Hq]."""
     past = sliding_window - 1 if sliding_window else -1
-    lengths = (None, None, len(q), len(k))
+    rows, columns = len(q), len(k)
     q, k, v = (x.unsqueeze(0) for x in (q, k, v))
     how: dict[str, Any] = {"scale": scale, "window_size_left": past, "window_size_right": 0 if causal else -1}
-    out, total, *_ = torch.ops.aten._flash_attention_forward(q, k, v, *lengths, 0.0, causal, False, **how)
+    out, total, *_ = torch.ops.aten._flash_attention_forward(
+        q, k, v, None, None, rows, columns, 0.0, causal, False, **how
+    )
     if sinks is None:
         return out[0]  # type: ignore[no-any-return]
     share = torch.sigmoid(total[0] - sinks.float().T)  # of the columns in the softmax, [Hq, T]

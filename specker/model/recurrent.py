@@ -1,16 +1,17 @@
 """A layer that mixes columns by a recurrent state: a gated delta net or a gated short convolution (config.Mixer)."""
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from specker.cpu import Records
+from specker.cpu import CachedRows, Records
 from specker.kernels.conv import conv_rows
 from specker.kernels.delta import BLOCK, delta_rows
 from specker.layer_weights import LayerWeights
-from specker.model.cache import KVCache, Near, Rows, sequence_bounds
+from specker.model.cache import KVCache, Rows, sequence_bounds
 from specker.model.config import DeltaNet, Mixer
 from specker.model.states import AHEAD, Memory
 
@@ -30,23 +31,35 @@ class Paths(NamedTuple):
 
 def paths(rows: Rows) -> Paths | None:
     """The paths of rows; None if the model has no recurrent states."""
-    near = rows.near
-    if near is None or near.states is None:
+    ring = rows.ring_rows
+    if ring is None or ring.states is None:
         return None
-    return Paths(rows.positions, *near[:2], near.states, rows.kv_len, rows.window, rows.cu_rows, rows.ancestors)
+    return Paths(
+        rows.positions, ring.slots, ring.table, ring.states, rows.kv_len, rows.window, rows.cu_rows, rows.ancestors
+    )
 
 
-def records(cache: KVCache, near: Near | None) -> Records | None:
-    """What the compiled CPU layers need of the states and records, for the rows at `near`; None if there are none."""
-    if cache.memory is None or near is None or near.states is None:
-        return None
-    return Records(*cache.memory, near.slots, near.table, near.states)
-
-
-def in_rings(cache: KVCache, near: Near | None) -> dict[str, Any]:
-    """Arguments of `Stack.run`: where rows at `near` stand in the rings of K and V, or of records."""
-    own = records(cache, near)
-    return {"near": None if near is None or own is not None else near[:2], "records": own}
+def cached_rows(cache: KVCache, rows: Rows, full: bool = False) -> CachedRows:
+    """The rows for the compiled CPU layers. `full`: without words, a row sees all of its sequence."""
+    in_rings, records, ring = None, None, rows.ring_rows
+    if ring is not None and ring.states is not None and cache.memory is not None:
+        records = Records(*cache.memory, ring.slots, ring.table, ring.states)
+    elif ring is not None:
+        in_rings = ring.slots, ring.table
+    words = rows.ancestors if rows.ancestors.shape[1] else None
+    return CachedRows(
+        cache.kv,
+        rows.positions,
+        rows.slots,
+        rows.cu_rows,
+        rows.kv_len,
+        rows.window,
+        words,
+        rows.table,
+        full,
+        in_rings,
+        records,
+    )
 
 
 def mix(
@@ -77,14 +90,23 @@ def _mixed(
 ) -> Tensor:
     """`mix`, after the projections."""
     assert w.conv is not None
-    columns = rows.table, rows.kv_len, rows.window, rows.cu_rows
+    convolved = partial(
+        conv_rows,
+        weight=w.conv,
+        bias=None,
+        inputs=memory.inputs,
+        slots=rows.slots,
+        block_table=rows.table,
+        kv_len=rows.kv_len,
+        window=rows.window,
+        cu_rows=rows.cu_rows,
+        ancestors=rows.ancestors,
+    )
     if not isinstance(mixer, DeltaNet):
         before, after, inner = projected.chunk(3, -1)
-        return conv_rows(
-            inner, w.conv, None, memory.inputs, rows.slots, *columns, rows.ancestors, "none", before, after
-        )
+        return convolved(inner, activation="none", before=before, after=after)
     C, keys = mixer.channels, mixer.key_heads * mixer.key_dim
-    mixed = conv_rows(projected[:, :C], w.conv, None, memory.inputs, rows.slots, *columns, rows.ancestors)
+    mixed = convolved(projected[:, :C])
     q, k, v = mixed.split([keys, keys, mixer.values], -1)
     q, k = (part.unflatten(1, (-1, mixer.key_dim)) for part in (q, k))
     v, z = (part.unflatten(1, (-1, mixer.value_dim)) for part in (v, projected[:, C : C + mixer.values]))
@@ -93,9 +115,32 @@ def _mixed(
     _, k_records, u_records, g_records, states, anchors = memory
     assert k_records is not None and u_records is not None and g_records is not None
     assert states is not None and anchors is not None
-    own, records = (q, k, v, a, b, w.a_log, w.dt_bias), (k_records, u_records, g_records)
-    memory_of, places = (states, rows.states, anchors, *records), (rows.positions, rows.slots, *columns)
-    out = delta_rows(*own, *memory_of, *places, rows.ancestors, BLOCK, z, w.norm_mix, eps)
+    out = delta_rows(
+        q,
+        k,
+        v,
+        a,
+        b,
+        w.a_log,
+        w.dt_bias,
+        states,
+        rows.states,
+        anchors,
+        k_records,
+        u_records,
+        g_records,
+        rows.positions,
+        rows.slots,
+        rows.table,
+        rows.kv_len,
+        rows.window,
+        rows.cu_rows,
+        rows.ancestors,
+        BLOCK,
+        z,
+        w.norm_mix,
+        eps,
+    )
     if mixer.tiled:
         out = out.unflatten(1, (mixer.key_heads, -1)).transpose(1, 2)
     return out.flatten(1)

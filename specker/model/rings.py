@@ -17,9 +17,10 @@ from torch import Tensor
 from specker.model.config import ModelConfig
 from specker.model.prefixes import common
 
-AHEAD, AHEAD_OF_MIXTURES = 512, 2048
-"""The most columns that are written from the first row of a forward on: a chunk of a prompt (prefill.chunk_rows), or a
-drafter's committed tokens and the largest tree."""
+# The most columns that are written from the first row of a forward on: a chunk of a prompt (prefill.chunk_rows), or a
+# drafter's committed tokens and the largest tree.
+AHEAD = 512
+AHEAD_OF_MIXTURES = 2048  # of a mixture of experts, whose chunks are longer
 
 
 def ring_columns(config: ModelConfig) -> int:

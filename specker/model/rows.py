@@ -1,11 +1,23 @@
 """Begin a forward pass: place its rows and look up their embeddings. That is one launch if the device places them."""
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
 from specker.kernels.round.start import start_rows
 from specker.model.cache import KVCache, Lengths, Rows, sequence_bounds, window_sizes
 from specker.model.decoder import Model
+
+
+class Window(NamedTuple):
+    """Rows first..first + rows - 1 of the windows of n sequences; see `KVCache.place`."""
+
+    lengths: Tensor  # [n] int64
+    back: int
+    first: int
+    rows: int
+    parents: Tensor | None = None  # [n, R] int64
 
 
 def begin(
@@ -25,44 +37,55 @@ def begin(
     count = tokens.shape[1]
     if not isinstance(lengths, Tensor):
         return cache.place(lengths, back, first, count, parents), model.embed_tokens(tokens.reshape(-1))
-    return _started(model, cache, lengths, back, first, count, tokens, False, parents, positions)
+    return _started(model, cache, Window(lengths, back, first, count, parents), tokens, positions=positions)
 
 
 def begin_text(model: Model, cache: KVCache, texts: Tensor, lengths: Tensor, count: int) -> tuple[Rows, Tensor]:
     """`begin` for the last `count` tokens of each of the texts [n, C] int64 with `lengths` [n] int64."""
-    return _started(model, cache, lengths, count, 0, count, texts, True)
+    return _started(model, cache, Window(lengths, count, 0, count), texts, text=True)
 
 
 def begin_step(model: Model, cache: KVCache, window: Tensor, lengths: Tensor, step: Tensor) -> tuple[Rows, Tensor]:
     """`begin` for token number `step` [1] int64 of each window [n, R] int64, whose token 0 is the root. It places the
     next row of a draft whose length only the device knows."""
-    return _started(model, cache, lengths, 1, 0, 1, window, False, ahead=step)
+    return _started(model, cache, Window(lengths, 1, 0, 1), window, ahead=step)
 
 
 def _started(
     model: Model,
     cache: KVCache,
-    lengths: Tensor,
-    back: int,
-    first: int,
-    count: int,
+    at: Window,
     tokens: Tensor,
-    text: bool,
-    parents: Tensor | None = None,
+    text: bool = False,
     positions: Tensor | None = None,
     ahead: Tensor | None = None,
 ) -> tuple[Rows, Tensor]:
-    n, device = len(lengths), cache.device
+    """The arguments that are no part of the window: see `start_rows`."""
+    n, device = len(at.lengths), cache.device
     table = cache.table[:n]
-    place = lengths, back, first, count, parents, table, cache.page_size, cache.last_position, positions
     plain = isinstance(model.embed, Tensor) and model.ple is None
     embed: Tensor = model.embed  # type: ignore[assignment]
     if not plain:
         embed = torch.arange(len(embed), dtype=torch.int64, device=device).unsqueeze(1)
-    hidden, positions, slots, kv_len, words = start_rows(embed, tokens, text, *place, ahead=ahead)
+    hidden, positions, slots, kv_len, words = start_rows(
+        embed,
+        tokens,
+        text,
+        at.lengths,
+        at.back,
+        at.first,
+        at.rows,
+        at.parents,
+        table,
+        cache.page_size,
+        cache.last_position,
+        positions,
+        ahead=ahead,
+    )
     if not plain:  # `hidden` holds the ids
         hidden = model.embed_tokens(hidden[:, 0])
     else:
         hidden = model.scaled(hidden)
-    window, bounds = window_sizes(first + count, device, n), sequence_bounds(count, device, n)
-    return Rows(positions, slots, kv_len, window, words, bounds, table, near=cache.near(slots, slice(n))), hidden
+    window, bounds = window_sizes(at.first + at.rows, device, n), sequence_bounds(at.rows, device, n)
+    ring_rows = cache.ring_rows(slots, slice(n))
+    return Rows(positions, slots, kv_len, window, words, bounds, table, ring_rows=ring_rows), hidden

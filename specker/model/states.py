@@ -6,14 +6,15 @@ are, and a refused draft is a record that is overwritten. A sequence's states mo
 that a draft can change.
 
 A request goes on from an ended one's states near its end (`Rings.keep`), or from a column of a prompt that was saved: a
-state and the records after it, copied, from which any number of requests may go on. A new column replaces the saved one
-that is worth least, where each is worth the columns by which its text is longer than its longest saved beginning, plus
-what the last column replaced before its latest use was worth. So long texts stay longer than short ones, and none stays
-for ever (GreedyDual: Young, "The k-server dual and loose competitiveness for paging", 1994).
+state and the records after it, copied, from which any number of requests may go on. The saved state with the lowest
+worth is replaced. Worth = the columns it saves beyond the longest other saved prefix of its text + an age term: the
+worth of whatever was evicted last, as it stood when this state was last used. So long texts stay longer than short
+ones, and none stays for ever (GreedyDual: Young, "The k-server dual and loose competitiveness for paging", 1994).
 """
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import starmap
 from typing import Any, NamedTuple
 
 import torch
@@ -108,28 +109,30 @@ class StateRings(Rings):
         most = columns // PAGE
         super().__init__(sequences * most, most, PAGE, page, pool, table, spare)
         L = sum(each is not None for each in config.layer.mixers)
-        rows = L, sequences * most + spare, PAGE
         wide = torch.promote_types(dtype, torch.float32)
 
         def zeros(*shape: int, kind: torch.dtype = wide) -> Tensor:
             return torch.zeros(shape, dtype=kind, device=device)
+
+        def records(*shape: int, kind: torch.dtype = wide) -> Tensor:
+            return zeros(L, sequences * most + spare, PAGE, *shape, kind=kind)
 
         # Zeros, since masked columns are multiplied.
         if isinstance(mixer, DeltaNet):
             Hk, Hv, Dk, Dv = mixer.key_heads, mixer.value_heads, mixer.key_dim, mixer.value_dim
             count = sequences + spare
             self.memory = Memory(
-                zeros(*rows, mixer.channels, kind=dtype),
-                zeros(*rows, Hk, Dk),
-                zeros(*rows, Hv, Dv),
-                zeros(*rows, Hv, 4),
+                records(mixer.channels, kind=dtype),
+                records(Hk, Dk),
+                records(Hv, Dv),
+                records(Hv, 4),
                 zeros(L, count, 2, Hv, Dk, Dv),
                 zeros(L, count, Hv, kind=torch.int64),
             )
         else:
-            self.memory = Memory(zeros(*rows, mixer.channels, kind=dtype))
-        each = zip(*(x.unbind(0) for x in self.memory if x is not None), strict=True)
-        self.layers = [Memory(*own) for own in each]
+            self.memory = Memory(records(mixer.channels, kind=dtype))
+        layers = zip(*(x.unbind(0) for x in self.memory if x is not None), strict=True)
+        self.layers = list(starmap(Memory, layers))
         self.ahead = columns - _behind(mixer)
         self._absent_state = sequences if spare else 0
         self._free_states = list(range(sequences))
@@ -216,7 +219,7 @@ class StateRings(Rings):
 
     def save(self, slot: int, text: list[int], exact: bool, columns: int) -> None:
         """Save the column after `text` of the sequence in `slot`, whose last forward ended before column `columns`,
-        less than BLOCK further on. It replaces the one that is worth least, of several the one used least recently.
+        less than BLOCK further on. It replaces the one with the lowest worth, of several the one used least recently.
         `exact`: its bits are those of a fresh prefill."""
         end = len(text)
         for known in self.saved:

@@ -18,7 +18,7 @@ class Batches:
         self.state, self.caches, self.largest = state, caches, largest
         self.lookahead = 2 * (largest.depth + 1) + largest.nodes
         """Columns past the text that a round and a pending one before it read or write."""
-        # A KV bucket without these columns within the context is left out.
+        # Skip a KV length bucket if it would leave fewer than this many columns before the context ends.
         self.buckets = (*(b for b in KV_BUCKETS if b + self.lookahead < max_context), *(c.capacity for c in caches[:1]))
         self.idle: set[int] = set()  # slots without a sequence that rounds may run over
         self._views: dict[int, State] = {}  # of the first slots

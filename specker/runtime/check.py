@@ -106,8 +106,10 @@ def _adjusted(logits: torch.Tensor, ids: list[int], prompt: int, sampling: Sampl
     text, prompts, lengths = ints(ids)[None], ints([prompt]), ints([len(ids)])
     biased, values = zip(*(sampling.logit_bias or ((-1, 0.0),)), strict=True)
     biases = torch.tensor([values], dtype=torch.float32, device=logits.device)
-    given = text, prompts, lengths, text[:, -1:], rules(sampling).to(logits.device)[None]
-    return adjust_rows(logits, *given, None, None, ints(biased)[None], biases, adjusts.floors)
+    numbers = rules(sampling).to(logits.device)[None]
+    return adjust_rows(
+        logits, text, prompts, lengths, text[:, -1:], numbers, None, None, ints(biased)[None], biases, adjusts.floors
+    )
 
 
 def rounding_bound(dtype: torch.dtype, logits: torch.Tensor, temperature: float) -> float:

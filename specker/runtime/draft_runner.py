@@ -15,9 +15,9 @@ from specker.runtime.round.round import Round
 from specker.runtime.round.state import Request
 
 LEAST = 4  # the fewest rows of a prompt that the drafter prefills before a round
-# Why a round drafts nothing, beside the chooser's reasons: the drafter is prefilling a prompt; or rows of prompts come
-# with the verify pass.
-BEHIND, PROMPTS = "prefill", "prompts"
+# Why a round drafts nothing, beside the chooser's reasons:
+BEHIND = "prefill"  # the drafter is prefilling a prompt
+PROMPTS = "prompts"  # rows of prompts come with the verify pass
 
 
 class DraftRunner:
@@ -41,7 +41,7 @@ class DraftRunner:
         self.chooser = Chooser(history.costs, learns)
         self.stall = 0.0  # seconds that the drafter may prefill before a round of several requests
         self.offer = Offer()  # for the texts of the last call of `shape`
-        self._apart = False  # whether a round without a draft needs neither the drafter nor other ranks' agreement
+        self._plain_round_needs_no_drafter = False  # and no other rank's agreement
         self._delayed: Budget | None = None  # to draft once the drafter has prefilled the texts
 
     def shape(self, requests: list[Request], prompts: bool = False) -> tuple[Budget, str]:
@@ -50,7 +50,7 @@ class DraftRunner:
         where policies allow that: a draft's rows take time from the prompts, and the round has no idle arithmetic."""
         policies = [s.policy for s in requests]
         self.offer = offer = self.drafter.prepare(requests)
-        self._apart = self.ranks is None and not offer.matches and not self.drafter.reads(NONE)
+        self._plain_round_needs_no_drafter = self.ranks is None and not offer.matches and not self.drafter.reads(NONE)
         for policy, matches in zip(policies, offer.matches, strict=False):
             policy.announced(matches)
         budget, self._delayed = self._delayed, None
@@ -58,7 +58,7 @@ class DraftRunner:
             left = sum(s.limit - len(s.token_ids) for s in requests)
             budget = self.chooser.choose(policies, left, offer.missing, offer.room)
         reason = self.chooser.reason
-        if prompts and budget.nodes and self.rests(requests) and not budget.part:
+        if prompts and budget.nodes and self.yields_to_prompts(requests) and not budget.part:
             budget, reason = replace(budget, nodes=0, depth=0, extra=()), PROMPTS
         if not self._caught_up(requests, budget):
             self._delayed, budget, reason = budget, NONE, BEHIND
@@ -69,13 +69,13 @@ class DraftRunner:
             p.taken(budget, prices)
         return budget, reason
 
-    def pauses(self, n: int) -> bool:
+    def will_skip_drafter(self, n: int) -> bool:
         """Whether the next round of n requests is plain decoding's own: the chooser rests, and the drafter neither
         looks for text to copy nor reads hidden rows. The next draft catches up."""
-        return self._apart and self.chooser.goes_on(n)
+        return self._plain_round_needs_no_drafter and self.chooser.keeps_resting(n)
 
-    def rests(self, requests: list[Request]) -> bool:
-        """Whether a model drafts for these requests, and not while prompts come with the round."""
+    def yields_to_prompts(self, requests: list[Request]) -> bool:
+        """Whether a model drafts for these requests, which drafts nothing while rows of prompts come with the round."""
         return self.drafter.model is not None and requests[0].policy.may_skip_drafting
 
     def _caught_up(self, requests: list[Request], budget: Budget) -> bool:

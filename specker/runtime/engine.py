@@ -90,14 +90,13 @@ class Engine:
         strategy = strategies.of(o)
         self.model = model = Model(self.target, ranks=ranks)
         gpu = model.device.type == "cuda"
-        alone = ranks is None or not strategy.drafts or strategy.every_rank  # else rank 0's drafts are shared
-        fixed = fixed_shapes(o, model, None if alone else ranks)
+        drafts_locally = ranks is None or not strategy.drafts or strategy.every_rank  # else rank 0's drafts are shared
+        fixed = fixed_shapes(o, model, None if drafts_locally else ranks)
         self.cache = allocate(model, o, rings=True)
-        parts = o, self.target, model, self.cache, self.draft, self.kept, self.family, ranks, self.notes
-        context = DraftContext(*parts)
-        inner = strategies.drafter(context) if alone or (ranks is not None and ranks.drafts) else None
-        self.drafter = inner if alone or ranks is None else SharedDrafter(inner, ranks)
-        head_cost = 0.0 if inner is None else strategy.head_cost(o, inner.head, model)
+        context = DraftContext(o, self.target, model, self.cache, self.draft, self.kept, self.family, ranks, self.notes)
+        local_drafter = strategies.drafter(context) if drafts_locally or (ranks is not None and ranks.drafts) else None
+        self.drafter = local_drafter if drafts_locally or ranks is None else SharedDrafter(local_drafter, ranks)
+        head_cost = 0.0 if local_drafter is None else strategy.head_cost(o, local_drafter.head, model)
         if strategy.self_drafting and ranks is not None:  # a measured time differs by rank: take rank 0's
             head_cost = float(ranks.first(torch.tensor([head_cost], dtype=torch.float64, device=model.device)))
         # No function that the loop or the session keeps may know the engine: a cycle keeps a dropped engine, with its
@@ -106,9 +105,13 @@ class Engine:
         prior = memoised(lambda budget: draft_cost(budget, target, draft, head_cost))
         history = AcceptanceHistory(Costs(prior, memoised(lambda rows: pass_elements(target.config, rows))))
         # On a GPU a token's probability is a host read. Ranks that draft together must end a draft at the same token.
-        alike = strategy.stepwise(draft) if ranks is None else ranks.draft_ranks == 1 and not strategy.every_rank
-        reads = not gpu and alike
-        self.policies = PolicyContext(o, self.target.config.num_layers, self.family, history, head_cost, reads)
+        same_confidence_everywhere = (
+            strategy.stepwise(draft) if ranks is None else ranks.draft_ranks == 1 and not strategy.every_rank
+        )
+        reads_confidence = not gpu and same_confidence_everywhere
+        self.policies = PolicyContext(
+            o, self.target.config.num_layers, self.family, history, head_cost, reads_confidence
+        )
         self.plan = strategies.plan(self.policies)
         check_draft(self.plan.largest, [self.target, *([] if self.draft is None else [self.draft])])
         self.loop = Loop(
@@ -418,9 +421,9 @@ class Engine:
         ids = self.encode(prompt) if isinstance(prompt, str) else text.token_ids(prompt)
         sampling = Params.of(**options).sampling
         with self.session.alone():
-            tokens = ar.tokens[first], generation.tokens[first]
-            apart = check.gap(self.loop, ids + ar.tokens[:first], len(ids), *tokens, sampling)
-        return check.compared(generation, ar, first, apart, self.bit_equal, self.dtype)
+            plain, other = ar.tokens[first], generation.tokens[first]
+            gap = check.gap(self.loop, ids + ar.tokens[:first], len(ids), plain, other, sampling)
+        return check.compared(generation, ar, first, gap, self.bit_equal, self.dtype)
 
     @property
     def bit_equal(self) -> bool:
@@ -550,8 +553,8 @@ def draft_cost(budget: Budget, target: Checkpoint, draft: Checkpoint | None, hea
     one_pass = not draft.config.causal or draft.config.pard_token is not None
     passes = 1 if one_pass else steps
     head, c = target.weights.head, target.config  # empty if another engine runs the target
-    each = head.nbytes / head.numel() if head.numel() else target.weights.norm.element_size()
-    whole = target.layer_bytes + each * c.vocab_size * c.hidden_size
+    bytes_each = head.nbytes / head.numel() if head.numel() else target.weights.norm.element_size()
+    whole = target.layer_bytes + bytes_each * c.vocab_size * c.hidden_size
     return passes * own / whole
 
 
@@ -564,13 +567,19 @@ def cache_memory(
     target: Checkpoint, draft: Checkpoint | None, options: Options, family: Family | None
 ) -> memory.CacheMemory:
     """The memory that the caches of target and draft must fit into. `family`: the bundled files for the target."""
-    own = [target] if draft is None or strategies.of(options).self_drafting else [target, draft, *draft.further]
+    models = [target] if draft is None or strategies.of(options).self_drafting else [target, draft, *draft.further]
     norm = target.weights.norm  # has the dtype of the K/V
     largest = strategies.plan(PolicyContext(options, target.config.num_layers, family)).largest
-    rows, configs = options.batch_size * (largest.nodes + 1), tuple(c.local for c in own)
-    own_slots = slots(options)
-    how = norm.dtype, norm.device, options.page_size, LOOKAHEAD, rows
-    kept = tuple(planned_kv_dtype(c, options) for c in own)
+    sequences = slots(options)
     return memory.CacheMemory(
-        configs, *how, rings=own_slots, sequences=own_slots, saved=saved_states(options), kv_dtypes=kept
+        configs=tuple(model.local for model in models),
+        dtype=norm.dtype,
+        device=norm.device,
+        page_size=options.page_size,
+        lookahead=LOOKAHEAD,
+        rows=options.batch_size * (largest.nodes + 1),
+        rings=sequences,
+        sequences=sequences,
+        saved=saved_states(options),
+        kv_dtypes=tuple(planned_kv_dtype(model, options) for model in models),
     )

@@ -22,8 +22,11 @@ from typing import Any, Literal, NamedTuple
 from specker.checkpoints.parse import HARMONY, HARMONY_ENDS
 from specker.runtime.events import Event
 
-START, CONSTRAIN, END = "<|start|>", "<|constrain|>", "<|end|>"
-(CHANNEL, MESSAGE), (CALL, RETURN) = HARMONY, HARMONY_ENDS
+START = "<|start|>"
+CONSTRAIN = "<|constrain|>"
+END = "<|end|>"
+CHANNEL, MESSAGE = HARMONY
+CALL, RETURN = HARMONY_ENDS
 MARKS = START, CHANNEL, CONSTRAIN, MESSAGE, END, CALL, RETURN
 ROLE = "assistant"
 FUNCTION = "functions."  # before the names of functions in recipients

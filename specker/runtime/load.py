@@ -178,10 +178,9 @@ def read_draft(
             raise ValueError(f"{source} {draft_checkpoint.untrimmed}: leave out +vocabtrim")
     elif source is not None and (ranks is None or ranks.drafts):
         draft_checkpoint = read_checkpoint(
-            source,
+            source if isinstance(source, Opened) else opened(source, bidirectional=None if method.causal else True),
             dtype=dtype,
             device=target_checkpoint.weights.embed.device,
-            bidirectional=None if method.causal else True,
             random=1 if opts.load == "dummy" else None,
             owner=target_checkpoint,
             quantize=quantize,

@@ -45,7 +45,8 @@ from specker.runtime.slots import Slots
 
 AT_ONCE = 2048  # tokens of prompts that a step prefills if nothing decodes meanwhile
 STALL = 1.6  # usual rounds by which prompts may lengthen a round: the p95 between tokens stays below three of its usual
-LEAST, UNKNOWN = 4, 32  # rows of prompts that a step prefills then: the fewest, and before anything was measured
+MIN_PROMPT_ROWS = 4  # that a step prefills then
+UNMEASURED_PROMPT_ROWS = 32  # until a prefill was timed
 MEASURE = 64  # rounds in a row with such rows, until one without them measures the usual time
 NEW = 0.3  # weight of a new measurement
 
@@ -107,11 +108,20 @@ class Loop:
         alignment = prefill_alignment(self.target)
         own = [] if drafter.cache is None or drafter.cache is self.cache else [drafter.cache]
         self.batches = Batches(self.state, [self.cache, *own], self.largest, config.max_context)
-        sizes = self.size, self.reserved, self.prefixes, alignment, self.batches.lookahead
-        self.slots = Slots(self.cache, self.drafter, self.state, *sizes, several=alignment == 1 and not self.fixed)
+        self.slots = Slots(
+            self.cache,
+            self.drafter,
+            self.state,
+            self.size,
+            self.reserved,
+            self.prefixes,
+            prefix_alignment=alignment,
+            lookahead=self.batches.lookahead,
+            several=alignment == 1 and not self.fixed,
+        )
         self.runner = None
         if self.drafter is not None:
-            chunk = prefill_chunk(self.target) if alignment > 1 else UNKNOWN
+            chunk = prefill_chunk(self.target) if alignment > 1 else UNMEASURED_PROMPT_ROWS
             captures = self.graphs.capture
             self.runner = DraftRunner(self.drafter, self.history, self.largest, chunk, self.ranks, captures)
 
@@ -296,28 +306,29 @@ class Loop:
         if n and (not usual or self._joined >= MEASURE):
             return 0
         if not usual or not self._row_seconds:
-            return UNKNOWN
+            return UNMEASURED_PROMPT_ROWS
         rows, drafting = self._last if self._last[0] >= n else (n, 0.0)
         longer = usual * STALL / self._readers
         if not self.slots.several:  # a pass of their own
-            return max(LEAST, min(COMPILED_CHUNK, int(longer / self._row_seconds)))
+            return max(MIN_PROMPT_ROWS, min(COMPILED_CHUNK, int(longer / self._row_seconds)))
         most = self.target.stack.most if self.target.stack is not None else COMPILED_CHUNK
-        return max(LEAST, min(COMPILED_CHUNK, most - rows, int((usual + longer - drafting) / self._row_seconds) - rows))
+        within = int((usual + longer - drafting) / self._row_seconds) - rows
+        return max(MIN_PROMPT_ROWS, min(COMPILED_CHUNK, most - rows, within))
 
     @property
     def _readers(self) -> int:
         """Models that prefill prompts before or in the same round."""
-        rests = self.runner is None or not self.active or self.runner.rests(self.active)
-        return 1 if rests and self.slots.several else len(self.slots.caches)
+        target_alone = self.runner is None or not self.active or self.runner.yields_to_prompts(self.active)
+        return 1 if target_alone and self.slots.several else len(self.slots.caches)
 
     def _usual_seconds(self, n: int) -> float:
-        """Seconds of a round of n sequences without rows of prompts: as measured, or of the most similar number that
-        was; a sequence's row costs at most what a prompt's row costs, and half of that is a guess. 0 if unknown."""
+        """The measured seconds of a round of n sequences without rows of prompts. If n was never measured: those of the
+        nearest n, plus half a prompt row's time for each further sequence (a guess between 0 and 1). 0 if unknown."""
         if not self._round_seconds:
             return 0.0
-        near = min(self._round_seconds, key=lambda known: abs(known - n))
-        usual = self._round_seconds[near]
-        return max(usual / 2, usual + (n - near) * self._row_seconds / 2)
+        nearest = min(self._round_seconds, key=lambda measured: abs(measured - n))
+        usual = self._round_seconds[nearest]
+        return max(usual / 2, usual + (n - nearest) * self._row_seconds / 2)
 
     def _begin(self, request: Request) -> None:
         self.batches.forget_bucket()
@@ -351,7 +362,7 @@ class Loop:
 
     def _observe_rows(self, count: int, seconds: float) -> None:
         """Learn from a pass over `count` rows, most of them of prompts."""
-        if count >= LEAST:
+        if count >= MIN_PROMPT_ROWS:
             self._row_seconds += (NEW if self._row_seconds else 1.0) * (seconds / count - self._row_seconds)
             if self.slots.several:
                 self.history.costs.observe_rows(count, seconds)
@@ -395,9 +406,9 @@ class Loop:
         """Launch a round of the active requests. `ahead`: tokens that pending rounds may add to each text. None if
         rounds are pending and the host must know the texts' lengths."""
         began, requests = time.perf_counter(), self.active
-        runner, budget, reason, rests = (self.runner if requests[0].speculates else None), NONE, "", False
-        if runner is not None and runner.pauses(len(requests)):
-            rests, reason = True, runner.chooser.reason
+        runner, budget, reason = (self.runner if requests[0].speculates else None), NONE, ""
+        if skips_drafter := runner is not None and runner.will_skip_drafter(len(requests)):
+            reason = runner.chooser.reason
             runner = None
         guides = [s.guide for s in requests if s.guide is not None]
         forced = runner is not None and len(guides) == len(requests) and all(guide.forced for guide in guides)
@@ -413,7 +424,7 @@ class Loop:
         r = self.new_round(budget, fixed, ahead)
         if self._joining:
             r.parts, r.part_layers = [self._part(fill) for fill in self._joining], self._read_layers(self._joining)
-        r.began, r.forced, r.rests, r.reason = began, forced, rests, reason
+        r.began, r.forced, r.skips_drafter, r.reason = began, forced, skips_drafter, reason
         r.batch.traced = self.trace is not None and any(s.traced for s in requests)
         if runner is not None:
             r.trial, r.warm = runner.chooser.trial and reason not in (BEHIND, PROMPTS), runner.chooser.warm
@@ -484,7 +495,7 @@ class Loop:
             if grown[-1]:
                 request.token_ids += tokens
                 self.cache.exact_len[slot] = len(request.token_ids) - 1
-        if runner is not None and not r.rests:
+        if runner is not None and not r.skips_drafter:
             drafted = r.host["draft"].tolist() if r.draft.observed else []
             usual = self.usual if self.fixed else runner.usual(r) if r.batch.aux_layers else 0.0
             accepted = Accepted(grown, drafted, r.seconds, usual)

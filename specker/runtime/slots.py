@@ -17,7 +17,7 @@ from specker.runtime.round.state import Request, State
 from specker.runtime.text import TooLong
 
 SAVE_EVERY = 4096  # columns of a prompt between two whose recurrent states are saved, at least
-SHARED = 16  # columns that another prompt's prefill must still compute for a request to wait for them
+WORTH_WAITING_COLUMNS = 16  # that another prompt's prefill must still compute for a request to wait for them
 
 
 class Slots:
@@ -93,7 +93,7 @@ class Slots:
         for other, slot in self.filling.items():
             shared = common(text, other.cache_ids[:-1]) if self._shares(other) else 0
             known = self._columns_known(request) if known is None else known
-            if shared - known < SHARED:
+            if shared - known < WORTH_WAITING_COLUMNS:
                 continue
             if self.cache.rings is not None or self.cache.exact_len[slot] < shared:
                 return True

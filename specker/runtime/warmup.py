@@ -21,10 +21,14 @@ from specker.runtime.round.state import Request
 from specker.runtime.session import Session
 from specker.runtime.strategies.base import Plan
 
-# To measure costs: the largest number of seconds that it takes, the fewest rounds of each kind, and the seconds below
-# which there are more (up to MANY), since one interruption is much of a short round; tokens of the texts, and the sizes
-# of drafts, the most informative first.
-LIMIT, REPEATS, ENOUGH, MANY, MEASURED, SIZES = 0.6, 2, 0.02, 12, 32, (0, 4, 1, 8, 16, 2)
+# To measure costs:
+MAX_SECONDS = 0.6  # for all kinds of rounds
+MIN_ROUNDS = 2  # of each kind
+ENOUGH_SECONDS = 0.02  # shorter ones get more rounds, up to MAX_ROUNDS: one interruption is much of a short round
+MAX_ROUNDS = 12
+TEXT_TOKENS = 32
+DRAFT_SIZES = 0, 4, 1, 8, 16, 2  # tokens, the most informative number first
+
 DRAWS = Sampling(), Sampling(temperature=1.0), Sampling(temperature=1.0, top_p=0.5, top_k=2)  # one of each kind
 
 
@@ -125,17 +129,17 @@ def warm_rounds(
 @torch.inference_mode()
 def measure(loop: Loop, budgets: Sequence[Budget], confident: bool) -> None:
     """Time rounds of one sequence, and of a full batch, with drafts of several sizes: the most informative first, as
-    many as fit into about LIMIT seconds. `budgets`: shapes whose ways to draft are timed; `confident`: as in
+    many as fit into about MAX_SECONDS. `budgets`: shapes whose ways to draft are timed; `confident`: as in
     `warm_rounds`. Ranks run the same rounds: each waits for the others in every one."""
     start, most = time.perf_counter(), loop.largest.depth
     ways = dict.fromkeys(replace(b, nodes=1, depth=1, extra=()) for b in budgets if b.nodes)
-    sizes = dict.fromkeys(min(size, most) for size in SIZES)
+    sizes = dict.fromkeys(min(size, most) for size in DRAFT_SIZES)
     for n, size in itertools.product(sorted({1, loop.size}), sizes):
         if len(loop.active) != n and not _admitted(loop, n):
             break
         for way in ways if size else (NONE,):
             _time(loop, replace(way, nodes=size, depth=size), confident)
-            if _agreed(loop, time.perf_counter() - start > LIMIT):
+            if _agreed(loop, time.perf_counter() - start > MAX_SECONDS):
                 loop.clear()
                 return
     loop.clear()
@@ -145,8 +149,8 @@ def _admitted(loop: Loop, n: int) -> bool:
     """Fill the batch with n texts that never grow. False if there is no memory for them."""
     loop.clear()
     for slot in range(n):
-        request = _text(_varied(loop, slot, 0, MEASURED // 2) * 2, Params())
-        if loop.target.config.max_context < 2 * MEASURED or not loop.slots.admits(request):
+        request = _text(_varied(loop, slot, 0, TEXT_TOKENS // 2) * 2, Params())
+        if loop.target.config.max_context < 2 * TEXT_TOKENS or not loop.slots.admits(request):
             return False
         loop.admit(request)
     return True
@@ -171,7 +175,7 @@ def _time(loop: Loop, budget: Budget, confident: bool) -> None:
     if loop.target.config.layer.experts is not None:
         each = [_varied(loop, slot, len(s.token_ids), budget.nodes) for slot, s in enumerate(loop.active)]
         instead = torch.tensor(each, dtype=torch.int64, device=loop.target.device)
-    for repeat in range(MANY + 1):
+    for repeat in range(MAX_ROUNDS + 1):
         # As before a first draft; then as after a round of which nothing was accepted. A drafter that reads the target
         # never lacks the prompt.
         if own is not None and not drafter.aux_layers:
@@ -190,7 +194,7 @@ def _time(loop: Loop, budget: Budget, confident: bool) -> None:
             costs.observe_prefill(r.behind, stages["prefill"])
         rounds.append(stages | {"other": other})
         spent = time.perf_counter() - began
-        if _agreed(loop, spent > LIMIT / 4 or (repeat >= REPEATS and spent > ENOUGH)):
+        if _agreed(loop, spent > MAX_SECONDS / 4 or (repeat >= MIN_ROUNDS and spent > ENOUGH_SECONDS)):
             break
     counted = rounds[1:] or rounds
     draft, *rest = (min(stages[name] for stages in counted) for name in ("draft", "verify", "accept", "other"))

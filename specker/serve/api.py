@@ -30,7 +30,8 @@ DEPTH = 100  # of lists and objects in a body; Python's recursion ends at 1000
 MOST = 10_000  # names of an object, and lists and objects in a list: up to 30 us each, in which nobody is answered
 CHECKED = dict, list, str, float
 PLACE = 100  # characters of a place in messages
-STOPS, STOP_LENGTH = 16, 256  # stop strings, and characters of one: all are matched in every step
+STOPS = 16  # stop strings: all are matched in every step
+STOP_LENGTH = 256  # characters of one
 SALT = 256  # characters of a cache_salt
 SAMPLED = tuple(f.name for f in fields(Sampling) if f.name != "seed")
 NEUTRAL: dict[str, tuple[Any, ...]] = {  # fields that are not supported, and the values that mean nothing

@@ -20,7 +20,8 @@ Special = Mapping[str, int]
 Read = tuple[list[tuple[str, Any]], int]  # names and arguments of calls, and the characters that they take
 
 TEXT = r"TEXT: /(.|\n)*/"
-NEXT, LAST = r'"\n"', r'"\n</parameter>\n"'  # around an argument of Qwen3-Coder's
+NEXT = r'"\n"'  # before an argument of Qwen3-Coder's
+LAST = r'"\n</parameter>\n"'  # behind it
 PARAMETERS = '%s", "parameters": '
 LONGEST = 16 << 20  # characters of the grammar of a request's tools
 CHAIN = 8  # definitions that refer to one another, at most

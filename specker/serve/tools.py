@@ -52,8 +52,8 @@ class Segment(NamedTuple):
 
 
 class Calls:
-    """Takes the calls out of one text that grows. What may be the beginning of one is held back, and so is white space,
-    which may stand before one."""
+    """Takes the calls out of one text that grows. Text that could be the beginning of a call is held back until it is
+    or is not one; so is white space, which is dropped before a call."""
 
     def __init__(self, form: Format, functions: Functions):
         self._form, self._functions = form, functions

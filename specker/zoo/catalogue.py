@@ -12,8 +12,14 @@ from specker import zoo
 from specker.fields import option
 
 AUTO = "auto"  # as --draft
-KINDS = "EAGLE-3 head", "EAGLE head", "DFlash drafter", "assistant", "small model", "PARD model"
-HEAD3, HEAD1, BLOCKS, ASSISTANT, SMALL, PARALLEL = KINDS
+# Kinds of drafts, as `specker drafts` lists them:
+HEAD3 = "EAGLE-3 head"
+HEAD1 = "EAGLE head"
+BLOCKS = "DFlash drafter"
+ASSISTANT = "assistant"
+SMALL = "small model"
+PARALLEL = "PARD model"
+KINDS = HEAD3, HEAD1, BLOCKS, ASSISTANT, SMALL, PARALLEL
 STRATEGIES = {BLOCKS: "dflash", ASSISTANT: "mtp", SMALL: "draft", PARALLEL: "draft"}  # the other kinds' is eagle
 
 EAGLE = "https://github.com/SafeAILab/EAGLE"

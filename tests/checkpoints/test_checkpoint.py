@@ -31,7 +31,7 @@ from make_checkpoint import (
 from safetensors.torch import load_file, save_file
 
 from specker.checkpoints.architectures import ARCHITECTURES
-from specker.checkpoints.checkpoint import Checkpoint, read, read_config
+from specker.checkpoints.checkpoint import Checkpoint, opened, read, read_config
 from specker.checkpoints.numbers import SIZES
 from specker.checkpoints.parse import parse_config
 from specker.model.config import CheckpointError
@@ -51,8 +51,15 @@ NAMES |= {"mixtral": "MixtralForCausalLM", "qwen3_moe": "Qwen3MoeForCausalLM"}
 LONGROPE_WHOLE = {**LONGROPE, "partial_rotary_factor": 1.0, "short_factor": [1.5] * 8, "long_factor": [4.0] * 8}
 
 
-def read_here(folder: Path, dtype: torch.dtype = torch.float32, **options: Any) -> Checkpoint:
-    return read(folder, dtype=dtype, device="cpu", **options)
+def read_here(
+    folder: Path,
+    dtype: torch.dtype = torch.float32,
+    max_context: int | None = None,
+    bidirectional: bool | None = None,
+    **options: Any,
+) -> Checkpoint:
+    found = opened(folder, max_context=max_context, bidirectional=bidirectional)
+    return read(found, dtype=dtype, device="cpu", **options)
 
 
 def tensors(ck: Checkpoint) -> dict[str, torch.Tensor]:
@@ -838,7 +845,9 @@ def test_index_that_does_not_match(tmp_path: Path) -> None:
         read_here(tmp_path)
 
 
-Q, EMBED, HEAD = "model.layers.1.self_attn.q_proj.weight", "model.embed_tokens.weight", "lm_head.weight"
+Q = "model.layers.1.self_attn.q_proj.weight"
+EMBED = "model.embed_tokens.weight"
+HEAD = "lm_head.weight"
 TENSOR_REFUSALS: list[tuple[str, Callable[[dict[str, torch.Tensor]], Any], str]] = [
     ("missing", lambda s: s.pop(Q), f"lacks {Q}, which config.json requires"),
     ("missing-two", lambda s: (s.pop(Q), s.pop("model.norm.weight")), f"lacks {Q} and 1 more"),

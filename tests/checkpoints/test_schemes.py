@@ -190,7 +190,9 @@ def a_ct(group: dict[str, Any], write: Callable[..., Written], kind: str, blocks
     return Format(compressed(group), write, kind, not weights["symmetric"], name)
 
 
-PACKED, INT, FLOAT = "pack-quantized", "int-quantized", "float-quantized"
+PACKED = "pack-quantized"
+INT = "int-quantized"
+FLOAT = "float-quantized"
 FORMATS = {
     "gptq": a_gptq(4, 32, True),
     "gptq-asymmetric": a_gptq(4, 32, False, index=False),

@@ -3,7 +3,7 @@
 import torch
 from stacks import cache_of, model_of
 
-from specker.cpu import Vocabulary, draft_chain
+from specker.cpu import CachedRows, Chains, Committed, Vocabulary, draft_chain
 from specker.runtime.control.policy import StopRule
 
 STEPS = 9
@@ -19,20 +19,19 @@ def drafted(model, cache, length, slots, rules=None):
     tokens, probability = draft_chain(
         model.stack,
         Vocabulary(model.embed, 1.0, model.head, None, None, "float32"),
-        tokens=some + 5,
-        rows=(
+        CachedRows(
             (cache.k, cache.v),
-            (rows.positions[some], rows.slots[some]),
-            (bounds, rows.kv_len[some], rows.window[some]),
+            rows.positions[some],
+            rows.slots[some],
+            bounds,
+            rows.kv_len[some],
+            rows.window[some],
             None,
             rows.table[some],
         ),
-        groups=(layers, layers),
-        columns=[length + 1] * count,
-        last_position=length + STEPS,
-        steps=STEPS,
-        sampling=[(0.0, 0)] * count,
-        rules=rules,
+        Committed(some + 5),
+        (layers, layers),
+        Chains([length + 1] * count, length + STEPS, STEPS, [(0.0, 0)] * count, rules),
     )
     return tokens.T.tolist(), probability
 

@@ -124,7 +124,7 @@ def test_rows_are_those_of_torchs_operators(target, tmp_path, way, quantize):
         with torch.inference_mode():
             rows, features = cache.after([0, 0], [100, 60]), head.features(taps)
             pairs = head.pairs(features, model.embed_tokens(torch.arange(160) * 3 % 128), rows.positions)
-            output, final = head.forward(cache, rows, *pairs)
+            output, final = head.forward(cache, rows, pairs)
             results, level = [output, final.rows], output[[99, 159]]
             for first in (1, 3):
                 up = parents[:, : first + 1]

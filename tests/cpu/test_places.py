@@ -12,12 +12,13 @@ from make_checkpoint import FULL, GEMMA3, SLIDING
 from stacks import model_of
 from torch import Tensor
 
-from specker.cpu.chain import Vocabulary, draft_chain
+from specker.cpu import CachedRows
+from specker.cpu.chain import Chains, Committed, Vocabulary, draft_chain
 from specker.model.cache import KVCache
-from specker.model.prefill import in_rings
 
 SAID = "positions, slots, pages, lengths or ids point outside of what they are an index into"
 KINDS = {"delta": (DELTA, None, DELTA), "conv": (CONV, CONV, None)}
+INDICES = "positions", "slots", "cu_rows", "kv_len", "window", "table"
 SIZES = [(0, 3, None), (1, 5, None)]  # rows of two sequences
 
 
@@ -35,16 +36,15 @@ class Call:
     records: Any = None
 
     def run(self, **other: Tensor) -> Tensor:
+        return self.stack.run(self.x, self.rows(**other), range(len(self.stack.layers) + 1))[0]
+
+    def rows(self, **other: Tensor) -> CachedRows:
         at = self.given | other
-        ring = {}
+        rows = CachedRows(self.kv, words=self.words, **{name: at[name] for name in INDICES})
         if self.records is not None:
             past = {"slots": at["past"], "table": at["past_table"], "state_of": at["state_of"]}
-            ring["records"] = self.records._replace(**past)
-        elif "near" in at:
-            ring["near"] = at["near"], at["near_table"]
-        places, sequences = (at["positions"], at["slots"]), (at["cu_rows"], at["kv_len"], at["window"])
-        groups = range(len(self.stack.layers) + 1)
-        return self.stack.run(self.x, self.kv, groups, (), places, sequences, self.words, at["table"], **ring)[0]
+            return rows._replace(records=self.records._replace(**past))
+        return rows._replace(in_rings=(at["near"], at["near_table"])) if "near" in at else rows
 
     def kept(self) -> list[Tensor]:
         return [x.view(torch.uint8).clone() for x in self.memory]
@@ -59,13 +59,12 @@ def recurrent(kind: str, words: bool) -> Call:
     cache, g = Cache(model, 2), torch.Generator().manual_seed(2)
     for n, length in ((0, 40), (1, 70)):
         cache.text(torch.randn(length, E, generator=g), [length], n)
-    given, records = cache.arguments(SIZES)
-    kv, (positions, slots), (cu_rows, kv_len, window), _, table = given
-    own = {"positions": positions, "slots": slots, "cu_rows": cu_rows, "kv_len": kv_len, "window": window}
-    own |= {"table": table, "past": records.slots, "past_table": records.table, "state_of": records.state_of}
-    memory = [*kv, *(x for x in records[:6] if x is not None)]
+    rows = cache.arguments(SIZES)
+    own, records = {name: getattr(rows, name) for name in INDICES}, rows.records
+    own |= {"past": records.slots, "past_table": records.table, "state_of": records.state_of}
+    memory = [*rows.kv, *(x for x in records[:6] if x is not None)]
     bits = torch.ones(8, 1, dtype=torch.int64) if words else None
-    return Call(model.stack, torch.randn(8, E), kv, own, bits, memory, {"table": 6, "past_table": 6}, records)
+    return Call(model.stack, torch.randn(8, E), rows.kv, own, bits, memory, {"table": 6, "past_table": 6}, records)
 
 
 def paged(folder: Path, rings: bool) -> Call:
@@ -78,10 +77,9 @@ def paged(folder: Path, rings: bool) -> Call:
     for slot in (0, 1):
         cache.take(slot, 2000)
     rows = cache.after([40, 70], [3, 5])
-    own = {"positions": rows.positions, "slots": rows.slots, "cu_rows": rows.cu_rows, "kv_len": rows.kv_len}
-    own |= {"window": rows.window, "table": rows.table}
+    own = {name: getattr(rows, name) for name in INDICES}
     if rings:
-        own["near"], own["near_table"] = in_rings(cache, rows.near)["near"]
+        own["near"], own["near_table"] = rows.ring_rows.slots, rows.ring_rows.table
     words = rows.ancestors if rows.ancestors.shape[1] else None
     x = model.embed_tokens(torch.arange(8))
     return Call(model.stack, x, cache.kv, own, words, list(cache.kv), {"table": 3, "near_table": 3})
@@ -154,20 +152,10 @@ def test_chains_are_checked(tmp_path: Path) -> None:
     given = call.given | {"tokens": torch.arange(8)}
 
     def draft(columns: tuple[int, int] = (43, 75), steps: int = 4, last: int = 127, **other: Tensor) -> Any:
-        at = given | other
-        rows = call.kv, (at["positions"], at["slots"]), (at["cu_rows"], at["kv_len"], at["window"]), None, at["table"]
-        groups = range(5), range(5)
-        how = {"steps": steps, "sampling": [(0.0, 0)] * 2, "rules": None}
-        return draft_chain(
-            model.stack,
-            words,
-            tokens=at["tokens"],
-            rows=rows,
-            groups=groups,
-            columns=columns,
-            last_position=last,
-            **how,
-        )
+        committed = Committed((given | other)["tokens"])
+        rows = call.rows(**other)._replace(words=None)
+        chains = Chains(columns, last, steps, [(0.0, 0)] * 2, None)
+        return draft_chain(model.stack, words, rows, committed, (range(5), range(5)), chains)
 
     want, draw = draft()[0].tolist(), random.Random(3)
     bad: list[dict[str, Any]] = [{"columns": (43, 2**40)}, {"columns": (-1, 75)}, {"last": -1}, {"last": 10**6}]

@@ -9,7 +9,7 @@ import torch
 from hybrid import CONV, DELTA, TILED, Cache, E, Hybrid
 from stacks import near
 
-from specker.cpu.chain import Vocabulary, draft_chain
+from specker.cpu.chain import Chains, Committed, Vocabulary, draft_chain
 from specker.cpu.layers import Stack, product
 from specker.kernels.ancestors import ancestor_words, chain_words
 from specker.layer_weights import LayerWeights
@@ -168,20 +168,15 @@ def test_a_chain_in_one_call_drafts_what_its_tokens_would(kind, lengths):
                 hidden = caches[0].run(embed[drafted[-1:]], [(b, 1, None)])
                 caches[0].keep(b, [0])
         want.append(drafted)
-    rows, records = caches[1].arguments([(b, 3, None) for b in (0, 1)])
+    rows = caches[1].arguments([(b, 3, None) for b in (0, 1)])
     groups = list(range(len(model.layers) + 1))
     got, _ = draft_chain(
         model.stack,
         Vocabulary(embed, 1.0, head, None, None, "float32"),
-        tokens=torch.cat([each[-3:] for each in tokens]),
-        rows=rows,
-        groups=(groups, groups),
-        columns=[n + 3 for n in lengths],
-        last_position=500,
-        steps=steps,
-        sampling=[(0.0, 0), (0.0, 0)],
-        rules=None,
-        records=records,
+        rows,
+        Committed(torch.cat([each[-3:] for each in tokens])),
+        (groups, groups),
+        Chains([n + 3 for n in lengths], 500, steps, [(0.0, 0), (0.0, 0)], None),
     )
     assert got.T.tolist() == want
     for x, y in zip(caches[0].memory, caches[1].memory, strict=True):
@@ -189,7 +184,7 @@ def test_a_chain_in_one_call_drafts_what_its_tokens_would(kind, lengths):
 
 
 def test_sizes_and_layers_that_the_kernels_decline():
-    assert Stack.takes_sizes(32, 64, DELTA.channels, DELTA.value_dim) and not Stack.takes_sizes(32, 64, 40)
+    assert Stack.takes_sizes(32, (64, DELTA.channels, DELTA.value_dim)) and not Stack.takes_sizes(32, (64, 40))
     layer = LayerWeights(**model_of("delta").layers[0])
     assert Stack.takes([layer], 32)
     for name, wrong in (("conv", torch.zeros(40, 4)), ("norm_mix", torch.zeros(24)), ("qkv_bias", torch.zeros(520))):

@@ -28,7 +28,9 @@ from specker.integrations.sglang import (
 from specker.kernels import ancestor_words, tree_attention
 from specker.kernels.attention import _launch
 
-FULL, QLEN, BITS = TreeMask
+FULL = TreeMask.FULL_MASK
+QLEN = TreeMask.QLEN_ONLY
+BITS = TreeMask.QLEN_ONLY_BITPACKING
 LENGTHS = [(5,), (0,), (3, 0, 17, 8), (1, 64, 2)]  # of the prefixes
 
 
@@ -127,7 +129,9 @@ def test_refused_masks():
 
 # --- K/V
 
-HEADS, KV_HEADS, D = 4, 2, 16
+HEADS = 4
+KV_HEADS = 2
+D = 16
 
 
 def pool(page_size: int, lengths: tuple[int, ...], rows: int, dtype: torch.dtype) -> SimpleNamespace:

@@ -14,9 +14,10 @@ from specker.kernels.variant import COUNTERS, count_in, counters, reset_counters
 from specker.runtime.round.graphs import Graphs
 
 CPU = torch.device("cpu")
-project, sample, topk, clusters = (
-    importlib.import_module(f"specker.kernels.{name}") for name in ("project", "sample", "topk", "clusters")
-)
+project = importlib.import_module("specker.kernels.project")
+sample = importlib.import_module("specker.kernels.sample")
+topk = importlib.import_module("specker.kernels.topk")
+clusters = importlib.import_module("specker.kernels.clusters")
 
 
 def kv_project():

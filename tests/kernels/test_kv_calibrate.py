@@ -22,7 +22,11 @@ from specker.kernels.kv import (
 )
 
 module = importlib.import_module("specker.kernels.kv")
-EPS, PAGE, PAGES, CONTEXT, ROPE_SCALE = 1e-5, 4, 8, 40, 1.5
+EPS = 1e-5
+PAGE = 4
+PAGES = 8
+CONTEXT = 40
+ROPE_SCALE = 1.5
 NAN = float("nan")
 # Hq, Hkv, D: grouped, one KV head, as many KV heads as query heads, three KV heads, D not a power of two, D = 2, and no
 # query heads

@@ -16,7 +16,10 @@ from specker.kernels.variant import COUNTERS, counters
 
 module = importlib.import_module("specker.kernels.project")
 calibrate = importlib.import_module("specker.kernels.kv")
-EPS, PAGE, PAGES, CONTEXT = 1e-5, 4, 64, 40
+EPS = 1e-5
+PAGE = 4
+PAGES = 64
+CONTEXT = 40
 # Hq, Hkv, D, E: grouped; one KV head; D not a power of two, and odd E; three splits of K, the last one short; D 2
 SIZES = [(4, 2, 8, 64), (3, 1, 16, 40), (2, 1, 24, 33), (2, 1, 64, 1600), (1, 1, 2, 130)]
 

@@ -19,7 +19,9 @@ from specker.kernels.project import kv_project, kv_project_ref
 from specker.kernels.quant import FOUR_BITS, Format, Quantized, packed, quantised
 from specker.kernels.topk import Noise, vocab_topk, vocab_topk_ref
 
-linear, project, topk = (importlib.import_module(f"specker.kernels.{name}") for name in ("linear", "project", "topk"))
+linear = importlib.import_module("specker.kernels.linear")
+project = importlib.import_module("specker.kernels.project")
+topk = importlib.import_module("specker.kernels.topk")
 HALF = [torch.float32, torch.float16]
 MXFP4 = "mxfp4", 32, False, torch.uint8
 # kind, group (None: a row), shift, dtype of the scales

@@ -181,11 +181,11 @@ def test_blocks_of_a_large_round(pairs):
         cache.take(slot, 100 + 90 * slot)
     rows = cache.after([60, 150, 250], [5, 3, 7])
     blocks = list(rows.blocks(8))
-    assert [len(block.slots) for _, block in blocks] == [8, 7] and rows.near is not None
+    assert [len(block.slots) for _, block in blocks] == [8, 7] and rows.ring_rows is not None
     for n in range(2):
-        assert torch.equal(torch.cat([block.near[n] for _, block in blocks]), rows.near[n])
-    own = rows.near.table.unflatten(0, (3, 1))
-    for at, (slots, table) in enumerate(zip(rows.near.slots.split([5, 3, 7]), own, strict=True)):
+        assert torch.equal(torch.cat([block.ring_rows[n] for _, block in blocks]), rows.ring_rows[n])
+    own = rows.ring_rows.table.unflatten(0, (3, 1))
+    for at, (slots, table) in enumerate(zip(rows.ring_rows.slots.split([5, 3, 7]), own, strict=True)):
         columns = torch.arange(len(slots)) + [60, 150, 250][at]
         assert torch.equal(slots, table[0, columns // PAGE] * PAGE + columns % PAGE)
 

@@ -19,7 +19,9 @@ from specker.kernels.variant import tl, triton
 gdc_wait, gdc_launch_dependents = tl.extra.cuda.gdc_wait, tl.extra.cuda.gdc_launch_dependents
 Equal = tuple[Tensor, Tensor]  # a result, and what it must be
 residual = importlib.import_module("specker.kernels.residual")
-COUNT, BLOCK, F32 = 3, 256, torch.float32
+COUNT = 3
+BLOCK = 256
+F32 = torch.float32
 
 
 @dataclass(frozen=True)

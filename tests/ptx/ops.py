@@ -18,12 +18,17 @@ from specker.kernels.ancestors import ancestor_words, chain_words
 from specker.kernels.quant import Matrix, Quantized, as_bytes, quantised
 from specker.kernels.route import expert_route_ref
 
-attention, clusters, conv, delta, experts, kv, linear, project, residual, sample, topk = (
-    importlib.import_module(f"specker.kernels.{name}")
-    for name in (
-        *("attention", "clusters", "conv", "delta", "experts", "kv", "linear", "project", "residual", "sample", "topk"),
-    )
-)
+attention = importlib.import_module("specker.kernels.attention")
+clusters = importlib.import_module("specker.kernels.clusters")
+conv = importlib.import_module("specker.kernels.conv")
+delta = importlib.import_module("specker.kernels.delta")
+experts = importlib.import_module("specker.kernels.experts")
+kv = importlib.import_module("specker.kernels.kv")
+linear = importlib.import_module("specker.kernels.linear")
+project = importlib.import_module("specker.kernels.project")
+residual = importlib.import_module("specker.kernels.residual")
+sample = importlib.import_module("specker.kernels.sample")
+topk = importlib.import_module("specker.kernels.topk")
 ragged = cache(attention_tests)
 
 # The parameters of each kernel that no kernel writes: weights and tables. A kernel that is launched as a dependent one

@@ -3,9 +3,16 @@
 import numpy as np
 
 Array = np.ndarray
-U8, U16, U32, U64 = np.uint8, np.uint16, np.uint32, np.uint64
-I16, I32, I64 = np.int16, np.int32, np.int64
-F16, F32, F64 = np.float16, np.float32, np.float64
+U8 = np.uint8
+U16 = np.uint16
+U32 = np.uint32
+U64 = np.uint64
+I16 = np.int16
+I32 = np.int32
+I64 = np.int64
+F16 = np.float16
+F32 = np.float32
+F64 = np.float64
 UNSIGNED = {8: U8, 16: U16, 32: U32, 64: U64}
 SIGNED = {8: np.int8, 16: I16, 32: I32, 64: I64}
 FLOAT = {16: F16, 32: F32, 64: F64}

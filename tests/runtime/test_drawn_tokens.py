@@ -14,7 +14,9 @@ from specker.options import Params
 from specker.runtime.round import round as stage
 
 PROMPTS = [[5, 9, 40, 77], [7, 7, 7], [3, 60, 12, 9, 4]]
-GREEDY, HOT, FILTERED = {}, {"temperature": 0.8, "seed": 11}, {"temperature": 0.9, "top_p": 0.7, "top_k": 9, "seed": 3}
+GREEDY = {}
+HOT = {"temperature": 0.8, "seed": 11}
+FILTERED = {"temperature": 0.9, "top_p": 0.7, "top_k": 9, "seed": 3}
 WAYS = {
     "ar": {"strategy": "ar"},
     "chain": {"strategy": "draft", "draft_tokens": 4},

@@ -24,7 +24,9 @@ MEMORY = {
     | HEADS
     | {"layers": 2, "layer_types": ["linear_attention", FULL], "linear_num_key_heads": 1, "linear_num_value_heads": 2},
 }
-CHAIN, TREE, COPIES = {"draft_tokens": 3}, {"tree": "2x3"}, {"strategy": "lookup", "draft_tokens": 3}
+CHAIN = {"draft_tokens": 3}
+TREE = {"tree": "2x3"}
+COPIES = {"strategy": "lookup", "draft_tokens": 3}
 ANY_BITS = {"dtype": "float64", "prefix_cache": "all"}  # by torch's operators
 WAYS = [  # target, draft, options
     *[(kind, None, {"strategy": "ar"}) for kind in MEMORY],

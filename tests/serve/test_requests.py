@@ -13,9 +13,10 @@ from specker.serve.messages import MessagesRequest
 from specker.serve.responses import ResponseRequest
 
 JSON = {"content-type": "application/json"}
-CHAT, COMPLETION, MESSAGES, RESPONSES = (
-    f"/v1/{name}" for name in ("chat/completions", "completions", "messages", "responses")
-)
+CHAT = "/v1/chat/completions"
+COMPLETION = "/v1/completions"
+MESSAGES = "/v1/messages"
+RESPONSES = "/v1/responses"
 TALK = [{"role": "user", "content": "ab"}]
 TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
 UNREADABLE = "the body is not JSON in UTF-8, or has a number of too many digits or is nested too deeply"

@@ -17,7 +17,9 @@ from pathlib import Path
 
 import numpy as np
 
-EOS, MASK, PAD = "<|endoftext|>", "<|mask|>", "<|pad|>"  # ids 0, 1, 2
+EOS = "<|endoftext|>"  # id 0
+MASK = "<|mask|>"  # id 1
+PAD = "<|pad|>"  # id 2
 
 # distribution -> licence, checked against its metadata; corpus.json lists those that were installed
 ALLOWED = {

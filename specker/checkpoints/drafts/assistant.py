@@ -77,8 +77,8 @@ def read(
         where = open_files(folder, stack)
         order = where.pop(ORDER).get_tensor(ORDER) if ORDER in where else None
         if layout.tied and {HEAD, EMBED} <= where.keys():  # a copy, which save_pretrained leaves out
-            both = where.pop(HEAD).get_tensor(HEAD), where[EMBED].get_tensor(EMBED)
-            if not torch.equal(*both):
+            head, embed = where.pop(HEAD).get_tensor(HEAD), where[EMBED].get_tensor(EMBED)
+            if not torch.equal(head, embed):
                 raise CheckpointError(f"{HEAD} of {source} differs from {EMBED}, and tie_word_embeddings is true")
         unread = () if layout.tied else (EMBED,)  # no step reads an embedding of the assistant's own
         where = {n: file for n, file in where.items() if n not in unread and not idle(config, "model.", n)}

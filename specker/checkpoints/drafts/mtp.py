@@ -95,11 +95,9 @@ def layouts(prefix: str, layers: int) -> tuple[Layout, ...]:
         output=False,
         chained=False,
     )
-    norms = "pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm"
-    qwen = Layout("mtp.", "layers.#.", "fc", *norms, zeroed=False)
+    qwen = Layout("mtp.", "layers.#.", "fc", "pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm", zeroed=False)
     own = ("embed", "embed_tokens"), ("head", "shared_head.head")
-    norms = "enorm", "hnorm", "shared_head.norm"
-    deepseek = Layout(f"{prefix}layers.#.", "", "eh_proj", *norms, own, first=layers)
+    deepseek = Layout(f"{prefix}layers.#.", "", "eh_proj", "enorm", "hnorm", "shared_head.norm", own, first=layers)
     return mimo, qwen, deepseek
 
 

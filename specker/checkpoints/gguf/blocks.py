@@ -76,8 +76,8 @@ def _q5_k(blocks: Tensor) -> Numbers:
     """Like Q4_K, with 32 bytes of fifth bits: bit i of byte j belongs to weight 32 i + j."""
     q = _fours(blocks[..., 48:].unflatten(-1, (4, 32))).unflatten(-1, (2, 32)).flatten(-3, -2)
     high = (blocks[..., 16:48].unsqueeze(-2) >> torch.arange(8, dtype=torch.uint8, device="cpu").unsqueeze(1) & 1) << 4
-    rest = *_six_bits(blocks[..., 4:16]), *(_halves(blocks[..., i : i + 2]) for i in (0, 2))
-    return Numbers("int5 super", (q | high).flatten(-3), *rest)
+    q = (q | high).flatten(-3)
+    return Numbers("int5 super", q, *_six_bits(blocks[..., 4:16]), *(_halves(blocks[..., i : i + 2]) for i in (0, 2)))
 
 
 def _q6_k(blocks: Tensor) -> Numbers:

@@ -15,7 +15,9 @@ from specker.cpu.packed import Numbers, pack
 Named = tuple[str, str, Value]  # name, format in the file, value: of all experts of a layer [X, O, E], or [X * O, E]
 
 WITHIN = ".experts."  # in the names of their tensors, behind the layer's part: "mlp", or another
-GATE, UP, FUSED = "gate_proj", "up_proj", tuple(name.partition(WITHIN)[2] for name in (GATE_UP, DOWN))
+GATE = "gate_proj"
+UP = "up_proj"
+FUSED_GATE_UP, FUSED_DOWN = (name.partition(WITHIN)[2] for name in (GATE_UP, DOWN))
 NAMES = {  # of a layer's tensors: name in GGUF -> name in the checkpoint
     "ffn_gate_inp": "mlp.gate",
     "ffn_gate_exps": f"mlp{WITHIN}{GATE}",
@@ -33,9 +35,9 @@ def fused(tensors: Iterator[Named], count: int) -> Iterator[Named]:
         module, _, field = name.rpartition(".")
         part, _, own = module.rpartition(WITHIN)
         end = "_bias" if field == "bias" else ""
-        whole = f"{part}{WITHIN}{FUSED[0]}{end}"
+        whole = f"{part}{WITHIN}{FUSED_GATE_UP}{end}"
         if not part or own not in (GATE, UP):
-            yield (module + end if part and own in FUSED else name), kind, x
+            yield (module + end if part and own in (FUSED_GATE_UP, FUSED_DOWN) else name), kind, x
         elif whole not in waiting:
             waiting[whole] = name, kind, x
         else:

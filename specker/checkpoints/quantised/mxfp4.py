@@ -16,7 +16,8 @@ from specker.kernels import quant
 from specker.kernels.quant import Quantized
 from specker.model.config import CheckpointError
 
-COLUMNS, NAN = 32, 255  # columns that share a scale; the scale that is no number
+GROUP = 32  # columns that share a scale
+NAN = 255  # the scale that is no number
 
 
 @dataclass(frozen=True)
@@ -34,8 +35,8 @@ class Mxfp4:
             quant.check("mxfp4", shape)
         except ValueError as error:
             raise CheckpointError(f"the quantised weights of {module} cannot be read: {error}") from error
-        scales = self.experts, O // self.experts, E // COLUMNS
-        return {f"{module}_blocks": ((*scales, COLUMNS // 2), ("U8",)), f"{module}_scales": (scales, ("U8",))}
+        scales = self.experts, O // self.experts, E // GROUP
+        return {f"{module}_blocks": ((*scales, GROUP // 2), ("U8",)), f"{module}_scales": (scales, ("U8",))}
 
     def optional(self, module: str) -> tuple[str, ...]:
         return ()

@@ -223,8 +223,10 @@ def _place_rows_kernel(
     place(i, i_b, count, start, first, pointers, sizes, W, W_PAD, TREE)
 
 
-GIVEN, PLACED, SIZES = ("*i64", "*i64", "*i32"), ("*i64", "*i64", "*i32", "*i64"), ("i32",) * 7
-"""The types of what `place_arguments` returns."""
+# The types of what `place_arguments` returns:
+GIVEN = "*i64", "*i64", "*i32"
+PLACED = "*i64", "*i64", "*i32", "*i64"
+SIZES = ("i32",) * 7
 
 
 def masks(words: int, tree: bool) -> dict[str, Any]:

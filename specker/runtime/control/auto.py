@@ -26,7 +26,8 @@ if TYPE_CHECKING:  # costs.py imports numpy
     from specker.runtime.control.costs import Costs
 
 AGREES = 0.75  # a_j before anything was drafted
-TEXT, ENGINE = 0.9, 0.98  # decay of counts at each draft: for one text, and for all texts of an engine
+TEXT_DECAY = 0.9  # of counts at each draft, for one text
+ENGINE_DECAY = 0.98  # for all texts of an engine
 PRIOR = 4.0  # the earlier texts count as much as this many drafts of a new text
 BUCKETS = 4  # intervals of the draft's probabilities that are corrected separately
 
@@ -113,7 +114,7 @@ class Auto(Policy):
     def __init__(self, costs: Costs, before: Acceptance, size: Budget, confident: bool):
         """`size`: the longest draft. `confident`: drafts end by the draft's own probabilities."""
         self.costs, self.before, self.confident = costs, before, confident
-        self.seen = Acceptance(TEXT, before)
+        self.seen = Acceptance(TEXT_DECAY, before)
         lengths = [n for n in LENGTHS if n < size.depth] if not confident else []
         self.shapes = tuple(replace(size, nodes=n, depth=n) for n in (*lengths, size.depth))
         self._first: tuple[float, float] | None = None
@@ -193,7 +194,7 @@ class AcceptanceHistory:
     def clear(self) -> None:
         """Forget everything, such as a warm-up's texts."""
         self.costs.clear()
-        self.drafts = Acceptance(ENGINE)  # acceptance of a model's drafts
+        self.drafts = Acceptance(ENGINE_DECAY)  # acceptance of a model's drafts
         self.matches: dict[tuple[str, int], Share] = {}  # right copied tokens, by source and length of the match
         self.exits: Any = None  # DEL's counts and sums of confidence, by layer of the target
         self.exit_seconds: Any = None  # of DEL's rounds, by exit layer and length

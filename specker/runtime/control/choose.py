@@ -1,28 +1,43 @@
 """Choose the shape of each round: how much to draft, or nothing while that is faster."""
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from specker.runtime.control.costs import Costs
 from specker.runtime.control.policy import Budget, Policy
 
-# The credit for losses that drafts may cause, in plain rounds: at the start, as a share of the time in which they are
-# made and in which they are not, and at most; the most that a new text takes over from one in which they lost; and the
-# least that it begins with if drafts promise a gain.
-FIRST, SHARE, RESTING, MOST, CARRIED, RENEWED = 5.0, 0.015, 0.008, 12.0, 4.5, 4.0
+
+@dataclass(frozen=True)
+class Credit:
+    """What drafts may lose against plain decoding, in plain rounds."""
+
+    at_first: float = 5.0
+    per_round: float = 0.015  # earned in the time of a plain round while drafts are made
+    per_resting_round: float = 0.008  # earned by a plain round while drafts rest
+    at_most: float = 12.0
+    carried_over: float = 4.5  # the most that a new text takes over from one in which drafts lost
+    renewed: float = 4.0  # the least that a new text begins with if drafts promise a gain
+
+
+CREDIT = Credit()
 COLD = 2  # rounds after a change between plain rounds and drafts, in which the processor's caches hold other data
 SWITCH = 1.0  # what a trial costs because caches are cold, in plain rounds
 RUN = 4  # the fewest drafts in a row, so that some find warm caches: a draft on its own takes up to 1.5 times as long
 START = 1.03  # the gain that drafts must promise after a plain round, because they disturb the CPU's caches
-WAIT, DOUBLED = 16, 3  # plain rounds before a trial; how many times losing trials double that number
+WAIT = 16  # plain rounds before a trial
+MAX_DOUBLINGS = 3  # of WAIT, one for each trial in a row that lost
 AGAIN = 16  # plain rounds until drafts are considered again; divides WAIT
 REFRESH = 8  # rounds that prices are kept for
 LOOK = 5  # plain rounds in a row that measure plain decoding
+LOOK_SHARE = 0.015  # of the time with drafts: the most that measuring plain decoding may cost
 PHASE = 1.25  # a measurement that differs by this factor tells that the machine has another speed, for drafts as well
 APART = 16  # the fewest drafts between two such measurements
 NONE = Budget(0, 0)
-# Why a round drafts nothing.
-RESTS, MISSING, MEASURED, ENDED = "slower", "nothing found", "measured", "context"
+# Why a round drafts nothing:
+RESTS = "slower"  # plain rounds are expected to be faster
+MISSING = "nothing found"  # there is no text to copy
+MEASURED = "measured"  # plain decoding is timed
+ENDED = "context"  # every text is longer than the draft model's context
 
 
 class Chooser:
@@ -33,10 +48,10 @@ class Chooser:
     so drafting also spends a budget that grows with time and measured gains; at zero it stops.
 
     While drafts are made, a few plain rounds now and then measure plain decoding. They are more frequent when drafts
-    gain little: the time that they cost stays within SHARE of all time.
+    gain little: the time that they cost stays within LOOK_SHARE.
 
-    Plain rounds are chosen several at once: until it is time to ask the policies again, `goes_on` counts them, and the
-    loop runs them without policies and drafter (`DraftRunner.pauses`).
+    Plain rounds are chosen several at once: until it is time to ask the policies again, `keeps_resting` counts them,
+    and the loop runs them without policies and drafter (`DraftRunner.will_skip_drafter`).
     """
 
     def __init__(self, costs: Costs, learns: bool = True):
@@ -50,7 +65,7 @@ class Chooser:
 
     def clear(self) -> None:
         """Forget the past, such as a warm-up's."""
-        self.credit, self._waited, self._lost, self.trial = FIRST, 0, 0, False
+        self.credit, self._waited, self._lost, self.trial = CREDIT.at_first, 0, 0, False
         self._run = 0  # drafts of this run that are still to come
         self._gained = 0.0  # what the trial's drafts gained so far, in plain rounds
         self._cold, self._drafted = 0, False  # rounds until caches are warm; what the last chosen round did
@@ -70,11 +85,11 @@ class Chooser:
 
     def admitted(self) -> None:
         """A new text may suit the drafts better than the last one: try again soon, and at once if drafts promise a gain
-        (RENEWED), because one unlucky text says little of the next. Now pay for the prefills that the last text's
-        drafts began with."""
+        (`Credit.renewed`), because one unlucky text says little of the next. Now pay for the prefills that the last
+        text's drafts began with."""
         self.credit, self._begun = self.credit - self._begun, 0.0
         if self._lost:
-            self.credit = min(self.credit, max(CARRIED, self._price))
+            self.credit = min(self.credit, max(CREDIT.carried_over, self._price))
         self._lost, self._ahead, self._run, self._new = min(self._lost, 1), 0, 0, True
         self._missed = 0.0
 
@@ -89,8 +104,8 @@ class Chooser:
             self._cold, self._drafted = COLD if changed else max(0, self._cold - 1), shape.nodes > 0
         return shape
 
-    def goes_on(self, n: int) -> bool:
-        """Whether the next round of n sequences is plain without asking the policies, as the last one. Counts it."""
+    def keeps_resting(self, n: int) -> bool:
+        """Whether the next round of n sequences is plain like the last one, without asking the policies. Counts it."""
         if not self._ahead or n != self._sequences:
             return False
         self._ahead, self._waited = self._ahead - 1, self._waited + 1
@@ -103,7 +118,7 @@ class Chooser:
 
     def _choose(self, policies: Sequence[Policy], remaining: int, behind: int) -> Budget:
         n = len(policies)
-        if (self.reason == MEASURED or not any(p.copies for p in policies)) and self.goes_on(n):
+        if (self.reason == MEASURED or not any(p.copies for p in policies)) and self.keeps_resting(n):
             return self._none
         self._ahead = 0
         ended = bool(self._ended) and all(self._ended)
@@ -125,13 +140,13 @@ class Chooser:
         best = self._best(tokens, rates, bar, remaining, behind)
         # A prefill serves all drafts to come, so it counts against all tokens to come, not against this round.
         late, rate = self._late(best, behind), rates[best]
-        due = self._since >= APART and LOOK * (1 - plain / rate) <= SHARE * self._spent
+        due = self._since >= APART and LOOK * (1 - plain / rate) <= LOOK_SHARE * self._spent
         looks = LOOK if due or not self.costs.plain_rounds else 0
         if looks:
             self._since, self._spent = 0, 0.0
             return self._plain(n, none, MEASURED, looks)
         if self._new and rate > bar:
-            self.credit = max(self.credit, RENEWED)
+            self.credit = max(self.credit, CREDIT.renewed)
         self._new = False
         if rate > bar and self.credit > 0 and remaining * (1 / plain - 1 / rate) > late:
             self._run = self._run - 1 if self._drafting else RUN - 1
@@ -141,7 +156,7 @@ class Chooser:
         loss = RUN * (self._seconds(policies, trial) * plain - self._tokens(policies, trial))
         self._price = SWITCH + (max(0.0, loss) + self._late(trial, behind) * plain) / n
         # Drafts that look slower than a plain round that was just measured may have been timed in a slower phase.
-        due = measured or self._waited >= WAIT << min(self._lost, DOUBLED)
+        due = measured or self._waited >= WAIT << min(self._lost, MAX_DOUBLINGS)
         if due and self._price <= self.credit and n < remaining:
             self._run, self._waited, self._gained = RUN, 0, 0.0
         if self._run > 0 and self.credit > 0:
@@ -200,7 +215,7 @@ class Chooser:
         timed at their luckiest either. Between drafts the last two measurements count together, so that plain decoding
         does not look slow after one that was interrupted. One that differs by PHASE from the estimate changes all costs
         (`Costs.follow`), and so does every one while drafts rest."""
-        self.credit = min(self.credit + RESTING, max(MOST, self._price))
+        self.credit = min(self.credit + CREDIT.per_resting_round, max(CREDIT.at_most, self._price))
         if (n, rests) != self._looked:  # a text was admitted or ended meanwhile, or drafts began or ended
             self._look, self._looked = [], (n, rests)
         self._look.append(seconds)
@@ -232,7 +247,7 @@ class Chooser:
         tokens that were prefilled for it. `verified`: as in `Costs.observe`."""
         plain = self.costs.plain(n)
         took = self.costs.round(n, shape, drafted, verified) / plain
-        self.credit += (SHARE if drafted else RESTING) * took
+        self.credit += (CREDIT.per_round if drafted else CREDIT.per_resting_round) * took
         if drafted:
             self._since, self._spent = self._since + 1, self._spent + took
             gained, late = tokens / n - took, self._late(shape, behind) / plain
@@ -245,7 +260,7 @@ class Chooser:
             else:  # this time is already spent, so it must not end the drafts for this text
                 self._begun += late
             self.credit += gained
-        self.credit = min(self.credit, max(MOST, self._price))
+        self.credit = min(self.credit, max(CREDIT.at_most, self._price))
 
     def _seconds(self, policies: Sequence[Policy], shape: Budget) -> float:
         n = len(policies)

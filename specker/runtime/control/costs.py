@@ -15,13 +15,15 @@ from specker.runtime.control.policy import Budget
 TABLE = 33  # sizes whose cost is tabulated
 SIZES: Any = np.arange(TABLE)
 # How far one round moves an estimate of the logarithm. Interruptions only ever lengthen a round, so an estimate rises
-# more slowly than it falls, and by at most a factor of two at once.
-RISE, FALL, JUMP = 0.15, 0.3, math.log(2)
+# more slowly than it falls.
+RISE = 0.15
+FALL = 0.3
+MAX_RISE = math.log(2)  # of the logarithm of one measurement, over what was expected
 REPEATED = 3  # rounds that a careful measurement counts for
 FEW = 4  # fewer measurements of a size may all have been interrupted
-# Rounds with drafts after which a size that none of them had is taken to be like the others again: so many for each of
-# its measurements, and at most.
-SOON, FORGET = 8, 64
+# A size that no draft had for so many rounds is taken to be like the others again:
+SOON = 8  # for each of its measurements
+FORGET = 64  # at most
 LEAST = 1e-9  # seconds; a stage that the clock cannot resolve
 MANY = 16  # rows whose arithmetic takes longer than reading the weights, on a CPU
 
@@ -71,7 +73,7 @@ class Curve:
             if 0 < unit < self.factor:
                 seconds *= math.sqrt(unit / self.factor)
                 self.factor = seconds / expected
-        error = min(math.log(seconds / (self.factor * expected)), JUMP)
+        error = min(math.log(seconds / (self.factor * expected)), MAX_RISE)
         if error < 0:
             step = error * (FALL if known else 1.0)
         else:  # what was expected counts as the first measurement

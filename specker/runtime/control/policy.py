@@ -10,8 +10,10 @@ LENGTHS = (1, 2, 3, 4, 6, 8, 12, 16)  # draft lengths that policy `auto` chooses
 TRIED = 4  # tokens in the longest draft of a trial
 MAX_NODES = 255  # draft tokens; a verify pass has one more row, the root
 
-# What a drafter copies from: the text itself, ended texts, the user's files.
-OWN, PAST, CORPUS = "text", "past", "corpus"
+# What a drafter copies from:
+OWN = "text"  # the text itself
+PAST = "past"  # ended texts
+CORPUS = "corpus"  # the user's files
 
 
 class Match(NamedTuple):

@@ -45,7 +45,7 @@ class SharedDrafter(Wrapper):
                 f"rank 0 has {rest[b]} ending in {rest[n + b]}"
             )
         if ranks.rank:
-            draft.size, draft.depth, draft.tree, draft.counts = size, depth, bool(tree), rest[2 * n :]
+            draft.size, draft.depth, draft.tree, draft.draft_lengths = size, depth, bool(tree), rest[2 * n :]
             body = received[HEADER + 3 * n :].view(2, n, most)
             s.window[:, 1 : size + 1], s.parents[:, :size] = body[0, :, :size], body[1, :, :size]
         return draft

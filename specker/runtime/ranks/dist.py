@@ -162,10 +162,10 @@ class Ranks:
         """Raise ValueError unless all (or all drafting) ranks pass the same digest. `what` names it in the error."""
         own = torch.frombuffer(bytearray(digest[:8]), dtype=torch.int64).to(self.device)
         with answered(self.limit):
-            which = (self.drafters, self.draft_ranks) if drafters else (self.group, self.size)
-            each = self.numbers(self._gathered(own, *which).flatten())
-        if len(set(each)) > 1:
-            other = next(r for r, value in enumerate(each) if value != each[0])
+            group, size = (self.drafters, self.draft_ranks) if drafters else (self.group, self.size)
+            digests = self.numbers(self._gathered(own, group, size).flatten())
+        if len(set(digests)) > 1:
+            other = next(r for r, value in enumerate(digests) if value != digests[0])
             raise ValueError(f"rank {other} of the job has another {what} than rank 0: all must load the same files")
 
     @staticmethod

@@ -59,7 +59,7 @@ class Draft:
     token by token."""
 
     size: int = 0  # draft tokens of each sequence in the window
-    counts: list[int] = field(default_factory=list)  # of them, each sequence's own; []: `size` for all
+    draft_lengths: list[int] = field(default_factory=list)  # per sequence; []: every sequence has `size`
     tree: bool = False
     depth: int = 0  # tokens of the longest path
     idle: frozenset[int] = frozenset()  # slots whose text has no room in the drafter's context
@@ -97,7 +97,7 @@ class Draft:
             return constrained.kept + constrained.forced
         if slot in self.idle:
             return 0
-        return self.counts[slot] if self.counts else self.size
+        return self.draft_lengths[slot] if self.draft_lengths else self.size
 
     def constrain(self, slot: int, kept: int, forced: int) -> None:
         """Note that a grammar left the first `kept` tokens of a chain and put `forced` tokens behind them."""

@@ -76,10 +76,10 @@ class LMHead:
 
     def logits(self, final: Final) -> Tensor:
         """The rows [T, E] -> their logits [T, K] float32 (float64 in float64 runs)."""
-        norm = None if final.normed else (self.norm, self.eps)
         if isinstance(self.weight, Packed):
-            return capped(product(final.rows, self.weight, self.activations, *(norm or ())), self.cap)
-        rows = final.rows if norm is None else add_norm(final.rows, None, *norm)[1]
+            norm = None if final.normed else self.norm
+            return capped(product(final.rows, self.weight, self.activations, norm, self.eps), self.cap)
+        rows = final.rows if final.normed else add_norm(final.rows, None, self.norm, self.eps)[1]
         return capped(row_linear(rows, self.weight, epilogue="float32"), self.cap)
 
     def _topk(

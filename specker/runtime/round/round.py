@@ -45,7 +45,9 @@ class Round:
     batch: Batch
     draft: Draft = field(default_factory=Draft)
     reason: str = ""  # why nothing is drafted (choose.py)
-    rests: bool = False  # whether it is plain decoding's own round: neither policies nor the drafter have a part
+    skips_drafter: bool = (
+        False  # whether it is plain decoding's own round: neither policies nor the drafter have a part
+    )
     trial: bool = False  # whether the draft finds out if drafting pays (choose.py)
     warm: bool = True  # whether it followed enough rounds of its kind (`Chooser.warm`)
     forced: bool = False  # whether grammars force the next token of every text, so that the drafter has no part
@@ -103,7 +105,7 @@ def launch(r: Round, target: Model, cache: KVCache, drafter: Drafter | None) -> 
         b.aux_layers = drafter.reads(b.budget)
         if drafts:
             r.draft = drafter.propose(b)
-            r.places = unequal(r, target)
+            r.places = shorten_drafts(r, target)
             if r.instead is not None:
                 b.window[: len(r.instead), 1 : r.instead.shape[1] + 1] = r.instead
     r.marks.append(now(events))
@@ -116,22 +118,21 @@ def launch(r: Round, target: Model, cache: KVCache, drafter: Drafter | None) -> 
     r.marks.append(now(events))
 
 
-def unequal(r: Round, model: Model) -> Tensor | None:
-    """Leave the end of a chain out of the verify pass where it is less likely to be accepted than its rows cost.
-    Returns `Round.places` if the chains then have unequal lengths. A batch of fixed shape, a tree, traces,
-    log-probabilities, grammars and drafters that read hidden rows want equally many rows of each sequence: None, and
-    shorter drafts are padded."""
+def shorten_drafts(r: Round, model: Model) -> Tensor | None:
+    """Cut each draft where its next token is less likely to be accepted than its row costs. Returns `Round.places` if
+    some drafts are then shorter than others. A batch of fixed shape, a tree, traces, log-probabilities, grammars and
+    drafters that read hidden rows want equally many rows of each sequence: None, and shorter drafts are padded."""
     b, d = r.batch, r.draft
     whole = b.fixed or d.tree or d.resume is not None or b.aux_layers or b.traced or model.ranks
     if whole or any(request.logprobs or request.guide for request in b.requests):
         return None
     counts = [d.count(slot) for slot in range(b.n)]
     if r.price:
-        sure = [[each[slot] for each in d.confidence] for slot in range(b.n)]
-        counts = [min(c, s.policy.worth(r.price, p)) for c, s, p in zip(counts, b.requests, sure, strict=True)]
+        confidence = [[of_token[slot] for of_token in d.confidence] for slot in range(b.n)]
+        counts = [min(c, s.policy.worth(r.price, p)) for c, s, p in zip(counts, b.requests, confidence, strict=True)]
     if min(counts) == d.size:
         return None
-    d.counts, first = counts, range(0, b.n * (d.size + 1), d.size + 1)
+    d.draft_lengths, first = counts, range(0, b.n * (d.size + 1), d.size + 1)
     places = [at + row for at, count in zip(first, counts, strict=True) for row in range(count + 1)]
     return torch.tensor(places, dtype=torch.int64, device=b.window.device)
 
@@ -187,8 +188,8 @@ def _verify(r: Round, model: Model, cache: KVCache) -> None:
         memory.put("experts", experts_read(model, outs))
     if r.drawn:
         own = b.draws if r.places is None else b.draws.each(r.places // (N + 1))
-        into = memory.out("target", r.rows), memory.out("peak", r.rows)
-        tokens, peak = model.sampled(outs[-1].final, own, rows.positions, *into)
+        out, out_peak = memory.out("target", r.rows), memory.out("peak", r.rows)
+        tokens, peak = model.sampled(outs[-1].final, own, rows.positions, out, out_peak)
         memory.put("target", tokens)
         memory.put("peak", peak)
     else:
@@ -229,9 +230,19 @@ def _accept(r: Round, model: Model, cache: KVCache) -> None:
     target = target_tokens(r, model)
     if isinstance(target, Tensor):
         target = r.padded(target, -1)  # it equals no draft token
-    texts = s.committed, s.length, s.window, s.limit, cache.block_table[:n], cache.page_size
-    report, drawn = memory.out("report", n * (3 + 2 * N)), memory.out("target", n * (N + 1))
-    report, drawn, src, dst = settle(tokens, parents, target, *texts, report, drawn)
+    report, drawn, src, dst = settle(
+        tokens,
+        parents,
+        target,
+        s.committed,
+        s.length,
+        s.window,
+        s.limit,
+        cache.block_table[:n],
+        cache.page_size,
+        memory.out("report", n * (3 + 2 * N)),
+        memory.out("target", n * (N + 1)),
+    )
     if r.draft.tree:  # a chain's accepted rows are in place already
         cache.shift(src, dst)
     memory.put("report", report)
@@ -260,8 +271,9 @@ def adjusted(r: Round, logits: Tensor, adjusts: Adjusts) -> Tensor:
     s, N = r.batch.state, r.draft.size
     window, parents = s.window[:, : N + 1], s.parents[:, :N] if r.draft.tree else None
     ids, biases = (s.bias_ids, s.bias) if adjusts.biased else (None, None)
-    texts = s.committed, s.prompt, s.length, window, s.rules, parents, r.places
-    return adjust_rows(logits, *texts, ids, biases, adjusts.floors)
+    return adjust_rows(
+        logits, s.committed, s.prompt, s.length, window, s.rules, parents, r.places, ids, biases, adjusts.floors
+    )
 
 
 def send(r: Round, model: Model) -> None:

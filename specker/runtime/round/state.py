@@ -142,7 +142,7 @@ class State:
             confidence=torch.zeros(sequences, dtype=scores, device=device),
             step=ints(1),
             hidden=torch.zeros(sequences * rows, wide, dtype=dtype, device=device),
-            aux_hidden_states=torch.zeros(sequences * rows, *aux, dtype=dtype, device=device),
+            aux_hidden_states=torch.zeros((sequences * rows, *aux), dtype=dtype, device=device),
             positions=ints(sequences * rows),
             logits=torch.empty(sequences * rows, vocab, dtype=scores, device=device),
             target=ints(sequences * rows),

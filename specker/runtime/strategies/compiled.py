@@ -1,14 +1,14 @@
 """Chains that the CPU's compiled library drafts in one call (cpu/chain.py)."""
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
-from torch import Tensor
 
-from specker.cpu import Vocabulary, draft_chain, takes
+from specker.cpu import Chains, Committed, Translated, Vocabulary, draft_chain, takes
 from specker.model.cache import KVCache, Rows
 from specker.model.decoder import Model
-from specker.model.recurrent import records
+from specker.model.recurrent import cached_rows
 from specker.runtime.round.batch import Batch
 from specker.runtime.round.drafter import Draft
 from specker.runtime.round.lm_head import LMHead
@@ -20,51 +20,50 @@ def readable(model: Model, head: LMHead) -> bool:
     return model.stack is not None and model.stack.chains and all(takes(w) for w in matrices)
 
 
+class ChainModel(NamedTuple):
+    """What drafts chains."""
+
+    model: Model
+    cache: KVCache
+    head: LMHead
+    normed: bool = False  # whether the layers' outputs have the final norm
+    groups: list[int] | None = None
+    """The first layer of each group of layers that a draft step runs side by side, then the number of layers; None: one
+    after another."""
+
+
 def compiled_chain(
     batch: Batch,
-    model: Model,
-    cache: KVCache,
-    head: LMHead,
-    tokens: Tensor | None,
+    drafting: ChainModel,
     rows: Rows,
+    committed: Committed,
     columns: Sequence[int],
-    *,
     idle: frozenset[int] = frozenset(),
-    normed: bool = False,
-    groups: list[int] | None = None,
-    features: Tensor | None = None,
-    output: Tensor | None = None,
-    raw: bool = False,
-    own: Tensor | None = None,
-    further: Sequence[int] = (),
+    translated: Translated | None = None,
 ) -> Draft:
-    """Draft a chain of each sequence but those in the `idle` slots. tokens, rows, columns, features, output, raw, own,
-    further: see cpu/chain.py. `normed`: whether the layers' outputs have the final norm. `groups`: the first layer of
-    each group of layers that a draft step runs side by side, then the number of layers; default: one after another."""
-    depth, layers = min(batch.budget.depth, batch.budget.nodes), [*range(len(model.layers) + 1)]
-    norm = None if normed else head.norm
+    """Draft a chain of each sequence but those in the `idle` slots. The other arguments: see cpu/chain.py."""
+    model, cache, head, normed, groups = drafting
+    layers = [*range(len(model.layers) + 1)]
     assert model.stack is not None
-    sequences = rows.cu_rows, rows.kv_len, rows.window
+    requests = batch.requests
+    rules = [None if n in idle else s.policy.rule for n, s in enumerate(requests)] if batch.confident else None
     drafted, probability = draft_chain(
         model.stack,
         Vocabulary(
-            *(model.embed, model.embed_scale, head.weight, head.token_ids, norm, head.activations, head.cap),
-            *(head.centroids, head.chosen),
+            *(model.embed, model.embed_scale, head.weight, head.token_ids, None if normed else head.norm),
+            *(head.activations, head.cap, head.centroids, head.chosen),
         ),
-        tokens=tokens,
-        rows=((cache.k, cache.v), (rows.positions, rows.slots), sequences, rows.ancestors, rows.table),
-        groups=(layers, groups or layers),
-        columns=columns,
-        last_position=cache.last_position,
-        steps=depth,
-        sampling=[(s.sampling.temperature, s.sampling.seed) for s in batch.requests],
-        rules=[None if n in idle else s.policy.rule for n, s in enumerate(batch.requests)] if batch.confident else None,
-        records=records(cache, rows.near),
-        features=features,
-        output=output,
-        raw=raw,
-        own=own,
-        further=further,
+        cached_rows(cache, rows),
+        committed,
+        (layers, groups or layers),
+        Chains(
+            columns,
+            cache.last_position,
+            steps=min(batch.budget.depth, batch.budget.nodes),
+            sampling=[(s.sampling.temperature, s.sampling.seed) for s in requests],
+            rules=rules,
+        ),
+        translated,
     )
     probability[:, list(idle)] = 0
     draft = Draft(len(drafted), idle=idle, depth=len(drafted), forwarded=len(drafted) - 1)

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 
 from specker.fields import check_fields, opt, option
 from specker.options import Options
-from specker.runtime.control.auto import TEXT, Acceptance, Experienced
+from specker.runtime.control.auto import TEXT_DECAY, Acceptance, Experienced
 from specker.runtime.control.policy import AUTO, CONFIDENT, LONGEST, MAX_NODES, Budget, Outcome, Policy, general
 from specker.runtime.strategies.base import Plan, PolicyContext, Strategy
 
@@ -162,4 +162,4 @@ class BlockStrategy(Strategy):
 
 def seen(context: PolicyContext) -> Acceptance | None:
     """What texts before this one accepted, from which a policy starts."""
-    return None if context.history is None else Acceptance(TEXT, context.history.drafts)
+    return None if context.history is None else Acceptance(TEXT_DECAY, context.history.drafts)

@@ -19,7 +19,8 @@ import numpy as np
 
 from specker.fields import option
 
-FORMAT, VERSION = "specker-ngram", 1
+FORMAT = "specker-ngram"  # of the file
+VERSION = 1
 MAX_VOCABULARY = 1 << 21  # a trigram's key is below the cube of this, which fits 63 bits
 _MERGE = 1 << 20  # unsorted keys to collect before a merge
 

@@ -88,14 +88,14 @@ def searched(
     for sequence, own, block in zip(batch.requests, guesses, blocks, strict=True):
         start = time.perf_counter()
         before = (sequence.token_ids[-2] if len(sequence.token_ids) > 1 else -1, sequence.token_ids[-1])
-        asked = block, how, before, stop_ids
+        temperature = sequence.sampling.temperature
         if how.tree:
             nodes = min(how.nodes * len(block.ids), batch.budget.nodes)
-            paths, up = best_tree(*asked, nodes, sequence.sampling.temperature)
+            paths, up = best_tree(block, how, before, stop_ids, nodes, temperature)
             tokens.append([path.tokens[-1] for path in paths])
             best = max(paths, key=lambda path: len(path.tokens))
         else:
-            best = best_paths(*asked, sequence.sampling.temperature)[0]
+            best = best_paths(block, how, before, stop_ids, temperature)[0]
             tokens.append(list(best.tokens))
             up = list(range(len(best.tokens)))
         parents.append(up)

@@ -185,10 +185,10 @@ class BlockDrafter(Drafter):
         cache = self.cache
         spans = [(slot, start, start + len(rows)) for slot, start, rows in parts]
         positions = torch.cat([cache.positions[start:end] for _, start, end in spans])
-        slots = torch.cat([cache.slots(*span) for span in spans])
+        slots = torch.cat([cache.slots(slot, start, end) for slot, start, end in spans])
         self.block.keep(cache, positions, slots, torch.cat([rows for *_, rows in parts]))
-        for span in spans:
-            self._exact(*span)
+        for slot, start, end in spans:
+            self._exact(slot, start, end)
 
     def _exact(self, slot: int, start: int, end: int) -> None:
         """Columns start..end - 1 were written."""

@@ -57,15 +57,15 @@ def made(
     context: DraftContext, model: Model, cache: KVCache, depth: int, layers: DraftLayers | None = None
 ) -> AutoregressiveDrafter:
     """The drafter of a small model, in the target's ids or in its own. depth, layers: of `AutoregressiveDrafter`."""
-    parts = model, cache, context.head(model), context.options.width, depth, layers
+    head, width = context.head(model), context.options.width
     assert context.draft is not None
     if (translation := context.draft.translation) is not None:
         from specker.runtime.strategies.draft.translated import TranslatedDrafter
 
-        return TranslatedDrafter(translation, *parts)
+        return TranslatedDrafter(translation, model, cache, head, width, depth, layers)
     from specker.runtime.strategies.draft.drafter import AutoregressiveDrafter
 
-    return AutoregressiveDrafter(*parts)
+    return AutoregressiveDrafter(model, cache, head, width, depth, layers)
 
 
 def note_mode(context: DraftContext) -> None:

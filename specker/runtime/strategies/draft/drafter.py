@@ -1,17 +1,17 @@
 """A drafter that runs a small model token by token, or level by level."""
 
-from collections.abc import Sequence
 from typing import Protocol
 
 from torch import Tensor
 
+from specker.cpu import Committed, Translated
 from specker.model.cache import KVCache, Rows
 from specker.model.decoder import Final, Model, Output, forward
 from specker.model.rows import begin, begin_text
 from specker.runtime.round.batch import Batch
 from specker.runtime.round.drafter import Accepted, Draft
 from specker.runtime.round.lm_head import LMHead
-from specker.runtime.strategies.compiled import compiled_chain, readable
+from specker.runtime.strategies.compiled import ChainModel, compiled_chain, readable
 from specker.runtime.strategies.growth import grown
 from specker.runtime.strategies.model_drafter import CATCH_UP_ROWS, ModelDrafter
 
@@ -58,30 +58,15 @@ class AutoregressiveDrafter(ModelDrafter):
         self.head.follow(batch.requests)
         return self.drafted(batch, self.idle(batch.requests))
 
-    def drafted(
-        self, batch: Batch, idle: frozenset[int], own: Tensor | None = None, further: Sequence[int] = ()
-    ) -> Draft:
-        """`propose` but for the head's rows. `idle`: slots that draft nothing. With another tokenizer than the
-        target's, own [ids of the target] int64: the model's id of each token, and `further`, by sequence: how many more
-        tokens the target's text has."""
+    def drafted(self, batch: Batch, idle: frozenset[int], translated: Translated | None = None) -> Draft:
+        """`propose` but for the head's rows. `idle`: slots that draft nothing."""
         if self.width > 1 or batch.fixed or not self._compiles(batch):
             return grown(batch, self, self.width, idle)
         tokens, rows = self.missing_rows(batch)
         groups = None if self.layers is None else self.layers.groups
-        lengths = [min(len(request.token_ids), self.limit) for request in batch.requests]
-        return compiled_chain(
-            batch,
-            self.model,
-            self.cache,
-            self.head,
-            tokens,
-            rows,
-            lengths,
-            idle=idle,
-            groups=groups,
-            own=own,
-            further=further,
-        )
+        drafting = ChainModel(self.model, self.cache, self.head, groups=groups)
+        columns = [min(len(request.token_ids), self.limit) for request in batch.requests]
+        return compiled_chain(batch, drafting, rows, Committed(tokens), columns, idle, translated)
 
     def _compiles(self, batch: Batch) -> bool:
         """Whether the compiled library drafts the whole chain."""

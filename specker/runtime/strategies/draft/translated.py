@@ -15,6 +15,7 @@ from weakref import WeakKeyDictionary
 from torch import Tensor
 
 from specker.checkpoints.translation import Reader, Translation
+from specker.cpu import Translated
 from specker.model.cache import KVCache
 from specker.model.decoder import Final, Model
 from specker.runtime.control.policy import Budget
@@ -57,7 +58,7 @@ class TranslatedDrafter(AutoregressiveDrafter):
         super().__init__(model, cache, head, width, depth, layers)
         self.translation, self.own = translation, translation.own.to(model.device)
         self._shadows: WeakKeyDictionary[Request, Shadow] = WeakKeyDictionary()
-        self._further: Sequence[int] = ()  # by sequence, how many more tokens the target's text has; maybe negative
+        self._ahead: Sequence[int] = ()  # `Translated.ahead`
 
     def cache_ids(self, request: Request) -> list[int]:
         """Before the first draft, only ids that never change: a sequence shares pages with other texts, and must not
@@ -86,9 +87,9 @@ class TranslatedDrafter(AutoregressiveDrafter):
         self.head.follow(requests)
         lengths = [len(own.token_ids) for own in requests]
         texts = zip(batch.requests, lengths, strict=True)
-        self._further = [len(request.token_ids) - length for request, length in texts]
+        self._ahead = [len(request.token_ids) - length for request, length in texts]
         cut = frozenset(slot for slot, request in enumerate(batch.requests) if self._shadow(request).cut)
-        draft = self.drafted(replace(batch, requests=requests, lengths=lengths), cut, self.own, self._further)
+        draft = self.drafted(replace(batch, requests=requests, lengths=lengths), cut, Translated(self.own, self._ahead))
         return self._written(batch, draft) if self.translation.free else draft
 
     def accept(self, batch: Batch, draft: Draft, accepted: Accepted) -> None:
@@ -136,8 +137,8 @@ class TranslatedDrafter(AutoregressiveDrafter):
 
     def _targets(self, positions: Tensor) -> Tensor:
         """The target's positions of rows of all sequences, equally many of each."""
-        further = positions.new_tensor(self._further)
-        return (positions.view(len(further), -1) + further.unsqueeze(1)).flatten()
+        ahead = positions.new_tensor(self._ahead)
+        return (positions.view(len(ahead), -1) + ahead.unsqueeze(1)).flatten()
 
     # --- the texts
 

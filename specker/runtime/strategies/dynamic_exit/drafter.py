@@ -16,10 +16,11 @@ from specker.runtime.round.drafter import Accepted, Draft, Drafter, Offer, Resum
 from specker.runtime.round.lm_head import LMHead
 from specker.runtime.round.state import Request
 
-# The last rows of a prompt seed DEL's statistics: at most 32, as in the paper. Each row is multiplied by the LM head
-# once for each watched layer, so a prompt gets one such product for every PROMPT_SHARE of its tokens. Short prompts get
-# none: the first round watches the same layers.
-PROMPT_ROWS, PROMPT_SHARE = 32, 16
+# The last rows of a prompt seed DEL's statistics. Each row is multiplied by the LM head once for each watched layer, so
+# a prompt gets one such product for every PROMPT_SHARE of its tokens. Short prompts get none: the first round watches
+# the same layers.
+PROMPT_ROWS = 32  # at most, as in the paper
+PROMPT_SHARE = 16
 
 
 class EarlyExitDrafter(Drafter):

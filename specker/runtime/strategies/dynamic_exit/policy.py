@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from specker.runtime.control.auto import ENGINE, PRIOR, TEXT, Acceptance, AcceptanceHistory
+from specker.runtime.control.auto import ENGINE_DECAY, PRIOR, TEXT_DECAY, Acceptance, AcceptanceHistory
 from specker.runtime.control.costs import Costs
 from specker.runtime.control.policy import LONGEST, Budget, Chain, Outcome, Policy, StopRule
 
@@ -125,8 +125,8 @@ class DynamicExit(Policy):
     def _seen_at(self, exit: int) -> Acceptance:
         """What drafts of this exit layer achieved in this text, after earlier ones."""
         if exit not in self._seen:
-            before = self.earlier.exit_drafts.setdefault(exit, Acceptance(ENGINE))
-            self._seen[exit] = Acceptance(TEXT, before)
+            before = self.earlier.exit_drafts.setdefault(exit, Acceptance(ENGINE_DECAY))
+            self._seen[exit] = Acceptance(TEXT_DECAY, before)
         return self._seen[exit]
 
     def _affordable(self) -> bool:
@@ -165,7 +165,7 @@ class DynamicExit(Policy):
         self._sums[at] = DECAY * self._sums[at] + new[1]
         if self.earlier.exits is None:
             self.earlier.exits = np.zeros((2, len(self.layers), 2))
-        self.earlier.exits[:, at] = ENGINE * self.earlier.exits[:, at] + new
+        self.earlier.exits[:, at] = ENGINE_DECAY * self.earlier.exits[:, at] + new
 
     def choice(self) -> Choice:
         """The best TPL(l, g) of the package's docstring, for g = 0..17, and what else follows. While plain rounds are

@@ -128,8 +128,8 @@ def _fed_back(
     """The head that feeds back its rows after its final norm, as it does, or before it if its second guesses are better
     then; and a remark."""
     heads, names = (head, made(replace(head.spec, output=False))), ("after", "before")
-    known = _target(model, text.tokens, head.spec.aux_layers)
-    found = [second_share(each, text, *known, kept) for each in heads]
+    rows, own = _target(model, text.tokens, head.spec.aux_layers)
+    found = [second_share(each, text, rows, own, kept) for each in heads]
     best = int(found[1] > found[0] + MARGIN)
     return heads[best], (
         f"its second guess is at {found[best]:.0%}, feeding back its rows {names[best]} the final norm; norm_output in "
@@ -147,14 +147,14 @@ def second_share(head: DraftHead, text: Text, rows: Tensor, own: Tensor, kept: T
     cache = KVCache(head.model.config, T, dtype=head.model.dtype, device=head.model.device)
     embedded = head.model.embed_tokens(torch.tensor(tokens[1:], dtype=torch.int64, device=head.model.device))
     placed, features = cache.after([0], [T]), head.features(rows[:-1])
-    fed, _ = head.forward(cache, placed, *head.pairs(features, embedded, placed.positions))
+    fed, _ = head.forward(cache, placed, head.pairs(features, embedded, placed.positions))
     fed, columns = fed.clone(), range(max(0, first - 2), T - 1)  # compiled layers reuse their memory
     greedy, right = Draws.one(Sampling()), 0
     columns = columns[:: -(-len(columns) // SECONDS)]
     # From the last to the first: the pair after column t takes the place of the text's own, which no earlier t reads.
     for t in reversed(columns):
         one = cache.after([t + 1], [1])
-        _, final = head.forward(cache, one, *head.pairs(fed[t : t + 1], embedded[t + 1 : t + 2], one.positions))
+        _, final = head.forward(cache, one, head.pairs(fed[t : t + 1], embedded[t + 1 : t + 2], one.positions))
         right += int(own_head.best(final, greedy, one.positions)) == int(own[t + 2])
     return right / len(columns)
 
@@ -198,7 +198,7 @@ def _guesses(head: DraftHead, tokens: list[int], hidden: Tensor, kept: Tensor | 
     cache = KVCache(model.config, T, dtype=model.dtype, device=model.device)
     embedded = model.embed_tokens(torch.tensor(tokens[1:], dtype=torch.int64, device=model.device))
     rows = cache.after([0], [T])
-    _, final = head.forward(cache, rows, *head.pairs(head.features(hidden[:-1]), embedded, rows.positions))
+    _, final = head.forward(cache, rows, head.pairs(head.features(hidden[:-1]), embedded, rows.positions))
     lm_head, greedy = _lm_head(head, kept), Draws.one(Sampling())
     parts = [slice(n, n + LOGITS) for n in range(0, T, LOGITS)]
     return torch.cat([lm_head.best(final.at(part), greedy, rows.positions[part]) for part in parts])

@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from specker.cpu import Committed
 from specker.model.cache import KVCache, Lengths
 from specker.model.decoder import Final, Model
 from specker.model.heads import DraftHead
@@ -11,7 +12,7 @@ from specker.runtime.round.batch import Batch
 from specker.runtime.round.drafter import UNLIMITED, Accepted, Draft, Drafter, Offer
 from specker.runtime.round.lm_head import LMHead
 from specker.runtime.round.state import Request
-from specker.runtime.strategies.compiled import compiled_chain, readable
+from specker.runtime.strategies.compiled import ChainModel, compiled_chain, readable
 from specker.runtime.strategies.eagle.pairs import HeadPairs, Pairs
 from specker.runtime.strategies.growth import grown
 
@@ -106,19 +107,9 @@ class EagleDrafter(HeadDrafter):
             rows, tokens, features = self.cache.after(columns, [1] * batch.n), None, None
         else:
             rows, tokens, features = waiting
-        return compiled_chain(
-            batch,
-            self.model,
-            self.cache,
-            self.head,
-            tokens,
-            rows,
-            columns,
-            normed=self.reading.normed,
-            features=features,
-            output=self.pairs.output[: batch.n],
-            raw=self.reading.raw,
-        )
+        drafting = ChainModel(self.model, self.cache, self.head, self.reading.normed)
+        committed = Committed(tokens, features, self.pairs.output[: batch.n], self.reading.raw)
+        return compiled_chain(batch, drafting, rows, committed, columns)
 
     # --- growth.Steps
 
@@ -131,8 +122,8 @@ class EagleDrafter(HeadDrafter):
         """A pair's column is the one before its token's, so row 0 of the window is the root's pair, 2 columns before
         the end of the text."""
         features = batch.memory.get("hidden", batch.n) if batch.confident else self._output
-        rows, stream, joined = self.reading.begin(self.cache, self.lengths(batch), 2, first, tokens, features, parents)
-        output, final = self.reading.forward(self.cache, rows, stream, joined)
+        rows, pairs = self.reading.begin(self.cache, self.lengths(batch), 2, first, tokens, features, parents)
+        output, final = self.reading.forward(self.cache, rows, pairs)
         self._pass_on(batch, output)
         # A pair predicts the draw of the next position. Greedy draws read none.
         return final, rows.positions if batch.shape.draws == "greedy" else rows.positions + 1

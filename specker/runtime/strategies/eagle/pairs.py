@@ -50,8 +50,9 @@ class Pairs:
         """`depth`: length of the longest draft."""
         self.head, self.cache, self.depth = head, cache, depth
         self.waiting: list[Tensor | None] = [None] * len(cache.exact_len)  # features [count, H] by slot
-        model, shape = head.model, (len(cache.exact_len), head.model.config.hidden_size)
-        self.output, self.last = torch.zeros(2, *shape, dtype=model.dtype, device=model.device).unbind(0)  # by slot
+        model = head.model
+        both = 2, len(cache.exact_len), model.config.hidden_size
+        self.output, self.last = torch.zeros(both, dtype=model.dtype, device=model.device).unbind(0)  # by slot
         if model.stack is not None:  # both are its last rows, which a compiled chain writes once
             self.last = self.output
 
@@ -87,8 +88,8 @@ class Pairs:
         if draft.tree:
             rows = rows[torch.arange(n, dtype=torch.int64, device=device).unsqueeze(1), path.clamp(0, N)]
         features = head.kept(rows[:, :most].flatten(0, 1))
-        pairs = head.begin(self.cache, s.length - accepted, 1, 0, s.committed[:, 1:], features, text=True)
-        output, final = head.forward(self.cache, *pairs, kept=True)
+        placed, pairs = head.begin(self.cache, s.length - accepted, 1, 0, s.committed[:, 1:], features, text=True)
+        output, final = head.forward(self.cache, placed, pairs, kept=True)
         self._note(slice(n), output, final, accepted.clamp(min=1) + _before(n, most, device))
 
     def _note(self, slots: slice, output: Tensor, final: Final, last: Tensor) -> None:
@@ -151,7 +152,7 @@ class Pairs:
         """Forward pairs whose tokens the host knows."""
         rows, tokens, features = waiting
         pairs = self.head.pairs(features, self.head.model.embed_tokens(tokens), rows.positions)
-        output, final = self.head.forward(self.cache, rows, *pairs, kept=True)
+        output, final = self.head.forward(self.cache, rows, pairs, kept=True)
         self._note(slots, output, final, rows.cu_rows[1:].long() - 1)
 
     def move(self, source: int, target: int) -> None:

@@ -33,7 +33,7 @@ class ParallelDrafter(HeadDrafter):
             rows = self.cache.place(batch.lengths, 1, 0, depth - 1)
             feature, embedded = (x.expand(n * (depth - 1), -1).contiguous() for x in self.mask)
             pairs = self.reading.pairs(feature, embedded, rows.positions)
-            _, masks = self.reading.forward(self.cache, rows, *pairs)
+            _, masks = self.reading.forward(self.cache, rows, pairs)
             each = (x.view(n, depth - 1, *x.shape[1:]) for x in (masks.rows, rows.positions + 1))
             firsts = final.rows, positions
             joined = [torch.cat((x.unsqueeze(1), y), 1).flatten(0, 1) for x, y in zip(firsts, each, strict=True)]

@@ -6,10 +6,10 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 
-from specker.runtime.control.auto import ENGINE, TEXT, Share, shorter
+from specker.runtime.control.auto import ENGINE_DECAY, TEXT_DECAY, Share, shorter
 from specker.runtime.control.policy import LENGTHS, MAX_NODES, OWN, Budget, Match, Outcome, Policy
 
-UNTRIED = Share(TEXT)  # the counts of a match that was never tried
+UNTRIED = Share(TEXT_DECAY)  # the counts of a match that was never tried
 # The a_n that a text starts with, for n = 1, 2, ..; the last one applies to all longer matches.
 RATES = (0.3, 0.5, 0.6, 0.65, 0.7, 0.75, 0.8, 0.8)
 OTHERS = 2  # a match in another text is worth as much as one that is so many tokens shorter in the text itself
@@ -75,7 +75,7 @@ class NgramPolicy(Policy):
         if outcome.drafted and self.matched:
             right, key = len(outcome.path) - 1, (self.source, counted(self.matched))
             seen = min(right + 1, outcome.drafted)  # the tokens after a wrong one are not compared
-            for shares, decay in ((self.shares, TEXT), (self.earlier, ENGINE)):
+            for shares, decay in ((self.shares, TEXT_DECAY), (self.earlier, ENGINE_DECAY)):
                 shares.setdefault(key, Share(decay)).add(right, seen)
 
 

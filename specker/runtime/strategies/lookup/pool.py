@@ -13,9 +13,11 @@ from itertools import count
 from specker.cpu.suffixes import END, Index, new_index
 from specker.runtime.strategies.lookup import MEMORY, SUFFIXES
 
-SIZES = 2, SUFFIXES[1]  # tokens of the shortest and of the longest match in another text
+SHORTEST = 2  # tokens of a match in another text
+LONGEST = SUFFIXES[1]
 KEPT = 0.75  # of the memory, once texts are dropped: each time the index is made anew
-WIDE, TEXT = 4, 380  # bytes of a token and of a text, beside the index
+TOKEN_BYTES = 4  # beside the index
+TEXT_BYTES = 380  # of a text's objects
 
 
 @dataclass(eq=False, slots=True)
@@ -30,13 +32,13 @@ class Pool:
 
     def __init__(self, clock: count[int]):
         self._clock = clock
-        self.index: Index = new_index(*SIZES)
+        self.index: Index = new_index(SHORTEST, LONGEST)
         self.texts: list[Text] = []  # ascending by start
         self._beginnings: dict[bytes, list[Text]] = {}
 
     @property
     def bytes(self) -> int:
-        return self.index.bytes + WIDE * len(self.index) + TEXT * len(self.texts)
+        return self.index.bytes + TOKEN_BYTES * len(self.index) + TEXT_BYTES * len(self.texts)
 
     def add(self, tokens: Sequence[int]) -> None:
         """Add a text. One that begins a known text is known; one that a known text begins, such as a conversation that
@@ -68,7 +70,7 @@ class Pool:
     def drop(self, dropped: set[Text]) -> None:
         """Make the index anew without these texts."""
         texts = [text for text in self.texts if text not in dropped]
-        self.index, self.texts, self._beginnings = new_index(*SIZES), [], {}
+        self.index, self.texts, self._beginnings = new_index(SHORTEST, LONGEST), [], {}
         for text in texts:
             self._beginnings.setdefault(_beginning(text), []).append(text)
             self._append(text)

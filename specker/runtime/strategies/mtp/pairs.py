@@ -35,7 +35,7 @@ class PairsInTurn:
             parts = [self.through(k, block, features[at], embedded[at]) for at, block in rows.blocks(BLOCK)]
             finals = torch.cat([final.rows for _, final in parts])
             return torch.cat([output for output, _ in parts]), Final(finals, parts[0][1].normed)
-        output, final = head.forward(self.layers[k], rows, *head.pairs(features, embedded, rows.positions))
+        output, final = head.forward(self.layers[k], rows, head.pairs(features, embedded, rows.positions))
         if k and not final.normed:
             final = Final(add_norm(final.rows, None, head.model.norm, head.model.config.rms_norm_eps)[1], True)
         return output, final
