@@ -6,10 +6,10 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from specker.cli.flags import Job
-from specker.cli.interrupt import CtrlC
 from specker.cli.prompts import Conversation, encode
 from specker.cli.report import Result
 from specker.cli.screen import Screen
+from specker.command.interrupt import CtrlC
 from specker.options import Params, Sampling
 from specker.runtime.control.stats import Stats
 from specker.view.trace import Trace

@@ -5,7 +5,7 @@ from typing import Any
 
 from specker.options import Sampling
 from specker.runtime.control.stats import Stats
-from specker.versions import settings, versions
+from specker.runtime.versions import settings, versions
 
 
 @dataclass
