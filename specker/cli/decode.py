@@ -15,7 +15,7 @@ from specker.runtime.control.stats import Stats
 from specker.view.trace import Trace
 
 if TYPE_CHECKING:
-    from specker.runtime.harmony import Messages
+    from specker.answers.harmony import Messages
 
 LONG = 512  # tokens; the prefill of a longer prompt shows its progress
 

@@ -149,8 +149,7 @@ def _agree(job: Job, sampling: Sampling, conversations: list[Conversation], gram
 
 def _of_answers(engine: Any, grammar: str) -> str:
     """The grammar of answers whose text matches `grammar`: in Harmony, reasoning and headers stand before it."""
-    from specker.runtime import harmony
-    from specker.serve import channels
+    from specker.answers import channels, harmony
 
     if (known := harmony.of(engine.target.tokens.special)) is None:
         return grammar

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Unpack, overload
 
 import torch
 
+from specker.answers import harmony
 from specker.checkpoints.checkpoint import Checkpoint
 from specker.checkpoints.gguf.cache import origin
 from specker.fields import option
@@ -21,7 +22,7 @@ from specker.model.config import ModelConfig, layer_elements
 from specker.model.decoder import Model
 from specker.model.states import AHEAD
 from specker.options import GRAPHS, TEMPERATURE, Options, Params
-from specker.runtime import check, harmony, strategies, text
+from specker.runtime import check, strategies, text
 from specker.runtime.check import CheckResult
 from specker.runtime.control.auto import AcceptanceHistory
 from specker.runtime.control.costs import Costs

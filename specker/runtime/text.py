@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from specker.answers import harmony
 from specker.checkpoints.checkpoint import Checkpoint
 from specker.checkpoints.tokenizer import Tokenizer
 from specker.fields import option
-from specker.runtime import harmony
 from specker.runtime.control.stats import Stats
 from specker.runtime.events import Logprob
 

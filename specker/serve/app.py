@@ -18,12 +18,14 @@ from fastapi.responses import HTMLResponse, JSONResponse, Response, StreamingRes
 from starlette.exceptions import HTTPException
 from starlette.routing import Route
 
+from specker.answers import channels, harmony, reasoning
+from specker.answers.tool_formats import TAGS, format_of
 from specker.checkpoints.tokenizer import Tokens
-from specker.runtime import harmony, strategies
+from specker.runtime import strategies
 from specker.runtime.engine import Engine
 from specker.runtime.round import state
 from specker.runtime.text import TooLong, rendered, reserved
-from specker.serve import channels, infill, reasoning, tools
+from specker.serve import infill, tools
 from specker.serve.answers import ChatAnswer, TextAnswer
 from specker.serve.api import Asked, Chat, Completion, Tokenize
 from specker.serve.checker import Checker, Unavailable
@@ -35,7 +37,6 @@ from specker.serve.messages import Conversation, MessagesAnswer, MessagesRequest
 from specker.serve.pieces import Pieces, Reading
 from specker.serve.responses import ResponseAnswer, ResponseRequest
 from specker.serve.settings import Serving
-from specker.serve.tool_formats import TAGS, format_of
 from specker.serve.worker import Busy, Call, Failed, Worker
 from specker.view.live import Live
 from specker.view.page import LIVE_POLICY, UNFRAMED

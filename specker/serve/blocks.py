@@ -11,8 +11,8 @@ from typing import Any, Literal, NamedTuple
 
 from pydantic import ValidationError
 
+from specker.answers.harmony import Kind
 from specker.checkpoints.tokenizer import Tokens
-from specker.runtime.harmony import Kind
 from specker.serve.api import Chat, check_values
 from specker.serve.errors import sentence
 from specker.serve.pieces import Piece, Pieces, Reading

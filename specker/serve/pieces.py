@@ -8,13 +8,13 @@ from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, NamedTuple, Protocol
 
+from specker.answers.calls import Calls, Segment, called
+from specker.answers.harmony import Harmony, Kind, Messages
+from specker.answers.reasoning import Reasoning
+from specker.answers.tool_formats import Format, Functions
 from specker.runtime.control.stats import Stats
 from specker.runtime.events import Event, Logprob
-from specker.runtime.harmony import Harmony, Kind, Messages
 from specker.serve.api import Asked
-from specker.serve.reasoning import Reasoning
-from specker.serve.tool_formats import Format, Functions
-from specker.serve.tools import Calls, Segment, called
 from specker.serve.worker import Call
 
 log = logging.getLogger(__name__)

@@ -12,14 +12,14 @@ from serving import free, serving
 
 import specker
 from specker import grammar
-from specker.runtime import harmony
+from specker.answers import harmony
+from specker.answers.tool_formats import Hermes
 from specker.runtime.events import Event
 from specker.serve.app import Server
 from specker.serve.blocks import Block, Blocks
 from specker.serve.messages import MessagesRequest, _content
 from specker.serve.pieces import ChannelReader, Reading, TagReader
 from specker.serve.responses import ResponseRequest
-from specker.serve.tool_formats import Hermes
 
 TEMPLATE = (
     "{% for m in messages %}{{ m.role }}: {{ m.reasoning_content }}{{ m.content }}{% for c in m.tool_calls or [] %}"

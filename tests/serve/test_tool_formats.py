@@ -12,12 +12,13 @@ from transformers import AddedToken
 
 import specker
 from specker import grammar
+from specker.answers import reasoning
+from specker.answers.calls import Calls
+from specker.answers.tool_formats import TAGS, format_of
 from specker.runtime.round.grammars import Grammars
-from specker.serve import reasoning
 from specker.serve.api import Chat
 from specker.serve.app import Server
-from specker.serve.tool_formats import TAGS, format_of
-from specker.serve.tools import Calls, functions_of, grammar_of
+from specker.serve.tools import functions_of, grammar_of
 
 TALK = [{"role": "user", "content": "ab"}]
 MOVE = {

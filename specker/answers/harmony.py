@@ -17,10 +17,9 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import takewhile
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, Protocol
 
 from specker.checkpoints.parse import HARMONY, HARMONY_ENDS
-from specker.runtime.events import Event
 
 START, CONSTRAIN, END = "<|start|>", "<|constrain|>", "<|end|>"
 (CHANNEL, MESSAGE), (CALL, RETURN) = HARMONY, HARMONY_ENDS
@@ -50,6 +49,21 @@ class Harmony:
     def parts(self) -> dict[int, bool]:
         """Whether each of the tokens stands before a body, or ends one: there a user's stop strings may occur."""
         return {token: text not in (START, CHANNEL, CONSTRAIN) for text, token in self.ids.items()}
+
+
+class Event(Protocol):
+    """What a round adds to a text: see runtime/events.py."""
+
+    @property
+    def tokens(self) -> list[int]: ...
+    @property
+    def accepted(self) -> int: ...
+    @property
+    def texts(self) -> list[str]: ...
+    @property
+    def rest(self) -> str: ...
+    @property
+    def finished(self) -> str | None: ...
 
 
 class Part(NamedTuple):

@@ -4,8 +4,8 @@ looked for only if the chat template names the closing tag."""
 from enum import Enum, auto
 
 from specker import grammar
-from specker.serve.tool_formats import TEXT, Special, spelled
-from specker.serve.tools import begun
+from specker.answers.calls import begun
+from specker.answers.tool_formats import TEXT, Special, spelled
 
 OPEN, CLOSE = "<think>", "</think>"
 
