@@ -1,57 +1,48 @@
 """Calls: taken out of a text that grows."""
 
 import json
-from typing import Any, NamedTuple
 
-from specker.answers.harmony import Kind
-from specker.answers.tool_formats import Format, Functions, Read, new_id
-
-
-class Segment(NamedTuple):
-    """A stretch of an answer.
-
-    Attributes:
-        kind: what it is.
-        text: of a call, its arguments as JSON.
-        call: as the chat API has it.
-    """
-
-    kind: Kind
-    text: str
-    call: dict[str, Any] | None = None
+from specker.answers.parts import Part
+from specker.answers.scanner import Scanner
+from specker.answers.tool_formats import Format, Functions, Read
 
 
 class Calls:
     """Takes the calls out of one text that grows. What may be the beginning of one is held back, and so is white space,
-    which may stand before one."""
+    which may stand before one.
+
+    Attributes:
+        found: how many calls the text has so far.
+    """
 
     def __init__(self, form: Format, functions: Functions):
         self._form, self._functions = form, functions
-        self._held = ""
-        self._place = "begin"  # of what is held: at the "begin" of the text, "after" a call, or in a "text"
+        self._scanner = Scanner(form.begins, trims=True)
+        self._place = "begin"  # at the "begin" of the text, "after" a call, or in a "text"
         self.found = 0
 
-    def add(self, text: str, last: bool = False) -> list[Segment]:
+    def add(self, text: str, last: bool = False) -> list[Part]:
         """More of the text -> the texts beside calls and the calls that are complete, in their order. `last`: nothing
         follows."""
-        self._held += text
-        found: list[Segment] = []
+        parts: list[Part] = []
         closes = self._form.closing in text  # only then a long call is read anew
         while True:
-            if self._place == "after":
-                self._held = self._held.lstrip(self._form.between)
-            at, sure = self._begins()
-            if not (sure and closes) or (read := self._read(self._held[at:])) is None:
-                break
-            if before := self._held[:at].rstrip():
-                found.append(Segment("text", before))
-            found += [self._call(*call) for call in read[0]]
-            self._held, self._place = self._held[at + read[1] :], "after"
-        cut = len(self._held) if last else len(self._held[:at].rstrip())
-        if cut:
-            found.append(Segment("text", self._held[:cut]))
-            self._held, self._place = self._held[cut:], "text"
-        return found
+            if self._place == "after" and not self._scanner.held:
+                text = text.lstrip(self._form.between)
+            before = self._scanner.add(text)
+            if self._form.first and (before or self._place == "text" or self._scanner.held[:1].isspace()):
+                before += self._scanner.flush()
+            read = self._read(self._scanner.marked) if closes and self._scanner.found else None
+            if read is None and last:
+                before += self._scanner.flush()
+            if before:
+                parts.append(Part("text", before))
+                self._place = "text"
+            if read is None:
+                return parts
+            parts += [self._call(*call) for call in read[0]]
+            text, self._place = self._scanner.marked[read[1] :], "after"
+            self._scanner.flush()
 
     def _read(self, text: str) -> Read | None:
         try:
@@ -59,30 +50,7 @@ class Calls:
         except (ValueError, LookupError, TypeError):  # ordinary text that looks like a call whose tags are tokens
             return None
 
-    def _begins(self) -> tuple[int, bool]:
-        """Where a call begins in what is held, or may begin if more follows, and whether it does."""
-        held, begins = self._held, self._form.begins
-        if self._form.first:
-            if self._place == "text" or not any(begun(held, b) == len(held) or held.startswith(b) for b in begins):
-                return len(held), False
-            return 0, held.startswith(begins)
-        found = [at for at in map(held.find, begins) if at >= 0]
-        if found:
-            return min(found), True
-        return len(held) - max(begun(held, tag) for tag in begins), False
-
-    def _call(self, name: str, arguments: Any) -> Segment:
+    def _call(self, name: str, arguments: object) -> Part:
         self.found += 1
-        return called(self.found - 1, name, json.dumps(arguments, ensure_ascii=False), self._form.call_id())
-
-
-def called(index: int, name: str, arguments: str, id: str | None = None) -> Segment:
-    """A call. `arguments`: as JSON. `id`: default: a new one."""
-    function = {"name": name, "arguments": arguments}
-    call = {"index": index, "id": id or new_id(), "type": "function", "function": function}
-    return Segment("call", arguments, call)
-
-
-def begun(text: str, tag: str) -> int:
-    """Characters at the end of `text` that may begin `tag`."""
-    return max((n for n in range(1, len(tag)) if text.endswith(tag[:n])), default=0)
+        written = json.dumps(arguments, ensure_ascii=False)
+        return Part("call", written, name, number=self.found - 1, id=self._form.call_id())

@@ -1,10 +1,10 @@
 """Reasoning: what a model writes between <think> and </think> before its answer, taken out of a text that grows. It is
 looked for only if the chat template names the closing tag."""
 
-from enum import Enum, auto
+from typing import Literal
 
 from specker import grammar
-from specker.answers.calls import begun
+from specker.answers.scanner import Scanner
 from specker.answers.tool_formats import TEXT, Special, spelled
 
 OPEN, CLOSE = "<think>", "</think>"
@@ -26,56 +26,40 @@ def preceded(form: str, special: Special) -> str:
     return grammar.after("\n".join(rules), form)
 
 
-class Place(Enum):
-    """Where the end of a text is."""
-
-    BEFORE = auto()  # nothing but white space yet, or the beginning of the opening tag
-    INSIDE = auto()
-    BETWEEN = auto()  # in the white space after the reasoning
-    BESIDE = auto()
+Place = Literal["before", "inside", "between", "beside"]  # "between": in the white space behind the reasoning
 
 
 class Reasoning:
-    """What may be the beginning of a tag is held back, and so is white space at both ends of the reasoning."""
+    """What may be the beginning of a tag is held back, and so is white space at both ends of the reasoning.
+
+    Attributes:
+        place: of the end of the text.
+    """
 
     def __init__(self, inside: bool):
         """`inside`: the prompt has the opening tag already."""
-        self._place, self._held = Place.INSIDE if inside else Place.BEFORE, ""
+        self.place: Place = "inside" if inside else "before"
+        self._opening, self._closing = Scanner([OPEN], trims=True), Scanner([CLOSE], trims=True)
         self._begun = False
-
-    @property
-    def inside(self) -> bool:
-        return self._place is Place.INSIDE
 
     def add(self, text: str, last: bool = False) -> tuple[str, str]:
         """More of the text -> more of the reasoning, and of the text beside it. `last`: nothing follows."""
-        self._held += text
         reasoning = ""
-        if self._place is Place.BEFORE:
-            start = self._held.lstrip()
-            if start.startswith(OPEN):
-                self._place, self._held = Place.INSIDE, start.removeprefix(OPEN)
-            elif last or not OPEN.startswith(start):
-                self._place = Place.BESIDE
-        if self._place is Place.INSIDE:
-            reasoning = self._inside(last)
-        if self._place is Place.BETWEEN:
-            self._held = self._held.lstrip()
-            if self._held:
-                self._place = Place.BESIDE
-        beside = ""
-        if self._place is Place.BESIDE:
-            beside, self._held = self._held, ""
-        return reasoning, beside
-
-    def _inside(self, last: bool) -> str:
-        text, tag, rest = self._held.partition(CLOSE)
-        if tag:
-            self._place, self._held = Place.BETWEEN, rest
-        else:
-            end = len(text) if last else len(text) - begun(text, CLOSE)
-            self._held = text[len(text[:end].rstrip()) :]
-            text = text[:end]
-        text = text.rstrip() if self._begun else text.strip()
-        self._begun = self._begun or bool(text)
-        return text
+        if self.place == "before":
+            text = self._opening.add(text)
+            if self._opening.found and not text:
+                self.place, text = "inside", self._opening.marked.removeprefix(OPEN)
+            elif text or last:
+                self.place, text = "beside", text + self._opening.flush()
+        if self.place == "inside":
+            reasoning, text = self._closing.add(text), ""
+            if self._closing.found:
+                self.place, text = "between", self._closing.marked.removeprefix(CLOSE)
+            elif last:
+                reasoning = (reasoning + self._closing.flush()).rstrip()
+            reasoning = reasoning if self._begun else reasoning.lstrip()
+            self._begun = self._begun or bool(reasoning)
+        if self.place == "between":
+            text = text.lstrip()
+            self.place = "beside" if text else "between"
+        return reasoning, text

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Unpack, overload
 import torch
 
 from specker.answers import harmony
+from specker.answers.parts import Part, joined
 from specker.checkpoints.checkpoint import Checkpoint
 from specker.checkpoints.gguf.cache import origin
 from specker.fields import option
@@ -371,10 +372,10 @@ class Engine:
         ids = self.encode_chat(messages, **(template or {}))
         if (reader := self.messages(ids)) is None:
             return self.generate(ids, max_new_tokens, stop, **options)
-        parts: list[harmony.Part] = []
+        parts: list[Part] = []
         asked = {"max_new_tokens": max_new_tokens, **options}
         out: Generation = self._generate(ids, asked, stop, True, lambda event: parts.extend(reader.read(event)))
-        return replace(out, text=harmony.joined(parts, "text"), reasoning=harmony.joined(parts, "reasoning"))
+        return replace(out, text=joined(parts, "text"), reasoning=joined(parts, "reasoning"))
 
     def messages(self, prompt: list[int]) -> harmony.Messages | None:
         """What reads the answer to a prompt of a conversation, if the model answers in Harmony."""

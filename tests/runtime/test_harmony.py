@@ -12,7 +12,8 @@ from rich.console import Console
 
 import specker
 from specker import grammar
-from specker.answers.harmony import Messages, conversation, joined, last_message, of
+from specker.answers.harmony import Messages, conversation, last_message, of
+from specker.answers.parts import joined
 from specker.answers.tool_formats import spelled
 from specker.cli import run
 from specker.cli.answer import Answer
