@@ -76,6 +76,12 @@ def load(
     return load(target, draft, strategy, device, dtype, on_progress, **options)
 
 
+def _register_backends() -> None:
+    """Import what computes the ops on a CPU. The ops call it when they first need it (kernels/cpu.py), so that a
+    program that imports nothing but ops has the compiled ones, too."""
+    import specker.cpu  # noqa: F401
+
+
 def __dir__() -> list[str]:
     return sorted({*globals(), *__all__})
 

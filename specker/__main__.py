@@ -4,7 +4,8 @@ import importlib
 import sys
 from typing import NoReturn
 
-from specker.cli import COMMANDS, interrupt
+from specker.cli import COMMANDS
+from specker.command import interrupt
 
 
 def cli() -> NoReturn:

@@ -1,6 +1,6 @@
 """`python -m specker.run`: decode prompts from the command line (cli/run.py)."""
 
-from specker.cli import interrupt
+from specker.command import interrupt
 
 if __name__ == "__main__":
     interrupt.exit_on_ctrl_c()  # before any other import

@@ -25,10 +25,10 @@ import specker
 from specker import paths
 from specker.cli import COMMANDS, calibrate, flags, run, serve
 from specker.cli.decode import Decoding, samples_of
-from specker.cli.parser import SHELLS
 from specker.cli.prompts import read_conversations
 from specker.cli.report import Result
 from specker.cli.screen import Screen
+from specker.command.parser import SHELLS
 from specker.fields import check_fields, opt
 from specker.options import Common, Sampling, Tree, VocabKeep
 from specker.paths import cache_root

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from specker.cli.exits import run_cli
+from specker.command.exits import run_cli
 from specker.runtime.strategies.vocabtrim.scores import read
 
 ROOT = Path(__file__).parents[1]

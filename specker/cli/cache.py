@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from specker.cli.exits import run_cli
-from specker.cli.parser import Parser
+from specker.command.exits import run_cli
+from specker.command.parser import Parser
 from specker.fields import check_fields, make, opt
 from specker.paths import cache_root
 

@@ -15,10 +15,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
-from specker.cli.exits import run_cli
 from specker.cli.flags import MODEL
-from specker.cli.parser import SHELLS, Parser, completion
 from specker.cli.prompts import encode, read_conversations
+from specker.command.exits import run_cli
+from specker.command.parser import SHELLS, Parser, completion
 from specker.fields import check_fields, make, opt
 from specker.options import DTYPES, MAX_BATCH, Sampling, VocabKeep
 from specker.paths import probe, write_file

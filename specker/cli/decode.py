@@ -6,16 +6,16 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from specker.cli.flags import Job
-from specker.cli.interrupt import CtrlC
 from specker.cli.prompts import Conversation, encode
 from specker.cli.report import Result
 from specker.cli.screen import Screen
+from specker.command.interrupt import CtrlC
 from specker.options import Params, Sampling
 from specker.runtime.control.stats import Stats
 from specker.view.trace import Trace
 
 if TYPE_CHECKING:
-    from specker.runtime.harmony import Messages
+    from specker.answers.reader import Reader
 
 LONG = 512  # tokens; the prefill of a longer prompt shows its progress
 
@@ -191,11 +191,11 @@ class Decoding:
             self._print_all()
             raise KeyboardInterrupt
 
-    def _answer(self, request: Any) -> "Messages | None":
-        """What reads the text of a request, if it is an answer in Harmony."""
-        return self.engine.messages(request.token_ids) if self.job.chat else None
+    def _answer(self, request: Any) -> "Reader | None":
+        """What reads the text of a request, if it is an answer that may have reasoning."""
+        return self.engine.reader(request.token_ids, grammar=self.grammar) if self.job.chat else None
 
-    def _take(self, event: Any, sample: Sample, answer: "Messages | None") -> None:
+    def _take(self, event: Any, sample: Sample, answer: "Reader | None") -> None:
         """Add the text of an event to a sample's last result, and to what is printed."""
         result = sample.results[-1]
         if answer is None:

@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from specker.cli.exits import run_cli
-from specker.cli.parser import Parser
+from specker.command.exits import run_cli
+from specker.command.parser import Parser
 from specker.zoo.catalogue import KNOWN, Known, choose, drafts_for
 
 USAGE = "specker drafts [TARGET]"

@@ -9,8 +9,8 @@ from dataclasses import dataclass, fields
 import specker
 from specker import zoo
 from specker.cli import COMMANDS
-from specker.cli.parser import SHELLS, Parser, completion
 from specker.cli.prompts import piped
+from specker.command.parser import SHELLS, Parser, completion
 from specker.fields import check_fields, make, opt
 from specker.options import DTYPES, TEMPERATURE, Common, Options, Sampling, stop_strings
 from specker.runtime import strategies

@@ -5,7 +5,7 @@ from typing import Any
 
 from specker.options import Sampling
 from specker.runtime.control.stats import Stats
-from specker.versions import settings, versions
+from specker.runtime.versions import settings, versions
 
 
 @dataclass
@@ -19,7 +19,7 @@ class Result:
     ids: list[int] = field(default_factory=list)  # of the prompt
     seed: int = 0
     sampling: Sampling | None = None  # None: as the whole run
-    reasoning: str = ""  # of a conversation with a model that answers in Harmony; `text` is then without it
+    reasoning: str = ""  # of a conversation; `text` is without it
     finished: str | None = None  # as in runtime.text.Generation; "interrupted" if Ctrl-C ended an answer of a chat
 
 

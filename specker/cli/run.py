@@ -18,11 +18,11 @@ from typing import Any, NoReturn
 
 from specker.cli import start
 from specker.cli.decode import Decoding, Sample, samples_of, several
-from specker.cli.exits import run_cli, silence
 from specker.cli.flags import Job, parse
 from specker.cli.prompts import Conversation, encode, read_conversations, read_grammar
 from specker.cli.report import Result, report
 from specker.cli.screen import Screen
+from specker.command.exits import run_cli, silence
 from specker.options import Options, Sampling
 from specker.paths import probe, replaceable, write_file
 from specker.runtime import strategies
@@ -149,8 +149,7 @@ def _agree(job: Job, sampling: Sampling, conversations: list[Conversation], gram
 
 def _of_answers(engine: Any, grammar: str) -> str:
     """The grammar of answers whose text matches `grammar`: in Harmony, reasoning and headers stand before it."""
-    from specker.runtime import harmony
-    from specker.serve import channels
+    from specker.answers import channels, harmony
 
     if (known := harmony.of(engine.target.tokens.special)) is None:
         return grammar

@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterator
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
-from specker.cli.exits import silence
 from specker.cli.report import Result, ar_stats_of, speedup, stats_of
+from specker.command.exits import silence
 from specker.runtime.control.stats import Stats
 
 if TYPE_CHECKING:  # `--help` and errors in the flags need no rich

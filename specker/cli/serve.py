@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from dataclasses import fields
 
 from specker.cli import start
-from specker.cli.exits import run_cli
 from specker.cli.flags import MORE, USUAL, Job
-from specker.cli.parser import Parser
+from specker.command.exits import run_cli
+from specker.command.parser import Parser
 from specker.extras import install
 from specker.fields import make
 from specker.options import RECOMMENDED, Common, Options, Sampling

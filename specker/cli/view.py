@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from specker.cli.exits import run_cli
-from specker.cli.parser import Parser
+from specker.command.exits import run_cli
+from specker.command.parser import Parser
 from specker.paths import probe, write_file
 from specker.view.page import html
 from specker.view.read import read

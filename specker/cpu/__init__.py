@@ -6,7 +6,8 @@ runs through all layers in one call and meets at its own barriers. A verify pass
 weights once, and with 8-bit activations the products of quantised weights are cheap enough to hide behind the memory
 reads.
 
-The package computes the same functions as the ops in kernels/, which do not depend on it.
+The package computes the same functions as the ops in kernels/, which do not depend on it. It registers itself with
+them when it is imported.
 """
 
 from specker.cpu import layers
@@ -36,14 +37,13 @@ from specker.cpu.library import (
     team,
 )
 from specker.cpu.packed import Packed
-from specker.kernels.cpu import Backend
+from specker.kernels.cpu import use
 
-OPS: Backend = layers  # what the ops use
+use(layers)  # the ops call these functions
 
 __all__ = [
     "ACTIVATIONS",
     "BLOCK",
-    "OPS",
     "CachedRows",
     "Chains",
     "Committed",

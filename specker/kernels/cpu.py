@@ -1,9 +1,8 @@
-"""cpu: what the ops use of the compiled CPU kernels in specker/cpu, where there are any."""
+"""cpu: the compiled kernels that the ops use for tensors on the CPU: those of the backend that registered itself."""
 
+import sys
 from collections.abc import Sequence
-from functools import cache
-from importlib import import_module
-from typing import Any, Protocol
+from typing import Protocol
 
 from torch import Tensor
 from torch.compiler import is_dynamo_compiling
@@ -11,6 +10,9 @@ from torch.compiler import is_dynamo_compiling
 
 class Backend(Protocol):
     """Compiled kernels for tensors on the CPU."""
+
+    def available(self) -> bool:
+        """Whether they can be compiled on this machine. The first call may compile them."""
 
     def serves(self, x: Tensor, weight: Tensor) -> bool:
         """Whether `product` takes these arguments."""
@@ -64,15 +66,23 @@ class Backend(Protocol):
         """What `adjust_rows` returns for logits [T, V] float32."""
 
 
-@cache
+_backend: Backend | None = None
+
+
+def use(backend: Backend) -> None:
+    """From now on the ops use these kernels on a CPU, if they are available."""
+    global _backend
+    _backend = backend
+
+
 def native() -> Backend | None:
-    """The kernels of specker.cpu. None if they cannot be compiled, or if these ops were copied out of the package
-    (scripts/hub_kernel.py); torch's slower operators then do the work. The import is by name, because specker.cpu
-    imports this package; `specker.cpu.OPS` is where their types are checked."""
-    if __name__ != "specker.kernels.cpu":
-        return None
-    cpu: Any = import_module("specker.cpu")
-    return cpu.OPS if cpu.available() else None
+    """The registered backend. None without one, or if it is not available; torch's slower operators then do the work.
+    A program may have imported nothing but these ops: then their package says first which backends it has, unless the
+    ops were copied out of it (scripts/hub_kernel.py)."""
+    if _backend is None:
+        package = sys.modules.get(__name__.partition(".")[0])
+        getattr(package, "_register_backends", lambda: None)()
+    return _backend if _backend is not None and _backend.available() else None
 
 
 def eager(x: Tensor) -> bool:

@@ -3,6 +3,7 @@
 import codecs
 from collections.abc import Iterable, Mapping, Sequence
 
+from specker.answers.scanner import Scanner
 from specker.checkpoints.tokenizer import Tokens
 
 UNKNOWN = "\N{REPLACEMENT CHARACTER}"  # stands for bytes that form no character
@@ -35,10 +36,9 @@ class Detokenizer:
         parts: Mapping[int, bool] | None = None,
     ):
         """`tokens`: None without a tokenizer."""
-        self.tokens, self.stops, self.parts = tokens, [Stop(text) for text in stops], parts or {}
-        self.searched = True  # stop strings may occur here
-        self.stopped = False  # one of `stops` has occurred
-        self.held = ""  # text that may be the beginning of a stop string
+        self.tokens, self.parts = tokens, parts or {}
+        self._stops = Scanner(stops)
+        self._searched = True  # stop strings may occur here
         self.tail = ""  # what `flush` returned
         self.before: int | None = None
         self.written = 0
@@ -51,11 +51,24 @@ class Detokenizer:
     def add(self, token: int) -> str:
         """The text that `token` completes; empty while a character is unfinished. Before a token of `parts` all that is
         held is complete."""
-        return self._divide(token) if token in self.parts else self._before_stop(self._read(token))
+        if token in self.parts:
+            return self._divide(token)
+        text = self._read(token)
+        return self._stops.add(text) if self._searched else text
+
+    @property
+    def stopped(self) -> bool:
+        """Whether a stop string has ended the text."""
+        return bool(self._stops.found)
+
+    @property
+    def stopped_by(self) -> str | None:
+        """The stop string that ended the text, None if none has."""
+        return self._stops.found or None
 
     def flush(self) -> str:
         """The remaining text at the end, without an unfinished character."""
-        self.tail, self.held = self.held, ""
+        self.tail = "" if self.stopped else self._stops.flush()
         return self.tail
 
     def all(self, ids: Iterable[int]) -> str:
@@ -87,35 +100,11 @@ class Detokenizer:
         return text if text.isascii() else text.translate(_LONE)
 
     def _divide(self, token: int) -> str:
-        rest, self.held = self.held, ""
-        if not self.stopped:
-            self._utf8.reset()
-            self.searched = self.parts[token]
-            for stop in self.stops:
-                stop.begun = 0
-        return rest
-
-    @property
-    def stopped_by(self) -> str | None:
-        """The stop string that ended the text, None if none has."""
-        ended = [stop.text for stop in self.stops if stop.begun == stop.length]
-        return max(ended, key=len, default=None) if self.stopped else None
-
-    def _before_stop(self, new: str) -> str:
-        """The part of the held text and `new` that certainly comes before the first stop string."""
-        if self.stopped or not self.stops or not self.searched:
-            return "" if self.stopped else new
-        text = self.held + new
-        end = len(text)
-        for n, character in enumerate(new, len(self.held) + 1):
-            found = max(stop.length if stop.ends(character) else 0 for stop in self.stops)
-            if found:
-                self.stopped, end = True, n - found
-                break
-        else:
-            end -= max(stop.begun for stop in self.stops)
-        self.held = "" if self.stopped else text[end:]
-        return text[:end]
+        if self.stopped:
+            return ""
+        self._utf8.reset()
+        self._searched = self.parts[token]
+        return self._stops.flush()
 
 
 def prompt_text(tokens: Tokens, prompt: Sequence[int]) -> str:
@@ -126,25 +115,3 @@ def prompt_text(tokens: Tokens, prompt: Sequence[int]) -> str:
         left -= tokens.bytes_of(prompt[end], prompt[end]) is not None
     text: str = tokens.tokenizer.decode(prompt[:end], skip_special_tokens=True)
     return text.removesuffix(UNKNOWN) if left else text
-
-
-class Stop:
-    """Finds a string in a text that grows by single characters, each in constant time on average: Knuth, Morris and
-    Pratt, https://doi.org/10.1137/0206024."""
-
-    def __init__(self, text: str):
-        self.text, self.length = text, len(text)
-        self.begun = 0  # characters of the string that the end of the text has
-        self._falls = [0, 0]  # after how many characters -> of how many a proper end is also the string's beginning
-        for n in range(1, self.length):
-            self._falls.append(self._after(text[n], self._falls[n]))
-
-    def ends(self, character: str) -> bool:
-        """Whether the next character completes the string, after which none may follow."""
-        self.begun = self._after(character, self.begun)
-        return self.begun == self.length
-
-    def _after(self, character: str, begun: int) -> int:
-        while begun and self.text[begun] != character:
-            begun = self._falls[begun]
-        return begun + (self.text[begun] == character)

@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any, Unpack, overload
 
 import torch
 
+from specker.answers.parts import Part, joined
+from specker.answers.reader import Reader, reading
 from specker.checkpoints.checkpoint import Checkpoint
 from specker.checkpoints.gguf.cache import origin
 from specker.fields import option
@@ -21,7 +23,7 @@ from specker.model.config import ModelConfig, layer_elements
 from specker.model.decoder import Model
 from specker.model.states import AHEAD
 from specker.options import GRAPHS, TEMPERATURE, Options, Params
-from specker.runtime import check, harmony, strategies, text
+from specker.runtime import check, strategies, text
 from specker.runtime.check import CheckResult
 from specker.runtime.control.auto import AcceptanceHistory
 from specker.runtime.control.costs import Costs
@@ -363,28 +365,33 @@ class Engine:
                 conversations in the terminal and the server do.
 
         Returns:
-            A `Generation`. If the model answers in Harmony (gpt-oss), its `text` is the answer without headers and
-            `reasoning`, which stands apart.
+            A `Generation`. Reasoning is in its field `reasoning`, and `text` is the answer without it: what gpt-oss
+            writes in the channel analysis, and what stands between `<think>` and `</think>` if the chat template names
+            these tags.
 
         Raises:
             TypeError: an unknown option.
             ValueError: as of `generate`; also if the checkpoint has no chat template or it refuses the messages.
         """
         ids = self.encode_chat(messages, **(template or {}))
-        if (reader := self.messages(ids)) is None:
+        continued = str(messages[-1].get("content")) if (template or {}).get("continue_final_message") else ""
+        if (reader := self.reader(ids, continued, options.get("grammar"))) is None:
             return self.generate(ids, max_new_tokens, stop, **options)
-        parts: list[harmony.Part] = []
+        parts: list[Part] = []
         asked = {"max_new_tokens": max_new_tokens, **options}
         out: Generation = self._generate(ids, asked, stop, True, lambda event: parts.extend(reader.read(event)))
-        return replace(out, text=harmony.joined(parts, "text"), reasoning=harmony.joined(parts, "reasoning"))
+        return replace(out, text=joined(parts, "text"), reasoning=joined(parts, "reasoning"))
 
-    def messages(self, prompt: list[int]) -> harmony.Messages | None:
-        """What reads the answer to a prompt of a conversation, if the model answers in Harmony."""
-        form = harmony.of(self.target.tokens.special)
-        if form is None:
-            return None
-        begun = harmony.last_message(self.tokenizer.decode(prompt, skip_special_tokens=False))
-        return harmony.Messages(form, begun)
+    def reader(self, prompt: list[int], continued: str = "", grammar: str | None = None) -> Reader | None:
+        """What reads the answer to a conversation's prompt; None if the model writes no reasoning. `continued`: the
+        message that the answer continues. A `grammar` holds for the whole answer, so reasoning that the prompt has
+        opened does not go on in it."""
+        template = str(getattr(self.tokenizer, "chat_template", None))
+        said = self.tokenizer.decode(prompt, skip_special_tokens=False)
+        found = reading(self.target.tokens.special, template, said, continued)
+        if grammar is not None and found.inside:
+            found = replace(found, inside=False)
+        return found.reader() if found.reasons else None
 
     @overload
     def generate_ar(  # type: ignore[overload-overlap]

@@ -17,11 +17,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 from weakref import WeakSet
 
+from specker.answers import harmony
 from specker.checkpoints.checkpoint import Checkpoint
 from specker.fields import option
 from specker.model.device import current
 from specker.options import Params, whole
-from specker.runtime import harmony, text
+from specker.runtime import text
 from specker.runtime.control.policy import OFF, Fixed, Policy
 from specker.runtime.detokenize import Detokenizer
 from specker.runtime.events import Event

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from specker.answers import harmony
 from specker.checkpoints.checkpoint import Checkpoint
 from specker.checkpoints.tokenizer import Tokenizer
 from specker.fields import option
-from specker.runtime import harmony
 from specker.runtime.control.stats import Stats
 from specker.runtime.events import Logprob
 
@@ -150,12 +150,12 @@ class Generation:
     Attributes:
         tokens: ids, a stop id or the token that completes a stop string included.
         text: what follows the prompt's text, without special tokens, stop strings and an unfinished character at the
-            end; of `Engine.chat` without the reasoning of a model that answers in Harmony.
+            end; of `Engine.chat` without the reasoning.
         stats: counters and times.
         finished: "stop" (a stop id or string), "length" (`max_new_tokens`), "context" (no room for more), "not finite"
             (the next token's logits), "grammar" (no token can follow in it) or "cancelled".
         logprobs: one for each token; empty unless they were asked for.
-        reasoning: of `Engine.chat` with such a model.
+        reasoning: of `Engine.chat`, if the model writes any before its answer.
     """
 
     tokens: list[int]

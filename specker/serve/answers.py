@@ -5,12 +5,13 @@ import time
 from collections.abc import AsyncIterator
 from typing import Any, ClassVar
 
+from specker.answers.reader import Reading
 from specker.checkpoints.tokenizer import Tokens
 from specker.runtime.detokenize import Detokenizer, prompt_text
 from specker.serve import logprobs
 from specker.serve.api import Asked, Chat, Completion
 from specker.serve.errors import detail
-from specker.serve.pieces import Piece, Pieces, Reading
+from specker.serve.pieces import Piece, Pieces
 from specker.serve.worker import Call, Failed
 
 
@@ -48,7 +49,7 @@ class Answer(Pieces):
         choices = [
             Piece(
                 n,
-                [each for piece in pieces for each in piece.segments],
+                [part for piece in pieces for part in piece.parts],
                 [each for piece in pieces for each in piece.logprobs],
                 pieces[-1].reason,
             )
@@ -67,8 +68,8 @@ class Answer(Pieces):
                     yield self._event([said | {"finish_reason": None}])
                 if piece.calls and piece.reason:  # openai's client looks for calls before the chunk with the reason
                     yield self._event([self.delta(piece._replace(reason=None))])
-                    piece = piece._replace(segments=[], logprobs=[])
-                if piece.segments or piece.logprobs or piece.reason:
+                    piece = piece._replace(parts=[], logprobs=[])
+                if piece.parts or piece.logprobs or piece.reason:
                     yield self._event([self.delta(piece)])
             if self.asked.usage:
                 yield self._event([], self.usage())

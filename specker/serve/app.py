@@ -18,12 +18,15 @@ from fastapi.responses import HTMLResponse, JSONResponse, Response, StreamingRes
 from starlette.exceptions import HTTPException
 from starlette.routing import Route
 
+from specker.answers import channels, harmony, reasoning
+from specker.answers.reader import Reading, reading
+from specker.answers.tool_formats import TAGS
 from specker.checkpoints.tokenizer import Tokens
-from specker.runtime import harmony, strategies
+from specker.runtime import strategies
 from specker.runtime.engine import Engine
 from specker.runtime.round import state
 from specker.runtime.text import TooLong, rendered, reserved
-from specker.serve import channels, infill, reasoning, tools
+from specker.serve import infill, tools
 from specker.serve.answers import ChatAnswer, TextAnswer
 from specker.serve.api import Asked, Chat, Completion, Tokenize
 from specker.serve.checker import Checker, Unavailable
@@ -32,10 +35,9 @@ from specker.serve.errors import failure, handlers
 from specker.serve.hosts import Hosts
 from specker.serve.limits import Limits
 from specker.serve.messages import Conversation, MessagesAnswer, MessagesRequest
-from specker.serve.pieces import Pieces, Reading
+from specker.serve.pieces import Pieces
 from specker.serve.responses import ResponseAnswer, ResponseRequest
 from specker.serve.settings import Serving
-from specker.serve.tool_formats import TAGS, format_of
 from specker.serve.worker import Busy, Call, Failed, Worker
 from specker.view.live import Live
 from specker.view.page import LIVE_POLICY, UNFRAMED
@@ -130,19 +132,13 @@ class Server:
     async def chat(self, asked: Chat) -> Prepared:
         """Raises ValueError."""
         prompt, last = await self.encoder.run(self._rendered, asked), asked.messages[-1].content or ""
-        functions, inside, begun = tools.functions_of(asked), None, ""
-        if self.harmony is not None:
-            begun = harmony.last_message(prompt)
-        else:
-            inside = reasoning.opened(self.template, prompt, last if asked.continue_final_message else "")
-        form = await self._grammar(asked, inside, begun)
+        continued = last if asked.continue_final_message else ""
+        special = self.engine.target.tokens.special
+        read = reading(special, self.template, prompt, continued, tools.functions_of(asked))
+        form = await self._grammar(asked, read.inside, read.begun)
         ids = await self.encoder.encode(prompt, special=False)
         logprobs = max(1, asked.top_logprobs or 0) if asked.logprobs else 0
-        texts = await self.encoder.run(self._requests, asked, [(ids, last)], logprobs, form)
-        if self.harmony is not None:
-            return texts, Reading(functions=functions, harmony=self.harmony, begun=begun)
-        marks = {token: tag for tag, token in self.special.items()} if functions or inside is not None else {}
-        return texts, Reading(inside, format_of(self.template) if functions else None, functions, marks)
+        return await self.encoder.run(self._requests, asked, [(ids, last)], logprobs, form), read
 
     async def completion(self, asked: Completion) -> Prepared:
         """Raises ValueError."""

@@ -11,11 +11,12 @@ from typing import Any, Literal, NamedTuple
 
 from pydantic import ValidationError
 
+from specker.answers.parts import Kind
+from specker.answers.reader import Reading
 from specker.checkpoints.tokenizer import Tokens
-from specker.runtime.harmony import Kind
 from specker.serve.api import Chat, check_values
 from specker.serve.errors import sentence
-from specker.serve.pieces import Piece, Pieces, Reading
+from specker.serve.pieces import Piece, Pieces
 from specker.serve.worker import Call, Failed
 
 
@@ -90,13 +91,13 @@ class Blocks:
 
     def add(self, piece: Piece) -> Iterator[Step]:
         self.reason = piece.reason
-        for kind, segments in groupby(piece.segments, lambda segment: segment.kind):
+        for kind, parts in groupby(piece.parts, lambda part: part.kind):
             if kind != "call":
-                yield from self._grow(kind, "".join(segment.text for segment in segments))
+                yield from self._grow(kind, "".join(part.text for part in parts))
                 continue
-            for segment in segments:
-                yield from self._begin(Block(kind, call=segment.call or {}))
-                yield from self._more(segment.text)
+            for part in parts:
+                yield from self._begin(Block(kind, call=part.call or {}))
+                yield from self._more(part.text)
         if piece.reason is not None:
             yield from self._end()
 

@@ -6,10 +6,10 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, field_validator, model_validator
 
+from specker.answers.tool_formats import JSON
 from specker.serve.api import Chat, Items, Strict
 from specker.serve.blocks import Block, BlockAnswer, Step, chat_of, joined, supported
 from specker.serve.errors import KINDS
-from specker.serve.tool_formats import JSON
 
 IGNORED = {"metadata", "service_tier", "cache_control"}
 NEUTRAL: dict[str, tuple[Any, ...]] = {  # fields that are not supported, and the values that mean nothing

@@ -4,17 +4,14 @@ writes its answer from them."""
 import logging
 import time
 import uuid
-from collections.abc import AsyncIterator, Mapping
-from dataclasses import dataclass, field
-from typing import Any, ClassVar, NamedTuple, Protocol
+from collections.abc import AsyncIterator
+from typing import Any, ClassVar, NamedTuple
 
+from specker.answers.parts import Part, joined
+from specker.answers.reader import Reading
 from specker.runtime.control.stats import Stats
-from specker.runtime.events import Event, Logprob
-from specker.runtime.harmony import Harmony, Kind, Messages
+from specker.runtime.events import Logprob
 from specker.serve.api import Asked
-from specker.serve.reasoning import Reasoning
-from specker.serve.tool_formats import Format, Functions
-from specker.serve.tools import Calls, Segment, called
 from specker.serve.worker import Call
 
 log = logging.getLogger(__name__)
@@ -26,124 +23,22 @@ class Piece(NamedTuple):
     """What an event adds to one of the texts."""
 
     choice: int
-    segments: list[Segment]  # in the order of the text
+    parts: list[Part]  # in the order of the text
     logprobs: list[Logprob]
     reason: str | None  # why the text ends
 
     @property
     def text(self) -> str:
         """Beside reasoning and calls."""
-        return self._joined("text")
+        return joined(self.parts, "text")
 
     @property
     def reasoning(self) -> str:
-        return self._joined("reasoning")
+        return joined(self.parts, "reasoning")
 
     @property
     def calls(self) -> list[dict[str, Any]]:
-        return [segment.call for segment in self.segments if segment.call is not None]
-
-    def _joined(self, kind: Kind) -> str:
-        return "".join(segment.text for segment in self.segments if segment.kind == kind)
-
-
-@dataclass(frozen=True)
-class Reading:
-    """What the texts of a call may hold.
-
-    Attributes:
-        inside: whether they begin within reasoning; None if they have none.
-        form: of tool calls; None if they have none.
-        functions: that may be called.
-        marks: special tokens with which reasoning or calls begin or end. They count as text here.
-        harmony: the special tokens of answers in Harmony, which have reasoning and calls of their own.
-        begun: the message that the prompt has begun, of such an answer.
-    """
-
-    inside: bool | None = None
-    form: Format | None = None
-    functions: Functions = field(default_factory=dict)
-    marks: Mapping[int, str] = field(default_factory=dict)
-    harmony: Harmony | None = None
-    begun: str = ""
-
-    @property
-    def reasons(self) -> bool:
-        """Whether texts may hold reasoning."""
-        return self.inside is not None or self.harmony is not None
-
-
-class Reader(Protocol):
-    """Reads one text.
-
-    Attributes:
-        reasoned: tokens of its reasoning.
-    """
-
-    @property
-    def reasoned(self) -> int: ...
-
-    def read(self, choice: int, event: Event) -> Piece: ...
-
-
-class ChannelReader:
-    """Reads one answer in Harmony."""
-
-    def __init__(self, reading: Reading):
-        assert reading.harmony is not None
-        self._messages = Messages(reading.harmony, reading.begun, reading.functions)
-        self._found = 0
-
-    @property
-    def reasoned(self) -> int:
-        return self._messages.reasoned
-
-    def read(self, choice: int, event: Event) -> Piece:
-        segments, reason = [], event.finished
-        for part in self._messages.read(event):
-            if part.kind == "call":
-                segments.append(called(self._found, part.name, part.text))
-                self._found += 1
-            else:
-                segments.append(Segment(part.kind, part.text))
-        reason = "tool_calls" if reason == "stop" and self._found else reason
-        return Piece(choice, segments, event.logprobs, REASONS.get(reason or "", reason))
-
-
-class TagReader:
-    """Reads one text in which tags surround reasoning and calls."""
-
-    def __init__(self, reading: Reading):
-        self._reasoning = None if reading.inside is None else Reasoning(reading.inside)
-        self._calls = None if reading.form is None else Calls(reading.form, reading.functions)
-        self._marks = reading.marks
-        self._tokens = 0
-        self.reasoned = 0  # tokens of the reasoning, with which a text begins
-
-    def read(self, choice: int, event: Event) -> Piece:
-        reasoning, reason = "", event.finished
-        texts = [t + self._marks.get(token, "") for token, t in zip(event.tokens, event.texts, strict=True)]
-        text = "".join(texts) + event.rest
-        if self._reasoning is not None:
-            reasoning, text = self._without_reasoning(self._reasoning, event, texts)
-        segments = [Segment("reasoning", reasoning)] if reasoning else []  # only before all else
-        if self._calls is not None:
-            segments += self._calls.add(text, last=reason is not None)
-            reason = "tool_calls" if reason == "stop" and self._calls.found else reason
-        elif text:
-            segments.append(Segment("text", text))
-        return Piece(choice, segments, event.logprobs, REASONS.get(reason or "", reason))
-
-    def _without_reasoning(self, found: Reasoning, event: Event, texts: list[str]) -> tuple[str, str]:
-        parts = []
-        for text in texts:  # token by token, to count them
-            inside = found.inside
-            parts.append(found.add(text))
-            self._tokens += 1
-            if inside or found.inside:
-                self.reasoned = self._tokens
-        parts.append(found.add(event.rest, last=event.finished is not None))
-        return "".join(r for r, _ in parts), "".join(t for _, t in parts)
+        return [part.call for part in self.parts if part.call is not None]
 
 
 class Pieces:
@@ -154,15 +49,16 @@ class Pieces:
     def __init__(self, call: Call, reading: Reading, asked: Asked):
         self.call, self.reading, self.asked = call, reading, asked
         self.id = f"{self.kind}{uuid.uuid4().hex}"
-        kind = TagReader if reading.harmony is None else ChannelReader
-        self.readers: list[Reader] = [kind(reading) for _ in call.requests]
+        self.readers = [reading.reader() for _ in call.requests]
 
     async def pieces(self) -> AsyncIterator[Piece]:
         """Raises as `Call.events`."""
         places = {request: n for n, request in enumerate(self.call.requests)}
         async for event in self.call.events():
             n = places[event.request]
-            yield self.readers[n].read(n, event)
+            parts, reason = self.readers[n].read(event), event.finished
+            reason = "tool_calls" if reason == "stop" and self.readers[n].found else reason
+            yield Piece(n, parts, event.logprobs, REASONS.get(reason or "", reason))
 
     def events(self) -> AsyncIterator[str]:
         """Server-sent events; an error is the last one. Cancels the call if they are not read to their end."""

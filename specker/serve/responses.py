@@ -7,10 +7,10 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, field_validator, model_validator
 
+from specker.answers.reader import Reading
 from specker.checkpoints.tokenizer import Tokens
 from specker.serve.api import Chat, Items, Named, Strict
 from specker.serve.blocks import Block, BlockAnswer, Step, chat_of, joined, supported
-from specker.serve.pieces import Reading
 from specker.serve.worker import Call
 
 IGNORED = {"user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "stream_options"}

@@ -52,7 +52,7 @@ from typing import TYPE_CHECKING, Any
 
 from specker.options import Sampling
 from specker.runtime.control.stats import Stats
-from specker.versions import settings, versions
+from specker.runtime.versions import settings, versions
 
 if TYPE_CHECKING:  # it imports torch, which a command must not do before it has checked its flags
     from specker.runtime.round.state import Request

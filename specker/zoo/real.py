@@ -31,8 +31,8 @@ from pathlib import Path
 
 from specker.checkpoints.gguf.cache import converted, sha256
 from specker.checkpoints.parse import reason
-from specker.cli.exits import run_cli
-from specker.cli.parser import Parser
+from specker.command.exits import run_cli
+from specker.command.parser import Parser
 from specker.paths import cache_root
 
 HUB_TIMEOUT = 3.0  # seconds in which the hub must answer

@@ -17,7 +17,8 @@ import specker
 from specker import cpu
 from specker.cli import run
 from specker.cpu import build, library, packed
-from specker.kernels.cpu import native
+from specker.kernels import linear
+from specker.kernels.cpu import native, use
 
 ROOT = Path(__file__).parents[2]
 ONE = 'int answer(void) { return 42; } // "one source": a compiler runs twice, to compile and to link\n'
@@ -217,8 +218,7 @@ def test_levels(monkeypatch):
 
 
 def as_in_a_new_process():
-    for cached in (native, library._loaded):
-        cached.cache_clear()
+    library._loaded.cache_clear()
 
 
 @pytest.fixture
@@ -268,6 +268,43 @@ def test_without_a_compiler_packed_weights_are_restored(uncompiled):
 def test_a_compiled_engine_has_no_remark(tmp_path):
     engine = specker.load(make(tmp_path, **SIZES), strategy="lookup", device="cpu")
     assert "cpu" not in engine.remarks and engine.model.stack is not None
+
+
+ONLY_OPS = """
+import sys, torch
+from specker.kernels import row_linear
+assert not {"specker.cpu", "specker.runtime"} & sys.modules.keys()
+x, weight = torch.ones(1, 256), torch.ones(1024, 256)
+row_linear(x, weight)
+print("specker.cpu" in sys.modules, "specker.runtime" in sys.modules)
+from specker.cpu.library import _loaded
+print(_loaded.cache_info().currsize)
+"""
+
+
+def test_ops_alone_use_the_compiled_kernels():
+    """A program that imports nothing else of the package imports the backend with its first call on a CPU."""
+    done = subprocess.run([sys.executable, "-c", ONLY_OPS], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["True", "False", "1"]
+
+
+def test_the_ops_use_the_backend_that_registered_itself():
+    class Twos:
+        def __getattr__(self, name):
+            return lambda *args: True
+
+        def product(self, x, weight, activations):
+            return x.new_full((len(x), len(weight)), 2.0)
+
+    x, weight = torch.ones(1, 256), torch.ones(1024, 256)
+    own, usual = native(), linear.row_linear(x, weight)
+    assert own is not None and usual.eq(256).all()
+    use(Twos())
+    try:
+        assert linear.row_linear(x, weight).eq(2).all()
+    finally:
+        use(own)
+    assert linear.row_linear(x, weight).equal(usual)
 
 
 @pytest.fixture

@@ -12,13 +12,14 @@ from rich.console import Console
 
 import specker
 from specker import grammar
+from specker.answers.harmony import Messages, conversation, last_message, of
+from specker.answers.parts import joined
+from specker.answers.tool_formats import spelled
 from specker.cli import run
 from specker.cli.answer import Answer
 from specker.cli.screen import Screen
 from specker.runtime.detokenize import Detokenizer
 from specker.runtime.events import Event
-from specker.runtime.harmony import Messages, conversation, joined, last_message, of
-from specker.serve.tool_formats import spelled
 
 TOKENIZER = harmony_tokenizer()
 TOKENS = tokens_of(TOKENIZER)

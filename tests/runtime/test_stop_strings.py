@@ -8,8 +8,9 @@ from make_checkpoint import byte_tokenizer, make, tokens_of
 from pairs import perturbed
 
 import specker
+from specker.answers.scanner import Marker, Scanner
 from specker.cli import run
-from specker.runtime.detokenize import Detokenizer, Stop
+from specker.runtime.detokenize import Detokenizer
 from specker.view.read import parse
 
 
@@ -55,13 +56,16 @@ def test_stop_strings_are_found_whatever_the_pieces():
         ends = (n for n in range(len(text) + 1) if text[:n].endswith(stops))
         if (end := next(ends, None)) is not None:
             expected = text[: end - max(len(stop) for stop in stops if text[:end].endswith(stop))]
-        stream, out = Detokenizer(None, stops=stops), ""
+        scanner, out = Scanner(stops), ""
         left = text
-        while left and not stream.stopped:
+        while left and not scanner.found:
             piece, left = left[: (n := rng.randint(1, 5))], left[n:]
-            out += stream._before_stop(piece)
+            out += scanner.add(piece)
             assert (expected if end is not None else text).startswith(out)
-        assert out + stream.held == (text if end is None else expected) and stream.stopped == (end is not None)
+        if end is None:
+            assert out + scanner.held == text and not scanner.found
+        else:
+            assert out == expected and expected + scanner.found == text[:end] and scanner.held.startswith(scanner.found)
         ended += end is not None
     assert 100 < ended < 400
 
@@ -74,7 +78,7 @@ def test_a_long_stop_string_costs_a_constant_time_a_character():
             looked.append(at)
             return str.__getitem__(self, at)
 
-    stop = Stop(Counted("a" * 1999 + "b"))
+    stop = Marker(Counted("a" * 1999 + "b"))
     assert not any(stop.ends("a") for _ in range(4000)) and stop.begun == 1999 and stop.ends("b")
     assert len(looked) < 20_000
 

@@ -12,14 +12,15 @@ from serving import free, serving
 
 import specker
 from specker import grammar
-from specker.runtime import harmony
+from specker.answers import harmony
+from specker.answers.reader import Reading
+from specker.answers.tool_formats import Hermes
 from specker.runtime.events import Event
 from specker.serve.app import Server
 from specker.serve.blocks import Block, Blocks
 from specker.serve.messages import MessagesRequest, _content
-from specker.serve.pieces import ChannelReader, Reading, TagReader
+from specker.serve.pieces import Piece
 from specker.serve.responses import ResponseRequest
-from specker.serve.tool_formats import Hermes
 
 TEMPLATE = (
     "{% for m in messages %}{{ m.role }}: {{ m.reasoning_content }}{{ m.content }}{% for c in m.tool_calls or [] %}"
@@ -162,11 +163,11 @@ def test_blocks_do_not_depend_on_the_tokens_of_a_round(form):
     tokens = [(IDS.get(part, 0), "" if part in IDS else part) for part in re.findall(r"<\|\w+\|>|[^<]|<", text)]
     made = {}
     for size in (1, 5, 17, 1000):
-        reader, answer = (ChannelReader if reading.harmony else TagReader)(reading), Blocks()
+        reader, answer = reading.reader(), Blocks()
         for n in range(0, len(tokens), size):
             ids, texts = map(list, zip(*tokens[n : n + size], strict=True))
             event = Event(None, ids, 0, texts, "", [], "stop" if n + size >= len(tokens) else None)
-            steps = [*answer.add(reader.read(0, event))]
+            steps = [*answer.add(Piece(0, reader.read(event), [], event.finished))]
         made[size] = [(block.kind, block.text) for block in answer.blocks]
     assert [kind for kind, _ in made[1]] == kinds and made[1] == made[5] == made[17] == made[1000]
     assert [step.what for step in steps] == ["begin", "more", "end"] * len(kinds)  # one event for all of a round

@@ -9,11 +9,11 @@ from serving import free, serving, streamed
 
 import specker
 from specker import grammar
-from specker.runtime.harmony import last_message, of
+from specker.answers import channels
+from specker.answers.harmony import last_message, of
+from specker.answers.tool_formats import spelled
 from specker.runtime.round.grammars import Grammars
-from specker.serve import channels
 from specker.serve.app import Server
-from specker.serve.tool_formats import spelled
 
 TALK = [{"role": "user", "content": "ab"}]
 PLACE = {

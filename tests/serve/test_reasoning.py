@@ -8,8 +8,8 @@ from serving import serving, streamed
 
 import specker
 from specker import grammar
+from specker.answers.reasoning import Reasoning, opened
 from specker.serve.app import Server
-from specker.serve.reasoning import Reasoning, opened
 
 TALK = [{"role": "user", "content": "ab cd"}]
 TEMPLATE = (

@@ -12,12 +12,14 @@ from transformers import AddedToken
 
 import specker
 from specker import grammar
+from specker.answers import reasoning
+from specker.answers.calls import Calls
+from specker.answers.parts import Part
+from specker.answers.tool_formats import TAGS, format_of
 from specker.runtime.round.grammars import Grammars
-from specker.serve import reasoning
 from specker.serve.api import Chat
 from specker.serve.app import Server
-from specker.serve.tool_formats import TAGS, format_of
-from specker.serve.tools import Calls, functions_of, grammar_of
+from specker.serve.tools import functions_of, grammar_of
 
 TALK = [{"role": "user", "content": "ab"}]
 MOVE = {
@@ -248,8 +250,8 @@ def test_half_a_call_stays_text(form):
 
 def test_an_object_that_is_no_call_is_a_text():
     reader = Calls(format_of(FORMS["llama"][0]), functions_of(Chat(messages=TALK, tools=TOOLS)))
-    assert reader.add('{"name') == [] and reader.add('s": 1}') == [("text", '{"names": 1}', None)]
-    assert reader.add(LLAMA) == [("text", LLAMA, None)]  # calls come first
+    assert reader.add('{"name') == [] and reader.add('s": 1}') == [Part("text", '{"names": 1}')]
+    assert reader.add(LLAMA) == [Part("text", LLAMA)]  # calls come first
 
 
 def test_a_template_that_knows_no_calls_is_refused():

@@ -10,9 +10,9 @@ from serving import free, serving
 
 import specker
 from specker import grammar
+from specker.answers.calls import Calls
+from specker.answers.tool_formats import Hermes
 from specker.serve.app import Server
-from specker.serve.tool_formats import Hermes
-from specker.serve.tools import Calls
 
 NUMBER = {"type": "integer", "minimum": 0, "maximum": 99}
 PLACE = {"type": "object", "properties": {"x": NUMBER}, "required": ["x"], "additionalProperties": False}

@@ -34,7 +34,7 @@ import specker
 from specker.checkpoints.buffers import served
 from specker.checkpoints.checkpoint import Opened, opened
 from specker.checkpoints.checkpoint import read as read_checkpoint
-from specker.cli.exits import run_cli
+from specker.command.exits import run_cli
 from train import corpus
 from train.head import taps
 from train.head.assistant import Reader, source_of

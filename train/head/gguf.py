@@ -18,7 +18,7 @@ from transformers import HfArgumentParser
 
 from specker.checkpoints.gguf.heads import ARCHITECTURE, LAYER, OUTER
 from specker.checkpoints.parse import read_json
-from specker.cli.exits import run_cli
+from specker.command.exits import run_cli
 from train.head.export import default_taps
 
 KINDS = ("F32", "F16", "BF16", "Q8_0")

@@ -1,9 +1,9 @@
-"""Grammars for answers in Harmony (runtime/harmony.py): a form or calls hold for the last message, which any number of
+"""Grammars for answers in Harmony (answers/harmony.py): a form or calls hold for the last message, which any number of
 thoughts may precede."""
 
 from specker import grammar
-from specker.runtime.harmony import CONSTRAIN, FUNCTION, ROLE, Harmony, Messages
-from specker.serve.tool_formats import TEXT, Functions, spelled
+from specker.answers.harmony import CONSTRAIN, FUNCTION, ROLE, Harmony, Messages
+from specker.answers.tool_formats import TEXT, Functions, spelled
 
 NEXT = f"<|end|><|start|>{ROLE}"  # between two messages
 

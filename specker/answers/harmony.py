@@ -13,14 +13,15 @@ a function is a call. The recipient (to=) may stand before the channel, too. <|r
 
 import json
 import re
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import takewhile
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
+from specker.answers.parts import Event, Kind, Part
+from specker.answers.tool_formats import new_id
 from specker.checkpoints.parse import HARMONY, HARMONY_ENDS
-from specker.runtime.events import Event
 
 START = "<|start|>"
 CONSTRAIN = "<|constrain|>"
@@ -32,7 +33,6 @@ ROLE = "assistant"
 FUNCTION = "functions."  # before the names of functions in recipients
 GAP = "\n\n"  # between two messages that are shown as one text
 
-Kind = Literal["text", "reasoning", "call"]
 Place = Literal["between", "header", "body"]
 
 
@@ -55,31 +55,10 @@ class Harmony:
         return {token: text not in (START, CHANNEL, CONSTRAIN) for text, token in self.ids.items()}
 
 
-class Part(NamedTuple):
-    """A part of an answer.
-
-    Attributes:
-        kind: what it is.
-        text: of a call, its arguments as JSON.
-        name: of a call, the function.
-        drafted: whether it came from a draft token.
-    """
-
-    kind: Kind
-    text: str
-    name: str = ""
-    drafted: bool = False
-
-
 def of(special: Mapping[str, int]) -> Harmony | None:
     """The form, if a model with the special tokens `special` knows it."""
     ids = {mark: special[mark] for mark in MARKS if mark in special}
     return Harmony(ids) if {CHANNEL, MESSAGE} <= {*ids} else None
-
-
-def joined(parts: Iterable[Part], kind: Kind) -> str:
-    """The text of the parts of a kind."""
-    return "".join(part.text for part in parts if part.kind == kind)
 
 
 def last_message(prompt: str) -> str:
@@ -124,6 +103,7 @@ class Messages:
         place: of the end of what was read.
         kind: of the message there, if it is in a body.
         reasoned: tokens of the reasoning, its headers included.
+        found: how many calls the answer has so far.
     """
 
     def __init__(self, harmony: Harmony, begun: str = "", functions: Collection[str] = ()):
@@ -131,7 +111,7 @@ class Messages:
         self._marks, self._functions = harmony.marks, functions
         self.place: Place = "between"
         self.kind: Kind = "text"
-        self.reasoned = 0
+        self.reasoned = self.found = 0
         self._header = ""  # of this message, its special tokens included
         self._header_tokens = 0
         self._name, self._body = "", ""  # of a call
@@ -223,7 +203,8 @@ class Messages:
         if self.place == "body" and self.kind == "call":
             body, self._body = self._body, ""
             if _is_object(body):
-                yield Part("call", body, self._name)
+                yield Part("call", body, self._name, number=self.found, id=new_id())
+                self.found += 1
             else:
                 yield from self._show("text", body)
         if self.place == "body" and not self._fresh:

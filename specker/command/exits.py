@@ -5,7 +5,7 @@ import re
 import sys
 from collections.abc import Callable
 
-from specker.cli import interrupt
+from specker.command import interrupt
 from specker.fields import JobError, named_by_flags
 
 
