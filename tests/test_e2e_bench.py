@@ -2,14 +2,9 @@
 
 import importlib
 import json
-import sys
 
 import cases
 import pytest
-import torch
-from make_checkpoint import make
-from safetensors.torch import load_file, save_file
-from test_shared_draft import shared
 
 import specker
 from bench import decoding, e2e, harness
@@ -47,33 +42,6 @@ def test_a_row_for_each_configuration_and_temperature(run, capsys):
     assert all(r["acceptance_length"] > 1 for r in rows if r["way"] == "draft chain 2")  # DEL's depends on the clock
     assert all(r["acceptance_length"] >= 1 and r["differing_within_rounding"] == 0 for r in rows if r["way"] != "ar")
     assert "draft chain 2" in capsys.readouterr().out
-
-
-def test_runs_with_new_engines(run, tmp_path, monkeypatch, capsys):
-    """Each has rows of its own, and a table shows the speeds of all."""
-    loaded = []
-    load = decoding.Given.load
-    monkeypatch.setattr(decoding.Given, "load", lambda self, **how: loaded.append(how) or load(self, **how))
-    monkeypatch.setattr("sys.argv", [*sys.argv, "--repeats", "2", "--ways", "draft chain 2", "--rounds", "1"])
-    rows = run()
-    assert [(r["repeat"], r["way"], r["temperature"]) for r in rows] == [
-        (n, way, t) for n in (0, 1) for t in (0.0, 0.7) for way in ("ar", "draft chain 2")
-    ]
-    assert len(loaded) == 4 and [*tmp_path.glob("*/e2e_repeats.jsonl")]
-    values = " ".join(f"{r['over_ar']:.2f}" for r in rows if r["way"] != "ar" and r["temperature"] == 0.7)
-    assert values in capsys.readouterr().out
-    monkeypatch.setattr("sys.argv", [*sys.argv, "--repeats", "0"])
-    with pytest.raises(SystemExit, match=r"^bench: --repeats must be at least 1, got 0"):
-        e2e.main()
-
-
-def test_prompts_that_are_decoded_at_once(run, monkeypatch):
-    """A group takes one call, and the texts are those of each prompt alone."""
-    calls, generate = [], Engine.generate
-    monkeypatch.setattr(Engine, "generate", lambda self, p, *a, **how: calls.append(p) or generate(self, p, *a, **how))
-    monkeypatch.setattr("sys.argv", [*sys.argv, "--batch_size", "2", "--ways", "draft chain 2", "--rounds", "1"])
-    assert all(r["batch_size"] == r["prompts"] == 2 and not r.get("differing_within_rounding") for r in run())
-    assert calls and all(len(group) == 2 for group in calls)
 
 
 @pytest.mark.parametrize("graphs", [pytest.param("off", marks=pytest.mark.slow), "on"])
@@ -145,19 +113,6 @@ def test_a_failed_or_wrong_configuration_has_no_times(run, monkeypatch, capsys):
     assert "Traceback" in captured.err and "operation not permitted" in captured.out
 
 
-def test_a_failed_warm_up_leaves_the_other_configurations(run, monkeypatch):
-    def warmup(self):
-        if self.strategy == "del":
-            raise RuntimeError("no")
-
-    monkeypatch.setattr(Engine, "captures", property(lambda self: True))
-    monkeypatch.setattr(Engine, "warmup", warmup)
-    assert [(r["way"], "reason" in r) for r in run(failed="del")] == [
-        ("del", True),
-        *2 * [("ar", False), ("draft chain 2", False)],
-    ]
-
-
 def test_any_pair_answers_questions(run, pair, tmp_path, monkeypatch):
     """Questions of the chosen category, through the chat template; only strategies whose draft is given."""
     questions = tmp_path / "questions.jsonl"
@@ -182,35 +137,3 @@ def test_any_pair_answers_questions(run, pair, tmp_path, monkeypatch):
     assert [r["way"] for r in rows] == ["ar", "draft", "vocabtrim", "lookup", *decoding.HF]
     assert all(r["target"] == "tiny-target" and r["categories"] == "qa,stem" and r["tokens"] > 2 for r in rows)
     assert rows[1]["acceptance_length"] >= 1 and rows[1]["differing_within_rounding"] == 0
-
-
-def test_a_gguf_file_and_its_folder_have_one_name():
-    names = {e2e.Args(target=path).name for path in ("a/M-1.5b.Q4_1.gguf", "b/M-1.5b.Q4_1-b179c9523d0e6a0f")}
-    assert names == {"M-1.5b.Q4_1"} and e2e.Args().name == ""
-
-
-def test_a_target_needs_questions(run, pair, monkeypatch):
-    monkeypatch.setattr("sys.argv", f"bench/e2e.py --target {pair[0]} --ways ar".split())
-    with pytest.raises(SystemExit, match="--target needs --questions"):
-        e2e.main()
-
-
-def test_an_unknown_configuration_is_refused(run, monkeypatch):
-    monkeypatch.setattr("sys.argv", ["bench/e2e.py", "--ways", "ar,loockup"])
-    with pytest.raises(SystemExit, match="--ways has loockup; there are ar, draft chain 2, del, transformers generate"):
-        e2e.main()
-
-
-def test_transformers_decodes_with_a_draft_that_shares_the_embedding(tmp_path):
-    """As with the draft's own copy."""
-    target = make(tmp_path / "target", layers=2, tied=True)
-    whole = make(tmp_path / "whole", layers=1, seed=1, tied=True)
-    embed = load_file(target / "model.safetensors")["model.embed_tokens.weight"]
-    weights = load_file(whole / "model.safetensors") | {"model.embed_tokens.weight": embed}
-    save_file(weights, whole / "model.safetensors", metadata={"format": "pt"})
-    thin = shared(target, whole, tmp_path / "thin", ["embed_tokens"])
-    ids = torch.arange(7)[None]
-    logits = [
-        decoding.Transformers(e2e.Args(target=str(target), draft=str(d)), ()).draft(ids).logits for d in (whole, thin)
-    ]
-    assert torch.equal(*logits)

@@ -1,9 +1,6 @@
 """bench/harness.py: statistics, taking turns, and rows."""
 
-import dataclasses
-import importlib
 import json
-import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -13,12 +10,6 @@ from bench import harness
 from bench.harness import Timing, measure, ratios, save
 
 ROOT = Path(__file__).parents[1]
-SAVING = [
-    ".".join(path.relative_to(ROOT).with_suffix("").parts)
-    for folder in ("bench", "bench/gpu")  # those of bench/kernels share one flag; see test_kernel_bench.py
-    for path in sorted((ROOT / folder).glob("*.py"))
-    if re.search(r"harness\.(save|report)\(", path.read_text(encoding="utf-8"))
-]
 
 
 def test_quantiles() -> None:
@@ -77,10 +68,3 @@ def test_rows_are_appended_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert set(rows[0]) == {"a", "machine", "threads", "versions", "commit", "date", "command"}
     assert rows[0]["machine"] and rows[0]["versions"]["torch"]
     assert [p.name for p in path.parent.iterdir()] == ["e2e.jsonl"]
-
-
-@pytest.mark.parametrize("name", SAVING)
-def test_a_bench_writes_nothing_unless_it_is_asked_to(name: str) -> None:
-    kinds = [kind for kind in vars(importlib.import_module(name)).values() if dataclasses.is_dataclass(kind)]
-    defaults = [f.default for kind in kinds for f in dataclasses.fields(kind) if f.name == "save"]
-    assert defaults and set(defaults) == {False}
