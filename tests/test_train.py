@@ -153,16 +153,6 @@ def test_the_loss_is_the_divergence_from_the_target(monkeypatch):
     assert np.mean(sampled) == pytest.approx(float(want), rel=0.03)
 
 
-def test_gradients_are_finite_where_every_token_is_scored():
-    hidden = torch.randn(3, 8, requires_grad=True)
-    embed, column = torch.randn(20, 8), torch.arange(20)
-    best = torch.tensor([[0, 1]] * 3)
-    draft.loss_of(
-        hidden, embed, best, torch.zeros(3, 2), torch.ones(3), 1.0, draft.Rows(column, torch.zeros(20), column)
-    ).backward()
-    assert hidden.grad.isfinite().all() and hidden.grad.abs().sum() > 0
-
-
 def test_prompts_for_a_code_model(tmp_path, monkeypatch):
     """Every third is a general question, none is of the benches, and the same file comes again. A twelfth of the
     standard library is enough for that, with a module of known functions and one that is held out."""
@@ -185,11 +175,3 @@ def test_prompts_for_a_code_model(tmp_path, monkeypatch):
     assert not {turn for turns in bench for turn in turns} & set(texts)
     names = {name for name, *_ in prompts.functions()}
     assert "quoteattr" in names and not {"fill", "indent", "dedent"} & names  # of textwrap, which is held out
-
-
-def test_plain_prompts_are_beginnings_of_functions(monkeypatch):
-    *rest, files = prompts.library_files(only_stdlib=True)["python"]
-    monkeypatch.setattr(prompts, "library_files", lambda only_stdlib: {"python": (*rest, files[::16])})
-    texts = prompts.beginnings(40, 0)
-    assert texts == prompts.beginnings(40, 0) and len(set(texts)) == 40
-    assert all(text.split()[0] in ("def", "class", "async") and len(text.splitlines()) < 16 for text in texts)
