@@ -3,10 +3,11 @@ wait for each other on cores that other tests need, and sums keep one order."""
 
 import functools
 import gc
+import json
 import os
 import signal
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -92,6 +93,54 @@ def cheap(steady: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("specker.runtime.engine.draft_cost", lambda budget, *_: 0.001 * budget.depth)
     for name in ("AGAIN", "START", "WAIT"):
         monkeypatch.setattr(f"specker.runtime.control.choose.{name}", 1)
+
+
+@pytest.fixture
+def command_line(monkeypatch: pytest.MonkeyPatch) -> Callable[[Iterable[object]], None]:
+    """Sets the command line that a script's `main` reads."""
+    return lambda words: monkeypatch.setattr("sys.argv", [*map(str, words)])
+
+
+@pytest.fixture
+def chunk_prompts(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
+    """Sets how many columns of a prompt one pass computes."""
+    return lambda columns: monkeypatch.setattr("specker.model.prefill.PREFILL_CHUNK", columns)
+
+
+@pytest.fixture
+def kv_buckets(monkeypatch: pytest.MonkeyPatch) -> Callable[[tuple[int, ...]], None]:
+    """Sets the K/V lengths that have rounds of fixed shape."""
+    return lambda lengths: monkeypatch.setattr("specker.runtime.batches.KV_BUCKETS", lengths)
+
+
+@pytest.fixture
+def gpu_dtypes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Models on a CPU compute in the dtype that they would have on a GPU."""
+    monkeypatch.setattr("specker.checkpoints.buffers.activations", lambda dtype, device: dtype)
+
+
+@pytest.fixture
+def free_memory(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Sets how many bytes are free on every device, and whether weights count."""
+
+    def set_to(size: int, weights: bool = False) -> None:
+        monkeypatch.setattr("specker.model.memory.free", lambda device: size)
+        if not weights:
+            monkeypatch.setattr("specker.model.memory.check_weights", lambda *_: None)
+
+    return set_to
+
+
+@pytest.fixture
+def results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], list[dict[str, Any]]]:
+    """Benches save their rows in this test's folder. Returns a function that reads them."""
+    monkeypatch.setattr("bench.harness.RESULTS", tmp_path)
+
+    def read() -> list[dict[str, Any]]:
+        [path] = tmp_path.glob("*/*.jsonl")
+        return [json.loads(line) for line in path.read_text().splitlines()]
+
+    return read
 
 
 @pytest.fixture(scope="session")

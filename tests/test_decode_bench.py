@@ -1,11 +1,9 @@
 """bench/decode.py: bytes of a step by hand, goals, every case on a tiny shape, and cases that cannot run."""
 
-import json
-
 import pytest
 
 import specker
-from bench import acceptance, decode, harness
+from bench import acceptance, decode
 from bench.decode import ACCEPTANCE, Args, Bench, Case, Decoded, Goal
 from bench.harness import Timing
 from bench.shapes import step_bytes
@@ -22,16 +20,14 @@ def bench(tmp_path):
 
 
 @pytest.fixture
-def rows_of(tmp_path, monkeypatch):
+def rows_of(results, command_line):
     """Runs the bench with the given flags; returns the saved rows."""
-    monkeypatch.setattr(harness, "RESULTS", tmp_path)
 
     def run(*flags):
         how = ["--device", "cpu", "--dtype", "float32", "--rounds", "3", "--save"]
-        monkeypatch.setattr("sys.argv", ["bench/decode.py", *how, *flags])
+        command_line(["bench/decode.py", *how, *flags])
         decode.main()
-        [path] = tmp_path.glob("*/decode.jsonl")
-        return [json.loads(line) for line in path.read_text().splitlines()]
+        return results()
 
     return run
 
@@ -178,8 +174,8 @@ def test_every_case_on_a_tiny_shape(rows_of, capsys):
 # --- cases that do not run
 
 
-def test_a_case_that_does_not_fit_is_a_row_and_the_others_run(rows_of, monkeypatch):
-    monkeypatch.setattr("specker.model.memory.free", lambda device: 1 << 30)
+def test_a_case_that_does_not_fit_is_a_row_and_the_others_run(rows_of, free_memory):
+    free_memory(1 << 30, weights=True)
     refused, done = rows_of("--cases", "ar 32b 512, ar tiny 64")
     assert refused["case"] == "ar 32b 512" and done["case"] == "ar tiny 64"
     assert "needs 122.05 GiB for its weights in float32, and 1.00 GiB are free on the cpu" in refused["reason"]
@@ -187,7 +183,7 @@ def test_a_case_that_does_not_fit_is_a_row_and_the_others_run(rows_of, monkeypat
     assert done["median"] > 0 and "reason" not in done
 
 
-def test_a_failed_case_is_a_row_and_the_bench_goes_on(rows_of, tmp_path, monkeypatch, capsys):
+def test_a_failed_case_is_a_row_and_the_bench_goes_on(rows_of, results, monkeypatch, capsys):
     def wrong(bench, case):
         raise RuntimeError("CUDA error: an illegal memory access was encountered")
 
@@ -195,8 +191,7 @@ def test_a_failed_case_is_a_row_and_the_bench_goes_on(rows_of, tmp_path, monkeyp
     with pytest.raises(SystemExit, match="bench: failed: verify tiny 64"):
         rows_of("--cases", "ar tiny 64,verify tiny 64,launches tiny")
     assert "Traceback" in capsys.readouterr().err
-    [path] = tmp_path.glob("*/decode.jsonl")
-    done, failed, refused = map(json.loads, path.read_text().splitlines())
+    done, failed, refused = results()
     assert done["median"] > 0 and failed["failed"] and "failed" not in refused
     assert failed["reason"] == "RuntimeError: CUDA error: an illegal memory access was encountered"
     assert refused["case"] == "launches tiny 64" and "no work on a GPU" in refused["reason"]

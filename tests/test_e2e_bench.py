@@ -7,18 +7,17 @@ import cases
 import pytest
 
 import specker
-from bench import decoding, e2e, harness
+from bench import decoding, e2e
 from specker.runtime.engine import Engine
 from specker.runtime.strategies.blocks import AdaptiveLength
 
 
 @pytest.fixture
-def run(tmp_path, monkeypatch):
+def run(results, monkeypatch, command_line):
     """Runs the bench with a few configurations on two short texts; returns its rows."""
-    monkeypatch.setattr(harness, "RESULTS", tmp_path)
     monkeypatch.setattr(e2e, "SHAPES", {name: e2e.SHAPES[name] for name in ("ar", "draft chain 2", "del")})
     args = "bench/e2e.py --prompts 2 --rounds 2 --max_new_tokens 6 --temperatures 0,0.7 --transformers false --save"
-    monkeypatch.setattr("sys.argv", args.split())
+    command_line(args.split())
 
     def rows(failed=None):
         if failed is None:
@@ -26,8 +25,7 @@ def run(tmp_path, monkeypatch):
         else:
             with pytest.raises(SystemExit, match=f"^bench: failed: {failed}$"):
                 e2e.main()
-        [path] = tmp_path.glob("*/e2e*.jsonl")
-        return list(map(json.loads, path.read_text().splitlines()))
+        return results()
 
     return rows
 
@@ -45,9 +43,9 @@ def test_a_row_for_each_configuration_and_temperature(run, capsys):
 
 
 @pytest.mark.parametrize("graphs", [pytest.param("off", marks=pytest.mark.slow), "on"])
-def test_engines_that_share_a_target_decode_what_they_decode_alone(cheap, monkeypatch, graphs):
+def test_engines_that_share_a_target_decode_what_they_decode_alone(cheap, kv_buckets, graphs):
     """They take turns over one cache, with texts in several KV buckets."""
-    monkeypatch.setattr("specker.runtime.batches.KV_BUCKETS", (48, 96))
+    kv_buckets((48, 96))
     how = {"device": "cpu", "dtype": "float64", "graphs": graphs, "page_size": 16}
     shapes = [("diffuspec", {"draft_tokens": 100}), ("draft", {"draft_tokens": 3}), ("del", {})]
     engines = [specker.load(strategy=name, **how, **more) for name, more in shapes]
@@ -77,14 +75,13 @@ BENCHES = {  # flags, and configurations whose rows they must give
 
 
 @pytest.mark.parametrize("name", BENCHES)
-def test_a_bench_of_one_strategy_runs(tmp_path, monkeypatch, name):
+def test_a_bench_of_one_strategy_runs(tmp_path, results, monkeypatch, command_line, name):
     flags, ways = BENCHES[name]
-    monkeypatch.setattr(harness, "RESULTS", tmp_path)
     monkeypatch.setattr(AdaptiveLength, "may_skip_drafting", True)
-    monkeypatch.setattr("sys.argv", f"bench/{name}.py {FEW} {flags} --save".split())
+    command_line(f"bench/{name}.py {FEW} {flags} --save".split())
     importlib.import_module(f"bench.{name}").main()
     [path] = tmp_path.glob("*/*.jsonl")
-    rows = list(map(json.loads, path.read_text().splitlines()))
+    rows = results()
     assert path.stem == {"blocks": "diffuspec"}.get(name, name)
     for way in ways:
         assert any(row["way"].startswith(way) for row in rows)
@@ -113,7 +110,7 @@ def test_a_failed_or_wrong_configuration_has_no_times(run, monkeypatch, capsys):
     assert "Traceback" in captured.err and "operation not permitted" in captured.out
 
 
-def test_any_pair_answers_questions(run, pair, tmp_path, monkeypatch):
+def test_any_pair_answers_questions(run, pair, tmp_path, monkeypatch, command_line):
     """Questions of the chosen category, through the chat template; only strategies whose draft is given."""
     questions = tmp_path / "questions.jsonl"
     rows = [{"category": c, "turns": [f"What is {n}?", "Why?"]} for n, c in enumerate(("qa", "rag", "qa", "qa"))]
@@ -126,7 +123,7 @@ def test_any_pair_answers_questions(run, pair, tmp_path, monkeypatch):
     )
     args = f"bench/e2e.py --target {pair[0]} --draft {pair[1]} --questions {questions} --categories qa,stem"
     args += " --rounds 1 --prompts 3 --max_new_tokens 6 --temperatures 0 --save"
-    monkeypatch.setattr("sys.argv", args.split())
+    command_line(args.split())
     asked, continued = [], []
     monkeypatch.setattr(Engine, "encode", lambda self, text, f=Engine.encode: continued.append(text) or f(self, text))
     monkeypatch.setattr(

@@ -1,8 +1,8 @@
 """bench/harness.py: statistics, taking turns, and rows."""
 
-import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -56,14 +56,13 @@ def test_ratios_are_to_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
     assert ratios(timings) == {"slow": 1.0, "fast": 4.0}
 
 
-def test_rows_are_appended_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(harness, "RESULTS", tmp_path)
+def test_rows_are_appended_whole(tmp_path: Path, results: Callable[[], list[dict[str, Any]]]) -> None:
     path = save("e2e", [{"a": 1}, {"a": 2}])
     assert path.parent.parent == tmp_path and path.name == "e2e.jsonl"
     with pytest.raises(ValueError):  # NaN is not JSON
         save("e2e", [{"a": 3}, {"a": float("nan")}])
     assert save("e2e", [{"a": 4}]) == path
-    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    rows = results()
     assert [row["a"] for row in rows] == [1, 2, 4]
     assert set(rows[0]) == {"a", "machine", "threads", "versions", "commit", "date", "command"}
     assert rows[0]["machine"] and rows[0]["versions"]["torch"]

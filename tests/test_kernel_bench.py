@@ -55,7 +55,7 @@ def test_every_part_of_a_goal_counts():
     assert str(Goal(seconds=6e-5)) == "<= 60 us"
 
 
-def test_rows_and_a_wrong_result(monkeypatch, capsys):
+def test_rows_and_a_wrong_result(monkeypatch, command_line, capsys):
     monkeypatch.setattr(common, "DEVICE", "cpu")
     x = torch.ones(4)
     right = Case("right", lambda: Built({"a": x.clone, "b": x.exp}, lambda: None, (32, 4)), Goal(share=0.5))
@@ -66,11 +66,11 @@ def test_rows_and_a_wrong_result(monkeypatch, capsys):
     def wrong() -> None:
         raise AssertionError("off by one")
 
-    monkeypatch.setattr("sys.argv", ["bench"])
+    command_line(["bench"])
     with pytest.raises(SystemExit, match="op, wrong: wrong, so not timed: off by one"):
         common.main("op", [Case("wrong", lambda: Built({"a": x.clone}, wrong, (1, 1)))])
     assert "wrong, so not timed: off by one" in capsys.readouterr().out
-    monkeypatch.setattr("sys.argv", ["bench", "-k", "right"])
+    command_line(["bench", "-k", "right"])
     common.main("op", [right, Case("other", right.build)])
     shown = capsys.readouterr().out
     assert "right" in shown and "other" not in shown and "/results/" not in shown
@@ -95,7 +95,7 @@ def test_pytest_runs_the_benches(tmp_path):
     assert all(row["stats"]["rounds"] > 0 and row["stats"]["min"] > 0 for row in timed)
 
 
-def test_a_failure_is_a_row_and_the_bench_goes_on(monkeypatch, capsys):
+def test_a_failure_is_a_row_and_the_bench_goes_on(monkeypatch, command_line, capsys):
     """A missing baseline or a case that does not compile does not lose the other measurements."""
     x = torch.ones(4)
     monkeypatch.setattr(common, "DEVICE", "cpu")
@@ -116,7 +116,7 @@ def test_a_failure_is_a_row_and_the_bench_goes_on(monkeypatch, capsys):
         ("b", "ImportError: no such engine"),
     ]
     cases = [Case("fine", fine), Case("broken", broken), Case("also fine", fine)]
-    monkeypatch.setattr("sys.argv", ["bench"])
+    command_line(["bench"])
     with pytest.raises(SystemExit, match=r"^op, broken: RuntimeError: out of registers$"):
         common.main("op", cases)
     shown = capsys.readouterr().out

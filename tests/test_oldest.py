@@ -1,6 +1,5 @@
 """scripts/oldest.py: the constraints of `make oldest`."""
 
-import sys
 import tomllib
 from pathlib import Path
 
@@ -12,9 +11,9 @@ ROOT = Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 
 
-def test_every_lower_bound_is_tested(monkeypatch, capsys):
+def test_every_lower_bound_is_tested(command_line, capsys):
     """Of the package and of the extras that its users install."""
-    monkeypatch.setattr(sys, "argv", ["scripts/oldest.py", "2.11.0"])
+    command_line(["scripts/oldest.py", "2.11.0"])
     oldest.main()
     found = dict(line.split("==") for line in capsys.readouterr().out.splitlines())
     extras = PROJECT["optional-dependencies"]

@@ -95,7 +95,6 @@ def test_no_side_keeps_the_kv_of_earlier_turns(
         prefilled.extend(each.stats.prefilled for each in out)
         return out
 
-    monkeypatch.setattr(Engine, "warmup", lambda *_: None)
     monkeypatch.setattr(Engine, "generate_ar", plain)
     monkeypatch.setattr(Stats, "to_json", lambda self: prefilled.append(self.prefilled) or to_json(self))
     conversations = [{"turns": ["one", "two", "three"]}]
@@ -121,7 +120,6 @@ def test_ctrl_c_while_ar_goes_first(
             signal.raise_signal(signal.SIGINT)
         return plain(self, *prompts, **options)
 
-    monkeypatch.setattr(Engine, "warmup", lambda *_: None)
     monkeypatch.setattr(Engine, "generate_ar", interrupted)
     conversations, trace = [{"prompt": text} for text in ("one", "two", "three", "four")], tmp_path / "t.jsonl"
     flags = argv(pair, tmp_path, "--check", "--batch-size", size, "--trace", str(trace), conversations=conversations)
@@ -352,7 +350,6 @@ def test_a_failed_check_names_its_text(
             del out[0].tokens[-1]
         return out
 
-    monkeypatch.setattr(Engine, "warmup", lambda *_: None)
     monkeypatch.setattr(Engine, "generate_ar", shorter)
     assert run.main(argv(pair, tmp_path, "--check")) == 1
     said = f"{tmp_path}/p.jsonl line 2: the text has 8 tokens, plain decoding's has 7"

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from make_checkpoint import make
 
-from bench import contexts, harness, peer_settings, peers, plot, tables
+from bench import contexts, peer_settings, peers, plot, tables
 from bench.peer_settings import Model
 from bench.peers import Args, Peer
 from specker import zoo
@@ -154,7 +154,7 @@ class Instant(Peer):
         return {"tokens": [sum(ids)] * count, "seconds": float(len(ids)), "report": {"acceptance_length": 1.0}}
 
 
-def test_rows_are_apart_for_each_kind_of_question(tmp_path, monkeypatch, capsys):
+def test_rows_are_apart_for_each_kind_of_question(tmp_path, results, monkeypatch, command_line, capsys):
     """The whole bench."""
     target = zoo.path("code-target")
     questions = tmp_path / "questions.jsonl"
@@ -165,16 +165,14 @@ def test_rows_are_apart_for_each_kind_of_question(tmp_path, monkeypatch, capsys)
     model = toy(ways, "ar", questions=questions, asked=3, new_tokens=5, apart=True)
     monkeypatch.setattr(peers, "MODELS", {"toy": lambda: model, "smollm2": pytest.fail})
     monkeypatch.setattr(peers, "started", lambda name, settings, folder, args: Instant(name, None))
-    monkeypatch.setattr(harness, "RESULTS", tmp_path)
     asked = peers.prompts_of(model, Args())
     ids = [read_tokenizer(target)(row["prompt"])["input_ids"] for row in rows]
     assert asked == {"complete": [ids[0]], "chat": [ids[1]], "edit": [ids[3]]}  # the first of each
     assert list(peers.prompts_of(model, Args(categories="complete"))["complete"]) == [ids[0], ids[2]]
     line = "bench/peers.py --model toy --rounds 1 --max_context 64 --only lookup --save"
-    monkeypatch.setattr("sys.argv", line.split())
+    command_line(line.split())
     peers.main()
-    (path,) = tmp_path.glob("*/peers.jsonl")
-    found = [json.loads(line) for line in path.read_text().splitlines()]
+    found = results()
     assert [(r["categories"], r["way"]) for r in found] == [
         (kind, way) for kind in ("complete", "chat", "edit") for way in ("ar", "lookup")
     ]
@@ -182,7 +180,7 @@ def test_rows_are_apart_for_each_kind_of_question(tmp_path, monkeypatch, capsys)
     assert all(r["prefill_tokens_per_second"] == 1 for r in found), "a row has the times of other prompts"
     assert {(r["target"], r["base"], r["reference"]) for r in found} == {("toy", "ar", "ar")}
     assert "over ar" in capsys.readouterr().out
-    monkeypatch.setattr("sys.argv", ["bench/peers.py", "--model", "llama"])
+    command_line(["bench/peers.py", "--model", "llama"])
     with pytest.raises(SystemExit, match=r"^bench: --model is llama; there are toy, smollm2$"):
         peers.main()
 
@@ -220,15 +218,14 @@ def test_a_token_reads_one_row_of_an_embedding_beside_an_lm_head(tmp_path, tied)
     assert contexts.weights(str(path)) == 4 * 4 * (8 + 96)
 
 
-def test_speeds_over_the_length_of_the_prompt(tmp_path, monkeypatch, capsys):
+def test_speeds_over_the_length_of_the_prompt(tmp_path, results, monkeypatch, command_line, capsys):
     """The whole bench, its table and its figure, with specker alone."""
     target = zoo.path("code-target")
     monkeypatch.setattr(contexts.real, "fetched", lambda sources: [target])
     monkeypatch.setattr(contexts, "bandwidth", lambda threads: 1e9)
     monkeypatch.setattr(contexts, "weights", lambda path: 1_000_000)
-    monkeypatch.setattr(harness, "RESULTS", tmp_path)
     line = "bench/contexts.py --lengths 96,24 --kv int8 --llama_kv '' --max_new_tokens 3 --threads 1 --save"
-    monkeypatch.setattr("sys.argv", shlex.split(line))
+    command_line(shlex.split(line))
     contexts.main()
     assert "limit by bytes" in capsys.readouterr().out
     (path,) = tmp_path.glob("*/contexts.jsonl")
@@ -243,6 +240,6 @@ def test_speeds_over_the_length_of_the_prompt(tmp_path, monkeypatch, capsys):
     assert "| prompt tokens | specker int8 |" in table and "| 96 |" in table
     plot.save(plot.draw_contexts(rows, dark=True), tmp_path / "figure")
     assert (tmp_path / "figure.svg").stat().st_size > 5000
-    monkeypatch.setattr("sys.argv", ["bench/contexts.py", "--kv", "int4"])
+    command_line(["bench/contexts.py", "--kv", "int4"])
     with pytest.raises(SystemExit, match=r"^bench: --lengths and --kv: got 512,2048,8192 and int4$"):
         contexts.main()

@@ -2,7 +2,6 @@
 
 import re
 import runpy
-import sys
 from pathlib import Path
 
 import pytest
@@ -22,10 +21,10 @@ SCRIPTS = sorted(
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
-def test_a_script_describes_its_flags(script, monkeypatch, capsys):
+def test_a_script_describes_its_flags(script, command_line, capsys):
     if script == "bench/plot.py":
         pytest.importorskip("matplotlib")
-    monkeypatch.setattr(sys, "argv", [script, "--help"])
+    command_line([script, "--help"])
     with pytest.raises(SystemExit) as end:
         runpy.run_module(script.removesuffix(".py").replace("/", "."), run_name="__main__", alter_sys=True)
     said = " ".join(capsys.readouterr().out.split())

@@ -422,9 +422,15 @@ def test_the_loss_of_blocks_is_the_divergence_of_every_token(dense, lessons, tmp
 # --- the command
 
 
-def main(monkeypatch, *argv):
-    monkeypatch.setattr("sys.argv", ["train.head", *map(str, argv), "--threads", "1"])
-    return command.main()
+@pytest.fixture
+def main(command_line):
+    """Runs the command with flags; returns its exit code."""
+
+    def run(*argv):
+        command_line(["train.head", *argv, "--threads", 1])
+        return command.main()
+
+    return run
 
 
 @pytest.fixture
@@ -439,11 +445,11 @@ def small(monkeypatch):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("kind", command.KINDS)
-def test_the_stages_on_a_gpu(target, tmp_path, monkeypatch, small, kind, capsys):
+def test_the_stages_on_a_gpu(target, tmp_path, main, small, kind, capsys):
     """The head that a GPU trains has about the rows and the agreement that it has on a CPU."""
     out = tmp_path / "out"
     bfloat16 = ["--bfloat16", "true", "--device", "cuda"]
-    assert main(monkeypatch, "--target", target, "--out", out, "--kind", kind, *small, *bfloat16) == 0
+    assert main("--target", target, "--out", out, "--kind", kind, *small, *bfloat16) == 0
     said = capsys.readouterr().out
     args = command.Args(str(target), str(out), kind=kind, length=32, batch=64, rows=100, max_context=256)
     net, lessons = command.trained(args, opened(target))
@@ -459,35 +465,35 @@ def test_the_stages_on_a_gpu(target, tmp_path, monkeypatch, small, kind, capsys)
     assert engine.generate([9, 4], 40).tokens == engine.generate_ar([9, 4], 40).tokens
 
 
-def test_the_stages_make_a_head_and_are_done_once(target, tmp_path, monkeypatch, small, capsys):
+def test_the_stages_make_a_head_and_are_done_once(target, tmp_path, main, small, capsys):
     out = tmp_path / "out"
-    assert main(monkeypatch, "--target", target, "--out", out, *small) == 0
+    assert main("--target", target, "--out", out, *small) == 0
     assert "the head is in" in capsys.readouterr().out
     engine = specker.load(target, out / "head", "eagle", device="cpu", dtype="float64")
     assert engine.generate([9, 4], 20).tokens == engine.generate_ar([9, 4], 20).tokens
     written = {path: path.stat().st_mtime_ns for part in ("answers", "taps") for path in (out / part).iterdir()}
     state = torch.load(out / "state.pt", weights_only=True)
     again = ["--target", target, "--out", out, *small, "--layout", "speculators"]
-    assert main(monkeypatch, *again) == 0 and (out / "head-speculators" / "config.json").exists()
+    assert main(*again) == 0 and (out / "head-speculators" / "config.json").exists()
     assert {path: path.stat().st_mtime_ns for path in written} == written
     assert torch.load(out / "state.pt", weights_only=True)["log"] == state["log"]
-    assert main(monkeypatch, *again, "--stages", "answers", "taps", "--tokens", 700) == 0
+    assert main(*again, "--stages", "answers", "taps", "--tokens", 700) == 0
     assert len(list((out / "taps").iterdir())) > len([path for path in written if path.parent.name == "taps"])
 
 
-def test_a_drafter_of_blocks_learns_from_the_same_answers(folder, target, tmp_path, monkeypatch, small):
+def test_a_drafter_of_blocks_learns_from_the_same_answers(folder, target, tmp_path, main, small):
     for part in ("answers", "taps"):
         (tmp_path / part).symlink_to(folder / part)
     own = ("--taps", *DEPTHS, "--kind", "dflash", "--block", 5, "--layers", 1, "--stages", "train", "export")
-    assert main(monkeypatch, "--target", target, "--out", tmp_path, *small, *own) == 0
+    assert main("--target", target, "--out", tmp_path, *small, *own) == 0
     engine = specker.load(target, tmp_path / "dflash" / "head", "dflash", device="cpu", dtype="float64")
     assert len(engine.drafter.model.layers) == 1 and engine.drafter.spec.most == 4
     assert not (tmp_path / "state.pt").exists()
 
 
-def test_what_does_not_fit_is_refused_in_a_sentence(target, tmp_path, monkeypatch, small, capsys, folder):
+def test_what_does_not_fit_is_refused_in_a_sentence(target, tmp_path, monkeypatch, main, small, capsys, folder):
     def says(sentence, *argv, out=tmp_path / "new"):
-        assert main(monkeypatch, "--target", target, "--out", out, *small, *argv) == 2
+        assert main("--target", target, "--out", out, *small, *argv) == 2
         assert sentence in capsys.readouterr().err
 
     says("--stages must be of answers, taps, train, export, got 'fit'", "--stages", "fit")

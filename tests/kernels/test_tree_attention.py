@@ -23,7 +23,7 @@ from specker.kernels.attention import (
 from specker.kernels.kv import kv_calibrate, rope_table
 from specker.kernels.narrow import narrowed
 from specker.kernels.quant import as_bytes
-from specker.kernels.variant import Variant, tl, triton
+from specker.kernels.variant import tl, triton
 
 op = importlib.import_module("specker.kernels.attention")  # the package's attribute of this name is the function
 
@@ -455,17 +455,15 @@ def test_a_ring_of_pages_has_the_bits_of_all_columns(launch):
 
 
 @pytest.mark.parametrize("programs", [1, 3])
-def test_few_programs_share_the_work_of_many_sequences(monkeypatch, programs):
+def test_few_programs_share_the_work_of_many_sequences(monkeypatch, launched, programs):
     lengths = ((33, 6), (0, 40), (900, 2), (0, 0), *((n, 1) for n in range(1, 15)))
     args, *_ = ragged(2, torch.float16, lengths=lengths)
     want = op._launch(**args)
-    grids: list = []
-    launch = Variant.__call__
-    monkeypatch.setattr(Variant, "__call__", lambda v, grid, *given: (grids.append(grid), launch(v, grid, *given)))
+    del launched[:]
     monkeypatch.setattr(op, "PROGRAMS", programs)
     monkeypatch.setattr(op, "sms", lambda device: 1)
     assert same(op._launch(**args), want)
-    assert grids == [(programs,), (len(args["q"]), 1)]
+    assert [grid for _, grid in launched] == [(programs,), (len(args["q"]), 1)]
 
 
 MERGES = {
@@ -477,7 +475,7 @@ MERGES = {
 
 
 @pytest.mark.parametrize("name", MERGES)
-def test_a_kernel_of_its_own_merges_splits_to_the_same_bits(monkeypatch, name):
+def test_a_kernel_of_its_own_merges_splits_to_the_same_bits(monkeypatch, launched, name):
     """For many pairs, whichever their number, and with the sinks of each layer. A length beyond the table is NaN there,
     too."""
     how, dtype = MERGES[name]
@@ -490,11 +488,9 @@ def test_a_kernel_of_its_own_merges_splits_to_the_same_bits(monkeypatch, name):
     beyond = {**args, "kv_len": args["kv_len"] + args["block_table"].shape[1] * args["k_cache"].shape[1]}
     found = []
     for most in (1 << 20, 0):
-        launched = []
-        launch = Variant.__call__
+        del launched[:]
         with monkeypatch.context() as patch:
             patch.setattr(op, "MERGED", most)
-            patch.setattr(Variant, "__call__", lambda v, *given: (launched.append(v.kernel), launch(v, *given)))  # noqa: B023
             found.append([op._launch(**each) for each in [args, args | layers][: 1 + bool(layers)]])
             assert len(launched) == len(found[0]) * (2 - (most > 0))
             assert all(x.isnan().all() for x in op._launch(**beyond))
@@ -670,19 +666,17 @@ def test_a_length_beyond_the_table(monkeypatch, page):
         op.tree_attention_ref(**args)
 
 
-def test_the_launcher_reads_no_tensor(monkeypatch):
+def test_the_launcher_reads_no_tensor(unlaunched):
     """Fake tensors have no values to read."""
-    launched = []
-    monkeypatch.setattr(Variant, "__call__", lambda self, grid, *_: launched.append((self.kernel.__name__, grid)))
     args, *_ = ragged(0, torch.float32)
     with FakeTensorMode() as mode:
         fake = {n: x if n == "scale" else mode.from_tensor(x) for n, x in args.items()}
         assert op._launch(**fake)[0].shape == (53, 4, 16)
         op._launch(**{**fake, "block_table": mode.from_tensor(torch.zeros(3, 60, dtype=torch.int32))})
     # 53 rows of 2 heads are 106 pairs: 106 // 16 + 3 slots; 48 columns are one split, 480 are four.
-    assert launched[0] == ("_tree_attention_kernel", (9 * 2,))
+    assert unlaunched[0] == ("_tree_attention_kernel", (9 * 2,))
     apart = ("_tree_attention_merge_kernel", (53, 1))  # 35 pairs a sequence
-    assert launched[1:] == [("_tree_attention_kernel", (9 * 2 * 4,)), apart]
+    assert unlaunched[1:] == [("_tree_attention_kernel", (9 * 2 * 4,)), apart]
 
 
 def launches():

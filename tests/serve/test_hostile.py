@@ -443,8 +443,8 @@ def test_clients_bring_no_template_and_no_arguments_of_the_renderer(load):
 
 
 @pytest.mark.parametrize("template", ["{{ 1 // x }}", "{{ messages[0].content.x.y }}", "{{ 'a' + messages[0].n }}"])
-def test_a_template_that_fails_on_messages_gets_one_sentence(load, monkeypatch, template):
+def test_a_template_that_fails_on_messages_gets_one_sentence(load, chat_template, template):
     with serving(engine := load(), name="served") as client:
-        monkeypatch.setattr(engine.tokenizer, "chat_template", template)
+        chat_template(engine, template)
         answer = chat(client, messages=[TALK[0] | {"n": 1}], chat_template_kwargs={"x": 0})
         assert said(answer).startswith("the chat template of served refuses the conversation: ")
