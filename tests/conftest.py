@@ -81,9 +81,8 @@ def poisoned() -> Iterator[None]:
 @pytest.fixture
 def steady(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rounds teach nothing about costs, so what is drafted does not depend on the clock."""
-    monkeypatch.setattr("specker.runtime.control.costs.Costs.observe", lambda *_: None)
-    monkeypatch.setattr("specker.runtime.control.costs.Costs.observe_prefill", lambda *_: None)
-    monkeypatch.setattr("specker.runtime.control.costs.Costs.follow", lambda *_: None)
+    for name in ("observe", "observe_prefill", "follow"):
+        monkeypatch.setattr(f"specker.runtime.control.costs.Costs.{name}", lambda *_: None)
     monkeypatch.setattr("specker.runtime.control.choose.LOOK", 0)
 
 
@@ -129,6 +128,24 @@ def free_memory(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
             monkeypatch.setattr("specker.model.memory.check_weights", lambda *_: None)
 
     return set_to
+
+
+@pytest.fixture
+def short_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a corpus for training, questions are short and a shard holds few conversations."""
+    monkeypatch.setattr("train.corpus.SHARD", 4)
+    monkeypatch.setattr("train.corpus.USER_TOKENS", 20)
+
+
+@pytest.fixture
+def prefilled(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Of each text whose statistics are written as JSON, how many columns were prefilled."""
+    from specker.runtime.control.stats import Stats
+
+    counts: list[int] = []
+    to_json = Stats.to_json
+    monkeypatch.setattr(Stats, "to_json", lambda self: counts.append(self.prefilled) or to_json(self))
+    return counts
 
 
 @pytest.fixture

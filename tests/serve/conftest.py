@@ -1,4 +1,4 @@
-"""What servers' models say, and how they spell a conversation."""
+"""What servers' models say, how they spell a conversation, and what holds their work up."""
 
 import json
 from collections.abc import Callable
@@ -26,3 +26,14 @@ def answer_with(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
 def chat_template(monkeypatch: pytest.MonkeyPatch) -> Callable[[Engine, Any], None]:
     """Gives an engine's tokenizer another chat template."""
     return lambda engine, template: monkeypatch.setattr(engine.tokenizer, "chat_template", template)
+
+
+@pytest.fixture
+def before_steps(monkeypatch: pytest.MonkeyPatch) -> Callable[[Engine, Callable[[], Any]], None]:
+    """Has something happen before each round of an engine."""
+
+    def run(engine: Engine, does: Callable[[], Any]) -> None:
+        step = engine.loop.step
+        monkeypatch.setattr(engine.loop, "step", lambda: (does(), step())[1])
+
+    return run

@@ -381,13 +381,13 @@ def test_errors_have_the_form_of_their_endpoint(client):
     }
 
 
-def test_calls_that_fail_say_so_in_their_streams(engine, client, monkeypatch, answer_with):
+def test_calls_that_fail_say_so_in_their_streams(engine, client, before_steps, answer_with):
     def fails():
         raise RuntimeError("no")
 
     answer_with("ab<|mask|>")  # text cannot spell a special token
     assert events(client, "/v1/responses", input="ab")[-1]["response"]["error"]["code"] == "invalid_prompt"
-    monkeypatch.setattr(engine.session.loop, "step", fails)
+    before_steps(engine, fails)
     got = events(client, "/v1/messages", max_tokens=9, messages=[TURN])
     said = "the round failed; the server's log says why"
     assert got[-1] == {"type": "error", "error": {"type": "api_error", "message": said}}
