@@ -210,29 +210,29 @@ def kernels(monkeypatch):
     def add_norm(x, delta, weight, eps):
         split = delta is not None and delta.dim() == 3
         deltas = delta if split else x.unsqueeze(0)[:0] if delta is None else delta.unsqueeze(0)
-        y, normed = merge._launch(x, deltas, weight.unsqueeze(0), eps, None, split)
+        y, normed = merge.launch(x, deltas, weight.unsqueeze(0), eps, None, split)
         return y, normed[0]
 
     def linear(x, weight, bias=None, epilogue="none"):
-        return products._launch(x, weight, bias, epilogue)
+        return products.launch(x, weight, bias, epilogue)
 
     def attention(*args, sinks):
-        return attend._launch(*args, sinks=sinks)
+        return attend.launch(*args, sinks=sinks)
 
     def topk(hidden, weight, token_ids, k, norm, noise, with_lse=True, out=None):
-        return select._launch(hidden, weight, token_ids, k, norm, noise, with_lse, out)
+        return select.launch(hidden, weight, token_ids, k, norm, noise, with_lse, out)
 
     for name, kernel in {
         "model.decoder.add_norm": add_norm,
         "model.decoder.fuses": lambda hidden: True,
-        "model.kept.kv_calibrate": kv._launch,
-        "model.decoder.kv_project": project._launch,
+        "model.kept.kv_calibrate": kv.launch,
+        "model.decoder.kv_project": project.launch,
         "model.decoder.row_linear": linear,
         "model.decoder.tree_attention": attention,
-        "model.decoder.residual_merge": merge._launch,
-        "runtime.strategies.easyspec.parallel.repeat_rows": lambda *args: Repeated(*repeat._launch(*args)),
+        "model.decoder.residual_merge": merge.launch,
+        "runtime.strategies.easyspec.parallel.repeat_rows": lambda *args: Repeated(*repeat.launch(*args)),
         "runtime.round.lm_head.vocab_topk": topk,
-        "model.cache.kv_commit": kv._launch_commit,
+        "model.cache.kv_commit": kv.launch_commit,
     }.items():
         monkeypatch.setattr(f"specker.{name}", kernel)
     return linear
@@ -342,7 +342,7 @@ def test_the_last_sum_comes_with_the_final_norm_under_the_kernels(tmp_path, kern
             assert layers.stop is None or torch.equal(out.aux_hidden_states[2], out.hidden)
         else:
             out = LayerParallel(model, cache, Schedule(groups)).forward(rows, hidden)
-        _, later = merge._launch(out.hidden, out.hidden[None][:0], model.norm[None], model.config.rms_norm_eps)
+        _, later = merge.launch(out.hidden, out.hidden[None][:0], model.norm[None], model.config.rms_norm_eps)
         assert out.final.normed and torch.equal(out.final.rows, later[0])
         assert torch.equal(model.logits(out.final), model.logits(Final(out.hidden)))
 

@@ -149,7 +149,7 @@ def test_a_gpu_reserves_what_attention_writes(tmp_path, monkeypatch):
             columns = -(-(context + LOOKAHEAD) // 16)
             cache, ints = torch.empty(columns, 16, 2, 16, dtype=torch.bfloat16), torch.zeros(2, dtype=torch.int32)
             q, words = torch.empty(61, 4, 16, dtype=torch.bfloat16), torch.zeros(61, 1, dtype=torch.int64)
-            attention._launch(q, cache, cache, ints[:1, None].expand(1, columns), *[ints[:1]] * 2, ints, words, 1.0)
+            attention.launch(q, cache, cache, ints[:1, None].expand(1, columns), *[ints[:1]] * 2, ints, words, 1.0)
         arguments = next(arguments for name, _, arguments in log if name.startswith("_tree_attention_kernel"))
         scratch = sum(4 * math.prod(shape) for _, shape, *_ in arguments[8:10])
         assert cost.largest_pass(context, 16, LOOKAHEAD) == max(scratch, cost.passing * context)
