@@ -3,10 +3,11 @@ wait for each other on cores that other tests need, and sums keep one order."""
 
 import functools
 import gc
+import json
 import os
 import signal
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -80,9 +81,8 @@ def poisoned() -> Iterator[None]:
 @pytest.fixture
 def steady(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rounds teach nothing about costs, so what is drafted does not depend on the clock."""
-    monkeypatch.setattr("specker.runtime.control.costs.Costs.observe", lambda *_: None)
-    monkeypatch.setattr("specker.runtime.control.costs.Costs.observe_prefill", lambda *_: None)
-    monkeypatch.setattr("specker.runtime.control.costs.Costs.follow", lambda *_: None)
+    for name in ("observe", "observe_prefill", "follow"):
+        monkeypatch.setattr(f"specker.runtime.control.costs.Costs.{name}", lambda *_: None)
     monkeypatch.setattr("specker.runtime.control.choose.LOOK", 0)
 
 
@@ -92,6 +92,72 @@ def cheap(steady: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("specker.runtime.engine.draft_cost", lambda budget, *_: 0.001 * budget.depth)
     for name in ("AGAIN", "START", "WAIT"):
         monkeypatch.setattr(f"specker.runtime.control.choose.{name}", 1)
+
+
+@pytest.fixture
+def command_line(monkeypatch: pytest.MonkeyPatch) -> Callable[[Iterable[object]], None]:
+    """Sets the command line that a script's `main` reads."""
+    return lambda words: monkeypatch.setattr("sys.argv", [*map(str, words)])
+
+
+@pytest.fixture
+def chunk_prompts(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
+    """Sets how many columns of a prompt one pass computes."""
+    return lambda columns: monkeypatch.setattr("specker.model.prefill.PREFILL_CHUNK", columns)
+
+
+@pytest.fixture
+def kv_buckets(monkeypatch: pytest.MonkeyPatch) -> Callable[[tuple[int, ...]], None]:
+    """Sets the K/V lengths that have rounds of fixed shape."""
+    return lambda lengths: monkeypatch.setattr("specker.runtime.batches.KV_BUCKETS", lengths)
+
+
+@pytest.fixture
+def gpu_dtypes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Models on a CPU compute in the dtype that they would have on a GPU."""
+    monkeypatch.setattr("specker.checkpoints.buffers.activations", lambda dtype, device: dtype)
+
+
+@pytest.fixture
+def free_memory(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Sets how many bytes are free on every device, and whether weights count."""
+
+    def set_to(size: int, weights: bool = False) -> None:
+        monkeypatch.setattr("specker.model.memory.free", lambda device: size)
+        if not weights:
+            monkeypatch.setattr("specker.model.memory.check_weights", lambda *_: None)
+
+    return set_to
+
+
+@pytest.fixture
+def short_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a corpus for training, questions are short and a shard holds few conversations."""
+    monkeypatch.setattr("train.corpus.SHARD", 4)
+    monkeypatch.setattr("train.corpus.USER_TOKENS", 20)
+
+
+@pytest.fixture
+def prefilled(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Of each text whose statistics are written as JSON, how many columns were prefilled."""
+    from specker.runtime.control.stats import Stats
+
+    counts: list[int] = []
+    to_json = Stats.to_json
+    monkeypatch.setattr(Stats, "to_json", lambda self: counts.append(self.prefilled) or to_json(self))
+    return counts
+
+
+@pytest.fixture
+def results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], list[dict[str, Any]]]:
+    """Benches save their rows in this test's folder. Returns a function that reads them."""
+    monkeypatch.setattr("bench.harness.RESULTS", tmp_path)
+
+    def read() -> list[dict[str, Any]]:
+        [path] = tmp_path.glob("*/*.jsonl")
+        return [json.loads(line) for line in path.read_text().splitlines()]
+
+    return read
 
 
 @pytest.fixture(scope="session")

@@ -294,16 +294,9 @@ def test_help_names_every_command(typed: Callable[..., Chat]) -> None:
     assert typed('exit code 1?\r"""exit"""\r').turns == ["exit code 1?", "exit"]
 
 
-def test_a_new_conversation_is_a_fresh_one(
-    typed: Callable[..., Chat], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_new_conversation_is_a_fresh_one(typed: Callable[..., Chat], tmp_path: Path, prefilled: list[int]) -> None:
     """After /clear and /system: no message and no K/V of the turns before, and the texts of a conversation that starts
     there, greedy and sampled, also where drafts are copied from the earlier one."""
-    from specker.runtime.control.stats import Stats
-
-    prefilled: list[int] = []
-    to_json = Stats.to_json
-    monkeypatch.setattr(Stats, "to_json", lambda self: prefilled.append(self.prefilled) or to_json(self))
     traced = "--trace", str(tmp_path / "t.jsonl")
     for how in ((), ("--temperature", "0.9", "--seed", "5", "--strategy", "lookup")):
         prefilled.clear()
@@ -436,10 +429,8 @@ def test_a_conversation_in_python(endless: str) -> None:
         engine.chat(messages, temprature=1)  # type: ignore[call-arg]
 
 
-def test_the_kv_of_earlier_turns_is_kept(endless: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_kv_of_earlier_turns_is_kept(endless: str, tmp_path: Path, prefilled: list[int]) -> None:
     """In a file of conversations too. The answers are those without it."""
-    from specker.runtime.control.stats import Stats
-
     conversations, out = tmp_path / "conversations.jsonl", tmp_path / "o.json"
     conversations.write_text(json.dumps({"turns": ["one " * 60, "two", "three"]}) + "\n")
     argv = [
@@ -454,9 +445,6 @@ def test_the_kv_of_earlier_turns_is_kept(endless: str, tmp_path: Path, monkeypat
         "12",
     ]
     argv += ["--dtype", "float64", "--device", "cpu", "--json", str(out)]
-    prefilled: list[int] = []
-    to_json = Stats.to_json
-    monkeypatch.setattr(Stats, "to_json", lambda self: prefilled.append(self.prefilled) or to_json(self))
     assert run.main(argv) == 0
     kept = json.loads(out.read_text())["prompts"]
     assert prefilled[0] == kept[0]["prompt_tokens"] - 1 and max(prefilled[1:3]) < 60

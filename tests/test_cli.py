@@ -29,12 +29,10 @@ from specker.cli.prompts import read_conversations
 from specker.cli.report import Result
 from specker.cli.screen import Screen
 from specker.command.parser import SHELLS
-from specker.fields import check_fields, opt
 from specker.options import Common, Sampling, Tree, VocabKeep
 from specker.paths import cache_root
 from specker.runtime import strategies
 from specker.runtime.control.stats import Stats
-from specker.runtime.strategies.base import Strategy
 from specker.runtime.strategies.vocabtrim import TrimOptions
 
 ROOT = Path(__file__).parent.parent
@@ -161,34 +159,6 @@ def test_values_are_parsed_once() -> None:
     assert strategies.options(strategy="easyspec", layer_parallel=2, tree=Tree(2, 3)).own.layer_parallel == 2
     groups = strategies.options(strategy="easyspec", layer_parallel="[[0],[1,2]]").own.layer_parallel
     assert groups == ((0,), (1, 2))
-
-
-@pytest.mark.parametrize("name", ["draft", "del", "lookup"])
-def test_a_strategy_is_one_registered_object(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Flags, help and refusals of a new strategy follow from its options."""
-
-    @dataclasses.dataclass(frozen=True)
-    class Own:
-        suffix: int = opt(3, "tokens of the longest suffix", least=1, most=8)
-
-        def __post_init__(self) -> None:
-            check_fields(self)
-
-    class Lookup(Strategy):
-        name, options = "lookup", Own
-
-    every = (*strategies.STRATEGIES.values(), Lookup())
-    monkeypatch.setattr(strategies, "_ALL", every)
-    monkeypatch.setattr(strategies, "STRATEGIES", {s.name: s for s in every})
-    monkeypatch.setattr(strategies, "NAMES", (*strategies.STRATEGIES, "vocabtrim"))
-    argv = ["--strategy", name, "--suffix", "5"]
-    if name == "lookup":
-        assert flags.parse(argv)[1].own == Own(5) and flags.parse(argv[:2])[1].own == Own()
-        with pytest.raises(ValueError, match="suffix must be between 1 and 8, got 9"):
-            flags.parse([*argv[:3], "9"])
-    else:
-        with pytest.raises(ValueError, match=f"suffix is for strategy lookup, not '{name}'"):
-            flags.parse(argv)
 
 
 MORE_HELP = ("--help", "--help-all", "--version", "--list-strategies", "--print-completion")

@@ -11,9 +11,8 @@ import warm
 import specker
 from train.code_family import corpus, distill, sample
 from train.code_family.export import export, hf_state, load
-from train.code_family.fit import FitOptions, Windows, fit
+from train.code_family.fit import FitOptions, Windows
 from train.code_family.net import LinearLoss, Net, NetConfig, _head_chunk, _head_chunk_kl
-from train.code_family.optim import lr_scale, orthogonal
 
 ROOT = Path(__file__).parents[1]
 CAUSAL = NetConfig(48, 3, 4, 2, 80, vocab=320, head_dim=16, context=64)
@@ -166,17 +165,6 @@ def test_linear_loss_has_autograds_gradients(heat):
         torch.testing.assert_close(b.grad.double(), 2 * w.grad, atol=1e-5, rtol=1e-4)
 
 
-def test_schedule_warms_up_holds_and_decays():
-    assert lr_scale(0.01) == pytest.approx(0.5) and lr_scale(0.5) == 1.0 and lr_scale(0.75) == 1.0
-    assert lr_scale(0.875) == pytest.approx(0.5) and lr_scale(0.999) < 0.01
-
-
-def test_muon_step_is_nearly_orthogonal():
-    u = orthogonal(torch.randn(2, 24, 40, generator=torch.Generator().manual_seed(0)))
-    s = torch.linalg.svdvals(u)
-    assert s.min() > 0.6 and s.max() < 1.3
-
-
 def test_windows_are_a_function_of_the_step():
     data = np.arange(2000, dtype=np.uint16)
     first, second = Windows(data, 0, "cpu"), Windows(data, 0, "cpu")
@@ -185,27 +173,6 @@ def test_windows_are_a_function_of_the_step():
     starts = {int(b) for batch in batches[:31] for b in batch[:, 0]}
     assert len(starts) == 31 * 4  # no window twice in one epoch
     assert torch.equal(batches[5][:, 1:], batches[5][:, :-1] + 1)
-
-
-def test_more_workers_give_the_same_gradients(tmp_path):
-    data = torch.randint(3, 320, (4, 2, 21), generator=torch.Generator().manual_seed(0))
-    ends = []
-    for workers in (1, 2):
-        net = random_net(CAUSAL)
-
-        def loss(net, part, step, done):
-            logits = net.logits(net(data[part, :, :-1])).flatten(0, 1)
-            return torch.nn.functional.cross_entropy(logits, data[part, :, 1:].flatten()) / 4, {"loss": 0.0}
-
-        threads = torch.get_num_threads()
-        o = FitOptions(tokens=480, batch=160, lr=1e-3, workers=workers)
-        assert fit("x", net, loss, dict, o, tmp_path) is not None
-        (tmp_path / "x.pt").unlink()
-        torch.set_num_threads(threads)
-        ends.append(net.state_dict())
-    for name in ends[0]:
-        torch.testing.assert_close(ends[0][name], ends[1][name], atol=2e-4, rtol=1e-3)
-    assert not torch.allclose(ends[0]["embed"], random_net(CAUSAL).embed, atol=1e-4)
 
 
 @pytest.fixture(scope="module")
@@ -252,13 +219,6 @@ def test_kill_and_resume_give_the_uninterrupted_weights(tiny, tmp_path):
         a, b = ((w / "export" / f"code-{model}" / "model.safetensors").read_bytes() for w in (tiny[0], tmp_path))
         assert a == b, model
     assert whole["log"][-1]["loss"] < whole["log"][0]["loss"]
-
-
-@pytest.mark.slow
-def test_a_second_run_does_nothing(tiny):
-    before = (tiny[0] / "target.pt").stat().st_mtime_ns
-    out = run("--work", tiny[0])
-    assert "step" not in out and (tiny[0] / "target.pt").stat().st_mtime_ns == before
 
 
 def test_a_hybrid_resumes_and_decodes_with_its_own_head(tokenizer, tmp_path, monkeypatch):

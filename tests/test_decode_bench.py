@@ -1,17 +1,13 @@
 """bench/decode.py: bytes of a step by hand, goals, every case on a tiny shape, and cases that cannot run."""
 
-import json
-
 import pytest
-import torch
 
 import specker
-from bench import acceptance, decode, harness
+from bench import acceptance, decode
 from bench.decode import ACCEPTANCE, Args, Bench, Case, Decoded, Goal
 from bench.harness import Timing
 from bench.shapes import step_bytes
 from specker.checkpoints.checkpoint import read_config
-from specker.runtime import loop
 
 RANDOM = "with random weights a run measures time and memory only: its text and acceptance mean nothing"
 GIVEN = "the target agrees with drafts with probability 0.8"
@@ -24,16 +20,14 @@ def bench(tmp_path):
 
 
 @pytest.fixture
-def rows_of(tmp_path, monkeypatch):
+def rows_of(results, command_line):
     """Runs the bench with the given flags; returns the saved rows."""
-    monkeypatch.setattr(harness, "RESULTS", tmp_path)
 
     def run(*flags):
         how = ["--device", "cpu", "--dtype", "float32", "--rounds", "3", "--save"]
-        monkeypatch.setattr("sys.argv", ["bench/decode.py", *how, *flags])
+        command_line(["bench/decode.py", *how, *flags])
         decode.main()
-        [path] = tmp_path.glob("*/decode.jsonl")
-        return [json.loads(line) for line in path.read_text().splitlines()]
+        return results()
 
     return run
 
@@ -77,26 +71,6 @@ def test_bytes_are_those_of_the_weights(bench):
         assert step_bytes(engine.target.config, 0, 4) == 4 * numbers
 
 
-def test_goals():
-    assert [Goal(most=1.05).met(x) for x in (1.0, 1.05, 1.06)] == [True, True, False]
-    assert [Goal(least=0.9).met(x) for x in (0.89, 0.9, 1.2)] == [False, True, True]
-    assert not Goal(0.5, 0.6).met(0.7) and not Goal(0.5, 0.6).met(0.4) and Goal(0.5, 0.6).met(0.55)
-    assert Goal(most=1.05).told("x") == "<= 1.05x" and Goal(least=0.9).told("%") == ">= 90.0%"
-    assert Goal(0.5, 0.6).told("x") == ">= 0.50x, <= 0.60x"
-    told = {(c.name, way): goal for c in decode.CASES for way, goal in c.goals.items()}
-    assert told == {
-        **{(f"ar 8b {n}", "ar"): Goal(least=0.8) for n in decode.CONTEXTS},
-        ("verify 8b 8192", "8 rows"): Goal(most=1.05),
-        ("verify 8b 8192", "64 rows"): Goal(most=1.35),
-        ("round 8b+1b 8192", "outside"): Goal(most=0.03),
-        ("round 8b+1b 8192", "over ar"): Goal(least=0.9),
-        ("first 8b+1b 512", "first request"): Goal(most=1.2),
-        ("prefill 8b 4096", "one length"): Goal(least=0.5),
-        **{(f"prefill 8b {kind} 4096", "one length"): Goal(least=0.2) for kind in ("int8", "int4")},
-        **{(f"prefill 8b{kind} 4096", "new lengths"): Goal(most=1.1) for kind in ("", " int8", " int4")},
-    }
-
-
 def test_outside_and_over_ar_by_hand(bench, monkeypatch):
     """Rounds of 10 ms (one late) with forwards of 6 and 3.5 ms: 15 tokens in 4 rounds. `ar`: 4 tokens at 5 ms each."""
     whole = Decoded(timing(0.01, 0.01, 0.01, 0.03), 15, 1e-4, {})
@@ -128,25 +102,6 @@ def test_the_share_of_the_bandwidth(bench, monkeypatch):
 # --- made-up acceptance
 
 
-def test_the_coins_are_a_function_of_seed_and_position():
-    table = acceptance.coins(0.6, 11, 4096)
-    assert torch.equal(table[:100], acceptance.coins(0.6, 11, 100)) and table.dtype == torch.bool
-    assert float(table.float().mean()) == pytest.approx(0.6, abs=0.03)
-    assert not torch.equal(table, acceptance.coins(0.6, 12, 4096))
-    assert bool((acceptance.coins(0.7, 11, 4096) | ~table).all())
-    pairs = table[1:].float() * table[:-1].float()  # neighbours are independent
-    assert float(pairs.mean()) == pytest.approx(0.36, abs=0.03)
-    assert not acceptance.coins(0.0, 11, 4096).any() and acceptance.coins(1.0, 2**64 - 1, 4096).all()
-
-
-def test_a_row_agrees_or_has_another_token():
-    target, drafts = torch.tensor([[5, 0, 3, 9, 8]]), torch.tensor([[5, 0, 4, 7]])
-    assert acceptance.agreeing(target, drafts, torch.tensor([[False] * 4])).tolist() == [[0, 1, 3, 9, 8]]
-    assert acceptance.agreeing(target, drafts, torch.tensor([[True] * 4])).tolist() == [[5, 0, 4, 7, 8]]
-    assert acceptance.agreeing(target, drafts, torch.tensor([[True, False, False, True]])).tolist() == [[5, 1, 3, 7, 8]]
-    assert acceptance.agreeing(target[:, :1], drafts[:, :0], torch.ones(1, 0, dtype=torch.bool)).tolist() == [[5]]
-
-
 def test_rounds_accept_as_often_as_they_are_told(bench, pair):
     """All or no tokens, or the expected mean, for a given seed the same ones, and the real ones afterwards."""
     own = specker.load(*pair, "draft", device="cpu", draft_tokens=4, policy="fixed")
@@ -165,15 +120,6 @@ def test_rounds_accept_as_often_as_they_are_told(bench, pair):
     engine = bench.engine(Case("round", "tiny", 64, "tiny"))
     with acceptance.made_up(1.0, "cpu", engine.max_context):
         assert decode.decode(bench, engine, 64, True).tokens == 4 * (decode.DRAFTED + 1)  # in rounds of fixed shape
-
-
-def test_trees_have_no_made_up_acceptance(pair):
-    engine = specker.load(*pair, "draft", device="cpu", tree="2x2")
-    with (
-        acceptance.made_up(1.0, "cpu", engine.max_context),
-        pytest.raises(ValueError, match="is for chains of one len"),
-    ):
-        engine.generate([3, 1, 4], 8)
 
 
 # --- cases that run
@@ -223,65 +169,11 @@ def test_every_case_on_a_tiny_shape(rows_of, capsys):
     assert RANDOM in shown and GIVEN in shown and "of one row" in shown
 
 
-def test_a_made_up_context_needs_no_prefill(bench, monkeypatch):
-    """No prefill runs, rounds of fixed shape continue the text, and the caches hold finite values."""
-    engine = bench.engine(Case("round", "tiny", 64, "tiny"))
-    ran = []
-    monkeypatch.setattr("specker.runtime.loop.prefill", lambda *_: ran.append(1))
-    monkeypatch.setattr(type(engine.drafter), "prefill", lambda *_: ran.append(1))
-    for cache in (engine.cache, engine.drafter.cache):
-        cache.k.fill_(float("nan")), cache.v.fill_(float("nan"))
-    seen = []
-    launch = loop.launch
-    monkeypatch.setattr(
-        loop, "launch", lambda r, *rest: seen.append((r.batch.fixed, int(r.batch.lengths))) or launch(r, *rest)
-    )
-    done = decode.decode(bench, engine, 100, True)
-    assert not ran and seen[0] == (True, 100) and seen == sorted(seen) and all(fixed for fixed, _ in seen)
-    assert len(done.timing.seconds) == 4 and 4 <= done.tokens <= 24
-    assert len(seen) == decode.WARM + 4 + 1  # the next one is in flight when the last is timed
-    for cache in (engine.cache, engine.drafter.cache):
-        assert not cache.k.isnan().any() and cache.k.std() > 0.5 and cache.v.std() > 0.5
-
-
-def test_a_timed_verify_pass_leaves_the_text_unchanged(bench):
-    """The requested number of rows get logits and are accepted; the text length does not change."""
-    engine = bench.engine(Case("verify", "tiny", 64))
-    r = decode.judging(bench, engine, 64)(3)
-    assert r.batch.fixed and bool((r.batch.memory.get("logits", 4) != 0).any(1).all())
-    assert r.batch.memory.get("positions", 4).tolist() == [63, 64, 65, 66] and not r.batch.state.positions[4:].any()
-    assert int(r.batch.state.length) == 64 and int(r.batch.memory.get("report", 1)) >= 1
-
-
-def test_timed_forwards_have_the_rows_of_a_round(bench, monkeypatch):
-    """6 target rows; 6 draft rows, then 4 times one."""
-    engine = bench.engine(Case("round", "tiny", 64, "tiny"))
-    seen = []
-    forward = decode.forward
-    monkeypatch.setattr(
-        decode,
-        "forward",
-        lambda model, cache, rows, hidden: (
-            seen.append((model is engine.model, len(hidden), rows.positions.tolist()))
-            or forward(model, cache, rows, hidden)
-        ),
-    )
-    monkeypatch.setattr(
-        Bench, "in_turn", lambda self, ways: {name: timing(1.0) for name, way in ways.items() if not way()}
-    )
-    assert list(decode.forwards(bench, engine, 64)) == ["target", "draft"]
-    assert seen == [
-        (True, 6, [63, 64, 65, 66, 67, 68]),
-        (False, 6, [58, 59, 60, 61, 62, 63]),
-        *((False, 1, [n]) for n in (64, 65, 66, 67)),
-    ]
-
-
 # --- cases that do not run
 
 
-def test_a_case_that_does_not_fit_is_a_row_and_the_others_run(rows_of, monkeypatch):
-    monkeypatch.setattr("specker.model.memory.free", lambda device: 1 << 30)
+def test_a_case_that_does_not_fit_is_a_row_and_the_others_run(rows_of, free_memory):
+    free_memory(1 << 30, weights=True)
     refused, done = rows_of("--cases", "ar 32b 512, ar tiny 64")
     assert refused["case"] == "ar 32b 512" and done["case"] == "ar tiny 64"
     assert "needs 122.05 GiB for its weights in float32, and 1.00 GiB are free on the cpu" in refused["reason"]
@@ -289,21 +181,7 @@ def test_a_case_that_does_not_fit_is_a_row_and_the_others_run(rows_of, monkeypat
     assert done["median"] > 0 and "reason" not in done
 
 
-def test_out_of_memory_and_out_of_time_are_rows(bench, monkeypatch):
-    def out(bench, case):
-        bench.engine(case)
-        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB.\nGPU 0 has")
-
-    case = Case("verify", "tiny", 64, goals=decode.VERIFY)
-    monkeypatch.setitem(decode.KINDS, "verify", out)
-    [row] = decode.run(bench, case)
-    assert row["reason"] == "OutOfMemoryError: CUDA out of memory. Tried to allocate 2 GiB." and "met" not in row
-    assert bench._held is None, "what ran out of memory is kept"
-    [row] = decode.run(bench, case, late=True)
-    assert row["reason"] == "not begun: 330 s were over" and row["case"] == case.name
-
-
-def test_a_failed_case_is_a_row_and_the_bench_goes_on(rows_of, tmp_path, monkeypatch, capsys):
+def test_a_failed_case_is_a_row_and_the_bench_goes_on(rows_of, results, monkeypatch, capsys):
     def wrong(bench, case):
         raise RuntimeError("CUDA error: an illegal memory access was encountered")
 
@@ -311,43 +189,10 @@ def test_a_failed_case_is_a_row_and_the_bench_goes_on(rows_of, tmp_path, monkeyp
     with pytest.raises(SystemExit, match="bench: failed: verify tiny 64"):
         rows_of("--cases", "ar tiny 64,verify tiny 64,launches tiny")
     assert "Traceback" in capsys.readouterr().err
-    [path] = tmp_path.glob("*/decode.jsonl")
-    done, failed, refused = map(json.loads, path.read_text().splitlines())
+    done, failed, refused = results()
     assert done["median"] > 0 and failed["failed"] and "failed" not in refused
     assert failed["reason"] == "RuntimeError: CUDA error: an illegal memory access was encountered"
     assert refused["case"] == "launches tiny 64" and "no work on a GPU" in refused["reason"]
-
-
-def test_an_interrupt_keeps_the_rows(rows_of, tmp_path, monkeypatch):
-    def stopped(bench, case):
-        raise KeyboardInterrupt
-
-    monkeypatch.setitem(decode.KINDS, "verify", stopped)
-    with pytest.raises(KeyboardInterrupt):
-        rows_of("--cases", "ar tiny 64,verify tiny 64")
-    [path] = tmp_path.glob("*/decode.jsonl")
-    assert [json.loads(line)["case"] for line in path.read_text().splitlines()] == ["ar tiny 64"]
-
-
-def test_case_selection(monkeypatch):
-    assert {c.shape for c in decode.chosen(Args(device="cpu"))} == {"tiny", "tiny-hybrid"}
-    assert {c.shape for c in decode.chosen(Args(device="cuda"))} == {"1b", "8b", "9b", "32b", "30b-a3b"}
-    names = [c.name for c in decode.chosen(Args(device="cuda", cases="ar 8b, round"))]
-    assert names == ["ar 8b 512", "ar 8b 8192", "ar 8b 32768", "round 8b+1b 8192", "round tiny+tiny 64"]
-    monkeypatch.setattr("sys.argv", ["bench/decode.py", "--cases", "nonsense"])
-    with pytest.raises(SystemExit, match="no case is called 'nonsense'; there are ar 8b 512, "):
-        decode.main()
-
-
-def test_an_engine_is_kept_while_the_shapes_are_the_same(bench):
-    first = bench.engine(Case("ar", "tiny", 64))
-    assert bench.engine(Case("verify", "tiny", 160)) is first
-    assert first.max_context >= 160 + 4 + decode.WARM
-    quantised = bench.engine(Case("prefill", "tiny", 64, quantize="int8"))
-    assert quantised.target.quantised and quantised is not first
-    pair = bench.engine(Case("first", "tiny", 64, "tiny"))
-    assert pair is not first and bench.engine(Case("round", "tiny", 64, "tiny")) is pair
-    assert bench.engine(Case("first", "tiny", 64, "tiny"), fresh=True) is not pair
 
 
 def test_each_of_the_first_requests_prefills_its_prompt(bench):

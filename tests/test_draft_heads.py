@@ -24,7 +24,6 @@ from heads import (
 from make_checkpoint import GEMMA4_ALL, GPT_OSS, exact_oracle, make, oracle
 
 from specker.checkpoints.checkpoint import read
-from specker.model import prefill
 from specker.model.decoder import Model
 from specker.options import Params
 from specker.runtime.control.choose import NONE
@@ -185,10 +184,10 @@ WAYS: dict[str, tuple] = {  # strategy, layout, rest of the strategy, options
 
 
 @pytest.mark.parametrize(("way", "mode"), cases.one_in(4, WAYS, MODES))
-def test_batches_change_no_token(heads, monkeypatch, way, mode):
+def test_batches_change_no_token(heads, monkeypatch, chunk_prompts, way, mode):
     """Texts of unequal length, some with a prompt of one token or of several chunks, take turns in three slots: slots
     are idle, and requests move to other slots. Pairs of MTP heads run in blocks."""
-    monkeypatch.setattr(prefill, "PREFILL_CHUNK", 16)
+    chunk_prompts(16)
     monkeypatch.setattr(mtp, "BLOCK", 9)
     strategy, name, more, options = WAYS[way]
     sampling, graphs = mode.split(", graphs ")

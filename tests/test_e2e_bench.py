@@ -2,28 +2,22 @@
 
 import importlib
 import json
-import sys
 
 import cases
 import pytest
-import torch
-from make_checkpoint import make
-from safetensors.torch import load_file, save_file
-from test_shared_draft import shared
 
 import specker
-from bench import decoding, e2e, harness
+from bench import decoding, e2e
 from specker.runtime.engine import Engine
 from specker.runtime.strategies.blocks import AdaptiveLength
 
 
 @pytest.fixture
-def run(tmp_path, monkeypatch):
+def run(results, monkeypatch, command_line):
     """Runs the bench with a few configurations on two short texts; returns its rows."""
-    monkeypatch.setattr(harness, "RESULTS", tmp_path)
     monkeypatch.setattr(e2e, "SHAPES", {name: e2e.SHAPES[name] for name in ("ar", "draft chain 2", "del")})
     args = "bench/e2e.py --prompts 2 --rounds 2 --max_new_tokens 6 --temperatures 0,0.7 --transformers false --save"
-    monkeypatch.setattr("sys.argv", args.split())
+    command_line(args.split())
 
     def rows(failed=None):
         if failed is None:
@@ -31,8 +25,7 @@ def run(tmp_path, monkeypatch):
         else:
             with pytest.raises(SystemExit, match=f"^bench: failed: {failed}$"):
                 e2e.main()
-        [path] = tmp_path.glob("*/e2e*.jsonl")
-        return list(map(json.loads, path.read_text().splitlines()))
+        return results()
 
     return rows
 
@@ -49,37 +42,10 @@ def test_a_row_for_each_configuration_and_temperature(run, capsys):
     assert "draft chain 2" in capsys.readouterr().out
 
 
-def test_runs_with_new_engines(run, tmp_path, monkeypatch, capsys):
-    """Each has rows of its own, and a table shows the speeds of all."""
-    loaded = []
-    load = decoding.Given.load
-    monkeypatch.setattr(decoding.Given, "load", lambda self, **how: loaded.append(how) or load(self, **how))
-    monkeypatch.setattr("sys.argv", [*sys.argv, "--repeats", "2", "--ways", "draft chain 2", "--rounds", "1"])
-    rows = run()
-    assert [(r["repeat"], r["way"], r["temperature"]) for r in rows] == [
-        (n, way, t) for n in (0, 1) for t in (0.0, 0.7) for way in ("ar", "draft chain 2")
-    ]
-    assert len(loaded) == 4 and [*tmp_path.glob("*/e2e_repeats.jsonl")]
-    values = " ".join(f"{r['over_ar']:.2f}" for r in rows if r["way"] != "ar" and r["temperature"] == 0.7)
-    assert values in capsys.readouterr().out
-    monkeypatch.setattr("sys.argv", [*sys.argv, "--repeats", "0"])
-    with pytest.raises(SystemExit, match=r"^bench: --repeats must be at least 1, got 0"):
-        e2e.main()
-
-
-def test_prompts_that_are_decoded_at_once(run, monkeypatch):
-    """A group takes one call, and the texts are those of each prompt alone."""
-    calls, generate = [], Engine.generate
-    monkeypatch.setattr(Engine, "generate", lambda self, p, *a, **how: calls.append(p) or generate(self, p, *a, **how))
-    monkeypatch.setattr("sys.argv", [*sys.argv, "--batch_size", "2", "--ways", "draft chain 2", "--rounds", "1"])
-    assert all(r["batch_size"] == r["prompts"] == 2 and not r.get("differing_within_rounding") for r in run())
-    assert calls and all(len(group) == 2 for group in calls)
-
-
 @pytest.mark.parametrize("graphs", [pytest.param("off", marks=pytest.mark.slow), "on"])
-def test_engines_that_share_a_target_decode_what_they_decode_alone(cheap, monkeypatch, graphs):
+def test_engines_that_share_a_target_decode_what_they_decode_alone(cheap, kv_buckets, graphs):
     """They take turns over one cache, with texts in several KV buckets."""
-    monkeypatch.setattr("specker.runtime.batches.KV_BUCKETS", (48, 96))
+    kv_buckets((48, 96))
     how = {"device": "cpu", "dtype": "float64", "graphs": graphs, "page_size": 16}
     shapes = [("diffuspec", {"draft_tokens": 100}), ("draft", {"draft_tokens": 3}), ("del", {})]
     engines = [specker.load(strategy=name, **how, **more) for name, more in shapes]
@@ -109,14 +75,13 @@ BENCHES = {  # flags, and configurations whose rows they must give
 
 
 @pytest.mark.parametrize("name", BENCHES)
-def test_a_bench_of_one_strategy_runs(tmp_path, monkeypatch, name):
+def test_a_bench_of_one_strategy_runs(tmp_path, results, monkeypatch, command_line, name):
     flags, ways = BENCHES[name]
-    monkeypatch.setattr(harness, "RESULTS", tmp_path)
     monkeypatch.setattr(AdaptiveLength, "may_skip_drafting", True)
-    monkeypatch.setattr("sys.argv", f"bench/{name}.py {FEW} {flags} --save".split())
+    command_line(f"bench/{name}.py {FEW} {flags} --save".split())
     importlib.import_module(f"bench.{name}").main()
     [path] = tmp_path.glob("*/*.jsonl")
-    rows = list(map(json.loads, path.read_text().splitlines()))
+    rows = results()
     assert path.stem == {"blocks": "diffuspec"}.get(name, name)
     for way in ways:
         assert any(row["way"].startswith(way) for row in rows)
@@ -145,20 +110,7 @@ def test_a_failed_or_wrong_configuration_has_no_times(run, monkeypatch, capsys):
     assert "Traceback" in captured.err and "operation not permitted" in captured.out
 
 
-def test_a_failed_warm_up_leaves_the_other_configurations(run, monkeypatch):
-    def warmup(self):
-        if self.strategy == "del":
-            raise RuntimeError("no")
-
-    monkeypatch.setattr(Engine, "captures", property(lambda self: True))
-    monkeypatch.setattr(Engine, "warmup", warmup)
-    assert [(r["way"], "reason" in r) for r in run(failed="del")] == [
-        ("del", True),
-        *2 * [("ar", False), ("draft chain 2", False)],
-    ]
-
-
-def test_any_pair_answers_questions(run, pair, tmp_path, monkeypatch):
+def test_any_pair_answers_questions(run, pair, tmp_path, monkeypatch, command_line):
     """Questions of the chosen category, through the chat template; only strategies whose draft is given."""
     questions = tmp_path / "questions.jsonl"
     rows = [{"category": c, "turns": [f"What is {n}?", "Why?"]} for n, c in enumerate(("qa", "rag", "qa", "qa"))]
@@ -171,7 +123,7 @@ def test_any_pair_answers_questions(run, pair, tmp_path, monkeypatch):
     )
     args = f"bench/e2e.py --target {pair[0]} --draft {pair[1]} --questions {questions} --categories qa,stem"
     args += " --rounds 1 --prompts 3 --max_new_tokens 6 --temperatures 0 --save"
-    monkeypatch.setattr("sys.argv", args.split())
+    command_line(args.split())
     asked, continued = [], []
     monkeypatch.setattr(Engine, "encode", lambda self, text, f=Engine.encode: continued.append(text) or f(self, text))
     monkeypatch.setattr(
@@ -182,35 +134,3 @@ def test_any_pair_answers_questions(run, pair, tmp_path, monkeypatch):
     assert [r["way"] for r in rows] == ["ar", "draft", "vocabtrim", "lookup", *decoding.HF]
     assert all(r["target"] == "tiny-target" and r["categories"] == "qa,stem" and r["tokens"] > 2 for r in rows)
     assert rows[1]["acceptance_length"] >= 1 and rows[1]["differing_within_rounding"] == 0
-
-
-def test_a_gguf_file_and_its_folder_have_one_name():
-    names = {e2e.Args(target=path).name for path in ("a/M-1.5b.Q4_1.gguf", "b/M-1.5b.Q4_1-b179c9523d0e6a0f")}
-    assert names == {"M-1.5b.Q4_1"} and e2e.Args().name == ""
-
-
-def test_a_target_needs_questions(run, pair, monkeypatch):
-    monkeypatch.setattr("sys.argv", f"bench/e2e.py --target {pair[0]} --ways ar".split())
-    with pytest.raises(SystemExit, match="--target needs --questions"):
-        e2e.main()
-
-
-def test_an_unknown_configuration_is_refused(run, monkeypatch):
-    monkeypatch.setattr("sys.argv", ["bench/e2e.py", "--ways", "ar,loockup"])
-    with pytest.raises(SystemExit, match="--ways has loockup; there are ar, draft chain 2, del, transformers generate"):
-        e2e.main()
-
-
-def test_transformers_decodes_with_a_draft_that_shares_the_embedding(tmp_path):
-    """As with the draft's own copy."""
-    target = make(tmp_path / "target", layers=2, tied=True)
-    whole = make(tmp_path / "whole", layers=1, seed=1, tied=True)
-    embed = load_file(target / "model.safetensors")["model.embed_tokens.weight"]
-    weights = load_file(whole / "model.safetensors") | {"model.embed_tokens.weight": embed}
-    save_file(weights, whole / "model.safetensors", metadata={"format": "pt"})
-    thin = shared(target, whole, tmp_path / "thin", ["embed_tokens"])
-    ids = torch.arange(7)[None]
-    logits = [
-        decoding.Transformers(e2e.Args(target=str(target), draft=str(d)), ()).draft(ids).logits for d in (whole, thin)
-    ]
-    assert torch.equal(*logits)

@@ -14,7 +14,7 @@ import specker
 from bench.ablations import Uncalibrated, drafting_as
 from specker.checkpoints.checkpoint import read as read_checkpoint
 from specker.kernels import residual as merge
-from specker.kernels.round.repeat import Repeated, repeat_rows
+from specker.kernels.round.repeat import Repeated
 from specker.model import decoder
 from specker.model.cache import KVCache, sequence_bounds
 from specker.model.decoder import Final, Model, forward
@@ -141,18 +141,6 @@ def test_groups_of_one_are_the_layers_in_sequence(checkpoints, name):
     assert torch.equal(got, forward(model, cache, rows, hidden).hidden) and torch.equal(written, before)
 
 
-def test_rows_are_repeated_once_a_forward_and_only_for_groups(checkpoints, monkeypatch):
-    calls = []
-    monkeypatch.setattr(
-        "specker.runtime.strategies.easyspec.parallel.repeat_rows", lambda *args: calls.append(1) or repeat_rows(*args)
-    )
-    for groups, count in ((((0,), (1, 2, 3), (4, 5), (6,)), 1), (tuple((n,) for n in range(7)), 0)):
-        model, cache, parallel = loaded(checkpoints["llama"], groups)
-        calls.clear()
-        parallel.forward(cache.after([0], [2]), model.embed_tokens(torch.tensor([1, 2])))
-        assert len(calls) == count
-
-
 def test_sequence_bounds_keep_their_tensor():
     first = sequence_bounds(3, torch.device("cpu"), 2)
     assert first.tolist() == [0, 3, 6] and first.dtype == torch.int32
@@ -222,29 +210,29 @@ def kernels(monkeypatch):
     def add_norm(x, delta, weight, eps):
         split = delta is not None and delta.dim() == 3
         deltas = delta if split else x.unsqueeze(0)[:0] if delta is None else delta.unsqueeze(0)
-        y, normed = merge._launch(x, deltas, weight.unsqueeze(0), eps, None, split)
+        y, normed = merge.launch(x, deltas, weight.unsqueeze(0), eps, None, split)
         return y, normed[0]
 
     def linear(x, weight, bias=None, epilogue="none"):
-        return products._launch(x, weight, bias, epilogue)
+        return products.launch(x, weight, bias, epilogue)
 
     def attention(*args, sinks):
-        return attend._launch(*args, sinks=sinks)
+        return attend.launch(*args, sinks=sinks)
 
     def topk(hidden, weight, token_ids, k, norm, noise, with_lse=True, out=None):
-        return select._launch(hidden, weight, token_ids, k, norm, noise, with_lse, out)
+        return select.launch(hidden, weight, token_ids, k, norm, noise, with_lse, out)
 
     for name, kernel in {
         "model.decoder.add_norm": add_norm,
         "model.decoder.fuses": lambda hidden: True,
-        "model.kept.kv_calibrate": kv._launch,
-        "model.decoder.kv_project": project._launch,
+        "model.kept.kv_calibrate": kv.launch,
+        "model.decoder.kv_project": project.launch,
         "model.decoder.row_linear": linear,
         "model.decoder.tree_attention": attention,
-        "model.decoder.residual_merge": merge._launch,
-        "runtime.strategies.easyspec.parallel.repeat_rows": lambda *args: Repeated(*repeat._launch(*args)),
+        "model.decoder.residual_merge": merge.launch,
+        "runtime.strategies.easyspec.parallel.repeat_rows": lambda *args: Repeated(*repeat.launch(*args)),
         "runtime.round.lm_head.vocab_topk": topk,
-        "model.cache.kv_commit": kv._launch_commit,
+        "model.cache.kv_commit": kv.launch_commit,
     }.items():
         monkeypatch.setattr(f"specker.{name}", kernel)
     return linear
@@ -354,7 +342,7 @@ def test_the_last_sum_comes_with_the_final_norm_under_the_kernels(tmp_path, kern
             assert layers.stop is None or torch.equal(out.aux_hidden_states[2], out.hidden)
         else:
             out = LayerParallel(model, cache, Schedule(groups)).forward(rows, hidden)
-        _, later = merge._launch(out.hidden, out.hidden[None][:0], model.norm[None], model.config.rms_norm_eps)
+        _, later = merge.launch(out.hidden, out.hidden[None][:0], model.norm[None], model.config.rms_norm_eps)
         assert out.final.normed and torch.equal(out.final.rows, later[0])
         assert torch.equal(model.logits(out.final), model.logits(Final(out.hidden)))
 

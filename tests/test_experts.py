@@ -135,10 +135,9 @@ def test_the_measured_passes_have_different_tokens(pair, strategy, monkeypatch):
 
 
 @torch.inference_mode()
-def test_a_prompt_of_a_mixture_has_long_chunks_on_a_gpu(tmp_path, monkeypatch):
+def test_a_prompt_of_a_mixture_has_long_chunks_on_a_gpu(tmp_path, gpu_dtypes):
     """Each chunk reads nearly all experts, so 2,500 tokens are two chunks, and their rows stay in the kernel; a ring
     holds a chunk."""
-    monkeypatch.setattr("specker.checkpoints.buffers.activations", lambda dtype, device: dtype)  # as on a GPU
     windows = {"sliding_window": 256, "use_sliding_window": True, "max_window_layers": 0}
     folder = make(tmp_path / "m", layers=2, max_context=4096, **QWEN3_MOE, **windows)
     model = Model(read(folder, dtype=torch.bfloat16, device="cpu", random=0, quantize="int8", pack=False))

@@ -1,11 +1,8 @@
 """bench/harness.py: statistics, taking turns, and rows."""
 
-import dataclasses
-import importlib
-import json
-import re
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -13,12 +10,6 @@ from bench import harness
 from bench.harness import Timing, measure, ratios, save
 
 ROOT = Path(__file__).parents[1]
-SAVING = [
-    ".".join(path.relative_to(ROOT).with_suffix("").parts)
-    for folder in ("bench", "bench/gpu")  # those of bench/kernels share one flag; see test_kernel_bench.py
-    for path in sorted((ROOT / folder).glob("*.py"))
-    if re.search(r"harness\.(save|report)\(", path.read_text(encoding="utf-8"))
-]
 
 
 def test_quantiles() -> None:
@@ -65,22 +56,14 @@ def test_ratios_are_to_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
     assert ratios(timings) == {"slow": 1.0, "fast": 4.0}
 
 
-def test_rows_are_appended_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(harness, "RESULTS", tmp_path)
+def test_rows_are_appended_whole(tmp_path: Path, results: Callable[[], list[dict[str, Any]]]) -> None:
     path = save("e2e", [{"a": 1}, {"a": 2}])
     assert path.parent.parent == tmp_path and path.name == "e2e.jsonl"
     with pytest.raises(ValueError):  # NaN is not JSON
         save("e2e", [{"a": 3}, {"a": float("nan")}])
     assert save("e2e", [{"a": 4}]) == path
-    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    rows = results()
     assert [row["a"] for row in rows] == [1, 2, 4]
     assert set(rows[0]) == {"a", "machine", "threads", "versions", "commit", "date", "command"}
     assert rows[0]["machine"] and rows[0]["versions"]["torch"]
     assert [p.name for p in path.parent.iterdir()] == ["e2e.jsonl"]
-
-
-@pytest.mark.parametrize("name", SAVING)
-def test_a_bench_writes_nothing_unless_it_is_asked_to(name: str) -> None:
-    kinds = [kind for kind in vars(importlib.import_module(name)).values() if dataclasses.is_dataclass(kind)]
-    defaults = [f.default for kind in kinds for f in dataclasses.fields(kind) if f.name == "save"]
-    assert defaults and set(defaults) == {False}

@@ -2,23 +2,15 @@
 
 import collections
 import json
-import os
-import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 import warm
 
-from bench import conftest, harness
 from bench.harness import Timing
 from bench.kernels import common
-from bench.kernels.__main__ import line
 from bench.kernels.common import Built, Case, Goal, Machine
-from specker import cpu
-from specker.kernels.linear import COMPILED_MIN, row_linear
 
 ROOT = Path(__file__).parents[1]
 
@@ -58,12 +50,12 @@ def test_every_part_of_a_goal_counts():
         (Goal(over=(("flex", 1.0),)), None),
         (Goal(over=(("torch", 1.6), ("flex", 1.0))), False),
     ]:
-        assert common._met(goal, times, limit=8.5e-6, empty=2e-6) is met, goal
+        assert goal.met(times, limit=8.5e-6, empty=2e-6) is met, goal
     assert str(Goal(0.85, 3e-6, over=(("torch", 1.15),))) == ">= 85%, <= empty + 3 us, >= 1.15x torch"
     assert str(Goal(seconds=6e-5)) == "<= 60 us"
 
 
-def test_rows_and_a_wrong_result(monkeypatch, capsys):
+def test_rows_and_a_wrong_result(monkeypatch, command_line, capsys):
     monkeypatch.setattr(common, "DEVICE", "cpu")
     x = torch.ones(4)
     right = Case("right", lambda: Built({"a": x.clone, "b": x.exp}, lambda: None, (32, 4)), Goal(share=0.5))
@@ -74,11 +66,11 @@ def test_rows_and_a_wrong_result(monkeypatch, capsys):
     def wrong() -> None:
         raise AssertionError("off by one")
 
-    monkeypatch.setattr("sys.argv", ["bench"])
+    command_line(["bench"])
     with pytest.raises(SystemExit, match="op, wrong: wrong, so not timed: off by one"):
         common.main("op", [Case("wrong", lambda: Built({"a": x.clone}, wrong, (1, 1)))])
     assert "wrong, so not timed: off by one" in capsys.readouterr().out
-    monkeypatch.setattr("sys.argv", ["bench", "-k", "right"])
+    command_line(["bench", "-k", "right"])
     common.main("op", [right, Case("other", right.build)])
     shown = capsys.readouterr().out
     assert "right" in shown and "other" not in shown and "/results/" not in shown
@@ -103,42 +95,9 @@ def test_pytest_runs_the_benches(tmp_path):
     assert all(row["stats"]["rounds"] > 0 and row["stats"]["min"] > 0 for row in timed)
 
 
-def test_pytest_skips_the_benches_without_a_gpu():
-    """And does not wait for torch."""
-    flags = ["bench", "-q", "-p", "no:cacheprovider", "-p", "no:xdist"]
-    code = f"import pytest, sys; code = pytest.main({flags}); print('torch' in sys.modules); sys.exit(code)"
-    env = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=env, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "passed" not in done.stdout and conftest.NO_GPU in done.stdout
-    assert done.stdout.splitlines()[-1] == str(conftest.has_driver())
-
-
-@pytest.mark.skipif(not cpu.available(), reason="no C compiler")
-def test_a_cpu_says_what_its_times_are(monkeypatch, capsys):
-    """Small shapes, compiled C or torch, no limit; and they are not saved."""
-    x, weight = torch.ones(2, 1024), torch.ones(COMPILED_MIN // 1024, 1024)
-    called = {"compiled": lambda: row_linear(x, weight), "reference": x.exp}
-    cases = [Case(n, lambda n=n: Built({"specker": called[n], "torch": x.exp}, lambda: None, (1, 1))) for n in called]
-    monkeypatch.setattr(common, "DEVICE", "cpu")
-    monkeypatch.setattr(common, "ROUNDS", 3)
-    monkeypatch.setattr("sys.argv", ["bench"])
-    assert common.main("op", cases) is False
-    shown = capsys.readouterr().out
-    assert shown.startswith(common.ON_CPU) and all(f"specker, {n}" in shown for n in called)
-    for case in cases:
-        rows = common.rows_of("op", case)
-        assert rows[0]["runs"] == case.name and "runs" not in rows[1]
-        assert re.search(rf"[\d.]+ us \([\d.]+ to [\d.]+, {case.name}\), torch", line("op", rows))
-    monkeypatch.setattr("sys.argv", ["bench", "--save"])
-    with pytest.raises(SystemExit, match="2"):
-        common.main("op", cases)
-    assert "--save needs a GPU: times of small shapes on a CPU are no results" in capsys.readouterr().err
-
-
-def test_a_failure_is_a_row_and_the_bench_goes_on(monkeypatch, capsys):
+def test_a_failure_is_a_row_and_the_bench_goes_on(monkeypatch, command_line, capsys):
     """A missing baseline or a case that does not compile does not lose the other measurements."""
-    x, saved = torch.ones(4), []
+    x = torch.ones(4)
     monkeypatch.setattr(common, "DEVICE", "cpu")
 
     def absent() -> None:
@@ -157,38 +116,9 @@ def test_a_failure_is_a_row_and_the_bench_goes_on(monkeypatch, capsys):
         ("b", "ImportError: no such engine"),
     ]
     cases = [Case("fine", fine), Case("broken", broken), Case("also fine", fine)]
-    monkeypatch.setattr("sys.argv", ["bench"])
-    monkeypatch.setattr(common, "show", lambda op, rows: saved.extend(rows))
+    command_line(["bench"])
     with pytest.raises(SystemExit, match=r"^op, broken: RuntimeError: out of registers$"):
         common.main("op", cases)
-    assert [r["case"] for r in saved] == ["fine"] * 3 + ["broken"] + ["also fine"] * 3
-    monkeypatch.undo()
-    monkeypatch.setattr(common, "DEVICE", "cpu")
-    common.show("op", saved)
     shown = capsys.readouterr().out
+    assert shown.count("fine") >= 2 and "also fine" in shown, "the bench ended early"
     assert "no such engine" in shown and "out of registers" in shown and "long story" not in shown
-
-
-def test_an_interrupt_keeps_the_rows_of_earlier_cases(monkeypatch, capsys):
-    saved: list[str] = []
-    shown: list[str] = []
-
-    def rows_of(op, case):
-        if case.name == "endless":
-            raise KeyboardInterrupt
-        return [{"op": op, "case": case.name}]
-
-    monkeypatch.setattr("sys.argv", ["bench", "--save"])
-    monkeypatch.setattr(common, "DEVICE", "cuda")
-    monkeypatch.setattr(common, "rows_of", rows_of)
-    monkeypatch.setattr(common, "show", lambda op, rows: shown.extend(row["case"] for row in rows))
-    monkeypatch.setattr(common.harness, "save", lambda op, rows, device: saved.extend(row["case"] for row in rows))
-    cases = [Case(name, lambda: None) for name in ("one", "two", "endless", "three")]
-    with pytest.raises(KeyboardInterrupt):
-        common.main("op", cases)
-    assert saved == shown == ["one", "two"]
-    monkeypatch.setattr("sys.argv", ["bench"])
-    with pytest.raises(KeyboardInterrupt):
-        common.main("op", cases)
-    assert shown == ["one", "two"] * 2 and saved == ["one", "two"], "without --save nothing is written"
-    assert capsys.readouterr().err == f"{harness.NOT_SAVED}\n"

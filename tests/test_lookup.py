@@ -5,6 +5,7 @@ import json
 from functools import partial
 from random import Random
 
+import caches
 import cases
 import pytest
 from make_checkpoint import make
@@ -199,7 +200,7 @@ def reader(tmp_path_factory):
 
 def test_a_corpus_of_files(reader, tmp_path, monkeypatch):
     """Texts and JSON lines in a folder, beside files that are not text; tokenised once."""
-    monkeypatch.setattr(corpus, "cache_root", lambda: tmp_path)
+    monkeypatch.setenv("SPECKER_CACHE", str(caches.empty(tmp_path / "cache")))
     plain = specker.load(reader, strategy="ar", dtype="float64", device="cpu")
     want = plain.generate("ab cd ef", 24)
     folder = tmp_path / "corpus"
@@ -218,8 +219,9 @@ def test_a_corpus_of_files(reader, tmp_path, monkeypatch):
     engine.drafter.corpus.add(tokens)
     out = engine.generate("ab cd ef", 24, cache_salt=None)
     assert out.tokens == want.tokens and out.stats.rounds <= 4 and set(out.stats.sources) == {"corpus"}
-    monkeypatch.setattr(corpus, "write_cached", None)
+    written = [(path, path.stat().st_mtime_ns) for path in (tmp_path / "cache" / "lookup").iterdir()]
     assert texts_of(load(lookup_corpus=str(folder)))[:2] == [plain.encode("gh"), plain.encode("ij")]
+    assert written == [(path, path.stat().st_mtime_ns) for path, _ in written] != []
 
 
 @pytest.mark.parametrize(
@@ -234,7 +236,7 @@ def test_a_corpus_of_files(reader, tmp_path, monkeypatch):
     ],
 )
 def test_bad_corpora(reader, tmp_path, name, data, message, monkeypatch):
-    monkeypatch.setattr(corpus, "cache_root", lambda: tmp_path / "cache")
+    monkeypatch.setenv("SPECKER_CACHE", str(caches.empty(tmp_path / "cache")))
     (tmp_path / name).write_bytes(data)
     with pytest.raises(ValueError, match=message):
         specker.load(
@@ -247,7 +249,7 @@ def test_bad_corpora(reader, tmp_path, name, data, message, monkeypatch):
 
 
 def test_a_corpus_must_fit_into_its_memory(reader, tmp_path, monkeypatch):
-    monkeypatch.setattr(corpus, "cache_root", lambda: tmp_path / "cache")
+    monkeypatch.setenv("SPECKER_CACHE", str(caches.empty(tmp_path / "cache")))
     (tmp_path / "a.txt").write_bytes(b"ab cd " * 10_000)
     options = LookupOptions(lookup_corpus=str(tmp_path / "a.txt"))
     target = specker.load(reader, strategy="lookup", dtype="float64", device="cpu").target

@@ -84,20 +84,17 @@ def test_the_sides_of_a_check_go_first_in_turns(
 
 
 def test_no_side_keeps_the_kv_of_earlier_turns(
-    pair: tuple[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    pair: tuple[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, prefilled: list[int]
 ) -> None:
     """Each prefills the whole conversation, whoever goes first."""
-    prefilled: list[int] = []
-    to_json, generate_ar = Stats.to_json, Engine.generate_ar
+    generate_ar = Engine.generate_ar
 
     def plain(self: Engine, *prompts: Any, **options: Any) -> Any:
         out = generate_ar(self, *prompts, **options)
         prefilled.extend(each.stats.prefilled for each in out)
         return out
 
-    monkeypatch.setattr(Engine, "warmup", lambda *_: None)
     monkeypatch.setattr(Engine, "generate_ar", plain)
-    monkeypatch.setattr(Stats, "to_json", lambda self: prefilled.append(self.prefilled) or to_json(self))
     conversations = [{"turns": ["one", "two", "three"]}]
     assert run.main(argv(pair, tmp_path, "--chat", "--check", conversations=conversations)) == 0
     lengths = [row["prompt_tokens"] - 1 for row in results(tmp_path)["prompts"]]
@@ -121,7 +118,6 @@ def test_ctrl_c_while_ar_goes_first(
             signal.raise_signal(signal.SIGINT)
         return plain(self, *prompts, **options)
 
-    monkeypatch.setattr(Engine, "warmup", lambda *_: None)
     monkeypatch.setattr(Engine, "generate_ar", interrupted)
     conversations, trace = [{"prompt": text} for text in ("one", "two", "three", "four")], tmp_path / "t.jsonl"
     flags = argv(pair, tmp_path, "--check", "--batch-size", size, "--trace", str(trace), conversations=conversations)
@@ -352,7 +348,6 @@ def test_a_failed_check_names_its_text(
             del out[0].tokens[-1]
         return out
 
-    monkeypatch.setattr(Engine, "warmup", lambda *_: None)
     monkeypatch.setattr(Engine, "generate_ar", shorter)
     assert run.main(argv(pair, tmp_path, "--check")) == 1
     said = f"{tmp_path}/p.jsonl line 2: the text has 8 tokens, plain decoding's has 7"

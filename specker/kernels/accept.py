@@ -193,7 +193,7 @@ def variants(arch: int) -> Iterator[Variant]:
             yield _walk_variant(starts, chain)
 
 
-def _launch_walk(
+def launch_walk(
     tokens: Tensor, parents: Tensor | None, target: Tensor, cu_drafts: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
     N = tokens.shape[-1]
@@ -247,4 +247,4 @@ def _fake_walk(tokens: Tensor, _: Tensor | None, target: Tensor, *__: object) ->
     return tokens.new_empty(B, N + 1), tokens.new_empty(B), tokens.new_empty(B)
 
 
-_accept_walk = register(accept_walk, check=_check_walk, reference=accept_walk_ref, launch=_launch_walk, fake=_fake_walk)
+_accept_walk = register(accept_walk, check=_check_walk, reference=accept_walk_ref, launch=launch_walk, fake=_fake_walk)

@@ -292,7 +292,7 @@ def variants(arch: int) -> Iterator[Variant]:
     yield from _adjust_variants(151936, 0, True, False, False)
 
 
-def _launch(
+def launch(
     logits: Tensor,
     text: Tensor,
     prompt: Tensor,
@@ -431,7 +431,7 @@ _adjust_rows = register(
     adjust_rows,
     check=_check,
     reference=_on_cpu,
-    launch=_launch,
+    launch=launch,
     fake=lambda logits, *_: torch.empty_like(logits, memory_format=torch.contiguous_format),
     explain=_explain,
 )

@@ -927,7 +927,7 @@ def variants(arch: int) -> Iterator[Variant]:
         yield _variant(torch.float16, 1, 32, 8, 128, 16, (16 * 1024, 1024, 128), arch, kind=kind)
 
 
-def _launch(
+def launch(
     q: Tensor,
     k_cache: Tensor,
     v_cache: Tensor,
@@ -1050,5 +1050,5 @@ def _fits(*args: Any) -> bool:
 
 
 _tree_attention = register(
-    tree_attention, check=_check, reference=tree_attention_ref, launch=_launch, fake=_fake, fits=_fits
+    tree_attention, check=_check, reference=tree_attention_ref, launch=launch, fake=_fake, fits=_fits
 )

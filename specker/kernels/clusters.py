@@ -24,7 +24,7 @@ from specker.kernels.linear import row_linear
 from specker.kernels.noise import check_draw, check_seed, drawn, gumbel_at, gumbel_of, signed, unpack_draw
 from specker.kernels.quant import Format, Matrix, Quantized, arguments_of, constexprs_of, format_of, streams, types_of
 from specker.kernels.registry import refuse, register
-from specker.kernels.residual import _launch as _norm
+from specker.kernels.residual import launch as _norm
 from specker.kernels.stream import stream_rows
 from specker.kernels.tiles import COMMON, columns_of, stages_of, weight_left, wide_rows
 from specker.kernels.topk import (
@@ -139,7 +139,7 @@ def cluster_topk(
             _check(*given)
             assert out is not None
             check_out(out, hidden, k)
-            return _launch(*given, out=out)
+            return launch(*given, out=out)
     except Exception:
         refuse(cluster_topk, _explain, given)
         raise
@@ -583,7 +583,7 @@ def variants(arch: int) -> Iterator[Variant]:
     yield _variants(f32, 2048, 128, 4096, 32, 1, i64, False, False, False, arch, form=COMMON[0])[1]
 
 
-def _launch(
+def launch(
     hidden: Tensor,
     weight: Matrix,
     centroids: Tensor,
@@ -725,7 +725,7 @@ _cluster_topk = register(
     cluster_topk,
     check=_check,
     reference=cluster_topk_ref,
-    launch=_launch,
+    launch=launch,
     fake=_fake,
     fits=_fits,
     explain=_explain,

@@ -272,7 +272,7 @@ def variants(arch: int) -> Iterator[Variant]:
     yield _variant(torch.bfloat16, 8192, 4, 64, 1, False, True, False, False, unit=1)
 
 
-def _launch(
+def launch(
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None,
@@ -400,7 +400,7 @@ _conv_rows = register(
     conv_rows,
     check=_check,
     reference=conv_rows_ref,
-    launch=_launch,
+    launch=launch,
     fake=lambda x, *_: torch.empty_like(x, memory_format=torch.contiguous_format),
     mutates=("inputs",),
 )

@@ -647,7 +647,7 @@ def variants(arch: int) -> Iterator[Variant]:
     yield _variant(torch.float16, (16, 16, 128, 128), BLOCK, PAGE, 1, False)
 
 
-def _launch(
+def launch(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -866,7 +866,7 @@ _delta_rows = register(
     delta_rows,
     check=_check,
     reference=delta_rows_ref,
-    launch=_launch,
+    launch=launch,
     fake=lambda q, k, v, *_: torch.empty_like(v, memory_format=torch.contiguous_format),
     fits=_fits,
     mutates=("states", "anchors", "k_records", "u_records", "g_records"),

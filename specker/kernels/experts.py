@@ -427,7 +427,7 @@ def variants(arch: int) -> Iterator[Variant]:
             yield from (v for v in _variants(bf16, *sizes, epilogue, each, 90, form=form, few=True) if v is not None)
 
 
-def _launch(
+def launch(
     x: Tensor,
     weight: Matrix,
     experts: Tensor,
@@ -530,5 +530,5 @@ def _fits(x: Tensor, weight: Matrix, *_: object) -> bool:
 
 
 _expert_linear = register(
-    expert_linear, check=_check, reference=expert_linear_ref, launch=_launch, fake=_fake, fits=_fits
+    expert_linear, check=_check, reference=expert_linear_ref, launch=launch, fake=_fake, fits=_fits
 )

@@ -351,7 +351,7 @@ def _variant(dtype: torch.dtype, Hq: int, Hkv: int, D: int, norm: bool, kind: st
     )
 
 
-def _launch(
+def launch(
     qkv: Tensor,
     positions: Tensor,
     slots: Tensor,
@@ -480,7 +480,7 @@ _kv_calibrate = register(
     kv_calibrate,
     check=_check,
     reference=kv_calibrate_ref,
-    launch=_launch,
+    launch=launch,
     fake=_fake,
     mutates=("k_cache", "v_cache"),
     explain=_explain,
@@ -584,7 +584,7 @@ def _commit_variant(dtype: torch.dtype, ROW: int, BM: int) -> Variant:
     )
 
 
-def _launch_commit(k_cache: Tensor, v_cache: Tensor, src: Tensor, dst: Tensor) -> None:
+def launch_commit(k_cache: Tensor, v_cache: Tensor, src: Tensor, dst: Tensor) -> None:
     L, pages, page_size, Hkv, D = k_cache.shape
     if M := src.shape[0]:
         bucket = next(b for b in (16, 64, MAX_COMMIT) if b >= M)
@@ -615,7 +615,7 @@ _kv_commit = register(
     kv_commit,
     check=_check_commit,
     reference=kv_commit_ref,
-    launch=_launch_commit,
+    launch=launch_commit,
     fake=lambda *_: None,
     fits=lambda k_cache, v_cache, src, dst: src.shape[0] <= MAX_COMMIT,
     mutates=("k_cache", "v_cache"),

@@ -118,7 +118,7 @@ def row_linear(
         if out is not None:
             if x.is_cuda and x.dtype != torch.float64 and _fits(x, weight) and not is_compiling():
                 _check(x, weight, bias, epilogue)
-                return _launch(x, weight, bias, epilogue, out)
+                return launch(x, weight, bias, epilogue, out)
             y = row_linear(x, weight, bias, epilogue)
             _check_out(out, y)
             try:
@@ -490,7 +490,7 @@ def variants(arch: int) -> Iterator[Variant]:
             yield from (v for v in _variants(bf16, O, E, epilogue, False, 90, form=each, few=True) if v is not None)
 
 
-def _launch(x: Tensor, weight: Matrix, bias: Tensor | None, epilogue: str, into: Tensor | None = None) -> Tensor:
+def launch(x: Tensor, weight: Matrix, bias: Tensor | None, epilogue: str, into: Tensor | None = None) -> Tensor:
     x, (w, scale, shift) = x.contiguous(), arguments_of(weight)
     (*layers, T, E), O, form = x.shape, weight.shape[-2], format_of(weight)
     G, columns = math.prod(layers), O // 2 if epilogue in GATES else O
@@ -559,7 +559,7 @@ _row_linear = register(
     row_linear,
     check=_check,
     reference=row_linear_ref,
-    launch=_launch,
+    launch=launch,
     fake=_fake,
     fits=_fits,
 )

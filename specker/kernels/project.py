@@ -397,7 +397,7 @@ def variants(arch: int) -> Iterator[Variant]:
         yield _variant(bf16, 1, 32, 8, 64, 2048, False, False, arch, few=True)
 
 
-def _launch(
+def launch(
     x: Tensor,
     weight: Matrix,
     bias: Tensor | None,
@@ -485,7 +485,7 @@ _kv_project = register(
     kv_project,
     check=_check,
     reference=kv_project_ref,
-    launch=_launch,
+    launch=launch,
     fake=_fake,
     fits=_fits,
     mutates=("k_cache", "v_cache"),

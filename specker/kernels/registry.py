@@ -6,7 +6,7 @@ An op file ends with a registration; the op's function calls the result:
         \"""x [T, E], deltas [P, T, E] -> [T, E].\"""
         return _add_rows(x, deltas)
 
-    _add_rows = register(add_rows, check=_check, reference=add_rows_ref, launch=_launch, fake=_fake)
+    _add_rows = register(add_rows, check=_check, reference=add_rows_ref, launch=launch, fake=_fake)
 
 The annotations give the schema of `torch.ops.specker.add_rows`; keyword-only parameters stay out of it. A parameter of
 type `Matrix` is a Tensor in the schema, which then ends with the scales and shifts of a `Quantized` one. The other

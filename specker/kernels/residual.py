@@ -76,7 +76,7 @@ def residual_merge(
     if constant and x.is_cuda and x.dtype != torch.float64 and not is_compiling():
         try:
             _check(x, deltas, norm_weight, eps, last, split)
-            return _launch(x, deltas, norm_weight, eps, last, split, True)
+            return launch(x, deltas, norm_weight, eps, last, split, True)
         except Exception:
             refuse(residual_merge, _check, (x, deltas, norm_weight, eps, last, split))
             raise
@@ -259,7 +259,7 @@ def variants(arch: int) -> Iterator[Variant]:
     yield _variant(torch.float32, 1, 1, 4096)
 
 
-def _launch(
+def launch(
     x: Tensor,
     deltas: Tensor,
     norm_weight: Tensor | None,
@@ -300,4 +300,4 @@ def _fake(x: Tensor, deltas: Tensor, norm_weight: Tensor | None, *_: object) -> 
     return x.new_empty(x.shape), x.new_empty(0 if norm_weight is None else norm_weight.shape[0], *x.shape)
 
 
-_residual_merge = register(residual_merge, check=_check, reference=residual_merge_ref, launch=_launch, fake=_fake)
+_residual_merge = register(residual_merge, check=_check, reference=residual_merge_ref, launch=launch, fake=_fake)

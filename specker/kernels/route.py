@@ -291,7 +291,7 @@ def variants(arch: int) -> Iterator[Variant]:
     yield _variants(32, 4, True, 8, True, True, False, True)[0]  # gpt-oss-20b
 
 
-def _launch(
+def launch(
     logits: Tensor,
     chosen: int,
     normalise: bool,
@@ -363,4 +363,4 @@ def _fits(logits: Tensor, chosen: int, *_: object) -> bool:
     return chosen <= MAX_CHOSEN and logits.shape[-1] <= MAX_EXPERTS
 
 
-_expert_route = register(expert_route, check=_check, reference=expert_route_ref, launch=_launch, fake=_fake, fits=_fits)
+_expert_route = register(expert_route, check=_check, reference=expert_route_ref, launch=launch, fake=_fake, fits=_fits)

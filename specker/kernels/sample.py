@@ -113,7 +113,7 @@ def sample_splits(
     if not logits.is_cuda or logits.dtype == torch.float64:
         return sample_rows(logits, temperature, top_k, top_p, seed, positions, draw)
     _check_sample(logits, temperature, top_k, top_p, seed, positions, draw)
-    return _launch_sample(logits, temperature, top_k, top_p, seed, positions, draw, merged=False)
+    return launch_sample(logits, temperature, top_k, top_p, seed, positions, draw, merged=False)
 
 
 def sample_rows_ref(
@@ -691,7 +691,7 @@ def variants(arch: int) -> Iterator[Variant]:
     yield from _sample_variants(fp32, 128256, True, True, True, drawn=True)
 
 
-def _launch_sample(
+def launch_sample(
     logits: Tensor,
     temperature: float,
     top_k: int,
@@ -769,7 +769,7 @@ _sample_rows = register(
     sample_rows,
     check=_check_sample,
     reference=_sample_runs,
-    launch=_launch_sample,
+    launch=launch_sample,
     fake=lambda *args: args[5].new_empty(args[5].shape),
     pack=_packed,
     unpack=_unpacked,

@@ -31,7 +31,7 @@ from specker.kernels.noise import (
 )
 from specker.kernels.quant import Format, Matrix, arguments_of, constexprs_of, format_of, streams, types_of
 from specker.kernels.registry import check_written, refuse, register
-from specker.kernels.residual import _launch as _norm
+from specker.kernels.residual import launch as _norm
 from specker.kernels.sample import first_argmax
 from specker.kernels.stream import stream_rows
 from specker.kernels.tiles import COMMON, FEW, few_rows, like, stages_of, weight_left, wide_rows
@@ -141,7 +141,7 @@ def vocab_topk(
         if hidden.is_cuda and hidden.dtype != torch.float64 and _fits(*given) and not is_compiling():
             _check(*given)
             check_out(out, hidden, k)
-            return _launch(*given, out=out)
+            return launch(*given, out=out)
     except Exception:
         refuse(vocab_topk, _check, given)
         raise
@@ -710,7 +710,7 @@ def variants(arch: int) -> Iterator[Variant]:
             yield _variants(torch.bfloat16, 32768, 4096, 10, None, False, False, False, 90, form=form, few=True)[0]
 
 
-def _launch(
+def launch(
     hidden: Tensor,
     weight: Matrix,
     token_ids: Tensor | None,
@@ -898,7 +898,7 @@ _vocab_topk = register(
     vocab_topk,
     check=_check,
     reference=vocab_topk_ref,
-    launch=_launch,
+    launch=launch,
     fake=_fake,
     fits=_fits,
     explain=_explain,

@@ -10,7 +10,6 @@ from make_checkpoint import CASES, GEMMA3, make
 import specker
 from specker.checkpoints import files
 from specker.checkpoints.checkpoint import read
-from specker.model import memory
 
 
 def copy_config(folder: Path, to: Path) -> Path:
@@ -69,7 +68,7 @@ def test_weights_depend_only_on_the_seed(tmp_path, dtype):
     assert not torch.equal(a.qkv[1], a.qkv[2])
 
 
-def test_a_hub_id_downloads_no_weights(tmp_path, monkeypatch):
+def test_a_hub_id_downloads_no_weights(tmp_path, monkeypatch, free_memory):
     asked = []
     folder = copy_config(make(tmp_path / "whole"), tmp_path / "bare")
     monkeypatch.setattr(
@@ -77,7 +76,7 @@ def test_a_hub_id_downloads_no_weights(tmp_path, monkeypatch):
     )
     read("org/name", dtype=torch.float32, device="cpu", random=0)
     assert asked == [files.CONFIG_FILES] and not any("safetensors" in pattern for pattern in asked[0])
-    monkeypatch.setattr(memory, "free", lambda device: 1000)
+    free_memory(1000, weights=True)
     with pytest.raises(ValueError, match="org/name needs"):  # before its weights are downloaded
         read("org/name", dtype=torch.float32, device="cpu")
     assert asked == 2 * [files.CONFIG_FILES]

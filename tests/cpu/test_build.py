@@ -45,6 +45,16 @@ def counts_runs(folder: Path, monkeypatch: pytest.MonkeyPatch, then: str) -> Non
     monkeypatch.setenv("CC", str(script))
 
 
+@pytest.fixture
+def no_compiler(tmp_path, monkeypatch):
+    """No compiler on the path and none of Python's; returns the folder that is the path."""
+    (tmp_path / "bin").mkdir()
+    monkeypatch.setenv("PATH", str(tmp_path / "bin"))
+    monkeypatch.delenv("CC", raising=False)
+    monkeypatch.setattr(build, "find_spec", lambda name: None)
+    return tmp_path / "bin"
+
+
 def runs(folder: Path) -> int:
     return len((folder / "runs").read_text().splitlines()) if (folder / "runs").exists() else 0
 
@@ -133,7 +143,7 @@ def test_a_library_that_others_may_have_written_is_compiled_again(fresh, monkeyp
 
 
 @pytest.mark.parametrize("foreign", ["belongs to another user", "may write to"])
-def test_nothing_in_a_folder_of_others_is_loaded(fresh, monkeypatch, foreign):
+def test_nothing_in_a_folder_of_others_is_loaded(fresh, monkeypatch, request, foreign):
     folder = build.library().parent
     if foreign == "may write to":
         folder.chmod(0o775)
@@ -147,8 +157,7 @@ def test_nothing_in_a_folder_of_others_is_loaded(fresh, monkeypatch, foreign):
     path = build.library(told.append)
     assert path.is_file() and fresh not in path.parents
     assert f"at each start, because {why}: set SPECKER_CACHE" in told[0]
-    monkeypatch.delenv("CC")
-    monkeypatch.setattr(build, "compiler", lambda: None)
+    request.getfixturevalue("no_compiler")
     with pytest.raises(build.Unavailable) as error:
         build.library()
     assert str(error.value) == f"there is no C compiler, and {why}: install gcc or clang, or pip install ziglang"
@@ -169,28 +178,24 @@ def test_a_compiler_that_fails_is_quoted(fresh, monkeypatch):
 
 
 @pytest.mark.parametrize("command", ["/nonexistent", "gcc '"])
-def test_a_cc_that_is_no_command_is_named(fresh, monkeypatch, command):
+def test_a_cc_that_is_no_command_is_named(fresh, no_compiler, monkeypatch, command):
     monkeypatch.setenv("CC", command)
-    monkeypatch.setattr(build, "find_spec", lambda name: None)
     with pytest.raises(build.Unavailable) as error:
         build.library()
     assert str(error.value) == f"CC is {command!r}, which is no command: unset CC, or set it to a C compiler"
 
 
-def test_which_compiler_is_taken(tmp_path, monkeypatch):
-    monkeypatch.setenv("PATH", str(tmp_path))
-    monkeypatch.delenv("CC", raising=False)
-    monkeypatch.setattr(build, "find_spec", lambda name: None)
+def test_which_compiler_is_taken(no_compiler, monkeypatch):
     assert build.compiler() is None
     monkeypatch.setattr(build, "find_spec", lambda name: name if name == "ziglang" else None)
     assert build.compiler() == [sys.executable, "-m", "ziglang", "cc"]
     for name in ("clang", "gcc", "cc", "other"):
-        (tmp_path / name).write_text("#!/bin/sh\n")
-        (tmp_path / name).chmod(0o755)
+        (no_compiler / name).write_text("#!/bin/sh\n")
+        (no_compiler / name).chmod(0o755)
         if name != "other":
-            assert build.compiler() == [str(tmp_path / name)]
+            assert build.compiler() == [str(no_compiler / name)]
     monkeypatch.setenv("CC", "other -m64")
-    assert build.compiler() == [str(tmp_path / "other"), "-m64"]
+    assert build.compiler() == [str(no_compiler / "other"), "-m64"]
 
 
 def test_levels(monkeypatch):
@@ -222,12 +227,10 @@ def as_in_a_new_process():
 
 
 @pytest.fixture
-def uncompiled(tmp_path, monkeypatch):
+def uncompiled(tmp_path, monkeypatch, no_compiler):
     """A process without a C compiler."""
     as_in_a_new_process()
     monkeypatch.setenv("SPECKER_CACHE", str(tmp_path / "cache"))
-    monkeypatch.delenv("CC", raising=False)
-    monkeypatch.setattr(build, "compiler", lambda: None)
     yield
     as_in_a_new_process()
 

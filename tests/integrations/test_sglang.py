@@ -26,7 +26,7 @@ from specker.integrations.sglang import (
     write_token_map,
 )
 from specker.kernels import ancestor_words, tree_attention
-from specker.kernels.attention import _launch
+from specker.kernels.attention import launch
 
 FULL = TreeMask.FULL_MASK
 QLEN = TreeMask.QLEN_ONLY
@@ -201,7 +201,7 @@ def test_the_kernel_reads_the_pool(page_size):
     q = torch.randn(2 * rows, HEADS, D, generator=torch.Generator().manual_seed(1))
     table = table_from_requests(held.req_to_token, held.req_pool_indices, page_size, max_len=26)
     place = table, *verify_lengths(torch.tensor(lengths), rows)
-    out, _ = _launch(q, paged(held.k, page_size), paged(held.v, page_size), *place, words, 0.3)
+    out, _ = launch(q, paged(held.k, page_size), paged(held.v, page_size), *place, words, 0.3)
     torch.testing.assert_close(out.double(), direct(q, held, parents, lengths), rtol=0, atol=2e-6)
 
 

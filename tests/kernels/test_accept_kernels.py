@@ -12,9 +12,9 @@ from compile_only import compilations
 from formulas import chi_square_bound, law
 
 from specker.kernels import noise
-from specker.kernels.accept import _launch_walk, accept_walk, accept_walk_ref
+from specker.kernels.accept import accept_walk, accept_walk_ref, launch_walk
 from specker.kernels.noise import gumbel_of, gumbel_ref, gumbel_run
-from specker.kernels.sample import _launch_sample, sample_rows, sample_rows_ref
+from specker.kernels.sample import launch_sample, sample_rows, sample_rows_ref
 from specker.kernels.variant import tl, triton
 
 module = importlib.import_module("specker.kernels.sample")
@@ -112,11 +112,11 @@ def test_draw_parameters_in_memory(setting, V):
     for kind in kinds:
         held = noise.pack_draw(seed, temperature, min(top_k or 1 << 30, 1 << 30), top_p)
         assert torch.equal(sample_rows(logits, *kind, 1, positions, held), want), kind
-        assert torch.equal(_launch_sample(logits, *kind, 1, positions, held), want), kind
+        assert torch.equal(launch_sample(logits, *kind, 1, positions, held), want), kind
         if not top_k:  # every value that keeps all tokens
             for all_of_them in (0, V, 1 << 31, (1 << 32) + 1, 1 << 40)[:: 1 if V == 50 else 4]:
                 held = noise.pack_draw(seed, temperature, all_of_them, top_p)
-                assert torch.equal(_launch_sample(logits, *kind, 1, positions, held), want), all_of_them
+                assert torch.equal(launch_sample(logits, *kind, 1, positions, held), want), all_of_them
     torch.library.opcheck(torch.ops.specker.sample_rows, (logits, *setting, 1, positions, draw))
     for bad in (draw[:3], draw[None, None], draw.float(), draw[None][:0]):
         with pytest.raises(ValueError, match="draw must be"):
@@ -132,7 +132,7 @@ HELD = [(0.0, 3, 0.2), (0.8, 2**31 - 1, 1.0), (1.0, 7, 1.0), (1.3, 2**31 - 1, 0.
 @pytest.mark.parametrize(
     ("kind", "run"), [((9.0, 3, 0.5), 2), ((9.0, 3, 1.0), 1), ((9.0, 0, 0.5), 1), ((9.0, 0, 1.0), 3)]
 )
-@pytest.mark.parametrize("go", [sample_rows, lambda *args: _launch_sample(*args)])
+@pytest.mark.parametrize("go", [sample_rows, lambda *args: launch_sample(*args)])
 def test_sequences_with_their_own_parameters_share_a_launch(tiles, go, kind, run):
     """Greedy, sampled and filtered sequences each draw the same as alone with only their own settings. Logits tie, to
     test greedy; one row has infinities and one is steep."""
@@ -156,7 +156,7 @@ def test_sequences_with_their_own_parameters_share_a_launch(tiles, go, kind, run
         torch.library.opcheck(torch.ops.specker.sample_rows, (logits, *kind, 5, at(B * run), draw))
 
 
-@pytest.mark.parametrize("go", [sample_rows, lambda *args: _launch_sample(*args)])
+@pytest.mark.parametrize("go", [sample_rows, lambda *args: launch_sample(*args)])
 def test_neutral_filters_keep_every_token(go):
     """A long flat row with a long tail, whose sum of masses is not exact in float64."""
     logits = rows(2, 9000, scale=0.01, seed=4)
@@ -255,7 +255,7 @@ def at(T):
 
 def same(logits, temperature, top_k, top_p, seed=9, positions=None):
     positions = at(len(logits)) if positions is None else positions
-    got = _launch_sample(logits, temperature, top_k, top_p, seed, positions)
+    got = launch_sample(logits, temperature, top_k, top_p, seed, positions)
     assert got.dtype == I64
     assert torch.equal(got, sample_rows_ref(logits, temperature, top_k, top_p, seed, positions))
     return got
@@ -341,7 +341,7 @@ def test_supports(logits, top_k, top_p, kept):
     finite = [v for v in range(len(logits)) if logits[v] > -math.inf]
     positions = torch.tensor([winners.index(v) for v in finite])
     rows = row.expand(len(finite), -1)
-    tokens = _launch_sample(rows, 1.0, top_k, top_p, 4, positions)
+    tokens = launch_sample(rows, 1.0, top_k, top_p, 4, positions)
     assert [v if v in kept else None for v in finite] == [
         v if v == w else None for v, w in zip(finite, tokens.tolist(), strict=True)
     ]
@@ -368,31 +368,31 @@ def test_greedy_takes_the_lower_id_among_equals(tiles):
     logits[0, 130:] = -0.0
     logits[1, [139, 300]] = 1.0
     logits[2, 399] = 1e-30
-    assert _launch_sample(logits, 0, 5, 0.5, 0, at(3)).tolist() == [0, 139, 399]
+    assert launch_sample(logits, 0, 5, 0.5, 0, at(3)).tolist() == [0, 139, 399]
 
 
 @pytest.mark.parametrize("setting", SETTINGS)
 def test_views_at_an_offset_surrounded_by_nan(tiles, setting):
     tiles()
     logits, positions = rows(3, 201), at(3)
-    want = _launch_sample(logits, *setting, 9, positions)
+    want = launch_sample(logits, *setting, 9, positions)
     around = torch.full((5 + 3 * 201 + 4,), math.nan)
     around[5:608] = logits.flatten()
     ids = torch.arange(99)
     ids[7:10] = positions
-    assert torch.equal(_launch_sample(around[5:608].view(3, 201), *setting, 9, ids[7:10]), want)
+    assert torch.equal(launch_sample(around[5:608].view(3, 201), *setting, 9, ids[7:10]), want)
     apart = torch.full((3, 230), math.nan)
     apart[:, 20:221] = logits
-    assert torch.equal(_launch_sample(apart[:, 20:221], *setting, 9, positions.repeat_interleave(2)[::2]), want)
+    assert torch.equal(launch_sample(apart[:, 20:221], *setting, 9, positions.repeat_interleave(2)[::2]), want)
 
 
 @pytest.mark.parametrize("setting", SETTINGS)
 def test_a_row_is_the_same_alone_and_among_others(tiles, setting):
     tiles()
     logits = torch.cat([rows(4, 260), rows(3, 260, scale=40.0)])
-    tokens = _launch_sample(logits, *setting, 9, at(7))
+    tokens = launch_sample(logits, *setting, 9, at(7))
     for t in range(7):
-        assert torch.equal(_launch_sample(logits[t : t + 1], *setting, 9, at(7)[t : t + 1]), tokens[t : t + 1])
+        assert torch.equal(launch_sample(logits[t : t + 1], *setting, 9, at(7)[t : t + 1]), tokens[t : t + 1])
 
 
 @pytest.mark.parametrize(("setting", "counts"), [(SETTINGS[1], (1, 2, 7, 64)), (SETTINGS[4], (1, 2, 7))])
@@ -400,11 +400,11 @@ def test_rows_are_invariant(tiles, setting, counts):
     """1, 2, 7, 64 or 65 rows in a launch give the same draws. (The interpreter needs 80 ms for a filtered row.)"""
     tiles()
     logits, positions = torch.cat([rows(60, 70), rows(5, 70, scale=40.0)]), at(65)
-    whole = _launch_sample(logits, *setting, 9, positions)
+    whole = launch_sample(logits, *setting, 9, positions)
     assert len(whole.unique()) > 20 and torch.equal(whole, sample_rows_ref(logits, *setting, 9, positions))
     for T in counts:
         part = slice(65 - T, 65)
-        assert torch.equal(_launch_sample(logits[part], *setting, 9, positions[part]), whole[part]), T
+        assert torch.equal(launch_sample(logits[part], *setting, 9, positions[part]), whole[part]), T
 
 
 @pytest.mark.parametrize(
@@ -417,7 +417,7 @@ def test_rows_are_invariant(tiles, setting, counts):
 def test_draws_from_the_law(setting, n, device):
     logits = [1.3, -0.4, 0.9, 2.0, 0.9, -1.0, 0.0, 1.1, 0.2, -0.8, 2.4]
     rows = torch.tensor(logits, device=device).expand(n, -1)
-    tokens = _launch_sample(rows, *setting, 17, torch.arange(n, device=device)).cpu()
+    tokens = launch_sample(rows, *setting, 17, torch.arange(n, device=device)).cpu()
     expected = n * law(logits, *setting)
     count = torch.bincount(tokens, minlength=len(logits)).double()
     assert count[expected == 0].sum() == 0
@@ -465,7 +465,7 @@ def plain_walk(tokens, parents, target, starts):
 
 
 def walks(tokens, parents, target, starts):
-    got = _launch_walk(tokens, parents, target, starts)
+    got = launch_walk(tokens, parents, target, starts)
     plain = [torch.arange(2) * len(tokens)] if starts is None else [starts]
     assert [x.tolist() for x in got] == list(plain_walk(tokens, parents, target, *plain))
     want = accept_walk_ref(tokens, parents, target, starts)
@@ -499,7 +499,7 @@ def test_ragged_trees(tiles, sizes, kind):
         room[3 : 3 + len(starts)] = starts
         walks(*(torch.cat([x[:1], x])[1:] for x in tensors), room[3 : 3 + len(starts)])
         tokens, parents, target, starts = forest(sizes, seed, "chain")
-        chains = _launch_walk(tokens, None, target, starts.to(kind))
+        chains = launch_walk(tokens, None, target, starts.to(kind))
         assert all(map(torch.equal, chains, walks(tokens, parents, target, starts.to(kind))))
 
 
@@ -519,7 +519,7 @@ def test_trees_of_one_size(tiles, n, B, chain):
         tokens, parents, target = (torch.stack(x) for x in zip(*trees, strict=True))
         up = None if chain else strided(parents, n)
         views = strided(tokens, 777), up, strided(target, 777)
-        for walk in (_launch_walk, accept_walk):
+        for walk in (launch_walk, accept_walk):
             got = walk(*views)
             for b, tree in enumerate(trees):
                 alone = accept_walk_ref(*tree)
@@ -548,7 +548,7 @@ def test_a_malformed_tree_stays_in_bounds(tiles):
         )
         starts = torch.tensor([rng.choice([rng.randint(-2, N + 5), -50, N + 50]) for _ in range(B + 1)])
         inside = [tokens[100 : 100 + N], parents[100 : 100 + N], target[100 : 100 + N + B]]
-        path, count, following = _launch_walk(*inside, starts)
+        path, count, following = launch_walk(*inside, starts)
         assert path.shape == (B, N + 1) and (path >= -1).all() and (path <= N).all()
         assert torch.equal((path >= 0).sum(1), count) and (following == 0).all()
 
@@ -597,13 +597,13 @@ def launches():
     ):
         logits = torch.zeros(1, 4096 * 2).bfloat16().expand(T, -1)
         at = ids[first : first + T]
-        _launch_sample(logits, 0.7, 0, 1.0, seed, at)
-        _launch_sample(logits, 1, first + 1, 0.9, seed, at)
+        launch_sample(logits, 0.7, 0, 1.0, seed, at)
+        launch_sample(logits, 1, first + 1, 0.9, seed, at)
     for N, first in ((1, 0), (2, 1), (16, 2), (17, 3), (64, 4), (255, 5), (1000, 7)):
-        _launch_walk(ids[first : first + N], ids[:N], ids[first : first + N + 1], None)
+        launch_walk(ids[first : first + N], ids[:N], ids[first : first + N + 1], None)
         for B in (1, 3):
             tokens, target = ids[first:][: B * 1100].view(B, 1100), ids[: B * 1100].view(B, 1100)[:, : N + 1]
-            _launch_walk(tokens[:, :N], tokens[:, 2 : N + 2], target)
+            launch_walk(tokens[:, :N], tokens[:, 2 : N + 2], target)
 
 
 def test_no_length_recompiles():
@@ -671,7 +671,7 @@ def test_gpu_walks(sizes):
 def test_a_row_of_nans_gives_a_valid_id(setting):
     """The id will index an embedding: unused rows of a round hold uninitialised memory."""
     logits = torch.full((2, 9000), math.nan)
-    assert _launch_sample(logits, *setting, 5, torch.arange(2)).tolist() == [0, 0]
+    assert launch_sample(logits, *setting, 5, torch.arange(2)).tolist() == [0, 0]
     assert sample_rows(logits, *setting, 5, torch.arange(2)).tolist() == [0, 0]
     logits[:, 9:] = torch.randn(2, 8991)
     tokens = sample_rows(logits, *setting, 5, torch.arange(2))

@@ -7,7 +7,7 @@ import torch
 from compile_only import compilations
 from torch.library import opcheck
 
-from specker.kernels.adjust import MAX_BIASES, _launch, adjust_rows, adjust_rows_cost, adjust_rows_ref
+from specker.kernels.adjust import MAX_BIASES, adjust_rows, adjust_rows_cost, adjust_rows_ref, launch
 
 INF = math.inf
 NEUTRAL = (1.0, 0.0, 0.0, INF)
@@ -98,20 +98,20 @@ def test_the_contract(shape):
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("path", [adjust_rows, _launch], ids=["compiled", "interpreted"])
+@pytest.mark.parametrize("path", [adjust_rows, launch], ids=["compiled", "interpreted"])
 def test_both_kernels_equal_the_reference(path, shape):
     args = arguments(**SHAPES[shape], seed=5)
     assert torch.equal(path(*args), adjust_rows_ref(*args))
 
 
-@pytest.mark.parametrize("path", [adjust_rows, _launch], ids=["compiled", "interpreted"])
+@pytest.mark.parametrize("path", [adjust_rows, launch], ids=["compiled", "interpreted"])
 def test_texts_and_vocabularies_of_several_parts(path):
     args = arguments(V=4100, C=2500, R=2, K=20, trees=True)
     args[1][:, ::3] = torch.where(args[1][:, ::3] >= 0, args[1][:, ::3] + 4090, args[1][:, ::3])
     assert torch.equal(path(*args), adjust_rows_ref(*args))
 
 
-@pytest.mark.parametrize("path", [adjust_rows, _launch], ids=["compiled", "interpreted"])
+@pytest.mark.parametrize("path", [adjust_rows, launch], ids=["compiled", "interpreted"])
 def test_views(path):
     args = arguments(trees=True, K=4)
     want = path(*args)
@@ -164,7 +164,7 @@ def launches():
             biased = [x[n : n + B * K].view(B, K) for x in (ids, floats)] if K else (None, None)
             texts = ids[n:][: B * C].view(B, C), ids[n : n + B], ids[n + 1 : n + 1 + B], ids[:][: B * R].view(B, R)
             logits = torch.ones(B * R if places is None else T, 5001)
-            _launch(logits, *texts, numbers, parents, places, *biased, floors)
+            launch(logits, *texts, numbers, parents, places, *biased, floors)
 
 
 def test_no_length_recompiles():

@@ -14,11 +14,10 @@ from compile_only import compilations
 
 from specker import cpu
 from specker.cpu.packed import of_quantised
-from specker.kernels.clusters import _launch, cluster_topk, cluster_topk_cost, cluster_topk_ref
+from specker.kernels.clusters import cluster_topk, cluster_topk_cost, cluster_topk_ref, launch
 from specker.kernels.noise import gumbel_at, pack_draw
 from specker.kernels.quant import quantised
 from specker.kernels.topk import Noise, vocab_topk_ref
-from specker.kernels.variant import Variant
 
 op = importlib.import_module("specker.kernels.clusters")
 # T, E, C, R, clusters, k: one of each, odd sizes, clusters in two tiles, more rows than a tile, k above R
@@ -98,14 +97,14 @@ def test_kernel(poisoned, monkeypatch, dtype, size):
     for n, noise in enumerate(noises(sizes[0])):
         args = *given[:3], given[3].int() if n else given[3], *given[4:], None, noise, n != 1
         want = cluster_topk_ref(*args)
-        assert_same(_launch(*args), want)
+        assert_same(launch(*args), want)
     op._variants.cache_clear()
 
 
 def test_sorted_candidates(poisoned):
     """More than 16 clusters and candidates are sorted instead of taken out one by one."""
     args = *integers(1, 4, 20, 2), 17, 20, None, None, True
-    assert_same(_launch(*args), cluster_topk_ref(*args))
+    assert_same(launch(*args), cluster_topk_ref(*args))
 
 
 @pytest.mark.parametrize("kind", ["int8", "fp8", "int4", "mxfp4"])
@@ -114,7 +113,7 @@ def test_quantised_weights(poisoned, kind):
     hidden, weight, centroids = (torch.randn(n, 64, generator=g) for n in (2, 9 * 20, 9))
     for dtype in (torch.float32, torch.float16):
         given = hidden.to(dtype), quantised(weight, kind), centroids.to(dtype), torch.arange(180).view(9, 20), 3, 2
-        got, want = _launch(*given, None, None, True), cluster_topk_ref(*given)
+        got, want = launch(*given, None, None, True), cluster_topk_ref(*given)
         torch.testing.assert_close(got[1], want[1], rtol=1e-5, atol=1e-5)
         assert torch.equal(got[0], want[0])
 
@@ -157,55 +156,55 @@ def test_packed_weights(kind, R):
         torch.testing.assert_close(lse, want[2], rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("launch", [_launch, cluster_topk])
-def test_a_row_is_the_same_alone_and_among_others(launch):
+@pytest.mark.parametrize("run", [launch, cluster_topk])
+def test_a_row_is_the_same_alone_and_among_others(run):
     g = torch.Generator().manual_seed(0)
     hidden, weight, centroids = (torch.randn(n, 48, generator=g) for n in (18, 100, 20))
     given = weight, centroids, torch.randperm(100, generator=g).view(20, 5), 4, 3, (torch.ones(48), 1e-5)
     positions = torch.arange(18) * 5
-    whole = launch(hidden, *given, Noise(3, positions, 0.7), True)
+    whole = run(hidden, *given, Noise(3, positions, 0.7), True)
     for rows in (slice(1), slice(17, 18), slice(3, 10)):
-        got = launch(hidden[rows], *given, Noise(3, positions[rows], 0.7), True)
+        got = run(hidden[rows], *given, Noise(3, positions[rows], 0.7), True)
         assert all(torch.equal(a, b[rows]) for a, b in zip(got, whole, strict=True)), rows
 
 
-@pytest.mark.parametrize("launch", [_launch, cluster_topk])
-def test_ties_go_to_the_lower_cluster_and_the_lower_id(launch):
+@pytest.mark.parametrize("run", [launch, cluster_topk])
+def test_ties_go_to_the_lower_cluster_and_the_lower_id(run):
     hidden, weight, centroids = torch.zeros(2, 16), torch.ones(40, 16), torch.ones(8, 16)
     hidden[1] = -0.0
     ids = torch.arange(40).flip(0).view(8, 5)
-    best, values, _ = launch(hidden, weight, centroids, ids, 2, 6, None, None, True)
+    best, values, _ = run(hidden, weight, centroids, ids, 2, 6, None, None, True)
     assert best.tolist() == [[30, 31, 32, 33, 34, 35]] * 2  # of clusters 0 and 1
     assert not values.signbit().any()
 
 
-@pytest.mark.parametrize("launch", [_launch, cluster_topk])
+@pytest.mark.parametrize("run", [launch, cluster_topk])
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
-def test_infinities_and_rows_that_are_not_finite(launch):
+def test_infinities_and_rows_that_are_not_finite(run):
     hidden, weight, centroids, ids = integers(3, 16, 8, 5)
     hidden[0], hidden[1] = math.nan, 0.0
     hidden[1, 0] = 1.0
     centroids[:, 0], weight[:, 0] = torch.arange(8.0), -math.inf
     weight[7 * 5 + 3, 0] = 2.0
-    best, values, lse = launch(hidden, weight, centroids, ids, 2, 2, None, None, True)
+    best, values, lse = run(hidden, weight, centroids, ids, 2, 2, None, None, True)
     assert set(best[0].tolist()) <= set(ids.flatten().tolist())
     assert best[1, 0] == ids[7, 3] and values[1].tolist() == [2.0, -math.inf] and lse[1] == 2.0
 
 
-@pytest.mark.parametrize("launch", [_launch, cluster_topk])
-def test_results_are_written_into_given_memory(launch):
+@pytest.mark.parametrize("run", [launch, cluster_topk])
+def test_results_are_written_into_given_memory(run):
     given = *integers(3, 16, 10, 7), 3, 4, None, noises(3)[1], False
-    want = launch(*given)
+    want = run(*given)
     window, logits = torch.full((3, 9), -1), torch.full((3, 4), math.nan)
-    got = launch(*given, out=(window[:, 1:9:2], logits))
+    got = run(*given, out=(window[:, 1:9:2], logits))
     assert torch.equal(window[:, 1:9:2], want[0]) and torch.equal(got[1], want[1]) and got[1] is logits
     assert int((window != -1).sum()) == 12 and want[2].shape == (0,)
 
 
 def test_no_rows():
     given = *integers(0, 16, 10, 7), 3, 4, (torch.ones(16), 1e-5), Noise(1, torch.arange(0), 0.5), True
-    for launch in (_launch, cluster_topk, cluster_topk_ref):
-        ids, logits, lse = launch(*given)
+    for run in (launch, cluster_topk, cluster_topk_ref):
+        ids, logits, lse = run(*given)
         assert ids.shape == logits.shape == (0, 4) and lse.shape == (0,)
 
 
@@ -245,26 +244,24 @@ def launches():
     for T, seed in ((1, 0), (2, 1), (16, 16), (17, 1 << 33), (65, (1 << 64) - 1)):
         noise = seed, positions[T : 2 * T], 1.0 if T == 1 else 0.7
         mine = ids[T % 2 :][:600].view(30, 20)
-        _launch(torch.zeros(T, 64).bfloat16(), weight, centroids, mine, 4, 4, None, noise, True)
+        launch(torch.zeros(T, 64).bfloat16(), weight, centroids, mine, 4, 4, None, noise, True)
 
 
 def test_nothing_but_the_head_recompiles():
     assert compilations(__file__) == {"_cluster_choose_kernel": 1, "_cluster_rows_kernel": 1}
 
 
-def test_two_launches_that_read_no_tensor(monkeypatch):
+def test_two_launches_that_read_no_tensor(unlaunched):
     """Fake tensors have no values to read."""
     from torch._subclasses.fake_tensor import FakeTensorMode
 
-    launched = []
-    monkeypatch.setattr(Variant, "__call__", lambda self, grid, *_: launched.append((self.kernel.__name__, grid)))
     with FakeTensorMode():
         hidden, weight, centroids = (torch.empty(n, 256).bfloat16() for n in (65, 2048 * 128, 2048))
         noise = 0, torch.empty(65, dtype=torch.int64), 0.7
         ids = torch.empty(2048, 128, dtype=torch.int64)
-        best, _, lse = _launch(hidden, weight, centroids, ids, 32, 10, None, noise, True)
+        best, _, lse = launch(hidden, weight, centroids, ids, 32, 10, None, noise, True)
     assert best.shape == (65, 10) and lse.shape == (65,)
-    assert launched == [("_cluster_choose_kernel", (2, 32)), ("_cluster_rows_kernel", (65, 128))]
+    assert unlaunched == [("_cluster_choose_kernel", (2, 32)), ("_cluster_rows_kernel", (65, 128))]
 
 
 def test_refuses():
@@ -294,11 +291,11 @@ def test_bfloat16_ids_equal_the_references(E, C, R, clusters, k):
     for T in (1, 8, 66):
         given = [x.cuda() if x.dtype == torch.int64 else x.bfloat16().cuda() for x in integers(T, E, C, R)]
         wide = [x.double() if x.is_floating_point() else x for x in given]
-        got, want = _launch(*given, clusters, k, None, None, True), cluster_topk_ref(*wide, clusters, k)
+        got, want = launch(*given, clusters, k, None, None, True), cluster_topk_ref(*wide, clusters, k)
         assert torch.equal(got[0], want[0]) and torch.equal(got[1].double(), want[1])
         torch.testing.assert_close(got[2].double(), want[2], rtol=1e-5, atol=1e-5)
         noise = Noise(3, torch.arange(T).cuda(), 0.8)
-        got, want = _launch(*given, clusters, k, None, noise, True), cluster_topk_ref(*wide, clusters, k, None, noise)
+        got, want = launch(*given, clusters, k, None, noise, True), cluster_topk_ref(*wide, clusters, k, None, noise)
         torch.testing.assert_close(got[1].double(), want[1], rtol=1e-5, atol=2e-5)
 
 

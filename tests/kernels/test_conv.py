@@ -9,7 +9,7 @@ from paths import Signal, apart
 from torch.library import opcheck
 
 from specker.kernels.ancestors import ancestor_words, chain_words
-from specker.kernels.conv import _launch, conv_rows, conv_rows_cost, conv_rows_ref
+from specker.kernels.conv import conv_rows, conv_rows_cost, conv_rows_ref, launch
 
 KINDS = {  # size of the convolution, activation, and whether there are a bias and gates
     "silu": (4, "silu", False, False),
@@ -38,7 +38,7 @@ def test_the_definition(kind, way):
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_kernel(kind):
     """Every way has the same bits, and the reference's values."""
-    texts = {way: signal(_launch, kind, torch.float32, C=70) for way in WAYS}
+    texts = {way: signal(launch, kind, torch.float32, C=70) for way in WAYS}
     got = {way: WAYS[way](text) for way, text in texts.items()}
     want = texts["decoding"].defined()
     assert all(torch.equal(each, got["decoding"]) for each in got.values())
@@ -52,7 +52,7 @@ def test_the_kernel(kind):
 
 def test_a_ring():
     """A cache whose pages repeat holds the last columns."""
-    text, ring = (signal(_launch, "silu", torch.float32) for _ in range(2))
+    text, ring = (signal(launch, "silu", torch.float32) for _ in range(2))
     ring.table = ring.table[:, [0, 1, 2] * 5]
     ring.slots = (ring.table[0].long()[:, None] * 8 + torch.arange(8)).flatten()
     want, got = (each.chains(cycle([20, 1]), words=False) for each in (text, ring))
@@ -61,12 +61,12 @@ def test_a_ring():
 
 def test_several_sequences_and_strided_rows():
     """Sequences of unequal length share a launch; one of them has no rows."""
-    one, two = (signal(_launch, "gates", torch.float32) for _ in range(2))
+    one, two = (signal(launch, "gates", torch.float32) for _ in range(2))
     for text, n in ((one, 37), (two, 5)):
         text.run(list(range(n)), 0, torch.arange(n), None)
     given = (one, list(range(37, 57))), (two, [5, 6, 7])
     each = [text.arguments(rows, rows[0], torch.tensor(rows), chain_words(len(rows))) for text, rows in given]
-    want = torch.cat([_launch(*args) for args in each])
+    want = torch.cat([launch(*args) for args in each])
     wide = [torch.cat([args[n] for args in each]) for n in (0, 11, 12)]
     x, before, after = torch.cat(wide, 1).split(6, 1)
     assert not x.is_contiguous()
@@ -75,26 +75,26 @@ def test_several_sequences_and_strided_rows():
     table = torch.cat((one.table, one.table, two.table + pages))
     ints = [torch.tensor(x, dtype=torch.int32) for x in ([57, 9, 8], [20, 0, 3], [0, 20, 20, 23])]
     words = torch.cat((each[0][9], each[1][9]))
-    got = _launch(x, one.weight, None, inputs, slots, table, *ints, words, "none", before, after)
+    got = launch(x, one.weight, None, inputs, slots, table, *ints, words, "none", before, after)
     assert torch.equal(got, want)
 
 
 def test_any_strides_of_biases_and_places():
     found = []
     for strided in (False, True):
-        text = signal(_launch, "bias", torch.float32)
+        text = signal(launch, "bias", torch.float32)
         text.run(list(range(18)), 0, torch.arange(18), None)
         args = [*text.arguments([18, 3, 4], 18, torch.tensor([18, 19, 19]), ancestor_words(torch.tensor([0, 0])))]
         for n in (2, *range(4, 10)) if strided else ():
             args[n] = apart(args[n])
-        found.append((_launch(*args), text.records[0].nan_to_num(9)))
+        found.append((launch(*args), text.records[0].nan_to_num(9)))
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
 
 
 def test_no_sequences():
-    args = [*signal(_launch, "silu", torch.float32).arguments([], 0, torch.arange(0), None)]
+    args = [*signal(launch, "silu", torch.float32).arguments([], 0, torch.arange(0), None)]
     args[5:9] = args[5][:0], args[6][:0], args[7][:0], args[8][:1]
-    assert _launch(*args).shape == conv_rows_ref(*args).shape == (0, 6)
+    assert launch(*args).shape == conv_rows_ref(*args).shape == (0, 6)
 
 
 def test_the_registered_op():
@@ -113,8 +113,8 @@ def launches():
     """Runs in a compiling process: any number of rows, columns and sequences, at any offset."""
     for words in (True, False):
         for n, first in ((1, 0), (5, 33), (16, 16), (33, 7)):
-            text, rows = signal(_launch, "silu", torch.float32, C=64), torch.arange(first, first + n)
-            _launch(*text.arguments(rows.tolist(), first, rows, chain_words(n) if words else None))
+            text, rows = signal(launch, "silu", torch.float32, C=64), torch.arange(first, first + n)
+            launch(*text.arguments(rows.tolist(), first, rows, chain_words(n) if words else None))
 
 
 def test_no_length_recompiles():

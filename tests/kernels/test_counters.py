@@ -21,25 +21,25 @@ clusters = importlib.import_module("specker.kernels.clusters")
 
 
 def kv_project():
-    return project._launch(*fresh(inputs(3, SIZES[3])))  # three splits of K
+    return project.launch(*fresh(inputs(3, SIZES[3])))  # three splits of K
 
 
 def tree_attention():
     args, *_ = ragged(1, torch.float32, lengths=((300, 3),))
-    return torch.cat([x.flatten() for x in attention._launch(**args)])
+    return torch.cat([x.flatten() for x in attention.launch(**args)])
 
 
 def sample_rows():
-    return sample._launch_sample(3 * randn(4, 5000), 1.0, 40, 0.9, 5, torch.arange(4))
+    return sample.launch_sample(3 * randn(4, 5000), 1.0, 40, 0.9, 5, torch.arange(4))
 
 
 def vocab_topk():
-    return topk._launch(randn(70, 8).float(), randn(300, 8, seed=1).float(), None, 1, None, None, False)[1]
+    return topk.launch(randn(70, 8).float(), randn(300, 8, seed=1).float(), None, 1, None, None, False)[1]
 
 
 def cluster_topk():
     parts = (randn(n, 8, seed=seed).float() for seed, n in enumerate((3, 140, 70)))
-    return clusters._launch(*parts, torch.arange(140).view(70, 2), 4, 1, None, None, False)[1]
+    return clusters.launch(*parts, torch.arange(140).view(70, 2), 4, 1, None, None, False)[1]
 
 
 @pytest.mark.filterwarnings("ignore:All-NaN slice")

@@ -9,7 +9,7 @@ from paths import BLOCK, World, apart, defined, gates, inputs, normed
 from torch.library import opcheck
 
 from specker.kernels.ancestors import ancestor_words, chain_words
-from specker.kernels.delta import _fits, _launch, anchor, delta_rows, delta_rows_cost, delta_rows_ref
+from specker.kernels.delta import _fits, anchor, delta_rows, delta_rows_cost, delta_rows_ref, launch
 
 SIZES = (55, 1, 2, 16, 8)  # tokens, key heads, value heads, Dk, Dv
 WAYS = {
@@ -31,14 +31,14 @@ def test_the_definition(way):
 def test_the_kernel(way):
     given = inputs(*SIZES, torch.float32)
     want = defined(given)
-    world, plain = World(_launch, given), World(delta_rows_ref, given)
+    world, plain = World(launch, given), World(delta_rows_ref, given)
     error, own = (float((WAYS[way](each).double() - want).abs().max()) for each in (world, plain))
     assert error <= 2 * own + 1e-6
     for got, ref in zip((world.states, *world.records), (plain.states, *plain.records), strict=True):
         assert torch.allclose(got, ref, atol=1e-5, equal_nan=True)  # the kernel writes nothing else
 
 
-@pytest.mark.parametrize(("op", "dtype", "most"), [(delta_rows, torch.float64, 1e-12), (_launch, torch.float32, 2e-5)])
+@pytest.mark.parametrize(("op", "dtype", "most"), [(delta_rows, torch.float64, 1e-12), (launch, torch.float32, 2e-5)])
 def test_the_norm(op, dtype, most):
     given, gate = inputs(*SIZES, dtype), gates(55, 2, 8, dtype)
     got = World(op, given, gate=gate).chains(cycle([5, 1, 17]))
@@ -71,11 +71,11 @@ def test_several_sequences_and_strided_rows():
     """Sequences of unequal length share a launch, each with its own state and pages."""
     given = inputs(*SIZES, torch.float32)
     q, k, v, a, b, a_log, dt_bias = given
-    one, two = World(_launch, given), World(_launch, given)
+    one, two = World(launch, given), World(launch, given)
     for world, n in ((one, 37), (two, 5)):
         world.run(list(range(n)), 0, torch.arange(n), None)
     args = [w.arguments(r, r[0], torch.tensor(r), chain_words(len(r))) for w, r in ((one, [37, 38]), (two, [5, 6, 7]))]
-    want = torch.cat([_launch(*x) for x in args])
+    want = torch.cat([launch(*x) for x in args])
     joint = torch.cat([torch.cat([x[i].flatten(1) for i in range(5)], 1) for x in args])
     widths = [x.flatten(1).shape[1] for x in (q, k, v, a, b)]
     rows = [x.unflatten(1, y.shape[1:]) for x, y in zip(joint.split(widths, 1), (q, k, v, a, b), strict=True)]
@@ -89,19 +89,19 @@ def test_several_sequences_and_strided_rows():
     words = torch.cat((args[0][19], args[1][19]))
     memory = states, torch.tensor([1, 4]), torch.cat((one.anchors, two.anchors)), *records
     fixed = a_log, dt_bias, *memory, *places, table, *ints, words, BLOCK
-    assert torch.equal(_launch(*rows, *fixed), want)
+    assert torch.equal(launch(*rows, *fixed), want)
 
 
 def test_any_strides_of_numbers_and_places():
     """Of q, k, v, a, b and z rows may be apart, of the memory nothing, of the others all numbers."""
     given, found = inputs(*SIZES, torch.float32), []
     for strided in (False, True):
-        world = World(_launch, given, gate=gates(55, 2, 8, torch.float32))
+        world = World(launch, given, gate=gates(55, 2, 8, torch.float32))
         world.run(list(range(18)), 0, torch.arange(18), None)
         args = [*world.arguments([18, 3, 4], 18, torch.tensor([18, 19, 19]), ancestor_words(torch.tensor([0, 0])))]
         for n in (5, 6, 8, *range(13, 20), 22) if strided else ():
             args[n] = apart(args[n])
-        found.append((_launch(*args), *(record.nan_to_num(9) for record in world.records)))
+        found.append((launch(*args), *(record.nan_to_num(9) for record in world.records)))
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
 
 
@@ -112,7 +112,7 @@ def test_heads_that_the_kernel_serves(Dk, Dv, fits):
     given = inputs(20, 1, 2, Dk, Dv, torch.float32)
     assert _fits(*given) == fits
     if fits:
-        got, want = (World(op, given).chains(cycle([5, 1, 17])) for op in (_launch, delta_rows_ref))
+        got, want = (World(op, given).chains(cycle([5, 1, 17])) for op in (launch, delta_rows_ref))
         assert torch.allclose(got, want, atol=1e-5)
 
 
@@ -122,12 +122,12 @@ def test_keys_at_late_columns():
     late = torch.empty(36, 1 << 15)[:, :16].unflatten(1, (1, 16)).copy_(given[1])
     found = []
     for k in (given[1], late):
-        world = World(_launch, given, columns=first + 64)
+        world = World(launch, given, columns=first + 64)
         world.states.zero_(), world.anchors.fill_(anchor(first, BLOCK))
         for record in world.records:
             record.zero_()
         q, _, *rest = world.arguments(list(range(36)), first, torch.arange(first, first + 36), None)
-        found.append((_launch(q, k, *rest), world.states[1], world.anchors[1]))
+        found.append((launch(q, k, *rest), world.states[1], world.anchors[1]))
     assert int(found[0][2]) > first
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
 
@@ -156,9 +156,9 @@ def launches():
     given = inputs(70, 2, 4, 16, 16, torch.float32)
     for words in (True, False):
         for n, first in ((1, 0), (5, 33), (16, 16)):
-            world = World(_launch, given)
+            world = World(launch, given)
             rows = torch.arange(first, first + n)
-            _launch(*world.arguments(rows.tolist(), first, rows, chain_words(n) if words else None))
+            launch(*world.arguments(rows.tolist(), first, rows, chain_words(n) if words else None))
 
 
 def test_no_length_recompiles():

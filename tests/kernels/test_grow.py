@@ -7,7 +7,7 @@ import torch
 from compile_only import compilations
 from windows import POISON, among
 
-from specker.kernels.round.grow import Candidates, _launch_grow, _launch_prune, grow, grow_cost, prune, prune_cost
+from specker.kernels.round.grow import Candidates, grow, grow_cost, launch_grow, launch_prune, prune, prune_cost
 
 I64 = torch.int64
 
@@ -19,7 +19,7 @@ def buffers(B, N, dtype=torch.float32):
     return (tokens, parents, around[1:-1, 2:-1]), (a, b, around)
 
 
-@pytest.mark.parametrize("go", [grow, _launch_grow])
+@pytest.mark.parametrize("go", [grow, launch_grow])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize(("width", "depth", "B"), [(1, 3, 2), (2, 4, 1), (3, 3, 3), (7, 2, 2), (12, 3, 1)])
 def test_a_tree_grows_by_its_best_nodes(go, dtype, width, depth, B):
@@ -63,8 +63,8 @@ def test_a_tree_grows_by_its_best_nodes(go, dtype, width, depth, B):
 def test_the_kernel_gives_ties_to_the_first_candidate():
     tokens, parents, scores = torch.zeros(2, 1, 6, dtype=I64).unbind(0) + (torch.zeros(1, 6),)
     equal = torch.zeros(3, 3), torch.zeros(3)
-    _launch_grow(torch.tensor([[4, 5, 6]]), *(x[:1] for x in equal), tokens, parents, scores, 0)
-    _launch_grow(torch.arange(9).view(3, 3), *equal, tokens, parents, scores, 3)
+    launch_grow(torch.tensor([[4, 5, 6]]), *(x[:1] for x in equal), tokens, parents, scores, 0)
+    launch_grow(torch.arange(9).view(3, 3), *equal, tokens, parents, scores, 3)
     assert tokens.tolist() == [[4, 5, 6, 0, 1, 2]] and parents.tolist() == [[0, 0, 0, 1, 1, 1]]
 
 
@@ -72,12 +72,12 @@ def test_nodes_without_numbers_stay_inside():
     """A context that is full may give NaN, for which any draft will do."""
     tokens, parents, scores = buffers(1, 4)[0]
     nothing = torch.full((2, 2), math.nan), torch.full((2,), math.nan)
-    _launch_grow(torch.tensor([[5, 6]]), *(x[:1] for x in nothing), tokens, parents, scores, 0)
-    _launch_grow(torch.tensor([[5, 6], [7, 8]]), *nothing, tokens, parents, scores, 2)
+    launch_grow(torch.tensor([[5, 6]]), *(x[:1] for x in nothing), tokens, parents, scores, 0)
+    launch_grow(torch.tensor([[5, 6], [7, 8]]), *nothing, tokens, parents, scores, 2)
     assert {*tokens[0].tolist()} <= {5, 6, 7, 8} and {*parents[0, 2:].tolist()} <= {1, 2}
     (kept, around), (up, _) = among([[0] * 3]), among([[0] * 3])
     every = Candidates(torch.tensor([[5, 6, 7, 8, 9, 9]]), torch.full((1, 6), math.nan), torch.arange(4)[None], 2)
-    _launch_prune(every, kept, up)
+    launch_prune(every, kept, up)
     assert {*kept[0].tolist()} <= {5, 6, 7, 8, 9} and int((around != POISON).sum()) == 3
     assert all(0 <= parent <= i for i, parent in enumerate(up[0].tolist()))
 
@@ -103,7 +103,7 @@ def candidates(B, width, depth, dtype=torch.float32, steps=3):
     return every
 
 
-@pytest.mark.parametrize("go", [prune, _launch_prune])
+@pytest.mark.parametrize("go", [prune, launch_prune])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize(
     ("width", "depth", "count"), [(2, 1, 1), (5, 1, 5), (2, 5, 9), (3, 4, 12), (10, 7, 59), (12, 2, 156)]
@@ -123,7 +123,7 @@ def test_the_best_candidates_stay(go, dtype, width, depth, count):
     assert all(int((around != POISON).sum()) == B * count for around in (a, b_)), "written outside the view"
 
 
-@pytest.mark.parametrize("go", [prune, _launch_prune])
+@pytest.mark.parametrize("go", [prune, launch_prune])
 def test_scores_of_zero_and_without_end(go):
     """0, -0 and numbers below the normal ones, -inf, and more candidates than numbers."""
     tiny = 1e-42
@@ -157,9 +157,9 @@ def launches():
         tokens, scores = ids[n:][: B * 70].view(B, 70)[:, n:], numbers[n:][: B * 70].view(B, 70)[:, n:]
         given = torch.zeros(B * m, 3, dtype=I64), torch.zeros(B * m, 3), torch.zeros(B * m)
         every = Candidates.empty(B, 3, 16 + n, torch.float32, torch.device("cpu"))
-        _launch_grow(*given, tokens, tokens, scores, at, every)
+        launch_grow(*given, tokens, tokens, scores, at, every)
         every.scores.zero_(), every.columns.zero_()
-        _launch_prune(every, tokens[:, : 1 + at], tokens[:, : 1 + at])
+        launch_prune(every, tokens[:, : 1 + at], tokens[:, : 1 + at])
 
 
 def test_no_size_recompiles():
@@ -206,4 +206,4 @@ def test_refusals():
         with pytest.raises(ValueError, match=message):
             grow(torch.zeros(6, 3, dtype=I64), torch.zeros(6, 3), torch.zeros(6), *good[3:6], 3, wrong)
     with pytest.raises(ValueError, match="must be adjacent"):
-        _launch_grow(*good[:3], torch.zeros(6, 2, dtype=I64).T, *good[4:])
+        launch_grow(*good[:3], torch.zeros(6, 2, dtype=I64).T, *good[4:])

@@ -10,14 +10,14 @@ from formulas import randn
 
 from specker.kernels.kv import (
     MAX_COMMIT,
-    _launch,
-    _launch_commit,
     kv_calibrate,
     kv_calibrate_cost,
     kv_calibrate_ref,
     kv_commit,
     kv_commit_cost,
     kv_commit_ref,
+    launch,
+    launch_commit,
     rope_table,
 )
 
@@ -103,7 +103,7 @@ def test_kv_calibrate(op, dtype, groups):
 @pytest.mark.parametrize("heads", HEADS)
 def test_kernel(poisoned, dtype, groups, heads):
     for T in (0, 1, 6) if groups != 3 else (3, 12):
-        check(_launch, inputs(T, heads, groups, dtype), max(torch.finfo(dtype).eps, 2e-6))
+        check(launch, inputs(T, heads, groups, dtype), max(torch.finfo(dtype).eps, 2e-6))
 
 
 def test_kernel_with_small_tiles(poisoned, monkeypatch):
@@ -114,7 +114,7 @@ def test_kernel_with_small_tiles(poisoned, monkeypatch):
         for heads, tile in [((6, 3, 24), (1, 1)), ((5, 3, 4), (2, 4)), ((7, 6, 4), (1, 8))]:
             constexprs = module._variant(torch.float32, *heads, True).constexprs
             assert (constexprs["BT"], constexprs["BH"]) == tile
-            check(_launch, inputs(9, heads, 3, torch.float32), 2e-6)
+            check(launch, inputs(9, heads, 3, torch.float32), 2e-6)
     finally:
         module._variant.cache_clear()
 
@@ -125,7 +125,7 @@ def test_a_row_is_the_same_alone_and_among_others(T):
 
     def run(rows):
         k, v = (torch.full_like(cache, NAN) for cache in many[4:6])
-        q = _launch(many[0][rows], many[1][rows], many[2][rows], many[3], k, v, *many[6:])
+        q = launch(many[0][rows], many[1][rows], many[2][rows], many[3], k, v, *many[6:])
         return [q, *(c.view(-1, 2, 8)[many[2][rows]] for c in (k, v))]
 
     whole = run(slice(T))
@@ -136,12 +136,12 @@ def test_a_row_is_the_same_alone_and_among_others(T):
 def test_a_launch_of_groups_equals_one_launch_per_group():
     """The rows of three layers in one launch, against three launches."""
     args = inputs(12, (4, 2, 8), 3, torch.float32)
-    q = _launch(*args)
+    q = launch(*args)
     for g in range(3):
         rows = slice(4 * g, 4 * g + 4)
         k, v = (torch.full_like(cache, NAN) for cache in args[4:6])
         norms = [w[g : g + 1] for w in args[6:8]]
-        assert torch.equal(q[rows], _launch(args[0][rows], args[1][rows], args[2][rows], args[3], k, v, *norms, EPS))
+        assert torch.equal(q[rows], launch(args[0][rows], args[1][rows], args[2][rows], args[3], k, v, *norms, EPS))
         for whole, part in ((args[4], k), (args[5], v)):
             at = args[2][rows]
             assert torch.equal(whole.view(-1, 2, 8)[at], part.view(-1, 2, 8)[at])
@@ -149,13 +149,13 @@ def test_a_launch_of_groups_equals_one_launch_per_group():
 
 def test_views_at_an_offset():
     qkv, positions, slots, rope, k, v, *rest = inputs(6, (4, 2, 8), 1, torch.float32)
-    want = _launch(qkv, positions, slots, rope, k, v, *rest)
+    want = launch(qkv, positions, slots, rope, k, v, *rest)
     around = torch.full((qkv.numel() + 9,), NAN)
     around[5:-4] = qkv.flatten()
     ids = torch.full((2, 20), 1 << 40)
     ids[0, 3:9], ids[1, 3:9] = positions, slots
     caches = torch.full((3, 2, *k.shape), NAN)
-    got = _launch(around[5:-4].view(qkv.shape), ids[0, 3:9], ids[1, 3:9], rope, caches[1, 0], caches[1, 1], *rest)
+    got = launch(around[5:-4].view(qkv.shape), ids[0, 3:9], ids[1, 3:9], rope, caches[1, 0], caches[1, 1], *rest)
     assert torch.equal(got, want)
     assert torch.equal(caches[1, 0].nan_to_num(), k.nan_to_num()) and torch.equal(
         caches[1, 1].nan_to_num(), v.nan_to_num()
@@ -172,7 +172,7 @@ def moves(M, total, seed=0):
     return [(src, dst), (dst, src), (src[order], dst[order])]
 
 
-@pytest.mark.parametrize("op", [kv_commit, kv_commit_ref, _launch_commit])
+@pytest.mark.parametrize("op", [kv_commit, kv_commit_ref, launch_commit])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 @pytest.mark.parametrize(("L", "Hkv", "D", "M"), [(1, 1, 2, 1), (3, 2, 8, 12), (2, 3, 96, 17), (2, 1, 300, 70)])
 def test_kv_commit_reads_all_before_it_writes(op, dtype, L, Hkv, D, M):
@@ -191,7 +191,7 @@ def test_kv_commit_reads_all_before_it_writes(op, dtype, L, Hkv, D, M):
 def test_kv_commit_of_nothing_and_of_more_than_a_window():
     k = randn(2, 100, PAGE, 1, 4, dtype=torch.float32)
     before = k.clone()
-    for op in (kv_commit, _launch_commit):
+    for op in (kv_commit, launch_commit):
         op(k, k.clone(), torch.arange(0), torch.arange(0))
         assert torch.equal(k, before)
     src, dst = moves(MAX_COMMIT + 1, 400)[0]
@@ -250,9 +250,9 @@ def launches():
         qkv = torch.zeros(1, 8 * 64).bfloat16().expand(T, -1)
         k = torch.zeros(pages, 16, 2, 64).bfloat16()
         at = ids[first : first + T]
-        _launch(qkv, at, at, rope, k, k, None, None, EPS)
+        launch(qkv, at, at, rope, k, k, None, None, EPS)
         if T <= 16:
-            _launch_commit(k[None], k[None], at, at)
+            launch_commit(k[None], k[None], at, at)
 
 
 def test_no_length_recompiles():
@@ -301,7 +301,7 @@ def test_other_devices_and_layouts_are_refused():
     with pytest.raises(ValueError, match=r"rope must be \[C, 2, 8\] torch.float32, got .* torch.float16"):
         kv_calibrate(*args[:3], args[3].half(), *args[4:])
     with pytest.raises(ValueError, match="rope must be contiguous, got strides"):
-        _launch(*args[:3], args[3].repeat(1, 1, 2)[..., ::2], *args[4:])
+        launch(*args[:3], args[3].repeat(1, 1, 2)[..., ::2], *args[4:])
     apart = args[4].transpose(1, 2).contiguous().transpose(1, 2)
     with pytest.raises(ValueError, match="must be contiguous"):
         kv_calibrate(*args[:4], apart, *args[5:])

@@ -11,7 +11,7 @@ from recorded import kernels, recording
 
 from specker.kernels.kv import kv_calibrate, rope_table
 from specker.kernels.linear import row_linear_ref
-from specker.kernels.project import _launch, kv_project, kv_project_cost, kv_project_ref
+from specker.kernels.project import kv_project, kv_project_cost, kv_project_ref, launch
 from specker.kernels.variant import COUNTERS, counters
 
 module = importlib.import_module("specker.kernels.project")
@@ -65,7 +65,7 @@ def close(args, op):
 @pytest.mark.parametrize(("G", "norm"), [(1, False), (1, True), (3, True)])
 def test_kernel(poisoned, size, G, norm):
     for T in (1, 7) if size[3] > 1000 or G > 1 else (1, 7, 65):
-        close(inputs(T, size, G, norm, bias=T != 1), _launch)
+        close(inputs(T, size, G, norm, bias=T != 1), launch)
 
 
 @pytest.mark.parametrize("size", SIZES)
@@ -77,9 +77,9 @@ def test_without_norms_it_equals_the_two_launches(poisoned, size):
     tile = products.tiles(torch.float16, args[1].shape[0], size[3], 90)
     assert splits == tile[4]
     other = fresh(args)
-    q = _launch(*args)
-    qkv = products._launch(*other[:3], "none")
-    assert torch.equal(q, calibrate._launch(qkv, *other[3:]))
+    q = launch(*args)
+    qkv = products.launch(*other[:3], "none")
+    assert torch.equal(q, calibrate.launch(qkv, *other[3:]))
     for cache, want in zip(args[6:8], other[6:8], strict=True):
         assert torch.equal(cache.nan_to_num(7), want.nan_to_num(7))
 
@@ -98,7 +98,7 @@ def test_a_row_is_the_same_alone_and_among_others(size):
 
     def run(rows):
         given = fresh((x[rows], weight, bias, positions[rows], slots[rows], *rest))
-        q = _launch(*given)
+        q = launch(*given)
         return [q, *(c.view(-1, *c.shape[2:])[slots[rows]] for c in given[6:8])]
 
     whole = run(slice(0, 65))
@@ -114,7 +114,7 @@ def test_a_row_of_a_large_round_is_the_same_alone(monkeypatch, T, size):
 
     def run(rows):
         given = fresh((x[rows], weight, bias, positions[rows], slots[rows], *rest))
-        q = _launch(*given)
+        q = launch(*given)
         return [q, *(c.view(-1, *c.shape[2:])[slots[rows]] for c in given[6:8])]
 
     whole = run(slice(0, T))
@@ -127,7 +127,7 @@ def test_a_row_of_a_large_round_is_the_same_alone(monkeypatch, T, size):
 def test_the_counters_are_zero_again(poisoned):
     """Two launches in a row, with three splits each, give the same."""
     args = inputs(3, SIZES[3])
-    first, again = (_launch(*fresh(args)) for _ in range(2))
+    first, again = (launch(*fresh(args)) for _ in range(2))
     assert torch.equal(first, again) and not first.isnan().any()
     assert not counters(torch.device("cpu"), 1).any()
     assert len(counters(torch.device("cpu"), 8)) == COUNTERS and len(counters(torch.device("cpu"), 70000)) == 70000
@@ -202,7 +202,7 @@ def launches():
             index = torch.arange(T + 1)[offset : T + offset]
             k, v = torch.zeros(2, 9, 32, 2, 64).bfloat16()
             x, weight = torch.zeros(T, 1600).bfloat16(), torch.zeros(8 * 64, 1600).bfloat16()
-            _launch(x, weight, None, index, index, torch.zeros(300, 2, 64), k, v, None, None, EPS)
+            launch(x, weight, None, index, index, torch.zeros(300, 2, 64), k, v, None, None, EPS)
 
 
 def test_no_length_recompiles():
@@ -213,4 +213,4 @@ def test_no_length_recompiles():
 @pytest.mark.parametrize("size", [(32, 8, 128, 4096), (32, 8, 64, 2048), (14, 2, 64, 896)])
 def test_on_a_device(size):
     for G, T in ((1, 1), (1, 65), (2, 7)):
-        close(inputs(T, size, G, norm=True, dtype=torch.bfloat16, device="cuda"), _launch)
+        close(inputs(T, size, G, norm=True, dtype=torch.bfloat16, device="cuda"), launch)

@@ -8,7 +8,7 @@ import torch
 from formulas import randn
 
 from specker.kernels import quant
-from specker.kernels.kv import _launch_commit, kv_calibrate, kv_calibrate_cost, kv_commit, rope_table
+from specker.kernels.kv import kv_calibrate, kv_calibrate_cost, kv_commit, launch_commit, rope_table
 from specker.kernels.narrow import NARROW, narrow, narrowed, widen
 from specker.kernels.project import kv_project, kv_project_cost
 from specker.kernels.quant import LARGEST, as_bytes
@@ -94,7 +94,7 @@ def test_kv_calibrate_writes_what_a_plain_cache_would_hold_over_its_scale(kind, 
 )
 def test_the_kernels_write_the_bytes_of_their_own_plain_cache(poisoned, kind, T, G, norm, sizes):
     """Bit for bit; so kv_project equals row_linear and kv_calibrate."""
-    for op, E, at in ((calibrate._launch, None, 4), (project._launch, 40, 6)):
+    for op, E, at in ((calibrate.launch, None, 4), (project.launch, 40, 6)):
         args = inputs(T, G, norm, kind, E, sizes=sizes)
         plain = [torch.zeros(c.shape, dtype=torch.float16) for c in args[at : at + 2]]
         q = op(*args[:at], *plain, *args[at + 2 : at + 5])
@@ -119,7 +119,7 @@ def test_the_reference_of_kv_project_is_the_two_ops(kind):
     assert kv_calibrate_cost(qkv, *args[3:])[0] == kv_calibrate_cost(qkv)[0] - saved
 
 
-@pytest.mark.parametrize("op", [kv_commit, _launch_commit])
+@pytest.mark.parametrize("op", [kv_commit, launch_commit])
 def test_kv_commit_moves_bytes(op):
     g = torch.Generator().manual_seed(0)
     for kind in (*KINDS, torch.float8_e5m2):  # attention reads no e5m2, but other engines' caches hold it
@@ -167,4 +167,4 @@ def test_fp8_weights_are_read_by_the_same_bits():
     w = quant.Quantized(q.to(torch.float8_e4m3fn), torch.ones(254, 1, dtype=torch.float16), None)
     x = torch.zeros(1, 16, dtype=torch.float16)
     x[0, 0] = 1
-    assert torch.equal(row._launch(x, w, None, "none")[0].float(), every)
+    assert torch.equal(row.launch(x, w, None, "none")[0].float(), every)

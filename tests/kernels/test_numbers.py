@@ -19,13 +19,13 @@ NOISE = (torch.ones(16), np.float64(1e-6)), (SEED, INTS, HEAT)
 def attended():
     q, (k, v) = torch.ones(1, 1, 8), CACHES
     ints = [torch.tensor(x, dtype=torch.int32) for x in ([[0]], [1], [1], [0, 1])]
-    attention._launch(q, k, v, *ints, torch.ones(1, 1, dtype=torch.int64), 1 / np.sqrt(8), 0, np.float32(3))
+    attention.launch(q, k, v, *ints, torch.ones(1, 1, dtype=torch.int64), 1 / np.sqrt(8), 0, np.float32(3))
 
 
 def ruled():
-    world = World(delta._launch, inputs(2, 1, 1, 16, 16, torch.float32), gate=gates(2, 1, 16, torch.float32))
+    world = World(delta.launch, inputs(2, 1, 1, 16, 16, torch.float32), gate=gates(2, 1, 16, torch.float32))
     *args, _ = world.arguments([0, 1], 0, INTS, None)
-    delta._launch(*args, np.float64(1e-6))
+    delta.launch(*args, np.float64(1e-6))
 
 
 @pytest.mark.parametrize(
@@ -33,13 +33,13 @@ def ruled():
     [
         attended,
         ruled,
-        lambda: kv._launch(torch.ones(2, 32), *PLACES),
-        lambda: project._launch(ROWS, torch.ones(32, 16), None, *PLACES),
-        lambda: residual._launch(ROWS, ROWS[None], torch.ones(1, 16), np.float64(1e-6)),
-        lambda: sample._launch_sample(ROWS, HEAT, 5, np.float64(0.5), SEED, INTS),
-        lambda: sample._launch_sample(ROWS, HEAT, 0, 1.0, SEED, INTS),
-        lambda: topk._launch(ROWS, ROWS, None, 1, *NOISE, True),
-        lambda: clusters._launch(ROWS, ROWS, ROWS, INTS[:, None], 1, 1, *NOISE, True),
+        lambda: kv.launch(torch.ones(2, 32), *PLACES),
+        lambda: project.launch(ROWS, torch.ones(32, 16), None, *PLACES),
+        lambda: residual.launch(ROWS, ROWS[None], torch.ones(1, 16), np.float64(1e-6)),
+        lambda: sample.launch_sample(ROWS, HEAT, 5, np.float64(0.5), SEED, INTS),
+        lambda: sample.launch_sample(ROWS, HEAT, 0, 1.0, SEED, INTS),
+        lambda: topk.launch(ROWS, ROWS, None, 1, *NOISE, True),
+        lambda: clusters.launch(ROWS, ROWS, ROWS, INTS[:, None], 1, 1, *NOISE, True),
     ],
 )
 def test_a_launch_gets_numbers_of_python(monkeypatch, launch):

@@ -10,15 +10,15 @@ from compile_only import compilations
 from windows import POISON, a_tree, among, table
 
 from specker.kernels.ancestors import chain_words
-from specker.kernels.round.place import _launch_place, place_rows, place_rows_cost
-from specker.kernels.round.start import _launch, start_rows, start_rows_cost
+from specker.kernels.round.place import launch_place, place_rows, place_rows_cost
+from specker.kernels.round.start import launch, start_rows, start_rows_cost
 
 I64 = torch.int64
 
 WINDOWS = [(0, 1), (0, 9), (3, 1), (5, 60), (0, 65), (60, 130), (0, 256), (255, 1)]  # first row, count
 
 
-@pytest.mark.parametrize("place", [place_rows, _launch_place])
+@pytest.mark.parametrize("place", [place_rows, launch_place])
 @pytest.mark.parametrize(
     ("window", "tree", "lengths"), cases.one_in(2, WINDOWS, [False, True], [[100], [100, 17, 301]])
 )
@@ -44,7 +44,7 @@ def test_rows_are_placed_after_each_text(place, window, tree, lengths):
     assert positions.shape == slots.shape == (B * count,)
 
 
-@pytest.mark.parametrize("place", [place_rows, _launch_place])
+@pytest.mark.parametrize("place", [place_rows, launch_place])
 def test_a_draft_beyond_the_end_stays_inside(place):
     blocks = table(2, 2)
     positions, slots, kv_len, _ = place(torch.tensor([30, 1]), 3, 0, 9, None, blocks, 16, 31)
@@ -58,52 +58,52 @@ def test_a_draft_beyond_the_end_stays_inside(place):
     assert place(torch.tensor([9]), 1, 0, 4, pads, table(2), 16, 31)[0].tolist() == [8, 9, 9, 9]
 
 
-def start(*args, launch, text=False, parents=None, positions=None, ahead=None):
+def start(*args, kernel, text=False, parents=None, positions=None, ahead=None):
     """A forward's rows by `start_rows` on a CPU or by its kernel."""
     embedding, tokens, length, back, first, count, blocks, page, last = args
     place = length, back, first, count, parents, blocks, page, last
-    if launch:
-        return _launch(embedding, tokens, text, *place, positions, ahead=ahead)
+    if kernel:
+        return launch(embedding, tokens, text, *place, positions, ahead=ahead)
     return start_rows(embedding, tokens, text, *place, positions, ahead=ahead)
 
 
-@pytest.mark.parametrize("launch", [False, True])
+@pytest.mark.parametrize("kernel", [False, True])
 @pytest.mark.parametrize(("E", "dtype"), [(1, torch.float32), (17, torch.bfloat16), (64, torch.float64)])
 @pytest.mark.parametrize("tree", [False, True])
-def test_a_forward_starts_with_the_embeddings_of_its_tokens(launch, E, dtype, tree):
+def test_a_forward_starts_with_the_embeddings_of_its_tokens(kernel, E, dtype, tree):
     rng, page, (first, count), lengths = random.Random(E), 16, (3, 5), [40, 17]
     embedding = torch.randn(50, E).to(dtype)
     tokens = among([[rng.randrange(50) for _ in range(count + 2)] for _ in lengths])[0]  # more than are read
     parents = among([a_tree(first + count - 1, rng) for _ in lengths])[0] if tree else None
     n, blocks = torch.tensor(lengths), table(9, 2)
-    hidden, *placed = start(embedding, tokens, n, 1, first, count, blocks, page, 999, launch=launch, parents=parents)
+    hidden, *placed = start(embedding, tokens, n, 1, first, count, blocks, page, 999, kernel=kernel, parents=parents)
     assert torch.equal(hidden, embedding[tokens[:, :count].reshape(-1)])
     want = place_rows(n, 1, first, count, parents, blocks, page, 999)
     assert all(torch.equal(a, b) and a.dtype == b.dtype for a, b in zip(placed, want, strict=True))
 
 
-@pytest.mark.parametrize("launch", [False, True])
-def test_a_forward_starts_with_the_end_of_each_text(launch):
+@pytest.mark.parametrize("kernel", [False, True])
+def test_a_forward_starts_with_the_end_of_each_text(kernel):
     """Ids beyond the embedding become its last one; columns before a text's first, its first."""
     texts, blocks, n = among([[5, 6, 7, 8, 9], [1, 2, 3, 99, POISON]])[0], table(2, 2), torch.tensor([5, 4])
     embedding = torch.randn(8, 3)
     args = embedding, texts, n, 3, 0, 3, blocks, 16, 99
-    assert torch.equal(start(*args, launch=launch, text=True)[0], embedding[[7, 7, 7, 2, 3, 7]])
+    assert torch.equal(start(*args, kernel=kernel, text=True)[0], embedding[[7, 7, 7, 2, 3, 7]])
     args = embedding, texts, n, 3, 1, 1, blocks, 16, 99
-    assert torch.equal(start(*args, launch=launch, text=True)[0], embedding[[7, 3]])
+    assert torch.equal(start(*args, kernel=kernel, text=True)[0], embedding[[7, 3]])
     args = embedding, texts, n, 6, 0, 3, blocks, 16, 99
-    assert torch.equal(start(*args, launch=launch, text=True)[0], embedding[[5, 5, 6, 1, 1, 1]])
+    assert torch.equal(start(*args, kernel=kernel, text=True)[0], embedding[[5, 5, 6, 1, 1, 1]])
 
 
-@pytest.mark.parametrize("launch", [False, True])
+@pytest.mark.parametrize("kernel", [False, True])
 @pytest.mark.parametrize("text", [False, True])
-def test_a_step_starts_further_ahead(launch, text):
+def test_a_step_starts_further_ahead(kernel, text):
     """By a number in memory: rows of longer texts, and later tokens, of which there is none beyond the last."""
     tokens, blocks, n = among([[5, 6, 7, 0], [1, 2, 3, 4]])[0], table(9, 2), torch.tensor([40, 17])
     n = torch.tensor([2, 1]) if text else n
     embedding = torch.randn(8, 3)
     for step in (0, 1, 3, 5):
-        got = start(embedding, tokens, n, 1, 0, 2, blocks, 16, 99, launch=launch, text=text, ahead=torch.tensor([step]))
+        got = start(embedding, tokens, n, 1, 0, 2, blocks, 16, 99, kernel=kernel, text=text, ahead=torch.tensor([step]))
         first = n - 1 + step if text else torch.tensor([step, step])
         columns = (first[:, None] + torch.arange(2)).clamp(max=3)
         assert torch.equal(got[0], embedding[tokens.gather(1, columns).reshape(-1)])
@@ -114,10 +114,10 @@ def test_a_step_starts_further_ahead(launch, text):
 def test_positions_are_written_where_asked():
     positions = torch.full((4,), POISON)
     args = torch.randn(8, 3), torch.zeros(2, 2, dtype=I64), torch.tensor([9, 4]), 1, 0, 2, table(2, 2), 16, 99
-    out = start(*args, launch=True, positions=positions)
+    out = start(*args, kernel=True, positions=positions)
     assert out[1] is positions and positions.tolist() == [8, 9, 3, 4]
     positions.fill_(POISON)
-    assert _launch_place(*args[2:6], None, *args[6:], positions)[0] is positions and positions.tolist() == [8, 9, 3, 4]
+    assert launch_place(*args[2:6], None, *args[6:], positions)[0] is positions and positions.tolist() == [8, 9, 3, 4]
 
 
 def test_costs():
@@ -144,7 +144,7 @@ def launches():
             blocks = numbers[n:][: 16 * B].view(B, 16)[:, : n + 1]
             for parents in (None, ids[n:][: B * 140].view(B, 140)[:, n:]):
                 back = (1, 3, 16)[n % 3]
-                _launch_place(ids[n : n + B], back, first + more, count, parents, blocks, page, last)
+                launch_place(ids[n : n + B], back, first + more, count, parents, blocks, page, last)
     embedding = torch.zeros(20, 64, dtype=torch.bfloat16)
     for n, (first, count) in enumerate([(0, 1), (0, 2), (3, 1), (0, 16), (16, 16), (0, 33)]):
         B, page, last = (1, 2, 16)[n % 3], (16, 5, 1, 256)[n % 4], (31, 1, 16)[n % 3]
@@ -152,9 +152,9 @@ def launches():
         tokens, positions = ids[n:][: 70 * B].view(B, 70)[:, n:], ids[n : n + B * count]
         place = ids[n : n + B], (1, 3, 16)[n % 3], first, count
         for parents in (None, tokens):
-            _launch(embedding, tokens, False, *place, parents, blocks, page, last, positions)
-        _launch(embedding, tokens, True, *place, None, blocks, page, last)
-        _launch(embedding, tokens, False, *place, None, blocks, page, last, ahead=ids[n : n + 1])
+            launch(embedding, tokens, False, *place, parents, blocks, page, last, positions)
+        launch(embedding, tokens, True, *place, None, blocks, page, last)
+        launch(embedding, tokens, False, *place, None, blocks, page, last, ahead=ids[n : n + 1])
 
 
 def test_no_length_recompiles():

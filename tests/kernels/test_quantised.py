@@ -98,7 +98,7 @@ def test_row_linear(poisoned, form, dtype, epilogue):
     for n, ((O, E), T) in enumerate(zip(SIZES, (0, ROWS[dtype], 7, 1), strict=True), int(epilogue == "none")):
         x, weight = randn(T, E, dtype=dtype), a_weight(form, O, E)
         bias = randn(O, dtype=dtype, seed=2) if n % 2 else None
-        got = linear._launch(x, weight, bias, epilogue)
+        got = linear.launch(x, weight, bias, epilogue)
         assert got.dtype == dtype and close(got, formula(x, weight, bias, epilogue), dtype), (O, E, T)
 
 
@@ -109,7 +109,7 @@ def test_layers_side_by_side(poisoned, form, epilogue):
     for G, (O, E) in ((1, SIZES[1]), (3, SIZES[0]), (2, SIZES[2])):
         x, weight = randn(G, 3, E, dtype=torch.float16), a_weight(form, G, O, E)
         bias = randn(G, O, dtype=torch.float16, seed=2)
-        got = linear._launch(x, weight, bias, epilogue)
+        got = linear.launch(x, weight, bias, epilogue)
         assert close(got, formula(x, weight, bias, epilogue), torch.float16), (G, O, E)
 
 
@@ -119,7 +119,7 @@ def test_odd_rows_with_one_scale(poisoned, kind, E):
     for dtype in HALF:
         x, weight = randn(5, E, dtype=dtype), a_weight((kind, None, False, torch.float32), 37, E)
         assert linear._fits(x, weight)
-        assert close(linear._launch(x, weight, None, "none"), formula(x, weight), dtype)
+        assert close(linear.launch(x, weight, None, "none"), formula(x, weight), dtype)
 
 
 @pytest.mark.parametrize("kind", ["int8", "fp8", "int4"])
@@ -131,7 +131,7 @@ def test_every_number_is_exact(kind):
         q = torch.where(q & 127 == 127, 0, q)
     numbers = q.view(weight.q.dtype)[:, None].expand_as(weight.q)
     weight = Quantized(numbers, torch.ones(256, 1, dtype=torch.float16), None)
-    got = linear._launch(torch.eye(32), weight, None, "none").T
+    got = linear.launch(torch.eye(32), weight, None, "none").T
     assert torch.equal(got, weight.dequantised(torch.float32))
     assert len(got.unique()) == {"int8": 256, "fp8": 253, "int4": 16}[kind]  # 0 and -0 are one
 
@@ -144,11 +144,11 @@ def test_every_mxfp4_is_exact(request, left):
     numbers = packed(torch.arange(192, dtype=torch.uint8).remainder(16).expand(253, 192))
     scales = ((torch.arange(253)[:, None] + torch.arange(6) * 40) % 253).to(torch.uint8)
     weight = Quantized(numbers, scales, None)
-    assert torch.equal(linear._launch(torch.eye(192), weight, None, "none").T, weight.dequantised(torch.float32))
+    assert torch.equal(linear.launch(torch.eye(192), weight, None, "none").T, weight.dequantised(torch.float32))
     some = Quantized(weight.q, scales.clamp(95, 140), None)  # float16 rounds the smallest numbers to 0
     half = some.dequantised(torch.float16)
     assert half.isfinite().all() and (half.abs() < 2**-14).sum() > half.count_nonzero() / 4
-    assert torch.equal(linear._launch(torch.eye(192).half(), some, None, "float32").T, half.float())
+    assert torch.equal(linear.launch(torch.eye(192).half(), some, None, "float32").T, half.float())
 
 
 @pytest.mark.parametrize("form", [form for form in FORMATS if form[0] == "int4" and form[1] in (32, 64)])
@@ -163,8 +163,8 @@ def test_int4_weights_are_rounded_once(tiles_of_64, form):
     assert (scale.abs() < torch.finfo(torch.float16).smallest_normal).any() and wide.dequantised(
         torch.float32
     ).isfinite().all()
-    assert torch.equal(linear._launch(torch.eye(E), wide, None, "none").T, wide.dequantised(torch.float32))
-    half = linear._launch(torch.eye(E).half(), weight, None, "float32").T
+    assert torch.equal(linear.launch(torch.eye(E), wide, None, "none").T, wide.dequantised(torch.float32))
+    half = linear.launch(torch.eye(E).half(), weight, None, "float32").T
     assert torch.equal(half, weight.dequantised(torch.float16).float())
 
 
@@ -172,15 +172,15 @@ def test_int4_weights_are_rounded_once(tiles_of_64, form):
 def test_splits_add_up_and_results_go_where_they_are_wanted(poisoned, form):
     O, E = SIZES[2]
     x, weight = randn(3, E, dtype=torch.float16), a_weight(form, O, E)
-    parts, whole = (linear._launch(x, weight, None, how) for how in ("split", "float32"))
+    parts, whole = (linear.launch(x, weight, None, how) for how in ("split", "float32"))
     assert parts.shape == (linear.split_of(x, weight)[0], 3, O) and len(parts) > 1
     total = torch.zeros_like(whole)
     for part in parts:
         total = total + part
-    assert torch.equal(total, whole) and torch.equal(whole.half(), linear._launch(x, weight, None, "none"))
+    assert torch.equal(total, whole) and torch.equal(whole.half(), linear.launch(x, weight, None, "none"))
     assert (row_linear(x, weight, epilogue="split") - parts).abs().max() <= 1e-4
     around = torch.full((5, O), math.nan)
-    assert linear._launch(x, weight, None, "float32", around[1:4]).data_ptr() == around[1].data_ptr()
+    assert linear.launch(x, weight, None, "float32", around[1:4]).data_ptr() == around[1].data_ptr()
     assert torch.equal(around[1:4], whole) and around[0].isnan().all() and around[4].isnan().all()
     out = torch.empty(3, O)
     assert row_linear(x, weight, None, "float32", out=out) is out
@@ -190,9 +190,9 @@ def test_splits_add_up_and_results_go_where_they_are_wanted(poisoned, form):
 def test_a_row_is_the_same_alone_and_among_others(form, dtype):
     (O, E), T = SIZES[2], ROWS[dtype]
     x, weight = randn(T, E, dtype=dtype), a_weight(form, O, E)
-    whole = linear._launch(x, weight, None, "silu_mul")
+    whole = linear.launch(x, weight, None, "silu_mul")
     for rows in (slice(0, 1), slice(T - 1, T), slice(T // 2 - 3, T // 2 + 4), slice(0, T - 1)):
-        assert torch.equal(linear._launch(x[rows], weight, None, "silu_mul"), whole[rows]), rows
+        assert torch.equal(linear.launch(x[rows], weight, None, "silu_mul"), whole[rows]), rows
 
 
 @pytest.mark.parametrize("kind", ["int8", "fp8"])
@@ -200,7 +200,7 @@ def test_eight_bits_equal_the_dequantised_weight(kind):
     """Bit for bit, with the same tiles and splits."""
     x, weight = randn(3, 192, dtype=torch.float16), a_weight((kind, 32, False, torch.float16), 34, 192)
     plain = weight.dequantised(torch.float16)
-    assert torch.equal(linear._launch(x, weight, None, "none"), linear._launch(x, plain, None, "none"))
+    assert torch.equal(linear.launch(x, weight, None, "none"), linear.launch(x, plain, None, "none"))
 
 
 @pytest.mark.parametrize("form", [FORMATS[1], FORMATS[4], FORMATS[8], MXFP4])
@@ -210,14 +210,14 @@ def test_reads_only_its_tensors(monkeypatch, form):
         x, weight = randn(3, E, dtype=torch.float16), a_weight(form, O, E)
         held = [part.view(torch.uint8) if part.dtype == torch.float8_e4m3fn else part for part in weight.parts]
         with reads(monkeypatch, x, *held):
-            linear._launch(x, weight, None, "silu_mul")
+            linear.launch(x, weight, None, "silu_mul")
 
 
 @pytest.mark.parametrize("form", [FORMATS[0], FORMATS[5], FORMATS[9], MXFP4])
 def test_views_surrounded_by_nan(form):
     O, E = SIZES[1]
     x, weight = randn(3, E, dtype=torch.float16), a_weight(form, O, E)
-    want = linear._launch(x, weight, None, "none")
+    want = linear.launch(x, weight, None, "none")
 
     def inside(part):
         bits = part.view(torch.uint8 if part.element_size() == 1 else torch.int16)
@@ -227,10 +227,10 @@ def test_views_surrounded_by_nan(form):
         around[5 : 5 + part.numel()] = bits.flatten()
         return around[5 : 5 + part.numel()].view(part.dtype).view(part.shape)
 
-    assert torch.equal(linear._launch(inside(x), weight.each(inside), None, "none"), want)
+    assert torch.equal(linear.launch(inside(x), weight.each(inside), None, "none"), want)
     wide = weight.each(lambda part: torch.cat((part.view(torch.uint8), part.view(torch.uint8)), -1).view(part.dtype))
     half = wide.each(lambda part: part[..., : part.shape[-1] // 2])
-    assert not half.q.is_contiguous() and torch.equal(linear._launch(x, half, None, "none"), want)
+    assert not half.q.is_contiguous() and torch.equal(linear.launch(x, half, None, "none"), want)
 
 
 @pytest.mark.parametrize("form", [form for form in FORMATS if form[1] not in (48, 96)])
@@ -241,17 +241,17 @@ def test_the_weight_as_the_left_operand(poisoned, tiles_of_64, form):
     x, weight, bias = randn(T, E, dtype=torch.float16), a_weight(form, O, E), randn(O, dtype=torch.float16, seed=2)
     stream, _ = linear._variants(x.dtype, O, E, "none", True, 90, 1, 132, weight.format)
     assert stream.left and stream.constexprs["LEFT"]
-    got = linear._launch(x, weight, bias, "none")
+    got = linear.launch(x, weight, bias, "none")
     assert close(got, formula(x, weight, bias), torch.float16)
     for rows in (slice(0, 1), slice(64, 65), slice(29, 36)):
-        assert torch.equal(linear._launch(x[rows], weight, bias, "none"), got[rows]), rows
+        assert torch.equal(linear.launch(x[rows], weight, bias, "none"), got[rows]), rows
 
 
 def test_gate_and_up_as_left_operands(poisoned, monkeypatch, tiles_of_64):
     monkeypatch.setattr(linear, "tiles", lambda *_: (64, 128, 64, 3, 1))
     x, weight = randn(3, 192, dtype=torch.float16), a_weight(FORMATS[8], 300, 192)
     assert linear._variants(x.dtype, 300, 192, "silu_mul", False, 90, 1, 132, weight.format)[0].left
-    got = linear._launch(x, weight, None, "silu_mul")
+    got = linear.launch(x, weight, None, "silu_mul")
     assert close(got, formula(x, weight, None, "silu_mul"), torch.float16)
 
 
@@ -294,7 +294,7 @@ def test_kv_project(poisoned, form, case):
     want = (*(torch.full_like(c, math.nan) for c in args[6:8]),)
     exact = formula(x, weight, b).flatten(0, -2).to(x.dtype)
     plain = kv_calibrate(exact, *places[:3], *want, *places[5:])
-    q = project._launch(*args)
+    q = project.launch(*args)
     for got, expected in zip((q, *args[6:8]), (plain, *want), strict=True):
         assert torch.equal(got.isnan(), expected.isnan())
         error = (got.double() - expected.double()).abs().nan_to_num(0).max()
@@ -307,7 +307,7 @@ def test_vocab_topk(poisoned, form, dtype):
         h, weight = randn(T, E, dtype=dtype), a_weight(form, K, E)
         ids = torch.randperm(2 * K, generator=torch.Generator().manual_seed(3))[:K]
         noise = Noise(5, torch.arange(T), 0.8) if noisy else None
-        got, logits, lse = topk._launch(h, weight, ids, k, None, noise, True)
+        got, logits, lse = topk.launch(h, weight, ids, k, None, noise, True)
         z = formula(h, weight)
         if noise is not None:
             z = z / 0.8 + gumbel(5, noise.positions, 2 * K)[:, ids].double()
@@ -319,9 +319,9 @@ def test_vocab_topk(poisoned, form, dtype):
 
 def test_a_vocab_topk_row_is_the_same_alone_and_among_others():
     h, weight = randn(65, 192, dtype=torch.float16), a_weight(FORMATS[8], 300, 192)
-    whole = topk._launch(h, weight, None, 3, None, None, True)
+    whole = topk.launch(h, weight, None, 3, None, None, True)
     for rows in (slice(0, 1), slice(64, 65), slice(30, 37)):
-        some = topk._launch(h[rows], weight, None, 3, None, None, True)
+        some = topk.launch(h[rows], weight, None, 3, None, None, True)
         assert all(torch.equal(a, b[rows]) for a, b in zip(some, whole, strict=True))
 
 
@@ -387,7 +387,7 @@ def launches():
     for form in (("int8", None, False, torch.float16), ("int4", 32, True, torch.float16)):
         weight = a_weight(form, 64, 1024)
         for T in (1, 2, 16, 17, 64, 65, 256):
-            linear._launch(torch.zeros(T, 1024).bfloat16(), weight, None, "silu_mul")
+            linear.launch(torch.zeros(T, 1024).bfloat16(), weight, None, "silu_mul")
 
 
 def test_no_length_recompiles():

@@ -4,7 +4,7 @@ import pytest
 import torch
 from compile_only import compilations
 
-from specker.kernels.round.repeat import _launch, repeat_rows, repeat_rows_cost
+from specker.kernels.round.repeat import launch, repeat_rows, repeat_rows_cost
 
 I64, I32 = torch.int64, torch.int32
 
@@ -21,7 +21,7 @@ def rows(T, W=1, B=1, P=3, seed=0):
     return positions, slots, kv_len, window, words, wide[:, 2 : P + 2]
 
 
-@pytest.mark.parametrize("op", [repeat_rows, _launch])
+@pytest.mark.parametrize("op", [repeat_rows, launch])
 @pytest.mark.parametrize("layers", [1, 3])
 @pytest.mark.parametrize(("T", "W", "B", "P"), [(1, 1, 1, 1), (6, 2, 3, 2), (33, 1, 1, 300), (150, 4, 2, 70)])
 def test_rows_of_every_layer(op, layers, T, W, B, P):
@@ -42,7 +42,7 @@ def test_views():
     apart = [torch.stack((x, -x), 1)[:, 0] for x in given]
     apart[5] = torch.stack((given[5], -given[5]), 2)[..., 0]
     assert not any(x.is_contiguous() for x in apart)
-    for op in (repeat_rows, _launch):
+    for op in (repeat_rows, launch):
         assert all(map(torch.equal, op(*apart, 3, 64, 4), repeat_rows(*given, 3, 64, 4)))
 
 
@@ -66,7 +66,7 @@ def launches():
             given = ids[n : n + T], ids[n + 1 : n + 1 + T], numbers[n : n + B], numbers[n + 3 : n + 3 + B]
             table = numbers[n:][: B * 32].view(B, 32)[:, :P]
             for layers in (1, 4, 16):
-                _launch(*given, ids[n : n + T, None], table, layers, (1, 16, 4096)[n % 3], (1, 16, 5)[n % 3])
+                launch(*given, ids[n : n + T, None], table, layers, (1, 16, 4096)[n % 3], (1, 16, 5)[n % 3])
 
 
 def test_no_length_recompiles():
@@ -99,7 +99,7 @@ def test_refusals(at, value, message):
     with pytest.raises(ValueError, match=message):
         repeat_rows(*bad)
     with pytest.raises(ValueError, match="slots must be on cpu, got meta"):
-        _launch(*rows(3)[:1], torch.zeros(3, dtype=I64, device="meta"), *rows(3)[2:], 2, 64, 4)
+        launch(*rows(3)[:1], torch.zeros(3, dtype=I64, device="meta"), *rows(3)[2:], 2, 64, 4)
 
 
 @pytest.mark.gpu

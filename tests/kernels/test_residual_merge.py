@@ -8,7 +8,7 @@ from compile_only import compilations
 from formulas import close, randn
 from recorded import kernels, recording
 
-from specker.kernels.residual import _launch, add_norm, residual_merge, residual_merge_cost, residual_merge_ref
+from specker.kernels.residual import add_norm, launch, residual_merge, residual_merge_cost, residual_merge_ref
 from specker.kernels.topk import vocab_topk
 
 module = importlib.import_module("specker.kernels.residual")
@@ -82,15 +82,15 @@ def test_add_norm(dtype, T):
 @pytest.mark.parametrize(("T", "E"), [(0, 8), (1, 1), (3, 7), (2, 64), (5, 1023)])
 def test_kernel(poisoned, dtype, P, Q, T, E):
     args = inputs(T, E, P, Q, dtype)
-    y, normed = _launch(*args, EPS)
+    y, normed = launch(*args, EPS)
     want, norm = formula(*args, y)
     assert y.dtype == normed.dtype == dtype
     assert close(y, want, dtype, 1) and close(normed, norm, dtype, 2)
     if P:
-        assert all(map(torch.equal, _launch(*apart(*args)), (y, normed)))
+        assert all(map(torch.equal, launch(*apart(*args)), (y, normed)))
 
 
-@pytest.mark.parametrize("op", [residual_merge_ref, _launch])
+@pytest.mark.parametrize("op", [residual_merge_ref, launch])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 @pytest.mark.parametrize(("S", "Q", "E"), [(1, 1, 7), (4, 0, 64), (4, 2, 1023)])
 def test_the_splits_of_one_delta(poisoned, op, dtype, S, Q, E):
@@ -122,7 +122,7 @@ def test_a_row_too_long_for_the_registers(poisoned, monkeypatch, Q):
     module._variant.cache_clear()
     try:
         args = inputs(3, 45, 2, Q, torch.float16)
-        y, normed = _launch(*args, EPS)
+        y, normed = launch(*args, EPS)
         assert module._variant(torch.float16, 2, Q, 45).constexprs["BLOCK"] == 16
     finally:
         module._variant.cache_clear()
@@ -130,7 +130,7 @@ def test_a_row_too_long_for_the_registers(poisoned, monkeypatch, Q):
     assert close(y, want, torch.float16, 1) and close(normed, norm, torch.float16, 2)
 
 
-@pytest.mark.parametrize("op", [residual_merge_ref, _launch])
+@pytest.mark.parametrize("op", [residual_merge_ref, launch])
 def test_the_sum_is_rounded_once_and_in_order(op):
     x = torch.full((1, 8), 2048.0, dtype=torch.float16)  # next value 2050: a sum rounded twice stays 2048
     deltas = torch.ones(2, 1, 8, dtype=torch.float16)
@@ -144,35 +144,35 @@ def test_the_sum_is_rounded_once_and_in_order(op):
 
 def test_the_norm_is_of_the_rounded_sum_and_rounded_once():
     x, deltas, weight = inputs(4, 256, 1, 1, torch.float16)
-    y, normed = _launch(x, deltas, weight, EPS)
+    y, normed = launch(x, deltas, weight, EPS)
     want = formula(x, deltas, weight, y)[1].half()
     assert (normed == want).double().mean() > 0.995  # the rest is within float32's error of a tie
 
 
 def test_views_at_an_offset_surrounded_by_nan():
     x, deltas, weight = inputs(3, 20, 2, 2, torch.float32)
-    want = _launch(x, deltas, weight, EPS)
+    want = launch(x, deltas, weight, EPS)
 
     def inside(tensor):
         around = torch.full((tensor.numel() + 9,), float("nan"))
         around[5 : 5 + tensor.numel()] = tensor.flatten()
         return around[5 : 5 + tensor.numel()].view(tensor.shape)
 
-    got = _launch(inside(x), inside(deltas), inside(weight), EPS)
+    got = launch(inside(x), inside(deltas), inside(weight), EPS)
     assert all(map(torch.equal, got, want))
     strided = [t.transpose(-1, -2).contiguous().transpose(-1, -2) for t in (x, deltas, weight)]
     assert not strided[0].is_contiguous()
-    assert all(map(torch.equal, _launch(*strided, EPS), want))
+    assert all(map(torch.equal, launch(*strided, EPS), want))
     for last in (inside(deltas[1]), strided[1][1]):
-        assert all(map(torch.equal, _launch(x, deltas[:1], weight, EPS, last), want))
+        assert all(map(torch.equal, launch(x, deltas[:1], weight, EPS, last), want))
 
 
 @pytest.mark.parametrize("T", [1, 2, 7, 64, 65])
 def test_a_row_is_the_same_alone_and_among_others(T):
     x, deltas, weight = inputs(65, 40, 2, 2, torch.float16)
-    y, normed = _launch(x[:T], deltas[:, :T].contiguous(), weight, EPS)
+    y, normed = launch(x[:T], deltas[:, :T].contiguous(), weight, EPS)
     for t in {0, T // 2, T - 1}:
-        alone, alone_normed = _launch(x[t : t + 1], deltas[:, t : t + 1].contiguous(), weight, EPS)
+        alone, alone_normed = launch(x[t : t + 1], deltas[:, t : t + 1].contiguous(), weight, EPS)
         assert torch.equal(y[t : t + 1], alone) and torch.equal(normed[:, t : t + 1], alone_normed)
 
 
@@ -198,8 +198,8 @@ def launches():
     """Runs in a compiling process: one model, many lengths, buffers at any offset of 16 bytes."""
     for T in (1, 2, 16, 17, 64, 8192):
         x = torch.zeros(1, 64).bfloat16().expand(T, 64)
-        _launch(x, x.expand(2, T, 64), torch.ones(1, 64).bfloat16(), EPS)
-        _launch(x, x.expand(1, T, 64), torch.ones(1, 64).bfloat16(), EPS, x)
+        launch(x, x.expand(2, T, 64), torch.ones(1, 64).bfloat16(), EPS)
+        launch(x, x.expand(1, T, 64), torch.ones(1, 64).bfloat16(), EPS, x)
 
 
 @pytest.mark.parametrize("strict", [True, False])

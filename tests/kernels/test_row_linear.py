@@ -15,8 +15,7 @@ from recorded import recording
 from torch._subclasses.fake_tensor import FakeTensorMode
 from triton.runtime.errors import InterpreterError
 
-from specker.kernels.linear import _launch, row_linear, row_linear_ref
-from specker.kernels.variant import Variant
+from specker.kernels.linear import launch, row_linear, row_linear_ref
 
 op = importlib.import_module("specker.kernels.linear")
 HALF = [torch.float32, torch.float16]
@@ -55,7 +54,7 @@ def test_kernel(poisoned, dtype, size, epilogue):
     for T in (0, 1, 7, ROWS[dtype]) if E < 1000 else (3, ROWS[dtype]) if E < 2000 else (3,):
         x, weight, b = inputs(T, O, E, dtype)
         for bias in (None, b):
-            got = _launch(x, weight, bias, epilogue)
+            got = launch(x, weight, bias, epilogue)
             assert got.dtype == dtype
             assert close(got, formula(x, weight, bias, epilogue), dtype, 1.01), (T, bias is None)
 
@@ -77,7 +76,7 @@ def test_layers_side_by_side(poisoned, size, dtype, epilogue):
     for G, T in ((1, 3), (3, 1), (2, ROWS[dtype])) if E < 1000 else ((3, 2),):
         x, weight, b = a_group(G, T, O, E, dtype)
         for bias in (None, b):
-            got = _launch(x, weight, bias, epilogue)
+            got = launch(x, weight, bias, epilogue)
             assert got.dtype == dtype and close(got, formulas(x, weight, bias, epilogue), dtype, 1.01), (G, T)
 
 
@@ -98,16 +97,16 @@ def test_tiles_follow_the_number_of_sms(monkeypatch):
     seen = []
     monkeypatch.setattr(op, "sms", lambda device: seen.append(device) or 78)
     x = torch.zeros(1, 1024, dtype=torch.float16)
-    _launch(x, torch.zeros(512, 1024, dtype=torch.float16), None, "none")
+    launch(x, torch.zeros(512, 1024, dtype=torch.float16), None, "none")
     assert seen == [x.device]
 
 
 @pytest.mark.parametrize(("O", "E"), [(46, 33), (40, 1100)])
 def test_a_row_does_not_depend_on_its_group(O, E):
     x, weight, bias = a_group(3, 65, O, E, torch.float16)
-    whole = _launch(x, weight, bias, "silu_mul")
+    whole = launch(x, weight, bias, "silu_mul")
     for T in (1, 7, 64):
-        some = _launch(x[:, :T].contiguous(), weight, bias, "silu_mul")
+        some = launch(x[:, :T].contiguous(), weight, bias, "silu_mul")
         assert torch.equal(some, whole[:, :T]), T
 
 
@@ -133,7 +132,7 @@ def test_the_larger_tiles(poisoned, monkeypatch, tile, epilogue):
     op._variants.cache_clear()
     try:
         x, weight, bias = inputs(3, 150, 200, torch.float16)
-        got = _launch(x, weight, bias, epilogue)
+        got = launch(x, weight, bias, epilogue)
     finally:
         op._variants.cache_clear()
     assert close(got, formula(x, weight, bias, epilogue), torch.float16, 1.01)
@@ -144,7 +143,7 @@ def test_the_result_is_rounded_once():
     x = torch.tensor([[one, small, small, small]], dtype=torch.float16)
     weight = torch.ones(32, 4, dtype=torch.float16)
     bias = torch.full((32,), -1.0, dtype=torch.float16)
-    assert _launch(x, weight, bias, "none").unique().tolist() == [3 * small]
+    assert launch(x, weight, bias, "none").unique().tolist() == [3 * small]
 
 
 @pytest.mark.parametrize(("O", "E"), [(46, 33), (40, 1100), (66, 2100)])
@@ -154,16 +153,16 @@ def test_splits_and_unrounded_results(poisoned, O, E):
         x, weight, bias = inputs(3, O, E, torch.float16)
         if lead:
             x, weight, bias = a_group(2, 3, O, E, torch.float16)
-        parts, whole = (_launch(x, weight, None, how) for how in ("split", "float32"))
+        parts, whole = (launch(x, weight, None, how) for how in ("split", "float32"))
         assert parts.shape == (op.split_of(x, weight)[0], *lead, 3, O) and parts.dtype == whole.dtype == torch.float32
         total = torch.zeros_like(whole)
         for part in parts:
             total = total + part
-        assert torch.equal(total, whole) and torch.equal(whole.half(), _launch(x, weight, None, "none"))
-        assert torch.equal(_launch(x, weight, bias, "float32").half(), _launch(x, weight, bias, "none"))
+        assert torch.equal(total, whole) and torch.equal(whole.half(), launch(x, weight, None, "none"))
+        assert torch.equal(launch(x, weight, bias, "float32").half(), launch(x, weight, bias, "none"))
         reference = row_linear(x, weight, epilogue="split")
         assert reference.shape == parts.shape and (reference - parts).abs().max() <= 1e-4
-        assert (row_linear(x, weight, bias, "float32") - _launch(x, weight, bias, "float32")).abs().max() <= 1e-4
+        assert (row_linear(x, weight, bias, "float32") - launch(x, weight, bias, "float32")).abs().max() <= 1e-4
 
 
 def test_splits_without_a_launch_allow_larger_tiles():
@@ -184,15 +183,15 @@ def test_splits_without_a_launch_allow_larger_tiles():
 def test_the_result_goes_where_it_is_wanted(poisoned):
     x, weight, bias = inputs(3, 40, 1100, torch.float16)
     whole = torch.full((5, 40), math.nan)
-    got = _launch(x, weight, bias, "float32", whole[1:4])
-    assert got.data_ptr() == whole[1].data_ptr() and torch.equal(got, _launch(x, weight, bias, "float32"))
+    got = launch(x, weight, bias, "float32", whole[1:4])
+    assert got.data_ptr() == whole[1].data_ptr() and torch.equal(got, launch(x, weight, bias, "float32"))
     assert whole[0].isnan().all() and whole[4].isnan().all()
     out = torch.empty(3, 40)
     assert row_linear(x, weight, bias, "float32", out=out) is out
     assert torch.equal(out, row_linear(x, weight, bias, "float32"))
     for wrong in (whole[:3, :39], whole[:3].half(), whole[:4], torch.empty(40, 3).T):
         with pytest.raises(ValueError, match="out must be contiguous"):
-            _launch(x, weight, bias, "float32", wrong)
+            launch(x, weight, bias, "float32", wrong)
 
 
 def test_split_takes_no_bias_and_keeps_float64():
@@ -210,10 +209,10 @@ def test_split_takes_no_bias_and_keeps_float64():
 def test_a_row_is_the_same_alone_and_among_others(dtype, size):
     (O, E), n = size, ROWS[dtype]
     x, weight, bias = inputs(n, O, E, dtype)
-    whole = _launch(x, weight, bias, "silu_mul")
+    whole = launch(x, weight, bias, "silu_mul")
     for T, first in ((1, 0), (1, n - 1), (2, n // 2), (7, 0), (7, n - 7), (n - 1, 1), (n, 0)):
         rows = slice(first, first + T)
-        assert torch.equal(_launch(x[rows], weight, bias, "silu_mul"), whole[rows]), (T, first)
+        assert torch.equal(launch(x[rows], weight, bias, "silu_mul"), whole[rows]), (T, first)
 
 
 @pytest.mark.parametrize(("dtype", "tiles"), cases.one_in(2, HALF, [5, 16]))
@@ -223,9 +222,9 @@ def test_a_row_of_a_large_round_is_the_same_alone(dtype, tiles):
     T = tiles * tile - tile // 3
     for O, E, epilogue in ((34, 40, "silu_mul"), (34, 1100, "split")):
         x, weight, _ = inputs(T, O, E, dtype)
-        whole = _launch(x, weight, None, epilogue)
+        whole = launch(x, weight, None, epilogue)
         for row in (0, tile, 4 * tile + 1, T - 1):
-            alone = _launch(x[row : row + 1], weight, None, epilogue)
+            alone = launch(x[row : row + 1], weight, None, epilogue)
             assert torch.equal(alone, whole.narrow(-2, row, 1)), (row, epilogue)
 
 
@@ -234,29 +233,29 @@ def test_reads_only_its_tensors(monkeypatch, size, epilogue):
     O, E = size
     x, weight, bias = inputs(3, O, E, torch.float16)
     with reads(monkeypatch, x, weight, bias):
-        _launch(x, weight, bias, epilogue)
+        launch(x, weight, bias, epilogue)
     with reads(monkeypatch, x, weight[: O - 2], bias), pytest.raises(InterpreterError, match="outside every tensor"):
-        _launch(x, weight, bias, epilogue)
+        launch(x, weight, bias, epilogue)
     group = a_group(2, 3, O, E, torch.float16)
     with reads(monkeypatch, *group):
-        _launch(*group, epilogue)
+        launch(*group, epilogue)
 
 
 @pytest.mark.parametrize("E", [33, 128, 1100])
 def test_views_surrounded_by_nan(E):
     x, weight, bias = inputs(5, 40, E, torch.float16)
-    want = _launch(x, weight, bias, "none")
+    want = launch(x, weight, bias, "none")
 
     def inside(tensor):
         around = torch.full((tensor.numel() + 2 * 64 * E,), math.nan, dtype=tensor.dtype)
         around[5 : 5 + tensor.numel()] = tensor.flatten()
         return around[5 : 5 + tensor.numel()].view(tensor.shape)
 
-    assert torch.equal(_launch(inside(x), inside(weight), inside(bias), "none"), want)
+    assert torch.equal(launch(inside(x), inside(weight), inside(bias), "none"), want)
     strided = torch.cat((x, x * math.nan), dim=1)[:, :E]
     every_second = torch.stack((bias, bias * math.nan), dim=1)[:, 0]
     assert not strided.is_contiguous() and not every_second.is_contiguous()
-    assert torch.equal(_launch(strided, weight.T.contiguous().T, every_second, "none"), want)
+    assert torch.equal(launch(strided, weight.T.contiguous().T, every_second, "none"), want)
 
 
 def test_rows_per_layer_choose_kernel_or_bmm():
@@ -272,15 +271,13 @@ def test_rows_per_layer_choose_kernel_or_bmm():
     ]
 
 
-def test_the_launcher_reads_no_tensor_and_stays_within_its_rows(monkeypatch):
+def test_the_launcher_reads_no_tensor_and_stays_within_its_rows(unlaunched):
     """Fake tensors have no values to read."""
-    launched = []
-    monkeypatch.setattr(Variant, "__call__", lambda self, grid, *_: launched.append((self.kernel.__name__, grid)))
     for T, O, E in ((1, 4096, 4096), (65, 28672, 4096), (8, 4096, 14336)):
         with FakeTensorMode():
             x, weight = torch.empty(T, E, dtype=torch.bfloat16), torch.empty(O, E, dtype=torch.bfloat16)
-            assert _launch(x, weight, None, "silu_mul").shape == (T, O // 2)
-    assert launched == [
+            assert launch(x, weight, None, "silu_mul").shape == (T, O // 2)
+    assert unlaunched == [
         ("_row_linear_kernel", (1, 128, 1)),
         ("_row_linear_kernel", (2, 224, 1)),
         ("_row_linear_kernel", (1, 32, 8)),
@@ -322,9 +319,9 @@ def launches():
     """Runs in a compiling process: two weights, one of them with a split K, and many lengths."""
     for T in (1, 2, 16, 17, 64, 65, 256):
         x = torch.zeros(T, 1024).bfloat16()
-        _launch(x, torch.zeros(64, 1024).bfloat16(), torch.zeros(64).bfloat16(), "silu_mul")
-        _launch(x[:, :64], torch.zeros(64, 64).bfloat16(), None, "none")
-        _launch(x.expand(3, T, 1024), torch.zeros(3, 64, 1024).bfloat16(), torch.zeros(3, 64).bfloat16(), "silu_mul")
+        launch(x, torch.zeros(64, 1024).bfloat16(), torch.zeros(64).bfloat16(), "silu_mul")
+        launch(x[:, :64], torch.zeros(64, 64).bfloat16(), None, "none")
+        launch(x.expand(3, T, 1024), torch.zeros(3, 64, 1024).bfloat16(), torch.zeros(3, 64).bfloat16(), "silu_mul")
 
 
 def test_no_length_recompiles():

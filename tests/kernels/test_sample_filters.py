@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from specker.kernels.noise import pack_draw
-from specker.kernels.sample import _launch_sample, sample_rows_ref
+from specker.kernels.sample import launch_sample, sample_rows_ref
 from specker.kernels.variant import tl, triton
 
 module = importlib.import_module("specker.kernels.sample")
@@ -97,7 +97,7 @@ def test_the_last_kept_id_wins(monkeypatch, name):
     settings += [(V // 2, 0.9), (V, 0.5), (40, 1.0), (0, 1.0)]
     draw = torch.cat([pack_draw(3, 1.0, k, p).view(1, 4) for k, p in settings])
     rows = torch.from_numpy(z).expand(len(settings), -1)
-    got = _launch_sample(rows, 1.0, 1, 0.5, 3, torch.arange(len(settings)), draw)
+    got = launch_sample(rows, 1.0, 1, 0.5, 3, torch.arange(len(settings)), draw)
     module._sample_variants.cache_clear()
     want = [int(np.flatnonzero(kept(z, k, p) & (z > -math.inf))[-1]) for k, p in settings]
     assert dict(zip(settings, got.tolist(), strict=True)) == dict(zip(settings, want, strict=True))
@@ -108,7 +108,7 @@ def test_the_reference_agrees(top_k, top_p):
     """Steep rows and ties, at a setting that is not within rounding of an edge."""
     rows = torch.stack([torch.from_numpy(z).float() for name, z in ROWS.items() if "equal" not in name])
     positions = torch.arange(len(rows))
-    got = _launch_sample(rows, 0.7, top_k, top_p, 5, positions)
+    got = launch_sample(rows, 0.7, top_k, top_p, 5, positions)
     assert torch.equal(got, sample_rows_ref(rows, 0.7, top_k, top_p, 5, positions))
 
 

@@ -11,7 +11,7 @@ from windows import POISON, a_tree, among, table
 from specker.kernels.accept import accept_walk
 from specker.kernels.round import settle as ops
 from specker.kernels.round.settle import settle, settle_cost
-from specker.kernels.sample import Splits, _launch_sample
+from specker.kernels.sample import Splits, launch_sample
 
 I64 = torch.int64
 
@@ -22,7 +22,7 @@ def kernel(tokens, parents, target, *texts, report=None, drawn=None):
     report, drawn = (
         torch.full((n,), POISON) if x is None else x for n, x in ((B * (1 + 2 * R), report), (B * R, drawn))
     )
-    return report, drawn, *ops._launch(tokens, parents, target, *texts, report, drawn)
+    return report, drawn, *ops.launch(tokens, parents, target, *texts, report, drawn)
 
 
 BOTH = pytest.mark.parametrize("go", [settle, kernel])
@@ -86,7 +86,7 @@ def drawn(T, V, temperature):
     logits[-1] = float("nan")
     logits[0] = float("-inf")
     args = logits, temperature, 0, 1.0, 7, torch.arange(T)
-    return _launch_sample(*args), _launch_sample(*args, None, merged=False)
+    return launch_sample(*args), launch_sample(*args, None, merged=False)
 
 
 @BOTH
@@ -166,7 +166,7 @@ def launches():
         splits = Splits(torch.zeros(B * rows, 32), torch.zeros(B * rows, 32, dtype=torch.int32))
         for parents in (None, up):
             for mine in (target, splits):
-                ops._launch(tokens, parents, mine, text, length, window, limit, blocks, page, report, drawn)
+                ops.launch(tokens, parents, mine, text, length, window, limit, blocks, page, report, drawn)
 
 
 def test_no_length_recompiles():

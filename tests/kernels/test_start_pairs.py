@@ -8,7 +8,7 @@ import torch
 from compile_only import compilations
 from windows import a_tree, among, table
 
-from specker.kernels.round.pair import _launch, start_pairs, start_pairs_cost
+from specker.kernels.round.pair import launch, start_pairs, start_pairs_cost
 from specker.kernels.round.place import place_rows, place_rows_cost
 from specker.kernels.round.start import start_rows
 
@@ -28,7 +28,7 @@ def near(got, want):
 SIZES = [(1, torch.float32), (17, torch.bfloat16)]
 
 
-OPS = [*((op, *size) for op in (start_pairs, _launch) for size in SIZES), (start_pairs, 64, torch.float64)]
+OPS = [*((op, *size) for op in (start_pairs, launch) for size in SIZES), (start_pairs, 64, torch.float64)]
 FORMS = "norms", "normed stream", "plain"
 
 
@@ -62,7 +62,7 @@ def test_rows_join_their_tokens_and_their_parents_features(case, kind, form):
     assert all(torch.equal(a, b) and a.dtype == b.dtype for a, b in zip(placed, want, strict=True))
 
 
-@pytest.mark.parametrize("op", [start_pairs, _launch])
+@pytest.mark.parametrize("op", [start_pairs, launch])
 def test_parents_outside_of_the_level_before_are_clamped(op):
     """A sequence without a text has meaningless parents, which must not be read."""
     features, blocks = torch.arange(3.0).view(3, 1), table(9)
@@ -76,7 +76,7 @@ def test_embeddings_are_those_of_start_rows():
     tokens, n = torch.randint(-5, 90, (2, 30)), torch.tensor([12, 31])
     embedding, features, blocks = torch.randn(50, 8), torch.zeros(12, 8), table(9, 2)
     place = n, 3, 0, 6, None, blocks, 16, 99
-    for op in (start_pairs, _launch):
+    for op in (start_pairs, launch):
         joined = op(embedding, tokens, True, features, None, EPS, False, *place)[1]
         assert torch.equal(joined[:, :8], start_rows(embedding, tokens, True, *place)[0])
 
@@ -102,7 +102,7 @@ def launches():
         tokens, features = ids[n:][: 70 * B].view(B, 70)[:, n:], embedding.new_zeros(B * count, 64)
         for text, parents in ((False, None), (False, tokens), (True, None)):
             place = ids[n : n + B], (1, 3, 16)[n % 3], first, count, parents, blocks, page, last
-            _launch(embedding, tokens, text, features, (weight, weight), 1e-5 * (n + 1), False, *place)
+            launch(embedding, tokens, text, features, (weight, weight), 1e-5 * (n + 1), False, *place)
 
 
 def test_no_length_recompiles():

@@ -23,7 +23,7 @@ from specker.kernels.attention import (
 from specker.kernels.kv import kv_calibrate, rope_table
 from specker.kernels.narrow import narrowed
 from specker.kernels.quant import as_bytes
-from specker.kernels.variant import Variant, tl, triton
+from specker.kernels.variant import tl, triton
 
 op = importlib.import_module("specker.kernels.attention")  # the package's attribute of this name is the function
 
@@ -357,7 +357,7 @@ def test_bad_trees_are_refused():
         pack_bits([1], 257)
 
 
-# The kernel, in the interpreter. CUDA tensors reach `op._launch`.
+# The kernel, in the interpreter. CUDA tensors reach `op.launch`.
 
 CASES = {
     "ragged": {},
@@ -379,7 +379,7 @@ CASES = {
 @pytest.mark.parametrize(("case", "dtype"), cases.one_in(2, CASES, [torch.float32, torch.float16]))
 def test_kernel_equals_the_formula(poisoned, case, dtype):
     args, out, lse = ragged(len(case), dtype=dtype, **CASES[case])
-    got, got_lse = op._launch(**args)
+    got, got_lse = op.launch(**args)
     assert got.dtype == dtype and got_lse.dtype == torch.float32
     cap = args.get("cap", 0) * 2 * torch.finfo(torch.float32).eps  # the error of a tanh near 0
     assert (got.double() - out).abs().max() < 8 * torch.finfo(dtype).eps * out.abs().max() + cap
@@ -391,7 +391,7 @@ def test_kernel_equals_the_reference_over_random_windows(poisoned, relation, dty
     """The reference runs in float64 on the kernel's inputs."""
     for seed in range(2):
         args, *_ = random_windows(seed, relation, dtype)
-        got, got_lse = op._launch(**args)
+        got, got_lse = op.launch(**args)
         want, want_lse = tree_attention(**args | {n: args[n].double() for n in ("q", "k_cache", "v_cache")})
         assert (got - want).abs().max() < 8 * torch.finfo(dtype).eps * want.abs().max()
         assert (got_lse - want_lse).abs().max() < 16 * torch.finfo(torch.float32).eps * want_lse.abs().max().clamp(
@@ -402,13 +402,13 @@ def test_kernel_equals_the_reference_over_random_windows(poisoned, relation, dty
 def test_kernel_takes_a_window_of_256_columns():
     args, out, _ = ragged(3, torch.float16, Hq=1, Hkv=1, lengths=((30, 255),))
     assert args["ancestors"].shape[1] == 4
-    assert (op._launch(**args)[0].double() - out).abs().max() < 4e-3 * out.abs().max()
+    assert (op.launch(**args)[0].double() - out).abs().max() < 4e-3 * out.abs().max()
 
 
 @pytest.mark.parametrize("D", [64, 96, 128, 256])
 def test_kernel_takes_head_sizes(D):
     args, out, _ = ragged(D, torch.float16, D=D, Hq=2, Hkv=1, lengths=((40, 5),))
-    assert (op._launch(**args)[0].double() - out).abs().max() < 4e-3 * out.abs().max()
+    assert (op.launch(**args)[0].double() - out).abs().max() < 4e-3 * out.abs().max()
 
 
 def only(args, rows, **change):
@@ -424,22 +424,22 @@ def same(a, b):
 
 def test_a_row_has_the_same_bits_alone_and_among_others():
     args, *_ = ragged(1, torch.float16, Hq=2, Hkv=1, lengths=((120, 64),))
-    out, lse = op._launch(**args)
+    out, lse = op.launch(**args)
     assert len(out) == 65
     for rows in (slice(0, 1), slice(64, 65), slice(33, 35), slice(20, 27), slice(1, 65)):
-        assert same(op._launch(**only(args, rows)), (out[rows], lse[rows]))
+        assert same(op.launch(**only(args, rows)), (out[rows], lse[rows]))
 
 
 def test_a_sequence_has_the_same_bits_alone_and_beside_others():
     args, *_ = ragged(2, torch.float16, lengths=((33, 6), (0, 40), (150, 2)))
-    out, lse = op._launch(**args)
+    out, lse = op.launch(**args)
     for b in range(3):
         rows = slice(int(args["cu_rows"][b]), int(args["cu_rows"][b + 1]))
         alone = {n: args[n][b : b + 1] for n in ("block_table", "kv_len", "window")}
-        assert same(op._launch(**only(args, rows, **alone)), (out[rows], lse[rows]))
+        assert same(op.launch(**only(args, rows, **alone)), (out[rows], lse[rows]))
 
 
-@pytest.mark.parametrize("launch", [tree_attention, op._launch])
+@pytest.mark.parametrize("launch", [tree_attention, op.launch])
 def test_a_ring_of_pages_has_the_bits_of_all_columns(launch):
     """A table may repeat its pages: a column then stands in the place of one that the reach hides from all rows."""
     args, *_ = ragged(5, torch.float32, Hq=2, Hkv=1, page=16, lengths=((330, 20),), relation="mixed", reach=64)
@@ -455,17 +455,15 @@ def test_a_ring_of_pages_has_the_bits_of_all_columns(launch):
 
 
 @pytest.mark.parametrize("programs", [1, 3])
-def test_few_programs_share_the_work_of_many_sequences(monkeypatch, programs):
+def test_few_programs_share_the_work_of_many_sequences(monkeypatch, launched, programs):
     lengths = ((33, 6), (0, 40), (900, 2), (0, 0), *((n, 1) for n in range(1, 15)))
     args, *_ = ragged(2, torch.float16, lengths=lengths)
-    want = op._launch(**args)
-    grids: list = []
-    launch = Variant.__call__
-    monkeypatch.setattr(Variant, "__call__", lambda v, grid, *given: (grids.append(grid), launch(v, grid, *given)))
+    want = op.launch(**args)
+    del launched[:]
     monkeypatch.setattr(op, "PROGRAMS", programs)
     monkeypatch.setattr(op, "sms", lambda device: 1)
-    assert same(op._launch(**args), want)
-    assert grids == [(programs,), (len(args["q"]), 1)]
+    assert same(op.launch(**args), want)
+    assert [grid for _, grid in launched] == [(programs,), (len(args["q"]), 1)]
 
 
 MERGES = {
@@ -477,7 +475,7 @@ MERGES = {
 
 
 @pytest.mark.parametrize("name", MERGES)
-def test_a_kernel_of_its_own_merges_splits_to_the_same_bits(monkeypatch, name):
+def test_a_kernel_of_its_own_merges_splits_to_the_same_bits(monkeypatch, launched, name):
     """For many pairs, whichever their number, and with the sinks of each layer. A length beyond the table is NaN there,
     too."""
     how, dtype = MERGES[name]
@@ -490,14 +488,12 @@ def test_a_kernel_of_its_own_merges_splits_to_the_same_bits(monkeypatch, name):
     beyond = {**args, "kv_len": args["kv_len"] + args["block_table"].shape[1] * args["k_cache"].shape[1]}
     found = []
     for most in (1 << 20, 0):
-        launched = []
-        launch = Variant.__call__
+        del launched[:]
         with monkeypatch.context() as patch:
             patch.setattr(op, "MERGED", most)
-            patch.setattr(Variant, "__call__", lambda v, *given: (launched.append(v.kernel), launch(v, *given)))  # noqa: B023
-            found.append([op._launch(**each) for each in [args, args | layers][: 1 + bool(layers)]])
+            found.append([op.launch(**each) for each in [args, args | layers][: 1 + bool(layers)]])
             assert len(launched) == len(found[0]) * (2 - (most > 0))
-            assert all(x.isnan().all() for x in op._launch(**beyond))
+            assert all(x.isnan().all() for x in op.launch(**beyond))
     assert all(map(same, *found)) and not any(same(found[0][0], x) for x in found[0][1:])
     one = found[0][0]
     assert torch.allclose(one[0].double(), out, atol=3e-3) and torch.allclose(one[1].double(), lse, atol=3e-3)
@@ -528,7 +524,7 @@ def chain_and_decoding(args, prefix, rows, launch):
 )
 def test_a_chain_has_the_bits_of_plain_decoding(prefix, nodes, dtype, more):
     args, *_ = ragged(prefix, dtype, **{"Hq": 2, "Hkv": 1, "page": 64, "lengths": ((prefix, nodes),), **more})
-    assert same(*chain_and_decoding(args, prefix, nodes + 1, op._launch))
+    assert same(*chain_and_decoding(args, prefix, nodes + 1, op.launch))
 
 
 def test_the_width_of_the_block_table_changes_no_bit():
@@ -537,13 +533,13 @@ def test_the_width_of_the_block_table_changes_no_bit():
     one_split = only(args, slice(0, 1), kv_len=torch.tensor([121], dtype=torch.int32))
     one_split |= {"window": torch.ones(1, dtype=torch.int32), "ancestors": chain_words(1)}
     for call in (args, one_split):
-        assert same(op._launch(**call), op._launch(**{**call, "block_table": wide}))
+        assert same(op.launch(**call), op.launch(**{**call, "block_table": wide}))
     narrow = {**one_split, "block_table": wide[:, :16]}  # a single split: the merge is not launched
-    assert same(op._launch(**one_split), op._launch(**narrow))
+    assert same(op.launch(**one_split), op.launch(**narrow))
 
 
 @pytest.mark.parametrize(
-    ("launch", "dtype", "bound"), [(tree_attention, torch.float64, 1e-12), (op._launch, torch.float32, 2e-6)]
+    ("launch", "dtype", "bound"), [(tree_attention, torch.float64, 1e-12), (op.launch, torch.float32, 2e-6)]
 )
 def test_each_branch_of_a_tree_is_the_chain_of_its_path(launch, dtype, bound):
     prefix, nodes, page = 130, 12, 8
@@ -572,7 +568,7 @@ def test_each_branch_of_a_tree_is_the_chain_of_its_path(launch, dtype, bound):
 
 @pytest.mark.parametrize("more", [{}, {"kind": torch.int8, "sinks": True}])
 @pytest.mark.parametrize(
-    ("launch", "dtype", "bound"), [(tree_attention, torch.float64, 1e-12), (op._launch, torch.float32, 0)]
+    ("launch", "dtype", "bound"), [(tree_attention, torch.float64, 1e-12), (op.launch, torch.float32, 0)]
 )
 def test_layers_are_a_batch_of_sequences(launch, dtype, bound, more):
     """Each with its own sinks and scales."""
@@ -596,12 +592,12 @@ def odd(x, by=3):
     return rubbish[by:].view(x.shape)
 
 
-@pytest.mark.parametrize("launch", [tree_attention, op._launch])
+@pytest.mark.parametrize("launch", [tree_attention, op.launch])
 def test_strided_views_give_the_same_result(launch):
     args, *_ = ragged(4, torch.float32)
     plain = launch(**args)
     # BLAS may round the reference's products differently for a view.
-    equal = same if launch is op._launch else lambda a, b: all(map(torch.allclose, a, b))
+    equal = same if launch is op.launch else lambda a, b: all(map(torch.allclose, a, b))
     assert equal(launch(**{n: x if n == "scale" else odd(x) for n, x in args.items()}), plain)
     pairs = torch.stack((args["k_cache"], args["v_cache"]), dim=1)  # [pages, 2, page, Hkv, D]
     qkv = torch.cat((args["q"], args["q"] * math.nan), dim=1)
@@ -611,7 +607,7 @@ def test_strided_views_give_the_same_result(launch):
     assert equal(launch(**{**args, **view}), plain)
 
 
-@pytest.mark.parametrize("launch", [tree_attention, op._launch])
+@pytest.mark.parametrize("launch", [tree_attention, op.launch])
 def test_sequences_may_be_empty(launch):
     args, *_ = ragged(4, torch.float32)
     plain = launch(**args)
@@ -658,11 +654,11 @@ def test_a_length_beyond_the_table(monkeypatch, page):
     args, *_ = ragged(0, torch.float32, page=page)
     for cache in ("k_cache", "v_cache"):
         args[cache] = args[cache].nan_to_num(0)
-    want, _ = op._launch(**args)
+    want, _ = op.launch(**args)
     assert not want.isnan().any()
     args["kv_len"][1] = args["block_table"].shape[1] * page + 1
     with reads(monkeypatch, *(x for x in args.values() if isinstance(x, torch.Tensor))):
-        out, lse = op._launch(**args)
+        out, lse = op.launch(**args)
     beyond = torch.zeros(len(out), dtype=torch.bool)
     beyond[slice(*args["cu_rows"][1:3].tolist())] = True
     assert out[beyond].isnan().all() and lse[beyond].isnan().all() and torch.equal(out[~beyond], want[~beyond])
@@ -670,19 +666,17 @@ def test_a_length_beyond_the_table(monkeypatch, page):
         op.tree_attention_ref(**args)
 
 
-def test_the_launcher_reads_no_tensor(monkeypatch):
+def test_the_launcher_reads_no_tensor(unlaunched):
     """Fake tensors have no values to read."""
-    launched = []
-    monkeypatch.setattr(Variant, "__call__", lambda self, grid, *_: launched.append((self.kernel.__name__, grid)))
     args, *_ = ragged(0, torch.float32)
     with FakeTensorMode() as mode:
         fake = {n: x if n == "scale" else mode.from_tensor(x) for n, x in args.items()}
-        assert op._launch(**fake)[0].shape == (53, 4, 16)
-        op._launch(**{**fake, "block_table": mode.from_tensor(torch.zeros(3, 60, dtype=torch.int32))})
+        assert op.launch(**fake)[0].shape == (53, 4, 16)
+        op.launch(**{**fake, "block_table": mode.from_tensor(torch.zeros(3, 60, dtype=torch.int32))})
     # 53 rows of 2 heads are 106 pairs: 106 // 16 + 3 slots; 48 columns are one split, 480 are four.
-    assert launched[0] == ("_tree_attention_kernel", (9 * 2,))
+    assert unlaunched[0] == ("_tree_attention_kernel", (9 * 2,))
     apart = ("_tree_attention_merge_kernel", (53, 1))  # 35 pairs a sequence
-    assert launched[1:] == [("_tree_attention_kernel", (9 * 2 * 4,)), apart]
+    assert unlaunched[1:] == [("_tree_attention_kernel", (9 * 2 * 4,)), apart]
 
 
 def launches():
@@ -693,10 +687,10 @@ def launches():
     for T, B, W, width in ((2, 2, 1, 1), (3, 3, 1, 16), (16, 7, 2, 40), (17, 16, 3, 32), (256, 5, 4, 17)):
         q, words = torch.zeros(T, 8, 128, dtype=torch.bfloat16), torch.ones(T, W, dtype=torch.int64)
         some = table[1 : B + 1, 1 : width + 1], lengths[B : 2 * B], lengths[1 : B + 1], lengths[3 : B + 4]
-        op._launch(q, k, v, *some, words, 0.1 * T)
+        op.launch(q, k, v, *some, words, 0.1 * T)
     for T in (1, 2, 16):
         q, words = torch.zeros(T, 8, 128, dtype=torch.bfloat16), torch.ones(T, 1, dtype=torch.int64)
-        op._launch(q, k, v, table[:1], lengths[T : T + 1], lengths[5:6], lengths[7:9], words, 0.1)
+        op.launch(q, k, v, table[:1], lengths[T : T + 1], lengths[5:6], lengths[7:9], words, 0.1)
 
 
 def test_no_length_recompiles():
@@ -730,7 +724,7 @@ def test_the_launcher_needs_one_layout():
     args, *_ = ragged(0, torch.float32)
     assert args["v_cache"].shape == (20, 8, 2, 16)
     with pytest.raises(ValueError, match="one layout with adjacent elements"):
-        op._launch(**{**args, "v_cache": torch.zeros(20, 8, 16, 2).mT})
+        op.launch(**{**args, "v_cache": torch.zeros(20, 8, 16, 2).mT})
 
 
 # On a device, in bfloat16.

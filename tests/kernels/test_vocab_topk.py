@@ -13,7 +13,7 @@ from specker.kernels.linear import row_linear
 from specker.kernels.noise import gumbel
 from specker.kernels.sample import sample_rows
 from specker.kernels.tiles import COMMON
-from specker.kernels.topk import MAX_K, _largest, _launch, _select, vocab_topk, vocab_topk_cost
+from specker.kernels.topk import MAX_K, _largest, _select, launch, vocab_topk, vocab_topk_cost
 from specker.kernels.variant import Variant
 
 module = importlib.import_module("specker.kernels.topk")  # the package's attribute of this name is the function
@@ -87,14 +87,14 @@ def test_float64_against_the_formula(T, E, K, ids):
     ("call", "T", "dtype", "noisy"),
     [
         *itertools.product((vocab_topk,), (130, 256, 257, 300), (torch.float64, torch.float32), (False, True)),
-        (_launch, 130, torch.float32, True),
-        (_launch, 256, torch.float16, False),
+        (launch, 130, torch.float32, True),
+        (launch, 256, torch.float16, False),
     ],
 )
 def test_many_rows_against_the_formula(call, T, dtype, noisy):
     """With integers both rank the same sums, and many tie. Noise differs in its last bits, so ids may swap if their
     logits are equal up to rounding."""
-    K, k = (40, 1) if call is _launch and T == 256 else (70, 5)  # one kernel tile, or two
+    K, k = (40, 1) if call is launch and T == 256 else (70, 5)  # one kernel tile, or two
     hidden, weight = integers(T, 9, K)
     token_ids = trimmed(K, 300)
     noise = (7, torch.arange(T) + 13, 0.6) if noisy else None

@@ -15,8 +15,8 @@ from reads_only import reads
 
 from specker.kernels.noise import pack_draw
 from specker.kernels.quant import quantised
-from specker.kernels.topk import Noise, _launch, vocab_topk, vocab_topk_ref
-from specker.kernels.variant import Variant, tl, triton
+from specker.kernels.topk import Noise, launch, vocab_topk, vocab_topk_ref
+from specker.kernels.variant import tl, triton
 
 op = importlib.import_module("specker.kernels.topk")
 linear = importlib.import_module("specker.kernels.linear")
@@ -57,21 +57,21 @@ def test_kernel(poisoned, dtype, size, noisy):
     for k in sorted({1, min(10, K)}):
         for ids in (None, trimmed(K, 5 * K), trimmed(K, 2 * K, torch.int32)) if k > 1 or K == 1 else (trimmed(K, K),):
             args = hidden, weight, ids, k, None, noise_of(T) if noisy else None, True
-            assert_same(_launch(*args), vocab_topk_ref(*args))
+            assert_same(launch(*args), vocab_topk_ref(*args))
 
 
 @pytest.mark.parametrize("dtype", HALF)
 def test_more_rows_than_a_tile(poisoned, dtype):
     hidden, weight = integers(65, 17, 70, dtype)
     args = hidden, weight, trimmed(70, 300), 3, None, noise_of(65), True
-    assert_same(_launch(*args), vocab_topk_ref(*args))
+    assert_same(launch(*args), vocab_topk_ref(*args))
 
 
 @pytest.mark.parametrize(("K", "k"), [(64, 64), (300, 64), (200, 33), (17, 17)])
 def test_many_candidates(poisoned, K, k):
     hidden, weight = integers(2, 5, K)
     args = hidden, weight, trimmed(K, 2 * K), k, None, None, True
-    assert_same(_launch(*args), vocab_topk_ref(*args))
+    assert_same(launch(*args), vocab_topk_ref(*args))
 
 
 MERGED = [(2, 2), (2, 16), (16, 3), (17, 9), (33, 16), (600, 10), (2050, 4), (300, 20)]
@@ -103,8 +103,8 @@ def test_ids_are_written_into_a_view(k):
     apart = torch.full((5, 3), -(10**15))
     apart[:, 1] = positions
     args = hidden, weight, trimmed(300, 600), k, None
-    want = _launch(*args, (seed, positions, temperature), True)
-    for op_ in (_launch, vocab_topk):
+    want = launch(*args, (seed, positions, temperature), True)
+    for op_ in (launch, vocab_topk):
         window = torch.full((5, 9), -1)
         out = window[:, 2 : 2 + 2 * k : 2]
         got = op_(*args, (seed, apart[:, 1], temperature), True, out=out)
@@ -119,8 +119,8 @@ def test_ids_are_written_into_a_view(k):
 def test_logits_are_written_to_given_memory(k):
     hidden, weight = integers(5, 8, 300)
     args = hidden, weight, trimmed(300, 600), k, None, noise_of(5), False
-    want = _launch(*args)
-    for op_ in (_launch, vocab_topk):
+    want = launch(*args)
+    for op_ in (launch, vocab_topk):
         out = torch.full((5, k), -1), torch.full((5, k), math.nan)
         got = op_(*args, out=out)
         assert got[0] is out[0] and got[1] is out[1] and all(map(torch.equal, got[:1], want[:1]))
@@ -137,30 +137,23 @@ ROWS = [(1, 1, 1, 1), (6, 33, 65, 3), (65, 17, 70, 1), (130, 5, 300, 2)]
 
 
 @pytest.mark.parametrize(("dtype", "size"), cases.one_in(2, HALF, ROWS))
-def test_one_launch_draws_the_tokens_of_verify_rows(poisoned, monkeypatch, dtype, size):
+def test_one_launch_draws_the_tokens_of_verify_rows(poisoned, launched, dtype, size):
     """sample_rows draws the same ones from row_linear's logits, greedily and sampled, with parameters in memory."""
     T, E, K, sequences = size
     hidden, weight = integers(T, E, K, dtype)
     seed, positions, _ = noise_of(T)
     numbers = [(seed, 0.8), (3, 0.0), (4, 1.7)][:sequences]
     draw = torch.stack([pack_draw(*each) for each in numbers])
-    z = linear._launch(hidden, weight, None, "float32")
-    launched, call = [], Variant.__call__
-
-    def logged(self, grid, *arguments):
-        launched.append(self.kernel.__name__)
-        call(self, grid, *arguments)
-
-    monkeypatch.setattr(Variant, "__call__", logged)
+    z = linear.launch(hidden, weight, None, "float32")
     for temperature, noise in (
         (1.0, Noise(0, positions, 1.0, draw)),
         (0.7, Noise(5, positions, 0.7)),
         (0.0, Noise(5, positions, 0.0)),
     ):
-        want = sample._launch_sample(z, temperature, 0, 1.0, noise.seed, positions, noise.draw)
+        want = sample.launch_sample(z, temperature, 0, 1.0, noise.seed, positions, noise.draw)
         del launched[:]
-        ids, logits, _ = _launch(hidden, weight, None, 1, None, noise, False)
-        assert launched == ["_vocab_topk_kernel"] and torch.equal(ids[:, 0], want)
+        ids, logits, _ = launch(hidden, weight, None, 1, None, noise, False)
+        assert [name for name, _ in launched] == ["_vocab_topk_kernel"] and torch.equal(ids[:, 0], want)
         ref = vocab_topk_ref(hidden, weight, None, 1, None, noise, False)
         assert torch.equal(ref[0], ids)
         torch.testing.assert_close(logits, ref[1], rtol=2e-6, atol=4e-6)
@@ -172,7 +165,7 @@ def test_the_last_program_merges_any_number_of_tiles(poisoned):
     weight = torch.full((64 * 1030, 3), 2.0)
     weight[largest, range(3)] = 3.0
     hidden = torch.cat([torch.eye(3), -torch.eye(3), torch.zeros(1, 3)])
-    ids, logits, _ = _launch(hidden, weight, None, 1, None, None, False)
+    ids, logits, _ = launch(hidden, weight, None, 1, None, None, False)
     assert ids.flatten().tolist() == [*largest, 1, 0, 0, 0]
     assert logits.flatten().tolist() == [3.0] * 3 + [-2.0] * 3 + [0.0]
 
@@ -182,7 +175,7 @@ def test_a_row_that_is_not_finite_has_a_logit_that_is_not_and_a_valid_id():
     hidden, weight = integers(3, 8, 100, torch.float32)
     hidden[0], hidden[2, 3] = math.nan, math.inf
     for noise in (None, Noise(0, torch.arange(3), 1.0, pack_draw(3, 0.8))):
-        ids, logits, _ = _launch(hidden, weight, None, 1, None, noise, False)
+        ids, logits, _ = launch(hidden, weight, None, 1, None, noise, False)
         assert not logits[[0, 2]].isfinite().any() and logits[1].isfinite()
         assert ids[0] == 0 and 0 <= ids[2] < 100
 
@@ -198,7 +191,7 @@ def test_candidates_may_lie_anywhere(best_in, k):
         "the last tile": 700 - k + torch.arange(k),
     }
     weight[at[best_in]] = torch.arange(k).float()
-    ids, logits, _ = _launch(torch.ones(1, 1), weight[:, None], None, k, None, None, True)
+    ids, logits, _ = launch(torch.ones(1, 1), weight[:, None], None, k, None, None, True)
     assert torch.equal(ids[0], at[best_in].flip(0)) and logits[0].tolist() == list(range(k - 1, -1, -1))
 
 
@@ -209,7 +202,7 @@ def test_ties_go_to_the_lower_mapped_id(k):
     hidden[1] = -0.0
     weight[::2] = -weight[::2].abs()  # zeros of both signs
     for ids in (torch.arange(300).flip(0), trimmed(300, 5000), trimmed(300, 300) + (1 << 31)):
-        got = _launch(hidden, weight, ids, k, None, None, True)
+        got = launch(hidden, weight, ids, k, None, None, True)
         assert_same(got, vocab_topk_ref(hidden, weight, ids, k, None, None, True))
         assert got[0][0].tolist() == got[0][1].tolist() == ids.sort().values[:k].tolist()
         assert not got[1][:2].signbit().any()
@@ -220,12 +213,12 @@ def test_infinities_are_ranked():
     inf = math.inf
     weight = torch.tensor([-inf, 2.0, -inf, 5.0] + [-inf] * 90 + [1.0])[:, None]
     for k in (1, 5):
-        got = _launch(torch.ones(1, 1), weight, None, k, None, None, True)
+        got = launch(torch.ones(1, 1), weight, None, k, None, None, True)
         assert_same(got, vocab_topk_ref(torch.ones(1, 1), weight, None, k, None, None, True))
-    ids, logits, lse = _launch(torch.ones(1, 1), torch.full((70, 1), -inf), None, 2, None, None, True)
+    ids, logits, lse = launch(torch.ones(1, 1), torch.full((70, 1), -inf), None, 2, None, None, True)
     assert ids.tolist() == [[0, 1]] and logits.tolist() == [[-inf, -inf]] and lse.tolist() == [-inf]
     weight[80] = inf
-    ids, logits, lse = _launch(torch.ones(1, 1), weight, None, 2, None, None, True)
+    ids, logits, lse = launch(torch.ones(1, 1), weight, None, 2, None, None, True)
     assert ids.tolist() == [[80, 3]] and logits.tolist() == [[inf, 5.0]] and lse.tolist() == [inf]
 
 
@@ -236,7 +229,7 @@ def test_the_norm_equals_the_references(dtype):
     hidden = (300 * torch.randn(3, 64, generator=g)).to(dtype)
     norm = torch.rand(64, generator=g).to(dtype) + 0.5, EPS
     args = hidden, torch.eye(64, dtype=dtype), None, 10, norm, None, True
-    (ids, logits, lse), want = _launch(*args), vocab_topk_ref(*args)
+    (ids, logits, lse), want = launch(*args), vocab_topk_ref(*args)
     wide = hidden.double()
     normed = (wide / (wide.square().mean(-1, keepdim=True) + EPS).sqrt() * norm[0].double()).float()
     assert torch.equal(logits, logits.to(dtype).float())
@@ -249,7 +242,7 @@ def test_the_norm_equals_the_references(dtype):
 def test_logits_are_not_rounded_to_the_dtype():
     hidden = torch.ones(1, 2, dtype=torch.float16)
     weight = torch.tensor([[1.0, 2.0**-14], [1.0, 2.0**-13]], dtype=torch.float16)  # equal in float16
-    ids, logits, _ = _launch(hidden, weight, None, 2, None, None, True)
+    ids, logits, _ = launch(hidden, weight, None, 2, None, None, True)
     assert ids.tolist() == [[1, 0]] and logits.tolist() == [[1 + 2.0**-13, 1 + 2.0**-14]]
 
 
@@ -260,11 +253,11 @@ def test_a_row_is_the_same_alone_and_among_others(dtype, noisy):
     hidden, weight = (torch.randn(rows, 40, generator=g).to(dtype) for rows in (n, 70))
     ids, norm = trimmed(70, 400), (torch.ones(40, dtype=dtype), EPS)
     seed, positions, temperature = noise_of(n)
-    whole = _launch(hidden, weight, ids, 3, norm, (seed, positions, temperature) if noisy else None, True)
+    whole = launch(hidden, weight, ids, 3, norm, (seed, positions, temperature) if noisy else None, True)
     for T, first in ((1, 0), (1, n - 1), (2, n // 2), (7, 0), (7, n - 7), (n - 1, 1), (n, 0)):
         rows = slice(first, first + T)
         noise = (seed, positions[rows], temperature) if noisy else None
-        got = _launch(hidden[rows], weight, ids, 3, norm, noise, True)
+        got = launch(hidden[rows], weight, ids, 3, norm, noise, True)
         assert all(torch.equal(a, b[rows]) for a, b in zip(got, whole, strict=True)), (T, first)
 
 
@@ -275,10 +268,10 @@ def test_a_row_of_a_large_round_is_the_same_alone(T):
     hidden, weight = (torch.randn(n, 40, generator=g).half() for n in (T, 70))
     norm = torch.ones(40).half(), EPS
     positions = torch.arange(3 * T).view(T, 3)[:, 1]
-    whole = _launch(hidden, weight, None, 3, norm, (5, positions, 0.8), True)
+    whole = launch(hidden, weight, None, 3, norm, (5, positions, 0.8), True)
     for row in (0, 64, 257, T - 1):
         rows = slice(row, row + 1)
-        alone = _launch(hidden[rows], weight, None, 3, norm, (5, positions[rows], 0.8), True)
+        alone = launch(hidden[rows], weight, None, 3, norm, (5, positions[rows], 0.8), True)
         assert all(torch.equal(a, b[rows]) for a, b in zip(alone, whole, strict=True)), row
 
 
@@ -288,15 +281,15 @@ def test_without_lse_and_without_temperature_the_rest_is_the_same(k):
     hidden, weight = hidden.abs() + 1, -weight.abs() - 1  # below the value used for rows beyond K
     token_ids = trimmed(100, 500) + 1
     want = vocab_topk_ref(hidden, weight, token_ids, k, None, None, True)
-    assert_same(_launch(hidden, weight, token_ids, k, None, None, True), want)
+    assert_same(launch(hidden, weight, token_ids, k, None, None, True), want)
     for noise in (None, noise_of(3, 0.0)):
-        ids, logits, lse = _launch(hidden, weight, token_ids, k, None, noise, False)
+        ids, logits, lse = launch(hidden, weight, token_ids, k, None, noise, False)
         assert torch.equal(ids, want[0]) and torch.equal(logits, want[1]) and lse.shape == (0,)
 
 
 def test_no_rows():
     hidden, weight = integers(0, 8, 100)
-    ids, logits, lse = _launch(hidden, weight, None, 4, (torch.ones(8), EPS), noise_of(0), True)
+    ids, logits, lse = launch(hidden, weight, None, 4, (torch.ones(8), EPS), noise_of(0), True)
     assert ids.shape == logits.shape == (0, 4) and lse.shape == (0,)
 
 
@@ -304,11 +297,11 @@ def test_reads_only_its_tensors_and_takes_views(monkeypatch):
     hidden, weight = integers(5, 33, 70)
     ids, norm, noise = trimmed(70, 200), (torch.ones(33, dtype=torch.float16), EPS), noise_of(5)
     with reads(monkeypatch, hidden, weight, ids, norm[0], noise[1]):
-        want = _launch(hidden, weight, ids, 10, norm, noise, True)
+        want = launch(hidden, weight, ids, 10, norm, noise, True)
     pairs = [torch.stack((x, x), dim=1)[:, 0] for x in (ids, noise[1])]
     wide = torch.cat((hidden, hidden * math.nan), dim=1)[:, :33]
     assert not any(x.is_contiguous() for x in (*pairs, wide))
-    got = _launch(wide, weight.T.contiguous().T, pairs[0], 10, norm, (noise[0], pairs[1], noise[2]), True)
+    got = launch(wide, weight.T.contiguous().T, pairs[0], 10, norm, (noise[0], pairs[1], noise[2]), True)
     assert all(map(torch.equal, got, want))
 
 
@@ -357,21 +350,21 @@ def test_draw_parameters_in_memory(k):
     want = vocab_topk(hidden, weight, None, k, None, (seed, positions, temperature))
     held = Noise(1, positions, 9.0, pack_draw(seed, temperature))
     assert_same(vocab_topk(hidden, weight, None, k, None, held), want)
-    assert_same(_launch(hidden, weight, None, k, None, held, True), want)
+    assert_same(launch(hidden, weight, None, k, None, held, True), want)
     torch.library.opcheck(
         torch.ops.specker.vocab_topk,
         (hidden, weight, None, k, None, 0.0, 1, positions, 9.0, pack_draw(seed, temperature), True),
     )
     with pytest.raises(ValueError, match="draw must be"):
         vocab_topk(hidden, weight, None, k, None, Noise(1, positions, 9.0, torch.zeros(3)))
-    for op in (vocab_topk, lambda *args: _launch(*args, True)):
+    for op in (vocab_topk, lambda *args: launch(*args, True)):
         with pytest.raises(ValueError, match="3 rows cannot be shared evenly by the 2 sets"):
             op(hidden, weight, None, k, None, Noise(1, positions, 9.0, pack_draw(1, 0.5).repeat(2, 1)))
 
 
 @pytest.mark.parametrize("k", [1, 4])
 @pytest.mark.parametrize("rows", [1, 7])
-@pytest.mark.parametrize("op", [vocab_topk, _launch])
+@pytest.mark.parametrize("op", [vocab_topk, launch])
 def test_sequences_with_their_own_parameters_share_a_launch(poisoned, op, rows, k):
     """Each sequence, greedy or sampled, has the bits of a call with its parameters alone; 21 rows make two tiles."""
     numbers = [(7, 0.9), (1, 0.0), ((1 << 64) - 5, 1.7)]
@@ -416,25 +409,23 @@ def launches():
     weight, ids, positions = torch.zeros(300, 64).bfloat16(), torch.arange(301), torch.arange(300)
     for T, seed in ((1, 0), (2, 1), (16, 16), (17, 1 << 33), (64, 1 << 63), (65, (1 << 64) - 1)):
         noise = seed, positions[T : 2 * T], 1.0 if T == 1 else 0.7
-        _launch(torch.zeros(T, 64).bfloat16(), weight, ids[T % 2 :][:300], 10, None, noise, True)
+        launch(torch.zeros(T, 64).bfloat16(), weight, ids[T % 2 :][:300], 10, None, noise, True)
 
 
 def test_nothing_but_the_head_recompiles():
     assert compilations(__file__) == {"_vocab_topk_kernel": 1, "_vocab_topk_merge_kernel": 1}
 
 
-def test_the_launcher_reads_no_tensor(monkeypatch):
+def test_the_launcher_reads_no_tensor(unlaunched):
     """Fake tensors have no values to read."""
     from torch._subclasses.fake_tensor import FakeTensorMode
 
-    launched = []
-    monkeypatch.setattr(Variant, "__call__", lambda self, grid, *_: launched.append((self.kernel.__name__, grid)))
     with FakeTensorMode():
         hidden, weight = (torch.empty(n, 4096, dtype=torch.bfloat16) for n in (65, 32768))
         noise = 0, torch.empty(65, dtype=torch.int64), 0.7
-        ids, logits, lse = _launch(hidden, weight, None, 10, (hidden[0], EPS), noise, True)
+        ids, logits, lse = launch(hidden, weight, None, 10, (hidden[0], EPS), noise, True)
     assert ids.shape == logits.shape == (65, 10) and lse.shape == (65,)
-    assert launched[1:] == [("_vocab_topk_kernel", (2, 256)), ("_vocab_topk_merge_kernel", (65,))]
+    assert unlaunched[1:] == [("_vocab_topk_kernel", (2, 256)), ("_vocab_topk_merge_kernel", (65,))]
 
 
 def test_refuses():
@@ -461,11 +452,11 @@ def test_bfloat16_ids_equal_the_references(K, E, k):
         noise = noise[0], noise[1].cuda(), noise[2]
         args = hidden, weight, ids, k, None
         exact = vocab_topk_ref(hidden.double(), weight.double(), ids, k, None, None, True)
-        got = _launch(*args, None, True)
+        got = launch(*args, None, True)
         assert torch.equal(got[0], exact[0]) and torch.equal(got[1].double(), exact[1])
         torch.testing.assert_close(got[2].double(), exact[2], rtol=1e-5, atol=1e-5)
         exact = vocab_topk_ref(hidden.double(), weight.double(), ids, k, None, noise, True)
-        ids_got, logits, _ = _launch(*args, noise, True)
+        ids_got, logits, _ = launch(*args, noise, True)
         torch.testing.assert_close(logits.double(), exact[1], rtol=1e-5, atol=2e-5)
         assert ((ids_got == exact[0]) | ((logits - exact[1]).abs() <= 2e-5)).all()
 

@@ -268,9 +268,8 @@ def test_a_gpu_takes_no_short_window(tmp_path):
         check_sliding_windows(replace(config, layer=LayerSpec(sliding_windows=(0, 127))), torch.device("cuda"))
 
 
-def test_only_gemmas_embedding_has_a_rounded_scale(tmp_path, monkeypatch):
+def test_only_gemmas_embedding_has_a_rounded_scale(tmp_path, gpu_dtypes):
     """It was trained in bfloat16 with it; Granite's model multiplies by the number itself."""
-    monkeypatch.setattr("specker.checkpoints.buffers.activations", lambda dtype, device: dtype)  # as on a GPU
     for name, options, scale in (
         ("gemma3", GEMMA3 | {"hidden": 60}, torch.tensor(60**0.5, dtype=torch.bfloat16).item()),
         ("granite", GRANITE, 6 / 0.22),
@@ -308,10 +307,9 @@ ON_GPU["mixtral"] = (  # the router's partials are added by expert_route, the do
 ON_GPU["gpt-oss"] = ({**GPT_OSS, "sliding_window": 256}, *ON_GPU["mixtral"][1:])
 
 
-def launched(tmp_path, monkeypatch, **options):
+def launched(tmp_path, **options):
     """The kernels of a pass of three rows through all layers, as on a GPU."""
     folder = make(tmp_path, max_context=512, **options)
-    monkeypatch.setattr("specker.checkpoints.buffers.activations", lambda dtype, device: dtype)
     model = Model(read(folder, dtype=torch.bfloat16, device="cpu", random=0, pack=False))
     with recording() as log, torch.inference_mode():
         cache = KVCache(model.config, 512, dtype=torch.bfloat16, device="cpu")
@@ -322,10 +320,10 @@ def launched(tmp_path, monkeypatch, **options):
 
 
 @pytest.mark.parametrize("kind", ON_GPU)
-def test_the_kernels_of_a_layer_on_a_gpu(tmp_path, monkeypatch, kind):
+def test_the_kernels_of_a_layer_on_a_gpu(tmp_path, gpu_dtypes, kind):
     """Norms of outputs are launches of their own, and only layers with a window have its kernel."""
     options, layer, end = ON_GPU[kind]
-    names = launched(tmp_path, monkeypatch, layers=3, **options)
+    names = launched(tmp_path, layers=3, **options)
     assert [name.partition(":")[0] for name in names] == 3 * layer + end
     reaches = [name.partition(" reach ")[2] for name in names if name.startswith(ATTEND)]
     assert [reach.partition(" ")[0] for reach in reaches] == (
@@ -335,18 +333,17 @@ def test_the_kernels_of_a_layer_on_a_gpu(tmp_path, monkeypatch, kind):
 
 
 @pytest.mark.parametrize("kind", [LFM2, QWEN3_5])
-def test_a_recurrent_layer_mixes_in_five_launches_on_a_gpu(tmp_path, monkeypatch, kind):
+def test_a_recurrent_layer_mixes_in_five_launches_on_a_gpu(tmp_path, gpu_dtypes, kind):
     """One product computes q, k, v and all gates of a gated delta net."""
-    names = [name.partition(":")[0] for name in launched(tmp_path, monkeypatch, **kind)]
+    names = [name.partition(":")[0] for name in launched(tmp_path, **kind)]
     delta = ["_delta_rows_kernel"] * (kind is QWEN3_5)
     assert names[: 7 + len(delta)] == [NORM, LINEAR, "_conv_rows_kernel", *delta, LINEAR, NORM, LINEAR, LINEAR]
 
 
 @pytest.mark.parametrize("quantize", ["int4", "int8"])
-def test_a_chunk_of_a_quantised_prompt_takes_few_launches_on_a_gpu(tmp_path, monkeypatch, quantize):
+def test_a_chunk_of_a_quantised_prompt_takes_few_launches_on_a_gpu(tmp_path, gpu_dtypes, quantize):
     """Its matrices stay in the kernels: restored in memory for cuBLAS, each would take some ten launches."""
     folder = make(tmp_path, "llama", layers=3, max_context=1024, hidden=128, heads=8)
-    monkeypatch.setattr("specker.checkpoints.buffers.activations", lambda dtype, device: dtype)  # as on a GPU
     model = Model(read(folder, dtype=torch.bfloat16, device="cpu", random=0, quantize=quantize, pack=False))
     with recording() as log, torch.inference_mode():
         cache = KVCache(model.config, 1024, dtype=torch.bfloat16, device="cpu")

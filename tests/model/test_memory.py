@@ -106,7 +106,7 @@ def test_the_cost_equals_the_allocation(pair):
     assert counted - 2 * LOOKAHEAD * (2 * 16 * 4 + 8) + 2 * 4 == found
 
 
-def test_kv_is_counted_in_the_dtype_of_each_model(pair, tmp_path, monkeypatch):
+def test_kv_is_counted_in_the_dtype_of_each_model(pair, tmp_path, free_memory):
     """By default float16 where the compiled layers run the model: here one of target and draft."""
     usual = torch.float16 if cpu.available() and cpu.converts_halves() else torch.float32
     compiled = make(tmp_path / "m", layers=3, head_dim=32, max_context=512)
@@ -119,12 +119,10 @@ def test_kv_is_counted_in_the_dtype_of_each_model(pair, tmp_path, monkeypatch):
         each = zip(models, kinds, strict=True)
         costs = [Cost.of(model.config, torch.float32, kv_dtype=kind) for model, kind in each]
         spare = memory.reserve([model.config for model in models], torch.float32, torch.device("cpu"))
-        with monkeypatch.context() as patched:
-            patched.setattr(memory, "check_weights", lambda *_: None)
-            for short in (0, 1):
-                room = needed(costs, 512, 16, LOOKAHEAD) + spare - short
-                patched.setattr(memory, "free", lambda device, room=room: room)
-                assert ("context" in specker.load(target, draft, device="cpu", page_size=16).remarks) == bool(short)
+        for short in (0, 1):
+            free_memory(needed(costs, 512, 16, LOOKAHEAD) + spare - short)
+            assert ("context" in specker.load(target, draft, device="cpu", page_size=16).remarks) == bool(short)
+        free_memory(1 << 40)
 
 
 def test_every_rope_table_is_counted(tmp_path):
@@ -151,7 +149,7 @@ def test_a_gpu_reserves_what_attention_writes(tmp_path, monkeypatch):
             columns = -(-(context + LOOKAHEAD) // 16)
             cache, ints = torch.empty(columns, 16, 2, 16, dtype=torch.bfloat16), torch.zeros(2, dtype=torch.int32)
             q, words = torch.empty(61, 4, 16, dtype=torch.bfloat16), torch.zeros(61, 1, dtype=torch.int64)
-            attention._launch(q, cache, cache, ints[:1, None].expand(1, columns), *[ints[:1]] * 2, ints, words, 1.0)
+            attention.launch(q, cache, cache, ints[:1, None].expand(1, columns), *[ints[:1]] * 2, ints, words, 1.0)
         arguments = next(arguments for name, _, arguments in log if name.startswith("_tree_attention_kernel"))
         scratch = sum(4 * math.prod(shape) for _, shape, *_ in arguments[8:10])
         assert cost.largest_pass(context, 16, LOOKAHEAD) == max(scratch, cost.passing * context)
@@ -166,9 +164,8 @@ def test_free(monkeypatch, tmp_path):
     (tmp_path / "meminfo").write_text("MemTotal: 99 kB\nMemFree: 3 kB\nMemAvailable:   12 kB\n")
     monkeypatch.setattr(memory, "MEMINFO", tmp_path / "meminfo")
     assert memory.free(torch.device("cpu")) == 12 * 1024
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (1000, 5000))
-    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 300)
-    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 100)
+    for name, said in {"mem_get_info": (1000, 5000), "memory_reserved": 300, "memory_allocated": 100}.items():
+        monkeypatch.setattr(torch.cuda, name, lambda device, said=said: said)
     assert memory.free(torch.device("cuda")) == 1200
 
 
@@ -193,17 +190,16 @@ def test_the_reserve_counts_the_rows_of_every_sequence(pair, how):
 # --- an engine with made-up memory
 
 
-def room_for(pair, context, monkeypatch):
+def room_for(pair, context, free_memory):
     """Set the free memory so that this context fits and the next does not; weights are not counted."""
     configs = [checkpoint.read_config(pair[0]), checkpoint.read_config(pair[1], max_context=512)]
     costs = [Cost.of(c, torch.float32) for c in configs]
     spare = memory.reserve(configs, torch.float32, torch.device("cpu"))
-    monkeypatch.setattr(memory, "free", lambda device: needed(costs, context, 16, LOOKAHEAD) + spare)
-    monkeypatch.setattr(memory, "check_weights", lambda *_: None)
+    free_memory(needed(costs, context, 16, LOOKAHEAD) + spare)
 
 
-def test_a_lowered_context_is_reported(pair, monkeypatch):
-    room_for(pair, 100, monkeypatch)
+def test_a_lowered_context_is_reported(pair, free_memory):
+    room_for(pair, 100, free_memory)
     engine = specker.load(*pair, device="cpu", page_size=16)
     most = engine.max_context
     assert 100 <= most < 116 and engine.cache.capacity == engine.drafter.cache.capacity < 512
@@ -215,11 +211,11 @@ def test_a_lowered_context_is_reported(pair, monkeypatch):
     assert specker.load(*pair, device="cpu", page_size=16, max_context=most).remarks.keys() == {"cpu"}
 
 
-def test_a_large_batch_leaves_less_for_its_context(pair, monkeypatch):
+def test_a_large_batch_leaves_less_for_its_context(pair, free_memory):
     """64 chains of 4 are 320 rows; with the reserve of 256 the longest context would be longer."""
     contexts = []
     for size in (32, 64):
-        room_for(pair, 100, monkeypatch)
+        room_for(pair, 100, free_memory)
         how = {"strategy": "draft", "batch_size": size, "draft_tokens": 4, "policy": "fixed"}
         contexts.append(specker.load(*pair, device="cpu", page_size=16, **how).max_context)
     assert 100 <= contexts[0] < 116 and contexts[1] < 100
@@ -233,21 +229,20 @@ def test_a_draft_has_no_more_positions_than_its_target(pair):
     assert len(long.tokens) == 62 and long.tokens == engine.generate_ar(prompt, 600).tokens
 
 
-def test_del_has_one_cache(pair, monkeypatch):
+def test_del_has_one_cache(pair, free_memory):
     configs = [checkpoint.read_config(pair[0])]
     spare = memory.reserve(configs, torch.float32, torch.device("cpu"))
     need = needed([Cost.of(configs[0], torch.float32)], 512, 16, LOOKAHEAD)
-    monkeypatch.setattr(memory, "check_weights", lambda *_: None)
     for short in (0, 1):
-        monkeypatch.setattr(memory, "free", lambda device, short=short: need + spare - short)
+        free_memory(need + spare - short)
         for how in ({"strategy": "del"}, {"strategy": "del+vocabtrim"}):
             engine = specker.load(pair[0], device="cpu", page_size=16, **how)
             assert (engine.max_context == 512) == (short == 0)
 
 
-def test_weights_are_refused_before_they_are_read(pair, monkeypatch):
-    monkeypatch.setattr(memory, "free", lambda device: 100_000)
-    monkeypatch.setattr(checkpoint, "_read_weights", lambda *_: pytest.fail("read"))
+def test_weights_are_refused_before_they_are_read(pair, free_memory, monkeypatch):
+    free_memory(100_000, weights=True)
+    monkeypatch.setattr("safetensors.safe_open", lambda *_, **__: pytest.fail("a file of weights was opened"))
     with pytest.raises(ValueError, match=r"target needs 0\.00 GiB for its weights in float64.*are free on the cpu"):
         specker.load(*pair, device="cpu", dtype="float64")
 

@@ -301,9 +301,8 @@ def test_a_later_chunk_sees_the_same_on_a_gpu(monkeypatch, tmp_path):
     assert all((a - b).abs().max() < 1e-12 for a, b in zip(got, want, strict=True))
 
 
-def test_a_chunk_on_a_gpu_is_flash_attention(monkeypatch, tmp_path):
+def test_a_chunk_on_a_gpu_is_flash_attention(gpu_dtypes, tmp_path):
     """By name, in first and later chunks and in layers with a window; nothing that plans a length or writes scores."""
-    monkeypatch.setattr("specker.checkpoints.buffers.activations", lambda dtype, device: dtype)  # as on a GPU
     folder = make(tmp_path / "m", layers=3, max_context=1024, **{**GEMMA3, "sliding_window": 256})
     model = Model(read(folder, dtype=torch.bfloat16, device="cpu", random=0))
     with recording() as log, torch.inference_mode():

@@ -317,21 +317,20 @@ def test_long_contexts_of_gemma_3_cost_a_fifth(pairs, monkeypatch):
     assert memory.largest([costs[1]], free, 256, LOOKAHEAD) > 65_000
 
 
-def test_a_longer_context_is_admitted(pairs, monkeypatch):
+def test_a_longer_context_is_admitted(pairs, free_memory):
     folder = pairs["gemma3"][0]
     config = read(folder, dtype=torch.float32, device="cpu").config
     spare = memory.reserve([config], torch.float32, torch.device("cpu"))
     plain, ringed = (Cost.of(config, torch.float32, count) for count in (0, 1))
     room = needed([ringed], 340, PAGE, LOOKAHEAD)
     assert memory.largest([plain], room, PAGE, LOOKAHEAD) < 340
-    monkeypatch.setattr(memory, "free", lambda device: room + spare)
-    monkeypatch.setattr(memory, "check_weights", lambda *_: None)
+    free_memory(room + spare)
     engine = specker.load(folder, strategy="ar", device="cpu", dtype="float32", page_size=PAGE)
     assert engine.max_context == 340 and engine.remarks.keys() <= {"cpu"}
 
 
 @pytest.mark.parametrize("kind", ["gemma3", "llama"])
-def test_a_pool_has_the_positions_that_fit(pairs, tmp_path, kind, monkeypatch):
+def test_a_pool_has_the_positions_that_fit(pairs, tmp_path, kind, free_memory):
     folder = pairs["gemma3"][0] if kind == "gemma3" else make(tmp_path, max_context=340)
     engine = specker.load(folder, strategy="ar", device="cpu", dtype="float32", page_size=PAGE, batch_size=4)
     known = cache_memory(engine.target, None, engine.options, None)
@@ -339,8 +338,7 @@ def test_a_pool_has_the_positions_that_fit(pairs, tmp_path, kind, monkeypatch):
     passing, first = cost.passing * 340, -(-(340 + LOOKAHEAD) // PAGE)
     for pages in (first, first + 9, 4 * first - 1, 4 * first):
         for short in (0, 1):
-            free = cost.kv(pages, PAGE) + passing + spare - short
-            monkeypatch.setattr(memory, "free", lambda device, free=free: free)
+            free_memory(cost.kv(pages, PAGE) + passing + spare - short)
             most, note = known.pool(4, None)
             if pages - short >= 4 * first:
                 assert most is None and note is None

@@ -97,7 +97,7 @@ def _residual_merge(arch: int, dtype: torch.dtype) -> Comparisons:
         x, deltas, norms = (randn(*shape, seed=E, dtype=dtype) for shape in ((5, E), (1, 5, E), (1, E)))
 
         def call(rows: slice, x: Tensor = x, deltas: Tensor = deltas, norms: Tensor = norms) -> Any:
-            y, normed = _run(arch, lambda: ops.residual._launch(x[rows], deltas[:, rows], norms, 1e-5))
+            y, normed = _run(arch, lambda: ops.residual.launch(x[rows], deltas[:, rows], norms, 1e-5))
             return y, normed[0]
 
         yield f"E{E}", _parts(call, call(slice(0, 5)), (3, 4), (1, 5))
@@ -113,7 +113,7 @@ def _row_linear(arch: int, dtype: torch.dtype) -> Comparisons:
         b = randn(O, seed=2, dtype=dtype) if bias else None
 
         def call(rows: slice, x: Tensor = x, rest: Any = (w, b, epilogue), **options: Any) -> Any:
-            return (_run(arch, lambda: ops.linear._launch(x[rows], *rest), **options),)
+            return (_run(arch, lambda: ops.linear.launch(x[rows], *rest), **options),)
 
         many = call(slice(0, 70))
         same = _parts(call, many, *((r, r + 1) for r in at), (5, 14))
@@ -132,7 +132,7 @@ def _quantised_linear(arch: int, dtype: torch.dtype) -> Comparisons:
         x, w = randn(70, E, dtype=dtype), ops.quantised_weight(kind, group, kind == "int4", O, E)
 
         def call(rows: slice, x: Tensor = x, w: Any = w, **options: Any) -> Any:
-            return (_run(arch, lambda: ops.linear._launch(x[rows], w, None, "silu_mul"), **options),)
+            return (_run(arch, lambda: ops.linear.launch(x[rows], w, None, "silu_mul"), **options),)
 
         many = call(slice(0, 70))
         same = _parts(call, many, (0, 1), (65, 66), (5, 14), (0, 16), (0, 17), (0, 64))
@@ -144,7 +144,7 @@ def _tree_attention(arch: int, dtype: torch.dtype) -> Comparisons:
     tests = ops.ragged()
 
     def launch(**args: Any) -> Any:
-        return _run(arch, lambda: ops.attention._launch(**args))
+        return _run(arch, lambda: ops.attention.launch(**args))
 
     eight = {"kind": torch.float8_e4m3fn, "sinks": True, "cap": 4.0}
     for D, prefix, nodes, page, more in (
@@ -170,7 +170,7 @@ def _tree_attention(arch: int, dtype: torch.dtype) -> Comparisons:
     yield (
         "six splits",
         {
-            f"CTAs {name}": _equal(_run(arch, lambda: ops.attention._launch(**args), **how), want)
+            f"CTAs {name}": _equal(_run(arch, lambda: ops.attention.launch(**args), **how), want)
             for name, how in orders.items()
         },
     )
@@ -195,7 +195,7 @@ def _vocab_topk(arch: int, dtype: torch.dtype) -> Comparisons:
 
         def call(rows: slice, h: Tensor = h, w: Any = w, k: int = k, positions: Tensor = positions) -> Any:
             noisy = ops.topk.Noise(9, positions[rows], 0.9)
-            return _run(arch, lambda: ops.topk._launch(h[rows], w, None, k, None, noisy, True))
+            return _run(arch, lambda: ops.topk.launch(h[rows], w, None, k, None, noisy, True))
 
         yield f"E{E} K{K} k{k} {kind}".strip(), _parts(call, call(slice(0, 70)), (0, 1), (69, 70), (60, 67), (0, 17))
 
@@ -207,7 +207,7 @@ def _cluster_topk(arch: int, dtype: torch.dtype) -> Comparisons:
 
         def call(rows: slice, given: tuple = (w, centres, ids, 5, k), h: Tensor = h, at: Tensor = positions) -> Any:
             noisy = ops.topk.Noise(9, at[rows], 0.9)
-            return _run(arch, lambda: ops.clusters._launch(h[rows], *given, None, noisy, True))
+            return _run(arch, lambda: ops.clusters.launch(h[rows], *given, None, noisy, True))
 
         yield f"E{E} 5 of {C}x{R} k{k}", _parts(call, call(slice(0, 66)), (0, 1), (65, 66), (60, 63))
 
@@ -217,7 +217,7 @@ def _sample_rows(arch: int, dtype: torch.dtype) -> Comparisons:
     for how in ((0.0, 0, 1.0), (0.8, 0, 1.0), (0.8, 40, 0.9)):
 
         def call(rows: slice, how: tuple = how, **options: Any) -> Any:
-            return (_run(arch, lambda: ops.sample._launch_sample(z[rows], *how, 5, positions[rows]), **options),)
+            return (_run(arch, lambda: ops.sample.launch_sample(z[rows], *how, 5, positions[rows]), **options),)
 
         many = call(slice(0, 6))
         same = _parts(call, many, (0, 1), (5, 6), (2, 4))
@@ -232,7 +232,7 @@ def _kv_calibrate(arch: int, dtype: torch.dtype) -> Comparisons:
 
     def call(rows: slice) -> Any:
         caches = [torch.zeros(2, 16, 2, 64, dtype=dtype) for _ in "kv"]
-        q = _run(arch, lambda: ops.kv._launch(qkv[rows], at[rows], at[rows], table, *caches, norm, norm, 1e-6))
+        q = _run(arch, lambda: ops.kv.launch(qkv[rows], at[rows], at[rows], table, *caches, norm, norm, 1e-6))
         return q, *(c.view(32, 2, 64)[at[rows]] for c in caches)
 
     yield "8/2 D64", _parts(call, call(slice(0, 9)), (0, 1), (8, 9), (3, 6))
@@ -247,7 +247,7 @@ def _kv_project(arch: int, dtype: torch.dtype) -> Comparisons:
         def call(rows: slice, w: Any = w, **options: Any) -> Any:
             caches = [torch.zeros(16, 16, 1, 64, dtype=dtype) for _ in "kv"]
             rest = at[rows], at[rows], table, *caches, norm, norm, 1e-6
-            q = _run(arch, lambda: ops.project._launch(x[rows], w, None, *rest), **options)
+            q = _run(arch, lambda: ops.project.launch(x[rows], w, None, *rest), **options)
             return q, *(c.view(256, 1, 64)[at[rows]] for c in caches)
 
         many = call(slice(0, 70))
@@ -272,7 +272,7 @@ def _expert_linear(arch: int, dtype: torch.dtype) -> Comparisons:
             starts = torch.searchsorted(flat[order], torch.arange(X + 1))
             own = how, scores[rows] if how == "split" else None, bias
             args = x[rows], w, chosen[rows], order.int(), starts.int(), *own
-            y = _run(arch, lambda: ops.experts._launch(*args), **options)
+            y = _run(arch, lambda: ops.experts.launch(*args), **options)
             return (y.transpose(0, 1) if how == "split" else y,)
 
         many = call(slice(0, T))
@@ -320,7 +320,7 @@ def _conv_rows(arch: int, dtype: torch.dtype) -> Comparisons:
         def text(op: Any, how: tuple = (K, activation, not gated, gated)) -> Text:
             return Signal(op, *how, dtype, C=70)
 
-        same = _paths(arch, text, ops.conv.conv_rows_ref, ops.conv._launch, length, n)
+        same = _paths(arch, text, ops.conv.conv_rows_ref, ops.conv.launch, length, n)
         yield f"K{K} {activation}{' gates' * gated}", same
 
 
@@ -331,4 +331,4 @@ def _delta_rows(arch: int, dtype: torch.dtype) -> Comparisons:
         def text(op: Any, given: Any = given, gate: Any = gate) -> Text:
             return World(op, given, gate=gate)
 
-        yield f"D{D}", _paths(arch, text, ops.delta.delta_rows_ref, ops.delta._launch, length, n)
+        yield f"D{D}", _paths(arch, text, ops.delta.delta_rows_ref, ops.delta.launch, length, n)

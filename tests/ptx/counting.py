@@ -55,7 +55,7 @@ def _row_linear(dtype: torch.dtype) -> Iterator[Counted]:
         args = randn(T, E, dtype=dtype), torch.zeros(O, E, dtype=dtype), None, epilogue
         yield (
             f"T{T} {E}->{O} {epilogue}",
-            lambda args=args: ops.linear._launch(*args),
+            lambda args=args: ops.linear.launch(*args),
             ops.linear.row_linear_cost(*args)[0],
         )
 
@@ -73,7 +73,7 @@ def _expert_linear(dtype: torch.dtype) -> Iterator[Counted]:
         x, w = randn(T, E, dtype=dtype), torch.zeros(X, O, E, dtype=dtype)
         args = x, w, chosen, *places, epilogue, own
         label = f"T{T} X{X} k{k} {E}->{O} {epilogue}, {len(chosen.unique())} experts"
-        yield label, lambda args=args: ops.experts._launch(*args), ops.experts.expert_linear_cost(*args)[0]
+        yield label, lambda args=args: ops.experts.launch(*args), ops.experts.expert_linear_cost(*args)[0]
 
 
 def _tree_attention(dtype: torch.dtype) -> Iterator[Counted]:
@@ -81,14 +81,14 @@ def _tree_attention(dtype: torch.dtype) -> Iterator[Counted]:
         how = {"Hq": 32, "Hkv": 8, "D": 128, "page": page, "lengths": ((S - T, T - 1),), "relation": "chain"}
         args, *_ = ops.ragged().ragged(1, dtype, **how)
         least = ops.attention.tree_attention_cost(args["q"], args["k_cache"], [S], [T])[0]
-        yield f"T{T} S{S} 32/8 D128 page {page}", lambda args=args: ops.attention._launch(**args), least
+        yield f"T{T} S{S} 32/8 D128 page {page}", lambda args=args: ops.attention.launch(**args), least
         if (T, page) == (9, 256):
             for kind, to in narrow.NARROW.items():
                 codes = [args[name].clamp(-3, 3).mul(20).to(kind) for name in ("k_cache", "v_cache")]
                 own = args | dict(zip(("k_cache", "v_cache"), codes, strict=True))
                 own |= dict.fromkeys(("k_scale", "v_scale"), torch.full((1, 8), 0.05))
                 least = ops.attention.tree_attention_cost(args["q"], codes[0], [S], [T])[0]
-                yield f"T{T} S{S} {to} cache", lambda own=own: ops.attention._launch(**own), least
+                yield f"T{T} S{S} {to} cache", lambda own=own: ops.attention.launch(**own), least
 
 
 def _vocab_topk(dtype: torch.dtype) -> Iterator[Counted]:
@@ -96,7 +96,7 @@ def _vocab_topk(dtype: torch.dtype) -> Iterator[Counted]:
         noise = ops.topk.Noise(3, torch.arange(T), 0.8) if noisy else None
         args = randn(T, E, dtype=dtype), randn(K, E, seed=1, dtype=dtype), None, k, None, noise, True
         label = f"T{T} E{E} K{K} k{k}{' noise' * noisy}"
-        yield label, lambda args=args: ops.topk._launch(*args), ops.topk.vocab_topk_cost(*args)[0]
+        yield label, lambda args=args: ops.topk.launch(*args), ops.topk.vocab_topk_cost(*args)[0]
 
 
 def _cluster_topk(dtype: torch.dtype) -> Iterator[Counted]:
@@ -104,7 +104,7 @@ def _cluster_topk(dtype: torch.dtype) -> Iterator[Counted]:
         noise = ops.topk.Noise(3, torch.arange(T), 0.8) if noisy else None
         parts = (randn(n, 256, seed=seed, dtype=dtype) for seed, n in enumerate((T, 512 * 32, 512)))
         args = *parts, torch.arange(512 * 32).view(512, 32), 32, k, None, noise, True
-        yield f"T{T} E256 32 of 512x32 k{k}", lambda args=args: ops.clusters._launch(*args), _cluster_bytes(args)
+        yield f"T{T} E256 32 of 512x32 k{k}", lambda args=args: ops.clusters.launch(*args), _cluster_bytes(args)
 
 
 def _cluster_bytes(args: tuple[Any, ...]) -> int:
@@ -119,7 +119,7 @@ def _sample_rows(dtype: torch.dtype) -> Iterator[Counted]:
     ):
         args = randn(T, V).mul(2).to(dtype), temperature, top_k, top_p, 7, torch.arange(T)
         label = f"T{T} V{V} t{temperature} k{top_k} p{top_p}"
-        yield label, lambda args=args: ops.sample._launch_sample(*args), ops.sample.sample_rows_cost(*args)[0]
+        yield label, lambda args=args: ops.sample.launch_sample(*args), ops.sample.sample_rows_cost(*args)[0]
 
 
 def _adjust_rows(_: torch.dtype) -> Iterator[Counted]:
@@ -128,7 +128,7 @@ def _adjust_rows(_: torch.dtype) -> Iterator[Counted]:
         numbers = torch.tensor([[1.1, 0.5, 0.25, 3.0]])
         args = torch.zeros(5, V), text, length // 2, length, text[:, -5:], numbers, None, None, None, None, floors
         label = f"V{V} text {C}{', floors' * floors}"
-        yield label, lambda args=args: adjust._launch(*args), adjust.adjust_rows_cost(*args)[0]
+        yield label, lambda args=args: adjust.launch(*args), adjust.adjust_rows_cost(*args)[0]
 
 
 def _conv_rows(dtype: torch.dtype) -> Iterator[Counted]:
@@ -137,7 +137,7 @@ def _conv_rows(dtype: torch.dtype) -> Iterator[Counted]:
         ints = [torch.tensor(n, dtype=torch.int32) for n in ([128 + T], [0 if T > 64 else T], [0, T])]
         places = torch.arange(128, 128 + T), torch.arange(16, dtype=torch.int32)[None], *ints
         args = x, weight, None, cache, *places, None if T > 64 else chain_words(T)
-        yield f"T{T} C1024 K4", lambda args=args: ops.conv._launch(*args), ops.conv.conv_rows_cost(*args)[0]
+        yield f"T{T} C1024 K4", lambda args=args: ops.conv.launch(*args), ops.conv.conv_rows_cost(*args)[0]
 
 
 def _delta_rows(dtype: torch.dtype) -> Iterator[Counted]:
@@ -151,7 +151,7 @@ def _delta_rows(dtype: torch.dtype) -> Iterator[Counted]:
         before[20] = args[20] = block
         ops.delta.delta_rows_ref(*before)
         least = ops.delta.delta_rows_cost(*args)[0]
-        yield f"T{T} after {length} 1/2 D128 block {block}", lambda args=args: ops.delta._launch(*args), least
+        yield f"T{T} after {length} 1/2 D128 block {block}", lambda args=args: ops.delta.launch(*args), least
 
 
 def _kv_calibrate(dtype: torch.dtype) -> Iterator[Counted]:
@@ -159,17 +159,17 @@ def _kv_calibrate(dtype: torch.dtype) -> Iterator[Counted]:
     table = ops.kv.rope_table(1e4 ** -(torch.arange(0, 128, 2).float() / 128), 1.0, 64, dtype)
     caches = [torch.zeros(4, 16, 8, 128, dtype=dtype) for _ in "kv"]
     args = qkv, at, at, table, *caches, norm, norm, 1e-6
-    yield "T8 32/8 D128 norm", lambda: ops.kv._launch(*args), ops.kv.kv_calibrate_cost(qkv)[0]
+    yield "T8 32/8 D128 norm", lambda: ops.kv.launch(*args), ops.kv.kv_calibrate_cost(qkv)[0]
 
 
 def _kv_commit(dtype: torch.dtype) -> Iterator[Counted]:
     args = *(torch.zeros(4, 4, 16, 8, 128, dtype=dtype) for _ in "kv"), torch.arange(5) + 7, torch.arange(5)
-    yield "L4 M5", lambda: ops.kv._launch_commit(*args), ops.kv.kv_commit_cost(*args)[0]
+    yield "L4 M5", lambda: ops.kv.launch_commit(*args), ops.kv.kv_commit_cost(*args)[0]
 
 
 def _residual_merge(dtype: torch.dtype) -> Iterator[Counted]:
     args = randn(8, 4096, dtype=dtype), randn(1, 8, 4096, dtype=dtype), torch.ones(1, 4096, dtype=dtype), 1e-5
-    yield "T8 P1 Q1 E4096", lambda: ops.residual._launch(*args), ops.residual.residual_merge_cost(*args)[0]
+    yield "T8 P1 Q1 E4096", lambda: ops.residual.launch(*args), ops.residual.residual_merge_cost(*args)[0]
 
 
 def _described(launch: Launch) -> str:

@@ -1,7 +1,7 @@
 """Lets Triton launch here instead of on a CUDA device.
 
     with simulated(90) as simulation:
-        out = specker.kernels.linear._launch(...)  # an op's own launcher, on CPU tensors
+        out = specker.kernels.linear.launch(...)  # an op's own launcher, on CPU tensors
     simulation.problems()
 
 Triton compiles with the arguments' real specialisation for that architecture, and `launch` runs the PTX. What

@@ -52,12 +52,12 @@ def _plain_write(ptx: str) -> str:
 
 def _linear() -> Any:
     x, w = randn(3, 512, dtype=torch.bfloat16), weight(128, 512, dtype=torch.bfloat16)
-    return ops.linear._launch(x, w, None, "none")
+    return ops.linear.launch(x, w, None, "none")
 
 
 def _norm() -> Any:
     x = randn(2, 4096, dtype=torch.bfloat16)
-    return ops.residual._launch(x, x[None], x[:1], 1e-5)
+    return ops.residual.launch(x, x[None], x[:1], 1e-5)
 
 
 @triton.jit

@@ -96,7 +96,7 @@ def _merge(
     label = f"T{len(x)} P{P} Q{Q} E{x.shape[1]}{' last' * (last is not None)}{' split' * split}"
     label += " constant" * constant
     fixed = {"_residual_merge_kernel": {"weight_ptr"}} if constant else {}
-    return Case(label, lambda: residual._launch(x, deltas, norms, 1e-5, last, split, constant), judge, fixed)
+    return Case(label, lambda: residual.launch(x, deltas, norms, 1e-5, last, split, constant), judge, fixed)
 
 
 def row_linear(dtype: torch.dtype) -> Iterator[Case]:
@@ -172,7 +172,7 @@ def _linear(label: str, x: Tensor, w: Matrix, bias: Tensor | None, epilogue: str
         verdict.near("y", got, want, linear.row_linear_ref(x, plain, bias, how), last)
         verdict.near("y, rounded once", got, want, want.to(x.dtype), 2e-6 * most)
 
-    return Case(label, lambda: linear._launch(x, w, bias, epilogue), judge)
+    return Case(label, lambda: linear.launch(x, w, bias, epilogue), judge)
 
 
 def expert_linear(dtype: torch.dtype) -> Iterator[Case]:
@@ -256,7 +256,7 @@ def _experts(
         verdict.near("y", got, want, experts.expert_linear_ref(x, plain, *rows, how, own, bias))
         verdict.near("y, rounded once", got, want, want.to(dtype), 2e-6 * float(want.abs().max()))
 
-    return Case(label, lambda: experts._launch(x, w, *rows, epilogue, own, bias), judge)
+    return Case(label, lambda: experts.launch(x, w, *rows, epilogue, own, bias), judge)
 
 
 def dense(w: Matrix, dtype: torch.dtype) -> Tensor:
@@ -304,7 +304,7 @@ def _attention(label: str, args: dict[str, Any], out: Tensor, lse: Tensor) -> Ca
         verdict.near("out", got[0], out, plain[0], 1e-6)
         verdict.near("lse", got[1], lse, lse.float(), 4e-6)
 
-    return Case(label, lambda: attention._launch(**args), judge)
+    return Case(label, lambda: attention.launch(**args), judge)
 
 
 def vocab_topk(dtype: torch.dtype) -> Iterator[Case]:
@@ -356,7 +356,7 @@ def _topk(label: str, h: Tensor, w: Matrix, ids: Tensor | None, k: int, norm: An
         if lse:
             verdict.near("lse", got[2], z.logsumexp(-1), z.logsumexp(-1).float(), slack)
 
-    return Case(label, lambda: topk._launch(h, w, ids, k, norm, noisy, lse), judge)
+    return Case(label, lambda: topk.launch(h, w, ids, k, norm, noisy, lse), judge)
 
 
 def cluster_topk(dtype: torch.dtype) -> Iterator[Case]:
@@ -404,7 +404,7 @@ def _clusters(
         if lse:
             verdict.near("lse", got[2], z.logsumexp(-1), z.logsumexp(-1).float(), slack)
 
-    return Case(label, lambda: clusters._launch(h, w, centres, ids, chosen, k, None, noisy, lse), judge)
+    return Case(label, lambda: clusters.launch(h, w, centres, ids, chosen, k, None, noisy, lse), judge)
 
 
 def drawn_tokens(dtype: torch.dtype) -> Iterator[Case]:
@@ -425,9 +425,9 @@ def _drawn(label: str, h: Tensor, w: Matrix, numbers: tuple[tuple[int, float], .
     positions, held = torch.arange(len(h)) + (1 << 32) - 1, torch.stack([noise.pack_draw(*each) for each in numbers])
 
     def launched() -> Any:
-        z = linear._launch(h, w, None, "float32")
-        ids, best, _ = topk._launch(h, w, None, 1, None, topk.Noise(0, positions, 1.0, held), False)
-        return ids[:, 0], best[:, 0], z, sample._launch_sample(z, 1.0, 0, 1.0, 0, positions, held)
+        z = linear.launch(h, w, None, "float32")
+        ids, best, _ = topk.launch(h, w, None, 1, None, topk.Noise(0, positions, 1.0, held), False)
+        return ids[:, 0], best[:, 0], z, sample.launch_sample(z, 1.0, 0, 1.0, 0, positions, held)
 
     def judge(verdict: Verdict, got: Any) -> None:
         ids, best, z, tokens = got
@@ -467,7 +467,7 @@ def _sample(label: str, z: Tensor, temperature: float, top_k: int, top_p: float,
     def judge(verdict: Verdict, got: Tensor) -> None:
         verdict.same("token", got, sample.sample_rows_ref(*args))
 
-    return Case(label, lambda: sample._launch_sample(*args, draw), judge)
+    return Case(label, lambda: sample.launch_sample(*args, draw), judge)
 
 
 def delta_rows(dtype: torch.dtype) -> Iterator[Case]:
@@ -503,7 +503,7 @@ def _delta(label: str, given: tuple[Tensor, ...], length: int, rows: int, tree: 
         for name, x, want, ours in zip(("out", "k", "u", "g"), got, exact, plain, strict=True):
             verdict.near(name, x, want, ours, 2e-6)
 
-    return Case(label, lambda: run(delta._launch, given), judge)
+    return Case(label, lambda: run(delta.launch, given), judge)
 
 
 def conv_rows(dtype: torch.dtype) -> Iterator[Case]:
@@ -533,7 +533,7 @@ def _conv(label: str, given: tuple[Any, ...]) -> Case:
         for name, x, want, ours in zip(("out", "inputs"), got, exact, plain, strict=True):
             verdict.near(name, x, want, ours, 2e-6)
 
-    return Case(label, lambda: run(conv._launch), judge)
+    return Case(label, lambda: run(conv.launch), judge)
 
 
 def kv_calibrate(dtype: torch.dtype) -> Iterator[Case]:
@@ -555,7 +555,7 @@ def kv_calibrate(dtype: torch.dtype) -> Iterator[Case]:
         yield _calibrate(f"T{T} {Hq}/{Hkv} D{D} G{G}", rows, (4, 16, Hkv, D), norms)
         if D == 64 or (D, G) == (128, 1):
             given = (*rows, *norms, 1e-6)
-            yield from _in_eight_bits(f"T{T} {Hq}/{Hkv} D{D} G{G}", kv._launch, given, 4, (4, 16, Hkv, D), G)
+            yield from _in_eight_bits(f"T{T} {Hq}/{Hkv} D{D} G{G}", kv.launch, given, 4, (4, 16, Hkv, D), G)
 
 
 def _in_eight_bits(
@@ -599,7 +599,7 @@ def _calibrate(label: str, rows: tuple[Tensor, ...], cache: tuple[int, ...], nor
             verdict.same(f"{name} where written", x.isnan(), y.isnan())
             verdict.near(name, x.nan_to_num(0), y.nan_to_num(0), z.nan_to_num(0))
 
-    return Case(label, lambda: into_caches(kv._launch, qkv.dtype, table), judge)
+    return Case(label, lambda: into_caches(kv.launch, qkv.dtype, table), judge)
 
 
 def kv_project(dtype: torch.dtype) -> Iterator[Case]:
@@ -621,7 +621,7 @@ def kv_project(dtype: torch.dtype) -> Iterator[Case]:
         label = f"T{T} {E}->{Hq}/{Hkv} D{D} x{G}{' norm' * norm}{' bias' * bias}"
         if bias:
             given = (x, w, b, *places, *norms, 1e-6)
-            yield from _in_eight_bits(label, project._launch, given, 6, (8, 16, Hkv, D), G)
+            yield from _in_eight_bits(label, project.launch, given, 6, (8, 16, Hkv, D), G)
         yield _project(label, (x, w, b), places, (8, 16, Hkv, D), norms)
         if E == 576:
             for kind in ("int8", "int4", "mxfp4"):
@@ -652,7 +652,7 @@ def _project(
             verdict.same(f"{name} where written", a.isnan(), e.isnan())
             verdict.near(name, a.nan_to_num(0), e.nan_to_num(0), p.nan_to_num(0), slack)
 
-    return Case(label, lambda: into_caches(lambda *at: project._launch(x, w, b, *at, *norms, 1e-6), x.dtype), judge)
+    return Case(label, lambda: into_caches(lambda *at: project.launch(x, w, b, *at, *norms, 1e-6), x.dtype), judge)
 
 
 def kv_commit(dtype: torch.dtype) -> Iterator[Case]:
@@ -674,7 +674,7 @@ def _commit(label: str, caches: list[Tensor], src: Tensor, dst: Tensor) -> Case:
         for name, x, y in zip("kv", got, moved(kv.kv_commit_ref), strict=True):
             verdict.same(name, x, y)
 
-    return Case(label, lambda: moved(kv._launch_commit), judge)
+    return Case(label, lambda: moved(kv.launch_commit), judge)
 
 
 OPS = (

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from ptx.cases import Case, Verdict
 from specker.kernels import adjust, route
-from specker.kernels.accept import _launch_walk, accept_walk_ref
+from specker.kernels.accept import accept_walk_ref, launch_walk
 from specker.kernels.round import grow as growing
 from specker.kernels.round import pair, repeat, start
 from specker.kernels.round import place as rounds
@@ -49,7 +49,7 @@ def accept_walk(_: object) -> Iterator[Case]:
 
 
 def _walk(label: str, *args: Tensor | None) -> Case:
-    return _equal(label, lambda: _launch_walk(*args), lambda: accept_walk_ref(*args))
+    return _equal(label, lambda: launch_walk(*args), lambda: accept_walk_ref(*args))
 
 
 def expert_route(_: object) -> Iterator[Case]:
@@ -87,7 +87,7 @@ def _route(label: str, args: tuple) -> Case:
             verdict.same(f"result {n}", got[n], want[n])
         verdict.near("scores", got[1], exact, want[1], 1e-6)
 
-    return Case(label, lambda: route._launch(*args), judge)
+    return Case(label, lambda: route.launch(*args), judge)
 
 
 def place_rows(_: object) -> Iterator[Case]:
@@ -107,7 +107,7 @@ def place_rows(_: object) -> Iterator[Case]:
 
 
 def _place(label: str, args: tuple) -> Case:
-    return _equal(label, lambda: rounds._launch_place(*args), lambda: rounds.place_rows(*args))
+    return _equal(label, lambda: rounds.launch_place(*args), lambda: rounds.place_rows(*args))
 
 
 def start_rows(_: object) -> Iterator[Case]:
@@ -131,7 +131,7 @@ def start_rows(_: object) -> Iterator[Case]:
 
 
 def _start(label: str, args: tuple, ahead: torch.Tensor | None) -> Case:
-    return _equal(label, lambda: start._launch(*args, ahead=ahead), lambda: start.start_rows(*args, ahead=ahead))
+    return _equal(label, lambda: start.launch(*args, ahead=ahead), lambda: start.start_rows(*args, ahead=ahead))
 
 
 def start_pairs(_: object) -> Iterator[Case]:
@@ -165,7 +165,7 @@ def _pairs(label: str, args: tuple) -> Case:
         for n in range(2, 6):
             verdict.same(f"result {n}", got[n], want[n])
 
-    return Case(label, lambda: pair._launch(*args), judge)
+    return Case(label, lambda: pair.launch(*args), judge)
 
 
 def _doubled(x: Any) -> Any:
@@ -201,7 +201,7 @@ def _grow(label: str, given: tuple, trees: tuple, at: int, levels: int) -> Case:
         op(*given, *mine, at, every)
         return (*mine, *(every[:3] if every is not None else ()))
 
-    return _equal(label, lambda: both(growing._launch_grow), lambda: both(growing.grow))
+    return _equal(label, lambda: both(growing.launch_grow), lambda: both(growing.grow))
 
 
 def prune(_: object) -> Iterator[Case]:
@@ -221,7 +221,7 @@ def _prune(label: str, every: Any, count: int) -> Case:
         kept, up = every.ids.new_zeros(2, len(every.ids), count).unbind(0)
         return *op(every, kept, up), kept, up
 
-    return _equal(label, lambda: both(growing._launch_prune), lambda: both(growing.prune))
+    return _equal(label, lambda: both(growing.launch_prune), lambda: both(growing.prune))
 
 
 def settle(_: object) -> Iterator[Case]:
@@ -252,7 +252,7 @@ def _settle(label: str, given: tuple, state: tuple, then: tuple) -> Case:
 
     def launched(*args: Any) -> Any:
         room = args[0].new_empty(B * (1 + 2 * R)), args[0].new_empty(B * R)
-        return *room, *end._launch(*args, *room)
+        return *room, *end.launch(*args, *room)
 
     def both(op: Any) -> Any:
         mine = [x.clone() for x in state]
@@ -272,7 +272,7 @@ def repeat_rows(_: object) -> Iterator[Case]:
 
 
 def _repeat(label: str, args: tuple) -> Case:
-    return _equal(label, lambda: repeat._launch(*args), lambda: repeat.repeat_rows(*args))
+    return _equal(label, lambda: repeat.launch(*args), lambda: repeat.repeat_rows(*args))
 
 
 def adjust_rows(_: object) -> Iterator[Case]:
@@ -299,7 +299,7 @@ def adjust_rows(_: object) -> Iterator[Case]:
 
 
 def _adjust(label: str, args: tuple) -> Case:
-    return _equal(label, lambda: (adjust._launch(*args),), lambda: (adjust.adjust_rows_ref(*args),))
+    return _equal(label, lambda: (adjust.launch(*args),), lambda: (adjust.adjust_rows_ref(*args),))
 
 
 OPS = (accept_walk, adjust_rows, expert_route, place_rows, start_rows, start_pairs, grow, prune, settle, repeat_rows)

@@ -38,6 +38,12 @@ def loaded(made, way, **options):
 
 
 @pytest.fixture
+def drawing(monkeypatch):
+    """Sets whether a model's verify passes may draw tokens."""
+    return lambda whether: monkeypatch.setattr(Model, "samples", property(lambda model: whether()))
+
+
+@pytest.fixture
 def forms(monkeypatch):
     """Which rounds drew in the verify pass."""
     seen, verify = [], stage.verify
@@ -62,30 +68,30 @@ def texts(engine, samplings):
 
 @pytest.mark.parametrize("graphs", ["off", "on"])
 @pytest.mark.parametrize("way", WAYS)
-def test_the_texts_are_those_of_rounds_that_write_logits(made, forms, monkeypatch, way, graphs):
+def test_the_texts_are_those_of_rounds_that_write_logits(made, forms, drawing, way, graphs):
     """A round with a filter or log-probabilities writes logits, for the other sequences too; rounds after its end do
     not."""
     engine = loaded(made, way, graphs=graphs)
     mixed = [[GREEDY, HOT, GREEDY], [HOT, HOT, GREEDY], [HOT, FILTERED, GREEDY], [{**HOT, "logprobs": 2}, HOT, GREEDY]]
     want = [texts(engine, each) for each in mixed]
     assert not any(forms)
-    monkeypatch.setattr(Model, "samples", True)
+    drawing(lambda: True)
     for each, those, drawn in zip(mixed, want, (True, True, False, False), strict=True):
         del forms[:]
         assert texts(engine, each) == those
         assert all(forms) if drawn else not forms[0]
 
 
-def test_a_switch_between_the_two_within_a_text_changes_nothing(made, forms, monkeypatch):
+def test_a_switch_between_the_two_within_a_text_changes_nothing(made, forms, drawing):
     engine = loaded(made, "chain", graphs="on")
     want = texts(engine, [HOT, GREEDY, HOT])
-    monkeypatch.setattr(Model, "samples", property(lambda model: len(forms) % 3 != 1))
+    drawing(lambda: len(forms) % 3 != 1)
     assert texts(engine, [HOT, GREEDY, HOT]) == want and set(forms) == {False, True}
 
 
-def test_logits_that_are_not_finite_end_the_text(made, forms, monkeypatch):
+def test_logits_that_are_not_finite_end_the_text(made, forms, drawing):
     engine = loaded(made, "ar", graphs="on")
-    monkeypatch.setattr(Model, "samples", True)
+    drawing(lambda: True)
     engine.model.norm[3] = torch.nan
     generation = engine.generate(PROMPTS[0], 8)
     assert generation.finished == "not finite" and generation.tokens == [] and forms and all(forms)

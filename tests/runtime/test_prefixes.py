@@ -115,9 +115,9 @@ def test_what_keeps_nothing(models):
     assert engine.generate(START, 5).stats.prefilled == 0
 
 
-def test_exact_takes_over_whole_chunks_of_prefills_alone(models, monkeypatch):
+def test_exact_takes_over_whole_chunks_of_prefills_alone(models, chunk_prompts):
     """Where bits depend on the chunk. What rounds wrote, and the prompt's last chunk, are computed again."""
-    monkeypatch.setattr("specker.model.prefill.PREFILL_CHUNK", 24)
+    chunk_prompts(24)
     engine = load(models, "draft", prefix_cache="exact")
     got = engine.generate(START, 30)
     prompt = START + got.tokens + TURN

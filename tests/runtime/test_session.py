@@ -303,8 +303,8 @@ def test_parameters_are_checked(models):
 
 
 @pytest.mark.parametrize("where", ["waiting", "prefill", "decoding"])
-def test_cancel(models, where, monkeypatch):
-    monkeypatch.setattr("specker.model.prefill.PREFILL_CHUNK", 32)
+def test_cancel(models, where, chunk_prompts):
+    chunk_prompts(32)
     engine = load(models, "draft", batch_size=2)
     session, prompt = engine.session, [7] * 200
     want = [engine.generate_ar([n], 60).tokens for n in (1, 2)]
@@ -365,9 +365,9 @@ def test_logprobs_are_those_of_the_target(models, way, graphs, monkeypatch):
 
 
 @pytest.mark.parametrize("way", ["ar", "draft", "del", "diffuspec", "lookup"])
-def test_other_texts_go_on_while_a_long_prompt_is_prefilled(models, way, monkeypatch):
+def test_other_texts_go_on_while_a_long_prompt_is_prefilled(models, way, monkeypatch, chunk_prompts):
     """At most one chunk of the target's prompt, and one of the draft's, lies between two rounds of a text."""
-    monkeypatch.setattr("specker.model.prefill.PREFILL_CHUNK", 32)
+    chunk_prompts(32)
     engine, rows = load(models, way, batch_size=2), []
     long = [n * 7 % 90 + 3 for n in range(300)]
     want = [engine.generate_ar(p, 40).tokens for p in ([1, 2], long)]
@@ -419,9 +419,9 @@ def a_request(rng, prefixes):
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_tokens_depend_on_nothing_but_the_request(models, way, monkeypatch):
+def test_tokens_depend_on_nothing_but_the_request(models, way, chunk_prompts):
     """Cancelled requests, stops, prompts in chunks, shared beginnings and arrivals at random, in float64."""
-    monkeypatch.setattr("specker.model.prefill.PREFILL_CHUNK", 24)
+    chunk_prompts(24)
     rng = random.Random(way)
     prefixes = [[rng.randrange(3, 90) for _ in range(120)] for _ in range(3)]
     engine, plain = load(models, way, batch_size=3, kv_tokens=1500, prefix_cache="all"), load(models, "ar")

@@ -18,7 +18,6 @@ import specker
 from specker import grammar
 from specker.runtime.strategies.lookup.kept import _unpacked
 from specker.serve import app
-from specker.serve.app import Server
 
 TALK = [{"role": "user", "content": "ab cd"}]
 
@@ -87,10 +86,10 @@ def test_a_stream_has_the_text_of_the_whole_answer(engine, client, sampling):
         assert all(0 < len(best) <= 3 for best in choice["logprobs"]["top_logprobs"])
 
 
-def test_offsets_and_bytes_are_those_of_the_text(client, monkeypatch):
+def test_offsets_and_bytes_are_those_of_the_text(client, answer_with):
     """Of characters that have several tokens, too."""
     text, places = "é→ ab cd ef", [0, 0, 1, 1, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10]
-    monkeypatch.setattr(Server, "_form", lambda *_: grammar.lark("start: " + json.dumps(text)))
+    answer_with(text)
 
     def both(path, key, **asked):
         """Of the whole answer and of the chunks."""
@@ -145,8 +144,8 @@ def test_each_streamed_text_has_a_role(client):
     assert sorted(c["index"] for chunk in got for c in chunk["choices"] if c["delta"].get("role")) == [0, 1]
 
 
-def test_an_empty_answer_is_a_text(client, monkeypatch):
-    monkeypatch.setattr(Server, "_form", lambda *_: grammar.lark('start: ""'))
+def test_an_empty_answer_is_a_text(client, answer_with):
+    answer_with(form=grammar.lark('start: ""'))
     [choice] = client.post("/v1/chat/completions", json={"messages": TALK}).json()["choices"]
     assert choice["message"] == {"role": "assistant", "content": ""} and choice["finish_reason"] == "stop"
 
@@ -203,12 +202,12 @@ def test_echo(engine, client):
     assert "".join(c["text"] for chunk in got for c in chunk["choices"]) == engine.decode(ids) + want[0]
 
 
-def test_reasoning_effort_is_a_variable_of_the_template(engine, client, monkeypatch):
+def test_reasoning_effort_is_a_variable_of_the_template(engine, client, chat_template):
     asked = {"messages": TALK, "max_tokens": 4, "reasoning_effort": "low"}
     answer = client.post("/v1/chat/completions", json=asked)
     assert answer.status_code == 400 and "the model's chat template knows no reasoning_effort" in answer.text
     told = "{{ reasoning_effort or 'none' }} " + engine.tokenizer.chat_template
-    monkeypatch.setattr(engine.tokenizer, "chat_template", told)
+    chat_template(engine, told)
     want = {
         effort: engine.generate(engine.encode_chat(TALK, reasoning_effort=effort), 4).text for effort in ("low", "")
     }
@@ -435,7 +434,7 @@ def test_a_body_has_a_size_limit_with_and_without_a_length(load):
         assert client.post("/v1/completions", json={"prompt": "ab", "max_tokens": 1}).status_code == 200
 
 
-def test_messages_name_the_model_as_the_server_does(load, monkeypatch):
+def test_messages_name_the_model_as_the_server_does(load, monkeypatch, chat_template):
     with serving(engine := load(), name="served") as client:
         monkeypatch.setattr(type(engine.tokenizer), "is_fast", False)
         asked = {"prompt": "ab", "response_format": {"type": "json_object"}}
@@ -443,7 +442,7 @@ def test_messages_name_the_model_as_the_server_does(load, monkeypatch):
         refused(client.post("/v1/completions", json=asked), 400, sentence)
         sentence = "the prompt has 400 tokens, but the context of served is 400"
         refused(client.post("/v1/completions", json={"prompt": [1] * 400}), 413, sentence)
-        monkeypatch.setattr(engine.tokenizer, "chat_template", None)
+        chat_template(engine, None)
         answer = client.post("/v1/chat/completions", json={"messages": TALK})
         assert answer.json()["error"]["message"] == "the tokenizer of served has no chat template"
 
@@ -492,9 +491,9 @@ def test_the_last_message_is_continued(engine, client):
     assert text(add_generation_prompt=False) == engine.generate(ended, 9).text
 
 
-def test_a_template_that_changes_the_last_message_continues_none(load, monkeypatch):
+def test_a_template_that_changes_the_last_message_continues_none(load, chat_template):
     with serving(engine := load(), name="tiny") as client:
-        monkeypatch.setattr(engine.tokenizer, "chat_template", "{% for m in messages %}{{ m.content[:2] }}{% endfor %}")
+        chat_template(engine, "{% for m in messages %}{{ m.content[:2] }}{% endfor %}")
         asked = {"messages": [{"role": "assistant", "content": "abc\ndef"}], "continue_final_message": True}
         sentence = "the chat template of tiny changes the last message, so it has no continuation"
         refused(client.post("/v1/chat/completions", json=asked), 400, sentence)

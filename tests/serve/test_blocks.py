@@ -11,12 +11,10 @@ from make_harmony import IDS
 from serving import free, serving
 
 import specker
-from specker import grammar
 from specker.answers import harmony
 from specker.answers.reader import Reading
 from specker.answers.tool_formats import Hermes
 from specker.runtime.events import Event
-from specker.serve.app import Server
 from specker.serve.blocks import Block, Blocks
 from specker.serve.messages import MessagesRequest, _content
 from specker.serve.pieces import Piece
@@ -46,12 +44,6 @@ def client(engine):
         client.headers["x-api-key"] = "secret"
         yield client
         assert free(engine)
-
-
-@pytest.fixture
-def say(monkeypatch):
-    """Makes the model say a text, by a grammar that has no other."""
-    return lambda text: monkeypatch.setattr(Server, "_form", lambda *_: grammar.lark("start: " + json.dumps(text)))
 
 
 def events(client, path, **body):
@@ -95,8 +87,8 @@ def test_a_response_is_the_text_of_a_chat(engine, client):
     assert without(again["output"]) == without(body["output"])
 
 
-def test_the_events_of_a_response(client, say):
-    say(ALL)
+def test_the_events_of_a_response(client, answer_with):
+    answer_with(ALL)
     asked = {"input": "ab", "tools": [{"type": "function", "name": "move", "parameters": PLACE}]}
     whole = client.post("/v1/responses", json=asked).json()
     assert [item["type"] for item in whole["output"]] == ["reasoning", "message", "function_call"]
@@ -122,8 +114,8 @@ def test_the_events_of_a_response(client, say):
     assert own[0]["item"]["arguments"] == "" and own[1]["delta"] == own[2]["arguments"] == call["arguments"]
 
 
-def test_items_and_blocks_are_in_the_order_of_the_text(client, say):
-    say(f"{ALL}\nNow wait.")  # the rounds cross the ends of the blocks
+def test_items_and_blocks_are_in_the_order_of_the_text(client, answer_with):
+    answer_with(f"{ALL}\nNow wait.")  # the rounds cross the ends of the blocks
     asked = {"input": "ab", "tools": [{"type": "function", "name": "move", "parameters": PLACE}]}
     output = client.post("/v1/responses", json=asked).json()["output"]
     assert [item["type"] for item in output] == ["reasoning", "message", "function_call", "message"]
@@ -274,8 +266,8 @@ def test_a_message_is_the_text_of_a_chat(engine, client):
     assert more["content"][0]["text"] == want.text
 
 
-def test_the_events_of_a_message(client, say):
-    say(ALL)
+def test_the_events_of_a_message(client, answer_with):
+    answer_with(ALL)
     tool = {"name": "move", "input_schema": PLACE}
     asked = {"max_tokens": 200, "messages": [TURN], "tools": [tool]}
     whole = client.post("/v1/messages", json=asked).json()
@@ -390,13 +382,13 @@ def test_errors_have_the_form_of_their_endpoint(client):
     }
 
 
-def test_calls_that_fail_say_so_in_their_streams(engine, client, monkeypatch, say):
+def test_calls_that_fail_say_so_in_their_streams(engine, client, before_steps, answer_with):
     def fails():
         raise RuntimeError("no")
 
-    say("ab<|mask|>")  # text cannot spell a special token
+    answer_with("ab<|mask|>")  # text cannot spell a special token
     assert events(client, "/v1/responses", input="ab")[-1]["response"]["error"]["code"] == "invalid_prompt"
-    monkeypatch.setattr(engine.session.loop, "step", fails)
+    before_steps(engine, fails)
     got = events(client, "/v1/messages", max_tokens=9, messages=[TURN])
     said = "the round failed; the server's log says why"
     assert got[-1] == {"type": "error", "error": {"type": "api_error", "message": said}}

@@ -13,7 +13,6 @@ from specker.answers import channels
 from specker.answers.harmony import last_message, of
 from specker.answers.tool_formats import spelled
 from specker.runtime.round.grammars import Grammars
-from specker.serve.app import Server
 
 TALK = [{"role": "user", "content": "ab"}]
 PLACE = {
@@ -52,12 +51,11 @@ def client(engine):
 
 
 @pytest.fixture
-def say(client, monkeypatch):
+def say(client, answer_with):
     """Makes the model say a text, by a grammar that has no other, and returns the choice and the deltas."""
 
     def said(text, **more):
-        form = grammar.lark("start: " + spelled(text, IDS))
-        monkeypatch.setattr(Server, "_form", lambda *_: form)
+        answer_with(form=grammar.lark("start: " + spelled(text, IDS)))
         body = {"messages": TALK, **more}
         whole = client.post("/v1/chat/completions", json=body).json()
         chunks = streamed(client, "/v1/chat/completions", **body)

@@ -41,12 +41,11 @@ def load(models):
 
 
 @pytest.fixture
-def slow(monkeypatch):
+def slow(before_steps):
     """Makes an engine's rounds take at least `seconds`."""
 
     def make_slow(engine, seconds=0.02):
-        step = engine.loop.step
-        monkeypatch.setattr(engine.loop, "step", lambda: (time.sleep(seconds), step())[1])
+        before_steps(engine, lambda: time.sleep(seconds))
         return engine
 
     return make_slow
@@ -96,10 +95,9 @@ def test_a_full_queue_refuses_and_says_when_to_return(load, slow):
         assert serves(client, engine)
 
 
-def test_a_place_in_a_full_queue_is_expected_after_the_rounds_of_those_before(load, monkeypatch):
+def test_a_place_in_a_full_queue_is_expected_after_the_rounds_of_those_before(load, before_steps):
     engine, all_wait, seconds = load(batch_size=1), threading.Event(), []
-    step = engine.loop.step
-    monkeypatch.setattr(engine.loop, "step", lambda: (all_wait.wait(20), step())[1])
+    before_steps(engine, lambda: all_wait.wait(20))
     with serving(engine, queue=8) as client, ThreadPoolExecutor(9) as pool:
         worker = client.app.state.server.worker
         worker._mean, worker.on_ended = 0.0, lambda request: seconds.append(request.stats.wall)
@@ -154,21 +152,20 @@ def test_a_time_limit_ends_a_request(load, slow):
         until(lambda: free(engine))
 
 
-def test_a_failed_round_fails_its_requests_and_not_the_server(load, slow, monkeypatch):
+def test_a_failed_round_fails_its_requests_and_not_the_server(load, slow, before_steps):
     with serving(engine := slow(load(batch_size=2))) as client, ThreadPoolExecutor(1) as pool:
         post = pool.submit(client.post, "/v1/completions", json=LONG)
         with client.stream("POST", "/v1/completions", json={**LONG, "stream": True}) as answer:
             got = chunks(answer.iter_lines())
             next(got)
-            step, left = engine.loop.step, [True]
+            left = [True]
 
             def fails():
                 if left:
                     left.pop()
                     raise RuntimeError("a secret of /home/somebody")
-                return step()
 
-            monkeypatch.setattr(engine.loop, "step", fails)
+            before_steps(engine, fails)
             last = list(got)[-1]
         assert last["error"]["code"] == 500 and post.result().status_code == 500
         for said in (json.dumps(last), post.result().text):
@@ -196,13 +193,13 @@ def test_a_request_whose_end_cannot_be_recorded_fails_alone(load, slow):
         assert serves(client, engine)
 
 
-def test_health_says_that_rounds_fail(load, monkeypatch):
+def test_health_says_that_rounds_fail(load, before_steps):
     with serving(engine := load()) as client:
-        step = engine.loop.step
-        monkeypatch.setattr(engine.loop, "step", lambda: 1 / 0)
+        failing = [True]
+        before_steps(engine, lambda: failing and 1 / 0)
         assert client.post("/v1/completions", json=LONG).status_code == 500
         until(lambda: client.get("/health").status_code == 503)  # the step ends after its requests are answered
-        monkeypatch.setattr(engine.loop, "step", step)
+        failing.clear()
         assert client.post("/v1/completions", json={**LONG, "max_tokens": 2}).status_code == 200
         assert serves(client, engine)
 

@@ -78,14 +78,14 @@ def test_models_are_known_by_their_tokens(marks, special):
 
 
 @pytest.mark.parametrize("verbosity", ["low", "medium", None])
-def test_verbosity_is_a_variable_of_the_template(engine, client, monkeypatch, verbosity):
+def test_verbosity_is_a_variable_of_the_template(engine, client, chat_template, verbosity):
     own = {} if verbosity is None else {"verbosity": verbosity}
     asked = {"messages": TALK, "max_tokens": 9, "modalities": ["text"], **own}
     body = client.post("/v1/chat/completions", json=asked).json()
     assert body["choices"][0]["message"]["content"] == chat_text(engine, **own)
     response = client.post("/v1/responses", json={"input": "ab cd", "max_output_tokens": 9, "text": own}).json()
     assert response["output"][0]["content"][0]["text"] == chat_text(engine, **own)
-    monkeypatch.setattr(engine.tokenizer, "chat_template", TEMPLATE.replace("{{ verbosity }}", ""))
+    chat_template(engine, TEMPLATE.replace("{{ verbosity }}", ""))
     answer = client.post("/v1/chat/completions", json=asked)
     assert answer.status_code == (400 if verbosity == "low" else 200)
     if verbosity != "low":
@@ -104,13 +104,13 @@ THINKING = {
 
 
 @pytest.mark.parametrize("case", THINKING)
-def test_thinking_is_what_the_template_reads(engine, client, monkeypatch, case):
+def test_thinking_is_what_the_template_reads(engine, client, chat_template, case):
     given, variables = THINKING[case]
     asked = {"messages": TALK, "max_tokens": 9, "temperature": 0, "thinking": given}
     body = client.post("/v1/messages", json=asked).json()
     assert body["content"][0]["text"] == chat_text(engine, **variables)
     assert (chat_text(engine, **variables) == chat_text(engine)) == (not variables)
-    monkeypatch.setattr(engine.tokenizer, "chat_template", "{% for m in messages %}{{ m.content }}{% endfor %}")
+    chat_template(engine, "{% for m in messages %}{{ m.content }}{% endfor %}")
     body = client.post("/v1/messages", json=asked).json()
     assert body["content"][0]["text"] == chat_text(engine)
 

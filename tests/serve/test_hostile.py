@@ -297,15 +297,26 @@ def test_bodies_are_bounded_together(load, monkeypatch):
 # --- sizes
 
 
+@pytest.fixture
+def before_encoding(monkeypatch):
+    """Has something happen before each text is encoded."""
+
+    def run(encoder, does):
+        encode = encoder._encode
+        monkeypatch.setattr(encoder, "_encode", lambda text, *rest: (does(text), encode(text, *rest))[1])
+
+    return run
+
+
 def complete(client, **more):
     return client.post("/v1/completions", json={"prompt": "ab", "max_tokens": 2, **more})
 
 
-def test_too_many_texts_are_refused_before_anything_is_computed(load, monkeypatch):
+def test_too_many_texts_are_refused_before_anything_is_computed(load, before_encoding):
     with serving(load(), queue=8) as client, ThreadPoolExecutor(1) as pool:
         encoder, going_on, worker = client.app.state.server.encoder, threading.Event(), client.app.state.server.worker
-        encode, seen = encoder._encode, []
-        monkeypatch.setattr(encoder, "_encode", lambda *args: (seen.append(args), going_on.wait(20), encode(*args))[-1])
+        seen = []
+        before_encoding(encoder, lambda text: (seen.append(text), going_on.wait(20)))
         sentence = "11 texts are asked for, but the server queues at most 8"
         assert said(complete(client, prompt=["a"] * 11)) == sentence
         assert said(complete(client, n=11)) == sentence and not seen
@@ -318,11 +329,11 @@ def test_too_many_texts_are_refused_before_anything_is_computed(load, monkeypatc
         assert said(complete(client, temperature=-1)).startswith("temperature") and worker.open == 0
 
 
-def test_a_text_with_more_characters_than_the_context_can_have_is_not_looked_at(load, monkeypatch):
+def test_a_text_with_more_characters_than_the_context_can_have_is_not_looked_at(load, before_encoding):
     with serving(load(), name="served") as client:
         encoder = client.app.state.server.encoder
         most = 400 * max(len(token) for token in encoder.target.tokenizer.get_vocab())
-        monkeypatch.setattr(encoder, "_encode", lambda *_: 1 / 0)
+        before_encoding(encoder, lambda _: 1 / 0)
         sentence = f"the prompt has {most + 1} characters, but the context of served is 400 tokens of at most "
         assert said(complete(client, prompt="a" * (most + 1)), 413).startswith(sentence)
         long = [{"role": "user", "content": "a" * (most + 1)}]
@@ -330,14 +341,11 @@ def test_a_text_with_more_characters_than_the_context_can_have_is_not_looked_at(
         assert said(client.post("/tokenize", json={"messages": long}), 413).startswith("the prompt has ")
 
 
-def test_a_short_text_does_not_wait_for_a_long_one(load, monkeypatch):
+def test_a_short_text_does_not_wait_for_a_long_one(load, monkeypatch, before_encoding):
     monkeypatch.setattr("specker.serve.encoder.LONG", 100)
     with serving(load(), health_seconds=0.05) as client, ThreadPoolExecutor(2) as pool:
         encoder, going_on = client.app.state.server.encoder, threading.Event()
-        encode = encoder._encode
-        monkeypatch.setattr(
-            encoder, "_encode", lambda text, _: (len(text) < 100 or going_on.wait(20), encode(text, _))[1]
-        )
+        before_encoding(encoder, lambda text: len(text) < 100 or going_on.wait(20))
         posts = [pool.submit(complete, client, prompt="a" * 200) for _ in range(2)]
         until(lambda: client.get("/health").status_code == 503)
         assert said(client.get("/health"), 503) == "preparing a request takes more than 0.05 s"
@@ -348,10 +356,10 @@ def test_a_short_text_does_not_wait_for_a_long_one(load, monkeypatch):
         until(lambda: client.get("/health").status_code == 200)
 
 
-def test_the_time_limit_covers_what_comes_before_the_queue(load, monkeypatch):
+def test_the_time_limit_covers_what_comes_before_the_queue(load, monkeypatch, before_encoding):
     with serving(load(), seconds=0.3) as client:
         server, going_on = client.app.state.server, threading.Event()
-        monkeypatch.setattr(server.encoder, "_encode", lambda *_: going_on.wait(20))
+        before_encoding(server.encoder, lambda _: going_on.wait(20))
         assert said(complete(client), 504) == "the answer took more than 0.3 s, the server's limit"
         monkeypatch.undo()
         server.engine.session.grammars.check = lambda _: going_on.wait(20)
@@ -360,10 +368,10 @@ def test_the_time_limit_covers_what_comes_before_the_queue(load, monkeypatch):
         going_on.set()
 
 
-def test_a_round_that_hangs_is_no_health(load, monkeypatch):
+def test_a_round_that_hangs_is_no_health(load, before_steps):
     with serving(engine := load(), health_seconds=0.05) as client, ThreadPoolExecutor(1) as pool:
-        going_on, step = threading.Event(), engine.loop.step
-        monkeypatch.setattr(engine.loop, "step", lambda: (going_on.wait(20), step())[1])
+        going_on = threading.Event()
+        before_steps(engine, lambda: going_on.wait(20))
         post = pool.submit(complete, client)
         until(lambda: client.get("/health").status_code == 503)
         for path in ("/health", "/metrics"):
@@ -445,8 +453,8 @@ def test_clients_bring_no_template_and_no_arguments_of_the_renderer(load):
 
 
 @pytest.mark.parametrize("template", ["{{ 1 // x }}", "{{ messages[0].content.x.y }}", "{{ 'a' + messages[0].n }}"])
-def test_a_template_that_fails_on_messages_gets_one_sentence(load, monkeypatch, template):
+def test_a_template_that_fails_on_messages_gets_one_sentence(load, chat_template, template):
     with serving(engine := load(), name="served") as client:
-        monkeypatch.setattr(engine.tokenizer, "chat_template", template)
+        chat_template(engine, template)
         answer = chat(client, messages=[TALK[0] | {"n": 1}], chat_template_kwargs={"x": 0})
         assert said(answer).startswith("the chat template of served refuses the conversation: ")

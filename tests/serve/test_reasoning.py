@@ -1,15 +1,11 @@
 """Reasoning between <think> and </think>, taken out of answers."""
 
-import json
-
 import pytest
 from make_checkpoint import make
 from serving import serving, streamed
 
 import specker
-from specker import grammar
 from specker.answers.reasoning import Reasoning, opened
-from specker.serve.app import Server
 
 TALK = [{"role": "user", "content": "ab cd"}]
 TEMPLATE = (
@@ -29,13 +25,13 @@ def engine(tmp_path_factory):
 
 
 @pytest.fixture
-def say(engine, monkeypatch):
+def say(engine, answer_with):
     """Makes the model say a text, by a grammar that has no other, and returns the message and the deltas."""
 
     with serving(engine, name="tiny") as client:
 
         def said(text, **more):
-            monkeypatch.setattr(Server, "_form", lambda *_: grammar.lark("start: " + json.dumps(text)))
+            answer_with(text)
             body = {"messages": TALK, **more}
             whole = client.post("/v1/chat/completions", json=body).json()
             chunks = streamed(client, "/v1/chat/completions", **body)
@@ -76,8 +72,8 @@ def test_calls_follow_reasoning(say):
     assert joined(deltas, "content") == "" and [d for d in deltas if "tool_calls" in d]
 
 
-def test_other_models_texts_are_left_alone(engine, say, monkeypatch):
-    monkeypatch.setattr(engine.tokenizer, "chat_template", "{{ messages[0].content }}")
+def test_other_models_texts_are_left_alone(engine, say, chat_template):
+    chat_template(engine, "{{ messages[0].content }}")
     whole, deltas = say("<think>a</think>b")
     assert whole["choices"][0]["message"] == {"role": "assistant", "content": "<think>a</think>b"}
     assert joined(deltas, "content") == "<think>a</think>b"

@@ -121,7 +121,7 @@ def test_a_field_of_another_type(client, fields, sentence):
     assert said(post(client, CHAT, **{"messages": TALK, **fields})) == sentence
 
 
-def test_roles(client, engine, monkeypatch):
+def test_roles(client, engine, chat_template):
     known = "system, developer, user, assistant or tool"
     for path, more in ((CHAT, {"max_tokens": 1}), ("/tokenize", {})):
         for role in ("robot", "", "User"):
@@ -137,7 +137,7 @@ def test_roles(client, engine, monkeypatch):
     assert text("developer") == text("system") == "system: a\nuser: ab\n"
     assert engine.encode_chat([{"role": "developer", "content": "a"}]) == engine.encode("system: a\n")
     for name in ("developer", "robot"):
-        monkeypatch.setattr(engine.tokenizer, "chat_template", f"{{% set _ = '{name}' %}}{TEMPLATE}")
+        chat_template(engine, f"{{% set _ = '{name}' %}}{TEMPLATE}")
         assert text(name) == f"{name}: a\nuser: ab\n"
 
 

@@ -18,7 +18,6 @@ from specker.answers.parts import Part
 from specker.answers.tool_formats import TAGS, format_of
 from specker.runtime.round.grammars import Grammars
 from specker.serve.api import Chat
-from specker.serve.app import Server
 from specker.serve.tools import functions_of, grammar_of
 
 TALK = [{"role": "user", "content": "ab"}]
@@ -277,18 +276,18 @@ def engine(tmp_path_factory):
     return specker.load(target, strategy="lookup", dtype="float64", device="cpu", batch_size=2)
 
 
-def test_special_tokens_mark_calls_and_reasoning(engine, monkeypatch):
+def test_special_tokens_mark_calls_and_reasoning(engine, answer_with, chat_template):
     ids = {
         tag: engine.tokenizer.convert_tokens_to_ids(tag) for tag in ("<think>", "</think>", "[TOOL_CALLS]", "[ARGS]")
     }
     said = [f"<[{ids.get(part)}]>" if part in ids else json.dumps(part) for part in SAID]
     body = {"messages": TALK, "tools": TOOLS}
     with serving(engine, name="tiny") as client:
-        monkeypatch.setattr(Server, "_form", lambda *_: grammar.lark("start: " + " ".join(said)))
+        answer_with(form=grammar.lark("start: " + " ".join(said)))
         whole = client.post("/v1/chat/completions", json=body).json()["choices"][0]
         deltas = [c["delta"] for chunk in streamed(client, "/v1/chat/completions", **body) for c in chunk["choices"]]
         plain = client.post("/v1/completions", json={"prompt": "a", "max_tokens": 40}).json()["choices"][0]["text"]
-        monkeypatch.setattr(engine.tokenizer, "chat_template", "{{ messages[0].content }}")
+        chat_template(engine, "{{ messages[0].content }}")
         chat = client.post("/v1/chat/completions", json={"messages": TALK}).json()["choices"][0]["message"]["content"]
     message = whole["message"]
     assert (message["reasoning_content"], message["content"], whole["finish_reason"]) == ("so", "ab", "tool_calls")

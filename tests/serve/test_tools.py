@@ -12,7 +12,6 @@ import specker
 from specker import grammar
 from specker.answers.calls import Calls
 from specker.answers.tool_formats import Hermes
-from specker.serve.app import Server
 
 NUMBER = {"type": "integer", "minimum": 0, "maximum": 99}
 PLACE = {"type": "object", "properties": {"x": NUMBER}, "required": ["x"], "additionalProperties": False}
@@ -103,8 +102,8 @@ def test_a_call_begins_with_the_token_of_its_tag(api):
     assert [one.token for one in choice.logprobs.content[:2]] == ["<tool_call>", "\n"]
 
 
-def test_a_text_that_its_grammar_ends_too_early_is_an_error(engine, api, monkeypatch):
-    monkeypatch.setattr(Server, "_form", lambda *_: grammar.lark('start: "ab<|mask|>"'))  # no text
+def test_a_text_that_its_grammar_ends_too_early_is_an_error(engine, api, answer_with):
+    answer_with(form=grammar.lark('start: "ab<|mask|>"'))  # no text
     said = "the text cannot go on: the grammar allows none of the model's tokens"
     with pytest.raises(openai.BadRequestError, match=said):
         ask(api)
@@ -140,9 +139,9 @@ def test_bad_tools_get_one_sentence(api, more, sentence):
         ask(api, **more)
 
 
-def test_the_limit_ends_an_answer_with_a_call(engine, api, monkeypatch):
+def test_the_limit_ends_an_answer_with_a_call(engine, api, answer_with):
     said = '<tool_call>\n{"name": "stop", "arguments": {}}\n</tool_call>' + " ab" * 99
-    monkeypatch.setattr(Server, "_form", lambda *_: grammar.lark("start: " + json.dumps(said)))
+    answer_with(said)
     [choice] = ask(api, tools=TOOLS, temperature=0).choices
     assert choice.message.tool_calls and choice.finish_reason == "length"
 

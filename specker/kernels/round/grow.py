@@ -111,7 +111,7 @@ def grow(
     whose tensors are contiguous. Raises ValueError on other shapes and dtypes."""
     B, m, w, begin = _check_grow(ids, logits, lse, tokens, parents, scores, at, candidates)
     if ids.is_cuda:
-        _launch_grow(ids, logits, lse, tokens, parents, scores, at, candidates)
+        launch_grow(ids, logits, lse, tokens, parents, scores, at, candidates)
         return
     level = slice(at, at + w)
     total = (logits - lse.unsqueeze(-1)).clamp_(max=0).reshape(B, m * w)
@@ -176,7 +176,7 @@ def prune(candidates: Candidates, kept: Tensor, up: Tensor) -> tuple[Tensor, Ten
     B, C, N, count = _check_prune(candidates, kept, up)
     ids, scores, columns, w = candidates
     if ids.is_cuda:
-        return _launch_prune(candidates, kept, up)
+        return launch_prune(candidates, kept, up)
     order = torch.sort(scores, dim=1, descending=True, stable=True).indices[:, :count]
     best = order.sort(1).values
     number = torch.arange(max(N, count + 1), dtype=torch.int64, device=ids.device).expand(B, -1)
@@ -419,7 +419,7 @@ def variants(arch: int) -> Iterator[Variant]:
         )
 
 
-def _launch_grow(
+def launch_grow(
     ids: Tensor,
     logits: Tensor,
     lse: Tensor,
@@ -439,7 +439,7 @@ def _launch_grow(
     variant((len(tokens),), *given, at, *strides, all_ids.shape[1], columns.shape[1])
 
 
-def _launch_prune(candidates: Candidates, kept: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
+def launch_prune(candidates: Candidates, kept: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
     ids, scores, columns, width = candidates
     same_device(ids, scores=scores, columns=columns, kept=kept, up=up)
     _rows(kept, up)

@@ -122,7 +122,7 @@ def start_pairs(
     m = _check(embedding, features, norms, normed, length, count, parents)
     if length.is_cuda:
         check_place(*rows, None)
-        return _launch(embedding, tokens, text, features, norms, eps, normed, *rows)
+        return launch(embedding, tokens, text, features, norms, eps, normed, *rows)
     embedded, *placed = start_rows(embedding, tokens, text, *rows)
     if parents is not None:
         row = (parents[:, first - 1 : first - 1 + count] - (first - m)).clamp(0, m - 1)
@@ -294,7 +294,7 @@ def variants(arch: int) -> Iterator[Variant]:
     yield _variant(bf16, 128256, 4096, 1, False, False, norms=False)
 
 
-def _launch(
+def launch(
     embedding: Tensor,
     tokens: Tensor,
     text: bool,

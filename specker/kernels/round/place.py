@@ -80,7 +80,7 @@ def place_rows(
     given = length, back, first, count, parents, block_table, page_size, last_position, positions
     check_place(*given)
     if length.is_cuda:
-        return _launch_place(*given)
+        return launch_place(*given)
     rows, B = first + count, length.shape[0]
     depths: list[int] | range = range(first, rows)
     each: list[int] = []
@@ -255,7 +255,7 @@ def variants(arch: int) -> Iterator[Variant]:
             yield _place_variant(words, tree)
 
 
-def _launch_place(
+def launch_place(
     length: Tensor, back: int, first: int, count: int, parents: Tensor | None, *rest: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     given, out, sizes = place_arguments(length, back, first, count, parents, *rest)

@@ -106,7 +106,7 @@ def repeat_rows(
     Raises ValueError for other shapes and dtypes."""
     _check(positions, slots, kv_len, window, ancestors, block_table, layers)
     if positions.is_cuda:
-        return _launch(positions, slots, kv_len, window, ancestors, block_table, layers, apart, pages)
+        return launch(positions, slots, kv_len, window, ancestors, block_table, layers, apart, pages)
     inputs = (x.numpy() for x in (positions, slots, kv_len, window, ancestors, block_table))
     further = (None, apart, None, None, None, pages)
     return Repeated(*(_repeat(x, index(layers), step) for x, step in zip(inputs, further, strict=True)))
@@ -193,7 +193,7 @@ def variants(arch: int) -> Iterator[Variant]:
         yield _variant(words)
 
 
-def _launch(*arguments: Any) -> Repeated:
+def launch(*arguments: Any) -> Repeated:
     tensors, (layers, apart, pages) = arguments[:6], arguments[6:]
     positions, slots, kv_len, window, ancestors, table = tensors
     same_device(positions, slots=slots, kv_len=kv_len, window=window, ancestors=ancestors, block_table=table)

@@ -85,7 +85,7 @@ def settle(
     report = tokens.new_empty(B * (1 + 2 * R)) if report is None else report
     drawn = tokens.new_empty(B * R) if drawn is None else drawn
     if tokens.is_cuda:
-        return report, drawn, *_launch(*given, report, drawn)
+        return report, drawn, *launch(*given, report, drawn)
     drawn.copy_(target.tokens() if isinstance(target, Splits) else target.reshape(-1))
     moved: tuple[list[int], list[int]] = [], []
     texts, lengths, roots, reports = committed.numpy(), length.numpy(), window.numpy(), report.view(B, -1).numpy()
@@ -264,7 +264,7 @@ def variants(arch: int) -> Iterator[Variant]:
     yield _variant(16, True, 64)
 
 
-def _launch(
+def launch(
     tokens: Tensor,
     parents: Tensor | None,
     target: Tensor | Splits,

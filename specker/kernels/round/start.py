@@ -104,7 +104,7 @@ def start_rows(
     _check_tokens(embedding, tokens, text, length, count, ahead)
     if length.is_cuda:
         check_place(*rows)
-        return _launch(embedding, tokens, text, *rows, ahead=ahead)
+        return launch(embedding, tokens, text, *rows, ahead=ahead)
     if ahead is not None:
         length = length + ahead
     placed = place_rows(length, *rows[1:])
@@ -245,7 +245,7 @@ def variants(arch: int) -> Iterator[Variant]:
     yield _variant(bf16, 128256, 4096, 1, False, False, True)
 
 
-def _launch(
+def launch(
     embedding: Tensor,
     tokens: Tensor,
     text: bool,
