@@ -184,9 +184,13 @@ def test_the_environment_sets_graphs(monkeypatch: pytest.MonkeyPatch, capsys: py
 
 def test_a_command_ends_with_its_spelling(capsys: pytest.CaptureFixture[str]) -> None:
     """After a refusal and after help, for each command."""
-    for main, argv in ((run.main, []), (calibrate.main, ["--scores", "x"])):
-        assert main([*argv, "--vocab-keep", "0"]) == 2
-        assert "--vocab-keep must be rows" in capsys.readouterr().err
+    count = ["--text", "x", "--out", "x.safetensors", "--batch-size", "0"]
+    for main, argv, said in (
+        (run.main, ["--vocab-keep", "0"], "--vocab-keep must be rows"),
+        (calibrate.main, count, "--batch-size must be between"),
+    ):
+        assert main(argv) == 2
+        assert said in capsys.readouterr().err
         assert option("vocab_keep", 1) == "vocab_keep=1"
         with pytest.raises(SystemExit):
             main(["--help"])
