@@ -165,8 +165,6 @@ def test_rows_that_follow_the_text_find_what_the_scores_left_out(family):
             {"strategy": "vocabtrim", "vocab_scores": None, "vocab_keep": "coverage:0.9"},
             "vocab_keep='coverage:X' needs a score file",
         ),
-        ({"strategy": "vocabtrim", "vocab_learn": "maybe"}, "vocab_learn must be one of on, off, got 'maybe'"),
-        ({"strategy": "draft", "vocab_learn": "off"}, "vocab_learn is for strategy vocabtrim"),
         ({"strategy": "vocabtrim", "vocab_scores": "/nowhere.safetensors"}, "no such vocabulary score file"),
     ],
 )

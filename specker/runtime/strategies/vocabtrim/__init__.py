@@ -22,6 +22,7 @@ from specker.options import VocabKeep
 
 TRIM = "vocabtrim"
 SUMMARY = "a smaller LM head for the drafter of another strategy (alone: of draft)"
+LEARN = "SPECKER_VOCAB_LEARN"  # the environment's variable: "off" neither counts what targets write nor ranks by it
 PAPER = "VocabTrim (2506.22694)"
 NEEDS = "a draft model"
 
@@ -42,14 +43,6 @@ class TrimOptions:
         parse=VocabKeep.parse,
     )
     vocab_text: int = opt(256, "further rows for tokens of the text that are not in the kept rows; 0: none", least=0)
-    vocab_learn: str | None = opt(
-        None,
-        "without a score file: on ranks ids by what targets with this tokenizer wrote in earlier runs, and counts what "
-        "this one writes, in specker's cache; off does neither (default: on, or the environment variable "
-        "SPECKER_VOCAB_LEARN)",
-        choices=("on", "off"),
-    )
-
     vocab_clusters: str | None = opt(
         None,
         "clusters of the draft head's rows, a file of specker calibrate --clusters: each draft step reads the rows of "
@@ -64,6 +57,6 @@ class TrimOptions:
             if self.vocab_chosen is not None:
                 raise ValueError(f"{option('vocab_chosen', self.vocab_chosen)} needs {option('vocab_clusters')} FILE")
             return
-        for name in ("vocab_scores", "vocab_keep", "vocab_text", "vocab_learn"):
+        for name in ("vocab_scores", "vocab_keep", "vocab_text"):
             if getattr(self, name) != getattr(TrimOptions, name):
                 raise ValueError(f"{option('vocab_clusters')} keeps all rows: leave out {option(name)}")

@@ -15,7 +15,7 @@ from specker.options import Options, VocabKeep
 from specker.runtime.control.stats import Stats
 from specker.runtime.notes import Notes
 from specker.runtime.ranks.dist import Ranks
-from specker.runtime.strategies.vocabtrim import TrimOptions
+from specker.runtime.strategies.vocabtrim import LEARN, TrimOptions
 from specker.runtime.strategies.vocabtrim import clusters as vocab_clusters
 from specker.runtime.strategies.vocabtrim import memo as vocab_memo
 from specker.runtime.strategies.vocabtrim import scores as vocab_scores
@@ -81,8 +81,9 @@ def ranking(
         )
     order, counts = vocab_memo.learnt(target.tokens, vocab), None
     source = "id" if tokenizer is None else "the tokenizer's order"
-    learn = trim.vocab_learn or os.environ.get("SPECKER_VOCAB_LEARN") or "on"
-    if learn != "off" and digest is not None and options.load != "dummy":
+    if (learn := os.environ.get(LEARN) or "on") not in ("on", "off"):
+        raise ValueError(f"the environment variable {LEARN} must be on or off, got {learn!r}")
+    if learn == "on" and digest is not None and options.load != "dummy":
         counts = VocabCounts(digest, notes)
         order = counts.first(order)
         if counts.earlier:
