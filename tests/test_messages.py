@@ -75,7 +75,6 @@ SHARED: list[tuple[dict[str, Any], str, str]] = [
     ({"strategy": "ar", "draft": "x"}, "leave out draft", "leave out --draft"),
     ({"max_context": 4096}, "max_context must be between 1 and this", "--max-context must be between 1 and this"),
     ({"strategy": "del", "policy": "fixed", "exit_layer": 99}, "exit_layer must be below", "--exit-layer must be"),
-    ({"tree": "60x1", "vocab_keep": "9", "vocab_text": 0}, "tree='60x1' is wider than the ", "--tree 60x1 is wider"),
     (
         {"strategy": "easyspec", "layer_parallel": "[[0],[1]]"},
         "layer_parallel='[[0],[1]]' has 2 layers, but",

@@ -42,7 +42,11 @@ class TrimOptions:
         "ROWS|X|coverage:X",
         parse=VocabKeep.parse,
     )
-    vocab_text: int = opt(256, "further rows for tokens of the text that are not in the kept rows; 0: none", least=0)
+    # In documents of up to 4,000 tokens, beside an eighth of the rows, 256 more cover 4 to 6 points more of the text,
+    # and 1,024 no more than 256 (bench/LOG.md).
+    vocab_text: int = opt(
+        256, "further rows for tokens of the text that are not in the kept rows; 0: none", least=0, flag=False
+    )
     vocab_clusters: str | None = opt(
         None,
         "clusters of the draft head's rows, a file of specker calibrate --clusters: each draft step reads the rows of "
