@@ -26,7 +26,6 @@ from specker.paths import probe, write_file
 SAVE_EVERY = 5.0  # seconds
 BLOCK = 4096  # tokens of a file that are counted or held out together; a text that a model writes is one block
 HELD_OUT = 10  # one block in this many is held out
-MOST_ROWS = 1 << 15  # tokens of --text to which --clusters fits centroids
 ROWS = tuple(1 << n for n in range(10, 17))  # 1k..64k
 
 
@@ -44,31 +43,11 @@ class Calibration:
     ngram: str | None = opt(None, "the n-gram model to write, .safetensors (for --strategy diffuspec)", "FILE")
     ngram_least: int = opt(2, "with --ngram: drop n-grams seen fewer times", least=1)
     scores: str | None = opt(None, "show this score file instead of counting", "FILE")
-    clusters: str | None = opt(
-        None,
-        "the clusters to write, .safetensors (for vocab-clusters): of the rows of the LM head of --draft, else of "
-        "--target, else of the bundled code-draft; with --text their centroids are fitted to what it reads there",
-        "FILE",
-    )
-    cluster_count: int | None = opt(
-        None,
-        "with --clusters: a divisor of the vocabulary (default: the nearest to where a draft step reads least)",
-        least=1,
-    )
     dtype: str | None = opt(None, "of weights and K/V (default: as of specker)", choices=DTYPES)
     device: str | None = opt(None, "where to run (default: cuda if available)", offers=("cpu", "cuda"))
 
     def __post_init__(self) -> None:
         sources = [name for name in ("prompts", "text", "scores") if getattr(self, name)]
-        if self.cluster_count is not None and self.clusters is None:
-            raise ValueError("--cluster-count needs --clusters FILE")
-        if self.clusters is not None:
-            if sources not in ([], ["text"]) or self.out or self.ngram:
-                raise ValueError("--clusters goes with --text alone: leave out --prompts, --scores, --out and --ngram")
-            if Path(self.clusters).suffix != ".safetensors":
-                raise ValueError(f"--clusters {self.clusters}: expected a file ending in .safetensors")
-            check_fields(self)
-            return
         if len(sources) != 1:
             raise ValueError("give one of --prompts FILE, --text FILE... and --scores FILE")
         if self.scores and (self.out or self.ngram):
@@ -93,7 +72,7 @@ GROUPS = {
         "scores",
     ),
     "models": ("target", "draft", "source", "device", "dtype"),
-    "output": ("out", "ngram", "ngram_least", "clusters", "cluster_count"),
+    "output": ("out", "ngram", "ngram_least"),
     "sampling of the text that a model writes; prompt n uses the seed SEED + n": (
         *("temperature", "top_p", "top_k", "seed", "min_p", "repetition_penalty", "presence_penalty"),
         *("frequency_penalty", "logit_bias"),
@@ -106,7 +85,6 @@ examples:
   specker-calibrate --text corpus.txt --out scores.safetensors
   specker-calibrate --prompts questions.jsonl --ngram ngram.safetensors
   specker-calibrate --scores scores.safetensors
-  specker-calibrate --draft Qwen/Qwen3-0.6B --text corpus.txt --clusters clusters.safetensors
   source <(specker-calibrate --print-completion bash)  # completion in this shell
 
 exit codes: 0 success; 1 specker failed; 2 a mistake in the command or its files;
@@ -136,9 +114,6 @@ def parse(argv: Sequence[str] | None = None) -> tuple[Calibration, Sampling]:
 def run(job: Calibration, sampling: Sampling) -> int:
     from specker.runtime.strategies.vocabtrim import scores as vocab_scores
 
-    if job.clusters is not None:
-        write_clusters(job)
-        return 0
     if job.scores:
         show(vocab_scores.read(job.scores))
         return 0
@@ -155,40 +130,6 @@ def run(job: Calibration, sampling: Sampling) -> int:
     if job.ngram is not None:
         print(f"{len(ngram.trigrams):,} trigrams and {len(ngram.bigrams):,} bigrams in {job.ngram}", file=sys.stderr)
     return 0
-
-
-def write_clusters(job: Calibration) -> None:
-    """Cluster the rows of an LM head and write them to `job.clusters`."""
-    import torch
-
-    from specker import zoo
-    from specker.checkpoints.checkpoint import read_config
-    from specker.runtime.load import load
-    from specker.runtime.strategies.vocabtrim import clusters as vocab_clusters
-
-    assert job.clusters is not None
-    probe(job.clusters, "--clusters")
-    source = job.draft or job.target or zoo.path("code-draft")
-    texts = [Path(name).read_text(errors="replace") for name in job.text]
-    engine = load(source, strategy="ar", device=job.device, dtype=job.dtype)
-    head = engine.target.weights.head
-    rows = len(head)
-    if job.draft is not None and job.target is not None:  # the draft proposes ids of the target alone
-        rows = min(rows, read_config(zoo.source_of(job.target)).vocab_size)
-    head = vocab_clusters.dense(head, torch.arange(rows, dtype=torch.int64, device="cpu"))
-    found = vocab_clusters.clustered(head, job.cluster_count)
-    if texts:
-        if engine.tokenizer is None:
-            raise ValueError(f"--text: {source} has no tokenizer")
-        coded = [engine.tokenizer.encode(text, add_special_tokens=False) for text in texts]
-        tokens = [token for ids in coded for token in ids]
-        if not tokens:
-            raise ValueError("the text has no tokens")
-        hidden = vocab_clusters.hidden_rows(engine.model, tokens[:MOST_ROWS])
-        found = vocab_clusters.fitted(found, head, hidden)
-    write_file(job.clusters, found.to_bytes())
-    (C, R), name = found.ids.shape, Path(job.clusters).name
-    print(f"{C:,} clusters of {R:,} rows of {found.centroids.shape[1]:,} numbers in {name}", file=sys.stderr)
 
 
 def count(job: Calibration, sampling: Sampling) -> tuple[Any, Any]:

@@ -11,13 +11,11 @@ Beyond the paper, a few rows follow the text (head.py), and no score file is nee
 targets with this tokenizer wrote in earlier runs (counts.py), then in the order in which the tokenizer learnt them
 (order.py). Counted ids go first even if few tokens were counted: an id that occurred once is more probable than one
 that never did, and the few ids of a short count only replace the last kept rows.
-
-Instead of fixed rows, a draft step can read clusters of all rows, chosen anew for each token (clusters.py).
 """
 
 from dataclasses import dataclass
 
-from specker.fields import check_fields, opt, option
+from specker.fields import check_fields, opt
 from specker.options import VocabKeep
 
 TRIM = "vocabtrim"
@@ -47,20 +45,6 @@ class TrimOptions:
     vocab_text: int = opt(
         256, "further rows for tokens of the text that are not in the kept rows; 0: none", least=0, flag=False
     )
-    vocab_clusters: str | None = opt(
-        None,
-        "clusters of the draft head's rows, a file of specker calibrate --clusters: each draft step reads the rows of "
-        "the clusters that fit its token best, instead of fixed rows",
-        "FILE",
-    )
-    vocab_chosen: int | None = opt(None, "with vocab-clusters: clusters that a draft step reads (default: 32)", least=1)
 
     def __post_init__(self) -> None:
         check_fields(self)
-        if self.vocab_clusters is None:
-            if self.vocab_chosen is not None:
-                raise ValueError(f"{option('vocab_chosen', self.vocab_chosen)} needs {option('vocab_clusters')} FILE")
-            return
-        for name in ("vocab_scores", "vocab_keep", "vocab_text"):
-            if getattr(self, name) != getattr(TrimOptions, name):
-                raise ValueError(f"{option('vocab_clusters')} keeps all rows: leave out {option(name)}")
