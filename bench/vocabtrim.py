@@ -1,9 +1,5 @@
 """Trimmed draft heads: number of kept rows x source of the counts, on held-out prompts of the bundled pair. With
---target and --questions, on another pair with a score file, `--sources bundled`. With --clusters, also draft steps that
-read clusters of all rows, chosen for each token:
-
-    specker calibrate --text /usr/lib/python3*/*.py --clusters clusters.safetensors
-    python bench/vocabtrim.py --sources bundled --keep 512,1024 --clusters clusters.safetensors --chosen 16,32,64
+--target and --questions, on another pair with a score file, `--sources bundled`.
 
 Sources, with the same number of tokens each: the target's continuations of held-out prompts that are not decoded here,
 the draft's continuations of them, and Python source (the standard library without the held-out modules). `bundled` is
@@ -47,8 +43,6 @@ class Args(Given):
     calibration_tokens: int = field(default=256, metadata={"help": "written after each calibration prompt"})
     draft_tokens: int = 4
     rounds: int = 3
-    clusters: str | None = field(default=None, metadata={"help": "also draft with these clusters (specker calibrate)"})
-    chosen: str = field(default="16,32,64", metadata={"help": "clusters that a draft step reads, comma separated"})
     sources: str = field(default=",".join(SOURCES), metadata={"help": "of the scores, comma separated"})
 
 
@@ -95,9 +89,7 @@ def bench(args: Args, temperature: float, engines: dict[str, Engine], prompts: l
             "draft_tokens": args.draft_tokens,
             "over_draft": timing.times_as_fast(timings["draft"])["median"],
             "over_draft_rounds": timing.times_as_fast(timings["draft"]),
-            "mbsu": 1.0
-            if engine.draft is None
-            else trim.mbsu(engine.target, engine.draft, engine.kept, engine.options, stats),
+            "mbsu": 1.0 if engine.draft is None else trim.mbsu(engine.target, engine.draft, engine.options, stats),
         }
         rows.append(row | engine.trim_report(stats) | ({"source": source, "keep": int(keep)} if source else {}))
     return rows
@@ -147,10 +139,6 @@ def main() -> None:
                 trimmed |= {"vocab_text": args.text if source == FOLLOWING else 0, "draft_tokens": args.draft_tokens}
                 engines[f"{source} {keep}"] = args.load("vocabtrim", **trimmed)
                 share_target(list(engines.values()))
-        for chosen in args.chosen.split(",") if args.clusters is not None else ():
-            found = {"vocab_clusters": args.clusters, "vocab_chosen": int(chosen), "draft_tokens": args.draft_tokens}
-            engines[f"clusters {chosen}"] = args.load("vocabtrim", **found)
-            share_target(list(engines.values()))
     prompts = prompts_of(args, engines["ar"])
     harness.report("vocabtrim", args, lambda temperature: bench(args, temperature, engines, prompts), show)
 

@@ -176,9 +176,9 @@ def linked(papers: str) -> str:
 def strategies_with_flags() -> str:
     rows = []
     for name, summary, needs, _, cls in each_strategy():
-        own = "" if cls is None else ", ".join(f"`{strategies.flag(f.name)}`" for f in fields(cls))
+        own = () if cls is None else (f.name for f in fields(cls) if f.metadata.get("flag", True))
         link = f"[`{name}`](#{name})" if name != "ar" else f"`{name}`"
-        rows.append((link, summary, needs, own))
+        rows.append((link, summary, needs, ", ".join(f"`{strategies.flag(name)}`" for name in own)))
     return table(("strategy", "how it drafts", "needs", "its own flags"), rows)
 
 

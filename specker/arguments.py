@@ -48,9 +48,6 @@ class LoadOptions(TypedDict, total=False):
     vocab_scores: str | None
     vocab_keep: VocabKeep | str | None
     vocab_text: int
-    vocab_learn: Literal["on", "off"] | None
-    vocab_clusters: str | None
-    vocab_chosen: int | None
 
 
 class RequestOptions(TypedDict, total=False):

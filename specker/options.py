@@ -325,12 +325,6 @@ def stop_strings(value: Any) -> tuple[str, ...]:
     return tuple(several)
 
 
-def from_kwargs(cls: type, kwargs: dict[str, Any]) -> Any:
-    """`cls(**kwargs)`. Raises TypeError for an unknown name, so a misspelt option is not silently ignored."""
-    refuse_unknown(kwargs, [f.name for f in dataclasses.fields(cls)])
-    return cls(**kwargs)
-
-
 def refuse_unknown(options: dict[str, Any], known: list[str]) -> None:
     """Raise TypeError for unknown names; the message lists the unknown and the known options."""
     unknown = [name for name in options if name not in known]

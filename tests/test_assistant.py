@@ -65,7 +65,7 @@ WAYS = {  # rest of the strategy, options
     "tree": ("", {"tree": "3x3"}),
     "pruned tree": ("", {"tree": "2x3", "draft_tokens": 4}),
     "lookup": ("+lookup", {}),
-    "vocabtrim": ("+vocabtrim", {"vocab_keep": "30", "vocab_text": 8, "vocab_learn": "off"}),
+    "vocabtrim": ("+vocabtrim", {"vocab_keep": "30", "vocab_text": 8}),
     "auto": ("", {"policy": "auto", "draft_tokens": None}),
     "draft-and-verify": ("", {"policy": "draft-and-verify", "draft_tokens": None}),
 }

@@ -98,7 +98,7 @@ def test_a_scaled_embedding_of_the_target(tmp_path):
 @pytest.mark.parametrize("how", [{"layout": "deepspec", "markov": 6}, ZLAB, ZLAB2, DOMINO])
 def test_a_trimmed_head_drafts_the_best_of_its_rows(tmp_path, how):
     head = made(tmp_path / "drafter", "dflash", **how)
-    engine = head.load("+vocabtrim", vocab_keep=40, vocab_text=0, vocab_learn="off")
+    engine = head.load("+vocabtrim", vocab_keep=40, vocab_text=0)
     out, rows = traced(engine, TEXT, 16)
     assert engine.check(TEXT, out, 16).identical
     formula = head.formula(engine)

@@ -507,6 +507,7 @@ def test_ranks_with_other_counts_keep_the_same_rows(tmp_path):
     script = tmp_path / "counts.py"
     script.write_text(f"""
 import os, torch, specker
+os.environ["SPECKER_VOCAB_LEARN"] = "on"
 from specker.runtime.strategies.vocabtrim import scores as vocab_scores
 from specker.checkpoints.checkpoint import read_tokenizer
 from specker.runtime.ranks.dist import leave
@@ -514,7 +515,7 @@ from specker.runtime.strategies.vocabtrim.counts import VocabCounts
 rank = int(os.environ["RANK"])
 torch.set_num_threads(1)
 own = range(200, 210) if rank == 0 else range(220, 230)
-how = dict(device="cpu", dtype="float64", vocab_keep="40", vocab_text=0, vocab_learn="on")
+how = dict(device="cpu", dtype="float64", vocab_keep="40", vocab_text=0)
 for name, models in {strategies!r}.items():
     os.environ["SPECKER_CACHE"] = f"{tmp_path}/{{name}}-{{rank}}"
     VocabCounts(vocab_scores.tokenizer_hash(read_tokenizer({str(target)!r})), {{}}).add([*own] * 9)

@@ -172,7 +172,7 @@ WAYS: dict[str, tuple] = {  # strategy, layout, rest of the strategy, options
     "dflash2+lookup": ("dflash", "dflash2", "+lookup", {}),
     "dflash2, draft-and-verify": ("dflash", "dflash2", "", {"policy": "draft-and-verify"}),
     "domino": ("dflash", "domino", "", {}),
-    "dflash+vocabtrim": ("dflash", "deepspec, recurrent", "+vocabtrim", {**TRIM, "vocab_learn": "off"}),
+    "dflash+vocabtrim": ("dflash", "deepspec, recurrent", "+vocabtrim", TRIM),
     "mtp": ("mtp", "mimo", "", {}),
     "mtp+lookup": ("mtp", "mimo", "+lookup", {}),
     "mtp, tree": ("mtp", "deepseek", "", TREE),

@@ -80,7 +80,7 @@ WAYS = {
     "fixed": ("", {"draft_tokens": 3}),
     "auto": ("", {}),
     "draft-and-verify": ("", {"policy": "draft-and-verify"}),
-    "trimmed": ("+vocabtrim", {"draft_tokens": 3, "vocab_keep": "60", "vocab_text": 8, "vocab_learn": "off"}),
+    "trimmed": ("+vocabtrim", {"draft_tokens": 3, "vocab_keep": "60", "vocab_text": 8}),
     "lookup": ("+lookup", {"draft_tokens": 3}),
     "graphs": ("", {"draft_tokens": 3, "graphs": "on"}),
 }

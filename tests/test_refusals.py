@@ -1,4 +1,4 @@
-"""Trouble outside of specker, said in one line: little memory, an early Ctrl-C, a file that could run code."""
+"""Trouble outside of specker, said in one line: little memory, an early Ctrl-C."""
 
 import os
 import subprocess
@@ -6,10 +6,8 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
 
 from specker.command.exits import run_cli
-from specker.runtime.strategies.vocabtrim.scores import read
 
 ROOT = Path(__file__).parents[1]
 
@@ -45,14 +43,3 @@ def test_an_interrupt_while_modules_are_imported(tmp_path: Path, module: str, sl
     env = os.environ | {"PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"}
     done = subprocess.run([sys.executable, "-m", module, "--help"], env=env, capture_output=True, text=True)
     assert done.returncode == 130 and done.stderr == "specker: interrupted\n"
-
-
-class Thing:
-    """What a list of ids is not."""
-
-
-def test_a_pickle_is_not_read(tmp_path: Path) -> None:
-    torch.save(Thing(), tmp_path / "freq.pt")
-    with pytest.raises(ValueError, match="was not read: it holds Python objects besides tensors") as caught:
-        read(tmp_path / "freq.pt")
-    assert "weights_only" not in str(caught.value)

@@ -37,11 +37,12 @@ def models(tmp_path_factory):
 @pytest.fixture(autouse=True)
 def cache(tmp_path, monkeypatch):
     monkeypatch.setenv("SPECKER_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("SPECKER_VOCAB_LEARN", "on")
     return tmp_path / "cache" / "vocab"
 
 
 def load(models, **options):
-    how = {"strategy": "vocabtrim", "vocab_keep": "40", "vocab_text": 0, "vocab_learn": "on", **options}
+    how = {"strategy": "vocabtrim", "vocab_keep": "40", "vocab_text": 0, **options}
     return specker.load(*models, dtype="float64", device="cpu", page_size=16, **how)
 
 
@@ -98,7 +99,7 @@ def test_what_is_counted(models):
 
 
 def test_other_engines_drafts_count_what_the_texts_grow_by(models):
-    drafts = Drafts(*models, strategy="vocabtrim", device="cpu", dtype="float64", vocab_keep="40", vocab_learn="on")
+    drafts = Drafts(*models, strategy="vocabtrim", device="cpu", dtype="float64", vocab_keep="40")
     drafts.warm_up(4)
     text = [5, 6, 7]
     for new in ([9, 9], [3], [4, 4, 4]):
@@ -109,15 +110,17 @@ def test_other_engines_drafts_count_what_the_texts_grow_by(models):
     assert counted(models) == {9: 2, 3: 1, 4: 3}
 
 
-@pytest.mark.parametrize("how", ["option", "environment"])
-def test_it_can_be_turned_off(models, cache, how, monkeypatch):
+def test_it_can_be_turned_off(models, cache, monkeypatch):
     load(models).generate([1], 60, temperature=1.0)
     before = (file := next(cache.glob("*.safetensors"))).read_bytes()
-    monkeypatch.setenv("SPECKER_VOCAB_LEARN", "off" if how == "environment" else "on")
-    engine = load(models, vocab_learn="off" if how == "option" else None)
+    monkeypatch.setenv("SPECKER_VOCAB_LEARN", "off")
+    engine = load(models)
     assert engine.kept.ranking == "the tokenizer's order" and engine.kept.counts is None
     engine.generate([1], 60, temperature=1.0)
     assert file.read_bytes() == before
+    monkeypatch.setenv("SPECKER_VOCAB_LEARN", "maybe")
+    with pytest.raises(ValueError, match="variable SPECKER_VOCAB_LEARN must be on or off, got 'maybe'"):
+        load(models)
 
 
 @pytest.mark.parametrize("options", [{"load": "dummy"}, {"scores": True}], ids=str)
@@ -142,7 +145,7 @@ def test_from_the_command_line(models, tmp_path, capsys, monkeypatch):
     """A cache that cannot be written is a remark, and the run goes on."""
     out = tmp_path / "o.json"
     argv = ["--target", models[0], "--draft", models[1], "--strategy", "vocabtrim", "--vocab-keep", "40", "--prompt"]
-    argv += ["hello", "--max-new-tokens", "20", "--device", "cpu", "--json", str(out), "--vocab-learn", "on"]
+    argv += ["hello", "--max-new-tokens", "20", "--device", "cpu", "--json", str(out)]
     for ranking in ("the tokenizer's order", "20 tokens of earlier runs"):
         assert run.main(argv) == 0
         assert json.loads(out.read_text())["vocabulary"]["ranking"] == ranking
@@ -158,7 +161,7 @@ def test_a_disk_that_fills_up_does_not_end_a_run(models, capsys, monkeypatch):
 
     monkeypatch.setattr(vocab_counts, "write_cached", full)
     argv = ["--target", models[0], "--draft", models[1], "--strategy", "vocabtrim", "--prompt", "hello", "--prompt"]
-    argv += ["hello", "--max-new-tokens", "8", "--device", "cpu", "--samples", "2", "--vocab-learn", "on"]
+    argv += ["hello", "--max-new-tokens", "8", "--device", "cpu", "--samples", "2"]
     assert run.main(argv) == 0
     assert capsys.readouterr().err.count("No space left on device") == 1
 

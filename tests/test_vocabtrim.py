@@ -7,8 +7,10 @@ import pytest
 import torch
 from make_checkpoint import make
 from pairs import perturbed
+from safetensors.torch import save_file
 
 import specker
+from specker.checkpoints.checkpoint import read_config
 from specker.cli import run
 from specker.runtime.strategies.vocabtrim.scores import VocabScores
 
@@ -163,9 +165,7 @@ def test_rows_that_follow_the_text_find_what_the_scores_left_out(family):
             {"strategy": "vocabtrim", "vocab_scores": None, "vocab_keep": "coverage:0.9"},
             "vocab_keep='coverage:X' needs a score file",
         ),
-        ({"strategy": "vocabtrim", "vocab_learn": "maybe"}, "vocab_learn must be one of on, off, got 'maybe'"),
-        ({"strategy": "draft", "vocab_learn": "off"}, "vocab_learn is for strategy vocabtrim"),
-        ({"strategy": "vocabtrim", "vocab_scores": "/nowhere.pt"}, "no such vocabulary score file"),
+        ({"strategy": "vocabtrim", "vocab_scores": "/nowhere.safetensors"}, "no such vocabulary score file"),
     ],
 )
 def test_refuses(family, options, words):
@@ -199,6 +199,13 @@ def test_specials_and_stop_ids_are_always_kept(pair, tmp_path):
     special = {*byte_tokenizer().all_special_ids, *engine.target.config.eos_ids}
     assert special and special <= set(engine.kept.ids.tolist()) and len(engine.kept.ids) == 9
     assert 319 in engine.kept.ids.tolist()
+
+
+def test_a_file_without_counts_keeps_its_ids(family, tmp_path):
+    ids = torch.tensor(sorted({2, 5, 9, 40, *read_config(family[False][0]).eos_ids}))
+    save_file({"d2t": ids - torch.arange(len(ids))}, path := tmp_path / "eagle.safetensors")
+    engine = load(family, None, vocab_scores=str(path), vocab_keep=None)
+    assert torch.equal(engine.kept.ids, ids)
 
 
 @pytest.mark.parametrize("strategy", ["vocabtrim", "draft+vocabtrim"])

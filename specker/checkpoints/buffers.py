@@ -277,8 +277,6 @@ def random_weights(c: ModelConfig, pieces: Sequence[Piece], storage: Storage, se
     """Buffers filled in place: norms 1, biases 0, all others normal with std 0.02. Unsplit tensors are equal on all
     ranks; the split ones do not form one model. Before mixtures of experts the embedding has std 1, and so outweighs
     what layers add to it: else all tokens would soon choose the same experts."""
-    from torch._prims import rng_prims  # noqa: F401  # torch.Generator needs it; cli/start.py puts it off
-
     generator = torch.Generator(storage.device).manual_seed(seed)
     embed_std = 0.02 if c.layer.experts is None else 1.0
     host = [p for p in pieces if p.buffer == HOST]

@@ -20,13 +20,12 @@ from specker.cli.prompts import encode, read_conversations
 from specker.command.exits import run_cli
 from specker.command.parser import SHELLS, Parser, completion
 from specker.fields import check_fields, make, opt
-from specker.options import DTYPES, MAX_BATCH, Sampling, VocabKeep
+from specker.options import DTYPES, MAX_BATCH, Sampling
 from specker.paths import probe, write_file
 
 SAVE_EVERY = 5.0  # seconds
 BLOCK = 4096  # tokens of a file that are counted or held out together; a text that a model writes is one block
 HELD_OUT = 10  # one block in this many is held out
-MOST_ROWS = 1 << 15  # tokens of --text to which --clusters fits centroids
 ROWS = tuple(1 << n for n in range(10, 17))  # 1k..64k
 
 
@@ -44,47 +43,15 @@ class Calibration:
     ngram: str | None = opt(None, "the n-gram model to write, .safetensors (for --strategy diffuspec)", "FILE")
     ngram_least: int = opt(2, "with --ngram: drop n-grams seen fewer times", least=1)
     scores: str | None = opt(None, "show this score file instead of counting", "FILE")
-    vocab_keep: VocabKeep | None = opt(
-        None,
-        "with --export: how much to keep: 8192 rows, 0.25 of the vocabulary or coverage:0.98",
-        "ROWS|X|coverage:X",
-        parse=VocabKeep.parse,
-    )
-    clusters: str | None = opt(
-        None,
-        "the clusters to write, .safetensors (for vocab-clusters): of the rows of the LM head of --draft, else of "
-        "--target, else of the bundled code-draft; with --text their centroids are fitted to what it reads there",
-        "FILE",
-    )
-    cluster_count: int | None = opt(
-        None,
-        "with --clusters: a divisor of the vocabulary (default: the nearest to where a draft step reads least)",
-        least=1,
-    )
-    plot: str | None = opt(None, "draw the coverage curve as a PNG", "FILE")
-    export: str | None = opt(None, "with --scores: the kept ids as EAGLE-3's d2t and t2d, .safetensors", "FILE")
     dtype: str | None = opt(None, "of weights and K/V (default: as of specker)", choices=DTYPES)
     device: str | None = opt(None, "where to run (default: cuda if available)", offers=("cpu", "cuda"))
 
     def __post_init__(self) -> None:
         sources = [name for name in ("prompts", "text", "scores") if getattr(self, name)]
-        if self.cluster_count is not None and self.clusters is None:
-            raise ValueError("--cluster-count needs --clusters FILE")
-        if self.clusters is not None:
-            if sources not in ([], ["text"]) or self.out or self.ngram:
-                raise ValueError("--clusters goes with --text alone: leave out --prompts, --scores, --out and --ngram")
-            if Path(self.clusters).suffix != ".safetensors":
-                raise ValueError(f"--clusters {self.clusters}: expected a file ending in .safetensors")
-            check_fields(self)
-            return
         if len(sources) != 1:
             raise ValueError("give one of --prompts FILE, --text FILE... and --scores FILE")
         if self.scores and (self.out or self.ngram):
-            raise ValueError("--scores excludes --out and --ngram: use --export FILE to convert")
-        if self.export and (not self.scores or self.vocab_keep is None):
-            raise ValueError("--export needs --scores FILE and --vocab-keep")
-        if self.export and Path(self.export).suffix != ".safetensors":
-            raise ValueError(f"--export {self.export}: expected a file ending in .safetensors")
+            raise ValueError("--scores excludes --out and --ngram")
         written = [name for name in (self.out, self.ngram) if name is not None]
         if not self.scores and (not written or any(Path(name).suffix != ".safetensors" for name in written)):
             raise ValueError(
@@ -105,7 +72,7 @@ GROUPS = {
         "scores",
     ),
     "models": ("target", "draft", "source", "device", "dtype"),
-    "output": ("out", "ngram", "ngram_least", "export", "vocab_keep", "plot", "clusters", "cluster_count"),
+    "output": ("out", "ngram", "ngram_least"),
     "sampling of the text that a model writes; prompt n uses the seed SEED + n": (
         *("temperature", "top_p", "top_k", "seed", "min_p", "repetition_penalty", "presence_penalty"),
         *("frequency_penalty", "logit_bias"),
@@ -117,8 +84,7 @@ examples:
   specker-calibrate --prompts questions.jsonl --source draft --out scores.safetensors
   specker-calibrate --text corpus.txt --out scores.safetensors
   specker-calibrate --prompts questions.jsonl --ngram ngram.safetensors
-  specker-calibrate --scores scores.safetensors --vocab-keep 8192 --export kept.safetensors
-  specker-calibrate --draft Qwen/Qwen3-0.6B --text corpus.txt --clusters clusters.safetensors
+  specker-calibrate --scores scores.safetensors
   source <(specker-calibrate --print-completion bash)  # completion in this shell
 
 exit codes: 0 success; 1 specker failed; 2 a mistake in the command or its files;
@@ -148,21 +114,10 @@ def parse(argv: Sequence[str] | None = None) -> tuple[Calibration, Sampling]:
 def run(job: Calibration, sampling: Sampling) -> int:
     from specker.runtime.strategies.vocabtrim import scores as vocab_scores
 
-    if job.clusters is not None:
-        write_clusters(job)
-        return 0
     if job.scores:
-        scores = vocab_scores.read(job.scores)
-        show(scores)
-        if job.plot is not None:
-            if scores.counts is None:
-                raise ValueError(f"--plot: {job.scores} has no counts to draw")
-            probe(job.plot, "--plot")
-            draw(scores, Path(job.plot))
-        if job.export:
-            _export(job, scores)
+        show(vocab_scores.read(job.scores))
         return 0
-    for name, flag in ((job.out, "--out"), (job.ngram, "--ngram"), (job.plot, "--plot")):
+    for name, flag in ((job.out, "--out"), (job.ngram, "--ngram")):
         if name is not None:
             probe(name, flag)
     scores, ngram = count(job, sampling)
@@ -172,45 +127,9 @@ def run(job: Calibration, sampling: Sampling) -> int:
         write_file(job.ngram, ngram.to_bytes())
     _part(job).unlink(missing_ok=True)
     show(scores)
-    if job.plot is not None:
-        draw(scores, Path(job.plot))
     if job.ngram is not None:
         print(f"{len(ngram.trigrams):,} trigrams and {len(ngram.bigrams):,} bigrams in {job.ngram}", file=sys.stderr)
     return 0
-
-
-def write_clusters(job: Calibration) -> None:
-    """Cluster the rows of an LM head and write them to `job.clusters`."""
-    import torch
-
-    from specker import zoo
-    from specker.checkpoints.checkpoint import read_config
-    from specker.runtime.load import load
-    from specker.runtime.strategies.vocabtrim import clusters as vocab_clusters
-
-    assert job.clusters is not None
-    probe(job.clusters, "--clusters")
-    source = job.draft or job.target or zoo.path("code-draft")
-    texts = [Path(name).read_text(errors="replace") for name in job.text]
-    engine = load(source, strategy="ar", device=job.device, dtype=job.dtype)
-    head = engine.target.weights.head
-    rows = len(head)
-    if job.draft is not None and job.target is not None:  # the draft proposes ids of the target alone
-        rows = min(rows, read_config(zoo.source_of(job.target)).vocab_size)
-    head = vocab_clusters.dense(head, torch.arange(rows, dtype=torch.int64, device="cpu"))
-    found = vocab_clusters.clustered(head, job.cluster_count)
-    if texts:
-        if engine.tokenizer is None:
-            raise ValueError(f"--text: {source} has no tokenizer")
-        coded = [engine.tokenizer.encode(text, add_special_tokens=False) for text in texts]
-        tokens = [token for ids in coded for token in ids]
-        if not tokens:
-            raise ValueError("the text has no tokens")
-        hidden = vocab_clusters.hidden_rows(engine.model, tokens[:MOST_ROWS])
-        found = vocab_clusters.fitted(found, head, hidden)
-    write_file(job.clusters, found.to_bytes())
-    (C, R), name = found.ids.shape, Path(job.clusters).name
-    print(f"{C:,} clusters of {R:,} rows of {found.centroids.shape[1]:,} numbers in {name}", file=sys.stderr)
 
 
 def count(job: Calibration, sampling: Sampling) -> tuple[Any, Any]:
@@ -365,48 +284,6 @@ def show(scores: Any) -> None:
     Console().print(table)
     if scores.held_out is None:
         print("no text was held out: expect less coverage of other text", file=sys.stderr)
-
-
-def draw(scores: Any, path: Path) -> None:
-    """Draw the coverage curve to `path`; without matplotlib, say so on stderr."""
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        print("specker: matplotlib is not installed, so the coverage curve is not drawn", file=sys.stderr)
-        return
-    import io
-
-    figure = Figure(figsize=(6, 4), layout="constrained")
-    axis = figure.subplots()
-    share = scores.counts.cumsum(0).double() / scores.tokens
-    axis.plot(range(1, len(share) + 1), 100 * share, color="#4878a8", label="in-sample")
-    if scores.held_out is not None:
-        curve = scores.held_out[1:-1].double() / scores.held_out[-1]
-        axis.plot(range(1, len(curve) + 1), 100 * curve, color="#c44e52", linestyle="--", label="held-out")
-        axis.legend()
-    axis.set_xscale("log", base=2)
-    axis.set_xlabel("rows of the head kept, most frequent first")
-    axis.set_ylabel("% of the counted tokens")
-    axis.set_title(f"{scores.tokens:,} tokens, source: {scores.source}", fontsize=10)
-    axis.grid(alpha=0.3)
-    picture = io.BytesIO()
-    figure.savefig(picture, format="png", dpi=120)
-    write_file(path, picture.getvalue())
-
-
-def _export(job: Calibration, scores: Any) -> None:
-    from specker import zoo
-    from specker.checkpoints.checkpoint import read_config, read_tokenizer
-    from specker.runtime.strategies.vocabtrim import scores as vocab_scores
-
-    target = zoo.source_of(job.target or zoo.path("code-target"))
-    config, tokenizer = read_config(target), read_tokenizer(target)
-    scores.check(config.vocab_size, vocab_scores.tokenizer_hash(tokenizer), job.scores)
-    always = {*config.eos_ids, *vocab_scores.special_ids(tokenizer)}
-    assert job.export is not None and job.vocab_keep is not None
-    ids = scores.kept(job.vocab_keep, always, config.vocab_size)
-    write_file(job.export, vocab_scores.exported(ids, config.vocab_size))
-    print(f"{len(ids):,} ids of {config.vocab_size:,} in {job.export}", file=sys.stderr)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

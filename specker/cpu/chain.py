@@ -64,8 +64,6 @@ class Vocabulary:
     norm: Tensor | None  # [E], weight of the final norm; None: the layers' outputs are normed
     activations: str
     cap: float = 0.0  # soft cap of the logits
-    centroids: Tensor | None = None  # [C, E], of clusters of the head's rows (kernels/clusters.py); None: no clusters
-    clusters: int = 0  # clusters that a draft step reads
 
 
 def draft_chain(
@@ -104,7 +102,6 @@ def draft_chain(
             struct.joint, struct.scales = joint.ctypes.data, scales.ctypes.data
             struct.joint_count, struct.scale_count, struct.token = len(joint), len(scales), rule.token
     embed, head = (Matrix.of(w, vocabulary.activations) for w in (vocabulary.embed, vocabulary.head))
-    centroids = None if vocabulary.centroids is None else Matrix.of(vocabulary.centroids, vocabulary.activations)
     call = ChainCall(
         ctypes.pointer(stack.struct),
         ctypes.pointer(embed),
@@ -114,8 +111,6 @@ def draft_chain(
         None if vocabulary.norm is None else vocabulary.norm.data_ptr(),
         None if vocabulary.ids is None else vocabulary.ids.data_ptr(),
         None if translated is None else translated.ids.data_ptr(),
-        None if centroids is None else ctypes.pointer(centroids),
-        vocabulary.clusters,
         ctypes.pointer(first),
         *(None if x is None else x.data_ptr() for x in (*given, output)),
         *(array.address for array in starts),

@@ -406,14 +406,13 @@ def clusters(
     norm: tuple[Tensor, float] | None,
     draws: Sequence[tuple[float, int]],
     positions: Tensor | None,
-    with_lse: bool = True,
-    activations: str = "float32",
-    cap: float = 0.0,
+    with_lse: bool,
+    activations: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """What `kernels.cluster_topk` returns for rows [T, E] float32 that read `count` clusters each. weight [C R, E] and
-    centroids [C, E]: matrices that `Matrix.of` accepts, E a multiple of BLOCK; the weight has one format. `draws`:
-    temperature and seed, one pair for all rows or for each of as many equal runs of rows; sampled rows need
-    `positions` [T] int64. `cap`: soft cap of the logits; 0: none."""
+    centroids [C, E]: float32 or bfloat16, E a multiple of BLOCK. `draws`: temperature and seed, one pair for all rows
+    or for each of as many equal runs of rows; sampled rows need `positions` [T] int64. `activations`: see
+    `Matrix.of`."""
     T, hidden, ids = len(hidden), hidden.contiguous(), token_ids.long().contiguous()
     best = torch.empty(T, k, dtype=torch.int64, device="cpu")
     values = torch.empty(T, k, dtype=torch.float32, device="cpu")
@@ -429,8 +428,8 @@ def clusters(
         *(None if x is None else x.data_ptr() for x in (hidden, by, ids, at)),
         *(each.ctypes.data for each in numbers),
         *(T, count, k, T // len(draws)),
-        *(0.0 if norm is None else norm[1], cap),
-        *(best.data_ptr(), values.data_ptr(), sums.data_ptr() if with_lse else None, None),
+        0.0 if norm is None else norm[1],
+        *(best.data_ptr(), values.data_ptr(), sums.data_ptr() if with_lse else None),
     )
     crew = team()
     crew.run(native().cluster_topk, call, crew.size)

@@ -134,8 +134,9 @@ class ClustersCall(Structure):
         *((name, POINTER(Matrix)) for name in ("weight", "centroids")),
         *((name, c_void_p) for name in ("x", "norm", "ids", "positions", "temperature", "seed")),
         *((name, c_int64) for name in ("T", "chosen", "k", "run")),
-        *((name, c_double) for name in ("eps", "cap")),
-        *((name, c_void_p) for name in ("best", "values", "sums", "refused")),
+        ("eps", c_double),
+        *((name, c_void_p) for name in ("best", "values", "sums")),
+        ("refused", c_int64),
     ]
 
 
@@ -175,8 +176,6 @@ class ChainCall(Structure):
         *((name, POINTER(Matrix)) for name in ("embed", "head")),
         *((name, c_double) for name in ("scale", "cap")),
         *((name, c_void_p) for name in ("norm", "ids", "own")),
-        ("centroids", POINTER(Matrix)),
-        ("chosen", c_int64),
         ("first", POINTER(Places)),
         *((name, c_void_p) for name in ("tokens", "features", "output", "groups", "later_groups")),
         *((name, c_int64) for name in ("group_count", "later_count", "raw")),

@@ -21,14 +21,16 @@ the N rows. One layer of a verify pass:
 Only the functions that write FULL_MASK or FlashInfer's mask read the lengths on the host, for the size of the result.
 """
 
+import pickle
 from enum import IntEnum
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from specker.kernels.ancestors import MAX_WORDS
-from specker.runtime.strategies.vocabtrim.scores import read
+from specker.runtime.strategies.vocabtrim.scores import distinct
 
 
 class TreeMask(IntEnum):
@@ -195,7 +197,22 @@ def verify_lengths(seq_lens: Tensor, rows: int) -> tuple[Tensor, Tensor, Tensor]
 def read_token_map(path: str | Path) -> Tensor:
     """The ids of a token map, `freq_*.pt`, most frequent first: [K] int64, `vocab_topk`'s token_ids. Raises ValueError
     if the file is missing or corrupt or repeats an id."""
-    return read(path).ids
+    path = Path(path)
+    if not path.is_file():
+        raise ValueError(f"{path}: no such token map")
+    try:
+        values = torch.load(path, map_location="cpu", weights_only=True)
+    except pickle.UnpicklingError as error:  # torch's message says how to load the file nevertheless
+        raise ValueError(f"{path} was not read: it holds Python objects besides tensors, which can run code") from error
+    except Exception as error:  # torch raises many types for a corrupt file
+        raise ValueError(f"{path} cannot be read as a list of ids ({str(error).splitlines()[0]})") from error
+    try:
+        ids = values if isinstance(values, Tensor) else torch.from_numpy(np.asarray(values))
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise ValueError(f"{path} is not a list of integers") from error
+    if not ids.numel():
+        raise ValueError(f"{path} ranks no ids")
+    return distinct(ids, path)
 
 
 def write_token_map(path: str | Path, ids: Tensor) -> None:

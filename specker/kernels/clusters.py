@@ -236,9 +236,7 @@ def _cluster_topk_cpu(
         return None
     draws, positions = draws_of(noise), None if noise is None else noise[1]
     how = "bfloat16" if weight.dtype == torch.bfloat16 else "float32"
-    return kernels.clusters(
-        hidden, weight, centroids, token_ids, clusters, k, norm, draws, positions, with_lse, how, 0.0
-    )
+    return kernels.clusters(hidden, weight, centroids, token_ids, clusters, k, norm, draws, positions, with_lse, how)
 
 
 def draws_of(noise: Noisy | None) -> list[tuple[float, int]]:

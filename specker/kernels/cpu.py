@@ -34,11 +34,9 @@ class Backend(Protocol):
         positions: Tensor | None,
         with_lse: bool,
         activations: str,
-        cap: float,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """What `cluster_topk` returns for rows [T, E] float32 that read `count` clusters each. `draws`: temperature and
-        seed for all rows, or for each of as many equal runs of rows. `activations`: the type to which x is rounded;
-        `cap`: soft cap of the logits, 0: none."""
+        seed for all rows, or for each of as many equal runs of rows. `activations`: the type to which x is rounded."""
 
     def gumbel(self, seed: int, positions: Tensor, padded: int) -> Tensor:
         """The noise (noise.py) of ids 0 .. padded - 1 at `positions` [T] int64: [T, padded] float32."""

@@ -90,12 +90,6 @@ def gumbel_ref(seed: int, positions: Tensor, vocab_size: int) -> Tensor:
     return _gumbel_at(seed, positions, torch.arange(vocab_size, dtype=torch.int64, device=positions.device))
 
 
-def gumbel_cost(positions: Tensor, vocab_size: int) -> tuple[int, int]:
-    """(bytes, operations) of one call. Four values share 10 rounds of 10 integer operations; each adds 7 float ones."""
-    n = positions.numel() * vocab_size
-    return 8 * positions.numel() + 4 * n, n * (10 * 10 // 4 + 7)
-
-
 def add_gumbel_(z: Tensor, seed: int, positions: Tensor, token_ids: Tensor | None = None) -> Tensor:
     """Add noise to z [T, K] in place. Column c gets the noise of token c, or of token_ids[c], whatever K is."""
     if token_ids is None:

@@ -49,7 +49,7 @@ from specker.runtime.strategies.base import (
     slots,
 )
 from specker.runtime.strategies.vocabtrim import trim
-from specker.runtime.strategies.vocabtrim.clusters import HeadRows
+from specker.runtime.strategies.vocabtrim.head import KeptRows
 from specker.runtime.text import Counts, Generation, Prompt, Prompts, Stop
 from specker.runtime.warmup import warm_up
 from specker.zoo import Family
@@ -74,7 +74,7 @@ class Engine:
     dtype: torch.dtype
     target_name: str
     draft_name: str | None
-    kept: HeadRows | None = None  # the kept rows of a trimmed draft head (strategy vocabtrim)
+    kept: KeptRows | None = None  # the kept rows of a trimmed draft head (strategy vocabtrim)
     notes: Notes = field(default_factory=Notes)  # decisions of the loader, by their names in `remarks`
     ranks: Ranks | None = None  # the ranks that share the target
     family: Family | None = None  # the bundled files for the target

@@ -22,7 +22,7 @@ from specker.runtime.notes import Notes
 from specker.runtime.ranks import dist
 from specker.runtime.strategies.base import LOOKAHEAD, kv_dtype
 from specker.runtime.strategies.vocabtrim import trim
-from specker.runtime.strategies.vocabtrim.clusters import HeadRows
+from specker.runtime.strategies.vocabtrim.head import KeptRows
 from specker.zoo import catalogue
 
 
@@ -161,7 +161,7 @@ def read_draft(
     notes: Notes,
     ranks: dist.Ranks | None = None,
     on_progress: Callable[[int, int], None] | None = None,
-) -> tuple[Checkpoint | None, HeadRows | None]:
+) -> tuple[Checkpoint | None, KeptRows | None]:
     """(the checkpoint that drafts for `target_checkpoint`, fitted to its vocabulary and context, or None; the kept rows
     of a trimmed head, or None). `source`: the draft checkpoint; None if the strategy needs none. `quantize`: as in
     `checkpoint.read`. `target`: what the user called the target. Adds remarks to `notes`. Raises as `load` does."""
@@ -279,8 +279,6 @@ def _translated(
     other = "use a draft of the target's own family"
     if not strategies.of(opts).translates or not draft.config.causal:
         raise ValueError(f"{differ}: {other}")
-    if opts.trim is not None and opts.trim.vocab_clusters is not None:
-        raise ValueError(f"{differ}, and clusters have all rows of the draft: leave out {option('vocab_clusters')}")
     if ranks is not None:
         raise ValueError(f"{differ}, and with {option('tp')} a draft cannot read its own tokens: {other}")
     if draft.config.pard_token is not None:

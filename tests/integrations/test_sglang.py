@@ -226,9 +226,39 @@ def test_token_maps(tmp_path):
     assert read_token_map(tmp_path / "freq_3.pt").tolist() == [5, 9, 1]
     with pytest.raises(ValueError, match=r"must have the suffix \.pt, got freq\.npy"):
         write_token_map(tmp_path / "freq.npy", ids)
-    with pytest.raises(ValueError, match="has the id 2 2 times"):
-        torch.save([2, 1, 2], tmp_path / "twice.pt")
-        read_token_map(tmp_path / "twice.pt")
+    with pytest.raises(ValueError, match="no such token map"):
+        read_token_map(tmp_path / "absent.pt")
+    data = (tmp_path / "freq_4.pt").read_bytes()
+    (tmp_path / "freq_4.pt").write_bytes(data[: len(data) // 2])
+    with pytest.raises(ValueError, match="cannot be read as a list of ids"):
+        read_token_map(tmp_path / "freq_4.pt")
+
+
+@pytest.mark.parametrize(
+    ("value", "words"),
+    [
+        ([4, 9, 4], "has the id 4 2 times"),
+        ([4, -1], "has the id -1"),
+        ([0.5, 1.0], "vector of integers"),
+        ({"a": 1}, "not a list of integers"),
+        ([], "ranks no ids"),
+    ],
+)
+def test_a_file_that_is_no_token_map(tmp_path, value, words):
+    torch.save(value, tmp_path / "freq.pt")
+    with pytest.raises(ValueError, match=words):
+        read_token_map(tmp_path / "freq.pt")
+
+
+class Thing:
+    """What a list of ids is not."""
+
+
+def test_a_pickle_is_not_read(tmp_path):
+    torch.save(Thing(), tmp_path / "freq.pt")
+    with pytest.raises(ValueError, match="was not read: it holds Python objects besides tensors") as caught:
+        read_token_map(tmp_path / "freq.pt")
+    assert "weights_only" not in str(caught.value)
 
 
 # --- SGLang's own builder

@@ -13,7 +13,6 @@ import torch
 from compile_only import compilations
 
 from specker import cpu
-from specker.cpu.packed import of_quantised
 from specker.kernels.clusters import cluster_topk, cluster_topk_cost, cluster_topk_ref, launch
 from specker.kernels.noise import gumbel_at, pack_draw
 from specker.kernels.quant import quantised
@@ -132,28 +131,6 @@ def test_compiled_for_the_cpu(size, dtype):
     given = hidden, weight, centroids, ids, clusters, k, (torch.rand(sizes[1]) + 0.5, 1e-5), noise, True
     for a, b in zip(cluster_topk(*given)[1:], cluster_topk_ref(*given)[1:], strict=True):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
-
-
-@pytest.mark.skipif(not cpu.available(), reason="no C compiler")
-@pytest.mark.parametrize("kind", ["int8", "fp8", "int4", "mxfp4"])
-@pytest.mark.parametrize("R", [16, 21])
-def test_packed_weights(kind, R):
-    """Clusters that are whole blocks of interleaved rows, and others; with a soft cap."""
-    g = torch.Generator().manual_seed(0)
-    hidden, weight, centroids = (torch.randn(n, 64, generator=g) for n in (3, 9 * R, 9))
-    weight, ids = quantised(weight, kind), torch.randperm(9 * R, generator=g).view(9, R)
-    for cap in (0.0, 5.0):
-        best, values, lse = cpu.clusters(
-            hidden, of_quantised(weight), centroids, ids, 4, 3, None, [(0.0, 0)], None, cap=cap
-        )
-        want = cluster_topk_ref(hidden, weight, centroids, ids, 4, 3)
-        if cap:
-            all_, _, _ = cluster_topk_ref(hidden, weight, centroids, ids, 4, 4 * R if 4 * R <= 64 else 64)
-            assert torch.equal(best, all_[:, :3])
-            want = want[0], cap * (want[1] / cap).tanh(), lse
-        assert torch.equal(best, want[0])
-        torch.testing.assert_close(values, want[1], rtol=1e-4, atol=1e-4)
-        torch.testing.assert_close(lse, want[2], rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("run", [launch, cluster_topk])

@@ -4,7 +4,7 @@ import pytest
 import torch
 from compile_only import compilations
 
-from specker.kernels.round.repeat import launch, repeat_rows, repeat_rows_cost
+from specker.kernels.round.repeat import launch, repeat_rows
 
 I64, I32 = torch.int64, torch.int32
 
@@ -52,10 +52,6 @@ def test_the_rows_are_not_changed():
     for x in out:
         x.zero_()
     assert all(map(torch.equal, given, rows(3)))
-
-
-def test_cost():
-    assert repeat_rows_cost(*rows(5, 2), 3, 100, 10) == (4 * (5 * 8 * 4 + 4 * (2 + 3)), 24)
 
 
 def launches():

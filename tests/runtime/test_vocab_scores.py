@@ -1,13 +1,12 @@
-"""The score file, the kept ids, other projects' formats, and files with unexpected contents."""
+"""The score file, the kept ids, EAGLE-3's format, and files with unexpected contents."""
 
-import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save, save_file
 
 from specker.options import VocabKeep
 from specker.runtime.strategies.vocabtrim import scores as vocab_scores
-from specker.runtime.strategies.vocabtrim.scores import VocabScores, exported, read
+from specker.runtime.strategies.vocabtrim.scores import VocabScores, read
 
 COUNTS = torch.tensor([3, 0, 50, 7, 7, 0, 1, 32])  # ranked 2, 7, 3, 4, 0, 6
 
@@ -83,41 +82,29 @@ def test_our_file_round_trips_to_the_byte(tmp_path):
     assert (again.vocab_size, again.tokenizer, again.source, again.totals) == (8, "abc", "target", {"tokens": 100})
 
 
-def write(path, ids, ranked, vocab_size):
-    """Write ids [K] ascending, also in `ranked` order, in the format of the file's name."""
-    t2d = torch.zeros(vocab_size, dtype=torch.bool)
-    t2d[ids] = True
-    if path.suffix == ".pt":
-        torch.save(ranked.tolist(), path)
-    elif path.suffix == ".npy":
-        np.save(path, (t2d if path.name.startswith("t2d") else ids - torch.arange(len(ids))).numpy())
-    else:
-        path.write_bytes(exported(ids, vocab_size))
+def offsets(ids, vocab_size=None):
+    """ids [K] ascending as EAGLE-3's tensors, with a mask of `vocab_size` ids if given."""
+    tensors = {"d2t": ids - torch.arange(len(ids))}
+    if vocab_size is not None:
+        tensors["t2d"] = torch.zeros(vocab_size, dtype=torch.bool).index_fill_(0, ids, True)
+    return tensors
 
 
-@pytest.mark.parametrize("name", ["freq.pt", "d2t.npy", "t2d.npy", "eagle.safetensors"])
-def test_the_formats_of_others(tmp_path, name):
+@pytest.mark.parametrize("vocab_size", [None, 32])
+def test_the_format_of_eagle_3(tmp_path, vocab_size):
     ids = torch.tensor([0, 1, 2, 5, 6, 7, 11, 30])
-    ranked = ids[[3, 1, 0, 2, 4, 6, 5, 7]]
-    path = tmp_path / name
-    write(path, ids, ranked, 32)
-    got = read(path)
-    assert got.counts is None
-    assert got.ids.tolist() == (ranked if name == "freq.pt" else ids).tolist()
-    assert got.vocab_size == (32 if name[0] in "te" else None)
+    save_file(offsets(ids, vocab_size), tmp_path / "eagle.safetensors")
+    got = read(tmp_path / "eagle.safetensors")
+    assert got.counts is None and got.ids.tolist() == ids.tolist() and got.vocab_size == vocab_size
     assert torch.equal(got.kept(VocabKeep(rows=8), (), 32), ids)
     with pytest.raises(ValueError, match="no counts"):
         got.kept(VocabKeep(coverage=0.5), (), 32)
 
 
-def test_d2t_with_its_mask_beside_it(tmp_path):
-    ids = torch.tensor([0, 1, 5])
-    for name in ("d2t.npy", "t2d.npy"):
-        write(tmp_path / name, ids, ids, 9)
-    assert read(tmp_path / "d2t.npy").vocab_size == 9
-    np.save(tmp_path / "t2d.npy", np.arange(9) < 3)
+def test_d2t_with_another_mask(tmp_path):
+    save_file(offsets(torch.tensor([0, 1, 5])) | {"t2d": torch.arange(9) < 3}, tmp_path / "d2t.safetensors")
     with pytest.raises(ValueError, match="d2t and t2d keep different ids"):
-        read(tmp_path / "d2t.npy")
+        read(tmp_path / "d2t.safetensors")
 
 
 OFFSETS = torch.tensor([0, 0, 0, 2, 2, 2, 5, 5, 9, 20])
@@ -125,49 +112,46 @@ ABSOLUTE = OFFSETS + torch.arange(10)
 
 
 @pytest.mark.parametrize(
-    ("name", "value", "words"),
+    ("value", "words"),
     [
-        ("freq.pt", OFFSETS, "d2t"),  # offsets given as absolute
-        ("freq.pt", [4, 9, 4], "the id 4 2 times"),
-        ("freq.pt", [4, -1], "the id -1"),
-        ("freq.pt", [0.5, 1.0], "vector of integers"),
-        ("freq.pt", {"a": 1}, "not a list of integers"),
-        ("freq.pt", [], "ranks no ids"),
-        ("d2t.npy", ABSOLUTE * 2, "look like absolute ids"),  # absolute given as offsets
-        ("d2t.npy", ABSOLUTE.flip(0), "look like absolute ids"),
-        ("d2t.safetensors", ABSOLUTE * 2, "look like absolute ids"),
-        ("d2t.npy", OFFSETS.float(), "vector of integers"),
-        ("scores.csv", "x", "expected .safetensors"),
+        (ABSOLUTE * 2, "look like absolute ids"),  # absolute given as offsets
+        (ABSOLUTE.flip(0), "look like absolute ids"),
+        (OFFSETS.float(), "vector of integers"),
+        (OFFSETS[:0], "ranks no ids"),
     ],
 )
-def test_refusals_name_the_problem(tmp_path, name, value, words):
-    path = tmp_path / name
-    if path.suffix == ".pt":
-        torch.save(value, path)
-    elif path.suffix == ".npy":
-        np.save(path, value.numpy())
-    elif path.suffix == ".safetensors":
-        save_file({"d2t": value}, path)
-    else:
-        path.write_text(value)
+def test_refusals_name_the_problem(tmp_path, value, words):
+    save_file({"d2t": value}, tmp_path / "d2t.safetensors")
     with pytest.raises(ValueError, match=words):
-        read(path)
+        read(tmp_path / "d2t.safetensors")
+
+
+@pytest.mark.parametrize(
+    ("ids", "words"),
+    [([4, 9, 4], "the id 4 2 times"), ([4, 9, -1], "the id -1"), ([0.5, 1.0, 2.0], "vector of integers")],
+)
+def test_ids_that_are_no_ranking_are_refused(tmp_path, ids, words):
+    s = VocabScores(torch.tensor(ids), torch.tensor([3, 2, 1]), tokenizer="abc")
+    (tmp_path / "s.safetensors").write_bytes(s.to_bytes())
+    with pytest.raises(ValueError, match=words):
+        read(tmp_path / "s.safetensors")
+
+
+@pytest.mark.parametrize("name", ["scores.csv", "freq.pt", "d2t.npy"])
+def test_other_files_are_refused(tmp_path, name):
+    (tmp_path / name).write_text("x")
+    with pytest.raises(ValueError, match=f"{name}: expected .safetensors, with specker's scores or EAGLE-3's d2t"):
+        read(tmp_path / name)
 
 
 def test_truncated_files_are_refused(tmp_path):
-    ids = torch.arange(0, 400, 3)
-    for name in ("s.safetensors", "freq.pt", "d2t.npy"):
-        path = tmp_path / name
-        if name[0] == "s":
-            path.write_bytes(scores().to_bytes())
-        else:
-            write(path, ids, ids, 500)
-        data = path.read_bytes()
+    path = tmp_path / "s.safetensors"
+    for data in (scores().to_bytes(), save(offsets(torch.arange(0, 400, 3), 500))):
         path.write_bytes(data[: len(data) // 2])
-        with pytest.raises(ValueError, match=f"{name} (is corrupt|cannot be read)"):
+        with pytest.raises(ValueError, match="is corrupt or truncated"):
             read(path)
     with pytest.raises(ValueError, match="no such vocabulary score file"):
-        read(tmp_path / "absent.pt")
+        read(tmp_path / "absent.safetensors")
 
 
 def test_our_file_with_other_contents_is_refused(tmp_path):

@@ -33,7 +33,7 @@ SETTINGS = {
     "easyspec": ["--strategy", "easyspec", "--tree", "2x3"],
     "del": ["--strategy", "del"],
     "diffuspec": ["--strategy", "diffuspec", "--cps", "tree"],
-    "vocabtrim": ["--strategy", "vocabtrim", "--vocab-keep", "64", "--vocab-text", "0"],
+    "vocabtrim": ["--strategy", "vocabtrim", "--vocab-keep", "64"],
 }
 
 

@@ -2,7 +2,6 @@
 // target's noise, and the rule that ends the draft. A model's first forward is that of the committed tokens which its
 // cache lacks. A head that reads a target first forwards the pairs that wait, or begins with its outputs for them; later
 // it gets its last output as the next feature.
-#include "clusters.h"
 #include "layers.h"
 #include "noise.h"
 #include "vector.h"
@@ -21,8 +20,6 @@ typedef struct {
     const float *norm;   // the final norm; 0: `forward` has applied it
     const int64_t *ids;  // token ids of the head's rows; 0: the rows' numbers
     const int64_t *own;  // the model's id of each of these ids, if its tokenizer is not the target's; 0: the same
-    const matrix *centroids; // of clusters of the head's rows, see clusters.h; 0: a draft step reads all rows
-    int64_t chosen;          // clusters that it reads
     const places *first; // the rows of the first forward, those of each sequence together
     const int64_t *tokens;                  // [T] token ids of `first`, each sequence's last one last; 0: no first forward
     const float *features;                  // [T, E], of a head's pairs with these tokens
@@ -52,22 +49,12 @@ typedef struct {
     int64_t *positions, *slots, *past, *tokens; // slots of K/V, and of records
     int32_t *bounds, *lengths;
     float *joint;
-    int64_t *at, *best; // [B]: positions of the rows for the LM head; ids
-    float *values, *sums; // [B]: their logits, log-sums of exponentials
-    char *search;
     part *parts; // [B, size]
     int64_t *more;
 } memory;
 
-static clusters searched(const chain *c, const memory *s) { // the search of the rows s->normed
-    clusters all = {.weight = c->head, .centroids = c->centroids, .x = s->normed, .ids = c->ids, .positions = s->at};
-    all.temperature = c->temperature, all.seed = c->seed, all.T = c->first->B, all.chosen = c->chosen;
-    all.k = all.run = 1, all.cap = c->cap, all.best = s->best, all.values = s->values, all.sums = s->sums;
-    return all;
-}
-
 static int64_t layout(const chain *c, int size, char *base, memory *to) {
-    const int64_t B = c->first->B, T = c->first->T > B ? c->first->T : B, E = c->model->E, K = c->centroids ? 0 : c->head->O;
+    const int64_t B = c->first->B, T = c->first->T > B ? c->first->T : B, E = c->model->E, K = c->head->O;
     // The later forwards have one row a sequence, and the last one the longest contexts: it needs more room for sums over
     // spans, also than a first forward whose rows are too many for threads to divide the columns (attention.c).
     int32_t lengths[B];
@@ -86,9 +73,6 @@ static int64_t layout(const chain *c, int size, char *base, memory *to) {
     m.logits = (float *)TAKE(B * (K + 16) * 4);
     m.positions = (int64_t *)TAKE(B * 8), m.slots = (int64_t *)TAKE(B * 8), m.past = (int64_t *)TAKE(B * 8), m.tokens = (int64_t *)TAKE(B * 8);
     m.bounds = (int32_t *)TAKE((B + 1) * 4), m.lengths = (int32_t *)TAKE(B * 4), m.joint = (float *)TAKE(B * 4);
-    m.at = (int64_t *)TAKE(B * 8), m.best = (int64_t *)TAKE(B * 8), m.values = (float *)TAKE(B * 4), m.sums = (float *)TAKE(B * 4);
-    const clusters all = searched(c, &m);
-    m.search = TAKE(c->centroids ? clusters_bytes(&all, size) : 0);
     m.parts = (part *)TAKE(B * size * sizeof(part)), m.more = (int64_t *)TAKE(8);
 #undef TAKE
     if (to) *to = m;
@@ -171,14 +155,6 @@ static int64_t settle(const chain *c, const memory *s, int size, int64_t n) {
     return n + 1 < c->steps && (!c->rules || 2 * votes >= voters);
 }
 
-// This thread's part of the search among all K rows of the head.
-static void search_rows(const member *m, const chain *c, const memory *s, int64_t K) {
-    const int64_t each = (K / m->size + 3) / 4 * 4, first = m->me * each < K ? m->me * each : K;
-    const int64_t count = m->me + 1 < m->size && each < K - first ? each : K - first;
-    for (int64_t b = 0; b < c->first->B; b++)
-        s->parts[b * m->size + m->me] = search(c, s->logits + b * K + first, first, count, b, s->at[b]);
-}
-
 static int64_t at_most(int64_t a, int64_t b) { return a < b ? a : b; }
 
 static void run_chain(const member *m, void *arg) {
@@ -225,20 +201,16 @@ static void run_chain(const member *m, void *arg) {
             const float *row = known ? c->output + b * E : s.out + (at->cu_rows[b + 1] - 1) * E;
             if (c->output && !known && !n) memcpy(c->output + b * E, row, E * 4);
             normalise(row, c->norm, s.normed + b * E, E, (float)c->model->eps);
-            s.at[b] = at_most(c->columns[b] + n - !c->output, c->last_position) + c->further[b]; // position of the target's row
-            if (!c->centroids) round_row(c->head, &h, b);
+            round_row(c->head, &h, b);
         }
         meet(m);
-        if (c->centroids) {
-            const clusters all = searched(c, &s);
-            search_clusters(m, &all, s.search);
-            meet(m);
-            for (int64_t b = 0; b < B; b++)
-                s.parts[b * m->size + m->me] = m->me ? (part){-INFINITY, 0, INT64_MAX} : (part){s.values[b], expf(s.sums[b] - s.values[b]), s.best[b]};
-        } else {
-            share(m, c->head, &h, B, s.logits, K);
-            meet(m);
-            search_rows(m, c, &s, K);
+        share(m, c->head, &h, B, s.logits, K);
+        meet(m);
+        const int64_t each = (K / m->size + 3) / 4 * 4, start = m->me * each < K ? m->me * each : K;
+        const int64_t count = m->me + 1 < m->size && each < K - start ? each : K - start;
+        for (int64_t b = 0; b < B; b++) {
+            const int64_t position = at_most(c->columns[b] + n - !c->output, c->last_position) + c->further[b]; // of the target's row
+            s.parts[b * m->size + m->me] = search(c, s.logits + b * K + start, start, count, b, position);
         }
         meet(m);
         if (m->me == 0) {

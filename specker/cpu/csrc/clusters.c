@@ -1,10 +1,23 @@
 // The best tokens of an LM head over clusters of ids: products with the centroids, then with the rows of each row's best
 // clusters. A cluster of a row is one thread's work, so a row's bits depend on no other row.
-#include "clusters.h"
 #include "layers.h"
 #include "noise.h"
 #include "vector.h"
 #include <math.h>
+
+typedef struct {
+    const matrix *weight, *centroids; // [C R, E], float32 or bfloat16, ordered by cluster, and [C, E]
+    const float *x, *norm;            // [T, E]; the weight [E] of an RMSNorm before the products, or 0
+    const int64_t *ids;               // [C, R]
+    const int64_t *positions;         // [T]; not read for greedy rows
+    const double *temperature;        // for each run of rows; 0: greedy
+    const uint64_t *seed;             // for each run of rows
+    int64_t T, chosen, k, run;        // chosen: clusters that a row reads; run: rows that share these numbers
+    double eps;
+    int64_t *best;                    // [T, k] ids
+    float *values, *sums;             // [T, k]; [T], log-sums of exponentials, or 0
+    int64_t refused;                  // set if an id that is read has more than 32 bits
+} clusters;
 
 // One integer that orders by z, then by the lower id (`rank_key` in kernels/topk.py).
 static int64_t key_of(float z, int64_t id) {
@@ -65,18 +78,14 @@ static int64_t each_of(const clusters *c) { // candidates of a cluster
     return c->k < R ? c->k : R;
 }
 
-static int64_t room_of(const clusters *c) { // floats for the logits of a cluster, with whole blocks of rows around it
-    return (c->weight->O / c->centroids->O + 3 * ROWS) / ROWS * ROWS;
-}
-
 static int64_t layout(const clusters *c, int size, char *base, memory *to) {
-    const int64_t T = c->T, E = c->weight->E, parts = T * c->chosen;
+    const int64_t T = c->T, E = c->weight->E, C = c->centroids->O, parts = T * c->chosen;
     int64_t at = 0;
 #define TAKE(bytes) (base + (at = (at + 63) / 64 * 64, at += (bytes), at - (bytes)))
     memory m;
     m.forms = TAKE(rows_bytes(T, E)), m.alone = TAKE(T * alone_bytes(c));
-    m.normed = (float *)TAKE(c->norm ? T * E * 4 : 0), m.scores = (float *)TAKE(T * c->centroids->O * 4);
-    m.z = (float *)TAKE(size * 2 * room_of(c) * 4);
+    m.normed = (float *)TAKE(c->norm ? T * E * 4 : 0), m.scores = (float *)TAKE(T * C * 4);
+    m.z = (float *)TAKE(size * 2 * (c->weight->O / C) * 4);
     m.chosen = (int64_t *)TAKE(parts * 8), m.kept = (int64_t *)TAKE(parts * each_of(c) * 8);
     m.tops = (float *)TAKE(parts * 4), m.masses = (float *)TAKE(parts * 4);
 #undef TAKE
@@ -84,20 +93,12 @@ static int64_t layout(const clusters *c, int size, char *base, memory *to) {
     return at + 64;
 }
 
-int64_t clusters_bytes(const clusters *c, int size) { return layout(c, size, 0, 0); }
-
 // Row t and one of its clusters: the candidates `kept`, and the largest logit with the sum of exponentials relative to it.
-static void search(const clusters *c, const rows *x, int64_t t, int64_t cluster, float *room, int64_t *kept, float *top, float *mass) {
+// z [2 R] is for its logits and their noise.
+static void search(clusters *c, const rows *x, int64_t t, int64_t cluster, float *z, int64_t *kept, float *top, float *mass) {
     const int64_t R = c->weight->O / c->centroids->O, *ids = c->ids + cluster * R;
-    int64_t first = cluster * R, stop = first + R;
-    const int64_t before = c->weight->parts[0].format > BFLOAT16 ? first % ROWS : 0;
-    if (c->weight->parts[0].format > BFLOAT16) { // whole blocks of interleaved rows
-        first -= before, stop = (stop + ROWS - 1) / ROWS * ROWS;
-        stop = stop < c->weight->O ? stop : c->weight->O;
-    }
-    product(c->weight, x, 1, first, stop - first, room, stop - first);
-    float *z = room + before, *noise = room + room_of(c);
-    if (c->cap) soften(z, 1, (float)c->cap, R);
+    float *noise = z + R;
+    product(c->weight, x, 1, cluster * R, R, z, R);
     if (c->temperature[t / c->run] > 0) {
         const float by = (float)c->temperature[t / c->run];
         gumbel_ids(c->seed[t / c->run], c->positions[t], ids, R, noise);
@@ -106,7 +107,7 @@ static void search(const clusters *c, const rows *x, int64_t t, int64_t cluster,
     none(kept, each_of(c));
     int64_t high = 0;
     for (int64_t i = 0; i < R; i++) keep(kept, each_of(c), key_of(z[i], ids[i])), high |= ids[i] >> 32;
-    if (high && c->refused) __atomic_store_n(c->refused, 1, __ATOMIC_RELAXED);
+    if (high) __atomic_store_n(&c->refused, 1, __ATOMIC_RELAXED);
     *top = value_of(kept[0]);
     *mass = c->sums ? mass_of(z, R, *top) : 0;
 }
@@ -127,10 +128,11 @@ static void join(const clusters *c, const memory *s, int64_t t) {
     c->sums[t] = top + logf(sum);
 }
 
-void search_clusters(const member *m, const clusters *c, char *scratch) {
+static void run_clusters(const member *m, void *arg) {
+    clusters *c = arg;
     memory s;
-    layout(c, m->size, scratch, &s);
-    const int64_t E = c->weight->E, C = c->centroids->O;
+    layout(c, m->size, m->scratch, &s);
+    const int64_t E = c->weight->E, C = c->centroids->O, R = c->weight->O / C;
     const float *x = c->norm ? s.normed : c->x;
     const rows all = rows_at(x, E, s.forms, c->T, E);
     for (int64_t t = m->me; t < c->T; t += m->size) {
@@ -151,18 +153,14 @@ void search_clusters(const member *m, const clusters *c, char *scratch) {
     for (int64_t i = next(m); i < c->T * c->chosen; i = next(m)) {
         const int64_t t = i / c->chosen;
         const rows own = rows_at(x + t * E, E, s.alone + t * alone_bytes(c), 1, E);
-        search(c, &own, t, s.chosen[i], s.z + m->me * 2 * room_of(c), s.kept + i * each_of(c), s.tops + i, s.masses + i);
+        search(c, &own, t, s.chosen[i], s.z + m->me * 2 * R, s.kept + i * each_of(c), s.tops + i, s.masses + i);
     }
     meet(m);
     for (int64_t t = m->me; t < c->T; t += m->size) join(c, &s, t);
 }
 
-static void run_clusters(const member *m, void *arg) { search_clusters(m, arg, m->scratch); }
-
 // Returns -1 for ids of more than 32 bits.
 int cluster_topk(team *t, clusters *c, int size) {
-    int64_t refused = 0;
-    c->refused = &refused;
-    if (!team_run(t, run_clusters, c, clusters_bytes(c, size))) return 0;
-    return refused ? -1 : 1;
+    if (!team_run(t, run_clusters, c, layout(c, size, 0, 0))) return 0;
+    return c->refused ? -1 : 1;
 }

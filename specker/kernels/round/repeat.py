@@ -120,14 +120,6 @@ def _repeat(x: Any, layers: int, further: int | None) -> Tensor:
     return torch.from_numpy(out.reshape(-1, *x.shape[1:]))
 
 
-def repeat_rows_cost(positions: Tensor, *rest: Tensor | int) -> tuple[int, int]:
-    """(bytes, operations) of one call."""
-    ancestors, table, layers = rest[3], rest[4], int(rest[5])
-    assert isinstance(ancestors, Tensor) and isinstance(table, Tensor)
-    row, sequence = 8 * (2 + ancestors.shape[1]), 4 * (2 + table.shape[1])
-    return (layers + 1) * (len(positions) * row + len(table) * sequence), layers * (len(positions) + table.numel())
-
-
 @triton.jit(
     do_not_specialize=["T", "B", "P", "table_stride", "apart", "pages"],
     do_not_specialize_on_alignment=["positions_ptr", "slots_ptr", "kv_len_ptr", "window_ptr", "words_ptr", "table_ptr"],

@@ -18,8 +18,8 @@ from specker.runtime.round.state import Request
 
 @dataclass
 class LMHead:
-    """A head with all rows: row i is id i. In strategies/vocabtrim, head.py has the trimmed one, which overrides the
-    methods that follow the texts, and clusters.py one whose steps read clusters of the rows."""
+    """A head with all rows: row i is id i. strategies/vocabtrim/head.py has the trimmed one, which overrides the
+    methods that follow the texts, and strategies/mtp/assistant.py one that reads clusters of rows."""
 
     weight: Matrix  # [K, E]
     norm: Tensor  # [E]
@@ -28,18 +28,11 @@ class LMHead:
     cap: float = 0.0  # soft cap of the logits (ModelConfig.logits_cap)
     token_ids: Tensor | None = field(init=False, default=None)  # [K] int64, current id of each row; None: row i is id i
     draftable: set[int] | None = field(init=False, default=None)  # the ids that can be drafted; None: all
-    centroids: Tensor | None = field(init=False, default=None)  # [C, E], of clusters of the rows; None: no clusters
-    chosen: int = field(init=False, default=0)  # clusters whose rows a step reads
 
     @property
     def most(self) -> int:
         """How many candidates a row can have."""
         return self.weight.shape[0]
-
-    @property
-    def step_bytes(self) -> int:
-        """Bytes that a draft step reads."""
-        return self.weight.nbytes
 
     def follow(self, sequences: Iterable[Request]) -> None:
         """Called before each draft with the batch's texts."""

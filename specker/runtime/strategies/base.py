@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from specker.runtime.ranks.dist import Ranks
     from specker.runtime.round.drafter import Drafter
     from specker.runtime.round.lm_head import LMHead
-    from specker.runtime.strategies.vocabtrim.clusters import HeadRows
+    from specker.runtime.strategies.vocabtrim.head import KeptRows
 
 # Columns of prompts whose recurrent states a cache saves, beside one for each sequence: some system prompts or
 # documents that several requests begin with. Each takes about the memory of a sequence's states.
@@ -51,7 +51,7 @@ class DraftContext:
     model: Model | None  # the target's; None if another engine runs it
     cache: KVCache | None  # the target's KV cache
     draft: Checkpoint | None  # with only the kept rows of the head if it is trimmed
-    kept: HeadRows | None  # the kept rows; None: all
+    kept: KeptRows | None  # the kept rows; None: all
     family: Family | None  # the bundled files for the target
     ranks: Ranks | None = None  # the ranks that share the target; None for one process
     notes: Notes = field(default_factory=Notes)  # the engine's remarks, to which a drafter may add its own
@@ -78,11 +78,14 @@ class DraftContext:
     def head(self, model: Model, weight: Matrix | None = None) -> LMHead:
         """The drafting head: the model's norm with the model's own head, or with the rows `weight` [K, E]."""
         from specker.runtime.round.lm_head import LMHead
+        from specker.runtime.strategies.vocabtrim.head import TrimmedHead
 
-        rows, eps = model.head if weight is None else weight, model.config.rms_norm_eps
-        make = LMHead if self.kept is None else self.kept.head
-        head = make(rows, model.norm, eps, model.activations, model.config.logits_cap)
-        if self.kept is None and self.draft is not None and (translation := self.draft.translation) is not None:
+        rows, c = model.head if weight is None else weight, model.config
+        how = rows, model.norm, c.rms_norm_eps, model.activations, c.logits_cap
+        if self.kept is not None:
+            return TrimmedHead(*how, kept=self.kept)
+        head = LMHead(*how)
+        if self.draft is not None and (translation := self.draft.translation) is not None:
             head.token_ids = (translation.names if translation.free else translation.ids).to(model.device)
             head.draftable = None if translation.free else set(translation.ids.tolist())
         return head

@@ -16,8 +16,7 @@ from specker.runtime.round.lm_head import LMHead
 
 def readable(model: Model, head: LMHead) -> bool:
     """Whether the compiled library drafts chains of this model's layers and can read its embedding and the LM head."""
-    matrices = (model.embed, head.weight, *(() if head.centroids is None else (head.centroids,)))
-    return model.stack is not None and model.stack.chains and all(takes(w) for w in matrices)
+    return model.stack is not None and model.stack.chains and takes(model.embed) and takes(head.weight)
 
 
 class ChainModel(NamedTuple):
@@ -50,8 +49,13 @@ def compiled_chain(
     drafted, probability = draft_chain(
         model.stack,
         Vocabulary(
-            *(model.embed, model.embed_scale, head.weight, head.token_ids, None if normed else head.norm),
-            *(head.activations, head.cap, head.centroids, head.chosen),
+            model.embed,
+            model.embed_scale,
+            head.weight,
+            head.token_ids,
+            None if normed else head.norm,
+            head.activations,
+            head.cap,
         ),
         cached_rows(cache, rows),
         committed,

@@ -18,7 +18,7 @@ from specker.runtime.strategies.base import DraftContext, Strategy
 from specker.runtime.strategies.blocks.lattice import Search
 from specker.runtime.strategies.blocks.search import BlockDraft, before_stop, candidates, read, searched
 from specker.runtime.strategies.model_drafter import CATCH_UP_ROWS, WINDOW, ModelDrafter
-from specker.runtime.strategies.vocabtrim.head import KeptRows
+from specker.runtime.strategies.vocabtrim.head import KeptRows, TrimmedHead
 
 
 class DiffusionDrafter(ModelDrafter):
@@ -156,7 +156,7 @@ def made(context: DraftContext, strategy: Strategy) -> DiffusionDrafter:
     search, model = read(context), context.draft_model()
     cache, head = context.allocate(model), context.head(model)
     kept = KeptRows(torch.tensor(ids, dtype=torch.int64, device=rows.device))
-    stops = kept.head(rows[at], model.norm, model.config.rms_norm_eps)
+    stops = TrimmedHead(rows[at], model.norm, model.config.rms_norm_eps, kept=kept)
     return DiffusionDrafter(
         model, cache, head, stops if ids else None, frozenset(stop_ids), search, context.depth(strategy)
     )

@@ -107,7 +107,7 @@ class SelfDrafting(Strategy):
         """The LM head's bytes, in layers of the target."""
         if head is None or options.own.exit_cost == "layers":
             return 0.0
-        return head.step_bytes / _bytes(model) * len(model.layers)
+        return head.weight.nbytes / _bytes(model) * len(model.layers)
 
     def policy(self, context: PolicyContext) -> Policy:
         from specker.runtime.strategies.dynamic_exit.policy import DynamicExit

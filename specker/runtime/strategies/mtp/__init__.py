@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from specker.fields import option
-from specker.options import Options
 from specker.runtime.strategies.eagle import Eagle
 
 if TYPE_CHECKING:
@@ -46,19 +45,6 @@ class MultiTokenPrediction(Eagle):
             return assistant.read(source, target, dtype=dtype, quantize=quantize)
         return mtp.read(target, dtype=dtype, quantize=quantize)
 
-    def with_draft(self, options: Options, draft: Checkpoint) -> Options:
-        """Raises ValueError for a tree that is wider than the ids of an assistant's clusters."""
-        from specker.checkpoints.drafts.assistant import AssistantCheckpoint
-
-        if isinstance(draft, AssistantCheckpoint) and draft.parts.order is not None:
-            most = draft.spec.chosen * draft.parts.order.shape[1]
-            if options.width > most:
-                raise ValueError(
-                    f"{option('tree', options.tree)} is wider than the {most} ids of {draft.spec.chosen} clusters, "
-                    "among which the assistant chooses"
-                )
-        return options
-
     def drafter(self, context: DraftContext) -> Drafter:
         from specker.checkpoints.drafts.assistant import AssistantCheckpoint
         from specker.checkpoints.drafts.heads import HeadCheckpoint
@@ -82,10 +68,10 @@ class MultiTokenPrediction(Eagle):
 
 
 def _assistant(context: DraftContext, checkpoint: AssistantCheckpoint) -> Drafter:
-    """Raises ValueError if several ranks divide the K/V that the assistant reads."""
+    """Raises ValueError if several ranks divide the K/V that the assistant reads, and for a tree that is wider than the
+    ids of its clusters."""
     from specker.model.assistant import Assistant
-    from specker.runtime.strategies.mtp.assistant import AssistantDrafter, measure
-    from specker.runtime.strategies.vocabtrim.clusters import ClusteredRows, VocabClusters
+    from specker.runtime.strategies.mtp.assistant import AssistantDrafter, ClusteredHead, measure
 
     if context.ranks is not None:
         raise ValueError(
@@ -94,9 +80,15 @@ def _assistant(context: DraftContext, checkpoint: AssistantCheckpoint) -> Drafte
         )
     assert context.model is not None and context.cache is not None  # `Drafts` refuses assistants for other engines
     assistant, parts = Assistant(checkpoint, checkpoint.spec, checkpoint.parts), checkpoint.parts
-    head = context.head(assistant.model)
+    head, width, chosen = context.head(assistant.model), context.options.width, checkpoint.spec.chosen
     if parts.centroids is not None and parts.order is not None:
-        clusters = VocabClusters(parts.order, parts.centroids, rows=parts.centroids[:0])
-        head = ClusteredRows(clusters, checkpoint.spec.chosen).head(head.weight, head.norm, head.eps)
+        head = ClusteredHead(
+            head.weight, head.norm, head.eps, centroids=parts.centroids, order=parts.order, chosen=chosen
+        )
+        if width > head.most:
+            raise ValueError(
+                f"{option('tree', context.options.tree)} is wider than the {head.most} ids of {chosen} clusters, among "
+                "which the assistant chooses"
+            )
     measure(context.target, context.model, assistant, head, context.notes)
-    return AssistantDrafter(assistant, context.model, context.cache, head, context.options.width)
+    return AssistantDrafter(assistant, context.model, context.cache, head, width)

@@ -5,10 +5,14 @@ one row, the target's of the column before the root. All nodes of a tree attend 
 level of a tree is as many rows as it has nodes.
 """
 
+from dataclasses import dataclass, field
+
 import torch
 from torch import Tensor
 
 from specker.checkpoints.checkpoint import Checkpoint
+from specker.cpu.packed import Packed
+from specker.kernels.clusters import cluster_topk
 from specker.kernels.residual import add_norm
 from specker.model.assistant import Assistant
 from specker.model.cache import KVCache, Rows
@@ -23,6 +27,27 @@ from specker.runtime.round.lm_head import LMHead
 from specker.runtime.round.state import Request
 from specker.runtime.strategies.eagle.agreement import IMPLAUSIBLE, LOGITS, text_of
 from specker.runtime.strategies.growth import grown
+
+
+@dataclass
+class ClusteredHead(LMHead):
+    """An LM head of which each row reads the clusters that fit it best (kernels/clusters.py)."""
+
+    centroids: Tensor = field(kw_only=True)  # [C, E]
+    order: Tensor = field(kw_only=True)  # [C, K / C] int64, the ids of each cluster's rows
+    chosen: int = field(kw_only=True)  # clusters that a row reads
+
+    @property
+    def most(self) -> int:
+        return self.chosen * self.order.shape[1]
+
+    def _topk(
+        self, final: Final, k: int, draws: Draws, positions: Tensor, with_lse: bool = True, out: Tensor | None = None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        assert not isinstance(self.weight, Packed)  # rows that are ordered by cluster stay as they are
+        norm, noise = None if final.normed else (self.norm, self.eps), draws.noise(positions)
+        clusters = self.weight, self.centroids, self.order, self.chosen
+        return cluster_topk(final.rows, *clusters, k, norm, noise, with_lse, out=out)
 
 
 class AssistantDrafter(Drafter):

@@ -11,17 +11,16 @@ Beyond the paper, a few rows follow the text (head.py), and no score file is nee
 targets with this tokenizer wrote in earlier runs (counts.py), then in the order in which the tokenizer learnt them
 (order.py). Counted ids go first even if few tokens were counted: an id that occurred once is more probable than one
 that never did, and the few ids of a short count only replace the last kept rows.
-
-Instead of fixed rows, a draft step can read clusters of all rows, chosen anew for each token (clusters.py).
 """
 
 from dataclasses import dataclass
 
-from specker.fields import check_fields, opt, option
+from specker.fields import check_fields, opt
 from specker.options import VocabKeep
 
 TRIM = "vocabtrim"
 SUMMARY = "a smaller LM head for the drafter of another strategy (alone: of draft)"
+LEARN = "SPECKER_VOCAB_LEARN"  # the environment's variable: "off" neither counts what targets write nor ranks by it
 PAPER = "VocabTrim (2506.22694)"
 NEEDS = "a draft model"
 
@@ -41,29 +40,11 @@ class TrimOptions:
         "ROWS|X|coverage:X",
         parse=VocabKeep.parse,
     )
-    vocab_text: int = opt(256, "further rows for tokens of the text that are not in the kept rows; 0: none", least=0)
-    vocab_learn: str | None = opt(
-        None,
-        "without a score file: on ranks ids by what targets with this tokenizer wrote in earlier runs, and counts what "
-        "this one writes, in specker's cache; off does neither (default: on, or the environment variable "
-        "SPECKER_VOCAB_LEARN)",
-        choices=("on", "off"),
+    # In documents of up to 4,000 tokens, beside an eighth of the rows, 256 more cover 4 to 6 points more of the text,
+    # and 1,024 no more than 256 (bench/LOG.md).
+    vocab_text: int = opt(
+        256, "further rows for tokens of the text that are not in the kept rows; 0: none", least=0, flag=False
     )
-
-    vocab_clusters: str | None = opt(
-        None,
-        "clusters of the draft head's rows, a file of specker calibrate --clusters: each draft step reads the rows of "
-        "the clusters that fit its token best, instead of fixed rows",
-        "FILE",
-    )
-    vocab_chosen: int | None = opt(None, "with vocab-clusters: clusters that a draft step reads (default: 32)", least=1)
 
     def __post_init__(self) -> None:
         check_fields(self)
-        if self.vocab_clusters is None:
-            if self.vocab_chosen is not None:
-                raise ValueError(f"{option('vocab_chosen', self.vocab_chosen)} needs {option('vocab_clusters')} FILE")
-            return
-        for name in ("vocab_scores", "vocab_keep", "vocab_text", "vocab_learn"):
-            if getattr(self, name) != getattr(TrimOptions, name):
-                raise ValueError(f"{option('vocab_clusters')} keeps all rows: leave out {option(name)}")

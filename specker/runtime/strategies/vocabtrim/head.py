@@ -29,11 +29,6 @@ class KeptRows:
     translation: Translation | None = None  # of a draft with another tokenizer: `ids` and the texts are in its own ids
     counts: VocabCounts | None = None  # counts what the target writes, for the next run
 
-    @property
-    def rows(self) -> int:
-        """Rows that a step reads."""
-        return len(self.ids)
-
     @cached_property
     def followed(self) -> set[int] | range:
         """The ids that may have a row."""
@@ -48,16 +43,6 @@ class KeptRows:
             names: list[int] = self.translation.names.tolist()
             return names
         return range(0 if self.whole is None else len(self.whole))
-
-    def step_bytes(self, weight: Matrix) -> int:
-        """Bytes of the head that a step reads."""
-        return weight.nbytes
-
-    def head(
-        self, weight: Matrix, norm: Tensor, eps: float, activations: str = "int8", cap: float = 0.0
-    ) -> "TrimmedHead":
-        """A head with the rows `weight` [K, E]."""
-        return TrimmedHead(weight, norm, eps, activations, cap, kept=self)
 
 
 @dataclass

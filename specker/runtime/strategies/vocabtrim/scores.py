@@ -1,23 +1,18 @@
 """Token frequencies of a vocabulary, and the choice of rows that a trimmed LM head keeps (VocabTrim, arXiv 2506.22694).
 
 specker's own format is a safetensors file with `ids` and `counts`, most frequent first, and one metadata entry with the
-version, the vocabulary's size, a hash of the tokenizer, the source of the text and its totals. Two other formats can be
-read, and EAGLE-3's in a .safetensors file also written:
-
-    freq_*.pt      FR-Spec and SGLang: a list of absolute ids, most frequent first, without counts, size or tokenizer
-    d2t, t2d       EAGLE-3, as .npy or in a .safetensors file: d2t [K] holds OFFSETS, row i is id i + d2t[i], ids
-                   ascending; t2d [V] is a boolean mask of the kept ids
+version, the vocabulary's size, a hash of the tokenizer, the source of the text and its totals. A safetensors file with
+EAGLE-3's kept ids can be read, too: d2t [K] holds OFFSETS, row i is id i + d2t[i], ids ascending; t2d [V], which may be
+left out, is a boolean mask of the kept ids.
 """
 
 import hashlib
 import json
-import pickle
 from collections.abc import Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -143,14 +138,13 @@ def tokenizer_hash(tokenizer: Any) -> str:
 
 
 def read(path: str | Path) -> VocabScores:
-    """Read a file in any of the formats. Raises ValueError if it is missing, corrupt or does not match its suffix."""
+    """Read a file in either format. Raises ValueError if it is missing, corrupt or something else."""
     path = Path(path)
     if not path.is_file():
         raise ValueError(f"{path}: no such vocabulary score file")
-    readers = {".pt": _read_pt, ".npy": _read_npy, ".safetensors": _read_safetensors}
-    if path.suffix not in readers:
-        raise ValueError(f"{path}: expected .safetensors (specker's, or EAGLE-3's d2t), .pt (FR-Spec) or .npy (d2t)")
-    scores = readers[path.suffix](path)
+    if path.suffix != ".safetensors":
+        raise ValueError(f"{path}: expected .safetensors, with specker's scores or EAGLE-3's d2t")
+    scores = _read(path)
     if not len(scores.ids):
         raise ValueError(f"{path} ranks no ids")
     return scores
@@ -169,7 +163,7 @@ def tokenizer_of(path: Path) -> str | None:
     return found if isinstance(found, str) else None
 
 
-def _read_safetensors(path: Path) -> VocabScores:
+def _read(path: Path) -> VocabScores:
     from safetensors import SafetensorError, safe_open
 
     try:
@@ -191,59 +185,30 @@ def _read_safetensors(path: Path) -> VocabScores:
         is_ = f"{facts.get('format')} version {facts.get('version')}"
         raise ValueError(f"{path} is {is_}; this reads {FORMAT} version {VERSION}")
     known = {name: facts[name] for name in ("vocab_size", "tokenizer", "source", "totals")}
-    scores = _absolute(tensors["ids"], path)
-    counts = tensors["counts"]
-    if counts.shape != scores.ids.shape or bool((counts[1:] > counts[:-1]).any()) or bool((counts < 1).any()):
+    ids, counts = distinct(tensors["ids"], path), tensors["counts"]
+    if counts.shape != ids.shape or bool((counts[1:] > counts[:-1]).any()) or bool((counts < 1).any()):
         raise ValueError(f"{path}: expected one count per id, positive and descending")
     held_out = tensors.get("held_out")
     if held_out is not None and (len(held_out) < 3 or bool((held_out.diff() < 0).any()) or not held_out[-1]):
         raise ValueError(f"{path}: expected held-out counts that never decrease")
-    return replace(scores, counts=counts, held_out=held_out, **known)
+    return VocabScores(ids, counts, held_out=held_out, **known)
 
 
-def _read_pt(path: Path) -> VocabScores:
-    try:
-        ids = torch.load(path, map_location="cpu", weights_only=True)
-    except pickle.UnpicklingError as error:  # torch's message says how to load the file nevertheless
-        raise ValueError(f"{path} was not read: it holds Python objects besides tensors, which can run code") from error
-    except Exception as error:  # torch raises many types for a corrupt file
-        raise ValueError(f"{path} cannot be read as a list of ids ({str(error).splitlines()[0]})") from error
-    return _absolute(_vector(ids, path), path)
-
-
-def _read_npy(path: Path) -> VocabScores:
-    try:
-        array = np.load(path, allow_pickle=False)
-    except (ValueError, EOFError, OSError) as error:
-        raise ValueError(f"{path} cannot be read ({error})") from error
-    if array.dtype == bool:
-        return _mask(torch.from_numpy(array))
-    beside = path.with_name(path.name.replace("d2t", "t2d"))
-    mask = torch.from_numpy(np.load(beside, allow_pickle=False)) if beside != path and beside.is_file() else None
-    return _offsets(_vector(array, path), mask, path)
-
-
-def _vector(values: Any, path: Path) -> Tensor:
-    try:
-        ids = values if isinstance(values, Tensor) else torch.from_numpy(np.asarray(values))
-    except (TypeError, ValueError, RuntimeError) as error:
-        raise ValueError(f"{path} is not a list of integers") from error
-    if ids.dim() != 1 or (len(ids) and (ids.is_floating_point() or ids.dtype == torch.bool)):
-        raise ValueError(f"{path} must be a vector of integers, got {tuple(ids.shape)} {ids.dtype}")
-    return ids.long()
-
-
-def _absolute(ids: Tensor, path: Path) -> VocabScores:
+def distinct(ids: Tensor, path: object) -> Tensor:
+    """A file's ids as int64. Raises ValueError unless they are a vector [n] of integers from 0, each once."""
     ids = _vector(ids, path)
     if len(ids) and int(ids.min()) < 0:
         raise ValueError(f"{path} has the id {int(ids.min())}; ids start at 0")
     seen, times = ids.unique(return_counts=True)
     if len(seen) < len(ids):
-        hint = ""
-        if bool((ids[1:] >= ids[:-1]).all()):
-            hint = "; they never decrease, like EAGLE-3's offsets (d2t): save them as d2t in .npy or .safetensors"
-        raise ValueError(f"{path} has the id {int(seen[times > 1][0])} {int(times.max())} times{hint}")
-    return VocabScores(ids, None)
+        raise ValueError(f"{path} has the id {int(seen[times > 1][0])} {int(times.max())} times")
+    return ids
+
+
+def _vector(ids: Tensor, path: object) -> Tensor:
+    if ids.dim() != 1 or (len(ids) and (ids.is_floating_point() or ids.dtype == torch.bool)):
+        raise ValueError(f"{path} must be a vector of integers, got {tuple(ids.shape)} {ids.dtype}")
+    return ids.long()
 
 
 def _offsets(d2t: Tensor, t2d: Tensor | None, path: Path) -> VocabScores:
@@ -255,20 +220,6 @@ def _offsets(d2t: Tensor, t2d: Tensor | None, path: Path) -> VocabScores:
         raise ValueError(f"{path}: d2t must hold offsets (id = row + d2t[row]), but these look like absolute ids")
     if t2d is None:
         return VocabScores(ids, None)
-    kept = _mask(t2d)
-    if not torch.equal(kept.ids, ids):
+    if not torch.equal(t2d.bool().nonzero()[:, 0], ids):
         raise ValueError(f"{path}: d2t and t2d keep different ids; are d2t's entries offsets (id = row + d2t[row])?")
-    return replace(kept, ids=ids)
-
-
-def _mask(t2d: Tensor) -> VocabScores:
-    return VocabScores(t2d.bool().nonzero()[:, 0], None, vocab_size=len(t2d))
-
-
-def exported(ids: Tensor, vocab_size: int) -> bytes:
-    """Serialise a kept set, ids [K] int64 ascending, as EAGLE-3's d2t and t2d in the safetensors format."""
-    from safetensors.torch import save
-
-    t2d = torch.zeros(vocab_size, dtype=torch.bool, device="cpu")
-    t2d[ids] = True
-    return save({"d2t": ids - torch.arange(len(ids), dtype=torch.int64, device="cpu"), "t2d": t2d})
+    return VocabScores(ids, None, vocab_size=len(t2d))

@@ -15,11 +15,9 @@ from specker.options import Options, VocabKeep
 from specker.runtime.control.stats import Stats
 from specker.runtime.notes import Notes
 from specker.runtime.ranks.dist import Ranks
-from specker.runtime.strategies.vocabtrim import TrimOptions
-from specker.runtime.strategies.vocabtrim import clusters as vocab_clusters
+from specker.runtime.strategies.vocabtrim import LEARN, TrimOptions
 from specker.runtime.strategies.vocabtrim import memo as vocab_memo
 from specker.runtime.strategies.vocabtrim import scores as vocab_scores
-from specker.runtime.strategies.vocabtrim.clusters import ClusteredRows, HeadRows
 from specker.runtime.strategies.vocabtrim.counts import VocabCounts
 from specker.runtime.strategies.vocabtrim.head import KeptRows
 from specker.runtime.strategies.vocabtrim.scores import VocabScores
@@ -81,8 +79,9 @@ def ranking(
         )
     order, counts = vocab_memo.learnt(target.tokens, vocab), None
     source = "id" if tokenizer is None else "the tokenizer's order"
-    learn = trim.vocab_learn or os.environ.get("SPECKER_VOCAB_LEARN") or "on"
-    if learn != "off" and digest is not None and options.load != "dummy":
+    if (learn := os.environ.get(LEARN) or "on") not in ("on", "off"):
+        raise ValueError(f"the environment variable {LEARN} must be on or off, got {learn!r}")
+    if learn == "on" and digest is not None and options.load != "dummy":
         counts = VocabCounts(digest, notes)
         order = counts.first(order)
         if counts.earlier:
@@ -102,15 +101,13 @@ def trimmed(
     notes: Notes,
     ranks: Ranks | None = None,
     every_rank: bool = False,
-) -> tuple[Checkpoint, HeadRows]:
+) -> tuple[Checkpoint, KeptRows]:
     """(draft with only the kept rows of its head, one contiguous copy; the kept rows: fixed ids ascending, then those
     that follow the text). The embedding stays whole, because the text may contain any token. `every_rank`: all ranks of
     a replica call this, not only those that draft. Adds remarks to `notes`: rows are kept that the score file never
     counted, or the counts of earlier runs cannot be read or written. Raises ValueError if a score file does not match
-    the target, or if `vocab_keep` needs one. With `vocab_clusters`: as `clustered`."""
+    the target, or if `vocab_keep` needs one."""
     trim: TrimOptions = options.trim
-    if trim.vocab_clusters is not None:
-        return clustered(draft, options)
     scores, default, source, counts = ranking(target, options, family, notes, ranks, every_rank)
     tokenizer = target.tokenizer_or_none
     whole = draft.weights.head
@@ -170,44 +167,27 @@ def in_own_ids(scores: VocabScores, translation: Translation, keep: VocabKeep, t
     return VocabScores(ids, None if scores.counts is None else counts, rows)
 
 
-def clustered(draft: Checkpoint, options: Options) -> tuple[Checkpoint, ClusteredRows]:
-    """(draft with the rows of its head ordered by cluster, one copy; the clusters). Raises ValueError if the file does
-    not match the draft's head or the options."""
-    trim: TrimOptions = options.trim
-    assert trim.vocab_clusters is not None
-    found, whole = vocab_clusters.read(trim.vocab_clusters), draft.weights.head
-    found.check(whole, trim.vocab_clusters)
-    chosen = vocab_clusters.chosen_of(found, trim.vocab_chosen)
-    name = f"{chosen} of {len(found.ids)} clusters for each token ({Path(trim.vocab_clusters).name})"
-    kept = ClusteredRows(found, chosen, name)
-    if options.width > kept.rows:
-        tree = option("tree", options.tree)
-        raise ValueError(f"{tree} is wider than the {kept.rows} rows that {option('vocab_chosen', chosen)} reads")
-    return replace(draft, weights=replace(draft.weights, head=whole[kept.ids.to(whole.device)])), kept
-
-
-def report(target: Checkpoint, draft: Checkpoint, kept: HeadRows, options: Options, stats: Stats) -> dict[str, Any]:
+def report(target: Checkpoint, draft: Checkpoint, kept: KeptRows, options: Options, stats: Stats) -> dict[str, Any]:
     """What trimming saved and cost, by `stats` of a run. `draft`: with only the kept rows of its head."""
     return {
-        "kept_rows": kept.rows,
+        "kept_rows": len(kept.ids),
         "text_rows": kept.text,
         "ranking": kept.ranking,
         "vocab_size": target.config.vocab_size,
         "coverage": stats.kept / max(1, stats.tokens),
         "rounds_lost": stats.lost,
-        "head_bytes_per_draft_step": kept.step_bytes(draft.weights.head),
-        "mbsu": mbsu(target, draft, kept, options, stats),
+        "head_bytes_per_draft_step": draft.weights.head.nbytes,
+        "mbsu": mbsu(target, draft, options, stats),
     }
 
 
-def mbsu(target: Checkpoint, draft: Checkpoint, kept: HeadRows | None, options: Options, stats: Stats) -> float:
+def mbsu(target: Checkpoint, draft: Checkpoint, options: Options, stats: Stats) -> float:
     """The memory-bound speed-up, from the counted rounds and the models' sizes; a model, not a measurement."""
     drafted = draft.layer_bytes
     if stats.exits:  # drafted by the target's first layers
         mean = sum(n * times for n, times in stats.exits.items()) / sum(stats.exits.values())
         drafted *= mean / target.config.num_layers
-    head = draft.weights.head
-    drafted += head.nbytes if kept is None else kept.step_bytes(head)
+    drafted += draft.weights.head.nbytes
     whole = target.layer_bytes + target.weights.head.nbytes
     tree = options.tree
     gamma = tree.depth if tree is not None and tree.width > 1 else stats.drafted / max(1, stats.rounds)
