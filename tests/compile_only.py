@@ -22,7 +22,7 @@ ROOT = Path(__file__).parents[1]
 
 def python(*command: str) -> str:
     """The output of `python command...` without the interpreter; AssertionError with stdout and stderr if it fails."""
-    done = warm.run(*command, env={"PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}"})
+    done = warm.run(*command, env={"PYTHONPATH": os.pathsep.join(map(str, (ROOT, ROOT / "simulator", ROOT / "tests")))})
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 

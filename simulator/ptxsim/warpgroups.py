@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ptx.instruction import SHARED_BASE
-from ptx.shared import SEVERAL
-from ptx.values import I64, U16, U64, Array, Unsupported
+from ptxsim.instruction import SHARED_BASE
+from ptxsim.shared import SEVERAL
+from ptxsim.values import I64, U16, U64, Array, Unsupported
 
 if TYPE_CHECKING:
-    from ptx.instruction import Instruction
-    from ptx.machine import Machine
+    from ptxsim.instruction import Instruction
+    from ptxsim.machine import Machine
 
 SWIZZLES = {1: (128, 7), 2: (64, 3), 3: (32, 1)}  # a descriptor's mode -> bytes of a row, bits that are swizzled
 

@@ -1,11 +1,11 @@
-"""Instructions on two numbers in 32 bits, against the numbers one by one. The ops' tests cover the others."""
+"""Instructions on two numbers in 32 bits, against the numbers one by one. Kernels cover the others."""
 
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
-from ptx.program import Program
+from ptxsim.program import Program
 
 PTX = """
 .visible .entry one(.param .u64 one_param_0)

@@ -6,9 +6,9 @@ from typing import Any
 
 import numpy as np
 
-from ptx.control import check_whole_warps
-from ptx.instruction import Instruction, Run, all_threads, members
-from ptx.values import F32, F64, U16, U32, U64, Array, to_float
+from ptxsim.control import check_whole_warps
+from ptxsim.instruction import Instruction, Run, all_threads, members
+from ptxsim.values import F32, F64, U16, U32, U64, Array, to_float
 
 
 def _rows_of_a(registers: list[Array], kind: str, warps: int) -> Array:

@@ -5,8 +5,8 @@ from typing import Any
 
 import numpy as np
 
-from ptx.instruction import Instruction, Run, all_threads
-from ptx.values import I64, U32, U64, Array
+from ptxsim.instruction import Instruction, Run, all_threads
+from ptxsim.values import I64, U32, U64, Array
 
 
 def branch(i: Instruction) -> Run:

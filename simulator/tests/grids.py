@@ -3,22 +3,18 @@
 Each fault is a kernel that is launched right and launched, or changed, wrong.
 """
 
-import importlib
 import re
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from formulas import randn
+import triton
+import triton.language as tl
 from torch import Tensor
-
-from ptx.cases import weight
-from specker.kernels.variant import tl, triton
 
 gdc_wait, gdc_launch_dependents = tl.extra.cuda.gdc_wait, tl.extra.cuda.gdc_launch_dependents
 Equal = tuple[Tensor, Tensor]  # a result, and what it must be
-residual = importlib.import_module("specker.kernels.residual")
 COUNT, BLOCK, F32 = 3, 256, torch.float32
 
 
@@ -31,6 +27,10 @@ class Fault:
     change: Callable[[str], str] = str  # of the PTX of `wrong`
     constant: Mapping[str, Collection[str]] = field(default_factory=dict)
     options: Mapping[str, Any] = field(default_factory=dict)  # of `launch`
+
+
+def randn(*shape: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
 @triton.jit
@@ -173,23 +173,30 @@ def _dependent(how: str, programs: int = 2, weight_from_launch: bool = False) ->
 
 @triton.jit
 def _product_kernel(
-    x_ptr,  # [64, E], from the launch before
+    x_ptr,  # [64, E], from the launch before if DEPENDENT
     w_ptr,  # [64, E]
     y_ptr,  # [64, 64]
     E: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):
-    gdc_wait()
+    if DEPENDENT:
+        gdc_wait()
     o, b_y = tl.arange(0, 64), tl.zeros([64, 64], tl.float32)
     for start in tl.range(0, E, 64, num_stages=3):
         at = o[:, None] * E + start + o[None, :]
         b_y = tl.dot(tl.load(x_ptr + at), tl.load(w_ptr + at).T, b_y)
-    gdc_launch_dependents()
+    if DEPENDENT:
+        gdc_launch_dependents()
     tl.store(y_ptr + o[:, None] * 64 + o[None, :], b_y)
 
 
-def _product() -> None:
-    x, w = (weight(64, 256, dtype=torch.bfloat16) for _ in "xw")
-    _product_kernel[(1,)](x, w, torch.empty(64, 64), E=256, launch_pdl=True)
+def product(dependent: bool = False) -> None:
+    x, w = (randn(64, 256, seed=seed, dtype=torch.bfloat16) for seed in (0, 1))
+    _product_kernel[(1,)](x, w, torch.empty(64, 64), E=256, DEPENDENT=dependent, launch_pdl=dependent)
+
+
+def _dependent_product() -> None:
+    product(dependent=True)
 
 
 def _wait_behind_the_loop(ptx: str) -> str:
@@ -203,11 +210,6 @@ def _endless_kernel(
 ):
     while tl.load(flag_ptr, volatile=True) == 0:
         pass
-
-
-def _norm(constant: bool) -> None:
-    x, weight = (randn(n, 4096, dtype=torch.bfloat16) for n in (2, 1))
-    residual._launch(x, x[None], weight, 1e-5, constant=constant)
 
 
 def _spin(flag: int) -> None:
@@ -248,7 +250,7 @@ FAULTS = (
     _grid("a read before the wait", lambda: _dependent("prefetches"), lambda: _dependent("loads")),
     _grid("a write before the wait", lambda: _dependent("waits"), lambda: _dependent("stores")),
     _grid("an atomic before the wait", lambda: _dependent("waits"), lambda: _dependent("counts")),
-    _grid("copies before the wait", _product, _product, change=_wait_behind_the_loop),
+    _grid("copies before the wait", _dependent_product, _dependent_product, change=_wait_behind_the_loop),
     _grid("a program returns before it waits", lambda: _dependent("waits", 3), lambda: _dependent("returns", 3)),
     _grid(
         "a constant that a launch wrote",
@@ -256,6 +258,5 @@ FAULTS = (
         lambda: _dependent("prefetches", 3, weight_from_launch=True),
     ),
     _grid("a constant that the launch writes", lambda: _dependent("waits"), lambda: _dependent("replaces")),
-    Fault("a norm's weight before the wait", lambda: _norm(False), lambda: _norm(True), 90),  # it is not constant
     Fault("a loop without an end", lambda: _spin(1), lambda: _spin(0), options={"limit": 200}),
 )

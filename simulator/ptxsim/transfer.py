@@ -4,9 +4,9 @@ from typing import Any
 
 import numpy as np
 
-from ptx.control import check_whole_warps
-from ptx.instruction import Instruction, Run, all_threads, members
-from ptx.values import SIGNED, U16, U32, UNSIGNED, Array, bits_of
+from ptxsim.control import check_whole_warps
+from ptxsim.instruction import Instruction, Run, all_threads, members
+from ptxsim.values import SIGNED, U16, U32, UNSIGNED, Array, bits_of
 
 SPACE = r"global|shared|shared::cta"
 ATOMICS: dict[str, Any] = {

@@ -5,8 +5,8 @@ from typing import Any
 
 import numpy as np
 
-from ptx.instruction import Instruction, Read, Run, Write, all_threads
-from ptx.values import (
+from ptxsim.instruction import Instruction, Read, Run, Write, all_threads
+from ptxsim.values import (
     F32,
     F64,
     HALVES,

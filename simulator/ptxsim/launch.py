@@ -5,12 +5,12 @@ from typing import Any
 
 import numpy as np
 
-from ptx.machine import Machine
-from ptx.memory import Memory
-from ptx.program import Program
-from ptx.report import Report, Traffic
-from ptx.shadow import Shadow
-from ptx.values import FLOAT, UNSIGNED
+from ptxsim.machine import Machine
+from ptxsim.memory import Memory
+from ptxsim.program import Program
+from ptxsim.report import Report, Traffic
+from ptxsim.shadow import Shadow
+from ptxsim.values import FLOAT, UNSIGNED
 
 THREADS = 8192  # that run at once
 SHARED = 64 << 20  # bytes of shared memory of the CTAs that run at once

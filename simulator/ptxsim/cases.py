@@ -1,14 +1,14 @@
 """The form of a case: what to launch, and how to judge its results."""
 
-import importlib.util
-import math
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from ptxsim.driver import Constants, Simulation
 
 
 @dataclass
@@ -17,6 +17,7 @@ class Verdict:
 
     wrong: list[str] = field(default_factory=list)
     error: float = 0.0  # the largest of the values
+    benign: int = 0  # oddities that cannot change a result
 
     def near(self, name: str, got: Tensor, want: Tensor, plain: Tensor, slack: float = 0.0) -> None:
         """At most twice as far from `want` (float64) as `plain`, torch's result in the working dtype, is."""
@@ -39,21 +40,13 @@ class Case:
     label: str
     work: Callable[[], Any]  # launches; this is simulated
     judge: Callable[[Verdict, Any], None]  # compares what `work` returned
-    constant: Mapping[str, Collection[str]] = field(default_factory=dict)  # parameters besides `ops.CONSTANT`
+    constant: Constants = field(default_factory=dict)  # the parameters of each kernel that no kernel writes
 
-
-def attention_tests() -> Any:
-    """The module tests/kernels/test_tree_attention.py, which makes ragged batches."""
-    path = Path(__file__).parents[1] / "kernels" / "test_tree_attention.py"
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-def weight(*shape: int, dtype: torch.dtype, seed: int = 1) -> Tensor:
-    """A matrix [.., O, E] whose products with unit rows have a variance of 1."""
-    from formulas import randn
-
-    return (randn(*shape, seed=seed) / math.sqrt(shape[-1])).to(dtype)
+    def verdict(self, simulation: AbstractContextManager[Simulation]) -> Verdict:
+        """What is wrong with the results of a simulation of the case, or with its launches."""
+        with simulation as seen:
+            got = self.work()
+        verdict = Verdict(benign=seen.benign())
+        self.judge(verdict, got)
+        verdict.wrong += [f"{n} x {text}" for text, n in seen.problems().items()]
+        return verdict

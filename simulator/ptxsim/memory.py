@@ -10,14 +10,14 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from torch import Tensor
 
-from ptx.report import Report, Traffic
-from ptx.values import I64, U8, U64, Array
+from ptxsim.report import Report, Traffic
+from ptxsim.values import I64, U8, U64, Array
 
 if TYPE_CHECKING:
-    from ptx.dependent import Dependence
-    from ptx.instruction import Instruction
-    from ptx.machine import Machine
-    from ptx.shadow import Shadow
+    from ptxsim.dependent import Dependence
+    from ptxsim.instruction import Instruction
+    from ptxsim.machine import Machine
+    from ptxsim.shadow import Shadow
 
 BASE = 0x7F00_0000_0000
 UNIT = 512  # storages begin at multiples, with a gap between them that belongs to nobody

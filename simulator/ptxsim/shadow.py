@@ -11,14 +11,14 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ptx.memory import UNIT, Memory
-from ptx.order import SEVERAL, Accesses, Order, acquires, releases
-from ptx.report import Report
-from ptx.values import I32, Array
+from ptxsim.memory import UNIT, Memory
+from ptxsim.order import SEVERAL, Accesses, Order, acquires, releases
+from ptxsim.report import Report
+from ptxsim.values import I32, Array
 
 if TYPE_CHECKING:
-    from ptx.instruction import Instruction
-    from ptx.machine import Machine
+    from ptxsim.instruction import Instruction
+    from ptxsim.machine import Machine
 
 GRAIN = 2  # bytes
 SEVERAL_WARPS = 63

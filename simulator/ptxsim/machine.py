@@ -8,15 +8,15 @@ from typing import Any
 
 import numpy as np
 
-from ptx.copies import AsyncCopies
-from ptx.dependent import Dependence
-from ptx.memory import GlobalAccess, Memory
-from ptx.program import Program
-from ptx.report import Report, Traffic
-from ptx.shadow import Shadow
-from ptx.shared import SharedMemory
-from ptx.values import I64, U32, Array, Unsupported
-from ptx.warpgroups import Warpgroups
+from ptxsim.copies import AsyncCopies
+from ptxsim.dependent import Dependence
+from ptxsim.memory import GlobalAccess, Memory
+from ptxsim.program import Program
+from ptxsim.report import Report, Traffic
+from ptxsim.shadow import Shadow
+from ptxsim.shared import SharedMemory
+from ptxsim.values import I64, U32, Array, Unsupported
+from ptxsim.warpgroups import Warpgroups
 
 
 class Machine:

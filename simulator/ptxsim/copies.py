@@ -6,11 +6,11 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ptx.values import U32, U64, Array, Unsupported
+from ptxsim.values import U32, U64, Array, Unsupported
 
 if TYPE_CHECKING:
-    from ptx.instruction import Instruction
-    from ptx.machine import Machine
+    from ptxsim.instruction import Instruction
+    from ptxsim.machine import Machine
 
 WORDS = {4: U32, 8: U64, 16: U64}  # bytes of a copy -> the type that it moves
 

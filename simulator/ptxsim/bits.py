@@ -4,9 +4,9 @@ from typing import Any
 
 import numpy as np
 
-from ptx.arithmetic import binary, unary
-from ptx.instruction import Instruction, Run, all_threads
-from ptx.values import I64, U32, U64, Array, bits_of
+from ptxsim.arithmetic import binary, unary
+from ptxsim.instruction import Instruction, Run, all_threads
+from ptxsim.values import I64, U32, U64, Array, bits_of
 
 
 def shift_left(i: Instruction) -> Run:

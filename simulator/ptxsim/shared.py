@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ptx.instruction import SHARED_BASE
-from ptx.report import count_shared
-from ptx.values import I64, U8, Array
+from ptxsim.instruction import SHARED_BASE
+from ptxsim.report import count_shared
+from ptxsim.values import I64, U8, Array
 
 if TYPE_CHECKING:
-    from ptx.instruction import Instruction
-    from ptx.machine import Machine
+    from ptxsim.instruction import Instruction
+    from ptxsim.machine import Machine
 
 SEVERAL = 63
 

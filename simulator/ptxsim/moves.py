@@ -4,8 +4,8 @@ from typing import Any
 
 import numpy as np
 
-from ptx.instruction import Instruction, Run, all_threads, members
-from ptx.values import F32, F64, U16, U32, U64, UNSIGNED, Array, bits_of, flush, from_float, number_type, to_float
+from ptxsim.instruction import Instruction, Run, all_threads, members
+from ptxsim.values import F32, F64, U16, U32, U64, UNSIGNED, Array, bits_of, flush, from_float, number_type, to_float
 
 ROUNDINGS = {"rzi": np.trunc, "rmi": np.floor, "rpi": np.ceil, "rni": np.rint}
 COMPARISONS = {

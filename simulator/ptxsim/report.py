@@ -6,7 +6,7 @@ from typing import Any, Self
 
 import numpy as np
 
-from ptx.values import Array
+from ptxsim.values import Array
 
 SECTOR = 32  # bytes that global memory moves at once
 _CLASSES = (  # the first that matches the beginning of an opcode
@@ -154,3 +154,39 @@ def count_shared(report: Report, i: Any, warps: int, lanes: Array, warp: Array, 
     place.amount += warps
     report.waves += place.cost * warps
     report.ideal_waves += place.ideal * warps
+
+
+def described(who: str, r: Report) -> str:
+    """The counters of a launch, its three worst places in shared and in global memory, and its problems."""
+    lines = [summed(who, r)]
+    for at, p in _worst(r.shared_places):
+        lines.append(
+            f"    bank conflicts: {p.op} at PTX {at}: {p.cost:.1f} waves, ideal {p.ideal:.1f}, {p.amount} times"
+        )
+    for at, p in _worst(r.global_places):
+        if p.amount > 1024:
+            lines.append(f"    scattered: {p.op} at PTX {at}: {p.cost} sectors, ideal {p.ideal}, {p.amount} bytes")
+    lines += [f"    PROBLEM {n} x {text}" for text, n in r.problems.items()]
+    return "\n".join(lines)
+
+
+def _worst(places: dict[str, Place]) -> list[tuple[str, Place]]:
+    most = sorted(places.items(), key=lambda x: x[1].ideal - x[1].cost)[:3]
+    return [(at, p) for at, p in most if p.cost > 1.5 * p.ideal]
+
+
+def summed(who: str, r: Report) -> str:
+    def moved(name: str, requested: int, sectors: int, ideal: int) -> str:
+        kb = SECTOR / 1e3
+        return f"{name} {requested / 1e3:.1f} KB in sectors of {sectors * kb:.1f} (ideal {ideal * kb:.1f})"
+
+    issued = r.classes.total()
+    mix = ", ".join(f"{kind} {100 * n / issued:.0f}%" for kind, n in r.classes.most_common(9))
+    return (
+        f"  {who}: {moved('reads', r.read_bytes, r.read_sectors, r.ideal_read_sectors)}, "
+        f"{moved('writes', r.write_bytes, r.write_sectors, r.ideal_write_sectors)}; "
+        f"distinct {r.unique_read / 1e3:.1f} and {r.unique_write / 1e3:.1f} KB\n"
+        f"    {r.ctas} CTAs, {r.barriers / max(r.ctas, 1):.1f} barriers a CTA, "
+        f"{r.executed / max(r.threads, 1):.0f} instructions a thread; shared memory in {r.waves:.0f} waves, ideal "
+        f"{r.ideal_waves:.0f} ({r.waves / max(r.ideal_waves, 1):.2f}x); of the instructions: {mix}"
+    )

@@ -1,20 +1,20 @@
 """Lets Triton launch here instead of on a CUDA device.
 
     with simulated(90) as simulation:
-        out = specker.kernels.linear._launch(...)  # an op's own launcher, on CPU tensors
+        kernel[grid](...)  # or any function that launches kernels on CPU tensors
     simulation.problems()
 
 Triton compiles with the arguments' real specialisation for that architecture, and `launch` runs the PTX. What
 `torch.empty` and its kin make meanwhile is memory that nobody has written.
 """
 
-import importlib
 import os
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache
+from types import MappingProxyType
 from typing import Any
 from unittest.mock import patch
 
@@ -24,21 +24,19 @@ from torch.overrides import TorchFunctionMode
 from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
-from ptx.launch import launch
-from ptx.memory import Memory
-from ptx.ops import CONSTANT
-from ptx.program import Program
-from ptx.report import Report
-from specker.kernels import variant
+from ptxsim.launch import launch
+from ptxsim.memory import Memory
+from ptxsim.program import Program
+from ptxsim.report import Report, described, summed
 
 Constants = Mapping[str, Collection[str]]  # kernel -> parameters
-USES_ARCH = ("attention", "experts", "linear", "project", "topk")  # the op files whose tiles depend on the architecture
 
 
+@dataclass(frozen=True)
 class _Driver:
     """The part of a Triton driver that compiling needs. Device n is an sm_n: Triton caches kernels by device."""
 
-    arch = 90
+    arch: int
 
     def get_current_device(self) -> int:
         return self.arch
@@ -72,6 +70,9 @@ class Launch:
     shared: int  # bytes of a CTA
     report: Report
 
+    def __str__(self) -> str:
+        return described(f"{self.name} grid {self.grid} {self.warps} warps {self.shared} B", self.report)
+
 
 @dataclass
 class Simulation:
@@ -87,10 +88,27 @@ class Simulation:
     def benign(self) -> int:
         return sum(each.report.benign.total() for each in self.launches)
 
+    def __str__(self) -> str:
+        """The counters of each launch, and of all."""
+        lines = [str(launch) for launch in self.launches]
+        if len(lines) > 1:
+            lines.append(summed("all launches", Report.total([each.report for each in self.launches])))
+        return "\n".join(lines)
+
+
+def simulate(
+    kernel: Any, grid: Any, *arguments: Any, arch: int = 90, constant: Collection[str] = (), **options: Any
+) -> Simulation:
+    """Launch a Triton kernel once, as `kernel[grid](*arguments, **options)`, on CPU tensors. `constant` names the
+    parameters that no kernel writes. Raises as `simulated`."""
+    with simulated(arch, constant={kernel.__name__: constant}) as simulation:
+        kernel[grid](*arguments, **options)
+    return simulation
+
 
 @contextmanager
 def simulated(
-    arch: int, change: Callable[[str], str] = str, constant: Constants = CONSTANT, **options: Any
+    arch: int, change: Callable[[str], str] = str, constant: Constants = MappingProxyType({}), **options: Any
 ) -> Iterator[Simulation]:
     """Run the launches of Triton kernels for sm_`arch`. `change` edits their PTX; `constant` names the parameters of
     each kernel that no kernel writes; `options` are those of `launch`. RuntimeError if kernels are interpreted.
@@ -112,16 +130,8 @@ def simulated(
             simulation.launches.append(Launch(self.fn.__name__, sizes, how.num_warps, how.shared, report))
         return compiled
 
-    driver = _Driver()
-    driver.arch = arch
-    triton.runtime.driver.set_active(driver)
-    with ExitStack() as stack:
-        stack.enter_context(patch.object(JITFunction, "run", run))
-        for name in USES_ARCH:
-            module = importlib.import_module(f"specker.kernels.{name}")
-            stack.enter_context(patch.object(module, "arch", lambda device: arch))
-        stack.enter_context(patch.object(variant, "launched_on", lambda device: arch))
-        stack.enter_context(_Fresh(memory))
+    driver = patch.object(triton.runtime.driver, "_active", _Driver(arch))
+    with driver, patch.object(JITFunction, "run", run), _Fresh(memory):
         yield simulation
 
 

@@ -1,6 +1,6 @@
 """Faults in compiled kernels: PTX that is changed on purpose, and kernels that are wrong as they are.
 
-`python -m ptx.mutants` runs each kernel as it is compiled and with its fault, and prints a line of JSON for each:
+`python tests/faults.py` runs each kernel as it is compiled and with its fault, and prints a line of JSON for each:
 name, the problems that were reported without (`before`) and with (`after`) the fault, and, where CTAs run in several
 orders, the orders in which the fault was not reported (`missed`) or the right kernel's result is wrong (`unequal`).
 """
@@ -11,14 +11,13 @@ from collections.abc import Callable, Iterator
 from functools import cache
 from typing import Any
 
+import grids
 import torch
-from formulas import randn
+import triton
+import triton.language as tl
+from grids import Fault, product, randn
 
-from ptx import grids, ops
-from ptx.cases import weight
-from ptx.driver import simulated
-from ptx.grids import Fault
-from specker.kernels.variant import tl, triton
+from ptxsim import simulated
 
 Change = Callable[[str], str]
 
@@ -50,14 +49,20 @@ def _plain_write(ptx: str) -> str:
     return re.sub(r"(atom\S*shared\S*\s+\S+ (\[\S+\]), 1;)", r"\1 st.shared.b32 \2, 0;", ptx, count=1)
 
 
-def _linear() -> Any:
-    x, w = randn(3, 512, dtype=torch.bfloat16), weight(128, 512, dtype=torch.bfloat16)
-    return ops.linear._launch(x, w, None, "none")
+@triton.jit
+def _norm_kernel(
+    x_ptr,  # [rows, E]
+    y_ptr,  # [rows, E]: each row divided by its root mean square
+    E: tl.constexpr,
+):
+    o = tl.program_id(0) * E + tl.arange(0, E)
+    b_x = tl.load(x_ptr + o).to(tl.float32)
+    tl.store(y_ptr + o, (b_x * tl.rsqrt(tl.sum(b_x * b_x) / E)).to(y_ptr.dtype.element_ty))
 
 
-def _norm() -> Any:
+def _norm() -> None:
     x = randn(2, 4096, dtype=torch.bfloat16)
-    return ops.residual._launch(x, x[None], x[:1], 1e-5)
+    _norm_kernel[(2,)](x, torch.empty_like(x), E=4096)
 
 
 @triton.jit
@@ -82,15 +87,15 @@ ODD = (
 )
 
 FAULTS: tuple[tuple[str, Callable[[], Any], int, Change], ...] = (
-    ("copies are not awaited", _linear, 80, _without(r"cp\.async\.wait_group")),
-    ("copies are awaited late", _linear, 80, _replaced(r"cp\.async\.wait_group\s+(\d+)", "cp.async.wait_group 7")),
-    ("copies are not committed", _linear, 80, _without(r"cp\.async\.commit_group", 1)),
-    ("no barrier after the copies", _linear, 80, _without(r"bar\.sync", 0)),
-    ("copies for wgmma are not awaited", _linear, 90, _without(r"cp\.async\.wait_group")),
-    ("no barrier before wgmma", _linear, 90, _without(r"bar\.sync", 0)),
-    ("no proxy fence", _linear, 90, _without(r"fence\.proxy\.async")),
-    ("an accumulator is written after its fence", _linear, 90, _accumulator_written),
-    ("wgmma is awaited late", _linear, 90, _replaced(r"(wgmma\.wait_group\S+) \d+", r"\1 7")),
+    ("copies are not awaited", product, 80, _without(r"cp\.async\.wait_group")),
+    ("copies are awaited late", product, 80, _replaced(r"cp\.async\.wait_group\s+(\d+)", "cp.async.wait_group 7")),
+    ("copies are not committed", product, 80, _without(r"cp\.async\.commit_group", 1)),
+    ("no barrier after the copies", product, 80, _without(r"bar\.sync", 0)),
+    ("copies for wgmma are not awaited", product, 90, _without(r"cp\.async\.wait_group")),
+    ("no barrier before wgmma", product, 90, _without(r"bar\.sync", 0)),
+    ("no proxy fence", product, 90, _without(r"fence\.proxy\.async")),
+    ("an accumulator is written after its fence", product, 90, _accumulator_written),
+    ("wgmma is awaited late", product, 90, _replaced(r"(wgmma\.wait_group\S+) \d+", r"\1 7")),
     ("no barrier in a sum", _norm, 80, _without(r"bar\.sync", 0)),
     ("a store elsewhere", _norm, 80, _replaced(r"(st\.global\S* \[ %rd\d+ \+) 0", r"\1 65536")),
     ("an odd address", _norm, 80, _replaced(r"(st\.global\S* \[ %rd\d+ \+) 0", r"\1 2")),
@@ -98,7 +103,7 @@ FAULTS: tuple[tuple[str, Callable[[], Any], int, Change], ...] = (
     ("no barrier before atomics in shared memory", _count, 80, _without(r"bar\.sync", 0)),
     ("no barrier after atomics in shared memory", _count, 80, _without(r"bar\.sync", 1)),
     ("a plain write after an atomic", _count, 80, _plain_write),
-    ("threads wait at two barriers", _linear, 80, _replaced(r"(\n\s*)(bar\.sync)", r"\1@%odd \2", 1)),
+    ("threads wait at two barriers", product, 80, _replaced(r"(\n\s*)(bar\.sync)", r"\1@%odd \2", 1)),
 )
 
 

@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ptx.report import class_of
-from ptx.values import F32, SIGNED, U32, U64, UNSIGNED, Array, Unsupported, number_type
+from ptxsim.report import class_of
+from ptxsim.values import F32, SIGNED, U32, U64, UNSIGNED, Array, Unsupported, number_type
 
 if TYPE_CHECKING:
-    from ptx.machine import Machine
-    from ptx.program import Program
+    from ptxsim.machine import Machine
+    from ptxsim.program import Program
 
 Read = Callable[["Machine"], Any]
 Write = Callable[["Machine", Any], None]

@@ -3,9 +3,9 @@
 import re
 from typing import NamedTuple
 
-from ptx import arithmetic, bits, control, matrix, moves, order, transfer
-from ptx.instruction import Instruction, members, split
-from ptx.values import Unsupported
+from ptxsim import arithmetic, bits, control, matrix, moves, order, transfer
+from ptxsim.instruction import Instruction, members, split
+from ptxsim.values import Unsupported
 
 TRANSLATORS = {
     **moves.TRANSLATORS,

@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from ptx.values import I64, Array
+from ptxsim.values import I64, Array
 
 if TYPE_CHECKING:
-    from ptx.instruction import Instruction
+    from ptxsim.instruction import Instruction
 
 SEVERAL = -1  # CTAs or threads
 

@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ptx.memory import Memory
-from ptx.report import Report
-from ptx.values import Array
+from ptxsim.memory import Memory
+from ptxsim.report import Report
+from ptxsim.values import Array
 
 if TYPE_CHECKING:
-    from ptx.instruction import Instruction
+    from ptxsim.instruction import Instruction
 
 
 class Dependence:
