@@ -15,6 +15,8 @@ missing waits and fences. It also counts instructions, 32-byte sectors and bank 
     dependent.py      griddepcontrol: what may happen before the grid before has finished
     shared.py         shared memory and its races; copies.py: cp.async; warpgroups.py: wgmma
     report.py         problems and counters
+    static.py         what a kernel compiles to, without running it: registers, spills, shared memory, occupancy, and
+                        what is wrong with its instructions (assembly.py: read from PTX, SASS and AMD's assembly)
 
 CTAs run one stack after another, and only atomics with acquire and release order their accesses. A kernel that is
 launched as a dependent of the grid before it (`launch_pdl`, or griddepcontrol in its PTX) may read before its wait only
@@ -24,6 +26,20 @@ is reported after `launch.LIMIT` basic blocks.
 
 from ptxsim.cases import Case, Verdict
 from ptxsim.driver import Constants, Launch, Simulation, simulate, simulated
+from ptxsim.static import Build, StaticReport, side_by_side, static_report
 from ptxsim.values import Unsupported
 
-__all__ = ["Case", "Constants", "Launch", "Simulation", "Unsupported", "Verdict", "simulate", "simulated"]
+__all__ = [
+    "Build",
+    "Case",
+    "Constants",
+    "Launch",
+    "Simulation",
+    "StaticReport",
+    "Unsupported",
+    "Verdict",
+    "side_by_side",
+    "simulate",
+    "simulated",
+    "static_report",
+]

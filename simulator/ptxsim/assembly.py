@@ -1,5 +1,5 @@
 """What a compiled kernel consists of, read from its PTX, its SASS or its AMD assembly: instruction counts, and orders
-that the results depend on. bench/static.py reports them.
+that the results depend on. static.py reports them.
 """
 
 import re

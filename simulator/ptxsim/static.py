@@ -1,9 +1,7 @@
-"""What a kernel variant compiles to, without a GPU: its resources, its instructions and what is wrong with them.
+"""What a kernel compiles to, without a GPU: its resources, its instructions and what is wrong with them.
 
-A variant is one of specker/kernels/variant.py, the same object that its launcher launches. It is compiled to a cubin,
-for AMD to two code objects, since launches there address tensors below 2 GiB by 32-bit offsets and others by 64-bit
-pointers. Registers, stack and shared memory come from `cuobjdump --dump-resource-usage`, the instruction mix from the
-PTX; for AMD both come from the assembly. A kernel fails if
+A `Build` is compiled to a cubin, or for AMD to a code object. Registers, stack and shared memory come from `cuobjdump
+--dump-resource-usage`, the instruction mix from the PTX; for AMD both come from the assembly. A kernel fails if
 
 * it spills: its stack frame, or its scratch memory, is not empty;
 * its shared memory exceeds the architecture's limit for a block;
@@ -13,7 +11,7 @@ PTX; for AMD both come from the assembly. A kernel fails if
 * in a loop on sm_90, an instruction writes a register from which a wgmma in flight may still read its left operand;
 * it should read wide (`wide`) and less than `WIDE` of the loaded bytes are read 16 bytes at a time or asynchronously;
 * on AMD, a program may count its arrival before the stores of all its waves have arrived;
-* on sm_100, a block lets the next kernel start before it has allocated its tensor memory;
+* on sm_100, a block lets the next kernel start before it has allocated its tensor memory.
 
 Occupancy is an estimate of blocks per SM by registers (allocated per warp in units of 256), by shared memory (the
 system takes 1 KiB of each block), by warps and, on sm_100, by tensor memory (512 columns); per CU by registers (512 a
@@ -23,11 +21,15 @@ lane and SIMD, in units of 8), by LDS and by waves.
 import re
 import subprocess
 import tempfile
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
-from bench import instructions
-from specker.kernels.deferred import Deferred
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from ptxsim import assembly
 
 SHARED_SM = {80: 164, 90: 228, 100: 228}  # KiB per SM; a block may have 1 KiB less
 LDS = {942: 64, 950: 160}  # KiB per CU, and the most a block may have
@@ -37,10 +39,64 @@ LANES_WAVE, WAVES_CU, REGISTERS_LANE = 64, 32, 512  # the last one of a SIMD, of
 
 
 @dataclass(frozen=True)
-class Report:
-    """One variant on one architecture."""
+class Build:
+    """One compilation of a kernel, and what is expected of it."""
 
-    op: str
+    name: str
+    kernel: Any  # a @triton.jit function: runtime arguments first, constexprs last
+    arguments: tuple[str | None, ...]  # types of the runtime arguments: "*bf16", "i32"; None for a None argument
+    constants: Mapping[str, Any]  # the constexprs
+    arch: int  # 80, 90, 100: sm_80, ..; 942, 950: gfx942, gfx950
+    options: Mapping[str, Any] = field(default_factory=dict)  # of the compiler: num_warps, num_stages, ..
+    below_2_gib: bool = False  # each tensor of the launch; Triton addresses these by 32-bit offsets on AMD
+    dot: bool = False  # a half-precision dot must become matrix instructions
+    left: bool = False  # on sm_90 these must read their left operand from registers
+    wide: bool = False  # the big operand must be read 16 bytes at a time, or asynchronously
+
+    @property
+    def target(self) -> GPUTarget:
+        amd = self.arch in LDS
+        return GPUTarget("hip", f"gfx{self.arch}", LANES_WAVE) if amd else GPUTarget("cuda", self.arch, 32)
+
+    def source(self) -> ASTSource:
+        """What Triton compiles: the same as a launch's, so both have the same key in Triton's cache. ValueError if
+        launches would compile something else."""
+        kernel, names = self.kernel, self.kernel.arg_names
+        runtime = names[: len(self.arguments)]
+        if set(names[len(runtime) :]) != set(self.constants):
+            raise ValueError(
+                f"{self.name}: {kernel.__name__} takes {names}; given {len(runtime)} arguments and constexprs "
+                f"{sorted(self.constants)}"
+            )
+        signature, constexprs, attrs = {}, dict(self.constants), {}
+        for i, (name, param, kind) in enumerate(zip(runtime, kernel.params, self.arguments, strict=False)):
+            if kind is None:
+                signature[name], constexprs[name], attrs[(i,)] = "constexpr", None, []
+                continue
+            kind, _, multiple = kind.partition(":")
+            signature[name] = kind
+            if multiple:
+                attrs[(i,)] = [["tt.divisibility", int(multiple)]]
+            elif kind.startswith("*"):
+                if not param.do_not_specialize:
+                    attrs[(i,)] = [] if param.do_not_specialize_on_alignment else [["tt.divisibility", 16]]
+            elif kind[0] in "iu" and not param.do_not_specialize:
+                raise ValueError(f"{self.name}: {kernel.__name__} recompiles with {name}: name it in do_not_specialize")
+            if self.below_2_gib and kind.startswith("*") and not param.do_not_specialize:
+                attrs[(i,)] = [*attrs[(i,)], ["tt.pointer_range", 32]]
+        signature |= dict.fromkeys(self.constants, "constexpr")
+        attrs |= {(i,): [] for i in range(len(runtime), len(names))}
+        return ASTSource(kernel, {name: signature[name] for name in names}, constexprs, attrs)
+
+    def compile(self) -> Any:
+        """Triton's compiled kernel."""
+        return triton.compile(self.source(), target=self.target, options=dict(self.options))
+
+
+@dataclass(frozen=True)
+class StaticReport:
+    """What a build compiles to."""
+
     kernel: str
     variant: str
     arch: int
@@ -66,61 +122,13 @@ class Report:
     def target(self) -> str:
         return f"gfx{self.arch}" if self.arch in LDS else f"sm_{self.arch}"
 
-
-def compile_variant(variant: Any, arch: int, near: bool = False) -> Any:
-    """Triton's compiled kernel. `near`: see `source_of`."""
-    import triton
-
-    source, options = source_of(variant, arch, near), variant.compile_options(arch)
-    return triton.compile(source, target=target_of(arch), options=options)
-
-
-def target_of(arch: int) -> Any:
-    from triton.backends.compiler import GPUTarget
-
-    return GPUTarget("hip", f"gfx{arch}", LANES_WAVE) if arch in LDS else GPUTarget("cuda", arch, 32)
-
-
-def source_of(variant: Any, arch: int, near: bool = False) -> Any:
-    """What Triton compiles: the same as a launch's, so both have the same key in Triton's cache. `near`: the launch's
-    tensors take less than 2 GiB, so that Triton addresses them by 32-bit offsets on AMD. ValueError if launches would
-    compile something else."""
-    from triton.compiler import ASTSource
-
-    kernel, given = variant.kernel, variant.constants(arch)
-    kernel = kernel.real() if isinstance(kernel, Deferred) else kernel  # Triton 3.6 takes no other
-    names = kernel.arg_names
-    runtime = names[: len(variant.arguments)]
-    if set(names[len(runtime) :]) != set(given):
-        raise ValueError(
-            f"{variant.name}: {kernel.__name__} takes {names}; given {len(runtime)} arguments and constexprs "
-            f"{sorted(given)}"
-        )
-    signature, constexprs, attrs = {}, dict(given), {}
-    for i, (name, param, kind) in enumerate(zip(runtime, kernel.params, variant.arguments, strict=False)):
-        if kind is None:
-            signature[name], constexprs[name], attrs[(i,)] = "constexpr", None, []
-            continue
-        kind, _, multiple = kind.partition(":")
-        signature[name] = kind
-        if multiple:
-            attrs[(i,)] = [["tt.divisibility", int(multiple)]]
-        elif kind.startswith("*"):
-            if not param.do_not_specialize:
-                attrs[(i,)] = [] if param.do_not_specialize_on_alignment else [["tt.divisibility", 16]]
-        elif kind[0] in "iu" and not param.do_not_specialize:
-            raise ValueError(f"{variant.name}: {kernel.__name__} recompiles with {name}: name it in do_not_specialize")
-        if near and kind.startswith("*") and not param.do_not_specialize:
-            attrs[(i,)] = [*attrs[(i,)], ["tt.pointer_range", 32]]
-    signature |= dict.fromkeys(given, "constexpr")
-    attrs |= {(i,): [] for i in range(len(runtime), len(names))}
-    return ASTSource(kernel, {name: signature[name] for name in names}, constexprs, attrs)
+    def __str__(self) -> str:
+        what = f"{self.registers} registers, {self.shared} shared, {self.occupancy:.0%} {self.matrix}"
+        return f"{self.target:<6} {self.variant:32} {'; '.join(self.problems) or what}"
 
 
 def resources(cubin: bytes) -> dict[str, int]:
     """REG, STACK, LOCAL and SHARED of the only kernel in a cubin."""
-    import triton
-
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
@@ -147,7 +155,7 @@ def registers_of_block(warps: int, registers: int) -> int:
 def warpgroups(ptx: str, sass: str) -> tuple[str, ...]:
     """What is wrong with the waits for wgmma. ptxas only warns of the one, and says nothing of the other."""
     found = ("ptxas waits after each wgmma",) if serialised(ptx, sass) else ()
-    if written := instructions.overwritten(sass):
+    if written := assembly.overwritten(sass):
         found += (f"writes to registers that a wgmma in flight may read: {'; '.join(written)}",)
     return found
 
@@ -159,8 +167,6 @@ def serialised(ptx: str, sass: str) -> bool:
 
 
 def disassembly(cubin: bytes) -> str:
-    import triton
-
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
@@ -168,54 +174,53 @@ def disassembly(cubin: bytes) -> str:
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
 
-def problems(variant: Any, arch: int, used: dict[str, int], shared: int, counts: dict[str, Any]) -> tuple[str, ...]:
-    found = []
+def problems(build: Build, used: dict[str, int], shared: int, counts: dict[str, Any]) -> tuple[str, ...]:
+    found, arch = [], build.arch
     if used["STACK"] or used["LOCAL"]:
         found.append(f"spills: a stack frame of {used['STACK']} bytes, {used['LOCAL']} local")
     most = 1024 * (LDS[arch] if arch in LDS else SHARED_SM[arch] - 1)
     if shared > most:
         found.append(f"{shared} bytes of shared memory, a block may have {most}")
-    if variant.dot and not counts["matrix"]:
+    if build.dot and not counts["matrix"]:
         found.append("a dot, and no matrix instruction")
-    if variant.left and arch == 90 and ("wgmma.rs" not in counts["matrix"] or "wgmma " in counts["matrix"]):
+    if build.left and arch == 90 and ("wgmma.rs" not in counts["matrix"] or "wgmma " in counts["matrix"]):
         found.append("the left operand does not come from registers")
-    if variant.wide and counts["wide"] < WIDE:
+    if build.wide and counts["wide"] < WIDE:
         found.append(f"only {counts['wide']:.0%} of the loaded bytes come 16 at a time")
     return tuple(found)
 
 
-def misordered(variant: Any, arch: int, asm: dict[str, str]) -> tuple[str, ...]:
+def misordered(arch: int, warps: int, asm: dict[str, str]) -> tuple[str, ...]:
     """Instructions in an order that would make a result depend on timing. A single wave publishes only its own stores,
     for which its release waits."""
     found = []
-    several = arch in LDS and variant.warps(True) > 1
-    if several and (early := instructions.published_early(asm["amdgcn"])):
+    if arch in LDS and warps > 1 and (early := assembly.published_early(asm["amdgcn"])):
         found.append(f"{early} releases may publish before other waves' stores have arrived")
-    if arch not in LDS and instructions.allocates_late(asm["ptx"]):
+    if arch not in LDS and assembly.allocates_late(asm["ptx"]):
         found.append("lets the next kernel start before it has allocated its tensor memory")
     return tuple(found)
 
 
-def report(op: str, variant: Any, arch: int, near: bool = False) -> Report:
-    done = compile_variant(variant, arch, near)
-    shared, warps, tensor = done.metadata.shared, variant.warps(arch in LDS), 0
+def static_report(build: Build) -> StaticReport:
+    """Compile a kernel and check what comes out. ValueError as `Build.source`."""
+    done, arch, tensor = build.compile(), build.arch, 0
+    shared, warps = done.metadata.shared, done.metadata.num_warps
     if arch in LDS:
-        used, counts = instructions.amd_resources(done.asm["amdgcn"]), instructions.amd_mix(done.asm["amdgcn"])
+        used, counts = assembly.amd_resources(done.asm["amdgcn"]), assembly.amd_mix(done.asm["amdgcn"])
         blocks = blocks_per_cu(arch, warps, used["REG"], shared)
     else:
-        used, counts = resources(done.asm["cubin"]), instructions.mix(done.asm["ptx"])
-        tensor = instructions.tensor_columns(done.asm["ptx"])
+        used, counts = resources(done.asm["cubin"]), assembly.mix(done.asm["ptx"])
+        tensor = assembly.tensor_columns(done.asm["ptx"])
         blocks = blocks_per_sm(arch, warps, used["REG"], shared, tensor)
-    found = problems(variant, arch, used, shared, counts) + misordered(variant, arch, done.asm)
+    found = problems(build, used, shared, counts) + misordered(arch, warps, done.asm)
     if "wgmma" in counts["matrix"]:
         found += warpgroups(done.asm["ptx"], disassembly(done.asm["cubin"]))
-    return Report(
-        op=op,
-        kernel=variant.kernel.__name__,
-        variant=variant.name + ", 32-bit offsets" * near,
+    return StaticReport(
+        kernel=build.kernel.__name__,
+        variant=build.name + ", 32-bit offsets" * build.below_2_gib,
         arch=arch,
         warps=warps,
-        stages=variant.num_stages,
+        stages=done.metadata.num_stages,
         registers=used["REG"],
         stack=used["STACK"],
         shared=shared,
@@ -224,3 +229,13 @@ def report(op: str, variant: Any, arch: int, near: bool = False) -> Report:
         blocks=blocks,
         problems=found,
     )
+
+
+def side_by_side(kernels: list[StaticReport]) -> list[str]:
+    """What one block of each kernel, all for one architecture, needs more of than an SM has."""
+    needs = (
+        ("bytes of shared memory", sum(k.shared + 1024 for k in kernels), SHARED_SM[kernels[0].arch] * 1024),
+        ("registers", sum(registers_of_block(k.warps, k.registers) for k in kernels), REGISTERS_SM),
+        ("columns of tensor memory", sum(k.tensor for k in kernels), TENSOR_SM),
+    )
+    return [f"{need} {what}, an SM has {has}" for what, need, has in needs if need > has]
