@@ -44,14 +44,16 @@ def launch(
     values = {name: _bits(v, kind) for (name, kind), v in zip(program.parameters, parameters, strict=True)}
     saved = memory.save()
     dependent = dependent or program.depends
-    starts = range(0, len(ctas), at_once)
     mixed = None
     while True:
         report = Report(program.name, ctas=len(ctas), threads=program.threads * len(ctas))
         traffic = Traffic(report, memory.size)
         shadow = Shadow(memory, report, mixed, program.synchronises) if races else None
-        rest = size, values, memory, shared, report, traffic, shadow, dependent, limit
-        ended = all(Machine(program, ctas[n : n + at_once], *rest).run() for n in starts)
+        stacks = (ctas[n : n + at_once] for n in range(0, len(ctas), at_once))
+        ended = all(
+            Machine(program, stack, size, values, memory, shared, report, traffic, shadow, dependent, limit).run()
+            for stack in stacks
+        )
         if not ended or shadow is None or mixed is not None or not shadow.mixed().any():
             break
         mixed = shadow.mixed()

@@ -155,16 +155,6 @@ class GlobalAccess:
                 track(self.machine, i, lanes, offsets[lanes], width)
         return offsets
 
-    def prefetch(self, i: "Instruction", addresses: Array) -> None:
-        """Check a prefetch by the active threads: within an argument, and before the wait only of constants."""
-        lanes, memory = self.machine.lanes(), self.memory
-        o = (addresses - U64(BASE)).astype(I64)[lanes]
-        bad = (o < 0) | (o >= memory.size)
-        bad |= ~memory.allowed[np.where(bad, 0, o)]
-        self.report.check(bad, f"prefetch out of bounds: {i}")
-        if self.dependence and not bad.all():
-            self.dependence.check(i, lanes[~bad], o[~bad], 1, "read")
-
     def atomic(self, i: "Instruction", addresses: Array, width: int) -> Array:
         """Check an atomic access -> offsets as `load`."""
         offsets, lanes = self._checked(i, addresses, width, "write")
