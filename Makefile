@@ -28,10 +28,10 @@ setup: $(STAMP)  ## make .venv and install the package with its pinned developme
 
 # The stamp is last, so that an interrupted install starts again. pip would compile 20,000 modules one after another;
 # compileall uses all cores. Some packages carry templates that are no Python.
-$(STAMP): pyproject.toml models/pyproject.toml constraints.txt
+$(STAMP): pyproject.toml models/pyproject.toml simulator/pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "specker needs Python 3.11 or newer; make setup PYTHON=...")'
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt -e ./models -e '.[dev]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt -e ./models -e ./simulator -e '.[dev]'
 	@$(BIN)/python -m compileall -qq -j 0 $(VENV)/lib || true
 	@touch $@
 
@@ -84,13 +84,13 @@ $(VENV)/triton-%: | $(STAMP)
 oldest: $(STAMP)  ## run the tests with the oldest versions that pyproject.toml allows, in .venv/oldest; TORCH=2.11.0 for a certain torch
 	@test -x $(OLDEST)/bin/python || $(PYTHON) -m venv $(OLDEST)
 	$(BIN)/python scripts/oldest.py $(TORCH) > $(OLDEST)/constraints.txt
-	$(OLDEST)/bin/python -m pip install --quiet --disable-pip-version-check -c $(OLDEST)/constraints.txt -e ./models -e '.[test]'
+	$(OLDEST)/bin/python -m pip install --quiet --disable-pip-version-check -c $(OLDEST)/constraints.txt -e ./models -e ./simulator -e '.[test]'
 	$(OLDEST)/bin/python -m pytest -n auto --dist worksteal $(ARGS)
 
 static: $(STAMP) $(OTHER)  ## compile every kernel for sm_80, sm_90 and sm_100 (no GPU needed); ARCH=gfx942,gfx950 for AMD, TRITON=3.7.1 with another version
 	PYTHONPATH=$(addsuffix :,$(OTHER)). $(BIN)/python bench/static.py $(if $(TRITON),--no-save) $(if $(ARCH),--arch $(ARCH)) $(ARGS)
 
-ptx: $(STAMP) $(OTHER)  ## execute every compiled kernel's PTX in numpy (no GPU needed; slow); ARGS='--only row_linear --arch 90', TRITON=3.7.1
+ptx: $(STAMP) $(OTHER)  ## execute every op's compiled kernels in numpy (no GPU needed; slow); ARGS='--only row_linear --arch 90', TRITON=3.7.1
 	PYTHONPATH=$(addsuffix :,$(OTHER)).:tests $(BIN)/python -m ptx $(ARGS)
 
 sanitize: $(STAMP)  ## run the compiled CPU kernels under gcc's sanitizers, one C file after another (slow); ARGS='adjust.c sample.c' for some
@@ -125,5 +125,5 @@ dist: $(STAMP)  ## build sdists and wheels of specker-decoding and specker-model
 	$(BIN)/python scripts/dist.py dist
 
 clean:  ## remove what the other targets made, .venv included
-	rm -rf $(VENV) build dist *.egg-info models/build models/*.egg-info .pytest_cache .mypy_cache .ruff_cache .benchmarks
-	find specker tests bench -name __pycache__ -type d -prune -exec rm -rf {} +
+	rm -rf $(VENV) build dist *.egg-info models/build models/*.egg-info simulator/build simulator/*.egg-info .pytest_cache .mypy_cache .ruff_cache .benchmarks
+	find specker tests bench simulator -name __pycache__ -type d -prune -exec rm -rf {} +

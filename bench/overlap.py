@@ -12,8 +12,9 @@ from itertools import pairwise
 from typing import Any
 
 import torch
+from ptxsim import StaticReport, side_by_side, static_report
 
-from bench.compilation import REGISTERS_SM, SHARED_SM, TENSOR_SM, Report, registers_of_block, report
+from bench.builds import build
 from specker.kernels import attention, linear, project, residual
 
 ARCHES = (90, 100)  # with programmatic dependent launch
@@ -40,43 +41,32 @@ MODELS = {
 }
 
 
-def layer(m: Model, arch: int) -> list[tuple[str, str, Any]]:
-    """(name, op, variant) of a layer's kernels for few rows, in order, and the next layer's first two."""
+def layer(m: Model, arch: int) -> list[tuple[str, Any]]:
+    """(name, variant) of a layer's kernels for few rows, in order, and the next layer's first two."""
     heads, cache = (m.heads, m.kv_heads, m.head_dim), m.kv_heads * m.head_dim
     o = linear._variants(BF16, m.hidden, m.heads * m.head_dim, "split", False, arch)[0]
     down = linear._variants(BF16, m.hidden, m.inner, "split", False, arch)[0]
 
-    def norm(product: Any) -> tuple[str, str, Any]:
-        return "norm", "residual", residual._variant(BF16, product.constexprs["SPLITS"], 1, m.hidden, split=True)
+    def norm(product: Any) -> tuple[str, Any]:
+        return "norm", residual._variant(BF16, product.constexprs["SPLITS"], 1, m.hidden, split=True)
 
     strides = PAGE * cache, cache, m.head_dim
     first = [
         norm(down),
-        ("kv_project", "project", project._variant(BF16, 1, *heads, m.hidden, m.qk_norm, False, arch)),
+        ("kv_project", project._variant(BF16, 1, *heads, m.hidden, m.qk_norm, False, arch)),
     ]
     return [
         *first,
-        ("attention", "attention", attention._variant(BF16, 1, *heads, PAGE, strides, arch)),
-        ("o", "linear", o),
+        ("attention", attention._variant(BF16, 1, *heads, PAGE, strides, arch)),
+        ("o", o),
         norm(o),
-        ("gate_up", "linear", linear._variants(BF16, 2 * m.inner, m.hidden, "silu_mul", False, arch)[0]),
-        ("down", "linear", down),
+        ("gate_up", linear._variants(BF16, 2 * m.inner, m.hidden, "silu_mul", False, arch)[0]),
+        ("down", down),
         *first,
     ]
 
 
-def side_by_side(kernels: list[Report]) -> list[str]:
-    """What one block of each kernel needs more of than an SM has."""
-    arch = kernels[0].arch
-    needs = (
-        ("bytes of shared memory", sum(k.shared + 1024 for k in kernels), SHARED_SM[arch] * 1024),
-        ("registers", sum(registers_of_block(k.warps, k.registers) for k in kernels), REGISTERS_SM),
-        ("columns of tensor memory", sum(k.tensor for k in kernels), TENSOR_SM),
-    )
-    return [f"{need} {what}, an SM has {has}" for what, need, has in needs if need > has]
-
-
-def neighbours(kernels: list[tuple[str, Report]]) -> Iterator[list[tuple[str, Report]]]:
+def neighbours(kernels: list[tuple[str, StaticReport]]) -> Iterator[list[tuple[str, StaticReport]]]:
     """The groups of consecutive kernels that should be on an SM together: each two, and three with a norm between."""
     yield from (list(two) for two in pairwise(kernels[:-1]))  # the last two repeat the first
     for n, (name, _) in enumerate(kernels[1:-1], 1):
@@ -98,7 +88,7 @@ class Group:
 def groups(arch: int) -> Iterator[Group]:
     """The groups of each model's layer."""
     for name, model in MODELS.items():
-        kernels = [(kernel, report(op, variant, arch)) for kernel, op, variant in layer(model, arch)]
+        kernels = [(kernel, static_report(build(variant, arch))) for kernel, variant in layer(model, arch)]
         for group in neighbours(kernels):
             of = [each for _, each in group]
             names = ", ".join(kernel for kernel, _ in group)

@@ -3,9 +3,9 @@
     python bench/static.py [--ops a,b] [--arch 80,90,100] [--smoke] [--json] [--no-save] [--jobs N]
     python bench/static.py --arch gfx942,gfx950
 
-An op file that has kernels exposes `variants(arch)`. A kernel fails by the checks of bench/compilation.py, and if it
-runs in a model's layer and does not fit on an SM beside the next kernel (bench/overlap.py). The tables of all resources
-go to bench/results/static.md and static_amd.md.
+An op file that has kernels exposes `variants(arch)`. A kernel fails by the checks of `ptxsim.static_report`,
+and if it runs in a model's layer and does not fit on an SM beside the next kernel (bench/overlap.py). The tables of all
+resources go to bench/results/static.md and static_amd.md.
 """
 
 import argparse
@@ -23,8 +23,11 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
+from ptxsim import StaticReport, static_report
+
 from bench import overlap
-from bench.compilation import LDS, Report, report
+from bench.builds import build
+from specker.kernels.variant import AMD
 
 ARCHES = (80, 90, 100)
 RESULTS = Path(__file__).parent / "results"
@@ -47,11 +50,12 @@ def variants(op: str, arch: int) -> list[Any]:
 
 
 Item = tuple[str, int, int, bool]  # op, architecture, number among `variants`, whether offsets have 32 bits
+Row = tuple[str, StaticReport]  # op, its report
 
 
-def compiled(item: Item) -> Report:
-    op, arch, n, near = item
-    return report(op, variants(op, arch)[n], arch, near)
+def compiled(item: Item) -> Row:
+    op, arch, n, below_2_gib = item
+    return op, static_report(build(variants(op, arch)[n], arch, below_2_gib))
 
 
 def items(arches: tuple[int, ...], names: list[str], smoke: bool) -> list[Item]:
@@ -60,16 +64,16 @@ def items(arches: tuple[int, ...], names: list[str], smoke: bool) -> list[Item]:
     if unknown := set(names) - set(found):
         sys.exit(f"static: no kernels in {', '.join(sorted(unknown))}; there are {', '.join(found)}")
     return [
-        (op, arch, n, near)
+        (op, arch, n, below_2_gib)
         for op in names or found
         for arch in arches
         for n, variant in enumerate(variants(op, arch))
         if variant.smoke or not smoke
-        for near in ((False, True) if arch in LDS else (False,))
+        for below_2_gib in ((False, True) if arch in AMD else (False,))
     ]
 
 
-def reports(each: list[Item], jobs: int = 1) -> Iterator[Report]:
+def reports(each: list[Item], jobs: int = 1) -> Iterator[Row]:
     """Their reports, from `jobs` processes."""
     if jobs == 1:
         yield from map(compiled, each)
@@ -78,7 +82,7 @@ def reports(each: list[Item], jobs: int = 1) -> Iterator[Report]:
         yield from pool.map(compiled, each)
 
 
-def markdown(rows: list[Report], groups: list[overlap.Group], versions: str) -> str:
+def markdown(rows: list[Row], groups: list[overlap.Group], versions: str) -> str:
     lines = [
         "# What the kernels compile to",
         "",
@@ -88,7 +92,7 @@ def markdown(rows: list[Report], groups: list[overlap.Group], versions: str) -> 
         "instructions). *Blocks* an SM (or CU) and *occupancy* are estimates from registers, shared memory, tensor",
         "memory and warps.",
     ]
-    for op in sorted({row.op for row in rows}):
+    for op in sorted({op for op, _ in rows}):
         lines += [
             "",
             f"## {op}",
@@ -97,7 +101,7 @@ def markdown(rows: list[Report], groups: list[overlap.Group], versions: str) -> 
             "| wide | async | stores | blocks | occupancy |",
             "|---|---|---|--:|--:|--:|--:|--:|--:|---|--:|--:|--:|--:|--:|--:|",
         ]
-        for r in sorted((r for r in rows if r.op == op), key=lambda r: (r.kernel, r.variant, r.arch)):
+        for r in sorted((r for of, r in rows if of == op), key=lambda r: (r.kernel, r.variant, r.arch)):
             cells = (r.kernel, r.variant, r.target, r.warps, r.stages, r.registers, r.stack, r.shared, r.tensor)
             more = (r.matrix, r.loads, f"{r.wide:.0%}", r.asynchronous, r.stores, r.blocks, f"{r.occupancy:.0%}")
             lines.append("| " + " | ".join(map(str, cells + more)) + " |")
@@ -110,7 +114,7 @@ def markdown(rows: list[Report], groups: list[overlap.Group], versions: str) -> 
             "|---|---|---|--:|",
         ]
         lines += [f"| {g.model} | sm_{g.arch} | {g.kernels} | {g.shared} |" for g in groups]
-    problems = [f"* {r.op}, {r.variant}, {r.target}: {p}" for r in rows for p in r.problems]
+    problems = [f"* {op}, {r.variant}, {r.target}: {p}" for op, r in rows for p in r.problems]
     problems += [f"* {g.model}, sm_{g.arch}, {g.kernels}: {p}" for g in groups for p in g.problems]
     return "\n".join([*lines, "", "## Problems", "", *(problems or ["None."]), ""])
 
@@ -131,16 +135,9 @@ def main() -> None:
     start = time.perf_counter()
     rows = []
     arches = tuple(int(text.removeprefix("gfx").removeprefix("sm_")) for text in args.arch.split(","))
-    for row in reports(items(arches, [n for n in args.ops.split(",") if n], args.smoke), args.jobs):
-        rows.append(row)
-        if args.json:
-            print(json.dumps(asdict(row)))
-        else:
-            state = (
-                "; ".join(row.problems)
-                or f"{row.registers} registers, {row.shared} shared, {row.occupancy:.0%} {row.matrix}"
-            )
-            print(f"{row.op:16} {row.target:<6} {row.variant:32} {state}", flush=True)
+    for op, row in reports(items(arches, [n for n in args.ops.split(",") if n], args.smoke), args.jobs):
+        rows.append((op, row))
+        print(json.dumps({"op": op, **asdict(row)}) if args.json else f"{op:16} {row}", flush=True)
     whole = not (args.ops or args.smoke)
     groups = [group for arch in arches if arch in overlap.ARCHES and whole for group in overlap.groups(arch)]
     for group in groups:
@@ -149,10 +146,10 @@ def main() -> None:
         else:
             state = "; ".join(group.problems) or f"{group.shared} shared"
             print(f"{group.model:16} sm_{group.arch:<3} {group.kernels:32} {state}", flush=True)
-    bad = sum(bool(row.problems) for row in (*rows, *groups))
+    bad = sum(bool(row.problems) for row in (*(row for _, row in rows), *groups))
     if not args.json:
         print(f"{len(rows)} compiled in {time.perf_counter() - start:.0f} s, {bad} with problems")
-        file = {ARCHES: "static.md", tuple(LDS): "static_amd.md"}.get(arches)
+        file = {ARCHES: "static.md", AMD: "static_amd.md"}.get(arches)
         if whole and not args.no_save and file is not None:
             RESULTS.mkdir(parents=True, exist_ok=True)
             (RESULTS / file).write_text(markdown(rows, groups, f"triton {triton.__version__}"), encoding="utf-8")

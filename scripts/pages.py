@@ -55,7 +55,8 @@ FOLDERS = {
     "scripts": "Tools of the repository",
     "models": "specker-models, a distribution of its own: the bundled models and drafts",
     "docs": "These pages; adr/: decision records",
-    "tests": "`make test`; its folders mirror the package, and ptx/ executes compiled kernels",
+    "simulator": "ptx-simulator, a distribution of its own: executes in numpy what Triton compiles",
+    "tests": "`make test`; its folders mirror the package, and ptx/ runs the ops in the simulator",
     "bench": "One script per question, kernels/ one per op; results/: rows; LOG.md: findings",
 }
 PAPERS = {"prompt lookup (Saxena 2023)": "[prompt lookup](https://github.com/apoorvumang/prompt-lookup-decoding)"}

@@ -22,7 +22,7 @@ ROOT = Path(__file__).parents[1]
 
 def python(*command: str) -> str:
     """The output of `python command...` without the interpreter; AssertionError with stdout and stderr if it fails."""
-    done = warm.run(*command, env={"PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}"})
+    done = warm.run(*command, env={"PYTHONPATH": os.pathsep.join(map(str, (ROOT, ROOT / "simulator", ROOT / "tests")))})
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
@@ -64,24 +64,23 @@ class _Driver:
 def _main(arch: int, test_files: list[str]) -> None:
     import triton
 
-    from bench import compilation
-    from specker.kernels.variant import Variant
+    from bench.builds import build
+    from specker.kernels.variant import AMD, Variant
 
-    triton.runtime.driver.set_active(_Driver(compilation.target_of(arch)))
     found: dict[str, set[str]] = {}
     sources: list[Any] = []
     pairs: dict[str, dict[str, tuple[str, str]]] = {}
 
     def specialise(self: Variant, grid: tuple[int, ...], *arguments: Any) -> None:
+        static = build(self, arch, below_2_gib=arch in AMD)
+        triton.runtime.driver.set_active(_Driver(static.target))
         sources.clear()
         self.kernel.warmup(*arguments, grid=grid, **self.constants(arch), **self.compile_options(arch))
         if not self.kernel.fn.__module__.startswith("specker."):
             return
         known = pairs.setdefault(self.kernel.__name__, {})
         if self.name not in known:
-            source = compilation.source_of(self, arch, near=arch in compilation.LDS)
-            options = self.compile_options(arch)
-            known[self.name] = _key(*sources), _key(source, compilation.target_of(arch), options)
+            known[self.name] = _key(*sources), _key(static.source(), static.target, static.options)
 
     def instead_of_compiling(*, key: str, fn: Any, **_: Any) -> bool:
         found.setdefault(fn.name, set()).add(key)

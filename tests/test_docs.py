@@ -154,7 +154,7 @@ def test_links_exist(page: str) -> None:
 def test_pages_name_real_files(page: str) -> None:
     text = (ROOT / page).read_text(encoding="utf-8")
     names = set(re.findall(r"(?<![\w/.-])`?([a-z0-9_]+\.(?:py|sh|toml))\b", text))
-    tops = ("specker", "tests", "bench", "docs", "examples", "models", "scripts", "train")
+    tops = ("specker", "simulator", "tests", "bench", "docs", "examples", "models", "scripts", "train")
     here = {path.name for top in tops for path in (ROOT / top).rglob("*")} | {path.name for path in ROOT.iterdir()}
     assert names - {"build.toml"} <= here, names - here  # build.toml: of a Hugging Face kernel
 

@@ -144,7 +144,7 @@ def _stream_quantised(
     A tile of four bits takes two products: the columns in the low four bits of bytes, then the columns in the high four
     bits. As the left operand, a tile of eight bits takes two as well, of half its columns each. Of one product per tile
     Triton would leave the wgmma in flight while the next tile is decoded, and ptxas 12.8 and 12.9 then decode into
-    registers that it may still read; Triton waits for both of two. bench/compilation.py reports such writes."""
+    registers that it may still read; Triton waits for both of two. `make static` reports such writes."""
     SHIFT: tl.constexpr = shift_ptr is not None
     PACK: tl.constexpr = 4 if w_ptr.dtype.element_ty == tl.int16 else 1  # numbers per element of the weight
     HALVES: tl.constexpr = LEFT and PACK == 1 and BLOCK_E >= 32  # a product takes at least 16 columns

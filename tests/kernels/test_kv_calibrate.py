@@ -203,11 +203,11 @@ def test_a_programs_stores_wait_for_its_loads():
     """The PTX has all loads, then a barrier, then all stores. The interpreter cannot show this."""
     program = """
 import torch
-from bench import compilation
+from bench.builds import build
 import importlib
 kv = importlib.import_module("specker.kernels.kv")
 for rows in (16, 64, 256):
-    ptx = compilation.compile_variant(kv._commit_variant(torch.bfloat16, 1024, rows), 90).asm["ptx"]
+    ptx = build(kv._commit_variant(torch.bfloat16, 1024, rows), 90).compile().asm["ptx"]
     lines = [i for i in ptx.splitlines() if "ld.global" in i or "st.global" in i or "bar.sync" in i]
     print("".join("l" if "ld.global" in i else "s" if "st.global" in i else "b" for i in lines))
 """

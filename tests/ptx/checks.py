@@ -12,8 +12,8 @@ from paths import Signal, Text, World, gates, inputs
 from torch import Tensor
 
 from ptx import ops, rounds
-from ptx.cases import Verdict, weight
-from ptx.driver import simulated
+from ptx.launches import simulated
+from ptx.ops import weight
 from specker.kernels.ancestors import ancestor_words, chain_words
 
 TYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -44,13 +44,9 @@ def check(arch: int, dtype: str, only: list[str], first: int | None) -> Iterator
         if only and op.__name__ not in only:
             continue
         for case in itertools.islice(op(TYPES[dtype]), first):
-            verdict = Verdict()
-            with simulated(arch, constant={**ops.CONSTANT, **case.constant}) as simulation:
-                got = case.work()
-            case.judge(verdict, got)
-            wrong = *verdict.wrong, *(f"{n} x {text}" for text, n in simulation.problems().items())
+            verdict = case.verdict(simulated(arch, case.constant))
             kind = dtype if op in ops.OPS else "int"
-            yield Row(op.__name__, arch, kind, case.label, wrong, verdict.error, simulation.benign())
+            yield Row(op.__name__, arch, kind, case.label, tuple(verdict.wrong), verdict.error, verdict.benign)
 
 
 def invariance(arch: int, dtype: str, only: list[str], first: int | None) -> Iterator[Row]:

@@ -10,8 +10,7 @@ from formulas import randn
 from paths import World, inputs
 
 from ptx import ops
-from ptx.driver import Launch, simulated
-from ptx.report import SECTOR, Place, Report
+from ptx.launches import simulated
 from specker.kernels import adjust, narrow
 from specker.kernels.ancestors import chain_words
 
@@ -38,11 +37,7 @@ def counters(arch: int, dtype: str, only: list[str], first: int | None) -> Itera
         for label, work, least in itertools.islice(op({"bf16": torch.bfloat16, "fp16": torch.float16}[dtype]), first):
             with simulated(arch, races=False) as simulation:
                 work()
-            yield f"\n{op.__name__[1:]} {label} sm_{arch} {dtype}: least {least / 1e3:.1f} KB by _cost"
-            for each in simulation.launches:
-                yield _described(each)
-            if len(simulation.launches) > 1:
-                yield _summed("all launches", Report.total([each.report for each in simulation.launches]))
+            yield f"\n{op.__name__[1:]} {label} sm_{arch} {dtype}: least {least / 1e3:.1f} KB by _cost\n{simulation}"
 
 
 def _row_linear(dtype: torch.dtype) -> Iterator[Counted]:
@@ -170,40 +165,3 @@ def _kv_commit(dtype: torch.dtype) -> Iterator[Counted]:
 def _residual_merge(dtype: torch.dtype) -> Iterator[Counted]:
     args = randn(8, 4096, dtype=dtype), randn(1, 8, 4096, dtype=dtype), torch.ones(1, 4096, dtype=dtype), 1e-5
     yield "T8 P1 Q1 E4096", lambda: ops.residual.launch(*args), ops.residual.residual_merge_cost(*args)[0]
-
-
-def _described(launch: Launch) -> str:
-    """The counters of a launch, and its three worst places in shared and in global memory."""
-    r = launch.report
-    lines = [_summed(f"{launch.name} grid {launch.grid} {launch.warps} warps {launch.shared} B", r)]
-    for at, p in _worst(r.shared_places):
-        lines.append(
-            f"    bank conflicts: {p.op} at PTX {at}: {p.cost:.1f} waves, ideal {p.ideal:.1f}, {p.amount} times"
-        )
-    for at, p in _worst(r.global_places):
-        if p.amount > 1024:
-            lines.append(f"    scattered: {p.op} at PTX {at}: {p.cost} sectors, ideal {p.ideal}, {p.amount} bytes")
-    lines += [f"    PROBLEM {n} x {text}" for text, n in r.problems.items()]
-    return "\n".join(lines)
-
-
-def _worst(places: dict[str, Place]) -> list[tuple[str, Place]]:
-    most = sorted(places.items(), key=lambda x: x[1].ideal - x[1].cost)[:3]
-    return [(at, p) for at, p in most if p.cost > 1.5 * p.ideal]
-
-
-def _summed(who: str, r: Report) -> str:
-    def moved(name: str, requested: int, sectors: int, ideal: int) -> str:
-        kb = SECTOR / 1e3
-        return f"{name} {requested / 1e3:.1f} KB in sectors of {sectors * kb:.1f} (ideal {ideal * kb:.1f})"
-
-    issued = r.classes.total()
-    mix = ", ".join(f"{kind} {100 * n / issued:.0f}%" for kind, n in r.classes.most_common(9))
-    return (
-        f"  {who}: {moved('reads', r.read_bytes, r.read_sectors, r.ideal_read_sectors)}, "
-        f"{moved('writes', r.write_bytes, r.write_sectors, r.ideal_write_sectors)}; "
-        f"distinct {r.unique_read / 1e3:.1f} and {r.unique_write / 1e3:.1f} KB\n"
-        f"    {r.ctas} CTAs, {r.barriers / max(r.ctas, 1):.1f} barriers a CTA, "
-        f"{r.executed / max(r.threads, 1):.0f} instructions a thread; shared memory in {r.waves:.0f} waves, ideal "
-        f"{r.ideal_waves:.0f} ({r.waves / max(r.ideal_waves, 1):.2f}x); of the instructions: {mix}"
-    )

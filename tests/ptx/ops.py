@@ -1,18 +1,20 @@
 """Cases of the ops on floating-point numbers. Each op's first cases are small; `make test` runs them."""
 
 import importlib
+import importlib.util
 import math
 from collections.abc import Iterator
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import torch
 from formulas import randn
 from paths import World, gates, inputs
+from ptxsim import Case, Verdict
 from torch import Tensor
 from torch.nn import functional as F
 
-from ptx.cases import Case, Verdict, attention_tests, weight
 from specker.kernels import narrow, noise
 from specker.kernels.ancestors import ancestor_words, chain_words
 from specker.kernels.quant import Matrix, Quantized, as_bytes, quantised
@@ -29,22 +31,22 @@ project = importlib.import_module("specker.kernels.project")
 residual = importlib.import_module("specker.kernels.residual")
 sample = importlib.import_module("specker.kernels.sample")
 topk = importlib.import_module("specker.kernels.topk")
-ragged = cache(attention_tests)
 
-# The parameters of each kernel that no kernel writes: weights and tables. A kernel that is launched as a dependent one
-# may read them, and nothing else, before griddepcontrol.wait. A norm's weight is one only if the caller says so.
-CONSTANT = {
-    "_row_linear_kernel": {"w_ptr", "scale_ptr", "shift_ptr", "bias_ptr"},
-    "_row_linear_merge_kernel": {"bias_ptr"},
-    "_expert_linear_kernel": {"w_ptr", "scale_ptr", "shift_ptr", "bias_ptr"},
-    "_vocab_topk_kernel": {"w_ptr", "scale_ptr", "shift_ptr"},
-    "_cluster_choose_kernel": {"w_ptr"},
-    "_cluster_rows_kernel": {"w_ptr", "scale_ptr", "shift_ptr", "ids_ptr"},
-    "_kv_calibrate_kernel": {"rope_ptr", "q_norm_ptr", "k_norm_ptr"},
-    "_start_rows_kernel": {"embedding_ptr"},
-    "_start_pairs_kernel": {"embedding_ptr", "norm_e_ptr", "norm_h_ptr"},
-    "_kv_project_kernel": {"w_ptr", "scale_ptr", "shift_ptr", "bias_ptr", "rope_ptr", "q_norm_ptr", "k_norm_ptr"},
-}
+
+@cache
+def ragged() -> Any:
+    """The module tests/kernels/test_tree_attention.py, which makes ragged batches."""
+    path = Path(__file__).parents[1] / "kernels" / "test_tree_attention.py"
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def weight(*shape: int, dtype: torch.dtype, seed: int = 1) -> Tensor:
+    """A matrix [.., O, E] whose products with unit rows have a variance of 1."""
+    return (randn(*shape, seed=seed) / math.sqrt(shape[-1])).to(dtype)
 
 
 def _order(n: int, seed: int) -> Tensor:

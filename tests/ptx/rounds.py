@@ -4,9 +4,9 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+from ptxsim import Case, Verdict
 from torch import Tensor
 
-from ptx.cases import Case, Verdict
 from specker.kernels import adjust, route
 from specker.kernels.accept import accept_walk_ref, launch_walk
 from specker.kernels.round import grow as growing

@@ -63,6 +63,23 @@ def test_products_on_sm_80() -> None:
     assert run("--arch", "80", "--dtype", "bf16", *flags) == ["row_linear", "tree_attention"]
 
 
+def test_a_norms_weight_is_read_before_the_wait_only_if_it_is_constant() -> None:
+    program = """
+import torch
+from formulas import randn
+from ptx.launches import simulated
+from specker.kernels import residual
+x, weight = (randn(n, 4096, dtype=torch.bfloat16) for n in (2, 1))
+for constant in (False, True):
+    with simulated(90) as simulation:  # which takes no norm's weight for constant
+        residual.launch(x, x[None], weight, 1e-5, constant=constant)
+    print(*simulation.problems())
+"""
+    without, early = python("-c", program).split("\n")[:2]
+    assert without == ""
+    assert "_residual_merge_kernel: reads storage of (1, 4096) torch.bfloat16 byte 0 of 8192 before" in early
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("op", FLOAT)

@@ -1,0 +1,89 @@
+"""The public functions, with kernels of a user."""
+
+import ast
+import re
+import sys
+from pathlib import Path
+
+import pytest
+from command import ROOT, python
+
+KERNEL = """
+import torch, triton, triton.language as tl
+import ptxsim
+
+@triton.jit
+def double_kernel(x_ptr, y_ptr, n, BLOCK: tl.constexpr):
+    o = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(y_ptr + o, tl.load(x_ptr + o, mask=o < n) * 2, mask=o < n)
+
+x, y = torch.arange(100.0), torch.empty(100)
+"""
+
+
+def run(tmp_path: Path, text: str) -> list[str]:
+    """The lines that a program prints after KERNEL. Triton reads a kernel's source from its file."""
+    file = tmp_path / "program.py"
+    file.write_text(KERNEL + text)
+    return python(str(file)).splitlines()
+
+
+@pytest.mark.parametrize("arch", [80, 90])
+def test_a_kernel_computes_and_has_no_problems(tmp_path: Path, arch: int) -> None:
+    text = f"""
+simulation = ptxsim.simulate(double_kernel, (2,), x, y, 100, arch={arch}, BLOCK=64, num_warps=2)
+print(dict(simulation.problems()), torch.equal(y, 2 * x))
+print(simulation)
+"""
+    problems, counters, *_ = run(tmp_path, text)
+    assert problems == "{} True"
+    assert counters.startswith("  double_kernel grid (2,) 2 warps 0 B: reads 0.4 KB")
+
+
+def test_a_case_counts_wrong_values_and_problems(tmp_path: Path) -> None:
+    text = """
+def case(n, want):
+    def work():
+        double_kernel[(2,)](x, y, n, BLOCK=64)
+        return y
+    return ptxsim.Case("double", work, lambda verdict, got: verdict.same("y", got, want))
+
+print(case(100, 2 * x).verdict(ptxsim.simulated(90)).wrong)
+print(case(100, 3 * x).verdict(ptxsim.simulated(90)).wrong)
+print(*case(101, 2 * x).verdict(ptxsim.simulated(90)).wrong, sep="; ")
+"""
+    right, other, beyond = run(tmp_path, text)
+    assert right == "[]" and other == "['y: 99 of 100 differ']"
+    kinds = re.findall(r"\d+ x double_kernel: global (read|write) of 4 bytes out of bounds", beyond)
+    assert sorted(kinds) == ["read", "write"]
+
+
+def test_constants_must_be_parameters(tmp_path: Path) -> None:
+    text = """
+for constant in ({"x_ptr"}, {"z_ptr"}):
+    try:
+        print(dict(ptxsim.simulate(double_kernel, (2,), x, y, 100, constant=constant, BLOCK=64).problems()))
+    except ValueError as error:
+        print(error)
+"""
+    assert run(tmp_path, text) == ["{}", "expected parameters of double_kernel, got the constants ['z_ptr']"]
+
+
+def test_the_readme_runs(tmp_path: Path) -> None:
+    """What its code prints follows in comments, some cut short by "..."."""
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), re.DOTALL)
+    file = tmp_path / "readme.py"
+    file.write_text("\n".join(blocks))
+    printed, shown = python(str(file)).splitlines(), re.findall(r"^# (.*)$", "\n".join(blocks), re.MULTILINE)
+    assert len(printed) == len(shown) > 0
+    for line, beginning in zip(printed, shown, strict=True):
+        assert line == beginning or (beginning.endswith("...") and line.startswith(beginning[:-3])), line
+
+
+def test_the_package_needs_numpy_torch_and_triton_alone() -> None:
+    for path in (ROOT / "ptxsim").glob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            names = [a.name for a in node.names] if isinstance(node, ast.Import) else []
+            names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+            tops = {name.split(".")[0] for name in names}
+            assert tops <= {"ptxsim", "numpy", "torch", "triton", *sys.stdlib_module_names}, path
