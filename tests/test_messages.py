@@ -16,7 +16,7 @@ from specker.runtime import strategies
 
 PACKAGE = Path(specker.__file__).parent
 # These run behind a command line only.
-COMMANDS = {"cli", "serve", "view", "zoo"}
+COMMANDS = {"cli", "command", "serve", "view", "zoo"}
 
 # option -> value, the sentence in Python, the sentence on a command line
 SHARED: list[tuple[dict[str, Any], str, str]] = [

@@ -223,7 +223,7 @@ def test_the_tokenizer_of_a_file(tmp_path: Path) -> None:
     assert fast.decode(ids) == text and fast.decode(ids, skip_special_tokens=True) == "assistantfinala"
     assert fast.eos_token == "<|return|>" and len(fast("a")["input_ids"]) == 1 and fast.chat_template == TEMPLATE
     engine = specker.load(file, strategy="ar", device="cpu")
-    assert engine.messages(engine.encode_chat([{"role": "user", "content": "a"}])).place == "header"
+    assert engine.reader(engine.encode_chat([{"role": "user", "content": "a"}])).place == "header"
 
 
 BAD: list[tuple[dict[str, Any], str]] = [
