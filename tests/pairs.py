@@ -67,6 +67,6 @@ def admitted(engine, prompts, count: int, drafting: bool = True, **sampling) -> 
         params = Params.of(max_new_tokens=count, **sampling)
         requests = [engine.session.request(p, params, index=i, speculates=drafting) for i, p in enumerate(prompts)]
         for request in requests:
-            loop.admit(request)
+            loop.prompts.admit(request)
         yield requests
         loop.clear()

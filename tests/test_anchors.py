@@ -123,7 +123,7 @@ def test_arrivals_and_cancellations(pairs, kind, size):
             prompt, count = prompt_of(draw.choice(LENGTHS)), draw.randint(1, 60)
             how = {"max_new_tokens": count, "temperature": draw.choice([0.0, 0.7]), "seed": draw.randint(0, 9)}
             request = session.request(prompt, Params.of(**how))
-            engine.loop.waiting.append(request)
+            engine.loop.prompts.waiting.append(request)
             running[request] = prompt, how
         if running and draw.random() < 0.05:
             request = draw.choice(list(running))
@@ -162,7 +162,7 @@ def test_forty_prompts_in_batches(pairs, kind, way, temperature, size):
             prompt = (prompt_of(70) if n % 3 else []) + prompt_of(draw.randint(1, 90) + n)
             how = {"max_new_tokens": draw.randint(1, 60), "temperature": temperature, "seed": n}
             request = engine.session.request(prompt, Params.of(**how))
-            engine.loop.waiting.append(request)
+            engine.loop.prompts.waiting.append(request)
             running[request] = prompt, how
         if running and draw.random() < 0.06:
             request = draw.choice(list(running))

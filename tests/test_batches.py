@@ -12,7 +12,7 @@ from pairs import perturbed
 
 import specker
 from specker.options import Params
-from specker.runtime import loop
+from specker.runtime import prompts
 from specker.runtime.control.stats import Stats
 from specker.runtime.round import round
 from specker.runtime.strategies import model_drafter
@@ -213,7 +213,7 @@ def test_seconds_of_a_batch_add_up(world, monkeypatch):
         return timed_call
 
     monkeypatch.setattr(time, "perf_counter", lambda: now[0])
-    for module, name in ((loop, "prefill"), (round, "forward"), (drafter, "forward"), (model_drafter, "prefill")):
+    for module, name in ((prompts, "prefill"), (round, "forward"), (drafter, "forward"), (model_drafter, "prefill")):
         monkeypatch.setattr(module, name, timed(getattr(module, name)))
     out = engine.generate([prompt for prompt, _ in world["requests"]], 10)
     total = sum((o.stats for o in out), Stats())

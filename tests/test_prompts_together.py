@@ -15,6 +15,7 @@ import specker
 from specker import cpu
 from specker.options import Params
 from specker.runtime import loop as loops
+from specker.runtime import prompts
 from specker.runtime.strategies.dynamic_exit.policy import DynamicExit
 
 pytestmark = [
@@ -75,15 +76,15 @@ def load(targets, kind="llama", way="ar", size=5, **more):
 @pytest.fixture
 def passes(monkeypatch):
     """The sizes of each pass's parts; passes with others have BUDGET rows of prompts, whatever the clock says."""
-    seen, forward = [], loops.prefill_parts
+    seen, forward = [], prompts.prefill_parts
 
     def counted(model, cache, parts, *rest):
         seen.append([len(part.tokens) for part in parts])
         return forward(model, cache, parts, *rest)
 
-    monkeypatch.setattr(loops, "prefill_parts", counted)
+    monkeypatch.setattr(prompts, "prefill_parts", counted)
     monkeypatch.setattr("specker.runtime.round.round.prefill_parts", counted)
-    monkeypatch.setattr(loops.Loop, "_chunk", lambda self: BUDGET)
+    monkeypatch.setattr(prompts.Prompts, "_chunk", lambda self: BUDGET)
     return seen
 
 
@@ -200,7 +201,7 @@ def test_who_computes_a_shared_beginning_may_leave(targets, passes):
     texts, requests = together(engine)
     for _ in range(4):
         engine.session.step()
-    assert list(engine.loop.slots.filling) == requests[:1] and engine.loop.waiting[0] is requests[1]
+    assert list(engine.loop.slots.filling) == requests[:1] and engine.loop.prompts.waiting[0] is requests[1]
     engine.session.cancel(requests[0])
     finish(engine)
     assert [request.tokens for request in requests[1:]] == [alone.generate(text, 8).tokens for text in texts[1:]]
@@ -236,9 +237,9 @@ def test_a_round_lasts_about_three_usual_ones(targets, monkeypatch):
 
         monkeypatch.setattr(loops, "collect", timed)
         decoding(engine, 100)
-        engine.loop._round_seconds, engine.loop._row_seconds = {1: 10.0, 2: 10.0}, 1.0
+        engine.loop.prompts.pace = prompts.Pace(row=1.0, rounds={1: 10.0, 2: 10.0})
         engine.session.submit(text_of(500), Params(max_new_tokens=1))
         for _ in range(20):
             engine.session.step()
         monkeypatch.setattr(loops, "collect", collect)
-        assert 10 * loops.STALL * share * 0.7 <= seen[-1] <= 10 * loops.STALL * share, seen
+        assert 10 * prompts.STALL * share * 0.7 <= seen[-1] <= 10 * prompts.STALL * share, seen

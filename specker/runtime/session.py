@@ -250,7 +250,7 @@ class Session:
         """How busy the session is, from any thread; during a step, roughly."""
         slots = self.loop.slots
         running = len(slots.active) + len(slots.filling)
-        return Snapshot(slots.size, running, len(self.loop.waiting) + len(self._arrived))
+        return Snapshot(slots.size, running, len(self.loop.prompts.waiting) + len(self._arrived))
 
     def pages(self) -> dict[str, tuple[int, int]]:
         """The K/V pages that requests hold, and all, by model: target and draft. Only between two steps."""
@@ -338,8 +338,8 @@ class Session:
             self._cancelled.clear()
         for request, first in reversed(arrived):
             if first:
-                self.loop.waiting.appendleft(request)
-        self.loop.waiting.extend(request for request, first in arrived if not first)
+                self.loop.prompts.waiting.appendleft(request)
+        self.loop.prompts.waiting.extend(request for request, first in arrived if not first)
         self._deliver([event for request in cancelled if (event := self.loop.cancel(request)) is not None])
 
     def _step(self) -> None:

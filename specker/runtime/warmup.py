@@ -152,7 +152,7 @@ def _admitted(loop: Loop, n: int) -> bool:
         request = _text(_varied(loop, slot, 0, TEXT_TOKENS // 2) * 2, Params())
         if loop.target.config.max_context < 2 * TEXT_TOKENS or not loop.slots.admits(request):
             return False
-        loop.admit(request)
+        loop.prompts.admit(request)
     return True
 
 

@@ -11,12 +11,15 @@ from pairs import perturbed
 import specker
 from specker.options import Params
 from specker.runtime import loop as loops
+from specker.runtime import prompts
 
 pytestmark = pytest.mark.usefixtures("cheap")
 WAYS = {"draft": {"draft_tokens": 3}, "del": {}, "draft+lookup": {}, "captured": {"draft_tokens": 3, "graphs": "on"}}
 POINTS = [
-    *(("round", name) for name in ("launch", "send", "collect", "emitted", "prefill", "prefill_parts")),
-    *(("loop", name) for name in ("finish", "start", "_filled", "_activate", "_fills")),
+    *(("round", name) for name in ("launch", "send", "collect", "emitted")),
+    *(("prompt passes", name) for name in ("prefill", "prefill_parts")),
+    *(("loop", name) for name in ("finish", "start")),
+    *(("prompts", name) for name in ("_filled", "_activate", "_fills")),
     *(("slots", name) for name in ("begin", "activate", "prefilled", "retire", "admits")),
     *(("drafter", name) for name in ("prepare", "advance", "propose", "accept", "read", "move", "reset")),
     *(("cache", name) for name in ("take", "release", "move", "remember")),
@@ -49,6 +52,8 @@ def broken(monkeypatch, engine, of, name, call):
     """Call number `call` of a function of the step raises Fault."""
     loop = engine.loop
     owner = {
+        "prompts": loop.prompts,
+        "prompt passes": prompts,
         "loop": loop,
         "slots": loop.slots,
         "drafter": loop.drafter,

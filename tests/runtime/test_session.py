@@ -17,6 +17,7 @@ from safetensors.torch import load_file
 import specker
 from specker.options import Params
 from specker.runtime import loop as loops
+from specker.runtime import prompts
 from specker.runtime.session import Snapshot
 
 pytestmark = pytest.mark.usefixtures("cheap")  # drafts do not depend on the clock
@@ -371,13 +372,13 @@ def test_other_texts_go_on_while_a_long_prompt_is_prefilled(models, way, monkeyp
     engine, rows = load(models, way, batch_size=2), []
     long = [n * 7 % 90 + 3 for n in range(300)]
     want = [engine.generate_ar(p, 40).tokens for p in ([1, 2], long)]
-    prefill = loops.prefill
+    prefill = prompts.prefill
 
     def counted(model, cache, tokens, *rest, **more):
         rows[-1] += len(tokens)
         return prefill(model, cache, tokens, *rest, **more)
 
-    monkeypatch.setattr(loops, "prefill", counted)
+    monkeypatch.setattr(prompts, "prefill", counted)
     monkeypatch.setattr("specker.model.prefill.prefill", counted)
     session = engine.session
     first = session.submit([1, 2], Params(max_new_tokens=40))
