@@ -8,7 +8,7 @@ import pytest
 from specker import zoo
 
 ROOT = Path(zoo.__file__).parents[2]
-FOLDERS = "specker", "bench", "tests", "scripts", "train", "examples"
+FOLDERS = "specker", "simulator", "bench", "tests", "scripts", "train", "examples"
 
 
 def packs(source: str) -> list[str]:
