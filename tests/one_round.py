@@ -48,7 +48,7 @@ def new_round(
 def draft(drafter: Drafter, *args: Any, **more: Any) -> Round:
     """Draft the round of `new_round`. A drafter with an empty cache prefills the text first, as at admission."""
     r = new_round(drafter, *args, **more)
-    if not len(drafter.cache.slot_of):  # an engine's cache, whose sequences take their pages at admission
+    if not len(drafter.cache.slots(0, 0, 1)):  # an engine's cache, whose sequences take their pages at admission
         drafter.cache.take(0, drafter.cache.capacity)
     if drafter.cache.exact_len == [0]:
         drafter.advance(r.requests, r.batch.budget)

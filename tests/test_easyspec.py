@@ -256,7 +256,7 @@ def catch_up(model, cache, tokens):
 
 def columns(cache, first, end):
     """K and V of columns first..end - 1, [2, L, end - first, Hkv, D]."""
-    return torch.stack((cache.k, cache.v)).flatten(2, 3)[:, :, cache.slot_of[first:end]]
+    return torch.stack((cache.k, cache.v)).flatten(2, 3)[:, :, cache.slots(0, first, end)]
 
 
 def deepest(r):

@@ -205,11 +205,9 @@ def read(
     return Checkpoint(config, weights, folder, restored, part=part, activations=activations or "int8")
 
 
-def read_config(
-    source: str | Path, *, max_context: int | None = None, bidirectional: bool | None = None
-) -> ModelConfig:
+def read_config(source: str | Path, *, max_context: int | None = None) -> ModelConfig:
     """The config of a source, which `opened` describes. Raises CheckpointError."""
-    return opened(source, max_context=max_context, bidirectional=bidirectional).config
+    return opened(source, max_context=max_context).config
 
 
 def made_for(folder: Path, target: Checkpoint) -> bool:

@@ -109,7 +109,6 @@ def parse_config(
         mask_token_id=mask,
         max_context=context,
         eos_ids=eos_ids(folder, raw, hf.vocab_size),
-        bos_id=raw.get("bos_token_id"),
         embed_scale=scales.embedding / scales.residual,
         embed_rounded=scales.rounded,
         residual_scale=scales.residual,

@@ -168,7 +168,6 @@ def read_sizes(target: str | Path, max_context: int | None) -> ModelConfig:
         mask_token_id=None,
         max_context=min(max_context or positions, positions),
         eos_ids=eos_ids(folder, raw, vocab),
-        bos_id=None,
     )
 
 

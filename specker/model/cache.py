@@ -205,11 +205,6 @@ class KVCache:
         """The states and records of all layers that have a recurrent state."""
         return self.rings.memory if isinstance(self.rings, StateRings) else None
 
-    @property
-    def slot_of(self) -> Tensor:
-        """[columns] int64, the flattened row of each column of the sequence in slot 0."""
-        return self._slots[0]
-
     def slots(self, slot: int, start: int, end: int) -> Tensor:
         """[end - start] int64, the flattened rows of columns start..end - 1 of the sequence in `slot`."""
         return self._slots[slot][start:end]

@@ -185,7 +185,6 @@ class ModelConfig:
     mask_token_id: int | None
     max_context: int  # positions
     eos_ids: tuple[int, ...]  # sorted, from config.json, generation_config.json and the tokenizer; may be empty
-    bos_id: int | None
     embed_scale: float = 1.0  # factor of the embedding's rows, but not of the head's
     embed_rounded: bool = False  # embed_scale is rounded to the activations' dtype first, as in Gemma's training
     residual_scale: float = 1.0

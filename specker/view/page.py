@@ -73,16 +73,16 @@ def _turn(turn: Turn) -> dict[str, Any]:
         "last": [r["last"] for r in rounds],
         "draft": [r["draft"] for r in rounds],
         "parents": [None if r["parents"] == list(range(len(r["parents"]))) else r["parents"] for r in rounds],
-        "probability": [_rounded(r.get("probability"), 3) for r in rounds],
-        "agreed": [_rounded(r.get("agreed"), 3) for r in rounds],
-        "own": [_rounded(r.get("own"), 3) for r in rounds],
+        "probability": [_rounded(r.get("probability")) for r in rounds],
+        "agreed": [_rounded(r.get("agreed")) for r in rounds],
+        "own": [_rounded(r.get("own")) for r in rounds],
         "target": [r["target"] for r in rounds],
         "path": [r["path"] for r in rounds],
         "exit": [r.get("exit", 0) for r in rounds],
         "source": [r.get("source") for r in rounds],
         "matched": [r.get("matched") for r in rounds],
         "sequences": [r.get("sequences", 1) for r in rounds],
-        "milliseconds": [_rounded(_stages(r), 3) for r in rounds],
+        "milliseconds": [_rounded(_stages(r)) for r in rounds],
         "outside": [r.get("outside") for r in rounds],
         "diffusion": [_diffusion(r) for r in rounds] if known else None,
     }
@@ -119,5 +119,5 @@ def _depth(parents: list[int]) -> int:
     return max(depths)
 
 
-def _rounded(values: list[float] | None, digits: int) -> list[float] | None:
-    return None if values is None else [round(x, digits) for x in values]
+def _rounded(values: list[float] | None) -> list[float] | None:
+    return None if values is None else [round(x, 3) for x in values]

@@ -322,15 +322,15 @@ def test_bidirectional(tmp_path: Path, arch: str) -> None:
     masked = read_here(folder, bidirectional=True).config
     assert (masked.causal, masked.shifted_logits, masked.mask_token_id) == (False, False, 5)
     edit(folder, shifted_logits=True)
-    assert read_config(folder, bidirectional=True).shifted_logits
+    assert opened(folder, bidirectional=True).config.shifted_logits
     edit(folder, shifted_logits="yes")
     with pytest.raises(CheckpointError, match=r"shifted_logits of config.json must be true or false, got 'yes'"):
-        read_config(folder, bidirectional=True)
+        opened(folder, bidirectional=True)
 
 
 def test_dream_is_bidirectional_and_shifted_whether_asked_or_not(tmp_path: Path) -> None:
     folder = make(tmp_path, "dream", mask=0)
-    assert read_config(folder, bidirectional=True) == read_config(folder)
+    assert opened(folder, bidirectional=True).config == read_config(folder)
     c = read_config(folder)
     assert (c.causal, c.shifted_logits, c.mask_token_id) == (False, True, 0)
 
@@ -617,10 +617,10 @@ def test_a_window_that_no_layer_uses_is_accepted(tmp_path: Path) -> None:
 
 
 def test_eos_ids_are_a_union(tmp_path: Path) -> None:
-    folder = make(tmp_path, eos=7, bos=1, tokenizer=True)
+    folder = make(tmp_path, eos=7, tokenizer=True)
     edit(folder, "generation_config.json", eos_token_id=[9, 3, 9])
     c = read_config(folder)
-    assert c.eos_ids == (3, 7, 9, 256) and c.bos_id == 1  # 256 is the tokenizer's <|end|>
+    assert c.eos_ids == (3, 7, 9, 256)  # 256 is the tokenizer's <|end|>
     edit(folder, eos_token_id=[11, 12])
     (folder / "generation_config.json").unlink()
     assert read_config(folder).eos_ids == (11, 12, 256)
@@ -630,10 +630,10 @@ def test_eos_ids_are_a_union(tmp_path: Path) -> None:
 
 
 def test_eos_ids_may_be_empty(tmp_path: Path) -> None:
-    """transformers' Llama config defaults to 2 (and 1 for bos) if the file has none."""
+    """transformers' Llama config defaults to 2 if the file has none."""
     folder = make(tmp_path)
-    edit(folder, eos_token_id=..., bos_token_id=...)
-    assert read_config(folder).eos_ids == () and read_config(folder).bos_id is None
+    edit(folder, eos_token_id=...)
+    assert read_config(folder).eos_ids == ()
 
 
 @pytest.mark.parametrize("arch", ["llama", "qwen3", "dream"])
@@ -750,7 +750,7 @@ def folder(llama: Path, tmp_path: Path) -> Path:
 def test_config_refusals(folder: Path, edits: dict[str, Any], options: dict[str, Any], message: str) -> None:
     edit(folder, **edits)
     with pytest.raises(CheckpointError, match=message) as caught:
-        read_config(folder, **options)
+        opened(folder, **options)
     assert "\n" not in str(caught.value)
 
 

@@ -219,9 +219,9 @@ def test_gemma_3(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, case: str) -> 
     folder = make(tmp_path / "source", **options)
     file = write(tmp_path / "tiny.gguf", folder, "F32", arch="gemma3", more=keys)
     checkpoint, own = read(file, dtype=torch.float64, device="cpu"), read(folder, dtype=torch.float64, device="cpu")
-    rest = {"eos_ids": (), "bos_id": None, "rms_norm_eps": 1e-6}  # a file holds epsilon in float32
+    rest = {"eos_ids": (), "rms_norm_eps": 1e-6}  # a file holds epsilon in float32
     assert replace(checkpoint.config, **rest) == own.config
-    assert checkpoint.config.eos_ids == (96,) and checkpoint.config.bos_id == 95
+    assert checkpoint.config.eos_ids == (96,)
     text = [n * 7 % 128 for n in range(40)]
     model = Model(checkpoint)
     cache = KVCache(model.config, 64, dtype=torch.float64, device="cpu")

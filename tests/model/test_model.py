@@ -124,8 +124,8 @@ def test_commit_keeps_what_a_sequential_pass_writes(tmp_path):
     _, straight = build(tmp_path, page_size=4)
     prefill(model, straight, ids[:9])
     for ours, theirs in ((cache.k, straight.k), (cache.v, straight.v)):
-        a = ours.flatten(1, 2)[:, cache.slot_of[:9]]
-        b = theirs.flatten(1, 2)[:, straight.slot_of[:9]]
+        a = ours.flatten(1, 2)[:, cache.slots(0, 0, 9)]
+        b = theirs.flatten(1, 2)[:, straight.slots(0, 0, 9)]
         assert (a - b).abs().max() < 1e-12
 
 
@@ -170,7 +170,7 @@ def test_prefill_reads_nothing_on_the_host(tmp_path, monkeypatch):
     prefill(model, mixed, ids, chunk=20)
     assert not reads
     for ours, theirs in ((mixed.k, straight.k), (mixed.v, straight.v)):
-        a, b = (x.flatten(1, 2)[:, c.slot_of[:30]] for x, c in ((ours, mixed), (theirs, straight)))
+        a, b = (x.flatten(1, 2)[:, c.slots(0, 0, 30)] for x, c in ((ours, mixed), (theirs, straight)))
         assert (a - b).abs().max() < 1e-12
 
 
@@ -184,7 +184,7 @@ def test_a_span_is_a_slice_if_its_pages_are_adjacent(tmp_path, pages, adjacent):
     for length in range(17):
         span = cache.span(length)
         assert isinstance(span, slice) == (length <= adjacent * 4)
-        assert torch.equal(torch.arange(16)[span], cache.slot_of[:length])
+        assert torch.equal(torch.arange(16)[span], cache.slots(0, 0, length))
 
 
 @pytest.mark.parametrize("arch", ["llama", "qwen3"])

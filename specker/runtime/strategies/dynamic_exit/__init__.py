@@ -36,12 +36,12 @@ ELIGIBLE = 8  # maximum number of exit layers
 USUAL = 6  # longest draft whose verify passes the warm-up captures for each exit
 
 
-def eligible_layers(total: int, head_cost: float = 0.0, count: int = ELIGIBLE) -> tuple[int, ...]:
-    """At most `count` exit layers, spread over 1..total - 1. Except for layer 1, it drops layers whose draft step costs
-    a whole pass: with l + c_head >= L, even drafts that are always right have a TPL of at most 1 / L."""
+def eligible_layers(total: int, head_cost: float = 0.0) -> tuple[int, ...]:
+    """At most ELIGIBLE exit layers, spread over 1..total - 1. Except for layer 1, it drops layers whose draft step
+    costs a whole pass: with l + c_head >= L, even drafts that are always right have a TPL of at most 1 / L."""
     import numpy as np
 
-    spread = sorted({round(n) for n in np.linspace(1, total - 1, min(count, total - 1))}) if total > 1 else []
+    spread = sorted({round(n) for n in np.linspace(1, total - 1, min(ELIGIBLE, total - 1))}) if total > 1 else []
     return tuple(n for n in spread if n == 1 or n + head_cost < total)
 
 
