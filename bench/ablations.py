@@ -17,9 +17,9 @@ from specker.runtime.control.policy import Budget
 from specker.runtime.round.batch import Batch
 from specker.runtime.round.drafter import Accepted, Draft
 from specker.runtime.strategies.diffuspec import drafter as diffuspec
-from specker.runtime.strategies.diffuspec.drafter import DiffusionDrafter
+from specker.runtime.strategies.diffuspec.diffusion_drafter import DiffusionDrafter
 from specker.runtime.strategies.draft import drafter as autoregressive
-from specker.runtime.strategies.draft.drafter import AutoregressiveDrafter
+from specker.runtime.strategies.draft.autoregressive import AutoregressiveDrafter
 from specker.runtime.strategies.model_drafter import ModelDrafter
 
 

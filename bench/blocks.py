@@ -21,7 +21,7 @@ from bench.ablations import ExactPrefix, drafting_as
 from bench.decoding import Given, measured, prompts_of, row_of, share_target, ways_of
 from specker.runtime.engine import Engine
 from specker.runtime.strategies.blocks import AdaptiveLength
-from specker.runtime.strategies.diffuspec.drafter import DiffusionDrafter
+from specker.runtime.strategies.diffuspec.diffusion_drafter import DiffusionDrafter
 
 SEARCHES: dict[str, tuple[str, dict[str, Any]]] = {  # the flag, and what differs from the usual `Search`
     "off": ("off", {}),

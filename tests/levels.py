@@ -13,7 +13,7 @@ from specker import cpu
 from specker.checkpoints.checkpoint import read
 from specker.model.cache import KVCache
 from specker.model.decoder import Model, forward
-from specker.model.kept import widened
+from specker.model.kv_formats import widened
 from specker.model.prefill import prefill
 
 SEEDS = (0, 5, 2**64 - 1)

@@ -32,7 +32,7 @@ from specker.runtime.control.policy import (
     after,
 )
 from specker.runtime.strategies.join import COPIED, JoinedPolicy
-from specker.runtime.strategies.lookup.policy import RATES, NgramPolicy
+from specker.runtime.strategies.lookup.ngram_policy import RATES, NgramPolicy
 
 STEP = 0.030  # seconds of a plain round
 

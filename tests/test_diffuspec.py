@@ -22,7 +22,7 @@ from specker.runtime.control.stats import BlockStats, Stats
 from specker.runtime.strategies.blocks import AdaptiveLength
 from specker.runtime.strategies.blocks.lattice import Search
 from specker.runtime.strategies.blocks.ngram import NGram, NGramCounts
-from specker.runtime.strategies.diffuspec.drafter import DiffusionDrafter
+from specker.runtime.strategies.diffuspec.diffusion_drafter import DiffusionDrafter
 
 pytestmark = pytest.mark.usefixtures("cheap")  # drafts do not depend on the clock
 PROMPTS = ([5, 9, 40], [1], list(range(3, 60)))

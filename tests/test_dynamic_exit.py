@@ -22,7 +22,7 @@ from specker.runtime.control.costs import Costs
 from specker.runtime.control.policy import Budget, DraftAndVerify, Fixed, PlusMinusOne
 from specker.runtime.round import round
 from specker.runtime.strategies.dynamic_exit import eligible_layers
-from specker.runtime.strategies.dynamic_exit.policy import DynamicExit
+from specker.runtime.strategies.dynamic_exit.exit_policy import DynamicExit
 
 PROMPTS = ([5, 9, 40], [1], list(range(3, 90)))
 SAMPLING = {
@@ -65,7 +65,7 @@ def watch_every_round(monkeypatch, steady):
     """DEL's drafts must not depend on this machine's load, and DEL drafts as its own rule says."""
     monkeypatch.setattr(DynamicExit, "may_skip_drafting", False)
     monkeypatch.setattr(
-        "specker.runtime.strategies.dynamic_exit.policy.DynamicExit", functools.partial(DynamicExit, overhead=1e9)
+        "specker.runtime.strategies.dynamic_exit.exit_policy.DynamicExit", functools.partial(DynamicExit, overhead=1e9)
     )
 
 
@@ -338,7 +338,7 @@ def test_a_round_that_drafts_nothing_may_watch_every_layer():
 
 def test_watching_is_kept_below_its_share(monkeypatch):
     now = [5.0]  # time before the first round does not count
-    monkeypatch.setattr("specker.runtime.strategies.dynamic_exit.policy.time.perf_counter", lambda: now[0])
+    monkeypatch.setattr("specker.runtime.strategies.dynamic_exit.exit_policy.time.perf_counter", lambda: now[0])
     del_ = DynamicExit((1, 2), 3)
     del_.learn((1, 2), np.array([[True], [False]]), np.array([[0.5], [0.5]]), 0.0)
     shares = []
@@ -363,7 +363,7 @@ def test_observations_equal_the_layers_own_tokens(target, monkeypatch):
     heard = []
     learn = DynamicExit.learn
     share = (len(PROMPTS[2]) - 1) / (2 * len(eligible_layers(6)))  # two rows
-    monkeypatch.setattr("specker.runtime.strategies.dynamic_exit.drafter.PROMPT_SHARE", share)
+    monkeypatch.setattr("specker.runtime.strategies.dynamic_exit.early_exit.PROMPT_SHARE", share)
     monkeypatch.setattr(
         DynamicExit, "learn", lambda self, n, m, c, s=0.0: heard.append((n, m, c)) or learn(self, n, m, c, s)
     )

@@ -23,8 +23,8 @@ from specker.options import Sampling
 from specker.runtime import strategies
 from specker.runtime.control.policy import Budget
 from specker.runtime.round.lm_head import LMHead
-from specker.runtime.strategies.draft.drafter import AutoregressiveDrafter
-from specker.runtime.strategies.easyspec.parallel import LayerParallel, Schedule
+from specker.runtime.strategies.draft.autoregressive import AutoregressiveDrafter
+from specker.runtime.strategies.easyspec.layer_groups import LayerParallel, Schedule
 
 F64 = torch.float64
 ARCHITECTURES = {"llama": {}, "qwen2": {"tied": True}, "qwen3": {}, "llama-bias": {"attention_bias": True}}
@@ -181,7 +181,7 @@ def test_a_schedule_holds_every_layer_once(groups):
 
 
 def test_neighbours_in_one_storage_are_not_copied():
-    from specker.runtime.strategies.easyspec.parallel import _in_one
+    from specker.runtime.strategies.easyspec.layer_groups import _in_one
 
     stacked = torch.arange(24.0).view(4, 3, 2)
     view = _in_one([stacked[1], stacked[2], stacked[3]])
@@ -225,12 +225,12 @@ def kernels(monkeypatch):
     for name, kernel in {
         "model.decoder.add_norm": add_norm,
         "model.decoder.fuses": lambda hidden: True,
-        "model.kept.kv_calibrate": kv.launch,
+        "model.kv_formats.kv_calibrate": kv.launch,
         "model.decoder.kv_project": project.launch,
         "model.decoder.row_linear": linear,
         "model.decoder.tree_attention": attention,
         "model.decoder.residual_merge": merge.launch,
-        "runtime.strategies.easyspec.parallel.repeat_rows": lambda *args: Repeated(*repeat.launch(*args)),
+        "runtime.strategies.easyspec.layer_groups.repeat_rows": lambda *args: Repeated(*repeat.launch(*args)),
         "runtime.round.lm_head.vocab_topk": topk,
         "model.cache.kv_commit": kv.launch_commit,
     }.items():
@@ -486,6 +486,6 @@ def test_mutation_merged_in_the_wrong_order(checkpoints, monkeypatch):
         steps = [(group, kv, flipped(batch) if len(group.layers) > 1 else batch) for group, kv, batch in steps]
         return run(model, steps, hidden)
 
-    monkeypatch.setattr("specker.runtime.strategies.easyspec.parallel.run_layers", swapped)
+    monkeypatch.setattr("specker.runtime.strategies.easyspec.layer_groups.run_layers", swapped)
     with pytest.raises(AssertionError):
         test_the_fuzzy_pass_follows_the_paper(checkpoints, "llama", ((0,), (1, 2, 3, 4), (5,), (6,)))

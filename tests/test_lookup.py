@@ -13,8 +13,8 @@ from make_checkpoint import make
 import specker
 from specker.runtime.control.policy import Budget
 from specker.runtime.strategies.lookup import LookupOptions, corpus
-from specker.runtime.strategies.lookup.kept import TextFile
 from specker.runtime.strategies.lookup.pool import Pools
+from specker.runtime.strategies.lookup.text_file import TextFile
 
 
 @pytest.fixture(scope="module")

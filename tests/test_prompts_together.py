@@ -16,7 +16,7 @@ from specker import cpu
 from specker.options import Params
 from specker.runtime import loop as loops
 from specker.runtime import prompts
-from specker.runtime.strategies.dynamic_exit.policy import DynamicExit
+from specker.runtime.strategies.dynamic_exit.exit_policy import DynamicExit
 
 pytestmark = [
     pytest.mark.usefixtures("cheap"),
@@ -151,7 +151,7 @@ def test_no_request_waits_for_a_later_one(targets, passes):
 def test_prompts_join_rounds_that_watch_layers(targets, passes, monkeypatch, way, size):
     """DEL reads hidden rows of the round, and of a prompt only those at its end. Random arrivals, steps and cancels."""
     watches = functools.partial(DynamicExit, overhead=1e9)  # every round watches
-    monkeypatch.setattr("specker.runtime.strategies.dynamic_exit.policy.DynamicExit", watches)
+    monkeypatch.setattr("specker.runtime.strategies.dynamic_exit.exit_policy.DynamicExit", watches)
     rng = random.Random(f"{way} {size}")
     how = {"strategy": way if way.startswith("del+") else "del", **EXITS[way]}
     engine = specker.load(targets["llama"][0], dtype="float32", device="cpu", batch_size=size, page_size=16, **how)

@@ -36,7 +36,7 @@ from specker.runtime.round.graphs import Graphs
 from specker.runtime.round.lm_head import LMHead
 from specker.runtime.round.round import Round, launch
 from specker.runtime.round.state import Request, State
-from specker.runtime.strategies.draft.drafter import AutoregressiveDrafter
+from specker.runtime.strategies.draft.autoregressive import AutoregressiveDrafter
 from specker.runtime.strategies.vocabtrim.head import TrimmedHead
 from specker.runtime.warmup import DRAWS, warm_rounds
 
@@ -722,7 +722,7 @@ def test_long_blocks_are_placed_by_the_host():
 
 def test_the_cost_of_watching_includes_the_uncaptured_round(monkeypatch):
     """A round in which DEL watches is not captured. With captured rounds, the extra time is part of the cost."""
-    from specker.runtime.strategies.dynamic_exit.policy import DynamicExit
+    from specker.runtime.strategies.dynamic_exit.exit_policy import DynamicExit
 
     learn = DynamicExit.learn
     for usual in (0.0, 1e9):

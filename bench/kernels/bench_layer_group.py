@@ -22,7 +22,7 @@ from specker.kernels.kv import kv_calibrate
 from specker.model.cache import KVCache
 from specker.model.config import layer_elements
 from specker.model.decoder import Model, forward
-from specker.runtime.strategies.easyspec.parallel import LayerParallel, Schedule
+from specker.runtime.strategies.easyspec.layer_groups import LayerParallel, Schedule
 
 DTYPE = torch.bfloat16 if DEVICE == "cuda" else torch.float32
 LAYERS = 4

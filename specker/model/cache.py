@@ -24,7 +24,7 @@ from specker.kernels.ancestors import chain_words, pack_bits
 from specker.kernels.kv import kv_commit
 from specker.kernels.round.place import place_rows
 from specker.model.config import ModelConfig
-from specker.model.kept import kept_dim, widened
+from specker.model.kv_formats import kept_dim, widened
 from specker.model.prefixes import Match, Prefixes, copy_columns
 from specker.model.rings import WindowRings, ring_columns, ringed
 from specker.model.states import Memory, Saved, StateRings
@@ -104,7 +104,7 @@ class Rows(NamedTuple):
 class KVCache:
     """K and V [L, pages, page_size, Hkv, D] of the L layers that are not in rings, and in `others` of those that have
     other heads; `layers`: those of every layer, or the `Memory` of one with a recurrent state. In int8 a head has D + 4
-    elements (kept.py)."""
+    elements (kv_formats.py)."""
 
     def __init__(
         self,
@@ -124,7 +124,7 @@ class KVCache:
         sequences; a tensor [P] int32 sets the order in which a sequence takes pages (tests permute it). A single
         sequence owns all pages from the start, until `release`; several sequences call `take`. `rings`: keep only the
         last columns of layers with a sliding window, if that saves memory. `saved`: columns whose recurrent states are
-        saved at once (`save`). `kv_dtype`: of K and V (kept.py); None: `dtype`."""
+        saved at once (`save`). `kv_dtype`: of K and V (kv_formats.py); None: `dtype`."""
         pages_per_sequence = -(-columns // page_size)
         order = pages.tolist() if isinstance(pages, Tensor) else list(range(pages or sequences * pages_per_sequence))
         count = len(order) + (sequences > 1)

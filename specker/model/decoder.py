@@ -2,7 +2,7 @@
 
 `run_layers` is the only definition of a layer. Its callers choose the rows, the K/V and the attention: `forward` runs
 few rows (a decoding step, a verify pass, a tree level) of one or several sequences with tree_attention, prefill.py runs
-long chunks of a prompt with torch's SDPA, and strategies/easyspec/drafter.py runs several layers side by side.
+long chunks of a prompt with torch's SDPA, and strategies/easyspec/layer_groups.py runs several layers side by side.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -30,7 +30,7 @@ from specker.kernels.variant import sum_dtype
 from specker.layer_weights import LayerWeights
 from specker.model.cache import KVCache, RingRows, Rows
 from specker.model.config import CheckpointError, ModelConfig
-from specker.model.kept import calibrated, keys, widened
+from specker.model.kv_formats import calibrated, keys, widened
 from specker.model.recurrent import Paths, cached_rows, mix, paths
 from specker.model.sampling import Draws
 from specker.model.split import OtherRanks

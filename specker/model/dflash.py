@@ -63,7 +63,7 @@ from specker.model.decoder import (
     over_pages,
     run_layers,
 )
-from specker.model.kept import calibrated
+from specker.model.kv_formats import calibrated
 from specker.model.weights import Parameters
 
 

@@ -17,7 +17,7 @@ from specker.fields import option
 from specker.kernels.attention import partial_bytes, split_count, split_unit
 from specker.kernels.tiles import MAX_ROWS
 from specker.model.config import ModelConfig
-from specker.model.kept import kept_dim
+from specker.model.kv_formats import kept_dim
 from specker.model.prefill import FLASH_DIM, MIXTURE_CHUNK, serves_flash
 from specker.model.rings import ring_columns, ringed
 from specker.model.states import saved_bytes, sequence_bytes

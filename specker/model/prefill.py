@@ -21,7 +21,7 @@ from specker.kernels.variant import reset_counters, sum_dtype
 from specker.model.cache import KVCache, Rows, sequence_bounds
 from specker.model.config import ModelConfig
 from specker.model.decoder import GroupRows, Model, Output, compiled, run_layers
-from specker.model.kept import keys, widened
+from specker.model.kv_formats import keys, widened
 from specker.model.recurrent import Paths, cached_rows
 from specker.model.rings import AHEAD_OF_MIXTURES, WindowRings
 

@@ -11,7 +11,7 @@ from stacks import SIZES, cache_of, checked_chain, model_of
 import specker
 from specker.model.cache import KVCache
 from specker.model.decoder import forward
-from specker.model.kept import keys, rotated, rounded, widened
+from specker.model.kv_formats import keys, rotated, rounded, widened
 from specker.model.memory import Cost
 from specker.model.prefill import prefill
 from specker.options import Options

@@ -28,7 +28,7 @@ from specker.cpu import Packed, library
 from specker.model.cache import KVCache
 from specker.model.decoder import Final, Model, forward
 from specker.model.prefill import prefill
-from specker.runtime.strategies.easyspec.parallel import LayerParallel, Schedule
+from specker.runtime.strategies.easyspec.layer_groups import LayerParallel, Schedule
 
 MATRICES = "qkv", "o", "gate_up", "down"
 KINDS = {

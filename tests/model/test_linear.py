@@ -8,7 +8,7 @@ from specker.kernels.linear import row_linear_ref
 from specker.model.cache import KVCache
 from specker.model.decoder import Final, Model, forward
 from specker.model.prefill import prefill
-from specker.runtime.strategies.easyspec.parallel import LayerParallel, Schedule
+from specker.runtime.strategies.easyspec.layer_groups import LayerParallel, Schedule
 
 LAYERS = 4
 

@@ -155,7 +155,7 @@ def test_exact_has_the_bits_of_a_fresh_prefill(options):
 
 def test_del_learns_from_the_new_rows(models, monkeypatch):
     """Its statistics start from the last rows of the prompt that were computed, here fewer than it asks for."""
-    monkeypatch.setattr("specker.runtime.strategies.dynamic_exit.drafter.PROMPT_SHARE", 1 / 32)
+    monkeypatch.setattr("specker.runtime.strategies.dynamic_exit.early_exit.PROMPT_SHARE", 1 / 32)
     engine = load(models, "del")
     tokens, seen = engine.generate(START, 20).tokens, []
     request = engine.session.request(START + tokens + TURN)

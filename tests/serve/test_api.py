@@ -16,7 +16,7 @@ from serving import free, serving, streamed, until
 
 import specker
 from specker import grammar
-from specker.runtime.strategies.lookup.kept import _unpacked
+from specker.runtime.strategies.lookup.text_file import _unpacked
 from specker.serve import app
 
 TALK = [{"role": "user", "content": "ab cd"}]

@@ -7,7 +7,7 @@
 #include "vector.h"
 #include <math.h>
 
-typedef struct { // runtime/policy.py, StopRule; of zeros: the sequence has no vote
+typedef struct { // runtime/control/policy.py, StopRule; of zeros: the sequence has no vote
     const float *joint, *scales;
     int64_t joint_count, scale_count;
     double token;

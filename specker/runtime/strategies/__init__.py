@@ -22,12 +22,12 @@ from specker.runtime.strategies import ar, dflash, diffuspec, draft, dynamic_exi
 from specker.runtime.strategies.base import DraftContext, Plan, PolicyContext, Strategy
 from specker.runtime.strategies.blocks import SHARED
 from specker.runtime.strategies.join import COPIED, JoinedDrafter, JoinedPolicy, joined_plan
-from specker.runtime.strategies.lookup.policy import NgramPolicy
+from specker.runtime.strategies.lookup.ngram_policy import NgramPolicy
 from specker.runtime.strategies.vocabtrim import NEEDS, PAPER, SUMMARY, TRIM, TrimOptions
 from specker.zoo import catalogue
 
 if TYPE_CHECKING:
-    from specker.runtime.strategies.lookup.drafter import LookupDrafter
+    from specker.runtime.strategies.lookup.copy_drafter import LookupDrafter
 
 _ALL: tuple[Strategy, ...] = (
     ar.PlainDecoding(),
@@ -67,7 +67,7 @@ def drafter(context: DraftContext) -> Drafter | None:
 
 def copier(drafter: Drafter | None) -> LookupDrafter | None:
     """The part of a drafter that copies text; None if it has none."""
-    from specker.runtime.strategies.lookup.drafter import LookupDrafter
+    from specker.runtime.strategies.lookup.copy_drafter import LookupDrafter
 
     while isinstance(drafter, Wrapper):
         drafter = drafter.copying if isinstance(drafter, JoinedDrafter) else drafter.inner

@@ -5,7 +5,7 @@ drafter, its own policies and the warm-up plan. The engine uses strategies only 
 
 The command line imports all strategies for their flags, help texts and checks, and must answer at once. So a strategy's
 file, or its folder's __init__.py, imports torch, numpy and modules that need them only inside of methods. Code that
-needs them lies beside it, in drafter.py or policy.py.
+needs them lies beside it, in files of its own.
 """
 
 from __future__ import annotations

@@ -14,12 +14,12 @@ from typing import TYPE_CHECKING, Any
 from specker.runtime.control.policy import Budget, Match, Outcome, Policy, StopRule
 from specker.runtime.round.drafter import UNLIMITED, Accepted, Draft, Drafter, Offer, Wrapper
 from specker.runtime.strategies.base import Plan
-from specker.runtime.strategies.lookup.policy import NgramPolicy
+from specker.runtime.strategies.lookup.ngram_policy import NgramPolicy
 
 if TYPE_CHECKING:
     from specker.runtime.round.batch import Batch
     from specker.runtime.round.state import Request
-    from specker.runtime.strategies.lookup.drafter import LookupDrafter
+    from specker.runtime.strategies.lookup.copy_drafter import LookupDrafter
 
 COPIED = Budget(16, 16, part=1)  # the longest copied draft
 

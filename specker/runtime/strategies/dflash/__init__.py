@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     import torch
 
     from specker.checkpoints.checkpoint import Checkpoint
-    from specker.runtime.strategies.dflash.drafter import BlockDrafter
+    from specker.runtime.strategies.dflash.block_drafter import BlockDrafter
 
 
 class DFlash(BlockStrategy):
@@ -90,7 +90,7 @@ class DFlash(BlockStrategy):
         from specker.checkpoints.drafts.dflash import BlockCheckpoint
         from specker.model.dflash import BlockModel
         from specker.runtime.strategies.blocks.search import read
-        from specker.runtime.strategies.dflash.drafter import BlockDrafter
+        from specker.runtime.strategies.dflash.block_drafter import BlockDrafter
 
         checkpoint = context.draft
         assert isinstance(checkpoint, BlockCheckpoint)

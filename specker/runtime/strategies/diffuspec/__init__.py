@@ -22,7 +22,7 @@ from specker.runtime.strategies.base import DraftContext, PolicyContext
 from specker.runtime.strategies.blocks import BlockStrategy
 
 if TYPE_CHECKING:
-    from specker.runtime.strategies.diffuspec.drafter import DiffusionDrafter
+    from specker.runtime.strategies.diffuspec.diffusion_drafter import DiffusionDrafter
 
 BLOCK = 4  # the measured winner on the bundled pair
 ADL = (20, 30)  # the paper's values, for models of its size
@@ -46,7 +46,7 @@ class DiffuSpec(BlockStrategy):
             raise ValueError(f"{option('policy', policy)} ends a draft token by token, but diffuspec drafts a block")
 
     def drafter(self, context: DraftContext) -> DiffusionDrafter:
-        from specker.runtime.strategies.diffuspec.drafter import made
+        from specker.runtime.strategies.diffuspec.diffusion_drafter import made
 
         return made(context, self)
 

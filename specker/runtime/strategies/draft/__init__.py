@@ -8,8 +8,7 @@ cumulative probability
 as in EAGLE-2 (arXiv 2406.16858) and EasySpec. Above temperature 0, q is perturbed with the target's own noise
 (runtime/round/lm_head.py).
 
-A model whose config.json names a `pard_token` drafts the whole chain in one pass (PARD, arXiv 2504.18583;
-parallel.py).
+A model whose config.json names a `pard_token` drafts the whole chain in one pass (PARD, arXiv 2504.18583; pard.py).
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ if TYPE_CHECKING:
     from specker.model.cache import KVCache
     from specker.model.decoder import Model
     from specker.runtime.round.drafter import Drafter
-    from specker.runtime.strategies.draft.drafter import AutoregressiveDrafter, DraftLayers
+    from specker.runtime.strategies.draft.autoregressive import AutoregressiveDrafter, DraftLayers
 
 
 class SmallModel(Strategy):
@@ -46,7 +45,7 @@ class SmallModel(Strategy):
     def drafter(self, context: DraftContext) -> Drafter:
         model = context.draft_model()
         if model.config.pard_token is not None:
-            from specker.runtime.strategies.draft.parallel import ParallelDrafter
+            from specker.runtime.strategies.draft.pard import ParallelDrafter
 
             note_mode(context)
             return ParallelDrafter(model, context.allocate(model), context.head(model), context.depth(self))
@@ -63,7 +62,7 @@ def made(
         from specker.runtime.strategies.draft.translated import TranslatedDrafter
 
         return TranslatedDrafter(translation, model, cache, head, width, depth, layers)
-    from specker.runtime.strategies.draft.drafter import AutoregressiveDrafter
+    from specker.runtime.strategies.draft.autoregressive import AutoregressiveDrafter
 
     return AutoregressiveDrafter(model, cache, head, width, depth, layers)
 

@@ -23,7 +23,7 @@ from specker.runtime.round.batch import Batch
 from specker.runtime.round.drafter import UNLIMITED, Accepted, Draft, Offer
 from specker.runtime.round.lm_head import LMHead
 from specker.runtime.round.state import Request
-from specker.runtime.strategies.draft.drafter import AutoregressiveDrafter, DraftLayers
+from specker.runtime.strategies.draft.autoregressive import AutoregressiveDrafter, DraftLayers
 from specker.runtime.strategies.model_drafter import CATCH_UP_ROWS
 
 

@@ -30,7 +30,7 @@ from specker.runtime.strategies.base import DraftContext, Plan, PolicyContext, S
 if TYPE_CHECKING:
     from specker.model.decoder import Model
     from specker.runtime.round.lm_head import LMHead
-    from specker.runtime.strategies.dynamic_exit.drafter import EarlyExitDrafter
+    from specker.runtime.strategies.dynamic_exit.early_exit import EarlyExitDrafter
 
 ELIGIBLE = 8  # maximum number of exit layers
 USUAL = 6  # longest draft whose verify passes the warm-up captures for each exit
@@ -92,7 +92,7 @@ class SelfDrafting(Strategy):
 
     def drafter(self, context: DraftContext) -> EarlyExitDrafter:
         """A drafter with the target's head, or with the rows that trimming keeps."""
-        from specker.runtime.strategies.dynamic_exit.drafter import EarlyExitDrafter
+        from specker.runtime.strategies.dynamic_exit.early_exit import EarlyExitDrafter
 
         assert context.model is not None and context.cache is not None
         rows = None
@@ -110,7 +110,7 @@ class SelfDrafting(Strategy):
         return head.weight.nbytes / _bytes(model) * len(model.layers)
 
     def policy(self, context: PolicyContext) -> Policy:
-        from specker.runtime.strategies.dynamic_exit.policy import DynamicExit
+        from specker.runtime.strategies.dynamic_exit.exit_policy import DynamicExit
 
         layers, rule = context.layers, context.options.policy or "del"
         if rule in self.policies:

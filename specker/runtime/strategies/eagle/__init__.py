@@ -31,8 +31,8 @@ class Eagle(Strategy):
         from specker.checkpoints.drafts.heads import HeadCheckpoint
         from specker.model.heads import DraftHead, HeadSpec
         from specker.runtime.strategies.eagle.agreement import chosen
-        from specker.runtime.strategies.eagle.drafter import EagleDrafter
-        from specker.runtime.strategies.eagle.parallel import ParallelDrafter
+        from specker.runtime.strategies.eagle.head_drafter import EagleDrafter
+        from specker.runtime.strategies.eagle.peagle import ParallelDrafter
 
         assert isinstance(context.draft, HeadCheckpoint)
         checkpoint, target = context.draft, context.target

@@ -24,7 +24,7 @@ from specker.runtime.strategies.draft import SmallModel, made
 
 if TYPE_CHECKING:
     from specker.checkpoints.checkpoint import Checkpoint
-    from specker.runtime.strategies.draft.drafter import AutoregressiveDrafter
+    from specker.runtime.strategies.draft.autoregressive import AutoregressiveDrafter
 
 Groups = int | tuple[tuple[int, ...], ...]  # a group's width, or the layers of every group
 
@@ -74,7 +74,7 @@ class EasySpec(SmallModel):
         return options
 
     def drafter(self, context: DraftContext) -> AutoregressiveDrafter:
-        from specker.runtime.strategies.easyspec.parallel import LayerParallel, Schedule
+        from specker.runtime.strategies.easyspec.layer_groups import LayerParallel, Schedule
 
         own: EasySpecOptions = context.options.own
         assert context.draft is not None

@@ -26,14 +26,14 @@ from specker.fields import check_fields, opt, option
 from specker.options import Options
 from specker.runtime.control.policy import AUTO, CONFIDENT, Budget, Policy
 from specker.runtime.strategies.base import DraftContext, Plan, PolicyContext, Strategy
-from specker.runtime.strategies.lookup.policy import NgramPolicy
+from specker.runtime.strategies.lookup.ngram_policy import NgramPolicy
 
 if TYPE_CHECKING:
-    from specker.runtime.strategies.lookup.drafter import LookupDrafter
+    from specker.runtime.strategies.lookup.copy_drafter import LookupDrafter
 
 LENGTH = 8  # tokens of a draft chain, for policies that do not choose it
 # Tokens of the shortest and of the longest suffix to look for. Policy `auto` learns what a match of each length is
-# worth, so short ones do no harm, and copies after eight tokens are right as often as after seven (policy.py).
+# worth, so short ones do no harm, and copies after eight tokens are right as often as after seven (ngram_policy.py).
 SUFFIXES = 1, 8
 MEMORY = 64 << 20  # bytes for ended texts, and for a corpus: nearly two million tokens
 
@@ -92,9 +92,9 @@ class Lookup(Strategy):
 def copying(options: LookupOptions, context: DraftContext, longest: int, width: int = 1) -> LookupDrafter:
     """The drafter that copies up to `longest` tokens on each of `width` paths. Raises ValueError for a corpus that is
     not text or too large, and for a file of kept texts that is none or of another model."""
+    from specker.runtime.strategies.lookup.copy_drafter import LookupDrafter
     from specker.runtime.strategies.lookup.corpus import read
-    from specker.runtime.strategies.lookup.drafter import LookupDrafter
-    from specker.runtime.strategies.lookup.kept import TextFile
+    from specker.runtime.strategies.lookup.text_file import TextFile
 
     file = None if options.lookup_file is None else TextFile(options.lookup_file, context.target)
     return LookupDrafter(options.lookup_share == "on", width, longest, read(options, context.target), file)

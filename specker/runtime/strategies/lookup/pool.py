@@ -78,7 +78,8 @@ class Pool:
 
 class Pools:
     """A pool for each salt. In all they take `memory` bytes: the texts that were not copied for the longest time go
-    first. A pool's name is a digest of its salt under a random key, since a file (kept.py) must not tell the salts."""
+    first. A pool's name is a digest of its salt under a random key, since a file (text_file.py) must not tell the
+    salts."""
 
     def __init__(self, memory: int = MEMORY):
         self._limit = memory

@@ -3,8 +3,8 @@
 model/assistant.py).
 
 A target that was trained with such heads needs no draft checkpoint. A head drafts as an EAGLE head does, with the
-target's embedding, LM head and last hidden states. Several heads take turns (drafter.py). An assistant is a checkpoint
-of its own, which reads the target's K/V and has none (assistant.py).
+target's embedding, LM head and last hidden states. Several heads take turns (heads_in_turn.py). An assistant is a
+checkpoint of its own, which reads the target's K/V and has none (assistant.py).
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class MultiTokenPrediction(Eagle):
         from specker.checkpoints.drafts.heads import HeadCheckpoint
         from specker.model.heads import DraftHead
         from specker.runtime.strategies.eagle.agreement import chosen
-        from specker.runtime.strategies.mtp.drafter import MTPDrafter
+        from specker.runtime.strategies.mtp.heads_in_turn import MTPDrafter
 
         first = context.draft
         if isinstance(first, AssistantCheckpoint):

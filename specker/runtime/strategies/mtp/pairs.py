@@ -1,4 +1,4 @@
-"""The true pairs of several MTP heads in turn (drafter.py), and the features that wait for tokens."""
+"""The true pairs of several MTP heads in turn (heads_in_turn.py), and the features that wait for tokens."""
 
 import torch
 from torch import Tensor

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from specker.runtime.round.batch import Batch
     from specker.runtime.round.state import Request
-    from specker.runtime.strategies.lookup.kept import TextFile
+    from specker.runtime.strategies.lookup.text_file import TextFile
 
 FAILED = ("not finite", "failed")  # requests whose text is not worth copying
 

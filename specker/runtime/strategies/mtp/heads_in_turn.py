@@ -28,7 +28,7 @@ from specker.model.rows import begin
 from specker.runtime.round.batch import Batch
 from specker.runtime.round.drafter import Draft
 from specker.runtime.round.lm_head import LMHead
-from specker.runtime.strategies.eagle.drafter import HeadDrafter
+from specker.runtime.strategies.eagle.head_drafter import HeadDrafter
 from specker.runtime.strategies.growth import grown
 from specker.runtime.strategies.mtp.pairs import PairsInTurn
 
