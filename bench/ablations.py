@@ -16,9 +16,9 @@ from specker.model.prefill import prefill
 from specker.runtime.control.policy import Budget
 from specker.runtime.round.batch import Batch
 from specker.runtime.round.drafter import Accepted, Draft
-from specker.runtime.strategies.diffuspec import drafter as diffuspec
+from specker.runtime.strategies.diffuspec import diffusion_drafter as diffuspec
 from specker.runtime.strategies.diffuspec.diffusion_drafter import DiffusionDrafter
-from specker.runtime.strategies.draft import drafter as autoregressive
+from specker.runtime.strategies.draft import autoregressive
 from specker.runtime.strategies.draft.autoregressive import AutoregressiveDrafter
 from specker.runtime.strategies.model_drafter import ModelDrafter
 

@@ -18,7 +18,7 @@ from specker.kernels.ancestors import chain_words
 from specker.kernels.variant import Variant
 from specker.model import cache, dflash
 from specker.runtime.round.graphs import Graphs
-from specker.runtime.strategies.diffuspec import drafter as diffuspec
+from specker.runtime.strategies.diffuspec import diffusion_drafter as diffuspec
 from specker.runtime.strategies.eagle import pairs as eagle
 
 CPU, META = torch.device("cpu"), torch.device("meta")

@@ -16,7 +16,7 @@ from specker.runtime import prompts
 from specker.runtime.control.stats import Stats
 from specker.runtime.round import round
 from specker.runtime.strategies import model_drafter
-from specker.runtime.strategies.draft import drafter
+from specker.runtime.strategies.draft import autoregressive as drafter
 
 STRATEGIES = {
     "ar": {"strategy": "ar"},

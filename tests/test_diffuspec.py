@@ -207,7 +207,7 @@ def test_a_block_of_fixed_shape_is_the_model_over_its_window(family, name, monke
 
 
 def test_a_round_forwards_only_new_tokens_and_masks(family, monkeypatch):
-    from specker.runtime.strategies.diffuspec import drafter as diffuspec
+    from specker.runtime.strategies.diffuspec import diffusion_drafter as diffuspec
 
     rows = []
     real = diffuspec.forward

@@ -115,7 +115,7 @@ def test_the_cache_equals_plain_decoding(target, monkeypatch, graphs):
 
 def test_no_layer_row_runs_twice(target, monkeypatch):
     """A round runs N + 1 rows through L layers for any exit: verification does not repeat the draft's rows."""
-    from specker.runtime.strategies.dynamic_exit import drafter as dynamic_exit
+    from specker.runtime.strategies.dynamic_exit import early_exit as dynamic_exit
 
     done = []
     rounds = []

@@ -73,7 +73,7 @@ def check(engine, alone, text, prefilled=None, count=12, **how):
     """The text after a prompt, which is plain decoding's; `prefilled`: tokens of the prompt that were computed. The
     rings and states of requests that have ended, which might serve as well, are gone and overwritten."""
     for rings in [cache.rings for cache in engine.loop.slots.caches if cache.rings is not None]:
-        while rings.kept:
+        while rings.ended:
             rings.evict()
         if not engine.loop.busy:
             for x in rings.memory:

@@ -15,7 +15,7 @@ from specker.cpu.chain import Chains, Committed, Translated, Vocabulary, draft_c
 from specker.cpu.layers import (
     BLOCK,
     CachedRows,
-    Pairs,
+    PairWeights,
     Records,
     Stack,
     clusters,
@@ -48,7 +48,7 @@ __all__ = [
     "Chains",
     "Committed",
     "Packed",
-    "Pairs",
+    "PairWeights",
     "Records",
     "Stack",
     "Translated",

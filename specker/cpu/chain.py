@@ -30,7 +30,7 @@ class Committed(NamedTuple):
     tokens: Tensor | None  # [T] int64; None: no pair waits, and `output` holds the outputs of the last ones
     features: Tensor | None = None  # [T, E] float32, of pairs
     output: Tensor | None = None  # [n, E] float32, contiguous: gets the outputs of each sequence's last pair
-    raw: bool = False  # the features lack the target's final norm (`Pairs.final_norm`)
+    raw: bool = False  # the features lack the target's final norm (`PairWeights.final_norm`)
 
 
 class Chains(NamedTuple):
@@ -80,7 +80,7 @@ def draft_chain(
     committed tokens, and for draft tokens. Returns numpy ids [done, n] int64 and their probabilities among the
     candidates [done, n] float32, 0 where logits are NaN."""
     n, steps, (tokens, features, output, raw) = len(chains.columns), chains.steps, committed
-    assert (output is None) == (stack.pairs is None) and (features is None) == (tokens is None or output is None)
+    assert (output is None) == (stack.pair_weights is None) and (features is None) == (tokens is None or output is None)
     given = [None if x is None else x.contiguous() for x in (tokens, features)]
     first, more = placed(rows)
     starts = [numbers(tuple(of_layers)) for of_layers in groups]

@@ -107,7 +107,7 @@ class CachedRows(NamedTuple):
     call or a draft, and two blocks before them."""
 
 
-class Pairs(NamedTuple):
+class PairWeights(NamedTuple):
     """How a pair, the embedding of a token and a feature, enters the layers of a head that reads a target's hidden
     states (model/heads.py). E: the head's width. Vectors are float32, `fc` is float32, bfloat16 or `Packed`."""
 
@@ -191,7 +191,7 @@ class Stack:
             min((len(rope) for rope in ropes if rope is not None), default=1 << 62),
             *(_mixing(mixer), ctypes.addressof(self._layers), None, eps, scale, *factors, spec.cap),
         )
-        self.pairs: Pairs | None = None
+        self.pair_weights: PairWeights | None = None
         self.chains = not spec.kvs and all(w.ple_gate is None for w in layers)  # whether `draft_chain` serves it
         self._windowed = bool(self._layers[0].sliding_window)  # the first layer, whose K and V are first
 
@@ -204,10 +204,10 @@ class Stack:
             else:
                 setattr(struct, name, (weight if name != "conv" or convolution is None else convolution).data_ptr())
 
-    def read(self, pairs: Pairs) -> None:
+    def read(self, pairs: PairWeights) -> None:
         """From now on, run over pairs."""
         vectors = pairs.embed_norm, pairs.hidden_norm, pairs.fc_bias, pairs.norm_out, pairs.final_norm
-        self.pairs = pairs  # the struct holds addresses
+        self.pair_weights = pairs  # the struct holds addresses
         self._fc = None if pairs.fc is None else Matrix.of(pairs.fc, self.activations)
         self._entry = Entry(
             *(None if w is None else w.data_ptr() for w in vectors),
@@ -263,14 +263,14 @@ class Stack:
     ) -> tuple[Tensor, Tensor]:
         """Run groups of layers, as decoder.run_layers does, over x [T, E], or with per-layer embeddings [T, E + L P];
         over pairs, if the stack reads them, x holds the embeddings and `features` [T, E] the features. groups: the
-        first layer of each group, then the end. raw: the features lack the target's final norm (`Pairs.final_norm`).
-        Returns [1 + len(aux_layers), T, E]: the residual stream after the last layer, and at the depths `aux_layers`;
-        and [mixtures, X + 1] int32: where each expert's choices begin, sorted by expert, in each mixture of experts
-        that has run. Raises ValueError, before anything is written, if positions, slots, pages, lengths or states point
-        outside of their memory."""
+        first layer of each group, then the end. raw: the features lack the target's final norm
+        (`PairWeights.final_norm`). Returns [1 + len(aux_layers), T, E]: the residual stream after the last layer, and
+        at the depths `aux_layers`; and [mixtures, X + 1] int32: where each expert's choices begin, sorted by expert, in
+        each mixture of experts that has run. Raises ValueError, before anything is written, if positions, slots, pages,
+        lengths or states point outside of their memory."""
         x, starts, depths = x.contiguous(), numbers(tuple(groups)), numbers(tuple(aux_layers))
         features = None if features is None else features.contiguous()
-        assert (features is None) == (self.pairs is None) and (features is None or features.shape == x.shape)
+        assert (features is None) == (self.pair_weights is None) and (features is None or features.shape == x.shape)
         out = torch.empty(1 + len(aux_layers), len(x), self.struct.E, dtype=torch.float32, device="cpu")
         mixtures = sum(self.mixtures[groups[0] : groups[-1]])
         routed = torch.empty(mixtures, self.experts + 1, dtype=torch.int32, device="cpu")

@@ -173,7 +173,7 @@ class KVCache:
         self._users = [0] * (max(order, default=0) + 1)  # holders of each page: sequences and the tree of earlier texts
         self.prefixes = Prefixes(page_size, self._users)
         self._pages: list[list[int]] = [[] for _ in range(sequences)]
-        self._texts: list[tuple[list[int], int, int]] = [([], 0, 0)] * sequences  # see `Kept`: for `release`
+        self._texts: list[tuple[list[int], int, int]] = [([], 0, 0)] * sequences  # see `EndedRing`: for `release`
         self._slots: list[Tensor] = [self.lengths.new_empty(0, dtype=torch.int64)] * sequences
         if sequences > 1:
             for kv in self.pools:

@@ -34,7 +34,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from specker.cpu import Pairs
+from specker.cpu import PairWeights
 from specker.kernels.quant import Matrix
 from specker.kernels.residual import add_norm
 from specker.kernels.round.pair import start_pairs
@@ -101,7 +101,7 @@ class DraftHead:
         fused = spec.form == "eagle3"  # its first qkv reads the pair
         norm, eps = self.final_norm
         raw = not fused and not spec.before_norm
-        pairs = Pairs(
+        pairs = PairWeights(
             embed_norm,
             hidden_norm,
             fc=None if fused else w.fc,

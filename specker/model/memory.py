@@ -36,7 +36,7 @@ class Cost:
     position: int  # K and V, RoPE's tables and the indices: held for the engine's life
     passing: int  # of a prefill chunk: K and V of a layer for flash attention, otherwise the mask and the scores
     limit: int  # positions that the checkpoint supports
-    near: int = 0  # K and V of the layers in rings, which `position` lacks: held for the positions that rings have
+    ring_position: int = 0  # K and V of the layers in rings, held for the positions that rings have; not in `position`
     ring: int = 0  # positions that a ring has
     rings: int = 0  # sequences
     split: int = 0  # of a verify pass on a GPU: attention's partial results, per split of the context
@@ -63,8 +63,8 @@ class Cost:
         kept = kv_dtype or dtype
         of = {n: 2 * heads.heads * kept_dim(heads.dim, kept) * kept.itemsize for n, heads in own.items()}
         each = max(of.values(), default=0)
-        near = sum(of[n] for n, apart in enumerate(ringed(config)) if apart) if rings else 0
-        kv = sum(of.values()) - near
+        ring_position = sum(of[n] for n, apart in enumerate(ringed(config)) if apart) if rings else 0
+        kv = sum(of.values()) - ring_position
         tables = {config.layer.rope(n): config.kv(n).dim for n in range(len(config.layer.ropes) or 1)}
         rope = sum(tables.values()) * 2 * max(4, dtype.itemsize)
         scores = 2 * config.num_heads * max(4, dtype.itemsize)  # before and after the softmax, in float32 at least
@@ -74,7 +74,7 @@ class Cost:
         split = partial_bytes(min(rows, MAX_ROWS), config.num_heads, config.widest) if gpu else 0
         unit = min((split_unit(heads.heads) for heads in own.values()), default=split_unit(config.num_kv_heads))
         states = sequences * sequence_bytes(config, dtype) + saved * saved_bytes(config, dtype)
-        return cls(kv + rope + 8 + 8 + 4, passing, config.max_context, near, ring, rings, split, unit, states)
+        return cls(kv + rope + 8 + 8 + 4, passing, config.max_context, ring_position, ring, rings, split, unit, states)
 
     def largest_pass(self, context: int, page_size: int, lookahead: int) -> int:
         """Bytes that the prefill of a context or a verify pass after it takes beside K and V, whichever are more."""
@@ -87,7 +87,7 @@ class Cost:
         """Bytes of a pool of `pages`, and of the recurrent states. The rings have at most as many; if they have fewer,
         an index leads to them."""
         ring = self.rings * -(-self.ring // page_size)
-        inside = self.near * min(pages, ring) + (8 * pages if self.near and ring < pages else 0)
+        inside = self.ring_position * min(pages, ring) + (8 * pages if self.ring_position and ring < pages else 0)
         return (self.position * pages + inside) * page_size + self.states
 
 

@@ -37,7 +37,7 @@ def ringed(config: ModelConfig) -> list[bool]:
 
 
 @dataclass(eq=False)
-class Kept:
+class EndedRing:
     """A ring whose request has ended."""
 
     text: list[int]  # the tokens of the columns that the request left exact
@@ -59,10 +59,13 @@ class Rings:
         of `page` columns; table [sequences, P] int32: their block table. `spare`: one more page, the last, belongs to
         no sequence; slots without a sequence read and write it."""
         self.most, self.page_size, self._page = most, page_size, page
-        self.kept: list[Kept] = []  # the oldest first
+        self.ended: list[EndedRing] = []  # the oldest first
         self._free = list(range(count))
         self._pages: list[list[int]] = [[] for _ in table]
-        self._ends, self._least = [0] * len(table), [0] * len(table)  # see `Kept`: of the rings that were taken over
+        self._ends, self._least = (
+            [0] * len(table),
+            [0] * len(table),
+        )  # see `EndedRing`: of the rings that were taken over
         self._absent = count if spare else 0
         self._capacity = table.shape[1] * page
         shape = len(table), -(-self._capacity // page_size)
@@ -77,12 +80,12 @@ class Rings:
         """Limit the table to the first `columns`."""
         self.table = self.block_table[:, : -(-columns // self.page_size)]
 
-    def begin(self, slot: int, ring: Kept | None, columns: int) -> None:
+    def begin(self, slot: int, ring: EndedRing | None, columns: int) -> None:
         """The sequence in `slot` begins, after `columns` that it takes over with an earlier one's ring; `assign`
         follows."""
         self._ends[slot], self._least[slot] = (0, 0) if ring is None else (ring.end, ring.least)
         if ring is not None:
-            self.kept.remove(ring)
+            self.ended.remove(ring)
             self._free = sorted(self._free + self._pages[slot])
             self._pages[slot] = ring.pages
 
@@ -108,7 +111,7 @@ class Rings:
 
     def evict(self) -> None:
         """Free the oldest ring of a request that has ended."""
-        self._free = sorted(self._free + self.kept.pop(0).pages)
+        self._free = sorted(self._free + self.ended.pop(0).pages)
 
     def move(self, source: int, target: int) -> None:
         """Move the ring of slot `source` to slot `target`, which has none; `assign` follows."""
@@ -116,16 +119,16 @@ class Rings:
         self._ends[target], self._least[target] = self._ends[source], self._least[source]
 
     def keep(self, slot: int, text: list[int], prefilled: int, end: int) -> None:
-        """The request in `slot` has ended: a later one may take its ring over. See `Kept`."""
+        """The request in `slot` has ended: a later one may take its ring over. See `EndedRing`."""
         end = max(end, self._ends[slot])
-        self.kept.append(Kept(text, prefilled, end, self._pages[slot], self._least[slot]))
+        self.ended.append(EndedRing(text, prefilled, end, self._pages[slot], self._least[slot]))
         self._pages[slot] = []
 
     def match(self, text: list[int], prefix_alignment: int) -> tuple[int, Any]:
-        """The longest beginning of `text` after which a kept ring has what the next rows see, and the ring.
+        """The longest beginning of `text` after which an ended ring has what the next rows see, and the ring.
         `prefix_alignment`: see `Prefixes.match`."""
         found, best = 0, None
-        for ring in self.kept:
+        for ring in self.ended:
             columns = min(common(text, ring.text), ring.prefilled if prefix_alignment > 1 else len(text))
             columns -= columns % prefix_alignment
             lost = max(0, ring.end - self.most * self.page_size)  # the ring lacks columns before this one
@@ -133,13 +136,13 @@ class Rings:
                 found, best = columns, ring
         return found, best
 
-    def first_seen(self, columns: int, ring: Kept) -> int:
+    def first_seen(self, columns: int, ring: EndedRing) -> int:
         """The first column that rows from `columns` on read in a ring; negative if the ring cannot serve them."""
         raise NotImplementedError
 
     def forget(self) -> None:
         """Free the rings of requests that have ended."""
-        while self.kept:
+        while self.ended:
             self.evict()
 
 
@@ -158,5 +161,5 @@ class WindowRings(Rings):
         if spare:
             self.k[:, count], self.v[:, count] = 0, 0
 
-    def first_seen(self, columns: int, ring: Kept) -> int:
+    def first_seen(self, columns: int, ring: EndedRing) -> int:
         return max(0, columns - self.sliding_window)

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from specker.kernels.delta import BLOCK, PAGE, anchor
 from specker.model.config import DeltaNet, Mixer, ModelConfig
-from specker.model.rings import Kept, Rings
+from specker.model.rings import EndedRing, Rings
 
 AHEAD = 128  # the most columns that are written from the first row of a forward on: the root and a draft
 
@@ -157,8 +157,8 @@ class StateRings(Rings):
         """How many columns can be saved at once."""
         return len(self.saved) + len(self._places)
 
-    def begin(self, slot: int, ring: Kept | Saved | None, columns: int) -> None:
-        ring = ring if isinstance(ring, Kept) else None  # `restore` follows
+    def begin(self, slot: int, ring: EndedRing | Saved | None, columns: int) -> None:
+        ring = ring if isinstance(ring, EndedRing) else None  # `restore` follows
         super().begin(slot, ring, columns)
         own = self._states[slot]
         if ring is not None:
@@ -191,7 +191,7 @@ class StateRings(Rings):
             self._set(slot, -1)
 
     def evict(self) -> None:
-        self._free_states += [self.kept[0].state]
+        self._free_states += [self.ended[0].state]
         super().evict()
 
     def move(self, source: int, target: int) -> None:
@@ -201,12 +201,12 @@ class StateRings(Rings):
 
     def keep(self, slot: int, text: list[int], prefilled: int, end: int) -> None:
         super().keep(slot, text, prefilled, end)
-        kept, anchors = self.kept[-1], self.memory.anchors
-        kept.state = self._states[slot]
-        kept.anchor = 0 if anchors is None else int(anchors[:, kept.state].max())
+        ring, anchors = self.ended[-1], self.memory.anchors
+        ring.state = self._states[slot]
+        ring.anchor = 0 if anchors is None else int(anchors[:, ring.state].max())
         self._set(slot, -1)
 
-    def first_seen(self, columns: int, ring: Kept) -> int:
+    def first_seen(self, columns: int, ring: EndedRing) -> int:
         behind = columns - self.mixer.kernel
         if isinstance(self.mixer, DeltaNet):
             state = min(anchor(columns, BLOCK), ring.anchor)
