@@ -108,7 +108,7 @@ def share_target(engines: Sequence[Engine]) -> None:
         engine.target, engine.model, engine.cache = base.target, base.model, base.cache
         if engine.drafter is not None and strategies.of(engine.options).self_drafting:
             engine.drafter.model, engine.drafter.cache = base.model, base.cache
-        engine.loop.target = base.model
+        engine.loop.target = engine.loop.prompts.target = base.model
         engine.loop.cache = engine.loop.slots.cache = base.cache
         drafts = None if engine.drafter is None else engine.drafter.cache
         engine.loop.batches.caches = [base.cache, *([] if drafts in (None, base.cache) else [drafts])]

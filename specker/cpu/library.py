@@ -305,9 +305,12 @@ def team() -> Team:
 
 
 @contextmanager
-def one_torch_thread() -> Iterator[None]:
-    """Let torch's operators run in the calling thread only; the team keeps its size. Torch's other threads spin for
-    some milliseconds after each operator, on the cores that the team needs."""
+def one_torch_thread(when: bool = True) -> Iterator[None]:
+    """Let torch's operators run in the calling thread only, if `when`; the team keeps its size. Torch's other threads
+    spin for some milliseconds after each operator, on the cores that the team needs."""
+    if not when:
+        yield
+        return
     before, outer = torch.get_num_threads(), getattr(_asked, "threads", 0)
     _asked.threads = outer or before
     torch.set_num_threads(1)

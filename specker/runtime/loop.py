@@ -8,7 +8,7 @@ the batch's size or the time of admission.
 import time
 from collections import deque
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -95,13 +95,12 @@ class Loop:
             self.runner = DraftRunner(self.drafter, self.history, self.largest, chunk, self.ranks, captures)
         self.prompts = Prompts(
             self.target,
-            self.cache,
             self.drafter,
             self.slots,
             self.batches,
             self.runner,
             self.history.costs,
-            self.threads,
+            self._compiled,
         )
 
     @property
@@ -214,7 +213,7 @@ class Loop:
     def threads(self) -> AbstractContextManager[Any]:
         """Context manager for a round's launch and its results: with compiled kernels, which bring their own threads,
         torch's operators run in one."""
-        return one_torch_thread() if self._compiled else nullcontext()
+        return one_torch_thread(self._compiled)
 
     def start(self, ahead: int = 0) -> Round | None:
         """Launch a round of the active requests. `ahead`: tokens that pending rounds may add to each text. None if

@@ -7,14 +7,13 @@ pass, which reads the weights anyway. Otherwise a step prefills one chunk of one
 
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from torch import Tensor
 
-from specker.model.cache import KVCache
+from specker.cpu import one_torch_thread
 from specker.model.decoder import Model
 from specker.model.prefill import COMPILED_CHUNK, Part, most_rows, prefill, prefill_chunk, prefill_parts
 from specker.runtime.batches import Batches
@@ -72,13 +71,12 @@ class Prompts:
     """The requests that wait for a slot, and the prompts that are prefilled in parts."""
 
     target: Model
-    cache: KVCache
     drafter: Drafter | None
     slots: Slots
     batches: Batches
     runner: DraftRunner | None
     costs: Costs  # learns what rows cost
-    threads: Callable[[], AbstractContextManager[Any]]  # see Loop.threads
+    compiled: bool  # whether compiled layers, which bring their own threads, run all models
     waiting: deque[Request] = field(default_factory=deque)
     joining: list[Fill] = field(default_factory=list)  # parts for the next round's verify pass
     pace: Pace = field(default_factory=Pace)
@@ -142,12 +140,16 @@ class Prompts:
         """The next part of a prompt, up to `most` rows, to the end of a chunk. None if the prompt is complete; then its
         request decodes from now on."""
         slot = self.slots.filling[request]
-        begun, end, alignment = self.cache.exact_len[slot], len(request.token_ids) - 1, self.slots.prefix_alignment
+        begun, end, alignment = (
+            self.slots.cache.exact_len[slot],
+            len(request.token_ids) - 1,
+            self.slots.prefix_alignment,
+        )
         if begun == end:
             request.progress(end)
             self._activate(request)
             return None
-        most = most - begun % most if alignment > 1 else min(most, most_rows(self.target, self.cache))
+        most = most - begun % most if alignment > 1 else min(most, most_rows(self.target, self.slots.cache))
         count = min(self.slots.stop(request, begun) - begun, most)
         return Fill(request, begun, count, begun + count == end)
 
@@ -195,12 +197,12 @@ class Prompts:
         start = time.perf_counter()
         self.batches.see(0)
         aux_layers, parts = self._read_layers(fills), [self._part(fill) for fill in fills]
-        with self.threads() if self.slots.prefix_alignment == 1 else nullcontext():
+        with one_torch_thread(self.compiled and self.slots.prefix_alignment == 1):
             if self.slots.several:
-                _, rows = prefill_parts(self.target, self.cache, parts, aux_layers)
+                _, rows = prefill_parts(self.target, self.slots.cache, parts, aux_layers)
             else:
                 [(slot, tokens)] = parts
-                rows = [prefill(self.target, self.cache, tokens, aux_layers, len(tokens), len(tokens), slot)]
+                rows = [prefill(self.target, self.slots.cache, tokens, aux_layers, len(tokens), len(tokens), slot)]
         self._filled(fills, rows, start)
         self._observe_rows(sum(fill.rows for fill in fills), time.perf_counter() - start)
 
@@ -260,7 +262,7 @@ class Prompts:
             request.stats.prefilled += fill.rows
             self.slots.prefilled(request, fill.begun)
             if self.drafter is not None and own and request.speculates:
-                with self.threads():
+                with one_torch_thread(self.compiled):
                     self.drafter.read(self.slots.filling[request], request, fill.begun, own)
             request.progress(fill.begun + fill.rows)
         for fill in fills:
