@@ -7,19 +7,9 @@ import random
 import pytest
 
 from specker.runtime.control.auto import Acceptance, AcceptanceHistory, Auto
-from specker.runtime.control.choose import (
-    AGAIN,
-    APART,
-    CREDIT,
-    LOOK,
-    LOOK_SHARE,
-    MEASURED,
-    RESTS,
-    RUN,
-    WAIT,
-    Chooser,
-)
+from specker.runtime.control.choose import MEASURED, RESTS, Chooser
 from specker.runtime.control.costs import FORGET, SOON, Costs, Curve
+from specker.runtime.control.estimates import AGAIN, APART, LOOK, LOOK_SHARE, RUN, WAIT, Credit
 from specker.runtime.control.policy import (
     LENGTHS,
     Budget,
@@ -153,7 +143,7 @@ def test_drafts_that_do_not_pay_cost_little(a, confident):
     """At most what the chooser allows: the first losses, and a share of the time."""
     world = World(0.4, 0.2, lambda n: a, confident).run(2000)
     assert world.drafted.count(0) > 1900 and sum(k > 0 for k in world.drafted) > 5
-    assert sum(world.spent) < CREDIT.at_first + 2 + CREDIT.per_round * 2000
+    assert sum(world.spent) < Credit.left + 2 + Credit.per_round * 2000
     tries = [n for n, k in enumerate(world.drafted) if k]
     assert max(b - a for a, b in itertools.pairwise(tries)) > 4 * (tries[1] - tries[0] + 1), "trials become rarer"
 
@@ -201,21 +191,21 @@ def test_drafts_that_cannot_win_cost_a_hundredth(step, row, a, confident):
     for _ in range(10):
         begun = sum(world.spent)
         world.text(96)
-        assert sum(world.spent) - begun < CREDIT.carried_over + 3
-    assert sum(world.spent) < CREDIT.at_first + CREDIT.carried_over + 3 + 2 * CREDIT.per_resting_round * 960
+        assert sum(world.spent) - begun < Credit.carried_over + 3
+    assert sum(world.spent) < Credit.left + Credit.carried_over + 3 + 2 * Credit.per_resting_round * 960
 
 
 def test_a_text_that_lost_does_not_silence_the_next_ones():
     """Its drafts spent the credit. A new text drafts at once if that promises a gain, and not if it does not."""
     world = World(0.1, 0.05, lambda n: 0.9).text(64)
     for expected, drafts in ((4.0, True), (1.0, False)):
-        world.chooser.credit = -3.0
+        world.chooser.credit.left = -3.0
         world.text(0)
         world.policies[0].expected = lambda budget, n=expected: n
         before = len(world.drafted)
         world.run(AGAIN)
         assert any(world.drafted[before:]) == drafts
-        assert world.chooser.credit > 0 or not drafts
+        assert world.chooser.credit.left > 0 or not drafts
 
 
 def test_overrated_drafts_are_stopped_by_the_credit():
@@ -223,7 +213,7 @@ def test_overrated_drafts_are_stopped_by_the_credit():
     world = World(0.5, 0.2, lambda n: 0.0)
     world.policies[0].expected = lambda budget: 100.0
     world.run(3000)
-    assert 0 < sum(world.spent) - CREDIT.at_first < 15 + CREDIT.per_round * 3000 * 1.1
+    assert 0 < sum(world.spent) - Credit.left < 15 + Credit.per_round * 3000 * 1.1
 
 
 def test_a_stop_rule_gains_as_much_as_the_best_one():
@@ -293,7 +283,7 @@ def test_a_batch_shares_one_length():
 def test_plain_decoding_is_measured_the_more_often_the_less_drafts_gain(gain):
     """What drafts would have gained meanwhile stays within LOOK_SHARE of the time."""
     world = World(1e-3, 0.0, lambda n: 0.0)
-    world.chooser.credit = math.inf
+    world.chooser.credit.left = math.inf
     world.policies[0].expected = lambda budget: gain
     world.run(2000)
     looks = [n for n, k in enumerate(world.drafted) if not k]
@@ -429,13 +419,13 @@ def test_what_a_draft_s_prefill_cost_is_due_with_the_next_text():
     world = World(0.05, 0.02, lambda n: 0.8).run(300)
     chooser, costs = world.chooser, world.known.costs
     costs.observe_prefill(100, 100 * STEP / 10)
-    chooser.credit = 4.0
+    chooser.credit.left = 4.0
     chooser.finished(1, Budget(4, 4), 4, 1, False, behind=50)
-    assert 2.0 < (during := chooser.credit) < 4.0, "it goes on with this text"
+    assert 2.0 < (during := chooser.credit.left) < 4.0, "it goes on with this text"
     chooser.admitted()
-    assert chooser.credit == pytest.approx(during - 50 / 10, rel=0.05)
+    assert chooser.credit.left == pytest.approx(during - 50 / 10, rel=0.05)
     chooser.admitted()
-    assert chooser.credit == pytest.approx(during - 50 / 10, rel=0.05), "once"
+    assert chooser.credit.left == pytest.approx(during - 50 / 10, rel=0.05), "once"
 
 
 def test_copied_text_is_drafted_by_the_length_of_the_match():

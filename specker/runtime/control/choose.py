@@ -1,38 +1,15 @@
 """Choose the shape of each round: how much to draft, or nothing while that is faster."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
+from specker.runtime.control import estimates
 from specker.runtime.control.costs import Costs
+from specker.runtime.control.estimates import NONE, RUN, SWITCH, Credit, PlainSpeed, TokenPrices, Trials
 from specker.runtime.control.policy import Budget, Policy
 
-
-@dataclass(frozen=True)
-class Credit:
-    """What drafts may lose against plain decoding, in plain rounds."""
-
-    at_first: float = 5.0
-    per_round: float = 0.015  # earned in the time of a plain round while drafts are made
-    per_resting_round: float = 0.008  # earned by a plain round while drafts rest
-    at_most: float = 12.0
-    carried_over: float = 4.5  # the most that a new text takes over from one in which drafts lost
-    renewed: float = 4.0  # the least that a new text begins with if drafts promise a gain
-
-
-CREDIT = Credit()
 COLD = 2  # rounds after a change between plain rounds and drafts, in which the processor's caches hold other data
-SWITCH = 1.0  # what a trial costs because caches are cold, in plain rounds
-RUN = 4  # the fewest drafts in a row, so that some find warm caches: a draft on its own takes up to 1.5 times as long
 START = 1.03  # the gain that drafts must promise after a plain round, because they disturb the CPU's caches
-WAIT = 16  # plain rounds before a trial
-MAX_DOUBLINGS = 3  # of WAIT, one for each trial in a row that lost
-AGAIN = 16  # plain rounds until drafts are considered again; divides WAIT
-REFRESH = 8  # rounds that prices are kept for
-LOOK = 5  # plain rounds in a row that measure plain decoding
-LOOK_SHARE = 0.015  # of the time with drafts: the most that measuring plain decoding may cost
-PHASE = 1.25  # a measurement that differs by this factor tells that the machine has another speed, for drafts as well
-APART = 16  # the fewest drafts between two such measurements
-NONE = Budget(0, 0)
 # Why a round drafts nothing:
 RESTS = "slower"  # plain rounds are expected to be faster
 MISSING = "nothing found"  # there is no text to copy
@@ -65,33 +42,22 @@ class Chooser:
 
     def clear(self) -> None:
         """Forget the past, such as a warm-up's."""
-        self.credit, self._waited, self._lost, self.trial = CREDIT.at_first, 0, 0, False
-        self._run = 0  # drafts of this run that are still to come
-        self._gained = 0.0  # what the trial's drafts gained so far, in plain rounds
+        self.credit, self._trials, self._prices, self._speed = Credit(), Trials(), TokenPrices(), PlainSpeed()
+        self.trial = False
         self._cold, self._drafted = 0, False  # rounds until caches are warm; what the last chosen round did
-        self._begun = 0.0  # cost of the prefills before drafts for these texts, in plain rounds
         self._ahead = self._sequences = 0  # plain rounds to come without asking the policies; for so many sequences
         self._drafting = False  # whether the last round drafted for its gain
         self._new = False  # whether a text was admitted since the policies were asked
         self._none = NONE  # the strategy's shape of a round without a draft
-        self._look: list[float] = []  # seconds of the last plain rounds, for the next measurement
-        self._looked = 0, False  # number of sequences in those rounds, and whether drafts rested
-        self._since, self._spent = 0, 0.0  # since the last measurement: drafts, and their time in plain rounds
-        self._price = 0.0  # what the next trial is expected to lose, in plain rounds
-        self._prices: tuple[float, ...] = ()
-        self._priced: tuple[int, Budget, bool] | None = None
-        self._kept = 0
         self._missed = 0.0  # seconds that drafts of a model would have saved since copies were preferred
 
     def admitted(self) -> None:
         """A new text may suit the drafts better than the last one: try again soon, and at once if drafts promise a gain
         (`Credit.renewed`), because one unlucky text says little of the next. Now pay for the prefills that the last
         text's drafts began with."""
-        self.credit, self._begun = self.credit - self._begun, 0.0
-        if self._lost:
-            self.credit = min(self.credit, max(CREDIT.carried_over, self._price))
-        self._lost, self._ahead, self._run, self._new = min(self._lost, 1), 0, 0, True
-        self._missed = 0.0
+        self.credit.admitted(self._trials.lost > 0, self._trials.price)
+        self._trials.admitted()
+        self._ahead, self._new, self._missed = 0, True, 0.0
 
     def choose(self, policies: Sequence[Policy], remaining: int, behind: int = 0, room: Sequence[int] = ()) -> Budget:
         """The shape of the next round. `remaining`: tokens that the texts may still grow by. `behind`: committed
@@ -108,7 +74,7 @@ class Chooser:
         """Whether the next round of n sequences is plain like the last one, without asking the policies. Counts it."""
         if not self._ahead or n != self._sequences:
             return False
-        self._ahead, self._waited = self._ahead - 1, self._waited + 1
+        self._ahead, self._trials.waited = self._ahead - 1, self._trials.waited + 1
         return True
 
     @property
@@ -140,27 +106,26 @@ class Chooser:
         best = self._best(tokens, rates, bar, remaining, behind)
         # A prefill serves all drafts to come, so it counts against all tokens to come, not against this round.
         late, rate = self._late(best, behind), rates[best]
-        due = self._since >= APART and LOOK * (1 - plain / rate) <= LOOK_SHARE * self._spent
-        looks = LOOK if due or not self.costs.plain_rounds else 0
+        looks = estimates.LOOK if self._speed.due(1 - plain / rate) or not self.costs.plain_rounds else 0
         if looks:
-            self._since, self._spent = 0, 0.0
+            self._speed.begin()
             return self._plain(n, none, MEASURED, looks)
         if self._new and rate > bar:
-            self.credit = max(self.credit, CREDIT.renewed)
+            self.credit.renew()
         self._new = False
-        if rate > bar and self.credit > 0 and remaining * (1 / plain - 1 / rate) > late:
-            self._run = self._run - 1 if self._drafting else RUN - 1
-            self._waited, self._drafting = 0, True
+        trials = self._trials
+        if rate > bar and self.credit.left > 0 and remaining * (1 / plain - 1 / rate) > late:
+            trials.left = trials.left - 1 if self._drafting else RUN - 1
+            trials.waited, self._drafting = 0, True
             return best
         trial = policies[0].trial(best)
         loss = RUN * (self._seconds(policies, trial) * plain - self._tokens(policies, trial))
-        self._price = SWITCH + (max(0.0, loss) + self._late(trial, behind) * plain) / n
+        trials.price = SWITCH + (max(0.0, loss) + self._late(trial, behind) * plain) / n
         # Drafts that look slower than a plain round that was just measured may have been timed in a slower phase.
-        due = measured or self._waited >= WAIT << min(self._lost, MAX_DOUBLINGS)
-        if due and self._price <= self.credit and n < remaining:
-            self._run, self._waited, self._gained = RUN, 0, 0.0
-        if self._run > 0 and self.credit > 0:
-            self._run, self.trial = self._run - 1, True
+        if (measured or trials.due) and trials.price <= self.credit.left and n < remaining:
+            trials.begin()
+        if trials.left > 0 and self.credit.left > 0:
+            trials.left, self.trial = trials.left - 1, True
             return trial
         return self._rest(n, none, RESTS)
 
@@ -184,12 +149,12 @@ class Chooser:
         return best
 
     def _rest(self, n: int, none: Budget, reason: str) -> Budget:
-        self._drafting, self._run = False, 0
-        return self._plain(n, none, reason, AGAIN - self._waited % AGAIN)
+        self._drafting, self._trials.left = False, 0
+        return self._plain(n, none, reason, estimates.AGAIN - self._trials.waited % estimates.AGAIN)
 
     def _plain(self, n: int, none: Budget, reason: str, rounds: int) -> Budget:
         """Draft nothing for so many rounds."""
-        self._ahead, self._sequences, self._waited = rounds - 1, n, self._waited + 1
+        self._ahead, self._sequences, self._trials.waited = rounds - 1, n, self._trials.waited + 1
         self.reason, self._none = reason, replace(none, extra=())
         return none
 
@@ -200,33 +165,17 @@ class Chooser:
     def prices(self, policies: Sequence[Policy], shape: Budget) -> tuple[float, ...]:
         """What each further token of a draft costs, for policies that decide when a draft ends (`Policy.taken`)."""
         n = len(policies)
-        key = n, shape, self.trial
-        if self._priced != key or self._kept >= REFRESH:
+
+        def made() -> tuple[float, ...]:
             plain = n / self.costs.plain(n)
-            best = plain if self.trial else max(plain, self.rate(policies, shape))
-            self._prices, self._priced, self._kept = self.costs.prices(n, shape, best), key, 0
-        self._kept += 1
-        return self._prices
+            return self.costs.prices(n, shape, plain if self.trial else max(plain, self.rate(policies, shape)))
+
+        return self._prices.of((n, shape, self.trial), made)
 
     def measured(self, n: int, seconds: float, rests: bool) -> None:
-        """Take the seconds of a plain round of n sequences, chosen to measure plain decoding or because drafts are
-        slower (`rests`). Several such rounds are one measurement. In the first ones the processor's caches still hold a
-        draft's data, so a short round counts: the shortest but for a quarter of them, because draft rounds are not
-        timed at their luckiest either. Between drafts the last two measurements count together, so that plain decoding
-        does not look slow after one that was interrupted. One that differs by PHASE from the estimate changes all costs
-        (`Costs.follow`), and so does every one while drafts rest."""
-        self.credit = min(self.credit + CREDIT.per_resting_round, max(CREDIT.at_most, self._price))
-        if (n, rests) != self._looked:  # a text was admitted or ended meanwhile, or drafts began or ended
-            self._look, self._looked = [], (n, rests)
-        self._look.append(seconds)
-        if len(self._look) % (AGAIN if rests else LOOK):
-            return
-        usual = sorted(self._look)[len(self._look) // 4]
-        if rests or not 1 / PHASE < usual / self.costs.plain(n) < PHASE:
-            self.costs.follow(n, usual)
-        else:
-            self.costs.measured(n, NONE, 0, 0.0, usual)
-        self._look = [] if rests else self._look[-LOOK:]
+        """Take the seconds of a plain round of n sequences (`PlainSpeed.observe`)."""
+        self.credit.add(self.credit.per_resting_round, self._trials.price)
+        self._speed.observe(self.costs, n, seconds, rests)
 
     def row_price(self, policies: Sequence[Policy], shape: Budget) -> float:
         """What a further row of one sequence costs in the verify pass of a batch (`Costs.row_price`)."""
@@ -247,20 +196,16 @@ class Chooser:
         tokens that were prefilled for it. `verified`: as in `Costs.observe`."""
         plain = self.costs.plain(n)
         took = self.costs.round(n, shape, drafted, verified) / plain
-        self.credit += (CREDIT.per_round if drafted else CREDIT.per_resting_round) * took
+        gained = (self.credit.per_round if drafted else self.credit.per_resting_round) * took
         if drafted:
-            self._since, self._spent = self._since + 1, self._spent + took
-            gained, late = tokens / n - took, self._late(shape, behind) / plain
+            self._speed.drafted(took)
+            late = self._late(shape, behind) / plain
             if trial:
-                gained -= late
-                self._gained += gained
-                if not self._run:
-                    gained -= SWITCH
-                    self._lost = 0 if self._gained > 0 else self._lost + 1
-            else:  # this time is already spent, so it must not end the drafts for this text
-                self._begun += late
-            self.credit += gained
-        self.credit = min(self.credit, max(CREDIT.at_most, self._price))
+                gained += self._trials.finished(tokens / n - took - late)
+            else:
+                gained += tokens / n - took
+                self.credit.late += late  # this time is already spent, so it must not end the drafts for this text
+        self.credit.add(gained, self._trials.price)
 
     def _seconds(self, policies: Sequence[Policy], shape: Budget) -> float:
         n = len(policies)
