@@ -62,6 +62,7 @@ format: $(STAMP)  ## let ruff fix what it can
 
 test: $(STAMP)  ## lint, types and every test that needs no GPU; ARGS='tests/test_cli.py -k json' for less
 	@$(BESIDE) types style smollm2
+	@$(BIN)/python scripts/files.py
 	$(BIN)/python -m pytest -n auto --dist worksteal $(ARGS)
 
 smollm2: $(STAMP)

@@ -9,8 +9,9 @@ from pairs import perturbed
 import specker
 
 PROMPTS = [[5, 9, 40], [1, 7], [*range(3, 30)]]
-# Calls of a resting round beyond plain decoding's: the chooser counts it and takes its time, a policy passes a call on.
-MORE, EACH = 6, 2
+# Calls of a resting round beyond plain decoding's: the chooser counts it, two of its estimates take its time, and a
+# policy passes a call on.
+MORE, EACH = 8, 2
 
 
 @pytest.fixture(scope="module")
