@@ -10,7 +10,7 @@ from ptxsim.values import I64, U32, U64, Array
 
 
 def branch(i: Instruction) -> Run:
-    label, starts = i.args[0], i.program.starts
+    label, starts = i.args[0], i.names.starts
     if i.guard is None:
         return lambda m: m.jump(starts[label], None)
     taken = i.guarding()

@@ -2,15 +2,12 @@
 before, the latest that the hardware allows."""
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 
+from ptxsim.instruction import Instruction
+from ptxsim.threads import Threads
 from ptxsim.values import U32, U64, Array, Unsupported
-
-if TYPE_CHECKING:
-    from ptxsim.instruction import Instruction
-    from ptxsim.machine import Machine
 
 WORDS = {4: U32, 8: U64, 16: U64}  # bytes of a copy -> the type that it moves
 
@@ -30,12 +27,12 @@ class Copy:
 
 
 class AsyncCopies:
-    def __init__(self, machine: "Machine"):
+    def __init__(self, machine: Threads):
         self.machine, self.shared, self.report = machine, machine.shared, machine.report
         self.committed = np.zeros(machine.shape, np.int32)  # groups of each thread
         self.in_flight: list[Copy] = []
 
-    def copy(self, i: "Instruction", target: Array, source: Array, width: int, given: Array) -> None:
+    def copy(self, i: Instruction, target: Array, source: Array, width: int, given: Array) -> None:
         """Copy `width` bytes per active thread, or write zeros where `given` [threads] is 0."""
         m, shared = self.machine, self.shared
         lanes = m.lanes()

@@ -6,16 +6,12 @@ otherwise this grid could end, and the next one start, before the grid before ha
 griddepcontrol.launch_dependents has no effect on memory and may stand anywhere.
 """
 
-from typing import TYPE_CHECKING
-
 import numpy as np
 
+from ptxsim.instruction import Instruction
 from ptxsim.memory import Memory
 from ptxsim.report import Report
 from ptxsim.values import Array
-
-if TYPE_CHECKING:
-    from ptxsim.instruction import Instruction
 
 
 class Dependence:
@@ -28,7 +24,7 @@ class Dependence:
     def wait(self, lanes: Array) -> None:
         self.waited[lanes] = True
 
-    def check(self, i: "Instruction", lanes: Array, o: Array, width: int, what: str) -> None:
+    def check(self, i: Instruction, lanes: Array, o: Array, width: int, what: str) -> None:
         """Threads `lanes` access `width` bytes at `o`; `what`: read or write."""
         early = ~self.waited[lanes]
         if what == "read":

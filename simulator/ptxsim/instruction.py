@@ -7,20 +7,18 @@ instruction is a few numpy calls over all threads of the machine.
 
 import re
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
+from ptxsim.names import Names
 from ptxsim.report import class_of
+from ptxsim.threads import Threads
 from ptxsim.values import F32, SIGNED, U32, U64, UNSIGNED, Array, Unsupported, number_type
 
-if TYPE_CHECKING:
-    from ptxsim.machine import Machine
-    from ptxsim.program import Program
-
-Read = Callable[["Machine"], Any]
-Write = Callable[["Machine", Any], None]
-Run = Callable[["Machine"], None]
+Read = Callable[[Threads], Any]
+Write = Callable[[Threads, Any], None]
+Run = Callable[[Threads], None]
 SHARED_BASE = 1024  # a block's own shared memory begins here, after the system's first KiB; swizzles need 1024
 SPECIALS = {"%tid.x", "%laneid", "%ntid.x", *(f"%{of}.{d}" for of in ("ctaid", "nctaid") for d in "xyz")}
 _INTEGER = re.compile(r"^-?(0x[0-9a-fA-F]+|\d+)U?$")
@@ -37,19 +35,19 @@ def members(operand: str) -> list[str]:
 
 
 class Instruction:
-    def __init__(self, program: "Program", text: str, line: int, where: str):
-        self.program, self.text, self.line, self.where = program, text, line, where
+    def __init__(self, names: Names, text: str, line: int, where: str):
+        self.names, self.text, self.line, self.where = names, text, line, where
         self.guard: tuple[int, bool] | None = None  # a predicate register, and whether it is negated
         if guard := re.match(r"@(!?)(\S+)\s+(.*)$", text):
-            self.guard = program.register(guard.group(2)), bool(guard.group(1))
+            self.guard = names.register(guard.group(2)), bool(guard.group(1))
             text = guard.group(3)
         self.op, operands = (text.split(None, 1) + [""])[:2]
         self.args = split(operands)
         self.parts = self.op.split(".")
         self.kind = class_of(self.op)
         self.strong = self.parts[0] == "ld" and self.part("acquire|relaxed") is not None  # no race with an atomic
-        names = re.findall(r"%[a-z]+\d+", text) if program.accumulators else []
-        self.touched = {program.register(x) for x in names} & program.accumulators
+        registers = re.findall(r"%[a-z]+\d+", text) if names.accumulators else []
+        self.touched = {names.register(x) for x in registers} & names.accumulators
         self.run: Run
 
     def __str__(self) -> str:
@@ -78,7 +76,7 @@ class Instruction:
         """`run` for the threads whose predicate holds. A branch reads its guard by itself."""
         holds = self.guarding()
 
-        def guarded(m: "Machine") -> None:
+        def guarded(m: Threads) -> None:
             before = m.mask, m.write_mask
             mask = holds(m)
             if m.mask is not None:
@@ -103,10 +101,10 @@ class Instruction:
         constant = _constant(operand, dtype)
         if constant is not None:
             return lambda m: constant
-        i = self.program.register(operand.lstrip("!"))
+        i = self.names.register(operand.lstrip("!"))
         if dtype.kind == "b":
             return (lambda m: ~m.registers[i]) if operand.startswith("!") else (lambda m: m.registers[i])
-        width, bits = self.program.widths[i], dtype.itemsize * 8
+        width, bits = self.names.widths[i], dtype.itemsize * 8
         if width == bits:
             return lambda m: m.registers[i].view(dtype)
         if width < bits and dtype.kind == "i":
@@ -117,11 +115,11 @@ class Instruction:
         """A function of the machine and of values that writes them to a register, for the active threads."""
         if operand == "_":
             return lambda m, values: None
-        i = self.program.register(operand)
-        width = self.program.widths[i]
+        i = self.names.register(operand)
+        width = self.names.widths[i]
         raw = np.dtype(bool) if width == 1 else np.dtype(UNSIGNED[width])
 
-        def write(m: "Machine", values: Any) -> None:
+        def write(m: Threads, values: Any) -> None:
             v = np.asarray(values)
             if v.dtype != raw:
                 if raw.kind != "b" and v.dtype.itemsize * 8 == width:
@@ -156,8 +154,8 @@ class Instruction:
         if base.startswith("global_smem"):
             fixed = np.array(SHARED_BASE + offset, U64)
             return lambda m: np.broadcast_to(fixed, m.shape)
-        i = self.program.register(base)
-        if self.program.widths[i] == 32:
+        i = self.names.register(base)
+        if self.names.widths[i] == 32:
             o = U32(offset & 0xFFFFFFFF)
             return lambda m: (m.registers[i] + o).astype(U64)
         far = U64(offset & 0xFFFFFFFFFFFFFFFF)
@@ -183,6 +181,6 @@ def _constant(operand: str, dtype: np.dtype) -> Array | None:
     return None
 
 
-def all_threads(m: "Machine", values: Any) -> Array:
+def all_threads(m: Threads, values: Any) -> Array:
     """One value per thread, where an operand may be a constant."""
     return np.broadcast_to(values, m.shape)

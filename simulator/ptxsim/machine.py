@@ -1,6 +1,6 @@
-"""The threads of a stack of CTAs: registers, masks, and which threads run next.
+"""Runs the threads of a stack of CTAs.
 
-A register is an array over all threads. Of a divergent group the threads with the lowest program counter run first,
+Of a divergent group the threads with the lowest program counter run first,
 under a mask, so they meet the others again by themselves.
 """
 
@@ -8,18 +8,20 @@ from typing import Any
 
 import numpy as np
 
+from ptxsim.access import GlobalAccess
 from ptxsim.copies import AsyncCopies
 from ptxsim.dependent import Dependence
-from ptxsim.memory import GlobalAccess, Memory
+from ptxsim.memory import Memory
 from ptxsim.program import Program
 from ptxsim.report import Report, Traffic
 from ptxsim.shadow import Shadow
 from ptxsim.shared import SharedMemory
-from ptxsim.values import I64, U32, Array, Unsupported
+from ptxsim.threads import Threads
+from ptxsim.values import I64, Array, Unsupported
 from ptxsim.warpgroups import Warpgroups
 
 
-class Machine:
+class Machine(Threads):
     def __init__(
         self,
         program: Program,
@@ -34,56 +36,14 @@ class Machine:
         dependent: bool,  # the grid may start before the one before has finished
         limit: int,  # basic blocks that a CTA may execute
     ):
-        T, C = program.threads, len(ctas)
-        N = T * C
-        self.program, self.parameters, self.report = program, parameters, report
-        self.shape, self.threads, self.ctas, self.warps = (N,), T, C, N // 32
-        self.registers: list[Any] = [None] * len(program.widths)
-        thread = np.tile(np.arange(T, dtype=U32), C)
-        self.special = {"%tid.x": thread, "%laneid": thread % U32(32), "%ntid.x": U32(T)}
-        for n, d in enumerate("xyz"):
-            self.special[f"%ctaid.{d}"] = np.repeat(np.array([cta[n] for cta in ctas], U32), T)
-            self.special[f"%nctaid.{d}"] = U32(grid[n])
-        self.cta = np.repeat(np.arange(C), T)
-        self.cta_id = np.repeat(np.array([(z * grid[1] + y) * grid[0] + x for x, y, z in ctas], np.int32), T)
-        self.warp_of_all = np.arange(N) // 32
-        self.warp = (np.arange(N) % T) // 32  # in its CTA
-        self.mask: Array | None = None  # the active threads; None: all
-        self.write_mask: Array | None = None  # whose registers are written; None: all, or all that have not ended
-        self._lanes: tuple[Array | None, Array] = None, np.arange(N)
-        self._everyone = self._lanes[1]
-        self.pc = np.zeros(N, np.int32)  # the block that each thread runs next
-        self.target = self.pc
-        self.alive, self.waiting = np.ones(N, bool), np.zeros(N, bool)
-        self.epoch = np.ones(C, I64)  # barriers that each CTA has passed, from 1 on
-        self.limit, self.steps = limit, np.zeros(C, I64)  # basic blocks that each CTA has executed
-        self.dependence = Dependence(memory, report, N, C) if dependent else None
+        super().__init__(ctas, grid, program.threads, len(program.names.widths), parameters, report)
+        self.program, self.limit = program, limit
+        self.steps = np.zeros(len(ctas), I64)  # basic blocks that each CTA has executed
+        self.dependence = Dependence(memory, report, len(self.cta), len(ctas)) if dependent else None
         self.memory = GlobalAccess(self, memory, report, traffic, shadow, self.dependence)
-        self.shared = SharedMemory(self, shared, C)
+        self.shared = SharedMemory(self, shared, program.grain)
         self.copies = AsyncCopies(self)
         self.warpgroups = Warpgroups(self)
-
-    def lanes(self) -> Array:
-        """The numbers of the active threads."""
-        if self.mask is None:
-            return self._everyone
-        if self._lanes[0] is not self.mask:
-            self._lanes = self.mask, np.flatnonzero(self.mask)
-        return self._lanes[1]
-
-    def jump(self, block: int, taken: Array | None) -> None:
-        """The active threads continue at `block`; with `taken`, only those where it holds."""
-        if taken is None:
-            self.target[self.lanes()] = block
-        else:
-            self.target[taken if self.mask is None else taken & self.mask] = block
-
-    def leave(self) -> None:
-        self.alive[self.lanes()] = False
-
-    def arrive(self) -> None:
-        """The active threads wait at a barrier of their CTA."""
-        self.waiting[self.lanes()] = True
 
     def run(self) -> bool:
         """Whether all threads have ended; not so if a CTA reaches the limit."""

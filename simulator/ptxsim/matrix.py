@@ -76,7 +76,7 @@ def _warpgroup_product(i: Instruction) -> Run:
         raise i.unsupported()
     N = int(shape.group(1))
     names, in_registers = members(i.args[0]), i.args[1].startswith("{")
-    puts, gets, registers = i.writers(names), i.readers(names, F32), [i.program.register(x) for x in names]
+    puts, gets, registers = i.writers(names), i.readers(names, F32), [i.names.register(x) for x in names]
     gets_a = i.readers(members(i.args[1]), U32 if in_registers else U64)
     get_b, scale = i.reader(i.args[2], U64), i.reader(i.args[3], bool)
 

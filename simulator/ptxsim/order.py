@@ -8,28 +8,26 @@ atomics, order nothing.
 """
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
+from ptxsim.instruction import Instruction
 from ptxsim.values import I64, Array
-
-if TYPE_CHECKING:
-    from ptxsim.instruction import Instruction
 
 SEVERAL = -1  # CTAs or threads
 
 
-def acquires(i: "Instruction") -> bool:
+def acquires(i: Instruction) -> bool:
     """Whether an atomic, or a load, is an acquire that reaches other CTAs."""
     return _reaches(i) and i.part("acquire|acq_rel") is not None
 
 
-def releases(i: "Instruction") -> bool:
+def releases(i: Instruction) -> bool:
     return _reaches(i) and i.part("release|acq_rel") is not None
 
 
-def _reaches(i: "Instruction") -> bool:
+def _reaches(i: Instruction) -> bool:
     return i.parts[0] in ("atom", "red", "ld") and i.part("cta|cluster") is None
 
 

@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 from ptxsim import arithmetic, bits, control, matrix, moves, order, transfer
 from ptxsim.instruction import Instruction, members, split
-from ptxsim.values import Unsupported
+from ptxsim.names import Names
 
 TRANSLATORS = {
     **moves.TRANSLATORS,
@@ -38,14 +38,12 @@ class Program:
         self.name = _found(r"\.entry (\w+)", header)
         self.threads = int(_found(r"\.reqntid (\d+)", header))  # of a CTA
         self.parameters = [(name, kind) for kind, name in re.findall(r"\.param \.(\w+).*? (\w+_param_\d+)", header)]
-        self.widths: list[int] = []  # bits of each register; 1 for a predicate
-        self._registers: dict[str, int] = {}
-        self._prefixes: dict[str, int] = {}  # "%r" -> bits
+        self.names = Names()
         files = dict(re.findall(r'\.file\s+(\d+)\s+"(.*?)"', ptx))
         code = self._code(lines, body + 1, files)
         texts = [line.text for line in code]
-        self.accumulators = {  # registers of a wgmma's result
-            self.register(name)
+        self.names.accumulators = {
+            self.names.register(name)
             for text in texts
             if "wgmma.mma_async" in text
             for name in members(_found(r"(\{.*?\})", text))
@@ -53,14 +51,13 @@ class Program:
         narrow = re.findall(r"(?:ld|st)\.shared\S*\.[bus](8|16)\b", "\n".join(texts))
         self.grain = min([4, *(int(n) // 8 for n in narrow)])  # bytes at which accesses to shared memory are tracked
         self.blocks: list[list[Instruction]] = [[]]
-        self.starts: dict[str, int] = {}  # label -> its block
         for line in code:
             if self.blocks[-1] and (line.label or self.blocks[-1][-1].op.startswith(ENDS)):
                 self.blocks.append([])
             if line.label:
-                self.starts[line.label] = len(self.blocks) - 1
+                self.names.starts[line.label] = len(self.blocks) - 1
             else:
-                self.blocks[-1].append(Instruction(self, line.text, line.number, line.where))
+                self.blocks[-1].append(Instruction(self.names, line.text, line.number, line.where))
         instructions = [instruction for block in self.blocks for instruction in block]
         for instruction in instructions:
             instruction.translate(TRANSLATORS)
@@ -85,34 +82,11 @@ class Program:
                 code.append(_Line(m.group(1), "", n + 1, where))
                 line = m.group(2)
             if m := re.match(r"\.reg \.(\w+)\s+(.*?);?$", line):
-                self._declare(m.group(1), split(m.group(2)))
+                self.names.declare(m.group(1), split(m.group(2)))
             elif not line.startswith("."):
                 parts = line.strip("{} ") if line.startswith(("{", "}")) else line
                 code += [_Line("", part.strip(), n + 1, where) for part in parts.split(";") if part.strip()]
         return code
-
-    def _declare(self, kind: str, names: list[str]) -> None:
-        width = 1 if kind == "pred" else int(kind[1:])
-        for name in names:
-            if "<" in name:
-                self._prefixes[name[: name.index("<")]] = width
-            else:
-                self._add(name, width)
-
-    def _add(self, name: str, width: int) -> int:
-        if name not in self._registers:
-            self._registers[name] = len(self.widths)
-            self.widths.append(width)
-        return self._registers[name]
-
-    def register(self, name: str) -> int:
-        """The number of a register. Unsupported if it is not declared."""
-        if name in self._registers:
-            return self._registers[name]
-        prefix = re.match(r"%?[a-zA-Z]*", name)
-        if prefix is None or prefix.group() not in self._prefixes:
-            raise Unsupported(f"register {name}")
-        return self._add(name, self._prefixes[prefix.group()])
 
 
 def _found(pattern: str, text: str) -> str:

@@ -7,18 +7,14 @@ between barriers. So memory that one writes must not be read or written by the o
 A tag names a warp in one epoch, the time between two barriers of its CTA: 64 * epoch + warp.
 """
 
-from typing import TYPE_CHECKING
-
 import numpy as np
 
+from ptxsim.instruction import Instruction
 from ptxsim.memory import UNIT, Memory
 from ptxsim.order import SEVERAL, Accesses, Order, acquires, releases
 from ptxsim.report import Report
+from ptxsim.threads import Threads
 from ptxsim.values import I32, Array
-
-if TYPE_CHECKING:
-    from ptxsim.instruction import Instruction
-    from ptxsim.machine import Machine
 
 GRAIN = 2  # bytes
 SEVERAL_WARPS = 63
@@ -43,7 +39,7 @@ class Shadow:
         mixed[0] = False  # nobody's
         return mixed
 
-    def _who(self, m: "Machine", lanes: Array, o: Array, width: int) -> tuple[Array, Accesses]:
+    def _who(self, m: Threads, lanes: Array, o: Array, width: int) -> tuple[Array, Accesses]:
         """The grains of the accesses, and who makes each."""
         grains = (o[:, None] + np.arange(0, width, min(width, GRAIN))) // GRAIN
         tag = (m.epoch[m.cta[lanes]] * 64 + m.warp[lanes]).astype(I32)
@@ -51,7 +47,7 @@ class Shadow:
         who = Accesses(m.cta_id[lanes] + 1, tag, (lanes % m.threads).astype(I32), stamp)
         return grains.ravel(), Accesses(*(np.repeat(x, grains.shape[1]) for x in who))
 
-    def load(self, m: "Machine", i: "Instruction", lanes: Array, o: Array, width: int) -> None:
+    def load(self, m: Threads, i: Instruction, lanes: Array, o: Array, width: int) -> None:
         storages = self.memory.owner[o // UNIT]
         self._was_read[storages] = True
         if self._mixed is None:
@@ -72,7 +68,7 @@ class Shadow:
         if self.order:
             self._reads.append((int(g.min()), int(g.max()), g, now))
 
-    def store(self, m: "Machine", i: "Instruction", lanes: Array, o: Array, width: int, changed: Array) -> None:
+    def store(self, m: Threads, i: Instruction, lanes: Array, o: Array, width: int, changed: Array) -> None:
         """`changed`: whether each thread wrote something else than was there."""
         self._was_written[self.memory.owner[o // UNIT]] = True
         g, now = self._who(m, lanes, o, width)
@@ -95,7 +91,7 @@ class Shadow:
         for grain in atomics.tolist():
             self._atomics.pop(grain, None)
 
-    def atomic(self, m: "Machine", i: "Instruction", lanes: Array, o: Array, width: int) -> None:
+    def atomic(self, m: Threads, i: Instruction, lanes: Array, o: Array, width: int) -> None:
         """An atomic, or a load that may run beside atomics: `tl.atomic_add` of 0 can become one."""
         self._was_written[self.memory.owner[o // UNIT]] = True
         if self.order is None:
@@ -110,7 +106,7 @@ class Shadow:
             if releases(i):
                 self.order.release(*who)
 
-    def _atomic(self, m: "Machine", i: "Instruction", lanes: Array, o: Array, width: int) -> None:
+    def _atomic(self, m: Threads, i: Instruction, lanes: Array, o: Array, width: int) -> None:
         g, now = self._who(m, lanes, o, width)
         plain = np.logical_or(*self._against_reads(g, now))
         plain |= np.logical_or(*self._against_writes(g, now)) & ~self._is_atomic[g]

@@ -6,28 +6,23 @@ order between barriers, so what one writes there the other must neither read nor
 or both write atomically.
 """
 
-from typing import TYPE_CHECKING
-
 import numpy as np
 
-from ptxsim.instruction import SHARED_BASE
+from ptxsim.instruction import SHARED_BASE, Instruction
 from ptxsim.report import count_shared
+from ptxsim.threads import Threads
 from ptxsim.values import I64, U8, Array
-
-if TYPE_CHECKING:
-    from ptxsim.instruction import Instruction
-    from ptxsim.machine import Machine
 
 SEVERAL = 63
 
 
 class SharedMemory:
-    def __init__(self, machine: "Machine", size: int, ctas: int):
+    def __init__(self, machine: Threads, size: int, grain: int):
         self.machine, self.report = machine, machine.report
-        self.grain = machine.program.grain
+        self.grain = grain
         self.size = -(-max(size, 16) // 16) * 16  # bytes of a CTA
-        self.data = np.full(ctas * self.size, 0xA5, U8)
-        grains = ctas * self.size // self.grain
+        self.data = np.full(machine.ctas * self.size, 0xA5, U8)
+        grains = machine.ctas * self.size // self.grain
         self.writer, self.reader = np.zeros(grains, I64), np.zeros(grains, I64)  # tags
         self.copying = np.zeros(grains, np.int16)  # copies in flight that write it
         self.multiplying = np.zeros(grains, np.int16)  # wgmmas in flight that read it
@@ -42,7 +37,7 @@ class SharedMemory:
         m = self.machine
         return (m.epoch[m.cta[lanes]] * 64 + m.warp[lanes] + 1)[:, None]
 
-    def offsets(self, i: "Instruction", addresses: Array, width: int, lanes: Array) -> tuple[Array, Array, Array]:
+    def offsets(self, i: Instruction, addresses: Array, width: int, lanes: Array) -> tuple[Array, Array, Array]:
         """Check bounds and alignment, and count -> the threads whose access is right, their offsets into `data`, and
         which of `lanes` they are."""
         o = addresses[lanes].astype(I64) - SHARED_BASE
@@ -58,7 +53,7 @@ class SharedMemory:
         count_shared(self.report, i, warps, live[first] % 32, m.warp[live[first]], o[right][first], width)
         return live, o[right] + cta * self.size, right
 
-    def load(self, i: "Instruction", addresses: Array, width: int, lanes: Array) -> Array:
+    def load(self, i: Instruction, addresses: Array, width: int, lanes: Array) -> Array:
         """Check a read by `lanes` -> the offset of each thread, 0 where it must not read."""
         live, at, _ = self.offsets(i, addresses, width, lanes)
         offsets = np.zeros(self.machine.shape, I64)
@@ -72,7 +67,7 @@ class SharedMemory:
         self._note(self.reader, g, tag)
         return offsets
 
-    def atomic(self, i: "Instruction", addresses: Array, width: int, lanes: Array) -> Array:
+    def atomic(self, i: Instruction, addresses: Array, width: int, lanes: Array) -> Array:
         """Check an atomic access by `lanes` -> offsets as `load`."""
         live, at, _ = self.offsets(i, addresses, width, lanes)
         offsets = np.zeros(self.machine.shape, I64)
@@ -95,7 +90,7 @@ class SharedMemory:
         several |= last[g] != t
         last[g[several]] = t[several] | SEVERAL
 
-    def check_write(self, i: "Instruction", g: Array, tag: Array, what: str) -> Array:
+    def check_write(self, i: Instruction, g: Array, tag: Array, what: str) -> Array:
         """Check a write of grains before it happens -> which of them another warp wrote in this epoch."""
         read, written = self.reader[g], self.writer[g]
         race = (read // 64 == tag // 64) & (read != tag)
@@ -104,7 +99,7 @@ class SharedMemory:
         self.report.check(self.copying[g] > 0, f"{what} to shared memory while cp.async is in flight: {i}")
         return (written // 64 == tag // 64) & (written != tag)
 
-    def store(self, i: "Instruction", addresses: Array, values: Array, lanes: Array) -> None:
+    def store(self, i: Instruction, addresses: Array, values: Array, lanes: Array) -> None:
         """Store `values` [lanes, n] of the threads `lanes`."""
         width = values.shape[1] * values.itemsize
         live, at, right = self.offsets(i, addresses, width, lanes)

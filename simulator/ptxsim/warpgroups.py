@@ -4,23 +4,18 @@ Until a warpgroup waits for a product, its accumulators must not be touched and 
 be overwritten. wgmma reads shared memory through another path (proxy) than threads, so a fence must come between.
 """
 
-from typing import TYPE_CHECKING
-
 import numpy as np
 
-from ptxsim.instruction import SHARED_BASE
+from ptxsim.instruction import SHARED_BASE, Instruction
 from ptxsim.shared import SEVERAL
+from ptxsim.threads import Threads
 from ptxsim.values import I64, U16, U64, Array, Unsupported
-
-if TYPE_CHECKING:
-    from ptxsim.instruction import Instruction
-    from ptxsim.machine import Machine
 
 SWIZZLES = {1: (128, 7), 2: (64, 3), 3: (32, 1)}  # a descriptor's mode -> bytes of a row, bits that are swizzled
 
 
 class Warpgroups:
-    def __init__(self, machine: "Machine"):
+    def __init__(self, machine: Threads):
         self.machine, self.shared, self.report = machine, machine.shared, machine.report
         self.per_cta = machine.threads // 128
         count = machine.ctas * max(self.per_cta, 1)
@@ -53,7 +48,7 @@ class Warpgroups:
                 kept.append((group, number, grains))
         self.reading = kept
 
-    def touch(self, i: "Instruction") -> None:
+    def touch(self, i: Instruction) -> None:
         """An instruction other than wgmma uses accumulators."""
         groups = self._active()
         for register in i.touched:
@@ -63,7 +58,7 @@ class Warpgroups:
         if not i.op.startswith("mov"):  # ptxas allocates registers, and it places copies before the fence
             self.written |= i.touched
 
-    def use(self, i: "Instruction", registers: list[int], groups: Array) -> None:
+    def use(self, i: Instruction, registers: list[int], groups: Array) -> None:
         """A product of `groups` writes these accumulators."""
         if self.written & set(registers):
             self.report.problem(f"wgmma without wgmma.fence after its accumulators were written: {i}")
@@ -71,7 +66,7 @@ class Warpgroups:
             used = self.used.setdefault(register, np.full(len(self.committed), -1, I64))
             used[groups] = self.committed[groups]
 
-    def operand(self, i: "Instruction", descriptors: Array, groups: Array, rows: int, transposed: bool) -> Array:
+    def operand(self, i: Instruction, descriptors: Array, groups: Array, rows: int, transposed: bool) -> Array:
         """The bits [groups, rows, 16] of an operand in shared memory: K-major, or MN-major where `transposed`."""
         d = np.broadcast_to(descriptors, self.machine.shape).reshape(-1, 128)[groups]
         self.report.check(d != d[:, :1], f"a descriptor that differs within its warpgroup: {i}")
@@ -96,7 +91,7 @@ class Warpgroups:
         return shared.data.view(U16)[at // 2]
 
 
-def _addresses(i: "Instruction", d: Array, rows: int, transposed: bool) -> Array:
+def _addresses(i: Instruction, d: Array, rows: int, transposed: bool) -> Array:
     """The address [groups, rows, 16] of each element that descriptors [groups] describe."""
     start, lead, stride = (
         (((d >> U64(bit)) & U64(0x3FFF)) << U64(4)).astype(I64)[:, None, None] for bit in (0, 16, 32)

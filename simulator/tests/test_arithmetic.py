@@ -37,8 +37,8 @@ def test_pairs(op, kind, function):
     a[0, :4], b[0, :4] = [0xFFFF, 0x7FFF], [1, 1]
     if kind is np.float16:
         a, b = (x & 0xBBFF for x in (a, b))  # numbers below 2
-    r1, r2, r3 = (program.register(f"%r{n}") for n in (1, 2, 3))
-    machine = SimpleNamespace(shape=(2, 32), mask=None, write_mask=None, registers=[None] * len(program.widths))
+    r1, r2, r3 = (program.names.register(f"%r{n}") for n in (1, 2, 3))
+    machine = SimpleNamespace(shape=(2, 32), mask=None, write_mask=None, registers=[None] * len(program.names.widths))
     machine.registers[r1], machine.registers[r2] = (x.view(np.uint32)[..., 0] for x in (a, b))
     program.blocks[0][0].run(machine)
     with np.errstate(over="ignore"):

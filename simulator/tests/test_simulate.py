@@ -1,6 +1,7 @@
 """The public functions, with kernels of a user."""
 
 import ast
+import graphlib
 import re
 import sys
 from pathlib import Path
@@ -87,3 +88,16 @@ def test_the_package_needs_numpy_torch_and_triton_alone() -> None:
             names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
             tops = {name.split(".")[0] for name in names}
             assert tops <= {"ptxsim", "numpy", "torch", "triton", *sys.stdlib_module_names}, path
+
+
+def test_no_files_import_each_other() -> None:
+    """Imports for types count."""
+    needs: dict[str, set[str]] = {}
+    for path in (ROOT / "ptxsim").glob("*.py"):
+        needs[path.stem] = set()
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.ImportFrom) and node.module == "ptxsim":
+                needs[path.stem] |= {name.name for name in node.names}
+            elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith("ptxsim."):
+                needs[path.stem].add(str(node.module).split(".")[1])
+    graphlib.TopologicalSorter(needs).prepare()  # CycleError names the files

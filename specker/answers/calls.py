@@ -8,8 +8,8 @@ from specker.answers.tool_formats import Format, Functions, Read
 
 
 class Calls:
-    """Takes the calls out of one text that grows. What may be the beginning of one is held back, and so is white space,
-    which may stand before one.
+    """Takes the calls out of one text that grows. Text that could be the beginning of a call is held back until it is
+    or is not one; so is white space, which is dropped before a call.
 
     Attributes:
         found: how many calls the text has so far.

@@ -30,7 +30,8 @@ Place = Literal["before", "inside", "between", "beside"]  # "between": in the wh
 
 
 class Reasoning:
-    """What may be the beginning of a tag is held back, and so is white space at both ends of the reasoning.
+    """Takes the reasoning out of one text that grows. Text that could be the beginning of a tag is held back, and so is
+    white space at both ends of the reasoning.
 
     Attributes:
         place: of the end of the text.

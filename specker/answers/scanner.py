@@ -4,7 +4,7 @@ from collections.abc import Iterable
 
 
 class Scanner:
-    """Finds the first of several markers in a text that grows. What may be the beginning of one is held back.
+    """Finds the first of several markers in a text that grows. Text that could be the beginning of one is held back.
 
     Attributes:
         found: the marker, once one is complete: the longest if several end there. Then all is held, from it on.

@@ -281,8 +281,8 @@ class Engine:
         **options: "Unpack[EachOption]",
     ) -> Stream:
         """Decode one prompt, or several as a batch, and iterate over an `Event` per round and prompt. Takes what
-        `generate` takes. What may be the beginning of a stop string is held back. Closing the stream ends its requests.
-        A conversation: `engine.stream(engine.encode_chat(messages))`.
+        `generate` takes. Text that could be the beginning of a stop string is held back. Closing the stream ends its
+        requests. A conversation: `engine.stream(engine.encode_chat(messages))`.
 
         Raises:
             TypeError: an unknown option.
