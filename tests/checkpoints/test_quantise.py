@@ -6,13 +6,14 @@ from pathlib import Path
 import cases
 import pytest
 import torch
-from make_checkpoint import make, oracle
+from make_checkpoint import QWEN3_5, QWEN3_MOE, make, oracle
 
 import specker
 from specker.checkpoints.checkpoint import read, read_config
 from specker.cpu.packed import Packed, of_quantised
 from specker.kernels import quant
 from specker.kernels.quant import Quantized
+from specker.layer_weights import KINDS
 from specker.model.config import CheckpointError
 from specker.model.split import Part
 from specker.options import QUANTIZE
@@ -200,3 +201,17 @@ def test_sizes_that_cannot_be_rounded_are_named(tmp_path):
     with pytest.raises(CheckpointError, match=r"layers\.0.mlp.down_proj.weight cannot be quantised: int4 needs groups"):
         read(folder, dtype=torch.float32, device="cpu", quantize="int4")
     read(folder, dtype=torch.float32, device="cpu", quantize="int8")
+
+
+@pytest.mark.parametrize("options", [QWEN3_5, QWEN3_MOE], ids=["gates", "router"])
+def test_exact_matrices_are_not_rounded(tmp_path, options):
+    """Those that decide what is read, or what is kept (`LayerWeights`)."""
+    folder = make(tmp_path / "model", **options | {"hidden": 64})
+    stored, rounded = (
+        read(folder, dtype=torch.float32, device="cpu", quantize=kind).weights for kind in ("none", "int8")
+    )
+    exact = [name for name, kind in KINDS.items() if kind.product and not kind.quantisable]
+    pairs = [(getattr(stored, name), getattr(rounded, name)) for name in exact if getattr(stored, name) is not None]
+    assert pairs and not isinstance(rounded.qkv[0], torch.Tensor)
+    for a, b in pairs:
+        assert all(x is y is None or torch.equal(x, y) for x, y in zip(a, b, strict=True))

@@ -9,6 +9,7 @@ from specker.runtime.control.estimates import (
     LOOK,
     LOOK_SHARE,
     MAX_DOUBLINGS,
+    NONE,
     REFRESH,
     RUN,
     SWITCH,
@@ -87,11 +88,15 @@ def test_plain_decoding_is_measured_within_a_share_of_the_time():
 
 def test_a_change_of_speed_changes_the_costs_of_drafts_too():
     costs, speed, shape = Costs(lambda budget: 0.5 * budget.depth), PlainSpeed(), Budget(4, 4)
-    draft = costs.round(1, shape, 4)
+    for _ in range(9):
+        costs.measured(1, NONE, 0, 0.0, 1.0)
+        costs.observe(1, shape, 4, draft=2.0, verify=1.5)
+    plain, draft = costs.plain(1), costs.round(1, shape, 4)
+    assert (plain, draft) == (pytest.approx(1.0, rel=0.1), pytest.approx(3.5, rel=0.1))
     for n in range(LOOK):
-        speed.observe(costs, 1, 2.0, False)
-        assert costs.plain(1) == pytest.approx(1.0 if n < LOOK - 1 else 2.0)
+        speed.observe(costs, 1, 2 * plain, False)
+        assert costs.plain(1) == pytest.approx(plain if n < LOOK - 1 else 2 * plain)
     assert costs.round(1, shape, 4) == pytest.approx(2 * draft)
     for n in range(AGAIN):  # while drafts rest every measurement counts, and it takes more rounds
-        speed.observe(costs, 1, 2.2, True)
-        assert costs.plain(1) == pytest.approx(2.0 if n < AGAIN - 1 else 2.2)
+        speed.observe(costs, 1, 2.2 * plain, True)
+        assert costs.plain(1) == pytest.approx((2.0 if n < AGAIN - 1 else 2.2) * plain)
