@@ -8,7 +8,7 @@ other ones change a number of the search. Length: ADL with the paper's 20..30 an
 fixed blocks. For comparison: `ar`, the sequential `draft`, and of diffuspec the exact prefix and a trimmed
 head. All take turns. MAT is the acceptance length without the target's own token, as in the paper; tokens and verified
 rows of a round are those of rounds that draft, which do not depend on the machine. `--save` appends rows to
-bench/results/<machine>/<strategy>.jsonl.
+bench/results/<machine>/blocks.jsonl.
 """
 
 from dataclasses import dataclass, field, replace
@@ -93,8 +93,8 @@ def bench(args: Args, temperature: float, engines: dict[str, Engine], about: dic
     rows = []
     for name, timing in timings.items():
         stats = timing.last.stats
-        row = row_of(args.strategy, name, temperature, args, timings, engines[name], prompts) | about.get(name, {})
-        row |= {"mat": stats.acceptance_length - 1}
+        row = row_of("blocks", name, temperature, args, timings, engines[name], prompts) | about.get(name, {})
+        row |= {"strategy": args.strategy, "mat": stats.acceptance_length - 1}
         row |= {"seconds": {stage: seconds / stats.wall for stage, seconds in stats.seconds.items()}}
         if drafting := stats.rounds - stats.lengths.get(0, 0):
             row |= {"tokens_a_round": 1 + stats.accepted / drafting, "rows_a_round": 1 + stats.drafted / drafting}
@@ -129,7 +129,7 @@ def main() -> None:
     AdaptiveLength.may_skip_drafting = not args.always
     engines, about = engines_of(args)
     prompts = prompts_of(args, engines["ar"])
-    harness.report(args.strategy, args, lambda temperature: bench(args, temperature, engines, about, prompts), show)
+    harness.report("blocks", args, lambda temperature: bench(args, temperature, engines, about, prompts), show)
 
 
 if __name__ == "__main__":

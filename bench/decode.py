@@ -52,7 +52,7 @@ from bench import acceptance, harness, shapes
 from bench.harness import Timing
 from bench.kernels import common
 from bench.shapes import step_bytes
-from specker.kernels.delta import BLOCK, anchor
+from specker.kernels.delta_rows import BLOCK, anchor
 from specker.model.config import layer_elements
 from specker.model.decoder import forward
 from specker.model.prefill import prefill, prefill_chunk

@@ -17,7 +17,7 @@ from rich.console import Console
 
 from bench import harness
 from bench.decoding import Given, Transformers, measured, prompts_of, row_of, share_target, ways_of
-from specker.kernels.sample import sample_rows
+from specker.kernels.sample_rows import sample_rows
 from specker.model.decoder import Final, forward
 from specker.options import Sampling
 from specker.runtime.engine import Engine

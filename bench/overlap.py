@@ -15,7 +15,10 @@ import torch
 from ptxsim import StaticReport, side_by_side, static_report
 
 from bench.builds import build
-from specker.kernels import attention, linear, project, residual
+from specker.kernels.kv_project import _variant as kv_project_variant
+from specker.kernels.residual_merge import _variant as residual_merge_variant
+from specker.kernels.row_linear import _variants as row_linear_variants
+from specker.kernels.tree_attention import _variant as tree_attention_variant
 
 ARCHES = (90, 100)  # with programmatic dependent launch
 BF16 = torch.bfloat16
@@ -44,23 +47,23 @@ MODELS = {
 def layer(m: Model, arch: int) -> list[tuple[str, Any]]:
     """(name, variant) of a layer's kernels for few rows, in order, and the next layer's first two."""
     heads, cache = (m.heads, m.kv_heads, m.head_dim), m.kv_heads * m.head_dim
-    o = linear._variants(BF16, m.hidden, m.heads * m.head_dim, "split", False, arch)[0]
-    down = linear._variants(BF16, m.hidden, m.inner, "split", False, arch)[0]
+    o = row_linear_variants(BF16, m.hidden, m.heads * m.head_dim, "split", False, arch)[0]
+    down = row_linear_variants(BF16, m.hidden, m.inner, "split", False, arch)[0]
 
     def norm(product: Any) -> tuple[str, Any]:
-        return "norm", residual._variant(BF16, product.constexprs["SPLITS"], 1, m.hidden, split=True)
+        return "norm", residual_merge_variant(BF16, product.constexprs["SPLITS"], 1, m.hidden, split=True)
 
     strides = PAGE * cache, cache, m.head_dim
     first = [
         norm(down),
-        ("kv_project", project._variant(BF16, 1, *heads, m.hidden, m.qk_norm, False, arch)),
+        ("kv_project", kv_project_variant(BF16, 1, *heads, m.hidden, m.qk_norm, False, arch)),
     ]
     return [
         *first,
-        ("attention", attention._variant(BF16, 1, *heads, PAGE, strides, arch)),
+        ("attention", tree_attention_variant(BF16, 1, *heads, PAGE, strides, arch)),
         ("o", o),
         norm(o),
-        ("gate_up", linear._variants(BF16, 2 * m.inner, m.hidden, "silu_mul", False, arch)[0]),
+        ("gate_up", row_linear_variants(BF16, 2 * m.inner, m.hidden, "silu_mul", False, arch)[0]),
         ("down", down),
         *first,
     ]

@@ -47,7 +47,7 @@ from specker import cpu
 from specker.cpu import one_torch_thread
 from specker.cpu.packed import Packed, of_quantised
 from specker.kernels import quant
-from specker.kernels.linear import row_linear
+from specker.kernels.row_linear import row_linear
 from specker.model.config import layer_elements
 from specker.model.decoder import Final, forward
 from specker.model.prefill import prefill

@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from specker.kernels.delta import BLOCK
+from specker.kernels.delta_rows import BLOCK
 from specker.model.config import DeltaNet, ModelConfig, ShortConv, layer_elements
 
 

@@ -30,8 +30,11 @@ def described(path: str, *members: str) -> str:
 
 
 def resolved(path: str) -> Any:
+    """A package's attribute comes before its file of that name, as in an import statement."""
+    package, _, name = path.rpartition(".")
     try:
-        return pkgutil.resolve_name(path)
+        found = pkgutil.resolve_name(package)
+        return getattr(found, name) if hasattr(found, name) else pkgutil.resolve_name(path)
     except (ImportError, AttributeError) as error:
         raise ValueError(f"a page asks for {path!r}: {error}") from None
 

@@ -217,8 +217,8 @@ def biases(given: Any) -> tuple[tuple[int, float], ...]:
 
 @dataclass(frozen=True)
 class Sampling:
-    """How to draw the target's token from its logits; the same for every strategy (see kernels/sample.py and
-    kernels/adjust.py)."""
+    """How to draw the target's token from its logits; the same for every strategy (see kernels/sample_rows.py and
+    kernels/adjust_rows.py)."""
 
     temperature: float = opt(0.0, "0 decodes greedily")
     top_p: float = opt(1.0, "keep the smallest set of tokens with this much probability")

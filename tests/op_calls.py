@@ -10,17 +10,17 @@ from torch import Tensor
 
 from specker import kernels
 from specker.kernels.ancestors import chain_words
-from specker.kernels.conv import conv_rows
-from specker.kernels.delta import delta_rows
+from specker.kernels.conv_rows import conv_rows
+from specker.kernels.delta_rows import delta_rows
 from specker.kernels.noise import pack_draw
 from specker.kernels.quant import quantised
 from specker.kernels.round.grow import Candidates, grow, prune
-from specker.kernels.round.pair import start_pairs
-from specker.kernels.round.place import place_rows
-from specker.kernels.round.repeat import repeat_rows
+from specker.kernels.round.place_rows import place_rows
+from specker.kernels.round.repeat_rows import repeat_rows
 from specker.kernels.round.settle import settle
-from specker.kernels.round.start import start_rows
-from specker.kernels.sample import Splits
+from specker.kernels.round.start_pairs import start_pairs
+from specker.kernels.round.start_rows import start_rows
+from specker.kernels.sample_rows import Splits
 
 F32, BF16 = torch.float32, torch.bfloat16
 

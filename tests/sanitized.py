@@ -17,7 +17,7 @@ ODD = "odd calls"
 # What runs each C file: tests, and odd calls of ops. Files that no line names are part of every run: `team.c`, the
 # functions of the calls, and the products.
 RUNS: dict[str, tuple[str, ...]] = {
-    "adjust.c": (f"{ODD} adjust_rows", "tests/kernels/test_adjust.py"),
+    "adjust.c": (f"{ODD} adjust_rows", "tests/kernels/test_adjust_rows.py"),
     "attention.c": (LAYERS,),
     "calls.c": (f"{ODD} row_linear", "tests/cpu/test_products.py"),
     "chain.c": ("tests/cpu/test_chain.py", "tests/cpu/test_heads.py"),

@@ -18,7 +18,7 @@ import specker
 from specker.checkpoints.checkpoint import read, read_config
 from specker.integrations.adopt import outer
 from specker.integrations.target import drafter_for
-from specker.kernels.delta import BLOCK
+from specker.kernels.delta_rows import BLOCK
 from specker.model.cache import KVCache
 from specker.model.config import CheckpointError
 from specker.model.prefill import prefill

@@ -46,7 +46,7 @@ for op, row in static.reports(items):
 @pytest.mark.parametrize(("arch", "part"), EACH)
 def test_every_op_with_kernels_is_compiled_and_has_no_problems(arch, part):
     reports, found = reports_of(arch, part), set(static.ops())
-    assert {"residual", "kv", "accept", "place", "repeat"} <= found
+    assert {"residual_merge", "kv_calibrate", "kv_commit", "accept_walk", "place_rows", "repeat_rows"} <= found
     assert {r["op"] for r in reports} == found
     assert [(r["op"], r["variant"], r["arch"], p) for r in reports for p in r["problems"]] == []
     for r in reports:
@@ -65,8 +65,8 @@ def test_attentions_rows_stay_within_a_warp(part):
     program = f"""
 import re
 from bench.builds import build
-from specker.kernels import attention
-own = [v for v in attention.variants(80) if v.constexprs.get("OWN") and not v.constexprs["APART"]]
+from specker.kernels.tree_attention import variants
+own = [v for v in variants(80) if v.constexprs.get("OWN") and not v.constexprs["APART"]]
 for variant in own[{part}::3]:
     ptx = build(variant, 80).compile().asm["ptx"].splitlines()
     at = {{line.split(":")[0]: i for i, line in enumerate(ptx) if line.startswith("$L")}}
@@ -121,8 +121,8 @@ import triton
 os.environ["TRITON_PTXAS_BLACKWELL_PATH"] = triton.knobs.nvidia.ptxas.path
 from bench.builds import build
 from ptxsim import static
-from specker.kernels import linear
-for variant in linear.variants(90):
+from specker.kernels.row_linear import variants
+for variant in variants(90):
     if variant.smoke and variant.name.endswith("int8/4096 few"):
         done = build(variant, 90).compile()
         print(static.warpgroups(done.asm["ptx"], static.disassembly(done.asm["cubin"])))
@@ -150,8 +150,8 @@ def test_the_next_kernel_starts_after_the_loop():
     program = """
 import itertools, re
 from bench.builds import build
-from specker.kernels import linear
-variant = next(v for v in linear.variants(90) if v.smoke)
+from specker.kernels.row_linear import variants
+variant = next(v for v in variants(90) if v.smoke)
 ptx = build(variant, 90).compile().asm["ptx"]
 found = re.findall(r"griddepcontrol\\.(\\w+)|(wgmma)\\.mma", ptx)
 print(*(name for name, _ in itertools.groupby("".join(each) for each in found)))
@@ -184,9 +184,10 @@ def test_one_kernel_at_a_time_sleeps_after_it_let_the_next_start(monkeypatch):
 def test_the_sleep_is_compiled_only_into_the_delayed_kernel():
     program = """
 from bench.builds import build
-from specker.kernels import residual, variant
+from specker.kernels import variant
+from specker.kernels.residual_merge import variants
 for variant.DELAYED in ("", "_residual_merge_kernel"):
-    ptx = build(next(residual.variants(90)), 90).compile().asm["ptx"]
+    ptx = build(next(variants(90)), 90).compile().asm["ptx"]
     marks = {"griddepcontrol.launch_dependents": "start", "nanosleep.u32": "sleep", "st.global": "store"}
     found = [name for line in ptx.splitlines() for mark, name in marks.items() if mark in line]
     print(*dict.fromkeys(found))

@@ -355,7 +355,7 @@ def test_watching_is_kept_below_its_share(monkeypatch):
 
 def test_observations_equal_the_layers_own_tokens(target, monkeypatch):
     """Against a fresh pass over the committed text; rows after the first mismatch are not observed."""
-    from specker.kernels.sample import sample_rows
+    from specker.kernels.sample_rows import sample_rows
     from specker.model.cache import KVCache
     from specker.model.decoder import Final, forward
 

@@ -82,7 +82,7 @@ def test_a_bench_of_one_strategy_runs(tmp_path, results, monkeypatch, command_li
     importlib.import_module(f"bench.{name}").main()
     [path] = tmp_path.glob("*/*.jsonl")
     rows = results()
-    assert path.stem == {"blocks": "diffuspec"}.get(name, name)
+    assert path.stem == name
     for way in ways:
         assert any(row["way"].startswith(way) for row in rows)
     assert all(row["tokens"] == 6 and row["tokens_per_second"] > 0 for row in rows if "sweep" not in row["way"])

@@ -1,6 +1,7 @@
 """Layers side by side: the fuzzy pass follows the paper, the draft cache is exact after calibration, and the tokens
 equal plain decoding."""
 
+import importlib
 import math
 
 import cases
@@ -13,8 +14,7 @@ from pairs import perturbed
 import specker
 from bench.ablations import Uncalibrated, drafting_as
 from specker.checkpoints.checkpoint import read as read_checkpoint
-from specker.kernels import residual as merge
-from specker.kernels.round.repeat import Repeated
+from specker.kernels.round.repeat_rows import Repeated
 from specker.model import decoder
 from specker.model.cache import KVCache, sequence_bounds
 from specker.model.decoder import Final, Model, forward
@@ -25,6 +25,8 @@ from specker.runtime.control.policy import Budget
 from specker.runtime.round.lm_head import LMHead
 from specker.runtime.strategies.draft.autoregressive import AutoregressiveDrafter
 from specker.runtime.strategies.easyspec.layer_groups import LayerParallel, Schedule
+
+merge = importlib.import_module("specker.kernels.residual_merge")
 
 F64 = torch.float64
 ARCHITECTURES = {"llama": {}, "qwen2": {"tied": True}, "qwen3": {}, "llama-bias": {"attention_bias": True}}
@@ -200,12 +202,12 @@ def test_neighbours_in_one_storage_are_not_copied():
 @pytest.fixture
 def kernels(monkeypatch):
     """Run all of a drafter's ops as kernels in the interpreter. Yields the linear for its model."""
-    from specker.kernels import attention as attend
-    from specker.kernels import kv, project
-    from specker.kernels import linear as products
-    from specker.kernels import residual as merge
-    from specker.kernels import topk as select
-    from specker.kernels.round import repeat
+    attend = importlib.import_module("specker.kernels.tree_attention")
+    kv = importlib.import_module("specker.kernels.kv_calibrate")
+    project = importlib.import_module("specker.kernels.kv_project")
+    products = importlib.import_module("specker.kernels.row_linear")
+    select = importlib.import_module("specker.kernels.vocab_topk")
+    from specker.kernels.round import repeat_rows as repeat
 
     def add_norm(x, delta, weight, eps):
         split = delta is not None and delta.dim() == 3
@@ -232,7 +234,7 @@ def kernels(monkeypatch):
         "model.decoder.residual_merge": merge.launch,
         "runtime.strategies.easyspec.layer_groups.repeat_rows": lambda *args: Repeated(*repeat.launch(*args)),
         "runtime.round.lm_head.vocab_topk": topk,
-        "model.cache.kv_commit": kv.launch_commit,
+        "model.cache.kv_commit": importlib.import_module("specker.kernels.kv_commit").launch,
     }.items():
         monkeypatch.setattr(f"specker.{name}", kernel)
     return linear

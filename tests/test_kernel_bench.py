@@ -79,7 +79,7 @@ def test_rows_and_a_wrong_result(monkeypatch, command_line, capsys):
 def test_pytest_runs_the_benches(tmp_path):
     """`pytest bench --benchmark-only --small` for some modules on a CPU times every selected case."""
     out = tmp_path / "benchmarks.json"
-    named = "residual_merge or (accept and walk) or start_rows or settle or grow"
+    named = "residual_merge or accept_walk or start_rows or settle or grow"
     only = ["-k", named, "-p", "no:cacheprovider", "-p", "no:xdist"]
     quick = ["--benchmark-only", "--benchmark-min-rounds=1", "--benchmark-max-time=0.01", f"--benchmark-json={out}"]
     done = warm.run("-m", "pytest", "bench", "-q", "--small", *only, *quick, env={"CUDA_VISIBLE_DEVICES": ""})
@@ -87,7 +87,7 @@ def test_pytest_runs_the_benches(tmp_path):
     timed = json.loads(out.read_text())["benchmarks"]
     assert collections.Counter(row["name"].split("[")[0] for row in timed) == {
         "test_residual_merge": 8,
-        "test_accept": 2,
+        "test_accept_walk": 2,
         "test_start_rows": 5,
         "test_settle": 6,
         "test_grow": 6,

@@ -22,7 +22,7 @@ AGAIN = [
 CHILD = """
 import sys, pytest, torch
 from specker.cpu import build
-from specker.kernels.linear import multiplies_bfloat16
+from specker.kernels.row_linear import multiplies_bfloat16
 assert torch.backends.cpu.get_cpu_capability() == "AVX2" and not multiplies_bfloat16() and build.level() == "avx2"
 sys.exit(pytest.main(sys.argv[1:]))
 """

@@ -90,7 +90,8 @@ import gc, sys
 from specker.cli import start
 start.quicken()
 import torch
-from specker.kernels import sample
+import importlib
+sample = importlib.import_module("specker.kernels.sample_rows")
 assert not gc.isenabled() and "triton" not in sys.modules
 start.loaded()
 assert gc.isenabled() and gc.get_freeze_count() > 100_000
@@ -101,7 +102,7 @@ assert "triton" in sys.modules
 types = [kernel.fn.__annotations__.values() for kernel in vars(sample).values() if hasattr(kernel, "fn")]
 assert {*map(str, {x for each in types for x in each})} == {"<class 'triton.language.core.constexpr'>", "int64"}
 
-from specker.kernels.sample import _NONE
+from specker.kernels.sample_rows import _NONE
 from specker.kernels.variant import tl, triton
 
 @triton.jit

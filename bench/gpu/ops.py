@@ -12,17 +12,19 @@ from typing import Any
 import torch
 
 from bench.kernels import (
-    bench_accept,
-    bench_adjust,
+    bench_accept_walk,
+    bench_adjust_rows,
     bench_cluster_topk,
-    bench_conv,
-    bench_delta,
+    bench_conv_rows,
+    bench_delta_rows,
     bench_expert_linear,
     bench_grow,
-    bench_kv,
+    bench_kv_calibrate,
+    bench_kv_commit,
     bench_kv_project,
     bench_residual_merge,
     bench_row_linear,
+    bench_sample_rows,
     bench_settle,
     bench_start_pairs,
     bench_start_rows,
@@ -30,12 +32,12 @@ from bench.kernels import (
     bench_vocab_topk,
 )
 from bench.kernels.common import DEVICE, Built
-from specker.kernels.attention import ancestor_words, tree_attention, tree_attention_ref
-from specker.kernels.kv import rope_table
-from specker.kernels.project import kv_project
-from specker.kernels.round.place import place_rows
-from specker.kernels.round.repeat import repeat_rows
-from specker.kernels.route import expert_route, expert_route_ref
+from specker.kernels.expert_route import expert_route, expert_route_ref
+from specker.kernels.kv_calibrate import rope_table
+from specker.kernels.kv_project import kv_project
+from specker.kernels.round.place_rows import place_rows
+from specker.kernels.round.repeat_rows import repeat_rows
+from specker.kernels.tree_attention import ancestor_words, tree_attention, tree_attention_ref
 
 SIZE = 4096 if DEVICE == "cuda" else 256
 DTYPE = torch.bfloat16 if DEVICE == "cuda" else torch.float32
@@ -145,15 +147,15 @@ CHECKS: dict[str, Callable[[], None]] = {
     "cluster_topk noise": built(bench_cluster_topk.build, 8, 10, True),
     **{f"cluster_topk {kind}": built(bench_cluster_topk.build, 8, 10, False, kind) for kind in ("int8", "int4")},
     "kv_project": built(bench_kv_project.project, next(iter(bench_kv_project.WIDTHS)), 8),
-    "kv_calibrate": built(bench_kv.calibrate, 8, True),
-    "kv_commit": built(bench_kv.commit, 2, 12),
+    "kv_calibrate": built(bench_kv_calibrate.build, 8, True),
+    "kv_commit": built(bench_kv_commit.build, 2, 12),
     "residual_merge": built(bench_residual_merge.build, 2, 1, 8, SIZE, False),
     "residual_merge apart": built(bench_residual_merge.build, 2, 1, 8, SIZE, True),
     "residual_merge of a group": built(bench_residual_merge.build, 1, 4, 8, SIZE, False),
-    "conv_rows decoding": built(bench_conv.build, 1, 128, DTYPE),
-    "conv_rows chunk": built(bench_conv.build, 512, 128, DTYPE),
-    "delta_rows decoding": built(bench_delta.build, 1, 128, DTYPE),
-    "delta_rows chain": built(bench_delta.build, 20, 128, DTYPE),
+    "conv_rows decoding": built(bench_conv_rows.build, 1, 128, DTYPE),
+    "conv_rows chunk": built(bench_conv_rows.build, 512, 128, DTYPE),
+    "delta_rows decoding": built(bench_delta_rows.build, 1, 128, DTYPE),
+    "delta_rows chain": built(bench_delta_rows.build, 20, 128, DTYPE),
     "expert_linear gate and up": built(bench_expert_linear.build, MIXTURE, 8, "silu_mul"),
     "expert_linear down": built(bench_expert_linear.build, MIXTURE, 8, "sum"),
     **{
@@ -162,12 +164,12 @@ CHECKS: dict[str, Callable[[], None]] = {
     },
     "expert_route": built(bench_expert_linear.build_all, MIXTURE, 8),
     "expert_route sigmoid": biased_route,
-    "sample_rows greedy": built(bench_accept.sample, 8, 8 * SIZE, DTYPE, 0.0, 0, 1.0),
-    "sample_rows top-k and top-p": built(bench_accept.sample, 8, 8 * SIZE, DTYPE, 0.7, 50, 0.9),
-    "adjust_rows": built(bench_adjust.build, 8 * SIZE, 500, False),
-    "adjust_rows min_p": built(bench_adjust.build, 8 * SIZE, 500, True),
-    "accept_walk chain": built(bench_accept.walk, 64, True),
-    "accept_walk tree": built(bench_accept.walk, 64, False),
+    "sample_rows greedy": built(bench_sample_rows.build, 8, 8 * SIZE, DTYPE, 0.0, 0, 1.0),
+    "sample_rows top-k and top-p": built(bench_sample_rows.build, 8, 8 * SIZE, DTYPE, 0.7, 50, 0.9),
+    "adjust_rows": built(bench_adjust_rows.build, 8 * SIZE, 500, False),
+    "adjust_rows min_p": built(bench_adjust_rows.build, 8 * SIZE, 500, True),
+    "accept_walk chain": built(bench_accept_walk.build, 64, True),
+    "accept_walk tree": built(bench_accept_walk.build, 64, False),
     "place_rows": places,
     "repeat_rows": repeats,
     "start_rows chain": built(bench_start_rows.build, 8, 9, False),

@@ -14,10 +14,10 @@ from torch import Tensor
 
 from bench.kernels import common
 from bench.kernels.common import DEVICE, Built, Case, Goal
-from specker.kernels.clusters import cluster_topk, cluster_topk_cost
+from specker.kernels.cluster_topk import cluster_topk, cluster_topk_cost
 from specker.kernels.noise import gumbel_at
 from specker.kernels.quant import quantised
-from specker.kernels.topk import Noise, vocab_topk
+from specker.kernels.vocab_topk import Noise, vocab_topk
 
 DTYPE = torch.bfloat16 if DEVICE == "cuda" else torch.float32
 E = 256 if DEVICE == "cuda" else 64

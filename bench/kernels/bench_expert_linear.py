@@ -21,9 +21,9 @@ from torch.nn import functional as F
 
 from bench.kernels import common
 from bench.kernels.common import DEVICE, Built, Case, Goal
-from specker.kernels.experts import expert_linear, expert_linear_cost, expert_linear_ref
+from specker.kernels.expert_linear import expert_linear, expert_linear_cost, expert_linear_ref
+from specker.kernels.expert_route import expert_route, expert_route_cost, expert_route_ref
 from specker.kernels.quant import quantised
-from specker.kernels.route import expert_route, expert_route_cost, expert_route_ref
 
 DTYPE = torch.bfloat16 if DEVICE == "cuda" else torch.float32
 # Experts, chosen ones, columns of a row, and of an expert's hidden row.

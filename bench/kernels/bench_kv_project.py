@@ -11,9 +11,9 @@ from torch.nn import functional as F
 
 from bench.kernels import common
 from bench.kernels.common import DEVICE, Built, Case, Goal
-from specker.kernels.kv import kv_calibrate, rope_table
-from specker.kernels.linear import row_linear
-from specker.kernels.project import kv_project, kv_project_cost
+from specker.kernels.kv_calibrate import kv_calibrate, rope_table
+from specker.kernels.kv_project import kv_project, kv_project_cost
+from specker.kernels.row_linear import row_linear
 
 PAGE = 256
 DTYPE = torch.bfloat16 if DEVICE == "cuda" else torch.float32

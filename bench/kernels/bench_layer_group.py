@@ -17,8 +17,8 @@ from bench import harness
 from bench.kernels import common
 from bench.kernels.common import DEVICE, Built, Case, Goal
 from specker.checkpoints import checkpoint
-from specker.kernels.attention import tree_attention
-from specker.kernels.kv import kv_calibrate
+from specker.kernels.kv_calibrate import kv_calibrate
+from specker.kernels.tree_attention import tree_attention
 from specker.model.cache import KVCache
 from specker.model.config import layer_elements
 from specker.model.decoder import Model, forward

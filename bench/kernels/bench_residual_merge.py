@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from bench.kernels import common
 from bench.kernels.common import DEVICE, Built, Case, Goal
-from specker.kernels.residual import residual_merge, residual_merge_cost
+from specker.kernels.residual_merge import residual_merge, residual_merge_cost
 
 EPS = 1e-5
 DTYPE = torch.bfloat16 if DEVICE == "cuda" else torch.float32

@@ -23,8 +23,8 @@ from torch.nn import functional as F
 
 from bench.kernels import common
 from bench.kernels.common import DEVICE, Built, Case, Goal
-from specker.kernels.linear import GATES, gated, row_linear, row_linear_cost, row_linear_ref
 from specker.kernels.quant import quantised
+from specker.kernels.row_linear import GATES, gated, row_linear, row_linear_cost, row_linear_ref
 
 DTYPE = torch.bfloat16 if DEVICE == "cuda" else torch.float32
 

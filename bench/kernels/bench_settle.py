@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from bench.kernels import common
 from bench.kernels.common import DEVICE, Built, Case, Goal
 from specker.kernels.round.settle import settle, settle_cost
-from specker.kernels.sample import Splits
+from specker.kernels.sample_rows import Splits
 
 PAGE = 256  # columns
 PAGES = 16  # of a sequence

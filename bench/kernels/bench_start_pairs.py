@@ -12,8 +12,8 @@ from torch.nn import functional as F
 
 from bench.kernels import common
 from bench.kernels.common import DEVICE, Built, Case, Goal
-from specker.kernels.round.pair import start_pairs, start_pairs_cost
-from specker.kernels.round.start import start_rows
+from specker.kernels.round.start_pairs import start_pairs, start_pairs_cost
+from specker.kernels.round.start_rows import start_rows
 
 PAGE = 256  # columns
 PAGES = 16  # of a sequence

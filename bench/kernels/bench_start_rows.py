@@ -14,8 +14,8 @@ from torch.nn import functional as F
 
 from bench.kernels import common
 from bench.kernels.common import DEVICE, Built, Case, Goal
-from specker.kernels.round.place import place_rows
-from specker.kernels.round.start import start_rows, start_rows_cost
+from specker.kernels.round.place_rows import place_rows
+from specker.kernels.round.start_rows import start_rows, start_rows_cost
 
 PAGE = 256  # columns
 PAGES = 16  # of a sequence

@@ -18,9 +18,9 @@ from torch.nn.functional import scaled_dot_product_attention as sdpa
 
 from bench.kernels import common
 from bench.kernels.common import DEVICE, Built, Case, Goal
-from specker.kernels.attention import ancestor_words, tree_attention, tree_attention_cost
 from specker.kernels.narrow import NARROW, narrowed
 from specker.kernels.quant import LARGEST
+from specker.kernels.tree_attention import ancestor_words, tree_attention, tree_attention_cost
 
 DTYPE = torch.bfloat16 if DEVICE == "cuda" else torch.float32
 HEADS = (32, 8, 128) if DEVICE == "cuda" else (4, 2, 32)

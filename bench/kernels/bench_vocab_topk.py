@@ -16,11 +16,11 @@ from torch import Tensor
 
 from bench.kernels import common
 from bench.kernels.common import DEVICE, Built, Case, Goal
-from specker.kernels.linear import row_linear
 from specker.kernels.noise import pack_draw
 from specker.kernels.quant import quantised
-from specker.kernels.sample import sample_rows
-from specker.kernels.topk import Noise, vocab_topk, vocab_topk_cost
+from specker.kernels.row_linear import row_linear
+from specker.kernels.sample_rows import sample_rows
+from specker.kernels.vocab_topk import Noise, vocab_topk, vocab_topk_cost
 
 DTYPE = torch.bfloat16 if DEVICE == "cuda" else torch.float32
 E = 4096 if DEVICE == "cuda" else 128

@@ -9,7 +9,7 @@ from reprlib import repr as short
 from typing import Any, NamedTuple
 
 from specker.checkpoints.numbers import check_size
-from specker.kernels.linear import ALPHA, LIMIT
+from specker.kernels.row_linear import ALPHA, LIMIT
 from specker.model.config import KV, CheckpointError, DeltaNet, Mixer, ShortConv
 
 # In config.json of a converted GGUF file:

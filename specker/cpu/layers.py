@@ -37,7 +37,7 @@ from specker.cpu.library import (
     team,
 )
 from specker.cpu.packed import Packed
-from specker.kernels import delta
+from specker.kernels.delta_rows import BLOCK as DELTA_BLOCK
 from specker.layer_weights import KINDS, LayerWeights
 
 MAX_ROWS = 256  # most rows at once with plain weights; a round of more rows runs in blocks (model/decoder.py)
@@ -71,7 +71,7 @@ class Spec(Protocol):
 class Records(NamedTuple):
     """What L layers with a recurrent state keep, stacked, and where the rows of a call find it. All contiguous.
 
-    The sizes are those of `delta_rows` (kernels/delta.py); a short convolution keeps only its inputs."""
+    The sizes are those of `delta_rows` (kernels/delta_rows.py); a short convolution keeps only its inputs."""
 
     inputs: Tensor  # [L, pages, page, C] float32, of the convolution
     k: Tensor | None  # [L, pages, page, Hk, Dk] float32
@@ -86,7 +86,7 @@ class Records(NamedTuple):
 
 class CachedRows(NamedTuple):
     """T rows of B sequences, the K/V and the records that they write, and the columns that they see; see
-    kernels/attention.py."""
+    kernels/tree_attention.py."""
 
     kv: tuple[Tensor, ...]
     """K and V [L, pages, page size, Hkv, D] of the layers of each kind of heads, in the order of `KVCache.kv`: float32,
@@ -379,7 +379,7 @@ def _mixing(mixer: Any) -> Mixing:
         *(getattr(mixer, name, 0) for name in ("key_heads", "value_heads", "key_dim", "value_dim")),
         mixer.channels,
         mixer.kernel,
-        delta.BLOCK,
+        DELTA_BLOCK,
         getattr(mixer, "tiled", False),
     )
 

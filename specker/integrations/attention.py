@@ -12,7 +12,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
 from specker.kernels.ancestors import MAX_WORDS
-from specker.kernels.attention import tree_attention
+from specker.kernels.tree_attention import tree_attention
 
 WINDOW = 64 * MAX_WORDS  # columns in which the rows of a sequence may differ
 PAGE = 256  # columns of a page; one size, so that a GPU compiles one kernel

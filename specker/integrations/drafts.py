@@ -116,7 +116,7 @@ class Drafts:
         rows: Sequence[Mapping[int, Tensor]] | None = None,
     ) -> list[list[int]]:
         """One batched draft: for each text a chain of up to `most` tokens, perhaps none. texts: prompt and output of
-        each request so far. `sampling`: of each request, if the engine draws with specker's noise (kernels/sample.py);
+        each request so far. `sampling`: of each request, if the engine draws with specker's noise (`sample_rows`);
         default: the drafts are the draft model's most probable tokens. `rows`, if there are `aux_layers`: of each text,
         depth -> [T, E], the target's hidden rows of the T tokens before the last one: all tokens that are new since the
         last step, or more. Raises ValueError if there are `aux_layers` and no rows."""

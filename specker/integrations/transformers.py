@@ -41,7 +41,7 @@ from specker.checkpoints.checkpoint import Checkpoint
 from specker.integrations.adopt import adopt, adoptable, files, outer, state
 from specker.integrations.attention import register_attention
 from specker.integrations.drafts import Drafts
-from specker.kernels.sample import sample_rows
+from specker.kernels.sample_rows import sample_rows
 from specker.model.sampling import pack
 from specker.options import MAX_BATCH, Options, Params, Sampling
 from specker.runtime import strategies

@@ -1,7 +1,8 @@
 """The ops: plain functions of tensors, registered as `torch.ops.specker.<op>` for torch.compile.
 
-They do not use the runtime. `from specker.kernels import tree_attention` imports the function; its file
-(`specker.kernels.attention`) also has the reference and the cost.
+They do not use the runtime. An op's file has its name: `from specker.kernels import tree_attention` imports the
+function, and `from specker.kernels.tree_attention import tree_attention_ref` its reference. The package's attribute of
+that name is the function, so code that needs the module itself calls `importlib.import_module`.
 
 An op with Triton kernels exposes `variants(arch: int) -> Iterator[Variant]` in its file: the kernel forms that its
 launcher launches on sm_`arch` (80, 90, 100), built by the same function that the launcher calls. `make static` and
@@ -10,20 +11,21 @@ spills, too much shared memory, a dot without matrix instructions and narrow rea
 holds; mark two or three with `smoke=True` for `make test`.
 """
 
-from specker.kernels.accept import accept_walk
-from specker.kernels.adjust import adjust_rows
-from specker.kernels.attention import ancestor_words, tree_attention
-from specker.kernels.clusters import cluster_topk
-from specker.kernels.conv import conv_rows
-from specker.kernels.delta import delta_rows
-from specker.kernels.experts import expert_linear
-from specker.kernels.kv import kv_calibrate, kv_commit, rope_table
-from specker.kernels.linear import row_linear
-from specker.kernels.project import kv_project
-from specker.kernels.residual import residual_merge
-from specker.kernels.route import expert_route
-from specker.kernels.sample import sample_rows
-from specker.kernels.topk import vocab_topk
+from specker.kernels.accept_walk import accept_walk
+from specker.kernels.adjust_rows import adjust_rows
+from specker.kernels.cluster_topk import cluster_topk
+from specker.kernels.conv_rows import conv_rows
+from specker.kernels.delta_rows import delta_rows
+from specker.kernels.expert_linear import expert_linear
+from specker.kernels.expert_route import expert_route
+from specker.kernels.kv_calibrate import kv_calibrate, rope_table
+from specker.kernels.kv_commit import kv_commit
+from specker.kernels.kv_project import kv_project
+from specker.kernels.residual_merge import residual_merge
+from specker.kernels.row_linear import row_linear
+from specker.kernels.sample_rows import sample_rows
+from specker.kernels.tree_attention import ancestor_words, tree_attention
+from specker.kernels.vocab_topk import vocab_topk
 
 __all__ = [
     "accept_walk",

@@ -349,6 +349,11 @@ def same_device(first: Tensor, **others: Tensor | None) -> None:
             raise ValueError(f"{name} must be on {first.device}, got {other.device}")
 
 
+def check_contiguous(k_cache: Tensor, v_cache: Tensor) -> None:
+    if not (k_cache.is_contiguous() and v_cache.is_contiguous()) or k_cache.dtype != v_cache.dtype:
+        raise ValueError(f"the caches must be contiguous and of one dtype: {k_cache.dtype}, {v_cache.dtype}")
+
+
 def check_within(name: str, index: Tensor, end: int, least: int = 0) -> None:
     """Raise ValueError unless all numbers of `index` are in least..end - 1; reads them on the host."""
     if index.numel():

@@ -24,9 +24,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from specker.kernels.linear import row_linear
 from specker.kernels.quant import Matrix
-from specker.kernels.residual import add_norm
+from specker.kernels.residual_merge import add_norm
+from specker.kernels.row_linear import row_linear
 from specker.kernels.tiles import MAX_ROWS
 from specker.model.cache import KVCache, Lengths, Rows, sequence_bounds
 from specker.model.decoder import Final, GroupRows, Model, Output, in_blocks, over_pages, packed_linear, run_layers

@@ -21,8 +21,8 @@ import torch
 from torch import Tensor
 
 from specker.kernels.ancestors import chain_words, pack_bits
-from specker.kernels.kv import kv_commit
-from specker.kernels.round.place import place_rows
+from specker.kernels.kv_commit import kv_commit
+from specker.kernels.round.place_rows import place_rows
 from specker.model.config import ModelConfig
 from specker.model.kv_formats import kept_dim, widened
 from specker.model.prefixes import Match, Prefixes, copy_columns

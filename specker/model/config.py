@@ -52,7 +52,7 @@ class Experts:
 
 @dataclass(frozen=True)
 class DeltaNet:
-    """A gated delta net instead of attention (arXiv 2412.06464; kernels/delta.py): q, k and v come out of a short
+    """A gated delta net instead of attention (arXiv 2412.06464; kernels/delta_rows.py): q, k and v come out of a short
     convolution, the output is normalised by head and times silu of a gate z."""
 
     key_heads: int
@@ -110,7 +110,7 @@ class LayerSpec:
 
     activation: str = "silu"
     """In the feed-forward's gate: silu (SwiGLU), gelu or gelu_tanh (GeGLU, arXiv 2002.05202), or clamped_silu
-    (kernels/linear.py)."""
+    (kernels/row_linear.py)."""
     qkv_bias: bool = False
     o_bias: bool = False
     mlp_bias: bool = False  # also of experts
@@ -128,7 +128,7 @@ class LayerSpec:
     mixers: tuple[Mixer | None, ...] = ()
     """What mixes the columns in each layer: None is attention; the others keep a recurrent state. Empty if all layers
     attend. All states of a model have the same sizes."""
-    sinks: bool = False  # each query head has a logit that takes its share of the softmax (kernels/attention.py)
+    sinks: bool = False  # each query head has a logit that takes its share of the softmax (kernels/tree_attention.py)
     kvs: tuple[KV, ...] = ()  # each layer's heads of K and V, if they differ (Gemma 4); see ModelConfig.kv
     v_norm: bool = False  # RMSNorm without a weight over each head of V
     ple: int = 0  # width of what each layer reads of a row's token (per-layer embeddings, Gemma 4); 0: nothing

@@ -16,17 +16,17 @@ from torch.nn import functional as F
 
 from specker.cpu import Packed, Stack, available, product, restored, serves
 from specker.fields import option
-from specker.kernels.attention import MAX_WORDS, tree_attention
-from specker.kernels.experts import expert_linear
-from specker.kernels.kv import rope_table
-from specker.kernels.linear import GATES, gated, row_linear, row_linear_ref
-from specker.kernels.project import kv_project
+from specker.kernels.expert_linear import expert_linear
+from specker.kernels.expert_route import expert_route
+from specker.kernels.kv_calibrate import rope_table
+from specker.kernels.kv_project import kv_project
 from specker.kernels.quant import Matrix, Quantized, streams
-from specker.kernels.residual import add_norm, residual_merge
-from specker.kernels.route import expert_route
+from specker.kernels.residual_merge import add_norm, residual_merge
+from specker.kernels.row_linear import GATES, gated, row_linear, row_linear_ref
 from specker.kernels.tiles import MAX_ROWS
-from specker.kernels.topk import draws_alike, vocab_topk
+from specker.kernels.tree_attention import MAX_WORDS, tree_attention
 from specker.kernels.variant import sum_dtype
+from specker.kernels.vocab_topk import draws_alike, vocab_topk
 from specker.layer_weights import LayerWeights
 from specker.model.cache import KVCache, RingRows, Rows
 from specker.model.config import CheckpointError, ModelConfig

@@ -46,7 +46,7 @@ from torch import Tensor
 from specker.kernels import quant
 from specker.kernels.ancestors import chain_words, pack_bits
 from specker.kernels.quant import Matrix
-from specker.kernels.residual import add_norm
+from specker.kernels.residual_merge import add_norm
 from specker.kernels.variant import sum_dtype
 from specker.model.cache import KVCache, Rows
 from specker.model.decoder import (

@@ -36,8 +36,8 @@ from torch.nn import functional as F
 
 from specker.cpu import PairWeights
 from specker.kernels.quant import Matrix
-from specker.kernels.residual import add_norm
-from specker.kernels.round.pair import start_pairs
+from specker.kernels.residual_merge import add_norm
+from specker.kernels.round.start_pairs import start_pairs
 from specker.model.cache import KVCache, Lengths, Rows, sequence_bounds, window_sizes
 from specker.model.decoder import Final, GroupRows, Model, Output, compiled, fuses, over_pages, run_layers
 from specker.model.rows import begin

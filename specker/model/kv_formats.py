@@ -16,7 +16,7 @@ few paths that run without those layers.
 import torch
 from torch import Tensor
 
-from specker.kernels.kv import kv_calibrate
+from specker.kernels.kv_calibrate import kv_calibrate
 from specker.kernels.quant import LARGEST
 
 SCALE = 4  # bytes

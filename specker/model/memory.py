@@ -14,8 +14,8 @@ from pathlib import Path
 import torch
 
 from specker.fields import option
-from specker.kernels.attention import partial_bytes, split_count, split_unit
 from specker.kernels.tiles import MAX_ROWS
+from specker.kernels.tree_attention import partial_bytes, split_count, split_unit
 from specker.model.config import ModelConfig
 from specker.model.kv_formats import kept_dim
 from specker.model.prefill import FLASH_DIM, MIXTURE_CHUNK, serves_flash

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from specker.kernels.attention import attend
+from specker.kernels.tree_attention import attend
 from specker.kernels.variant import reset_counters, sum_dtype
 from specker.model.cache import KVCache, Rows, sequence_bounds
 from specker.model.config import ModelConfig

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from specker.cpu import CachedRows, Records
-from specker.kernels.conv import conv_rows
-from specker.kernels.delta import BLOCK, delta_rows
+from specker.kernels.conv_rows import conv_rows
+from specker.kernels.delta_rows import BLOCK, delta_rows
 from specker.layer_weights import LayerWeights
 from specker.model.cache import KVCache, Rows, sequence_bounds
 from specker.model.config import DeltaNet, Mixer

@@ -5,7 +5,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from specker.kernels.round.start import start_rows
+from specker.kernels.round.start_rows import start_rows
 from specker.model.cache import KVCache, Lengths, Rows, sequence_bounds, window_sizes
 from specker.model.decoder import Model
 

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from specker.kernels.noise import pack_draw
-from specker.kernels.sample import Splits, sample_rows, sample_splits
-from specker.kernels.topk import Noise
+from specker.kernels.sample_rows import Splits, sample_rows, sample_splits
+from specker.kernels.vocab_topk import Noise
 from specker.options import Sampling
 
 ALL = 2**31 - 1  # top_k that keeps every token
@@ -18,7 +18,7 @@ KINDS = ("greedy", "noise", "filtered")  # the kernels a draw launches; a later 
 
 
 class Adjusts(NamedTuple):
-    """That logits are adjusted before a token is drawn (kernels/adjust.py), and how, besides penalties."""
+    """That logits are adjusted before a token is drawn (kernels/adjust_rows.py), and how, besides penalties."""
 
     biased: bool
     floors: bool

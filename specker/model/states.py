@@ -1,4 +1,4 @@
-"""The states and records of layers with a recurrent state (kernels/delta.py, kernels/conv.py).
+"""The states and records of layers with a recurrent state (kernels/delta_rows.py, kernels/conv_rows.py).
 
 A sequence has two states, and a ring of records, which holds its last columns (rings.py): as many as rows read behind
 them, and AHEAD more, which a forward writes. Records are placed, committed, moved and taken over as K and V in rings
@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from specker.kernels.delta import BLOCK, PAGE, anchor
+from specker.kernels.delta_rows import BLOCK, PAGE, anchor
 from specker.model.config import DeltaNet, Mixer, ModelConfig
 from specker.model.rings import EndedRing, Rings
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
-from specker.kernels.adjust import adjust_rows
+from specker.kernels.adjust_rows import adjust_rows
 from specker.kernels.noise import gumbel
 from specker.kernels.quant import streams
 from specker.model.decoder import Model, forward

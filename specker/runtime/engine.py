@@ -16,7 +16,7 @@ from specker.answers.reader import Reader, reading
 from specker.checkpoints.checkpoint import Checkpoint
 from specker.checkpoints.gguf.cache import origin
 from specker.fields import option
-from specker.kernels.delta import BLOCK
+from specker.kernels.delta_rows import BLOCK
 from specker.model import memory
 from specker.model.cache import KVCache
 from specker.model.config import ModelConfig, layer_elements

@@ -9,7 +9,7 @@ and every K/V pool has pages for its longest text, so memory never runs out for 
 from collections.abc import Sequence
 
 from specker.fields import option
-from specker.kernels.delta import BLOCK
+from specker.kernels.delta_rows import BLOCK
 from specker.model.cache import KVCache
 from specker.model.prefixes import Match, common
 from specker.runtime.round.drafter import Drafter

@@ -10,8 +10,8 @@ from specker import cpu
 from specker.cpu import build
 from specker.cpu.packed import FORMATS, Numbers, joined, of_quantised, pack, unpack
 from specker.kernels import quant
-from specker.kernels.linear import row_linear_ref
 from specker.kernels.quant import Quantized
+from specker.kernels.row_linear import row_linear_ref
 from specker.model.decoder import packed_linear
 
 

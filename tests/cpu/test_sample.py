@@ -5,7 +5,7 @@ import torch
 
 from specker import cpu
 from specker.kernels.noise import pack_draw
-from specker.kernels.sample import sample_rows, sample_rows_ref
+from specker.kernels.sample_rows import sample_rows, sample_rows_ref
 
 FILTERS = [(0, 1.0), (1, 1.0), (40, 1.0), (0, 0.9), (0, 0.999), (0, 1e-6), (50, 0.8), (1 << 20, 0.95), (7, 0.5)]
 

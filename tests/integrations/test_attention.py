@@ -8,7 +8,7 @@ from transformers import AutoModelForCausalLM, DynamicCache
 
 from specker.integrations.attention import register_attention
 from specker.kernels.ancestors import unpack_words
-from specker.kernels.attention import ancestor_words
+from specker.kernels.tree_attention import ancestor_words
 
 SMALL = {"num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64, "hidden_size": 32, "vocab_size": 64}
 MODELS = {

@@ -26,7 +26,7 @@ from specker.integrations.sglang import (
     write_token_map,
 )
 from specker.kernels import ancestor_words, tree_attention
-from specker.kernels.attention import launch
+from specker.kernels.tree_attention import launch
 
 FULL = TreeMask.FULL_MASK
 QLEN = TreeMask.QLEN_ONLY

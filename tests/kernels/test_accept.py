@@ -7,9 +7,9 @@ import pytest
 import torch
 from formulas import chi_square_bound, law
 
-from specker.kernels.accept import accept_walk, accept_walk_cost
+from specker.kernels.accept_walk import accept_walk, accept_walk_cost
 from specker.kernels.noise import gumbel
-from specker.kernels.sample import first_argmax, sample_rows, sample_rows_cost, sample_rows_ref
+from specker.kernels.sample_rows import first_argmax, sample_rows, sample_rows_cost, sample_rows_ref
 
 I64 = torch.int64
 

@@ -12,13 +12,13 @@ from compile_only import compilations
 from formulas import chi_square_bound, law
 
 from specker.kernels import noise
-from specker.kernels.accept import accept_walk, accept_walk_ref, launch_walk
+from specker.kernels.accept_walk import accept_walk, accept_walk_ref, launch_walk
 from specker.kernels.noise import gumbel_of, gumbel_ref, gumbel_run
-from specker.kernels.sample import launch_sample, sample_rows, sample_rows_ref
+from specker.kernels.sample_rows import launch_sample, sample_rows, sample_rows_ref
 from specker.kernels.variant import tl, triton
 
-module = importlib.import_module("specker.kernels.sample")
-walking = importlib.import_module("specker.kernels.accept")
+module = importlib.import_module("specker.kernels.sample_rows")
+walking = importlib.import_module("specker.kernels.accept_walk")
 I64 = torch.int64
 SEEDS = [0, 1, (1 << 32) + 7, (1 << 63) + 5, (1 << 64) - 1]
 POSITIONS = [0, 5, (1 << 32) - 1, 1 << 32, (7 << 40) + 3, -1]

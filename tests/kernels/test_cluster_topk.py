@@ -13,12 +13,12 @@ import torch
 from compile_only import compilations
 
 from specker import cpu
-from specker.kernels.clusters import cluster_topk, cluster_topk_cost, cluster_topk_ref, launch
+from specker.kernels.cluster_topk import cluster_topk, cluster_topk_cost, cluster_topk_ref, launch
 from specker.kernels.noise import gumbel_at, pack_draw
 from specker.kernels.quant import quantised
-from specker.kernels.topk import Noise, vocab_topk_ref
+from specker.kernels.vocab_topk import Noise, vocab_topk_ref
 
-op = importlib.import_module("specker.kernels.clusters")
+op = importlib.import_module("specker.kernels.cluster_topk")
 # T, E, C, R, clusters, k: one of each, odd sizes, clusters in two tiles, more rows than a tile, k above R
 SIZES = [(1, 1, 1, 1, 1, 1), (3, 33, 10, 7, 3, 5), (2, 8, 70, 40, 5, 1), (17, 16, 20, 3, 9, 10), (2, 48, 6, 4, 2, 8)]
 NUMBERS = [(7, 0.9), (1, 0.0), ((1 << 64) - 5, 1.7)]

@@ -14,10 +14,10 @@ from specker.kernels.variant import COUNTERS, count_in, counters, reset_counters
 from specker.runtime.round.graphs import Graphs
 
 CPU = torch.device("cpu")
-project = importlib.import_module("specker.kernels.project")
-sample = importlib.import_module("specker.kernels.sample")
-topk = importlib.import_module("specker.kernels.topk")
-clusters = importlib.import_module("specker.kernels.clusters")
+project = importlib.import_module("specker.kernels.kv_project")
+sample = importlib.import_module("specker.kernels.sample_rows")
+topk = importlib.import_module("specker.kernels.vocab_topk")
+clusters = importlib.import_module("specker.kernels.cluster_topk")
 
 
 def kv_project():

@@ -13,11 +13,11 @@ from reads_only import reads
 from torch._subclasses.fake_tensor import FakeTensorMode
 from triton.runtime.errors import InterpreterError
 
-from specker.kernels.experts import expert_linear, expert_linear_cost, expert_linear_ref
+from specker.kernels.expert_linear import expert_linear, expert_linear_cost, expert_linear_ref
 from specker.kernels.quant import quantised
-from specker.kernels.residual import residual_merge
+from specker.kernels.residual_merge import residual_merge
 
-op, linear = (importlib.import_module(f"specker.kernels.{name}") for name in ("experts", "linear"))
+op, linear = (importlib.import_module(f"specker.kernels.{name}") for name in ("expert_linear", "row_linear"))
 HALF = [torch.float32, torch.float16]
 EPILOGUES = ["none", "silu_mul", "sum", "split"]
 # T, X, k, O, E: one of one; one row; odd sizes; all chosen; whole tiles; K in several splits, the last one short; more

@@ -9,9 +9,9 @@ from compile_only import compilations
 from formulas import randn
 from reads_only import reads
 
-from specker.kernels.route import expert_route, expert_route_cost, expert_route_ref
+from specker.kernels.expert_route import expert_route, expert_route_cost, expert_route_ref
 
-op = importlib.import_module("specker.kernels.route")
+op = importlib.import_module("specker.kernels.expert_route")
 # T, X, k: one of one; all chosen; odd sizes; Mixtral; Qwen3-30B-A3B; the most that the kernels serve.
 SIZES = [(1, 1, 1), (5, 6, 6), (7, 13, 3), (1, 8, 2), (9, 128, 8), (3, 512, 16), (0, 8, 2)]
 

@@ -8,20 +8,17 @@ import torch
 from compile_only import compilations, python
 from formulas import randn
 
-from specker.kernels.kv import (
-    MAX_COMMIT,
+from specker.kernels.kv_calibrate import (
     kv_calibrate,
     kv_calibrate_cost,
     kv_calibrate_ref,
-    kv_commit,
-    kv_commit_cost,
-    kv_commit_ref,
     launch,
-    launch_commit,
     rope_table,
 )
+from specker.kernels.kv_commit import MAX_COMMIT, kv_commit, kv_commit_cost, kv_commit_ref
+from specker.kernels.kv_commit import launch as launch_commit
 
-module = importlib.import_module("specker.kernels.kv")
+module = importlib.import_module("specker.kernels.kv_calibrate")
 EPS = 1e-5
 PAGE = 4
 PAGES = 8
@@ -204,10 +201,9 @@ def test_a_programs_stores_wait_for_its_loads():
     program = """
 import torch
 from bench.builds import build
-import importlib
-kv = importlib.import_module("specker.kernels.kv")
+from specker.kernels.kv_commit import _variant
 for rows in (16, 64, 256):
-    ptx = build(kv._commit_variant(torch.bfloat16, 1024, rows), 90).compile().asm["ptx"]
+    ptx = build(_variant(torch.bfloat16, 1024, rows), 90).compile().asm["ptx"]
     lines = [i for i in ptx.splitlines() if "ld.global" in i or "st.global" in i or "bar.sync" in i]
     print("".join("l" if "ld.global" in i else "s" if "st.global" in i else "b" for i in lines))
 """

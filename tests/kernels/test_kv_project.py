@@ -9,13 +9,13 @@ from compile_only import compilations
 from formulas import randn
 from recorded import kernels, recording
 
-from specker.kernels.kv import kv_calibrate, rope_table
-from specker.kernels.linear import row_linear_ref
-from specker.kernels.project import kv_project, kv_project_cost, kv_project_ref, launch
+from specker.kernels.kv_calibrate import kv_calibrate, rope_table
+from specker.kernels.kv_project import kv_project, kv_project_cost, kv_project_ref, launch
+from specker.kernels.row_linear import row_linear_ref
 from specker.kernels.variant import COUNTERS, counters
 
-module = importlib.import_module("specker.kernels.project")
-calibrate = importlib.import_module("specker.kernels.kv")
+module = importlib.import_module("specker.kernels.kv_project")
+calibrate = importlib.import_module("specker.kernels.kv_calibrate")
 EPS = 1e-5
 PAGE = 4
 PAGES = 64
@@ -72,7 +72,7 @@ def test_kernel(poisoned, size, G, norm):
 def test_without_norms_it_equals_the_two_launches(poisoned, size):
     """Bit for bit: the same products and sums where K is split alike, and the same roundings."""
     args = inputs(5, size, bias=True)
-    products = importlib.import_module("specker.kernels.linear")
+    products = importlib.import_module("specker.kernels.row_linear")
     splits = module._variant(torch.float16, 1, *size, False, True, 90).constexprs["SPLITS"]
     tile = products.tiles(torch.float16, args[1].shape[0], size[3], 90)
     assert splits == tile[4]

@@ -8,14 +8,16 @@ import torch
 from formulas import randn
 
 from specker.kernels import quant
-from specker.kernels.kv import kv_calibrate, kv_calibrate_cost, kv_commit, launch_commit, rope_table
+from specker.kernels.kv_calibrate import kv_calibrate, kv_calibrate_cost, rope_table
+from specker.kernels.kv_commit import kv_commit
+from specker.kernels.kv_commit import launch as launch_commit
+from specker.kernels.kv_project import kv_project, kv_project_cost
 from specker.kernels.narrow import NARROW, narrow, narrowed, widen
-from specker.kernels.project import kv_project, kv_project_cost
 from specker.kernels.quant import LARGEST, as_bytes
 from specker.kernels.variant import tl, triton
 
-calibrate = importlib.import_module("specker.kernels.kv")
-project = importlib.import_module("specker.kernels.project")
+calibrate = importlib.import_module("specker.kernels.kv_calibrate")
+project = importlib.import_module("specker.kernels.kv_project")
 KINDS = list(NARROW)
 
 
@@ -161,7 +163,7 @@ def test_refusals():
 def test_fp8_weights_are_read_by_the_same_bits():
     """Every e4m3 number in one column of a weight."""
     every = edges(torch.float8_e4m3fn)[:254]
-    row = importlib.import_module("specker.kernels.linear")
+    row = importlib.import_module("specker.kernels.row_linear")
     q = torch.zeros(254, 16)
     q[:, 0] = every
     w = quant.Quantized(q.to(torch.float8_e4m3fn), torch.ones(254, 1, dtype=torch.float16), None)

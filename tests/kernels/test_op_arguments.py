@@ -168,7 +168,7 @@ def test_another_failure_keeps_its_type(monkeypatch: pytest.MonkeyPatch) -> None
     def full(*_: Any) -> None:
         raise MemoryError("no room")
 
-    monkeypatch.setattr("specker.kernels.linear.row_linear_ref", full)
+    monkeypatch.setattr("specker.kernels.row_linear.row_linear_ref", full)
     with pytest.raises(MemoryError, match="no room"):
         kernels.row_linear(torch.ones(3, 64), torch.ones(32, 64))
 

@@ -10,8 +10,8 @@ from compile_only import compilations
 from windows import POISON, a_tree, among, table
 
 from specker.kernels.ancestors import chain_words
-from specker.kernels.round.place import launch_place, place_rows, place_rows_cost
-from specker.kernels.round.start import launch, start_rows, start_rows_cost
+from specker.kernels.round.place_rows import launch_place, place_rows, place_rows_cost
+from specker.kernels.round.start_rows import launch, start_rows, start_rows_cost
 
 I64 = torch.int64
 

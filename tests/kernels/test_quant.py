@@ -5,9 +5,9 @@ import pytest
 import torch
 
 from specker.kernels import quant
-from specker.kernels.linear import row_linear
 from specker.kernels.quant import Quantized
-from specker.kernels.topk import vocab_topk
+from specker.kernels.row_linear import row_linear
+from specker.kernels.vocab_topk import vocab_topk
 
 # kind, group, whether it has shifts, dtype of the scales
 FORMATS = [

@@ -12,16 +12,16 @@ from formulas import randn
 from reads_only import reads
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from specker.kernels.kv import kv_calibrate, rope_table
-from specker.kernels.linear import row_linear, row_linear_ref
+from specker.kernels.kv_calibrate import kv_calibrate, rope_table
+from specker.kernels.kv_project import kv_project, kv_project_ref
 from specker.kernels.noise import gumbel
-from specker.kernels.project import kv_project, kv_project_ref
 from specker.kernels.quant import FOUR_BITS, Format, Quantized, packed, quantised
-from specker.kernels.topk import Noise, vocab_topk, vocab_topk_ref
+from specker.kernels.row_linear import row_linear, row_linear_ref
+from specker.kernels.vocab_topk import Noise, vocab_topk, vocab_topk_ref
 
-linear = importlib.import_module("specker.kernels.linear")
-project = importlib.import_module("specker.kernels.project")
-topk = importlib.import_module("specker.kernels.topk")
+linear = importlib.import_module("specker.kernels.row_linear")
+project = importlib.import_module("specker.kernels.kv_project")
+topk = importlib.import_module("specker.kernels.vocab_topk")
 HALF = [torch.float32, torch.float16]
 MXFP4 = "mxfp4", 32, False, torch.uint8
 # kind, group (None: a row), shift, dtype of the scales

@@ -4,7 +4,7 @@ import pytest
 import torch
 from compile_only import compilations
 
-from specker.kernels.round.repeat import launch, repeat_rows
+from specker.kernels.round.repeat_rows import launch, repeat_rows
 
 I64, I32 = torch.int64, torch.int32
 

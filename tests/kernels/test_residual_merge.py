@@ -8,10 +8,10 @@ from compile_only import compilations
 from formulas import close, randn
 from recorded import kernels, recording
 
-from specker.kernels.residual import add_norm, launch, residual_merge, residual_merge_cost, residual_merge_ref
-from specker.kernels.topk import vocab_topk
+from specker.kernels.residual_merge import add_norm, launch, residual_merge, residual_merge_cost, residual_merge_ref
+from specker.kernels.vocab_topk import vocab_topk
 
-module = importlib.import_module("specker.kernels.residual")
+module = importlib.import_module("specker.kernels.residual_merge")
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 SHAPES = [(0, 1), (1, 0), (1, 1), (2, 1), (1, 4), (3, 2)]
 EPS = 1e-5

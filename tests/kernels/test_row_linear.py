@@ -15,9 +15,9 @@ from recorded import recording
 from torch._subclasses.fake_tensor import FakeTensorMode
 from triton.runtime.errors import InterpreterError
 
-from specker.kernels.linear import launch, row_linear, row_linear_ref
+from specker.kernels.row_linear import launch, row_linear, row_linear_ref
 
-op = importlib.import_module("specker.kernels.linear")
+op = importlib.import_module("specker.kernels.row_linear")
 HALF = [torch.float32, torch.float16]
 # O, E: size one, odd sizes, whole tiles, K in two and in four splits (the last one short).
 SIZES = [(2, 1), (46, 33), (64, 128), (34, 200), (40, 1100), (66, 2100)]

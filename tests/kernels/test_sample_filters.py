@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from specker.kernels.noise import pack_draw
-from specker.kernels.sample import launch_sample, sample_rows_ref
+from specker.kernels.sample_rows import launch_sample, sample_rows_ref
 from specker.kernels.variant import tl, triton
 
-module = importlib.import_module("specker.kernels.sample")
+module = importlib.import_module("specker.kernels.sample_rows")
 P = (1e-9, 1e-3, 0.1, 0.5, 0.9, 0.95, 0.99, 0.999, 0.9999, 1 - 2.0**-20)
 V = 200
 

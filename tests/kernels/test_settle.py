@@ -8,10 +8,10 @@ import torch
 from compile_only import compilations
 from windows import POISON, a_tree, among, table
 
-from specker.kernels.accept import accept_walk
+from specker.kernels.accept_walk import accept_walk
 from specker.kernels.round import settle as ops
 from specker.kernels.round.settle import settle, settle_cost
-from specker.kernels.sample import Splits, launch_sample
+from specker.kernels.sample_rows import Splits, launch_sample
 
 I64 = torch.int64
 

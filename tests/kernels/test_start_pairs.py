@@ -8,9 +8,9 @@ import torch
 from compile_only import compilations
 from windows import a_tree, among, table
 
-from specker.kernels.round.pair import launch, start_pairs, start_pairs_cost
-from specker.kernels.round.place import place_rows, place_rows_cost
-from specker.kernels.round.start import start_rows
+from specker.kernels.round.place_rows import place_rows, place_rows_cost
+from specker.kernels.round.start_pairs import launch, start_pairs, start_pairs_cost
+from specker.kernels.round.start_rows import start_rows
 
 EPS = 1e-5
 

@@ -12,7 +12,10 @@ from compile_only import compilations
 from reads_only import reads
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from specker.kernels.attention import (
+from specker.kernels.kv_calibrate import kv_calibrate, rope_table
+from specker.kernels.narrow import narrowed
+from specker.kernels.quant import as_bytes
+from specker.kernels.tree_attention import (
     ancestor_words,
     chain_words,
     pack_bits,
@@ -20,12 +23,9 @@ from specker.kernels.attention import (
     tree_attention,
     tree_attention_cost,
 )
-from specker.kernels.kv import kv_calibrate, rope_table
-from specker.kernels.narrow import narrowed
-from specker.kernels.quant import as_bytes
 from specker.kernels.variant import tl, triton
 
-op = importlib.import_module("specker.kernels.attention")  # the package's attribute of this name is the function
+op = importlib.import_module("specker.kernels.tree_attention")  # the package's attribute of this name is the function
 
 
 SHAPES = ("chain", "star", "hub", "mixed")

@@ -9,14 +9,14 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from specker.kernels.linear import row_linear
 from specker.kernels.noise import gumbel
-from specker.kernels.sample import sample_rows
+from specker.kernels.row_linear import row_linear
+from specker.kernels.sample_rows import sample_rows
 from specker.kernels.tiles import COMMON
-from specker.kernels.topk import MAX_K, _largest, _select, launch, vocab_topk, vocab_topk_cost
 from specker.kernels.variant import Variant
+from specker.kernels.vocab_topk import MAX_K, _largest, _select, launch, vocab_topk, vocab_topk_cost
 
-module = importlib.import_module("specker.kernels.topk")  # the package's attribute of this name is the function
+module = importlib.import_module("specker.kernels.vocab_topk")  # the package's attribute of this name is the function
 I64 = torch.int64
 
 

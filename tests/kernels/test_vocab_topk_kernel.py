@@ -15,12 +15,12 @@ from reads_only import reads
 
 from specker.kernels.noise import pack_draw
 from specker.kernels.quant import quantised
-from specker.kernels.topk import Noise, launch, vocab_topk, vocab_topk_ref
 from specker.kernels.variant import tl, triton
+from specker.kernels.vocab_topk import Noise, launch, vocab_topk, vocab_topk_ref
 
-op = importlib.import_module("specker.kernels.topk")
-linear = importlib.import_module("specker.kernels.linear")
-sample = importlib.import_module("specker.kernels.sample")
+op = importlib.import_module("specker.kernels.vocab_topk")
+linear = importlib.import_module("specker.kernels.row_linear")
+sample = importlib.import_module("specker.kernels.sample_rows")
 HALF = [torch.float32, torch.float16]
 EPS = 1e-5
 

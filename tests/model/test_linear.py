@@ -4,7 +4,7 @@ import torch
 from make_checkpoint import make
 
 from specker.checkpoints.checkpoint import read
-from specker.kernels.linear import row_linear_ref
+from specker.kernels.row_linear import row_linear_ref
 from specker.model.cache import KVCache
 from specker.model.decoder import Final, Model, forward
 from specker.model.prefill import prefill

@@ -1,5 +1,6 @@
 """Memory limits: arithmetic with made-up free memory, and the messages."""
 
+import importlib
 import math
 
 import pytest
@@ -12,11 +13,12 @@ from specker import cpu
 from specker.checkpoints import checkpoint
 from specker.checkpoints.checkpoint import read_config
 from specker.cli import run
-from specker.kernels import attention
 from specker.model import memory
 from specker.model.memory import Cost, gib, largest, needed, sized
 from specker.runtime.engine import cache_memory
 from specker.runtime.strategies.base import LOOKAHEAD
+
+attention = importlib.import_module("specker.kernels.tree_attention")
 
 EIGHT = Cost(position=147_456, passing=131_584, limit=40_960)  # an 8B model in bfloat16
 SMALL = Cost(position=114_688, passing=66_048, limit=32_768)

@@ -21,7 +21,7 @@ from make_checkpoint import (
 from recorded import recording
 
 from specker.checkpoints.checkpoint import read
-from specker.kernels.attention import ancestor_words
+from specker.kernels.tree_attention import ancestor_words
 from specker.model.cache import KVCache, Rows
 from specker.model.decoder import Model, forward
 from specker.model.prefill import after, flash, prefill

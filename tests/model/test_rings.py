@@ -24,7 +24,7 @@ from pairs import perturbed
 
 import specker
 from specker.checkpoints.checkpoint import read
-from specker.kernels.attention import MAX_WORDS
+from specker.kernels.tree_attention import MAX_WORDS
 from specker.model import memory, rings
 from specker.model.cache import KVCache
 from specker.model.decoder import Model, forward

@@ -1,6 +1,7 @@
 """Counters of the ops in typical shapes: traffic beside the least that `<op>_cost` states, bank conflicts, and the mix
 of instructions."""
 
+import importlib
 import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -11,8 +12,10 @@ from paths import World, inputs
 
 from ptx import ops
 from ptx.launches import simulated
-from specker.kernels import adjust, narrow
+from specker.kernels import narrow
 from specker.kernels.ancestors import chain_words
+
+adjust = importlib.import_module("specker.kernels.adjust_rows")
 
 Counted = tuple[str, Callable[[], Any], int]  # label, what launches, the least bytes
 
@@ -159,7 +162,7 @@ def _kv_calibrate(dtype: torch.dtype) -> Iterator[Counted]:
 
 def _kv_commit(dtype: torch.dtype) -> Iterator[Counted]:
     args = *(torch.zeros(4, 4, 16, 8, 128, dtype=dtype) for _ in "kv"), torch.arange(5) + 7, torch.arange(5)
-    yield "L4 M5", lambda: ops.kv.launch_commit(*args), ops.kv.kv_commit_cost(*args)[0]
+    yield "L4 M5", lambda: ops.kv_moves.launch(*args), ops.kv_moves.kv_commit_cost(*args)[0]
 
 
 def _residual_merge(dtype: torch.dtype) -> Iterator[Counted]:

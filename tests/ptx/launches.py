@@ -10,7 +10,13 @@ import ptxsim
 
 from specker.kernels import variant
 
-USES_ARCH = ("attention", "experts", "linear", "project", "topk")  # the op files whose tiles depend on the architecture
+USES_ARCH = (
+    "tree_attention",
+    "expert_linear",
+    "row_linear",
+    "kv_project",
+    "vocab_topk",
+)  # the op files whose tiles depend on the architecture
 
 # The parameters of each kernel that no kernel writes: weights and tables. A kernel that is launched as a dependent one
 # may read them, and nothing else, before griddepcontrol.wait. A norm's weight is one only if the caller says so.

@@ -17,20 +17,21 @@ from torch.nn import functional as F
 
 from specker.kernels import narrow, noise
 from specker.kernels.ancestors import ancestor_words, chain_words
+from specker.kernels.expert_route import expert_route_ref
 from specker.kernels.quant import Matrix, Quantized, as_bytes, quantised
-from specker.kernels.route import expert_route_ref
 
-attention = importlib.import_module("specker.kernels.attention")
-clusters = importlib.import_module("specker.kernels.clusters")
-conv = importlib.import_module("specker.kernels.conv")
-delta = importlib.import_module("specker.kernels.delta")
-experts = importlib.import_module("specker.kernels.experts")
-kv = importlib.import_module("specker.kernels.kv")
-linear = importlib.import_module("specker.kernels.linear")
-project = importlib.import_module("specker.kernels.project")
-residual = importlib.import_module("specker.kernels.residual")
-sample = importlib.import_module("specker.kernels.sample")
-topk = importlib.import_module("specker.kernels.topk")
+attention = importlib.import_module("specker.kernels.tree_attention")
+clusters = importlib.import_module("specker.kernels.cluster_topk")
+conv = importlib.import_module("specker.kernels.conv_rows")
+delta = importlib.import_module("specker.kernels.delta_rows")
+experts = importlib.import_module("specker.kernels.expert_linear")
+kv = importlib.import_module("specker.kernels.kv_calibrate")
+kv_moves = importlib.import_module("specker.kernels.kv_commit")
+linear = importlib.import_module("specker.kernels.row_linear")
+project = importlib.import_module("specker.kernels.kv_project")
+residual = importlib.import_module("specker.kernels.residual_merge")
+sample = importlib.import_module("specker.kernels.sample_rows")
+topk = importlib.import_module("specker.kernels.vocab_topk")
 
 
 @cache
@@ -673,10 +674,10 @@ def _commit(label: str, caches: list[Tensor], src: Tensor, dst: Tensor) -> Case:
         return mine
 
     def judge(verdict: Verdict, got: Any) -> None:
-        for name, x, y in zip("kv", got, moved(kv.kv_commit_ref), strict=True):
+        for name, x, y in zip("kv", got, moved(kv_moves.kv_commit_ref), strict=True):
             verdict.same(name, x, y)
 
-    return Case(label, lambda: moved(kv.launch_commit), judge)
+    return Case(label, lambda: moved(kv_moves.launch), judge)
 
 
 OPS = (

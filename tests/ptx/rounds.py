@@ -1,5 +1,6 @@
 """Cases of the ops on integers and of the router, which are of no model's dtype. Each op's first cases are small."""
 
+import importlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -7,13 +8,17 @@ import torch
 from ptxsim import Case, Verdict
 from torch import Tensor
 
-from specker.kernels import adjust, route
-from specker.kernels.accept import accept_walk_ref, launch_walk
+from specker.kernels.accept_walk import accept_walk_ref, launch_walk
 from specker.kernels.round import grow as growing
-from specker.kernels.round import pair, repeat, start
-from specker.kernels.round import place as rounds
+from specker.kernels.round import place_rows as rounds
+from specker.kernels.round import repeat_rows as repeat
 from specker.kernels.round import settle as end
-from specker.kernels.sample import Splits
+from specker.kernels.round import start_pairs as pair
+from specker.kernels.round import start_rows as start
+from specker.kernels.sample_rows import Splits
+
+adjust = importlib.import_module("specker.kernels.adjust_rows")
+route = importlib.import_module("specker.kernels.expert_route")
 
 
 def _equal(label: str, kernel: Callable[[], Any], reference: Callable[[], Any]) -> Case:

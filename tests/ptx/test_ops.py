@@ -68,11 +68,11 @@ def test_a_norms_weight_is_read_before_the_wait_only_if_it_is_constant() -> None
 import torch
 from formulas import randn
 from ptx.launches import simulated
-from specker.kernels import residual
+from specker.kernels.residual_merge import launch
 x, weight = (randn(n, 4096, dtype=torch.bfloat16) for n in (2, 1))
 for constant in (False, True):
     with simulated(90) as simulation:  # which takes no norm's weight for constant
-        residual.launch(x, x[None], weight, 1e-5, constant=constant)
+        launch(x, x[None], weight, 1e-5, constant=constant)
     print(*simulation.problems())
 """
     without, early = python("-c", program).split("\n")[:2]

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from specker.checkpoints.checkpoint import Checkpoint
-from specker.kernels.kv import rope_table
+from specker.kernels.kv_calibrate import rope_table
 from specker.model.config import ModelConfig
 from train.head.eagle import Chained
 from train.head.net import matrices_of

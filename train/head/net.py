@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from specker.checkpoints.checkpoint import Checkpoint
-from specker.kernels.kv import rope_table
+from specker.kernels.kv_calibrate import rope_table
 from train.head.taps import Batch
 
 LOGITS = 1 << 20  # logits that are computed at once: a few copies of them fit a CPU's caches

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from specker.checkpoints.checkpoint import Opened
 from specker.checkpoints.checkpoint import read as read_checkpoint
-from specker.kernels.residual import add_norm
+from specker.kernels.residual_merge import add_norm
 from specker.model.cache import KVCache
 from specker.model.decoder import Final, Model
 from specker.model.prefill import prefill, prefill_chunk

@@ -25,7 +25,7 @@ from specker.checkpoints.parse import SHARED, parse_config, read_json
 from specker.checkpoints.pieces import Piece, pieces_of
 from specker.checkpoints.quantised.schemes import scheme_of
 from specker.cpu import available
-from specker.kernels.clusters import MAX_CLUSTERS
+from specker.kernels.cluster_topk import MAX_CLUSTERS
 from specker.model.assistant import AssistantSpec, AssistantWeights
 from specker.model.config import CheckpointError, ModelConfig
 from specker.model.split import WHOLE

@@ -1,4 +1,4 @@
-// Biases, penalties and min_p: kernels/adjust.py defines them. Each row is one thread's work and independent of the others.
+// Biases, penalties and min_p: kernels/adjust_rows.py defines them. Each row is one thread's work and independent of the others.
 #include "team.h"
 #include "vector.h"
 #include <math.h>

@@ -86,7 +86,7 @@ static int64_t in_page(const places *p, int64_t c, int64_t S) {
     return left < S - c ? left : S - c;
 }
 
-// The first of the last `sliding_window` columns that row i of sequence b sees (kernels/attention.py); 0 without a window.
+// The first of the last `sliding_window` columns that row i of sequence b sees (kernels/tree_attention.py); 0 without a window.
 static int64_t first_seen(const places *p, int64_t b, int64_t i, int64_t sliding_window) {
     const int64_t length = p->kv_len[b], own = p->cu_rows[b + 1] - p->cu_rows[b], w = p->window[b];
     int64_t end = p->full ? length : length - own + i + 1;

@@ -19,7 +19,7 @@ typedef struct {
     int64_t refused;                  // set if an id that is read has more than 32 bits
 } clusters;
 
-// One integer that orders by z, then by the lower id (`rank_key` in kernels/topk.py).
+// One integer that orders by z, then by the lower id (`rank_key` in kernels/vocab_topk.py).
 static int64_t key_of(float z, int64_t id) {
     int32_t bits;
     if (z == 0) z = 0; // -0 is 0

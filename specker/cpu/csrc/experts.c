@@ -76,7 +76,7 @@ static void by_sigmoid(const stack *d, const float *bias, float *z, float *ranks
     take_best(ranks, d->experts, d->chosen, chosen);
 }
 
-// The experts of row t and their scores (kernels/route.py).
+// The experts of row t and their scores (kernels/expert_route.py).
 static void choose(const state *s, const layer *l, int64_t t) {
     const stack *d = s->f->model;
     const int64_t X = d->experts, k = d->chosen;

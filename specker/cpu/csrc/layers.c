@@ -43,7 +43,7 @@ int64_t forward_bytes(const forward *f, int size) { return layout(f, size, 0, 0,
 
 // --- rows
 
-// Normalise a head, unless `norm` is 0, and rotate it by `turn` [2, D] (kernels/kv.py).
+// Normalise a head, unless `norm` is 0, and rotate it by `turn` [2, D] (kernels/kv_calibrate.py).
 static void rotate(float *head, const float *norm, const float *turn, int64_t D, float eps) {
     if (norm) normalise(head, norm, head, D, eps);
     for (int64_t d = 0; d < D / 2; d++) {

@@ -56,7 +56,7 @@ typedef struct {
 } layer;
 
 // What layers with a recurrent state compute. The rows of their qkv are, for DELTA, the channels C of q, k and v, then z
-// [Hv Dv], b [Hv] and a [Hv] (kernels/delta.py); for CONV b, c and x, each [C]: the output is c conv(b x).
+// [Hv Dv], b [Hv] and a [Hv] (kernels/delta_rows.py); for CONV b, c and x, each [C]: the output is c conv(b x).
 enum mixer { ATTENTION, DELTA, CONV };
 
 typedef struct {
@@ -118,7 +118,7 @@ typedef struct {                       // the states and records of layers with 
     const int32_t *table;              // [B, pages]; pages may repeat, as in a ring
     const int64_t *state_of;           // [B], each sequence's states
     float *inputs;                     // [L, count, page, C], of the convolution
-    float *k, *u, *g;                  // [L, count, page, Hk, Dk], [.., Hv, Dv], [.., Hv, 4]: kernels/delta.py
+    float *k, *u, *g;                  // [L, count, page, Hk, Dk], [.., Hv, Dv], [.., Hv, 4]: kernels/delta_rows.py
     float *states;                     // [L, X, 2, Hv, Dk, Dv]
     int64_t *anchors;                  // [L, X, Hv]
     int64_t count, pages, page, X;
@@ -128,7 +128,7 @@ typedef struct { // T rows of B sequences
     int64_t T, B, W;
     const int64_t *positions;                    // [T]
     const int32_t *cu_rows, *kv_len, *window;    // [B + 1], [B], [B]
-    const int64_t *words;                        // [T, W]: kernels/attention.py; 0: see `full`
+    const int64_t *words;                        // [T, W]: kernels/tree_attention.py; 0: see `full`
     int64_t full;                                // without words a row sees its sequence up to itself, or all of it
     int64_t pages, page;                         // pages of a sequence; columns of a page
     pool all, near;                              // near: of the layers with a sliding window, unless they stand in `all`

@@ -1,4 +1,4 @@
-// Layers with a recurrent state: the gated delta rule over an anchored state (kernels/delta.py), and short convolutions.
+// Layers with a recurrent state: the gated delta rule over an anchored state (kernels/delta_rows.py), and short convolutions.
 //
 // A row's sums run in one order, over the columns of its path: a tree's row has the bits of the same token in a chain, and
 // a prompt's chunk has those of decoding.

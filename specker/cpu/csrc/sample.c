@@ -1,4 +1,4 @@
-// The target's own tokens: kernels/sample.py defines them. Each row is one thread's work and independent of the others.
+// The target's own tokens: kernels/sample_rows.py defines them. Each row is one thread's work and independent of the others.
 #include "noise.h"
 #include "team.h"
 #include "vector.h"

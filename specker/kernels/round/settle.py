@@ -26,10 +26,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from specker.kernels.accept import follow
+from specker.kernels.accept_walk import follow
 from specker.kernels.registry import check_written, explained
-from specker.kernels.round.place import MAX_ROWS, check_table, rowwise, slot, slots
-from specker.kernels.sample import Splits
+from specker.kernels.round.place_rows import MAX_ROWS, check_table, rowwise, slot, slots
+from specker.kernels.sample_rows import Splits
 from specker.kernels.variant import Variant, check_within, same_device, start_after_previous, tl, triton
 
 

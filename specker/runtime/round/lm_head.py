@@ -7,9 +7,9 @@ from torch import Tensor
 
 from specker.cpu import product
 from specker.cpu.packed import Packed
-from specker.kernels.linear import row_linear
-from specker.kernels.residual import add_norm
-from specker.kernels.topk import largest_of, vocab_topk
+from specker.kernels.residual_merge import add_norm
+from specker.kernels.row_linear import row_linear
+from specker.kernels.vocab_topk import largest_of, vocab_topk
 from specker.model.decoder import Final, capped
 from specker.model.sampling import Draws
 from specker.model.weights import Matrix

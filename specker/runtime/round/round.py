@@ -4,7 +4,7 @@ of a round.
 Words: the *root* is the last committed token, its K/V not yet in the target's cache. *accepted*: draft tokens kept.
 *recovered*: the target's own token where a draft was refused; *bonus*: its token after a wholly accepted path; both are
 the new root. The target's token after each row is a function of the seed, the position and the logits alone
-(kernels/sample.py), so a round commits exactly what plain decoding would, whatever was drafted and whatever shares the
+(`sample_rows`), so a round commits exactly what plain decoding would, whatever was drafted and whatever shares the
 batch.
 
 All requests of a round have one shape, which may be fixed (batch.py): then its graph segments are CUDA graphs.
@@ -21,10 +21,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from specker.kernels.adjust import adjust_rows
-from specker.kernels.delta import BLOCK
+from specker.kernels.adjust_rows import adjust_rows
+from specker.kernels.delta_rows import BLOCK
 from specker.kernels.round.settle import settle
-from specker.kernels.sample import Splits
+from specker.kernels.sample_rows import Splits
 from specker.model.cache import KVCache, Rows
 from specker.model.decoder import Model, Output, experts_read, forward
 from specker.model.prefill import Part, prefill_parts

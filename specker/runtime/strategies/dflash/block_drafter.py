@@ -5,7 +5,7 @@ import math
 import torch
 from torch import Tensor
 
-from specker.kernels.topk import largest_of
+from specker.kernels.vocab_topk import largest_of
 from specker.model.cache import KVCache
 from specker.model.decoder import Final, Model
 from specker.model.dflash import BlockModel

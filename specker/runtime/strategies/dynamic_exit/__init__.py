@@ -1,5 +1,6 @@
 """Strategy `del`: the target drafts with its own first layers (LayerSkip, arXiv 2404.16710), and DEL (arXiv 2504.05598)
-picks the exit layer and the length each round.
+picks the exit layer and the length each round. Python has a keyword `del`, so code, its bench and that bench's rows
+call the strategy `dynamic_exit`; users call it `del`.
 
 Draft and target share weights and K/V cache. A draft step runs layers [0, E) on one row and writes its K/V in place for
 the verify pass. `Draft.resume` keeps the rows after layer E - 1, so verification runs [0, E) on the last row only and

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from specker.fields import option
 from specker.kernels.quant import Quantized, joined
-from specker.kernels.round.repeat import repeat_rows
+from specker.kernels.round.repeat_rows import repeat_rows
 from specker.layer_weights import LayerWeights
 from specker.model.cache import KVCache, Rows, sequence_bounds
 from specker.model.decoder import GroupRows, GroupStep, Model, Output, compiled, in_blocks, over_pages, run_layers

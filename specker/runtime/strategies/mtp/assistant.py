@@ -12,8 +12,8 @@ from torch import Tensor
 
 from specker.checkpoints.checkpoint import Checkpoint
 from specker.cpu.packed import Packed
-from specker.kernels.clusters import cluster_topk
-from specker.kernels.residual import add_norm
+from specker.kernels.cluster_topk import cluster_topk
+from specker.kernels.residual_merge import add_norm
 from specker.model.assistant import Assistant
 from specker.model.cache import KVCache, Rows
 from specker.model.decoder import Final, Model
@@ -31,7 +31,7 @@ from specker.runtime.strategies.growth import grown
 
 @dataclass
 class ClusteredHead(LMHead):
-    """An LM head of which each row reads the clusters that fit it best (kernels/clusters.py)."""
+    """An LM head of which each row reads the clusters that fit it best (kernels/cluster_topk.py)."""
 
     centroids: Tensor = field(kw_only=True)  # [C, E]
     order: Tensor = field(kw_only=True)  # [C, K / C] int64, the ids of each cluster's rows

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from specker.kernels.residual import add_norm
+from specker.kernels.residual_merge import add_norm
 from specker.model.cache import KVCache, Rows
 from specker.model.decoder import Final
 from specker.model.heads import DraftHead

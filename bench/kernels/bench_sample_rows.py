@@ -1,10 +1,9 @@
-"""sample_rows against eager torch at Llama-3-8B's vocabulary; accept_walk.
+"""sample_rows against eager torch at Llama-3-8B's vocabulary.
 
 8 rows of 128,256 bfloat16 logits are 2 MB, which memory reads in half a microsecond. A call's time is therefore its
 launches, each with a round trip or two, and ten rounds of Philox for four ids. So the goals are microseconds over an
 empty kernel, not shares of the limit. The torch baseline is what a user would call: `multinomial`, with a sort for
-top-p; its noise and so its tokens differ. accept_walk's reference reads on the host and cannot be captured, so it is
-timed on a CPU only.
+top-p; its noise and so its tokens differ.
 """
 
 from collections.abc import Iterator
@@ -13,13 +12,12 @@ import torch
 
 from bench.kernels import common
 from bench.kernels.common import DEVICE, Built, Case, Goal
-from specker.kernels.accept import accept_walk, accept_walk_cost, accept_walk_ref
-from specker.kernels.sample import sample_rows, sample_rows_cost, sample_rows_ref
+from specker.kernels.sample_rows import sample_rows, sample_rows_cost, sample_rows_ref
 
 SEED = 7
 
 
-def sample(T: int, V: int, dtype: torch.dtype, temperature: float, top_k: int, top_p: float) -> Built:
+def build(T: int, V: int, dtype: torch.dtype, temperature: float, top_k: int, top_p: float) -> Built:
     logits = (2.5 * torch.randn(T, V, device=DEVICE)).to(dtype)
     positions = torch.arange(1000, 1000 + T, device=DEVICE)
     setting = temperature, top_k, top_p
@@ -47,23 +45,6 @@ def sample(T: int, V: int, dtype: torch.dtype, temperature: float, top_k: int, t
     return Built(ways, check, sample_rows_cost(logits, *setting, SEED, positions))
 
 
-def walk(N: int, chain: bool) -> Built:
-    """A fully accepted chain, which is the longest walk, or a tree in which one child of three agrees."""
-    j = torch.arange(N)
-    parents, tokens = (j, j % 11) if chain else (j // 3, j % 3)
-    target = torch.cat([tokens, tokens[:1]]) if chain else torch.ones(N + 1, dtype=torch.int64)
-    args = tuple(x.to(DEVICE) for x in (tokens, parents, target))
-
-    def check() -> None:
-        for a, b in zip(accept_walk(*args), accept_walk_ref(*args), strict=True):
-            assert torch.equal(a, b), "path, count or next"
-
-    ways = {"specker": lambda: accept_walk(*args)}
-    if DEVICE == "cpu":  # reads on the host, so no graph captures it
-        ways["reference"] = lambda: accept_walk_ref(*args)
-    return Built(ways, check, accept_walk_cost(*args))
-
-
 def cases() -> Iterator[Case]:
     T, V = (8, 128256) if DEVICE == "cuda" else (8, 512)
     for dtype in (torch.bfloat16, torch.float32) if DEVICE == "cuda" else (torch.float32,):
@@ -76,13 +57,11 @@ def cases() -> Iterator[Case]:
         ):
             temperature, top_k, top_p = setting
             kind = f"{', top-k' if top_k else ''}{', top-p' if top_p < 1 else ''}" if temperature else ", greedy"
-            name = f"sample {str(dtype)[6:]}{kind}, T {T}"
-            yield Case(name, lambda dtype=dtype, setting=setting: sample(T, V, dtype, *setting), goal)
-    for chain in (False, True):
-        yield Case(f"walk {'chain' if chain else 'tree'} of 64", lambda c=chain: walk(64, c), Goal(seconds=10e-6))
+            name = f"{str(dtype)[6:]}{kind}, T {T}"
+            yield Case(name, lambda dtype=dtype, setting=setting: build(T, V, dtype, *setting), goal)
 
 
-test_accept = common.benchmarks(cases())
+test_sample_rows = common.benchmarks(cases())
 
 if __name__ == "__main__":
-    common.main("accept", cases())
+    common.main("sample_rows", cases())

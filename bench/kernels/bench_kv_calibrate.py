@@ -1,7 +1,6 @@
-"""kv_calibrate and kv_commit against eager torch, at Llama-3-8B's shape (and with Qwen3's head norms).
+"""kv_calibrate against eager torch, at Llama-3-8B's shape (and with Qwen3's head norms).
 
 kv_calibrate reads qkv once and writes it once, to its slots; torch rotates in several launches and scatters in two.
-kv_commit moves 12 rows in each of 32 layers, 3 MiB in total, in one launch and one round trip; torch takes four.
 """
 
 from collections.abc import Iterator
@@ -10,13 +9,10 @@ import torch
 
 from bench.kernels import common
 from bench.kernels.common import DEVICE, Built, Case, Goal
-from specker.kernels.kv import (
+from specker.kernels.kv_calibrate import (
     kv_calibrate,
     kv_calibrate_cost,
     kv_calibrate_ref,
-    kv_commit,
-    kv_commit_cost,
-    kv_commit_ref,
     rope_table,
 )
 
@@ -31,7 +27,7 @@ def randn(*shape: int) -> torch.Tensor:
     return torch.randn(*shape, dtype=DTYPE, device=DEVICE)
 
 
-def calibrate(T: int, norm: bool) -> Built:
+def build(T: int, norm: bool) -> Built:
     total = -(-2 * T // PAGE) * PAGE
     qkv, positions = randn(T, (HQ + 2 * HKV) * D), torch.arange(T, device=DEVICE)
     slots = torch.randperm(total // PAGE, device=DEVICE).repeat_interleave(PAGE) * PAGE
@@ -49,33 +45,15 @@ def calibrate(T: int, norm: bool) -> Built:
     return Built(ways, check, kv_calibrate_cost(*ours))
 
 
-def commit(L: int, M: int) -> Built:
-    total = 32 * PAGE
-    caches = [randn(L, total // PAGE, PAGE, HKV, D) for _ in "kv"]
-    dst = 4000 + torch.arange(M, device=DEVICE)
-    src = 4001 + 2 * torch.arange(M, device=DEVICE)
-
-    def check() -> None:
-        before = [c.clone() for c in caches]
-        kv_commit(*caches, src, dst)
-        kv_commit_ref(*before, src, dst)
-        assert all(map(torch.equal, caches, before)), "the moved rows"
-
-    ways = {"specker": lambda: kv_commit(*caches, src, dst), "torch": lambda: kv_commit_ref(*caches, src, dst)}
-    return Built(ways, check, kv_commit_cost(*caches, src, dst))
-
-
 def cases() -> Iterator[Case]:
-    few, many, L = (8, 8192, 32) if DEVICE == "cuda" else (8, 128, 2)
+    few, many = (8, 8192) if DEVICE == "cuda" else (8, 128)
     for norm in (False, True):
         for T, goal in ((few, Goal(over_empty=3e-6)), (many, Goal(share=0.8))):
-            name = f"calibrate{', head norms' if norm else ''}, T {T}"
-            yield Case(name, lambda T=T, norm=norm: calibrate(T, norm), goal)
-    yield Case(f"commit 12 rows, {L} layers", lambda: commit(L, 12), Goal(over_empty=3e-6))
-    yield Case(f"commit 64 rows, {L} layers", lambda: commit(L, 64))
+            name = f"{'head norms, ' if norm else ''}T {T}"
+            yield Case(name, lambda T=T, norm=norm: build(T, norm), goal)
 
 
-test_kv = common.benchmarks(cases())
+test_kv_calibrate = common.benchmarks(cases())
 
 if __name__ == "__main__":
-    common.main("kv", cases())
+    common.main("kv_calibrate", cases())

@@ -7,7 +7,7 @@ import torch
 from compile_only import compilations
 from torch.library import opcheck
 
-from specker.kernels.adjust import MAX_BIASES, adjust_rows, adjust_rows_cost, adjust_rows_ref, launch
+from specker.kernels.adjust_rows import MAX_BIASES, adjust_rows, adjust_rows_cost, adjust_rows_ref, launch
 
 INF = math.inf
 NEUTRAL = (1.0, 0.0, 0.0, INF)

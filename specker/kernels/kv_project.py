@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from specker.kernels.kv import (
+from specker.kernels.kv_calibrate import (
     calibrate,
     check_places,
     check_rows,
@@ -23,10 +23,10 @@ from specker.kernels.kv import (
     kv_calibrate_cost,
     store_halves,
 )
-from specker.kernels.linear import row_linear, row_linear_cost
 from specker.kernels.narrow import NARROW, cache_types, kind_of, named
 from specker.kernels.quant import Format, Matrix, arguments_of, as_bytes, constexprs_of, format_of, streams, types_of
 from specker.kernels.registry import register
+from specker.kernels.row_linear import row_linear, row_linear_cost
 from specker.kernels.stream import stream_rows
 from specker.kernels.tiles import (
     COMMON,

@@ -9,7 +9,7 @@ from paths import BLOCK, World, apart, defined, gates, inputs, normed
 from torch.library import opcheck
 
 from specker.kernels.ancestors import ancestor_words, chain_words
-from specker.kernels.delta import _fits, anchor, delta_rows, delta_rows_cost, delta_rows_ref, launch
+from specker.kernels.delta_rows import _fits, anchor, delta_rows, delta_rows_cost, delta_rows_ref, launch
 
 SIZES = (55, 1, 2, 16, 8)  # tokens, key heads, value heads, Dk, Dv
 WAYS = {

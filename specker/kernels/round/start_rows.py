@@ -1,6 +1,6 @@
 """start_rows: the first launch of a forward: gather its rows' embeddings and place the rows.
 
-Contract: embedding [V, E], tokens int64, the rest as for place_rows (place.py) ->
+Contract: embedding [V, E], tokens int64, the rest as for place_rows ->
 
     hidden [B * count, E]     the embedding of row first + i of sequence b in row b * count + i
     positions, slots, kv_len, ancestors     as place_rows gives them
@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from specker.kernels.registry import explained
-from specker.kernels.round.place import (
+from specker.kernels.round.place_rows import (
     GIVEN,
     PLACED,
     SIZES,

@@ -1,7 +1,7 @@
 """start_pairs: the first launch of a forward of a head that reads the target (model/heads.py): gather the embeddings of
 its tokens and the features beside them, norm both, and place the rows.
 
-Contract: embedding [V, E], tokens int64, features [B * m, E], norms of both, the rest as for place_rows (place.py) ->
+Contract: embedding [V, E], tokens int64, features [B * m, E], norms of both, the rest as for place_rows ->
 
     stream [B * count, E]       h: the row's feature, or its norm
     joined [B * count, 2 * E]   [norm(embedding) | norm(h)], or [embedding | h] without norms
@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from specker.kernels.registry import explained
-from specker.kernels.round.place import (
+from specker.kernels.round.place_rows import (
     GIVEN,
     PLACED,
     SIZES,
@@ -32,7 +32,7 @@ from specker.kernels.round.place import (
     place_rows_cost,
     rowwise,
 )
-from specker.kernels.round.start import embedded, explain_start, start_rows
+from specker.kernels.round.start_rows import embedded, explain_start, start_rows
 from specker.kernels.variant import TYPES, Variant, same_device, start_after_previous, tl, triton
 
 Norms = tuple[Tensor, Tensor]  # weights [E] for the embedding and for the feature

@@ -12,7 +12,7 @@ import torch
 from bench.kernels import common
 from bench.kernels.common import DEVICE, Built, Case, Goal
 from specker.kernels.ancestors import chain_words
-from specker.kernels.delta import BLOCK, PAGE, delta_rows, delta_rows_cost, delta_rows_ref
+from specker.kernels.delta_rows import BLOCK, PAGE, delta_rows, delta_rows_cost, delta_rows_ref
 
 HEADS = (16, 32, 128, 128) if DEVICE == "cuda" else (1, 2, 16, 16)
 
@@ -71,7 +71,7 @@ def cases() -> Iterator[Case]:
         yield Case(f"chain of {rows}", lambda rows=rows: build(rows, 128, dtype), Goal())
 
 
-test_delta = common.benchmarks(cases())
+test_delta_rows = common.benchmarks(cases())
 
 if __name__ == "__main__":
-    common.main("delta", cases())
+    common.main("delta_rows", cases())

@@ -11,7 +11,7 @@ import torch
 
 from bench.kernels import common
 from bench.kernels.common import DEVICE, Built, Case, Goal
-from specker.kernels.adjust import adjust_rows, adjust_rows_cost, adjust_rows_ref
+from specker.kernels.adjust_rows import adjust_rows, adjust_rows_cost, adjust_rows_ref
 
 DRAFTS = 4
 
@@ -51,7 +51,7 @@ def cases() -> Iterator[Case]:
             yield Case(name, lambda length=length, min_p=min_p: build(V, length, min_p), Goal())
 
 
-test_adjust = common.benchmarks(cases())
+test_adjust_rows = common.benchmarks(cases())
 
 if __name__ == "__main__":
-    common.main("adjust", cases())
+    common.main("adjust_rows", cases())

@@ -9,7 +9,7 @@ from paths import Signal, apart
 from torch.library import opcheck
 
 from specker.kernels.ancestors import ancestor_words, chain_words
-from specker.kernels.conv import conv_rows, conv_rows_cost, conv_rows_ref, launch
+from specker.kernels.conv_rows import conv_rows, conv_rows_cost, conv_rows_ref, launch
 
 KINDS = {  # size of the convolution, activation, and whether there are a bias and gates
     "silu": (4, "silu", False, False),

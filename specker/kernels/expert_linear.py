@@ -14,9 +14,9 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from specker.kernels.linear import GATES, _row_linear_merge_kernel, gate_mul, row_linear
 from specker.kernels.quant import Format, Matrix, Quantized, arguments_of, constexprs_of, format_of, streams, types_of
 from specker.kernels.registry import register
+from specker.kernels.row_linear import GATES, _row_linear_merge_kernel, gate_mul, row_linear
 from specker.kernels.stream import stream_rows
 from specker.kernels.tiles import COMMON, MXFP4, few_rows, like, split_of, tiles, weight_left, wide_rows
 from specker.kernels.variant import (
@@ -353,7 +353,7 @@ def _variants(
         left=left and form is not None,
         wide=wide,
         smoke=smoke,
-        # See linear.py. On sm_80 the default limits suffice, and with 255 ptxas of Triton 3.7 spills 8 bytes.
+        # See row_linear.py. On sm_80 the default limits suffice, and with 255 ptxas of Triton 3.7 spills 8 bytes.
         options={} if arch == 80 else {"maxnreg": 255},
     )
     if epilogue == "split" or not parts:

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from specker.kernels.ancestors import MAX_WORDS, check_sequences, parent_of
-from specker.kernels.delta import bits_of
+from specker.kernels.delta_rows import bits_of
 from specker.kernels.registry import register
 from specker.kernels.variant import TYPES, Variant, check_within, same_device, start_after_previous, tl, triton
 

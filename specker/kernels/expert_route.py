@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from specker.kernels.registry import register
-from specker.kernels.topk import NO_KEY, id_of, rank_key, take_best, value_of
 from specker.kernels.variant import Variant, counters, is_last, same_device, start_after_previous, tl, triton
+from specker.kernels.vocab_topk import NO_KEY, id_of, rank_key, take_best, value_of
 
 # Most choices per row and most experts that the kernels serve; the reference serves more.
 MAX_CHOSEN = 16  # experts of a row

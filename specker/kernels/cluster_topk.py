@@ -20,29 +20,13 @@ from torch.compiler import is_compiling
 from torch.nn import functional as F
 
 from specker.kernels.cpu import eager, native
-from specker.kernels.linear import row_linear
 from specker.kernels.noise import check_draw, check_seed, drawn, gumbel_at, gumbel_of, signed, unpack_draw
 from specker.kernels.quant import Format, Matrix, Quantized, arguments_of, constexprs_of, format_of, streams, types_of
 from specker.kernels.registry import refuse, register
-from specker.kernels.residual import launch as _norm
+from specker.kernels.residual_merge import launch as _norm
+from specker.kernels.row_linear import row_linear
 from specker.kernels.stream import stream_rows
 from specker.kernels.tiles import COMMON, columns_of, stages_of, weight_left, wide_rows
-from specker.kernels.topk import (
-    MAX_K,
-    NO_KEY,
-    Noise,
-    Noisy,
-    Norm,
-    _power,
-    check_head,
-    check_ids,
-    check_out,
-    id_of,
-    largest,
-    rank_key,
-    value_of,
-    write_out,
-)
 from specker.kernels.variant import (
     SMS,
     TYPES,
@@ -57,6 +41,22 @@ from specker.kernels.variant import (
     tl,
     triton,
     wait_for_previous,
+)
+from specker.kernels.vocab_topk import (
+    MAX_K,
+    NO_KEY,
+    Noise,
+    Noisy,
+    Norm,
+    _power,
+    check_head,
+    check_ids,
+    check_out,
+    id_of,
+    largest,
+    rank_key,
+    value_of,
+    write_out,
 )
 
 MAX_CLUSTERS = 256  # most clusters that a row may choose

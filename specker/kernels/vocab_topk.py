@@ -18,7 +18,6 @@ from torch import Tensor
 from torch.compiler import is_compiling
 from torch.nn import functional as F
 
-from specker.kernels.linear import row_linear
 from specker.kernels.noise import (
     MIN_TEMPERATURE,
     add_gumbel_,
@@ -31,8 +30,9 @@ from specker.kernels.noise import (
 )
 from specker.kernels.quant import Format, Matrix, arguments_of, constexprs_of, format_of, streams, types_of
 from specker.kernels.registry import check_written, refuse, register
-from specker.kernels.residual import launch as _norm
-from specker.kernels.sample import first_argmax
+from specker.kernels.residual_merge import launch as _norm
+from specker.kernels.row_linear import row_linear
+from specker.kernels.sample_rows import first_argmax
 from specker.kernels.stream import stream_rows
 from specker.kernels.tiles import COMMON, FEW, few_rows, like, stages_of, weight_left, wide_rows
 from specker.kernels.tiles import tiles as product_tiles

@@ -11,8 +11,8 @@ import torch
 from bench.kernels import common
 from bench.kernels.common import DEVICE, Built, Case, Goal
 from specker.kernels.ancestors import chain_words
-from specker.kernels.conv import conv_rows, conv_rows_cost, conv_rows_ref
-from specker.kernels.delta import PAGE
+from specker.kernels.conv_rows import conv_rows, conv_rows_cost, conv_rows_ref
+from specker.kernels.delta_rows import PAGE
 
 C, K = (8192, 4) if DEVICE == "cuda" else (256, 4)
 
@@ -52,7 +52,7 @@ def cases() -> Iterator[Case]:
         yield Case(f"{rows} rows", lambda rows=rows: build(rows, 128, dtype), Goal())
 
 
-test_conv = common.benchmarks(cases())
+test_conv_rows = common.benchmarks(cases())
 
 if __name__ == "__main__":
-    common.main("conv", cases())
+    common.main("conv_rows", cases())
