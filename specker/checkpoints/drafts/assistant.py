@@ -15,7 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from specker.checkpoints.architectures import ARCHITECTURES, FULL, SLIDING
+from specker.checkpoints.architectures import ARCHITECTURES
+from specker.checkpoints.architectures.architecture import FULL, SLIDING
 from specker.checkpoints.buffers import Storage
 from specker.checkpoints.checkpoint import Checkpoint, idle
 from specker.checkpoints.drafts.heads import check_stream, check_target, read_tensors

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from specker.checkpoints.architectures import LAYER_TYPES, SLIDING
+from specker.checkpoints.architectures.architecture import LAYER_TYPES, SLIDING
 from specker.checkpoints.buffers import Storage
 from specker.checkpoints.checkpoint import Checkpoint
 from specker.checkpoints.drafts.heads import (

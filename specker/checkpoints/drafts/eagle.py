@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from specker.checkpoints.architectures import FULL, SLIDING
+from specker.checkpoints.architectures.architecture import FULL, SLIDING
 from specker.checkpoints.buffers import Storage, activations, packs
 from specker.checkpoints.checkpoint import Checkpoint
 from specker.checkpoints.drafts.heads import (
