@@ -195,12 +195,9 @@ def read(
     if owner is not None and "lm_head" in config.shares:
         buffers["head"] = owner.weights.head
     buffers.setdefault("head", buffers["embed"])
-    absent = dict.fromkeys(("qkv_bias", "q_norm", "k_norm", "o_bias", "gate_up_bias", "down_bias"))
-    absent |= dict.fromkeys(("norm_in", "norm_post", "norm_o", "norm_down"))
     if not layers:
-        absent |= dict.fromkeys(("qkv", "o", "gate_up", "down", "norm_in", "norm_post"), buffers["norm"].new_empty(0))
-    ropes = tuple(rope.to(device) for rope in found.ropes)
-    weights = Weights(**{**absent, **buffers}, ropes=ropes)  # type: ignore[arg-type]
+        buffers |= dict.fromkeys(("qkv", "o", "gate_up", "down", "norm_in", "norm_post"), buffers["norm"].new_empty(0))
+    weights = Weights(**buffers, ropes=tuple(rope.to(device) for rope in found.ropes))
     restored = getattr(scheme, "restored", ())
     return Checkpoint(config, weights, folder, restored, part=part, activations=activations or "int8")
 

@@ -13,7 +13,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from specker.checkpoints.architectures import ARCHITECTURES, FULL, LAYER_TYPES, SLIDING, Architecture
+from specker.checkpoints.architectures import ARCHITECTURES
+from specker.checkpoints.architectures.architecture import FULL, LAYER_TYPES, SLIDING, Architecture
 from specker.checkpoints.numbers import check_dtype, check_experts, check_factors, check_sizes
 from specker.checkpoints.settings import ROPES as OWN_ROPES
 from specker.checkpoints.settings import config_of, frequencies
@@ -117,7 +118,6 @@ def parse_config(
         rotated=_rotated(hf, its, head_dim),
         ple_ids=ple_ids,
         widths=its.widths(hf),
-        fused=its.fused,
         norm_offset=its.norm_offset,
         shares=_shares(raw, bool(hf.tie_word_embeddings)),
         pard_token=None if diffusion else _pard_token(raw),

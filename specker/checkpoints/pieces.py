@@ -16,43 +16,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from specker.checkpoints.architectures import ARCHITECTURES
+from specker.checkpoints.architectures.names import GATE_UP
 from specker.layer_weights import KINDS
-from specker.model.config import DeltaNet, Experts, LayerSpec, Mixer, ModelConfig
+from specker.model.config import DeltaNet, Experts, Mixer, ModelConfig
 from specker.model.split import Part
 
-GATE_UP, DOWN = "mlp.experts.gate_up_proj", "mlp.experts.down_proj"  # of the fused layout
-
-
-class ExpertNames(NamedTuple):
-    """A layer's tensors, without ".weight"."""
-
-    router: str
-    expert: str  # # stands for an expert's number
-    gate: str
-    up: str
-    down: str
-
-
-QWEN = ExpertNames("mlp.gate", "mlp.experts.#", "gate_proj", "up_proj", "down_proj")
-MIXTRAL = ExpertNames("block_sparse_moe.gate", "block_sparse_moe.experts.#", "w1", "w3", "w2")
-LFM2 = ExpertNames("mlp.gate", "mlp.experts.#", "w1", "w3", "w2")  # before RENAMED
-NAMED = {"MixtralForCausalLM": MIXTRAL, "Lfm2MoeForCausalLM": LFM2}  # of other architectures: QWEN
-GPT_OSS = "GptOssForCausalLM"
 HOST = "ple_table"  # stays where it is, memory-mapped from the file: rows of it are gathered
-IN_LFM2 = {
-    "self_attn.o_proj": "self_attn.out_proj",
-    "self_attn.q_norm": "self_attn.q_layernorm",
-    "self_attn.k_norm": "self_attn.k_layernorm",
-    "input_layernorm": "operator_norm",
-    "post_attention_layernorm": "ffn_norm",
-    "mlp.gate_proj": "feed_forward.w1",
-    "mlp.up_proj": "feed_forward.w3",
-    "mlp.down_proj": "feed_forward.w2",
-    "mlp.": "feed_forward.",
-}
-# architecture -> other names of parts of a tensor's name
-RENAMED = {"Lfm2ForCausalLM": IN_LFM2, "Lfm2MoeForCausalLM": IN_LFM2}
-FINAL = dict.fromkeys(RENAMED, "embedding_norm")  # the name of the final norm, elsewhere "norm"
 
 
 @dataclass(frozen=True)
@@ -143,22 +113,18 @@ class Piece:
         return found if found.dim() == 1 else found[:, self.first[-1] : self.first[-1] + self.shape[-1]]
 
 
-NORMS = {  # LayerSpec.norms -> the field of Weights and the checkpoint's name of each norm
-    "before": {"norm_in": "input_layernorm", "norm_post": "post_attention_layernorm"},
-    "after": {"norm_o": "post_attention_layernorm", "norm_down": "post_feedforward_layernorm"},
-    "both": {
-        "norm_in": "input_layernorm",
-        "norm_o": "post_attention_layernorm",
-        "norm_post": "pre_feedforward_layernorm",
-        "norm_down": "post_feedforward_layernorm",
-    },
+QK_NORMS = "q_norm", "k_norm"
+NORMS = {  # of LayerSpec.norms
+    "before": ("norm_in", "norm_post"),
+    "after": ("norm_o", "norm_down"),
+    "both": ("norm_in", "norm_o", "norm_post", "norm_down"),
 }
 
 
-def norms_of(layer: LayerSpec) -> dict[str, str]:
-    """A layer's norms, including those of q and k: field of Weights -> name in the checkpoint."""
-    heads = {"q_norm": "self_attn.q_norm", "k_norm": "self_attn.k_norm"} if layer.qk_norm else {}
-    return NORMS[layer.norms] | heads
+def norms_of(c: ModelConfig) -> dict[str, str]:
+    """A layer's norms, including those of q and k: field of LayerWeights -> name in the checkpoint."""
+    names = ARCHITECTURES[c.architecture].names
+    return {field: names[field].name for field in (*NORMS[c.layer.norms], *(QK_NORMS if c.layer.qk_norm else ()))}
 
 
 def final_norm(weight: Tensor, c: ModelConfig) -> Tensor:
@@ -178,7 +144,7 @@ def _halves(rows: range, c: ModelConfig, D: int) -> list[int]:
 def pieces_of(c: ModelConfig, part: Part, whole_head: bool, fused: bool = False) -> Iterator[Piece]:
     """The piece of each tensor that `part` holds; with `whole_head`, all rows of the head. `fused`: the layout of
     experts."""
-    V, e, names = c.vocab_size, c.hidden_size, RENAMED.get(c.architecture, {})
+    V, e = c.vocab_size, c.hidden_size
     if "embed_tokens" not in c.shares:
         yield Piece.tensor("embed_tokens.weight", "embed", V, e)
     if P := c.layer.ple * c.num_layers:
@@ -186,151 +152,12 @@ def pieces_of(c: ModelConfig, part: Part, whole_head: bool, fused: bool = False)
         yield Piece.tensor("per_layer_model_projection.weight", "ple_in", P, e)
         yield Piece.tensor("per_layer_projection_norm.weight", "norm_ple_in", c.layer.ple)
     for i in range(c.num_layers):
-        for p in _layer_pieces(c, i, part, fused):
-            own = p.name
-            for usual, name in names.items():
-                own = own.replace(usual, name)
-            yield replace(p, name=f"layers.{i}.{own}")
-    final = FINAL.get(c.architecture, "norm")
-    yield replace(Piece.tensor(f"{final}.weight", "norm", e, offset=c.norm_offset), factor=c.logits_scale)
+        yield from _Layer(c, i, part).pieces(fused)
+    final = ARCHITECTURES[c.architecture].final.tensor
+    yield replace(Piece.tensor(final, "norm", e, offset=c.norm_offset), factor=c.logits_scale)
     if not c.tied and "lm_head" not in c.shares:
         first, count = (0, V) if whole_head else part.vocabulary(c)
         yield Piece("lm_head.weight", "head", None, 0, (count, e), (V, e), (first, 0))
-
-
-# Matrices split by output: name, buffer, first row there, the part's rows, of how many, whether there is a bias
-Outputs = list[tuple[str, str, int, Sequence[int], int, bool]]
-
-
-def _layer_pieces(c: ModelConfig, i: int, part: Part, fused: bool) -> Iterator[Piece]:
-    """Those of layer i, by the names of most architectures and without the layer's number."""
-    e, mixer, mixture = c.hidden_size, c.layer.mixer(i), c.layer.mixture(i)
-    if mixture is not None and mixture.beside:
-        yield from _beside_pieces(c, i, mixture)
-    elif mixture is not None:
-        yield from _expert_pieces(c, i, mixture, part, fused)
-    (f0, f), F = (0, c.width(i)) if c.widths else part.inner(c), c.width(i)
-    fs = range(f0, f0 + f)
-    outputs: Outputs = []
-    columns = []  # matrices split by input: name, buffer, columns, bias; only rank 0 adds the bias
-    if mixer is None:
-        outputs += _attention_rows(c, i, part)
-        (q0, q), D = part.heads(c), c.kv(i).dim
-        columns += [("self_attn.o_proj", "o", (q0 * D, q * D, c.num_heads * D), c.layer.o_bias)]
-        if c.layer.sinks:
-            yield Piece("self_attn.sinks", "sinks", i, 0, (q,), (c.num_heads,), (q0,))
-    else:
-        yield from _mixer_pieces(c, i, mixer, part)
-    if mixture is None and c.fused:
-        outputs += [("mlp.gate_up_proj", "gate_up", 0, [*fs, *(F + i for i in fs)], 2 * F, c.layer.mlp_bias)]
-    elif mixture is None:
-        outputs += [("mlp.gate_proj", "gate_up", 0, fs, F, c.layer.mlp_bias)]
-        outputs += [("mlp.up_proj", "gate_up", f, fs, F, c.layer.mlp_bias)]
-    if mixture is None:
-        columns += [("mlp.down_proj", "down", (f0, f, F), c.layer.mlp_bias)]
-    for name, buffer, row, rows, of, bias in outputs:
-        yield from _output(name, buffer, i, row, rows, (of, e), bias)
-    for name, buffer, (first, count, of), bias in columns:
-        yield Piece(f"{name}.weight", buffer, i, 0, (e, count), (e, of), (0, first))
-        if bias:
-            yield Piece.tensor(f"{name}.bias", f"{buffer}_bias", e, layer=i)
-    if P := c.layer.ple:
-        yield Piece.tensor("per_layer_input_gate.weight", "ple_gate", P, e, layer=i)
-        yield Piece.tensor("per_layer_projection.weight", "ple_out", e, P, layer=i)
-        yield Piece.tensor("post_per_layer_input_norm.weight", "norm_ple", e, layer=i)
-    if c.layer.scaled:
-        yield Piece.tensor("layer_scalar", "scalar", 1, layer=i)
-    for buffer, name in norms_of(c.layer).items():
-        if buffer not in ("q_norm", "k_norm"):
-            yield Piece.tensor(f"{name}.weight", buffer, e, layer=i, offset=c.norm_offset)
-        elif mixer is None and (buffer == "q_norm" or c.kv(i).source is None):
-            yield _head_norm(c, name, buffer, i)
-
-
-def _output(
-    name: str, buffer: str, layer: int, row: int, rows: Sequence[int], of: tuple[int, int], bias: bool = False
-) -> Iterator[Piece]:
-    """Some rows of a matrix of the shape `of`, and of its bias."""
-    first, count = rows[0], len(rows)
-    order = () if list(rows) == [*range(first, first + count)] else tuple(rows)
-    yield Piece(f"{name}.weight", buffer, layer, row, (count, of[1]), of, (first, 0), order=order)
-    if bias:
-        yield Piece(f"{name}.bias", f"{buffer}_bias", layer, row, (count,), of[:1], (first,), order=order)
-
-
-def _attention_rows(c: ModelConfig, i: int, part: Part) -> Outputs:
-    """The rows of the gate, of q, k and v in layer i."""
-    own = c.kv(i)
-    (q0, q), (k0, kv), D = part.heads(c), part.kv_heads(c) if part.size > 1 else (0, own.heads), own.dim
-    q0, q, k0, kv, Q, KV = q0 * D, q * D, k0 * D, kv * D, c.num_heads * D, own.heads * D
-    qs, ks, vs = _halves(range(q0, q0 + q), c, D), _halves(range(k0, k0 + kv), c, D), range(k0, k0 + kv)
-    bias = c.layer.qkv_bias
-    if c.fused:
-        every = [*qs, *(Q + i for i in ks), *(Q + KV + i for i in vs)]
-        return [("self_attn.qkv_proj", "qkv", 0, every, Q + 2 * KV, bias)]
-    if c.layer.gated:  # the checkpoint's q_proj has q and the gate of each head one after the other
-        qs = [head * 2 * D + D + i for head in range(q0 // D, (q0 + q) // D) for i in range(D)] + [
-            row // D * 2 * D + row % D for row in qs
-        ]
-        q, Q = 2 * q, 2 * Q
-    outputs: Outputs = [
-        ("self_attn.q_proj", "qkv", 0, qs, Q, bias),
-        ("self_attn.k_proj", "qkv", q, ks, KV, bias),
-        ("self_attn.v_proj", "qkv", q + kv, vs, KV, bias),
-    ]
-    return outputs[: 1 if own.source is not None else 2 if own.single else 3]
-
-
-def _head_norm(c: ModelConfig, name: str, buffer: str, layer: int) -> Piece:
-    """The norm of q or of k."""
-    if c.layer.qk_norm == "projection":
-        heads = c.num_heads if buffer == "q_norm" else c.num_kv_heads
-        return Piece.tensor(f"{name}.weight", buffer, heads * c.head_dim, layer=layer, offset=c.norm_offset)
-    D = c.kv(layer).dim
-    order = tuple(_halves(range(D), c, D)) if c.rotated else ()
-    return Piece(f"{name}.weight", buffer, layer, 0, (D,), (D,), (0,), c.norm_offset, order=order)
-
-
-def _conv_weight(name: str, layer: int, channels: list[int], of: int, kernel: int) -> Piece:
-    """The weight of some channels of a convolution, stored as [of, 1, kernel]."""
-    order = () if len(channels) == of else tuple(channels)
-    shape, stored = (len(channels), 1, kernel), (of, 1, kernel)
-    return Piece(f"{name}.weight", "conv", layer, 0, shape, stored, (0, 0, 0), order=order)
-
-
-def _mixer_pieces(c: ModelConfig, i: int, mixer: Mixer, part: Part) -> Iterator[Piece]:
-    """Those of a layer with a recurrent state."""
-    e = c.hidden_size
-    if not isinstance(mixer, DeltaNet):
-        C = mixer.channels
-        first, count = part.channels(mixer)
-        own = range(first, first + count)
-        yield from _output("conv.in_proj", "qkv", i, 0, [n * C + j for n in range(3) for j in own], (3 * C, e))
-        yield _conv_weight("conv.conv", i, list(own), C, mixer.kernel)
-        yield Piece("conv.out_proj.weight", "o", i, 0, (e, count), (e, C), (0, first))
-        return
-    (k0, k), (v0, v), Dk, Dv = part.key_heads(mixer), part.value_heads(mixer), mixer.key_dim, mixer.value_dim
-    Hk, Hv, C, K = mixer.key_heads, mixer.value_heads, mixer.channels, mixer.kernel
-    keys, values = range(k0 * Dk, (k0 + k) * Dk), range(v0 * Dv, (v0 + v) * Dv)
-    channels = [*keys, *(Hk * Dk + j for j in keys), *(2 * Hk * Dk + j for j in values)]
-    if c.architecture == "Qwen3NextForCausalLM":  # by key head: q, k, v and z; then b and a
-        each, group = 2 * Dk + 2 * Hv // Hk * Dv, Hv // Hk
-        starts = [j * each for j in range(k0, k0 + k)]
-        parts = [(0, Dk), (Dk, Dk), (2 * Dk, group * Dv), (2 * Dk + group * Dv, group * Dv)]
-        rows = [start + first + j for first, count in parts for start in starts for j in range(count)]
-        yield from _output("linear_attn.in_proj_qkvz", "qkv", i, 0, rows, (Hk * each, e))
-        rows = [(j * 2 + of) * group + n for of in (0, 1) for j in range(k0, k0 + k) for n in range(group)]
-        yield from _output("linear_attn.in_proj_ba", "gates", i, 0, rows, (2 * Hv, e))
-    else:
-        yield from _output("linear_attn.in_proj_qkv", "qkv", i, 0, channels, (C, e))
-        yield from _output("linear_attn.in_proj_z", "qkv", i, len(channels), values, (Hv * Dv, e))
-        for row, name in ((0, "b"), (v, "a")):
-            yield from _output(f"linear_attn.in_proj_{name}", "gates", i, row, range(v0, v0 + v), (Hv, e))
-    yield _conv_weight("linear_attn.conv1d", i, channels, C, K)
-    yield Piece("linear_attn.A_log", "a_log", i, 0, (v,), (Hv,), (v0,))
-    yield Piece("linear_attn.dt_bias", "dt_bias", i, 0, (v,), (Hv,), (v0,))
-    yield Piece.tensor("linear_attn.norm.weight", "norm_mix", Dv, layer=i)
-    yield Piece("linear_attn.out_proj.weight", "o", i, 0, (e, v * Dv), (e, Hv * Dv), (0, v0 * Dv))
 
 
 def is_fused(names: Iterable[str]) -> bool:
@@ -338,64 +165,203 @@ def is_fused(names: Iterable[str]) -> bool:
     return any(GATE_UP.removeprefix("mlp") in name for name in names)
 
 
-def _beside_pieces(c: ModelConfig, layer: int, experts: Experts) -> Iterator[Piece]:
-    """The experts of one layer of Gemma 4, its router and the feed-forward beside them."""
-    X, E, F, S = experts.count, c.hidden_size, experts.width, experts.shared
-    yield Piece.tensor("router.proj.weight", "router", X, E, layer=layer)
-    yield replace(Piece.tensor("router.scale", "router_norm", E, layer=layer), factor=E**-0.5)
-    yield Piece.tensor("router.per_expert_scale", "router_scale", X, layer=layer)
-    yield Piece.tensor("experts.gate_up_proj", "gate_up", X, 2 * F, E, layer=layer)
-    yield Piece.tensor("experts.down_proj", "down", X, E, F, layer=layer)
-    yield Piece.tensor("pre_feedforward_layernorm_2.weight", "norm_experts", E, layer=layer)
-    yield Piece.tensor("post_feedforward_layernorm_2.weight", "norm_mixed", E, layer=layer)
-    yield Piece.tensor("post_feedforward_layernorm_1.weight", "norm_shared", E, layer=layer)
-    yield Piece.tensor("mlp.gate_proj.weight", "shared_gate_up", S, E, layer=layer)
-    yield Piece.tensor("mlp.up_proj.weight", "shared_gate_up", S, E, layer=layer, row=S)
-    yield Piece.tensor("mlp.down_proj.weight", "shared_down", E, S, layer=layer)
+class Rows(NamedTuple):
+    """The rows of a matrix, and of its bias, that a part holds."""
+
+    key: str  # of Architecture.names
+    rows: Sequence[int]
+    of: int  # rows of the whole matrix
+    bias: bool = False
 
 
-def _expert_pieces(c: ModelConfig, layer: int, experts: Experts, part: Part, fused: bool) -> Iterator[Piece]:
-    """The router and the experts of one layer, in the order of their rows in memory."""
-    X, E, F = experts.count, c.hidden_size, experts.width
-    first, count = part.within(experts)
-    names = QWEN if fused else NAMED.get(c.architecture, QWEN)
-    oss = c.architecture == GPT_OSS
-    fused = fused or oss
+class _Layer:
+    """The pieces of layer i."""
 
-    yield Piece.tensor(f"{'mlp.router' if oss else names.router}.weight", "router", X, E, layer=layer)
-    if experts.biased:
-        yield Piece.tensor("mlp.router.bias" if oss else "mlp.expert_bias", "router_bias", X, layer=layer)
-    if fused:
-        turns = experts.turns
-        yield Piece(
-            GATE_UP,
-            "gate_up",
-            layer,
-            row=0,
-            shape=(X, 2 * count, E),
-            stored=(X, 2 * F, E),
-            first=(0, first, 0),
-            parts=2,
-            alternate=turns,
-            transposed=turns,
-        )
-        yield Piece(DOWN, "down", layer, 0, (X, E, count), (X, E, F), (0, 0, first), transposed=turns)
-    if c.layer.mlp_bias:
-        shape, stored = (X, 2 * count), (X, 2 * F)
-        turns = experts.turns
-        yield Piece(f"{GATE_UP}_bias", "gate_up_bias", layer, 0, shape, stored, (0, first), parts=2, alternate=turns)
-        yield Piece.tensor(f"{DOWN}_bias", "down_bias", X, E, layer=layer)
-    for n in range(0 if fused else X):
-        own = names.expert.replace("#", str(n))
-        for i, name in enumerate((names.gate, names.up)):
-            row = (2 * n + i) * count
-            yield Piece(f"{own}.{name}.weight", "gate_up", layer, row, (count, E), (F, E), (first, 0))
-        yield Piece(f"{own}.{names.down}.weight", "down", layer, n * E, (E, count), (E, F), (0, first))
-    if not experts.shared:
-        return
-    (first, count), F = part.beside(experts), experts.shared
-    rows = range(first, first + count)
-    yield from _output("mlp.shared_expert.gate_proj", "shared_gate_up", layer, 0, rows, (F, E))
-    yield from _output("mlp.shared_expert.up_proj", "shared_gate_up", layer, count, rows, (F, E))
-    yield Piece("mlp.shared_expert.down_proj.weight", "shared_down", layer, 0, (E, count), (E, F), (0, first))
-    yield Piece.tensor("mlp.shared_expert_gate.weight", "shared_gate", 1, E, layer=layer)
+    def __init__(self, c: ModelConfig, i: int, part: Part):
+        self.c, self.i, self.part = c, i, part
+        self.names = ARCHITECTURES[c.architecture].names
+
+    def pieces(self, fused: bool) -> Iterator[Piece]:
+        c, i, part = self.c, self.i, self.part
+        mixer, mixture = c.layer.mixer(i), c.layer.mixture(i)
+        if mixture is not None and mixture.beside:
+            yield from self._beside(mixture)
+        elif mixture is not None:
+            yield from self._experts(mixture, fused)
+        if mixer is not None:
+            yield from self._mixer(mixer)
+        else:
+            (q0, q), D = part.heads(c), c.kv(i).dim
+            if c.layer.sinks:
+                yield self._some("sinks", q0, q, c.num_heads)
+            yield from self._outputs("qkv", self._attention())
+        (f0, f), F = (0, c.width(i)) if c.widths else part.inner(c), c.width(i)
+        bias = c.layer.mlp_bias
+        if mixture is None and "gate_up" in self.names:
+            rows = [*range(f0, f0 + f), *range(F + f0, F + f0 + f)]
+            yield from self._outputs("gate_up", [Rows("gate_up", rows, 2 * F, bias)])
+        elif mixture is None:
+            parts = "gate_up.gate", "gate_up.up"
+            yield from self._outputs("gate_up", [Rows(key, range(f0, f0 + f), F, bias) for key in parts])
+        if mixer is None:
+            yield from self._inputs("o", q0 * D, q * D, c.num_heads * D, c.layer.o_bias)
+        if mixture is None:
+            yield from self._inputs("down", f0, f, F, bias)
+        if P := c.layer.ple:
+            yield self._whole("ple_gate", P, c.hidden_size)
+            yield self._whole("ple_out", c.hidden_size, P)
+            yield self._whole("norm_ple", c.hidden_size)
+        if c.layer.scaled:
+            yield self._whole("scalar", 1)
+        for field in NORMS[c.layer.norms]:
+            yield self._whole(field, c.hidden_size, offset=c.norm_offset)
+        if c.layer.qk_norm and mixer is None:
+            yield self._head_norm("q_norm", c.num_heads)
+            if c.kv(i).source is None:
+                yield self._head_norm("k_norm", c.num_kv_heads)
+
+    def _piece(self, key: str, *places: Any, end: str = ".weight", buffer: str = "", **more: Any) -> Piece:
+        """`places`: row, shape, stored and first of the piece. `buffer`: the field, if the key does not begin with
+        it."""
+        found, field = self.names[key], key.partition(".")[0]
+        name = found.name if found.whole else found.name + end
+        return Piece(f"layers.{self.i}.{name}", buffer or field, self.i, *places, **more)
+
+    def _whole(self, key: str, *shape: int, row: int = 0, offset: float = 0.0, end: str = ".weight") -> Piece:
+        """A whole tensor."""
+        return self._piece(key, row, shape, shape, (0,) * len(shape), offset, end=end)
+
+    def _some(self, key: str, first: int, count: int, of: int) -> Piece:
+        """Some numbers of a vector."""
+        return self._piece(key, 0, (count,), (of,), (first,))
+
+    def _outputs(self, field: str, every: Iterable[Rows]) -> Iterator[Piece]:
+        """The rows of the matrices that make up a field, one below the other, and of their biases."""
+        e, below = self.c.hidden_size, 0
+        for key, rows, of, bias in every:
+            first, count = rows[0], len(rows)
+            order = () if list(rows) == [*range(first, first + count)] else tuple(rows)
+            yield self._piece(key, below, (count, e), (of, e), (first, 0), order=order)
+            if bias:
+                bias_of = f"{field}_bias"
+                yield self._piece(key, below, (count,), (of,), (first,), order=order, end=".bias", buffer=bias_of)
+            below += count
+
+    def _inputs(self, key: str, first: int, count: int, of: int, bias: bool = False) -> Iterator[Piece]:
+        """Some columns of a matrix, and its whole bias, which only rank 0 adds."""
+        e = self.c.hidden_size
+        yield self._piece(key, 0, (e, count), (e, of), (0, first))
+        if bias:
+            yield self._piece(key, 0, (e,), (e,), (0,), end=".bias", buffer=f"{key}_bias")
+
+    def _attention(self) -> list[Rows]:
+        """The rows of the gate, of q, k and v."""
+        c, part, own, bias = self.c, self.part, self.c.kv(self.i), self.c.layer.qkv_bias
+        (q0, q), (k0, kv), D = part.heads(c), part.kv_heads(c) if part.size > 1 else (0, own.heads), own.dim
+        Q, KV = c.num_heads * D, own.heads * D
+        qs, ks = _halves(range(q0 * D, (q0 + q) * D), c, D), _halves(range(k0 * D, (k0 + kv) * D), c, D)
+        vs = range(k0 * D, (k0 + kv) * D)
+        if "qkv" in self.names:
+            return [Rows("qkv", [*qs, *(Q + i for i in ks), *(Q + KV + i for i in vs)], Q + 2 * KV, bias)]
+        if c.layer.gated:  # the checkpoint's q_proj has q and the gate of each head one after the other
+            gates = [head * 2 * D + D + i for head in range(q0, q0 + q) for i in range(D)]
+            qs, Q = gates + [row // D * 2 * D + row % D for row in qs], 2 * Q
+        outputs = [Rows("qkv.q", qs, Q, bias), Rows("qkv.k", ks, KV, bias), Rows("qkv.v", vs, KV, bias)]
+        return outputs[: 1 if own.source is not None else 2 if own.single else 3]
+
+    def _head_norm(self, key: str, heads: int) -> Piece:
+        """The norm of q or of k."""
+        c = self.c
+        if c.layer.qk_norm == "projection":
+            return self._whole(key, heads * c.head_dim, offset=c.norm_offset)
+        D = c.kv(self.i).dim
+        order = tuple(_halves(range(D), c, D)) if c.rotated else ()
+        return self._piece(key, 0, (D,), (D,), (0,), c.norm_offset, order=order)
+
+    def _conv(self, channels: Sequence[int], of: int, kernel: int) -> Piece:
+        """The weight of some channels of a convolution, stored as [of, 1, kernel]."""
+        order = () if len(channels) == of else tuple(channels)
+        return self._piece("conv", 0, (len(channels), 1, kernel), (of, 1, kernel), (0, 0, 0), order=order)
+
+    def _mixer(self, mixer: Mixer) -> Iterator[Piece]:
+        """Those of a layer with a recurrent state."""
+        c, part, C, K = self.c, self.part, mixer.channels, mixer.kernel
+        if not isinstance(mixer, DeltaNet):
+            first, count = part.channels(mixer)
+            own = range(first, first + count)
+            yield from self._outputs("qkv", [Rows("qkv.bcx", [n * C + j for n in range(3) for j in own], 3 * C)])
+            yield self._conv(own, C, K)
+            yield self._piece("o.mixer", 0, (c.hidden_size, count), (c.hidden_size, C), (0, first))
+            return
+        (k0, k), (v0, v), Dk, Dv = part.key_heads(mixer), part.value_heads(mixer), mixer.key_dim, mixer.value_dim
+        Hk, Hv = mixer.key_heads, mixer.value_heads
+        keys, values = range(k0 * Dk, (k0 + k) * Dk), range(v0 * Dv, (v0 + v) * Dv)
+        channels = [*keys, *(Hk * Dk + j for j in keys), *(2 * Hk * Dk + j for j in values)]
+        if "qkv.qkv" in self.names:
+            yield from self._outputs("qkv", [Rows("qkv.qkv", channels, C), Rows("qkv.z", values, Hv * Dv)])
+            heads = range(v0, v0 + v)
+            yield from self._outputs("gates", [Rows("gates.b", heads, Hv), Rows("gates.a", heads, Hv)])
+        else:  # by key head: q, k, v and z; then b and a
+            each, group = 2 * Dk + 2 * Hv // Hk * Dv, Hv // Hk
+            starts = [j * each for j in range(k0, k0 + k)]
+            parts = [(0, Dk), (Dk, Dk), (2 * Dk, group * Dv), (2 * Dk + group * Dv, group * Dv)]
+            rows = [start + first + j for first, count in parts for start in starts for j in range(count)]
+            yield from self._outputs("qkv", [Rows("qkv.qkvz", rows, Hk * each)])
+            rows = [(j * 2 + of) * group + n for of in (0, 1) for j in range(k0, k0 + k) for n in range(group)]
+            yield from self._outputs("gates", [Rows("gates.ba", rows, 2 * Hv)])
+        yield self._conv(channels, C, K)
+        yield self._some("a_log", v0, v, Hv)
+        yield self._some("dt_bias", v0, v, Hv)
+        yield self._whole("norm_mix", Dv)
+        yield self._piece("o.mixer", 0, (c.hidden_size, v * Dv), (c.hidden_size, Hv * Dv), (0, v0 * Dv))
+
+    def _beside(self, experts: Experts) -> Iterator[Piece]:
+        """The experts of a layer of Gemma 4, its router and the feed-forward beside them."""
+        X, E, F, S = experts.count, self.c.hidden_size, experts.width, experts.shared
+        yield self._whole("router", X, E)
+        yield replace(self._whole("router_norm", E), factor=E**-0.5)
+        yield self._whole("router_scale", X)
+        yield self._whole("gate_up.experts", X, 2 * F, E, end="")
+        yield self._whole("down.experts", X, E, F, end="")
+        for field in ("norm_experts", "norm_mixed", "norm_shared"):
+            yield self._whole(field, E)
+        yield self._whole("shared_gate_up.gate", S, E)
+        yield self._whole("shared_gate_up.up", S, E, row=S)
+        yield self._whole("shared_down", E, S)
+
+    def _experts(self, experts: Experts, fused: bool) -> Iterator[Piece]:
+        """The router and the experts, in the order of their rows in memory."""
+        X, E, F, turns, names = experts.count, self.c.hidden_size, experts.width, experts.turns, self.names
+        first, count = self.part.within(experts)
+        fused = fused or "down.expert" not in names
+        router = "router.single" if "router.single" in names and not fused else "router"
+
+        yield self._whole(router, X, E)
+        if experts.biased:
+            yield self._whole("router_bias", X)
+        if fused:
+            shape, stored = (X, 2 * count, E), (X, 2 * F, E)
+            both: dict[str, Any] = {"parts": 2, "alternate": turns}  # gate and up
+            yield self._piece("gate_up.experts", 0, shape, stored, (0, first, 0), end="", **both, transposed=turns)
+            yield self._piece("down.experts", 0, (X, E, count), (X, E, F), (0, 0, first), end="", transposed=turns)
+            if self.c.layer.mlp_bias:
+                bias: dict[str, Any] = {"end": "_bias", "buffer": "gate_up_bias"}
+                yield self._piece("gate_up.experts", 0, shape[:2], stored[:2], (0, first), **bias, **both)
+                bias["buffer"] = "down_bias"
+                yield self._piece("down.experts", 0, (X, E), (X, E), (0, 0), **bias)
+        for n in range(0 if fused else X):
+            for i, key in enumerate(("gate_up.expert_gate", "gate_up.expert_up")):
+                yield self._numbered(n, self._piece(key, (2 * n + i) * count, (count, E), (F, E), (first, 0)))
+            yield self._numbered(n, self._piece("down.expert", n * E, (E, count), (E, F), (0, first)))
+        if not experts.shared:
+            return
+        (first, count), F = self.part.beside(experts), experts.shared
+        parts = "shared_gate_up.gate", "shared_gate_up.up"
+        yield from self._outputs("shared_gate_up", [Rows(key, range(first, first + count), F) for key in parts])
+        yield from self._inputs("shared_down", first, count, F)
+        yield self._whole("shared_gate", 1, E)
+
+    @staticmethod
+    def _numbered(n: int, p: Piece) -> Piece:
+        """The piece of expert n."""
+        return replace(p, name=p.name.replace("#", str(n)))

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from specker.checkpoints.architectures import FULL, LAYER_TYPES, SLIDING, Architecture
+from specker.checkpoints.architectures.architecture import FULL, LAYER_TYPES, SLIDING, Architecture
 
 NEEDS = (
     *("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size"),

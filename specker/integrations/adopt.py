@@ -21,7 +21,7 @@ from specker.checkpoints.buffers import activations
 from specker.checkpoints.checkpoint import DTYPES, Checkpoint
 from specker.checkpoints.files import folder_of
 from specker.checkpoints.parse import parse_config
-from specker.checkpoints.pieces import FINAL, final_norm, norms_of
+from specker.checkpoints.pieces import final_norm, norms_of
 from specker.integrations.target import no_weights, read_sizes
 from specker.model.config import CheckpointError, ModelConfig
 from specker.model.weights import Rope, Weights
@@ -32,7 +32,7 @@ def adoptable(model: Any) -> bool:
     offloaded or split weights, and q, k and v apart."""
     kind, parameters = type(model), list(model.parameters())
     its = ARCHITECTURES.get(kind.__name__)
-    if its is None or its.fused or not kind.__module__.startswith("transformers.models.") or model.training:
+    if its is None or "qkv" in its.names or not kind.__module__.startswith("transformers.models.") or model.training:
         return False
     first = parameters[0]
     return (
@@ -126,8 +126,7 @@ def adopt(model: Any, context: int, folder: Path) -> Checkpoint | None:
             "embed": model.model.embed_tokens.weight.detach(),
             "qkv": fused(*qkv),
             "qkv_bias": bias(*qkv),
-            **dict.fromkeys(("q_norm", "k_norm", "norm_in", "norm_post")),
-            **{field: norm(name) for field, name in norms_of(config.layer).items()},
+            **{field: norm(name) for field, name in norms_of(config).items()},
             "o": [weight.detach() for weight in each("self_attn.o_proj")],
             "o_bias": bias("self_attn.o_proj"),
             "gate_up": inner("gate_up_proj", "gate_proj", "up_proj"),
@@ -161,7 +160,7 @@ def outer(model: Any, context: int | None, folder: Path) -> Checkpoint:
         norm = embed.new_empty(embed.shape[1], dtype=kind)  # never read
     else:
         config = parsed[0]
-        module = getattr(model.get_decoder(), FINAL.get(config.architecture, "norm"))
+        module = getattr(model.get_decoder(), ARCHITECTURES[config.architecture].final.name)
         norm = final_norm(module.weight.detach().to(kind), config)
     return Checkpoint(config, replace(no_weights(embed.device), embed=embed, head=head, norm=norm), folder)
 

@@ -174,5 +174,4 @@ def read_sizes(target: str | Path, max_context: int | None) -> ModelConfig:
 def no_weights(device: torch.device) -> Weights:
     none = torch.empty(0, dtype=torch.float32, device=device)
     names = ["embed", "qkv", "o", "gate_up", "down", "norm_in", "norm_post", "norm", "head"]
-    absent = dict.fromkeys(["qkv_bias", "q_norm", "k_norm", "o_bias", "gate_up_bias", "down_bias"])
-    return Weights(**dict.fromkeys(names, none), **absent, ropes=())  # type: ignore[arg-type]
+    return Weights(**dict.fromkeys(names, none), ropes=())  # type: ignore[arg-type]

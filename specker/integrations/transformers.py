@@ -6,7 +6,7 @@
 A call takes one of two paths. Neither changes what `generate` emits.
 
 * On specker's ops: the engine decodes with the model's own weights, each row of the batch at its own pace. It serves
-  the architectures of checkpoints/architectures.py whose q, k and v are separate matrices, greedy or with `seed`, when
+  the architectures of checkpoints/architectures whose q, k and v are separate matrices, greedy or with `seed`, when
   only the tokens are asked for.
 * By the model's own forward: any other model and any other request. A verify pass is one forward over the draft. Its
   rows are then handled one by one as plain decoding handles its steps: processors and stopping criteria see committed

@@ -169,7 +169,7 @@ class LayerSpec:
 class ModelConfig:
     """A decoder's settings; none depends on the run's dtype or device."""
 
-    architecture: str  # a key of ARCHITECTURES (checkpoints/architectures.py)
+    architecture: str  # a key of ARCHITECTURES (checkpoints/architectures)
     vocab_size: int
     hidden_size: int
     num_layers: int
@@ -198,7 +198,6 @@ class ModelConfig:
     """RoPE rotates only this many of a head's first dimensions (Phi-4-mini); 0: all. The rows of q and k are then read
     in another order, in which a head's halves hold the halves of these dimensions first."""
     widths: tuple[int, ...] = ()  # each layer's intermediate size, if they differ
-    fused: bool = False  # the checkpoint has q, k and v as one matrix, and gate and up as one (Phi-3)
     norm_offset: float = 0.0  # added to the weights of all RMSNorms when they are read (Gemma's lack it)
     shares: tuple[str, ...] = ()  # the target's tensors that this draft uses: embed_tokens, lm_head or both
     pard_token: int | None = None  # the mask token of a causal model that drafts in one pass (PARD)

@@ -18,11 +18,11 @@ from packings import exact
 from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen2Tokenizer
 
 import specker
+from specker.checkpoints.architectures import ARCHITECTURES
 from specker.checkpoints.checkpoint import opened, read, read_config
 from specker.checkpoints.gguf import blocks
 from specker.checkpoints.gguf.cache import DONE, converted, remembered_sha256, sha256
 from specker.checkpoints.gguf.convert import converted_size
-from specker.checkpoints.gguf.families import FAMILIES
 from specker.checkpoints.tokenizer import Tokenizer, Tokens
 from specker.cli import cache as storage
 from specker.cpu.packed import FORMATS, Packed, pack
@@ -310,7 +310,9 @@ def test_the_tokens_that_end_an_answer_of_gemma(tmp_path: Path) -> None:
     """A file names one; instruction-tuned models also end with another."""
     folder = make(tmp_path / "source", **GEMMA3)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(FAMILIES, "gemma3_text", FAMILIES["gemma3_text"]._replace(ends=("<6>", "<none>")))
+        its = ARCHITECTURES["Gemma3ForCausalLM"]
+        ending = replace(its, gguf=its.gguf._replace(ends=("<6>", "<none>")))
+        patch.setitem(ARCHITECTURES, "Gemma3ForCausalLM", ending)
         file = write(tmp_path / "tiny.gguf", folder, "F32", arch="gemma3", more=gemma_keys)
         assert read_config(file).eos_ids == (96, 101)
 

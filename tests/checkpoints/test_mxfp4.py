@@ -11,9 +11,10 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 import specker
+from specker.checkpoints.architectures.names import DOWN, GATE_UP
 from specker.checkpoints.buffers import Storage
 from specker.checkpoints.checkpoint import opened, read
-from specker.checkpoints.pieces import DOWN, GATE_UP, pieces_of
+from specker.checkpoints.pieces import pieces_of
 from specker.checkpoints.quantised.mxfp4 import halved
 from specker.cpu import Packed
 from specker.kernels.quant import Quantized

@@ -15,10 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from specker.checkpoints.architectures import ARCHITECTURES, FULL, SLIDING
+from specker.checkpoints.architectures import ARCHITECTURES
+from specker.checkpoints.architectures.architecture import FULL, SLIDING
 from specker.checkpoints.buffers import Storage
 from specker.checkpoints.checkpoint import Checkpoint, idle
-from specker.checkpoints.drafts.heads import check_stream, check_target, read_tensors
+from specker.checkpoints.drafts.heads import check_stream, check_target, read_tensors, weights_of
 from specker.checkpoints.files import folder_of, open_files
 from specker.checkpoints.numbers import check_size
 from specker.checkpoints.parse import SHARED, parse_config, read_json
@@ -29,7 +30,6 @@ from specker.kernels.cluster_topk import MAX_CLUSTERS
 from specker.model.assistant import AssistantSpec, AssistantWeights
 from specker.model.config import CheckpointError, ModelConfig
 from specker.model.split import WHOLE
-from specker.model.weights import Weights
 
 KIND = "gemma4_assistant"
 LAYERS = "Gemma4ForCausalLM"  # the architecture of its layers
@@ -90,12 +90,7 @@ def read(
         ids = _order(order, layout.clusters, config.vocab_size, source).to(device)
         parts = parts._replace(order=ids)
         found["head"] = found.pop("rows")[ids.flatten()]  # cluster by cluster, as `cluster_topk` reads it
-    absent = dict.fromkeys(("qkv_bias", "k_norm", "o_bias", "gate_up_bias", "down_bias"))
-    weights = Weights(
-        **{**absent, **found},  # type: ignore[arg-type]
-        embed=target.weights.embed,
-        ropes=tuple(rope.to(device) for rope in layout.ropes),
-    )
+    weights = weights_of(found, target.weights, layout.ropes)
     return AssistantCheckpoint(
         config, weights, folder, shared=target.tokens, activations=target.activations, spec=spec, parts=parts
     )

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from specker.checkpoints.architectures import LAYER_TYPES, SLIDING
+from specker.checkpoints.architectures.architecture import LAYER_TYPES, SLIDING
 from specker.checkpoints.buffers import Storage
 from specker.checkpoints.checkpoint import Checkpoint
 from specker.checkpoints.drafts.heads import (
@@ -29,6 +29,7 @@ from specker.checkpoints.drafts.heads import (
     check_target,
     ids_of,
     read_tensors,
+    weights_of,
 )
 from specker.checkpoints.files import folder_of, open_files
 from specker.checkpoints.numbers import check_size
@@ -37,7 +38,6 @@ from specker.checkpoints.pieces import Piece, pieces_of
 from specker.model.config import CheckpointError, ModelConfig
 from specker.model.dflash import BlockSpec, BlockWeights, Convolution, Markov, Selector
 from specker.model.split import WHOLE
-from specker.model.weights import Weights
 
 FLAT = {  # architectures of flat configs
     "DFlashDraftModel": "dflash",
@@ -125,12 +125,9 @@ def read(source: str | Path, target: Checkpoint, *, dtype: torch.dtype, quantize
         convolutions=layout.convolutions(found),
         selector=layout.selector(found),
     )
-    usual: dict[str, Any] = {"embed": own.embed, "head": own.head, "qkv_bias": None, "o_bias": None}
-    usual |= {"gate_up_bias": None, "down_bias": None} | found
-    ropes = tuple(rope.to(device) for rope in layout.ropes)
     return BlockCheckpoint(
         config,
-        Weights(**usual, ropes=ropes),
+        weights_of(found, own, layout.ropes),
         folder,
         shared=target.tokens,
         activations=target.activations,

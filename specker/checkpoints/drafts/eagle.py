@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from specker.checkpoints.architectures import FULL, SLIDING
+from specker.checkpoints.architectures.architecture import FULL, SLIDING
 from specker.checkpoints.buffers import Storage, activations, packs
 from specker.checkpoints.checkpoint import Checkpoint
 from specker.checkpoints.drafts.heads import (
@@ -29,6 +29,7 @@ from specker.checkpoints.drafts.heads import (
     check_target,
     ids_of,
     read_tensors,
+    weights_of,
 )
 from specker.checkpoints.files import BIN, folder_of, open_files
 from specker.checkpoints.parse import SHARED, parse_config, read_json
@@ -37,7 +38,6 @@ from specker.checkpoints.quantised.schemes import scheme_of
 from specker.model.config import CheckpointError, ModelConfig
 from specker.model.heads import HeadSpec, HeadWeights
 from specker.model.split import WHOLE
-from specker.model.weights import Matrix, Weights
 
 MASK = "mask_hidden"  # P-EAGLE's, [1, 1, A * Ht]
 FACTORS = "rope_freqs.weight"  # [D / 2], divisors of RoPE's frequencies, in a head that was a GGUF file
@@ -83,9 +83,12 @@ def read(source: str | Path, target: Checkpoint, *, dtype: torch.dtype, quantize
     if "fc_norm" in found:
         found["fc_norm"] = found["fc_norm"].view(len(layout.spec.aux_layers), -1)
     ids = ids_of(extra, layout.spec.rows, config.vocab_size, source)
+    if config.tied and "embed" in found:
+        found.setdefault("head", found["embed"])
+    found.setdefault("norm", target.weights.norm.new_ones(config.hidden_size))
     return HeadCheckpoint(
         config,
-        _weights(found, layout, target),
+        weights_of(found, target.weights, layout.ropes),
         folder,
         getattr(storage.scheme, "restored", ()),
         shared=target.tokens,
@@ -114,21 +117,6 @@ def _mask(mask: Tensor | None, spec: HeadSpec, storage: Storage, source: str | P
             f"{MASK} of {source} must hold {size} finite numbers, got {list(mask.shape)} {mask.dtype}"
         )
     return mask.flatten().to(storage.device, activations(storage.dtype, storage.device))
-
-
-def _weights(found: dict[str, Any], layout: "Layout", target: Checkpoint) -> Weights:
-    config, own = layout.config, target.weights
-    embed = found.get("embed", own.embed)
-    head: Matrix = found.get("head", embed if config.tied and "embed" in found else own.head)
-    norm = found.get("norm")
-    names = ("qkv", "qkv_bias", "q_norm", "k_norm", "o", "o_bias", "gate_up", "gate_up_bias", "down", "down_bias")
-    return Weights(
-        embed=embed,
-        **{name: found.get(name) for name in (*names, "norm_in", "norm_post")},  # type: ignore[arg-type]
-        norm=own.norm.new_ones(config.hidden_size) if norm is None else norm,
-        head=head,
-        ropes=tuple(rope.to(own.norm.device) for rope in layout.ropes),
-    )
 
 
 @dataclass(frozen=True)

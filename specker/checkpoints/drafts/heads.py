@@ -1,7 +1,7 @@
 """What the heads have in common that read the target's hidden states: EAGLE's, MTP's and drafters of blocks."""
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from reprlib import repr as short
 from typing import Any
@@ -15,7 +15,9 @@ from specker.checkpoints.files import check_tensors, read_piece
 from specker.checkpoints.pieces import Piece
 from specker.model.config import CheckpointError, ModelConfig
 from specker.model.heads import HeadSpec, HeadWeights
+from specker.model.weights import Rope, Weights
 
+WEIGHTS = {own.name for own in fields(Weights)}
 PARTS = "transformer_layer_config", "eagle_config", "dflash_config"
 # Fields that change nothing here: how the head was trained or saved, and what transformers adds.
 IGNORED = {
@@ -105,6 +107,14 @@ def read_tensors(
             raise CheckpointError(f"{name} of {source} holds NaN or infinity; export the head again")
         buffers.put(p, x)
     return buffers.done()
+
+
+def weights_of(found: dict[str, Any], own: Weights, ropes: Iterable[Rope]) -> Weights:
+    """A head's layers of the tensors that were read, with the embedding and the LM head of `own`, the target's, where
+    it has none."""
+    rows = {"embed": own.embed, "head": own.head}
+    layers = {name: x for name, x in found.items() if name in WEIGHTS}
+    return Weights(**{**rows, **layers}, ropes=tuple(rope.to(own.norm.device) for rope in ropes))
 
 
 def ids_of(maps: dict[str, Tensor], rows: int, vocab: int, source: str | Path) -> Tensor | None:

@@ -27,7 +27,7 @@ import torch
 
 from specker.checkpoints.buffers import Storage, packs
 from specker.checkpoints.checkpoint import Checkpoint
-from specker.checkpoints.drafts.heads import HeadCheckpoint, check_stream, read_tensors
+from specker.checkpoints.drafts.heads import HeadCheckpoint, check_stream, read_tensors, weights_of
 from specker.checkpoints.files import open_files
 from specker.checkpoints.parse import read_json
 from specker.checkpoints.pieces import Piece, is_fused, pieces_of
@@ -36,7 +36,6 @@ from specker.fields import option
 from specker.model.config import CheckpointError, ModelConfig
 from specker.model.heads import HeadSpec, HeadWeights
 from specker.model.split import WHOLE
-from specker.model.weights import Weights
 
 
 @dataclass(frozen=True)
@@ -156,12 +155,7 @@ def _head(
         embed_norm=found.pop("embed_norm"),
         hidden_norm=found.pop("hidden_norm"),
     )
-    absent = dict.fromkeys(
-        ("qkv_bias", "q_norm", "k_norm", "o_bias", "gate_up_bias", "down_bias", "norm_in", "norm_post")
-    )
-    own = (first or target).weights
-    rows = {"embed": own.embed, "head": own.head}
-    weights = Weights(**{**absent, **rows, **found}, ropes=target.weights.ropes)
+    weights = weights_of(found, (first or target).weights, target.weights.ropes)
     spec = HeadSpec(
         "mtp",
         (target.config.num_layers,),

@@ -16,10 +16,11 @@ import torch
 from torch import Tensor
 
 from specker.checkpoints.architectures import ARCHITECTURES
+from specker.checkpoints.architectures.gguf import FREQUENCIES
 from specker.checkpoints.gguf import blocks, experts, heads, hybrids, vocabulary
 from specker.checkpoints.gguf.blocks import BLOCKS, Value
-from specker.checkpoints.gguf.families import FAMILIES, FREQUENCIES, name_of, undone
 from specker.checkpoints.gguf.header import check_header
+from specker.checkpoints.gguf.tensors import name_of, undone
 from specker.checkpoints.parse import reason
 from specker.cpu.packed import FORMATS, Numbers, pack
 from specker.model.config import CheckpointError
@@ -28,7 +29,7 @@ log = logging.getLogger("specker.steps")  # slow steps, which `Screen.progress` 
 WHOLE = "PreTrainedTokenizerFast"  # transformers' class that reads tokenizer.json unchanged
 SHARD = 1 << 30  # bytes
 Named = Callable[[str, Path], str | None]  # a tensor's name in GGUF, the file -> its name in the checkpoint
-Undo = Callable[[str, Value], Iterator[tuple[str, Value]]]  # see families.undone
+Undo = Callable[[str, Value], Iterator[tuple[str, Value]]]  # see tensors.undone
 
 
 def read(path: Path) -> Any:
@@ -77,32 +78,32 @@ def _convert_model(path: Path, folder: Path, file: Any, dense: bool) -> None:
     from transformers import AutoTokenizer, GenerationConfig
 
     keys, arch = _keys(file), _architecture(file)
-    hybrid = arch in hybrids.HYBRIDS
-    config = hybrids.config_of(path, file, arch, keys) if hybrid else _config(path)
+    supported = {its.model_type: (name, its.gguf, its) for name, its in ARCHITECTURES.items() if its.gguf is not None}
+    hybrid = next((its for _, gguf, its in supported.values() if arch in gguf.files), None)
+    config = _config(path) if hybrid is None else hybrids.config_of(path, file, arch, hybrid, keys)
     model_type = "mixtral" if config.model_type == "llama" and keys.get("expert_count") else config.model_type
-    family = FAMILIES.get(model_type)
-    if family is None:
+    if model_type not in supported:
         raise CheckpointError(
             f"{path} has a model of type {config.model_type!r}, which is not supported in a GGUF file; supported: "
-            + ", ".join(FAMILIES)
+            + ", ".join(supported)
         )
-    named: Named = partial(name_of, family)
-    undo: Undo = partial(undone, family, config)
+    name, gguf, its = supported[model_type]
+    named: Named = partial(name_of, its, config.num_hidden_layers)
+    undo: Undo = partial(undone, its, config)
     more: dict[str, Any] = {}
-    if hybrid:
-        named, undo, more = hybrids.reader(arch, config, file.tensors, dense)
+    if hybrid is not None:
+        undo, more = hybrids.reader(arch, config, file.tensors, dense)
     modules, restored = _save(path, folder, file.tensors, config.tie_word_embeddings, dense, named, undo)
-    tokenizer = vocabulary.tokenizer_of(path, file) if hybrid else _tokenizer(path, file)
+    tokenizer = _tokenizer(path, file) if hybrid is None else vocabulary.tokenizer_of(path, file)
     tokenizer.save_pretrained(folder)
     GenerationConfig.from_model_config(config).save_pretrained(folder)
     settings = {k: v for k, v in config.to_dict().items() if k not in ("quantization_config", "_name_or_path")}
-    kinds = [arch for arch, its in ARCHITECTURES.items() if its.model_type == model_type]
-    settings |= {"architectures": kinds, "dtype": "float32"} | family.mend(settings, keys) | more
-    ids = tokenizer.get_vocab() if family.ends else {}
-    if ends := [ids[token] for token in family.ends if token in ids]:
+    settings |= {"architectures": [name], "dtype": "float32"} | gguf.mend(settings, keys) | more
+    ids = tokenizer.get_vocab() if gguf.ends else {}
+    if ends := [ids[token] for token in gguf.ends if token in ids]:
         settings["eos_token_id"] = sorted({settings["eos_token_id"], *ends} - {None})
     _write_config(folder, settings, modules, restored)
-    if not hybrid:  # those are whole; the class of their model type may be another's, such as Qwen3.5's for Qwen3-Next
+    if hybrid is None:  # a hybrid's is whole; its model type's class may be another's, as Qwen3.5's for Qwen3-Next
         AutoTokenizer.from_pretrained(folder, local_files_only=True).save_pretrained(folder)
     _name_whole_tokenizer(folder)
 
@@ -129,7 +130,7 @@ def _tokenizer(path: Path, file: Any) -> Any:
 
 
 def _keys(file: Any) -> dict[str, Any]:
-    """What `Family.mend` reads: keys without the architecture's prefix, and the divisors of RoPE's frequencies."""
+    """What `Gguf.mend` reads: keys without the architecture's prefix, and the divisors of RoPE's frequencies."""
     start = f"{_architecture(file)}."
     found = {name.removeprefix(start): x.contents() for name, x in file.fields.items() if name.startswith(start)}
     for tensor in file.tensors:
@@ -149,7 +150,7 @@ def _convert_head(path: Path, folder: Path, file: Any, dense: bool) -> None:
     settings |= {"draft_vocab_size": rows[0] if rows else None, "tie_word_embeddings": False}
     settings.setdefault("num_key_value_heads", settings["num_attention_heads"])
     extra = {tensor.name: heads.distances(torch.from_numpy(tensor.data.copy())) for tensor in maps}
-    undo = partial(undone, FAMILIES["llama"], PretrainedConfig.from_dict(settings))
+    undo = partial(undone, ARCHITECTURES["LlamaForCausalLM"], PretrainedConfig.from_dict(settings))
     modules, restored = _save(path, folder, others, False, dense, heads.name_of, undo, extra)
     _write_config(folder, settings, modules, restored)
 

@@ -8,8 +8,8 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from specker.checkpoints.architectures.names import DOWN, GATE_UP
 from specker.checkpoints.gguf.blocks import Value
-from specker.checkpoints.pieces import DOWN, GATE_UP
 from specker.cpu.packed import Numbers, pack
 
 Named = tuple[str, str, Value]  # name, format in the file, value: of all experts of a layer [X, O, E], or [X * O, E]
@@ -18,13 +18,6 @@ WITHIN = ".experts."  # in the names of their tensors, behind the layer's part: 
 GATE = "gate_proj"
 UP = "up_proj"
 FUSED_GATE_UP, FUSED_DOWN = (name.partition(WITHIN)[2] for name in (GATE_UP, DOWN))
-NAMES = {  # of a layer's tensors: name in GGUF -> name in the checkpoint
-    "ffn_gate_inp": "mlp.gate",
-    "ffn_gate_exps": f"mlp{WITHIN}{GATE}",
-    "ffn_up_exps": f"mlp{WITHIN}{UP}",
-    "ffn_gate_up_exps": GATE_UP,
-    "ffn_down_exps": DOWN,
-}
 
 
 def fused(tensors: Iterator[Named], count: int) -> Iterator[Named]:

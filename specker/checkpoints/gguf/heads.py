@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from specker.checkpoints.gguf.families import NAMES
+from specker.checkpoints.architectures.names import LAYER as USUAL
 from specker.model.config import CheckpointError
 
 ARCHITECTURE = "eagle3"
@@ -23,7 +23,7 @@ OUTER = {
     "output": "lm_head",
     "rope_freqs": "rope_freqs",
 }
-LAYER = {name: new for name, new in NAMES.items() if name not in ("attn_q_norm", "attn_k_norm")}
+LAYER = {found.gguf: found.name for key, found in USUAL.items() if key not in ("q_norm", "k_norm")}
 LAYER["attn_norm_2"] = "hidden_norm"
 # Keys after `eagle3.` -> fields of config.json.
 REQUIRED = {

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from specker.checkpoints.pieces import DOWN, GATE_UP
+from specker.checkpoints.architectures.names import DOWN, GATE_UP
 from specker.checkpoints.quantised.stored import Get, Stored, needed
 from specker.kernels import quant
 from specker.kernels.quant import Quantized

@@ -1,4 +1,4 @@
-"""gpt-oss in a GGUF file.
+"""gpt-oss.
 
 What llama.cpp's converter changes: the rows of gate and up, which take turns in a checkpoint, are a tensor each, and so
 are their biases; matrices that are not quantised are no longer transposed; numbers in MXFP4 stand in other bytes. The
@@ -8,23 +8,27 @@ says so (`Experts.turns`).
 Sources: llama.cpp's conversion/gpt_oss.py and src/models/openai-moe-iswa.cpp.
 """
 
+from reprlib import repr as short
 from typing import Any
 
-from specker.checkpoints.architectures import FULL, SLIDING
-from specker.checkpoints.gguf.experts import NAMES as EXPERTS
-from specker.checkpoints.gguf.families import NAMES as LAYER
-from specker.checkpoints.gguf.keys import Keys
+from specker.checkpoints.architectures.architecture import FULL, SLIDING, Architecture
+from specker.checkpoints.architectures.gguf import Gguf, Keys
+from specker.checkpoints.architectures.names import FUSED_EXPERTS, LAYER, TensorName
+from specker.kernels.row_linear import ALPHA, LIMIT
+from specker.model.config import CheckpointError
 
-# Names in GGUF -> in the checkpoint, of a layer's tensors.
-NAMES = {name: own for name, own in (LAYER | EXPERTS).items() if name != "ffn_norm"} | {
-    "post_attention_norm": "post_attention_layernorm",
-    "ffn_gate_inp": "mlp.router",
-}
-WHOLE = {"attn_sinks.weight": "self_attn.sinks"}  # without `.weight` in the checkpoint
+APART = "experts_gate_and_up_apart"  # not Experts.turns, in config.json of a converted GGUF file
 SOFTMAX_OF_CHOSEN = 3  # of llama_expert_gating_func_type
 
 
-def fields(keys: Keys) -> dict[str, Any]:
+def _gpt_oss_mixture(hf: Any) -> dict[str, Any]:
+    for name, own in (("swiglu_alpha", ALPHA), ("swiglu_limit", LIMIT)):
+        if getattr(hf, name, own) != own:
+            raise CheckpointError(f"{name} {short(getattr(hf, name))} is not supported; it must be {own}")
+    return {"biased": True, "turns": getattr(hf, APART, False) is not True}
+
+
+def _fields(keys: Keys) -> dict[str, Any]:
     """Fields of config.json. llama.cpp has the first layer's window in every second layer, and scores that are the
     softmax of the chosen experts' logits.
 
@@ -53,3 +57,25 @@ def fields(keys: Keys) -> dict[str, Any]:
         "num_local_experts": keys["expert_count"],
         "num_experts_per_tok": keys["expert_used_count"],
     }
+
+
+NAMES = {
+    "norm_post": TensorName("post_attention_layernorm", "post_attention_norm"),
+    "sinks": TensorName("self_attn.sinks", "attn_sinks.weight", whole=True),
+    "router": TensorName("mlp.router", "ffn_gate_inp"),
+    "router_bias": TensorName("mlp.router.bias", whole=True),
+}
+FAMILY = {
+    "GptOssForCausalLM": Architecture(
+        "gpt_oss",
+        LAYER | FUSED_EXPERTS | NAMES,
+        gguf=Gguf(files=("gpt-oss",), fields=_fields, ropes=("none", "yarn")),
+        biases="all",
+        activation="",
+        gate="clamped_silu",
+        sinks=True,
+        experts=("num_local_experts", "num_experts_per_tok", "intermediate_size"),
+        mixture=_gpt_oss_mixture,
+        defaults={"mlp_bias": True},
+    ),
+}
