@@ -188,7 +188,7 @@ class Common:
 class Options(Common):
     """All options of an engine, parsed and checked. `strategies.options` makes it."""
 
-    base: str = "draft"  # the strategy that drafts: `strategy` without +vocabtrim
+    base: Any = None  # the strategies.base.Strategy that drafts: `strategy` without +vocabtrim and +lookup
     own: Any = None  # that strategy's own options, a frozen dataclass; None if it has none
     copy: Any = None  # strategies.lookup.LookupOptions if copied text joins another strategy, otherwise None
     trim: Any = None  # strategies.vocabtrim.TrimOptions if the drafter's head is trimmed, otherwise None

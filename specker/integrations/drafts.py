@@ -49,7 +49,7 @@ class Drafts:
         self,
         target: str | Path | Checkpoint,
         draft: str | Path | None = None,
-        strategy: str = "draft",
+        strategy: strategies.Named = "draft",
         *,
         device: str | torch.device | None = None,
         dtype: str | torch.dtype | None = None,
@@ -63,7 +63,7 @@ class Drafts:
         checkpoint; default: the bundled one for the target. `dtype`: of the draft; default as in `specker.load`.
         `requests`: number of texts that keep their K/V between steps. `max_context`: tokens of the longest text;
         default: the target's positions. `kv_tokens`: positions in the K/V pool; default: the whole context of every
-        request, or what fits into memory. `options`: the strategy's, as in `specker.load`.
+        request, or what fits into memory. `strategy`, `options`: as in `specker.load`.
 
         Raises TypeError for an unknown option, and ValueError for a strategy without a drafter of its own, for draft
         trees, and for checkpoints that do not fit together.

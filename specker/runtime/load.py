@@ -29,7 +29,7 @@ from specker.zoo import catalogue
 def load(
     target: str | Path | None = None,
     draft: str | Path | None = None,
-    strategy: str | Options | None = None,
+    strategy: strategies.Named | Options | None = None,
     device: str | torch.device | None = None,
     dtype: str | torch.dtype | None = None,
     on_progress: Callable[[int, int, str], None] | None = None,

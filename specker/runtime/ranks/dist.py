@@ -233,8 +233,9 @@ def agree(about: str, own: Mapping[str, Any]) -> None:
 def settings(options: Options) -> dict[str, Any]:
     """All options by their names, those of the strategies too."""
     found = {f.name: getattr(options, f.name) for f in fields(options)}
-    for part in (found.pop(name) for name in ("base", "own", "copy", "trim")):
-        if not isinstance(part, str | None):
+    del found["base"]  # `strategy` names it
+    for part in (found.pop(name) for name in ("own", "copy", "trim")):
+        if part is not None:
             found |= {f.name: getattr(part, f.name) for f in fields(part)}
     return found
 
