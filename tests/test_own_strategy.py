@@ -1,6 +1,5 @@
-"""A strategy from outside of specker: the smallest one, as docs/strategies.md shows it, and the interface of drafters."""
+"""A strategy from outside of specker: the smallest one, as docs/strategies.md shows it."""
 
-import inspect
 import re
 import tomllib
 from pathlib import Path
@@ -13,8 +12,6 @@ from make_checkpoint import make
 import specker
 from specker.integrations.drafts import Drafts
 from specker.options import Common
-from specker.runtime.control.policy import Budget
-from specker.runtime.round.drafter import Drafter, Wrapper
 from specker.runtime.strategies.base import Strategy
 from specker.runtime.strategies.registry import GROUP
 
@@ -134,26 +131,3 @@ def test_a_faulty_package_is_left_out_with_the_reason(package: dict[str, str], n
     done = warm.run("-m", "specker.run", "--strategy", name, "--prompt", "a", env=package)
     assert done.returncode == 2 and f"strategy '{name}' of an installed package is left out: repeating:" in done.stderr
     assert said in done.stderr
-
-
-def test_a_wrapper_passes_everything_on() -> None:
-    """A drafter that wraps another one declares the same and forwards every method."""
-    calls: list[str] = []
-    public = [name for name in vars(Drafter) if not name.startswith("_")]
-
-    class Inner(Drafter):
-        keeps_prefix, synchronous, aux_layers, tokens_ahead = False, True, (3, 5), 7
-
-    def noted(name: str) -> Any:
-        return lambda self, *args, **how: calls.append(name)
-
-    methods = [name for name in public if inspect.isfunction(getattr(Drafter, name))]
-    for name in methods:
-        setattr(Inner, name, noted(name))
-    outer = Wrapper(Inner())
-    for name in methods:
-        count = len(inspect.signature(getattr(Drafter, name)).parameters) - 1
-        getattr(outer, name)(*[Budget(1, 1)] * count)
-    assert calls == methods and len(methods) == 11
-    for name in set(public) - set(methods):
-        assert getattr(outer, name) == getattr(outer.inner, name), name

@@ -34,9 +34,9 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Foreign:
-    """A drafter and what belongs to it, for a target that another engine runs."""
+    """The drafters and what belongs to them, for a target that another engine runs."""
 
-    drafter: Drafter
+    drafters: list[Drafter]
     config: ModelConfig  # the target's
     policies: PolicyContext
     device: torch.device
@@ -122,14 +122,13 @@ def drafter_for(
             kv_dtypes=(planned_kv_dtype(draft_checkpoint, o),),
         )
         o = replace(o, kv_tokens=memory.pool(o.batch_size, kv_tokens)[0])
-    drafter = strategies.drafter(DraftContext(o, target_checkpoint, None, None, draft_checkpoint, kept, family))
-    assert drafter is not None
+    drafters = strategies.drafters(DraftContext(o, target_checkpoint, None, None, draft_checkpoint, kept, family))
     history = AcceptanceHistory(Costs(lambda budget: draft_cost(budget, target_checkpoint, draft_checkpoint, 0.0)))
     apart = own is not None and own.layer.ple > 0  # its table is on the host
     fixed = where.type == "cuda" and kind != torch.float64 and not apart if o.graphs is None else o.graphs == "on"
     reads = where.type == "cpu" and method.stepwise(draft_checkpoint)
     policies = PolicyContext(o, config.num_layers, family, history, 0.0, reads)
-    return Foreign(drafter, config, policies, where, fixed)
+    return Foreign(drafters, config, policies, where, fixed)
 
 
 def read_sizes(target: str | Path, max_context: int | None) -> ModelConfig:

@@ -18,11 +18,11 @@ from specker import zoo
 from specker.fields import flag, make, option
 from specker.options import Common, Options, refuse_unknown
 from specker.runtime.control.policy import AUTO, GENERAL, Policy
-from specker.runtime.round.drafter import Drafter, Wrapper
+from specker.runtime.round.drafter import Drafter
 from specker.runtime.strategies import draft, lookup
 from specker.runtime.strategies.base import DraftContext, Plan, PolicyContext, Strategy
 from specker.runtime.strategies.blocks import SHARED
-from specker.runtime.strategies.join import COPIED, JoinedDrafter, JoinedPolicy, joined_plan
+from specker.runtime.strategies.join import COPIED, JoinedPolicy, joined_plan
 from specker.runtime.strategies.lookup.ngram_policy import NgramPolicy
 from specker.runtime.strategies.registry import STRATEGIES, checked, installed, known
 from specker.runtime.strategies.vocabtrim import NEEDS, PAPER, SUMMARY, TRIM, TrimOptions
@@ -58,19 +58,19 @@ def of(options: Options) -> Strategy:
     return options.base
 
 
-def drafter(context: DraftContext) -> Drafter | None:
-    """Make the drafter that the options describe."""
-    inner, copy = of(context.options).drafter(context), context.options.copy
-    return inner if inner is None or copy is None else JoinedDrafter(inner, lookup.copying(copy, context, COPIED.depth))
+def drafters(context: DraftContext) -> list[Drafter]:
+    """Make the drafters that the options describe, the strategy's own first; none for plain decoding."""
+    first, copy = of(context.options).drafter(context), context.options.copy
+    if first is None:
+        return []
+    return [first] if copy is None else [first, lookup.copying(copy, context, COPIED.depth)]
 
 
-def copier(drafter: Drafter | None) -> LookupDrafter | None:
-    """The part of a drafter that copies text; None if it has none."""
+def copier(drafters: Sequence[Drafter]) -> LookupDrafter | None:
+    """The drafter that copies text; None if there is none."""
     from specker.runtime.strategies.lookup.copy_drafter import LookupDrafter
 
-    while isinstance(drafter, Wrapper):
-        drafter = drafter.copying if isinstance(drafter, JoinedDrafter) else drafter.inner
-    return drafter if isinstance(drafter, LookupDrafter) else None
+    return next((drafter for drafter in drafters if isinstance(drafter, LookupDrafter)), None)
 
 
 def policy(context: PolicyContext, asked: str | None = None) -> Policy:

@@ -1,4 +1,4 @@
-"""Join copied text with another drafter: `draft+lookup`, `del+lookup`, `easyspec+vocabtrim+lookup`, ..
+"""Join copied text with another strategy: `draft+lookup`, `del+lookup`, `easyspec+vocabtrim+lookup`, ..
 
 Each round one of the two drafts for all sequences: the one whose proposal promises most tokens per second (choose.py).
 A round that copies text runs no draft model, so the model's cache falls behind. Its next draft must catch up first, and
@@ -9,17 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from specker.runtime.control.policy import Budget, Match, Outcome, Policy, StopRule
-from specker.runtime.round.drafter import UNLIMITED, Accepted, Draft, Drafter, Offer, Wrapper
 from specker.runtime.strategies.base import Plan
 from specker.runtime.strategies.lookup.ngram_policy import NgramPolicy
-
-if TYPE_CHECKING:
-    from specker.runtime.round.batch import Batch
-    from specker.runtime.round.state import Request
-    from specker.runtime.strategies.lookup.copy_drafter import LookupDrafter
 
 COPIED = Budget(16, 16, part=1)  # the longest copied draft
 
@@ -76,27 +70,6 @@ class JoinedPolicy(Policy):
 
     def learn(self, layers: tuple[int, ...], match: Any, confidence: Any, seconds: float = 0.0) -> None:
         self.parts[0].learn(layers, match, confidence, seconds)
-
-
-class JoinedDrafter(Wrapper):
-    def __init__(self, inner: Drafter, copying: LookupDrafter):
-        super().__init__(inner)
-        self.copying, self.synchronous = copying, True  # copied text needs the tokens of the previous round
-
-    def prepare(self, requests: list[Request]) -> Offer:
-        own, copied = self.inner.prepare(requests), self.copying.prepare(requests)
-        fixes = (own.fixes, copied.fixes)
-        return Offer(own.missing, own.room, copied.matches, lambda budget: fixes[budget.part](budget))
-
-    def advance(self, requests: list[Request], budget: Budget, most: int = UNLIMITED, fixed: bool = False) -> int:
-        return 0 if budget.part else self.inner.advance(requests, budget, most, fixed)
-
-    def propose(self, batch: Batch) -> Draft:
-        return (self.copying if batch.budget.part else self.inner).propose(batch)
-
-    def accept(self, batch: Batch, draft: Draft, accepted: Accepted) -> None:
-        if not batch.budget.part or batch.aux_layers:  # hidden rows follow every round
-            self.inner.accept(batch, draft, accepted)
 
 
 def joined_plan(plan: Plan) -> Plan:
