@@ -8,17 +8,19 @@ from typing import Any
 import pytest
 import warm
 from make_checkpoint import make
+from one_round import after_every_round
 
 import specker
 from specker.integrations.drafts import Drafts
 from specker.options import Common
-from specker.runtime.strategies.base import Strategy
+from specker.runtime.round.drafter import Drafter
+from specker.runtime.strategies.base import DraftContext, Strategy
 from specker.runtime.strategies.registry import GROUP
 
 PAGE = Path(__file__).parents[1] / "docs" / "strategies.md"
 BLOCKS = re.findall(r"```(\w+)\n(.*?)```", PAGE.read_text(encoding="utf-8").split("## Your own")[1], re.DOTALL)
 (CODE, ENTRY) = (next(text for language, text in BLOCKS if language == kind) for kind in ("python", "toml"))
-MORE = '''
+MORE = """
 from dataclasses import dataclass
 
 from specker.fields import opt
@@ -33,7 +35,7 @@ class RepeatSome(Repeat):
     name = "repeat-some"
     options = Counted
     policies = ("slow",)
-'''
+"""
 
 
 def repeat() -> Strategy:
@@ -54,6 +56,44 @@ def test_the_smallest_strategy_drafts_and_changes_no_token(tmp_path: Path, joine
     assert [each.tokens for each in out] == [each.tokens for each in engine.generate_ar(prompts, 24)]
     assert ((0, [5] * 4) in drafted and (1, [7] * 4) in drafted) or joined
     assert engine.generate([8, 8], 24, temperature=0.7).tokens == engine.generate_ar([8, 8], 24, temperature=0.7).tokens
+
+
+def test_it_joins_a_model_and_copied_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cheap: None) -> None:
+    """Each of the three drafts, and no token changes."""
+    target = make(tmp_path, "llama", layers=2, max_context=256)
+    strategy, parts = [repeat(), "draft", "lookup"], set()
+    engine = specker.load(target, target, strategy, device="cpu", dtype="float64", batch_size=2, page_size=16)
+    assert engine.strategy == "repeat+draft+lookup" and [d.model is None for d in engine.drafters] == [
+        False,
+        True,
+        True,
+    ]
+    policy = engine.policy()
+    assert {shape.part for shape in policy.budgets()} == {0, 1}, "nothing to copy yet"
+    for chosen in (0, 1, 2):  # the others' drafts promise nothing
+        engine.loop.clear(forget=True)
+        drafted = after_every_round(monkeypatch, lambda _, r: parts.add(r.draft.size and 1 + r.batch.budget.part))
+        with monkeypatch.context() as patch, drafted:
+            patch.setattr(type(policy), "expected", lambda _, shape, c=chosen: 99.0 if shape.part == c else 0.5)
+            prompts = [[5, 9, 5, 9, 5, 9, 5], [7, 7, 7]]
+            out = engine.generate(prompts, 24)
+        assert [each.tokens for each in out] == [each.tokens for each in engine.generate_ar(prompts, 24)]
+    assert {1, 2, 3} <= parts
+
+
+class Reader(Strategy):
+    name = "reader"
+
+    def drafter(self, context: DraftContext) -> Drafter:
+        drafter = Drafter()
+        drafter.aux_layers = (1,)
+        return drafter
+
+
+def test_two_models_do_not_compose(tmp_path: Path) -> None:
+    target = make(tmp_path, "llama", layers=2)
+    with pytest.raises(ValueError, match="strategies draft and reader do not compose: reader runs a model, too"):
+        specker.load(target, target, [Reader(), "draft"], device="cpu")
 
 
 def test_it_drafts_for_another_engine(tmp_path: Path) -> None:
@@ -81,7 +121,7 @@ class Shadows(Strategy):
         (Shadows(), "Shadows has an option 'activations', which is one of specker's own"),
         (Nameless, "strategy must be a name, a Strategy or a list of these, got <class"),
         ([], r"strategy must be a name, a Strategy or a list of these, got \[\]"),
-        ([repeat(), "draft"], "strategies repeat and draft do not compose: each one drafts"),
+        ([repeat(), "draft", "easyspec"], "strategies repeat and draft and easyspec do not compose: each one drafts"),
         ([repeat(), "vocabtrim"], "strategies repeat and vocabtrim do not compose: repeat runs no model"),
         ("repeat", "unknown strategy 'repeat'"),  # an object that is passed once is not installed
     ],

@@ -76,7 +76,9 @@ def drafter_for(
         raise ValueError(f"strategy {o.strategy!r} {why}: leave out draft")
     config = target.config if isinstance(target, Checkpoint) else read_sizes(target, max_context)
     if method.reads_target and not method.needs_draft and not config.num_heads:
-        raise ValueError(f"strategy {o.strategy!r} needs a target that specker's decoder runs, not {config.architecture}")
+        raise ValueError(
+            f"strategy {o.strategy!r} needs a target that specker's decoder runs, not {config.architecture}"
+        )
     if draft is None and method.needs_draft:
         zoo.require_for(config)
     family, source = zoo.family_of(config), zoo.source_of(draft)

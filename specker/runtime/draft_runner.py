@@ -33,9 +33,9 @@ class DraftRunner:
         captures: bool = False,
         learns: bool = True,
     ):
-        """`drafters`: as in `round.launch`, at least one. `largest`: of the policies' drafts. `chunk`: rows of a prompt that the drafter prefills before a round of
-        several requests, unless `stall` is set. `captures`: rounds are CUDA graphs, beside which the host's own time
-        does not count. `learns`: see `Chooser`."""
+        """`drafters`: as in `round.launch`, at least one. `largest`: of the policies' drafts. `chunk`: rows of
+        a prompt that the drafter prefills before a round of several requests, unless `stall` is set. `captures`: rounds
+        are CUDA graphs, beside which the host's own time does not count. `learns`: see `Chooser`."""
         self.drafters, self.history, self.largest, self.chunk = drafters, history, largest, chunk
         self.ranks, self.captures = ranks, captures
         self.chooser = Chooser(history.costs, learns)
@@ -181,7 +181,7 @@ def account(r: Round, slot: int, path: list[int]) -> None:
     request.policy.observe(Outcome(drafted, draft.own(slot, path), confidence, note))
     stats = request.stats
     stats.observe_budget(drafted, r.batch.budget.exit if drafted else 0, r.reason)
-    stats.copied += bool(drafted and r.batch.budget.part)
+    stats.copied += bool(drafted and r.batch.budget.part and isinstance(note, CopyStats))
     stats.experts += r.experts
     if isinstance(note, CopyStats):
         stats.observe_copy(note)

@@ -80,7 +80,7 @@ class Engine:
     family: Family | None = None  # the bundled files for the target
     model: Model = field(init=False)  # the target's
     cache: KVCache = field(init=False)
-    drafters: list[Drafter] = field(init=False)  # of the strategy, and of copied text if that joins it
+    drafters: list[Drafter] = field(init=False)  # of each source
     policies: PolicyContext = field(init=False)
     plan: Plan = field(init=False)  # the warm-up plan
     loop: Loop = field(init=False)
@@ -99,7 +99,7 @@ class Engine:
         if drafts_locally or ranks is None or ranks.drafts:
             self.drafters = strategies.drafters(context)
         else:
-            self.drafters = [Silent()] * (1 + (o.copy is not None))
+            self.drafters = [Silent()] * len(o.sources)
         head_cost = 0.0 if not self.drafters else strategy.head_cost(o, self.drafters[0].head, model)
         if strategy.self_drafting and ranks is not None:  # a measured time differs by rank: take rank 0's
             head_cost = float(ranks.first(torch.tensor([head_cost], dtype=torch.float64, device=model.device)))
@@ -187,7 +187,7 @@ class Engine:
 
     @property
     def drafter(self) -> Drafter | None:
-        """What drafts, the one with a model if copied text joins it; None for plain decoding."""
+        """The first source's, which may have a model; None for plain decoding."""
         return self.loop.drafter
 
     @property

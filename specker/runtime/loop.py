@@ -168,7 +168,7 @@ class Loop:
         for request in running:
             request.stats.wall += share
         events, known = [], self._known_ids
-        source = "" if self.drafter is None else self.drafter.source
+        source = "" if self.drafter is None else self.drafters[r.batch.budget.part].source
         for slot, (request, path, tokens) in enumerate(results):
             if request in running and (tokens or slot in r.broken or request.guide is not None):
                 ids = known if request.speculates else None

@@ -93,8 +93,8 @@ class Round:
 
 
 def launch(r: Round, target: Model, cache: KVCache, drafters: Sequence[Drafter]) -> None:
-    """Start the round: launch drafting, the verify pass and acceptance. `drafters`: none for plain decoding. One of them
-    drafts, `Budget.part`; only the first may have a model, and read the target's hidden rows."""
+    """Start the round: launch drafting, the verify pass and acceptance. `drafters`: none for plain decoding. One of
+    them drafts, `Budget.part`; only the first may have a model, and read the target's hidden rows."""
     b = r.batch
     events = b.graphs.capture
     b.graphs.counters.reset()

@@ -16,15 +16,15 @@ from typing import TYPE_CHECKING, Any
 
 from specker import zoo
 from specker.fields import flag, make, option
-from specker.options import Common, Options, refuse_unknown
+from specker.options import Common, Options, Source, refuse_unknown
 from specker.runtime.control.policy import AUTO, GENERAL, Policy
 from specker.runtime.round.drafter import Drafter
 from specker.runtime.strategies import draft, lookup
 from specker.runtime.strategies.base import DraftContext, Plan, PolicyContext, Strategy
 from specker.runtime.strategies.blocks import SHARED
-from specker.runtime.strategies.join import COPIED, JoinedPolicy, joined_plan
-from specker.runtime.strategies.lookup.ngram_policy import NgramPolicy
-from specker.runtime.strategies.registry import STRATEGIES, checked, installed, known
+from specker.runtime.strategies.join import JOINED, JoinedPolicy, joined_plan, options_of
+from specker.runtime.strategies.registry import STRATEGIES as STRATEGIES
+from specker.runtime.strategies.registry import checked, installed, known
 from specker.runtime.strategies.vocabtrim import NEEDS, PAPER, SUMMARY, TRIM, TrimOptions
 from specker.zoo import catalogue
 
@@ -59,11 +59,17 @@ def of(options: Options) -> Strategy:
 
 
 def drafters(context: DraftContext) -> list[Drafter]:
-    """Make the drafters that the options describe, the strategy's own first; none for plain decoding."""
-    first, copy = of(context.options).drafter(context), context.options.copy
-    if first is None:
-        return []
-    return [first] if copy is None else [first, lookup.copying(copy, context, COPIED.depth)]
+    """Make the drafters of the options' sources; none for plain decoding. Raises ValueError if two of them have a
+    model."""
+    found, sources = [of(context.options).drafter(context)], context.options.sources
+    for part, source in enumerate(sources[1:], 1):
+        drafter = source.strategy.drafter(replace(context, options=options_of(context.options, part)))
+        assert drafter is not None
+        if drafter.model is not None or drafter.cache is not None or drafter.aux_layers:
+            pair = f"{sources[0].strategy.name} and {source.strategy.name}"
+            raise ValueError(f"strategies {pair} do not compose: {source.strategy.name} runs a model, too")
+        found.append(drafter)
+    return [drafter for drafter in found if drafter is not None]
 
 
 def copier(drafters: Sequence[Drafter]) -> LookupDrafter | None:
@@ -86,17 +92,22 @@ def policy(context: PolicyContext, asked: str | None = None) -> Policy:
                 f"{most.nodes} at most"
             )
         context = made
-    model = of(context.options).policy(context)
-    if context.options.copy is None:
-        return model
-    assert context.history is not None
-    return JoinedPolicy(model, NgramPolicy(context.history.matches, COPIED))
+    first, sources = of(context.options).policy(context), context.options.sources
+    if len(sources) == 1:
+        return first
+    others = []
+    for part, source in enumerate(sources[1:], 1):
+        assert context.history is not None
+        history, own = context.history.of(part), options_of(context.options, part)
+        seen = replace(context, options=own, history=history, confident=False)
+        others.append(source.strategy.auto(seen, replace(JOINED, part=part)))
+    return JoinedPolicy([first, *others])
 
 
 def plan(context: PolicyContext) -> Plan:
     """The warm-up plan of the options."""
     model = of(context.options).plan(context)
-    return model if context.options.copy is None else joined_plan(model)
+    return model if len(context.options.sources) == 1 else joined_plan(model)
 
 
 def usual(target: object, draft: object, options: Mapping[str, Any]) -> dict[str, Any]:
@@ -129,26 +140,25 @@ def options(**flat: Any) -> Options:
     or parsed values; None means omitted. `strategy`: as in `specker.load`. Raises TypeError for an unknown name,
     ValueError for invalid options."""
     flat = {name: value for name, value in flat.items() if value is not None}
-    strategy, parts = _parts(flat.get("strategy", Common.strategy))
+    joined, parts = _parts(flat.get("strategy", Common.strategy))
     flat["strategy"] = asked = "+".join(parts)
-    base, trimmed, copies = strategy.name, TRIM in parts, COPY in parts and len(parts) > 1
-    owners = _owners(strategy)
+    owners = _owners(joined)
     refuse_unknown(flat, [f.name for f in fields(Common)] + list(owners))
     for name in flat:
         own = owners.get(name, ())
-        if TRIM in own and not trimmed:
+        if TRIM in own and TRIM not in parts:
             raise ValueError(f"{option(name)} is for strategy {TRIM} or a combination with it, not {asked!r}")
-        if own and TRIM not in own and base not in own and not (copies and COPY in own):
+        if own and TRIM not in own and not any(s.name in own for s in joined):
             raise ValueError(f"{option(name)} is for strategy {' or '.join(own)}, not {asked!r}")
     common = make(Common, flat)
-    chosen = None if strategy.options is None else make(strategy.options, flat)
-    trim = make(TrimOptions, flat) if trimmed else None
-    copy = make(lookup.LookupOptions, flat) if copies else None
+    sources = [Source(s, None if s.options is None else make(s.options, flat)) for s in joined]
+    if TRIM in parts:
+        sources[0] = replace(sources[0], trim=make(TrimOptions, flat))
     shared = {f.name: getattr(common, f.name) for f in fields(Common)}
-    made = Options(**shared, base=strategy, own=chosen, copy=copy, trim=trim)
-    _check_policy(made, strategy)
-    strategy.check(made)
-    return replace(made, policy=made.policy or strategy.default_policy(made))
+    made, first = Options(**shared, sources=tuple(sources)), joined[0]
+    _check_policy(made, first)
+    first.check(made)
+    return replace(made, policy=made.policy or first.default_policy(made))
 
 
 def words() -> dict[str, str]:
@@ -174,7 +184,9 @@ def summaries() -> str:
 
 def table() -> str:
     """The strategies with what they need, their papers and their own flags, in lines of at most 100 characters."""
-    about: list[tuple[str, ...]] = [(s.name, s.summary, s.needs, s.paper, _own_flags(s.options)) for s in known().values()]
+    about: list[tuple[str, ...]] = [
+        (s.name, s.summary, s.needs, s.paper, _own_flags(s.options)) for s in known().values()
+    ]
     about.append((TRIM, SUMMARY, NEEDS, PAPER, _own_flags(TrimOptions)))
     rows = [tuple(COLUMNS), tuple("-" * width for width in COLUMNS.values()), *about]
     lines = []
@@ -215,11 +227,9 @@ def _summaries() -> dict[str, str]:
     return {**{s.name: s.summary for s in known().values()}, TRIM: SUMMARY}
 
 
-def _owners(given: Strategy | None = None) -> dict[str, tuple[str, ...]]:
-    """Map each strategy-specific option to its strategies' names; `given` may be a strategy that is not known."""
-    classes = own_options()
-    if given is not None and given.options is not None:
-        classes[given.name] = given.options
+def _owners(given: Sequence[Strategy] = ()) -> dict[str, tuple[str, ...]]:
+    """Map each strategy-specific option to its strategies' names; `given` may be strategies that are not known."""
+    classes = own_options() | {s.name: s.options for s in given if s.options is not None}
     owners: dict[str, tuple[str, ...]] = {}
     for name, cls in classes.items():
         for f in fields(cls):
@@ -227,9 +237,9 @@ def _owners(given: Strategy | None = None) -> dict[str, tuple[str, ...]]:
     return owners
 
 
-def _parts(asked: Any) -> tuple[Strategy, list[str]]:
-    """(the strategy that drafts, the names of all parts) of what a caller asks for, as in `specker.load`. Raises
-    ValueError for an unknown name and for parts that do not compose."""
+def _parts(asked: Any) -> tuple[list[Strategy], list[str]]:
+    """(the strategies that draft, the one with a model first; the names of all parts, vocabtrim too) of what a caller
+    asks for, as in `specker.load`. Raises ValueError for an unknown name and for parts that do not compose."""
     several = asked if isinstance(asked, list | tuple) else [asked]
     if not several or not all(isinstance(part, str | Strategy) for part in several):
         raise ValueError(f"{option('strategy')} must be a name, a Strategy or a list of these, got {asked!r}")
@@ -249,16 +259,19 @@ def _parts(asked: Any) -> tuple[Strategy, list[str]]:
         near = difflib.get_close_matches(part, names(), 1)
         hint = f"; did you mean {near[0]}?" if near else ""
         raise ValueError(f"unknown strategy {part!r}{hint} (available: {', '.join(names())})")
-    copies = COPY in parts and len(parts) > 1
-    bases = [part for part in parts if part != TRIM and not (copies and part == COPY)]
-    if len(bases) > 1 or len(set(parts)) < len(parts):
+    joined = [strategies[part] for part in parts if part != TRIM]
+    if TRIM in parts and all(s.name == COPY for s in joined):
+        joined.append(strategies[PLAIN])
+    joined.sort(key=lambda s: (not s.runs_model, s.name == COPY))
+    if len(set(parts)) < len(parts) or sum(s.runs_model for s in joined) > 1:
         raise ValueError(f"strategies {' and '.join(parts)} do not compose: each one drafts")
-    base = strategies[next(iter(bases), PLAIN)]
-    if TRIM in parts and (reason := base.no_head):
-        raise ValueError(f"strategies {base.name} and {TRIM} do not compose: {reason}")
-    if copies and not base.drafts:
-        raise ValueError(f"strategies {base.name} and {COPY} do not compose: {base.name} drafts nothing")
-    return base, parts
+    first = joined[0]
+    if TRIM in parts and first.no_head:
+        raise ValueError(f"strategies {first.name} and {TRIM} do not compose: {first.no_head}")
+    if len(joined) > 1 and (plain := [s.name for s in joined if not s.drafts]):
+        others = " and ".join(s.name for s in joined if s.drafts)
+        raise ValueError(f"strategies {plain[0]} and {others} do not compose: {plain[0]} drafts nothing")
+    return joined, parts
 
 
 def _check_policy(options: Options, strategy: Strategy) -> None:
