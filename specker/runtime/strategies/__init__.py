@@ -246,7 +246,7 @@ def _parts(asked: Any) -> tuple[list[Strategy], list[str]]:
     strategies, parts = known(), list[str]()
     for part in several:
         if isinstance(part, Strategy):
-            if part is not strategies.get(getattr(part, "name", None)):
+            if part is not strategies.get(getattr(part, "name", "")):
                 strategies = strategies | {checked(part).name: part}
             parts.append(part.name)
         else:
