@@ -328,7 +328,7 @@ def judging(bench: Bench, engine: Engine, context: int) -> Callable[[int], Round
     most = ROWS[-1] - 1
     known = AcceptanceHistory(Costs(lambda _: 1.0))
     how = Budget(most, most), True, bench.graphs(engine), known, 1, LOOKAHEAD
-    loop = Loop(engine.model, engine.cache, None, *how)
+    loop = Loop(engine.model, engine.cache, [], *how)
     in_place(loop, a_text(engine, context, 0, False))
     made: dict[int, Round] = {}
 

@@ -7,7 +7,7 @@ import os
 from typing import TYPE_CHECKING, Any, Unpack
 
 if TYPE_CHECKING:  # `import specker` stays light
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
     from pathlib import Path
 
     import torch
@@ -16,6 +16,7 @@ if TYPE_CHECKING:  # `import specker` stays light
     from specker.arguments import LoadOptions
     from specker.options import Options
     from specker.runtime.engine import Engine
+    from specker.runtime.strategies.base import Strategy
 
 __version__ = "0.2.0"
 __all__ = ["Engine", "load", "zoo"]
@@ -34,7 +35,7 @@ if "OMP_WAIT_POLICY" not in os.environ:
 def load(
     target: str | Path | None = None,
     draft: str | Path | None = None,
-    strategy: str | Options | None = None,
+    strategy: str | Strategy | Sequence[str | Strategy] | Options | None = None,
     device: str | torch.device | None = None,
     dtype: str | torch.dtype | None = None,
     on_progress: Callable[[int, int, str], None] | None = None,
@@ -46,9 +47,10 @@ def load(
         target: a local folder, a GGUF file or a hub id. None: the bundled model of Python code.
         draft: the same for the model or head that drafts; "auto": a known one for the target, as `specker drafts`
             lists them. None: the bundled one for the target.
-        strategy: a name such as `draft+lookup`, with its own options in `options`; or an `Options` with all of
-            them. None: `vocabtrim+lookup` with a draft model, `eagle` with a head that draft "auto" chose, otherwise
-            `lookup`.
+        strategy: a name such as `draft+lookup`, with its own options in `options`; a `Strategy` of your own, or a
+            list that joins it with others, such as `[MyStrategy(), "lookup"]` (docs/strategies.md); or an `Options`
+            with all of them. None: `vocabtrim+lookup` with a draft model, `eagle` with a head that draft "auto" chose,
+            otherwise `lookup`.
         device: "cpu" or "cuda". None: cuda if available.
         dtype: a torch dtype, or one of float32, bfloat16, float16, float64. None: bfloat16, but float32 on a CPU that
             has no compiled kernels for the target.

@@ -185,13 +185,34 @@ class Common:
 
 
 @dataclass(frozen=True)
+class Source:
+    """A strategy that drafts, with its own options."""
+
+    strategy: Any  # a strategies.base.Strategy
+    options: Any = None  # its own options, a frozen dataclass; None if it has none
+    trim: Any = None  # strategies.vocabtrim.TrimOptions if the drafter's head is trimmed, otherwise None
+
+
+@dataclass(frozen=True)
 class Options(Common):
     """All options of an engine, parsed and checked. `strategies.options` makes it."""
 
-    base: str = "draft"  # the strategy that drafts: `strategy` without +vocabtrim
-    own: Any = None  # that strategy's own options, a frozen dataclass; None if it has none
-    copy: Any = None  # strategies.lookup.LookupOptions if copied text joins another strategy, otherwise None
-    trim: Any = None  # strategies.vocabtrim.TrimOptions if the drafter's head is trimmed, otherwise None
+    sources: tuple[Source, ...] = ()  # what drafts, one in each round; only the first may run a model
+
+    @property
+    def base(self) -> Any:
+        """The strategy of the first source."""
+        return self.sources[0].strategy
+
+    @property
+    def own(self) -> Any:
+        """The own options of the first source."""
+        return self.sources[0].options
+
+    @property
+    def trim(self) -> Any:
+        """How the head of the first source is trimmed; None: it is whole."""
+        return self.sources[0].trim
 
     @property
     def width(self) -> int:

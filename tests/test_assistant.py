@@ -212,7 +212,7 @@ def test_what_does_not_join_is_refused(made):
     with pytest.raises(
         ValueError, match="reads the target's K/V, which tp divides among the ranks: leave out tp or draft"
     ):
-        strategies.drafter(DraftContext(*how, ranks=object()))
+        strategies.drafters(DraftContext(*how, ranks=object()))
     with pytest.raises(ValueError, match="has no MTP heads"):
         specker.load(str(target), strategy="mtp", device="cpu")
 

@@ -21,10 +21,11 @@ from specker.runtime.control.policy import (
     StopRule,
     after,
 )
-from specker.runtime.strategies.join import COPIED, JoinedPolicy
+from specker.runtime.strategies.join import JoinedPolicy
 from specker.runtime.strategies.lookup.ngram_policy import RATES, NgramPolicy
 
 STEP = 0.030  # seconds of a plain round
+COPIED = Budget(16, 16, part=1)  # the longest copied draft
 
 
 class World:
@@ -361,7 +362,7 @@ def one_match():
     known = AcceptanceHistory(Costs(lambda budget: 0.1 * budget.nodes if not budget.part else 1e-3))
     costs = known.costs
     policies = [
-        JoinedPolicy(Auto(costs, known.drafts, Budget(4, 4), False), NgramPolicy(known.matches, COPIED))
+        JoinedPolicy([Auto(costs, known.drafts, Budget(4, 4), False), NgramPolicy(known.matches, COPIED)])
         for _ in range(4)
     ]
     for k in (0, 1, 2, 4, 8, 16):

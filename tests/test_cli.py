@@ -72,7 +72,7 @@ def test_flags_are_the_dataclasses() -> None:
     )
     assert (job.prompt, job.check, job.chat, job.max_new_tokens) == ("p", True, True, None)
     assert options == strategies.options(strategy="draft", draft_tokens=7, tree="2x3", max_context=99, kv_tokens=16)
-    assert (options.base, options.draft_tokens, options.tree, options.policy) == ("draft", 7, Tree(2, 3), "fixed")
+    assert (options.base.name, options.draft_tokens, options.tree, options.policy) == ("draft", 7, Tree(2, 3), "fixed")
     assert sampling == Sampling(0.7, 0.9, 5, 3) and named == {"temperature", "top_p", "top_k", "seed"}
     assert flags.parse(["--prompt", "a"]) == (flags.Job(prompt="a"), strategies.options(), Sampling(), frozenset())
     assert flags.parse(["-"])[0].prompt == "-" and flags.parse(["--view"])[0].view == ""
@@ -152,7 +152,7 @@ def test_a_misspelt_flag_has_a_suggestion(capsys: pytest.CaptureFixture[str], gi
 def test_values_are_parsed_once() -> None:
     argv = "--strategy diffuspec+vocabtrim --adl 2-5 --cps tree --vocab-keep coverage:0.5"
     options = flags.parse(argv.split())[1]
-    assert (options.base, options.policy) == ("diffuspec", "adl")
+    assert (options.base.name, options.policy) == ("diffuspec", "adl")
     assert (options.own.adl, options.own.search, options.trim.vocab_keep) == ((2, 5), "tree", VocabKeep(coverage=0.5))
     typed = {"adl": (2, 5), "cps": "tree", "vocab_keep": VocabKeep(coverage=0.5), "tree": None}
     assert strategies.options(strategy="diffuspec+vocabtrim", **typed) == options
@@ -194,7 +194,7 @@ def test_help(capsys: pytest.CaptureFixture[str]) -> None:
     out = shown(capsys, run.main, "--help")
     assert {"--target", "--draft", "--strategy", "--prompt", "--chat", "--check"} <= set(flags_in(out))
     assert "--kv-tokens" not in out and "--cps" not in out, "flags for --help-all alone"
-    for name in strategies.NAMES:
+    for name in strategies.names():
         assert re.search(rf"^  {name} +\w", out, re.MULTILINE), name
     assert shown(capsys, run.main, "-h") == out
 
@@ -256,7 +256,7 @@ def test_help_all(capsys: pytest.CaptureFixture[str]) -> None:
         for f in with_flags(cls):
             if values := f.metadata["choices"] or f.metadata["offers"]:
                 assert f"--{f.name.replace('_', '-')} {{{','.join(values)}}}" in out
-    for policy in strategies.POLICIES:
+    for policy in strategies.policies():
         assert policy in " ".join(out.split())
 
 
@@ -268,7 +268,7 @@ def test_list_strategies(capsys: pytest.CaptureFixture[str]) -> None:
     """Each strategy with what it needs, its paper and its own flags; no line is wider than a terminal."""
     out = shown(capsys, run.main, "--list-strategies")
     assert all(len(line) <= 100 for line in out.splitlines())
-    for name in strategies.NAMES:
+    for name in strategies.names():
         assert re.search(rf"^{name} ", out, re.MULTILINE), name
     own = [field.name for cls in OWN_OPTIONS for field in dataclasses.fields(cls)]
     assert sorted(re.findall(r"--[a-z][a-z-]*", out)) == sorted("--" + name.replace("_", "-") for name in own)
@@ -339,8 +339,8 @@ def test_completion(capsys: pytest.CaptureFixture[str], main: Any, module: Any, 
         values = f.metadata["choices"] or f.metadata["offers"]
         assert not values or " ".join(values) in script, f.name
     if module is flags:
-        assert " ".join((*strategies.NAMES, "draft+vocabtrim", "easyspec+vocabtrim")) in script
-        assert " ".join(strategies.POLICIES) in script and " ".join(SHELLS) in script
+        assert " ".join((*strategies.names(), "draft+vocabtrim", "easyspec+vocabtrim")) in script
+        assert " ".join(strategies.policies()) in script and " ".join(SHELLS) in script
         assert {"ar+vocabtrim", "ar+lookup", "lookup+vocabtrim", "lookup+lookup"}.isdisjoint(words)  # refused
     if shell == "bash":
         (tmp_path / "script").write_text(script)

@@ -179,9 +179,9 @@ def test_the_part_that_promises_more_drafts(world, scores, cheap):
 def test_names_in_any_order():
     for name in ("lookup+draft", "draft+lookup"):
         made = strategies.options(strategy=name, lookup_share="off")
-        assert (made.base, made.copy.lookup_share, made.trim) == ("draft", "off", None)
+        assert (made.base.name, made.sources[1].options.lookup_share, made.trim) == ("draft", "off", None)
     made = strategies.options(strategy="lookup+vocabtrim")
-    assert made.base == "draft" and made.copy is not None and made.trim is not None
-    assert strategies.options(strategy="lookup").copy is None
+    assert made.base.name == "draft" and len(made.sources) == 2 and made.trim is not None
+    assert len(strategies.options(strategy="lookup").sources) == 1
     with pytest.raises(ValueError, match="strategies draft and lookup and lookup do not compose"):
         strategies.options(strategy="draft+lookup+lookup")

@@ -12,6 +12,7 @@ from make_checkpoint import make
 
 import specker
 from specker.runtime.control.policy import Budget
+from specker.runtime.strategies import copier
 from specker.runtime.strategies.lookup import LookupOptions, corpus
 from specker.runtime.strategies.lookup.pool import Pools
 from specker.runtime.strategies.lookup.text_file import TextFile
@@ -97,7 +98,7 @@ def test_a_join_copies_ended_texts_too(target):
     for _ in range(2):
         out = engine.generate(prompts, 24)
         assert [o.tokens for o in out] == [cases.plain(target, p, 24) for p in prompts]
-    [lookup] = [engine.drafter.copying]
+    lookup = copier(engine.drafters)
     engine.generate(prompts[:1], 1)
     assert [len(tokens) for tokens in texts_of(lookup.pools)] == [30, 30]
 
@@ -121,17 +122,17 @@ def test_a_file_keeps_the_texts_of_each_salt(target, tmp_path):
     assert b"tenant-a" not in data and path.stat().st_mode & 0o777 == 0o600
     again = load()
     for salt, prompt in prompts.items():
-        assert texts_of(again.drafter.copying.pools, salt) == [[*prompt, *cases.plain(target, prompt, 24)]]
+        assert texts_of(copier(again.drafters).pools, salt) == [[*prompt, *cases.plain(target, prompt, 24)]]
         out = again.generate(prompt, 24, cache_salt=salt)
         assert out.tokens == cases.plain(target, prompt, 24) and out.stats.sources["past"] > 0
         assert "past" not in again.generate(prompt, 24, cache_salt=salt + "x").stats.sources
     path.unlink()
     again.save_lookup()
-    assert len(again.drafter.copying.pools.texts()) == 4 and path.exists(), "what was read is kept, too"
+    assert len(copier(again.drafters).pools.texts()) == 4 and path.exists(), "what was read is kept, too"
 
     many = [Random(n).choices(range(128), k=1000) for n in range(40)]
     for text in many:
-        again.drafter.copying.pools.add("", text)
+        copier(again.drafters).pools.add("", text)
     again.save_lookup()
     pools = Pools(1 << 20)
     TextFile(str(path), again.target).read(pools)

@@ -129,7 +129,7 @@ def test_one_refusal_two_spellings(
         ({"tree": 5}, "tree must be WIDTHxDEPTH with both at least 1, such as 4x5; got 5"),
         ({"tree": (4, 5)}, r"tree must be .* got \(4, 5\)"),
         ({"vocab_keep": []}, r"vocab_keep must be .* got \(\)"),
-        ({"strategy": 5}, "strategy must be a string, got 5"),
+        ({"strategy": 5}, "strategy must be a name, a Strategy or a list of these, got 5"),
         ({"strategy": "diffuspec", "adl": 5}, "adl must be .* got 5"),
         ({"strategy": "diffuspec", "adl": (8,)}, r"adl must be .* got \(8,\)"),
         ({"strategy": "diffuspec", "adl": ("a", "b")}, r"adl must be .* got \('a', 'b'\)"),

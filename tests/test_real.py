@@ -84,7 +84,7 @@ def test_the_gguf_file_is_a_target(real: str) -> None:
 def test_a_bundled_draft_is_accepted(real: str, strategy: str, least: float) -> None:
     """It is chosen by itself. In float32, so that any machine decodes the same text."""
     engine = specker.load(real, device="cpu", dtype="float32", max_context=512, strategy=strategy, draft_tokens=4)
-    assert engine.draft is not None and engine.draft.folder == zoo.SMOLLM2.drafts[engine.options.base]
+    assert engine.draft is not None and engine.draft.folder == zoo.SMOLLM2.drafts[engine.options.base.name]
     stats = sum((engine.generate(prompt, 32).stats for prompt in chats(engine, 2)), Stats())
     assert stats.acceptance_length >= least
 

@@ -376,7 +376,7 @@ class Recorded:
         """A round of the texts in the batch."""
         r = self.loop.new_round(budget, True)
         r.batch.confident = self.asks
-        launch(r, self.loop.target, self.loop.cache, self.loop.drafter)
+        launch(r, self.loop.target, self.loop.cache, self.loop.drafters)
 
     def round(self, lengths, sampling, budget, logprobs=0):
         """The launches of one round on texts of `lengths` tokens."""

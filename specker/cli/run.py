@@ -235,7 +235,7 @@ def _write(job: Job, found: dict[str, Any] | None, trace: Trace | None, engine: 
     """Write the files that the job names. One that cannot be written does not prevent the others; raises OSError with
     all reasons at the end. `found`: the object for --json."""
     unwritten: list[str] = []
-    copying = strategies.copier(engine.drafter)
+    copying = strategies.copier(engine.drafters)
     if copying is not None and copying.file is not None:
         with _kept("--lookup-file", str(copying.file.path), unwritten):
             engine.save_lookup()

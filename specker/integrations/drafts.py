@@ -49,7 +49,7 @@ class Drafts:
         self,
         target: str | Path | Checkpoint,
         draft: str | Path | None = None,
-        strategy: str = "draft",
+        strategy: strategies.Named = "draft",
         *,
         device: str | torch.device | None = None,
         dtype: str | torch.dtype | None = None,
@@ -63,7 +63,7 @@ class Drafts:
         checkpoint; default: the bundled one for the target. `dtype`: of the draft; default as in `specker.load`.
         `requests`: number of texts that keep their K/V between steps. `max_context`: tokens of the longest text;
         default: the target's positions. `kv_tokens`: positions in the K/V pool; default: the whole context of every
-        request, or what fits into memory. `options`: the strategy's, as in `specker.load`.
+        request, or what fits into memory. `strategy`, `options`: as in `specker.load`.
 
         Raises TypeError for an unknown option, and ValueError for a strategy without a drafter of its own, for draft
         trees, and for checkpoints that do not fit together.
@@ -79,7 +79,8 @@ class Drafts:
             kv_tokens=kv_tokens,
             **options,
         )
-        self.drafter, self.policies, self.device, self.fixed = found.drafter, found.policies, found.device, found.fixed
+        self.drafter, self.policies = found.drafters[0], found.policies
+        self.device, self.fixed = found.device, found.fixed
         self.limit, self.width = found.config.max_context, found.config.hidden_size
         largest, model, cache = strategies.plan(self.policies).largest, self.drafter.model, self.drafter.cache
         self.rows = largest.nodes + 1  # of a window; also tokens that a draft of fixed shape forwards
@@ -95,7 +96,7 @@ class Drafts:
         self.graphs = Graphs(self.device if self.fixed and self.device.type == "cuda" else None)
         self._batches = Batches(self.state, [] if cache is None else [cache], largest, self.limit)
         assert self.policies.history is not None
-        self._runner = DraftRunner(self.drafter, self.policies.history, largest, learns=False)
+        self._runner = DraftRunner(found.drafters, self.policies.history, largest, learns=False)
         self._slots: list[Request | None] = [None] * (requests + 1)
         self._used: dict[Request, int] = {}  # the last step that had a request's text
         self._step, self._numbers = 0, count()
@@ -197,7 +198,7 @@ class Drafts:
                 confidence = [each[slot] for each in draft.confidence]
                 request.policy.observe(Outcome(len(drafted[slot]), paths[-1], confidence))
         if not self.aux_layers:  # otherwise the engine passes the hidden rows of all new tokens
-            self.drafter.accept(batch, draft, Accepted(paths, drafted, {}, 0.0))
+            self._runner.accept(batch, draft, Accepted(paths, drafted, {}, 0.0))
         for slot, path in enumerate(paths):
             if path and batch.fixed:  # the engine may have added more tokens than a round of specker's would
                 self._truncate(slot, before[batch.requests[slot]] + len(path) - 1)

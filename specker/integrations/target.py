@@ -34,9 +34,9 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Foreign:
-    """A drafter and what belongs to it, for a target that another engine runs."""
+    """The drafters and what belongs to them, for a target that another engine runs."""
 
-    drafter: Drafter
+    drafters: list[Drafter]
     config: ModelConfig  # the target's
     policies: PolicyContext
     device: torch.device
@@ -46,7 +46,7 @@ class Foreign:
 def drafter_for(
     target: str | Path | Checkpoint,
     draft: str | Path | None,
-    strategy: str,
+    strategy: strategies.Named,
     *,
     device: str | torch.device | None,
     dtype: str | torch.dtype | None,
@@ -68,22 +68,24 @@ def drafter_for(
     method, where = strategies.of(o), device_of(device)
     name = target.folder if isinstance(target, Checkpoint) else target
     if method.self_drafting or not method.drafts:
-        raise ValueError(f"strategy {strategy!r} does not draft for another engine: use one with its own drafter")
+        raise ValueError(f"strategy {o.strategy!r} does not draft for another engine: use one with its own drafter")
     if draft is not None and not method.needs_draft:
         why = "uses no draft checkpoint"
         if method.may_draft:
             why = "with an assistant reads the target's K/V, which another engine keeps to itself"
-        raise ValueError(f"strategy {strategy!r} {why}: leave out draft")
+        raise ValueError(f"strategy {o.strategy!r} {why}: leave out draft")
     config = target.config if isinstance(target, Checkpoint) else read_sizes(target, max_context)
     if method.reads_target and not method.needs_draft and not config.num_heads:
-        raise ValueError(f"strategy {strategy!r} needs a target that specker's decoder runs, not {config.architecture}")
+        raise ValueError(
+            f"strategy {o.strategy!r} needs a target that specker's decoder runs, not {config.architecture}"
+        )
     if draft is None and method.needs_draft:
         zoo.require_for(config)
     family, source = zoo.family_of(config), zoo.source_of(draft)
     if source is None and method.needs_draft and family is not None:
         source = family.drafts.get(method.name)
     if source is None and method.needs_draft:
-        raise ValueError(f"strategy {strategy!r} needs a draft checkpoint for {name}: pass draft")
+        raise ValueError(f"strategy {o.strategy!r} needs a draft checkpoint for {name}: pass draft")
     own = None if source is None or method.reads_target else read_config(source)
     if own is not None and own.layer.recurrent is not None:  # its cache cannot drop what the other engine refuses
         raise ValueError(f"{source} has recurrent layers, and does not draft for another engine yet: use another draft")
@@ -100,7 +102,7 @@ def drafter_for(
     if own is not None and own.shares:
         family = family_of(target_checkpoint)
     if draft is None and method.needs_draft and family is None:
-        raise ValueError(f"strategy {strategy!r} needs a draft checkpoint for {name}: pass draft")
+        raise ValueError(f"strategy {o.strategy!r} needs a draft checkpoint for {name}: pass draft")
     o = method.with_defaults(o, family)
     notes = Notes()
     rounds = o.draft_quantize or usual_rounding(dtype, where)
@@ -122,14 +124,13 @@ def drafter_for(
             kv_dtypes=(planned_kv_dtype(draft_checkpoint, o),),
         )
         o = replace(o, kv_tokens=memory.pool(o.batch_size, kv_tokens)[0])
-    drafter = strategies.drafter(DraftContext(o, target_checkpoint, None, None, draft_checkpoint, kept, family))
-    assert drafter is not None
+    drafters = strategies.drafters(DraftContext(o, target_checkpoint, None, None, draft_checkpoint, kept, family))
     history = AcceptanceHistory(Costs(lambda budget: draft_cost(budget, target_checkpoint, draft_checkpoint, 0.0)))
     apart = own is not None and own.layer.ple > 0  # its table is on the host
     fixed = where.type == "cuda" and kind != torch.float64 and not apart if o.graphs is None else o.graphs == "on"
     reads = where.type == "cpu" and method.stepwise(draft_checkpoint)
     policies = PolicyContext(o, config.num_layers, family, history, 0.0, reads)
-    return Foreign(drafter, config, policies, where, fixed)
+    return Foreign(drafters, config, policies, where, fixed)
 
 
 def read_sizes(target: str | Path, max_context: int | None) -> ModelConfig:

@@ -139,7 +139,7 @@ class Generate:
     def __init__(
         self,
         draft: str | Path | None = None,
-        strategy: str = "draft",
+        strategy: strategies.Named = "draft",
         *,
         target: str | Path | None = None,
         streamer: Any = None,
@@ -162,7 +162,7 @@ class Generate:
             raise TypeError(f"option {given[0]!r} is for models that specker.load reads")
         self.options = strategies.options(strategy=strategy, **options)
         if draft is not None and not strategies.of(self.options).takes_draft:
-            raise ValueError(f"strategy {strategy!r} uses no draft checkpoint: leave out draft")
+            raise ValueError(f"strategy {self.options.strategy!r} uses no draft checkpoint: leave out draft")
         Sampling(seed=seed or 0)  # checks the seed
         self.draft, self.target, self.streamer, self.seed = draft, target, streamer, seed
         self._given = {"strategy": strategy, **options}

@@ -10,7 +10,7 @@ from specker.runtime.control.policy import Budget, Outcome
 from specker.runtime.control.stats import CopyStats
 from specker.runtime.ranks.dist import Ranks
 from specker.runtime.round.batch import Batch
-from specker.runtime.round.drafter import UNLIMITED, Draft, Drafter, Offer
+from specker.runtime.round.drafter import UNLIMITED, Accepted, Draft, Drafter, Offer
 from specker.runtime.round.round import Round
 from specker.runtime.round.state import Request
 
@@ -21,11 +21,11 @@ PROMPTS = "prompts"  # rows of prompts come with the verify pass
 
 
 class DraftRunner:
-    """Runs a drafter for a batch, under the decoding loop and for other engines (integrations/drafts.py)."""
+    """Runs the drafters of a batch, under the decoding loop and for other engines (integrations/drafts.py)."""
 
     def __init__(
         self,
-        drafter: Drafter,
+        drafters: Sequence[Drafter],
         history: AcceptanceHistory,
         largest: Budget,
         chunk: int = UNLIMITED,
@@ -33,30 +33,41 @@ class DraftRunner:
         captures: bool = False,
         learns: bool = True,
     ):
-        """`largest`: of the policies' drafts. `chunk`: rows of a prompt that the drafter prefills before a round of
-        several requests, unless `stall` is set. `captures`: rounds are CUDA graphs, beside which the host's own time
-        does not count. `learns`: see `Chooser`."""
-        self.drafter, self.history, self.largest, self.chunk = drafter, history, largest, chunk
+        """`drafters`: as in `round.launch`, at least one. `largest`: of the policies' drafts. `chunk`: rows of
+        a prompt that the drafter prefills before a round of several requests, unless `stall` is set. `captures`: rounds
+        are CUDA graphs, beside which the host's own time does not count. `learns`: see `Chooser`."""
+        self.drafters, self.history, self.largest, self.chunk = drafters, history, largest, chunk
         self.ranks, self.captures = ranks, captures
         self.chooser = Chooser(history.costs, learns)
         self.stall = 0.0  # seconds that the drafter may prefill before a round of several requests
-        self.offer = Offer()  # for the texts of the last call of `shape`
+        self.offers: list[Offer] = []  # of each drafter for the texts of the last call of `shape`
         self._plain_round_needs_no_drafter = False  # and no other rank's agreement
         self._delayed: Budget | None = None  # to draft once the drafter has prefilled the texts
+
+    @property
+    def drafter(self) -> Drafter:
+        """The one that may have a model."""
+        return self.drafters[0]
+
+    @property
+    def offer(self) -> Offer:
+        """Its offer."""
+        return self.offers[0]
 
     def shape(self, requests: list[Request], prompts: bool = False) -> tuple[Budget, str]:
         """The shape that the chooser takes of the policies' proposals, and why it drafts nothing. Rank 0 decides, since
         measured times differ by rank. `prompts`: rows of prompts come with the verify pass. A model then drafts nothing
         where policies allow that: a draft's rows take time from the prompts, and the round has no idle arithmetic."""
         policies = [s.policy for s in requests]
-        self.offer = offer = self.drafter.prepare(requests)
-        self._plain_round_needs_no_drafter = self.ranks is None and not offer.matches and not self.drafter.reads(NONE)
-        for policy, matches in zip(policies, offer.matches, strict=False):
+        self.offers = [drafter.prepare(requests) for drafter in self.drafters]
+        found = next((offer.matches for offer in self.offers if offer.matches), ())
+        self._plain_round_needs_no_drafter = self.ranks is None and not found and not self.drafter.reads(NONE)
+        for policy, matches in zip(policies, found, strict=False):
             policy.announced(matches)
         budget, self._delayed = self._delayed, None
         if budget is None:
             left = sum(s.limit - len(s.token_ids) for s in requests)
-            budget = self.chooser.choose(policies, left, offer.missing, offer.room)
+            budget = self.chooser.choose(policies, left, self.offer.missing, self.offer.room)
         reason = self.chooser.reason
         if prompts and budget.nodes and self.yields_to_prompts(requests) and not budget.part:
             budget, reason = replace(budget, nodes=0, depth=0, extra=()), PROMPTS
@@ -106,11 +117,11 @@ class DraftRunner:
 
     def synchronous(self, request: Request) -> bool:
         """Whether the next draft needs the results of the previous round."""
-        return self.drafter.synchronous or request.policy.confident
+        return request.policy.confident or any(drafter.synchronous for drafter in self.drafters)
 
     def fixes(self, budget: Budget) -> bool:
         """Whether the draft can have a fixed shape, for the texts of the last call of `shape`."""
-        return not budget.nodes or self.offer.fixes(budget)
+        return not budget.nodes or self.offers[budget.part].fixes(budget)
 
     def clipped(self, requests: list[Request], budget: Budget) -> Budget:
         """Limit a draft to the longest remaining text, less one for the target's token, and a model's to its context:
@@ -123,8 +134,15 @@ class DraftRunner:
 
     def draft(self, batch: Batch) -> Draft:
         """Prefill what the drafter lacks, and draft."""
-        self.drafter.advance(batch.requests, batch.budget, fixed=batch.fixed)
-        return self.drafter.propose(batch)
+        drafter = self.drafters[batch.budget.part]
+        drafter.advance(batch.requests, batch.budget, fixed=batch.fixed)
+        return drafter.propose(batch)
+
+    def accept(self, batch: Batch, draft: Draft, accepted: Accepted) -> None:
+        """Tell the drafter of a round what was accepted; where hidden rows were read, they all follow every round."""
+        for part, drafter in enumerate(self.drafters):
+            if part == batch.budget.part or batch.aux_layers:
+                drafter.accept(batch, draft, accepted)
 
     def usual(self, r: Round) -> float:
         """Seconds that rounds like this one usually take."""
@@ -163,7 +181,7 @@ def account(r: Round, slot: int, path: list[int]) -> None:
     request.policy.observe(Outcome(drafted, draft.own(slot, path), confidence, note))
     stats = request.stats
     stats.observe_budget(drafted, r.batch.budget.exit if drafted else 0, r.reason)
-    stats.copied += bool(drafted and r.batch.budget.part)
+    stats.copied += bool(drafted and r.batch.budget.part and isinstance(note, CopyStats))
     stats.experts += r.experts
     if isinstance(note, CopyStats):
         stats.observe_copy(note)

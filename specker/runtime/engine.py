@@ -32,7 +32,7 @@ from specker.runtime.control.stats import Stats
 from specker.runtime.events import Event, Logprob
 from specker.runtime.loop import Loop
 from specker.runtime.notes import Notes
-from specker.runtime.ranks.broadcast import SharedDrafter
+from specker.runtime.ranks.broadcast import Silent, share
 from specker.runtime.ranks.dist import Ranks
 from specker.runtime.round.drafter import Drafter
 from specker.runtime.round.graphs import Graphs
@@ -80,7 +80,7 @@ class Engine:
     family: Family | None = None  # the bundled files for the target
     model: Model = field(init=False)  # the target's
     cache: KVCache = field(init=False)
-    drafter: Drafter | None = field(init=False)
+    drafters: list[Drafter] = field(init=False)  # of each source
     policies: PolicyContext = field(init=False)
     plan: Plan = field(init=False)  # the warm-up plan
     loop: Loop = field(init=False)
@@ -96,9 +96,11 @@ class Engine:
         fixed = fixed_shapes(o, model, None if drafts_locally else ranks)
         self.cache = allocate(model, o, rings=True)
         context = DraftContext(o, self.target, model, self.cache, self.draft, self.kept, self.family, ranks, self.notes)
-        local_drafter = strategies.drafter(context) if drafts_locally or (ranks is not None and ranks.drafts) else None
-        self.drafter = local_drafter if drafts_locally or ranks is None else SharedDrafter(local_drafter, ranks)
-        head_cost = 0.0 if local_drafter is None else strategy.head_cost(o, local_drafter.head, model)
+        if drafts_locally or ranks is None or ranks.drafts:
+            self.drafters = strategies.drafters(context)
+        else:
+            self.drafters = [Silent()] * len(o.sources)
+        head_cost = 0.0 if not self.drafters else strategy.head_cost(o, self.drafters[0].head, model)
         if strategy.self_drafting and ranks is not None:  # a measured time differs by rank: take rank 0's
             head_cost = float(ranks.first(torch.tensor([head_cost], dtype=torch.float64, device=model.device)))
         # No function that the loop or the session keeps may know the engine: a cycle keeps a dropped engine, with its
@@ -119,7 +121,7 @@ class Engine:
         self.loop = Loop(
             model,
             self.cache,
-            self.drafter,
+            self.drafters,
             self.plan.largest,
             fixed,
             Graphs(model.device if fixed and gpu else None),
@@ -128,6 +130,7 @@ class Engine:
             LOOKAHEAD,
             o.prefix_cache,
             ranks,
+            None if drafts_locally or ranks is None else partial(share, ranks),
         )
         guard = cache_memory(self.target, self.draft, o, self.family).running
         policy = partial(strategies.policy, self.policies)
@@ -181,6 +184,11 @@ class Engine:
         """The target and, if there is one, the draft, with their names for people."""
         sides = (self.target_name, self.target), (self.draft_name, self.draft)
         return [((side and origin(side.folder)) or name, side) for name, side in sides if name is not None]
+
+    @property
+    def drafter(self) -> Drafter | None:
+        """The first source's, which may have a model; None for plain decoding."""
+        return self.loop.drafter
 
     @property
     def captures(self) -> bool:
@@ -452,7 +460,7 @@ class Engine:
             ValueError: the engine was loaded without `lookup_file`.
             OSError: the file cannot be written.
         """
-        copying = strategies.copier(self.drafter)
+        copying = strategies.copier(self.drafters)
         if copying is None or copying.file is None:
             raise ValueError(f"there is no file for the texts: load the engine with {option('lookup_file')}")
         with self.session.alone():

@@ -29,7 +29,7 @@ from specker.zoo import catalogue
 def load(
     target: str | Path | None = None,
     draft: str | Path | None = None,
-    strategy: str | Options | None = None,
+    strategy: strategies.Named | Options | None = None,
     device: str | torch.device | None = None,
     dtype: str | torch.dtype | None = None,
     on_progress: Callable[[int, int, str], None] | None = None,
@@ -142,7 +142,7 @@ def load(
     opts = replace(opts, kv_tokens=pool)
     contexts = [c.config.max_context for c in (target_checkpoint, draft_checkpoint) if c is not None]
     if draft_source is not None and not method.reads_target and contexts[-1] < contexts[0]:
-        beyond = "drafts are copies only" if opts.copy is not None else "nothing is drafted"
+        beyond = "drafts are copies only" if len(opts.sources) > 1 else "nothing is drafted"
         notes["draft_context"] = f"the draft's context ends at {contexts[-1]} of {contexts[0]} tokens: beyond, {beyond}"
     with cache_memory(target_checkpoint, draft_checkpoint, opts, family).allocating():
         return Engine(

@@ -27,7 +27,8 @@ from specker.runtime.events import Event, cancelled, emitted
 from specker.runtime.prompts import UNMEASURED_PROMPT_ROWS, Prompts
 from specker.runtime.ranks.dist import Ranks
 from specker.runtime.record import record
-from specker.runtime.round.drafter import Accepted, Drafter
+from specker.runtime.round.batch import Batch
+from specker.runtime.round.drafter import Accepted, Draft, Drafter
 from specker.runtime.round.graphs import Graphs
 from specker.runtime.round.round import Round, collect, launch, send
 from specker.runtime.round.state import Request, State
@@ -40,7 +41,7 @@ class Loop:
 
     target: Model
     cache: KVCache
-    drafter: Drafter | None
+    drafters: list[Drafter]  # as in `round.launch`
     largest: Budget  # of the policies' drafts
     fixed: bool  # whether rounds have fixed shapes where they can (option `graphs`)
     graphs: Graphs
@@ -49,6 +50,7 @@ class Loop:
     reserved: int  # columns of a sequence past its text, for the largest lookahead
     prefixes: str = "off"  # which K/V of earlier texts a request takes over (slots.py)
     ranks: Ranks | None = None
+    share: Callable[[Batch, Draft], Draft] | None = None  # `Round.share`
     trace: Callable[[dict[str, Any]], None] | None = None  # called with every request's part of every round
     pending: deque[Round] = field(init=False, default_factory=deque)  # launched rounds
     state: State = field(init=False)
@@ -89,10 +91,10 @@ class Loop:
             several=alignment == 1 and not self.fixed,
         )
         self.runner = None
-        if self.drafter is not None:
+        if self.drafters:
             chunk = prefill_chunk(self.target) if alignment > 1 else UNMEASURED_PROMPT_ROWS
             captures = self.graphs.capture
-            self.runner = DraftRunner(self.drafter, self.history, self.largest, chunk, self.ranks, captures)
+            self.runner = DraftRunner(self.drafters, self.history, self.largest, chunk, self.ranks, captures)
         self.prompts = Prompts(
             self.target,
             self.drafter,
@@ -102,6 +104,11 @@ class Loop:
             self.history.costs,
             self._compiled,
         )
+
+    @property
+    def drafter(self) -> Drafter | None:
+        """The one that may have a model."""
+        return self.drafters[0] if self.drafters else None
 
     @property
     def active(self) -> list[Request]:
@@ -161,7 +168,7 @@ class Loop:
         for request in running:
             request.stats.wall += share
         events, known = [], self._known_ids
-        source = "" if self.drafter is None else self.drafter.source
+        source = "" if self.drafter is None else self.drafters[r.batch.budget.part].source
         for slot, (request, path, tokens) in enumerate(results):
             if request in running and (tokens or slot in r.broken or request.guide is not None):
                 ids = known if request.speculates else None
@@ -200,7 +207,9 @@ class Loop:
         if self.prompts.pressing or not self.fixed:
             return 1
         request = self.active[0]
-        return 1 if request.speculates and self.runner is not None and self.runner.synchronous(request) else 2
+        if not request.speculates or self.runner is None:
+            return 2
+        return 1 if self.share is not None or self.runner.synchronous(request) else 2
 
     @property
     def _known_ids(self) -> set[int] | None:
@@ -242,7 +251,7 @@ class Loop:
             r.trial, r.warm = runner.chooser.trial and reason not in (BEHIND, PROMPTS), runner.chooser.warm
             r.price = 0.0 if self.ranks is not None else runner.price(requests, budget)
         late = self.graphs.late
-        launch(r, self.target, self.cache, None if runner is None else runner.drafter)
+        launch(r, self.target, self.cache, [] if runner is None else runner.drafters)
         send(r, self.target)
         for request in requests if self.graphs.late > late else ():
             request.stats.captures += self.graphs.late - late
@@ -256,7 +265,7 @@ class Loop:
         """A round of the active requests."""
         r = Round(self.batches.make([*self.active], budget, fixed, self.graphs, self.size, ahead))
         if self.ranks is not None:
-            r.wait = self.ranks.wait
+            r.wait, r.share = self.ranks.wait, self.share
         return r
 
     @property
@@ -294,7 +303,7 @@ class Loop:
             drafted = r.host["draft"].tolist() if r.draft.observed else []
             usual = self.usual if self.fixed else runner.usual(r) if r.batch.aux_layers else 0.0
             accepted = Accepted(grown, drafted, r.seconds, usual)
-            runner.drafter.accept(r.batch, r.draft, accepted)
+            runner.accept(r.batch, r.draft, accepted)
         for slot, path in enumerate(grown):
             if path:
                 account(r, slot, path)

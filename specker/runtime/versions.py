@@ -27,7 +27,7 @@ def settings(options: Options) -> dict[str, Any]:
     """The options in effect, by their names as flags; omitted ones without a default are left out."""
     parts = [
         (options, fields(Common)),
-        *((own, fields(own)) for own in (options.own, options.copy, options.trim) if own is not None),
+        *((own, fields(own)) for s in options.sources for own in (s.options, s.trim) if own is not None),
     ]
     values = {f.name: getattr(part, f.name) for part, names in parts for f in names}
     plain = (bool, int, float, str, tuple)

@@ -169,7 +169,7 @@ def _time(loop: Loop, budget: Budget, confident: bool) -> None:
     drafter, costs, n = loop.drafter, loop.history.costs, len(loop.active)
     assert drafter is not None
     own = drafter.cache if drafter.cache is not loop.cache else None
-    fixed = loop.fixed and (not budget.nodes or drafter.prepare(loop.active).fixes(budget))
+    fixed = loop.fixed and (not budget.nodes or loop.drafters[budget.part].prepare(loop.active).fixes(budget))
     rounds, began = [], time.perf_counter()
     instead = None
     if loop.target.config.layer.experts is not None:
@@ -185,7 +185,7 @@ def _time(loop: Loop, budget: Budget, confident: bool) -> None:
         r.batch.confident = confident and not budget.part
         r.instead = instead
         with loop.threads():
-            launch(r, loop.target, loop.cache, drafter)
+            launch(r, loop.target, loop.cache, loop.drafters)
             send(r, loop.target)
             collect(r)
         stages = r.seconds
@@ -241,14 +241,13 @@ def _on_the_host(loop: Loop, params: Params, confident: bool) -> None:
     if all(cache.extend(0, loop.slots.columns(length)) for cache in loop.slots.caches):
         r = loop.new_round(loop.largest, False)
         r.batch.confident = confident
-        launch(r, loop.target, loop.cache, loop.drafter)
+        launch(r, loop.target, loop.cache, loop.drafters)
     loop.clear()
 
 
 def _drafted(loop: Loop, n: int, before: int, length: int, params: Params, budget: Budget, confident: bool) -> None:
     """Run a whole round for the longest text in the KV bucket (before, length] that allows a draft of fixed shape."""
-    assert loop.drafter is not None
-    drafter, there = loop.drafter, length
+    drafter, there = loop.drafters[budget.part], length
 
     def fixes(length: int) -> bool:
         return drafter.prepare([_text([0] * length, params)] * n).fixes(budget)
@@ -261,7 +260,7 @@ def _drafted(loop: Loop, n: int, before: int, length: int, params: Params, budge
     for _ in range(loop.graphs.passes):
         r = loop.new_round(budget, True, length - there)
         r.batch.confident = confident
-        launch(r, loop.target, loop.cache, loop.drafter)
+        launch(r, loop.target, loop.cache, loop.drafters)
 
 
 def _exits(loop: Loop, n: int, length: int, params: Params, budgets: Sequence[Budget]) -> None:

@@ -62,7 +62,7 @@ class Server:
         engine.target_name = engine.session.name = self.name  # errors name the model, never a path
         self.sampling = {**engine.usual_sampling, **sampling}
         self.worker = Worker(engine.session, serving.queue, serving.seconds, self._ended)
-        self.copying = strategies.copier(engine.drafter)
+        self.copying = strategies.copier(engine.drafters)
         if self.copying is not None and self.copying.file is not None and self.salt is None:
             log.warning("--lookup-file keeps only texts of requests with a cache_salt, since there is no API key")
         self.live = Live(engine, self.worker.metrics.queue) if serving.view else None

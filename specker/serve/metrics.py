@@ -17,7 +17,7 @@ SECONDS = (0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 60, 180, 600)
 class Metrics:
     def __init__(self, session: Session):
         self.session, self.total, self.finished = session, Stats(), Counter[str]()
-        self.copying = copier(session.loop.drafter)
+        self.copying = copier(session.loop.drafters)
         self.registry = CollectorRegistry()
         self.registry.register(self)
         about = "Seconds from a call to its first token"

@@ -16,6 +16,7 @@ from serving import free, serving, streamed, until
 
 import specker
 from specker import grammar
+from specker.runtime.strategies import copier
 from specker.runtime.strategies.lookup.text_file import _unpacked
 from specker.serve import app
 
@@ -256,7 +257,7 @@ def test_only_requests_of_one_key_share_texts_and_kv(load, key, monkeypatch, tmp
             return body["usage"]["prompt_tokens_details"]["cached_tokens"] > 0
 
         assert [shared(salt) for salt in ("a", "b", "a", None, None, "c")] == [0, 0, 1, 0, 1, 0]
-        pools = made.drafter.copying.pools
+        pools = copier(made.drafters).pools
         want = sorted(map(pools.name, ("a", "b", "c", *([""] if key else []))))
         if key:
             assert not kept()

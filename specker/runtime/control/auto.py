@@ -17,6 +17,7 @@ The draft's probabilities are corrected by the ratio of right to promised tokens
 from __future__ import annotations
 
 from collections.abc import Sequence
+from copy import copy
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -191,10 +192,17 @@ class AcceptanceHistory:
         self.costs = costs
         self.clear()
 
+    def of(self, part: int) -> AcceptanceHistory:
+        """The history for the policies of another source."""
+        history = copy(self)
+        history.drafts = self.joined.setdefault(part, Acceptance(ENGINE_DECAY))
+        return history
+
     def clear(self) -> None:
         """Forget everything, such as a warm-up's texts."""
         self.costs.clear()
-        self.drafts = Acceptance(ENGINE_DECAY)  # acceptance of a model's drafts
+        self.drafts = Acceptance(ENGINE_DECAY)  # acceptance of the first source's drafts
+        self.joined: dict[int, Acceptance] = {}  # acceptance of other sources' drafts, by their number
         self.matches: dict[tuple[str, int], Share] = {}  # right copied tokens, by source and length of the match
         self.exits: Any = None  # DEL's counts and sums of confidence, by layer of the target
         self.exit_seconds: Any = None  # of DEL's rounds, by exit layer and length

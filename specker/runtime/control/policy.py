@@ -29,7 +29,7 @@ class Budget:
     nodes: int  # maximum draft tokens
     depth: int  # maximum path length
     exit: int = 0  # layers of the target that draft; 0: another model drafts
-    part: int = 0  # which of two joined drafters runs (strategies/join.py)
+    part: int = 0  # which of the batch's drafters runs
     extra: tuple[int, ...] = ()  # what only the strategy's own drafter and policy read; costs do not depend on it
 
     def clip(self, nodes: int, depth: int) -> "Budget":

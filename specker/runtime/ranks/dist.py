@@ -233,9 +233,9 @@ def agree(about: str, own: Mapping[str, Any]) -> None:
 def settings(options: Options) -> dict[str, Any]:
     """All options by their names, those of the strategies too."""
     found = {f.name: getattr(options, f.name) for f in fields(options)}
-    for part in (found.pop(name) for name in ("base", "own", "copy", "trim")):
-        if not isinstance(part, str | None):
-            found |= {f.name: getattr(part, f.name) for f in fields(part)}
+    for source in found.pop("sources"):  # `strategy` names them
+        for own in (source.options, source.trim):
+            found |= {} if own is None else {f.name: getattr(own, f.name) for f in fields(own)}
     return found
 
 

@@ -71,6 +71,7 @@ class Round:
     experts: float = 0.0  # that the verify pass read in a layer, on average, known once collected
     done: Any = None  # the event after the copies
     wait: Callable[[Any], None] = operator.methodcaller("synchronize")  # for `done`
+    share: Callable[[Batch, Draft], Draft] | None = None  # of ranks: rank 0's draft in place of this rank's own
     marks: list[Any] = field(default_factory=list)  # times, or events, around the stages
 
     @property
@@ -91,20 +92,23 @@ class Round:
         return out
 
 
-def launch(r: Round, target: Model, cache: KVCache, drafter: Drafter | None) -> None:
-    """Start the round: launch drafting, the verify pass and acceptance."""
+def launch(r: Round, target: Model, cache: KVCache, drafters: Sequence[Drafter]) -> None:
+    """Start the round: launch drafting, the verify pass and acceptance. `drafters`: none for plain decoding. One of
+    them drafts, `Budget.part`; only the first may have a model, and read the target's hidden rows."""
     b = r.batch
     events = b.graphs.capture
     b.graphs.counters.reset()
     r.marks.append(now(events))
-    drafts = drafter is not None and min(b.budget.nodes, b.budget.depth) > 0
-    if drafter is not None and drafts:
-        r.behind = drafter.advance(b.requests, b.budget, fixed=b.fixed)
+    drafting = drafters[b.budget.part] if drafters and min(b.budget.nodes, b.budget.depth) > 0 else None
+    if drafting is not None:
+        r.behind = drafting.advance(b.requests, b.budget, fixed=b.fixed)
     r.marks.append(now(events))
-    if drafter is not None:
-        b.aux_layers = drafter.reads(b.budget)
-        if drafts:
-            r.draft = drafter.propose(b)
+    if drafters:
+        b.aux_layers = drafters[0].reads(b.budget)
+        if drafting is not None:
+            r.draft = drafting.propose(b)
+            if r.share is not None:
+                r.draft = r.share(b, r.draft)
             r.places = shorten_drafts(r, target)
             if r.instead is not None:
                 b.window[: len(r.instead), 1 : r.instead.shape[1] + 1] = r.instead
@@ -113,8 +117,8 @@ def launch(r: Round, target: Model, cache: KVCache, drafter: Drafter | None) -> 
     verify(r, target, cache)
     r.marks.append(now(events))
     accept(r, target, cache)
-    if drafter is not None and b.aux_layers:
-        drafter.accept_on_device(b, r.draft)
+    if b.aux_layers:
+        drafters[0].accept_on_device(b, r.draft)
     r.marks.append(now(events))
 
 

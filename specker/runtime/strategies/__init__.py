@@ -1,50 +1,39 @@
-"""The strategies: one file or folder each, and one line each in `STRATEGIES`.
+"""The strategies: one file or folder each, and one line each in `registry.py`.
 
-To add one, write a file with a subclass of `base.Strategy`, or a folder if it needs torch, and add it here. Its flags,
-help, bounds and checks come from its options.
+To add one to specker, write a file with a subclass of `base.Strategy`, or a folder if it needs torch, and add it there.
+Its flags, help, bounds and checks come from its options. A strategy of another package needs no change here: pass it to
+`specker.load`, or name it as an entry point of the group `registry.GROUP`.
 """
 
 from __future__ import annotations
 
 import difflib
 import textwrap
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields, replace
 from itertools import zip_longest
 from typing import TYPE_CHECKING, Any
 
 from specker import zoo
 from specker.fields import flag, make, option
-from specker.options import Common, Options, refuse_unknown
+from specker.options import Common, Options, Source, refuse_unknown
 from specker.runtime.control.policy import AUTO, GENERAL, Policy
-from specker.runtime.round.drafter import Drafter, Wrapper
-from specker.runtime.strategies import ar, dflash, diffuspec, draft, dynamic_exit, eagle, easyspec, lookup, mtp
+from specker.runtime.round.drafter import Drafter
+from specker.runtime.strategies import draft, lookup
 from specker.runtime.strategies.base import DraftContext, Plan, PolicyContext, Strategy
 from specker.runtime.strategies.blocks import SHARED
-from specker.runtime.strategies.join import COPIED, JoinedDrafter, JoinedPolicy, joined_plan
-from specker.runtime.strategies.lookup.ngram_policy import NgramPolicy
+from specker.runtime.strategies.join import JOINED, JoinedPolicy, joined_plan, options_of
+from specker.runtime.strategies.registry import STRATEGIES as STRATEGIES
+from specker.runtime.strategies.registry import checked, installed, known
 from specker.runtime.strategies.vocabtrim import NEEDS, PAPER, SUMMARY, TRIM, TrimOptions
 from specker.zoo import catalogue
 
 if TYPE_CHECKING:
     from specker.runtime.strategies.lookup.copy_drafter import LookupDrafter
 
-_ALL: tuple[Strategy, ...] = (
-    ar.PlainDecoding(),
-    draft.SmallModel(),
-    easyspec.EasySpec(),
-    eagle.Eagle(),
-    mtp.MultiTokenPrediction(),
-    dflash.DFlash(),
-    dynamic_exit.SelfDrafting(),
-    diffuspec.DiffuSpec(),
-    lookup.Lookup(),
-)
-STRATEGIES = {strategy.name: strategy for strategy in _ALL}
+Named = str | Strategy | Sequence[str | Strategy]  # what a caller asks for
 COPY = lookup.Lookup.name
 PLAIN = draft.SmallModel.name  # the strategy that drafts if the name is only `vocabtrim`
-NAMES = (*STRATEGIES, TRIM)
-POLICIES = tuple(dict.fromkeys((AUTO, *GENERAL, *(name for strategy in _ALL for name in strategy.policies))))
 COLUMNS = {
     "strategy": 9,
     "how it drafts": 26,
@@ -54,24 +43,40 @@ COLUMNS = {
 }  # widths, 100 in all
 
 
+def names() -> tuple[str, ...]:
+    """The names that can be joined with +."""
+    return (*known(), TRIM)
+
+
+def policies() -> tuple[str, ...]:
+    """The names of all policies."""
+    return tuple(dict.fromkeys((AUTO, *GENERAL, *(name for s in known().values() for name in s.policies))))
+
+
 def of(options: Options) -> Strategy:
-    """The strategy that drafts, without +vocabtrim."""
-    return STRATEGIES[options.base]
+    """The strategy that drafts, without +vocabtrim and +lookup."""
+    return options.base
 
 
-def drafter(context: DraftContext) -> Drafter | None:
-    """Make the drafter that the options describe."""
-    inner, copy = of(context.options).drafter(context), context.options.copy
-    return inner if inner is None or copy is None else JoinedDrafter(inner, lookup.copying(copy, context, COPIED.depth))
+def drafters(context: DraftContext) -> list[Drafter]:
+    """Make the drafters of the options' sources; none for plain decoding. Raises ValueError if two of them have a
+    model."""
+    found, sources = [of(context.options).drafter(context)], context.options.sources
+    for part, source in enumerate(sources[1:], 1):
+        drafter = source.strategy.drafter(replace(context, options=options_of(context.options, part)))
+        assert drafter is not None
+        if drafter.model is not None or drafter.cache is not None or drafter.aux_layers:
+            pair = f"{sources[0].strategy.name} and {source.strategy.name}"
+            raise ValueError(f"strategies {pair} do not compose: {source.strategy.name} runs a model, too")
+        found.append(drafter)
+    return [drafter for drafter in found if drafter is not None]
 
 
-def copier(drafter: Drafter | None) -> LookupDrafter | None:
-    """The part of a drafter that copies text; None if it has none."""
+def copier(drafters: Sequence[Drafter]) -> LookupDrafter | None:
+    """The drafter that copies text; None if there is none."""
     from specker.runtime.strategies.lookup.copy_drafter import LookupDrafter
 
-    while isinstance(drafter, Wrapper):
-        drafter = drafter.copying if isinstance(drafter, JoinedDrafter) else drafter.inner
-    return drafter if isinstance(drafter, LookupDrafter) else None
+    return next((drafter for drafter in drafters if isinstance(drafter, LookupDrafter)), None)
 
 
 def policy(context: PolicyContext, asked: str | None = None) -> Policy:
@@ -87,17 +92,22 @@ def policy(context: PolicyContext, asked: str | None = None) -> Policy:
                 f"{most.nodes} at most"
             )
         context = made
-    model = of(context.options).policy(context)
-    if context.options.copy is None:
-        return model
-    assert context.history is not None
-    return JoinedPolicy(model, NgramPolicy(context.history.matches, COPIED))
+    first, sources = of(context.options).policy(context), context.options.sources
+    if len(sources) == 1:
+        return first
+    others = []
+    for part, source in enumerate(sources[1:], 1):
+        assert context.history is not None
+        history, own = context.history.of(part), options_of(context.options, part)
+        seen = replace(context, options=own, history=history, confident=False)
+        others.append(source.strategy.auto(seen, replace(JOINED, part=part)))
+    return JoinedPolicy([first, *others])
 
 
 def plan(context: PolicyContext) -> Plan:
     """The warm-up plan of the options."""
     model = of(context.options).plan(context)
-    return model if context.options.copy is None else joined_plan(model)
+    return model if len(context.options.sources) == 1 else joined_plan(model)
 
 
 def usual(target: object, draft: object, options: Mapping[str, Any]) -> dict[str, Any]:
@@ -127,53 +137,56 @@ def _source(target: object) -> str | None:
 
 def options(**flat: Any) -> Options:
     """Parse options from flat names, such as `strategy="draft", tree="4x5"`. Values are strings as on the command line
-    or parsed values; None means omitted. Raises TypeError for an unknown name, ValueError for invalid options."""
-    owners = _owners()
-    refuse_unknown(flat, [f.name for f in fields(Common)] + list(owners))
+    or parsed values; None means omitted. `strategy`: as in `specker.load`. Raises TypeError for an unknown name,
+    ValueError for invalid options."""
     flat = {name: value for name, value in flat.items() if value is not None}
-    asked = flat.get("strategy", Common.strategy)
-    base, trimmed, copies = _parts(asked)
+    joined, parts = _parts(flat.get("strategy", Common.strategy))
+    flat["strategy"] = asked = "+".join(parts)
+    owners = _owners(joined)
+    refuse_unknown(flat, [f.name for f in fields(Common)] + list(owners))
     for name in flat:
         own = owners.get(name, ())
-        if TRIM in own and not trimmed:
+        if TRIM in own and TRIM not in parts:
             raise ValueError(f"{option(name)} is for strategy {TRIM} or a combination with it, not {asked!r}")
-        if own and TRIM not in own and base not in own and not (copies and COPY in own):
+        if own and TRIM not in own and not any(s.name in own for s in joined):
             raise ValueError(f"{option(name)} is for strategy {' or '.join(own)}, not {asked!r}")
-    strategy, common = STRATEGIES[base], make(Common, flat)
-    chosen = None if strategy.options is None else make(strategy.options, flat)
-    trim = make(TrimOptions, flat) if trimmed else None
-    copy = make(lookup.LookupOptions, flat) if copies else None
+    common = make(Common, flat)
+    sources = [Source(s, None if s.options is None else make(s.options, flat)) for s in joined]
+    if TRIM in parts:
+        sources[0] = replace(sources[0], trim=make(TrimOptions, flat))
     shared = {f.name: getattr(common, f.name) for f in fields(Common)}
-    made = Options(**shared, base=base, own=chosen, copy=copy, trim=trim)
-    _check_policy(made, strategy)
-    strategy.check(made)
-    return replace(made, policy=made.policy or strategy.default_policy(made))
+    made, first = Options(**shared, sources=tuple(sources)), joined[0]
+    _check_policy(made, first)
+    first.check(made)
+    return replace(made, policy=made.policy or first.default_policy(made))
 
 
 def words() -> dict[str, str]:
     """The {names} in the help texts of `Common`."""
-    defaults = ", ".join(f"{s.usual} for {s.name}" for s in _ALL if s.usual != AUTO)
-    names = f"{{{','.join(NAMES)}}}"
-    return {"strategies": names, "trim": TRIM, "policies": ", ".join(POLICIES), "defaults": defaults}
+    defaults = ", ".join(f"{s.usual} for {s.name}" for s in known().values() if s.usual != AUTO)
+    joined = f"{{{','.join(names())}}}"
+    return {"strategies": joined, "trim": TRIM, "policies": ", ".join(policies()), "defaults": defaults}
 
 
 def offers() -> dict[str, tuple[str, ...]]:
     """The values of --strategy and --policy that a shell completes."""
-    drafting = [s.name for s in _ALL if s.drafts and s.name != COPY]
-    trimmed = [f"{name}+{TRIM}" for name in drafting if not STRATEGIES[name].no_head]
-    copying = (f"{name}+{COPY}" for name in (*drafting, TRIM, *trimmed))
-    return {"strategy": (*NAMES, *trimmed, *copying), "policy": POLICIES}
+    drafting = [s for s in known().values() if s.drafts and s.name != COPY]
+    trimmed = [f"{s.name}+{TRIM}" for s in drafting if not s.no_head]
+    copying = (f"{name}+{COPY}" for name in (*(s.name for s in drafting), TRIM, *trimmed))
+    return {"strategy": (*names(), *trimmed, *copying), "policy": policies()}
 
 
 def summaries() -> str:
     """A line for each strategy: its name and summary."""
-    about = {**{s.name: s.summary for s in _ALL}, TRIM: SUMMARY}
+    about = _summaries()
     return "\n".join(f"{name:<{max(map(len, about))}}  {summary}" for name, summary in about.items())
 
 
 def table() -> str:
     """The strategies with what they need, their papers and their own flags, in lines of at most 100 characters."""
-    about: list[tuple[str, ...]] = [(s.name, s.summary, s.needs, s.paper, _own_flags(s.options)) for s in _ALL]
+    about: list[tuple[str, ...]] = [
+        (s.name, s.summary, s.needs, s.paper, _own_flags(s.options)) for s in known().values()
+    ]
     about.append((TRIM, SUMMARY, NEEDS, PAPER, _own_flags(TrimOptions)))
     rows = [tuple(COLUMNS), tuple("-" * width for width in COLUMNS.values()), *about]
     lines = []
@@ -195,7 +208,7 @@ def _own_flags(options: Any) -> str:
 
 def own_options() -> dict[str, Any]:
     """The dataclass of each strategy that has options of its own."""
-    return {s.name: s.options for s in _ALL if s.options is not None} | {TRIM: TrimOptions}
+    return {s.name: s.options for s in known().values() if s.options is not None} | {TRIM: TrimOptions}
 
 
 def flag_groups() -> Iterator[tuple[type, str, str, list[str]]]:
@@ -206,50 +219,69 @@ def flag_groups() -> Iterator[tuple[type, str, str, list[str]]]:
         groups.setdefault(owners, []).append(name)
     for owners, names in groups.items():
         title = f"{'strategy' if len(owners) == 1 else 'strategies'} {' and '.join(owners)}"
-        about = {TRIM: SUMMARY, **{s.name: s.summary for s in _ALL}}[owners[0]] if len(owners) == 1 else SHARED
+        about = _summaries()[owners[0]] if len(owners) == 1 else SHARED
         yield own_options()[owners[0]], title, about, names
 
 
-def _owners() -> dict[str, tuple[str, ...]]:
-    """Map each strategy-specific option to its strategies' names."""
+def _summaries() -> dict[str, str]:
+    return {**{s.name: s.summary for s in known().values()}, TRIM: SUMMARY}
+
+
+def _owners(given: Sequence[Strategy] = ()) -> dict[str, tuple[str, ...]]:
+    """Map each strategy-specific option to its strategies' names; `given` may be strategies that are not known."""
+    classes = own_options() | {s.name: s.options for s in given if s.options is not None}
     owners: dict[str, tuple[str, ...]] = {}
-    for name, cls in own_options().items():
+    for name, cls in classes.items():
         for f in fields(cls):
             owners[f.name] = (*owners.get(f.name, ()), name)
     return owners
 
 
-def _parts(asked: Any) -> tuple[str, bool, bool]:
-    """(name of the strategy that drafts, whether its head is trimmed, whether copied text joins it). Raises ValueError
-    for an unknown name."""
-    if not isinstance(asked, str):
-        raise ValueError(f"{option('strategy')} must be a string, got {asked!r}")
-    parts = asked.split("+")
+def _parts(asked: Any) -> tuple[list[Strategy], list[str]]:
+    """(the strategies that draft, the one with a model first; the names of all parts, vocabtrim too) of what a caller
+    asks for, as in `specker.load`. Raises ValueError for an unknown name and for parts that do not compose."""
+    several = asked if isinstance(asked, list | tuple) else [asked]
+    if not several or not all(isinstance(part, str | Strategy) for part in several):
+        raise ValueError(f"{option('strategy')} must be a name, a Strategy or a list of these, got {asked!r}")
+    strategies, parts = known(), list[str]()
+    for part in several:
+        if isinstance(part, Strategy):
+            if part is not strategies.get(getattr(part, "name", "")):
+                strategies = strategies | {checked(part).name: part}
+            parts.append(part.name)
+        else:
+            parts += part.split("+")
     for part in parts:
-        if part not in NAMES:
-            near = difflib.get_close_matches(part, NAMES, 1)
-            hint = f"; did you mean {near[0]}?" if near else ""
-            raise ValueError(f"unknown strategy {part!r}{hint} (available: {', '.join(NAMES)})")
-    copies = COPY in parts and len(parts) > 1
-    bases = [part for part in parts if part != TRIM and not (copies and part == COPY)]
-    if len(bases) > 1 or len(set(parts)) < len(parts):
+        if part in strategies or part == TRIM:
+            continue
+        if (fault := installed().faults.get(part)) is not None:
+            raise ValueError(f"strategy {part!r} of an installed package is left out: {fault}")
+        near = difflib.get_close_matches(part, names(), 1)
+        hint = f"; did you mean {near[0]}?" if near else ""
+        raise ValueError(f"unknown strategy {part!r}{hint} (available: {', '.join(names())})")
+    joined = [strategies[part] for part in parts if part != TRIM]
+    if TRIM in parts and all(s.name == COPY for s in joined):
+        joined.append(strategies[PLAIN])
+    joined.sort(key=lambda s: (not s.runs_model, s.name == COPY))
+    if len(set(parts)) < len(parts) or sum(s.runs_model for s in joined) > 1:
         raise ValueError(f"strategies {' and '.join(parts)} do not compose: each one drafts")
-    base, trimmed = next(iter(bases), PLAIN), TRIM in parts
-    if trimmed and (reason := STRATEGIES[base].no_head):
-        raise ValueError(f"strategies {base} and {TRIM} do not compose: {reason}")
-    if copies and not STRATEGIES[base].drafts:
-        raise ValueError(f"strategies {base} and {COPY} do not compose: {base} drafts nothing")
-    return base, trimmed, copies
+    first = joined[0]
+    if TRIM in parts and first.no_head:
+        raise ValueError(f"strategies {first.name} and {TRIM} do not compose: {first.no_head}")
+    if len(joined) > 1 and (plain := [s.name for s in joined if not s.drafts]):
+        others = " and ".join(s.name for s in joined if s.drafts)
+        raise ValueError(f"strategies {plain[0]} and {others} do not compose: {plain[0]} drafts nothing")
+    return joined, parts
 
 
 def _check_policy(options: Options, strategy: Strategy) -> None:
     policy = options.policy
     if policy is None:
         return
-    if policy not in POLICIES:
-        raise ValueError(f"{option('policy')} must be one of {', '.join(POLICIES)}, got {policy!r}")
     if policy not in (AUTO, *GENERAL, *strategy.policies):
-        owners = " or ".join(s.name for s in _ALL if policy in s.policies)
+        if policy not in policies():
+            raise ValueError(f"{option('policy')} must be one of {', '.join(policies())}, got {policy!r}")
+        owners = " or ".join(s.name for s in known().values() if policy in s.policies)
         raise ValueError(f"{option('policy', policy)} is for strategy {owners}, not {options.strategy!r}")
     if policy != "fixed" and options.tree is not None:
         raise ValueError(f"{option('policy', policy)} is for chains: leave out {option('tree')}")

@@ -150,6 +150,11 @@ class Strategy:
         return "a draft model" if self.causal else "a diffusion model"
 
     @property
+    def runs_model(self) -> bool:
+        """Whether it drafts with a model or a head. One of the sources that are joined may."""
+        return self.takes_draft or self.self_drafting or self.reads_target
+
+    @property
     def takes_draft(self) -> bool:
         """Whether a draft checkpoint can be named."""
         return self.needs_draft or self.may_draft

@@ -1,35 +1,35 @@
-"""Join copied text with another drafter: `draft+lookup`, `del+lookup`, `easyspec+vocabtrim+lookup`, ..
+"""Join strategies: `draft+lookup`, `easyspec+vocabtrim+lookup`, a user's own with any other, ..
 
-Each round one of the two drafts for all sequences: the one whose proposal promises most tokens per second (choose.py).
-A round that copies text runs no draft model, so the model's cache falls behind. Its next draft must catch up first, and
-the time for that counts against it.
+Each round one of them drafts for all sequences: the one whose proposal promises most tokens per second (choose.py).
+Only the first may run a model. A round in which another drafts does not run it, so the model's cache falls behind. Its
+next draft must catch up first, and the time for that counts against it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from specker.runtime.control.policy import Budget, Match, Outcome, Policy, StopRule
-from specker.runtime.round.drafter import UNLIMITED, Accepted, Draft, Drafter, Offer, Wrapper
+from specker.options import Options
+from specker.runtime.control.policy import AUTO, OWN, Budget, Match, Outcome, Policy, StopRule
 from specker.runtime.strategies.base import Plan
-from specker.runtime.strategies.lookup.ngram_policy import NgramPolicy
 
-if TYPE_CHECKING:
-    from specker.runtime.round.batch import Batch
-    from specker.runtime.round.state import Request
-    from specker.runtime.strategies.lookup.copy_drafter import LookupDrafter
+JOINED = Budget(16, 16)  # the longest draft of the sources after the first
 
-COPIED = Budget(16, 16, part=1)  # the longest copied draft
+
+def options_of(options: Options, part: int) -> Options:
+    """The options as a source after the first sees them: it drafts chains, as long as pays."""
+    length = JOINED.depth
+    return replace(options, sources=(options.sources[part],), draft_tokens=length, tree=None, policy=AUTO)
 
 
 class JoinedPolicy(Policy):
-    """The proposals of two policies. Part 0 belongs to the model, part 1 to copied text."""
+    """The proposals of each source's policy. Their shapes have the source's number as `part`."""
 
-    def __init__(self, model: Policy, copied: NgramPolicy):
-        self.parts: tuple[Policy, NgramPolicy] = (model, copied)
-        self.may_skip_drafting, self.layers = model.may_skip_drafting, model.layers
+    def __init__(self, parts: Sequence[Policy]):
+        self.parts = parts
+        self.may_skip_drafting, self.layers = parts[0].may_skip_drafting, parts[0].layers
         self.part = 0  # the part that drafts in this round
 
     @property
@@ -38,18 +38,18 @@ class JoinedPolicy(Policy):
 
     @property
     def copies(self) -> bool:  # type: ignore[override]
-        return self.parts[1].matched > 0
+        return any(policy.copies and policy.budgets() for policy in self.parts[1:])
 
     @property
     def source(self) -> str:  # type: ignore[override]
-        return self.parts[1].source
+        return next((policy.source for policy in self.parts if policy.copies), OWN)
 
     @property
     def rule(self) -> StopRule:  # type: ignore[override]
         return self.parts[self.part].rule
 
     def budgets(self) -> Sequence[Budget]:
-        return (*self.parts[0].budgets(), *self.parts[1].budgets())
+        return [shape for policy in self.parts for shape in policy.budgets()]
 
     def expected(self, budget: Budget) -> float:
         return self.parts[budget.part].expected(budget)
@@ -61,7 +61,8 @@ class JoinedPolicy(Policy):
         return self.parts[budget.part].trial(budget)
 
     def announced(self, matches: Sequence[Match]) -> None:
-        self.parts[1].announced(matches)
+        for policy in self.parts:
+            policy.announced(matches)
 
     def taken(self, budget: Budget, prices: Sequence[float] = ()) -> None:
         super().taken(budget, prices)
@@ -78,33 +79,12 @@ class JoinedPolicy(Policy):
         self.parts[0].learn(layers, match, confidence, seconds)
 
 
-class JoinedDrafter(Wrapper):
-    def __init__(self, inner: Drafter, copying: LookupDrafter):
-        super().__init__(inner)
-        self.copying, self.synchronous = copying, True  # copied text needs the tokens of the previous round
-
-    def prepare(self, requests: list[Request]) -> Offer:
-        own, copied = self.inner.prepare(requests), self.copying.prepare(requests)
-        fixes = (own.fixes, copied.fixes)
-        return Offer(own.missing, own.room, copied.matches, lambda budget: fixes[budget.part](budget))
-
-    def advance(self, requests: list[Request], budget: Budget, most: int = UNLIMITED, fixed: bool = False) -> int:
-        return 0 if budget.part else self.inner.advance(requests, budget, most, fixed)
-
-    def propose(self, batch: Batch) -> Draft:
-        return (self.copying if batch.budget.part else self.inner).propose(batch)
-
-    def accept(self, batch: Batch, draft: Draft, accepted: Accepted) -> None:
-        if not batch.budget.part or batch.aux_layers:  # hidden rows follow every round
-            self.inner.accept(batch, draft, accepted)
-
-
 def joined_plan(plan: Plan) -> Plan:
-    """The warm-up plan with copied drafts, which may have any size."""
+    """The warm-up plan with the drafts of other sources, which may have any size."""
     largest = replace(
-        plan.largest, nodes=max(plan.largest.nodes, COPIED.nodes), depth=max(plan.largest.depth, COPIED.depth)
+        plan.largest, nodes=max(plan.largest.nodes, JOINED.nodes), depth=max(plan.largest.depth, JOINED.depth)
     )
-    sizes = range(COPIED.nodes + 1)
+    sizes = range(JOINED.nodes + 1)
     return Plan(
         largest,
         plan.budgets,

@@ -71,7 +71,15 @@ class Lookup(Strategy):
             raise ValueError(f"{policy} needs the confidence of a model, but lookup runs none")
 
     def drafter(self, context: DraftContext) -> LookupDrafter:
-        return copying(context.options.own, context, context.depth(self), context.options.width)
+        """Raises ValueError for a corpus that is not text or too large, and for a file of kept texts that is none or of
+        another model."""
+        from specker.runtime.strategies.lookup.copy_drafter import LookupDrafter
+        from specker.runtime.strategies.lookup.corpus import read
+        from specker.runtime.strategies.lookup.text_file import TextFile
+
+        o, target, longest = context.options, context.target, context.depth(self)
+        file = None if o.own.lookup_file is None else TextFile(o.own.lookup_file, target)
+        return LookupDrafter(o.own.lookup_share == "on", o.width, longest, read(o.own, target), file)
 
     def auto(self, context: PolicyContext, size: Budget) -> Policy:
         assert context.history is not None
@@ -87,14 +95,3 @@ class Lookup(Strategy):
         if options.tree is None and options.draft_tokens is None and options.policy != AUTO:
             return Budget(LENGTH, LENGTH)
         return super().size(options)
-
-
-def copying(options: LookupOptions, context: DraftContext, longest: int, width: int = 1) -> LookupDrafter:
-    """The drafter that copies up to `longest` tokens on each of `width` paths. Raises ValueError for a corpus that is
-    not text or too large, and for a file of kept texts that is none or of another model."""
-    from specker.runtime.strategies.lookup.copy_drafter import LookupDrafter
-    from specker.runtime.strategies.lookup.corpus import read
-    from specker.runtime.strategies.lookup.text_file import TextFile
-
-    file = None if options.lookup_file is None else TextFile(options.lookup_file, context.target)
-    return LookupDrafter(options.lookup_share == "on", width, longest, read(options, context.target), file)
