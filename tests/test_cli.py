@@ -877,3 +877,20 @@ def test_waiting_threads_spin_briefly(env: dict[str, str], spins: str) -> None:
     own = {name: value for name, value in os.environ.items() if name not in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")}
     done = subprocess.run([sys.executable, "-c", code], env=own | env, cwd=ROOT, capture_output=True, text=True)
     assert done.stdout.strip() == spins, done.stderr
+
+
+@pytest.mark.parametrize("chat", [(), ("--chat",)])
+def test_a_prompt_is_encoded_once(pair: tuple[str, str], monkeypatch: pytest.MonkeyPatch, chat: tuple[str]) -> None:
+    """Though several samples are decoded of it, each with --check by `ar`, too."""
+    from specker.runtime.text import encode as original
+
+    encoded: list[str] = []
+
+    def encode(target: Any, prompt: str, special: bool = True) -> list[int]:
+        encoded.append(prompt)
+        return original(target, prompt, special)
+
+    monkeypatch.setattr("specker.runtime.text.encode", encode)
+    asked = models(pair, *chat, "--prompt", "once", "--samples", "3", "--temperature", "1", "--max-new-tokens", "4")
+    assert run.main([*asked, "--check"]) == 0
+    assert len(encoded) == 1 and "once" in encoded[0]

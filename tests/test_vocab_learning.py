@@ -225,7 +225,7 @@ def test_a_family_without_drafts_asks_for_the_users(models, coder, installed, mo
 
 
 def test_a_family_without_settings_has_the_usual_ones(coder):
-    from specker.runtime.strategies import STRATEGIES, draft
+    from specker.runtime.strategies import STRATEGIES
     from specker.runtime.strategies.base import PolicyContext
     from specker.runtime.strategies.diffuspec import ADL
     from specker.runtime.strategies.vocabtrim.trim import VOCAB_KEEP, default_keep
@@ -235,5 +235,3 @@ def test_a_family_without_settings_has_the_usual_ones(coder):
     scores = VocabScores.from_counts(torch.arange(320))
     assert default_keep(scores, coder).fraction == VOCAB_KEEP == default_keep(scores, None).fraction
     assert default_keep(scores, zoo.SMOLLM2).fraction == 1 / 24
-    options = specker.runtime.strategies.options(strategy="draft")
-    assert draft.SmallModel().with_defaults(options, coder) == draft.SmallModel().with_defaults(options, None)

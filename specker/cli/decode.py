@@ -131,9 +131,11 @@ class Decoding:
         self._print_ready()
 
     def _ids(self, sample: Sample) -> list[int]:
-        """The prompt of a sample's last turn."""
-        job = self.job
-        return encode(self.engine, sample.messages, sample.conversation.where, job.chat, job.max_new_tokens or 0)
+        """The prompt of a sample's next turn."""
+        job, conversation = self.job, sample.conversation
+        if conversation.ids and not sample.results:
+            return list(conversation.ids)
+        return encode(self.engine, sample.messages, conversation.where, job.chat, job.max_new_tokens or 0)
 
     def _title(self, sample: Sample) -> str | None:
         """The name of the text of a sample's last turn; None if there is only one text."""

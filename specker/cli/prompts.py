@@ -21,6 +21,7 @@ class Conversation:
     where: str  # the file and line, or the flag, for error messages
     before: tuple[dict[str, str], ...] = ()  # chat messages before the first turn
     part: int = 0  # number of this prompt among its line's `turns`, from 1; 0 unless each turn is a prompt
+    ids: tuple[int, ...] = ()  # the prompt of its first turn, once it is encoded
 
 
 def piped() -> bool:

@@ -59,7 +59,9 @@ def run(job: Job, options: Options, sampling: Sampling, named: frozenset[str]) -
         _agree(job, sampling, conversations, grammar)
     if grammar is not None and job.json_schema is not None and job.chat:
         grammar = _of_answers(engine, grammar)
-    _check_prompts(engine, job, conversations, grammar, chatting)
+    conversations = _encoded(engine, job, conversations, chatting)
+    if grammar is not None:
+        engine.session.guide(grammar)  # raises ValueError for an invalid one
     screen.remarks(engine)
     _warm_up(engine, job, screen)
     if chatting:
@@ -157,19 +159,18 @@ def _of_answers(engine: Any, grammar: str) -> str:
     return channels.schema_of(known, harmony.last_message(prompt), grammar)
 
 
-def _check_prompts(
-    engine: Any, job: Job, conversations: list[Conversation], grammar: str | None, chatting: bool
-) -> None:
-    """ValueError for a first turn that cannot be decoded, for an invalid grammar, and for a terminal's conversation
-    with a target that has no chat template."""
+def _encoded(engine: Any, job: Job, conversations: list[Conversation], chatting: bool) -> list[Conversation]:
+    """The conversations with the token ids of their first turns. ValueError for one that cannot be decoded, and for a
+    terminal's conversation with a target that has no chat template."""
     if chatting:
         engine.encode_chat([{"role": "user", "content": "Hi"}])
-    else:
-        for each in conversations:
-            messages = [*each.before, {"role": "user", "content": each.turns[0]}]
-            encode(engine, messages, each.where, job.chat, job.max_new_tokens or 0)
-    if grammar is not None:
-        engine.session.guide(grammar)
+        return conversations
+    found = []
+    for each in conversations:
+        messages = [*each.before, {"role": "user", "content": each.turns[0]}]
+        ids = encode(engine, messages, each.where, job.chat, job.max_new_tokens or 0)
+        found.append(replace(each, ids=tuple(ids)))
+    return found
 
 
 def _warm_up(engine: Any, job: Job, screen: Screen) -> None:

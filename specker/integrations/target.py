@@ -11,7 +11,7 @@ from transformers import AutoConfig
 from specker import zoo
 from specker.checkpoints import checkpoint
 from specker.checkpoints.buffers import served
-from specker.checkpoints.checkpoint import Checkpoint, read_config
+from specker.checkpoints.checkpoint import Checkpoint, Opened, read_config
 from specker.checkpoints.files import folder_of
 from specker.checkpoints.numbers import SIZES, check_size
 from specker.checkpoints.parse import eos_ids, read_json, reason
@@ -24,8 +24,8 @@ from specker.runtime.control.auto import AcceptanceHistory
 from specker.runtime.control.costs import Costs
 from specker.runtime.control.policy import AUTO
 from specker.runtime.engine import draft_cost
-from specker.runtime.load import device_of, dtype_of, family_of, read_draft, usual_rounding
-from specker.runtime.notes import Notes
+from specker.runtime.load import family_of, read_draft
+from specker.runtime.recipe import Recipe, device_of, draft_of, dtype_of, name_of, no_draft, usual_rounding
 from specker.runtime.round.drafter import Drafter
 from specker.runtime.strategies.base import LOOKAHEAD, DraftContext, PolicyContext, planned_kv_dtype
 
@@ -79,16 +79,10 @@ def drafter_for(
         raise ValueError(
             f"strategy {o.strategy!r} needs a target that specker's decoder runs, not {config.architecture}"
         )
-    if draft is None and method.needs_draft:
-        zoo.require_for(config)
-    family, source = zoo.family_of(config), zoo.source_of(draft)
-    if source is None and method.needs_draft and family is not None:
-        source = family.drafts.get(method.name)
-    if source is None and method.needs_draft:
-        raise ValueError(f"strategy {o.strategy!r} needs a draft checkpoint for {name}: pass draft")
-    own = None if source is None or method.reads_target else read_config(source)
+    source = draft_of(o, config, draft, name)
+    own, called = (source.config, source.source) if isinstance(source, Opened) else (None, source)
     if own is not None and own.layer.recurrent is not None:  # its cache cannot drop what the other engine refuses
-        raise ValueError(f"{source} has recurrent layers, and does not draft for another engine yet: use another draft")
+        raise ValueError(f"{called} has recurrent layers, and does not draft for another engine yet: use another draft")
     kind = dtype_of(dtype)
     if dtype is None and where.type == "cpu" and not (own is not None and served(own)):
         kind = torch.float32
@@ -99,19 +93,27 @@ def drafter_for(
         target_checkpoint = checkpoint.read(found, dtype=kind, device=where, layers=False)
     else:
         target_checkpoint = Checkpoint(config, no_weights(where), folder_of(target, weights=False))
-    if own is not None and own.shares:
-        family = family_of(target_checkpoint)
-    if draft is None and method.needs_draft and family is None:
-        raise ValueError(f"strategy {o.strategy!r} needs a draft checkpoint for {name}: pass draft")
-    o = method.with_defaults(o, family)
-    notes = Notes()
-    rounds = o.draft_quantize or usual_rounding(dtype, where)
-    draft_checkpoint, kept = read_draft(target_checkpoint, source, o, kind, rounds, name, family, notes)
+    family = family_of(target_checkpoint) if own is not None and own.shares else zoo.family_of(config)
+    if draft is None and source is not None and family is None:
+        raise ValueError(no_draft(o, name))
+    recipe = Recipe(
+        o,
+        where,
+        kind,
+        Opened(name, target_checkpoint.folder, config, (), None),
+        source,
+        bundled_draft=draft is None,
+        draft_quantize=o.draft_quantize or usual_rounding(dtype, where),
+        target_name=str(name),
+        draft_name=name_of(source),
+        family=family,
+    )
+    draft_checkpoint, kept = read_draft(recipe, target_checkpoint)
     if draft_checkpoint is not None and draft_checkpoint.translation is not None:
         raise ValueError(
-            f"{source} has another tokenizer, and does not draft for another engine yet: use another draft"
+            f"{called} has another tokenizer, and does not draft for another engine yet: use another draft"
         )
-    for sentence in notes.warnings().values():
+    for sentence in recipe.notes.warnings().values():
         log.warning(sentence)
     if draft_checkpoint is not None:
         o = method.with_draft(o, draft_checkpoint)

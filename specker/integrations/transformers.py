@@ -36,8 +36,7 @@ from transformers.generation import (
 from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 from transformers.integrations.fsdp import is_fsdp_managed_module
 
-from specker import zoo
-from specker.checkpoints.checkpoint import Checkpoint
+from specker.checkpoints.checkpoint import Checkpoint, Opened
 from specker.integrations.adopt import adopt, adoptable, files, outer, state
 from specker.integrations.attention import register_attention
 from specker.integrations.drafts import Drafts
@@ -46,14 +45,14 @@ from specker.model.sampling import pack
 from specker.options import MAX_BATCH, Options, Params, Sampling
 from specker.runtime import strategies
 from specker.runtime.control.stats import Stats
-from specker.runtime.engine import Engine, cache_memory
-from specker.runtime.load import family_of, read_draft
-from specker.runtime.notes import Notes
+from specker.runtime.engine import Engine
+from specker.runtime.load import engine_of
+from specker.runtime.recipe import recipe_of
 
 __all__ = ["Generate", "register_attention"]
 
 LEAST_CONTEXT = 1024  # positions of the smallest K/V cache on specker's ops; it grows in powers of two
-LOADING = ("load", "acceptance", "tp", "dp", "draft_ranks", "reduce")  # options for models that specker loads itself
+LOADING = ("load", "tp", "dp", "draft_ranks", "reduce")  # options for models that specker loads itself
 WARPERS = (TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper)  # in the order of specker's own sampling
 NAMES = {field.name for field in fields(GenerateDecoderOnlyOutput)}
 CACHE = "cache" if "cache" in NAMES else "past_key_values"  # its name in `generate`: the former from 5.24 on
@@ -226,35 +225,9 @@ class Generate:
             main = adopt(model, context, folder)
             if main is None:
                 return None
-            parts, family, notes = strategies.of(o), family_of(main), Notes()
-            draft = zoo.source_of(self.draft)
-            if draft is None and parts.needs_draft:
-                zoo.require_for(main.config)
-            if draft is None and parts.needs_draft and family is not None:
-                draft = family.drafts.get(parts.name)
-            if draft is None and parts.needs_draft:
-                raise ValueError(
-                    f"strategy {o.strategy!r} needs a draft checkpoint for {type(model).__name__}: pass draft"
-                )
-            parts.check_target(o, main.config.num_layers)
-            side, kept = read_draft(main, draft, o, model.dtype, o.draft_quantize, folder, family, notes)
-        o = o if side is None else parts.with_draft(o, side)
-        memory = cache_memory(main, side, o, family)
-        memory.sized(context)  # raises ValueError if the K/V does not fit
-        o = replace(o, kv_tokens=memory.pool(o.batch_size, o.kv_tokens)[0])
-        with memory.allocating():
-            return Engine(
-                main,
-                side,
-                o,
-                model.device,
-                model.dtype,
-                target_name=type(model).__name__,
-                draft_name=None if draft is None else str(draft),
-                kept=kept,
-                notes=notes,
-                family=family,
-            )
+            name, asked = type(model).__name__, replace(o, max_context=context)  # not lowered, but refused
+            target = Opened(name, folder, main.config, (), None)
+            return engine_of(recipe_of(asked, target, self.draft, model.device, model.dtype, name), main)
 
     def _serve(self, call: _Call, engine: Engine, samplings: list[Sampling]) -> Tensor:
         """The prompts with their new tokens, [B, S + new]."""

@@ -7,7 +7,7 @@ allocation fails anyway, `reported_as` turns the error into a sentence.
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import zip_longest
 from pathlib import Path
 
@@ -196,6 +196,10 @@ class CacheMemory:
     sequences: int = 1  # of each cache
     saved: int = 0  # columns whose recurrent states each cache can save
     kv_dtypes: tuple[torch.dtype | None, ...] = ()  # of each model's K and V; None, and models without one: `dtype`
+
+    def within(self, context: int) -> "CacheMemory":
+        """The same for models of at most `context` positions."""
+        return replace(self, configs=tuple(replace(c, max_context=min(context, c.max_context)) for c in self.configs))
 
     def sized(self, asked: int | None) -> tuple[int, str | None]:
         """`sized` with the memory that is free after loading the weights."""

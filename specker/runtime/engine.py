@@ -1,5 +1,5 @@
-"""The engine that `specker.load` (load.py) returns: a target, a drafter if any, the strategy that joins them, and the
-session that decodes requests."""
+"""The engine that `specker.load` (load.py) makes by a recipe: a target, a drafter if any, the strategy that joins them,
+and the session that decodes requests."""
 
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -17,7 +17,6 @@ from specker.checkpoints.checkpoint import Checkpoint
 from specker.checkpoints.gguf.cache import origin
 from specker.fields import option
 from specker.kernels.delta_rows import BLOCK
-from specker.model import memory
 from specker.model.cache import KVCache
 from specker.model.config import ModelConfig, layer_elements
 from specker.model.decoder import Model
@@ -34,20 +33,12 @@ from specker.runtime.loop import Loop
 from specker.runtime.notes import Notes
 from specker.runtime.ranks.broadcast import Silent, share
 from specker.runtime.ranks.dist import Ranks
+from specker.runtime.recipe import Recipe
 from specker.runtime.round.drafter import Drafter
 from specker.runtime.round.graphs import Graphs
 from specker.runtime.round.state import Request
 from specker.runtime.session import CLOSED, Session, Stream
-from specker.runtime.strategies.base import (
-    LOOKAHEAD,
-    DraftContext,
-    Plan,
-    PolicyContext,
-    allocate,
-    planned_kv_dtype,
-    saved_states,
-    slots,
-)
+from specker.runtime.strategies.base import LOOKAHEAD, DraftContext, Plan, PolicyContext, allocate
 from specker.runtime.strategies.vocabtrim import trim
 from specker.runtime.strategies.vocabtrim.head import KeptRows
 from specker.runtime.text import Counts, Generation, Prompt, Prompts, Stop
@@ -67,17 +58,18 @@ class Engine:
     """A target, what drafts for it and the session that decodes requests. `specker.load` makes it. Several threads may
     use it at once."""
 
+    recipe: Recipe
     target: Checkpoint
-    draft: Checkpoint | None
-    options: Options
-    device: torch.device
-    dtype: torch.dtype
-    target_name: str
-    draft_name: str | None
+    draft: Checkpoint | None = None
     kept: KeptRows | None = None  # the kept rows of a trimmed draft head (strategy vocabtrim)
-    notes: Notes = field(default_factory=Notes)  # decisions of the loader, by their names in `remarks`
-    ranks: Ranks | None = None  # the ranks that share the target
-    family: Family | None = None  # the bundled files for the target
+    options: Options = field(init=False)
+    device: torch.device = field(init=False)
+    dtype: torch.dtype = field(init=False)
+    target_name: str = field(init=False)
+    draft_name: str | None = field(init=False)
+    notes: Notes = field(init=False)  # decisions of the loader, by their names in `remarks`
+    ranks: Ranks | None = field(init=False)  # the ranks that share the target
+    family: Family | None = field(init=False)  # the bundled files for the target
     model: Model = field(init=False)  # the target's
     cache: KVCache = field(init=False)
     drafters: list[Drafter] = field(init=False)  # of each source
@@ -88,14 +80,17 @@ class Engine:
 
     def __post_init__(self) -> None:
         """Make the models, caches and the loop. Raises ValueError for `graphs` on if rounds cannot be captured."""
-        o, ranks = self.options, self.ranks
+        recipe = self.recipe
+        self.options, self.ranks, self.family = o, ranks, family = recipe.options, recipe.ranks, recipe.family
+        self.device, self.dtype, self.notes = recipe.device, recipe.dtype, recipe.notes
+        self.target_name, self.draft_name = recipe.target_name, recipe.draft_name
         strategy = strategies.of(o)
         self.model = model = Model(self.target, ranks=ranks)
         gpu = model.device.type == "cuda"
         drafts_locally = ranks is None or not strategy.drafts or strategy.every_rank  # else rank 0's drafts are shared
         fixed = fixed_shapes(o, model, None if drafts_locally else ranks)
         self.cache = allocate(model, o, rings=True)
-        context = DraftContext(o, self.target, model, self.cache, self.draft, self.kept, self.family, ranks, self.notes)
+        context = DraftContext(o, self.target, model, self.cache, self.draft, self.kept, family, ranks, self.notes)
         if drafts_locally or ranks is None or ranks.drafts:
             self.drafters = strategies.drafters(context)
         else:
@@ -113,9 +108,7 @@ class Engine:
             strategy.stepwise(draft) if ranks is None else ranks.draft_ranks == 1 and not strategy.every_rank
         )
         reads_confidence = not gpu and same_confidence_everywhere
-        self.policies = PolicyContext(
-            o, self.target.config.num_layers, self.family, history, head_cost, reads_confidence
-        )
+        self.policies = PolicyContext(o, self.target.config.num_layers, family, history, head_cost, reads_confidence)
         self.plan = strategies.plan(self.policies)
         check_draft(self.plan.largest, [self.target, *([] if self.draft is None else [self.draft])])
         self.loop = Loop(
@@ -132,9 +125,9 @@ class Engine:
             ranks,
             None if drafts_locally or ranks is None else partial(share, ranks),
         )
-        guard = cache_memory(self.target, self.draft, o, self.family).running
-        policy = partial(strategies.policy, self.policies)
-        self.session = Session(self.loop, self.target, self.target_name, policy, self.target.config.eos_ids, guard)
+        assert recipe.memory is not None
+        policy, eos_ids = partial(strategies.policy, self.policies), self.target.config.eos_ids
+        self.session = Session(self.loop, self.target, self.target_name, policy, eos_ids, recipe.memory.running)
         for sentence in self.warnings.values():
             log.warning(sentence)
 
@@ -576,25 +569,3 @@ def draft_cost(budget: Budget, target: Checkpoint, draft: Checkpoint | None, hea
 def pass_elements(c: ModelConfig, rows: float) -> float:
     """Elements of the weights that a pass over so many rows reads."""
     return layer_elements(c, rows) + c.vocab_size * c.hidden_size
-
-
-def cache_memory(
-    target: Checkpoint, draft: Checkpoint | None, options: Options, family: Family | None
-) -> memory.CacheMemory:
-    """The memory that the caches of target and draft must fit into. `family`: the bundled files for the target."""
-    models = [target] if draft is None or strategies.of(options).self_drafting else [target, draft, *draft.further]
-    norm = target.weights.norm  # has the dtype of the K/V
-    largest = strategies.plan(PolicyContext(options, target.config.num_layers, family)).largest
-    sequences = slots(options)
-    return memory.CacheMemory(
-        configs=tuple(model.local for model in models),
-        dtype=norm.dtype,
-        device=norm.device,
-        page_size=options.page_size,
-        lookahead=LOOKAHEAD,
-        rows=options.batch_size * (largest.nodes + 1),
-        rings=sequences,
-        sequences=sequences,
-        saved=saved_states(options),
-        kv_dtypes=tuple(planned_kv_dtype(model, options) for model in models),
-    )

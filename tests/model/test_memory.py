@@ -15,7 +15,6 @@ from specker.checkpoints.checkpoint import read_config
 from specker.cli import run
 from specker.model import memory
 from specker.model.memory import Cost, gib, largest, needed, sized
-from specker.runtime.engine import cache_memory
 from specker.runtime.strategies.base import LOOKAHEAD
 
 attention = importlib.import_module("specker.kernels.tree_attention")
@@ -117,7 +116,7 @@ def test_kv_is_counted_in_the_dtype_of_each_model(pair, tmp_path, free_memory):
         models = engine.model, engine.drafter.model
         kinds = [cache.k.dtype for cache in (engine.cache, engine.drafter.cache)]
         assert {*kinds} == {torch.float32, usual}
-        assert [*cache_memory(engine.target, engine.draft, engine.options, engine.family).kv_dtypes] == kinds
+        assert [*engine.recipe.memory.kv_dtypes] == kinds
         each = zip(models, kinds, strict=True)
         costs = [Cost.of(model.config, torch.float32, kv_dtype=kind) for model, kind in each]
         spare = memory.reserve([model.config for model in models], torch.float32, torch.device("cpu"))
@@ -185,7 +184,7 @@ def test_the_reserve_covers_kernels_on_a_gpu(pair):
 def test_the_reserve_counts_the_rows_of_every_sequence(pair, how):
     """The layers run at most 256 rows at once, but a round holds the logits of all its rows."""
     engine = specker.load(*pair, device="cpu", page_size=16, max_context=16, batch_size=64, **how)
-    counted = cache_memory(engine.target, engine.draft, engine.options, engine.family).rows
+    counted = engine.recipe.memory.rows
     assert counted == len(engine.loop.state.logits) >= 64 * 5
 
 

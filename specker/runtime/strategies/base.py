@@ -174,10 +174,6 @@ class Strategy:
         """The default policy. It is `fixed` if the user chose a length or a tree."""
         return self.usual if options.draft_tokens is None and options.tree is None else "fixed"
 
-    def with_defaults(self, options: Options, family: Family | None) -> Options:
-        """The options with the defaults that depend on the target. `family`: the bundled files for it."""
-        return options
-
     def check_target(self, options: Options, layers: int) -> None:
         """Raise ValueError if the strategy cannot use a target with this many layers."""
 

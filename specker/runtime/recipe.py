@@ -1,0 +1,193 @@
+"""Decide what an engine will be from options and configs alone: `resolve` reads no weights.
+
+A recipe names the checkpoints, in which form their weights are read, and what drafts. `load.py` reads the weights,
+sizes the context to the memory that they leave free, and makes the engine.
+"""
+
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+
+from specker import cpu, zoo
+from specker.checkpoints.buffers import AUTO, activations, served
+from specker.checkpoints.checkpoint import Opened, opened
+from specker.fields import option
+from specker.model.config import ModelConfig
+from specker.model.memory import CacheMemory
+from specker.options import DTYPES, Options
+from specker.runtime import strategies
+from specker.runtime.notes import Notes
+from specker.runtime.ranks import dist
+from specker.runtime.strategies.base import kv_dtype
+from specker.zoo import catalogue
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """What an engine is made of, without weights."""
+
+    options: Options
+    device: torch.device
+    dtype: torch.dtype  # of matrices that are not quantised
+    target: Opened
+    draft: Opened | str | Path | None  # a head that reads the target is opened only when the target's weights are there
+    bundled_draft: bool  # `draft` is a bundled one, which suits the target only if they have the same embedding
+    draft_quantize: str | None  # as in `checkpoint.read`
+    target_name: str
+    draft_name: str | None
+    notes: Notes = field(default_factory=Notes)  # decisions, by their names in `Engine.remarks`
+    ranks: dist.Ranks | None = None  # the ranks that share the target
+    family: zoo.Family | None = None  # the bundled files for the target, which its embedding must prove
+    memory: CacheMemory | None = None  # what the caches must fit into; known when all weights are read
+
+    @property
+    def models(self) -> int:
+        """The checkpoints whose reading shows its progress."""
+        return 1 + isinstance(self.draft, Opened)
+
+
+def resolve(
+    options: Options,
+    target: str | Path | None = None,
+    draft: str | Path | None = None,
+    device: str | torch.device | None = None,
+    dtype: str | torch.dtype | None = None,
+    ranks: dist.Ranks | None = None,
+) -> Recipe:
+    """The recipe of the engine that `specker.load` makes of these arguments. Each config is read once, and before any
+    weights: a checkpoint may come from the hub. Raises ValueError, or CheckpointError, as `load` does."""
+    method, where, notes = strategies.of(options), device_of(device), Notes()
+    if draft is not None and not method.takes_draft:
+        raise ValueError(f"strategy {options.strategy!r} uses no draft checkpoint: leave out {option('draft')}")
+    for name, source in (("target", target), ("draft", draft)):
+        if not isinstance(source, str | os.PathLike | None):
+            raise ValueError(f"{option(name)} must be a folder, a GGUF file or a hub id, got {source!r}")
+        if source == "":
+            raise ValueError(f"{option(name)} is empty: give a folder, a GGUF file or a hub id")
+    if draft == catalogue.AUTO:
+        chosen = catalogue.choose(target, method.name)
+        notes["draft_choice"] = catalogue.reason(chosen, method.name)
+        draft = None if chosen.bundled else chosen.draft
+    if target is None and draft is not None:
+        raise ValueError(f"{option('draft')} needs {option('target')}: the bundled target has its own draft")
+    source = zoo.path("code-target") if target is None else zoo.source_of(target)
+    found = opened(source, max_context=options.max_context)
+    if where.type == "cpu" and (why := _slow(found.config)) is not None:
+        notes["cpu"] = f"decoding is slow, because {why}"
+    recipe = recipe_of(options, found, draft, where, dtype, name_of(source) or "", ranks)
+    recipe.notes.update(notes)
+    return recipe
+
+
+def recipe_of(
+    options: Options,
+    target: Opened,
+    draft: str | Path | None,
+    device: torch.device,
+    dtype: str | torch.dtype | None,
+    target_name: str,
+    ranks: dist.Ranks | None = None,
+) -> Recipe:
+    """`resolve` for an opened target, of which another program may hold the weights."""
+    method, kind = strategies.of(options), dtype_of(dtype)
+    drafting = draft_of(options, target.config, draft, target.source)
+    if dtype is None and device.type == "cpu" and (ranks is not None or not served(target.config)):
+        kind = torch.float32
+    kv_dtype(options, activations(kind, device), device)  # raises ValueError for one that does not suit
+    method.check_target(options, target.config.num_layers)
+    return Recipe(
+        options,
+        device,
+        kind,
+        target,
+        drafting,
+        bundled_draft=draft is None and drafting is not None,
+        draft_quantize=options.draft_quantize or usual_rounding(dtype, device),
+        target_name=target_name,
+        draft_name=name_of(drafting),
+        ranks=ranks,
+    )
+
+
+def draft_of(
+    options: Options, target: ModelConfig, draft: str | Path | None, called: object
+) -> Opened | str | Path | None:
+    """What drafts for a target with this config, opened unless it is a head that reads the target: `draft`, or else the
+    bundled one. None if the strategy needs none. `called`: the target, in the message. Raises ValueError if none is
+    known, and for one that the strategy cannot use."""
+    method, source = strategies.of(options), zoo.source_of(draft)
+    if source is None and method.needs_draft:
+        zoo.require_for(target)
+        family = zoo.family_of(target)
+        source = None if family is None else family.drafts.get(method.name)
+        if source is None:
+            raise ValueError(no_draft(options, called))
+    if source is None or method.reads_target:
+        return source
+    found = opened(source, bidirectional=None if method.causal else True)
+    if method.causal and not found.config.causal:
+        raise ValueError(f"{source} is a bidirectional drafter; strategy {options.strategy!r} needs a causal one")
+    if options.width > min(found.config.vocab_size, target.vocab_size):
+        raise ValueError(f"{option('tree', options.tree)} is wider than the vocabulary")
+    return found
+
+
+def no_draft(options: Options, target: object) -> str:
+    return f"strategy {options.strategy!r} needs a draft checkpoint for {target}: pass {option('draft')}"
+
+
+def device_of(device: str | torch.device | None) -> torch.device:
+    """The device of a name, a GPU with its number; default: a GPU if there is one. Raises ValueError."""
+    if device is None:
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        device = torch.device(device)
+    except (RuntimeError, TypeError) as error:
+        raise ValueError(f"unknown device {str(device)!r}: use cpu or cuda") from error
+    if device.type not in ("cpu", "cuda"):
+        raise ValueError(f"device {device} is not supported: use cpu or cuda")
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ValueError(f"device cuda needs a CUDA GPU, and torch finds none: use {option('device', 'cpu')}")
+    device = dist.own_device(device)
+    if device.type == "cuda" and device.index >= (count := torch.cuda.device_count()):
+        raise ValueError(f"there is no device {device}: torch finds {count}, from cuda:0 to cuda:{count - 1}")
+    return device
+
+
+def usual_rounding(dtype: str | torch.dtype | None, device: torch.device) -> str | None:
+    """What `--draft-quantize` is if it is not given (see `checkpoint.read`), for a run with `--dtype dtype`. Products
+    with int8 read half the bytes of bfloat16 and take nearly as good drafts; drafts do not change the text."""
+    return AUTO if dtype is None and device.type == "cpu" else None
+
+
+def dtype_of(dtype: str | torch.dtype | None) -> torch.dtype:
+    """The dtype of a name; default: bfloat16. Raises ValueError."""
+    if dtype is None:
+        return torch.bfloat16
+    name = str(dtype).removeprefix("torch.")
+    if name not in DTYPES:
+        raise ValueError(f"dtype must be one of {', '.join(DTYPES)}, got {name!r}")
+    return getattr(torch, name)
+
+
+def name_of(source: Opened | str | Path | None) -> str | None:
+    """A source's name for people: a folder's own name, or what the user called it."""
+    if isinstance(source, Opened):
+        source = source.source
+    if source is None:
+        return None
+    path = Path(source).expanduser()
+    return Path(os.path.abspath(path)).name if path.is_dir() else str(source)
+
+
+def _slow(config: ModelConfig) -> str | None:
+    """Why a CPU's compiled kernels do not run a target; None if they do."""
+    if (why := cpu.problem()) is not None:
+        return why
+    if lacks := cpu.Stack.lacks(config.layer):
+        return f"the compiled kernels lack {lacks}"
+    if not served(config):
+        return "the compiled kernels take heads of a multiple of 32 only, and other sizes of a multiple of 16"
+    return None
