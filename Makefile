@@ -60,7 +60,7 @@ format: $(STAMP)  ## let ruff fix what it can
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-test: $(STAMP)  ## lint, types and every test that needs no GPU; ARGS='tests/test_cli.py -k json' for less
+test: $(STAMP)  ## lint, types and every test that needs no GPU; ARGS='tests/cli/test_cli.py -k json' for less
 	@$(BESIDE) types style smollm2
 	@$(BIN)/python scripts/files.py
 	$(BIN)/python -m pytest -n auto --dist worksteal $(ARGS)
@@ -92,10 +92,10 @@ static: $(STAMP) $(OTHER)  ## compile every kernel for sm_80, sm_90 and sm_100 (
 	PYTHONPATH=$(addsuffix :,$(OTHER)). $(BIN)/python bench/static.py $(if $(TRITON),--no-save) $(if $(ARCH),--arch $(ARCH)) $(ARGS)
 
 ptx: $(STAMP) $(OTHER)  ## execute every op's compiled kernels in numpy (no GPU needed; slow); ARGS='--only row_linear --arch 90', TRITON=3.7.1
-	PYTHONPATH=$(addsuffix :,$(OTHER)).:tests $(BIN)/python -m ptx $(ARGS)
+	PYTHONPATH=$(addsuffix :,$(OTHER)).:tests:tests/support $(BIN)/python -m ptx $(ARGS)
 
 sanitize: $(STAMP)  ## run the compiled CPU kernels under gcc's sanitizers, one C file after another (slow); ARGS='adjust.c sample.c' for some
-	PYTHONPATH=.:tests $(BIN)/python tests/sanitized.py $(ARGS)
+	PYTHONPATH=.:tests/support $(BIN)/python tests/support/sanitized.py $(ARGS)
 
 bench: $(STAMP)  ## end-to-end decoding on this machine; ARGS=--save appends the rows to bench/results/
 	PYTHONPATH=. $(BIN)/python bench/e2e.py $(ARGS)

@@ -56,7 +56,7 @@ FOLDERS = {
     "models": "specker-models, a distribution of its own: the bundled models and drafts",
     "docs": "These pages; adr/: decision records",
     "simulator": "ptx-simulator, a distribution of its own: executes in numpy what Triton compiles",
-    "tests": "`make test`; its folders mirror the package, and ptx/ runs the ops in the simulator",
+    "tests": "`make test`; ptx/ runs the ops in the simulator, support/ makes checkpoints and cases",
     "bench": "One script per question, kernels/ one per op; results/: rows; LOG.md: findings",
 }
 PAPERS = {"prompt lookup (Saxena 2023)": "[prompt lookup](https://github.com/apoorvumang/prompt-lookup-decoding)"}

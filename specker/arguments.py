@@ -1,5 +1,5 @@
 """The options of `specker.load` and of a request as types, so that a type checker knows their names and values. Nothing
-imports this at run time; tests/test_typing.py compares it with the dataclasses that define the options."""
+imports this at run time; tests/project/test_typing.py compares it with the dataclasses that define the options."""
 
 from collections.abc import Mapping, Sequence
 from typing import Literal, TypedDict

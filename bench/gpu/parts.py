@@ -47,7 +47,7 @@ class Setting:
         return Command((self.python, "-m", "bench.gpu.compiling", str(self.notes), *argv), self.environment(**env))
 
     def environment(self, **env: str) -> dict[str, str]:
-        return {"PYTHONPATH": f".{os.pathsep}tests", "SPECKER_PDL": str(int(self.pdl)), **env}
+        return {"PYTHONPATH": os.pathsep.join((".", "tests/support")), "SPECKER_PDL": str(int(self.pdl)), **env}
 
 
 @dataclass(frozen=True)
@@ -95,7 +95,7 @@ def gpu_tests() -> list[str]:
 
 
 def delay(s: Setting) -> list[Step]:
-    return [_one(_pytest(s, "gpu", "tests/test_delay.py"))]
+    return [_one(_pytest(s, "gpu", "tests/kernels/test_delay.py"))]
 
 
 def ab(s: Setting) -> list[Step]:

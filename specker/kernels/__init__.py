@@ -6,9 +6,9 @@ that name is the function, so code that needs the module itself calls `importlib
 
 An op with Triton kernels exposes `variants(arch: int) -> Iterator[Variant]` in its file: the kernel forms that its
 launcher launches on sm_`arch` (80, 90, 100), built by the same function that the launcher calls. `make static` and
-tests/test_aot.py find it by that name, compile every form for all three architectures without a GPU, and fail on
-spills, too much shared memory, a dot without matrix instructions and narrow reads. See variant.py for what a `Variant`
-holds; mark two or three with `smoke=True` for `make test`.
+tests/kernels/test_aot.py find it by that name, compile every form for all three architectures without a GPU, and fail
+on spills, too much shared memory, a dot without matrix instructions and narrow reads. See variant.py for what a
+`Variant` holds; mark two or three with `smoke=True` for `make test`.
 """
 
 from specker.kernels.accept_walk import accept_walk

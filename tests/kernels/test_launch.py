@@ -16,8 +16,8 @@ pytestmark = pytest.mark.skipif(shutil.which("cc") is None, reason="no C compile
 
 @pytest.fixture(scope="module")
 def found():
-    path = os.pathsep.join([str(ROOT), str(ROOT / "tests")])
-    done = warm.run(str(ROOT / "tests" / "launch_worker.py"), *NAMES, env={"PYTHONPATH": path})
+    path = os.pathsep.join([str(ROOT), str(ROOT / "tests" / "support")])
+    done = warm.run(str(ROOT / "tests" / "support" / "launch_worker.py"), *NAMES, env={"PYTHONPATH": path})
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.splitlines()[-1])
 
@@ -49,7 +49,7 @@ def test_a_profiler_hears_every_launch(found):
 
 
 def test_a_launch_follows_the_switches_of_dependent_launches(found):
-    """The A/B of `make gpu` and tests/test_delay.py switch them within one process."""
+    """The A/B of `make gpu` and tests/kernels/test_delay.py switch them within one process."""
     kernel = {name: set(functions) for name, functions in found["switched"].items()}
     assert all(len(functions) == 1 for functions in kernel.values())
     assert kernel["on"] == kernel["on again"] == kernel["another is late"] and kernel["off"] == kernel["off again"]

@@ -1,6 +1,7 @@
 """A pytest plugin that runs the kernels' own tests on compiled PTX instead of Triton's interpreter:
 
-    PYTHONPATH=.:simulator:tests python -m pytest -p ptx.plugin -m "gpu or not gpu" tests/kernels/test_kv_calibrate.py
+    PYTHONPATH=.:simulator:tests:tests/support python -m pytest -p ptx.plugin -m "gpu or not gpu" \
+        tests/kernels/test_kv_calibrate.py
 
 With "gpu" first in -m, tests/conftest.py leaves the interpreter off. PTX_ARCH is 80 or, by default, 90. A test also
 fails where its launches have problems. Choose the tests with -k: those of the interpreter or the compiler itself

@@ -1,4 +1,4 @@
-"""Graphs: run, capture, replay, and what follows a capture that fails. CUDA is a stand-in (tests/fake_cuda.py)."""
+"""Graphs: run, capture, replay, and what follows a capture that fails. CUDA is a stand-in (support/fake_cuda.py)."""
 
 import gc
 import threading
