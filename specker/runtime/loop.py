@@ -168,7 +168,7 @@ class Loop:
         for request in running:
             request.stats.wall += share
         events, known = [], self._known_ids
-        source = "" if self.drafter is None else self.drafters[r.batch.budget.part].source
+        source = self.drafters[r.batch.budget.part].source if self.drafters else ""
         for slot, (request, path, tokens) in enumerate(results):
             if request in running and (tokens or slot in r.broken or request.guide is not None):
                 ids = known if request.speculates else None
@@ -214,7 +214,7 @@ class Loop:
     @property
     def _known_ids(self) -> set[int] | None:
         """The ids of a trimmed head."""
-        head = None if self.drafter is None else self.drafter.head
+        head = self.drafters[0].head if self.drafters else None
         return None if head is None else head.draftable
 
     # --- rounds

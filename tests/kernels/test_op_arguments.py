@@ -1,5 +1,6 @@
 """What an op says to a wrong argument: one sentence of its own, never an error of torch or numpy."""
 
+import importlib
 import re
 import traceback
 import typing
@@ -168,7 +169,7 @@ def test_another_failure_keeps_its_type(monkeypatch: pytest.MonkeyPatch) -> None
     def full(*_: Any) -> None:
         raise MemoryError("no room")
 
-    monkeypatch.setattr("specker.kernels.row_linear.row_linear_ref", full)
+    monkeypatch.setattr(importlib.import_module("specker.kernels.row_linear"), "row_linear_ref", full)
     with pytest.raises(MemoryError, match="no room"):
         kernels.row_linear(torch.ones(3, 64), torch.ones(32, 64))
 

@@ -124,7 +124,7 @@ def test_no_budget_no_draft(world, budget):
     with torch.inference_mode():
         prefill(model, cache, PROMPT[:-1])
         r = new_round(mine, PROMPT, budget)
-        launch(r, model, cache, mine)
+        launch(r, model, cache, [mine])
     [want], *_ = tree(reference, Sampling(), 1, 1, 1)
     assert r.draft.size == 0 and mine.cache.exact_len == [0]
     assert r.batch.memory.get("report", 3).tolist() == [1, 0, want]

@@ -168,14 +168,14 @@ def test_each_round_sees_its_kv_bucket(pairs, tmp_path, monkeypatch, kv_buckets,
     draft = pairs[1] if context == 192 else make(tmp_path, "llama", layers=1, max_context=context)
     fast, seen = load((pairs[0], draft), graphs="on", draft_tokens=4), []
 
-    def spy(r, target, cache, drafter):
+    def spy(r, target, cache, drafters):
         fixed, bucket = r.batch.fixed, r.batch.shape.bucket
-        for c in (cache, drafter.cache):
+        for c in (cache, drafters[0].cache):
             wide = min(bucket, c.capacity) // 16 if fixed else c.block_table.shape[1]
             assert c.table.shape[1] == wide
         assert not fixed or bucket >= len(r.requests[0].token_ids) + fast.loop.batches.lookahead
         seen.append((fixed, bucket))
-        launch(r, target, cache, drafter)
+        launch(r, target, cache, drafters)
 
     requests = [([5, 9, 40], 10), (list(range(3, 43)), 24), (list(range(3, 118)), 500), ([5, 9, 40], 10)]
     wanted = [cases.plain(pairs[0], *request) for request in requests]
@@ -548,7 +548,7 @@ def test_one_launch_outside_the_forwards(tmp_path, kind, logprobs, outside, n):
                 else:
                     model.logits(final)
 
-        pair = target, caches[0], drafter
+        pair = target, caches[0], [drafter]
         windows = [(depth + 1, 0, depth + 1), *((0, i, 1) for i in range(depth - 1)), (1, 0, depth + 1)]
         placed = []
         for cache, (back, first, count) in zip([caches[1]] * depth + caches[:1], windows, strict=True):
