@@ -18,6 +18,7 @@ sys.path.insert(0, str(ROOT))  # a command is run from anywhere
 import specker  # noqa: E402
 
 PACKAGE = Path(specker.__file__).parent
+INLINE = {"<listcomp>", "<dictcomp>", "<setcomp>", "<genexpr>"}  # part of the code around them, as in Python 3.12
 
 
 class Files:
@@ -37,7 +38,9 @@ class Files:
 
     def _enter(self, frame: FrameType, event: str, _: Any) -> None:
         code = frame.f_code
-        if event == "call" and code.co_flags & inspect.CO_OPTIMIZED and code.co_filename.startswith(str(PACKAGE)):
+        if code.co_name in INLINE or not code.co_flags & inspect.CO_OPTIMIZED:
+            return
+        if event == "call" and code.co_filename.startswith(str(PACKAGE)):
             self.found.add(code.co_filename.removeprefix(f"{PACKAGE}/"))
 
 
