@@ -6,13 +6,21 @@ An op file ends with a registration; the op's function calls the result:
         \"""x [T, E], deltas [P, T, E] -> [T, E].\"""
         return _add_rows(x, deltas)
 
-    _add_rows = register(add_rows, check=_check, reference=add_rows_ref, launch=launch, fake=_fake)
+    class Arguments(NamedTuple):
+        x: Tensor
+        deltas: Tensor
+
+    @takes(Arguments)
+    def add_rows_ref(args: Arguments) -> Tensor:
+        return args.x + args.deltas.sum(0)
+
+    _add_rows = register(add_rows, Arguments, check=_check, reference=add_rows_ref, launch=launch, fake=_fake)
 
 The annotations give the schema of `torch.ops.specker.add_rows`; keyword-only parameters stay out of it. A parameter of
 type `Matrix` is a Tensor in the schema, which then ends with the scales and shifts of a `Quantized` one. The other
-functions take the same arguments, all of them and in that order. `check` raises on bad arguments and runs before
-every path. It may assume that the arguments' types are right: after a failure, `refuse` compares them with the
-annotations.
+functions take the same arguments as one record, keyword-only ones last; `takes` marks those that are also called
+directly, with the arguments themselves. `check` raises on bad arguments and runs before every path. It may assume that
+the arguments' types are right: after a failure, `refuse` compares them with the annotations.
 """
 
 import functools
@@ -22,7 +30,7 @@ import re
 import types
 import typing
 from collections.abc import Callable
-from typing import Any, ParamSpec, TypeVar, cast
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
@@ -32,12 +40,27 @@ from specker.kernels.quant import Matrix, Quantized
 
 P = ParamSpec("P")
 R = TypeVar("R")
+A = TypeVar("A")
 
 _LIBRARY = torch.library.Library("specker", "FRAGMENT")  # costs less per call than custom_op
 
 
+def takes(record: Callable[P, A]) -> Callable[[Callable[[A], R]], Callable[P, R]]:
+    """A decorator: the function of a record takes the record's fields as arguments. `register` undoes it."""
+
+    def decorate(function: Callable[[A], R]) -> Callable[P, R]:
+        @functools.wraps(function)
+        def call(*args: P.args, **kwargs: P.kwargs) -> R:
+            return function(record(*args, **kwargs))
+
+        return call
+
+    return decorate
+
+
 def register(
-    function: Callable[P, R],
+    function: Callable[..., R],
+    record: Any = None,
     *,
     check: Callable[..., object],
     reference: Callable[..., R],
@@ -49,9 +72,9 @@ def register(
     schema: Callable[..., object] | None = None,
     pack: Callable[..., tuple[Any, ...]] | None = None,
     unpack: Callable[..., tuple[Any, ...]] | None = None,
-) -> Callable[P, R]:
+) -> Callable[..., R]:
     """Define torch.ops.specker.<name of function>. Returns a callable to which `function` passes all arguments in
-    order.
+    order. The other functions take a `record` of them, a NamedTuple, or without one the arguments themselves.
 
     `launch` serves CUDA tensors, except float64 and arguments for which `fits` is false; `reference` serves the rest.
     `mutates` names the tensors that the op writes. `explain` is called after a failure instead of `check`, and may read
@@ -63,6 +86,9 @@ def register(
     name, signature = function.__name__, inspect.signature(function)
     parameters = inspect.signature(schema or function).parameters.values()
     positional = [p for p in parameters if p.kind is not p.KEYWORD_ONLY]
+    unregistered = tuple(p.default for p in parameters if p.kind is p.KEYWORD_ONLY) if record else ()
+    count = len(positional) if unregistered else None
+    reference, launch, fits = inspect.unwrap(reference), inspect.unwrap(launch), fits and inspect.unwrap(fits)
     matrix = next((n for n, p in enumerate(positional) if p.annotation == Matrix), None)
     if matrix is not None:
         plain = inspect.Parameter.POSITIONAL_OR_KEYWORD
@@ -71,21 +97,27 @@ def register(
     defaults = tuple(p.default for p in positional)
     explain = explain or check
 
+    def packed(args: tuple[Any, ...]) -> tuple[Any, ...]:
+        """What the other functions take."""
+        return args if record is None else (tuple.__new__(record, args),)  # all fields are there: no need of defaults
+
     def refused(args: tuple[Any, ...]) -> None:
-        refuse(function, explain, args, mutates)
+        refuse(function, lambda *args: explain(*packed(args)), args, mutates)
 
     def call(*args: Any) -> Any:
         if is_dynamo_compiling() or (type(args[0]) is not Tensor and is_compiling()):  # 40 ns less than is_compiling()
-            return overload(*flat(args if pack is None else pack(*args)))
+            return overload(*flat(args[:count] if pack is None else pack(*args)))
         try:
-            check(*args)
-            return (path(args) if args[0].is_cuda else reference)(*args)
+            return serve(args)
         except Exception:
             refused(args)
             raise
 
-    def path(args: tuple[Any, ...]) -> Callable[..., R]:  # on a GPU
-        return launch if args[0].dtype != torch.float64 and (fits is None or fits(*args)) else reference
+    def serve(args: tuple[Any, ...]) -> R:
+        x, of = args[0], packed(args)
+        check(*of)
+        on_gpu = x.is_cuda and x.dtype != torch.float64 and (fits is None or fits(*of))
+        return (launch if on_gpu else reference)(*of)
 
     def flat(args: tuple[Any, ...]) -> tuple[Any, ...]:
         if matrix is None or not isinstance(w := args[matrix], Quantized):
@@ -100,21 +132,20 @@ def register(
             if scale is not None:
                 rest[matrix] = Quantized(rest[matrix], scale, shift)
             args = tuple(rest)
-        return args if unpack is None else unpack(*args)
+        return args + unregistered if unpack is None else unpack(*args)
 
     def registered(*args: Any) -> Any:
         args = given(args)
         try:
-            check(*args)
-            return (path(args) if args[0].is_cuda else reference)(*args)
+            return serve(args)
         except Exception:
             refused(args)
             raise
 
     def abstract(*args: Any) -> Any:
-        args = given(args)
-        check(*args)
-        return fake(*args)
+        of = packed(given(args))
+        check(*of)
+        return fake(*of)
 
     def prototype() -> None: ...
 
@@ -125,7 +156,7 @@ def register(
     _LIBRARY.impl(name, registered, "CompositeExplicitAutograd")  # CPU and CUDA; a packed weight has keys of its own
     torch.library.register_fake(f"specker::{name}", abstract, lib=_LIBRARY)
     overload = getattr(torch.ops.specker, name).default
-    return cast("Callable[P, R]", call)
+    return call
 
 
 def explained(check: Callable[..., object]) -> Callable[[Callable[P, R]], Callable[P, R]]:

@@ -6,13 +6,14 @@ row is read back once from the cache, T * E more elements.
 
 from collections.abc import Iterator
 from functools import lru_cache
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.compiler import is_compiling
 from torch.nn import functional as F
 
-from specker.kernels.registry import refuse, register
+from specker.kernels.registry import register, takes
 from specker.kernels.variant import (
     TYPES,
     Variant,
@@ -73,14 +74,7 @@ def residual_merge(
         >>> y.tolist(), normed.tolist()
         ([[3.0, 3.0, 3.0, 3.0]], [[[0.5, 0.5, 0.5, 0.5]]])
     """
-    if constant and x.is_cuda and x.dtype != torch.float64 and not is_compiling():
-        try:
-            _check(x, deltas, norm_weight, eps, last, split)
-            return launch(x, deltas, norm_weight, eps, last, split, True)
-        except Exception:
-            refuse(residual_merge, _check, (x, deltas, norm_weight, eps, last, split))
-            raise
-    return _residual_merge(x, deltas, norm_weight, eps, last, split)
+    return _residual_merge(x, deltas, norm_weight, eps, last, split, constant)
 
 
 def add_norm(x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
@@ -97,14 +91,19 @@ def add_norm(x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> tup
     return y, normed[0]
 
 
-def residual_merge_ref(
-    x: Tensor,
-    deltas: Tensor,
-    norm_weight: Tensor | None,
-    eps: float,
-    last: Tensor | None = None,
-    split: bool = False,
-) -> tuple[Tensor, Tensor]:
+class Arguments(NamedTuple):
+    x: Tensor
+    deltas: Tensor
+    norm_weight: Tensor | None
+    eps: float
+    last: Tensor | None = None
+    split: bool = False
+    constant: bool = False
+
+
+@takes(Arguments)
+def residual_merge_ref(args: Arguments) -> tuple[Tensor, Tensor]:
+    x, deltas, norm_weight, eps, last, split, _ = args
     x = x.contiguous()  # so that the results are, as `_fake` promises
     if split:
         total = torch.zeros_like(x, dtype=deltas.dtype)
@@ -132,15 +131,10 @@ def residual_merge_ref(
     return y, torch.stack([F.rms_norm(y, y.shape[-1:], weight, eps) for weight in norm_weight])
 
 
-def residual_merge_cost(
-    x: Tensor,
-    deltas: Tensor,
-    norm_weight: Tensor | None,
-    eps: float,
-    last: Tensor | None = None,
-    split: bool = False,
-) -> tuple[int, int]:
+@takes(Arguments)
+def residual_merge_cost(args: Arguments) -> tuple[int, int]:
     """(bytes, flops) of one call."""
+    x, deltas, norm_weight, _, last, *_ = args
     P, Q = deltas.shape[0] + (last is not None), 0 if norm_weight is None else norm_weight.shape[0]
     weights = 0 if norm_weight is None else norm_weight.numel()
     moved = (2 + Q + (last is not None)) * x.numel() + weights
@@ -259,15 +253,9 @@ def variants(arch: int) -> Iterator[Variant]:
     yield _variant(torch.float32, 1, 1, 4096)
 
 
-def launch(
-    x: Tensor,
-    deltas: Tensor,
-    norm_weight: Tensor | None,
-    eps: float,
-    last: Tensor | None = None,
-    split: bool = False,
-    constant: bool = False,
-) -> tuple[Tensor, Tensor]:
+@takes(Arguments)
+def launch(args: Arguments) -> tuple[Tensor, Tensor]:
+    x, deltas, norm_weight, eps, last, split, constant = args
     x, deltas = x.contiguous(), deltas.contiguous()
     weight, apart = (x if y is None else y.contiguous() for y in (norm_weight, last))  # the kernel ignores x here
     (T, E), Q = x.shape, 0 if norm_weight is None else norm_weight.shape[0]
@@ -279,7 +267,8 @@ def launch(
     return y, normed
 
 
-def _check(x: Tensor, deltas: Tensor, norm_weight: Tensor | None, eps: float, last: Tensor | None, split: bool) -> None:
+def _check(args: Arguments) -> None:
+    x, deltas, norm_weight, eps, last, split, _ = args
     if x.dim() != 2 or deltas.dim() != 3 or deltas.shape[1:] != x.shape or (last is not None and last.shape != x.shape):
         raise ValueError(
             f"expected x [T, E], deltas [P, T, E], last [T, E]: x {tuple(x.shape)}, deltas {tuple(deltas.shape)}"
@@ -296,8 +285,11 @@ def _check(x: Tensor, deltas: Tensor, norm_weight: Tensor | None, eps: float, la
     same_device(x, deltas=deltas, norm_weight=norm_weight, last=last)
 
 
-def _fake(x: Tensor, deltas: Tensor, norm_weight: Tensor | None, *_: object) -> tuple[Tensor, Tensor]:
-    return x.new_empty(x.shape), x.new_empty(0 if norm_weight is None else norm_weight.shape[0], *x.shape)
+def _fake(args: Arguments) -> tuple[Tensor, Tensor]:
+    x, weight = args.x, args.norm_weight
+    return x.new_empty(x.shape), x.new_empty(0 if weight is None else weight.shape[0], *x.shape)
 
 
-_residual_merge = register(residual_merge, check=_check, reference=residual_merge_ref, launch=launch, fake=_fake)
+_residual_merge = register(
+    residual_merge, Arguments, check=_check, reference=residual_merge_ref, launch=launch, fake=_fake
+)
