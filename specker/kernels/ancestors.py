@@ -71,6 +71,19 @@ def pack_bits(bits: Sequence[int], columns: int) -> Tensor:
     return torch.from_numpy(np.array(words, np.uint64).view(np.int64).reshape(-1, W))
 
 
+def check_words(ancestors: Tensor | None, rows: int) -> None:
+    """Raise ValueError for anything but the ancestor words of `rows` rows, or None."""
+    if ancestors is not None and (
+        ancestors.dim() != 2
+        or len(ancestors) != rows
+        or not 1 <= ancestors.shape[1] <= MAX_WORDS
+        or ancestors.dtype != torch.int64
+    ):
+        raise ValueError(
+            f"ancestors must be [{rows}, 1..{MAX_WORDS}] int64, got {tuple(ancestors.shape)} {ancestors.dtype}"
+        )
+
+
 def check_sequences(
     rows: int,
     columns: int,

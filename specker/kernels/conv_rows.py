@@ -7,15 +7,26 @@ ring that holds K - 1 columns more than a pass has rows.
 
 from collections.abc import Iterator
 from functools import lru_cache
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from specker.kernels.ancestors import MAX_WORDS, check_sequences, parent_of
+from specker.kernels.ancestors import check_sequences, check_words, parent_of
 from specker.kernels.delta_rows import bits_of
-from specker.kernels.registry import register
-from specker.kernels.variant import TYPES, Variant, check_within, same_device, start_after_previous, tl, triton
+from specker.kernels.registry import register, takes
+from specker.kernels.variant import (
+    TYPES,
+    Kinds,
+    Variant,
+    check_kinds,
+    check_within,
+    same_device,
+    start_after_previous,
+    tl,
+    triton,
+)
 
 ACTIVATIONS = "none", "silu"
 KERNELS = range(2, 9)  # sizes of the convolution
@@ -88,26 +99,31 @@ def conv_rows(
     )
 
 
-def conv_rows_ref(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    inputs: Tensor,
-    slots: Tensor,
-    block_table: Tensor,
-    kv_len: Tensor,
-    window: Tensor,
-    cu_rows: Tensor,
-    ancestors: Tensor | None,
-    activation: str = "silu",
-    before: Tensor | None = None,
-    after: Tensor | None = None,
-) -> Tensor:
+class Arguments(NamedTuple):
+    x: Tensor
+    weight: Tensor
+    bias: Tensor | None
+    inputs: Tensor
+    slots: Tensor
+    block_table: Tensor
+    kv_len: Tensor
+    window: Tensor
+    cu_rows: Tensor
+    ancestors: Tensor | None
+    activation: str = "silu"
+    before: Tensor | None = None
+    after: Tensor | None = None
+
+
+@takes(Arguments)
+def conv_rows_ref(args: Arguments) -> Tensor:
+    x, weight, inputs, slots, ancestors = args.x, args.weight, args.inputs, args.slots, args.ancestors
+    block_table, kv_len, window, cu_rows = args.block_table, args.kv_len, args.window, args.cu_rows
     (T, C), K, page = x.shape, weight.shape[1], inputs.shape[1]
     if x.is_cpu:
         check_within("slots", slots, len(inputs) * page)
         check_sequences(T, len(inputs) * page, page, block_table, kv_len, window, cu_rows, ancestors)
-    raw, flat = x if before is None else x * before, inputs.flatten(0, 1)
+    raw, flat = x if args.before is None else x * args.before, inputs.flatten(0, 1)
     taken = raw.new_empty(T, K, C)
     offsets = torch.arange(page, dtype=torch.int64, device=x.device)
     for n in range(len(kv_len)):
@@ -128,10 +144,10 @@ def conv_rows_ref(
     y = torch.zeros(T, C, dtype=weight.dtype, device=x.device)
     for i in range(K):
         y = y + weight[:, K - 1 - i] * taken[:, i]
-    y = y if bias is None else y + bias
-    y = F.silu(y) if activation == "silu" else y
+    y = y if args.bias is None else y + args.bias
+    y = F.silu(y) if args.activation == "silu" else y
     flat[slots] = raw
-    return (y if after is None else y * after).to(x.dtype)
+    return (y if args.after is None else y * args.after).to(x.dtype)
 
 
 @triton.jit(
@@ -220,24 +236,25 @@ def _conv_rows_kernel(
         tl.store(out_ptr + o_t[:, None] * C + o_c[None, :], b_y.to(out_ptr.dtype.element_ty), mask=m_o)
 
 
+class Shape(NamedTuple):
+    dtype: torch.dtype
+    C: int
+    K: int
+    page: int
+    words: int  # of a row's ancestors; 0: rows are chains
+    bias: bool = False
+    silu: bool = False
+    before: bool = False
+    after: bool = False
+    unit: int = 16  # of strides
+
+
 @lru_cache
-def _variant(
-    dtype: torch.dtype,
-    C: int,
-    K: int,
-    page: int,
-    words: int,
-    bias: bool,
-    silu: bool,
-    before: bool,
-    after: bool,
-    unit: int = 16,
-) -> Variant:
-    t = TYPES[dtype]
-    named = ("bias", bias), ("silu", silu), ("before", before), ("after", after), ("unaligned", unit == 1)
-    how = "".join(f" {name}" for name, given in named if given)
+def _variant(shape: Shape) -> Variant:
+    t, words = TYPES[shape.dtype], f"W{shape.words}" if shape.words else "chains"
+    steps = "".join(f" {step}" for step in ("bias", "silu", "before", "after") if getattr(shape, step))
     return Variant(
-        name=f"{t} C{C} K{K} page {page} {f'W{words}' if words else 'chains'}{how}",
+        name=f"{t} C{shape.C} K{shape.K} page {shape.page} {words}{steps}{' unaligned' * (shape.unit == 1)}",
         kernel=_conv_rows_kernel,
         arguments=(
             *(f"*{t}", "*fp32", "*fp32", f"*{t}", "*i64", "*i32", "*i32", "*i32", "*i32", "*i64"),
@@ -245,162 +262,131 @@ def _variant(
             *("i32",) * 4,
         ),
         constexprs={
-            "C": C,
-            "K": K,
-            "PAGE": page,
-            "W": words,
-            "BIAS": bias,
-            "SILU": silu,
-            "BEFORE": before,
-            "AFTER": after,
-            "UNIT": unit,
+            "C": shape.C,
+            "K": shape.K,
+            "PAGE": shape.page,
+            "W": shape.words,
+            "BIAS": shape.bias,
+            "SILU": shape.silu,
+            "BEFORE": shape.before,
+            "AFTER": shape.after,
+            "UNIT": shape.unit,
             "ROWS": ROWS,
             "BC": 64,
         },
         num_warps=4,
         wide=False,
-        smoke=dtype == torch.bfloat16 and words == 1 and silu,
+        smoke=shape.dtype == torch.bfloat16 and shape.words == 1 and shape.silu,
     )
 
 
 def variants(arch: int) -> Iterator[Variant]:
     """The variants that the compile-only checks compile for sm_`arch`."""
     for words in (0, 1, 2):
-        yield _variant(torch.bfloat16, 8192, 4, 64, words, False, True, False, False)
-        yield _variant(torch.bfloat16, 2048, 3, 64, words, False, False, True, True)
-    yield _variant(torch.float16, 6144, 4, 64, 1, True, True, False, False)
-    yield _variant(torch.bfloat16, 8192, 4, 64, 1, False, True, False, False, unit=1)
+        yield _variant(Shape(torch.bfloat16, 8192, 4, 64, words, silu=True))
+        yield _variant(Shape(torch.bfloat16, 2048, 3, 64, words, before=True, after=True))
+    yield _variant(Shape(torch.float16, 6144, 4, 64, 1, bias=True, silu=True))
+    yield _variant(Shape(torch.bfloat16, 8192, 4, 64, 1, silu=True, unit=1))
 
 
-def launch(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    inputs: Tensor,
-    slots: Tensor,
-    block_table: Tensor,
-    kv_len: Tensor,
-    window: Tensor,
-    cu_rows: Tensor,
-    ancestors: Tensor | None,
-    activation: str = "silu",
-    before: Tensor | None = None,
-    after: Tensor | None = None,
-) -> Tensor:
-    (T, C), B = x.shape, len(kv_len)
-    slots, kv_len, window, cu_rows = (x.contiguous() for x in (slots, kv_len, window, cu_rows))
-    bias, ancestors = (None if x is None else x.contiguous() for x in (bias, ancestors))
+@takes(Arguments)
+def launch(args: Arguments) -> Tensor:
+    x, weight, bias, before, after = args.x, args.weight, args.bias, args.before, args.after
+    slots, block_table, ancestors = args.slots.contiguous(), args.block_table, args.ancestors
+    (T, C), B = x.shape, len(args.kv_len)
     if block_table.stride(1) != 1:
         block_table = block_table.contiguous()
-    out, words = x.new_empty(T, C), 0 if ancestors is None else ancestors.shape[1]
-    given = bias is not None, activation == "silu", before is not None, after is not None
-    strides = [0 if each is None else each.stride(0) for each in (x, before, after)]
-    unit = 1 if any(stride % 16 for stride in strides) else 16
-    variant = _variant(x.dtype, C, weight.shape[1], inputs.shape[1], words, *given, unit)
+    out = x.new_empty(T, C)
+    strides = [0 if rows is None else rows.stride(0) for rows in (x, before, after)]
+    shape = Shape(
+        x.dtype,
+        C,
+        weight.shape[1],
+        args.inputs.shape[1],
+        words=0 if ancestors is None else ancestors.shape[1],
+        bias=bias is not None,
+        silu=args.activation == "silu",
+        before=before is not None,
+        after=after is not None,
+        unit=1 if any(stride % 16 for stride in strides) else 16,
+    )
     tiles = -(-T // (ROWS * max(B, 1) * TILES))  # a prompt has many rows
-    variant(
+    _variant(shape)(
         (-(-C // 64), B, max(1, tiles)),
         x,
         weight,
-        weight if bias is None else bias,
-        inputs,
+        weight if bias is None else bias.contiguous(),
+        args.inputs,
         slots,
         block_table,
-        kv_len,
-        window,
-        cu_rows,
-        slots if ancestors is None else ancestors,
+        args.kv_len.contiguous(),
+        args.window.contiguous(),
+        args.cu_rows.contiguous(),
+        slots if ancestors is None else ancestors.contiguous(),
         x if before is None else before,
         x if after is None else after,
         out,
-        *(stride // unit for stride in strides),
+        *(stride // shape.unit for stride in strides),
         block_table.stride(0),
     )
     return out
 
 
-def conv_rows_cost(x: Tensor, weight: Tensor, *more: Tensor | str | None) -> tuple[int, int]:
+@takes(Arguments)
+def conv_rows_cost(args: Arguments) -> tuple[int, int]:
     """(bytes, operations) of one call, which reads nothing: rows, what they add to the cache, and the columns before
     them."""
-    (T, C), K = x.shape, weight.shape[1]
-    _, _, _, _, kv_len, *_ = more
-    gates = sum(isinstance(gate, Tensor) for gate in more[9:])
-    assert isinstance(kv_len, Tensor)
-    moved = 3 * T + gates * T + (K - 1) * len(kv_len)
-    return moved * C * x.element_size() + weight.numel() * weight.element_size(), 2 * T * C * K
+    (T, C), K = args.x.shape, args.weight.shape[1]
+    moved = (3 + (args.before is not None) + (args.after is not None)) * T + (K - 1) * len(args.kv_len)
+    return moved * C * args.x.element_size() + args.weight.numel() * args.weight.element_size(), 2 * T * C * K
 
 
-def _check(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    inputs: Tensor,
-    slots: Tensor,
-    block_table: Tensor,
-    kv_len: Tensor,
-    window: Tensor,
-    cu_rows: Tensor,
-    ancestors: Tensor | None,
-    activation: str = "silu",
-    before: Tensor | None = None,
-    after: Tensor | None = None,
-) -> None:
+def _check(args: Arguments) -> None:
+    x, weight, inputs = args.x, args.weight, args.inputs
     if x.dim() != 2 or not x.is_floating_point() or x.dtype.itemsize == 1:
         raise ValueError(f"x must be [T, C], floating: {tuple(x.shape)}, {x.dtype}")
     for name, given, form in (
         ("weight", weight, "[C, K]"),
         ("inputs", inputs, "[pages, page_size >= 1, C]"),
-        ("kv_len", kv_len, "[B]"),
-        ("block_table", block_table, "[B, P]"),
+        ("kv_len", args.kv_len, "[B]"),
+        ("block_table", args.block_table, "[B, P]"),
     ):
         if given.dim() != form.count(",") + 1 or (name == "inputs" and not given.shape[1]):
             raise ValueError(f"{name} must be {form}, got {tuple(given.shape)}")
-    (T, C), (pages, page), B, P = x.shape, inputs.shape[:2], len(kv_len), block_table.shape[-1]
+    (T, C), (pages, page), B, P = x.shape, inputs.shape[:2], len(args.kv_len), args.block_table.shape[-1]
     wide, i64, i32 = torch.promote_types(x.dtype, torch.float32), torch.int64, torch.int32
-    kinds: dict[str, tuple[Tensor, tuple[int, ...], torch.dtype]] = {
-        "weight": (weight, (C, weight.shape[-1]), wide),
-        "inputs": (inputs, (pages, page, C), x.dtype),
-        "slots": (slots, (T,), i64),
-        "block_table": (block_table, (B, P), i32),
-        "kv_len": (kv_len, (B,), i32),
-        "window": (window, (B,), i32),
-        "cu_rows": (cu_rows, (B + 1,), i32),
+    kinds: Kinds = {
+        "weight": ((C, weight.shape[-1]), wide),
+        "inputs": ((pages, page, C), x.dtype),
+        "slots": ((T,), i64),
+        "block_table": ((B, P), i32),
+        "kv_len": ((B,), i32),
+        "window": ((B,), i32),
+        "cu_rows": ((B + 1,), i32),
     }
-    if bias is not None:
-        kinds["bias"] = bias, (C,), wide
-    for name, gate in (("before", before), ("after", after)):
-        if gate is not None:
-            kinds[name] = gate, (T, C), x.dtype
-    for name, (given, shape, dtype) in kinds.items():
-        if given.shape != shape or given.dtype != dtype:
-            raise ValueError(f"{name} must be {list(shape)} {dtype}, got {tuple(given.shape)} {given.dtype}")
-    for name, strided in (("x", x), ("before", before), ("after", after)):
+    if args.bias is not None:
+        kinds["bias"] = (C,), wide
+    kinds |= {gate: ((T, C), x.dtype) for gate in ("before", "after") if getattr(args, gate) is not None}
+    check_kinds(args, kinds)
+    for name, strided in (("x", x), ("before", args.before), ("after", args.after)):
         if strided is not None and C > 1 and strided.stride(1) != 1:
             raise ValueError(f"the channels of {name} must be adjacent")
     if not (weight.is_contiguous() and inputs.is_contiguous()):
         raise ValueError("weight and inputs must be contiguous")
     if weight.shape[1] not in KERNELS:
         raise ValueError(f"weight must have {KERNELS[0]} to {KERNELS[-1]} columns, got {weight.shape[1]}")
-    if activation not in ACTIVATIONS:
-        raise ValueError(f"activation must be one of {', '.join(ACTIVATIONS)}, got {activation!r}")
-    if ancestors is not None and (
-        ancestors.dim() != 2
-        or len(ancestors) != T
-        or not 1 <= ancestors.shape[1] <= MAX_WORDS
-        or ancestors.dtype != torch.int64
-    ):
-        raise ValueError(
-            f"ancestors must be [{T}, 1..{MAX_WORDS}] int64, got {tuple(ancestors.shape)} {ancestors.dtype}"
-        )
-    tensors = {name: given for name, (given, _, _) in kinds.items()}
-    same_device(x, **tensors, ancestors=ancestors)
+    if args.activation not in ACTIVATIONS:
+        raise ValueError(f"activation must be one of {', '.join(ACTIVATIONS)}, got {args.activation!r}")
+    check_words(args.ancestors, T)
+    same_device(x, ancestors=args.ancestors)
 
 
 _conv_rows = register(
     conv_rows,
+    Arguments,
     check=_check,
     reference=conv_rows_ref,
     launch=launch,
-    fake=lambda x, *_: torch.empty_like(x, memory_format=torch.contiguous_format),
+    fake=lambda args: torch.empty_like(args.x, memory_format=torch.contiguous_format),
     mutates=("inputs",),
 )

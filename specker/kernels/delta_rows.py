@@ -12,19 +12,31 @@ row has the same bits whether it is decoded alone, in a chain or in a tree.
 
 from collections.abc import Iterator
 from functools import lru_cache
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from specker.kernels.ancestors import MAX_WORDS, check_sequences, parent_of
-from specker.kernels.registry import register
-from specker.kernels.variant import TYPES, Variant, check_within, same_device, start_after_previous, tl, triton
+from specker.kernels.ancestors import check_sequences, check_words, parent_of
+from specker.kernels.registry import register, takes
+from specker.kernels.variant import (
+    TYPES,
+    Kinds,
+    Variant,
+    check_kinds,
+    check_within,
+    same_device,
+    start_after_previous,
+    tl,
+    triton,
+)
 
 EPS = 1e-6  # of the norm of q and k
 BLOCK = 32  # of the models here, whose drafts are at most so deep
 MAX_BLOCK = 1 << 30
 PAGE = 64  # records of a page, likewise
+WRITTEN = "states", "anchors", "k_records", "u_records", "g_records"
 
 
 def delta_rows(
@@ -160,44 +172,54 @@ def anchor(position: int, block: int) -> int:
     return max(0, position // block - 1) * block
 
 
-def delta_rows_ref(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    a: Tensor,
-    b: Tensor,
-    a_log: Tensor,
-    dt_bias: Tensor,
-    states: Tensor,
-    state_of: Tensor,
-    anchors: Tensor,
-    k_records: Tensor,
-    u_records: Tensor,
-    g_records: Tensor,
-    positions: Tensor,
-    slots: Tensor,
-    block_table: Tensor,
-    kv_len: Tensor,
-    window: Tensor,
-    cu_rows: Tensor,
-    ancestors: Tensor | None,
-    block: int,
-    z: Tensor | None = None,
-    norm: Tensor | None = None,
-    eps: float = 1e-6,
-) -> Tensor:
-    Hv, Hk, page = v.shape[1], q.shape[1], k_records.shape[1]
+def _anchors(positions: Tensor, block: int) -> Tensor:
+    return (positions // block - 1).clamp_(min=0) * block
+
+
+class Arguments(NamedTuple):
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    a: Tensor
+    b: Tensor
+    a_log: Tensor
+    dt_bias: Tensor
+    states: Tensor
+    state_of: Tensor
+    anchors: Tensor
+    k_records: Tensor
+    u_records: Tensor
+    g_records: Tensor
+    positions: Tensor
+    slots: Tensor
+    block_table: Tensor
+    kv_len: Tensor
+    window: Tensor
+    cu_rows: Tensor
+    ancestors: Tensor | None
+    block: int
+    z: Tensor | None = None
+    norm: Tensor | None = None
+    eps: float = 1e-6
+
+
+@takes(Arguments)
+def delta_rows_ref(args: Arguments) -> Tensor:
+    q, k, v, block, ancestors = args.q, args.k, args.v, args.block, args.ancestors
+    positions, slots, kv_len, window, cu_rows = args.positions, args.slots, args.kv_len, args.window, args.cu_rows
+    states, state_of, anchors, block_table = args.states, args.state_of, args.anchors, args.block_table
+    Hv, Hk, (pages, page) = v.shape[1], q.shape[1], args.k_records.shape[:2]
     if q.is_cpu:
-        check_within("slots", slots, len(k_records) * page)
-        check_sequences(len(q), len(k_records) * page, page, block_table, kv_len, window, cu_rows, ancestors)
+        check_within("slots", slots, pages * page)
+        check_sequences(len(q), pages * page, page, block_table, kv_len, window, cu_rows, ancestors)
         _check_states(positions, kv_len, cu_rows, state_of, anchors, block)
     wide = torch.promote_types(q.dtype, torch.float32)
     scale = torch.rsqrt((k.to(wide) ** 2).sum(-1) + EPS)
     q, k = unit(q.to(wide)) * q.shape[-1] ** -0.5, unit(k.to(wide))
-    g = -a_log.exp() * F.softplus(a.to(wide) + dt_bias)
-    beta = b.to(wide).sigmoid()
+    g = -args.a_log.exp() * F.softplus(args.a.to(wide) + args.dt_bias)
+    beta = args.b.to(wide).sigmoid()
     out = torch.empty(v.shape, dtype=wide, device=v.device)
-    flat = [x.flatten(0, 1) for x in (k_records, u_records, g_records)]
+    flat = [x.flatten(0, 1) for x in (args.k_records, args.u_records, args.g_records)]
     offsets = torch.arange(page, dtype=torch.int64, device=q.device)
     for n in range(len(kv_len)):
         first, last = int(cu_rows[n]), int(cu_rows[n + 1])
@@ -207,7 +229,7 @@ def delta_rows_ref(
             rows = slice(t, min(last, t + block) if ancestors is None else last)
             start = length - (last - t)  # the column of the first of these rows
             p = positions[rows]
-            at_of = (p // block - 1).clamp_(min=0) * block
+            at_of = _anchors(p, block)
             low, count = int(at_of.min()), len(p)
             seen = torch.ones(count, start - low + count, dtype=torch.bool, device=q.device).tril(start - low - 1)
             if ancestors is not None:
@@ -223,10 +245,10 @@ def delta_rows_ref(
             ends = p.to(wide)[:, None].expand_as(c)
             flat[0][where] = k[rows]
             flat[2][where] = torch.stack((c, e, ends, scale[rows].repeat_interleave(Hv // Hk, 1)), -1)
-            given = q[rows], k[rows], v[rows].to(wide), beta[rows], own, at_of, seen
-            out[rows] = _rows(*given, column[low:start], where, flat, block)
-    if z is not None and norm is not None:
-        out = F.rms_norm(out, out.shape[-1:], None, eps) * norm.to(wide) * F.silu(z.to(wide))
+            columns = torch.cat((column[low:start], where))
+            out[rows] = _rows(q[rows], k[rows], v[rows].to(wide), beta[rows], own, seen, columns, flat, block)
+    if args.z is not None and args.norm is not None:
+        out = F.rms_norm(out, out.shape[-1:], None, args.eps) * args.norm.to(wide) * F.silu(args.z.to(wide))
     return out.to(v.dtype)
 
 
@@ -274,20 +296,20 @@ def _rows(
     v: Tensor,
     beta: Tensor,
     S: Tensor,
-    at_of: Tensor,
     seen: Tensor,
-    past: Tensor,
-    own: Tensor,
+    columns: Tensor,
     records: list[Tensor],
     block: int,
 ) -> Tensor:
-    """The outputs [T, Hv, Dv] of rows whose own records stand at `own` [T], u excepted, which is written, and that see
-    columns at `past` and themselves, `seen` [T, past + T]."""
+    """The outputs [T, Hv, Dv] of rows that see the `columns` marked in `seen` [T, columns]. The last T columns are the
+    rows' own; their records are complete but for u, which is written."""
     ks, us, gs = records
     group = v.shape[1] // k.shape[1]
     q, k = q.repeat_interleave(group, 1), k.repeat_interleave(group, 1)
-    every, count = torch.cat((past, own)), len(past)
-    c, e, p = gs[every, :, 0], gs[own, :, 1], gs[every, 0, 2].long()
+    count = len(columns) - len(q)
+    past, own = columns[:count], columns[count:]
+    c, e, p = gs[columns, :, 0], gs[own, :, 1], gs[columns, 0, 2].long()
+    at_of = _anchors(p[count:], block)
     far = c[count:] + e
     reach = torch.where((p[count:] < at_of + block)[:, None], c[count:], far).exp()[..., None]
     kS, qS = torch.empty_like(v), torch.empty_like(v)
@@ -298,7 +320,7 @@ def _rows(
     near = (p // block)[None] == (p[count:] // block)[:, None]
     w = torch.where(near[..., None], c[count:, None], far[:, None]) - c[None]
     w = torch.where((seen & (p[None] >= at_of[:, None]))[..., None], w.exp(), 0.0).movedim(2, 0)  # [Hv, T, S]
-    kj = ks[every].repeat_interleave(group, 1)
+    kj = ks[columns].repeat_interleave(group, 1)
     kk, qk = (torch.einsum("thk,jhk->htj", x, kj) * w for x in (k, q))
     known = us[past]
     rest = v - reach * kS - torch.einsum("htj,jhv->thv", kk[..., :count], known)
@@ -647,42 +669,15 @@ def variants(arch: int) -> Iterator[Variant]:
     yield _variant(torch.float16, (16, 16, 128, 128), BLOCK, PAGE, 1, False)
 
 
-def launch(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    a: Tensor,
-    b: Tensor,
-    a_log: Tensor,
-    dt_bias: Tensor,
-    states: Tensor,
-    state_of: Tensor,
-    anchors: Tensor,
-    k_records: Tensor,
-    u_records: Tensor,
-    g_records: Tensor,
-    positions: Tensor,
-    slots: Tensor,
-    block_table: Tensor,
-    kv_len: Tensor,
-    window: Tensor,
-    cu_rows: Tensor,
-    ancestors: Tensor | None,
-    block: int,
-    z: Tensor | None = None,
-    norm: Tensor | None = None,
-    eps: float = 1e-6,
-) -> Tensor:
-    (T, HK, DK), (_, HV, DV), B = q.shape, v.shape, len(kv_len)
-    a_log, dt_bias, state_of, positions, slots = (x.contiguous() for x in (a_log, dt_bias, state_of, positions, slots))
-    kv_len, window, cu_rows = (x.contiguous() for x in (kv_len, window, cu_rows))
-    ancestors, norm = (None if x is None else x.contiguous() for x in (ancestors, norm))
+@takes(Arguments)
+def launch(args: Arguments) -> Tensor:
+    q, k, v, a, b, z, block_table = args.q, args.k, args.v, args.a, args.b, args.z, args.block_table
+    (T, HK, DK), (_, HV, DV), B = q.shape, v.shape, len(args.kv_len)
     if block_table.stride(1) != 1:
         block_table = block_table.contiguous()
     out = v.new_empty(T, HV, DV)
-    W = 0 if ancestors is None else ancestors.shape[1]
-    variant = _variant(q.dtype, (HK, HV, DK, DV), block, k_records.shape[1], W, z is not None)
-    words = positions if ancestors is None else ancestors
+    W = 0 if args.ancestors is None else args.ancestors.shape[1]
+    variant = _variant(q.dtype, (HK, HV, DK, DV), args.block, args.k_records.shape[1], W, z is not None)
     variant(
         (B, HV),
         q,
@@ -690,25 +685,25 @@ def launch(
         v,
         a,
         b,
-        a_log,
-        dt_bias,
-        states,
-        state_of,
-        anchors,
-        k_records,
-        u_records,
-        g_records,
-        positions,
-        slots,
+        args.a_log.contiguous(),
+        args.dt_bias.contiguous(),
+        args.states,
+        args.state_of.contiguous(),
+        args.anchors,
+        args.k_records,
+        args.u_records,
+        args.g_records,
+        args.positions.contiguous(),
+        args.slots.contiguous(),
         block_table,
-        kv_len,
-        window,
-        cu_rows,
-        words,
+        args.kv_len.contiguous(),
+        args.window.contiguous(),
+        args.cu_rows.contiguous(),
+        (args.positions if args.ancestors is None else args.ancestors).contiguous(),
         v if z is None else z,
-        v if norm is None else norm,
+        v if args.norm is None else args.norm.contiguous(),
         out,
-        float(eps),
+        float(args.eps),
         q.stride(0),
         k.stride(0),
         v.stride(0),
@@ -720,39 +715,15 @@ def launch(
     return out
 
 
-def delta_rows_cost(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    a: Tensor,
-    b: Tensor,
-    a_log: Tensor,
-    dt_bias: Tensor,
-    states: Tensor,
-    state_of: Tensor,
-    anchors: Tensor,
-    k_records: Tensor,
-    u_records: Tensor,
-    g_records: Tensor,
-    positions: Tensor,
-    slots: Tensor,
-    block_table: Tensor,
-    kv_len: Tensor,
-    window: Tensor,
-    cu_rows: Tensor,
-    ancestors: Tensor | None,
-    block: int,
-    z: Tensor | None = None,
-    norm: Tensor | None = None,
-    eps: float = 1e-6,
-) -> tuple[int, int]:
+@takes(Arguments)
+def delta_rows_cost(args: Arguments) -> tuple[int, int]:
     """(bytes, operations) of one call, which reads positions: states, records after the first row's anchor, rows."""
-    (T, Hk, Dk), (_, Hv, Dv), size = q.shape, v.shape, states.element_size()
+    (T, Hk, Dk), (_, Hv, Dv), size, block = args.q.shape, args.v.shape, args.states.element_size(), args.block
     record = (Hk * Dk + Hv * (Dv + 4)) * size
-    row = (2 * Hk * Dk + Hv * ((2 if z is None else 3) * Dv + 2)) * q.element_size() + record
+    row = (2 * Hk * Dk + Hv * ((2 if args.z is None else 3) * Dv + 2)) * args.q.element_size() + record
     read = operations = 0
-    for n in range(len(kv_len)):
-        own = positions[int(cu_rows[n]) : int(cu_rows[n + 1])].tolist()
+    for n in range(len(args.kv_len)):
+        own = args.positions[int(args.cu_rows[n]) : int(args.cu_rows[n + 1])].tolist()
         if own:
             each = {anchor(p, block) for p in own}
             before = min(own) - min(each)
@@ -761,113 +732,78 @@ def delta_rows_cost(
     return read + T * row, operations
 
 
-def _check(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    a: Tensor,
-    b: Tensor,
-    a_log: Tensor,
-    dt_bias: Tensor,
-    states: Tensor,
-    state_of: Tensor,
-    anchors: Tensor,
-    k_records: Tensor,
-    u_records: Tensor,
-    g_records: Tensor,
-    positions: Tensor,
-    slots: Tensor,
-    block_table: Tensor,
-    kv_len: Tensor,
-    window: Tensor,
-    cu_rows: Tensor,
-    ancestors: Tensor | None,
-    block: int,
-    z: Tensor | None = None,
-    norm: Tensor | None = None,
-    eps: float = 1e-6,
-) -> None:
+def _check(args: Arguments) -> None:
+    q, v, k_records, block = args.q, args.v, args.k_records, args.block
     if q.dim() != 3 or v.dim() != 3 or not q.is_floating_point() or q.dtype.itemsize == 1:
         raise ValueError(
             f"q must be [T, Hk, Dk] and v [T, Hv, Dv], floating: {tuple(q.shape)}, {tuple(v.shape)}, {q.dtype}"
         )
     for name, given, form in (
-        ("kv_len", kv_len, "[B]"),
-        ("block_table", block_table, "[B, P]"),
+        ("kv_len", args.kv_len, "[B]"),
+        ("block_table", args.block_table, "[B, P]"),
         ("k_records", k_records, "[pages, page_size >= 1, Hk, Dk]"),
     ):
         if given.dim() != form.count(",") + 1 or (name == "k_records" and not given.shape[1]):
             raise ValueError(f"{name} must be {form}, got {tuple(given.shape)}")
-    (T, Hk, Dk), (_, Hv, Dv), B = q.shape, v.shape, kv_len.shape[0]
-    (pages, page), P = k_records.shape[:2], block_table.shape[-1]
-    own, wide = q.dtype, torch.promote_types(q.dtype, torch.float32)
+    (T, Hk, Dk), (_, Hv, Dv), B = q.shape, v.shape, args.kv_len.shape[0]
+    (pages, page), P = k_records.shape[:2], args.block_table.shape[-1]
+    S, own, wide = args.states.shape[:1], q.dtype, torch.promote_types(q.dtype, torch.float32)
     i64, i32 = torch.int64, torch.int32
-    kinds: dict[str, tuple[Tensor, tuple[int, ...], torch.dtype]] = {
-        "k": (k, (T, Hk, Dk), own),
-        "v": (v, (T, Hv, Dv), own),
-        "a": (a, (T, Hv), own),
-        "b": (b, (T, Hv), own),
-        "a_log": (a_log, (Hv,), wide),
-        "dt_bias": (dt_bias, (Hv,), wide),
-        "states": (states, (*states.shape[:1], 2, Hv, Dk, Dv), wide),
-        "state_of": (state_of, (B,), i64),
-        "anchors": (anchors, (*states.shape[:1], Hv), i64),
-        "k_records": (k_records, (pages, page, Hk, Dk), wide),
-        "u_records": (u_records, (pages, page, Hv, Dv), wide),
-        "g_records": (g_records, (pages, page, Hv, 4), wide),
-        "positions": (positions, (T,), i64),
-        "slots": (slots, (T,), i64),
-        "block_table": (block_table, (B, P), i32),
-        "kv_len": (kv_len, (B,), i32),
-        "window": (window, (B,), i32),
-        "cu_rows": (cu_rows, (B + 1,), i32),
+    kinds: Kinds = {
+        "k": ((T, Hk, Dk), own),
+        "v": ((T, Hv, Dv), own),
+        "a": ((T, Hv), own),
+        "b": ((T, Hv), own),
+        "a_log": ((Hv,), wide),
+        "dt_bias": ((Hv,), wide),
+        "states": ((*S, 2, Hv, Dk, Dv), wide),
+        "state_of": ((B,), i64),
+        "anchors": ((*S, Hv), i64),
+        "k_records": ((pages, page, Hk, Dk), wide),
+        "u_records": ((pages, page, Hv, Dv), wide),
+        "g_records": ((pages, page, Hv, 4), wide),
+        "positions": ((T,), i64),
+        "slots": ((T,), i64),
+        "block_table": ((B, P), i32),
+        "kv_len": ((B,), i32),
+        "window": ((B,), i32),
+        "cu_rows": ((B + 1,), i32),
     }
-    if (z is None) != (norm is None):
+    if (args.z is None) != (args.norm is None):
         raise ValueError("z and norm go together")
-    if z is not None and norm is not None:
-        kinds |= {"z": (z, (T, Hv, Dv), own), "norm": (norm, (Dv,), own)}
-        if not eps >= 0:
-            raise ValueError(f"eps must be at least 0, got {eps}")
-    for name, (x, shape, dtype) in kinds.items():
-        if x.shape != shape or x.dtype != dtype:
-            raise ValueError(f"{name} must be {list(shape)} {dtype}, got {tuple(x.shape)} {x.dtype}")
-    for name, rows in (("q", q), ("k", k), ("v", v), ("a", a), ("b", b), ("z", z)):
+    if args.z is not None:
+        kinds |= {"z": ((T, Hv, Dv), own), "norm": ((Dv,), own)}
+        if not args.eps >= 0:
+            raise ValueError(f"eps must be at least 0, got {args.eps}")
+    check_kinds(args, kinds)
+    for name in ("q", "k", "v", "a", "b", "z"):
+        rows = getattr(args, name)
         if rows is not None and not (rows.is_contiguous() or rows[:1].is_contiguous()):
             raise ValueError(f"the heads of {name} must be adjacent, got strides {rows.stride()}")
-    for name, memory in (
-        *(("states", states), ("anchors", anchors)),
-        *(("k_records", k_records), ("u_records", u_records), ("g_records", g_records)),
-    ):
-        if not memory.is_contiguous():
-            raise ValueError(f"{name} must be contiguous, got strides {memory.stride()}")
+    for name in WRITTEN:
+        if not getattr(args, name).is_contiguous():
+            raise ValueError(f"{name} must be contiguous, got strides {getattr(args, name).stride()}")
     if not Hk or Hv % Hk:
         raise ValueError(f"v's {Hv} heads must be a multiple of q's {Hk}")
     if not 16 <= block <= MAX_BLOCK or block & (block - 1):
         raise ValueError(f"block must be a power of two in 16..{MAX_BLOCK}, got {block}")
-    if ancestors is not None and (
-        ancestors.dim() != 2
-        or len(ancestors) != T
-        or not 1 <= ancestors.shape[1] <= MAX_WORDS
-        or ancestors.dtype != torch.int64
-    ):
-        raise ValueError(
-            f"ancestors must be [{T}, 1..{MAX_WORDS}] int64, got {tuple(ancestors.shape)} {ancestors.dtype}"
-        )
-    same_device(q, **{name: x for name, (x, _, _) in kinds.items()}, ancestors=ancestors)
+    check_words(args.ancestors, T)
+    same_device(q, ancestors=args.ancestors)
 
 
-def _fits(q: Tensor, k: Tensor, v: Tensor, *_: object) -> bool:
+def _fits(args: Arguments) -> bool:
     """Whether the kernel serves the heads: it reads Dk in whole slices, and Dv as one tile."""
-    Dk, Dv = q.shape[2], v.shape[2]
+    Dk, Dv = args.q.shape[2], args.v.shape[2]
     return (Dk == 16 or (Dk > 0 and Dk % 32 == 0)) and Dv > 0 and Dv & (Dv - 1) == 0
 
 
 _delta_rows = register(
     delta_rows,
+    Arguments,
     check=_check,
     reference=delta_rows_ref,
     launch=launch,
-    fake=lambda q, k, v, *_: torch.empty_like(v, memory_format=torch.contiguous_format),
+    fake=lambda args: torch.empty_like(args.v, memory_format=torch.contiguous_format),
     fits=_fits,
-    mutates=("states", "anchors", "k_records", "u_records", "g_records"),
+    mutates=WRITTEN,
 )

@@ -349,6 +349,19 @@ def same_device(first: Tensor, **others: Tensor | None) -> None:
             raise ValueError(f"{name} must be on {first.device}, got {other.device}")
 
 
+Kinds = dict[str, tuple[tuple[int, ...], torch.dtype]]  # shape and dtype by name
+
+
+def check_kinds(args: tuple[Any, ...], kinds: Kinds) -> None:
+    """Raise ValueError unless the fields of `args` have these shapes and dtypes, and the first argument's device."""
+    given = {name: getattr(args, name) for name in kinds}
+    for name, (shape, dtype) in kinds.items():
+        x = given[name]
+        if x.shape != shape or x.dtype != dtype:
+            raise ValueError(f"{name} must be {list(shape)} {dtype}, got {tuple(x.shape)} {x.dtype}")
+    same_device(args[0], **given)
+
+
 def check_contiguous(k_cache: Tensor, v_cache: Tensor) -> None:
     if not (k_cache.is_contiguous() and v_cache.is_contiguous()) or k_cache.dtype != v_cache.dtype:
         raise ValueError(f"the caches must be contiguous and of one dtype: {k_cache.dtype}, {v_cache.dtype}")

@@ -9,7 +9,7 @@ from paths import BLOCK, World, apart, defined, gates, inputs, normed
 from torch.library import opcheck
 
 from specker.kernels.ancestors import ancestor_words, chain_words
-from specker.kernels.delta_rows import _fits, anchor, delta_rows, delta_rows_cost, delta_rows_ref, launch
+from specker.kernels.delta_rows import Arguments, _fits, anchor, delta_rows, delta_rows_cost, delta_rows_ref, launch
 
 SIZES = (55, 1, 2, 16, 8)  # tokens, key heads, value heads, Dk, Dv
 WAYS = {
@@ -110,7 +110,7 @@ def test_any_strides_of_numbers_and_places():
 )
 def test_heads_that_the_kernel_serves(Dk, Dv, fits):
     given = inputs(20, 1, 2, Dk, Dv, torch.float32)
-    assert _fits(*given) == fits
+    assert _fits(Arguments(*given, *[None] * 14)) == fits
     if fits:
         got, want = (World(op, given).chains(cycle([5, 1, 17])) for op in (launch, delta_rows_ref))
         assert torch.allclose(got, want, atol=1e-5)
