@@ -15,9 +15,11 @@ import torch
 from ptxsim import StaticReport, side_by_side, static_report
 
 from bench.builds import build
+from specker.kernels.kv_project import Shape as ProjectShape
 from specker.kernels.kv_project import _variant as kv_project_variant
 from specker.kernels.residual_merge import _variant as residual_merge_variant
 from specker.kernels.row_linear import _variants as row_linear_variants
+from specker.kernels.tree_attention import Shape as AttentionShape
 from specker.kernels.tree_attention import _variant as tree_attention_variant
 
 ARCHES = (90, 100)  # with programmatic dependent launch
@@ -46,21 +48,20 @@ MODELS = {
 
 def layer(m: Model, arch: int) -> list[tuple[str, Any]]:
     """(name, variant) of a layer's kernels for few rows, in order, and the next layer's first two."""
-    heads, cache = (m.heads, m.kv_heads, m.head_dim), m.kv_heads * m.head_dim
+    cache = m.kv_heads * m.head_dim
     o = row_linear_variants(BF16, m.hidden, m.heads * m.head_dim, "split", False, arch)[0]
     down = row_linear_variants(BF16, m.hidden, m.inner, "split", False, arch)[0]
 
     def norm(product: Any) -> tuple[str, Any]:
         return "norm", residual_merge_variant(BF16, product.constexprs["SPLITS"], 1, m.hidden, split=True)
 
+    project = ProjectShape(BF16, 1, m.heads, m.kv_heads, m.head_dim, m.hidden, m.qk_norm)
     strides = PAGE * cache, cache, m.head_dim
-    first = [
-        norm(down),
-        ("kv_project", kv_project_variant(BF16, 1, *heads, m.hidden, m.qk_norm, False, arch)),
-    ]
+    attention = AttentionShape(BF16, 1, m.heads, m.kv_heads, m.head_dim, PAGE, strides)
+    first = [norm(down), ("kv_project", kv_project_variant(project, arch))]
     return [
         *first,
-        ("attention", tree_attention_variant(BF16, 1, *heads, PAGE, strides, arch)),
+        ("attention", tree_attention_variant(attention, arch)),
         ("o", o),
         norm(o),
         ("gate_up", row_linear_variants(BF16, 2 * m.inner, m.hidden, "silu_mul", False, arch)[0]),

@@ -39,7 +39,7 @@ def project(width: str, T: int) -> Built:
         for a, b in ((q, theirs), *zip(caches[0], caches[2], strict=True)):
             assert (a.double() - b.double()).abs().max() <= 8 * torch.finfo(DTYPE).eps * b.abs().max(), "q, k or v"
 
-    return Built(ways, check, kv_project_cost(x, weight))
+    return Built(ways, check, kv_project_cost(x, weight, None, *ours))
 
 
 def cases() -> Iterator[Case]:

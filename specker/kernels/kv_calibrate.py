@@ -5,7 +5,7 @@ The kernel reads only cos[:D/2] and sin[D/2:], which determine the table.
 
 from collections.abc import Iterator
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 from specker.kernels.narrow import NARROW, cache_types, check_cache, kind_of, named, narrow, narrowed
 from specker.kernels.quant import as_bytes
-from specker.kernels.registry import refuse, register
+from specker.kernels.registry import refuse, register, takes
 from specker.kernels.variant import (
     TYPES,
     Variant,
@@ -86,19 +86,23 @@ def kv_calibrate(
     return _kv_calibrate(qkv, positions, slots, rope, k_cache, v_cache, q_norm, k_norm, eps, k_scale, v_scale)
 
 
-def kv_calibrate_ref(
-    qkv: Tensor,
-    positions: Tensor,
-    slots: Tensor,
-    rope: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    q_norm: Tensor | None = None,
-    k_norm: Tensor | None = None,
-    eps: float = 1e-6,
-    k_scale: Tensor | None = None,
-    v_scale: Tensor | None = None,
-) -> Tensor:
+class Arguments(NamedTuple):
+    qkv: Tensor
+    positions: Tensor
+    slots: Tensor
+    rope: Tensor
+    k_cache: Tensor
+    v_cache: Tensor
+    q_norm: Tensor | None = None
+    k_norm: Tensor | None = None
+    eps: float = 1e-6
+    k_scale: Tensor | None = None
+    v_scale: Tensor | None = None
+
+
+@takes(Arguments)
+def kv_calibrate_ref(args: Arguments) -> Tensor:
+    qkv, positions, slots, rope, k_cache, v_cache, q_norm, k_norm, eps, k_scale, v_scale = args
     T = qkv.shape[0]
     Hkv, D = k_cache.shape[-2:]
     heads = qkv.contiguous().view(T, qkv.shape[1] // D, D)  # q has the layout that `_fake` promises
@@ -166,13 +170,12 @@ def _check_table(inv_freq: Tensor, scale: float | Tensor, length: int, dtype: to
         raise ValueError(f"length must be at least 0, got {length}")
 
 
-def kv_calibrate_cost(qkv: Tensor, *places: Any) -> tuple[int, int]:
-    """(bytes, flops) of one call; leaves out positions, slots and the table's rows, which are small beside qkv. Takes
-    kv_calibrate's arguments; `places` may be left out for plain caches."""
-    moved = 2 * qkv.numel() * qkv.element_size()
-    if places:
-        k_cache = places[3]
-        moved -= 2 * len(qkv) * k_cache.shape[-2:].numel() * (qkv.element_size() - k_cache.element_size())
+@takes(Arguments)
+def kv_calibrate_cost(args: Arguments) -> tuple[int, int]:
+    """(bytes, flops) of one call; leaves out positions, slots and the table's rows, which are small beside qkv."""
+    qkv, cache = args.qkv, args.k_cache
+    narrower = qkv.element_size() - cache.element_size()
+    moved = 2 * qkv.numel() * qkv.element_size() - 2 * len(qkv) * cache.shape[-2:].numel() * narrower
     return moved, 3 * qkv.numel()
 
 
@@ -352,19 +355,9 @@ def _variant(dtype: torch.dtype, Hq: int, Hkv: int, D: int, norm: bool, kind: st
     )
 
 
-def launch(
-    qkv: Tensor,
-    positions: Tensor,
-    slots: Tensor,
-    rope: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    q_norm: Tensor | None,
-    k_norm: Tensor | None,
-    eps: float,
-    k_scale: Tensor | None = None,
-    v_scale: Tensor | None = None,
-) -> Tensor:
+@takes(Arguments)
+def launch(args: Arguments) -> Tensor:
+    qkv, positions, slots, rope, k_cache, v_cache, q_norm, k_norm, eps, k_scale, v_scale = args
     if not rope.is_contiguous():
         raise ValueError(f"rope must be contiguous, got strides {rope.stride()}")
     qkv, positions, slots = qkv.contiguous(), positions.contiguous(), slots.contiguous()
@@ -379,57 +372,37 @@ def launch(
         grid = (-(-T // BT), -(-Hq // BH) + 2 * -(-Hkv // BH))
         group = T // max(1 if each is None else len(each) for each in (q_norm, k_scale))
         # without norms their pointers are not read
-        norms = (qkv if q_norm is None else q_norm, qkv if k_norm is None else k_norm)
-        caches = as_bytes(k_cache), as_bytes(v_cache), k_scale, v_scale
-        variant(grid, qkv, positions, slots, rope, *norms, q, *caches, T, group, float(eps))
+        qn, kn = (qkv if norm is None else norm for norm in (q_norm, k_norm))
+        k, v = as_bytes(k_cache), as_bytes(v_cache)
+        variant(grid, qkv, positions, slots, rope, qn, kn, q, k, v, k_scale, v_scale, T, group, float(eps))
     return q
 
 
-def _check(
-    qkv: Tensor,
-    positions: Tensor,
-    slots: Tensor,
-    rope: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    q_norm: Tensor | None,
-    k_norm: Tensor | None,
-    eps: float,
-    k_scale: Tensor | None,
-    v_scale: Tensor | None,
-) -> None:
+def _check(args: Arguments) -> None:
+    qkv = args.qkv
     T = qkv.shape[0] if qkv.dim() else 0
-    Hkv, D = check_rows(qkv, T, positions, slots, rope, k_cache, v_cache, q_norm, k_norm, eps, k_scale, v_scale)
+    Hkv, D = check_rows(qkv, T, args)
     if qkv.dim() != 2 or qkv.shape[1] % D or qkv.shape[1] < 2 * Hkv * D:
         raise ValueError(f"qkv must be [T, (Hq + 2*{Hkv}) * {D}], got {tuple(qkv.shape)}")
 
 
-def _explain(qkv: Tensor, positions: Tensor, slots: Tensor, rope: Tensor, k_cache: Tensor, *others: Any) -> None:
-    _check(qkv, positions, slots, rope, k_cache, *others)
-    check_places(positions, slots, rope, k_cache)
+def _explain(args: Arguments) -> None:
+    _check(args)
+    check_places(args)
 
 
-def check_places(positions: Tensor, slots: Tensor, rope: Tensor, k_cache: Tensor) -> None:
-    """Raise ValueError for positions beyond the table or slots beyond the cache; reads them on the host."""
-    check_within("positions", positions, len(rope))
-    check_within("slots", slots, k_cache.shape[0] * k_cache.shape[1])
+def check_places(args: Any) -> None:
+    """Raise ValueError for positions beyond the table or slots beyond the cache; reads them on the host. `args` are
+    those of kv_calibrate or kv_project."""
+    check_within("positions", args.positions, len(args.rope))
+    check_within("slots", args.slots, args.k_cache.shape[0] * args.k_cache.shape[1])
 
 
-def check_rows(
-    x: Tensor,
-    T: int,
-    positions: Tensor,
-    slots: Tensor,
-    rope: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    q_norm: Tensor | None,
-    k_norm: Tensor | None,
-    eps: float,
-    k_scale: Tensor | None,
-    v_scale: Tensor | None,
-) -> tuple[int, int]:
-    """Raise ValueError unless T rows of x's dtype can be rotated, normed and written to the caches. Returns Hkv, D."""
+def check_rows(x: Tensor, T: int, args: Any) -> tuple[int, int]:
+    """Raise ValueError unless T rows of x's dtype can be rotated, normed and written to the caches. `args` are those of
+    kv_calibrate or kv_project. Returns Hkv, D."""
+    positions, slots, rope, k_cache, v_cache = args.positions, args.slots, args.rope, args.k_cache, args.v_cache
+    q_norm, k_norm, k_scale = args.q_norm, args.k_norm, args.k_scale
     if k_cache.dim() != 4 or k_cache.shape != v_cache.shape:
         raise ValueError(f"caches must be [pages, page, Hkv, D], got {tuple(k_cache.shape)}, {tuple(v_cache.shape)}")
     Hkv, D = k_cache.shape[2:]
@@ -440,7 +413,7 @@ def check_rows(
             raise ValueError(f"{name} must be [{T}] int64, got {tuple(index.shape)} {index.dtype}")
     if rope.dim() != 3 or rope.shape[1:] != (2, D) or rope.dtype != sum_dtype(x.dtype):
         raise ValueError(f"rope must be [C, 2, {D}] {sum_dtype(x.dtype)}, got {tuple(rope.shape)} {rope.dtype}")
-    check_cache(x, k_cache, v_cache, k_scale, v_scale)
+    check_cache(x, k_cache, v_cache, k_scale, args.v_scale)
     check_contiguous(k_cache, v_cache)
     same_device(
         x, positions=positions, slots=slots, rope=rope, k_cache=k_cache, v_cache=v_cache, q_norm=q_norm, k_norm=k_norm
@@ -451,8 +424,8 @@ def check_rows(
         raise ValueError("q_norm and k_norm come together or not at all")
     if q_norm is None or k_norm is None:
         return Hkv, D
-    if not eps >= 0:
-        raise ValueError(f"eps must be at least 0, got {eps}")
+    if not args.eps >= 0:
+        raise ValueError(f"eps must be at least 0, got {args.eps}")
     if q_norm.dim() != 2 or q_norm.shape[1] != D or not len(q_norm) or T % len(q_norm):
         raise ValueError(f"q_norm must be [G, {D}] with G dividing {T} rows, got {tuple(q_norm.shape)}")
     if k_norm.shape != q_norm.shape or not q_norm.dtype == k_norm.dtype == x.dtype:
@@ -465,7 +438,8 @@ def check_rows(
     return Hkv, D
 
 
-def _fake(qkv: Tensor, positions: Tensor, slots: Tensor, rope: Tensor, k_cache: Tensor, *_: object) -> Tensor:
+def _fake(args: Arguments) -> Tensor:
+    qkv, k_cache = args.qkv, args.k_cache
     Hkv, D = k_cache.shape[2:]
     heads = qkv.new_empty(qkv.shape[0], qkv.shape[1] // D - Hkv, D)  # the reference's q and k are views of one tensor
     q = heads[:, : heads.shape[1] - Hkv]
@@ -474,6 +448,7 @@ def _fake(qkv: Tensor, positions: Tensor, slots: Tensor, rope: Tensor, k_cache: 
 
 _kv_calibrate = register(
     kv_calibrate,
+    Arguments,
     check=_check,
     reference=kv_calibrate_ref,
     launch=launch,

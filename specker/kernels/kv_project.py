@@ -10,7 +10,7 @@ the splits, written and read once.
 import math
 from collections.abc import Iterator
 from functools import lru_cache
-from typing import Any
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,7 +25,7 @@ from specker.kernels.kv_calibrate import (
 )
 from specker.kernels.narrow import NARROW, cache_types, kind_of, named
 from specker.kernels.quant import Format, Matrix, arguments_of, as_bytes, constexprs_of, format_of, streams, types_of
-from specker.kernels.registry import register
+from specker.kernels.registry import register, takes
 from specker.kernels.row_linear import row_linear, row_linear_cost
 from specker.kernels.stream import stream_rows
 from specker.kernels.tiles import (
@@ -118,34 +118,37 @@ def kv_project(
         >>> keys[0, 3].tolist()
         [[2.0, 3.0]]
     """
-    scales = k_scale, v_scale
-    return _kv_project(x, weight, bias, positions, slots, rope, k_cache, v_cache, q_norm, k_norm, eps, *scales)
+    return _kv_project(x, weight, bias, positions, slots, rope, k_cache, v_cache, q_norm, k_norm, eps, k_scale, v_scale)
 
 
-def kv_project_ref(
-    x: Tensor,
-    weight: Matrix,
-    bias: Tensor | None,
-    positions: Tensor,
-    slots: Tensor,
-    rope: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    q_norm: Tensor | None = None,
-    k_norm: Tensor | None = None,
-    eps: float = 1e-6,
-    k_scale: Tensor | None = None,
-    v_scale: Tensor | None = None,
-) -> Tensor:
-    qkv = row_linear(x, weight, bias).flatten(0, -2)
-    return kv_calibrate(qkv, positions, slots, rope, k_cache, v_cache, q_norm, k_norm, eps, k_scale, v_scale)
+class Arguments(NamedTuple):
+    x: Tensor
+    weight: Matrix
+    bias: Tensor | None
+    positions: Tensor
+    slots: Tensor
+    rope: Tensor
+    k_cache: Tensor
+    v_cache: Tensor
+    q_norm: Tensor | None = None
+    k_norm: Tensor | None = None
+    eps: float = 1e-6
+    k_scale: Tensor | None = None
+    v_scale: Tensor | None = None
 
 
-def kv_project_cost(x: Tensor, weight: Matrix, bias: Tensor | None = None, *places: Any) -> tuple[int, int]:
+@takes(Arguments)
+def kv_project_ref(args: Arguments) -> Tensor:
+    return kv_calibrate(row_linear(args.x, args.weight, args.bias).flatten(0, -2), *args[3:])
+
+
+@takes(Arguments)
+def kv_project_cost(args: Arguments) -> tuple[int, int]:
     """(bytes, flops) that any implementation needs: x, weight and bias read once, q, k and v written once. Leaves out
-    positions, slots and the table's rows. Takes kv_project's arguments; `places` may be left out for plain caches."""
-    qkv = x.new_empty(math.prod(x.shape[:-1]), weight.shape[-2], device="meta")
-    (product, flops), (moved, more) = row_linear_cost(x, weight, bias), kv_calibrate_cost(qkv, *places)
+    positions, slots and the table's rows."""
+    qkv = args.x.new_empty(math.prod(args.x.shape[:-1]), args.weight.shape[-2], device="meta")
+    product, flops = row_linear_cost(args.x, args.weight, args.bias)
+    moved, more = kv_calibrate_cost(qkv, *args[3:])
     return product + moved - 2 * qkv.numel() * qkv.element_size(), flops + more
 
 
@@ -284,27 +287,28 @@ def _kv_project_kernel(
             store_halves(p_kv + (i_slot * Hkv + i_kv)[:, None] * D, b_a, b_b, b_scale, m, D, N // 2, KV)
 
 
+class Shape(NamedTuple):
+    dtype: torch.dtype
+    G: int
+    Hq: int
+    Hkv: int
+    D: int
+    E: int
+    norm: bool = False
+    bias: bool = False
+    form: Format | None = None
+    kind: str = "plain"
+    few: bool = False  # see `few_rows`
+
+
 @lru_cache(maxsize=256)
-def _variant(
-    dtype: torch.dtype,
-    G: int,
-    Hq: int,
-    Hkv: int,
-    D: int,
-    E: int,
-    norm: bool,
-    bias: bool,
-    arch: int,
-    sms: int = 0,
-    form: Format | None = None,
-    kind: str = "plain",
-    few: bool = False,
-) -> Variant:
-    """Rows of x as in row_linear (`few`: see `few_rows`). A tile of the weight is one head, since a head's halves are
+def _variant(shape: Shape, arch: int, sms: int = 0) -> Variant:
+    """Rows of x as in row_linear. A tile of the weight is one head, since a head's halves are
     rotated together. Heads are few: 48 of 128 rows for Llama-3-8B. So K is split: on sm_90 for up to two programs an SM
     (on 132 SMs five splits are 240 programs), elsewhere until every SM has one. The last to finish reads the splits'
     sums from L2, 512 bytes per split, row and head. float32 uses FMA in small tiles, for correctness only. By default
     ptxas limits some variants to fewer than 128 registers and spills."""
+    dtype, G, Hq, Hkv, D, E, norm, bias, form, kind, few = shape
     sms = sms or SMS[arch]
     count, n = G * (Hq + 2 * Hkv), max(16, triton.next_power_of_2(D))
     row = E * dtype.itemsize if form is None else form.size(E)
@@ -371,47 +375,35 @@ def _variant(
 
 def variants(arch: int) -> Iterator[Variant]:
     """The variants that the compile-only checks compile for sm_`arch`; the launcher takes any sizes."""
-    bf16 = torch.bfloat16
-    for dtype, G, Hq, Hkv, D, E, norm, bias in (
-        (bf16, 1, 32, 8, 128, 4096, False, False),  # Llama-3-8B
-        (bf16, 1, 32, 8, 128, 4096, True, False),  # Qwen3-8B
-        (bf16, 1, 32, 8, 64, 2048, False, False),  # Llama-3.2-1B
-        (bf16, 4, 32, 8, 128, 4096, False, False),
-        (bf16, 4, 32, 8, 64, 2048, False, False),
-        (bf16, 1, 14, 2, 64, 896, False, True),  # Qwen2.5-0.5B
-        (bf16, 1, 32, 32, 96, 3072, False, False),  # Phi-3-mini
-        (bf16, 1, 8, 1, 256, 2048, False, False),
-        (torch.float16, 1, 32, 8, 128, 4096, False, False),
-        (torch.float32, 1, 32, 8, 128, 4096, True, True),
+    bf16, llama = torch.bfloat16, Shape(torch.bfloat16, 1, 32, 8, 128, 4096)
+    for shape in (
+        llama,  # Llama-3-8B
+        llama._replace(norm=True),  # Qwen3-8B
+        Shape(bf16, 1, 32, 8, 64, 2048),  # Llama-3.2-1B
+        llama._replace(G=4),
+        Shape(bf16, 4, 32, 8, 64, 2048),
+        Shape(bf16, 1, 14, 2, 64, 896, bias=True),  # Qwen2.5-0.5B
+        Shape(bf16, 1, 32, 32, 96, 3072),  # Phi-3-mini
+        Shape(bf16, 1, 8, 1, 256, 2048),
+        llama._replace(dtype=torch.float16),
+        llama._replace(dtype=torch.float32, norm=True, bias=True),
     ):
-        yield _variant(dtype, G, Hq, Hkv, D, E, norm, bias, arch)
+        yield _variant(shape, arch)
     for form in COMMON:
-        yield _variant(bf16, 1, 32, 8, 128, 4096, False, False, arch, form=form)
-    yield _variant(torch.float16, 2, 32, 8, 64, 2048, True, True, arch, form=COMMON[3])
-    yield _variant(torch.float32, 1, 32, 8, 128, 4096, False, False, arch, form=COMMON[0])
+        yield _variant(llama._replace(form=form), arch)
+    yield _variant(Shape(torch.float16, 2, 32, 8, 64, 2048, norm=True, bias=True, form=COMMON[3]), arch)
+    yield _variant(llama._replace(dtype=torch.float32, form=COMMON[0]), arch)
     for kind in NARROW.values():
-        yield _variant(bf16, 1, 32, 8, 128, 4096, False, False, arch, kind=kind)
+        yield _variant(llama._replace(kind=kind), arch)
     if arch == 90:
         for few in (None, COMMON[0], COMMON[3]):
-            yield _variant(bf16, 1, 32, 8, 128, 4096, False, False, arch, form=few, few=True)
-        yield _variant(bf16, 1, 32, 8, 64, 2048, False, False, arch, few=True)
+            yield _variant(llama._replace(form=few, few=True), arch)
+        yield _variant(Shape(bf16, 1, 32, 8, 64, 2048, few=True), arch)
 
 
-def launch(
-    x: Tensor,
-    weight: Matrix,
-    bias: Tensor | None,
-    positions: Tensor,
-    slots: Tensor,
-    rope: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    q_norm: Tensor | None,
-    k_norm: Tensor | None,
-    eps: float,
-    k_scale: Tensor | None = None,
-    v_scale: Tensor | None = None,
-) -> Tensor:
+@takes(Arguments)
+def launch(args: Arguments) -> Tensor:
+    x, weight, bias, positions, slots, rope, k_cache, v_cache, q_norm, k_norm, eps, k_scale, v_scale = args
     w, scale, shift = arguments_of(weight)
     if not rope.is_contiguous():
         raise ValueError(f"rope must be contiguous, got strides {rope.stride()}")
@@ -421,38 +413,45 @@ def launch(
     q = x.new_empty(G * T, Hq, D)
     if not q.numel():
         return q
-    has, form = (q_norm is not None, bias is not None), format_of(weight)
     on = arch(x.device)
-    how = form, kind_of(k_cache), few_rows(T, on)
-    variant = _variant(x.dtype, G, Hq, Hkv, D, E, *has, on, sms(x.device), *how)
+    norm, form, kind = q_norm is not None, format_of(weight), kind_of(k_cache)
+    shape = Shape(x.dtype, G, Hq, Hkv, D, E, norm, bias is not None, form, kind, few_rows(T, on))
+    variant = _variant(shape, on, sms(x.device))
     tiles, splits = -(-T // variant.constexprs["M"]), variant.constexprs["SPLITS"]
     sums = x.new_empty((splits, G * T, O), dtype=torch.float32)
     count = counters(x.device, tiles * G * (O // D))
     b, qn, kn = (x if y is None else y.contiguous() for y in (bias, q_norm, k_norm))  # x is a dummy, not read
     grid = (tiles, G * (O // D), splits)
-    caches = as_bytes(k_cache), as_bytes(v_cache), k_scale, v_scale
-    variant(grid, x, w, scale, shift, b, positions, slots, rope, qn, kn, sums, count, q, *caches, T, float(eps))
+    variant(
+        grid,
+        x,
+        w,
+        scale,
+        shift,
+        b,
+        positions,
+        slots,
+        rope,
+        qn,
+        kn,
+        sums,
+        count,
+        q,
+        as_bytes(k_cache),
+        as_bytes(v_cache),
+        k_scale,
+        v_scale,
+        T,
+        float(eps),
+    )
     return q
 
 
-def _check(
-    x: Tensor,
-    weight: Matrix,
-    bias: Tensor | None,
-    positions: Tensor,
-    slots: Tensor,
-    rope: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    q_norm: Tensor | None,
-    k_norm: Tensor | None,
-    eps: float,
-    k_scale: Tensor | None,
-    v_scale: Tensor | None,
-) -> None:
+def _check(args: Arguments) -> None:
+    x, weight, bias, q_norm, k_scale = args.x, args.weight, args.bias, args.q_norm, args.k_scale
     check_product(x, weight)
     G, T, O = math.prod(x.shape[:-2]), math.prod(x.shape[:-1]), weight.shape[-2]
-    Hkv, D = check_rows(x, T, positions, slots, rope, k_cache, v_cache, q_norm, k_norm, eps, k_scale, v_scale)
+    Hkv, D = check_rows(x, T, args)
     if O % D or 2 * Hkv * D >= O:
         raise ValueError(f"weight must have (Hq + 2*{Hkv}) * {D} rows, got {O}")
     if bias is not None and (bias.shape != weight.shape[:-1] or bias.dtype != x.dtype):
@@ -464,25 +463,26 @@ def _check(
         raise ValueError(f"k_scale must be [{G}, {Hkv}], a row per layer, got {tuple(k_scale.shape)}")
 
 
-def _explain(*args: Any) -> None:
-    _check(*args)
-    check_places(*args[3:7])
+def _explain(args: Arguments) -> None:
+    _check(args)
+    check_places(args)
 
 
-def _fake(x: Tensor, weight: Matrix, bias: Tensor | None, *others: Tensor) -> Tensor:
-    Hkv, D = others[3].shape[2:]
-    rows, heads = math.prod(x.shape[:-1]), weight.shape[-2] // D
+def _fake(args: Arguments) -> Tensor:
+    x, (Hkv, D) = args.x, args.k_cache.shape[2:]
+    rows, heads = math.prod(x.shape[:-1]), args.weight.shape[-2] // D
     q = x.new_empty(rows, heads - Hkv, D)[:, : heads - 2 * Hkv]  # the reference's q and k are views of one tensor
     return q.new_empty(q.shape) if x.is_cuda and x.dtype != torch.float64 else q
 
 
-def _fits(x: Tensor, weight: Matrix, *others: Tensor) -> bool:
-    widest = 128 if weight.dtype == torch.uint8 else MAX_D  # four bits in tiles of 256 rows spill registers
-    return x.shape[-2] <= MAX_ROWS and others[4].shape[3] <= widest and streams(weight)
+def _fits(args: Arguments) -> bool:
+    widest = 128 if args.weight.dtype == torch.uint8 else MAX_D  # four bits in tiles of 256 rows spill registers
+    return args.x.shape[-2] <= MAX_ROWS and args.k_cache.shape[3] <= widest and streams(args.weight)
 
 
 _kv_project = register(
     kv_project,
+    Arguments,
     check=_check,
     reference=kv_project_ref,
     launch=launch,

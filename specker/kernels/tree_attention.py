@@ -18,7 +18,7 @@ several sequences the launch has at most `PROGRAMS` programs per SM, which share
 import math
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
-from typing import Any
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -35,7 +35,7 @@ from specker.kernels.ancestors import (
 )
 from specker.kernels.narrow import NARROW, cache_types, check_cache, kind_of, named, widen
 from specker.kernels.quant import as_bytes
-from specker.kernels.registry import register
+from specker.kernels.registry import register, takes
 from specker.kernels.variant import (
     AMD,
     TYPES,
@@ -152,28 +152,47 @@ def tree_attention(
         >>> [round(x, 1) for x in out[:, 0, 0].tolist()]  # means of columns 0-3, 0-4, and 0-3 with 5
         [1.5, 2.0, 2.2]
     """
-    places = block_table, kv_len, window, cu_rows, ancestors
-    return _tree_attention(q, k_cache, v_cache, *places, scale, reach, cap, sinks, k_scale, v_scale)
+    return _tree_attention(
+        q,
+        k_cache,
+        v_cache,
+        block_table,
+        kv_len,
+        window,
+        cu_rows,
+        ancestors,
+        scale,
+        reach,
+        cap,
+        sinks,
+        k_scale,
+        v_scale,
+    )
 
 
-def tree_attention_ref(
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    block_table: Tensor,
-    kv_len: Tensor,
-    window: Tensor,
-    cu_rows: Tensor,
-    ancestors: Tensor,
-    scale: float,
-    reach: int = 0,
-    cap: float = 0.0,
-    sinks: Tensor | None = None,
-    k_scale: Tensor | None = None,
-    v_scale: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    starts, lens, windows = cu_rows.tolist(), kv_len.tolist(), window.tolist()
-    words = ancestors.tolist()
+class Arguments(NamedTuple):
+    q: Tensor
+    k_cache: Tensor
+    v_cache: Tensor
+    block_table: Tensor
+    kv_len: Tensor
+    window: Tensor
+    cu_rows: Tensor
+    ancestors: Tensor
+    scale: float
+    reach: int = 0
+    cap: float = 0.0
+    sinks: Tensor | None = None
+    k_scale: Tensor | None = None
+    v_scale: Tensor | None = None
+
+
+@takes(Arguments)
+def tree_attention_ref(args: Arguments) -> tuple[Tensor, Tensor]:
+    q, k_cache, v_cache, block_table, reach = args.q, args.k_cache, args.v_cache, args.block_table, args.reach
+    sinks, k_scale, v_scale = args.sinks, args.k_scale, args.v_scale
+    starts, lens, windows = args.cu_rows.tolist(), args.kv_len.tolist(), args.window.tolist()
+    words = args.ancestors.tolist()
     if starts[0] != 0 or starts[-1] != len(q) or starts != sorted(starts):
         raise ValueError(f"cu_rows must rise from 0 to q's {len(q)} rows, got {starts}")
     outs, lses = [], []
@@ -200,7 +219,7 @@ def tree_attention_ref(
             own = own.to(torch.promote_types(q.dtype, torch.float32))
             i_g = b * len(k_scale) // len(lens)
             k, v = (x.to(own.dtype) * by[i_g, :, None] for x, by in ((k, k_scale), (v, v_scale)))
-        out, lse = attend(own, k, v, None if mask is None else mask.to(q.device, own.dtype), scale, cap)
+        out, lse = attend(own, k, v, None if mask is None else mask.to(q.device, own.dtype), args.scale, args.cap)
         if sinks is not None:
             whole = torch.logaddexp(lse, sinks[b * len(sinks) // len(lens)].to(lse.dtype))
             out, lse = out * (lse - whole).exp().unsqueeze(-1), whole
@@ -765,22 +784,23 @@ def _finish(pointers, sink_ptr, o_th, o_h, m, b_acc, b_max, b_sum, valid, D: tl.
     tl.store(lse_ptr + o_th, (b_max + tl.log2(b_sum)) * 0.6931471805599453 * valid, mask=m)
 
 
+class Shape(NamedTuple):
+    dtype: torch.dtype
+    B: int
+    Hq: int
+    Hkv: int
+    D: int
+    page: int
+    strides: tuple[int, ...]  # of the caches' pages, columns and heads
+    reach: int = 0
+    cap: bool = False
+    sinks: torch.dtype | None = None
+    kind: str = "plain"
+    apart: bool = False  # the splits are merged by a launch of its own
+
+
 @lru_cache(maxsize=256)
-def _variant(
-    dtype: torch.dtype,
-    B: int,
-    Hq: int,
-    Hkv: int,
-    D: int,
-    page: int,
-    strides: tuple[int, int, int],
-    arch: int,
-    reach: int = 0,
-    apart: bool = False,
-    cap: bool = False,
-    sinks: torch.dtype | None = None,
-    kind: str = "plain",
-) -> Variant:
+def _variant(shape: Shape, arch: int) -> Variant:
     """The M tile is 64 for any number of rows, 32 for D 512. wgmma requires 64; on sm_80 the tile decides how Triton
     places the warps, and with it the order of the sums. 4 warps make one warpgroup.
 
@@ -807,6 +827,7 @@ def _variant(
     warp owns a pair, so sums over splits stay within a thread. For one row of Llama-3-8B at 8,192 columns (four pairs a
     KV head, 32 splits) that takes one round of loads from L2; 32,768 columns (64 splits) take two.
     """
+    dtype, B, Hq, Hkv, D, page, strides, reach, cap, sinks, kind, apart = shape
     t, d_pad = TYPES[dtype], max(16, 1 << (D - 1).bit_length())
     half = dtype != torch.float32
     M, N = (64, 32 if d_pad > 128 or arch == 80 else 64) if half else (16, 32)
@@ -898,57 +919,52 @@ def _merge_variant(of: Variant) -> Variant:
 def variants(arch: int) -> Iterator[Variant]:
     """The variants compiled by the compile-only checks for sm_`arch`; the launcher takes any heads, D, page,
     strides."""
-    bf16 = torch.bfloat16
-    for dtype, B, Hq, Hkv, D, page, *reach in (
-        (bf16, 1, 32, 8, 128, 256),
-        (bf16, 16, 32, 8, 128, 256),
-        (bf16, 1, 32, 8, 128, 256, 4096),
-        (bf16, 1, 32, 8, 128, 16),
-        (bf16, 1, 32, 8, 64, 256),
-        (bf16, 16, 32, 8, 64, 256),
-        (bf16, 1, 14, 2, 64, 256),
-        (bf16, 1, 32, 32, 96, 256),
-        (bf16, 1, 16, 8, 256, 256),
-        (bf16, 16, 32, 4, 512, 256),
-        (torch.float16, 1, 32, 8, 128, 256),
-        (torch.float32, 1, 32, 8, 128, 256),
+    bf16, f16 = torch.bfloat16, torch.float16
+    llama = _shape(bf16, 1, 32, 8, 128)
+    for shape in (
+        llama,
+        llama._replace(B=16),
+        llama._replace(reach=4096),
+        _shape(bf16, 1, 32, 8, 128, page=16),
+        _shape(bf16, 1, 32, 8, 64),
+        _shape(bf16, 16, 32, 8, 64),
+        _shape(bf16, 1, 14, 2, 64),
+        _shape(bf16, 1, 32, 32, 96),
+        _shape(bf16, 1, 16, 8, 256),
+        _shape(bf16, 16, 32, 4, 512),
+        llama._replace(dtype=f16),
+        llama._replace(dtype=torch.float32),
     ):
-        for apart in (False, True):
-            yield _variant(dtype, B, Hq, Hkv, D, page, (page * Hkv * D, Hkv * D, D), arch, *(reach or [0]), apart)
-        yield _merge_variant(_variant(dtype, B, Hq, Hkv, D, page, (page * Hkv * D, Hkv * D, D), arch, *reach))
-    for Hq, Hkv, D, window, *how in ((64, 8, 64, 128, False, bf16), (16, 8, 256, 4096, True, None)):
-        sizes = Hq, Hkv, D, 256, (256 * Hkv * D, Hkv * D, D)  # gpt-oss and Gemma 2
-        yield _variant(bf16, 1, *sizes, arch, window, True, *how)
-        yield _merge_variant(_variant(bf16, 1, *sizes, arch, window, True, *how))
-        yield _variant(bf16, 16, *sizes, arch, 0, False, *how)
+        yield _variant(shape, arch)
+        yield _variant(shape._replace(apart=True), arch)
+        yield _merge_variant(_variant(shape, arch))
+    for shape, window in (
+        (_shape(bf16, 1, 64, 8, 64)._replace(sinks=bf16), 128),  # gpt-oss
+        (_shape(bf16, 1, 16, 8, 256)._replace(cap=True), 4096),  # Gemma 2
+    ):
+        yield _variant(shape._replace(reach=window, apart=True), arch)
+        yield _merge_variant(_variant(shape._replace(reach=window, apart=True), arch))
+        yield _variant(shape._replace(B=16), arch)
     for kind in NARROW.values():
-        for dtype, B, D, page in ((bf16, 1, 64, 256), (bf16, 1, 128, 256), (bf16, 16, 128, 256), (bf16, 1, 256, 256)):
-            yield _variant(dtype, B, 32, 8, D, page, (page * 8 * D, 8 * D, D), arch, kind=kind)
-        yield _variant(torch.float16, 1, 32, 8, 128, 16, (16 * 1024, 1024, 128), arch, kind=kind)
+        for shape in (_shape(bf16, 1, 32, 8, 64), llama, llama._replace(B=16), _shape(bf16, 1, 32, 8, 256)):
+            yield _variant(shape._replace(kind=kind), arch)
+        yield _variant(_shape(f16, 1, 32, 8, 128, page=16)._replace(kind=kind), arch)
 
 
-def launch(
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    block_table: Tensor,
-    kv_len: Tensor,
-    window: Tensor,
-    cu_rows: Tensor,
-    ancestors: Tensor,
-    scale: float,
-    reach: int = 0,
-    cap: float = 0.0,
-    sinks: Tensor | None = None,
-    k_scale: Tensor | None = None,
-    v_scale: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    scale, cap, strides = float(scale), float(cap), k_cache.stride()  # they may be numpy's numbers
+def _shape(dtype: torch.dtype, B: int, Hq: int, Hkv: int, D: int, page: int = 256) -> Shape:
+    """A shape with contiguous caches."""
+    return Shape(dtype, B, Hq, Hkv, D, page, (page * Hkv * D, Hkv * D, D))
+
+
+@takes(Arguments)
+def launch(args: Arguments) -> tuple[Tensor, Tensor]:
+    q, k_cache, v_cache, block_table = args.q.contiguous(), args.k_cache, args.v_cache, args.block_table
+    kv_len, cu_rows, sinks, k_scale = args.kv_len.contiguous(), args.cu_rows.contiguous(), args.sinks, args.k_scale
+    scale, cap, strides = float(args.scale), float(args.cap), k_cache.stride()  # they may be numpy's numbers
     if strides != v_cache.stride() or strides[3] != 1:
         raise ValueError(
             f"the caches must have one layout with adjacent elements, got strides {strides} and {v_cache.stride()}"
         )
-    q, kv_len, window, cu_rows, ancestors = (x.contiguous() for x in (q, kv_len, window, cu_rows, ancestors))
     (T, Hq, D), (_, page, Hkv, _), (B, max_pages) = q.shape, k_cache.shape, block_table.shape
     if block_table.stride(1) != 1:
         block_table = block_table.contiguous()
@@ -958,23 +974,48 @@ def launch(
     splits = split_count(max_pages * page, split_unit(Hkv))
     several = splits if splits > 1 else 0
     apart = splits > 1 and T * (Hq // Hkv) > MERGED * B
-    how = cap > 0, None if sinks is None else sinks.dtype, kind_of(k_cache)
-    variant = _variant(q.dtype, B, Hq, Hkv, D, page, strides[:3], arch(q.device), reach, apart, *how)
+    sink = None if sinks is None else sinks.dtype
+    shape = Shape(q.dtype, B, Hq, Hkv, D, page, strides[:3], args.reach, cap > 0, sink, kind_of(k_cache), apart)
+    variant = _variant(shape, arch(q.device))
     partial = q.new_empty((T, Hq, several, D), dtype=torch.float32)
     stats = q.new_empty((2, T, Hq, several), dtype=torch.float32)
     # A sequence with x (row, query head) pairs takes ceil(x / M) tiles; sum(x) // M + B slots hold them all.
     slots = T * (Hq // Hkv) // variant.constexprs["M"] + B
     count = counters(q.device, slots * Hkv)
-    tables = block_table, kv_len, window, cu_rows, ancestors
     run = B // max(len(x) if x is not None else 1 for x in (sinks, k_scale))
-    width, columns = block_table.stride(0), max_pages * page
-    numbers = scale * _LOG2E, cap * _LOG2E, run, T, B, ancestors.shape[1], width, columns, splits
+    columns = max_pages * page
     programs = slots * Hkv * splits
     if B > 1:
         programs = min(programs, PROGRAMS * sms(q.device))
     sinks = None if sinks is None else sinks.contiguous()
-    caches, layers = (as_bytes(k_cache), as_bytes(v_cache)), (sinks, k_scale, v_scale)
-    variant((programs,), q, *caches, *tables, partial, stats, count, out, lse, *layers, *numbers)
+    variant(
+        (programs,),
+        q,
+        as_bytes(k_cache),
+        as_bytes(v_cache),
+        block_table,
+        kv_len,
+        args.window.contiguous(),
+        cu_rows,
+        args.ancestors.contiguous(),
+        partial,
+        stats,
+        count,
+        out,
+        lse,
+        sinks,
+        k_scale,
+        args.v_scale,
+        scale * _LOG2E,
+        cap * _LOG2E,
+        run,
+        T,
+        B,
+        args.ancestors.shape[1],
+        block_table.stride(0),
+        columns,
+        splits,
+    )
     if apart:
         merge = _merge_variant(variant)
         grid = T, -(-Hq // merge.constexprs["P"])
@@ -982,22 +1023,9 @@ def launch(
     return out, lse
 
 
-def _check(
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    block_table: Tensor,
-    kv_len: Tensor,
-    window: Tensor,
-    cu_rows: Tensor,
-    ancestors: Tensor,
-    scale: float,
-    reach: int = 0,
-    cap: float = 0.0,
-    sinks: Tensor | None = None,
-    k_scale: Tensor | None = None,
-    v_scale: Tensor | None = None,
-) -> None:
+def _check(args: Arguments) -> None:
+    q, k_cache, v_cache, block_table, kv_len = args.q, args.k_cache, args.v_cache, args.block_table, args.kv_len
+    window, cu_rows, ancestors, sinks, k_scale = args.window, args.cu_rows, args.ancestors, args.sinks, args.k_scale
     if q.dim() != 3 or k_cache.dim() != 4 or k_cache.shape != v_cache.shape or q.shape[2] != k_cache.shape[3]:
         raise ValueError(
             "expected q [T, Hq, D] and caches [pages, page, Hkv, D]: "
@@ -1005,7 +1033,7 @@ def _check(
         )
     if q.shape[1] % k_cache.shape[2]:
         raise ValueError(f"{q.shape[1]} query heads cannot share {k_cache.shape[2]} KV heads")
-    check_cache(q, k_cache, v_cache, k_scale, v_scale)
+    check_cache(q, k_cache, v_cache, k_scale, args.v_scale)
     B = block_table.shape[0] if block_table.dim() else 0
     if kv_len.shape != (B,) or block_table.dim() != 2 or window.shape != (B,) or cu_rows.shape != (B + 1,):
         raise ValueError(
@@ -1021,12 +1049,12 @@ def _check(
         raise ValueError(f"ancestors must be [{q.shape[0]}, 1..{MAX_WORDS}], got {tuple(ancestors.shape)}")
     if ancestors.dtype != torch.int64:
         raise ValueError(f"ancestors must be int64 words, got {ancestors.dtype}")
-    if not scale > 0:
-        raise ValueError(f"scale must be positive, got {scale}")
-    if reach < 0:
-        raise ValueError(f"reach must be at least 0, got {reach}")
-    if not 0 <= cap < math.inf:
-        raise ValueError(f"cap must be at least 0, and 0 is none; got {cap}")
+    if not args.scale > 0:
+        raise ValueError(f"scale must be positive, got {args.scale}")
+    if args.reach < 0:
+        raise ValueError(f"reach must be at least 0, got {args.reach}")
+    if not 0 <= args.cap < math.inf:
+        raise ValueError(f"cap must be at least 0, and 0 is none; got {args.cap}")
     if sinks is not None and (sinks.dim() != 2 or sinks.shape[1] != q.shape[1] or not sinks.is_floating_point()):
         raise ValueError(f"sinks must be [G, {q.shape[1]}] floating, got {tuple(sinks.shape)} {sinks.dtype}")
     for name, layers in (("sinks", sinks), ("k_scale", k_scale)):
@@ -1039,16 +1067,16 @@ def _check(
     same_device(q, k_cache=k_cache, v_cache=v_cache, ancestors=ancestors, **others)
 
 
-def _fake(q: Tensor, *_: object) -> tuple[Tensor, Tensor]:
+def _fake(args: Arguments) -> tuple[Tensor, Tensor]:
+    q = args.q
     return q.new_empty(q.shape), q.new_empty(q.shape[:2], dtype=torch.promote_types(q.dtype, torch.float32))
 
 
-def _fits(*args: Any) -> bool:
+def _fits(args: Arguments) -> bool:
     """Whether the kernel serves the arguments: the reach must not hide a column of the window."""
-    ancestors, reach = args[7], args[9]
-    return reach == 0 or reach >= 64 * ancestors.shape[1]
+    return args.reach == 0 or args.reach >= 64 * args.ancestors.shape[1]
 
 
 _tree_attention = register(
-    tree_attention, check=_check, reference=tree_attention_ref, launch=launch, fake=_fake, fits=_fits
+    tree_attention, Arguments, check=_check, reference=tree_attention_ref, launch=launch, fake=_fake, fits=_fits
 )

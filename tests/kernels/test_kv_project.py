@@ -73,7 +73,7 @@ def test_without_norms_it_equals_the_two_launches(poisoned, size):
     """Bit for bit: the same products and sums where K is split alike, and the same roundings."""
     args = inputs(5, size, bias=True)
     products = importlib.import_module("specker.kernels.row_linear")
-    splits = module._variant(torch.float16, 1, *size, False, True, 90).constexprs["SPLITS"]
+    splits = module._variant(module.Shape(torch.float16, 1, *size, bias=True), 90).constexprs["SPLITS"]
     tile = products.tiles(torch.float16, args[1].shape[0], size[3], 90)
     assert splits == tile[4]
     other = fresh(args)
@@ -86,7 +86,7 @@ def test_without_norms_it_equals_the_two_launches(poisoned, size):
 
 def test_the_sizes_cover_splits():
     def splits(*given):
-        return module._variant(torch.bfloat16, *given, False, False, 90).constexprs["SPLITS"]
+        return module._variant(module.Shape(torch.bfloat16, *given), 90).constexprs["SPLITS"]
 
     assert [splits(1, *size) for size in SIZES] == [1, 1, 1, 3, 1]
     assert splits(1, 32, 8, 128, 4096) == 5 and splits(4, 32, 8, 128, 4096) == 1 and splits(1, 32, 8, 64, 2048) == 4

@@ -332,7 +332,8 @@ def test_what_the_kernels_take():
     assert not linear._fits(torch.zeros(1025, 192), a_weight(FORMATS[0], 4, 192))
     assert not linear._fits(x, a_weight(("int8", 24, False, torch.float16), 4, 96))  # no multiple of 16
     caches = [torch.empty(4, 64, 1, D) for D in (128, 256)]
-    fits = [project._fits(x, a_weight(form, 4, 192), *[None] * 4, c) for form in FORMATS[::7] for c in caches]
+    calls = [project.Arguments(x, a_weight(form, 4, 192), *[None] * 4, c, c) for form in FORMATS[::7] for c in caches]
+    fits = [project._fits(call) for call in calls]
     assert fits == [True, True, True, False]  # a head of 256 is too much for int4
 
 

@@ -178,7 +178,7 @@ def test_a_reach_hides_all_but_the_last_columns(relation, reach):
         assert reach == 1000 or (got - whole).abs().max() > 1e-3
 
 
-@pytest.mark.parametrize("launch", [tree_attention, lambda **args: op._tree_attention(*args.values())])
+@pytest.mark.parametrize("launch", [tree_attention, torch.ops.specker.tree_attention])
 def test_a_reach_counts_the_columns_of_a_rows_path(launch):
     """Column c holds c, and all scores are equal, so a row gets the mean of the columns that it sees. Siblings use up
     nothing of its reach."""

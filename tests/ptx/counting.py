@@ -157,7 +157,7 @@ def _kv_calibrate(dtype: torch.dtype) -> Iterator[Counted]:
     table = ops.kv.rope_table(1e4 ** -(torch.arange(0, 128, 2).float() / 128), 1.0, 64, dtype)
     caches = [torch.zeros(4, 16, 8, 128, dtype=dtype) for _ in "kv"]
     args = qkv, at, at, table, *caches, norm, norm, 1e-6
-    yield "T8 32/8 D128 norm", lambda: ops.kv.launch(*args), ops.kv.kv_calibrate_cost(qkv)[0]
+    yield "T8 32/8 D128 norm", lambda: ops.kv.launch(*args), ops.kv.kv_calibrate_cost(*args)[0]
 
 
 def _kv_commit(dtype: torch.dtype) -> Iterator[Counted]:
