@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from bench.kernels import common
 from bench.kernels.common import DEVICE, Built, Case, Goal
-from specker.kernels.round.settle import settle, settle_cost
+from specker.kernels.round.settle import Texts, settle, settle_cost
 from specker.kernels.sample_rows import Splits
 
 PAGE = 256  # columns
@@ -45,7 +45,7 @@ def build(B: int, N: int, width: int, splits: bool) -> Built:
         return torch.zeros(B, CAPACITY, dtype=torch.int64, device=DEVICE), length, torch.zeros_like(target)
 
     def ours(texts: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
-        return settle(tokens, parents, drawn, *texts, limit, table, PAGE)
+        return settle(tokens, parents, drawn, Texts(*texts, limit, table, PAGE))
 
     def eager(texts: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
         committed, length, window = texts

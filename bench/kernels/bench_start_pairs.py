@@ -12,6 +12,7 @@ from torch.nn import functional as F
 
 from bench.kernels import common
 from bench.kernels.common import DEVICE, Built, Case, Goal
+from specker.kernels.round.place_rows import Window
 from specker.kernels.round.start_pairs import start_pairs, start_pairs_cost
 from specker.kernels.round.start_rows import start_rows
 
@@ -36,11 +37,11 @@ def build(B: int, width: int, E: int) -> Built:
     if width > 1:
         level = torch.randint(1, width + 1, (B, width), device=DEVICE)
         parents = torch.cat((torch.zeros_like(level), level), 1)
-    place = length, 2, 1 + (width > 1) * width, width, parents, table, PAGE, 1 << 17
-    args = embedding, tokens, False, features, norms, EPS, False, *place
+    window = Window(length, 2, 1 + (width > 1) * width, width, parents, table, PAGE, 1 << 17)
+    args = embedding, tokens, False, features, norms, EPS, False, window
 
     def eager() -> tuple[torch.Tensor, ...]:
-        embedded, *placed = start_rows(embedding, tokens, False, *place)
+        embedded, *placed = start_rows(embedding, tokens, False, window)
         stream = features
         if parents is not None:
             row = parents[:, width:] - 1 + width * torch.arange(B, device=DEVICE).unsqueeze(1)

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from bench.kernels import common
 from bench.kernels.common import DEVICE, Built, Case, Goal
-from specker.kernels.round.place_rows import place_rows
+from specker.kernels.round.place_rows import Window, place_rows
 from specker.kernels.round.start_rows import start_rows, start_rows_cost
 
 PAGE = 256  # columns
@@ -31,7 +31,8 @@ def build(B: int, count: int, tree: bool) -> Built:
     tokens = torch.randint(V, (B, count), device=DEVICE)
     table = torch.randperm(B * PAGES, device=DEVICE).view(B, PAGES).int()
     parents = (torch.arange(count - 1, device=DEVICE) // 3).expand(B, -1).contiguous() if tree else None
-    args = embedding, tokens, False, length, 1, 0, count, parents, table, PAGE, 1 << 17
+    window = Window(length, 1, 0, count, parents, table, PAGE, 1 << 17)
+    args = embedding, tokens, False, window
     row = torch.arange(count, device=DEVICE)
     bits = torch.ones(count, dtype=torch.int64, device=DEVICE) << row
     chain = ((row[:, None] >= row) * bits).sum(-1, keepdim=True).repeat(B, 1)
@@ -52,7 +53,7 @@ def build(B: int, count: int, tree: bool) -> Built:
         return hidden, positions, slots.view(-1), (length - 1 + count).int(), words
 
     def check() -> None:
-        places = place_rows(*(x.cpu() if isinstance(x, torch.Tensor) else x for x in args[3:]))
+        places = place_rows(Window(*(x.cpu() if isinstance(x, torch.Tensor) else x for x in window)))
         want = embedding[tokens.view(-1)].cpu(), *places
         for name, outputs in (("specker", start_rows(*args)), ("torch", eager())):
             for a, b in zip(outputs, want, strict=True):

@@ -189,8 +189,13 @@ def refuse(
     """Explain the failure of an op that writes the arguments `written`. It runs only after a failure, so type checks
     cost successful calls nothing. Raises TypeError for the first argument that is not of the type in the signature of
     `function`, else ValueError as `check` does. Returns if the arguments are not at fault."""
-    parameters = zip(inspect.signature(function).parameters.values(), args, strict=False)
-    named = {p.name: (p.annotation, x) for p, x in parameters}
+    named: dict[str, tuple[Any, Any]] = {}
+    for p, x in zip(inspect.signature(function).parameters.values(), args, strict=False):
+        if hasattr(p.annotation, "_fields") and isinstance(x, p.annotation):  # a record: its fields are the arguments
+            kinds = typing.get_type_hints(p.annotation)
+            named |= {name: (kind, getattr(x, name)) for name, kind in kinds.items()}
+        else:
+            named[p.name] = p.annotation, x
     for name, (kind, value) in named.items():
         if not _of_type(value, kind):
             wanted = re.sub(r"\w+\.", "", inspect.formatannotation(kind))

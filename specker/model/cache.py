@@ -22,7 +22,7 @@ from torch import Tensor
 
 from specker.kernels.ancestors import chain_words, pack_bits
 from specker.kernels.kv_commit import kv_commit
-from specker.kernels.round.place_rows import place_rows
+from specker.kernels.round.place_rows import Window, place_rows
 from specker.model.config import ModelConfig
 from specker.model.kv_formats import kept_dim, widened
 from specker.model.prefixes import Match, Prefixes, copy_columns
@@ -453,14 +453,21 @@ class KVCache:
             return self.after([lengths[0] - back + first], [count], first)
         if not isinstance(lengths, Tensor):
             lengths = torch.tensor(lengths, dtype=torch.int64, device=self.device)
-        table = self.table[:n]
-        positions, slots, kv_len, words = place_rows(
-            lengths, back, first, count, parents, table, self.page_size, self.last_position, positions
-        )
-        window = window_sizes(first + count, self.device, n)
-        bounds = sequence_bounds(count, self.device, n)
-        ring_rows = self.ring_rows(slots, slice(n))
-        return Rows(positions, slots, kv_len, window, words, bounds, table, ring_rows=ring_rows)
+        window = self.window(lengths, back, first, count, parents)
+        positions, slots, kv_len, words = place_rows(window, positions)
+        return self.rows_of(window, positions, slots, kv_len, words)
+
+    def window(self, lengths: Tensor, back: int, first: int, rows: int, parents: Tensor | None = None) -> Window:
+        """What the kernels that place rows need of the first sequences, as many as `lengths` [n]; see `place`."""
+        table = self.table[: len(lengths)]
+        return Window(lengths, back, first, rows, parents, table, self.page_size, self.last_position)
+
+    def rows_of(self, window: Window, positions: Tensor, slots: Tensor, kv_len: Tensor, ancestors: Tensor) -> Rows:
+        """The rows of a window that a kernel has placed."""
+        n = len(window.length)
+        sizes = window_sizes(window.first + window.rows, self.device, n)
+        bounds, ring_rows = sequence_bounds(window.rows, self.device, n), self.ring_rows(slots, slice(n))
+        return Rows(positions, slots, kv_len, sizes, ancestors, bounds, window.block_table, ring_rows=ring_rows)
 
     def after(
         self, columns: Sequence[int], counts: Sequence[int], first: int = 0, full: bool = False, slot: int = 0

@@ -38,7 +38,7 @@ from specker.cpu import PairWeights
 from specker.kernels.quant import Matrix
 from specker.kernels.residual_merge import add_norm
 from specker.kernels.round.start_pairs import start_pairs
-from specker.model.cache import KVCache, Lengths, Rows, sequence_bounds, window_sizes
+from specker.model.cache import KVCache, Lengths, Rows
 from specker.model.decoder import Final, GroupRows, Model, Output, compiled, fuses, over_pages, run_layers
 from specker.model.rows import begin
 from specker.model.weights import Parameters
@@ -184,26 +184,12 @@ class DraftHead:
         n, count = len(lengths), len(features) // len(lengths) if text else tokens.shape[1]
         device = isinstance(lengths, Tensor) and model.stack is None
         if device and isinstance(model.embed, Tensor) and model.embed.dtype == features.dtype:
-            table = cache.table[:n]
+            window = cache.window(lengths, back, first, count, parents)  # type: ignore[arg-type]
+            eps, normed = model.config.rms_norm_eps, not self.spec.residual
             stream, joined, positions, slots, kv_len, words = start_pairs(
-                model.embed,
-                tokens,
-                text,
-                features,
-                self.norms,
-                model.config.rms_norm_eps,
-                not self.spec.residual,
-                lengths,  # type: ignore[arg-type]
-                back,
-                first,
-                count,
-                parents,
-                table,
-                cache.page_size,
-                cache.last_position,
+                model.embed, tokens, text, features, self.norms, eps, normed, window
             )
-            window, bounds = window_sizes(first + count, cache.device, n), sequence_bounds(count, cache.device, n)
-            return Rows(positions, slots, kv_len, window, words, bounds, table), PairInputs(stream, joined)
+            return cache.rows_of(window, positions, slots, kv_len, words), PairInputs(stream, joined)
         if text:
             assert isinstance(lengths, Tensor)
             each = torch.arange(count, dtype=torch.int64, device=cache.device)

@@ -1,23 +1,12 @@
 """Begin a forward pass: place its rows and look up their embeddings. That is one launch if the device places them."""
 
-from typing import NamedTuple
-
 import torch
 from torch import Tensor
 
+from specker.kernels.round.place_rows import Window
 from specker.kernels.round.start_rows import start_rows
-from specker.model.cache import KVCache, Lengths, Rows, sequence_bounds, window_sizes
+from specker.model.cache import KVCache, Lengths, Rows
 from specker.model.decoder import Model
-
-
-class Window(NamedTuple):
-    """Rows first..first + rows - 1 of the windows of n sequences; see `KVCache.place`."""
-
-    lengths: Tensor  # [n] int64
-    back: int
-    first: int
-    rows: int
-    parents: Tensor | None = None  # [n, R] int64
 
 
 def begin(
@@ -37,55 +26,36 @@ def begin(
     count = tokens.shape[1]
     if not isinstance(lengths, Tensor):
         return cache.place(lengths, back, first, count, parents), model.embed_tokens(tokens.reshape(-1))
-    return _started(model, cache, Window(lengths, back, first, count, parents), tokens, positions=positions)
+    return _started(model, cache, cache.window(lengths, back, first, count, parents), tokens, positions=positions)
 
 
 def begin_text(model: Model, cache: KVCache, texts: Tensor, lengths: Tensor, count: int) -> tuple[Rows, Tensor]:
     """`begin` for the last `count` tokens of each of the texts [n, C] int64 with `lengths` [n] int64."""
-    return _started(model, cache, Window(lengths, count, 0, count), texts, text=True)
+    return _started(model, cache, cache.window(lengths, count, 0, count), texts, text=True)
 
 
 def begin_step(model: Model, cache: KVCache, window: Tensor, lengths: Tensor, step: Tensor) -> tuple[Rows, Tensor]:
     """`begin` for token number `step` [1] int64 of each window [n, R] int64, whose token 0 is the root. It places the
     next row of a draft whose length only the device knows."""
-    return _started(model, cache, Window(lengths, 1, 0, 1), window, ahead=step)
+    return _started(model, cache, cache.window(lengths, 1, 0, 1), window, ahead=step)
 
 
 def _started(
     model: Model,
     cache: KVCache,
-    at: Window,
+    window: Window,
     tokens: Tensor,
     text: bool = False,
     positions: Tensor | None = None,
     ahead: Tensor | None = None,
 ) -> tuple[Rows, Tensor]:
-    """The arguments that are no part of the window: see `start_rows`."""
-    n, device = len(at.lengths), cache.device
-    table = cache.table[:n]
     plain = isinstance(model.embed, Tensor) and model.ple is None
     embed: Tensor = model.embed  # type: ignore[assignment]
     if not plain:
-        embed = torch.arange(len(embed), dtype=torch.int64, device=device).unsqueeze(1)
-    hidden, positions, slots, kv_len, words = start_rows(
-        embed,
-        tokens,
-        text,
-        at.lengths,
-        at.back,
-        at.first,
-        at.rows,
-        at.parents,
-        table,
-        cache.page_size,
-        cache.last_position,
-        positions,
-        ahead=ahead,
-    )
+        embed = torch.arange(len(embed), dtype=torch.int64, device=cache.device).unsqueeze(1)
+    hidden, positions, slots, kv_len, words = start_rows(embed, tokens, text, window, positions, ahead=ahead)
     if not plain:  # `hidden` holds the ids
         hidden = model.embed_tokens(hidden[:, 0])
     else:
         hidden = model.scaled(hidden)
-    window, bounds = window_sizes(at.first + at.rows, device, n), sequence_bounds(at.rows, device, n)
-    ring_rows = cache.ring_rows(slots, slice(n))
-    return Rows(positions, slots, kv_len, window, words, bounds, table, ring_rows=ring_rows), hidden
+    return cache.rows_of(window, positions, slots, kv_len, words), hidden

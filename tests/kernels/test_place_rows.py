@@ -10,7 +10,7 @@ from compile_only import compilations
 from windows import POISON, a_tree, among, table
 
 from specker.kernels.ancestors import chain_words
-from specker.kernels.round.place_rows import launch_place, place_rows, place_rows_cost
+from specker.kernels.round.place_rows import Window, launch_place, place_rows, place_rows_cost
 from specker.kernels.round.start_rows import launch, start_rows, start_rows_cost
 
 I64 = torch.int64
@@ -28,7 +28,9 @@ def test_rows_are_placed_after_each_text(place, window, tree, lengths):
     blocks, rows, back = table(40, B), first + count, 3
     trees = [a_tree(rows - 1, rng) if tree else list(range(rows - 1)) for _ in lengths]
     given = among([[*parents, 7, 7] for parents in trees])[0] if tree else None  # more than requested
-    positions, slots, kv_len, words = place(torch.tensor(lengths), back, first, count, given, blocks, page, 10**6)
+    positions, slots, kv_len, words = place(
+        Window(torch.tensor(lengths), back, first, count, given, blocks, page, 10**6)
+    )
     for b, (parents, length) in enumerate(zip(trees, lengths, strict=True)):
         for i, r in enumerate(range(first, rows)):
             way, at = [r], b * count + i
@@ -47,7 +49,7 @@ def test_rows_are_placed_after_each_text(place, window, tree, lengths):
 @pytest.mark.parametrize("place", [place_rows, launch_place])
 def test_a_draft_beyond_the_end_stays_inside(place):
     blocks = table(2, 2)
-    positions, slots, kv_len, _ = place(torch.tensor([30, 1]), 3, 0, 9, None, blocks, 16, 31)
+    positions, slots, kv_len, _ = place(Window(torch.tensor([30, 1]), 3, 0, 9, None, blocks, 16, 31))
     assert positions.tolist() == [27, 28, 29, 30, *[31] * 5, 0, 0, *range(7)]
     last = int(blocks[0, 1]) * 16 + 15
     assert slots[:9].tolist() == [*range(last - 4, last), *[last] * 5]
@@ -55,16 +57,14 @@ def test_a_draft_beyond_the_end_stays_inside(place):
     assert slots[9:].tolist() == [first, first, *range(first, first + 7)]
     assert kv_len.tolist() == [32, 7]  # attention reads no page beyond the table
     pads = torch.tensor([[0, -1, -1]])
-    assert place(torch.tensor([9]), 1, 0, 4, pads, table(2), 16, 31)[0].tolist() == [8, 9, 9, 9]
+    assert place(Window(torch.tensor([9]), 1, 0, 4, pads, table(2), 16, 31))[0].tolist() == [8, 9, 9, 9]
 
 
 def start(*args, kernel, text=False, parents=None, positions=None, ahead=None):
     """A forward's rows by `start_rows` on a CPU or by its kernel."""
     embedding, tokens, length, back, first, count, blocks, page, last = args
-    place = length, back, first, count, parents, blocks, page, last
-    if kernel:
-        return launch(embedding, tokens, text, *place, positions, ahead=ahead)
-    return start_rows(embedding, tokens, text, *place, positions, ahead=ahead)
+    window = Window(length, back, first, count, parents, blocks, page, last)
+    return (launch if kernel else start_rows)(embedding, tokens, text, window, positions, ahead=ahead)
 
 
 @pytest.mark.parametrize("kernel", [False, True])
@@ -78,7 +78,7 @@ def test_a_forward_starts_with_the_embeddings_of_its_tokens(kernel, E, dtype, tr
     n, blocks = torch.tensor(lengths), table(9, 2)
     hidden, *placed = start(embedding, tokens, n, 1, first, count, blocks, page, 999, kernel=kernel, parents=parents)
     assert torch.equal(hidden, embedding[tokens[:, :count].reshape(-1)])
-    want = place_rows(n, 1, first, count, parents, blocks, page, 999)
+    want = place_rows(Window(n, 1, first, count, parents, blocks, page, 999))
     assert all(torch.equal(a, b) and a.dtype == b.dtype for a, b in zip(placed, want, strict=True))
 
 
@@ -107,7 +107,7 @@ def test_a_step_starts_further_ahead(kernel, text):
         first = n - 1 + step if text else torch.tensor([step, step])
         columns = (first[:, None] + torch.arange(2)).clamp(max=3)
         assert torch.equal(got[0], embedding[tokens.gather(1, columns).reshape(-1)])
-        want = place_rows(n + step, 1, 0, 2, None, blocks, 16, 99)
+        want = place_rows(Window(n + step, 1, 0, 2, None, blocks, 16, 99))
         assert all(torch.equal(a, b) and a.dtype == b.dtype for a, b in zip(got[1:], want, strict=True))
 
 
@@ -117,21 +117,26 @@ def test_positions_are_written_where_asked():
     out = start(*args, kernel=True, positions=positions)
     assert out[1] is positions and positions.tolist() == [8, 9, 3, 4]
     positions.fill_(POISON)
-    assert launch_place(*args[2:6], None, *args[6:], positions)[0] is positions and positions.tolist() == [8, 9, 3, 4]
+    assert launch_place(Window(*args[2:6], None, *args[6:]), positions)[0] is positions and positions.tolist() == [
+        8,
+        9,
+        3,
+        4,
+    ]
 
 
 def test_costs():
     """Two sequences of five rows after row 2, then of rows 62..66, whose masks have two words."""
     lengths, parents, blocks = torch.tensor([40, 17]), torch.zeros(2, 6, dtype=I64), table(9, 2)
     shared = 8 + 4 + 4  # length, kv_len, a page
-    assert place_rows_cost(lengths, 1, 2, 5, None, blocks, 16, 999) == (2 * (5 * 24 + shared), 2 * 5 * 7)
-    assert place_rows_cost(lengths, 1, 62, 5, None, blocks, 16, 999)[0] == 2 * (5 * 32 + shared)
-    place = lengths, 1, 2, 5, parents, blocks, 16, 999
-    assert place_rows_cost(*place)[0] == 2 * (5 * 24 + 6 * 8 + shared)
+    assert place_rows_cost(Window(lengths, 1, 2, 5, None, blocks, 16, 999)) == (2 * (5 * 24 + shared), 2 * 5 * 7)
+    assert place_rows_cost(Window(lengths, 1, 62, 5, None, blocks, 16, 999))[0] == 2 * (5 * 32 + shared)
+    window = Window(lengths, 1, 2, 5, parents, blocks, 16, 999)
+    assert place_rows_cost(window)[0] == 2 * (5 * 24 + 6 * 8 + shared)
     embedding, tokens = torch.zeros(50, 3, dtype=torch.bfloat16), torch.zeros(2, 9, dtype=I64)
     copied = 10 * (8 + 2 * 3 * 2)  # ids, then embeddings in and out
-    bytes, operations = place_rows_cost(*place)
-    assert start_rows_cost(embedding, tokens, False, *place) == (bytes + copied, operations)
+    bytes, operations = place_rows_cost(window)
+    assert start_rows_cost(embedding, tokens, False, window) == (bytes + copied, operations)
 
 
 def launches():
@@ -144,17 +149,17 @@ def launches():
             blocks = numbers[n:][: 16 * B].view(B, 16)[:, : n + 1]
             for parents in (None, ids[n:][: B * 140].view(B, 140)[:, n:]):
                 back = (1, 3, 16)[n % 3]
-                launch_place(ids[n : n + B], back, first + more, count, parents, blocks, page, last)
+                launch_place(Window(ids[n : n + B], back, first + more, count, parents, blocks, page, last))
     embedding = torch.zeros(20, 64, dtype=torch.bfloat16)
     for n, (first, count) in enumerate([(0, 1), (0, 2), (3, 1), (0, 16), (16, 16), (0, 33)]):
         B, page, last = (1, 2, 16)[n % 3], (16, 5, 1, 256)[n % 4], (31, 1, 16)[n % 3]
         blocks = numbers[n:][: 16 * B].view(B, 16)[:, : n + 1]
         tokens, positions = ids[n:][: 70 * B].view(B, 70)[:, n:], ids[n : n + B * count]
-        place = ids[n : n + B], (1, 3, 16)[n % 3], first, count
+        window = Window(ids[n : n + B], (1, 3, 16)[n % 3], first, count, None, blocks, page, last)
         for parents in (None, tokens):
-            launch(embedding, tokens, False, *place, parents, blocks, page, last, positions)
-        launch(embedding, tokens, True, *place, None, blocks, page, last)
-        launch(embedding, tokens, False, *place, None, blocks, page, last, ahead=ids[n : n + 1])
+            launch(embedding, tokens, False, window._replace(parents=parents), positions)
+        launch(embedding, tokens, True, window)
+        launch(embedding, tokens, False, window, ahead=ids[n : n + 1])
 
 
 def test_no_length_recompiles():
@@ -164,31 +169,29 @@ def test_no_length_recompiles():
 
 
 def test_refusals():
-    good = torch.tensor([9]), 1, 0, 4, None, table(2), 16, 31
-    for at, value, message in [
-        (0, torch.tensor([[9]]), "length must be"),
-        (0, torch.tensor([9.0]), "length must be"),
-        (0, torch.tensor([9, 9]), "block_table \\[2, P\\]"),
-        (3, 0, "a window has"),
-        (3, 257, "a window has"),
-        (4, torch.tensor([[0, 1]]), "need as many parents"),
-        (4, torch.tensor([0, 1, 1]), "parents must be"),
-        (4, torch.tensor([[0, 1, 1]]).int(), "parents must be"),
-        (5, table(2)[0], "block_table"),
-        (6, 0, "page size"),
+    good = Window(torch.tensor([9]), 1, 0, 4, None, table(2), 16, 31)
+    for field, value, message in [
+        ("length", torch.tensor([[9]]), "length must be"),
+        ("length", torch.tensor([9.0]), "length must be"),
+        ("length", torch.tensor([9, 9]), "block_table \\[2, P\\]"),
+        ("rows", 0, "a window has"),
+        ("rows", 257, "a window has"),
+        ("parents", torch.tensor([[0, 1]]), "need as many parents"),
+        ("parents", torch.tensor([0, 1, 1]), "parents must be"),
+        ("parents", torch.tensor([[0, 1, 1]]).int(), "parents must be"),
+        ("block_table", table(2)[0], "block_table"),
+        ("page_size", 0, "page size"),
     ]:
-        bad = list(good)
-        bad[at] = value
         with pytest.raises(ValueError, match=message):
-            place_rows(*bad)
-    given = torch.zeros(8, 3), torch.zeros(1, 4, dtype=I64), False, *good
+            place_rows(good._replace(**{field: value}))
+    given = torch.zeros(8, 3), torch.zeros(1, 4, dtype=I64), False, good
     for at, value, message in [
         (0, torch.zeros(8), "expected embedding"),
         (1, torch.zeros(2, 4, dtype=I64), "expected embedding"),
         (1, torch.zeros(1, 4), "expected embedding"),
         (1, torch.zeros(1, 3, dtype=I64), "4 rows need as many tokens, got 3"),
-        (6, 257, "257 rows need"),
-        (8, table(2)[0], "block_table"),
+        (3, good._replace(rows=257), "257 rows need"),
+        (3, good._replace(block_table=table(2)[0]), "block_table"),
     ]:
         bad = list(given)
         bad[at] = value
@@ -207,9 +210,10 @@ def test_integers_of_numpy_and_bool_are_integers():
     length, table = torch.tensor([9, 30]), torch.arange(8, dtype=torch.int32).view(2, 4)
     for first in (59, 3):
         chain_words.cache_clear()
-        got = place_rows(length, True, np.int64(first), np.int64(2), None, table, 16, 127)
-        assert all(map(torch.equal, got, place_rows(length, 1, first, 2, None, table, 16, 127)))
+        got = place_rows(Window(length, True, np.int64(first), np.int64(2), None, table, 16, 127))
+        assert all(map(torch.equal, got, place_rows(Window(length, 1, first, 2, None, table, 16, 127))))
     embedding, tokens = torch.randn(12, 4), torch.arange(20).view(2, 10)
-    got = start_rows(embedding, tokens, True, length - 20 * (length > 20), True, np.int64(0), 2, None, table, 16, 127)
-    want = start_rows(embedding, tokens, True, length - 20 * (length > 20), 1, 0, 2, None, table, 16, 127)
+    length -= 20 * (length > 20)
+    got = start_rows(embedding, tokens, True, Window(length, True, np.int64(0), 2, None, table, 16, 127))
+    want = start_rows(embedding, tokens, True, Window(length, 1, 0, 2, None, table, 16, 127))
     assert all(map(torch.equal, got, want))

@@ -10,19 +10,19 @@ from windows import POISON, a_tree, among, table
 
 from specker.kernels.accept_walk import accept_walk
 from specker.kernels.round import settle as ops
-from specker.kernels.round.settle import settle, settle_cost
+from specker.kernels.round.settle import Texts, settle, settle_cost
 from specker.kernels.sample_rows import Splits, launch_sample
 
 I64 = torch.int64
 
 
-def kernel(tokens, parents, target, *texts, report=None, drawn=None):
+def kernel(tokens, parents, target, texts, report=None, drawn=None):
     """`settle` as on a GPU."""
-    B, R = ops._check(tokens, parents, target, *texts, report, drawn)
+    B, R = ops._check(tokens, parents, target, texts, report, drawn)
     report, drawn = (
         torch.full((n,), POISON) if x is None else x for n, x in ((B * (1 + 2 * R), report), (B * R, drawn))
     )
-    return report, drawn, *ops.launch(tokens, parents, target, *texts, report, drawn)
+    return report, drawn, *ops.launch(tokens, parents, target, texts, report, drawn)
 
 
 BOTH = pytest.mark.parametrize("go", [settle, kernel])
@@ -45,8 +45,8 @@ def test_a_round_is_settled(go, tree, B, seed):
     committed, text = among([[-7] * 150] * B)
     window, roots = among([[-3, -4]] * B)
     n = torch.tensor(lengths)
-    given = committed, n, window, torch.tensor(limits), blocks, page
-    report, drawn, src, dst = go(tokens, parents, among(targets)[0], *given)
+    texts = Texts(committed, n, window, torch.tensor(limits), blocks, page)
+    report, drawn, src, dst = go(tokens, parents, among(targets)[0], texts)
     paths, counts, following = accept_walk(tokens, parents, torch.tensor(targets))
     assert drawn.tolist() == [token for target in targets for token in target] and src.shape == dst.shape == (
         B * rows * tree,
@@ -103,7 +103,7 @@ def test_splits_give_the_tokens_of_sample_rows(go, tree, rows, V, temperature):
     results = []
     for target in (want.view(B, rows), splits):
         texts = torch.zeros(B, 100, dtype=I64), torch.tensor([9, 30]), torch.zeros(B, 1, dtype=I64)
-        out = go(tokens, parents, target, *texts, torch.tensor([99, 99]), table(9, B), 16)
+        out = go(tokens, parents, target, Texts(*texts, torch.tensor([99, 99]), table(9, B), 16))
         results.append([*out, *texts])
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
     assert tree or torch.equal(results[1][0].view(B, -1)[:, 0], torch.full((B,), rows))
@@ -114,7 +114,7 @@ def test_nothing_is_written_after_the_text(go):
     committed, n = torch.zeros(2, 12, dtype=I64), torch.tensor([10, 0])
     window = torch.zeros(2, 1, dtype=I64)
     args = torch.tensor([[5, 6, 7]] * 2), None, torch.tensor([[5, 6, 7, 8]] * 2)
-    go(*args, committed, n, window, torch.tensor([99, 0]), table(4, 2), 8)
+    go(*args, Texts(committed, n, window, torch.tensor([99, 0]), table(4, 2), 8))
     assert n.tolist() == [12, 0] and committed.tolist() == [[0] * 10 + [5, 6], [0] * 12]
     assert window.tolist() == [[8], [8]]
 
@@ -124,7 +124,7 @@ def test_results_are_written_where_asked(go):
     report, drawn = torch.full((10,), POISON), torch.full((4,), POISON)
     texts = torch.zeros(2, 9, dtype=I64), torch.tensor([1, 1]), torch.zeros(2, 2, dtype=I64), torch.tensor([9, 9])
     target = torch.tensor([[5, 6], [7, 8]])
-    out = go(torch.tensor([[5], [5]]), None, target, *texts, table(4, 2), 8, report=report, drawn=drawn)
+    out = go(torch.tensor([[5], [5]]), None, target, Texts(*texts, table(4, 2), 8), report=report, drawn=drawn)
     assert out[0] is report and out[1] is drawn
     assert report.tolist() == [2, 0, 1, 5, 6, 1, 0, -1, 7, -1] and drawn.tolist() == [5, 6, 7, 8]
 
@@ -133,7 +133,7 @@ def test_drafts_that_are_no_tree():
     """Parents that do not come before their child: a CPU refuses them, a GPU accepts none and reads inside."""
     texts = torch.zeros(1, 9, dtype=I64), torch.tensor([1]), torch.zeros(1, 2, dtype=I64), torch.tensor([9])
     for up in (-1, 1, 5, POISON):
-        args = torch.tensor([[5]]), torch.tensor([[up]]), torch.tensor([[5, 6]]), *texts, table(4), 8
+        args = torch.tensor([[5]]), torch.tensor([[up]]), torch.tensor([[5, 6]]), Texts(*texts, table(4), 8)
         with pytest.raises(ValueError, match=f"the parent of draft 0 must be a row in 0..0, got {up}"):
             settle(*args)
         assert kernel(*args)[0].tolist() == [1, 0, -1, 5, -1]
@@ -166,7 +166,8 @@ def launches():
         splits = Splits(torch.zeros(B * rows, 32), torch.zeros(B * rows, 32, dtype=torch.int32))
         for parents in (None, up):
             for mine in (target, splits):
-                ops.launch(tokens, parents, mine, text, length, window, limit, blocks, page, report, drawn)
+                texts = Texts(text, length, window, limit, blocks, page)
+                ops.launch(tokens, parents, mine, texts, report, drawn)
 
 
 def test_no_length_recompiles():
@@ -200,4 +201,4 @@ def test_refusals():
         bad = list(args)
         bad[at] = value
         with pytest.raises(ValueError, match=message):
-            settle(*bad)
+            settle(*bad[:3], Texts(*bad[3:9]), *bad[9:])

@@ -8,7 +8,7 @@ import torch
 from compile_only import compilations
 from windows import a_tree, among, table
 
-from specker.kernels.round.place_rows import place_rows, place_rows_cost
+from specker.kernels.round.place_rows import Window, place_rows, place_rows_cost
 from specker.kernels.round.start_pairs import launch, start_pairs, start_pairs_cost
 from specker.kernels.round.start_rows import start_rows
 
@@ -48,8 +48,8 @@ def test_rows_join_their_tokens_and_their_parents_features(case, kind, form):
         trees = [[*a_tree(first - 1, rng), *(rng.randrange(first - m, first) for _ in range(count))] for _ in lengths]
         parents = among(trees)[0]
     n, blocks = torch.tensor(lengths), table(9, 2)
-    place = n, 2, first, count, parents, blocks, page, 999
-    stream, joined, *placed = op(embedding, tokens, text, features, norms, EPS, form == "normed stream", *place)
+    window = Window(n, 2, first, count, parents, blocks, page, 999)
+    stream, joined, *placed = op(embedding, tokens, text, features, norms, EPS, form == "normed stream", window)
     for b, i in ((b, i) for b in range(2) for i in range(count)):
         at = b * count + i
         token = tokens[b, lengths[b] - 2 + first + i if text else i]
@@ -58,7 +58,7 @@ def test_rows_join_their_tokens_and_their_parents_features(case, kind, form):
         assert near(joined[at], torch.cat((e, u))) and near(stream[at], u if form == "normed stream" else h)
         assert norms is not None or torch.equal(joined[at], torch.cat((e, u)))
     assert joined.shape == (2 * count, 2 * E) and stream.dtype == joined.dtype == dtype
-    want = place_rows(*place)
+    want = place_rows(window)
     assert all(torch.equal(a, b) and a.dtype == b.dtype for a, b in zip(placed, want, strict=True))
 
 
@@ -67,7 +67,8 @@ def test_parents_outside_of_the_level_before_are_clamped(op):
     """A sequence without a text has meaningless parents, which must not be read."""
     features, blocks = torch.arange(3.0).view(3, 1), table(9)
     given = torch.zeros(8, 1), torch.zeros(1, 3, dtype=torch.int64), False, features, None, EPS, False
-    stream = op(*given, torch.tensor([9]), 2, 4, 3, torch.tensor([[0, 0, 0, -7, 3, 90]]), blocks, 16, 99)[0]
+    window = Window(torch.tensor([9]), 2, 4, 3, torch.tensor([[0, 0, 0, -7, 3, 90]]), blocks, 16, 99)
+    stream = op(*given, window)[0]
     assert stream.flatten().tolist() == [0, 2, 2]
 
 
@@ -75,19 +76,19 @@ def test_embeddings_are_those_of_start_rows():
     """The same ids are clamped, and the same columns of a text read."""
     tokens, n = torch.randint(-5, 90, (2, 30)), torch.tensor([12, 31])
     embedding, features, blocks = torch.randn(50, 8), torch.zeros(12, 8), table(9, 2)
-    place = n, 3, 0, 6, None, blocks, 16, 99
+    window = Window(n, 3, 0, 6, None, blocks, 16, 99)
     for op in (start_pairs, launch):
-        joined = op(embedding, tokens, True, features, None, EPS, False, *place)[1]
-        assert torch.equal(joined[:, :8], start_rows(embedding, tokens, True, *place)[0])
+        joined = op(embedding, tokens, True, features, None, EPS, False, window)[1]
+        assert torch.equal(joined[:, :8], start_rows(embedding, tokens, True, window)[0])
 
 
 def test_cost():
-    place = torch.tensor([40, 17]), 1, 2, 5, None, table(9, 2), 16, 999
+    window = Window(torch.tensor([40, 17]), 1, 2, 5, None, table(9, 2), 16, 999)
     embedding, features = torch.zeros(50, 3, dtype=torch.bfloat16), torch.zeros(10, 3, dtype=torch.bfloat16)
-    bytes, operations = place_rows_cost(*place)
+    bytes, operations = place_rows_cost(window)
     weight = torch.zeros(3, dtype=torch.bfloat16)
     tokens = torch.zeros(2, 5, dtype=torch.int64)
-    got = start_pairs_cost(embedding, tokens, False, features, (weight, weight), EPS, False, *place)
+    got = start_pairs_cost(embedding, tokens, False, features, (weight, weight), EPS, False, window)
     moved = 10 * (8 + 2 * 5 * 3) + 2 * 2 * 3  # ids, two rows in and three out; two norms
     assert got == (bytes + moved, operations + 8 * 10 * 3)
 
@@ -101,8 +102,8 @@ def launches():
         blocks = numbers[n:][: 16 * B].view(B, 16)[:, : n + 1]
         tokens, features = ids[n:][: 70 * B].view(B, 70)[:, n:], embedding.new_zeros(B * count, 64)
         for text, parents in ((False, None), (False, tokens), (True, None)):
-            place = ids[n : n + B], (1, 3, 16)[n % 3], first, count, parents, blocks, page, last
-            launch(embedding, tokens, text, features, (weight, weight), 1e-5 * (n + 1), False, *place)
+            window = Window(ids[n : n + B], (1, 3, 16)[n % 3], first, count, parents, blocks, page, last)
+            launch(embedding, tokens, text, features, (weight, weight), 1e-5 * (n + 1), False, window)
 
 
 def test_no_length_recompiles():
@@ -111,7 +112,7 @@ def test_no_length_recompiles():
 
 
 def test_refusals():
-    place = torch.tensor([9]), 1, 0, 4, None, table(2), 16, 31
+    window = Window(torch.tensor([9]), 1, 0, 4, None, table(2), 16, 31)
     weight = torch.ones(3)
     good = torch.zeros(8, 3), torch.zeros(1, 4, dtype=torch.int64), False, torch.zeros(4, 3), (weight, weight), EPS
     for at, value, message in [
@@ -125,6 +126,6 @@ def test_refusals():
         bad = list(good)
         bad[at] = value
         with pytest.raises(ValueError, match=message):
-            start_pairs(*bad, False, *place)
+            start_pairs(*bad, False, window)
     with pytest.raises(ValueError, match="without norms"):
-        start_pairs(*good[:4], None, EPS, True, *place)
+        start_pairs(*good[:4], None, EPS, True, window)

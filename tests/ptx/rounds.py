@@ -107,12 +107,12 @@ def place_rows(_: object) -> Iterator[Case]:
         B = len(lengths)
         parents = torch.stack([_tree(first + count - 1, g) for _ in lengths]) if tree else None
         table = torch.randperm(80 * B, generator=g).view(B, 80)[:, :70].int()
-        args = torch.tensor(lengths), 1, first, count, parents, table, 16, 5000
-        yield _place(f"rows {first}+{count}{' tree' * tree} lengths {lengths}", args)
+        window = rounds.Window(torch.tensor(lengths), 1, first, count, parents, table, 16, 5000)
+        yield _place(f"rows {first}+{count}{' tree' * tree} lengths {lengths}", window)
 
 
-def _place(label: str, args: tuple) -> Case:
-    return _equal(label, lambda: rounds.launch_place(*args), lambda: rounds.place_rows(*args))
+def _place(label: str, window: rounds.Window) -> Case:
+    return _equal(label, lambda: rounds.launch_place(window), lambda: rounds.place_rows(window))
 
 
 def start_rows(_: object) -> Iterator[Case]:
@@ -128,11 +128,11 @@ def start_rows(_: object) -> Iterator[Case]:
         table = torch.randperm(80 * B, generator=g).view(B, 80)[:, :70].int()
         wide = 1000 if text else count + (step or 0)
         tokens = torch.randint(0, 70, (B, wide), generator=g)  # ids beyond the vocabulary, too
-        rows = torch.tensor(lengths), count if text else 1, first, count, parents, table, 16, 5000
+        window = rounds.Window(torch.tensor(lengths), count if text else 1, first, count, parents, table, 16, 5000)
         embedding = torch.randn(50, E, generator=g).bfloat16()
         ahead = None if step is None else torch.tensor([step])
         label = f"E{E} rows {first}+{count}{' text' * text}{' tree' * tree}{' ahead' * (step is not None)}"
-        yield _start(label, (embedding, tokens, text, *rows), ahead)
+        yield _start(label, (embedding, tokens, text, window), ahead)
 
 
 def _start(label: str, args: tuple, ahead: torch.Tensor | None) -> Case:
@@ -154,9 +154,9 @@ def start_pairs(_: object) -> Iterator[Case]:
         tokens = torch.randint(0, 70, (B, 1000 if text else count), generator=g)  # ids beyond the vocabulary, too
         embedding, features = (torch.randn(n, E, generator=g).bfloat16() for n in (50, B * m))
         weights = tuple(1 + 0.1 * torch.randn(E, generator=g).bfloat16() for _ in range(2)) if norms else None
-        place = torch.tensor(lengths), 2, first, count, parents, table, 16, 5000
+        window = rounds.Window(torch.tensor(lengths), 2, first, count, parents, table, 16, 5000)
         label = f"E{E} rows {first}+{count} of {m}{' text' * text}{' plain' * (not norms)}"
-        yield _pairs(label, (embedding, tokens, text, features, weights, 1e-5, normed, *place))
+        yield _pairs(label, (embedding, tokens, text, features, weights, 1e-5, normed, window))
 
 
 def _pairs(label: str, args: tuple) -> Case:
@@ -256,12 +256,12 @@ def _settle(label: str, given: tuple, state: tuple, then: tuple) -> Case:
     B, R = given[0].shape[0], given[0].shape[1] + 1
 
     def launched(*args: Any) -> Any:
-        room = args[0].new_empty(B * (1 + 2 * R)), args[0].new_empty(B * R)
+        room = given[0].new_empty(B * (1 + 2 * R)), given[0].new_empty(B * R)
         return *room, *end.launch(*args, *room)
 
     def both(op: Any) -> Any:
         mine = [x.clone() for x in state]
-        return *op(*given, *mine, *then), *mine
+        return *op(*given, end.Texts(*mine, *then)), *mine
 
     return _equal(label, lambda: both(launched), lambda: both(end.settle))
 

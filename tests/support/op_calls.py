@@ -15,9 +15,9 @@ from specker.kernels.delta_rows import delta_rows
 from specker.kernels.noise import pack_draw
 from specker.kernels.quant import quantised
 from specker.kernels.round.grow import Candidates, grow, prune
-from specker.kernels.round.place_rows import place_rows
+from specker.kernels.round.place_rows import Window, place_rows
 from specker.kernels.round.repeat_rows import repeat_rows
-from specker.kernels.round.settle import settle
+from specker.kernels.round.settle import Texts, settle
 from specker.kernels.round.start_pairs import start_pairs
 from specker.kernels.round.start_rows import start_rows
 from specker.kernels.sample_rows import Splits
@@ -200,7 +200,7 @@ CALLS += [
 
 
 def placed(first: int, count: int, tree: bool) -> dict[str, Any]:
-    own = {"length": torch.tensor([9, 5]), "back": 1, "first": first, "count": count}
+    own = {"length": torch.tensor([9, 5]), "back": 1, "first": first, "rows": count}
     parents = torch.zeros(2, first + count - 1, dtype=torch.int64) if tree else None
     table = torch.arange(8, dtype=torch.int32).view(2, 4)
     return {**own, "parents": parents, "block_table": table, "page_size": 4, "last_position": 15}
@@ -273,8 +273,22 @@ ROUND_CALLS: list[tuple[str, dict[str, Any]]] = [
     ("settle", settled(False, splits=True)),
     ("repeat_rows", repeated()),
 ]
+
+
+def by_field(op: Callable[..., Any]) -> Callable[..., Any]:
+    """The op, called with the fields of its window or texts instead of that record."""
+    records = {p: kind for p, kind in (("window", Window), ("texts", Texts)) if signature(op).parameters.get(p)}
+
+    def call(**given: Any) -> Any:
+        made = {p: kind(**{field: given.pop(field) for field in kind._fields}) for p, kind in records.items()}
+        return op(**given, **made)
+
+    return call
+
+
 ROUND: dict[str, Callable[..., Any]] = {
-    op.__name__: op for op in (place_rows, start_rows, start_pairs, grow, prune, settle, repeat_rows)
+    **{op.__name__: by_field(op) for op in (place_rows, start_rows, start_pairs, settle)},
+    **{op.__name__: op for op in (grow, prune, repeat_rows)},
 }
 
 

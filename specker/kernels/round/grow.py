@@ -429,14 +429,28 @@ def launch_grow(
     at: int,
     candidates: Candidates | None = None,
 ) -> None:
-    trees = tokens, parents, scores
     all_ids, all_scores, columns = (tokens, scores, parents) if candidates is None else candidates[:3]
     same_device(ids, logits=logits, lse=lse, tokens=tokens, parents=parents, scores=scores, candidates=all_ids)
-    _rows(*trees)
-    strides = (x.stride(0) for x in trees)
+    _rows(tokens, parents, scores)
     variant = _grow_variant(scores.dtype, ids.shape[1], not at, candidates is not None)
-    given = ids.contiguous(), logits.contiguous(), lse.contiguous(), *trees, all_ids, all_scores, columns
-    variant((len(tokens),), *given, at, *strides, all_ids.shape[1], columns.shape[1])
+    variant(
+        (len(tokens),),
+        ids.contiguous(),
+        logits.contiguous(),
+        lse.contiguous(),
+        tokens,
+        parents,
+        scores,
+        all_ids,
+        all_scores,
+        columns,
+        at,
+        tokens.stride(0),
+        parents.stride(0),
+        scores.stride(0),
+        all_ids.shape[1],
+        columns.shape[1],
+    )
 
 
 def launch_prune(candidates: Candidates, kept: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
@@ -447,8 +461,8 @@ def launch_prune(candidates: Candidates, kept: Tensor, up: Tensor) -> tuple[Tens
     best, nodes = ids.new_empty(2, B, count).unbind(0)
     rows = ids.new_empty((B, C), dtype=torch.int32)
     variant = _prune_variant(scores.dtype, width, triton.next_power_of_2(C), triton.next_power_of_2(N))
-    given = ids, scores, columns, kept, up, best, nodes, rows
-    variant((B,), *given, C, N, count, kept.stride(0), up.stride(0))
+    kept_stride, up_stride = kept.stride(0), up.stride(0)
+    variant((B,), ids, scores, columns, kept, up, best, nodes, rows, C, N, count, kept_stride, up_stride)
     return best, nodes
 
 

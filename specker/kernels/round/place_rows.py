@@ -24,7 +24,7 @@ only a millisecond, so rows are placed with Python integers there, which are che
 
 from collections.abc import Iterator
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -37,50 +37,44 @@ from specker.kernels.variant import Variant, check_within, same_device, start_af
 MAX_ROWS = 64 * MAX_WORDS
 
 
-def explain_place(
-    length: Tensor,
-    back: int,
-    first: int,
-    count: int,
-    parents: Tensor | None,
-    block_table: Tensor,
-    page_size: int,
-    last_position: int,
-    positions: Tensor | None,
-) -> None:
-    check_place(length, back, first, count, parents, block_table, page_size, last_position, positions)
-    same_device(length, parents=parents, block_table=block_table, positions=positions)
-    for name, x in (("back", back), ("page_size", page_size), ("last_position", last_position)):
-        if not 0 <= x < 1 << 31:
-            raise ValueError(f"{name} must be in 0..2^31 - 1, got {x}")
+class Window(NamedTuple):
+    """Rows first..first + rows - 1 of the windows of B sequences."""
+
+    length: Tensor  # [B] int64, tokens of each text
+    back: int  # the window begins at column length - back
+    first: int
+    rows: int  # how many: `count` in the contracts
+    parents: Tensor | None  # [B, >= first + rows - 1] int64; None: chains
+    block_table: Tensor  # [B, P] int32, page ids
+    page_size: int
+    last_position: int
+
+
+def explain_place(window: Window, positions: Tensor | None) -> None:
+    check_place(window, positions)
+    length, block_table = window.length, window.block_table
+    same_device(length, parents=window.parents, block_table=block_table, positions=positions)
+    for name in ("back", "page_size", "last_position"):
+        if not 0 <= getattr(window, name) < 1 << 31:
+            raise ValueError(f"{name} must be in 0..2^31 - 1, got {getattr(window, name)}")
     check_within("length", length, 1 << 31)
     if not block_table.shape[1]:
         raise ValueError(f"block_table must be [{len(length)}, P >= 1] int32, got {tuple(block_table.shape)}")
 
 
 @explained(explain_place)
-def place_rows(
-    length: Tensor,
-    back: int,
-    first: int,
-    count: int,
-    parents: Tensor | None,
-    block_table: Tensor,
-    page_size: int,
-    last_position: int,
-    positions: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """length [B] int64, parents [B, >= first + count - 1] int64 or None, block_table [B, P] int32 -> positions
-    [B * count] and slots [B * count] int64, kv_len [B] int32, ancestors [B * count, W] int64, with
-    W = ceil((first + count) / 64) <= 4; row b * count + i is sequence b's row first + i. On a CPU the result is
-    read-only, because chains share their words. On a GPU the positions are written to `positions` if given.
+def place_rows(window: Window, positions: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Positions [B * count] and slots [B * count] int64, kv_len [B] int32, ancestors [B * count, W] int64 of the
+    window's rows, with W = ceil((first + count) / 64) <= 4; row b * count + i is sequence b's row first + i. On a CPU
+    the result is read-only, because chains share their words. On a GPU the positions are written to `positions` if
+    given.
 
     Raises ValueError for other shapes and dtypes. Columns outside the table are clamped to its first or last.
     """
-    given = length, back, first, count, parents, block_table, page_size, last_position, positions
-    check_place(*given)
-    if length.is_cuda:
-        return launch_place(*given)
+    check_place(window, positions)
+    if window.length.is_cuda:
+        return launch_place(window, positions)
+    length, back, first, count, parents, block_table, page_size, last_position = window
     rows, B = first + count, length.shape[0]
     depths: list[int] | range = range(first, rows)
     each: list[int] = []
@@ -105,13 +99,11 @@ def place_rows(
     return _tensor(each), _tensor(places), torch.from_numpy(np.array(kv_len, np.int32)), words
 
 
-def place_rows_cost(
-    length: Tensor, back: int, first: int, count: int, parents: Tensor | None, *_: object
-) -> tuple[int, int]:
+def place_rows_cost(window: Window) -> tuple[int, int]:
     """(bytes, operations) of one call."""
-    B, rows = len(length), first + count
+    B, count, rows = len(window.length), window.rows, window.first + window.rows
     each = 8 * (2 + -(-rows // 64))  # position, slot, ancestors
-    up = 0 if parents is None else 8 * (rows - 1)
+    up = 0 if window.parents is None else 8 * (rows - 1)
     return B * (count * each + up + 8 + 4 + 4), B * count * rows  # length, kv_len, a page
 
 
@@ -223,10 +215,30 @@ def _place_rows_kernel(
     place(i, i_b, count, start, first, pointers, sizes, W, W_PAD, TREE)
 
 
-# The types of what `place_arguments` returns:
-GIVEN = "*i64", "*i64", "*i32"
-PLACED = "*i64", "*i64", "*i32", "*i64"
-SIZES = ("i32",) * 7
+class Placing(NamedTuple):
+    """What a kernel takes to place rows, its last runtime arguments. `PLACING` has their types."""
+
+    length: Tensor
+    parents: Tensor
+    table: Tensor
+    positions: Tensor
+    slots: Tensor
+    kv_len: Tensor
+    ancestors: Tensor
+    back: int
+    first: int
+    columns: int
+    page_size: int
+    last_position: int
+    up_stride: int
+    table_stride: int
+
+    @property
+    def results(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        return self.positions, self.slots, self.kv_len, self.ancestors
+
+
+PLACING = ("*i64", "*i64", "*i32", "*i64", "*i64", "*i32", "*i64", *("i32",) * 7)
 
 
 def masks(words: int, tree: bool) -> dict[str, Any]:
@@ -240,7 +252,7 @@ def _place_variant(words: int, tree: bool) -> Variant:
     return Variant(
         name=f"place {'tree' if tree else 'chain'} W{words}",
         kernel=_place_rows_kernel,
-        arguments=(*GIVEN, *PLACED, *SIZES),
+        arguments=PLACING,
         constexprs=masks(words, tree),
         num_warps=1,
         wide=False,
@@ -255,35 +267,37 @@ def variants(arch: int) -> Iterator[Variant]:
             yield _place_variant(words, tree)
 
 
-def launch_place(
-    length: Tensor, back: int, first: int, count: int, parents: Tensor | None, *rest: Any
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    given, out, sizes = place_arguments(length, back, first, count, parents, *rest)
-    _place_variant(out[3].shape[1], parents is not None)((count, len(length)), *given, *out, *sizes)
-    return out
+def launch_place(window: Window, positions: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    placing = placing_of(window, positions)
+    variant = _place_variant(placing.ancestors.shape[1], window.parents is not None)
+    variant((window.rows, len(window.length)), *placing)
+    return placing.results
 
 
-def place_arguments(
-    length: Tensor,
-    back: int,
-    first: int,
-    count: int,
-    parents: Tensor | None,
-    block_table: Tensor,
-    page_size: int,
-    last_position: int,
-    positions: Tensor | None = None,
-) -> tuple[tuple[Tensor, Tensor, Tensor], tuple[Tensor, Tensor, Tensor, Tensor], tuple[int, ...]]:
-    """The arguments of a kernel that places rows: length, parents and table; memory for positions (`positions` if
-    given), slots, kv_len and ancestors; then `place`'s numbers from `first` on, with `back` before them."""
+def placing_of(window: Window, positions: Tensor | None = None) -> Placing:
+    """With memory for the results; for the positions, `positions` if given."""
+    length, _, first, count, parents, block_table, page_size, _ = window
     same_device(length, parents=parents, block_table=block_table, positions=positions)
     table, up = rowwise(block_table), length if parents is None else rowwise(parents)
     B, words = len(length), -(-(first + count) // 64)
     if positions is None:
         positions = length.new_empty(B * count)
-    kv_len, ancestors = length.new_empty(B, dtype=torch.int32), length.new_empty(B * count, words)
-    sizes = back, first, table.shape[1] * page_size, page_size, last_position, up.stride(0), table.stride(0)
-    return (length.contiguous(), up, table), (positions, torch.empty_like(positions), kv_len, ancestors), sizes
+    return Placing(
+        length.contiguous(),
+        up,
+        table,
+        positions,
+        slots=torch.empty_like(positions),
+        kv_len=length.new_empty(B, dtype=torch.int32),
+        ancestors=length.new_empty(B * count, words),
+        back=window.back,
+        first=first,
+        columns=table.shape[1] * page_size,
+        page_size=page_size,
+        last_position=window.last_position,
+        up_stride=up.stride(0),
+        table_stride=table.stride(0),
+    )
 
 
 def rowwise(x: Tensor) -> Tensor:
@@ -291,17 +305,8 @@ def rowwise(x: Tensor) -> Tensor:
     return x if x.stride(1) == 1 or x.shape[1] == 1 else x.contiguous()
 
 
-def check_place(
-    length: Tensor,
-    back: int,
-    first: int,
-    count: int,
-    parents: Tensor | None,
-    block_table: Tensor,
-    page_size: int,
-    last_position: int,
-    positions: Tensor | None,
-) -> None:
+def check_place(window: Window, positions: Tensor | None) -> None:
+    length, _, first, count, parents, block_table, page_size, _ = window
     rows, B = int(first) + int(count), length.shape[0] if length.dim() else 0
     if length.dim() != 1 or length.dtype != torch.int64 or not B:
         raise ValueError(f"length must be [B >= 1] int64, got {tuple(length.shape)} {length.dtype}")

@@ -185,15 +185,43 @@ def variants(arch: int) -> Iterator[Variant]:
         yield _variant(words)
 
 
-def launch(*arguments: Any) -> Repeated:
-    tensors, (layers, apart, pages) = arguments[:6], arguments[6:]
-    positions, slots, kv_len, window, ancestors, table = tensors
-    same_device(positions, slots=slots, kv_len=kv_len, window=window, ancestors=ancestors, block_table=table)
-    (B, P), T = table.shape, len(positions)
-    out = Repeated(*(x.new_empty(layers * x.shape[0], *x.shape[1:]) for x in tensors))
-    table = table if P == 1 or table.stride(1) == 1 else table.contiguous()
+def launch(
+    positions: Tensor,
+    slots: Tensor,
+    kv_len: Tensor,
+    window: Tensor,
+    ancestors: Tensor,
+    block_table: Tensor,
+    layers: int,
+    apart: int,
+    pages: int,
+) -> Repeated:
+    same_device(positions, slots=slots, kv_len=kv_len, window=window, ancestors=ancestors, block_table=block_table)
+    (B, P), T = block_table.shape, len(positions)
+    given = positions, slots, kv_len, window, ancestors, block_table
+    out = Repeated._make(x.new_empty(layers * x.shape[0], *x.shape[1:]) for x in given)
+    if P > 1 and block_table.stride(1) != 1:
+        block_table = block_table.contiguous()
     variant = _variant(ancestors.shape[1])
-    grid = layers, -(-max(T, B * P) // variant.constexprs["BLOCK"])
-    its = (*(x.contiguous() for x in tensors[:5]), table)
-    variant(grid, *its, *out, T, B, P, table.stride(0), apart, pages)
+    variant(
+        (layers, -(-max(T, B * P) // variant.constexprs["BLOCK"])),
+        positions.contiguous(),
+        slots.contiguous(),
+        kv_len.contiguous(),
+        window.contiguous(),
+        ancestors.contiguous(),
+        block_table,
+        out.positions,
+        out.slots,
+        out.kv_len,
+        out.window,
+        out.ancestors,
+        out.table,
+        T,
+        B,
+        P,
+        block_table.stride(0),
+        apart,
+        pages,
+    )
     return out

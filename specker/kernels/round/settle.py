@@ -21,6 +21,7 @@ so the work is done with Python integers there, which are cheaper than torch ope
 
 from collections.abc import Iterator
 from functools import lru_cache
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -33,20 +34,27 @@ from specker.kernels.sample_rows import Splits
 from specker.kernels.variant import Variant, check_within, same_device, start_after_previous, tl, triton
 
 
+class Texts(NamedTuple):
+    """The texts of B sequences and where their columns are; "!" marks tensors that settle updates."""
+
+    committed: Tensor  # ! [B, C] int64
+    length: Tensor  # ! [B] int64
+    window: Tensor  # ! [B, >= 1] int64
+    limit: Tensor  # [B] int64
+    block_table: Tensor  # [B, P] int32
+    page_size: int
+
+
 def _explain(
     tokens: Tensor,
     parents: Tensor | None,
     target: Tensor | Splits,
-    committed: Tensor,
-    length: Tensor,
-    window: Tensor,
-    limit: Tensor,
-    block_table: Tensor,
-    page_size: int,
+    texts: Texts,
     report: Tensor | None,
     drawn: Tensor | None,
 ) -> None:
-    _check(tokens, parents, target, committed, length, window, limit, block_table, page_size, report, drawn)
+    _check(tokens, parents, target, texts, report, drawn)
+    committed, length, window, limit, block_table, page_size = texts
     same_device(tokens, parents=parents, committed=committed, length=length, window=window, limit=limit)
     value, ids = target if isinstance(target, Splits) else (target, None)
     same_device(tokens, target=value, target_ids=ids, block_table=block_table, report=report, drawn=drawn)
@@ -62,34 +70,27 @@ def settle(
     tokens: Tensor,
     parents: Tensor | None,
     target: Tensor | Splits,
-    committed: Tensor,
-    length: Tensor,
-    window: Tensor,
-    limit: Tensor,
-    block_table: Tensor,
-    page_size: int,
+    texts: Texts,
     report: Tensor | None = None,
     drawn: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """tokens [B, N] and parents [B, N] or None, target [B, R = N + 1] or `Splits` of B * R rows, committed! [B, C],
-    length! [B], window! [B, >= 1] and limit [B], all int64 but the splits' values, block_table [B, P] int32 -> report
-    [B * (1 + 2 R)], drawn [B * R], src [B * R], dst [B * R] int64. Without parents (a chain's accepted rows are in
-    place already) src and dst are empty. "!" marks tensors that it updates. `report` and `drawn`: memory for
-    these results.
+    """tokens [B, N] and parents [B, N] or None, target [B, R = N + 1] or `Splits` of B * R rows, all int64 but the
+    splits' values -> report [B * (1 + 2 R)], drawn [B * R], src [B * R], dst [B * R] int64. Without parents (a chain's
+    accepted rows are in place already) src and dst are empty. `report` and `drawn`: memory for these results.
 
     Raises ValueError for other shapes and dtypes and, on a CPU, for parents that are not rows before their child. On a
     GPU such a draft is never accepted. Never writes beyond a row of `committed`.
     """
-    given = tokens, parents, target, committed, length, window, limit, block_table, page_size
-    B, R = _check(*given, report, drawn)
+    B, R = _check(tokens, parents, target, texts, report, drawn)
     report = tokens.new_empty(B * (1 + 2 * R)) if report is None else report
     drawn = tokens.new_empty(B * R) if drawn is None else drawn
     if tokens.is_cuda:
-        return report, drawn, *launch(*given, report, drawn)
+        return report, drawn, *launch(tokens, parents, target, texts, report, drawn)
     drawn.copy_(target.tokens() if isinstance(target, Splits) else target.reshape(-1))
     moved: tuple[list[int], list[int]] = [], []
-    texts, lengths, roots, reports = committed.numpy(), length.numpy(), window.numpy(), report.view(B, -1).numpy()
-    capacity = texts.shape[1]
+    committed, length, window, limit, block_table, page_size = texts
+    rows, lengths, roots, reports = committed.numpy(), length.numpy(), window.numpy(), report.view(B, -1).numpy()
+    capacity = rows.shape[1]
     ups = [None] * B if parents is None else parents.tolist()
     each = zip(tokens.tolist(), ups, drawn.view(B, R).tolist(), lengths.tolist(), limit.tolist(), strict=True)
     for b, (draft, up, wanted, at, last) in enumerate(each):
@@ -100,7 +101,7 @@ def settle(
         pad = [-1] * (R - n)
         reports[b] = [n, *path, *pad, *emitted, *pad]
         written = max(0, min(n, min(last, capacity) - at))
-        texts[b, at : at + written] = emitted[:written]
+        rows[b, at : at + written] = emitted[:written]
         lengths[b] = at + written
         roots[b, 0] = emitted[-1]
         if parents is not None:
@@ -265,19 +266,10 @@ def variants(arch: int) -> Iterator[Variant]:
 
 
 def launch(
-    tokens: Tensor,
-    parents: Tensor | None,
-    target: Tensor | Splits,
-    committed: Tensor,
-    length: Tensor,
-    window: Tensor,
-    limit: Tensor,
-    block_table: Tensor,
-    page_size: int,
-    report: Tensor,
-    drawn: Tensor,
+    tokens: Tensor, parents: Tensor | None, target: Tensor | Splits, texts: Texts, report: Tensor, drawn: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Launch the kernel; returns src and dst."""
+    committed, length, window, limit, block_table, page_size = texts
     (B, N), splits = tokens.shape, target.id.shape[1] if isinstance(target, Splits) else 0
     R = N + 1
     ours = target.value if isinstance(target, Splits) else rowwise(target)
@@ -288,11 +280,33 @@ def launch(
     dst = torch.empty_like(src)
     tokens, table = rowwise(tokens), rowwise(block_table)
     up = tokens if parents is None else rowwise(parents)
-    texts = committed, length, window, limit.contiguous(), table
-    sizes = R, committed.shape[1], table.shape[1] * page_size, page_size
-    strides = (x.stride(0) for x in (tokens, up, ours, committed, window, table))
     variant = _variant(triton.next_power_of_2(R), parents is None, splits)
-    variant((B,), tokens, up, ours, ids, *texts, report, drawn, src, dst, *sizes, *strides)
+    variant(
+        (B,),
+        tokens,
+        up,
+        ours,
+        ids,
+        committed,
+        length,
+        window,
+        limit.contiguous(),
+        table,
+        report,
+        drawn,
+        src,
+        dst,
+        R,
+        committed.shape[1],
+        table.shape[1] * page_size,
+        page_size,
+        tokens.stride(0),
+        up.stride(0),
+        ours.stride(0),
+        committed.stride(0),
+        window.stride(0),
+        table.stride(0),
+    )
     return src, dst
 
 
@@ -300,16 +314,12 @@ def _check(
     tokens: Tensor,
     parents: Tensor | None,
     target: Tensor | Splits,
-    committed: Tensor,
-    length: Tensor,
-    window: Tensor,
-    limit: Tensor,
-    block_table: Tensor,
-    page_size: int,
+    texts: Texts,
     report: Tensor | None,
     drawn: Tensor | None,
 ) -> tuple[int, int]:
     """Raise ValueError unless settle takes these arguments. Returns B and R."""
+    committed, length, window, limit, block_table, page_size = texts
     shape = tokens.shape
     if len(shape) != 2 or not shape[0] or shape[1] >= MAX_ROWS:
         raise ValueError(f"tokens must be [B >= 1, N < {MAX_ROWS}], got {tuple(shape)}")

@@ -14,7 +14,6 @@ written for each row. Without this op it would be two norms, a gather and a conc
 
 from collections.abc import Iterator
 from functools import lru_cache
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,14 +21,13 @@ from torch.nn import functional as F
 
 from specker.kernels.registry import explained
 from specker.kernels.round.place_rows import (
-    GIVEN,
-    PLACED,
-    SIZES,
+    PLACING,
+    Window,
     check_place,
     masks,
     place,
-    place_arguments,
     place_rows_cost,
+    placing_of,
     rowwise,
 )
 from specker.kernels.round.start_rows import embedded, explain_start, start_rows
@@ -38,16 +36,9 @@ from specker.kernels.variant import TYPES, Variant, same_device, start_after_pre
 Norms = tuple[Tensor, Tensor]  # weights [E] for the embedding and for the feature
 
 
-def _check(
-    embedding: Tensor,
-    features: Tensor,
-    norms: Norms | None,
-    normed: bool,
-    length: Tensor,
-    count: int,
-    parents: Tensor | None,
-) -> int:
+def _check(embedding: Tensor, features: Tensor, norms: Norms | None, normed: bool, window: Window) -> int:
     """Raise ValueError unless features and norms fit. Returns the features of a sequence."""
+    length, count = window.length, window.rows
     if embedding.dim() != 2 or length.dim() != 1 or features.dim() != 2:
         raise ValueError(
             f"embedding and features must be matrices and length [B], got {tuple(embedding.shape)}, "
@@ -55,7 +46,7 @@ def _check(
         )
     B, E = len(length), embedding.shape[1]
     m = len(features) // max(B, 1)
-    if features.shape != (B * m, E) or m not in ({count} if parents is None else {1, count}):
+    if features.shape != (B * m, E) or m not in ({count} if window.parents is None else {1, count}):
         raise ValueError(f"expected features [{B} * {count}, {E}], or [{B}, {E}] for a tree: {tuple(features.shape)}")
     if any(x.dtype != embedding.dtype for x in (features, *(norms or ()))):
         raise ValueError(f"features and norms must have the embedding's dtype, {embedding.dtype}")
@@ -74,22 +65,14 @@ def _explain(
     norms: Norms | None,
     eps: float,
     normed: bool,
-    length: Tensor,
-    back: int,
-    first: int,
-    count: int,
-    parents: Tensor | None,
-    block_table: Tensor,
-    page_size: int,
-    last_position: int,
+    window: Window,
 ) -> None:
-    _check(embedding, features, norms, normed, length, count, parents)
-    places = length, back, first, count, parents, block_table, page_size, last_position, None
-    explain_start(embedding, tokens, text, *places, None)
+    _check(embedding, features, norms, normed, window)
+    explain_start(embedding, tokens, text, window, None, None)
     weights = norms or (None, None)
-    same_device(length, features=features, norm_e=weights[0], norm_h=weights[1])
-    if parents is not None and first < 1:
-        raise ValueError(f"a tree's rows begin at row 1, below a feature, got {first}")
+    same_device(window.length, features=features, norm_e=weights[0], norm_h=weights[1])
+    if window.parents is not None and window.first < 1:
+        raise ValueError(f"a tree's rows begin at row 1, below a feature, got {window.first}")
 
 
 @explained(_explain)
@@ -101,14 +84,7 @@ def start_pairs(
     norms: Norms | None,
     eps: float,
     normed: bool,
-    length: Tensor,
-    back: int,
-    first: int,
-    count: int,
-    parents: Tensor | None,
-    block_table: Tensor,
-    page_size: int,
-    last_position: int,
+    window: Window,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """embedding [V, E], tokens and `text` as for `start_rows`, features [B * m, E], norms of the embedding's and the
     feature's [E] or None, their eps, the other arguments as for `place_rows` -> stream [B * count, E], joined
@@ -118,15 +94,15 @@ def start_pairs(
     (first - m) of its sequence, clamped to 0..m - 1. `normed`: the stream is the norm of the feature. All tensors but
     integers have the embedding's dtype. Raises ValueError as `start_rows` does, and for other features and norms.
     """
-    rows = length, back, first, count, parents, block_table, page_size, last_position
-    m = _check(embedding, features, norms, normed, length, count, parents)
-    if length.is_cuda:
-        check_place(*rows, None)
-        return launch(embedding, tokens, text, features, norms, eps, normed, *rows)
-    embedded, *placed = start_rows(embedding, tokens, text, *rows)
-    if parents is not None:
-        row = (parents[:, first - 1 : first - 1 + count] - (first - m)).clamp(0, m - 1)
-        own = m * torch.arange(len(length), dtype=torch.int64, device=row.device)
+    m = _check(embedding, features, norms, normed, window)
+    if window.length.is_cuda:
+        check_place(window, None)
+        return launch(embedding, tokens, text, features, norms, eps, normed, window)
+    embedded, *placed = start_rows(embedding, tokens, text, window)
+    if window.parents is not None:
+        first = window.first
+        row = (window.parents[:, first - 1 : first - 1 + window.rows] - (first - m)).clamp(0, m - 1)
+        own = m * torch.arange(len(row), dtype=torch.int64, device=row.device)
         features = features[(row + own.unsqueeze(1)).reshape(-1)]
     beside = features
     if norms is not None:
@@ -142,15 +118,11 @@ def start_pairs_cost(
     norms: Norms | None,
     eps: float,
     normed: bool,
-    length: Tensor,
-    back: int,
-    first: int,
-    count: int,
-    *rest: Any,
+    window: Window,
 ) -> tuple[int, int]:
     """(bytes, operations) of one call."""
-    placed, operations = place_rows_cost(length, back, first, count, *rest)
-    T, E = len(length) * count, embedding.shape[1]
+    placed, operations = place_rows_cost(window)
+    T, E = len(window.length) * window.rows, embedding.shape[1]
     weights = 0 if norms is None else 2 * E
     return placed + 8 * T + (5 * T * E + weights) * embedding.element_size(), operations + 8 * T * E
 
@@ -168,18 +140,18 @@ def _start_pairs_kernel(
     features_ptr,  # [B, M, E]
     norm_e_ptr,  # [E]; not read unless NORMS
     norm_h_ptr,  # [E]; not read unless NORMS
-    length_ptr,  # [B]
-    parents_ptr,  # [B, >= first + count - 1]
-    table_ptr,  # [B, P]
     stream_ptr,  # [B, count, E]
     joined_ptr,  # [B, count, 2, E]
+    eps,
+    width,
+    token_stride,  # from a sequence's tokens to the next one's
+    length_ptr,  # [B]; from here on as in `Placing`
+    parents_ptr,  # [B, >= first + count - 1]
+    table_ptr,  # [B, P]
     positions_ptr,  # [B, count]
     slots_ptr,  # [B, count]
     kv_len_ptr,  # [B]
     words_ptr,  # [B, count, W]
-    eps,
-    width,
-    token_stride,  # from a sequence's tokens to the next one's
     back,
     first,
     columns,  # P * page_size
@@ -255,10 +227,7 @@ def _variant(
     return Variant(
         name=f"{t} V{V} E{E} {kind} W{words}{flags}",
         kernel=_start_pairs_kernel,
-        arguments=(
-            *(f"*{t}", "*i64", *(f"*{t}",) * 3, *GIVEN),
-            *(*(f"*{t}",) * 2, *PLACED, "fp32", "i32", "i32", *SIZES),
-        ),
+        arguments=(f"*{t}", "*i64", *(f"*{t}",) * 5, "fp32", "i32", "i32", *PLACING),
         constexprs={
             "V": V,
             "E": E,
@@ -302,22 +271,28 @@ def launch(
     norms: Norms | None,
     eps: float,
     normed: bool,
-    length: Tensor,
-    back: int,
-    first: int,
-    count: int,
-    parents: Tensor | None,
-    *rest: Any,
+    window: Window,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    weights = norms or (features, features)  # the kernel ignores features here
-    same_device(length, embedding=embedding, tokens=tokens, features=features, norm_e=weights[0], norm_h=weights[1])
-    given, out, sizes = place_arguments(length, back, first, count, parents, *rest)
-    (V, E), B = embedding.shape, len(length)
-    stream, joined = embedding.new_empty(B * count, E), embedding.new_empty(B * count, 2 * E)
-    tokens, tree = rowwise(tokens), parents is not None
-    one = tree and len(features) == B
-    variant = _variant(embedding.dtype, V, E, out[3].shape[1], tree, text, norms is not None, normed, one)
-    rows = embedding.contiguous(), tokens, features.contiguous(), *(x.contiguous() for x in weights)
-    wide = eps, tokens.shape[1], tokens.stride(0)
-    variant((count, B), *rows, *given, stream, joined, *out, *wide, *sizes)
-    return stream, joined, *out
+    norm_e, norm_h = norms or (features, features)  # the kernel ignores features here
+    length, tree = window.length, window.parents is not None
+    same_device(length, embedding=embedding, tokens=tokens, features=features, norm_e=norm_e, norm_h=norm_h)
+    placing = placing_of(window)
+    (V, E), B, T = embedding.shape, len(length), len(length) * window.rows
+    stream, joined = embedding.new_empty(T, E), embedding.new_empty(T, 2 * E)
+    tokens, one = rowwise(tokens), tree and len(features) == B
+    variant = _variant(embedding.dtype, V, E, placing.ancestors.shape[1], tree, text, norms is not None, normed, one)
+    variant(
+        (window.rows, B),
+        embedding.contiguous(),
+        tokens,
+        features.contiguous(),
+        norm_e.contiguous(),
+        norm_h.contiguous(),
+        stream,
+        joined,
+        eps,
+        tokens.shape[1],
+        tokens.stride(0),
+        *placing,
+    )
+    return stream, joined, *placing.results

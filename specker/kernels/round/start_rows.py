@@ -14,31 +14,28 @@ the row's token, then places the row while the embedding arrives, so placing cos
 
 from collections.abc import Iterator
 from functools import lru_cache
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from specker.kernels.registry import explained
 from specker.kernels.round.place_rows import (
-    GIVEN,
-    PLACED,
-    SIZES,
+    PLACING,
+    Window,
     check_place,
     explain_place,
     masks,
     place,
-    place_arguments,
     place_rows,
     place_rows_cost,
+    placing_of,
     rowwise,
 )
 from specker.kernels.variant import TYPES, Variant, check_within, same_device, start_after_previous, tl, triton
 
 
-def _check_tokens(
-    embedding: Tensor, tokens: Tensor, text: bool, length: Tensor, count: int, ahead: Tensor | None
-) -> None:
+def _check_tokens(embedding: Tensor, tokens: Tensor, text: bool, window: Window, ahead: Tensor | None) -> None:
+    length, count = window.length, window.rows
     B = length.shape[0] if length.dim() else 0
     if tokens.dim() != 2 or len(tokens) != B or tokens.dtype != torch.int64 or embedding.dim() != 2:
         raise ValueError(
@@ -52,23 +49,11 @@ def _check_tokens(
 
 
 def explain_start(
-    embedding: Tensor,
-    tokens: Tensor,
-    text: bool,
-    length: Tensor,
-    back: int,
-    first: int,
-    count: int,
-    parents: Tensor | None,
-    block_table: Tensor,
-    page_size: int,
-    last_position: int,
-    positions: Tensor | None,
-    ahead: Tensor | None,
+    embedding: Tensor, tokens: Tensor, text: bool, window: Window, positions: Tensor | None, ahead: Tensor | None
 ) -> None:
-    _check_tokens(embedding, tokens, text, length, count, ahead)
-    explain_place(length, back, first, count, parents, block_table, page_size, last_position, positions)
-    same_device(length, embedding=embedding, tokens=tokens, ahead=ahead)
+    _check_tokens(embedding, tokens, text, window, ahead)
+    explain_place(window, positions)
+    same_device(window.length, embedding=embedding, tokens=tokens, ahead=ahead)
     if not len(embedding):
         raise ValueError(f"embedding must be [V >= 1, E], got {tuple(embedding.shape)}")
     if ahead is not None:
@@ -80,14 +65,7 @@ def start_rows(
     embedding: Tensor,
     tokens: Tensor,
     text: bool,
-    length: Tensor,
-    back: int,
-    first: int,
-    count: int,
-    parents: Tensor | None,
-    block_table: Tensor,
-    page_size: int,
-    last_position: int,
+    window: Window,
     positions: Tensor | None = None,
     *,
     ahead: Tensor | None = None,
@@ -100,15 +78,15 @@ def start_rows(
     and without `text` to i, clamped to the tokens' columns. Ids are clamped to 0..V - 1. On a GPU the positions are
     written to `positions` [B * count] int64 if given. Raises ValueError as `place_rows` does, and for other tokens.
     """
-    rows = length, back, first, count, parents, block_table, page_size, last_position, positions
-    _check_tokens(embedding, tokens, text, length, count, ahead)
-    if length.is_cuda:
-        check_place(*rows)
-        return launch(embedding, tokens, text, *rows, ahead=ahead)
+    _check_tokens(embedding, tokens, text, window, ahead)
+    if window.length.is_cuda:
+        check_place(window, positions)
+        return launch(embedding, tokens, text, window, positions, ahead)
     if ahead is not None:
-        length = length + ahead
-    placed = place_rows(length, *rows[1:])
-    start = length - int(back) + int(first) if text else ahead
+        window = window._replace(length=window.length + ahead)
+    placed = place_rows(window, positions)
+    length, count = window.length, window.rows
+    start = length - int(window.back) + int(window.first) if text else ahead
     if start is not None:
         columns = start[:, None] + torch.arange(count, dtype=torch.int64, device=tokens.device).expand(len(length), -1)
         tokens = tokens.gather(1, columns.clamp_(0, tokens.shape[1] - 1))
@@ -116,12 +94,10 @@ def start_rows(
     return torch.embedding(embedding, ids), *placed
 
 
-def start_rows_cost(
-    embedding: Tensor, tokens: Tensor, text: bool, length: Tensor, back: int, first: int, count: int, *rest: Any
-) -> tuple[int, int]:
+def start_rows_cost(embedding: Tensor, tokens: Tensor, text: bool, window: Window) -> tuple[int, int]:
     """(bytes, operations) of one call."""
-    placed, operations = place_rows_cost(length, back, first, count, *rest)
-    T = len(length) * count
+    placed, operations = place_rows_cost(window)
+    T = len(window.length) * window.rows
     return placed + 8 * T + 2 * T * embedding.shape[1] * embedding.element_size(), operations
 
 
@@ -164,16 +140,16 @@ def _start_rows_kernel(
     embedding_ptr,  # [V, E]
     tokens_ptr,  # [B, width]
     ahead_ptr,  # [1]
-    length_ptr,  # [B]
+    hidden_ptr,  # [B, count, E]
+    width,
+    token_stride,  # from a sequence's tokens to the next one's
+    length_ptr,  # [B]; from here on as in `Placing`
     parents_ptr,  # [B, >= first + count - 1]
     table_ptr,  # [B, P]
-    hidden_ptr,  # [B, count, E]
     positions_ptr,  # [B, count]
     slots_ptr,  # [B, count]
     kv_len_ptr,  # [B]
     words_ptr,  # [B, count, W]
-    width,
-    token_stride,  # from a sequence's tokens to the next one's
     back,
     first,
     columns,  # P * page_size
@@ -213,7 +189,7 @@ def _variant(dtype: torch.dtype, V: int, E: int, words: int, tree: bool, text: b
     return Variant(
         name=f"{t} V{V} E{E} {'tree' if tree else 'chain'} W{words}" + " text" * text + " ahead" * ahead,
         kernel=_start_rows_kernel,
-        arguments=(f"*{t}", "*i64", "*i64", *GIVEN, f"*{t}", *PLACED, "i32", "i32", *SIZES),
+        arguments=(f"*{t}", "*i64", "*i64", f"*{t}", "i32", "i32", *PLACING),
         constexprs={
             "V": V,
             "E": E,
@@ -249,20 +225,24 @@ def launch(
     embedding: Tensor,
     tokens: Tensor,
     text: bool,
-    length: Tensor,
-    back: int,
-    first: int,
-    count: int,
-    parents: Tensor | None,
-    *rest: Any,
+    window: Window,
+    positions: Tensor | None = None,
     ahead: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    length, tree = window.length, window.parents is not None
     same_device(length, embedding=embedding, tokens=tokens, ahead=ahead)
-    given, out, sizes = place_arguments(length, back, first, count, parents, *rest)
+    placing = placing_of(window, positions)
     (V, E), B = embedding.shape, len(length)
-    hidden, tokens = embedding.new_empty(B * count, E), rowwise(tokens)
-    variant = _variant(embedding.dtype, V, E, out[3].shape[1], parents is not None, text, ahead is not None)
-    ids = tokens, length if ahead is None else ahead  # without it the pointer is not read
-    wide = tokens.shape[1], tokens.stride(0)
-    variant((count, B), embedding.contiguous(), *ids, *given, hidden, *out, *wide, *sizes)
-    return hidden, *out
+    hidden, tokens = embedding.new_empty(B * window.rows, E), rowwise(tokens)
+    variant = _variant(embedding.dtype, V, E, placing.ancestors.shape[1], tree, text, ahead is not None)
+    variant(
+        (window.rows, B),
+        embedding.contiguous(),
+        tokens,
+        length if ahead is None else ahead,  # without it the pointer is not read
+        hidden,
+        tokens.shape[1],
+        tokens.stride(0),
+        *placing,
+    )
+    return hidden, *placing.results

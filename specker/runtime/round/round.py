@@ -23,7 +23,7 @@ from torch import Tensor
 
 from specker.kernels.adjust_rows import adjust_rows
 from specker.kernels.delta_rows import BLOCK
-from specker.kernels.round.settle import settle
+from specker.kernels.round.settle import Texts, settle
 from specker.kernels.sample_rows import Splits
 from specker.model.cache import KVCache, Rows
 from specker.model.decoder import Model, Output, experts_read, forward
@@ -238,12 +238,7 @@ def _accept(r: Round, model: Model, cache: KVCache) -> None:
         tokens,
         parents,
         target,
-        s.committed,
-        s.length,
-        s.window,
-        s.limit,
-        cache.block_table[:n],
-        cache.page_size,
+        Texts(s.committed, s.length, s.window, s.limit, cache.block_table[:n], cache.page_size),
         memory.out("report", n * (3 + 2 * N)),
         memory.out("target", n * (N + 1)),
     )
