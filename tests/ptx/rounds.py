@@ -164,7 +164,7 @@ def _pairs(label: str, args: tuple) -> Case:
 
     def judge(verdict: Verdict, got: Any) -> None:
         want = pair.start_pairs(*args)
-        wide = pair.start_pairs(*(_doubled(x) for x in args))
+        wide = pair.start_pairs(*(_doubled(x) for x in args[:-1]), args[-1])  # the window has only integers
         for n in range(2):
             verdict.near(f"result {n}", got[n], wide[n], want[n])
         for n in range(2, 6):
