@@ -1,10 +1,14 @@
 """One signature defines an op: its schema, its paths, and the checks before each path."""
 
+import importlib
+from inspect import signature
+
 import pytest
 import torch
 from torch import Tensor
 from torch._subclasses import FakeTensorMode
 
+from specker import kernels
 from specker.kernels.registry import register
 
 went = []
@@ -62,6 +66,16 @@ _scaled_ = register(
     pack=lambda x, factors: (x, *factors),
     unpack=_nested,
 )
+
+
+@pytest.mark.parametrize("name", [n for n in kernels.__all__ if n not in ("ancestor_words", "rope_table")])
+def test_an_ops_record_has_the_parameters_of_its_function(name):
+    """A call fills the record by position."""
+    record = getattr(importlib.import_module(f"specker.kernels.{name}"), "Arguments", None)
+    if record is None:
+        pytest.skip("its functions take the arguments themselves")
+    of, own = (signature(x).parameters.values() for x in (record, getattr(kernels, name)))
+    assert [(p.name, p.annotation, p.default) for p in of] == [(p.name, p.annotation, p.default) for p in own]
 
 
 @pytest.fixture(autouse=True)
