@@ -37,6 +37,8 @@ from specker.cpu.library import (
     team,
 )
 from specker.cpu.packed import Packed
+from specker.kernels.adjust_rows import Arguments as AdjustRows
+from specker.kernels.cluster_topk import Arguments as ClusterTopk
 from specker.kernels.delta_rows import BLOCK as DELTA_BLOCK
 from specker.layer_weights import KINDS, LayerWeights
 
@@ -387,7 +389,7 @@ def _mixing(mixer: Any) -> Mixing:
 def product(
     x: Tensor, weight: Any, activations: str = "float32", norm: Tensor | None = None, eps: float = 0.0
 ) -> Tensor:
-    """x [T, E] float32 times weight [O, E]^T -> [T, O] float32, after an RMSNorm with weight `norm` [E] if given. The
+    """x [T, E] float32 times weight [O, E]^T -> [T, O] float32, after an RMSNorm with weight `norm` [E] if args. The
     weight is float32, bfloat16 or `Packed`, E a multiple of BLOCK. `activations`: see `Matrix.of`."""
     x, y = x.contiguous(), torch.empty(len(x), len(weight), dtype=torch.float32, device="cpu")
     matrix = Matrix.of(weight, activations)
@@ -396,40 +398,28 @@ def product(
     return y
 
 
-def clusters(
-    hidden: Tensor,
-    weight: Any,
-    centroids: Tensor,
-    token_ids: Tensor,
-    count: int,
-    k: int,
-    norm: tuple[Tensor, float] | None,
-    draws: Sequence[tuple[float, int]],
-    positions: Tensor | None,
-    with_lse: bool,
-    activations: str,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """What `kernels.cluster_topk` returns for rows [T, E] float32 that read `count` clusters each. weight [C R, E] and
-    centroids [C, E]: float32 or bfloat16, E a multiple of BLOCK. `draws`: temperature and seed, one pair for all rows
-    or for each of as many equal runs of rows; sampled rows need `positions` [T] int64. `activations`: see
-    `Matrix.of`."""
-    T, hidden, ids = len(hidden), hidden.contiguous(), token_ids.long().contiguous()
-    best = torch.empty(T, k, dtype=torch.int64, device="cpu")
-    values = torch.empty(T, k, dtype=torch.float32, device="cpu")
-    sums = torch.empty(T if with_lse else 0, dtype=torch.float32, device="cpu")
+def clusters(args: ClusterTopk, draws: Sequence[tuple[float, int]]) -> tuple[Tensor, Tensor, Tensor]:
+    """What `kernels.cluster_topk` returns for rows [T, E] float32. The weight and the centroids are float32 or
+    bfloat16, E a multiple of BLOCK. `draws`: temperature and seed, one pair for all rows or for each of as many equal
+    runs of rows. Rows are rounded to bfloat16 beside a weight of bfloat16."""
+    T, hidden, ids = len(args.hidden), args.hidden.contiguous(), args.token_ids.long().contiguous()
+    best = torch.empty(T, args.k, dtype=torch.int64, device="cpu")
+    values = torch.empty(T, args.k, dtype=torch.float32, device="cpu")
+    sums = torch.empty(T if args.with_lse else 0, dtype=torch.float32, device="cpu")
     if not T:
         return best, values, sums
+    activations = "bfloat16" if args.weight.dtype == torch.bfloat16 else "float32"
     temperature, seed = zip(*draws, strict=True)
     numbers: list[Any] = [np.array(temperature, np.float64), np.array(seed, np.uint64)]
-    at = None if positions is None else positions.contiguous()
-    by = None if norm is None else norm[0].contiguous()
+    at = None if args.noise is None else args.noise[1].contiguous()
+    by, eps = (None, 0.0) if args.norm is None else (args.norm[0].contiguous(), args.norm[1])
     call = ClustersCall(
-        *(ctypes.pointer(Matrix.of(w, activations)) for w in (weight, centroids)),
+        *(ctypes.pointer(Matrix.of(w, activations)) for w in (args.weight, args.centroids)),
         *(None if x is None else x.data_ptr() for x in (hidden, by, ids, at)),
         *(each.ctypes.data for each in numbers),
-        *(T, count, k, T // len(draws)),
-        0.0 if norm is None else norm[1],
-        *(best.data_ptr(), values.data_ptr(), sums.data_ptr() if with_lse else None),
+        *(T, args.clusters, args.k, T // len(draws)),
+        eps,
+        *(best.data_ptr(), values.data_ptr(), sums.data_ptr() if args.with_lse else None),
     )
     crew = team()
     crew.run(native().cluster_topk, call, crew.size)
@@ -479,33 +469,24 @@ def sample(
     return out
 
 
-def adjust(
-    logits: Tensor,
-    text: Tensor,
-    prompt: Tensor,
-    length: Tensor,
-    window: Tensor,
-    numbers: Tensor,
-    parents: Tensor | None,
-    places: Tensor | None,
-    bias_ids: Tensor | None,
-    bias: Tensor | None,
-    floors: bool,
-) -> Tensor:
+def adjust(args: AdjustRows) -> Tensor:
     """What `kernels.adjust_rows` returns for logits [T, V] float32. Raises ValueError for numbers that are read and
     point outside of the other arguments."""
-    logits, out = logits.contiguous(), torch.empty(logits.shape, dtype=torch.float32, device="cpu")
-    strided = [
-        x if x is None or x.shape[1] < 2 or x.stride(1) == 1 else x.contiguous() for x in (text, window, parents)
-    ]
-    dense = [None if x is None else x.contiguous() for x in (prompt, length, places, numbers, bias_ids, bias)]
-    held = strided[0], *dense[:2], *strided[1:], *dense[2:]  # until the call has ended
+    logits, out = args.logits.contiguous(), torch.empty(args.logits.shape, dtype=torch.float32, device="cpu")
+    text, window, parents = (
+        x if x is None or x.shape[1] < 2 or x.stride(1) == 1 else x.contiguous()
+        for x in (args.text, args.window, args.parents)
+    )
+    own = args.prompt, args.length, args.places, args.numbers, args.bias_ids, args.bias
+    prompt, length, places, numbers, bias_ids, bias = (None if x is None else x.contiguous() for x in own)
+    held = text, prompt, length, window, parents, places, numbers, bias_ids, bias  # until the call has ended
     call = AdjustCall(
         logits.data_ptr(),
         *(None if x is None else x.data_ptr() for x in held),
-        *(*logits.shape, window.shape[0], text.shape[1], window.shape[1], 0 if bias is None else bias.shape[1]),
-        *(0 if x is None else x.stride(0) for x in strided),
-        bool(floors),
+        *(*logits.shape, args.window.shape[0], args.text.shape[1], args.window.shape[1]),
+        0 if bias is None else bias.shape[1],
+        *(0 if x is None else x.stride(0) for x in (text, window, parents)),
+        bool(args.floors),
         out.data_ptr(),
     )
     crew = team()

@@ -10,13 +10,13 @@ min_p needs the largest logit of a row. A second launch reads it of the parts of
 
 from collections.abc import Iterator
 from functools import lru_cache
-from typing import Any
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from specker.kernels.cpu import eager, native
-from specker.kernels.registry import register
+from specker.kernels.registry import register, takes
 from specker.kernels.variant import Variant, check_within, same_device, start_after_previous, tl, triton
 
 
@@ -82,19 +82,23 @@ def adjust_rows(
     return _adjust_rows(logits, text, prompt, length, window, numbers, parents, places, bias_ids, bias, floors)
 
 
-def adjust_rows_ref(
-    logits: Tensor,
-    text: Tensor,
-    prompt: Tensor,
-    length: Tensor,
-    window: Tensor,
-    numbers: Tensor,
-    parents: Tensor | None = None,
-    places: Tensor | None = None,
-    bias_ids: Tensor | None = None,
-    bias: Tensor | None = None,
-    floors: bool = False,
-) -> Tensor:
+class Arguments(NamedTuple):
+    logits: Tensor
+    text: Tensor
+    prompt: Tensor
+    length: Tensor
+    window: Tensor
+    numbers: Tensor
+    parents: Tensor | None = None
+    places: Tensor | None = None
+    bias_ids: Tensor | None = None
+    bias: Tensor | None = None
+    floors: bool = False
+
+
+@takes(Arguments)
+def adjust_rows_ref(args: Arguments) -> Tensor:
+    logits, text, prompt, length, window, numbers, parents, places, bias_ids, bias, floors = args
     V, (B, R) = logits.shape[1], window.shape
     at = torch.arange(text.shape[1], dtype=torch.int64, device=text.device)
     inside = at < length[:, None]
@@ -120,12 +124,11 @@ def adjust_rows_ref(
     return z.masked_fill_(z < z.amax(1, keepdim=True) - reach, float("-inf")) if floors else z
 
 
-def adjust_rows_cost(
-    logits: Tensor, text: Tensor, prompt: Tensor, length: Tensor, window: Tensor, numbers: Tensor, *rest: object
-) -> tuple[int, int]:
+@takes(Arguments)
+def adjust_rows_cost(args: Arguments) -> tuple[int, int]:
     """(bytes, operations) of one call, which reads the lengths."""
-    passes = 4 if rest and rest[-1] is True else 2
-    return logits.numel() * logits.element_size() * passes + 8 * int(length.sum()), 6 * logits.numel()
+    passes = 4 if args.floors else 2
+    return args.logits.nbytes * passes + 8 * int(args.length.sum()), 6 * args.logits.numel()
 
 
 BLOCK = 2048  # ids per program: a histogram of more takes 128 registers for its bins, and spills
@@ -292,19 +295,9 @@ def variants(arch: int) -> Iterator[Variant]:
     yield from _adjust_variants(151936, 0, True, False, False)
 
 
-def launch(
-    logits: Tensor,
-    text: Tensor,
-    prompt: Tensor,
-    length: Tensor,
-    window: Tensor,
-    numbers: Tensor,
-    parents: Tensor | None,
-    places: Tensor | None,
-    bias_ids: Tensor | None,
-    bias: Tensor | None,
-    floors: bool,
-) -> Tensor:
+@takes(Arguments)
+def launch(args: Arguments) -> Tensor:
+    logits, text, prompt, length, window, numbers, parents, places, bias_ids, bias, floors = args
     logits, numbers = logits.contiguous(), numbers.contiguous()
     (T, V), R = logits.shape, window.shape[1]
     out = torch.empty_like(logits)
@@ -313,20 +306,31 @@ def launch(
     text, window, trees = _rows(text), _rows(window), parents is not None and R > 1
     up = _rows(parents) if trees and parents is not None else window
     which = window if places is None else places.contiguous()
-    K = 0 if bias_ids is None or bias is None else bias_ids.shape[1]
-    ids, biases = (
-        (bias_ids.contiguous(), bias.contiguous())
-        if K and bias_ids is not None and bias is not None
-        else (
-            window,
-            numbers,
-        )
-    )
+    K, ids, biases = 0, window, numbers  # the kernel ignores these ids and biases
+    if bias_ids is not None and bias is not None and bias_ids.shape[1]:
+        K, ids, biases = bias_ids.shape[1], bias_ids.contiguous(), bias.contiguous()
     launches = _adjust_variants(V, K, trees, places is not None, floors)
     S = launches[0].constexprs["S"]
     peak = logits.new_empty(T, S) if floors else out
-    tensors = logits, text, prompt.contiguous(), length.contiguous(), window, up, which, numbers, ids, biases, out, peak
-    launches[0]((T, S), *tensors, R, text.stride(0), window.stride(0), up.stride(0))
+    launches[0](
+        (T, S),
+        logits,
+        text,
+        prompt.contiguous(),
+        length.contiguous(),
+        window,
+        up,
+        which,
+        numbers,
+        ids,
+        biases,
+        out,
+        peak,
+        R,
+        text.stride(0),
+        window.stride(0),
+        up.stride(0),
+    )
     if floors:
         launches[1]((T, S), out, which, numbers, peak, R)
     return out
@@ -337,27 +341,16 @@ def _rows(x: Tensor) -> Tensor:
     return x if x.shape[1] <= 1 or x.stride(1) == 1 else x.contiguous()
 
 
-def _on_cpu(logits: Tensor, *args: Any) -> Tensor:
+def _on_cpu(args: Arguments) -> Tensor:
     """The path without a Triton kernel (CPU or float64)."""
-    if logits.dtype == torch.float32 and eager(logits) and (kernels := native()) is not None:
-        return kernels.adjust(logits, *args)
-    _check_numbers(logits, *args)
-    return adjust_rows_ref(logits, *args)
+    if args.logits.dtype == torch.float32 and eager(args.logits) and (kernels := native()) is not None:
+        return kernels.adjust(args)
+    _check_numbers(args)
+    return adjust_rows_ref(*args)
 
 
-def _check(
-    logits: Tensor,
-    text: Tensor,
-    prompt: Tensor,
-    length: Tensor,
-    window: Tensor,
-    numbers: Tensor,
-    parents: Tensor | None,
-    places: Tensor | None,
-    bias_ids: Tensor | None,
-    bias: Tensor | None,
-    floors: bool,
-) -> None:
+def _check(args: Arguments) -> None:
+    logits, text, prompt, length, window, numbers, parents, places, bias_ids, bias, _ = args
     if logits.dim() != 2 or logits.shape[1] == 0 or logits.dtype not in (torch.float32, torch.float64):
         raise ValueError(f"logits must be [T, V >= 1] float32 or float64, got {tuple(logits.shape)} {logits.dtype}")
     T = logits.shape[0]
@@ -393,45 +386,35 @@ def _check(
     same_device(logits, **integers, numbers=numbers, bias=bias)
 
 
-def _check_numbers(
-    logits: Tensor,
-    text: Tensor,
-    prompt: Tensor,
-    length: Tensor,
-    window: Tensor,
-    numbers: Tensor,
-    parents: Tensor | None,
-    places: Tensor | None,
-    bias_ids: Tensor | None,
-    *_: object,
-) -> None:
+def _check_numbers(args: Arguments) -> None:
     """Raise ValueError for ids and places outside of the other arguments, on a CPU. It reads them all; compiled code
     refuses those that it reads."""
-    if not logits.is_cpu:
+    if not args.logits.is_cpu:
         return
-    V = logits.shape[1]
-    check_within("length", length, text.shape[1] + 1)
+    V, prompt, length = args.logits.shape[1], args.prompt, args.length
+    check_within("length", length, args.text.shape[1] + 1)
     if prompt.numel() and not ((prompt >= 0) & (prompt <= length)).all():
         raise ValueError(f"prompt must be in 0..length, got {prompt.tolist()} of {length.tolist()}")
-    for own, count in zip(text, length.tolist(), strict=True):
+    for own, count in zip(args.text, length.tolist(), strict=True):
         check_within("text", own[:count], V)
-    check_within("window", window[:, 1:], V)  # the text ends with the root
-    if places is not None:
-        check_within("places", places, window.numel())
-    if bias_ids is not None:
-        check_within("bias_ids", bias_ids.clamp(min=-1), V, least=-1)
+    check_within("window", args.window[:, 1:], V)  # the text ends with the root
+    if args.places is not None:
+        check_within("places", args.places, args.window.numel())
+    if args.bias_ids is not None:
+        check_within("bias_ids", args.bias_ids.clamp(min=-1), V, least=-1)
 
 
-def _explain(*args: Any) -> None:
-    _check(*args)
-    _check_numbers(*args)
+def _explain(args: Arguments) -> None:
+    _check(args)
+    _check_numbers(args)
 
 
 _adjust_rows = register(
     adjust_rows,
+    Arguments,
     check=_check,
     reference=_on_cpu,
     launch=launch,
-    fake=lambda logits, *_: torch.empty_like(logits, memory_format=torch.contiguous_format),
+    fake=lambda args: torch.empty_like(args.logits, memory_format=torch.contiguous_format),
     explain=_explain,
 )

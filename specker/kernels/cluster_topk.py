@@ -12,18 +12,16 @@ numbers would be a read of 512 bytes elsewhere. Checkpoints store rows by id; th
 
 from collections.abc import Iterator
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.compiler import is_compiling
 from torch.nn import functional as F
 
 from specker.kernels.cpu import eager, native
-from specker.kernels.noise import check_draw, check_seed, drawn, gumbel_at, gumbel_of, signed, unpack_draw
-from specker.kernels.quant import Format, Matrix, Quantized, arguments_of, constexprs_of, format_of, streams, types_of
-from specker.kernels.registry import refuse, register
-from specker.kernels.residual_merge import launch as _norm
+from specker.kernels.noise import check_draw, drawn, gumbel_at, gumbel_of, signed, unpack_draw
+from specker.kernels.quant import Matrix, Quantized, arguments_of, constexprs_of, streams, types_of
+from specker.kernels.registry import register, takes
 from specker.kernels.row_linear import row_linear
 from specker.kernels.stream import stream_rows
 from specker.kernels.tiles import COMMON, columns_of, stages_of, weight_left, wide_rows
@@ -31,12 +29,10 @@ from specker.kernels.variant import (
     SMS,
     TYPES,
     Variant,
-    arch,
     counters,
     is_last,
     let_next_start,
     same_device,
-    sms,
     sum_dtype,
     tl,
     triton,
@@ -45,16 +41,20 @@ from specker.kernels.variant import (
 from specker.kernels.vocab_topk import (
     MAX_K,
     NO_KEY,
-    Noise,
     Noisy,
     Norm,
+    Search,
     _power,
     check_head,
     check_ids,
-    check_out,
+    flat_noise,
     id_of,
     largest,
+    nested_noise,
+    noise_of,
+    normed,
     rank_key,
+    results_of,
     value_of,
     write_out,
 )
@@ -130,38 +130,30 @@ def cluster_topk(
         >>> best.tolist(), logits.tolist()
         ([[20, 10]], [[5.0, 1.0]])
     """
-    given = hidden, weight, centroids, token_ids, clusters, k, norm, noise, with_lse
-    try:
-        done = _cluster_topk_cpu(*given)
-        if done is None and out is None:
-            return _cluster_topk(*given)
-        if done is None and hidden.is_cuda and hidden.dtype != torch.float64 and _fits(*given) and not is_compiling():
-            _check(*given)
-            assert out is not None
-            check_out(out, hidden, k)
-            return launch(*given, out=out)
-    except Exception:
-        refuse(cluster_topk, _explain, given)
-        raise
-    found = _cluster_topk(*given) if done is None else done
+    found = _cluster_topk(hidden, weight, centroids, token_ids, clusters, k, norm, noise, with_lse, out)
     return found if out is None else write_out(found, out, hidden, k)
 
 
-def cluster_topk_ref(
-    hidden: Tensor,
-    weight: Matrix,
-    centroids: Tensor,
-    token_ids: Tensor,
-    clusters: int,
-    k: int,
-    norm: Norm | None = None,
-    noise: Noisy | None = None,
-    with_lse: bool = True,
-) -> tuple[Tensor, Tensor, Tensor]:
+class Arguments(NamedTuple):
+    hidden: Tensor
+    weight: Matrix
+    centroids: Tensor
+    token_ids: Tensor
+    clusters: int
+    k: int
+    norm: Norm | None = None
+    noise: Noisy | None = None
+    with_lse: bool = True
+    out: Tensor | tuple[Tensor, Tensor] | None = None
+
+
+@takes(Arguments)
+def cluster_topk_ref(args: Arguments) -> tuple[Tensor, Tensor, Tensor]:
+    hidden, weight, centroids, token_ids, clusters, k, norm, noise, with_lse, _ = args
     if isinstance(weight, Quantized):
         weight.check()  # what does not fit may lie in rows that no cluster of these names
     if norm is not None:
-        hidden = F.rms_norm(hidden, hidden.shape[-1:], *norm)
+        hidden = F.rms_norm(hidden, hidden.shape[-1:], norm[0], norm[1])
     R = token_ids.shape[1]
     _, chosen = largest(row_linear(hidden, centroids, epilogue="float32"), None, clusters)
     within = torch.arange(R, dtype=torch.int64, device=hidden.device)
@@ -175,12 +167,12 @@ def cluster_topk_ref(
 def _largest_of_rows(
     z: Tensor, ids: Tensor, k: int, noise: Noisy | None, with_lse: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """`topk.largest_of` for rows with ids of their own: z and ids [T, K]."""
-    if noise is not None and noise[2] > 0:
-        _, positions, _, draw = Noise(*noise)
+    """`largest_of` (vocab_topk.py) for rows with ids of their own: z and ids [T, K]."""
+    _, positions, temperature, draw = noise_of(noise)
+    if positions is not None and temperature > 0:
         run = max(1, len(z)) if draw is None else check_draw(draw, len(z))
         parts = zip(draws_of(noise), z.split(run), positions.split(run), ids.split(run), strict=False)
-        z = torch.cat([_noisy(rows, *own, at, its) for own, rows, at, its in parts])
+        z = torch.cat([_noisy(rows, heat, seed, at, its) for (heat, seed), rows, at, its in parts])
     by_id = ids.argsort(-1)
     values, order = z.gather(1, by_id).sort(dim=-1, descending=True, stable=True)
     best = ids.gather(1, by_id.gather(1, order[:, :k]))
@@ -191,20 +183,12 @@ def _noisy(z: Tensor, temperature: float, seed: int, positions: Tensor, ids: Ten
     return z if temperature == 0 else z / temperature + gumbel_at(seed, positions, ids)
 
 
-def cluster_topk_cost(
-    hidden: Tensor,
-    weight: Matrix,
-    centroids: Tensor,
-    token_ids: Tensor,
-    clusters: int,
-    k: int,
-    norm: Norm | None = None,
-    noise: Noisy | None = None,
-    with_lse: bool = True,
-) -> tuple[int, int]:
+@takes(Arguments)
+def cluster_topk_cost(args: Arguments) -> tuple[int, int]:
     """(bytes, flops) that any implementation needs: centroids, hidden and norm read once, and the rows and ids of each
     row's clusters, the results written; two flops per weight and row. Rows are counted as if no two had a cluster in
     common, until all C clusters are read: exact for one row, the most for several."""
+    hidden, weight, centroids, token_ids, clusters, k, norm, noise, with_lse, _ = args
     (T, E), (C, R) = hidden.shape, token_ids.shape
     read = min(C, T * clusters)
     size = sum_dtype(hidden.dtype).itemsize
@@ -214,36 +198,24 @@ def cluster_topk_cost(
     return bytes_, 2 * T * E * (C + clusters * R)
 
 
-def _cluster_topk_cpu(
-    hidden: Tensor,
-    weight: Matrix,
-    centroids: Tensor,
-    token_ids: Tensor,
-    clusters: int,
-    k: int,
-    norm: Norm | None,
-    noise: Noisy | None,
-    with_lse: bool,
-) -> tuple[Tensor, Tensor, Tensor] | None:
+def _compiled(args: Arguments) -> tuple[Tensor, Tensor, Tensor] | None:
     """The compiled CPU form for float32 rows; None if it does not serve the arguments."""
+    hidden, weight, norm = args.hidden, args.weight, args.norm
     if hidden.dtype != torch.float32 or not eager(hidden) or not isinstance(weight, Tensor):
-        return None
-    kernels = native()
-    _check(hidden, weight, centroids, token_ids, clusters, k, norm, noise)
-    if kernels is None or not (kernels.serves(hidden, weight) and kernels.serves(hidden, centroids)):
         return None
     if norm is not None and norm[0].dtype != torch.float32:
         return None
-    draws, positions = draws_of(noise), None if noise is None else noise[1]
-    how = "bfloat16" if weight.dtype == torch.bfloat16 else "float32"
-    return kernels.clusters(hidden, weight, centroids, token_ids, clusters, k, norm, draws, positions, with_lse, how)
+    kernels = native()
+    if kernels is None or not (kernels.serves(hidden, weight) and kernels.serves(hidden, args.centroids)):
+        return None
+    return kernels.clusters(args, draws_of(args.noise))
 
 
 def draws_of(noise: Noisy | None) -> list[tuple[float, int]]:
     """Temperature and seed, one pair for all rows or for each of as many equal runs; read on the host."""
-    if noise is None or noise[2] == 0:
+    seed, _, temperature, draw = noise_of(noise)
+    if temperature == 0:
         return [(0.0, 0)]
-    seed, _, temperature, draw = Noise(*noise)
     return [(temperature, seed)] if draw is None else [unpack_draw(each)[1::-1] for each in draw.view(-1, 4)]
 
 
@@ -457,21 +429,7 @@ def _cluster_rows_kernel(
 
 
 @lru_cache(maxsize=256)
-def _variants(
-    dtype: torch.dtype,
-    C: int,
-    R: int,
-    E: int,
-    clusters: int,
-    k: int,
-    ids: torch.dtype,
-    noise: bool,
-    held: bool,
-    lse: bool,
-    arch: int,
-    sms: int = 0,
-    form: Format | None = None,
-) -> tuple[Variant, Variant]:
+def _variants(search: Search, C: int, R: int, clusters: int) -> tuple[Variant, Variant]:
     """The kernel that chooses clusters, and the one that reads their rows.
 
     Gemma 4's assistants: 2,048 centroids of 256 are 32 tiles of 64 rows, which fill no GPU, but the whole is 1 MB. 32
@@ -479,6 +437,8 @@ def _variants(
     in row_linear, and one of them exists: its zeros are written to shared memory and multiplied there, but not read.
     Where rows are many, tiles of 64 rows halve the selections. A tile holds k candidates. The rows of a cluster are not
     known before the wait, so nothing is prefetched."""
+    dtype, E, k, ids, noise, held, lse, arch, sms, form = search
+    assert ids is not None
     t, half = TYPES[dtype], dtype != torch.float32
     even = dtype.itemsize * E % 16 == 0
     m = 64 if half else 16
@@ -561,7 +521,7 @@ def variants(arch: int) -> Iterator[Variant]:
     """The variants that the compile-only checks compile for sm_`arch`; the launcher takes any sizes."""
     bf16, f16, f32, i32, i64 = torch.bfloat16, torch.float16, torch.float32, torch.int32, torch.int64
     gemma, chosen = (2048, 128, 256, 32), set()
-    for dtype, sizes, k, ids, noise, held, lse in (
+    for dtype, (C, R, E, clusters), k, ids, noise, held, lse in (
         (bf16, gemma, 1, i64, True, True, False),
         (bf16, gemma, 10, i64, True, True, True),
         (bf16, gemma, 64, i64, True, False, True),
@@ -573,58 +533,42 @@ def variants(arch: int) -> Iterator[Variant]:
         (f16, gemma, 10, i64, False, False, True),
         (f32, gemma, 10, i64, True, False, True),
     ):
-        choose, rows = _variants(dtype, *sizes, k, ids, noise, held, lse, arch)
+        choose, rows = _variants(Search(dtype, E, k, ids, noise, held, lse, arch), C, R, clusters)
         yield from (rows,) if choose.name in chosen else (choose, rows)  # k does not change which clusters are chosen
         chosen.add(choose.name)
     for form in COMMON:
-        yield _variants(bf16, 2048, 128, 4096, 32, 10, i64, False, False, True, arch, form=form)[1]
-    yield _variants(f32, 2048, 128, 4096, 32, 1, i64, False, False, False, arch, form=COMMON[0])[1]
+        yield _variants(Search(bf16, 4096, 10, i64, False, False, True, arch, form=form), 2048, 128, 32)[1]
+    yield _variants(Search(f32, 4096, 1, i64, False, False, False, arch, form=COMMON[0]), 2048, 128, 32)[1]
 
 
-def launch(
-    hidden: Tensor,
-    weight: Matrix,
-    centroids: Tensor,
-    token_ids: Tensor,
-    clusters: int,
-    k: int,
-    norm: Norm | None,
-    noise: Noisy | None,
-    with_lse: bool,
-    out: Tensor | tuple[Tensor, Tensor] | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    seed, positions, temperature, draw = (0, None, 0.0, None) if noise is None else Noise(*noise)
-    (T, E), (C, R) = hidden.shape, token_ids.shape
-    best, logits = out if isinstance(out, tuple) else (out, None)
-    best = hidden.new_empty((T, k), dtype=torch.int64) if best is None else best
-    logits = hidden.new_empty((T, k), dtype=torch.float32) if logits is None else logits
-    lse = hidden.new_empty(T if with_lse else 0, dtype=torch.float32)
+@takes(Arguments)
+def launch(args: Arguments) -> tuple[Tensor, Tensor, Tensor]:
+    clusters, T, (C, R) = args.clusters, len(args.hidden), args.token_ids.shape
+    best, logits, lse = found = results_of(args)
     if T == 0:
-        return best, logits, lse
-    if norm is not None:
-        by = norm[0].to(hidden.dtype).unsqueeze(0)
-        hidden = _norm(hidden, hidden.new_empty(0, T, E), by, norm[1])[1][0]
-    noisy = positions is not None and float(temperature) > 0  # numpy's numbers compare to numpy's truth values
-    held = draw is not None and noisy
-    how = token_ids.dtype, noisy, held, with_lse, arch(hidden.device), sms(hidden.device), format_of(weight)
-    choose, rows = _variants(hidden.dtype, C, R, E, clusters, k, *how)
-    hidden = hidden.contiguous()
+        return found
+    search = Search.of(args)
+    choose, rows = _variants(search, C, R, clusters)
+    hidden, (w, scale, shift) = normed(args.hidden, args.norm), arguments_of(args.weight)
+    seed, positions, temperature, draw = noise_of(args.noise)
     M, N = choose.constexprs["M"], choose.constexprs["N"]
     grid = -(-T // M), -(-C // N)
     chosen = hidden.new_empty((T, clusters), dtype=torch.int32)
     keys = hidden.new_empty((T, C), dtype=torch.int64)
-    choose(grid, hidden, centroids.contiguous(), keys, chosen, counters(hidden.device, grid[0]), T)
+    choose(grid, hidden, args.centroids.contiguous(), keys, chosen, counters(hidden.device, grid[0]), T)
     tiles = clusters * -(-R // rows.constexprs["N"])
     rows(
         (T, tiles),
         hidden,
-        *arguments_of(weight),
-        token_ids.contiguous(),
+        w,
+        scale,
+        shift,
+        args.token_ids.contiguous(),
         chosen,
-        positions if noisy and positions is not None else hidden,  # hidden is a dummy for absent tensors
-        draw.contiguous() if held and draw is not None else hidden,
+        positions if search.noise and positions is not None else hidden,  # hidden is a dummy for absent tensors
+        draw.contiguous() if search.held and draw is not None else hidden,
         hidden.new_empty((T, tiles, rows.constexprs["C"]), dtype=torch.int64),
-        hidden.new_empty((2, T, tiles) if with_lse else 0, dtype=torch.float32),
+        hidden.new_empty((2, T, tiles) if args.with_lse else 0, dtype=torch.float32),
         best,
         logits,
         lse,
@@ -636,20 +580,11 @@ def launch(
         1 if positions is None else positions.stride(0),
         *best.stride(),
     )
-    return best, logits, lse
+    return found
 
 
-def _check(
-    hidden: Tensor,
-    weight: Matrix,
-    centroids: Tensor,
-    token_ids: Tensor,
-    clusters: int,
-    k: int,
-    norm: Norm | None,
-    noise: Noisy | None,
-    *_: object,
-) -> None:
+def _check(args: Arguments) -> None:
+    hidden, weight, centroids, token_ids, clusters, k, norm, noise, _, _ = args
     check_head(hidden, weight, norm, noise)
     if token_ids.dim() != 2 or token_ids.numel() != len(weight) or token_ids.dtype not in (torch.int32, torch.int64):
         raise ValueError(
@@ -668,66 +603,49 @@ def _check(
     same_device(hidden, centroids=centroids, token_ids=token_ids)
 
 
-def _explain(hidden: Tensor, weight: Matrix, centroids: Tensor, token_ids: Tensor, *others: Any) -> None:
-    _check(hidden, weight, centroids, token_ids, *others)
-    check_ids(token_ids)
+def _explain(args: Arguments) -> None:
+    _check(args)
+    check_ids(args.token_ids)
 
 
-def _fits(hidden: Tensor, weight: Matrix, *_: object) -> bool:
-    return streams(weight)
+class Flat(NamedTuple):
+    """The arguments of the registered op."""
+
+    hidden: Tensor
+    weight: Matrix
+    centroids: Tensor
+    token_ids: Tensor
+    clusters: int
+    k: int
+    norm_weight: Tensor | None
+    eps: float
+    seed: int  # signed
+    positions: Tensor | None
+    temperature: float
+    draw: Tensor | None
+    with_lse: bool
 
 
-def _fake(
-    hidden: Tensor,
-    weight: Matrix,
-    centroids: Tensor,
-    token_ids: Tensor,
-    clusters: int,
-    k: int,
-    norm: object,
-    noise: object,
-    with_lse: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
-    T, dtype = hidden.shape[0], torch.promote_types(hidden.dtype, torch.float32)
-    best, logits = hidden.new_empty((T, k), dtype=torch.int64), hidden.new_empty((T, k), dtype=dtype)
-    return best, logits, hidden.new_empty(T if with_lse else 0, dtype=dtype)
+@takes(Arguments)
+def _flat(args: Arguments) -> tuple[Any, ...]:
+    return *args[:6], *flat_noise(args.norm, args.noise), args.with_lse  # from hidden to k
 
 
-def _flat(*args: Any) -> tuple[Any, ...]:
-    *first, norm, noise, with_lse = args
-    seed, *numbers = (0, None, 0.0, None) if noise is None else Noise(*noise)
-    return *first, *(norm or (None, 0.0)), signed(check_seed(seed)), *numbers, with_lse
-
-
-def _nested(
-    hidden: Tensor,
-    weight: Matrix,
-    centroids: Tensor,
-    token_ids: Tensor,
-    clusters: int,
-    k: int,
-    norm_weight: Tensor | None,
-    eps: float,
-    seed: int,  # signed
-    positions: Tensor | None,
-    temperature: float,
-    draw: Tensor | None,
-    with_lse: bool,
-) -> tuple[Any, ...]:
-    norm = None if norm_weight is None else (norm_weight, eps)
-    noise = None if positions is None else Noise(seed % (1 << 64), positions, temperature, draw)
-    return hidden, weight, centroids, token_ids, clusters, k, norm, noise, with_lse
+@takes(Flat)
+def _nested(args: Flat) -> Arguments:
+    return Arguments(*args[:6], *nested_noise(args), args.with_lse)
 
 
 _cluster_topk = register(
     cluster_topk,
+    Arguments,
     check=_check,
-    reference=cluster_topk_ref,
+    reference=lambda args: _compiled(args) or cluster_topk_ref(*args),
     launch=launch,
-    fake=_fake,
-    fits=_fits,
+    fake=results_of,
+    fits=lambda args: streams(args.weight),
     explain=_explain,
-    schema=_nested,
+    schema=Flat,
     pack=_flat,
     unpack=_nested,
 )

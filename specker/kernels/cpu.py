@@ -2,7 +2,7 @@
 
 import sys
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 from torch import Tensor
 from torch.compiler import is_dynamo_compiling
@@ -21,22 +21,10 @@ class Backend(Protocol):
         """x [T, E] float32 times weight [O, E]^T, float32 or bfloat16 -> [T, O] float32. `activations`: the type to
         which x is rounded."""
 
-    def clusters(
-        self,
-        hidden: Tensor,
-        weight: Tensor,
-        centroids: Tensor,
-        token_ids: Tensor,
-        count: int,
-        k: int,
-        norm: tuple[Tensor, float] | None,
-        draws: Sequence[tuple[float, int]],
-        positions: Tensor | None,
-        with_lse: bool,
-        activations: str,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """What `cluster_topk` returns for rows [T, E] float32 that read `count` clusters each. `draws`: temperature and
-        seed for all rows, or for each of as many equal runs of rows. `activations`: the type to which x is rounded."""
+    def clusters(self, args: Any, draws: Sequence[tuple[float, int]]) -> tuple[Tensor, Tensor, Tensor]:
+        """What `cluster_topk` returns for its `Arguments` with rows [T, E] float32. `draws`: temperature and seed for
+        all rows, or for each of as many equal runs of rows. Rows are rounded to bfloat16 beside a weight of
+        bfloat16."""
 
     def gumbel(self, seed: int, positions: Tensor, padded: int) -> Tensor:
         """The noise (noise.py) of ids 0 .. padded - 1 at `positions` [T] int64: [T, padded] float32."""
@@ -47,21 +35,8 @@ class Backend(Protocol):
         """The tokens [T] int64 that `sample_rows` draws from logits [T, V] float32 at `positions` [T] int64. `draws`:
         temperature, top_k, top_p and seed for each `run` rows."""
 
-    def adjust(
-        self,
-        logits: Tensor,
-        text: Tensor,
-        prompt: Tensor,
-        length: Tensor,
-        window: Tensor,
-        numbers: Tensor,
-        parents: Tensor | None,
-        places: Tensor | None,
-        bias_ids: Tensor | None,
-        bias: Tensor | None,
-        floors: bool,
-    ) -> Tensor:
-        """What `adjust_rows` returns for logits [T, V] float32."""
+    def adjust(self, args: Any) -> Tensor:
+        """What `adjust_rows` returns for its `Arguments` with logits [T, V] float32."""
 
 
 _backend: Backend | None = None

@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from torch import Tensor
-from torch.compiler import is_compiling
 from torch.nn import functional as F
 
 from specker.kernels.noise import (
@@ -29,7 +28,7 @@ from specker.kernels.noise import (
     unpack_draw,
 )
 from specker.kernels.quant import Format, Matrix, arguments_of, constexprs_of, format_of, streams, types_of
-from specker.kernels.registry import check_written, refuse, register
+from specker.kernels.registry import check_written, register, takes
 from specker.kernels.residual_merge import launch as _norm
 from specker.kernels.row_linear import row_linear
 from specker.kernels.sample_rows import first_argmax
@@ -70,6 +69,13 @@ class Noise(NamedTuple):
 
 
 Noisy = Noise | tuple[int, Tensor, float]
+
+
+def noise_of(noise: Noisy | None) -> tuple[int, Tensor | None, float, Tensor | None]:
+    """seed, positions, temperature and draw; without noise the positions are None and the temperature is 0."""
+    if noise is None:
+        return 0, None, 0.0, None
+    return noise if isinstance(noise, Noise) else Noise(*noise)
 
 
 def vocab_topk(
@@ -134,18 +140,19 @@ def vocab_topk(
         >>> ids.tolist(), logits.tolist()
         ([[20, 10], [30, 20]], [[5.0, 1.0], [7.0, 2.0]])
     """
-    given = hidden, weight, token_ids, k, norm, noise, with_lse
-    if out is None:
-        return _vocab_topk(*given)
-    try:
-        if hidden.is_cuda and hidden.dtype != torch.float64 and _fits(*given) and not is_compiling():
-            _check(*given)
-            check_out(out, hidden, k)
-            return launch(*given, out=out)
-    except Exception:
-        refuse(vocab_topk, _check, given)
-        raise
-    return write_out(_vocab_topk(*given), out, hidden, k)
+    found = _vocab_topk(hidden, weight, token_ids, k, norm, noise, with_lse, out)
+    return found if out is None else write_out(found, out, hidden, k)
+
+
+class Arguments(NamedTuple):
+    hidden: Tensor
+    weight: Matrix
+    token_ids: Tensor | None
+    k: int
+    norm: Norm | None = None
+    noise: Noisy | None = None
+    with_lse: bool = True
+    out: Tensor | tuple[Tensor, Tensor] | None = None
 
 
 def draws_alike(hidden: Tensor, weight: Matrix) -> bool:
@@ -153,8 +160,8 @@ def draws_alike(hidden: Tensor, weight: Matrix) -> bool:
     `sample_rows` draws from row_linear's float32 logits."""
     if not hidden.is_cuda or hidden.dtype == torch.float64 or not streams(weight):
         return False
-    on = arch(hidden.device), sms(hidden.device)
-    return _sums_alike(hidden.dtype, *weight.shape, *on, format_of(weight))
+    (K, E), on = weight.shape, hidden.device
+    return _sums_alike(hidden.dtype, K, E, arch(on), sms(on), format_of(weight))
 
 
 @lru_cache(maxsize=256)
@@ -169,17 +176,11 @@ def _sums_alike(dtype: torch.dtype, K: int, E: int, arch: int, sms: int, form: F
     return form is None or not form.four_bits or same
 
 
-def vocab_topk_ref(
-    hidden: Tensor,
-    weight: Matrix,
-    token_ids: Tensor | None,
-    k: int,
-    norm: Norm | None = None,
-    noise: Noisy | None = None,
-    with_lse: bool = True,
-) -> tuple[Tensor, Tensor, Tensor]:
+@takes(Arguments)
+def vocab_topk_ref(args: Arguments) -> tuple[Tensor, Tensor, Tensor]:
+    hidden, weight, token_ids, k, norm, noise, with_lse, _ = args
     if norm is not None:
-        hidden = F.rms_norm(hidden, hidden.shape[-1:], *norm)
+        hidden = F.rms_norm(hidden, hidden.shape[-1:], norm[0], norm[1])
     return largest_of(row_linear(hidden, weight, epilogue="float32"), token_ids, k, noise, with_lse)
 
 
@@ -187,8 +188,8 @@ def largest_of(
     z: Tensor, token_ids: Tensor | None, k: int, noise: Noisy | None = None, with_lse: bool = True
 ) -> tuple[Tensor, Tensor, Tensor]:
     """`vocab_topk` for given logits z [T, K] float32 or float64. Overwrites z."""
-    if noise is not None and noise[2] > 0:
-        seed, positions, temperature, draw = Noise(*noise)
+    seed, positions, temperature, draw = noise_of(noise)
+    if positions is not None and temperature > 0:
         if draw is None:
             add_gumbel_(z.div_(temperature), seed, positions, token_ids)
         else:
@@ -240,17 +241,11 @@ def _count_equal(z: Tensor, values: Tensor) -> int:
     return int(np.count_nonzero(z.detach().numpy() == values.detach().numpy()))
 
 
-def vocab_topk_cost(
-    hidden: Tensor,
-    weight: Matrix,
-    token_ids: Tensor | None,
-    k: int,
-    norm: Norm | None = None,
-    noise: Noisy | None = None,
-    with_lse: bool = True,
-) -> tuple[int, int]:
+@takes(Arguments)
+def vocab_topk_cost(args: Arguments) -> tuple[int, int]:
     """(bytes, flops) that any implementation needs: weight, hidden, ids and norm read once, the results written; two
     flops per weight and row."""
+    hidden, weight, token_ids, k, norm, noise, with_lse, _ = args
     (T, E), K = hidden.shape, weight.shape[0]
     read = weight.nbytes + (T * E + (E if norm is not None else 0)) * hidden.element_size()
     if token_ids is not None:
@@ -577,21 +572,32 @@ def tiles(
     return 64, n, 64, room * 1024 // ((64 + n) * 64 * dtype.itemsize) + synchronous
 
 
+class Search(NamedTuple):
+    """What the kernels of an LM head are compiled for, besides the sizes of the head."""
+
+    dtype: torch.dtype
+    E: int
+    k: int
+    ids: torch.dtype | None  # of token_ids
+    noise: bool
+    held: bool  # seed and temperature are in memory
+    lse: bool
+    arch: int
+    sms: int = 0
+    form: Format | None = None
+
+    @classmethod
+    def of(cls, args: Any) -> "Search":
+        """`args`: the Arguments of `vocab_topk` or `cluster_topk`."""
+        hidden, ids, k, lse, on = args.hidden, args.token_ids, args.k, args.with_lse, args.hidden.device
+        _, positions, temperature, draw = noise_of(args.noise)
+        noisy = positions is not None and float(temperature) > 0  # numpy's numbers compare to numpy's truth values
+        mapped, held, form = None if ids is None else ids.dtype, noisy and draw is not None, format_of(args.weight)
+        return cls(hidden.dtype, hidden.shape[1], k, mapped, noisy, held, lse, arch(on), sms(on), form)
+
+
 @lru_cache(maxsize=256)
-def _variants(
-    dtype: torch.dtype,
-    K: int,
-    E: int,
-    k: int,
-    ids: torch.dtype | None,
-    noise: bool,
-    held: bool,
-    lse: bool,
-    arch: int,
-    sms: int = 0,
-    form: Format | None = None,
-    few: bool = False,
-) -> tuple[Variant, Variant | None]:
+def _variants(search: Search, K: int, few: bool = False) -> tuple[Variant, Variant | None]:
     """The kernel, and its merge, which k = 1 without lse does not need. The stream is row_linear's, but each tile ends
     in a selection, during which its program reads nothing.
 
@@ -605,6 +611,7 @@ def _variants(
     64 rows: 128 need 149 registers per thread. As the left operand (`weight_left`) it has tiles of 128 rows and four
     warps: with eight it takes 6.2 instead of 5.1 instructions per weight.
     """
+    dtype, E, k, ids, noise, held, lse, arch, sms, form = search
     m, n, block, stages = tiles(dtype, K, E, arch, sms, form, few)
     t, count = TYPES[dtype], -(-K // n)
     C = triton.next_power_of_2(k)
@@ -700,50 +707,48 @@ def variants(arch: int) -> Iterator[Variant]:
         (torch.float16, 32768, 4096, 10, i64, False, False, True),
         (torch.float32, 32768, 4096, 10, i64, True, False, True),
     ):
-        yield from (v for v in _variants(dtype, K, E, k, ids, noise, held, lse, arch) if v is not None)
+        search = Search(dtype, E, k, ids, noise, held, lse, arch)
+        yield from (v for v in _variants(search, K) if v is not None)
     for form in COMMON:
-        yield _variants(bf16, 32768, 4096, 10, i64, False, False, True, arch, form=form)[0]
-    yield _variants(torch.float16, 8192, 896, 10, i64, True, True, True, arch, form=COMMON[3])[0]
-    yield _variants(torch.float32, 32768, 4096, 1, None, False, False, False, arch, form=COMMON[0])[0]
+        yield _variants(Search(bf16, 4096, 10, i64, False, False, True, arch, form=form), 32768)[0]
+    yield _variants(Search(torch.float16, 896, 10, i64, True, True, True, arch, form=COMMON[3]), 8192)[0]
+    yield _variants(Search(torch.float32, 4096, 1, None, False, False, False, arch, form=COMMON[0]), 32768)[0]
     if arch == 90:
         for form in (COMMON[0], COMMON[1], COMMON[3]):
-            yield _variants(torch.bfloat16, 32768, 4096, 10, None, False, False, False, 90, form=form, few=True)[0]
+            yield _variants(Search(bf16, 4096, 10, None, False, False, False, 90, form=form), 32768, few=True)[0]
 
 
-def launch(
-    hidden: Tensor,
-    weight: Matrix,
-    token_ids: Tensor | None,
-    k: int,
-    norm: Norm | None,
-    noise: Noisy | None,
-    with_lse: bool,
-    out: Tensor | tuple[Tensor, Tensor] | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    seed, positions, temperature, draw = (0, None, 0.0, None) if noise is None else Noise(*noise)
-    w, scale, shift = arguments_of(weight)
-    (T, E), K = hidden.shape, weight.shape[0]
-    ids, logits = out if isinstance(out, tuple) else (out, None)
-    ids = hidden.new_empty((T, k), dtype=torch.int64) if ids is None else ids
-    logits = hidden.new_empty((T, k), dtype=torch.float32) if logits is None else logits
-    lse = hidden.new_empty(T if with_lse else 0, dtype=torch.float32)
+def results_of(args: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """Memory for ids, logits and lse, or `out`; `args`: the Arguments of `vocab_topk` or `cluster_topk`."""
+    hidden, k, dtype = args.hidden, args.k, sum_dtype(args.hidden.dtype)
+    ids, logits = (None, None) if args.out is None else check_out(args.out, hidden, k)
+    ids = hidden.new_empty((len(hidden), k), dtype=torch.int64) if ids is None else ids
+    logits = hidden.new_empty((len(hidden), k), dtype=dtype) if logits is None else logits
+    return ids, logits, hidden.new_empty(len(hidden) if args.with_lse else 0, dtype=dtype)
+
+
+def normed(hidden: Tensor, norm: Norm | None) -> Tensor:
+    """hidden [T, E], contiguous, after the norm if there is one."""
+    if norm is None:
+        return hidden.contiguous()
+    weight, eps = norm
+    return _norm(hidden, hidden.new_empty(0, *hidden.shape), weight.to(hidden.dtype).unsqueeze(0), eps)[1][0]
+
+
+@takes(Arguments)
+def launch(args: Arguments) -> tuple[Tensor, Tensor, Tensor]:
+    weight, token_ids, T, K = args.weight, args.token_ids, len(args.hidden), args.weight.shape[0]
+    ids, logits, lse = found = results_of(args)
     if T == 0:
-        return ids, logits, lse
-    if norm is not None:
-        by = norm[0].to(hidden.dtype).unsqueeze(0)
-        hidden = _norm(hidden, hidden.new_empty(0, T, E), by, norm[1])[1][0]
-    noisy = positions is not None and float(temperature) > 0  # numpy's numbers compare to numpy's truth values
-    mapped = None if token_ids is None else token_ids.dtype
-    held = draw is not None and noisy
-    on = arch(hidden.device), sms(hidden.device)
-    form = format_of(weight)
-    few = form is not None and few_rows(T, on[0])
-    stream, merge = _variants(hidden.dtype, K, E, k, mapped, noisy, held, with_lse, *on, form, few)
+        return found
+    search = Search.of(args)
+    stream, merge = _variants(search, K, search.form is not None and few_rows(T, search.arch))
+    hidden, (w, scale, shift) = normed(args.hidden, args.norm), arguments_of(weight)
+    seed, positions, temperature, draw = noise_of(args.noise)
     sizes = stream.constexprs
     grid = -(-T // sizes["M"]), -(-K // sizes["N"])
     keys = hidden.new_empty((T, grid[1], sizes["C"]), dtype=torch.int64)
-    stats = hidden.new_empty((2, T, grid[1]) if with_lse else 0, dtype=torch.float32)
-    hidden = hidden.contiguous()
+    stats = hidden.new_empty((2, T, grid[1]) if args.with_lse else 0, dtype=torch.float32)
     stream(
         grid,
         hidden,
@@ -751,8 +756,8 @@ def launch(
         scale,
         shift,
         hidden if token_ids is None else token_ids.contiguous(),  # hidden is a dummy for absent tensors
-        positions if noisy and positions is not None else hidden,
-        draw.contiguous() if held and draw is not None else hidden,
+        positions if search.noise and positions is not None else hidden,
+        draw.contiguous() if search.held and draw is not None else hidden,
         keys,
         stats,
         ids,
@@ -768,12 +773,11 @@ def launch(
     if merge is not None:
         work = hidden.new_empty((T, _work(merge)), dtype=torch.int64)
         merge((T,), keys, stats, work, ids, logits, lse, T, *ids.stride())
-    return ids, logits, lse
+    return found
 
 
-def _check(
-    hidden: Tensor, weight: Matrix, token_ids: Tensor | None, k: int, norm: Norm | None, noise: Noisy | None, *_: object
-) -> None:
+def _check(args: Arguments) -> None:
+    hidden, weight, token_ids, k, norm, noise, _, _ = args
     check_head(hidden, weight, norm, noise)
     K = weight.shape[0]
     if not 1 <= k <= min(MAX_K, K):
@@ -783,9 +787,9 @@ def _check(
     same_device(hidden, token_ids=token_ids)
 
 
-def _explain(hidden: Tensor, weight: Matrix, token_ids: Tensor | None, *others: Any) -> None:
-    _check(hidden, weight, token_ids, *others)
-    check_ids(token_ids)
+def _explain(args: Arguments) -> None:
+    _check(args)
+    check_ids(args.token_ids)
 
 
 def check_ids(token_ids: Tensor | None) -> None:
@@ -848,6 +852,8 @@ def write_out(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The op's results, with ids and logits in `out`. Raises TypeError or ValueError if they do not fit."""
     ids, logits, lse = found
+    if ids is (out[0] if isinstance(out, tuple) and out else out):  # the kernel has written it
+        return found
     best, values = check_out(out, hidden, k)
     try:
         return best.copy_(ids), logits if values is None else values.copy_(logits), lse
@@ -858,51 +864,57 @@ def write_out(
         raise
 
 
-def _fits(hidden: Tensor, weight: Matrix, *_: object) -> bool:
-    return streams(weight)
+class Flat(NamedTuple):
+    """The arguments of the registered op."""
+
+    hidden: Tensor
+    weight: Matrix
+    token_ids: Tensor | None
+    k: int
+    norm_weight: Tensor | None
+    eps: float
+    seed: int  # signed
+    positions: Tensor | None
+    temperature: float
+    draw: Tensor | None
+    with_lse: bool
 
 
-def _fake(
-    hidden: Tensor, weight: Matrix, ids: Tensor | None, k: int, norm: object, noise: object, with_lse: bool
-) -> tuple[Tensor, Tensor, Tensor]:
-    T, dtype = hidden.shape[0], torch.promote_types(hidden.dtype, torch.float32)
-    best, logits = hidden.new_empty((T, k), dtype=torch.int64), hidden.new_empty((T, k), dtype=dtype)
-    return best, logits, hidden.new_empty(T if with_lse else 0, dtype=dtype)
+@takes(Arguments)
+def _flat(args: Arguments) -> tuple[Any, ...]:
+    return *args[:4], *flat_noise(args.norm, args.noise), args.with_lse  # from hidden to k
 
 
-def _flat(*args: Any) -> tuple[Any, ...]:
-    *first, norm, noise, with_lse = args
-    seed, *numbers = (0, None, 0.0, None) if noise is None else Noise(*noise)
-    return *first, *(norm or (None, 0.0)), signed(check_seed(seed)), *numbers, with_lse
+@takes(Flat)
+def _nested(args: Flat) -> Arguments:
+    return Arguments(*args[:4], *nested_noise(args), args.with_lse)
 
 
-def _nested(
-    hidden: Tensor,
-    weight: Matrix,
-    token_ids: Tensor | None,
-    k: int,
-    norm_weight: Tensor | None,
-    eps: float,
-    seed: int,  # signed
-    positions: Tensor | None,
-    temperature: float,
-    draw: Tensor | None,
-    with_lse: bool,
-) -> tuple[Any, ...]:
-    norm = None if norm_weight is None else (norm_weight, eps)
-    noise = None if positions is None else Noise(seed % (1 << 64), positions, temperature, draw)
-    return hidden, weight, token_ids, k, norm, noise, with_lse
+def flat_noise(
+    norm: Norm | None, noise: Noisy | None
+) -> tuple[Tensor | None, float, int, Tensor | None, float, Tensor | None]:
+    """norm and noise as arguments of a registered op, which has no tuples and signed integers."""
+    (weight, eps), (seed, positions, temperature, draw) = norm or (None, 0.0), noise_of(noise)
+    return weight, eps, signed(check_seed(seed)), positions, temperature, draw
+
+
+def nested_noise(args: Any) -> tuple[Norm | None, Noise | None]:
+    """norm and noise from the arguments of a registered op."""
+    seed, positions = args.seed % (1 << 64), args.positions
+    noise = None if positions is None else Noise(seed, positions, args.temperature, args.draw)
+    return None if args.norm_weight is None else (args.norm_weight, args.eps), noise
 
 
 _vocab_topk = register(
     vocab_topk,
+    Arguments,
     check=_check,
     reference=vocab_topk_ref,
     launch=launch,
-    fake=_fake,
-    fits=_fits,
+    fake=results_of,
+    fits=lambda args: streams(args.weight),
     explain=_explain,
-    schema=_nested,
+    schema=Flat,
     pack=_flat,
     unpack=_nested,
 )

@@ -86,7 +86,7 @@ def test_the_merge_of_tiles(poisoned, tiles, k):
     token, value = torch.randperm(T * tiles * C, generator=g), torch.rand(T * tiles * C, generator=g) + 1e-3
     key = (value.view(torch.int32).long() << 32 | ~token & (1 << 32) - 1).view(T, tiles, C).sort(-1, descending=True)[0]
     ids, logits, empty = torch.zeros(T, k, dtype=torch.int64), torch.zeros(T, k), torch.zeros(0)
-    merge = op._variants(torch.float32, 64 * tiles, 8, k, None, False, False, False, 90)[1]
+    merge = op._variants(op.Search(torch.float32, 8, k, None, False, False, False, 90), 64 * tiles)[1]
     assert merge.constexprs["TILES"] == tiles and merge.constexprs["C"] == C
     work = torch.empty(T, op._work(merge), dtype=torch.int64)
     merge((T,), key, empty, work, ids, logits, empty, T, k, 1)
