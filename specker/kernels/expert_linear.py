@@ -10,12 +10,13 @@ kernel, or the caller's `residual_merge`, adds up in order, without atomics.
 from collections.abc import Iterator
 from functools import lru_cache
 from itertools import pairwise
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from specker.kernels.quant import Format, Matrix, Quantized, arguments_of, constexprs_of, format_of, streams, types_of
-from specker.kernels.registry import register
+from specker.kernels.registry import register, takes
 from specker.kernels.row_linear import GATES, _row_linear_merge_kernel, gate_mul, row_linear
 from specker.kernels.stream import stream_rows
 from specker.kernels.tiles import COMMON, MXFP4, few_rows, like, split_of, tiles, weight_left, wide_rows
@@ -93,16 +94,20 @@ def expert_linear(
     return _expert_linear(x, weight, experts, order, starts, epilogue, scores, bias)
 
 
-def expert_linear_ref(
-    x: Tensor,
-    weight: Matrix,
-    experts: Tensor,
-    order: Tensor,
-    starts: Tensor,
-    epilogue: str = "none",
-    scores: Tensor | None = None,
-    bias: Tensor | None = None,
-) -> Tensor:
+class Arguments(NamedTuple):
+    x: Tensor
+    weight: Matrix
+    experts: Tensor
+    order: Tensor
+    starts: Tensor
+    epilogue: str = "none"
+    scores: Tensor | None = None
+    bias: Tensor | None = None
+
+
+@takes(Arguments)
+def expert_linear_ref(args: Arguments) -> Tensor:
+    x, weight, experts, order, starts, epilogue, scores, bias = args
     (T, k), O, E = experts.shape, *weight.shape[1:]
     if x.is_cpu:
         _check_choices(order, starts)
@@ -148,18 +153,11 @@ def _check_choices(order: Tensor, starts: Tensor) -> None:
         raise ValueError(f"order must hold each of the choices 0..{count - 1} once, got {order.tolist()}")
 
 
-def expert_linear_cost(
-    x: Tensor,
-    weight: Matrix,
-    experts: Tensor,
-    order: Tensor,
-    starts: Tensor,
-    epilogue: str = "none",
-    scores: Tensor | None = None,
-    bias: Tensor | None = None,
-) -> tuple[int, int]:
+@takes(Arguments)
+def expert_linear_cost(args: Arguments) -> tuple[int, int]:
     """(bytes, flops) that any implementation needs: x, the chosen experts' matrices and biases and the routing read
     once, the result written."""
+    x, weight, experts, order, starts, epilogue, scores, bias = args
     (T, k), (X, O, E) = experts.shape, weight.shape
     out = {"sum": T * O, **dict.fromkeys(GATES, T * k * O // 2)}.get(epilogue, T * k * O)
     written = out * (sum_dtype(x.dtype) if epilogue == "split" else x.dtype).itemsize
@@ -427,16 +425,9 @@ def variants(arch: int) -> Iterator[Variant]:
             yield from (v for v in _variants(bf16, *sizes, epilogue, each, 90, form=form, few=True) if v is not None)
 
 
-def launch(
-    x: Tensor,
-    weight: Matrix,
-    experts: Tensor,
-    order: Tensor,
-    starts: Tensor,
-    epilogue: str = "none",
-    scores: Tensor | None = None,
-    bias: Tensor | None = None,
-) -> Tensor:
+@takes(Arguments)
+def launch(args: Arguments) -> Tensor:
+    x, weight, experts, order, starts, epilogue, scores, bias = args
     (T, k), (X, O, E), form = experts.shape, weight.shape, format_of(weight)
     on = arch(x.device)
     few = few_rows(T * k // X, on)  # rows of an expert
@@ -463,16 +454,8 @@ def launch(
     return y
 
 
-def _check(
-    x: Tensor,
-    weight: Matrix,
-    experts: Tensor,
-    order: Tensor,
-    starts: Tensor,
-    epilogue: str,
-    scores: Tensor | None,
-    bias: Tensor | None,
-) -> None:
+def _check(args: Arguments) -> None:
+    x, weight, experts, order, starts, epilogue, scores, bias = args
     if (
         experts.dim() != 2
         or weight.dim() != 3
@@ -514,21 +497,19 @@ def _check(
     same_device(x, experts=experts, order=order, starts=starts, scores=scores, bias=bias)
 
 
-def _fake(
-    x: Tensor, weight: Matrix, experts: Tensor, order: Tensor, starts: Tensor, epilogue: str, *_: object
-) -> Tensor:
-    (T, k), O = experts.shape, weight.shape[1]
+def _fake(args: Arguments) -> Tensor:
+    x, epilogue, (T, k), O = args.x, args.epilogue, args.experts.shape, args.weight.shape[1]
     if epilogue == "split":
-        return x.new_empty(_split_of(x, weight, k)[0] * k, T, O, dtype=sum_dtype(x.dtype))
+        return x.new_empty(_split_of(x, args.weight, k)[0] * k, T, O, dtype=sum_dtype(x.dtype))
     if epilogue == "sum":
         return x.new_empty(T, O)
     return x.new_empty(T, k, O // 2 if epilogue in GATES else O)
 
 
-def _fits(x: Tensor, weight: Matrix, *_: object) -> bool:
-    return len(x) <= ROWS and streams(weight)
+def _fits(args: Arguments) -> bool:
+    return len(args.x) <= ROWS and streams(args.weight)
 
 
 _expert_linear = register(
-    expert_linear, check=_check, reference=expert_linear_ref, launch=launch, fake=_fake, fits=_fits
+    expert_linear, Arguments, check=_check, reference=expert_linear_ref, launch=launch, fake=_fake, fits=_fits
 )

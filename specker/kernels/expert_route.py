@@ -7,11 +7,12 @@ Nothing depends on the order in which programs run.
 
 from collections.abc import Iterator
 from functools import lru_cache
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from specker.kernels.registry import register
+from specker.kernels.registry import register, takes
 from specker.kernels.variant import Variant, counters, is_last, same_device, start_after_previous, tl, triton
 from specker.kernels.vocab_topk import NO_KEY, id_of, rank_key, take_best, value_of
 
@@ -78,16 +79,20 @@ def expert_route(
     return _expert_route(logits, chosen, normalise, idle, scoring, bias, scale, eps)
 
 
-def expert_route_ref(
-    logits: Tensor,
-    chosen: int,
-    normalise: bool = True,
-    idle: Tensor | None = None,
-    scoring: str = "softmax",
-    bias: Tensor | None = None,
-    scale: float = 1.0,
-    eps: float = 0.0,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+class Arguments(NamedTuple):
+    logits: Tensor
+    chosen: int
+    normalise: bool = True
+    idle: Tensor | None = None
+    scoring: str = "softmax"
+    bias: Tensor | None = None
+    scale: float = 1.0
+    eps: float = 0.0
+
+
+@takes(Arguments)
+def expert_route_ref(args: Arguments) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    logits, chosen, normalise, idle, scoring, bias, scale, eps = args
     logits = logits.contiguous()  # so that the results are, as `_fake` promises
     if logits.dim() == 3:
         logits, *rest = logits
@@ -109,20 +114,13 @@ def expert_route_ref(
     return experts.int(), scores, order.int(), starts.int()
 
 
-def expert_route_cost(
-    logits: Tensor,
-    chosen: int,
-    normalise: bool = True,
-    idle: Tensor | None = None,
-    scoring: str = "softmax",
-    bias: Tensor | None = None,
-    *_: object,
-) -> tuple[int, int]:
+@takes(Arguments)
+def expert_route_cost(args: Arguments) -> tuple[int, int]:
     """(bytes, operations) that any implementation needs: the logits and the bias read once, the results written."""
-    T, X = logits.shape[-2:]
-    written = T * chosen * (4 + logits.element_size() + 4) + (X + 1) * 4
+    logits, bias, (T, X) = args.logits, args.bias, args.logits.shape[-2:]
+    written = T * args.chosen * (4 + logits.element_size() + 4) + (X + 1) * 4
     read, adds = (0, 0) if bias is None else (bias.nbytes, T * X)
-    return logits.nbytes + read + written, T * X * (3 + chosen) + adds + logits.numel() - T * X
+    return logits.nbytes + read + written, T * X * (3 + args.chosen) + adds + logits.numel() - T * X
 
 
 @triton.jit
@@ -291,42 +289,27 @@ def variants(arch: int) -> Iterator[Variant]:
     yield _variants(32, 4, True, 8, True, True, False, True)[0]  # gpt-oss-20b
 
 
-def launch(
-    logits: Tensor,
-    chosen: int,
-    normalise: bool,
-    idle: Tensor | None = None,
-    scoring: str = "softmax",
-    bias: Tensor | None = None,
-    scale: float = 1.0,
-    eps: float = 0.0,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    experts, scores, order, starts = found = _fake(logits, chosen)
+@takes(Arguments)
+def launch(args: Arguments) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    logits, chosen, normalise, idle, scoring, bias, scale, eps = args
+    experts, scores, order, starts = found = _fake(args)
     T, X = logits.shape[-2:]
     splits, few = len(logits) if logits.dim() == 3 else 1, 0 < experts.numel() <= FEW
-    of = scoring == "sigmoid", bias is not None
-    route, rows = _variants(X, chosen, bool(normalise), splits, few, idle is not None, *of)
+    sigmoid, biased = scoring == "sigmoid", bias is not None
+    route, rows = _variants(X, chosen, bool(normalise), splits, few, idle is not None, sigmoid, biased)
     if T:
         each, idle = (1, None) if idle is None else (T // len(idle), idle.contiguous().view(torch.int8))
         count = counters(logits.device, 1)
         bias = None if bias is None else bias.contiguous()
-        written = experts, scores, order, starts, count
-        route((T,), logits.contiguous(), *written, idle, bias, T, each, float(scale), float(eps))
+        logits, scale, eps = logits.contiguous(), float(scale), float(eps)
+        route((T,), logits, experts, scores, order, starts, count, idle, bias, T, each, scale, eps)
     if not few:
         rows((len(starts),), experts, order, starts, experts.numel())
     return found
 
 
-def _check(
-    logits: Tensor,
-    chosen: int,
-    normalise: bool,
-    idle: Tensor | None,
-    scoring: str,
-    bias: Tensor | None,
-    scale: float,
-    eps: float,
-) -> None:
+def _check(args: Arguments) -> None:
+    logits, chosen, _, idle, scoring, bias, scale, eps = args
     if (
         logits.dim() not in (2, 3)
         or (logits.dim() == 3 and not len(logits))
@@ -351,16 +334,18 @@ def _check(
     same_device(logits, idle=idle, bias=bias)
 
 
-def _fake(logits: Tensor, chosen: int, *_: object) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    T, X = logits.shape[-2:]
+def _fake(args: Arguments) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    logits, chosen, (T, X) = args.logits, args.chosen, args.logits.shape[-2:]
     experts, order, starts = (
         logits.new_empty(size, dtype=torch.int32) for size in ((T, chosen), (T * chosen,), (X + 1,))
     )
     return experts, logits.new_empty(T, chosen), order, starts
 
 
-def _fits(logits: Tensor, chosen: int, *_: object) -> bool:
-    return chosen <= MAX_CHOSEN and logits.shape[-1] <= MAX_EXPERTS
+def _fits(args: Arguments) -> bool:
+    return args.chosen <= MAX_CHOSEN and args.logits.shape[-1] <= MAX_EXPERTS
 
 
-_expert_route = register(expert_route, check=_check, reference=expert_route_ref, launch=launch, fake=_fake, fits=_fits)
+_expert_route = register(
+    expert_route, Arguments, check=_check, reference=expert_route_ref, launch=launch, fake=_fake, fits=_fits
+)

@@ -204,13 +204,13 @@ def test_reads_only_the_logits_and_the_bias(monkeypatch):
 def test_more_than_the_kernels_serve():
     for X, k in ((513, 2), (40, 17)):
         logits = logits_of(3, X)
-        assert not op._fits(logits, k, True)
+        assert not op._fits(op.Arguments(logits, k))
         check(expert_route(logits, k), formula(logits, k, True), torch.finfo(torch.float32).eps)
         bias = (torch.arange(X) * 5 % 7 / 8).float()
-        assert not op._fits(logits, k, True, None, "sigmoid", bias, 1.0, 0.0)
+        assert not op._fits(op.Arguments(logits, k, True, None, "sigmoid", bias))
         got = expert_route(logits, k, True, None, "sigmoid", bias)
         check(got, formula(logits, k, True, "sigmoid", bias), torch.finfo(torch.float32).eps)
-    assert op._fits(logits_of(3, 512), 16, True)
+    assert op._fits(op.Arguments(logits_of(3, 512), 16))
 
 
 def test_cost():
