@@ -19,6 +19,7 @@ from specker.kernels.kv_project import Shape as ProjectShape
 from specker.kernels.kv_project import _variant as kv_project_variant
 from specker.kernels.residual_merge import _variant as residual_merge_variant
 from specker.kernels.row_linear import _variants as row_linear_variants
+from specker.kernels.tiles import Product
 from specker.kernels.tree_attention import Shape as AttentionShape
 from specker.kernels.tree_attention import _variant as tree_attention_variant
 
@@ -49,8 +50,8 @@ MODELS = {
 def layer(m: Model, arch: int) -> list[tuple[str, Any]]:
     """(name, variant) of a layer's kernels for few rows, in order, and the next layer's first two."""
     cache = m.kv_heads * m.head_dim
-    o = row_linear_variants(BF16, m.hidden, m.heads * m.head_dim, "split", False, arch)[0]
-    down = row_linear_variants(BF16, m.hidden, m.inner, "split", False, arch)[0]
+    o = row_linear_variants(Product(BF16, m.hidden, m.heads * m.head_dim, arch), "split")[0]
+    down = row_linear_variants(Product(BF16, m.hidden, m.inner, arch), "split")[0]
 
     def norm(product: Any) -> tuple[str, Any]:
         return "norm", residual_merge_variant(BF16, product.constexprs["SPLITS"], 1, m.hidden, split=True)
@@ -64,7 +65,7 @@ def layer(m: Model, arch: int) -> list[tuple[str, Any]]:
         ("attention", tree_attention_variant(attention, arch)),
         ("o", o),
         norm(o),
-        ("gate_up", row_linear_variants(BF16, 2 * m.inner, m.hidden, "silu_mul", False, arch)[0]),
+        ("gate_up", row_linear_variants(Product(BF16, 2 * m.inner, m.hidden, arch), "silu_mul")[0]),
         ("down", down),
         *first,
     ]

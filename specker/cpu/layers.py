@@ -320,14 +320,13 @@ def placed(rows: CachedRows) -> tuple[Places, list[Tensor]]:
     """The struct of the rows and the columns they see, and the tensors that must outlive it."""
     words = rows.words
     held = [part.contiguous() for part in (rows.positions, rows.cu_rows, rows.kv_len, rows.window)]
-    addresses = [part.data_ptr() for part in held]
     if words is not None:
         held.append(words.contiguous())
     places = Places(
         rows.positions.shape[0],
         rows.kv_len.shape[0],
         0 if words is None else words.shape[1],
-        *addresses,
+        *(part.data_ptr() for part in held[:4]),
         None if words is None else held[4].data_ptr(),
         int(rows.full),
         rows.table.shape[1],

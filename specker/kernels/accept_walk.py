@@ -64,7 +64,7 @@ def accept_walk_ref(
         starts = [0, N] if cu_drafts is None else cu_drafts.tolist()
         if starts[0] != 0 or starts[-1] != N or starts != sorted(starts):
             raise ValueError(f"cu_drafts must rise from 0 to {N}, got {starts}")
-        trees = [slice(*ends) for ends in itertools.pairwise(starts)]
+        trees = [slice(first, stop) for first, stop in itertools.pairwise(starts)]
         token = [token[tree] for tree in trees]
         ups = [None if parent is None else parent[tree] for tree in trees]
         wanted = [wanted[tree.start + b : tree.stop + b + 1] for b, tree in enumerate(trees)]
@@ -203,9 +203,9 @@ def launch_walk(
     B = target.shape[0] if tokens.dim() == 2 else target.shape[0] - N
     path, count, following = tokens.new_empty(B, N + 1), tokens.new_empty(B), tokens.new_empty(B)
     if B:
-        strides = (x.stride(0) if x.dim() == 2 else 0 for x in (tokens, up, target))
+        stride, up_stride, target_stride = (x.stride(0) if x.dim() == 2 else 0 for x in (tokens, up, target))
         variant = _walk_variant(None if cu_drafts is None else starts.dtype, parents is None)
-        variant((B,), tokens, up, target, starts, path, count, following, N, *strides)
+        variant((B,), tokens, up, target, starts, path, count, following, N, stride, up_stride, target_stride)
     return path, count, following
 
 

@@ -19,7 +19,7 @@ from specker.kernels.quant import Format, Matrix, Quantized, arguments_of, const
 from specker.kernels.registry import register, takes
 from specker.kernels.row_linear import GATES, _row_linear_merge_kernel, gate_mul, row_linear
 from specker.kernels.stream import stream_rows
-from specker.kernels.tiles import COMMON, MXFP4, few_rows, like, split_of, tiles, weight_left, wide_rows
+from specker.kernels.tiles import COMMON, MXFP4, Product, few_rows, like, split_of, tiles, weight_left, wide_rows
 from specker.kernels.variant import (
     AMD,
     TYPES,
@@ -279,20 +279,10 @@ def _expert_linear_kernel(
 
 @lru_cache(maxsize=256)
 def _variants(
-    dtype: torch.dtype,
-    X: int,
-    k: int,
-    O: int,
-    E: int,
-    epilogue: str,
-    each: bool,
-    arch: int,
-    sms: int = 0,
-    form: Format | None = None,
-    bias: bool = False,
-    few: bool = False,
+    product: Product, X: int, k: int, epilogue: str, each: bool, bias: bool = False
 ) -> tuple[Variant, Variant | None]:
-    """The kernel, and the merge kernel if K is split or for "sum".
+    """The kernel, and the merge kernel if K is split or for "sum". `product` without G, split and gate, which follow
+    from the rest.
 
     The tiles are `row_linear`'s (`tiles`, which gives the reasons) for k layers side by side, with
     splits of K that cost no launch for "sum" and "split". With one row, k experts are read:
@@ -302,8 +292,9 @@ def _variants(
     experts, 51 experts have a row or two. Its empty rows are zeros that are written to shared memory and multiplied
     there, but not read. No weight is prefetched before the wait, since the expert is not known then.
     """
+    dtype, O, E, arch, _, _, _, form, few, _ = product
     weighted, gate = epilogue in ("sum", "split"), GATES.get(epilogue, "")
-    m, n, block, stages, splits = tiles(dtype, O, E, arch, min(k, X), sms, weighted, form, few, gate != "")
+    m, n, block, stages, splits = tiles(product._replace(G=min(k, X), split=weighted, gate=gate != ""))
     t, half = TYPES[dtype], dtype != torch.float32
     left = half and weight_left(n // 2 if gate else n, arch, form)
     # In a weighted sum on AMD, or of int4 on sm_100, where each thread weights a column of all rows, and in float32's
@@ -380,7 +371,7 @@ def variants(arch: int) -> Iterator[Variant]:
     bf16, f16, f32 = torch.bfloat16, torch.float16, torch.float32
     qwen, mixtral = (128, 8, 1536, 2048), (8, 2, 28672, 4096)
     qwen_down, mixtral_down = (128, 8, 2048, 768), (8, 2, 4096, 14336)
-    for dtype, sizes, epilogue, each, form in (
+    for dtype, (X, k, O, E), epilogue, each, form in (
         (bf16, qwen, "silu_mul", False, None),
         (bf16, qwen_down, "split", True, None),
         (bf16, qwen_down, "sum", True, None),
@@ -402,19 +393,15 @@ def variants(arch: int) -> Iterator[Variant]:
         (bf16, qwen, "silu_mul", False, MXFP4),
     ):
         if form is not None and form.group == 4096:  # a scale per row
-            form = form._replace(group=sizes[3])
-        yield from (v for v in _variants(dtype, *sizes, epilogue, each, arch, form=form) if v is not None)
-    for sizes, epilogue, each, form in (  # gpt-oss-20b
-        ((32, 4, 5760, 2880), "clamped_silu_mul", False, None),
-        ((32, 4, 2880, 2880), "split", True, None),
-        ((32, 4, 5760, 2880), "clamped_silu_mul", False, COMMON[3]),
-        ((32, 4, 2880, 2880), "split", True, COMMON[3]),
-        ((32, 4, 5760, 2880), "clamped_silu_mul", False, MXFP4),
-        ((32, 4, 2880, 2880), "split", True, MXFP4),
-    ):
-        yield from (v for v in _variants(bf16, *sizes, epilogue, each, arch, form=form, bias=True) if v is not None)
+            form = form._replace(group=E)
+        product = Product(dtype, O, E, arch, form=form)
+        yield from (v for v in _variants(product, X, k, epilogue, each) if v is not None)
+    for form in (None, COMMON[3], MXFP4):  # gpt-oss-20b
+        for O, epilogue, each in ((5760, "clamped_silu_mul", False), (2880, "split", True)):
+            product = Product(bf16, O, 2880, arch, form=form)
+            yield from (v for v in _variants(product, 32, 4, epilogue, each, bias=True) if v is not None)
     if arch == 90:
-        for sizes, epilogue, each, form in (
+        for (X, k, O, E), epilogue, each, form in (
             (qwen, "silu_mul", False, None),
             (qwen_down, "split", True, None),
             (mixtral_down, "sum", True, None),
@@ -422,17 +409,17 @@ def variants(arch: int) -> Iterator[Variant]:
             (qwen_down, "split", True, Format("int8", 768, f16, None)),
             ((32, 4, 5760, 2880), "clamped_silu_mul", False, MXFP4),
         ):
-            yield from (v for v in _variants(bf16, *sizes, epilogue, each, 90, form=form, few=True) if v is not None)
+            product = Product(bf16, O, E, 90, form=form, few=True)
+            yield from (v for v in _variants(product, X, k, epilogue, each) if v is not None)
 
 
 @takes(Arguments)
 def launch(args: Arguments) -> Tensor:
     x, weight, experts, order, starts, epilogue, scores, bias = args
-    (T, k), (X, O, E), form = experts.shape, weight.shape, format_of(weight)
-    on = arch(x.device)
+    (T, k), (X, O, E), on = experts.shape, weight.shape, arch(x.device)
     few = few_rows(T * k // X, on)  # rows of an expert
-    where = on, sms(x.device), form, bias is not None, few
-    stream, merge = _variants(x.dtype, X, k, O, E, epilogue, x.dim() == 3, *where)
+    product = Product(x.dtype, O, E, on, sms=sms(x.device), form=format_of(weight), few=few)
+    stream, merge = _variants(product, X, k, epilogue, x.dim() == 3, bias is not None)
     sizes = stream.constexprs
     M, splits, columns = sizes["M"], sizes["SPLITS"], O // 2 if epilogue in GATES else O
     if epilogue == "split":

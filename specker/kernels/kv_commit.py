@@ -130,10 +130,10 @@ def launch(k_cache: Tensor, v_cache: Tensor, src: Tensor, dst: Tensor) -> None:
     L, pages, page_size, Hkv, D = k_cache.shape
     if M := src.shape[0]:
         bucket = next(b for b in (16, 64, MAX_COMMIT) if b >= M)
-        variant = _variant(as_bytes(k_cache).dtype, Hkv * D, bucket)
+        k, v = as_bytes(k_cache), as_bytes(v_cache)
+        variant = _variant(k.dtype, Hkv * D, bucket)
         grid = (-(-Hkv * D // variant.constexprs["BC"]), L)
-        caches = as_bytes(k_cache), as_bytes(v_cache)
-        variant(grid, *caches, src.contiguous(), dst.contiguous(), M, pages * page_size)
+        variant(grid, k, v, src.contiguous(), dst.contiguous(), M, pages * page_size)
 
 
 def _check(k_cache: Tensor, v_cache: Tensor, src: Tensor, dst: Tensor) -> None:

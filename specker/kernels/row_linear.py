@@ -32,6 +32,7 @@ from specker.kernels.tiles import (
     COMMON,
     MAX_ROWS,
     MXFP4,
+    Product,
     check_product,
     few_rows,
     like,
@@ -365,22 +366,12 @@ def _row_linear_merge_kernel(
 
 
 @lru_cache(maxsize=256)
-def _variants(
-    dtype: torch.dtype,
-    O: int,
-    E: int,
-    epilogue: str,
-    bias: bool,
-    arch: int,
-    G: int = 1,
-    sms: int = 0,
-    form: Format | None = None,
-    few: bool = False,
-) -> tuple[Variant, Variant | None]:
-    """The kernel, and the merge kernel if K is split and the caller does not want the splits themselves. `few`: see
-    `few_rows`."""
+def _variants(product: Product, epilogue: str, bias: bool = False) -> tuple[Variant, Variant | None]:
+    """The kernel, and the merge kernel if K is split and the caller does not want the splits themselves. `product`
+    without split and gate, which follow from the epilogue."""
+    dtype, O, E, arch, G, _, _, form, few, _ = product
     t, half, gate, parts = TYPES[dtype], dtype != torch.float32, GATES.get(epilogue, ""), epilogue == "split"
-    m, n, block, stages, splits = tiles(dtype, O, E, arch, G, sms, parts, form, few, gate != "")
+    m, n, block, stages, splits = tiles(product._replace(split=parts, gate=gate != ""))
     out = t if epilogue in ("none", *GATES) else "fp32"
     name = f"{t} {E}->{O}" + f" x{G}" * (G > 1) + f" {epilogue}" * (epilogue != "none") + " bias" * bias
     name += ("" if form is None else f" {form}") + " few" * few
@@ -430,7 +421,7 @@ def _variants(
 def variants(arch: int) -> Iterator[Variant]:
     """The variants that the compile-only checks compile for sm_`arch`; the launcher takes any O and E."""
     bf16, f16, f32 = torch.bfloat16, torch.float16, torch.float32
-    for dtype, O, E, epilogue, bias, *G in (
+    for dtype, O, E, epilogue, bias in (
         (bf16, 4096, 4096, "none", False),
         (bf16, 4096, 4096, "split", False),
         (bf16, 6144, 4096, "none", True),
@@ -448,14 +439,17 @@ def variants(arch: int) -> Iterator[Variant]:
         (torch.float16, 28672, 4096, "silu_mul", False),
         (torch.float32, 4096, 4096, "none", False),
         (torch.float32, 1024, 4096, "silu_mul", True),
-        (bf16, 6144, 4096, "none", False, 4),  # groups of an 8B and a 1B draft model
-        (bf16, 4096, 4096, "none", False, 4),
-        (bf16, 3072, 2048, "none", False, 4),
-        (bf16, 2048, 2048, "none", False, 4),
-        (bf16, 1152, 896, "none", True, 3),
-        (bf16, 512, 4096, "silu_mul", True, 2),
     ):
-        yield from (v for v in _variants(dtype, O, E, epilogue, bias, arch, *G) if v is not None)
+        yield from (v for v in _variants(Product(dtype, O, E, arch), epilogue, bias) if v is not None)
+    for G, O, E, epilogue, bias in (
+        (4, 6144, 4096, "none", False),  # groups of an 8B and a 1B draft model
+        (4, 4096, 4096, "none", False),
+        (4, 3072, 2048, "none", False),
+        (4, 2048, 2048, "none", False),
+        (3, 1152, 896, "none", True),
+        (2, 512, 4096, "silu_mul", True),
+    ):
+        yield from (v for v in _variants(Product(bf16, O, E, arch, G), epilogue, bias) if v is not None)
     for dtype, O, E, epilogue, form in (
         *((bf16, 4096, 4096, "none", form) for form in COMMON),
         (bf16, 28672, 4096, "silu_mul", Format("int8", 4096, f16, None)),
@@ -474,8 +468,8 @@ def variants(arch: int) -> Iterator[Variant]:
         (bf16, 28672, 4096, "silu_mul", MXFP4),
         (f16, 2050, 1056, "float32", MXFP4),
     ):
-        yield from (v for v in _variants(dtype, O, E, epilogue, False, arch, form=form) if v is not None)
-    yield from _variants(bf16, 4096, 4096, "none", True, arch, 4, form=COMMON[0])[:1]
+        yield from (v for v in _variants(Product(dtype, O, E, arch, form=form), epilogue) if v is not None)
+    yield _variants(Product(bf16, 4096, 4096, arch, 4, form=COMMON[0]), "none", True)[0]
     if arch != 90:
         return
     int8, fp8, int4 = (Format("int8", 14336, f16, None), Format("fp8", 128, f32, None), Format("int4", 32, f16, f16))
@@ -487,22 +481,22 @@ def variants(arch: int) -> Iterator[Variant]:
         (28672, 4096, "silu_mul", (None, COMMON[0], COMMON[3], MXFP4)),
     ):
         for each in forms:
-            yield from (v for v in _variants(bf16, O, E, epilogue, False, 90, form=each, few=True) if v is not None)
+            product = Product(bf16, O, E, 90, form=each, few=True)
+            yield from (v for v in _variants(product, epilogue) if v is not None)
 
 
 def launch(x: Tensor, weight: Matrix, bias: Tensor | None, epilogue: str, into: Tensor | None = None) -> Tensor:
     x, (w, scale, shift) = x.contiguous(), arguments_of(weight)
-    (*layers, T, E), O, form = x.shape, weight.shape[-2], format_of(weight)
-    G, columns = math.prod(layers), O // 2 if epilogue in GATES else O
-    on = arch(x.device)
-    few = few_rows(T, on)
-    stream, merge = _variants(x.dtype, O, E, epilogue, bias is not None, on, G, sms(x.device), form, few)
+    (T, E), O, on = x.shape[-2:], weight.shape[-2], arch(x.device)
+    G, columns = math.prod(x.shape[:-2]), O // 2 if epilogue in GATES else O
+    product = Product(x.dtype, O, E, on, G, sms(x.device), form=format_of(weight), few=few_rows(T, on))
+    stream, merge = _variants(product, epilogue, bias is not None)
     sizes = stream.constexprs
     splits = sizes["SPLITS"]
     if epilogue == "split":
-        y = x.new_empty(splits, *layers, T, O, dtype=torch.float32)
+        y = x.new_empty(splits, *x.shape[:-1], O, dtype=torch.float32)
     else:
-        y = x.new_empty(*layers, T, columns, dtype=torch.float32 if epilogue == "float32" else x.dtype)
+        y = x.new_empty(*x.shape[:-1], columns, dtype=torch.float32 if epilogue == "float32" else x.dtype)
     if into is not None:
         _check_out(into, y)
         y = into

@@ -158,7 +158,7 @@ def _sample_runs(
     if logits.dtype == torch.float32 and eager(logits) and (kernels := native()) is not None:
         return kernels.sample(logits, draws, positions, run)
     rows = zip(logits.split(run), draws, positions.split(run), strict=False)
-    return torch.cat([sample_rows_ref(z, *numbers, at) for z, numbers, at in rows])
+    return torch.cat([sample_rows_ref(z, t, k, p, seed, at) for z, (t, k, p, seed), at in rows])
 
 
 def sample_rows_cost(
@@ -710,15 +710,15 @@ def launch_sample(
     temperature, top_p = float(temperature), float(top_p)  # they may be numpy's numbers
     noise = temperature != 0
     held = noise and draw is not None
-    filters = noise and top_k > 0 and (top_k < V or held), noise and top_p < 1  # memory may hold any top_k
-    launches = _sample_variants(logits.dtype, V, noise, *filters, drawn=held)
+    by_k, by_p = noise and top_k > 0 and (top_k < V or held), noise and top_p < 1  # memory may hold any top_k
+    launches = _sample_variants(logits.dtype, V, noise, by_k, by_p, drawn=held)
     numbers = draw.contiguous() if held and draw is not None else positions  # not read unless held
     run = check_draw(draw, T)
     S = launches[0].constexprs["S"]
     scale, key = temperature if noise else 1.0, signed(seed)
     value = logits.new_empty((T, S), dtype=torch.float32)
     ids = logits.new_empty((T, S), dtype=torch.int32)
-    if not any(filters):
+    if not (by_k or by_p):
         launches[0]((T, S), logits, positions, numbers, value, ids, out, scale, key, run)
         if S > 1 and not merged:
             return Splits(value, ids)
@@ -731,7 +731,7 @@ def launch_sample(
     masses, entries, listed = positions.new_empty(T, S, 2), positions.new_empty(T, V), ids.new_empty(T)
     count = counters(logits.device, T)
     peak((T, S), logits, numbers, peaks, hist, listed, scale, run)
-    k = top_k if filters[0] else 0
+    k = top_k if by_k else 0
     histogram((T, S), logits, numbers, peaks, hist, edges, count, scale, k, top_p, run)
     rows = logits, positions, numbers, peaks, edges, value, ids, masses, entries, listed, count, out
     select((T, S), *rows, scale, top_p, key, run)

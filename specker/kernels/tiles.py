@@ -1,6 +1,7 @@
 """tiles: the sizes of the tiles in which kernels stream a weight (stream.py), for each architecture and format."""
 
 import math
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -47,21 +48,23 @@ def check_product(x: Tensor, weight: Matrix) -> None:
         raise ValueError(f"weight must be like x: x {x.dtype} {x.device}, weight {weight.dtype} {weight.device}")
 
 
-def tiles(
-    dtype: torch.dtype,
-    O: int,
-    E: int,
-    arch: int,
-    G: int = 1,
-    sms: int = 0,
-    split: bool = False,
-    form: Format | None = None,
-    few: bool = False,
-    gate: bool = False,
-) -> tuple[int, int, int, int, int]:
-    """The tile table: rows of x, rows of the weight, columns, stages, splits. `sms`: the device's number of SMs; 0: the
-    architecture's usual number. `split`: splits cost no launch. `form`: the format of a quantised weight. `few`: see
-    `few_rows`; only rows of x, and so stages, depend on it. `gate`: a product has half of the tile's rows.
+class Product(NamedTuple):
+    """What the tiles of x W^T depend on."""
+
+    dtype: torch.dtype  # of x
+    O: int
+    E: int
+    arch: int
+    G: int = 1  # layers side by side
+    sms: int = 0  # the device's number of SMs; 0: the architecture's usual number
+    split: bool = False  # splits cost no launch
+    form: Format | None = None  # the format of a quantised weight
+    few: bool = False  # see `few_rows`; only rows of x, and so stages, depend on it
+    gate: bool = False  # a product has half of the tile's rows
+
+
+def tiles(product: Product) -> tuple[int, int, int, int, int]:
+    """The tile table: rows of x, rows of the weight, columns, stages, splits.
 
     sm_90, half precision, as measured on an H100 (bench/LOG.md). The weight is the left operand (`weight_left`), and a
     tile has 128 of its columns: 256 adjacent bytes a row are read faster than 128 are, by 4%. x has tiles of 16 rows
@@ -97,6 +100,7 @@ def tiles(
     bandwidth in eight bits and 45 to 50% in four: a program waits for one tile's decoding and products before the
     next's. Two programs share an SM, so that one decodes while the other waits, and K is split for that.
     """
+    dtype, O, E, arch, G, sms, split, form, few, gate = product
     sms = sms or SMS[arch]
     row = E * dtype.itemsize if form is None else form.size(E)
     aligned = row % 16 == 0
@@ -179,5 +183,5 @@ def split_of(x: Tensor, weight: Matrix) -> tuple[int, int]:
     O, E = weight.shape[-2:]
     kind = x.dtype if x.dtype in (torch.float16, torch.bfloat16) else torch.float32
     G, on = math.prod(weight.shape[:-2]), x.device
-    _, _, block, _, splits = tiles(kind, O, E, arch(on), G, sms(on), True, format_of(weight))
+    _, _, block, _, splits = tiles(Product(kind, O, E, arch(on), G, sms(on), True, format_of(weight)))
     return splits, -(-E // (splits * block)) * block

@@ -33,7 +33,7 @@ from specker.kernels.residual_merge import launch as _norm
 from specker.kernels.row_linear import row_linear
 from specker.kernels.sample_rows import first_argmax
 from specker.kernels.stream import stream_rows
-from specker.kernels.tiles import COMMON, FEW, few_rows, like, stages_of, weight_left, wide_rows
+from specker.kernels.tiles import COMMON, FEW, Product, few_rows, like, stages_of, weight_left, wide_rows
 from specker.kernels.tiles import tiles as product_tiles
 from specker.kernels.variant import (
     AMD,
@@ -168,7 +168,7 @@ def draws_alike(hidden: Tensor, weight: Matrix) -> bool:
 def _sums_alike(dtype: torch.dtype, K: int, E: int, arch: int, sms: int, form: Format | None) -> bool:
     """Whether both kernels add a logit's products in the same order. row_linear splits the sums of a small weight, the
     order of products in four bits depends on a tile's columns, and AMD's compiler chooses instructions by the tile."""
-    _, n, block, _, splits = product_tiles(dtype, K, E, arch, 1, sms, False, form)
+    _, n, block, _, splits = product_tiles(Product(dtype, K, E, arch, sms=sms, form=form))
     _, own, columns, _ = tiles(dtype, K, E, arch, sms, form)
     if arch in AMD or splits > 1:
         return False

@@ -74,7 +74,7 @@ def test_without_norms_it_equals_the_two_launches(poisoned, size):
     args = inputs(5, size, bias=True)
     products = importlib.import_module("specker.kernels.row_linear")
     splits = module._variant(module.Shape(torch.float16, 1, *size, bias=True), 90).constexprs["SPLITS"]
-    tile = products.tiles(torch.float16, args[1].shape[0], size[3], 90)
+    tile = products.tiles(products.Product(torch.float16, args[1].shape[0], size[3], 90))
     assert splits == tile[4]
     other = fresh(args)
     q = launch(*args)

@@ -239,7 +239,7 @@ def test_the_weight_as_the_left_operand(poisoned, tiles_of_64, form):
     others."""
     O, E, T = 150, 192 if form[0] in FOUR_BITS else 192 + (form[1] or 8), 65
     x, weight, bias = randn(T, E, dtype=torch.float16), a_weight(form, O, E), randn(O, dtype=torch.float16, seed=2)
-    stream, _ = linear._variants(x.dtype, O, E, "none", True, 90, 1, 132, weight.format)
+    stream, _ = linear._variants(linear.Product(x.dtype, O, E, 90, 1, 132, form=weight.format), "none", True)
     assert stream.left and stream.constexprs["LEFT"]
     got = linear.launch(x, weight, bias, "none")
     assert close(got, formula(x, weight, bias), torch.float16)
@@ -250,7 +250,8 @@ def test_the_weight_as_the_left_operand(poisoned, tiles_of_64, form):
 def test_gate_and_up_as_left_operands(poisoned, monkeypatch, tiles_of_64):
     monkeypatch.setattr(linear, "tiles", lambda *_: (64, 128, 64, 3, 1))
     x, weight = randn(3, 192, dtype=torch.float16), a_weight(FORMATS[8], 300, 192)
-    assert linear._variants(x.dtype, 300, 192, "silu_mul", False, 90, 1, 132, weight.format)[0].left
+    product = linear.Product(x.dtype, 300, 192, 90, 1, 132, form=weight.format)
+    assert linear._variants(product, "silu_mul")[0].left
     got = linear.launch(x, weight, None, "silu_mul")
     assert close(got, formula(x, weight, None, "silu_mul"), torch.float16)
 
@@ -346,13 +347,25 @@ def test_tiles():
                 form = Format(kind, group, f16, None)
                 if E % group:
                     continue
-                m, n, block, stages, splits = linear.tiles(torch.bfloat16, O, E, arch, form=form)
-                assert (m, n, block, stages, splits) == linear.tiles(torch.bfloat16, O, E, arch, split=True, form=form)
+                m, n, block, stages, splits = linear.tiles(linear.Product(torch.bfloat16, O, E, arch, form=form))
+                assert (m, n, block, stages, splits) == linear.tiles(
+                    linear.Product(torch.bfloat16, O, E, arch, split=True, form=form)
+                )
                 assert m == 64 and stages >= 2 and (group == E or group % block == 0 or block % group == 0)
                 split = -(-E // (splits * block)) * block
                 assert (splits - 1) * split < E <= splits * split
-    assert linear.tiles(torch.bfloat16, 4096, 4096, 90, form=Format("int8", 4096, f16, None))[1:5] == (64, 128, 4, 8)
-    assert linear.tiles(torch.bfloat16, 4096, 4096, 90, form=Format("int4", 32, f16, None))[1:5] == (128, 128, 4, 8)
+    assert linear.tiles(linear.Product(torch.bfloat16, 4096, 4096, 90, form=Format("int8", 4096, f16, None)))[1:5] == (
+        64,
+        128,
+        4,
+        8,
+    )
+    assert linear.tiles(linear.Product(torch.bfloat16, 4096, 4096, 90, form=Format("int4", 32, f16, None)))[1:5] == (
+        128,
+        128,
+        4,
+        8,
+    )
     for n, arch, is_left in ((128, 90, True), (64, 100, True), (32, 90, False), (128, 80, False), (128, 942, False)):
         assert linear.weight_left(n, arch, Format("int4", 32, f16, None)) == is_left
     for form in (Format("int8", 32, f16, None), None):  # eight bits and a plain weight only on sm_90

@@ -81,18 +81,23 @@ def test_layers_side_by_side(poisoned, size, dtype, epilogue):
 
 
 def test_layers_side_by_side_need_fewer_splits():
-    assert [op.tiles(torch.float16, 40, 1100, 90, G)[4] for G in (1, 3, 80)] == [2, 2, 1]
-    assert op.tiles(torch.bfloat16, 1024, 4096, 90)[4] == 4 and op.tiles(torch.bfloat16, 1024, 4096, 90, 4)[4] == 1
+    assert [op.tiles(op.Product(torch.float16, 40, 1100, 90, G))[4] for G in (1, 3, 80)] == [2, 2, 1]
+    assert (
+        op.tiles(op.Product(torch.bfloat16, 1024, 4096, 90))[4] == 4
+        and op.tiles(op.Product(torch.bfloat16, 1024, 4096, 90, 4))[4] == 1
+    )
     with FakeTensorMode():
         x, weight = (torch.empty(4, n, 4096, dtype=torch.bfloat16) for n in (8, 1024))
         assert op.row_linear_cost(x, weight)[0] == 4 * 2 * (8 * 4096 + 1024 * 4096 + 8 * 1024)
     for args in ((4096, 4096), (6144, 4096), (3072, 2048), (512, 4096)):
-        assert op.tiles(torch.bfloat16, *args, 90, 4) == op.tiles(torch.bfloat16, 4 * args[0], args[1], 90)
+        assert op.tiles(op.Product(torch.bfloat16, *args, 90, 4)) == op.tiles(
+            op.Product(torch.bfloat16, 4 * args[0], args[1], 90)
+        )
 
 
 def test_tiles_follow_the_number_of_sms(monkeypatch):
     """4096 -> 4096: 128 programs of 32 rows fill 132 SMs. 78 SMs (H20) take 64 tiles of 64 rows; 264 split K."""
-    tiles = {n: op.tiles(torch.bfloat16, 4096, 4096, 90, sms=n) for n in (0, 132, 78, 264)}
+    tiles = {n: op.tiles(op.Product(torch.bfloat16, 4096, 4096, 90, sms=n)) for n in (0, 132, 78, 264)}
     assert tiles[0] == tiles[132] and [tiles[n][1] for n in (132, 78)] == [32, 64] and tiles[264][4] == 2
     seen = []
     monkeypatch.setattr(op, "sms", lambda device: seen.append(device) or 78)
@@ -112,12 +117,12 @@ def test_a_row_does_not_depend_on_its_group(O, E):
 
 def test_the_sizes_cover_splits_and_tiles():
     for dtype in HALF:
-        assert [op.tiles(dtype, O, E, 90)[4] for O, E in SIZES] == [1, 1, 1, 1, 2, 4]
-    assert op.tiles(torch.bfloat16, 4096, 14336, 90)[4] == 4
-    assert op.tiles(torch.bfloat16, 4096, 4096, 90)[1::3] == (32, 1)
+        assert [op.tiles(op.Product(dtype, O, E, 90))[4] for O, E in SIZES] == [1, 1, 1, 1, 2, 4]
+    assert op.tiles(op.Product(torch.bfloat16, 4096, 14336, 90))[4] == 4
+    assert op.tiles(op.Product(torch.bfloat16, 4096, 4096, 90))[1::3] == (32, 1)
     for O, E in [(4096, 4096), (28672, 4096), (4096, 14336), (1024, 4096), (17, 100000), (3072, 8192)]:
         for arch in (80, 90, 100):
-            m, n, block, stages, splits = op.tiles(torch.bfloat16, O, E, arch)
+            m, n, block, stages, splits = op.tiles(op.Product(torch.bfloat16, O, E, arch))
             shared = (m + n) * block * 2 * (stages - (arch == 80))
             assert (
                 m == 64 and stages >= (2 if n == block == 128 else 3) and shared <= (99 if arch == 80 else 227) * 1024
@@ -169,7 +174,7 @@ def test_splits_without_a_launch_allow_larger_tiles():
     """4096 -> 4096: 64 tiles of 64 rows times 4 splits instead of 128 tiles of 32; few outputs keep small tiles."""
 
     def chosen(O, E, **how):
-        return op.tiles(torch.bfloat16, O, E, 90, **how)[1::3]
+        return op.tiles(op.Product(torch.bfloat16, O, E, 90, **how))[1::3]
 
     assert chosen(4096, 4096) == (32, 1) and chosen(4096, 4096, split=True) == (64, 4)
     assert chosen(2048, 2048) == (32, 2) and chosen(2048, 2048, split=True) == (64, 4)

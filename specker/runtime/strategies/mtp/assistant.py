@@ -46,8 +46,8 @@ class ClusteredHead(LMHead):
     ) -> tuple[Tensor, Tensor, Tensor]:
         assert not isinstance(self.weight, Packed)  # rows that are ordered by cluster stay as they are
         norm, noise = None if final.normed else (self.norm, self.eps), draws.noise(positions)
-        clusters = self.weight, self.centroids, self.order, self.chosen
-        return cluster_topk(final.rows, *clusters, k, norm, noise, with_lse, out=out)
+        weight, chosen = self.weight, self.chosen
+        return cluster_topk(final.rows, weight, self.centroids, self.order, chosen, k, norm, noise, with_lse, out=out)
 
 
 class AssistantDrafter(Drafter):
