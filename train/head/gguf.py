@@ -16,7 +16,8 @@ import torch
 from safetensors.torch import load_file
 from transformers import HfArgumentParser
 
-from specker.checkpoints.gguf.heads import ARCHITECTURE, LAYER, OUTER
+from specker.checkpoints.architectures.names import LAYER
+from specker.checkpoints.gguf.heads import ARCHITECTURE, TENSORS
 from specker.checkpoints.parse import read_json
 from specker.command.exits import run_cli
 from train.head.export import default_taps
@@ -77,8 +78,8 @@ def write(head: Path, target: Path, out: Path, kind: str = "BF16") -> None:
 
 def _tensors(c: dict[str, Any], x: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """The tensors by llama.cpp's names: q and k with the rows of a rotated pair side by side, and d2t as ids."""
-    outer = {value: name for name, value in OUTER.items()}
-    inner = {f"midlayer.{value}": f"blk.0.{name}" for name, value in LAYER.items()}
+    names = {name.replace("layers.0", "midlayer"): own for own, name in TENSORS.items()}
+    names |= {f"midlayer.{own.tensor}": f"blk.0.{own.gguf}.weight" for own in LAYER.values()}
     heads = {"attn_q": c["num_attention_heads"], "attn_k": c["num_key_value_heads"]}
     found = {}
     for name, tensor in x.items():
@@ -87,11 +88,10 @@ def _tensors(c: dict[str, Any], x: dict[str, torch.Tensor]) -> dict[str, torch.T
         if name == "d2t":
             found["d2t"] = tensor + torch.arange(len(tensor))
             continue
-        stem = name.removesuffix(".weight")
-        new = inner.get(stem) or outer[stem]
-        if (count := heads.get(new.rpartition(".")[2])) is not None:
+        new = names[name]
+        if (count := heads.get(new.split(".")[-2])) is not None:
             tensor = tensor.view(count, 2, -1, tensor.shape[1]).transpose(1, 2).reshape(tensor.shape)
-        found[f"{new}.weight"] = tensor
+        found[new] = tensor
     return found
 
 

@@ -4,6 +4,7 @@ A key is a field of `LayerWeights`, followed by the part's name if several tenso
 it.
 """
 
+import re
 from collections.abc import Mapping
 from typing import NamedTuple
 
@@ -63,6 +64,17 @@ EXPERTS = FUSED_EXPERTS | {
 }
 
 
-def from_gguf(names: Names) -> dict[str, TensorName]:
-    """The names by those in a GGUF file."""
-    return {found.gguf: found for found in names.values() if found.gguf}
+BLOCK = re.compile(r"blk\.(\d+)\.(.+)")
+
+
+def gguf_block(names: Names, name: str) -> tuple[int, str] | None:
+    """The layer and the name in it of a GGUF file's tensor; None if no layer has it."""
+    if (block := BLOCK.fullmatch(name)) is None:
+        return None
+    found = {own.gguf: own for own in names.values() if own.gguf}
+    own, (stem, _, kind) = block[2], block[2].rpartition(".")
+    if own in found and found[own].whole:
+        return int(block[1]), found[own].name
+    if stem in found and not found[stem].whole:
+        return int(block[1]), f"{found[stem].name}.{kind}"
+    return None

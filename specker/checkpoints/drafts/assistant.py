@@ -6,7 +6,6 @@ that they read.
 """
 
 from collections.abc import Iterator
-from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from reprlib import repr as short
@@ -17,10 +16,11 @@ from torch import Tensor
 
 from specker.checkpoints.architectures import ARCHITECTURES
 from specker.checkpoints.architectures.architecture import FULL, SLIDING
+from specker.checkpoints.architectures.heads import ASSISTANT
 from specker.checkpoints.buffers import Storage
 from specker.checkpoints.checkpoint import Checkpoint, idle
-from specker.checkpoints.drafts.heads import check_stream, check_target, read_tensors, weights_of
-from specker.checkpoints.files import folder_of, open_files
+from specker.checkpoints.drafts.heads import Files, HeadLayout, check_stream, check_target, head_pieces, read_head
+from specker.checkpoints.files import folder_of
 from specker.checkpoints.numbers import check_size
 from specker.checkpoints.parse import SHARED, parse_config, read_json
 from specker.checkpoints.pieces import Piece, pieces_of
@@ -63,37 +63,12 @@ class AssistantCheckpoint(Checkpoint):
 def read(
     source: str | Path, target: Checkpoint, *, dtype: torch.dtype, quantize: str | None = None
 ) -> AssistantCheckpoint:
-    """Read an assistant for `target` from a folder or hub id, in `dtype`, onto the target's device. `quantize` rounds
-    the matrices of its layers, and its LM head unless that has clusters, as `checkpoint.read` does. Raises
-    CheckpointError."""
+    """See `read_head`. An LM head with clusters is not rounded."""
     check_stream(source, target.config)
-    device = target.weights.norm.device
     folder = folder_of(source, weights=False)
-    raw = read_json(folder / "config.json")
-    layout = Layout.of(folder, raw, target.config)  # before weights are downloaded
-    config, spec = layout.config, layout.spec
-    folder = folder_of(source, weights=True)
-    with ExitStack() as stack:
-        where = open_files(folder, stack)
-        order = where.pop(ORDER).get_tensor(ORDER) if ORDER in where else None
-        if layout.tied and {HEAD, EMBED} <= where.keys():  # a copy, which save_pretrained leaves out
-            head, embed = where.pop(HEAD).get_tensor(HEAD), where[EMBED].get_tensor(EMBED)
-            if not torch.equal(head, embed):
-                raise CheckpointError(f"{HEAD} of {source} differs from {EMBED}, and tie_word_embeddings is true")
-        unread = () if layout.tied else (EMBED,)  # no step reads an embedding of the assistant's own
-        where = {n: file for n, file in where.items() if n not in unread and not idle(config, "model.", n)}
-        packs = device.type == "cpu" and dtype in (torch.float32, torch.bfloat16) and available()
-        storage = Storage(scheme_of(raw, str(source)), quantize, dtype, device, packs)
-        found = read_tensors(where, layout.pieces(), config, storage, source)
-    parts = AssistantWeights(found.pop("pre"), found.pop("post"), found.pop("centroids", None))
-    if layout.clusters:
-        ids = _order(order, layout.clusters, config.vocab_size, source).to(device)
-        parts = parts._replace(order=ids)
-        found["head"] = found.pop("rows")[ids.flatten()]  # cluster by cluster, as `cluster_topk` reads it
-    weights = weights_of(found, target.weights, layout.ropes)
-    return AssistantCheckpoint(
-        config, weights, folder, shared=target.tokens, activations=target.activations, spec=spec, parts=parts
-    )
+    files = Files(source, folder, read_json(folder / "config.json"), {}, {})
+    Layout.of(files, target.config)  # before weights are downloaded
+    return read_head(Layout, AssistantCheckpoint, source, target, dtype, quantize)
 
 
 def _order(order: Tensor | None, clusters: int, vocab: int, source: str | Path) -> Tensor:
@@ -108,18 +83,15 @@ def _order(order: Tensor | None, clusters: int, vocab: int, source: str | Path) 
 
 
 @dataclass(frozen=True)
-class Layout:
-    """Which tensors the files hold, and what they compute."""
-
-    config: ModelConfig  # of the assistant's layers
-    ropes: tuple[Any, ...]
-    spec: AssistantSpec
+class Layout(HeadLayout):
     tied: bool  # the LM head is the assistant's embedding, which has no other use here
     clusters: int  # of ids; 0: none
 
+    extra = (ORDER,)
+
     @classmethod
-    def of(cls, folder: Path, raw: dict[str, Any], target: ModelConfig) -> "Layout":
-        """Raises CheckpointError for what config.json and the target do not agree on."""
+    def of(cls, files: Files, target: ModelConfig) -> "Layout":
+        folder, raw = files.folder, files.raw
         if raw.get("model_type") != KIND:
             raise CheckpointError(
                 f"{folder} is no assistant, with which strategy mtp drafts: its model_type is "
@@ -164,18 +136,34 @@ class Layout:
         spec = AssistantSpec(sources, target.num_layers, target.hidden_size, chosen)
         return cls(config, ropes, spec, tied, clusters)
 
+    def used(self, files: Files) -> dict[str, Any]:
+        where, unread = files.where, EMBED  # no step reads an embedding of the assistant's own
+        if self.tied:
+            unread = HEAD  # a copy, which save_pretrained leaves out
+            rows = [where[name].get_tensor(name) for name in (HEAD, EMBED) if name in where]
+            if len(rows) == 2 and not torch.equal(*rows):
+                raise CheckpointError(f"{HEAD} of {files.source} differs from {EMBED}, and tie_word_embeddings is true")
+        return {n: file for n, file in where.items() if n != unread and not idle(self.config, "model.", n)}
+
     def pieces(self) -> Iterator[Piece]:
-        """Every tensor that the checkpoint must have, and no other."""
-        c, Ht = self.config, self.spec.width
-        V, E = c.vocab_size, c.hidden_size
+        c = self.config
         for p in pieces_of(replace(c, shares=SHARED), WHOLE, True):
             yield replace(p, name=f"model.{p.name}")
-        yield Piece.tensor("pre_projection.weight", "pre", E, 2 * Ht)
-        yield Piece.tensor("post_projection.weight", "post", Ht, E)
-        # Rows that are ordered by cluster stay as they are; a whole head may be rounded.
-        yield Piece.tensor(EMBED if self.tied else HEAD, "rows" if self.clusters else "head", V, E)
-        if self.clusters:
-            yield Piece.tensor("masked_embedding.centroids.weight", "centroids", self.clusters, E)
+        sizes = {"V": c.vocab_size, "H": c.hidden_size, "W": self.spec.width, "C": self.clusters}
+        for p in head_pieces(ASSISTANT, sizes, {"clusters" if self.clusters else "head"}, c):
+            yield replace(p, name=EMBED) if p.name == HEAD and self.tied else p
+
+    def storage(self, files: Files, quantize: str | None, dtype: torch.dtype, device: torch.device) -> Storage:
+        packs = device.type == "cpu" and dtype in (torch.float32, torch.bfloat16) and available()
+        return Storage(scheme_of(files.raw, str(files.source)), quantize, dtype, device, packs)
+
+    def parts(self, found: dict[str, Any], files: Files, storage: Storage) -> AssistantWeights:
+        parts = AssistantWeights(found["pre"], found["post"], found.get("centroids"))
+        if not self.clusters:
+            return parts
+        order = _order(files.extra.get(ORDER), self.clusters, self.config.vocab_size, files.source).to(storage.device)
+        found["head"] = found.pop("rows")[order.flatten()]  # cluster by cluster, as `cluster_topk` reads it
+        return parts._replace(order=order)
 
 
 def _clusters(folder: Path, raw: dict[str, Any], vocab: int) -> tuple[int, int]:

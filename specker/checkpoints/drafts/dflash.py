@@ -10,7 +10,6 @@ known.
 """
 
 from collections.abc import Iterator
-from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -19,21 +18,22 @@ import torch
 from torch import Tensor
 
 from specker.checkpoints.architectures.architecture import LAYER_TYPES, SLIDING
-from specker.checkpoints.buffers import Storage
+from specker.checkpoints.architectures.heads import BLOCKS
+from specker.checkpoints.buffers import Storage, activations
 from specker.checkpoints.checkpoint import Checkpoint
 from specker.checkpoints.drafts.heads import (
     IGNORED,
+    Files,
+    HeadLayout,
     check_parts,
     check_shared,
-    check_stream,
     check_target,
+    head_pieces,
     ids_of,
-    read_tensors,
-    weights_of,
+    read_head,
 )
-from specker.checkpoints.files import folder_of, open_files
 from specker.checkpoints.numbers import check_size
-from specker.checkpoints.parse import SHARED, parse_config, read_json, reason
+from specker.checkpoints.parse import SHARED, parse_config, reason
 from specker.checkpoints.pieces import Piece, pieces_of
 from specker.model.config import CheckpointError, ModelConfig
 from specker.model.dflash import BlockSpec, BlockWeights, Convolution, Markov, Selector
@@ -77,14 +77,12 @@ MIXTURE |= {"shared_expert_intermediate_size"}  # of speculators' DFlash2, unuse
 # Fields that change nothing here: how it was trained, and what transformers or speculators may add to an outer config.
 TRAINING = {"max_anchors", "num_anchors"}
 OUTER = {"bos_token_id", "eos_token_id", "pad_token_id", "tie_word_embeddings", "use_cache"}
-MARKOV = "w1", "w2", "joint", "joint_bias", "entering", "recurrent"
-JOINT = {"vanilla": None, "gated": "gate_proj", "rnn": "joint_proj"}  # W of a Markov head in the files, by its kind
+MARKOV = "vanilla", "gated", "rnn"  # kinds of a Markov head
 SIZES = "block_size", "markov_rank", "mask_token_id", "num_target_layers", "pure_draft_prefix_len"  # whole numbers
 SIZED = {  # whole numbers from 1 on that a kind needs
     "dflash2": ("conv_group_size", "conv_kernel_size", "selector_rank", "selector_top_k"),
     "domino": ("emb_dim", "gru_hidden_dim"),
 }
-SUBLAYERS = "attention", "mlp"
 MOST_FACTOR = 1e38  # in float32
 
 
@@ -101,59 +99,22 @@ class BlockCheckpoint(Checkpoint):
 
 
 def read(source: str | Path, target: Checkpoint, *, dtype: torch.dtype, quantize: str | None = None) -> BlockCheckpoint:
-    """Read a drafter for `target` from a folder or hub id, in `dtype`, onto the target's device. `quantize` rounds the
-    matrices of its layers and its LM head as `checkpoint.read` does. Raises CheckpointError."""
-    check_stream(source, target.config)
-    own = target.weights
-    device = own.norm.device
-    folder = folder_of(source, weights=True, formats=("*.safetensors", MASK))
-    raw = read_json(folder / "config.json")
-    with ExitStack() as stack:
-        where = open_files(folder, stack)
-        maps: dict[str, Tensor] = {name: where.pop(name).get_tensor(name) for name in ("d2t", "t2d") if name in where}
-        layout = Layout.of(folder, raw, frozenset(where), target.config)
-        config, spec = layout.config, layout.spec
-        found = read_tensors(where, layout.pieces(), config, Storage(None, quantize, dtype, device), source)
-    ids = ids_of(maps, spec.rows, config.vocab_size, source)
-    parts = BlockWeights(
-        fc=found.pop("fc"),
-        hidden_norm=found.pop("hidden_norm"),
-        mask=_mask(folder, config, own.norm),
-        ids=None if ids is None else ids.to(device),
-        markov=layout.head_of(found, own.norm) if layout.rank else None,
-        confidence=(found.pop("confidence"), found.pop("confidence_bias")) if layout.confident else None,
-        convolutions=layout.convolutions(found),
-        selector=layout.selector(found),
-    )
-    return BlockCheckpoint(
-        config,
-        weights_of(found, own, layout.ropes),
-        folder,
-        shared=target.tokens,
-        activations=target.activations,
-        spec=spec,
-        parts=parts,
-    )
+    """See `read_head`."""
+    return read_head(Layout, BlockCheckpoint, source, target, dtype, quantize)
 
 
 @dataclass(frozen=True)
-class Layout:
-    """Which tensors the files hold, and what they compute."""
-
-    config: ModelConfig  # of the drafter's layers
-    ropes: tuple[Any, ...]
-    spec: BlockSpec
-    own: frozenset[str]  # embed_tokens and lm_head, as far as the drafter has its own
-    rank: int  # of the Markov head; 0: there is none
-    markov: str  # its kind, of JOINT
-    confident: bool  # it has a confidence head
-    joined: bool  # the confidence head also reads the Markov head's w1
-    sizes: dict[str, int]  # of SIZED
+class Layout(HeadLayout):
+    has: frozenset[str]  # parts of BLOCKS
+    markov: str  # the kind of the Markov head
+    sizes: dict[str, int]  # of BLOCKS
     plain: int = 0  # of `Markov`
 
+    more = (MASK,)
+
     @classmethod
-    def of(cls, folder: Path, raw: dict[str, Any], names: frozenset[str], target: ModelConfig) -> "Layout":
-        """Raises CheckpointError for what config.json, the tensors and the target do not agree on."""
+    def of(cls, files: Files, target: ModelConfig) -> "Layout":
+        _, folder, raw, names, _ = files
         check_parts(folder, raw)
         nested = raw.get("transformer_layer_config")
         given = raw if nested is None else nested
@@ -170,8 +131,8 @@ class Layout:
             "with {} layers": (flat.get("num_target_layers") or target.num_layers, target.num_layers),
         }
         check_target(folder, "a drafter for a target", fits)
-        sizes: dict[str, Any] = {name: flat.get(name) for name in SIZED.get(kind, ())}
-        for name, count in sizes.items():
+        needed: dict[str, Any] = {name: flat.get(name) for name in SIZED.get(kind, ())}
+        for name, count in needed.items():
             check_size(name, count, str(folder))
         size = flat.get("block_size") or 0
         following = bool(flat.get("shift_label" if kind == "domino" else "sample_from_anchor", kind == "dspark"))
@@ -199,7 +160,7 @@ class Layout:
             size,
             following,
             tuple((n and not aside) if causal is None else bool(causal) for n in windowed),
-            sizes.get("selector_top_k", 0),
+            needed.get("selector_top_k", 0),
         )
         own = frozenset(name for name in SHARED if f"{name}.weight" in names)
         # z-lab trained with the target's module, which in Gemma scales its rows, and speculators with the rows alone.
@@ -223,17 +184,17 @@ class Layout:
         rank, confident = raw.get("markov_rank") or 0, bool(raw.get("enable_confidence_head"))
         markov = raw.get("markov_head_type", "vanilla")
         if kind == "domino":
-            rank, markov = sizes["emb_dim"], "gru"
-        elif rank and str(markov) not in JOINT:
-            raise CheckpointError(f"{folder} has a Markov head of type {markov!r}; specker runs {', '.join(JOINT)}")
+            rank, markov = needed["emb_dim"], "gru"
+        elif rank and str(markov) not in MARKOV:
+            raise CheckpointError(f"{folder} has a Markov head of type {markov!r}; specker runs {', '.join(MARKOV)}")
         if rank and config.logits_cap:
             raise CheckpointError(f"{folder} says final_logit_softcapping, and specker caps no logits of a Markov head")
         joined = confident and bool(raw.get("confidence_head_with_markov"))
         if joined and not rank:
             raise CheckpointError(f"{folder} says confidence_head_with_markov, and has no Markov head")
-        if kind == "dflash2" and config.hidden_size % sizes["conv_group_size"]:
+        if kind == "dflash2" and config.hidden_size % needed["conv_group_size"]:
             raise CheckpointError(
-                f"conv_group_size {sizes['conv_group_size']} of {folder} must divide its width {config.hidden_size}"
+                f"conv_group_size {needed['conv_group_size']} of {folder} must divide its width {config.hidden_size}"
             )
         if kind in SIZED and spec.rows != target.vocab_size:
             raise CheckpointError(f"{folder} has a head of {spec.rows} rows; a drafter of kind {kind} needs every id")
@@ -242,76 +203,58 @@ class Layout:
             raise CheckpointError(
                 f"config.json of {folder} must name mask_token_id, an id below {config.vocab_size}; it is {mask}"
             )
-        return cls(
-            config, ropes, spec, own, rank, markov, confident, joined, sizes, flat.get("pure_draft_prefix_len") or 0
-        )
+        H, has = config.hidden_size, {*own}
+        sizes = {"H": H, "V": config.vocab_size, "D": spec.rows, "L": config.num_layers, "r": rank, **needed}
+        sizes |= {"inputs": len(spec.aux_layers) * spec.width, "read": H + rank * joined}
+        if rank:
+            has |= {"gru"} if markov == "gru" else {"markov", markov}
+        if confident:
+            has |= {"confidence"}
+        if kind == "dflash2":
+            has |= {"selector"}
+            sizes["kernels"] = needed["conv_kernel_size"] * H // needed["conv_group_size"]
+        return cls(config, ropes, spec, frozenset(has), markov, sizes, flat.get("pure_draft_prefix_len") or 0)
 
     def pieces(self) -> Iterator[Piece]:
-        """Every tensor that the checkpoint must have, and no other."""
-        c, spec, r = self.config, self.spec, self.rank
+        shares = *(name for name in SHARED if name not in self.has), "lm_head"  # its head may have other rows
+        yield from pieces_of(replace(self.config, shares=shares), WHOLE, True)
+        yield from head_pieces(BLOCKS, self.sizes, self.has, self.config)
 
-        shares = *(name for name in SHARED if name not in self.own), "lm_head"  # its head may have other rows
-        yield from pieces_of(replace(c, shares=shares), WHOLE, True)
-        H, V = c.hidden_size, c.vocab_size
-        yield Piece.tensor("fc.weight", "fc", H, len(spec.aux_layers) * spec.width)
-        yield Piece.tensor("hidden_norm.weight", "hidden_norm", H)
-        if "lm_head" in self.own:
-            yield Piece.tensor("lm_head.weight", "head", spec.rows, H)
-        if self.markov == "gru":
-            S = self.sizes["gru_hidden_dim"]
-            yield Piece.tensor("prefix_gru.weight_ih_l0", "entering", 3 * S, H)
-            yield Piece.tensor("prefix_gru.weight_hh_l0", "recurrent", 3 * S, S)
-            yield Piece.tensor("embed_proj.0.weight", "joint", r, H + S)
-            yield Piece.tensor("embed_proj.2.weight", "w2", spec.rows, r)
-        elif r:
-            yield Piece.tensor("markov_head.markov_w1.weight", "w1", V, r)
-            yield Piece.tensor("markov_head.markov_w2.weight", "w2", spec.rows, r)
-        if r and (joint := JOINT.get(self.markov)):
-            out, inputs = (r, H + r) if self.markov == "gated" else (3 * r, 2 * r + H)
-            yield Piece.tensor(f"markov_head.{joint}.weight", "joint", out, inputs)
-            yield Piece.tensor(f"markov_head.{joint}.bias", "joint_bias", out)
-        if spec.candidates:
-            taps, groups, q = (
-                self.sizes["conv_kernel_size"],
-                H // self.sizes["conv_group_size"],
-                self.sizes["selector_rank"],
-            )
-            for name in self._convolved():
-                yield Piece.tensor(f"{name}.base_kernel", f"{name}.base", 2, taps, H)
-                yield Piece.tensor(f"{name}.kernel_projection.weight", f"{name}.weight", 2 * taps * groups, H)
-            yield Piece.tensor("candidate_selector.predecessor_codebook", "before", V, q)
-            yield Piece.tensor("candidate_selector.successor_codebook", "after", V, q)
-            yield Piece.tensor("candidate_selector.hidden_projection.weight", "project", q, H)
-        if self.confident:
-            yield Piece.tensor("confidence_head.proj.weight", "confidence", 1, H + r * self.joined)
-            yield Piece.tensor("confidence_head.proj.bias", "confidence_bias", 1)
+    def storage(self, files: Files, quantize: str | None, dtype: torch.dtype, device: torch.device) -> Storage:
+        return Storage(None, quantize, dtype, device)
 
-    def _convolved(self) -> list[str]:
-        """The names of the convolutions around sublayers, layer by layer."""
-        return [f"layers.{i}.{part}_conv" for i in range(self.config.num_layers) for part in SUBLAYERS]
+    def parts(self, found: dict[str, Any], files: Files, storage: Storage) -> BlockWeights:
+        c, vectors = self.config, activations(storage.dtype, storage.device)
+        mask = _mask(files.folder, c)
+        around = (self._convolutions(found, part) for part in ("attention", "mlp"))
+        return BlockWeights(
+            fc=found["fc"],
+            hidden_norm=found["hidden_norm"],
+            mask=None if mask is None else mask.to(storage.device, vectors),
+            ids=ids_of(files, self.spec.rows, c.vocab_size, storage.device),
+            markov=self._markov(found, vectors) if self.sizes["r"] else None,
+            confidence=(found["confidence"], found["confidence_bias"]) if "confidence" in self.has else None,
+            convolutions=tuple(zip(*around, strict=True)),
+            selector=self._selector(found) if "selector" in self.has else None,
+        )
 
-    def head_of(self, found: dict[str, Any], like: Tensor) -> Markov:
-        """The Markov head of the tensors that were read, which it takes out. `like`: has the activations' dtype."""
-        parts = {name: found.pop(name, None) for name in MARKOV}
-        for name in ("entering", "recurrent"):
-            parts[name] = None if parts[name] is None else parts[name].to(like.dtype)
-        return Markov(self.markov, **parts, plain=self.plain)
+    def _selector(self, found: dict[str, Any]) -> Selector:
+        """The final norm contains the factor of the logits, which the selector's rows have not."""
+        return Selector(found["before"], found["after"], found["project"] / self.config.logits_scale)
 
-    def convolutions(self, found: dict[str, Any]) -> tuple[tuple[Convolution, Convolution], ...]:
-        """Each layer's convolutions of the tensors that were read, which it takes out."""
-        if not self.spec.candidates:
-            return ()
-        shape = 2, self.sizes["conv_kernel_size"], self.config.hidden_size
-        each = [Convolution(found.pop(f"{n}.base").view(shape), found.pop(f"{n}.weight")) for n in self._convolved()]
-        return tuple(zip(each[::2], each[1::2], strict=True))
+    def _markov(self, found: dict[str, Any], dtype: torch.dtype) -> Markov:
+        """The GRU's matrices are in the activations' `dtype`."""
+        own: dict[str, Any] = {name: found[name] for name in Markov._fields if name in found}
+        own |= {name: own[name].to(dtype) for name in ("entering", "recurrent") if name in own}
+        return Markov(self.markov, own.pop("w1", None), **own, plain=self.plain)
 
-    def selector(self, found: dict[str, Any]) -> Selector | None:
-        """The selector of the tensors that were read, which it takes out. The final norm contains the factor of the
-        logits, which the selector's rows have not."""
-        if not self.spec.candidates:
-            return None
-        before, after, project = (found.pop(name) for name in Selector._fields)
-        return Selector(before, after, project / self.config.logits_scale)
+    def _convolutions(self, found: dict[str, Any], part: str) -> list[Convolution]:
+        """The convolutions around each layer's attention or feed-forward."""
+        if "selector" not in self.has:
+            return []
+        L, taps, H = (self.sizes[name] for name in ("L", "conv_kernel_size", "H"))
+        bases, weights = found[f"{part}_base"].view(L, 2, taps, H), found[part].view(L, -1, H)
+        return [Convolution(base, weight) for base, weight in zip(bases, weights, strict=True)]
 
 
 def _factor(folder: Path, flat: dict[str, Any], name: str) -> float:
@@ -393,7 +336,7 @@ def _depths(
     return depths
 
 
-def _mask(folder: Path, config: ModelConfig, like: Tensor) -> Tensor | None:
+def _mask(folder: Path, config: ModelConfig) -> Tensor | None:
     """The embedding of a mask [H], if it is a file of its own: a tensor, or a table with `embedding`."""
     path = folder / MASK
     if not path.is_file():
@@ -408,7 +351,7 @@ def _mask(folder: Path, config: ModelConfig, like: Tensor) -> Tensor | None:
         found = found.get("embedding")
     if not isinstance(found, Tensor) or found.numel() != config.hidden_size or not torch.isfinite(found).all():
         raise CheckpointError(f"{path} must hold the embedding of a mask, {config.hidden_size} finite numbers")
-    return found.flatten().to(like)
+    return found.flatten()
 
 
 def _check_fields(raw: dict[str, Any], nested: dict[str, Any] | None, inner: dict[str, Any], kind: str) -> None:

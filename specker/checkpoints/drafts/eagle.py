@@ -9,7 +9,6 @@ A head of the wrong format drafts badly without any error, so every tensor and e
 
 import re
 from collections.abc import Iterator
-from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -18,30 +17,30 @@ import torch
 from torch import Tensor
 
 from specker.checkpoints.architectures.architecture import FULL, SLIDING
-from specker.checkpoints.buffers import Storage, activations, packs
+from specker.checkpoints.architectures.heads import EAGLE
+from specker.checkpoints.buffers import Storage, activations
 from specker.checkpoints.checkpoint import Checkpoint
 from specker.checkpoints.drafts.heads import (
     IGNORED,
+    Files,
     HeadCheckpoint,
+    HeadLayout,
     check_parts,
     check_shared,
-    check_stream,
     check_target,
+    head_pieces,
     ids_of,
-    read_tensors,
-    weights_of,
+    layer_pieces,
+    read_head,
 )
-from specker.checkpoints.files import BIN, folder_of, open_files
-from specker.checkpoints.parse import SHARED, parse_config, read_json
-from specker.checkpoints.pieces import Piece, pieces_of
-from specker.checkpoints.quantised.schemes import scheme_of
+from specker.checkpoints.files import BIN
+from specker.checkpoints.parse import SHARED, parse_config
+from specker.checkpoints.pieces import Piece
 from specker.model.config import CheckpointError, ModelConfig
 from specker.model.heads import HeadSpec, HeadWeights
-from specker.model.split import WHOLE
 
 MASK = "mask_hidden"  # P-EAGLE's, [1, 1, A * Ht]
 FACTORS = "rope_freqs.weight"  # [D / 2], divisors of RoPE's frequencies, in a head that was a GGUF file
-EXTRA = "d2t", "t2d", MASK, FACTORS  # tensors that are no layer's
 DEEPSPEC = "Qwen3Eagle3Model"
 FLAT = "LlamaForCausalLMEagle3", "LlamaForCausalLM", "LlamaForCausalLMEagle", DEEPSPEC  # architectures of flat configs
 MASK_TOKEN = "mask_token_id", "pard_token", "ptd_token_id"  # speculators' field, and those of flat configs
@@ -64,47 +63,12 @@ WINDOWS = {"layer_types", "sliding_window", "use_sliding_window", "max_window_la
 
 
 def read(source: str | Path, target: Checkpoint, *, dtype: torch.dtype, quantize: str | None = None) -> HeadCheckpoint:
-    """Read a head for `target` from a folder or hub id, in `dtype`, onto the target's device. `quantize` rounds the
-    matrices of its layers and its LM head as `checkpoint.read` does. Raises CheckpointError."""
-    check_stream(source, target.config)
-    device = target.weights.norm.device
-    folder = folder_of(source, weights=True, formats=("*.safetensors", BIN))
-    raw = read_json(folder / "config.json")
-    with ExitStack() as stack:
-        where = open_files(folder, stack, or_bin=True)
-        extra = {name: where.pop(name).get_tensor(name) for name in EXTRA if name in where}
-        layout = Layout.of(folder, raw, where, target.config)
-        if (factors := extra.get(FACTORS)) is not None:
-            layout = replace(layout, ropes=tuple(r._replace(inv_freq=r.inv_freq / factors) for r in layout.ropes))
-        config = layout.config
-        packed = packs(config, dtype, device)
-        storage = Storage(scheme_of(raw, str(source)), quantize, dtype, device, packed)
-        found = read_tensors(where, layout.pieces(), config, storage, source)
-    if "fc_norm" in found:
-        found["fc_norm"] = found["fc_norm"].view(len(layout.spec.aux_layers), -1)
-    ids = ids_of(extra, layout.spec.rows, config.vocab_size, source)
-    if config.tied and "embed" in found:
-        found.setdefault("head", found["embed"])
-    found.setdefault("norm", target.weights.norm.new_ones(config.hidden_size))
-    return HeadCheckpoint(
-        config,
-        weights_of(found, target.weights, layout.ropes),
-        folder,
-        getattr(storage.scheme, "restored", ()),
-        shared=target.tokens,
-        activations=target.activations,
-        spec=layout.spec,
-        parts=HeadWeights(
-            fc=found["fc"],
-            **{name: found.get(name) for name in ("fc_bias", "hidden_norm", "input_norm", "fc_norm")},
-            mask=_mask(extra.get(MASK), layout.spec, storage, source),
-            ids=None if ids is None else ids.to(device),
-        ),
-    )
+    """See `read_head`."""
+    return read_head(Layout, HeadCheckpoint, source, target, dtype, quantize)
 
 
-def _mask(mask: Tensor | None, spec: HeadSpec, storage: Storage, source: str | Path) -> Tensor | None:
-    """P-EAGLE's mask_hidden as [A * Ht] on the device. Raises CheckpointError unless it fits the config."""
+def _mask(mask: Tensor | None, spec: HeadSpec, source: str | Path) -> Tensor | None:
+    """P-EAGLE's mask_hidden as [A * Ht]. Raises CheckpointError unless it fits the config."""
     if mask is None and spec.mask is None:
         return None
     if mask is None:
@@ -116,24 +80,20 @@ def _mask(mask: Tensor | None, spec: HeadSpec, storage: Storage, source: str | P
         raise CheckpointError(
             f"{MASK} of {source} must hold {size} finite numbers, got {list(mask.shape)} {mask.dtype}"
         )
-    return mask.flatten().to(storage.device, activations(storage.dtype, storage.device))
+    return mask.flatten()
 
 
 @dataclass(frozen=True)
-class Layout:
-    """Which tensors a head's files hold, and what they compute."""
-
-    config: ModelConfig  # of the head's layers
-    ropes: tuple[Any, ...]
-    spec: HeadSpec
+class Layout(HeadLayout):
     layers: tuple[str, ...]  # the prefix of each layer's tensors
-    own: frozenset[str]  # embed_tokens and lm_head, as far as the head has its own
-    bias: bool  # fc has one
-    norms: frozenset[str]  # input_norm and fc_norm, as far as the head has them
+    has: frozenset[str]  # parts of EAGLE
+
+    extra = *HeadLayout.extra, MASK, FACTORS
+    more = (BIN,)
 
     @classmethod
-    def of(cls, folder: Path, raw: dict[str, Any], where: dict[str, Any], target: ModelConfig) -> "Layout":
-        """Raises CheckpointError for what config.json, the tensors and the target do not agree on."""
+    def of(cls, files: Files, target: ModelConfig) -> "Layout":
+        _, folder, raw, where, extra = files
         check_parts(folder, raw)
         nested = raw.get("transformer_layer_config")
         given = raw if nested is None else nested
@@ -166,8 +126,10 @@ class Layout:
             "eos_token_id": None,  # the target's count
         }
         config, ropes = parse_config(folder, target.max_context, None, plain)
-        own = frozenset(name for name in ("embed_tokens", "lm_head") if any(n.startswith(f"{name}.") for n in where))
-        norms = frozenset(n for n in ("input_norm", "fc_norm") if any(name.startswith(f"{n}.") for name in where))
+        if FACTORS in extra:
+            ropes = tuple(rope._replace(inv_freq=rope.inv_freq / extra[FACTORS]) for rope in ropes)
+        modules = *SHARED, "input_norm", "fc_norm"
+        has = frozenset(module for module in modules if any(name.startswith(f"{module}.") for name in where))
         D = raw.get("draft_vocab_size") or target.vocab_size
         depths, other = _depths(folder, raw, where, form, target)
         spec = HeadSpec(
@@ -184,43 +146,41 @@ class Layout:
         )
         sliding_windows = _sliding_windows(given, len(layers), qwen, target.max_context)
         layer = replace(config.layer, first="joined" if form == "eagle3" else "bare", sliding_windows=sliding_windows)
-        config = replace(config, layer=layer, tied=config.tied and "embed_tokens" in own, eos_ids=())
-        check_shared(folder, own, config, D, target)
+        config = replace(config, layer=layer, tied=config.tied and "embed_tokens" in has, eos_ids=())
+        check_shared(folder, has, config, D, target)
         for name, there in (("norm_before_fc", "input_norm"), ("fc_norm", "fc_norm")):
-            if bool(raw.get(name)) != (there in norms):
+            if bool(raw.get(name)) != (there in has):
                 lacks = "lacks" if raw.get(name) else "has"
                 raise CheckpointError(f"config.json says {name} {raw.get(name)}, and the checkpoint {lacks} {there}")
-        return cls(config, ropes, spec, layers, own, form == "eagle1" and bool(raw.get("bias", True)), norms)
+        bias = {"bias"} if form == "eagle1" and raw.get("bias", True) else set()
+        return cls(config, ropes, spec, layers, has | bias | {form})
 
     def pieces(self) -> Iterator[Piece]:
-        """Every tensor that the checkpoint must have, and no other."""
-        c, spec = self.config, self.spec
+        c, spec, fused = self.config, self.spec, self.spec.form == "eagle3"
         H, A = c.hidden_size, len(spec.aux_layers)
-
-        if "embed_tokens" in self.own:
-            yield Piece.tensor("embed_tokens.weight", "embed", c.vocab_size, H)
-        yield Piece.tensor("fc.weight", "fc", H, A * spec.width if spec.form == "eagle3" else H + spec.width)
-        if self.bias:
-            yield Piece.tensor("fc.bias", "fc_bias", H)
-        if "input_norm" in self.norms:
-            yield Piece.tensor("input_norm.weight", "input_norm", A * spec.width)
-        if "fc_norm" in self.norms:
-            for n in range(A):
-                yield Piece.tensor(f"fc_norm.{n}.weight", "fc_norm", spec.width, row=n * spec.width)
-        for p in pieces_of(replace(c, shares=SHARED), WHOLE, True):
-            if p.layer is None:
-                continue
-            p = replace(p, name=self.layers[p.layer] + p.name.removeprefix(f"layers.{p.layer}."))
-            if p.layer == 0 and p.buffer == "qkv" and spec.form == "eagle3":  # it also reads the token's embedding
+        inputs = A * spec.width if fused else H + spec.width
+        sizes = {"V": c.vocab_size, "D": spec.rows, "H": H, "W": spec.width, "A": A, "inputs": inputs}
+        for p in (*head_pieces(EAGLE, sizes, self.has, c), *layer_pieces(c)):
+            if fused and p.layer == 0 and p.buffer == "qkv":  # it also reads the token's embedding
                 shape = p.shape[0], 2 * H
                 p = replace(p, shape=shape, stored=shape)
-            if p.layer or p.buffer != "norm_in" or spec.form == "eagle3":
-                yield p
-        if spec.form == "eagle3":
-            yield Piece.tensor(f"{self.layers[0]}hidden_norm.weight", "hidden_norm", H)
-            yield Piece.tensor("norm.weight", "norm", H)
-        if "lm_head" in self.own:
-            yield Piece.tensor("lm_head.weight", "head", spec.rows, H)
+            if fused or p.layer != 0 or p.buffer != "norm_in":
+                yield replace(p, name=re.sub(r"^layers\.(\d+)\.", lambda found: self.layers[int(found[1])], p.name))
+
+    def parts(self, found: dict[str, Any], files: Files, storage: Storage) -> HeadWeights:
+        vectors = activations(storage.dtype, storage.device)
+        if "fc_norm" in found:
+            found["fc_norm"] = found["fc_norm"].view(len(self.spec.aux_layers), -1)
+        if self.config.tied and "embed" in found:
+            found.setdefault("head", found["embed"])
+        found.setdefault("norm", torch.ones(self.config.hidden_size, dtype=vectors, device=storage.device))
+        mask = _mask(files.extra.get(MASK), self.spec, files.source)
+        return HeadWeights(
+            fc=found["fc"],
+            **{name: found.get(name) for name in ("fc_bias", "hidden_norm", "input_norm", "fc_norm")},
+            mask=None if mask is None else mask.to(storage.device, vectors),
+            ids=ids_of(files, self.spec.rows, self.config.vocab_size, storage.device),
+        )
 
 
 def _layers(where: dict[str, Any]) -> tuple[str, ...]:

@@ -1,22 +1,29 @@
-"""What the heads have in common that read the target's hidden states: EAGLE's, MTP's and drafters of blocks."""
+"""One reader of all heads that have a folder of their own (`read_head`), and what it shares with MTP's."""
 
-from collections.abc import Iterable
-from dataclasses import dataclass, field, fields
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from reprlib import repr as short
-from typing import Any
+from typing import Any, ClassVar, NamedTuple, Self, TypeVar
 
 import torch
 from torch import Tensor
 
-from specker.checkpoints.buffers import Buffers, Storage
+from specker.checkpoints.architectures.heads import HeadTable
+from specker.checkpoints.buffers import Buffers, Storage, packs
 from specker.checkpoints.checkpoint import Checkpoint
-from specker.checkpoints.files import check_tensors, read_piece
-from specker.checkpoints.pieces import Piece
+from specker.checkpoints.files import BIN, check_tensors, folder_of, open_files, read_piece
+from specker.checkpoints.parse import SHARED, read_json
+from specker.checkpoints.pieces import Piece, pieces_of
+from specker.checkpoints.quantised.schemes import scheme_of
 from specker.model.config import CheckpointError, ModelConfig
 from specker.model.heads import HeadSpec, HeadWeights
+from specker.model.split import WHOLE
 from specker.model.weights import Rope, Weights
 
+C = TypeVar("C", bound=Checkpoint)
 WEIGHTS = {own.name for own in fields(Weights)}
 PARTS = "transformer_layer_config", "eagle_config", "dflash_config"
 # Fields that change nothing here: how the head was trained or saved, and what transformers adds.
@@ -50,6 +57,84 @@ class HeadCheckpoint(Checkpoint):
     @property
     def head_ids(self) -> Tensor | None:
         return self.parts.ids
+
+
+class Files(NamedTuple):
+    """The open files of a head."""
+
+    source: str | Path  # as the user names it
+    folder: Path
+    raw: dict[str, Any]  # config.json
+    where: dict[str, Any]  # the file of each tensor, without those of `extra`
+    extra: dict[str, Tensor]  # by name, as far as the head has them
+
+
+@dataclass(frozen=True)
+class HeadLayout(ABC):
+    """Which tensors a head's files hold, and what they compute."""
+
+    config: ModelConfig  # of the head's layers
+    ropes: tuple[Rope, ...]
+    spec: Any  # of the head's model
+
+    extra: ClassVar[tuple[str, ...]] = "d2t", "t2d"  # tensors that are neither a layer's nor a product's
+    more: ClassVar[tuple[str, ...]] = ()  # files with tensors that may stand beside or instead of safetensors files
+
+    @classmethod
+    @abstractmethod
+    def of(cls, files: Files, target: ModelConfig) -> Self:
+        """Raises CheckpointError for what config.json, the tensors and the target do not agree on."""
+
+    @abstractmethod
+    def pieces(self) -> Iterator[Piece]:
+        """Every tensor that the checkpoint must have, and no other."""
+
+    @abstractmethod
+    def parts(self, found: dict[str, Any], files: Files, storage: Storage) -> Any:
+        """What the head's model has beside its layers, of the tensors that were read, by field. Raises
+        CheckpointError."""
+
+    def used(self, files: Files) -> dict[str, Any]:
+        """`Files.where` without tensors that nothing reads. Raises CheckpointError."""
+        return files.where
+
+    def storage(self, files: Files, quantize: str | None, dtype: torch.dtype, device: torch.device) -> Storage:
+        scheme = scheme_of(files.raw, str(files.source))
+        return Storage(scheme, quantize, dtype, device, packs(self.config, dtype, device))
+
+
+def read_head(
+    kind: type[HeadLayout],
+    made: Callable[..., C],
+    source: str | Path,
+    target: Checkpoint,
+    dtype: torch.dtype,
+    quantize: str | None,
+) -> C:
+    """Read a head for `target` from a folder or hub id, in `dtype`, onto the target's device, and make the checkpoint
+    of it. `quantize` rounds the matrices of its layers and its LM head as `checkpoint.read` does. Raises
+    CheckpointError."""
+    check_stream(source, target.config)
+    folder = folder_of(source, weights=True, formats=("*.safetensors", *kind.more))
+    raw = read_json(folder / "config.json")
+    with ExitStack() as stack:
+        where = open_files(folder, stack, or_bin=BIN in kind.more)
+        extra = {name: where.pop(name).get_tensor(name) for name in kind.extra if name in where}
+        files = Files(source, folder, raw, where, extra)
+        layout = kind.of(files, target.config)
+        storage = layout.storage(files, quantize, dtype, target.weights.norm.device)
+        found = read_tensors(layout.used(files), layout.pieces(), layout.config, storage, source)
+    parts = layout.parts(found, files, storage)
+    return made(
+        layout.config,
+        weights_of(found, target.weights, layout.ropes),
+        folder,
+        getattr(storage.scheme, "restored", ()),
+        shared=target.tokens,
+        activations=target.activations,
+        spec=layout.spec,
+        parts=parts,
+    )
 
 
 def check_stream(source: str | Path, target: ModelConfig) -> None:
@@ -94,6 +179,22 @@ def check_shared(folder: Path, own: frozenset[str], c: ModelConfig, rows: int, t
         )
 
 
+def layer_pieces(c: ModelConfig, fused: bool = False) -> Iterator[Piece]:
+    """The tensors of a head's layers. `fused`: see `pieces_of`."""
+    return (p for p in pieces_of(replace(c, shares=SHARED), WHOLE, True, fused) if p.layer is not None)
+
+
+def head_pieces(table: HeadTable, sizes: Mapping[str, int], parts: Collection[str], c: ModelConfig) -> Iterator[Piece]:
+    """The tensors of the table that a head with these parts has."""
+    for own in table:
+        if own.part and own.part not in parts:
+            continue
+        offset = c.norm_offset if "norm" in own.field else 0.0
+        for n in range(sizes[own.copies] if own.copies else 1):
+            p = Piece.tensor(own.name.replace("#", str(n)), own.field, *own.shaped(sizes), offset=offset)
+            yield replace(p, row=n * p.rows)
+
+
 def read_tensors(
     where: dict[str, Any], pieces: Iterable[Piece], config: ModelConfig, storage: Storage, source: str | Path
 ) -> dict[str, Any]:
@@ -117,8 +218,9 @@ def weights_of(found: dict[str, Any], own: Weights, ropes: Iterable[Rope]) -> We
     return Weights(**{**rows, **layers}, ropes=tuple(rope.to(own.norm.device) for rope in ropes))
 
 
-def ids_of(maps: dict[str, Tensor], rows: int, vocab: int, source: str | Path) -> Tensor | None:
+def ids_of(files: Files, rows: int, vocab: int, device: torch.device) -> Tensor | None:
     """The target's id of each row of the LM head, by d2t, which holds their distances. Raises CheckpointError."""
+    maps, source = files.extra, files.source
     if "d2t" not in maps:
         if rows != vocab:
             raise CheckpointError(f"{source} has a head of {rows} rows for {vocab} ids and no d2t, which says which")
@@ -133,4 +235,4 @@ def ids_of(maps: dict[str, Tensor], rows: int, vocab: int, source: str | Path) -
         kept.shape == (vocab,) and int(kept.sum()) == rows and bool(kept.bool()[ids].all())
     ):
         raise CheckpointError(f"d2t and t2d of {source} name different ids; export the head again")
-    return ids
+    return ids.to(device)

@@ -25,30 +25,35 @@ from typing import Any
 
 import torch
 
+from specker.checkpoints.architectures.heads import DEEPSEEK, MIMO, QWEN, HeadTable
 from specker.checkpoints.buffers import Storage, packs
 from specker.checkpoints.checkpoint import Checkpoint
-from specker.checkpoints.drafts.heads import HeadCheckpoint, check_stream, read_tensors, weights_of
+from specker.checkpoints.drafts.heads import (
+    HeadCheckpoint,
+    check_stream,
+    head_pieces,
+    layer_pieces,
+    read_tensors,
+    weights_of,
+)
 from specker.checkpoints.files import open_files
 from specker.checkpoints.parse import read_json
-from specker.checkpoints.pieces import Piece, is_fused, pieces_of
+from specker.checkpoints.pieces import Piece, is_fused
 from specker.checkpoints.quantised.schemes import scheme_of
 from specker.fields import option
 from specker.model.config import CheckpointError, ModelConfig
 from specker.model.heads import HeadSpec, HeadWeights
-from specker.model.split import WHOLE
+
+OWN = "embed", "head"  # the embedding and LM head that a head may have
 
 
 @dataclass(frozen=True)
 class Layout:
-    """The names of the heads' tensors, without `.weight`; # stands for a head's number."""
+    """How the heads' tensors are named, and what the heads compute; # stands for a head's number."""
 
     start: str  # of all of a head's names
     layer: str  # after that, of its layer's
-    fc: str  # after `start`, as are the next three
-    embed_norm: str
-    hidden_norm: str
-    norm: str
-    own: tuple[tuple[str, str], ...] = ()  # buffer and name of the head's own embedding and LM head
+    tensors: HeadTable  # after `start`
     first: int = 0  # the first head's number
     swapped: bool = False  # fc has the hidden row's columns first
     before_norm: bool = False  # this and the next three: see HeadSpec
@@ -58,20 +63,14 @@ class Layout:
 
     def head(self, n: int) -> "Layout":
         """The whole names of head n, counted from 0."""
-
-        def whole(name: str) -> str:
-            return f"{self.start}{name}".replace("#", str(self.first + n))
-
+        start, layer = (name.replace("#", str(self.first + n)) for name in (self.start, self.start + self.layer))
         return replace(
-            self,
-            start=whole(""),
-            layer=whole(self.layer),
-            fc=whole(self.fc),
-            embed_norm=whole(self.embed_norm),
-            hidden_norm=whole(self.hidden_norm),
-            norm=whole(self.norm),
-            own=tuple((buffer, whole(name)) for buffer, name in self.own),
+            self, start=start, layer=layer, tensors=tuple(x._replace(name=start + x.name) for x in self.tensors)
         )
+
+    def modules(self, *fields: str) -> dict[str, str]:
+        """The start of the names of these fields' modules, which may be quantised."""
+        return {x.field: x.name.removesuffix("weight") for x in self.tensors if x.field in fields}
 
     def numbers(self, names: Iterable[str]) -> list[int]:
         """The numbers of the heads with a layer among these tensors."""
@@ -82,22 +81,9 @@ class Layout:
 
 def layouts(prefix: str, layers: int) -> tuple[Layout, ...]:
     """The layouts for a target of this many layers, whose names begin with `prefix`."""
-    mimo = Layout(
-        f"{prefix}mtp_layers.#.",
-        "",
-        "input_proj",
-        "token_layernorm",
-        "hidden_layernorm",
-        "final_layernorm",
-        swapped=True,
-        before_norm=True,
-        output=False,
-        chained=False,
-    )
-    qwen = Layout("mtp.", "layers.#.", "fc", "pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm", zeroed=False)
-    own = ("embed", "embed_tokens"), ("head", "shared_head.head")
-    deepseek = Layout(f"{prefix}layers.#.", "", "eh_proj", "enorm", "hnorm", "shared_head.norm", own, first=layers)
-    return mimo, qwen, deepseek
+    mimo = Layout(f"{prefix}mtp_layers.#.", "", MIMO, swapped=True, before_norm=True, output=False, chained=False)
+    qwen = Layout("mtp.", "layers.#.", QWEN, zeroed=False)
+    return mimo, qwen, Layout(f"{prefix}layers.#.", "", DEEPSEEK, first=layers)
 
 
 def read(target: Checkpoint, *, dtype: torch.dtype, quantize: str | None = None) -> HeadCheckpoint:
@@ -109,7 +95,7 @@ def read(target: Checkpoint, *, dtype: torch.dtype, quantize: str | None = None)
     with ExitStack() as stack:
         every = open_files(folder, stack)
         prefix = "model." if any(name.startswith("model.") for name in every) else ""
-        fitting = [x for x in layouts(prefix, layers) if any(_in(x.head(0).fc, name) for name in every)]
+        fitting = [x for x in layouts(prefix, layers) if _has(every, x.head(0).modules("fc")["fc"])]
         if not fitting:
             raise CheckpointError(
                 f"{target.called} has no MTP heads (mtp_layers, mtp or further layers), with which strategy mtp "
@@ -149,12 +135,9 @@ def _head(
     if first is not None:
         where = _shared(where, every, names, layout.head(0), n)
     found = read_tensors(where, _pieces(names, config, where), config, storage, target.folder)
-    fc, H = found.pop("fc"), config.hidden_size
-    parts = HeadWeights(
-        fc=torch.cat((fc[:, H:], fc[:, :H]), 1) if layout.swapped else fc,
-        embed_norm=found.pop("embed_norm"),
-        hidden_norm=found.pop("hidden_norm"),
-    )
+    fc, H = found["fc"], config.hidden_size
+    fc = torch.cat((fc[:, H:], fc[:, :H]), 1) if layout.swapped else fc
+    parts = HeadWeights(fc, embed_norm=found["embed_norm"], hidden_norm=found["hidden_norm"])
     weights = weights_of(found, (first or target).weights, target.weights.ropes)
     spec = HeadSpec(
         "mtp",
@@ -175,17 +158,17 @@ def _shared(where: dict[str, Any], every: dict[str, Any], names: Layout, first: 
     """The tensors of head n without its copies of the first head's embedding and LM head. Raises CheckpointError if
     they differ: the heads share them (DeepSeek-V3's paper, section 2.2)."""
     rest = dict(where)
-    for (_, own), (_, other) in zip(names.own, first.own, strict=True):
-        for name in [name for name in where if _in(own, name)]:
-            twin = other + name.removeprefix(own)
+    others = first.modules(*OWN)
+    for field, own in names.modules(*OWN).items():
+        for name in [name for name in where if name.startswith(own)]:
+            twin = others[field] + name.removeprefix(own)
             if twin not in every or not torch.equal(rest.pop(name).get_tensor(name), every[twin].get_tensor(twin)):
                 raise CheckpointError(f"MTP head {n + 1} has {name}, which is not the first head's; they must be equal")
     return rest
 
 
-def _in(stem: str, name: str) -> bool:
-    """Whether `name` is a tensor of the module `stem`."""
-    return name.startswith(f"{stem}.")
+def _has(names: Iterable[str], module: str) -> bool:
+    return any(name.startswith(module) for name in names)
 
 
 def _config(c: ModelConfig) -> ModelConfig:
@@ -201,13 +184,7 @@ def _config(c: ModelConfig) -> ModelConfig:
 
 def _pieces(layout: Layout, c: ModelConfig, where: dict[str, Any]) -> Iterator[Piece]:
     """Every tensor that the head must have, and those of its own embedding and LM head, if it has them."""
-    H, V = c.hidden_size, c.vocab_size
-    for p in pieces_of(c, WHOLE, True, is_fused(where)):
-        if p.layer is not None:
-            yield replace(p, name=layout.layer + p.name.removeprefix("layers.0."))
-    yield Piece.tensor(f"{layout.fc}.weight", "fc", H, 2 * H)
-    for buffer in ("embed_norm", "hidden_norm", "norm"):
-        yield Piece.tensor(f"{getattr(layout, buffer)}.weight", buffer, H, offset=c.norm_offset)
-    for buffer, name in layout.own:
-        if any(_in(name, other) for other in where):
-            yield Piece.tensor(f"{name}.weight", buffer, V, H)
+    for p in layer_pieces(c, is_fused(where)):
+        yield replace(p, name=layout.layer + p.name.removeprefix("layers.0."))
+    has = {field for field, module in layout.modules(*OWN).items() if _has(where, module)}
+    yield from head_pieces(layout.tensors, {"H": c.hidden_size, "V": c.vocab_size}, has, c)

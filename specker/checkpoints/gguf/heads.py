@@ -10,21 +10,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from specker.checkpoints.architectures.names import LAYER as USUAL
+from specker.checkpoints.architectures.gguf import FREQUENCIES
+from specker.checkpoints.architectures.heads import EAGLE
+from specker.checkpoints.architectures.names import LAYER, gguf_block
 from specker.model.config import CheckpointError
 
 ARCHITECTURE = "eagle3"
-# Names in GGUF -> in the checkpoint.
-OUTER = {
-    "fc": "fc",
-    "token_embd": "embed_tokens",
-    "enc.output_norm": "input_norm",
-    "output_norm": "norm",
-    "output": "lm_head",
-    "rope_freqs": "rope_freqs",
-}
-LAYER = {found.gguf: found.name for key, found in USUAL.items() if key not in ("q_norm", "k_norm")}
-LAYER["attn_norm_2"] = "hidden_norm"
+TENSORS = {own.gguf: own.name for own in EAGLE if own.gguf}  # names in GGUF -> in the checkpoint, outside of layers
+TENSORS[f"{FREQUENCIES}.weight"] = f"{FREQUENCIES}.weight"
 # Keys after `eagle3.` -> fields of config.json.
 REQUIRED = {
     "block_count": "num_hidden_layers",
@@ -85,13 +78,11 @@ def config_of(path: Path, fields: dict[str, Any]) -> dict[str, Any]:
 
 def name_of(name: str, path: Path) -> str:
     """The name of a tensor in the checkpoint. Raises CheckpointError for an unknown one."""
-    stem, _, kind = name.rpartition(".")
-    found, layer = OUTER.get(stem), stem.split(".")
-    if found is None and layer[0] == "blk" and len(layer) == 3 and layer[2] in LAYER:
-        found = f"layers.{layer[1]}.{LAYER[layer[2]]}"
+    block = gguf_block(LAYER, name)
+    found = TENSORS.get(name) if block is None else "layers.{}.{}".format(*block)
     if found is None:
         raise CheckpointError(f"{path} has the tensor {name}, which specker does not know; the head may need it")
-    return f"{found}.{kind}"
+    return found
 
 
 def distances(ids: Tensor) -> Tensor:

@@ -1,6 +1,5 @@
 """The tensors of a GGUF file as a Hugging Face checkpoint has them. Source: llama.cpp's convert_hf_to_gguf.py."""
 
-import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -10,19 +9,13 @@ from torch import Tensor
 
 from specker.checkpoints.architectures.architecture import Architecture
 from specker.checkpoints.architectures.gguf import FREQUENCIES
-from specker.checkpoints.architectures.names import from_gguf
+from specker.checkpoints.architectures.heads import QWEN
+from specker.checkpoints.architectures.names import gguf_block
 from specker.checkpoints.gguf.blocks import Value, rows
 from specker.model.config import CheckpointError
 
-# Names in GGUF -> in the checkpoint, outside of the layers and of an MTP head.
-OUTER = {"token_embd": "model.embed_tokens", "output": "lm_head"}
-MTP = {
-    "nextn.eh_proj": "fc",
-    "nextn.enorm": "pre_fc_norm_embedding",
-    "nextn.hnorm": "pre_fc_norm_hidden",
-    "nextn.shared_head_norm": "norm",
-}
-BLOCK = re.compile(r"blk\.(\d+)\.(.+)")
+OUTER = {"token_embd": "model.embed_tokens", "output": "lm_head"}  # names in GGUF -> in the checkpoint
+MTP = {own.gguf: f"mtp.{own.name}" for own in QWEN}  # after "blk.#."
 
 
 def name_of(its: Architecture, layers: int, name: str, path: Path) -> str | None:
@@ -35,17 +28,12 @@ def name_of(its: Architecture, layers: int, name: str, path: Path) -> str | None
     outer = OUTER | {its.final.gguf: f"model.{its.final.name}"}
     if stem in outer:
         return f"{outer[stem]}.{kind}"
-    if (block := BLOCK.fullmatch(name)) is not None:
-        n, own, names = int(block[1]), block[2], from_gguf(its.names)
-        head = own_config and n >= layers
-        layer = f"mtp.layers.{n - layers}" if head else f"model.layers.{n}"
-        if own in names and names[own].whole:
-            return f"{layer}.{names[own].name}"
-        stem = own.rpartition(".")[0]
-        if stem in names and not names[stem].whole:
-            return f"{layer}.{names[stem].name}.{kind}"
-        if stem in MTP and head and n == layers:  # the heads share them
-            return f"mtp.{MTP[stem]}.{kind}"
+    if (block := gguf_block(its.names, name)) is not None:
+        n, own = block
+        return f"mtp.layers.{n - layers}.{own}" if own_config and n >= layers else f"model.layers.{n}.{own}"
+    start = f"blk.{layers}."  # an MTP head, or several that share these
+    if own_config and name.startswith(start) and (found := MTP.get(name.removeprefix(start))) is not None:
+        return found
     raise CheckpointError(f"{path} has the tensor {name}, which no supported architecture uses")
 
 
