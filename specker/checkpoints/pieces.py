@@ -9,6 +9,7 @@ which rows of gate and up take turns, and with matrices that are not quantised [
 """
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -18,8 +19,8 @@ from torch import Tensor
 
 from specker.checkpoints.architectures import ARCHITECTURES
 from specker.checkpoints.architectures.names import GATE_UP
-from specker.layer_weights import KINDS
-from specker.model.config import DeltaNet, Experts, Mixer, ModelConfig
+from specker.layer_weights import KINDS, shape_of
+from specker.model.config import DeltaNet, Experts, ModelConfig, ShortConv
 from specker.model.split import Part
 
 HOST = "ple_table"  # stays where it is, memory-mapped from the file: rows of it are gathered
@@ -133,6 +134,16 @@ def final_norm(weight: Tensor, c: ModelConfig) -> Tensor:
     return moved if c.logits_scale == 1 else moved * c.logits_scale
 
 
+def _field(key: str) -> str:
+    """The field of LayerWeights of a key of Architecture.names."""
+    return key.partition(".")[0]
+
+
+def _blocks(heads: range, size: int) -> range:
+    """The rows of heads of `size` rows each."""
+    return range(heads.start * size, heads.stop * size)
+
+
 def _halves(rows: range, c: ModelConfig, D: int) -> list[int]:
     """Rows of q or k, in an order in which RoPE rotates (i, i + D / 2) of a head, with the dimensions that it does not
     rotate at the ends of the halves."""
@@ -165,13 +176,15 @@ def is_fused(names: Iterable[str]) -> bool:
     return any(GATE_UP.removeprefix("mlp") in name for name in names)
 
 
-class Rows(NamedTuple):
-    """The rows of a matrix, and of its bias, that a part holds."""
+class Share(NamedTuple):
+    """The rows or columns of a tensor that a part holds."""
 
-    key: str  # of Architecture.names
-    rows: Sequence[int]
-    of: int  # rows of the whole matrix
-    bias: bool = False
+    own: Sequence[int]
+    of: int  # of the whole tensor
+    bias: bool = False  # there is one, split in the same way; columns' bias is whole, and only rank 0 adds it
+
+
+Shares = dict[str, Share]  # by the keys of Architecture.names
 
 
 class _Layer:
@@ -180,165 +193,134 @@ class _Layer:
     def __init__(self, c: ModelConfig, i: int, part: Part):
         self.c, self.i, self.part = c, i, part
         self.names = ARCHITECTURES[c.architecture].names
+        self.mixer, self.mixture, self.below = c.layer.mixer(i), c.layer.mixture(i), Counter[str]()
+        self.sizes = {"E": c.hidden_size, "P": c.layer.ple}
+        if self.mixture is not None:
+            self.sizes |= {"X": self.mixture.count}
+        if isinstance(self.mixer, DeltaNet):
+            self.sizes |= {"Dv": self.mixer.value_dim}
 
     def pieces(self, fused: bool) -> Iterator[Piece]:
-        c, i, part = self.c, self.i, self.part
-        mixer, mixture = c.layer.mixer(i), c.layer.mixture(i)
-        if mixture is not None and mixture.beside:
-            yield from self._beside(mixture)
-        elif mixture is not None:
+        c, spec, mixer, mixture = self.c, self.c.layer, self.mixer, self.mixture
+        if mixture is not None:
             yield from self._experts(mixture, fused)
-        if mixer is not None:
-            yield from self._mixer(mixer)
+        if isinstance(mixer, DeltaNet):
+            shares = self._delta_net(mixer)
         else:
-            (q0, q), D = part.heads(c), c.kv(i).dim
-            if c.layer.sinks:
-                yield self._some("sinks", q0, q, c.num_heads)
-            yield from self._outputs("qkv", self._attention())
-        (f0, f), F = (0, c.width(i)) if c.widths else part.inner(c), c.width(i)
-        bias = c.layer.mlp_bias
-        if mixture is None and "gate_up" in self.names:
-            rows = [*range(f0, f0 + f), *range(F + f0, F + f0 + f)]
-            yield from self._outputs("gate_up", [Rows("gate_up", rows, 2 * F, bias)])
-        elif mixture is None:
-            parts = "gate_up.gate", "gate_up.up"
-            yield from self._outputs("gate_up", [Rows(key, range(f0, f0 + f), F, bias) for key in parts])
-        if mixer is None:
-            yield from self._inputs("o", q0 * D, q * D, c.num_heads * D, c.layer.o_bias)
-        if mixture is None:
-            yield from self._inputs("down", f0, f, F, bias)
-        if P := c.layer.ple:
-            yield self._whole("ple_gate", P, c.hidden_size)
-            yield self._whole("ple_out", c.hidden_size, P)
-            yield self._whole("norm_ple", c.hidden_size)
-        if c.layer.scaled:
-            yield self._whole("scalar", 1)
-        for field in NORMS[c.layer.norms]:
-            yield self._whole(field, c.hidden_size, offset=c.norm_offset)
-        if c.layer.qk_norm and mixer is None:
+            shares = self._attention() if mixer is None else self._short_conv(mixer)
+        for key, share in (shares | (self._feed_forward() if mixture is None else {})).items():
+            yield from self._split(key, share)
+        fields = [
+            *(["norm_mix"] if isinstance(mixer, DeltaNet) else []),
+            *(["ple_gate", "ple_out", "norm_ple"] if spec.ple else []),
+            *(["scalar"] if spec.scaled else []),
+        ]
+        for field in (*fields, *NORMS[spec.norms]):
+            yield self._whole(field, c.norm_offset if field in NORMS[spec.norms] else 0.0)
+        if spec.qk_norm and mixer is None:
             yield self._head_norm("q_norm", c.num_heads)
-            if c.kv(i).source is None:
+            if c.kv(self.i).source is None:
                 yield self._head_norm("k_norm", c.num_kv_heads)
 
     def _piece(self, key: str, *places: Any, end: str = ".weight", buffer: str = "", **more: Any) -> Piece:
         """`places`: row, shape, stored and first of the piece. `buffer`: the field, if the key does not begin with
         it."""
-        found, field = self.names[key], key.partition(".")[0]
+        found, field = self.names[key], _field(key)
         name = found.name if found.whole else found.name + end
         return Piece(f"layers.{self.i}.{name}", buffer or field, self.i, *places, **more)
 
-    def _whole(self, key: str, *shape: int, row: int = 0, offset: float = 0.0, end: str = ".weight") -> Piece:
-        """A whole tensor."""
-        return self._piece(key, row, shape, shape, (0,) * len(shape), offset, end=end)
+    def _whole(self, key: str, offset: float = 0.0) -> Piece:
+        """A tensor of which each part has the whole."""
+        shape = shape_of(KINDS[_field(key)].shape, self.sizes)
+        return self._piece(key, 0, shape, shape, (0,) * len(shape), offset)
 
-    def _some(self, key: str, first: int, count: int, of: int) -> Piece:
-        """Some numbers of a vector."""
-        return self._piece(key, 0, (count,), (of,), (first,))
+    def _split(self, key: str, share: Share) -> Iterator[Piece]:
+        """A part of a tensor, and of its bias. The tensors of a field lie one below the other."""
+        field, E, count = _field(key), self.c.hidden_size, len(share.own)
+        first, bias = share.own[0], {"end": ".bias", "buffer": f"{field}_bias"}
+        if KINDS[field].split == "columns":
+            yield self._piece(key, 0, (E, count), (E, share.of), (0, first))
+            if share.bias:
+                yield self._piece(key, 0, (E,), (E,), (0,), **bias)
+            return
+        columns = (1, self.mixer.kernel) if field == "conv" and self.mixer else (E,) if KINDS[field].product else ()
+        row, self.below[field] = self.below[field], self.below[field] + count
+        consecutive = list(share.own) == [*range(first, first + count)]
+        order = () if consecutive and (field != "conv" or count == share.of) else tuple(share.own)
+        starts = first, *(0 for _ in columns)
+        yield self._piece(key, row, (count, *columns), (share.of, *columns), starts, order=order)
+        if share.bias:
+            yield self._piece(key, row, (count,), (share.of,), (first,), order=order, **bias)
 
-    def _outputs(self, field: str, every: Iterable[Rows]) -> Iterator[Piece]:
-        """The rows of the matrices that make up a field, one below the other, and of their biases."""
-        e, below = self.c.hidden_size, 0
-        for key, rows, of, bias in every:
-            first, count = rows[0], len(rows)
-            order = () if list(rows) == [*range(first, first + count)] else tuple(rows)
-            yield self._piece(key, below, (count, e), (of, e), (first, 0), order=order)
-            if bias:
-                bias_of = f"{field}_bias"
-                yield self._piece(key, below, (count,), (of,), (first,), order=order, end=".bias", buffer=bias_of)
-            below += count
-
-    def _inputs(self, key: str, first: int, count: int, of: int, bias: bool = False) -> Iterator[Piece]:
-        """Some columns of a matrix, and its whole bias, which only rank 0 adds."""
-        e = self.c.hidden_size
-        yield self._piece(key, 0, (e, count), (e, of), (0, first))
-        if bias:
-            yield self._piece(key, 0, (e,), (e,), (0,), end=".bias", buffer=f"{key}_bias")
-
-    def _attention(self) -> list[Rows]:
-        """The rows of the gate, of q, k and v."""
+    def _attention(self) -> Shares:
         c, part, own, bias = self.c, self.part, self.c.kv(self.i), self.c.layer.qkv_bias
-        (q0, q), (k0, kv), D = part.heads(c), part.kv_heads(c) if part.size > 1 else (0, own.heads), own.dim
+        q, kv, D = part.share(c.num_heads), part.kv_heads(own.heads), own.dim
         Q, KV = c.num_heads * D, own.heads * D
-        qs, ks = _halves(range(q0 * D, (q0 + q) * D), c, D), _halves(range(k0 * D, (k0 + kv) * D), c, D)
-        vs = range(k0 * D, (k0 + kv) * D)
+        qs, vs = _blocks(q, D), _blocks(kv, D)
+        o = Share(qs, Q, c.layer.o_bias)
+        sinks = {"sinks": Share(q, c.num_heads)} if c.layer.sinks else {}
+        rows, ks = _halves(qs, c, D), _halves(vs, c, D)
         if "qkv" in self.names:
-            return [Rows("qkv", [*qs, *(Q + i for i in ks), *(Q + KV + i for i in vs)], Q + 2 * KV, bias)]
+            rows = [*rows, *(Q + i for i in ks), *(Q + KV + i for i in vs)]
+            return sinks | {"qkv": Share(rows, Q + 2 * KV, bias), "o": o}
         if c.layer.gated:  # the checkpoint's q_proj has q and the gate of each head one after the other
-            gates = [head * 2 * D + D + i for head in range(q0, q0 + q) for i in range(D)]
-            qs, Q = gates + [row // D * 2 * D + row % D for row in qs], 2 * Q
-        outputs = [Rows("qkv.q", qs, Q, bias), Rows("qkv.k", ks, KV, bias), Rows("qkv.v", vs, KV, bias)]
-        return outputs[: 1 if own.source is not None else 2 if own.single else 3]
+            gates = [head * 2 * D + D + i for head in q for i in range(D)]
+            rows, Q = gates + [row // D * 2 * D + row % D for row in rows], 2 * Q
+        shares = sinks | {"qkv.q": Share(rows, Q, bias), "o": o}
+        if own.source is None:
+            shares |= {"qkv.k": Share(ks, KV, bias)} | ({} if own.single else {"qkv.v": Share(vs, KV, bias)})
+        return shares
 
     def _head_norm(self, key: str, heads: int) -> Piece:
         """The norm of q or of k."""
-        c = self.c
+        c, D = self.c, self.c.kv(self.i).dim
         if c.layer.qk_norm == "projection":
-            return self._whole(key, heads * c.head_dim, offset=c.norm_offset)
-        D = c.kv(self.i).dim
+            D = heads * c.head_dim
         order = tuple(_halves(range(D), c, D)) if c.rotated else ()
         return self._piece(key, 0, (D,), (D,), (0,), c.norm_offset, order=order)
 
-    def _conv(self, channels: Sequence[int], of: int, kernel: int) -> Piece:
-        """The weight of some channels of a convolution, stored as [of, 1, kernel]."""
-        order = () if len(channels) == of else tuple(channels)
-        return self._piece("conv", 0, (len(channels), 1, kernel), (of, 1, kernel), (0, 0, 0), order=order)
+    def _short_conv(self, mixer: ShortConv) -> Shares:
+        own, C = self.part.share(mixer.channels), mixer.channels
+        rows = [n * C + j for n in range(3) for j in own]
+        return {"qkv.bcx": Share(rows, 3 * C), "conv": Share(own, C), "o.mixer": Share(own, C)}
 
-    def _mixer(self, mixer: Mixer) -> Iterator[Piece]:
-        """Those of a layer with a recurrent state."""
-        c, part, C, K = self.c, self.part, mixer.channels, mixer.kernel
-        if not isinstance(mixer, DeltaNet):
-            first, count = part.channels(mixer)
-            own = range(first, first + count)
-            yield from self._outputs("qkv", [Rows("qkv.bcx", [n * C + j for n in range(3) for j in own], 3 * C)])
-            yield self._conv(own, C, K)
-            yield self._piece("o.mixer", 0, (c.hidden_size, count), (c.hidden_size, C), (0, first))
-            return
-        (k0, k), (v0, v), Dk, Dv = part.key_heads(mixer), part.value_heads(mixer), mixer.key_dim, mixer.value_dim
-        Hk, Hv = mixer.key_heads, mixer.value_heads
-        keys, values = range(k0 * Dk, (k0 + k) * Dk), range(v0 * Dv, (v0 + v) * Dv)
+    def _delta_net(self, mixer: DeltaNet) -> Shares:
+        Hk, Hv, Dk, Dv, C = mixer.key_heads, mixer.value_heads, mixer.key_dim, mixer.value_dim, mixer.channels
+        heads, key_heads = self.part.share(Hv), self.part.share(Hk)
+        keys, values = _blocks(key_heads, Dk), _blocks(heads, Dv)
         channels = [*keys, *(Hk * Dk + j for j in keys), *(2 * Hk * Dk + j for j in values)]
         if "qkv.qkv" in self.names:
-            yield from self._outputs("qkv", [Rows("qkv.qkv", channels, C), Rows("qkv.z", values, Hv * Dv)])
-            heads = range(v0, v0 + v)
-            yield from self._outputs("gates", [Rows("gates.b", heads, Hv), Rows("gates.a", heads, Hv)])
+            shares = {"qkv.qkv": Share(channels, C), "qkv.z": Share(values, Hv * Dv)}
+            shares |= {"gates.b": Share(heads, Hv), "gates.a": Share(heads, Hv)}
         else:  # by key head: q, k, v and z; then b and a
             each, group = 2 * Dk + 2 * Hv // Hk * Dv, Hv // Hk
-            starts = [j * each for j in range(k0, k0 + k)]
             parts = [(0, Dk), (Dk, Dk), (2 * Dk, group * Dv), (2 * Dk + group * Dv, group * Dv)]
-            rows = [start + first + j for first, count in parts for start in starts for j in range(count)]
-            yield from self._outputs("qkv", [Rows("qkv.qkvz", rows, Hk * each)])
-            rows = [(j * 2 + of) * group + n for of in (0, 1) for j in range(k0, k0 + k) for n in range(group)]
-            yield from self._outputs("gates", [Rows("gates.ba", rows, 2 * Hv)])
-        yield self._conv(channels, C, K)
-        yield self._some("a_log", v0, v, Hv)
-        yield self._some("dt_bias", v0, v, Hv)
-        yield self._whole("norm_mix", Dv)
-        yield self._piece("o.mixer", 0, (c.hidden_size, v * Dv), (c.hidden_size, Hv * Dv), (0, v0 * Dv))
+            rows = [n * each + first + j for first, count in parts for n in key_heads for j in range(count)]
+            gates = [(j * 2 + of) * group + n for of in (0, 1) for j in key_heads for n in range(group)]
+            shares = {"qkv.qkvz": Share(rows, Hk * each), "gates.ba": Share(gates, 2 * Hv)}
+        by_head = {"a_log": Share(heads, Hv), "dt_bias": Share(heads, Hv)}
+        return shares | {"conv": Share(channels, C)} | by_head | {"o.mixer": Share(values, Hv * Dv)}
 
-    def _beside(self, experts: Experts) -> Iterator[Piece]:
-        """The experts of a layer of Gemma 4, its router and the feed-forward beside them."""
-        X, E, F, S = experts.count, self.c.hidden_size, experts.width, experts.shared
-        yield self._whole("router", X, E)
-        yield replace(self._whole("router_norm", E), factor=E**-0.5)
-        yield self._whole("router_scale", X)
-        yield self._whole("gate_up.experts", X, 2 * F, E, end="")
-        yield self._whole("down.experts", X, E, F, end="")
-        for field in ("norm_experts", "norm_mixed", "norm_shared"):
-            yield self._whole(field, E)
-        yield self._whole("shared_gate_up.gate", S, E)
-        yield self._whole("shared_gate_up.up", S, E, row=S)
-        yield self._whole("shared_down", E, S)
+    def _feed_forward(self) -> Shares:
+        F, bias = self.c.width(self.i), self.c.layer.mlp_bias
+        own = self.part.share(F)
+        down = {"down": Share(own, F, bias)}
+        if "gate_up" in self.names:
+            return {"gate_up": Share([*own, *(F + n for n in own)], 2 * F, bias)} | down
+        return {"gate_up.gate": Share(own, F, bias), "gate_up.up": Share(own, F, bias)} | down
 
     def _experts(self, experts: Experts, fused: bool) -> Iterator[Piece]:
-        """The router and the experts, in the order of their rows in memory."""
+        """The router and the experts, in the order of their rows in memory, and what every row reads beside them."""
         X, E, F, turns, names = experts.count, self.c.hidden_size, experts.width, experts.turns, self.names
-        first, count = self.part.within(experts)
+        own, S = self.part.share(F), experts.shared
+        first, count = own.start, len(own)
         fused = fused or "down.expert" not in names
-        router = "router.single" if "router.single" in names and not fused else "router"
-
-        yield self._whole(router, X, E)
+        yield self._whole("router.single" if "router.single" in names and not fused else "router")
         if experts.biased:
-            yield self._whole("router_bias", X)
+            yield self._whole("router_bias")
+        if experts.beside:
+            yield replace(self._whole("router_norm"), factor=E**-0.5)
+            yield self._whole("router_scale")
         if fused:
             shape, stored = (X, 2 * count, E), (X, 2 * F, E)
             both: dict[str, Any] = {"parts": 2, "alternate": turns}  # gate and up
@@ -353,13 +335,11 @@ class _Layer:
             for i, key in enumerate(("gate_up.expert_gate", "gate_up.expert_up")):
                 yield self._numbered(n, self._piece(key, (2 * n + i) * count, (count, E), (F, E), (first, 0)))
             yield self._numbered(n, self._piece("down.expert", n * E, (E, count), (E, F), (0, first)))
-        if not experts.shared:
-            return
-        (first, count), F = self.part.beside(experts), experts.shared
-        parts = "shared_gate_up.gate", "shared_gate_up.up"
-        yield from self._outputs("shared_gate_up", [Rows(key, range(first, first + count), F) for key in parts])
-        yield from self._inputs("shared_down", first, count, F)
-        yield self._whole("shared_gate", 1, E)
+        for key in ("shared_gate_up.gate", "shared_gate_up.up", "shared_down") if S else ():
+            yield from self._split(key, Share(self.part.share(S), S))
+        if S:
+            for key in ("norm_experts", "norm_mixed", "norm_shared") if experts.beside else ("shared_gate",):
+                yield self._whole(key)
 
     @staticmethod
     def _numbered(n: int, p: Piece) -> Piece:

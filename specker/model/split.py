@@ -11,7 +11,7 @@ from typing import Protocol
 from torch import Tensor
 
 from specker.fields import option
-from specker.model.config import CheckpointError, DeltaNet, Experts, Mixer, ModelConfig, ShortConv
+from specker.model.config import CheckpointError, DeltaNet, Mixer, ModelConfig, ShortConv
 from specker.model.sampling import Draws
 
 
@@ -43,39 +43,17 @@ class Part:
             heads = f"the target's num_key_value_heads, {c.num_kv_heads}, nor is a multiple of them"
             raise CheckpointError(f"{option('tp', self.size)} neither divides {heads}")
 
-    def heads(self, c: ModelConfig) -> tuple[int, int]:
-        """(first, count) of the query heads."""
-        return self._share(c.num_heads)
+    def share(self, count: int) -> range:
+        """The part of so many heads, columns or channels that the rank holds."""
+        each = count // self.size
+        return range(self.rank * each, (self.rank + 1) * each)
 
-    def kv_heads(self, c: ModelConfig) -> tuple[int, int]:
-        """(first, count) of the KV heads; if there are fewer heads than ranks, adjacent ranks hold the same head."""
-        if c.num_kv_heads < self.size:
-            return self.rank * c.num_kv_heads // self.size, 1
-        return self._share(c.num_kv_heads)
-
-    def inner(self, c: ModelConfig) -> tuple[int, int]:
-        """(first, count) of the feed-forward's columns."""
-        return self._share(c.intermediate_size)
-
-    def within(self, experts: Experts) -> tuple[int, int]:
-        """(first, count) of each expert's columns."""
-        return self._share(experts.width)
-
-    def beside(self, experts: Experts) -> tuple[int, int]:
-        """(first, count) of the shared expert's columns."""
-        return self._share(experts.shared)
-
-    def key_heads(self, mixer: DeltaNet) -> tuple[int, int]:
-        """(first, count) of a gated delta net's key heads."""
-        return self._share(mixer.key_heads)
-
-    def value_heads(self, mixer: DeltaNet) -> tuple[int, int]:
-        """(first, count) of a gated delta net's value heads, those of its key heads."""
-        return self._share(mixer.value_heads)
-
-    def channels(self, mixer: ShortConv) -> tuple[int, int]:
-        """(first, count) of a short convolution's channels."""
-        return self._share(mixer.channels)
+    def kv_heads(self, count: int) -> range:
+        """The part of so many KV heads; if there are fewer heads than ranks, adjacent ranks hold the same head."""
+        if count >= self.size:
+            return self.share(count)
+        first = self.rank * count // self.size
+        return range(first, first + 1)
 
     def vocabulary(self, c: ModelConfig) -> tuple[int, int]:
         """(first, count) of the LM head's rows; the last ranks may have fewer."""
@@ -87,21 +65,18 @@ class Part:
         """The part as a model config of its own; vocab_size stays that of the whole model."""
         if self.size == 1:
             return c
-        heads, kv_heads, inner = (share(c)[1] for share in (self.heads, self.kv_heads, self.inner))
-        if (experts := c.layer.experts) is not None:
-            experts = replace(experts, width=self.within(experts)[1], shared=self.beside(experts)[1])
-        mixers = tuple(None if mixer is None else self._mixer(mixer) for mixer in c.layer.mixers)
-        c = replace(c, layer=replace(c.layer, experts=experts, mixers=mixers))
-        return replace(c, num_heads=heads, num_kv_heads=kv_heads, intermediate_size=inner)
+        layer, n = c.layer, self.size
+        if (experts := layer.experts) is not None:
+            experts = replace(experts, width=experts.width // n, shared=experts.shared // n)
+        layer = replace(layer, experts=experts, mixers=tuple(mixer and _mixer(mixer, n) for mixer in layer.mixers))
+        heads, kv_heads, inner = c.num_heads // n, len(self.kv_heads(c.num_kv_heads)), c.intermediate_size // n
+        return replace(c, layer=layer, num_heads=heads, num_kv_heads=kv_heads, intermediate_size=inner)
 
-    def _mixer(self, mixer: Mixer) -> Mixer:
-        if isinstance(mixer, ShortConv):
-            return replace(mixer, channels=self.channels(mixer)[1])
-        return replace(mixer, key_heads=self.key_heads(mixer)[1], value_heads=self.value_heads(mixer)[1])
 
-    def _share(self, count: int) -> tuple[int, int]:
-        each = count // self.size
-        return self.rank * each, each
+def _mixer(mixer: Mixer, ranks: int) -> Mixer:
+    if isinstance(mixer, ShortConv):
+        return replace(mixer, channels=mixer.channels // ranks)
+    return replace(mixer, key_heads=mixer.key_heads // ranks, value_heads=mixer.value_heads // ranks)
 
 
 def _inner(c: ModelConfig) -> list[tuple[str, int]]:

@@ -4,92 +4,84 @@ Sizes in shapes: H the head's width, W that of the target's rows, V ids, D rows 
 the target that it reads, L its layers, `inputs` columns of fc. The readers (drafts/) say which parts a head has.
 """
 
-from collections.abc import Mapping
 from typing import NamedTuple
 
 
 class HeadTensor(NamedTuple):
     field: str  # of Weights, or of the head's own tensors
     name: str  # in a checkpoint; # stands for the number of one of several, which are stored one below the other
-    shape: str  # such as "3r 2r+H"
+    shape: str  # see `shape_of`
     part: str = ""  # a head without this part lacks the tensor
     gguf: str = ""  # name in a GGUF file; "": not read from one
     copies: str = ""  # the size that says how many there are, if there are several
-
-    def shaped(self, sizes: Mapping[str, int]) -> tuple[int, ...]:
-        return tuple(sum(_times(term, sizes) for term in size.split("+")) for size in self.shape.split())
-
-
-def _times(term: str, sizes: Mapping[str, int]) -> int:
-    """The value of "2", "H" or "2H"."""
-    name = term.lstrip("0123456789")
-    return int(term.removesuffix(name) or 1) * (sizes[name] if name else 1)
 
 
 HeadTable = tuple[HeadTensor, ...]
 
 EAGLE = (
-    HeadTensor("embed", "embed_tokens.weight", "V H", "embed_tokens", "token_embd.weight"),
-    HeadTensor("fc", "fc.weight", "H inputs", "", "fc.weight"),
+    HeadTensor("embed", "embed_tokens.weight", "V, H", "embed_tokens", "token_embd.weight"),
+    HeadTensor("fc", "fc.weight", "H, inputs", "", "fc.weight"),
     HeadTensor("fc_bias", "fc.bias", "H", "bias"),
     HeadTensor("input_norm", "input_norm.weight", "inputs", "input_norm", "enc.output_norm.weight"),
     HeadTensor("fc_norm", "fc_norm.#.weight", "W", "fc_norm", copies="A"),
     HeadTensor("hidden_norm", "layers.0.hidden_norm.weight", "H", "eagle3", "blk.0.attn_norm_2.weight"),
     HeadTensor("norm", "norm.weight", "H", "eagle3", "output_norm.weight"),
-    HeadTensor("head", "lm_head.weight", "D H", "lm_head", "output.weight"),
+    HeadTensor("head", "lm_head.weight", "D, H", "lm_head", "output.weight"),
 )
 # Drafters of blocks. Sizes: fields of config.json; r the Markov head's rank, `kernels` weights of a row's convolution,
 # `read` columns of the confidence head
 BLOCKS = (
-    HeadTensor("fc", "fc.weight", "H inputs"),
+    HeadTensor("fc", "fc.weight", "H, inputs"),
     HeadTensor("hidden_norm", "hidden_norm.weight", "H"),
-    HeadTensor("head", "lm_head.weight", "D H", "lm_head"),
-    HeadTensor("entering", "prefix_gru.weight_ih_l0", "3gru_hidden_dim H", "gru"),
-    HeadTensor("recurrent", "prefix_gru.weight_hh_l0", "3gru_hidden_dim gru_hidden_dim", "gru"),
-    HeadTensor("joint", "embed_proj.0.weight", "r H+gru_hidden_dim", "gru"),
-    HeadTensor("w2", "embed_proj.2.weight", "D r", "gru"),
-    HeadTensor("w1", "markov_head.markov_w1.weight", "V r", "markov"),
-    HeadTensor("w2", "markov_head.markov_w2.weight", "D r", "markov"),
-    HeadTensor("joint", "markov_head.gate_proj.weight", "r H+r", "gated"),
+    HeadTensor("head", "lm_head.weight", "D, H", "lm_head"),
+    HeadTensor("entering", "prefix_gru.weight_ih_l0", "3 gru_hidden_dim, H", "gru"),
+    HeadTensor("recurrent", "prefix_gru.weight_hh_l0", "3 gru_hidden_dim, gru_hidden_dim", "gru"),
+    HeadTensor("joint", "embed_proj.0.weight", "r, H + gru_hidden_dim", "gru"),
+    HeadTensor("w2", "embed_proj.2.weight", "D, r", "gru"),
+    HeadTensor("w1", "markov_head.markov_w1.weight", "V, r", "markov"),
+    HeadTensor("w2", "markov_head.markov_w2.weight", "D, r", "markov"),
+    HeadTensor("joint", "markov_head.gate_proj.weight", "r, H + r", "gated"),
     HeadTensor("joint_bias", "markov_head.gate_proj.bias", "r", "gated"),
-    HeadTensor("joint", "markov_head.joint_proj.weight", "3r 2r+H", "rnn"),
-    HeadTensor("joint_bias", "markov_head.joint_proj.bias", "3r", "rnn"),
-    HeadTensor("attention_base", "layers.#.attention_conv.base_kernel", "2 conv_kernel_size H", "selector", copies="L"),
-    HeadTensor("attention", "layers.#.attention_conv.kernel_projection.weight", "2kernels H", "selector", copies="L"),
-    HeadTensor("mlp_base", "layers.#.mlp_conv.base_kernel", "2 conv_kernel_size H", "selector", copies="L"),
-    HeadTensor("mlp", "layers.#.mlp_conv.kernel_projection.weight", "2kernels H", "selector", copies="L"),
-    HeadTensor("before", "candidate_selector.predecessor_codebook", "V selector_rank", "selector"),
-    HeadTensor("after", "candidate_selector.successor_codebook", "V selector_rank", "selector"),
-    HeadTensor("project", "candidate_selector.hidden_projection.weight", "selector_rank H", "selector"),
-    HeadTensor("confidence", "confidence_head.proj.weight", "1 read", "confidence"),
+    HeadTensor("joint", "markov_head.joint_proj.weight", "3 r, 2 r + H", "rnn"),
+    HeadTensor("joint_bias", "markov_head.joint_proj.bias", "3 r", "rnn"),
+    HeadTensor(
+        "attention_base", "layers.#.attention_conv.base_kernel", "2, conv_kernel_size, H", "selector", copies="L"
+    ),
+    HeadTensor("attention", "layers.#.attention_conv.kernel_projection.weight", "2 kernels, H", "selector", copies="L"),
+    HeadTensor("mlp_base", "layers.#.mlp_conv.base_kernel", "2, conv_kernel_size, H", "selector", copies="L"),
+    HeadTensor("mlp", "layers.#.mlp_conv.kernel_projection.weight", "2 kernels, H", "selector", copies="L"),
+    HeadTensor("before", "candidate_selector.predecessor_codebook", "V, selector_rank", "selector"),
+    HeadTensor("after", "candidate_selector.successor_codebook", "V, selector_rank", "selector"),
+    HeadTensor("project", "candidate_selector.hidden_projection.weight", "selector_rank, H", "selector"),
+    HeadTensor("confidence", "confidence_head.proj.weight", "1, read", "confidence"),
     HeadTensor("confidence_bias", "confidence_head.proj.bias", "1", "confidence"),
 )
 # Assistants: C clusters of ids. `rows`: the LM head in the order of ids, before it is ordered by cluster
 ASSISTANT = (
-    HeadTensor("pre", "pre_projection.weight", "H 2W"),
-    HeadTensor("post", "post_projection.weight", "W H"),
-    HeadTensor("head", "lm_head.weight", "V H", "head"),
-    HeadTensor("rows", "lm_head.weight", "V H", "clusters"),
-    HeadTensor("centroids", "masked_embedding.centroids.weight", "C H", "clusters"),
+    HeadTensor("pre", "pre_projection.weight", "H, 2 W"),
+    HeadTensor("post", "post_projection.weight", "W, H"),
+    HeadTensor("head", "lm_head.weight", "V, H", "head"),
+    HeadTensor("rows", "lm_head.weight", "V, H", "clusters"),
+    HeadTensor("centroids", "masked_embedding.centroids.weight", "C, H", "clusters"),
 )
 # MTP heads, after the start of all of a head's names
 MIMO = (
-    HeadTensor("fc", "input_proj.weight", "H 2H"),
+    HeadTensor("fc", "input_proj.weight", "H, 2 H"),
     HeadTensor("embed_norm", "token_layernorm.weight", "H"),
     HeadTensor("hidden_norm", "hidden_layernorm.weight", "H"),
     HeadTensor("norm", "final_layernorm.weight", "H"),
 )
 QWEN = (
-    HeadTensor("fc", "fc.weight", "H 2H", gguf="nextn.eh_proj.weight"),
+    HeadTensor("fc", "fc.weight", "H, 2 H", gguf="nextn.eh_proj.weight"),
     HeadTensor("embed_norm", "pre_fc_norm_embedding.weight", "H", gguf="nextn.enorm.weight"),
     HeadTensor("hidden_norm", "pre_fc_norm_hidden.weight", "H", gguf="nextn.hnorm.weight"),
     HeadTensor("norm", "norm.weight", "H", gguf="nextn.shared_head_norm.weight"),
 )
 DEEPSEEK = (
-    HeadTensor("fc", "eh_proj.weight", "H 2H"),
+    HeadTensor("fc", "eh_proj.weight", "H, 2 H"),
     HeadTensor("embed_norm", "enorm.weight", "H"),
     HeadTensor("hidden_norm", "hnorm.weight", "H"),
     HeadTensor("norm", "shared_head.norm.weight", "H"),
-    HeadTensor("embed", "embed_tokens.weight", "V H", "embed"),
-    HeadTensor("head", "shared_head.head.weight", "V H", "head"),
+    HeadTensor("embed", "embed_tokens.weight", "V, H", "embed"),
+    HeadTensor("head", "shared_head.head.weight", "V, H", "head"),
 )

@@ -18,6 +18,7 @@ from specker.checkpoints.files import BIN, check_tensors, folder_of, open_files,
 from specker.checkpoints.parse import SHARED, read_json
 from specker.checkpoints.pieces import Piece, pieces_of
 from specker.checkpoints.quantised.schemes import scheme_of
+from specker.layer_weights import shape_of
 from specker.model.config import CheckpointError, ModelConfig
 from specker.model.heads import HeadSpec, HeadWeights
 from specker.model.split import WHOLE
@@ -191,7 +192,7 @@ def head_pieces(table: HeadTable, sizes: Mapping[str, int], parts: Collection[st
             continue
         offset = c.norm_offset if "norm" in own.field else 0.0
         for n in range(sizes[own.copies] if own.copies else 1):
-            p = Piece.tensor(own.name.replace("#", str(n)), own.field, *own.shaped(sizes), offset=offset)
+            p = Piece.tensor(own.name.replace("#", str(n)), own.field, *shape_of(own.shape, sizes), offset=offset)
             yield replace(p, row=n * p.rows)
 
 
