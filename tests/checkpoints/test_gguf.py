@@ -18,9 +18,9 @@ from packings import exact
 from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen2Tokenizer
 
 import specker
+from specker.checkpoints import gguf_blocks
 from specker.checkpoints.architectures import ARCHITECTURES
 from specker.checkpoints.checkpoint import opened, read, read_config
-from specker.checkpoints.gguf import blocks
 from specker.checkpoints.gguf.cache import DONE, converted, remembered_sha256, sha256
 from specker.checkpoints.gguf.convert import converted_size
 from specker.checkpoints.tokenizer import Tokenizer, Tokens
@@ -327,12 +327,12 @@ def test_soft_caps_of_a_file(tmp_path: Path) -> None:
     assert (config.logits_cap, config.layer.cap) == (30.0, 0.0)
 
 
-@pytest.mark.parametrize("kind", blocks.BLOCKS)
+@pytest.mark.parametrize("kind", gguf_blocks.BLOCKS)
 def test_blocks_are_read_as_the_package_dequantises_them(kind: str) -> None:
     x = np.random.default_rng(0).standard_normal((21, 512), dtype=np.float32)
     x[0, :32] = 0
     data = quantised(x, kind)
-    n = blocks.read(kind, torch.from_numpy(data))
+    n = gguf_blocks.read(kind, torch.from_numpy(data))
     want = torch.from_numpy(gguf.quants.dequantize(data, gguf.GGMLQuantizationType[kind]))
     got = pack(n).dequantised(torch.float32)
     # The package rounds up to three times, packed weights once.
@@ -493,15 +493,15 @@ def test_a_conversion_says_where_and_how_much(model: Path, cache: Path, caplog: 
     assert [line for line in said if line.endswith("%")] == [f"converting tiny.gguf: {share}%" for share in shares]
 
 
-@pytest.mark.parametrize("kind", blocks.BLOCKS)
+@pytest.mark.parametrize("kind", gguf_blocks.BLOCKS)
 def test_a_copy_has_the_bits_of_its_file(kind: str) -> None:
     """Of weights in whole units; the K formats have a little more (cpu/packed.py)."""
-    weights, size, name, _ = blocks.BLOCKS[kind]
+    weights, size, name, _ = gguf_blocks.BLOCKS[kind]
     more = {"Q4_K": 1 / 8, "Q5_K": 1 / 8, "Q6_K": 1 / 16}.get(kind, 0)
     form = FORMATS[name]
     assert 8 * form.bytes_of(16, 1024) / (16 * 1024) == 8 * size / weights + more
     file = torch.from_numpy(quantised(np.ones((16, 1024), np.float32), kind))
-    assert pack(blocks.read(kind, file)).nbytes == form.bytes_of(16, 1024)
+    assert pack(gguf_blocks.read(kind, file)).nbytes == form.bytes_of(16, 1024)
 
 
 @pytest.fixture

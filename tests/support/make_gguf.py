@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from specker.checkpoints.gguf.blocks import BLOCKS
+from specker.checkpoints.gguf_blocks import BLOCKS
 
 gguf = pytest.importorskip("gguf")
 

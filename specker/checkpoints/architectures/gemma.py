@@ -4,8 +4,10 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+from torch import Tensor
+
 from specker.checkpoints.architectures.architecture import BASE, FULL, SLIDING, Architecture, Scales
-from specker.checkpoints.architectures.gguf import Gguf, scaled
+from specker.checkpoints.architectures.gguf import File, Gguf, Undo, scaled
 from specker.checkpoints.architectures.names import LAYER, NORMS_BOTH
 from specker.model.config import CheckpointError
 
@@ -44,6 +46,11 @@ def _gemma3_gguf(config: dict[str, Any], keys: Mapping[str, Any]) -> dict[str, A
     return found | caps
 
 
+def _norms(file: File) -> tuple[Undo, dict[str, Any]]:
+    """In a file the norms' weights contain the 1 that they lack in a checkpoint."""
+    return lambda name, x: {name: x - 1 if isinstance(x, Tensor) and name.endswith("norm.weight") else x}, {}
+
+
 GEMMA = BASE | {
     "hidden_activation": "gelu_pytorch_tanh",
     "head_dim": 256,
@@ -67,7 +74,7 @@ FAMILY = {
     "Gemma3ForCausalLM": replace(
         GEMMA2,
         model_type="gemma3_text",
-        gguf=Gguf(ends=("<end_of_turn>",), mend=_gemma3_gguf),
+        gguf=Gguf(_norms, ends=("<end_of_turn>",), mend=_gemma3_gguf),
         qk_norm="head",
         ropes="by type",
         config="Gemma3TextConfig",

@@ -3,10 +3,11 @@
 The sources are llama.cpp's convert_hf_to_gguf.py, and src/models for values that no key of a file states.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from specker.checkpoints.gguf_blocks import Value
 from specker.model.config import CheckpointError
 
 FREQUENCIES = "rope_freqs"  # [D / 2], divisors of RoPE's frequencies, which config.json defines
@@ -28,11 +29,29 @@ class Keys(dict[str, Any]):
             raise CheckpointError(f"{self.path} has {self.start}{name} {value}, which is not supported")
 
 
+class File(NamedTuple):
+    """A GGUF file while it is converted."""
+
+    arch: str  # llama.cpp's architecture
+    config: Any  # transformers' config
+    tensors: Sequence[Any]
+    dense: bool  # no matrix keeps its blocks
+
+
+Undo = Callable[[str, Value], Mapping[str, Value]]
+"""What a checkpoint has instead of a tensor of a file, by names in the checkpoint. Raises CheckpointError."""
+
+
+def as_it_is(file: File) -> tuple[Undo, dict[str, Any]]:
+    return lambda name, x: {name: x}, {}
+
+
 class Gguf(NamedTuple):
     """How an architecture's files differ from a Hugging Face folder. transformers makes the config from a file's keys,
     and `mend` corrects what it leaves out; or `fields` makes it."""
 
-    permuted: bool = False  # the halves of a head that RoPE rotates are interleaved
+    undone: Callable[[File], tuple[Undo, dict[str, Any]]] = as_it_is
+    """What undoes the converter's changes of tensors, and fields of config.json that say what stays changed."""
     ends: tuple[str, ...] = ()  # tokens that end an answer, which a file does not name
     mend: Callable[[dict[str, Any], Mapping[str, Any]], dict[str, Any]] = lambda config, keys: {}
     """(transformers' config, the file's keys without the architecture's prefix) -> fields of config.json to change.

@@ -12,7 +12,7 @@ from reprlib import repr as short
 from typing import Any
 
 from specker.checkpoints.architectures.architecture import FULL, SLIDING, Architecture
-from specker.checkpoints.architectures.gguf import Gguf, Keys
+from specker.checkpoints.architectures.gguf import File, Gguf, Keys, Undo, as_it_is
 from specker.checkpoints.architectures.names import FUSED_EXPERTS, LAYER, TensorName
 from specker.kernels.row_linear import ALPHA, LIMIT
 from specker.model.config import CheckpointError
@@ -59,6 +59,10 @@ def _fields(keys: Keys) -> dict[str, Any]:
     }
 
 
+def _apart(file: File) -> tuple[Undo, dict[str, Any]]:
+    return as_it_is(file)[0], {APART: True}
+
+
 NAMES = {
     "norm_post": TensorName("post_attention_layernorm", "post_attention_norm"),
     "sinks": TensorName("self_attn.sinks", "attn_sinks.weight", whole=True),
@@ -69,7 +73,7 @@ FAMILY = {
     "GptOssForCausalLM": Architecture(
         "gpt_oss",
         LAYER | FUSED_EXPERTS | NAMES,
-        gguf=Gguf(files=("gpt-oss",), fields=_fields, ropes=("none", "yarn")),
+        gguf=Gguf(_apart, files=("gpt-oss",), fields=_fields, ropes=("none", "yarn")),
         biases="all",
         activation="",
         gate="clamped_silu",

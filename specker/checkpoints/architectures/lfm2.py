@@ -1,10 +1,15 @@
-"""LFM2 and LFM2-MoE: gated short convolutions, and attention in some layers."""
+"""LFM2 and LFM2-MoE: gated short convolutions, and attention in some layers.
+
+Sources of their GGUF files: llama.cpp's conversion/lfm2.py, src/models/lfm2.cpp and lfm2moe.cpp.
+"""
 
 from dataclasses import replace
 from typing import Any
 
+from torch import Tensor
+
 from specker.checkpoints.architectures.architecture import FULL, Architecture, check_kernel
-from specker.checkpoints.architectures.gguf import Gguf, Keys
+from specker.checkpoints.architectures.gguf import File, Gguf, Keys, Undo
 from specker.checkpoints.architectures.names import FUSED_EXPERTS, LAYER, TensorName
 from specker.checkpoints.numbers import check_size
 from specker.model.config import CheckpointError, ShortConv
@@ -62,6 +67,13 @@ def _convolutions(keys: Keys) -> dict[str, Any]:
     }
 
 
+def _kernels(file: File) -> tuple[Undo, dict[str, Any]]:
+    """A convolution's weight has two dimensions in a file."""
+    return lambda name, x: {
+        name: x.unsqueeze(1) if isinstance(x, Tensor) and name.endswith("conv.conv.weight") else x
+    }, {}
+
+
 def _dense(keys: Keys) -> dict[str, Any]:
     return _convolutions(keys) | {"block_auto_adjust_ff_dim": False}  # the file has the result
 
@@ -115,12 +127,12 @@ LFM2 = Architecture(
     recurrent=("conv", _short_conv),
 )
 FAMILY = {
-    "Lfm2ForCausalLM": replace(LFM2, gguf=Gguf(files=("lfm2",), fields=_dense), width=_lfm_width),
+    "Lfm2ForCausalLM": replace(LFM2, gguf=Gguf(_kernels, files=("lfm2",), fields=_dense), width=_lfm_width),
     "Lfm2MoeForCausalLM": replace(
         LFM2,
         model_type="lfm2_moe",
         names=LFM2_LAYER | LFM2_EXPERTS,
-        gguf=Gguf(files=("lfm2moe",), fields=_mixture),
+        gguf=Gguf(_kernels, files=("lfm2moe",), fields=_mixture),
         experts=("num_experts", "num_experts_per_tok", "moe_intermediate_size"),
         normalises="norm_topk_prob",
         mixture=_lfm_mixture,

@@ -4,9 +4,13 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from specker.checkpoints.architectures.architecture import BASE, FULL, SLIDING, Architecture
-from specker.checkpoints.architectures.gguf import FREQUENCIES, Gguf, check_experts, scaled, with_scaling
+from specker.checkpoints.architectures.gguf import FREQUENCIES, File, Gguf, Undo, check_experts, scaled, with_scaling
 from specker.checkpoints.architectures.names import EXPERTS, LAYER, TensorName
+from specker.checkpoints.gguf_blocks import Value, rows
 from specker.model.config import CheckpointError
 
 # LlamaConfig imports `generate` and with it torch's compiler, which takes 1.7 s.
@@ -17,6 +21,19 @@ MIXTRAL = {
     "gate_up.expert_up": TensorName("block_sparse_moe.experts.#.w3"),
     "down.expert": TensorName("block_sparse_moe.experts.#.w2"),
 }
+
+
+def interleaved(file: File) -> tuple[Undo, dict[str, Any]]:
+    """The halves of a head that RoPE rotates are interleaved in a file."""
+    heads = {"q_proj": file.config.num_attention_heads, "k_proj": file.config.num_key_value_heads}
+
+    def undo(name: str, x: Value) -> dict[str, Value]:
+        if (count := heads.get(name.split(".")[-2])) is None:
+            return {name: x}
+        all_rows = torch.arange(len(x if isinstance(x, Tensor) else x.codes), dtype=torch.int64, device="cpu")
+        return {name: rows(x, all_rows.view(count, -1, 2).transpose(1, 2).flatten())}
+
+    return undo, {}
 
 
 def _llama(config: dict[str, Any], keys: Mapping[str, Any]) -> dict[str, Any]:
@@ -49,22 +66,20 @@ def _mixtral(config: dict[str, Any], keys: Mapping[str, Any]) -> dict[str, Any]:
 FAMILY = {
     "LlamaForCausalLM": Architecture(
         "llama",
-        gguf=Gguf(permuted=True, mend=_llama),
+        gguf=Gguf(interleaved, mend=_llama),
         biases="all",
         kinds=FULL,
         config="Qwen2Config",
         defaults=LLAMA,
         fills=BASE | LLAMA,
     ),
-    "MistralForCausalLM": Architecture(
-        "mistral", gguf=Gguf(permuted=True, mend=with_scaling), kinds=SLIDING, fills=BASE
-    ),
+    "MistralForCausalLM": Architecture("mistral", gguf=Gguf(interleaved, mend=with_scaling), kinds=SLIDING, fills=BASE),
     "MinistralForCausalLM": Architecture("ministral"),
     "Ministral3ForCausalLM": Architecture("ministral3", kinds=SLIDING),
     "MixtralForCausalLM": Architecture(
         "mixtral",
         LAYER | EXPERTS | MIXTRAL,
-        gguf=Gguf(permuted=True, mend=_mixtral),
+        gguf=Gguf(interleaved, mend=_mixtral),
         kinds=SLIDING,
         experts=("num_local_experts", "num_experts_per_tok", "intermediate_size"),
     ),

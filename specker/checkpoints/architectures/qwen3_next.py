@@ -1,13 +1,32 @@
-"""Qwen3-Next and Qwen3.5: gated delta nets, and attention with a gate in every fourth layer."""
+"""Qwen3-Next and Qwen3.5: gated delta nets, and attention with a gate in every fourth layer.
+
+What llama.cpp's converter changes in the tensors:
+
+* `ssm_a` is -exp(A_log); the norms' weights contain the 1 that they lack in a checkpoint, except `ssm_norm`'s; a
+  convolution's weight has two dimensions.
+* Qwen3.5's value heads are tiled: the first one of each key head, then the second ones, and so on. A checkpoint has
+  them by key head. Where blocks are wider than a head, the out-projection cannot follow without rounding: its columns
+  stay, and config.json says so (`DeltaNet.tiled`).
+* Qwen3-Next's matrix of q, k, v and z is two, as in Qwen3.5, each in its own format. Both compute the same, so that the
+  checkpoint is one of Qwen3.5's mixtures.
+* The MTP head is a block after the last layer.
+
+Sources: llama.cpp's conversion/qwen.py, src/models/qwen35.cpp and qwen3next.cpp.
+"""
 
 from dataclasses import replace
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from specker.checkpoints.architectures.architecture import FULL, Architecture, check_kernel
-from specker.checkpoints.architectures.gguf import Gguf, Keys
+from specker.checkpoints.architectures.gguf import File, Gguf, Keys, Undo
 from specker.checkpoints.architectures.names import EXPERTS, LAYER, TensorName
+from specker.checkpoints.gguf_blocks import BLOCKS, Value, moved, rows
 from specker.model.config import CheckpointError, DeltaNet
 
+TILING = "qwen35", "qwen35moe"  # llama.cpp's architectures with tiled value heads
 TILED = "linear_out_proj_tiled"  # DeltaNet.tiled, in config.json of a converted GGUF file
 
 
@@ -72,6 +91,81 @@ def _mixture(keys: Keys) -> dict[str, Any]:
     }
 
 
+class _DeltaNets:
+    """The orders in which a file has the heads of gated delta nets."""
+
+    def __init__(self, file: File):
+        config, tiled = file.config, file.arch in TILING
+        Hk, Hv, Dk = config.linear_num_key_heads, config.linear_num_value_heads, config.linear_key_head_dim
+        group, Dv, each_key = Hv // Hk, config.linear_value_head_dim, torch.arange(Hk, dtype=torch.int64, device="cpu")
+        heads = torch.arange(Hv, dtype=torch.int64, device="cpu")
+        self.heads = heads.view(group, Hk).T.flatten() if tiled else heads
+        self.moves = tiled and Hk < Hv
+        keys, values = torch.arange(2 * Hk * Dk, dtype=torch.int64, device="cpu"), _rows_of(self.heads, Dv)
+        every, shares = torch.cat((keys, len(keys) + values)), (Dk, Dk, group * Dv, group * Dv)
+        starts = each_key * sum(shares)
+        q, k, v, z = (_from(starts + sum(shares[:n]), count) for n, count in enumerate(shares))
+        self.parts = {  # of linear_attn: the tensor in the file -> each tensor in the checkpoint, and its rows
+            "A_log": {"A_log": self.heads},
+            "dt_bias": {"dt_bias": self.heads},
+            "in_proj_a.weight": {"in_proj_a.weight": self.heads},
+            "in_proj_b.weight": {"in_proj_b.weight": self.heads},
+            "in_proj_z.weight": {"in_proj_z.weight": values},
+            "in_proj_qkv.weight": {"in_proj_qkv.weight": every},
+            "conv1d.weight": {"conv1d.weight": every},
+            "in_proj_ba.weight": {
+                "in_proj_b.weight": _rows_of(2 * each_key, group),
+                "in_proj_a.weight": _rows_of(2 * each_key + 1, group),
+            },
+            "in_proj_qkvz.weight": {"in_proj_qkv.weight": torch.cat((q, k, v)), "in_proj_z.weight": z},
+        }
+
+        wide = {t.tensor_type.name for t in file.tensors if t.name.endswith(".ssm_out.weight")} & BLOCKS.keys()
+        crossed = not file.dense and any(Dv % BLOCKS[kind].weights for kind in wide)
+        self.stays = self.moves and crossed  # the order of the out-projections' columns
+
+    def undo(self, name: str, x: Value) -> dict[str, Value]:
+        layer, _, own = name.rpartition("linear_attn.")
+        if not layer:
+            if isinstance(x, Tensor) and "norm" in name:
+                x = x - 1
+            elif isinstance(x, Tensor) and name.endswith("shared_expert_gate.weight"):
+                x = x.view(1, -1)
+            return {name: x}
+        if own not in self.parts:
+            return {name: moved(x, self.heads) if own == "out_proj.weight" and self.moves and not self.stays else x}
+        if own == "A_log":
+            x = _log(name, x)
+        found = {f"{layer}linear_attn.{part}": rows(x, order) for part, order in self.parts[own].items()}
+        if own == "conv1d.weight":
+            found = {part: y.unsqueeze(1) if isinstance(y, Tensor) else y for part, y in found.items()}
+        return found
+
+
+def _undone(file: File) -> tuple[Undo, dict[str, Any]]:
+    nets = _DeltaNets(file)
+    return nets.undo, {TILED: True} if nets.stays else {}
+
+
+def _from(starts: Tensor, count: int) -> Tensor:
+    """So many rows from each start on."""
+    return (starts[:, None] + torch.arange(count, dtype=torch.int64, device="cpu")).flatten()
+
+
+def _rows_of(heads: Tensor, size: int) -> Tensor:
+    """The rows of heads of `size` rows each."""
+    return _from(heads * size, size)
+
+
+def _log(name: str, x: Value) -> Tensor:
+    """A_log, of -exp(A_log)."""
+    if not isinstance(x, Tensor) or not bool((x < 0).all()):
+        raise CheckpointError(
+            f"the numbers that {name} is made of, -exp(A_log), must be negative; convert the file again"
+        )
+    return torch.log(-x)
+
+
 ENDS = "<|im_end|>", "<|endoftext|>"
 COMMON = LAYER | {
     "norm_post": TensorName("post_attention_layernorm", "post_attention_norm"),
@@ -114,7 +208,7 @@ QWEN3_5_MOE = replace(
     QWEN3_NEXT,
     model_type="qwen3_5_moe_text",
     names=COMMON | JOINED | APART | QWEN_EXPERTS,
-    gguf=Gguf(ends=ENDS, files=("qwen35moe", "qwen3next"), fields=_mixture),
+    gguf=Gguf(_undone, ENDS, files=("qwen35moe", "qwen3next"), fields=_mixture),
     normalises="",
     config="Qwen3_5MoeTextConfig",
     text="qwen3_5_moe",
@@ -125,7 +219,7 @@ FAMILY = {
         QWEN3_5_MOE,
         model_type="qwen3_5_text",
         names=COMMON | JOINED | APART,
-        gguf=Gguf(ends=ENDS, files=("qwen35",), fields=_dense),
+        gguf=Gguf(_undone, ENDS, files=("qwen35",), fields=_dense),
         experts=(),
         config="Qwen3_5TextConfig",
         text="qwen3_5",

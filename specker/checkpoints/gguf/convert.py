@@ -1,6 +1,6 @@
 """Write a GGUF file's model or EAGLE-3 head as a folder in Hugging Face's format.
 
-Matrices whose blocks blocks.py reads keep their bits (schemes.OwnFormat); others become float32, with a note.
+Matrices whose blocks gguf_blocks.py reads keep their bits (schemes.OwnFormat); others become float32, with a note.
 `dense` writes float32, for tools that cannot read our quantised format.
 """
 
@@ -15,12 +15,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from specker.checkpoints import gguf_blocks
 from specker.checkpoints.architectures import ARCHITECTURES
-from specker.checkpoints.architectures.gguf import FREQUENCIES
-from specker.checkpoints.gguf import blocks, experts, heads, hybrids, vocabulary
-from specker.checkpoints.gguf.blocks import BLOCKS, Value
+from specker.checkpoints.architectures.gguf import FREQUENCIES, File, Undo
+from specker.checkpoints.architectures.llama import interleaved
+from specker.checkpoints.gguf import experts, heads, model, vocabulary
 from specker.checkpoints.gguf.header import check_header
-from specker.checkpoints.gguf.tensors import name_of, undone
+from specker.checkpoints.gguf_blocks import BLOCKS, Value
 from specker.checkpoints.parse import reason
 from specker.cpu.packed import FORMATS, Numbers, pack
 from specker.model.config import CheckpointError
@@ -29,7 +30,6 @@ log = logging.getLogger("specker.steps")  # slow steps, which `Screen.progress` 
 WHOLE = "PreTrainedTokenizerFast"  # transformers' class that reads tokenizer.json unchanged
 SHARD = 1 << 30  # bytes
 Named = Callable[[str, Path], str | None]  # a tensor's name in GGUF, the file -> its name in the checkpoint
-Undo = Callable[[str, Value], Iterator[tuple[str, Value]]]  # see tensors.undone
 
 
 def read(path: Path) -> Any:
@@ -80,7 +80,7 @@ def _convert_model(path: Path, folder: Path, file: Any, dense: bool) -> None:
     keys, arch = _keys(file), _architecture(file)
     supported = {its.model_type: (name, its.gguf, its) for name, its in ARCHITECTURES.items() if its.gguf is not None}
     hybrid = next((its for _, gguf, its in supported.values() if arch in gguf.files), None)
-    config = _config(path) if hybrid is None else hybrids.config_of(path, file, arch, hybrid, keys)
+    config = _config(path) if hybrid is None else model.config_of(path, file, arch, hybrid, keys)
     model_type = "mixtral" if config.model_type == "llama" and keys.get("expert_count") else config.model_type
     if model_type not in supported:
         raise CheckpointError(
@@ -88,11 +88,8 @@ def _convert_model(path: Path, folder: Path, file: Any, dense: bool) -> None:
             + ", ".join(supported)
         )
     name, gguf, its = supported[model_type]
-    named: Named = partial(name_of, its, config.num_hidden_layers)
-    undo: Undo = partial(undone, its, config)
-    more: dict[str, Any] = {}
-    if hybrid is not None:
-        undo, more = hybrids.reader(arch, config, file.tensors, dense)
+    named: Named = partial(model.name_of, its, config.num_hidden_layers)
+    undo, more = gguf.undone(File(arch, config, file.tensors, dense))
     modules, restored = _save(path, folder, file.tensors, config.tie_word_embeddings, dense, named, undo)
     tokenizer = _tokenizer(path, file) if hybrid is None else vocabulary.tokenizer_of(path, file)
     tokenizer.save_pretrained(folder)
@@ -150,7 +147,7 @@ def _convert_head(path: Path, folder: Path, file: Any, dense: bool) -> None:
     settings |= {"draft_vocab_size": rows[0] if rows else None, "tie_word_embeddings": False}
     settings.setdefault("num_key_value_heads", settings["num_attention_heads"])
     extra = {tensor.name: heads.distances(torch.from_numpy(tensor.data.copy())) for tensor in maps}
-    undo = partial(undone, ARCHITECTURES["LlamaForCausalLM"], PretrainedConfig.from_dict(settings))
+    undo, _ = interleaved(File(heads.ARCHITECTURE, PretrainedConfig.from_dict(settings), others, dense))
     modules, restored = _save(path, folder, others, False, dense, heads.name_of, undo, extra)
     _write_config(folder, settings, modules, restored)
 
@@ -241,7 +238,7 @@ def _tensors(
     path: Path, tensors: Sequence[Any], dense: bool, named: Named, undo: Undo
 ) -> Iterator[tuple[str, str, Value]]:
     """Yield the name, format and value of each tensor of the checkpoint. A value is in float32 or, without `dense`,
-    holds the numbers of its blocks if blocks.py reads their format."""
+    holds the numbers of its blocks if gguf_blocks.py reads their format."""
     from gguf.quants import dequantize
 
     for tensor in _with_progress(path, tensors):
@@ -251,8 +248,8 @@ def _tensors(
         kind, data = tensor.tensor_type.name, tensor.data
         x: Value
         if not dense and kind in BLOCKS and data.ndim > 1:
-            x = blocks.read(kind, torch.from_numpy(data.copy()).flatten(0, -2))
+            x = gguf_blocks.read(kind, torch.from_numpy(data.copy()).flatten(0, -2))
         else:
             x = torch.from_numpy(dequantize(data, tensor.tensor_type).copy())
-        for own, value in undo(name, x):
+        for own, value in undo(name, x).items():
             yield own, kind, value

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from specker.checkpoints.architectures.names import DOWN, GATE_UP
-from specker.checkpoints.gguf.blocks import Value
+from specker.checkpoints.gguf_blocks import Value
 from specker.cpu.packed import Numbers, pack
 
 Named = tuple[str, str, Value]  # name, format in the file, value: of all experts of a layer [X, O, E], or [X * O, E]
