@@ -12,31 +12,8 @@ import torch
 from torch import Tensor
 
 from specker.checkpoints.architectures.architecture import FULL, LAYER_TYPES, SLIDING, Architecture
+from specker.checkpoints.numbers import FIELDS
 
-NEEDS = (
-    *("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size"),
-    *("num_key_value_heads", "max_position_embeddings"),
-)
-NONE = type(None)
-TYPES: dict[str, tuple[type, ...]] = {
-    **dict.fromkeys(NEEDS, (int,)),
-    **dict.fromkeys(("head_dim", "sliding_window", "bos_token_id", "pad_token_id"), (int, NONE)),
-    **dict.fromkeys(("hidden_act", "hidden_activation"), (str,)),
-    **dict.fromkeys(("attention_bias", "mlp_bias", "tie_word_embeddings", "use_sliding_window"), (bool,)),
-    "norm_topk_prob": (bool,),
-    "rms_norm_eps": (float,),
-    "rope_theta": (float, int),
-    **dict.fromkeys(("attn_logit_softcapping", "final_logit_softcapping"), (float, NONE)),
-    **dict.fromkeys(("attention_multiplier", "embedding_multiplier", "logits_scaling"), (float, int)),
-    "residual_multiplier": (float, int),
-    "query_pre_attn_scalar": (int,),
-    **dict.fromkeys(("num_experts", "num_local_experts", "num_experts_per_tok", "moe_intermediate_size"), (int,)),
-    "use_bidirectional_attention": (bool, NONE),
-    "decoder_sparse_step": (int,),
-    "eos_token_id": (int, list, NONE),
-    "initializer_range": (float,),
-    "use_cache": (bool,),
-}
 SCALED = "factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"
 ROPES = {"default": (), "linear": SCALED[:1], "llama3": SCALED}  # RoPE's types with the fields that each needs
 
@@ -57,10 +34,10 @@ def config_of(raw: dict[str, Any], its: Architecture) -> Any:
     fields["num_key_value_heads"] = fields.get("num_key_value_heads", 0) or (
         fields["num_attention_heads"] if its.fills.get("num_key_value_heads", 0) is None else None
     )
-    needs = {*NEEDS, *its.experts}
-    if any(name not in fields for name in needs):
+    needs = {name for name, field in FIELDS.items() if field.needed}
+    if not needs | {"num_key_value_heads", "max_position_embeddings", *its.experts} <= fields.keys():
         return None
-    if not all(type(fields[name]) in kinds for name, kinds in TYPES.items() if name in fields):
+    if not all(type(fields[name]) in field.types for name, field in FIELDS.items() if field.types and name in fields):
         return None
     if fields["hidden_size"] % fields["num_attention_heads"]:
         return None

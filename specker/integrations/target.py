@@ -13,7 +13,7 @@ from specker.checkpoints import checkpoint
 from specker.checkpoints.buffers import served
 from specker.checkpoints.checkpoint import Checkpoint, Opened, read_config
 from specker.checkpoints.files import folder_of
-from specker.checkpoints.numbers import SIZES, check_size
+from specker.checkpoints.numbers import FIELDS, check_size
 from specker.checkpoints.parse import eos_ids, read_json, reason
 from specker.model.config import CheckpointError, LayerSpec, ModelConfig
 from specker.model.memory import CacheMemory
@@ -146,7 +146,7 @@ def read_sizes(target: str | Path, max_context: int | None) -> ModelConfig:
         raw = read_json(folder / "config.json")
     inner = raw.get("text_config")
     for name, value in (raw | (inner if isinstance(inner, dict) else {})).items():
-        if name in SIZES:  # transformers makes a list with an entry for each layer
+        if name in FIELDS and FIELDS[name].needed:  # transformers makes a list with an entry for each layer
             check_size(name, value, str(folder / "config.json"))
     try:
         hf = AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True).get_text_config()

@@ -32,7 +32,7 @@ from safetensors.torch import load_file, save_file
 
 from specker.checkpoints.architectures import ARCHITECTURES
 from specker.checkpoints.checkpoint import Checkpoint, opened, read, read_config
-from specker.checkpoints.numbers import SIZES
+from specker.checkpoints.numbers import FIELDS
 from specker.checkpoints.parse import parse_config
 from specker.model.config import CheckpointError
 from specker.model.split import Part
@@ -952,7 +952,7 @@ def test_defaults_are_those_of_transformers(tmp_path: Path, arch: str) -> None:
     optional = ("head_dim", "num_key_value_heads", "rms_norm_eps", "tie_word_embeddings", "max_position_embeddings")
     optional += ("attention_bias", "mlp_bias", "hidden_act", "sliding_window", "rope_parameters", "use_sliding_window")
     optional += ("layer_types", "no_rope_layers", "query_pre_attn_scalar", "hidden_activation")
-    edit(tmp_path, **dict.fromkeys(optional, ...), **{name: own[name] for name in SIZES})
+    edit(tmp_path, **dict.fromkeys(optional, ...), **{name: own[name] for name in FIELDS if FIELDS[name].needed})
     context = min(own["max_position_embeddings"], own.get("sliding_window") or 1 << 30)
     config, ropes = parse_config(tmp_path, context, None)
     found = {

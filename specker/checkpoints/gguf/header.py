@@ -10,7 +10,7 @@ import struct
 from collections.abc import Iterator
 from pathlib import Path
 
-from specker.checkpoints.numbers import MOST
+from specker.checkpoints.numbers import FIELDS
 from specker.model.config import CheckpointError
 
 NUMBERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "B", 10: "Q", 11: "q", 12: "d"}  # by type
@@ -44,9 +44,9 @@ def check_header(path: Path) -> None:
     with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
         header = _Header(data)
         for name, numbers in header.entries():
-            most = MOST.get(SIZES.get(name.partition(".")[2], ""))
-            if most is not None and numbers and max(numbers) > most:
-                raise CheckpointError(f"{name} must be at most {most}, but {path} has {max(numbers)}")
+            field = FIELDS.get(SIZES.get(name.partition(".")[2], ""))
+            if field is not None and numbers and max(numbers) > field.most:
+                raise CheckpointError(f"{name} must be at most {field.most}, but {path} has {max(numbers)}")
         header.check_tensors()
 
 
