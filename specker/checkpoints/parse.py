@@ -6,6 +6,7 @@ Where config.json lacks something or has older spellings (settings.py), transfor
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 from reprlib import repr as short
 from typing import Any
@@ -19,7 +20,7 @@ from specker.checkpoints.numbers import check_dtype, check_experts, check_factor
 from specker.checkpoints.settings import ROPES as OWN_ROPES
 from specker.checkpoints.settings import config_of, frequencies
 from specker.fields import option
-from specker.model.config import CheckpointError, Experts, LayerSpec, Mixer, ModelConfig
+from specker.model.config import CheckpointError, Experts, Mixer, ModelConfig
 from specker.model.weights import Rope
 
 SHARED = ("embed_tokens", "lm_head")
@@ -84,22 +85,17 @@ def parse_config(
         head_dim=head_dim,
         intermediate_size=its.width(hf),
         rms_norm_eps=float(getattr(hf, its.eps)) / scales.residual**2,
-        layer=LayerSpec(
-            ACTIVATIONS[act] if its.activation else its.gate,
+        layer=replace(
+            its.layer,
+            activation=ACTIVATIONS[act] if its.activation else its.layer.activation,
             qkv_bias=attention_bias or its.biases == "qkv",
             o_bias=attention_bias,
             mlp_bias=its.biases == "all" and bool(hf.mlp_bias),
-            norms=its.norms,
-            qk_norm=its.qk_norm,
             scale=scales.scores,
             cap=scales.cap,
             mixers=mixers,
-            sinks=its.sinks,
             kvs=kvs,
-            v_norm=its.v_norm,
             ple=ple,
-            scaled=its.scaled,
-            gated=its.gated,
             sliding_windows=tuple(window if kind == SLIDING else 0 for kind in kinds) if narrow else (),
             ropes=table_of,
             experts=_experts(hf, its),

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from specker.checkpoints.architectures.gguf import Gguf
 from specker.checkpoints.architectures.names import FINAL, LAYER, Names, TensorName
-from specker.model.config import KV, CheckpointError, Mixer
+from specker.model.config import KV, CheckpointError, LayerSpec, Mixer
 
 FULL, SLIDING = LAYER_TYPES = ("full_attention", "sliding_attention")
 
@@ -35,8 +35,7 @@ class Architecture:
     names: Names = field(default_factory=lambda: LAYER)
     final: TensorName = FINAL
     gguf: Gguf | None = None  # None: not supported in a GGUF file
-    norms: str = "before"  # LayerSpec.norms
-    qk_norm: str = ""  # LayerSpec.qk_norm
+    layer: LayerSpec = field(default_factory=LayerSpec)  # what of it config.json does not say
     biases: str = ""
     """Which linears have biases: "qkv" always, those of "attention" if the field attention_bias says so, or "all",
     those of the feed-forward by mlp_bias. "": none."""
@@ -44,17 +43,12 @@ class Architecture:
     ropes: str = ""  # "by type": a RoPE for each kind of layer; "some": for the layers that no_rope_layers names
     partial: bool = False  # RoPE may rotate only a head's first dimensions
     norm_offset: float = 0.0  # ModelConfig.norm_offset
-    activation: str = "hidden_act"  # the field that names the activation; "": none does
-    gate: str = "silu"  # LayerSpec.activation, if no field names it
-    sinks: bool = False  # LayerSpec.sinks
+    activation: str = "hidden_act"  # the field that names the activation; "": `layer` does
     eps: str = "rms_norm_eps"  # the field with the norms' epsilon
     width: Callable[[Any], int] = lambda hf: hf.intermediate_size  # of the feed-forward, from transformers' config
     recurrent: tuple[str, Callable[[Any], Mixer]] | None = None  # layers of this type, and what they compute
-    gated: bool = False  # LayerSpec.gated
     kvs: Callable[[Any], tuple[KV, ...]] = lambda hf: ()  # LayerSpec.kvs, from transformers' config
     widths: Callable[[Any], tuple[int, ...]] = lambda hf: ()  # ModelConfig.widths, from transformers' config
-    v_norm: bool = False  # LayerSpec.v_norm
-    scaled: bool = False  # LayerSpec.scaled
     ple: Callable[[Any], tuple[int, int]] = lambda hf: (0, 0)  # LayerSpec.ple and ModelConfig.ple_ids
     scales: Callable[[Any], Scales] = lambda hf: Scales()  # of transformers' config
     experts: tuple[str, ...] = ()

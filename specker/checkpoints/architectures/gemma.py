@@ -9,7 +9,7 @@ from torch import Tensor
 from specker.checkpoints.architectures.architecture import BASE, FULL, SLIDING, Architecture, Scales
 from specker.checkpoints.architectures.gguf import File, Gguf, Undo, scaled
 from specker.checkpoints.architectures.names import LAYER, NORMS_BOTH
-from specker.model.config import CheckpointError
+from specker.model.config import CheckpointError, LayerSpec
 
 
 def _gemma(hf: Any) -> Scales:
@@ -62,7 +62,7 @@ GEMMA = BASE | {
 GEMMA2 = Architecture(
     "gemma2",
     LAYER | NORMS_BOTH,
-    norms="both",
+    layer=LayerSpec(norms="both"),
     biases="attention",
     norm_offset=1.0,
     activation="hidden_activation",
@@ -75,7 +75,7 @@ FAMILY = {
         GEMMA2,
         model_type="gemma3_text",
         gguf=Gguf(_norms, ends=("<end_of_turn>",), mend=_gemma3_gguf),
-        qk_norm="head",
+        layer=LayerSpec(norms="both", qk_norm="head"),
         ropes="by type",
         config="Gemma3TextConfig",
         fills=GEMMA

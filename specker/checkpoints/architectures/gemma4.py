@@ -5,7 +5,7 @@ from typing import Any
 from specker.checkpoints.architectures.architecture import FULL, Architecture, Scales
 from specker.checkpoints.architectures.names import LAYER, NORMS_BOTH, TensorName
 from specker.checkpoints.numbers import check_size
-from specker.model.config import KV, CheckpointError
+from specker.model.config import KV, CheckpointError, LayerSpec
 
 
 def _gemma4(hf: Any) -> Scales:
@@ -85,15 +85,12 @@ FAMILY = {
     "Gemma4ForCausalLM": Architecture(
         "gemma4_text",
         LAYER | NORMS_BOTH | BESIDE | PER_LAYER,
-        norms="both",
-        qk_norm="head",
+        layer=LayerSpec(norms="both", qk_norm="head", v_norm=True, scaled=True),
         ropes="by type",
         activation="hidden_activation",
         scales=_gemma4,
         kvs=_gemma4_kvs,
         widths=_gemma4_widths,
-        v_norm=True,
-        scaled=True,
         ple=_gemma4_ple,
         experts=("num_experts", "top_k_experts", "moe_intermediate_size", "intermediate_size"),
         mixes="enable_moe_block",

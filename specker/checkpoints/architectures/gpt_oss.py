@@ -15,7 +15,7 @@ from specker.checkpoints.architectures.architecture import FULL, SLIDING, Archit
 from specker.checkpoints.architectures.gguf import File, Gguf, Keys, Undo, as_it_is
 from specker.checkpoints.architectures.names import FUSED_EXPERTS, LAYER, TensorName
 from specker.kernels.row_linear import ALPHA, LIMIT
-from specker.model.config import CheckpointError
+from specker.model.config import CheckpointError, LayerSpec
 
 APART = "experts_gate_and_up_apart"  # not Experts.turns, in config.json of a converted GGUF file
 SOFTMAX_OF_CHOSEN = 3  # of llama_expert_gating_func_type
@@ -76,8 +76,7 @@ FAMILY = {
         gguf=Gguf(_apart, files=("gpt-oss",), fields=_fields, ropes=("none", "yarn")),
         biases="all",
         activation="",
-        gate="clamped_silu",
-        sinks=True,
+        layer=LayerSpec("clamped_silu", sinks=True),
         experts=("num_local_experts", "num_experts_per_tok", "intermediate_size"),
         mixture=_gpt_oss_mixture,
         defaults={"mlp_bias": True},

@@ -12,7 +12,7 @@ from specker.checkpoints.architectures.architecture import FULL, Architecture, c
 from specker.checkpoints.architectures.gguf import File, Gguf, Keys, Undo
 from specker.checkpoints.architectures.names import FUSED_EXPERTS, LAYER, TensorName
 from specker.checkpoints.numbers import check_size
-from specker.model.config import CheckpointError, ShortConv
+from specker.model.config import CheckpointError, LayerSpec, ShortConv
 
 SIGMOID = 2  # of llama_expert_gating_func_type
 
@@ -121,7 +121,7 @@ LFM2 = Architecture(
     "lfm2",
     LFM2_LAYER,
     TensorName("embedding_norm", "token_embd_norm"),
-    qk_norm="head",
+    layer=LayerSpec(qk_norm="head"),
     activation="",
     eps="norm_eps",
     recurrent=("conv", _short_conv),

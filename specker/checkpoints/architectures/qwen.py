@@ -6,6 +6,7 @@ from typing import Any
 from specker.checkpoints.architectures.architecture import BASE, SLIDING, Architecture
 from specker.checkpoints.architectures.gguf import Gguf, check_experts, with_scaling
 from specker.checkpoints.architectures.names import EXPERTS, LAYER
+from specker.model.config import LayerSpec
 
 QWEN = BASE | {"max_position_embeddings": 32768, "use_sliding_window": False}
 
@@ -22,7 +23,7 @@ FAMILY = {
     "Qwen3ForCausalLM": Architecture(
         "qwen3",
         gguf=Gguf(mend=with_scaling),
-        qk_norm="head",
+        layer=LayerSpec(qk_norm="head"),
         biases="attention",
         masked="may be",
         fills=QWEN | {"head_dim": 128, "attention_bias": False},
@@ -31,7 +32,7 @@ FAMILY = {
         "qwen3_moe",
         LAYER | EXPERTS,
         gguf=Gguf(mend=_qwen3_moe),
-        qk_norm="head",
+        layer=LayerSpec(qk_norm="head"),
         biases="attention",
         kinds=SLIDING,
         experts=("num_experts", "num_experts_per_tok", "moe_intermediate_size"),

@@ -24,7 +24,7 @@ from specker.checkpoints.architectures.architecture import FULL, Architecture, c
 from specker.checkpoints.architectures.gguf import File, Gguf, Keys, Undo
 from specker.checkpoints.architectures.names import EXPERTS, LAYER, TensorName
 from specker.checkpoints.gguf_blocks import BLOCKS, Value, moved, rows
-from specker.model.config import CheckpointError, DeltaNet
+from specker.model.config import CheckpointError, DeltaNet, LayerSpec
 
 TILING = "qwen35", "qwen35moe"  # llama.cpp's architectures with tiled value heads
 TILED = "linear_out_proj_tiled"  # DeltaNet.tiled, in config.json of a converted GGUF file
@@ -195,12 +195,11 @@ SIZES = "num_experts", "num_experts_per_tok", "moe_intermediate_size", "shared_e
 QWEN3_NEXT = Architecture(
     "qwen3_next",
     COMMON | JOINED | QWEN_EXPERTS,
-    qk_norm="head",
+    layer=LayerSpec(qk_norm="head", gated=True),
     biases="attention",
     partial=True,
     norm_offset=1.0,
     recurrent=("linear_attention", _delta_net),
-    gated=True,
     experts=SIZES,
     normalises="norm_topk_prob",
 )
