@@ -11,7 +11,7 @@ import tempfile
 from collections.abc import Callable
 from copy import deepcopy
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import transformers
@@ -19,23 +19,46 @@ from torch import Tensor
 
 from specker.checkpoints.tokenizer import Tokens
 
-FAMILIES = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3", "dream": "Qwen2"}
-FAMILIES |= {"gemma3": "Gemma3", "olmo2": "Olmo2", "smollm3": "SmolLM3", "mimo": "Qwen2", "granite": "Granite"}
-FAMILIES |= {"qwen3_moe": "Qwen3Moe", "mixtral": "Mixtral"}
-FAMILIES |= {"qwen3_5": "Qwen3_5", "qwen3_5_moe": "Qwen3_5Moe", "qwen3_next": "Qwen3Next"}
-FAMILIES |= {"lfm2": "Lfm2", "lfm2_moe": "Lfm2Moe", "olmo3": "Olmo3"}
-FAMILIES |= {"gpt_oss": "GptOss"}
-FAMILIES |= {"gemma2": "Gemma2", "gemma4": "Gemma4"}
-FAMILIES |= {"phi3": "Phi3", "ministral": "Ministral", "ministral3": "Ministral3"}
-MODULES = {"Qwen3Moe": "qwen3_moe", "Qwen3_5Moe": "qwen3_5_moe", "Qwen3Next": "qwen3_next"}
-MODULES |= {"Lfm2Moe": "lfm2_moe", "GptOss": "gpt_oss"}  # others: in small letters
-TEXT = "gemma3", "gemma4", "qwen3_5", "qwen3_5_moe"  # whose config is that of a multimodal model's text
-PADDED = "smollm3", "phi3", "lfm2", "lfm2_moe", "olmo3"  # whose default padding token is beyond `vocab`
-BIASED = ("llama", "smollm3", "granite")
-ATTENTION_BIASED = ("qwen3", "qwen3_moe", "qwen3_5", "gemma2", "gemma3", "olmo2")
-HEADED = ("qwen3", "qwen3_moe", "ministral", "ministral3")  # transformers does not divide there
-HEADED += ("gemma2", "gemma3", "gemma4")
-HEADED += ("qwen3_5", "qwen3_5_moe", "qwen3_next", "gpt_oss")
+
+class Family(NamedTuple):
+    """transformers' classes of an architecture, and what their config takes."""
+
+    name: str  # the beginning of the classes' names
+    module: str  # of transformers.models
+    config: str = ""  # the config's class, if it is not the model's
+    biases: str = ""  # "attention" or "all": fields for them
+    head_dim: bool = False  # transformers does not divide by the number of heads
+    unset: tuple[str, ...] = ()  # fields that are None
+
+
+OFFSET = "Gemma2", "Gemma3", "Qwen3_5", "Qwen3Next"  # classes whose norms add 1 to their weights
+PADDED = ("pad_token_id",)  # the default is beyond `vocab`
+FAMILIES = {
+    "llama": Family("Llama", "llama", biases="all"),
+    "mistral": Family("Mistral", "mistral", unset=("sliding_window",)),
+    "ministral": Family("Ministral", "ministral", head_dim=True),
+    "ministral3": Family("Ministral3", "ministral3", head_dim=True),
+    "mixtral": Family("Mixtral", "mixtral"),
+    "qwen2": Family("Qwen2", "qwen2"),
+    "dream": Family("Qwen2", "qwen2"),
+    "mimo": Family("Qwen2", "qwen2"),
+    "qwen3": Family("Qwen3", "qwen3", biases="attention", head_dim=True),
+    "qwen3_moe": Family("Qwen3Moe", "qwen3_moe", biases="attention", head_dim=True),
+    "qwen3_next": Family("Qwen3Next", "qwen3_next", head_dim=True),
+    "qwen3_5": Family("Qwen3_5", "qwen3_5", "Qwen3_5TextConfig", biases="attention", head_dim=True),
+    "qwen3_5_moe": Family("Qwen3_5Moe", "qwen3_5_moe", "Qwen3_5MoeTextConfig", head_dim=True),
+    "lfm2": Family("Lfm2", "lfm2", unset=PADDED),
+    "lfm2_moe": Family("Lfm2Moe", "lfm2_moe", unset=PADDED),
+    "gpt_oss": Family("GptOss", "gpt_oss", head_dim=True),
+    "gemma2": Family("Gemma2", "gemma2", biases="attention", head_dim=True),
+    "gemma3": Family("Gemma3", "gemma3", "Gemma3TextConfig", biases="attention", head_dim=True),
+    "gemma4": Family("Gemma4", "gemma4", "Gemma4TextConfig", head_dim=True),
+    "olmo2": Family("Olmo2", "olmo2", biases="attention"),
+    "olmo3": Family("Olmo3", "olmo3", unset=PADDED),
+    "smollm3": Family("SmolLM3", "smollm3", biases="all", unset=PADDED),
+    "granite": Family("Granite", "granite", biases="all"),
+    "phi3": Family("Phi3", "phi3", unset=PADDED),
+}
 
 LINEAR = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.0}
 # With these context lengths a head of 16 has frequencies in all three ranges of llama3's and yarn's scaling.
@@ -320,7 +343,7 @@ def make(
     adds a byte-level one (`vocab` becomes 320 at least); `more` goes to transformers' config (sliding_window,
     layer_types, rms_norm_eps, ...).
     """
-    vocab = max(vocab, 320) if tokenizer else vocab
+    family, vocab = FAMILIES[arch], max(vocab, 320) if tokenizer else vocab
     mask = vocab - 1 if mask is None and arch == "dream" else mask
     options = dict(
         vocab_size=vocab,
@@ -334,15 +357,14 @@ def make(
         rope_parameters=deepcopy(rope or {"rope_type": "default", "rope_theta": 10000.0}),
         eos_token_id=eos,
         bos_token_id=None,
-        **({"head_dim": head_dim} if head_dim * heads != hidden or arch in HEADED else {}),
-        **({"attention_bias": attention_bias} if arch in BIASED + ATTENTION_BIASED else {}),
-        **({"mlp_bias": mlp_bias} if arch in BIASED else {}),
-        **({"sliding_window": None} if "mistral" in arch else {}),
-        **({"pad_token_id": None} if arch in PADDED else {}),  # the default is beyond `vocab`
+        **({"head_dim": head_dim} if head_dim * heads != hidden or family.head_dim else {}),
+        **({"attention_bias": attention_bias} if family.biases else {}),
+        **({"mlp_bias": mlp_bias} if family.biases == "all" else {}),
+        **dict.fromkeys(family.unset),
         **({} if mask is None else {"mask_token_id": mask}),
     )
-    config = getattr(transformers, f"{FAMILIES[arch]}{'Text' * (arch in TEXT)}Config")(**{**options, **more})
-    model = getattr(transformers, f"{FAMILIES[arch]}ForCausalLM")(config).to(dtype)
+    config = getattr(transformers, family.config or f"{family.name}Config")(**{**options, **more})
+    model = getattr(transformers, f"{family.name}ForCausalLM")(config).to(dtype)
     randomize(model, seed)
     saved = model if prefix else model.model
     size = sum(p.numel() * p.element_size() for p in saved.parameters())
@@ -370,8 +392,7 @@ def make(
 @torch.no_grad()
 def randomize(model: torch.nn.Module, seed: int) -> None:
     """Projections scale their input by 1.2; norms are 1 +- 0.2 (some models add the 1), biases and embeddings 0.3."""
-    kind = type(model).__name__
-    mean = 0 if kind.startswith(("Gemma2", "Gemma3")) or "Qwen3_5" in kind or "Qwen3Next" in kind else 1
+    mean = 0 if type(model).__name__.startswith(OFFSET) else 1
     generator = torch.Generator().manual_seed(seed)
     for name, p in model.named_parameters():
         noise = torch.randn(p.shape, generator=generator)
@@ -464,15 +485,13 @@ def exact_oracle(monkeypatch: Any) -> None:
     def gated(self: Any, x: Tensor, gate: Tensor) -> Tensor:
         return norm(self, x) * torch.nn.functional.silu(gate)
 
-    for family in {*FAMILIES.values()}:
-        module = MODULES.get(family, family.lower())
+    for name, module in {(family.name, family.module) for family in FAMILIES.values()}:
         modeling = getattr(getattr(models, module), f"modeling_{module}")
-        offset = family in ("Gemma2", "Gemma3") or "Qwen3_5" in family or family == "Qwen3Next"
-        own = gemma4 if family == "Gemma4" else gemma if offset else norm
-        monkeypatch.setattr(getattr(modeling, f"{family}RMSNorm"), "forward", own)
+        own = gemma4 if name == "Gemma4" else gemma if name.startswith(OFFSET) else norm
+        monkeypatch.setattr(getattr(modeling, f"{name}RMSNorm"), "forward", own)
         if hasattr(modeling, "torch_chunk_gated_delta_rule"):
             monkeypatch.setattr(modeling, "torch_chunk_gated_delta_rule", delta_rule)
-            monkeypatch.setattr(getattr(modeling, f"{family}RMSNormGated"), "forward", gated)
+            monkeypatch.setattr(getattr(modeling, f"{name}RMSNormGated"), "forward", gated)
     single = Tensor.float
     monkeypatch.setattr(Tensor, "float", lambda x: x if x.dtype == torch.float64 else single(x))
     double = torch.nn.Module.double
