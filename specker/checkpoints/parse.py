@@ -54,7 +54,6 @@ def parse_config(
                 f"num_attention_heads {heads} must be a multiple of num_key_value_heads {kv_heads}, "
                 f"and head_dim {head_dim} positive and even"
             )
-    scales = its.scales(hf)
     context = _context(hf, max_context)
     _check_reach(hf.rope_parameters or {}, context)
     kinds = _layer_types(hf, its)
@@ -65,15 +64,12 @@ def parse_config(
         raise CheckpointError(f"sliding_window must be a whole number from 1 on, but config.json has {short(window)}")
     narrow = window < context  # a window as long as the context hides nothing
     diffusion, mask = _diffusion(raw, arch, bidirectional)
-    if not getattr(hf, "is_causal", True) and not diffusion:
-        raise CheckpointError(f"config.json says is_causal false, and as a target or draft {arch} must be causal")
     if diffusion and narrow:
         raise CheckpointError(
             f"{arch} has a sliding window of {window}, which a bidirectional drafter cannot have; use "
             f"{option('max_context', window)} or less"
         )
     ropes, table_of = _ropes(hf, its, head_dim, kinds, dims)
-    mixers, (ple, ple_ids) = _mixers(hf, its), its.ple(hf)
     attention_bias = its.biases in ("attention", "all") and bool(hf.attention_bias)
     config = ModelConfig(
         architecture=arch,
@@ -83,19 +79,16 @@ def parse_config(
         num_heads=heads,
         num_kv_heads=kv_heads,
         head_dim=head_dim,
-        intermediate_size=its.width(hf),
-        rms_norm_eps=float(getattr(hf, its.eps)) / scales.residual**2,
+        intermediate_size=hf.intermediate_size,
+        rms_norm_eps=float(getattr(hf, its.eps)),
         layer=replace(
             its.layer,
             activation=ACTIVATIONS[act] if its.activation else its.layer.activation,
             qkv_bias=attention_bias or its.biases == "qkv",
             o_bias=attention_bias,
             mlp_bias=its.biases == "all" and bool(hf.mlp_bias),
-            scale=scales.scores,
-            cap=scales.cap,
-            mixers=mixers,
+            mixers=_mixers(hf, its),
             kvs=kvs,
-            ple=ple,
             sliding_windows=tuple(window if kind == SLIDING else 0 for kind in kinds) if narrow else (),
             ropes=table_of,
             experts=_experts(hf, its),
@@ -106,18 +99,14 @@ def parse_config(
         mask_token_id=mask,
         max_context=context,
         eos_ids=eos_ids(folder, raw, hf.vocab_size),
-        embed_scale=scales.embedding / scales.residual,
-        embed_rounded=scales.rounded,
-        residual_scale=scales.residual,
-        logits_scale=scales.logits,
-        logits_cap=scales.logits_cap,
         rotated=_rotated(hf, its, head_dim),
-        ple_ids=ple_ids,
-        widths=its.widths(hf),
         norm_offset=its.norm_offset,
         shares=_shares(raw, bool(hf.tie_word_embeddings)),
         pard_token=None if diffusion else _pard_token(raw),
     )
+    config = its.finish(hf, config)
+    if not getattr(hf, "is_causal", True) and not diffusion:
+        raise CheckpointError(f"config.json says is_causal false, and as a target or draft {arch} must be causal")
     return config, ropes
 
 

@@ -46,11 +46,9 @@ class Piece:
     transposed: bool = False  # the file has each expert's matrix as [columns, rows]
 
     @classmethod
-    def tensor(
-        cls, name: str, buffer: str, *shape: int, layer: int | None = None, row: int = 0, offset: float = 0.0
-    ) -> "Piece":
-        """A whole tensor."""
-        return cls(name, buffer, layer, row, shape, shape, (0,) * len(shape), offset)
+    def tensor(cls, name: str, buffer: str, *shape: int, offset: float = 0.0) -> "Piece":
+        """A whole tensor that is no layer's."""
+        return cls(name, buffer, None, 0, shape, shape, (0,) * len(shape), offset)
 
     @property
     def whole(self) -> bool:

@@ -5,25 +5,13 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 from specker.checkpoints.architectures.gguf import Gguf
 from specker.checkpoints.architectures.names import FINAL, LAYER, Names, TensorName
-from specker.model.config import KV, CheckpointError, LayerSpec, Mixer
+from specker.model.config import KV, CheckpointError, LayerSpec, Mixer, ModelConfig
 
 FULL, SLIDING = LAYER_TYPES = ("full_attention", "sliding_attention")
-
-
-class Scales(NamedTuple):
-    """What an architecture multiplies with."""
-
-    scores: float | None = None  # LayerSpec.scale
-    embedding: float = 1.0  # ModelConfig.embed_scale, without `residual`
-    rounded: bool = False  # ModelConfig.embed_rounded
-    residual: float = 1.0  # ModelConfig.residual_scale
-    logits: float = 1.0  # ModelConfig.logits_scale
-    cap: float = 0.0  # LayerSpec.cap
-    logits_cap: float = 0.0  # ModelConfig.logits_cap
 
 
 @dataclass(frozen=True)
@@ -45,12 +33,11 @@ class Architecture:
     norm_offset: float = 0.0  # ModelConfig.norm_offset
     activation: str = "hidden_act"  # the field that names the activation; "": `layer` does
     eps: str = "rms_norm_eps"  # the field with the norms' epsilon
-    width: Callable[[Any], int] = lambda hf: hf.intermediate_size  # of the feed-forward, from transformers' config
     recurrent: tuple[str, Callable[[Any], Mixer]] | None = None  # layers of this type, and what they compute
     kvs: Callable[[Any], tuple[KV, ...]] = lambda hf: ()  # LayerSpec.kvs, from transformers' config
-    widths: Callable[[Any], tuple[int, ...]] = lambda hf: ()  # ModelConfig.widths, from transformers' config
-    ple: Callable[[Any], tuple[int, int]] = lambda hf: (0, 0)  # LayerSpec.ple and ModelConfig.ple_ids
-    scales: Callable[[Any], Scales] = lambda hf: Scales()  # of transformers' config
+    finish: Callable[[Any, ModelConfig], ModelConfig] = lambda hf, config: config
+    """The config with what else transformers' config `hf` says in this family. Raises CheckpointError for what the
+    decoder does not compute."""
     experts: tuple[str, ...] = ()
     """The fields with the number of experts, how many each row chooses, an expert's intermediate size, and perhaps that
     of an expert that every row reads. Empty: every layer has one feed-forward."""

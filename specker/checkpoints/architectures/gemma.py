@@ -6,24 +6,24 @@ from typing import Any
 
 from torch import Tensor
 
-from specker.checkpoints.architectures.architecture import BASE, FULL, SLIDING, Architecture, Scales
+from specker.checkpoints.architectures.architecture import BASE, FULL, SLIDING, Architecture
 from specker.checkpoints.architectures.gguf import File, Gguf, Undo, scaled
 from specker.checkpoints.architectures.names import LAYER, NORMS_BOTH
-from specker.model.config import CheckpointError, LayerSpec
+from specker.model.config import CheckpointError, LayerSpec, ModelConfig
 
 
-def _gemma(hf: Any) -> Scales:
-    """Raises CheckpointError for what the decoder does not compute."""
+def _scaled(hf: Any, c: ModelConfig) -> ModelConfig:
     if hf.model_type != "gemma2" and hf.attn_logit_softcapping is not None:  # transformers ignores it
         cap = hf.attn_logit_softcapping
         raise CheckpointError(f"attn_logit_softcapping {cap} is not supported; Gemma 3's scores have no soft cap")
     if hf.use_bidirectional_attention:
         raise CheckpointError("use_bidirectional_attention is not supported; Gemma must be causal")
-    return Scales(
-        scores=hf.query_pre_attn_scalar**-0.5,
-        embedding=hf.hidden_size**0.5,
-        rounded=True,
-        cap=float(hf.attn_logit_softcapping or 0),
+    scale, cap = hf.query_pre_attn_scalar**-0.5, float(hf.attn_logit_softcapping or 0)
+    return replace(
+        c,
+        layer=replace(c.layer, scale=scale, cap=cap),
+        embed_scale=hf.hidden_size**0.5,
+        embed_rounded=True,
         logits_cap=float(hf.final_logit_softcapping or 0),
     )
 
@@ -66,7 +66,7 @@ GEMMA2 = Architecture(
     biases="attention",
     norm_offset=1.0,
     activation="hidden_activation",
-    scales=_gemma,
+    finish=_scaled,
     fills=GEMMA | {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0},
 )
 FAMILY = {

@@ -1,23 +1,32 @@
 """Gemma 4."""
 
+from dataclasses import replace
 from typing import Any
 
-from specker.checkpoints.architectures.architecture import FULL, Architecture, Scales
+from specker.checkpoints.architectures.architecture import FULL, Architecture
 from specker.checkpoints.architectures.names import LAYER, NORMS_BOTH, TensorName
 from specker.checkpoints.numbers import check_size
-from specker.model.config import KV, CheckpointError, LayerSpec
+from specker.model.config import KV, CheckpointError, LayerSpec, ModelConfig
 
 
-def _gemma4(hf: Any) -> Scales:
-    """Raises CheckpointError for what the decoder does not compute."""
+def _finish(hf: Any, c: ModelConfig) -> ModelConfig:
     if hf.use_bidirectional_attention == "all":  # "vision" concerns images only
         raise CheckpointError("use_bidirectional_attention 'all' is not supported; Gemma must be causal")
     if hf.enable_moe_block and hf.use_double_wide_mlp and hf.num_kv_shared_layers:
         raise CheckpointError("use_double_wide_mlp is not supported beside enable_moe_block")
-    return Scales(1.0, hf.hidden_size**0.5, rounded=True, logits_cap=float(hf.final_logit_softcapping or 0))
+    ple, ple_ids = _ple(hf)
+    return replace(
+        c,
+        layer=replace(c.layer, ple=ple),
+        widths=_widths(hf),
+        embed_scale=hf.hidden_size**0.5,
+        embed_rounded=True,
+        logits_cap=float(hf.final_logit_softcapping or 0),
+        ple_ids=ple_ids,
+    )
 
 
-def _gemma4_kvs(hf: Any) -> tuple[KV, ...]:
+def _kvs(hf: Any) -> tuple[KV, ...]:
     """LayerSpec.kvs. Raises CheckpointError for heads that differ between layers of one kind."""
     if not hasattr(hf, "per_layer_config"):
         raise CheckpointError("Gemma 4 needs a later version of transformers: pip install -U transformers")
@@ -41,7 +50,7 @@ def _gemma4_kvs(hf: Any) -> tuple[KV, ...]:
     return tuple(kvs)
 
 
-def _gemma4_ple(hf: Any) -> tuple[int, int]:
+def _ple(hf: Any) -> tuple[int, int]:
     """LayerSpec.ple and ModelConfig.ple_ids."""
     if hf.hidden_size_per_layer_input in (0, None):
         return 0, 0
@@ -54,7 +63,7 @@ def _gemma4_ple(hf: Any) -> tuple[int, int]:
     return hf.hidden_size_per_layer_input, hf.vocab_size_per_layer_input
 
 
-def _gemma4_widths(hf: Any) -> tuple[int, ...]:
+def _widths(hf: Any) -> tuple[int, ...]:
     """ModelConfig.widths: with use_double_wide_mlp, layers that read the K/V of others are twice as wide."""
     if not hf.use_double_wide_mlp or not hf.num_kv_shared_layers:
         return ()
@@ -85,13 +94,11 @@ FAMILY = {
     "Gemma4ForCausalLM": Architecture(
         "gemma4_text",
         LAYER | NORMS_BOTH | BESIDE | PER_LAYER,
-        layer=LayerSpec(norms="both", qk_norm="head", v_norm=True, scaled=True),
+        layer=LayerSpec(norms="both", qk_norm="head", scale=1.0, v_norm=True, scaled=True),
         ropes="by type",
         activation="hidden_activation",
-        scales=_gemma4,
-        kvs=_gemma4_kvs,
-        widths=_gemma4_widths,
-        ple=_gemma4_ple,
+        kvs=_kvs,
+        finish=_finish,
         experts=("num_experts", "top_k_experts", "moe_intermediate_size", "intermediate_size"),
         mixes="enable_moe_block",
         mixture=lambda hf: {"beside": True},

@@ -12,7 +12,7 @@ from specker.checkpoints.architectures.architecture import FULL, Architecture, c
 from specker.checkpoints.architectures.gguf import File, Gguf, Keys, Undo
 from specker.checkpoints.architectures.names import FUSED_EXPERTS, LAYER, TensorName
 from specker.checkpoints.numbers import check_size
-from specker.model.config import CheckpointError, LayerSpec, ShortConv
+from specker.model.config import CheckpointError, LayerSpec, ModelConfig, ShortConv
 
 SIGMOID = 2  # of llama_expert_gating_func_type
 
@@ -24,16 +24,16 @@ def _short_conv(hf: Any) -> ShortConv:
     return ShortConv(hf.hidden_size, hf.conv_L_cache)
 
 
-def _lfm_width(hf: Any) -> int:
+def _adjusted(hf: Any, c: ModelConfig) -> ModelConfig:
     """The intermediate size, as transformers' Lfm2MLP computes it."""
     if not hf.block_auto_adjust_ff_dim:
-        return int(hf.intermediate_size)
+        return c
     width, step = int(2 * hf.intermediate_size / 3), hf.block_multiple_of
     if hf.block_ffn_dim_multiplier is not None:
         width = int(hf.block_ffn_dim_multiplier * width)
     width = -(-width // step) * step
     check_size("intermediate_size", width, "config.json, adjusted as block_auto_adjust_ff_dim says,")
-    return width
+    return replace(c, intermediate_size=width)
 
 
 def _lfm_mixture(hf: Any) -> dict[str, Any]:
@@ -127,7 +127,7 @@ LFM2 = Architecture(
     recurrent=("conv", _short_conv),
 )
 FAMILY = {
-    "Lfm2ForCausalLM": replace(LFM2, gguf=Gguf(_kernels, files=("lfm2",), fields=_dense), width=_lfm_width),
+    "Lfm2ForCausalLM": replace(LFM2, gguf=Gguf(_kernels, files=("lfm2",), fields=_dense), finish=_adjusted),
     "Lfm2MoeForCausalLM": replace(
         LFM2,
         model_type="lfm2_moe",
