@@ -78,8 +78,8 @@ class HeadLayout(ABC):
     ropes: tuple[Rope, ...]
     spec: Any  # of the head's model
 
-    extra: ClassVar[tuple[str, ...]] = "d2t", "t2d"  # tensors that are neither a layer's nor a product's
-    more: ClassVar[tuple[str, ...]] = ()  # files with tensors that may stand beside or instead of safetensors files
+    extra: ClassVar[tuple[str, ...]] = "d2t", "t2d"  # tensors that are read apart from `pieces`
+    more: ClassVar[tuple[str, ...]] = ()  # files beside or instead of safetensors files
 
     @classmethod
     @abstractmethod

@@ -54,12 +54,9 @@ class Layout:
     start: str  # of all of a head's names
     layer: str  # after that, of its layer's
     tensors: HeadTable  # after `start`
+    spec: dict[str, Any]  # fields of HeadSpec
     first: int = 0  # the first head's number
     swapped: bool = False  # fc has the hidden row's columns first
-    before_norm: bool = False  # this and the next three: see HeadSpec
-    output: bool = True
-    chained: bool = True
-    zeroed: bool = True
 
     def head(self, n: int) -> "Layout":
         """The whole names of head n, counted from 0."""
@@ -81,9 +78,12 @@ class Layout:
 
 def layouts(prefix: str, layers: int) -> tuple[Layout, ...]:
     """The layouts for a target of this many layers, whose names begin with `prefix`."""
-    mimo = Layout(f"{prefix}mtp_layers.#.", "", MIMO, swapped=True, before_norm=True, output=False, chained=False)
-    qwen = Layout("mtp.", "layers.#.", QWEN, zeroed=False)
-    return mimo, qwen, Layout(f"{prefix}layers.#.", "", DEEPSEEK, first=layers)
+    mimo = {"before_norm": True, "chained": False, "zeroed": True}
+    return (
+        Layout(f"{prefix}mtp_layers.#.", "", MIMO, mimo, swapped=True),
+        Layout("mtp.", "layers.#.", QWEN, {"output": True}),
+        Layout(f"{prefix}layers.#.", "", DEEPSEEK, {"output": True, "zeroed": True}, first=layers),
+    )
 
 
 def read(target: Checkpoint, *, dtype: torch.dtype, quantize: str | None = None) -> HeadCheckpoint:
@@ -139,16 +139,7 @@ def _head(
     fc = torch.cat((fc[:, H:], fc[:, :H]), 1) if layout.swapped else fc
     parts = HeadWeights(fc, embed_norm=found["embed_norm"], hidden_norm=found["hidden_norm"])
     weights = weights_of(found, (first or target).weights, target.weights.ropes)
-    spec = HeadSpec(
-        "mtp",
-        (target.config.num_layers,),
-        H,
-        config.vocab_size,
-        output=layout.output,
-        before_norm=layout.before_norm,
-        chained=layout.chained,
-        zeroed=layout.zeroed,
-    )
+    spec = HeadSpec("mtp", (target.config.num_layers,), H, config.vocab_size, **layout.spec)
     return HeadCheckpoint(
         config, weights, target.folder, shared=target.tokens, activations=target.activations, spec=spec, parts=parts
     )
