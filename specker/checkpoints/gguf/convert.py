@@ -17,7 +17,7 @@ from torch import Tensor
 
 from specker.checkpoints import gguf_blocks
 from specker.checkpoints.architectures import ARCHITECTURES
-from specker.checkpoints.architectures.gguf import FREQUENCIES, File, Undo
+from specker.checkpoints.architectures.gguf import FREQUENCIES, File, Keys, Undo
 from specker.checkpoints.architectures.llama import interleaved
 from specker.checkpoints.gguf import experts, heads, model, vocabulary
 from specker.checkpoints.gguf.header import check_header
@@ -80,7 +80,7 @@ def _convert_model(path: Path, folder: Path, file: Any, dense: bool) -> None:
     keys, arch = _keys(file), _architecture(file)
     supported = {its.model_type: (name, its.gguf, its) for name, its in ARCHITECTURES.items() if its.gguf is not None}
     hybrid = next((its for _, gguf, its in supported.values() if arch in gguf.files), None)
-    config = _config(path) if hybrid is None else model.config_of(path, file, arch, hybrid, keys)
+    config = _config(path) if hybrid is None else model.config_of(file, hybrid, Keys(keys, path, arch))
     model_type = "mixtral" if config.model_type == "llama" and keys.get("expert_count") else config.model_type
     if model_type not in supported:
         raise CheckpointError(

@@ -1,7 +1,6 @@
 """A model's GGUF file as a Hugging Face checkpoint: the names of its tensors, and config.json where the file's keys say
 it. Source: llama.cpp's convert_hf_to_gguf.py."""
 
-from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,35 +33,29 @@ def name_of(its: Architecture, layers: int, name: str, path: Path) -> str | None
     raise CheckpointError(f"{path} has the tensor {name}, which no supported architecture uses")
 
 
-def _common(keys: Keys, tensors: Sequence[Any], fields: Mapping[str, Any], ropes: Sequence[str]) -> dict[str, Any]:
-    """Fields of config.json that all have. `fields`: all keys of the file. `ropes`: `Gguf.ropes`."""
+def config_of(file: Any, its: Architecture, keys: Keys) -> Any:
+    """transformers' config of an open file of one of `Gguf.files`: those that transformers does not read, or only in
+    its newest versions. Raises CheckpointError."""
+    from transformers import AutoConfig
+
+    assert its.gguf is not None
     keys.no("attention.causal", True)
-    keys.no("rope.scaling.type", *ropes)
+    keys.no("rope.scaling.type", *its.gguf.ropes)
     if "rope.scaling.type" not in keys:  # a factor alone would be linear
         keys.no("rope.scaling.factor", 1.0, 0.0)
-    rows_of = {tensor.name: int(tensor.shape[-1]) for tensor in tensors}
+    rows_of = {tensor.name: int(tensor.shape[-1]) for tensor in file.tensors}
     if "token_embd.weight" not in rows_of:
         raise CheckpointError(f"{keys.path} lacks the tensor token_embd.weight; convert it again")
-    return {
+    tokens = {name: file.fields.get(f"tokenizer.ggml.{name}_token_id") for name in ("bos", "eos", "padding")}
+    ids = {name: None if field is None else field.contents() for name, field in tokens.items()}
+    common = {
         "vocab_size": rows_of["token_embd.weight"],
         "tie_word_embeddings": "output.weight" not in rows_of,
         "max_position_embeddings": keys["context_length"],
         "hidden_size": keys["embedding_length"],
         "num_attention_heads": keys["attention.head_count"],
-        "bos_token_id": fields.get("tokenizer.ggml.bos_token_id"),
-        "eos_token_id": fields.get("tokenizer.ggml.eos_token_id"),
-        "pad_token_id": fields.get("tokenizer.ggml.padding_token_id"),
+        "bos_token_id": ids["bos"],
+        "eos_token_id": ids["eos"],
+        "pad_token_id": ids["padding"],
     }
-
-
-def config_of(path: Path, file: Any, arch: str, its: Architecture, keys: Mapping[str, Any]) -> Any:
-    """transformers' config of a file of llama.cpp's architecture `arch`, one of `Gguf.files`: those that transformers
-    does not read, or only in its newest versions. `keys`: the open file's, without the architecture's prefix. Raises
-    CheckpointError."""
-    from transformers import AutoConfig
-
-    assert its.gguf is not None
-    own = Keys(keys, path, arch)
-    fields = {name: field.contents() for name, field in file.fields.items() if name.endswith("_token_id")}
-    common = _common(own, file.tensors, fields, its.gguf.ropes)
-    return AutoConfig.for_model(its.model_type, **common, **its.gguf.fields(own))
+    return AutoConfig.for_model(its.model_type, **common, **its.gguf.fields(keys))
