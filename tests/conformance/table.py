@@ -63,7 +63,7 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     "gpt-oss": GPT_OSS | {"layer_types": [SLIDING, FULL, FULL, SLIDING], "seed": 4},
 }
 ARCHITECTURES = {name: SIZES | options for name, options in ARCHITECTURES.items()}
-# Layers that EasySpec drafts with side by side: those of a group are of one kind. Others take no groups.
+# Layers that EasySpec drafts with side by side; those of a group are of one kind. It is paired with these alone.
 GROUPS = dict.fromkeys(("llama", "qwen3", "olmo2", "mixtral", "mistral", "granite"), "2")
 GROUPS |= dict.fromkeys(("gemma2", "gemma3", "gpt-oss", "qwen3-moe"), "[[0],[1,2],[3]]")
 GROUPS |= {"qwen2": "[[0],[1,2,3]]", "gemma3-window-of-2": "[[0,1,2],[3]]"}
@@ -114,7 +114,8 @@ WAYS: dict[str, dict[str, Any]] = {
     "int4": {"dtype": "float32", "quantize": "int4", "kv_dtype": "bfloat16", "graphs": "on"},
 }
 
-# A repetition, one token, a text over several pages and chunks, ... : they differ in all that a request may say.
+# Prompts that repeat themselves, of one token, across a recurrent layer's anchor and over several pages; texts that are
+# greedy or sampled, with filters, penalties and biases.
 REQUESTS: list[tuple[list[int], dict[str, Any]]] = [
     ([5, 9, 40, 77, 3, 8] * 3 + [5, 9, 40], {"max_new_tokens": 14}),
     ([7], {"max_new_tokens": 10, "temperature": 0.7, "seed": 3}),
@@ -126,10 +127,10 @@ REQUESTS: list[tuple[list[int], dict[str, Any]]] = [
 
 
 def fits(architecture: str, strategy: str) -> bool:
-    """Whether the strategy takes a target of this architecture; it refuses others by name."""
+    """Whether the strategy is paired with targets of this architecture."""
     if "easyspec" in strategy:
         return architecture in GROUPS
-    return architecture != "granite" or not strategy.startswith(("eagle", "dflash"))  # granite scales hidden states
+    return architecture != "granite" or not strategy.startswith(("eagle", "dflash"))  # refused by name
 
 
 def quick() -> Iterator[tuple[str, str, str]]:

@@ -150,11 +150,12 @@ def test_captured_work_replays_in_later_rounds(models, strategy):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 @pytest.mark.usefixtures("cheap")
-def test_the_whole_table(models, architecture):
+def test_the_whole_table(models, architecture, way):
     for strategy in STRATEGIES:
-        for way in WAYS if fits(architecture, strategy) else ():
+        if fits(architecture, strategy):
             conforms(models, architecture, models.engine(architecture, strategy, way), way)
 
 

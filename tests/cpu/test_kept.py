@@ -1,6 +1,7 @@
 """K and V in fewer bits on the compiled layers: what a cache holds, what attention makes of it, and the promise that a
 row's bits, and so every strategy's tokens, do not depend on other rows."""
 
+import cases
 import pytest
 import torch
 from heads import OFTEN, made
@@ -100,8 +101,7 @@ SPANS = {
 }
 
 
-@pytest.mark.parametrize("kind", ["float32", *NARROW])
-@pytest.mark.parametrize("layers", SPANS)
+@pytest.mark.parametrize(("layers", "kind"), cases.one_in(2, SPANS, ["float32", *NARROW]))
 def test_a_row_has_the_same_bits_on_both_sides_of_the_end_of_a_span(tmp_path, kind, layers):
     """Sums over 512 columns are added, from the row on that sees 768 columns. Rows that see a column fewer and more, in
     a chain, a tree and a batch, whose threads divide the columns or the heads; with one thread and three."""
