@@ -3,7 +3,6 @@
 import json
 from pathlib import Path
 
-import cases
 import pytest
 import torch
 from make_checkpoint import QWEN3_5, QWEN3_MOE, make, oracle
@@ -78,32 +77,14 @@ def test_the_run_keeps_the_bits(target, kind, pack, matrix):
     assert 0.6 * elements < kept.layer_bytes < 1.3 * elements
 
 
-HOW = (
-    {"strategy": "draft", "draft_tokens": 3},
-    {"strategy": "draft", "tree": "3x3"},
-    {"strategy": "vocabtrim", "vocab_keep": "64"},
-    {"strategy": "easyspec", "layer_parallel": 2},
-    {"strategy": "del"},
-    {"strategy": "lookup"},
-)
-
-
-@pytest.mark.parametrize(("kind", "how", "temperature"), cases.one_in(2, ["int8", "int4"], HOW, [0.0, 0.7]))
-def test_every_strategy_has_the_tokens_of_plain_decoding(target, draft, tmp_path, kind, how, temperature):
-    """In float64, where the rounded weights are restored, and through the kernels, which are batch-invariant for
-    chains."""
-    how = dict(how)
-    own = draft if how["strategy"] in ("draft", "vocabtrim", "easyspec") else None
-    chain = "tree" not in how and how["strategy"] != "lookup"
-    for dtype in ("float64", "float32") if chain else ("float64",):
-        both = {"dtype": dtype, "quantize": kind, "device": "cpu", "batch_size": 2}
-        plain = specker.load(target, strategy="ar", **both)
-        fast = specker.load(target, own, draft_quantize=kind if own else None, **both | how)
-        if dtype == "float32" and own is not None:
-            assert fast.draft.quantised is not None
-        for prompt in (PROMPT, list(range(3, 60))):
-            got, want = (e.generate(prompt, 14, temperature=temperature, seed=1) for e in (fast, plain))
-            assert got.tokens == want.tokens
+@pytest.mark.parametrize("kind", ["int8", "int4"])
+def test_drafts_change_no_token_of_restored_weights(target, draft, kind):
+    """The conformance table has what the kernels compute with rounded weights; float64 restores them."""
+    both = {"dtype": "float64", "quantize": kind, "device": "cpu"}
+    fast = specker.load(target, draft, strategy="draft", tree="3x3", draft_quantize=kind, **both)
+    for how in ({}, {"temperature": 0.7, "seed": 1}):
+        out = fast.generate(PROMPT, 14, **how)
+        assert out.tokens == fast.generate_ar(PROMPT, 14, **how).tokens and out.stats.drafted > 0
 
 
 def test_none_restores(target, tmp_path):

@@ -119,7 +119,10 @@ class Foreign:
 
 @pytest.mark.parametrize(
     ("way", "kv_tokens"),
-    [("draft", 400), ("easyspec", None), ("lookup", None), ("fixed", 400), ("fixed easyspec", None)],
+    [
+        *(("draft", 400), ("lookup", None), ("fixed easyspec", None)),
+        *(pytest.param(*each, marks=pytest.mark.slow) for each in (("easyspec", None), ("fixed", 400))),
+    ],
 )
 def test_requests_come_move_wait_shrink_and_end(tiny, way, kv_tokens):
     """Each draft is the one that a drafter without memory of earlier steps makes."""

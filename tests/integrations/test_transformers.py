@@ -137,9 +137,10 @@ def test_our_ops_emit_the_models_tokens(pairs, arch, only_ops):
     generate = Generate(draft, draft_tokens=3)
     got, _ = same(model, generate, **PADDED, **GREEDY)
     assert generate.stats.accepted < generate.stats.drafted, "the draft never erred: this proves little"
-    got, _ = same(model, generate, **PADDED, **GREEDY, eos_token_id=[late(got), late(got, row=0)])
-    assert (got[:, 6:] == 0).any(), "all rows ended at once: this proves little"
-    same(model, generate, ONE, max_length=17, do_sample=False)
+    if arch in ("llama", "gemma3"):
+        got, _ = same(model, generate, **PADDED, **GREEDY, eos_token_id=[late(got), late(got, row=0)])
+        assert (got[:, 6:] == 0).any(), "all rows ended at once: this proves little"
+        same(model, generate, ONE, max_length=17, do_sample=False)
 
 
 def test_factors_of_the_logits_are_in_the_draws(pairs, only_ops):

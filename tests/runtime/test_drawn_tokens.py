@@ -3,6 +3,7 @@
 On a CPU rounds write logits, so `Model.samples` is replaced: the op's reference then draws, in float64.
 """
 
+import cases
 import pytest
 import torch
 from make_checkpoint import make
@@ -66,8 +67,7 @@ def texts(engine, samplings):
     return [request.tokens for request in requests]
 
 
-@pytest.mark.parametrize("graphs", ["off", "on"])
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(("way", "graphs"), cases.one_in(2, WAYS, ["off", "on"]))
 def test_the_texts_are_those_of_rounds_that_write_logits(made, forms, drawing, way, graphs):
     """A round with a filter or log-probabilities writes logits, for the other sequences too; rounds after its end do
     not."""

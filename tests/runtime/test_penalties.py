@@ -26,13 +26,8 @@ EACH = {  # a value for each prompt: requests of one batch differ
     },
 }
 HOW = {
-    "a chain": {"strategy": "draft", "draft_tokens": 4},
     "a tree": {"strategy": "draft", "tree": "3x4"},
-    "fixed shapes": {"strategy": "draft", "draft_tokens": 3, "graphs": "on"},
-    "a fixed tree": {"strategy": "easyspec", "tree": "2x3", "graphs": "on"},
-    "a join": {"strategy": "vocabtrim+lookup"},
-    "the target's layers": {"strategy": "del", "policy": "fixed"},
-    "n-grams": {"strategy": "lookup", "batch_size": 1},
+    "a fixed join": {"strategy": "vocabtrim+lookup", "graphs": "on"},
 }
 
 
@@ -44,8 +39,7 @@ def test_every_strategy_has_the_tokens_of_plain_decoding(how):
         got, want = engine.generate(PROMPTS, TOKENS, **options), engine.generate_ar(PROMPTS, TOKENS, **options)
         assert [out.tokens for out in got] == [out.tokens for out in want]
         assert any(a.tokens != b for a, b in zip(got, plain, strict=True))
-    if how != "n-grams":
-        assert sum(out.stats.accepted for out in got) > 0
+    assert sum(out.stats.accepted for out in got) > 0
 
 
 @pytest.mark.parametrize("penalty", [1.4, 0.7])

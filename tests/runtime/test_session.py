@@ -419,32 +419,6 @@ def a_request(rng, prefixes):
     return prompt, options | ({"stop_ids": [rng.randrange(128) for _ in range(3)]} if rng.random() < 0.3 else {})
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_tokens_depend_on_nothing_but_the_request(models, way, chunk_prompts):
-    """Cancelled requests, stops, prompts in chunks, shared beginnings and arrivals at random, in float64."""
-    chunk_prompts(24)
-    rng = random.Random(way)
-    prefixes = [[rng.randrange(3, 90) for _ in range(120)] for _ in range(3)]
-    engine, plain = load(models, way, batch_size=3, kv_tokens=1500, prefix_cache="all"), load(models, "ar")
-    session, live, done, reused = engine.session, {}, 0, 0
-    for _ in range(16):
-        while rng.random() < 0.6:
-            prompt, options = a_request(rng, prefixes)
-            live[session.submit(prompt, Params.of(**options))] = prompt, options
-        for _ in range(rng.randrange(8)):
-            session.step()
-        if live and rng.random() < 0.2:
-            session.cancel(rng.choice(list(live)))
-    while session.busy:
-        session.step()
-    for request, (prompt, options) in live.items():
-        want = plain.generate(prompt, **options).tokens
-        assert request.tokens == (want[: len(request.tokens)] if request.finished == "cancelled" else want)
-        done += request.finished != "cancelled"
-        reused += request.stats.prefilled < len(prompt) - 1 and request.finished != "cancelled"
-    assert done > 8 and reused > 3 and free(engine)
-
-
 @pytest.mark.slow
 def test_soak(models):
     """2,000 requests, 40 at a time, from four threads; memory ends as it began."""

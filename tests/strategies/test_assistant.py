@@ -73,7 +73,7 @@ MODES = [("greedy", "off"), ("sampled", "on"), ("sampled", "off"), ("greedy", "o
 
 
 @since("transformers", "5.23", "drafts with an assistant by other arguments")
-@pytest.mark.parametrize(("kind", "way", "mode"), cases.one_in(4, OFTEN, WAYS, MODES))
+@pytest.mark.parametrize(("kind", "way", "mode"), cases.one_in(6, OFTEN, WAYS, MODES))
 def test_batches_change_no_token(made, exact, monkeypatch, kind, way, mode):
     """Texts of unequal length take turns in three slots, with prompts of one token or of several chunks. Windows stand
     in rings."""
@@ -129,8 +129,7 @@ def test_quantised(made):
         assert engine.generate(TEXT, 12).tokens == engine.generate_ar(TEXT, 12).tokens
 
 
-@pytest.mark.parametrize("how", [{}, {"tree": "3x3"}, {"batch_size": 3}], ids=str)
-@pytest.mark.parametrize("kind", TARGETS)
+@pytest.mark.parametrize(("kind", "how"), cases.one_in(2, TARGETS, [{}, {"tree": "3x3"}, {"batch_size": 3}]))
 def test_a_compiled_target(tmp_path, kind, how):
     """Its K/V is in float16, where the CPU converts it."""
     sizes = {"hidden": 64, "heads": 4, "kv_heads": 2, "head_dim": 32, "ffn": 96, "seed": 2}

@@ -60,7 +60,7 @@ def scores(tmp_path_factory):
 HOW = ({}, {"graphs": "on"}, {"graphs": "on", "temperature": 0.7}, {"temperature": 0.7})
 
 
-@pytest.mark.parametrize(("name", "how"), cases.one_in(3, JOINS, HOW))
+@pytest.mark.parametrize(("name", "how"), cases.one_in(4, JOINS, HOW))
 def test_tokens_equal_plain_decoding(world, scores, name, how, cheap, monkeypatch):
     """One by one and as a batch; both parts draft."""
     parts, temperature = set(), how.get("temperature", 0.0)

@@ -61,17 +61,6 @@ def test_a_tree_merges_what_continuations_share(target):
     assert rounds_of(capped, [7, 1, 2, 3, 7, 1, 5, 6, 7])[1][0]["draft"] == [1, 5, 6, 2]
 
 
-@pytest.mark.parametrize("options", [{}, {"tree": "3x4"}, {"policy": "plus-minus-one"}, {"graphs": "on"}])
-def test_tokens_equal_plain_decoding(target, options, steady):
-    engine = specker.load(target, strategy="lookup", dtype="float64", device="cpu", **options)
-    for prompt in ([3], [5, 9, 40, 5, 9], list(range(40)) * 2):
-        for how in ({}, {"temperature": 0.7, "seed": 4}, {"temperature": 1.0, "top_p": 0.8}):
-            out = engine.generate(prompt, 20, **how)
-            assert out.tokens == cases.plain(target, prompt, 20, **how)
-    text = cases.plain(target, [5, 9], 100)
-    assert engine.generate([5, 9, *text], 40).stats.accepted > 0, "a looping text is never accepted: proves little"
-
-
 def test_ended_texts_are_copied_within_a_salt(target):
     """The second answer to a prompt is the first one. Plain decoding adds no text, and other salts share none."""
     engine = specker.load(target, strategy="lookup", draft_tokens=8, dtype="float64", device="cpu")

@@ -87,8 +87,7 @@ WAYS = {
 
 
 @pytest.mark.usefixtures("cheap")  # drafts do not depend on the clock
-@pytest.mark.parametrize("how", SAMPLING)
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(("way", "how"), cases.one_in(2, WAYS, SAMPLING))
 def test_batches_change_no_token(pairs, monkeypatch, way, how):
     exact_oracle(monkeypatch)
     more, options = WAYS[way]

@@ -45,7 +45,7 @@ def load(family, keep, tied=False, **options):
 
 
 @pytest.mark.parametrize(
-    ("shape", "keep", "temperature"), cases.one_in(2, SHAPES, [16, 17, 40, "0.5", "coverage:0.9", 128], [0.0, 0.7])
+    ("shape", "keep", "temperature"), cases.one_in(4, SHAPES, [16, 17, 40, "0.5", "coverage:0.9", 128], [0.0, 0.7])
 )
 def test_tokens_equal_plain_decoding_at_every_size(family, keep, temperature, shape):
     fast = load(family, keep, **SHAPES[shape])

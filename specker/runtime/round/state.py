@@ -189,7 +189,7 @@ class State:
     def idle(self, slot: int, length: int) -> None:
         """Prepare a slot without a sequence for rounds of a fixed number of slots: its text never grows."""
         self.length[slot] = self.limit[slot] = length
-        self.window[slot, 0] = 0
+        self.window[slot, 0] = self.prompt[slot] = 0
         self._sample(slot, Sampling())
         self.unused[slot] = True
 
