@@ -89,8 +89,10 @@ def bench(args: Args, temperature: float, engines: dict[str, Engine], prompts: l
             "draft_tokens": args.draft_tokens,
             "over_draft": timing.times_as_fast(timings["draft"])["median"],
             "over_draft_rounds": timing.times_as_fast(timings["draft"]),
-            "mbsu": 1.0 if engine.draft is None else trim.mbsu(engine.target, engine.draft, engine.options, stats),
+            "mbsu": 1.0,
         }
+        if engine.draft is not None:
+            row["mbsu"] = trim.mbsu(engine.target, engine.draft, engine.drafter.head_bytes, engine.options, stats)
         rows.append(row | engine.trim_report(stats) | ({"source": source, "keep": int(keep)} if source else {}))
     return rows
 

@@ -99,11 +99,6 @@ class Checkpoint(Parameters):
         return "" if self.head_ids is None else f"has {len(self.head_ids)} rows for ids of its own choice (d2t)"
 
     @property
-    def head_bytes(self) -> int:
-        """Bytes of the LM head that a draft step of one row reads."""
-        return self.weights.head.nbytes
-
-    @property
     def vocabulary(self) -> dict[str, int] | None:
         """The tokenizer's tokens with their ids; None without a tokenizer."""
         return None if self.tokenizer_or_none is None else self.tokens.vocabulary

@@ -241,8 +241,6 @@ class Drafts:
         slot = self._slots.index(sequence)
         self._slots[slot] = None
         self._used.pop(sequence, None)
-        if self.drafter.head is not None:
-            self.drafter.head.forget(sequence)
         return slot
 
     def _release(self, sequence: Request) -> None:

@@ -108,13 +108,11 @@ def drafter_for(
         draft_name=name_of(source),
         family=family,
     )
-    draft_checkpoint, kept = read_draft(recipe, target_checkpoint)
+    draft_checkpoint = read_draft(recipe, target_checkpoint)
     if draft_checkpoint is not None and draft_checkpoint.translation is not None:
         raise ValueError(
             f"{called} has another tokenizer, and does not draft for another engine yet: use another draft"
         )
-    for sentence in recipe.notes.warnings().values():
-        log.warning(sentence)
     if draft_checkpoint is not None:
         o = method.with_draft(o, draft_checkpoint)
         memory = CacheMemory(
@@ -126,8 +124,13 @@ def drafter_for(
             kv_dtypes=(planned_kv_dtype(draft_checkpoint, o),),
         )
         o = replace(o, kv_tokens=memory.pool(o.batch_size, kv_tokens)[0])
-    drafters = strategies.drafters(DraftContext(o, target_checkpoint, None, None, draft_checkpoint, kept, family))
-    history = AcceptanceHistory(Costs(lambda budget: draft_cost(budget, target_checkpoint, draft_checkpoint, 0.0)))
+    context = DraftContext(o, target_checkpoint, None, None, draft_checkpoint, family, notes=recipe.notes)
+    drafters = strategies.drafters(context)
+    for sentence in recipe.notes.warnings().values():
+        log.warning(sentence)
+    head_bytes = drafters[0].head_bytes
+    costs = Costs(lambda budget: draft_cost(budget, target_checkpoint, draft_checkpoint, head_bytes, 0.0))
+    history = AcceptanceHistory(costs)
     apart = own is not None and own.layer.ple > 0  # its table is on the host
     fixed = where.type == "cuda" and kind != torch.float64 and not apart if o.graphs is None else o.graphs == "on"
     reads = where.type == "cpu" and method.stepwise(draft_checkpoint)

@@ -40,7 +40,7 @@ from specker.runtime.round.state import Request
 from specker.runtime.session import CLOSED, Session, Stream
 from specker.runtime.strategies.base import LOOKAHEAD, DraftContext, Plan, PolicyContext, allocate
 from specker.runtime.strategies.vocabtrim import trim
-from specker.runtime.strategies.vocabtrim.head import KeptRows
+from specker.runtime.strategies.vocabtrim.head import TrimmedHead
 from specker.runtime.text import Counts, Generation, Prompt, Prompts, Stop
 from specker.runtime.warmup import warm_up
 from specker.zoo import Family
@@ -61,7 +61,6 @@ class Engine:
     recipe: Recipe
     target: Checkpoint
     draft: Checkpoint | None = None
-    kept: KeptRows | None = None  # the kept rows of a trimmed draft head (strategy vocabtrim)
     options: Options = field(init=False)
     device: torch.device = field(init=False)
     dtype: torch.dtype = field(init=False)
@@ -90,18 +89,19 @@ class Engine:
         drafts_locally = ranks is None or not strategy.drafts or strategy.every_rank  # else rank 0's drafts are shared
         fixed = fixed_shapes(o, model, None if drafts_locally else ranks)
         self.cache = allocate(model, o, rings=True)
-        context = DraftContext(o, self.target, model, self.cache, self.draft, self.kept, family, ranks, self.notes)
+        context = DraftContext(o, self.target, model, self.cache, self.draft, family, ranks, self.notes)
         if drafts_locally or ranks is None or ranks.drafts:
             self.drafters = strategies.drafters(context)
         else:
             self.drafters = [Silent()] * len(o.sources)
-        head_cost = 0.0 if not self.drafters else strategy.head_cost(o, self.drafters[0].head, model)
+        drafter = self.drafters[0] if self.drafters else Drafter()
+        head_bytes, head_cost = drafter.head_bytes, strategy.head_cost(o, drafter.head, model)
         if strategy.self_drafting and ranks is not None:  # a measured time differs by rank: take rank 0's
             head_cost = float(ranks.first(torch.tensor([head_cost], dtype=torch.float64, device=model.device)))
         # No function that the loop or the session keeps may know the engine: a cycle keeps a dropped engine, with its
         # graphs, until the cyclic collector runs (graphs.py).
         target, draft = self.target, self.draft
-        prior = memoised(lambda budget: draft_cost(budget, target, draft, head_cost))
+        prior = memoised(lambda budget: draft_cost(budget, target, draft, head_bytes, head_cost))
         history = AcceptanceHistory(Costs(prior, memoised(lambda rows: pass_elements(target.config, rows))))
         # On a GPU a token's probability is a host read. Ranks that draft together must end a draft at the same token.
         same_confidence_everywhere = (
@@ -182,6 +182,12 @@ class Engine:
     def drafter(self) -> Drafter | None:
         """The first source's, which may have a model; None for plain decoding."""
         return self.loop.drafter
+
+    @property
+    def trimmed_head(self) -> TrimmedHead | None:
+        """The drafter's LM head, if it is trimmed."""
+        head = None if self.drafter is None else self.drafter.head
+        return head if isinstance(head, TrimmedHead) else None
 
     @property
     def captures(self) -> bool:
@@ -270,7 +276,7 @@ class Engine:
     def warmup(self, on_progress: Callable[[int, int], None] | None = None) -> None:
         """Run the warm-up plan, so no request waits for a compiler or a capture, and measure what rounds cost here, so
         that policy `auto` does not learn it from the first text. Calls `on_progress` with (done, of)."""
-        counts = None if self.kept is None else self.kept.counts
+        counts = None if self.trimmed_head is None else self.trimmed_head.counts
         with nullcontext() if counts is None else counts.paused():
             warm_up(self.session, self.plan, self.policy, on_progress)
 
@@ -441,9 +447,9 @@ class Engine:
 
     def trim_report(self, stats: Stats) -> dict[str, Any]:
         """What trimming saved and cost, by `stats` of a run; {} if the head is not trimmed."""
-        if self.kept is None or self.draft is None:
+        if self.trimmed_head is None:
             return {}
-        return trim.report(self.target, self.draft, self.kept, self.options, stats)
+        return trim.report(self.target, self.draft or self.target, self.trimmed_head, self.options, stats)
 
     def save_lookup(self) -> None:
         """Write the ended texts that strategy lookup copies to `lookup_file`, after the requests that run. The command
@@ -549,15 +555,17 @@ def fixed_shapes(o: Options, model: Model, ranks: Ranks | None) -> bool:
     return True
 
 
-def draft_cost(budget: Budget, target: Checkpoint, draft: Checkpoint | None, head_cost: float) -> float:
-    """The cost of a draft of this shape, in steps of plain decoding, by the weights it reads. `head_cost`: the LM
-    head's cost in a self-drafting step, in layers of the target."""
+def draft_cost(
+    budget: Budget, target: Checkpoint, draft: Checkpoint | None, head_bytes: int, head_cost: float
+) -> float:
+    """The cost of a draft of this shape, in steps of plain decoding, by the weights it reads: `head_bytes` of the
+    draft's LM head. `head_cost`: the LM head's cost in a self-drafting step, in layers of the target."""
     steps = min(budget.nodes, budget.depth)
     if budget.exit:
         return steps * (budget.exit + head_cost) / target.config.num_layers
     if draft is None or budget.part:
         return COPYING
-    own = draft.layer_bytes + draft.head_bytes
+    own = draft.layer_bytes + head_bytes
     one_pass = not draft.config.causal or draft.config.pard_token is not None
     passes = 1 if one_pass else steps
     head, c = target.weights.head, target.config  # empty if another engine runs the target

@@ -23,8 +23,6 @@ from specker.runtime.notes import Notes
 from specker.runtime.ranks import dist
 from specker.runtime.recipe import Recipe, device_of, no_draft, resolve
 from specker.runtime.strategies.base import LOOKAHEAD, PolicyContext, planned_kv_dtype, saved_states, slots
-from specker.runtime.strategies.vocabtrim import trim
-from specker.runtime.strategies.vocabtrim.head import KeptRows
 
 
 def load(
@@ -81,7 +79,7 @@ def engine_of(recipe: Recipe, target: Checkpoint, on_progress: Callable[[int, in
         raise ValueError(no_draft(recipe.options, recipe.target.source))
     recipe = replace(recipe, family=family)
     last = f"draft, {recipe.models} of {recipe.models}"
-    draft, kept = read_draft(recipe, target, on_progress and (lambda done, of: on_progress(done, of, last)))
+    draft = read_draft(recipe, target, on_progress and (lambda done, of: on_progress(done, of, last)))
     opts = recipe.options if draft is None else method.with_draft(recipe.options, draft)
     room = cache_memory(target, draft, opts, family)
     context, lowered = room.sized(opts.max_context)
@@ -104,7 +102,7 @@ def engine_of(recipe: Recipe, target: Checkpoint, on_progress: Callable[[int, in
         beyond = "drafts are copies only" if len(opts.sources) > 1 else "nothing is drafted"
         notes["draft_context"] = f"the draft's context ends at {ends} of {limit} tokens: beyond, {beyond}"
     with room.allocating():
-        return Engine(replace(recipe, options=replace(opts, kv_tokens=pool), memory=room), target, draft, kept)
+        return Engine(replace(recipe, options=replace(opts, kv_tokens=pool), memory=room), target, draft)
 
 
 def cache_memory(
@@ -131,11 +129,11 @@ def cache_memory(
 
 def read_draft(
     recipe: Recipe, target: Checkpoint, on_progress: Callable[[int, int], None] | None = None
-) -> tuple[Checkpoint | None, KeptRows | None]:
-    """(the checkpoint that drafts for `target`, fitted to its vocabulary and context, or None; the kept rows of a
-    trimmed head, or None). Adds remarks to the recipe's notes. Raises as `load` does."""
+) -> Checkpoint | None:
+    """The checkpoint that drafts for `target`, fitted to its vocabulary and context, or None. Adds remarks to the
+    recipe's notes. Raises as `load` does."""
     opts, source, notes, ranks = recipe.options, recipe.draft, recipe.notes, recipe.ranks
-    method, kept = strategies.of(opts), None
+    method = strategies.of(opts)
     draft: Checkpoint | None = None
     usual = "int8" if recipe.draft_quantize == AUTO else None
     if method.reads_target:
@@ -163,9 +161,7 @@ def read_draft(
             ranks.same("draft", dist.fingerprint(draft.folder), drafters=True)
         draft = _within(draft, target.config.max_context)
         draft = _fitted(recipe, target, draft, source.source)
-    if opts.trim is not None and (ranks is None or ranks.drafts or method.every_rank):
-        draft, kept = trim.trimmed(target, draft or target, opts, recipe.family, notes, ranks, method.every_rank)
-    return draft, kept
+    return draft
 
 
 def note_formats(notes: Notes, key: str, checkpoint: Checkpoint, name: str, usual: str | None = None) -> None:

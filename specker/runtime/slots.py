@@ -157,7 +157,6 @@ class Slots:
 
     def retire(self, request: Request) -> None:
         """Return a request's pages; the last slot's request moves to its slot."""
-        head = None if self.drafter is None else self.drafter.head
         if request in self.filling:
             self._release(self.filling.pop(request), request)
         else:
@@ -168,12 +167,9 @@ class Slots:
                 self._move(last, slot, self.active[slot])
                 self.state.move(last, slot)
             self.active.pop()
+            head = None if self.drafter is None else self.drafter.head
             if head is not None and request.speculates:  # plain decoding often writes the same text again (--check)
                 head.count(request.token_ids[request.prompt_length :])
-        if head is not None:
-            head.forget(request)
-            if not self.active:
-                head.reset()
 
     def clear(self, forget: bool = False) -> None:
         """Remove all requests; with `forget` also the K/V of earlier texts and what a step that failed has left."""

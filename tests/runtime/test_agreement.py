@@ -72,8 +72,8 @@ def test_the_share_of_a_trimmed_head_is_that_of_its_rows(target, oracle, tmp_pat
     (tmp_path / "s.safetensors").write_bytes(VocabScores.from_counts(counts).to_bytes())
     rows = {"vocab_scores": str(tmp_path / "s.safetensors"), "vocab_keep": "5", "vocab_text": 0}
     engine = load(target, head, "eagle+vocabtrim", **rows)
-    share, count = expected(head, oracle, (2, 4, 5), engine.kept.ids)
-    assert {*often(oracle)} < {*engine.kept.ids.tolist()} and share > 0.02
+    share, count = expected(head, oracle, (2, 4, 5), engine.trimmed_head.ids)
+    assert {*often(oracle)} < {*engine.trimmed_head.ids.tolist()} and share > 0.02
     assert f"at {share:.0%} of {count} positions" in engine.remarks["head"]
 
 

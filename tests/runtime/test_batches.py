@@ -89,7 +89,8 @@ def test_plain_decoding_is_batch_invariant(world, name, cheap):
 
 
 def test_vocabtrim_follows_all_texts_of_the_batch(cheap):
-    """Rows that follow the text hold tokens of every prompt in the batch, and are cleared when the batch is empty."""
+    """Rows that follow the text hold tokens of every prompt in the batch. A batch of new texts begins with the rows as
+    loaded."""
     plain = specker.load(strategy="ar", dtype="float64", device="cpu")
     engine = specker.load(strategy="vocabtrim", vocab_keep="64", dtype="float64", device="cpu", batch_size=4)
     head = engine.drafter.head
@@ -104,7 +105,9 @@ def test_vocabtrim_follows_all_texts_of_the_batch(cheap):
     stream.close()
     out = engine.generate(prompts, 10, temperature=0.7)
     assert [o.tokens for o in out] == [plain.generate(ids, 10, temperature=0.7).tokens for ids in prompts]
-    assert head.draftable == before
+    assert not head.draftable <= before
+    alone = engine.generate(sorted(before)[-4:], 10, temperature=0.7)
+    assert head.draftable - before <= set(alone.tokens)
 
 
 def test_admission_by_free_pages(world):

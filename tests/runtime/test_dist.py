@@ -522,9 +522,9 @@ for name, models in {strategies!r}.items():
     engine = specker.load(*models, strategy=name, **how)
     out = engine.generate([5, 9, 40], 20)
     assert out.tokens == engine.generate_ar([5, 9, 40], 20).tokens
-    assert set(range(200, 210)) <= set(engine.kept.ids.tolist()) and 220 not in engine.kept.ids
-    assert (engine.kept.counts is not None) == (rank == 0)
-    print(f"{{name}}: rank {{rank}} keeps {{len(engine.kept.ids)}} rows")
+    assert set(range(200, 210)) <= set(engine.trimmed_head.ids.tolist()) and 220 not in engine.trimmed_head.ids
+    assert (engine.trimmed_head.counts is not None) == (rank == 0)
+    print(f"{{name}}: rank {{rank}} keeps {{len(engine.trimmed_head.ids)}} rows")
 leave(0)
 """)
     out = "".join(each.stdout for each in on_ranks(2, str(script)))

@@ -22,7 +22,7 @@ from specker.runtime.round import lm_head as head
 from specker.runtime.round import round
 from specker.runtime.strategies import growth
 from specker.runtime.strategies.draft.autoregressive import AutoregressiveDrafter
-from specker.runtime.strategies.vocabtrim.head import KeptRows, TrimmedHead
+from specker.runtime.strategies.vocabtrim.head import TrimmedHead
 
 PROMPT, COUNT = [5, 9, 40, 77], 24
 HOT = {"temperature": 0.6, "top_p": 0.7, "seed": 11}
@@ -107,7 +107,7 @@ def trimmed_head_speaks_full_ids(world):
     generator = torch.Generator().manual_seed(0)
     weight, hidden = torch.randn(12, 8, generator=generator), torch.randn(2, 8, generator=generator)
     ids = torch.arange(12) * 2 + 1
-    head, final = TrimmedHead(weight, torch.ones(8), 1e-6, kept=KeptRows(ids)), Final(hidden)
+    head, final = TrimmedHead(weight, torch.ones(8), 1e-6, ids=ids), Final(hidden)
     got, _ = head.candidates(final, 1, sampling.GREEDY, torch.arange(2))
     assert got[:, 0].tolist() == ids[(hidden @ weight.T).argmax(1)].tolist()
 

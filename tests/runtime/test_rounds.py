@@ -360,7 +360,6 @@ class Recorded:
         with pytest.MonkeyPatch.context() as m, recording() as log:
             m.setattr(Draft, "goes_on", goes_on)
             m.setattr(TrimmedHead, "follow", lambda *_: None)
-            m.setattr(TrimmedHead, "reset", lambda *_: None)
             m.setattr(self.loop.graphs, "counters", Counters())  # those of another recording have no values
             yield log
 

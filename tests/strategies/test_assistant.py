@@ -207,7 +207,7 @@ def test_what_does_not_join_is_refused(made):
     with pytest.raises(ValueError, match="with an assistant reads the target's K/V, which another engine keeps"):
         Drafts(target, assistant, "mtp")
     engine = load(target, assistant)
-    how = engine.options, engine.target, engine.model, engine.cache, engine.draft, None, None
+    how = engine.options, engine.target, engine.model, engine.cache, engine.draft, None
     with pytest.raises(
         ValueError, match="reads the target's K/V, which tp divides among the ranks: leave out tp or draft"
     ):

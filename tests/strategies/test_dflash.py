@@ -102,8 +102,8 @@ def test_a_trimmed_head_drafts_the_best_of_its_rows(tmp_path, how):
     out, rows = traced(engine, TEXT, 16)
     assert engine.check(TEXT, out, 16).identical
     formula = head.formula(engine)
-    kept = torch.zeros(128).index_fill_(0, engine.kept.ids, 1).log().double()  # -inf for other ids
-    assert len(engine.kept.ids) == 40
+    kept = torch.zeros(128).index_fill_(0, engine.trimmed_head.ids, 1).log().double()  # -inf for other ids
+    assert len(engine.trimmed_head.ids) == 40
     for row, taps, before in drafted(engine, rows, TEXT + out.tokens):
         size = len(row["draft"])
         assert row["draft"] == formula.block(taps, before, size, 1.0, kept.expand(size, -1))[0]

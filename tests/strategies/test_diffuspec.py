@@ -109,7 +109,7 @@ def test_a_trimmed_head_changes_no_token(family, keep, tmp_path):
         assert got.tokens == cases.plain(target, prompt, 12, temperature=temperature)
         accepted += got.stats.accepted
         report = fast.trim_report(got.stats)
-    assert accepted > 0 and report["kept_rows"] == keep + 5 and STOP in fast.kept.ids.tolist()
+    assert accepted > 0 and report["kept_rows"] == keep + 5 and STOP in fast.trimmed_head.ids.tolist()
     assert report["mbsu"] > 0
 
 

@@ -145,7 +145,7 @@ def test_combines_with_a_trimmed_head(target, tmp_path):
     fast.trace = lambda row: drafted.extend(row["draft"])
     got = fast.generate(PROMPTS[0], 60, temperature=0.7)
     assert got.tokens == fast.generate_ar(PROMPTS[0], 60, temperature=0.7).tokens
-    assert drafted and set(drafted) <= set(fast.kept.ids.tolist())
+    assert drafted and set(drafted) <= set(fast.trimmed_head.ids.tolist())
     assert 0 < fast.trim_report(got.stats)["mbsu"] < 19
 
 

@@ -402,7 +402,7 @@ def test_combines_with_a_trimmed_head(pair, tmp_path):
     how = {"vocab_scores": str(path), "vocab_keep": "100", "vocab_text": 9, "dtype": "float64", "draft_tokens": 3}
     fast = specker.load(*pair, strategy="easyspec+vocabtrim", **how)
     got = fast.generate(PROMPT, 20, temperature=0.7)
-    assert got.tokens == fast.generate_ar(PROMPT, 20, temperature=0.7).tokens and len(fast.kept.ids) == 109
+    assert got.tokens == fast.generate_ar(PROMPT, 20, temperature=0.7).tokens and len(fast.trimmed_head.ids) == 109
 
 
 # --- schedules

@@ -109,7 +109,7 @@ def test_policy_auto_prices_one_pass(pairs):
     fast.warmup()
     out = fast.generate(PROMPTS[0], 24)
     assert out.tokens == cases.plain(pairs["llama"][0], PROMPTS[0], 24)
-    costs = {draft_cost(Budget(n, n), fast.target, fast.draft, 0.0) for n in (1, 4, 16)}
+    costs = {draft_cost(Budget(n, n), fast.target, fast.draft, fast.drafter.head_bytes, 0.0) for n in (1, 4, 16)}
     assert len(costs) == 1
 
 

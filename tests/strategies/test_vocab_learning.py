@@ -56,12 +56,12 @@ def test_tokens_equal_plain_decoding_and_the_second_run_covers_more(models, shap
     runs = []
     for ranking in ("the tokenizer's order", "72 tokens of earlier runs", "144 tokens of earlier runs"):
         engine = load(models, **SHAPES[shape])
-        assert engine.kept.ranking == ranking and len(engine.kept.ids) == 40
+        assert engine.trimmed_head.ranking == ranking and len(engine.trimmed_head.ids) == 40
         made = [engine.generate(prompt, 24, temperature=temperature) for prompt in PROMPTS]
         for prompt, got in zip(PROMPTS, made, strict=True):
             assert got.tokens == cases.plain(models[0], prompt, 24, temperature=temperature)
         runs.append(sum((got.stats for got in made), Stats()))
-        engine.kept.counts.save()
+        engine.trimmed_head.counts.save()
     assert runs[0].tokens == runs[1].tokens == 72
     assert runs[1].kept > runs[0].kept and runs[1].accepted > runs[0].accepted
 
@@ -71,14 +71,14 @@ def test_a_run_keeps_what_earlier_ones_wrote_most_then_the_tokenizers_order(mode
     special = {*read_tokenizer(models[0]).all_special_ids, *first.target.config.eos_ids}
     tokens = first.generate([1], 60, temperature=1.0).tokens
     often = torch.tensor(tokens).bincount(minlength=320)
-    kept = set(load(models, vocab_keep=str(len(special) + 10)).kept.ids.tolist())
+    kept = set(load(models, vocab_keep=str(len(special) + 10)).trimmed_head.ids.tolist())
     assert special <= kept
     least = min(int(often[i]) for i in kept - special)
     assert all(i in kept for i in set(tokens) - special if often[i] > least)
     ascii_ids = [i for t, i in read_tokenizer(models[0]).get_vocab().items() if len(t) == 1 and t.isascii()]
     rest = sorted(i for i in ascii_ids if i not in tokens)
     more = len(special | set(tokens)) + 5
-    kept = set(load(models, vocab_keep=str(more)).kept.ids.tolist())
+    kept = set(load(models, vocab_keep=str(more)).trimmed_head.ids.tolist())
     assert kept == special | set(tokens) | set(rest[:5])
 
 
@@ -93,7 +93,7 @@ def test_what_is_counted(models):
         texts.append(chunk.tokens)
         break
     texts.append(engine.generate([2], 5).tokens)
-    engine.kept.counts.save()
+    engine.trimmed_head.counts.save()
     want = torch.tensor([t for text in texts for t in text]).bincount(minlength=320)
     assert {i: n for i, n in enumerate(want.tolist()) if n} == counted(models)
 
@@ -106,7 +106,7 @@ def test_other_engines_drafts_count_what_the_texts_grow_by(models):
         drafts.draft([text], 4)
         text = text + new
     drafts.draft([text], 4)
-    drafts.drafter.head.kept.counts.save()
+    drafts.drafter.head.counts.save()
     assert counted(models) == {9: 2, 3: 1, 4: 3}
 
 
@@ -115,7 +115,7 @@ def test_it_can_be_turned_off(models, cache, monkeypatch):
     before = (file := next(cache.glob("*.safetensors"))).read_bytes()
     monkeypatch.setenv("SPECKER_VOCAB_LEARN", "off")
     engine = load(models)
-    assert engine.kept.ranking == "the tokenizer's order" and engine.kept.counts is None
+    assert engine.trimmed_head.ranking == "the tokenizer's order" and engine.trimmed_head.counts is None
     engine.generate([1], 60, temperature=1.0)
     assert file.read_bytes() == before
     monkeypatch.setenv("SPECKER_VOCAB_LEARN", "maybe")
@@ -137,7 +137,9 @@ def test_what_learns_nothing(models, cache, options, tmp_path):
 def test_without_a_tokenizer_the_lowest_ids_are_kept(tmp_path, cache):
     target = make(tmp_path / "target", layers=2, max_context=192)
     engine = load((target, perturbed(target, tmp_path / "draft")), vocab_keep=None)
-    assert engine.kept.ids.tolist() == list(range(32)) and engine.kept.ranking == "id"  # a quarter of 128
+    assert (
+        engine.trimmed_head.ids.tolist() == list(range(32)) and engine.trimmed_head.ranking == "id"
+    )  # a quarter of 128
     assert engine.generate([1], 20).tokens == engine.generate_ar([1], 20).tokens and not cache.exists()
 
 
@@ -175,12 +177,16 @@ def test_a_bundled_score_file_serves_every_target_with_its_tokenizer(tmp_path):
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(zoo.path("code-target") / name, target)
     engine = load((target, perturbed(target, tmp_path / "draft")), vocab_keep="500")
-    assert engine.family is None and engine.kept.ranking == "vocab_scores.safetensors" and not engine.kept.counts
+    assert (
+        engine.family is None
+        and engine.trimmed_head.ranking == "vocab_scores.safetensors"
+        and not engine.trimmed_head.counts
+    )
     scores = vocab_scores.read(zoo.CODE.vocab_scores)
     always = {*engine.target.config.eos_ids, *vocab_scores.special_ids(engine.tokenizer)}
-    assert engine.kept.ids.tolist() == scores.kept(vocab_scores.VocabKeep(rows=500), always, 8200).tolist()
+    assert engine.trimmed_head.ids.tolist() == scores.kept(vocab_scores.VocabKeep(rows=500), always, 8200).tolist()
     other = make(tmp_path / "other", layers=1, vocab=8200, max_context=128, tokenizer=True)
-    assert load((other, perturbed(other, tmp_path / "draft2"))).kept.ranking == "the tokenizer's order"
+    assert load((other, perturbed(other, tmp_path / "draft2"))).trimmed_head.ranking == "the tokenizer's order"
 
 
 def test_the_coder_family_is_known_by_its_sizes():
@@ -201,15 +207,19 @@ def coder(models, tmp_path, monkeypatch):
 
 
 def test_a_family_without_drafts_works_with_and_without_its_file(models, coder):
-    assert load(models).kept.ranking == "the tokenizer's order"
+    assert load(models).trimmed_head.ranking == "the tokenizer's order"
     digest = vocab_scores.tokenizer_hash(read_tokenizer(models[0]))
     coder.vocab_scores.write_bytes(VocabScores.from_counts(torch.arange(320), tokenizer=digest).to_bytes())
     engine = load(models, vocab_keep=None)
-    assert engine.family is coder and engine.kept.ranking == "scores.safetensors" and len(engine.kept.ids) == 40
+    assert (
+        engine.family is coder
+        and engine.trimmed_head.ranking == "scores.safetensors"
+        and len(engine.trimmed_head.ids) == 40
+    )
     assert engine.generate([1], 20).tokens == engine.generate_ar([1], 20).tokens
-    assert Drafts(*models, strategy="vocabtrim", device="cpu").drafter.head.kept.ranking == "scores.safetensors"
+    assert Drafts(*models, strategy="vocabtrim", device="cpu").drafter.head.ranking == "scores.safetensors"
     coder.vocab_scores.write_bytes(VocabScores.from_counts(torch.arange(320), tokenizer="another").to_bytes())
-    assert load(models).kept.ranking == "the tokenizer's order"
+    assert load(models).trimmed_head.ranking == "the tokenizer's order"
 
 
 @pytest.mark.parametrize("installed", [True, False])

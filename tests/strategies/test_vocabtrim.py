@@ -62,7 +62,7 @@ def test_only_kept_tokens_are_drafted_and_keeping_all_trims_nothing(family, tied
     drafted = set()
     trimmed = load(family, 24, tied, **SHAPES[shape])
     trimmed.trace = lambda row: drafted.update(row["draft"])
-    kept = set(trimmed.kept.ids.tolist())
+    kept = set(trimmed.trimmed_head.ids.tolist())
     for prompt in PROMPTS:
         trimmed.generate(prompt, COUNT, temperature=0.7)
     assert len(kept) == 24 and len(drafted) > 5 and drafted <= kept
@@ -81,15 +81,15 @@ def test_only_kept_tokens_are_drafted_and_keeping_all_trims_nothing(family, tied
 def test_the_head_is_the_kept_rows_and_the_embedding_stays_whole(family):
     engine = load(family, 24)
     full = specker.load(*family[False][:2], "draft", dtype="float64")
-    assert engine.draft.weights.head.shape == (24, 64)
-    assert torch.equal(engine.draft.weights.head, full.draft.weights.head[engine.kept.ids])
+    assert engine.trimmed_head.weight.shape == (24, 64)
+    assert torch.equal(engine.trimmed_head.weight, full.draft.weights.head[engine.trimmed_head.ids])
     assert torch.equal(engine.drafter.model.embed, full.drafter.model.embed)
 
 
 def test_rounds_cut_short_by_trimming_are_counted(family):
     """Recounted from the rounds: those that end before the whole draft, at a token that is not kept."""
     engine = load(family, 24, draft_tokens=3)
-    kept = set(engine.kept.ids.tolist())
+    kept = set(engine.trimmed_head.ids.tolist())
     lost = emitted = within = 0
     for prompt in PROMPTS:
         for chunk in engine.stream(prompt, 36, temperature=0.7):
@@ -116,8 +116,8 @@ def test_rows_that_follow_the_text_hold_its_own_tokens(family, tied, shape, temp
     starts from the loaded rows, so it gives the same result."""
     engine = load(family, 16, tied, vocab_text=6, **SHAPES[shape])
     whole = specker.load(*family[tied][:2], "draft", dtype="float64").draft.weights.head
-    head, loaded = engine.drafter.head, engine.kept.ids.tolist()
-    assert len(loaded) == 22 and engine.kept.text == 6
+    head, loaded = engine.drafter.head, engine.trimmed_head.ids.tolist()
+    assert len(loaded) == 22 and engine.trimmed_head.text == 6
     runs = []
     for prompt in (*PROMPTS, PROMPTS[0]):
         looked_at = list(prompt)
@@ -197,15 +197,15 @@ def test_specials_and_stop_ids_are_always_kept(pair, tmp_path):
         *pair, strategy="vocabtrim", vocab_scores=str(path), vocab_keep="9", vocab_text=0, device="cpu"
     )
     special = {*byte_tokenizer().all_special_ids, *engine.target.config.eos_ids}
-    assert special and special <= set(engine.kept.ids.tolist()) and len(engine.kept.ids) == 9
-    assert 319 in engine.kept.ids.tolist()
+    assert special and special <= set(engine.trimmed_head.ids.tolist()) and len(engine.trimmed_head.ids) == 9
+    assert 319 in engine.trimmed_head.ids.tolist()
 
 
 def test_a_file_without_counts_keeps_its_ids(family, tmp_path):
     ids = torch.tensor(sorted({2, 5, 9, 40, *read_config(family[False][0]).eos_ids}))
     save_file({"d2t": ids - torch.arange(len(ids))}, path := tmp_path / "eagle.safetensors")
     engine = load(family, None, vocab_scores=str(path), vocab_keep=None)
-    assert torch.equal(engine.kept.ids, ids)
+    assert torch.equal(engine.trimmed_head.ids, ids)
 
 
 @pytest.mark.parametrize("strategy", ["vocabtrim", "draft+vocabtrim"])

@@ -113,7 +113,7 @@ def test_without_the_models_a_target_of_the_families_needs_its_own_drafts(tmp_pa
     with pytest.raises(ValueError, match="the bundled models are not installed"):
         Drafts(tmp_path, **own)
     trimmed = specker.load(tmp_path, strategy="del+vocabtrim", **own)
-    assert trimmed.kept.ranking == "the tokenizer's order"
+    assert trimmed.trimmed_head.ranking == "the tokenizer's order"
     assert trimmed.generate("def f(", 8).tokens == trimmed.generate_ar("def f(", 8).tokens
 
 

@@ -134,7 +134,7 @@ def test_the_answers_are_counted(target, tmp_path, main):
         dtype="float64",
         vocab_scores=str(tmp_path / "own-vocab_scores.safetensors"),
     )
-    assert {30, 31} <= set(trimmed.kept.ids.tolist())
+    assert {30, 31} <= set(trimmed.trimmed_head.ids.tolist())
     assert len(ngram.read(str(tmp_path / "own-ngram.safetensors")).trigrams) == 2
 
 

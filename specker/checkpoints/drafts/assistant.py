@@ -52,13 +52,6 @@ class AssistantCheckpoint(Checkpoint):
             return ""
         return f"reads {self.spec.chosen} of {len(self.parts.order)} clusters of its LM head's rows in each step"
 
-    @property
-    def head_bytes(self) -> int:
-        whole = self.weights.head.nbytes
-        if self.parts.order is None or self.parts.centroids is None:
-            return whole
-        return self.parts.centroids.nbytes + whole * self.spec.chosen // len(self.parts.order)
-
 
 def read(
     source: str | Path, target: Checkpoint, *, dtype: torch.dtype, quantize: str | None = None

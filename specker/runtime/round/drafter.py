@@ -225,6 +225,11 @@ class Drafter:
     """Without a cache of its own: whether the first draft needs the target's row of the column before the root, so that
     a prefill computes at least this column."""
 
+    @property
+    def head_bytes(self) -> int:
+        """Bytes of the LM head that a draft step of one row reads."""
+        return 0 if self.head is None else self.head.weight.nbytes
+
     def reads(self, budget: Budget) -> tuple[int, ...]:
         """The depths, of `aux_layers`, whose hidden rows a round of this shape keeps for `accept` and for the next
         draft."""

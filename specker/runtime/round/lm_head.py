@@ -1,6 +1,6 @@
 """The drafter's LM head: hidden rows -> the k best candidate ids of the full vocabulary."""
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from torch import Tensor
@@ -34,17 +34,11 @@ class LMHead:
         """How many candidates a row can have."""
         return self.weight.shape[0]
 
-    def follow(self, sequences: Iterable[Request]) -> None:
+    def follow(self, sequences: Sequence[Request]) -> None:
         """Called before each draft with the batch's texts."""
 
     def count(self, tokens: list[int]) -> None:
-        """Called with tokens that the target has written."""
-
-    def forget(self, sequence: Request) -> None:
-        """Called when the sequence has ended."""
-
-    def reset(self) -> None:
-        """Called when the batch is empty."""
+        """Called with the tokens that the target writes to texts that are drafted for."""
 
     def best(self, final: Final, draws: Draws, positions: Tensor, out: Tensor | None = None) -> Tensor:
         """The rows [T, E] at `positions` [T] -> the best candidate of each row, [T] int64; written to `out` [T] if

@@ -23,7 +23,6 @@ from specker.zoo import Family
 
 if TYPE_CHECKING:
     import torch
-    from torch import Tensor
 
     from specker.checkpoints.checkpoint import Checkpoint
     from specker.model.cache import KVCache
@@ -32,7 +31,6 @@ if TYPE_CHECKING:
     from specker.runtime.ranks.dist import Ranks
     from specker.runtime.round.drafter import Drafter
     from specker.runtime.round.lm_head import LMHead
-    from specker.runtime.strategies.vocabtrim.head import KeptRows
 
 # Columns of prompts whose recurrent states a cache saves, beside one for each sequence: some system prompts or
 # documents that several requests begin with. Each takes about the memory of a sequence's states.
@@ -50,8 +48,7 @@ class DraftContext:
     target: Checkpoint
     model: Model | None  # the target's; None if another engine runs it
     cache: KVCache | None  # the target's KV cache
-    draft: Checkpoint | None  # with only the kept rows of the head if it is trimmed
-    kept: KeptRows | None  # the kept rows; None: all
+    draft: Checkpoint | None
     family: Family | None  # the bundled files for the target
     ranks: Ranks | None = None  # the ranks that share the target; None for one process
     notes: Notes = field(default_factory=Notes)  # the engine's remarks, to which a drafter may add its own
@@ -63,11 +60,6 @@ class DraftContext:
 
         return tokenizer_hash(self.target.tokens)
 
-    @property
-    def kept_ids(self) -> Tensor | None:
-        """The id of each row of a trimmed head, [K] int64; None: all rows."""
-        return None if self.kept is None else self.kept.ids
-
     def draft_model(self) -> Model:
         """A model of the draft checkpoint."""
         from specker.model.decoder import Model
@@ -76,18 +68,22 @@ class DraftContext:
         return Model(self.draft)
 
     def head(self, model: Model, weight: Matrix | None = None) -> LMHead:
-        """The drafting head: the model's norm with the model's own head, or with the rows `weight` [K, E]."""
+        """The drafting head: the model's norm with the model's own head, or with the rows `weight` [V, E]; trimmed if
+        the options say so."""
         from specker.runtime.round.lm_head import LMHead
-        from specker.runtime.strategies.vocabtrim.head import TrimmedHead
+        from specker.runtime.strategies.vocabtrim.trim import trimmed
 
-        rows, c = model.head if weight is None else weight, model.config
-        how = rows, model.norm, c.rms_norm_eps, model.activations, c.logits_cap
-        if self.kept is not None:
-            return TrimmedHead(*how, kept=self.kept)
-        head = LMHead(*how)
-        if self.draft is not None and (translation := self.draft.translation) is not None:
-            head.token_ids = (translation.names if translation.free else translation.ids).to(model.device)
-            head.draftable = None if translation.free else set(translation.ids.tolist())
+        rows, c, translation, ids = model.head if weight is None else weight, model.config, None, None
+        head = LMHead(rows, model.norm, c.rms_norm_eps, model.activations, c.logits_cap)
+        if self.draft is not None:
+            translation, ids = self.draft.translation, self.draft.head_ids
+        if self.options.trim is not None:
+            return trimmed(head, translation, self.target, self.options, self.family, self.notes, self.ranks)
+        if translation is not None:
+            ids = translation.names if translation.free else translation.ids
+        if ids is not None:
+            head.token_ids = ids.to(model.device)
+            head.draftable = None if translation is not None and translation.free else set(ids.tolist())
         return head
 
     def allocate(self, model: Model, layers: int | None = None) -> KVCache:

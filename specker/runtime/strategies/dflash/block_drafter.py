@@ -35,8 +35,6 @@ class BlockDrafter(Drafter):
         self.search, self.stop_ids = search, stop_ids
         self.aux_layers, self.spec = block.spec.aux_layers, block.spec
         self.synchronous = search is not None
-        if (ids := block.weights.ids) is not None:
-            head.token_ids, head.draftable = ids, set(ids.tolist())
 
     def prepare(self, requests: list[Request]) -> Offer:
         room = [min(self.spec.most, self.cache.capacity - len(request.token_ids)) for request in requests]

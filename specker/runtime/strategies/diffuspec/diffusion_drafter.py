@@ -18,7 +18,6 @@ from specker.runtime.strategies.base import DraftContext, Strategy
 from specker.runtime.strategies.blocks.lattice import Search
 from specker.runtime.strategies.blocks.search import BlockDraft, before_stop, candidates, read, searched
 from specker.runtime.strategies.model_drafter import CATCH_UP_ROWS, WINDOW, ModelDrafter
-from specker.runtime.strategies.vocabtrim.head import KeptRows, TrimmedHead
 
 
 class DiffusionDrafter(ModelDrafter):
@@ -148,15 +147,12 @@ def _full_words(count: int, device: torch.device) -> Tensor:
 def made(context: DraftContext, strategy: Strategy) -> DiffusionDrafter:
     """Make the drafter that the options describe."""
     assert context.draft is not None
-    rows, kept = context.draft.weights.head, context.kept
-    stop_ids = context.target.config.eos_ids
-    row_of = range(len(rows)) if kept is None else {token: row for row, token in enumerate(kept.ids.tolist())}
-    ids = [token for token in stop_ids if token in row_of]
-    at = torch.tensor([row_of[token] for token in ids], dtype=torch.int64, device=rows.device)
     search, model = read(context), context.draft_model()
-    cache, head = context.allocate(model), context.head(model)
-    kept = KeptRows(torch.tensor(ids, dtype=torch.int64, device=rows.device))
-    stops = TrimmedHead(rows[at], model.norm, model.config.rms_norm_eps, kept=kept)
+    cache, head, rows = context.allocate(model), context.head(model), model.head
+    stop_ids = context.target.config.eos_ids
+    ids = torch.tensor([i for i in stop_ids if i < len(rows)], dtype=torch.int64, device=rows.device)
+    stops = LMHead(rows[ids], model.norm, model.config.rms_norm_eps)
+    stops.token_ids = ids
     return DiffusionDrafter(
-        model, cache, head, stops if ids else None, frozenset(stop_ids), search, context.depth(strategy)
+        model, cache, head, stops if len(ids) else None, frozenset(stop_ids), search, context.depth(strategy)
     )

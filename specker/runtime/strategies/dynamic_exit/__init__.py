@@ -92,15 +92,11 @@ class SelfDrafting(Strategy):
             raise ValueError(f"strategy {options.strategy!r} needs a target of at least 2 layers")
 
     def drafter(self, context: DraftContext) -> EarlyExitDrafter:
-        """A drafter with the target's head, or with the rows that trimming keeps."""
         from specker.runtime.strategies.dynamic_exit.early_exit import EarlyExitDrafter
 
         assert context.model is not None and context.cache is not None
-        rows = None
-        if context.draft is not None:
-            rows = context.draft.weights.head
-        elif context.ranks is not None:
-            rows = context.target.weights.head  # the whole head, so a draft step needs no other rank
+        # The whole head of several ranks, so a draft step needs no other rank.
+        rows = None if context.ranks is None else context.target.weights.head
         watched = eligible_layers(context.target.config.num_layers) if context.options.policy in self.policies else ()
         return EarlyExitDrafter(context.model, context.cache, context.head(context.model, rows), watched)
 

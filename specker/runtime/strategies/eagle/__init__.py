@@ -47,11 +47,12 @@ class Eagle(Strategy):
             return DraftHead(checkpoint, spec, checkpoint.parts, final_norm)
 
         head = made(checkpoint.spec)
+        own = context.head(head.model)
         if context.model is not None:  # another engine's target cannot be asked; then the documented reading counts
-            head = chosen(target, context.model, head, context.notes, made, context.kept_ids)
+            head = chosen(target, context.model, head, own, context.notes, made)
         if head.spec.mask is not None and context.options.tree is not None:
             raise ValueError(f"a P-EAGLE head drafts a chain: {option('tree')} does not apply")
-        cache, own, depth = context.allocate(head.model), context.head(head.model), context.depth(self)
+        cache, depth = context.allocate(head.model), context.depth(self)
         if head.spec.mask is not None:
             return ParallelDrafter(head, cache, own, depth)
         if context.options.width > own.most:

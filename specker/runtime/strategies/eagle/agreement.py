@@ -88,18 +88,17 @@ def chosen(
     target: Checkpoint,
     model: Model,
     head: DraftHead,
+    lm_head: LMHead,
     notes: Notes,
     made: Callable[[HeadSpec], DraftHead] | None = None,
-    kept: Tensor | None = None,
 ) -> DraftHead:
-    """The head with the reading of its config that agrees with the target more often. `made`: the head of another
-    spec. `kept`: the id of each row of a trimmed LM head, [K] int64. Adds a remark to `notes` unless the target has no
-    tokenizer."""
+    """The head with the reading of its config that agrees with the target more often. `lm_head`: what it drafts with.
+    `made`: the head of another spec. Adds a remark to `notes` unless the target has no tokenizer."""
     spec = head.spec
     if (text := text_of(target)) is None:
         return head
     readings = [spec.aux_layers, spec.other] if spec.other else [spec.aux_layers]
-    found = shares(model, head, text, readings, kept)
+    found = shares(model, head, lm_head, text, readings)
     best = int(len(found) > 1 and found[1] > found[0] + MARGIN)
     count = len(text.tokens) - max(1, text.first - 1)
     said = f"the head's first guess is the target's own token at {found[best]:.0%} of {count} positions of a test text"
@@ -113,7 +112,7 @@ def chosen(
         said += "; that is implausibly rare, so it may belong to another model or read the wrong hidden states"
     head.spec = replace(spec, aux_layers=readings[best], other=())
     if spec.unsure and spec.mask is None and made is not None:
-        head, more = _fed_back(model, head, made, text, kept)
+        head, more = _fed_back(model, head, lm_head, made, text)
         said += f"; {more}"
     if found[best] < IMPLAUSIBLE:
         notes["head"] = said
@@ -123,13 +122,13 @@ def chosen(
 
 
 def _fed_back(
-    model: Model, head: DraftHead, made: Callable[[HeadSpec], DraftHead], text: Text, kept: Tensor | None
+    model: Model, head: DraftHead, lm_head: LMHead, made: Callable[[HeadSpec], DraftHead], text: Text
 ) -> tuple[DraftHead, str]:
     """The head that feeds back its rows after its final norm, as it does, or before it if its second guesses are better
     then; and a remark."""
     heads, names = (head, made(replace(head.spec, output=False))), ("after", "before")
     rows, own = _target(model, text.tokens, head.spec.aux_layers)
-    found = [second_share(each, text, rows, own, kept) for each in heads]
+    found = [second_share(each, lm_head, text, rows, own) for each in heads]
     best = int(found[1] > found[0] + MARGIN)
     return heads[best], (
         f"its second guess is at {found[best]:.0%}, feeding back its rows {names[best]} the final norm; norm_output in "
@@ -138,12 +137,12 @@ def _fed_back(
 
 
 @torch.inference_mode()
-def second_share(head: DraftHead, text: Text, rows: Tensor, own: Tensor, kept: Tensor | None = None) -> float:
+def second_share(head: DraftHead, lm_head: LMHead, text: Text, rows: Tensor, own: Tensor) -> float:
     """The share of at most SECONDS positions of the answer, evenly spread, at which the head's second guess is the
     target's token, if the first one was right: its pair has the head's own output and the text's token. rows, own: the
     target's, as `_target` returns them."""
     tokens, first = text
-    own_head, T = _lm_head(head, kept), len(tokens) - 1
+    T = len(tokens) - 1
     cache = KVCache(head.model.config, T, dtype=head.model.dtype, device=head.model.device)
     embedded = head.model.embed_tokens(torch.tensor(tokens[1:], dtype=torch.int64, device=head.model.device))
     placed, features = cache.after([0], [T]), head.features(rows[:-1])
@@ -155,20 +154,20 @@ def second_share(head: DraftHead, text: Text, rows: Tensor, own: Tensor, kept: T
     for t in reversed(columns):
         one = cache.after([t + 1], [1])
         _, final = head.forward(cache, one, head.pairs(fed[t : t + 1], embedded[t + 1 : t + 2], one.positions))
-        right += int(own_head.best(final, greedy, one.positions)) == int(own[t + 2])
+        right += int(lm_head.best(final, greedy, one.positions)) == int(own[t + 2])
     return right / len(columns)
 
 
 @torch.inference_mode()
 def shares(
-    model: Model, head: DraftHead, text: Text, readings: Sequence[tuple[int, ...]], kept: Tensor | None = None
+    model: Model, head: DraftHead, lm_head: LMHead, text: Text, readings: Sequence[tuple[int, ...]]
 ) -> list[float]:
     """For each reading of the head's config, which is a tuple of the target's depths, the share of the answer's tokens
     that the head would guess as the target does, if it knew all tokens before and the target's true hidden states."""
     tokens, first = text
     every = tuple(sorted(set().union(*readings)))
     rows, own = _target(model, tokens, every)
-    found = [_guesses(head, tokens, rows[:, [every.index(depth) for depth in depths]], kept) for depths in readings]
+    found = [_guesses(head, lm_head, tokens, rows[:, [every.index(depth) for depth in depths]]) for depths in readings]
     # The pair of column t guesses the token of column t + 2, and so does the target's row t + 1.
     return [float((guesses == own[1:])[max(0, first - 2) :].float().mean()) for guesses in found]
 
@@ -185,20 +184,13 @@ def _target(model: Model, tokens: list[int], depths: tuple[int, ...]) -> tuple[T
     return torch.stack([rows[depth] for depth in depths], 1), own
 
 
-def _lm_head(head: DraftHead, kept: Tensor | None) -> LMHead:
-    model = head.model
-    lm_head = LMHead(model.head, model.norm, model.config.rms_norm_eps, model.activations)
-    lm_head.token_ids = head.weights.ids if kept is None else kept.to(model.device)
-    return lm_head
-
-
-def _guesses(head: DraftHead, tokens: list[int], hidden: Tensor, kept: Tensor | None) -> Tensor:
+def _guesses(head: DraftHead, lm_head: LMHead, tokens: list[int], hidden: Tensor) -> Tensor:
     """The head's first guess after each pair of the text's columns, [T - 1] int64. hidden: [T, A, Ht]."""
     model, T = head.model, len(tokens) - 1
     cache = KVCache(model.config, T, dtype=model.dtype, device=model.device)
     embedded = model.embed_tokens(torch.tensor(tokens[1:], dtype=torch.int64, device=model.device))
     rows = cache.after([0], [T])
     _, final = head.forward(cache, rows, head.pairs(head.features(hidden[:-1]), embedded, rows.positions))
-    lm_head, greedy = _lm_head(head, kept), Draws.one(Sampling())
+    greedy = Draws.one(Sampling())
     parts = [slice(n, n + LOGITS) for n in range(0, T, LOGITS)]
     return torch.cat([lm_head.best(final.at(part), greedy, rows.positions[part]) for part in parts])

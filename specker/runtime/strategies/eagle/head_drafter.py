@@ -29,8 +29,6 @@ class HeadDrafter(Drafter):
         self.reading, self.model, self.cache, self.head, self.pairs = reading, reading.model, cache, head, pairs
         self.aux_layers = reading.spec.aux_layers
         self.limit = min(self.model.config.max_context, cache.capacity)
-        if (ids := reading.weights.ids) is not None:
-            head.token_ids, head.draftable = ids, set(ids.tolist())
 
     def prepare(self, requests: list[Request]) -> Offer:
         return Offer(room=[self.cache.capacity - len(request.token_ids) for request in requests])

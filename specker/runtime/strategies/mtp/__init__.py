@@ -61,9 +61,10 @@ class MultiTokenPrediction(Eagle):
         each = [first, *(replace(head, config=first.config) for head in first.further)]  # of the run's context
         final_norm = context.target.weights.norm, context.target.config.rms_norm_eps
         heads = [DraftHead(head, head.spec, head.parts, final_norm) for head in each]
+        own = context.head(heads[0].model)
         if context.model is not None:  # another engine's target cannot be asked
-            chosen(context.target, context.model, heads[0], context.notes, kept=context.kept_ids)
-        cache, own = context.allocate(heads[0].model, len(heads)), context.head(heads[0].model)
+            chosen(context.target, context.model, heads[0], own, context.notes)
+        cache = context.allocate(heads[0].model, len(heads))
         return MTPDrafter(heads, cache, own, context.options.width)
 
 

@@ -138,6 +138,12 @@ class AssistantDrafter(Drafter):
         grown = report[:, :1] > 0
         self.features[:n] = torch.where(grown, self._normed(rows), self.features[:n])
 
+    @property
+    def head_bytes(self) -> int:
+        if not isinstance(head := self.head, ClusteredHead):
+            return super().head_bytes
+        return head.centroids.nbytes + head.weight.nbytes * head.chosen // len(head.order)
+
     def move(self, source: int, target: int) -> None:
         self.features[target] = self.features[source]
 

@@ -2,7 +2,7 @@
 so a rare name in the prompt can still be drafted. The number of rows never changes.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from weakref import WeakKeyDictionary
@@ -18,16 +18,25 @@ from specker.runtime.round.state import Request
 from specker.runtime.strategies.vocabtrim.counts import VocabCounts
 
 
-@dataclass(frozen=True)
-class KeptRows:
-    """The rows of a trimmed head."""
-
-    ids: Tensor  # [K] int64, by rank
+@dataclass
+class TrimmedHead(LMHead):
+    ids: Tensor = field(kw_only=True)  # [K] int64, of the rows as loaded, by rank
     text: int = 0  # the last so many rows are an LRU cache of tokens seen in the text; they start rarest first
     whole: Matrix | None = None  # [V, E], the untrimmed head, from which rows that follow the text are copied
     ranking: str = ""  # how the fixed rows were ranked, for the user
     translation: Translation | None = None  # of a draft with another tokenizer: `ids` and the texts are in its own ids
     counts: VocabCounts | None = None  # counts what the target writes, for the next run
+    draftable: set[int] = field(init=False, default_factory=set)
+    _slots: dict[int, int] = field(init=False, default_factory=dict)  # id -> row, for text rows, oldest first
+    # committed tokens processed
+    _seen: WeakKeyDictionary[Request, int] = field(init=False, default_factory=WeakKeyDictionary)
+
+    def __post_init__(self) -> None:
+        self.token_ids = self.ids.clone()
+        if self.translation is not None:
+            self.token_ids = self.translation.names.to(self.token_ids.device)[self.token_ids]
+        self.draftable.update(self.token_ids.tolist())
+        self._restore()
 
     @cached_property
     def followed(self) -> set[int] | range:
@@ -44,40 +53,25 @@ class KeptRows:
             return names
         return range(0 if self.whole is None else len(self.whole))
 
-
-@dataclass
-class TrimmedHead(LMHead):
-    kept: KeptRows = field(kw_only=True)
-    draftable: set[int] = field(init=False, default_factory=set)
-    _slots: dict[int, int] = field(init=False, default_factory=dict)  # id -> row, for text rows, oldest first
-    # committed tokens processed
-    _seen: WeakKeyDictionary[Request, int] = field(init=False, default_factory=WeakKeyDictionary)
-
-    def __post_init__(self) -> None:
-        self.token_ids = self.kept.ids.clone()
-        if self.kept.translation is not None:
-            self.token_ids = self.kept.translation.names.to(self.token_ids.device)[self.token_ids]
-        self.draftable.update(self.token_ids.tolist())
-        self.reset()
-
-    def reset(self) -> None:
+    def _restore(self) -> None:
         """Restore the rows as loaded."""
-        self._seen.clear()
-        if not self.kept.text:
+        if not self.text:
             return
-        fixed = len(self.kept.ids) - self.kept.text
-        first = self.kept.ids[fixed:].tolist()
+        fixed = len(self.ids) - self.text
+        first = self.ids[fixed:].tolist()
         if list(self._slots) != first:
-            self.draftable.difference_update(self.kept.names[token] for token in self._slots)
+            self.draftable.difference_update(self.names[token] for token in self._slots)
             self._slots.clear()
-            self._write(first, range(fixed, len(self.kept.ids)))
+            self._write(first, range(fixed, len(self.ids)))
 
-    def follow(self, sequences: Iterable[Request]) -> None:
-        """Give rows to the new tokens of the batch's texts; the least recently seen token loses its row."""
-        if not self.kept.text:
+    def follow(self, sequences: Sequence[Request]) -> None:
+        """Give rows to the new tokens of the batch's texts; the least recently seen token loses its row. A batch of new
+        texts alone begins with the rows as loaded."""
+        if not self.text:
             return
-        assert self.kept.whole is not None
-        moved, names, followed = dict[int, int](), self.kept.names, self.kept.followed
+        if not any(sequence in self._seen for sequence in sequences):
+            self._restore()
+        moved, names, followed = dict[int, int](), self.names, self.followed
         for sequence in sequences:
             seen, text = self._seen.get(sequence, 0), sequence.token_ids
             if seen == len(text):
@@ -96,25 +90,20 @@ class TrimmedHead(LMHead):
             self._write(list(moved), moved.values())
 
     def count(self, tokens: list[int]) -> None:
-        """Called with tokens that the target has written."""
-        if self.kept.counts is not None:
-            self.kept.counts.add(tokens)
-
-    def forget(self, sequence: Request) -> None:
-        """Called when the sequence has ended; its tokens keep their rows until other ones need them."""
-        self._seen.pop(sequence, None)
+        if self.counts is not None:
+            self.counts.add(tokens)
 
     def _write(self, ids: list[int], rows: Iterable[int]) -> None:
-        assert self.kept.whole is not None and self.token_ids is not None
-        rows, names = list(rows), [self.kept.names[token] for token in ids]
+        assert self.whole is not None and self.token_ids is not None
+        rows, names = list(rows), [self.names[token] for token in ids]
         self._slots.update(zip(ids, rows, strict=True))
         self.draftable.update(names)
         both = torch.tensor([rows, ids, names], dtype=torch.int64, device="cpu")
         if self.weight.is_cuda:  # the host does not wait for a pinned copy
             both = both.pin_memory().to(self.weight.device, non_blocking=True)
         at, tokens, called = both
-        if isinstance(self.weight, Packed) and isinstance(self.kept.whole, Packed):
-            self.weight.copy(at, self.kept.whole, tokens)
+        if isinstance(self.weight, Packed) and isinstance(self.whole, Packed):
+            self.weight.copy(at, self.whole, tokens)
         else:
-            self.weight[at] = self.kept.whole[tokens]  # type: ignore[index, assignment]
+            self.weight[at] = self.whole[tokens]  # type: ignore[index, assignment]
         self.token_ids[at] = called

@@ -1,7 +1,6 @@
 """The choice of the rows that a trimmed head keeps, and what trimming saved."""
 
 import os
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,11 +14,12 @@ from specker.options import Options, VocabKeep
 from specker.runtime.control.stats import Stats
 from specker.runtime.notes import Notes
 from specker.runtime.ranks.dist import Ranks
+from specker.runtime.round.lm_head import LMHead
 from specker.runtime.strategies.vocabtrim import LEARN, TrimOptions
 from specker.runtime.strategies.vocabtrim import memo as vocab_memo
 from specker.runtime.strategies.vocabtrim import scores as vocab_scores
 from specker.runtime.strategies.vocabtrim.counts import VocabCounts
-from specker.runtime.strategies.vocabtrim.head import KeptRows
+from specker.runtime.strategies.vocabtrim.head import TrimmedHead
 from specker.runtime.strategies.vocabtrim.scores import VocabScores
 from specker.zoo import Family
 
@@ -61,7 +61,6 @@ def ranking(
     family: Family | None,
     notes: Notes,
     ranks: Ranks | None,
-    every_rank: bool,
 ) -> Ranking:
     """The ranking of the target's ids: by the score file, else by what was counted in earlier runs and then by the
     tokenizer. Arguments and errors are those of `trimmed`."""
@@ -88,36 +87,34 @@ def ranking(
             source = f"{counts.earlier.total():,} tokens of earlier runs"
     if ranks is not None:  # all must keep the same rows, but a rank may see other counts than rank 0
         order = order.to(ranks.device)
-        order = ranks.first(order) if every_rank else ranks.gather(order)[0]
+        order = ranks.first(order) if options.base.every_rank else ranks.gather(order)[0]
         order, counts = order.cpu(), counts if ranks.rank == 0 else None
     return Ranking(VocabScores(order, None), VocabKeep(fraction=UNCOUNTED_KEEP), source, counts)
 
 
 def trimmed(
+    head: LMHead,
+    translation: Translation | None,
     target: Checkpoint,
-    draft: Checkpoint,
     options: Options,
     family: Family | None,
     notes: Notes,
-    ranks: Ranks | None = None,
-    every_rank: bool = False,
-) -> tuple[Checkpoint, KeptRows]:
-    """(draft with only the kept rows of its head, one contiguous copy; the kept rows: fixed ids ascending, then those
-    that follow the text). The embedding stays whole, because the text may contain any token. `every_rank`: all ranks of
-    a replica call this, not only those that draft. Adds remarks to `notes`: rows are kept that the score file never
-    counted, or the counts of earlier runs cannot be read or written. Raises ValueError if a score file does not match
-    the target, or if `vocab_keep` needs one."""
+    ranks: Ranks | None,
+) -> TrimmedHead:
+    """A drafter's head with a contiguous copy of the kept rows: fixed ids ascending, then those that follow the text.
+    `translation`: of a draft with another tokenizer. Of several ranks, those that draft call this. Adds remarks to
+    `notes`: rows are kept that the score file never counted, or the counts of earlier runs cannot be read or written.
+    Raises ValueError if a score file does not match the target, or if `vocab_keep` needs one."""
     trim: TrimOptions = options.trim
-    scores, default, source, counts = ranking(target, options, family, notes, ranks, every_rank)
-    tokenizer = target.tokenizer_or_none
-    whole = draft.weights.head
+    scores, default, source, counts = ranking(target, options, family, notes, ranks)
+    tokenizer, whole = target.tokenizer_or_none, head.weight
     rows = min(target.config.vocab_size, len(whole))  # a draft may know fewer ids than a padded target
     special = set() if tokenizer is None else vocab_scores.special_ids(tokenizer)
     always = {*target.config.eos_ids, *special}
-    if draft.translation is not None:  # from here on ids are the draft's
+    if translation is not None:  # from here on ids are the draft's
         rows = len(whole)
-        scores = in_own_ids(scores, draft.translation, trim.vocab_keep or default, trim.vocab_text, rows)
-        shared = zip(draft.translation.ids.tolist(), draft.translation.rows.tolist(), strict=True)
+        scores = in_own_ids(scores, translation, trim.vocab_keep or default, trim.vocab_text, rows)
+        shared = zip(translation.ids.tolist(), translation.rows.tolist(), strict=True)
         always = {own for n, own in shared if n in always}
     fixed = scores.kept(trim.vocab_keep or default, always, rows)
     unseen = [i for i in fixed[torch.isin(fixed, scores.ids, invert=True)].tolist() if i not in always]
@@ -135,14 +132,25 @@ def trimmed(
         VocabKeep(rows=len(fixed) + text), fixed.tolist(), rows
     )  # next by rank, until a text replaces them
     spare = scores.ranked(also[torch.isin(also, fixed, invert=True)]).flip(0)
-    if draft.translation is not None and not draft.translation.free:  # rows that filled up the others
-        fixed, spare = (x[torch.isin(x, draft.translation.rows)] for x in (fixed, spare))
+    if translation is not None and not translation.free:  # rows that filled up the others
+        fixed, spare = (x[torch.isin(x, translation.rows)] for x in (fixed, spare))
     ids = torch.cat((fixed, spare)).to(whole.device)
     if options.width > len(ids):
         tree = option("tree", options.tree)
         raise ValueError(f"{tree} is wider than the {len(ids)} rows that {option('vocab_keep')} leaves")
-    kept = KeptRows(ids, len(spare), whole if text else None, source, draft.translation, counts)
-    return replace(draft, weights=replace(draft.weights, head=whole[ids])), kept
+    return TrimmedHead(
+        whole[ids],
+        head.norm,
+        head.eps,
+        head.activations,
+        head.cap,
+        ids=ids,
+        text=len(spare),
+        whole=whole if text else None,
+        ranking=source,
+        translation=translation,
+        counts=counts,
+    )
 
 
 def in_own_ids(scores: VocabScores, translation: Translation, keep: VocabKeep, text: int, rows: int) -> VocabScores:
@@ -167,27 +175,28 @@ def in_own_ids(scores: VocabScores, translation: Translation, keep: VocabKeep, t
     return VocabScores(ids, None if scores.counts is None else counts, rows)
 
 
-def report(target: Checkpoint, draft: Checkpoint, kept: KeptRows, options: Options, stats: Stats) -> dict[str, Any]:
-    """What trimming saved and cost, by `stats` of a run. `draft`: with only the kept rows of its head."""
+def report(target: Checkpoint, draft: Checkpoint, head: TrimmedHead, options: Options, stats: Stats) -> dict[str, Any]:
+    """What trimming saved and cost, by `stats` of a run. `draft`: the model that drafts, which may be the target."""
     return {
-        "kept_rows": len(kept.ids),
-        "text_rows": kept.text,
-        "ranking": kept.ranking,
+        "kept_rows": len(head.ids),
+        "text_rows": head.text,
+        "ranking": head.ranking,
         "vocab_size": target.config.vocab_size,
         "coverage": stats.kept / max(1, stats.tokens),
         "rounds_lost": stats.lost,
-        "head_bytes_per_draft_step": draft.weights.head.nbytes,
-        "mbsu": mbsu(target, draft, options, stats),
+        "head_bytes_per_draft_step": head.weight.nbytes,
+        "mbsu": mbsu(target, draft, head.weight.nbytes, options, stats),
     }
 
 
-def mbsu(target: Checkpoint, draft: Checkpoint, options: Options, stats: Stats) -> float:
-    """The memory-bound speed-up, from the counted rounds and the models' sizes; a model, not a measurement."""
+def mbsu(target: Checkpoint, draft: Checkpoint, head_bytes: int, options: Options, stats: Stats) -> float:
+    """The memory-bound speed-up, from the counted rounds, the models' sizes and the bytes of the draft's head; a model,
+    not a measurement."""
     drafted = draft.layer_bytes
     if stats.exits:  # drafted by the target's first layers
         mean = sum(n * times for n, times in stats.exits.items()) / sum(stats.exits.values())
         drafted *= mean / target.config.num_layers
-    drafted += draft.weights.head.nbytes
+    drafted += head_bytes
     whole = target.layer_bytes + target.weights.head.nbytes
     tree = options.tree
     gamma = tree.depth if tree is not None and tree.width > 1 else stats.drafted / max(1, stats.rounds)
