@@ -156,7 +156,7 @@ def outer(model: Any, context: int | None, folder: Path) -> Checkpoint:
     embed, head = plain
     kind = activations(embed.dtype, embed.device)
     if parsed is None:
-        config = read_sizes(folder, context)
+        config = read_sizes(folder, context).config
         norm = embed.new_empty(embed.shape[1], dtype=kind)  # never read
     else:
         config = parsed[0]

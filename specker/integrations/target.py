@@ -11,12 +11,11 @@ from transformers import AutoConfig
 from specker import zoo
 from specker.checkpoints import checkpoint
 from specker.checkpoints.buffers import served
-from specker.checkpoints.checkpoint import Checkpoint, Opened, read_config
+from specker.checkpoints.checkpoint import Checkpoint, Opened, opened
 from specker.checkpoints.files import folder_of
 from specker.checkpoints.numbers import FIELDS, check_size
 from specker.checkpoints.parse import eos_ids, read_json, reason
 from specker.model.config import CheckpointError, LayerSpec, ModelConfig
-from specker.model.memory import CacheMemory
 from specker.model.weights import Weights
 from specker.options import MAX_BATCH
 from specker.runtime import strategies
@@ -24,10 +23,10 @@ from specker.runtime.control.auto import AcceptanceHistory
 from specker.runtime.control.costs import Costs
 from specker.runtime.control.policy import AUTO
 from specker.runtime.engine import draft_cost
-from specker.runtime.load import family_of, read_draft
-from specker.runtime.recipe import Recipe, device_of, draft_of, dtype_of, name_of, no_draft, usual_rounding
+from specker.runtime.load import cache_memory, family_of, read_draft
+from specker.runtime.recipe import device_of, dtype_of, recipe_of
 from specker.runtime.round.drafter import Drafter
-from specker.runtime.strategies.base import LOOKAHEAD, DraftContext, PolicyContext, planned_kv_dtype
+from specker.runtime.strategies.base import DraftContext, PolicyContext
 
 log = logging.getLogger(__name__)
 
@@ -66,7 +65,6 @@ def drafter_for(
         strategy=strategy, batch_size=requests + 1, kv_tokens=kv_tokens, max_context=max_context, **options
     )
     method, where = strategies.of(o), device_of(device)
-    name = target.folder if isinstance(target, Checkpoint) else target
     if method.self_drafting or not method.drafts:
         raise ValueError(f"strategy {o.strategy!r} does not draft for another engine: use one with its own drafter")
     if draft is not None and not method.needs_draft:
@@ -74,40 +72,32 @@ def drafter_for(
         if method.may_draft:
             why = "with an assistant reads the target's K/V, which another engine keeps to itself"
         raise ValueError(f"strategy {o.strategy!r} {why}: leave out draft")
-    config = target.config if isinstance(target, Checkpoint) else read_sizes(target, max_context)
+    if isinstance(target, Checkpoint):
+        found = Opened(target.folder, target.folder, target.config, (), None)
+    else:
+        found = read_sizes(target, max_context)
+    config = found.config
     if method.reads_target and not method.needs_draft and not config.num_heads:
         raise ValueError(
             f"strategy {o.strategy!r} needs a target that specker's decoder runs, not {config.architecture}"
         )
-    source = draft_of(o, config, draft, name)
+    recipe = recipe_of(o, found, draft, where, dtype, str(found.source))
+    source = recipe.draft
     own, called = (source.config, source.source) if isinstance(source, Opened) else (None, source)
     if own is not None and own.layer.recurrent is not None:  # its cache cannot drop what the other engine refuses
         raise ValueError(f"{called} has recurrent layers, and does not draft for another engine yet: use another draft")
-    kind = dtype_of(dtype)
+    kind = dtype_of(dtype)  # of the draft, which alone runs here
     if dtype is None and where.type == "cpu" and not (own is not None and served(own)):
         kind = torch.float32
     if isinstance(target, Checkpoint):
         target_checkpoint = target
     elif method.reads_target or (own is not None and own.shares):
-        found = checkpoint.opened(target, max_context=max_context)
-        target_checkpoint = checkpoint.read(found, dtype=kind, device=where, layers=False)
+        supported = opened(target, max_context=max_context)  # raises CheckpointError
+        target_checkpoint = checkpoint.read(supported, dtype=kind, device=where, layers=False)
     else:
-        target_checkpoint = Checkpoint(config, no_weights(where), folder_of(target, weights=False))
+        target_checkpoint = Checkpoint(config, no_weights(where), found.folder)
     family = family_of(target_checkpoint) if own is not None and own.shares else zoo.family_of(config)
-    if draft is None and source is not None and family is None:
-        raise ValueError(no_draft(o, name))
-    recipe = Recipe(
-        o,
-        where,
-        kind,
-        Opened(name, target_checkpoint.folder, config, (), None),
-        source,
-        bundled_draft=draft is None,
-        draft_quantize=o.draft_quantize or usual_rounding(dtype, where),
-        target_name=str(name),
-        draft_name=name_of(source),
-        family=family,
-    )
+    recipe = replace(recipe, dtype=kind).of_family(family)
     draft_checkpoint = read_draft(recipe, target_checkpoint)
     if draft_checkpoint is not None and draft_checkpoint.translation is not None:
         raise ValueError(
@@ -115,14 +105,7 @@ def drafter_for(
         )
     if draft_checkpoint is not None:
         o = method.with_draft(o, draft_checkpoint)
-        memory = CacheMemory(
-            (draft_checkpoint.config,),
-            draft_checkpoint.weights.norm.dtype,
-            where,
-            o.page_size,
-            LOOKAHEAD,
-            kv_dtypes=(planned_kv_dtype(draft_checkpoint, o),),
-        )
+        memory = cache_memory([draft_checkpoint, *draft_checkpoint.further], o)
         o = replace(o, kv_tokens=memory.pool(o.batch_size, kv_tokens)[0])
     context = DraftContext(o, target_checkpoint, None, None, draft_checkpoint, family, notes=recipe.notes)
     drafters = strategies.drafters(context)
@@ -138,12 +121,12 @@ def drafter_for(
     return Foreign(drafters, config, policies, where, fixed)
 
 
-def read_sizes(target: str | Path, max_context: int | None) -> ModelConfig:
-    """The target's config. For an architecture that specker's decoder lacks, or for quantised weights, only the
+def read_sizes(target: str | Path, max_context: int | None) -> Opened:
+    """The target with its config. For an architecture that specker's decoder lacks, or for quantised weights, only the
     vocabulary, the number of layers, the hidden size, the positions and the stop ids are known. Raises
     CheckpointError."""
     try:
-        return read_config(target, max_context=max_context)
+        return opened(target, max_context=max_context)
     except CheckpointError:
         folder = folder_of(target, weights=False)
         raw = read_json(folder / "config.json")
@@ -157,7 +140,7 @@ def read_sizes(target: str | Path, max_context: int | None) -> ModelConfig:
     except Exception as error:  # validation raises several types; a config may lack a field
         raise CheckpointError(f"{folder / 'config.json'} lacks the model's sizes ({reason(error)})") from error
     vocab, hidden, layers, positions = sizes
-    return ModelConfig(
+    config = ModelConfig(
         architecture=str((raw.get("architectures") or ["unknown"])[0]),
         vocab_size=vocab,
         hidden_size=hidden,
@@ -175,6 +158,7 @@ def read_sizes(target: str | Path, max_context: int | None) -> ModelConfig:
         max_context=min(max_context or positions, positions),
         eos_ids=eos_ids(folder, raw, vocab),
     )
+    return Opened(target, folder, config, (), None)
 
 
 def no_weights(device: torch.device) -> Weights:

@@ -20,6 +20,7 @@ from specker.kernels.delta_rows import BLOCK
 from specker.model.cache import KVCache
 from specker.model.config import ModelConfig, layer_elements
 from specker.model.decoder import Model
+from specker.model.memory import CacheMemory
 from specker.model.states import AHEAD
 from specker.options import GRAPHS, TEMPERATURE, Options, Params
 from specker.runtime import check, strategies, text
@@ -30,7 +31,6 @@ from specker.runtime.control.policy import Budget, Policy
 from specker.runtime.control.stats import Stats
 from specker.runtime.events import Event, Logprob
 from specker.runtime.loop import Loop
-from specker.runtime.notes import Notes
 from specker.runtime.ranks.broadcast import Silent, share
 from specker.runtime.ranks.dist import Ranks
 from specker.runtime.recipe import Recipe
@@ -43,7 +43,6 @@ from specker.runtime.strategies.vocabtrim import trim
 from specker.runtime.strategies.vocabtrim.head import TrimmedHead
 from specker.runtime.text import Counts, Generation, Prompt, Prompts, Stop
 from specker.runtime.warmup import warm_up
-from specker.zoo import Family
 
 if TYPE_CHECKING:
     from specker.arguments import EachOption, RequestOptions
@@ -60,15 +59,14 @@ class Engine:
 
     recipe: Recipe
     target: Checkpoint
-    draft: Checkpoint | None = None
+    draft: Checkpoint | None
+    memory: CacheMemory  # what the caches must fit into
     options: Options = field(init=False)
     device: torch.device = field(init=False)
     dtype: torch.dtype = field(init=False)
     target_name: str = field(init=False)
     draft_name: str | None = field(init=False)
-    notes: Notes = field(init=False)  # decisions of the loader, by their names in `remarks`
     ranks: Ranks | None = field(init=False)  # the ranks that share the target
-    family: Family | None = field(init=False)  # the bundled files for the target
     model: Model = field(init=False)  # the target's
     cache: KVCache = field(init=False)
     drafters: list[Drafter] = field(init=False)  # of each source
@@ -80,8 +78,8 @@ class Engine:
     def __post_init__(self) -> None:
         """Make the models, caches and the loop. Raises ValueError for `graphs` on if rounds cannot be captured."""
         recipe = self.recipe
-        self.options, self.ranks, self.family = o, ranks, family = recipe.options, recipe.ranks, recipe.family
-        self.device, self.dtype, self.notes = recipe.device, recipe.dtype, recipe.notes
+        self.options, self.ranks = o, ranks = recipe.options, recipe.ranks
+        self.device, self.dtype, family = recipe.device, recipe.dtype, recipe.family
         self.target_name, self.draft_name = recipe.target_name, recipe.draft_name
         strategy = strategies.of(o)
         self.model = model = Model(self.target, ranks=ranks)
@@ -89,7 +87,7 @@ class Engine:
         drafts_locally = ranks is None or not strategy.drafts or strategy.every_rank  # else rank 0's drafts are shared
         fixed = fixed_shapes(o, model, None if drafts_locally else ranks)
         self.cache = allocate(model, o, rings=True)
-        context = DraftContext(o, self.target, model, self.cache, self.draft, family, ranks, self.notes)
+        context = DraftContext(o, self.target, model, self.cache, self.draft, family, ranks, recipe.notes)
         if drafts_locally or ranks is None or ranks.drafts:
             self.drafters = strategies.drafters(context)
         else:
@@ -125,9 +123,8 @@ class Engine:
             ranks,
             None if drafts_locally or ranks is None else partial(share, ranks),
         )
-        assert recipe.memory is not None
         policy, eos_ids = partial(strategies.policy, self.policies), self.target.config.eos_ids
-        self.session = Session(self.loop, self.target, self.target_name, policy, eos_ids, recipe.memory.running)
+        self.session = Session(self.loop, self.target, self.target_name, policy, eos_ids, self.memory.running)
         for sentence in self.warnings.values():
             log.warning(sentence)
 
@@ -237,12 +234,12 @@ class Engine:
     def remarks(self) -> dict[str, str]:
         """What to know about this engine and its results, keyed as in `--json`: its `warnings`, and facts that ask
         nothing of their reader, such as the format of its weights."""
-        return self.notes | self.warnings
+        return self.recipe.notes | self.warnings
 
     @property
     def warnings(self) -> dict[str, str]:
         """The remarks that a user may want to act on. Logged when the engine is made."""
-        said = self.notes.warnings()
+        said = self.recipe.notes.warnings()
         if self.options.load == "dummy":
             said["sizing"] = (
                 "with random weights a run measures time and memory only: its text and acceptance mean nothing"

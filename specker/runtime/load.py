@@ -1,7 +1,7 @@
 """Load checkpoints into an Engine by a recipe: read the weights, check that the models fit together, and size the
 context to the memory."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,14 +14,14 @@ from specker.checkpoints.checkpoint import Checkpoint, Opened, made_for
 from specker.checkpoints.checkpoint import read as read_checkpoint
 from specker.checkpoints.translation import LEAST, Translation
 from specker.fields import option
-from specker.model import memory
+from specker.model.memory import CacheMemory
 from specker.model.split import WHOLE
 from specker.options import Options
 from specker.runtime import strategies
 from specker.runtime.engine import Engine
 from specker.runtime.notes import Notes
 from specker.runtime.ranks import dist
-from specker.runtime.recipe import Recipe, device_of, no_draft, resolve
+from specker.runtime.recipe import Recipe, device_of, resolve
 from specker.runtime.strategies.base import LOOKAHEAD, PolicyContext, planned_kv_dtype, saved_states, slots
 
 
@@ -74,14 +74,13 @@ def engine_of(recipe: Recipe, target: Checkpoint, on_progress: Callable[[int, in
     """Read what drafts for a target whose weights are there, size the context to the memory that is left, and make the
     engine. Raises as `load` does."""
     method, notes, ranks = strategies.of(recipe.options), recipe.notes, recipe.ranks
-    family = family_of(target)
-    if recipe.bundled_draft and family is None:
-        raise ValueError(no_draft(recipe.options, recipe.target.source))
-    recipe = replace(recipe, family=family)
+    recipe = recipe.of_family(family_of(target))
     last = f"draft, {recipe.models} of {recipe.models}"
     draft = read_draft(recipe, target, on_progress and (lambda done, of: on_progress(done, of, last)))
     opts = recipe.options if draft is None else method.with_draft(recipe.options, draft)
-    room = cache_memory(target, draft, opts, family)
+    models = [target] if draft is None or method.self_drafting else [target, draft, *draft.further]
+    largest = strategies.plan(PolicyContext(opts, target.config.num_layers, recipe.family)).largest
+    room = cache_memory(models, opts, rows=opts.batch_size * (largest.nodes + 1), rings=slots(opts))
     context, lowered = room.sized(opts.max_context)
     if ranks is not None:
         context = ranks.least(context)
@@ -102,26 +101,21 @@ def engine_of(recipe: Recipe, target: Checkpoint, on_progress: Callable[[int, in
         beyond = "drafts are copies only" if len(opts.sources) > 1 else "nothing is drafted"
         notes["draft_context"] = f"the draft's context ends at {ends} of {limit} tokens: beyond, {beyond}"
     with room.allocating():
-        return Engine(replace(recipe, options=replace(opts, kv_tokens=pool), memory=room), target, draft)
+        return Engine(replace(recipe, options=replace(opts, kv_tokens=pool)), target, draft, room)
 
 
-def cache_memory(
-    target: Checkpoint, draft: Checkpoint | None, options: Options, family: zoo.Family | None
-) -> memory.CacheMemory:
-    """The memory that the caches of target and draft must fit into. `family`: the bundled files for the target."""
-    models = [target] if draft is None or strategies.of(options).self_drafting else [target, draft, *draft.further]
-    norm = target.weights.norm  # has the dtype of the K/V
-    largest = strategies.plan(PolicyContext(options, target.config.num_layers, family)).largest
-    sequences = slots(options)
-    return memory.CacheMemory(
+def cache_memory(models: Sequence[Checkpoint], options: Options, rows: int = 0, rings: int = 0) -> CacheMemory:
+    """The memory that the caches of these models must fit into. `rows`, `rings`: as of `CacheMemory`."""
+    norm = models[0].weights.norm  # has the dtype of the K/V
+    return CacheMemory(
         configs=tuple(model.local for model in models),
         dtype=norm.dtype,
         device=norm.device,
         page_size=options.page_size,
         lookahead=LOOKAHEAD,
-        rows=options.batch_size * (largest.nodes + 1),
-        rings=sequences,
-        sequences=sequences,
+        rows=rows,
+        rings=rings,
+        sequences=slots(options),
         saved=saved_states(options),
         kv_dtypes=tuple(planned_kv_dtype(model, options) for model in models),
     )

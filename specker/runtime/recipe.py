@@ -5,7 +5,7 @@ sizes the context to the memory that they leave free, and makes the engine.
 """
 
 import os
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
@@ -15,7 +15,6 @@ from specker.checkpoints.buffers import AUTO, activations, served
 from specker.checkpoints.checkpoint import Opened, opened
 from specker.fields import option
 from specker.model.config import ModelConfig
-from specker.model.memory import CacheMemory
 from specker.options import DTYPES, Options
 from specker.runtime import strategies
 from specker.runtime.notes import Notes
@@ -40,12 +39,18 @@ class Recipe:
     notes: Notes = field(default_factory=Notes)  # decisions, by their names in `Engine.remarks`
     ranks: dist.Ranks | None = None  # the ranks that share the target
     family: zoo.Family | None = None  # the bundled files for the target, which its embedding must prove
-    memory: CacheMemory | None = None  # what the caches must fit into; known when all weights are read
 
     @property
     def models(self) -> int:
         """The checkpoints whose reading shows its progress."""
         return 1 + isinstance(self.draft, Opened)
+
+    def of_family(self, family: zoo.Family | None) -> "Recipe":
+        """The recipe for a target whose weights have shown that these bundled files are for it, or none. Raises
+        ValueError if it has a bundled draft, and none are."""
+        if self.bundled_draft and family is None:
+            raise ValueError(no_draft(self.options, self.target.source))
+        return replace(self, family=family)
 
 
 def resolve(

@@ -38,7 +38,7 @@ def test_an_engine_is_what_its_recipe_says(pair):
     engine = specker.load(*pair, "draft", device="cpu", dtype="float32", max_context=40, batch_size=2, kv_tokens=1024)
     recipe = engine.recipe
     assert recipe.target.config == engine.target.config and recipe.options == engine.options
-    assert [config.max_context for config in recipe.memory.configs] == [40, 40]
+    assert [config.max_context for config in engine.memory.configs] == [40, 40]
     assert engine.max_context == 40 and engine.options.kv_tokens == 1024
 
 

@@ -178,7 +178,7 @@ def test_a_bundled_score_file_serves_every_target_with_its_tokenizer(tmp_path):
         shutil.copy(zoo.path("code-target") / name, target)
     engine = load((target, perturbed(target, tmp_path / "draft")), vocab_keep="500")
     assert (
-        engine.family is None
+        engine.recipe.family is None
         and engine.trimmed_head.ranking == "vocab_scores.safetensors"
         and not engine.trimmed_head.counts
     )
@@ -212,7 +212,7 @@ def test_a_family_without_drafts_works_with_and_without_its_file(models, coder):
     coder.vocab_scores.write_bytes(VocabScores.from_counts(torch.arange(320), tokenizer=digest).to_bytes())
     engine = load(models, vocab_keep=None)
     assert (
-        engine.family is coder
+        engine.recipe.family is coder
         and engine.trimmed_head.ranking == "scores.safetensors"
         and len(engine.trimmed_head.ids) == 40
     )

@@ -209,7 +209,7 @@ def test_a_bundled_target_is_known_by_its_name(tmp_path, monkeypatch):
     named = specker.load("hybrid-target", device="cpu", policy="auto")
     assert (engine.options.draft_tokens, engine.options.policy) == (3, "fixed")
     assert (named.options.draft_tokens, named.options.policy) == (None, "auto")
-    assert engine.options.strategy == "mtp+vocabtrim" and engine.family is zoo.HYBRID
+    assert engine.options.strategy == "mtp+vocabtrim" and engine.recipe.family is zoo.HYBRID
     pair = specker.load("code-target", "code-draft", device="cpu")
     assert (pair.options.strategy, pair.draft.folder) == ("vocabtrim+lookup", zoo.path("code-draft"))
     monkeypatch.chdir(tmp_path)  # a folder of this name comes first
