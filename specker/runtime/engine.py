@@ -92,8 +92,8 @@ class Engine:
             self.drafters = strategies.drafters(context)
         else:
             self.drafters = [Silent()] * len(o.sources)
-        drafter = self.drafters[0] if self.drafters else Drafter()
-        head_bytes, head_cost = drafter.head_bytes, strategy.head_cost(o, drafter.head, model)
+        head_bytes = self.drafters[0].head_bytes if self.drafters else 0
+        head_cost = strategy.head_cost(o, head_bytes, model)
         if strategy.self_drafting and ranks is not None:  # a measured time differs by rank: take rank 0's
             head_cost = float(ranks.first(torch.tensor([head_cost], dtype=torch.float64, device=model.device)))
         # No function that the loop or the session keeps may know the engine: a cycle keeps a dropped engine, with its

@@ -200,8 +200,9 @@ class Strategy:
     def drafter(self, context: DraftContext) -> Drafter | None:
         raise NotImplementedError
 
-    def head_cost(self, options: Options, head: LMHead | None, model: Model) -> float:
-        """What a draft step costs in addition to its layers, in units of one target layer, for policies that use it."""
+    def head_cost(self, options: Options, head_bytes: int, model: Model) -> float:
+        """What a draft step, which reads `head_bytes` of an LM head, costs in addition to its layers, in units of one
+        target layer, for policies that use it."""
         return 0.0
 
     def policy(self, context: PolicyContext) -> Policy:

@@ -30,7 +30,6 @@ from specker.runtime.strategies.base import DraftContext, Plan, PolicyContext, S
 
 if TYPE_CHECKING:
     from specker.model.decoder import Model
-    from specker.runtime.round.lm_head import LMHead
     from specker.runtime.strategies.dynamic_exit.early_exit import EarlyExitDrafter
 
 ELIGIBLE = 8  # maximum number of exit layers
@@ -100,11 +99,9 @@ class SelfDrafting(Strategy):
         watched = eligible_layers(context.target.config.num_layers) if context.options.policy in self.policies else ()
         return EarlyExitDrafter(context.model, context.cache, context.head(context.model, rows), watched)
 
-    def head_cost(self, options: Options, head: LMHead | None, model: Model) -> float:
+    def head_cost(self, options: Options, head_bytes: int, model: Model) -> float:
         """The LM head's bytes, in layers of the target."""
-        if head is None or options.own.exit_cost == "layers":
-            return 0.0
-        return head.weight.nbytes / _bytes(model) * len(model.layers)
+        return 0.0 if options.own.exit_cost == "layers" else head_bytes / _bytes(model) * len(model.layers)
 
     def policy(self, context: PolicyContext) -> Policy:
         from specker.runtime.strategies.dynamic_exit.exit_policy import DynamicExit
