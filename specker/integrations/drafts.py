@@ -296,10 +296,9 @@ class Drafts:
         """Draft for the sequences in slots 0..n-1."""
         n, state, lengths = len(sequences), self.state, [len(s.token_ids) for s in sequences]
         budget, _ = self._runner.shape(sequences)
-        offer = self._runner.offer
         room = [max(0, min(most, self.limit - length)) for length in lengths]
-        if offer.room and not budget.part:
-            room = [min(each) for each in zip(room, offer.room, strict=True)]
+        if own := self._runner.offers[budget.part].room:
+            room = [min(each) for each in zip(room, own, strict=True)]
         if not any(room):
             return [[] for _ in room]
         budget = budget.clip(budget.nodes, max(room))

@@ -6,11 +6,11 @@ from dataclasses import replace
 
 from specker.runtime.control.auto import AcceptanceHistory
 from specker.runtime.control.choose import MEASURED, NONE, RESTS, Chooser
-from specker.runtime.control.policy import Budget, Outcome
+from specker.runtime.control.policy import UNLIMITED, Budget, Offer, Outcome
 from specker.runtime.control.stats import CopyStats
 from specker.runtime.ranks.dist import Ranks
 from specker.runtime.round.batch import Batch
-from specker.runtime.round.drafter import UNLIMITED, Accepted, Draft, Drafter, Offer
+from specker.runtime.round.drafter import Accepted, Draft, Drafter
 from specker.runtime.round.round import Round
 from specker.runtime.round.state import Request
 
@@ -49,11 +49,6 @@ class DraftRunner:
         """The one that may have a model."""
         return self.drafters[0]
 
-    @property
-    def offer(self) -> Offer:
-        """Its offer."""
-        return self.offers[0]
-
     def shape(self, requests: list[Request], prompts: bool = False) -> tuple[Budget, str]:
         """The shape that the chooser takes of the policies' proposals, and why it drafts nothing. Rank 0 decides, since
         measured times differ by rank. `prompts`: rows of prompts come with the verify pass. A model then drafts nothing
@@ -67,7 +62,7 @@ class DraftRunner:
         budget, self._delayed = self._delayed, None
         if budget is None:
             left = sum(s.limit - len(s.token_ids) for s in requests)
-            budget = self.chooser.choose(policies, left, self.offer.missing, self.offer.room)
+            budget = self.chooser.choose(policies, left, self.offers)
         reason = self.chooser.reason
         if prompts and budget.nodes and self.yields_to_prompts(requests) and not budget.part:
             budget, reason = replace(budget, nodes=0, depth=0, extra=()), PROMPTS
@@ -92,14 +87,14 @@ class DraftRunner:
     def _caught_up(self, requests: list[Request], budget: Budget) -> bool:
         """Whether the drafter may prefill what it lacks within the round. While several requests decode, a longer part
         of a prompt is prefilled in chunks, one before each round."""
-        if len(requests) == 1 or not budget.nodes or budget.part:
+        if len(requests) == 1 or not budget.nodes:
             return True
         each = self.history.costs.prefill(1)
         chunk = max(LEAST, int(self.stall / each)) if each and self.stall else self.chunk
-        if self.offer.missing <= chunk:
+        if self.offers[budget.part].missing <= chunk:
             return True
         start = time.perf_counter()
-        if not (count := self.drafter.advance(requests, budget, chunk)):
+        if not (count := self.drafters[budget.part].advance(requests, chunk)):
             return True
         spent = time.perf_counter() - start
         self.history.costs.observe_prefill(count, spent)
@@ -124,18 +119,17 @@ class DraftRunner:
         return not budget.nodes or self.offers[budget.part].fixes(budget)
 
     def clipped(self, requests: list[Request], budget: Budget) -> Budget:
-        """Limit a draft to the longest remaining text, less one for the target's token, and a model's to its context:
-        copies need no model."""
+        """Limit a draft to the longest remaining text, less one for the target's token, and to its drafter's
+        context."""
         if not budget.nodes:
             return budget
-        left = max(s.limit - len(s.token_ids) - 1 for s in requests)
-        most = left if budget.part else min(left, self.offer.most)
+        most = min(max(s.limit - len(s.token_ids) - 1 for s in requests), self.offers[budget.part].most)
         return budget.clip(min(budget.nodes, self.largest.nodes), most)
 
     def draft(self, batch: Batch) -> Draft:
         """Prefill what the drafter lacks, and draft."""
         drafter = self.drafters[batch.budget.part]
-        drafter.advance(batch.requests, batch.budget, fixed=batch.fixed)
+        drafter.advance(batch.requests, fixed=batch.fixed)
         return drafter.propose(batch)
 
     def accept(self, batch: Batch, draft: Draft, accepted: Accepted) -> None:

@@ -17,6 +17,7 @@ from specker.runtime.control.policy import (
     DraftAndVerify,
     Fixed,
     Match,
+    Offer,
     Outcome,
     StopRule,
     after,
@@ -349,10 +350,13 @@ def test_prefill_must_be_earned_back():
     world = World(0.05, 0.02, lambda n: 0.8).run(300)
     costs, chooser = world.known.costs, world.chooser
     costs.observe_prefill(100, 100 * STEP / 10)  # ten tokens take a plain round
-    assert chooser.choose(world.policies, 500, behind=200).nodes
-    assert not chooser.choose(world.policies, 20, behind=200).nodes and chooser.reason == "slower"
+    assert chooser.choose(world.policies, 500, [Offer(200)]).nodes
+    assert not chooser.choose(world.policies, 20, [Offer(200)]).nodes and chooser.reason == "slower"
     chooser.admitted()
-    assert chooser.choose(world.policies, 20, behind=0).nodes
+    assert chooser.choose(world.policies, 20).nodes
+
+
+UNREAD = [Offer(missing=240), Offer()]  # of a model, and of copies
 
 
 @pytest.fixture
@@ -387,17 +391,17 @@ def test_a_model_reads_the_texts_once_its_drafts_would_have_saved_that_time(one_
     )
     rounds = int(240 / 20 * STEP / saved)
     assert rounds > 2
-    shapes = [chooser.choose(policies, 400, behind=240) for _ in range(rounds + 1)]
+    shapes = [chooser.choose(policies, 400, UNREAD) for _ in range(rounds + 1)]
     assert shapes == [copied] * rounds + [drafted]
     for _ in range(2):
         for _ in range(rounds - 1):
-            assert chooser.choose(policies, 400, behind=240) == copied, "it counts anew"
-        assert chooser.choose(policies, 400, behind=0) == drafted
+            assert chooser.choose(policies, 400, UNREAD) == copied, "it counts anew"
+        assert chooser.choose(policies, 400) == drafted
 
 
 def test_a_model_does_not_read_texts_that_end_soon(one_match):
     chooser, policies = one_match
-    assert all(chooser.choose(policies, 30, behind=240).part for _ in range(100))
+    assert all(chooser.choose(policies, 30, UNREAD).part for _ in range(100))
 
 
 def test_a_model_reads_the_texts_where_copies_do_not_pay(one_match):
@@ -406,7 +410,7 @@ def test_a_model_reads_the_texts_where_copies_do_not_pay(one_match):
         policy.announced([Match(1, 16)] if policy is policies[0] else [Match()])
         for _ in range(30):
             policy.parts[1].observe(Outcome(4, [0]))
-    assert chooser.choose(policies, 400, behind=240).part == 0
+    assert chooser.choose(policies, 400, UNREAD).part == 0
 
 
 def test_a_text_without_a_match_copies_no_tokens():

@@ -51,7 +51,7 @@ def draft(drafter: Drafter, *args: Any, **more: Any) -> Round:
     if not len(drafter.cache.slots(0, 0, 1)):  # an engine's cache, whose sequences take their pages at admission
         drafter.cache.take(0, drafter.cache.capacity)
     if drafter.cache.exact_len == [0]:
-        drafter.advance(r.requests, r.batch.budget)
+        drafter.advance(r.requests)
     r.batch.aux_layers = drafter.reads(r.batch.budget)
     r.draft = drafter.propose(r.batch)
     return r

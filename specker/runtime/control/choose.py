@@ -6,7 +6,7 @@ from dataclasses import replace
 from specker.runtime.control import estimates
 from specker.runtime.control.costs import Costs
 from specker.runtime.control.estimates import NONE, RUN, SWITCH, Credit, PlainSpeed, TokenPrices, Trials
-from specker.runtime.control.policy import Budget, Policy
+from specker.runtime.control.policy import Budget, Offer, Policy
 
 COLD = 2  # rounds after a change between plain rounds and drafts, in which the processor's caches hold other data
 START = 1.03  # the gain that drafts must promise after a plain round, because they disturb the CPU's caches
@@ -37,7 +37,7 @@ class Chooser:
         self.costs, self.learns = costs, learns
         self.reason = ""  # why the last choice drafts nothing; empty if it drafts
         self.trial = False  # whether the last choice is a trial
-        self._ended: list[bool] = []  # of each text, whether it is longer than the draft model's context
+        self._offers: Sequence[Offer] = ()  # of the last choice
         self.clear()
 
     def clear(self) -> None:
@@ -59,12 +59,11 @@ class Chooser:
         self._trials.admitted()
         self._ahead, self._new, self._missed = 0, True, 0.0
 
-    def choose(self, policies: Sequence[Policy], remaining: int, behind: int = 0, room: Sequence[int] = ()) -> Budget:
-        """The shape of the next round. `remaining`: tokens that the texts may still grow by. `behind`: committed
-        tokens of all texts that a model must prefill before it can draft. `room`: draft tokens of the model that fit
-        behind each text in its context; (): any number. Copies need no model."""
-        self._ended = [n < 1 for n in room]
-        shape = self._choose(policies, remaining, behind)
+    def choose(self, policies: Sequence[Policy], remaining: int, offers: Sequence[Offer] = ()) -> Budget:
+        """The shape of the next round. `remaining`: tokens that the texts may still grow by. `offers`: of each
+        `Budget.part`; (): every text has room for every draft, and nothing is to be prefilled."""
+        self._offers = offers
+        shape = self._choose(policies, remaining)
         if shape.nodes or self.reason not in (MISSING, ENDED):  # a match that is missing is no change
             changed = (shape.nodes > 0) != self._drafted
             self._cold, self._drafted = COLD if changed else max(0, self._cold - 1), shape.nodes > 0
@@ -82,14 +81,14 @@ class Chooser:
         """Whether the round of the last choice finds the caches as rounds of its kind leave them."""
         return self._cold == 0
 
-    def _choose(self, policies: Sequence[Policy], remaining: int, behind: int) -> Budget:
+    def _choose(self, policies: Sequence[Policy], remaining: int) -> Budget:
         n = len(policies)
         if (self.reason == MEASURED or not any(p.copies for p in policies)) and self.keeps_resting(n):
             return self._none
         self._ahead = 0
-        ended = bool(self._ended) and all(self._ended)
-        proposed = (shape for p in policies for shape in p.budgets())
-        shapes = list(dict.fromkeys(shape for shape in proposed if shape.part or not ended))
+        proposed = dict.fromkeys(shape for p in policies for shape in p.budgets())
+        shapes = [shape for shape in proposed if self._drafted_for(policies, shape)]
+        ended = len(shapes) < len(proposed)
         measured, self.reason, self.trial = self.reason == MEASURED, "" if shapes or not ended else ENDED, False
         if not policies[0].may_skip_drafting or not self.learns:
             if len(shapes) < 2:  # as under a fixed policy: nothing to compare
@@ -103,9 +102,9 @@ class Chooser:
         tokens = {shape: self._tokens(policies, shape) for shape in drafts}
         rates = {shape: tokens[shape] / self._seconds(policies, shape) for shape in drafts}
         bar = plain if self._drafting else START * plain
-        best = self._best(tokens, rates, bar, remaining, behind)
+        best = self._best(tokens, rates, bar, remaining)
         # A prefill serves all drafts to come, so it counts against all tokens to come, not against this round.
-        late, rate = self._late(best, behind), rates[best]
+        late, rate = self._late(best), rates[best]
         looks = estimates.LOOK if self._speed.due(1 - plain / rate) or not self.costs.plain_rounds else 0
         if looks:
             self._speed.begin()
@@ -120,7 +119,7 @@ class Chooser:
             return best
         trial = policies[0].trial(best)
         loss = RUN * (self._seconds(policies, trial) * plain - self._tokens(policies, trial))
-        trials.price = SWITCH + (max(0.0, loss) + self._late(trial, behind) * plain) / n
+        trials.price = SWITCH + (max(0.0, loss) + self._late(trial) * plain) / n
         # Drafts that look slower than a plain round that was just measured may have been timed in a slower phase.
         if (measured or trials.due) and trials.price <= self.credit.left and n < remaining:
             trials.begin()
@@ -129,13 +128,11 @@ class Chooser:
             return trial
         return self._rest(n, none, RESTS)
 
-    def _best(
-        self, tokens: dict[Budget, float], rates: dict[Budget, float], bar: float, remaining: int, behind: int
-    ) -> Budget:
+    def _best(self, tokens: dict[Budget, float], rates: dict[Budget, float], bar: float, remaining: int) -> Budget:
         """The best shape, by the expected tokens of a round and per second. Copying may go on, so a model that must
         first read the texts waits while copies beat `bar`. It reads them once its drafts would have saved as much time
         as that takes (the ski-rental rule: at most twice the least cost), unless the texts end too soon."""
-        late = {shape: self._late(shape, behind) for shape in rates}
+        late = {shape: self._late(shape) for shape in rates}
         best = max(rates, key=lambda shape: rates[shape])
         copies = [shape for shape in rates if not late[shape] and rates[shape] > bar]
         if late[best] and copies:
@@ -199,7 +196,7 @@ class Chooser:
         gained = (self.credit.per_round if drafted else self.credit.per_resting_round) * took
         if drafted:
             self._speed.drafted(took)
-            late = self._late(shape, behind) / plain
+            late = self.costs.prefill(behind) / plain
             if trial:
                 gained += self._trials.finished(tokens / n - took - late)
             else:
@@ -217,11 +214,15 @@ class Chooser:
         return len(policies) - len(served) + sum(p.expected(shape) for p in served)
 
     def _drafted_for(self, policies: Sequence[Policy], shape: Budget) -> Sequence[Policy]:
-        """The policies of the texts that get a draft of this shape."""
-        if shape.part or not any(self._ended):
+        """The policies of the texts that get a draft of this shape: those with room for it."""
+        room = self._offer(shape).room
+        if min(room, default=1) > 0:
             return policies
-        return [p for p, ended in zip(policies, self._ended, strict=True) if not ended]
+        return [p for p, left in zip(policies, room, strict=True) if left > 0]
 
-    def _late(self, shape: Budget, behind: int) -> float:
-        """Seconds of prefill before a draft. Only a separate draft model has anything to prefill."""
-        return 0.0 if shape.part or shape.exit else self.costs.prefill(behind)
+    def _late(self, shape: Budget) -> float:
+        """Seconds of prefill before a draft."""
+        return self.costs.prefill(self._offer(shape).missing)
+
+    def _offer(self, shape: Budget) -> Offer:
+        return self._offers[shape.part] if self._offers else Offer()

@@ -1,13 +1,14 @@
 """How much to draft each round: the budget, and the policies that any strategy can use. A policy from one paper is in
 that paper's strategy file."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 LONGEST = 17  # tokens of the longest chain that a policy chooses; drafts that confidence ends may have one more
 LENGTHS = (1, 2, 3, 4, 6, 8, 12, 16)  # draft lengths that policy `auto` chooses from, besides 0
 TRIED = 4  # tokens in the longest draft of a trial
+UNLIMITED = 1 << 30  # draft tokens, where no context limits them
 MAX_NODES = 255  # draft tokens; a verify pass has one more row, the root
 
 # What a drafter copies from:
@@ -37,6 +38,24 @@ class Budget:
         if 0 <= self.nodes <= nodes and 0 <= self.depth <= depth:  # nearly always, and `replace` is slow
             return self
         return replace(self, nodes=max(0, min(self.nodes, nodes)), depth=max(0, min(self.depth, depth)))
+
+
+@dataclass(frozen=True)
+class Offer:
+    """What a drafter can do for each text of a batch, before the round's shape is chosen. The default suits one without
+    a model."""
+
+    missing: int = 0  # committed tokens of all texts that `advance` would prefill before a draft
+    room: Sequence[int] = ()  # draft tokens that fit behind each text in a model's context; (): any number
+    matches: Sequence[Sequence[Match]] = ()
+    """For each text, the match in each source that it may copy from, the text itself first."""
+    fixes: Callable[[Budget], bool] = lambda budget: False
+    """Whether a draft of this shape can have fixed shapes and be placed by the device."""
+
+    @property
+    def most(self) -> int:
+        """Draft tokens that fit behind the text with the most room."""
+        return max(self.room, default=UNLIMITED)
 
 
 @dataclass(frozen=True)

@@ -10,19 +10,19 @@ import math
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
+from specker.runtime.control.policy import UNLIMITED, Offer
+
 if TYPE_CHECKING:  # strategies/lookup.py builds on this file, and the command line imports it
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
 
     from torch import Tensor
 
     from specker.model.cache import KVCache
     from specker.model.decoder import Final, Model
-    from specker.runtime.control.policy import Budget, Match
+    from specker.runtime.control.policy import Budget
     from specker.runtime.round.batch import Batch
     from specker.runtime.round.lm_head import LMHead
     from specker.runtime.round.state import Request
-
-UNLIMITED = 1 << 30  # draft tokens
 
 
 class Constraint(NamedTuple):
@@ -175,23 +175,6 @@ def path_length(parents: Sequence[int]) -> int:
     return max(depths)
 
 
-@dataclass(frozen=True)
-class Offer:
-    """What a drafter can do for each text of a batch, before the round's shape is chosen."""
-
-    missing: int = 0  # committed tokens of all texts that `advance` would prefill before a draft
-    room: Sequence[int] = ()  # draft tokens that fit behind each text in a model's context; (): any number
-    matches: Sequence[Sequence[Match]] = ()
-    """For each text, the match in each source that it may copy from, the text itself first."""
-    fixes: Callable[[Budget], bool] = lambda budget: False
-    """Whether a draft of this shape can have fixed shapes and be placed by the device."""
-
-    @property
-    def most(self) -> int:
-        """Draft tokens that fit behind the text with the most room."""
-        return max(self.room, default=UNLIMITED)
-
-
 class Accepted(NamedTuple):
     """What the host knows of a round that was collected; the texts have grown by its tokens."""
 
@@ -239,9 +222,9 @@ class Drafter:
         """Called before every round, also before those that draft nothing. requests: in slots 0, 1, .."""
         return Offer()
 
-    def advance(self, requests: list[Request], budget: Budget, most: int = UNLIMITED, fixed: bool = False) -> int:
-        """Prefill up to `most` committed tokens that `propose` cannot forward itself before a draft of the shape
-        `budget`, which may be `fixed`. Returns their number."""
+    def advance(self, requests: list[Request], most: int = UNLIMITED, fixed: bool = False) -> int:
+        """Prefill up to `most` committed tokens that `propose` cannot forward itself before a draft, which may be
+        `fixed`. Returns their number."""
         return 0
 
     def propose(self, batch: Batch) -> Draft:

@@ -30,9 +30,10 @@ from specker.model.decoder import Model, Output, experts_read, forward
 from specker.model.prefill import Part, prefill_parts
 from specker.model.rows import begin
 from specker.model.sampling import Adjusts
+from specker.runtime.control.policy import UNLIMITED
 from specker.runtime.round.batch import Batch
 from specker.runtime.round.constrain import constrain, masked
-from specker.runtime.round.drafter import UNLIMITED, Draft, Drafter
+from specker.runtime.round.drafter import Draft, Drafter
 from specker.runtime.round.state import Request, to_host
 
 STAGES = ("prefill", "draft", "verify", "accept")  # the prefill is of a drafter that missed tokens
@@ -101,7 +102,7 @@ def launch(r: Round, target: Model, cache: KVCache, drafters: Sequence[Drafter])
     r.marks.append(now(events))
     drafting = drafters[b.budget.part] if drafters and min(b.budget.nodes, b.budget.depth) > 0 else None
     if drafting is not None:
-        r.behind = drafting.advance(b.requests, b.budget, fixed=b.fixed)
+        r.behind = drafting.advance(b.requests, fixed=b.fixed)
     r.marks.append(now(events))
     if drafters:
         b.aux_layers = drafters[0].reads(b.budget)

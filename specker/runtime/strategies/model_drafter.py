@@ -9,9 +9,9 @@ from specker.kernels.ancestors import MAX_WORDS
 from specker.model.cache import KVCache, Lengths, Rows
 from specker.model.decoder import Model
 from specker.model.prefill import prefill
-from specker.runtime.control.policy import Budget
+from specker.runtime.control.policy import UNLIMITED, Budget, Offer
 from specker.runtime.round.batch import Batch
-from specker.runtime.round.drafter import UNLIMITED, Drafter, Offer
+from specker.runtime.round.drafter import Drafter
 from specker.runtime.round.lm_head import LMHead
 from specker.runtime.round.state import Request
 
@@ -49,7 +49,7 @@ class ModelDrafter(Drafter):
         needs as many, and the context needs room for a draft after a pending round."""
         return self.repeated <= length <= self.model.config.max_context - 2 * self.repeated
 
-    def advance(self, requests: list[Request], budget: Budget, most: int = UNLIMITED, fixed: bool = False) -> int:
+    def advance(self, requests: list[Request], most: int = UNLIMITED, fixed: bool = False) -> int:
         count = 0
         for slot, request in enumerate(requests):
             before = self.cache.exact_len[slot]

@@ -9,9 +9,10 @@ from specker.kernels.vocab_topk import largest_of
 from specker.model.cache import KVCache
 from specker.model.decoder import Final, Model
 from specker.model.dflash import BlockModel
+from specker.runtime.control.policy import Offer
 from specker.runtime.control.stats import BlockStats
 from specker.runtime.round.batch import Batch
-from specker.runtime.round.drafter import Accepted, Draft, Drafter, Offer
+from specker.runtime.round.drafter import Accepted, Draft, Drafter
 from specker.runtime.round.lm_head import LMHead
 from specker.runtime.round.state import Request
 from specker.runtime.strategies.blocks.lattice import Search

@@ -18,9 +18,9 @@ from specker.checkpoints.translation import Reader, Translation
 from specker.cpu import Translated
 from specker.model.cache import KVCache
 from specker.model.decoder import Final, Model
-from specker.runtime.control.policy import Budget
+from specker.runtime.control.policy import UNLIMITED, Offer
 from specker.runtime.round.batch import Batch
-from specker.runtime.round.drafter import UNLIMITED, Accepted, Draft, Offer
+from specker.runtime.round.drafter import Accepted, Draft
 from specker.runtime.round.lm_head import LMHead
 from specker.runtime.round.state import Request
 from specker.runtime.strategies.draft.autoregressive import AutoregressiveDrafter, DraftLayers
@@ -79,8 +79,8 @@ class TranslatedDrafter(AutoregressiveDrafter):
                 missing += length - exact
         return Offer(missing, room, fixes=lambda budget: False)
 
-    def advance(self, requests: list[Request], budget: Budget, most: int = UNLIMITED, fixed: bool = False) -> int:
-        return super().advance(self._own(requests), budget, most)
+    def advance(self, requests: list[Request], most: int = UNLIMITED, fixed: bool = False) -> int:
+        return super().advance(self._own(requests), most)
 
     def propose(self, batch: Batch) -> Draft:
         requests = self._own(batch.requests)

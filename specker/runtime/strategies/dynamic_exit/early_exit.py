@@ -10,9 +10,9 @@ from specker.model.cache import KVCache
 from specker.model.decoder import Final, Model, forward
 from specker.model.rows import begin, begin_step
 from specker.model.sampling import Draws
-from specker.runtime.control.policy import Budget
+from specker.runtime.control.policy import Budget, Offer
 from specker.runtime.round.batch import Batch
-from specker.runtime.round.drafter import Accepted, Draft, Drafter, Offer, Resume
+from specker.runtime.round.drafter import Accepted, Draft, Drafter, Resume
 from specker.runtime.round.lm_head import LMHead
 from specker.runtime.round.state import Request
 

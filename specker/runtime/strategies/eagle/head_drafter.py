@@ -7,9 +7,9 @@ from specker.cpu import Committed
 from specker.model.cache import KVCache, Lengths
 from specker.model.decoder import Final, Model
 from specker.model.heads import DraftHead
-from specker.runtime.control.policy import Budget
+from specker.runtime.control.policy import UNLIMITED, Offer
 from specker.runtime.round.batch import Batch
-from specker.runtime.round.drafter import UNLIMITED, Accepted, Draft, Drafter, Offer
+from specker.runtime.round.drafter import Accepted, Draft, Drafter
 from specker.runtime.round.lm_head import LMHead
 from specker.runtime.round.state import Request
 from specker.runtime.strategies.compiled import ChainModel, compiled_chain, readable
@@ -83,7 +83,7 @@ class EagleDrafter(HeadDrafter):
         offer = super().prepare(requests)
         return Offer(room=offer.room, fixes=lambda budget: all(len(request.token_ids) > 1 for request in requests))
 
-    def advance(self, requests: list[Request], budget: Budget, most: int = UNLIMITED, fixed: bool = False) -> int:
+    def advance(self, requests: list[Request], most: int = UNLIMITED, fixed: bool = False) -> int:
         """Nothing is missing. But pairs that wait must run before a draft that the device places."""
         if fixed:
             self.pairs.run_each(requests)

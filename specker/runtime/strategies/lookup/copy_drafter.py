@@ -7,9 +7,9 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from specker.cpu.suffixes import NOTHING, Copy, Index, new_index
-from specker.runtime.control.policy import CORPUS, OWN, PAST, Match
+from specker.runtime.control.policy import CORPUS, OWN, PAST, Match, Offer
 from specker.runtime.control.stats import CopyStats
-from specker.runtime.round.drafter import Draft, Drafter, Offer
+from specker.runtime.round.drafter import Draft, Drafter
 from specker.runtime.strategies.lookup import SUFFIXES
 from specker.runtime.strategies.lookup.pool import Pool, Pools
 

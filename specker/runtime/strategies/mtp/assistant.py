@@ -20,9 +20,10 @@ from specker.model.decoder import Final, Model
 from specker.model.prefill import prefill
 from specker.model.sampling import Draws
 from specker.options import Sampling
+from specker.runtime.control.policy import Offer
 from specker.runtime.notes import Notes
 from specker.runtime.round.batch import Batch
-from specker.runtime.round.drafter import Accepted, Draft, Drafter, Offer
+from specker.runtime.round.drafter import Accepted, Draft, Drafter
 from specker.runtime.round.lm_head import LMHead
 from specker.runtime.round.state import Request
 from specker.runtime.strategies.eagle.agreement import IMPLAUSIBLE, LOGITS, text_of
