@@ -81,7 +81,7 @@ class Loop:
         self.batches = Batches(self.state, [self.cache, *own], self.largest, config.max_context)
         self.slots = Slots(
             self.cache,
-            self.drafter,
+            drafter,
             self.state,
             self.size,
             self.reserved,
@@ -97,7 +97,6 @@ class Loop:
             self.runner = DraftRunner(self.drafters, self.history, self.largest, chunk, self.ranks, captures)
         self.prompts = Prompts(
             self.target,
-            self.drafter,
             self.slots,
             self.batches,
             self.runner,

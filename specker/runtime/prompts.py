@@ -19,7 +19,6 @@ from specker.model.prefill import COMPILED_CHUNK, Part, most_rows, prefill, pref
 from specker.runtime.batches import Batches
 from specker.runtime.control.costs import Costs
 from specker.runtime.draft_runner import DraftRunner
-from specker.runtime.round.drafter import Drafter
 from specker.runtime.round.round import Round
 from specker.runtime.round.state import Request
 from specker.runtime.slots import Slots
@@ -71,7 +70,6 @@ class Prompts:
     """The requests that wait for a slot, and the prompts that are prefilled in parts."""
 
     target: Model
-    drafter: Drafter | None
     slots: Slots
     batches: Batches
     runner: DraftRunner | None
@@ -242,10 +240,9 @@ class Prompts:
 
     def _read_layers(self, fills: Sequence[Fill]) -> tuple[int, ...]:
         """The depths of which the drafter reads the hidden rows of these prompts."""
-        drafter = self.drafter
-        if drafter is None or not any(f.request.speculates and drafter.reads_prompt(*f[:3]) for f in fills):
-            return ()
-        return drafter.aux_layers
+        drafter = self.slots.drafter
+        reads = any(f.request.speculates and drafter.reads_prompt(*f[:3]) for f in fills)
+        return drafter.aux_layers if reads else ()
 
     def _observe_rows(self, count: int, seconds: float) -> None:
         """Learn from a pass over `count` rows, most of them of prompts."""
@@ -261,9 +258,9 @@ class Prompts:
             request = fill.request
             request.stats.prefilled += fill.rows
             self.slots.prefilled(request, fill.begun)
-            if self.drafter is not None and own and request.speculates:
+            if own and request.speculates:
                 with one_torch_thread(self.compiled):
-                    self.drafter.read(self.slots.filling[request], request, fill.begun, own)
+                    self.slots.drafter.read(self.slots.filling[request], request, fill.begun, own)
             request.progress(fill.begun + fill.rows)
         for fill in fills:
             if fill.ends:

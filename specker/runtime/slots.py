@@ -24,7 +24,7 @@ class Slots:
     def __init__(
         self,
         target: KVCache,
-        drafter: Drafter | None,
+        drafter: Drafter,
         state: State,
         size: int,
         reserved: int,
@@ -33,11 +33,12 @@ class Slots:
         lookahead: int,
         several: bool = False,
     ):
-        """`size`: requests that decode at once. `reserved`: columns of a sequence beyond its text. `prefixes`: which
-        K/V of earlier texts a request takes over, "exact", "all" or "off" (`--prefix-cache`). `prefix_alignment`: the
-        exact ones are a multiple of this many columns; 1 if rows are bit-equal wherever they are computed.
-        `lookahead`: the most columns that rounds write behind a text. `several`: prompts of several requests are
-        prefilled at once, which needs rounds that leave the slots behind the active ones alone."""
+        """`drafter`: the one that may have a model. `size`: requests that decode at once. `reserved`: columns of a
+        sequence beyond its text. `prefixes`: which K/V of earlier texts a request takes over, "exact", "all" or "off"
+        (`--prefix-cache`). `prefix_alignment`: the exact ones are a multiple of this many columns; 1 if rows are
+        bit-equal wherever they are computed. `lookahead`: the most columns that rounds write behind a text. `several`:
+        prompts of several requests are prefilled at once, which needs rounds that leave the slots behind the active
+        ones alone."""
         self.cache, self.drafter, self.state = target, drafter, state
         self.size, self.reserved, self.lookahead = size, reserved, lookahead
         self.prefixes, self.prefix_alignment, self.several = prefixes, prefix_alignment, several
@@ -48,7 +49,7 @@ class Slots:
 
     @property
     def caches(self) -> list[KVCache]:
-        own = None if self.drafter is None else self.drafter.cache
+        own = self.drafter.cache
         return [self.cache] if own is None or own is self.cache else [self.cache, own]
 
     def _free_slot(self) -> int:
@@ -115,15 +116,15 @@ class Slots:
         columns of the target's cache that need no prefill."""
         slot = self.filling[request] = self._free_slot()
         known = self._known(request)  # its pages may take the place of the known texts
-        columns, drafter = self.columns(request.limit), self.drafter
+        columns = self.columns(request.limit)
         pairs = list(zip(self.caches, self._matches(request), strict=True))
         matches = [match if cache.fits(columns, match) else None for cache, match in pairs]
-        if drafter is not None and drafter.aux_layers and request.speculates and None in matches:
+        if self.drafter.aux_layers and request.speculates and None in matches:
             matches = [None] * len(pairs)  # such a drafter needs the target's rows of all columns that it lacks
         for cache, match in zip(self.caches, matches, strict=True):
             cache.take(slot, columns, match)
         request.saves, request.draft_saves = self._saves(slot, request, known)
-        if self.drafter is not None and request.speculates:
+        if request.speculates:
             self.drafter.reset(slot)
         return self.cache.exact_len[slot]
 
@@ -167,7 +168,7 @@ class Slots:
                 self._move(last, slot, self.active[slot])
                 self.state.move(last, slot)
             self.active.pop()
-            head = None if self.drafter is None else self.drafter.head
+            head = self.drafter.head
             if head is not None and request.speculates:  # plain decoding often writes the same text again (--check)
                 head.count(request.token_ids[request.prompt_length :])
 
@@ -187,10 +188,10 @@ class Slots:
             return [None] * len(self.caches)
         prefix_alignment = 1 if prefixes == "all" else self.prefix_alignment
         if len(self.caches) == 1:
-            needs_row = self.drafter is not None and self.drafter.needs_row and request.speculates
+            needs_row = self.drafter.needs_row and request.speculates
             return [self.cache.match(text[: len(text) - needs_row], prefix_alignment)]
         target = self.cache.match(text, prefix_alignment)
-        if self.drafter is None or not self.drafter.keeps_prefix or not request.speculates:
+        if not self.drafter.keeps_prefix or not request.speculates:
             return [target, None]
         own = self.caches[1].match(self.drafter.cache_ids(request)[:-1])
         if not self.drafter.aux_layers:
@@ -222,9 +223,9 @@ class Slots:
             found = {len(text) - behind, known - behind, *range(spacing, len(text), spacing)} if cache.saves else ()
             return tuple(sorted({at for n in found if (at := n // alignment * alignment) >= least}))
 
-        behind = drafter.tokens_ahead if drafter is not None and drafter.aux_layers else 0
-        drafts = drafter is not None and drafter.keeps_prefix and request.speculates
-        own = saves(self.caches[1]) if drafts and len(self.caches) > 1 else ()
+        behind = drafter.tokens_ahead if drafter.aux_layers else 0
+        drafts = len(self.caches) > 1 and drafter.keeps_prefix and request.speculates
+        own = saves(self.caches[1]) if drafts else ()
         return saves(self.cache, self.prefix_alignment, behind), own
 
     def _remember(self, slot: int, request: Request) -> None:
@@ -232,7 +233,7 @@ class Slots:
             return
         prefilled = len(request.token_ids) if self.prefix_alignment == 1 else request.prefilled
         self.cache.remember(slot, request.cache_ids, prefilled, self.lookahead)
-        if len(self.caches) > 1 and request.speculates and self.drafter is not None and self.drafter.keeps_prefix:
+        if len(self.caches) > 1 and request.speculates and self.drafter.keeps_prefix:
             self.caches[1].remember(slot, self.drafter.cache_ids(request), 0, self.lookahead)
 
     def _release(self, slot: int, request: Request) -> None:
@@ -243,5 +244,5 @@ class Slots:
     def _move(self, source: int, target: int, request: Request) -> None:
         for cache in self.caches:
             cache.move(source, target)
-        if self.drafter is not None and request.speculates:
+        if request.speculates:
             self.drafter.move(source, target)
