@@ -111,7 +111,8 @@ def share_target(engines: Sequence[Engine]) -> None:
         engine.loop.target = engine.loop.prompts.target = base.model
         engine.loop.cache = engine.loop.slots.cache = base.cache
         drafts = None if engine.drafter is None else engine.drafter.cache
-        engine.loop.batches.caches = [base.cache, *([] if drafts in (None, base.cache) else [drafts])]
+        caches = [base.cache, *([] if drafts in (None, base.cache) else [drafts])]
+        engine.loop.slots.caches = engine.loop.batches.caches = caches
 
 
 def ours(engine: Engine, prompts: list[list[int]], count: int, temperature: float) -> Decoded:

@@ -78,9 +78,10 @@ class Loop:
         )
         alignment = prefill_alignment(self.target)
         own = [] if drafter.cache is None or drafter.cache is self.cache else [drafter.cache]
-        self.batches = Batches(self.state, [self.cache, *own], self.largest, config.max_context)
+        caches = [self.cache, *own]
+        self.batches = Batches(self.state, caches, self.largest, config.max_context)
         self.slots = Slots(
-            self.cache,
+            caches,
             drafter,
             self.state,
             self.size,

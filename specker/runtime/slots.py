@@ -23,7 +23,7 @@ WORTH_WAITING_COLUMNS = 16  # that another prompt's prefill must still compute f
 class Slots:
     def __init__(
         self,
-        target: KVCache,
+        caches: Sequence[KVCache],
         drafter: Drafter,
         state: State,
         size: int,
@@ -33,24 +33,19 @@ class Slots:
         lookahead: int,
         several: bool = False,
     ):
-        """`drafter`: the one that may have a model. `size`: requests that decode at once. `reserved`: columns of a
-        sequence beyond its text. `prefixes`: which K/V of earlier texts a request takes over, "exact", "all" or "off"
-        (`--prefix-cache`). `prefix_alignment`: the exact ones are a multiple of this many columns; 1 if rows are
-        bit-equal wherever they are computed. `lookahead`: the most columns that rounds write behind a text. `several`:
-        prompts of several requests are prefilled at once, which needs rounds that leave the slots behind the active
-        ones alone."""
-        self.cache, self.drafter, self.state = target, drafter, state
+        """`caches`: the target's and, if a draft model has one of its own, that. `drafter`: the one that may have a
+        model. `size`: requests that decode at once. `reserved`: columns of a sequence beyond its text. `prefixes`:
+        which K/V of earlier texts a request takes over, "exact", "all" or "off" (`--prefix-cache`). `prefix_alignment`:
+        the exact ones are a multiple of this many columns; 1 if rows are bit-equal wherever they are computed.
+        `lookahead`: the most columns that rounds write behind a text. `several`: prompts of several requests are
+        prefilled at once, which needs rounds that leave the slots behind the active ones alone."""
+        self.caches, self.cache, self.drafter, self.state = caches, caches[0], drafter, state
         self.size, self.reserved, self.lookahead = size, reserved, lookahead
         self.prefixes, self.prefix_alignment, self.several = prefixes, prefix_alignment, several
         self.active: list[Request] = []
         self.filling: dict[Request, int] = {}  # those whose prompts are being prefilled, the oldest first, and its slot
         for cache in self.caches:
             cache.release(0)
-
-    @property
-    def caches(self) -> list[KVCache]:
-        own = self.drafter.cache
-        return [self.cache] if own is None or own is self.cache else [self.cache, own]
 
     def _free_slot(self) -> int:
         """A slot for a request whose prompt is to be prefilled."""
