@@ -106,7 +106,7 @@ def test_without_the_models_a_target_of_the_families_needs_its_own_drafts(tmp_pa
     for file in (Path(__file__).parents[2] / "models" / "specker_models" / "code-target").iterdir():
         (tmp_path / file.name).write_bytes(file.read_bytes())
     own = {"device": "cpu", "dtype": "float32"}
-    assert specker.load(tmp_path, strategy="ar", **own).family is None
+    assert specker.load(tmp_path, strategy="ar", **own).recipe.family is None
     for strategy in ("draft", "easyspec", "diffuspec", "vocabtrim"):
         with pytest.raises(ValueError, match="the bundled models are not installed"):
             specker.load(tmp_path, strategy=strategy, **own)
