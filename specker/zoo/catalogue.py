@@ -35,11 +35,8 @@ CODER_32B = "https://huggingface.co/ggml-org/Qwen2.5-Coder-1.5B-32B-speculative-
 LLAMA_32 = "https://kaitchup.substack.com/p/fast-speculative-decoding-with-llama"
 GPT_OSS_EAGLE = "https://github.com/ggml-org/convert/pull/4"
 VLLM_DFLASH = "https://github.com/vllm-project/vllm/blob/main/vllm/model_executor/models/qwen3_dflash.py"
-VICUNA_68M = "https://huggingface.co/double7/vicuna-68m"
 GEMMA = "https://ai.google.dev/gemma/docs/mtp/mtp"
 AMD_135M = "https://huggingface.co/QuantFactory/AMD-Llama-135m-GGUF"
-DFLASH2 = f"{HUB}/z-lab/Qwen3.8-27B-DFlash2"
-DOMINO = f"{HUB}/Huang2020/Qwen3-8B-Domino-b16"
 PARD = "https://github.com/AMD-AGI/PARD"
 VLLM_PARD = "https://docs.vllm.ai/en/latest/features/speculative_decoding/parallel_draft_model/"
 
@@ -51,8 +48,13 @@ class Known:
     target: str  # hub id, or the name of a bundled target
     draft: str  # hub id, or the name of a bundled draft
     kind: str  # of KINDS
-    source: str  # where the pair is named
+    named_by: str = ""  # where the pair is named; "": on the draft's own page of the hub
     tried: bool = False  # this project ran the pair
+
+    @property
+    def source(self) -> str:
+        """The page or file that names the pair."""
+        return self.named_by or f"{HUB}/{self.draft}"
 
     @property
     def bundled(self) -> bool:
@@ -99,25 +101,25 @@ KNOWN = (
     Known("lmsys/vicuna-7b-v1.3", "yuhuili/EAGLE-Vicuna-7B-v1.3", HEAD1, EAGLE),
     Known("lmsys/vicuna-13b-v1.3", "yuhuili/EAGLE3-Vicuna1.3-13B", HEAD3, EAGLE),
     Known("lmsys/vicuna-13b-v1.3", "yuhuili/EAGLE-Vicuna-13B-v1.3", HEAD1, EAGLE),
-    Known("lmsys/vicuna-13b-v1.3", "double7/vicuna-68m", SMALL, VICUNA_68M),
+    Known("lmsys/vicuna-13b-v1.3", "double7/vicuna-68m", SMALL),
     Known("lmsys/vicuna-33b-v1.3", "yuhuili/EAGLE-Vicuna-33B-v1.3", HEAD1, EAGLE),
-    Known("lmsys/vicuna-33b-v1.3", "double7/vicuna-68m", SMALL, VICUNA_68M),
+    Known("lmsys/vicuna-33b-v1.3", "double7/vicuna-68m", SMALL),
     Known("deepseek-ai/DeepSeek-R1-Distill-Llama-8B", "yuhuili/EAGLE3-DeepSeek-R1-Distill-LLaMA-8B", HEAD3, EAGLE),
     Known("deepseek-ai/DeepSeek-R1-Distill-Qwen-7B", "amd/PARD-DeepSeek-R1-Distill-Qwen-1.5B", PARALLEL, PARD),
     Known("Qwen/Qwen2.5-7B-Instruct", "amd/PARD-Qwen2.5-0.5B", PARALLEL, PARD),
     Known("Qwen/Qwen3-1.7B", "AngelSlim/Qwen3-1.7B_eagle3", HEAD3, EAGLE),
     Known("Qwen/Qwen3-4B", "AngelSlim/Qwen3-4B_eagle3", HEAD3, EAGLE),
     Known("Qwen/Qwen3-4B", "z-lab/Qwen3-4B-DFlash-b16", BLOCKS, DFLASHES),
-    Known("Qwen/Qwen3-4B", "Huang2020/Qwen3-4B-Domino-b16", BLOCKS, f"{HUB}/Huang2020/Qwen3-4B-Domino-b16"),
+    Known("Qwen/Qwen3-4B", "Huang2020/Qwen3-4B-Domino-b16", BLOCKS),
     Known("Qwen/Qwen3-4B", "amd/PARD-Qwen3-0.6B", PARALLEL, VLLM_PARD),
     Known("Qwen/Qwen3-4B-Thinking-2507", "Qwen/Qwen3-0.6B", SMALL, VLLM),
     Known("Qwen/Qwen3-8B", "RedHatAI/Qwen3-8B-speculator.eagle3", HEAD3, SPECULATORS),
-    Known("Qwen/Qwen3-8B", "RedHatAI/Qwen3-8B-speculator.peagle", HEAD3, f"{HUB}/RedHatAI/Qwen3-8B-speculator.peagle"),
+    Known("Qwen/Qwen3-8B", "RedHatAI/Qwen3-8B-speculator.peagle", HEAD3),
     Known("Qwen/Qwen3-8B", "AngelSlim/Qwen3-8B_eagle3", HEAD3, EAGLE),
     Known("Qwen/Qwen3-8B", "Tengyunw/qwen3_8b_eagle3", HEAD3, EAGLE),
-    Known("Qwen/Qwen3-8B", "RedHatAI/Qwen3-8B-speculator.dflash", BLOCKS, f"{HUB}/RedHatAI/Qwen3-8B-speculator.dflash"),
+    Known("Qwen/Qwen3-8B", "RedHatAI/Qwen3-8B-speculator.dflash", BLOCKS),
     Known("Qwen/Qwen3-8B", "z-lab/Qwen3-8B-DFlash-b16", BLOCKS, DFLASHES),
-    Known("Qwen/Qwen3-8B", "Huang2020/Qwen3-8B-Domino-b16", BLOCKS, DOMINO),
+    Known("Qwen/Qwen3-8B", "Huang2020/Qwen3-8B-Domino-b16", BLOCKS),
     Known("Qwen/Qwen3-8B", "Qwen/Qwen3-0.6B", SMALL, VLLM),
     Known("Qwen/Qwen3-8B", "amd/PARD-Qwen3-0.6B", PARALLEL, VLLM_PARD),
     Known("Qwen/Qwen3-8B-Base", "Qwen/Qwen3-0.6B-Base", SMALL, LLAMA_CPP),
@@ -125,67 +127,35 @@ KNOWN = (
     Known("Qwen/Qwen3-14B", "AngelSlim/Qwen3-14B_eagle3", HEAD3, EAGLE),
     Known("Qwen/Qwen3-32B", "RedHatAI/Qwen3-32B-speculator.eagle3", HEAD3, SPECULATORS),
     Known("nex-agi/Qwen3-32B-Nex-N1", "nex-agi/SGLANG-EAGLE3-Qwen3-32B-Nex-N1", HEAD3, SPECFORGE),
-    Known(
-        "Qwen/Qwen3-30B-A3B",
-        "RedHatAI/Qwen3-30B-A3B-speculator.dflash",
-        BLOCKS,
-        f"{HUB}/RedHatAI/Qwen3-30B-A3B-speculator.dflash",
-    ),
-    Known(
-        "Qwen/Qwen3-30B-A3B-Instruct-2507",
-        "RedHatAI/Qwen3-30B-A3B-Instruct-2507-speculator.eagle3",
-        HEAD3,
-        f"{HUB}/RedHatAI/Qwen3-30B-A3B-Instruct-2507-speculator.eagle3",
-    ),
-    Known(
-        "Qwen/Qwen3-30B-A3B-Instruct-2507",
-        "RedHatAI/Qwen3-30B-A3B-Instruct-2507-speculator.dflash",
-        BLOCKS,
-        f"{HUB}/RedHatAI/Qwen3-30B-A3B-Instruct-2507-speculator.dflash",
-    ),
-    Known(
-        "Qwen/Qwen3-Coder-30B-A3B-Instruct",
-        "JinnP/SGLang-EAGLE3-Qwen3-Coder-30B-A3B-Instruct",
-        HEAD3,
-        f"{HUB}/JinnP/SGLang-EAGLE3-Qwen3-Coder-30B-A3B-Instruct",
-    ),
+    Known("Qwen/Qwen3-30B-A3B", "RedHatAI/Qwen3-30B-A3B-speculator.dflash", BLOCKS),
+    Known("Qwen/Qwen3-30B-A3B-Instruct-2507", "RedHatAI/Qwen3-30B-A3B-Instruct-2507-speculator.eagle3", HEAD3),
+    Known("Qwen/Qwen3-30B-A3B-Instruct-2507", "RedHatAI/Qwen3-30B-A3B-Instruct-2507-speculator.dflash", BLOCKS),
+    Known("Qwen/Qwen3-Coder-30B-A3B-Instruct", "JinnP/SGLang-EAGLE3-Qwen3-Coder-30B-A3B-Instruct", HEAD3),
     Known("Qwen/Qwen3-Coder-30B-A3B-Instruct", "z-lab/Qwen3-Coder-30B-A3B-DFlash", BLOCKS, DFLASHES),
     Known("Qwen/Qwen3-Coder-Next", "z-lab/Qwen3-Coder-Next-DFlash", BLOCKS, DFLASHES),
     Known("Qwen/Qwen3.5-4B", "z-lab/Qwen3.5-4B-DFlash", BLOCKS, DFLASHES),
     Known("Qwen/Qwen3.5-9B", "z-lab/Qwen3.5-9B-DFlash", BLOCKS, DFLASH),
     Known("Qwen/Qwen3.5-27B", "z-lab/Qwen3.5-27B-DFlash", BLOCKS, DFLASH),
     Known("Qwen/Qwen3.5-35B-A3B", "z-lab/Qwen3.5-35B-A3B-DFlash", BLOCKS, DFLASH),
-    Known("Qwen/Qwen3.6-27B", "z-lab/Qwen3.6-27B-DFlash", BLOCKS, f"{HUB}/z-lab/Qwen3.6-27B-DFlash"),
-    Known("Qwen/Qwen3.6-27B", "Huang2020/Qwen3.6-27B-Domino", BLOCKS, f"{HUB}/Huang2020/Qwen3.6-27B-Domino"),
-    Known("Qwen/Qwen3.6-35B-A3B", "z-lab/Qwen3.6-35B-A3B-DFlash", BLOCKS, f"{HUB}/z-lab/Qwen3.6-35B-A3B-DFlash"),
-    Known("Qwen/Qwen3.8-27B", "z-lab/Qwen3.8-27B-DFlash2", BLOCKS, DFLASH2),
+    Known("Qwen/Qwen3.6-27B", "z-lab/Qwen3.6-27B-DFlash", BLOCKS),
+    Known("Qwen/Qwen3.6-27B", "Huang2020/Qwen3.6-27B-Domino", BLOCKS),
+    Known("Qwen/Qwen3.6-35B-A3B", "z-lab/Qwen3.6-35B-A3B-DFlash", BLOCKS),
+    Known("Qwen/Qwen3.8-27B", "z-lab/Qwen3.8-27B-DFlash2", BLOCKS),
     Known("google/gemma-4-E2B-it", "google/gemma-4-E2B-it-assistant", ASSISTANT, GEMMA),
     Known("google/gemma-4-E4B-it", "google/gemma-4-E4B-it-assistant", ASSISTANT, GEMMA),
     Known("google/gemma-4-26B-A4B-it", "RedHatAI/gemma-4-26B-A4B-it-speculator.eagle3", HEAD3, SPECULATORS),
     Known("google/gemma-4-26B-A4B-it", "google/gemma-4-26B-A4B-it-assistant", ASSISTANT, GEMMA),
     Known("google/gemma-4-31B-it", "RedHatAI/gemma-4-31B-it-speculator.eagle3", HEAD3, SPECULATORS),
     Known("google/gemma-4-31B-it", "RedHatAI/gemma-4-31B-it-speculator.dflash", BLOCKS, SPECULATORS),
-    Known(
-        "google/gemma-4-31B-it",
-        "RedHatAI/gemma-4-31B-it-speculator.dspark",
-        BLOCKS,
-        f"{HUB}/RedHatAI/gemma-4-31B-it-speculator.dspark",
-    ),
+    Known("google/gemma-4-31B-it", "RedHatAI/gemma-4-31B-it-speculator.dspark", BLOCKS),
     Known("google/gemma-4-31B-it", "z-lab/gemma-4-31B-it-DFlash", BLOCKS, VLLM_DFLASH),
     Known("google/gemma-4-31B-it", "google/gemma-4-31B-it-assistant", ASSISTANT, GEMMA),
     Known("openai/gpt-oss-20b", "RedHatAI/gpt-oss-20b-speculator.eagle3", HEAD3, SPECULATORS),
-    Known(
-        "openai/gpt-oss-20b", "amazon/gpt-oss-20b-p-eagle", HEAD3, "https://huggingface.co/amazon/gpt-oss-20b-p-eagle"
-    ),
+    Known("openai/gpt-oss-20b", "amazon/gpt-oss-20b-p-eagle", HEAD3),
     Known("openai/gpt-oss-20b", "z-lab/gpt-oss-20b-DFlash", BLOCKS, DFLASH),
     Known("openai/gpt-oss-120b", "RedHatAI/gpt-oss-120b-speculator.eagle3", HEAD3, SPECULATORS),
     Known("openai/gpt-oss-120b", "nvidia/gpt-oss-120b-Eagle3-v3", HEAD3, GPT_OSS_EAGLE),
-    Known(
-        "openai/gpt-oss-120b",
-        "lmsys/EAGLE3-gpt-oss-120b-bf16",
-        HEAD3,
-        "https://huggingface.co/lmsys/EAGLE3-gpt-oss-120b-bf16",
-    ),
+    Known("openai/gpt-oss-120b", "lmsys/EAGLE3-gpt-oss-120b-bf16", HEAD3),
     Known("openai/gpt-oss-120b", "z-lab/gpt-oss-120b-DFlash", BLOCKS, DFLASH),
     Known("Qwen/Qwen2.5-Coder-1.5B-Instruct", "Qwen/Qwen2.5-Coder-0.5B-Instruct", SMALL, "docs/results.md", tried=True),
     Known("Qwen/Qwen2.5-Coder-7B", "Qwen/Qwen2.5-Coder-0.5B", SMALL, LLAMA_SERVER),
