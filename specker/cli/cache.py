@@ -12,7 +12,6 @@ from pathlib import Path
 
 from specker.command.exits import run_cli
 from specker.command.parser import Parser
-from specker.fields import check_fields, make, opt
 from specker.paths import cache_root
 
 ABOUT = {
@@ -27,17 +26,6 @@ ABOUT = {
     "vocab": "counts of the tokens that targets wrote",
 }
 USAGE = "specker cache [--verify] [--clear NAME ...]"
-
-
-@dataclass(frozen=True)
-class Job:
-    verify: bool = opt(False, "compare converted GGUF files with what was written; exit code 1 if one is damaged")
-    clear: tuple[str, ...] = opt((), "remove these entries of the list; `all` removes everything", "NAME")
-
-    def __post_init__(self) -> None:
-        check_fields(self)
-        if self.verify and self.clear:
-            raise ValueError("--verify and --clear exclude each other")
 
 
 @dataclass(frozen=True)
@@ -66,7 +54,7 @@ def size_of(path: Path) -> int:
     return sum(file.lstat().st_size for file in files if not file.is_dir() or file.is_symlink())
 
 
-def clear(names: Sequence[str]) -> list[Entry]:
+def remove(names: Sequence[str]) -> list[Entry]:
     """Remove entries and return them. Raises ValueError for a name that is not in the list."""
     known = {entry.name: entry for entry in entries()}
     if unknown := [name for name in names if name not in known and name != "all"]:
@@ -99,11 +87,13 @@ def verified() -> int:
     return damaged
 
 
-def run(job: Job) -> int:
-    if job.verify:
+def run(verify: bool, clear: Sequence[str]) -> int:
+    if verify and clear:
+        raise ValueError("--verify and --clear exclude each other")
+    if verify:
         return int(verified() > 0)
-    if job.clear:
-        gone = clear(job.clear)
+    if clear:
+        gone = remove(clear)
         print(f"removed {len(gone)} of {cache_root()}: {readable(sum(entry.size for entry in gone))}")
         return 0
     found = entries()
@@ -131,10 +121,13 @@ def readable(size: int) -> str:
 
 def parser() -> Parser:
     top = Parser("specker cache", USAGE, "List what specker keeps on disk ($SPECKER_CACHE), verify or remove it.", "")
-    top.add(Job, "options")
+    about = "compare converted GGUF files with what was written; exit code 1 if one is damaged"
+    top.group("options").add_argument("--verify", action="store_true", help=about)
+    about = "remove these entries of the list; `all` removes everything"
+    top.group("options").add_argument("--clear", nargs="+", action="extend", default=[], metavar="NAME", help=about)
     top.prints("options", "-h", "--help", help="show this help and exit", text=lambda _: top.format_help())
     return top
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    return run_cli(lambda: run(make(Job, vars(parser().parse_args(argv)))))
+    return run_cli(lambda: run(**vars(parser().parse_args(argv))))

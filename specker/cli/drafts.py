@@ -1,7 +1,6 @@
 """List the heads and drafts that are known for a target: `specker drafts --help`."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from specker.command.exits import run_cli
 from specker.command.parser import Parser
@@ -18,16 +17,11 @@ examples:
 """
 
 
-@dataclass(frozen=True)
-class Job:
-    target: str | None  # a hub id, a folder or a GGUF file; None: all targets
-
-
-def run(job: Job) -> int:
-    """Raises ValueError for a target without a known draft."""
-    if job.target is not None:
-        choose(job.target)
-    print("\n".join(lines(KNOWN if job.target is None else drafts_for(job.target))))
+def run(target: str | None) -> int:
+    """`target`: None: all. Raises ValueError for one without a known draft."""
+    if target is not None:
+        choose(target)
+    print("\n".join(lines(KNOWN if target is None else drafts_for(target))))
     return 0
 
 
@@ -47,10 +41,5 @@ def parser() -> Parser:
     return top
 
 
-def parse(argv: Sequence[str] | None = None) -> Job:
-    """Parse a command line. Raises ValueError with a sentence for the user."""
-    return Job(parser().parse_args(argv).target)
-
-
 def main(argv: Sequence[str] | None = None) -> int:
-    return run_cli(lambda: run(parse(argv)))
+    return run_cli(lambda: run(parser().parse_args(argv).target))

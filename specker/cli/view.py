@@ -6,7 +6,6 @@ Exit codes: 0; 2 for a file that cannot be read or is no trace, and for a page t
 import sys
 import webbrowser
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from specker.command.exits import run_cli
@@ -16,12 +15,6 @@ from specker.view.page import html
 from specker.view.read import read
 
 TRACE = "trace.jsonl"  # shown unless the user names another
-
-
-@dataclass(frozen=True)
-class View:
-    traces: tuple[str, ...]
-    out: str | None
 
 
 def parser() -> Parser:
@@ -34,23 +27,22 @@ def parser() -> Parser:
     return top
 
 
-def parse(argv: Sequence[str] | None = None) -> View:
-    """Parse a command line. Raises ValueError with a sentence for the user."""
-    values = vars(parser().parse_args(argv))
-    if not values["traces"] and not Path(TRACE).exists():
+def parse(argv: Sequence[str] | None = None) -> tuple[list[str], str | None]:
+    """The traces and the page that a command line names. Raises ValueError with a sentence for the user."""
+    given = parser().parse_args(argv)
+    if not given.traces and not Path(TRACE).exists():
         raise ValueError(
             f"there is no {TRACE} here: specker --trace {TRACE} writes one, specker --view shows a run at once"
         )
-    return View(tuple(values["traces"] or [TRACE]), values["out"])
+    return given.traces or [TRACE], given.out
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    return run_cli(lambda: run(parse(argv)))
+    return run_cli(lambda: run(*parse(argv)))
 
 
-def run(view: View) -> int:
-    traces = view.traces
-    out = view.out or str(Path(traces[0]).parent / "trace.html")
+def run(traces: Sequence[str], out: str | None) -> int:
+    out = out or str(Path(traces[0]).parent / "trace.html")
     if any(Path(out).exists() and Path(trace).exists() and Path(out).samefile(trace) for trace in traces):
         raise ValueError(f"--out {out}: would replace a trace")
     found = [read(trace) for trace in traces]

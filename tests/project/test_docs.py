@@ -84,7 +84,7 @@ def test_command(line: str) -> None:
         case ["python", "-m", "train.head", *flags]:
             HfArgumentParser(head.Args).parse_args_into_dataclasses(flags)
         case ["specker", "drafts", *flags]:
-            drafts.parse(flags)
+            drafts.parser().parse_args(flags)
         case ["specker", "serve", *flags]:
             serve.parse(flags)
         case ["curl", "localhost:8000/v1/chat/completions", "-H", "content-type: application/json", "-d", body]:
