@@ -123,8 +123,7 @@ class Decoding:
         for sample in samples:
             turn = sample.conversation.turns[len(sample.results)]
             sample.messages.append({"role": "user", "content": turn})
-            drawn = sample.sampling
-            sample.results.append(Result([], "", Stats(), ids=self._ids(sample), seed=drawn.seed, sampling=drawn))
+            sample.results.append(Result([], "", Stats(), ids=self._ids(sample), sampling=sample.sampling))
             if self.echo:
                 text, title = f"{turn}\n" if self.job.chat else turn, self._title(sample)
                 sample.deferred.append(partial(self.screen.prompt, text, title))

@@ -17,8 +17,7 @@ class Result:
     stats: Stats
     check: Any = None  # runtime.check.CheckResult
     ids: list[int] = field(default_factory=list)  # of the prompt
-    seed: int = 0
-    sampling: Sampling | None = None  # None: as the whole run
+    sampling: Sampling = field(default_factory=Sampling)
     reasoning: str = ""  # of a conversation; `text` is without it
     finished: str | None = None  # as in runtime.text.Generation; "interrupted" if Ctrl-C ended an answer of a chat
 
@@ -49,8 +48,9 @@ def report(engine: Any, results: list[Result], sampling: Sampling, interrupted: 
 
 
 def _prompt(result: Result, sampling: Sampling) -> dict[str, Any]:
-    own: dict[str, Any] = {"seed": result.seed, "prompt_tokens": len(result.ids), "finish_reason": result.finished}
-    if result.sampling is not None and result.sampling != replace(sampling, seed=result.seed):  # /set changed it
+    seed = result.sampling.seed
+    own: dict[str, Any] = {"seed": seed, "prompt_tokens": len(result.ids), "finish_reason": result.finished}
+    if result.sampling != replace(sampling, seed=seed):  # /set changed it
         own["sampling"] = asdict(result.sampling)
     if result.reasoning:
         own["reasoning"] = result.reasoning
