@@ -8,6 +8,8 @@ from typing import Any
 
 from specker.view.read import Traced, Turn
 
+COLUMNS = "position", "tokens", "pieces", "accepted", "last", "draft", "target", "path"  # as every round has them
+MAY_MISS = {"exit": 0, "source": None, "matched": None, "sequences": 1, "outside": None}
 STAGES = ("draft", "search", "verify", "accept", "watch", "commit")
 
 
@@ -65,27 +67,12 @@ def data(trace: Traced) -> dict[str, Any]:
 def _turn(turn: Turn) -> dict[str, Any]:
     rounds, begin = turn.rounds, turn.begin
     known = any("diffusion" in r for r in rounds)
-    columns = {
-        "position": [r["position"] for r in rounds],
-        "tokens": [r["tokens"] for r in rounds],
-        "pieces": [r["pieces"] for r in rounds],
-        "accepted": [r["accepted"] for r in rounds],
-        "last": [r["last"] for r in rounds],
-        "draft": [r["draft"] for r in rounds],
-        "parents": [None if r["parents"] == list(range(len(r["parents"]))) else r["parents"] for r in rounds],
-        "probability": [_rounded(r.get("probability")) for r in rounds],
-        "agreed": [_rounded(r.get("agreed")) for r in rounds],
-        "own": [_rounded(r.get("own")) for r in rounds],
-        "target": [r["target"] for r in rounds],
-        "path": [r["path"] for r in rounds],
-        "exit": [r.get("exit", 0) for r in rounds],
-        "source": [r.get("source") for r in rounds],
-        "matched": [r.get("matched") for r in rounds],
-        "sequences": [r.get("sequences", 1) for r in rounds],
-        "milliseconds": [_rounded(_stages(r)) for r in rounds],
-        "outside": [r.get("outside") for r in rounds],
-        "diffusion": [_diffusion(r) for r in rounds] if known else None,
-    }
+    columns: dict[str, Any] = {name: [r[name] for r in rounds] for name in COLUMNS}
+    columns |= {name: [r.get(name, usual) for r in rounds] for name, usual in MAY_MISS.items()}
+    columns |= {name: [_rounded(r.get(name)) for r in rounds] for name in ("probability", "agreed", "own")}
+    columns["parents"] = [None if r["parents"] == list(range(len(r["parents"]))) else r["parents"] for r in rounds]
+    columns["milliseconds"] = [_rounded(_stages(r)) for r in rounds]
+    columns["diffusion"] = [_diffusion(r) for r in rounds] if known else None
     return {
         "title": f"{begin.get('where', 'prompt')}, turn {begin.get('turn', 1)}, seed {begin.get('seed', 0)}",
         "prompt": begin["text"],
