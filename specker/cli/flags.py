@@ -103,15 +103,9 @@ MORE = {
         *("samples", "stop", "stop_ids", "ignore_eos", "json_schema", "grammar"),
     ),
     "drafts": ("draft_tokens", "tree", "policy"),
-    "output": ("json", "trace"),
+    "output": ("json", "trace", "view"),
     "batches and memory": ("batch_size", "kv_tokens", "max_context", "prefix_cache"),
-    "device and precision": (
-        "device",
-        "dtype",
-        "quantize",
-        "draft_quantize",
-        "kv_dtype",
-    ),
+    "device and precision": ("device", "dtype", "quantize", "draft_quantize", "kv_dtype"),
     "several GPUs, in a torchrun job": ("tp", "dp", "draft_ranks", "reduce"),
 }
 USUAL = f"what the checkpoint recommends, else {TEMPERATURE}"  # Engine.usual_sampling
@@ -164,8 +158,6 @@ def parser(full: bool = True) -> Parser:
         top.group("strategies", strategies.summaries())
         return top
     top.arrange(MORE, Job, Common, Sampling, offers=offers, usual=sampled, **words)
-    named = [name for names in (*COMMON.values(), *MORE.values()) for name in names]
-    top.add(Job, "output", only=[f.name for f in fields(Job) if f.name not in named])
     for cls, title, about, names in strategies.flag_groups():
         top.add(cls, title, about, only=names)
     return top
