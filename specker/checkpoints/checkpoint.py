@@ -190,8 +190,6 @@ def read(
     if owner is not None and "lm_head" in config.shares:
         buffers["head"] = owner.weights.head
     buffers.setdefault("head", buffers["embed"])
-    if not layers:
-        buffers |= dict.fromkeys(("qkv", "o", "gate_up", "down", "norm_in", "norm_post"), buffers["norm"].new_empty(0))
     weights = Weights(**buffers, ropes=tuple(rope.to(device) for rope in found.ropes))
     restored = getattr(scheme, "restored", ())
     return Checkpoint(config, weights, folder, restored, part=part, activations=activations or "int8")

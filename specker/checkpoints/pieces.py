@@ -112,24 +112,11 @@ class Piece:
         return found if found.dim() == 1 else found[:, self.first[-1] : self.first[-1] + self.shape[-1]]
 
 
-QK_NORMS = "q_norm", "k_norm"
 NORMS = {  # of LayerSpec.norms
     "before": ("norm_in", "norm_post"),
     "after": ("norm_o", "norm_down"),
     "both": ("norm_in", "norm_o", "norm_post", "norm_down"),
 }
-
-
-def norms_of(c: ModelConfig) -> dict[str, str]:
-    """A layer's norms, including those of q and k: field of LayerWeights -> name in the checkpoint."""
-    names = ARCHITECTURES[c.architecture].names
-    return {field: names[field].name for field in (*NORMS[c.layer.norms], *(QK_NORMS if c.layer.qk_norm else ()))}
-
-
-def final_norm(weight: Tensor, c: ModelConfig) -> Tensor:
-    """The weights of the final norm [E], as a run needs them."""
-    moved = weight + c.norm_offset if c.norm_offset else weight
-    return moved if c.logits_scale == 1 else moved * c.logits_scale
 
 
 def _field(key: str) -> str:

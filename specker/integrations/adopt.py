@@ -2,13 +2,12 @@
 
 The decoder needs q, k and v as one matrix, and gate and up. They are fused layer by layer, and the model's parameters
 become views of the result. The model still computes the same, and only one layer's matrices exist twice for a moment.
-All other matrices are shared as they are. Only biases are copied, and the norms of a bfloat16 model on a CPU.
+All other matrices are shared as they are. Only norms and biases are copied.
 """
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -21,9 +20,10 @@ from specker.checkpoints.buffers import activations
 from specker.checkpoints.checkpoint import DTYPES, Checkpoint
 from specker.checkpoints.files import folder_of
 from specker.checkpoints.parse import parse_config
-from specker.checkpoints.pieces import final_norm, norms_of
-from specker.integrations.target import no_weights, read_sizes
+from specker.checkpoints.pieces import Piece, pieces_of
+from specker.integrations.target import read_sizes
 from specker.model.config import CheckpointError, ModelConfig
+from specker.model.split import WHOLE
 from specker.model.weights import Rope, Weights
 
 
@@ -91,52 +91,18 @@ def adopt(model: Any, context: int, folder: Path) -> Checkpoint | None:
     config, ropes = parsed
     if config.layer.recurrent is not None or config.layer.sinks or config.layer.kvs:  # transformers runs these itself
         return None
-    kind = activations(model.dtype, model.device)
-
-    def each(name: str, what: str = "weight") -> list[Any]:
-        return [getattr(layer.get_submodule(name), what) for layer in model.model.layers]
-
-    def fused(*names: str) -> list[Tensor]:
-        return [_fused(parts) for parts in zip(*map(each, names), strict=True)]
-
-    def inner(name: str, *parts: str) -> list[Tensor]:
-        """A matrix of the feed-forwards: `name` of the experts, [X, O, E] as [X * O, E], or `parts`."""
-        mlps = [layer.mlp for layer in model.model.layers]
-        return [
-            _fused(tuple(mlp.get_submodule(part).weight for part in parts))
-            if config.layer.mixture(n) is None
-            else getattr(mlp.experts, name).detach().flatten(0, 1)
-            for n, mlp in enumerate(mlps)
-        ]
-
-    def bias(*names: str) -> list[Tensor] | None:
-        own = list(zip(*(each(name, "bias") for name in names), strict=True))
-        return None if own[0][0] is None else [torch.cat(parts).to(kind) for parts in own]
-
-    def norm(name: str) -> list[Tensor]:
-        own = [weight.detach().to(kind) for weight in each(name)]
-        return [weight + config.norm_offset for weight in own] if config.norm_offset else own
-
-    last = final_norm(model.model.norm.weight.detach().to(kind), config)
-    qkv, gate_up = [f"self_attn.{x}_proj" for x in "qkv"], ["mlp.gate_proj", "mlp.up_proj"]
-    mixed, layers = config.layer.experts is not None, model.model.layers
-    routers = [None if config.layer.mixture(n) is None else x.mlp.gate.weight.detach() for n, x in enumerate(layers)]
+    kind, layers = activations(model.dtype, model.device), config.num_layers
+    pieces: dict[tuple[str, int | None], list[Piece]] = {}
+    for piece in pieces_of(config, WHOLE, whole_head=True, fused=True):
+        pieces.setdefault((piece.buffer, piece.layer), []).append(piece)
+    weights: dict[str, Any] = {}
     with torch.inference_mode(False), torch.no_grad():  # a parameter made in inference mode could not be trained
-        weights: dict[str, Any] = {  # a list holds each layer's tensor
-            "embed": model.model.embed_tokens.weight.detach(),
-            "qkv": fused(*qkv),
-            "qkv_bias": bias(*qkv),
-            **{field: norm(name) for field, name in norms_of(config).items()},
-            "o": [weight.detach() for weight in each("self_attn.o_proj")],
-            "o_bias": bias("self_attn.o_proj"),
-            "gate_up": inner("gate_up_proj", "gate_proj", "up_proj"),
-            "gate_up_bias": None if mixed else bias(*gate_up),
-            "down": inner("down_proj", "down_proj"),
-            "down_bias": None if mixed else bias("mlp.down_proj"),
-            "router": routers if mixed else None,
-            "norm": last,
-            "head": model.lm_head.weight.detach(),
-        }
+        for (name, layer), own in pieces.items():
+            if layer is not None:
+                weights.setdefault(name, [None] * layers)[layer] = _weight(model.model, own, kind)
+            elif name != "head":
+                weights[name] = _weight(model.model, own, kind)
+    weights["head"] = model.lm_head.weight.detach()
     placed = tuple(rope.to(model.device) for rope in ropes)
     return Checkpoint(config, Weights(**weights, ropes=placed), folder)
 
@@ -160,9 +126,9 @@ def outer(model: Any, context: int | None, folder: Path) -> Checkpoint:
         norm = embed.new_empty(embed.shape[1], dtype=kind)  # never read
     else:
         config = parsed[0]
-        module = getattr(model.get_decoder(), ARCHITECTURES[config.architecture].final.name)
-        norm = final_norm(module.weight.detach().to(kind), config)
-    return Checkpoint(config, replace(no_weights(embed.device), embed=embed, head=head, norm=norm), folder)
+        last = [piece for piece in pieces_of(config, WHOLE, whole_head=True) if piece.buffer == "norm"]
+        norm = _weight(model.get_decoder(), last, kind)
+    return Checkpoint(config, Weights(embed=embed, norm=norm, head=head, ropes=()), folder)
 
 
 def _parsed(model: Any, context: int | None) -> tuple[ModelConfig, tuple[Rope, ...]] | None:
@@ -176,7 +142,15 @@ def _parsed(model: Any, context: int | None) -> tuple[ModelConfig, tuple[Rope, .
             return None
 
 
-def _fused(parts: tuple[nn.Parameter, ...]) -> Tensor:
+def _weight(decoder: Any, pieces: Sequence[Piece], kind: torch.dtype) -> Tensor:
+    """The weight that the pieces make: a matrix in memory that the model shares, or a vector of dtype `kind`."""
+    parts = [decoder.get_parameter(piece.name) for piece in pieces]
+    if parts[0].dim() == 1:
+        return (torch.cat([p.detach() for p in parts]).to(kind) + pieces[0].offset) * pieces[0].factor
+    return _fused(parts) if len(parts) > 1 else parts[0].detach().flatten(0, -2)
+
+
+def _fused(parts: Sequence[nn.Parameter]) -> Tensor:
     """One matrix with the rows of all parts [O, E], which become views of it."""
     first, size = parts[0], parts[0].element_size()
     ends = [p.data_ptr() + p.numel() * size for p in parts]
@@ -184,7 +158,7 @@ def _fused(parts: tuple[nn.Parameter, ...]) -> Tensor:
     beside = [p.data_ptr() for p in parts[1:]] == ends[:-1] and ends[-1] <= held.data_ptr() + held.nbytes()
     if beside and all(p.is_contiguous() for p in parts):  # fused by an earlier call
         return first.detach().as_strided((sum(map(len, parts)), first.shape[1]), first.stride(), first.storage_offset())
-    whole = torch.cat(parts)
+    whole = torch.cat([*parts])
     for part, rows in zip(parts, whole.split([len(p) for p in parts]), strict=True):
         part.data = rows
     return whole

@@ -95,7 +95,8 @@ def drafter_for(
         supported = opened(target, max_context=max_context)  # raises CheckpointError
         target_checkpoint = checkpoint.read(supported, dtype=kind, device=where, layers=False)
     else:
-        target_checkpoint = Checkpoint(config, no_weights(where), found.folder)
+        none = torch.empty(0, dtype=torch.float32, device=where)
+        target_checkpoint = Checkpoint(config, Weights(embed=none, norm=none, head=none, ropes=()), found.folder)
     family = family_of(target_checkpoint) if own is not None and own.shares else zoo.family_of(config)
     recipe = replace(recipe, dtype=kind).of_family(family)
     draft_checkpoint = read_draft(recipe, target_checkpoint)
@@ -159,9 +160,3 @@ def read_sizes(target: str | Path, max_context: int | None) -> Opened:
         eos_ids=eos_ids(folder, raw, vocab),
     )
     return Opened(target, folder, config, (), None)
-
-
-def no_weights(device: torch.device) -> Weights:
-    none = torch.empty(0, dtype=torch.float32, device=device)
-    names = ["embed", "qkv", "o", "gate_up", "down", "norm_in", "norm_post", "norm", "head"]
-    return Weights(**dict.fromkeys(names, none), ropes=())  # type: ignore[arg-type]

@@ -128,9 +128,9 @@ class Generate:
 
     Memory: specker's ops need q, k and v as one matrix, and gate and up. The first call fuses them layer by layer and
     makes the model's parameters views of the result, so no matrix is held twice; the others are shared as they are.
-    Only the biases of fused matrices are copied and, for a bfloat16 model on a CPU, norms and biases. The model's
-    values stay the same, and `Generate` notices when its weights change. In addition to the weights, it holds the draft
-    and the K/V of the longest call so far (rounded up to a power of two of positions, at least 1,024).
+    Only norms and biases are copied. The model's values stay the same, and `Generate` notices when its weights change.
+    In addition to the weights, it holds the draft and the K/V of the longest call so far (rounded up to a power of two
+    of positions, at least 1,024).
     """
 
     stats = Stats()
