@@ -43,20 +43,14 @@ class Answer(Pieces):
         raise NotImplementedError
 
     async def whole(self) -> dict[str, Any]:
-        texts: list[list[Piece]] = [[] for _ in self.call.requests]
+        texts = [Piece(n, [], [], None) for n in range(len(self.call.requests))]
         async for piece in self.pieces():
-            texts[piece.choice].append(piece)
-        choices = [
-            Piece(
-                n,
-                [part for piece in pieces for part in piece.parts],
-                [each for piece in pieces for each in piece.logprobs],
-                pieces[-1].reason,
-            )
-            for n, pieces in enumerate(texts)
-        ]
-        made = [self.choice(choice) for choice in choices]
-        return self._about | {"object": self.kinds[0], "choices": made, "usage": self.usage()}
+            text = texts[piece.choice]
+            text.parts.extend(piece.parts)
+            text.logprobs.extend(piece.logprobs)
+            texts[piece.choice] = text._replace(reason=piece.reason)
+        choices = [self.choice(text) for text in texts]
+        return self._about | {"object": self.kinds[0], "choices": choices, "usage": self.usage()}
 
     async def events(self) -> AsyncIterator[str]:
         begun: set[int] = set()

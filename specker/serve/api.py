@@ -5,9 +5,9 @@ import json
 import math
 import secrets
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import fields
-from typing import Annotated, Any, Literal, Self, TypeVar, get_args
+from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar, get_args
 
 from pydantic import (
     AliasChoices,
@@ -25,7 +25,6 @@ from pydantic import (
 from specker import grammar
 from specker.options import Params, Sampling
 
-IGNORED = {"user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key"}
 DEPTH = 100  # of lists and objects in a body; Python's recursion ends at 1000
 MOST = 10_000  # names of an object, and lists and objects in a list: up to 30 us each, in which nobody is answered
 CHECKED = dict, list, str, float
@@ -34,9 +33,6 @@ STOPS = 16  # stop strings: all are matched in every step
 STOP_LENGTH = 256  # characters of one
 SALT = 256  # characters of a cache_salt
 SAMPLED = tuple(f.name for f in fields(Sampling) if f.name != "seed")
-NEUTRAL: dict[str, tuple[Any, ...]] = {  # fields that are not supported, and the values that mean nothing
-    "functions": ([],),
-}
 
 NO_TRUTH = "true and false are not allowed here"
 
@@ -55,6 +51,33 @@ class Strict(BaseModel):
         if isinstance(given, bool) and {kind, *get_args(kind)}.isdisjoint({bool, Any}):
             raise ValueError(NO_TRUTH)
         return given
+
+
+class Body(Strict):
+    """The body of a request.
+
+    Attributes:
+        ignored: fields that are left out, whatever they hold.
+        neutral: fields that are not supported, and the values that mean nothing.
+        drops_null: whether any field may be null, which means nothing.
+    """
+
+    ignored: ClassVar[set[str]] = set()
+    neutral: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
+    drops_null: ClassVar[bool] = False
+
+    @model_validator(mode="before")
+    @classmethod
+    def _supported(cls, given: Any) -> Any:
+        if not isinstance(given, dict):
+            return given
+        check_values(given)
+        for name, values in cls.neutral.items():
+            if given.get(name) is not None and given[name] not in values:
+                raise ValueError(f"{name} is not supported")
+        left_out = cls.ignored | {*cls.neutral}
+        left_out |= {name for name, value in given.items() if cls.drops_null and value is None}
+        return {name: value for name, value in given.items() if name not in left_out}
 
 
 class StreamOptions(Strict):
@@ -79,8 +102,12 @@ class ResponseFormat(Strict):
         return grammar.json_object() if self.type == "json_object" else None
 
 
-class Asked(Strict):
+class Asked(Body):
     """What both endpoints share."""
+
+    ignored: ClassVar = {"user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key"}
+    neutral: ClassVar = {"functions": ([],)}
+    drops_null = True
 
     model: str | None = None
     max_tokens: Annotated[int, Field(ge=1)] | None = None
@@ -106,18 +133,6 @@ class Asked(Strict):
     stream: bool = False
     stream_options: StreamOptions | None = None
     response_format: ResponseFormat | None = None
-
-    @model_validator(mode="before")
-    @classmethod
-    def _supported(cls, given: Any) -> Any:
-        if not isinstance(given, dict):
-            return given
-        check_values(given)
-        for name, values in NEUTRAL.items():
-            if given.get(name) is not None and given[name] not in values:
-                raise ValueError(f"{name} is not supported")
-        left_out = IGNORED | {*NEUTRAL} | {name for name, value in given.items() if value is None}
-        return {name: value for name, value in given.items() if name not in left_out}
 
     @field_validator("logit_bias", mode="before")
     @classmethod
@@ -328,16 +343,10 @@ class Chat(Asked):
         return self
 
 
-class Tokenize(Strict):
+class Tokenize(Body):
     model: str | None = None
     prompt: str | None = None
     messages: Items[Message] | None = None
-
-    @model_validator(mode="before")
-    @classmethod
-    def _sound(cls, given: Any) -> Any:
-        check_values(given)
-        return given
 
 
 def check_values(given: Any, names: tuple[str | int, ...] = ()) -> None:

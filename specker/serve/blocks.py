@@ -7,45 +7,52 @@ import uuid
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
-from typing import Any, Literal, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple, Self
 
-from pydantic import ValidationError
+from pydantic import PrivateAttr, ValidationError, model_validator
 
 from specker.answers.parts import Kind
 from specker.answers.reader import Reading
 from specker.checkpoints.tokenizer import Tokens
-from specker.serve.api import Chat, check_values
+from specker.serve.api import Body, Chat
 from specker.serve.errors import sentence
 from specker.serve.pieces import Piece, Pieces
 from specker.serve.worker import Call, Failed
 
 
-def supported(given: Any, ignored: set[str], neutral: Mapping[str, tuple[Any, ...]]) -> Any:
-    """The fields of a body without those that are ignored, and without `neutral` ones, which may have only the values
-    that mean nothing. Raises ValueError."""
-    if not isinstance(given, dict):
-        return given
-    check_values(given)
-    for name, values in neutral.items():
-        if given.get(name) is not None and given[name] not in values:
-            raise ValueError(f"{name} is not supported")
-    return {name: value for name, value in given.items() if name not in ignored | {*neutral}}
+class Translated(Body):
+    """A request of another API, which becomes a chat.
 
+    Attributes:
+        names: the request's names of the chat's fields where they differ, for messages.
+    """
 
-def chat_of(fields: dict[str, Any], names: Mapping[str, str]) -> Chat:
-    """The request as a chat; fields that are None are left out. Raises ValueError with one sentence, which has the
-    request's `names` of the chat's fields where they differ."""
-    try:
-        return Chat(**{name: value for name, value in fields.items() if value is not None})
-    except ValidationError as error:
-        first = error.errors()[0]
-        where = [name for name in first["loc"] if name != "function"]
-        if where[:1] == ["messages"]:  # of which the request may have fewer
-            where = ["messages", *where[-1:]][: len(where)]
-        fields_in_text = rf"(?<!')\b({'|'.join(names)})\b(?!')"  # what the user sent stands in quotes
-        raise ValueError(
-            re.sub(fields_in_text, lambda found: names[found[0]], sentence({**first, "loc": where}))
-        ) from None
+    names: ClassVar[Mapping[str, str]]
+    _chat: Chat = PrivateAttr()
+
+    def of_chat(self) -> dict[str, Any]:
+        """The fields of the chat that differ from the request's."""
+        raise NotImplementedError
+
+    @model_validator(mode="after")
+    def _translated(self) -> Self:
+        shared = {name: getattr(self, name) for name in Chat.model_fields if name in type(self).model_fields}
+        try:
+            self._chat = Chat(**shared | self.of_chat())
+        except ValidationError as error:
+            first = error.errors()[0]
+            where = [name for name in first["loc"] if name != "function"]
+            if where[:1] == ["messages"]:  # of which the request may have fewer
+                where = ["messages", *where[-1:]][: len(where)]
+            fields_in_text = rf"(?<!')\b({'|'.join(self.names)})\b(?!')"  # what the user sent stands in quotes
+            said = sentence({**first, "loc": where})
+            raise ValueError(re.sub(fields_in_text, lambda found: self.names[found[0]], said)) from None
+        return self
+
+    @property
+    def chat(self) -> Chat:
+        """The request as a chat."""
+        return self._chat
 
 
 def joined(content: Any, kinds: Sequence[str]) -> Any:

@@ -2,20 +2,15 @@
 
 import json
 from collections.abc import Iterator
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from specker.answers.tool_formats import JSON
-from specker.serve.api import Chat, Items, Strict
-from specker.serve.blocks import Block, BlockAnswer, Step, chat_of, joined, supported
+from specker.serve.api import Items, Strict
+from specker.serve.blocks import Block, BlockAnswer, Step, Translated, joined
 from specker.serve.errors import KINDS
 
-IGNORED = {"metadata", "service_tier", "cache_control"}
-NEUTRAL: dict[str, tuple[Any, ...]] = {  # fields that are not supported, and the values that mean nothing
-    "container": (),
-    "mcp_servers": ([],),
-}
 REASONS = {"length": "max_tokens", "tool_calls": "tool_use"}  # others are end_turn
 
 
@@ -118,8 +113,16 @@ class Thinking(Strict):
         return {"enable_thinking": on, "thinking": on} | ({} if budget is None else {"thinking_budget": budget})
 
 
-class Conversation(Strict):
+class Conversation(Translated):
     """What `count_tokens` counts."""
+
+    ignored: ClassVar = {"metadata", "service_tier", "cache_control"}
+    neutral: ClassVar = {"container": (), "mcp_servers": ([],)}
+    names: ClassVar = {
+        "stop": "stop_sequences",
+        "response_format": "output_config.format",
+        "parameters": "input_schema",
+    }
 
     model: str | None = None
     max_tokens: Annotated[int, Field(ge=1)] | None = None
@@ -135,21 +138,14 @@ class Conversation(Strict):
     tool_choice: Choice | None = None
     output_config: Output | None = None
     thinking: Thinking | None = None
-    _chat: Chat = PrivateAttr()
-
-    @model_validator(mode="before")
-    @classmethod
-    def _supported(cls, given: Any) -> Any:
-        return supported(given, IGNORED, NEUTRAL)
 
     @field_validator("system", mode="before")
     @classmethod
     def _joined(cls, given: Any) -> Any:
         return joined(given, ["text"])
 
-    @model_validator(mode="after")
-    def _translated(self) -> Self:
-        same = ("model", "max_tokens", "temperature", "top_p", "top_k", "cache_salt", "stream")
+    def of_chat(self) -> dict[str, Any]:
+        """The answer continues a last message of the assistant."""
         tools = [
             {"name": tool.name, "description": tool.description, "parameters": tool.input_schema}
             for tool in self.tools or ()
@@ -163,26 +159,16 @@ class Conversation(Strict):
                 "messages: the last one is the assistant's, so it needs a text, which the answer continues"
             )
         form = self.output_config.format if self.output_config else None
-        self._chat = chat_of(
-            {name: getattr(self, name) for name in same}
-            | {
-                "messages": messages,
-                "stop": self.stop_sequences or None,
-                "tools": [{"type": "function", "function": tool} for tool in tools] or None,
-                "tool_choice": choice.of_chat() if choice else None,
-                "parallel_tool_calls": False if choice and choice.disable_parallel_tool_use else None,
-                "response_format": {"type": "json_schema", "json_schema": {"schema": form.schema_}} if form else None,
-                "chat_template_kwargs": self.thinking.variables() if self.thinking else None,
-                "continue_final_message": continues,
-            },
-            {"stop": "stop_sequences", "response_format": "output_config.format", "parameters": "input_schema"},
-        )
-        return self
-
-    @property
-    def chat(self) -> Chat:
-        """The request as a chat. Its answer continues a last message of the assistant."""
-        return self._chat
+        return {
+            "messages": messages,
+            "stop": self.stop_sequences or None,
+            "tools": [{"type": "function", "function": tool} for tool in tools] or None,
+            "tool_choice": choice.of_chat() if choice else None,
+            "parallel_tool_calls": False if choice and choice.disable_parallel_tool_use else None,
+            "response_format": {"type": "json_schema", "json_schema": {"schema": form.schema_}} if form else None,
+            "chat_template_kwargs": self.thinking.variables() if self.thinking else None,
+            "continue_final_message": continues,
+        }
 
 
 class MessagesRequest(Conversation):

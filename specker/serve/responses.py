@@ -3,27 +3,16 @@ conversation."""
 
 import time
 from collections.abc import Iterator
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from specker.answers.reader import Reading
 from specker.checkpoints.tokenizer import Tokens
-from specker.serve.api import Chat, Items, Named, Strict
-from specker.serve.blocks import Block, BlockAnswer, Step, chat_of, joined, supported
+from specker.serve.api import Asked, Chat, Items, Named, Strict
+from specker.serve.blocks import Block, BlockAnswer, Step, Translated, joined
 from specker.serve.worker import Call
 
-IGNORED = {"user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "stream_options"}
-IGNORED |= {"prompt_cache_retention"}
-NEUTRAL: dict[str, tuple[Any, ...]] = {  # fields that are not supported, and the values that mean nothing
-    "background": (False,),
-    "include": ([],),
-    "max_tool_calls": (),
-    "prompt": (),
-    "reasoning": ({},),
-    "top_logprobs": (0,),
-    "truncation": ("disabled",),
-}
 PARTS = "input_text", "output_text", "reasoning_text", "text"
 KEPT = "previous_response_id", "conversation"
 
@@ -86,7 +75,18 @@ class Text(Strict):
     verbosity: Literal["low", "medium", "high"] | None = None
 
 
-class ResponseRequest(Strict):
+class ResponseRequest(Translated):
+    ignored: ClassVar = {*Asked.ignored, *KEPT, "stream_options", "prompt_cache_retention"}
+    neutral: ClassVar = {
+        "background": (False,),
+        "include": ([],),
+        "max_tool_calls": (),
+        "prompt": (),
+        "reasoning": ({},),
+        "top_logprobs": (0,),
+        "truncation": ("disabled",),
+    }
+    names: ClassVar = {"messages": "input", "max_tokens": "max_output_tokens", "response_format": "text.format"}
     model: str | None = None
     input: Items[Item]
     instructions: str | None = None
@@ -101,47 +101,34 @@ class ResponseRequest(Strict):
     tools: Items[Tool] | None = None
     tool_choice: Literal["none", "auto", "required"] | Choice | None = None
     parallel_tool_calls: bool | None = None
-    _chat: Chat = PrivateAttr()
 
     @model_validator(mode="before")
     @classmethod
-    def _supported(cls, given: Any) -> Any:
+    def _without_kept(cls, given: Any) -> Any:
         if isinstance(given, dict) and (kept := [name for name in KEPT if given.get(name) is not None]):
             raise ValueError(
                 f"{kept[0]} is not supported: no response is kept, so give the whole conversation as input"
             )
-        return supported(given, IGNORED, {**NEUTRAL, **dict.fromkeys(KEPT, ())})
+        return given
 
     @field_validator("input", mode="before")
     @classmethod
     def _several(cls, given: Any) -> Any:
         return [{"role": "user", "content": given}] if isinstance(given, str) else given
 
-    @model_validator(mode="after")
-    def _translated(self) -> "ResponseRequest":
-        same = ("model", "temperature", "top_p", "top_k", "seed", "cache_salt", "stream", "parallel_tool_calls")
+    def of_chat(self) -> dict[str, Any]:
         tools = [{"type": "function", "function": t.model_dump(exclude={"type"})} for t in self.tools or ()]
         choice: Any = self.tool_choice
         if isinstance(choice, Choice):
             choice = {"type": "function", "function": {"name": choice.name}}
-        self._chat = chat_of(
-            {name: getattr(self, name) for name in same}
-            | {
-                "messages": self._messages(),
-                "max_tokens": self.max_output_tokens,
-                "tools": tools or None,
-                "tool_choice": choice,
-                "response_format": self.text.format.of_chat() if self.text and self.text.format else None,
-                "verbosity": self.text.verbosity if self.text else None,
-            },
-            {"messages": "input", "max_tokens": "max_output_tokens", "response_format": "text.format"},
-        )
-        return self
-
-    @property
-    def chat(self) -> Chat:
-        """The request as a chat."""
-        return self._chat
+        return {
+            "messages": self._messages(),
+            "max_tokens": self.max_output_tokens,
+            "tools": tools or None,
+            "tool_choice": choice,
+            "response_format": self.text.format.of_chat() if self.text and self.text.format else None,
+            "verbosity": self.text.verbosity if self.text else None,
+        }
 
     def _messages(self) -> list[dict[str, Any]]:
         made: list[dict[str, Any]] = []
