@@ -54,7 +54,7 @@ def run(job: Job, options: Options, sampling: Sampling, named: frozenset[str]) -
     _check_files(job)
     screen = Screen(job.json == "-", quiet=not rank_0 or options.dp > 1)
 
-    engine = _load(job, options, screen)
+    engine = start.load(job, options, screen)
     if engine.ranks is not None:
         _agree(job, sampling, conversations, grammar)
     if grammar is not None and job.json_schema is not None and job.chat:
@@ -123,18 +123,6 @@ def _check_files(job: Job) -> None:
             continue
         if (other := known.setdefault(os.path.realpath(path), name)) != name:
             raise ValueError(f"--{other} and --{name} are both {path}: name two files")
-
-
-def _load(job: Job, options: Options, screen: Screen) -> Any:
-    """The engine (runtime.engine.Engine)."""
-    with screen.progress("loading") as on_progress:  # torch alone takes more than a second
-        from specker.cpu import on_compile
-        from specker.runtime.load import load  # not specker.load: a folder `specker` here would hide the package
-
-        with on_compile(screen.note):
-            engine = load(job.target, job.draft, options, device=job.device, dtype=job.dtype, on_progress=on_progress)
-        start.loaded()
-        return engine
 
 
 def _agree(job: Job, sampling: Sampling, conversations: list[Conversation], grammar: str | None) -> None:

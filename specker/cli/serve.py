@@ -7,6 +7,7 @@ from dataclasses import fields
 
 from specker.cli import start
 from specker.cli.flags import MORE, USUAL, Job
+from specker.cli.screen import Screen
 from specker.command.exits import run_cli
 from specker.command.parser import Parser
 from specker.extras import install
@@ -80,14 +81,8 @@ def run(job: Job, options: Options, serving: Serving, sampling: dict[str, float]
         from specker.serve.app import application
     except ModuleNotFoundError as error:
         raise ValueError(f"the server needs {error.name}: {install('serve')}") from None
-    from specker.cli.screen import Screen
-    from specker.cpu import on_compile
-    from specker.runtime.load import load
-
     screen = Screen(json_to_stdout=True)
-    with screen.progress("loading") as on_progress, on_compile(screen.note):
-        engine = load(job.target, job.draft, options, device=job.device, dtype=job.dtype, on_progress=on_progress)
-    start.loaded()
+    engine = start.load(job, options, screen)
     if not engine.has_tokenizer:
         raise ValueError(f"{engine.target_name} has no tokenizer, so its text cannot be served")
     screen.remarks(engine)

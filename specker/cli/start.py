@@ -1,10 +1,16 @@
-"""A faster start of a command that decodes, and less memory: its process's garbage collection and malloc."""
+"""The start of a command that decodes: loading the engine, and its process's garbage collection and malloc."""
 
 import atexit
 import ctypes
 import gc
 import os
 import sys
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:  # `quicken` goes before any other import
+    from specker.cli.flags import Job
+    from specker.cli.screen import Screen
+    from specker.options import Options
 
 ARENA_MAX = -8  # M_ARENA_MAX in malloc.h
 ARENAS = 2  # what locks cost with so few was too little to measure
@@ -23,6 +29,18 @@ def loaded() -> None:
         gc.freeze()
         gc.enable()
         atexit.register(_unfreeze)
+
+
+def load(job: "Job", options: "Options", screen: "Screen") -> Any:
+    """The engine (runtime.engine.Engine)."""
+    with screen.progress("loading") as on_progress:  # torch alone takes more than a second
+        from specker.cpu import on_compile
+        from specker.runtime.load import load  # not specker.load: a folder `specker` here would hide the package
+
+        with on_compile(screen.note):
+            engine = load(job.target, job.draft, options, device=job.device, dtype=job.dtype, on_progress=on_progress)
+    loaded()
+    return engine
 
 
 def share_arenas() -> None:
