@@ -197,9 +197,9 @@ class CacheMemory:
     saved: int = 0  # columns whose recurrent states each cache can save
     kv_dtypes: tuple[torch.dtype | None, ...] = ()  # of each model's K and V; None, and models without one: `dtype`
 
-    def within(self, context: int) -> "CacheMemory":
-        """The same for models of at most `context` positions."""
-        return replace(self, configs=tuple(replace(c, max_context=min(context, c.max_context)) for c in self.configs))
+    def of_drafts(self) -> "CacheMemory":
+        """The same if another engine runs the target."""
+        return replace(self, configs=self.configs[1:], kv_dtypes=self.kv_dtypes[1:], rows=0, rings=0)
 
     def sized(self, asked: int | None) -> tuple[int, str | None]:
         """`sized` with the memory that is free after loading the weights."""
