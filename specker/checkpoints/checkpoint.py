@@ -4,6 +4,7 @@ Tensors are cast while they are copied from the memory-mapped safetensors file t
 """
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -84,11 +85,6 @@ class Checkpoint(Parameters):
             return None
 
     @property
-    def further(self) -> "tuple[Checkpoint, ...]":
-        """Other models of the checkpoint that draft in turn with this one: further MTP heads."""
-        return ()
-
-    @property
     def head_ids(self) -> Tensor | None:
         """The target's id of each row of the LM head, [rows] int64, if a head chooses its ids; None: row i is id i."""
         return None
@@ -113,6 +109,21 @@ class Opened:
     config: ModelConfig
     ropes: tuple[Rope, ...]
     scheme: Scheme | None  # how matrices are stored; None: not quantised
+
+    @property
+    def configs(self) -> tuple[ModelConfig, ...]:
+        """Of its models: several MTP heads draft in turn."""
+        return (self.config,)
+
+
+@dataclass(frozen=True, eq=False)
+class OpenedHead(Opened, ABC):
+    """A head that was opened for a target; `config`: of its layers."""
+
+    @abstractmethod
+    def read(self, target: Checkpoint, dtype: torch.dtype, quantize: str | None = None) -> Checkpoint:
+        """Read the head in `dtype` onto the target's device. `quantize` rounds the matrices of its layers and its LM
+        head as `checkpoint.read` does. Raises CheckpointError."""
 
 
 def opened(source: str | Path, *, max_context: int | None = None, bidirectional: bool | None = None) -> Opened:

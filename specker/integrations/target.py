@@ -23,7 +23,7 @@ from specker.runtime.control.auto import AcceptanceHistory
 from specker.runtime.control.costs import Costs
 from specker.runtime.control.policy import AUTO
 from specker.runtime.engine import draft_cost
-from specker.runtime.load import cache_memory, family_of, read_draft
+from specker.runtime.load import family_of, read_draft
 from specker.runtime.recipe import device_of, dtype_of, recipe_of
 from specker.runtime.round.drafter import Drafter
 from specker.runtime.strategies.base import DraftContext, PolicyContext
@@ -82,12 +82,12 @@ def drafter_for(
             f"strategy {o.strategy!r} needs a target that specker's decoder runs, not {config.architecture}"
         )
     recipe = recipe_of(o, found, draft, where, dtype, str(found.source))
-    source = recipe.draft
-    own, called = (source.config, source.source) if isinstance(source, Opened) else (None, source)
+    o, own = recipe.options, None if recipe.draft is None else recipe.draft.config
+    called = "" if recipe.draft is None else recipe.draft.source
     if own is not None and own.layer.recurrent is not None:  # its cache cannot drop what the other engine refuses
         raise ValueError(f"{called} has recurrent layers, and does not draft for another engine yet: use another draft")
     kind = dtype_of(dtype)  # of the draft, which alone runs here
-    if dtype is None and where.type == "cpu" and not (own is not None and served(own)):
+    if dtype is None and where.type == "cpu" and (own is None or method.reads_target or not served(own)):
         kind = torch.float32
     if isinstance(target, Checkpoint):
         target_checkpoint = target
@@ -100,14 +100,12 @@ def drafter_for(
     family = family_of(target_checkpoint) if own is not None and own.shares else zoo.family_of(config)
     recipe = replace(recipe, dtype=kind).of_family(family)
     draft_checkpoint = read_draft(recipe, target_checkpoint)
-    if draft_checkpoint is not None and draft_checkpoint.translation is not None:
-        raise ValueError(
-            f"{called} has another tokenizer, and does not draft for another engine yet: use another draft"
-        )
     if draft_checkpoint is not None:
-        o = method.with_draft(o, draft_checkpoint)
-        memory = cache_memory([draft_checkpoint, *draft_checkpoint.further], o)
-        o = replace(o, kv_tokens=memory.pool(o.batch_size, kv_tokens)[0])
+        if draft_checkpoint.translation is not None:
+            raise ValueError(
+                f"{called} has another tokenizer, and does not draft for another engine yet: use another draft"
+            )
+        o = replace(o, kv_tokens=recipe.memory.of_drafts().pool(o.batch_size, kv_tokens)[0])
     context = DraftContext(o, target_checkpoint, None, None, draft_checkpoint, family, notes=recipe.notes)
     drafters = strategies.drafters(context)
     for sentence in recipe.notes.warnings().values():

@@ -8,7 +8,6 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
-from itertools import zip_longest
 from pathlib import Path
 
 import torch
@@ -191,15 +190,15 @@ class CacheMemory:
     device: torch.device
     page_size: int
     lookahead: int  # columns of each cache beyond the context
-    rows: int = 0  # of the largest verify pass, all sequences together; 0 if another engine verifies
-    rings: int = 0  # sequences of the first model's cache, if that keeps sliding windows in rings
-    sequences: int = 1  # of each cache
-    saved: int = 0  # columns whose recurrent states each cache can save
-    kv_dtypes: tuple[torch.dtype | None, ...] = ()  # of each model's K and V; None, and models without one: `dtype`
+    rows: int  # of the largest verify pass, all sequences together; 0 if another engine verifies
+    rings: int  # sequences of the target's cache, which keeps sliding windows in rings; 0 if another engine runs it
+    sequences: int  # of each cache
+    saved: int  # columns whose recurrent states each cache can save
+    kv_dtypes: tuple[torch.dtype, ...]  # of each model's K and V
 
-    def within(self, context: int) -> "CacheMemory":
-        """The same for models of at most `context` positions."""
-        return replace(self, configs=tuple(replace(c, max_context=min(context, c.max_context)) for c in self.configs))
+    def of_drafts(self) -> "CacheMemory":
+        """The same if another engine runs the target."""
+        return replace(self, configs=self.configs[1:], kv_dtypes=self.kv_dtypes[1:], rows=0, rings=0)
 
     def sized(self, asked: int | None) -> tuple[int, str | None]:
         """`sized` with the memory that is free after loading the weights."""
@@ -244,10 +243,10 @@ class CacheMemory:
 
     @property
     def _costs(self) -> list[Cost]:
-        models = zip_longest(self.configs, (self.rings,), self.kv_dtypes)
+        rings = self.rings, *(0 for _ in self.configs[1:])
         return [
-            Cost.of(config, self.dtype, rings or 0, self.device, self.rows, self.sequences, self.saved, kv_dtype)
-            for config, rings, kv_dtype in models
+            Cost.of(config, self.dtype, ring, self.device, self.rows, self.sequences, self.saved, kv_dtype)
+            for config, ring, kv_dtype in zip(self.configs, rings, self.kv_dtypes, strict=True)
         ]
 
     @property

@@ -20,7 +20,6 @@ from specker.kernels.delta_rows import BLOCK
 from specker.model.cache import KVCache
 from specker.model.config import ModelConfig, layer_elements
 from specker.model.decoder import Model
-from specker.model.memory import CacheMemory
 from specker.model.states import AHEAD
 from specker.options import GRAPHS, TEMPERATURE, Options, Params
 from specker.runtime import check, strategies, text
@@ -60,7 +59,6 @@ class Engine:
     recipe: Recipe
     target: Checkpoint
     draft: Checkpoint | None
-    memory: CacheMemory  # what the caches must fit into
     options: Options = field(init=False)
     device: torch.device = field(init=False)
     dtype: torch.dtype = field(init=False)
@@ -88,10 +86,7 @@ class Engine:
         fixed = fixed_shapes(o, model, None if drafts_locally else ranks)
         self.cache = allocate(model, o, rings=True)
         context = DraftContext(o, self.target, model, self.cache, self.draft, family, ranks, recipe.notes)
-        if drafts_locally or ranks is None or ranks.drafts:
-            self.drafters = strategies.drafters(context)
-        else:
-            self.drafters = [Silent()] * len(o.sources)
+        self.drafters = strategies.drafters(context) if recipe.drafts else [Silent()] * len(o.sources)
         head_bytes = self.drafters[0].head_bytes if self.drafters else 0
         head_cost = strategy.head_cost(o, head_bytes, model)
         if strategy.self_drafting and ranks is not None:  # a measured time differs by rank: take rank 0's
@@ -124,7 +119,7 @@ class Engine:
             None if drafts_locally or ranks is None else partial(share, ranks),
         )
         policy, eos_ids = partial(strategies.policy, self.policies), self.target.config.eos_ids
-        self.session = Session(self.loop, self.target, self.target_name, policy, eos_ids, self.memory.running)
+        self.session = Session(self.loop, self.target, self.target_name, policy, eos_ids, recipe.memory.running)
         for sentence in self.warnings.values():
             log.warning(sentence)
 

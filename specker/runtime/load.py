@@ -1,7 +1,7 @@
 """Load checkpoints into an Engine by a recipe: read the weights, check that the models fit together, and size the
 context to the memory."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,19 +10,18 @@ import torch
 
 from specker import zoo
 from specker.checkpoints.buffers import AUTO
-from specker.checkpoints.checkpoint import Checkpoint, Opened, made_for
+from specker.checkpoints.checkpoint import Checkpoint, OpenedHead, made_for
 from specker.checkpoints.checkpoint import read as read_checkpoint
 from specker.checkpoints.translation import LEAST, Translation
 from specker.fields import option
-from specker.model.memory import CacheMemory
 from specker.model.split import WHOLE
 from specker.options import Options
 from specker.runtime import strategies
 from specker.runtime.engine import Engine
 from specker.runtime.notes import Notes
 from specker.runtime.ranks import dist
-from specker.runtime.recipe import Recipe, device_of, resolve
-from specker.runtime.strategies.base import LOOKAHEAD, PolicyContext, planned_kv_dtype, saved_states, slots
+from specker.runtime.recipe import Recipe, device_of, resolve, within
+from specker.runtime.strategies.base import LOOKAHEAD
 
 
 def load(
@@ -51,7 +50,7 @@ def load(
 def read_target(recipe: Recipe, on_progress: Callable[[int, int, str], None] | None = None) -> Checkpoint:
     """The recipe's target, or this rank's part of it. Raises as `checkpoint.read` does."""
     o, ranks, draft = recipe.options, recipe.ranks, recipe.draft
-    shares_head = ranks is not None and isinstance(draft, Opened) and "lm_head" in draft.config.shares
+    shares_head = ranks is not None and draft is not None and "lm_head" in draft.config.shares
     target = read_checkpoint(
         recipe.target,
         dtype=recipe.dtype,
@@ -73,15 +72,11 @@ def read_target(recipe: Recipe, on_progress: Callable[[int, int, str], None] | N
 def engine_of(recipe: Recipe, target: Checkpoint, on_progress: Callable[[int, int, str], None] | None = None) -> Engine:
     """Read what drafts for a target whose weights are there, size the context to the memory that is left, and make the
     engine. Raises as `load` does."""
-    method, notes, ranks = strategies.of(recipe.options), recipe.notes, recipe.ranks
+    opts, notes, ranks = recipe.options, recipe.notes, recipe.ranks
     recipe = recipe.of_family(family_of(target))
     last = f"draft, {recipe.models} of {recipe.models}"
     draft = read_draft(recipe, target, on_progress and (lambda done, of: on_progress(done, of, last)))
-    opts = recipe.options if draft is None else method.with_draft(recipe.options, draft)
-    models = [target] if draft is None or method.self_drafting else [target, draft, *draft.further]
-    largest = strategies.plan(PolicyContext(opts, target.config.num_layers, recipe.family)).largest
-    room = cache_memory(models, opts, rows=opts.batch_size * (largest.nodes + 1), rings=slots(opts))
-    context, lowered = room.sized(opts.max_context)
+    context, lowered = recipe.memory.sized(opts.max_context)
     if ranks is not None:
         context = ranks.least(context)
         if context < target.config.max_context:
@@ -89,36 +84,20 @@ def engine_of(recipe: Recipe, target: Checkpoint, on_progress: Callable[[int, in
             lowered = lowered or less
     if lowered is not None:
         notes["context"] = lowered
-        target, draft = _within(target, context), None if draft is None else _within(draft, context)
-        room = room.within(context)
-    pool, note = room.pool(opts.batch_size, opts.kv_tokens)
+        recipe = recipe.within(context)
+        target, draft = within(target, context), None if draft is None else within(draft, context)
+    pool, note = recipe.memory.pool(opts.batch_size, opts.kv_tokens)
     if ranks is not None and opts.batch_size > 1:
         pool = ranks.least(pool or opts.batch_size * (target.config.max_context + LOOKAHEAD))
     if note is not None:
         notes["kv_pool"] = note
     limit = target.config.max_context
-    if isinstance(recipe.draft, Opened) and draft is not None and (ends := draft.config.max_context) < limit:
+    if draft is not None and (ends := draft.config.max_context) < limit:
         beyond = "drafts are copies only" if len(opts.sources) > 1 else "nothing is drafted"
         notes["draft_context"] = f"the draft's context ends at {ends} of {limit} tokens: beyond, {beyond}"
-    with room.allocating():
-        return Engine(replace(recipe, options=replace(opts, kv_tokens=pool)), target, draft, room)
-
-
-def cache_memory(models: Sequence[Checkpoint], options: Options, rows: int = 0, rings: int = 0) -> CacheMemory:
-    """The memory that the caches of these models must fit into. `rows`, `rings`: as of `CacheMemory`."""
-    norm = models[0].weights.norm  # has the dtype of the K/V
-    return CacheMemory(
-        configs=tuple(model.local for model in models),
-        dtype=norm.dtype,
-        device=norm.device,
-        page_size=options.page_size,
-        lookahead=LOOKAHEAD,
-        rows=rows,
-        rings=rings,
-        sequences=slots(options),
-        saved=saved_states(options),
-        kv_dtypes=tuple(planned_kv_dtype(model, options) for model in models),
-    )
+    recipe = replace(recipe, options=replace(opts, kv_tokens=pool))
+    with recipe.memory.allocating():
+        return Engine(recipe, target, draft)
 
 
 def read_draft(
@@ -126,19 +105,12 @@ def read_draft(
 ) -> Checkpoint | None:
     """The checkpoint that drafts for `target`, fitted to its vocabulary and context, or None. Adds remarks to the
     recipe's notes. Raises as `load` does."""
-    opts, source, notes, ranks = recipe.options, recipe.draft, recipe.notes, recipe.ranks
-    method = strategies.of(opts)
-    draft: Checkpoint | None = None
-    usual = "int8" if recipe.draft_quantize == AUTO else None
-    if method.reads_target:
-        assert not isinstance(source, Opened)
-        draft = method.read_head(source, target, recipe.dtype, recipe.draft_quantize)
-        if ranks is not None:
-            ranks.same("draft", dist.fingerprint(draft.folder))
-        note_formats(notes, "draft_weights", draft, "draft", usual)
-        if opts.trim is not None and draft.untrimmed:
-            raise ValueError(f"{source} {draft.untrimmed}: leave out +vocabtrim")
-    elif isinstance(source, Opened) and (ranks is None or ranks.drafts):
+    opts, source, ranks = recipe.options, recipe.draft, recipe.ranks
+    if source is None or not recipe.drafts:
+        return None
+    if isinstance(source, OpenedHead):
+        draft = source.read(target, recipe.dtype, recipe.draft_quantize)
+    else:
         draft = read_checkpoint(
             source,
             dtype=recipe.dtype,
@@ -150,11 +122,13 @@ def read_draft(
             pack=ranks is None,
             on_progress=on_progress,
         )
-        note_formats(notes, "draft_weights", draft, "draft", usual)
-        if ranks is not None:
-            ranks.same("draft", dist.fingerprint(draft.folder), drafters=True)
-        draft = _within(draft, target.config.max_context)
-        draft = _fitted(recipe, target, draft, source.source)
+    note_formats(recipe.notes, "draft_weights", draft, "draft", "int8" if recipe.draft_quantize == AUTO else None)
+    if ranks is not None:
+        ranks.same("draft", dist.fingerprint(draft.folder), drafters=not strategies.of(opts).every_rank)
+    if not isinstance(source, OpenedHead):
+        return _fitted(recipe, target, draft, source.source)
+    if opts.trim is not None and draft.untrimmed:
+        raise ValueError(f"{source.source} {draft.untrimmed}: leave out +vocabtrim")
     return draft
 
 
@@ -177,13 +151,6 @@ def family_of(target: Checkpoint) -> zoo.Family | None:
     if family is None or (family.drafts and not made_for(family.drafts["draft"], target)):
         return None
     return family
-
-
-def _within(checkpoint: Checkpoint, context: int) -> Checkpoint:
-    """Limit a checkpoint to `context` positions: no draft is longer than the target's text."""
-    if checkpoint.config.max_context <= context:
-        return checkpoint
-    return replace(checkpoint, config=replace(checkpoint.config, max_context=context))
 
 
 def _fitted(recipe: Recipe, target: Checkpoint, draft: Checkpoint, called: object) -> Checkpoint:

@@ -1,37 +1,49 @@
-"""Decide what an engine will be from options and configs alone: `resolve` reads no weights.
+"""Decide what an engine will be from options, configs and the names of a head's tensors: `resolve` reads no weights.
 
-A recipe names the checkpoints, in which form their weights are read, and what drafts. `load.py` reads the weights,
-sizes the context to the memory that they leave free, and makes the engine.
+A recipe names the checkpoints, in which form their weights are read, what drafts, and what the caches will take.
+`load.py` reads the weights, sizes the context to the memory that they leave free, and makes the engine.
 """
 
 import os
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 
 from specker import cpu, zoo
 from specker.checkpoints.buffers import AUTO, activations, served
-from specker.checkpoints.checkpoint import Opened, opened
+from specker.checkpoints.checkpoint import Checkpoint, Opened, opened
 from specker.fields import option
 from specker.model.config import ModelConfig
+from specker.model.memory import CacheMemory
 from specker.options import DTYPES, Options
 from specker.runtime import strategies
 from specker.runtime.notes import Notes
 from specker.runtime.ranks import dist
-from specker.runtime.strategies.base import kv_dtype
+from specker.runtime.strategies.base import (
+    LOOKAHEAD,
+    PolicyContext,
+    kv_dtype,
+    planned_kv_dtype,
+    saved_states,
+    slots,
+)
 from specker.zoo import catalogue
+
+C = TypeVar("C", Opened, Checkpoint)
 
 
 @dataclass(frozen=True)
 class Recipe:
     """What an engine is made of, without weights."""
 
-    options: Options
+    options: Options  # with the defaults that depend on the draft
     device: torch.device
     dtype: torch.dtype  # of matrices that are not quantised
     target: Opened
-    draft: Opened | str | Path | None  # a head that reads the target is opened only when the target's weights are there
+    draft: Opened | None
     bundled_draft: bool  # `draft` is a bundled one, which suits the target only if they have the same embedding
     draft_quantize: str | None  # as in `checkpoint.read`
     target_name: str
@@ -42,8 +54,40 @@ class Recipe:
 
     @property
     def models(self) -> int:
-        """The checkpoints whose reading shows its progress."""
-        return 1 + isinstance(self.draft, Opened)
+        """The checkpoints whose reading shows its progress: a head's does not."""
+        return 1 if self.draft is None or strategies.of(self.options).reads_target else 2
+
+    @property
+    def drafts(self) -> bool:
+        """Whether this process makes its drafts itself; else it gets those of rank 0."""
+        method = strategies.of(self.options)
+        return self.ranks is None or self.ranks.drafts or method.every_rank or not method.drafts
+
+    @cached_property
+    def memory(self) -> CacheMemory:
+        """What the caches must fit into."""
+        o, target, kind = self.options, self.target.config, activations(self.dtype, self.device)
+        configs = [target if self.ranks is None else self.ranks.part.config(target)]
+        if self.draft is not None and self.drafts:
+            configs += self.draft.configs
+        largest = strategies.plan(PolicyContext(o, target.num_layers, self.family)).largest
+        return CacheMemory(
+            configs=tuple(configs),
+            dtype=kind,
+            device=self.device,
+            page_size=o.page_size,
+            lookahead=LOOKAHEAD,
+            rows=o.batch_size * (largest.nodes + 1),
+            rings=slots(o),
+            sequences=slots(o),
+            saved=saved_states(o),
+            kv_dtypes=tuple(planned_kv_dtype(o, config, kind, self.device) for config in configs),
+        )
+
+    def within(self, context: int) -> "Recipe":
+        """The recipe for at most `context` positions."""
+        draft = None if self.draft is None else within(self.draft, context)
+        return replace(self, target=within(self.target, context), draft=draft)
 
     def of_family(self, family: zoo.Family | None) -> "Recipe":
         """The recipe for a target whose weights have shown that these bundled files are for it, or none. Raises
@@ -51,6 +95,13 @@ class Recipe:
         if self.bundled_draft and family is None:
             raise ValueError(no_draft(self.options, self.target.source))
         return replace(self, family=family)
+
+
+def within(checkpoint: C, context: int) -> C:
+    """Limit a checkpoint to `context` positions: no draft is longer than the target's text."""
+    if checkpoint.config.max_context <= context:
+        return checkpoint
+    return replace(checkpoint, config=replace(checkpoint.config, max_context=context))
 
 
 def resolve(
@@ -81,7 +132,7 @@ def resolve(
     found = opened(source, max_context=options.max_context)
     if where.type == "cpu" and (why := _slow(found.config)) is not None:
         notes["cpu"] = f"decoding is slow, because {why}"
-    recipe = recipe_of(options, found, draft, where, dtype, name_of(source) or "", ranks)
+    recipe = recipe_of(options, found, draft, where, dtype, name_of(source), ranks)
     recipe.notes.update(notes)
     return recipe
 
@@ -97,46 +148,46 @@ def recipe_of(
 ) -> Recipe:
     """`resolve` for an opened target, of which another program may hold the weights."""
     method, kind = strategies.of(options), dtype_of(dtype)
-    drafting = draft_of(options, target.config, draft, target.source)
+    drafting = draft_of(options, target, draft)
+    named = draft is not None or method.needs_draft  # else it is a part of the target's own checkpoint
     if dtype is None and device.type == "cpu" and (ranks is not None or not served(target.config)):
         kind = torch.float32
     kv_dtype(options, activations(kind, device), device)  # raises ValueError for one that does not suit
     method.check_target(options, target.config.num_layers)
     return Recipe(
-        options,
+        options if drafting is None else method.with_draft(options, drafting),
         device,
         kind,
         target,
         drafting,
-        bundled_draft=draft is None and drafting is not None,
+        bundled_draft=draft is None and method.needs_draft,
         draft_quantize=options.draft_quantize or usual_rounding(dtype, device),
         target_name=target_name,
-        draft_name=name_of(drafting),
+        draft_name=name_of(drafting.source) if drafting is not None and named else None,
         ranks=ranks,
     )
 
 
-def draft_of(
-    options: Options, target: ModelConfig, draft: str | Path | None, called: object
-) -> Opened | str | Path | None:
-    """What drafts for a target with this config, opened unless it is a head that reads the target: `draft`, or else the
-    bundled one. None if the strategy needs none. `called`: the target, in the message. Raises ValueError if none is
-    known, and for one that the strategy cannot use."""
+def draft_of(options: Options, target: Opened, draft: str | Path | None) -> Opened | None:
+    """What drafts for the target: `draft`, or else the bundled one. None if the strategy needs none. Raises ValueError
+    if none is known, and for one that the strategy cannot use."""
     method, source = strategies.of(options), zoo.source_of(draft)
     if source is None and method.needs_draft:
-        zoo.require_for(target)
-        family = zoo.family_of(target)
+        zoo.require_for(target.config)
+        family = zoo.family_of(target.config)
         source = None if family is None else family.drafts.get(method.name)
         if source is None:
-            raise ValueError(no_draft(options, called))
-    if source is None or method.reads_target:
-        return source
+            raise ValueError(no_draft(options, target.source))
+    if method.reads_target:
+        return method.open_head(source, target)
+    if source is None:
+        return None
     found = opened(source, bidirectional=None if method.causal else True)
     if method.causal and not found.config.causal:
         raise ValueError(f"{source} is a bidirectional drafter; strategy {options.strategy!r} needs a causal one")
-    if options.width > min(found.config.vocab_size, target.vocab_size):
+    if options.width > min(found.config.vocab_size, target.config.vocab_size):
         raise ValueError(f"{option('tree', options.tree)} is wider than the vocabulary")
-    return found
+    return within(found, target.config.max_context)
 
 
 def no_draft(options: Options, target: object) -> str:
@@ -177,12 +228,8 @@ def dtype_of(dtype: str | torch.dtype | None) -> torch.dtype:
     return getattr(torch, name)
 
 
-def name_of(source: Opened | str | Path | None) -> str | None:
+def name_of(source: str | Path) -> str:
     """A source's name for people: a folder's own name, or what the user called it."""
-    if isinstance(source, Opened):
-        source = source.source
-    if source is None:
-        return None
     path = Path(source).expanduser()
     return Path(os.path.abspath(path)).name if path.is_dir() else str(source)
 

@@ -232,6 +232,5 @@ def test_heads(heads: Any, tmp_path: Path, strategy: str, layout: str, change: d
         outer, _, inner = name.rpartition(".")
         old = json.loads((tmp_path / "config.json").read_text())
         edited(tmp_path, {outer: {**old[outer], inner: value}} if outer else {name: value})
-    target = read(made.target, dtype=torch.float32, device="cpu")
     with pytest.raises(CheckpointError, match=sentence):
-        {"eagle": eagle, "dflash": dflash}[strategy].read(tmp_path, target, dtype=torch.float32)
+        {"eagle": eagle, "dflash": dflash}[strategy].Layout.open(tmp_path, opened(made.target).config)

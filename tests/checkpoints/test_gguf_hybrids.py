@@ -13,7 +13,7 @@ from make_hybrid_gguf import CONVOLVING, MODELS, source, write
 from torch import Tensor
 
 import specker
-from specker.checkpoints.checkpoint import read, read_config, read_tokenizer
+from specker.checkpoints.checkpoint import opened, read, read_config, read_tokenizer
 from specker.checkpoints.drafts import mtp
 from specker.checkpoints.gguf.cache import converted
 from specker.cpu import available
@@ -173,7 +173,8 @@ def test_the_head_of_a_file_drafts(tmp_path: Path, arch: str, kind: str) -> None
     file = write(tmp_path / "tiny.gguf", folder, arch, kind, FORMATS if kind == "Q8_0" else {})
     if kind == "F32":
         theirs, ours = (
-            mtp.read(read(x, dtype=torch.float64, device="cpu"), dtype=torch.float64) for x in (folder, file)
+            mtp.opened(opened(x)).read(read(x, dtype=torch.float64, device="cpu"), torch.float64)
+            for x in (folder, file)
         )
         layer = {"qkv", "o", "gate_up", "down", "norm_in", "norm_post", "q_norm", "k_norm", "norm"}
         both = (theirs.weights, ours.weights, layer), (theirs.parts, ours.parts, {"fc", "embed_norm"})

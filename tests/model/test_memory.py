@@ -116,7 +116,7 @@ def test_kv_is_counted_in_the_dtype_of_each_model(pair, tmp_path, free_memory):
         models = engine.model, engine.drafter.model
         kinds = [cache.k.dtype for cache in (engine.cache, engine.drafter.cache)]
         assert {*kinds} == {torch.float32, usual}
-        assert [*engine.memory.kv_dtypes] == kinds
+        assert [*engine.recipe.memory.kv_dtypes] == kinds
         each = zip(models, kinds, strict=True)
         costs = [Cost.of(model.config, torch.float32, kv_dtype=kind) for model, kind in each]
         spare = memory.reserve([model.config for model in models], torch.float32, torch.device("cpu"))
@@ -184,7 +184,7 @@ def test_the_reserve_covers_kernels_on_a_gpu(pair):
 def test_the_reserve_counts_the_rows_of_every_sequence(pair, how):
     """The layers run at most 256 rows at once, but a round holds the logits of all its rows."""
     engine = specker.load(*pair, device="cpu", page_size=16, max_context=16, batch_size=64, **how)
-    counted = engine.memory.rows
+    counted = engine.recipe.memory.rows
     assert counted == len(engine.loop.state.logits) >= 64 * 5
 
 

@@ -332,7 +332,7 @@ def test_a_longer_context_is_admitted(pairs, free_memory):
 def test_a_pool_has_the_positions_that_fit(pairs, tmp_path, kind, free_memory):
     folder = pairs["gemma3"][0] if kind == "gemma3" else make(tmp_path, max_context=340)
     engine = specker.load(folder, strategy="ar", device="cpu", dtype="float32", page_size=PAGE, batch_size=4)
-    known = engine.memory
+    known = engine.recipe.memory
     [cost], spare = known._costs, known._spare
     passing, first = cost.passing * 340, -(-(340 + LOOKAHEAD) // PAGE)
     for pages in (first, first + 9, 4 * first - 1, 4 * first):

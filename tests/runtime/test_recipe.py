@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -38,7 +39,7 @@ def test_an_engine_is_what_its_recipe_says(pair):
     engine = specker.load(*pair, "draft", device="cpu", dtype="float32", max_context=40, batch_size=2, kv_tokens=1024)
     recipe = engine.recipe
     assert recipe.target.config == engine.target.config and recipe.options == engine.options
-    assert [config.max_context for config in engine.memory.configs] == [40, 40]
+    assert [config.max_context for config in recipe.memory.configs] == [40, 40]
     assert engine.max_context == 40 and engine.options.kv_tokens == 1024
 
 
@@ -56,6 +57,22 @@ def test_an_engine_is_what_its_recipe_says(pair):
 def test_what_cannot_run_is_refused_before_weights_are_read(configs, strategy, draft, how, said):
     with pytest.raises(ValueError, match=said):
         specker.load(configs[0], configs[1] if draft else None, strategy, **{"device": "cpu", **how})
+
+
+@pytest.mark.parametrize(
+    ("strategy", "layout", "count"), [("eagle", "nested", 1), ("dflash", "z-lab", 1), ("mtp", "mimo, 3 heads", 3)]
+)
+def test_heads_are_opened_before_weights_are_read(heads, strategy, layout, count):
+    made = heads(strategy, layout)
+    recipe = resolve(strategies.options(strategy=strategy), made.target, made.folder, device="cpu", dtype="float64")
+    engine = made.load(draft_tokens=None, policy=None)
+    assert recipe.draft.config == engine.draft.config and recipe.options == replace(engine.options, kv_tokens=None)
+    assert recipe.memory == engine.recipe.memory and len(recipe.memory.configs) == 1 + count
+
+
+def test_a_head_for_another_target_is_refused_before_weights_are_read(configs, heads):
+    with pytest.raises(CheckpointError, match=r"is a head for .*: it was trained for another model"):
+        specker.load(configs[0], heads("eagle", "nested").folder, "eagle", device="cpu")
 
 
 def test_a_recipe_checks_the_configs(tmp_path):

@@ -268,7 +268,7 @@ def test_a_stop_token_in_the_lattice_ends_path_and_text(family):
         more = {} if shape == "off" else {"ngram": ngram}
         engine = specker.load(target, draft, "diffuspec", dtype="float64", **SHAPES[shape], **more)
         object.__setattr__(engine.target.config, "eos_ids", (stop,))
-        engine = type(engine)(engine.recipe, engine.target, engine.draft, engine.memory)
+        engine = type(engine)(engine.recipe, engine.target, engine.draft)
         seen = []
         engine.trace = seen.append
         got = engine.generate([5, 9, 40], 40)

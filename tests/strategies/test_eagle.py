@@ -71,10 +71,9 @@ def test_configs_that_do_not_fit_are_refused(usual, tmp_path, way):
 @pytest.mark.parametrize("module", [eagle, dflash, mtp])
 def test_a_target_in_another_scale_has_no_heads(tmp_path, module):
     """They were trained with its hidden states as they are."""
-    target = checkpoint.read(make(tmp_path, **GRANITE), dtype=torch.float64, device="cpu")
-    source = () if module is mtp else ("head",)
+    target = checkpoint.opened(make(tmp_path, **GRANITE))
     with pytest.raises(CheckpointError, match=r"keeps those of GraniteForCausalLM in another scale .* no heads for it"):
-        module.read(*source, target, dtype=torch.float64)
+        mtp.opened(target) if module is mtp else module.Layout.open("head", target.config)
 
 
 PARALLEL = {

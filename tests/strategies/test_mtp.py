@@ -18,7 +18,7 @@ def load(target, strategy="mtp", **options):
 def test_each_head_has_a_layer_of_the_cache(heads):
     few, many = (load(heads("mtp", name).target) for name in ("mimo", "mimo, 3 heads"))
     assert len(few.drafter.cache.layers) == 1 and len(many.drafter.cache.layers) == 3
-    costs = [e.memory.configs for e in (few, many)]
+    costs = [e.recipe.memory.configs for e in (few, many)]
     assert [len(configs) for configs in costs] == [2, 4]
 
 

@@ -19,10 +19,9 @@ from specker.checkpoints.architectures.architecture import FULL, SLIDING
 from specker.checkpoints.architectures.heads import ASSISTANT
 from specker.checkpoints.buffers import Storage
 from specker.checkpoints.checkpoint import Checkpoint, idle
-from specker.checkpoints.drafts.heads import Files, HeadLayout, check_stream, check_target, head_pieces, read_head
-from specker.checkpoints.files import folder_of
+from specker.checkpoints.drafts.heads import Files, HeadLayout, check_target, head_pieces
 from specker.checkpoints.numbers import check_size
-from specker.checkpoints.parse import SHARED, parse_config, read_json
+from specker.checkpoints.parse import SHARED, parse_config
 from specker.checkpoints.pieces import Piece, pieces_of
 from specker.checkpoints.quantised.schemes import scheme_of
 from specker.cpu import available
@@ -53,17 +52,6 @@ class AssistantCheckpoint(Checkpoint):
         return f"reads {self.spec.chosen} of {len(self.parts.order)} clusters of its LM head's rows in each step"
 
 
-def read(
-    source: str | Path, target: Checkpoint, *, dtype: torch.dtype, quantize: str | None = None
-) -> AssistantCheckpoint:
-    """See `read_head`. An LM head with clusters is not rounded."""
-    check_stream(source, target.config)
-    folder = folder_of(source, weights=False)
-    files = Files(source, folder, read_json(folder / "config.json"), {}, {})
-    Layout.of(files, target.config)  # before weights are downloaded
-    return read_head(Layout, AssistantCheckpoint, source, target, dtype, quantize)
-
-
 def _order(order: Tensor | None, clusters: int, vocab: int, source: str | Path) -> Tensor:
     """The ids of each cluster, [clusters, vocab / clusters] int64. Raises CheckpointError."""
     if order is None:
@@ -75,16 +63,19 @@ def _order(order: Tensor | None, clusters: int, vocab: int, source: str | Path) 
     return ids.view(clusters, -1)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Layout(HeadLayout):
+    """An LM head with clusters is not rounded."""
+
     tied: bool  # the LM head is the assistant's embedding, which has no other use here
     clusters: int  # of ids; 0: none
 
+    made = AssistantCheckpoint
     extra = (ORDER,)
 
     @classmethod
     def of(cls, files: Files, target: ModelConfig) -> "Layout":
-        folder, raw = files.folder, files.raw
+        source, folder, raw, _, _ = files
         if raw.get("model_type") != KIND:
             raise CheckpointError(
                 f"{folder} is no assistant, with which strategy mtp drafts: its model_type is "
@@ -127,7 +118,7 @@ class Layout(HeadLayout):
         config = replace(config, layer=layer, tied=False, eos_ids=(), logits_cap=0.0)
         clusters, chosen = _clusters(folder, raw, config.vocab_size)
         spec = AssistantSpec(sources, target.num_layers, target.hidden_size, chosen)
-        return cls(config, ropes, spec, tied, clusters)
+        return cls(source, folder, config, ropes, scheme_of(raw, str(source)), spec, tied, clusters)
 
     def used(self, files: Files) -> dict[str, Any]:
         where, unread = files.where, EMBED  # no step reads an embedding of the assistant's own
@@ -146,9 +137,9 @@ class Layout(HeadLayout):
         for p in head_pieces(ASSISTANT, sizes, {"clusters" if self.clusters else "head"}, c):
             yield replace(p, name=EMBED) if p.name == HEAD and self.tied else p
 
-    def storage(self, files: Files, quantize: str | None, dtype: torch.dtype, device: torch.device) -> Storage:
+    def storage(self, quantize: str | None, dtype: torch.dtype, device: torch.device) -> Storage:
         packs = device.type == "cpu" and dtype in (torch.float32, torch.bfloat16) and available()
-        return Storage(scheme_of(files.raw, str(files.source)), quantize, dtype, device, packs)
+        return Storage(self.scheme, quantize, dtype, device, packs)
 
     def parts(self, found: dict[str, Any], files: Files, storage: Storage) -> AssistantWeights:
         parts = AssistantWeights(found["pre"], found["post"], found.get("centroids"))

@@ -30,7 +30,6 @@ from specker.checkpoints.drafts.heads import (
     check_target,
     head_pieces,
     ids_of,
-    read_head,
 )
 from specker.checkpoints.numbers import check_size
 from specker.checkpoints.parse import SHARED, parse_config, reason
@@ -98,23 +97,19 @@ class BlockCheckpoint(Checkpoint):
         return self.parts.ids
 
 
-def read(source: str | Path, target: Checkpoint, *, dtype: torch.dtype, quantize: str | None = None) -> BlockCheckpoint:
-    """See `read_head`."""
-    return read_head(Layout, BlockCheckpoint, source, target, dtype, quantize)
-
-
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Layout(HeadLayout):
     has: frozenset[str]  # parts of BLOCKS
     markov: str  # the kind of the Markov head
     sizes: dict[str, int]  # of BLOCKS
     plain: int = 0  # of `Markov`
 
+    made = BlockCheckpoint
     more = (MASK,)
 
     @classmethod
     def of(cls, files: Files, target: ModelConfig) -> "Layout":
-        _, folder, raw, names, _ = files
+        source, folder, raw, names, _ = files
         check_parts(folder, raw)
         nested = raw.get("transformer_layer_config")
         given = raw if nested is None else nested
@@ -164,7 +159,7 @@ class Layout(HeadLayout):
         )
         own = frozenset(name for name in SHARED if f"{name}.weight" in names)
         # z-lab trained with the target's module, which in Gemma scales its rows, and speculators with the rows alone.
-        source = config if "embed_tokens" in own or nested is not None else target
+        scaled = config if "embed_tokens" in own or nested is not None else target
         mask = flat.get("mask_token_id")
         scale, multiplier = (_factor(folder, flat, name) for name in ("input_embedding_scale", "output_multiplier"))
         # Where config.json may name a factor of its own, the rows are read as they are stored.
@@ -176,8 +171,8 @@ class Layout(HeadLayout):
             shifted_logits=following,
             mask_token_id=mask,
             eos_ids=(),
-            embed_scale=scale * (1.0 if second else source.embed_scale),
-            embed_rounded=source.embed_rounded and not second,
+            embed_scale=scale * (1.0 if second else scaled.embed_scale),
+            embed_rounded=scaled.embed_rounded and not second,
             logits_scale=multiplier,
             logits_cap=_cap(folder, flat),
         )
@@ -213,15 +208,16 @@ class Layout(HeadLayout):
         if kind == "dflash2":
             has |= {"selector"}
             sizes["kernels"] = needed["conv_kernel_size"] * H // needed["conv_group_size"]
-        return cls(config, ropes, spec, frozenset(has), markov, sizes, flat.get("pure_draft_prefix_len") or 0)
+        first = flat.get("pure_draft_prefix_len") or 0
+        return cls(source, folder, config, ropes, None, spec, frozenset(has), markov, sizes, first)
 
     def pieces(self) -> Iterator[Piece]:
         shares = *(name for name in SHARED if name not in self.has), "lm_head"  # its head may have other rows
         yield from pieces_of(replace(self.config, shares=shares), WHOLE, True)
         yield from head_pieces(BLOCKS, self.sizes, self.has, self.config)
 
-    def storage(self, files: Files, quantize: str | None, dtype: torch.dtype, device: torch.device) -> Storage:
-        return Storage(None, quantize, dtype, device)
+    def storage(self, quantize: str | None, dtype: torch.dtype, device: torch.device) -> Storage:
+        return Storage(self.scheme, quantize, dtype, device)
 
     def parts(self, found: dict[str, Any], files: Files, storage: Storage) -> BlockWeights:
         c, vectors = self.config, activations(storage.dtype, storage.device)

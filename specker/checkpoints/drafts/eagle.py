@@ -19,11 +19,9 @@ from torch import Tensor
 from specker.checkpoints.architectures.architecture import FULL, SLIDING
 from specker.checkpoints.architectures.heads import EAGLE
 from specker.checkpoints.buffers import Storage, activations
-from specker.checkpoints.checkpoint import Checkpoint
 from specker.checkpoints.drafts.heads import (
     IGNORED,
     Files,
-    HeadCheckpoint,
     HeadLayout,
     check_parts,
     check_shared,
@@ -31,11 +29,11 @@ from specker.checkpoints.drafts.heads import (
     head_pieces,
     ids_of,
     layer_pieces,
-    read_head,
 )
 from specker.checkpoints.files import BIN
 from specker.checkpoints.parse import SHARED, parse_config
 from specker.checkpoints.pieces import Piece
+from specker.checkpoints.quantised.schemes import scheme_of
 from specker.model.config import CheckpointError, ModelConfig
 from specker.model.heads import HeadSpec, HeadWeights
 
@@ -62,11 +60,6 @@ FIELDS = {
 WINDOWS = {"layer_types", "sliding_window", "use_sliding_window", "max_window_layers"}
 
 
-def read(source: str | Path, target: Checkpoint, *, dtype: torch.dtype, quantize: str | None = None) -> HeadCheckpoint:
-    """See `read_head`."""
-    return read_head(Layout, HeadCheckpoint, source, target, dtype, quantize)
-
-
 def _mask(mask: Tensor | None, spec: HeadSpec, source: str | Path) -> Tensor | None:
     """P-EAGLE's mask_hidden as [A * Ht]. Raises CheckpointError unless it fits the config."""
     if mask is None and spec.mask is None:
@@ -83,7 +76,7 @@ def _mask(mask: Tensor | None, spec: HeadSpec, source: str | Path) -> Tensor | N
     return mask.flatten()
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Layout(HeadLayout):
     layers: tuple[str, ...]  # the prefix of each layer's tensors
     has: frozenset[str]  # parts of EAGLE
@@ -93,7 +86,7 @@ class Layout(HeadLayout):
 
     @classmethod
     def of(cls, files: Files, target: ModelConfig) -> "Layout":
-        _, folder, raw, where, extra = files
+        source, folder, raw, where, extra = files
         check_parts(folder, raw)
         nested = raw.get("transformer_layer_config")
         given = raw if nested is None else nested
@@ -153,7 +146,7 @@ class Layout(HeadLayout):
                 lacks = "lacks" if raw.get(name) else "has"
                 raise CheckpointError(f"config.json says {name} {raw.get(name)}, and the checkpoint {lacks} {there}")
         bias = {"bias"} if form == "eagle1" and raw.get("bias", True) else set()
-        return cls(config, ropes, spec, layers, has | bias | {form})
+        return cls(source, folder, config, ropes, scheme_of(raw, str(source)), spec, layers, has | bias | {form})
 
     def pieces(self) -> Iterator[Piece]:
         c, spec, fused = self.config, self.spec, self.spec.form == "eagle3"

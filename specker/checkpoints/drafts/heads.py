@@ -1,30 +1,28 @@
-"""One reader of all heads that have a folder of their own (`read_head`), and what it shares with MTP's."""
+"""One reader of all heads that have a folder of their own (`HeadLayout`), and what it shares with MTP's."""
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from reprlib import repr as short
-from typing import Any, ClassVar, NamedTuple, Self, TypeVar
+from typing import Any, ClassVar, NamedTuple, Self
 
 import torch
 from torch import Tensor
 
 from specker.checkpoints.architectures.heads import HeadTable
 from specker.checkpoints.buffers import Buffers, Storage, packs
-from specker.checkpoints.checkpoint import Checkpoint
+from specker.checkpoints.checkpoint import Checkpoint, OpenedHead
 from specker.checkpoints.files import BIN, check_tensors, folder_of, open_files, read_piece
 from specker.checkpoints.parse import SHARED, read_json
 from specker.checkpoints.pieces import Piece, pieces_of
-from specker.checkpoints.quantised.schemes import scheme_of
 from specker.layer_weights import shape_of
 from specker.model.config import CheckpointError, ModelConfig
 from specker.model.heads import HeadSpec, HeadWeights
 from specker.model.split import WHOLE
 from specker.model.weights import Rope, Weights
 
-C = TypeVar("C", bound=Checkpoint)
 WEIGHTS = {own.name for own in fields(Weights)}
 PARTS = "transformer_layer_config", "eagle_config", "dflash_config"
 # Fields that change nothing here: how the head was trained or saved, and what transformers adds.
@@ -70,16 +68,47 @@ class Files(NamedTuple):
     extra: dict[str, Tensor]  # by name, as far as the head has them
 
 
-@dataclass(frozen=True)
-class HeadLayout(ABC):
-    """Which tensors a head's files hold, and what they compute."""
+@dataclass(frozen=True, eq=False)
+class HeadLayout(OpenedHead):
+    """A head with a folder of its own: which tensors its files hold, and what they compute."""
 
-    config: ModelConfig  # of the head's layers
-    ropes: tuple[Rope, ...]
     spec: Any  # of the head's model
 
+    made: ClassVar[Callable[..., Checkpoint]] = HeadCheckpoint
     extra: ClassVar[tuple[str, ...]] = "d2t", "t2d"  # tensors that are read apart from `pieces`
     more: ClassVar[tuple[str, ...]] = ()  # files beside or instead of safetensors files
+
+    @classmethod
+    def open(cls, source: str | Path, target: ModelConfig) -> Self:
+        """Open a folder or hub id, whose files are downloaded: the names of the tensors say what the head is. Raises
+        CheckpointError."""
+        check_stream(source, target)
+        folder = folder_of(source, weights=True, formats=("*.safetensors", *cls.more))
+        with ExitStack() as stack:
+            return cls.of(cls.files(source, folder, stack), target)
+
+    @classmethod
+    def files(cls, source: str | Path, folder: Path, stack: ExitStack) -> Files:
+        where = open_files(folder, stack, or_bin=BIN in cls.more)
+        extra = {name: where.pop(name).get_tensor(name) for name in cls.extra if name in where}
+        return Files(source, folder, read_json(folder / "config.json"), where, extra)
+
+    def read(self, target: Checkpoint, dtype: torch.dtype, quantize: str | None = None) -> Checkpoint:
+        storage = self.storage(quantize, dtype, target.weights.norm.device)
+        with ExitStack() as stack:
+            files = self.files(self.source, self.folder, stack)
+            found = read_tensors(self.used(files), self.pieces(), self.config, storage, self.source)
+        parts = self.parts(found, files, storage)
+        return self.made(
+            self.config,
+            weights_of(found, target.weights, self.ropes),
+            self.folder,
+            getattr(storage.scheme, "restored", ()),
+            shared=target.tokens,
+            activations=target.activations,
+            spec=self.spec,
+            parts=parts,
+        )
 
     @classmethod
     @abstractmethod
@@ -99,43 +128,8 @@ class HeadLayout(ABC):
         """`Files.where` without tensors that nothing reads. Raises CheckpointError."""
         return files.where
 
-    def storage(self, files: Files, quantize: str | None, dtype: torch.dtype, device: torch.device) -> Storage:
-        scheme = scheme_of(files.raw, str(files.source))
-        return Storage(scheme, quantize, dtype, device, packs(self.config, dtype, device))
-
-
-def read_head(
-    kind: type[HeadLayout],
-    made: Callable[..., C],
-    source: str | Path,
-    target: Checkpoint,
-    dtype: torch.dtype,
-    quantize: str | None,
-) -> C:
-    """Read a head for `target` from a folder or hub id, in `dtype`, onto the target's device, and make the checkpoint
-    of it. `quantize` rounds the matrices of its layers and its LM head as `checkpoint.read` does. Raises
-    CheckpointError."""
-    check_stream(source, target.config)
-    folder = folder_of(source, weights=True, formats=("*.safetensors", *kind.more))
-    raw = read_json(folder / "config.json")
-    with ExitStack() as stack:
-        where = open_files(folder, stack, or_bin=BIN in kind.more)
-        extra = {name: where.pop(name).get_tensor(name) for name in kind.extra if name in where}
-        files = Files(source, folder, raw, where, extra)
-        layout = kind.of(files, target.config)
-        storage = layout.storage(files, quantize, dtype, target.weights.norm.device)
-        found = read_tensors(layout.used(files), layout.pieces(), layout.config, storage, source)
-    parts = layout.parts(found, files, storage)
-    return made(
-        layout.config,
-        weights_of(found, target.weights, layout.ropes),
-        folder,
-        getattr(storage.scheme, "restored", ()),
-        shared=target.tokens,
-        activations=target.activations,
-        spec=layout.spec,
-        parts=parts,
-    )
+    def storage(self, quantize: str | None, dtype: torch.dtype, device: torch.device) -> Storage:
+        return Storage(self.scheme, quantize, dtype, device, packs(self.config, dtype, device))
 
 
 def check_stream(source: str | Path, target: ModelConfig) -> None:

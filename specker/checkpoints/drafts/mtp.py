@@ -21,13 +21,14 @@ import re
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from specker.checkpoints.architectures.heads import DEEPSEEK, MIMO, QWEN, HeadTable
 from specker.checkpoints.buffers import Storage, packs
-from specker.checkpoints.checkpoint import Checkpoint
+from specker.checkpoints.checkpoint import Checkpoint, Opened, OpenedHead
 from specker.checkpoints.drafts.heads import (
     HeadCheckpoint,
     check_stream,
@@ -36,7 +37,8 @@ from specker.checkpoints.drafts.heads import (
     read_tensors,
     weights_of,
 )
-from specker.checkpoints.files import open_files
+from specker.checkpoints.files import folder_of, open_files
+from specker.checkpoints.gguf.cache import origin
 from specker.checkpoints.parse import read_json
 from specker.checkpoints.pieces import Piece, is_fused
 from specker.checkpoints.quantised.schemes import scheme_of
@@ -86,63 +88,76 @@ def layouts(prefix: str, layers: int) -> tuple[Layout, ...]:
     )
 
 
-def read(target: Checkpoint, *, dtype: torch.dtype, quantize: str | None = None) -> HeadCheckpoint:
-    """Read the MTP heads of the target's checkpoint, in `dtype`, onto the target's device: the first one, with the
-    others as its `further`. `quantize` rounds their matrices as `checkpoint.read` does. Raises CheckpointError if the
-    target has none, or some that do not fit."""
+@dataclass(frozen=True, eq=False)
+class OpenedHeads(OpenedHead):
+    """The MTP heads of a target's checkpoint; `config`: of each one's layer."""
+
+    layout: Layout
+    count: int
+
+    @property
+    def configs(self) -> tuple[ModelConfig, ...]:
+        return (self.config,) * self.count
+
+    def read(self, target: Checkpoint, dtype: torch.dtype, quantize: str | None = None) -> HeadCheckpoint:
+        """The first head, with the others as its `further`."""
+        device = target.weights.norm.device
+        storage = Storage(self.scheme, quantize, dtype, device, packs(self.config, dtype, device))
+        heads: list[HeadCheckpoint] = []
+        with ExitStack() as stack:
+            every = open_files(self.folder, stack)
+            for n in range(self.count):
+                heads.append(self._head(n, target, every, storage, heads[0] if heads else None))
+        return replace(heads[0], further=tuple(heads[1:]))
+
+    def _head(
+        self, n: int, target: Checkpoint, every: dict[str, Any], storage: Storage, first: HeadCheckpoint | None
+    ) -> HeadCheckpoint:
+        """Head n of the open files `every`. `first`: head 0, whose embedding and LM head all heads use."""
+        layout, config = self.layout, self.config
+        names, layer = layout.head(n), (layout.start + layout.layer).split("#")[0]
+        where = {
+            name: x
+            for name, x in every.items()
+            if name.startswith(names.start) and (name.startswith(names.layer) or not name.startswith(layer))
+        }
+        if first is not None:
+            where = _shared(where, every, names, layout.head(0), n)
+        found = read_tensors(where, _pieces(names, config, where), config, storage, self.folder)
+        fc, H = found["fc"], config.hidden_size
+        fc = torch.cat((fc[:, H:], fc[:, :H]), 1) if layout.swapped else fc
+        parts = HeadWeights(fc, embed_norm=found["embed_norm"], hidden_norm=found["hidden_norm"])
+        weights = weights_of(found, (first or target).weights, target.weights.ropes)
+        spec = HeadSpec("mtp", (target.config.num_layers,), H, config.vocab_size, **layout.spec)
+        return HeadCheckpoint(
+            config, weights, self.folder, shared=target.tokens, activations=target.activations, spec=spec, parts=parts
+        )
+
+
+def opened(target: Opened) -> OpenedHeads:
+    """Open the MTP heads of the target's checkpoint, whose files are downloaded. Raises CheckpointError if it has none,
+    or some that do not fit."""
     folder, layers = target.folder, target.config.num_layers
     check_stream(folder, target.config)
+    if not any(folder.glob("*.safetensors*")) and not Path(target.source).expanduser().exists():
+        folder = folder_of(target.source, weights=True)
+    called = origin(folder) or folder
     with ExitStack() as stack:
         every = open_files(folder, stack)
-        prefix = "model." if any(name.startswith("model.") for name in every) else ""
-        fitting = [x for x in layouts(prefix, layers) if _has(every, x.head(0).modules("fc")["fc"])]
-        if not fitting:
-            raise CheckpointError(
-                f"{target.called} has no MTP heads (mtp_layers, mtp or further layers), with which strategy mtp "
-                f"drafts; an assistant that reads its K/V is a checkpoint of its own: pass {option('draft')}"
-            )
-        config = _config(target.config)
-        layout, scheme = fitting[0], scheme_of(read_json(folder / "config.json"), str(folder))
-        device = target.weights.norm.device
-        storage = Storage(scheme, quantize, dtype, device, packs(config, dtype, device))
-        numbers, first = layout.numbers(every), layout.first
-        if numbers != list(range(first, first + len(numbers))):
-            raise CheckpointError(
-                f"the MTP heads of {target.called} are numbered {numbers}; {first} is the first one, and none may lack"
-            )
-        heads: list[HeadCheckpoint] = []
-        for n in range(max(1, len(numbers))):
-            heads.append(_head(target, config, every, layout, n, storage, heads[0] if heads else None))
-    return replace(heads[0], further=tuple(heads[1:]))
-
-
-def _head(
-    target: Checkpoint,
-    config: ModelConfig,
-    every: dict[str, Any],
-    layout: Layout,
-    n: int,
-    storage: Storage,
-    first: HeadCheckpoint | None,
-) -> HeadCheckpoint:
-    """Head n of the open files `every`. `first`: head 0, whose embedding and LM head all heads use."""
-    names, layer = layout.head(n), (layout.start + layout.layer).split("#")[0]
-    where = {
-        name: x
-        for name, x in every.items()
-        if name.startswith(names.start) and (name.startswith(names.layer) or not name.startswith(layer))
-    }
-    if first is not None:
-        where = _shared(where, every, names, layout.head(0), n)
-    found = read_tensors(where, _pieces(names, config, where), config, storage, target.folder)
-    fc, H = found["fc"], config.hidden_size
-    fc = torch.cat((fc[:, H:], fc[:, :H]), 1) if layout.swapped else fc
-    parts = HeadWeights(fc, embed_norm=found["embed_norm"], hidden_norm=found["hidden_norm"])
-    weights = weights_of(found, (first or target).weights, target.weights.ropes)
-    spec = HeadSpec("mtp", (target.config.num_layers,), H, config.vocab_size, **layout.spec)
-    return HeadCheckpoint(
-        config, weights, target.folder, shared=target.tokens, activations=target.activations, spec=spec, parts=parts
-    )
+    prefix = "model." if any(name.startswith("model.") for name in every) else ""
+    fitting = [x for x in layouts(prefix, layers) if _has(every, x.head(0).modules("fc")["fc"])]
+    if not fitting:
+        raise CheckpointError(
+            f"{called} has no MTP heads (mtp_layers, mtp or further layers), with which strategy mtp drafts; an "
+            f"assistant that reads its K/V is a checkpoint of its own: pass {option('draft')}"
+        )
+    numbers, first = fitting[0].numbers(every), fitting[0].first
+    if numbers != list(range(first, first + len(numbers))):
+        raise CheckpointError(
+            f"the MTP heads of {called} are numbered {numbers}; {first} is the first one, and none may lack"
+        )
+    config, scheme = _config(target.config), scheme_of(read_json(folder / "config.json"), str(folder))
+    return OpenedHeads(target.source, folder, config, target.ropes, scheme, fitting[0], max(1, len(numbers)))
 
 
 def _shared(where: dict[str, Any], every: dict[str, Any], names: Layout, first: Layout, n: int) -> dict[str, Any]:

@@ -24,8 +24,9 @@ from specker.zoo import Family
 if TYPE_CHECKING:
     import torch
 
-    from specker.checkpoints.checkpoint import Checkpoint
+    from specker.checkpoints.checkpoint import Checkpoint, Opened, OpenedHead
     from specker.model.cache import KVCache
+    from specker.model.config import ModelConfig
     from specker.model.decoder import Model
     from specker.model.weights import Matrix
     from specker.runtime.ranks.dist import Ranks
@@ -173,17 +174,14 @@ class Strategy:
     def check_target(self, options: Options, layers: int) -> None:
         """Raise ValueError if the strategy cannot use a target with this many layers."""
 
-    def read_head(
-        self, source: str | Path | None, target: Checkpoint, dtype: torch.dtype, quantize: str | None
-    ) -> Checkpoint:
-        """Read the head of a strategy that `reads_target`; the arguments of `checkpoints.drafts.eagle.read`. `source`:
-        None if the strategy needs no draft checkpoint."""
+    def open_head(self, source: str | Path | None, target: Opened) -> OpenedHead:
+        """Open the head of a strategy that `reads_target`. `source`: None if the strategy needs no draft checkpoint."""
         from specker.checkpoints.drafts import eagle
 
         assert source is not None
-        return eagle.read(source, target, dtype=dtype, quantize=quantize)
+        return eagle.Layout.open(source, target.config)
 
-    def with_draft(self, options: Options, draft: Checkpoint) -> Options:
+    def with_draft(self, options: Options, draft: Opened) -> Options:
         """The options with the defaults that depend on the draft checkpoint."""
         return options
 
@@ -287,21 +285,19 @@ def usual_kv_dtype(model: Model) -> torch.dtype:
     return torch.float16 if model.stack is not None and cpu.converts_halves() else model.dtype
 
 
-def planned_kv_dtype(checkpoint: Checkpoint, options: Options) -> torch.dtype:
-    """The dtype that `allocate` will choose for the checkpoint's model, by its sizes alone. A head that the compiled
-    layers refuse for other reasons has one layer, and is counted too low."""
+def planned_kv_dtype(options: Options, config: ModelConfig, dtype: torch.dtype, device: torch.device) -> torch.dtype:
+    """The dtype that `allocate` will choose for a model with activations of `dtype`, by its sizes alone. A head that
+    the compiled layers refuse for other reasons has one layer, and is counted too low."""
     import torch
 
     from specker import cpu
     from specker.checkpoints.buffers import served
     from specker.torchrun import world_size
 
-    norm = checkpoint.weights.norm
     if options.kv_dtype is not None:
-        return kv_dtype(options, norm.dtype, norm.device)
-    compiled = norm.device.type == "cpu" and norm.dtype == torch.float32
-    compiled = compiled and world_size() == 1 and served(checkpoint.config)
-    return torch.float16 if compiled and cpu.converts_halves() else norm.dtype
+        return kv_dtype(options, dtype, device)
+    compiled = device.type == "cpu" and dtype == torch.float32 and world_size() == 1 and served(config)
+    return torch.float16 if compiled and cpu.converts_halves() else dtype
 
 
 def check_compiled(options: Options, model: Model) -> None:

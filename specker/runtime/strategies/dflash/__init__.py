@@ -21,9 +21,7 @@ from specker.runtime.strategies.base import DraftContext, PolicyContext
 from specker.runtime.strategies.blocks import BlockStrategy
 
 if TYPE_CHECKING:
-    import torch
-
-    from specker.checkpoints.checkpoint import Checkpoint
+    from specker.checkpoints.checkpoint import Opened, OpenedHead
     from specker.runtime.strategies.dflash.block_drafter import BlockDrafter
 
 
@@ -50,29 +48,26 @@ class DFlash(BlockStrategy):
             return "adl"
         return "fixed" if options.own.search == "tree" else super().default_policy(options)
 
-    def read_head(
-        self, source: str | Path | None, target: Checkpoint, dtype: torch.dtype, quantize: str | None
-    ) -> Checkpoint:
+    def open_head(self, source: str | Path | None, target: Opened) -> OpenedHead:
         from specker.checkpoints.drafts import dflash
 
         assert source is not None
-        return dflash.read(source, target, dtype=dtype, quantize=quantize)
+        return dflash.Layout.open(source, target.config)
 
-    def with_draft(self, options: Options, draft: Checkpoint) -> Options:
+    def with_draft(self, options: Options, draft: Opened) -> Options:
         """By default a draft is as long as the checkpoint's block allows. Raises ValueError for longer ones, and for
         path searches where a Markov head makes tokens depend on one another."""
-        from specker.checkpoints.drafts.dflash import BlockCheckpoint
+        from specker.checkpoints.drafts.dflash import Layout
 
-        assert isinstance(draft, BlockCheckpoint)
+        assert isinstance(draft, Layout)
         most, own = draft.spec.most, options.own
         longest = {"draft_tokens": options.draft_tokens or 0, "adl": 0 if own.adl is None else own.adl[1]}
         for name, length in longest.items():
             if length > most:
                 asked = option(name, options.draft_tokens if name == "draft_tokens" else "{}-{}".format(*own.adl))
                 raise ValueError(f"{asked} is more than this drafter's blocks have: at most {most} tokens in a row")
-        chained = "" if draft.parts.markov is None else "Markov head"
-        chained = "GRU" if draft.parts.markov is not None and draft.parts.markov.kind == "gru" else chained
-        chained = "candidate selector" if draft.parts.selector is not None else chained
+        parts = {"selector": "candidate selector", "gru": "GRU", "markov": "Markov head"}
+        chained = next((called for part, called in parts.items() if part in draft.has), "")
         if own.search != "off" and chained:
             raise ValueError(
                 f"{option('cps', own.search)} does not apply: the drafter's {chained} guesses one token after another"

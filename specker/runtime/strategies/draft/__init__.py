@@ -20,7 +20,7 @@ from specker.options import Options
 from specker.runtime.strategies.base import DraftContext, Strategy
 
 if TYPE_CHECKING:
-    from specker.checkpoints.checkpoint import Checkpoint
+    from specker.checkpoints.checkpoint import Checkpoint, Opened
     from specker.model.cache import KVCache
     from specker.model.decoder import Model
     from specker.runtime.round.drafter import Drafter
@@ -34,7 +34,7 @@ class SmallModel(Strategy):
     needs_draft = True
     translates = True
 
-    def with_draft(self, options: Options, draft: Checkpoint) -> Options:
+    def with_draft(self, options: Options, draft: Opened) -> Options:
         if draft.config.pard_token is not None and options.tree is not None:
             raise ValueError(f"a PARD model drafts a chain in one pass: {option('tree')} does not apply")
         return options

@@ -23,7 +23,7 @@ from specker.runtime.strategies.base import DraftContext
 from specker.runtime.strategies.draft import SmallModel, made
 
 if TYPE_CHECKING:
-    from specker.checkpoints.checkpoint import Checkpoint
+    from specker.checkpoints.checkpoint import Opened
     from specker.runtime.strategies.draft.autoregressive import AutoregressiveDrafter
 
 Groups = int | tuple[tuple[int, ...], ...]  # a group's width, or the layers of every group
@@ -66,7 +66,7 @@ class EasySpec(SmallModel):
     needs_draft = True
     divides = True
 
-    def with_draft(self, options: Options, draft: Checkpoint) -> Options:
+    def with_draft(self, options: Options, draft: Opened) -> Options:
         if draft.config.pard_token is not None:
             raise ValueError(
                 f"a PARD model drafts in one pass, and easyspec shortens many: use {option('strategy', 'draft')}"

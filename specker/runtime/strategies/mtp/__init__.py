@@ -17,9 +17,7 @@ from specker.fields import option
 from specker.runtime.strategies.eagle import Eagle
 
 if TYPE_CHECKING:
-    import torch
-
-    from specker.checkpoints.checkpoint import Checkpoint
+    from specker.checkpoints.checkpoint import Opened, OpenedHead
     from specker.checkpoints.drafts.assistant import AssistantCheckpoint
     from specker.runtime.round.drafter import Drafter
     from specker.runtime.strategies.base import DraftContext
@@ -36,14 +34,10 @@ class MultiTokenPrediction(Eagle):
     def needs(self) -> str:
         return "a target with such heads, or an assistant"
 
-    def read_head(
-        self, source: str | Path | None, target: Checkpoint, dtype: torch.dtype, quantize: str | None
-    ) -> Checkpoint:
+    def open_head(self, source: str | Path | None, target: Opened) -> OpenedHead:
         from specker.checkpoints.drafts import assistant, mtp
 
-        if source is not None:
-            return assistant.read(source, target, dtype=dtype, quantize=quantize)
-        return mtp.read(target, dtype=dtype, quantize=quantize)
+        return mtp.opened(target) if source is None else assistant.Layout.open(source, target.config)
 
     def drafter(self, context: DraftContext) -> Drafter:
         from specker.checkpoints.drafts.assistant import AssistantCheckpoint
