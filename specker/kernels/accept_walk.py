@@ -3,12 +3,13 @@
 import itertools
 from collections.abc import Iterator
 from functools import lru_cache
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from specker.kernels.registry import register
+from specker.kernels.registry import register, takes
 from specker.kernels.variant import TYPES, Variant, same_device, start_after_previous, tl, triton
 
 
@@ -52,9 +53,16 @@ def accept_walk(
     return _accept_walk(tokens, parents, target, cu_drafts)
 
 
-def accept_walk_ref(
-    tokens: Tensor, parents: Tensor | None, target: Tensor, cu_drafts: Tensor | None = None
-) -> tuple[Tensor, Tensor, Tensor]:
+class Arguments(NamedTuple):
+    tokens: Tensor
+    parents: Tensor | None
+    target: Tensor
+    cu_drafts: Tensor | None = None
+
+
+@takes(Arguments)
+def accept_walk_ref(args: Arguments) -> tuple[Tensor, Tensor, Tensor]:
+    tokens, parents, target, cu_drafts = args
     N = tokens.shape[-1]
     token, wanted = tokens.tolist(), target.tolist()
     parent = None if parents is None else parents.tolist()
@@ -95,15 +103,13 @@ def follow(tokens: list[int], parents: list[int] | None, wanted: list[int]) -> l
     return path
 
 
-def accept_walk_cost(
-    tokens: Tensor, parents: Tensor | None, target: Tensor, cu_drafts: Tensor | None = None
-) -> tuple[int, int]:
+@takes(Arguments)
+def accept_walk_cost(args: Arguments) -> tuple[int, int]:
     """(bytes, operations) of one call: reads the inputs once, writes path, count, next; two comparisons per draft."""
-    N, R = tokens.numel(), target.numel()
+    N, R = args.tokens.numel(), args.target.numel()
     B = R - N
-    given = N + R if parents is None else 2 * N + R
-    starts = 0 if cu_drafts is None else cu_drafts.numel() * cu_drafts.element_size()
-    return 8 * (given + B * (tokens.shape[-1] + 1) + 2 * B) + starts, 2 * N
+    inputs = sum(x.nbytes for x in args if x is not None)
+    return inputs + 8 * (B * (args.tokens.shape[-1] + 1) + 2 * B), 2 * N
 
 
 WALK = 256  # drafts compared at a time
@@ -193,20 +199,19 @@ def variants(arch: int) -> Iterator[Variant]:
             yield _walk_variant(starts, chain)
 
 
-def launch_walk(
-    tokens: Tensor, parents: Tensor | None, target: Tensor, cu_drafts: Tensor | None = None
-) -> tuple[Tensor, Tensor, Tensor]:
+@takes(Arguments)
+def launch(args: Arguments) -> tuple[Tensor, Tensor, Tensor]:
+    tokens, parents, target, cu_drafts = args
     N = tokens.shape[-1]
     tokens, target = (_rowwise(x) for x in (tokens, target))
     up = tokens if parents is None else _rowwise(parents)  # tokens is a dummy, not read
     starts = tokens if cu_drafts is None else cu_drafts.contiguous()
-    B = target.shape[0] if tokens.dim() == 2 else target.shape[0] - N
-    path, count, following = tokens.new_empty(B, N + 1), tokens.new_empty(B), tokens.new_empty(B)
-    if B:
+    path, count, following = results = _results(args)
+    if B := len(count):
         stride, up_stride, target_stride = (x.stride(0) if x.dim() == 2 else 0 for x in (tokens, up, target))
         variant = _walk_variant(None if cu_drafts is None else starts.dtype, parents is None)
         variant((B,), tokens, up, target, starts, path, count, following, N, stride, up_stride, target_stride)
-    return path, count, following
+    return results
 
 
 def _rowwise(x: Tensor) -> Tensor:
@@ -214,7 +219,8 @@ def _rowwise(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 or x.shape[-1] <= 1 else x.contiguous()
 
 
-def _check_walk(tokens: Tensor, parents: Tensor | None, target: Tensor, cu_drafts: Tensor | None) -> None:
+def _check(args: Arguments) -> None:
+    tokens, parents, target, cu_drafts = args
     shape = tokens.shape
     if not 1 <= len(shape) <= 2 or tokens.dtype != torch.int64:
         raise ValueError(f"tokens must be [N] or [B, N] int64, got {tuple(shape)} {tokens.dtype}")
@@ -241,10 +247,11 @@ def _check_walk(tokens: Tensor, parents: Tensor | None, target: Tensor, cu_draft
     same_device(tokens, parents=parents, target=target, cu_drafts=cu_drafts)
 
 
-def _fake_walk(tokens: Tensor, _: Tensor | None, target: Tensor, *__: object) -> tuple[Tensor, Tensor, Tensor]:
-    N = tokens.shape[-1]
-    B = target.shape[0] if tokens.dim() == 2 else target.shape[0] - N
+def _results(args: Arguments) -> tuple[Tensor, Tensor, Tensor]:
+    """Memory for path, count and next."""
+    tokens, N, R = args.tokens, args.tokens.shape[-1], args.target.shape[0]
+    B = R if tokens.dim() == 2 else R - N
     return tokens.new_empty(B, N + 1), tokens.new_empty(B), tokens.new_empty(B)
 
 
-_accept_walk = register(accept_walk, check=_check_walk, reference=accept_walk_ref, launch=launch_walk, fake=_fake_walk)
+_accept_walk = register(accept_walk, Arguments, check=_check, reference=accept_walk_ref, launch=launch, fake=_results)

@@ -625,15 +625,12 @@ class Flat(NamedTuple):
     draw: Tensor | None
     with_lse: bool
 
+    @staticmethod
+    def of(args: Arguments) -> tuple[Any, ...]:
+        return *args[:6], *flat_noise(args.norm, args.noise), args.with_lse  # from hidden to k
 
-@takes(Arguments)
-def _flat(args: Arguments) -> tuple[Any, ...]:
-    return *args[:6], *flat_noise(args.norm, args.noise), args.with_lse  # from hidden to k
-
-
-@takes(Flat)
-def _nested(args: Flat) -> Arguments:
-    return Arguments(*args[:6], *nested_noise(args), args.with_lse)
+    def nested(self) -> Arguments:
+        return Arguments(*self[:6], *nested_noise(self), self.with_lse)
 
 
 _cluster_topk = register(
@@ -645,7 +642,5 @@ _cluster_topk = register(
     fake=results_of,
     fits=lambda args: streams(args.weight),
     explain=_explain,
-    schema=Flat,
-    pack=_flat,
-    unpack=_nested,
+    flat=Flat,
 )

@@ -2,12 +2,13 @@
 
 from collections.abc import Iterator
 from functools import lru_cache
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from specker.kernels.quant import as_bytes
-from specker.kernels.registry import register
+from specker.kernels.registry import register, takes
 from specker.kernels.variant import (
     TYPES,
     Variant,
@@ -53,16 +54,25 @@ def kv_commit(k_cache: Tensor, v_cache: Tensor, src: Tensor, dst: Tensor) -> Non
     _kv_commit(k_cache, v_cache, src, dst)
 
 
-def kv_commit_ref(k_cache: Tensor, v_cache: Tensor, src: Tensor, dst: Tensor) -> None:
-    for cache in (k_cache, v_cache):
+class Arguments(NamedTuple):
+    k_cache: Tensor
+    v_cache: Tensor
+    src: Tensor
+    dst: Tensor
+
+
+@takes(Arguments)
+def kv_commit_ref(args: Arguments) -> None:
+    for cache in (args.k_cache, args.v_cache):
         rows = as_bytes(cache).view(cache.shape[0], -1, *cache.shape[3:])
-        rows.index_copy_(1, dst, rows.index_select(1, src))
+        rows.index_copy_(1, args.dst, rows.index_select(1, args.src))
 
 
-def kv_commit_cost(k_cache: Tensor, v_cache: Tensor, src: Tensor, dst: Tensor) -> tuple[int, int]:
+@takes(Arguments)
+def kv_commit_cost(args: Arguments) -> tuple[int, int]:
     """(bytes, flops) of one call."""
-    L, _, _, Hkv, D = k_cache.shape
-    return 4 * L * src.shape[0] * Hkv * D * k_cache.element_size(), 0
+    L, _, _, Hkv, D = args.k_cache.shape
+    return 4 * L * args.src.shape[0] * Hkv * D * args.k_cache.element_size(), 0
 
 
 MAX_COMMIT = 256  # most rows of a window; the reference serves longer moves, and also reads all rows before it writes
@@ -126,17 +136,19 @@ def variants(arch: int) -> Iterator[Variant]:
     yield _variant(torch.int8, 1024, 16)
 
 
-def launch(k_cache: Tensor, v_cache: Tensor, src: Tensor, dst: Tensor) -> None:
-    L, pages, page_size, Hkv, D = k_cache.shape
-    if M := src.shape[0]:
+@takes(Arguments)
+def launch(args: Arguments) -> None:
+    L, pages, page_size, Hkv, D = args.k_cache.shape
+    if M := args.src.shape[0]:
         bucket = next(b for b in (16, 64, MAX_COMMIT) if b >= M)
-        k, v = as_bytes(k_cache), as_bytes(v_cache)
+        k, v = as_bytes(args.k_cache), as_bytes(args.v_cache)
         variant = _variant(k.dtype, Hkv * D, bucket)
         grid = (-(-Hkv * D // variant.constexprs["BC"]), L)
-        variant(grid, k, v, src.contiguous(), dst.contiguous(), M, pages * page_size)
+        variant(grid, k, v, args.src.contiguous(), args.dst.contiguous(), M, pages * page_size)
 
 
-def _check(k_cache: Tensor, v_cache: Tensor, src: Tensor, dst: Tensor) -> None:
+def _check(args: Arguments) -> None:
+    k_cache, v_cache, src, dst = args
     if k_cache.shape != v_cache.shape or k_cache.dim() != 5:
         raise ValueError(f"caches must be [L, pages, page, Hkv, D], got {tuple(k_cache.shape)}, {tuple(v_cache.shape)}")
     if src.shape != dst.shape or src.dim() != 1 or not src.dtype == dst.dtype == torch.int64:
@@ -147,19 +159,20 @@ def _check(k_cache: Tensor, v_cache: Tensor, src: Tensor, dst: Tensor) -> None:
     same_device(k_cache, v_cache=v_cache, src=src, dst=dst)
 
 
-def _explain(k_cache: Tensor, v_cache: Tensor, src: Tensor, dst: Tensor) -> None:
-    _check(k_cache, v_cache, src, dst)
-    for name, slots in (("src", src), ("dst", dst)):
-        check_within(name, slots, k_cache.shape[1] * k_cache.shape[2])
+def _explain(args: Arguments) -> None:
+    _check(args)
+    for name, slots in (("src", args.src), ("dst", args.dst)):
+        check_within(name, slots, args.k_cache.shape[1] * args.k_cache.shape[2])
 
 
 _kv_commit = register(
     kv_commit,
+    Arguments,
     check=_check,
     reference=kv_commit_ref,
     launch=launch,
-    fake=lambda *_: None,
-    fits=lambda k_cache, v_cache, src, dst: src.shape[0] <= MAX_COMMIT,
+    fake=lambda args: None,
+    fits=lambda args: args.src.shape[0] <= MAX_COMMIT,
     mutates=("k_cache", "v_cache"),
     explain=_explain,
 )

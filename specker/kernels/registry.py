@@ -30,7 +30,7 @@ import re
 import types
 import typing
 from collections.abc import Callable
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -60,7 +60,7 @@ def takes(record: Callable[P, A]) -> Callable[[Callable[[A], R]], Callable[P, R]
 
 def register(
     function: Callable[..., R],
-    record: Any = None,
+    record: Callable[P, object],
     *,
     check: Callable[..., object],
     reference: Callable[..., R],
@@ -69,24 +69,22 @@ def register(
     fits: Callable[..., bool] | None = None,
     mutates: tuple[str, ...] = (),
     explain: Callable[..., object] | None = None,
-    schema: Callable[..., object] | None = None,
-    pack: Callable[..., tuple[Any, ...]] | None = None,
-    unpack: Callable[..., tuple[Any, ...]] | None = None,
-) -> Callable[..., R]:
+    flat: Any = None,
+) -> Callable[P, R]:
     """Define torch.ops.specker.<name of function>. Returns a callable to which `function` passes all arguments in
-    order. The other functions take a `record` of them, a NamedTuple, or without one the arguments themselves.
+    order. The other functions take them as a `record`, a NamedTuple.
 
     `launch` serves CUDA tensors, except float64 and arguments for which `fits` is false; `reference` serves the rest.
     `mutates` names the tensors that the op writes. `explain` is called after a failure instead of `check`, and may read
     values on the host.
 
-    Where a schema cannot express the function's arguments, `pack` turns them into the registered ones and `unpack`
-    turns those back. The annotated parameters of `schema` are then the registered ones; without it, the function's.
+    Where a schema cannot express the function's arguments, the fields of `flat`, a NamedTuple, are the registered ones:
+    `flat.of(record)` gives them, and its method `nested` turns them back into a record.
     """
     name, signature = function.__name__, inspect.signature(function)
-    parameters = inspect.signature(schema or function).parameters.values()
+    parameters = inspect.signature(flat or function).parameters.values()
     positional = [p for p in parameters if p.kind is not p.KEYWORD_ONLY]
-    unregistered = tuple(p.default for p in parameters if p.kind is p.KEYWORD_ONLY) if record else ()
+    unregistered = tuple(p.default for p in parameters if p.kind is p.KEYWORD_ONLY)
     count = len(positional) if unregistered else None
     reference, launch, fits = inspect.unwrap(reference), inspect.unwrap(launch), fits and inspect.unwrap(fits)
     matrix = next((n for n, p in enumerate(positional) if p.annotation == Matrix), None)
@@ -97,16 +95,16 @@ def register(
     defaults = tuple(p.default for p in positional)
     explain = explain or check
 
-    def packed(args: tuple[Any, ...]) -> tuple[Any, ...]:
-        """What the other functions take."""
-        return args if record is None else (tuple.__new__(record, args),)  # all fields are there: no need of defaults
+    # Every field is given, so this leaves out the record's own constructor, a Python function that fills in defaults.
+    new: Any = record
+    recorded = functools.partial(tuple.__new__, new)
 
     def refused(args: tuple[Any, ...]) -> None:
-        refuse(function, lambda *args: explain(*packed(args)), args, mutates)
+        refuse(function, lambda *args: explain(recorded(args)), args, mutates)
 
     def call(*args: Any) -> Any:
         if is_dynamo_compiling() or (type(args[0]) is not Tensor and is_compiling()):  # 40 ns less than is_compiling()
-            return overload(*flat(args[:count] if pack is None else pack(*args)))
+            return overload(*parts_of(args[:count] if flat is None else flat.of(new(*args))))
         try:
             return serve(args)
         except Exception:
@@ -114,12 +112,12 @@ def register(
             raise
 
     def serve(args: tuple[Any, ...]) -> R:
-        x, of = args[0], packed(args)
-        check(*of)
-        on_gpu = x.is_cuda and x.dtype != torch.float64 and (fits is None or fits(*of))
-        return (launch if on_gpu else reference)(*of)
+        x, args = args[0], recorded(args)
+        check(args)
+        on_gpu = x.is_cuda and x.dtype != torch.float64 and (fits is None or fits(args))
+        return (launch if on_gpu else reference)(args)
 
-    def flat(args: tuple[Any, ...]) -> tuple[Any, ...]:
+    def parts_of(args: tuple[Any, ...]) -> tuple[Any, ...]:
         if matrix is None or not isinstance(w := args[matrix], Quantized):
             return args
         args += defaults[len(args) : -2]
@@ -132,7 +130,7 @@ def register(
             if scale is not None:
                 rest[matrix] = Quantized(rest[matrix], scale, shift)
             args = tuple(rest)
-        return args + unregistered if unpack is None else unpack(*args)
+        return args + unregistered if flat is None else flat(*args).nested()
 
     def registered(*args: Any) -> Any:
         args = given(args)
@@ -143,9 +141,9 @@ def register(
             raise
 
     def abstract(*args: Any) -> Any:
-        of = packed(given(args))
-        check(*of)
-        return fake(*of)
+        args = recorded(given(args))
+        check(args)
+        return fake(args)
 
     def prototype() -> None: ...
 
@@ -156,7 +154,7 @@ def register(
     _LIBRARY.impl(name, registered, "CompositeExplicitAutograd")  # CPU and CUDA; a packed weight has keys of its own
     torch.library.register_fake(f"specker::{name}", abstract, lib=_LIBRARY)
     overload = getattr(torch.ops.specker, name).default
-    return call
+    return cast("Callable[P, R]", call)
 
 
 def explained(check: Callable[..., object]) -> Callable[[Callable[P, R]], Callable[P, R]]:
@@ -213,6 +211,15 @@ def refuse(
             check_written(name, named[name][1])
     except (TypeError, ValueError) as error:
         raise error from None  # hide the failure that this error explains
+
+
+def write(out: Tensor, x: Tensor) -> Tensor:
+    """`out` with the elements of x. Raises ValueError if it cannot be written."""
+    try:
+        return out.copy_(x)
+    except RuntimeError:
+        check_written("out", out)
+        raise
 
 
 def check_written(name: str, x: Tensor) -> None:

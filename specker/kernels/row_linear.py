@@ -9,10 +9,11 @@ the bytes of a quantised weight's parts, plus G * T * (E + O).
 import math
 from collections.abc import Iterator
 from functools import cache, lru_cache
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.compiler import is_compiling, is_dynamo_compiling
+from torch.compiler import is_dynamo_compiling
 from torch.nn import functional as F
 
 from specker.kernels.cpu import eager, native
@@ -26,7 +27,7 @@ from specker.kernels.quant import (
     streams,
     types_of,
 )
-from specker.kernels.registry import check_written, refuse, register
+from specker.kernels.registry import refuse, register, takes, write
 from specker.kernels.stream import stream_rows
 from specker.kernels.tiles import (
     COMMON,
@@ -116,34 +117,37 @@ def row_linear(
         [[1.0, 2.0, 3.0]]
     """
     try:  # check after a failure only, to spare decoding steps the checks
-        if out is not None:
-            if x.is_cuda and x.dtype != torch.float64 and _fits(x, weight) and not is_compiling():
-                _check(x, weight, bias, epilogue)
-                return launch(x, weight, bias, epilogue, out)
-            y = row_linear(x, weight, bias, epilogue)
-            _check_out(out, y)
-            try:
-                return out.copy_(y)
-            except RuntimeError:
-                check_written("out", out)
-                raise
         if epilogue == "float32" and x.dtype in (torch.float32, torch.float64):
             epilogue = "none"
-        done = _row_linear_cpu(x, weight, bias, epilogue)
-        if done is not None:
-            return done
-        matrices = x.dim() == weight.dim() > 1
-        simple = epilogue == "none" or (epilogue in GATES and matrices and weight.shape[-2] % 2 == 0)
-        concrete = type(x) is type(weight) is Tensor and not is_dynamo_compiling()  # not a fake tensor of torch.export
-        if concrete and x.is_cpu and bias is None and matrices and simple and like(x, weight):
-            return row_linear_ref(x, weight, bias, epilogue)
+        y = _compiled(x, weight, bias, epilogue)
+        if y is None:
+            matrices = x.dim() == weight.dim() > 1
+            simple = epilogue == "none" or (epilogue in GATES and matrices and weight.shape[-2] % 2 == 0)
+            concrete = type(x) is type(weight) is Tensor and not is_dynamo_compiling()  # no fake one of torch.export
+            if concrete and x.is_cpu and bias is None and matrices and simple and like(x, weight):
+                y = row_linear_ref(x, weight, bias, epilogue)
     except Exception:
-        refuse(row_linear, _check, (x, weight, bias, epilogue))
+        refuse(row_linear, lambda *args: _check(Arguments(*args)), (x, weight, bias, epilogue, out))
         raise
-    return _row_linear(x, weight, bias, epilogue)
+    if y is None:
+        y = _row_linear(x, weight, bias, epilogue, out)
+    if out is None or y is out:  # the kernel has written it
+        return y
+    _check_out(out, y)
+    return write(out, y)
 
 
-def row_linear_ref(x: Tensor, weight: Matrix, bias: Tensor | None = None, epilogue: str = "none") -> Tensor:
+class Arguments(NamedTuple):
+    x: Tensor
+    weight: Matrix
+    bias: Tensor | None = None
+    epilogue: str = "none"
+    out: Tensor | None = None
+
+
+@takes(Arguments)
+def row_linear_ref(args: Arguments) -> Tensor:
+    x, weight, bias, epilogue, _ = args
     size = split_of(x, weight)[1] if epilogue == "split" else 0  # a quantised weight has its own splits
     if isinstance(weight, Quantized):
         weight = weight.dequantised(x.dtype)
@@ -177,8 +181,10 @@ def multiplies_bfloat16() -> bool:
     return torch.backends.cpu.get_cpu_capability() == "AVX512" and torch.cpu._is_avx512_bf16_supported()
 
 
-def row_linear_cost(x: Tensor, weight: Matrix, bias: Tensor | None = None, epilogue: str = "none") -> tuple[int, int]:
+@takes(Arguments)
+def row_linear_cost(args: Arguments) -> tuple[int, int]:
     """(bytes, flops) that any implementation needs: x, weight and bias read once, the result written."""
+    x, weight, bias, epilogue, _ = args
     T, E = x.shape[-2:]
     G, O = math.prod(weight.shape[:-2]), weight.shape[-2]
     out = T * O // 2 if epilogue in GATES else T * O
@@ -187,7 +193,7 @@ def row_linear_cost(x: Tensor, weight: Matrix, bias: Tensor | None = None, epilo
     return G * (read * x.element_size() + written) + weight.nbytes, 2 * G * T * O * E
 
 
-def _row_linear_cpu(x: Tensor, weight: Matrix, bias: Tensor | None, epilogue: str) -> Tensor | None:
+def _compiled(x: Tensor, weight: Matrix, bias: Tensor | None, epilogue: str) -> Tensor | None:
     """The compiled CPU product for float32 rows and a large weight; None if it does not serve the arguments."""
     if x.dim() != 2 or not isinstance(weight, Tensor) or weight.dim() != 2 or weight.numel() < COMPILED_MIN:
         return None
@@ -485,7 +491,9 @@ def variants(arch: int) -> Iterator[Variant]:
             yield from (v for v in _variants(product, epilogue) if v is not None)
 
 
-def launch(x: Tensor, weight: Matrix, bias: Tensor | None, epilogue: str, into: Tensor | None = None) -> Tensor:
+@takes(Arguments)
+def launch(args: Arguments) -> Tensor:
+    x, weight, bias, epilogue, into = args
     x, (w, scale, shift) = x.contiguous(), arguments_of(weight)
     (T, E), O, on = x.shape[-2:], weight.shape[-2], arch(x.device)
     G, columns = math.prod(x.shape[:-2]), O // 2 if epilogue in GATES else O
@@ -510,7 +518,8 @@ def launch(x: Tensor, weight: Matrix, bias: Tensor | None, epilogue: str, into: 
     return y
 
 
-def _check(x: Tensor, weight: Matrix, bias: Tensor | None, epilogue: str) -> None:
+def _check(args: Arguments) -> None:
+    x, weight, bias, epilogue, _ = args
     check_product(x, weight)
     if bias is not None and bias.shape != weight.shape[:-1]:
         raise ValueError(f"bias must be {list(weight.shape[:-1])}, got {tuple(bias.shape)}")
@@ -536,7 +545,8 @@ def _check_out(out: Tensor, y: Tensor) -> None:
     same_device(y, out=out)
 
 
-def _fake(x: Tensor, weight: Matrix, bias: Tensor | None, epilogue: str) -> Tensor:
+def _fake(args: Arguments) -> Tensor:
+    x, weight, _, epilogue, _ = args
     O = weight.shape[-2]
     if epilogue == "split":
         return x.new_empty(split_of(x, weight)[0], *x.shape[:-1], O, dtype=sum_dtype(x.dtype))
@@ -545,15 +555,11 @@ def _fake(x: Tensor, weight: Matrix, bias: Tensor | None, epilogue: str) -> Tens
     return x.new_empty(*x.shape[:-1], O // 2 if epilogue in GATES else O)
 
 
-def _fits(x: Tensor, weight: Matrix, *_: object) -> bool:
-    return x.shape[-2] <= MAX_ROWS and streams(weight) and weight.numel() > 0  # an empty one has no tiles
+def _fits(args: Arguments) -> bool:
+    weight = args.weight
+    return args.x.shape[-2] <= MAX_ROWS and streams(weight) and weight.numel() > 0  # an empty one has no tiles
 
 
 _row_linear = register(
-    row_linear,
-    check=_check,
-    reference=row_linear_ref,
-    launch=launch,
-    fake=_fake,
-    fits=_fits,
+    row_linear, Arguments, check=_check, reference=row_linear_ref, launch=launch, fake=_fake, fits=_fits
 )

@@ -26,7 +26,7 @@ from specker.kernels.noise import (
     signed,
     unpack_draw,
 )
-from specker.kernels.registry import register
+from specker.kernels.registry import register, takes
 from specker.kernels.variant import TYPES, Variant, counters, is_last, same_device, start_after_previous, tl, triton
 
 
@@ -85,6 +85,16 @@ def sample_rows(
     return _sample_rows(logits, temperature, top_k, top_p, seed, positions, draw)
 
 
+class Arguments(NamedTuple):
+    logits: Tensor
+    temperature: float
+    top_k: int
+    top_p: float
+    seed: int
+    positions: Tensor
+    draw: Tensor | None = None
+
+
 class Splits(NamedTuple):
     """The best id in each of the S parts of T rows of perturbed logits. A row's token is the id of its largest value;
     ties go to the lower id."""
@@ -98,22 +108,15 @@ class Splits(NamedTuple):
         return torch.where(ids == _NONE.value, 0, ids).long()
 
 
-def sample_splits(
-    logits: Tensor,
-    temperature: float,
-    top_k: int,
-    top_p: float,
-    seed: int,
-    positions: Tensor,
-    draw: Tensor | None = None,
-) -> Tensor | Splits:
+@takes(Arguments)
+def sample_splits(args: Arguments) -> Tensor | Splits:
     """`sample_rows` for a caller whose next kernel merges the parts of a row itself, which saves a launch. Returns the
     `Splits` of T rows, or the tokens [T] int64 if there is no launch to save (on a CPU, float64, with a filter, with a
     small vocabulary)."""
-    if not logits.is_cuda or logits.dtype == torch.float64:
-        return sample_rows(logits, temperature, top_k, top_p, seed, positions, draw)
-    _check_sample(logits, temperature, top_k, top_p, seed, positions, draw)
-    return launch_sample(logits, temperature, top_k, top_p, seed, positions, draw, merged=False)
+    if not args.logits.is_cuda or args.logits.dtype == torch.float64:
+        return sample_rows(*args)
+    _check(args)
+    return _launch(args, merged=False)
 
 
 def sample_rows_ref(
@@ -143,10 +146,9 @@ def first_argmax(z: Tensor) -> Tensor:
     return torch.from_numpy(z.detach().numpy().argmax(-1))  # 0.5 us for a row of 8192, where torch.max takes 4
 
 
-def _sample_runs(
-    logits: Tensor, temperature: float, top_k: int, top_p: float, seed: int, positions: Tensor, draw: Tensor | None
-) -> Tensor:
+def _sample_runs(args: Arguments) -> Tensor:
     """The path without a Triton kernel (CPU or float64). Each sequence's run of rows has its own numbers."""
+    logits, temperature, top_k, top_p, seed, positions, draw = args
     if temperature == 0:
         return first_argmax(logits)
     draws, run = [(temperature, top_k, top_p, seed)], max(1, len(logits))
@@ -161,12 +163,10 @@ def _sample_runs(
     return torch.cat([sample_rows_ref(z, t, k, p, seed, at) for z, (t, k, p, seed), at in rows])
 
 
-def sample_rows_cost(
-    logits: Tensor, temperature: float, top_k: int, top_p: float, seed: int, positions: Tensor
-) -> tuple[int, int]:
+@takes(Arguments)
+def sample_rows_cost(args: Arguments) -> tuple[int, int]:
     """(bytes, operations) of one call: logits and positions in, ids out; one value of noise takes 32 operations."""
-    each = 1 if temperature == 0 else 35
-    return logits.numel() * logits.element_size() + 16 * logits.shape[0], logits.numel() * each
+    return args.logits.nbytes + 16 * len(args.logits), args.logits.numel() * (1 if args.temperature == 0 else 35)
 
 
 TILE = 4096  # logits per program
@@ -691,17 +691,14 @@ def variants(arch: int) -> Iterator[Variant]:
     yield from _sample_variants(fp32, 128256, True, True, True, drawn=True)
 
 
-def launch_sample(
-    logits: Tensor,
-    temperature: float,
-    top_k: int,
-    top_p: float,
-    seed: int,
-    positions: Tensor,
-    draw: Tensor | None = None,
-    merged: bool = True,
-) -> Any:
+@takes(Arguments)
+def launch(args: Arguments) -> Tensor:
+    return _launch(args, merged=True)
+
+
+def _launch(args: Arguments, merged: bool) -> Any:
     """The tokens [T] int64, or `Splits` if not `merged` and a row has several parts."""
+    logits, temperature, top_k, top_p, seed, positions, draw = args
     logits, positions = logits.contiguous(), positions.contiguous()
     T, V = logits.shape
     out = positions.new_empty(T)
@@ -738,9 +735,8 @@ def launch_sample(
     return out
 
 
-def _check_sample(
-    logits: Tensor, temperature: float, top_k: int, top_p: float, seed: int, positions: Tensor, draw: Tensor | None
-) -> None:
+def _check(args: Arguments) -> None:
+    logits, temperature, top_k, top_p, seed, positions, draw = args
     if logits.dim() != 2 or not logits.shape[1] or not logits.is_floating_point() or logits.dtype.itemsize == 1:
         raise ValueError(f"logits must be [T, V >= 1] floating point, got {tuple(logits.shape)} {logits.dtype}")
     if positions.shape != logits.shape[:1] or positions.dtype != torch.int64:
@@ -756,21 +752,23 @@ def _check_sample(
     check_draw(draw, logits.shape[0])
 
 
-def _packed(*args: Any) -> tuple[Any, ...]:
-    """The arguments with the seed as a schema's integer, which is signed."""
-    return *args[:4], signed(check_seed(args[4])), *args[5:]
+class Flat(Arguments):
+    """The arguments of the registered op: a schema's integers are signed."""
 
+    @staticmethod
+    def of(args: Arguments) -> tuple[Any, ...]:
+        return *args[:4], signed(check_seed(args.seed)), *args[5:]
 
-def _unpacked(*args: Any) -> tuple[Any, ...]:
-    return *args[:4], args[4] % (1 << 64), *args[5:]
+    def nested(self) -> Arguments:
+        return Arguments(*self[:4], self.seed % (1 << 64), *self[5:])
 
 
 _sample_rows = register(
     sample_rows,
-    check=_check_sample,
+    Arguments,
+    check=_check,
     reference=_sample_runs,
-    launch=launch_sample,
-    fake=lambda *args: args[5].new_empty(args[5].shape),
-    pack=_packed,
-    unpack=_unpacked,
+    launch=launch,
+    fake=lambda args: args.positions.new_empty(args.positions.shape),
+    flat=Flat,
 )

@@ -28,7 +28,7 @@ from specker.kernels.noise import (
     unpack_draw,
 )
 from specker.kernels.quant import Format, Matrix, arguments_of, constexprs_of, format_of, streams, types_of
-from specker.kernels.registry import check_written, register, takes
+from specker.kernels.registry import register, takes, write
 from specker.kernels.residual_merge import launch as _norm
 from specker.kernels.row_linear import row_linear
 from specker.kernels.sample_rows import first_argmax
@@ -855,13 +855,7 @@ def write_out(
     if ids is (out[0] if isinstance(out, tuple) and out else out):  # the kernel has written it
         return found
     best, values = check_out(out, hidden, k)
-    try:
-        return best.copy_(ids), logits if values is None else values.copy_(logits), lse
-    except RuntimeError:
-        for x in (best, values):
-            if x is not None:
-                check_written("out", x)
-        raise
+    return write(best, ids), logits if values is None else write(values, logits), lse
 
 
 class Flat(NamedTuple):
@@ -879,15 +873,12 @@ class Flat(NamedTuple):
     draw: Tensor | None
     with_lse: bool
 
+    @staticmethod
+    def of(args: Arguments) -> tuple[Any, ...]:
+        return *args[:4], *flat_noise(args.norm, args.noise), args.with_lse  # from hidden to k
 
-@takes(Arguments)
-def _flat(args: Arguments) -> tuple[Any, ...]:
-    return *args[:4], *flat_noise(args.norm, args.noise), args.with_lse  # from hidden to k
-
-
-@takes(Flat)
-def _nested(args: Flat) -> Arguments:
-    return Arguments(*args[:4], *nested_noise(args), args.with_lse)
+    def nested(self) -> Arguments:
+        return Arguments(*self[:4], *nested_noise(self), self.with_lse)
 
 
 def flat_noise(
@@ -914,7 +905,5 @@ _vocab_topk = register(
     fake=results_of,
     fits=lambda args: streams(args.weight),
     explain=_explain,
-    schema=Flat,
-    pack=_flat,
-    unpack=_nested,
+    flat=Flat,
 )

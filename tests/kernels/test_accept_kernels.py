@@ -12,9 +12,11 @@ from compile_only import compilations
 from formulas import chi_square_bound, law
 
 from specker.kernels import noise
-from specker.kernels.accept_walk import accept_walk, accept_walk_ref, launch_walk
+from specker.kernels.accept_walk import accept_walk, accept_walk_ref
+from specker.kernels.accept_walk import launch as launch_walk
 from specker.kernels.noise import gumbel_of, gumbel_ref, gumbel_run
-from specker.kernels.sample_rows import launch_sample, sample_rows, sample_rows_ref
+from specker.kernels.sample_rows import launch as launch_sample
+from specker.kernels.sample_rows import sample_rows, sample_rows_ref
 from specker.kernels.variant import tl, triton
 
 module = importlib.import_module("specker.kernels.sample_rows")

@@ -30,7 +30,7 @@ def tree_attention():
 
 
 def sample_rows():
-    return sample.launch_sample(3 * randn(4, 5000), 1.0, 40, 0.9, 5, torch.arange(4))
+    return sample.launch(3 * randn(4, 5000), 1.0, 40, 0.9, 5, torch.arange(4))
 
 
 def vocab_topk():

@@ -118,7 +118,7 @@ def test_layers_side_by_side(poisoned, form, epilogue):
 def test_odd_rows_with_one_scale(poisoned, kind, E):
     for dtype in HALF:
         x, weight = randn(5, E, dtype=dtype), a_weight((kind, None, False, torch.float32), 37, E)
-        assert linear._fits(x, weight)
+        assert linear._fits(linear.Arguments(x, weight))
         assert close(linear.launch(x, weight, None, "none"), formula(x, weight), dtype)
 
 
@@ -328,10 +328,11 @@ def test_a_vocab_topk_row_is_the_same_alone_and_among_others():
 
 def test_what_the_kernels_take():
     x = torch.zeros(3, 96)
-    assert all(linear._fits(x, a_weight(form, 4, 192)) for form in FORMATS)
-    assert linear._fits(torch.zeros(1024, 192), a_weight(FORMATS[0], 4, 192))
-    assert not linear._fits(torch.zeros(1025, 192), a_weight(FORMATS[0], 4, 192))
-    assert not linear._fits(x, a_weight(("int8", 24, False, torch.float16), 4, 96))  # no multiple of 16
+    product = linear.Arguments
+    assert all(linear._fits(product(x, a_weight(form, 4, 192))) for form in FORMATS)
+    assert linear._fits(product(torch.zeros(1024, 192), a_weight(FORMATS[0], 4, 192)))
+    assert not linear._fits(product(torch.zeros(1025, 192), a_weight(FORMATS[0], 4, 192)))
+    assert not linear._fits(product(x, a_weight(("int8", 24, False, torch.float16), 4, 96)))  # no multiple of 16
     caches = [torch.empty(4, 64, 1, D) for D in (128, 256)]
     calls = [project.Arguments(x, a_weight(form, 4, 192), *[None] * 4, c, c) for form in FORMATS[::7] for c in caches]
     fits = [project._fits(call) for call in calls]

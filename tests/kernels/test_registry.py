@@ -2,6 +2,7 @@
 
 import importlib
 from inspect import signature
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -9,36 +10,44 @@ from torch import Tensor
 from torch._subclasses import FakeTensorMode
 
 from specker import kernels
-from specker.kernels.registry import register
+from specker.kernels.registry import register, takes
 
 went = []
 
 
 def shifted(x: Tensor, by: int = 1, *, hint: bool = False) -> Tensor:
     """x [T] + by."""
-    return _shifted(x, by)
+    return _shifted(x, by, hint)
 
 
-def _check(x, by):
-    if by < 0:
-        raise ValueError(f"by must be at least 0, got {by}")
+class Shift(NamedTuple):
+    x: Tensor
+    by: int = 1
+    hint: bool = False
+
+
+def _check(args):
+    if args.by < 0:
+        raise ValueError(f"by must be at least 0, got {args.by}")
 
 
 def _path(name):
-    def path(x, by):
-        went.append(name)
-        return x + by
+    @takes(Shift)
+    def path(args):
+        went.append(name + " with a hint" * args.hint)
+        return args.x + args.by
 
     return path
 
 
 _shifted = register(
     shifted,
+    Shift,
     check=_check,
     reference=_path("reference"),
     launch=_path("launch"),
-    fake=lambda x, by: x.new_empty(x.shape),
-    fits=lambda x, by: len(x) <= 8,
+    fake=lambda args: args.x.new_empty(args.x.shape),
+    fits=lambda args: len(args.x) <= 8,
 )
 
 
@@ -47,33 +56,45 @@ def scaled_(x: Tensor, factors: tuple[float, bool]) -> None:
     _scaled_(x, factors)
 
 
-def _nested(x: Tensor, factor: float, flag: bool = True) -> tuple[Tensor, tuple[float, bool]]:
-    return x, (factor, flag)
+class Scale(NamedTuple):
+    x: Tensor
+    factors: tuple[float, bool]
 
 
-def _scale(x, factors):
-    x.mul_(factors[0] if factors[1] else 1)
+class Flat(NamedTuple):
+    x: Tensor
+    factor: float
+    flag: bool = True
+
+    @staticmethod
+    def of(args):
+        return args.x, *args.factors
+
+    def nested(self):
+        return Scale(self.x, (self.factor, self.flag))
+
+
+def _scale(args):
+    factor, flag = args.factors
+    args.x.mul_(factor if flag else 1)
 
 
 _scaled_ = register(
     scaled_,
-    check=lambda *_: None,
+    Scale,
+    check=lambda args: None,
     reference=_scale,
     launch=_scale,
-    fake=lambda *_: None,
+    fake=lambda args: None,
     mutates=("x",),
-    schema=_nested,
-    pack=lambda x, factors: (x, *factors),
-    unpack=_nested,
+    flat=Flat,
 )
 
 
 @pytest.mark.parametrize("name", [n for n in kernels.__all__ if n not in ("ancestor_words", "rope_table")])
 def test_an_ops_record_has_the_parameters_of_its_function(name):
     """A call fills the record by position."""
-    record = getattr(importlib.import_module(f"specker.kernels.{name}"), "Arguments", None)
-    if record is None:
-        pytest.skip("its functions take the arguments themselves")
+    record = importlib.import_module(f"specker.kernels.{name}").Arguments
     of, own = (signature(x).parameters.values() for x in (record, getattr(kernels, name)))
     assert [(p.name, p.annotation, p.default) for p in of] == [(p.name, p.annotation, p.default) for p in own]
 
@@ -95,8 +116,10 @@ def test_every_argument_reaches_the_path_that_serves_it():
     with FakeTensorMode():
         for T, dtype in ((8, torch.float32), (9, torch.float32), (8, torch.float64)):
             shifted(torch.empty(T, dtype=dtype, device="cuda"))
-    shifted(torch.zeros(2))
-    assert went == ["launch", "reference", "reference", "reference"]
+    shifted(torch.zeros(2), hint=True)
+    assert went == ["launch", "reference", "reference", "reference with a hint"]
+    went.clear()
+    assert _path("reference")(torch.zeros(2), by=2).tolist() == [2, 2]
     went.clear()
     assert torch.ops.specker.shifted(torch.zeros(2)).tolist() == [1, 1]  # the dispatcher drops the default
     assert torch.ops.specker.shifted(torch.zeros(3), by=2).tolist() == [2, 2, 2]

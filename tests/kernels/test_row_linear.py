@@ -417,5 +417,5 @@ def test_a_weight_of_more_than_2_31_elements():
 @pytest.mark.parametrize(("O", "E"), [(0, 4), (4, 0)])
 def test_the_reference_serves_an_empty_weight(O, E):
     x, weight = torch.ones(2, E), torch.ones(O, E)
-    assert not op._fits(x, weight) and op._fits(x[:0], torch.ones(4, 4))
+    assert not op._fits(op.Arguments(x, weight)) and op._fits(op.Arguments(x[:0], torch.ones(4, 4)))
     assert torch.equal(row_linear(x, weight), torch.zeros(2, O))

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from specker.kernels.noise import pack_draw
-from specker.kernels.sample_rows import launch_sample, sample_rows_ref
+from specker.kernels.sample_rows import launch as launch_sample
+from specker.kernels.sample_rows import sample_rows_ref
 from specker.kernels.variant import tl, triton
 
 module = importlib.import_module("specker.kernels.sample_rows")

@@ -11,7 +11,7 @@ from windows import POISON, a_tree, among, table
 from specker.kernels.accept_walk import accept_walk
 from specker.kernels.round import settle as ops
 from specker.kernels.round.settle import Texts, settle, settle_cost
-from specker.kernels.sample_rows import Splits, launch_sample
+from specker.kernels.sample_rows import Arguments, Splits, _launch
 
 I64 = torch.int64
 
@@ -86,7 +86,7 @@ def drawn(T, V, temperature):
     logits[-1] = float("nan")
     logits[0] = float("-inf")
     args = logits, temperature, 0, 1.0, 7, torch.arange(T)
-    return launch_sample(*args), launch_sample(*args, None, merged=False)
+    return _launch(Arguments(*args), merged=True), _launch(Arguments(*args), merged=False)
 
 
 @BOTH

@@ -150,7 +150,7 @@ def test_one_launch_draws_the_tokens_of_verify_rows(poisoned, launched, dtype, s
         (0.7, Noise(5, positions, 0.7)),
         (0.0, Noise(5, positions, 0.0)),
     ):
-        want = sample.launch_sample(z, temperature, 0, 1.0, noise.seed, positions, noise.draw)
+        want = sample.launch(z, temperature, 0, 1.0, noise.seed, positions, noise.draw)
         del launched[:]
         ids, logits, _ = launch(hidden, weight, None, 1, None, noise, False)
         assert [name for name, _ in launched] == ["_vocab_topk_kernel"] and torch.equal(ids[:, 0], want)

@@ -97,7 +97,7 @@ start.loaded()
 assert gc.isenabled() and gc.get_freeze_count() > 100_000
 
 draw = torch.randn(3, 300), 0.8, 20, 0.9, 7, torch.arange(3)
-assert torch.equal(sample.launch_sample(*draw), sample.sample_rows_ref(*draw))
+assert torch.equal(sample.launch(*draw), sample.sample_rows_ref(*draw))
 assert "triton" in sys.modules
 types = [kernel.fn.__annotations__.values() for kernel in vars(sample).values() if hasattr(kernel, "fn")]
 assert {*map(str, {x for each in types for x in each})} == {"<class 'triton.language.core.constexpr'>", "int64"}

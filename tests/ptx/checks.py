@@ -213,7 +213,7 @@ def _sample_rows(arch: int, dtype: torch.dtype) -> Comparisons:
     for how in ((0.0, 0, 1.0), (0.8, 0, 1.0), (0.8, 40, 0.9)):
 
         def call(rows: slice, how: tuple = how, **options: Any) -> Any:
-            return (_run(arch, lambda: ops.sample.launch_sample(z[rows], *how, 5, positions[rows]), **options),)
+            return (_run(arch, lambda: ops.sample.launch(z[rows], *how, 5, positions[rows]), **options),)
 
         many = call(slice(0, 6))
         same = _parts(call, many, (0, 1), (5, 6), (2, 4))

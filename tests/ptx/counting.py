@@ -117,7 +117,7 @@ def _sample_rows(dtype: torch.dtype) -> Iterator[Counted]:
     ):
         args = randn(T, V).mul(2).to(dtype), temperature, top_k, top_p, 7, torch.arange(T)
         label = f"T{T} V{V} t{temperature} k{top_k} p{top_p}"
-        yield label, lambda args=args: ops.sample.launch_sample(*args), ops.sample.sample_rows_cost(*args)[0]
+        yield label, lambda args=args: ops.sample.launch(*args), ops.sample.sample_rows_cost(*args)[0]
 
 
 def _adjust_rows(_: torch.dtype) -> Iterator[Counted]:

@@ -430,7 +430,7 @@ def _drawn(label: str, h: Tensor, w: Matrix, numbers: tuple[tuple[int, float], .
     def launched() -> Any:
         z = linear.launch(h, w, None, "float32")
         ids, best, _ = topk.launch(h, w, None, 1, None, topk.Noise(0, positions, 1.0, held), False)
-        return ids[:, 0], best[:, 0], z, sample.launch_sample(z, 1.0, 0, 1.0, 0, positions, held)
+        return ids[:, 0], best[:, 0], z, sample.launch(z, 1.0, 0, 1.0, 0, positions, held)
 
     def judge(verdict: Verdict, got: Any) -> None:
         ids, best, z, tokens = got
@@ -470,7 +470,7 @@ def _sample(label: str, z: Tensor, temperature: float, top_k: int, top_p: float,
     def judge(verdict: Verdict, got: Tensor) -> None:
         verdict.same("token", got, sample.sample_rows_ref(*args))
 
-    return Case(label, lambda: sample.launch_sample(*args, draw), judge)
+    return Case(label, lambda: sample.launch(*args, draw), judge)
 
 
 def delta_rows(dtype: torch.dtype) -> Iterator[Case]:

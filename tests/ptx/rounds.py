@@ -8,7 +8,8 @@ import torch
 from ptxsim import Case, Verdict
 from torch import Tensor
 
-from specker.kernels.accept_walk import accept_walk_ref, launch_walk
+from specker.kernels.accept_walk import accept_walk_ref
+from specker.kernels.accept_walk import launch as launch_walk
 from specker.kernels.round import grow as growing
 from specker.kernels.round import place_rows as rounds
 from specker.kernels.round import repeat_rows as repeat
