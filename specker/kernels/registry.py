@@ -47,12 +47,14 @@ _LIBRARY = torch.library.Library("specker", "FRAGMENT")  # costs less per call t
 
 def takes(record: Callable[P, A]) -> Callable[[Callable[[A], R]], Callable[P, R]]:
     """A decorator: the function of a record takes the record's fields as arguments. `register` undoes it."""
+    signature = inspect.signature(record)
 
     def decorate(function: Callable[[A], R]) -> Callable[P, R]:
         @functools.wraps(function)
         def call(*args: P.args, **kwargs: P.kwargs) -> R:
             return function(record(*args, **kwargs))
 
+        call.__signature__ = signature  # type: ignore[attr-defined]
         return call
 
     return decorate

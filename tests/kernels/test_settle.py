@@ -18,7 +18,7 @@ I64 = torch.int64
 
 def kernel(tokens, parents, target, texts, report=None, drawn=None):
     """`settle` as on a GPU."""
-    B, R = ops._check(tokens, parents, target, texts, report, drawn)
+    B, R = ops._check(ops.Arguments(tokens, parents, target, texts, report, drawn))
     report, drawn = (
         torch.full((n,), POISON) if x is None else x for n, x in ((B * (1 + 2 * R), report), (B * R, drawn))
     )

@@ -20,7 +20,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from specker.kernels.registry import check_written, explained
+from specker.kernels.registry import check_written, explained, takes
 from specker.kernels.variant import TYPES, Variant, check_within, same_device, start_after_previous, tl, triton
 
 
@@ -42,17 +42,22 @@ class Candidates(NamedTuple):
         return cls(ids.view(B, count), scores, columns.view(B, nodes), width)
 
 
-def _check_grow(
-    ids: Tensor,
-    logits: Tensor,
-    lse: Tensor,
-    tokens: Tensor,
-    parents: Tensor,
-    scores: Tensor,
-    at: int,
-    candidates: Candidates | None,
-) -> tuple[int, int, int, int]:
+class Level(NamedTuple):
+    """The arguments of `grow`."""
+
+    ids: Tensor
+    logits: Tensor
+    lse: Tensor
+    tokens: Tensor
+    parents: Tensor
+    scores: Tensor
+    at: int
+    candidates: Candidates | None = None
+
+
+def _check_grow(args: Level) -> tuple[int, int, int, int]:
     """Raise ValueError unless `grow` takes these arguments. Returns B, m, w and the first column of the candidates."""
+    ids, logits, lse, tokens, parents, scores, at, candidates = args
     if ids.dim() != 2 or tokens.dim() != 2 or not ids.shape[1]:
         raise ValueError(
             f"ids must be [B * m, w >= 1] and tokens [B, N], got {tuple(ids.shape)}, {tuple(tokens.shape)}"
@@ -75,17 +80,10 @@ def _check_grow(
     return B, m, w, begin
 
 
-def _explain_grow(
-    ids: Tensor,
-    logits: Tensor,
-    lse: Tensor,
-    tokens: Tensor,
-    parents: Tensor,
-    scores: Tensor,
-    at: int,
-    candidates: Candidates | None,
-) -> None:
-    _check_grow(ids, logits, lse, tokens, parents, scores, at, candidates)
+@takes(Level)
+def _explain_grow(args: Level) -> None:
+    _check_grow(args)
+    ids, logits, lse, tokens, parents, scores, _, candidates = args
     same_device(ids, logits=logits, lse=lse, tokens=tokens, parents=parents, scores=scores)
     for name, x in (("tokens", tokens), ("parents", parents), ("scores", scores)):
         check_written(name, x)
@@ -95,23 +93,16 @@ def _explain_grow(
 
 
 @explained(_explain_grow)
-def grow(
-    ids: Tensor,
-    logits: Tensor,
-    lse: Tensor,
-    tokens: Tensor,
-    parents: Tensor,
-    scores: Tensor,
-    at: int,
-    candidates: Candidates | None = None,
-) -> None:
+@takes(Level)
+def grow(args: Level) -> None:
     """ids [B * m, w] int64, logits [B * m, w], descending, and lse [B * m] of `vocab_topk`, at the last m nodes ->
     nodes at..at + w - 1 of tokens! and parents! [B, N] int64 and scores! [B, N], which are updated and may be
     row-strided views. at = 0 is the first level, with m = 1; otherwise m = w. The level's candidates go to candidates!,
     whose tensors are contiguous. Raises ValueError on other shapes and dtypes."""
-    B, m, w, begin = _check_grow(ids, logits, lse, tokens, parents, scores, at, candidates)
+    B, m, w, begin = _check_grow(args)
+    ids, logits, lse, tokens, parents, scores, at, candidates = args
     if ids.is_cuda:
-        launch_grow(ids, logits, lse, tokens, parents, scores, at, candidates)
+        launch_grow(*args)
         return
     level = slice(at, at + w)
     total = (logits - lse.unsqueeze(-1)).clamp_(max=0).reshape(B, m * w)
@@ -127,21 +118,13 @@ def grow(
         candidates.columns[:, level] = best + begin
 
 
-def grow_cost(
-    ids: Tensor,
-    logits: Tensor,
-    lse: Tensor,
-    tokens: Tensor,
-    parents: Tensor,
-    scores: Tensor,
-    at: int,
-    candidates: Candidates | None = None,
-) -> tuple[int, int]:
+@takes(Level)
+def grow_cost(args: Level) -> tuple[int, int]:
     """(bytes, operations) of one call, which reads only the new nodes' ids if nothing collects the candidates."""
-    B, (T, w), size = len(tokens), ids.shape, scores.element_size()
-    read = (T * w + T * (2 if at else 1)) * size  # logits, lse and, below the first level, the parents' scores
+    B, (T, w), size = len(args.tokens), args.ids.shape, args.scores.element_size()
+    read = (T * w + T * (2 if args.at else 1)) * size  # logits, lse and, below the first level, the parents' scores
     moved = read + B * w * (8 + 8 + 8 + size)
-    if candidates is not None:
+    if args.candidates is not None:
         moved += T * w * (8 + size) + B * w * 8 + (T * w - B * w) * 8
     return moved, (2 + w) * T * w
 
@@ -419,16 +402,9 @@ def variants(arch: int) -> Iterator[Variant]:
         )
 
 
-def launch_grow(
-    ids: Tensor,
-    logits: Tensor,
-    lse: Tensor,
-    tokens: Tensor,
-    parents: Tensor,
-    scores: Tensor,
-    at: int,
-    candidates: Candidates | None = None,
-) -> None:
+@takes(Level)
+def launch_grow(args: Level) -> None:
+    ids, logits, lse, tokens, parents, scores, at, candidates = args
     all_ids, all_scores, columns = (tokens, scores, parents) if candidates is None else candidates[:3]
     same_device(ids, logits=logits, lse=lse, tokens=tokens, parents=parents, scores=scores, candidates=all_ids)
     _rows(tokens, parents, scores)

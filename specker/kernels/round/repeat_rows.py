@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from specker.kernels.ancestors import MAX_WORDS
-from specker.kernels.registry import explained
+from specker.kernels.registry import explained, takes
 from specker.kernels.variant import Variant, same_device, start_after_previous, tl, triton
 
 
@@ -38,15 +38,20 @@ class Repeated(NamedTuple):
     table: Tensor  # [L * B, P] int32
 
 
-def _check(
-    positions: Tensor,
-    slots: Tensor,
-    kv_len: Tensor,
-    window: Tensor,
-    ancestors: Tensor,
-    block_table: Tensor,
-    layers: int,
-) -> None:
+class Arguments(NamedTuple):
+    positions: Tensor
+    slots: Tensor
+    kv_len: Tensor
+    window: Tensor
+    ancestors: Tensor
+    block_table: Tensor
+    layers: int
+    apart: int
+    pages: int
+
+
+def _check(args: Arguments) -> None:
+    positions, slots, kv_len, window, ancestors, block_table, layers, _, _ = args
     T, B = positions.shape, kv_len.shape
     if len(T) != 1 or not positions.dtype == slots.dtype == ancestors.dtype == torch.int64:
         raise ValueError(
@@ -71,45 +76,30 @@ def _check(
         raise ValueError(f"layers must be at least 1, got {layers}")
 
 
-def _explain(
-    positions: Tensor,
-    slots: Tensor,
-    kv_len: Tensor,
-    window: Tensor,
-    ancestors: Tensor,
-    block_table: Tensor,
-    layers: int,
-    apart: int,
-    pages: int,
-) -> None:
-    _check(positions, slots, kv_len, window, ancestors, block_table, layers)
-    others = {"kv_len": kv_len, "window": window, "ancestors": ancestors, "block_table": block_table}
-    same_device(positions, slots=slots, **others)
-    for name, x in (("apart", apart), ("pages", pages)):
-        if not 0 <= x * layers < 1 << 31:
+@takes(Arguments)
+def _explain(args: Arguments) -> None:
+    _check(args)
+    same_device(args.positions, **_tensors(args))
+    for name, x in (("apart", args.apart), ("pages", args.pages)):
+        if not 0 <= x * args.layers < 1 << 31:
             raise ValueError(f"{name} must be at least 0, and less than 2^31 for all layers, got {x}")
 
 
 @explained(_explain)
-def repeat_rows(
-    positions: Tensor,
-    slots: Tensor,
-    kv_len: Tensor,
-    window: Tensor,
-    ancestors: Tensor,
-    block_table: Tensor,
-    layers: int,
-    apart: int,
-    pages: int,
-) -> Repeated:
+@takes(Arguments)
+def repeat_rows(args: Arguments) -> Repeated:
     """Repeat the rows for `layers` layers that are `pages` pages, or `apart` slots, apart; see the module's contract.
     Raises ValueError for other shapes and dtypes."""
-    _check(positions, slots, kv_len, window, ancestors, block_table, layers)
-    if positions.is_cuda:
-        return launch(positions, slots, kv_len, window, ancestors, block_table, layers, apart, pages)
-    inputs = (x.numpy() for x in (positions, slots, kv_len, window, ancestors, block_table))
-    further = (None, apart, None, None, None, pages)
-    return Repeated(*(_repeat(x, index(layers), step) for x, step in zip(inputs, further, strict=True)))
+    _check(args)
+    if args.positions.is_cuda:
+        return launch(*args)
+    layers, further = index(args.layers), {"slots": args.apart, "block_table": args.pages}
+    return Repeated(*(_repeat(x.numpy(), layers, further.get(name)) for name, x in _tensors(args).items()))
+
+
+def _tensors(args: Arguments) -> dict[str, Tensor]:
+    """What is repeated, in the order of `Repeated`."""
+    return dict(zip(Arguments._fields[:6], args[:6], strict=True))
 
 
 def _repeat(x: Any, layers: int, further: int | None) -> Tensor:
@@ -185,21 +175,12 @@ def variants(arch: int) -> Iterator[Variant]:
         yield _variant(words)
 
 
-def launch(
-    positions: Tensor,
-    slots: Tensor,
-    kv_len: Tensor,
-    window: Tensor,
-    ancestors: Tensor,
-    block_table: Tensor,
-    layers: int,
-    apart: int,
-    pages: int,
-) -> Repeated:
-    same_device(positions, slots=slots, kv_len=kv_len, window=window, ancestors=ancestors, block_table=block_table)
+@takes(Arguments)
+def launch(args: Arguments) -> Repeated:
+    positions, slots, kv_len, window, ancestors, block_table, layers, apart, pages = args
+    same_device(positions, **_tensors(args))
     (B, P), T = block_table.shape, len(positions)
-    given = positions, slots, kv_len, window, ancestors, block_table
-    out = Repeated._make(x.new_empty(layers * x.shape[0], *x.shape[1:]) for x in given)
+    out = Repeated._make(x.new_empty(layers * x.shape[0], *x.shape[1:]) for x in args[:6])
     if P > 1 and block_table.stride(1) != 1:
         block_table = block_table.contiguous()
     variant = _variant(ancestors.shape[1])

@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from specker.kernels.accept_walk import follow
-from specker.kernels.registry import check_written, explained
+from specker.kernels.registry import check_written, explained, takes
 from specker.kernels.round.place_rows import MAX_ROWS, check_table, rowwise, slot, slots
 from specker.kernels.sample_rows import Splits
 from specker.kernels.variant import Variant, check_within, same_device, start_after_previous, tl, triton
@@ -45,15 +45,19 @@ class Texts(NamedTuple):
     page_size: int
 
 
-def _explain(
-    tokens: Tensor,
-    parents: Tensor | None,
-    target: Tensor | Splits,
-    texts: Texts,
-    report: Tensor | None,
-    drawn: Tensor | None,
-) -> None:
-    _check(tokens, parents, target, texts, report, drawn)
+class Arguments(NamedTuple):
+    tokens: Tensor
+    parents: Tensor | None
+    target: Tensor | Splits
+    texts: Texts
+    report: Tensor | None = None
+    drawn: Tensor | None = None
+
+
+@takes(Arguments)
+def _explain(args: Arguments) -> None:
+    _check(args)
+    tokens, parents, target, texts, report, drawn = args
     committed, length, window, limit, block_table, page_size = texts
     same_device(tokens, parents=parents, committed=committed, length=length, window=window, limit=limit)
     value, ids = target if isinstance(target, Splits) else (target, None)
@@ -66,14 +70,8 @@ def _explain(
 
 
 @explained(_explain)
-def settle(
-    tokens: Tensor,
-    parents: Tensor | None,
-    target: Tensor | Splits,
-    texts: Texts,
-    report: Tensor | None = None,
-    drawn: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+@takes(Arguments)
+def settle(args: Arguments) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """tokens [B, N] and parents [B, N] or None, target [B, R = N + 1] or `Splits` of B * R rows, all int64 but the
     splits' values -> report [B * (1 + 2 R)], drawn [B * R], src [B * R], dst [B * R] int64. Without parents (a chain's
     accepted rows are in place already) src and dst are empty. `report` and `drawn`: memory for these results.
@@ -81,11 +79,12 @@ def settle(
     Raises ValueError for other shapes and dtypes and, on a CPU, for parents that are not rows before their child. On a
     GPU such a draft is never accepted. Never writes beyond a row of `committed`.
     """
-    B, R = _check(tokens, parents, target, texts, report, drawn)
+    B, R = _check(args)
+    tokens, parents, target, texts, report, drawn = args
     report = tokens.new_empty(B * (1 + 2 * R)) if report is None else report
     drawn = tokens.new_empty(B * R) if drawn is None else drawn
     if tokens.is_cuda:
-        return report, drawn, *launch(tokens, parents, target, texts, report, drawn)
+        return report, drawn, *launch(*args._replace(report=report, drawn=drawn))
     drawn.copy_(target.tokens() if isinstance(target, Splits) else target.reshape(-1))
     moved: tuple[list[int], list[int]] = [], []
     committed, length, window, limit, block_table, page_size = texts
@@ -265,10 +264,10 @@ def variants(arch: int) -> Iterator[Variant]:
     yield _variant(16, True, 64)
 
 
-def launch(
-    tokens: Tensor, parents: Tensor | None, target: Tensor | Splits, texts: Texts, report: Tensor, drawn: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Launch the kernel; returns src and dst."""
+@takes(Arguments)
+def launch(args: Arguments) -> tuple[Tensor, Tensor]:
+    """Launch the kernel, with memory for report and drawn; returns src and dst."""
+    tokens, parents, target, texts, report, drawn = args
     committed, length, window, limit, block_table, page_size = texts
     (B, N), splits = tokens.shape, target.id.shape[1] if isinstance(target, Splits) else 0
     R = N + 1
@@ -310,15 +309,9 @@ def launch(
     return src, dst
 
 
-def _check(
-    tokens: Tensor,
-    parents: Tensor | None,
-    target: Tensor | Splits,
-    texts: Texts,
-    report: Tensor | None,
-    drawn: Tensor | None,
-) -> tuple[int, int]:
+def _check(args: Arguments) -> tuple[int, int]:
     """Raise ValueError unless settle takes these arguments. Returns B and R."""
+    tokens, parents, target, texts, report, drawn = args
     committed, length, window, limit, block_table, page_size = texts
     shape = tokens.shape
     if len(shape) != 2 or not shape[0] or shape[1] >= MAX_ROWS:

@@ -14,12 +14,13 @@ written for each row. Without this op it would be two norms, a gather and a conc
 
 from collections.abc import Iterator
 from functools import lru_cache
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from specker.kernels.registry import explained
+from specker.kernels.registry import explained, takes
 from specker.kernels.round.place_rows import (
     PLACING,
     Window,
@@ -36,8 +37,20 @@ from specker.kernels.variant import TYPES, Variant, same_device, start_after_pre
 Norms = tuple[Tensor, Tensor]  # weights [E] for the embedding and for the feature
 
 
-def _check(embedding: Tensor, features: Tensor, norms: Norms | None, normed: bool, window: Window) -> int:
+class Arguments(NamedTuple):
+    embedding: Tensor
+    tokens: Tensor
+    text: bool
+    features: Tensor
+    norms: Norms | None
+    eps: float
+    normed: bool
+    window: Window
+
+
+def _check(args: Arguments) -> int:
     """Raise ValueError unless features and norms fit. Returns the features of a sequence."""
+    embedding, _, _, features, norms, _, normed, window = args
     length, count = window.length, window.rows
     if embedding.dim() != 2 or length.dim() != 1 or features.dim() != 2:
         raise ValueError(
@@ -57,35 +70,20 @@ def _check(embedding: Tensor, features: Tensor, norms: Norms | None, normed: boo
     return m
 
 
-def _explain(
-    embedding: Tensor,
-    tokens: Tensor,
-    text: bool,
-    features: Tensor,
-    norms: Norms | None,
-    eps: float,
-    normed: bool,
-    window: Window,
-) -> None:
-    _check(embedding, features, norms, normed, window)
-    explain_start(embedding, tokens, text, window, None, None)
-    weights = norms or (None, None)
-    same_device(window.length, features=features, norm_e=weights[0], norm_h=weights[1])
+@takes(Arguments)
+def _explain(args: Arguments) -> None:
+    _check(args)
+    window = args.window
+    explain_start(args.embedding, args.tokens, args.text, window)
+    weights = args.norms or (None, None)
+    same_device(window.length, features=args.features, norm_e=weights[0], norm_h=weights[1])
     if window.parents is not None and window.first < 1:
         raise ValueError(f"a tree's rows begin at row 1, below a feature, got {window.first}")
 
 
 @explained(_explain)
-def start_pairs(
-    embedding: Tensor,
-    tokens: Tensor,
-    text: bool,
-    features: Tensor,
-    norms: Norms | None,
-    eps: float,
-    normed: bool,
-    window: Window,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+@takes(Arguments)
+def start_pairs(args: Arguments) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """embedding [V, E], tokens and `text` as for `start_rows`, features [B * m, E], norms of the embedding's and the
     feature's [E] or None, their eps, the other arguments as for `place_rows` -> stream [B * count, E], joined
     [B * count, 2 * E] and the four results of `place_rows`.
@@ -94,10 +92,11 @@ def start_pairs(
     (first - m) of its sequence, clamped to 0..m - 1. `normed`: the stream is the norm of the feature. All tensors but
     integers have the embedding's dtype. Raises ValueError as `start_rows` does, and for other features and norms.
     """
-    m = _check(embedding, features, norms, normed, window)
+    m = _check(args)
+    embedding, tokens, text, features, norms, eps, normed, window = args
     if window.length.is_cuda:
         check_place(window, None)
-        return launch(embedding, tokens, text, features, norms, eps, normed, window)
+        return launch(*args)
     embedded, *placed = start_rows(embedding, tokens, text, window)
     if window.parents is not None:
         first = window.first
@@ -110,21 +109,13 @@ def start_pairs(
     return beside if normed else features, torch.cat((embedded, beside), -1), *placed  # type: ignore[return-value]
 
 
-def start_pairs_cost(
-    embedding: Tensor,
-    tokens: Tensor,
-    text: bool,
-    features: Tensor,
-    norms: Norms | None,
-    eps: float,
-    normed: bool,
-    window: Window,
-) -> tuple[int, int]:
+@takes(Arguments)
+def start_pairs_cost(args: Arguments) -> tuple[int, int]:
     """(bytes, operations) of one call."""
-    placed, operations = place_rows_cost(window)
-    T, E = len(window.length) * window.rows, embedding.shape[1]
-    weights = 0 if norms is None else 2 * E
-    return placed + 8 * T + (5 * T * E + weights) * embedding.element_size(), operations + 8 * T * E
+    placed, operations = place_rows_cost(args.window)
+    T, E = len(args.window.length) * args.window.rows, args.embedding.shape[1]
+    weights = 0 if args.norms is None else 2 * E
+    return placed + 8 * T + (5 * T * E + weights) * args.embedding.element_size(), operations + 8 * T * E
 
 
 @triton.jit(
@@ -263,16 +254,9 @@ def variants(arch: int) -> Iterator[Variant]:
     yield _variant(bf16, 128256, 4096, 1, False, False, norms=False)
 
 
-def launch(
-    embedding: Tensor,
-    tokens: Tensor,
-    text: bool,
-    features: Tensor,
-    norms: Norms | None,
-    eps: float,
-    normed: bool,
-    window: Window,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+@takes(Arguments)
+def launch(args: Arguments) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    embedding, tokens, text, features, norms, eps, normed, window = args
     norm_e, norm_h = norms or (features, features)  # the kernel ignores features here
     length, tree = window.length, window.parents is not None
     same_device(length, embedding=embedding, tokens=tokens, features=features, norm_e=norm_e, norm_h=norm_h)

@@ -14,11 +14,12 @@ the row's token, then places the row while the embedding arrives, so placing cos
 
 from collections.abc import Iterator
 from functools import lru_cache
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from specker.kernels.registry import explained
+from specker.kernels.registry import explained, takes
 from specker.kernels.round.place_rows import (
     PLACING,
     Window,
@@ -34,7 +35,17 @@ from specker.kernels.round.place_rows import (
 from specker.kernels.variant import TYPES, Variant, check_within, same_device, start_after_previous, tl, triton
 
 
-def _check_tokens(embedding: Tensor, tokens: Tensor, text: bool, window: Window, ahead: Tensor | None) -> None:
+class Arguments(NamedTuple):
+    embedding: Tensor
+    tokens: Tensor
+    text: bool
+    window: Window
+    positions: Tensor | None = None
+    ahead: Tensor | None = None
+
+
+def _check_tokens(args: Arguments) -> None:
+    embedding, tokens, text, window, _, ahead = args
     length, count = window.length, window.rows
     B = length.shape[0] if length.dim() else 0
     if tokens.dim() != 2 or len(tokens) != B or tokens.dtype != torch.int64 or embedding.dim() != 2:
@@ -48,10 +59,10 @@ def _check_tokens(embedding: Tensor, tokens: Tensor, text: bool, window: Window,
         raise ValueError(f"ahead must be [1] int64, got {tuple(ahead.shape)} {ahead.dtype}")
 
 
-def explain_start(
-    embedding: Tensor, tokens: Tensor, text: bool, window: Window, positions: Tensor | None, ahead: Tensor | None
-) -> None:
-    _check_tokens(embedding, tokens, text, window, ahead)
+@takes(Arguments)
+def explain_start(args: Arguments) -> None:
+    _check_tokens(args)
+    embedding, tokens, _, window, positions, ahead = args
     explain_place(window, positions)
     same_device(window.length, embedding=embedding, tokens=tokens, ahead=ahead)
     if not len(embedding):
@@ -61,15 +72,8 @@ def explain_start(
 
 
 @explained(explain_start)
-def start_rows(
-    embedding: Tensor,
-    tokens: Tensor,
-    text: bool,
-    window: Window,
-    positions: Tensor | None = None,
-    *,
-    ahead: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+@takes(Arguments)
+def start_rows(args: Arguments) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """embedding [V, E], tokens [B, >= count] int64, the other arguments as for `place_rows` -> hidden [B * count, E]
     and the four results of `place_rows`.
 
@@ -78,10 +82,11 @@ def start_rows(
     and without `text` to i, clamped to the tokens' columns. Ids are clamped to 0..V - 1. On a GPU the positions are
     written to `positions` [B * count] int64 if given. Raises ValueError as `place_rows` does, and for other tokens.
     """
-    _check_tokens(embedding, tokens, text, window, ahead)
+    _check_tokens(args)
+    embedding, tokens, text, window, positions, ahead = args
     if window.length.is_cuda:
         check_place(window, positions)
-        return launch(embedding, tokens, text, window, positions, ahead)
+        return launch(*args)
     if ahead is not None:
         window = window._replace(length=window.length + ahead)
     placed = place_rows(window, positions)
@@ -94,11 +99,12 @@ def start_rows(
     return torch.embedding(embedding, ids), *placed
 
 
-def start_rows_cost(embedding: Tensor, tokens: Tensor, text: bool, window: Window) -> tuple[int, int]:
+@takes(Arguments)
+def start_rows_cost(args: Arguments) -> tuple[int, int]:
     """(bytes, operations) of one call."""
-    placed, operations = place_rows_cost(window)
-    T = len(window.length) * window.rows
-    return placed + 8 * T + 2 * T * embedding.shape[1] * embedding.element_size(), operations
+    placed, operations = place_rows_cost(args.window)
+    T = len(args.window.length) * args.window.rows
+    return placed + 8 * T + 2 * T * args.embedding.shape[1] * args.embedding.element_size(), operations
 
 
 @triton.jit
@@ -221,14 +227,9 @@ def variants(arch: int) -> Iterator[Variant]:
     yield _variant(bf16, 128256, 4096, 1, False, False, True)
 
 
-def launch(
-    embedding: Tensor,
-    tokens: Tensor,
-    text: bool,
-    window: Window,
-    positions: Tensor | None = None,
-    ahead: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+@takes(Arguments)
+def launch(args: Arguments) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    embedding, tokens, text, window, positions, ahead = args
     length, tree = window.length, window.parents is not None
     same_device(length, embedding=embedding, tokens=tokens, ahead=ahead)
     placing = placing_of(window, positions)
