@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from specker.kernels.registry import register, takes
-from specker.kernels.variant import TYPES, Variant, same_device, start_after_previous, tl, triton
+from specker.kernels.variant import TYPES, Variant, rowwise, same_device, start_after_previous, tl, triton
 
 
 def accept_walk(
@@ -203,8 +203,8 @@ def variants(arch: int) -> Iterator[Variant]:
 def launch(args: Arguments) -> tuple[Tensor, Tensor, Tensor]:
     tokens, parents, target, cu_drafts = args
     N = tokens.shape[-1]
-    tokens, target = (_rowwise(x) for x in (tokens, target))
-    up = tokens if parents is None else _rowwise(parents)  # tokens is a dummy, not read
+    tokens, target = (rowwise(x) for x in (tokens, target))
+    up = tokens if parents is None else rowwise(parents)  # tokens is a dummy, not read
     starts = tokens if cu_drafts is None else cu_drafts.contiguous()
     path, count, following = results = _results(args)
     if B := len(count):
@@ -212,11 +212,6 @@ def launch(args: Arguments) -> tuple[Tensor, Tensor, Tensor]:
         variant = _walk_variant(None if cu_drafts is None else starts.dtype, parents is None)
         variant((B,), tokens, up, target, starts, path, count, following, N, stride, up_stride, target_stride)
     return results
-
-
-def _rowwise(x: Tensor) -> Tensor:
-    """x with contiguous rows; copies only unusual views."""
-    return x if x.stride(-1) == 1 or x.shape[-1] <= 1 else x.contiguous()
 
 
 def _check(args: Arguments) -> None:

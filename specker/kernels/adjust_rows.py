@@ -17,7 +17,7 @@ from torch import Tensor
 
 from specker.kernels.cpu import eager, native
 from specker.kernels.registry import register, takes
-from specker.kernels.variant import Variant, check_within, same_device, start_after_previous, tl, triton
+from specker.kernels.variant import Variant, check_within, rowwise, same_device, start_after_previous, tl, triton
 
 
 def adjust_rows(
@@ -303,8 +303,8 @@ def launch(args: Arguments) -> Tensor:
     out = torch.empty_like(logits)
     if T == 0:
         return out
-    text, window, trees = _rows(text), _rows(window), parents is not None and R > 1
-    up = _rows(parents) if trees and parents is not None else window
+    text, window, trees = rowwise(text), rowwise(window), parents is not None and R > 1
+    up = rowwise(parents) if trees and parents is not None else window
     which = window if places is None else places.contiguous()
     K, ids, biases = 0, window, numbers  # the kernel ignores these ids and biases
     if bias_ids is not None and bias is not None and bias_ids.shape[1]:
@@ -334,11 +334,6 @@ def launch(args: Arguments) -> Tensor:
     if floors:
         launches[1]((T, S), out, which, numbers, peak, R)
     return out
-
-
-def _rows(x: Tensor) -> Tensor:
-    """x [B, N] with adjacent entries in a row."""
-    return x if x.shape[1] <= 1 or x.stride(1) == 1 else x.contiguous()
 
 
 def _on_cpu(args: Arguments) -> Tensor:

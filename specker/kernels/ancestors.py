@@ -6,6 +6,7 @@ can hold any relation: a chain, a tree, a forest, a directed acyclic graph, or a
 
 from collections.abc import Sequence
 from functools import lru_cache
+from typing import Any
 
 import numpy as np
 import torch
@@ -84,29 +85,20 @@ def check_words(ancestors: Tensor | None, rows: int) -> None:
         )
 
 
-def check_sequences(
-    rows: int,
-    columns: int,
-    page_size: int,
-    block_table: Tensor,
-    kv_len: Tensor,
-    window: Tensor,
-    cu_rows: Tensor,
-    ancestors: Tensor | None,
-) -> None:
-    """Raise ValueError for sequences whose rows, columns or pages lie outside of `rows` rows and a cache of `columns`
-    columns. Reads the numbers on the host."""
-    starts, lengths, room = cu_rows.tolist(), kv_len.tolist(), block_table.shape[1] * page_size
-    most = room if ancestors is None else 64 * ancestors.shape[1]
+def check_sequences(rows: int, pages: int, page_size: int, args: Any) -> None:
+    """Raise ValueError for sequences whose rows, columns or pages lie outside of `rows` rows and a cache of `pages`
+    pages. `args` are those of conv_rows or delta_rows. Reads the numbers on the host."""
+    starts, lengths, room = args.cu_rows.tolist(), args.kv_len.tolist(), args.block_table.shape[1] * page_size
+    most = room if args.ancestors is None else 64 * args.ancestors.shape[1]
     if starts[0] != 0 or starts[-1] != rows or starts != sorted(starts):
         raise ValueError(f"cu_rows must rise from 0 to {rows} rows, got {starts}")
-    for b, (length, seen) in enumerate(zip(lengths, window.tolist(), strict=True)):
+    for b, (length, seen) in enumerate(zip(lengths, args.window.tolist(), strict=True)):
         own = starts[b + 1] - starts[b]
         if not own <= length <= room:
             raise ValueError(f"kv_len must be in {own}..{room}, from its rows to its table's columns, got {length}")
         if not 0 <= seen <= min(length, most):
             raise ValueError(f"window must be in 0..{min(length, most)} in sequence {b}, got {seen}")
-        check_within("block_table", block_table[b, : -(-length // page_size)], columns // page_size)
+        check_within("block_table", args.block_table[b, : -(-length // page_size)], pages)
 
 
 def unpack_words(words: list[list[int]]) -> tuple[int, ...]:

@@ -22,6 +22,7 @@ from specker.kernels.variant import (
     Variant,
     check_kinds,
     check_within,
+    rowwise,
     same_device,
     start_after_previous,
     tl,
@@ -122,7 +123,7 @@ def conv_rows_ref(args: Arguments) -> Tensor:
     (T, C), K, page = x.shape, weight.shape[1], inputs.shape[1]
     if x.is_cpu:
         check_within("slots", slots, len(inputs) * page)
-        check_sequences(T, len(inputs) * page, page, block_table, kv_len, window, cu_rows, ancestors)
+        check_sequences(T, len(inputs), page, args)
     raw, flat = x if args.before is None else x * args.before, inputs.flatten(0, 1)
     taken = raw.new_empty(T, K, C)
     offsets = torch.arange(page, dtype=torch.int64, device=x.device)
@@ -292,10 +293,8 @@ def variants(arch: int) -> Iterator[Variant]:
 @takes(Arguments)
 def launch(args: Arguments) -> Tensor:
     x, weight, bias, before, after = args.x, args.weight, args.bias, args.before, args.after
-    slots, block_table, ancestors = args.slots.contiguous(), args.block_table, args.ancestors
+    slots, block_table, ancestors = args.slots.contiguous(), rowwise(args.block_table), args.ancestors
     (T, C), B = x.shape, len(args.kv_len)
-    if block_table.stride(1) != 1:
-        block_table = block_table.contiguous()
     out = x.new_empty(T, C)
     strides = [0 if rows is None else rows.stride(0) for rows in (x, before, after)]
     shape = Shape(

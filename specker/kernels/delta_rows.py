@@ -26,6 +26,7 @@ from specker.kernels.variant import (
     Variant,
     check_kinds,
     check_within,
+    rowwise,
     same_device,
     start_after_previous,
     tl,
@@ -211,8 +212,8 @@ def delta_rows_ref(args: Arguments) -> Tensor:
     Hv, Hk, (pages, page) = v.shape[1], q.shape[1], args.k_records.shape[:2]
     if q.is_cpu:
         check_within("slots", slots, pages * page)
-        check_sequences(len(q), pages * page, page, block_table, kv_len, window, cu_rows, ancestors)
-        _check_states(positions, kv_len, cu_rows, state_of, anchors, block)
+        check_sequences(len(q), pages, page, args)
+        _check_states(args)
     wide = torch.promote_types(q.dtype, torch.float32)
     scale = torch.rsqrt((k.to(wide) ** 2).sum(-1) + EPS)
     q, k = unit(q.to(wide)) * q.shape[-1] ** -0.5, unit(k.to(wide))
@@ -252,17 +253,16 @@ def delta_rows_ref(args: Arguments) -> Tensor:
     return out.to(v.dtype)
 
 
-def _check_states(
-    positions: Tensor, kv_len: Tensor, cu_rows: Tensor, state_of: Tensor, anchors: Tensor, block: int
-) -> None:
+def _check_states(args: Arguments) -> None:
     """Raise ValueError for positions behind their columns, states that are none, and anchors between blocks. Reads them
     on the host."""
-    starts = cu_rows.tolist()
-    for b, length in enumerate(kv_len.tolist()):
-        check_within("positions", positions[starts[b] : starts[b + 1]], length)
-    check_within("state_of", state_of, len(anchors))
-    if bool((anchors[state_of] % block).any()) or bool((anchors[state_of] < 0).any()):
-        raise ValueError(f"anchors must be multiples of block {block}, at least 0, got {anchors[state_of].tolist()}")
+    starts = args.cu_rows.tolist()
+    for b, length in enumerate(args.kv_len.tolist()):
+        check_within("positions", args.positions[starts[b] : starts[b + 1]], length)
+    check_within("state_of", args.state_of, len(args.anchors))
+    anchors = args.anchors[args.state_of]
+    if bool((anchors % args.block).any()) or bool((anchors < 0).any()):
+        raise ValueError(f"anchors must be multiples of block {args.block}, at least 0, got {anchors.tolist()}")
 
 
 def bits_of(words: Tensor, count: int) -> Tensor:
@@ -671,10 +671,8 @@ def variants(arch: int) -> Iterator[Variant]:
 
 @takes(Arguments)
 def launch(args: Arguments) -> Tensor:
-    q, k, v, a, b, z, block_table = args.q, args.k, args.v, args.a, args.b, args.z, args.block_table
+    q, k, v, a, b, z, block_table = args.q, args.k, args.v, args.a, args.b, args.z, rowwise(args.block_table)
     (T, HK, DK), (_, HV, DV), B = q.shape, v.shape, len(args.kv_len)
-    if block_table.stride(1) != 1:
-        block_table = block_table.contiguous()
     out = v.new_empty(T, HV, DV)
     W = 0 if args.ancestors is None else args.ancestors.shape[1]
     variant = _variant(q.dtype, (HK, HV, DK, DV), args.block, args.k_records.shape[1], W, z is not None)

@@ -44,6 +44,7 @@ from specker.kernels.variant import (
     counters,
     is_last,
     let_next_start,
+    rowwise,
     same_device,
     sms,
     start_after_previous,
@@ -958,7 +959,7 @@ def _shape(dtype: torch.dtype, B: int, Hq: int, Hkv: int, D: int, page: int = 25
 
 @takes(Arguments)
 def launch(args: Arguments) -> tuple[Tensor, Tensor]:
-    q, k_cache, v_cache, block_table = args.q.contiguous(), args.k_cache, args.v_cache, args.block_table
+    q, k_cache, v_cache, block_table = args.q.contiguous(), args.k_cache, args.v_cache, rowwise(args.block_table)
     kv_len, cu_rows, sinks, k_scale = args.kv_len.contiguous(), args.cu_rows.contiguous(), args.sinks, args.k_scale
     scale, cap, strides = float(args.scale), float(args.cap), k_cache.stride()  # they may be numpy's numbers
     if strides != v_cache.stride() or strides[3] != 1:
@@ -966,8 +967,6 @@ def launch(args: Arguments) -> tuple[Tensor, Tensor]:
             f"the caches must have one layout with adjacent elements, got strides {strides} and {v_cache.stride()}"
         )
     (T, Hq, D), (_, page, Hkv, _), (B, max_pages) = q.shape, k_cache.shape, block_table.shape
-    if block_table.stride(1) != 1:
-        block_table = block_table.contiguous()
     out, lse = torch.empty_like(q), q.new_empty((T, Hq), dtype=torch.float32)
     if T == 0:
         return out, lse

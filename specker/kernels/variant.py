@@ -349,6 +349,11 @@ def same_device(first: Tensor, **others: Tensor | None) -> None:
             raise ValueError(f"{name} must be on {first.device}, got {other.device}")
 
 
+def rowwise(x: Tensor) -> Tensor:
+    """x with contiguous rows; copies only unusual views."""
+    return x if x.stride(-1) == 1 or x.shape[-1] <= 1 else x.contiguous()
+
+
 Kinds = dict[str, tuple[tuple[int, ...], torch.dtype]]  # shape and dtype by name
 
 

@@ -32,7 +32,7 @@ from torch import Tensor
 
 from specker.kernels.ancestors import MAX_WORDS, chain_words, pack_bits
 from specker.kernels.registry import explained
-from specker.kernels.variant import Variant, check_within, same_device, start_after_previous, tl, triton
+from specker.kernels.variant import Variant, check_within, rowwise, same_device, start_after_previous, tl, triton
 
 MAX_ROWS = 64 * MAX_WORDS
 
@@ -298,11 +298,6 @@ def placing_of(window: Window, positions: Tensor | None = None) -> Placing:
         up_stride=up.stride(0),
         table_stride=table.stride(0),
     )
-
-
-def rowwise(x: Tensor) -> Tensor:
-    """x with contiguous rows; copies only unusual views."""
-    return x if x.stride(1) == 1 or x.shape[1] == 1 else x.contiguous()
 
 
 def check_place(window: Window, positions: Tensor | None) -> None:

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from specker.kernels.ancestors import MAX_WORDS
 from specker.kernels.registry import explained, takes
-from specker.kernels.variant import Variant, same_device, start_after_previous, tl, triton
+from specker.kernels.variant import Variant, rowwise, same_device, start_after_previous, tl, triton
 
 
 class Repeated(NamedTuple):
@@ -181,9 +181,7 @@ def launch(args: Arguments) -> Repeated:
     same_device(positions, **_tensors(args))
     (B, P), T = block_table.shape, len(positions)
     out = Repeated._make(x.new_empty(layers * x.shape[0], *x.shape[1:]) for x in args[:6])
-    if P > 1 and block_table.stride(1) != 1:
-        block_table = block_table.contiguous()
-    variant = _variant(ancestors.shape[1])
+    block_table, variant = rowwise(block_table), _variant(ancestors.shape[1])
     variant(
         (layers, -(-max(T, B * P) // variant.constexprs["BLOCK"])),
         positions.contiguous(),

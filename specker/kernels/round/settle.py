@@ -29,9 +29,9 @@ from torch import Tensor
 
 from specker.kernels.accept_walk import follow
 from specker.kernels.registry import check_written, explained, takes
-from specker.kernels.round.place_rows import MAX_ROWS, check_table, rowwise, slot, slots
+from specker.kernels.round.place_rows import MAX_ROWS, check_table, slot, slots
 from specker.kernels.sample_rows import Splits
-from specker.kernels.variant import Variant, check_within, same_device, start_after_previous, tl, triton
+from specker.kernels.variant import Variant, check_within, rowwise, same_device, start_after_previous, tl, triton
 
 
 class Texts(NamedTuple):

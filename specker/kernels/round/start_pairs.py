@@ -29,10 +29,9 @@ from specker.kernels.round.place_rows import (
     place,
     place_rows_cost,
     placing_of,
-    rowwise,
 )
 from specker.kernels.round.start_rows import embedded, explain_start, start_rows
-from specker.kernels.variant import TYPES, Variant, same_device, start_after_previous, tl, triton
+from specker.kernels.variant import TYPES, Variant, rowwise, same_device, start_after_previous, tl, triton
 
 Norms = tuple[Tensor, Tensor]  # weights [E] for the embedding and for the feature
 

@@ -30,9 +30,8 @@ from specker.kernels.round.place_rows import (
     place_rows,
     place_rows_cost,
     placing_of,
-    rowwise,
 )
-from specker.kernels.variant import TYPES, Variant, check_within, same_device, start_after_previous, tl, triton
+from specker.kernels.variant import TYPES, Variant, check_within, rowwise, same_device, start_after_previous, tl, triton
 
 
 class Arguments(NamedTuple):
