@@ -8,8 +8,8 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 from torch import Tensor
 
-from specker.cpu.layers import CachedRows, Stack, numbers, placed
-from specker.cpu.library import ChainCall, Matrix, Rule, native, team
+from specker.cpu.layers import CachedRows, Stack, call_array, placed
+from specker.cpu.library import ChainCall, Matrix, Rule, address, native, team
 
 
 class Ends(Protocol):
@@ -83,12 +83,12 @@ def draft_chain(
     assert (output is None) == (stack.pair_weights is None) and (features is None) == (tokens is None or output is None)
     given = [None if x is None else x.contiguous() for x in (tokens, features)]
     first, more = placed(rows)
-    starts = [numbers(tuple(of_layers)) for of_layers in groups]
+    starts = [call_array(tuple(of_layers)) for of_layers in groups]
     at = np.array(chains.columns, np.int64)
     drafted: Any = np.empty((steps, n), np.int64)
     probability: Any = np.empty((steps, n), np.float32)
     temperature, seed = zip(*chains.sampling, strict=True)
-    draws = numbers(temperature, "float64"), numbers(seed, "uint64")
+    draws = call_array(temperature, "float64"), call_array(seed, "uint64")
     shift = np.array([0] * n if translated is None else translated.ahead, np.int64)
     held: list[Any] = []
     ends = None
@@ -108,11 +108,11 @@ def draft_chain(
         ctypes.pointer(head),
         vocabulary.scale,
         vocabulary.cap,
-        None if vocabulary.norm is None else vocabulary.norm.data_ptr(),
-        None if vocabulary.ids is None else vocabulary.ids.data_ptr(),
+        address(vocabulary.norm),
+        address(vocabulary.ids),
         None if translated is None else translated.ids.data_ptr(),
         ctypes.pointer(first),
-        *(None if x is None else x.data_ptr() for x in (*given, output)),
+        *map(address, (*given, output)),
         *(array.address for array in starts),
         *map(len, groups),
         raw,
@@ -126,7 +126,6 @@ def draft_chain(
         probability.ctypes.data,
         0,
     )
-    crew = team()
-    crew.run(native().draft_chain, call, crew.size)
+    team().call(native().draft_chain, call)
     del more, held, given
     return drafted[: call.done], probability[: call.done]

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from specker.cpu.library import (
     GATES,
-    KEPT,
+    KV_TYPES,
     MIXERS,
     SCORING,
     AdjustCall,
@@ -32,6 +32,7 @@ from specker.cpu.library import (
     ProductCall,
     RestoreCall,
     SampleCall,
+    address,
     available,
     native,
     team,
@@ -40,6 +41,7 @@ from specker.cpu.packed import Packed
 from specker.kernels.adjust_rows import Arguments as AdjustRows
 from specker.kernels.cluster_topk import Arguments as ClusterTopk
 from specker.kernels.delta_rows import BLOCK as DELTA_BLOCK
+from specker.kernels.variant import rowwise
 from specker.layer_weights import KINDS, LayerWeights
 
 MAX_ROWS = 256  # most rows at once with plain weights; a round of more rows runs in blocks (model/decoder.py)
@@ -159,7 +161,7 @@ class Stack:
             kv = spec.kvs[n] if spec.kvs else None
             struct.Hkv, struct.D = heads[1:] + (D,) if kv is None else (kv.heads, kv.dim)
             struct.v_norm = self._ones[struct.D].data_ptr() if spec.v_norm else None
-            struct.sliding_window, struct.rope = spec.sliding_window(n), None if rope is None else rope.data_ptr()
+            struct.sliding_window, struct.rope = spec.sliding_window(n), address(rope)
             struct.recurrent = int(spec.mixer(n) is not None)
             kind = bool(struct.recurrent if mixer is not None else struct.sliding_window)
             struct.rank, struct.place = counts[kind], sum(counts.values())
@@ -212,7 +214,7 @@ class Stack:
         self.pair_weights = pairs  # the struct holds addresses
         self._fc = None if pairs.fc is None else Matrix.of(pairs.fc, self.activations)
         self._entry = Entry(
-            *(None if w is None else w.data_ptr() for w in vectors),
+            *map(address, vectors),
             pairs.final_eps,
             None if self._fc is None else ctypes.pointer(self._fc),
             int(pairs.residual),
@@ -270,7 +272,7 @@ class Stack:
         at the depths `aux_layers`; and [mixtures, X + 1] int32: where each expert's choices begin, sorted by expert, in
         each mixture of experts that has run. Raises ValueError, before anything is written, if positions, slots, pages,
         lengths or states point outside of their memory."""
-        x, starts, depths = x.contiguous(), numbers(tuple(groups)), numbers(tuple(aux_layers))
+        x, starts, depths = x.contiguous(), call_array(tuple(groups)), call_array(tuple(aux_layers))
         features = None if features is None else features.contiguous()
         assert (features is None) == (self.pair_weights is None) and (features is None or features.shape == x.shape)
         out = torch.empty(1 + len(aux_layers), len(x), self.struct.E, dtype=torch.float32, device="cpu")
@@ -289,19 +291,18 @@ class Stack:
             depths.address,
             len(aux_layers),
             x.data_ptr(),
-            None if features is None else features.data_ptr(),
+            address(features),
             x.shape[1],
             raw,
             out.data_ptr(),
             routed.data_ptr() if routed.shape[0] else None,
         )
-        crew = team()
-        crew.run(native().layers, call, crew.size)
+        team().call(native().layers, call)
         del held
         return out, routed
 
 
-class Numbers(NamedTuple):
+class CallArray(NamedTuple):
     """Numbers for a call. The struct that holds the address does not keep the array."""
 
     array: Any
@@ -309,11 +310,11 @@ class Numbers(NamedTuple):
 
 
 @lru_cache(maxsize=256)
-def numbers(values: tuple[float, ...], dtype: str = "int64") -> Numbers:
+def call_array(values: tuple[float, ...], dtype: str = "int64") -> CallArray:
     """The same array for the same numbers: numpy takes longer to make it, and to tell its address, than to look it
     up. No call writes to it."""
     array = np.array(values, dtype)
-    return Numbers(array, array.ctypes.data)
+    return CallArray(array, array.ctypes.data)
 
 
 def placed(rows: CachedRows) -> tuple[Places, list[Tensor]]:
@@ -352,7 +353,7 @@ def _pool(kv: tuple[Tensor, ...], index: tuple[Tensor, Tensor], held: list[Tenso
         v.data_ptr(),
         k.stride(0) * size,
         k.shape[-1] * size,
-        KEPT[k.dtype],
+        KV_TYPES[k.dtype],
         k.shape[1],
     )
 
@@ -363,7 +364,7 @@ def _past(records: Records, held: list[Tensor]) -> Past:
     assert all(x is None or fits(x) for x in memory)
     held += (own := [part.contiguous() for part in (slots, table, state_of)])
     return Past(
-        *(None if part is None else part.data_ptr() for part in (*own, *memory)),
+        *map(address, (*own, *memory)),
         records.inputs.shape[1],
         table.shape[1],
         records.inputs.shape[2],
@@ -392,8 +393,8 @@ def product(
     weight is float32, bfloat16 or `Packed`, E a multiple of BLOCK. `activations`: see `Matrix.of`."""
     x, y = x.contiguous(), torch.empty(len(x), len(weight), dtype=torch.float32, device="cpu")
     matrix = Matrix.of(weight, activations)
-    place = None if norm is None else norm.data_ptr()
-    team().run(native().product_of, ProductCall(ctypes.pointer(matrix), x.data_ptr(), place, y.data_ptr(), len(x), eps))
+    call = ProductCall(ctypes.pointer(matrix), x.data_ptr(), address(norm), y.data_ptr(), len(x), eps)
+    team().run(native().product_of, call)
     return y
 
 
@@ -414,14 +415,13 @@ def clusters(args: ClusterTopk, draws: Sequence[tuple[float, int]]) -> tuple[Ten
     by, eps = (None, 0.0) if args.norm is None else (args.norm[0].contiguous(), args.norm[1])
     call = ClustersCall(
         *(ctypes.pointer(Matrix.of(w, activations)) for w in (args.weight, args.centroids)),
-        *(None if x is None else x.data_ptr() for x in (hidden, by, ids, at)),
+        *map(address, (hidden, by, ids, at)),
         *(each.ctypes.data for each in numbers),
         *(T, args.clusters, args.k, T // len(draws)),
         eps,
         *(best.data_ptr(), values.data_ptr(), sums.data_ptr() if args.with_lse else None),
     )
-    crew = team()
-    crew.run(native().cluster_topk, call, crew.size)
+    team().call(native().cluster_topk, call)
     return best, values, sums
 
 
@@ -431,8 +431,7 @@ def restored(weight: Any, dtype: torch.dtype, ids: Tensor | None = None) -> Tens
     y = torch.empty(count, weight.shape[1], dtype=torch.float32, device="cpu")
     ids = None if ids is None else ids.contiguous()
     matrix = Matrix.of(weight, "float32")
-    place = None if ids is None else ids.data_ptr()
-    team().run(native().restore, RestoreCall(ctypes.pointer(matrix), place, count, y.data_ptr()))
+    team().run(native().restore, RestoreCall(ctypes.pointer(matrix), address(ids), count, y.data_ptr()))
     return y.to(dtype)
 
 
@@ -453,7 +452,8 @@ def sample(
     logits, positions, T = logits.contiguous(), positions.contiguous(), logits.shape[0]
     out = torch.empty(T, dtype=torch.int64, device="cpu")
     temperature, top_k, top_p, seed = zip(*draws, strict=True)
-    held = numbers(temperature, "float64"), numbers(top_p, "float64"), numbers(top_k), numbers(seed, "uint64")
+    draw_types = (temperature, "float64"), (top_p, "float64"), (top_k, "int64"), (seed, "uint64")
+    held = [call_array(*column) for column in draw_types]  # until the call has ended
     call = SampleCall(
         logits.data_ptr(),
         positions.data_ptr(),
@@ -463,8 +463,7 @@ def sample(
         run or max(T, 1),
         out.data_ptr(),
     )
-    crew = team()
-    crew.run(native().sample, call, crew.size)
+    team().call(native().sample, call)
     return out
 
 
@@ -472,24 +471,20 @@ def adjust(args: AdjustRows) -> Tensor:
     """What `kernels.adjust_rows` returns for logits [T, V] float32. Raises ValueError for numbers that are read and
     point outside of the other arguments."""
     logits, out = args.logits.contiguous(), torch.empty(args.logits.shape, dtype=torch.float32, device="cpu")
-    text, window, parents = (
-        x if x is None or x.shape[1] < 2 or x.stride(1) == 1 else x.contiguous()
-        for x in (args.text, args.window, args.parents)
-    )
+    text, window, parents = (None if x is None else rowwise(x) for x in (args.text, args.window, args.parents))
     own = args.prompt, args.length, args.places, args.numbers, args.bias_ids, args.bias
     prompt, length, places, numbers, bias_ids, bias = (None if x is None else x.contiguous() for x in own)
     held = text, prompt, length, window, parents, places, numbers, bias_ids, bias  # until the call has ended
     call = AdjustCall(
         logits.data_ptr(),
-        *(None if x is None else x.data_ptr() for x in held),
+        *map(address, held),
         *(*logits.shape, args.window.shape[0], args.text.shape[1], args.window.shape[1]),
         0 if bias is None else bias.shape[1],
         *(0 if x is None else x.stride(0) for x in (text, window, parents)),
         bool(args.floors),
         out.data_ptr(),
     )
-    crew = team()
-    crew.run(native().adjust, call, crew.size)
+    team().call(native().adjust, call)
     return out
 
 

@@ -17,8 +17,13 @@ from specker.cpu import build
 from specker.layer_weights import KINDS
 
 ACTIVATIONS = {"int8": 0, "bfloat16": 1, "float32": 2}
-KEPT = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.int8: 3}  # of K and V -> the enum in csrc/layers.h
+KV_TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.int8: 3}  # -> the enum in csrc/layers.h
 GATES = {"silu": 0, "gelu_tanh": 1, "gelu": 2, "clamped_silu": 3}  # LayerSpec.activation -> the enum in csrc/layers.h
+
+
+def address(x: Tensor | None) -> int | None:
+    """For a struct, which does not keep the tensor."""
+    return None if x is None else x.data_ptr()
 
 
 class Segment(Structure):
@@ -282,6 +287,10 @@ class Team:
         self.handle = native().team_new(size, (c_int * len(cpus))(*cpus), len(cpus))
         if not self.handle:
             raise ValueError(f"the system gives no {size} threads: lower OMP_NUM_THREADS")
+
+    def call(self, function: Any, call: Structure) -> None:
+        """Run a function that divides its work among the threads itself."""
+        self.run(function, call, self.size)
 
     def run(self, function: Any, *args: Any) -> None:
         done = function(self.handle, *args)
