@@ -20,6 +20,7 @@ from specker.kernels.variant import (
     TYPES,
     Kinds,
     Variant,
+    check_dims,
     check_kinds,
     check_within,
     rowwise,
@@ -344,14 +345,8 @@ def _check(args: Arguments) -> None:
     x, weight, inputs = args.x, args.weight, args.inputs
     if x.dim() != 2 or not x.is_floating_point() or x.dtype.itemsize == 1:
         raise ValueError(f"x must be [T, C], floating: {tuple(x.shape)}, {x.dtype}")
-    for name, given, form in (
-        ("weight", weight, "[C, K]"),
-        ("inputs", inputs, "[pages, page_size >= 1, C]"),
-        ("kv_len", args.kv_len, "[B]"),
-        ("block_table", args.block_table, "[B, P]"),
-    ):
-        if given.dim() != form.count(",") + 1 or (name == "inputs" and not given.shape[1]):
-            raise ValueError(f"{name} must be {form}, got {tuple(given.shape)}")
+    forms = {"weight": "[C, K]", "inputs": "[pages, page_size >= 1, C]", "kv_len": "[B]", "block_table": "[B, P]"}
+    check_dims(args, forms)
     (T, C), (pages, page), B, P = x.shape, inputs.shape[:2], len(args.kv_len), args.block_table.shape[-1]
     wide, i64, i32 = torch.promote_types(x.dtype, torch.float32), torch.int64, torch.int32
     kinds: Kinds = {

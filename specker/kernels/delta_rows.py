@@ -24,6 +24,7 @@ from specker.kernels.variant import (
     TYPES,
     Kinds,
     Variant,
+    check_dims,
     check_kinds,
     check_within,
     rowwise,
@@ -736,13 +737,8 @@ def _check(args: Arguments) -> None:
         raise ValueError(
             f"q must be [T, Hk, Dk] and v [T, Hv, Dv], floating: {tuple(q.shape)}, {tuple(v.shape)}, {q.dtype}"
         )
-    for name, given, form in (
-        ("kv_len", args.kv_len, "[B]"),
-        ("block_table", args.block_table, "[B, P]"),
-        ("k_records", k_records, "[pages, page_size >= 1, Hk, Dk]"),
-    ):
-        if given.dim() != form.count(",") + 1 or (name == "k_records" and not given.shape[1]):
-            raise ValueError(f"{name} must be {form}, got {tuple(given.shape)}")
+    forms = {"kv_len": "[B]", "block_table": "[B, P]", "k_records": "[pages, page_size >= 1, Hk, Dk]"}
+    check_dims(args, forms)
     (T, Hk, Dk), (_, Hv, Dv), B = q.shape, v.shape, args.kv_len.shape[0]
     (pages, page), P = k_records.shape[:2], args.block_table.shape[-1]
     S, own, wide = args.states.shape[:1], q.dtype, torch.promote_types(q.dtype, torch.float32)

@@ -357,6 +357,14 @@ def rowwise(x: Tensor) -> Tensor:
 Kinds = dict[str, tuple[tuple[int, ...], torch.dtype]]  # shape and dtype by name
 
 
+def check_dims(args: tuple[Any, ...], forms: dict[str, str]) -> None:
+    """Raise ValueError unless the fields of `args` have as many dimensions as their forms name, and pages a size."""
+    for name, form in forms.items():
+        x = getattr(args, name)
+        if x.dim() != form.count(",") + 1 or ("page_size" in form and not x.shape[1]):
+            raise ValueError(f"{name} must be {form}, got {tuple(x.shape)}")
+
+
 def check_kinds(args: tuple[Any, ...], kinds: Kinds) -> None:
     """Raise ValueError unless the fields of `args` have these shapes and dtypes, and the first argument's device."""
     given = {name: getattr(args, name) for name in kinds}
