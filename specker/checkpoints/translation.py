@@ -31,7 +31,7 @@ UNSPACED = 96
 
 
 @dataclass(frozen=True)
-class Pieces:
+class TokenTexts:
     """What each id of a vocabulary stands for."""
 
     texts: list[bytes]  # by id; b"" of special tokens and of ids without a token
@@ -39,8 +39,8 @@ class Pieces:
     special: dict[str, int]  # the special tokens' texts, with their ids
 
     @classmethod
-    def of(cls, tokens: Tokens) -> Pieces:
-        """The pieces of a tokenizer. Raises CheckpointError if it cannot be read."""
+    def of(cls, tokens: Tokens) -> TokenTexts:
+        """The texts of a tokenizer's tokens. Raises CheckpointError if it cannot be read."""
         vocabulary, spelling = tokens.vocabulary, tokens.spelling
         texts = [b""] * (max(vocabulary.values(), default=-1) + 1)
         for token, n in vocabulary.items():
@@ -63,8 +63,8 @@ class Pieces:
 class Translation:
     """Between the ids of a target and those of a draft."""
 
-    target: Pieces
-    draft: Pieces
+    target: TokenTexts
+    draft: TokenTexts
     theirs: Tokens  # the target's
     tokens: Tokens  # the draft's
     size: int  # the target's number of ids
@@ -77,7 +77,7 @@ class Translation:
     def between(cls, target: Tokens, draft: Tokens, sizes: tuple[int, int], free: bool) -> Translation:
         """`sizes`: the target's and the draft's number of ids, in their embeddings. Raises CheckpointError if a
         tokenizer cannot be read."""
-        its, own = Pieces.of(target), Pieces.of(draft)
+        its, own = TokenTexts.of(target), TokenTexts.of(draft)
         pairs = {n: own.ids[text] for text, n in its.ids.items() if text in own.ids}
         pairs |= {n: own.special[text] for text, n in its.special.items() if text in own.special}
         ids = sorted(n for n, other in pairs.items() if n < sizes[0] and other < sizes[1])
@@ -184,12 +184,12 @@ class Translation:
         return _divided(text, within, self.tokens.tokenizer, self.draft, self.spaced)
 
 
-def _spaced(tokenizer: Any, pieces: Pieces) -> bool:
+def _spaced(tokenizer: Any, vocabulary: TokenTexts) -> bool:
     """Whether a tokenizer puts a space before each text."""
-    return b"".join(pieces.texts[n] for n in tokenizer.encode("a", add_special_tokens=False)) == b" a"
+    return b"".join(vocabulary.texts[n] for n in tokenizer.encode("a", add_special_tokens=False)) == b" a"
 
 
-def _divided(text: bytes, within: bool, tokenizer: Any, pieces: Pieces, spaced: bool) -> list[int]:
+def _divided(text: bytes, within: bool, tokenizer: Any, vocabulary: TokenTexts, spaced: bool) -> list[int]:
     """The ids of a text, which may begin or end within a character. Bytes of no whole character become the tokens of
     single bytes, if there are any. `within`: it follows other text, so that the space that a tokenizer puts before each
     text (`spaced`) is the one that the text begins with, or none."""
@@ -202,9 +202,9 @@ def _divided(text: bytes, within: bool, tokenizer: Any, pieces: Pieces, spaced: 
         if whole:
             begins = whole.startswith(" ")
             ids = tokenizer.encode(whole[1:] if within and spaced and begins else whole, add_special_tokens=False)
-            alone = within and spaced and not begins and pieces.texts[ids[0]] == b" "
+            alone = within and spaced and not begins and vocabulary.texts[ids[0]] == b" "
             out += ids[1:] if alone else ids
-        out += [n for byte in broken if (n := pieces.ids.get(bytes((byte,)))) is not None]
+        out += [n for byte in broken if (n := vocabulary.ids.get(bytes((byte,)))) is not None]
         within = True
     return out
 

@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerFast
 
 import specker
 from specker.checkpoints.tokenizer import Tokens
-from specker.checkpoints.translation import SETTLED_AFTER, Pieces, Reader, Translation, _divided
+from specker.checkpoints.translation import SETTLED_AFTER, Reader, TokenTexts, Translation, _divided
 from specker.integrations.drafts import Drafts
 
 TEXT = (
@@ -160,7 +160,7 @@ def test_a_draft_whose_text_needs_more_memory_or_context_stops_drafting(folders:
 
 def test_a_space_of_the_tokenizers_own_is_dropped_within_a_text() -> None:
     """A sentencepiece tokenizer may put it before a text as a token of its own."""
-    pieces = Pieces([b" ", b"("], set(), {})
+    pieces = TokenTexts([b" ", b"("], set(), {})
     tokenizer = SimpleNamespace(encode=lambda text, add_special_tokens: [0, 1] if text == "(" else [0])
     assert _divided(b"(", False, tokenizer, pieces, spaced=True) == [0, 1]
     assert _divided(b"(", True, tokenizer, pieces, spaced=True) == [1]
