@@ -17,7 +17,7 @@ from torch import Tensor
 
 from specker.kernels.quant import Format, Matrix, Quantized, arguments_of, constexprs_of, format_of, streams, types_of
 from specker.kernels.registry import register, takes
-from specker.kernels.row_linear import GATES, _row_linear_merge_kernel, gate_mul, row_linear
+from specker.kernels.row_linear import GATES, gate_mul, merge_variant, row_linear
 from specker.kernels.stream import stream_rows
 from specker.kernels.tiles import COMMON, MXFP4, Product, few_rows, like, split_of, tiles, weight_left, wide_rows
 from specker.kernels.variant import (
@@ -347,23 +347,8 @@ def _variants(
     )
     if epilogue == "split" or not parts:
         return stream, None
-    columns = O // 2 if gate else O
-    merge = Variant(
-        name=name + " merge",
-        kernel=_row_linear_merge_kernel,
-        arguments=("*fp32", f"*{t}", f"*{t}", "i32"),
-        constexprs={
-            "G": 1,
-            "O": O,
-            "SPLITS": splits * k if weighted else splits,
-            "GATE": gate,
-            "BIAS": False,
-            "BLOCK": min(triton.next_power_of_2(columns), 512),
-        },
-        num_warps=4 if columns > 256 else 1,
-        wide=columns % 8 == 0 and columns >= 128,
-    )
-    return stream, merge
+    sizes = {"G": 1, "O": O, "SPLITS": splits * k if weighted else splits, "GATE": gate, "BIAS": False}
+    return stream, merge_variant(name, (f"*{t}", f"*{t}"), sizes, smoke=False, least=128)
 
 
 def variants(arch: int) -> Iterator[Variant]:

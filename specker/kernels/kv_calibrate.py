@@ -105,7 +105,7 @@ def kv_calibrate_ref(args: Arguments) -> Tensor:
     qkv, positions, slots, rope, k_cache, v_cache, q_norm, k_norm, eps, k_scale, v_scale = args
     T = qkv.shape[0]
     Hkv, D = k_cache.shape[-2:]
-    heads = qkv.contiguous().view(T, qkv.shape[1] // D, D)  # q has the layout that `_fake` promises
+    heads = qkv.contiguous().view(T, qkv.shape[1] // D, D)  # q has the layout that `fake_q` promises
     Hq = heads.shape[1] - 2 * Hkv
     qk = heads[:, : Hq + Hkv]  # adjacent, so rotated together
     if q_norm is not None and k_norm is not None:
@@ -438,8 +438,8 @@ def check_rows(x: Tensor, T: int, args: Any) -> tuple[int, int]:
     return Hkv, D
 
 
-def _fake(args: Arguments) -> Tensor:
-    qkv, k_cache = args.qkv, args.k_cache
+def fake_q(qkv: Tensor, k_cache: Tensor) -> Tensor:
+    """A fake result for fake arguments."""
     Hkv, D = k_cache.shape[2:]
     heads = qkv.new_empty(qkv.shape[0], qkv.shape[1] // D - Hkv, D)  # the reference's q and k are views of one tensor
     q = heads[:, : heads.shape[1] - Hkv]
@@ -452,7 +452,7 @@ _kv_calibrate = register(
     check=_check,
     reference=kv_calibrate_ref,
     launch=launch,
-    fake=_fake,
+    fake=lambda args: fake_q(args.qkv, args.k_cache),
     mutates=("k_cache", "v_cache"),
     explain=_explain,
 )

@@ -19,6 +19,7 @@ from specker.kernels.kv_calibrate import (
     calibrate,
     check_places,
     check_rows,
+    fake_q,
     kv_calibrate,
     kv_calibrate_cost,
     store_halves,
@@ -469,10 +470,7 @@ def _explain(args: Arguments) -> None:
 
 
 def _fake(args: Arguments) -> Tensor:
-    x, (Hkv, D) = args.x, args.k_cache.shape[2:]
-    rows, heads = math.prod(x.shape[:-1]), args.weight.shape[-2] // D
-    q = x.new_empty(rows, heads - Hkv, D)[:, : heads - 2 * Hkv]  # the reference's q and k are views of one tensor
-    return q.new_empty(q.shape) if x.is_cuda and x.dtype != torch.float64 else q
+    return fake_q(args.x.new_empty(math.prod(args.x.shape[:-1]), args.weight.shape[-2]), args.k_cache)
 
 
 def _fits(args: Arguments) -> bool:

@@ -9,7 +9,7 @@ the bytes of a quantised weight's parts, plus G * T * (E + O).
 import math
 from collections.abc import Iterator
 from functools import cache, lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -411,17 +411,22 @@ def _variants(product: Product, epilogue: str, bias: bool = False) -> tuple[Vari
     )
     if parts or splits == 1:
         return stream, None
-    columns = O // 2 if gate else O
-    merge = Variant(
+    return stream, merge_variant(name, (f"*{t}", f"*{out}"), common, smoke)
+
+
+def merge_variant(name: str, types: tuple[str, str], sizes: dict[str, Any], smoke: bool, least: int = 1) -> Variant:
+    """The kernel that adds up the splits of the variant `name`. `types` of bias and result; `sizes`: the constexprs but
+    BLOCK; `least`: the fewest columns that are read 16 bytes at a time."""
+    columns = sizes["O"] // 2 if sizes["GATE"] else sizes["O"]
+    return Variant(
         name=name + " merge",
         kernel=_row_linear_merge_kernel,
-        arguments=("*fp32", f"*{t}", f"*{out}", "i32"),
-        constexprs={**common, "BLOCK": min(triton.next_power_of_2(columns), 512)},
+        arguments=("*fp32", *types, "i32"),
+        constexprs={**sizes, "BLOCK": min(triton.next_power_of_2(columns), 512)},
         num_warps=4 if columns > 256 else 1,
-        wide=columns % 8 == 0,
+        wide=columns % 8 == 0 and columns >= least,
         smoke=smoke,
     )
-    return stream, merge
 
 
 def variants(arch: int) -> Iterator[Variant]:
