@@ -72,7 +72,7 @@ class Storage:
         served = self.packs or self.device.type != "cpu" or available()
         return self.quantize != "none" and self.dtype != torch.float64 and served
 
-    def own(self, source: Quantized | Packed) -> Matrix:
+    def as_stored(self, source: Quantized | Packed) -> Matrix:
         """A quantised matrix as the run stores it."""
         if self.packs:
             made = source if isinstance(source, Packed) else packed.of_quantised(source)
@@ -151,17 +151,17 @@ class Buffers:
                 raise CheckpointError(f"{p.name} cannot be quantised: {error}") from error
         stays = (p.buffer, p.layer) in self.stays
         if not isinstance(source, Tensor) and p.buffer == "embed":
-            head = storage.own(source)
+            head = storage.as_stored(source)
             if self.c.tied:
                 kept = storage.keeps or isinstance(head, Tensor)
                 self.dense["head"] = head if kept else head.dequantised(storage.dtype)  # type: ignore[union-attr]
             if stays:  # the head's own matrix, or the one that the head was rounded from
-                embed = given if isinstance(given, Tensor) else storage.own(given)
+                embed = given if isinstance(given, Tensor) else storage.as_stored(given)
                 self._parts[p.buffer, p.layer].append(head if kind is None else embed)
                 return
             source = given
         elif not isinstance(source, Tensor) and stays:
-            self._parts[p.buffer, p.layer].append(storage.own(source))
+            self._parts[p.buffer, p.layer].append(storage.as_stored(source))
             return
         if not isinstance(source, Tensor):
             source = source.dequantised(torch.float32)
@@ -217,7 +217,7 @@ def part_of(p: Piece, name: str, scheme: Scheme, get: Get) -> Quantized | Packed
         if group % quant.LEAST[whole.kind]:
             raise CheckpointError(f"{name} has {whole.kind} weights, which cannot be split over so many ranks")
         whole = quant.spread(whole, group)
-    return whole.each(p.rows_of).columns(column, columns)
+    return whole.map_parts(p.rows_of).columns(column, columns)
 
 
 def _allocated(

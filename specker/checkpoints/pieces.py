@@ -164,8 +164,8 @@ def is_fused(names: Iterable[str]) -> bool:
 class Share(NamedTuple):
     """The rows or columns of a tensor that a part holds."""
 
-    own: Sequence[int]
-    of: int  # of the whole tensor
+    indices: Sequence[int]
+    total: int  # of the whole tensor
     bias: bool = False  # there is one, split in the same way; columns' bias is whole, and only rank 0 adds it
 
 
@@ -221,21 +221,21 @@ class _Layer:
 
     def _split(self, key: str, share: Share) -> Iterator[Piece]:
         """A part of a tensor, and of its bias. The tensors of a field lie one below the other."""
-        field, E, count = _field(key), self.c.hidden_size, len(share.own)
-        first, bias = share.own[0], {"end": ".bias", "buffer": f"{field}_bias"}
+        field, E, count = _field(key), self.c.hidden_size, len(share.indices)
+        first, bias = share.indices[0], {"end": ".bias", "buffer": f"{field}_bias"}
         if KINDS[field].split == "columns":
-            yield self._piece(key, 0, (E, count), (E, share.of), (0, first))
+            yield self._piece(key, 0, (E, count), (E, share.total), (0, first))
             if share.bias:
                 yield self._piece(key, 0, (E,), (E,), (0,), **bias)
             return
         columns = (1, self.mixer.kernel) if field == "conv" and self.mixer else (E,) if KINDS[field].product else ()
         row, self.below[field] = self.below[field], self.below[field] + count
-        consecutive = list(share.own) == [*range(first, first + count)]
-        order = () if consecutive and (field != "conv" or count == share.of) else tuple(share.own)
+        consecutive = list(share.indices) == [*range(first, first + count)]
+        order = () if consecutive and (field != "conv" or count == share.total) else tuple(share.indices)
         starts = first, *(0 for _ in columns)
-        yield self._piece(key, row, (count, *columns), (share.of, *columns), starts, order=order)
+        yield self._piece(key, row, (count, *columns), (share.total, *columns), starts, order=order)
         if share.bias:
-            yield self._piece(key, row, (count,), (share.of,), (first,), order=order, **bias)
+            yield self._piece(key, row, (count,), (share.total,), (first,), order=order, **bias)
 
     def _attention(self) -> Shares:
         c, part, own, bias = self.c, self.part, self.c.kv(self.i), self.c.layer.qkv_bias

@@ -164,13 +164,13 @@ class Quantized:
         return len(self.q)
 
     def __getitem__(self, rows: Any) -> "Quantized":
-        return self.each(lambda part: as_bytes(part)[rows].view(part.dtype))
+        return self.map_parts(lambda part: as_bytes(part)[rows].view(part.dtype))
 
     def __setitem__(self, rows: Any, other: "Quantized") -> None:
         for part, new in zip(self.parts, other.parts, strict=True):
             as_bytes(part)[rows] = as_bytes(new)
 
-    def each(self, function: Callable[[Tensor], Tensor]) -> "Quantized":
+    def map_parts(self, function: Callable[[Tensor], Tensor]) -> "Quantized":
         """A matrix with `function` applied to q, scale and shift."""
         shift = None if self.shift is None else function(self.shift)
         return Quantized(function(self.q), function(self.scale), shift)
@@ -178,19 +178,21 @@ class Quantized:
     def columns(self, first: int, count: int) -> "Quantized":
         """Columns first .. first + count - 1, whole groups."""
         E = self.shape[-1]
-        return self.each(lambda part: part[..., first * part.shape[-1] // E : (first + count) * part.shape[-1] // E])
+        return self.map_parts(
+            lambda part: part[..., first * part.shape[-1] // E : (first + count) * part.shape[-1] // E]
+        )
 
     def contiguous(self) -> "Quantized":
-        return self.each(Tensor.contiguous)
+        return self.map_parts(Tensor.contiguous)
 
     def to(self, device: torch.device | str) -> "Quantized":
-        return self.each(lambda part: part.to(device))
+        return self.map_parts(lambda part: part.to(device))
 
     def dequantised(self, dtype: torch.dtype) -> Tensor:
         """The weights, rounded to float32 and then to `dtype`. [.., O, E]."""
         out = torch.empty(self.shape, dtype=dtype, device=self.device)
         rows = max(1, CHUNK // self.shape[-1])
-        flat, whole = out.view(-1, self.shape[-1]), self.each(lambda part: part.reshape(-1, part.shape[-1]))
+        flat, whole = out.view(-1, self.shape[-1]), self.map_parts(lambda part: part.reshape(-1, part.shape[-1]))
         for i in range(0, len(flat), rows):
             flat[i : i + rows] = _restored(whole[i : i + rows])
         return out

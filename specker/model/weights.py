@@ -127,5 +127,5 @@ def layers_of(weights: Weights, c: ModelConfig, ropes: Sequence[Tensor]) -> list
 def by_expert(matrix: Tensor | Quantized, count: int) -> Tensor | Quantized:
     """The matrices of `count` experts one after another [X * O, E] as [X, O, E]."""
     if isinstance(matrix, Quantized):
-        return matrix.each(lambda part: part.unflatten(0, (count, -1)))
+        return matrix.map_parts(lambda part: part.unflatten(0, (count, -1)))
     return matrix.unflatten(0, (count, -1))

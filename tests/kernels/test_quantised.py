@@ -227,9 +227,11 @@ def test_views_surrounded_by_nan(form):
         around[5 : 5 + part.numel()] = bits.flatten()
         return around[5 : 5 + part.numel()].view(part.dtype).view(part.shape)
 
-    assert torch.equal(linear.launch(inside(x), weight.each(inside), None, "none"), want)
-    wide = weight.each(lambda part: torch.cat((part.view(torch.uint8), part.view(torch.uint8)), -1).view(part.dtype))
-    half = wide.each(lambda part: part[..., : part.shape[-1] // 2])
+    assert torch.equal(linear.launch(inside(x), weight.map_parts(inside), None, "none"), want)
+    wide = weight.map_parts(
+        lambda part: torch.cat((part.view(torch.uint8), part.view(torch.uint8)), -1).view(part.dtype)
+    )
+    half = wide.map_parts(lambda part: part[..., : part.shape[-1] // 2])
     assert not half.q.is_contiguous() and torch.equal(linear.launch(x, half, None, "none"), want)
 
 
