@@ -1,6 +1,6 @@
 """Read a decoder's settings from a checkpoint's config.json, and name what is not supported.
 
-Where config.json lacks something or has older spellings (settings.py), transformers fills in and normalises.
+Where config.json lacks something or has older spellings (plain_config.py), transformers fills in and normalises.
 `checkpoint.py` reads the weights.
 """
 
@@ -17,8 +17,8 @@ import torch
 from specker.checkpoints.architectures import ARCHITECTURES
 from specker.checkpoints.architectures.architecture import FULL, LAYER_TYPES, SLIDING, Architecture
 from specker.checkpoints.numbers import check_dtype, check_experts, check_factors, check_sizes
-from specker.checkpoints.settings import ROPES as OWN_ROPES
-from specker.checkpoints.settings import config_of, frequencies
+from specker.checkpoints.plain_config import ROPES as OWN_ROPES
+from specker.checkpoints.plain_config import config_of, frequencies
 from specker.fields import option
 from specker.model.config import CheckpointError, Experts, Mixer, ModelConfig
 from specker.model.weights import Rope

@@ -51,8 +51,8 @@ class Architecture:
     defaults: Mapping[str, Any] = field(default_factory=dict)  # of fields that this class sets otherwise
     text: str = ""  # the model type that the text model's config has, if it may be part of a multimodal checkpoint
     fills: Mapping[str, Any] | None = None
-    """The fields that config.json may leave out, with the values that transformers' class gives them (`settings.py`).
-    None: transformers reads config.json."""
+    """The fields that config.json may leave out, with the values that transformers' class gives them
+    (`plain_config.py`). None: transformers reads config.json."""
 
 
 # Fields that config.json may leave out in most families (Architecture.fills)

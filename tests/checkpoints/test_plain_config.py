@@ -12,7 +12,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from specker.checkpoints import parse
 from specker.checkpoints.architectures import ARCHITECTURES
-from specker.checkpoints.settings import config_of, frequencies
+from specker.checkpoints.plain_config import config_of, frequencies
 
 OWN = [name for name, its in ARCHITECTURES.items() if its.fills is not None]
 SIZES = {"vocab_size": 128, "hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4}
