@@ -399,11 +399,6 @@ def _check_numbers(args: Arguments) -> None:
         check_within("bias_ids", args.bias_ids.clamp(min=-1), V, least=-1)
 
 
-def _explain(args: Arguments) -> None:
-    _check(args)
-    _check_numbers(args)
-
-
 _adjust_rows = register(
     adjust_rows,
     Arguments,
@@ -411,5 +406,5 @@ _adjust_rows = register(
     reference=_on_cpu,
     launch=launch,
     fake=lambda args: torch.empty_like(args.logits, memory_format=torch.contiguous_format),
-    explain=_explain,
+    check_values=_check_numbers,
 )

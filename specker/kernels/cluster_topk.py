@@ -603,11 +603,6 @@ def _check(args: Arguments) -> None:
     same_device(hidden, centroids=centroids, token_ids=token_ids)
 
 
-def _explain(args: Arguments) -> None:
-    _check(args)
-    check_ids(args.token_ids)
-
-
 class Flat(NamedTuple):
     """The arguments of the registered op."""
 
@@ -641,6 +636,6 @@ _cluster_topk = register(
     launch=launch,
     fake=results_of,
     fits=lambda args: streams(args.weight),
-    explain=_explain,
+    check_values=check_ids,
     flat=Flat,
 )

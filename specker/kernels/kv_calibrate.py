@@ -386,11 +386,6 @@ def _check(args: Arguments) -> None:
         raise ValueError(f"qkv must be [T, (Hq + 2*{Hkv}) * {D}], got {tuple(qkv.shape)}")
 
 
-def _explain(args: Arguments) -> None:
-    _check(args)
-    check_places(args)
-
-
 def check_places(args: Any) -> None:
     """Raise ValueError for positions beyond the table or slots beyond the cache; reads them on the host. `args` are
     those of kv_calibrate or kv_project."""
@@ -454,7 +449,7 @@ _kv_calibrate = register(
     launch=launch,
     fake=lambda args: fake_q(args.qkv, args.k_cache),
     mutates=("k_cache", "v_cache"),
-    explain=_explain,
+    check_values=check_places,
 )
 
 

@@ -159,8 +159,7 @@ def _check(args: Arguments) -> None:
     same_device(k_cache, v_cache=v_cache, src=src, dst=dst)
 
 
-def _explain(args: Arguments) -> None:
-    _check(args)
+def _check_slots(args: Arguments) -> None:
     for name, slots in (("src", args.src), ("dst", args.dst)):
         check_within(name, slots, args.k_cache.shape[1] * args.k_cache.shape[2])
 
@@ -174,5 +173,5 @@ _kv_commit = register(
     fake=lambda args: None,
     fits=lambda args: args.src.shape[0] <= MAX_COMMIT,
     mutates=("k_cache", "v_cache"),
-    explain=_explain,
+    check_values=_check_slots,
 )

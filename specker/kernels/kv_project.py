@@ -464,11 +464,6 @@ def _check(args: Arguments) -> None:
         raise ValueError(f"k_scale must be [{G}, {Hkv}], a row per layer, got {tuple(k_scale.shape)}")
 
 
-def _explain(args: Arguments) -> None:
-    _check(args)
-    check_places(args)
-
-
 def _fake(args: Arguments) -> Tensor:
     return fake_q(args.x.new_empty(math.prod(args.x.shape[:-1]), args.weight.shape[-2]), args.k_cache)
 
@@ -487,5 +482,5 @@ _kv_project = register(
     fake=_fake,
     fits=_fits,
     mutates=("k_cache", "v_cache"),
-    explain=_explain,
+    check_values=check_places,
 )

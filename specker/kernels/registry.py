@@ -70,14 +70,14 @@ def register(
     fake: Callable[..., R],
     fits: Callable[..., bool] | None = None,
     mutates: tuple[str, ...] = (),
-    explain: Callable[..., object] | None = None,
+    check_values: Callable[[Any], object] | None = None,
     flat: Any = None,
 ) -> Callable[P, R]:
     """Define torch.ops.specker.<name of function>. Returns a callable to which `function` passes all arguments in
     order. The other functions take them as a `record`, a NamedTuple.
 
     `launch` serves CUDA tensors, except float64 and arguments for which `fits` is false; `reference` serves the rest.
-    `mutates` names the tensors that the op writes. `explain` is called after a failure instead of `check`, and may read
+    `mutates` names the tensors that the op writes. `check_values` runs only after a failure, behind `check`: it reads
     values on the host.
 
     Where a schema cannot express the function's arguments, the fields of `flat`, a NamedTuple, are the registered ones:
@@ -95,14 +95,18 @@ def register(
         parts = [inspect.Parameter(p, plain, default=None, annotation=Tensor | None) for p in ("scale", "shift")]
         positional = [p.replace(annotation=Tensor) if p.annotation == Matrix else p for p in positional] + parts
     defaults = tuple(p.default for p in positional)
-    explain = explain or check
 
     # Every field is given, so this leaves out the record's own constructor, a Python function that fills in defaults.
     new: Any = record
     recorded = functools.partial(tuple.__new__, new)
 
+    def explain(*args: Any) -> None:
+        check(recorded(args))
+        if check_values is not None:
+            check_values(recorded(args))
+
     def refused(args: tuple[Any, ...]) -> None:
-        refuse(function, lambda *args: explain(recorded(args)), args, mutates)
+        refuse(function, explain, args, mutates)
 
     def call(*args: Any) -> Any:
         if is_dynamo_compiling() or (type(args[0]) is not Tensor and is_compiling()):  # 40 ns less than is_compiling()

@@ -787,15 +787,10 @@ def _check(args: Arguments) -> None:
     same_device(hidden, token_ids=token_ids)
 
 
-def _explain(args: Arguments) -> None:
-    _check(args)
-    check_ids(args.token_ids)
-
-
-def check_ids(token_ids: Tensor | None) -> None:
-    """Raise ValueError for ids that the noise is not defined for; reads them on the host."""
-    if token_ids is not None:
-        check_within("token_ids", token_ids, 1 << 32)
+def check_ids(args: Any) -> None:
+    """Raise ValueError for token ids that the noise is not defined for; reads them on the host."""
+    if args.token_ids is not None:
+        check_within("token_ids", args.token_ids, 1 << 32)
 
 
 def check_head(hidden: Tensor, weight: Matrix, norm: Norm | None, noise: Noisy | None) -> None:
@@ -904,6 +899,6 @@ _vocab_topk = register(
     launch=launch,
     fake=results_of,
     fits=lambda args: streams(args.weight),
-    explain=_explain,
+    check_values=check_ids,
     flat=Flat,
 )
