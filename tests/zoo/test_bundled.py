@@ -193,7 +193,7 @@ def test_the_hybrid_writes_what_transformers_writes():
             assert out.tokens == want and out.stats.accepted > 0
 
 
-@pytest.mark.parametrize("temperature", [0.0, 0.7])
+@pytest.mark.parametrize("temperature", [pytest.param(0.0, marks=pytest.mark.slow), 0.7])
 def test_the_hybrids_own_head_is_accepted(temperature):
     engine = specker.load("hybrid-target", strategy="mtp", draft_tokens=2, policy="fixed", **EXACT)
     stats = Stats()
