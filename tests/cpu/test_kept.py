@@ -101,7 +101,7 @@ SPANS = {
 }
 
 
-@pytest.mark.parametrize(("layers", "kind"), cases.one_in(2, SPANS, ["float32", *NARROW]))
+@pytest.mark.parametrize(("layers", "kind"), cases.one_in(3, SPANS, ["float32", *NARROW]))
 def test_a_row_has_the_same_bits_on_both_sides_of_the_end_of_a_span(tmp_path, kind, layers):
     """Sums over 512 columns are added, from the row on that sees 768 columns. Rows that see a column fewer and more, in
     a chain, a tree and a batch, whose threads divide the columns or the heads; with one thread and three."""

@@ -132,9 +132,12 @@ HELD = [(0.0, 3, 0.2), (0.8, 2**31 - 1, 1.0), (1.0, 7, 1.0), (1.3, 2**31 - 1, 0.
 
 
 @pytest.mark.parametrize(
-    ("kind", "run"), [((9.0, 3, 0.5), 2), ((9.0, 3, 1.0), 1), ((9.0, 0, 0.5), 1), ((9.0, 0, 1.0), 3)]
+    ("go", "kind", "run"),
+    [
+        *((lambda *args: launch_sample(*args), kind, run) for kind, run in (((9.0, 3, 0.5), 2), ((9.0, 0, 1.0), 3))),
+        *((sample_rows, kind, 1) for kind in ((9.0, 3, 1.0), (9.0, 0, 0.5))),
+    ],
 )
-@pytest.mark.parametrize("go", [sample_rows, lambda *args: launch_sample(*args)])
 def test_sequences_with_their_own_parameters_share_a_launch(tiles, go, kind, run):
     """Greedy, sampled and filtered sequences each draw the same as alone with only their own settings. Logits tie, to
     test greedy; one row has infinities and one is steep."""

@@ -8,6 +8,7 @@ tie.
 import importlib
 import math
 
+import cases
 import pytest
 import torch
 from compile_only import compilations
@@ -84,8 +85,7 @@ def test_all_clusters_are_the_whole_head():
         assert_same(got, vocab_topk_ref(hidden, weight, ids.flatten(), 9, norm, noise))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize(("dtype", "size"), cases.one_in(2, [torch.float32, torch.float16], SIZES))
 def test_kernel(poisoned, monkeypatch, dtype, size):
     """Also where a program ranks its keys in several parts."""
     *sizes, clusters, k = size

@@ -112,9 +112,10 @@ def test_kernel(poisoned, size, dtype, epilogue):
         assert right(op.launch(*args), args, 8 if dtype == torch.float32 else 2), each
 
 
-@pytest.mark.parametrize("size", [SIZES[2], SIZES[4]])
-@pytest.mark.parametrize("epilogue", [*EPILOGUES, "clamped_silu_mul", "gelu_tanh_mul"])
-def test_biases_and_other_gates(poisoned, size, epilogue):
+@pytest.mark.parametrize(
+    ("epilogue", "size"), cases.one_in(2, [*EPILOGUES, "clamped_silu_mul", "gelu_tanh_mul"], [SIZES[2], SIZES[4]])
+)
+def test_biases_and_other_gates(poisoned, epilogue, size):
     """Of each expert, added before the gate, which clamps some of these numbers, or before the weighted sum. Those of
     experts without rows are not read."""
     for each in (False, True):
@@ -198,12 +199,11 @@ def test_views():
     assert torch.equal(op.launch(wide, weight.mT.contiguous().mT, *others), want)
 
 
-@pytest.mark.parametrize("epilogue", EPILOGUES)
-@pytest.mark.parametrize(("O", "E"), [(34, 40), (34, 1100)])
-def test_a_row_is_the_same_alone_and_among_others(epilogue, O, E):
+@pytest.mark.parametrize(("epilogue", "E"), cases.one_in(2, EPILOGUES, [40, 1100]))
+def test_a_row_is_the_same_alone_and_among_others(epilogue, E):
     """Also beside rows that fill its experts' tiles, and if it is in another tile of them."""
     T, X, k = (150, 5, 2) if E < 100 else (66, 3, 2)
-    x, weight, experts, _, _, _, scores = given((T, X, k, O, E), torch.float16, epilogue, False)
+    x, weight, experts, _, _, _, scores = given((T, X, k, 34, E), torch.float16, epilogue, False)
 
     def run(rows):
         some = None if scores is None else scores[rows]

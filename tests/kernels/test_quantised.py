@@ -102,8 +102,7 @@ def test_row_linear(poisoned, form, dtype, epilogue):
         assert got.dtype == dtype and close(got, formula(x, weight, bias, epilogue), dtype), (O, E, T)
 
 
-@pytest.mark.parametrize("form", FORMATS[::3])
-@pytest.mark.parametrize("epilogue", ["none", "silu_mul"])
+@pytest.mark.parametrize(("form", "epilogue"), cases.one_in(2, FORMATS[::3], ["none", "silu_mul"]))
 def test_layers_side_by_side(poisoned, form, epilogue):
     """Each with its own numbers, scales and shifts."""
     for G, (O, E) in ((1, SIZES[1]), (3, SIZES[0]), (2, SIZES[2])):

@@ -99,10 +99,10 @@ def load(pair, how, **more):
 @pytest.mark.parametrize(("kind", "how"), cases.one_in(3, KINDS, HOW))
 def test_texts_of_several_rings(pairs, plain, kind, how):
     """Alone, and in a batch whose slots and rings go to later requests."""
-    texts = [plain(kind, prompt, 20) for prompt in PROMPTS]
-    assert load(pairs[kind], how).generate(PROMPTS[0], 20).tokens == texts[0]
+    texts = [plain(kind, prompt, 12) for prompt in PROMPTS]
+    assert load(pairs[kind], how).generate(PROMPTS[0], 12).tokens == texts[0]
     three = load(pairs[kind], how, batch_size=3)
-    assert [out.tokens for out in three.generate(PROMPTS, 20)] == texts
+    assert [out.tokens for out in three.generate(PROMPTS, 12)] == texts
 
 
 @pytest.mark.parametrize("how", ["ar", "tree", "exit"])
@@ -198,8 +198,8 @@ def test_compiled_layers_read_rings(pairs, kind, how):
     every = specker.load(pairs[kind][0], strategy="ar", dtype="float32", page_size=1024)
     engine, prompts = load(pairs[kind], how, dtype="float32", batch_size=2), PROMPTS[:3]
     assert engine.model.stack is not None and every.cache.rings is None
-    want = [out.tokens for out in every.generate(prompts, 60)]
-    assert [out.tokens for out in engine.generate(prompts, 60)] == want
+    want = [out.tokens for out in every.generate(prompts, 30)]
+    assert [out.tokens for out in engine.generate(prompts, 30)] == want
     prompt = prompts[0] + want[0] + TURN
     got = engine.generate(prompt, 9)
     assert got.tokens == every.generate(prompt, 9).tokens and got.stats.prefilled == len(TURN)
@@ -213,10 +213,10 @@ def test_layers_with_unlike_heads(tmp_path, kind, how):
     whole = specker.load(target, strategy="ar", dtype="float64", page_size=1024)
     near, far = ((len(kv), *kv.shape[3:]) for kv in whole.cache.kv[::2])
     assert (near, far) == (((2, 2, 16), (2, 1, 32)) if kind is GEMMA4 else ((2, 2, 16), (1, 2, 32)))
-    texts = [whole.generate(prompt, 20).tokens for prompt in PROMPTS]
+    texts = [whole.generate(prompt, 12).tokens for prompt in PROMPTS]
     engine = load(pair, how, batch_size=3)
     assert [(len(kv), *kv.shape[3:]) for kv in engine.cache.kv[::2]] == [far, near]
-    assert [out.tokens for out in engine.generate(PROMPTS, 20)] == texts
+    assert [out.tokens for out in engine.generate(PROMPTS, 12)] == texts
     sampled = {"temperature": 0.7, "seed": 5}
     assert engine.generate(PROMPTS[0], 20, **sampled).tokens == whole.generate(PROMPTS[0], 20, **sampled).tokens
     for cache, rings_of in ((whole.cache, 0), (engine.cache, 4)):

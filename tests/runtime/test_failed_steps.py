@@ -112,7 +112,7 @@ def test_nobody_waits_for_a_step_that_failed(engines, way):
     counts = {"failed": 0, "decoded": 0}
 
     def work(n):
-        for _ in range(3):
+        for _ in range(2):
             try:
                 assert engine.generate(PROMPTS[n], 5 + n).tokens == want[n]
                 counts["decoded"] += 1
@@ -129,4 +129,4 @@ def test_nobody_waits_for_a_step_that_failed(engines, way):
                 thread.join(60)
                 assert not thread.is_alive(), f"{name}: a request waits for ever"
         assert free(engine), name
-    assert sum(counts.values()) == 12 * len(POINTS) and min(counts.values()) > 4, counts
+    assert sum(counts.values()) == 8 * len(POINTS) and min(counts.values()) > 4, counts

@@ -58,25 +58,6 @@ SAMPLING = {
 PROMPTS = ([5, 9, 40], [1], list(range(3, 90)))
 
 
-BUNDLED = {
-    "vocabtrim": {},
-    "easyspec+vocabtrim": {"tree": "2x4"},
-    "del": {"draft_tokens": 2},
-    "del+vocabtrim": {"vocab_keep": "2048"},
-    "diffuspec": {},
-    "diffuspec+vocabtrim": {"cps": "tree"},
-}
-
-
-@pytest.mark.parametrize(("strategy", "temperature"), cases.one_in(4, BUNDLED, [0.0, 0.7]))
-def test_the_bundled_family(bundled, strategy, temperature, cheap):
-    fast = specker.load(strategy=strategy, device="cpu", dtype="float64", graphs="on", **BUNDLED[strategy])
-    prompt = fast.encode(specker.zoo.PROMPTS[0])
-    got = fast.generate(prompt, 20, temperature=temperature)
-    assert got.tokens == cases.plain(specker.zoo.path("code-target"), prompt, 20, temperature=temperature)
-    assert got.stats.acceptance_length > 1.3
-
-
 @pytest.fixture(scope="module")
 def pairs(tmp_path_factory):
     target = make(tmp_path_factory.mktemp("target"), "llama", layers=3, max_context=192)

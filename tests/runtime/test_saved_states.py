@@ -1,5 +1,6 @@
 """Requests go on from recurrent states that were saved in earlier prompts, and their tokens are those without them."""
 
+import cases
 import pytest
 import torch
 from make_checkpoint import LFM2, QWEN3_5, make
@@ -86,8 +87,7 @@ def check(engine, alone, text, prefilled=None, count=12, **how):
     return out.tokens
 
 
-@pytest.mark.parametrize("how", HOW)
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("kind", "how"), cases.one_in(2, KINDS, HOW))
 def test_the_third_question_about_a_text_costs_its_own_tokens(pairs, alone, kind, how):
     """The second one finds where the texts part, and saves the states there."""
     engine = load(pairs, kind, how)

@@ -342,8 +342,7 @@ def test_closing_a_stream_frees_its_pages_at_once(models, graphs):
 # --- log-probabilities
 
 
-@pytest.mark.parametrize("way", ["ar", "draft", "tree", "del"])
-@pytest.mark.parametrize("graphs", ["off", "on"])
+@pytest.mark.parametrize(("way", "graphs"), cases.one_in(2, ["ar", "draft", "tree", "del"], ["off", "on"]))
 def test_logprobs_are_those_of_the_target(models, way, graphs, monkeypatch):
     """Against one forward over the whole text by transformers, before temperature and filters."""
     exact_oracle(monkeypatch)

@@ -6,6 +6,7 @@ import itertools
 import math
 from dataclasses import replace
 
+import cases
 import numpy as np
 import pytest
 import torch
@@ -207,8 +208,7 @@ def test_the_adaptive_length_follows_its_rule(usual, cps, graphs):
     assert generated < 3
 
 
-@pytest.mark.parametrize("graphs", ["off", "on"])
-@pytest.mark.parametrize("name", ["dflash", "dspark"])
+@pytest.mark.parametrize(("name", "graphs"), cases.one_in(2, ["dflash", "dspark"], ["off", "on"]))
 def test_the_measured_policy_drafts_after_a_warm_up(heads, name, graphs):
     """Policy auto chooses lengths up to the block's."""
     engine = heads("dflash", name).load(policy=None, graphs=graphs)
@@ -220,8 +220,7 @@ def test_the_measured_policy_drafts_after_a_warm_up(heads, name, graphs):
     assert engine.check(TEXT, out, 30).identical
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("quantize", [None, "int8", "int4"])
+@pytest.mark.parametrize(("dtype", "quantize"), cases.one_in(2, ["float32", "bfloat16"], [None, "int8", "int4"]))
 def test_other_types_and_quantised_drafters(tmp_path, dtype, quantize):
     """With sizes that the CPU's compiled layers run."""
     target = make(tmp_path / "target", layers=4, hidden=64, heads=2, kv_heads=1, head_dim=64, ffn=128, max_context=128)

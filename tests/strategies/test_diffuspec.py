@@ -65,11 +65,8 @@ SHAPES = {
 HOW = {"greedy": {}, "T0.7": {"temperature": 0.7}, "top": {"temperature": 1.0, "top_p": 0.8, "top_k": 20, "seed": 5}}
 CASES = [
     ("dream", "chain", "top", "on"),
-    ("dream", "tree", "greedy", "off"),
-    ("dream", "adl", "T0.7", "off"),
     ("dream", "plus-minus-one", "greedy", "on"),
     ("qwen3", "chain", "T0.7", "off"),  # its random guesses never match greedy tokens
-    ("qwen2", "tree", "T0.7", "off"),
 ]
 
 
@@ -94,14 +91,13 @@ def test_long_blocks_are_placed_by_the_host(family):
     assert got.tokens == fast.generate_ar(PROMPTS[2], 40, temperature=0.7).tokens
 
 
-@pytest.mark.parametrize("keep", [12, 40])
-def test_a_trimmed_head_changes_no_token(family, keep, tmp_path):
+def test_a_trimmed_head_changes_no_token(family, tmp_path):
     from specker.runtime.strategies.vocabtrim.scores import VocabScores
 
     scores = tmp_path / "s.safetensors"
     scores.write_bytes(VocabScores.from_counts(torch.arange(1, 129)).to_bytes())
     target, draft, ngram = family["dream"]
-    how = {"vocab_scores": str(scores), "vocab_keep": str(keep), "vocab_text": 5, "ngram": ngram}
+    how = {"vocab_scores": str(scores), "vocab_keep": "12", "vocab_text": 5, "ngram": ngram}
     fast = specker.load(target, draft, "diffuspec+vocabtrim", dtype="float64", **how)
     accepted = 0
     for prompt, temperature in itertools.product(PROMPTS, (0.0, 0.7)):
@@ -109,7 +105,7 @@ def test_a_trimmed_head_changes_no_token(family, keep, tmp_path):
         assert got.tokens == cases.plain(target, prompt, 12, temperature=temperature)
         accepted += got.stats.accepted
         report = fast.trim_report(got.stats)
-    assert accepted > 0 and report["kept_rows"] == keep + 5 and STOP in fast.trimmed_head.ids.tolist()
+    assert accepted > 0 and report["kept_rows"] == 12 + 5 and STOP in fast.trimmed_head.ids.tolist()
     assert report["mbsu"] > 0
 
 

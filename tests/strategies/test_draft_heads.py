@@ -83,7 +83,7 @@ def others(tmp_path_factory):
     return {name: (folders[name], sorted(often[name])) for name in OTHERS}
 
 
-@pytest.mark.parametrize(("target", "way"), cases.one_in(3, OTHERS, ON_OTHERS))
+@pytest.mark.parametrize(("target", "way"), cases.one_in(4, OTHERS, ON_OTHERS))
 def test_heads_of_gpt_oss_and_gemma4(others, tmp_path, target, way):
     """EAGLE heads read the rows of Gemma's embedding as they are, z-lab's DFlash drafters scaled; the soft cap of the
     target's logits bends neither's."""
@@ -120,7 +120,7 @@ def test_hidden_rows_of_gpt_oss_and_gemma4_are_those_of_transformers(others, mon
         ("eagle", "3.1", "device only"),
         ("eagle", "eagle1", "device first"),
         *cases.one_in(
-            2,
+            3,
             ["dflash"],
             ["z-lab", "dflash", "dspark", "deepspec, recurrent", "dflash2", "domino"],
             ["device only", "host first", "device first"],
@@ -183,7 +183,7 @@ WAYS: dict[str, tuple] = {  # strategy, layout, rest of the strategy, options
 }
 
 
-@pytest.mark.parametrize(("way", "mode"), cases.one_in(6, WAYS, MODES))
+@pytest.mark.parametrize(("way", "mode"), cases.one_in(8, WAYS, MODES))
 def test_batches_change_no_token(heads, monkeypatch, chunk_prompts, way, mode):
     """Texts of unequal length, some with a prompt of one token or of several chunks, take turns in three slots: slots
     are idle, and requests move to other slots. Pairs of MTP heads run in blocks."""

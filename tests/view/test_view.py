@@ -26,7 +26,6 @@ SETTINGS = {
     "ar": ["--strategy", "ar"],
     "chain": ["--strategy", "draft", "--policy", "fixed", "--draft-tokens", "4"],
     "asks": ["--strategy", "draft", "--policy", "draft-and-verify", "--temperature", "0.8", "--seed", "3"],
-    "tree": ["--strategy", "draft", "--tree", "3x3"],
     "pruned": ["--strategy", "draft", "--tree", "3x3", "--draft-tokens", "5"],
     "graphs": ["--strategy", "draft", "--tree", "3x3"],
     "lookup": ["--strategy", "lookup", "--tree", "2x4"],

@@ -153,7 +153,7 @@ def test_the_deep_draft_is_accepted_with_its_layers_side_by_side(temperature):
     for width in ("1", "4"):
         engine = specker.load(strategy="easyspec", layer_parallel=width, **EXACT, **CHAIN)
         stats = Stats()
-        for row in specker.zoo.heldout()[:8]:
+        for row in specker.zoo.heldout()[:5]:
             stats += engine.generate(row["prompt"], 56, temperature=temperature).stats
         found.append(stats.acceptance_length)
     assert found[1] >= DEEP[temperature] and found[1] >= 0.93 * found[0], found
@@ -163,7 +163,7 @@ def test_the_deep_draft_is_accepted_with_its_layers_side_by_side(temperature):
 def test_the_draft_is_accepted(temperature):
     engine = specker.load(**EXACT, **CHAIN)
     stats = Stats()
-    for row in specker.zoo.heldout()[:12]:
+    for row in specker.zoo.heldout()[:8]:
         stats += engine.generate(row["prompt"], 64, temperature=temperature).stats
     assert stats.acceptance_length >= FLOOR[temperature]
 
@@ -184,16 +184,16 @@ def test_the_hybrid_writes_what_transformers_writes():
     folder = zoo.path("hybrid-target")
     assert sum(f.stat().st_size for f in folder.iterdir()) < 10e6
     theirs = oracle(folder)
-    for strategy in ("mtp", "mtp+lookup"):
-        engine = specker.load("hybrid-target", strategy=strategy, **EXACT)
-        for row in zoo.heldout()[:2]:
-            ids = engine.encode(row["prompt"])
+    engines = [specker.load("hybrid-target", strategy=strategy, **EXACT) for strategy in ("mtp", "mtp+lookup")]
+    for row in zoo.heldout()[:2]:
+        ids = engines[0].encode(row["prompt"])
+        want = theirs.generate(torch.tensor([ids]), max_new_tokens=80, do_sample=False)[0, len(ids) :].tolist()
+        for engine in engines:
             out = engine.generate(ids, 80)
-            want = theirs.generate(torch.tensor([ids]), max_new_tokens=80, do_sample=False)[0, len(ids) :].tolist()
             assert out.tokens == want and out.stats.accepted > 0
 
 
-@pytest.mark.parametrize("temperature", [0.0, 0.7])
+@pytest.mark.parametrize("temperature", [pytest.param(0.0, marks=pytest.mark.slow), 0.7])
 def test_the_hybrids_own_head_is_accepted(temperature):
     engine = specker.load("hybrid-target", strategy="mtp", draft_tokens=2, policy="fixed", **EXACT)
     stats = Stats()

@@ -30,7 +30,7 @@ from train.head.fit import Recipe, Training
 
 DEPTHS = (2, 4, 5)
 STEPS = 3
-VISITS = 40_000
+VISITS = 30_000
 TEXTS = 96
 
 
