@@ -65,10 +65,7 @@ class DiffusionDrafter(ModelDrafter):
         return draft
 
     def accept(self, batch: Batch, draft: Draft, accepted: Accepted) -> None:
-        """Keep no draft token's K/V: it belongs to a mask, or to a guess that saw masks."""
-        for slot, (request, path) in enumerate(zip(batch.requests, accepted.paths, strict=True)):
-            if path and batch.fixed and draft.size:
-                self.cache.exact_len[slot] = self.exact_after_fixed(len(request.token_ids))
+        super().accept(batch, draft, accepted)
         if isinstance(draft, BlockDraft) and draft.observed:
             draft.blocks = [BlockStats(self.stopped(tokens)) for tokens in accepted.tokens]
 

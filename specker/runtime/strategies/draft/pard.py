@@ -15,7 +15,7 @@ from torch import Tensor
 from specker.model.decoder import Final, forward
 from specker.model.rows import begin
 from specker.runtime.round.batch import Batch
-from specker.runtime.round.drafter import Accepted, Draft
+from specker.runtime.round.drafter import Draft
 from specker.runtime.strategies.model_drafter import ModelDrafter
 
 
@@ -40,12 +40,6 @@ class ParallelDrafter(ModelDrafter):
         if batch.traced:
             draft.scores.append(scores[:, : draft.size])
         return draft
-
-    def accept(self, batch: Batch, draft: Draft, accepted: Accepted) -> None:
-        """Keep no mask's K/V."""
-        for slot, (request, path) in enumerate(zip(batch.requests, accepted.paths, strict=True)):
-            if path and batch.fixed and draft.size:
-                self.cache.exact_len[slot] = self.exact_after_fixed(len(request.token_ids))
 
     def _write(self, batch: Batch, depth: int) -> None:
         final, positions = self._rows(batch, depth)

@@ -23,8 +23,7 @@ from specker.runtime.round.batch import Batch
 from specker.runtime.round.drafter import Accepted, Draft
 from specker.runtime.round.lm_head import LMHead
 from specker.runtime.round.state import Request
-from specker.runtime.strategies.draft.autoregressive import AutoregressiveDrafter, DraftLayers
-from specker.runtime.strategies.model_drafter import CATCH_UP_ROWS
+from specker.runtime.strategies.model_drafter import CATCH_UP_ROWS, AutoregressiveDrafter, DraftLayers
 
 
 class Shadow:

@@ -12,9 +12,8 @@ from specker.runtime.round.batch import Batch
 from specker.runtime.round.drafter import Accepted, Draft, Drafter
 from specker.runtime.round.lm_head import LMHead
 from specker.runtime.round.state import Request
-from specker.runtime.strategies.compiled import ChainModel, compiled_chain, readable
 from specker.runtime.strategies.eagle.pairs import HeadPairs, Pairs
-from specker.runtime.strategies.growth import grown
+from specker.runtime.strategies.growth import compiled_chain, grown, readable
 
 
 class HeadDrafter(Drafter):
@@ -95,9 +94,8 @@ class EagleDrafter(HeadDrafter):
         self.head.follow(batch.requests)
         if self.width > 1 or batch.fixed or not readable(self.model, self.head):
             return grown(batch, self, self.width)
-        columns = [
-            len(request.token_ids) - 1 for request in batch.requests
-        ]  # a pair's column is the one before its token's
+        # A pair's column is the one before its token's.
+        columns = [len(request.token_ids) - 1 for request in batch.requests]
         # A chain runs the pairs that wait, but those at position 0, whose embedding may be 0 (HeadSpec.zeroed).
         waiting = self.pairs.take(batch.requests) if all(self.cache.exact_len[: batch.n]) else None
         if waiting is None:
@@ -105,9 +103,8 @@ class EagleDrafter(HeadDrafter):
             rows, tokens, features = self.cache.after(columns, [1] * batch.n), None, None
         else:
             rows, tokens, features = waiting
-        drafting = ChainModel(self.model, self.cache, self.head, self.reading.normed)
         committed = Committed(tokens, features, self.pairs.output[: batch.n], self.reading.raw)
-        return compiled_chain(batch, drafting, rows, committed, columns)
+        return compiled_chain(batch, self, rows, committed, columns, normed=self.reading.normed)
 
     # --- growth.Steps
 
