@@ -1,5 +1,5 @@
-"""Grow drafts token by token, or EAGLE-2's trees level by level (arXiv 2406.16858). Where the CPU's compiled library
-can, it drafts a whole chain in one call (cpu/chain.py).
+"""Grow drafts token by token, or EAGLE-2's trees level by level (arXiv 2406.16858), or guess a chain in one pass. Where
+the CPU's compiled library can, it drafts a whole chain in one call (cpu/chain.py).
 
 What computes the rows is a `Steps`: a draft model with its cache, or a head that reads the target's hidden states.
 """
@@ -89,6 +89,15 @@ def _tree(batch: Batch, draft: Draft, steps: Steps, width: int) -> None:
         kept = every.scores.gather(1, best)
         above = torch.cat((torch.zeros_like(kept[:, :1]), kept), 1).gather(1, up)
         draft.scores.append(kept - above)
+
+
+def guess(batch: Batch, draft: Draft, head: LMHead, final: Final, positions: Tensor) -> None:
+    """Write chains that one pass drafts: its rows [n * draft.size, E] at `positions` predict a token each."""
+    n, depth = batch.n, draft.size
+    ids, logits, lse = head.ranked(final, 1, batch.draws, positions)
+    batch.window[:n, 1 : depth + 1] = ids.view(n, depth)
+    scores = (logits[:, 0] - lse).view(n, depth)
+    draft.end(batch, scores, scores.exp())
 
 
 def readable(model: Model, head: LMHead) -> bool:

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from specker.cpu import Committed, Translated
 from specker.kernels.ancestors import MAX_WORDS
-from specker.model.cache import KVCache, Lengths, Rows
+from specker.model.cache import KVCache, Rows
 from specker.model.decoder import Final, Model, Output, forward
 from specker.model.prefill import prefill
 from specker.model.rows import begin, begin_text
@@ -87,16 +87,12 @@ class ModelDrafter(Drafter):
         if len(text) <= self.model.config.max_context:
             prefill(self.model, self.cache, self.in_vocabulary(text[self.cache.exact_len[slot] : -1]), slot=slot)
 
-    def lengths(self, batch: Batch) -> Lengths:
-        """The texts' lengths for placing drafts, clamped to this model's context."""
-        return batch.lengths if isinstance(batch.lengths, Tensor) else [min(n, self.limit) for n in batch.lengths]
-
     def missing_rows(self, batch: Batch, more: Sequence[int] = ()) -> tuple[Tensor, Rows]:
         """The committed tokens that the cache lacks, including the roots, and their places. `more`: tokens that follow
         each text and whose columns are not kept."""
         cache = self.cache
         texts, starts = [], []
-        for slot, (request, end) in enumerate(zip(batch.requests, self.lengths(batch), strict=True)):
+        for slot, (request, end) in enumerate(zip(batch.requests, batch.lengths_within(self.limit), strict=True)):
             behind = end - cache.exact_len[slot]
             if len(request.token_ids) > self.limit:
                 cache.exact_len[slot] = end - 1
@@ -206,7 +202,7 @@ class AutoregressiveDrafter(ModelDrafter):
         return forward(self.model, cache, rows, embedded).final.at(last), rows.positions[last]
 
     def step(self, batch: Batch, first: int, tokens: Tensor, parents: Tensor | None = None) -> tuple[Final, Tensor]:
-        rows, embedded = begin(self.model, self.cache, self.lengths(batch), 1, first, tokens, parents)
+        rows, embedded = begin(self.model, self.cache, batch.lengths_within(self.limit), 1, first, tokens, parents)
         layers = self.layers
         out = forward(self.model, self.cache, rows, embedded) if layers is None else layers.forward(rows, embedded)
         return out.final, rows.positions

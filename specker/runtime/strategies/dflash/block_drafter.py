@@ -57,10 +57,7 @@ class BlockDrafter(Drafter):
             return draft
         batch.window[:, 1 : depth + 1], scores, sure = self._guess(batch, depth, True)
         assert scores is not None and sure is not None
-        if batch.confident:
-            draft.end(batch.requests, sure)
-        if batch.traced:
-            draft.scores.append(scores[:, : draft.size])
+        draft.end(batch, scores, sure)
         return draft
 
     def _rows(self, batch: Batch, depth: int) -> tuple[Final, Tensor]:

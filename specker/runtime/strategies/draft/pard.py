@@ -16,6 +16,7 @@ from specker.model.decoder import Final, forward
 from specker.model.rows import begin
 from specker.runtime.round.batch import Batch
 from specker.runtime.round.drafter import Draft
+from specker.runtime.strategies.growth import guess
 from specker.runtime.strategies.model_drafter import ModelDrafter
 
 
@@ -31,14 +32,7 @@ class ParallelDrafter(ModelDrafter):
         if not batch.confident and (batch.fixed or not batch.traced):
             batch.run(("block", depth), lambda: self._write(batch, depth))
             return draft
-        final, positions = self._rows(batch, depth)
-        ids, logits, lse = self.head.ranked(final, 1, batch.draws, positions)
-        batch.window[: batch.n, 1 : depth + 1] = ids.view(batch.n, depth)
-        scores = (logits[:, 0] - lse).view(batch.n, depth)
-        if batch.confident:
-            draft.end(batch.requests, scores.exp())
-        if batch.traced:
-            draft.scores.append(scores[:, : draft.size])
+        guess(batch, draft, self.head, *self._rows(batch, depth))
         return draft
 
     def _write(self, batch: Batch, depth: int) -> None:
