@@ -59,7 +59,7 @@ class ExactPrefix(DiffusionDrafter):
             whole = (self.in_vocabulary(text) + [config.mask_token_id] * n)[-self.limit :]
             hidden = prefill(self.model, cache, whole, (depth,), n + 1, chunk=len(whole), slot=slot)[depth]
             cache.truncate(min(len(text), len(whole)), slot)
-            kept.append(hidden[self.asked(n)])
+            kept.append(hidden[-n - 1 : -1] if config.shifted_logits else hidden[-n:])
         return Final(torch.cat(kept))
 
 

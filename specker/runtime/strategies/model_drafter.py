@@ -87,22 +87,25 @@ class ModelDrafter(Drafter):
         if len(text) <= self.model.config.max_context:
             prefill(self.model, self.cache, self.in_vocabulary(text[self.cache.exact_len[slot] : -1]), slot=slot)
 
-    def missing_rows(self, batch: Batch, more: Sequence[int] = ()) -> tuple[Tensor, Rows]:
-        """The committed tokens that the cache lacks, including the roots, and their places. `more`: tokens that follow
-        each text and whose columns are not kept."""
+    def missing_rows(
+        self, texts: Sequence[list[int]], more: Sequence[int] = (), full: bool = False
+    ) -> tuple[Tensor, Rows]:
+        """The tokens of the texts in slots 0, 1, .. that the cache lacks, including the roots, and their places.
+        `more`: tokens that follow each text and whose columns are not kept. `full`: see `KVCache.after`."""
         cache = self.cache
-        texts, starts = [], []
-        for slot, (request, end) in enumerate(zip(batch.requests, batch.lengths_within(self.limit), strict=True)):
+        missing, starts = [], []
+        for slot, text in enumerate(texts):
+            end = min(len(text), self.limit)
             behind = end - cache.exact_len[slot]
-            if len(request.token_ids) > self.limit:
+            if len(text) > self.limit:
                 cache.exact_len[slot] = end - 1
             elif behind > CATCH_UP_ROWS or behind + len(more) > WINDOW:
-                self.prefill(slot, request.token_ids)
-            starts.append(cache.exact_len[slot])
-            texts.append([*self.in_vocabulary(request.token_ids[starts[-1] : end]), *more])
+                self.prefill(slot, text)
+            starts.append(min(cache.exact_len[slot], end - 1))
+            missing.append([*self.in_vocabulary(text[starts[-1] : end]), *more])
             cache.exact_len[slot] = end
-        tokens = torch.tensor([token for text in texts for token in text], dtype=torch.int64, device=self.model.device)
-        return tokens, cache.after(starts, [len(text) for text in texts])
+        tokens = torch.tensor([token for each in missing for token in each], dtype=torch.int64, device=cache.device)
+        return tokens, cache.after(starts, [len(each) for each in missing], full=full)
 
     def accept(self, batch: Batch, draft: Draft, accepted: Accepted) -> None:
         """After a draft of fixed shape, the columns before those that the next one forwards are exact. The K/V of draft
@@ -116,6 +119,14 @@ class ModelDrafter(Drafter):
         """Replace ids outside the draft's vocabulary by its last id. That can cost acceptance, not correctness."""
         last = self.model.config.vocab_size - 1
         return [min(token, last) for token in tokens]
+
+
+def last_rows(rows: Rows, count: int, before: int = 0) -> slice | Tensor:
+    """The last `count` rows of each sequence or, with `before`, as many that end so many rows earlier."""
+    if len(rows.kv_len) == 1:
+        return slice(-count - before, -before or None)
+    ends = rows.cu_rows[1:].long() - before
+    return (ends.unsqueeze(1) + torch.arange(-count, 0, dtype=torch.int64, device=ends.device)).view(-1)
 
 
 class DraftLayers(Protocol):
@@ -159,7 +170,7 @@ class AutoregressiveDrafter(ModelDrafter):
         """`propose` but for the head's rows. `idle`: slots that draft nothing."""
         if self.width > 1 or batch.fixed or not self._compiles(batch):
             return grown(batch, self, self.width, idle)
-        tokens, rows = self.missing_rows(batch)
+        tokens, rows = self.missing_rows([request.token_ids for request in batch.requests])
         columns = [min(len(request.token_ids), self.limit) for request in batch.requests]
         groups = None if self.layers is None else self.layers.groups
         committed = Committed(tokens)
@@ -196,7 +207,7 @@ class AutoregressiveDrafter(ModelDrafter):
             rows, embedded = begin_text(self.model, cache, batch.state.committed, batch.state.length, R)
             last: slice | Tensor = slice(R - 1, None, R)
         else:
-            tokens, rows = self.missing_rows(batch)
+            tokens, rows = self.missing_rows([request.token_ids for request in batch.requests])
             embedded = self.model.embed_tokens(tokens)
             last = slice(-1, None) if n == 1 else rows.cu_rows[1:].long() - 1
         return forward(self.model, cache, rows, embedded).final.at(last), rows.positions[last]

@@ -17,7 +17,7 @@ from specker.model.rows import begin
 from specker.runtime.round.batch import Batch
 from specker.runtime.round.drafter import Draft
 from specker.runtime.strategies.growth import guess
-from specker.runtime.strategies.model_drafter import ModelDrafter
+from specker.runtime.strategies.model_drafter import ModelDrafter, last_rows
 
 
 class ParallelDrafter(ModelDrafter):
@@ -49,9 +49,7 @@ class ParallelDrafter(ModelDrafter):
             tokens = torch.cat((text, text.new_full((n, depth - 1), mask)), 1)
             rows, embedded = begin(model, self.cache, batch.lengths, self.repeated, 0, tokens)
         else:
-            tokens, rows = self.missing_rows(batch, [mask] * (depth - 1))
+            tokens, rows = self.missing_rows([request.token_ids for request in batch.requests], [mask] * (depth - 1))
             embedded = model.embed_tokens(tokens)
-        ends = rows.cu_rows[1:].long().unsqueeze(1)
-        back = torch.arange(-depth, 0, dtype=torch.int64, device=ends.device)
-        last = slice(-depth, None) if n == 1 else (ends + back).view(-1)
+        last = last_rows(rows, depth)
         return forward(model, self.cache, rows, embedded).final.at(last), rows.positions[last]
