@@ -126,13 +126,10 @@ def _usual(target: object, draft: object) -> str:
     chooses."""
     if draft is None and (family := zoo.target_of(target)) is not None:
         return family.strategy or Common.strategy
-    if draft == catalogue.AUTO and (strategy := catalogue.choose(_source(target)).strategy) != PLAIN:
+    source = None if target is None else str(target)
+    if draft == catalogue.AUTO and (strategy := catalogue.choose(source).strategy) != PLAIN:
         return strategy
     return COPY if draft is None and target is not None else Common.strategy
-
-
-def _source(target: object) -> str | None:
-    return None if target is None else str(target)
 
 
 def options(**flat: Any) -> Options:
