@@ -16,11 +16,10 @@ from specker.model.prefill import prefill
 from specker.runtime.control.policy import Budget
 from specker.runtime.round.batch import Batch
 from specker.runtime.round.drafter import Accepted, Draft
+from specker.runtime.strategies import model_drafter
 from specker.runtime.strategies.diffuspec import diffusion_drafter as diffuspec
 from specker.runtime.strategies.diffuspec.diffusion_drafter import DiffusionDrafter
-from specker.runtime.strategies.draft import autoregressive
-from specker.runtime.strategies.draft.autoregressive import AutoregressiveDrafter
-from specker.runtime.strategies.model_drafter import ModelDrafter
+from specker.runtime.strategies.model_drafter import AutoregressiveDrafter, ModelDrafter
 
 
 class Uncalibrated(AutoregressiveDrafter):
@@ -60,7 +59,7 @@ class ExactPrefix(DiffusionDrafter):
             whole = (self.in_vocabulary(text) + [config.mask_token_id] * n)[-self.limit :]
             hidden = prefill(self.model, cache, whole, (depth,), n + 1, chunk=len(whole), slot=slot)[depth]
             cache.truncate(min(len(text), len(whole)), slot)
-            kept.append(hidden[self.asked(n)])
+            kept.append(hidden[-n - 1 : -1] if config.shifted_logits else hidden[-n:])
         return Final(torch.cat(kept))
 
 
@@ -68,7 +67,7 @@ class ExactPrefix(DiffusionDrafter):
 def drafting_as(kind: type[ModelDrafter]) -> Iterator[None]:
     """Engines that are loaded inside draft with `kind` where they would with the class that it derives from."""
     with ExitStack() as stack:
-        for module, usual in ((autoregressive, AutoregressiveDrafter), (diffuspec, DiffusionDrafter)):
+        for module, usual in ((model_drafter, AutoregressiveDrafter), (diffuspec, DiffusionDrafter)):
             if issubclass(kind, usual):
                 stack.enter_context(mock.patch.object(module, usual.__name__, kind))
         yield

@@ -23,8 +23,8 @@ from bench.decoding import Given, measured, prompts_of, row_of, share_target, wa
 from specker.model.decoder import forward
 from specker.model.prefill import prefill
 from specker.runtime.engine import Engine
-from specker.runtime.strategies.draft.autoregressive import AutoregressiveDrafter
 from specker.runtime.strategies.easyspec.layer_groups import LayerParallel, Schedule
+from specker.runtime.strategies.model_drafter import AutoregressiveDrafter
 
 
 @dataclass(frozen=True)

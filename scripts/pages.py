@@ -155,11 +155,8 @@ def options(name: str) -> str:
 
 def each_strategy() -> Iterator[tuple[str, str, str, str, Any]]:
     """Name, summary, needs, paper and dataclass of options of each strategy."""
-    own = strategies.own_options()
-    for s in strategies.STRATEGIES.values():
-        yield s.name, s.summary, s.needs, s.paper, own.get(s.name)
-    name = strategies.TRIM
-    yield name, strategies.SUMMARY, strategies.NEEDS, strategies.PAPER, own[name]
+    for s in (*strategies.STRATEGIES.values(), strategies.VocabTrim):
+        yield s.name, s.summary, s.needs, s.paper, s.options
 
 
 def strategies_with_papers() -> str:

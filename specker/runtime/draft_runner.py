@@ -178,6 +178,6 @@ def account(r: Round, slot: int, path: list[int]) -> None:
     stats.copied += bool(drafted and r.batch.budget.part and isinstance(note, CopyStats))
     stats.experts += r.experts
     if isinstance(note, CopyStats):
-        stats.observe_copy(note)
+        stats.sources[note.source] = stats.sources.get(note.source, 0) + 1
     elif note is not None:
         stats.observe_block(note, draft.depth, len(path) - 1)

@@ -109,7 +109,8 @@ def emitted(r: Round, slot: int, path: list[int], tokens: list[int], known: set[
     request.stats.observe(r.draft.drafted(slot) + r.draft.forced(slot), accepted, len(tokens))
     request.stats.forced += max(0, accepted + 1 - len(r.draft.own(slot, path)))
     if known is not None:
-        request.stats.observe_kept(sum(token in known for token in tokens), lost)
+        request.stats.kept += sum(token in known for token in tokens)
+        request.stats.lost += lost
     logprobs = _logprobs(r, slot, path, tokens) if request.logprobs else []
     return Event(request, tokens, accepted, texts or [""] * len(tokens), rest, logprobs, request.finished)
 

@@ -18,7 +18,7 @@ from since import since
 import specker
 from specker.checkpoints import template
 from specker.checkpoints.tokenizer import CLASSES, Tokenizer, Tokens
-from specker.runtime.strategies.vocabtrim import memo
+from specker.runtime.strategies.vocabtrim import order
 
 TEXTS = (
     *(
@@ -151,8 +151,8 @@ def test_every_class_is_one_of_transformers() -> None:
 def test_the_remembered_order_names_the_same_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SPECKER_CACHE", str(tmp_path))
     ours = written(tmp_path / "a", "llama", WHOLE)
-    first = memo.tokenizer_hash(ours)
-    assert first is not None and memo.tokenizer_hash(written(tmp_path / "b", "llama", WHOLE)) == first
+    first = order.tokenizer_hash(ours)
+    assert first is not None and order.tokenizer_hash(written(tmp_path / "b", "llama", WHOLE)) == first
     assert len([*(tmp_path / "tokenizers").iterdir()]) == 1
 
 

@@ -272,7 +272,7 @@ def test_list_strategies(capsys: pytest.CaptureFixture[str]) -> None:
         assert re.search(rf"^{name} ", out, re.MULTILINE), name
     own = [field.name for cls in OWN_OPTIONS for field in dataclasses.fields(cls)]
     assert sorted(re.findall(r"--[a-z][a-z-]*", out)) == sorted("--" + name.replace("_", "-") for name in own)
-    papers = [strategies.PAPER, *(strategy.paper for strategy in strategies.STRATEGIES.values())]
+    papers = [strategy.paper for strategy in strategies.listed()]
     assert set(re.findall(r"\d{4}\.\d{5}", out)) == set(re.findall(r"\d{4}\.\d{5}", " ".join(papers)))
     assert "a draft model" in out and "a diffusion" in out
 

@@ -18,7 +18,7 @@ from specker.model.cache import KVCache
 from specker.model.heads import DraftHead
 from specker.model.prefill import prefill
 from specker.runtime.control.policy import Fixed, StopRule
-from specker.runtime.strategies.eagle.pairs import Pairs
+from specker.runtime.strategies.eagle.pairs import PairDrafter
 
 SIZES = {"hidden": 64, "heads": 4, "kv_heads": 2, "head_dim": 32, "ffn": 96, "layers": 8, "max_context": 256, "seed": 2}
 OWN = {"heads": (4, 2, 32), "inner": 64}  # of the head
@@ -179,15 +179,15 @@ def test_a_chain_runs_pairs_as_a_pass_of_their_own_does(target, tmp_path, monkey
     monkeypatch.setattr(DraftHead, "forward", lambda *args, **how: calls.append(how) or forward(*args, **how))
     for apart in (False, True):
         if apart:  # the pairs of each text alone, before the chain
-            monkeypatch.setattr(Pairs, "take", lambda pairs, requests: pairs.run_each(requests))
+            monkeypatch.setattr(PairDrafter, "take", PairDrafter.run_each)
         engine, seen = load(target, head, batch_size=2), []
         engine.trace = lambda row, seen=seen: seen.append((row["draft"], row["probability"] if row["draft"] else []))
         calls.clear()
         engine.generate([TEXT, TEXT[::-1][:9]], 12, **SAMPLING["sampled"])
-        cache, pairs = engine.drafter.cache, engine.drafter.pairs
+        drafter, cache = engine.drafter, engine.drafter.cache
         columns = [cache.slots(slot, 0, length) for slot, length in enumerate((len(TEXT) + 8, 17))]
         kv = [x.flatten(1, 2)[:, torch.cat(columns)] for x in (cache.k, cache.v)]
-        found.append((seen, [x.clone() for x in (*kv, pairs.output, pairs.last)], len(calls)))
+        found.append((seen, [x.clone() for x in (*kv, drafter.output, drafter.last)], len(calls)))
     (seen, bits, few), (same, others, many) = found
     assert seen == same and all(torch.equal(a, b) for a, b in zip(bits, others, strict=True))
     assert few == 2 < many  # the prompts'

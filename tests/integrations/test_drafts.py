@@ -171,9 +171,9 @@ def test_a_known_text_is_not_forwarded_again(tiny, monkeypatch):
     """K/V survives a step without the request, a move to another row, and an ended request with the same beginning."""
     target, draft = tiny
     drafts = Drafts(target, draft, device="cpu", dtype="float64", requests=3)
-    rows, forward = [], specker.runtime.strategies.draft.autoregressive.forward
+    rows, forward = [], model_drafter.forward
     counted = lambda model, cache, r, *a, **k: (rows.append(len(r.positions)), forward(model, cache, r, *a, **k))[1]  # noqa: E731
-    monkeypatch.setattr(specker.runtime.strategies.draft.autoregressive, "forward", counted)
+    monkeypatch.setattr(model_drafter, "forward", counted)
     prefill = model_drafter.prefill
     prefilled = lambda model, cache, tokens, **k: (rows.append(len(tokens)), prefill(model, cache, tokens, **k))[1]  # noqa: E731
     monkeypatch.setattr(model_drafter, "prefill", prefilled)

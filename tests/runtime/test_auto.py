@@ -24,7 +24,7 @@ from specker.runtime.control.policy import (
     after,
 )
 from specker.runtime.strategies.join import JoinedPolicy
-from specker.runtime.strategies.lookup.ngram_policy import RATES, NgramPolicy
+from specker.runtime.strategies.lookup import RATES, NgramPolicy
 
 STEP = 0.030  # seconds of a plain round
 COPIED = Budget(16, 16, part=1)  # the longest copied draft

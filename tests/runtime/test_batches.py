@@ -15,7 +15,6 @@ from specker.runtime import prompts
 from specker.runtime.control.stats import Stats
 from specker.runtime.round import round
 from specker.runtime.strategies import model_drafter
-from specker.runtime.strategies.draft import autoregressive as drafter
 
 STRATEGIES = {"chain": {"draft_tokens": 4}, "tree": {"tree": "3x3"}, "del": {"strategy": "del"}}
 DRAWS = [
@@ -158,7 +157,8 @@ def test_seconds_of_a_batch_add_up(world, monkeypatch):
         return timed_call
 
     monkeypatch.setattr(time, "perf_counter", lambda: now[0])
-    for module, name in ((prompts, "prefill"), (round, "forward"), (drafter, "forward"), (model_drafter, "prefill")):
+    passes = (prompts, "prefill"), (round, "forward"), (model_drafter, "forward"), (model_drafter, "prefill")
+    for module, name in passes:
         monkeypatch.setattr(module, name, timed(getattr(module, name)))
     out = engine.generate([prompt for prompt, _ in world["requests"]], 10)
     total = sum((o.stats for o in out), Stats())

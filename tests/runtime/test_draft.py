@@ -20,8 +20,8 @@ from specker.options import Sampling
 from specker.runtime.control.policy import Budget, Fixed
 from specker.runtime.round.lm_head import LMHead
 from specker.runtime.round.round import launch
-from specker.runtime.strategies.draft.autoregressive import AutoregressiveDrafter
 from specker.runtime.strategies.dynamic_exit.early_exit import EarlyExitDrafter
+from specker.runtime.strategies.model_drafter import AutoregressiveDrafter
 
 PROMPT = [7, 3, 99, 12, 50, 8, 61]
 DEPTH = 6  # of the longest draft: rounds of fixed shape forward one token more than this again

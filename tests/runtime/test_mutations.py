@@ -21,7 +21,7 @@ from specker.runtime import loop
 from specker.runtime.round import lm_head as head
 from specker.runtime.round import round
 from specker.runtime.strategies import growth
-from specker.runtime.strategies.draft.autoregressive import AutoregressiveDrafter
+from specker.runtime.strategies.model_drafter import AutoregressiveDrafter
 from specker.runtime.strategies.vocabtrim.head import TrimmedHead
 
 PROMPT, COUNT = [5, 9, 40, 77], 24

@@ -36,7 +36,7 @@ from specker.runtime.round.graphs import Graphs
 from specker.runtime.round.lm_head import LMHead
 from specker.runtime.round.round import Round, launch
 from specker.runtime.round.state import Request, State
-from specker.runtime.strategies.draft.autoregressive import AutoregressiveDrafter
+from specker.runtime.strategies.model_drafter import AutoregressiveDrafter
 from specker.runtime.strategies.vocabtrim.head import TrimmedHead
 from specker.runtime.warmup import DRAWS, warm_rounds
 

@@ -29,7 +29,7 @@ from specker.options import Params
 from specker.runtime.control.choose import NONE
 from specker.runtime.control.policy import Fixed
 from specker.runtime.strategies.eagle import pairs as eagle
-from specker.runtime.strategies.mtp import pairs as mtp
+from specker.runtime.strategies.mtp import heads_in_turn as mtp
 
 LAYOUTS = [*cases.one_in(1, ["eagle"], EAGLE), *cases.one_in(2, ["dflash"], DFLASH), *cases.one_in(1, ["mtp"], MTP)]
 DEPTHS = {  # of the target's rows that a head reads, by strategy and layout

@@ -22,8 +22,8 @@ from specker.options import Sampling
 from specker.runtime import strategies
 from specker.runtime.control.policy import Budget
 from specker.runtime.round.lm_head import LMHead
-from specker.runtime.strategies.draft.autoregressive import AutoregressiveDrafter
 from specker.runtime.strategies.easyspec.layer_groups import LayerParallel, Schedule
+from specker.runtime.strategies.model_drafter import AutoregressiveDrafter
 
 merge = importlib.import_module("specker.kernels.residual_merge")
 

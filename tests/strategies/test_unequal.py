@@ -14,7 +14,7 @@ from specker.runtime import loop as loops
 from specker.runtime.control.auto import Acceptance, Auto
 from specker.runtime.control.costs import Costs
 from specker.runtime.control.policy import MAX_NODES, Budget, Match, Outcome
-from specker.runtime.strategies.lookup.ngram_policy import NgramPolicy
+from specker.runtime.strategies.lookup import NgramPolicy
 
 PROMPTS = [[5, 6, 7, 8] * 6, [9, 30, 11], [12, 13, 12, 13, 12], [40]]
 

@@ -8,7 +8,6 @@ import torch
 from make_checkpoint import make
 
 from specker.checkpoints.tokenizer import Tokens
-from specker.runtime.strategies.vocabtrim import memo as vocab_memo
 from specker.runtime.strategies.vocabtrim import order as vocab_order
 from specker.runtime.strategies.vocabtrim import scores as vocab_scores
 
@@ -31,12 +30,12 @@ def computed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 def facts(folder: Path) -> tuple[str | None, list[int]]:
     tokens = Tokens(folder, "LlamaForCausalLM")
-    return vocab_memo.tokenizer_hash(tokens), vocab_memo.learnt(tokens, 120).tolist()
+    return vocab_order.tokenizer_hash(tokens), vocab_order.learnt(tokens, 120).tolist()
 
 
 def test_hash_and_order_are_computed_once_for_each_tokenizer(folder: Path, computed: list[str]) -> None:
     tokenizer = Tokens(folder, "LlamaForCausalLM").tokenizer
-    want = vocab_scores.tokenizer_hash(tokenizer), vocab_order.learnt(tokenizer, 120).tolist()
+    want = vocab_scores.tokenizer_hash(tokenizer), vocab_order.completed(vocab_order.ranked(tokenizer), 120).tolist()
     computed.clear()
     assert [facts(folder) for _ in range(3)] == [want] * 3
     assert computed == ["tokenizer_hash", "ranked"]
@@ -74,4 +73,5 @@ def test_without_a_tokenizer_there_is_no_hash_and_ids_rank_by_number(tmp_path: P
 def test_an_order_does_not_depend_on_the_size_of_the_vocabulary(folder: Path) -> None:
     tokens = Tokens(folder, "LlamaForCausalLM")
     for size in (5, 96, 200):
-        assert torch.equal(vocab_memo.learnt(tokens, size), vocab_order.learnt(tokens.tokenizer, size))
+        want = vocab_order.completed(vocab_order.ranked(tokens.tokenizer), size)
+        assert torch.equal(vocab_order.learnt(tokens, size), want)

@@ -5,7 +5,11 @@ from types import SimpleNamespace
 import pytest
 from tokenizers import AddedToken, Tokenizer, models
 
-from specker.runtime.strategies.vocabtrim.order import learnt
+from specker.runtime.strategies.vocabtrim.order import completed, ranked
+
+
+def learnt(tokenizer, vocab_size):
+    return completed(ranked(tokenizer), vocab_size)
 
 
 def wrapped(core):

@@ -163,21 +163,6 @@ class Auto(Policy):
         return self.seen.tokens.mean(self._first[0]), self.seen.drafted.mean(self._first[1])
 
 
-class Experienced(Policy):
-    """A base for the policies of papers: they draft as the paper says, but not while plain rounds are faster."""
-
-    may_skip_drafting = True
-    seen: Acceptance | None = None  # what drafts have achieved in this text; None: use the smoothed rate
-
-    def expected(self, budget: Budget) -> float:
-        return super().expected(budget) if self.seen is None else self.seen.expected(min(budget.depth, budget.nodes))
-
-    def observe(self, outcome: Outcome) -> None:
-        super().observe(outcome)
-        if outcome.drafted and self.seen is not None:
-            self.seen.add(outcome)
-
-
 def shorter(shapes: Sequence[Budget], budget: Budget) -> Budget:
     """The longest of `shapes`, which ascend, that a trial may use instead of `budget`."""
     most = min(TRIED, budget.depth)

@@ -4,7 +4,8 @@ definition; papers that do not count the target's own token report it minus 1)."
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
+from itertools import zip_longest
 from typing import Any
 
 STAGES = ("prefill", "draft", "search", "verify", "accept", "watch", "commit")
@@ -82,17 +83,7 @@ class Stats:
         self.seconds["draft"] -= block.seconds
         self.seconds["search"] += block.seconds
         new: dict[str, float] = {"rounds": 1, "generated": block.generated, "accepted": accepted, "length": length}
-        self.found = _joined(self.found, new | {"width": block.width, "score": block.score})
-
-    def observe_copy(self, copy: CopyStats) -> None:
-        """Count one round with a copied draft."""
-        self.sources[copy.source] = self.sources.get(copy.source, 0) + 1
-
-    def observe_kept(self, kept: int, lost: bool) -> None:
-        """Count one round of a trimmed drafter: `kept` emitted tokens are in its vocabulary; `lost`: the draft ended at
-        a token outside it."""
-        self.kept += kept
-        self.lost += lost
+        self.found = _sum(self.found, new | {"width": block.width, "score": block.score})
 
     @property
     def acceptance_length(self) -> float:
@@ -134,29 +125,7 @@ class Stats:
         return self.prefilled / self.seconds["prefill"] if self.seconds["prefill"] else 0.0
 
     def __add__(self, other: "Stats") -> "Stats":
-        longest = max(len(self.hits), len(other.hits))
-        padded = [s.hits + [0] * (longest - len(s.hits)) for s in (self, other)]
-        return Stats(
-            tokens=self.tokens + other.tokens,
-            rounds=self.rounds + other.rounds,
-            drafted=self.drafted + other.drafted,
-            accepted=self.accepted + other.accepted,
-            hits=[a + b for a, b in zip(*padded, strict=True)],
-            lengths=_joined(self.lengths, other.lengths),
-            rests=_joined(self.rests, other.rests),
-            captures=self.captures + other.captures,
-            forced=self.forced + other.forced,
-            copied=self.copied + other.copied,
-            sources=_joined(self.sources, other.sources),
-            exits=_joined(self.exits, other.exits),
-            experts=self.experts + other.experts,
-            kept=self.kept + other.kept,
-            found=_joined(self.found, other.found),
-            lost=self.lost + other.lost,
-            prefilled=self.prefilled + other.prefilled,
-            wall=self.wall + other.wall,
-            seconds={name: self.seconds[name] + other.seconds[name] for name in STAGES},
-        )
+        return Stats(*(_sum(getattr(self, f.name), getattr(other, f.name)) for f in fields(self)))
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -181,6 +150,8 @@ class Stats:
         }
 
 
-def _joined(a: dict[Any, Any], b: dict[Any, Any]) -> dict[Any, Any]:
-    """The sums, key by key."""
-    return {n: a.get(n, 0) + b.get(n, 0) for n in sorted({*a, *b})}
+def _sum(a: Any, b: Any) -> Any:
+    """Of numbers, of lists item by item, or of dictionaries key by key."""
+    if isinstance(a, dict):
+        return {key: a.get(key, 0) + b.get(key, 0) for key in {**a, **b}}
+    return [sum(both) for both in zip_longest(a, b, fillvalue=0)] if isinstance(a, list) else a + b

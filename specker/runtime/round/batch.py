@@ -106,6 +106,10 @@ class Batch:
     def budget(self) -> Budget:
         return self.shape.budget
 
+    def lengths_within(self, limit: int) -> Lengths:
+        """The texts' lengths, clamped to a drafter's context, for placing its rows."""
+        return self.lengths if isinstance(self.lengths, Tensor) else [min(n, limit) for n in self.lengths]
+
     @property
     def window(self) -> Tensor:
         """[n, R] int64: the root, then the draft."""

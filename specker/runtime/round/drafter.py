@@ -159,12 +159,16 @@ class Draft:
         votes = sum(requests[slot].policy.keep_drafting(confidence[slot]) for slot in voting)
         return 2 * votes >= len(voting)
 
-    def end(self, requests: Sequence[Request], confidence: Tensor) -> None:
-        """End chains that were drafted in one pass where the policies end them. confidence: [n, size]."""
-        for step, each in enumerate(confidence.T.tolist(), 1):
-            self.size = self.depth = step
-            if not self.vote(requests, each[: len(requests)]):
-                return
+    def end(self, batch: Batch, scores: Tensor, confidence: Tensor) -> None:
+        """End chains that were drafted in one pass where the policies end them. scores [n, size]: the tokens'
+        log-probabilities, for a trace. confidence [n, size]: how likely the target is to accept each."""
+        if batch.confident:
+            for step, each in enumerate(confidence.T.tolist(), 1):
+                self.size = self.depth = step
+                if not self.vote(batch.requests, each[: len(batch.requests)]):
+                    break
+        if batch.traced:
+            self.scores.append(scores[:, : self.size])
 
 
 def path_length(parents: Sequence[int]) -> int:

@@ -25,7 +25,7 @@ from specker.runtime.strategies.blocks import SHARED
 from specker.runtime.strategies.join import JOINED, JoinedPolicy, joined_plan, options_of
 from specker.runtime.strategies.registry import STRATEGIES as STRATEGIES
 from specker.runtime.strategies.registry import checked, installed, known
-from specker.runtime.strategies.vocabtrim import NEEDS, PAPER, SUMMARY, TRIM, TrimOptions
+from specker.runtime.strategies.vocabtrim import TRIM, TrimOptions, VocabTrim
 from specker.zoo import catalogue
 
 if TYPE_CHECKING:
@@ -43,9 +43,14 @@ COLUMNS = {
 }  # widths, 100 in all
 
 
+def listed() -> tuple[Strategy | type[VocabTrim], ...]:
+    """What can be joined with +."""
+    return (*known().values(), VocabTrim)
+
+
 def names() -> tuple[str, ...]:
     """The names that can be joined with +."""
-    return (*known(), TRIM)
+    return tuple(s.name for s in listed())
 
 
 def policies() -> tuple[str, ...]:
@@ -126,13 +131,10 @@ def _usual(target: object, draft: object) -> str:
     chooses."""
     if draft is None and (family := zoo.target_of(target)) is not None:
         return family.strategy or Common.strategy
-    if draft == catalogue.AUTO and (strategy := catalogue.choose(_source(target)).strategy) != PLAIN:
+    source = None if target is None else str(target)
+    if draft == catalogue.AUTO and (strategy := catalogue.choose(source).strategy) != PLAIN:
         return strategy
     return COPY if draft is None and target is not None else Common.strategy
-
-
-def _source(target: object) -> str | None:
-    return None if target is None else str(target)
 
 
 def options(**flat: Any) -> Options:
@@ -184,10 +186,10 @@ def summaries() -> str:
 
 def table() -> str:
     """The strategies with what they need, their papers and their own flags, in lines of at most 100 characters."""
-    about: list[tuple[str, ...]] = [
-        (s.name, s.summary, s.needs, s.paper, _own_flags(s.options)) for s in known().values()
-    ]
-    about.append((TRIM, SUMMARY, NEEDS, PAPER, _own_flags(TrimOptions)))
+    about: list[tuple[str, ...]] = []
+    for s in listed():
+        own = () if s.options is None else fields(s.options)
+        about.append((s.name, s.summary, s.needs, s.paper, ", ".join(flag(f.name) for f in own)))
     rows = [tuple(COLUMNS), tuple("-" * width for width in COLUMNS.values()), *about]
     lines = []
     for row in rows:
@@ -202,13 +204,9 @@ def table() -> str:
     return "\n".join(lines[:-1]) + "\n"
 
 
-def _own_flags(options: Any) -> str:
-    return "" if options is None else ", ".join(flag(f.name) for f in fields(options))
-
-
 def own_options() -> dict[str, Any]:
     """The dataclass of each strategy that has options of its own."""
-    return {s.name: s.options for s in known().values() if s.options is not None} | {TRIM: TrimOptions}
+    return {s.name: s.options for s in listed() if s.options is not None}
 
 
 def flag_groups() -> Iterator[tuple[type, str, str, list[str]]]:
@@ -224,7 +222,7 @@ def flag_groups() -> Iterator[tuple[type, str, str, list[str]]]:
 
 
 def _summaries() -> dict[str, str]:
-    return {**{s.name: s.summary for s in known().values()}, TRIM: SUMMARY}
+    return {s.name: s.summary for s in listed()}
 
 
 def _owners(given: Sequence[Strategy] = ()) -> dict[str, tuple[str, ...]]:

@@ -57,7 +57,7 @@ class DraftContext:
     @property
     def tokenizer_hash(self) -> str | None:
         """The hash of the target's tokenizer; None without one."""
-        from specker.runtime.strategies.vocabtrim.memo import tokenizer_hash
+        from specker.runtime.strategies.vocabtrim.order import tokenizer_hash
 
         return tokenizer_hash(self.target.tokens)
 

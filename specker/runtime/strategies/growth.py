@@ -1,15 +1,20 @@
-"""Grow drafts token by token, or EAGLE-2's trees level by level (arXiv 2406.16858).
+"""Grow drafts token by token, or EAGLE-2's trees level by level (arXiv 2406.16858), or guess a chain in one pass. Where
+the CPU's compiled library can, it drafts a whole chain in one call (cpu/chain.py).
 
 What computes the rows is a `Steps`: a draft model with its cache, or a head that reads the target's hidden states.
 """
 
+from collections.abc import Sequence
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from specker.cpu import Chains, Committed, Translated, Vocabulary, draft_chain, takes
 from specker.kernels.round.grow import Candidates, grow, prune
+from specker.model.cache import KVCache, Rows
 from specker.model.decoder import Final, Model
+from specker.model.recurrent import cached_rows
 from specker.runtime.round.batch import Batch
 from specker.runtime.round.drafter import Draft
 from specker.runtime.round.lm_head import LMHead
@@ -19,6 +24,7 @@ class Steps(Protocol):
     """Forwards draft tokens of all sequences of a batch."""
 
     model: Model
+    cache: KVCache
     head: LMHead
 
     def start(self, batch: Batch) -> tuple[Final, Tensor]:
@@ -83,3 +89,69 @@ def _tree(batch: Batch, draft: Draft, steps: Steps, width: int) -> None:
         kept = every.scores.gather(1, best)
         above = torch.cat((torch.zeros_like(kept[:, :1]), kept), 1).gather(1, up)
         draft.scores.append(kept - above)
+
+
+def guess(batch: Batch, draft: Draft, head: LMHead, final: Final, positions: Tensor) -> None:
+    """Write chains that one pass drafts: its rows [n * draft.size, E] at `positions` predict a token each."""
+    n, depth = batch.n, draft.size
+    ids, logits, lse = head.ranked(final, 1, batch.draws, positions)
+    batch.window[:n, 1 : depth + 1] = ids.view(n, depth)
+    scores = (logits[:, 0] - lse).view(n, depth)
+    draft.end(batch, scores, scores.exp())
+
+
+def readable(model: Model, head: LMHead) -> bool:
+    """Whether the compiled library drafts chains of this model's layers and can read its embedding and the LM head."""
+    return model.stack is not None and model.stack.chains and takes(model.embed) and takes(head.weight)
+
+
+def compiled_chain(
+    batch: Batch,
+    steps: Steps,
+    rows: Rows,
+    committed: Committed,
+    columns: Sequence[int],
+    normed: bool = False,
+    groups: list[int] | None = None,
+    idle: frozenset[int] = frozenset(),
+    translated: Translated | None = None,
+) -> Draft:
+    """Draft a chain of each sequence but those in the `idle` slots. `normed`: whether the layers' outputs have the
+    final norm. `groups`: the first layer of each group of layers that a draft step runs side by side, then the number
+    of layers; None: one after another. The other arguments: see cpu/chain.py."""
+    model, cache, head = steps.model, steps.cache, steps.head
+    layers = [*range(len(model.layers) + 1)]
+    assert model.stack is not None
+    requests = batch.requests
+    rules = [None if n in idle else s.policy.rule for n, s in enumerate(requests)] if batch.confident else None
+    drafted, probability = draft_chain(
+        model.stack,
+        Vocabulary(
+            model.embed,
+            model.embed_scale,
+            head.weight,
+            head.token_ids,
+            None if normed else head.norm,
+            head.activations,
+            head.cap,
+        ),
+        cached_rows(cache, rows),
+        committed,
+        (layers, groups or layers),
+        Chains(
+            columns,
+            cache.last_position,
+            steps=min(batch.budget.depth, batch.budget.nodes),
+            sampling=[(s.sampling.temperature, s.sampling.seed) for s in requests],
+            rules=rules,
+        ),
+        translated,
+    )
+    probability[:, list(idle)] = 0
+    draft = Draft(len(drafted), idle=idle, depth=len(drafted), forwarded=len(drafted) - 1)
+    batch.window[: batch.n, 1 : draft.size + 1] = torch.from_numpy(drafted.T)
+    if batch.confident:
+        draft.confidence = probability.tolist()
+    if batch.traced:
+        draft.scores = [torch.from_numpy(probability.T).log()]
+    return draft

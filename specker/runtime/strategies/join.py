@@ -85,10 +85,5 @@ def joined_plan(plan: Plan) -> Plan:
         plan.largest, nodes=max(plan.largest.nodes, JOINED.nodes), depth=max(plan.largest.depth, JOINED.depth)
     )
     sizes = range(JOINED.nodes + 1)
-    return Plan(
-        largest,
-        plan.budgets,
-        tuple(sorted({*plan.verified, *sizes})),
-        tuple(sorted({*plan.accepted, *sizes})),
-        plan.exits,
-    )
+    verified, accepted = (tuple(sorted({*known, *sizes})) for known in (plan.verified, plan.accepted))
+    return replace(plan, largest=largest, verified=verified, accepted=accepted)

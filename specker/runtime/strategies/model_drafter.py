@@ -1,19 +1,23 @@
-"""A drafter with a model and a cache of its own, which holds an exact prefix of each text."""
+"""Drafters with a model and a cache of their own, which holds an exact prefix of each text."""
 
 from collections.abc import Sequence
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from specker.cpu import Committed, Translated
 from specker.kernels.ancestors import MAX_WORDS
-from specker.model.cache import KVCache, Lengths, Rows
-from specker.model.decoder import Model
+from specker.model.cache import KVCache, Rows
+from specker.model.decoder import Final, Model, Output, forward
 from specker.model.prefill import prefill
+from specker.model.rows import begin, begin_text
 from specker.runtime.control.policy import UNLIMITED, Budget, Offer
 from specker.runtime.round.batch import Batch
-from specker.runtime.round.drafter import Drafter
+from specker.runtime.round.drafter import Accepted, Draft, Drafter
 from specker.runtime.round.lm_head import LMHead
 from specker.runtime.round.state import Request
+from specker.runtime.strategies.growth import compiled_chain, grown, readable
 
 CATCH_UP_ROWS = 64  # committed tokens that a draft forwards at most; more are a prompt: prefill them
 WINDOW = 64 * MAX_WORDS  # maximum rows of one pass
@@ -53,14 +57,13 @@ class ModelDrafter(Drafter):
         count = 0
         for slot, request in enumerate(requests):
             before = self.cache.exact_len[slot]
-            if (
-                self._missing(slot, request.token_ids, fixed) and before < len(request.token_ids) - 1
-            ):  # a draft forwards the root
-                last = min(before + most - count, len(request.token_ids) - 1)
-                for end in [*(n for n in request.draft_saves if before < n < last), last]:
-                    self.prefill(slot, request.token_ids[: end + 1])
-                    if end in request.draft_saves and self.cache.exact_len[slot] == end:
-                        self.cache.save(slot, request.cache_ids[:end], True)
+            end = len(request.token_ids) - 1  # a draft forwards the root
+            if before < end and self._missing(slot, request.token_ids, fixed):
+                last = min(before + most - count, end)
+                for column in [*(n for n in request.draft_saves if before < n < last), last]:
+                    self.prefill(slot, request.token_ids[: column + 1])
+                    if column in request.draft_saves and self.cache.exact_len[slot] == column:
+                        self.cache.save(slot, request.cache_ids[:column], True)
                 count += self.cache.exact_len[slot] - before
             if count >= most:
                 break
@@ -84,32 +87,133 @@ class ModelDrafter(Drafter):
         if len(text) <= self.model.config.max_context:
             prefill(self.model, self.cache, self.in_vocabulary(text[self.cache.exact_len[slot] : -1]), slot=slot)
 
-    def exact_after_fixed(self, length: int) -> int:
-        """The exact columns after a draft of fixed shape: those before the rows of the next one."""
-        return max(0, min(length, self.limit) - self.repeated)
-
-    def lengths(self, batch: Batch) -> Lengths:
-        """The texts' lengths for placing drafts, clamped to this model's context."""
-        return batch.lengths if isinstance(batch.lengths, Tensor) else [min(n, self.limit) for n in batch.lengths]
-
-    def missing_rows(self, batch: Batch, more: Sequence[int] = ()) -> tuple[Tensor, Rows]:
-        """The committed tokens that the cache lacks, including the roots, and their places. `more`: tokens that follow
-        each text and whose columns are not kept."""
+    def missing_rows(
+        self, texts: Sequence[list[int]], more: Sequence[int] = (), full: bool = False
+    ) -> tuple[Tensor, Rows]:
+        """The tokens of the texts in slots 0, 1, .. that the cache lacks, including the roots, and their places.
+        `more`: tokens that follow each text and whose columns are not kept. `full`: see `KVCache.after`."""
         cache = self.cache
-        texts, starts = [], []
-        for slot, (request, end) in enumerate(zip(batch.requests, self.lengths(batch), strict=True)):
+        missing, starts = [], []
+        for slot, text in enumerate(texts):
+            end = min(len(text), self.limit)
             behind = end - cache.exact_len[slot]
-            if len(request.token_ids) > self.limit:
+            if len(text) > self.limit:
                 cache.exact_len[slot] = end - 1
             elif behind > CATCH_UP_ROWS or behind + len(more) > WINDOW:
-                self.prefill(slot, request.token_ids)
-            starts.append(cache.exact_len[slot])
-            texts.append([*self.in_vocabulary(request.token_ids[starts[-1] : end]), *more])
+                self.prefill(slot, text)
+            starts.append(min(cache.exact_len[slot], end - 1))
+            missing.append([*self.in_vocabulary(text[starts[-1] : end]), *more])
             cache.exact_len[slot] = end
-        tokens = torch.tensor([token for text in texts for token in text], dtype=torch.int64, device=self.model.device)
-        return tokens, cache.after(starts, [len(text) for text in texts])
+        tokens = torch.tensor([token for each in missing for token in each], dtype=torch.int64, device=cache.device)
+        return tokens, cache.after(starts, [len(each) for each in missing], full=full)
+
+    def accept(self, batch: Batch, draft: Draft, accepted: Accepted) -> None:
+        """After a draft of fixed shape, the columns before those that the next one forwards are exact. The K/V of draft
+        tokens is dropped."""
+        if draft.size and batch.fixed:
+            for slot, (request, path) in enumerate(zip(batch.requests, accepted.paths, strict=True)):
+                if path:
+                    self.cache.exact_len[slot] = max(0, min(len(request.token_ids), self.limit) - self.repeated)
 
     def in_vocabulary(self, tokens: list[int]) -> list[int]:
         """Replace ids outside the draft's vocabulary by its last id. That can cost acceptance, not correctness."""
         last = self.model.config.vocab_size - 1
         return [min(token, last) for token in tokens]
+
+
+def last_rows(rows: Rows, count: int, before: int = 0) -> slice | Tensor:
+    """The last `count` rows of each sequence or, with `before`, as many that end so many rows earlier."""
+    if len(rows.kv_len) == 1:
+        return slice(-count - before, -before or None)
+    ends = rows.cu_rows[1:].long() - before
+    return (ends.unsqueeze(1) + torch.arange(-count, 0, dtype=torch.int64, device=ends.device)).view(-1)
+
+
+class DraftLayers(Protocol):
+    """Another way to run the model's layers in draft steps; the pass over committed tokens is always exact."""
+
+    groups: list[int]  # the first layer of each group of layers that run side by side, then the number of layers
+    compiles: bool  # whether the compiled library can run them
+
+    def forward(self, rows: Rows, hidden: Tensor) -> Output:
+        """Run the layers from the embeddings of draft tokens [T, E]. Writes the rows' K/V."""
+        ...
+
+
+class AutoregressiveDrafter(ModelDrafter):
+    """Runs a small model token by token, or level by level."""
+
+    def __init__(
+        self,
+        model: Model,
+        cache: KVCache,
+        head: LMHead,
+        width: int = 1,
+        depth: int = 0,
+        layers: DraftLayers | None = None,
+    ):
+        """`width`: nodes per tree level; 1 drafts a chain. `depth`: length of the longest draft. `layers`: how a
+        draft step runs the layers, if not one after another. Its K/V is fuzzy and dropped after the round: the next
+        draft forwards those tokens exactly, with the bonus token (EasySpec's bonus calibration)."""
+        super().__init__(model, cache, head, depth)
+        self.width, self.layers = width, layers
+
+    def room(self, length: int) -> int:
+        return self.limit - length + 1  # nothing forwards the last draft token
+
+    def propose(self, batch: Batch) -> Draft:
+        """Draft for all sequences that have room left in the draft's context."""
+        self.head.follow(batch.requests)
+        return self.drafted(batch, self.idle(batch.requests))
+
+    def drafted(self, batch: Batch, idle: frozenset[int], translated: Translated | None = None) -> Draft:
+        """`propose` but for the head's rows. `idle`: slots that draft nothing."""
+        if self.width > 1 or batch.fixed or not self._compiles(batch):
+            return grown(batch, self, self.width, idle)
+        tokens, rows = self.missing_rows([request.token_ids for request in batch.requests])
+        columns = [min(len(request.token_ids), self.limit) for request in batch.requests]
+        groups = None if self.layers is None else self.layers.groups
+        committed = Committed(tokens)
+        return compiled_chain(batch, self, rows, committed, columns, groups=groups, idle=idle, translated=translated)
+
+    def _compiles(self, batch: Batch) -> bool:
+        """Whether the compiled library drafts the whole chain."""
+        stack = self.model.stack
+        fits = stack is not None and len(batch.requests) * CATCH_UP_ROWS <= stack.most
+        return fits and readable(self.model, self.head) and (self.layers is None or self.layers.compiles)
+
+    def accept(self, batch: Batch, draft: Draft, accepted: Accepted) -> None:
+        super().accept(batch, draft, accepted)
+        if draft.size and not batch.fixed and self.layers is None:
+            for slot, path in enumerate(accepted.paths):
+                if path:
+                    self.keep(draft, slot, draft.own(slot, path))
+
+    def keep(self, draft: Draft, slot: int, path: list[int]) -> None:
+        """Keep the K/V of accepted draft nodes; the last level has none yet."""
+        if self.cache.exact_len[slot] > self.limit:
+            return
+        nodes = range(draft.size) if draft.nodes is None else draft.nodes[slot].tolist()  # of a chain: in order
+        if kept := [node for row in path[1:] if (node := nodes[row - 1]) < draft.forwarded]:
+            self.cache.commit(kept, slot)
+
+    # --- growth.Steps
+
+    def start(self, batch: Batch) -> tuple[Final, Tensor]:
+        """Forward the committed tokens that the cache lacks, including the root."""
+        cache, n = self.cache, batch.n
+        if batch.fixed:
+            R = self.repeated
+            rows, embedded = begin_text(self.model, cache, batch.state.committed, batch.state.length, R)
+            last: slice | Tensor = slice(R - 1, None, R)
+        else:
+            tokens, rows = self.missing_rows([request.token_ids for request in batch.requests])
+            embedded = self.model.embed_tokens(tokens)
+            last = slice(-1, None) if n == 1 else rows.cu_rows[1:].long() - 1
+        return forward(self.model, cache, rows, embedded).final.at(last), rows.positions[last]
+
+    def step(self, batch: Batch, first: int, tokens: Tensor, parents: Tensor | None = None) -> tuple[Final, Tensor]:
+        rows, embedded = begin(self.model, self.cache, batch.lengths_within(self.limit), 1, first, tokens, parents)
+        layers = self.layers
+        out = forward(self.model, self.cache, rows, embedded) if layers is None else layers.forward(rows, embedded)
+        return out.final, rows.positions

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 
 from specker.fields import check_fields, opt, option
 from specker.options import Options
-from specker.runtime.control.auto import TEXT_DECAY, Acceptance, Experienced
+from specker.runtime.control.auto import TEXT_DECAY, Acceptance
 from specker.runtime.control.policy import AUTO, CONFIDENT, LONGEST, MAX_NODES, Budget, Outcome, Policy, general
 from specker.runtime.strategies.base import Plan, PolicyContext, Strategy
 
@@ -22,22 +22,23 @@ SHARED = "which of a block's guesses are verified, and how long blocks are"  # w
 
 
 @dataclass
-class AdaptiveLength(Experienced):
+class AdaptiveLength(Policy):
     """ADL of DiffuSpec (arXiv 2510.02358): follow the number of guesses before the first stop token, and add `step`
     while the target accepts as many. With L_gen the guesses before the first stop token and L_acc the accepted ones,
 
         ema <- (1 - rho) ema + rho L, starting from 0
         k = clip(floor(ema_gen) + step [ema_acc >= ema_gen], shortest, longest)
 
-    The first block has the longest length.
+    The first block has the longest length. Unlike in the paper, nothing is drafted while plain rounds are faster.
     """
 
+    may_skip_drafting = True
     shortest: int = 20
     longest: int = 30
     step: int = 10
     rho: float = 0.5
     nodes: int = MAX_NODES  # draft tokens of all paths together
-    seen: Acceptance | None = None
+    seen: Acceptance | None = None  # what drafts have achieved in this text; None: use the smoothed rate
     length: int = field(init=False)  # k
     generated: float = field(default=0.0, init=False)  # the smoothed L_gen
     accepted: float = field(default=0.0, init=False)  # the smoothed L_acc
@@ -48,8 +49,13 @@ class AdaptiveLength(Experienced):
     def budget(self) -> Budget:
         return Budget(self.nodes, self.length)
 
+    def expected(self, budget: Budget) -> float:
+        return super().expected(budget) if self.seen is None else self.seen.expected(min(budget.depth, budget.nodes))
+
     def observe(self, outcome: Outcome) -> None:
         super().observe(outcome)
+        if outcome.drafted and self.seen is not None:
+            self.seen.add(outcome)
         if outcome.note is None or not outcome.drafted:
             return
         self.generated += self.rho * (outcome.note.generated - self.generated)
@@ -138,8 +144,8 @@ class BlockStrategy(Strategy):
         options, own = context.options, context.options.own
         rule, length = options.policy or "fixed", self.length(options)
         if rule == "adl":
-            shortest, longest = self.lengths(context)
-            return AdaptiveLength(shortest, longest, seen=seen(context))
+            assert context.history is not None
+            return AdaptiveLength(*self.lengths(context), seen=Acceptance(TEXT_DECAY, context.history.drafts))
         if rule == AUTO:
             return self.auto(replace(context, confident=False), Budget(length, length))
         return general(rule, Budget(own.nodes(length), length))
@@ -158,8 +164,3 @@ class BlockStrategy(Strategy):
         sizes = (0,) if own.search == "off" else tuple(range(own.nodes(longest) + 1))
         budgets = tuple(Budget(own.nodes(n), n) for n in range(shortest, longest + 1))
         return Plan(budgets[-1], budgets, sizes, sizes)
-
-
-def seen(context: PolicyContext) -> Acceptance | None:
-    """What texts before this one accepted, from which a policy starts."""
-    return None if context.history is None else Acceptance(TEXT_DECAY, context.history.drafts)

@@ -14,7 +14,7 @@ from specker.model.decoder import Final
 from specker.options import Sampling
 from specker.runtime.control.stats import BlockStats
 from specker.runtime.round.batch import Batch
-from specker.runtime.round.drafter import Draft
+from specker.runtime.round.drafter import Accepted, Draft
 from specker.runtime.round.lm_head import LMHead
 from specker.runtime.round.state import Request
 from specker.runtime.strategies.base import DraftContext
@@ -31,6 +31,11 @@ class BlockDraft(Draft):
     def note(self, slot: int) -> BlockStats | None:
         return self.blocks[slot] if self.blocks else None
 
+    def observe(self, accepted: Accepted, stop_ids: frozenset[int]) -> None:
+        """Note what was generated, if only the device knew the tokens until now."""
+        if self.observed:
+            self.blocks = [BlockStats(before_stop(tokens, stop_ids)) for tokens in accepted.tokens]
+
 
 def read(context: DraftContext) -> Search | None:
     """The path search of the options, or None for the argmax of each position. Raises ValueError if the n-gram model
@@ -45,47 +50,22 @@ def read(context: DraftContext) -> Search | None:
     return Search(model, own.search == "tree")
 
 
-def candidates(
+def searched(
     batch: Batch,
     final: Final,
     positions: Tensor,
     head: LMHead,
     how: Search,
-    stops: LMHead | None = None,
-) -> tuple[list[list[int]], list[Lattice]]:
-    """The rows that predict k tokens of each sequence, final [n * k, E], at `positions` [n * k] int64 -> per sequence
-    the best guesses [k] and the candidates of each position. `stops`: a head with the rows of the stop ids, which are
-    candidates everywhere. Waits for the device."""
-    k = len(final.rows) // batch.n
-    ids, scores, lse = head.ranked(final, min(how.candidates, head.most), batch.draws, positions)
-    count = 0
-    if stops is not None:
-        count = stops.weight.shape[0]
-        stop_ids, stop_scores, _ = stops.ranked(final, count, batch.draws, positions)
-        ids, scores = torch.cat((ids, stop_ids), 1), torch.cat((scores, stop_scores), 1)
-    noise = _noise(batch.requests, positions, ids, k)
-    ids_, ranks_, noise_ = _on_host(ids, scores - lse.unsqueeze(-1), noise)
-    blocks = []
-    for b, sequence in enumerate(batch.requests):
-        own = slice(b * k, (b + 1) * k)
-        drawn = noise_ is not None and sequence.sampling.temperature > 0
-        blocks.append(lattice(ids_[own], ranks_[own], noise_[own] if drawn else None, how.mass, count))
-    return [block.ids[:, 0].tolist() for block in blocks], blocks
-
-
-def searched(
-    batch: Batch,
-    guesses: list[list[int]],
-    blocks: list[Lattice],
-    how: Search,
     stop_ids: frozenset[int],
+    stops: LMHead | None = None,
 ) -> BlockDraft:
-    """Search each sequence's block, and write the path or the tree as a draft. `guesses`: the best guess of each
-    position, for the statistics."""
+    """Search each sequence's block, and write the path or the tree as a draft. final [n * k, E]: the rows that predict
+    k tokens of each sequence, at `positions` [n * k] int64. `stops`: a head with the rows of the stop ids, which are
+    candidates everywhere. Waits for the device."""
     tokens: list[list[int]] = []
     parents: list[list[int]] = []
     stats: list[BlockStats] = []
-    for sequence, own, block in zip(batch.requests, guesses, blocks, strict=True):
+    for sequence, block in zip(batch.requests, _candidates(batch, final, positions, head, how, stops), strict=True):
         start = time.perf_counter()
         before = (sequence.token_ids[-2] if len(sequence.token_ids) > 1 else -1, sequence.token_ids[-1])
         temperature = sequence.sampling.temperature
@@ -100,10 +80,32 @@ def searched(
             up = list(range(len(best.tokens)))
         parents.append(up)
         score, seconds = best.score / max(1, len(best.tokens)), time.perf_counter() - start
-        stats.append(BlockStats(before_stop(own, stop_ids), block.width, score, seconds))
+        generated = before_stop(block.ids[:, 0].tolist(), stop_ids)  # of the best guess of each position
+        stats.append(BlockStats(generated, block.width, score, seconds))
     draft = BlockDraft.of(batch, tokens, parents)
     draft.blocks = stats
     return draft
+
+
+def _candidates(
+    batch: Batch, final: Final, positions: Tensor, head: LMHead, how: Search, stops: LMHead | None
+) -> list[Lattice]:
+    """The candidates of each position, per sequence."""
+    k = len(final.rows) // batch.n
+    ids, scores, lse = head.ranked(final, min(how.candidates, head.most), batch.draws, positions)
+    count = 0
+    if stops is not None:
+        count = stops.weight.shape[0]
+        stop_ids, stop_scores, _ = stops.ranked(final, count, batch.draws, positions)
+        ids, scores = torch.cat((ids, stop_ids), 1), torch.cat((scores, stop_scores), 1)
+    noise = _noise(batch.requests, positions, ids, k)
+    ids_, ranks_, noise_ = _on_host(ids, scores - lse.unsqueeze(-1), noise)
+    blocks = []
+    for b, sequence in enumerate(batch.requests):
+        own = slice(b * k, (b + 1) * k)
+        drawn = noise_ is not None and sequence.sampling.temperature > 0
+        blocks.append(lattice(ids_[own], ranks_[own], noise_[own] if drawn else None, how.mass, count))
+    return blocks
 
 
 def before_stop(guesses: Sequence[int], stop_ids: frozenset[int]) -> int:

@@ -10,13 +10,12 @@ from specker.model.cache import KVCache
 from specker.model.decoder import Final, Model
 from specker.model.dflash import BlockModel
 from specker.runtime.control.policy import Offer
-from specker.runtime.control.stats import BlockStats
 from specker.runtime.round.batch import Batch
 from specker.runtime.round.drafter import Accepted, Draft, Drafter
 from specker.runtime.round.lm_head import LMHead
 from specker.runtime.round.state import Request
 from specker.runtime.strategies.blocks.lattice import Search
-from specker.runtime.strategies.blocks.search import BlockDraft, before_stop, candidates, searched
+from specker.runtime.strategies.blocks.search import BlockDraft, searched
 
 
 class BlockDrafter(Drafter):
@@ -49,18 +48,14 @@ class BlockDrafter(Drafter):
         self.head.follow(batch.requests)
         if self.search is not None:
             final, positions = self._rows(batch, depth)
-            guesses, blocks = candidates(batch, final, positions.view(-1), self.head, self.search)
-            return searched(batch, guesses, blocks, self.search, self.stop_ids)
+            return searched(batch, final, positions.view(-1), self.head, self.search, self.stop_ids)
         draft = BlockDraft(depth, depth=depth, observed=True)
         if not batch.confident and (batch.fixed or not batch.traced):
             batch.run(("block", depth), lambda: self._write(batch, depth))
             return draft
         batch.window[:, 1 : depth + 1], scores, sure = self._guess(batch, depth, True)
         assert scores is not None and sure is not None
-        if batch.confident:
-            draft.end(batch.requests, sure)
-        if batch.traced:
-            draft.scores.append(scores[:, : draft.size])
+        draft.end(batch, scores, sure)
         return draft
 
     def _rows(self, batch: Batch, depth: int) -> tuple[Final, Tensor]:
@@ -152,8 +147,8 @@ class BlockDrafter(Drafter):
 
     def accept(self, batch: Batch, draft: Draft, accepted: Accepted) -> None:
         """Write the columns of the accepted tokens, unless the device has."""
-        if isinstance(draft, BlockDraft) and draft.observed:
-            draft.blocks = [BlockStats(before_stop(tokens, self.stop_ids)) for tokens in accepted.tokens]
+        if isinstance(draft, BlockDraft):
+            draft.observe(accepted, self.stop_ids)
         written = []
         for slot, (request, path) in enumerate(zip(batch.requests, accepted.paths, strict=True)):
             start = len(request.token_ids) - 1 - len(path)

@@ -16,8 +16,8 @@ from specker.runtime.round.drafter import Accepted, Draft
 from specker.runtime.round.lm_head import LMHead
 from specker.runtime.strategies.base import DraftContext, Strategy
 from specker.runtime.strategies.blocks.lattice import Search
-from specker.runtime.strategies.blocks.search import BlockDraft, before_stop, candidates, read, searched
-from specker.runtime.strategies.model_drafter import CATCH_UP_ROWS, WINDOW, ModelDrafter
+from specker.runtime.strategies.blocks.search import BlockDraft, before_stop, read, searched
+from specker.runtime.strategies.model_drafter import WINDOW, ModelDrafter, last_rows
 
 
 class DiffusionDrafter(ModelDrafter):
@@ -59,18 +59,16 @@ class DiffusionDrafter(ModelDrafter):
         if self.search is not None:
             return self._searched(batch, self.search, final, lengths)
         guesses = self.head.best(final, batch.draws, self._positions(lengths, depth)).view(len(texts), depth).tolist()
-        kept = [g[: self.stopped(g) + 1] for g in guesses]
-        draft = BlockDraft.of(batch, kept, [list(range(len(k))) for k in kept])
-        draft.blocks = [BlockStats(self.stopped(g)) for g in guesses]
+        generated = [before_stop(each, self.stop_ids) for each in guesses]
+        kept = [each[: count + 1] for each, count in zip(guesses, generated, strict=True)]
+        draft = BlockDraft.of(batch, kept, [list(range(len(each))) for each in kept])
+        draft.blocks = [BlockStats(count) for count in generated]
         return draft
 
     def accept(self, batch: Batch, draft: Draft, accepted: Accepted) -> None:
-        """Keep no draft token's K/V: it belongs to a mask, or to a guess that saw masks."""
-        for slot, (request, path) in enumerate(zip(batch.requests, accepted.paths, strict=True)):
-            if path and batch.fixed and draft.size:
-                self.cache.exact_len[slot] = self.exact_after_fixed(len(request.token_ids))
-        if isinstance(draft, BlockDraft) and draft.observed:
-            draft.blocks = [BlockStats(self.stopped(tokens)) for tokens in accepted.tokens]
+        super().accept(batch, draft, accepted)
+        if isinstance(draft, BlockDraft):
+            draft.observe(accepted, self.stop_ids)
 
     def _positions(self, lengths: list[int], k: int) -> Tensor:
         """[len(lengths) * k] int64: for each of the next k tokens of each text, the position after which plain decoding
@@ -81,30 +79,11 @@ class DiffusionDrafter(ModelDrafter):
 
     def masked(self, texts: Sequence[list[int]], n: int) -> Final:
         """The rows [sequences * n, E] that predict the n tokens after the texts."""
-        config, cache = self.model.config, self.cache
-        assert config.mask_token_id is not None
-        masks, out = [config.mask_token_id] * n, self.asked(n)
-        starts, new_tokens = [], []
-        for slot, text in enumerate(texts):
-            behind = len(text) - cache.exact_len[slot]
-            if behind > CATCH_UP_ROWS or behind + n > WINDOW:
-                self.prefill(slot, text)
-            start = min(cache.exact_len[slot], len(text) - 1)
-            starts.append(start)
-            new_tokens.append(self.in_vocabulary(text[start:]) + masks)
-            cache.exact_len[slot] = len(text)
-        rows = cache.after(starts, [len(tokens) for tokens in new_tokens], full=True)
-        flat = [token for each in new_tokens for token in each]
-        tokens = torch.tensor(flat, dtype=torch.int64, device=self.model.device)
-        final = forward(self.model, cache, rows, self.model.embed_tokens(tokens)).final
-        if len(texts) == 1:
-            return final.at(out)
-        each = final.rows.split([len(tokens) for tokens in new_tokens])
-        return Final(torch.cat([x[out] for x in each]), final.normed)
-
-    def asked(self, n: int) -> slice:
-        """The rows that predict the n masks at the end of a pass."""
-        return slice(-n - 1, -1) if self.model.config.shifted_logits else slice(-n, None)
+        mask, model = self.model.config.mask_token_id, self.model
+        assert mask is not None
+        tokens, rows = self.missing_rows(texts, [mask] * n, full=True)
+        out = last_rows(rows, n, before=int(model.config.shifted_logits))
+        return forward(model, self.cache, rows, model.embed_tokens(tokens)).final.at(out)
 
     def _fixed_block(self, batch: Batch, k: int) -> None:
         """One pass, placed by the device, over the last committed tokens and the new masks."""
@@ -132,11 +111,7 @@ class DiffusionDrafter(ModelDrafter):
         """The paths through the candidates of the rows [n * k, E] that predict the tokens after texts of `lengths`."""
         k = len(final.rows) // batch.n
         positions = self._positions(lengths + [1] * (batch.n - len(lengths)), k)
-        guesses, blocks = candidates(batch, final, positions, self.head, search, self.stops)
-        return searched(batch, guesses, blocks, search, self.stop_ids)
-
-    def stopped(self, guesses: list[int]) -> int:
-        return before_stop(guesses, self.stop_ids)
+        return searched(batch, final, positions, self.head, search, self.stop_ids, self.stops)
 
 
 @lru_cache(maxsize=512)

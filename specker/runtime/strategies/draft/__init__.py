@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from specker.model.cache import KVCache
     from specker.model.decoder import Model
     from specker.runtime.round.drafter import Drafter
-    from specker.runtime.strategies.draft.autoregressive import AutoregressiveDrafter, DraftLayers
+    from specker.runtime.strategies.model_drafter import AutoregressiveDrafter, DraftLayers
 
 
 class SmallModel(Strategy):
@@ -62,7 +62,7 @@ def made(
         from specker.runtime.strategies.draft.translated import TranslatedDrafter
 
         return TranslatedDrafter(translation, model, cache, head, width, depth, layers)
-    from specker.runtime.strategies.draft.autoregressive import AutoregressiveDrafter
+    from specker.runtime.strategies.model_drafter import AutoregressiveDrafter
 
     return AutoregressiveDrafter(model, cache, head, width, depth, layers)
 

@@ -15,8 +15,9 @@ from torch import Tensor
 from specker.model.decoder import Final, forward
 from specker.model.rows import begin
 from specker.runtime.round.batch import Batch
-from specker.runtime.round.drafter import Accepted, Draft
-from specker.runtime.strategies.model_drafter import ModelDrafter
+from specker.runtime.round.drafter import Draft
+from specker.runtime.strategies.growth import guess
+from specker.runtime.strategies.model_drafter import ModelDrafter, last_rows
 
 
 class ParallelDrafter(ModelDrafter):
@@ -31,21 +32,8 @@ class ParallelDrafter(ModelDrafter):
         if not batch.confident and (batch.fixed or not batch.traced):
             batch.run(("block", depth), lambda: self._write(batch, depth))
             return draft
-        final, positions = self._rows(batch, depth)
-        ids, logits, lse = self.head.ranked(final, 1, batch.draws, positions)
-        batch.window[: batch.n, 1 : depth + 1] = ids.view(batch.n, depth)
-        scores = (logits[:, 0] - lse).view(batch.n, depth)
-        if batch.confident:
-            draft.end(batch.requests, scores.exp())
-        if batch.traced:
-            draft.scores.append(scores[:, : draft.size])
+        guess(batch, draft, self.head, *self._rows(batch, depth))
         return draft
-
-    def accept(self, batch: Batch, draft: Draft, accepted: Accepted) -> None:
-        """Keep no mask's K/V."""
-        for slot, (request, path) in enumerate(zip(batch.requests, accepted.paths, strict=True)):
-            if path and batch.fixed and draft.size:
-                self.cache.exact_len[slot] = self.exact_after_fixed(len(request.token_ids))
 
     def _write(self, batch: Batch, depth: int) -> None:
         final, positions = self._rows(batch, depth)
@@ -61,9 +49,7 @@ class ParallelDrafter(ModelDrafter):
             tokens = torch.cat((text, text.new_full((n, depth - 1), mask)), 1)
             rows, embedded = begin(model, self.cache, batch.lengths, self.repeated, 0, tokens)
         else:
-            tokens, rows = self.missing_rows(batch, [mask] * (depth - 1))
+            tokens, rows = self.missing_rows([request.token_ids for request in batch.requests], [mask] * (depth - 1))
             embedded = model.embed_tokens(tokens)
-        ends = rows.cu_rows[1:].long().unsqueeze(1)
-        back = torch.arange(-depth, 0, dtype=torch.int64, device=ends.device)
-        last = slice(-depth, None) if n == 1 else (ends + back).view(-1)
+        last = last_rows(rows, depth)
         return forward(model, self.cache, rows, embedded).final.at(last), rows.positions[last]

@@ -23,8 +23,7 @@ from specker.runtime.round.batch import Batch
 from specker.runtime.round.drafter import Accepted, Draft
 from specker.runtime.round.lm_head import LMHead
 from specker.runtime.round.state import Request
-from specker.runtime.strategies.draft.autoregressive import AutoregressiveDrafter, DraftLayers
-from specker.runtime.strategies.model_drafter import CATCH_UP_ROWS
+from specker.runtime.strategies.model_drafter import CATCH_UP_ROWS, AutoregressiveDrafter, DraftLayers
 
 
 class Shadow:
@@ -32,7 +31,14 @@ class Shadow:
 
     def __init__(self, translation: Translation, request: Request):
         self.reader = Reader(translation)
-        self.request = _copy(request, self.reader.ids)
+        self.request = Request(
+            index=request.index,
+            token_ids=self.reader.ids,
+            limit=request.limit,
+            sampling=request.sampling,
+            policy=request.policy,
+            salt=request.salt,
+        )
         self.begun = False  # whether a draft has read the text, so that the cache may have any of its columns
         self.cut = False  # whether the text is longer than the draft's context or memory
 
@@ -65,7 +71,7 @@ class TranslatedDrafter(AutoregressiveDrafter):
         write to them again."""
         shadow = self._shadow(request)
         if not shadow.begun:
-            self._read(shadow, request)
+            shadow.reader.read(request.token_ids)
             shadow.request.token_ids = shadow.reader.ids[: max(1, shadow.reader.settled)]
         return shadow.request.cache_ids
 
@@ -153,7 +159,8 @@ class TranslatedDrafter(AutoregressiveDrafter):
         own, exact = [], self.cache.exact_len
         for slot, request in enumerate(requests):
             shadow = self._shadow(request)
-            same, shadow.begun = self._read(shadow, request), True
+            # How many of the columns that the cache may have are still the text's.
+            same, shadow.begun = shadow.reader.read(request.token_ids), True
             ids = shadow.reader.ids
             shadow.cut = self.room(len(ids)) < 1 or not self._holds(slot, len(ids))
             if shadow.cut:  # a meaningless draft for the beginning, which counts as none
@@ -164,10 +171,6 @@ class TranslatedDrafter(AutoregressiveDrafter):
             own.append(shadow.request)
         return own
 
-    def _read(self, shadow: Shadow, request: Request) -> int:
-        """Read a text's new tokens. Returns how many of the columns that the cache may have are still the text's."""
-        return shadow.reader.read(request.token_ids)
-
     @property
     def _behind(self) -> int:
         """The most columns that a draft writes behind a text."""
@@ -177,15 +180,3 @@ class TranslatedDrafter(AutoregressiveDrafter):
         """Whether the sequence has memory for a text of `length` ids and a draft, or gets it now: it was given as many
         columns as the target's text needs, and the draft may need more."""
         return self.cache.extend(slot, length + self._behind)
-
-
-def _copy(request: Request, ids: list[int]) -> Request:
-    """A request with another text, for the draft model alone."""
-    return Request(
-        index=request.index,
-        token_ids=ids,
-        limit=request.limit,
-        sampling=request.sampling,
-        policy=request.policy,
-        salt=request.salt,
-    )

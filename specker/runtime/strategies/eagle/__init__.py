@@ -31,8 +31,7 @@ class Eagle(Strategy):
         from specker.checkpoints.drafts.heads import HeadCheckpoint
         from specker.model.heads import DraftHead, HeadSpec
         from specker.runtime.strategies.eagle.agreement import chosen
-        from specker.runtime.strategies.eagle.head_drafter import EagleDrafter
-        from specker.runtime.strategies.eagle.peagle import ParallelDrafter
+        from specker.runtime.strategies.eagle.head_drafter import EagleDrafter, ParallelDrafter
 
         assert isinstance(context.draft, HeadCheckpoint)
         checkpoint, target = context.draft, context.target

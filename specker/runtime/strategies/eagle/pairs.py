@@ -1,33 +1,59 @@
-"""The pairs of a draft head (model/heads.py): what it has made of each text, and the features that wait for it."""
+"""What drafters with a head keep: the pairs (model/heads.py) that it has made of each text, and the features that wait
+for tokens."""
 
 from functools import cache as memoised
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from specker.model.cache import KVCache, Rows
-from specker.model.decoder import Final
+from specker.model.decoder import Final, Model
 from specker.model.heads import DraftHead
+from specker.runtime.control.policy import Offer
 from specker.runtime.round.batch import Batch
-from specker.runtime.round.drafter import Accepted, Draft
+from specker.runtime.round.drafter import Accepted, Draft, Drafter
+from specker.runtime.round.lm_head import LMHead
 from specker.runtime.round.state import Request
 
 BLOCK = 256  # pairs of a prompt that the head forwards at once
 WAITING = 64  # most features that wait while nothing is drafted
 
 
-class HeadPairs(Protocol):
-    """What a drafter needs of the pairs of its heads."""
+class HeadDrafter(Drafter):
+    """A drafter whose head, or the first of several, reads the target's hidden rows."""
 
-    last: Tensor  # [slots, H], for the LM head: what the first head made of each text's last pair
+    model: Model
+    cache: KVCache
+    head: LMHead
+    last: Tensor  # [slots, H], for the LM head: what the head made of each text's last pair
+    source = "head"
 
-    def run_all(self, requests: list[Request]) -> None: ...
-    def read(self, slot: int, request: Request, rows: dict[int, Tensor]) -> None: ...
-    def accept(self, batch: Batch, draft: Draft, accepted: Accepted) -> None: ...
-    def accept_on_device(self, batch: Batch, draft: Draft) -> None: ...
-    def move(self, source: int, target: int) -> None: ...
-    def reset(self, slot: int) -> None: ...
+    def __init__(self, reading: DraftHead, cache: KVCache, head: LMHead):
+        self.reading, self.model, self.cache, self.head = reading, reading.model, cache, head
+        self.aux_layers = reading.spec.aux_layers
+        self.limit = min(self.model.config.max_context, cache.capacity)
+
+    def prepare(self, requests: list[Request]) -> Offer:
+        return Offer(room=[self.cache.capacity - len(request.token_ids) for request in requests])
+
+    def lacks_pairs(self, batch: Batch) -> bool:
+        """Whether a text has no pair yet, as after a prompt of one token: then nothing can be drafted."""
+        return not batch.fixed and any(len(request.token_ids) <= self.tokens_ahead for request in batch.requests)
+
+    def run_all(self, requests: list[Request]) -> None:
+        """Forward the pairs that wait in all slots, together if all have some."""
+        raise NotImplementedError
+
+    def start(self, batch: Batch) -> tuple[Final, Tensor]:
+        """Forward the pairs that wait. Returns the rows for the first draft tokens [n, H] and the roots' positions."""
+        if not batch.fixed:
+            self.run_all(batch.requests)
+        lengths = batch.lengths
+        if not isinstance(lengths, Tensor):
+            lengths = torch.tensor(lengths, dtype=torch.int64, device=self.last.device)
+        final = Final(self.last[: batch.n], self.reading.normed)
+        return final, lengths if batch.shape.draws == "greedy" else lengths - 1  # greedy draws read no position
 
 
 class Waiting(NamedTuple):
@@ -38,32 +64,33 @@ class Waiting(NamedTuple):
     features: Tensor  # [T, H], as `DraftHead.kept` returns them
 
 
-class Pairs:
-    """The head's cache holds the pairs of a text's columns 0, 1, .. A draft starts from the head's
-    output for the last pair: `output`, the feature of the first draft token, and `last`, the row for the LM head.
+class PairDrafter(HeadDrafter):
+    """The cache of its head holds the pairs of a text's columns 0, 1, .. A draft starts from the head's output for the
+    last pair: `output`, the feature of the first draft token, and `last`, the row for the LM head.
 
     In rounds that the host places, the features of accepted rows wait until the next draft, which forwards their pairs
     together. In rounds of fixed shape the device forwards the pairs of all rows that a round may accept, right after
     acceptance; those beyond the accepted ones are overwritten later."""
 
-    def __init__(self, head: DraftHead, cache: KVCache, depth: int):
+    def __init__(self, reading: DraftHead, cache: KVCache, head: LMHead, depth: int = 0):
         """`depth`: length of the longest draft."""
-        self.head, self.cache, self.depth = head, cache, depth
+        super().__init__(reading, cache, head)
+        self.depth = depth
         self.waiting: list[Tensor | None] = [None] * len(cache.exact_len)  # features [count, H] by slot
-        model = head.model
+        model = self.model
         both = 2, len(cache.exact_len), model.config.hidden_size
         self.output, self.last = torch.zeros(both, dtype=model.dtype, device=model.device).unbind(0)  # by slot
         if model.stack is not None:  # both are its last rows, which a compiled chain writes once
             self.last = self.output
 
-    def read(self, slot: int, request: Request, rows: dict[int, Tensor]) -> None:
+    def read(self, slot: int, request: Request, first: int, rows: dict[int, Tensor]) -> None:
         """Run the pairs of a chunk of the prompt."""
-        self._wait(slot, torch.stack([rows[depth] for depth in self.head.spec.aux_layers], 1))
+        self._wait(slot, torch.stack([rows[depth] for depth in self.aux_layers], 1))
         self.run(slot, request.token_ids)
 
     def accept(self, batch: Batch, draft: Draft, accepted: Accepted) -> None:
-        """Keep the features of the accepted rows. Their pairs wait for the next draft, which knows all of their
-        tokens."""
+        """What the head wrote for draft tokens is dropped. The pairs of the accepted rows wait for the next draft,
+        which knows all of their tokens."""
         for slot, (request, path) in enumerate(zip(batch.requests, accepted.paths, strict=True)):
             if batch.fixed:
                 self.cache.exact_len[slot] = len(request.token_ids) - 1
@@ -79,8 +106,8 @@ class Pairs:
 
     def _accepted(self, batch: Batch, draft: Draft) -> None:
         """Forward the pairs of the rows that the round accepted, which only the device knows."""
-        s, n, N, head = batch.state, batch.n, draft.size, self.head
-        device, depths = head.model.device, len(batch.aux_layers)
+        s, n, N, head = batch.state, batch.n, draft.size, self.reading
+        device, depths = self.model.device, len(batch.aux_layers)
         most = min(N, self.depth) + 1
         report = s.report[: n * (3 + 2 * N)].view(n, -1)
         accepted, path = report[:, 0], report[:, 1 : most + 1]
@@ -100,7 +127,7 @@ class Pairs:
 
     def _wait(self, slot: int, rows: Tensor) -> None:
         """Add the features of the target's rows [T, A, Ht] to those that wait."""
-        features, before = self.head.kept(rows), self.waiting[slot]
+        features, before = self.reading.kept(rows), self.waiting[slot]
         self.waiting[slot] = features if before is None else torch.cat((before, features))
 
     def run(self, slot: int, text: list[int]) -> None:
@@ -122,7 +149,6 @@ class Pairs:
             self.run(slot, request.token_ids)
 
     def run_all(self, requests: list[Request]) -> None:
-        """Forward the pairs that wait in all slots, together if all have some."""
         if (waiting := self.take(requests)) is None:
             self.run_each(requests)
         else:
@@ -146,13 +172,13 @@ class Pairs:
         return Waiting(rows, self._ids(tokens), waiting[0] if n == 1 else torch.cat(waiting))
 
     def _ids(self, tokens: list[int]) -> Tensor:
-        return torch.tensor(tokens, dtype=torch.int64, device=self.head.model.device)
+        return torch.tensor(tokens, dtype=torch.int64, device=self.model.device)
 
     def _forward(self, slots: slice, waiting: Waiting) -> None:
         """Forward pairs whose tokens the host knows."""
         rows, tokens, features = waiting
-        pairs = self.head.pairs(features, self.head.model.embed_tokens(tokens), rows.positions)
-        output, final = self.head.forward(self.cache, rows, pairs, kept=True)
+        pairs = self.reading.pairs(features, self.model.embed_tokens(tokens), rows.positions)
+        output, final = self.reading.forward(self.cache, rows, pairs, kept=True)
         self._note(slots, output, final, rows.cu_rows[1:].long() - 1)
 
     def move(self, source: int, target: int) -> None:

@@ -24,7 +24,7 @@ from specker.runtime.strategies.draft import SmallModel, made
 
 if TYPE_CHECKING:
     from specker.checkpoints.checkpoint import Opened
-    from specker.runtime.strategies.draft.autoregressive import AutoregressiveDrafter
+    from specker.runtime.strategies.model_drafter import AutoregressiveDrafter
 
 Groups = int | tuple[tuple[int, ...], ...]  # a group's width, or the layers of every group
 

@@ -78,26 +78,18 @@ class LayerParallel:
                 "choose strategy draft"
             )
         self.ranks = ranks if ranks is not None and ranks.draft_ranks > 1 else None
+        self.compiles = self.ranks is None  # whether the compiled library can run the schedule
+        self.groups = [*(layers[0] for layers in schedule.groups), len(model.layers)]  # as it takes them
         self.kv = cache.k.flatten(0, 1), cache.v.flatten(0, 1)  # views: [L * pages, page, Hkv, D]
         packed = model.stack is not None and model.stack.packed
         self.stacks = [] if packed else [self._group(layers) for layers in schedule.groups]
-
-    @property
-    def compiles(self) -> bool:
-        """Whether the compiled library can run the schedule."""
-        return self.ranks is None
-
-    @property
-    def groups(self) -> list[int]:
-        """The first layer of each group, then the number of layers."""
-        return [*(layers[0] for layers in self.schedule.groups), len(self.model.layers)]
 
     def forward(self, rows: Rows, hidden: Tensor) -> Output:
         """Run all layers of the schedule from the embedding `hidden` [T, E]. Writes the rows' K/V, fuzzy in groups of
         several layers."""
 
         def run(rows: Rows, hidden: Tensor) -> Output:
-            if self.model.stack is not None and self.ranks is None:
+            if self.model.stack is not None and self.compiles:
                 return compiled(self.model, self.cache, rows, hidden, self.groups)
             return run_layers(self.model, self._steps(rows), hidden)
 

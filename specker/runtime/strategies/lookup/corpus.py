@@ -7,7 +7,6 @@ import hashlib
 import json
 from array import array
 from collections.abc import Iterator
-from contextlib import suppress
 from importlib.metadata import version
 from itertools import count
 from pathlib import Path
@@ -16,7 +15,7 @@ from typing import Any
 from specker.checkpoints.checkpoint import Checkpoint
 from specker.cpu.suffixes import END
 from specker.fields import not_json, option
-from specker.paths import cache_root, write_cached
+from specker.paths import cache_root, remember, remembered
 from specker.runtime.strategies.lookup import MEMORY, LookupOptions
 from specker.runtime.strategies.lookup.pool import Pool
 
@@ -99,29 +98,17 @@ def _tokens(texts: list[str], target: Checkpoint) -> Iterator[list[int]]:
     """The tokens of each text that is not empty, from the cache or the tokenizer."""
     about = f"{VERSION} {version('transformers')} {target.tokens.architecture} {target.tokens.digest}"
     digest = hashlib.sha256("\0".join((about, *texts)).encode("utf-8", "surrogatepass")).hexdigest()
-    path, known = cache_root() / "lookup" / f"{digest[:32]}.tokens", None
-    with suppress(OSError):
-        known = _unpacked(path.read_bytes())
-    if known is None:
-        known = array("i")
+    path, known = cache_root() / "lookup" / f"{digest[:32]}.tokens", array("i")
+    if (data := remembered(path)) is not None:
+        known.frombytes(data)
+    else:
         for text in texts:
             known.extend(target.tokenizer(text, add_special_tokens=False)["input_ids"])
             known.append(END)
-        data = known.tobytes()
-        with suppress(OSError):
-            write_cached(path, hashlib.sha256(data).digest() + data)
+        remember(path, known.tobytes())
     start = 0
     while start < len(known):
         end = known.index(END, start)
         if end > start:
             yield known[start:end].tolist()
         start = end + 1
-
-
-def _unpacked(data: bytes) -> array[int] | None:
-    """The tokens; None if the file is damaged."""
-    if len(data) % 4 or hashlib.sha256(data[32:]).digest() != data[:32]:
-        return None
-    tokens = array("i")
-    tokens.frombytes(data[32:])
-    return tokens

@@ -19,10 +19,7 @@ from specker.fields import check_fields, opt
 from specker.options import VocabKeep
 
 TRIM = "vocabtrim"
-SUMMARY = "a smaller LM head for the drafter of another strategy (alone: of draft)"
 LEARN = "SPECKER_VOCAB_LEARN"  # the environment's variable: "off" neither counts what targets write nor ranks by it
-PAPER = "VocabTrim (2506.22694)"
-NEEDS = "a draft model"
 
 
 @dataclass(frozen=True)
@@ -48,3 +45,13 @@ class TrimOptions:
 
     def __post_init__(self) -> None:
         check_fields(self)
+
+
+class VocabTrim:
+    """What lists of strategies say of it. It drafts nothing itself, so it is no `Strategy`."""
+
+    name = TRIM
+    summary = "a smaller LM head for the drafter of another strategy (alone: of draft)"
+    paper = "VocabTrim (2506.22694)"
+    needs = "a draft model"
+    options = TrimOptions

@@ -16,7 +16,7 @@ from specker.runtime.notes import Notes
 from specker.runtime.ranks.dist import Ranks
 from specker.runtime.round.lm_head import LMHead
 from specker.runtime.strategies.vocabtrim import LEARN, TrimOptions
-from specker.runtime.strategies.vocabtrim import memo as vocab_memo
+from specker.runtime.strategies.vocabtrim import order as vocab_order
 from specker.runtime.strategies.vocabtrim import scores as vocab_scores
 from specker.runtime.strategies.vocabtrim.counts import VocabCounts
 from specker.runtime.strategies.vocabtrim.head import TrimmedHead
@@ -66,7 +66,7 @@ def ranking(
     tokenizer. Arguments and errors are those of `trimmed`."""
     trim: TrimOptions = options.trim
     vocab, tokenizer = target.config.vocab_size, target.tokenizer_or_none
-    digest = vocab_memo.tokenizer_hash(target.tokens)
+    digest = vocab_order.tokenizer_hash(target.tokens)
     if (path := trim.vocab_scores or bundled(digest, family)) is not None:
         scores = vocab_scores.read(path)
         scores.check(vocab, digest, path)
@@ -76,7 +76,7 @@ def ranking(
             f"{option('vocab_keep', 'coverage:X')} needs a score file ({option('vocab_scores')}); without one, keep a "
             "number of rows or a fraction"
         )
-    order, counts = vocab_memo.learnt(target.tokens, vocab), None
+    order, counts = vocab_order.learnt(target.tokens, vocab), None
     source = "id" if tokenizer is None else "the tokenizer's order"
     if (learn := os.environ.get(LEARN) or "on") not in ("on", "off"):
         raise ValueError(f"the environment variable {LEARN} must be on or off, got {learn!r}")
