@@ -37,7 +37,10 @@ class Chooser:
         self.costs, self.learns = costs, learns
         self.reason = ""  # why the last choice drafts nothing; empty if it drafts
         self.trial = False  # whether the last choice is a trial
-        self._offers: Sequence[Offer] = ()  # of the last choice
+        # For each `Budget.part` at the last choice: seconds of prefill before a draft, and the draft tokens that fit
+        # behind each text, () if that is one at least behind all.
+        self._late: list[float] = []
+        self._room: list[Sequence[int]] = []
         self.clear()
 
     def clear(self) -> None:
@@ -62,7 +65,8 @@ class Chooser:
     def choose(self, policies: Sequence[Policy], remaining: int, offers: Sequence[Offer] = ()) -> Budget:
         """The shape of the next round. `remaining`: tokens that the texts may still grow by. `offers`: of each
         `Budget.part`; (): every text has room for every draft, and nothing is to be prefilled."""
-        self._offers = offers
+        self._late = [self.costs.prefill(offer.missing) for offer in offers]
+        self._room = [() if min(offer.room, default=1) > 0 else offer.room for offer in offers]
         shape = self._choose(policies, remaining)
         if shape.nodes or self.reason not in (MISSING, ENDED):  # a match that is missing is no change
             changed = (shape.nodes > 0) != self._drafted
@@ -99,12 +103,12 @@ class Chooser:
         if not drafts:
             return self._rest(n, none, RESTS if shapes else ENDED if ended else MISSING)
         plain = n / self.costs.plain(n)
-        tokens = {shape: self._tokens(policies, shape) for shape in drafts}
-        rates = {shape: tokens[shape] / self._seconds(policies, shape) for shape in drafts}
+        expected = {shape: self._expected(policies, shape) for shape in drafts}
+        rates = {shape: tokens / seconds for shape, (tokens, seconds) in expected.items()}
         bar = plain if self._drafting else START * plain
-        best = self._best(tokens, rates, bar, remaining)
+        best = self._best(expected, rates, bar, remaining)
         # A prefill serves all drafts to come, so it counts against all tokens to come, not against this round.
-        late, rate = self._late(best), rates[best]
+        late, rate = self._prefill(best), rates[best]
         looks = estimates.LOOK if self._speed.due(1 - plain / rate) or not self.costs.plain_rounds else 0
         if looks:
             self._speed.begin()
@@ -118,8 +122,9 @@ class Chooser:
             trials.waited, self._drafting = 0, True
             return best
         trial = policies[0].trial(best)
-        loss = RUN * (self._seconds(policies, trial) * plain - self._tokens(policies, trial))
-        trials.price = SWITCH + (max(0.0, loss) + self._late(trial) * plain) / n
+        tokens, seconds = self._expected(policies, trial)
+        loss = RUN * (seconds * plain - tokens)
+        trials.price = SWITCH + (max(0.0, loss) + self._prefill(trial) * plain) / n
         # Drafts that look slower than a plain round that was just measured may have been timed in a slower phase.
         if (measured or trials.due) and trials.price <= self.credit.left and n < remaining:
             trials.begin()
@@ -128,18 +133,20 @@ class Chooser:
             return trial
         return self._rest(n, none, RESTS)
 
-    def _best(self, tokens: dict[Budget, float], rates: dict[Budget, float], bar: float, remaining: int) -> Budget:
+    def _best(
+        self, expected: dict[Budget, tuple[float, float]], rates: dict[Budget, float], bar: float, remaining: int
+    ) -> Budget:
         """The best shape, by the expected tokens of a round and per second. Copying may go on, so a model that must
         first read the texts waits while copies beat `bar`. It reads them once its drafts would have saved as much time
         as that takes (the ski-rental rule: at most twice the least cost), unless the texts end too soon."""
-        late = {shape: self._late(shape) for shape in rates}
         best = max(rates, key=lambda shape: rates[shape])
-        copies = [shape for shape in rates if not late[shape] and rates[shape] > bar]
-        if late[best] and copies:
+        late = self._prefill(best)
+        copies = [shape for shape in rates if rates[shape] > bar and not self._prefill(shape)] if late else []
+        if copies:
             copied = max(copies, key=lambda shape: rates[shape])
             saved = 1 / rates[copied] - 1 / rates[best]  # seconds a token
-            self._missed += tokens[copied] * saved
-            if late[best] >= min(self._missed, remaining * saved):
+            self._missed += expected[copied][0] * saved
+            if late >= min(self._missed, remaining * saved):
                 return copied
         if not best.part:
             self._missed = 0.0
@@ -157,7 +164,8 @@ class Chooser:
 
     def rate(self, policies: Sequence[Policy], shape: Budget) -> float:
         """Expected tokens per second of a round of this shape."""
-        return self._tokens(policies, shape) / self._seconds(policies, shape)
+        tokens, seconds = self._expected(policies, shape)
+        return tokens / seconds
 
     def prices(self, policies: Sequence[Policy], shape: Budget) -> tuple[float, ...]:
         """What each further token of a draft costs, for policies that decide when a draft ends (`Policy.taken`)."""
@@ -204,25 +212,17 @@ class Chooser:
                 self.credit.late += late  # this time is already spent, so it must not end the drafts for this text
         self.credit.add(gained, self._trials.price)
 
-    def _seconds(self, policies: Sequence[Policy], shape: Budget) -> float:
-        n = len(policies)
-        return self.costs.round(n, shape, sum(p.drafts(shape) for p in self._drafted_for(policies, shape)) / n)
-
-    def _tokens(self, policies: Sequence[Policy], shape: Budget) -> float:
-        """Expected tokens of a round of this shape."""
-        served = self._drafted_for(policies, shape)
-        return len(policies) - len(served) + sum(p.expected(shape) for p in served)
+    def _expected(self, policies: Sequence[Policy], shape: Budget) -> tuple[float, float]:
+        """Expected tokens and seconds of a round of this shape."""
+        n, served = len(policies), self._drafted_for(policies, shape)
+        tokens = n - len(served) + sum([p.expected(shape) for p in served])
+        return tokens, self.costs.round(n, shape, sum([p.drafts(shape) for p in served]) / n)
 
     def _drafted_for(self, policies: Sequence[Policy], shape: Budget) -> Sequence[Policy]:
         """The policies of the texts that get a draft of this shape: those with room for it."""
-        room = self._offer(shape).room
-        if min(room, default=1) > 0:
-            return policies
-        return [p for p, left in zip(policies, room, strict=True) if left > 0]
+        room = self._room[shape.part] if self._room else ()
+        return [p for p, left in zip(policies, room, strict=True) if left > 0] if room else policies
 
-    def _late(self, shape: Budget) -> float:
+    def _prefill(self, shape: Budget) -> float:
         """Seconds of prefill before a draft."""
-        return self.costs.prefill(self._offer(shape).missing)
-
-    def _offer(self, shape: Budget) -> Offer:
-        return self._offers[shape.part] if self._offers else Offer()
+        return self._late[shape.part] if self._late else 0.0
