@@ -1,0 +1,64 @@
+"""The bundled family in a larger shape computes the same function: its tokens and drafts are the toy's."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+import specker
+from specker import zoo
+from specker.zoo.inflate import MEMBERS, SHAPES, Inflated, Shape, inflate, main
+
+SHAPE = Shape(512, 800, 17, 12, 3)  # twice as wide; layers, heads and their groups no multiples of the toy's
+PROMPTS = ["def add(a, b):", "class Node:\n    def __init__"]
+FIXED = {"policy": "fixed", "draft_tokens": 4}
+CASES = {
+    "ar": ("code-target", None, {}, {}),
+    "draft": ("code-target", "code-draft", FIXED, {}),
+    "diffuspec": ("code-target", "code-diffusion", FIXED, {}),
+    "del": ("code-target", None, FIXED | {"exit_layer": 6}, {"exit_layer": 8}),  # six of the toy's layers
+    "easyspec": ("code-target", "code-draft-deep", FIXED | {"layer_parallel": "1"}, {}),
+    "mtp": ("hybrid-target", None, FIXED, {}),
+}
+
+
+@pytest.fixture(scope="module")
+def family(tmp_path_factory):
+    out = tmp_path_factory.mktemp("inflated")
+    for name in MEMBERS:
+        inflate(zoo.path(name), SHAPE, out / name)
+    return out
+
+
+@pytest.mark.parametrize("strategy", CASES)
+def test_tokens_and_drafts_are_the_toys(family: Path, strategy: str) -> None:
+    target, draft, options, wide = CASES[strategy]
+    found = []
+    for folder, own in ((zoo.FOLDER, {}), (family, wide)):
+        models = [folder / name for name in (target, draft) if name is not None]
+        engine = specker.load(*models, strategy=strategy, dtype="float64", device="cpu", **options | own)
+        outs = engine.generate(PROMPTS, 20, temperature=0.5)
+        found.append([(out.tokens, out.stats.drafted, out.stats.accepted) for out in outs])
+    assert found[0] == found[1]
+    assert strategy == "ar" or sum(accepted for _, _, accepted in found[0]) > 8
+
+
+def test_every_member_gets_the_shape_in_proportion() -> None:
+    sizes = {name: Inflated(zoo.path(name), SHAPES["1b"]).config for name in MEMBERS}
+    named = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
+    assert [sizes["code-target"][n] for n in named] == [2048, 8192, 16, 32, 8]
+    assert [sizes["code-draft"][n] for n in named] == [768, 2976, 3, 16, 4]
+    assert [sizes["code-draft-deep"][n] for n in named[:3]] == [768, 2976, 16]
+    assert sizes["hybrid-target"]["layer_types"].count("full_attention") == 3
+    assert len(sizes["hybrid-target"]["layer_types"]) == sizes["hybrid-target"]["num_hidden_layers"] == 11
+
+
+def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(SHAPES, "1b", SHAPE)
+    assert main(["--shape", "1b", "--out", str(tmp_path), "code-draft"]) == 0
+    assert capsys.readouterr().out == f"{tmp_path / 'code-draft'}: 3M parameters\n"
+    assert [path.name for path in tmp_path.iterdir()] == ["code-draft"]
+    index = json.loads((tmp_path / "code-draft" / "model.safetensors.index.json").read_text())
+    assert set(index["weight_map"].values()) == {"model-00000.safetensors"}
+    assert main(["--shape", "1b", "--out", str(tmp_path), "toy"]) == 2
+    assert "expected models of code-target, code-draft, " in capsys.readouterr().err
