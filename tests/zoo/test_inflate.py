@@ -37,10 +37,10 @@ def test_tokens_and_drafts_are_the_toys(family: Path, strategy: str) -> None:
     for folder, own in ((zoo.FOLDER, {}), (family, wide)):
         models = [folder / name for name in (target, draft) if name is not None]
         engine = specker.load(*models, strategy=strategy, dtype="float64", device="cpu", **options | own)
-        outs = engine.generate(PROMPTS, 20, temperature=0.5)
+        outs = engine.generate(PROMPTS, 14, temperature=0.5)
         found.append([(out.tokens, out.stats.drafted, out.stats.accepted) for out in outs])
     assert found[0] == found[1]
-    assert strategy == "ar" or sum(accepted for _, _, accepted in found[0]) > 8
+    assert strategy == "ar" or sum(accepted for _, _, accepted in found[0]) > 6
 
 
 def test_every_member_gets_the_shape_in_proportion() -> None:
