@@ -65,12 +65,16 @@ class Axis:
     places: Tensor  # [copies, n] int64
 
 
+def _indices(n: int) -> Tensor:
+    return torch.arange(n, dtype=torch.int64, device="cpu")
+
+
 def prefix(size: int, n: int) -> Axis:
-    return Axis(size, torch.arange(n)[None])
+    return Axis(size, _indices(n)[None])
 
 
 def copies(size: int, n: int) -> Axis:
-    return Axis(size, torch.arange(size).view(-1, n))
+    return Axis(size, _indices(size).view(-1, n))
 
 
 def joined(*axes: Axis) -> Axis:
@@ -163,8 +167,9 @@ class Inflated:
         group, wider = n // kv, wide // wide_kv
         if wider < group or wide_kv < kv:
             raise ValueError(f"{wide} heads on {wide_kv} KV heads cannot hold {n} on {kv}")
-        which = torch.tensor([i // group * wider + i % group for i in range(n)])
-        rows = which[:, None] * dim + torch.arange(dim)
+        heads = _indices(n)
+        which = heads // group * wider + heads % group
+        rows = which[:, None] * dim + _indices(dim)
         return Axis(wide * dim, rows.view(1, -1)), prefix(wide_kv * dim, kv * dim)
 
     def kinds(self, name: str) -> tuple[str, ...]:
