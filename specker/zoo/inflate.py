@@ -49,6 +49,7 @@ class Shape:
     kv_heads: int
 
 
+_TARGET = Shape(256, 704, 12, 4, 2)  # code-target
 SHAPES = {
     "0.5b": Shape(1024, 4864, 24, 16, 2),  # Qwen2.5 0.5B
     "1b": Shape(2048, 8192, 16, 32, 8),  # Llama 3.2 1B
@@ -107,11 +108,14 @@ class Inflated:
         return self.toy["model_type"] == "qwen3_5_text"
 
     @cached_property
+    def layers(self) -> int:
+        return round(self.toy["num_hidden_layers"] * self.shape.layers / _TARGET.layers)
+
+    @cached_property
     def places(self) -> dict[int, int]:
         """{layer: the toy's layer that stands there}."""
         narrow = self.toy["num_hidden_layers"]
-        wide = round(narrow * self.shape.layers / _TARGET.layers)
-        return {i * wide // narrow: i for i in range(narrow)}
+        return {i * self.layers // narrow: i for i in range(narrow)}
 
     @cached_property
     def config(self) -> dict[str, Any]:
@@ -119,7 +123,7 @@ class Inflated:
         made = toy | {
             "hidden_size": toy["hidden_size"] * self.ratio,
             "intermediate_size": _scaled(toy["intermediate_size"], shape.intermediate, _TARGET.intermediate, EVEN),
-            "num_hidden_layers": round(toy["num_hidden_layers"] * shape.layers / _TARGET.layers),
+            "num_hidden_layers": self.layers,
             "num_attention_heads": _scaled(toy["num_attention_heads"], shape.heads, _TARGET.heads),
             "num_key_value_heads": _scaled(toy["num_key_value_heads"], shape.kv_heads, _TARGET.kv_heads),
         }
@@ -129,7 +133,7 @@ class Inflated:
             if name in toy:
                 made[name] = toy[name] * self.ratio
         if kinds := toy.get("layer_types"):
-            made["layer_types"] = [kinds[self.before(n)] for n in range(made["num_hidden_layers"])]
+            made["layer_types"] = [kinds[self.before(n)] for n in range(self.layers)]
         return made
 
     def before(self, layer: int) -> int:
@@ -167,8 +171,8 @@ class Inflated:
         group, wider = n // kv, wide // wide_kv
         if wider < group or wide_kv < kv:
             raise ValueError(f"{wide} heads on {wide_kv} KV heads cannot hold {n} on {kv}")
-        heads = _indices(n)
-        which = heads // group * wider + heads % group
+        index = _indices(n)
+        which = index // group * wider + index % group
         rows = which[:, None] * dim + _indices(dim)
         return Axis(wide * dim, rows.view(1, -1)), prefix(wide_kv * dim, kv * dim)
 
@@ -210,7 +214,7 @@ class Inflated:
             if self.predicts:
                 name = "lm_head.weight"
                 yield name, self.widened(name, file.get_tensor("model.embed_tokens.weight"), random)
-            for layer in range(self.config["num_hidden_layers"]):
+            for layer in range(self.layers):
                 toy = self.before(layer)
                 for name in (n for n in names if n.startswith(f"{start}{toy}.")):
                     small = file.get_tensor(name)
@@ -246,13 +250,16 @@ def _scaled(size: int, wide: int, narrow: int, multiple: int = 1) -> int:
 
 
 def inflate(source: Path, shape: Shape, out: Path, device: str = "cpu") -> int:
-    """Write one checkpoint. Returns its number of parameters. It appears under its name when it is whole."""
+    """Write one checkpoint. Returns its number of parameters. It appears under its name when it is whole. Raises
+    ValueError if something has that name."""
+    if out.exists():
+        raise ValueError(f"{out} exists: remove it, or give another folder")
     made, part = Inflated(source, shape), out.with_name(f".{out.name}.part")
     shutil.rmtree(part, ignore_errors=True)
     part.mkdir(parents=True)
     held: dict[str, Tensor] = {}
     files: list[list[str]] = []
-    total = parameters = 0
+    total = parameters = size = 0
 
     def flush() -> None:
         save_file(held, part / f"model-{len(files):05}.safetensors", metadata={"format": "pt"})
@@ -260,10 +267,11 @@ def inflate(source: Path, shape: Shape, out: Path, device: str = "cpu") -> int:
         held.clear()
 
     for name, tensor in made.tensors(device):
-        held[name] = tensor.cpu()
-        total, parameters = total + tensor.nbytes, parameters + tensor.numel()
-        if sum(t.nbytes for t in held.values()) > SHARD:
+        if held and size + tensor.nbytes > SHARD:
             flush()
+            size = 0
+        held[name] = tensor.cpu()
+        size, total, parameters = size + tensor.nbytes, total + tensor.nbytes, parameters + tensor.numel()
     flush()
     index = {name: f"model-{n:05}.safetensors" for n, names in enumerate(files) for name in names}
     _write(part / "model.safetensors.index.json", {"metadata": {"total_size": total}, "weight_map": index})
@@ -271,16 +279,12 @@ def inflate(source: Path, shape: Shape, out: Path, device: str = "cpu") -> int:
     for name in WHOLE:
         if (source / name).exists():
             shutil.copy(source / name, part / name)
-    shutil.rmtree(out, ignore_errors=True)
     part.rename(out)
     return parameters
 
 
 def _write(path: Path, value: dict[str, Any]) -> None:
     path.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
-
-
-_TARGET = Shape(256, 704, 12, 4, 2)  # code-target
 
 
 def parser() -> Parser:

@@ -55,10 +55,13 @@ def test_every_member_gets_the_shape_in_proportion() -> None:
 
 def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(SHAPES, "1b", SHAPE)
+    monkeypatch.setattr("specker.zoo.inflate.SHARD", 5_000_000)  # bytes, of 5.5 million
     assert main(["--shape", "1b", "--out", str(tmp_path), "code-draft"]) == 0
     assert capsys.readouterr().out == f"{tmp_path / 'code-draft'}: 3M parameters\n"
     assert [path.name for path in tmp_path.iterdir()] == ["code-draft"]
     index = json.loads((tmp_path / "code-draft" / "model.safetensors.index.json").read_text())
-    assert set(index["weight_map"].values()) == {"model-00000.safetensors"}
+    assert set(index["weight_map"].values()) == {"model-00000.safetensors", "model-00001.safetensors"}
+    assert main(["--shape", "1b", "--out", str(tmp_path), "code-draft"]) == 2  # nobody's folder is removed
+    assert f"{tmp_path / 'code-draft'} exists: remove it" in capsys.readouterr().err
     assert main(["--shape", "1b", "--out", str(tmp_path), "toy"]) == 2
     assert "expected models of code-target, code-draft, " in capsys.readouterr().err
