@@ -38,12 +38,14 @@ STRATEGIES: dict[str, dict[str, Any]] = {
 WORKER = """
 import json, sys, time
 import torch, specker
-options, threads = json.loads(sys.argv[1]), int(sys.argv[2])
+options, threads, models = json.loads(sys.argv[1]), int(sys.argv[2]), json.loads(sys.argv[3])
+drafts = options.get("strategy", "draft") not in ("ar", "del", "lookup")
+models = models if drafts else models[:1]
 torch.set_num_threads(threads)
 lookup = "lookup" in options.get("strategy", "")
 for more in ([{"prefix_cache": "off", "lookup_share": "off"}] if lookup else []) + [{"prefix_cache": "off"}, {}]:
     try:  # the prompts come several times; older commits lack some of these options
-        engine = specker.load(device="cpu", **more, **options)
+        engine = specker.load(*models, device="cpu", **more, **options)
         break
     except TypeError:
         pass
@@ -70,13 +72,20 @@ class Args:
     idle: float = field(
         default=0.0, metadata={"help": "seconds before a turn; with several threads 0.3: the last turn's still spin"}
     )
+    target: str | None = field(default=None, metadata={"help": "folder or GGUF file (default: the bundled target)"})
+    draft: str | None = field(default=None, metadata={"help": "of --target, for the strategies that need one"})
+    questions: str | None = field(
+        default=None,
+        metadata={"help": "JSON lines with `prompt` or `turns` (default: the bundled pair's held-out texts)"},
+    )
     save: bool = harness.save_flag()
 
 
-def worker(folder: Path, options: dict[str, Any], threads: int) -> Process:
+def worker(folder: Path, options: dict[str, Any], args: Args) -> Process:
     """A checkout that decodes in its own process: asked for [prompts, count, temperature], it answers [seconds,
     tokens]."""
-    command = [sys.executable, "-c", WORKER, json.dumps(options), str(threads)]
+    models = [path for path in (args.target, args.draft) if path is not None]
+    command = [sys.executable, "-c", WORKER, json.dumps(options), str(args.threads), json.dumps(models)]
     return Process(command, cwd=folder, PYTHONPATH=str(folder))
 
 
@@ -88,7 +97,7 @@ def compare(folders: tuple[Path, Path], name: str, args: Args, prompts: list[str
     same = dict.fromkeys(temperatures, True)
     for n in range(args.rounds):
         options = {**STRATEGIES[name], "batch_size": args.batch_size}
-        pair = [worker(folder, options, args.threads) for folder in (folders if n % 2 else folders[::-1])]
+        pair = [worker(folder, options, args) for folder in (folders if n % 2 else folders[::-1])]
         workers = pair if n % 2 else pair[::-1]
         for each in workers:
             each.ask([groups[0], args.max_new_tokens, 0.0])
@@ -123,7 +132,12 @@ def main() -> None:
     from specker import zoo
 
     new = Path(__file__).resolve().parents[1]
-    prompts = [row["prompt"] for row in zoo.heldout()[: args.prompts]]
+    if args.questions is None:
+        texts = [row["prompt"] for row in zoo.heldout()]
+    else:
+        lines = [json.loads(line) for line in Path(args.questions).read_text().splitlines()]
+        texts = [line["prompt"] if "prompt" in line else line["turns"][0] for line in lines]
+    prompts = texts[: args.prompts]
     rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as folder:
         old = Path(folder) / "old"

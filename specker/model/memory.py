@@ -200,17 +200,19 @@ class CacheMemory:
         """The same if another engine runs the target."""
         return replace(self, configs=self.configs[1:], kv_dtypes=self.kv_dtypes[1:], rows=0, rings=0)
 
-    def sized(self, asked: int | None) -> tuple[int, str | None]:
-        """`sized` with the memory that is free after loading the weights."""
-        return sized(self._costs, free(self.device), self._spare, self.page_size, self.lookahead, asked)
+    def sized(self, asked: int | None, copies: int = 0) -> tuple[int, str | None]:
+        """`sized` with the memory that is free after loading the weights, less `copies` bytes that drafters will copy
+        from them."""
+        return sized(self._costs, _less(free(self.device), copies), self._spare, self.page_size, self.lookahead, asked)
 
-    def pool(self, sequences: int, asked: int | None) -> tuple[int | None, str | None]:
+    def pool(self, sequences: int, asked: int | None, copies: int = 0) -> tuple[int | None, str | None]:
         """(positions in the K/V pool, note). Positions are None if each of `sequences` has a whole context; the note
-        says when memory allows less. `asked`: `kv_tokens`. Raises ValueError if it does not fit."""
+        says when memory allows less. `asked`: `kv_tokens`; `copies`: as in `sized`. Raises ValueError if it does not
+        fit."""
         context = self.configs[0].max_context + self.lookahead
         if sequences == 1:
             return None, None
-        limit, page, costs = free(self.device), self.page_size, self._costs
+        limit, page, costs = _less(free(self.device), copies), self.page_size, self._costs
         least = -(-context // page)
         whole = pages = sequences * least
         if limit is not None:
@@ -267,6 +269,10 @@ def free(device: torch.device) -> int | None:
         return None
     lines = (line.split() for line in MEMINFO.read_text().splitlines())
     return next((int(words[1]) * 1024 for words in lines if words[0] == "MemAvailable:"), None)
+
+
+def _less(available: int | None, taken: int) -> int | None:
+    return None if available is None else max(0, available - taken)
 
 
 @contextmanager

@@ -22,6 +22,7 @@ from specker.runtime.notes import Notes
 from specker.runtime.ranks import dist
 from specker.runtime.recipe import Recipe, device_of, resolve, within
 from specker.runtime.strategies.base import LOOKAHEAD
+from specker.runtime.strategies.vocabtrim.trim import planned_bytes
 
 
 def load(
@@ -76,7 +77,8 @@ def engine_of(recipe: Recipe, target: Checkpoint, on_progress: Callable[[int, in
     recipe = recipe.of_family(family_of(target))
     last = f"draft, {recipe.models} of {recipe.models}"
     draft = read_draft(recipe, target, on_progress and (lambda done, of: on_progress(done, of, last)))
-    context, lowered = recipe.memory.sized(opts.max_context)
+    copies = planned_bytes(target, draft, opts, recipe.family) if recipe.drafts else 0
+    context, lowered = recipe.memory.sized(opts.max_context, copies)
     if ranks is not None:
         context = ranks.least(context)
         if context < target.config.max_context:
@@ -86,7 +88,7 @@ def engine_of(recipe: Recipe, target: Checkpoint, on_progress: Callable[[int, in
         notes["context"] = lowered
         recipe = recipe.within(context)
         target, draft = within(target, context), None if draft is None else within(draft, context)
-    pool, note = recipe.memory.pool(opts.batch_size, opts.kv_tokens)
+    pool, note = recipe.memory.pool(opts.batch_size, opts.kv_tokens, copies)
     if ranks is not None and opts.batch_size > 1:
         pool = ranks.least(pool or opts.batch_size * (target.config.max_context + LOOKAHEAD))
     if note is not None:

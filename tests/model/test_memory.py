@@ -122,7 +122,8 @@ def test_kv_is_counted_in_the_dtype_of_each_model(pair, tmp_path, free_memory):
         spare = memory.reserve([model.config for model in models], torch.float32, torch.device("cpu"))
         for short in (0, 1):
             free_memory(needed(costs, 512, 16, LOOKAHEAD) + spare - short)
-            assert ("context" in specker.load(target, draft, device="cpu", page_size=16).remarks) == bool(short)
+            engine = specker.load(target, draft, "draft", device="cpu", page_size=16)
+            assert ("context" in engine.remarks) == bool(short)
         free_memory(1 << 40)
 
 
@@ -201,15 +202,15 @@ def room_for(pair, context, free_memory):
 
 def test_a_lowered_context_is_reported(pair, free_memory):
     room_for(pair, 100, free_memory)
-    engine = specker.load(*pair, device="cpu", page_size=16)
+    engine = specker.load(*pair, "draft", device="cpu", page_size=16)
     most = engine.max_context
     assert 100 <= most < 116 and engine.cache.capacity == engine.drafter.cache.capacity < 512
     assert "the checkpoint's 512" in engine.remarks["context"] and f"lowered to {most}" in engine.remarks["context"]
     out = engine.generate([1, 2, 3], 600)
     assert len(out.tokens) == most - 3 and out.tokens == engine.generate_ar([1, 2, 3], 600).tokens
     with pytest.raises(ValueError, match=f"the largest max_context that fits is {most}"):
-        specker.load(*pair, device="cpu", page_size=16, max_context=300)
-    assert specker.load(*pair, device="cpu", page_size=16, max_context=most).remarks.keys() == {"cpu"}
+        specker.load(*pair, "draft", device="cpu", page_size=16, max_context=300)
+    assert specker.load(*pair, "draft", device="cpu", page_size=16, max_context=most).remarks.keys() == {"cpu"}
 
 
 def test_a_large_batch_leaves_less_for_its_context(pair, free_memory):
@@ -236,9 +237,32 @@ def test_del_has_one_cache(pair, free_memory):
     need = needed([Cost.of(configs[0], torch.float32)], 512, 16, LOOKAHEAD)
     for short in (0, 1):
         free_memory(need + spare - short)
-        for how in ({"strategy": "del"}, {"strategy": "del+vocabtrim"}):
-            engine = specker.load(pair[0], device="cpu", page_size=16, **how)
-            assert (engine.max_context == 512) == (short == 0)
+        engine = specker.load(pair[0], device="cpu", page_size=16, strategy="del")
+        assert (engine.max_context == 512) == (short == 0)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "options", "rows"),
+    [
+        ("vocabtrim", {"vocab_keep": 8, "vocab_text": 4}, 12),
+        ("vocabtrim", {"vocab_keep": 0.5, "vocab_text": 4}, 68),
+        ("vocabtrim", {}, 128),
+        ("del+vocabtrim", {"vocab_keep": 8, "vocab_text": 0}, 8),
+    ],
+)
+def test_the_context_leaves_room_for_a_trimmed_head(pair, free_memory, strategy, options, rows):
+    """A drafter copies its head's rows after the context was sized."""
+    folders = [str(folder) for folder in pair[: 2 if strategy == "vocabtrim" else 1]]
+    configs = [checkpoint.read_config(folder, max_context=512) for folder in folders]
+    spare = memory.reserve(configs, torch.float32, torch.device("cpu"))
+    need = needed([Cost.of(config, torch.float32) for config in configs], 512, 16, LOOKAHEAD)
+    engine = specker.load(*folders, device="cpu", page_size=16, strategy=strategy, **options)
+    head = engine.drafters[0].head.weight
+    assert len(head) == rows
+    for short in (0, 1):
+        free_memory(need + spare + head.nbytes - short)
+        engine = specker.load(*folders, device="cpu", page_size=16, strategy=strategy, **options)
+        assert (engine.max_context == 512) == (short == 0)
 
 
 def test_weights_are_refused_before_they_are_read(pair, free_memory, monkeypatch):

@@ -1,5 +1,6 @@
 """The choice of the rows that a trimmed head keeps, and what trimming saved."""
 
+import math
 import os
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -151,6 +152,23 @@ def trimmed(
         translation=translation,
         counts=counts,
     )
+
+
+def planned_bytes(target: Checkpoint, draft: Checkpoint | None, options: Options, family: Family | None) -> int:
+    """Bytes that `trimmed` will copy at most: the context is sized before drafters are made. 0 without trimming. Raises
+    as `vocab_scores.read` does."""
+    trim: TrimOptions | None = options.trim
+    if trim is None:
+        return 0
+    head = (target if draft is None else draft).weights.head
+    keep = trim.vocab_keep
+    if keep is None and trim.vocab_scores is not None:
+        keep = default_keep(vocab_scores.read(Path(trim.vocab_scores)), family)
+    share = max(UNCOUNTED_KEEP, VOCAB_KEEP, (family and family.vocab_keep) or 0) if keep is None else keep.fraction
+    rows = len(head) if share is None else math.ceil(share * len(head))
+    if keep is not None and keep.rows is not None:
+        rows = keep.rows
+    return math.ceil(head.nbytes / len(head) * min(len(head), rows + trim.vocab_text))
 
 
 def in_own_ids(scores: VocabScores, translation: Translation, keep: VocabKeep, text: int, rows: int) -> VocabScores:
