@@ -17,7 +17,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import fields
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))  # a command is run from anywhere
@@ -59,7 +58,6 @@ FOLDERS = {
     "tests": "`make test`; ptx/ runs the ops in the simulator, support/ makes checkpoints and cases",
     "bench": "One script per question, kernels/ one per op; results/: rows; LOG.md: findings",
 }
-PAPERS = {"prompt lookup (Saxena 2023)": "[prompt lookup](https://github.com/apoorvumang/prompt-lookup-decoding)"}
 
 
 def main() -> int:
@@ -153,30 +151,12 @@ def options(name: str) -> str:
     return table(("option", "default", "meaning"), rows)
 
 
-def each_strategy() -> Iterator[tuple[str, str, str, str, Any]]:
-    """Name, summary, needs, paper and dataclass of options of each strategy."""
-    for s in (*strategies.STRATEGIES.values(), strategies.VocabTrim):
-        yield s.name, s.summary, s.needs, s.paper, s.options
-
-
-def strategies_with_papers() -> str:
-    rows = [(f"`{name}`", summary, linked(paper)) for name, summary, _, paper, _ in each_strategy()]
-    return table(("`--strategy`", "how it drafts", "paper"), rows)
-
-
-def linked(papers: str) -> str:
-    """The names of papers, which are followed by their arXiv numbers, as links."""
-    for name, link in PAPERS.items():
-        papers = papers.replace(name, link)
-    return re.sub(r"(\w[^,()\[\]]*) \((\d+\.\d+)\)", r"[\1](https://arxiv.org/abs/\2)", papers)
-
-
 def strategies_with_flags() -> str:
     rows = []
-    for name, summary, needs, _, cls in each_strategy():
-        own = () if cls is None else (f.name for f in fields(cls) if f.metadata.get("flag", True))
-        link = f"[`{name}`](#{name})" if name != "ar" else f"`{name}`"
-        rows.append((link, summary, needs, ", ".join(f"`{strategies.flag(name)}`" for name in own)))
+    for s in (*strategies.STRATEGIES.values(), strategies.VocabTrim):
+        own = () if s.options is None else (f.name for f in fields(s.options) if f.metadata.get("flag", True))
+        link = f"[`{s.name}`](#{s.name})" if s.name != "ar" else f"`{s.name}`"
+        rows.append((link, s.summary, s.needs, ", ".join(f"`{strategies.flag(name)}`" for name in own)))
     return table(("strategy", "how it drafts", "needs", "its own flags"), rows)
 
 
@@ -290,7 +270,6 @@ PARTS: dict[str, Callable[..., str]] = {
     "records": records,
     "reference": lambda names: described(*names.split()),
     "strategies_with_flags": strategies_with_flags,
-    "strategies_with_papers": strategies_with_papers,
     "tree": tree,
 }
 

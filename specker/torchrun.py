@@ -1,6 +1,10 @@
 """What torchrun tells each process of a job, in its environment."""
 
+import contextlib
+import json
 import os
+import time
+from pathlib import Path
 
 
 def world_size() -> int:
@@ -16,6 +20,19 @@ def rank() -> int:
 def local_rank() -> int:
     """The number of this process on its machine."""
     return _number("LOCAL_RANK", 0)
+
+
+def processes_here() -> int:
+    """The number of the job's processes on this machine."""
+    return max(1, _number("LOCAL_WORLD_SIZE", 1))
+
+
+def leave_error(said: str) -> None:
+    """Hand an error to torchrun, whose own report, printed after the last process, then ends with it."""
+    if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
+        about = {"message": said, "extraInfo": {"timestamp": str(int(time.time()))}}
+        with contextlib.suppress(OSError):
+            Path(path).write_text(json.dumps({"message": about}))
 
 
 def _number(name: str, default: int) -> int:

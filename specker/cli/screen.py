@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
-from specker.cli.report import Result, ar_stats_of, speedup, stats_of
+from specker.cli.report import Result, ar_stats_of, speedup, stats_of, verdict
 from specker.command.exits import silence
 from specker.runtime.control.stats import Stats
 
@@ -224,7 +224,8 @@ def _table(engine: Any, results: list[Result], trim: dict[str, Any]) -> "Table":
         table.add_row("rounds cut by trimming", f"{trim['rounds_lost']} of {stats.rounds}")
     if checked:
         table.add_section()
-        table.add_row("speedup", f"{speedup(checked) or 0.0:.2f}x", "1.00x")
+        drafted = any(r.stats.drafted for r in checked)
+        table.add_row("speedup", f"{speedup(checked) or 0.0:.2f}x" if drafted else "no drafts", "1.00x")
         same = all(r.check.identical for r in checked)
         table.add_row("identical tokens", "[green]yes[/]" if same else "[red]no[/]", "")
     return table
@@ -240,8 +241,8 @@ def _comments(engine: Any, results: list[Result]) -> Iterator[tuple[str, str]]:
         yield f"{_ends(stuck, results)} early: no token can follow in the grammar", "yellow"
     if stats.rests:
         yield _undrafted(stats), "dim"
-    if checked and engine.speculates and (gain := speedup(checked) or 0.0) < 1:
-        yield f"plain decoding was faster here (speedup {gain:.2f}x): try --strategy ar", "yellow"
+    if checked and engine.speculates:
+        yield verdict(checked), ""
     if not checked and stats.drafted:
         passes = (sum(stats.seconds.values()) - stats.seconds["prefill"]) / stats.seconds["verify"]
         if stats.acceptance_length < 0.95 * passes:

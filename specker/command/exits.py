@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 from specker.command import interrupt
 from specker.fields import JobError, named_by_flags
+from specker.torchrun import leave_error
 
 
 def run_cli(command: Callable[[], int], prints_errors: Callable[[], bool] = lambda: True) -> int:
@@ -39,8 +40,10 @@ def run_cli(command: Callable[[], int], prints_errors: Callable[[], bool] = lamb
         line = "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in " ".join(about.split()))
         if mine:
             line = f"{type(error).__name__}: {line} (internal; set SPECKER_DEBUG=1 for the traceback)"
+        said = f"specker: error: {line}"
         if prints_errors():
-            print(f"specker: error: {line}", file=sys.stderr)
+            print(said, file=sys.stderr)
+        leave_error(said)
         return 1 if mine or isinstance(error, JobError) else 2
 
 

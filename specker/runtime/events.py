@@ -107,6 +107,7 @@ def emitted(r: Round, slot: int, path: list[int], tokens: list[int], known: set[
     accepted = max(0, min(len(path) - 1, len(tokens)))
     rest = "" if reader is None or not request.finished else reader.flush()
     request.stats.observe(r.draft.drafted(slot) + r.draft.forced(slot), accepted, len(tokens))
+    request.stats.token_times += [request.stats.wall] * len(tokens)
     request.stats.forced += max(0, accepted + 1 - len(r.draft.own(slot, path)))
     if known is not None:
         request.stats.kept += sum(token in known for token in tokens)

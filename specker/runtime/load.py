@@ -23,6 +23,9 @@ from specker.runtime.ranks import dist
 from specker.runtime.recipe import Recipe, device_of, resolve, within
 from specker.runtime.strategies.base import LOOKAHEAD
 from specker.runtime.strategies.vocabtrim.trim import planned_bytes
+from specker.torchrun import processes_here
+
+NODES = Path("/sys/devices/system/node")  # Linux's folder of the machine's memory nodes
 
 
 def load(
@@ -45,6 +48,8 @@ def load(
     where = device_of(device)
     ranks = dist.join(opts, where, strategies.of(opts).divides)
     recipe = resolve(opts, target, draft, where, dtype, ranks)
+    if ranks is not None and where.type == "cpu" and (said := shared_cores(ranks.size)) is not None:
+        recipe.notes["shared_cores"] = said
     return engine_of(recipe, read_target(recipe, on_progress), on_progress)
 
 
@@ -132,6 +137,17 @@ def read_draft(
     if opts.trim is not None and draft.untrimmed:
         raise ValueError(f"{source.source} {draft.untrimmed}: leave out +vocabtrim")
     return draft
+
+
+def shared_cores(ranks: int) -> str | None:
+    """A warning if more of the `ranks` that share a target run on this machine than it has memory nodes (sockets)."""
+    here, nodes = min(ranks, processes_here()), max(1, len(list(NODES.glob("node[0-9]*"))))
+    if here <= nodes:
+        return None
+    return (
+        f"{here} ranks share {nodes} socket{'s' * (nodes > 1)} of this machine, where one process with all its threads "
+        f"is usually faster: {option('strategy', 'ar')} without torchrun measures it"
+    )
 
 
 def note_formats(notes: Notes, key: str, checkpoint: Checkpoint, name: str, usual: str | None = None) -> None:

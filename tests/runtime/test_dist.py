@@ -19,12 +19,14 @@ from make_dflash import make_dflash
 from make_head import make_head
 from make_mtp import make_mtp
 from pairs import perturbed
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 import specker
 from specker.checkpoints import buffers, checkpoint
 from specker.cli import run
 from specker.model.config import CheckpointError
 from specker.model.split import Part
+from specker.runtime import load
 from specker.runtime.ranks import dist
 from specker.runtime.round.round import Round, collect
 
@@ -67,7 +69,8 @@ def on_ranks(ranks, *command, codes=None, each=None):
     `each`: the commands, if they differ."""
     with socket.socket() as free:
         free.bind(("localhost", 0))
-        where = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(free.getsockname()[1]), "WORLD_SIZE": str(ranks)}
+        where = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(free.getsockname()[1])}
+        where |= {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
     commands = each or [command] * ranks
     done = warm.beside(*((c, {**where, "RANK": str(n), "LOCAL_RANK": str(n)}) for n, c in enumerate(commands)))
     assert [each.returncode for each in done] == (codes or [0] * ranks), "".join(each.stderr[-3000:] for each in done)
@@ -316,6 +319,27 @@ def test_an_impossible_job_ends_with_one_message(monkeypatch, capsys):
     assert capsys.readouterr().err.count(f"specker: error: {message}") == 1
 
 
+def test_the_report_of_torchrun_ends_with_the_error(monkeypatch, tmp_path):
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
+    assert run.main(["--tp", "4", "--prompt", "x"]) == 2
+    failure = ProcessFailure(0, 1, 2, str(tmp_path / "error.json"))  # as torchrun reads it
+    *_, code, _, last, border = str(ChildFailedError("specker.run", {0: failure})).splitlines()
+    assert code.startswith("  exitcode  : 2") and set(border) == {"="}
+    assert last.startswith("  traceback : specker: error: --tp 4 times --dp 1 is 4, but this job has 1 process")
+
+
+def test_ranks_that_share_a_socket_are_told(monkeypatch, tmp_path):
+    """If they share a target: replicas, and ranks of other machines, do not count."""
+    for node in ("node0", "node1"):
+        (tmp_path / node).mkdir()
+    monkeypatch.setattr(load, "NODES", tmp_path)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    assert load.shared_cores(1) is load.shared_cores(2) is None
+    assert load.shared_cores(8).startswith("4 ranks share 2 sockets of this machine, where one process with all its ")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    assert load.shared_cores(8) is None
+
+
 def test_several_processes_cannot_share_stdin(monkeypatch, capsys):
     monkeypatch.setenv("WORLD_SIZE", "2")
     assert run.main(["--prompts", "-"]) == 2
@@ -443,9 +467,11 @@ def test_a_rank_that_loads_longer_is_waited_for(models, tmp_path):
     script = tmp_path / "slow.py"
     script.write_text(f"""
 import time, specker
+from pathlib import Path
 from specker.runtime import load
 from specker.runtime.ranks import dist
 dist.TIMEOUT = 1.0
+load.NODES = Path("/nowhere")
 read = load.read_checkpoint
 def slow(source, **how):
     if how.get("owner") is not None:
@@ -453,6 +479,7 @@ def slow(source, **how):
     return read(source, **how)
 load.read_checkpoint = slow
 engine = specker.load({models["target"]!r}, {models["draft"]!r}, device="cpu", dtype="float64")
+assert engine.warnings["shared_cores"].startswith("2 ranks share 1 socket of this machine")
 engine.ranks.timeout = 100.0  # a loaded machine may need more than 1 s for the steps below
 engine.warmup()
 assert engine.ranks.limit == 100.0

@@ -49,6 +49,7 @@ class Stats:
     found: dict[str, float] = field(default_factory=dict)  # sums of `BlockStats` over rounds
     prefilled: int = 0  # tokens of prompts
     wall: float = 0.0  # seconds from the prompt to the last token
+    token_times: list[float] = field(default_factory=list)  # token_times[i]: `wall` when token i was emitted
     seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(STAGES, 0.0))
 
     @contextmanager
