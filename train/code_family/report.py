@@ -35,6 +35,18 @@ def exit_losses(target: Net, ids: Tensor) -> list[float]:
 
 
 @torch.no_grad()
+def exit_agreement(target: Net, text: Tensor, prompt: int) -> list[float]:
+    """The share of tokens behind the prompt of its own greedy text [B, T] that the target's first layers predict, with
+    the shared norm and head, for 1, 2, .. of them."""
+    found = []
+    for rows in text.split(8):
+        _, exits = target(rows[:, :-1], taps=tuple(range(target.c.layers)))
+        wanted = rows[:, prompt:]
+        found.append([(target.logits(h[:, prompt - 1 :]).argmax(-1) == wanted).float().mean().item() for h in exits])
+    return np.average(found, 0, [len(rows) for rows in text.split(8)]).tolist()
+
+
+@torch.no_grad()
 def overlap(target: Net, draft: Net, ids: Tensor, prompt: int, temperature: float) -> float:
     """Mean of sum_v min(p, q) = 1 - TV: the rate at which p/q rejection accepts a first draft token."""
     p, q = ((n.logits(n(ids[:, :-1])[:, prompt - 1 :]).float() / temperature).softmax(-1) for n in (target, draft))
@@ -52,6 +64,7 @@ def evaluate(folder: Path, compute: torch.dtype, prompt: int = 64, new: int = 19
     size = {n: sum(p.numel() for p in net.parameters()) for n, net in nets.items()}
     out: dict = {"prompts": len(ids), "new_tokens": new, "parameters": size}
     out["exit_losses"] = [round(x, 3) for x in exit_losses(target, ids)]
+    out["exit_agreement"] = [round(x, 3) for x in exit_agreement(target, generate(target, ids, new, 0.0), prompt)]
     for t in (0.0, 0.7, 1.0):
         text = generate(target, ids, new, t, seed=1)
         row = {"distinct_4grams": distinct4(text[:, prompt:].numpy())}

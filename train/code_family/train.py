@@ -13,6 +13,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 import typer
+from tokenizers import Tokenizer
 from torch import Tensor
 
 from specker.checkpoints.checkpoint import read_tokenizer
@@ -22,7 +23,7 @@ from specker.runtime.strategies.vocabtrim.scores import VocabScores, tokenizer_h
 from . import corpus, distill
 from . import net as nets
 from .distill import Rounds
-from .export import export
+from .export import export, load
 from .fit import FitOptions, Windows, fit, progress
 from .net import LinearLoss, Net, NetConfig
 from .sample import own_text
@@ -50,6 +51,10 @@ class Preset:
     )
     own_rows: int = 6144  # windows of the target's own text
     ngram_least: int = 8  # least count of a bundled trigram
+    drop: float = 0.1  # the last layer's dropout; it rises exponentially from 0 at the first
+    exits: int = 4  # every so many layers have an early exit in a step, in rotation
+    exit_scale: float = 0.4  # weight of each exit's loss
+    exit_share: float = 0.25  # share of the positions at which exits are judged
     corpus_bytes: int | None = None
     eval_every: int = 50
 
@@ -87,11 +92,20 @@ class Run:
     """The options of one command, and the loss, compiled if they say so."""
 
     def __init__(
-        self, preset: Preset, work: Path, device: str, compiled: bool, seed: int, stop_after: int | None, workers: int
+        self,
+        preset: Preset,
+        work: Path,
+        device: str,
+        compiled: bool,
+        seed: int,
+        stop_after: int | None,
+        workers: int,
+        compute: torch.dtype,
+        start: Path | None,
     ):
         self.p, self.work, self.device, self.compiled = preset, work, device, compiled
         self.seed, self.stop_after, self.workers = seed, stop_after, workers
-        self.compute = torch.float32 if preset.target.vocab < 8192 else torch.bfloat16
+        self.compute, self.start = compute, start
         self.ops = (nets._head_chunk, nets._head_chunk_kl)
         self.target_head: Tensor | None = None  # [V,E] of the teacher, in `compute`
         if compiled:
@@ -148,7 +162,10 @@ def make_corpus(run: Run) -> None:
 
 def make_tokenizer(run: Run) -> None:
     texts = json.loads((run.work / "texts.json").read_text())
-    tok = corpus.train_tokenizer(texts["train"], run.p.target.vocab)
+    if run.start is None:
+        tok = corpus.train_tokenizer(texts["train"], run.p.target.vocab)
+    else:
+        tok = Tokenizer.from_file(str(run.start / "code-target" / "tokenizer.json"))
     np.save(run.work / "train.npy", corpus.encode(tok, texts["train"]))
     np.save(run.work / "held.npy", corpus.encode(tok, [t for _, t in texts["held"]]))
     rows = corpus.prompts([tuple(x) for x in texts["held"]], tok)
@@ -157,26 +174,26 @@ def make_tokenizer(run: Run) -> None:
 
 
 def train_target(run: Run) -> list[dict] | None:
-    """Cross-entropy after the last layer, plus LayerSkip: layer dropout and one rotating early exit per step."""
+    """Cross-entropy after the last layer, plus LayerSkip: layer dropout and early exits in rotation."""
     c, net, data, held = run.p.target, run.net(run.p.target), run.windows("train"), run.windows("held")
-    p_max, exit_scale = 0.1, 0.25
-    drop = [
-        p_max * (2 ** (i / (c.layers - 1)) - 1) for i in range(c.layers)
-    ]  # rises exponentially, 0 at the first layer
+    if run.start is not None:
+        net.load_state_dict(load(run.start / "code-target").state_dict())
+    drop = [run.p.drop * (2 ** (i / (c.layers - 1)) - 1) for i in range(c.layers)]
 
     def loss(net, part, step, done):
         rng = np.random.default_rng([run.seed, step])
         n, parts = run.length(done), run.p.micro
-        tap = step % (c.layers - 1)
-        skip = frozenset(i for i in range(c.layers) if i != tap and rng.random() < drop[i])
+        taps = tuple(range(step % run.p.exits, c.layers - 1, run.p.exits))
+        skip = frozenset(i for i in range(c.layers) if i not in taps and rng.random() < drop[i])
         ids = data.batch(step * parts + part, run.p.batch // (n * parts), n)
-        hidden, exits = net(ids[:, :-1], skip, (tap,))
-        hidden, early, label = hidden.flatten(0, 1), exits[0].flatten(0, 1), ids[:, 1:].flatten()
-        rows = torch.from_numpy(rng.permutation(len(label))[: len(label) // 4]).to(run.device)
-        weight = exit_scale * 2 * (tap + 1) / c.layers
+        hidden, exits = net(ids[:, :-1], skip, taps)
+        hidden, label = hidden.flatten(0, 1), ids[:, 1:].flatten()
         scale = torch.full((len(label),), 1 / run.p.batch, device=run.device)
         total, losses = run.head_loss(net, hidden, label, scale)
-        extra, losses_early = run.head_loss(net, early[rows], label[rows], weight * 4 * scale[rows])
+        rows = torch.from_numpy(rng.permutation(len(label))[: round(len(label) * run.p.exit_share)]).to(run.device)
+        early = torch.cat([x.flatten(0, 1)[rows] for x in exits])
+        rows = rows.repeat(len(exits))
+        extra, losses_early = run.head_loss(net, early, label[rows], run.p.exit_scale / run.p.exit_share * scale[rows])
         return total + extra, {"loss": losses.mean() / parts, "exit": losses_early.mean() / parts}
 
     @torch.no_grad()
@@ -271,6 +288,10 @@ def main(
     draft_hidden: Annotated[int, typer.Option(help="0: the preset's; the ffn is three times as wide")] = 0,
     compile: Annotated[bool | None, typer.Option(help="default: where CUDA or a C++ compiler is found")] = None,
     workers: Annotated[int, typer.Option(help="threads; more than one is not bit-reproducible")] = 1,
+    compute: Annotated[str, typer.Option(help="bfloat16 suits AMX, AVX512-BF16 and CUDA; else float32")] = "bfloat16",
+    start: Annotated[
+        Path | None, typer.Option(help="an export whose target and tokenizer training goes on from")
+    ] = None,
     stop_after: Annotated[int | None, typer.Option(help="leave after this many steps of a model")] = None,
     until: Annotated[str, typer.Option(help="last stage: " + ", ".join(STAGES))] = "export",
 ) -> None:
@@ -289,7 +310,8 @@ def main(
         torch.set_num_threads(1)  # per worker: an OpenMP team waits at every op for a core that others use too
     work = work.expanduser()
     work.mkdir(parents=True, exist_ok=True)
-    run = Run(p, work, device, compiled, seed, stop_after, workers)
+    kind = torch.float32 if preset == "tiny" else getattr(torch, compute)
+    run = Run(p, work, device, compiled, seed, stop_after, workers, kind, start)
     out = out or work / "export"
     for stage in STAGES[: STAGES.index(until) + 1]:
         if not do(run, stage, out, records or out):
