@@ -126,7 +126,8 @@ class Stats:
         return self.prefilled / self.seconds["prefill"] if self.seconds["prefill"] else 0.0
 
     def __add__(self, other: "Stats") -> "Stats":
-        return Stats(*(_sum(getattr(self, f.name), getattr(other, f.name)) for f in fields(self)))
+        summed = (f.name for f in fields(self) if f.name != "token_times")  # which are of one text
+        return Stats(**{name: _sum(getattr(self, name), getattr(other, name)) for name in summed})
 
     def to_json(self) -> dict[str, Any]:
         return {
