@@ -19,7 +19,7 @@ OLDEST := $(VENV)/oldest
 OTHER  := $(if $(TRITON),$(VENV)/triton-$(TRITON))
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run real test lint types style smollm2 format browser oldest static ptx sanitize bench peers vllm plot pages docs gpu dist clean
+.PHONY: help setup run real test lint types style smollm2 format browser oldest static ptx sanitize bench papers peers vllm plot pages docs gpu dist clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*##/\t/' | expand -t 10
@@ -99,6 +99,9 @@ sanitize: $(STAMP)  ## run the compiled CPU kernels under gcc's sanitizers, one 
 
 bench: $(STAMP)  ## end-to-end decoding on this machine; ARGS=--save appends the rows to bench/results/
 	PYTHONPATH=. $(BIN)/python bench/e2e.py $(ARGS)
+
+papers: $(STAMP)  ## each paper's settings in turn with plain decoding, on the bundled family in a real model's shape (20 minutes); ARGS=--save keeps rows and a picture, ARGS='--papers del --device cuda' for less
+	PYTHONPATH=. $(BIN)/python -m bench.papers $(ARGS)
 
 peers: $(STAMP)  ## greedy decoding of a real model beside llama.cpp, CTranslate2, vLLM and OpenVINO, installed into .venv/peers; ARGS='--model coder': beside llama.cpp's speculation
 	PYTHONPATH=. $(BIN)/python bench/peers.py $(ARGS)

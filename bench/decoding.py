@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 import re
 import sys
 from collections.abc import Callable, Sequence
@@ -134,9 +135,12 @@ def ways_of(engines: dict[str, Engine], args: Given, temperature: float) -> dict
     }
 
 
-def measured(ways: dict[str, Any], prompts: Sequence[Any], rounds: int, warmup: int = 1) -> dict[str, Timing]:
-    """Seconds of each way that decodes one of `prompts`, in turns at each; `last` is one `Decoded` of all of them."""
-    timings = harness.measure_each(ways, prompts, rounds, warmup)
+def measured(
+    ways: dict[str, Any], prompts: Sequence[Any], rounds: int, warmup: int = 1, seconds: float = math.inf
+) -> dict[str, Timing]:
+    """Seconds of each way that decodes one of `prompts`, in turns at each; `last` is one `Decoded` of all of them.
+    `seconds`: see `harness.measure_each`."""
+    timings = harness.measure_each(ways, prompts, rounds, warmup, seconds)
     return {name: dataclasses.replace(timing, last=joined(timing.last)) for name, timing in timings.items()}
 
 

@@ -7,6 +7,7 @@ rotates each round. Reported are the median with p20 and p80, and the ratio of m
 
 import json
 import logging
+import math
 import os
 import platform
 import random
@@ -45,6 +46,7 @@ class Timing:
 
     seconds: tuple[float, ...]
     last: Any
+    each: tuple[float, ...] = ()  # of `measure_each`: seconds of every call, round after round
 
     def quantile(self, q: float) -> float:
         return quantile(self.seconds, q)
@@ -65,8 +67,11 @@ class Timing:
         """Speed relative to `other`: ratios within the same round, where a slow phase affects both, and how many are
         above one."""
         each = [theirs / own for own, theirs in zip(self.seconds, other.seconds, strict=True)]
-        named = {name: quantile(each, q) for name, q in (("median", 0.5), ("p20", 0.2), ("p80", 0.8))}
-        return named | {"rounds_above_1": sum(ratio > 1 for ratio in each)}
+        return quantiles(each) | {"rounds_above_1": sum(ratio > 1 for ratio in each)}
+
+    def spread(self, other: "Timing") -> dict[str, float]:
+        """Speed relative to `other` at single items: ratios of calls with the same item in the same round."""
+        return quantiles(theirs / own for own, theirs in zip(self.each, other.each, strict=True))
 
 
 def measure(ways: dict[str, Callable[[], Any]], rounds: int = 5, warmup: int = 1) -> dict[str, Timing]:
@@ -91,17 +96,25 @@ def measure(ways: dict[str, Callable[[], Any]], rounds: int = 5, warmup: int = 1
 
 
 def measure_each(
-    ways: dict[str, Callable[[Any], Any]], items: Sequence[Any], rounds: int = 5, warmup: int = 1
+    ways: dict[str, Callable[[Any], Any]],
+    items: Sequence[Any],
+    rounds: int = 5,
+    warmup: int = 1,
+    seconds: float = math.inf,
 ) -> dict[str, Timing]:
     """`measure` for ways that take one item. They take turns at every item, so compared calls are seconds apart, in an
     order drawn anew, since a way finds in the caches what the one before it left. A round's seconds are the sum over
-    the items; `last` is the list of their results."""
+    the items; `last` is the list of their results. No further round begins that would probably end after `seconds`."""
     if rounds < 1 or not ways or not items:
         raise ValueError(f"nothing to measure: {len(ways)} ways, {len(items)} items, {rounds} rounds")
-    seconds = {name: [0.0] * rounds for name in ways}
+    each: dict[str, list[float]] = {name: [] for name in ways}
     last: dict[str, list[Any]] = {}
     order = random.Random(0)
     for n in range(-warmup, rounds):
+        if n == 0:
+            began = time.perf_counter()
+        elif n > 0 and (time.perf_counter() - began) * (n + 1) / n > seconds:
+            break
         last = {name: [] for name in ways}
         for item in items:
             for name in order.sample(list(ways), len(ways)):
@@ -110,14 +123,23 @@ def measure_each(
                 last[name].append(ways[name](item))
                 wait()
                 if n >= 0:
-                    seconds[name][n] += time.perf_counter() - start
-    return {name: Timing(tuple(seconds[name]), last[name]) for name in ways}
+                    each[name].append(time.perf_counter() - start)
+    size = len(items)
+    return {
+        name: Timing(tuple(sum(own[i : i + size]) for i in range(0, len(own), size)), last[name], tuple(own))
+        for name, own in each.items()
+    }
 
 
 def ratios(timings: dict[str, Timing]) -> dict[str, float]:
     """How many times as fast as the first each is: ratio of medians."""
     base = next(iter(timings.values())).median
     return {name: base / timing.median for name, timing in timings.items()}
+
+
+def quantiles(values: Iterable[float]) -> dict[str, float]:
+    values = list(values)
+    return {name: quantile(values, q) for name, q in (("median", 0.5), ("p20", 0.2), ("p80", 0.8))}
 
 
 def quantile(values: Iterable[float], q: float) -> float:

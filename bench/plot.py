@@ -17,6 +17,8 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from bench.papers import picture
+
 Row = dict[str, Any]
 RESULTS = Path(__file__).parent / "results"
 
@@ -294,7 +296,8 @@ def main() -> None:
             parser.error(str(error))
         cases, runs = kernels(rows), end_to_end(rows)
         lengths, loads = contexts(rows), serving(rows)
-        if not cases and not runs and not lengths and not loads:
+        papers = [row for row in rows if row.get("bench") == "papers"]
+        if not cases and not runs and not lengths and not loads and not papers:
             if args.folders:
                 parser.error(f"{folder}: there are no rows to draw")
             continue
@@ -307,6 +310,7 @@ def main() -> None:
         for run in peers(rows).values():
             if kind := run[0].get("categories"):
                 beside.setdefault(run[0]["target"], {})[kind] = run
+        drawn |= {"papers": picture.draw(papers)} if papers else {}
         for target, kinds in beside.items():
             drawn |= {f"peers-{target}-{shade}": draw_peers(kinds, shade == "dark") for shade in ("light", "dark")}
         for shade in ("light", "dark"):

@@ -109,10 +109,17 @@ def kinds_markdown(kinds: dict[str, list[Row]]) -> str:
 
 def with_origin(lines: list[list[str]], row: Row) -> str:
     """A table as Markdown below the command, machine and versions of its run, which are those of `row`."""
+    return f"{origin(row)}\n\n{table(lines)}"
+
+
+def origin(row: Row) -> str:
     versions = ", ".join(f"{name} {version}" for name, version in row["versions"].items() if version)
     where = f"{row['machine']}, {row['threads']} threads{', ' + row['dtype'] if 'dtype' in row else ''}"
-    origin = f"`{row['command']}`; {where}; {versions}; commit {row['commit']}."
-    return origin + "\n\n" + "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    return f"`{row['command']}`; {where}; {versions}; commit {row['commit']}."
+
+
+def table(lines: list[list[str]]) -> str:
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
 TABLES = {
@@ -149,10 +156,10 @@ def fill(text: str, runs: dict[str, list[Row]]) -> str:
         asked = {kind: [row for row in rows if not only or row["way"] in only] for kind, rows in asked.items()}
         if name in runs:
             kind = name.split("-")[0]
-            table = TABLES.get(kind, markdown)(asked[""])
+            found = TABLES.get(kind, markdown)(asked[""])
         else:
-            table = kinds_markdown(asked)
+            found = kinds_markdown(asked)
         start = mark[0][: mark[0].index("\n") + 1]
-        return f"{start}{table}\n<!-- end -->"
+        return f"{start}{found}\n<!-- end -->"
 
     return MARK.sub(filled, text)

@@ -115,7 +115,6 @@ def compare(folders: tuple[Path, Path], name: str, args: Args, prompts: list[str
     for temperature, times in seconds.items():
         each = [old / new for pairs in times.values() for old, new in pairs]
         old, new = (sum(min(pair[k] for pair in pairs) for pairs in times.values()) for k in (0, 1))
-        quantiles = {q: harness.quantile(each, p) for q, p in (("median", 0.5), ("p20", 0.2), ("p80", 0.8))}
         row = {
             "strategy": name,
             "temperature": temperature,
@@ -123,7 +122,7 @@ def compare(folders: tuple[Path, Path], name: str, args: Args, prompts: list[str
             "batch_size": args.batch_size,
             "same": same[temperature],
         }
-        rows.append({**row, "best": old / new, **quantiles, "pairs": len(each)})
+        rows.append({**row, "best": old / new, **harness.quantiles(each), "pairs": len(each)})
     return rows
 
 

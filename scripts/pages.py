@@ -4,8 +4,8 @@ README.md and the pages of docs/ have parts between `<!-- generated NAME -->` an
 strategies, ops, the reference of Python (reference.py), the tree of files, the index of decision records, and numbers.
 So does the struct of a layer in csrc/layers.h, whose fields are those of LayerWeights.
 This script computes them from the code and from bench/results, so that no page repeats by hand what the code says.
-Tables of measurements, between `<!-- results NAME -->` and `<!-- end -->`, come from bench/tables.py. `--check` writes
-nothing and ends with exit code 1 if a page would change.
+Tables of measurements, between `<!-- results NAME -->` and `<!-- end -->`, come from bench/tables.py, and those of
+docs/papers.md from bench/papers/page.py. `--check` writes nothing and ends with exit code 1 if a page would change.
 """
 
 import argparse
@@ -22,6 +22,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))  # a command is run from anywhere
 
 from bench import plot, tables  # noqa: E402
+from bench.papers import page as papers  # noqa: E402
 from scripts.reference import described  # noqa: E402
 from specker import kernels  # noqa: E402
 from specker import options as config  # noqa: E402
@@ -154,10 +155,32 @@ def options(name: str) -> str:
 def strategies_with_flags() -> str:
     rows = []
     for s in (*strategies.STRATEGIES.values(), strategies.VocabTrim):
-        own = () if s.options is None else (f.name for f in fields(s.options) if f.metadata.get("flag", True))
         link = f"[`{s.name}`](#{s.name})" if s.name != "ar" else f"`{s.name}`"
-        rows.append((link, s.summary, s.needs, ", ".join(f"`{strategies.flag(name)}`" for name in own)))
+        rows.append((link, s.summary, s.needs, own_flags(s.options)))
     return table(("strategy", "how it drafts", "needs", "its own flags"), rows)
+
+
+def own_flags(cls: type | None) -> str:
+    """The flags of a strategy's own options."""
+    own = () if cls is None else (f.name for f in fields(cls) if f.metadata.get("flag", True))
+    return ", ".join(f"`{strategies.flag(name)}`" for name in own)
+
+
+def line(where: str) -> str:
+    """`FILE: TEXT`: a link to the one line of a source file that holds this text."""
+    name, text = where.split(": ", 1)
+    lines = text_of(ROOT / name).splitlines()
+    if len(numbers := [n for n, line in enumerate(lines, 1) if text in line]) != 1:
+        raise ValueError(f"a page asks for the line of {name} with {text!r}, which {len(numbers)} lines have")
+    return f"[{Path(name).name}:{numbers[0]}](../{name}#L{numbers[0]})"
+
+
+def paper(name: str) -> str:
+    """The tables of a paper's page; `picture`: the picture of all papers."""
+    folders = sorted(path for path in plot.RESULTS.iterdir() if path.is_dir())
+    if name == "picture":
+        return papers.picture(folders, ROOT / "docs")
+    return papers.of_paper(name, papers.read_rows(folders))
 
 
 def drafts() -> str:
@@ -265,7 +288,10 @@ PARTS: dict[str, Callable[..., str]] = {
     "flags": flags,
     "layer_weights": layer_weights,
     "ops": ops,
+    "line": line,
     "options": options,
+    "own_flags": lambda name: own_flags(strategies.own_options()[name]),
+    "paper": paper,
     "ratio": ratio,
     "records": records,
     "reference": lambda names: described(*names.split()),

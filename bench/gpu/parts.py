@@ -9,7 +9,7 @@ ab         the decode rate with PDL and CUDA graphs off and on, in turn
 gsan       the ops under Triton's sanitizer for races in global memory
 sanitizer  the ops under compute-sanitizer: memcheck, racecheck, synccheck, initcheck
 e2e        bench/e2e.py: every strategy with the bundled models
-ablations  each strategy's own bench
+papers     bench/papers: the papers' settings, with the bundled models in a real model's shape
 plot       figures of the rows
 """
 
@@ -117,9 +117,9 @@ def e2e(s: Setting) -> list[Step]:
     return [_one(s.command("bench/e2e.py", *ON_GPU, "--save"))]
 
 
-def ablations(s: Setting) -> list[Step]:
-    names = ("blocks", "dynamic_exit", "easyspec", "vocabtrim")
-    return [_one(s.command(f"bench/{name}.py", *ON_GPU, "--save")) for name in names]
+def papers(s: Setting) -> list[Step]:
+    minutes = s.limit / 60 / 20  # of the usual 20, most of which are timed rounds
+    return [_one(s.command("-m", "bench.papers", "--device", "cuda", "--minutes", f"{minutes:.2f}", "--save"))]
 
 
 def plot(s: Setting) -> list[Step]:
@@ -150,7 +150,7 @@ PARTS = {  # after smoke
     "gsan": Part(2, gsan),
     "sanitizer": Part(4, sanitizer, SANITIZERS),
     "e2e": Part(5, e2e),
-    "ablations": Part(10, ablations),
+    "papers": Part(10, papers),
     "plot": Part(0.5, plot),
 }
 SMOKE_WEIGHT = 4.0

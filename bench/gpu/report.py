@@ -173,7 +173,7 @@ def decode(run: Run) -> str:
         size = f"{r['bytes'] / 1e9:.2f}" if "bytes" in r else ""
         rows.append((r["case"], r["way"], *ms, size, *rate, value, r.get("goal", ""), YES[r.get("met")]))
     head = ("case", "way", "ms", "p20", "p80", "GB", "TB/s read", "TB/s specified", "found", "goal", "met")
-    told = "With random weights and a made-up acceptance, as bench/decode.py says." if rows else ""
+    told = "With random weights, as bench/decode.py says." if rows else ""
     return "\n\n".join(filter(None, [titled("Decoding against its goals", head, rows), told]))
 
 

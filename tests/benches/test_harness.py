@@ -44,6 +44,17 @@ def test_configurations_take_turns_at_every_item() -> None:
         harness.measure_each(ways, [])
 
 
+def test_rounds_end_with_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One round at least, and no further one that would end later."""
+    now = [0.0]
+    ways = {name: lambda item, s=s: now.__setitem__(0, now[0] + s * item) for name, s in (("a", 1), ("b", 2))}
+    monkeypatch.setattr(harness.time, "perf_counter", lambda: now[0])
+    for seconds, rounds in ((0.0, 1), (17.9, 1), (18.0, 2), (1e9, 5)):
+        timings = harness.measure_each(ways, [1, 2], rounds=5, warmup=1, seconds=seconds)
+        assert timings["a"].seconds == (3.0,) * rounds and timings["b"].each == (2.0, 4.0) * rounds
+    assert timings["a"].spread(timings["b"]) == {"median": 2.0, "p20": 2.0, "p80": 2.0}
+
+
 def test_ratios_are_to_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [5.0]
 

@@ -143,7 +143,7 @@ def test_links_exist(page: str) -> None:
     ):
         path = (ROOT / page).parent / link if link else ROOT / page
         assert path.exists(), link
-        if anchor and not anchor.startswith("specker."):
+        if anchor and not anchor.startswith("specker.") and path.suffix == ".md":
             headings = re.findall(r"^#+ (.*)$", path.read_text(encoding="utf-8"), re.MULTILINE)
             assert anchor in [re.sub(r"[^\w\- ]", "", h.lower()).replace(" ", "-") for h in headings], (
                 f"{link}#{anchor}"
@@ -164,6 +164,15 @@ def test_a_generated_part_is_replaced() -> None:
     assert pages.filled(text) == text.replace("old", pages.options("lookup")) != text
     with pytest.raises(ValueError, match=r"a page asks for 'nothing'; scripts/pages\.py has only drafts, "):
         pages.filled("<!-- generated nothing -->\n<!-- end -->")
+
+
+def test_a_line_is_found_by_its_text() -> None:
+    name, number = "scripts/pages.py", inspect.getsourcelines(pages.line)[1]
+    text = f"<!-- generated line {name}: def line(where -->{{}}<!-- end -->"
+    assert pages.filled(text.format("")) == text.format(f"[pages.py:{number}](../{name}#L{number})")
+    for other in ("import ", "no line has this"):
+        with pytest.raises(ValueError, match=rf"the line of {name} with '{other}', which \d+ lines have"):
+            pages.line(f"{name}: {other}")
 
 
 def test_every_option_of_a_request_is_described() -> None:

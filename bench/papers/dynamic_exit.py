@@ -1,0 +1,126 @@
+"""DEL beside a full sweep of fixed exits and lengths, and the plus-minus-one rule.
+
+The sweep needs no decoding per setting. Accepted drafts are the text itself, so it is enough to know which tokens of
+`ar`'s text each layer predicts. The best fixed settings are also decoded. With L layers, drafts of g tokens by the
+first E layers give the paper's
+
+    tokens per loaded layer = tokens / sum over rounds of (L + g E)
+
+which is counted in every round, in a pass that is not timed, since a trace changes how a round runs.
+"""
+
+from typing import Any
+
+import torch
+
+from bench.papers.measure import Row, Setting, about, engines_of, turns
+from bench.papers.models import Pair
+from specker.kernels.sample_rows import sample_rows
+from specker.model.decoder import Final, forward
+from specker.options import Sampling
+from specker.runtime.engine import Engine
+
+PAPER = "del"
+LENGTHS = range(18)
+DECODED = 3  # fixed settings that are decoded: the best ones at different exits
+USUAL = (
+    Setting("DEL, the default", {"strategy": "del"}, "2.36 to 2.62"),
+    Setting("DEL, layers as the paper counts them", {"strategy": "del", "exit_cost": "layers"}),
+    Setting("DEL, g of the best TPL as the length", {"strategy": "del", "policy": "del-length"}, sampled=False),
+    Setting("half of the layers, length by `auto`", {"strategy": "del", "policy": "auto"}),
+)
+
+
+@torch.inference_mode()
+def matches(engine: Engine, prompt: list[int], text: list[int], temperature: float) -> torch.Tensor:
+    """[L - 1, n] bool: whether layer l's token (l = 1..L-1) after each position is the next token of `text` [n]."""
+    model, cache = engine.model, engine.cache
+    cache.take(0, len(prompt) + len(text))
+    rows = cache.after([0], [len(prompt) + len(text) - 1])
+    ids = torch.tensor([*prompt, *text[:-1]], device=model.device)
+    depths = tuple(range(1, len(model.layers)))
+    out = forward(model, cache, rows, model.embed_tokens(ids), aux_layers=depths)
+    cache.release(0)
+    kept, s = slice(len(prompt) - 1, None), Sampling(temperature=temperature)
+    said = [
+        sample_rows(
+            model.logits(Final(out.aux_hidden_states[n][kept])), s.temperature, 0, 1.0, s.seed, rows.positions[kept]
+        )
+        for n in depths
+    ]
+    return torch.stack(said).cpu() == torch.tensor(text)
+
+
+def counted(right: list[bool], g: int) -> tuple[int, int, int]:
+    """Tokens, rounds and draft tokens of a text whose token i the exit layer has right or not, with drafts of g."""
+    at = rounds = drafted = 0
+    while at < len(right):
+        room = min(g, len(right) - at - 1)
+        accepted = 0
+        while accepted < room and right[at + accepted]:
+            accepted += 1
+        at, rounds, drafted = at + accepted + 1, rounds + 1, drafted + room
+    return at, rounds, drafted
+
+
+def sweep(texts: list[torch.Tensor], layers: int, head: float) -> list[Row]:
+    """For each exit E the length with the most tokens per loaded layer. texts: the `matches` of each text. `head`: what
+    the LM head costs a draft step, in layers."""
+    best = []
+    for E in range(1, layers):
+        found = []
+        for g in LENGTHS:
+            each = [counted(match[E - 1].tolist(), g) for match in texts]
+            tokens, rounds, drafted = map(sum, zip(*each, strict=True))
+            loads = layers * rounds + drafted * E
+            row = {"exit": E, "g": g, "acceptance_length": tokens / rounds, "per_layer": tokens / loads}
+            found.append(row | {"per_layer_with_head": tokens / (loads + drafted * head)})
+        best.append(max(found, key=lambda row: row["per_layer"]))
+    return best
+
+
+def per_layer(engine: Engine, pair: Pair, temperature: float) -> float:
+    """Tokens per loaded layer of what the engine decodes."""
+    rounds: list[Row] = []
+    engine.trace = rounds.append
+    for text in pair.texts:
+        engine.generate(text, pair.max_new_tokens, temperature=temperature)
+    engine.trace = None
+    layers = len(engine.model.layers)
+    return sum(len(r["tokens"]) for r in rounds) / sum(layers + len(r["draft"]) * r["exit"] for r in rounds)
+
+
+def run(pair: Pair, temperatures: list[float], seconds: float) -> list[Row]:
+    rows: list[Row] = []
+    plain = pair.load("ar")
+    layers = len(plain.model.layers)
+    head = pair.load("del").policies.head_cost
+    for temperature in temperatures:
+        texts = [plain.generate(ids, pair.max_new_tokens, temperature=temperature).tokens for ids in pair.texts]
+        right = [matches(plain, ids, text, temperature) for ids, text in zip(pair.texts, texts, strict=True)]
+        best = sweep(right, layers, head)
+        rows += [about(PAPER, pair, "sweep", temperature) | row for row in best]
+        settings = [*USUAL, *fixed(best)]
+        engines = engines_of(pair, settings, temperature)
+        loaded = {title: per_layer(engine, pair, temperature) for title, engine in engines.items()}
+        done = turns(PAPER, pair, settings, temperature, seconds / len(temperatures), engines)
+        for title, turn in done.items():
+            stats = turn.stats
+            rows.append(turn.row | {"per_layer": loaded[title], "lengths": stats.lengths, "exits": stats.exits})
+    return rows
+
+
+def fixed(best: list[Row]) -> list[Setting]:
+    """The settings of a sweep that are decoded: those with the most tokens for what a round reads, the head too."""
+
+    def options(row: Row) -> dict[str, Any]:
+        return {"strategy": "del", "policy": "fixed", "exit_layer": row["exit"], "draft_tokens": row["g"]}
+
+    chosen = sorted((row for row in best if row["g"]), key=lambda row: row["per_layer_with_head"])[-DECODED:][::-1]
+    titles = ["best fixed setting of the sweep", *(f"fixed setting {n} of the sweep" for n in range(2, DECODED + 1))]
+    found = [Setting(title, options(row)) for title, row in zip(titles, chosen, strict=False)]
+    if chosen:
+        found[0] = found[0]._replace(theirs="1.87 to 2.21")
+        rule = {"strategy": "del", "policy": "plus-minus-one", "exit_layer": chosen[0]["exit"]}
+        found.append(Setting("plus-minus-one rule at the best exit", rule, "1.99 to 2.43"))
+    return found

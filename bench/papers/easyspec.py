@@ -1,0 +1,124 @@
+"""EasySpec: groups of layers beside the same draft in sequence.
+
+Width of the tree x layers in a group x calibration are counted on the bundled family as it is, whose groups hold
+trained layers alone; inflated, a group also holds layers that add zero. There, a draft step of one row and of twelve is
+timed, and the cosine is taken between the final rows of a chain in groups and in sequence, after the same exact prefix.
+"""
+
+from functools import partial
+from typing import Any
+
+import torch
+from torch.nn import functional as F
+
+from bench import harness
+from bench.ablations import Uncalibrated, drafting_as
+from bench.papers.measure import Row, Setting, about, turns
+from bench.papers.models import Pair, small
+from specker.model.decoder import forward
+from specker.model.prefill import prefill
+from specker.runtime.strategies.easyspec.layer_groups import LayerParallel
+from specker.runtime.strategies.model_drafter import AutoregressiveDrafter
+
+PAPER = "easyspec"
+WIDTHS = (1, 4, 8, 12)  # nodes of a tree's level; 1: a chain
+GROUPS = (1, 2, 3, 4, 5)  # layers side by side
+DEPTH = 5
+CALIBRATIONS = {"every": AutoregressiveDrafter, "never": Uncalibrated}
+ROWS = (1, 12)  # of a draft step
+STEPS = 15  # timed
+CHAIN = 4  # tokens of a chain for the cosine
+DRAFT = "deep_draft"
+SEQUENCE = "in sequence"
+GROUPED = "groups of 4"
+
+CHAINS = (
+    Setting(f"{SEQUENCE}, chains of 4", {"strategy": "draft", "draft_tokens": 4}, "", DRAFT),
+    Setting(f"{GROUPED}, chains of 4", {"strategy": "easyspec", "draft_tokens": 4}),
+)
+SETTINGS = (
+    *CHAINS,
+    Setting(f"{SEQUENCE}, trees", {"strategy": "draft", "tree": f"12x{DEPTH}"}, "", DRAFT, sampled=False),
+    Setting(f"{GROUPED}, trees", {"strategy": "easyspec", "tree": f"12x{DEPTH}"}, "up to 4.17", sampled=False),
+    Setting(f"{SEQUENCE}, length by `auto`", {"strategy": "draft"}, "", DRAFT),
+    Setting("the default", {"strategy": "easyspec"}),
+)
+
+
+def run(pair: Pair, temperatures: list[float], seconds: float, settings: tuple[Setting, ...] = SETTINGS) -> list[Row]:
+    rows: list[Row] = []
+    for temperature in temperatures:
+        done = turns(PAPER, pair, settings, temperature, seconds / len(temperatures))
+        for title, turn in done.items():
+            row = turn.row
+            if title.startswith(GROUPED):
+                base = done[title.replace(GROUPED, SEQUENCE)].row
+                row["of_sequence"] = row["acceptance_length"] / base["acceptance_length"]
+            rows.append(row)
+    return rows
+
+
+def by_group(pair: Pair, temperatures: list[float], widths: tuple[int, ...], groups: tuple[int, ...]) -> list[Row]:
+    """Acceptance lengths of every width, layers in a group and calibration."""
+    pair, rows = small(pair), []
+    for width in widths:
+        shape = {"draft_tokens": DEPTH} if width == 1 else {"tree": f"{width}x{DEPTH}"}
+        for size in groups:
+            for calibration, kind in CALIBRATIONS.items():
+                if size == 1 and calibration == "never":
+                    continue  # layers in sequence need no calibration
+                with drafting_as(kind):
+                    engine = pair.load("easyspec", layer_parallel=size, **shape)
+                for temperature in temperatures:
+                    texts = [engine.generate(p, pair.max_new_tokens, temperature=temperature) for p in pair.texts]
+                    stats = sum((text.stats for text in texts[1:]), texts[0].stats)
+                    row = about(PAPER, pair, "groups", temperature) | {"width": width, "layers": size}
+                    rows.append(row | {"calibration": calibration, "acceptance_length": stats.acceptance_length})
+    return rows
+
+
+@torch.inference_mode()
+def steps(pair: Pair, groups: tuple[int, ...]) -> list[Row]:
+    """Milliseconds of a draft step and the cosine of its rows, by layers in a group. The groups take turns."""
+    texts = [engine.generate(ids, 48, temperature=0.7).tokens for engine in [pair.load("ar")] for ids in pair.texts]
+    ways: dict[Any, Any] = {}
+    cosines = {}
+    for size in groups:
+        drafter: Any = pair.load("easyspec", layer_parallel=size).drafter
+        parallel = drafter.layers
+        cosines[size] = cosine(parallel, texts)
+        drafter.cache.take(0, len(texts[0]) + max(ROWS))
+        prefill(drafter.model, drafter.cache, texts[0])
+        for count in ROWS:
+            ways[size, count] = partial(step, parallel, texts[0], count)
+    timings = harness.measure(ways, STEPS, warmup=2)
+    rows = []
+    for size in groups:
+        row = about(PAPER, pair, "steps", 0.0) | {"layers": size, "cosine": cosines[size], "draft_rows": ROWS}
+        rows.append(row | {"step_ms": [1e3 * timings[size, count].median for count in ROWS]})
+    return rows
+
+
+def step(parallel: LayerParallel, text: list[int], count: int) -> None:
+    """A draft step of `count` rows after the text."""
+    ids = torch.tensor(text[-count:], device=parallel.model.device)
+    parallel.forward(parallel.cache.after([len(text)], [count]), parallel.model.embed_tokens(ids))
+
+
+def cosine(parallel: LayerParallel, texts: list[list[int]]) -> float:
+    """Mean cosine of fuzzy and exact final rows of chains, at every eighth position."""
+    model, cache, found = parallel.model, parallel.cache, []
+    for text in texts:
+        cache.take(0, len(text))
+        for start in range(16, len(text) - CHAIN, 8):
+            ids = torch.tensor(text[start : start + CHAIN], device=model.device)
+            pair = []
+            for run in (parallel.forward, partial(forward, model, cache)):
+                cache.truncate(0)
+                prefill(model, cache, text[:start])
+                places = [cache.after([start + i], [1]) for i in range(CHAIN)]
+                hidden = [run(place, model.embed_tokens(ids[i : i + 1])).hidden for i, place in enumerate(places)]
+                pair.append(torch.cat(hidden).float())
+            found += F.cosine_similarity(*pair, dim=-1).tolist()
+        cache.release(0)
+    return sum(found) / len(found)
