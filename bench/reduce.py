@@ -1,4 +1,5 @@
-"""The cost of `--reduce ordered`: sums by all-reduce, against gathering and adding in the order of ranks.
+"""The cost of `--reduce ordered`: sums by all-reduce, against gathering and adding in the order of ranks; and on a CPU,
+those through memory that the ranks share, which are ordered too.
 
     torchrun --nproc-per-node 2 bench/reduce.py [--device cuda] [--rounds 50]
 
@@ -33,28 +34,32 @@ def main() -> None:
     args = harness.arguments(Args)
     torch.set_num_threads(1)
     device = dist.own_device(torch.device(args.device))
-    fast = dist.join(strategies.options(), device)
-    if fast is None:
+    ranks = dist.join(strategies.options(), device)
+    if ranks is None:
         raise SystemExit("reduce: there is one process; start it with torchrun --nproc-per-node 2 bench/reduce.py")
-    ordered = replace(fast, ordered=True)
+    fast = replace(ranks, ordered=False, communicator=None)
+    each = {"fast": fast, "ordered": replace(fast, ordered=True)}
+    if ranks.communicator is not None:
+        each["memory"] = ranks
     rows = []
     for T, E in SHAPES:
         x = torch.randn(T, E, device=device, dtype=getattr(torch, args.dtype))
-        ways = {"fast": lambda x=x: fast.sum(x.clone()), "ordered": lambda x=x: ordered.sum(x.clone())}
+        ways = {name: lambda x=x, by=by: by.sum(x.clone()) for name, by in each.items()}
         timings = harness.measure(ways, args.rounds, warmup=5)
-        a, b = (timings[name].last for name in ways)
-        assert (a - b).abs().max() <= 8 * torch.finfo(x.dtype).eps * a.abs().max(), "the sums differ"
+        sums = [timings[name].last for name in ways]
+        bound = 8 * torch.finfo(x.dtype).eps * sums[0].abs().max()
+        assert all((other - sums[0]).abs().max() <= bound for other in sums), "the sums differ"
         cost = timings["fast"].times_as_fast(timings["ordered"])
         for name, timing in timings.items():
             row = {"bench": "reduce", "way": name, "rows": T, "width": E, "ranks": fast.size, "dtype": args.dtype}
             rows.append(row | timing.row() | {"ordered_over_fast": cost["median"]})
     if fast.rank == 0:
         table = Table(title=f"sums over {fast.size} ranks, {harness.machine(args.device)}, {args.dtype}")
-        for column in ("rows x width", "fast, us", "ordered, us", "ordered over fast"):
+        for column in ("rows x width", *(f"{name}, us" for name in each), "ordered over fast"):
             table.add_column(column, justify="right")
-        for a, b in zip(rows[::2], rows[1::2], strict=True):
-            times = (f"{row['median'] * 1e6:.0f}" for row in (a, b))
-            table.add_row(f"{a['rows']} x {a['width']}", *times, f"{a['ordered_over_fast']:.2f}")
+        for own in (rows[n : n + len(each)] for n in range(0, len(rows), len(each))):
+            times = (f"{row['median'] * 1e6:.0f}" for row in own)
+            table.add_row(f"{own[0]['rows']} x {own[0]['width']}", *times, f"{own[0]['ordered_over_fast']:.2f}")
         Console(width=100).print(table)
         print(harness.save("reduce", rows, args.device) if args.save else json.dumps(rows[-1]))
     dist.leave(0)

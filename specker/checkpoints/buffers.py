@@ -207,17 +207,23 @@ def part_of(p: Piece, name: str, scheme: Scheme, get: Get) -> Quantized | Packed
     whole = scheme.read(name.removesuffix(".weight"), p.matrix, get)
     if p.whole:
         return whole
-    if isinstance(whole, Packed):
-        whole = quant.joined(whole.quantised())
-    if p.order:
-        return whole[torch.tensor(p.order, dtype=torch.int64, device="cpu")]
+    every = torch.arange(len(whole), dtype=torch.int64, device="cpu")
+    rows = p.rows_of(every.unsqueeze(1)).flatten()
+    if not torch.equal(rows, every):
+        whole = whole[rows]
     column, columns = p.first[-1], p.shape[-1]
+    if columns == whole.shape[-1]:
+        return whole
+    if isinstance(whole, Packed):
+        if (part := whole.columns_of(column, columns)) is not None:
+            return part
+        whole = quant.joined(whole.quantised())
     group = math.gcd(whole.group, column, columns)
     if group != whole.group:  # the ranks' columns split a group
         if group % quant.LEAST[whole.kind]:
             raise CheckpointError(f"{name} has {whole.kind} weights, which cannot be split over so many ranks")
         whole = quant.spread(whole, group)
-    return whole.map_parts(p.rows_of).columns(column, columns)
+    return whole.columns(column, columns)
 
 
 def _allocated(

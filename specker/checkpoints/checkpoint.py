@@ -162,8 +162,8 @@ def read(
     is int8 for a CPU's compiled kernels and a checkpoint that is not quantised. Weights are also dequantised for
     float64 runs and on CPUs without compiled kernels. `activations`: on a CPU, the type to which products with
     quantised weights round their input rows: int8 (default), bfloat16 or float32. Without `pack`, a CPU keeps quantised
-    weights as `Quantized`, which models split over ranks need. `on_progress` is called with (elements read, total
-    elements). Raises CheckpointError, and ValueError if memory is too small.
+    weights as `Quantized`, for layers that the compiled library will not run. `on_progress` is called with (elements
+    read, total elements). Raises CheckpointError, and ValueError if memory is too small.
     """
     if dtype not in DTYPES:
         raise CheckpointError(f"dtype must be one of {', '.join(map(str, DTYPES))}; got {dtype}")
@@ -175,7 +175,7 @@ def read(
     part.check(config)
     if config.shares:
         _check_owner(source, config, owner)
-    storage = Storage(scheme, quantize, dtype, device, pack and packs(config, dtype, device))
+    storage = Storage(scheme, quantize, dtype, device, pack and packs(part.config(config), dtype, device))
 
     def pieces_in(fused: bool) -> list[Piece]:
         return [p for p in pieces_of(config, part, whole_head, fused) if layers or p.layer is None]

@@ -288,7 +288,7 @@ class _Layer:
 
     def _feed_forward(self) -> Shares:
         F, bias = self.c.width(self.i), self.c.layer.mlp_bias
-        own = self.part.share(F)
+        own = self.part.columns(self.c) if self.part.size > 1 else range(F)
         down = {"down": Share(own, F, bias)}
         if "gate_up" in self.names:
             return {"gate_up": Share([*own, *(F + n for n in own)], 2 * F, bias)} | down

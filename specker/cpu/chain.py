@@ -127,5 +127,6 @@ def draft_chain(
         0,
     )
     team().call(native().draft_chain, call)
+    stack.check_ranks()
     del more, held, given
     return drafted[: call.done], probability[: call.done]

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from specker.cpu.communicator import Communicator, struct_of
 from specker.cpu.library import (
     GATES,
     KV_TYPES,
@@ -144,11 +145,12 @@ class Stack:
         eps: float,
         scale: float,
         activations: str = "float32",
+        ranks: Communicator | None = None,
     ):
         """heads: Hq and, unless `spec.kvs` has those of each layer, Hkv; ropes: the table [C, 2, D] of each layer that
         attends; scale: factor of attention's scores. A matrix is float32, bfloat16 or `Packed`, everything else
         float32. `DeltaNet` and `ShortConv` in model/config.py give the order of a recurrent layer's rows in qkv.
-        activations: see `Matrix.of`."""
+        activations: see `Matrix.of`. ranks: those that hold the other parts of these layers."""
         self.layers, self.ropes, self.heads, self.activations = layers, ropes, heads, activations
         self._layers = (Layer * len(layers))()
         mixer = spec.recurrent
@@ -193,8 +195,9 @@ class Stack:
             max((layer.qkv.O + layer.gates.O + 15) // 16 * 16 for layer in self._layers),
             max(layer.o.E for layer in self._layers),
             min((len(rope) for rope in ropes if rope is not None), default=1 << 62),
-            *(_mixing(mixer), ctypes.addressof(self._layers), None, eps, scale, *factors, spec.cap),
+            *(_mixing(mixer), ctypes.addressof(self._layers), None, eps, scale, *factors, spec.cap, struct_of(ranks)),
         )
+        self._communicators = [] if ranks is None else [ranks]
         self.pair_weights: PairWeights | None = None
         self.chains = not spec.kvs and all(w.ple_gate is None for w in layers)  # whether `draft_chain` serves it
         self._windowed = bool(self._layers[0].sliding_window)  # the first layer, whose K and V are first
@@ -220,6 +223,16 @@ class Stack:
             int(pairs.residual),
         )
         self.struct.entry = ctypes.pointer(self._entry)
+
+    def divide_groups(self, ranks: Communicator) -> None:
+        """From now on, each of the ranks attends for its own layers of a group; all have these layers."""
+        self.struct.beside = struct_of(ranks)
+        self._communicators.append(ranks)
+
+    def check_ranks(self) -> None:
+        """Raise RankLost, after a call, if its exchanges lacked a rank."""
+        for ranks in self._communicators:
+            ranks.check()
 
     @staticmethod
     def lacks(layer: Spec) -> str:
@@ -298,6 +311,7 @@ class Stack:
             routed.data_ptr() if routed.shape[0] else None,
         )
         team().call(native().layers, call)
+        self.check_ranks()
         del held
         return out, routed
 

@@ -70,6 +70,13 @@ class Entry(Structure):
     ]
 
 
+class Exchanges(Structure):
+    _fields_ = [
+        ("memory", c_void_p),
+        *((name, c_int64) for name in ("rank", "size", "room", "file", "limit", "sent", "lost")),
+    ]
+
+
 class Layers(Structure):
     _fields_ = [
         *((name, c_int64) for name in ("E", "Hq", "Hkv", "D", "F", "heads", "activation")),
@@ -79,6 +86,7 @@ class Layers(Structure):
         ("layers", c_void_p),
         ("entry", POINTER(Entry)),
         *((name, c_double) for name in ("eps", "scale", "score_scale", "score_eps", "cap")),
+        *((name, POINTER(Exchanges)) for name in ("ranks", "beside")),
     ]
 
 
@@ -214,6 +222,7 @@ def _loaded() -> tuple[Any, str | None]:
     lib.copy_rows.restype = None
     lib.gumbel.argtypes = [c_uint64, c_void_p, c_int64, c_int64, c_void_p]
     lib.gumbel.restype = None
+    lib.gather_ranks.argtypes, lib.gather_ranks.restype = [POINTER(Exchanges), c_void_p, c_int64, c_void_p], None
     lib.suffix_new.restype, lib.suffix_new.argtypes = c_void_p, [c_void_p, c_int64]
     lib.suffix_free.restype, lib.suffix_free.argtypes = None, [c_void_p]
     lib.suffix_append.argtypes = [c_void_p, c_void_p, c_int64]

@@ -112,7 +112,7 @@ class Run(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Packed:
-    """A matrix [O, E] for the CPU's kernels. Indexing selects rows: the first ones, or a tensor of ids."""
+    """A matrix [O, E] for the CPU's kernels. Indexing selects rows: a slice, or a tensor of ids."""
 
     runs: tuple[Run, ...]
     columns: int
@@ -148,13 +148,24 @@ class Packed:
     def __getitem__(self, rows: slice | Tensor) -> "Packed":
         (run,) = self.runs  # heads have one format
         if isinstance(rows, slice):
-            assert rows.start is None and rows.step is None
-            count = min(rows.stop, run.rows)
-            return Packed((Run(run.data[: -(-count // ROWS)], run.format, count),), self.columns)
+            start, stop, _ = rows.indices(run.rows)
+            if start % ROWS == 0:
+                blocks = run.data[start // ROWS : -(-stop // ROWS)]
+                return Packed((Run(blocks, run.format, stop - start),), self.columns)
+            rows = torch.arange(start, stop, dtype=torch.int64, device="cpu")
         new = torch.zeros(-(-len(rows) // ROWS), run.data.shape[1], dtype=torch.uint8, device="cpu")
         chosen = Packed((Run(new, run.format, len(rows)),), self.columns)
         chosen.copy(torch.arange(len(rows), dtype=torch.int64, device="cpu"), self, rows)
         return chosen
+
+    def columns_of(self, first: int, count: int) -> "Packed | None":
+        """Columns first .. first + count - 1; None if they are no whole units."""
+        (run,) = self.runs
+        form = FORMATS[run.format]
+        if first % form.columns or count % form.columns:
+            return None
+        units = run.data.unflatten(1, (-1, form.unit))[:, first // form.columns : (first + count) // form.columns]
+        return Packed((Run(units.flatten(1).contiguous(), run.format, run.rows),), count)
 
     def copy(self, at: Tensor, source: "Packed", ids: Tensor) -> None:
         """Row at[i] = row ids[i] of `source`, which has the same format."""

@@ -126,7 +126,10 @@ class Model:
 
     def _stack(self) -> Stack | None:
         """The layers for the compiled CPU kernels; None if the kernels do not support this model."""
-        if self.device.type != "cpu" or self.dtype != torch.float32 or self.ranks or self.linear is not row_linear:
+        if self.device.type != "cpu" or self.dtype != torch.float32 or self.linear is not row_linear:
+            return None
+        communicator = None if self.ranks is None else self.ranks.communicator
+        if self.ranks is not None and communicator is None:
             return None
         c = self.config
         if not available() or Stack.lacks(c.layer):
@@ -137,7 +140,7 @@ class Model:
             return None
         ropes = [None if layer.mixer.recurrent else layer.rope for layer in self.layers]
         heads = c.num_heads, c.num_kv_heads
-        return Stack(layers, c.layer, heads, ropes, c.rms_norm_eps, self.scale, self.activations)
+        return Stack(layers, c.layer, heads, ropes, c.rms_norm_eps, self.scale, self.activations, communicator)
 
     @property
     def counts_experts(self) -> bool:

@@ -10,9 +10,19 @@ from typing import Protocol
 
 from torch import Tensor
 
+from specker.cpu.communicator import Communicator
 from specker.fields import option
 from specker.model.config import CheckpointError, DeltaNet, Mixer, ModelConfig, ShortConv
 from specker.model.sampling import Draws
+
+BLOCK = 256  # columns that a GGUF file's K formats quantise together
+
+
+def in_blocks(c: ModelConfig, ranks: int) -> bool:
+    """Whether the ranks divide a feed-forward's columns by blocks, so that K formats are kept. Their shares may then be
+    unequal, by a block."""
+    blocks, rest = divmod(c.intermediate_size, BLOCK)
+    return not rest and blocks >= 4 * ranks and c.layer.experts is None
 
 
 @dataclass(frozen=True)
@@ -36,7 +46,7 @@ class Part:
                 f"{option('tp', self.size)} cannot split the target: its GGUF file's out-projections have the value "
                 "heads in another order; use a checkpoint in Hugging Face's format"
             )
-        for what, count in (("num_attention_heads", c.num_heads), *_inner(c)):
+        for what, count in (("num_attention_heads", c.num_heads), *_inner(c, self.size)):
             if count % self.size:
                 raise CheckpointError(f"{option('tp', self.size)} does not divide the target's {what}, {count}")
         if c.num_kv_heads % self.size and self.size % c.num_kv_heads:
@@ -47,6 +57,12 @@ class Part:
         """The part of so many heads, columns or channels that the rank holds."""
         each = count // self.size
         return range(self.rank * each, (self.rank + 1) * each)
+
+    def columns(self, c: ModelConfig) -> range:
+        """The part of a dense feed-forward's columns."""
+        unit = BLOCK if in_blocks(c, self.size) else 1
+        count = c.intermediate_size // unit
+        return range(self.rank * count // self.size * unit, (self.rank + 1) * count // self.size * unit)
 
     def kv_heads(self, count: int) -> range:
         """The part of so many KV heads; if there are fewer heads than ranks, adjacent ranks hold the same head."""
@@ -69,7 +85,7 @@ class Part:
         if (experts := layer.experts) is not None:
             experts = replace(experts, width=experts.width // n, shared=experts.shared // n)
         layer = replace(layer, experts=experts, mixers=tuple(mixer and _mixer(mixer, n) for mixer in layer.mixers))
-        heads, kv_heads, inner = c.num_heads // n, len(self.kv_heads(c.num_kv_heads)), c.intermediate_size // n
+        heads, kv_heads, inner = c.num_heads // n, len(self.kv_heads(c.num_kv_heads)), len(self.columns(c))
         return replace(c, layer=layer, num_heads=heads, num_kv_heads=kv_heads, intermediate_size=inner)
 
 
@@ -79,10 +95,10 @@ def _mixer(mixer: Mixer, ranks: int) -> Mixer:
     return replace(mixer, key_heads=mixer.key_heads // ranks, value_heads=mixer.value_heads // ranks)
 
 
-def _inner(c: ModelConfig) -> list[tuple[str, int]]:
-    """The names and sizes of what a part shares beside attention's heads."""
+def _inner(c: ModelConfig, ranks: int) -> list[tuple[str, int]]:
+    """The names and sizes of what the ranks must be able to divide beside attention's heads."""
     experts, mixer = c.layer.experts, c.layer.recurrent
-    dense = [("intermediate_size", c.intermediate_size)]
+    dense = [] if in_blocks(c, ranks) else [("intermediate_size", c.intermediate_size)]
     if isinstance(mixer, DeltaNet):
         dense += [("linear_num_key_heads", mixer.key_heads)]
     elif mixer is not None:
@@ -98,6 +114,11 @@ WHOLE = Part()
 
 class OtherRanks(Protocol):
     """What a split model needs from the ranks that hold its other parts (runtime/ranks/dist.py)."""
+
+    @property
+    def communicator(self) -> Communicator | None:
+        """What the compiled layers exchange through; None: they cannot run."""
+        ...
 
     def sum(self, x: Tensor) -> Tensor:
         """The sum of all ranks' x."""

@@ -66,7 +66,7 @@ def read_target(recipe: Recipe, on_progress: Callable[[int, int, str], None] | N
         whole_head=strategies.of(o).every_rank or shares_head,
         quantize=o.quantize,
         activations=o.activations,
-        pack=ranks is None,
+        pack=recipe.compiles,
         on_progress=on_progress and (lambda done, of: on_progress(done, of, f"target, 1 of {recipe.models}")),
     )
     if ranks is not None:
@@ -126,7 +126,7 @@ def read_draft(
             owner=target,
             quantize=recipe.draft_quantize,
             activations=opts.activations,
-            pack=ranks is None,
+            pack=recipe.compiles,
             on_progress=on_progress,
         )
     note_formats(recipe.notes, "draft_weights", draft, "draft", "int8" if recipe.draft_quantize == AUTO else None)

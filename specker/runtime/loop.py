@@ -103,6 +103,7 @@ class Loop:
             self.runner,
             self.history.costs,
             self._compiled,
+            self.ranks,
         )
 
     @property

@@ -19,6 +19,7 @@ from specker.model.prefill import COMPILED_CHUNK, Part, most_rows, prefill, pref
 from specker.runtime.batches import Batches
 from specker.runtime.control.costs import Costs
 from specker.runtime.draft_runner import DraftRunner
+from specker.runtime.ranks.dist import Ranks
 from specker.runtime.round.round import Round
 from specker.runtime.round.state import Request
 from specker.runtime.slots import Slots
@@ -75,6 +76,7 @@ class Prompts:
     runner: DraftRunner | None
     costs: Costs  # learns what rows cost
     compiled: bool  # whether compiled layers, which bring their own threads, run all models
+    ranks: Ranks | None = None  # whose measured times differ, and which must prefill the same rows
     waiting: deque[Request] = field(default_factory=deque)
     joining: list[Fill] = field(default_factory=list)  # parts for the next round's verify pass
     pace: Pace = field(default_factory=Pace)
@@ -158,6 +160,10 @@ class Prompts:
         size. A round without such rows, now and then, measures what is usual."""
         if self.slots.prefix_alignment > 1:
             return prefill_chunk(self.target)
+        return self._measured_chunk() if self.ranks is None else self.ranks.least(self._measured_chunk())
+
+    def _measured_chunk(self) -> int:
+        """`_chunk` where bits do not depend on it, by this process's own measurements."""
         n = len(self.slots.active)
         usual = self.pace.usual(min(self.slots.size, n + len(self.slots.filling) + len(self.waiting)))
         if n and (not usual or self.pace.joined >= MEASURE):

@@ -18,6 +18,7 @@ from specker.checkpoints.checkpoint import Checkpoint, Opened, opened
 from specker.fields import option
 from specker.model.config import ModelConfig
 from specker.model.memory import CacheMemory
+from specker.model.split import WHOLE
 from specker.options import DTYPES, Options
 from specker.runtime import strategies
 from specker.runtime.notes import Notes
@@ -63,6 +64,11 @@ class Recipe:
         method = strategies.of(self.options)
         return self.ranks is None or self.ranks.drafts or method.every_rank or not method.drafts
 
+    @property
+    def compiles(self) -> bool:
+        """Whether compiled layers may run the models on a CPU."""
+        return self.ranks is None or self.ranks.communicator is not None
+
     @cached_property
     def memory(self) -> CacheMemory:
         """What the caches must fit into."""
@@ -81,7 +87,7 @@ class Recipe:
             rings=slots(o),
             sequences=slots(o),
             saved=saved_states(o),
-            kv_dtypes=tuple(planned_kv_dtype(o, config, kind, self.device) for config in configs),
+            kv_dtypes=tuple(planned_kv_dtype(o, config, kind, self.device, self.compiles) for config in configs),
         )
 
     def within(self, context: int) -> "Recipe":
@@ -150,7 +156,8 @@ def recipe_of(
     method, kind = strategies.of(options), dtype_of(dtype)
     drafting = draft_of(options, target, draft)
     named = draft is not None or method.needs_draft  # else it is a part of the target's own checkpoint
-    if dtype is None and device.type == "cpu" and (ranks is not None or not served(target.config)):
+    part, compiles = (WHOLE, True) if ranks is None else (ranks.part, ranks.communicator is not None)
+    if dtype is None and device.type == "cpu" and not (compiles and served(part.config(target.config))):
         kind = torch.float32
     kv_dtype(options, activations(kind, device), device)  # raises ValueError for one that does not suit
     method.check_target(options, target.config.num_layers)

@@ -113,16 +113,37 @@ def test_experts_keep_their_bits(tmp_path: Path, arch: str) -> None:
     stored = json.loads((converted(tmp_path / "tiny.gguf") / "config.json").read_text())["quantization_config"]
     assert stored["modules"]["model.layers.1.mlp.experts.gate_up_proj"] == "int4 super" and not stored["restored"]
     w = read(tmp_path / "tiny.gguf", dtype=torch.float32, device="cpu").weights
-    half = read(tmp_path / "tiny.gguf", dtype=torch.float32, device="cpu", part=Part(1, 2), pack=False).weights
+    how = {"dtype": torch.float32, "device": "cpu", "part": Part(1, 2)}
+    halves = [read(tmp_path / "tiny.gguf", **how, pack=pack).weights for pack in (False, True)]
     gate, up, down = (found[f"blk.1.ffn_{part}_exps.weight"] for part in ("gate", "up", "down"))
     want = torch.stack((gate, up), 1)
     close = {"rtol": 0, "atol": 1e-6}  # the package rounds more often
     torch.testing.assert_close(w.gate_up[1].dequantised(torch.float32), want.flatten(0, 2), **close)
     torch.testing.assert_close(w.down[1].dequantised(torch.float32), down.flatten(0, 1), **close)
-    torch.testing.assert_close(half.gate_up[1].dequantised(torch.float32), want[:, :, 128:].flatten(0, 2), **close)
-    torch.testing.assert_close(half.down[1].dequantised(torch.float32), down[..., 128:].flatten(0, 1), **close)
+    for half in halves:
+        torch.testing.assert_close(half.gate_up[1].dequantised(torch.float32), want[:, :, 128:].flatten(0, 2), **close)
+        half_down = half.down[1]
+        if not isinstance(half_down, torch.Tensor):  # packed, the half of a block of Q6_K is restored
+            half_down = half_down.dequantised(torch.float32)
+        torch.testing.assert_close(half_down, down[..., 128:].flatten(0, 1), **close)
     assert torch.equal(w.router[1], found["blk.1.ffn_gate_inp.weight"]) and len(w.router[1]) == count
     assert read_config(folder).layer.experts == read_config(tmp_path / "tiny.gguf").layer.experts
+
+
+def test_ranks_divide_a_feed_forward_between_the_blocks_of_k_formats(tmp_path: Path) -> None:
+    """Nine blocks of columns, of which the second rank gets five; its rows and columns keep their bits."""
+    folder = make(tmp_path / "source", **WIDE | {"hidden": 512, "heads": 8}, ffn=9 * 256)
+    file = write(tmp_path / "tiny.gguf", folder, "Q4_K", kinds={"down_proj": "Q6_K"})
+    whole = read(file, dtype=torch.float32, device="cpu").weights
+    parts = [read(file, dtype=torch.float32, device="cpu", part=Part(rank, 2)) for rank in range(2)]
+    assert [p.local.intermediate_size for p in parts] == [4 * 256, 5 * 256]
+    for name, kind in (("o", "int4 super"), ("down", "int6 sixteen"), ("gate_up", "int4 super")):
+        matrices = [getattr(p.weights, name)[1] for p in parts]
+        assert {run.format for matrix in matrices for run in matrix.runs} == {kind}, name
+        *found, want = (m.dequantised(torch.float32) for m in (*matrices, getattr(whole, name)[1]))
+        if name == "gate_up":  # a rank's gate, then its up
+            *found, want = (x.unflatten(0, (2, -1)) for x in (*found, want))
+        assert torch.equal(torch.cat(found, 1), want), name
 
 
 def test_mxfp4_experts_keep_their_bits(tmp_path: Path) -> None:

@@ -63,6 +63,19 @@ def test_rows_are_copied_for_a_trimmed_head(name):
         chosen.copy(torch.tensor([0]), other, torch.tensor([0]))
 
 
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_rank_takes_its_rows_and_columns(name):
+    """Rows that begin with a block stay where they are; a unit's columns cannot be divided."""
+    w, want, unit = pack(numbers(name)), exact(numbers(name)).weight.float(), FORMATS[name].columns
+    for first, end in ((0, 20), (16, 33), (5, 40), (32, ROWS)):
+        part = w[first:end]
+        assert torch.equal(part.dequantised(torch.float32), want[first:end])
+        assert (part.runs[0].data.untyped_storage().data_ptr() == w.runs[0].data.data_ptr()) == (first % 16 == 0)
+    part = w.columns_of(unit, COLUMNS - unit)
+    assert torch.equal(part.dequantised(torch.float32), want[:, unit:]) and part.runs[0].data.is_contiguous()
+    assert w.columns_of(unit // 2, unit) is None and w.columns_of(0, unit // 2) is None
+
+
 @pytest.mark.parametrize("activations", cpu.ACTIVATIONS)
 @pytest.mark.parametrize("name", FORMATS)
 def test_a_product_is_that_of_the_formula(name, activations):

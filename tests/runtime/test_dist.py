@@ -1,4 +1,4 @@
-"""Several processes over gloo: same tokens as one process, ranks that agree, and jobs that end if a rank ends."""
+"""Several processes: same tokens as one process, ranks that agree, and jobs that end if a rank ends."""
 
 import functools
 import itertools
@@ -93,8 +93,13 @@ def models(tmp_path_factory):
     eagle = make_head(folder / "eagle", like, layout="nested", ids=often, eagle_aux_hidden_state_layer_ids=[1, 2, 3])
     dflash = make_dflash(folder / "dflash", like, layout="dflash", ids=often, layer_ids=[1, 2])
     mtp = make_mtp(folder / "mtp", "mimo", heads=2, arch="mimo", vocab=129)
+    wide = make(
+        folder / "wide", "qwen2", layers=4, max_context=192, hidden=128, heads=4, head_dim=32, ffn=256, vocab=129
+    )
     names = {
         "mtp": mtp,
+        "wide": wide,
+        "wide-draft": perturbed(wide, folder / "wide-draft"),
         "target": target,
         "draft": draft,
         "dream": dream,
@@ -212,6 +217,62 @@ def test_two_ranks_have_the_tokens_of_one_in_all_cases(models, tmp_path):
 def test_four_ranks_have_the_tokens_of_one(models, tmp_path):
     """Two ranks share each of the two KV heads."""
     assert_same(models, tmp_path, 4)
+
+
+COMPILED = {
+    "chain": ("draft", {"draft_tokens": 4}),
+    "sampled": ("draft", {"draft_tokens": 4}),
+    "tree": ("draft", {"tree": "3x3", "batch_size": 4}),
+    "float32": ("draft", {"draft_tokens": 4, "dtype": "float32", "kv_dtype": "float32"}),
+    "easyspec": ("easyspec", {"layer_parallel": "2", "draft_tokens": 4}),
+    "easyspec-tree": ("easyspec", {"layer_parallel": "[[0],[1,2,3]]", "tree": "2x3", "batch_size": 4}),
+    "int8": ("draft", {"draft_tokens": 4, "quantize": "int8", "batch_size": 2}),
+    "int4": ("easyspec", {"layer_parallel": "2", "draft_tokens": 4, "quantize": "int4", "draft_ranks": 1}),
+    "trimmed": ("draft+vocabtrim", {"draft_tokens": 4, "vocab_keep": "40", "vocab_text": 0}),
+    "lookup": ("lookup", {"tree": "2x3", "quantize": "int8"}),
+    "del": ("del", {"policy": "fixed", "exit_layer": 2, "draft_tokens": 3}),
+}
+
+
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_compiled_layers_of_ranks_have_the_tokens_of_plain_decoding(models, tmp_path, ranks):
+    """Bit for bit those of the same ranks' `ar`, in every strategy, dtype and batch; and in float32 one process's."""
+    cases = []
+    for name, (strategy, options) in COMPILED.items():
+        pair = [models["wide"], models["wide-draft"]][: 1 if strategy in ("lookup", "del") else 2]
+        how = {"strategy": strategy, "device": "cpu", **options}
+        sampling = [SAMPLING[1] if name in ("sampled", "easyspec-tree", "int8") else SAMPLING[0]]
+        beside = {"beside": BESIDE} if "batch_size" in options else {}
+        cases.append({"models": pair, "options": how, "prompt": PROMPT, "count": 40, "sampling": sampling, **beside})
+    (tmp_path / "cases").write_text(json.dumps(cases))
+    on_ranks(ranks, "tests/support/dist_worker.py", str(tmp_path / "cases"), str(tmp_path / "out"))
+    found = [json.loads((tmp_path / f"out.{rank}.json").read_text()) for rank in range(ranks)]
+    one = specker.load(models["wide"], strategy="ar", dtype="float32", kv_dtype="float32", device="cpu")
+    for name, case, *each in zip(COMPILED, cases, *(rank[:-1] for rank in found), strict=True):
+        tokens = each[0]["runs"][0]["tokens"]
+        assert all(got["compiled"] and got["ar"] == tokens == got["runs"][0]["tokens"] for got in each), name
+        assert each[0]["runs"][0]["accepted"] > 0, name
+        if name == "float32":
+            assert tokens == [one.generate(PROMPT, case["count"]).tokens]
+
+
+def test_ranks_that_share_no_memory_use_gloo(models, tmp_path):
+    """As on several machines, and without a compiler on one of them: then no rank runs compiled layers."""
+    script = tmp_path / "apart.py"
+    script.write_text(f"""
+import os, specker
+from specker.cpu import communicator
+from specker.runtime.ranks.dist import leave
+opened = communicator.opened
+communicator.opened = lambda *how: None if os.environ["RANK"] == "1" else opened(*how)
+for quantize in (None, "int8"):
+    how = dict(strategy="easyspec", layer_parallel="2", quantize=quantize, draft_quantize=quantize, device="cpu")
+    engine = specker.load({models["wide"]!r}, {models["wide-draft"]!r}, **how)
+    assert engine.ranks.communicator is None and engine.model.stack is None and not engine.ranks.ordered
+    print(engine.generate([5, 9, 40], 20).tokens == engine.generate_ar([5, 9, 40], 20).tokens)
+leave(0)
+""")
+    assert [each.stdout.split() for each in on_ranks(2, str(script))] == [["True"] * 2] * 2
 
 
 @pytest.mark.parametrize("arch", ["llama", "qwen2", "qwen3"])

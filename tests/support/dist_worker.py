@@ -28,7 +28,7 @@ def main(cases: Path, out: Path) -> None:
         ranks = engine.ranks
         weights = sum(w.numel() for layer in engine.model.layers for w in layer.mixer.present().values())
         here = {"rank": ranks.rank, "drafts": ranks.drafts, "layer_elements": weights} if ranks else {}
-        here |= {"draft_prefix": sum(kept)}
+        here |= {"draft_prefix": sum(kept), "compiled": engine.model.stack is not None}
         found.append({"runs": each, "ar": [p.tokens for p in plain], "head_rows": engine.model.head.shape[0], **here})
     rank = here.get("rank", 0)
     found.append(rows_apart(engine.ranks))

@@ -23,6 +23,7 @@ RUNS: dict[str, tuple[str, ...]] = {
     "calls.c": (f"{ODD} row_linear", "tests/cpu/test_products.py"),
     "chain.c": ("tests/cpu/test_chain.py", "tests/cpu/test_heads.py"),
     "clusters.c": (f"{ODD} cluster_topk", "tests/kernels/test_cluster_topk.py"),
+    "communicator.c": ("tests/cpu/test_communicator.py",),
     "experts.c": ("tests/cpu/test_mixtures.py",),
     "floats.c": ("tests/cpu/test_products.py",),
     "gates.c": ("tests/cpu/test_gates.py",),

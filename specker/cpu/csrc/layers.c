@@ -71,6 +71,14 @@ static void grow_all(const state *s, const float *delta, const float *bias, cons
     }
 }
 
+// Sums x [T, E], plus a bias, over the ranks that hold the layers' other parts. Returns the bias that is yet to be added.
+static const float *summed(const state *s, float *x, const float *bias) {
+    communicator *ranks = s->f->model->ranks;
+    if (!ranks) return bias;
+    sum_ranks(s->m, ranks, x, bias, s->f->rows->T, s->f->model->E);
+    return 0;
+}
+
 // Begins the stream. With an entry, the pairs' embeddings and features stand side by side in `normed`.
 static void begin(const state *s) {
     const forward *f = s->f;
@@ -218,39 +226,46 @@ void run_forward(const member *m, const forward *f, char *scratch) {
         const layer *l = d->layers + first;
         for (int64_t i = 0; i < f->aux_count; i++)
             if (f->aux_layers[i] == first) keep(s, f->out + (1 + i) * T * E, 0);
-        for (int64_t n = 0; n < N; n++) {
-            if (!joined || first + n) normalise_all(s, l[n].norm_in);
-            rows x = prepared(s, &l[n].qkv, s->normed);
-            share(m, &l[n].qkv, &x, T, qkv_of(s, n), row_of(l + n));
+        communicator *beside = N > 1 ? d->beside : 0;
+        const int64_t own = beside ? part_of(beside, beside->rank, N) : 0; // the layers that attend here, and how many
+        const int64_t count = beside ? part_of(beside, beside->rank + 1, N) - own : N;
+        for (int64_t n = 0; n < count; n++) {
+            const layer *a = l + own + n;
+            if (!joined || first + n) normalise_all(s, a->norm_in);
+            rows x = prepared(s, &a->qkv, s->normed);
+            share(m, &a->qkv, &x, T, qkv_of(s, n), row_of(a));
             meet(m);
-            if (l[n].gates.O) {
-                x = prepared(s, &l[n].gates, s->normed);
-                share(m, &l[n].gates, &x, T, qkv_of(s, n) + l[n].qkv.O, row_of(l + n));
+            if (a->gates.O) {
+                x = prepared(s, &a->gates, s->normed);
+                share(m, &a->gates, &x, T, qkv_of(s, n) + a->qkv.O, row_of(a));
                 meet(m);
             }
         }
-        if (d->whole) normalise_whole(s, first, N);
-        mix(s, first, N);
-        for (int64_t n = 0; n < N; n++) {
-            rows x = prepared(s, &l[n].o, mixed_of(s, n));
-            share(m, &l[n].o, &x, T, s->added + n * T * E, E);
-            if (l[n].router.O)
-                ask(&l[n].router, m->me * chunk(d->experts, 2 * m->size));
+        if (d->whole) normalise_whole(s, first + own, count);
+        if (count) mix(s, first + own, count);
+        for (int64_t n = 0; n < count; n++) {
+            const layer *a = l + own + n;
+            rows x = prepared(s, &a->o, mixed_of(s, n));
+            share(m, &a->o, &x, T, s->added + (own + n) * T * E, E);
+            if (a->router.O)
+                ask(&a->router, m->me * chunk(d->experts, 2 * m->size));
             else
-                ask(&l[n].gate_up, m->me * chunk(l[n].down.E, 2 * m->size));
+                ask(&a->gate_up, m->me * chunk(a->down.E, 2 * m->size));
             meet(m);
         }
+        if (beside) share_parts(m, beside, s->added, N, T * E);
         for (int64_t n = 0; n < N; n++) {
-            grow_all(s, s->added + n * T * E, l[n].o_bias, l[n].norm_o);
+            float *added = s->added + n * T * E;
+            grow_all(s, added, summed(s, added, l[n].o_bias), l[n].norm_o);
             normalise_all(s, l[n].norm_post);
             if (l[n].router.O) {
-                feed_experts(s, l + n, s->added + n * T * E, routed);
+                feed_experts(s, l + n, added, routed);
                 routed += routed ? d->experts + 1 : 0;
             } else {
-                feed(s, l + n, s->added + n * T * E, first + n + 1 < f->groups[f->group_count - 1] ? &l[n + 1].qkv : 0);
+                feed(s, l + n, added, first + n + 1 < f->groups[f->group_count - 1] ? &l[n + 1].qkv : 0);
             }
-            grow_all(s, s->added + n * T * E, l[n].router.O ? 0 : l[n].down_bias, l[n].norm_down);
-            if (l[n].ple_gate.O) feed_per_layer(s, l + n, first + n, s->added + n * T * E);
+            grow_all(s, added, summed(s, added, l[n].router.O ? 0 : l[n].down_bias), l[n].norm_down);
+            if (l[n].ple_gate.O) feed_per_layer(s, l + n, first + n, added);
             if (l[n].scalar) scale_all(s, *l[n].scalar);
         }
     }

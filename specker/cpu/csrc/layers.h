@@ -1,5 +1,6 @@
 // Whole decoder layers.
 #pragma once
+#include "communicator.h"
 #include "products.h"
 
 enum activation { SILU, GELU_TANH, GELU, CLAMPED_SILU };
@@ -97,6 +98,8 @@ typedef struct {
     double eps, scale;  // epsilon of the norms; factor of attention's scores
     double score_scale, score_eps; // factor of the experts' scores, and what is added to their sum
     double cap;                    // soft cap of attention's scores; 0: none
+    communicator *ranks;           // that hold the other heads and columns of the feed-forwards; 0: all are here
+    communicator *beside;          // ranks over which the attention of a group's layers is divided; 0: all is done here
 } stack;
 
 // How K and V are kept. INT8 is D codes from -127 to 127, then a float32, their

@@ -14,3 +14,13 @@ typedef void work(const member *m, void *arg);
 int team_run(team *t, work *f, void *arg, int64_t scratch);
 void meet(const member *m);                 // waits for all members, then the counter of `next` is 0
 int64_t next(const member *m);              // 0, 1, 2, ..: a number that no other member gets before the next `meet`
+
+static inline void pause_(void) { // between two looks at a number that another thread writes
+#if defined(__x86_64__)
+    __builtin_ia32_pause();
+#elif defined(__aarch64__)
+    __asm__ volatile("yield");
+#endif
+}
+
+int64_t now(void); // nanoseconds

@@ -7,8 +7,10 @@ others (EasySpec divides its groups over the first `--draft-ranks`). It broadcas
 text's length and last token; ranks that disagree stop with an error. In rounds of static shape (option `graphs`) every
 rank computes the same draft and nothing is broadcast.
 
-NCCL on GPUs, gloo on CPUs. NCCL's order of addition depends on the message size, so its sums are not batch-invariant.
-`--reduce ordered` gathers and adds in rank order instead, which makes chains bit-equal to plain decoding.
+NCCL on GPUs. CPUs of one machine exchange through memory that they share (cpu/communicator.py), the compiled layers
+within their call; CPUs of several machines use gloo and no compiled layers. The order of addition of NCCL and gloo
+depends on the message size, so their sums are not batch-invariant. `--reduce ordered`, and shared memory always, gather
+and add in rank order instead, which makes chains bit-equal to plain decoding.
 """
 
 import hashlib
@@ -26,7 +28,9 @@ import torch
 import torch.distributed as td
 from torch import Tensor
 
-from specker.fields import JobError, option
+from specker.cpu import communicator
+from specker.cpu.communicator import Communicator, RankLost
+from specker.fields import option
 from specker.model.sampling import Draws
 from specker.model.split import Part
 from specker.options import Options
@@ -39,10 +43,6 @@ START = 1800.0  # until the warm-up ends: one rank alone may read a draft or com
 REPLICAS = 86400.0  # for another replica, whose prompts may take longer
 SAMPLES = 64  # blocks of a file that its digest reads
 BLOCK = 4096
-
-
-class RankLost(JobError):
-    """Another process of the job ended or did not answer in time; one sentence."""
 
 
 @contextmanager
@@ -67,12 +67,14 @@ class Ranks:
     group: Any  # the replica's process group
     draft_ranks: int  # number of ranks that draft: ranks 0..draft_ranks-1
     drafters: Any  # the drafting ranks' process group; None on the other ranks
-    ordered: bool  # --reduce ordered
+    ordered: bool  # whether sums are in rank order
     replica: int  # index of this replica, below `replicas`
     replicas: int
     device: torch.device
     timeout: float  # seconds to wait for a rank after the warm-up
     limit: float  # seconds to wait for a rank now
+    communicator: Communicator | None = None  # of the replica, if its ranks are on CPUs of one machine
+    drafters_communicator: Communicator | None = None  # of the drafting ranks, if there are several
 
     @property
     def rank(self) -> int:
@@ -92,6 +94,9 @@ class Ranks:
         for group in (self.group, self.drafters):
             if group is not None:
                 td.distributed_c10d._set_pg_timeout(timedelta(seconds=self.limit), group)
+        for memory in (self.communicator, self.drafters_communicator):
+            if memory is not None:
+                memory.limit(self.limit)
 
     def wait(self, event: Any = None) -> None:
         """Wait for an event of the device; None: for all that this thread launched. A collective on a GPU waits for a
@@ -108,12 +113,12 @@ class Ranks:
             time.sleep(0)  # other threads may run
 
     def sum(self, x: Tensor) -> Tensor:
-        """Add the ranks' partial sums x [...]: in place, or with --reduce ordered into a new tensor in rank order."""
+        """Add the ranks' partial sums x [...]: in place, or into a new tensor in rank order if sums are `ordered`."""
         with answered(self.limit):
             if not self.ordered:
                 td.all_reduce(x, group=self.group)
                 return x
-            each = self._gathered(x, self.group, self.size)
+            each = self._gathered(x)
         total = each[0]
         for r in range(1, self.size):
             total = total + each[r]
@@ -122,16 +127,18 @@ class Ranks:
     def join(self, x: Tensor) -> Tensor:
         """Concatenate every rank's x [T, n] along the columns: [T, size * n]."""
         with answered(self.limit):
-            each = self._gathered(x, self.group, self.size)
+            each = self._gathered(x)
         return each.transpose(0, 1).reshape(len(x), -1)
 
     def gather(self, x: Tensor) -> Tensor:
         """Gather x [...] from every drafting rank: [drafting, ...]."""
         with answered(self.limit):
-            return self._gathered(x, self.drafters, self.draft_ranks)
+            return self._gathered(x, drafters=True)
 
     def first(self, x: Tensor) -> Tensor:
         """Broadcast rank 0's x to all ranks, in place."""
+        if self.communicator is not None:
+            return x.copy_(self._gathered(x)[0])
         with answered(self.limit):
             td.broadcast(x, group=self.group, group_src=0)
         return x
@@ -140,8 +147,7 @@ class Ranks:
         """The smallest of all ranks' values."""
         x = torch.tensor([value], dtype=torch.int64, device=self.device)
         with answered(self.limit):
-            td.all_reduce(x, td.ReduceOp.MIN, group=self.group)
-        return self.numbers(x)[0]
+            return min(self.numbers(self._gathered(x).flatten()))
 
     def numbers(self, x: Tensor) -> list[int]:
         """Integers [n] from the device. Raises RankLost if they depend on a rank that does not answer."""
@@ -162,17 +168,20 @@ class Ranks:
         """Raise ValueError unless all (or all drafting) ranks pass the same digest. `what` names it in the error."""
         own = torch.frombuffer(bytearray(digest[:8]), dtype=torch.int64).to(self.device)
         with answered(self.limit):
-            group, size = (self.drafters, self.draft_ranks) if drafters else (self.group, self.size)
-            digests = self.numbers(self._gathered(own, group, size).flatten())
+            digests = self.numbers(self._gathered(own, drafters).flatten())
         if len(set(digests)) > 1:
             other = next(r for r, value in enumerate(digests) if value != digests[0])
             raise ValueError(f"rank {other} of the job has another {what} than rank 0: all must load the same files")
 
-    @staticmethod
-    def _gathered(x: Tensor, group: Any, size: int) -> Tensor:
+    def _gathered(self, x: Tensor, drafters: bool = False) -> Tensor:
+        """Gather x [...] from every rank, or every drafting rank: [ranks, ...]."""
+        memory = self.drafters_communicator if drafters else self.communicator
         x = x.contiguous()
-        out = x.new_empty(size, *x.shape)
-        _all_gather(out.view(-1), x.view(-1), group=group)
+        out = x.new_empty(self.draft_ranks if drafters else self.size, *x.shape)
+        if memory is not None:
+            memory.gather(x, out)
+        else:
+            _all_gather(out.view(-1), x.view(-1), group=self.drafters if drafters else self.group)
         return out
 
     def draw(self, draws: Draws, logits: Tensor, positions: Tensor, vocab: int) -> Tensor:
@@ -180,11 +189,10 @@ class Ranks:
         from the gathered logits, or greedily the largest logit, ties to the lowest id."""
         if draws.kind != "greedy":
             return draws.tokens(self.whole(logits, vocab), positions)
-        best = logits.max(-1)
+        own = draws.tokens(logits, positions).unsqueeze(-1)
         # Ids ascend within a rank and from rank to rank, so the first of equal logits has the lowest id.
-        value = self.join(best.values.unsqueeze(-1))
-        each = -(-vocab // self.size)
-        ids = self.join((first_of_equals(logits, best.values) + self.rank * each).unsqueeze(-1))
+        value, each = self.join(logits.gather(1, own)), -(-vocab // self.size)
+        ids = self.join(own + self.rank * each)
         return ids.gather(1, first_of_equals(value, value.amax(-1)).unsqueeze(-1))[:, 0]
 
     def whole(self, logits: Tensor, vocab: int) -> Tensor:
@@ -270,8 +278,11 @@ def join(options: Options, device: torch.device, divides: bool = False, dtype: o
         if dp > 1:
             td.distributed_c10d._set_pg_timeout(timedelta(seconds=REPLICAS))
         group, drafters = (_group(dp, tp, count) for count in (tp, draft_ranks))
-    ordered = options.reduce == "ordered"
-    return Ranks(Part(rank, tp), group, draft_ranks, drafters, ordered, replica, dp, device, TIMEOUT, START)
+        memory = _communicator(group, device)
+        beside = memory if draft_ranks == tp else _communicator(drafters, device)
+    ordered = options.reduce == "ordered" or memory is not None
+    part, limits = Part(rank, tp), (TIMEOUT, START)
+    return Ranks(part, group, draft_ranks, drafters, ordered, replica, dp, device, *limits, memory, beside)
 
 
 def _group(dp: int, tp: int, count: int) -> Any:
@@ -281,6 +292,25 @@ def _group(dp: int, tp: int, count: int) -> Any:
         members = [replica * tp + rank for rank in range(count)]
         group = td.new_group(members, timeout=timedelta(seconds=START))
         own = group if td.get_rank() in members else own
+    return own
+
+
+def _communicator(group: Any, device: torch.device) -> Communicator | None:
+    """Shared memory for the ranks of a group. None outside of it, for a group of one, on GPUs, and unless all of them
+    are on one machine, with the compiled library."""
+    if group is None or group.size() == 1 or device.type != "cpu":
+        return None
+    rank, size = group.rank(), group.size()
+    path = [communicator.new_file(size) if rank == 0 else None]
+    td.broadcast_object_list(path, group=group, group_src=0)
+    own = communicator.opened(path[0], rank, size)
+    joined = torch.tensor([own is not None], dtype=torch.int64, device="cpu")
+    td.all_reduce(joined, td.ReduceOp.MIN, group=group)
+    if rank == 0 and path[0] is not None:
+        os.unlink(path[0])
+    if own is None or not joined:
+        return None
+    own.limit(START)
     return own
 
 

@@ -285,18 +285,20 @@ def usual_kv_dtype(model: Model) -> torch.dtype:
     return torch.float16 if model.stack is not None and cpu.converts_halves() else model.dtype
 
 
-def planned_kv_dtype(options: Options, config: ModelConfig, dtype: torch.dtype, device: torch.device) -> torch.dtype:
+def planned_kv_dtype(
+    options: Options, config: ModelConfig, dtype: torch.dtype, device: torch.device, compiles: bool
+) -> torch.dtype:
     """The dtype that `allocate` will choose for a model with activations of `dtype`, by its sizes alone. A head that
-    the compiled layers refuse for other reasons has one layer, and is counted too low."""
+    the compiled layers refuse for other reasons has one layer, and is counted too low. `compiles`: whether compiled
+    layers may run on a CPU."""
     import torch
 
     from specker import cpu
     from specker.checkpoints.buffers import served
-    from specker.torchrun import world_size
 
     if options.kv_dtype is not None:
         return kv_dtype(options, dtype, device)
-    compiled = device.type == "cpu" and dtype == torch.float32 and world_size() == 1 and served(config)
+    compiled = compiles and device.type == "cpu" and dtype == torch.float32 and served(config)
     return torch.float16 if compiled and cpu.converts_halves() else dtype
 
 

@@ -79,6 +79,9 @@ class LayerParallel:
             )
         self.ranks = ranks if ranks is not None and ranks.draft_ranks > 1 else None
         self.compiles = self.ranks is None  # whether the compiled library can run the schedule
+        if model.stack is not None and self.ranks is not None and self.ranks.drafters_communicator is not None:
+            model.stack.divide_groups(self.ranks.drafters_communicator)
+            self.compiles = True
         self.groups = [*(layers[0] for layers in schedule.groups), len(model.layers)]  # as it takes them
         self.kv = cache.k.flatten(0, 1), cache.v.flatten(0, 1)  # views: [L * pages, page, Hkv, D]
         packed = model.stack is not None and model.stack.packed
