@@ -183,6 +183,17 @@ def paper(name: str) -> str:
     return papers.of_paper(name, papers.read_rows(folders))
 
 
+def published() -> str:
+    """The settings of --as-published, of each strategy that has them."""
+    settings = {name: s.published({}) for name, s in strategies.STRATEGIES.items()}
+    settings["vocabtrim"] = {**strategies.VocabTrim.published}
+    rows = []
+    for name, values in settings.items():
+        shown = (f"`{name.replace('_', '-')} {value}`" for name, value in (values or {}).items())
+        rows += [(f"`{name}`", ", ".join(shown))] if values else []
+    return table(("strategy", "settings"), rows)
+
+
 def drafts() -> str:
     """What `specker drafts` lists."""
     rows = []
@@ -292,6 +303,7 @@ PARTS: dict[str, Callable[..., str]] = {
     "options": options,
     "own_flags": lambda name: own_flags(strategies.own_options()[name]),
     "paper": paper,
+    "published": published,
     "ratio": ratio,
     "records": records,
     "reference": lambda names: described(*names.split()),

@@ -16,10 +16,11 @@ class LoadOptions(TypedDict, total=False):
     draft_tokens: int | None
     tree: Tree | str | None
     policy: str | None
+    as_published: bool
     graphs: Literal["on", "off"] | None
     load: Literal["weights", "dummy"]
     quantize: Bits | None
-    draft_quantize: Bits | None
+    draft_quantize: Bits | Literal["stored"] | None
     activations: Literal["int8", "bfloat16", "float32"] | None
     kv_dtype: Literal["float32", "bfloat16", "float16", "int8"] | None
     max_context: int | None
@@ -32,14 +33,25 @@ class LoadOptions(TypedDict, total=False):
     draft_ranks: int | None
     reduce: Literal["fast", "ordered"]
     # easyspec
-    layer_parallel: int | tuple[tuple[int, ...], ...] | str
+    layer_parallel: int | tuple[tuple[int, ...], ...] | str | None
+    calibrate: Literal["every", "mismatch", "never"]
     # del
     exit_layer: int | None
     exit_cost: Literal["layers", "bytes", "measured"]
+    eligible_layers: tuple[int, ...] | str | None
+    exit_window: float
+    exit_rules: Literal["specker", "paper"]
     # dflash, diffuspec
     cps: Literal["off", "chain", "tree"] | None
     ngram: str | None
     adl: tuple[int, int] | str | None
+    cps_tau: float | None
+    cps_candidates: int | None
+    cps_beam: int | None
+    cps_lambda: float | None
+    cps_first: Literal["drafter", "both"]
+    adl_step: int | None
+    adl_rho: float | None
     # lookup
     lookup_share: Literal["on", "off"]
     lookup_corpus: str | None

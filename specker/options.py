@@ -20,6 +20,7 @@ from specker.fields import check_fields, opt, option
 
 DTYPES = ("float32", "bfloat16", "float16", "float64")
 QUANTIZE = ("int8", "int4", "fp8", "none")
+STORED = "stored"  # of a draft: its matrices as the checkpoint has them
 ACTIVATIONS = ("int8", "bfloat16", "float32")
 KV_DTYPES = ("float32", "bfloat16", "float16", "int8")
 GRAPHS = "SPECKER_GRAPHS"  # the environment's variable, to debug a run with or without graphs
@@ -110,6 +111,11 @@ class Common:
         "fixed with --draft-tokens or --tree; {defaults})",
         "NAME",
     )
+    as_published: bool = opt(
+        False,
+        "draft as the strategy's paper does: with its constants, in every round, with nothing learnt from other texts; "
+        "a flag that is given replaces the paper's value ({published})",
+    )
     graphs: str | None = opt(
         None,
         "run rounds of fixed shape, as CUDA graphs on a GPU: on (default on a GPU) or off (default on a CPU, for "
@@ -131,9 +137,9 @@ class Common:
     )
     draft_quantize: str | None = opt(
         None,
-        "the same for the draft checkpoint (default: as it is stored; on a CPU, unless --dtype is given, int8 instead "
-        "of 16 or 32 bits)",
-        choices=QUANTIZE,
+        "the same for the draft checkpoint, or stored: as the checkpoint has them (default: stored; on a CPU, unless "
+        "--dtype is given, int8 instead of 16 or 32 bits)",
+        choices=(*QUANTIZE, STORED),
     )
     activations: str | None = opt(
         None,
@@ -198,6 +204,7 @@ class Options(Common):
     """All options of an engine, parsed and checked. `strategies.options` makes it."""
 
     sources: tuple[Source, ...] = ()  # what drafts, one in each round; only the first may run a model
+    departures: tuple[tuple[str, Any], ...] = ()  # with `as_published`: what the user chose instead of the paper's
 
     @property
     def base(self) -> Any:
@@ -213,6 +220,11 @@ class Options(Common):
     def trim(self) -> Any:
         """How the head of the first source is trimmed; None: it is whole."""
         return self.sources[0].trim
+
+    @property
+    def adapts(self) -> bool:
+        """Whether rounds rest while drafts lose, and texts and runs learn from earlier ones."""
+        return not self.as_published
 
     @property
     def width(self) -> int:

@@ -19,11 +19,12 @@ def diffuspec(**options: Any) -> dict[str, Any]:
 
 SETTINGS = (
     Setting("the default", diffuspec()),
+    Setting("as published", diffuspec(as_published=True), "3.08"),
     Setting("length by `auto`", diffuspec(policy="auto")),
     Setting("neither", diffuspec(draft_tokens=BLOCK), "2.69"),
     Setting("ADL", diffuspec(policy="adl", adl="2-8"), "2.73"),
     Setting("CPS", diffuspec(cps="chain", draft_tokens=BLOCK), "2.98"),
-    Setting("CPS and ADL", diffuspec(cps="chain", policy="adl", adl="2-8"), "3.08"),
+    Setting("CPS and ADL", diffuspec(cps="chain", policy="adl", adl="2-8")),
     Setting("a trie of 3 tokens a position", diffuspec(cps="tree", draft_tokens=4)),
     Setting("the trie and ADL", diffuspec(cps="tree", policy="adl", adl="2-8"), sampled=False),
     Setting("blocks of 2", diffuspec(draft_tokens=2), sampled=False),

@@ -24,7 +24,8 @@ PAPER = "del"
 LENGTHS = range(18)
 DECODED = 3  # fixed settings that are decoded: the best ones at different exits
 USUAL = (
-    Setting("DEL, the default", {"strategy": "del"}, "2.36 to 2.62"),
+    Setting("DEL, the default", {"strategy": "del"}),
+    Setting("DEL, as published", {"strategy": "del", "as_published": True}, "2.36 to 2.62"),
     Setting("DEL, layers as the paper counts them", {"strategy": "del", "exit_cost": "layers"}),
     Setting("DEL, g of the best TPL as the length", {"strategy": "del", "policy": "del-length"}, sampled=False),
     Setting("half of the layers, length by `auto`", {"strategy": "del", "policy": "auto"}),

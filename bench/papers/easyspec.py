@@ -12,19 +12,17 @@ import torch
 from torch.nn import functional as F
 
 from bench import harness
-from bench.ablations import Uncalibrated, drafting_as
 from bench.papers.measure import Row, Setting, about, turns
 from bench.papers.models import Pair, small
 from specker.model.decoder import forward
 from specker.model.prefill import prefill
 from specker.runtime.strategies.easyspec.layer_groups import LayerParallel
-from specker.runtime.strategies.model_drafter import AutoregressiveDrafter
 
 PAPER = "easyspec"
 WIDTHS = (1, 4, 8, 12)  # nodes of a tree's level; 1: a chain
 GROUPS = (1, 2, 3, 4, 5)  # layers side by side
 DEPTH = 5
-CALIBRATIONS = {"every": AutoregressiveDrafter, "never": Uncalibrated}
+CALIBRATIONS = ("every", "mismatch", "never")
 ROWS = (1, 12)  # of a draft step
 STEPS = 15  # timed
 CHAIN = 4  # tokens of a chain for the cosine
@@ -39,8 +37,9 @@ CHAINS = (
 SETTINGS = (
     *CHAINS,
     Setting(f"{SEQUENCE}, trees", {"strategy": "draft", "tree": f"12x{DEPTH}"}, "", DRAFT, sampled=False),
-    Setting(f"{GROUPED}, trees", {"strategy": "easyspec", "tree": f"12x{DEPTH}"}, "up to 4.17", sampled=False),
+    Setting(f"{GROUPED}, trees", {"strategy": "easyspec", "tree": f"12x{DEPTH}"}, sampled=False),
     Setting(f"{SEQUENCE}, length by `auto`", {"strategy": "draft"}, "", DRAFT),
+    Setting("as published", {"strategy": "easyspec", "as_published": True}, "up to 4.17"),
     Setting("the default", {"strategy": "easyspec"}),
 )
 
@@ -64,11 +63,10 @@ def by_group(pair: Pair, temperatures: list[float], widths: tuple[int, ...], gro
     for width in widths:
         shape = {"draft_tokens": DEPTH} if width == 1 else {"tree": f"{width}x{DEPTH}"}
         for size in groups:
-            for calibration, kind in CALIBRATIONS.items():
-                if size == 1 and calibration == "never":
+            for calibration in CALIBRATIONS:
+                if size == 1 and calibration != "every":
                     continue  # layers in sequence need no calibration
-                with drafting_as(kind):
-                    engine = pair.load("easyspec", layer_parallel=size, **shape)
+                engine = pair.load("easyspec", layer_parallel=size, calibrate=calibration, **shape)
                 for temperature in temperatures:
                     texts = [engine.generate(p, pair.max_new_tokens, temperature=temperature) for p in pair.texts]
                     stats = sum((text.stats for text in texts[1:]), texts[0].stats)

@@ -47,7 +47,8 @@ class Pair(Given):
         options["strategy"] = strategy
         if "vocabtrim" in strategy and self.scores is not None:
             options.setdefault("vocab_scores", str(self.scores))
-        if options.get("cps") in ("chain", "tree") and self.ngram is not None:
+        searches = "as_published" in options or options.get("cps") in ("chain", "tree")
+        if strategy == "diffuspec" and searches and self.ngram is not None:
             options.setdefault("ngram", self.ngram)
         return load.engine_of(self._recipe(options, draft or self.draft_of(strategy)), self._checkpoint)
 

@@ -35,7 +35,8 @@ CALIBRATION_TOKENS = 128  # after each of them
 def settings(kept: tuple[str, ...]) -> list[Setting]:
     trimmed = ({"strategy": "vocabtrim", "vocab_keep": share, **CHAIN} for share in kept)
     chains = (Setting(f"{options['vocab_keep']} of the rows, chains of 4", options) for options in trimmed)
-    return [AUTO, Setting("the default", {"strategy": "vocabtrim"}), WHOLE, *chains]
+    paper = Setting("as published", {"strategy": "vocabtrim", "as_published": True})
+    return [AUTO, Setting("the default", {"strategy": "vocabtrim"}), WHOLE, paper, *chains]
 
 
 def run(pair: Pair, temperatures: list[float], seconds: float, kept: tuple[str, ...] = KEPT) -> list[Row]:

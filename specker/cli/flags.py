@@ -102,7 +102,7 @@ MORE = {
         *("top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias"),
         *("samples", "stop", "stop_ids", "ignore_eos", "json_schema", "grammar"),
     ),
-    "drafts": ("draft_tokens", "tree", "policy"),
+    "drafts": ("draft_tokens", "tree", "policy", "as_published"),
     "output": ("json", "trace", "view"),
     "batches and memory": ("batch_size", "kv_tokens", "max_context", "prefix_cache"),
     "device and precision": ("device", "dtype", "quantize", "draft_quantize", "kv_dtype"),

@@ -72,7 +72,10 @@ class Screen:
         self._mark(line, style)
 
     def remarks(self, engine: Any) -> None:
-        """Print the engine's warnings."""
+        """Print what drafts, where that is not plain from the command, and the engine's warnings."""
+        notes = engine.recipe.notes
+        for name in notes.shown:
+            self.note(notes[name])
         for sentence in engine.warnings.values():
             self.note(sentence, "yellow")
 
@@ -220,6 +223,7 @@ def _table(engine: Any, results: list[Result], trim: dict[str, Any]) -> "Table":
     if trim:
         table.add_section()
         table.add_row("rows of the draft head", f"{trim['kept_rows']} of {trim['vocab_size']}")
+        table.add_row("rows ranked by", trim["ranking"])
         table.add_row("tokens in these rows", f"{trim['coverage']:.1%}")
         table.add_row("rounds cut by trimming", f"{trim['rounds_lost']} of {stats.rounds}")
     if checked:

@@ -19,7 +19,7 @@ from specker.fields import option
 from specker.model.config import ModelConfig
 from specker.model.memory import CacheMemory
 from specker.model.split import WHOLE
-from specker.options import DTYPES, Options
+from specker.options import DTYPES, STORED, Options
 from specker.runtime import strategies
 from specker.runtime.notes import Notes
 from specker.runtime.ranks import dist
@@ -132,7 +132,7 @@ def resolve(
         chosen = catalogue.choose(target, method.name)
         notes["draft_choice"] = catalogue.reason(chosen, method.name)
         draft = None if chosen.bundled else chosen.draft
-    if target is None and draft is not None:
+    if target is None and draft is not None and draft not in zoo.NAMES:
         raise ValueError(f"{option('draft')} needs {option('target')}: the bundled target has its own draft")
     source = zoo.path("code-target") if target is None else zoo.source_of(target)
     found = opened(source, max_context=options.max_context)
@@ -161,18 +161,28 @@ def recipe_of(
         kind = torch.float32
     kv_dtype(options, activations(kind, device), device)  # raises ValueError for one that does not suit
     method.check_target(options, target.config.num_layers)
-    return Recipe(
+    keep = None if options.trim is None else options.trim.vocab_keep
+    ids = (target if drafting is None or method.reads_target else drafting).config.vocab_size
+    if keep is not None and keep.rows is not None and keep.rows > ids:
+        raise ValueError(f"{option('vocab_keep', keep.rows)} is more than the {ids} rows of the draft's head")
+    recipe = Recipe(
         options if drafting is None else method.with_draft(options, drafting),
         device,
         kind,
         target,
         drafting,
         bundled_draft=draft is None and method.needs_draft,
-        draft_quantize=options.draft_quantize or usual_rounding(dtype, device),
+        draft_quantize=rounding(options.draft_quantize, dtype, device),
         target_name=target_name,
         draft_name=name_of(drafting.source) if drafting is not None and named else None,
         ranks=ranks,
     )
+    if recipe.bundled_draft and method.about_draft:
+        about = f"{recipe.draft_name} drafts, because {method.about_draft}; strategy draft takes the same with "
+        recipe.notes.fact("draft_choice", about + option("draft", recipe.draft_name), shown=True)
+    if options.as_published:
+        recipe.notes.fact("published", strategies.about_published(options), shown=True)
+    return recipe
 
 
 def draft_of(options: Options, target: Opened, draft: str | Path | None) -> Opened | None:
@@ -219,10 +229,12 @@ def device_of(device: str | torch.device | None) -> torch.device:
     return device
 
 
-def usual_rounding(dtype: str | torch.dtype | None, device: torch.device) -> str | None:
-    """What `--draft-quantize` is if it is not given (see `checkpoint.read`), for a run with `--dtype dtype`. Products
-    with int8 read half the bytes of bfloat16 and take nearly as good drafts; drafts do not change the text."""
-    return AUTO if dtype is None and device.type == "cpu" else None
+def rounding(asked: str | None, dtype: str | torch.dtype | None, device: torch.device) -> str | None:
+    """What `checkpoint.read` makes of `--draft-quantize`, for a run with `--dtype dtype`. By default drafts are rounded
+    on a CPU: products with int8 read half the bytes of bfloat16 and take nearly as good drafts; drafts do not change
+    the text."""
+    usual = AUTO if dtype is None and device.type == "cpu" else None
+    return None if asked == STORED else asked or usual
 
 
 def dtype_of(dtype: str | torch.dtype | None) -> torch.dtype:

@@ -73,7 +73,7 @@ def work(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Work:
 
 def sharing(target: Path, folder: Path) -> Path:
     """A draft that shares the target's embedding."""
-    make(folder, layers=1, seed=1, tied=True)
+    make(folder, layers=4, seed=1, tied=True)
     weights = load_file(folder / "model.safetensors")
     del weights[EMBED]
     rows = load_file(target / "model.safetensors")[EMBED][[0, 5, 77]]
@@ -87,7 +87,7 @@ def sharing(target: Path, folder: Path) -> Path:
 @pytest.mark.parametrize("shares", [False, True])
 def test_no_file_is_parsed_read_or_hashed_twice(tmp_path: Path, work: Work, strategy: str, shares: bool) -> None:
     target = make(tmp_path / "target", layers=2, tied=True)
-    draft = sharing(target, tmp_path / "draft") if shares else make(tmp_path / "draft", layers=1, seed=1, tied=True)
+    draft = sharing(target, tmp_path / "draft") if shares else make(tmp_path / "draft", layers=4, seed=1, tied=True)
     folders = target, draft
     for folder in folders:
         byte_tokenizer().save_pretrained(folder)

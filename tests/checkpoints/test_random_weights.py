@@ -101,7 +101,7 @@ def test_a_hub_id_downloads_no_weights(tmp_path, monkeypatch, free_memory):
 def test_every_strategy_runs_without_a_weight(tmp_path, monkeypatch, strategy, options):
     monkeypatch.setattr("safetensors.safe_open", lambda *_, **__: pytest.fail("a file of weights was opened"))
     target = copy_config(make(tmp_path / "t", "qwen3", layers=4), tmp_path / "target")
-    draft = copy_config(make(tmp_path / "d", "qwen3", layers=3, mask=127), tmp_path / "draft")
+    draft = copy_config(make(tmp_path / "d", "qwen3", layers=4, mask=127), tmp_path / "draft")
     alone = strategy.split("+")[0] in ("ar", "del")
     side = None if alone else draft
     engine = specker.load(target, side, strategy, device="cpu", dtype="float64", load="dummy", **options)

@@ -18,7 +18,7 @@ WAYS = {
     "ar": {"strategy": "ar"},
     "draft": {"draft_tokens": 4},
     "tree": {"tree": "3x3"},
-    "easyspec": {"strategy": "easyspec", "layer_parallel": "2"},
+    "easyspec": {"strategy": "easyspec", "layer_parallel": "[[0],[1,2]]"},
     "del": {"strategy": "del"},
     "diffuspec": {"strategy": "diffuspec", "cps": "off", "adl": "2-4"},
     "lookup": {"strategy": "lookup"},

@@ -30,7 +30,7 @@ TREE = {"tree": "2x3"}
 COPIES = {"strategy": "lookup", "draft_tokens": 3}
 ANY_BITS = {"dtype": "float64", "prefix_cache": "all"}  # by torch's operators
 OTHERS = [  # of a dense target, each with a policy that follows its texts
-    ("dense", {"strategy": "easyspec", "layer_parallel": "2"}),
+    ("dense", {"strategy": "easyspec", "layer_parallel": "[[0,1]]"}),
     (None, {"strategy": "del"}),
     ("dream", {"strategy": "diffuspec", "cps": "off", "adl": "2-4"}),
     ("dense", {"strategy": "draft+lookup"}),

@@ -45,7 +45,12 @@ def steps(engine, monkeypatch):
 @pytest.mark.parametrize("size", [1, 3])
 @pytest.mark.parametrize(
     ("strategy", "how"),
-    [("draft", {}), ("easyspec", {"layer_parallel": "2"}), ("del", {}), ("diffuspec", {"cps": "off", "adl": "2-4"})],
+    [
+        ("draft", {}),
+        ("easyspec", {"layer_parallel": "[[0],[1,2]]"}),
+        ("del", {}),
+        ("diffuspec", {"cps": "off", "adl": "2-4"}),
+    ],
 )
 def test_a_resting_round_is_plain_decoding_s(models, strategy, how, size, steady, monkeypatch):
     """`steady`: no cost is measured, and a draft token is assumed to cost a hundred plain rounds."""

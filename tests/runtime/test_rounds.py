@@ -44,8 +44,8 @@ SHAPES = {
     "chain-5": {"draft_tokens": 5},
     "tree-3x4": {"tree": "3x4"},
     "deep": {"tree": "22x3"},
-    "easyspec": {"strategy": "easyspec", "layer_parallel": "2", "draft_tokens": 4},
-    "easyspec-tree": {"strategy": "easyspec", "layer_parallel": "2", "tree": "3x3"},
+    "easyspec": {"strategy": "easyspec", "layer_parallel": "[[0],[1,2]]", "draft_tokens": 4},
+    "easyspec-tree": {"strategy": "easyspec", "layer_parallel": "[[0],[1,2]]", "tree": "3x3"},
     "plus-minus-one": {"policy": "plus-minus-one"},
     "draft-and-verify": {"policy": "draft-and-verify"},
 }

@@ -26,7 +26,7 @@ WAYS = {
     "draft": {"draft_tokens": 4},
     "auto+lookup": {"strategy": "draft+lookup"},
     "tree": {"tree": "3x3"},
-    "easyspec": {"strategy": "easyspec", "layer_parallel": "2"},
+    "easyspec": {"strategy": "easyspec", "layer_parallel": "[[0],[1,2]]"},
     "del": {"strategy": "del"},
     "diffuspec": {"strategy": "diffuspec", "cps": "off", "adl": "2-4"},
     "lookup": {"strategy": "lookup"},

@@ -20,7 +20,7 @@ WAYS = {
     "draft": {"strategy": "draft", "draft_tokens": 4},
     "draft+lookup": {"strategy": "draft+lookup"},
     "tree": {"strategy": "draft", "tree": "3x3"},
-    "easyspec": {"strategy": "easyspec", "layer_parallel": "2"},
+    "easyspec": {"strategy": "easyspec", "layer_parallel": "[[0],[1,2]]"},
     "vocabtrim": {"strategy": "vocabtrim", "vocab_keep": "40"},
     "del": {"strategy": "del"},
     "diffuspec": {"strategy": "diffuspec", "cps": "off", "adl": "2-4"},

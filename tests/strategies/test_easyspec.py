@@ -11,7 +11,6 @@ from one_round import accept, apart, draft, parents
 from pairs import perturbed
 
 import specker
-from bench.ablations import Uncalibrated, drafting_as
 from specker.checkpoints.checkpoint import read as read_checkpoint
 from specker.kernels.round.repeat_rows import Repeated
 from specker.model import decoder
@@ -373,9 +372,8 @@ def test_the_draft_cache_is_exact_after_calibration(pair, shape, monkeypatch):
     """At the start of every draft, after the catch-up, with rows placed by the host or the device. Without
     calibration the cache is not exact, so the test can fail."""
     differences = {}
-    for kind, graphs in ((AutoregressiveDrafter, "off"), (AutoregressiveDrafter, "on"), (Uncalibrated, "off")):
-        with drafting_as(kind):
-            fast = engine(pair, graphs=graphs, layer_parallel="3", **SHAPES[shape])
+    for calibrate, graphs in (("every", "off"), ("every", "on"), ("never", "off")):
+        fast = engine(pair, graphs=graphs, layer_parallel="3", calibrate=calibrate, **SHAPES[shape])
         worst = []
 
         def checked(self, batch, start=AutoregressiveDrafter.start, worst=worst):
@@ -389,7 +387,7 @@ def test_the_draft_cache_is_exact_after_calibration(pair, shape, monkeypatch):
             patch.setattr(AutoregressiveDrafter, "start", checked)
             fast.generate(PROMPT, 24, temperature=0.7)
         assert len(worst) > 5 and (fast.loop.launched > 5) == (graphs == "on")
-        differences[kind, graphs] = max(worst)
+        differences[calibrate, graphs] = max(worst)
     *exact, fuzzy = differences.values()
     assert max(exact) < 1e-12 < 1e-6 < fuzzy
 

@@ -18,14 +18,14 @@ JOINS = {
     "draft": ({}, False),
     "chain": ({"strategy": "draft+lookup", "draft_tokens": 3}, False),
     "tree": ({"strategy": "draft+lookup", "tree": "3x3"}, False),
-    "easyspec": ({"layer_parallel": "2"}, False),
+    "easyspec": ({"layer_parallel": "[[0],[1,2]]"}, False),
     "del": ({}, None),
     "del-fixed": ({"strategy": "del+lookup", "policy": "fixed", "exit_layer": 2}, None),
     "diffuspec": ({"adl": "2-5", "cps": "off"}, True),
     "diffuspec-tree": ({"strategy": "diffuspec+lookup", "cps": "tree", "draft_tokens": 4}, True),
     "vocabtrim": ({"vocab_keep": "100", "vocab_text": 8}, False),
     "del+vocabtrim": ({"vocab_keep": "100", "vocab_text": 8}, None),
-    "easyspec+vocabtrim": ({"vocab_keep": "100", "vocab_text": 8, "layer_parallel": "2"}, False),
+    "easyspec+vocabtrim": ({"vocab_keep": "100", "vocab_text": 8, "layer_parallel": "[[0],[1,2]]"}, False),
 }
 PROMPTS = ([5, 9, 40, 77, 8, 3, 5, 9, 40], [1], [*range(3, 40)] * 2)
 

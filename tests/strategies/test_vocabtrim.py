@@ -209,4 +209,4 @@ def test_from_the_command_line(family, strategy, capsys, tmp_path):
     assert 0 < told["vocabulary"]["coverage"] <= 1
     shown = capsys.readouterr().err
     assert "2304 of 8192" in shown and "rounds cut by trimming" in shown
-    assert told["vocabulary"]["ranking"] == "vocab_scores.safetensors" not in shown
+    assert told["vocabulary"]["ranking"] == "vocab_scores.safetensors" and "vocab_scores.safetensors" in shown

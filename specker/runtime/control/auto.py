@@ -183,9 +183,19 @@ class AcceptanceHistory:
         history.drafts = self.joined.setdefault(part, Acceptance(ENGINE_DECAY))
         return history
 
+    def of_one_text(self) -> AcceptanceHistory:
+        """A history that takes nothing from other texts, and gives nothing to them."""
+        history = copy(self)
+        history.forget()
+        return history
+
     def clear(self) -> None:
         """Forget everything, such as a warm-up's texts."""
         self.costs.clear()
+        self.forget()
+
+    def forget(self) -> None:
+        """Forget what drafts achieved."""
         self.drafts = Acceptance(ENGINE_DECAY)  # acceptance of the first source's drafts
         self.joined: dict[int, Acceptance] = {}  # acceptance of other sources' drafts, by their number
         self.matches: dict[tuple[str, int], Share] = {}  # right copied tokens, by source and length of the match

@@ -240,7 +240,7 @@ def agree(about: str, own: Mapping[str, Any]) -> None:
 
 def settings(options: Options) -> dict[str, Any]:
     """All options by their names, those of the strategies too."""
-    found = {f.name: getattr(options, f.name) for f in fields(options)}
+    found = {f.name: getattr(options, f.name) for f in fields(options) if f.name != "departures"}
     for source in found.pop("sources"):  # `strategy` names them
         for own in (source.options, source.trim):
             found |= {} if own is None else {f.name: getattr(own, f.name) for f in fields(own)}

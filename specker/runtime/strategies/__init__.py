@@ -20,7 +20,7 @@ from specker.options import Common, Options, Source, refuse_unknown
 from specker.runtime.control.policy import AUTO, GENERAL, Policy
 from specker.runtime.round.drafter import Drafter
 from specker.runtime.strategies import draft, lookup
-from specker.runtime.strategies.base import DraftContext, Plan, PolicyContext, Strategy
+from specker.runtime.strategies.base import SHAPE, DraftContext, Plan, PolicyContext, Strategy, shaped
 from specker.runtime.strategies.blocks import SHARED
 from specker.runtime.strategies.join import JOINED, JoinedPolicy, joined_plan, options_of
 from specker.runtime.strategies.registry import STRATEGIES as STRATEGIES
@@ -97,7 +97,12 @@ def policy(context: PolicyContext, asked: str | None = None) -> Policy:
                 f"{most.nodes} at most"
             )
         context = made
+    if not context.options.adapts:
+        assert context.history is not None
+        context = replace(context, history=context.history.of_one_text())
     first, sources = of(context.options).policy(context), context.options.sources
+    if not context.options.adapts:
+        first.may_skip_drafting = False
     if len(sources) == 1:
         return first
     others = []
@@ -121,8 +126,7 @@ def usual(target: object, draft: object, options: Mapping[str, Any]) -> dict[str
     found: dict[str, Any] = {"strategy": _usual(target, draft)}
     family = zoo.target_of(target) if draft is None else None
     if family is not None and family.draft_tokens and found["strategy"] == family.strategy:
-        shaped = any(options.get(name) is not None for name in ("draft_tokens", "tree", "policy"))
-        found |= {} if shaped else {"draft_tokens": family.draft_tokens}
+        found |= {} if shaped(options) else {"draft_tokens": family.draft_tokens}
     return found
 
 
@@ -152,22 +156,56 @@ def options(**flat: Any) -> Options:
             raise ValueError(f"{option(name)} is for strategy {TRIM} or a combination with it, not {asked!r}")
         if own and TRIM not in own and not any(s.name in own for s in joined):
             raise ValueError(f"{option(name)} is for strategy {' or '.join(own)}, not {asked!r}")
+    departures: tuple[tuple[str, Any], ...] = ()
+    if flat.get("as_published"):
+        paper, given = published(joined, parts), flat
+        flat = published(joined, parts, given) | given
+        chosen = {name: given[name] for name in (*SHAPE, *paper) if name in given}
+        departures = tuple((name, value) for name, value in chosen.items() if str(value) != str(paper.get(name)))
     common = make(Common, flat)
     sources = [Source(s, None if s.options is None else make(s.options, flat)) for s in joined]
     if TRIM in parts:
         sources[0] = replace(sources[0], trim=make(TrimOptions, flat))
     shared = {f.name: getattr(common, f.name) for f in fields(Common)}
-    made, first = Options(**shared, sources=tuple(sources)), joined[0]
+    made, first = Options(**shared, sources=tuple(sources), departures=departures), joined[0]
     _check_policy(made, first)
     first.check(made)
     return replace(made, policy=made.policy or first.default_policy(made))
+
+
+def published(
+    joined: Sequence[Strategy], parts: Sequence[str], given: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
+    """The options with the values of the strategies' papers, beside those that the user gave. `parts`: the names, with
+    vocabtrim's. Raises ValueError for strategies of which no paper's setting is offered."""
+    settings: list[Mapping[str, Any] | None] = [strategy.published(given or {}) for strategy in joined]
+    if None in settings:
+        raise ValueError(f"{option('as_published')} is {as_published()}, not {'+'.join(parts)!r}")
+    settings += [VocabTrim.published] if TRIM in parts else []
+    return {name: value for each in settings if each is not None for name, value in each.items()}
+
+
+def as_published() -> str:
+    """Which strategies can be drafted with as published."""
+    names = [s.name for s in known().values() if s.published({}) is not None]
+    return f"for strategy {TRIM}, and for {', '.join(names)}, alone or with +{TRIM}"
+
+
+def about_published(options: Options) -> str:
+    """What a run with `as_published` says of its settings."""
+    papers = [options.base.paper, *([VocabTrim.paper] if options.trim is not None else [])]
+    said = f"settings as published: {', '.join(papers)}"
+    if options.departures:
+        said += f"; but {', '.join(option(name, value) for name, value in options.departures)}"
+    return said
 
 
 def words() -> dict[str, str]:
     """The {names} in the help texts of `Common`."""
     defaults = ", ".join(f"{s.usual} for {s.name}" for s in known().values() if s.usual != AUTO)
     joined = f"{{{','.join(names())}}}"
-    return {"strategies": joined, "trim": TRIM, "policies": ", ".join(policies()), "defaults": defaults}
+    about = {"policies": ", ".join(policies()), "defaults": defaults, "published": as_published()}
+    return {"strategies": joined, "trim": TRIM, **about}
 
 
 def offers() -> dict[str, tuple[str, ...]]:
@@ -281,5 +319,7 @@ def _check_policy(options: Options, strategy: Strategy) -> None:
             raise ValueError(f"{option('policy')} must be one of {', '.join(policies())}, got {policy!r}")
         owners = " or ".join(s.name for s in known().values() if policy in s.policies)
         raise ValueError(f"{option('policy', policy)} is for strategy {owners}, not {options.strategy!r}")
+    if policy == AUTO and options.as_published:
+        raise ValueError(f"{option('policy', AUTO)} rests and learns: leave out {option('as_published')}")
     if policy != "fixed" and options.tree is not None:
         raise ValueError(f"{option('policy', policy)} is for chains: leave out {option('tree')}")

@@ -10,9 +10,10 @@ needs them lies beside it, in files of its own.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from specker.fields import option
 from specker.options import Options
@@ -39,6 +40,7 @@ SAVED = 4
 LOOKAHEAD = 256  # cache columns beyond the context: a verify pass of the largest tree
 # The best of 2, 3 and 4 by the mean over temperatures 0 and 0.7 on the bundled pair (bench/results), within noise.
 DRAFT_TOKENS = 4
+SHAPE = ("policy", "draft_tokens", "tree")  # the options that choose how much is drafted
 
 
 @dataclass(frozen=True)
@@ -137,6 +139,7 @@ class Strategy:
     reads_target: bool = False  # its checkpoint is a head that reads the target's hidden states
     translates: bool = False  # the draft checkpoint may have another tokenizer than the target
     causal: bool = True  # the draft checkpoint is causal; False: a diffusion language model
+    about_draft: str = ""  # why its bundled draft is another one than that of strategy draft; empty: it is the same
     no_head: str = ""  # why there is no LM head to trim; empty if there is one
 
     @property
@@ -170,6 +173,11 @@ class Strategy:
     def default_policy(self, options: Options) -> str | None:
         """The default policy. It is `fixed` if the user chose a length or a tree."""
         return self.usual if options.draft_tokens is None and options.tree is None else "fixed"
+
+    def published(self, given: Mapping[str, Any]) -> dict[str, Any] | None:
+        """The options with the values of the paper (`as_published`), beside those that the user gave: without what a
+        `given` one excludes. None: no paper's setting is offered."""
+        return None
 
     def check_target(self, options: Options, layers: int) -> None:
         """Raise ValueError if the strategy cannot use a target with this many layers."""
@@ -233,6 +241,11 @@ class Strategy:
         usual = LONGEST + 1 if options.policy in CONFIDENT else LENGTHS[-1] if options.policy == AUTO else DRAFT_TOKENS
         length = options.draft_tokens or usual
         return Budget(length, length)
+
+
+def shaped(given: Mapping[str, Any]) -> bool:
+    """Whether the user chose how much is drafted."""
+    return any(given.get(name) is not None for name in SHAPE)
 
 
 def allocate(model: Model, options: Options, layers: int | None = None, rings: bool = False) -> KVCache:

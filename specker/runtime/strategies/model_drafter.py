@@ -134,6 +134,7 @@ class DraftLayers(Protocol):
 
     groups: list[int]  # the first layer of each group of layers that run side by side, then the number of layers
     compiles: bool  # whether the compiled library can run them
+    calibrate: str  # after which rounds K/V that `forward` wrote is dropped: every, mismatch (a refused token), never
 
     def forward(self, rows: Rows, hidden: Tensor) -> Output:
         """Run the layers from the embeddings of draft tokens [T, E]. Writes the rows' K/V."""
@@ -154,12 +155,18 @@ class AutoregressiveDrafter(ModelDrafter):
     ):
         """`width`: nodes per tree level; 1 drafts a chain. `depth`: length of the longest draft. `layers`: how a
         draft step runs the layers, if not one after another. Its K/V is fuzzy and dropped after the round: the next
-        draft forwards those tokens exactly, with the bonus token (EasySpec's bonus calibration)."""
+        draft forwards those tokens exactly, with the bonus token (EasySpec's bonus calibration). Where it is kept,
+        `exact_len` counts fuzzy columns, too: the host places the rounds, and no later text takes them over."""
         super().__init__(model, cache, head, depth)
         self.width, self.layers = width, layers
+        self.calibrate = "every" if layers is None else layers.calibrate
+        self.keeps_prefix = self.calibrate == "every"
 
     def room(self, length: int) -> int:
         return self.limit - length + 1  # nothing forwards the last draft token
+
+    def fits(self, length: int, budget: Budget) -> bool:
+        return self.calibrate == "every" and super().fits(length, budget)
 
     def propose(self, batch: Batch) -> Draft:
         """Draft for all sequences that have room left in the draft's context."""
@@ -184,10 +191,16 @@ class AutoregressiveDrafter(ModelDrafter):
 
     def accept(self, batch: Batch, draft: Draft, accepted: Accepted) -> None:
         super().accept(batch, draft, accepted)
-        if draft.size and not batch.fixed and self.layers is None:
-            for slot, path in enumerate(accepted.paths):
-                if path:
-                    self.keep(draft, slot, draft.own(slot, path))
+        if not draft.size or batch.fixed:
+            return
+        for slot, path in enumerate(accepted.paths):
+            own = draft.own(slot, path)
+            if path and (self.layers is None or self._keeps_fuzzy(whole=len(own) > draft.depth)):
+                self.keep(draft, slot, own)
+
+    def _keeps_fuzzy(self, whole: bool) -> bool:
+        """Whether the K/V of accepted draft nodes stays as the draft wrote it. `whole`: no draft token was refused."""
+        return self.calibrate == "never" or (self.calibrate == "mismatch" and whole)
 
     def keep(self, draft: Draft, slot: int, path: list[int]) -> None:
         """Keep the K/V of accepted draft nodes; the last level has none yet."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 import re
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from specker.fields import check_fields, opt, option
 from specker.options import Options
@@ -17,6 +18,11 @@ from specker.runtime.control.auto import TEXT_DECAY, Acceptance
 from specker.runtime.control.policy import AUTO, CONFIDENT, LONGEST, MAX_NODES, Budget, Outcome, Policy, general
 from specker.runtime.strategies.base import Plan, PolicyContext, Strategy
 
+CANDIDATES = 15  # M_max: the most candidates of a position
+BEAM = 3  # B: paths that the search for a chain keeps
+SEARCHED = ("ngram", "cps_tau", "cps_candidates", "cps_beam", "cps_lambda")  # options of the path search
+ADAPTED = ("adl", "adl_step", "adl_rho")  # options of policy adl
+MOST_CANDIDATES = 64  # that vocab_topk finds
 TREE_NODES = 3  # tokens of a tree for each position of its block
 SHARED = "which of a block's guesses are verified, and how long blocks are"  # what the options are for
 
@@ -77,8 +83,8 @@ def span(value: str | tuple[int, int]) -> tuple[int, int]:
 class BlockOptions:
     cps: str | None = opt(
         None,
-        "off: take the argmax of each position (default unless an n-gram model is given); chain: search the lattice of "
-        "candidates for the best path; tree: verify the most probable beginnings of paths as one tree",
+        "off: take the argmax of each position (default unless an option of the search is given); chain: search the "
+        "lattice of candidates for the best path; tree: verify the most probable beginnings of paths as one tree",
         choices=("off", "chain", "tree"),
     )
     ngram: str | None = opt(
@@ -93,16 +99,50 @@ class BlockOptions:
         "SHORTEST-LONGEST",
         parse=span,
     )
+    cps_tau: float | None = opt(
+        None, "candidates of a position: the fewest with this probability together (default: 0.8)", least=0, most=1
+    )
+    cps_candidates: int | None = opt(
+        None, f"the most candidates of a position (default: {CANDIDATES})", least=1, most=MOST_CANDIDATES
+    )
+    cps_beam: int | None = opt(
+        None, f"paths that the search for a chain keeps at each position (default: {BEAM})", least=1
+    )
+    cps_lambda: float | None = opt(
+        None,
+        "weight of the drafter's log-probabilities against those of the n-gram model (default: 0.85; 0.5 as published)",
+        least=0,
+        most=1,
+    )
+    cps_first: str = opt(
+        "drafter",
+        "what ranks the first position of a block: the drafter alone, or both models, as published",
+        choices=("drafter", "both"),
+        flag=False,
+    )
+    adl_step: int | None = opt(
+        None, "tokens that --policy adl adds while as many are accepted as were guessed (default: 10)", least=0
+    )
+    adl_rho: float | None = opt(
+        None, "weight of the last block in the means that --policy adl follows (default: 0.5)", least=0, most=1
+    )
 
     def __post_init__(self) -> None:
         check_fields(self)
-        if self.cps == "off" and self.ngram is not None:
-            raise ValueError(f"{option('cps', 'off')} disables the search: leave out {option('ngram')}")
+        given = [name for name in SEARCHED if getattr(self, name) is not None]
+        if self.cps == "off" and given:
+            raise ValueError(f"{option('cps', 'off')} disables the search: leave out {option(given[0])}")
+        if self.cps == "tree" and self.cps_beam is not None:
+            raise ValueError(f"{option('cps_beam')} is for {option('cps', 'chain')}: the search for a tree has no beam")
+        most = self.cps_candidates or CANDIDATES
+        if self.cps_beam is not None and self.cps_beam > most:
+            asked = option("cps_beam", self.cps_beam)
+            raise ValueError(f"{asked} is wider than the candidates of a position, {option('cps_candidates', most)}")
 
     @property
     def search(self) -> str:
         """The mode of the path search: off, chain or tree."""
-        return self.cps or ("off" if self.ngram is None else "chain")
+        return self.cps or ("chain" if any(getattr(self, name) is not None for name in SEARCHED) else "off")
 
     def nodes(self, length: int) -> int:
         """The most draft tokens of a block of `length`."""
@@ -123,8 +163,9 @@ class BlockStrategy(Strategy):
             raise ValueError(f"strategy {self.name} drafts a block: {other}")
         if policy not in ("fixed", *self.policies) and own.search == "tree":
             raise ValueError(f"{option('policy', policy)} is for chains: leave out {option('cps', 'tree')}")
-        if own.adl is not None and policy != "adl":
-            raise ValueError(f"{option('adl')} is for {option('policy', 'adl')}")
+        given = [name for name in ADAPTED if getattr(own, name) is not None]
+        if given and policy != "adl":
+            raise ValueError(f"{option(given[0])} is for {option('policy', 'adl')}")
         if policy == "adl" and options.draft_tokens is not None:
             other = f"{option('adl')} bounds it, {option('draft_tokens')} does not apply"
             raise ValueError(f"{option('policy', 'adl')} chooses the block's length: {other}")
@@ -145,7 +186,10 @@ class BlockStrategy(Strategy):
         rule, length = options.policy or "fixed", self.length(options)
         if rule == "adl":
             assert context.history is not None
-            return AdaptiveLength(*self.lengths(context), seen=Acceptance(TEXT_DECAY, context.history.drafts))
+            given = {"step": own.adl_step, "rho": own.adl_rho}
+            constants: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
+            seen = Acceptance(TEXT_DECAY, context.history.drafts)
+            return AdaptiveLength(*self.lengths(context), seen=seen, **constants)
         if rule == AUTO:
             return self.auto(replace(context, confident=False), Budget(length, length))
         return general(rule, Budget(own.nodes(length), length))

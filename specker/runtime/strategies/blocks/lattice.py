@@ -6,9 +6,9 @@ score after a path is
     s(token) = lambda log p_drafter(token) + (1 - lambda) log p_ngram(token | two before) + g(token)
 
 where lambda is 1 at the first position: there the drafter sees the whole text, an n-gram model only two tokens. (The
-paper uses one lambda for all positions; bench/LOG.md compares both.) From the second position on, the n-gram model
-knows the previous token and the drafter does not. g is the noise of the target's draw at that position (0 when greedy),
-so a path is the likeliest *draw*. A path that reaches a stop token ends there.
+paper uses one lambda for all positions, as `Search.both` does; bench/LOG.md compares them.) From the second position
+on, the n-gram model knows the previous token and the drafter does not. g is the noise of the target's draw at that
+position (0 when greedy), so a path is the likeliest *draw*. A path that reaches a stop token ends there.
 
 A chain is the path with the largest sum of scores that a beam search from left to right finds. To keep short paths from
 winning by having fewer terms, an ended path adds the best next-token score at each later position.
@@ -26,7 +26,7 @@ from typing import Any
 
 import numpy as np
 
-from specker.runtime.strategies.blocks import TREE_NODES
+from specker.runtime.strategies.blocks import BEAM, CANDIDATES, TREE_NODES
 from specker.runtime.strategies.blocks.ngram import NGram
 
 
@@ -59,11 +59,12 @@ class Search:
 
     ngram: NGram | None = None
     tree: bool = False  # True: draft the most probable beginnings of paths; False: the best path
-    paths: int = 3  # B of a chain's beam
+    paths: int = BEAM  # B of a chain's beam
     nodes: int = TREE_NODES  # most tokens of a tree for each position of its block
-    candidates: int = 15  # M, the most candidates per position
+    candidates: int = CANDIDATES  # M, the most candidates per position
     mass: float = 0.8  # tau: keep the fewest candidates with this much probability
     weight: float = 0.85  # lambda from the second position on (0.5 in the paper); 1 without an n-gram model
+    both: bool = False  # whether lambda is the same at the first position, as in the paper; else it is 1
 
 
 def lattice(ids: Any, ranks: Any, noise: Any, mass: float, stops: int = 0) -> Lattice:
@@ -93,7 +94,7 @@ def best_paths(
         if not living:
             break
         ids, terms = found.ids[i, found.kept[i]], own[None, i, found.kept[i]]
-        if how.ngram is not None and i:
+        if how.ngram is not None and (i or how.both):
             tails = np.array([(*before, *path.tokens)[-2:] for path in living], np.int64)
             terms = terms + _ngram_share(how, temperature) * how.ngram.log_p(tails, ids)
         total = (np.array([[path.score] for path in living]) + terms).ravel()
@@ -135,7 +136,7 @@ def best_tree(
         if path.ended or i == depth:
             return
         ids, scores, mass = known[i]
-        if how.ngram is not None and i:
+        if how.ngram is not None and (i or how.both):
             tail = np.array([(*before, *path.tokens)[-2:]], np.int64)
             scores = scores + _ngram_share(how, temperature) * how.ngram.log_p(tail, ids)[0]
         scores = path.score + np.minimum(scores - _log_sum(scores) + mass, 0.0)
@@ -156,7 +157,7 @@ def best_tree(
 def _own_scores(found: Lattice, how: Search) -> Any:
     """The part of the candidates' scores that does not depend on the path, [k, M + stops]."""
     weight: Any = np.full((len(found.ids), 1), 1.0 if how.ngram is None else how.weight)
-    weight[0] = 1.0
+    weight[0] = weight[0] if how.both else 1.0
     own = weight * found.log_p
     return own if found.noise is None else own + found.noise
 

@@ -3,12 +3,14 @@
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from specker.fields import option
 from specker.kernels.noise import gumbel_at
 from specker.model.decoder import Final
 from specker.options import Sampling
@@ -47,7 +49,17 @@ def read(context: DraftContext) -> Search | None:
     model = None if path is None else ngram.read(path)
     if model is not None:
         model.check(context.target.config.vocab_size, context.tokenizer_hash, path)
-    return Search(model, own.search == "tree")
+    if model is None and own.cps_lambda is not None:
+        asked = option("cps_lambda", own.cps_lambda)
+        raise ValueError(
+            f"{asked} weighs an n-gram model, and this target has none: make one with specker calibrate and pass "
+            f"{option('ngram')}"
+        )
+    named = "without an n-gram model" if path is None else f"with the n-gram model {Path(path).name}"
+    context.notes.fact("path_search", f"paths through blocks are searched {named}", shown=True)
+    given = {"mass": own.cps_tau, "candidates": own.cps_candidates, "paths": own.cps_beam, "weight": own.cps_lambda}
+    constants: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
+    return Search(model, own.search == "tree", both=own.cps_first == "both", **constants)
 
 
 def searched(

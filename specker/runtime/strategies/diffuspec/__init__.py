@@ -13,12 +13,13 @@ unless `shifted_logits` in config.json says otherwise.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
 from specker.fields import option
-from specker.options import Options
+from specker.options import STORED, Options
 from specker.runtime.control.policy import AUTO, CONFIDENT, LENGTHS
-from specker.runtime.strategies.base import DraftContext, PolicyContext
+from specker.runtime.strategies.base import DraftContext, PolicyContext, shaped
 from specker.runtime.strategies.blocks import BlockStrategy
 
 if TYPE_CHECKING:
@@ -35,6 +36,15 @@ class DiffuSpec(BlockStrategy):
     usual = "adl"
     needs_draft = True
     causal = False
+
+    def published(self, given: Mapping[str, Any]) -> dict[str, Any] | None:
+        settings: dict[str, Any] = {"draft_quantize": STORED}
+        if not shaped(given) or given.get("policy") == "adl":
+            settings |= {"policy": "adl", "adl": "20-30", "adl_step": 10, "adl_rho": 0.5}
+        if (search := given.get("cps", "chain")) != "off":
+            settings |= {"cps": search, "cps_tau": 0.8, "cps_candidates": 15, "cps_lambda": 0.5, "cps_first": "both"}
+            settings |= {"cps_beam": 3} if search == "chain" else {}
+        return settings
 
     def default_policy(self, options: Options) -> str:
         return self.usual if options.draft_tokens is None else "fixed"

@@ -13,11 +13,12 @@ A model whose config.json names a `pard_token` drafts the whole chain in one pas
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
 from specker.fields import option
-from specker.options import Options
-from specker.runtime.strategies.base import DraftContext, Strategy
+from specker.options import STORED, Options
+from specker.runtime.strategies.base import DraftContext, Strategy, shaped
 
 if TYPE_CHECKING:
     from specker.checkpoints.checkpoint import Checkpoint, Opened
@@ -33,6 +34,10 @@ class SmallModel(Strategy):
     paper = "Leviathan et al. (2211.17192), Chen et al. (2302.01318), PARD (2504.18583)"
     needs_draft = True
     translates = True
+
+    def published(self, given: Mapping[str, Any]) -> dict[str, Any] | None:
+        """Chen et al. draft four tokens."""
+        return {"draft_quantize": STORED} | ({} if shaped(given) else {"draft_tokens": 4})
 
     def with_draft(self, options: Options, draft: Opened) -> Options:
         if draft.config.pard_token is not None and options.tree is not None:

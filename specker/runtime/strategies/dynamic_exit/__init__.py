@@ -19,9 +19,11 @@ were measured, and a round drafts nothing while plain rounds are faster (choose.
 
 from __future__ import annotations
 
+import re
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from itertools import product
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from specker.fields import check_fields, opt, option
 from specker.options import Options
@@ -32,17 +34,30 @@ if TYPE_CHECKING:
     from specker.model.decoder import Model
     from specker.runtime.strategies.dynamic_exit.early_exit import EarlyExitDrafter
 
-ELIGIBLE = 8  # maximum number of exit layers
+ELIGIBLE = 8  # maximum number of exit layers, unless the user names them
+WINDOW = 0.95  # w of a layer's statistics
 USUAL = 6  # longest draft whose verify passes the warm-up captures for each exit
 
 
-def eligible_layers(total: int, head_cost: float = 0.0) -> tuple[int, ...]:
-    """At most ELIGIBLE exit layers, spread over 1..total - 1. Except for layer 1, it drops layers whose draft step
-    costs a whole pass: with l + c_head >= L, even drafts that are always right have a TPL of at most 1 / L."""
+def eligible_layers(total: int, head_cost: float = 0.0, asked: str | tuple[int, ...] | None = None) -> tuple[int, ...]:
+    """The exit layers of --eligible-layers. By default at most ELIGIBLE, spread over 1..total - 1. Except for layer 1,
+    it drops layers whose draft step costs a whole pass: with l + c_head >= L, even drafts that are always right have a
+    TPL of at most 1 / L."""
     import numpy as np
 
+    if asked is not None:
+        return tuple(range(1, total)) if isinstance(asked, str) else asked
     spread = sorted({round(n) for n in np.linspace(1, total - 1, min(ELIGIBLE, total - 1))}) if total > 1 else []
     return tuple(n for n in spread if n == 1 or n + head_cost < total)
+
+
+def layers_of(value: Any) -> str | tuple[int, ...]:
+    """Parse `all` or ascending layers, such as `2,4,8`."""
+    text = ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
+    layers = tuple(map(int, text.split(","))) if re.fullmatch(r"\d{1,4}(,\d{1,4})*", text) else ()
+    if text != "all" and (not layers or layers[0] < 1 or list(layers) != sorted(set(layers))):
+        raise ValueError(f"{option('eligible_layers')} must be all, or ascending layers such as 2,4,8, got {value!r}")
+    return layers or text
 
 
 @dataclass(frozen=True)
@@ -54,6 +69,19 @@ class DynamicExitOptions:
         "measured",
         "what DEL compares: measured seconds of rounds, bytes of the layers and the LM head, or layers as in the paper",
         choices=("layers", "bytes", "measured"),
+    )
+    eligible_layers: str | tuple[int, ...] | None = opt(
+        None,
+        f"exit layers that DEL chooses from: all, or layers such as 2,4,8 (default: {ELIGIBLE}, spread)",
+        "all|N,N,..",
+        parse=layers_of,
+    )
+    exit_window: float = opt(WINDOW, "what a round leaves of DEL's earlier counts", least=0, most=1)
+    exit_rules: str = opt(
+        "specker",
+        "paper: each round watches all layers, a draft ends by its last confidence, and the best TPL is taken as it is",
+        choices=("specker", "paper"),
+        flag=False,
     )
 
     def __post_init__(self) -> None:
@@ -73,12 +101,23 @@ class SelfDrafting(Strategy):
     usual = "del"
     self_drafting = True
 
+    def published(self, given: Mapping[str, Any]) -> dict[str, Any] | None:
+        if given.get("policy", self.usual) not in self.policies:
+            return {}
+        settings = {"eligible_layers": "all", "exit_cost": "layers", "exit_window": WINDOW, "exit_rules": "paper"}
+        return {"policy": self.usual} | settings
+
     def check(self, options: Options) -> None:
         if options.tree is not None:
             raise ValueError(f"strategy del drafts a chain: {option('tree')} does not apply")
-        if options.own.exit_layer is not None and options.policy in (None, *self.policies):
-            policies = option("policy", ", ".join(GENERAL))
-            raise ValueError(f"{option('exit_layer')} is for {policies}: del chooses the layer")
+        own, chooses = options.own, options.policy in (None, *self.policies)
+        chosen = {"exit_layer": (own.exit_layer, "layer"), "draft_tokens": (options.draft_tokens, "length")}
+        for name, (given, what) in chosen.items():
+            if chooses and given is not None:
+                policies = option("policy", ", ".join(GENERAL))
+                raise ValueError(f"{option(name)} is for {policies}: del chooses the {what}")
+        if own.eligible_layers is not None and not chooses:
+            raise ValueError(f"{option('eligible_layers')} is for {option('policy', ', '.join(self.policies))}")
 
     def default_policy(self, options: Options) -> str:
         return self.usual
@@ -87,6 +126,9 @@ class SelfDrafting(Strategy):
         exit_layer = options.own.exit_layer
         if exit_layer is not None and exit_layer >= layers:
             raise ValueError(f"{option('exit_layer')} must be below the target's {layers} layers")
+        eligible = options.own.eligible_layers
+        if isinstance(eligible, tuple) and eligible[-1] >= layers:
+            raise ValueError(f"{option('eligible_layers')} must be below the target's {layers} layers")
         if layers < 2:
             raise ValueError(f"strategy {options.strategy!r} needs a target of at least 2 layers")
 
@@ -96,23 +138,33 @@ class SelfDrafting(Strategy):
         assert context.model is not None and context.cache is not None
         # The whole head of several ranks, so a draft step needs no other rank.
         rows = None if context.ranks is None else context.target.weights.head
-        watched = eligible_layers(context.target.config.num_layers) if context.options.policy in self.policies else ()
-        return EarlyExitDrafter(context.model, context.cache, context.head(context.model, rows), watched)
+        own, head = context.options.own, context.head(context.model, rows)
+        watched: tuple[int, ...] = ()
+        if context.options.policy in self.policies:
+            watched = eligible_layers(context.target.config.num_layers, asked=own.eligible_layers)
+        return EarlyExitDrafter(context.model, context.cache, head, watched, spares=own.exit_rules != "paper")
 
     def head_cost(self, options: Options, head_bytes: int, model: Model) -> float:
         """The LM head's bytes, in layers of the target."""
         return 0.0 if options.own.exit_cost == "layers" else head_bytes / _bytes(model) * len(model.layers)
 
     def policy(self, context: PolicyContext) -> Policy:
-        from specker.runtime.strategies.dynamic_exit.exit_policy import DynamicExit
+        from specker.runtime.strategies.dynamic_exit.exit_policy import PAPER, DynamicExit
 
-        layers, rule = context.layers, context.options.policy or "del"
+        layers, rule, own = context.layers, context.options.policy or "del", context.options.own
         if rule in self.policies:
-            eligible = eligible_layers(layers, context.head_cost)
             history = context.history
             assert history is not None
-            costs, length = history.costs if context.options.own.exit_cost == "measured" else None, rule == "del-length"
-            return DynamicExit(eligible, layers, context.head_cost, length, costs=costs, earlier=history)
+            return DynamicExit(
+                eligible_layers(layers, context.head_cost, own.eligible_layers),
+                layers,
+                context.head_cost,
+                by_length=rule == "del-length",
+                costs=history.costs if own.exit_cost == "measured" else None,
+                window=own.exit_window,
+                earlier=history,
+                **(PAPER if own.exit_rules == "paper" else {}),
+            )
         exit, size = context.options.own.exit(layers), self.size(context.options)
         return self.auto(context, replace(size, exit=exit)) if rule == AUTO else general(rule, size, exit)
 
@@ -122,9 +174,12 @@ class SelfDrafting(Strategy):
         size, rule = self.size(context.options), context.options.policy or "del"
         exits: tuple[int, ...] = (context.options.own.exit(context.layers),)
         if rule in self.policies:
-            exits, size = eligible_layers(context.layers, context.head_cost), Budget(LONGEST + 1, LONGEST + 1)
+            exits = eligible_layers(context.layers, context.head_cost, context.options.own.eligible_layers)
+            size = Budget(LONGEST + 1, LONGEST + 1)
         elif rule == "plus-minus-one":
             size = Budget(max(size.depth, LONGEST), max(size.depth, LONGEST))
+        if rule in self.policies and context.options.own.exit_rules == "paper":
+            return Plan(size, (), (0,), (0,))  # a round that watches layers is not captured
         if rule == AUTO and not context.confident:
             lengths = (*(n for n in LENGTHS if n < size.depth), size.depth)
             return Plan(size, tuple(Budget(n, n, exits[0]) for n in lengths), (0,), (0,))

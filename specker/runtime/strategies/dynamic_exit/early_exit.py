@@ -29,9 +29,9 @@ class EarlyExitDrafter(Drafter):
     head: LMHead  # the LM head of the draft steps, perhaps trimmed
     source = "layers"
 
-    def __init__(self, model: Model, cache: KVCache, head: LMHead, watched: tuple[int, ...] = ()):
-        """`watched`: the depths that policies may watch."""
-        self.model, self.cache, self.head = model, cache, head
+    def __init__(self, model: Model, cache: KVCache, head: LMHead, watched: tuple[int, ...] = (), spares: bool = True):
+        """`watched`: the depths that policies may watch. `spares`: short prompts seed with fewer rows, or none."""
+        self.model, self.cache, self.head, self.spares = model, cache, head, spares
         self.aux_layers = (*watched, len(model.layers)) if watched else ()
 
     def prepare(self, requests: list[Request]) -> Offer:
@@ -83,7 +83,9 @@ class EarlyExitDrafter(Drafter):
     def _seeds(self, request: Request, first: int, count: int, prefilled: int) -> int:
         """How many of a chunk's rows, its last ones, seed the statistics. `prefilled`: rows of the prompt so far."""
         layers, ends = len(request.policy.layers), first + count == len(request.token_ids) - 1
-        return min(PROMPT_ROWS, count, int(prefilled / (PROMPT_SHARE * layers))) if layers and ends else 0
+        if not layers or not ends:
+            return 0
+        return min(PROMPT_ROWS, count, int(prefilled / (PROMPT_SHARE * layers)) if self.spares else PROMPT_ROWS)
 
     def read(self, slot: int, request: Request, first: int, rows: dict[int, Tensor]) -> None:
         """The last rows of a prompt seed the policy's statistics."""

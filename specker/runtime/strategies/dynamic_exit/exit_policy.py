@@ -10,11 +10,14 @@ import numpy as np
 from specker.runtime.control.auto import ENGINE_DECAY, PRIOR, TEXT_DECAY, Acceptance, AcceptanceHistory
 from specker.runtime.control.costs import Costs
 from specker.runtime.control.policy import LONGEST, Budget, Chain, Outcome, Policy, StopRule
+from specker.runtime.strategies.dynamic_exit import WINDOW
 
-DECAY = 0.95  # decay of a layer's statistics at each update of that layer
 REFRESH = 8  # number of budgets after which the costs of rounds are asked for again
 TRUST = 2.0  # draft tokens allowed for each row on which the exit layer's match rate was counted
 PATIENCE = 0.1  # g = 0 must beat the best TPL by this share
+# The fields of `DynamicExit` that make it the paper's: all layers are watched in every round, and one row of counts
+# allows the longest draft.
+PAPER: dict[str, Any] = {"overhead": 1e9, "trust": LONGEST, "patience": 0.0, "joint": False}
 
 
 class Choice(NamedTuple):
@@ -41,7 +44,7 @@ class DynamicExit(Policy):
     useful only if all tokens before it are right.
 
     A round without a draft yields no statistics, so a few bad rows could stop drafting for a long time. Therefore g = 0
-    must win by PATIENCE; otherwise a draft is proposed, which may be a trial (choose.py)."""
+    must win by `patience`; otherwise a draft is proposed, which may be a trial (choose.py)."""
 
     may_skip_drafting = True
     layers: tuple[int, ...] = field()  # eligible exit layers, ascending, below `total`
@@ -49,6 +52,10 @@ class DynamicExit(Policy):
     head_cost: float = 0.0  # c_head
     by_length: bool = False
     overhead: float = 0.005  # maximum share of the time spent on watching layers
+    window: float = WINDOW  # decay of a layer's statistics at each update of that layer
+    trust: float = TRUST
+    patience: float = PATIENCE
+    joint: bool = True  # whether the product of a draft's confidences ends it; False: its last confidence, as published
     costs: Costs | None = None  # measured seconds of rounds; None: TPL counts layers
     earlier: AcceptanceHistory = field(default_factory=lambda: AcceptanceHistory(Costs(lambda budget: 1.0)))
     """The statistics of the engine's earlier texts, which a text starts from."""
@@ -138,8 +145,10 @@ class DynamicExit(Policy):
 
     @property
     def rule(self) -> StopRule:  # type: ignore[override]
-        """The draft ends when the product of its confidences falls below the threshold."""
-        return StopRule(joint=() if self.threshold is None else (self.threshold,))
+        """The draft ends when the product of its confidences, or the last one, falls below the threshold."""
+        if self.threshold is None:
+            return StopRule()
+        return StopRule(joint=(self.threshold,)) if self.joint else StopRule(token=self.threshold)
 
     def observe(self, outcome: Outcome) -> None:
         """Update the exit layer from its own rows: the accepted tokens and the first rejected one."""
@@ -161,8 +170,8 @@ class DynamicExit(Policy):
         split = np.stack((match, ~match), axis=-1)  # [layers, rows, 2]
         new = np.stack((split.sum(1), (split * confidence[..., None]).sum(1)))
         self._choice = None
-        self._counts[at] = DECAY * self._counts[at] + new[0]
-        self._sums[at] = DECAY * self._sums[at] + new[1]
+        self._counts[at] = self.window * self._counts[at] + new[0]
+        self._sums[at] = self.window * self._sums[at] + new[1]
         if self.earlier.exits is None:
             self.earlier.exits = np.zeros((2, len(self.layers), 2))
         self.earlier.exits[:, at] = ENGINE_DECAY * self.earlier.exits[:, at] + new
@@ -177,9 +186,9 @@ class DynamicExit(Policy):
             a, g = rates[:, None], np.arange(LONGEST + 1)
             table = np.where(a < 1, (1 - a ** (g + 1)) / np.where(a < 1, 1 - a, 1), g + 1.0) / seconds
             patient = table.copy()
-            patient[:, 0] *= 1 - PATIENCE
+            patient[:, 0] *= 1 - self.patience
             index, best = divmod(int(patient.argmax()), LONGEST + 1)
-            best = min(best, int(TRUST * total[index]))  # one match out of one row would make the longest draft
+            best = min(best, int(self.trust * total[index]))  # one match out of one row would make the longest draft
             lengths, threshold = table.argmax(1).tolist(), self._threshold(index)
             self._choice = Choice(seconds, table, rates.tolist(), lengths, (index, best), threshold)
         return self._choice

@@ -17,7 +17,7 @@ from specker.model.cache import KVCache, Rows, sequence_bounds
 from specker.model.decoder import GroupRows, GroupStep, Model, Output, compiled, in_blocks, over_pages, run_layers
 from specker.model.weights import ONE_ROW, Group
 from specker.runtime.ranks.dist import Ranks
-from specker.runtime.strategies.easyspec import Groups
+from specker.runtime.strategies.easyspec import WIDTH, Groups
 
 ATTENTION = "norm_in", "qkv", "qkv_bias", "q_norm", "k_norm", "sinks", "o", "o_bias"  # what a group computes as one
 
@@ -39,10 +39,21 @@ class Schedule:
         return cls(((0,), *groups, (layers - 1,)) if layers > 1 else ((0,),))
 
     @classmethod
-    def of(cls, groups: Groups, layers: int) -> "Schedule":
-        """The schedule of --layer-parallel for a model of `layers`. Raises ValueError for another number of layers."""
-        if isinstance(groups, int):
-            return cls.parallel(layers, groups)
+    def of(cls, groups: Groups | None, layers: int) -> "Schedule":
+        """The schedule of --layer-parallel for a model of `layers`. Raises ValueError for another number of layers, and
+        for a group wider than the layers that can run side by side."""
+        if groups is None and layers < 4:
+            raise ValueError(
+                f"a draft of {layers} layers has none to run side by side, since the first and the last one run alone: "
+                f"use {option('strategy', 'draft')}, or name all groups with {option('layer_parallel')}"
+            )
+        if isinstance(groups, int) and groups > max(1, layers - 2):
+            raise ValueError(
+                f"{option('layer_parallel', groups)} is wider than the {max(0, layers - 2)} inner layers of a draft of "
+                f"{layers}: the first and the last one run alone"
+            )
+        if isinstance(groups, int | None):
+            return cls.parallel(layers, groups or WIDTH)
         if (count := sum(map(len, groups))) != layers:
             asked = option("layer_parallel", cls(groups))
             raise ValueError(f"{asked} has {count} layers, but the draft has {layers}")
@@ -68,10 +79,11 @@ class LayerParallel:
         cache: KVCache,
         schedule: Schedule,
         ranks: Ranks | None = None,
+        calibrate: str = "every",
     ):
         """Moves the attention weights of groups of several layers into stacks, one group at a time, unless they are
         adjacent in memory. `model` keeps views of the stacks."""
-        self.model, self.cache, self.schedule = model, cache, schedule
+        self.model, self.cache, self.schedule, self.calibrate = model, cache, schedule, calibrate
         if model.config.layer.kvs and any(len(layers) > 1 for layers in schedule.groups):
             raise ValueError(
                 f"EasySpec cannot run layers of {model.config.architecture} side by side, whose heads differ: "

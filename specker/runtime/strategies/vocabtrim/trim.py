@@ -81,7 +81,7 @@ def ranking(
     source = "id" if tokenizer is None else "the tokenizer's order"
     if (learn := os.environ.get(LEARN) or "on") not in ("on", "off"):
         raise ValueError(f"the environment variable {LEARN} must be on or off, got {learn!r}")
-    if learn == "on" and digest is not None and options.load != "dummy":
+    if learn == "on" and options.adapts and digest is not None and options.load != "dummy":
         counts = VocabCounts(digest, notes)
         order = counts.first(order)
         if counts.earlier:
