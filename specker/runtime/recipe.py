@@ -18,7 +18,7 @@ from specker.checkpoints.checkpoint import Checkpoint, Opened, opened
 from specker.fields import option
 from specker.model.config import ModelConfig
 from specker.model.memory import CacheMemory
-from specker.model.split import WHOLE
+from specker.model.split import WHOLE, Part
 from specker.options import DTYPES, Options
 from specker.runtime import strategies
 from specker.runtime.notes import Notes
@@ -69,13 +69,21 @@ class Recipe:
         """Whether compiled layers may run the models on a CPU."""
         return self.ranks is None or self.ranks.communicator is not None
 
+    @property
+    def draft_part(self) -> Part:
+        """What this process, if it drafts, holds of the draft."""
+        layout = self.options.layout
+        if self.ranks is None or layout not in ("tensor", "both"):
+            return WHOLE
+        return Part(self.ranks.rank, self.ranks.draft_ranks, whole_mixers=layout == "both")
+
     @cached_property
     def memory(self) -> CacheMemory:
         """What the caches must fit into."""
         o, target, kind = self.options, self.target.config, activations(self.dtype, self.device)
         configs = [target if self.ranks is None else self.ranks.part.config(target)]
         if self.draft is not None and self.drafts:
-            configs += self.draft.configs
+            configs += map(self.draft_part.config, self.draft.configs)
         largest = strategies.plan(PolicyContext(o, target.num_layers, self.family)).largest
         return CacheMemory(
             configs=tuple(configs),
@@ -161,7 +169,7 @@ def recipe_of(
         kind = torch.float32
     kv_dtype(options, activations(kind, device), device)  # raises ValueError for one that does not suit
     method.check_target(options, target.config.num_layers)
-    return Recipe(
+    recipe = Recipe(
         options if drafting is None else method.with_draft(options, drafting),
         device,
         kind,
@@ -173,6 +181,9 @@ def recipe_of(
         draft_name=name_of(drafting.source) if drafting is not None and named else None,
         ranks=ranks,
     )
+    if drafting is not None:
+        recipe.draft_part.check(drafting.config, "draft")
+    return recipe
 
 
 def draft_of(options: Options, target: Opened, draft: str | Path | None) -> Opened | None:

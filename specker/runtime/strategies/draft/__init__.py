@@ -33,6 +33,7 @@ class SmallModel(Strategy):
     paper = "Leviathan et al. (2211.17192), Chen et al. (2302.01318), PARD (2504.18583)"
     needs_draft = True
     translates = True
+    layouts: tuple[str, ...] = ("replicated", "tensor")
 
     def with_draft(self, options: Options, draft: Opened) -> Options:
         if draft.config.pard_token is not None and options.tree is not None:

@@ -64,7 +64,7 @@ class EasySpec(SmallModel):
     paper = "EasySpec (2502.02493)"
     options = EasySpecOptions
     needs_draft = True
-    divides = True
+    layouts = ("layer-parallel", "tensor", "both", "replicated")
 
     def with_draft(self, options: Options, draft: Opened) -> Options:
         if draft.config.pard_token is not None:
@@ -81,5 +81,6 @@ class EasySpec(SmallModel):
         schedule = Schedule.of(own.layer_parallel, context.draft.config.num_layers)
         model = context.draft_model()
         cache = context.allocate(model)
-        parallel = LayerParallel(model, cache, schedule, context.ranks)
+        owners = context.ranks if context.options.layout in ("layer-parallel", "both") else None
+        parallel = LayerParallel(model, cache, schedule, owners and owners.drafting)
         return made(context, model, cache, context.depth(self), parallel)
