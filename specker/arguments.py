@@ -31,6 +31,7 @@ class LoadOptions(TypedDict, total=False):
     tp: int | None
     dp: int
     draft_ranks: int | None
+    draft_layout: Literal["replicated", "layer-parallel", "tensor", "both"] | None
     reduce: Literal["fast", "ordered"]
     # easyspec
     layer_parallel: int | tuple[tuple[int, ...], ...] | str | None

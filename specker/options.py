@@ -23,6 +23,7 @@ QUANTIZE = ("int8", "int4", "fp8", "none")
 STORED = "stored"  # of a draft: its matrices as the checkpoint has them
 ACTIVATIONS = ("int8", "bfloat16", "float32")
 KV_DTYPES = ("float32", "bfloat16", "float16", "int8")
+LAYOUTS = ("replicated", "layer-parallel", "tensor", "both")
 GRAPHS = "SPECKER_GRAPHS"  # the environment's variable, to debug a run with or without graphs
 MAX_BATCH = 256
 MOST_K = 2**31 - 1  # of top_k, which kernels take as an integer of 32 bits
@@ -174,7 +175,14 @@ class Common:
     )
     dp: int = opt(1, "replicas that share the prompts", least=1)
     draft_ranks: int | None = opt(
-        None, "ranks of --tp that draft (default: all for strategies that divide a draft, else 1)", least=1
+        None, "ranks of --tp that draft (default: 1 with --draft-layout replicated, else all)", least=1
+    )
+    draft_layout: str | None = opt(
+        None,
+        "how the ranks that draft share a draft model: replicated (each has all of it), layer-parallel (each attends "
+        "for some layers of a group), tensor (each has a part of every matrix) or both (layer-parallel, with split "
+        "feed-forwards) (default: layer-parallel for easyspec, else replicated)",
+        choices=LAYOUTS,
     )
     reduce: str = opt(
         "fast",
@@ -225,6 +233,12 @@ class Options(Common):
     def adapts(self) -> bool:
         """Whether rounds rest while drafts lose, and texts and runs learn from earlier ones."""
         return not self.as_published
+
+    @property
+    def layout(self) -> str:
+        """How the ranks that draft share a draft model."""
+        layout: str = self.draft_layout or self.base.layouts[0]
+        return layout
 
     @property
     def width(self) -> int:

@@ -172,7 +172,7 @@ def read(
         raise CheckpointError(f"device {device} needs a CUDA GPU, and torch finds none; use cpu")
     found = source if isinstance(source, Opened) else opened(source)  # checks config.json before a download of weights
     source, folder, config, scheme = found.source, found.folder, found.config, found.scheme
-    part.check(config)
+    part.check(config, "target" if owner is None else "draft")
     if config.shares:
         _check_owner(source, config, owner)
     storage = Storage(scheme, quantize, dtype, device, pack and packs(part.config(config), dtype, device))
@@ -265,10 +265,9 @@ def _read_weights(
                 stack.close()
                 where, mapped = open_files(folder, stack), 0
         found = buffers.done()
-        if part.rank:
-            for name in ("o_bias", "down_bias"):
-                for bias in found.get(name, ()):
-                    bias.zero_()
+        for name, own in (("o_bias", part.mixer), ("down_bias", part)):
+            for bias in found.get(name, ()) if own.rank else ():
+                bias.zero_()
     return found
 
 

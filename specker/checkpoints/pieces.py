@@ -238,7 +238,7 @@ class _Layer:
             yield self._piece(key, row, (count,), (share.total,), (first,), order=order, **bias)
 
     def _attention(self) -> Shares:
-        c, part, own, bias = self.c, self.part, self.c.kv(self.i), self.c.layer.qkv_bias
+        c, part, own, bias = self.c, self.part.mixer, self.c.kv(self.i), self.c.layer.qkv_bias
         q, kv, D = part.share(c.num_heads), part.kv_heads(own.heads), own.dim
         Q, KV = c.num_heads * D, own.heads * D
         qs, vs = _blocks(q, D), _blocks(kv, D)
@@ -265,13 +265,13 @@ class _Layer:
         return self._piece(key, 0, (D,), (D,), (0,), c.norm_offset, order=order)
 
     def _short_conv(self, mixer: ShortConv) -> Shares:
-        own, C = self.part.share(mixer.channels), mixer.channels
+        own, C = self.part.mixer.share(mixer.channels), mixer.channels
         rows = [n * C + j for n in range(3) for j in own]
         return {"qkv.bcx": Share(rows, 3 * C), "conv": Share(own, C), "o.mixer": Share(own, C)}
 
     def _delta_net(self, mixer: DeltaNet) -> Shares:
         Hk, Hv, Dk, Dv, C = mixer.key_heads, mixer.value_heads, mixer.key_dim, mixer.value_dim, mixer.channels
-        heads, key_heads = self.part.share(Hv), self.part.share(Hk)
+        heads, key_heads = self.part.mixer.share(Hv), self.part.mixer.share(Hk)
         keys, values = _blocks(key_heads, Dk), _blocks(heads, Dv)
         channels = [*keys, *(Hk * Dk + j for j in keys), *(2 * Hk * Dk + j for j in values)]
         if "qkv.qkv" in self.names:

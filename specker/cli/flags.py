@@ -106,7 +106,7 @@ MORE = {
     "output": ("json", "trace", "view"),
     "batches and memory": ("batch_size", "kv_tokens", "max_context", "prefix_cache"),
     "device and precision": ("device", "dtype", "quantize", "draft_quantize", "kv_dtype"),
-    "several GPUs, in a torchrun job": ("tp", "dp", "draft_ranks", "reduce"),
+    "several GPUs, in a torchrun job": ("tp", "dp", "draft_ranks", "draft_layout", "reduce"),
 }
 USUAL = f"what the checkpoint recommends, else {TEMPERATURE}"  # Engine.usual_sampling
 EPILOG = """\

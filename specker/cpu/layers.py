@@ -146,11 +146,13 @@ class Stack:
         scale: float,
         activations: str = "float32",
         ranks: Communicator | None = None,
+        whole_mixers: bool = False,
     ):
         """heads: Hq and, unless `spec.kvs` has those of each layer, Hkv; ropes: the table [C, 2, D] of each layer that
         attends; scale: factor of attention's scores. A matrix is float32, bfloat16 or `Packed`, everything else
         float32. `DeltaNet` and `ShortConv` in model/config.py give the order of a recurrent layer's rows in qkv.
-        activations: see `Matrix.of`. ranks: those that hold the other parts of these layers."""
+        activations: see `Matrix.of`. ranks: those that hold the other parts of these layers, or with
+        `whole_mixers` of their feed-forwards alone."""
         self.layers, self.ropes, self.heads, self.activations = layers, ropes, heads, activations
         self._layers = (Layer * len(layers))()
         mixer = spec.recurrent
@@ -195,7 +197,9 @@ class Stack:
             max((layer.qkv.O + layer.gates.O + 15) // 16 * 16 for layer in self._layers),
             max(layer.o.E for layer in self._layers),
             min((len(rope) for rope in ropes if rope is not None), default=1 << 62),
-            *(_mixing(mixer), ctypes.addressof(self._layers), None, eps, scale, *factors, spec.cap, struct_of(ranks)),
+            *(_mixing(mixer), ctypes.addressof(self._layers), None, eps, scale, *factors, spec.cap),
+            struct_of(ranks),
+            struct_of(None if whole_mixers else ranks),
         )
         self._communicators = [] if ranks is None else [ranks]
         self.pair_weights: PairWeights | None = None

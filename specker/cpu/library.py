@@ -86,7 +86,7 @@ class Layers(Structure):
         ("layers", c_void_p),
         ("entry", POINTER(Entry)),
         *((name, c_double) for name in ("eps", "scale", "score_scale", "score_eps", "cap")),
-        *((name, POINTER(Exchanges)) for name in ("ranks", "beside")),
+        *((name, POINTER(Exchanges)) for name in ("ranks", "mixing", "beside")),
     ]
 
 

@@ -52,7 +52,7 @@ from specker.runtime.recipe import recipe_of
 __all__ = ["Generate", "register_attention"]
 
 LEAST_CONTEXT = 1024  # positions of the smallest K/V cache on specker's ops; it grows in powers of two
-LOADING = ("load", "tp", "dp", "draft_ranks", "reduce")  # options for models that specker loads itself
+LOADING = ("load", "tp", "dp", "draft_ranks", "draft_layout", "reduce")  # options for models that specker loads itself
 WARPERS = (TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper)  # in the order of specker's own sampling
 NAMES = {field.name for field in fields(GenerateDecoderOnlyOutput)}
 CACHE = "cache" if "cache" in NAMES else "past_key_values"  # its name in `generate`: the former from 5.24 on

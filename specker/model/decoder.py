@@ -46,7 +46,7 @@ class GroupRows(NamedTuple):
     positions: Tensor  # [N * T] int64
     slots: Tensor  # [N * T] int64, cache rows for their K/V
     attend: Attend
-    join: Callable[[Tensor], Tensor]  # this rank's output of the o linear -> all ranks', [T, E] or [N, T, E]
+    join: Callable[[Tensor], Tensor]  # this rank's output of the o linear -> that of all heads, [T, E] or [N, T, E]
     ring_rows: RingRows | None = None  # where a layer whose K/V stands in rings has these rows
     idle: Tensor | None = None  # `Rows.idle`
     paths: Paths | None = None  # for layers with a recurrent state
@@ -102,7 +102,7 @@ class Model:
         """`linear`: a function with the signature of `row_linear`, for the layers and the head; with another one no
         compiled layers run. `ranks`: the ranks that hold the other parts of a split model."""
         config, weights = parameters.local, parameters.weights
-        self.config, self.ranks = config, ranks
+        self.config, self.ranks, self.part = config, ranks, parameters.part
         self.embed, self.norm = weights.embed, weights.norm
         self.dtype, self.device = weights.norm.dtype, weights.norm.device  # dtype of activations and K/V
         self.linear = linear
@@ -140,7 +140,8 @@ class Model:
             return None
         ropes = [None if layer.mixer.recurrent else layer.rope for layer in self.layers]
         heads = c.num_heads, c.num_kv_heads
-        return Stack(layers, c.layer, heads, ropes, c.rms_norm_eps, self.scale, self.activations, communicator)
+        numbers = c.rms_norm_eps, self.scale, self.activations
+        return Stack(layers, c.layer, heads, ropes, *numbers, communicator, self.part.whole_mixers)
 
     @property
     def counts_experts(self) -> bool:
@@ -245,6 +246,10 @@ class Model:
     def summed(self, x: Tensor) -> Tensor:
         """Sum x over all ranks, which completes a linear with split inputs."""
         return x if self.ranks is None else self.ranks.sum(x)
+
+    def joined(self, x: Tensor) -> Tensor:
+        """Sum the o linear's output x over all ranks, if each has only some heads."""
+        return x if self.part.whole_mixers else self.summed(x)
 
 
 def capped(logits: Tensor, cap: float) -> Tensor:
@@ -554,7 +559,7 @@ def forward(
         if model.stack is not None:
             return compiled(model, cache, rows, hidden, range(first, last + 1), aux_layers)
         attend = over_pages(model, rows)
-        batch = GroupRows(rows.positions, rows.slots, attend, model.summed, rows.ring_rows, rows.idle, paths(rows))
+        batch = GroupRows(rows.positions, rows.slots, attend, model.joined, rows.ring_rows, rows.idle, paths(rows))
         steps = zip(model.layers[layers], cache.layers[layers], repeat(batch), strict=False)
         return run_layers(model, steps, hidden, first, aux_layers)
 

@@ -166,7 +166,7 @@ def _prefill_chunk(
 
     slots, own = cache.slots(slot, start, end), slice(slot, slot + 1)
     positions, ring_rows = model.positions[start:end], cache.ring_rows(slots, own)
-    batch = GroupRows(positions, slots, attended, model.summed, ring_rows)
+    batch = GroupRows(positions, slots, attended, model.joined, ring_rows)
     if ring_rows is not None and ring_rows.states is not None:
         paths = Paths(
             positions,

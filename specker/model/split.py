@@ -2,7 +2,8 @@
 
 qkv and gate-up are split by output, o and down by input with one all-reduce each, and the LM head by id (Megatron-LM,
 arXiv 1909.08053). Every expert of a mixture is split like an ordinary feed-forward. A rank's part is a smaller model
-with the same hidden size; every rank has the whole embedding, the norms and the routers.
+with the same hidden size; every rank has the whole embedding, the norms and the routers. A draft may be split so, too,
+or only its feed-forwards (`--draft-layout`).
 """
 
 from dataclasses import dataclass, replace
@@ -29,29 +30,34 @@ def in_blocks(c: ModelConfig, ranks: int) -> bool:
 class Part:
     rank: int = 0
     size: int = 1
+    whole_mixers: bool = False  # only feed-forwards are split: attention, or what stands in for it, is whole
 
-    def check(self, c: ModelConfig) -> None:
-        """Raise CheckpointError if the model cannot be split over `size` ranks."""
-        if self.size > 1 and c.layer.qk_norm == "projection":
-            raise CheckpointError(
-                f"{option('tp', self.size)} cannot split the target: its norms of q and k are over all heads"
-            )
+    @property
+    def mixer(self) -> "Part":
+        """The part of attention, or of what stands in for it."""
+        return WHOLE if self.whole_mixers else self
+
+    def check(self, c: ModelConfig, model: str = "target") -> None:
+        """Raise CheckpointError if the `model`, "target" or "draft", cannot be split over `size` ranks."""
+        ranks, mixer = option("tp" if model == "target" else "draft_ranks", self.size), c.layer.recurrent
+        if self.mixer.size > 1 and c.layer.qk_norm == "projection":
+            raise CheckpointError(f"{ranks} cannot split the {model}: its norms of q and k are over all heads")
         if self.size > 1 and c.layer.kvs:
             raise CheckpointError(
-                f"{option('tp', self.size)} cannot split the target: the layers of {c.architecture} have unlike heads, "
-                "which is not supported yet"
+                f"{ranks} cannot split the {model}: the layers of {c.architecture} have unlike heads, which is not "
+                "supported yet"
             )
-        if self.size > 1 and isinstance(c.layer.recurrent, DeltaNet) and c.layer.recurrent.tiled:
+        if self.mixer.size > 1 and isinstance(mixer, DeltaNet) and mixer.tiled:
             raise CheckpointError(
-                f"{option('tp', self.size)} cannot split the target: its GGUF file's out-projections have the value "
-                "heads in another order; use a checkpoint in Hugging Face's format"
+                f"{ranks} cannot split the {model}: its GGUF file's out-projections have the value heads in another "
+                "order; use a checkpoint in Hugging Face's format"
             )
-        for what, count in (("num_attention_heads", c.num_heads), *_inner(c, self.size)):
+        for what, count in (*([] if self.whole_mixers else _mixers(c)), *_feed_forwards(c, self.size)):
             if count % self.size:
-                raise CheckpointError(f"{option('tp', self.size)} does not divide the target's {what}, {count}")
-        if c.num_kv_heads % self.size and self.size % c.num_kv_heads:
-            heads = f"the target's num_key_value_heads, {c.num_kv_heads}, nor is a multiple of them"
-            raise CheckpointError(f"{option('tp', self.size)} neither divides {heads}")
+                raise CheckpointError(f"{ranks} does not divide the {model}'s {what}, {count}")
+        if c.num_kv_heads % self.mixer.size and self.size % c.num_kv_heads:
+            heads = f"the {model}'s num_key_value_heads, {c.num_kv_heads}, nor is a multiple of them"
+            raise CheckpointError(f"{ranks} neither divides {heads}")
 
     def share(self, count: int) -> range:
         """The part of so many heads, columns or channels that the rank holds."""
@@ -81,11 +87,12 @@ class Part:
         """The part as a model config of its own; vocab_size stays that of the whole model."""
         if self.size == 1:
             return c
-        layer, n = c.layer, self.size
+        layer, n, own = c.layer, self.size, self.mixer
         if (experts := layer.experts) is not None:
             experts = replace(experts, width=experts.width // n, shared=experts.shared // n)
-        layer = replace(layer, experts=experts, mixers=tuple(mixer and _mixer(mixer, n) for mixer in layer.mixers))
-        heads, kv_heads, inner = c.num_heads // n, len(self.kv_heads(c.num_kv_heads)), len(self.columns(c))
+        mixers = tuple(mixer and _mixer(mixer, own.size) for mixer in layer.mixers)
+        layer = replace(layer, experts=experts, mixers=mixers)
+        heads, kv_heads, inner = c.num_heads // own.size, len(own.kv_heads(c.num_kv_heads)), len(self.columns(c))
         return replace(c, layer=layer, num_heads=heads, num_kv_heads=kv_heads, intermediate_size=inner)
 
 
@@ -95,18 +102,23 @@ def _mixer(mixer: Mixer, ranks: int) -> Mixer:
     return replace(mixer, key_heads=mixer.key_heads // ranks, value_heads=mixer.value_heads // ranks)
 
 
-def _inner(c: ModelConfig, ranks: int) -> list[tuple[str, int]]:
-    """The names and sizes of what the ranks must be able to divide beside attention's heads."""
-    experts, mixer = c.layer.experts, c.layer.recurrent
-    dense = [] if in_blocks(c, ranks) else [("intermediate_size", c.intermediate_size)]
+def _mixers(c: ModelConfig) -> list[tuple[str, int]]:
+    """The names and sizes of what the ranks must be able to divide of attention and of what stands in for it."""
+    heads, mixer = [("num_attention_heads", c.num_heads)], c.layer.recurrent
+    if mixer is None:
+        return heads
     if isinstance(mixer, DeltaNet):
-        dense += [("linear_num_key_heads", mixer.key_heads)]
-    elif mixer is not None:
-        dense += [("hidden_size", mixer.channels)]
+        return [*heads, ("linear_num_key_heads", mixer.key_heads)]
+    return [*heads, ("hidden_size", mixer.channels)]
+
+
+def _feed_forwards(c: ModelConfig, ranks: int) -> list[tuple[str, int]]:
+    """The names and sizes of what the ranks must be able to divide of feed-forwards."""
+    dense, experts = [] if in_blocks(c, ranks) else [("intermediate_size", c.intermediate_size)], c.layer.experts
     if experts is None:
         return dense
     shared = [("shared_expert_intermediate_size", experts.shared)] if experts.shared else []
-    return [("experts' intermediate size", experts.width), *shared, *dense[0 if experts.dense else 1 :]]
+    return [("experts' intermediate size", experts.width), *shared, *(dense if experts.dense else [])]
 
 
 WHOLE = Part()

@@ -86,8 +86,10 @@ class DraftRunner:
 
     def _caught_up(self, requests: list[Request], budget: Budget) -> bool:
         """Whether the drafter may prefill what it lacks within the round. While several requests decode, a longer part
-        of a prompt is prefilled in chunks, one before each round."""
-        if len(requests) == 1 or not budget.nodes:
+        of a prompt is prefilled in chunks, one before each round; but not by ranks that split a draft, which prefill
+        together and may have chosen other budgets so far."""
+        model = self.drafter.model
+        if len(requests) == 1 or not budget.nodes or (model is not None and model.ranks is not None):
             return True
         each = self.history.costs.prefill(1)
         chunk = max(LEAST, int(self.stall / each)) if each and self.stall else self.chunk

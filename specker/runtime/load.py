@@ -46,7 +46,7 @@ def load(
         options["strategy"] = strategy
     opts = strategy if isinstance(strategy, Options) else strategies.options(**options)
     where = device_of(device)
-    ranks = dist.join(opts, where, strategies.of(opts).divides)
+    ranks = dist.join(opts, where)
     recipe = resolve(opts, target, draft, where, dtype, ranks)
     if ranks is not None and where.type == "cpu" and (said := shared_cores(ranks.size)) is not None:
         recipe.notes["shared_cores"] = said
@@ -123,6 +123,8 @@ def read_draft(
             dtype=recipe.dtype,
             device=target.weights.embed.device,
             random=1 if opts.load == "dummy" else None,
+            part=recipe.draft_part,
+            whole_head=True,
             owner=target,
             quantize=recipe.draft_quantize,
             activations=opts.activations,
@@ -130,8 +132,8 @@ def read_draft(
             on_progress=on_progress,
         )
     note_formats(recipe.notes, "draft_weights", draft, "draft", "int8" if recipe.draft_quantize == AUTO else None)
-    if ranks is not None:
-        ranks.same("draft", dist.fingerprint(draft.folder), drafters=not strategies.of(opts).every_rank)
+    if (drafting := ranks if ranks is None or strategies.of(opts).every_rank else ranks.drafting) is not None:
+        drafting.same("draft", dist.fingerprint(draft.folder))
     if not isinstance(source, OpenedHead):
         return _fitted(recipe, target, draft, source.source)
     if opts.trim is not None and draft.untrimmed:

@@ -18,7 +18,7 @@ from specker.checkpoints.checkpoint import Checkpoint, Opened, opened
 from specker.fields import option
 from specker.model.config import ModelConfig
 from specker.model.memory import CacheMemory
-from specker.model.split import WHOLE
+from specker.model.split import WHOLE, Part
 from specker.options import DTYPES, STORED, Options
 from specker.runtime import strategies
 from specker.runtime.notes import Notes
@@ -69,13 +69,21 @@ class Recipe:
         """Whether compiled layers may run the models on a CPU."""
         return self.ranks is None or self.ranks.communicator is not None
 
+    @property
+    def draft_part(self) -> Part:
+        """What this process, if it drafts, holds of the draft."""
+        layout = self.options.layout
+        if self.ranks is None or layout not in ("tensor", "both"):
+            return WHOLE
+        return Part(self.ranks.rank, self.ranks.draft_ranks, whole_mixers=layout == "both")
+
     @cached_property
     def memory(self) -> CacheMemory:
         """What the caches must fit into."""
         o, target, kind = self.options, self.target.config, activations(self.dtype, self.device)
         configs = [target if self.ranks is None else self.ranks.part.config(target)]
         if self.draft is not None and self.drafts:
-            configs += self.draft.configs
+            configs += map(self.draft_part.config, self.draft.configs)
         largest = strategies.plan(PolicyContext(o, target.num_layers, self.family)).largest
         return CacheMemory(
             configs=tuple(configs),
@@ -182,6 +190,8 @@ def recipe_of(
         recipe.notes.fact("draft_choice", about + option("draft", recipe.draft_name), shown=True)
     if options.as_published:
         recipe.notes.fact("published", strategies.about_published(options), shown=True)
+    if drafting is not None:
+        recipe.draft_part.check(drafting.config, "draft")
     return recipe
 
 

@@ -92,6 +92,11 @@ SHARED: list[tuple[dict[str, Any], str, str]] = [
         "--kv-dtype int8 needs a run in float32 or bfloat16: K/V of a run in float64 is in float64",
     ),
     ({"draft_ranks": 2}, "draft_ranks=2 is more than the 1 ranks of tp", "--draft-ranks 2 is more than the 1"),
+    (
+        {"strategy": "easyspec", "draft_layout": "both"},
+        "draft_layout='both' needs several ranks that draft (tp, draft_ranks)",
+        "--draft-layout both needs several ranks that draft (--tp, --draft-ranks)",
+    ),
     # refusals of a request
     ({"temperature": -1.0}, "temperature must be 0 or at least 1e-6", "--temperature must be 0 or"),
     ({"top_p": 1.5}, "top_p must be in (0, 1]", "--top-p must be in (0, 1]"),

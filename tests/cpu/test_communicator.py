@@ -123,6 +123,25 @@ def test_groups_divided_over_ranks_have_the_bits_of_one_process(tmp_path, size):
     assert all(torch.equal(rank, want) for rank in found)
 
 
+@pytest.mark.parametrize("layout", ["tensor", "both"])
+@pytest.mark.parametrize("size", [2, 4])
+def test_the_parts_of_a_draft_make_the_draft(tmp_path, layout, size):
+    """Layers in sequence, then in groups, whose attention is divided by heads or by layers."""
+    schedule = Schedule(((0,), (1, 2, 3), (4,)))
+    folder = make(tmp_path / "model", **SIZES | KINDS["biases"] | {"ffn": 128, "layers": 5})
+    whole = Model(read(folder, dtype=torch.float32, device="cpu"))
+
+    def work(memory):
+        ranks, part = seen_by(memory), Part(memory.struct.rank, size, layout == "both")
+        model = Model(read(folder, dtype=torch.float32, device="cpu", part=part), ranks=ranks)
+        assert model.stack is not None
+        return hidden_of(model, 7, schedule, *([ranks] if layout == "both" else []))
+
+    found = in_ranks(size, tmp_path, work)
+    assert near(found[0], hidden_of(whole, 7, schedule))
+    assert all(torch.equal(rank, found[0]) for rank in found)
+
+
 def test_a_rank_that_is_lost_within_the_layers_ends_them(tmp_path):
     folder = make(tmp_path / "model", "qwen2", **SIZES | {"ffn": 128})
 

@@ -4,7 +4,6 @@ import functools
 import itertools
 import json
 import os
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -13,7 +12,7 @@ import caches
 import cases
 import pytest
 import torch
-import warm
+from jobs import on_ranks
 from make_checkpoint import GEMMA3, GPT_OSS, LFM2_MOE, QWEN3_MOE, QWEN3_NEXT, make
 from make_dflash import make_dflash
 from make_head import make_head
@@ -62,19 +61,6 @@ def torchrun(ranks, *args, timeout):
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), *args]
     where = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     return subprocess.run(command, cwd=ROOT, env=where, capture_output=True, text=True, timeout=timeout)
-
-
-def on_ranks(ranks, *command, codes=None, each=None):
-    """The results of a job of `ranks` processes, as `torchrun` starts them. `codes`: what they exit with if not 0.
-    `each`: the commands, if they differ."""
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        where = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(free.getsockname()[1])}
-        where |= {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
-    commands = each or [command] * ranks
-    done = warm.beside(*((c, {**where, "RANK": str(n), "LOCAL_RANK": str(n)}) for n, c in enumerate(commands)))
-    assert [each.returncode for each in done] == (codes or [0] * ranks), "".join(each.stderr[-3000:] for each in done)
-    return done
 
 
 @pytest.fixture(scope="module")
@@ -229,6 +215,12 @@ COMPILED = {
     "int8": ("draft", {"draft_tokens": 4, "quantize": "int8", "batch_size": 2}),
     "int4": ("easyspec", {"layer_parallel": "2", "draft_tokens": 4, "quantize": "int4", "draft_ranks": 1}),
     "trimmed": ("draft+vocabtrim", {"draft_tokens": 4, "vocab_keep": "40", "vocab_text": 0}),
+    "tensor": ("draft", {"draft_layout": "tensor", "draft_tokens": 4, "batch_size": 2}),
+    "both": ("easyspec", {"draft_layout": "both", "layer_parallel": "2", "draft_tokens": 4}),
+    "both-trimmed": (
+        "easyspec+vocabtrim",
+        {"draft_layout": "both", "layer_parallel": "2", "draft_tokens": 4, "vocab_keep": "40", "vocab_text": 0},
+    ),
     "lookup": ("lookup", {"tree": "2x3", "quantize": "int8"}),
     "del": ("del", {"policy": "fixed", "exit_layer": 2, "draft_tokens": 3}),
 }
@@ -579,6 +571,7 @@ def test_a_device_that_waits_for_a_lost_rank_is_not_waited_for(monkeypatch):
     """As a replayed graph's collective does."""
     how = {"ordered": False, "replica": 0, "replicas": 1, "device": torch.device("cuda", 0), "timeout": 0.1}
     ranks = dist.Ranks(Part(0, 2), None, 1, None, limit=0.05, **how)
+    monkeypatch.setattr(torch.distributed.distributed_c10d, "_set_pg_timeout", lambda *_: None)
     with pytest.raises(dist.RankLost, match=r"another process of this job did not answer within 0\.05 s"):
         ranks.wait(Never())
     ranks.warmed()

@@ -45,10 +45,5 @@ def _work(folder: Path, path: str, rank: int, size: int, work: Callable[[Communi
 
 
 def seen_by(memory: Communicator) -> Any:
-    """What a model and a schedule read of `dist.Ranks`, for ranks that all draft."""
-    return SimpleNamespace(
-        communicator=memory,
-        drafters_communicator=memory,
-        rank=memory.struct.rank,
-        draft_ranks=memory.struct.size,
-    )
+    """What a model and a schedule read of `dist.Ranks`."""
+    return SimpleNamespace(communicator=memory, rank=memory.struct.rank, size=memory.struct.size)

@@ -72,8 +72,7 @@ static void grow_all(const state *s, const float *delta, const float *bias, cons
 }
 
 // Sums x [T, E], plus a bias, over the ranks that hold the layers' other parts. Returns the bias that is yet to be added.
-static const float *summed(const state *s, float *x, const float *bias) {
-    communicator *ranks = s->f->model->ranks;
+static const float *summed(const state *s, communicator *ranks, float *x, const float *bias) {
     if (!ranks) return bias;
     sum_ranks(s->m, ranks, x, bias, s->f->rows->T, s->f->model->E);
     return 0;
@@ -256,7 +255,7 @@ void run_forward(const member *m, const forward *f, char *scratch) {
         if (beside) share_parts(m, beside, s->added, N, T * E);
         for (int64_t n = 0; n < N; n++) {
             float *added = s->added + n * T * E;
-            grow_all(s, added, summed(s, added, l[n].o_bias), l[n].norm_o);
+            grow_all(s, added, summed(s, d->mixing, added, l[n].o_bias), l[n].norm_o);
             normalise_all(s, l[n].norm_post);
             if (l[n].router.O) {
                 feed_experts(s, l + n, added, routed);
@@ -264,7 +263,7 @@ void run_forward(const member *m, const forward *f, char *scratch) {
             } else {
                 feed(s, l + n, added, first + n + 1 < f->groups[f->group_count - 1] ? &l[n + 1].qkv : 0);
             }
-            grow_all(s, added, summed(s, added, l[n].router.O ? 0 : l[n].down_bias), l[n].norm_down);
+            grow_all(s, added, summed(s, d->ranks, added, l[n].router.O ? 0 : l[n].down_bias), l[n].norm_down);
             if (l[n].ple_gate.O) feed_per_layer(s, l + n, first + n, added);
             if (l[n].scalar) scale_all(s, *l[n].scalar);
         }

@@ -98,7 +98,8 @@ typedef struct {
     double eps, scale;  // epsilon of the norms; factor of attention's scores
     double score_scale, score_eps; // factor of the experts' scores, and what is added to their sum
     double cap;                    // soft cap of attention's scores; 0: none
-    communicator *ranks;           // that hold the other heads and columns of the feed-forwards; 0: all are here
+    communicator *ranks;           // that hold the other columns of the feed-forwards; 0: all are here
+    communicator *mixing;          // that hold the other heads; 0: all are here
     communicator *beside;          // ranks over which the attention of a group's layers is divided; 0: all is done here
 } stack;
 

@@ -3,9 +3,9 @@
 Every rank of a replica runs the same loop on the same text. The target's linears are split (split.py), with two
 all-reduces per layer. The LM head's results are gathered: (logit, id) pairs for greedy decoding, logits for sampling.
 All ranks choose tokens from the same gathered numbers, so they choose the same tokens. Rank 0 drafts, alone or with
-others (EasySpec divides its groups over the first `--draft-ranks`). It broadcasts the draft once per round, with each
-text's length and last token; ranks that disagree stop with an error. In rounds of static shape (option `graphs`) every
-rank computes the same draft and nothing is broadcast.
+others: the first `--draft-ranks` share a draft model by its `--draft-layout`. It broadcasts the draft once per round,
+with each text's length and last token; ranks that disagree stop with an error. In rounds of static shape (option
+`graphs`) every rank computes the same draft and nothing is broadcast.
 
 NCCL on GPUs. CPUs of one machine exchange through memory that they share (cpu/communicator.py), the compiled layers
 within their call; CPUs of several machines use gloo and no compiled layers. The order of addition of NCCL and gloo
@@ -19,7 +19,7 @@ import os
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -61,20 +61,19 @@ def answered(timeout: float) -> Iterator[None]:
 
 @dataclass(eq=False)
 class Ranks:
-    """The ranks of one replica, seen from this process."""
+    """The ranks of one replica, or those of them that draft, seen from this process."""
 
     part: Part
-    group: Any  # the replica's process group
+    group: Any  # their process group
     draft_ranks: int  # number of ranks that draft: ranks 0..draft_ranks-1
-    drafters: Any  # the drafting ranks' process group; None on the other ranks
+    drafting: "Ranks | None"  # of a replica: the ranks that draft; None on the other ranks
     ordered: bool  # whether sums are in rank order
     replica: int  # index of this replica, below `replicas`
     replicas: int
     device: torch.device
     timeout: float  # seconds to wait for a rank after the warm-up
     limit: float  # seconds to wait for a rank now
-    communicator: Communicator | None = None  # of the replica, if its ranks are on CPUs of one machine
-    drafters_communicator: Communicator | None = None  # of the drafting ranks, if there are several
+    communicator: Communicator | None = None  # if they are several, on CPUs of one machine
 
     @property
     def rank(self) -> int:
@@ -86,17 +85,17 @@ class Ranks:
 
     @property
     def drafts(self) -> bool:
-        return self.rank < self.draft_ranks
+        return self.drafting is not None
 
     def warmed(self) -> None:
         """Wait only `timeout` seconds for a rank from now on: the warm-up has ended."""
         self.limit = self.timeout
-        for group in (self.group, self.drafters):
-            if group is not None:
-                td.distributed_c10d._set_pg_timeout(timedelta(seconds=self.limit), group)
-        for memory in (self.communicator, self.drafters_communicator):
-            if memory is not None:
-                memory.limit(self.limit)
+        td.distributed_c10d._set_pg_timeout(timedelta(seconds=self.limit), self.group)
+        if self.communicator is not None:
+            self.communicator.limit(self.limit)
+        if self.drafting is not None:
+            self.drafting.timeout = self.timeout
+            self.drafting.warmed()
 
     def wait(self, event: Any = None) -> None:
         """Wait for an event of the device; None: for all that this thread launched. A collective on a GPU waits for a
@@ -131,9 +130,9 @@ class Ranks:
         return each.transpose(0, 1).reshape(len(x), -1)
 
     def gather(self, x: Tensor) -> Tensor:
-        """Gather x [...] from every drafting rank: [drafting, ...]."""
+        """Gather x [...] from every rank: [size, ...]."""
         with answered(self.limit):
-            return self._gathered(x, drafters=True)
+            return self._gathered(x)
 
     def first(self, x: Tensor) -> Tensor:
         """Broadcast rank 0's x to all ranks, in place."""
@@ -164,24 +163,22 @@ class Ranks:
         nodes, depth, exit, part, count, *rest = self.numbers(self.first(message.to(self.device)))
         return Budget(nodes, depth, exit, part, tuple(rest[:count]))
 
-    def same(self, what: str, digest: bytes, drafters: bool = False) -> None:
-        """Raise ValueError unless all (or all drafting) ranks pass the same digest. `what` names it in the error."""
+    def same(self, what: str, digest: bytes) -> None:
+        """Raise ValueError unless all ranks pass the same digest. `what` names it in the error."""
         own = torch.frombuffer(bytearray(digest[:8]), dtype=torch.int64).to(self.device)
-        with answered(self.limit):
-            digests = self.numbers(self._gathered(own, drafters).flatten())
+        digests = self.numbers(self.gather(own).flatten())
         if len(set(digests)) > 1:
             other = next(r for r, value in enumerate(digests) if value != digests[0])
             raise ValueError(f"rank {other} of the job has another {what} than rank 0: all must load the same files")
 
-    def _gathered(self, x: Tensor, drafters: bool = False) -> Tensor:
-        """Gather x [...] from every rank, or every drafting rank: [ranks, ...]."""
-        memory = self.drafters_communicator if drafters else self.communicator
+    def _gathered(self, x: Tensor) -> Tensor:
+        """Gather x [...] from every rank: [size, ...]."""
         x = x.contiguous()
-        out = x.new_empty(self.draft_ranks if drafters else self.size, *x.shape)
-        if memory is not None:
-            memory.gather(x, out)
+        out = x.new_empty(self.size, *x.shape)
+        if self.communicator is not None:
+            self.communicator.gather(x, out)
         else:
-            _all_gather(out.view(-1), x.view(-1), group=self.drafters if drafters else self.group)
+            _all_gather(out.view(-1), x.view(-1), group=self.group)
         return out
 
     def draw(self, draws: Draws, logits: Tensor, positions: Tensor, vocab: int) -> Tensor:
@@ -247,10 +244,10 @@ def settings(options: Options) -> dict[str, Any]:
     return found
 
 
-def join(options: Options, device: torch.device, divides: bool = False, dtype: object = None) -> Ranks | None:
-    """Join the job's processes and return this one's `Ranks`; None for a single process. `divides`: the ranks of --tp
-    divide a draft by default (--draft-ranks overrides it). Raises ValueError if --tp, --dp and the number of processes
-    do not match, or the processes have different settings, RankLost if another process does not answer."""
+def join(options: Options, device: torch.device, dtype: object = None) -> Ranks | None:
+    """Join the job's processes and return this one's `Ranks`; None for a single process. Raises ValueError if --tp,
+    --dp, the options about drafts and the number of processes do not match, or the processes have different settings,
+    RankLost if another process does not answer."""
     world, dp = world_size(), options.dp
     tp = options.tp or max(world // dp, 1)
     if tp * dp != world:
@@ -261,6 +258,10 @@ def join(options: Options, device: torch.device, divides: bool = False, dtype: o
     if options.draft_ranks is not None and options.draft_ranks > tp:
         asked = option("draft_ranks", options.draft_ranks)
         raise ValueError(f"{asked} is more than the {tp} ranks of {option('tp')}")
+    draft_ranks = options.draft_ranks or (1 if options.layout == "replicated" else tp)
+    if draft_ranks == 1 and options.draft_layout not in (None, "replicated"):
+        asked = option("draft_layout", options.draft_layout)
+        raise ValueError(f"{asked} needs several ranks that draft ({option('tp')}, {option('draft_ranks')})")
     if world == 1:
         return None
     if device.type == "cuda":
@@ -272,7 +273,6 @@ def join(options: Options, device: torch.device, divides: bool = False, dtype: o
             backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
             td.init_process_group(backend, timeout=timedelta(seconds=START))
     agree("options", settings(options) | {"device": device.type, "dtype": dtype})
-    draft_ranks = options.draft_ranks or (tp if divides else 1)
     replica, rank = divmod(td.get_rank(), tp)
     with answered(START):
         if dp > 1:
@@ -282,7 +282,10 @@ def join(options: Options, device: torch.device, divides: bool = False, dtype: o
         beside = memory if draft_ranks == tp else _communicator(drafters, device)
     ordered = options.reduce == "ordered" or memory is not None
     part, limits = Part(rank, tp), (TIMEOUT, START)
-    return Ranks(part, group, draft_ranks, drafters, ordered, replica, dp, device, *limits, memory, beside)
+    ranks = Ranks(part, group, draft_ranks, None, ordered, replica, dp, device, *limits, memory)
+    if rank < draft_ranks:
+        ranks.drafting = replace(ranks, part=Part(rank, draft_ranks), group=drafters, communicator=beside)
+    return ranks
 
 
 def _group(dp: int, tp: int, count: int) -> Any:

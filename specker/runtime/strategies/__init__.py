@@ -169,6 +169,9 @@ def options(**flat: Any) -> Options:
     shared = {f.name: getattr(common, f.name) for f in fields(Common)}
     made, first = Options(**shared, sources=tuple(sources), departures=departures), joined[0]
     _check_policy(made, first)
+    if made.layout not in first.layouts:
+        takers = " or ".join(s.name for s in known().values() if made.layout in s.layouts)
+        raise ValueError(f"{option('draft_layout', made.layout)} is for strategy {takers}, not {made.strategy!r}")
     first.check(made)
     return replace(made, policy=made.policy or first.default_policy(made))
 

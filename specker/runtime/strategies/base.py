@@ -64,20 +64,30 @@ class DraftContext:
         return tokenizer_hash(self.target.tokens)
 
     def draft_model(self) -> Model:
-        """A model of the draft checkpoint."""
+        """A model of the draft checkpoint, or of this rank's part of it."""
         from specker.model.decoder import Model
 
         assert self.draft is not None
-        return Model(self.draft)
+        if self.draft.part.size == 1:
+            return Model(self.draft)
+        assert self.ranks is not None
+        return Model(self.draft, ranks=self.ranks.drafting)
 
     def head(self, model: Model, weight: Matrix | None = None) -> LMHead:
         """The drafting head: the model's norm with the model's own head, or with the rows `weight` [V, E]; trimmed if
-        the options say so."""
+        the options say so. A trimmed head of a split draft is whole on every rank."""
+        from specker.runtime.ranks.head import SplitHead
         from specker.runtime.round.lm_head import LMHead
         from specker.runtime.strategies.vocabtrim.trim import trimmed
 
         rows, c, translation, ids = model.head if weight is None else weight, model.config, None, None
-        head = LMHead(rows, model.norm, c.rms_norm_eps, model.activations, c.logits_cap)
+        about = model.norm, c.rms_norm_eps, model.activations, c.logits_cap
+        if self.draft is not None and self.draft.part.size > 1:
+            assert self.ranks is not None and self.ranks.drafting is not None
+            if self.options.trim is None:
+                return SplitHead(rows, *about, ranks=self.ranks.drafting, first=self.draft.part.vocabulary(c)[0])
+            rows = self.draft.weights.head
+        head = LMHead(rows, *about)
         if self.draft is not None:
             translation, ids = self.draft.translation, self.draft.head_ids
         if self.options.trim is not None:
@@ -133,7 +143,7 @@ class Strategy:
     usual: str = AUTO  # the policy of those, if the user chose no length
     drafts: bool = True
     self_drafting: bool = False  # the target drafts with its own weights and cache, on every rank
-    divides: bool = False  # the ranks of --tp divide the work of a draft among them
+    layouts: tuple[str, ...] = ("replicated",)  # of --draft-layout, the default first
     needs_draft: bool = False  # drafts with a checkpoint of its own
     may_draft: bool = False  # may draft with a checkpoint of its own, and needs none
     reads_target: bool = False  # its checkpoint is a head that reads the target's hidden states

@@ -79,7 +79,7 @@ class EasySpec(SmallModel):
     paper = "EasySpec (2502.02493)"
     options = EasySpecOptions
     needs_draft = True
-    divides = True
+    layouts = ("layer-parallel", "tensor", "both", "replicated")
     about_draft = "the small model of strategy draft has no layers to run side by side"
 
     def published(self, given: Mapping[str, Any]) -> dict[str, Any] | None:
@@ -95,7 +95,8 @@ class EasySpec(SmallModel):
             )
         own: EasySpecOptions = options.own
         Schedule.of(own.layer_parallel, draft.config.num_layers)  # refuses what these layers cannot meet
-        if own.calibrate != "every" and options.draft_ranks != 1 and (options.tp or world_size() // options.dp) > 1:
+        divided = options.layout in ("layer-parallel", "both") and options.draft_ranks != 1
+        if own.calibrate != "every" and divided and (options.tp or world_size() // options.dp) > 1:
             asked = option("calibrate", own.calibrate)
             raise ValueError(f"{asked} needs {option('draft_ranks', 1)}: each rank has the fuzzy K/V of its own layers")
         return options
@@ -110,5 +111,6 @@ class EasySpec(SmallModel):
         cache = context.allocate(model)
         if own.calibrate != "every" and context.draft.translation is not None:
             raise ValueError(f"{option('calibrate', own.calibrate)} needs a draft with the target's tokenizer")
-        parallel = LayerParallel(model, cache, schedule, context.ranks, own.calibrate)
+        owners = context.ranks if context.options.layout in ("layer-parallel", "both") else None
+        parallel = LayerParallel(model, cache, schedule, owners and owners.drafting, own.calibrate)
         return made(context, model, cache, context.depth(self), parallel)

@@ -15,6 +15,7 @@ from specker.kernels.round.repeat_rows import repeat_rows
 from specker.layer_weights import LayerWeights
 from specker.model.cache import KVCache, Rows, sequence_bounds
 from specker.model.decoder import GroupRows, GroupStep, Model, Output, compiled, in_blocks, over_pages, run_layers
+from specker.model.recurrent import paths
 from specker.model.weights import ONE_ROW, Group
 from specker.runtime.ranks.dist import Ranks
 from specker.runtime.strategies.easyspec import WIDTH, Groups
@@ -69,9 +70,10 @@ class Schedule:
 
 
 class LayerParallel:
-    """Runs a model's layers by a schedule over one cache. If several ranks draft, each rank attends for its own layers
-    of a group and gathers the results; every rank does all other work itself, so no hidden rows are sent. Only the
-    owner of a layer holds its fuzzy K/V. Every rank runs the whole exact pass."""
+    """Runs a model's layers by a schedule over one cache. `ranks` share a group's attention: each attends for its own
+    layers of a group and gathers the results, so no hidden rows are sent. Only the owner of a layer holds its fuzzy
+    K/V. Every rank attends for all layers in groups of one and in the exact pass. The model may be a part of one
+    (model/split.py): without `ranks`, every rank attends for all layers with its heads."""
 
     def __init__(
         self,
@@ -89,10 +91,10 @@ class LayerParallel:
                 f"EasySpec cannot run layers of {model.config.architecture} side by side, whose heads differ: "
                 "choose strategy draft"
             )
-        self.ranks = ranks if ranks is not None and ranks.draft_ranks > 1 else None
+        self.ranks = ranks if ranks is not None and ranks.size > 1 else None
         self.compiles = self.ranks is None  # whether the compiled library can run the schedule
-        if model.stack is not None and self.ranks is not None and self.ranks.drafters_communicator is not None:
-            model.stack.divide_groups(self.ranks.drafters_communicator)
+        if model.stack is not None and self.ranks is not None and self.ranks.communicator is not None:
+            model.stack.divide_groups(self.ranks.communicator)
             self.compiles = True
         self.groups = [*(layers[0] for layers in schedule.groups), len(model.layers)]  # as it takes them
         self.kv = cache.k.flatten(0, 1), cache.v.flatten(0, 1)  # views: [L * pages, page, Hkv, D]
@@ -112,14 +114,16 @@ class LayerParallel:
 
     def _steps(self, rows: Rows) -> Iterator[GroupStep]:
         model, cache = self.model, self.cache
-        one = GroupRows(rows.positions, rows.slots, over_pages(model, rows), model.summed)
+        one = GroupRows(
+            rows.positions, rows.slots, over_pages(model, rows), model.joined, rows.ring_rows, rows.idle, paths(rows)
+        )
         every = self._repeated(rows) if any(len(group.layers) > 1 for group in self.stacks) else rows
         for layers, group in zip(self.schedule.groups, self.stacks, strict=True):
             if len(layers) == 1:
                 yield group, cache.layers[layers[0]], one
                 continue
             own = _of_layers(every, self._own(layers), len(model.layers))
-            join = model.summed if self.ranks is None else partial(self._gathered, layers, self.ranks)
+            join = model.joined if self.ranks is None else partial(self._gathered, layers, self.ranks)
             yield group, self.kv, GroupRows(own.positions, own.slots, over_pages(model, own), join)
 
     def _repeated(self, rows: Rows) -> Rows:
@@ -131,7 +135,7 @@ class LayerParallel:
 
     def _gathered(self, layers: tuple[int, ...], ranks: Ranks, added: Tensor) -> Tensor:
         """Gather `added` [own, T, E] from every rank -> [N, T, E] for a group's `layers`."""
-        N, R = len(layers), ranks.draft_ranks
+        N, R = len(layers), ranks.size
         if N % R == 0:  # equal shares: the ranks' order is the layers' order
             return ranks.gather(added).flatten(0, 1)
         most = -(-N // R)  # a rank with fewer layers sends padding
@@ -145,7 +149,7 @@ class LayerParallel:
         """The adjacent layers of a group that this rank attends for."""
         if self.ranks is None:
             return layers
-        return tuple(n for n in layers if self.schedule.owner(n, self.ranks.draft_ranks) == self.ranks.rank)
+        return tuple(n for n in layers if self.schedule.owner(n, self.ranks.size) == self.ranks.rank)
 
     def _group(self, layers: tuple[int, ...]) -> Group:
         """Make a group. Its stacks own the attention weights; the model's layers become views of them."""

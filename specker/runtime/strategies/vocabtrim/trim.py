@@ -88,8 +88,9 @@ def ranking(
             source = f"{counts.earlier.total():,} tokens of earlier runs"
     if ranks is not None:  # all must keep the same rows, but a rank may see other counts than rank 0
         order = order.to(ranks.device)
-        order = ranks.first(order) if options.base.every_rank else ranks.gather(order)[0]
-        order, counts = order.cpu(), counts if ranks.rank == 0 else None
+        drafting = ranks if options.base.every_rank else ranks.drafting
+        assert drafting is not None
+        order, counts = drafting.first(order).cpu(), counts if ranks.rank == 0 else None
     return Ranking(VocabScores(order, None), VocabKeep(fraction=UNCOUNTED_KEEP), source, counts)
 
 
