@@ -1,6 +1,7 @@
 """Shared fixtures. Tests and the processes that they start use one thread: tiny models gain nothing from two, which
 wait for each other on cores that other tests need, and sums keep one order."""
 
+import atexit
 import functools
 import gc
 import json
@@ -55,10 +56,7 @@ def pytest_collection_finish() -> None:
     """Tests and benches that collect garbage do not search the imported modules for it."""
     gc.freeze()
     gc.enable()
-
-
-def pytest_unconfigure() -> None:
-    gc.unfreeze()
+    atexit.register(gc.unfreeze)
 
 
 @pytest.fixture(autouse=True)

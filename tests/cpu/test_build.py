@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import warm
 from make_checkpoint import make
 
 import specker
@@ -289,7 +290,7 @@ print(_loaded.cache_info().currsize)
 
 def test_ops_alone_use_the_compiled_kernels():
     """A program that imports nothing else of the package imports the backend with its first call on a CPU."""
-    done = subprocess.run([sys.executable, "-c", ONLY_OPS], cwd=ROOT, capture_output=True, text=True, check=True)
+    done = warm.run("-c", ONLY_OPS)
     assert done.stdout.split() == ["True", "False", "1"]
 
 

@@ -7,6 +7,7 @@ import threading
 
 import pytest
 import torch
+import warm
 from make_checkpoint import make
 
 import specker
@@ -89,7 +90,7 @@ raise SystemExit(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
 
 
 def test_a_forked_process_has_a_team_of_its_own():
-    assert subprocess.run([sys.executable, "-c", FORK], timeout=120, check=False).returncode == 0
+    assert warm.run("-c", FORK).returncode == 0
 
 
 BOUND = """

@@ -75,6 +75,8 @@ def test_command(line: str) -> None:
         case ["torchrun", "--nproc-per-node", ranks, "-m", "specker.run", *flags]:
             assert int(ranks) > 1
             cli_flags.parse(flags)
+        case [_, "torchrun", "--nproc-per-node", _, "--no-python", "bash", "-c", _, "specker", *flags]:
+            cli_flags.parse(flags)
         case ["specker", "calibrate", *flags] if "--help" not in flags:
             calibrate.parse(flags)
         case ["specker", "view", *flags]:

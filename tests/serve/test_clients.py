@@ -4,7 +4,6 @@ import json
 import subprocess
 from typing import Literal
 
-import anthropic
 import openai
 import pytest
 from make_checkpoint import add_tokens, make
@@ -104,12 +103,19 @@ def test_openai_uses_tools(api):
 
 
 @pytest.fixture(scope="module")
-def claude(url):
+def anthropic():
+    import anthropic  # takes two seconds, which other workers save
+
+    return anthropic
+
+
+@pytest.fixture(scope="module")
+def claude(anthropic, url):
     with anthropic.Anthropic(base_url=url, api_key="secret", max_retries=0) as claude:
         yield claude
 
 
-def test_anthropic_messages(claude, want):
+def test_anthropic_messages(anthropic, claude, want):
     asked = {"model": "tiny", "max_tokens": 12, "messages": TALK}
     made = claude.messages.create(**asked)
     assert made.content[0].text == want and made.stop_reason == "max_tokens" and made.usage.output_tokens == 12

@@ -3,8 +3,6 @@
 import json
 import re
 import socket
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -12,6 +10,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import httpx
+import warm
 
 from specker.runtime.engine import Engine
 from specker.serve.app import application
@@ -39,25 +38,24 @@ def serving(engine: Engine, sampling: dict[str, float] | None = None, **settings
 
 
 @contextmanager
-def command(models: dict[str, Any], *words: str, before: str = "") -> Iterator[tuple[subprocess.Popen[str], str]]:
+def command(models: dict[str, Any], *words: str, before: str = "") -> Iterator[tuple[warm.Running, str]]:
     """The process of `specker serve`, and its address. `before`: Python that runs first."""
     script = f"import sys, threading\nfrom specker.cli import serve\n{before}\nsys.exit(serve.main(sys.argv[1:]))"
     flags = {"target": models["target"], "port": 0, "strategy": "ar", "batch-size": 2, "device": "cpu"}
     flags |= {"dtype": "float64", "temperature": 0}
     argv = [str(word) for name, value in flags.items() for word in (f"--{name}", value)] + list(words)
-    server = subprocess.Popen([sys.executable, "-c", script, *argv], stderr=subprocess.PIPE, text=True)
+    server = warm.Running("-c", script, *argv)
     try:
-        said, lines = "", server.stderr
-        assert lines is not None
+        said = ""
         while not (found := re.search(r"(http://[\d.:]+)/v1", said)):
-            said += (line := lines.readline())
+            said += (line := server.stderr.readline())
             assert line, said
         server.said = said  # type: ignore[attr-defined]
         yield server, found[1]
     finally:
         server.kill()
         server.wait()
-        server.stderr.close()  # type: ignore[union-attr]
+        server.stderr.close()
 
 
 def until(holds: Callable[[], object], seconds: float = 20) -> None:

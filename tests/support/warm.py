@@ -2,8 +2,8 @@
 runs in a fork of a process that has imported torch, triton and transformers, and nothing of this repository. Importing
 them takes longer than most of the tests' commands.
 
-Commands that test imports, signals or a terminal, or that need variables which torch reads when it is imported, start
-an interpreter of their own. Here OMP_NUM_THREADS is 1, kernels are compiled, and pytest is not a worker of this run.
+Commands that test imports or a terminal, or that need variables which torch reads when it is imported, start an
+interpreter of their own. Here OMP_NUM_THREADS is 1, kernels are compiled, and pytest is not a worker of this run.
 """
 
 import atexit
@@ -38,26 +38,62 @@ def beside(
     *commands: tuple[Sequence[str], Mapping[str, str]], cwd: Path = ROOT
 ) -> list[subprocess.CompletedProcess[str]]:
     """The results of commands that run at the same time, each with its variables."""
-    inherited = {name: value for name, value in os.environ.items() if not name.startswith(WITHOUT)}
-    with tempfile.TemporaryDirectory() as folder, _one_at_a_time:
+    with tempfile.TemporaryDirectory() as folder:
         jobs = [
-            {
-                "command": [str(part) for part in command],
-                "cwd": str(cwd),
-                "env": {**inherited, "OMP_NUM_THREADS": "1", **env},
-                "paths": [f"{folder}/{n}.out", f"{folder}/{n}.err"],
-            }
+            _job(command, cwd, env, f"{folder}/{n}.out", f"{folder}/{n}.err")
             for n, (command, env) in enumerate(commands)
         ]
-        server = _server()
-        assert server.stdin and server.stdout
-        server.stdin.write(json.dumps(jobs) + "\n")
-        server.stdin.flush()
-        codes = json.loads(server.stdout.readline())
+        codes = _ask(_ask(jobs))
         texts = [[Path(path).read_text() for path in job["paths"]] for job in jobs]
     return [
         subprocess.CompletedProcess(c, code, *text) for (c, _), code, text in zip(commands, codes, texts, strict=True)
     ]
+
+
+class Running:
+    """`subprocess.Popen` of `python *command`, whose stderr is a pipe."""
+
+    returncode: int | None = None
+
+    def __init__(self, *command: str) -> None:
+        with tempfile.TemporaryDirectory() as folder:
+            os.mkfifo(pipe := f"{folder}/err")
+            [self.pid] = _ask([_job(command, ROOT, {}, os.devnull, pipe)])
+            self.stderr = open(pipe)  # noqa: SIM115  once the command has opened it, too
+
+    def send_signal(self, number: int) -> None:
+        os.kill(self.pid, number)
+
+    def wait(self) -> None:
+        if self.returncode is None:
+            [self.returncode] = _ask([self.pid])
+
+    def communicate(self) -> str:
+        """The rest of stderr, when the command has ended."""
+        said = self.stderr.read()
+        self.wait()
+        return said
+
+    def kill(self) -> None:
+        if self.returncode is None:
+            self.send_signal(signal.SIGKILL)
+
+
+def _job(command: Sequence[str], cwd: Path, env: Mapping[str, str], out: str, err: str) -> dict[str, Any]:
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith(WITHOUT)}
+    own = {**inherited, "OMP_NUM_THREADS": "1", **env}
+    return {"command": [str(part) for part in command], "cwd": str(cwd), "env": own, "paths": [out, err]}
+
+
+def _ask(jobs: list[Any]) -> list[int]:
+    """The process ids of jobs that begin now; of process ids, the exit codes, when these have ended."""
+    with _one_at_a_time:
+        server = _server()
+        assert server.stdin and server.stdout
+        server.stdin.write(json.dumps(jobs) + "\n")
+        server.stdin.flush()
+        answer: list[int] = json.loads(server.stdout.readline())
+    return answer
 
 
 @cache
@@ -71,19 +107,21 @@ def _server() -> subprocess.Popen[str]:
 
 
 def _serve() -> dict[str, Any]:
-    """Answers each line, a list of jobs, with a list of their exit codes. Returns in a fork, with its job."""
+    """Answers each line as `_ask` says. Returns in a fork, with its job."""
     import torch.distributed  # noqa: F401
     import triton  # noqa: F401
     from transformers import AutoConfig, AutoTokenizer  # noqa: F401
 
     for line in sys.stdin:
-        children = []
+        answer = []
         for job in json.loads(line):
-            if (child := os.fork()) == 0:
+            if isinstance(job, int):
+                answer.append(os.waitstatus_to_exitcode(os.waitpid(job, 0)[1]))
+            elif child := os.fork():
+                answer.append(child)
+            else:
                 return job
-            children.append(child)
-        codes = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
-        print(json.dumps(codes), flush=True)
+        print(json.dumps(answer), flush=True)
     sys.exit(0)
 
 
@@ -93,6 +131,7 @@ def _become(job: dict[str, Any]) -> None:
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     for number, path in enumerate(job["paths"], 1):
         os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT), number)
+    sys.stderr = open(2, "w", 1, errors="backslashreplace", closefd=False)  # noqa: SIM115  a pipe, unlike the server's
     os.chdir(job["cwd"])
     os.environ.clear()
     os.environ.update(job["env"])
