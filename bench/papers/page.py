@@ -80,8 +80,9 @@ def nearness(paper: str, rows: list[Row]) -> str:
 
 
 def of_sweep(paper: str, rows: list[Row]) -> list[list[str]]:
-    lines = [["layers that draft", "best length", "tokens a round", "tokens per loaded layer"], ["--:"] * 4]
-    forms = ("{exit}", "{g}", "{acceptance_length:.2f}", "{per_layer:.4f}")
+    head = ["layers that draft", "best length by layers", "tokens a round", "tokens per loaded layer"]
+    lines = [[*head, "best length by seconds", "times as fast as `ar`, expected"], ["--:"] * 6]
+    forms = ("{exit}", "{g}", "{acceptance_length:.2f}", "{per_layer:.4f}", "{fast_g}", "{by_seconds:.2f}")
     return lines + [[text(row, form) for form in forms] for row in rows]
 
 

@@ -1,6 +1,7 @@
 """`make papers`: every paper runs end to end, the sweep of DEL is what decoding does, and the page comes from rows."""
 
 import pytest
+import torch
 
 from bench import harness
 from bench.papers import __main__ as papers
@@ -67,7 +68,7 @@ def test_the_sweep_counts_what_decoding_does():
     plain = pair.load("ar")
     texts = [plain.generate(ids, count, temperature=temperature).tokens for ids in pair.texts]
     right = [dynamic_exit.matches(plain, *both, temperature) for both in zip(pair.texts, texts, strict=True)]
-    best = dynamic_exit.sweep(right, 12, 0.5)
+    best = dynamic_exit.sweep(right, 12, lambda exit: [1 + g for g in range(18)])
     assert [row["exit"] for row in best] == list(range(1, 12))
     chosen = max(best, key=lambda row: row["acceptance_length"])
     how = {"exit_layer": chosen["exit"], "draft_tokens": chosen["g"]}
@@ -81,8 +82,16 @@ def test_rounds_of_a_text_by_hand():
     right = [True, True, False, True, False, False]
     assert dynamic_exit.counted(right, 0) == (6, 6, 0)
     assert dynamic_exit.counted(right, 2) == (6, 3, 4)  # 3 tokens, then 2, then the last one, which needs no draft
-    settings = dynamic_exit.fixed(dynamic_exit.sweep([dynamic_exit.torch.tensor([right] * 3)], 4, 0.1))
-    assert measure.flags(settings[-1].options) == "--strategy del --policy plus-minus-one --exit-layer 1"
+    match = torch.tensor([right, [False] * 6, [False, True, False, True, True, False]])
+    best = dynamic_exit.sweep([match], 4, lambda exit: [4 + exit * g / 8 for g in range(18)])
+    assert [(row["exit"], row["g"], row["fast_g"]) for row in best] == [(1, 2, 2), (2, 0, 1), (3, 0, 2)]
+    assert best[0]["per_layer"] == 6 / (3 * 4 + 4) and best[2]["by_seconds"] == pytest.approx(2 * 4 / 4.75)
+    found = [(each.title, measure.flags(each.options)) for each in dynamic_exit.fixed(best)]
+    assert found == [
+        ("best fixed setting by seconds", "--strategy del --policy fixed --exit-layer 1 --draft-tokens 2"),
+        ("second best, at another exit", "--strategy del --policy fixed --exit-layer 3 --draft-tokens 2"),
+        ("plus-minus-one rule at the best exit", "--strategy del --policy plus-minus-one --exit-layer 1"),
+    ]
 
 
 # --- models
