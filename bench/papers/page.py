@@ -72,11 +72,13 @@ def of_settings(paper: str, rows: list[Row]) -> list[list[str]]:
 
 def nearness(paper: str, rows: list[Row]) -> str:
     """How near the default comes to the paper's best setting."""
-    own = {row["flags"]: row["over_ar"] for row in rows if row["flags"].startswith(f"--strategy {paper}")}
-    default, best = f"--strategy {paper}", max(own, key=lambda flags: own[flags], default="")
-    if default not in own:
+    own = {row["flags"]: row for row in rows if row["flags"].startswith(f"--strategy {paper}")}
+    if (default := own.get(f"--strategy {paper}")) is None:
         return ""
-    return f"The default has {own[default] / own[best]:.0%} of the speed of the fastest of these, `{best}`."
+    best = max(own.values(), key=lambda row: row["over_ar"])
+    share, rested = default["over_ar"] / best["over_ar"], default["rested"]
+    said = f"The default has {share:.0%} of the speed of the fastest of these, `{best['flags']}`"
+    return f"{said}. It drafted nothing in {rested:.0%} of its rounds."
 
 
 def of_sweep(paper: str, rows: list[Row]) -> list[list[str]]:

@@ -136,7 +136,7 @@ def test_the_autoregressive_draft_is_as_large_as_the_diffusion_drafter():
 def row(paper, way, over, **more):
     spread = {"median": over, "p20": over - 0.1, "p80": over + 0.1}
     fields = {"bench": "papers", "paper": paper, "table": "speed", "model": "the family", "temperature": 0.0}
-    fields |= {"way": way, "over_ar": over, "over_ar_texts": spread, "theirs": "2.5", "device": "cpu"}
+    fields |= {"way": way, "over_ar": over, "over_ar_texts": spread, "theirs": "2.5", "rested": 0.4, "device": "cpu"}
     flags = f"--strategy {paper}" + ("" if way == "slow" else " --policy fixed")
     origin = {"command": "python x", "commit": "abc", "date": "1", "machine": "a machine", "threads": 2}
     return fields | origin | {"flags": flags, "versions": {"torch": "2"}} | more
@@ -150,7 +150,8 @@ def test_a_page_shows_the_newest_run_of_each_model():
     lines = page.of_paper("del", [*old, *real, *new]).splitlines()
     assert "**The family**, T = 0:" in lines and "**Real models**, T = 0:" in lines
     assert "| fast | `--strategy del --policy fixed` | 1.60 | 1.50 to 1.70 |  | 0.1250 | 2.5 |" in lines
-    assert "The default has 75% of the speed of the fastest of these, `--strategy del --policy fixed`." in lines
+    said = "The default has 75% of the speed of the fastest of these, `--strategy del --policy fixed`."
+    assert f"{said} It drafted nothing in 40% of its rounds." in lines
     assert (
         not any("gone" in line for line in lines) and "`python x`; a machine, 2 threads; torch 2; commit def." in lines
     )
