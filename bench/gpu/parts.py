@@ -118,7 +118,7 @@ def e2e(s: Setting) -> list[Step]:
 
 
 def papers(s: Setting) -> list[Step]:
-    minutes = s.limit / 60 / 20  # of the usual 20, most of which are timed rounds
+    minutes = 0.6 * s.limit / 60  # of timed rounds
     return [_one(s.command("-m", "bench.papers", "--device", "cuda", "--minutes", f"{minutes:.2f}", "--save"))]
 
 
