@@ -6,9 +6,11 @@ target's text, the draft's text, and Python's standard library without the held-
 """
 
 import json
+import sys
 import sysconfig
 import tempfile
 from collections.abc import Iterator
+from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +49,8 @@ def run(pair: Pair, temperatures: list[float], seconds: float, kept: tuple[str, 
             row, engine, stats = turn
             if engine.draft is not None:
                 base = done[(WHOLE if engine.options.draft_tokens else AUTO).title]
-                row["of_whole"] = row["acceptance_length"] / base.row["acceptance_length"]
+                if base.engine.options.draft_tokens:  # `auto` rests now and then
+                    row["of_whole"] = row["acceptance_length"] / base.row["acceptance_length"]
                 row["over_whole"] = base.row["median"] / row["median"]
                 row["mbsu"] = trim.mbsu(engine.target, engine.draft, engine.drafter.head_bytes, engine.options, stats)
             rows.append(row | engine.trim_report(stats))
@@ -80,7 +83,9 @@ def score_files(folder: Path, pair: Pair, prompts: int) -> dict[str, Path]:
     for source in ("target", "draft"):
         out[f"text of the {source}"] = file = folder / f"{source}.safetensors"
         how = ["--prompts", str(lines), "--max-new-tokens", str(CALIBRATION_TOKENS), "--temperature", "0.7"]
-        if code := calibrate.main([*how, "--source", source, "--device", pair.device, "--out", str(file)]):
+        with redirect_stdout(sys.stderr):
+            code = calibrate.main([*how, "--source", source, "--device", pair.device, "--out", str(file)])
+        if code:
             raise SystemExit(code)
     read = vocab_scores.read(file)
     counts = torch.zeros(read.vocab_size or 0, dtype=torch.int64)
