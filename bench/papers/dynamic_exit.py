@@ -6,19 +6,20 @@ the warm-up measured. With L layers, drafts of g tokens by the first E layers gi
 
     tokens per loaded layer = tokens / sum over rounds of (L + g E)
 
-which is counted in every round, in a pass that is not timed, since a trace changes how a round runs.
+Where a setting drafts with several exits, they are counted in a pass that is not timed: a trace changes how rounds run.
 """
 
 from collections.abc import Callable, Sequence
 
 import torch
 
-from bench.papers.measure import Row, Setting, about, engines_of, turns
+from bench.papers.measure import Row, Setting, about, turns
 from bench.papers.models import Pair
 from specker.kernels.sample_rows import sample_rows
 from specker.model.decoder import Final, forward
 from specker.options import Sampling
 from specker.runtime.control.policy import LONGEST, Budget
+from specker.runtime.control.stats import Stats
 from specker.runtime.engine import Engine
 
 PAPER = "del"
@@ -81,14 +82,15 @@ def sweep(texts: list[torch.Tensor], layers: int, seconds: Callable[[int], Seque
     return best
 
 
-def per_layer(engine: Engine, pair: Pair, temperature: float) -> float:
-    """Tokens per loaded layer of what the engine decodes."""
-    rounds: list[Row] = []
+def per_layer(engine: Engine, stats: Stats, pair: Pair, temperature: float) -> float:
+    """Tokens per loaded layer of what the engine decodes. `stats`: of these texts, as it has decoded them."""
+    layers, rounds = len(engine.model.layers), []
+    if len(stats.exits) <= 1:
+        return stats.tokens / (layers * stats.rounds + sum(stats.exits) * stats.drafted)
     engine.trace = rounds.append
     for text in pair.texts:
         engine.generate(text, pair.max_new_tokens, temperature=temperature)
     engine.trace = None
-    layers = len(engine.model.layers)
     return sum(len(r["tokens"]) for r in rounds) / sum(layers + len(r["draft"]) * r["exit"] for r in rounds)
 
 
@@ -103,13 +105,10 @@ def run(pair: Pair, temperatures: list[float], seconds: float) -> list[Row]:
         right = [matches(plain, ids, text, temperature) for ids, text in zip(pair.texts, texts, strict=True)]
         best = sweep(right, layers, lambda exit: costs.rounds(1, Budget(1, 1, exit), LONGEST))
         rows += [about(PAPER, pair, "sweep", temperature) | row for row in best]
-        settings = [*USUAL, *fixed(best)]
-        engines = engines_of(pair, settings, temperature)
-        loaded = {title: per_layer(engine, pair, temperature) for title, engine in engines.items()}
-        done = turns(PAPER, pair, settings, temperature, seconds / len(temperatures), engines)
-        for title, turn in done.items():
-            stats = turn.stats
-            rows.append(turn.row | {"per_layer": loaded[title], "lengths": stats.lengths, "exits": stats.exits})
+        done = turns(PAPER, pair, [*USUAL, *fixed(best)], temperature, seconds / len(temperatures))
+        for row, engine, stats in done.values():
+            loads = per_layer(engine, stats, pair, temperature)
+            rows.append(row | {"per_layer": loads, "lengths": stats.lengths, "exits": stats.exits})
     return rows
 
 
