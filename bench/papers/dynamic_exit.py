@@ -25,10 +25,10 @@ from specker.runtime.engine import Engine
 PAPER = "del"
 LENGTHS = range(LONGEST + 1)
 USUAL = (
-    Setting("DEL, the default", {"strategy": "del"}),
-    Setting("DEL, as published", {"strategy": "del", "as_published": True}, "2.36 to 2.62"),
-    Setting("DEL, layers as the paper counts them", {"strategy": "del", "exit_cost": "layers"}),
-    Setting("DEL, g of the best TPL as the length", {"strategy": "del", "policy": "del-length"}, sampled=False),
+    Setting("the default", {"strategy": "del"}),
+    Setting("as published", {"strategy": "del", "as_published": True}, "2.36 to 2.62"),
+    Setting("costs in layers, as the paper counts", {"strategy": "del", "exit_cost": "layers"}),
+    Setting("g of the best TPL as the length", {"strategy": "del", "policy": "del-length"}, sampled=False),
     Setting("half of the layers, length by `auto`", {"strategy": "del", "policy": "auto"}),
 )
 
