@@ -12,6 +12,7 @@ from bench.decoding import Given
 from bench.papers import diffuspec, dynamic_exit, easyspec, page, picture, vocabtrim
 from bench.papers.measure import Row
 from bench.papers.models import Pair, coder, family
+from specker.runtime.recipe import device_of
 from specker.zoo.inflate import SHAPES
 
 SHARES = {"easyspec": 0.22, "del": 0.24, "diffuspec": 0.3, "vocabtrim": 0.24}  # of the time
@@ -77,6 +78,10 @@ def main() -> None:
     for name, given, known in (("papers", papers, SHARES), ("shape", [args.shape], SHAPES)):
         if unknown := [text for text in given if text not in known]:
             sys.exit(f"bench: --{name} has {unknown[0]!r}; there are {', '.join(known)}")
+    try:
+        device_of(args.device)
+    except ValueError as error:
+        sys.exit(f"bench: {error}")
     if args.quick and args.save:
         sys.exit("bench: --quick measures nothing that is worth keeping: leave out --save")
     if args.quick:

@@ -28,7 +28,7 @@ PAPER = "vocabtrim"
 CHAIN = {"draft_tokens": 4}
 WHOLE = Setting("whole head, chains of 4", {"strategy": "draft", **CHAIN})
 AUTO = Setting("whole head, length by `auto`", {"strategy": "draft"})
-PAPERS = Setting("whole head, as published", {"strategy": "draft", "as_published": True})
+PUBLISHED = Setting("whole head, as published", {"strategy": "draft", "as_published": True})
 KEPT = ("0.5", "0.25", "0.125", "0.0625")  # of the head's rows
 KEEP = 1024  # rows with counts of each source
 CALIBRATION_PROMPTS = 32
@@ -39,7 +39,7 @@ def settings(kept: tuple[str, ...]) -> list[Setting]:
     trimmed = ({"strategy": "vocabtrim", "vocab_keep": share, **CHAIN} for share in kept)
     chains = (Setting(f"{options['vocab_keep']} of the rows, chains of 4", options) for options in trimmed)
     paper = Setting("as published", {"strategy": "vocabtrim", "as_published": True}, "1.16 of the whole head, modelled")
-    return [AUTO, Setting("the default", {"strategy": "vocabtrim"}), PAPERS, paper, WHOLE, *chains]
+    return [AUTO, Setting("the default", {"strategy": "vocabtrim"}), PUBLISHED, paper, WHOLE, *chains]
 
 
 def run(pair: Pair, temperatures: list[float], seconds: float, kept: tuple[str, ...] = KEPT) -> list[Row]:
@@ -49,7 +49,7 @@ def run(pair: Pair, temperatures: list[float], seconds: float, kept: tuple[str, 
         for turn in done.values():
             row, engine, stats = turn
             if engine.draft is not None:
-                whole = PAPERS if engine.options.as_published else WHOLE if engine.options.draft_tokens else AUTO
+                whole = PUBLISHED if engine.options.as_published else WHOLE if engine.options.draft_tokens else AUTO
                 base = done[whole.title]
                 if base.engine.options.draft_tokens:  # `auto` rests now and then
                     row["of_whole"] = row["acceptance_length"] / base.row["acceptance_length"]

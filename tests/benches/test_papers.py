@@ -43,6 +43,7 @@ def test_a_paper_runs_and_prints_its_tables(made, tmp_path, results, monkeypatch
         ("--papers del,eagle", "bench: --papers has 'eagle'; there are easyspec, del"),
         ("--shape 2b", "bench: --shape has '2b'; there are 0.5b"),
         ("--quick --save", "bench: --quick measures nothing that is worth keeping"),
+        ("--device tpu", "bench: unknown device 'tpu': use cpu or cuda"),
     ],
 )
 def test_what_cannot_be_run_is_refused(command_line, flags, message):
