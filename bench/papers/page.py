@@ -111,6 +111,12 @@ def of_steps(paper: str, rows: list[Row]) -> list[list[str]]:
     return lines
 
 
+def of_layouts(paper: str, rows: list[Row]) -> list[list[str]]:
+    lines = [["layout", "flags", "tokens a round", "ms a draft"], ["---", "---", "--:", "--:"]]
+    forms = ("{way}", "`{flags}`", "{acceptance_length:.2f}", "{round_ms:.1f}")
+    return lines + [[text(row, form) for form in forms] for row in rows]
+
+
 def of_sources(paper: str, rows: list[Row]) -> list[list[str]]:
     lines = [["counted", "share of the text in the kept rows", "tokens a round", "MBSU"], ["---", *["--:"] * 3]]
     forms = ("{way}", "{coverage:.1%}", "{acceptance_length:.2f}", "{mbsu:.2f}")
@@ -122,6 +128,7 @@ TABLES: dict[str, Callable[[str, list[Row]], list[list[str]]]] = {
     "sweep": of_sweep,
     "groups": of_groups,
     "steps": of_steps,
+    "layouts": of_layouts,
     "source": of_sources,
 }
 ABOUT = {  # after the model and the temperature
@@ -129,6 +136,7 @@ ABOUT = {  # after the model and the temperature
     "sweep": ", a full sweep of fixed exits and lengths, by counts",
     "groups": ", tokens a round by width, layers in a group and calibration",
     "steps": ", a draft step",
+    "layouts": ", chains of four tokens on two ranks of one thread each",
     "source": ", rows of the head chosen by counts of different text",
 }
 

@@ -12,7 +12,7 @@ from specker import zoo
 from specker.zoo.inflate import SHAPES, Inflated
 
 SHOWN = {  # what the tables of a trial must hold
-    "easyspec": ("--strategy easyspec --as-published", "mismatch", "cosine of the final rows"),
+    "easyspec": ("--strategy easyspec --as-published", "mismatch", "--draft-layout both", "cosine of the final rows"),
     "del": ("--strategy del --policy plus-minus-one --exit-layer", "tokens per loaded layer", "a full sweep"),
     "diffuspec": ("--strategy diffuspec --cps tree --draft-tokens 4", "autoregressive, chains of 4", "2.69"),
     "vocabtrim": ("--strategy vocabtrim --vocab-keep 0.25", "MBSU", "Python's standard library"),
