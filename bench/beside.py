@@ -3,7 +3,7 @@
 The checkpoints are random, so nearly every draft is refused and a round commits one token; what is compared is the
 round itself: a draft, a verify pass over it, and what both do between. Both programs get the same weights:
 
-    small        a small model drafts a chain with `--draft_tokens` tokens
+    small        a small model drafts a chain with `--draft-tokens` tokens
     translated   the same, but in transformers it has another tokenizer (the same words in another order, and some
                  more), so that each round translates text and drafts; specker runs `small`'s
     mtp          MTP heads in DeepSeek-V3's layout on a Llama; each drafts one token

@@ -4,12 +4,12 @@
     python bench/e2e.py --target DIR --questions bench/spec_bench.jsonl --ways ar,lookup,del
     python bench/e2e.py --target DIR --draft DIR --questions FILE --categories summarization,rag
     python bench/e2e.py --repeats 10 --rounds 1 --prompts 8                  # how steady the strategies are
-    python bench/e2e.py --repeats 10 --rounds 1 --prompts 8 --batch_size 4   # of four texts at once
+    python bench/e2e.py --repeats 10 --rounds 1 --prompts 8 --batch-size 4   # of four texts at once
     python bench/e2e.py --target FILE.gguf --draft FILE.gguf --questions bench/coder_prompts.jsonl --transformers false
 
 One process decodes the prompts: held-out code for the bundled family, otherwise the first turns of `--questions`, or
 its conversations (`messages`), through the target's chat template; a `prompt` is continued as it is. The configurations
-take turns at every prompt, or at every group of `--batch_size` prompts; medians of rounds are reported.
+take turns at every prompt, or at every group of `--batch-size` prompts; medians of rounds are reported.
 Configurations: `ar`, `draft`, chains and trees of it, every other strategy with its defaults, transformers' `generate`,
 its assisted generation with the models of `draft` and its prompt lookup, in the same dtype. A strategy that needs a
 checkpoint or a file that is neither given nor bundled is left out. Speedup over `ar` should be
@@ -163,8 +163,9 @@ def _step(stats: Stats) -> float:
 
 
 def show(rows: list[dict], temperature: float) -> None:
-    columns = ("way", "tokens/s", "over ar", "tau", "k", "c", "v", "predicted", "distinct 4-grams", "differ")
-    table = harness.table_of(temperature, columns)
+    speeds = ("way", "tokens/s", "over ar", "predicted")
+    about = ("tokens/round", "drafts/round", "draft step / ar", "verify / ar", "distinct 4-grams", "differ")
+    table = harness.table_of(temperature, (*speeds, *about))
 
     def number(row: dict, key: str, digits: int) -> str:
         return f"{row[key]:.{digits}f}" if key in row else ""
@@ -177,10 +178,10 @@ def show(rows: list[dict], temperature: float) -> None:
             row["way"],
             f"{row['tokens_per_second']:.0f}",
             f"{row['over_ar']:.2f}",
-            *(number(row, key, 2) for key in ("acceptance_length", "k", "c", "v", "predicted", "distinct_4grams")),
+            *(number(row, key, 2) for key in ("predicted", "acceptance_length", "k", "c", "v", "distinct_4grams")),
             str(row.get("differing_within_rounding", "")),
         )
-    Console(width=120).print(table)
+    Console(width=140).print(table)
 
 
 def show_repeats(rows: Sequence[dict[str, Any]], temperature: float) -> None:
@@ -225,7 +226,7 @@ def main() -> None:
         sys.exit(f"bench: --ways has {', '.join(sorted(unknown))}; there are {', '.join((*SHAPES, *HF))}")
     for name in ("repeats", "batch_size"):
         if getattr(args, name) < 1:
-            sys.exit(f"bench: --{name} must be at least 1, got {getattr(args, name)}")
+            sys.exit(f"bench: --{name.replace('_', '-')} must be at least 1, got {getattr(args, name)}")
     hf = Transformers(args, read_config(args.source).eos_ids) if args.transformers else None
     rows = []
     for n in range(args.repeats):

@@ -184,8 +184,17 @@ def where_from(device: str = "cpu") -> dict[str, Any]:
         },
         "commit": commit(),
         "date": datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
-        "command": " ".join(["python", *sys.argv]).replace(str(Path.home()), "~"),
+        "command": " ".join(["python", script(sys.argv[0]), *sys.argv[1:]]).replace(str(Path.home()), "~"),
     }
+
+
+def script(name: str) -> str:
+    """A program as its user names it from the repository's folder: Python gives the whole path of a module's file."""
+    path, root = Path(name), Path(__file__).resolve().parents[1]
+    if not path.is_absolute() or not path.is_relative_to(root):
+        return name
+    inside = path.relative_to(root)
+    return f"-m {'.'.join(inside.parent.parts)}" if inside.name == "__main__.py" else str(inside)
 
 
 def commit() -> str:

@@ -2,7 +2,7 @@
 
     python bench/heads.py --head OUT/head --questions 12
 
-The target is SmolLM2-135M-Instruct, everything is in float32 and greedy, and drafts are chains of --draft_tokens. The
+The target is SmolLM2-135M-Instruct, everything is in float32 and greedy, and drafts are chains of --draft-tokens. The
 head is the flat layout of `python -m train.head`; llama.cpp gets it as GGUF. Questions are those of Spec-Bench whose
 answers do not end within --tokens. Acceptance lengths are tokens per verify pass, the prompt's pass left out. vLLM and
 llama.cpp are installed into .venv/peers on first use; --engines leaves some out.

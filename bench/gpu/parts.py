@@ -118,8 +118,8 @@ def e2e(s: Setting) -> list[Step]:
 
 
 def papers(s: Setting) -> list[Step]:
-    minutes = s.limit / 60 / 20  # of the usual 20, most of which are timed rounds
-    return [_one(s.command("-m", "bench.papers", "--device", "cuda", "--minutes", f"{minutes:.2f}", "--save"))]
+    how = ("--device", "cuda", "--shape", "8b", "--minutes", f"{0.5 * s.limit / 60:.2f}")  # of timed rounds
+    return [_one(s.command("-m", "bench.papers", *how, "--save"))]
 
 
 def plot(s: Setting) -> list[Step]:

@@ -12,6 +12,7 @@ from bench.decoding import Given
 from bench.papers import diffuspec, dynamic_exit, easyspec, page, picture, vocabtrim
 from bench.papers.measure import Row
 from bench.papers.models import Pair, coder, family
+from specker.runtime.recipe import device_of
 from specker.zoo.inflate import SHAPES
 
 SHARES = {"easyspec": 0.22, "del": 0.24, "diffuspec": 0.3, "vocabtrim": 0.24}  # of the time
@@ -23,7 +24,7 @@ class Args(Given):
     shape: str = field(default="0.5b", metadata={"help": f"of the inflated family: {', '.join(SHAPES)}"})
     prompts: int = field(default=4, metadata={"help": "number of prompts"})
     temperatures: str = field(default="0,0.7", metadata={"help": "comma-separated"})
-    minutes: float = field(default=15.0, metadata={"help": "of timed rounds, for all papers; each setting has one"})
+    minutes: float = field(default=12.0, metadata={"help": "of timed rounds, for all papers; each setting has one"})
     threads: int = field(default=2, metadata={"help": "on a CPU"})
     dtype: str = field(default="", metadata={"help": "as of specker"})
     quantize: str = field(default="", metadata={"help": "as of specker; default: int8 on a CPU"})
@@ -37,8 +38,10 @@ def of_easyspec(args: Args, pair: Pair, temperatures: list[float], seconds: floa
     widths, groups = easyspec.WIDTHS[few], easyspec.GROUPS[few]
     rows = easyspec.run(pair, temperatures, 0.7 * seconds)
     rows += easyspec.by_group(pair, temperatures, widths, groups) + easyspec.steps(pair, groups)
+    if pair.device == "cpu" and pair.deep_draft is not None:
+        rows += easyspec.by_layout(pair, easyspec.LAYOUTS[-1:] if args.quick else easyspec.LAYOUTS)
     if (real := other(args)) is not None:
-        rows += easyspec.run(real, [0.0], 0.3 * seconds, easyspec.CHAINS) + easyspec.steps(real, groups)
+        rows += easyspec.run(real, [0.0], 0.3 * seconds, easyspec.CHAINS) + easyspec.steps(real, (1, 4))
     return rows
 
 
@@ -77,6 +80,10 @@ def main() -> None:
     for name, given, known in (("papers", papers, SHARES), ("shape", [args.shape], SHAPES)):
         if unknown := [text for text in given if text not in known]:
             sys.exit(f"bench: --{name} has {unknown[0]!r}; there are {', '.join(known)}")
+    try:
+        device_of(args.device)
+    except ValueError as error:
+        sys.exit(f"bench: {error}")
     if args.quick and args.save:
         sys.exit("bench: --quick measures nothing that is worth keeping: leave out --save")
     if args.quick:

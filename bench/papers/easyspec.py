@@ -3,17 +3,26 @@
 Width of the tree x layers in a group x calibration are counted on the bundled family as it is, whose groups hold
 trained layers alone; inflated, a group also holds layers that add zero. There, a draft step of one row and of twelve is
 timed, and the cosine is taken between the final rows of a chain in groups and in sequence, after the same exact prefix.
+On a CPU two ranks of one thread each also draft in every layout; these are jobs of their own, one after another.
 """
 
+import json
+import os
+import subprocess
+import sys
+import tempfile
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch.nn import functional as F
 
 from bench import harness
-from bench.papers.measure import Row, Setting, about, turns
+from bench.papers.measure import Row, Setting, about, flags, turns
 from bench.papers.models import Pair, small
+from specker import zoo
+from specker.fields import flag
 from specker.model.decoder import forward
 from specker.model.prefill import prefill
 from specker.runtime.strategies.easyspec.layer_groups import LayerParallel
@@ -27,6 +36,8 @@ ROWS = (1, 12)  # of a draft step
 STEPS = 15  # timed
 CHAIN = 4  # tokens of a chain for the cosine
 DRAFT = "deep_draft"
+LAYOUTS = ("replicated", "layer-parallel", "tensor", "both")  # of a draft over ranks
+LAYOUT_TOKENS = 32  # that a job decodes after each prompt
 SEQUENCE = "in sequence"
 GROUPED = "groups of 4"
 
@@ -36,10 +47,8 @@ CHAINS = (
 )
 SETTINGS = (
     *CHAINS,
-    Setting(f"{SEQUENCE}, trees", {"strategy": "draft", "tree": f"12x{DEPTH}"}, "", DRAFT, sampled=False),
-    Setting(f"{GROUPED}, trees", {"strategy": "easyspec", "tree": f"12x{DEPTH}"}, sampled=False),
     Setting(f"{SEQUENCE}, length by `auto`", {"strategy": "draft"}, "", DRAFT),
-    Setting("as published", {"strategy": "easyspec", "as_published": True}, "up to 4.17"),
+    Setting("as published, trees of 60", {"strategy": "easyspec", "as_published": True}, "up to 4.17", sampled=False),
     Setting("the default", {"strategy": "easyspec"}),
 )
 
@@ -72,6 +81,29 @@ def by_group(pair: Pair, temperatures: list[float], widths: tuple[int, ...], gro
                     stats = sum((text.stats for text in texts[1:]), texts[0].stats)
                     row = about(PAPER, pair, "groups", temperature) | {"width": width, "layers": size}
                     rows.append(row | {"calibration": calibration, "acceptance_length": stats.acceptance_length})
+    return rows
+
+
+def by_layout(pair: Pair, layouts: tuple[str, ...]) -> list[Row]:
+    """The time of drafts on two ranks of one thread, by how they share the draft model."""
+    rows = []
+    with tempfile.TemporaryDirectory() as folder:
+        prompts, out = Path(folder) / "prompts.jsonl", Path(folder) / "out.json"
+        texts = [row["prompt"] for row in zoo.heldout()[: pair.prompts]]
+        prompts.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in texts))
+        for layout in layouts:
+            options = {"strategy": "easyspec", "draft_layout": layout, "draft_tokens": CHAIN}
+            job = {"target": pair.target, "draft": pair.deep_draft, "prompts": prompts, "json": out}
+            job |= {"max_new_tokens": min(LAYOUT_TOKENS, pair.max_new_tokens)}
+            job |= {"quantize": pair.quantize} if pair.quantize else {}
+            words = [word for name, value in (options | job).items() for word in (flag(name), str(value))]
+            ranks = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "specker.run"]
+            one_thread = os.environ | {"OMP_NUM_THREADS": "1"}
+            subprocess.run([*ranks, *words], check=True, stdout=subprocess.DEVNULL, env=one_thread)
+            total = json.loads(out.read_text())["total"]
+            row = about(PAPER, pair, "layouts", 0.0) | {"way": layout, "flags": flags(options)}
+            row |= {"round_ms": 1e3 * total["seconds"]["draft"] / total["rounds"]}
+            rows.append(row | {"acceptance_length": total["acceptance_length"]})
     return rows
 
 

@@ -56,17 +56,10 @@ def engines_of(pair: Pair, settings: Sequence[Setting], temperature: float) -> d
     return engines
 
 
-def turns(
-    paper: str,
-    pair: Pair,
-    settings: Sequence[Setting],
-    temperature: float,
-    seconds: float,
-    engines: dict[str, Engine] | None = None,
-) -> dict[str, Turn]:
+def turns(paper: str, pair: Pair, settings: Sequence[Setting], temperature: float, seconds: float) -> dict[str, Turn]:
     """Decode the prompts with every setting in turn, for about `seconds`, once at least. SystemExit if tokens are not
     those of `ar`."""
-    engines = engines or engines_of(pair, settings, temperature)
+    engines = engines_of(pair, settings, temperature)
     timings = measured(ways_of(engines, pair, temperature), pair.texts, MOST_ROUNDS, warmup=0, seconds=seconds)
     asked = {s.title: s for s in (Setting("ar", {"strategy": "ar"}), *settings)}
     found = {}

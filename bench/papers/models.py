@@ -85,8 +85,8 @@ def small(pair: Pair) -> Pair:
     """The bundled family as it is, for counts that need many runs. Another target stands for itself."""
     if pair.large_draft is None:
         return pair
-    fields = ("prompts", "max_new_tokens", "device")
-    return Pair(**{name: getattr(pair, name) for name in fields}, vocab_scores=pair.vocab_scores)
+    most = min(48, pair.max_new_tokens)
+    return Pair(prompts=pair.prompts, max_new_tokens=most, device=pair.device, vocab_scores=pair.vocab_scores)
 
 
 def coder(given: Given) -> Pair | None:

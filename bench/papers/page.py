@@ -72,16 +72,19 @@ def of_settings(paper: str, rows: list[Row]) -> list[list[str]]:
 
 def nearness(paper: str, rows: list[Row]) -> str:
     """How near the default comes to the paper's best setting."""
-    own = {row["flags"]: row["over_ar"] for row in rows if row["flags"].startswith(f"--strategy {paper}")}
-    default, best = f"--strategy {paper}", max(own, key=lambda flags: own[flags], default="")
-    if default not in own:
+    own = {row["flags"]: row for row in rows if row["flags"].startswith(f"--strategy {paper}")}
+    if (default := own.get(f"--strategy {paper}")) is None:
         return ""
-    return f"The default has {own[default] / own[best]:.0%} of the speed of the fastest of these, `{best}`."
+    best = max(own.values(), key=lambda row: row["over_ar"])
+    share, rested = default["over_ar"] / best["over_ar"], default["rested"]
+    said = f"The default has {share:.0%} of the speed of the fastest of these, `{best['flags']}`"
+    return f"{said}. It drafted nothing in {rested:.0%} of its rounds."
 
 
 def of_sweep(paper: str, rows: list[Row]) -> list[list[str]]:
-    lines = [["layers that draft", "best length", "tokens a round", "tokens per loaded layer"], ["--:"] * 4]
-    forms = ("{exit}", "{g}", "{acceptance_length:.2f}", "{per_layer:.4f}")
+    head = ["layers that draft", "best length by layers", "tokens a round", "tokens per loaded layer"]
+    lines = [[*head, "best length by seconds", "times as fast as `ar`, expected"], ["--:"] * 6]
+    forms = ("{exit}", "{g}", "{acceptance_length:.2f}", "{per_layer:.4f}", "{fast_g}", "{by_seconds:.2f}")
     return lines + [[text(row, form) for form in forms] for row in rows]
 
 
@@ -108,6 +111,12 @@ def of_steps(paper: str, rows: list[Row]) -> list[list[str]]:
     return lines
 
 
+def of_layouts(paper: str, rows: list[Row]) -> list[list[str]]:
+    lines = [["layout", "flags", "tokens a round", "ms a draft"], ["---", "---", "--:", "--:"]]
+    forms = ("{way}", "`{flags}`", "{acceptance_length:.2f}", "{round_ms:.1f}")
+    return lines + [[text(row, form) for form in forms] for row in rows]
+
+
 def of_sources(paper: str, rows: list[Row]) -> list[list[str]]:
     lines = [["counted", "share of the text in the kept rows", "tokens a round", "MBSU"], ["---", *["--:"] * 3]]
     forms = ("{way}", "{coverage:.1%}", "{acceptance_length:.2f}", "{mbsu:.2f}")
@@ -119,6 +128,7 @@ TABLES: dict[str, Callable[[str, list[Row]], list[list[str]]]] = {
     "sweep": of_sweep,
     "groups": of_groups,
     "steps": of_steps,
+    "layouts": of_layouts,
     "source": of_sources,
 }
 ABOUT = {  # after the model and the temperature
@@ -126,6 +136,7 @@ ABOUT = {  # after the model and the temperature
     "sweep": ", a full sweep of fixed exits and lengths, by counts",
     "groups": ", tokens a round by width, layers in a group and calibration",
     "steps": ", a draft step",
+    "layouts": ", chains of four tokens on two ranks of one thread each",
     "source": ", rows of the head chosen by counts of different text",
 }
 

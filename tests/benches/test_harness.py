@@ -44,6 +44,16 @@ def test_configurations_take_turns_at_every_item() -> None:
         harness.measure_each(ways, [])
 
 
+def test_rows_name_a_program_as_its_user_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    names = {"bench/papers/__main__.py": "-m bench.papers", "bench/e2e.py": "bench/e2e.py"}
+    for inside, said in names.items():
+        monkeypatch.setattr("sys.argv", [str(ROOT / inside), "--save"])
+        assert harness.where_from()["command"] == f"python {said} --save"
+    assert (
+        harness.script("bench/e2e.py") == "bench/e2e.py" and harness.script("/elsewhere/e2e.py") == "/elsewhere/e2e.py"
+    )
+
+
 def test_rounds_end_with_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """One round at least, and no further one that would end later."""
     now = [0.0]

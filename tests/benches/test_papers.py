@@ -1,6 +1,9 @@
 """`make papers`: every paper runs end to end, the sweep of DEL is what decoding does, and the page comes from rows."""
 
+import dataclasses
+
 import pytest
+import torch
 
 from bench import harness
 from bench.papers import __main__ as papers
@@ -9,7 +12,7 @@ from specker import zoo
 from specker.zoo.inflate import SHAPES, Inflated
 
 SHOWN = {  # what the tables of a trial must hold
-    "easyspec": ("--strategy easyspec --tree 12x5", "nodes a level", "cosine of the final rows"),
+    "easyspec": ("--strategy easyspec --as-published", "mismatch", "--draft-layout both", "cosine of the final rows"),
     "del": ("--strategy del --policy plus-minus-one --exit-layer", "tokens per loaded layer", "a full sweep"),
     "diffuspec": ("--strategy diffuspec --cps tree --draft-tokens 4", "autoregressive, chains of 4", "2.69"),
     "vocabtrim": ("--strategy vocabtrim --vocab-keep 0.25", "MBSU", "Python's standard library"),
@@ -40,6 +43,7 @@ def test_a_paper_runs_and_prints_its_tables(made, tmp_path, results, monkeypatch
         ("--papers del,eagle", "bench: --papers has 'eagle'; there are easyspec, del"),
         ("--shape 2b", "bench: --shape has '2b'; there are 0.5b"),
         ("--quick --save", "bench: --quick measures nothing that is worth keeping"),
+        ("--device tpu", "bench: unknown device 'tpu': use cpu or cuda"),
     ],
 )
 def test_what_cannot_be_run_is_refused(command_line, flags, message):
@@ -67,22 +71,33 @@ def test_the_sweep_counts_what_decoding_does():
     plain = pair.load("ar")
     texts = [plain.generate(ids, count, temperature=temperature).tokens for ids in pair.texts]
     right = [dynamic_exit.matches(plain, *both, temperature) for both in zip(pair.texts, texts, strict=True)]
-    best = dynamic_exit.sweep(right, 12, 0.5)
+    best = dynamic_exit.sweep(right, 12, lambda exit: [1 + g for g in range(18)])
     assert [row["exit"] for row in best] == list(range(1, 12))
     chosen = max(best, key=lambda row: row["acceptance_length"])
     how = {"exit_layer": chosen["exit"], "draft_tokens": chosen["g"]}
     engine = pair.load("del", policy="fixed", **how)
-    assert dynamic_exit.per_layer(engine, pair, temperature) == pytest.approx(chosen["per_layer"])
-    rounds = sum(engine.generate(ids, count, temperature=temperature).stats.rounds for ids in pair.texts)
-    assert chosen["acceptance_length"] == pytest.approx(2 * count / rounds) and chosen["g"] > 0
+    done = [engine.generate(ids, count, temperature=temperature).stats for ids in pair.texts]
+    stats = done[0] + done[1]
+    several = dataclasses.replace(stats, exits={**stats.exits, 1: 1})  # so rounds are counted one by one
+    for each in (stats, several):
+        assert dynamic_exit.per_layer(engine, each, pair, temperature) == pytest.approx(chosen["per_layer"])
+    assert chosen["acceptance_length"] == pytest.approx(2 * count / stats.rounds) and chosen["g"] > 0
 
 
 def test_rounds_of_a_text_by_hand():
     right = [True, True, False, True, False, False]
     assert dynamic_exit.counted(right, 0) == (6, 6, 0)
     assert dynamic_exit.counted(right, 2) == (6, 3, 4)  # 3 tokens, then 2, then the last one, which needs no draft
-    settings = dynamic_exit.fixed(dynamic_exit.sweep([dynamic_exit.torch.tensor([right] * 3)], 4, 0.1))
-    assert measure.flags(settings[-1].options) == "--strategy del --policy plus-minus-one --exit-layer 1"
+    match = torch.tensor([right, [False] * 6, [False, True, False, True, True, False]])
+    best = dynamic_exit.sweep([match], 4, lambda exit: [4 + exit * g / 8 for g in range(18)])
+    assert [(row["exit"], row["g"], row["fast_g"]) for row in best] == [(1, 2, 2), (2, 0, 1), (3, 0, 2)]
+    assert best[0]["per_layer"] == 6 / (3 * 4 + 4) and best[2]["by_seconds"] == pytest.approx(2 * 4 / 4.75)
+    found = [(each.title, measure.flags(each.options)) for each in dynamic_exit.fixed(best)]
+    assert found == [
+        ("best fixed setting by seconds", "--strategy del --policy fixed --exit-layer 1 --draft-tokens 2"),
+        ("second best, at another exit", "--strategy del --policy fixed --exit-layer 3 --draft-tokens 2"),
+        ("plus-minus-one rule at the best exit", "--strategy del --policy plus-minus-one --exit-layer 1"),
+    ]
 
 
 # --- models
@@ -127,7 +142,7 @@ def test_the_autoregressive_draft_is_as_large_as_the_diffusion_drafter():
 def row(paper, way, over, **more):
     spread = {"median": over, "p20": over - 0.1, "p80": over + 0.1}
     fields = {"bench": "papers", "paper": paper, "table": "speed", "model": "the family", "temperature": 0.0}
-    fields |= {"way": way, "over_ar": over, "over_ar_texts": spread, "theirs": "2.5", "device": "cpu"}
+    fields |= {"way": way, "over_ar": over, "over_ar_texts": spread, "theirs": "2.5", "rested": 0.4, "device": "cpu"}
     flags = f"--strategy {paper}" + ("" if way == "slow" else " --policy fixed")
     origin = {"command": "python x", "commit": "abc", "date": "1", "machine": "a machine", "threads": 2}
     return fields | origin | {"flags": flags, "versions": {"torch": "2"}} | more
@@ -141,7 +156,8 @@ def test_a_page_shows_the_newest_run_of_each_model():
     lines = page.of_paper("del", [*old, *real, *new]).splitlines()
     assert "**The family**, T = 0:" in lines and "**Real models**, T = 0:" in lines
     assert "| fast | `--strategy del --policy fixed` | 1.60 | 1.50 to 1.70 |  | 0.1250 | 2.5 |" in lines
-    assert "The default has 75% of the speed of the fastest of these, `--strategy del --policy fixed`." in lines
+    said = "The default has 75% of the speed of the fastest of these, `--strategy del --policy fixed`."
+    assert f"{said} It drafted nothing in 40% of its rounds." in lines
     assert (
         not any("gone" in line for line in lines) and "`python x`; a machine, 2 threads; torch 2; commit def." in lines
     )
