@@ -81,7 +81,6 @@ STRATEGIES: dict[str, dict[str, Any]] = {  # options of `load`
     "draft-and-verify": {"strategy": "draft", "policy": "draft-and-verify"},
     "pard": {"strategy": "draft", "draft_tokens": 4},
     "easyspec": {"strategy": "easyspec", "draft_tokens": 4},
-    "easyspec, fuzzy": {"strategy": "easyspec", "draft_tokens": 4, "calibrate": "never"},
     "easyspec tree": {"strategy": "easyspec", "tree": "2x3"},
     "vocabtrim": {"strategy": "vocabtrim", "vocab_keep": "60", "vocab_text": 8},
     "vocabtrim tree": {"strategy": "vocabtrim", "vocab_keep": "coverage:0.9", "vocab_text": 0, "tree": "3x4"},

@@ -4,6 +4,7 @@ equal plain decoding."""
 import importlib
 import math
 
+import cases
 import pytest
 import torch
 from make_checkpoint import make
@@ -390,6 +391,22 @@ def test_the_draft_cache_is_exact_after_calibration(pair, shape, monkeypatch):
         differences[calibrate, graphs] = max(worst)
     *exact, fuzzy = differences.values()
     assert max(exact) < 1e-12 < 1e-6 < fuzzy
+
+
+@pytest.mark.parametrize(("calibrate", "size"), cases.one_in(2, ["mismatch", "never"], [1, 3]))
+def test_tokens_are_those_of_plain_decoding_where_fuzzy_columns_stay(pair, calibrate, size):
+    """Also in a batch, whose sequences end at different times and change slots."""
+    how = {"layer_parallel": "3", "draft_tokens": 4, "batch_size": size, "graphs": "on"}
+    fast, counts = engine(pair, calibrate=calibrate, **how), (16, 6, 10, 5, 8)
+    prompts = ([5, 9, 40], [1], list(range(3, 90)), [7, 8], [2, 3, 5, 8])
+    drafted = accepted = 0
+    for temperature in (0.0, 0.7):
+        done = fast.generate(list(prompts), list(counts), temperature=temperature)
+        for prompt, count, out in zip(prompts, counts, done, strict=True):
+            assert out.tokens == cases.plain(pair[0], prompt, count, temperature=temperature)
+            drafted, accepted = drafted + out.stats.drafted, accepted + out.stats.accepted
+    assert 0 < accepted < drafted
+    assert fast.loop.launched == 0 and not fast.drafter.keeps_prefix
 
 
 def test_combines_with_a_trimmed_head(pair, tmp_path):

@@ -1,6 +1,8 @@
 """`as_published`: each strategy's settings are its paper's, every round drafts, nothing is learnt, and the tokens are
 those of plain decoding. What the papers ablate changes the drafts."""
 
+from contextlib import nullcontext
+
 import caches
 import cases
 import pytest
@@ -13,6 +15,7 @@ from specker.cli import run
 from specker.options import Tree, VocabKeep
 from specker.runtime import strategies
 from specker.runtime.control.policy import StopRule
+from specker.runtime.recipe import resolve
 from specker.runtime.strategies.dynamic_exit.exit_policy import DynamicExit
 
 PROMPT = "def fibonacci(n):"
@@ -234,6 +237,14 @@ def test_what_cannot_be_met_is_refused(options, said):
     with pytest.raises(ValueError) as caught:
         specker.load("code-target", draft, device="cpu", **options)
     assert said in str(caught.value)
+
+
+def test_ranks_that_share_a_group_must_calibrate(monkeypatch):
+    monkeypatch.setattr("specker.runtime.strategies.easyspec.world_size", lambda: 2)
+    for how, refused in (({}, True), ({"draft_ranks": 1}, False), ({"dp": 2}, False)):
+        options = strategies.options(strategy="easyspec", calibrate="mismatch", **how)
+        with pytest.raises(ValueError, match="calibrate='mismatch' needs draft_ranks=1") if refused else nullcontext():
+            resolve(options, device="cpu")
 
 
 def test_a_search_without_an_ngram_model_has_no_lambda(tmp_path):

@@ -186,5 +186,7 @@ def test_refusals(folders: dict[str, Path], tmp_path: Path) -> None:
         masks = make(tmp_path / "masks", vocab=len(pieces()), pard_token=3)
         pieces().save_pretrained(masks)
         specker.load(folders["bytes"], masks, "draft", device="cpu")
+    with pytest.raises(ValueError, match="calibrate='never' needs a draft with the target's tokenizer"):
+        specker.load(folders["bytes"], folders["pieces"], "easyspec", device="cpu", calibrate="never")
     with pytest.raises(ValueError, match="has another tokenizer, and does not draft for another engine yet"):
         Drafts(folders["bytes"], folders["pieces"], "draft", device="cpu")
