@@ -543,21 +543,27 @@ dist.leave(0)
 
 
 def test_ranks_measure_the_same_rounds(models, tmp_path):
-    """Though their clocks differ: a rank that measured fewer rounds would leave the warm-up while the others wait."""
+    """Though their clocks differ: a rank that measured fewer rounds would leave the warm-up while the others wait. With
+    compiled layers, one that prefilled other rows of prompts would wait in another exchange."""
     script = tmp_path / "clocks.py"
     script.write_text(f"""
 import os, time, types, specker
-from specker.runtime import warmup
+from specker.runtime import prompts, warmup
 from specker.runtime.ranks import dist
 dist.TIMEOUT = dist.START = 30.0
 hurry = 1000.0 if os.environ["RANK"] == "1" else 1.0
-warmup.time = types.SimpleNamespace(perf_counter=lambda: hurry * time.perf_counter())
+warmup.time = prompts.time = types.SimpleNamespace(perf_counter=lambda: hurry * time.perf_counter())
 engine = specker.load({models["target"]!r}, {models["draft"]!r}, device="cpu", dtype="float64")
 engine.warmup()
 engine.generate([5, 9, 40], 4)
+how = dict(device="cpu", quantize="int8", batch_size=2)
+engine = specker.load({models["wide"]!r}, {models["wide-draft"]!r}, **how)
+texts = [[n] * 150 for n in range(1, 5)]
+together = [each.tokens for each in engine.generate(texts, [20, 3, 9, 12])]
+print(together == [engine.generate(text, len(found)).tokens for text, found in zip(texts, together)])
 dist.leave(0)
 """)
-    on_ranks(2, str(script))
+    assert [each.stdout.split() for each in on_ranks(2, str(script))] == [["True"]] * 2
 
 
 class Never:
