@@ -8,6 +8,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 from torch import Tensor
 
+from specker.cpu.communicator import Communicator, struct_of
 from specker.cpu.layers import CachedRows, Stack, call_array, placed
 from specker.cpu.library import ChainCall, Matrix, Rule, address, native, team
 
@@ -64,6 +65,7 @@ class Vocabulary:
     norm: Tensor | None  # [E], weight of the final norm; None: the layers' outputs are normed
     activations: str
     cap: float = 0.0  # soft cap of the logits
+    ranks: Communicator | None = None  # that hold the head's other rows
 
 
 def draft_chain(
@@ -106,6 +108,7 @@ def draft_chain(
         ctypes.pointer(stack.struct),
         ctypes.pointer(embed),
         ctypes.pointer(head),
+        struct_of(vocabulary.ranks),
         vocabulary.scale,
         vocabulary.cap,
         address(vocabulary.norm),

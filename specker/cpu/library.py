@@ -187,6 +187,7 @@ class ChainCall(Structure):
     _fields_ = [
         ("model", POINTER(Layers)),
         *((name, POINTER(Matrix)) for name in ("embed", "head")),
+        ("ranks", POINTER(Exchanges)),
         *((name, c_double) for name in ("scale", "cap")),
         *((name, c_void_p) for name in ("norm", "ids", "own")),
         ("first", POINTER(Places)),

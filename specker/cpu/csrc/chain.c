@@ -16,6 +16,7 @@ typedef struct { // runtime/control/policy.py, StopRule; of zeros: the sequence 
 typedef struct {
     const stack *model;
     const matrix *embed, *head;
+    communicator *ranks; // that hold the head's other rows; 0: all are here
     double scale, cap;   // factor of the embedding's rows; soft cap of the logits, 0: none
     const float *norm;   // the final norm; 0: `forward` has applied it
     const int64_t *ids;  // token ids of the head's rows; 0: the rows' numbers
@@ -50,6 +51,7 @@ typedef struct {
     int32_t *bounds, *lengths;
     float *joint;
     part *parts; // [B, size]
+    part *own, *every; // of sequences: [B] the best of this rank, [ranks, B] of all ranks
     int64_t *more;
 } memory;
 
@@ -74,6 +76,7 @@ static int64_t layout(const chain *c, int size, char *base, memory *to) {
     m.positions = (int64_t *)TAKE(B * 8), m.slots = (int64_t *)TAKE(B * 8), m.past = (int64_t *)TAKE(B * 8), m.tokens = (int64_t *)TAKE(B * 8);
     m.bounds = (int32_t *)TAKE((B + 1) * 4), m.lengths = (int32_t *)TAKE(B * 4), m.joint = (float *)TAKE(B * 4);
     m.parts = (part *)TAKE(B * size * sizeof(part)), m.more = (int64_t *)TAKE(8);
+    m.own = (part *)TAKE(B * sizeof(part)), m.every = (part *)TAKE((c->ranks ? c->ranks->size : 0) * B * sizeof(part));
 #undef TAKE
     if (to) *to = m;
     return at + 64;
@@ -122,20 +125,27 @@ static part search(const chain *c, float *z, int64_t first, int64_t count, int64
     return p;
 }
 
-// Joins the threads' parts, writes the tokens of step n and returns whether to draft another one.
+// The best of `count` parts, which stand `step` apart.
+static part joined(const part *p, int64_t count, int64_t step) {
+    part all = {-INFINITY, 0, INT64_MAX};
+    for (; count-- > 0; p += step) {
+        if (p->id == INT64_MAX) continue;
+        const float top = p->best > all.best ? p->best : all.best;
+        all.sum = all.sum * expf(all.best - top) + p->sum * expf(p->best - top);
+        if (p->best > all.best || (p->best == all.best && p->id < all.id)) all.id = p->id;
+        all.best = top;
+    }
+    return all;
+}
+
+// Joins the parts of threads and ranks, writes the tokens of step n and returns whether to draft another one.
 static int64_t settle(const chain *c, const memory *s, int size, int64_t n) {
     const int64_t B = c->first->B;
     int64_t votes = 0, voters = 0;
+    for (int64_t b = 0; b < B; b++) s->own[b] = joined(s->parts + b * size, size, 1);
+    if (c->ranks) gather_ranks(c->ranks, s->own, B * sizeof(part), s->every);
     for (int64_t b = 0; b < B; b++) {
-        part all = {-INFINITY, 0, INT64_MAX};
-        for (int i = 0; i < size; i++) {
-            const part *p = s->parts + b * size + i;
-            if (p->id == INT64_MAX) continue;
-            const float top = p->best > all.best ? p->best : all.best;
-            all.sum = all.sum * expf(all.best - top) + p->sum * expf(p->best - top);
-            if (p->best > all.best || (p->best == all.best && p->id < all.id)) all.id = p->id;
-            all.best = top;
-        }
+        part all = c->ranks ? joined(s->every + b, c->ranks->size, B) : s->own[b];
         if (all.id == INT64_MAX) all.id = 0, all.sum = 0; // all NaN: the target rejects the draft
         const float probability = all.sum > 0 ? 1.0f / all.sum : 0; // 0 instead of NaN
         c->drafted[n * B + b] = all.id;

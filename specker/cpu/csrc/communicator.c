@@ -108,13 +108,12 @@ void share_parts(const member *m, communicator *c, float *x, int64_t N, int64_t 
     meet(m);
 }
 
-// out [size, bytes] = every rank's x. Runs in the calling thread.
-void gather_ranks(communicator *c, const char *x, int64_t bytes, char *out) {
+void gather_ranks(communicator *c, const void *x, int64_t bytes, void *out) {
     for (int64_t at = 0; at < bytes; at += c->room) {
         const int64_t exchange = c->sent, count = least(c->room, bytes - at);
-        memcpy(slot(c, exchange, c->rank), x + at, count);
+        memcpy(slot(c, exchange, c->rank), (const char *)x + at, count);
         send_slot(c, exchange);
         receive(c, exchange);
-        for (int64_t r = 0; r < c->size; r++) memcpy(out + r * bytes + at, slot(c, exchange, r), count);
+        for (int64_t r = 0; r < c->size; r++) memcpy((char *)out + r * bytes + at, slot(c, exchange, r), count);
     }
 }

@@ -15,6 +15,8 @@ typedef struct {
 
 // x [T, E], plus the bias [E] unless it is 0, = the sum of all ranks' x and biases, in the order of ranks.
 void sum_ranks(const member *m, communicator *c, float *x, const float *bias, int64_t T, int64_t E);
+// out [size, bytes] = every rank's x. Runs in the calling thread.
+void gather_ranks(communicator *c, const void *x, int64_t bytes, void *out);
 // Of N parts a rank has the neighbouring ones from `part_of` its number to that of the next rank.
 int64_t part_of(const communicator *c, int64_t rank, int64_t N);
 // x [N, count]: every rank gets all parts.

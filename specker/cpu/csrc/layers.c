@@ -253,9 +253,11 @@ void run_forward(const member *m, const forward *f, char *scratch) {
             meet(m);
         }
         if (beside) share_parts(m, beside, s->added, N, T * E);
+        const int together = d->mixing && !l->o_bias; // one sum for all layers of the group
+        if (together) sum_ranks(m, d->mixing, s->added, 0, N * T, E);
         for (int64_t n = 0; n < N; n++) {
             float *added = s->added + n * T * E;
-            grow_all(s, added, summed(s, d->mixing, added, l[n].o_bias), l[n].norm_o);
+            grow_all(s, added, summed(s, together ? 0 : d->mixing, added, l[n].o_bias), l[n].norm_o);
             normalise_all(s, l[n].norm_post);
             if (l[n].router.O) {
                 feed_experts(s, l + n, added, routed);

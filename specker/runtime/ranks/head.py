@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from specker.cpu.communicator import Communicator
 from specker.model.decoder import Final
 from specker.model.sampling import Draws
 from specker.runtime.ranks.dist import Ranks
@@ -23,6 +24,10 @@ class SplitHead(LMHead):
     def __post_init__(self) -> None:
         last = self.first + self.weight.shape[0]
         self.token_ids = torch.arange(self.first, last, dtype=torch.int64, device=self.norm.device)
+
+    @property
+    def communicator(self) -> Communicator | None:
+        return self.ranks.communicator
 
     def _topk(
         self, final: Final, k: int, draws: Draws, positions: Tensor, with_lse: bool = True, out: Tensor | None = None

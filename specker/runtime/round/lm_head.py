@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from specker.cpu import product
+from specker.cpu.communicator import Communicator
 from specker.cpu.packed import Packed
 from specker.kernels.residual_merge import add_norm
 from specker.kernels.row_linear import row_linear
@@ -28,6 +29,11 @@ class LMHead:
     cap: float = 0.0  # soft cap of the logits (ModelConfig.logits_cap)
     token_ids: Tensor | None = field(init=False, default=None)  # [K] int64, current id of each row; None: row i is id i
     draftable: set[int] | None = field(init=False, default=None)  # the ids that can be drafted; None: all
+
+    @property
+    def communicator(self) -> Communicator | None:
+        """What the ranks exchange through that hold the other rows; None: all are here."""
+        return None
 
     @property
     def most(self) -> int:

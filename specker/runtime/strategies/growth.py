@@ -15,7 +15,6 @@ from specker.kernels.round.grow import Candidates, grow, prune
 from specker.model.cache import KVCache, Rows
 from specker.model.decoder import Final, Model
 from specker.model.recurrent import cached_rows
-from specker.runtime.ranks.head import SplitHead
 from specker.runtime.round.batch import Batch
 from specker.runtime.round.drafter import Draft
 from specker.runtime.round.lm_head import LMHead
@@ -103,9 +102,7 @@ def guess(batch: Batch, draft: Draft, head: LMHead, final: Final, positions: Ten
 
 def readable(model: Model, head: LMHead) -> bool:
     """Whether the compiled library drafts chains of this model's layers and can read its embedding and the LM head."""
-    if model.stack is None or not model.stack.chains or isinstance(head, SplitHead):
-        return False
-    return takes(model.embed) and takes(head.weight)
+    return model.stack is not None and model.stack.chains and takes(model.embed) and takes(head.weight)
 
 
 def compiled_chain(
@@ -137,6 +134,7 @@ def compiled_chain(
             None if normed else head.norm,
             head.activations,
             head.cap,
+            head.communicator,
         ),
         cached_rows(cache, rows),
         committed,
