@@ -70,7 +70,9 @@ class DraftRunner:
             self._delayed, budget, reason = budget, NONE, BEHIND
         if self.ranks is not None and (policies[0].may_skip_drafting or policies[0].layers or len(policies) > 1):
             budget = self.ranks.budget(budget, max(1, len(policies[0].layers)))
-        prices = self.chooser.prices(policies, budget) if policies[0].may_skip_drafting and budget.nodes else ()
+        # Ranks that draft together end a draft at the same token, and measured times differ by rank.
+        priced = policies[0].may_skip_drafting and not (self.ranks is not None and policies[0].layers)
+        prices = self.chooser.prices(policies, budget) if priced and budget.nodes else ()
         for p in policies:
             p.taken(budget, prices)
         return budget, reason

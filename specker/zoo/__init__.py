@@ -74,7 +74,6 @@ class Family:
     vocab_scores: Path  # counts of tokens that the target wrote; see strategies/vocabtrim/scores.py
     drafts: Mapping[str, Path] = field(default_factory=dict)  # strategy -> the draft's checkpoint folder
     ngram: Path | None = None  # trigrams of tokens that the target wrote; see strategies/blocks/ngram.py
-    adl: tuple[int, int] | None = None  # shortest and longest block of diffuspec's policy adl; None: as for any target
     vocab_keep: float | None = None  # fraction of the head's rows that vocabtrim keeps; None: as for any target
     target: Path | None = None  # None: not bundled; the user brings it
     strategy: str | None = None  # the default strategy; None: as for any target
@@ -87,7 +86,6 @@ CODE = Family(
     FOLDER / "vocab_scores.safetensors",
     {"draft": FOLDER / "code-draft", "easyspec": FOLDER / "code-draft-deep", "diffuspec": FOLDER / "code-diffusion"},
     FOLDER / "ngram.safetensors",
-    adl=(3, 8),
     vocab_keep=0.125,
     target=FOLDER / "code-target",
 )
@@ -113,7 +111,6 @@ SMOLLM2 = Family(
         "diffuspec": FOLDER / "smollm2-diffusion",
     },
     FOLDER / "smollm2-ngram.safetensors",
-    adl=(3, 8),
     vocab_keep=1 / 24,
 )
 

@@ -64,9 +64,9 @@ SHARED: list[tuple[dict[str, Any], str, str]] = [
         "--policy adl chooses the block's length: --adl bounds it, --draft-tokens does not apply",
     ),
     (
-        {"strategy": "diffuspec", "policy": "auto", "cps": "tree"},
-        "policy='auto' is for chains: leave out cps='tree'",
-        "--policy auto is for chains: leave out --cps tree",
+        {"strategy": "diffuspec", "policy": "plus-minus-one", "cps": "tree"},
+        "policy='plus-minus-one' is for chains: leave out cps='tree'",
+        "--policy plus-minus-one is for chains: leave out --cps tree",
     ),
     ({"strategy": "diffuspec", "policy": "draft-and-verify"}, "policy='draft-", "--policy draft-and-verify ends"),
     # refusals of the models

@@ -324,6 +324,19 @@ def test_drafts_that_look_slower_after_a_measurement_are_tried_at_once():
     assert [chooser.keeps_resting(1) for _ in range(WAIT)].index(False) > 0 and not chooser.keeps_resting(2)
 
 
+@pytest.mark.parametrize(("promised", "goes_on"), [(0.95, True), (0.85, False)])
+def test_drafts_go_on_while_they_may_yet_gain(promised, goes_on):
+    """What a few drafts achieved is uncertain. The credit limits what that costs."""
+    world = World(0.1, 0.05, lambda n: 0.9).run(40)
+    chooser, costs = world.chooser, world.known.costs
+    assert world.drafted[-1]
+    chooser._speed.begin()  # plain decoding is not measured now
+    world.policies[0].expected = lambda shape: promised * costs.round(1, shape) / costs.plain(1)
+    assert bool(chooser.choose(world.policies, 500).nodes) == goes_on
+    chooser.credit.left = 0.0
+    assert not chooser.choose(world.policies, 500).nodes
+
+
 def test_a_trial_says_nothing_of_plain_rounds():
     costs, shape = Costs(lambda budget: 0.1 * budget.nodes), Budget(4, 4)
     for size, seconds in ((0, 1.0), (4, 1.4)):

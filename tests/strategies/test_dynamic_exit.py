@@ -16,13 +16,13 @@ from one_round import after_every_round, apart, outcome
 import specker
 from specker.cli import run
 from specker.runtime import prompts, strategies
-from specker.runtime.control.auto import PRIOR, AcceptanceHistory
+from specker.runtime.control.auto import AGREES, AcceptanceHistory
 from specker.runtime.control.choose import Chooser
 from specker.runtime.control.costs import Costs
 from specker.runtime.control.policy import Budget, DraftAndVerify, Fixed, PlusMinusOne
 from specker.runtime.round import round
 from specker.runtime.strategies.dynamic_exit import eligible_layers
-from specker.runtime.strategies.dynamic_exit.exit_policy import DynamicExit
+from specker.runtime.strategies.dynamic_exit.exit_policy import ASSUMED, EARLIER, DynamicExit
 
 PROMPTS = ([5, 9, 40], [1], list(range(3, 90)))
 SAMPLING = {
@@ -182,7 +182,7 @@ def test_a_text_starts_from_a_few_of_the_earlier_rows():
     for _ in range(200):
         before.learn((2, 4), np.array([[True] * 3 + [False], [False] * 4]), np.full((2, 4), 0.5))
     after = DynamicExit((2, 4), 6, earlier=known)
-    assert after._counts.sum(1) == pytest.approx([PRIOR, PRIOR])
+    assert after._counts.sum(1) == pytest.approx([EARLIER, EARLIER])
     assert after.choice().rates == pytest.approx([0.75, 0.0])
     known.clear()
     assert not DynamicExit((2, 4), 6, earlier=known)._counts.any()
@@ -323,6 +323,26 @@ def test_not_drafting_must_win_by_a_tenth():
         assert del_.budget().depth == depth
 
 
+def test_a_draft_that_is_proposed_has_a_cost():
+    """Also one that promises a little less than no draft: a trial of it must be paid for."""
+    del_ = DynamicExit((10,), 12)
+    del_.learn((10,), np.arange(10)[None] < 7, np.full((1, 10), 0.5))
+    assert del_.choice().table[0].argmax() == 0 and del_.drafts(del_.budget()) == 1
+
+
+def test_prices_end_drafts_where_seconds_are_compared():
+    """As policy auto's drafts do, by what this exit layer's drafts achieved; without prices the threshold ends them."""
+    costs = Costs(lambda budget: budget.nodes * budget.exit / 12)
+    for measured in (costs, None):
+        del_ = DynamicExit((3, 6), 12, costs=measured)
+        del_.learn((3, 6), np.array([[True, False]] * 2), np.array([[0.9, 0.1]] * 2))
+        shape = Budget(18, 18, 6)
+        for prices in ((0.4,) * 17, ()):
+            del_.taken(shape, prices)
+            least = 0.4 / AGREES if prices and measured else 0.5
+            assert del_.rule.joint[0] == pytest.approx(least)
+
+
 def test_the_first_round_drafts_one_token_with_the_first_layer():
     budget = DynamicExit((2, 4), 6).budget()
     assert (budget.exit, budget.depth, budget.extra) == (2, 1, (4,))
@@ -457,6 +477,7 @@ def test_del_compares_measured_seconds(monkeypatch):
     monkeypatch.setattr(DynamicExit, "may_skip_drafting", True)
     costs = Costs(lambda budget: budget.nodes * budget.exit / 12)
     layers, match = (3, 6), np.array([[True] * 2 + [False] * 8, [True] * 9 + [False]])
+    assumed = [(right + ASSUMED * math.sqrt(n / 12)) / (10 + ASSUMED) for n, right in zip(layers, (2, 9), strict=True)]
     for row in (0.0, 3.0):
         for n in (0, 17):
             costs.measured(1, Budget(n, n, 6), n, 0.5 * n, 1.0 + row * n)
@@ -464,7 +485,7 @@ def test_del_compares_measured_seconds(monkeypatch):
         del_.learn(layers, match, np.linspace(0.1, 0.9, 20).reshape(2, 10))
         want = [
             [sum(a**i for i in range(g + 1)) / costs.round(1, Budget(g, g, n)) for g in range(18)]
-            for n, a in zip(layers, (0.2, 0.9), strict=True)
+            for n, a in zip(layers, assumed, strict=True)
         ]
         assert del_.choice().table == pytest.approx(np.array(want))
         shape = Chooser(costs).choose([del_], 100)

@@ -101,6 +101,11 @@ class Acceptance:
             self._table.append((total + joint, joint))
         return self._table[length][0]
 
+    def rule(self, prices: Sequence[float]) -> StopRule:
+        """The stop rule of the module's docstring. `prices`: as in `Policy.taken`."""
+        agreement = max(self.agreement(), 1e-6)
+        return StopRule(joint=tuple(p / agreement for p in (*prices, 2.0)), scales=self.scales())
+
     def scales(self) -> tuple[float, ...]:
         """Right over promised tokens, by the draft's probability."""
         prior = (1.0,) * BUCKETS if self.before is None else self.before.scales()
@@ -117,7 +122,8 @@ class Auto(Policy):
         self.costs, self.before, self.confident = costs, before, confident
         self.seen = Acceptance(TEXT_DECAY, before)
         lengths = [n for n in LENGTHS if n < size.depth] if not confident else []
-        self.shapes = tuple(replace(size, nodes=n, depth=n) for n in (*lengths, size.depth))
+        width = size.nodes // size.depth  # tokens of a tree for each level
+        self.shapes = tuple(replace(size, nodes=width * n, depth=n) for n in (*lengths, size.depth))
         self._first: tuple[float, float] | None = None
 
     def budgets(self) -> Sequence[Budget]:
@@ -127,7 +133,7 @@ class Auto(Policy):
         return self._means()[0] if self.confident else self.seen.expected(budget.depth)
 
     def drafts(self, budget: Budget) -> float:
-        return min(self._means()[1], budget.depth) if self.confident else budget.depth
+        return min(self._means()[1], budget.depth) if self.confident else budget.nodes
 
     def trial(self, budget: Budget) -> Budget:
         return super().trial(budget) if self.confident else shorter(self.shapes, budget)
@@ -135,8 +141,7 @@ class Auto(Policy):
     def taken(self, budget: Budget, prices: Sequence[float] = ()) -> None:
         super().taken(budget, prices)
         if self.confident and prices:
-            agreement = max(self.seen.agreement(), 1e-6)
-            self.rule = StopRule(joint=tuple(p / agreement for p in (*prices, 2.0)), scales=self.seen.scales())
+            self.rule = self.seen.rule(prices)
 
     def worth(self, price: float, confidence: Sequence[float]) -> int:
         rule, chain = StopRule(joint=(price,), scales=self.seen.scales()), Chain()

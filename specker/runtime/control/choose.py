@@ -9,7 +9,9 @@ from specker.runtime.control.estimates import NONE, RUN, SWITCH, Credit, PlainSp
 from specker.runtime.control.policy import Budget, Offer, Policy
 
 COLD = 2  # rounds after a change between plain rounds and drafts, in which the processor's caches hold other data
-START = 1.03  # the gain that drafts must promise after a plain round, because they disturb the CPU's caches
+# What drafts must promise, as a multiple of plain decoding's rate:
+START = 1.03  # after a plain round, because they disturb the CPU's caches
+STAY = 0.9  # after a draft: a few drafts tell little, and a rest is long. `Credit` limits what that loses
 # Why a round drafts nothing:
 RESTS = "slower"  # plain rounds are expected to be faster
 MISSING = "nothing found"  # there is no text to copy
@@ -105,7 +107,7 @@ class Chooser:
         plain = n / self.costs.plain(n)
         expected = {shape: self._expected(policies, shape) for shape in drafts}
         rates = {shape: tokens / seconds for shape, (tokens, seconds) in expected.items()}
-        bar = plain if self._drafting else START * plain
+        bar = (STAY if self._drafting else START) * plain
         best = self._best(expected, rates, bar, remaining)
         # A prefill serves all drafts to come, so it counts against all tokens to come, not against this round.
         late, rate = self._prefill(best), rates[best]
@@ -117,7 +119,7 @@ class Chooser:
             self.credit.renew()
         self._new = False
         trials = self._trials
-        if rate > bar and self.credit.left > 0 and remaining * (1 / plain - 1 / rate) > late:
+        if rate > bar and self.credit.left > 0 and (not late or remaining * (1 / plain - 1 / rate) > late):
             trials.left = trials.left - 1 if self._drafting else RUN - 1
             trials.waited, self._drafting = 0, True
             return best

@@ -94,8 +94,8 @@ class BlockOptions:
     )
     adl: tuple[int, int] | None = opt(
         None,
-        "shortest and longest block of --policy adl (default: 20-30 for diffuspec, with bundled drafts the fastest "
-        "measured; half of the checkpoint's block and all of it for dflash)",
+        "--policy adl with this shortest and longest block (default: the paper's 20-30 for diffuspec; half of the "
+        "checkpoint's block and all of it for dflash)",
         "SHORTEST-LONGEST",
         parse=span,
     )
@@ -155,13 +155,17 @@ class BlockStrategy(Strategy):
     options = BlockOptions
     policies: tuple[str, ...] = ("adl",)
 
+    def default_policy(self, options: Options) -> str | None:
+        adapts = any(getattr(options.own, name) is not None for name in ADAPTED)
+        return "adl" if adapts else super().default_policy(options)
+
     def check(self, options: Options) -> None:
         own: BlockOptions = options.own
         policy = options.policy or self.default_policy(options)
         if options.tree is not None:
             other = f"{option('tree')} does not apply, but {option('cps', 'tree')} does"
             raise ValueError(f"strategy {self.name} drafts a block: {other}")
-        if policy not in ("fixed", *self.policies) and own.search == "tree":
+        if policy not in ("fixed", AUTO, *self.policies) and own.search == "tree":
             raise ValueError(f"{option('policy', policy)} is for chains: leave out {option('cps', 'tree')}")
         given = [name for name in ADAPTED if getattr(own, name) is not None]
         if given and policy != "adl":
@@ -191,7 +195,7 @@ class BlockStrategy(Strategy):
             seen = Acceptance(TEXT_DECAY, context.history.drafts)
             return AdaptiveLength(*self.lengths(context), seen=seen, **constants)
         if rule == AUTO:
-            return self.auto(replace(context, confident=False), Budget(length, length))
+            return self.auto(replace(context, confident=False), Budget(own.nodes(length), length))
         return general(rule, Budget(own.nodes(length), length))
 
     def plan(self, context: PolicyContext) -> Plan:

@@ -43,11 +43,6 @@ class DFlash(BlockStrategy):
             other = f"{option('cps', options.own.search)} drafts a whole path"
             raise ValueError(f"{option('policy', policy)} ends a draft token by token, but {other}")
 
-    def default_policy(self, options: Options) -> str | None:
-        if options.own.adl is not None:
-            return "adl"
-        return "fixed" if options.own.search == "tree" else super().default_policy(options)
-
     def open_head(self, source: str | Path | None, target: Opened) -> OpenedHead:
         from specker.checkpoints.drafts import dflash
 

@@ -26,14 +26,13 @@ if TYPE_CHECKING:
     from specker.runtime.strategies.diffuspec.diffusion_drafter import DiffusionDrafter
 
 BLOCK = 4  # the measured winner on the bundled pair
-ADL = (20, 30)  # the paper's values, for models of its size
+ADL = (20, 30)  # the paper's values
 
 
 class DiffuSpec(BlockStrategy):
     name = "diffuspec"
     summary = "a diffusion language model drafts a block in one pass"
     paper = "DiffuSpec (2510.02358)"
-    usual = "adl"
     needs_draft = True
     causal = False
 
@@ -45,9 +44,6 @@ class DiffuSpec(BlockStrategy):
             settings |= {"cps": search, "cps_tau": 0.8, "cps_candidates": 15, "cps_lambda": 0.5, "cps_first": "both"}
             settings |= {"cps_beam": 3} if search == "chain" else {}
         return settings
-
-    def default_policy(self, options: Options) -> str:
-        return self.usual if options.draft_tokens is None else "fixed"
 
     def check(self, options: Options) -> None:
         super().check(options)
@@ -61,7 +57,7 @@ class DiffuSpec(BlockStrategy):
         return made(context, self)
 
     def lengths(self, context: PolicyContext) -> tuple[int, int]:
-        return context.options.own.adl or (None if context.family is None else context.family.adl) or ADL
+        return context.options.own.adl or ADL
 
     def length(self, options: Options) -> int:
         return options.draft_tokens or (LENGTHS[-1] if options.policy == AUTO else BLOCK)

@@ -7,12 +7,14 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from specker.runtime.control.auto import ENGINE_DECAY, PRIOR, TEXT_DECAY, Acceptance, AcceptanceHistory
+from specker.runtime.control.auto import ENGINE_DECAY, TEXT_DECAY, Acceptance, AcceptanceHistory
 from specker.runtime.control.costs import Costs
 from specker.runtime.control.policy import LONGEST, Budget, Chain, Outcome, Policy, StopRule
 from specker.runtime.strategies.dynamic_exit import WINDOW
 
 REFRESH = 8  # number of budgets after which the costs of rounds are asked for again
+EARLIER = 16.0  # rows that the engine's earlier texts count as, for each layer
+ASSUMED = 2.0  # rows that a layer's assumed match rate counts as, sqrt(l / L), where measured seconds are compared
 TRUST = 2.0  # draft tokens allowed for each row on which the exit layer's match rate was counted
 PATIENCE = 0.1  # g = 0 must beat the best TPL by this share
 # The fields of `DynamicExit` that make it the paper's: all layers are watched in every round, and one row of counts
@@ -26,7 +28,7 @@ class Choice(NamedTuple):
     seconds: Any  # of rounds: the array that it follows from
     table: Any  # TPL(l, g), [layers, 18]
     rates: list[float]  # a_l; 0 for layers without data
-    lengths: list[int]  # for each layer, the g of its best TPL
+    lengths: list[int]  # for each layer, the g of its best TPL, of those that draft
     chosen: tuple[int, int]  # the best TPL's index into layers, and its g
     threshold: float | None  # of the chosen layer
 
@@ -34,14 +36,15 @@ class Choice(NamedTuple):
 @dataclass
 class DynamicExit(Policy):
     """DEL (arXiv 2504.05598). The best TPL selects the exit layer. Confidence ends the draft, or TPL's g does
-    (`by_length`). The differences from the paper were measured (bench/LOG.md):
+    (`by_length`). The differences from the paper were measured (bench/LOG.md).
 
     A round's draft consists of its exit layer's shadow tokens, so that layer's statistics update every round for free;
     watching the other layers may take the share `overhead` of the time. A layer's counts decay at its own updates, not
     every round: a_l and the mean confidences are ratios, and a decay without new data would not change them.
 
-    A draft ends when the product of its confidences falls below the threshold, not the last confidence: a token is
-    useful only if all tokens before it are right.
+    Where measured seconds are compared, a draft ends as policy auto's drafts do, once its next token costs more than it
+    promises. The paper's threshold knows no costs; it ends drafts by the product of their confidences, not by the last
+    one: a token is useful only if all tokens before it are right.
 
     A round without a draft yields no statistics, so a few bad rows could stop drafting for a long time. Therefore g = 0
     must win by `patience`; otherwise a draft is proposed, which may be a trial (choose.py)."""
@@ -66,6 +69,7 @@ class DynamicExit(Policy):
     _seen: dict[int, Acceptance] = field(default_factory=dict, init=False, repr=False)  # of this text, by exit layer
     _counts: Any = field(init=False, repr=False)  # [layers, (match, mismatch)], decayed
     _sums: Any = field(init=False, repr=False)  # sums of confidence, [layers, (match, mismatch)], decayed
+    _rule: StopRule | None = field(default=None, init=False)  # by this round's prices
     _last: float = field(default=0.0, init=False)  # seconds of the last watch
     _since: float | None = field(default=None, init=False)  # start time of the last round
 
@@ -74,7 +78,7 @@ class DynamicExit(Policy):
         self._counts, self._sums = np.zeros((2, len(self.layers), 2))
         if self.earlier.exits is not None:
             rows = self.earlier.exits[0].sum(1, keepdims=True)
-            self._counts, self._sums = self.earlier.exits * np.minimum(1, PRIOR / np.maximum(rows, 1))
+            self._counts, self._sums = self.earlier.exits * np.minimum(1, EARLIER / np.maximum(rows, 1))
 
     @property
     def confident(self) -> bool:  # type: ignore[override]
@@ -104,6 +108,8 @@ class DynamicExit(Policy):
         if index != self.chosen[0]:
             self.chosen = index, budget.depth
         self.threshold = self._threshold(index)
+        priced = prices and self.costs is not None and not self.by_length
+        self._rule = self._seen_at(budget.exit).rule(prices) if priced else None
 
     def expected(self, budget: Budget) -> float:
         """1 + a + .. + a^g, with a the match rate of the exit layer. If confidence ends drafts, the mean so far."""
@@ -145,9 +151,10 @@ class DynamicExit(Policy):
 
     @property
     def rule(self) -> StopRule:  # type: ignore[override]
-        """The draft ends when the product of its confidences, or the last one, falls below the threshold."""
-        if self.threshold is None:
-            return StopRule()
+        """By this round's prices. Without prices, the draft ends when the product of its confidences, or the last one,
+        falls below the threshold."""
+        if self._rule is not None or self.threshold is None:
+            return self._rule or StopRule()
         return StopRule(joint=(self.threshold,)) if self.joint else StopRule(token=self.threshold)
 
     def observe(self, outcome: Outcome) -> None:
@@ -182,14 +189,16 @@ class DynamicExit(Policy):
         seconds = self._round_seconds()
         if self._choice is None or self._choice.seconds is not seconds:
             total = self._counts.sum(1)
-            rates = np.divide(self._counts[:, 0], total, out=np.zeros_like(total), where=total > 0)
+            assumed = 0.0 if self.costs is None else ASSUMED
+            prior = assumed * np.sqrt(np.array(self.layers) / self.total)
+            rates = (self._counts[:, 0] + prior) / np.maximum(total + assumed, 1e-9)
             a, g = rates[:, None], np.arange(LONGEST + 1)
             table = np.where(a < 1, (1 - a ** (g + 1)) / np.where(a < 1, 1 - a, 1), g + 1.0) / seconds
             patient = table.copy()
             patient[:, 0] *= 1 - self.patience
             index, best = divmod(int(patient.argmax()), LONGEST + 1)
             best = min(best, int(self.trust * total[index]))  # one match out of one row would make the longest draft
-            lengths, threshold = table.argmax(1).tolist(), self._threshold(index)
+            lengths, threshold = (1 + table[:, 1:].argmax(1)).tolist(), self._threshold(index)
             self._choice = Choice(seconds, table, rates.tolist(), lengths, (index, best), threshold)
         return self._choice
 
