@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 
 import specker
+from specker.model.sampling import GREEDY
 from specker.runtime.ranks import dist
 
 torch.set_num_threads(1)
@@ -36,14 +37,18 @@ def main(cases: Path, out: Path) -> None:
 
 
 def rows_apart(ranks: dist.Ranks) -> dict[str, bool]:
-    """Whether a row's sum has the same bits alone and among 64, and whether ranks are added in order."""
+    """Whether a row's sum has the same bits alone and among 64, ranks are added in order, and of ids with equal logits
+    the lowest is drawn."""
     x = torch.randn(64, 96, generator=torch.Generator().manual_seed(ranks.rank), dtype=torch.float32)
     every = torch.stack([torch.randn(64, 96, generator=torch.Generator().manual_seed(r)) for r in range(ranks.size)])
     ordered = replace(ranks, ordered=True)
     alone, among = ordered.sum(x[5:6].clone()), ordered.sum(x.clone())
     by_rank = functools.reduce(torch.add, every)
     close = bool(torch.allclose(ranks.sum(x.clone()), by_rank, rtol=1e-5, atol=1e-5))
-    return {"alike": torch.equal(alone, among[5:6]), "by_rank": torch.equal(among, by_rank), "close": close}
+    logits = torch.tensor([[0.0, 1.0, 1.0], [float(ranks.rank > 0), 0.0, 0.0]])
+    lowest = ranks.draw(GREEDY, logits, torch.arange(2), 3 * ranks.size).tolist() == [1, 3]
+    found = {"alike": torch.equal(alone, among[5:6]), "by_rank": torch.equal(among, by_rank), "close": close}
+    return found | {"lowest": lowest}
 
 
 if __name__ == "__main__":

@@ -186,11 +186,10 @@ class Ranks:
         from the gathered logits, or greedily the largest logit, ties to the lowest id."""
         if draws.kind != "greedy":
             return draws.tokens(self.whole(logits, vocab), positions)
-        own = draws.tokens(logits, positions).unsqueeze(-1)
-        # Ids ascend within a rank and from rank to rank, so the first of equal logits has the lowest id.
-        value, each = self.join(logits.gather(1, own)), -(-vocab // self.size)
-        ids = self.join(own + self.rank * each)
-        return ids.gather(1, first_of_equals(value, value.amax(-1)).unsqueeze(-1))[:, 0]
+        own, first = draws.tokens(logits, positions).unsqueeze(-1), self.rank * -(-vocab // self.size)
+        pair = torch.cat((logits.gather(1, own).double(), (own + first).double()), 1)  # exact
+        value, ids = self.gather(pair).permute(2, 1, 0)  # [T, ranks] each
+        return torch.where(value == value.amax(-1, keepdim=True), ids, vocab - 1).amin(-1).long()
 
     def whole(self, logits: Tensor, vocab: int) -> Tensor:
         """Gather all ranks' columns of the logits [T, n] -> [T, vocab]."""
@@ -198,12 +197,6 @@ class Ranks:
         if logits.shape[1] < each:  # the last rank has fewer ids
             logits = torch.nn.functional.pad(logits, (0, each - logits.shape[1]), value=float("-inf"))
         return self.join(logits)[:, :vocab]
-
-
-def first_of_equals(x: Tensor, value: Tensor) -> Tensor:
-    """The first column of x [T, n] that holds value [T]."""
-    columns = torch.arange(x.shape[1], dtype=torch.int64, device=x.device)
-    return torch.where(x == value.unsqueeze(-1), columns, x.shape[1]).amin(-1).clamp(max=x.shape[1] - 1)
 
 
 def own_device(device: torch.device) -> torch.device:
