@@ -156,8 +156,9 @@ class BlockStrategy(Strategy):
     policies: tuple[str, ...] = ("adl",)
 
     def default_policy(self, options: Options) -> str | None:
+        usual = super().default_policy(options)
         adapts = any(getattr(options.own, name) is not None for name in ADAPTED)
-        return "adl" if adapts else super().default_policy(options)
+        return "adl" if adapts and usual == self.usual else usual
 
     def check(self, options: Options) -> None:
         own: BlockOptions = options.own
