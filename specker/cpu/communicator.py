@@ -58,8 +58,8 @@ def bytes_of(size: int) -> int:
 
 def new_file(size: int) -> str | None:
     """A file of memory for a communicator of so many ranks, which no other user may open; None if the system has no
-    such files, or no room."""
-    if not FOLDER.is_dir():
+    such files, or no room, and without the compiled library."""
+    if not FOLDER.is_dir() or not available():
         return None
     file, path = tempfile.mkstemp(prefix="specker-", dir=FOLDER)
     try:
