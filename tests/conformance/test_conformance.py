@@ -20,7 +20,8 @@ from specker.options import Params
 from specker.runtime.strategies.vocabtrim.scores import VocabScores
 
 NO_DRAFT = ("ar", "del", "lookup")  # nor a head
-UNRELATED = ("ar", "lookup", "diffuspec", "eagle", "dflash")  # what is drafted is right by chance
+# What is drafted is right by chance, or may end after a few drafts that were wrong.
+UNRELATED = ("ar", "lookup", "diffuspec", "eagle", "dflash", "del as published")
 
 
 class Models:

@@ -14,6 +14,7 @@ from stacks import SIZES, cache_of, model_of, near
 from specker.checkpoints.checkpoint import read
 from specker.cpu import communicator
 from specker.cpu.communicator import RankLost
+from specker.cpu.library import one_torch_thread
 from specker.model.decoder import Model, forward
 from specker.model.prefill import prefill
 from specker.model.split import Part
@@ -100,10 +101,11 @@ def test_parts_of_layers_make_the_layers(tmp_path, kind, size, threads):
 
     def work(memory):
         torch.set_num_threads(threads)
-        part = Part(memory.struct.rank, size)
-        model = Model(read(folder, dtype=torch.float32, device="cpu", part=part), ranks=seen_by(memory))
-        assert model.stack is not None
-        return hidden_of(model), hidden_of(model, 1), [w.numel() for w in model.matrices]
+        with one_torch_thread():  # in a fork, OpenMP waits for the threads of the process that forked
+            part = Part(memory.struct.rank, size)
+            model = Model(read(folder, dtype=torch.float32, device="cpu", part=part), ranks=seen_by(memory))
+            assert model.stack is not None
+            return hidden_of(model), hidden_of(model, 1), [w.numel() for w in model.matrices]
 
     found = in_ranks(size, tmp_path, work)
     rows = [rank[0] for rank in found]

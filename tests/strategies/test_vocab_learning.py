@@ -235,13 +235,8 @@ def test_a_family_without_drafts_asks_for_the_users(models, coder, installed, mo
 
 
 def test_a_family_without_settings_has_the_usual_ones(coder):
-    from specker.runtime.strategies import STRATEGIES
-    from specker.runtime.strategies.base import PolicyContext
-    from specker.runtime.strategies.diffuspec import ADL
     from specker.runtime.strategies.vocabtrim.trim import VOCAB_KEEP, default_keep
 
-    blocks, usual = STRATEGIES["diffuspec"], specker.runtime.strategies.options(strategy="diffuspec")
-    assert [blocks.lengths(PolicyContext(usual, 4, family)) for family in (coder, zoo.SMOLLM2)] == [ADL, (3, 8)]
     scores = VocabScores.from_counts(torch.arange(320))
     assert default_keep(scores, coder).fraction == VOCAB_KEEP == default_keep(scores, None).fraction
     assert default_keep(scores, zoo.SMOLLM2).fraction == 1 / 24
