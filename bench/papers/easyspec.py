@@ -99,7 +99,9 @@ def by_layout(pair: Pair, layouts: tuple[str, ...]) -> list[Row]:
             words = [word for name, value in (options | job).items() for word in (flag(name), str(value))]
             ranks = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "specker.run"]
             one_thread = os.environ | {"OMP_NUM_THREADS": "1"}
-            subprocess.run([*ranks, *words], check=True, stdout=subprocess.DEVNULL, env=one_thread)
+            done = subprocess.run([*ranks, *words], capture_output=True, text=True, env=one_thread, check=False)
+            if done.returncode:
+                raise SystemExit(f"{layout}: the ranks failed:\n{done.stderr}")
             total = json.loads(out.read_text())["total"]
             row = about(PAPER, pair, "layouts", 0.0) | {"way": layout, "flags": flags(options)}
             row |= {"round_ms": 1e3 * total["seconds"]["draft"] / total["rounds"]}
