@@ -148,7 +148,7 @@ def shared_cores(ranks: int) -> str | None:
         return None
     return (
         f"{here} ranks share {nodes} socket{'s' * (nodes > 1)} of this machine, where one process with all its threads "
-        f"is usually faster: {option('strategy', 'ar')} without torchrun measures it"
+        f"exchanges nothing and drafts on every core: {option('strategy', 'ar')} without torchrun measures it"
     )
 
 
