@@ -12,6 +12,7 @@ from bench.decoding import Given
 from bench.papers import diffuspec, dynamic_exit, easyspec, page, picture, vocabtrim
 from bench.papers.measure import Row
 from bench.papers.models import Pair, coder, family
+from specker.options import LAYOUTS
 from specker.runtime.recipe import device_of
 from specker.zoo.inflate import SHAPES
 
@@ -39,7 +40,7 @@ def of_easyspec(args: Args, pair: Pair, temperatures: list[float], seconds: floa
     rows = easyspec.run(pair, temperatures, 0.7 * seconds)
     rows += easyspec.by_group(pair, temperatures, widths, groups) + easyspec.steps(pair, groups)
     if pair.device == "cpu" and pair.deep_draft is not None:
-        rows += easyspec.by_layout(pair, easyspec.LAYOUTS[-1:] if args.quick else easyspec.LAYOUTS)
+        rows += easyspec.by_layout(pair, LAYOUTS[-1:] if args.quick else LAYOUTS)
     if (real := other(args)) is not None:
         rows += easyspec.run(real, [0.0], 0.3 * seconds, easyspec.CHAINS) + easyspec.steps(real, (1, 4))
     return rows

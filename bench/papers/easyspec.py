@@ -36,7 +36,6 @@ ROWS = (1, 12)  # of a draft step
 STEPS = 15  # timed
 CHAIN = 4  # tokens of a chain for the cosine
 DRAFT = "deep_draft"
-LAYOUTS = ("replicated", "layer-parallel", "tensor", "both")  # of a draft over ranks
 LAYOUT_TOKENS = 32  # that a job decodes after each prompt
 SEQUENCE = "in sequence"
 GROUPED = "groups of 4"
