@@ -2,9 +2,9 @@
 
 import os
 import signal
-import sys
 import threading
-from typing import Any
+from contextlib import suppress
+from typing import Any, NoReturn
 
 
 def exit_on_ctrl_c() -> None:
@@ -19,10 +19,16 @@ def raise_on_ctrl_c() -> None:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-def _exit(*_: Any) -> None:
-    sys.stderr.write("specker: interrupted\n")
-    sys.stderr.flush()
-    os._exit(130)
+def leave(number: int, said: str) -> NoReturn:
+    """End the process at once, with the code that shells give for a signal, from a signal's handler: sys.stderr raises
+    RuntimeError in a handler that interrupts a write to it."""
+    with suppress(OSError):  # standard error may be closed
+        os.write(2, f"{said}\n".encode())
+    os._exit(128 + number)
+
+
+def _exit(number: int, _: Any) -> None:
+    leave(number, "specker: interrupted")
 
 
 class CtrlC:

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 from specker.runtime.control.auto import AcceptanceHistory
 from specker.runtime.control.choose import MEASURED, NONE, RESTS, Chooser
+from specker.runtime.control.costs import MANY
 from specker.runtime.control.policy import UNLIMITED, Budget, Offer, Outcome
 from specker.runtime.control.stats import CopyStats
 from specker.runtime.ranks.dist import Ranks
@@ -93,7 +94,7 @@ class DraftRunner:
         model = self.drafter.model
         if len(requests) == 1 or not budget.nodes or (model is not None and model.ranks is not None):
             return True
-        each = self.history.costs.prefill(1)
+        each = self.history.costs.prefill(MANY) / MANY
         chunk = max(LEAST, int(self.stall / each)) if each and self.stall else self.chunk
         if self.offers[budget.part].missing <= chunk:
             return True

@@ -3,10 +3,8 @@
 import asyncio
 import errno
 import logging
-import os
 import resource
 import socket
-import sys
 import threading
 from collections.abc import Callable
 from contextlib import suppress
@@ -18,6 +16,7 @@ import h11
 import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from specker.command.interrupt import leave
 from specker.serve.settings import Serving
 
 log = logging.getLogger(__name__)
@@ -132,10 +131,10 @@ class Server(uvicorn.Server):
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         if self.should_exit:
-            _leave(sig, "specker: interrupted")
+            leave(sig, "specker: interrupted")
         super().handle_exit(sig, frame)
         said = f"specker: error: the server did not end within {self.grace:g} s, so it was ended"
-        end = threading.Timer(self.grace, _leave, (sig, said))
+        end = threading.Timer(self.grace, leave, (sig, said))
         end.daemon = True
         end.start()
 
@@ -153,10 +152,3 @@ class NotAccepted:
         elif loop.time() >= self._next:
             self._next = loop.time() + QUIET
             log.warning("connections cannot be accepted: %s", error.strerror)
-
-
-def _leave(sig: int, said: str) -> None:
-    """End the process at once, with the code that shells give for a signal."""
-    sys.stderr.write(said + "\n")
-    sys.stderr.flush()
-    os._exit(128 + sig)

@@ -1,4 +1,4 @@
-"""Trouble outside of specker, said in one line: little memory, an early Ctrl-C."""
+"""Trouble outside of specker, said in one line: little memory, Ctrl-C at a bad moment."""
 
 import os
 import subprocess
@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import warm
 
 from specker.command.exits import run_cli
 
@@ -42,4 +43,25 @@ def test_an_interrupt_while_modules_are_imported(tmp_path: Path, module: str, sl
     (tmp_path / f"{slow_import}.py").write_text(slow)
     env = os.environ | {"PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"}
     done = subprocess.run([sys.executable, "-m", module, "--help"], env=env, capture_output=True, text=True)
+    assert done.returncode == 130 and done.stderr == "specker: interrupted\n"
+
+
+WRITES = """
+import io, os, signal, sys
+from specker.command import interrupt
+
+class Interrupted(io.FileIO):
+    def write(self, text):
+        os.kill(os.getpid(), signal.SIGINT)
+        return super().write(text)
+
+interrupt.exit_on_ctrl_c()
+sys.stderr = io.TextIOWrapper(io.BufferedWriter(Interrupted(2, "w")), line_buffering=True)
+print("a line", file=sys.stderr)
+"""
+
+
+def test_an_interrupt_while_a_line_is_written() -> None:
+    """Then sys.stderr cannot be written."""
+    done = warm.run("-c", WRITES)
     assert done.returncode == 130 and done.stderr == "specker: interrupted\n"

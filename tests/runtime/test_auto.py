@@ -370,6 +370,21 @@ def test_prefill_must_be_earned_back():
     assert chooser.choose(world.policies, 20).nodes
 
 
+def test_a_short_prefill_from_a_disk_says_little_of_a_long_one():
+    costs = Costs(lambda budget: 0.1 * budget.nodes)
+    assert costs.prefill(100) == 0.0
+    costs.observe_prefill(8, 20.0)
+    assert costs.prefill(8) == costs.prefill(1) == 20.0 and costs.prefill(32) == 40.0, "its time is that of the weights"
+    assert costs.prefill(0) == 0.0
+    costs.observe_prefill(31, 3.1)
+    assert costs.prefill(100) == pytest.approx(10.0)
+    costs.observe_prefill(100, 90.0)
+    assert 10.0 < costs.prefill(100) < 13.0, "one long time"
+    for _ in range(30):
+        costs.observe_prefill(100, 15.0)
+    assert costs.prefill(100) == pytest.approx(15.0, rel=0.05)
+
+
 UNREAD = [Offer(missing=240), Offer()]  # of a model, and of copies
 
 

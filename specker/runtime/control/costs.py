@@ -146,7 +146,7 @@ class Costs:
         self._verify: dict[tuple[int, int], Curve] = {}
         self._draft: dict[tuple[int, int, int], Curve] = {}
         self.plain_rounds = 0  # number of measured rounds without a draft
-        self._prefill = 0.0  # seconds per token that the drafter prefills
+        self._prefill = 0.0  # seconds per token that the drafter prefills, of MANY or more
         self._row = 0.0  # seconds per row of the target in long passes
 
     def verify(self, n: int, rows: float, exit: int = 0) -> float:
@@ -186,8 +186,9 @@ class Costs:
         return self.verify(n, 1)
 
     def prefill(self, tokens: int) -> float:
-        """Seconds that the drafter takes to prefill `tokens` tokens."""
-        return self._prefill * tokens
+        """Seconds that the drafter takes to prefill `tokens` tokens. Fewer than MANY take as long as MANY, because the
+        weights are read once."""
+        return self._prefill * max(tokens, MANY) if tokens else 0.0
 
     def prices(self, n: int, budget: Budget, rate: float) -> tuple[float, ...]:
         """What a draft's second, third, .. token costs: the tokens of one sequence that a batch of n emits meanwhile at
@@ -248,9 +249,10 @@ class Costs:
                 curve.factor *= change
 
     def observe_prefill(self, tokens: int, seconds: float) -> None:
-        """Learn from a prefill of `tokens` tokens by the drafter."""
-        each = seconds / tokens
-        self._prefill += (each - self._prefill) * (0.3 if self._prefill else 1.0)
+        """Learn from a prefill of `tokens` tokens by the drafter. A shorter time than before is taken as it is: the
+        first prefills may read the weights from a disk. A longer one moves the estimate a little."""
+        each, known = seconds / max(tokens, MANY), self._prefill
+        self._prefill = each if not known or each < known else known + RISE * (min(each, 2 * known) - known)
 
     def observe_rows(self, rows: int, seconds: float) -> None:
         """Learn from a pass of the target over so many rows of prompts, at least MANY."""
