@@ -176,11 +176,12 @@ def line(where: str) -> str:
 
 
 def paper(name: str) -> str:
-    """The tables of a paper's page; `picture`: the picture of all papers."""
+    """The tables of a paper's page; `picture`, `summary`: of all papers."""
     folders = sorted(path for path in plot.RESULTS.iterdir() if path.is_dir())
     if name == "picture":
         return papers.picture(folders, ROOT / "docs")
-    return papers.of_paper(name, papers.read_rows(folders))
+    rows = papers.read_rows(folders)
+    return papers.summary(rows) if name == "summary" else papers.of_paper(name, rows)
 
 
 def published() -> str:

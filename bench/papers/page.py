@@ -141,6 +141,27 @@ ABOUT = {  # after the model and the temperature
 }
 
 
+def summary(rows: list[Row]) -> str:
+    """A line for each paper and temperature: its settings as published, by default, and the best, in times as fast as
+    `ar`, from the newest run with the model of the newest row."""
+    speeds = [row for row in rows if row["table"] == "speed" and "inflated" in row["model"] and row["device"] == "cpu"]
+    if not speeds:
+        return NOT_YET
+    newest = [row for row in speeds if origin_of(row) == origin_of(speeds[-1])]
+    temperatures = sorted({row["temperature"] for row in newest})
+    head = [f"{name}, T = {t:g}" for name in ("as published", "by default", "best setting") for t in temperatures]
+    lines = [["`--strategy`", *head], ["---", *["--:"] * len(head)]]
+    for paper in dict.fromkeys(row["paper"] for row in newest):
+        own = [row for row in newest if row["paper"] == paper and row["flags"].startswith(f"--strategy {paper}")]
+        numbers = []
+        for flag in (f"--strategy {paper} --as-published", f"--strategy {paper}", ""):
+            for t in temperatures:
+                found = [row["over_ar"] for row in own if row["temperature"] == t and flag in (row["flags"], "")]
+                numbers.append(f"{max(found):.2f}" if found else "")
+        lines.append([f"[`{paper}`](docs/papers.md#{paper})", *numbers])
+    return f"{tables.table(lines)}\n\n{tables.origin(newest[-1])}"
+
+
 def picture(folders: Iterable[Path], page: Path) -> str:
     """The newest picture, as Markdown for a page in the folder `page`; "" if there is none."""
     drawn = {max(row["date"] for row in rows): folder for folder in folders if (rows := read_rows([folder]))}

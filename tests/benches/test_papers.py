@@ -163,6 +163,21 @@ def test_a_page_shows_the_newest_run_of_each_model():
     )
 
 
+def test_the_summary_has_a_line_for_each_paper_of_the_newest_run():
+    assert page.summary([row("del", "fast", 1.5)]) == page.NOT_YET, "of a real model"
+    model = "the family, inflated"
+    old = [row("del", "fast", 9.0, model=model)]
+    flags = ("--strategy del --as-published", "--strategy del", "--strategy del --policy fixed", "--strategy draft")
+    new = [
+        row("del", "", over, model=model, commit="def", flags=each, temperature=t)
+        for t, speeds in ((0.7, (0.5, 1.0, 0.9, 4.0)), (0.0, (1.5, 1.2, 1.6, 4.0)))
+        for each, over in zip(flags, speeds, strict=True)
+    ]
+    lines = page.summary([*old, *new, row("del", "fast", 1.1, model="real models")]).splitlines()
+    assert lines[2] == "| [`del`](docs/papers.md#del) | 1.50 | 0.50 | 1.20 | 1.00 | 1.60 | 1.00 |" and len(lines) == 5
+    assert "commit def" in lines[4]
+
+
 def test_other_tables():
     groups = [
         row("easyspec", "", 0, table="groups", width=4, layers=n, calibration=way, acceptance_length=n + len(way) / 10)
