@@ -38,12 +38,13 @@ class Row:
         return "\n      ".join((head, *self.wrong))
 
 
-def check(arch: int, dtype: str, only: list[str], first: int | None) -> Iterator[Row]:
-    """The first cases of each op against the reference, with every hazard reported."""
+def check(arch: int, dtype: str, only: list[str], first: int | None, turn: int | None = None) -> Iterator[Row]:
+    """The first cases of each op against the reference, with every hazard reported. `turn`: 0 or 1, every second one
+    from this one on."""
     for op in (*rounds.OPS, *ops.OPS):
         if only and op.__name__ not in only:
             continue
-        for case in itertools.islice(op(TYPES[dtype]), first):
+        for case in itertools.islice(op(TYPES[dtype]), turn, first, 1 if turn is None else 2):
             verdict = case.verdict(simulated(arch, case.constant))
             kind = dtype if op in ops.OPS else "int"
             yield Row(op.__name__, arch, kind, case.label, tuple(verdict.wrong), verdict.error, verdict.benign)

@@ -8,7 +8,7 @@ import torch
 
 from ptx import checks, counting
 
-Item = tuple[str, int, str, str, int | None]  # part, architecture, dtype, op, most cases
+Item = tuple[str, int, str, str, int | None, int | None]  # part, architecture, dtype, op, most cases, turn
 
 
 def everything(items: list[Item], jobs: int) -> Iterator[list[tuple[str, bool]]]:
@@ -22,8 +22,12 @@ def everything(items: list[Item], jobs: int) -> Iterator[list[tuple[str, bool]]]
 
 def results(item: Item) -> list[tuple[str, bool]]:
     """What an op's cases say, and whether something is wrong."""
-    part, arch, dtype, op, first = item
+    part, arch, dtype, op, first, turn = item
     torch.set_num_threads(1)
     if part == "counters":
         return [(text, False) for text in counting.counters(arch, dtype, [op], first)]
-    return [(str(row), bool(row.wrong)) for row in getattr(checks, part)(arch, dtype, [op], first)]
+    if part == "invariance":
+        rows = checks.invariance(arch, dtype, [op], first)
+    else:
+        rows = checks.check(arch, dtype, [op], first, turn)
+    return [(str(row), bool(row.wrong)) for row in rows]
