@@ -526,8 +526,6 @@ def variants(arch: int) -> Iterator[Variant]:
         (bf16, gemma, 10, i64, True, True, True),
         (bf16, gemma, 64, i64, True, False, True),
         (bf16, gemma, 4, i32, False, False, True),
-        (bf16, (1187, 128, 896, 32), 1, i64, True, True, False),  # Qwen2.5
-        (bf16, (1187, 128, 896, 32), 10, i64, True, True, True),
         (bf16, (4096, 32, 4096, 100), 10, i64, True, False, True),
         (bf16, (100, 77, 1023, 7), 10, i64, True, False, True),
         (f16, gemma, 10, i64, False, False, True),
