@@ -58,7 +58,7 @@ TASKS = {
 @dataclass
 class Args:
     target: str = field(default="smollm2", metadata={"help": "smollm2 or code-target"})
-    strategies: str = "draft,lookup,diffuspec"
+    strategies: str = "lookup"
     draft_tokens: int = 4
     tasks: int = len(TASKS)
     max_new_tokens: int = 128

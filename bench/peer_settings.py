@@ -161,16 +161,15 @@ def smollm2() -> Model:
     for dtype in ("float32", "bfloat16"):
         ways[f"specker ar {dtype}"] = ours("ar", dtype)
         ways[f"specker lookup {dtype}"] = ours("lookup", dtype)
-        ways[f"specker vocabtrim {dtype}"] = ours("vocabtrim", dtype)
         ways[f"transformers {dtype}"] = theirs(dtype)
         ways[f"transformers lookup {dtype}"] = theirs(dtype, prompt_lookup_num_tokens=LOOKUP)
         ways[f"CTranslate2 {dtype}"] = ct2(dtype)
         ways[f"vLLM {dtype}"] = {"engine": "vllm", "dtype": dtype}
     for kind in ("int8", "int4"):
-        for strategy in ("ar", "lookup", "vocabtrim"):
+        for strategy in ("ar", "lookup"):
             ways[f"specker {strategy} {kind}"] = ours(strategy, "bfloat16", quantize=kind)
     for kind in ("Q8_0", "Q4_0", "Q4_1"):
-        for strategy in ("ar", "vocabtrim+lookup"):
+        for strategy in ("ar", "lookup"):
             ways[f"specker {strategy} {kind}"] = of_file(strategy, kind)
     for kind in ("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1"):
         ways[f"llama.cpp {kind}"] = llama(kind)

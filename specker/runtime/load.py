@@ -82,7 +82,7 @@ def engine_of(recipe: Recipe, target: Checkpoint, on_progress: Callable[[int, in
     recipe = recipe.of_family(family_of(target))
     last = f"draft, {recipe.models} of {recipe.models}"
     draft = read_draft(recipe, target, on_progress and (lambda done, of: on_progress(done, of, last)))
-    copies = planned_bytes(target, draft, opts, recipe.family) if recipe.drafts else 0
+    copies = planned_bytes(target, draft, opts) if recipe.drafts else 0
     context, lowered = recipe.memory.sized(opts.max_context, copies)
     if ranks is not None:
         context = ranks.least(context)

@@ -1,5 +1,5 @@
-"""The bundled files: a small code model with its drafts and held-out prompts, a hybrid that learnt from it, drafts for
-SmolLM2-135M-Instruct, and token counts for Qwen2.5-Coder-1.5B-Instruct.
+"""The bundled files: a small code model with its drafts and held-out prompts, a hybrid that learnt from it, and token
+counts of SmolLM2-135M-Instruct and Qwen2.5-Coder-1.5B-Instruct.
 
 The files are a distribution of their own, specker-models. Everything that needs none of them works without it."""
 
@@ -23,16 +23,7 @@ def _folder() -> Path:
 
 FOLDER = _folder()
 MISSING = "the bundled models are not installed: run `pip install ./models` in a clone of specker's repository"
-NAMES = (
-    "code-target",
-    "code-draft",
-    "code-diffusion",
-    "code-draft-deep",
-    "hybrid-target",
-    "smollm2-draft",
-    "smollm2-diffusion",
-    "smollm2-draft-deep",
-)
+NAMES = ("code-target", "code-draft", "code-diffusion", "code-draft-deep", "hybrid-target")
 
 
 def path(name: str) -> Path:
@@ -45,8 +36,15 @@ def path(name: str) -> Path:
 
 def source_of(source: Any) -> Any:
     """What a caller named: the folder of a bundled checkpoint for its name, unless there is a file of that name; any
-    other source as it is. Raises ValueError if the models are not installed."""
-    return path(source) if isinstance(source, str) and source in NAMES and not Path(source).exists() else source
+    other source as it is. Raises ValueError if the models are not installed, and for a bare name that is none."""
+    if not isinstance(source, str) or "/" in source or source.endswith(".gguf") or Path(source).expanduser().exists():
+        return source
+    if source not in NAMES:
+        raise ValueError(
+            f"there is no folder {source}; give a checkpoint's folder, a GGUF file, a hub id such as Qwen/Qwen3-0.6B "
+            f"or a bundled checkpoint: {', '.join(NAMES)}"
+        )
+    return path(source)
 
 
 def target_of(name: object) -> Family | None:
@@ -74,7 +72,6 @@ class Family:
     vocab_scores: Path  # counts of tokens that the target wrote; see strategies/vocabtrim/scores.py
     drafts: Mapping[str, Path] = field(default_factory=dict)  # strategy -> the draft's checkpoint folder
     ngram: Path | None = None  # trigrams of tokens that the target wrote; see strategies/blocks/ngram.py
-    vocab_keep: float | None = None  # fraction of the head's rows that vocabtrim keeps; None: as for any target
     target: Path | None = None  # None: not bundled; the user brings it
     strategy: str | None = None  # the default strategy; None: as for any target
     draft_tokens: int | None = None  # the length of that strategy's drafts; None: as policy auto finds
@@ -86,7 +83,6 @@ CODE = Family(
     FOLDER / "vocab_scores.safetensors",
     {"draft": FOLDER / "code-draft", "easyspec": FOLDER / "code-draft-deep", "diffuspec": FOLDER / "code-diffusion"},
     FOLDER / "ngram.safetensors",
-    vocab_keep=0.125,
     target=FOLDER / "code-target",
 )
 
@@ -95,26 +91,17 @@ HYBRID = Family(
     "hybrid",
     {"hidden_size": 192, "num_layers": 8, "num_heads": 4, "intermediate_size": 320, "vocab_size": 8192},
     FOLDER / "vocab_scores.safetensors",
-    vocab_keep=0.125,
     target=FOLDER / "hybrid-target",
     strategy="mtp+vocabtrim",
     draft_tokens=3,
 )
 
+# The user brings the drafts of these two, such as Qwen2.5-Coder-0.5B-Instruct.
 SMOLLM2 = Family(
     "smollm2",
     {"hidden_size": 576, "num_layers": 30, "num_heads": 9, "intermediate_size": 1536, "vocab_size": 49152},
     FOLDER / "smollm2-vocab_scores.safetensors",
-    {
-        "draft": FOLDER / "smollm2-draft",
-        "easyspec": FOLDER / "smollm2-draft-deep",
-        "diffuspec": FOLDER / "smollm2-diffusion",
-    },
-    FOLDER / "smollm2-ngram.safetensors",
-    vocab_keep=1 / 24,
 )
-
-# The user brings its draft, Qwen2.5-Coder-0.5B-Instruct.
 CODER = Family(
     "qwen2.5-coder",
     {"hidden_size": 1536, "num_layers": 28, "num_heads": 12, "intermediate_size": 8960, "vocab_size": 151936},

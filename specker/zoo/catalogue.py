@@ -68,7 +68,7 @@ class Known:
     def serves(self, strategy: str | None) -> bool:
         """Whether `strategy` (None: any) drafts with it. A bundled small model stands for the bundled drafts of all
         strategies."""
-        if self.bundled and (family := _bundled_for(self.target)) is not None:
+        if (family := zoo.target_of(self.target)) is not None:
             return strategy is None or strategy in family.drafts
         return strategy in (None, self.strategy) or (strategy == "easyspec" and self.kind == SMALL)
 
@@ -77,7 +77,6 @@ class Known:
 # layer for a token. Heads in speculators' layout stand first: their config.json states what others leave to convention.
 KNOWN = (
     Known("code-target", "code-draft", SMALL, "models/README.md", tried=True),
-    Known("HuggingFaceTB/SmolLM2-135M-Instruct", "smollm2-draft", SMALL, "models/README.md", tried=True),
     Known("meta-llama/Llama-3.1-8B-Instruct", "RedHatAI/Llama-3.1-8B-Instruct-speculator.eagle3", HEAD3, SPECULATORS),
     Known("meta-llama/Llama-3.1-8B-Instruct", "lmsys/SGLang-EAGLE3-Llama-3.1-8B-Instruct-SpecForge", HEAD3, SPECFORGE),
     Known("meta-llama/Llama-3.1-8B-Instruct", "yuhuili/EAGLE3-LLaMA3.1-Instruct-8B", HEAD3, EAGLE),
@@ -181,7 +180,7 @@ def drafts_for(target: str | Path | None) -> tuple[Known, ...]:
     family = zoo.family_of(_sizes(_config(Path(target).expanduser())))
     found = [known for known in KNOWN if _plain(known.target) in names]
     if not found and family is not None:
-        found = [known for known in KNOWN if known.bundled and _bundled_for(known.target) is family]
+        found = [known for known in KNOWN if zoo.target_of(known.target) is family]
     return tuple(found)
 
 
@@ -207,8 +206,7 @@ def choose(target: str | Path | None, strategy: str | None = None) -> Known:
 
 def reason(known: Known, strategy: str) -> str:
     """The sentence that says what `--draft auto` chose for `strategy`, and why."""
-    family = _bundled_for(known.target)
-    if family is not None and known.bundled:
+    if (family := zoo.target_of(known.target)) is not None:
         return f"drafting with {family.drafts[strategy].name}, which is bundled for {known.target}"
     every = [other for other in KNOWN if other.target == known.target]
     if len(every) == 1:
@@ -226,11 +224,6 @@ def reason(known: Known, strategy: str) -> str:
 
 def _a(kind: str) -> str:
     return f"{'an' if kind[0] in 'AEIOU' else 'a'} {kind}"
-
-
-def _bundled_for(target: str) -> zoo.Family | None:
-    """The bundled files for a target of KNOWN."""
-    return {"code-target": zoo.CODE, "HuggingFaceTB/SmolLM2-135M-Instruct": zoo.SMOLLM2}.get(target)
 
 
 def _names(target: str | Path) -> Iterator[str]:

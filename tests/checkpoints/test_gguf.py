@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import cases
 import numpy as np
 import pytest
 import torch
@@ -50,8 +51,7 @@ def model(tmp_path: Path) -> Path:
     return tmp_path / "model"
 
 
-@pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize("kind", ["F32", "F16", "Q8_0", "Q4_0"])
+@pytest.mark.parametrize(("kind", "tied"), cases.diagonal(["F32", "F16", "Q8_0", "Q4_0"], [False, True]))
 def test_the_weights_are_those_of_transformers(tmp_path: Path, kind: str, tied: bool) -> None:
     file = write(tmp_path / "tiny.gguf", make(tmp_path / "source", tied=tied), kind)
     oracle = AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file=file.name, dtype=torch.float64)

@@ -5,6 +5,7 @@ from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import cases
 import pytest
 import torch
 from make_checkpoint import exact_oracle, oracle, oracle_logits
@@ -165,8 +166,7 @@ def test_ranks_cannot_split_columns_in_another_order(tmp_path: Path) -> None:
         read(file, dtype=torch.float32, device="cpu", part=Part(0, 2), pack=False)
 
 
-@pytest.mark.parametrize("kind", ["F32", "Q8_0"])
-@pytest.mark.parametrize("arch", ["qwen35", "qwen35moe", "qwen3next"])
+@pytest.mark.parametrize(("arch", "kind"), cases.diagonal(["qwen35", "qwen35moe", "qwen3next"], ["F32", "Q8_0"]))
 def test_the_head_of_a_file_drafts(tmp_path: Path, arch: str, kind: str) -> None:
     more = EXPERTS if "num_experts" in MODELS[arch] else {}
     folder = source(tmp_path / "source", arch, mtp=True, **(WIDE if kind == "Q8_0" else {}), **more)

@@ -3,6 +3,7 @@
 import json
 from pathlib import Path
 
+import cases
 import pytest
 import torch
 from make_checkpoint import QWEN3_5, QWEN3_MOE, make, oracle
@@ -44,8 +45,7 @@ def rounded(folder: Path, kind: str):
     return model.double()
 
 
-@pytest.mark.parametrize("kind", QUANTIZE[:3])
-@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize(("kind", "tied"), cases.diagonal(QUANTIZE[:3], [False, True]))
 def test_tokens_are_those_of_transformers_with_the_rounded_weights(tmp_path, kind, tied):
     folder = make(tmp_path, tied=tied, **SIZES)
     model = rounded(folder, kind)

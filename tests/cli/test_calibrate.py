@@ -4,6 +4,7 @@ import json
 import signal
 from pathlib import Path
 
+import cases
 import numpy as np
 import pytest
 import torch
@@ -129,8 +130,7 @@ def test_an_ngram_model_is_fitted_to_the_same_text(pair, prompts, tmp_path, caps
     refused(capsys, [*argv[:-1], "9", "--ngram", str(alone)], "no n-gram was seen 9 times")
 
 
-@pytest.mark.parametrize("stop_at", [0, 1, 3])
-@pytest.mark.parametrize("ngram", [False, True])
+@pytest.mark.parametrize(("stop_at", "ngram"), cases.diagonal([0, 1, 3], [False, True]))
 def test_an_interrupted_run_resumes_to_the_same_file(pair, prompts, tmp_path, monkeypatch, stop_at, ngram):
     whole, out = tmp_path / "whole.safetensors", tmp_path / "s.safetensors"
     argv = models(pair, "--prompts", prompts, "--temperature", "1", "--ngram-least", "1")

@@ -115,6 +115,9 @@ WAYS: dict[str, dict[str, Any]] = {
     "int4": {"dtype": "float32", "quantize": "int4", "kv_dtype": "bfloat16", "graphs": "on"},
 }
 
+# In `make test` every architecture and every strategy meets one way of each group, whose ways share their arithmetic.
+TURNS = (("alone", "batch"), ("torch", "fixed shapes"), ("int8", "int4"))
+
 # Prompts that repeat themselves, of one token, across a recurrent layer's anchor and over several pages; texts that are
 # greedy or sampled, with filters, penalties and biases.
 REQUESTS: list[tuple[list[int], dict[str, Any]]] = [
@@ -135,10 +138,10 @@ def fits(architecture: str, strategy: str) -> bool:
 
 
 def quick() -> Iterator[tuple[str, str, str]]:
-    """The cases of `make test`: in each way every architecture decodes, and every strategy, with the architecture that
-    it met least often."""
+    """The cases of `make test`: in the ways of each group, in turn, every architecture decodes, and every strategy,
+    with the architecture that it met least often."""
     met: Counter[tuple[str, str]] = Counter()
-    for way in WAYS:
+    for ways in TURNS:
         waiting = [*STRATEGIES]
         for n in range(max(len(ARCHITECTURES), len(STRATEGIES))):
             architecture = [*ARCHITECTURES][n % len(ARCHITECTURES)]
@@ -149,8 +152,8 @@ def quick() -> Iterator[tuple[str, str, str]]:
             met[architecture, strategy] += 1
             if strategy in waiting:
                 waiting.remove(strategy)
-            yield architecture, strategy, way
+            yield architecture, strategy, ways[n % 2]
         for strategy in waiting:
             architecture = min((a for a in ARCHITECTURES if fits(a, strategy)), key=lambda a: met[a, strategy])
             met[architecture, strategy] += 1
-            yield architecture, strategy, way
+            yield architecture, strategy, ways[0]

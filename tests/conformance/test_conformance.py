@@ -5,7 +5,6 @@ import functools
 import json
 from collections import Counter, deque
 
-import cases
 import pytest
 import torch
 from make_checkpoint import edit, exact_oracle, make, oracle, oracle_logits
@@ -131,7 +130,12 @@ REPLAYED = (  # the others' drafts differ so much that few rounds have one shape
 )
 
 
-@pytest.mark.parametrize("strategy", cases.one_in(2, REPLAYED))
+MET = {strategy for _, strategy, way in quick() if way == "fixed shapes"}
+
+
+@pytest.mark.parametrize(
+    "strategy", [pytest.param(name, marks=[pytest.mark.slow] if name in MET else []) for name in REPLAYED]
+)
 @pytest.mark.usefixtures("cheap")
 def test_captured_work_replays_in_later_rounds(models, strategy):
     """A CUDA graph replays the launches of its capture and runs no Python. So here the work of a key's second call

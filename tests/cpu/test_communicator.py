@@ -5,6 +5,7 @@ import os
 import signal
 import time
 
+import cases
 import pytest
 import torch
 from make_checkpoint import GEMMA3, GPT_OSS, LFM2_MOE, QWEN3_MOE, QWEN3_NEXT, make
@@ -125,8 +126,7 @@ def test_groups_divided_over_ranks_have_the_bits_of_one_process(tmp_path, size):
     assert all(torch.equal(rank, want) for rank in found)
 
 
-@pytest.mark.parametrize("layout", ["tensor", "both"])
-@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize(("layout", "size"), cases.diagonal(["tensor", "both"], [2, 4]))
 def test_the_parts_of_a_draft_make_the_draft(tmp_path, layout, size):
     """Layers in sequence, then in groups, whose attention is divided by heads or by layers."""
     schedule = Schedule(((0,), (1, 2, 3), (4,)))

@@ -3,6 +3,7 @@
 import itertools
 from dataclasses import replace
 
+import cases
 import pytest
 import torch
 from make_checkpoint import (
@@ -243,8 +244,9 @@ def test_a_row_has_the_same_bits_alone_in_a_chain_and_in_a_batch(tmp_path, kind,
         assert torch.equal(model.logits(Final(chain)), torch.cat([model.logits(Final(row[None])) for row in chain]))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("how", ["chain", "tree", "unequal", "groups"])
+@pytest.mark.parametrize(
+    ("how", "dtype"), cases.diagonal(["chain", "tree", "unequal", "groups"], [torch.float32, torch.bfloat16])
+)
 def test_a_round_of_more_rows_than_the_layers_take_at_once(tmp_path, dtype, how):
     """It runs in blocks of sequences; each sequence has the bits that it has alone."""
     model, n = model_of(tmp_path, dtype=dtype), 70

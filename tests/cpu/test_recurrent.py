@@ -4,6 +4,7 @@ and rows whose bits depend on their paths alone."""
 import functools
 from dataclasses import replace
 
+import cases
 import pytest
 import torch
 from hybrid import CONV, DELTA, TILED, Cache, E, Hybrid
@@ -64,9 +65,9 @@ def test_a_row_depends_on_all_before_it():
     assert (got != plain("delta")).any(1).all()
 
 
-@pytest.mark.parametrize("words", [False, True])
-@pytest.mark.parametrize("sizes", [[LENGTH], [1, 100, 3], [7], [33, 32, 31]], ids=str)
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("kind", "sizes", "words"), cases.one_in(2, KINDS, [[LENGTH], [1, 100, 3], [7], [33, 32, 31]], [False, True])
+)
 def test_chunks_of_any_length_have_the_bits_of_plain_decoding(kind, sizes, words):
     assert torch.equal(Cache(model_of(kind)).text(rows_of(LENGTH), sizes, words=words), plain(kind))
 

@@ -4,6 +4,7 @@ import json
 import random
 from pathlib import Path
 
+import cases
 import pytest
 import torch
 from fake_cuda import Again, FakeCuda
@@ -46,11 +47,11 @@ def options_of(way: str, draft: str, length: int = 4) -> dict:
     return own
 
 
-@pytest.mark.parametrize("sampling", [{}, {"temperature": 0.8, "seed": 5}], ids=["greedy", "sampled"])
-@pytest.mark.parametrize("way", WAYS)
-def test_drafts_are_those_of_the_loop(tiny, way, sampling):
+@pytest.mark.parametrize(("way", "how"), cases.diagonal(WAYS, ["greedy", "sampled"]))
+def test_drafts_are_those_of_the_loop(tiny, way, how):
     """The same drafts in every round, so the K/V of accepted tokens is kept and policies see the same outcomes."""
     target, draft = tiny
+    sampling = {} if how == "greedy" else {"temperature": 0.8, "seed": 5}
     own = options_of(way, draft)
     engine = specker.load(target, device="cpu", dtype="float64", **own)
     seen: list[dict] = []
@@ -62,8 +63,8 @@ def test_drafts_are_those_of_the_loop(tiny, way, sampling):
     for row in seen:
         if row["position"] > len(text) - 19:  # at the end the loop shortens its drafts
             break
-        how = None if not sampling else [Sampling(**sampling)]
-        assert drafts.draft([text[: row["position"]]], 17, how) == [row["draft"]]
+        given = None if not sampling else [Sampling(**sampling)]
+        assert drafts.draft([text[: row["position"]]], 17, given) == [row["draft"]]
         accepted += len(row["tokens"]) - 1
     assert accepted > (1 if own["strategy"] == "lookup" and sampling else 5) and accepted < sum(
         len(row["draft"]) for row in seen

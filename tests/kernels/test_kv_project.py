@@ -3,6 +3,7 @@
 import importlib
 import math
 
+import cases
 import pytest
 import torch
 from compile_only import compilations
@@ -61,9 +62,9 @@ def close(args, op):
         assert error <= 6 * torch.finfo(x.dtype).eps * want.double().nan_to_num(0).abs().max()
 
 
-@pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize(("G", "norm"), [(1, False), (1, True), (3, True)])
-def test_kernel(poisoned, size, G, norm):
+@pytest.mark.parametrize(("size", "how"), cases.diagonal(SIZES, [(1, False), (1, True), (3, True)]))
+def test_kernel(poisoned, size, how):
+    G, norm = how
     for T in (1, 7) if size[3] > 1000 or G > 1 else (1, 7, 65):
         close(inputs(T, size, G, norm, bias=T != 1), launch)
 

@@ -19,9 +19,7 @@ WINDOWS = [(0, 1), (0, 9), (3, 1), (5, 60), (0, 65), (60, 130), (0, 256), (255, 
 
 
 @pytest.mark.parametrize("place", [place_rows, launch_place])
-@pytest.mark.parametrize(
-    ("window", "tree", "lengths"), cases.one_in(2, WINDOWS, [False, True], [[100], [100, 17, 301]])
-)
+@pytest.mark.parametrize(("window", "tree", "lengths"), cases.diagonal(WINDOWS, [False, True], [[100], [100, 17, 301]]))
 def test_rows_are_placed_after_each_text(place, window, tree, lengths):
     first, count = window
     rng, page, B = random.Random(first + count), 16, len(lengths)

@@ -1,5 +1,6 @@
 """Matrices in eight and four bits: how they are packed, rounded and joined, and their products on a CPU."""
 
+import cases
 import numpy as np
 import pytest
 import torch
@@ -82,9 +83,10 @@ def test_packing_is_undone():
     assert quant.packed(q)[0, 3] == q[0, 3] | q[0, 19] << 4  # GGUF's order: the halves of 32
 
 
-@pytest.mark.parametrize("form", FORMATS, ids=str)
-@pytest.mark.parametrize("epilogue", ["none", "silu_mul", "float32", "split"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize(
+    ("form", "epilogue", "dtype"),
+    cases.one_in(3, FORMATS, ["none", "silu_mul", "float32", "split"], [torch.float32, torch.bfloat16, torch.float64]),
+)
 def test_row_linear(form, epilogue, dtype):
     torch.manual_seed(0)
     for T, O in ((1, 14), (3, 2048), (70, 2048)):

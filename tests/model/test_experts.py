@@ -3,6 +3,7 @@
 import json
 from dataclasses import replace
 
+import cases
 import pytest
 import torch
 from make_checkpoint import FULL, GPT_OSS, LFM2_MOE, MIXTRAL, QWEN3_MOE, SLIDING, edit, exact_oracle, make, oracle
@@ -279,8 +280,7 @@ def test_a_wrong_bias_is_refused(tmp_path, shape):
 OSS = GPT_OSS | {"layer_types": [SLIDING, FULL]}
 
 
-@pytest.mark.parametrize("kind", ["int8", "int4"])
-@pytest.mark.parametrize("arch", [MIXTRAL, QWEN3_MOE, TWO, OSS], ids=["mixtral", "qwen3_moe", "lfm2_moe", "gpt_oss"])
+@pytest.mark.parametrize(("arch", "kind"), cases.diagonal([MIXTRAL, QWEN3_MOE, TWO, OSS], ["int8", "int4"]))
 def test_experts_are_rounded_and_routers_are_not(tmp_path, arch, kind):
     folder = make(tmp_path, **arch | {"layers": 2, "ffn": 64, "moe_intermediate_size": 64})
     exact = read(folder, dtype=torch.float64, device="cpu", quantize=kind).weights

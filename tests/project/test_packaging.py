@@ -34,6 +34,13 @@ def test_one_version_everywhere():
     assert required <= citation.keys() and citation["cff-version"] == "1.2.0" and citation["license"] == "Apache-2.0"
 
 
+@pytest.mark.skipif(not (ROOT / ".git").exists(), reason="not a git checkout")
+def test_a_checkout_is_small():
+    listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, check=True, capture_output=True, text=True).stdout
+    files = [ROOT / name for name in listed.split("\0") if name]
+    assert sum(file.stat().st_size for file in files if file.is_file()) < 60 << 20
+
+
 @pytest.mark.slow
 def test_built_distributions_work_outside_the_repository(tmp_path):
     wheels = dist.build(tmp_path)

@@ -3,6 +3,7 @@
 import random
 from dataclasses import dataclass, field
 
+import cases
 import pytest
 from make_checkpoint import make
 from pairs import perturbed
@@ -81,8 +82,7 @@ def jobs(engines):
     return [(prompt, alone(prompt, 10 + n).tokens) for n, prompt in enumerate(prompts)]
 
 
-@pytest.mark.parametrize("graphs", ["off", "on"])
-@pytest.mark.parametrize("size", [1, 4])
+@pytest.mark.parametrize(("size", "graphs"), cases.diagonal([1, 4], ["off", "on"]))
 def test_a_callback_that_raises_ends_its_own_request(engines, jobs, size, graphs, caplog):
     """Eight times random arrivals, steps and cancels, beside a stream that runs steps too, for each moment."""
     engine = engines[size, graphs]

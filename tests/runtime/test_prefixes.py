@@ -42,7 +42,7 @@ def load(models, way, **more):
     return specker.load(models[""], *side, **{"dtype": "float64", "device": "cpu", "page_size": 16, **options})
 
 
-@pytest.mark.parametrize(("way", "graphs", "size"), cases.one_in(2, WAYS, ["off", "on"], [1, 3]))
+@pytest.mark.parametrize(("way", "graphs", "size"), cases.diagonal(WAYS, ["off", "on"], [1, 3]))
 def test_a_turn_costs_only_its_new_tokens(models, way, graphs, size, monkeypatch):
     """In a batch too, beside other texts. The caches hold what a fresh pass computes."""
     engine, prompt, worst = load(models, way, graphs=graphs, batch_size=size), list(START), []

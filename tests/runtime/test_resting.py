@@ -2,6 +2,7 @@
 
 import sys
 
+import cases
 import pytest
 from make_checkpoint import make
 from pairs import perturbed
@@ -42,23 +43,17 @@ def steps(engine, monkeypatch):
     return [out.tokens for out in texts], sorted(counts), texts
 
 
-@pytest.mark.parametrize("size", [1, 3])
-@pytest.mark.parametrize(
-    ("strategy", "how"),
-    [
-        ("draft", {}),
-        ("easyspec", {"layer_parallel": "[[0],[1,2]]"}),
-        ("del", {}),
-        ("diffuspec", {"cps": "off", "adl": "2-4"}),
-    ],
-)
-def test_a_resting_round_is_plain_decoding_s(models, strategy, how, size, steady, monkeypatch):
+HOW = {"easyspec": {"layer_parallel": "[[0],[1,2]]"}, "diffuspec": {"cps": "off", "adl": "2-4"}}
+
+
+@pytest.mark.parametrize(("strategy", "size"), cases.diagonal(["draft", "easyspec", "del", "diffuspec"], [1, 3]))
+def test_a_resting_round_is_plain_decoding_s(models, strategy, size, steady, monkeypatch):
     """`steady`: no cost is measured, and a draft token is assumed to cost a hundred plain rounds."""
     monkeypatch.setattr("specker.runtime.engine.draft_cost", lambda budget, *_: 100.0 * budget.depth)
     drafts = {"del": [], "diffuspec": [models["dream"]]}.get(strategy, [models["draft"]])
     load = {"device": "cpu", "batch_size": size}
     plain = specker.load(models["target"], strategy="ar", **load)
-    rests = specker.load(models["target"], *drafts, strategy=strategy, **load, **how)
+    rests = specker.load(models["target"], *drafts, strategy=strategy, **load, **HOW.get(strategy, {}))
     want, least, _ = steps(plain, monkeypatch)
     got, counts, texts = steps(rests, monkeypatch)
     assert got == want and not any(out.stats.drafted for out in texts)

@@ -108,9 +108,11 @@ def fuzzy(w, c, groups, h, position, memory):
     return h
 
 
-@pytest.mark.parametrize("name", ARCHITECTURES)
 @pytest.mark.parametrize(
-    "groups", [((0,), (1, 2, 3, 4), (5,), (6,)), ((0, 1), (2, 3, 4), (5, 6)), ((0, 1, 2, 3, 4, 5, 6),)]
+    ("name", "groups"),
+    cases.diagonal(
+        ARCHITECTURES, [((0,), (1, 2, 3, 4), (5,), (6,)), ((0, 1), (2, 3, 4), (5, 6)), ((0, 1, 2, 3, 4, 5, 6),)]
+    ),
 )
 def test_the_fuzzy_pass_follows_the_paper(checkpoints, name, groups):
     """A prompt in sequence, then rows by the schedule, against the plain implementation above."""

@@ -60,7 +60,7 @@ def scores(tmp_path_factory):
 HOW = ({}, {"graphs": "on"}, {"graphs": "on", "temperature": 0.7}, {"temperature": 0.7})
 
 
-@pytest.mark.parametrize(("name", "how"), cases.one_in(4, JOINS, HOW))
+@pytest.mark.parametrize(("name", "how"), cases.diagonal(JOINS, HOW))
 def test_tokens_equal_plain_decoding(world, scores, name, how, cheap, monkeypatch):
     """Both parts draft."""
     parts, temperature = set(), how.get("temperature", 0.0)
@@ -111,8 +111,7 @@ def test_copies_go_on_beyond_the_drafts_context(world, shortened, scores, name, 
         assert any(g.stats.accepted > 5 for g in got[1:])
 
 
-@pytest.mark.parametrize("width", [1, 2])
-@pytest.mark.parametrize("graphs", ["off", "on"])
+@pytest.mark.parametrize(("width", "graphs"), cases.diagonal([1, 2], ["off", "on"]))
 def test_a_text_beyond_the_drafts_context_has_no_vote(shortened, world, cheap, width, graphs):
     """What the draft computes for it reads columns that nobody wrote: NaN, here. Its neighbour's drafts go on."""
     how = {"tree": "2x3"} if width > 1 else {}

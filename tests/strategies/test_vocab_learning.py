@@ -232,11 +232,3 @@ def test_a_family_without_drafts_asks_for_the_users(models, coder, installed, mo
     with pytest.raises(ValueError, match=r"needs a draft checkpoint for .*target: pass draft"):
         Drafts(models[0], device="cpu")
     assert specker.load(*models, device="cpu").generate([1], 8).tokens
-
-
-def test_a_family_without_settings_has_the_usual_ones(coder):
-    from specker.runtime.strategies.vocabtrim.trim import VOCAB_KEEP, default_keep
-
-    scores = VocabScores.from_counts(torch.arange(320))
-    assert default_keep(scores, coder).fraction == VOCAB_KEEP == default_keep(scores, None).fraction
-    assert default_keep(scores, zoo.SMOLLM2).fraction == 1 / 24

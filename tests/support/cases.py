@@ -2,7 +2,7 @@
 
 import functools
 import itertools
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +14,27 @@ import specker
 def one_in(of: int, *axes: Iterable[Any]) -> list[Any]:
     """The product of `axes` as parameters. One case in `of` runs in `make test`, such that each value meets as many
     others as possible; the rest is marked slow."""
+    return _product(axes, lambda indices: sum(indices) % of == 0)
+
+
+def diagonal(*axes: Iterable[Any]) -> list[Any]:
+    """The product of `axes` as parameters. In `make test` each value of every axis runs, in as many cases as the
+    longest axis has values; the rest is marked slow."""
+    axes = tuple(map(tuple, axes))
+    run = {
+        tuple((n + turn * (n // len(axis))) % len(axis) for turn, axis in enumerate(axes))
+        for n in range(max(map(len, axes)))
+    }
+    return _product(axes, run.__contains__)
+
+
+def _product(axes: Iterable[Iterable[Any]], runs: Callable[[tuple[int, ...]], bool]) -> list[Any]:
     cases = []
     for indexed in itertools.product(*map(enumerate, axes)):
-        left_out = sum(i for i, _ in indexed) % of
         values = [value for _, value in indexed]
         name = "-".join(str(v) for v in values) if all(isinstance(v, str | int | float) for v in values) else None
-        cases.append(pytest.param(*values, id=name, marks=[pytest.mark.slow] if left_out else []))
+        runs_always = runs(tuple(i for i, _ in indexed))
+        cases.append(pytest.param(*values, id=name, marks=[] if runs_always else [pytest.mark.slow]))
     return cases
 
 

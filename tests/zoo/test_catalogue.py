@@ -34,7 +34,6 @@ HUB_CACHE = "hub/models--Qwen--Qwen3-8B/snapshots/b968826d9c46dd6066d109eabc6255
         ("Qwen/Qwen3-8B-Base", "Qwen/Qwen3-8B-Base"),
         ("gpt-oss-20b-mxfp4.gguf", "openai/gpt-oss-20b"),
         ("someone/gemma-4-26B-A4B-it-GGUF", "google/gemma-4-26B-A4B-it"),
-        ("HuggingFaceTB/SmolLM2-135M-Instruct", "HuggingFaceTB/SmolLM2-135M-Instruct"),
         (None, "code-target"),
     ],
 )
@@ -67,11 +66,11 @@ def test_a_folder_is_recognised_by_its_name_its_config_and_its_place(tmp_path: P
 
 
 def test_a_bundled_target_is_recognised_by_its_sizes(tmp_path: Path) -> None:
-    sizes = dict(zoo.SMOLLM2.sizes)
+    sizes = dict(zoo.CODE.sizes)
     raw = {"num_hidden_layers": sizes.pop("num_layers"), "num_attention_heads": sizes.pop("num_heads"), **sizes}
     (tmp_path / "config.json").write_text(json.dumps(raw))
-    assert choose(tmp_path).draft == "smollm2-draft"
-    assert choose(tmp_path, "diffuspec").draft == "smollm2-draft"  # it stands for those of all strategies
+    assert choose(tmp_path).draft == "code-draft"
+    assert choose(tmp_path, "diffuspec").draft == "code-draft"  # it stands for those of all strategies
     (tmp_path / "config.json").write_text(json.dumps({**raw, "vocab_size": 7}))
     assert drafts_for(tmp_path) == ()
 

@@ -36,7 +36,7 @@ class TrimOptions:
     vocab_keep: VocabKeep | None = opt(
         None,
         "rows of the draft's head to keep: 8192, 0.25 of them, or coverage:0.98 of a score file's tokens (default: "
-        "0.125, 0.25 without a score file, 2048 rows for SmolLM2-135M, or all ids of a file without counts)",
+        "0.125, 0.25 without a score file, or all ids of a file without counts)",
         "ROWS|X|coverage:X",
         parse=VocabKeep.parse,
     )

@@ -39,11 +39,9 @@ class Ranking(NamedTuple):
     counts: VocabCounts | None = None  # where to count what the target writes
 
 
-def default_keep(scores: VocabScores, family: Family | None) -> VocabKeep:
-    """All ids of a file without counts; else the fraction that was fastest with the target."""
-    if scores.counts is None:
-        return VocabKeep(rows=len(scores.ids))
-    return VocabKeep(fraction=VOCAB_KEEP if family is None or family.vocab_keep is None else family.vocab_keep)
+def default_keep(scores: VocabScores) -> VocabKeep:
+    """All ids of a file without counts; else a fraction of the rows."""
+    return VocabKeep(rows=len(scores.ids)) if scores.counts is None else VocabKeep(fraction=VOCAB_KEEP)
 
 
 def bundled(tokenizer: str | None, family: Family | None) -> Path | None:
@@ -71,7 +69,7 @@ def ranking(
     if (path := trim.vocab_scores or bundled(digest, family)) is not None:
         scores = vocab_scores.read(path)
         scores.check(vocab, digest, path)
-        return Ranking(scores, default_keep(scores, family), Path(path).name)
+        return Ranking(scores, default_keep(scores), Path(path).name)
     if trim.vocab_keep is not None and trim.vocab_keep.coverage is not None:
         raise ValueError(
             f"{option('vocab_keep', 'coverage:X')} needs a score file ({option('vocab_scores')}); without one, keep a "
@@ -155,7 +153,7 @@ def trimmed(
     )
 
 
-def planned_bytes(target: Checkpoint, draft: Checkpoint | None, options: Options, family: Family | None) -> int:
+def planned_bytes(target: Checkpoint, draft: Checkpoint | None, options: Options) -> int:
     """Bytes that `trimmed` will copy at most: the context is sized before drafters are made. 0 without trimming. Raises
     as `vocab_scores.read` does."""
     trim: TrimOptions | None = options.trim
@@ -164,8 +162,8 @@ def planned_bytes(target: Checkpoint, draft: Checkpoint | None, options: Options
     head = (target if draft is None else draft).weights.head
     keep = trim.vocab_keep
     if keep is None and trim.vocab_scores is not None:
-        keep = default_keep(vocab_scores.read(Path(trim.vocab_scores)), family)
-    share = max(UNCOUNTED_KEEP, VOCAB_KEEP, (family and family.vocab_keep) or 0) if keep is None else keep.fraction
+        keep = default_keep(vocab_scores.read(Path(trim.vocab_scores)))
+    share = UNCOUNTED_KEEP if keep is None else keep.fraction
     rows = len(head) if share is None else math.ceil(share * len(head))
     if keep is not None and keep.rows is not None:
         rows = keep.rows
