@@ -406,7 +406,7 @@ def first(bench: Bench, case: Case) -> Found:
         stream.close()
     later = Timing(tuple(sorted(seconds[1:])), None).median
     row = {"median": seconds[0], "later": later, "value": seconds[0] / later, "unit": "x", "of": "later ones"}
-    return {"first request": row}
+    return {"first request": row | ({"graphs": engine.loop.graphs.to_json()} if engine.captures else {})}
 
 
 def prefills(bench: Bench, case: Case) -> Found:

@@ -51,8 +51,9 @@ def facts() -> dict[str, Any]:
         found |= triton_facts(found.get("capability"))
     if found.get("available"):
         from bench import harness
+        from specker.kernels.deferred import HAS_GPU
 
-        found |= {"folder": harness.folder("cuda").name, "commit": harness.commit()}
+        found |= {"folder": harness.folder("cuda").name, "commit": harness.commit(), "device_file": HAS_GPU}
     return found
 
 

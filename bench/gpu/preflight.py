@@ -11,6 +11,7 @@ from typing import Any
 
 GIB = 1 << 30
 DRIVER_13 = "580"  # the first driver for CUDA 13
+OWN = "on your own machine, sudo nvidia-smi"  # a borrowed one's settings are its owner's
 
 
 @dataclass(frozen=True)
@@ -36,6 +37,7 @@ class Facts:
     ptxas: tuple[str, str] | None = None  # path and version of the one that Triton runs for this GPU
     assemblers: Mapping[str, tuple[str, str]] = field(default_factory=dict)  # all that Triton brings
     cache: str = ""  # Triton's, on disk
+    device_file: bool = False  # whether specker sees the driver's device, and so makes its kernels when it is imported
     compiler: str | None = None  # of C
     headers: bool = True  # of Python
     folder: str = ""  # of results
@@ -211,25 +213,24 @@ def _state(smi: Smi | None) -> Iterator[Problem]:
         yield Problem("there is no nvidia-smi: clocks, power and other processes are not checked")
         return
     if smi.compute_mode == "Prohibited":
-        yield Problem("the GPU's compute mode is Prohibited: sudo nvidia-smi -c DEFAULT", True)
+        yield Problem(f"the GPU's compute mode is Prohibited: {OWN} -c DEFAULT", True)
     if smi.compute_mode == "Exclusive_Process":
-        yield Problem("only one process may use the GPU at a time, so parallel tests fail: sudo nvidia-smi -c DEFAULT")
+        yield Problem(f"only one process may use the GPU at a time, so parallel tests fail: {OWN} -c DEFAULT")
     if smi.mig == "Enabled":
         yield Problem("MIG is on, so this is a slice of a GPU: times and bandwidth are the slice's")
     if smi.persistence == "Disabled":
-        yield Problem("persistence mode is off, so the first launch of each process is slow: sudo nvidia-smi -pm 1")
+        yield Problem(f"persistence mode is off, so the first launch of each process is slow: {OWN} -pm 1")
     slow = [reason for reason in smi.reasons if re.search(r"slowdown|thermal|brake", reason)]
     if slow:
         yield Problem(f"the GPU lowers its clocks ({', '.join(slow)}): cool it or check its power supply, then repeat")
     if _lower(smi.application_clock, smi.max_clock):
         yield Problem(
-            f"the application clock is {smi.application_clock} of at most {smi.max_clock}: sudo nvidia-smi -rac "
-            "resets it"
+            f"the application clock is {smi.application_clock} of at most {smi.max_clock}: {OWN} -rac resets it"
         )
     if _lower(smi.power_limit, smi.default_power_limit):
         watts = _amount(smi.default_power_limit)
         limits = f"{smi.power_limit} of {smi.default_power_limit}"
-        yield Problem(f"the power limit is {limits}, the default: sudo nvidia-smi -pl {watts:g}")
+        yield Problem(f"the power limit is {limits}, the default: {OWN} -pl {watts:g}")
     used = _amount(smi.memory_used)
     if used is not None and used > 1024:
         yield Problem(f"{smi.memory_used} of the GPU's memory are in use: end other processes, which disturb timings")
@@ -253,6 +254,7 @@ def table(f: Facts, smi: Smi | None) -> list[tuple[str, str]]:
         "Triton that torch pins": f.pinned_triton,
         "ptxas for this GPU": ptxas,
         "Triton's cache": f.cache,
+        "specker's kernels are made": "at its import" if f.device_file else "at their first use",
         "transformers": f.versions.get("transformers"),
         "Python": f.versions.get("python"),
         "SM clock now, application, max": ", ".join(filter(None, (s.clock, s.application_clock, s.max_clock))),

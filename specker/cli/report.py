@@ -45,6 +45,8 @@ def report(engine: Any, results: list[Result], sampling: Sampling, interrupted: 
     if (ranks := engine.ranks) is not None:
         names = {"tp": ranks.size, "dp": ranks.replicas, "draft": ranks.draft_ranks}
         out["ranks"] = names | {"reduce": "ordered" if ranks.ordered else "fast"}
+    if engine.captures:
+        out["graphs"] = engine.loop.graphs.to_json()
     out |= engine.remarks
     return out | ({"vocabulary": trim} if trim else {}) | ({"interrupted": True} if interrupted else {})
 

@@ -17,7 +17,7 @@ from specker.kernels.tiles import MAX_ROWS
 from specker.kernels.tree_attention import partial_bytes, split_count, split_unit
 from specker.model.config import ModelConfig
 from specker.model.kv_formats import kept_dim
-from specker.model.prefill import FLASH_DIM, MIXTURE_CHUNK, serves_flash
+from specker.model.prefill import FLASH_DIM, MIXTURE_CHUNK, PAGED_ROWS, serves_flash
 from specker.model.rings import ring_columns, ringed
 from specker.model.states import saved_bytes, sequence_bytes
 
@@ -33,12 +33,12 @@ class Cost:
     """Bytes per position of the context, for one model."""
 
     position: int  # K and V, RoPE's tables and the indices: held for the engine's life
-    passing: int  # of a prefill chunk: K and V of a layer for flash attention, otherwise the mask and the scores
+    passing: int  # of a prefill chunk: K and V of a layer on a GPU, otherwise the mask and the scores
     limit: int  # positions that the checkpoint supports
     ring_position: int = 0  # K and V of the layers in rings, held for the positions that rings have; not in `position`
     ring: int = 0  # positions that a ring has
     rings: int = 0  # sequences
-    split: int = 0  # of a verify pass on a GPU: attention's partial results, per split of the context
+    split: int = 0  # of tree_attention on a GPU: its partial results, per split of the context
     unit: int = 0  # columns of attention's shortest splits
     states: int = 0  # recurrent states and records of all sequences, whatever the context
 
@@ -69,8 +69,10 @@ class Cost:
         scores = 2 * config.num_heads * max(4, dtype.itemsize)  # before and after the softmax, in float32 at least
         gpu, ring = device.type == "cuda", ring_columns(config)
         flashes = gpu and serves_flash(config, dtype) and config.widest <= FLASH_DIM
-        passing = each if flashes else PREFILL_ROWS * (1 + scores)
-        split = partial_bytes(min(rows, MAX_ROWS), config.num_heads, config.widest) if gpu else 0
+        paged = gpu and config.causal and not flashes  # a prefill attends by tree_attention
+        passing = each if flashes or paged else PREFILL_ROWS * (1 + scores)
+        rows = min(max(rows, PAGED_ROWS if paged else 0), MAX_ROWS)
+        split = partial_bytes(rows, config.num_heads, config.widest) if gpu else 0
         unit = min((split_unit(heads.heads) for heads in own.values()), default=split_unit(config.num_kv_heads))
         states = sequences * sequence_bytes(config, dtype) + saved * saved_bytes(config, dtype)
         return cls(kv + rope + 8 + 8 + 4, passing, config.max_context, ring_position, ring, rings, split, unit, states)

@@ -5,6 +5,7 @@ earlier columns and one another causally, in layers with a sliding window only t
 
 On a GPU this is flash attention, called by name (`flash`). SDPA would choose: on sm_90 and later cuDNN first, which
 plans every new length of a prompt for 20 ms and more, and with a mask for grouped heads a form that writes all scores.
+What flash attention does not serve (float32, wide heads, capped scores) attends by tree_attention, some rows at a time.
 """
 
 import math
@@ -20,7 +21,7 @@ from specker.kernels.tree_attention import attend
 from specker.kernels.variant import reset_counters, sum_dtype
 from specker.model.cache import KVCache, Rows, sequence_bounds
 from specker.model.config import ModelConfig
-from specker.model.decoder import GroupRows, Model, Output, compiled, run_layers
+from specker.model.decoder import GroupRows, Model, Output, compiled, over_pages, run_layers
 from specker.model.kv_formats import keys, widened
 from specker.model.recurrent import Paths, cached_rows
 from specker.model.rings import AHEAD_OF_MIXTURES, WindowRings
@@ -29,6 +30,7 @@ PREFILL_CHUNK = 512  # rows; takes about as long as three rounds of an 8B model 
 MIXTURE_CHUNK = AHEAD_OF_MIXTURES  # of a mixture of experts: each chunk reads nearly all experts
 COMPILED_CHUNK = 256  # rows on a CPU with compiled layers: their activations stay in the caches
 FLASH_DIM = 256  # most dimensions of a head that flash attention serves
+PAGED_ROWS = 64  # rows that attend at once by tree_attention: its partial results are in memory
 CAPPED_ROWS = 128  # rows that attend at once where scores have a soft cap: all their scores are in memory
 DENSE_CHUNK = 256  # on a GPU, a chunk with more rows uses cuBLAS, which is faster there but not batch-invariant
 
@@ -135,12 +137,18 @@ def _prefill_chunk(
     if isinstance(cache.rings, WindowRings):
         spans |= {w: cache.rings.slots[cache.slots(slot, max(0, start - w + 1), end)] for w in windows}
     later, cap = causal and start > 0, model.config.layer.cap
-    split = later and splits(model.device)
-    flashes_all = flashes and model.config.widest <= FLASH_DIM
-    mask = after(T, end) if later and not split and not flashes_all else None
-    bands = {w: band(T, end, w, model.device) for w in windows if w < end and not flashes}
+    paged: list[Rows] = []
+    if causal and attends_pages(hidden) and not (flashes and model.config.widest <= FLASH_DIM):
+        columns = -(-end // cache.page_size)
+        for first in range(start, end, PAGED_ROWS):
+            rows = cache.after([first], [min(PAGED_ROWS, end - first)], slot=slot)
+            paged.append(rows._replace(table=rows.table[:, :columns]))
+    bands = {w: band(T, end, w, model.device) for w in windows if w < end and not flashes and not paged}
 
     def attended(q: Tensor, k: Tensor, v: Tensor, sliding_window: int, sinks: Tensor | None) -> Tensor:
+        if paged and not (flashes and q.shape[-1] <= FLASH_DIM):
+            parts = zip(paged, q.split(PAGED_ROWS), strict=True)
+            return torch.cat([over_pages(model, rows)(own, k, v, sliding_window, sinks) for rows, own in parts])
         k, v = (x.flatten(0, 1)[spans[sliding_window]] for x in (k, v))
         k, v = keys(k, q.dtype), widened(v, q.dtype)
         if cap:
@@ -152,14 +160,14 @@ def _prefill_chunk(
         k, v = (x.transpose(0, 1).unsqueeze(0) for x in (k, v))
         if (seen := bands.get(sliding_window)) is not None:
             k, v = (x[:, :, -seen.shape[1] :] for x in (k, v))
-        elif split:
+        elif later:
             return attend_split(q, k, v, start, model.scale)
         return F.scaled_dot_product_attention(
             q.transpose(0, 1).unsqueeze(0),
             k,
             v,
-            attn_mask=mask if seen is None else seen,
-            is_causal=causal and mask is None and seen is None,
+            attn_mask=seen,
+            is_causal=causal and seen is None,
             scale=model.scale,
             enable_gqa=True,
         )[0].transpose(0, 1)
@@ -208,9 +216,9 @@ def _compiled_chunk(
     return dict(zip(aux_layers, out[1:].unbind(0), strict=True))
 
 
-def splits(device: torch.device) -> bool:
-    """Whether a later chunk of a prompt attends in two parts (`attend_split`) instead of with a mask (`after`)."""
-    return device.type == "cpu"
+def attends_pages(hidden: Tensor) -> bool:
+    """Whether layers that flash attention does not serve attend by tree_attention."""
+    return hidden.is_cuda
 
 
 def attend_split(q: Tensor, k: Tensor, v: Tensor, start: int, scale: float) -> Tensor:
@@ -233,7 +241,7 @@ def attend_split(q: Tensor, k: Tensor, v: Tensor, start: int, scale: float) -> T
 def attend_capped(
     q: Tensor, k: Tensor, v: Tensor, causal: bool, sliding_window: int, scale: float, cap: float
 ) -> Tensor:
-    """`flash` with a soft cap of the scores, which torch's attention lacks; on any device, for some rows at a time."""
+    """`flash` with a soft cap of the scores, which torch's attention lacks; on a CPU, for some rows at a time."""
     outs, S = [], len(k)
     for i in range(0, len(q), CAPPED_ROWS):
         rows = q[i : i + CAPPED_ROWS]
@@ -299,13 +307,6 @@ def attend_with_sinks(q: Tensor, k: Tensor, v: Tensor, sliding_window: int, scal
         shares = torch.cat((scores, sink), -1).softmax(-1)[..., :-1]
         out[:, own] = torch.einsum("gts,sd->tgd", shares, v[:, h].to(wide)).to(q.dtype)
     return out
-
-
-def after(rows: int, end: int) -> Any:
-    """The causal mask of a prompt's last `rows` rows over all `end` columns, on a GPU in float32."""
-    from torch.nn.attention.bias import causal_lower_right  # imports torch.compile, which takes 2 s
-
-    return causal_lower_right(rows, end)
 
 
 def band(rows: int, end: int, sliding_window: int, device: torch.device) -> Tensor:

@@ -3,7 +3,6 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,13 +16,6 @@ ALL = 2**31 - 1  # top_k that keeps every token
 KINDS = ("greedy", "noise", "filtered")  # the kernels a draw launches; a later kind also covers the earlier ones
 
 
-class Adjusts(NamedTuple):
-    """That logits are adjusted before a token is drawn (kernels/adjust_rows.py), and how, besides penalties."""
-
-    biased: bool
-    floors: bool
-
-
 @dataclass(frozen=True)
 class Draws:
     """Sampling parameters for all rows of a round."""
@@ -31,15 +23,13 @@ class Draws:
     kind: str
     memory: Tensor | None  # [n, 4] int64, each sequence's parameters (`pack`): one CUDA graph serves every request
     only: Sampling | None = None  # parameters of a single sequence, to pass as launch arguments
-    adjusts: Adjusts | None = None  # None: logits stay as they are. The numbers are in the state
+    adjusts: bool = False  # whether `adjust_rows` changes the logits before. Its numbers are in the state
 
     @classmethod
     def of(cls, samplings: Sequence[Sampling], memory: Tensor, fixed: bool) -> "Draws":
         """`fixed`: kernels read the parameters from memory even for one sequence."""
         only = samplings[0] if len(samplings) == 1 and not fixed else None
-        found = [adjusts for s in samplings if (adjusts := adjusting(s)) is not None]
-        both = Adjusts(*map(any, zip(*found, strict=True))) if found else None
-        return cls(max(map(kind, samplings), key=KINDS.index), memory, only, both)
+        return cls(max(map(kind, samplings), key=KINDS.index), memory, only, any(map(adjusting, samplings)))
 
     @classmethod
     def one(cls, sampling: Sampling) -> "Draws":
@@ -101,11 +91,11 @@ def kind(s: Sampling) -> str:
     return "filtered" if filtered else "noise" if s.temperature > 0 else "greedy"
 
 
-def adjusting(s: Sampling) -> Adjusts | None:
-    """How logits are adjusted; None if they are not."""
+def adjusting(s: Sampling) -> bool:
+    """Whether logits are adjusted: by penalties, min_p or biases."""
     floors = s.min_p > 0 and s.temperature > 0  # at temperature 0 the most probable token remains
     penalties = s.repetition_penalty != 1 or s.presence_penalty != 0 or s.frequency_penalty != 0
-    return Adjusts(bool(s.logit_bias), floors) if penalties or floors or s.logit_bias else None
+    return penalties or floors or bool(s.logit_bias)
 
 
 def rules(s: Sampling) -> Tensor:

@@ -39,7 +39,7 @@ class Batches:
         bucket = self.see(longest + self.lookahead if fixed else 0)
         draws = Draws.of([request.sampling for request in requests], state.draw, fixed)
         lengths = state.length if fixed else [len(request.token_ids) for request in requests]
-        shape = Shape(padded, budget, fixed, bucket, draws.kind, draws.adjusts)
+        shape = Shape(padded, budget, fixed, bucket, draws.kind)
         return Batch(requests, state, shape, draws, lengths, graphs, requests[0].policy.confident)
 
     def see(self, columns: int) -> int:

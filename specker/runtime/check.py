@@ -97,7 +97,7 @@ def gap(loop: Loop, ids: list[int], prompt: int, plain: int, other: int, samplin
 
 def _adjusted(logits: torch.Tensor, ids: list[int], prompt: int, sampling: Sampling) -> torch.Tensor:
     """logits [1, V] after biases, penalties and min_p by the text `ids`."""
-    if (adjusts := adjusting(sampling)) is None:
+    if not adjusting(sampling):
         return logits
 
     def ints(numbers: Sequence[int]) -> torch.Tensor:
@@ -108,7 +108,7 @@ def _adjusted(logits: torch.Tensor, ids: list[int], prompt: int, sampling: Sampl
     biases = torch.tensor([values], dtype=torch.float32, device=logits.device)
     numbers = rules(sampling).to(logits.device)[None]
     return adjust_rows(
-        logits, text, prompts, lengths, text[:, -1:], numbers, None, None, ints(biased)[None], biases, adjusts.floors
+        logits, text, prompts, lengths, text[:, -1:], numbers, None, None, ints(biased)[None], biases, floors=True
     )
 
 

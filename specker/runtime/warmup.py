@@ -4,6 +4,7 @@ import gc
 import itertools
 import time
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -35,9 +36,10 @@ DRAWS = Sampling(), Sampling(temperature=1.0), Sampling(temperature=1.0, top_p=0
 def warm_up(
     session: Session, plan: Plan, policy: Callable[[], Policy], on_progress: Callable[[int, int], None] | None = None
 ) -> None:
-    """On a GPU, compile every kernel and capture every graph, except DEL's verify passes of long drafts: there is one
-    per exit and length, captured at its second use. Then, on any device, decode a few tokens with and without the
-    drafter, and measure what rounds cost, for policies that rest. `on_progress` is called with (done, of)."""
+    """On a GPU, compile every kernel and capture the usual graphs (`warm_rounds`). DEL's verify passes of long drafts,
+    of which there is one per exit and length, are captured at their second use. Then, on any device, decode a few
+    tokens with and without the drafter, and measure what rounds cost, for policies that rest. `on_progress` is called
+    with (done, of)."""
     loop = session.loop
     if loop.graphs.capture:
         gc.collect()  # the graphs of engines that were dropped: torch does not collect before a capture
@@ -94,33 +96,37 @@ def warm_rounds(
     on_progress: Callable[[int, int], None] | None = None,
     exits: Sequence[Budget] = (),
 ) -> None:
-    """Run every round of fixed shape that a request may use, for every padded number of slots. `budgets`: the shapes
-    that policies may propose (empty: no draft); `verified`, `accepted`: further draft sizes to verify and to accept;
-    `exits`: further drafts of the target's first layers to verify, for one text and for a full batch. `confident`:
-    policies end drafts by confidence. `on_progress` is called with (done, of)."""
+    """Run every round of fixed shape that a request may use, for every padded number of slots. All are captured but
+    those of long texts in a batch that is neither one text nor full: a request that uses one captures it. `budgets`:
+    the shapes that policies may propose (empty: no draft); `verified`, `accepted`: further draft sizes to verify and to
+    accept; `exits`: further drafts of the target's first layers to verify, for one text and for a full batch.
+    `confident`: policies end drafts by confidence. `on_progress` is called with (done, of)."""
     for cache in loop.slots.caches:
         for kv in cache.kv:
             kv.zero_()  # finite K/V gives finite logits and valid ids
-    todo: list[Callable[[], None]] = []
+    todo: list[tuple[bool, Callable[[], None]]] = []
     most, ahead = loop.target.config.max_context, loop.batches.lookahead
     lengths = [max(min(b, most) - ahead, loop.largest.depth + 1) for b in loop.batches.buckets]
-    # A verify pass that draws the tokens and one that writes logits are different graphs, and so is what follows them.
-    every = [Params(sampling=sampling) for sampling in DRAWS]
-    every += [Params(sampling=sampling, logprobs=1) for sampling in DRAWS[:2] if loop.target.samples]
-    greedy = [params for params in every if params.sampling == DRAWS[0]]
-    sizes = [n for n in (1 << i for i in range(9)) if n < 2 * loop.size]
+    # A verify pass that draws the tokens and one that writes logits are different graphs. So is the acceptance after
+    # logits for each kind of draws, with and without penalties; it does not depend on the KV bucket.
+    plain = [Params(sampling=sampling) for sampling in DRAWS]
+    penalised = [Params(sampling=replace(sampling, presence_penalty=1.0)) for sampling in DRAWS]
+    told = [Params(sampling=sampling, logprobs=1) for sampling in DRAWS[:2] if loop.target.samples]
+    every = [*plain, *penalised, *told]
+    sizes = dict.fromkeys(min(1 << i, loop.size) for i in range(loop.size.bit_length() + 1))
     for n, (before, length) in itertools.product(sizes, itertools.pairwise((0, *lengths))):
-        n = min(n, loop.size)
-        for params, budget in itertools.product(every, budgets):
-            todo.append(partial(_drafted, loop, n, before, length, params, budget, confident))
-        for params in greedy:
-            todo.append(partial(_sizes, loop, n, length, params, verified, False))
+        rare = bool(before) and n not in (1, loop.size)
+        for params, budget in itertools.product(plain if before else every, budgets):
+            todo.append((rare, partial(_drafted, loop, n, before, length, params, budget, confident)))
+        for params in (plain[0], penalised[0]):
+            todo.append((rare, partial(_sizes, loop, n, length, params, verified, False)))
             if exits and n in (1, loop.size):
-                todo.append(partial(_exits, loop, n, length, params, exits))
+                todo.append((False, partial(_exits, loop, n, length, params, exits)))
     for n, params in itertools.product(sizes, every):
-        todo.append(partial(_sizes, loop, min(n, loop.size), lengths[0], params, accepted, True))
-    for done, work in enumerate(todo, 1):
-        work()
+        todo.append((False, partial(_sizes, loop, n, lengths[0], params, accepted, True)))
+    for done, (rare, work) in enumerate(todo, 1):
+        with loop.graphs.compiling() if rare else nullcontext():
+            work()
         if on_progress is not None:
             on_progress(done, len(todo))
     loop.clear()

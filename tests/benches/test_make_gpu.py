@@ -81,6 +81,7 @@ def test_a_machine_that_fits_has_no_problems():
     )
     named = dict(preflight.table(H100, SMI))
     assert named["driver"] == "580.65.06" and named["ptxas for this GPU"] == "CUDA 13.4 (/triton/ptxas-blackwell)"
+    assert named["specker's kernels are made"] == "at their first use"
     assert named["SM clock now, application, max"] == "345 MHz, 1980 MHz, 1980 MHz" and named["ECC"] == "Enabled"
     assert dict(preflight.table(Facts(), None))["driver"] == "unknown"
 
@@ -125,13 +126,23 @@ MISMATCHES = [  # facts, nvidia-smi's, what the sentence says, whether it stops
     ({"memory": 15 * GIB}, {}, "has 15 GiB of memory: cases of the 8B and 32B shapes do not fit", False),
     ({"devices": 4}, {}, "torch sees 4 GPUs and the first is used: choose with CUDA_VISIBLE_DEVICES", False),
     ({}, None, "there is no nvidia-smi: clocks, power and other processes are not checked", False),
-    ({}, {"compute_mode": "Prohibited"}, "compute mode is Prohibited: sudo nvidia-smi -c DEFAULT", True),
+    (
+        {},
+        {"compute_mode": "Prohibited"},
+        "compute mode is Prohibited: on your own machine, sudo nvidia-smi -c DEFAULT",
+        True,
+    ),
     ({}, {"compute_mode": "Exclusive_Process"}, "only one process may use the GPU at a time", False),
     ({}, {"mig": "Enabled"}, "MIG is on, so this is a slice of a GPU", False),
     ({}, {"persistence": "Disabled"}, "persistence mode is off", False),
     ({}, {"reasons": ("gpu idle", "hw thermal slowdown")}, "lowers its clocks (hw thermal slowdown): cool it", False),
     ({}, {"application_clock": "1095 MHz"}, "the application clock is 1095 MHz of at most 1980 MHz", False),
-    ({}, {"power_limit": "310.00 W"}, "310.00 W of 700.00 W, the default: sudo nvidia-smi -pl 700", False),
+    (
+        {},
+        {"power_limit": "310.00 W"},
+        "310.00 W of 700.00 W, the default: on your own machine, sudo nvidia-smi -pl 700",
+        False,
+    ),
     ({}, {"memory_used": "40536 MiB"}, "40536 MiB of the GPU's memory are in use", False),
 ]
 
@@ -143,6 +154,7 @@ def test_each_mismatch_has_its_sentence(monkeypatch, fact, said, sentence, fatal
     smi = None if said is None else dataclasses.replace(SMI, **said)
     [problem] = preflight.problems(dataclasses.replace(H100, **fact), smi)
     assert sentence in problem.sentence and problem.fatal is fatal and "\n" not in problem.sentence
+    assert problem.sentence.count("sudo") == problem.sentence.count("on your own machine, sudo")
 
 
 # --- a rehearsal: commands that need no GPU

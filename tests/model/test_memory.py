@@ -5,8 +5,9 @@ import math
 
 import pytest
 import torch
-from make_checkpoint import GEMMA3, SLIDING, make
-from recorded import recording
+from make_checkpoint import GEMMA3, GEMMA4, SLIDING, make
+from recorded import kernels, recording
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import specker
 from specker import cpu
@@ -14,7 +15,10 @@ from specker.checkpoints import checkpoint
 from specker.checkpoints.checkpoint import read_config
 from specker.cli import run
 from specker.model import memory
+from specker.model.cache import KVCache
+from specker.model.decoder import Model
 from specker.model.memory import Cost, gib, largest, needed, sized
+from specker.model.prefill import PAGED_ROWS, prefill
 from specker.runtime.strategies.base import LOOKAHEAD
 
 attention = importlib.import_module("specker.kernels.tree_attention")
@@ -157,7 +161,38 @@ def test_a_gpu_reserves_what_attention_writes(tmp_path, monkeypatch):
         assert cost.largest_pass(context, 16, LOOKAHEAD) == max(scratch, cost.passing * context)
         assert (scratch > cost.passing * context) == (context <= 2000)
     assert Cost.of(config, torch.bfloat16, device=GPU, rows=9999).split * 61 == 1024 * cost.split, "in blocks"
-    assert Cost.of(config, torch.float32, device=GPU).passing == cpu.passing, "flash attention has no float32"
+    long, window = (Cost.of(config, torch.float32, device=GPU, rows=rows) for rows in (PAGED_ROWS - 1, PAGED_ROWS + 1))
+    assert cpu.passing / 20 > long.passing and long.split == PAGED_ROWS * cost.split // 61, "float32: by tree_attention"
+    assert window.split == (PAGED_ROWS + 1) * cost.split // 61
+
+
+class Largest(TorchDispatchMode):
+    """Notes the bytes of the largest new tensor."""
+
+    most = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        if isinstance(out, torch.Tensor) and not func.is_view:
+            self.most = max(self.most, out.nbytes)
+        return out
+
+
+@pytest.mark.parametrize(("dtype", "served"), [(torch.bfloat16, 2), (torch.float32, 4)])
+def test_a_gpu_reserves_what_a_prefill_of_wide_heads_takes(gpu_dtypes, tmp_path, dtype, served):
+    """Gemma 4's full layers, which flash attention does not serve: no tensor of a late chunk holds scores, and all are
+    within what is reserved."""
+    kind = {**GEMMA4, "global_head_dim": 512, "heads": 8, "sliding_window": 256, "max_context": 16384}
+    model = Model(checkpoint.read(make(tmp_path, **kind), dtype=dtype, device="cpu", random=0))
+    cost = Cost.of(model.config, dtype, device=GPU)
+    with recording() as log, torch.inference_mode():
+        cache = KVCache(model.config, 16384, dtype=dtype, device="cpu", page_size=256)
+        cache.exact_len[0] = 15000
+        with Largest() as seen:
+            prefill(model, cache, [3] * 512)
+    assert sum(name.startswith("_tree_attention_kernel") for name in kernels(log)) == 512 // PAGED_ROWS * served
+    scores = 512 * 16384 * 8 * 4  # of a chunk's rows and heads
+    assert cost.split < seen.most <= cost.largest_pass(16384, 256, 0) < scores / 3
 
 
 def test_free(monkeypatch, tmp_path):

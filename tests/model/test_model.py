@@ -7,6 +7,7 @@ import torch
 from make_checkpoint import (
     CASES,
     FULL,
+    GEMMA2,
     GEMMA3,
     GEMMA4,
     GPT_OSS,
@@ -22,9 +23,10 @@ from recorded import recording
 
 from specker.checkpoints.checkpoint import read
 from specker.kernels.tree_attention import ancestor_words
+from specker.model import decoder
 from specker.model.cache import KVCache, Rows
 from specker.model.decoder import Model, forward
-from specker.model.prefill import after, flash, prefill
+from specker.model.prefill import PAGED_ROWS, flash, prefill
 
 F64 = torch.float64
 
@@ -279,28 +281,6 @@ def test_a_window_is_the_same_in_a_prompt_and_in_rows(tmp_path):
         assert all((a - b).abs().max() < 1e-12 for a, b in zip(got, want, strict=True))
 
 
-def test_a_later_chunk_sees_the_same_on_a_gpu(monkeypatch, tmp_path):
-    """torch's attention on the CPU uses the attention bias that a GPU gets, instead of two parts."""
-    model, cache = build(tmp_path, arch="llama", layers=2, max_context=128)
-    tokens = tokens_of(model, 70)
-    prefill(model, cache, tokens, chunk=32)
-    want = [c[:, : cache.capacity // 16].flatten(1, 2)[:, :70].clone() for c in (cache.k, cache.v)]
-    biases = []
-
-    def seen(rows, end):
-        biases.append(after(rows, end))
-        return biases[-1]
-
-    monkeypatch.setattr("specker.model.prefill.splits", lambda device: False)
-    monkeypatch.setattr("specker.model.prefill.after", seen)
-    cache.truncate(0)
-    cache.k.fill_(float("nan")), cache.v.fill_(float("nan"))
-    prefill(model, cache, tokens, chunk=32)
-    assert len(biases) == 2 and not any(type(bias) is torch.Tensor for bias in biases)
-    got = [c[:, : cache.capacity // 16].flatten(1, 2)[:, :70] for c in (cache.k, cache.v)]
-    assert all((a - b).abs().max() < 1e-12 for a, b in zip(got, want, strict=True))
-
-
 def test_a_chunk_on_a_gpu_is_flash_attention(gpu_dtypes, tmp_path):
     """By name, in first and later chunks and in layers with a window; nothing that plans a length or writes scores."""
     folder = make(tmp_path / "m", layers=3, max_context=1024, **{**GEMMA3, "sliding_window": 256})
@@ -350,6 +330,26 @@ def test_what_a_chunk_hands_to_flash_attention(monkeypatch, tmp_path, kind):
     got = [c[:, : cache.capacity // 16].flatten(1, 2)[:, :70] for c in (cache.k, cache.v)]
     assert all((a - b).abs().max() < 1e-12 for a, b in zip(got, want, strict=True))
     assert len(calls) == 3 * (1 if kind is WIDE else 3)
+
+
+@pytest.mark.parametrize("kind", [GEMMA2, GEMMA3, {"arch": "llama"}, WIDE, GPT_OSS])
+def test_what_flash_attention_does_not_serve_attends_by_pages(monkeypatch, tmp_path, kind):
+    """As on a GPU in float32: several parts a chunk, in layers of every kind, have the K/V that a CPU computes."""
+    model, cache = build(tmp_path, layers=3, max_context=256, **kind)
+    tokens = tokens_of(model, 170)
+    prefill(model, cache, tokens, chunk=100)
+    want = [x.flatten(0, 1)[:170].clone() for layer in cache.layers for x in layer]
+    monkeypatch.setattr("specker.model.prefill.attends_pages", lambda hidden: True)
+    calls, attend = [], decoder.tree_attention
+    counted = lambda q, *given, **named: (calls.append(len(q)), attend(q, *given, **named))[1]  # noqa: E731
+    monkeypatch.setattr(decoder, "tree_attention", counted)
+    cache.truncate(0)
+    for kv in cache.kv:
+        kv.fill_(float("nan"))
+    prefill(model, cache, tokens, chunk=100)
+    assert calls == [PAGED_ROWS, 100 - PAGED_ROWS] * 3 + [PAGED_ROWS, 70 - PAGED_ROWS] * 3
+    got = [x.flatten(0, 1)[:170] for layer in cache.layers for x in layer]
+    assert all((a - b).abs().max() < 1e-12 for a, b in zip(got, want, strict=True))
 
 
 @pytest.mark.gpu

@@ -207,3 +207,46 @@ def test_usual_early_exits_are_captured_in_the_warm_up_and_later_captures_counte
     out = [engine.generate([n, *range(9)], 40) for n in range(6)]
     assert sum(each.stats.captures for each in out) == graphs.late > 0
     assert all(each.stats.to_json().get("captures", 0) == each.stats.captures for each in out)
+
+
+ADJUSTED = {
+    "presence": {"presence_penalty": 1.5},
+    "as Qwen3.5 recommends": {"temperature": 0.7, "top_p": 0.8, "top_k": 20, "presence_penalty": 1.5},
+    "min_p": {"temperature": 1.0, "min_p": 0.1},
+    "biases": {"logit_bias": {5: 4.0}, "repetition_penalty": 1.2},
+}
+
+
+@pytest.mark.parametrize("strategy", ["ar", "draft"])
+def test_no_round_with_penalties_is_captured_late(cuda, pair, strategy):
+    engine = specker.load(
+        *pair[: 1 + (strategy == "draft")], strategy=strategy, device="cpu", dtype="float64", graphs="on", batch_size=2
+    )
+    graphs = engine.loop.graphs = Again(GPU)
+    engine.warmup()
+    for how in ADJUSTED.values():
+        alone = engine.generate([5, 9], 12, **how)
+        several = engine.generate([[5, 9], [7, 1, 3]], [12, 8], **how)
+        assert several[0].tokens == alone.tokens and alone.stats.captures == several[0].stats.captures == 0
+    assert any(key[0][0] == "accept" and key[0][3] == ("greedy", True) for key in graphs.captured)
+    count = len(graphs.captured)
+    assert graphs.to_json() == {"captured": count, "late": 0, "seconds": graphs.seconds, "bytes": count << 20}
+    assert graphs.seconds > 0
+
+
+def test_long_texts_in_a_batch_that_is_not_full_are_captured_on_demand(cuda, tmp_path):
+    """Their kernels are compiled in the warm-up, and the first of their rounds captures."""
+    target = make(tmp_path / "target", layers=1, vocab=64, max_context=1200)
+    engine = specker.load(target, strategy="ar", device="cpu", dtype="float64", graphs="on", batch_size=4)
+    graphs = engine.loop.graphs = Again(GPU)
+    engine.warmup()
+    short, long = engine.loop.batches.buckets
+
+    def captured(name):
+        return {key[1:3] for key in graphs.captured if key[0][0] == name}
+
+    assert captured("verify") == {(1, short), (2, short), (4, short), (1, long), (4, long)}
+    assert captured("accept") == {(1, 0), (2, 0), (4, 0)}
+    assert engine.generate([0] * 1100, 3).stats.captures == 0
+    assert [out.stats.captures for out in engine.generate([[n] * 1100 for n in range(2)], 3)] == [1, 1]
+    assert (2, long) in captured("verify") and graphs.late == 1

@@ -54,6 +54,7 @@ SAMPLING = {
     "T0.7": {"temperature": 0.7},
     "T1-top": {"temperature": 1.0, "top_p": 0.8, "top_k": 20, "seed": 5},
     "T1-top-p": {"temperature": 1.0, "top_p": 0.7, "seed": (1 << 64) - 3},
+    "penalties": {"temperature": 0.7, "top_k": 20, "min_p": 0.05, "presence_penalty": 1.5},
 }
 PROMPTS = ([5, 9, 40], [1], list(range(3, 90)))
 

@@ -21,6 +21,7 @@ class FakeCuda:
         self.invalid = False
         self._thread = threading.local()
         self._count = 0
+        self.free = 1 << 30  # bytes; each capture takes a MiB
 
     @property
     def device(self) -> int:
@@ -70,6 +71,7 @@ class FakeCuda:
                     raise RuntimeError("operation failed due to a previous error during capture")
                 fake.recording.remove(self.pool)
                 fake._thread.stream = self.before
+                fake.free -= 1 << 20
 
         class Device(contextlib.AbstractContextManager):
             def __init__(self, device):
@@ -119,6 +121,7 @@ class FakeCuda:
             "current_stream": lambda device=None: fake.stream,
             "set_stream": set_stream,
             "graph_pool_handle": new_pool,
+            "mem_get_info": lambda device: (fake.free, 1 << 30),
         }
         for name, value in made.items():
             monkeypatch.setattr(torch.cuda, name, value)

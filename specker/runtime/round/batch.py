@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from specker.model.cache import Lengths
-from specker.model.sampling import Adjusts, Draws
+from specker.model.sampling import Draws
 from specker.runtime.control.policy import Budget
 from specker.runtime.round.graphs import Graphs
 from specker.runtime.round.state import Request, State
@@ -27,13 +27,12 @@ class Shape(NamedTuple):
     fixed: bool = False
     bucket: int = 0  # columns that attention sees; 0: all
     draws: str = "greedy"  # the kind of draws (model/sampling.py)
-    adjusts: Adjusts | None = None  # how logits are adjusted before
 
     def key(self, name: Hashable, attends: bool = True, draws: bool = True) -> Hashable | None:
         """The key of a graph segment whose launches depend only on `name`, the number of sequences, the KV bucket (if
-        it `attends`) and how tokens are drawn (if it `draws`); None if it must not be captured."""
-        drawn = (self.draws, self.adjusts) if draws else ("", None)
-        return (name, self.sequences, self.bucket if attends else 0, *drawn) if self.fixed else None
+        it `attends`) and whether draws have noise (if it `draws`); None if it must not be captured."""
+        noise = draws and self.draws != "greedy"
+        return (name, self.sequences, self.bucket if attends else 0, noise) if self.fixed else None
 
 
 class Workspace:

@@ -3,6 +3,7 @@
 import gc
 import logging
 import threading
+import time
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
@@ -14,7 +15,7 @@ from specker.kernels.variant import Counters, count_in
 log = logging.getLogger(__name__)
 
 FAILURES = 2  # failed captures after which nothing more is captured
-LATE = 64  # most captures after the warm-up: each one stops the batch and holds memory
+LATE = 512  # most captures after the warm-up: each one stops the batch and holds memory
 
 _capturing = threading.Lock()  # one capture at a time in the process
 
@@ -33,6 +34,8 @@ class Graphs:
         self.passes = 2 if self.capture else 1  # calls until a key is compiled and captured
         self.captured: dict[Hashable, torch.cuda.CUDAGraph] = {}
         self.late = 0  # captures since `warmed`
+        self.seconds = 0.0  # that all captures took
+        self.bytes = 0  # of the device's memory that became less meanwhile
         self._warm = False
         self._seen: set[Hashable] = set()
         self._failed: set[Hashable] = set()
@@ -43,6 +46,18 @@ class Graphs:
     def warmed(self) -> None:
         """Count captures as late from now on."""
         self._warm = True
+
+    @contextmanager
+    def compiling(self) -> Iterator[None]:
+        """Context manager in which nothing is captured: the first call after it captures what it has run."""
+        passes, self.passes = self.passes, 1
+        try:
+            yield
+        finally:
+            self.passes = passes
+
+    def to_json(self) -> dict[str, Any]:
+        return {"captured": len(self.captured), "late": self.late, "seconds": self.seconds, "bytes": self.bytes}
 
     def run(self, key: Hashable | None, work: Callable[[], None]) -> None:
         outer = count_in(self.counters)
@@ -65,7 +80,7 @@ class Graphs:
             work()
 
     def _may_capture(self, key: Hashable) -> bool:
-        return key not in self._failed and len(self._failed) < FAILURES and self.late < LATE
+        return self.passes > 1 and key not in self._failed and len(self._failed) < FAILURES and self.late < LATE
 
     def _capture(self, key: Hashable, work: Callable[[], None]) -> torch.cuda.CUDAGraph | None:
         """The captured graph; None, with a warning, if the capture fails. Raises what else the work raises."""
@@ -75,6 +90,8 @@ class Graphs:
             self._stream = torch.cuda.Stream(self.device)
         graph, outside = torch.cuda.CUDAGraph(), torch.cuda.current_stream(self.device)
         mistake: BaseException | None = None
+        torch.cuda.empty_cache()  # as a capture does: it is not to hide what the graph takes
+        began, free = time.perf_counter(), torch.cuda.mem_get_info(self.device)[0]
         try:
             # thread_local: what other threads do meanwhile, such as an allocation, does not end this capture.
             with (
@@ -93,6 +110,8 @@ class Graphs:
             return None
         if mistake is not None:
             raise mistake
+        self.seconds += time.perf_counter() - began
+        self.bytes += free - torch.cuda.mem_get_info(self.device)[0]
         self.captured[key] = graph
         self.late += self._warm
         return graph

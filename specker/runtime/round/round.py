@@ -29,7 +29,6 @@ from specker.model.cache import KVCache, Rows
 from specker.model.decoder import Model, Output, experts_read, forward
 from specker.model.prefill import Part, prefill_parts
 from specker.model.rows import begin
-from specker.model.sampling import Adjusts
 from specker.runtime.control.policy import UNLIMITED
 from specker.runtime.round.batch import Batch
 from specker.runtime.round.constrain import constrain, masked
@@ -147,7 +146,7 @@ def draws(r: Round, model: Model) -> bool:
     log-probabilities and traces need the logits. The tokens are the same either way."""
     b = r.batch
     wanted = b.traced or r.allowed is not None or any(request.logprobs for request in b.requests)
-    return model.samples and b.draws.kind != "filtered" and b.draws.adjusts is None and not wanted
+    return model.samples and b.draws.kind != "filtered" and not b.draws.adjusts and not wanted
 
 
 def verify(r: Round, model: Model, cache: KVCache) -> None:
@@ -222,8 +221,9 @@ def _beside(rows: Tensor, last: Tensor) -> Tensor:
 def accept(r: Round, model: Model, cache: KVCache) -> None:
     """Draw the target's tokens, unless the verify pass has, find the path that agrees with them, extend the texts and
     keep the path's K/V."""
-    name = "accept", r.draft.size, r.draft.tree, r.drawn
-    r.batch.run(name, lambda: _accept(r, model, cache), attends=False, draws=not r.drawn)
+    draws = r.batch.draws
+    name = "accept", r.draft.size, r.draft.tree, None if r.drawn else (draws.kind, draws.adjusts)
+    r.batch.run(name, lambda: _accept(r, model, cache), attends=False, draws=False)
 
 
 def _accept(r: Round, model: Model, cache: KVCache) -> None:
@@ -254,25 +254,25 @@ def target_tokens(r: Round, model: Model) -> Tensor | Splits:
     draws, memory = r.batch.draws, r.batch.memory
     if r.drawn:
         return memory.get("target", r.rows)
-    logits, positions, adjusts = memory.get("logits", r.rows), memory.get("positions", r.rows), draws.adjusts
+    logits, positions = memory.get("logits", r.rows), memory.get("positions", r.rows)
     if r.allowed is not None:
         logits = masked(logits, r.allowed)
-    if adjusts is not None:
-        logits = adjusted(r, model.whole_logits(logits), adjusts)
+    if draws.adjusts:
+        logits = adjusted(r, model.whole_logits(logits))
     if r.places is not None:
         return draws.each(r.places // (r.draft.size + 1)).tokens(logits, positions)
-    if model.ranks and adjusts is None:
+    if model.ranks and not draws.adjusts:
         return model.draw(draws, logits, positions)
     return draws.splits(logits, positions)
 
 
-def adjusted(r: Round, logits: Tensor, adjusts: Adjusts) -> Tensor:
-    """The rows' logits [rows, V] after biases, penalties and min_p, each by its own text."""
+def adjusted(r: Round, logits: Tensor) -> Tensor:
+    """The rows' logits [rows, V] after biases, penalties and min_p, each by its own text. The launches are the same
+    whichever of these a request has, so that one CUDA graph serves all."""
     s, N = r.batch.state, r.draft.size
     window, parents = s.window[:, : N + 1], s.parents[:, :N] if r.draft.tree else None
-    ids, biases = (s.bias_ids, s.bias) if adjusts.biased else (None, None)
     return adjust_rows(
-        logits, s.committed, s.prompt, s.length, window, s.rules, parents, r.places, ids, biases, adjusts.floors
+        logits, s.committed, s.prompt, s.length, window, s.rules, parents, r.places, s.bias_ids, s.bias, floors=True
     )
 
 

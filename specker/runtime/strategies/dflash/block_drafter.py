@@ -51,7 +51,7 @@ class BlockDrafter(Drafter):
             return searched(batch, final, positions.view(-1), self.head, self.search, self.stop_ids)
         draft = BlockDraft(depth, depth=depth, observed=True)
         if not batch.confident and (batch.fixed or not batch.traced):
-            batch.run(("block", depth), lambda: self._write(batch, depth))
+            batch.run(("block", depth, batch.draws.kind), lambda: self._write(batch, depth))
             return draft
         batch.window[:, 1 : depth + 1], scores, sure = self._guess(batch, depth, True)
         assert scores is not None and sure is not None
