@@ -6,6 +6,7 @@
     python bench/e2e.py --repeats 10 --rounds 1 --prompts 8                  # how steady the strategies are
     python bench/e2e.py --repeats 10 --rounds 1 --prompts 8 --batch-size 4   # of four texts at once
     python bench/e2e.py --target FILE.gguf --draft FILE.gguf --questions bench/coder_prompts.jsonl --transformers false
+    python bench/e2e.py --shape 8b --device cuda --dtype bfloat16 --transformers false   # with a real model's times
 
 One process decodes the prompts: held-out code for the bundled family, otherwise the first turns of `--questions`, or
 its conversations (`messages`), through the target's chat template; a `prompt` is continued as it is. The configurations
@@ -25,6 +26,7 @@ and no times. Distinct 4-grams are printed because looping text raises acceptanc
 import dataclasses
 import json
 import sys
+import time
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -45,6 +47,7 @@ from bench.decoding import (
     row_of,
     share_target,
 )
+from bench.papers.models import family, shape_of
 from specker.checkpoints.checkpoint import read_config
 from specker.runtime.control.stats import Stats
 from specker.runtime.engine import Engine
@@ -71,6 +74,7 @@ class Args(Given):
         default=1, metadata={"help": "runs with new engines, which have to learn again what drafts cost and achieve"}
     )
     batch_size: int = field(default=1, metadata={"help": "prompts that are decoded at once"})
+    shape: str = field(default="", metadata={"help": "inflate the bundled family to a real model's shape, such as 8b"})
     temperatures: str = field(default="0,0.7", metadata={"help": "comma-separated"})
     transformers: bool = field(default=True, metadata={"help": "time transformers' generate too"})
 
@@ -78,6 +82,10 @@ class Args(Given):
     def rows(self) -> str:
         """The name of the file of its rows."""
         return "e2e" if self.repeats == 1 else "e2e_repeats"
+
+    @property
+    def models(self) -> Given:
+        return family(self, self.shape) if self.shape else self
 
 
 def distinct4(texts: Sequence[list[int]]) -> float:
@@ -120,6 +128,7 @@ def bench(args: Args, temperature: float, engines: dict[str, Engine], prompts: l
 def about_of(args: Args) -> dict[str, Any]:
     """The fields that all rows of a run share."""
     models = {} if args.target is None else {"target": args.name, "categories": args.categories}
+    models |= {"target": f"code-target as {args.shape}"} if args.shape else {}
     weights = {"quantize": args.quantize} if args.quantize else {}
     batch = {"batch_size": args.batch_size} if args.batch_size > 1 else {}
     return {"bench": "e2e", **models, "dtype": args.dtype, **weights, **batch, "device": args.device}
@@ -137,12 +146,13 @@ def wanted(way: str, args: Args) -> bool:
 def engines_of(args: Args) -> dict[str, Engine]:
     """An engine for each configuration that the given or bundled files allow."""
     engines: dict[str, Engine] = {}
+    models = args.models
     for name, shape in SHAPES.items():
         options: dict[str, Any] = {"strategy": "draft", **shape}
         alone = options["strategy"].split("+")[0] in ("ar", "del", "lookup")
-        if not wanted(name, args) or not (alone or args.draft_of(options["strategy"])):
+        if not wanted(name, args) or not (alone or models.draft_of(options["strategy"])):
             continue
-        engines[name] = args.load(**options, batch_size=args.batch_size)
+        engines[name] = models.load(**options, batch_size=args.batch_size)
         share_target([engines["ar"], engines[name]])  # at once: memory need not hold a target for each
     return engines
 
@@ -201,18 +211,20 @@ def run(args: Args, hf: Any, about: dict[str, Any]) -> list[dict[str, Any]]:
     """The rows of a run with new engines, which are saved after each temperature, so that an interrupt keeps them."""
     engines = engines_of(args)
     plain = engines["ar"]
-    rows = []
+    rows, warmups = [], {}
     for name, engine in list(engines.items()):
+        start = time.perf_counter()
         if reason := reason_not(engine.warmup):  # as the commands do before the first text
             rows.append(about_of(args) | {"way": name, "reason": reason} | about)
             del engines[name]
+        warmups[name] = {"warmup_seconds": time.perf_counter() - start}
     if args.save and rows:
         harness.save(args.rows, rows, args.device)
     prompts = prompts_of(args, plain)
     for temperature in map(float, args.temperatures.split(",")):
         if "ar" not in engines:  # no baseline
             break
-        new = [row | about for row in bench(args, temperature, engines, prompts, hf)]
+        new = [row | about | warmups.get(row["way"], {}) for row in bench(args, temperature, engines, prompts, hf)]
         show(new, temperature)
         rows += new
         if args.save:
@@ -224,6 +236,13 @@ def main() -> None:
     args = harness.arguments(Args)
     if unknown := set(args.ways.split(",")) - {"", *SHAPES, *HF}:
         sys.exit(f"bench: --ways has {', '.join(sorted(unknown))}; there are {', '.join((*SHAPES, *HF))}")
+    if args.shape and (args.target or args.transformers):
+        sys.exit("bench: --shape is of the bundled family in specker: leave out --target, and add --transformers false")
+    if args.shape:
+        try:
+            shape_of(args.shape)
+        except ValueError as error:
+            sys.exit(f"bench: {error}")
     for name in ("repeats", "batch_size"):
         if getattr(args, name) < 1:
             sys.exit(f"bench: --{name.replace('_', '-')} must be at least 1, got {getattr(args, name)}")

@@ -100,9 +100,12 @@ SHAPES: dict[str, dict[str, Any]] = {
 }
 
 
-def write(folder: Path) -> None:
-    """A folder per shape that holds only config.json, for `load="dummy"`."""
+def write(folder: Path, layers: int = 0) -> None:
+    """A folder per shape that holds only config.json, for `load="dummy"`; with `layers`, of models of so many."""
     for name, config in SHAPES.items():
+        if layers:
+            config = config | {"num_hidden_layers": layers}
+            config |= {"layer_types": config["layer_types"][:layers]} if "layer_types" in config else {}
         (folder / name).mkdir()
         (folder / name / "config.json").write_text(json.dumps(config))
 

@@ -1,5 +1,10 @@
-"""The models that the papers are measured with: the bundled family in a real model's shape, and a pair of real ones."""
+"""The models that the papers are measured with: the bundled family in a real model's shape, and a pair of real ones.
 
+`python -m bench.papers.models 8b 1b --device cuda` makes the family in these shapes beforehand. `8b/12` is the shape of
+8b with 12 layers, which compiles the same kernels.
+"""
+
+import argparse
 import hashlib
 import shutil
 from dataclasses import dataclass, replace
@@ -47,6 +52,8 @@ class Pair(Given):
         options["strategy"] = strategy
         if "vocabtrim" in strategy and self.scores is not None:
             options.setdefault("vocab_scores", str(self.scores))
+        if "lookup" in strategy.split("+"):
+            options.setdefault("lookup_share", "off")  # the same prompts are decoded several times
         searches = "as_published" in options or options.get("cps") in ("chain", "tree")
         if strategy == "diffuspec" and searches and self.ngram is not None:
             options.setdefault("ngram", self.ngram)
@@ -103,7 +110,7 @@ def coder(given: Given) -> Pair | None:
 def inflated(name: str, device: str) -> Path:
     """The folder with the family in the shape `name`. It is made once, and anew after a change of the bundled weights
     or of what inflates them."""
-    shape = QUICK if name == "quick" else SHAPES[name]
+    shape, name = shape_of(name), name.replace("/", ".")
     digest = hashlib.sha256(repr((shape, large_shape(shape))).encode())
     for path in (Path(inflate.__file__), *(zoo.path(member) / "model.safetensors" for member in MEMBERS)):
         digest.update(path.read_bytes())
@@ -119,6 +126,15 @@ def inflated(name: str, device: str) -> Path:
     return folder
 
 
+def shape_of(name: str) -> Shape:
+    """Raises ValueError for an unknown name."""
+    base, _, layers = name.partition("/")
+    shape = QUICK if base == "quick" else SHAPES.get(base)
+    if shape is None or (layers and not layers.isdigit()):
+        raise ValueError(f"no shape is called {name!r}; there are {', '.join(SHAPES)}, and 8b/12 for 12 layers of 8b")
+    return replace(shape, layers=int(layers)) if layers else shape
+
+
 def large_shape(shape: Shape) -> Shape:
     """`shape` with the intermediate size at which the deep draft's layers have the diffusion drafter's parameters."""
     deep = Inflated(zoo.path("code-draft-deep"), shape)
@@ -131,3 +147,12 @@ def _elements(config: dict[str, Any]) -> int:
     """Elements of the layers' matrices."""
     heads = 2 * (config["num_attention_heads"] + config["num_key_value_heads"]) * config["head_dim"]
     return config["num_hidden_layers"] * config["hidden_size"] * (heads + 3 * config["intermediate_size"])
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser()
+    parser.add_argument("shape", nargs="+")
+    parser.add_argument("--device", default="cpu")
+    args = parser.parse_args()
+    for name in args.shape:
+        inflated(name, args.device)

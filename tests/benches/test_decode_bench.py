@@ -195,6 +195,14 @@ def test_every_case_on_a_tiny_shape(rows_of, capsys):
     assert RANDOM in shown and "of one row" in shown
 
 
+def test_fewer_layers_compile_the_kernels_and_leave_no_rows(tmp_path, results, command_line):
+    made = Bench(Args(device="cpu", dtype="float32", layers=1), tmp_path).engine(Case("ar", "tiny", 64))
+    assert len(made.model.layers) == 1
+    command_line(["bench/decode.py", "--layers", "1", "--save"])
+    with pytest.raises(SystemExit, match=r"^bench: rows of fewer layers are no results: leave out --save or --layers$"):
+        decode.main()
+
+
 # --- cases that do not run
 
 
