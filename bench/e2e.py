@@ -29,7 +29,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -47,7 +47,7 @@ from bench.decoding import (
     row_of,
     share_target,
 )
-from bench.papers.models import family, shape_of
+from bench.papers.models import HYBRID, MEMBERS, family, shape_of
 from specker.checkpoints.checkpoint import read_config
 from specker.runtime.control.stats import Stats
 from specker.runtime.engine import Engine
@@ -63,7 +63,9 @@ SHAPES: dict[str, dict[str, Any]] = {
     "draft tree 4x4": {"tree": "4x4"},
     **{name: {"strategy": name} for name in ("vocabtrim", "easyspec", "diffuspec", "del", "del+vocabtrim", "lookup")},
     **{name: {"strategy": name} for name in ("draft+lookup", "vocabtrim+lookup")},
+    **{name: {"strategy": name} for name in ("mtp", "mtp+lookup")},
 }
+NAMED = ("mtp", "mtp+lookup")  # only with targets that have a head for them, so only if --ways names them
 
 
 @dataclass(frozen=True)
@@ -74,7 +76,10 @@ class Args(Given):
         default=1, metadata={"help": "runs with new engines, which have to learn again what drafts cost and achieve"}
     )
     batch_size: int = field(default=1, metadata={"help": "prompts that are decoded at once"})
-    shape: str = field(default="", metadata={"help": "inflate the bundled family to a real model's shape, such as 8b"})
+    shape: str = field(
+        default="",
+        metadata={"help": f"inflate the bundled family, or --target {HYBRID}, to a real model's shape, such as 8b"},
+    )
     temperatures: str = field(default="0,0.7", metadata={"help": "comma-separated"})
     transformers: bool = field(default=True, metadata={"help": "time transformers' generate too"})
 
@@ -85,7 +90,7 @@ class Args(Given):
 
     @property
     def models(self) -> Given:
-        return family(self, self.shape) if self.shape else self
+        return family(self, self.shape, MEMBERS) if self.shape else self
 
 
 def distinct4(texts: Sequence[list[int]]) -> float:
@@ -110,7 +115,7 @@ def bench(args: Args, temperature: float, engines: dict[str, Engine], prompts: l
     for name, timing in timings.items():
         done: Decoded = timing.last
         try:
-            row = about | row_of("e2e", name, temperature, args, timings, engines.get(name), prompts)
+            row = row_of("e2e", name, temperature, args, timings, engines.get(name), prompts) | about
         except WrongTokens as error:
             reasons[name] = str(error)
             continue
@@ -128,7 +133,7 @@ def bench(args: Args, temperature: float, engines: dict[str, Engine], prompts: l
 def about_of(args: Args) -> dict[str, Any]:
     """The fields that all rows of a run share."""
     models = {} if args.target is None else {"target": args.name, "categories": args.categories}
-    models |= {"target": f"code-target as {args.shape}"} if args.shape else {}
+    models |= {"target": f"{args.target or 'code-target'} as {args.shape}"} if args.shape else {}
     weights = {"quantize": args.quantize} if args.quantize else {}
     batch = {"batch_size": args.batch_size} if args.batch_size > 1 else {}
     return {"bench": "e2e", **models, "dtype": args.dtype, **weights, **batch, "device": args.device}
@@ -140,7 +145,7 @@ def together(engine: Engine, args: Args, temperature: float, prompts: list[list[
 
 
 def wanted(way: str, args: Args) -> bool:
-    return not args.ways or way == "ar" or way in args.ways.split(",")
+    return way == "ar" or way in args.ways.split(",") or (not args.ways and way not in NAMED)
 
 
 def engines_of(args: Args) -> dict[str, Engine]:
@@ -149,7 +154,7 @@ def engines_of(args: Args) -> dict[str, Engine]:
     models = args.models
     for name, shape in SHAPES.items():
         options: dict[str, Any] = {"strategy": "draft", **shape}
-        alone = options["strategy"].split("+")[0] in ("ar", "del", "lookup")
+        alone = options["strategy"].split("+")[0] in ("ar", "del", "lookup", "mtp")
         if not wanted(name, args) or not (alone or models.draft_of(options["strategy"])):
             continue
         engines[name] = models.load(**options, batch_size=args.batch_size)
@@ -220,7 +225,7 @@ def run(args: Args, hf: Any, about: dict[str, Any]) -> list[dict[str, Any]]:
         warmups[name] = {"warmup_seconds": time.perf_counter() - start}
     if args.save and rows:
         harness.save(args.rows, rows, args.device)
-    prompts = prompts_of(args, plain)
+    prompts = prompts_of(replace(args, target=None) if args.shape else args, plain)
     for temperature in map(float, args.temperatures.split(",")):
         if "ar" not in engines:  # no baseline
             break
@@ -236,8 +241,8 @@ def main() -> None:
     args = harness.arguments(Args)
     if unknown := set(args.ways.split(",")) - {"", *SHAPES, *HF}:
         sys.exit(f"bench: --ways has {', '.join(sorted(unknown))}; there are {', '.join((*SHAPES, *HF))}")
-    if args.shape and (args.target or args.transformers):
-        sys.exit("bench: --shape is of the bundled family in specker: leave out --target, and add --transformers false")
+    if args.shape and (args.target not in (None, HYBRID) or args.transformers):
+        sys.exit(f"bench: --shape takes no --target but {HYBRID}, and --transformers false")
     if args.shape:
         try:
             shape_of(args.shape)

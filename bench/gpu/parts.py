@@ -61,6 +61,7 @@ WARM_CASES = (
 )
 EVERY = "ar,draft,draft tree 4x4,vocabtrim,easyspec,diffuspec,del,lookup,draft+lookup,vocabtrim+lookup"
 SOME = "ar,draft,lookup,draft+lookup,vocabtrim+lookup"  # with several texts at once
+OWN_HEAD = ("ar,lookup,mtp,mtp+lookup", "--target", "hybrid-target")  # of a target with recurrent layers
 UNTRIED = "hybrid or sinks or delta or convolutions or gemma4 or assistant or mxfp4"
 
 
@@ -115,7 +116,8 @@ def warm(s: Setting) -> list[Step]:
     first = Step((*ops, *models, attends, multiplies, made), 3.0)
     ways = EVERY.split(",")[1:]
     each = [_strategies(s, shape, 1, ",".join(ways[n::3])) for shape in (THIN, "1b") for n in range(3)]
-    return [first, Step((*each, *(_strategies(s, THIN, size, SOME) for size in (8, 32))), 2.0)]
+    others = [_strategies(s, THIN, size, SOME) for size in (8, 32)]
+    return [first, Step((*each, *others, _strategies(s, THIN, 8, *OWN_HEAD)), 2.0)]
 
 
 def bits(s: Setting) -> list[Step]:
@@ -123,8 +125,15 @@ def bits(s: Setting) -> list[Step]:
 
 
 def family(s: Setting) -> list[Step]:
-    sizes = (("8b", 1, EVERY, 3.0), ("8b", 8, SOME, 2.0), ("8b", 32, SOME, 2.0), ("1b", 1, EVERY, 2.0))
-    return [Step((_strategies(s, shape, size, ways, "--save"),), weight) for shape, size, ways, weight in sizes]
+    runs = (
+        (3.0, "8b", 1, EVERY),
+        (2.0, "8b", 8, SOME),
+        (1.0, "8b", 1, *OWN_HEAD),
+        (1.0, "8b", 8, *OWN_HEAD),
+        (2.0, "8b", 32, SOME),
+        (2.0, "1b", 1, EVERY),
+    )
+    return [Step((_strategies(s, *run, "--save"),), weight) for weight, *run in runs]
 
 
 def _strategies(s: Setting, shape: str, size: int, ways: str, *more: str) -> Command:

@@ -106,11 +106,23 @@ def test_the_family_in_a_real_models_shape(run, tmp_path_factory, monkeypatch, c
     assert all(row["differing_within_rounding"] == 0 for row in rows[1:])
 
 
+def test_a_target_with_a_head_of_its_own_in_a_real_models_shape(results, tmp_path_factory, monkeypatch, command_line):
+    monkeypatch.setattr(models, "cache_root", lambda: tmp_path_factory.mktemp("cache"))
+    how = "x --shape quick --target hybrid-target --ways mtp --prompts 1 --rounds 1 --max_new_tokens 8 --temperatures 0"
+    command_line([*how.split(), "--transformers", "false", "--save"])
+    e2e.main()
+    assert [(row["way"], row["target"]) for row in results()] == [
+        (way, "hybrid-target as quick") for way in ("ar", "mtp")
+    ]
+    assert results()[1]["acceptance_length"] > 1 and results()[1]["differing_within_rounding"] == 0
+
+
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
         ("--shape 2b --transformers false", "no shape is called '2b'; there are 0.5b"),
-        ("--shape 1b", "--shape is of the bundled family in specker: leave out --target, and add --transformers"),
+        ("--shape 1b", "--shape takes no --target but hybrid-target, and --transformers false"),
+        ("--shape 1b --transformers false --target x", "--shape takes no --target but hybrid-target"),
     ],
 )
 def test_a_shape_that_cannot_be_is_refused(command_line, flags, message):
