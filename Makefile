@@ -121,7 +121,7 @@ docs: $(STAMP)  ## build the pages with their API reference into build/site
 	$(BIN)/python -m mkdocs build --quiet
 	@echo "open build/site/index.html"
 
-gpu:  ## check, bench and test on this machine's GPU with its own python3, in 20 minutes, with one report; installs nothing; PARTS='smoke decode' for less
+gpu:  ## check, bench and test on this machine's GPU with its own python3, with one report; installs nothing; SHORT=1 in nine minutes, PARTS='smoke decode' for some parts
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "specker needs Python 3.11 or newer; make gpu PYTHON=...")'
 	@PYTHONPATH=. $(PYTHON) -m bench.gpu $(ARGS)
 

@@ -1,13 +1,13 @@
-"""How close decoding comes to the memory limit: batch 1, shapes of real models, random weights.
+"""How close decoding comes to the memory limit: shapes of real models, random weights, batch 1 unless a case says more.
 
 Time depends on shapes, not on the values of weights or K/V, so both are made up (`load="dummy"`). The context is not
 prefilled: the caches are filled with noise (zeros might raise a GPU's clock), the text is n times id 0, and rounds
 continue from there. The decoded text is meaningless and not checked, and nearly no draft is accepted. Every row says
 so. bench/papers has models of these shapes whose drafts are accepted as trained ones are.
 
-* `ar`: time of one token of plain decoding, between the reports of two rounds as in `generate`, with one round always
-  in flight. Limit: bytes of weights (linears, head, norms, biases) and of K/V over the read bandwidth measured in the
-  same process. `host`: the time to launch a round.
+* `ar`: time of one round of plain decoding, a token of each sequence, between the reports of two rounds as in
+  `generate`, with one round always in flight. Limit: bytes of weights (linears, head, norms, biases) as they are stored
+  and of K/V over the read bandwidth measured in the same process. `host`: the time to launch a round.
 * `verify`: verify and accept 8 and 64 rows, against one row, at one text length (CUDA events, cold L2, in turn).
 * `round`: a target with a draft's chain of 5. *outside*: the share of a round outside the two models' forwards,
   1 - (V + D) / R. R: time between reports, as in `ar`. V: embedding, layers, norm and head of the target over 6 rows.
@@ -35,7 +35,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -98,11 +98,13 @@ class Case:
     draft: str | None = None  # likewise
     goals: dict[str, Goal] = field(default_factory=dict)  # by way
     quantize: str | None = None  # as --quantize
+    batch: int = 1  # sequences at once, for `ar`
 
     @property
     def name(self) -> str:
         models = f"{self.shape}{f'+{self.draft}' if self.draft else ''}"
-        return f"{self.kind} {models}{f' {self.quantize}' if self.quantize else ''} {self.context}"
+        how = f"{f' {self.quantize}' if self.quantize else ''}{f' batch {self.batch}' if self.batch > 1 else ''}"
+        return f"{self.kind} {models}{how} {self.context}"
 
 
 AR = {"ar": Goal(least=0.80)}  # of the measured bandwidth; engines reach 0.70, the highest published is 0.87
@@ -111,6 +113,8 @@ ROUND = {"outside": Goal(most=0.03), "over ar": Goal(least=0.90)}
 FIRST = {"first request": Goal(most=1.2)}
 PREFILL = {"one length": Goal(least=0.5), "new lengths": Goal(most=1.1)}
 QUANTISED = {"one length": Goal(least=0.2), "new lengths": Goal(most=1.1)}
+MODELS = ("8b", "1b", "9b", "30b-a3b", "gpt-oss-20b")
+ROUNDED = ("fp8", "int8", "int4")
 
 
 # Cases that share an engine are adjacent; cases with goals come first.
@@ -119,12 +123,17 @@ CASES = [
     *(Case("verify", "8b", n, goals=VERIFY if n == 8192 else {}) for n in CONTEXTS),
     Case("first", "8b", 512, "1b", FIRST),
     Case("round", "8b", 8192, "1b", ROUND),
-    Case("prefill", "8b", 4096, goals=PREFILL),
+    *(Case("prefill", "8b", n, goals=PREFILL if n == 4096 else {}) for n in (512, 4096, 16384)),
     *(Case("prefill", "8b", 4096, goals=QUANTISED, quantize=kind) for kind in ("int8", "int4")),
-    *(Case(kind, "30b-a3b", n) for kind, n in (("ar", 8192), ("verify", 8192), ("prefill", 4096))),
+    *(Case(kind, "30b-a3b", n) for kind, n in (("ar", 512), ("ar", 8192), ("verify", 8192), ("prefill", 4096))),
     *(Case(kind, "9b", n) for n in (512, 8192) for kind in ("ar", "verify")),
     Case("prefill", "9b", 4096),
     *(Case(kind, shape, n) for shape in ("1b", "32b") for kind in ("ar", "verify") for n in CONTEXTS),
+    Case("ar", "gpt-oss-20b", 512),  # experts in MXFP4, as they are stored
+    Case("ar", "gpt-oss-20b", 512, quantize="none"),
+    *(Case("ar", "8b", 512, batch=n) for n in (8, 32)),
+    *(Case("ar", shape, 512, quantize=kind) for shape in MODELS for kind in ROUNDED),
+    Case("ar", "gemma4-31b", 512),
     Case("beside", "1b", 512),
     Case("beside", "8b", 512),
     Case("launches", "8b", 8192),
@@ -132,6 +141,7 @@ CASES = [
     *(Case("launches", shape, 8192) for shape in ("1b", "9b", "32b")),
     *(Case(kind, shape, n) for shape in ("tiny", "tiny-hybrid") for kind in ("ar", "verify") for n in (64, 160)),
     *(Case(kind, "tiny", 64, "tiny") for kind in ("first", "round")),
+    Case("ar", "tiny", 64, quantize="int8", batch=3),
     *(Case("prefill", "tiny", 160, quantize=kind) for kind in (None, "int8")),
     *(Case(kind, "tiny", 64) for kind in ("beside", "launches")),
 ]
@@ -148,6 +158,7 @@ class Args:
     device: str = "cuda" if torch.cuda.is_available() else "cpu"
     dtype: str = "bfloat16" if torch.cuda.is_available() else "float32"
     capture: bool = field(default=True, metadata={"help": "replay CUDA graphs; else launch kernels one by one"})
+    layers: int = field(default=0, metadata={"help": "of each shape, to compile its kernels; 0: all of them"})
     save: bool = harness.save_flag()
 
 
@@ -169,20 +180,22 @@ class Bench:
         self.args, self.folder = args, folder
         self.cuda = torch.device(args.device).type == "cuda"
         self.captures = self.cuda and args.capture
-        shapes.write(folder)
-        self._held: tuple[tuple[str | None, ...], Engine] | None = None
+        shapes.write(folder, args.layers)
+        self._held: tuple[tuple[Any, ...], Engine] | None = None
 
     def options(self, case: Case) -> dict[str, Any]:
         # Room for every context of the shape and for the rounds' tokens.
-        most = max(c.context for c in CASES if c.shape == case.shape) + (self.args.rounds + WARM) * (DRAFTED + 1) + 128
+        contexts = [c.context for c in CASES if (c.shape, c.batch) == (case.shape, case.batch)]
+        most = max(contexts) + (self.args.rounds + WARM) * (DRAFTED + 1) + 128
         how: dict[str, Any] = {"load": "dummy", "graphs": "on", "max_context": most, "strategy": "ar"}
+        how["batch_size"] = case.batch
         if case.draft is not None:
             how |= {"strategy": "draft", "draft_tokens": DRAFTED}
         return how if case.quantize is None else how | {"quantize": case.quantize}
 
     def engine(self, case: Case, fresh: bool = False) -> Engine:
         """The last engine if its shapes are the same and `fresh` is not set."""
-        key = case.shape, case.draft, case.quantize
+        key = case.shape, case.draft, case.quantize, case.batch
         if self._held is None or self._held[0] != key or fresh:
             self.drop()
             draft = None if case.draft is None else self.folder / case.draft
@@ -225,13 +238,15 @@ class Decoded:
         return sum(self.timing.seconds) / len(self.timing.seconds)
 
 
-def in_place(loop: Loop, sequence: Request) -> None:
-    """Make a request the loop's only one, with noise as the K/V, the states and the records of its text."""
+def in_place(loop: Loop, sequences: Sequence[Request]) -> None:
+    """Make requests whose texts are equally long the loop's only ones, with noise as the K/V, states and records."""
     loop.clear()
     for cache in loop.slots.caches:
-        cache.k.normal_(), cache.v.normal_()
-        cache.take(0, loop.slots.columns(sequence.limit))
-        cache.exact_len[0] = len(sequence.token_ids) - 1
+        for x in cache.kv:
+            x.normal_()
+        for slot, sequence in enumerate(sequences):
+            cache.take(slot, loop.slots.columns(sequence.limit))
+            cache.exact_len[slot] = len(sequence.token_ids) - 1
         if (memory := cache.memory) is not None:
             memory.inputs.normal_()
             if memory.anchors is not None:
@@ -239,15 +254,16 @@ def in_place(loop: Loop, sequence: Request) -> None:
                     assert noise is not None
                     noise.normal_(std=0.1)
                 memory.anchors.fill_(anchor(cache.exact_len[0], BLOCK))  # no state moves on to the text's end
-    loop.active.append(sequence)
-    loop.state.write(0, sequence)
+    for slot, sequence in enumerate(sequences):
+        loop.active.append(sequence)
+        loop.state.write(slot, sequence)
 
 
-def a_text(engine: Engine, context: int, tokens: int, drafting: bool) -> Request:
+def a_text(engine: Engine, context: int, tokens: int, drafting: bool, index: int = 0) -> Request:
     """A request with a text of `context` tokens that may grow by `tokens`."""
     policy = engine.policy() if drafting else Fixed(0, 0)
     return Request(
-        index=0,
+        index=index,
         token_ids=[0] * context,
         limit=context + tokens,
         sampling=Sampling(),
@@ -259,10 +275,16 @@ def a_text(engine: Engine, context: int, tokens: int, drafting: bool) -> Request
 
 @torch.inference_mode()
 def decode(bench: Bench, engine: Engine, context: int, drafting: bool) -> Decoded:
-    """Decode after `context` tokens like `generate`, which launches the next round before one has finished."""
+    """Decode after `context` tokens, in every slot, like `generate`, which launches the next round before one has
+    finished."""
     loop, rounds = engine.loop, bench.args.rounds
-    sequence = a_text(engine, context, (WARM + rounds + 4) * (DRAFTED + 1), drafting)
-    in_place(loop, sequence)
+    tokens = (WARM + rounds + 4) * (DRAFTED + 1)
+    sequences = [a_text(engine, context, tokens, drafting, slot) for slot in range(loop.size)]
+    in_place(loop, sequences)
+
+    def spent() -> dict[str, float]:
+        return {name: sum(s.stats.seconds[name] for s in sequences) for name in ("draft", "verify", "accept")}
+
     stamps: list[float] = []
     host, launched = 0.0, 0
     stages: dict[str, float] = {}
@@ -274,9 +296,9 @@ def decode(bench: Bench, engine: Engine, context: int, drafting: bool) -> Decode
         r = after
         stamps.append(time.perf_counter())
         if n == WARM:
-            host, launched, stages = loop.host_seconds, loop.launched, dict(sequence.stats.seconds)
+            host, launched, stages = loop.host_seconds, loop.launched, spent()
     host = (loop.host_seconds - host) / (loop.launched - launched)
-    stages = {n: (sequence.stats.seconds[n] - stages[n]) / rounds for n in ("draft", "verify", "accept")}
+    stages = {name: (seconds - stages[name]) / rounds for name, seconds in spent().items()}
     harness.wait()
     loop.clear()
     seconds = [b - a for a, b in itertools.pairwise(stamps[WARM - 1 :])]
@@ -293,8 +315,9 @@ def ar(bench: Bench, case: Case) -> Found:
     engine = bench.engine(case)
     done = decode(bench, engine, case.context, False)
     in_the_middle = case.context + WARM + bench.args.rounds // 2
-    read = step_bytes(engine.target.config, in_the_middle, engine.dtype.itemsize)
+    read = step_bytes(engine.model, in_the_middle, case.batch)
     row = {**done.timing.row(), "bytes": read, "host": done.host, "unit": "%", "of": "the bandwidth"}
+    row["tokens_per_second"] = case.batch / done.timing.median
     if bench.cuda:
         machine, seconds = common.this_machine(), done.timing.median
         limit = read / machine.bandwidth
@@ -319,7 +342,7 @@ def judging(bench: Bench, engine: Engine, context: int) -> Callable[[int], Round
     known = AcceptanceHistory(Costs(lambda _: 1.0))
     how = Budget(most, most), True, bench.graphs(engine), known, 1, LOOKAHEAD
     loop = Loop(engine.model, engine.cache, [], *how)
-    in_place(loop, a_text(engine, context, 0, False))
+    in_place(loop, [a_text(engine, context, 0, False)])
     made: dict[int, Round] = {}
 
     @torch.inference_mode()
@@ -365,9 +388,9 @@ def rounds(bench: Bench, case: Case) -> Found:
     whole = decode(bench, engine, case.context, True)
     plain = decode(bench, engine, case.context, False)
     parts = {name: timing.median for name, timing in forwards(bench, engine, case.context).items()}
-    assert engine.draft is not None
-    configs = {"target": engine.target.config, "draft": engine.draft.config}
-    read = {name: step_bytes(c, case.context, engine.dtype.itemsize) for name, c in configs.items()}
+    drafter: Any = engine.drafter
+    models = {"target": engine.model, "draft": drafter.model}
+    read = {name: step_bytes(model, case.context) for name, model in models.items()}
     allowed = read["target"] / (DRAFTED * read["draft"] + read["target"])
     over = plain.round_seconds / whole.round_seconds
     row = {**whole.timing.row(), "host": whole.host, "stages": whole.stages}
@@ -484,7 +507,7 @@ def beside(bench: Bench, case: Case) -> Found:
 @torch.inference_mode()
 def launches(bench: Bench, case: Case) -> Found:
     engine = bench.engine(case)
-    in_place(engine.loop, a_text(engine, case.context, 0, engine.drafter is not None))  # the text cannot grow
+    in_place(engine.loop, [a_text(engine, case.context, 0, engine.drafter is not None)])  # the text cannot grow
 
     def once() -> None:
         r = engine.loop.start()
@@ -535,7 +558,7 @@ def run(bench: Bench, case: Case, late: bool = False) -> list[dict[str, Any]]:
     if any("reason" in values for values in found.values()):
         bench.drop()  # frees its memory for the next case
     about = {"bench": "decode", "case": case.name, "kind": case.kind, "shape": case.shape, "draft": case.draft}
-    about |= {"context": case.context, "dtype": bench.args.dtype, "device": bench.args.device}
+    about |= {"context": case.context, "batch": case.batch, "dtype": bench.args.dtype, "device": bench.args.device}
     about |= {"remarks": remarks}
     about |= {} if bench.captures or not bench.cuda else {"captured": False}
     rows = []
@@ -558,7 +581,7 @@ def reason(error: Exception) -> str:
 
 
 def show(rows: list[dict[str, Any]], device: str) -> None:
-    table = Table(title=f"decoding, batch 1, on {harness.machine(device)}")
+    table = Table(title=f"decoding on {harness.machine(device)}")
     left = ("case", "way", "found", "goal")
     for column in ("case", "way", "ms", "p20", "p80", "GB", "found", "goal", "met", "launches", "host, us"):
         table.add_column(column, justify="left" if column in left else "right")
@@ -583,6 +606,8 @@ def show(rows: list[dict[str, Any]], device: str) -> None:
 
 def main() -> None:
     args = harness.arguments(Args)
+    if args.layers and args.save:
+        sys.exit("bench: rows of fewer layers are no results: leave out --save or --layers")
     try:
         cases = chosen(args)
     except ValueError as error:

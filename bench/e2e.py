@@ -6,6 +6,7 @@
     python bench/e2e.py --repeats 10 --rounds 1 --prompts 8                  # how steady the strategies are
     python bench/e2e.py --repeats 10 --rounds 1 --prompts 8 --batch-size 4   # of four texts at once
     python bench/e2e.py --target FILE.gguf --draft FILE.gguf --questions bench/coder_prompts.jsonl --transformers false
+    python bench/e2e.py --shape 8b --device cuda --dtype bfloat16 --transformers false   # with a real model's times
 
 One process decodes the prompts: held-out code for the bundled family, otherwise the first turns of `--questions`, or
 its conversations (`messages`), through the target's chat template; a `prompt` is continued as it is. The configurations
@@ -25,9 +26,10 @@ and no times. Distinct 4-grams are printed because looping text raises acceptanc
 import dataclasses
 import json
 import sys
+import time
 import traceback
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -45,6 +47,7 @@ from bench.decoding import (
     row_of,
     share_target,
 )
+from bench.papers.models import HYBRID, MEMBERS, family, shape_of
 from specker.checkpoints.checkpoint import read_config
 from specker.runtime.control.stats import Stats
 from specker.runtime.engine import Engine
@@ -60,7 +63,9 @@ SHAPES: dict[str, dict[str, Any]] = {
     "draft tree 4x4": {"tree": "4x4"},
     **{name: {"strategy": name} for name in ("vocabtrim", "easyspec", "diffuspec", "del", "del+vocabtrim", "lookup")},
     **{name: {"strategy": name} for name in ("draft+lookup", "vocabtrim+lookup")},
+    **{name: {"strategy": name} for name in ("mtp", "mtp+lookup")},
 }
+NAMED = ("mtp", "mtp+lookup")  # only with targets that have a head for them, so only if --ways names them
 
 
 @dataclass(frozen=True)
@@ -71,6 +76,10 @@ class Args(Given):
         default=1, metadata={"help": "runs with new engines, which have to learn again what drafts cost and achieve"}
     )
     batch_size: int = field(default=1, metadata={"help": "prompts that are decoded at once"})
+    shape: str = field(
+        default="",
+        metadata={"help": f"inflate the bundled family, or --target {HYBRID}, to a real model's shape, such as 8b"},
+    )
     temperatures: str = field(default="0,0.7", metadata={"help": "comma-separated"})
     transformers: bool = field(default=True, metadata={"help": "time transformers' generate too"})
 
@@ -78,6 +87,10 @@ class Args(Given):
     def rows(self) -> str:
         """The name of the file of its rows."""
         return "e2e" if self.repeats == 1 else "e2e_repeats"
+
+    @property
+    def models(self) -> Given:
+        return family(self, self.shape, MEMBERS) if self.shape else self
 
 
 def distinct4(texts: Sequence[list[int]]) -> float:
@@ -102,7 +115,7 @@ def bench(args: Args, temperature: float, engines: dict[str, Engine], prompts: l
     for name, timing in timings.items():
         done: Decoded = timing.last
         try:
-            row = about | row_of("e2e", name, temperature, args, timings, engines.get(name), prompts)
+            row = row_of("e2e", name, temperature, args, timings, engines.get(name), prompts) | about
         except WrongTokens as error:
             reasons[name] = str(error)
             continue
@@ -120,6 +133,7 @@ def bench(args: Args, temperature: float, engines: dict[str, Engine], prompts: l
 def about_of(args: Args) -> dict[str, Any]:
     """The fields that all rows of a run share."""
     models = {} if args.target is None else {"target": args.name, "categories": args.categories}
+    models |= {"target": f"{args.target or 'code-target'} as {args.shape}"} if args.shape else {}
     weights = {"quantize": args.quantize} if args.quantize else {}
     batch = {"batch_size": args.batch_size} if args.batch_size > 1 else {}
     return {"bench": "e2e", **models, "dtype": args.dtype, **weights, **batch, "device": args.device}
@@ -131,18 +145,19 @@ def together(engine: Engine, args: Args, temperature: float, prompts: list[list[
 
 
 def wanted(way: str, args: Args) -> bool:
-    return not args.ways or way == "ar" or way in args.ways.split(",")
+    return way == "ar" or way in args.ways.split(",") or (not args.ways and way not in NAMED)
 
 
 def engines_of(args: Args) -> dict[str, Engine]:
     """An engine for each configuration that the given or bundled files allow."""
     engines: dict[str, Engine] = {}
+    models = args.models
     for name, shape in SHAPES.items():
         options: dict[str, Any] = {"strategy": "draft", **shape}
-        alone = options["strategy"].split("+")[0] in ("ar", "del", "lookup")
-        if not wanted(name, args) or not (alone or args.draft_of(options["strategy"])):
+        alone = options["strategy"].split("+")[0] in ("ar", "del", "lookup", "mtp")
+        if not wanted(name, args) or not (alone or models.draft_of(options["strategy"])):
             continue
-        engines[name] = args.load(**options, batch_size=args.batch_size)
+        engines[name] = models.load(**options, batch_size=args.batch_size)
         share_target([engines["ar"], engines[name]])  # at once: memory need not hold a target for each
     return engines
 
@@ -201,18 +216,20 @@ def run(args: Args, hf: Any, about: dict[str, Any]) -> list[dict[str, Any]]:
     """The rows of a run with new engines, which are saved after each temperature, so that an interrupt keeps them."""
     engines = engines_of(args)
     plain = engines["ar"]
-    rows = []
+    rows, warmups = [], {}
     for name, engine in list(engines.items()):
+        start = time.perf_counter()
         if reason := reason_not(engine.warmup):  # as the commands do before the first text
             rows.append(about_of(args) | {"way": name, "reason": reason} | about)
             del engines[name]
+        warmups[name] = {"warmup_seconds": time.perf_counter() - start}
     if args.save and rows:
         harness.save(args.rows, rows, args.device)
-    prompts = prompts_of(args, plain)
+    prompts = prompts_of(replace(args, target=None) if args.shape else args, plain)
     for temperature in map(float, args.temperatures.split(",")):
         if "ar" not in engines:  # no baseline
             break
-        new = [row | about for row in bench(args, temperature, engines, prompts, hf)]
+        new = [row | about | warmups.get(row["way"], {}) for row in bench(args, temperature, engines, prompts, hf)]
         show(new, temperature)
         rows += new
         if args.save:
@@ -224,6 +241,13 @@ def main() -> None:
     args = harness.arguments(Args)
     if unknown := set(args.ways.split(",")) - {"", *SHAPES, *HF}:
         sys.exit(f"bench: --ways has {', '.join(sorted(unknown))}; there are {', '.join((*SHAPES, *HF))}")
+    if args.shape and (args.target not in (None, HYBRID) or args.transformers):
+        sys.exit(f"bench: --shape takes no --target but {HYBRID}, and --transformers false")
+    if args.shape:
+        try:
+            shape_of(args.shape)
+        except ValueError as error:
+            sys.exit(f"bench: {error}")
     for name in ("repeats", "batch_size"):
         if getattr(args, name) < 1:
             sys.exit(f"bench: --{name.replace('_', '-')} must be at least 1, got {getattr(args, name)}")

@@ -1,4 +1,5 @@
-"""`python -m bench.gpu`, or `make gpu`: the parts in turn, each within its share of the time, and one report.
+"""`python -m bench.gpu`, or `make gpu`: the parts in turn, each within its share of the time, one report, and with
+--out one archive.
 
 Exit codes: 0 if every part passed, 1 if one did not, 2 if this machine or the command does not allow a run, 130 after
 an interrupt.
@@ -16,10 +17,11 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from bench.gpu import parts, preflight, report
+from bench.gpu import pack, parts, preflight, report
 from bench.gpu.compiling import noted
 from bench.gpu.parts import PLAN, Plan
 from bench.gpu.preflight import Facts
@@ -29,7 +31,6 @@ from bench.gpu.running import run as run_step
 from bench.gpu.smoke import FORMS, smoke
 
 RESULTS = ROOT / "bench" / "results"
-MINUTES = 20.0
 
 
 def cli() -> int:
@@ -52,7 +53,8 @@ def main(argv: Sequence[str] | None = None, plan: Plan = PLAN, results: Path = R
     except ValueError as error:
         return refuse(str(error))
     smi = preflight.nvidia_smi(facts.uuid)
-    problems = preflight.problems(facts, smi)
+    cache = pack.placed()
+    problems = [*preflight.problems(facts, smi), *preflight.carried(facts, cache)]
     fatal = [problem.sentence for problem in problems if problem.fatal]
     if fatal:
         return refuse("\n".join(fatal))
@@ -67,39 +69,42 @@ def main(argv: Sequence[str] | None = None, plan: Plan = PLAN, results: Path = R
         return refuse(f"{folder} cannot be written: {error.strerror}")
     command = shlex.join(["python", "-m", "bench.gpu", *(argv if argv is not None else sys.argv[1:])])
     run = Run(folder, start, command, args.parts, args.minutes, facts, smi, problems)
-    report.write(run)
+    keep(run, args.out)
     code = 0
     with tempfile.TemporaryDirectory() as scratch:
         try:
-            in_turn(run, plan, deadline, Path(scratch))
+            in_turn(run, plan, deadline, Path(scratch), cache, args.out)
         except KeyboardInterrupt:
             code = 130
-    path = report.write(run)
-    bad = [name for name, outcome in run.outcomes.items() if outcome.bad]
-    say(f"{'not passed: ' + ', '.join(bad) if bad else 'every part passed'}; {path}")
-    return code or int(bool(bad))
+    keep(run, args.out)
+    for line in report.summary(run):
+        say(line)
+    say(f"{args.out / report.ARCHIVE if args.out else folder / 'report.md'}")
+    return code or int(any(outcome.bad for outcome in run.outcomes.values()))
 
 
-def in_turn(run: Run, plan: Plan, deadline: float, scratch: Path) -> None:
-    """Run the parts and write the report after each."""
+def in_turn(run: Run, plan: Plan, deadline: float, scratch: Path, cache: Path | None, out: Path | None) -> None:
+    """Run the parts, and keep what is known after each."""
     python = plan.facts.argv[0]
     pdl = os.environ.get("SPECKER_PDL") != "0"
-    setting = parts.Setting(python, scratch / "compiled", run.folder, memory=run.facts.memory, pdl=pdl)
-    weights = [parts.SMOKE_WEIGHT if name == "smoke" else plan.parts[name].weight for name in run.parts]
+    setting = parts.Setting(python, scratch / "compiled", run.folder, memory=run.facts.memory, cache=cache, pdl=pdl)
+    minutes = [parts.SMOKE_MINUTES if name == "smoke" else plan.parts[name].minutes for name in run.parts]
     for n, name in enumerate(run.parts):
-        limit = share(deadline - time.monotonic(), weights[n:])
+        limit = share(deadline - time.monotonic(), minutes[n:])
         log = run.folder / f"{name}.log"
-        log.unlink(missing_ok=True)
-        setting.notes.unlink(missing_ok=True)
         start = time.monotonic()
         say(f"{name}, at most {limit:.0f} s")
-        run.outcomes[name] = Outcome("interrupted", 0.0, limit, log=log)
+        run.outcomes[name] = outcome = Outcome("interrupted", 0.0, limit, log=log)
         try:
+            log.unlink(missing_ok=True)
+            setting.notes.unlink(missing_ok=True)
             if name == "smoke":
                 outcome = smoked(run, plan, setting, limit, log, scratch)
             else:
                 outcome = part(plan.parts[name], replace(setting, limit=limit), log, plan.grace)
             run.outcomes[name] = outcome
+        except OSError as error:  # such as a full disk
+            run.outcomes[name] = outcome = Outcome("failed", note=f"{error.filename}: {error.strerror}")
         finally:
             run.outcomes[name] = replace(
                 run.outcomes[name],
@@ -108,12 +113,21 @@ def in_turn(run: Run, plan: Plan, deadline: float, scratch: Path) -> None:
                 log=log if log.exists() else None,
                 compiled=noted(setting.notes),
             )
-            report.write(run)
+            keep(run, out)
         say(f"{name}: {outcome.state} after {run.outcomes[name].seconds:.0f} s{outcome.note and ', '}{outcome.note}")
         if run.smoke is not None:
             if run.smoke.stop:
                 return
             setting = replace(setting, pdl=pdl and run.smoke.pdl, graphs=run.smoke.graphs)
+
+
+def keep(run: Run, out: Path | None) -> None:
+    """Write the report and, into `out`, the archive. A full disk costs neither the other one nor the next parts."""
+    for write in (report.write, *([partial(report.archive, out=out)] if out else [])):
+        try:
+            write(run)
+        except OSError as error:
+            say(f"{error.filename or out} cannot be written: {error.strerror}")
 
 
 def smoked(run: Run, plan: Plan, setting: parts.Setting, limit: float, log: Path, scratch: Path) -> Outcome:
@@ -161,20 +175,29 @@ def asked(command: Command) -> Facts:
 
 def parse(argv: Sequence[str] | None, plan: Plan) -> argparse.Namespace:
     names = ("smoke", *plan.parts)
+    told = "; ".join(f"{n}: {','.join(own)} in {minutes:g} minutes" for n, (minutes, own) in parts.SHORT.items())
     parser = argparse.ArgumentParser("make gpu", description="Run specker's checks and benches on this machine's GPU.")
+    parser.add_argument("--short", help=f"what to run where time is short ({told}; or the variable SHORT)")
     parser.add_argument(
         "--parts",
-        default=os.environ.get("PARTS") or ",".join(parts.DEFAULT),
-        help=f"some of {', '.join(names)}, or all; separated by commas or spaces (default: "
-        f"{','.join(parts.DEFAULT)}, or the variable PARTS)",
+        help=f"some of {', '.join(names)}, or all; separated by commas or spaces (default: those of --short, or "
+        f"{','.join(parts.DEFAULT)}; or the variable PARTS)",
     )
     parser.add_argument(
         "--minutes",
         type=float,
-        help=f"time that all parts share (default: {MINUTES:g}, or the seconds in the variable WITHIN)",
+        help=f"time that all parts share (default: that of --short, or {parts.MINUTES:g}; or the seconds in the "
+        "variable WITHIN)",
+    )
+    parser.add_argument(
+        "--out", type=Path, metavar="DIR", help=f"after each part pack report, rows and logs into {report.ARCHIVE}"
     )
     args = parser.parse_args(argv)
-    chosen = args.parts.replace(",", " ").split()
+    short = args.short or os.environ.get("SHORT") or ""
+    if short and short not in parts.SHORT:
+        parser.error(f"SHORT must be {' or '.join(parts.SHORT)}, got {short!r}")
+    usual, default = parts.SHORT.get(short, (parts.MINUTES, parts.DEFAULT))
+    chosen = (args.parts or os.environ.get("PARTS") or ",".join(default)).replace(",", " ").split()
     chosen = list(names) if chosen == ["all"] else chosen
     unknown = [name for name in chosen if name not in names]
     if unknown or not chosen:
@@ -182,7 +205,7 @@ def parse(argv: Sequence[str] | None, plan: Plan) -> argparse.Namespace:
     args.parts = tuple(name for name in names if name in chosen)
     if args.minutes is None:
         try:
-            args.minutes = float(os.environ["WITHIN"]) / 60 if os.environ.get("WITHIN") else MINUTES
+            args.minutes = float(os.environ["WITHIN"]) / 60 if os.environ.get("WITHIN") else usual
         except ValueError:
             parser.error(f"WITHIN must be a number of seconds, got {os.environ['WITHIN']!r}")
     if not 0 < args.minutes < float("inf"):

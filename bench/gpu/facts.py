@@ -5,6 +5,7 @@ that measure. It imports nothing of specker until every module that the parts ne
 """
 
 import ctypes
+import hashlib
 import importlib
 import json
 import re
@@ -114,6 +115,13 @@ def torch_facts() -> dict[str, Any]:
     return found
 
 
+def triton_key() -> str:
+    """Triton's files as a short hash: kernels that another Triton compiled are not found in the cache."""
+    from triton.runtime.cache import triton_key as whole
+
+    return hashlib.sha256(whole().encode()).hexdigest()[:16]
+
+
 def triton_facts(capability: list[int] | None) -> dict[str, Any]:
     """The ptxas that Triton runs for this GPU, and all that it brings."""
     import triton
@@ -125,7 +133,7 @@ def triton_facts(capability: list[int] | None) -> dict[str, Any]:
             tools[name] = [tool.path, tool.version]
         except (AttributeError, RuntimeError):
             continue
-    found: dict[str, Any] = {"assemblers": tools, "cache": triton.knobs.cache.dir}
+    found: dict[str, Any] = {"assemblers": tools, "cache": triton.knobs.cache.dir, "triton_key": triton_key()}
     if capability is not None:
         try:
             from triton.backends.nvidia.compiler import get_ptxas

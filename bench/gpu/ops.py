@@ -1,4 +1,5 @@
-"""Every op against its reference, on a GPU where there is one: `python bench/gpu/ops.py`, or `... row_linear grow`.
+"""Every op against its reference, on a GPU where there is one: `python bench/gpu/ops.py`, or `... row_linear grow`, or
+`... 0/3` for the first of three processes.
 
 The checks are those of the kernels' benches. `make gpu` runs them first, and also under Triton's and NVIDIA's
 sanitizers, so they stay small and capture no graph.
@@ -188,8 +189,11 @@ def main(only: list[str]) -> None:
     """Check every op, also after one is wrong, and exit with the list of those."""
     torch.manual_seed(0)
     wrong = []
-    for name, check in CHECKS.items():
-        if only and name.split()[0] not in only:
+    part = next((word for word in only if "/" in word), "0/1")
+    ops = set(only) - {part}
+    first, step = map(int, part.split("/"))
+    for name, check in list(CHECKS.items())[first::step]:
+        if ops and name.split()[0] not in ops:
             continue
         try:
             check()

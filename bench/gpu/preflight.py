@@ -7,6 +7,7 @@ import subprocess
 import xml.etree.ElementTree as ElementTree
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields
+from pathlib import Path
 from typing import Any
 
 GIB = 1 << 30
@@ -38,6 +39,7 @@ class Facts:
     assemblers: Mapping[str, tuple[str, str]] = field(default_factory=dict)  # all that Triton brings
     cache: str = ""  # Triton's, on disk
     device_file: bool = False  # whether specker sees the driver's device, and so makes its kernels when it is imported
+    triton_key: str = ""  # of Triton's files
     compiler: str | None = None  # of C
     headers: bool = True  # of Python
     folder: str = ""  # of results
@@ -142,7 +144,18 @@ def problems(f: Facts, smi: Smi | None) -> list[Problem]:
         return [Problem(lacks, True)]
     if not f.available:
         return [Problem(_unseen(f, smi), True)]
-    return sorted([*_versions(f), *_toolchain(f, smi), *_device(f), *_state(smi)], key=lambda p: not p.fatal)
+    found = [*_commit(f), *_versions(f), *_toolchain(f, smi), *_device(f), *_state(smi)]
+    return sorted(found, key=lambda p: not p.fatal)
+
+
+def carried(f: Facts, cache: Path | None) -> list[Problem]:
+    """What does not fit in a Triton cache that was carried here (pack.py)."""
+    key = f.triton_key if cache is None else (cache / "key").read_text()
+    if key == f.triton_key:
+        return []
+    return [
+        Problem(f"{cache} was compiled by another Triton ({key}, here {f.triton_key}): nothing in it will be found")
+    ]
 
 
 def _unseen(f: Facts, smi: Smi | None) -> str:
@@ -164,6 +177,15 @@ def _unseen(f: Facts, smi: Smi | None) -> str:
     return (
         f"{torch} sees no device{f' ({f.torch_says})' if f.torch_says else ''}: run nvidia-smi and restart the driver"
     )
+
+
+def _commit(f: Facts) -> Iterator[Problem]:
+    if f.commit.endswith("+"):
+        yield Problem(
+            f"files differ from commit {f.commit[:-1]}, so rows name {f.commit}: they are no results to publish"
+        )
+    if f.commit == "unknown":
+        yield Problem("the commit is unknown, so no row can name it: run in a checkout, with git")
 
 
 def _versions(f: Facts) -> Iterator[Problem]:
@@ -255,6 +277,7 @@ def table(f: Facts, smi: Smi | None) -> list[tuple[str, str]]:
         "ptxas for this GPU": ptxas,
         "Triton's cache": f.cache,
         "specker's kernels are made": "at its import" if f.device_file else "at their first use",
+        "Triton's key": f.triton_key,
         "transformers": f.versions.get("transformers"),
         "Python": f.versions.get("python"),
         "SM clock now, application, max": ", ".join(filter(None, (s.clock, s.application_clock, s.max_clock))),

@@ -1,12 +1,15 @@
-"""bench/results/<gpu>/report.md: everything of a run in one Markdown file, to attach to an issue.
+"""bench/results/<gpu>/report.md: everything of a run in one Markdown file, to attach to an issue; and an archive of it
+with the rows and logs, to unpack in bench/results.
 
-It is written after every part, to a temporary file that then replaces it, so an interrupted run leaves a report too.
+Both are written after every part, to a temporary file that then replaces them, so an interrupted run leaves them too.
 """
 
 import contextlib
+import io
 import json
 import os
 import re
+import tarfile
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,6 +18,7 @@ from typing import Any
 from bench.gpu.preflight import Facts, Problem, Smi, table
 from bench.gpu.smoke import Smoke
 
+ARCHIVE = "run.tar.gz"
 Row = dict[str, Any]
 YES = {True: "yes", False: "**no**", None: ""}
 
@@ -74,6 +78,61 @@ def write(run: Run) -> Path:
     part.write_text(text(run), encoding="utf-8")
     os.replace(part, path)
     return path
+
+
+def archive(run: Run, out: Path) -> None:
+    """Pack the report, which need not have been written, the rows and the logs of `run`."""
+    out.mkdir(parents=True, exist_ok=True)
+    part = out / f".{ARCHIVE}.part"
+    logs = [outcome.log for outcome in run.outcomes.values() if outcome.log is not None and outcome.log.exists()]
+    try:
+        with tarfile.open(part, "w:gz") as tar:
+            data, about = text(run).encode(), tarfile.TarInfo(f"{run.folder.name}/report.md")
+            about.size = len(data)
+            tar.addfile(about, io.BytesIO(data))
+            for file in (*sorted(run.folder.glob("*.jsonl")), *logs):
+                tar.add(file, f"{run.folder.name}/{file.name}")
+        os.replace(part, out / ARCHIVE)
+    finally:
+        part.unlink(missing_ok=True)
+
+
+def summary(run: Run) -> list[str]:
+    """The run in about ten lines."""
+    bad = [f"{name} {outcome.state}" for name, outcome in run.outcomes.items() if outcome.bad]
+    compiled = [outcome.compiled for outcome in run.outcomes.values() if outcome.compiled]
+    made, seconds, cached = (sum(each[key] for each in compiled) for key in ("compiled", "seconds", "cached"))
+    lines = [
+        f"commit {run.facts.commit}, {len(run.outcomes)} of {len(run.parts)} parts; "
+        f"not passed: {', '.join(bad) or 'none'}",
+        f"kernels: {made:.0f} compiled in {seconds:.0f} s of all processes, {cached:.0f} from the cache",
+    ]
+    if rows := run.rows("bits"):
+        wrong = [f"{row['op']} {row['kind']}: {row['found']}" for row in rows if row["found"] != "equal bits"]
+        lines.append(f"bits of {len(rows)} products: {'; '.join(wrong) or 'all equal'}")
+    speeds: dict[str, list[Row]] = {}
+    for row in run.rows("e2e"):
+        speeds.setdefault(f"{row.get('target', '')}, batch {row.get('batch_size', 1)}", []).append(row)
+    for name, rows in speeds.items():
+        wrong = [f"{row['way']}: {row['reason']}" for row in rows if "reason" in row]
+        right = sorted((row for row in rows if "reason" not in row), key=lambda row: -row["over_ar"])
+        best = [f"{row['over_ar']:.2f}x {row['way']} at T {row['temperature']:g}" for row in right[:3]]
+        lines.append(
+            f"{name}: {len(right)} with the tokens of ar, {', '.join(best)}; wrong: {'; '.join(wrong) or 'none'}"
+        )
+    decoded = [row for row in run.rows("decode") if "value" in row]
+    shares = [f"{row['case'].removeprefix('ar ')} {row['value']:.0%}" for row in decoded if row["way"] == "ar"]
+    others = [f"{row['case']} {row['way']} {_found(row)}" for row in decoded if row["way"] != "ar"]
+    attends = [row for row in run.kernels() if row["op"] == "tree_attention" and "share" in row]
+    columns = [f"{row['case'].removeprefix('B 1, ')} {row['share']:.0%}" for row in attends if row["way"] == "specker"]
+    ways = [f"{row['way']} {row['times']:.2f}x" for row in run.rows("ab") if "times" in row]
+    named = {"ar, of the bandwidth": shares, "decode": others, "tree_attention, of the limit": columns, "ab": ways}
+    return lines + [f"{name}: {', '.join(values)}" for name, values in named.items() if values]
+
+
+def _found(row: Row) -> str:
+    number = f"{row['value']:.1%}" if row["unit"] == "%" else f"{row['value']:.2f}x"
+    return f"{number} of {row['of']}"
 
 
 def keep(folder: Path) -> None:
@@ -141,6 +200,41 @@ def smoke(run: Run) -> str:
     return "\n\n".join(["## Smoke", markdown(("check", "state", "s", ""), rows), rest])
 
 
+def bits(run: Run) -> str:
+    rows = [(r["op"], r["kind"], str(r["repeats"]), r["found"]) for r in run.rows("bits")]
+    return titled("Bits of products", ("op", "weights", "repeats beside another kernel", "found"), rows)
+
+
+def strategies(run: Run) -> str:
+    rows = []
+    for r in run.rows("e2e"):
+        about = (
+            r.get("target", ""),
+            str(r.get("batch_size", 1)),
+            f"{r['temperature']:g}" if "temperature" in r else "",
+        )
+        if "reason" in r:
+            rows.append((*about, r["way"], "", "", "", "", "", r["reason"]))
+            continue
+        rate = f"{r['tokens_per_second']:.0f}", f"{r['over_ar']:.2f}x", f"{r['acceptance_length']:.2f}"
+        differing = r.get("differing_within_rounding")
+        equal = "" if differing is None else "all equal" if not differing else f"{differing} texts turned by rounding"
+        rows.append((*about, r["way"], *rate, f"{r['warmup_seconds']:.0f}", str(r["prompts"]), equal))
+    head = (
+        "models",
+        "batch",
+        "T",
+        "way",
+        "tokens/s",
+        "over ar",
+        "tokens a round",
+        "warm-up, s",
+        "texts",
+        "tokens of ar",
+    )
+    return titled("Strategies", head, rows)
+
+
 def ab(run: Run) -> str:
     rows = [
         (r["case"], r["way"], r["reason"], "", "", "")
@@ -164,8 +258,7 @@ def decode(run: Run) -> str:
     for r in run.rows("decode"):
         value = r.get("reason", "")
         if "value" in r:
-            number = f"{r['value']:.1%}" if r["unit"] == "%" else f"{r['value']:.2f}x"
-            value = f"{number} of {r['of']}"
+            value = _found(r)
         if "launches" in r:
             value = f"{r['launches']} launches"
         ms = [f"{r[key] * 1e3:.3f}" if key in r else "" for key in ("median", "p20", "p80")]
@@ -212,7 +305,7 @@ def failures(run: Run) -> str:
     return "\n\n".join(["## Failures", *(found or ["None."])])
 
 
-SECTIONS = (parts, preflight, smoke, ab, decode, kernels, tests, failures)
+SECTIONS = (parts, preflight, smoke, bits, strategies, ab, decode, kernels, tests, failures)
 
 
 def titled(title: str, head: Iterable[str], rows: list[tuple[str, ...]]) -> str:

@@ -1,4 +1,5 @@
-"""tree_attention against SDPA with a dense mask, FlexAttention and FlashInfer, on Llama-3-8B's heads (32 of 8, D 128).
+"""tree_attention on the heads of four models, and against SDPA with a dense mask, FlexAttention and FlashInfer on those
+of Llama-3-8B (32 of 8, D 128).
 
 Up to 16 rows the limit is one read of K and V, 4 KiB per column and sequence: 8 us at an H200's 4.3 TB/s for 8,192
 columns. The overheads are the start (lengths, then the page, then the first tiles: three round trips to memory), the
@@ -24,6 +25,8 @@ from specker.kernels.tree_attention import ancestor_words, tree_attention, tree_
 
 DTYPE = torch.bfloat16 if DEVICE == "cuda" else torch.float32
 HEADS = (32, 8, 128) if DEVICE == "cuda" else (4, 2, 32)
+MODELS = ((32, 8, 64), HEADS, (16, 4, 256), (32, 4, 512))  # Llama-3.2-1B, 3-8B, Qwen3.5-9B, full layers of Gemma 4 31B
+SHARES = {8192: 0.50, 32768: 0.72, 131072: 0.85}  # goals of one tile of rows with D 128, by columns
 PAGE = 256
 
 
@@ -34,10 +37,11 @@ def build(
     kind: torch.dtype | None = None,
     sinks: bool = False,
     heads: tuple[int, int, int] = HEADS,
+    alone: bool = False,
 ) -> Built:
     """One random tree per sequence, `rows` rows with the root, at the end of its `lengths` columns; pages permuted.
     With a `kind` of eight bits the baselines read the same numbers in sixteen. They have no sinks. `heads`: query
-    heads, KV heads and their size."""
+    heads, KV heads and their size. `alone`: without baselines, two of which compile for seconds."""
     Hq, Hkv, D = heads
     g = torch.Generator().manual_seed(0)
     B, widest = len(lengths), -(-max(lengths) // page)
@@ -99,8 +103,8 @@ def build(
                 f"sequence {b}: error {ours_error:.2e}, torch's {theirs_error:.2e}"
             )
 
-    ways: dict[str, Callable[[], Any]] = {"specker": ours, "sdpa": dense}
-    if DEVICE == "cuda" and B == 1:
+    ways: dict[str, Callable[[], Any]] = {"specker": ours} | ({} if alone else {"sdpa": dense})
+    if DEVICE == "cuda" and B == 1 and not alone:
         ways |= flex(q_of[0], k_of[0], v_of[0], seen[0], scale) | flashinfer(q, k_of[0], v_of[0], masks[0], scale)
     return Built(ways, check, tree_attention_cost(q, cache[0], lengths, [rows] * B))
 
@@ -144,10 +148,14 @@ def cases() -> Iterator[Case]:
             yield Case(f"B {len(lengths)}, {rows} rows, {max(lengths)}", lambda r=rows, n=lengths: build(r, n))
         yield Case("B 1, 16 rows, 300, fp8", lambda: build(16, (300,), kind=torch.float8_e4m3fn))
         yield Case("B 1, 16 rows, 300, sinks", lambda: build(16, (300,), sinks=True))
+        yield Case("B 1, 8 rows, 300, D 64", lambda: build(8, (300,), heads=(4, 1, 64), alone=True))
         return
-    for length, share in ((8192, 0.50), (32768, 0.72), (131072, 0.85)):
-        for rows in (1, 8, 16):
-            yield Case(f"B 1, {rows} rows, {length}", lambda r=rows, n=length: build(r, (n,)), Goal(share=share))
+    for heads in MODELS:
+        for length, share in SHARES.items():
+            for rows in (1, 8, 48, 64):
+                goal = Goal(share=share) if heads == HEADS and rows <= 8 else Goal()
+                given = rows, (length,), PAGE, None, False, heads, True
+                yield Case(f"B 1, {rows} rows, {length}, D {heads[-1]}", lambda given=given: build(*given), goal)
     goal = Goal(share=0.65, over=(("sdpa", 2.0), ("flex_attention", 1.0)))
     yield Case("B 1, 64 rows, 32768", lambda: build(64, (32768,)), goal)
     yield Case("B 1, 16 rows, 32768, pages of 16", lambda: build(16, (32768,), 16))

@@ -11,7 +11,7 @@ from bench import harness, plot
 from bench.decoding import Given
 from bench.papers import diffuspec, dynamic_exit, easyspec, page, picture, vocabtrim
 from bench.papers.measure import Row
-from bench.papers.models import Pair, coder, family
+from bench.papers.models import Pair, coder, family, shape_of
 from specker.options import LAYOUTS
 from specker.runtime.recipe import device_of
 from specker.zoo.inflate import SHAPES
@@ -78,11 +78,11 @@ def measured(args: Args, paper: str) -> list[Row]:
 def main() -> None:
     args = harness.arguments(Args)
     papers = args.papers.split(",")
-    for name, given, known in (("papers", papers, SHARES), ("shape", [args.shape], SHAPES)):
-        if unknown := [text for text in given if text not in known]:
-            sys.exit(f"bench: --{name} has {unknown[0]!r}; there are {', '.join(known)}")
+    if unknown := [text for text in papers if text not in SHARES]:
+        sys.exit(f"bench: --papers has {unknown[0]!r}; there are {', '.join(SHARES)}")
     try:
         device_of(args.device)
+        shape_of(args.shape)
     except ValueError as error:
         sys.exit(f"bench: {error}")
     if args.quick and args.save:

@@ -1,7 +1,13 @@
-"""The models that the papers are measured with: the bundled family in a real model's shape, and a pair of real ones."""
+"""The models that the papers are measured with: the bundled family in a real model's shape, and a pair of real ones.
 
+`python -m bench.papers.models 8b 1b --device cuda` makes the family in these shapes beforehand. `8b/12` is the shape of
+8b with 12 layers, which compiles the same kernels.
+"""
+
+import argparse
 import hashlib
 import shutil
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -17,6 +23,7 @@ from specker.zoo import inflate, real
 from specker.zoo.inflate import SHAPES, Inflated, Shape
 
 MEMBERS = ("code-target", "code-draft", "code-draft-deep", "code-diffusion")
+HYBRID = "hybrid-target"
 AS_LARGE = "code-draft-as-large"  # the deep draft with as many parameters in its layers as the diffusion drafter
 QUICK = Shape(256, 704, 14, 4, 2)  # of --quick: two more layers
 CODER_PROMPTS = Path(__file__).parents[1] / "coder_prompts.jsonl"
@@ -47,6 +54,8 @@ class Pair(Given):
         options["strategy"] = strategy
         if "vocabtrim" in strategy and self.scores is not None:
             options.setdefault("vocab_scores", str(self.scores))
+        if "lookup" in strategy.split("+"):
+            options.setdefault("lookup_share", "off")  # the same prompts are decoded several times
         searches = "as_published" in options or options.get("cps") in ("chain", "tree")
         if strategy == "diffuspec" and searches and self.ngram is not None:
             options.setdefault("ngram", self.ngram)
@@ -66,14 +75,17 @@ class Pair(Given):
         return f"{self.quantize or self.dtype} weights" if self.quantize or self.dtype else "weights as stored"
 
 
-def family(given: Given, shape: str) -> Pair:
-    """The bundled family in a real model's shape, or the models of `--target`."""
+def family(given: Given, shape: str, members: Sequence[str] = (*MEMBERS, AS_LARGE)) -> Pair:
+    """The bundled family in a real model's shape, or the models of `--target`. A target of HYBRID is that one in a real
+    model's shape. `members`: what to make."""
     how = {name: getattr(given, name) for name in Given.__dataclass_fields__}
-    if given.target is not None:
+    if given.target not in (None, HYBRID):
         return Pair(**how, about=given.name)
     if not given.quantize and given.device == "cpu":
         how["quantize"] = "int8"
-    folder = inflated(shape, given.device)
+    if given.target == HYBRID:
+        return Pair(**how | {"target": str(inflated(shape, given.device, (HYBRID,)) / HYBRID)}, about=HYBRID)
+    folder = inflated(shape, given.device, members)
     how |= {"target": str(folder / "code-target"), "draft": str(folder / "code-draft")}
     how |= {"deep_draft": str(folder / "code-draft-deep"), "diffusion_draft": str(folder / "code-diffusion")}
     how |= {"vocab_scores": str(zoo.CODE.vocab_scores)}
@@ -100,10 +112,10 @@ def coder(given: Given) -> Pair | None:
     return Pair(**how, target=target, draft=draft, max_context=1024, questions=str(CODER_PROMPTS), about=about)
 
 
-def inflated(name: str, device: str) -> Path:
-    """The folder with the family in the shape `name`. It is made once, and anew after a change of the bundled weights
-    or of what inflates them."""
-    shape = QUICK if name == "quick" else SHAPES[name]
+def inflated(name: str, device: str, members: Sequence[str]) -> Path:
+    """The folder with members of the family in the shape `name`. They are made once, and anew after a change of the
+    bundled weights or of what inflates them."""
+    shape, name = shape_of(name), name.replace("/", ".")
     digest = hashlib.sha256(repr((shape, large_shape(shape))).encode())
     for path in (Path(inflate.__file__), *(zoo.path(member) / "model.safetensors" for member in MEMBERS)):
         digest.update(path.read_bytes())
@@ -111,12 +123,21 @@ def inflated(name: str, device: str) -> Path:
     for old in folder.parent.glob(f"inflated-{name}-*"):
         if old != folder:
             shutil.rmtree(old)
-    sources = {member: (member, shape) for member in MEMBERS} | {AS_LARGE: ("code-draft-deep", large_shape(shape))}
-    for made, (member, own) in sources.items():
+    for made in members:
+        member, own = ("code-draft-deep", large_shape(shape)) if made == AS_LARGE else (made, shape)
         if not (folder / made).exists():
             print(f"bench: making {folder / made}, once", flush=True)
             inflate.inflate(zoo.path(member), own, folder / made, device)
     return folder
+
+
+def shape_of(name: str) -> Shape:
+    """Raises ValueError for an unknown name."""
+    base, _, layers = name.partition("/")
+    shape = QUICK if base == "quick" else SHAPES.get(base)
+    if shape is None or (layers and not layers.isdigit()):
+        raise ValueError(f"no shape is called {name!r}; there are {', '.join(SHAPES)}, and 8b/12 for 12 layers of 8b")
+    return replace(shape, layers=int(layers)) if layers else shape
 
 
 def large_shape(shape: Shape) -> Shape:
@@ -131,3 +152,12 @@ def _elements(config: dict[str, Any]) -> int:
     """Elements of the layers' matrices."""
     heads = 2 * (config["num_attention_heads"] + config["num_key_value_heads"]) * config["head_dim"]
     return config["num_hidden_layers"] * config["hidden_size"] * (heads + 3 * config["intermediate_size"])
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser()
+    parser.add_argument("shape", nargs="+")
+    parser.add_argument("--device", default="cpu")
+    args = parser.parse_args()
+    for name in args.shape:
+        inflated(name, args.device, (*MEMBERS, HYBRID))

@@ -282,7 +282,8 @@ def _without(joined: Iterable[int], buffers: dict[str, Any]) -> dict[str, Any]:
 def random_weights(c: ModelConfig, pieces: Sequence[Piece], storage: Storage, seed: int) -> dict[str, Any]:
     """Buffers filled in place: norms 1, biases 0, all others normal with std 0.02. Unsplit tensors are equal on all
     ranks; the split ones do not form one model. Before mixtures of experts the embedding has std 1, and so outweighs
-    what layers add to it: else all tokens would soon choose the same experts."""
+    what layers add to it: else all tokens would soon choose the same experts. Experts that the checkpoint has in MXFP4
+    are rounded to it."""
     generator = torch.Generator(storage.device).manual_seed(seed)
     embed_std = 0.02 if c.layer.experts is None else 1.0
     host = [p for p in pieces if p.buffer == HOST]
@@ -291,7 +292,8 @@ def random_weights(c: ModelConfig, pieces: Sequence[Piece], storage: Storage, se
     there = torch.Generator().manual_seed(seed)
     empty = {p.buffer: torch.empty(p.shape, dtype=storage.dtype, device="cpu") for p in host}
     apart = {name: x.normal_(std=0.02, generator=there) for name, x in empty.items()}
-    if storage.kind is None:
+    in_mxfp4 = storage.kind is None and storage.keeps and storage.scheme is not None and storage.scheme.name == "mxfp4"
+    if storage.kind is None and not in_mxfp4:
         found = _allocated(pieces, c, storage, set())
         for name, buffer in found.items():
             _fill(name, buffer, generator, embed_std)
@@ -300,7 +302,8 @@ def random_weights(c: ModelConfig, pieces: Sequence[Piece], storage: Storage, se
     for p in pieces:
         source = torch.empty(p.rows, *p.shape[1:][-1:], dtype=torch.float32, device=storage.device)
         _fill(p.buffer, source, generator, embed_std)
-        buffers.put(replace(p, offset=0.0, factor=1.0), source)
+        stored = quant.quantised(source, "mxfp4") if in_mxfp4 and storage.covers(p.name) else source
+        buffers.put(replace(p, offset=0.0, factor=1.0), stored)
     return buffers.done() | apart
 
 

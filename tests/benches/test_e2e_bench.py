@@ -7,6 +7,7 @@ import pytest
 
 import specker
 from bench import batches, decoding, e2e
+from bench.papers import models
 from specker.runtime.engine import Engine
 
 
@@ -89,6 +90,45 @@ def test_a_failed_or_wrong_configuration_has_no_times(run, monkeypatch, capsys):
     assert all(("reason" in row) != ("median" in row) for row in rows.values())
     captured = capsys.readouterr()
     assert "Traceback" in captured.err and "operation not permitted" in captured.out
+
+
+def test_the_family_in_a_real_models_shape(run, tmp_path_factory, monkeypatch, command_line):
+    """In eight bits on a CPU, several prompts at once."""
+    monkeypatch.setattr(models, "cache_root", lambda: tmp_path_factory.mktemp("cache"))
+    monkeypatch.setattr(e2e, "SHAPES", e2e.SHAPES | {"lookup": {"strategy": "lookup"}})
+    how = "bench/e2e.py --shape quick --prompts 2 --rounds 1 --max_new_tokens 6 --temperatures 0 --save"
+    command_line([*how.split(), "--batch_size", "2", "--transformers", "false"])
+    rows = run()
+    assert [(row["way"], row["target"], row["batch_size"]) for row in rows] == [
+        (way, "code-target as quick", 2) for way in ("ar", "draft chain 2", "del", "lookup")
+    ]
+    assert rows[1]["acceptance_length"] > 1 and all(row["warmup_seconds"] >= 0 for row in rows)
+    assert all(row["differing_within_rounding"] == 0 for row in rows[1:])
+
+
+def test_a_target_with_a_head_of_its_own_in_a_real_models_shape(results, tmp_path_factory, monkeypatch, command_line):
+    monkeypatch.setattr(models, "cache_root", lambda: tmp_path_factory.mktemp("cache"))
+    how = "x --shape quick --target hybrid-target --ways mtp --prompts 1 --rounds 1 --max_new_tokens 8 --temperatures 0"
+    command_line([*how.split(), "--transformers", "false", "--save"])
+    e2e.main()
+    assert [(row["way"], row["target"]) for row in results()] == [
+        (way, "hybrid-target as quick") for way in ("ar", "mtp")
+    ]
+    assert results()[1]["acceptance_length"] > 1 and results()[1]["differing_within_rounding"] == 0
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ("--shape 2b --transformers false", "no shape is called '2b'; there are 0.5b"),
+        ("--shape 1b", "--shape takes no --target but hybrid-target, and --transformers false"),
+        ("--shape 1b --transformers false --target x", "--shape takes no --target but hybrid-target"),
+    ],
+)
+def test_a_shape_that_cannot_be_is_refused(command_line, flags, message):
+    command_line(["bench/e2e.py", *flags.split()])
+    with pytest.raises(SystemExit, match=f"^bench: {message}"):
+        e2e.main()
 
 
 def test_any_pair_answers_questions(run, pair, tmp_path, monkeypatch, command_line):

@@ -124,6 +124,8 @@ MISMATCHES = [  # facts, nvidia-smi's, what the sentence says, whether it stops
     ),
     ({"capability": (7, 5)}, {}, "compute capability 7.5, and the kernels need 8.0", True),
     ({"memory": 15 * GIB}, {}, "has 15 GiB of memory: cases of the 8B and 32B shapes do not fit", False),
+    ({"commit": "0123456789ab+"}, {}, "files differ from commit 0123456789ab, so rows name 0123456789ab+", False),
+    ({"commit": "unknown"}, {}, "the commit is unknown, so no row can name it: run in a checkout, with git", False),
     ({"devices": 4}, {}, "torch sees 4 GPUs and the first is used: choose with CUDA_VISIBLE_DEVICES", False),
     ({}, None, "there is no nvidia-smi: clocks, power and other processes are not checked", False),
     (
@@ -194,7 +196,7 @@ def rehearse(tmp_path, monkeypatch, capsys):
     fake.write_text(f"#!/bin/sh\ncat <<'END'\n{NEW}END\n")
     fake.chmod(0o755)
     monkeypatch.setenv("PATH", f"{fake.parent}:{os.environ['PATH']}")
-    for name in ("PARTS", "WITHIN", "SPECKER_PDL"):
+    for name in ("PARTS", "WITHIN", "SHORT", "SPECKER_PDL"):
         monkeypatch.delenv(name, raising=False)
 
     def run(*argv, known=H100, ops=None, form=None, grace=5.0, **those):
@@ -242,6 +244,17 @@ ROWS = {
         {"bench": "kernels", "op": "row_linear", "case": "T 8", "way": "torch", "median": 1e-5, "ours_over_this": 1.11},
     ],
     "ab": [{"case": "ar 8b 8192", "way": "PDL", "median": 0.004, "p20": 0.004, "p80": 0.005, "times": 1.07}],
+    "bits": [
+        {"op": "kv_project", "kind": "int8", "repeats": 1000, "found": "equal bits"},
+        {"op": "vocab_topk", "kind": "fp8", "repeats": 1000, "found": "2 of 1000 repeats differ"},
+    ],
+    "e2e": [
+        {
+            "target": "code-target as 8b", "way": way, "temperature": 0.7, "batch_size": 8, "tokens_per_second": 500.0,
+            "over_ar": over, "acceptance_length": 2.5, "warmup_seconds": 3.2, "prompts": 8, **differing,
+        }
+        for way, over, differing in (("ar", 1.0, {}), ("draft", 1.84, {"differing_within_rounding": 0}))
+    ] + [{"target": "code-target as 8b", "way": "del", "temperature": 0.7, "batch_size": 8, "reason": "wrong tokens"}],
 }  # fmt: skip
 
 
@@ -263,6 +276,8 @@ def test_the_report_of_a_run_has_all_sections(rehearse, tmp_path):
         decode=one(rows["decode"]),
         kernels=one(rows["row_linear"]),
         ab=one(rows["ab"]),
+        bits=one(rows["bits"]),
+        family=one(rows["e2e"]),
         tests=one(broken, python("")),
         sanitizer=one(python(""), needs=("no-such-program",)),
     )
@@ -272,6 +287,8 @@ def test_the_report_of_a_run_has_all_sections(rehearse, tmp_path):
         "## Parts",
         "## Preflight",
         "## Smoke",
+        "## Bits of products",
+        "## Strategies",
         "## PDL and graphs, in turn",
         "## Decoding against its goals",
         "## Kernels",
@@ -279,7 +296,7 @@ def test_the_report_of_a_run_has_all_sections(rehearse, tmp_path):
         "## Failures",
     ]
     assert text.startswith("# specker on NVIDIA H100 80GB HBM3\n") and "commit 0123456789ab" in text
-    assert "* parts: 5 of 6 have ended; not passed: tests" in text and "* goals: 1 of 2 measured ones are met" in text
+    assert "* parts: 7 of 8 have ended; not passed: tests" in text and "* goals: 1 of 2 measured ones are met" in text
     assert row_of(text, "smoke")[1] == row_of(text, "decode")[1] == "passed" and row_of(text, "tests")[1] == "failed"
     assert row_of(text, "sanitizer")[1] == "skipped" and "* sanitizer: no-such-program is not installed" in text
     assert "* tests: 1 of 2 steps failed" in text
@@ -291,12 +308,26 @@ def test_the_report_of_a_run_has_all_sections(rehearse, tmp_path):
     assert row_of(text, "row_linear") == [
         "row_linear", "T 8", "9.0", "70%", "65%", "7.0", "torch 1.11x", ">= 88%", "**no**",
     ]  # fmt: skip
+    assert row_of(text, "vocab_topk") == ["vocab_topk", "fp8", "1000", "2 of 1000 repeats differ"]
+    found = [line.strip("| ").split(" | ") for line in text.splitlines() if line.startswith("| code-target")]
+    assert [cells[3] for cells in found] == ["ar", "draft", "del"] and found[2][-1] == "wrong tokens"
+    assert found[1][4:] == ["500", "1.84x", "2.50", "3", "8", "all equal"]
     assert row_of(text, "ar 8b 8192") == ["ar 8b 8192", "PDL", "4.000", "4.000", "5.000", "1.070x"]
     assert "of an earlier run" not in text and f"## Tests\n\n* {flips}\n* {counts}\n\n" in text
     end = text[text.index("## Failures") :].splitlines()
     assert end[2] == "### tests: failed" and end[-2:] == ["E   assert 1 == 2", "```"] and "### decode" not in text
-    assert done.code == 1 and "not passed: tests" in done.out.out
-    assert {path.stem for path in done.folder.glob("*.log")} == {"smoke", "decode", "kernels", "ab", "tests"}
+    assert done.code == 1 and done.out.out.splitlines()[-7:-1] == [
+        "make gpu: commit 0123456789ab, 8 of 8 parts; not passed: tests failed",
+        "make gpu: kernels: 0 compiled in 0 s of all processes, 0 from the cache",
+        "make gpu: bits of 2 products: vocab_topk fp8: 2 of 1000 repeats differ",
+        "make gpu: code-target as 8b, batch 8: 2 with the tokens of ar, 1.84x draft at T 0.7, 1.00x ar at T 0.7; "
+        "wrong: del: wrong tokens",
+        "make gpu: ar, of the bandwidth: 8b 512 85%",
+        "make gpu: ab: PDL 1.07x",
+    ]
+    assert {path.stem for path in done.folder.glob("*.log")} == {
+        "smoke", "decode", "kernels", "ab", "tests", "bits", "family"
+    }  # fmt: skip
 
 
 # --- smoke

@@ -41,7 +41,8 @@ def test_a_paper_runs_and_prints_its_tables(made, tmp_path, results, monkeypatch
     ("flags", "message"),
     [
         ("--papers del,eagle", "bench: --papers has 'eagle'; there are easyspec, del"),
-        ("--shape 2b", "bench: --shape has '2b'; there are 0.5b"),
+        ("--shape 2b", "bench: no shape is called '2b'; there are 0.5b"),
+        ("--shape 1b/two", "bench: no shape is called '1b/two'; there are 0.5b"),
         ("--quick --save", "bench: --quick measures nothing that is worth keeping"),
         ("--device tpu", "bench: unknown device 'tpu': use cpu or cuda"),
     ],

@@ -1,11 +1,12 @@
 """Weights made from config.json alone: the same layout as read weights, without reading any file of weights."""
 
+import json
 import shutil
 from pathlib import Path
 
 import pytest
 import torch
-from make_checkpoint import CASES, GEMMA3, make
+from make_checkpoint import CASES, GEMMA3, GPT_OSS, make
 
 import specker
 from specker.checkpoints import files
@@ -49,6 +50,20 @@ def test_the_layout_equals_that_of_read_weights(tmp_path, name, options):
         for a, b in zip(ours, theirs, strict=True):
             assert torch.equal(torch.as_tensor(a), torch.as_tensor(b))
     assert (made.weights.head is made.weights.embed) == made.config.tied
+
+
+def test_experts_stored_in_mxfp4_are_random_in_mxfp4(tmp_path):
+    """As a checkpoint of gpt-oss has them, and no other matrix; `--quantize` rounds to something else."""
+    folder = copy_config(make(tmp_path / "whole", **GPT_OSS | {"hidden": 64}), tmp_path / "bare")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"quantization_config": {"quant_method": "mxfp4"}}))
+
+    def kinds(quantize):
+        made = read(folder, dtype=torch.float32, device="cpu", random=0, quantize=quantize, pack=False).weights
+        return [{getattr(x, "kind", "plain") for x in part} for part in (made.gate_up, made.down, made.qkv)]
+
+    assert kinds(None) == [{"mxfp4"}, {"mxfp4"}, {"plain"}]
+    assert kinds("none") == [{"plain"}] * 3 and kinds("int8") == [{"int8"}] * 3
 
 
 @pytest.mark.parametrize("quantize", [None, "int8"])
