@@ -1,8 +1,8 @@
 """adjust_rows against eager torch at Qwen2.5's vocabulary: a chain of four drafts in a text of 2,000 or 8,000 tokens.
 
 Five rows of 151,936 float32 logits are 3 MB, read and written once; min_p reads and writes them again. The text is 8
-bytes a token, which every program reads. The torch baseline is what a user would call: the counts of each row's text by
-`scatter_add_`, and an operator for each line of the formula.
+bytes a token, read once; the counts, 0.6 MB, are zeroed and read for each row. The torch baseline is what a user would
+call: the counts of each row's text by `scatter_add_`, and an operator for each line of the formula.
 """
 
 from collections.abc import Iterator

@@ -1,11 +1,11 @@
 """adjust_rows: add biases to logits, penalise the tokens of each row's own text, and drop the least probable.
 
-A program holds a tile of the vocabulary of one row. It counts how often the tile's ids occur in the row's text, with a
-histogram in shared memory for each 1,024 tokens, and adds the draft tokens that lead to the row. Counts are not kept
-from round to round: each program reads the text, 8 bytes a token and mostly from the L2 cache, where the attention of
-one layer reads some thousand bytes a token. So nothing has to be rolled back, moved or saved.
+The first launch counts how often each id occurs in each sequence's committed text, by atomic additions of integers,
+whose order does not matter. In the second a program holds a tile of the vocabulary of one row, and adds the draft
+tokens that lead to the row. Counts are not kept from round to round: a text is 8 bytes a token, where the attention of
+one layer reads some thousand. So nothing has to be rolled back, moved or saved.
 
-min_p needs the largest logit of a row. A second launch reads it of the parts of a row and drops the ids below.
+min_p needs the largest logit of a row. A last launch reads it of the parts of a row and drops the ids below.
 """
 
 from collections.abc import Iterator
@@ -43,7 +43,8 @@ def adjust_rows(
 
     A row's result depends on its logits and its text alone, so drafts do not change what is decoded. All but the counts
     is float32 (float64 for float64 logits), rounded after each operation. Penalties keep -inf. Memory moves the logits
-    twice, with `floors` four times, and each sequence's text once.
+    twice, with `floors` four times, and each sequence's text once. On a GPU counts, [B, V] int32, are zeroed, and read
+    for each row.
 
     Args:
         logits: [T, V] float32 (float64: through the reference); -inf is allowed.
@@ -131,35 +132,48 @@ def adjust_rows_cost(args: Arguments) -> tuple[int, int]:
     return args.logits.nbytes * passes + 8 * int(args.length.sum()), 6 * args.logits.numel()
 
 
-BLOCK = 2048  # ids per program: a histogram of more takes 128 registers for its bins, and spills
-CHUNK = 1024  # tokens of a text that are counted at a time
+BLOCK = 2048  # ids per program
+CHUNK = 1024  # tokens of a text that a program counts at a time
+COUNTING = 32  # most programs that count a sequence's text
 MAX_BIASES = 1024
 
 
-@triton.jit
-def _counted(text_ptr, begin, end, first, BLOCK: tl.constexpr, CHUNK: tl.constexpr):
-    """How often each id first..first + BLOCK - 1 occurs in tokens begin..end - 1 of a text: [BLOCK] int32."""
-    b_count = tl.zeros([BLOCK], tl.int32)
-    for i in tl.range(begin, end, CHUNK):
-        o = i + tl.arange(0, CHUNK)
-        b_id = tl.load(text_ptr + o, mask=o < end, other=-1) - first
-        m = (b_id >= 0) & (b_id < BLOCK)
-        b_count += tl.histogram(tl.where(m, b_id, 0).to(tl.int32), BLOCK, mask=m)
-    return b_count
+@triton.jit(
+    do_not_specialize=["text_stride"],
+    do_not_specialize_on_alignment=["text_ptr", "prompt_ptr", "length_ptr", "numbers_ptr"],
+)
+def _count_text_kernel(
+    text_ptr,  # [B, C]
+    prompt_ptr,  # [B]
+    length_ptr,  # [B]
+    numbers_ptr,  # [B, 4] fp32
+    counts_ptr,  # [B, V] zeros: becomes the count after the prompt, plus 2^30 for an id of the prompt
+    text_stride,
+    V: tl.constexpr,
+    CHUNK: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    start_after_previous(PDL)
+    i_b = tl.program_id(1).to(tl.int64)
+    p_numbers = numbers_ptr + i_b * 4
+    if (tl.load(p_numbers) != 1) | (tl.load(p_numbers + 1) != 0) | (tl.load(p_numbers + 2) != 0):
+        prompt, length = tl.load(prompt_ptr + i_b), tl.load(length_ptr + i_b)
+        for i in tl.range(tl.program_id(0) * CHUNK, length, tl.num_programs(0) * CHUNK):
+            o = i + tl.arange(0, CHUNK)
+            p_count = counts_ptr + i_b * V + tl.load(text_ptr + i_b * text_stride + o, mask=o < length, other=0)
+            tl.atomic_or(p_count, 1 << 30, mask=o < prompt, sem="relaxed")
+            tl.atomic_add(p_count, 1, mask=(o >= prompt) & (o < length), sem="relaxed")
 
 
 @triton.jit(
-    do_not_specialize=["R", "text_stride", "window_stride", "parents_stride"],
+    do_not_specialize=["R", "window_stride", "parents_stride"],
     do_not_specialize_on_alignment=[
-        *("text_ptr", "prompt_ptr", "length_ptr", "window_ptr", "parents_ptr", "places_ptr", "numbers_ptr"),
-        *("bias_ids_ptr", "bias_ptr"),
+        *("window_ptr", "parents_ptr", "places_ptr", "numbers_ptr", "bias_ids_ptr", "bias_ptr"),
     ],
 )
 def _adjust_rows_kernel(
     logits_ptr,  # [T, V]
-    text_ptr,  # [B, C]
-    prompt_ptr,  # [B]
-    length_ptr,  # [B]
+    counts_ptr,  # [B, V]: see _count_text_kernel
     window_ptr,  # [B, R]
     parents_ptr,  # [B, R - 1]
     places_ptr,  # [T]
@@ -169,13 +183,11 @@ def _adjust_rows_kernel(
     out_ptr,  # [T, V]
     peak_ptr,  # [T, S] fp32: the largest of each part, with FLOORS
     R,
-    text_stride,
     window_stride,
     parents_stride,
     V: tl.constexpr,
     S: tl.constexpr,  # parts of a row
     BLOCK: tl.constexpr,
-    CHUNK: tl.constexpr,
     K: tl.constexpr,  # biases of a sequence; 0: none
     K_PAD: tl.constexpr,  # a power of two
     TREES: tl.constexpr,
@@ -195,22 +207,22 @@ def _adjust_rows_kernel(
         o_k = tl.arange(0, K_PAD)
         b_ids = tl.load(bias_ids_ptr + i_b * K + o_k, mask=o_k < K, other=-1)
         for k in tl.range(0, tl.sum((b_ids >= 0).to(tl.int32), axis=0)):
-            i_id = tl.load(bias_ids_ptr + i_b * K + k)
+            i_id = tl.load(bias_ids_ptr + i_b * K + k).to(tl.int32)
             if (i_id >= first) & (i_id < first + BLOCK):
                 b_z += tl.where(o_v == i_id, tl.load(bias_ptr + i_b * K + k), 0.0)
     p_numbers = numbers_ptr + i_b * 4
     repetition, presence, frequency = tl.load(p_numbers), tl.load(p_numbers + 1), tl.load(p_numbers + 2)
     if (repetition != 1) | (presence != 0) | (frequency != 0):
-        prompt, length = tl.load(prompt_ptr + i_b), tl.load(length_ptr + i_b)
-        p_text = text_ptr + i_b * text_stride
-        b_count = _counted(p_text, prompt, length, first, BLOCK, CHUNK)
+        b_counts = tl.load(counts_ptr + i_b * V + o_v, mask=m_v, other=0)
+        b_count = b_counts & ((1 << 30) - 1)
         while row > 0:
-            b_count += (o_v == tl.load(window_ptr + i_b * window_stride + row)).to(tl.int32)
+            i_id = tl.load(window_ptr + i_b * window_stride + row).to(tl.int32)
+            b_count += (o_v == i_id).to(tl.int32)
             before = row - 1
             row = tl.minimum(tl.load(parents_ptr + i_b * parents_stride + before), before) if TREES else before
         m_said = b_count > 0
         if repetition != 1:
-            m_seen = m_said | (_counted(p_text, 0, prompt, first, BLOCK, CHUNK) > 0)
+            m_seen = m_said | (b_counts != 0)
             b_z = tl.where(m_seen, tl.where(b_z > 0, tl.div_rn(b_z, repetition), b_z * repetition), b_z)
         b_z = tl.where(m_said, b_z - (presence + frequency * b_count.to(tl.float32)), b_z)
     tl.store(out_ptr + i_t * V + o_v, b_z, mask=m_v)
@@ -247,30 +259,33 @@ def _adjust_floor_kernel(
 
 
 @lru_cache
+def _count_variant(V: int) -> Variant:
+    return Variant(
+        f"count V{V}",
+        _count_text_kernel,
+        ("*i64", "*i64", "*i64", "*fp32", "*i32", "i32"),
+        {"V": V, "CHUNK": CHUNK},
+        num_warps=4,
+        wide=False,  # texts may begin anywhere
+        smoke=V == 151936,
+    )
+
+
+@lru_cache
 def _adjust_variants(V: int, K: int, trees: bool, placed: bool, floors: bool) -> tuple[Variant, ...]:
-    """The launches of a call. V 151,936 makes 75 parts, so a chain of five rows is 375 programs; eight warps hold 8 ids
-    a lane."""
+    """The launches of a call after `_count_variant`'s. V 151,936 makes 75 parts, so a chain of five rows is 375
+    programs; their 16 warps hold four ids a lane."""
     block = min(BLOCK, max(128, triton.next_power_of_2(V)))
-    S, warps = -(-V // block), max(block // 256, 1)
+    S = -(-V // block)
     name = f"V{V}" + (f" K{K}" if K else "") + (" trees" if trees else "") + (" placed" if placed else "")
     shape = {"V": V, "S": S, "BLOCK": block, "PLACED": placed}
     adjust = Variant(
         name + (" floors" if floors else ""),
         _adjust_rows_kernel,
-        (
-            *("*fp32", "*i64", "*i64", "*i64", "*i64", "*i64", "*i64", "*fp32", "*i64", "*fp32", "*fp32", "*fp32"),
-            *("i32",) * 4,
-        ),
-        {
-            **shape,
-            "CHUNK": min(CHUNK, block),
-            "K": K,
-            "K_PAD": max(1, triton.next_power_of_2(K)),
-            "TREES": trees,
-            "FLOORS": floors,
-        },
-        num_warps=warps,
-        wide=False,  # texts may begin anywhere
+        (*("*fp32", "*i32", "*i64", "*i64", "*i64", "*fp32", "*i64", "*fp32", "*fp32", "*fp32"), *("i32",) * 3),
+        {**shape, "K": K, "K_PAD": max(1, triton.next_power_of_2(K)), "TREES": trees, "FLOORS": floors},
+        num_warps=block // 128,
+        wide=False,  # single biases and ids
         smoke=floors and not placed and V == 151936,
     )
     if not floors:
@@ -280,7 +295,7 @@ def _adjust_variants(V: int, K: int, trees: bool, placed: bool, floors: bool) ->
         _adjust_floor_kernel,
         ("*fp32", "*i64", "*fp32", "*fp32", "i32"),
         {**shape, "S_PAD": triton.next_power_of_2(S)},
-        num_warps=warps,
+        num_warps=max(block // 256, 1),
         wide=block >= 1024 and V % 4 == 0,
     )
     return adjust, floor
@@ -289,6 +304,7 @@ def _adjust_variants(V: int, K: int, trees: bool, placed: bool, floors: bool) ->
 def variants(arch: int) -> Iterator[Variant]:
     """The variants that the compile-only checks compile for sm_`arch`; the launcher takes any V and T."""
     for V in (128256, 151936, 50257):
+        yield _count_variant(V)
         for trees, placed in ((False, False), (True, False), (False, True)):
             yield from _adjust_variants(V, 300, trees, placed, True)
     yield from _adjust_variants(151936, 0, False, False, False)
@@ -299,7 +315,7 @@ def variants(arch: int) -> Iterator[Variant]:
 def launch(args: Arguments) -> Tensor:
     logits, text, prompt, length, window, numbers, parents, places, bias_ids, bias, floors = args
     logits, numbers = logits.contiguous(), numbers.contiguous()
-    (T, V), R = logits.shape, window.shape[1]
+    (T, V), (B, R) = logits.shape, window.shape
     out = torch.empty_like(logits)
     if T == 0:
         return out
@@ -312,25 +328,11 @@ def launch(args: Arguments) -> Tensor:
     launches = _adjust_variants(V, K, trees, places is not None, floors)
     S = launches[0].constexprs["S"]
     peak = logits.new_empty(T, S) if floors else out
-    launches[0](
-        (T, S),
-        logits,
-        text,
-        prompt.contiguous(),
-        length.contiguous(),
-        window,
-        up,
-        which,
-        numbers,
-        ids,
-        biases,
-        out,
-        peak,
-        R,
-        text.stride(0),
-        window.stride(0),
-        up.stride(0),
-    )
+    counts = logits.new_zeros((B, V), dtype=torch.int32)
+    grid = min(1 + text.shape[1] // CHUNK, COUNTING), B
+    _count_variant(V)(grid, text, prompt.contiguous(), length.contiguous(), numbers, counts, text.stride(0))
+    own = counts, window, up, which, numbers, ids, biases
+    launches[0]((T, S), logits, *own, out, peak, R, window.stride(0), up.stride(0))
     if floors:
         launches[1]((T, S), out, which, numbers, peak, R)
     return out

@@ -183,30 +183,30 @@ TILE = 2048  # elements of a half of D that one program holds: rows x heads x D/
 
 
 @triton.jit
+def rope_at(rope_ptr, i_position, m, D: tl.constexpr, HALF: tl.constexpr):
+    """The cosines and sines of positions [R, 1]: two [R, HALF], 0 where m is not set."""
+    p_rope = rope_ptr + i_position.to(tl.int64) * (2 * D) + tl.arange(0, HALF)[None, :]
+    return tl.load(p_rope, mask=m, other=0.0), tl.load(p_rope + D + D // 2, mask=m, other=0.0)
+
+
+@triton.jit
 def calibrate(
     b_a,  # [R, HALF] float32, the first halves of the heads
     b_b,  # the second halves
-    m,  # [R, HALF] which elements exist; the others are 0
-    i_position,  # [R, 1]
-    rope_ptr,  # [C, 2, D] fp32
-    p_norm,  # [R, 1] pointers to the rows of the norm's weight
+    b_cos,  # [R, HALF]: see `rope_at`
+    b_sin,
+    b_wa,  # [R or 1, HALF], the norm's weight for the first halves
+    b_wb,  # for the second halves
     eps,
     NORM: tl.constexpr,
     D: tl.constexpr,
-    HALF: tl.constexpr,
 ):
-    """Normalise and rotate heads. Returns both halves in float32."""
-    o_d = tl.arange(0, HALF)[None, :]
-    p_rope = rope_ptr + i_position.to(tl.int64) * (2 * D) + o_d
-    b_cos = tl.load(p_rope, mask=m, other=0.0)
-    b_sin = tl.load(p_rope + D + D // 2, mask=m, other=0.0)
+    """Normalise and rotate heads, whose elements beyond D are 0. Returns both halves in float32."""
     if NORM:
-        b_wa = tl.load(p_norm + o_d, mask=m, other=0.0).to(tl.float32)
-        b_wb = tl.load(p_norm + D // 2 + o_d, mask=m, other=0.0).to(tl.float32)
         b_square = tl.sum(b_a * b_a + b_b * b_b, axis=1)
         b_scale = tl.div_rn(1.0, tl.sqrt_rn(tl.div_rn(b_square, D * 1.0) + eps))[:, None]
-        b_a = b_a * b_scale * b_wa
-        b_b = b_b * b_scale * b_wb
+        b_a = b_a * b_scale * b_wa.to(tl.float32)
+        b_b = b_b * b_scale * b_wb.to(tl.float32)
     return b_a * b_cos - b_b * b_sin, b_b * b_cos + b_a * b_sin
 
 
@@ -229,7 +229,12 @@ def _calibrate_heads(
     m = m_head & (o_d < D // 2)
     b_a = tl.load(p_in + o_d, mask=m, other=0.0).to(tl.float32)
     b_b = tl.load(p_in + D // 2 + o_d, mask=m, other=0.0).to(tl.float32)
-    b_a, b_b = calibrate(b_a, b_b, m, i_position, rope_ptr, p_norm, eps, NORM, D, HALF)
+    b_cos, b_sin = rope_at(rope_ptr, i_position, m, D, HALF)
+    b_wa, b_wb = 1.0, 1.0
+    if NORM:
+        b_wa = tl.load(p_norm + o_d, mask=m, other=0.0)
+        b_wb = tl.load(p_norm + D // 2 + o_d, mask=m, other=0.0)
+    b_a, b_b = calibrate(b_a, b_b, b_cos, b_sin, b_wa, b_wb, eps, NORM, D)
     store_halves(p_out, b_a.to(p_in.dtype.element_ty), b_b.to(p_in.dtype.element_ty), b_scale, m, D, HALF, KV)
 
 

@@ -22,6 +22,7 @@ from specker.kernels.kv_calibrate import (
     fake_q,
     kv_calibrate,
     kv_calibrate_cost,
+    rope_at,
     store_halves,
 )
 from specker.kernels.narrow import NARROW, cache_types, kind_of, named
@@ -235,6 +236,24 @@ def _kv_project_kernel(
         LEFT,
     )
     let_next_start(PDL)
+    # Load what the last program needs before its arrival: then it waits for memory once, for the sums and rope's rows.
+    # Before the stream these loads would cost D 256 the registers of its second program on an SM.
+    o_r = tl.program_id(0) * M + tl.arange(0, R)
+    i_position = tl.load(positions_ptr + first + o_r, mask=o_r < T, other=0)
+    i_slot = tl.load(slots_ptr + first + o_r, mask=o_r < T, other=0)
+    o_d = tl.arange(0, N // 2)[None, :]
+    m_d = o_d < D // 2
+    b_wa, b_wb = 1.0, 1.0
+    if NORM:
+        p_norm = q_norm_ptr + i_g * D + o_d
+        if i_h >= Hq:
+            p_norm = k_norm_ptr + i_g * D + o_d
+        b_wa = tl.load(p_norm, mask=m_d, other=0.0)
+        b_wb = tl.load(p_norm + D // 2, mask=m_d, other=0.0)
+    if BIAS:
+        p_bias = bias_ptr + i_g * O + i_h * D + o_d
+        b_bias_a = tl.load(p_bias, mask=m_d, other=0.0)
+        b_bias_b = tl.load(p_bias + D // 2, mask=m_d, other=0.0)
     plane = T.to(tl.int64) * (G * O)
     p_y = sums_ptr + i_s * plane + (first + o_m)[:, None] * O + i_h * D + o_n[None, :]
     tl.store(p_y, b_y, mask=(o_m < T)[:, None] & (o_n < D)[None, :])
@@ -244,13 +263,13 @@ def _kv_project_kernel(
     else:
         tl.debug_barrier()  # other threads of the program read these sums
 
-    o_d = tl.arange(0, N // 2)[None, :]
     for i_r in tl.range(0, tl.minimum(T - tl.program_id(0) * M, M), R):
         # Load indices as vectors and broadcast later: as a column, Triton 3.6 loads each index once per 8 columns.
         o_t = tl.program_id(0) * M + i_r + tl.arange(0, R)
         m_t = o_t < T
         i_row = first + o_t
-        m = m_t[:, None] & (o_d < D // 2)
+        m = m_t[:, None] & m_d
+        b_cos, b_sin = rope_at(rope_ptr, i_position[:, None], m & (i_h < Hq + Hkv), D, N // 2)
         p_a = sums_ptr + i_row[:, None] * O + i_h * D + o_d
         b_a = tl.zeros([R, N // 2], tl.float32)
         b_b = tl.zeros([R, N // 2], tl.float32)
@@ -258,23 +277,17 @@ def _kv_project_kernel(
             b_a += tl.load(p_a + s * plane, mask=m, other=0.0)
             b_b += tl.load(p_a + s * plane + D // 2, mask=m, other=0.0)
         if BIAS:
-            p_bias = bias_ptr + i_g * O + i_h * D + o_d
-            b_a += tl.load(p_bias, mask=o_d < D // 2, other=0.0).to(tl.float32)
-            b_b += tl.load(p_bias + D // 2, mask=o_d < D // 2, other=0.0).to(tl.float32)
+            b_a += b_bias_a.to(tl.float32)
+            b_b += b_bias_b.to(tl.float32)
         b_a = b_a.to(q_ptr.dtype.element_ty).to(tl.float32)
         b_b = b_b.to(q_ptr.dtype.element_ty).to(tl.float32)
         if i_h < Hq + Hkv:
-            i_position = tl.load(positions_ptr + i_row, mask=m_t, other=0)[:, None]
-            p_norm = q_norm_ptr + i_g * D + tl.zeros([R, 1], tl.int32)
-            if i_h >= Hq:
-                p_norm = k_norm_ptr + i_g * D + tl.zeros([R, 1], tl.int32)
-            b_a, b_b = calibrate(b_a, b_b, m, i_position, rope_ptr, p_norm, eps, NORM, D, N // 2)
+            b_a, b_b = calibrate(b_a, b_b, b_cos, b_sin, b_wa, b_wb, eps, NORM, D)
         b_a = b_a.to(q_ptr.dtype.element_ty)
         b_b = b_b.to(q_ptr.dtype.element_ty)
         if i_h < Hq:
             store_halves(q_ptr + (i_row * Hq + i_h)[:, None] * D, b_a, b_b, 1.0, m, D, N // 2, "plain")
         else:
-            i_slot = tl.load(slots_ptr + i_row, mask=m_t, other=0).to(tl.int64)
             i_kv = (i_h - Hq) % Hkv
             p_kv = k_cache_ptr
             if i_h >= Hq + Hkv:
@@ -286,6 +299,9 @@ def _kv_project_kernel(
                     p_scale = v_scale_ptr
                 b_scale = tl.load(p_scale + i_g * Hkv + i_kv)
             store_halves(p_kv + (i_slot * Hkv + i_kv)[:, None] * D, b_a, b_b, b_scale, m, D, N // 2, KV)
+        if M > R:  # of the next rows
+            i_position = tl.load(positions_ptr + i_row + R, mask=o_t + R < T, other=0)
+            i_slot = tl.load(slots_ptr + i_row + R, mask=o_t + R < T, other=0)
 
 
 class Shape(NamedTuple):

@@ -163,6 +163,18 @@ print(*(name for name, _ in itertools.groupby("".join(each) for each in found)))
     assert python("-c", program).split() == ["wait", "wgmma", "launch_dependents"]
 
 
+def test_what_the_last_program_of_kv_project_needs_is_loaded_before_it_arrives():
+    """Positions and slots, the only loads of 8 bytes; then the rope's rows need no further wait."""
+    program = """
+import re
+from bench.builds import build
+from specker.kernels.kv_project import variants
+variant = next(v for v in variants(90) if v.name.endswith(" few"))
+print(*re.findall(r"ld\\.global\\.b64|atom", build(variant, 90).compile().asm["ptx"]))
+"""
+    assert python("-c", program).split() == ["ld.global.b64", "ld.global.b64", "atom"]
+
+
 @pytest.mark.parametrize(
     ("arch", "switch", "on"), [(90, True, True), (100, True, True), (80, True, False), (90, False, False)]
 )

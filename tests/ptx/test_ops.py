@@ -80,6 +80,22 @@ for constant in (False, True):
     assert "_residual_merge_kernel: reads storage of (1, 4096) torch.bfloat16 byte 0 of 8192 before" in early
 
 
+def test_a_text_is_read_once_a_sequence_and_not_by_each_row() -> None:
+    program = """
+import torch
+from ptx.launches import simulated
+from specker.kernels.adjust_rows import launch
+numbers = torch.tensor([[1.1, 0.5, 0.25, torch.inf]])
+for rows, tokens in ((1, 8000), (8, 8000), (8, 100)):
+    text, length = torch.arange(tokens)[None], torch.tensor([tokens])
+    with simulated(90) as simulation:
+        launch(torch.zeros(rows, 8192), text, length // 2, length, text[:, :rows], numbers)
+    print(*(each.report.read_bytes for each in simulation.launches), *simulation.problems())
+"""
+    one, eight, short = (list(map(int, line.split())) for line in python("-c", program).splitlines())
+    assert one[0] == eight[0] < 1.5 * 8 * 8000 and eight[1] == short[1]
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("op", FLOAT)

@@ -414,7 +414,7 @@ def test_penalties_read_the_texts_on_the_device(recorded, name, size):
     logs = [world.round(ragged(size, n), s, world.budgets[-1]) for n, s in ((50, some), (371, some), (50, other))]
     assert logs[0] == logs[1] == logs[2]
     found = [kernel.split(":")[0] for kernel, *_ in logs[0]]
-    assert found.count("_adjust_rows_kernel") == found.count("_adjust_floor_kernel") == 1
+    assert all(found.count(f"_{name}_kernel") == 1 for name in ("count_text", "adjust_rows", "adjust_floor"))
     plain = world.round(ragged(size, 50), Sampling(0.7), world.budgets[-1])
     assert {key for key, *_ in plain.segments if key[0][0] == "accept"}.isdisjoint(key for key, *_ in logs[0].segments)
 
