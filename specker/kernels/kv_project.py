@@ -194,6 +194,7 @@ def _kv_project_kernel(
     GROUP: tl.constexpr,
     LEFT: tl.constexpr,
     KV: tl.constexpr,  # "plain", or the kind of a cache in eight bits
+    SM: tl.constexpr,
     PDL: tl.constexpr,
     ON_AMD: tl.constexpr,
 ):
@@ -233,6 +234,7 @@ def _kv_project_kernel(
         KIND,
         GROUP,
         LEFT,
+        SM,
     )
     let_next_start(PDL)
     plane = T.to(tl.int64) * (G * O)

@@ -31,6 +31,7 @@ def stream_rows(
     KIND: tl.constexpr,  # the weight's kind: "plain", or one of quant.py's
     GROUP: tl.constexpr,  # columns that share a scale; 0 for a plain weight
     LEFT: tl.constexpr,  # compute W x^T and transpose the result; see `weight_left`
+    SM: tl.constexpr,  # NVIDIA's architecture (80, 90, 100), whose own instructions may decode the weight; 0: none
 ):
     """x W^T of M rows of x and N of the weight over columns start..stop: [M, N] float32. With PAIR also the product
     with the weight rows `pair` further on. Rows of x that do not exist count as zeros and are not read. L2 evicts the
@@ -63,6 +64,7 @@ def stream_rows(
             KIND,
             GROUP,
             LEFT,
+            SM,
         )
     if LEFT:
         b_acc, b_pair = tl.trans(b_acc), tl.trans(b_pair)
@@ -137,6 +139,7 @@ def _stream_quantised(
     KIND: tl.constexpr,
     GROUP: tl.constexpr,
     LEFT: tl.constexpr,
+    SM: tl.constexpr,
 ):
     """`_stream_plain` for w = q * scale + shift in float32, rounded to x's dtype. Scales are read one tile ahead,
     because Triton does not pipeline loads of less than four bytes.
@@ -191,11 +194,11 @@ def _stream_quantised(
                 m_x = m_x & (o_e < E)
             b_x = tl.load(x_ptr + o_x + o_e, mask=m_x, other=0.0)
             b_s, b_z = _part(b_scale, i_part, HALVES), _part(b_shift, i_part, HALVES)
-            b_v = _weights(b_w, b_s, b_z, i_part, SHIFT, KIND).to(b_x.dtype)
+            b_v = _weights(b_w, b_s, b_z, i_part, SHIFT, KIND, SM).to(b_x.dtype)
             b_acc = _add_product(b_x, b_v, b_acc, LEFT)
             if PAIR:
                 b_s, b_z = _part(b_scale2, i_part, HALVES), _part(b_shift2, i_part, HALVES)
-                b_v2 = _weights(b_w2, b_s, b_z, i_part, SHIFT, KIND).to(b_x.dtype)
+                b_v2 = _weights(b_w2, b_s, b_z, i_part, SHIFT, KIND, SM).to(b_x.dtype)
                 b_pair = _add_product(b_x, b_v2, b_pair, LEFT)
         b_scale, b_shift, b_scale2, b_shift2 = b_next, b_next_shift, b_next2, b_next_shift2
     return b_acc, b_pair
@@ -280,6 +283,7 @@ def _weights(
     PART: tl.constexpr,
     SHIFT: tl.constexpr,
     KIND: tl.constexpr,
+    SM: tl.constexpr,
 ):
     """q * scale + shift, rounded once to float32: [N, K]. fp8 comes as int8.
 
@@ -298,6 +302,8 @@ def _weights(
         if not SHIFT:
             b_shift = -8.0 * b_scale
         b_scale *= 2.0**22
+    elif KIND == "fp8" and SM >= 90:  # the column of sm_80 has cards without the instruction
+        b_v = b_q.to(tl.float8e4nv, bitcast=True).to(tl.float16).to(tl.float32)
     elif KIND == "fp8":
         b_v = fp8_of(b_q)
     else:
