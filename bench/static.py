@@ -89,8 +89,9 @@ def markdown(rows: list[Row], groups: list[overlap.Group], versions: str) -> str
         f"Written by bench/static.py, which compiles without a GPU: {versions}. Nothing here is a timing. Registers",
         "are a thread's; shared memory (bytes) and columns of tensor memory are a block's. *Wide* is the share of the",
         "bytes named by global loads that come 16 or more at a time or asynchronously (*async*: how many such",
-        "instructions). *Blocks* an SM (or CU) and *occupancy* are estimates from registers, shared memory, tensor",
-        "memory and warps.",
+        "instructions). *Loop* is the number of instructions in the longest loop with a matrix instruction, which a",
+        "warp executes for a tile. *Blocks* an SM (or CU) and *occupancy* are estimates from registers, shared memory,",
+        "tensor memory and warps.",
     ]
     for op in sorted({op for op, _ in rows}):
         lines += [
@@ -98,12 +99,21 @@ def markdown(rows: list[Row], groups: list[overlap.Group], versions: str) -> str
             f"## {op}",
             "",
             "| kernel | variant | target | warps | stages | registers | stack | shared | tensor | matrix | loads "
-            "| wide | async | stores | blocks | occupancy |",
-            "|---|---|---|--:|--:|--:|--:|--:|--:|---|--:|--:|--:|--:|--:|--:|",
+            "| wide | async | stores | loop | blocks | occupancy |",
+            "|---|---|---|--:|--:|--:|--:|--:|--:|---|--:|--:|--:|--:|--:|--:|--:|",
         ]
         for r in sorted((r for of, r in rows if of == op), key=lambda r: (r.kernel, r.variant, r.arch)):
             cells = (r.kernel, r.variant, r.target, r.warps, r.stages, r.registers, r.stack, r.shared, r.tensor)
-            more = (r.matrix, r.loads, f"{r.wide:.0%}", r.asynchronous, r.stores, r.blocks, f"{r.occupancy:.0%}")
+            more = (
+                r.matrix,
+                r.loads,
+                f"{r.wide:.0%}",
+                r.asynchronous,
+                r.stores,
+                r.loop,
+                r.blocks,
+                f"{r.occupancy:.0%}",
+            )
             lines.append("| " + " | ".join(map(str, cells + more)) + " |")
     if groups:
         lines += [

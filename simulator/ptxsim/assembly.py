@@ -142,19 +142,35 @@ def overwritten(sass: str) -> list[str]:
     `WARPGROUP.DEPBAR.LE gsb0, n` at most the last n groups are in flight. ptxas fails to wait in some loops.
 
     A loop with a wgmma is read twice in a row, then what follows it; no jump inside is followed."""
+    code, loops = _code(sass)
+    wrong = set[int]()
+    for start, end in loops:
+        if any("GMMA" in name for name, _ in code[start:end]):
+            wrong |= _overwritten(code, [*range(start, end), *range(start, len(code))])
+    return [" ".join(code[n]) for n in sorted(wrong)]
+
+
+def longest_loop(sass: str) -> int:
+    """The instructions of the longest loop with a matrix instruction, as a warp executes them for a tile; 0 without
+    one. No jump inside is followed."""
+    code, loops = _code(sass)
+    return max((b - a for a, b in loops if any("MMA" in name for name, _ in code[a:b])), default=0)
+
+
+def _code(sass: str) -> tuple[list[tuple[str, str]], list[tuple[int, int]]]:
+    """The (instruction, operands) of SASS, and the (first, end) of the loops among them."""
     code, labels = list[tuple[str, str]](), dict[str, int]()
     for line in sass.splitlines():
         if label := _SASS_LABEL.match(line):
             labels[label[1]] = len(code)
         elif found := _SASS.match(line):
             code.append((found[1], found[2]))
-    wrong = set[int]()
+    loops = []
     for end, (name, operands) in enumerate(code):
         target = re.search(r"\.L\w+", operands) if name == "BRA" else None
-        start = labels.get(target[0], end) if target else end
-        if any("GMMA" in each for each, _ in code[start:end]):
-            wrong |= _overwritten(code, [*range(start, end + 1), *range(start, len(code))])
-    return [" ".join(code[n]) for n in sorted(wrong)]
+        if target and labels.get(target[0], end) < end:
+            loops.append((labels[target[0]], end + 1))
+    return code, loops
 
 
 def _overwritten(code: list[tuple[str, str]], order: list[int]) -> set[int]:

@@ -117,6 +117,9 @@ def convert(i: Instruction) -> Run:
     *how, to, source = i.parts[1:]
     d, *operands = i.args
     put = i.writer(d)
+    if (to, source) == ("f16x2", "e4m3x2"):
+        raw = i.reader(operands[0], U16)
+        return lambda m: put(m, _from_e4m3(all_threads(m, raw(m))))
     if to in ("bf16x2", "f16x2"):
         return _convert_pair(i, how, to.removesuffix("x2"))
     if source in ("bf16", "f16"):
@@ -151,6 +154,16 @@ def _convert_pair(i: Instruction, how: list[str], kind: str) -> Run:
         put(m, (upper << U32(16)) | lower)
 
     return run
+
+
+def _from_e4m3(pair: Array) -> Array:
+    """Two e4m3 (a sign, four bits of exponent with bias 7, three of mantissa) in 16 bits -> two float16 in 32 bits."""
+    halves = []
+    for code in (pair & U16(0xFF), pair >> U16(8)):
+        bits = (code & U16(0x80)) << U16(8) | (code & U16(0x7F)) << U16(7)  # of the number times 2^-8
+        number = from_float(to_float(bits, "f16") * F32(256), "f16")
+        halves.append(np.where(code & U16(0x7F) == 0x7F, U16(0x7FFF), number).astype(U32))
+    return halves[1] << U32(16) | halves[0]
 
 
 def _to_integer(v: Array, kind: Any) -> Array:

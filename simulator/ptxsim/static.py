@@ -1,7 +1,8 @@
 """What a kernel compiles to, without a GPU: its resources, its instructions and what is wrong with them.
 
 A `Build` is compiled to a cubin, or for AMD to a code object. Registers, stack and shared memory come from `cuobjdump
---dump-resource-usage`, the instruction mix from the PTX; for AMD both come from the assembly. A kernel fails if
+--dump-resource-usage`, the instruction mix from the PTX; for AMD both come from the assembly. The instructions of the
+main loop are counted in the SASS. A kernel fails if
 
 * it spills: its stack frame, or its scratch memory, is not empty;
 * its shared memory exceeds the architecture's limit for a block;
@@ -117,6 +118,7 @@ class StaticReport:
     stores: int
     tensor: int  # columns of tensor memory of a block
     blocks: int  # an SM
+    loop: int  # instructions of the longest loop with a matrix instruction, for a warp; 0 on AMD
     problems: tuple[str, ...]
 
     @property
@@ -208,7 +210,7 @@ def misordered(arch: int, warps: int, asm: dict[str, str]) -> tuple[str, ...]:
 
 def static_report(build: Build) -> StaticReport:
     """Compile a kernel and check what comes out. ValueError as `Build.source`."""
-    done, arch, tensor = build.compile(), build.arch, 0
+    done, arch, tensor, loop = build.compile(), build.arch, 0, 0
     shared, warps = done.metadata.shared, done.metadata.num_warps
     if arch in LDS:
         used, counts = assembly.amd_resources(done.asm["amdgcn"]), assembly.amd_mix(done.asm["amdgcn"])
@@ -218,8 +220,11 @@ def static_report(build: Build) -> StaticReport:
         tensor = assembly.tensor_columns(done.asm["ptx"])
         blocks = blocks_per_sm(arch, warps, used["REG"], shared, tensor)
     found = problems(build, used, shared, counts) + misordered(arch, warps, done.asm)
-    if "wgmma" in counts["matrix"]:
-        found += warpgroups(done.asm["ptx"], disassembly(done.asm["cubin"]))
+    if counts["matrix"] and arch not in LDS:
+        sass = disassembly(done.asm["cubin"])
+        loop = assembly.longest_loop(sass)
+        if "wgmma" in counts["matrix"]:
+            found += warpgroups(done.asm["ptx"], sass)
     return StaticReport(
         kernel=build.kernel.__name__,
         variant=build.name + ", 32-bit offsets" * build.below_2_gib,
@@ -232,6 +237,7 @@ def static_report(build: Build) -> StaticReport:
         tensor=tensor,
         **counts,
         blocks=blocks,
+        loop=loop,
         problems=found,
     )
 

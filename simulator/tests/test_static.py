@@ -59,8 +59,8 @@ def test_occupancy_is_bounded_by_each_resource():
 
 
 def reported(shared: int = 0, tensor: int = 0, registers: int = 32) -> StaticReport:
-    counts = {"matrix": "", "loads": 0, "wide": 1.0, "asynchronous": 0, "stores": 0, "blocks": 1, "problems": ()}
-    return StaticReport("kernel", "v", 100, 4, 1, registers, 0, shared, tensor=tensor, **counts)
+    counts = {"matrix": "", "loads": 0, "wide": 1.0, "asynchronous": 0, "stores": 0, "blocks": 1, "loop": 0}
+    return StaticReport("kernel", "v", 100, 4, 1, registers, 0, shared, tensor=tensor, problems=(), **counts)
 
 
 def test_kernels_share_an_sm_if_their_blocks_fit():

@@ -46,3 +46,9 @@ def test_writes_to_what_a_wgmma_in_flight_reads_are_found(change, found):
     assert assembly.overwritten(sass) == [written.removeprefix("@P1 ")] * found
     problems = static.warpgroups("wgmma.wait_group.sync.aligned 1;" * 2, sass)
     assert problems == (f"writes to registers that a wgmma in flight may read: {written.removeprefix('@P1 ')}",) * found
+
+
+def test_the_loop_of_products_is_counted():
+    sass = IN_FLIGHT.format(**QUIET)
+    assert assembly.longest_loop(sass) == 5  # with the jump, without what stands before and after
+    assert assembly.longest_loop(sass.replace("HGMMA", "FADD")) == 0

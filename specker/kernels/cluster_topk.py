@@ -298,6 +298,7 @@ def _cluster_choose_kernel(
         "plain",
         0,
         False,
+        0,
     )
     let_next_start(PDL)
     p_keys = keys_ptr + o_m.to(tl.int64)[:, None] * CLUSTERS + o_n[None, :]
@@ -354,6 +355,7 @@ def _cluster_rows_kernel(
     GROUP: tl.constexpr,
     LEFT: tl.constexpr,
     ON_AMD: tl.constexpr,
+    SM: tl.constexpr,
     PDL: tl.constexpr,
 ):
     PARTS: tl.constexpr = (R + N - 1) // N  # tiles of a cluster
@@ -389,6 +391,7 @@ def _cluster_rows_kernel(
         KIND,
         GROUP,
         LEFT,
+        SM,
     )
     let_next_start(PDL)
     b_z = tl.sum(tl.where(o_m[:, None] == 0, b_all, 0.0), axis=0)  # summing with zeros is exact

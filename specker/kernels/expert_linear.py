@@ -200,6 +200,7 @@ def _expert_linear_kernel(
     KIND: tl.constexpr,
     GROUP: tl.constexpr,
     LEFT: tl.constexpr,
+    SM: tl.constexpr,
     PDL: tl.constexpr,
 ):
     tl.static_assert(SPLIT_E % BLOCK_E == 0 and SPLITS * SPLIT_E >= E and N * E < 2**31 and 2048 * K * E < 2**31)
@@ -247,6 +248,7 @@ def _expert_linear_kernel(
         KIND,
         GROUP,
         LEFT,
+        SM,
     )
     let_next_start(PDL)
     # The rows again, in another form, or the compiler would keep them: a thread may write a column of all 64 rows, and

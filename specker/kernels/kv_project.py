@@ -195,6 +195,7 @@ def _kv_project_kernel(
     GROUP: tl.constexpr,
     LEFT: tl.constexpr,
     KV: tl.constexpr,  # "plain", or the kind of a cache in eight bits
+    SM: tl.constexpr,
     PDL: tl.constexpr,
     ON_AMD: tl.constexpr,
 ):
@@ -234,6 +235,7 @@ def _kv_project_kernel(
         KIND,
         GROUP,
         LEFT,
+        SM,
     )
     let_next_start(PDL)
     # Load what the last program needs before its arrival: then it waits for memory once, for the sums and rope's rows.

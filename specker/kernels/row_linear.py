@@ -266,6 +266,7 @@ def _row_linear_kernel(
     KIND: tl.constexpr,
     GROUP: tl.constexpr,
     LEFT: tl.constexpr,
+    SM: tl.constexpr,
     PDL: tl.constexpr,
 ):
     tl.static_assert(SPLIT_E % BLOCK_E == 0 and SPLITS * SPLIT_E >= E and N * E < 2**31 and 1024 * E < 2**31)
@@ -315,6 +316,7 @@ def _row_linear_kernel(
         KIND,
         GROUP,
         LEFT,
+        SM,
     )
     let_next_start(PDL)
     m_mn = m_m[:, None] & m_n[None, :]

@@ -31,6 +31,7 @@ def stream_rows(
     KIND: tl.constexpr,  # the weight's kind: "plain", or one of quant.py's
     GROUP: tl.constexpr,  # columns that share a scale; 0 for a plain weight
     LEFT: tl.constexpr,  # compute W x^T and transpose the result; see `weight_left`
+    SM: tl.constexpr,  # NVIDIA's architecture (80, 90, 100), whose own instructions may decode the weight; 0: none
 ):
     """x W^T of M rows of x and N of the weight over columns start..stop: [M, N] float32. With PAIR also the product
     with the weight rows `pair` further on. Rows of x that do not exist count as zeros and are not read. L2 evicts the
@@ -63,6 +64,7 @@ def stream_rows(
             KIND,
             GROUP,
             LEFT,
+            SM,
         )
     if LEFT:
         b_acc, b_pair = tl.trans(b_acc), tl.trans(b_pair)
@@ -137,14 +139,15 @@ def _stream_quantised(
     KIND: tl.constexpr,
     GROUP: tl.constexpr,
     LEFT: tl.constexpr,
+    SM: tl.constexpr,
 ):
     """`_stream_plain` for w = q * scale + shift in float32, rounded to x's dtype. Scales are read one tile ahead,
     because Triton does not pipeline loads of less than four bytes.
 
     A tile of four bits takes two products: the columns in the low four bits of bytes, then the columns in the high four
-    bits. As the left operand, a tile of eight bits takes two as well, of half its columns each. Of one product per tile
-    Triton would leave the wgmma in flight while the next tile is decoded, and ptxas 12.8 and 12.9 then decode into
-    registers that it may still read; Triton waits for both of two. `make static` reports such writes."""
+    bits. As the left operand, a tile of eight bits takes two as well, of half its columns each, and so fewer registers.
+    Triton would leave the last wgmma in flight while the next tile is decoded, and ptxas 12.8 and 12.9 then decode into
+    registers that it may still read; `_arrived` waits for it. `make static` reports such writes."""
     SHIFT: tl.constexpr = shift_ptr is not None
     PACK: tl.constexpr = 4 if w_ptr.dtype.element_ty == tl.int16 else 1  # numbers per element of the weight
     HALVES: tl.constexpr = LEFT and PACK == 1 and BLOCK_E >= 32  # a product takes at least 16 columns
@@ -191,14 +194,25 @@ def _stream_quantised(
                 m_x = m_x & (o_e < E)
             b_x = tl.load(x_ptr + o_x + o_e, mask=m_x, other=0.0)
             b_s, b_z = _part(b_scale, i_part, HALVES), _part(b_shift, i_part, HALVES)
-            b_v = _weights(b_w, b_s, b_z, i_part, SHIFT, KIND).to(b_x.dtype)
+            b_v = _weights(b_w, b_s, b_z, i_part, SHIFT, KIND, SM, b_x.dtype)
             b_acc = _add_product(b_x, b_v, b_acc, LEFT)
             if PAIR:
                 b_s, b_z = _part(b_scale2, i_part, HALVES), _part(b_shift2, i_part, HALVES)
-                b_v2 = _weights(b_w2, b_s, b_z, i_part, SHIFT, KIND).to(b_x.dtype)
+                b_v2 = _weights(b_w2, b_s, b_z, i_part, SHIFT, KIND, SM, b_x.dtype)
                 b_pair = _add_product(b_x, b_v2, b_pair, LEFT)
+        if LEFT and SM == 90:
+            b_acc = _arrived(b_acc)
+            if PAIR:
+                b_pair = _arrived(b_pair)
         b_scale, b_shift, b_scale2, b_shift2 = b_next, b_next_shift, b_next2, b_next_shift2
     return b_acc, b_pair
+
+
+@triton.jit
+def _arrived(b_acc):
+    """The same sums. Before a use of them Triton waits for the products, which otherwise might still read registers
+    when the next tile is decoded."""
+    return tl.inline_asm_elementwise("", "=r,0", [b_acc], dtype=tl.float32, is_pure=False, pack=1)
 
 
 @triton.jit
@@ -280,6 +294,8 @@ def _weights(
     PART: tl.constexpr,
     SHIFT: tl.constexpr,
     KIND: tl.constexpr,
+    SM: tl.constexpr,
+    dtype: tl.constexpr,
 ):
     """q * scale + shift, rounded once to float32: [N, K]. fp8 comes as int8.
 
@@ -289,6 +305,11 @@ def _weights(
     N: tl.constexpr = b_q.shape[0]
     GROUPS: tl.constexpr = b_scale.shape[1]
     K: tl.constexpr = b_q.shape[1] * (2 if b_q.dtype == tl.int16 else 1)
+    if KIND == "mxfp4" and SM > 0 and dtype == tl.bfloat16:
+        b_bits = b_scale.to(tl.int32, bitcast=True)
+        b_bits = tl.broadcast_to((b_bits | b_bits >> 16)[:, :, None], (N, GROUPS, K // 2 // GROUPS))
+        b_0, b_4, b_8, b_12 = _e2m1_pairs(b_q, tl.reshape(b_bits, (N, K // 2)))
+        return tl.reshape(tl.join(b_4, b_12) if PART else tl.join(b_0, b_8), (N, K))
     if KIND == "mxfp4":
         b_bits = b_q.to(tl.int32)
         b_v = tl.join(_e2m1(b_bits, 4 * PART), _e2m1(b_bits, 4 * PART + 8))
@@ -298,6 +319,8 @@ def _weights(
         if not SHIFT:
             b_shift = -8.0 * b_scale
         b_scale *= 2.0**22
+    elif KIND == "fp8" and SM >= 90:  # the column of sm_80 has cards without the instruction
+        b_v = b_q.to(tl.float8e4nv, bitcast=True).to(tl.float16).to(tl.float32)
     elif KIND == "fp8":
         b_v = fp8_of(b_q)
     else:
@@ -307,7 +330,7 @@ def _weights(
         b_v = tl.fma(b_v, b_scale[:, :, None], b_shift[:, :, None])
     else:
         b_v *= b_scale[:, :, None]
-    return tl.reshape(b_v, (N, K))
+    return tl.reshape(b_v, (N, K)).to(dtype)
 
 
 @triton.jit
@@ -323,3 +346,40 @@ def _e2m1(b_bits, AT: tl.constexpr):
     2^-126, also for 0.5, which is subnormal."""
     b_bits = (b_bits << (28 - AT)) >> 6  # the sign stays where it is
     return (b_bits & -0x7E400000).to(tl.float32, bitcast=True) * 2.0**126
+
+
+@triton.jit
+def _e2m1_pairs(
+    b_q,  # [N, K] int16, four e2m1 each
+    b_scale,  # [N, K] int32: the scale in bfloat16, twice
+):
+    """The numbers in bits 0, 4, 8 and 12 times the scale, in bfloat16: exact, a scale being a power of two. Two tables
+    of eight bytes give the upper and the lower byte of each number's size; two numbers are multiplied at a time. ptxas
+    would copy a constant to a register before each use, unless it depends on something: here on the scale's signs,
+    which are 0."""
+    return tl.inline_asm_elementwise(
+        """{
+        .reg .b32 q, up, sign, index, upper, lower, even, odd, zero, t;
+        cvt.u32.u16 q, $4;
+        shl.b32 up, q, 4;
+        prmt.b32 sign, q, up, 0x1504;  // the first bit of each byte
+        and.b32 index, q, 0x7777;
+        lop3.b32 t, $5, 0x80008000, 0x3F3F3F00, 0xEA;  // a & b | c
+        prmt.b32 upper, t, 0x40404040, index;
+        lop3.b32 upper, upper, sign, 0x80808080, 0xF8;  // a | b & c
+        lop3.b32 t, $5, 0x80008000, 0xC0800000, 0xEA;
+        prmt.b32 lower, t, 0xC0804000, index;
+        prmt.b32 even, lower, upper, 0x6240;
+        prmt.b32 odd, lower, upper, 0x7351;
+        mov.b32 zero, 0x80008000;
+        fma.rn.bf16x2 even, even, $5, zero;  // sm_80 has no mul
+        fma.rn.bf16x2 odd, odd, $5, zero;
+        mov.b32 {$0, $2}, even;
+        mov.b32 {$1, $3}, odd;
+        }""",
+        "=h,=h,=h,=h,h,r",
+        [b_q, b_scale],
+        dtype=(tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16),
+        is_pure=True,
+        pack=1,
+    )

@@ -119,7 +119,11 @@ class Variant:
     def constants(self, arch: int) -> dict[str, Any]:
         """The constexprs of a compilation for an architecture."""
         pdl = int(self.dependent(arch))
-        target = {"PDL": 2 if pdl and self.kernel.__name__ == DELAYED else pdl, "ON_AMD": arch in AMD}
+        target = {
+            "PDL": 2 if pdl and self.kernel.__name__ == DELAYED else pdl,
+            "ON_AMD": arch in AMD,
+            "SM": 0 if arch in AMD else arch,  # 0 in the interpreter, too
+        }
         return {**self.constexprs, **{name: x for name, x in target.items() if name in self.kernel.arg_names}}
 
     def compile_options(self, arch: int) -> dict[str, Any]:

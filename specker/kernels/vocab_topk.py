@@ -341,6 +341,7 @@ def _vocab_topk_kernel(
     GROUP: tl.constexpr,
     LEFT: tl.constexpr,
     ON_AMD: tl.constexpr,
+    SM: tl.constexpr,
     PDL: tl.constexpr,
 ):
     tl.static_assert(C <= N and M % R == 0 and N * E < 2**31 and M * E < 2**31)
@@ -377,6 +378,7 @@ def _vocab_topk_kernel(
         KIND,
         GROUP,
         LEFT,
+        SM,
     )
     let_next_start(PDL)
     tiles = tl.num_programs(1)

@@ -134,6 +134,27 @@ for variant in variants(90):
     assert python("-c", program).splitlines() == ["()"]
 
 
+def test_weights_are_decoded_in_few_instructions():
+    """A tile of 128 rows and columns leaves an H200's warps some 993 instructions each, if its loads are the limit.
+    bfloat16 takes 187."""
+    program = """
+import torch
+from bench.builds import build
+from ptxsim import static_report
+from specker.kernels.row_linear import Product, _variants
+from specker.kernels.tiles import COMMON, MXFP4
+for form in (COMMON[0], COMMON[1], COMMON[3], MXFP4):
+    product = Product(torch.bfloat16, 28672, 4096, 90, form=form, few=True)
+    report = static_report(build(_variants(product, "silu_mul")[0], 90))
+    print(form.kind, report.loop, report.registers, report.problems)
+"""
+    most = {"int8": (535, 96), "fp8": (600, 96), "int4": (685, 168), "mxfp4": (580, 168)}
+    rows = [line.split(maxsplit=3) for line in python("-c", program).splitlines()]
+    assert [kind for kind, *_ in rows] == [*most]
+    for kind, loop, registers, problems in rows:
+        assert 187 < int(loop) <= most[kind][0] and int(registers) <= most[kind][1] and problems == "()", kind
+
+
 @pytest.mark.parametrize(
     ("arch", "model"),
     [(90, "Llama-3-8B"), *(slow(*each) for each in ((90, "Llama-3.2-1B"), (100, "Llama-3-8B"), (100, "Llama-3.2-1B")))],

@@ -63,6 +63,24 @@ def test_products_on_sm_80() -> None:
     assert run("--arch", "80", "--dtype", "bf16", *flags) == ["row_linear", "tree_attention"]
 
 
+def test_every_mxfp4_is_exact_in_bfloat16() -> None:
+    """Rows of the identity give all numbers times all scales that leave them finite. Compiled kernels decode them two
+    at a time, the interpreter one by one (tests/kernels/test_quantised.py)."""
+    program = """
+import torch
+from ptx.ops import linear
+from ptx.launches import simulated
+from specker.kernels.quant import Quantized, packed
+numbers = packed(torch.arange(128, dtype=torch.uint8).remainder(16).expand(64, 128))
+weight = Quantized(numbers, torch.arange(256).remainder(253).to(torch.uint8).view(64, 4), None)
+for arch in (80, 90):
+    with simulated(arch) as simulation:
+        y = linear.launch(torch.eye(128, dtype=torch.bfloat16), weight, None, "none")
+    print(torch.equal(y.T, weight.dequantised(torch.bfloat16)), y.isfinite().all().item(), *simulation.problems())
+"""
+    assert python("-c", program).splitlines() == ["True True"] * 2
+
+
 def test_a_norms_weight_is_read_before_the_wait_only_if_it_is_constant() -> None:
     program = """
 import torch
