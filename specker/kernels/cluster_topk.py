@@ -276,7 +276,7 @@ def _cluster_choose_kernel(
     o_n = i_tile * N + tl.arange(0, N)
     m_m, m_n = o_m < T, o_n < CLUSTERS
     wait_for_previous(PDL)
-    b_z, _ = stream_rows(
+    b_z = stream_rows(
         x_ptr + tl.program_id(0).to(tl.int64) * (M * E),
         w_ptr + i_tile.to(tl.int64) * (N * E),
         None,
@@ -284,17 +284,16 @@ def _cluster_choose_kernel(
         i_tile * N,
         tl.arange(0, M),
         m_m,
+        tl.arange(0, N),
         m_n,
         0,
         E,
-        0,
         E,
         M,
         N,
         BLOCK_E,
         E % BLOCK_E == 0,
         CLUSTERS % N == 0,
-        False,
         "plain",
         0,
         False,
@@ -369,7 +368,7 @@ def _cluster_rows_kernel(
     wait_for_previous(PDL)
     i_row = tl.load(chosen_ptr + i_t * CHOSEN + i_tile // PARTS) * R + i_tile % PARTS * N  # the tile's first
     b_id = tl.load(ids_ptr + i_row + o_n, mask=m_n, other=0).to(tl.int64)  # loaded early, to overlap with the stream
-    b_all, _ = stream_rows(
+    b_all = stream_rows(
         x_ptr + i_t * E,
         w_ptr + i_row.to(tl.int64) * ROW,
         scale_ptr,
@@ -377,17 +376,16 @@ def _cluster_rows_kernel(
         i_row,
         o_m,
         o_m < 1,
+        o_n,
         m_n,
         0,
         E,
-        0,
         E,
         M,
         N,
         BLOCK_E,
         E % BLOCK_E == 0,
         R % N == 0,
-        False,
         KIND,
         GROUP,
         LEFT,

@@ -18,7 +18,7 @@ from torch import Tensor
 from specker.kernels.quant import Format, Matrix, Quantized, arguments_of, constexprs_of, format_of, streams, types_of
 from specker.kernels.registry import register, takes
 from specker.kernels.row_linear import GATES, gate_mul, merge_variant, row_linear
-from specker.kernels.stream import stream_rows
+from specker.kernels.stream import gate_and_up, stream_rows, tile_rows
 from specker.kernels.tiles import COMMON, MXFP4, Product, few_rows, like, split_of, tiles, weight_left, wide_rows
 from specker.kernels.variant import (
     AMD,
@@ -189,7 +189,7 @@ def _expert_linear_kernel(
     E: tl.constexpr,
     X_PAD: tl.constexpr,  # a power of two
     M: tl.constexpr,  # rows of x per program
-    N: tl.constexpr,  # output columns per program; with GATE each takes two rows of the weight
+    N: tl.constexpr,  # rows of the weight per program; with GATE two make an output column
     BLOCK_E: tl.constexpr,
     SPLITS: tl.constexpr,
     SPLIT_E: tl.constexpr,  # a multiple of BLOCK_E
@@ -205,7 +205,9 @@ def _expert_linear_kernel(
 ):
     tl.static_assert(SPLIT_E % BLOCK_E == 0 and SPLITS * SPLIT_E >= E and N * E < 2**31 and 2048 * K * E < 2**31)
     wait_for_previous(PDL)
-    COLUMNS: tl.constexpr = O // 2 if GATE != "" else O
+    HALF: tl.constexpr = O // 2 if GATE != "" else 0
+    COLUMNS: tl.constexpr = HALF if GATE != "" else O
+    BLOCK: tl.constexpr = N // 2 if GATE != "" else N  # output columns per program
     ROW: tl.constexpr = E // 4 if w_ptr.dtype.element_ty == tl.int16 else E  # elements of a row of the weight
     i_tile = tl.program_id(0)  # tiles of rows, expert by expert: programs of one weight tile are adjacent
     o_x = tl.arange(0, X_PAD)
@@ -221,12 +223,12 @@ def _expert_linear_kernel(
     m_m = o_place < stop
     o_choice = tl.load(order_ptr + o_place, mask=m_m, other=0)
     o_t = o_choice // K
-    i_n = tl.program_id(1) * N
+    i_n = tl.program_id(1) * BLOCK
     i_s = tl.program_id(2)
-    o_n = i_n + tl.arange(0, N)
-    m_n = o_n < COLUMNS
+    o_w, o_column = tile_rows(N, HALF)
+    m_w = i_n + o_column < COLUMNS
     i_row = i_x * O + i_n  # row index in all experts' weights
-    b_y, b_up = stream_rows(
+    b_y = stream_rows(
         x_ptr,
         w_ptr + i_row.to(tl.int64) * ROW,
         scale_ptr,
@@ -234,17 +236,16 @@ def _expert_linear_kernel(
         i_row,
         o_choice if EACH else o_t,
         m_m,
-        m_n,
+        o_w,
+        m_w,
         i_s * SPLIT_E if SPLITS > 1 else 0,
         tl.minimum(i_s * SPLIT_E + SPLIT_E, E) if SPLITS > 1 else E,
-        tl.full([], COLUMNS, tl.int64),
         E,
         M,
         N,
         BLOCK_E,
         E % BLOCK_E == 0,
-        COLUMNS % N == 0,
-        GATE != "",
+        O % N == 0,
         KIND,
         GROUP,
         LEFT,
@@ -255,12 +256,9 @@ def _expert_linear_kernel(
     # the loop needs the registers.
     m_m = tl.arange(0, M) < stop - first
     o_choice = tl.load(order_ptr + first + tl.arange(0, M), mask=m_m, other=0)
-    m_mn = m_m[:, None] & m_n[None, :]
     if bias_ptr is not None:  # the first split adds it
-        p_bias, m_bias = bias_ptr + i_x * O + o_n, m_n & (i_s == 0)
+        p_bias, m_bias = bias_ptr + i_x * O + i_n + o_w, m_w & (i_s == 0)
         b_y += tl.load(p_bias, mask=m_bias, other=0.0).to(tl.float32)[None, :]
-        if GATE != "":
-            b_up += tl.load(p_bias + COLUMNS, mask=m_bias, other=0.0).to(tl.float32)[None, :]
     if PARTS:
         if WEIGHTED:
             o_t = o_choice // K
@@ -268,37 +266,37 @@ def _expert_linear_kernel(
             b_y *= tl.load(scores_ptr + o_choice, mask=m_m, other=0.0)[:, None]
         else:
             o_y = i_s.to(tl.int64) * T * K + o_choice
-        p_y = y_ptr + o_y[:, None] * O + o_n[None, :]
-        tl.store(p_y, b_y, mask=m_mn)
-        if GATE != "":
-            tl.store(p_y + COLUMNS, b_up, mask=m_mn)
+        p_y = y_ptr + o_y[:, None] * O + i_n + o_w[None, :]
+        tl.store(p_y, b_y, mask=m_m[:, None] & m_w[None, :])
     else:
         if GATE != "":
-            b_y = gate_mul(b_y, b_up, GATE)
+            b_gate, b_up = gate_and_up(b_y)
+            b_y = gate_mul(b_gate, b_up, GATE)
+        o_n = i_n + tl.arange(0, BLOCK)
         p_y = y_ptr + o_choice.to(tl.int64)[:, None] * COLUMNS + o_n[None, :]
-        tl.store(p_y, b_y.to(y_ptr.dtype.element_ty), mask=m_mn)
+        tl.store(p_y, b_y.to(y_ptr.dtype.element_ty), mask=m_m[:, None] & (o_n < COLUMNS)[None, :])
 
 
 @lru_cache(maxsize=256)
 def _variants(
     product: Product, X: int, k: int, epilogue: str, each: bool, bias: bool = False
 ) -> tuple[Variant, Variant | None]:
-    """The kernel, and the merge kernel if K is split or for "sum". `product` without G, split and gate, which follow
-    from the rest.
+    """The kernel, and the merge kernel if K is split or for "sum". `product` without G and split, which follow from
+    the rest.
 
     The tiles are `row_linear`'s (`tiles`, which gives the reasons) for k layers side by side, with
     splits of K that cost no launch for "sum" and "split". With one row, k experts are read:
-    * Qwen3-30B-A3B, 8 of 128 experts: 2048 -> 1536 is 96 tiles of 128 rows, 768 -> 2048 128 of them, for 132 SMs.
+    * Qwen3-30B-A3B, 8 of 128 experts: 2048 -> 1536 is 192 tiles of 64 rows, 768 -> 2048 256 of them, for 132 SMs.
     * Mixtral, 2 of 8: 4096 -> 28672 is 448 tiles, 14336 -> 4096 64 times two splits.
     With more rows the programs are more of the same. A tile of 64 rows is mostly empty: at 8 rows of 8 choices of 128
     experts, 51 experts have a row or two. Its empty rows are zeros that are written to shared memory and multiplied
     there, but not read. No weight is prefetched before the wait, since the expert is not known then.
     """
-    dtype, O, E, arch, _, _, _, form, few, _ = product
+    dtype, O, E, arch, _, _, _, form, few = product
     weighted, gate = epilogue in ("sum", "split"), GATES.get(epilogue, "")
-    m, n, block, stages, splits = tiles(product._replace(G=min(k, X), split=weighted, gate=gate != ""))
+    m, n, block, stages, splits = tiles(product._replace(G=min(k, X), split=weighted))
     t, half = TYPES[dtype], dtype != torch.float32
-    left = half and weight_left(n // 2 if gate else n, arch, form)
+    left = half and weight_left(n, arch, form)
     # In a weighted sum on AMD, or of int4 on sm_100, where each thread weights a column of all rows, and in float32's
     # small tiles, the indices of rows are too large a part of what is read.
     indices = weighted and (arch in AMD or (left and arch == 100))
@@ -327,7 +325,7 @@ def _variants(
             "E": E,
             "X_PAD": triton.next_power_of_2(X),
             "M": m,
-            "N": n // 2 if gate else n,
+            "N": n,
             "BLOCK_E": block,
             "SPLITS": splits,
             "SPLIT_E": -(-E // (splits * block)) * block,
@@ -418,7 +416,7 @@ def launch(args: Arguments) -> Tensor:
     rows = y.numel() // columns
     out = y if merge is None else x.new_empty(merge.constexprs["SPLITS"], rows, O, dtype=torch.float32)
     busy = min(X, T * k)  # the most experts that have rows; each may leave its last tile almost empty
-    grid = (T * k + busy * (M - 1)) // M, -(-columns // sizes["N"]), splits
+    grid = (T * k + busy * (M - 1)) // M, -(-O // sizes["N"]), splits
     order = order.contiguous()
     own = order if scores is None else scores.contiguous()  # `order` is a dummy, not read
     bias = None if bias is None else bias.contiguous()

@@ -213,7 +213,7 @@ def _kv_project_kernel(
     start = i_s * SPLIT_E if SPLITS > 1 else 0
     stop = tl.minimum(i_s * SPLIT_E + SPLIT_E, E) if SPLITS > 1 else E
     wait_for_previous(PDL)
-    b_y, _ = stream_rows(
+    b_y = stream_rows(
         x_ptr + first * E,
         w_ptr,
         scale_ptr,
@@ -221,17 +221,16 @@ def _kv_project_kernel(
         (i_g * HEADS + i_h) * D,
         o_m,
         o_m < T,
+        o_n,
         o_n < D,
         start,
         stop,
-        0,
         E,
         M,
         N,
         BLOCK_E,
         E % BLOCK_E == 0,
         D == N,
-        False,
         KIND,
         GROUP,
         LEFT,

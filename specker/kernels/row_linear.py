@@ -28,7 +28,7 @@ from specker.kernels.quant import (
     types_of,
 )
 from specker.kernels.registry import refuse, register, takes, write
-from specker.kernels.stream import stream_rows
+from specker.kernels.stream import gate_and_up, stream_rows, tile_rows
 from specker.kernels.tiles import (
     COMMON,
     MAX_ROWS,
@@ -256,7 +256,7 @@ def _row_linear_kernel(
     O: tl.constexpr,
     E: tl.constexpr,
     M: tl.constexpr,  # rows of x per program
-    N: tl.constexpr,  # output columns per program; with GATE each takes two rows of the weight
+    N: tl.constexpr,  # rows of the weight per program; with GATE two make an output column
     BLOCK_E: tl.constexpr,
     SPLITS: tl.constexpr,
     SPLIT_E: tl.constexpr,  # a multiple of BLOCK_E
@@ -270,31 +270,32 @@ def _row_linear_kernel(
     PDL: tl.constexpr,
 ):
     tl.static_assert(SPLIT_E % BLOCK_E == 0 and SPLITS * SPLIT_E >= E and N * E < 2**31 and 1024 * E < 2**31)
-    COLUMNS: tl.constexpr = O // 2 if GATE != "" else O
+    HALF: tl.constexpr = O // 2 if GATE != "" else 0
+    COLUMNS: tl.constexpr = HALF if GATE != "" else O
+    BLOCK: tl.constexpr = N // 2 if GATE != "" else N  # output columns per program
     PACK: tl.constexpr = 4 if w_ptr.dtype.element_ty == tl.int16 else 1
     ROW: tl.constexpr = E // PACK  # elements of a row of the weight
     o_m = tl.program_id(0) * M + tl.arange(0, M)  # programs of one weight tile are adjacent
     m_m = o_m < T
-    i_n = tl.program_id(1) * N
+    i_n = tl.program_id(1) * BLOCK
     i_s = tl.program_id(2)
     i_row = i_n  # row index in all layers' weights
     if G > 1:
-        TILES: tl.constexpr = (COLUMNS + N - 1) // N
+        TILES: tl.constexpr = (O + N - 1) // N
         i_g = tl.program_id(1) // TILES
-        i_n = (tl.program_id(1) % TILES) * N
+        i_n = (tl.program_id(1) % TILES) * BLOCK
         i_row = i_g * O + i_n
         x_ptr += i_g.to(tl.int64) * T * E
         w_ptr += i_g.to(tl.int64) * (O * ROW)
         bias_ptr += i_g * O
         y_ptr += i_g.to(tl.int64) * T * (O if PARTS else COLUMNS)
-    o_n = i_n + tl.arange(0, N)
-    m_n = o_n < COLUMNS
+    o_w, o_column = tile_rows(N, HALF)
+    m_w = i_n + o_column < COLUMNS
     w_ptr += i_n.to(tl.int64) * ROW
     start = i_s * SPLIT_E if SPLITS > 1 else 0
     stop = tl.minimum(i_s * SPLIT_E + SPLIT_E, E) if SPLITS > 1 else E
-    pair = tl.full([], COLUMNS, tl.int64)
     wait_for_previous(PDL)
-    b_y, b_up = stream_rows(
+    b_y = stream_rows(
         x_ptr,
         w_ptr,
         scale_ptr,
@@ -302,38 +303,34 @@ def _row_linear_kernel(
         i_row,
         o_m,
         m_m,
-        m_n,
+        o_w,
+        m_w,
         start,
         stop,
-        pair,
         E,
         M,
         N,
         BLOCK_E,
         E % BLOCK_E == 0,
-        COLUMNS % N == 0,
-        GATE != "",
+        O % N == 0,
         KIND,
         GROUP,
         LEFT,
         SM,
     )
     let_next_start(PDL)
-    m_mn = m_m[:, None] & m_n[None, :]
     if PARTS:
-        p_y = y_ptr + (i_s.to(tl.int64) * G * T + o_m)[:, None] * O + o_n[None, :]
-        tl.store(p_y, b_y, mask=m_mn)
-        if GATE != "":
-            tl.store(p_y + COLUMNS, b_up, mask=m_mn)
+        p_y = y_ptr + (i_s.to(tl.int64) * G * T + o_m)[:, None] * O + i_n + o_w[None, :]
+        tl.store(p_y, b_y, mask=m_m[:, None] & m_w[None, :])
     else:
         if BIAS:
-            b_y += tl.load(bias_ptr + o_n, mask=m_n, other=0.0).to(tl.float32)[None, :]
+            b_y += tl.load(bias_ptr + i_n + o_w, mask=m_w, other=0.0).to(tl.float32)[None, :]
         if GATE != "":
-            if BIAS:
-                b_up += tl.load(bias_ptr + COLUMNS + o_n, mask=m_n, other=0.0).to(tl.float32)[None, :]
-            b_y = gate_mul(b_y, b_up, GATE)
+            b_gate, b_up = gate_and_up(b_y)
+            b_y = gate_mul(b_gate, b_up, GATE)
+        o_n = i_n + tl.arange(0, BLOCK)
         p_y = y_ptr + o_m[:, None].to(tl.int64) * COLUMNS + o_n[None, :]
-        tl.store(p_y, b_y.to(y_ptr.dtype.element_ty), mask=m_mn)
+        tl.store(p_y, b_y.to(y_ptr.dtype.element_ty), mask=m_m[:, None] & (o_n < COLUMNS)[None, :])
 
 
 @triton.jit(do_not_specialize=["T"])
@@ -376,17 +373,17 @@ def _row_linear_merge_kernel(
 @lru_cache(maxsize=256)
 def _variants(product: Product, epilogue: str, bias: bool = False) -> tuple[Variant, Variant | None]:
     """The kernel, and the merge kernel if K is split and the caller does not want the splits themselves. `product`
-    without split and gate, which follow from the epilogue."""
-    dtype, O, E, arch, G, _, _, form, few, _ = product
+    without split, which follows from the epilogue."""
+    dtype, O, E, arch, G, _, _, form, few = product
     t, half, gate, parts = TYPES[dtype], dtype != torch.float32, GATES.get(epilogue, ""), epilogue == "split"
-    m, n, block, stages, splits = tiles(product._replace(split=parts, gate=gate != ""))
+    m, n, block, stages, splits = tiles(product._replace(split=parts))
     out = t if epilogue in ("none", *GATES) else "fp32"
     name = f"{t} {E}->{O}" + f" x{G}" * (G > 1) + f" {epilogue}" * (epilogue != "none") + " bias" * bias
     name += ("" if form is None else f" {form}") + " few" * few
     smoke = dtype == torch.bfloat16 and (O, E, bias) in ((4096, 14336, False), (28672, 4096, False))
     smoke = smoke and (form is None or epilogue == "silu_mul")
     split = -(-E // (splits * block)) * block
-    left = half and weight_left(n // 2 if gate else n, arch, form)
+    left = half and weight_left(n, arch, form)
     common = {"G": G, "O": O, "SPLITS": splits, "GATE": gate, "BIAS": bias}
     stream = Variant(
         name=name,
@@ -396,7 +393,7 @@ def _variants(product: Product, epilogue: str, bias: bool = False) -> tuple[Vari
             **common,
             "E": E,
             "M": m,
-            "N": n // 2 if gate else n,
+            "N": n,
             "BLOCK_E": block,
             "SPLIT_E": split,
             "PARTS": parts or splits > 1,
@@ -519,7 +516,7 @@ def launch(args: Arguments) -> Tensor:
         return y
     b = x if bias is None else bias.contiguous()  # x is a dummy, not read
     out = y if merge is None else x.new_empty((splits, G, T, O), dtype=torch.float32)
-    stream((-(-T // sizes["M"]), G * -(-columns // sizes["N"]), splits), x, w, scale, shift, b, out, T)
+    stream((-(-T // sizes["M"]), G * -(-O // sizes["N"]), splits), x, w, scale, shift, b, out, T)
     if merge is not None:
         merge((G * T, -(-columns // merge.constexprs["BLOCK"])), out, b, y, T)
     return y

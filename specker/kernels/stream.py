@@ -17,32 +17,28 @@ def stream_rows(
     i_row,  # the tile's first row in scale_ptr
     o_m,  # [M] rows of x; their elements have indices of 32 bits
     m_m,  # [M] whether each row exists
-    m_n,  # [N] whether each row of the weight exists; not read if EVEN_E and EVEN_N
+    o_n,  # [N] rows of the weight, counted from the tile's first
+    m_n,  # [N] whether each exists; not read if EVEN_E and EVEN_N
     start,  # a multiple of BLOCK_E
     stop,
-    pair,  # distance in rows from a row of the weight to its partner
     E: tl.constexpr,
     M: tl.constexpr,
     N: tl.constexpr,
     BLOCK_E: tl.constexpr,
     EVEN_E: tl.constexpr,  # [start, stop) consists of whole tiles
     EVEN_N: tl.constexpr,
-    PAIR: tl.constexpr,
     KIND: tl.constexpr,  # the weight's kind: "plain", or one of quant.py's
     GROUP: tl.constexpr,  # columns that share a scale; 0 for a plain weight
     LEFT: tl.constexpr,  # compute W x^T and transpose the result; see `weight_left`
     SM: tl.constexpr,  # NVIDIA's architecture (80, 90, 100), whose own instructions may decode the weight; 0: none
 ):
-    """x W^T of M rows of x and N of the weight over columns start..stop: [M, N] float32. With PAIR also the product
-    with the weight rows `pair` further on. Rows of x that do not exist count as zeros and are not read. L2 evicts the
-    weight first, so that x, K/V and sums stay there."""
+    """x W^T of M rows of x and N of the weight over columns start..stop: [M, N] float32. Rows of x that do not exist
+    count as zeros and are not read. L2 evicts the weight first, so that x, K/V and sums stay there."""
     tl.assume(start < stop)  # if the loop could be empty, ptxas would wait after each wgmma
     if KIND == "plain":
-        b_acc, b_pair = _stream_plain(
-            x_ptr, w_ptr, o_m, m_m, m_n, start, stop, pair * E, E, M, N, BLOCK_E, EVEN_E, EVEN_N, PAIR, LEFT
-        )
+        b_acc = _stream_plain(x_ptr, w_ptr, o_m, m_m, o_n, m_n, start, stop, E, M, N, BLOCK_E, EVEN_E, EVEN_N, LEFT)
     else:
-        b_acc, b_pair = _stream_quantised(
+        b_acc = _stream_quantised(
             x_ptr,
             w_ptr,
             scale_ptr,
@@ -50,25 +46,45 @@ def stream_rows(
             i_row,
             o_m,
             m_m,
+            o_n,
             m_n,
             start,
             stop,
-            pair,
             E,
             M,
             N,
             BLOCK_E,
             EVEN_E,
             EVEN_N,
-            PAIR,
             KIND,
             GROUP,
             LEFT,
             SM,
         )
-    if LEFT:
-        b_acc, b_pair = tl.trans(b_acc), tl.trans(b_pair)
-    return b_acc, b_pair
+    return tl.trans(b_acc) if LEFT else b_acc
+
+
+@triton.jit
+def tile_rows(N: tl.constexpr, HALF: tl.constexpr):
+    """The rows of the weight in a tile, counted from its first, and the columns of the result that they make: [N] both.
+    With HALF, the rows of the weight's gate, which precede as many of its up projection, eight of the one and eight of
+    the other in turn: a thread that has a gate's product in wgmma's result has its partner's, too."""
+    o_n = tl.arange(0, N)
+    o_column = o_n
+    if HALF > 0:
+        o_column = o_n // 16 * 8 + o_n % 8
+        o_n = o_column + (o_n // 8 % 2).to(tl.int64) * HALF
+    return o_n, o_column
+
+
+@triton.jit
+def gate_and_up(b):
+    """The products with the gate's rows and those with the up projection's in a tile of both: [M, N] -> [M, N / 2]
+    both."""
+    M: tl.constexpr = b.shape[0]
+    N: tl.constexpr = b.shape[1]
+    b_gate, b_up = tl.split(tl.permute(tl.reshape(b, (M, N // 16, 2, 8)), (0, 1, 3, 2)))
+    return tl.reshape(b_gate, (M, N // 2)), tl.reshape(b_up, (M, N // 2))
 
 
 @triton.jit
@@ -77,24 +93,22 @@ def _stream_plain(
     w_ptr,
     o_m,
     m_m,
+    o_n,
     m_n,
     start,
     stop,
-    pair,  # distance in elements to the partner row
     E: tl.constexpr,
     M: tl.constexpr,
     N: tl.constexpr,
     BLOCK_E: tl.constexpr,
     EVEN_E: tl.constexpr,
     EVEN_N: tl.constexpr,
-    PAIR: tl.constexpr,
     LEFT: tl.constexpr,
 ):
-    """With LEFT the results are [N, M]."""
+    """With LEFT the result is [N, M]."""
     o_x = o_m[:, None] * E
-    o_w = tl.arange(0, N)[:, None] * E
+    o_w = o_n[:, None] * E
     b_acc = _zeros(M, N, LEFT)
-    b_pair = _zeros(M, N, LEFT)
     for i_e in tl.range(start, stop, BLOCK_E):
         o_e = i_e + tl.arange(0, BLOCK_E)[None, :]
         m_x = m_m[:, None]
@@ -103,17 +117,11 @@ def _stream_plain(
         b_x = tl.load(x_ptr + o_x + o_e, mask=m_x, other=0.0)
         if EVEN_E and EVEN_N:
             b_w = tl.load(w_ptr + o_w + o_e, eviction_policy="evict_first")
-            if PAIR:
-                b_w2 = tl.load(w_ptr + pair + o_w + o_e, eviction_policy="evict_first")
         else:
             m_w = m_n[:, None] & (o_e < E)
             b_w = tl.load(w_ptr + o_w + o_e, mask=m_w, other=0.0, eviction_policy="evict_first")
-            if PAIR:
-                b_w2 = tl.load(w_ptr + pair + o_w + o_e, mask=m_w, other=0.0, eviction_policy="evict_first")
         b_acc = _add_product(b_x, b_w, b_acc, LEFT)
-        if PAIR:
-            b_pair = _add_product(b_x, b_w2, b_pair, LEFT)
-    return b_acc, b_pair
+    return b_acc
 
 
 @triton.jit
@@ -125,17 +133,16 @@ def _stream_quantised(
     i_row,
     o_m,
     m_m,
+    o_n,
     m_n,
     start,
     stop,
-    pair,
     E: tl.constexpr,
     M: tl.constexpr,
     N: tl.constexpr,
     BLOCK_E: tl.constexpr,
     EVEN_E: tl.constexpr,
     EVEN_N: tl.constexpr,
-    PAIR: tl.constexpr,
     KIND: tl.constexpr,
     GROUP: tl.constexpr,
     LEFT: tl.constexpr,
@@ -154,29 +161,19 @@ def _stream_quantised(
     EVEN: tl.constexpr = EVEN_E and EVEN_N
     SETS: tl.constexpr = E // GROUP  # scales per row
     o_x = o_m[:, None] * E
-    o_w = tl.arange(0, N)[:, None] * (E // PACK)
+    o_w = o_n[:, None] * (E // PACK)
     b_acc = _zeros(M, N, LEFT)
-    b_pair = _zeros(M, N, LEFT)
-    b_scale = _scales(scale_ptr, i_row, m_n, start, SETS, N, BLOCK_E, GROUP)
-    b_shift = _scales(shift_ptr, i_row, m_n, start, SETS, N, BLOCK_E, GROUP)
-    b_scale2, b_shift2 = b_scale, b_shift
-    if PAIR:
-        b_scale2 = _scales(scale_ptr, i_row + pair, m_n, start, SETS, N, BLOCK_E, GROUP)
-        b_shift2 = _scales(shift_ptr, i_row + pair, m_n, start, SETS, N, BLOCK_E, GROUP)
+    b_scale = _scales(scale_ptr, i_row + o_n, m_n, start, SETS, N, BLOCK_E, GROUP)
+    b_shift = _scales(shift_ptr, i_row + o_n, m_n, start, SETS, N, BLOCK_E, GROUP)
     for i_e in tl.range(start, stop, BLOCK_E):
         if not HALVES:
             o_q = i_e // PACK + tl.arange(0, BLOCK_E // PACK)[None, :]
             p_w = w_ptr + o_w + o_q
             b_w = _load_weight(p_w, m_n, o_q, E // PACK, EVEN)
-            if PAIR:
-                b_w2 = _load_weight(p_w + pair * (E // PACK), m_n, o_q, E // PACK, EVEN)
-        b_next, b_next_shift, b_next2, b_next_shift2 = b_scale, b_shift, b_scale2, b_shift2
+        b_next, b_next_shift = b_scale, b_shift
         if SETS > 1:
-            b_next = _scales(scale_ptr, i_row, m_n, i_e + BLOCK_E, SETS, N, BLOCK_E, GROUP)
-            b_next_shift = _scales(shift_ptr, i_row, m_n, i_e + BLOCK_E, SETS, N, BLOCK_E, GROUP)
-            if PAIR:
-                b_next2 = _scales(scale_ptr, i_row + pair, m_n, i_e + BLOCK_E, SETS, N, BLOCK_E, GROUP)
-                b_next_shift2 = _scales(shift_ptr, i_row + pair, m_n, i_e + BLOCK_E, SETS, N, BLOCK_E, GROUP)
+            b_next = _scales(scale_ptr, i_row + o_n, m_n, i_e + BLOCK_E, SETS, N, BLOCK_E, GROUP)
+            b_next_shift = _scales(shift_ptr, i_row + o_n, m_n, i_e + BLOCK_E, SETS, N, BLOCK_E, GROUP)
         for i_part in tl.static_range(2 if PACK == 4 or HALVES else 1):
             if PACK == 4:
                 o_h = tl.arange(0, BLOCK_E // 2)[None, :]
@@ -185,8 +182,6 @@ def _stream_quantised(
                 o_e = i_e + i_part * (BLOCK_E // 2) + tl.arange(0, BLOCK_E // 2)[None, :]
                 p_w = w_ptr + o_w + o_e
                 b_w = _load_weight(p_w, m_n, o_e, E, EVEN)
-                if PAIR:
-                    b_w2 = _load_weight(p_w + pair * E, m_n, o_e, E, EVEN)
             else:
                 o_e = i_e + tl.arange(0, BLOCK_E)[None, :]
             m_x = m_m[:, None]
@@ -196,16 +191,10 @@ def _stream_quantised(
             b_s, b_z = _part(b_scale, i_part, HALVES), _part(b_shift, i_part, HALVES)
             b_v = _weights(b_w, b_s, b_z, i_part, SHIFT, KIND, SM, b_x.dtype)
             b_acc = _add_product(b_x, b_v, b_acc, LEFT)
-            if PAIR:
-                b_s, b_z = _part(b_scale2, i_part, HALVES), _part(b_shift2, i_part, HALVES)
-                b_v2 = _weights(b_w2, b_s, b_z, i_part, SHIFT, KIND, SM, b_x.dtype)
-                b_pair = _add_product(b_x, b_v2, b_pair, LEFT)
         if LEFT and SM == 90:
             b_acc = _arrived(b_acc)
-            if PAIR:
-                b_pair = _arrived(b_pair)
-        b_scale, b_shift, b_scale2, b_shift2 = b_next, b_next_shift, b_next2, b_next_shift2
-    return b_acc, b_pair
+        b_scale, b_shift = b_next, b_next_shift
+    return b_acc
 
 
 @triton.jit
@@ -248,7 +237,7 @@ def _add_product(b_x, b_w, b_acc, LEFT: tl.constexpr):
 @triton.jit
 def _scales(
     p,  # [rows, SETS], or None
-    i_row,
+    o_row,  # [N]
     m_n,
     i_e,
     SETS: tl.constexpr,
@@ -256,15 +245,15 @@ def _scales(
     BLOCK_E: tl.constexpr,
     GROUP: tl.constexpr,
 ):
-    """The scales, or shifts, of N rows from i_row on in the tile that starts at column i_e: [N, groups in a tile]
-    float32. Where there are none, they are any finite numbers, and shifts are zeros."""
+    """The scales, or shifts, of N rows in the tile that starts at column i_e: [N, groups in a tile] float32. Where
+    there are none, they are any finite numbers, and shifts are zeros."""
     GROUPS: tl.constexpr = BLOCK_E // GROUP if SETS > 1 and BLOCK_E > GROUP else 1
     if p is None:
         b = tl.zeros([N, GROUPS], tl.float32)
     else:
         o_s = (i_e // GROUP + tl.arange(0, GROUPS))[None, :]
         m = m_n[:, None] & (o_s < SETS)
-        p_s = p + (i_row + tl.arange(0, N)).to(tl.int64)[:, None] * SETS + o_s
+        p_s = p + o_row.to(tl.int64)[:, None] * SETS + o_s
         if p.dtype.element_ty == tl.uint8:  # e8m0: the exponent of a float32, but 0 is 2^-127, which is subnormal
             b_bits = tl.load(p_s, mask=m, other=0).to(tl.int32) << 23
             b = tl.maximum(b_bits, 1 << 22).to(tl.float32, bitcast=True)

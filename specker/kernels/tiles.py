@@ -59,8 +59,7 @@ class Product(NamedTuple):
     sms: int = 0  # the device's number of SMs; 0: the architecture's usual number
     split: bool = False  # splits cost no launch
     form: Format | None = None  # the format of a quantised weight
-    few: bool = False  # see `few_rows`; only rows of x, and so stages, depend on it
-    gate: bool = False  # a product has half of the tile's rows
+    few: bool = False  # see `few_rows`; neither a tile's columns nor the splits depend on it
 
 
 def tiles(product: Product) -> tuple[int, int, int, int, int]:
@@ -69,9 +68,11 @@ def tiles(product: Product) -> tuple[int, int, int, int, int]:
     sm_90, half precision, as measured on an H100 (bench/LOG.md). The weight is the left operand (`weight_left`), and a
     tile has 128 of its columns: 256 adjacent bytes a row are read faster than 128 are, by 4%. x has tiles of 16 rows
     for up to 16 rows (`few_rows`) and of 64 beyond: a product of weights in eight and four bits takes a third less time
-    than in tiles of 64, of plain ones 3%. Two programs an SM are better than one: O 28672 is 224 programs of 128 rows,
-    14336 -> 4096 is 64 tiles of 64 rows times 4 splits. Tiles of 32 rows cannot be the left operand; eight stages keep
-    56 KiB in flight.
+    than in tiles of 64, of plain ones 3%. Two programs an SM are better than one: 14336 -> 4096 is 64 tiles of 64 rows
+    times 4 splits. Where tiles of 128 rows make fewer, up to 16 rows of x take tiles of 64 in their place: O 28672 is
+    448 programs, of which up to four share an SM, so that some decode while others wait (not measured). More rows of x
+    keep 224 programs, which read x half as often. Tiles of 32 rows cannot be the left operand; eight stages keep 56 KiB
+    in flight.
 
     Elsewhere 64 rows of x for any T, which keeps the order of sums on sm_80. The tuning decides how many bytes of the
     weight are in flight: an H200 (132 SMs, 4.3 TB/s, 1 us latency) needs 32 KiB per SM.
@@ -100,7 +101,7 @@ def tiles(product: Product) -> tuple[int, int, int, int, int]:
     bandwidth in eight bits and 45 to 50% in four: a program waits for one tile's decoding and products before the
     next's. Two programs share an SM, so that one decodes while the other waits, and K is split for that.
     """
-    dtype, O, E, arch, G, sms, split, form, few, gate = product
+    dtype, O, E, arch, G, sms, split, form, few = product
     sms = sms or SMS[arch]
     row = E * dtype.itemsize if form is None else form.size(E)
     aligned = row % 16 == 0
@@ -111,15 +112,15 @@ def tiles(product: Product) -> tuple[int, int, int, int, int]:
         return aligned and 10 * count * max(1, min(sms // count, E // MIN_SPLIT)) >= 7 * sms
 
     half = dtype != torch.float32
-    plain = half and arch == 90 and form is None  # takes two programs an SM rather than larger tiles
+    wide = G * -(-O // 128)  # programs in tiles of 128 rows
+    narrow = half and arch == 90 and form is None and wide < 1.4 * sms  # two programs an SM rather than larger tiles
     if E >= LONG and aligned:
-        n = 64 if plain and not gate else 128
+        n = 64 if narrow else 128
     elif (split or form is not None) and (fills(128) or fills(64)):
-        wide = G * -(-O // 128)  # programs in tiles of 128 rows
-        n = 128 if fills(128) and not (plain and wide < 1.4 * sms) else 64
+        n = 128 if fills(128) and not narrow else 64
     else:
         n = next((n for n in (128, 64) if 10 * G * -(-O // n) >= 7 * sms and aligned), 32)
-    left = half and weight_left(n // 2 if gate else n, arch, form)
+    left = half and weight_left(n, arch, form)
     m, n, block = (16, 32, 32) if not half else (FEW if few and left else 64, n, columns_of(n, aligned, E, arch, form))
     if not half and form is not None:
         block = form.block(block, E)
@@ -127,9 +128,14 @@ def tiles(product: Product) -> tuple[int, int, int, int, int]:
     twice = left and (form is not None or split or E >= LONG)
     splits = max(1, min(sms * (2 if twice else 1) // count, E // MIN_SPLIT))
     splits = -(-E // (-(-E // (splits * block)) * block))  # splits of whole tiles may be fewer
-    if left and form is not None and not form.four_bits and m == 64 and n == 128 and not gate:
+    if left and form is not None and not form.four_bits and m == 64 and n == 128:
         n = 64  # 64 rows of x and 128 of eight bits spill with Triton 3.9; splits are those of tiles of 128
-    stages = 2 if not half else stages_of(m, n, block, count * splits <= sms, arch, form)
+    halved = m == FEW and n == 128 and count * splits < 1.9 * sms
+    if halved:
+        n = 64
+    stages = 2 if not half else stages_of(m, n, block, G * -(-O // n) * splits <= sms, arch, form)
+    if halved:
+        stages = min(stages, 4)  # four programs fit on an SM
     return m, n, block, stages, splits
 
 

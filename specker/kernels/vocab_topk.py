@@ -356,7 +356,7 @@ def _vocab_topk_kernel(
         b_id = tl.load(ids_ptr + o_n, mask=m_n, other=0).to(tl.int64)
     else:
         b_id = o_n.to(tl.int64)
-    b_all, _ = stream_rows(
+    b_all = stream_rows(
         x_ptr + tl.program_id(0).to(tl.int64) * (M * E),
         w_ptr,
         scale_ptr,
@@ -364,17 +364,16 @@ def _vocab_topk_kernel(
         i_tile * N,
         tl.arange(0, M),
         o_m < T,
+        tl.arange(0, N),
         m_n,
         0,
         E,
-        0,
         E,
         M,
         N,
         BLOCK_E,
         E % BLOCK_E == 0,
         K % N == 0,
-        False,
         KIND,
         GROUP,
         LEFT,

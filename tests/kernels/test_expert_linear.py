@@ -269,9 +269,9 @@ def test_tiles_are_those_of_the_experts_of_one_row():
         sizes = op._variants(op.Product(bf16, O, E, 90), X, k, epilogue, False)[0].constexprs
         return sizes["M"], sizes["N"], sizes["SPLITS"]
 
-    assert chosen(128, 8, 1536, 2048, "silu_mul") == (64, 64, 1)
+    assert chosen(128, 8, 1536, 2048, "silu_mul") == (64, 128, 1)
     assert chosen(128, 8, 2048, 768, "split") == chosen(128, 8, 2048, 768, "sum") == (64, 64, 1)
-    assert chosen(8, 2, 28672, 4096, "silu_mul") == (64, 64, 1)
+    assert chosen(8, 2, 28672, 4096, "silu_mul") == (64, 128, 1)
     assert chosen(8, 2, 4096, 14336, "split") == (64, 64, 2)
     assert chosen(1, 1, 4096, 4096, "split") == linear.tiles(linear.Product(bf16, 4096, 4096, 90, split=True))[:2] + (
         4,
@@ -291,7 +291,7 @@ def test_the_launcher_reads_no_tensor_and_covers_the_worst_routing(unlaunched):
             rows = torch.empty(T, k).int(), torch.empty(T * k).int(), torch.empty(X + 1).int()
             op.launch(x, weight, *rows, epilogue, None if epilogue == "silu_mul" else torch.empty(T, k))
     assert unlaunched == [
-        ("_expert_linear_kernel", (8, 12, 1)),
+        ("_expert_linear_kernel", (8, 24, 1)),
         ("_expert_linear_kernel", (64, 32, 1)),
         ("_expert_linear_kernel", (254, 32, 1)),
         ("_row_linear_merge_kernel", (1024, 4)),

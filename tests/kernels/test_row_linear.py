@@ -16,6 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from triton.runtime.errors import InterpreterError
 
 from specker.kernels.row_linear import launch, row_linear, row_linear_ref
+from specker.kernels.tiles import COMMON
 
 op = importlib.import_module("specker.kernels.row_linear")
 HALF = [torch.float32, torch.float16]
@@ -93,6 +94,16 @@ def test_layers_side_by_side_need_fewer_splits():
         assert op.tiles(op.Product(torch.bfloat16, *args, 90, 4)) == op.tiles(
             op.Product(torch.bfloat16, 4 * args[0], args[1], 90)
         )
+
+
+@pytest.mark.parametrize("form", [None, *COMMON])
+def test_few_rows_change_neither_columns_nor_splits(form):
+    """These decide the order of a row's sums. A gate's weight makes at least two programs an SM."""
+    for O, E, split in ((28672, 4096, False), (16384, 2048, False), (4096, 14336, True), (2048, 4096, True)):
+        product = op.Product(torch.bfloat16, O, E, 90, split=split, form=form)
+        (_, _, *own), (_, n, *same) = op.tiles(product), op.tiles(product._replace(few=True))
+        assert (own[0], own[2]) == (same[0], same[2])
+        assert split or -(-O // n) * own[2] >= 1.9 * 132, n
 
 
 def test_tiles_follow_the_number_of_sms(monkeypatch):
@@ -278,14 +289,15 @@ def test_rows_per_layer_choose_kernel_or_bmm():
 
 def test_the_launcher_reads_no_tensor_and_stays_within_its_rows(unlaunched):
     """Fake tensors have no values to read."""
-    for T, O, E in ((1, 4096, 4096), (65, 28672, 4096), (8, 4096, 14336)):
+    for T, O, E in ((1, 4096, 4096), (1, 28672, 4096), (65, 28672, 4096), (8, 4096, 14336)):
         with FakeTensorMode():
             x, weight = torch.empty(T, E, dtype=torch.bfloat16), torch.empty(O, E, dtype=torch.bfloat16)
             assert launch(x, weight, None, "silu_mul").shape == (T, O // 2)
     assert unlaunched == [
         ("_row_linear_kernel", (1, 128, 1)),
+        ("_row_linear_kernel", (1, 448, 1)),
         ("_row_linear_kernel", (2, 224, 1)),
-        ("_row_linear_kernel", (1, 32, 8)),
+        ("_row_linear_kernel", (1, 64, 4)),
         ("_row_linear_merge_kernel", (8, 4)),
     ]
 
