@@ -117,16 +117,21 @@ def summary(run: Run) -> list[str]:
         wrong = [f"{row['way']}: {row['reason']}" for row in rows if "reason" in row]
         right = sorted((row for row in rows if "reason" not in row), key=lambda row: -row["over_ar"])
         best = [f"{row['over_ar']:.2f}x {row['way']} at T {row['temperature']:g}" for row in right[:3]]
-        lines.append(
-            f"{name}: {len(right)} with the tokens of ar, {', '.join(best)}; wrong: {'; '.join(wrong) or 'none'}"
-        )
+        turned = [row["way"] for row in right if row.get("differing_within_rounding")]
+        tokens = f"wrong tokens or no run: {'; '.join(wrong) or 'none'}; by rounding: {', '.join(turned) or 'none'}"
+        lines.append(f"{name}: {len(right) - len(turned)} with the tokens of ar, {', '.join(best)}; {tokens}")
     decoded = [row for row in run.rows("decode") if "value" in row]
     shares = [f"{row['case'].removeprefix('ar ')} {row['value']:.0%}" for row in decoded if row["way"] == "ar"]
     others = [f"{row['case']} {row['way']} {_found(row)}" for row in decoded if row["way"] != "ar"]
-    attends = [row for row in run.kernels() if row["op"] == "tree_attention" and "share" in row]
-    columns = [f"{row['case'].removeprefix('B 1, ')} {row['share']:.0%}" for row in attends if row["way"] == "specker"]
+    others += [f"{row['case']} {row['launches']}" for row in run.rows("decode") if "launches" in row]
+    ops = {op: [row for row in run.kernels() if row["op"] == op] for op in ("tree_attention", "layer_group")}
+    ours = [row for row in ops["tree_attention"] if row["way"] == "specker" and "share" in row]
+    columns = [f"{row['case'].removeprefix('B 1, ')} {row['share']:.0%}" for row in ours]
+    sequence = [row for row in ops["layer_group"] if row["way"] == "sequence" and "ours_over_this" in row]
+    groups = [f"{row['case']} {row['ours_over_this']:.2f}x" for row in sequence]
     ways = [f"{row['way']} {row['times']:.2f}x" for row in run.rows("ab") if "times" in row]
-    named = {"ar, of the bandwidth": shares, "decode": others, "tree_attention, of the limit": columns, "ab": ways}
+    named = {"ar, of the bandwidth": shares, "decode": others, "tree_attention, of the limit": columns}
+    named |= {"groups of layers over layers in turn": groups, "ab": ways}
     return lines + [f"{name}: {', '.join(values)}" for name, values in named.items() if values]
 
 
