@@ -164,7 +164,7 @@ def decode(s: Setting) -> list[Step]:
 
 
 def _decode(s: Setting, *more: str) -> list[Step]:
-    seconds = max(10.0, 0.85 * s.limit - 15)  # a case that has begun ends
+    seconds = max(10.0, 0.9 * s.limit - 12)  # a case that has begun ends
     how = ("--seconds", f"{seconds:.0f}", "--save", "--capture", str(s.graphs))
     return [_one(s.command("bench/decode.py", *how, *more))]
 
@@ -244,10 +244,10 @@ SANITIZERS = ("compute-sanitizer", "/usr/local/cuda/bin/compute-sanitizer")
 PARTS = {  # after smoke
     "warm": Part(1.4, warm),
     "bits": Part(0.4, bits),
-    "family": Part(3.6, family),
+    "family": Part(3.5, family),
     "ar": Part(1.3, ar),
-    "attention": Part(0.8, attention),
-    "round": Part(0.7, rounds),
+    "attention": Part(0.7, attention),
+    "round": Part(0.9, rounds),
     "groups": Part(0.4, groups),
     "ab": Part(0.4, ab),
     "decode": Part(6, decode),
