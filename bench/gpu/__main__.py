@@ -77,7 +77,7 @@ def main(argv: Sequence[str] | None = None, plan: Plan = PLAN, results: Path = R
         except KeyboardInterrupt:
             code = 130
     keep(run, args.out)
-    for line in report.summary(run):
+    for line in report.shown(report.summary, run).splitlines():
         say(line)
     say(f"{args.out / report.ARCHIVE if args.out else folder / 'report.md'}")
     return code or int(any(outcome.bad for outcome in run.outcomes.values()))

@@ -87,10 +87,8 @@ def calls(args: Args, kind: str) -> Iterator[tuple[str, Call]]:
 
 
 def differ(some: tuple[Tensor, ...], others: tuple[Tensor, ...]) -> Tensor:
-    """Whether any bit differs, as a tensor, so that the host need not wait."""
-    return torch.stack(
-        [(a != b).any() | (a.isnan() | b.isnan()).any() for a, b in zip(some, others, strict=True)]
-    ).any()
+    """Whether any number differs or is NaN, as a tensor, so that the host need not wait."""
+    return torch.stack([(a != b).any() for a, b in zip(some, others, strict=True)]).any()
 
 
 def repeated(call: Call, count: int, device: str) -> int:

@@ -61,8 +61,9 @@ WARM_CASES = (
 )
 EVERY = "ar,draft,draft tree 4x4,vocabtrim,easyspec,diffuspec,del,lookup,draft+lookup,vocabtrim+lookup"
 SOME = "ar,draft,lookup,draft+lookup,vocabtrim+lookup"  # with several texts at once
+FEW = "ar,draft,vocabtrim+lookup"
 OWN_HEAD = ("ar,lookup,mtp,mtp+lookup", "--target", "hybrid-target")  # of a target with recurrent layers
-UNTRIED = "hybrid or sinks or delta or convolutions or gemma4 or assistant or mxfp4"
+UNTRIED = "hybrid or sinks or delta or convolutions or gemma4 or assistant or mxfp4 or small_models"
 
 
 @dataclass(frozen=True)
@@ -116,8 +117,8 @@ def warm(s: Setting) -> list[Step]:
     first = Step((*ops, *models, attends, multiplies, made), 3.0)
     ways = EVERY.split(",")[1:]
     each = [_strategies(s, shape, 1, ",".join(ways[n::3])) for shape in (THIN, "1b") for n in range(3)]
-    others = [_strategies(s, THIN, size, SOME) for size in (8, 32)]
-    return [first, Step((*each, *others, _strategies(s, THIN, 8, *OWN_HEAD)), 2.0)]
+    others = [_strategies(s, THIN, 8, SOME), _strategies(s, THIN, 32, FEW)]
+    return [first, Step((*each, *others, _strategies(s, THIN, 1, *OWN_HEAD)), 2.0)]
 
 
 def bits(s: Setting) -> list[Step]:
@@ -126,12 +127,11 @@ def bits(s: Setting) -> list[Step]:
 
 def family(s: Setting) -> list[Step]:
     runs = (
-        (3.0, "8b", 1, EVERY),
-        (2.0, "8b", 8, SOME),
-        (1.0, "8b", 1, *OWN_HEAD),
-        (1.0, "8b", 8, *OWN_HEAD),
-        (2.0, "8b", 32, SOME),
-        (2.0, "1b", 1, EVERY),
+        (66.0, "8b", 1, EVERY),
+        (46.0, "8b", 8, SOME),
+        (25.0, "8b", 1, *OWN_HEAD),
+        (45.0, "8b", 32, FEW),
+        (35.0, "1b", 1, EVERY),
     )
     return [Step((_strategies(s, *run, "--save"),), weight) for weight, *run in runs]
 
@@ -164,7 +164,7 @@ def decode(s: Setting) -> list[Step]:
 
 
 def _decode(s: Setting, *more: str) -> list[Step]:
-    seconds = max(10.0, 0.85 * s.limit - 15)  # a case that has begun ends
+    seconds = max(10.0, 0.9 * s.limit - 12)  # a case that has begun ends
     how = ("--seconds", f"{seconds:.0f}", "--save", "--capture", str(s.graphs))
     return [_one(s.command("bench/decode.py", *how, *more))]
 
@@ -242,12 +242,12 @@ def found(programs: tuple[str, ...]) -> str:
 
 SANITIZERS = ("compute-sanitizer", "/usr/local/cuda/bin/compute-sanitizer")
 PARTS = {  # after smoke
-    "warm": Part(1.5, warm),
-    "bits": Part(0.5, bits),
-    "family": Part(3.3, family),
-    "ar": Part(1.4, ar),
-    "attention": Part(0.8, attention),
-    "round": Part(0.7, rounds),
+    "warm": Part(1.4, warm),
+    "bits": Part(0.4, bits),
+    "family": Part(3.5, family),
+    "ar": Part(1.3, ar),
+    "attention": Part(0.7, attention),
+    "round": Part(0.9, rounds),
     "groups": Part(0.4, groups),
     "ab": Part(0.4, ab),
     "decode": Part(6, decode),

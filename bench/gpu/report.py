@@ -10,7 +10,7 @@ import json
 import os
 import re
 import tarfile
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -97,7 +97,7 @@ def archive(run: Run, out: Path) -> None:
         part.unlink(missing_ok=True)
 
 
-def summary(run: Run) -> list[str]:
+def summary(run: Run) -> str:
     """The run in about ten lines."""
     bad = [f"{name} {outcome.state}" for name, outcome in run.outcomes.items() if outcome.bad]
     compiled = [outcome.compiled for outcome in run.outcomes.values() if outcome.compiled]
@@ -117,17 +117,22 @@ def summary(run: Run) -> list[str]:
         wrong = [f"{row['way']}: {row['reason']}" for row in rows if "reason" in row]
         right = sorted((row for row in rows if "reason" not in row), key=lambda row: -row["over_ar"])
         best = [f"{row['over_ar']:.2f}x {row['way']} at T {row['temperature']:g}" for row in right[:3]]
-        lines.append(
-            f"{name}: {len(right)} with the tokens of ar, {', '.join(best)}; wrong: {'; '.join(wrong) or 'none'}"
-        )
+        turned = [row["way"] for row in right if row.get("differing_within_rounding")]
+        tokens = f"wrong tokens or no run: {'; '.join(wrong) or 'none'}; by rounding: {', '.join(turned) or 'none'}"
+        lines.append(f"{name}: {len(right) - len(turned)} with the tokens of ar, {', '.join(best)}; {tokens}")
     decoded = [row for row in run.rows("decode") if "value" in row]
     shares = [f"{row['case'].removeprefix('ar ')} {row['value']:.0%}" for row in decoded if row["way"] == "ar"]
     others = [f"{row['case']} {row['way']} {_found(row)}" for row in decoded if row["way"] != "ar"]
-    attends = [row for row in run.kernels() if row["op"] == "tree_attention" and "share" in row]
-    columns = [f"{row['case'].removeprefix('B 1, ')} {row['share']:.0%}" for row in attends if row["way"] == "specker"]
+    others += [f"{row['case']} {row['launches']}" for row in run.rows("decode") if "launches" in row]
+    ops = {op: [row for row in run.kernels() if row["op"] == op] for op in ("tree_attention", "layer_group")}
+    ours = [row for row in ops["tree_attention"] if row["way"] == "specker" and "share" in row]
+    columns = [f"{row['case'].removeprefix('B 1, ')} {row['share']:.0%}" for row in ours]
+    sequence = [row for row in ops["layer_group"] if row["way"] == "sequence" and "ours_over_this" in row]
+    groups = [f"{row['case']} {row['ours_over_this']:.2f}x" for row in sequence]
     ways = [f"{row['way']} {row['times']:.2f}x" for row in run.rows("ab") if "times" in row]
-    named = {"ar, of the bandwidth": shares, "decode": others, "tree_attention, of the limit": columns, "ab": ways}
-    return lines + [f"{name}: {', '.join(values)}" for name, values in named.items() if values]
+    named = {"ar, of the bandwidth": shares, "decode": others, "tree_attention, of the limit": columns}
+    named |= {"groups of layers over layers in turn": groups, "ab": ways}
+    return "\n".join(lines + [f"{name}: {', '.join(values)}" for name, values in named.items() if values])
 
 
 def _found(row: Row) -> str:
@@ -145,8 +150,15 @@ def keep(folder: Path) -> None:
 
 def text(run: Run) -> str:
     name = run.facts.name or "a GPU"
-    parts = [f"# specker on {name}", opening(run), *(section(run) for section in SECTIONS)]
-    return "\n\n".join(parts) + "\n"
+    return "\n\n".join([f"# specker on {name}", *(shown(section, run) for section in (opening, *SECTIONS))]) + "\n"
+
+
+def shown(section: Callable[[Run], str], run: Run) -> str:
+    """A section. A row of a form that it does not expect costs this section alone."""
+    try:
+        return section(run)
+    except Exception as error:
+        return f"## {section.__name__}\n\nCannot be shown: {type(error).__name__}: {error}"
 
 
 def opening(run: Run) -> str:
@@ -288,10 +300,10 @@ def kernels(run: Run) -> str:
 
 def tests(run: Run) -> str:
     """Each process's count, and how many tokens of a tree rounding turns."""
-    outcome = run.outcomes.get("tests")
-    log = "" if outcome is None or outcome.log is None else outcome.log.read_text(encoding="utf-8", errors="replace")
+    logs = [run.outcomes[name].log for name in ("tests", "untried", "delay") if name in run.outcomes]
+    text = "\n".join(log.read_text(encoding="utf-8", errors="replace") for log in logs if log is not None)
     said = re.findall(
-        r"^=*\s*(\d+ (?:passed|failed|skipped)\b.* in [\d.]+s\b.*?|.* turned by rounding)\s*=*$", log, re.M
+        r"^=*\s*(\d+ (?:passed|failed|skipped)\b.* in [\d.]+s\b.*?|.* turned by rounding)\s*=*$", text, re.M
     )
     return "\n\n".join(["## Tests", "\n".join(f"* {line}" for line in said) or "No counts."])
 

@@ -243,6 +243,9 @@ ROWS = {
         },
         {"bench": "kernels", "op": "row_linear", "case": "T 8", "way": "torch", "median": 1e-5, "ours_over_this": 1.11},
     ],
+    "layer_group": [
+        {"bench": "kernels", "op": "layer_group", "case": "8B, 1 rows", "way": "sequence", "ours_over_this": 1.12}
+    ],
     "ab": [{"case": "ar 8b 8192", "way": "PDL", "median": 0.004, "p20": 0.004, "p80": 0.005, "times": 1.07}],
     "bits": [
         {"op": "kv_project", "kind": "int8", "repeats": 1000, "found": "equal bits"},
@@ -274,7 +277,7 @@ def test_the_report_of_a_run_has_all_sections(rehearse, tmp_path):
     broken = python(f"print('{flips}\\n{counts}\\nE   assert 1 == 2'); raise SystemExit(1)")
     done = rehearse(
         decode=one(rows["decode"]),
-        kernels=one(rows["row_linear"]),
+        kernels=one(rows["row_linear"], rows["layer_group"]),
         ab=one(rows["ab"]),
         bits=one(rows["bits"]),
         family=one(rows["e2e"]),
@@ -316,13 +319,14 @@ def test_the_report_of_a_run_has_all_sections(rehearse, tmp_path):
     assert "of an earlier run" not in text and f"## Tests\n\n* {flips}\n* {counts}\n\n" in text
     end = text[text.index("## Failures") :].splitlines()
     assert end[2] == "### tests: failed" and end[-2:] == ["E   assert 1 == 2", "```"] and "### decode" not in text
-    assert done.code == 1 and done.out.out.splitlines()[-7:-1] == [
+    assert done.code == 1 and done.out.out.splitlines()[-8:-1] == [
         "make gpu: commit 0123456789ab, 8 of 8 parts; not passed: tests failed",
         "make gpu: kernels: 0 compiled in 0 s of all processes, 0 from the cache",
         "make gpu: bits of 2 products: vocab_topk fp8: 2 of 1000 repeats differ",
         "make gpu: code-target as 8b, batch 8: 2 with the tokens of ar, 1.84x draft at T 0.7, 1.00x ar at T 0.7; "
-        "wrong: del: wrong tokens",
+        "wrong tokens or no run: del: wrong tokens; by rounding: none",
         "make gpu: ar, of the bandwidth: 8b 512 85%",
+        "make gpu: groups of layers over layers in turn: 8B, 1 rows 1.12x",
         "make gpu: ab: PDL 1.07x",
     ]
     assert {path.stem for path in done.folder.glob("*.log")} == {
@@ -421,10 +425,11 @@ def test_a_fatal_mismatch_is_all_that_is_said(rehearse):
     assert program.main([], plan) == 2
 
 
-def test_without_a_gpu_one_sentence_says_so(tmp_path):
+@pytest.mark.parametrize("short", ["", "1"])
+def test_without_a_gpu_one_sentence_says_so(tmp_path, short):
     """The real program, on a machine whose GPU, if it has one, is hidden."""
     env = {k: v for k, v in os.environ.items() if k not in ("PARTS", "WITHIN")}
-    env |= {"CUDA_VISIBLE_DEVICES": "", "PATH": str(tmp_path), "PYTHONPATH": str(ROOT)}
+    env |= {"CUDA_VISIBLE_DEVICES": "", "PATH": str(tmp_path), "PYTHONPATH": str(ROOT), "SHORT": short}
     done = subprocess.run([sys.executable, "-m", "bench.gpu"], cwd=ROOT, env=env, capture_output=True, text=True)
     [line] = done.stderr.splitlines()
     assert done.returncode == 2 and line.startswith("make gpu: ") and "torch" in line and not done.stdout

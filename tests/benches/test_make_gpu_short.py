@@ -2,6 +2,7 @@
 and an archive. What would travel, and the bits of products."""
 
 import dataclasses
+import json
 import subprocess
 import tarfile
 from pathlib import Path
@@ -71,6 +72,15 @@ def test_a_full_disk_costs_one_file(rehearse, archive, tmp_path, file):  # noqa:
     done = rehearse("--out", str(tmp_path / "out"), "--parts", "bits", "--minutes", "1", bits=one(says("I ran")))
     assert done.code == 0 and "cannot be written: No space left on device" in done.out.out
     assert row_of(archive()[f"{H100.folder}/report.md"], "bits")[1] == "passed"
+
+
+def test_a_row_that_no_section_expects_costs_that_section(rehearse, archive, tmp_path):  # noqa: F811
+    row = json.dumps({"date": "9999-01-01T00:00:00Z", "way": "draft"})
+    path = tmp_path / "results" / H100.folder / "e2e.jsonl"
+    odd = one(python(f"open({str(path)!r}, 'w').write({row!r})"))
+    done = rehearse("--out", str(tmp_path / "out"), "--parts", "family", "--minutes", "1", family=odd)
+    assert "## strategies\n\nCannot be shown: KeyError: " in archive()[f"{H100.folder}/report.md"]
+    assert done.code == 0 and row_of(done.report, "family")[1] == "passed" and "Cannot be shown" in done.out.out
 
 
 def test_a_log_that_cannot_be_written_costs_one_part(rehearse, archive, tmp_path):  # noqa: F811
