@@ -3,73 +3,21 @@
 On a GPU in bfloat16; on a CPU the same functions run in float64, with shorter texts."""
 
 import functools
-from typing import Any
 
 import cases
 import pytest
-from make_assistant import CLUSTERS, TARGETS, make_assistant
-from make_checkpoint import GEMMA3, GEMMA4, GPT_OSS, LFM2, QWEN3_5, QWEN3_MOE, edit, make
-from make_mxfp4 import make_mxfp4
-from pairs import perturbed
+from small_models import MADE, MANY, small_model
 
 import specker
 
-LONG_WINDOW = {"sliding_window": 256}  # a GPU's kernels take none below 128
-SIZES = {"hidden": 64, "heads": 6, "kv_heads": 6, "head_dim": 32, "ffn": 96, "vocab": 120}
-RANDOM: dict[str, dict[str, Any]] = {  # what a random model with a perturbed copy as its draft has
-    "mixture": QWEN3_MOE,
-    "int4 mixture": QWEN3_MOE,
-    "rings": {**GEMMA3, **LONG_WINDOW},
-    "gemma 4": {**GEMMA4, **LONG_WINDOW, "global_head_dim": 512},
-    "sinks": {**GPT_OSS, **LONG_WINDOW},
-    "delta nets": QWEN3_5,
-    "convolutions": LFM2,
-    "pard": {"arch": "llama"},
-}
-HEADS = {  # strategy and layout of heads.py
-    "eagle": ("eagle", "trained longer"),
-    "mtp": ("mtp", "mimo, 3 heads"),
-    "dflash": ("dflash", "dflash"),
-    "dflash2": ("dflash", "dflash2"),
-    "domino": ("dflash", "domino"),
-}
-MADE = [*HEADS, *RANDOM, "mxfp4", "assistant", "clusters"]
-MANY = [[3 * n % 110 + 1 for n in range(length)] for length in (5, 40, 90)]
-PAST_WINDOWS = [[*MANY[2]] * 6, MANY[1], [*MANY[2]] * 3]
 CPU, GPU = {"device": "cpu", "dtype": "float64"}, {"device": "cuda", "dtype": "bfloat16"}
 DEVICES = [pytest.param(CPU, 6, id="cpu"), pytest.param(GPU, 60, id="cuda", marks=pytest.mark.gpu)]
 
 
 @pytest.fixture(scope="module")
 def made(heads, tmp_path_factory):
-    """A function of a name in MADE: the arguments that load a small model of its kind, with a drafter, and prompts."""
-
-    def of(name):
-        if name in HEADS:
-            pair = heads(*HEADS[name])
-            folders = [pair.target] if name == "mtp" else [pair.target, pair.folder]
-            return folders, {"strategy": HEADS[name][0]}, MANY
-        target, draft = (tmp_path_factory.mktemp(name) / part for part in ("target", "draft"))
-        if name in ("assistant", "clusters"):
-            make(target, max_context=1024, seed=2, **TARGETS["31b"] | LONG_WINDOW)
-            make_assistant(draft, target, CLUSTERS if name == "clusters" else None)
-            return [target, draft], {"strategy": "mtp"}, MANY
-        if name == "mxfp4":
-            make_mxfp4(target, max_context=1024, **GPT_OSS | LONG_WINDOW | SIZES)
-            return [target, make(draft, max_context=1024, layers=1, vocab=SIZES["vocab"])], {}, PAST_WINDOWS
-        make(target, max_context=1024, **RANDOM[name])
-        perturbed(target, draft)
-        if name == "pard":
-            edit(draft, pard_token=126, spd_type="pard")
-        prompts = PAST_WINDOWS if "sliding_window" in RANDOM[name] else MANY
-        return [target, draft], {"quantize": "int4"} if name == "int4 mixture" else {}, prompts
-
-    @functools.cache
-    def made(name):
-        folders, options, prompts = of(name)
-        return [str(folder) for folder in folders], {"draft_tokens": 3, "policy": "fixed", **options}, prompts
-
-    return made
+    """`small_model` of a name."""
+    return functools.cache(lambda name: small_model(name, tmp_path_factory.mktemp(name), heads))
 
 
 @pytest.mark.gpu
