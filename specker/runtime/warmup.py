@@ -30,6 +30,8 @@ MAX_ROUNDS = 12
 TEXT_TOKENS = 32
 DRAFT_SIZES = 0, 4, 1, 8, 16, 2  # tokens, the most informative number first
 
+TAIL = 64  # rows by which the chunks of prompts that are prefilled differ
+
 DRAWS = Sampling(), Sampling(temperature=1.0), Sampling(temperature=1.0, top_p=0.5, top_k=2)  # one of each kind
 
 
@@ -61,9 +63,9 @@ def warm_up(
                 _on_the_host(loop, Params.of(**how), policy().confident)
         if on_progress is not None and not loop.fixed:  # otherwise the rounds of fixed shape are most of the work
             on_progress(done, len(taken) + 1)
-    if loop.graphs.capture:  # torch's linears in a prefill are slow on their first call, for a first and a later chunk
-        for length in (PREFILL_CHUNK // 4, PREFILL_CHUNK + PREFILL_CHUNK // 2):
-            _decode(session, min(length, loop.target.config.max_context - 2), 2, True)
+    if loop.graphs.capture:  # torch's linears load their kernels on the first call with a similar number of rows
+        for rows in (*range(TAIL, PREFILL_CHUNK, TAIL), PREFILL_CHUNK + PREFILL_CHUNK // 2):
+            _decode(session, min(rows + 1, loop.target.config.max_context - 2), 2, True)
     loop.history.clear()  # of what the first rounds took, which compiled, and of the drafts for these texts
     if loop.runner is not None:
         loop.runner.chooser.clear()

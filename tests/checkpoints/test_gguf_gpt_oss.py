@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from make_checkpoint import GPT_OSS, edit, exact_oracle, make, oracle, oracle_logits
+from make_checkpoint import GPT_OSS, exact_oracle, make, oracle, oracle_logits
 from make_gguf import LAYER, OUTER, add, ended, gguf
 from make_harmony import TEMPLATE, TOKENS
-from safetensors.torch import load_file, save_file
-from test_mxfp4 import drawn
+from make_mxfp4 import make_mxfp4
+from safetensors.torch import load_file
 from torch import Tensor
 
 import specker
@@ -41,19 +41,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def source(folder: Path, mxfp4: bool = False, **how: Any) -> Path:
     """A checkpoint of random weights, whose experts are perhaps in MXFP4."""
-    make(folder, **{**SIZES, **how})
-    if not mxfp4:
-        return folder
-    tensors: dict[str, Tensor] = {}
-    for n, (name, x) in enumerate(load_file(folder / "model.safetensors").items()):
-        if name.endswith(("experts.gate_up_proj", "experts.down_proj")):  # [X, E, O]
-            blocks, scales = drawn(len(x), x.shape[2], x.shape[1], seed=n)
-            tensors |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
-        else:
-            tensors[name] = x
-    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
-    edit(folder, quantization_config={"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]})
-    return folder
+    return (make_mxfp4 if mxfp4 else make)(folder, **{**SIZES, **how})
 
 
 def repacked(blocks: Tensor, scales: Tensor) -> np.ndarray:

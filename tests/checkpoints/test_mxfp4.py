@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 from make_checkpoint import GPT_OSS, edit, exact_oracle, make, oracle, oracle_logits
+from make_mxfp4 import drawn, make_mxfp4
 from safetensors.torch import load_file, save_file
-from torch import Tensor
 
 import specker
 from specker.checkpoints.architectures.names import DOWN, GATE_UP
@@ -29,26 +29,9 @@ EXPERTS = "model.layers.{}.mlp.experts."
 TEXT = [n * 7 % 120 for n in range(40)]
 
 
-def drawn(X: int, O: int, E: int, seed: int) -> tuple[Tensor, Tensor]:
-    """Blocks [X, O, E / 32, 16] and scales [X, O, E / 32] of weights of about 0.1."""
-    by = torch.Generator().manual_seed(seed)
-    blocks = torch.randint(256, (X, O, E // 32, 16), dtype=torch.uint8, generator=by)
-    return blocks, torch.randint(121, 124, (X, O, E // 32), dtype=torch.uint8, generator=by)
-
-
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = make(tmp_path_factory.mktemp("mxfp4"), **SIZES)
-    tensors = {}
-    for n, (name, x) in enumerate(load_file(folder / "model.safetensors").items()):
-        if name.endswith(("experts.gate_up_proj", "experts.down_proj")):  # [X, E, O]
-            blocks, scales = drawn(len(x), x.shape[2], x.shape[1], seed=n)
-            tensors |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
-        else:
-            tensors[name] = x
-    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
-    edit(folder, quantization_config={"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]})
-    return folder
+    return make_mxfp4(tmp_path_factory.mktemp("mxfp4"), **SIZES)
 
 
 def test_numbers_move_to_other_bytes() -> None:

@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from make_checkpoint import QWEN3_MOE, make
-from pairs import logits_of, perturbed
+from pairs import logits_of
+from small_models import small_model
 
 import specker
 from specker.kernels import variant
@@ -15,10 +15,22 @@ SETTINGS = {
     "tree": ({"strategy": "draft", "tree": "3x4"}, {"temperature": 0.7, "top_p": 0.9, "top_k": 50}),
     "vocabtrim": ({"strategy": "vocabtrim", "draft_tokens": 4}, {"temperature": 0.7}),
     "easyspec": ({"strategy": "easyspec", "draft_tokens": 4}, {}),
+    "penalties": (
+        {"strategy": "draft", "draft_tokens": 4},
+        {"temperature": 1.0, "min_p": 0.1, "presence_penalty": 1.5},
+    ),
 }
 
 
-HEADS = {"eagle": "trained longer", "mtp": "mimo", "dflash": "dflash"}
+KINDS = {  # of small_models.py, and a kernel that no other has
+    "eagle": "_start_pairs_kernel",
+    "mtp": "_start_pairs_kernel",
+    "dflash": "_tree_attention_kernel",
+    "mixture": "_expert_linear_kernel",
+    "delta nets": "_delta_rows_kernel",
+    "convolutions": "_conv_rows_kernel",
+    "clusters": "_cluster_rows_kernel",
+}
 
 
 @pytest.mark.gpu
@@ -32,22 +44,18 @@ def test_a_kernel_that_is_late_changes_no_bit(options, sampling, monkeypatch):
 
 @pytest.mark.gpu
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("kind", [*HEADS, "mixture"])
-def test_a_late_kernel_of_heads_and_mixtures_changes_no_bit(heads, kind, tmp_path, monkeypatch):
-    if kind == "mixture":
-        target = make(tmp_path / "target", max_context=256, **QWEN3_MOE)
-        models, options = [target, perturbed(target, tmp_path / "draft")], {}
-    else:
-        pair = heads(kind, HEADS[kind])
-        models, options = [pair.target] if kind == "mtp" else [pair.target, pair.folder], {"strategy": kind}
-    how = {"device": "cuda", "dtype": "bfloat16", "graphs": "on", "policy": "fixed", "draft_tokens": 3, **options}
-    engine = specker.load(*map(str, models), **how)
-    assert_late_changes_nothing(engine, [3 * n % 120 + 1 for n in range(50)], {"temperature": 0.7}, monkeypatch)
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_late_kernel_of_small_models_changes_no_bit(heads, kind, tmp_path, monkeypatch):
+    models, options, _ = small_model(kind, tmp_path, heads)
+    engine = specker.load(*models, device="cuda", dtype="bfloat16", graphs="on", **options)
+    prompt = [3 * n % 110 + 1 for n in range(50)]
+    assert KINDS[kind] in assert_late_changes_nothing(engine, prompt, {"temperature": 0.7}, monkeypatch)
 
 
 def assert_late_changes_nothing(engine, prompt, sampling, monkeypatch):
     """Each kernel sleeps in turn after it has let the next one start. Its rounds run once launched one by one, then as
-    graphs. What differs names the kernel that was late: the one after it does not wait, or reads too early."""
+    graphs. What differs names the kernel that was late: the one after it does not wait, or reads too early. Returns the
+    kernels' names."""
     if variant.arch(torch.device("cuda")) not in (90, 100):
         pytest.skip("programmatic dependent launch needs sm_90 or sm_100")
     launched: set[str] = set()
@@ -73,3 +81,4 @@ def assert_late_changes_nothing(engine, prompt, sampling, monkeypatch):
         if same != text or not torch.equal(ours, logits):
             wrong.append(name or "none is late")
     assert wrong == []
+    return launched

@@ -1,19 +1,15 @@
 """The runtime on a CUDA device: the same guarantees, and in float64 the same tokens as on a CPU."""
 
-import functools
 import statistics
 import time
-from typing import Any
 
 import pytest
 import torch
-from make_checkpoint import GEMMA3, GPT_OSS, LFM2, QWEN3_5, QWEN3_MOE, make
-from pairs import flips, logits_of, perturbed
+from pairs import flips, logits_of
 
 import specker
 
 pytestmark = pytest.mark.gpu
-DEVICE = "cuda"
 SHAPES = [{"draft_tokens": 4}, {"tree": "3x4"}]
 
 
@@ -137,56 +133,24 @@ def test_after_a_warm_up_nothing_is_compiled_or_captured(options, size, monkeypa
         assert engine.loop.graphs.captured == graphs
 
 
-RANDOM: dict[str, dict[str, Any]] = {
-    "mixture": QWEN3_MOE,
-    "int4 mixture": QWEN3_MOE,
-    "rings": {**GEMMA3, "sliding_window": 256},
-    "sinks": {**GPT_OSS, "sliding_window": 256},
-    "delta nets": QWEN3_5,
-    "convolutions": LFM2,
-}
-MADE = ["eagle", "mtp", "dflash", *RANDOM]
-
-
-@pytest.fixture(scope="module")
-def made(heads, tmp_path_factory):
-    """A function of a name in MADE: the arguments that load a small model of its kind, with a drafter, and prompts."""
-
-    @functools.cache
-    def made(name):
-        many = [[3 * n % 120 + 1 for n in range(length)] for length in (5, 40, 90)]
-        if name in RANDOM:
-            target = make(tmp_path_factory.mktemp(name) / "target", max_context=1024, **RANDOM[name])
-            pair = target, perturbed(target, target.parent / "draft")
-            how = {"quantize": "int4"} if name == "int4 mixture" else {}
-            prompts = [[*many[2]] * 6, many[1], [*many[2]] * 3] if name in ("rings", "sinks") else many
-            return [str(x) for x in pair], {"draft_tokens": 3, **how}, prompts
-        pair = heads(name, {"eagle": "trained longer", "mtp": "mimo, 3 heads", "dflash": "dflash"}[name])
-        folders = [pair.target] if name == "mtp" else [pair.target, pair.folder]
-        return [str(x) for x in folders], {"strategy": name, "draft_tokens": 3}, many
-
-    return made
-
-
-@pytest.mark.parametrize("size", [1, 4])
-@pytest.mark.parametrize("name", MADE)
-def test_small_models_of_every_kind(made, name, size):
-    """Captured rounds of heads, mixtures, rings and recurrent layers against plain decoding and rounds without graphs,
-    in bfloat16."""
-    models, options, prompts = made(name)
-    how = {"device": DEVICE, "dtype": "bfloat16", "batch_size": size, "policy": "fixed", **options}
-    graphs, eager = (specker.load(*models, graphs=on, **how) for on in ("on", "off"))
-    for sampling in ({}, {"temperature": 0.7, "seed": 3}):
-        plain = [out.tokens for out in graphs.generate_ar(prompts, 60, **sampling)]
-        for engine in (graphs, eager):
-            out = engine.generate(prompts, 60, **sampling)
-            assert [each.tokens for each in out] == plain and sum(each.stats.drafted for each in out) > 0
+@pytest.mark.parametrize("options", SHAPES, ids=["chain", "tree"])
+def test_penalties_are_captured_in_the_warm_up(options):
+    graphs, eager = (specker.load(device="cuda", dtype="bfloat16", graphs=on, **options) for on in ("on", "off"))
+    graphs.warmup()
+    same, prompts = 0, prompts_of(graphs, 4)
+    qwen = {"temperature": 0.7, "top_p": 0.8, "top_k": 20, "presence_penalty": 1.5}
+    for how in ({"presence_penalty": 1.5}, qwen, {"temperature": 1.0, "min_p": 0.1, "logit_bias": {40: 2.0}}):
+        for prompt in prompts:
+            out, plain, other = (f(prompt, 60, **how) for f in (graphs.generate, graphs.generate_ar, eager.generate))
+            same += out.tokens == plain.tokens == other.tokens
+            assert out.stats.captures == plain.stats.captures == 0
+    assert same == 3 * len(prompts) or ("tree" in options and same > 6)
 
 
 @pytest.mark.parametrize("options", [{}, {"tree": "3x4"}, {"draft_tokens": 5, "batch_size": 4}], ids=str)
 def test_the_bundled_hybrid(options):
     """With its MTP head, in bfloat16: the texts outlast many blocks of states."""
-    how = {"device": DEVICE, "dtype": "bfloat16", "policy": "fixed", **options}
+    how = {"device": "cuda", "dtype": "bfloat16", "policy": "fixed", **options}
     engine = specker.load("hybrid-target", strategy="mtp", **how)
     prompts = prompts_of(engine, 3)
     for sampling in ({}, {"temperature": 0.7, "seed": 3}):

@@ -10,6 +10,7 @@ from fake_cuda import Again, FakeCuda
 from make_checkpoint import make
 
 import specker
+from specker.model import prefill
 from specker.runtime import loop
 from specker.runtime.round import graphs as module
 from specker.runtime.round.graphs import FAILURES, Graphs
@@ -250,3 +251,21 @@ def test_long_texts_in_a_batch_that_is_not_full_are_captured_on_demand(cuda, tmp
     assert engine.generate([0] * 1100, 3).stats.captures == 0
     assert [out.stats.captures for out in engine.generate([[n] * 1100 for n in range(2)], 3)] == [1, 1]
     assert (2, long) in captured("verify") and graphs.late == 1
+
+
+def test_prompts_of_every_length_are_prefilled_in_the_warm_up(cuda, tmp_path, monkeypatch):
+    """In steps of 64 rows, by target and draft: torch's products load their kernels by the number of rows."""
+    seen, chunk = set(), prefill._prefill_chunk
+    counted = lambda model, cache, slot, tokens, *rest: (  # noqa: E731
+        seen.add((model, -(-len(tokens) // 64), cache.exact_len[slot] > 0)),
+        chunk(model, cache, slot, tokens, *rest),
+    )[1]
+    monkeypatch.setattr(prefill, "_prefill_chunk", counted)
+    how = {"policy": "fixed", "draft_tokens": 2}
+    target, draft = (make(tmp_path / name, max_context=1200, layers=1) for name in ("target", "draft"))
+    engine = specker.load(target, draft, strategy="draft", device="cpu", dtype="float64", graphs="on", **how)
+    engine.loop.graphs = Again(GPU)
+    engine.warmup()
+    for model in (engine.model, engine.drafter.model):
+        assert {steps for of, steps, later in seen if of is model and not later} >= set(range(1, 9))
+        assert any(of is model and later for of, _, later in seen)
