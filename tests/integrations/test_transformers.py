@@ -131,7 +131,12 @@ def late(got, ids=PROMPTS, row=1):
 # --- on specker's ops
 
 
-@pytest.mark.parametrize("arch", OURS)
+LIKE_OTHERS = ("mistral", "smollm3", "ministral")  # what is particular to them, others of OURS have
+
+
+@pytest.mark.parametrize(
+    "arch", [pytest.param(arch, marks=[pytest.mark.slow] if arch in LIKE_OTHERS else []) for arch in OURS]
+)
 def test_our_ops_emit_the_models_tokens(pairs, arch, only_ops):
     _, draft, model = pairs(arch)
     generate = Generate(draft, draft_tokens=3)

@@ -250,7 +250,7 @@ def test_blocks_of_rows(tmp_path):
         assert at == len(rows.positions)
 
 
-@pytest.mark.parametrize("arch", ["llama", "qwen2"])
+@pytest.mark.parametrize("arch", ["llama", pytest.param("qwen2", marks=pytest.mark.slow)])
 def test_greedy_equals_transformers_generate(tmp_path, arch):
     import specker
 

@@ -241,7 +241,7 @@ def test_compiled_layers_of_ranks_have_the_tokens_of_plain_decoding(models, tmp_
         how = {"strategy": strategy, "device": "cpu", **options}
         sampling = [SAMPLING[name.startswith(("sampled", "easyspec-tree", "int8"))]]
         beside = {"beside": BESIDE} if "batch_size" in options else {}
-        cases.append({"models": pair, "options": how, "prompt": PROMPT, "count": 40, "sampling": sampling, **beside})
+        cases.append({"models": pair, "options": how, "prompt": PROMPT, "count": 20, "sampling": sampling, **beside})
     (tmp_path / "cases").write_text(json.dumps(cases))
     on_ranks(ranks, "tests/support/dist_worker.py", str(tmp_path / "cases"), str(tmp_path / "out"))
     found = [json.loads((tmp_path / f"out.{rank}.json").read_text()) for rank in range(ranks)]

@@ -9,7 +9,7 @@ from specker.options import Params, Sampling
 from specker.runtime import check
 
 PROMPTS = ["def fibonacci(n):", "class Stack:\n    def push(self", "import os\nimport sys\n"]
-TOKENS = 28
+TOKENS = 18
 EACH = {  # a value for each prompt: requests of one batch differ
     "greedy": {
         "repetition_penalty": [1.3, 1.0, 0.8],

@@ -89,9 +89,9 @@ def test_max_new_tokens_in_mid_draft(pairs, graphs):
 )
 def test_the_context_ends_decoding(pairs, plain, shape, graphs):
     fast = load(pairs, graphs=graphs, **SHAPES[shape])
-    prompt = [k % 100 for k in range(150)]
+    prompt = [k % 100 for k in range(170)]
     got = fast.generate(prompt, 500)
-    assert got.tokens == plain.generate(prompt, 500).tokens and len(got.tokens) == 42
+    assert got.tokens == plain.generate(prompt, 500).tokens and len(got.tokens) == 22
     longer = plain.generate([k % 100 for k in range(191)], 500)  # room for one token
     assert fast.generate([k % 100 for k in range(191)], 500).tokens == longer.tokens and len(longer.tokens) == 1
 
@@ -112,10 +112,10 @@ def test_a_stop_id_ends_the_text(pairs, graphs):
 @pytest.mark.parametrize("graphs", ["off", "on"])
 def test_a_draft_with_a_shorter_context(pairs, tmp_path, graphs):
     """Rounds of fixed shape while there is room, then host-placed rounds, which stop drafting."""
-    short = make(tmp_path, "llama", layers=1, max_context=64)
+    short = make(tmp_path, "llama", layers=1, max_context=48)
     for shape in ({"draft_tokens": 4}, {"tree": "2x4"}):
         fast = load((pairs[0], short), graphs=graphs, **shape)
-        for prompt, count in (([5, 9, 40], 66), (list(range(40)), 33), (list(range(100)), 9)):
+        for prompt, count in (([5, 9, 40], 48), (list(range(40)), 14), (list(range(100)), 4)):
             out = fast.generate(prompt, count)
             assert out.tokens == cases.plain(pairs[0], prompt, count)
         assert out.stats.drafted == 0  # the last prompt alone is longer than the draft's context
@@ -226,10 +226,9 @@ def test_the_logits_are_those_of_plain_decoding(pairs, shape, beside):
 
 @pytest.mark.parametrize(
     ("shape", "draft", "beside", "graphs"),
-    cases.one_in(
-        4,
+    cases.diagonal(
         ["chain-5", "tree-3x4", "easyspec", "easyspec-tree", "draft-and-verify"],
-        ["another", "itself"],
+        ["itself", "another"],
         ["alone", "batch"],
         ["off", "on"],
     ),
@@ -242,7 +241,7 @@ def test_caches_are_sound_after_every_round(pairs, shape, draft, beside, graphs)
     fast = load(models, graphs=graphs, batch_size=1 if len(prompts) == 1 else 4, **SHAPES[shape])
     batch, drafter, longest = fast.loop, fast.drafter, 0
 
-    with admitted(fast, prompts, 40) as sequences:
+    with admitted(fast, prompts, 24) as sequences:
         while all(len(s.token_ids) + 6 < s.limit for s in sequences):
             before = [len(s.token_ids) for s in sequences]
             r = batch.start()

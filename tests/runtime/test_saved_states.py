@@ -120,8 +120,8 @@ def test_another_answer_to_a_prompt_costs_nothing(pairs, alone, kind):
     engine = load(pairs, kind, "tree")
     for n in LENGTHS:
         prompt = text_of(n, 3)
-        check(engine, alone[kind], prompt, n - 1, 50)
-        check(engine, alone[kind], prompt, 0, 50, temperature=1.0, seed=2)
+        check(engine, alone[kind], prompt, n - 1, 24)
+        check(engine, alone[kind], prompt, 0, 24, temperature=1.0, seed=2)
         check(engine, alone[kind], [*prompt, 1, 2, 3], 3)
 
 
@@ -195,7 +195,7 @@ def test_a_drafter_goes_on_from_the_same_column(tmp_path, alone, pairs, strategy
         engine, fresh = (load(pairs, "qwen3.5", "tree", prefix_cache=kind) for kind in ("exact", "off"))
         plain = alone["qwen3.5"]
     behind = int(strategy == "mtp")
-    for n in (65, 130):
+    for n in (130,):
         start, accepted = text_of(n, 9), []
         for turn, own in enumerate((90, 100, 3, 100)):
             text = start + text_of(own, 10)

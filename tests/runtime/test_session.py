@@ -308,10 +308,10 @@ def test_cancel(models, where, chunk_prompts):
     chunk_prompts(32)
     engine = load(models, "draft", batch_size=2)
     session, prompt = engine.session, [7] * 200
-    want = [engine.generate_ar([n], 60).tokens for n in (1, 2)]
-    ahead = [session.submit([n], Params(max_new_tokens=60)) for n in ((1, 2) if where == "waiting" else (1,))]
+    want = [engine.generate_ar([n], 30).tokens for n in (1, 2)]
+    ahead = [session.submit([n], Params(max_new_tokens=30)) for n in ((1, 2) if where == "waiting" else (1,))]
     session.step()
-    request = session.submit(prompt, Params(max_new_tokens=30))
+    request = session.submit(prompt, Params(max_new_tokens=12))
     while {"waiting": False, "prefill": not engine.loop.slots.filling, "decoding": not request.tokens}[where]:
         session.step()
     session.cancel(request)
@@ -322,7 +322,7 @@ def test_cancel(models, where, chunk_prompts):
         events += session.step()
     assert [event.finished for event in events if event.request is request] == ["cancelled"]
     assert [r.tokens for r in ahead] == want[: len(ahead)] and free(engine)
-    assert request.tokens == engine.generate_ar(prompt, 30).tokens[: len(request.tokens)]
+    assert request.tokens == engine.generate_ar(prompt, 12).tokens[: len(request.tokens)]
 
 
 @pytest.mark.parametrize("graphs", ["off", "on"])
@@ -370,7 +370,7 @@ def test_other_texts_go_on_while_a_long_prompt_is_prefilled(models, way, monkeyp
     chunk_prompts(32)
     engine, rows = load(models, way, batch_size=2), []
     long = [n * 7 % 90 + 3 for n in range(300)]
-    want = [engine.generate_ar(p, 40).tokens for p in ([1, 2], long)]
+    want = [engine.generate_ar(p, 24).tokens for p in ([1, 2], long)]
     prefill = prompts.prefill
 
     def counted(model, cache, tokens, *rest, **more):
@@ -380,11 +380,11 @@ def test_other_texts_go_on_while_a_long_prompt_is_prefilled(models, way, monkeyp
     monkeypatch.setattr(prompts, "prefill", counted)
     monkeypatch.setattr("specker.model.prefill.prefill", counted)
     session = engine.session
-    first = session.submit([1, 2], Params(max_new_tokens=40))
+    first = session.submit([1, 2], Params(max_new_tokens=24))
     rows.append(0)
     session.step()
     told = []
-    request = session.request(long, Params(max_new_tokens=40), on_progress=lambda done, of: told.append((done, of)))
+    request = session.request(long, Params(max_new_tokens=24), on_progress=lambda done, of: told.append((done, of)))
     second = session.submit(request)
     while session.busy:
         rows.append(0)
