@@ -213,7 +213,7 @@ for rows in (16, 64, 256):
 
 
 def test_registration():
-    for groups in (0, 1, 3):
+    for groups in (0, 3):
         args = inputs(6, (4, 2, 8), groups, torch.float32)
         args[4].zero_(), args[5].zero_()  # opcheck compares the caches, and NaN never equals NaN
         torch.library.opcheck(torch.ops.specker.kv_calibrate, args)

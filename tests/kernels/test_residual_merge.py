@@ -177,7 +177,7 @@ def test_a_row_is_the_same_alone_and_among_others(T):
 
 
 def test_registration():
-    for P, Q in SHAPES:
+    for P, Q in (*SHAPES[:2], SHAPES[-1]):
         args = inputs(3, 8, P, Q, torch.float32)
         torch.library.opcheck(torch.ops.specker.residual_merge, (*args, EPS))
         if P:

@@ -19,7 +19,7 @@ from specker.runtime.recipe import resolve
 
 PROMPTS = [[5, 9, 40, 77, 3, 8], [7], [3] * 70]
 SAMPLING = [{}, {"temperature": 0.7, "seed": 4, "top_p": 0.9}]
-COUNT, LAYERS = 12, 5  # tokens; layers of the draft, whose groups are [0], [1, 2], [3], [4]
+COUNT, LAYERS = 8, 5  # tokens; layers of the draft, whose groups are [0], [1, 2], [3], [4]
 GROUPS, SEVERAL = 4, 1  # groups, and those of several layers
 DRAFT, EASYSPEC = {"strategy": "draft"}, {"strategy": "easyspec", "layer_parallel": "2"}
 CHAIN, TREE = {"draft_tokens": 4}, {"tree": "3x3"}

@@ -12,6 +12,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
+import cases
 import httpx
 import pytest
 from make_checkpoint import make
@@ -85,7 +86,7 @@ def test_a_client_that_leaves_as_an_event_comes_ends_its_call(turns):
 
 def test_a_full_queue_refuses_and_says_when_to_return(load, slow):
     with serving(engine := slow(load(batch_size=1)), queue=1) as client, ThreadPoolExecutor(3) as pool:
-        posts = [pool.submit(client.post, "/v1/completions", json={**LONG, "max_tokens": 60}) for _ in range(2)]
+        posts = [pool.submit(client.post, "/v1/completions", json={**LONG, "max_tokens": 30}) for _ in range(2)]
         until(lambda: client.app.state.server.worker.open == 2)
         answer = client.post("/v1/completions", json=LONG)
         assert answer.status_code == 429 and int(answer.headers["retry-after"]) >= 1
@@ -112,8 +113,7 @@ def test_a_place_in_a_full_queue_is_expected_after_the_rounds_of_those_before(lo
             worker.reserve(1)
 
 
-@pytest.mark.parametrize("stream", [True, False])
-@pytest.mark.parametrize("queued", [False, True])
+@pytest.mark.parametrize(("queued", "stream"), cases.diagonal([False, True], [True, False]))
 def test_a_client_that_goes_away_ends_its_request(load, slow, stream, queued):
     with serving(engine := slow(load(batch_size=1))) as client:
         worker = client.app.state.server.worker
@@ -183,11 +183,11 @@ def test_a_request_whose_end_cannot_be_recorded_fails_alone(load, slow):
                 raise RuntimeError("a secret of /home/somebody")
 
         ended, worker.on_ended = worker.on_ended, recorded
-        post = pool.submit(client.post, "/v1/completions", json={**LONG, "max_tokens": 90})
+        post = pool.submit(client.post, "/v1/completions", json={**LONG, "max_tokens": 50})
         until(lambda: engine.loop.active)
         answer = client.post("/v1/completions", json=short)
         assert answer.status_code == 500 and "secret" not in answer.text
-        assert post.result().json()["choices"][0]["text"] == engine.generate(LONG["prompt"], 90).text
+        assert post.result().json()["choices"][0]["text"] == engine.generate(LONG["prompt"], 50).text
         assert worker.metrics.finished == {"length": 2} and worker.open == 0 and worker.sound
         worker.on_ended = ended
         assert serves(client, engine)
@@ -216,13 +216,13 @@ def test_logits_that_are_not_finite_fail_the_request(load, monkeypatch):
 
 def test_a_draining_server_ends_what_it_began(load, slow):
     with serving(engine := slow(load(batch_size=1))) as client:
-        with client.stream("POST", "/v1/completions", json={**LONG, "max_tokens": 90, "stream": True}) as answer:
+        with client.stream("POST", "/v1/completions", json={**LONG, "max_tokens": 50, "stream": True}) as answer:
             got = chunks(answer.iter_lines())
             first = next(got)
             client.server.should_exit = True  # what SIGTERM sets
             until(lambda: not accepts(client))
             text = first["choices"][0]["text"] + "".join(c["choices"][0]["text"] for c in got)
-        assert text == engine.generate(LONG["prompt"], 90).text
+        assert text == engine.generate(LONG["prompt"], 50).text
 
 
 def accepts(client):

@@ -1,5 +1,6 @@
 """Strategy eagle: trees, trimmed heads, and heads that do not fit. test_draft_heads.py has what holds for all heads."""
 
+import cases
 import pytest
 import torch
 from heads import DEEPSPEC, SLIDING, TEXT, HeadPair, assert_drafts, changed, made, plain_target, traced
@@ -16,9 +17,10 @@ def usual(heads):
     return heads("eagle", "nested")
 
 
-@pytest.mark.parametrize("graphs", ["off", "on"])
-@pytest.mark.parametrize("shape", [{"tree": "3x2"}, {"tree": "2x3", "draft_tokens": 4}])
-@pytest.mark.parametrize("name", ["3.1", "eagle1"])
+@pytest.mark.parametrize(
+    ("name", "shape", "graphs"),
+    cases.one_in(2, ["3.1", "eagle1"], [{"tree": "3x2"}, {"tree": "2x3", "draft_tokens": 4}], ["off", "on"]),
+)
 def test_a_tree_holds_the_most_probable_nodes(heads, name, shape, graphs):
     head = heads("eagle", name)
     engine = head.load(graphs=graphs, **shape)

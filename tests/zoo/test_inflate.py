@@ -13,7 +13,6 @@ SHAPE = Shape(512, 800, 17, 12, 3)  # twice as wide; layers, heads and their gro
 PROMPTS = ["def add(a, b):", "class Node:\n    def __init__"]
 FIXED = {"policy": "fixed", "draft_tokens": 4}
 CASES = {
-    "ar": ("code-target", None, {}, {}),
     "draft": ("code-target", "code-draft", FIXED, {}),
     "diffuspec": ("code-target", "code-diffusion", FIXED, {}),
     "del": ("code-target", None, FIXED | {"exit_layer": 6}, {"exit_layer": 8}),  # six of the toy's layers
@@ -37,10 +36,10 @@ def test_tokens_and_drafts_are_the_toys(family: Path, strategy: str) -> None:
     for folder, own in ((zoo.FOLDER, {}), (family, wide)):
         models = [folder / name for name in (target, draft) if name is not None]
         engine = specker.load(*models, strategy=strategy, dtype="float64", device="cpu", **options | own)
-        outs = engine.generate(PROMPTS, 14, temperature=0.5)
+        outs = engine.generate(PROMPTS, 10, temperature=0.5)
         found.append([(out.tokens, out.stats.drafted, out.stats.accepted) for out in outs])
     assert found[0] == found[1]
-    assert strategy == "ar" or sum(accepted for _, _, accepted in found[0]) > 6
+    assert sum(accepted for _, _, accepted in found[0]) > 4
 
 
 def test_every_member_gets_the_shape_in_proportion() -> None:

@@ -45,7 +45,8 @@ def one_thread():
 
 @pytest.fixture(scope="module")
 def target(tmp_path_factory):
-    return make(tmp_path_factory.mktemp("target") / "chatty", tokenizer=True, tied=True, layers=8, max_context=256)
+    sizes = {"heads": 4, "kv_heads": 2, "head_dim": 32, "layers": 8, "max_context": 256}  # which compiled layers take
+    return make(tmp_path_factory.mktemp("target") / "chatty", tokenizer=True, tied=True, seed=1, **sizes)
 
 
 @pytest.fixture(scope="module")
@@ -402,7 +403,7 @@ def test_the_loss_of_blocks_is_the_divergence_of_every_token(dense, lessons, tmp
     roots = torch.rand(2, 64, generator=torch.Generator().manual_seed(5)).topk(16).indices  # the blocks of step 5
     total = sums = 0.0
     with torch.no_grad():
-        got, other = (float(net.loss(batch, 0.5, 0.7, turn)) for turn in (5, 6))
+        got, other = (float(net.loss(batch, 0.5, 0.7, turn)) for turn in (5, 7))
         finals = net.blocks(batch, roots)
         for b in range(2):
             for n, root in enumerate(roots[b].tolist()):
@@ -475,7 +476,7 @@ def test_the_stages_make_a_head_and_are_done_once(target, tmp_path, main, small,
     assert main(*again) == 0 and (out / "head-speculators" / "config.json").exists()
     assert {path: path.stat().st_mtime_ns for path in written} == written
     assert torch.load(out / "state.pt", weights_only=True)["log"] == state["log"]
-    assert main(*again, "--stages", "answers", "taps", "--tokens", 700) == 0
+    assert main(*again, "--stages", "answers", "taps", "--tokens", 1200) == 0
     assert len(list((out / "taps").iterdir())) > len([path for path in written if path.parent.name == "taps"])
 
 
