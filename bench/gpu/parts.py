@@ -63,7 +63,7 @@ EVERY = "ar,draft,draft tree 4x4,vocabtrim,easyspec,diffuspec,del,lookup,draft+l
 SOME = "ar,draft,lookup,draft+lookup,vocabtrim+lookup"  # with several texts at once
 FEW = "ar,draft,vocabtrim+lookup"
 OWN_HEAD = ("ar,lookup,mtp,mtp+lookup", "--target", "hybrid-target")  # of a target with recurrent layers
-UNTRIED = "hybrid or sinks or delta or convolutions or gemma4 or assistant or mxfp4 or small_models"
+UNTRIED = "hybrid or sinks or delta or convolutions or gemma4 or assistant or mxfp4 or small_models or penalties"
 
 
 @dataclass(frozen=True)

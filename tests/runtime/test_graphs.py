@@ -196,7 +196,8 @@ def test_a_worker_thread_uses_the_engines_own_device(cuda, monkeypatch, strategy
 
 def test_usual_early_exits_are_captured_in_the_warm_up_and_later_captures_counted(cuda, tmp_path):
     target = make(tmp_path / "target", layers=4, vocab=64)
-    engine = specker.load(target, strategy="del", device="cpu", dtype="float64", graphs="on")
+    # By bytes: by measured seconds, drafts would be as long as the clock says.
+    engine = specker.load(target, strategy="del", device="cpu", dtype="float64", graphs="on", exit_cost="bytes")
     graphs = engine.loop.graphs = Again(GPU)
     engine.warmup()
     assert graphs.late == 0
