@@ -158,7 +158,7 @@ def summary(rows: list[Row]) -> str:
             for t in temperatures:
                 found = [row["over_ar"] for row in own if row["temperature"] == t and flag in (row["flags"], "")]
                 numbers.append(f"{max(found):.2f}" if found else "")
-        lines.append([f"[`{paper}`](docs/papers.md#{paper})", *numbers])
+        lines.append([f"[`{paper}`](#{paper})", *numbers])
     return f"{tables.table(lines)}\n\n{tables.origin(newest[-1])}"
 
 

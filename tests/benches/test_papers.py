@@ -176,7 +176,7 @@ def test_the_summary_has_a_line_for_each_paper_of_the_newest_run():
         for each, over in zip(flags, speeds, strict=True)
     ]
     lines = page.summary([*old, *new, row("del", "fast", 1.1, model="real models")]).splitlines()
-    assert lines[2] == "| [`del`](docs/papers.md#del) | 1.50 | 0.50 | 1.20 | 1.00 | 1.60 | 1.00 |" and len(lines) == 5
+    assert lines[2] == "| [`del`](#del) | 1.50 | 0.50 | 1.20 | 1.00 | 1.60 | 1.00 |" and len(lines) == 5
     assert "commit def" in lines[4]
 
 

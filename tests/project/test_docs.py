@@ -68,7 +68,7 @@ def test_command(line: str) -> None:
     match words:
         case ["make", target, *more]:
             assert target in targets()
-            own = {"gpu": "PARTS=", "static": "TRITON=", "ptx": ("ARGS=", "TRITON="), "real": "MODEL="}
+            own = {"gpu": ("PARTS=", "SHORT="), "static": "TRITON=", "ptx": ("ARGS=", "TRITON="), "real": "MODEL="}
             assert all(word.startswith(own.get(target, "ARGS=")) for word in more)
         case ["python", "-m", "specker.run", *flags]:
             cli_flags.parse(flags)
