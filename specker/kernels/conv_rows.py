@@ -33,7 +33,6 @@ from specker.kernels.variant import (
 ACTIVATIONS = "none", "silu"
 KERNELS = range(2, 9)  # sizes of the convolution
 ROWS = 8  # of a tile
-TILES = 16  # the most that a program computes
 
 
 def conv_rows(
@@ -310,9 +309,8 @@ def launch(args: Arguments) -> Tensor:
         after=after is not None,
         unit=1 if any(stride % 16 for stride in strides) else 16,
     )
-    tiles = -(-T // (ROWS * max(B, 1) * TILES))  # a prompt has many rows
     _variant(shape)(
-        (-(-C // 64), B, max(1, tiles)),
+        (-(-C // 64), B, max(1, -(-T // (ROWS * max(B, 1))))),  # as many tiles as sequences have on average
         x,
         weight,
         weight if bias is None else bias.contiguous(),

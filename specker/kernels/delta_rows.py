@@ -5,9 +5,11 @@ each column after its anchor it keeps a record, as attention keeps K and V. A ro
 and the records of its path. So a refused draft is a record that is overwritten, a tree is the ancestor bits that
 attention has, and what a row computes depends on its path alone.
 
-A program computes one value head of one sequence. Products with the state and between keys are matrix products; what
-they weigh is added column by column in the order of the path, and columns that a row does not see add an exact 0. So a
-row has the same bits whether it is decoded alone, in a chain or in a tree.
+A program computes 32 columns of one value head of one sequence; of a head's programs the last one to finish norms its
+rows. Products with the state and between keys are matrix products. What they weigh, the updates u of a row's path, is
+added column by column in the order of the path, 32 columns in one product of FMAs, and columns that a row does not see
+add an exact 0. So a row has the same bits whether it is decoded alone, in a chain or in a tree. The rows of a tile
+depend on each other: all are computed anew, from the same sums, as often as the longest path in the tile has steps.
 """
 
 from collections.abc import Iterator
@@ -27,6 +29,8 @@ from specker.kernels.variant import (
     check_dims,
     check_kinds,
     check_within,
+    counters,
+    is_last,
     rowwise,
     same_device,
     start_after_previous,
@@ -106,7 +110,7 @@ def delta_rows(
         u_records: [pages, page_size, Hv, Dv], likewise.
         g_records: [pages, page_size, Hv, 4], likewise: the decays since the beginning of the column's block, those of
             the block before, the column's position, and 1 / |k| before it was scaled.
-        positions: [T] int64, of each row in its text.
+        positions: [T] int64, of each row in its text: one more than its parent's.
         slots: [T] int64, where the row's record is written, as an index into the flattened pages.
         block_table: [B, P] int32, page ids.
         kv_len: [B] int32, columns of each sequence, the window included. The rows are its last ones, in order.
@@ -337,57 +341,130 @@ def unit(x: Tensor) -> Tensor:
 
 
 @triton.jit
-def _fold(
-    p_new,  # keys of the pass, of column 0 if it had one
-    k_stride,
-    start,  # the first column of the pass
-    k_rec,
-    u_rec,
-    g_rec,
-    p_table,
-    p_from,
-    p_to,
-    A,
-    i_k,
-    i_h,
-    HK: tl.constexpr,
-    HV: tl.constexpr,
-    DK: tl.constexpr,
-    DV: tl.constexpr,
-    BLOCK: tl.constexpr,
-    PAGE: tl.constexpr,
-    SLICE: tl.constexpr,
-):
-    """The state at p_to [DK, DV] of anchor A + BLOCK, from the one at p_from of anchor A and the records between."""
-    o_v = tl.arange(0, DV)
-    end = A + BLOCK - 1
-    total = tl.load(g_rec + ((tl.load(p_table + end // PAGE).to(tl.int64) * PAGE + end % PAGE) * HV + i_h) * 4)
-    decay = tl.exp(total)
-    for d in tl.range(0, DK, SLICE):
-        o_d = d + tl.arange(0, SLICE)
-        b_s = decay * tl.load(p_from + o_d[:, None] * DV + o_v[None, :])
-        for j in tl.range(0, BLOCK):
-            at = _row(p_table, A + j, PAGE)
-            p_g = g_rec + (at * HV + i_h) * 4
-            if A + j >= start:
-                b_k = tl.load(p_new + (A + j).to(tl.int64) * k_stride + o_d).to(tl.float32) * tl.load(p_g + 3)
-            else:
-                b_k = tl.load(k_rec + (at * HK + i_k) * DK + o_d)
-            b_k *= tl.exp(total - tl.load(p_g))
-            b_s += b_k[:, None] * tl.load(u_rec + (at * HV + i_h) * DV + o_v)[None, :]
-        tl.store(p_to + o_d[:, None] * DV + o_v[None, :], b_s)
-
-
-@triton.jit
 def _row(p_table, column, PAGE: tl.constexpr):
     """Where a column's records are."""
     return tl.load(p_table + column // PAGE).to(tl.int64) * PAGE + column % PAGE
 
 
 @triton.jit
-def _of(b_x, o_r, i):
-    """Entry i of a vector."""
-    return tl.sum(tl.where(o_r == i, b_x, 0), axis=0)
+def _keys(k_rec, p_new, k_stride, start, o_j, m_j, b_row, b_scale, o_d, STRIDE: tl.constexpr):
+    """The keys [columns, o_d] of columns o_j as the op was given them: a record divided by its scale rounds to that.
+    Those of the pass itself, from column `start` on, are read where they came from, since other programs write their
+    records."""
+    b_k = tl.load(k_rec + b_row[:, None] * STRIDE + o_d[None, :], mask=(m_j & (o_j < start))[:, None], other=0.0)
+    if tl.max(o_j, axis=0) >= start:
+        p_k = p_new + o_j[:, None].to(tl.int64) * k_stride + o_d[None, :]
+        b_new = tl.load(p_k, mask=(m_j & (o_j >= start))[:, None], other=0.0).to(tl.float32)
+        b_k += b_new * b_scale[:, None]  # one of them is 0
+    return _unscaled(b_k, b_scale, p_new.dtype.element_ty)
+
+
+@triton.jit
+def _unscaled(b_k, b_scale, dtype: tl.constexpr):
+    """Keys of length 1 as they were before they were scaled."""
+    return (b_k * (1 / tl.where(b_scale > 0, b_scale, 1.0))[:, None]).to(dtype)
+
+
+@triton.jit
+def _fold(
+    k_rec,
+    u_rec,
+    g_rec,
+    p_own,
+    p_new,
+    k_stride,
+    start,
+    p_table,
+    p_from,
+    p_to,
+    A,
+    HK: tl.constexpr,
+    HV: tl.constexpr,
+    DK: tl.constexpr,
+    DV: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PAGE: tl.constexpr,
+    OWN: tl.constexpr,
+    SLICE: tl.constexpr,
+    BV: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """The state at p_to [DK, BV] of anchor A + BLOCK, from the one at p_from of anchor A and the records between. Their
+    pointers are those of the program's heads and its part of Dv."""
+    o_v, o_c = tl.arange(0, BV), tl.arange(0, COLUMNS)
+    total = tl.load(_decays_of(g_rec, p_own, start, A + BLOCK - 1, _row(p_table, A + BLOCK - 1, PAGE), HV, OWN))
+    for d in tl.range(0, DK, SLICE):
+        o_d = d + tl.arange(0, SLICE)
+        b_s = tl.exp(total) * tl.load(p_from + o_d[None, :] * DV + o_v[:, None])
+        for j in tl.range(A, A + BLOCK, COLUMNS):
+            o_j = j + o_c
+            b_row = _row(p_table, o_j, PAGE)
+            p_g = _decays_of(g_rec, p_own, start, o_j, b_row, HV, OWN)
+            b_scale = tl.load(p_g + 3)
+            b_k = _keys(k_rec, p_new, k_stride, start, o_j, o_j >= 0, b_row, b_scale, o_d, HK * DK)
+            b_u = tl.load(u_rec + b_row[None, :] * (HV * DV) + o_v[:, None])
+            b_s = _dot(b_u * (tl.exp(total - tl.load(p_g)) * b_scale)[None, :], b_k, b_s)
+        tl.store(p_to + o_d[None, :] * DV + o_v[:, None], b_s)
+
+
+@triton.jit
+def _decays_of(g_rec, p_own, start, o_j, b_row, HV: tl.constexpr, OWN: tl.constexpr):
+    """Where the decays of columns are: those of the pass itself are read where this program wrote them."""
+    return tl.where(o_j < start, g_rec + b_row * (HV * 4), p_own + (o_j - start).to(tl.int64) * OWN)
+
+
+@triton.jit
+def _store_decays(p_g, m, b_c, b_e, b_p, b_s):
+    tl.store(p_g, b_c, mask=m)
+    tl.store(p_g + 1, b_e, mask=m)
+    tl.store(p_g + 2, b_p.to(tl.float32), mask=m)
+    tl.store(p_g + 3, b_s, mask=m)
+
+
+@triton.jit
+def _dot(b_x, b_y, b_sum):
+    """b_sum + b_x b_y, of which one is float32, the other of the model's type. Where that has 16 bits, bfloat16 parts
+    are multiplied, whose products are exact: a float32 is the sum of three, a float16 of two."""
+    if b_x.dtype == b_y.dtype:
+        return tl.dot(b_x, b_y, b_sum, input_precision="ieee")
+    else:
+        b_x_high, b_x_mid, b_x_low = _parts(b_x)
+        b_y_high, b_y_mid, b_y_low = _parts(b_y)
+        if b_x.dtype == tl.float16 or b_y.dtype == tl.float16:
+            b_sum = tl.dot(b_x_mid, b_y_mid, b_sum)
+        if b_x.dtype == tl.float32:
+            b_sum = tl.dot(b_x_low, b_y_high, b_sum)
+        else:
+            b_sum = tl.dot(b_x_high, b_y_low, b_sum)
+        if b_x.dtype != tl.bfloat16:
+            b_sum = tl.dot(b_x_mid, b_y_high, b_sum)
+        if b_y.dtype != tl.bfloat16:
+            b_sum = tl.dot(b_x_high, b_y_mid, b_sum)
+        return tl.dot(b_x_high, b_y_high, b_sum)
+
+
+@triton.jit
+def _parts(b_x):
+    """Three bfloat16 whose sum is b_x."""
+    b_high = b_x.to(tl.bfloat16)
+    b_rest = b_x.to(tl.float32) - b_high.to(tl.float32)
+    b_mid = b_rest.to(tl.bfloat16)
+    return b_high, b_mid, (b_rest - b_mid.to(tl.float32)).to(tl.bfloat16)
+
+
+@triton.jit
+def _weights(m, b_p, b_c, b_far, b_pj, b_cj, b_sj, BLOCK: tl.constexpr):
+    """What weighs the product of each row and column: the decay between them, if the row sees the column, and the
+    scale of the column's key."""
+    near = (b_pj // BLOCK)[None, :] == (b_p // BLOCK)[:, None]
+    b_decay = tl.exp(tl.where(near, b_c[:, None], b_far[:, None]) - b_cj[None, :])
+    return tl.where(m, b_decay * b_sj[None, :], 0.0)
+
+
+@triton.jit
+def _picked(b_x, b_at, o_r):
+    """b_x[b_at]; 0 where that is out of range."""
+    return tl.sum(tl.where(b_at[:, None] == o_r[None, :], b_x[None, :], 0.0), axis=1)
 
 
 @triton.jit(
@@ -421,6 +498,8 @@ def _delta_rows_kernel(
     z_ptr,  # [T, HV, DV]
     norm_ptr,  # [DV]
     out_ptr,  # [T, HV, DV]
+    own_ptr,  # [T, HV, DV // BV, BV + 4] fp32: each program's outputs before the norm, and decays
+    count_ptr,  # [B, HV] int32, zeros
     eps,
     q_stride,
     k_stride,
@@ -439,11 +518,15 @@ def _delta_rows_kernel(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     SLICE: tl.constexpr,
+    BV: tl.constexpr,
     NORM: tl.constexpr,
+    UNIT: tl.constexpr,  # of strides, so that the compiler knows that they are multiples of it
     PDL: tl.constexpr,
+    ON_AMD: tl.constexpr,
 ):
+    q_stride, k_stride, v_stride, z_stride = q_stride * UNIT, k_stride * UNIT, v_stride * UNIT, z_stride * UNIT
     start_after_previous(PDL)
-    i_b, i_h = tl.program_id(0), tl.program_id(1)
+    i_b, i_h, i_v = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     i_k = i_h // (HV // HK)
     first, last = tl.load(cu_rows_ptr + i_b), tl.load(cu_rows_ptr + i_b + 1)
     if first == last:
@@ -451,13 +534,18 @@ def _delta_rows_kernel(
     columns = tl.load(kv_len_ptr + i_b)
     before = columns - tl.load(window_ptr + i_b)
     p_table = table_ptr + i_b.to(tl.int64) * table_stride
-    p_state = states_ptr + (tl.load(state_of_ptr + i_b) * 2 * HV + i_h) * DK * DV
     HALF: tl.constexpr = HV * DK * DV
-    p_anchor = anchors_ptr + tl.load(state_of_ptr + i_b) * HV + i_h
-    o_r, o_s, o_v, o_c = tl.arange(0, ROWS), tl.arange(0, SLICE), tl.arange(0, DV), tl.arange(0, COLUMNS)
-    # A program reads keys of the pass itself where they came from, since other programs write their records, too.
-    start = columns - (last - first)
+    PARTS: tl.constexpr = DV // BV
+    OWN: tl.constexpr = HV * PARTS * (BV + 4)
+    state = tl.load(state_of_ptr + i_b)
+    p_state = states_ptr + (state * 2 * HV + i_h) * DK * DV + i_v * BV
+    p_anchor = anchors_ptr + state * HV + i_h
+    A = tl.load(p_anchor).to(tl.int32)
+    o_r, o_s, o_v, o_c = tl.arange(0, ROWS), tl.arange(0, SLICE), tl.arange(0, BV), tl.arange(0, COLUMNS)
+    start = columns - (last - first)  # the first column of the pass
     p_new = k_ptr + (first - start).to(tl.int64) * k_stride + i_k * DK
+    p_own = own_ptr + first.to(tl.int64) * OWN + (i_h * PARTS + i_v) * (BV + 4) + BV
+    k_rec, g_rec, u_rec = k_rec_ptr + i_k * DK, g_rec_ptr + i_h * 4, u_rec_ptr + i_h * DV + i_v * BV
     # disable_licm: values that the compiler hoists out of this loop and the next take up to 100 registers.
     for r in tl.range(first, last, ROWS, disable_licm=True):
         o_t = (r + o_r).to(tl.int64)
@@ -467,163 +555,180 @@ def _delta_rows_kernel(
         b_at = tl.maximum(b_p // BLOCK - 1, 0) * BLOCK
         low = tl.min(tl.where(m_r, b_at, 2147483647), axis=0)
         high = tl.max(b_at, axis=0)
-        A = tl.load(p_anchor).to(tl.int32)  # from memory for each tile, as a tile's registers are full
+        depth = tl.max(b_p, axis=0) - tl.min(tl.where(m_r, b_p, 2147483647), axis=0)  # most steps of a path in the tile
         while high > A:
-            p_to = p_state + (A // BLOCK + 1) % 2 * HALF
+            p_from, p_to = p_state + A // BLOCK % 2 * HALF, p_state + (A // BLOCK + 1) % 2 * HALF
             _fold(
+                k_rec,
+                u_rec,
+                g_rec,
+                p_own,
                 p_new,
                 k_stride,
                 start,
-                k_rec_ptr,
-                u_rec_ptr,
-                g_rec_ptr,
                 p_table,
-                p_state + A // BLOCK % 2 * HALF,
+                p_from,
                 p_to,
                 A,
-                i_k,
-                i_h,
                 HK,
                 HV,
                 DK,
                 DV,
                 BLOCK,
                 PAGE,
+                OWN,
                 SLICE,
+                BV,
+                min(COLUMNS, BLOCK),
             )
             A += BLOCK
             tl.debug_barrier()
-            tl.store(p_anchor, A.to(tl.int64))
 
         x = tl.load(a_ptr + o_t * a_stride + i_h, mask=m_r, other=0.0).to(tl.float32) + tl.load(dt_bias_ptr + i_h)
         b_g = -tl.exp(tl.load(a_log_ptr + i_h)) * tl.where(x > 20, x, tl.log(1 + tl.exp(tl.minimum(x, 20.0))))
-        # Decays since the beginning of each row's block, and of the whole block before it, along the row's path.
-        b_c, b_e = tl.zeros([ROWS], tl.float32), tl.zeros([ROWS], tl.float32)
-        for i in tl.range(0, tl.minimum(ROWS, last - r)):
-            column = own + i - 1
-            if W > 0:
-                parent = parent_of(words_ptr, r + i, True, own + i - before, W)
-                column = tl.where(parent < 0, before - 1, before + parent)
-            c, e = 0.0, 0.0
-            if column >= own:
-                c, e = _of(b_c, o_r, column - own), _of(b_e, o_r, column - own)
-            elif column >= 0:
-                p_g = g_rec_ptr + (_row(p_table, column, PAGE) * HV + i_h) * 4
-                c, e = tl.load(p_g), tl.load(p_g + 1)
-            new = _of(b_p, o_r, i) % BLOCK == 0
-            e = tl.where(new, c, e)
-            c = tl.where(new, 0.0, c) + _of(b_g, o_r, i)
-            b_c, b_e = tl.where(o_r == i, c, b_c), tl.where(o_r == i, e, b_e)
+        # Decays since the beginning of each row's block, and of the whole block before it, each from its parent's.
+        b_up = own + o_r - 1  # the parent's column
+        if W > 0:
+            b_up = before + parent_of(words_ptr, o_t, m_r, own + o_r - before, W)
+        m_up = m_r & (b_up >= 0) & (b_up < own)
+        b_up_row = tl.load(p_table + b_up // PAGE, mask=m_up, other=0).to(tl.int64) * PAGE + b_up % PAGE
+        p_up = _decays_of(g_rec, p_own, start, b_up, b_up_row, HV, OWN)
+        b_old_c, b_old_e = tl.load(p_up, mask=m_up, other=0.0), tl.load(p_up + 1, mask=m_up, other=0.0)
+        new = b_p % BLOCK == 0
+        b_c, b_e = tl.where(new, 0.0, b_old_c) + b_g, tl.where(new, b_old_c, b_old_e)
+        for _ in tl.range(0, depth):
+            b_up_c = b_old_c + _picked(b_c, b_up - own, o_r)  # one of them is 0
+            b_e = tl.where(new, b_up_c, b_old_e + _picked(b_e, b_up - own, o_r))
+            b_c = tl.where(new, 0.0, b_up_c) + b_g
         b_far = b_c + b_e
 
-        # The rows' products with the state of their anchor, and with each other.
+        # The rows' products with the state of their anchor.
         p_k = k_ptr + o_t[:, None] * k_stride + i_k * DK + o_s[None, :]
         p_q = q_ptr + o_t[:, None] * q_stride + i_k * DK + o_s[None, :]
         b_kk, b_qq = tl.zeros([ROWS], tl.float32), tl.zeros([ROWS], tl.float32)
+        b_u, b_o = tl.zeros([ROWS, BV], tl.float32), tl.zeros([ROWS, BV], tl.float32)
         for d in tl.range(0, DK, SLICE):
-            b_k = tl.load(p_k + d, mask=m_r[:, None], other=0.0).to(tl.float32)
-            b_q = tl.load(p_q + d, mask=m_r[:, None], other=0.0).to(tl.float32)
-            b_kk += tl.sum(b_k * b_k, axis=1)
-            b_qq += tl.sum(b_q * b_q, axis=1)
+            b_k = tl.load(p_k + d, mask=m_r[:, None], other=0.0)
+            b_q = tl.load(p_q + d, mask=m_r[:, None], other=0.0)
+            b_kk += tl.sum(b_k.to(tl.float32) * b_k.to(tl.float32), axis=1)
+            b_qq += tl.sum(b_q.to(tl.float32) * b_q.to(tl.float32), axis=1)
+            for at in tl.range(low, high + 1, BLOCK):
+                m_at = (b_at == at)[:, None]  # rows of other anchors add an exact 0
+                b_s = tl.load(p_state + at // BLOCK % 2 * HALF + (d + o_s)[:, None] * DV + o_v[None, :])
+                b_u = _dot(tl.where(m_at, b_k, 0.0), b_s, b_u)
+                b_o = _dot(tl.where(m_at, b_q, 0.0), b_s, b_o)
         b_kk = 1 / tl.sqrt_rn(b_kk + 1e-6)
         b_qq = DK**-0.5 / tl.sqrt_rn(b_qq + 1e-6)
-        b_u, b_o = tl.zeros([ROWS, DV], tl.float32), tl.zeros([ROWS, DV], tl.float32)
-        for at in tl.range(low, high + 1, BLOCK):
-            m_at = (b_at == at)[:, None]  # rows of other anchors add an exact 0
-            p_s = p_state + at // BLOCK % 2 * HALF + o_s[:, None] * DV + o_v[None, :]
-            for d in tl.range(0, DK, SLICE):
-                b_k = tl.load(p_k + d, mask=m_r[:, None] & m_at, other=0.0).to(tl.float32) * b_kk[:, None]
-                b_q = tl.load(p_q + d, mask=m_r[:, None] & m_at, other=0.0).to(tl.float32) * b_qq[:, None]
-                b_s = tl.load(p_s + d * DV)
-                b_u = tl.dot(b_k, b_s, b_u, input_precision="ieee")
-                b_o = tl.dot(b_q, b_s, b_o, input_precision="ieee")
-        b_reach = tl.exp(tl.where(b_p < b_at + BLOCK, b_c, b_far))[:, None]
-        p_v = v_ptr + o_t[:, None] * v_stride + i_h * DV + o_v[None, :]
-        b_u = tl.load(p_v, mask=m_r[:, None], other=0.0).to(tl.float32) - b_reach * b_u
-        b_o = b_reach * b_o
+        b_reach = tl.exp(tl.where(b_p < b_at + BLOCK, b_c, b_far))
+        p_v = v_ptr + o_t[:, None] * v_stride + i_h * DV + i_v * BV + o_v[None, :]
+        b_u = tl.load(p_v, mask=m_r[:, None], other=0.0).to(tl.float32) - (b_reach * b_kk)[:, None] * b_u
+        b_o = b_reach[:, None] * b_o
 
-        # Columns before the tile's rows, in order.
+        # Columns before the tile's rows. The products sum them in order.
         for j in tl.range(low, own, COLUMNS, disable_licm=True):
             o_j = j + o_c
             m_j = o_j < own
             b_row = tl.load(p_table + o_j // PAGE, mask=m_j, other=0).to(tl.int64) * PAGE + o_j % PAGE
-            p_g = g_rec_ptr + (b_row * HV + i_h) * 4
+            p_g = _decays_of(g_rec, p_own, start, o_j, b_row, HV, OWN)
             b_cj = tl.load(p_g, mask=m_j, other=0.0)
             b_pj = tl.load(p_g + 2, mask=m_j, other=0.0).to(tl.int32)
-            b_sj = tl.load(p_g + 3, mask=m_j & (o_j >= start), other=0.0)
-            m = m_j[None, :] & (b_pj[None, :] >= b_at[:, None])
+            b_sj = tl.load(p_g + 3, mask=m_j, other=1.0)
+            b_uj = tl.load(u_rec + b_row[:, None] * (HV * DV) + o_v[None, :], mask=m_j[:, None], other=0.0)
+            m_seen = m_j[None, :] & (b_pj[None, :] >= b_at[:, None])
             if W > 0:
-                o_w = o_j - before
-                p_w = words_ptr + r * W + o_r[:, None] * W + (o_w >> 6)[None, :]
-                b_bits = tl.load(p_w, mask=m & (o_w >= 0)[None, :] & m_r[:, None], other=-1) >> (o_w & 63)[None, :]
-                m = m & ((b_bits & 1) != 0)
-            near = (b_pj // BLOCK)[None, :] == (b_p // BLOCK)[:, None]
-            b_w = tl.where(m, tl.exp(tl.where(near, b_c[:, None], b_far[:, None]) - b_cj[None, :]), 0.0)
-            b_ku, b_qu = tl.zeros([ROWS, COLUMNS], tl.float32), tl.zeros([ROWS, COLUMNS], tl.float32)
+                o_wj = o_j - before
+                p_wj = words_ptr + r * W + o_r[:, None] * W + (o_wj >> 6)[None, :]
+                b_bits = tl.load(p_wj, mask=m_seen & (o_wj >= 0)[None, :] & m_r[:, None], other=-1)
+                m_seen = m_seen & ((b_bits >> (o_wj & 63)[None, :] & 1) != 0)
+            b_wj = _weights(m_seen, b_p, b_c, b_far, b_pj, b_cj, b_sj, BLOCK)
+            b_kuj, b_quj = tl.zeros([ROWS, COLUMNS], tl.float32), tl.zeros([ROWS, COLUMNS], tl.float32)
             for d in tl.range(0, DK, SLICE):
-                b_k = tl.load(p_k + d, mask=m_r[:, None], other=0.0).to(tl.float32) * b_kk[:, None]
-                b_q = tl.load(p_q + d, mask=m_r[:, None], other=0.0).to(tl.float32) * b_qq[:, None]
-                p_kj = k_rec_ptr + (b_row[None, :] * HK + i_k) * DK + d + o_s[:, None]
-                b_kj = tl.load(p_kj, mask=(m_j & (o_j < start))[None, :], other=0.0)
-                p_kj = p_new + o_j[None, :].to(tl.int64) * k_stride + d + o_s[:, None]
-                b_new = tl.load(p_kj, mask=(m_j & (o_j >= start))[None, :], other=0.0).to(tl.float32)
-                b_kj += b_new * b_sj[None, :]  # one of them is 0
-                b_ku = tl.dot(b_k, b_kj, b_ku, input_precision="ieee")
-                b_qu = tl.dot(b_q, b_kj, b_qu, input_precision="ieee")
-            b_ku, b_qu = b_ku * b_w, b_qu * b_w
-            for i in tl.range(0, tl.minimum(COLUMNS, own - j)):
-                b_uj = tl.load(u_rec_ptr + (_row(p_table, j + i, PAGE) * HV + i_h) * DV + o_v)[None, :]
-                b_u -= tl.sum(tl.where((o_c == i)[None, :], b_ku, 0.0), axis=1)[:, None] * b_uj
-                b_o += tl.sum(tl.where((o_c == i)[None, :], b_qu, 0.0), axis=1)[:, None] * b_uj
+                b_k = tl.load(p_k + d, mask=m_r[:, None], other=0.0)
+                b_q = tl.load(p_q + d, mask=m_r[:, None], other=0.0)
+                b_kj = tl.trans(_keys(k_rec, p_new, k_stride, start, o_j, m_j, b_row, b_sj, d + o_s, HK * DK))
+                b_kuj = tl.dot(b_k, b_kj, b_kuj, input_precision="ieee")
+                b_quj = tl.dot(b_q, b_kj, b_quj, input_precision="ieee")
+            b_u = tl.dot(b_kuj * b_wj * -b_kk[:, None], b_uj, b_u, input_precision="ieee")
+            b_o = tl.dot(b_quj * b_wj, b_uj, b_o, input_precision="ieee")
 
-        # The tile's own rows, in order: each is complete when the ones before it are.
-        m = o_r[None, :] < o_r[:, None]
+        # The tile's own rows: a row is right once those on its path are.
+        m = (o_r[None, :] < o_r[:, None]) & m_r[:, None]
         if W > 0:
             o_w = own - before + o_r
             p_w = words_ptr + r * W + o_r[:, None] * W + (o_w >> 6)[None, :]
-            b_bits = tl.load(p_w, mask=m & m_r[:, None], other=0) >> (o_w & 63)[None, :]
+            b_bits = tl.load(p_w, mask=m, other=0) >> (o_w & 63)[None, :]
             m = m & ((b_bits & 1) != 0)
-        near = (b_p // BLOCK)[None, :] == (b_p // BLOCK)[:, None]
-        b_w = tl.where(m, tl.exp(tl.where(near, b_c[:, None], b_far[:, None]) - b_c[None, :]), 0.0)
+        b_w = _weights(m, b_p, b_c, b_far, b_p, b_c, b_kk, BLOCK)
         b_slot = tl.load(slots_ptr + r + o_r, mask=m_r, other=0)
         b_ku, b_qu = tl.zeros([ROWS, ROWS], tl.float32), tl.zeros([ROWS, ROWS], tl.float32)
         for d in tl.range(0, DK, SLICE):
-            b_k = tl.load(p_k + d, mask=m_r[:, None], other=0.0).to(tl.float32) * b_kk[:, None]
-            b_q = tl.load(p_q + d, mask=m_r[:, None], other=0.0).to(tl.float32) * b_qq[:, None]
-            b_ku = tl.dot(b_k, tl.trans(b_k), b_ku, input_precision="ieee")
-            b_qu = tl.dot(b_q, tl.trans(b_k), b_qu, input_precision="ieee")
-            tl.store(k_rec_ptr + (b_slot[:, None] * HK + i_k) * DK + d + o_s[None, :], b_k, mask=m_r[:, None])
-        b_ku = b_ku * b_w
-        b_qu = tl.where(o_r[None, :] == o_r[:, None], b_qu, b_qu * b_w)
-        b_beta = 1 / (1 + tl.exp(-tl.load(b_ptr + o_t * b_stride + i_h, mask=m_r, other=0.0).to(tl.float32)))
-        for i in tl.range(0, tl.minimum(ROWS, last - r)):
-            m_i = (o_r == i)[:, None]
-            b_u = tl.where(m_i, b_u * b_beta[:, None], b_u)
-            b_ui = tl.sum(tl.where(m_i, b_u, 0.0), axis=0)[None, :]
-            b_u -= tl.sum(tl.where((o_r == i)[None, :], b_ku, 0.0), axis=1)[:, None] * b_ui
-            b_o += tl.sum(tl.where((o_r == i)[None, :], b_qu, 0.0), axis=1)[:, None] * b_ui
-        tl.store(u_rec_ptr + (b_slot[:, None] * HV + i_h) * DV + o_v[None, :], b_u, mask=m_r[:, None])
-        p_g = g_rec_ptr + (b_slot * HV + i_h) * 4
-        tl.store(p_g, b_c, mask=m_r)
-        tl.store(p_g + 1, b_e, mask=m_r)
-        tl.store(p_g + 2, b_p.to(tl.float32), mask=m_r)
-        tl.store(p_g + 3, b_kk, mask=m_r)
+            b_k = tl.load(p_k + d, mask=m_r[:, None], other=0.0)
+            b_q = tl.load(p_q + d, mask=m_r[:, None], other=0.0)
+            b_unit = b_k.to(tl.float32) * b_kk[:, None]
+            tl.store(k_rec + b_slot[:, None] * (HK * DK) + d + o_s[None, :], b_unit, mask=m_r[:, None] & (i_v == 0))
+            b_own = tl.trans(_unscaled(b_unit, b_kk, b_k.dtype))  # as later passes will have it
+            b_ku = tl.dot(b_k, b_own, b_ku, input_precision="ieee")
+            b_qu = tl.dot(b_q, b_own, b_qu, input_precision="ieee")
+        b_ku = b_ku * b_w * -b_kk[:, None]
+        b_qu *= tl.where(o_r[None, :] == o_r[:, None], b_kk[None, :], b_w)
+        b_beta = 1 / (1 + tl.exp(-tl.load(b_ptr + o_t * b_stride + i_h, mask=m_r, other=0.0).to(tl.float32)))[:, None]
+        b_rest = b_u
+        b_u *= b_beta
+        for _ in tl.range(0, depth):
+            b_u = tl.dot(b_ku, b_u, b_rest, input_precision="ieee") * b_beta
+        b_o = tl.dot(b_qu, b_u, b_o, input_precision="ieee") * b_qq[:, None]
+        tl.store(u_rec + b_slot[:, None] * (HV * DV) + o_v[None, :], b_u, mask=m_r[:, None])
+        p_o = p_own + (o_t - first) * OWN
+        _store_decays(g_rec + b_slot * (HV * 4), m_r & (i_v == 0), b_c, b_e, b_p, b_kk)
+        _store_decays(p_o, m_r, b_c, b_e, b_p, b_kk)
         if NORM:
-            b_z = tl.load(z_ptr + o_t[:, None] * z_stride + i_h * DV + o_v[None, :], mask=m_r[:, None], other=0.0)
-            b_z = b_z.to(tl.float32)
-            b_o *= (1 / tl.sqrt_rn(tl.sum(b_o * b_o, axis=1) / DV + eps))[:, None]
-            b_o *= tl.load(norm_ptr + o_v).to(tl.float32)[None, :] * b_z / (1 + tl.exp(-b_z))
-        p_out = out_ptr + (o_t[:, None] * HV + i_h) * DV + o_v[None, :]
-        tl.store(p_out, b_o.to(out_ptr.dtype.element_ty), mask=m_r[:, None])
+            tl.store((p_o - BV)[:, None] + o_v[None, :], b_o, mask=m_r[:, None])
+        else:
+            p_out = out_ptr + (o_t[:, None] * HV + i_h) * DV + i_v * BV + o_v[None, :]
+            tl.store(p_out, b_o.to(out_ptr.dtype.element_ty), mask=m_r[:, None])
         tl.debug_barrier()
+
+    if not is_last(count_ptr + i_b * HV + i_h, PARTS, ON_AMD):
+        return
+    tl.store(p_anchor, A.to(tl.int64))  # now that all parts have read it
+    if NORM:
+        o_n = tl.arange(0, DV)
+        for r in tl.range(first, last, ROWS):
+            o_t = (r + o_r).to(tl.int64)[:, None]
+            m_r = o_t < last
+            p_o = own_ptr + o_t * OWN + i_h * (PARTS * (BV + 4)) + (o_n // BV * (BV + 4) + o_n % BV)[None, :]
+            b_o = tl.load(p_o, mask=m_r, other=0.0)
+            b_z = tl.load(z_ptr + o_t * z_stride + i_h * DV + o_n[None, :], mask=m_r, other=0.0).to(tl.float32)
+            b_o *= (1 / tl.sqrt_rn(tl.sum(b_o * b_o, axis=1) / DV + eps))[:, None]
+            b_o *= tl.load(norm_ptr + o_n).to(tl.float32)[None, :] * b_z / (1 + tl.exp(-b_z))
+            tl.store(out_ptr + (o_t * HV + i_h) * DV + o_n[None, :], b_o.to(out_ptr.dtype.element_ty), mask=m_r)
+
+
+class Shape(NamedTuple):
+    dtype: torch.dtype
+    Hk: int
+    Hv: int
+    Dk: int
+    Dv: int
+    block: int
+    page: int
+    words: int  # of a row's ancestors; 0: rows are chains
+    norm: bool
+    unit: int = 16  # of strides
+
+    @property
+    def part(self) -> int:
+        """The columns of a head that a program computes."""
+        return min(32, self.Dv)
 
 
 @lru_cache
-def _variant(dtype: torch.dtype, sizes: tuple[int, ...], block: int, page: int, words: int, norm: bool) -> Variant:
-    """`sizes`: Hk, Hv, Dk and Dv."""
-    t, (HK, HV, DK, DV) = TYPES[dtype], sizes
+def _variant(shape: Shape) -> Variant:
+    t, words = TYPES[shape.dtype], f"W{shape.words}" if shape.words else "chains"
+    heads = f"{shape.Hk}/{shape.Hv} D{shape.Dk}/{shape.Dv}"
+    more = " norm" * shape.norm + " unaligned" * (shape.unit == 1)
     return Variant(
-        name=f"{t} {HK}/{HV} D{DK}/{DV} block {block} page {page} {f'W{words}' if words else 'chains'}{' norm' * norm}",
+        name=f"{t} {heads} block {shape.block} page {shape.page} {words}{more}",
         kernel=_delta_rows_kernel,
         arguments=(
             *(f"*{t}",) * 5,
@@ -634,33 +739,40 @@ def _variant(dtype: torch.dtype, sizes: tuple[int, ...], block: int, page: int, 
             *("*i32",) * 4,
             "*i64",
             *(f"*{t}",) * 3,
+            "*fp32",
+            "*i32",
             "fp32",
             *("i32",) * 7,
         ),
         constexprs={
-            "HK": HK,
-            "HV": HV,
-            "DK": DK,
-            "DV": DV,
-            "BLOCK": block,
-            "PAGE": page,
-            "W": words,
+            "HK": shape.Hk,
+            "HV": shape.Hv,
+            "DK": shape.Dk,
+            "DV": shape.Dv,
+            "BLOCK": shape.block,
+            "PAGE": shape.page,
+            "W": shape.words,
             "ROWS": 16,
-            "COLUMNS": 16,
-            "SLICE": min(32, DK),
-            "NORM": norm,
+            "COLUMNS": 32,
+            "SLICE": min(128 // shape.dtype.itemsize, shape.Dk & -shape.Dk),
+            "BV": shape.part,
+            "NORM": shape.norm,
+            "UNIT": shape.unit,
         },
-        num_warps=8,
+        num_warps=4,
+        dot=shape.dtype.itemsize == 2,
         wide=False,
-        smoke=dtype == torch.bfloat16 and words == 1 and HV == 32,
+        smoke=shape.dtype == torch.bfloat16 and shape.words == 1 and shape.unit == 16,
+        options={"maxnreg": 255},  # else ptxas may spill to have more programs on an SM
     )
 
 
 def variants(arch: int) -> Iterator[Variant]:
     """The variants that the compile-only checks compile for sm_`arch`."""
     for words in (0, 1, 2):
-        yield _variant(torch.bfloat16, (16, 32, 128, 128), BLOCK, PAGE, words, True)
-    yield _variant(torch.float16, (16, 16, 128, 128), BLOCK, PAGE, 1, False)
+        yield _variant(Shape(torch.bfloat16, 16, 32, 128, 128, BLOCK, PAGE, words, norm=True))
+    yield _variant(Shape(torch.float16, 16, 16, 128, 128, BLOCK, PAGE, 1, norm=False))
+    yield _variant(Shape(torch.bfloat16, 16, 32, 128, 128, BLOCK, PAGE, 1, norm=True, unit=1))
 
 
 @takes(Arguments)
@@ -669,9 +781,13 @@ def launch(args: Arguments) -> Tensor:
     (T, HK, DK), (_, HV, DV), B = q.shape, v.shape, len(args.kv_len)
     out = v.new_empty(T, HV, DV)
     W = 0 if args.ancestors is None else args.ancestors.shape[1]
-    variant = _variant(q.dtype, (HK, HV, DK, DV), args.block, args.k_records.shape[1], W, z is not None)
-    variant(
-        (B, HV),
+    strides = [0 if rows is None else rows.stride(0) for rows in (q, k, v, z)]
+    unit = 1 if any(stride % 16 for stride in strides) else 16
+    shape = Shape(q.dtype, HK, HV, DK, DV, args.block, args.k_records.shape[1], W, z is not None, unit)
+    parts = DV // shape.part
+    q_stride, k_stride, v_stride, z_stride = (stride // unit for stride in strides)
+    _variant(shape)(
+        (B, HV, parts),
         q,
         k,
         v,
@@ -695,13 +811,15 @@ def launch(args: Arguments) -> Tensor:
         v if z is None else z,
         v if args.norm is None else args.norm.contiguous(),
         out,
+        v.new_empty(T, HV, DV + 4 * parts, dtype=torch.float32),
+        counters(v.device, B * HV),
         float(args.eps),
-        q.stride(0),
-        k.stride(0),
-        v.stride(0),
+        q_stride,
+        k_stride,
+        v_stride,
         a.stride(0),
         b.stride(0),
-        0 if z is None else z.stride(0),
+        z_stride,
         block_table.stride(0),
     )
     return out
@@ -779,7 +897,7 @@ def _check(args: Arguments) -> None:
 
 
 def _fits(args: Arguments) -> bool:
-    """Whether the kernel serves the heads: it reads Dk in whole slices, and Dv as one tile."""
+    """Whether the kernel serves the heads: it reads Dk in whole slices, and Dv in equal parts."""
     Dk, Dv = args.q.shape[2], args.v.shape[2]
     return (Dk == 16 or (Dk > 0 and Dk % 32 == 0)) and Dv > 0 and Dv & (Dv - 1) == 0
 

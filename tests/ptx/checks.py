@@ -298,14 +298,21 @@ def _paths(arch: int, text: Callable[[Any], Text], ref: Any, launch: Any, length
             out.append(run(world, rows, at, rows, chain_words(size) if chained else None, **options))
         return torch.cat(out), *(x.flatten(0, 1)[world.slots[: length + n]] for x in world.records)
 
+    def tree() -> tuple[Tensor, ...]:
+        """The chain as every second row of a tree, whose other rows are wrong tokens after each."""
+        world, both = start(), range(n)
+        rows = [x for i in both for x in (length + i, i)]
+        steps = [length + i + wrong for i in both for wrong in (0, 1)]
+        parents = [parent for i in both for parent in (2 * i - 2, 2 * i)][1:]
+        out = run(world, rows, length, steps, ancestor_words(torch.tensor(parents)))
+        slots = torch.cat((world.slots[:length], world.slots[length : length + 2 * n : 2]))
+        return out[::2], *(x.flatten(0, 1)[slots] for x in world.records)
+
     many = chain(n)
-    rows = [length, 0, length + 1, 1, length + 2]
-    steps = [length + step for step in (0, 1, 1, 2, 2)]
-    tree = run(start(), rows, length, steps, ancestor_words(torch.tensor([0, 0, 1, 2])))
     return {
         f"a chain of {n} and decoding": _equal(many, chain(1)),
         "a chunk of a prompt": _equal(chain(n, False), many),
-        "a tree": _equal(tree[::2], many[0][:3]),
+        f"a tree of {2 * n}": _equal(tree(), many),
         "CTAs backwards": _equal(chain(n, backwards=True), many),
         "CTAs shuffled": _equal(chain(n, shuffled=3), many),
     }

@@ -4,6 +4,8 @@ The command exits with 1 if a case fails, and `python` then raises with its outp
 process, since a kernel's definition decides whether it is interpreted or compiled.
 """
 
+import re
+
 import pytest
 from compile_only import python
 from since import since
@@ -53,9 +55,17 @@ def test_the_first_case_of_each_op_on_sm_90() -> None:
     assert sorted(ops) == sorted([*FLOAT, *INTEGER])
 
 
-def test_products_and_attention_are_invariant() -> None:
-    ops = "row_linear", "tree_attention"
-    assert run("--arch", "90", "--dtype", "bf16", "--what", "invariance", "--first", "1", "--only", ",".join(ops))
+@pytest.mark.parametrize("ops", ["row_linear,tree_attention", "delta_rows"])
+def test_rows_are_invariant(ops: str) -> None:
+    flags = "--arch", "90", "--dtype", "bf16", "--what", "invariance", "--first", "1"
+    assert run(*flags, "--only", ops) == ops.split(",")
+
+
+def test_a_row_of_delta_rows_takes_few_serial_steps() -> None:
+    """One row after 49 columns, which with one step for each column took 11,796 instructions."""
+    flags = "--arch", "90", "--dtype", "bf16", "--what", "counters", "--first", "1", "--only", "delta_rows"
+    barriers, instructions = re.findall(r"([0-9.]+) barriers a CTA, (\d+) instructions", python("-m", "ptx", *flags))[0]
+    assert float(barriers) < 100 and int(instructions) < 4500
 
 
 def test_products_on_sm_80() -> None:
