@@ -21,8 +21,9 @@ so. bench/papers has models of these shapes whose drafts are accepted as trained
   token passes, over the rate of bfloat16 products measured in the same process; attention is not counted.
 * `beside`: `ar` against transformers' generate of the same shape with a static cache, decoding compiled or not. Times
   between tokens come from its streamer, after a real prefill and a whole warm-up run.
-* `launches`: kernels and copies of a round, counted by torch.profiler. It runs last, since a profiler may slow down
-  later launches.
+* `launches`: kernels and copies of a round, by torch.profiler: how many, and the share of the round in which none ran.
+  Prints each one's start, length and gap (bench/timeline.py). It runs last, since a profiler may slow down later
+  launches.
 
 A case that cannot run becomes a row with the reason, and the others continue. After --seconds no further case begins
 (330: the bench should take less than six minutes on an H200; it has not been timed there). On a CPU the host clock
@@ -46,7 +47,7 @@ from rich.console import Console
 from rich.table import Table
 
 import specker
-from bench import harness, shapes
+from bench import harness, shapes, timeline
 from bench.harness import Timing
 from bench.kernels import common
 from bench.shapes import step_bytes
@@ -520,11 +521,13 @@ def launches(bench: Bench, case: Case) -> Found:
     with torch.profiler.profile(activities=torch.profiler.supported_activities()) as profile:
         once()
     engine.loop.clear()
-    events = profile.events() or []
-    count = sum(event.device_type == torch.autograd.DeviceType.CUDA for event in events)
-    if not count:
+    ran = timeline.of(profile.events() or [])
+    if not ran:
         raise ValueError("the profiler saw no work on a GPU")
-    return {"a round": {"launches": count}}
+    print(f"{case.name}:\n{timeline.told(ran)}")
+    nothing, span = timeline.idle(ran)
+    row = {"launches": len(ran), "kernels": timeline.by_name(ran), "span": span / 1e6}
+    return {"a round": {**row, "value": nothing / span, "unit": "%", "of": "a round, with nothing running"}}
 
 
 KINDS: dict[str, Callable[[Bench, Case], Found]] = {

@@ -8,7 +8,7 @@
     ops.py         the process that checks every op
     running.py     commands with a time limit and a log
     compiling.py   a process that notes what Triton compiles
-    ab.py          the decode rate with and without dependent launches and CUDA graphs, in turn
+    ab.py          the decode rate with and without dependent launches, CUDA graphs and prefetched weights, in turn
     bits.py        products repeated beside another kernel, and rows alone and among others
     report.py      bench/results/<gpu>/report.md, and its archive
     pack.py        what would travel to another machine

@@ -1,8 +1,9 @@
-"""The decode rate with and without programmatic dependent launch (PDL) and CUDA graphs, in turn in one process.
+"""The decode rate with and without programmatic dependent launch (PDL), CUDA graphs and prefetched weights, in turn in
+one process.
 
 The case is bench/decode.py's `ar`: one token after another, batch 1, random weights. Each way decodes --rounds tokens,
 and the ways take turns until --seconds are over, at least twice; the first turn compiles and captures, and does not
-count. All ways run the same kernels over the same memory; without graphs the host launches them one by one.
+count. All ways compute the same over the same memory; without graphs the host launches the kernels one by one.
 """
 
 import itertools
@@ -18,10 +19,17 @@ import torch
 from bench import decode, harness
 from bench.decode import Bench
 from bench.harness import Timing
-from specker.kernels import variant
+from specker.kernels import prefetch, variant
 from specker.runtime.round.graphs import Graphs
 
-WAYS = {"neither": (False, False), "PDL": (True, False), "graphs": (False, True), "PDL and graphs": (True, True)}
+WAYS = {  # PDL, graphs, MiB of the next matrix that small kernels prefetch (kernels/prefetch.py)
+    "neither": (False, False, 0),
+    "PDL": (True, False, 0),
+    "graphs": (False, True, 0),
+    "PDL and graphs": (True, True, 0),
+    "8 MiB ahead": (True, True, 8),
+    "32 MiB ahead": (True, True, 32),
+}
 
 
 @dataclass(frozen=True)
@@ -44,19 +52,20 @@ def compared(args: Args) -> list[dict[str, Any]]:
     with tempfile.TemporaryDirectory() as folder:
         bench = Bench(decode.Args(rounds=args.rounds, device=args.device, dtype=args.dtype), Path(folder))
         engine = bench.engine(case)
-        graphs = {way: bench.graphs(engine) if captures else Graphs() for way, (_, captures) in WAYS.items()}
-        order, pdl = list(WAYS), variant.PDL
+        graphs = {way: bench.graphs(engine) if captures else Graphs() for way, (_, captures, _) in WAYS.items()}
+        order, before = list(WAYS), (variant.PDL, prefetch.MEBIBYTES)
         try:
             for turn in itertools.count():
                 if turn > 2 and time.monotonic() - start > args.seconds:
                     break
                 for way in order:
-                    variant.PDL, engine.loop.graphs = WAYS[way][0], graphs[way]
+                    variant.PDL, _, prefetch.MEBIBYTES = WAYS[way]
+                    engine.loop.graphs = graphs[way]
                     done = decode.decode(bench, engine, case.context, False)
                     seconds[way] += done.timing.seconds if turn else ()
                 order = order[1:] + order[:1]
         finally:
-            variant.PDL = pdl
+            variant.PDL, prefetch.MEBIBYTES = before
     timings = {way: Timing(tuple(times), None) for way, times in seconds.items()}
     times = harness.ratios(timings)
     about = {"bench": "ab", "case": case.name, "dtype": args.dtype, "device": args.device, "remarks": engine.remarks}

@@ -10,7 +10,7 @@ ar         bench/decode.py: plain decoding of five models in 16 and fewer bits, 
 attention  tree_attention over rows, columns and sizes of heads
 round      bench/decode.py: a round's launches, its share outside of the models, the first token, prefill
 groups     EasySpec's groups of layers against layers in turn
-ab         the decode rate with PDL and CUDA graphs off and on, in turn
+ab         the decode rate with PDL and CUDA graphs off and on, and with weights prefetched, in turn
 
 `make gpu SHORT=2`, three minutes more:
 

@@ -272,7 +272,7 @@ def decode(run: Run) -> str:
         if "value" in r:
             value = _found(r)
         if "launches" in r:
-            value = f"{r['launches']} launches"
+            value = f"{r['launches']} launches" + (f", {value}" if value else "")
         ms = [f"{r[key] * 1e3:.3f}" if key in r else "" for key in ("median", "p20", "p80")]
         rate = [f"{r[key] / 1e12:.2f}" if key in r else "" for key in ("bandwidth", "specified")]
         size = f"{r['bytes'] / 1e9:.2f}" if "bytes" in r else ""

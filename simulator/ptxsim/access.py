@@ -7,7 +7,7 @@ import numpy as np
 from ptxsim.dependent import Dependence
 from ptxsim.instruction import Instruction
 from ptxsim.memory import BASE, UNIT, Memory
-from ptxsim.report import Report, Traffic
+from ptxsim.report import LINE, Report, Traffic
 from ptxsim.shadow import Shadow
 from ptxsim.threads import Threads
 from ptxsim.values import I64, U8, U64, Array
@@ -40,6 +40,17 @@ class GlobalAccess:
                 track = self.shadow.atomic if i.strong else self.shadow.load
                 track(self.machine, i, lanes, offsets[lanes], width)
         return offsets
+
+    def prefetch(self, i: "Instruction", addresses: Array) -> None:
+        """Check a prefetch by the active threads: within an argument, and before the wait only of constants."""
+        lanes, memory = self.machine.lanes(), self.memory
+        o = (addresses - U64(BASE)).astype(I64)[lanes]
+        bad = (o < 0) | (o >= memory.size)
+        bad |= ~memory.allowed[np.where(bad, 0, o)]
+        self.report.check(bad, f"prefetch out of bounds: {i}")
+        self.traffic.prefetched[o[~bad] // LINE] = True
+        if self.dependence and not bad.all():
+            self.dependence.check(i, lanes[~bad], o[~bad], 1, "read")
 
     def atomic(self, i: Instruction, addresses: Array, width: int) -> Array:
         """Check an atomic access -> offsets as `load`."""

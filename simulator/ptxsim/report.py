@@ -9,6 +9,7 @@ import numpy as np
 from ptxsim.values import Array
 
 SECTOR = 32  # bytes that global memory moves at once
+LINE = 128  # bytes that a prefetch reads
 _CLASSES = (  # the first that matches the beginning of an opcode
     ("tensor", ("mma", "wgmma.mma")),
     ("global", ("ld.global", "st.global", "red.", "atom", "cp.async.c")),
@@ -59,6 +60,7 @@ class Report:
     ideal_write_sectors: int = 0
     unique_read: int = 0  # bytes of distinct sectors
     unique_write: int = 0
+    prefetched: int = 0  # bytes of distinct lines
     waves: float = 0  # of shared memory
     ideal_waves: float = 0
     shared_places: dict[str, Place] = field(default_factory=dict)  # of an instruction's line
@@ -94,6 +96,7 @@ class Traffic:
     def __init__(self, report: Report, size: int):
         self.report = report
         self.read, self.written = (np.zeros(size // SECTOR + 2, bool) for _ in "rw")  # sectors
+        self.prefetched = np.zeros(size // LINE + 2, bool)  # lines
 
     def count(self, i: Any, warps: Array, offsets: Array, width: int, write: bool) -> None:
         """One instruction of `width` bytes a thread; `warps` and `offsets` of the active threads."""
@@ -125,6 +128,7 @@ class Traffic:
     def finish(self) -> None:
         self.report.unique_read = int(self.read.sum()) * SECTOR
         self.report.unique_write = int(self.written.sum()) * SECTOR
+        self.report.prefetched = int(self.prefetched.sum()) * LINE
 
 
 def _sectors(warps: Array, offsets: Array, width: int, first: Array, last: Array) -> tuple[int, int]:

@@ -94,6 +94,13 @@ def atomic(i: Instruction) -> Run:
     return run
 
 
+def prefetch(i: Instruction) -> Run:
+    if i.op != "prefetch.global.L2":
+        raise i.unsupported()
+    address = i.address(i.args[0])
+    return lambda m: m.memory.prefetch(i, all_threads(m, address(m)))
+
+
 def copy_async(i: Instruction) -> Run:
     if i.op == "cp.async.commit_group":
         return lambda m: m.copies.commit()
@@ -174,6 +181,7 @@ TRANSLATORS = {
     "red": atomic,
     "atom": atomic,
     "cp": copy_async,
+    "prefetch": prefetch,
     "ldmatrix": load_matrix,
     "stmatrix": store_matrix,
 }

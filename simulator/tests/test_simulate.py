@@ -59,6 +59,28 @@ print(*case(101, 2 * x).verdict(ptxsim.simulated(90)).wrong, sep="; ")
     assert sorted(kinds) == ["read", "write"]
 
 
+def test_prefetched_lines_are_counted_and_checked(tmp_path: Path) -> None:
+    text = """
+from triton.language.extra.cuda import gdc_wait
+
+@triton.jit
+def ahead_kernel(x_ptr, STRIDE: tl.constexpr):
+    address = (x_ptr + tl.arange(0, 32) * STRIDE).to(tl.int64, bitcast=True)
+    asm: tl.constexpr = "prefetch.global.L2 [$1]; mov.u32 $0, 0;"
+    tl.inline_asm_elementwise(asm, "=r,l", [address], dtype=tl.int32, is_pure=False, pack=1)
+    gdc_wait()
+
+x = torch.zeros(1024)
+for stride, constant in ((32, {"x_ptr"}), (16, {"x_ptr"}), (32, ()), (34, {"x_ptr"})):
+    s = ptxsim.simulate(ahead_kernel, (2,), x, STRIDE=stride, constant=constant, num_warps=1, launch_pdl=True)
+    print(s.launches[0].report.prefetched, *s.problems())
+"""
+    whole, half, early, beyond = run(tmp_path, text)
+    assert (whole, half) == ("4096", "2048")
+    assert "ahead_kernel: reads storage of (1024,) torch.float32 byte 0 of 4096 before griddepcontrol.wait" in early
+    assert "ahead_kernel: prefetch out of bounds: " in beyond
+
+
 def test_constants_must_be_parameters(tmp_path: Path) -> None:
     text = """
 for constant in ({"x_ptr"}, {"z_ptr"}):

@@ -13,6 +13,8 @@ from torch import Tensor
 from torch.compiler import is_compiling
 from torch.nn import functional as F
 
+from specker.kernels.prefetch import NONE, Prefetch, prefetch_of, prefetch_share
+from specker.kernels.quant import Matrix
 from specker.kernels.registry import register, takes
 from specker.kernels.variant import (
     TYPES,
@@ -35,6 +37,7 @@ def residual_merge(
     split: bool = False,
     *,
     constant: bool = False,
+    following: Matrix | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The residual stream after P branches, and its RMSNorms, in one pass.
 
@@ -57,6 +60,8 @@ def residual_merge(
         constant: no kernel writes norm_weight while this stream is in use, as with a loaded model's weights. On sm_90
             and newer the kernel then reads it before the kernels ahead in the stream have ended. Leave it out for a
             weight that was just computed or cast.
+        following: the matrix of the product that reads `normed`, which SPECKER_PREFETCH prefetches
+            (kernels/prefetch.py).
 
     Returns:
         y [T, E] and normed [Q, T, E] (Q = 0 without weights). Neither aliases x.
@@ -74,20 +79,22 @@ def residual_merge(
         >>> y.tolist(), normed.tolist()
         ([[3.0, 3.0, 3.0, 3.0]], [[[0.5, 0.5, 0.5, 0.5]]])
     """
-    return _residual_merge(x, deltas, norm_weight, eps, last, split, constant)
+    return _residual_merge(x, deltas, norm_weight, eps, last, split, constant, following)
 
 
-def add_norm(x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+def add_norm(
+    x: Tensor, delta: Tensor | None, weight: Tensor, eps: float, following: Matrix | None = None
+) -> tuple[Tensor, Tensor]:
     """`residual_merge` in a decoder layer, with one delta [T, E] (or its splits' sums [S, T, E]) or none and one weight
     [E], a model's own, which no kernel writes -> y [T, E] (x itself without a delta) and normed [T, E]."""
     if delta is not None and delta.dim() == 3:
-        y, normed = residual_merge(x, delta, weight.unsqueeze(0), eps, None, True, constant=True)
+        y, normed = residual_merge(x, delta, weight.unsqueeze(0), eps, None, True, constant=True, following=following)
         return y, normed[0]
     if x.is_cpu and not is_compiling() and x.dtype == weight.dtype:
         y = x if delta is None else x + delta  # the checks would cost 6% of a prefill of 100 rows
         return y, F.rms_norm(y, weight.shape, weight, eps)
     deltas = x.unsqueeze(0)[:0] if delta is None else delta.unsqueeze(0)
-    y, normed = residual_merge(x, deltas, weight.unsqueeze(0), eps, constant=True)
+    y, normed = residual_merge(x, deltas, weight.unsqueeze(0), eps, constant=True, following=following)
     return y, normed[0]
 
 
@@ -99,11 +106,12 @@ class Arguments(NamedTuple):
     last: Tensor | None = None
     split: bool = False
     constant: bool = False
+    following: Matrix | None = None
 
 
 @takes(Arguments)
 def residual_merge_ref(args: Arguments) -> tuple[Tensor, Tensor]:
-    x, deltas, norm_weight, eps, last, split, _ = args
+    x, deltas, norm_weight, eps, last, split, *_ = args
     x = x.contiguous()  # so that the results are, as `_fake` promises
     if split:
         total = torch.zeros_like(x, dtype=deltas.dtype)
@@ -153,6 +161,7 @@ def _residual_merge_kernel(
     weight_ptr,  # [Q, E]
     y_ptr,  # [T, E]
     normed_ptr,  # [Q, T, E]
+    following_ptr,  # what PREFETCH describes, or None
     T,
     eps,
     P: tl.constexpr,
@@ -162,8 +171,14 @@ def _residual_merge_kernel(
     CONSTANT: tl.constexpr,  # no kernel of the stream writes the weight
     E: tl.constexpr,
     BLOCK: tl.constexpr,  # elements of a row held at a time; a power of two
+    PREFETCH: tl.constexpr,
     PDL: tl.constexpr,
 ):
+    if PREFETCH[0]:  # noqa: SIM102 - a constant condition: without programs following_ptr is None
+        if tl.program_id(0) >= T:
+            prefetch_share(following_ptr, tl.program_id(0) - T, PREFETCH)
+            wait_for_previous(PDL)
+            return
     if not CONSTANT:
         wait_for_previous(PDL)
     if Q > 0 and E <= BLOCK:  # load before the sum: no later load can move ahead of the reduction's barrier
@@ -216,7 +231,14 @@ def _residual_merge_kernel(
 
 @lru_cache
 def _variant(
-    dtype: torch.dtype, P: int, Q: int, E: int, last: bool = False, split: bool = False, constant: bool = True
+    dtype: torch.dtype,
+    P: int,
+    Q: int,
+    E: int,
+    last: bool = False,
+    split: bool = False,
+    constant: bool = True,
+    prefetch: Prefetch = NONE,
 ) -> Variant:
     """One program per row, so rows cannot affect each other. The tile, the warps and the order of the sum depend on E
     alone. 16 elements per thread: two 16-byte loads of each operand in flight (four in float32). At E 4096 the
@@ -225,10 +247,13 @@ def _variant(
     block = min(triton.next_power_of_2(E), MAX_BLOCK)
     t = TYPES[dtype]
     return Variant(
-        name=f"{t} P{P}{' split' * split}{' apart' * last} Q{Q} E{E}{' written' * (not constant)}",
+        name=f"{t} P{P}{' split' * split}{' apart' * last} Q{Q} E{E}{' written' * (not constant)}"
+        + f" prefetch {prefetch.rows}x{prefetch.lines}" * bool(prefetch.programs),
         kernel=_residual_merge_kernel,
-        arguments=(f"*{t}", "*fp32" if split else f"*{t}", *(f"*{t}",) * 4, "i32", "fp32"),
-        constexprs={"P": P, "Q": Q, "LAST": last, "SPLIT": split, "CONSTANT": constant, "E": E, "BLOCK": block},
+        arguments=(f"*{t}", "*fp32" if split else f"*{t}", *(f"*{t}",) * 4, f"*{t}" if prefetch.programs else None)
+        + ("i32", "fp32"),
+        constexprs={"P": P, "Q": Q, "LAST": last, "SPLIT": split, "CONSTANT": constant, "E": E, "BLOCK": block}
+        | {"PREFETCH": prefetch},
         num_warps=min(max(block // 512, 1), 16),
         wide=E * dtype.itemsize % 16 == 0,
         smoke=dtype == torch.bfloat16 and E == 4096 and (P, Q) in ((2, 1), (1, 4), (4, 1)),
@@ -249,26 +274,28 @@ def variants(arch: int) -> Iterator[Variant]:
         yield _variant(torch.bfloat16, P, Q, 4096, P == 5, True)
     for E in (896, 1023, 5120, 8192, 16384, 18432):
         yield _variant(torch.bfloat16, 1, 1, E)
+    yield _variant(torch.bfloat16, 4, 1, 4096, False, True, prefetch=Prefetch(132, 28672, 8192, 9))
     yield _variant(torch.float16, 1, 1, 4096)
     yield _variant(torch.float32, 1, 1, 4096)
 
 
 @takes(Arguments)
 def launch(args: Arguments) -> tuple[Tensor, Tensor]:
-    x, deltas, norm_weight, eps, last, split, constant = args
+    x, deltas, norm_weight, eps, last, split, constant, following = args
     x, deltas = x.contiguous(), deltas.contiguous()
     weight, apart = (x if y is None else y.contiguous() for y in (norm_weight, last))  # the kernel ignores x here
     (T, E), Q = x.shape, 0 if norm_weight is None else norm_weight.shape[0]
     P = deltas.shape[0] + (last is not None)
     y, normed = torch.empty_like(x), x.new_empty(Q, T, E)
     if x.numel():
-        variant = _variant(x.dtype, P, Q, E, last is not None, split, constant or not Q)
-        variant((T,), x, deltas, apart, weight, y, normed, T, float(eps))
+        w, prefetch = prefetch_of(following)
+        variant = _variant(x.dtype, P, Q, E, last is not None, split, constant or not Q, prefetch)
+        variant((T + prefetch.programs,), x, deltas, apart, weight, y, normed, w, T, float(eps))
     return y, normed
 
 
 def _check(args: Arguments) -> None:
-    x, deltas, norm_weight, eps, last, split, _ = args
+    x, deltas, norm_weight, eps, last, split, *_ = args
     if x.dim() != 2 or deltas.dim() != 3 or deltas.shape[1:] != x.shape or (last is not None and last.shape != x.shape):
         raise ValueError(
             f"expected x [T, E], deltas [P, T, E], last [T, E]: x {tuple(x.shape)}, deltas {tuple(deltas.shape)}"

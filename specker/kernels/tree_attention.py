@@ -34,7 +34,8 @@ from specker.kernels.ancestors import (
     unpack_words,
 )
 from specker.kernels.narrow import NARROW, cache_types, check_cache, kind_of, named, widen
-from specker.kernels.quant import as_bytes
+from specker.kernels.prefetch import NONE, Prefetch, prefetch_of, prefetch_share
+from specker.kernels.quant import Matrix, as_bytes
 from specker.kernels.registry import register, takes
 from specker.kernels.variant import (
     AMD,
@@ -88,6 +89,8 @@ def tree_attention(
     sinks: Tensor | None = None,
     k_scale: Tensor | None = None,
     v_scale: Tensor | None = None,
+    *,
+    following: Matrix | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Attention of draft rows over a paged prefix and a window of drafts, in which a row sees itself and its ancestors.
 
@@ -130,6 +133,7 @@ def tree_attention(
         sinks: [G, Hq] of any floating dtype, or None. The sequences come in G equal runs, one for each layer.
         k_scale: [G, Hkv] float32, of caches in eight bits; G as for the sinks.
         v_scale: as k_scale.
+        following: the matrix of the product that reads `out`, which SPECKER_PREFETCH prefetches (kernels/prefetch.py).
 
     Returns:
         out [T, Hq, D], and lse [T, Hq], float32 (float64 for float64).
@@ -168,6 +172,7 @@ def tree_attention(
         sinks,
         k_scale,
         v_scale,
+        following,
     )
 
 
@@ -186,6 +191,7 @@ class Arguments(NamedTuple):
     sinks: Tensor | None = None
     k_scale: Tensor | None = None
     v_scale: Tensor | None = None
+    following: Matrix | None = None
 
 
 @takes(Arguments)
@@ -379,6 +385,7 @@ def _tree_attention_kernel(
     sink_ptr,  # [G, HQ], or None
     k_scale_ptr,  # [G, HKV], or None
     v_scale_ptr,  # [G, HKV], or None
+    following_ptr,  # what PREFETCH describes, or None
     scale2,  # scale * log2(e)
     cap2,  # cap * log2(e)
     run,  # sequences of a layer, B / G
@@ -407,6 +414,7 @@ def _tree_attention_kernel(
     REACH: tl.constexpr,  # most columns that a row sees, at least 64 * W; 0: no limit
     CAP: tl.constexpr,  # whether scores have a soft cap
     KV: tl.constexpr,  # "plain", or the kind of a cache in eight bits
+    PREFETCH: tl.constexpr,
     PDL: tl.constexpr,
     ON_AMD: tl.constexpr,
     APART: tl.constexpr,  # another kernel merges the splits
@@ -414,6 +422,12 @@ def _tree_attention_kernel(
     """For one sequence, the grid has a program for each work item that the table has room for; programs without an item
     return at once. For several sequences, a limited number of programs takes the items in turn: with a grid for the
     longest possible sequences, most programs would have no item."""
+    programs = tl.num_programs(0) - PREFETCH[0]
+    if PREFETCH[0]:  # noqa: SIM102 - a constant condition: without programs following_ptr is None
+        if tl.program_id(0) >= programs:
+            prefetch_share(following_ptr, tl.program_id(0) - programs, PREFETCH)
+            wait_for_previous(PDL)
+            return
     wait_for_previous(PDL)
     tl.static_assert(N <= 64 and UNIT % N == 0 and PAGE * COLUMN_STRIDE < 2**31)
     pointers = q_ptr, k_ptr, v_ptr, table_ptr, words_ptr, partial_ptr, stats_ptr, count_ptr, out_ptr, lse_ptr
@@ -463,7 +477,7 @@ def _tree_attention_kernel(
         ends = tl.cumsum(items, axis=0)
         # disable_licm: values that the compiler hoists out of the loop take up to 60 registers. Triton 3.7 tells only
         # LLVM and hoists indices itself.
-        for i_item in tl.range(tl.program_id(0), tl.sum(items, axis=0), tl.num_programs(0), disable_licm=True):
+        for i_item in tl.range(tl.program_id(0), tl.sum(items, axis=0), programs, disable_licm=True):
             i_b = tl.sum((ends <= i_item).to(tl.int32), axis=0)
             i_first = tl.max(tl.where(ends <= i_item, ends, 0), axis=0)
             _attend(
@@ -798,6 +812,7 @@ class Shape(NamedTuple):
     sinks: torch.dtype | None = None
     kind: str = "plain"
     apart: bool = False  # the splits are merged by a launch of its own
+    prefetch: Prefetch = NONE
 
 
 @lru_cache(maxsize=256)
@@ -828,7 +843,7 @@ def _variant(shape: Shape, arch: int) -> Variant:
     warp owns a pair, so sums over splits stay within a thread. For one row of Llama-3-8B at 8,192 columns (four pairs a
     KV head, 32 splits) that takes one round of loads from L2; 32,768 columns (64 splits) take two.
     """
-    dtype, B, Hq, Hkv, D, page, strides, reach, cap, sinks, kind, apart = shape
+    dtype, B, Hq, Hkv, D, page, strides, reach, cap, sinks, kind, apart, prefetch = shape
     t, d_pad = TYPES[dtype], max(16, 1 << (D - 1).bit_length())
     half = dtype != torch.float32
     M, N = (64, 32 if d_pad > 128 or arch == 80 else 64) if half else (16, 32)
@@ -845,6 +860,7 @@ def _variant(shape: Shape, arch: int) -> Variant:
     name = f"{t} {Hq}/{Hkv} D{D} page {page}" + (f" B{seqs}" if seqs > 1 else "")
     name += f" reach {reach}" if reach else ""
     name += " capped" * cap + (f" sinks {TYPES[sinks]}" if sinks else "") + named(kind)
+    name += f" prefetch {prefetch.rows}x{prefetch.lines}" * bool(prefetch.programs)
     name += " apart" if apart else ""
     smoke = dtype == torch.bfloat16 and D == 128 and B == 1 and page == 256 and not apart
     limit = None  # of registers
@@ -867,6 +883,7 @@ def _variant(shape: Shape, arch: int) -> Variant:
             "*fp32",
             f"*{TYPES[sinks]}" if sinks else None,
             *scales,
+            f"*{t}" if prefetch.programs else None,
             "fp32",
             "fp32",
             *("i32",) * 7,
@@ -891,6 +908,7 @@ def _variant(shape: Shape, arch: int) -> Variant:
             "REACH": reach,
             "CAP": cap,
             "KV": kind,
+            "PREFETCH": prefetch,
             "APART": apart,
         },
         num_warps=8 if d_pad > 128 else 4,
@@ -926,6 +944,7 @@ def variants(arch: int) -> Iterator[Variant]:
         llama,
         llama._replace(B=16),
         llama._replace(reach=4096),
+        llama._replace(prefetch=Prefetch(132, 4096, 8192, 16)),
         _shape(bf16, 1, 32, 8, 128, page=16),
         _shape(bf16, 1, 32, 8, 64),
         _shape(bf16, 16, 32, 8, 64),
@@ -974,7 +993,9 @@ def launch(args: Arguments) -> tuple[Tensor, Tensor]:
     several = splits if splits > 1 else 0
     apart = splits > 1 and T * (Hq // Hkv) > MERGED * B
     sink = None if sinks is None else sinks.dtype
-    shape = Shape(q.dtype, B, Hq, Hkv, D, page, strides[:3], args.reach, cap > 0, sink, kind_of(k_cache), apart)
+    w, prefetch = prefetch_of(args.following)
+    kind = kind_of(k_cache)
+    shape = Shape(q.dtype, B, Hq, Hkv, D, page, strides[:3], args.reach, cap > 0, sink, kind, apart, prefetch)
     variant = _variant(shape, arch(q.device))
     partial = q.new_empty((T, Hq, several, D), dtype=torch.float32)
     stats = q.new_empty((2, T, Hq, several), dtype=torch.float32)
@@ -988,7 +1009,7 @@ def launch(args: Arguments) -> tuple[Tensor, Tensor]:
         programs = min(programs, PROGRAMS * sms(q.device))
     sinks = None if sinks is None else sinks.contiguous()
     variant(
-        (programs,),
+        (programs + prefetch.programs,),
         q,
         as_bytes(k_cache),
         as_bytes(v_cache),
@@ -1005,6 +1026,7 @@ def launch(args: Arguments) -> tuple[Tensor, Tensor]:
         sinks,
         k_scale,
         args.v_scale,
+        w,
         scale * _LOG2E,
         cap * _LOG2E,
         run,

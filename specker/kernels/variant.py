@@ -25,8 +25,8 @@ in the stream has ended, which hides its start. Every such kernel calls `wait_fo
 anything that a kernel writes; before that it may read only weights and tables that no kernel of the stream writes.
 Every program must wait, even one that has nothing to do: the next kernel waits only for this grid, so an early exit
 would let it run before older writes land. After its loop over weights or K/V, or after its wait if it has no loop, it
-calls `let_next_start`; earlier or later calls, and prefetching weights before the wait, were within 1.3% on an H100
-(bench/LOG.md). PDL does not change a bit of the results. SPECKER_PDL=0 turns it off. To test dependent launches on a
+calls `let_next_start`; earlier or later calls, and prefetching its own weights before the wait, were within 1.3% on an
+H100 (bench/LOG.md). PDL changes no bit of the results. SPECKER_PDL=0 turns it off. To test dependent launches on a
 GPU, set `DELAYED` to the name of a kernel: it then lets the next kernel start before its own wait and sleeps, and a
 kernel that does not wait reads memory that is not written yet.
 

@@ -36,8 +36,8 @@ from specker.model.sampling import Draws
 from specker.model.split import OtherRanks
 from specker.model.weights import Group, Parameters, layers_of
 
-# q [T, Hq, D], k and v [pages, page_size, Hkv, D], the layer's sliding window, its sinks [G, Hq] -> [T, Hq, D]
-Attend = Callable[[Tensor, Tensor, Tensor, int, Tensor | None], Tensor]
+# q [T, Hq, D], k and v [pages, page_size, Hkv, D] and the layer, for its sliding window, sinks and o -> [T, Hq, D]
+Attend = Callable[[Tensor, Tensor, Tensor, int, LayerWeights], Tensor]
 
 
 class GroupRows(NamedTuple):
@@ -292,7 +292,7 @@ def run_layers(
     for (w, layers, rope, sliding_window), kept_here, batch in steps:
         several = len(layers) > 1
         if first_attention_input is None:
-            hidden, normed = _entering(hidden, delta, w.norm_in, eps)
+            hidden, normed = _entering(hidden, delta, w.norm_in, eps, following=w.qkv if few else None)
         else:
             normed, first_attention_input = first_attention_input, None
         if several and w.norm_in is None:
@@ -316,10 +316,11 @@ def run_layers(
         added = batch.join(added)
         for i, mlp in enumerate(layers):
             output = _normed(added[i] if several else added, mlp.norm_o, eps)
+            following = mlp.gate_up if few and mlp.router is None else None
             if i == 0:
-                hidden, normed = _entering(hidden, output, mlp.norm_post, eps)
+                hidden, normed = _entering(hidden, output, mlp.norm_post, eps, following=following)
             else:
-                hidden, normed = _entering(hidden, delta, mlp.norm_post, eps, output)
+                hidden, normed = _entering(hidden, delta, mlp.norm_post, eps, output, following)
             if mlp.router is None:
                 up = gate_times_up(partial(linear, normed, mlp.gate_up, mlp.gate_up_bias), layer.activation)
                 delta = _added(model, linear, up, mlp.down, mlp.down_bias, few and not after)
@@ -391,7 +392,7 @@ def attended(
             qkv, q_norm, k_norm = _whole_norms(qkv, w, eps), None, None
         qkv = qkv.flatten(0, 1) if several else qkv
         q = calibrated(qkv, positions, slots, rope, k, v, q_norm, k_norm, eps)
-    mixed = batch.attend(q, k, v, sliding_window, w.sinks).flatten(1)
+    mixed = batch.attend(q, k, v, sliding_window, w).flatten(1)
     return mixed if gate is None else mixed * torch.sigmoid(gate)
 
 
@@ -517,23 +518,29 @@ def _added(
 
 
 def _entering(
-    x: Tensor, delta: Tensor | None, norm: Tensor | None, eps: float, other: Tensor | None = None
+    x: Tensor,
+    delta: Tensor | None,
+    norm: Tensor | None,
+    eps: float,
+    other: Tensor | None = None,
+    following: Matrix | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Returns the stream y = x + delta + other, all [T, E], and the input of the next sublayer: the RMSNorm of y with
     `norm` [E], N of them [N, T, E] with N norms [N, E], or y itself without a norm. With a norm, `delta` may be split-K
-    partials [S, T, E]."""
+    partials [S, T, E]. `following`: the sublayer's first matrix, see `residual_merge`."""
     if norm is None:
         y = x if delta is None else x + delta
         y = y if other is None else y + other
         return y, y
     if norm.dim() == 1 and other is None:
-        return add_norm(x, delta, norm, eps)
+        return add_norm(x, delta, norm, eps, following)
     split = delta is not None and delta.dim() == 3
     if delta is None:
         deltas = x.unsqueeze(0)[:0]
     else:
         deltas = delta if split else delta.unsqueeze(0)
-    y, normed = residual_merge(x, deltas, norm.view(-1, norm.shape[-1]), eps, other, split, constant=True)
+    norms = norm.view(-1, norm.shape[-1])
+    y, normed = residual_merge(x, deltas, norms, eps, other, split, constant=True, following=following)
     return y, normed if norm.dim() == 2 else normed[0]
 
 
@@ -608,15 +615,15 @@ def over_pages(model: Model, rows: Rows) -> Attend:
     its ancestors and those outside the layer's sliding window."""
     _, _, kv_len, window, words, cu_rows, every, _, ring_rows, _ = rows
 
-    def attend(q: Tensor, k: Tensor, v: Tensor, sliding_window: int, sinks: Tensor | None) -> Tensor:
+    def attend(q: Tensor, k: Tensor, v: Tensor, sliding_window: int, w: LayerWeights) -> Tensor:
         table = every if ring_rows is None or not sliding_window else ring_rows.table
         if k.dtype != q.dtype:  # of a CPU's cache in fewer bits
             k, v = (x[table.flatten().long()] for x in (k, v))
             k, v = keys(k, q.dtype), widened(v, q.dtype)
             table = torch.arange(table.numel(), dtype=table.dtype, device=table.device).view_as(table)
         scale, cap = model.scale, model.config.layer.cap
-        out, _ = tree_attention(q, k, v, table, kv_len, window, cu_rows, words, scale, sliding_window, cap, sinks=sinks)
-        return out
+        args = q, k, v, table, kv_len, window, cu_rows, words, scale, sliding_window, cap, w.sinks
+        return tree_attention(*args, following=w.o)[0]
 
     return attend
 

@@ -19,6 +19,7 @@ from torch.nn import functional as F
 
 from specker.kernels.tree_attention import attend
 from specker.kernels.variant import reset_counters, sum_dtype
+from specker.layer_weights import LayerWeights
 from specker.model.cache import KVCache, Rows, sequence_bounds
 from specker.model.config import ModelConfig
 from specker.model.decoder import GroupRows, Model, Output, compiled, over_pages, run_layers
@@ -145,18 +146,18 @@ def _prefill_chunk(
             paged.append(rows._replace(table=rows.table[:, :columns]))
     bands = {w: band(T, end, w, model.device) for w in windows if w < end and not flashes and not paged}
 
-    def attended(q: Tensor, k: Tensor, v: Tensor, sliding_window: int, sinks: Tensor | None) -> Tensor:
+    def attended(q: Tensor, k: Tensor, v: Tensor, sliding_window: int, w: LayerWeights) -> Tensor:
         if paged and not (flashes and q.shape[-1] <= FLASH_DIM):
             parts = zip(paged, q.split(PAGED_ROWS), strict=True)
-            return torch.cat([over_pages(model, rows)(own, k, v, sliding_window, sinks) for rows, own in parts])
+            return torch.cat([over_pages(model, rows)(own, k, v, sliding_window, w) for rows, own in parts])
         k, v = (x.flatten(0, 1)[spans[sliding_window]] for x in (k, v))
         k, v = keys(k, q.dtype), widened(v, q.dtype)
         if cap:
             return attend_capped(q, k, v, causal, sliding_window, model.scale, cap)
         if flashes and q.shape[-1] <= FLASH_DIM:
-            return flash(q, k, v, causal, sliding_window, model.scale, sinks)
-        if sinks is not None:
-            return attend_with_sinks(q, k, v, sliding_window, model.scale, sinks)
+            return flash(q, k, v, causal, sliding_window, model.scale, w.sinks)
+        if w.sinks is not None:
+            return attend_with_sinks(q, k, v, sliding_window, model.scale, w.sinks)
         k, v = (x.transpose(0, 1).unsqueeze(0) for x in (k, v))
         if (seen := bands.get(sliding_window)) is not None:
             k, v = (x[:, :, -seen.shape[1] :] for x in (k, v))

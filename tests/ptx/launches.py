@@ -8,7 +8,7 @@ from unittest.mock import patch
 
 import ptxsim
 
-from specker.kernels import variant
+from specker.kernels import prefetch, variant
 
 USES_ARCH = (
     "tree_attention",
@@ -21,6 +21,8 @@ USES_ARCH = (
 # The parameters of each kernel that no kernel writes: weights and tables. A kernel that is launched as a dependent one
 # may read them, and nothing else, before griddepcontrol.wait. A norm's weight is one only if the caller says so.
 CONSTANT = {
+    "_residual_merge_kernel": {"following_ptr"},
+    "_tree_attention_kernel": {"following_ptr"},
     "_row_linear_kernel": {"w_ptr", "scale_ptr", "shift_ptr", "bias_ptr"},
     "_row_linear_merge_kernel": {"bias_ptr"},
     "_expert_linear_kernel": {"w_ptr", "scale_ptr", "shift_ptr", "bias_ptr"},
@@ -41,5 +43,6 @@ def simulated(arch: int, constant: ptxsim.Constants | None = None, **options: An
         for name in USES_ARCH:
             module = importlib.import_module(f"specker.kernels.{name}")
             stack.enter_context(patch.object(module, "arch", lambda device: arch))
-        stack.enter_context(patch.object(variant, "launched_on", lambda device: arch))
+        for module in (variant, prefetch):
+            stack.enter_context(patch.object(module, "launched_on", lambda device: arch))
         yield stack.enter_context(ptxsim.simulated(arch, constant={**CONSTANT, **(constant or {})}, **options))

@@ -108,6 +108,34 @@ for constant in (False, True):
     assert "_residual_merge_kernel: reads storage of (1, 4096) torch.bfloat16 byte 0 of 8192 before" in early
 
 
+def test_the_next_matrix_is_prefetched_whole_before_the_wait_and_no_bit_changes() -> None:
+    program = """
+import torch
+from formulas import randn
+from ptx import ops
+from ptx.launches import simulated
+from specker.kernels import prefetch
+w, x, norm = (randn(n, E, seed=n, dtype=torch.bfloat16) for n, E in ((700, 4096), (2, 512), (1, 512)))
+lengths = {"one": ((90, 5),), "several": ((33, 20), (0, 4))}
+calls = {name: ops.ragged().ragged(2, torch.bfloat16, Hq=4, Hkv=2, D=64, page=16, lengths=at)[0]
+         for name, at in lengths.items()}
+work = [lambda args=args: ops.attention.launch(**args, following=w) for args in calls.values()]
+for call in (*work, lambda: ops.residual.launch(x, x[None], norm, 1e-5, constant=False, following=w)):
+    outs = []
+    for prefetch.MEBIBYTES in (0, 3, 8):
+        with simulated(90) as simulation:
+            outs.append(call())
+        assert not simulation.problems(), simulation.problems()
+        reports = [each.report for each in simulation.launches]
+        same = all(map(torch.equal, outs[0], outs[-1]))
+        print(len(reports), sum(r.prefetched for r in reports) / w.nbytes, sum(r.read_bytes for r in reports), same)
+"""
+    rows = [line.split() for line in python("-c", program).splitlines()]
+    for off, part, whole in (rows[:3], rows[3:6], rows[6:]):
+        assert (off[0], *off[2:]) == (part[0], *part[2:]) == (whole[0], *whole[2:]) and off[3] == "True"
+        assert float(off[1]) == 0 and 0.53 < float(part[1]) <= 0.55 and abs(float(whole[1]) - 1) < 0.01
+
+
 def test_a_text_is_read_once_a_sequence_and_not_by_each_row() -> None:
     program = """
 import torch

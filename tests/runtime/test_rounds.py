@@ -21,6 +21,7 @@ from recorded import kernels, recording
 import specker
 from bench.kernels.bench_layer_group import SHAPES as WIDTHS
 from specker.checkpoints import buffers, checkpoint
+from specker.kernels import prefetch
 from specker.kernels.variant import Counters, counters
 from specker.model.cache import KVCache
 from specker.model.decoder import Model, forward
@@ -416,6 +417,18 @@ def test_penalties_read_the_texts_on_the_device(recorded, name, size):
     assert all(found.count(f"_{name}_kernel") == 1 for name in ("count_text", "adjust_rows", "adjust_floor"))
     plain = world.round(ragged(size, 50), Sampling(0.7), world.budgets[-1])
     assert {key for key, *_ in plain.segments if key[0][0] == "accept"}.isdisjoint(key for key, *_ in logs[0].segments)
+
+
+def test_prefetching_adds_programs_to_norms_and_attention_and_no_launch(recorded, monkeypatch):
+    world, sampling = recorded("ar", 1), Sampling()
+    monkeypatch.setattr(prefetch, "launched_on", lambda device: 90)
+    plain = world.round([50], sampling, world.budgets[-1])
+    monkeypatch.setattr(prefetch, "MEBIBYTES", 1)
+    ahead = world.round([50], sampling, world.budgets[-1])
+    assert len(plain) == len(ahead)
+    more = [name.split(":")[0] for (name, *_), other in zip(ahead, plain, strict=True) if name != other[0]]
+    assert more == 3 * ["_residual_merge_kernel", "_tree_attention_kernel", "_residual_merge_kernel"]
+    assert {a[1][0] - b[1][0] for a, b in zip(ahead, plain, strict=True) if a[0] != b[0]} == {132}
 
 
 DENSE = ("aten.linear", "aten.mm", "aten.addmm", "aten.bmm", "aten.baddbmm", "aten.sort", "aten.topk")
