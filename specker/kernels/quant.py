@@ -3,8 +3,8 @@
     w[o, e] = q[o, e] * scale[o, e // group] + shift[o, e // group]
 
 in float32, rounded once. `row_linear`, `kv_project` and `vocab_topk` take a `Quantized` matrix instead of a tensor and
-compute with these w, rounded to the dtype of the activations; nothing else is quantised. Where a row of eight bits has
-one scale and no shift, kernels multiply the float32 sum by it and round no weight. Four kinds of q:
+compute with these w, rounded to the dtype of the activations; nothing else is quantised. Where a row, or a multiple of
+128 columns, has one scale and no shift, kernels multiply float32 sums by it and round no weight. Four kinds of q:
 
 * int8: int8 [O, E].
 * fp8: float8_e4m3fn [O, E].
@@ -117,9 +117,9 @@ class Quantized:
         return self.group % LEAST[self.kind] == 0 or (self.kind not in FOUR_BITS and self.group == self.shape[-1])
 
     @property
-    def whole(self) -> bool:
-        """Whether kernels multiply the sum of a row by its only scale, and so do not round the weights."""
-        return self.kind not in FOUR_BITS and self.shift is None and self.group == self.shape[-1]
+    def scales_sums(self) -> bool:
+        """Whether kernels multiply sums by the scales instead of the weights, which they then do not round."""
+        return self.shift is None and self.kind != "mxfp4" and (self.group == self.shape[-1] or self.group % 128 == 0)
 
     @property
     def arguments(self) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -204,8 +204,8 @@ class Quantized:
         return out
 
     def widened(self, dtype: torch.dtype, wide: torch.dtype) -> Tensor:
-        """The weights in `wide`, as a product of rows in `dtype` takes them: rounded to `dtype` unless `whole`."""
-        return self.dequantised(wide if self.whole else dtype).to(wide)
+        """The weights in `wide`, as products of rows in `dtype` take them: rounded to it unless sums are scaled."""
+        return self.dequantised(wide if self.scales_sums else dtype).to(wide)
 
 
 Matrix = Tensor | Quantized

@@ -91,8 +91,7 @@ def row_linear(
     Args:
         x: [T, E] or [G, T, E].
         weight: [O, E] or [G, O, E] of x's dtype, or a `Quantized` matrix, whose weights are rounded to x's
-            dtype before the product, unless they have eight bits and a row one scale and no shift; on a CPU also
-            bfloat16 beside float32.
+            dtype before the product, unless sums are scaled (quant.py); on a CPU also bfloat16 beside float32.
         bias: [O] or [G, O], or None.
         epilogue: "none"; "silu_mul": the weight's first O / 2 rows are the gate Wg, the rest the up projection Wu, and
             the result is silu(x Wg^T) * (x Wu^T); "gelu_tanh_mul": the same with GELU's tanh form; "clamped_silu_mul":

@@ -77,6 +77,7 @@ ones = torch.ones(64, 1)
 weights = (
     Quantized(numbers, torch.arange(256).remainder(253).to(torch.uint8).view(64, 4), None),
     Quantized(eights, ones, None),
+    Quantized(packed(torch.arange(16, dtype=torch.uint8).repeat(64, 8)), ones, None),
     Quantized(torch.where(eights & 127 == 127, 0, eights).view(torch.float8_e4m3fn), ones, None),  # without NaN
 )
 for weight in weights:
@@ -87,7 +88,7 @@ for weight in weights:
         print(weight.kind, equal, y.isfinite().all().item(), *simulation.problems())
 """
     rows = [line.split() for line in python("-c", program).splitlines()]
-    assert rows == [[kind, "True", "True"] for kind in ("mxfp4", "int8", "fp8") for _ in range(2)]
+    assert rows == [[kind, "True", "True"] for kind in ("mxfp4", "int8", "int4", "fp8") for _ in range(2)]
 
 
 def test_a_norms_weight_is_read_before_the_wait_only_if_it_is_constant() -> None:
