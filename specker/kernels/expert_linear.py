@@ -122,7 +122,7 @@ def expert_linear_ref(args: Arguments) -> Tensor:
         choices = order[start:stop].long()
         some, matrix = rows[choices // k if x.dim() == 2 else choices], weight[e]
         if S > 1 and isinstance(matrix, Quantized):
-            matrix = matrix.dequantised(x.dtype)
+            some, matrix = some.to(dtype), matrix.widened(x.dtype, dtype)
         for s in range(S):
             columns = slice(s * size, (s + 1) * size)
             whole = S == 1

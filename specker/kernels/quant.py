@@ -3,7 +3,8 @@
     w[o, e] = q[o, e] * scale[o, e // group] + shift[o, e // group]
 
 in float32, rounded once. `row_linear`, `kv_project` and `vocab_topk` take a `Quantized` matrix instead of a tensor and
-compute with these w, rounded to the dtype of the activations; nothing else is quantised. Four kinds of q:
+compute with these w, rounded to the dtype of the activations; nothing else is quantised. Where a row, or a multiple of
+128 columns, has one scale and no shift, kernels multiply float32 sums by it and round no weight. Four kinds of q:
 
 * int8: int8 [O, E].
 * fp8: float8_e4m3fn [O, E].
@@ -116,6 +117,11 @@ class Quantized:
         return self.group % LEAST[self.kind] == 0 or (self.kind not in FOUR_BITS and self.group == self.shape[-1])
 
     @property
+    def scales_sums(self) -> bool:
+        """Whether kernels multiply sums by the scales instead of the weights, which they then do not round."""
+        return self.shift is None and self.kind != "mxfp4" and (self.group == self.shape[-1] or self.group % 128 == 0)
+
+    @property
     def arguments(self) -> tuple[Tensor, Tensor, Tensor | None]:
         """q, scale and shift for the Triton kernels: contiguous; float8 as int8, which every device can load, and four
         bits as int16, four numbers each."""
@@ -196,6 +202,10 @@ class Quantized:
         for i in range(0, len(flat), rows):
             flat[i : i + rows] = _restored(whole[i : i + rows])
         return out
+
+    def widened(self, dtype: torch.dtype, wide: torch.dtype) -> Tensor:
+        """The weights in `wide`, as products of rows in `dtype` take them: rounded to it unless sums are scaled."""
+        return self.dequantised(wide if self.scales_sums else dtype).to(wide)
 
 
 Matrix = Tensor | Quantized

@@ -91,7 +91,7 @@ def row_linear(
     Args:
         x: [T, E] or [G, T, E].
         weight: [O, E] or [G, O, E] of x's dtype, or a `Quantized` matrix, whose weights are rounded to x's
-            dtype before the product; on a CPU also bfloat16 beside float32.
+            dtype before the product, unless sums are scaled (quant.py); on a CPU also bfloat16 beside float32.
         bias: [O] or [G, O], or None.
         epilogue: "none"; "silu_mul": the weight's first O / 2 rows are the gate Wg, the rest the up projection Wu, and
             the result is silu(x Wg^T) * (x Wu^T); "gelu_tanh_mul": the same with GELU's tanh form; "clamped_silu_mul":
@@ -150,7 +150,7 @@ def row_linear_ref(args: Arguments) -> Tensor:
     x, weight, bias, epilogue, _ = args
     size = split_of(x, weight)[1] if epilogue == "split" else 0  # a quantised weight has its own splits
     if isinstance(weight, Quantized):
-        weight = weight.dequantised(x.dtype)
+        weight = weight.widened(x.dtype, sum_dtype(x.dtype) if epilogue in ("float32", "split") else x.dtype)
     if epilogue == "split":
         parts = zip(x.split(size, -1), weight.split(size, -1), strict=True)
         sums = [row_linear_ref(a, w, None, "float32") for a, w in parts]

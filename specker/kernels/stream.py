@@ -148,8 +148,9 @@ def _stream_quantised(
     LEFT: tl.constexpr,
     SM: tl.constexpr,
 ):
-    """`_stream_plain` for w = q * scale + shift in float32, rounded to x's dtype. Scales are read one tile ahead,
-    because Triton does not pipeline loads of less than four bytes.
+    """`_stream_plain` for w = q * scale + shift in float32, rounded to x's dtype. If a tile's columns share a scale
+    and have no shift, the tile's sum is multiplied instead, and q is exact. Scales are read one tile ahead, because
+    Triton does not pipeline loads of less than four bytes.
 
     A tile of four bits takes two products: the columns in the low four bits of bytes, then the columns in the high four
     bits. As the left operand, a tile of eight bits takes two as well, of half its columns each, and so fewer registers.
@@ -160,6 +161,7 @@ def _stream_quantised(
     HALVES: tl.constexpr = LEFT and PACK == 1 and BLOCK_E >= 32  # a product takes at least 16 columns
     EVEN: tl.constexpr = EVEN_E and EVEN_N
     SETS: tl.constexpr = E // GROUP  # scales per row
+    EXACT: tl.constexpr = not SHIFT and KIND != "mxfp4" and (SETS == 1 or GROUP % 128 == 0)  # Quantized.scales_sums
     o_x = o_m[:, None] * E
     o_w = o_n[:, None] * (E // PACK)
     b_acc = _zeros(M, N, LEFT)
@@ -174,6 +176,9 @@ def _stream_quantised(
         if SETS > 1:
             b_next = _scales(scale_ptr, i_row + o_n, m_n, i_e + BLOCK_E, SETS, N, BLOCK_E, GROUP)
             b_next_shift = _scales(shift_ptr, i_row + o_n, m_n, i_e + BLOCK_E, SETS, N, BLOCK_E, GROUP)
+        b_sum = b_acc
+        if EXACT and SETS > 1:
+            b_sum = _zeros(M, N, LEFT)
         for i_part in tl.static_range(2 if PACK == 4 or HALVES else 1):
             if PACK == 4:
                 o_h = tl.arange(0, BLOCK_E // 2)[None, :]
@@ -189,12 +194,27 @@ def _stream_quantised(
                 m_x = m_x & (o_e < E)
             b_x = tl.load(x_ptr + o_x + o_e, mask=m_x, other=0.0)
             b_s, b_z = _part(b_scale, i_part, HALVES), _part(b_shift, i_part, HALVES)
-            b_v = _weights(b_w, b_s, b_z, i_part, SHIFT, KIND, SM, b_x.dtype)
-            b_acc = _add_product(b_x, b_v, b_acc, LEFT)
-        if LEFT and SM == 90:
-            b_acc = _arrived(b_acc)
+            b_v = _weights(b_w, b_s, b_z, i_part, EXACT, SHIFT, KIND, SM, b_x.dtype)
+            b_sum = _add_product(b_x, b_v, b_sum, LEFT)
+        if EXACT and SETS > 1:
+            b_acc = tl.fma(b_sum, _beside(b_scale, b_sum, LEFT), b_acc)
+        elif LEFT and SM == 90:
+            b_acc = _arrived(b_sum)
+        else:
+            b_acc = b_sum
         b_scale, b_shift = b_next, b_next_shift
+    if EXACT and SETS == 1:
+        b_acc *= _beside(b_scale, b_acc, LEFT)
     return b_acc
+
+
+@triton.jit
+def _beside(
+    b_scale,  # [N, 1]
+    b,  # [M, N], or with LEFT [N, M]
+    LEFT: tl.constexpr,
+):
+    return tl.broadcast_to(b_scale if LEFT else tl.trans(b_scale), b.shape)
 
 
 @triton.jit
@@ -281,12 +301,13 @@ def _weights(
     b_scale,  # [N, groups]
     b_shift,  # [N, groups]; not read without SHIFT
     PART: tl.constexpr,
+    EXACT: tl.constexpr,
     SHIFT: tl.constexpr,
     KIND: tl.constexpr,
     SM: tl.constexpr,
     dtype: tl.constexpr,
 ):
-    """q * scale + shift, rounded once to float32: [N, K]. fp8 comes as int8.
+    """q * scale + shift, rounded once to float32 and then to dtype; with EXACT only q: [N, K]. fp8 comes as int8.
 
     Four bits: PART selects the low or the high ones of the bytes. For int4 `_four_bits` gives the number q of 0 to 15
     times 2^-22, so the scale is multiplied by 2^22, which is exact up to 2^105. Without shifts q stands for q - 8, and
@@ -294,6 +315,11 @@ def _weights(
     N: tl.constexpr = b_q.shape[0]
     GROUPS: tl.constexpr = b_scale.shape[1]
     K: tl.constexpr = b_q.shape[1] * (2 if b_q.dtype == tl.int16 else 1)
+    if EXACT and KIND == "int8" and SM == 90 and dtype == tl.bfloat16:
+        return _int8_pairs(b_q)
+    if EXACT and KIND == "int4" and SM == 90 and dtype == tl.bfloat16:
+        b_0, b_4, b_8, b_12 = _int4_pairs(b_q)
+        return tl.reshape(tl.join(b_4, b_12) if PART else tl.join(b_0, b_8), (N, K))
     if KIND == "mxfp4" and SM > 0 and dtype == tl.bfloat16:
         b_bits = b_scale.to(tl.int32, bitcast=True)
         b_bits = tl.broadcast_to((b_bits | b_bits >> 16)[:, :, None], (N, GROUPS, K // 2 // GROUPS))
@@ -305,7 +331,9 @@ def _weights(
     elif KIND == "int4":
         b_bits = b_q.to(tl.int32)
         b_v = tl.join(_four_bits(b_bits, 4 * PART), _four_bits(b_bits, 4 * PART + 8))
-        if not SHIFT:
+        if EXACT:
+            b_v = b_v * 2.0**22 - 8.0
+        elif not SHIFT:
             b_shift = -8.0 * b_scale
         b_scale *= 2.0**22
     elif KIND == "fp8" and SM >= 90:  # the column of sm_80 has cards without the instruction
@@ -314,6 +342,8 @@ def _weights(
         b_v = fp8_of(b_q)
     else:
         b_v = b_q.to(tl.float32)
+    if EXACT:
+        return tl.reshape(b_v, (N, K)).to(dtype)
     b_v = tl.reshape(b_v, (N, GROUPS, K // GROUPS))
     if SHIFT or KIND == "int4":
         b_v = tl.fma(b_v, b_scale[:, :, None], b_shift[:, :, None])
@@ -368,6 +398,57 @@ def _e2m1_pairs(
         }""",
         "=h,=h,=h,=h,h,r",
         [b_q, b_scale],
+        dtype=(tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16),
+        is_pure=True,
+        pack=1,
+    )
+
+
+@triton.jit
+def _int8_pairs(b_q):
+    """int8 -> bfloat16, two at a time: 128 plus the lower seven bits, less 128, or 256 for a negative number. The first
+    are the bits of a bfloat16 below a 1, and the bit of the sign is the last of the exponent. Instructions that convert
+    integers run at a quarter of the others' rate."""
+    return tl.inline_asm_elementwise(
+        """{
+        .reg .b32 q, sign, minus;
+        cvt.u32.u16 q, $1;
+        prmt.b32 q, q, 0, 0x4140;
+        lop3.b32 sign, q, 0x00800080, 0x43004300, 0xEA;  // a & b | c
+        lop3.b32 q, q, 0x007F007F, 0x43004300, 0xEA;
+        mov.b32 minus, 0xBF80BF80;
+        fma.rn.bf16x2 $0, sign, minus, q;
+        }""",
+        "=r,h",
+        [b_q],
+        dtype=tl.bfloat16,
+        is_pure=True,
+        pack=2,
+    )
+
+
+@triton.jit
+def _int4_pairs(
+    b_q,  # [N, K] int16, four numbers each
+):
+    """The numbers in bits 0, 4, 8 and 12, less 8, in bfloat16, two at a time: 128 plus a number, the last bits of a
+    bfloat16, less 136."""
+    return tl.inline_asm_elementwise(
+        """{
+        .reg .b32 q, odd, minus;
+        cvt.u32.u16 q, $4;
+        prmt.b32 q, q, 0, 0x4140;
+        shr.b32 odd, q, 4;
+        lop3.b32 q, q, 0x000F000F, 0x43004300, 0xEA;  // a & b | c
+        lop3.b32 odd, odd, 0x000F000F, 0x43004300, 0xEA;
+        mov.b32 minus, 0xC308C308;
+        add.rn.bf16x2 q, q, minus;
+        add.rn.bf16x2 odd, odd, minus;
+        mov.b32 {$0, $2}, q;
+        mov.b32 {$1, $3}, odd;
+        }""",
+        "=h,=h,=h,=h,h",
+        [b_q],
         dtype=(tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16),
         is_pure=True,
         pack=1,

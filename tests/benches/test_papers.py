@@ -120,11 +120,12 @@ def test_the_family_is_made_once_and_anew_for_other_weights(tmp_path, monkeypatc
     monkeypatch.setattr(models.zoo, "path", lambda name: tmp_path / "zoo" / name)
     monkeypatch.setattr(models, "cache_root", lambda: tmp_path)
     monkeypatch.setattr(models.inflate, "inflate", inflate)
-    first = models.inflated("1b", "cuda")
-    assert models.inflated("1b", "cuda") == first and made == [(n, "cuda") for n in (*models.MEMBERS, models.AS_LARGE)]
-    other = models.inflated("quick", "cpu")
+    every = (*models.MEMBERS, models.AS_LARGE)
+    first = models.inflated("1b", "cuda", every)
+    assert models.inflated("1b", "cuda", every) == first and made == [(name, "cuda") for name in every]
+    other = models.inflated("quick", "cpu", every)
     (tmp_path / "zoo" / "code-draft" / "model.safetensors").write_text("trained again")
-    new = models.inflated("1b", "cuda")
+    new = models.inflated("1b", "cuda", every)
     assert new != first and len(made) == 15
     assert {path.name for path in tmp_path.glob("inflated-*")} == {new.name, other.name}
 

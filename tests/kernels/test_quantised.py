@@ -69,7 +69,9 @@ def a_weight(form, *shape, seed=1, device="cpu"):
 
 
 def formula(x, weight, bias=None, epilogue="none"):
-    y = x.double() @ weight.dequantised(x.dtype).double().mT + (0 if bias is None else bias.double().unsqueeze(-2))
+    y = x.double() @ weight.widened(x.dtype, torch.float32).double().mT + (
+        0 if bias is None else bias.double().unsqueeze(-2)
+    )
     if epilogue == "silu_mul":
         gate, up = y.chunk(2, dim=-1)
         y = gate / (1 + torch.exp(-gate)) * up

@@ -123,10 +123,11 @@ def _quantised_linear(arch: int, dtype: torch.dtype) -> Comparisons:
     for O, E, kind, group in (
         (256, 512, "int8", None),
         (96, 1152, "int4", 32),
+        (256, 512, "int4", 128),
         (128, 288, "mxfp4", 32),
         (128, 8224, "fp8", 32),
     ):
-        x, w = randn(70, E, dtype=dtype), ops.quantised_weight(kind, group, kind == "int4", O, E)
+        x, w = randn(70, E, dtype=dtype), ops.quantised_weight(kind, group, (kind, group) == ("int4", 32), O, E)
 
         def call(rows: slice, x: Tensor = x, w: Any = w, **options: Any) -> Any:
             return (_run(arch, lambda: ops.linear.launch(x[rows], w, None, "silu_mul"), **options),)

@@ -55,7 +55,7 @@ def test_the_first_case_of_each_op_on_sm_90() -> None:
     assert sorted(ops) == sorted([*FLOAT, *INTEGER])
 
 
-@pytest.mark.parametrize("ops", ["row_linear,tree_attention", "delta_rows"])
+@pytest.mark.parametrize("ops", ["row_linear,quantised_linear,tree_attention", "delta_rows"])
 def test_rows_are_invariant(ops: str) -> None:
     flags = "--arch", "90", "--dtype", "bf16", "--what", "invariance", "--first", "1"
     assert run(*flags, "--only", ops) == ops.split(",")
@@ -73,22 +73,32 @@ def test_products_on_sm_80() -> None:
     assert run("--arch", "80", "--dtype", "bf16", *flags) == ["row_linear", "tree_attention"]
 
 
-def test_every_mxfp4_is_exact_in_bfloat16() -> None:
-    """Rows of the identity give all numbers times all scales that leave them finite. Compiled kernels decode them two
-    at a time, the interpreter one by one (tests/kernels/test_quantised.py)."""
+def test_every_number_is_exact_in_bfloat16() -> None:
+    """Rows of the identity give all numbers, of mxfp4 times all scales that leave them finite. Compiled kernels decode
+    two at a time, the interpreter one by one (tests/kernels/test_quantised.py)."""
     program = """
 import torch
 from ptx.ops import linear
 from ptx.launches import simulated
 from specker.kernels.quant import Quantized, packed
 numbers = packed(torch.arange(128, dtype=torch.uint8).remainder(16).expand(64, 128))
-weight = Quantized(numbers, torch.arange(256).remainder(253).to(torch.uint8).view(64, 4), None)
-for arch in (80, 90):
-    with simulated(arch) as simulation:
-        y = linear.launch(torch.eye(128, dtype=torch.bfloat16), weight, None, "none")
-    print(torch.equal(y.T, weight.dequantised(torch.bfloat16)), y.isfinite().all().item(), *simulation.problems())
+eights = torch.arange(64 * 128).view(64, 128).to(torch.int8)
+ones = torch.ones(64, 1)
+weights = (
+    Quantized(numbers, torch.arange(256).remainder(253).to(torch.uint8).view(64, 4), None),
+    Quantized(eights, ones, None),
+    Quantized(packed(torch.arange(16, dtype=torch.uint8).repeat(64, 8)), ones, None),
+    Quantized(torch.where(eights & 127 == 127, 0, eights).view(torch.float8_e4m3fn), ones, None),  # without NaN
+)
+for weight in weights:
+    for arch in (80, 90):
+        with simulated(arch) as simulation:
+            y = linear.launch(torch.eye(128, dtype=torch.bfloat16), weight, None, "none")
+        equal = torch.equal(y.T, weight.dequantised(torch.bfloat16))
+        print(weight.kind, equal, y.isfinite().all().item(), *simulation.problems())
 """
-    assert python("-c", program).splitlines() == ["True True"] * 2
+    rows = [line.split() for line in python("-c", program).splitlines()]
+    assert rows == [[kind, "True", "True"] for kind in ("mxfp4", "int8", "int4", "fp8") for _ in range(2)]
 
 
 def test_a_norms_weight_is_read_before_the_wait_only_if_it_is_constant() -> None:
