@@ -1,10 +1,10 @@
 """vocab_topk: LM head over the kept vocabulary rows: the k best tokens of each row and the log-sum-exp of all.
 
-The kernel does not write the full logits to memory. The products are row_linear's (64 rows for any T, K in order), and
-the selection runs row by row in tiles that do not depend on T. A second kernel merges the tiles' candidates. For k = 1
-without lse there is one launch: the last program of a tile of rows takes the largest of each row's candidates, one per
-tile of the weight. A norm is residual_merge's kernel, launched first. Otherwise every program would need the row's
-scale before its first product, or would round x * weight unscaled, which can overflow float16.
+The kernel does not write the full logits to memory. The products are row_linear's (K in order for any T), and the
+selection runs row by row in tiles of the weight that do not depend on T. A second kernel merges the tiles' candidates.
+For k = 1 without lse there is one launch: the last program of a tile of rows takes the largest of each row's
+candidates, one per tile of the weight. A norm is residual_merge's kernel, launched first. Otherwise every program would
+need the row's scale before its first product, or would round x * weight unscaled, which can overflow float16.
 """
 
 import math
@@ -261,10 +261,27 @@ _LOW = tl.constexpr((1 << 32) - 1)
 
 
 @triton.jit
-def rank_key(z, ids):
-    """One integer that orders by z, then by the lower id: z's bits, made monotonic, above the complement of the id."""
+def _order(z):
+    """z's bits as an integer that orders as z does."""
     bits = tl.where(z == 0, 0.0, z).to(tl.int32, bitcast=True)  # -0 is 0
-    return ((bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.int64) << 32) | (~ids & _LOW)
+    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
+
+
+@triton.jit
+def rank_key(z, ids):
+    """One integer that orders by z, then by the lower id: `_order` above the complement of the id."""
+    return (_order(z).to(tl.int64) << 32) | (~ids & _LOW)
+
+
+@triton.jit
+def _largest_key(z, ids, exists):
+    """The largest `rank_key` of each row of z [R, N] among the columns that exist [N], with these ids [N]: [R]. Both
+    reductions are of 32 bits, for which a warp has an instruction."""
+    order = tl.where(exists[None, :], _order(z), -(1 << 31))
+    best = tl.max(order, axis=1)
+    mine = (order == best[:, None]) & exists[None, :]
+    least = tl.min(tl.where(mine, ids[None, :], _LOW).to(tl.uint32), axis=1)
+    return (best.to(tl.int64) << 32) | (~least.to(tl.int64) & _LOW)
 
 
 @triton.jit
@@ -345,6 +362,7 @@ def _vocab_topk_kernel(
     PDL: tl.constexpr,
 ):
     tl.static_assert(C <= N and M % R == 0 and N * E < 2**31 and M * E < 2**31)
+    GREEDY: tl.constexpr = LAST and (DRAWN or not NOISE)  # rows may all be without noise: then they take one search
     i_tile = tl.program_id(1)
     o_m = tl.program_id(0) * M + tl.arange(0, M)  # programs of one weight tile are adjacent
     o_n = i_tile * N + tl.arange(0, N)
@@ -356,6 +374,13 @@ def _vocab_topk_kernel(
         b_id = tl.load(ids_ptr + o_n, mask=m_n, other=0).to(tl.int64)
     else:
         b_id = o_n.to(tl.int64)
+    rows = tl.minimum(T - tl.program_id(0) * M, M)
+    in_turn = rows  # those that are searched R at a time
+    if GREEDY and DRAWN:
+        b_warm = tl.load(draw_ptr + tl.minimum(o_m, T - 1) // run * 4 + 2)  # the bits of temperatures
+        in_turn = tl.where(tl.max(b_warm, axis=0) > 0, rows, 0)
+    elif GREEDY:
+        in_turn = 0 * rows
     b_all = stream_rows(
         x_ptr + tl.program_id(0).to(tl.int64) * (M * E),
         w_ptr,
@@ -381,12 +406,12 @@ def _vocab_topk_kernel(
     )
     let_next_start(PDL)
     tiles = tl.num_programs(1)
-    b_all = tl.reshape(b_all, (M // R, R, N))
+    b_groups = tl.reshape(b_all, (M // R, R, N))
     o_group = tl.arange(0, M // R)[:, None, None]
-    for i_r in tl.range(0, tl.minimum(T - tl.program_id(0) * M, M), R):
+    for i_r in tl.range(0, in_turn, R):
         # Extract R rows; summing with zeros is exact. The compiler would keep each row in every fourth warp, and those
         # warps would all repeat the selection. A load that reads nothing sets a layout that uses all threads.
-        b_z = tl.sum(tl.where(o_group * R == i_r, b_all, 0.0), axis=0)
+        b_z = tl.sum(tl.where(o_group * R == i_r, b_groups, 0.0), axis=0)
         o_spread = tl.arange(0, R)[:, None] * N + tl.arange(0, N)[None, :]
         b_z += tl.load(stats_ptr + o_spread, mask=o_spread + T < 0, other=0.0)
         o_r = tl.program_id(0) * M + i_r + tl.arange(0, R)
@@ -416,10 +441,13 @@ def _vocab_topk_kernel(
             o_c = o_tile[:, None] * C + tl.arange(0, C)[None, :]
             tl.store(keys_ptr + o_c, take_best(b_key, R, TOP, C), mask=m_r[:, None])
     if LAST:
+        if GREEDY and in_turn == 0:
+            p_keys = keys_ptr + o_m.to(tl.int64) * tiles + i_tile
+            tl.store(p_keys, _largest_key(b_all, b_id, m_n), mask=o_m < T)
         TILES: tl.constexpr = (K + N - 1) // N  # a constant, for loads of 16 bytes
         if not is_last(count_ptr + tl.program_id(0), TILES, ON_AMD):
             return
-        for i_r in tl.range(0, tl.minimum(T - tl.program_id(0) * M, M), R):
+        for i_r in tl.range(0, rows, R):
             o_r = (tl.program_id(0) * M + i_r + tl.arange(0, R)).to(tl.int64)
             m_r = o_r < T
             b_best = tl.full([R, SOME], NO_KEY, tl.int64)
@@ -537,8 +565,8 @@ def _vocab_topk_merge_kernel(
         b_tile = tl.zeros([RANKS], tl.int32)
         for i_tile in tl.range(0, TILES, SOME):  # all at once would not fit in registers
             o_some = i_tile + tl.arange(0, SOME)
-            b_some = tl.load(p_keys + o_some * C, mask=o_some < TILES, other=NO_KEY)
-            same = (b_rank[:, None] == b_some[None, :]) & (o_some < TILES)[None, :]
+            b_all = tl.load(p_keys + o_some * C, mask=o_some < TILES, other=NO_KEY)
+            same = (b_rank[:, None] == b_all[None, :]) & (o_some < TILES)[None, :]
             b_tile += tl.sum(tl.where(same, o_some[None, :], 0), axis=1)
         o_rank, o_c = tl.arange(0, RANKS)[:, None], tl.arange(0, C)[None, :]
         m_c = (o_rank < TILES) & (o_rank + o_c < TOP)
@@ -564,9 +592,10 @@ def tiles(
         if 10 * count >= 7 * (sms or SMS[arch]) and (form is None or not form.four_bits or arch in (90, 100))
         else 64
     )
-    if form is not None:
+    if form is not None or few:
         left = weight_left(n, arch, form)
-        m, block = FEW if few and left else 64, form.block(128 if left else 64, E)
+        m, block = FEW if few and left else 64, 128 if left else 64
+        block = block if form is None else form.block(block, E)
         return m, n, block, stages_of(m, n, block, False, arch, form)
     room = {80: 48, 942: 32, 950: 80}.get(arch, 96)  # KiB
     synchronous = arch == 80 or arch in AMD  # synchronous matrix instructions need one buffer fewer
@@ -603,21 +632,24 @@ def _variants(search: Search, K: int, few: bool = False) -> tuple[Variant, Varia
     in a selection, during which its program reads nothing.
 
     K 32,768: an H200 holds 264 blocks at once (two of 96 KiB per SM, 96 KiB in flight). 256 programs of 128 rows run in
-    one wave, with one selection each; tiles of 64 would need two waves and read x twice as often. 8 warps halve
-    the selection. It takes 8 rows at a time and loops over the rows that exist: the dot's 64 rows must not depend on T,
-    the selection may. (16 at a time spill 8 to 32 bytes at the 128 registers per thread that two blocks allow.) The
-    merge reads the tiles' maxima, then at most C tiles. Its time is latency, mostly at barriers. So it ranks up to
-    16 keys by counting, with four barriers, and sorts more. float32 and odd E use small tiles, for
-    correctness only. Quantised weights have row_linear's stages. Four bits as the right operand has tiles of
-    64 rows: 128 need 149 registers per thread. As the left operand (`weight_left`) it has tiles of 128 rows and four
-    warps: with eight it takes 6.2 instead of 5.1 instructions per weight.
+    one wave, with one selection each; tiles of 64 would need two waves and read x twice as often. 8 warps halve the
+    selection. Up to 16 rows on sm_90 (`few_rows`) have the weight as the left operand; with four warps the sums of
+    exp(z) would have another order than those of more rows have. The selection takes 8 rows at a time and loops over
+    the rows that exist. (16 at a time spill 8 to 32 bytes at the 128 registers per thread that two blocks allow.) For k
+    = 1 without lse, where no row has noise, it takes all at once: 64 rows take about a third of the instructions and a
+    seventh of the barriers (counted). The merge reads the tiles' maxima, then at most C tiles. Its time is latency,
+    mostly at barriers. So it ranks up to 16 keys by counting, with four barriers, and sorts more. float32 and odd E use
+    small tiles, for correctness only. Quantised weights have row_linear's stages. Four bits as the right operand has
+    tiles of 64 rows: 128 need 149 registers per thread. As the left operand (`weight_left`) it has tiles of 128 rows
+    and four warps: with eight it takes 6.2 instead of 5.1 instructions per weight.
     """
     dtype, E, k, ids, noise, held, lse, arch, sms, form = search
     m, n, block, stages = tiles(dtype, K, E, arch, sms, form, few)
     t, count = TYPES[dtype], -(-K // n)
     C = triton.next_power_of_2(k)
     half = dtype != torch.float32
-    left = half and form is not None and weight_left(n, arch, form)
+    left = half and (form is not None or m == FEW) and weight_left(n, arch, form)
+    decodes = left and form is not None  # the weight goes to the products from registers
     name = f"{t} {E}->{K} k{k}" + (f" ids {TYPES[ids]}" if ids else "")
     name += " noise" * noise + " drawn" * held + " lse" * lse
     name += ("" if form is None else f" {form}") + " few" * few
@@ -650,13 +682,13 @@ def _variants(search: Search, K: int, few: bool = False) -> tuple[Variant, Varia
             **constexprs_of(form),
             "LEFT": left,
         },
-        num_warps=8 if half and not left else 4,
+        num_warps=8 if half and not decodes else 4,
         num_stages=stages,
         dot=half,
-        left=left,
+        left=decodes,
         wide=half and wide_rows(dtype, E, arch, form),
         smoke=smoke,
-        options={"maxnreg": 255 if left else 128} if half else {},  # two blocks per SM
+        options={"maxnreg": 255 if decodes else 128} if half else {},  # two blocks per SM
     )
     if last:
         return stream, None
@@ -715,8 +747,9 @@ def variants(arch: int) -> Iterator[Variant]:
     yield _variants(Search(torch.float16, 896, 10, i64, True, True, True, arch, form=COMMON[3]), 8192)[0]
     yield _variants(Search(torch.float32, 4096, 1, None, False, False, False, arch, form=COMMON[0]), 32768)[0]
     if arch == 90:
-        for form in (COMMON[0], COMMON[1], COMMON[3]):
+        for form in (None, COMMON[0], COMMON[1], COMMON[3]):
             yield _variants(Search(bf16, 4096, 10, None, False, False, False, 90, form=form), 32768, few=True)[0]
+        yield _variants(Search(bf16, 4096, 1, None, True, True, False, 90), 128256, few=True)[0]
 
 
 def results_of(args: Any) -> tuple[Tensor, Tensor, Tensor]:
@@ -743,7 +776,7 @@ def launch(args: Arguments) -> tuple[Tensor, Tensor, Tensor]:
     if T == 0:
         return found
     search = Search.of(args)
-    stream, merge = _variants(search, K, search.form is not None and few_rows(T, search.arch))
+    stream, merge = _variants(search, K, few_rows(T, search.arch))
     hidden, (w, scale, shift) = normed(args.hidden, args.norm), arguments_of(weight)
     seed, positions, temperature, draw = noise_of(args.noise)
     sizes = stream.constexprs

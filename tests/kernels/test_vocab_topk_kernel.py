@@ -206,6 +206,7 @@ def test_ties_go_to_the_lower_mapped_id(k):
         assert_same(got, vocab_topk_ref(hidden, weight, ids, k, None, None, True))
         assert got[0][0].tolist() == got[0][1].tolist() == ids.sort().values[:k].tolist()
         assert not got[1][:2].signbit().any()
+        assert all(map(torch.equal, launch(hidden, weight, ids, k, None, None, False)[:2], got))
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy, of 0 * inf
@@ -220,6 +221,8 @@ def test_infinities_are_ranked():
     weight[80] = inf
     ids, logits, lse = launch(torch.ones(1, 1), weight, None, 2, None, None, True)
     assert ids.tolist() == [[80, 3]] and logits.tolist() == [[inf, 5.0]] and lse.tolist() == [inf]
+    ids, logits, _ = launch(torch.ones(1, 1), torch.full((70, 1), -inf), None, 1, None, None, False)
+    assert ids.tolist() == [[0]] and logits.tolist() == [[-inf]]
 
 
 @pytest.mark.parametrize("dtype", HALF)
@@ -413,7 +416,8 @@ def launches():
 
 
 def test_nothing_but_the_head_recompiles():
-    assert compilations(__file__) == {"_vocab_topk_kernel": 1, "_vocab_topk_merge_kernel": 1}
+    """But up to 16 rows have a kernel of their own."""
+    assert compilations(__file__) == {"_vocab_topk_kernel": 2, "_vocab_topk_merge_kernel": 1}
 
 
 def test_the_launcher_reads_no_tensor(unlaunched):
