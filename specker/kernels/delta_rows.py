@@ -541,9 +541,11 @@ def _delta_rows_kernel(
     p_state = states_ptr + (state * 2 * HV + i_h) * DK * DV + i_v * BV
     p_anchor = anchors_ptr + state * HV + i_h
     A = tl.load(p_anchor).to(tl.int32)
+    rate, dt_bias = -tl.exp(tl.load(a_log_ptr + i_h)), tl.load(dt_bias_ptr + i_h)
     o_r, o_s, o_v, o_c = tl.arange(0, ROWS), tl.arange(0, SLICE), tl.arange(0, BV), tl.arange(0, COLUMNS)
     start = columns - (last - first)  # the first column of the pass
-    p_new = k_ptr + (first - start).to(tl.int64) * k_stride + i_k * DK
+    shift = (first - start).to(tl.int64)  # from a column of the pass to its row
+    p_new, q_new = k_ptr + shift * k_stride + i_k * DK, q_ptr + shift * q_stride + i_k * DK
     p_own = own_ptr + first.to(tl.int64) * OWN + (i_h * PARTS + i_v) * (BV + 4) + BV
     k_rec, g_rec, u_rec = k_rec_ptr + i_k * DK, g_rec_ptr + i_h * 4, u_rec_ptr + i_h * DV + i_v * BV
     # disable_licm: values that the compiler hoists out of this loop and the next take up to 100 registers.
@@ -584,8 +586,8 @@ def _delta_rows_kernel(
             A += BLOCK
             tl.debug_barrier()
 
-        x = tl.load(a_ptr + o_t * a_stride + i_h, mask=m_r, other=0.0).to(tl.float32) + tl.load(dt_bias_ptr + i_h)
-        b_g = -tl.exp(tl.load(a_log_ptr + i_h)) * tl.where(x > 20, x, tl.log(1 + tl.exp(tl.minimum(x, 20.0))))
+        x = tl.load(a_ptr + o_t * a_stride + i_h, mask=m_r, other=0.0).to(tl.float32) + dt_bias
+        b_g = rate * tl.where(x > 20, x, tl.log(1 + tl.exp(tl.minimum(x, 20.0))))
         # Decays since the beginning of each row's block, and of the whole block before it, each from its parent's.
         b_up = own + o_r - 1  # the parent's column
         if W > 0:
@@ -603,8 +605,8 @@ def _delta_rows_kernel(
         b_far = b_c + b_e
 
         # The rows' products with the state of their anchor.
-        p_k = k_ptr + o_t[:, None] * k_stride + i_k * DK + o_s[None, :]
-        p_q = q_ptr + o_t[:, None] * q_stride + i_k * DK + o_s[None, :]
+        p_k = p_new + (own + o_r)[:, None].to(tl.int64) * k_stride + o_s[None, :]
+        p_q = q_new + (own + o_r)[:, None].to(tl.int64) * q_stride + o_s[None, :]
         b_kk, b_qq = tl.zeros([ROWS], tl.float32), tl.zeros([ROWS], tl.float32)
         b_u, b_o = tl.zeros([ROWS, BV], tl.float32), tl.zeros([ROWS, BV], tl.float32)
         for d in tl.range(0, DK, SLICE):
@@ -696,7 +698,7 @@ def _delta_rows_kernel(
         for r in tl.range(first, last, ROWS):
             o_t = (r + o_r).to(tl.int64)[:, None]
             m_r = o_t < last
-            p_o = own_ptr + o_t * OWN + i_h * (PARTS * (BV + 4)) + (o_n // BV * (BV + 4) + o_n % BV)[None, :]
+            p_o = p_own + (o_t - first) * OWN + (o_n // BV * (BV + 4) + o_n % BV - i_v * (BV + 4) - BV)[None, :]
             b_o = tl.load(p_o, mask=m_r, other=0.0)
             b_z = tl.load(z_ptr + o_t * z_stride + i_h * DV + o_n[None, :], mask=m_r, other=0.0).to(tl.float32)
             b_o *= (1 / tl.sqrt_rn(tl.sum(b_o * b_o, axis=1) / DV + eps))[:, None]
