@@ -747,8 +747,8 @@ def variants(arch: int) -> Iterator[Variant]:
     yield _variants(Search(torch.float16, 896, 10, i64, True, True, True, arch, form=COMMON[3]), 8192)[0]
     yield _variants(Search(torch.float32, 4096, 1, None, False, False, False, arch, form=COMMON[0]), 32768)[0]
     if arch == 90:
-        for form in (None, COMMON[0], COMMON[1], COMMON[3]):
-            yield _variants(Search(bf16, 4096, 10, None, False, False, False, 90, form=form), 32768, few=True)[0]
+        for each in (None, COMMON[0], COMMON[1], COMMON[3]):
+            yield _variants(Search(bf16, 4096, 10, None, False, False, False, 90, form=each), 32768, few=True)[0]
         yield _variants(Search(bf16, 4096, 1, None, True, True, False, 90), 128256, few=True)[0]
 
 
