@@ -3,8 +3,9 @@
     w[o, e] = q[o, e] * scale[o, e // group] + shift[o, e // group]
 
 in float32, rounded once. `row_linear`, `kv_project` and `vocab_topk` take a `Quantized` matrix instead of a tensor and
-compute with these w, rounded to the dtype of the activations; nothing else is quantised. Where a row, or a multiple of
-128 columns, has one scale and no shift, kernels multiply float32 sums by it and round no weight. Four kinds of q:
+compute with these w, rounded to the dtype of the activations; nothing else is quantised. Where a row, or (but on sm_80)
+a multiple of 128 columns, has one scale and no shift, kernels multiply float32 sums by it and round no weight. Four
+kinds of q:
 
 * int8: int8 [O, E].
 * fp8: float8_e4m3fn [O, E].

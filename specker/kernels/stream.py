@@ -161,7 +161,8 @@ def _stream_quantised(
     HALVES: tl.constexpr = LEFT and PACK == 1 and BLOCK_E >= 32  # a product takes at least 16 columns
     EVEN: tl.constexpr = EVEN_E and EVEN_N
     SETS: tl.constexpr = E // GROUP  # scales per row
-    EXACT: tl.constexpr = not SHIFT and KIND != "mxfp4" and (SETS == 1 or GROUP % 128 == 0)  # Quantized.scales_sums
+    # Quantized.scales_sums; on sm_80 a tile's own sums would spill.
+    EXACT: tl.constexpr = not SHIFT and KIND != "mxfp4" and (SETS == 1 or (GROUP % 128 == 0 and SM != 80))
     o_x = o_m[:, None] * E
     o_w = o_n[:, None] * (E // PACK)
     b_acc = _zeros(M, N, LEFT)
