@@ -333,7 +333,9 @@ def _variant(shape: Shape, arch: int, sms: int = 0) -> Variant:
     if dtype == torch.float32:
         m, block = 16, 32 if form is None else form.block(32, E)
     else:
-        m, block = 64, columns_of(n, row % 16 == 0, E, arch, form) if n <= 64 or form is not None else 64
+        # On sm_80 64 rows of x and 128 columns take all registers of four warps.
+        longer = form is not None or (n <= 64 and arch != 80)
+        m, block = 64, columns_of(n, row % 16 == 0, E, arch, form) if longer else 64
     left = dtype != torch.float32 and weight_left(n, arch, form)
     if left and (few or (n > 64 and form is not None and not form.four_bits)):
         m = FEW if few else 32  # 64 rows of x and 128 of eight bits spill with Triton 3.9

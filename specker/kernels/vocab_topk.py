@@ -362,7 +362,8 @@ def _vocab_topk_kernel(
     PDL: tl.constexpr,
 ):
     tl.static_assert(C <= N and M % R == 0 and N * E < 2**31 and M * E < 2**31)
-    GREEDY: tl.constexpr = LAST and (DRAWN or not NOISE)  # rows may all be without noise: then they take one search
+    # Whether rows may all be without noise: then they take one search. With ids in memory, both ways together spill.
+    GREEDY: tl.constexpr = LAST and (not NOISE or (DRAWN and ids_ptr is None))
     i_tile = tl.program_id(1)
     o_m = tl.program_id(0) * M + tl.arange(0, M)  # programs of one weight tile are adjacent
     o_n = i_tile * N + tl.arange(0, N)
