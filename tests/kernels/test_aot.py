@@ -79,7 +79,7 @@ for variant in own[{part}::5]:
     tiles = [loop for loop in loops if any("mma.sync" in line for line in loop)]
     print(min(sum("bar.sync" in line for line in loop) for loop in tiles))
 """
-    assert python("-c", program).split() == ["3"] * 2
+    assert set(python("-c", program).split()) == {"3"}
 
 
 @since("triton", "3.7", "has other keys in its cache for a launch")

@@ -388,11 +388,12 @@ def test_other_texts_go_on_while_a_long_prompt_is_prefilled(models, way, monkeyp
     second = session.submit(request)
     while session.busy:
         rows.append(0)
-        before = len(first.token_ids)
+        before, waits = len(first.token_ids), not first.finished
         session.step()
         assert first.finished or len(first.token_ids) > before, "a step without a round for the first text"
+        assert rows[-1] <= 32 + 64 or not waits
     assert [first.tokens, second.tokens] == want
-    assert max(rows) <= 32 + 64 and sum(rows) >= len(long) - 1
+    assert sum(rows) >= len(long) - 1
     assert told[0] == (32, 299) and told[-1] == (299, 299) and len(told) == 10
 
 

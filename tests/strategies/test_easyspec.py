@@ -210,7 +210,7 @@ def kernels(monkeypatch):
     select = importlib.import_module("specker.kernels.vocab_topk")
     from specker.kernels.round import repeat_rows as repeat
 
-    def add_norm(x, delta, weight, eps):
+    def add_norm(x, delta, weight, eps, following=None):
         split = delta is not None and delta.dim() == 3
         deltas = delta if split else x.unsqueeze(0)[:0] if delta is None else delta.unsqueeze(0)
         y, normed = merge.launch(x, deltas, weight.unsqueeze(0), eps, None, split)
@@ -219,8 +219,8 @@ def kernels(monkeypatch):
     def linear(x, weight, bias=None, epilogue="none"):
         return products.launch(x, weight, bias, epilogue)
 
-    def attention(*args, sinks):
-        return attend.launch(*args, sinks=sinks)
+    def attention(*args, following=None):
+        return attend.launch(*args)
 
     def topk(hidden, weight, token_ids, k, norm, noise, with_lse=True, out=None):
         return select.launch(hidden, weight, token_ids, k, norm, noise, with_lse, out)
