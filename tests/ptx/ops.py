@@ -266,6 +266,11 @@ def dense(w: Matrix, dtype: torch.dtype) -> Tensor:
     return w.dequantised(dtype) if isinstance(w, Quantized) else w
 
 
+def scoring(w: Matrix, dtype: torch.dtype) -> Tensor:
+    """The weights of an LM head, whose sums are not rounded, in float64."""
+    return w.widened(dtype, torch.float64) if isinstance(w, Quantized) else w.double()
+
+
 def tree_attention(dtype: torch.dtype) -> Iterator[Case]:
     for name, D, Hq, Hkv, page, lengths, relation in (
         ("ragged forest", 64, 8, 2, 16, ((70, 12), (0, 0), (5, 40)), "forest"),
@@ -341,7 +346,7 @@ def _topk(label: str, h: Tensor, w: Matrix, ids: Tensor | None, k: int, norm: An
 
     def scores() -> Tensor:
         x = h if norm is None else F.rms_norm(h.float(), h.shape[1:], norm[0].float(), norm[1]).to(h.dtype)
-        z = x.double() @ dense(w, x.dtype).double().T
+        z = x.double() @ scoring(w, x.dtype).T
         if noisy is None:
             return z
         return (
@@ -395,7 +400,7 @@ def _clusters(
     def judge(verdict: Verdict, got: Any) -> None:
         order = (h.double() @ centres.double().T).sort(dim=1, descending=True, stable=True).indices
         rows = (order[:, :chosen, None] * R + torch.arange(R)).flatten(1)  # [T, chosen R]
-        z = (h.double() @ dense(w, h.dtype).double().T).gather(1, rows)
+        z = (h.double() @ scoring(w, h.dtype).T).gather(1, rows)
         token = ids.flatten()[rows]
         if noisy is not None:
             z = z / noisy.temperature + noise.gumbel_at(noisy.seed, noisy.positions, token).double()
