@@ -119,7 +119,8 @@ class Quantized:
 
     @property
     def scales_sums(self) -> bool:
-        """Whether kernels multiply sums by the scales instead of the weights, which they then do not round."""
+        """Whether kernels multiply sums by the scales instead of the weights, which they then do not round; on sm_80
+        only where a row has one scale."""
         return self.shift is None and self.kind != "mxfp4" and (self.group == self.shape[-1] or self.group % 128 == 0)
 
     @property
