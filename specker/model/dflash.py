@@ -232,25 +232,35 @@ class BlockModel:
         """What the Markov head adds to the logits of draft token `step` [n, rows] float32, None for nothing, after
         tokens with rows `latent` [n, r], and its next state [n, r or S]. `normed` [n, H]: the block's rows that
         predict; `state`: None at the root and for heads that have none; `ids` [K] int64: only of these rows."""
+        assert self.weights.markov is not None
+        found, state = self.before(latent, normed, state, step)
+        if found is None:
+            return None, state
+        w2 = self.weights.markov.w2
+        return self.model.linear(found, w2 if ids is None else w2[ids], epilogue="float32"), state
+
+    def before(
+        self, latent: Tensor, normed: Tensor, state: Tensor | None, step: int
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """b of the Markov head's equations [n, r], with which w2 makes the bias, None for nothing; and the next state.
+        The arguments are those of `bias`."""
         head = self.weights.markov
         assert head is not None
-        found = latent
         if head.kind == "gru":
             assert head.entering is not None and head.recurrent is not None
             state = latent.new_zeros(len(latent), head.recurrent.shape[1]) if state is None else state
             state = torch.gru_cell(latent, state, head.entering, head.recurrent)
             if step < head.plain:
                 return None, state
-            found = torch.nn.functional.silu(self._joint(head, normed, state))
+            return torch.nn.functional.silu(self._joint(head, normed, state)), state
         if head.kind == "gated":
-            found = torch.sigmoid(self._joint(head, normed, latent)) * latent
-        elif head.kind == "rnn":
+            return torch.sigmoid(self._joint(head, normed, latent)) * latent, None
+        if head.kind == "rnn":
             state = torch.zeros_like(latent) if state is None else state
             gate, candidate, out = self._joint(head, state, latent, normed).chunk(3, -1)
-            gate, found = torch.sigmoid(gate), torch.tanh(out)
-            state = gate * state + (1 - gate) * torch.tanh(candidate)
-        rows = head.w2 if ids is None else head.w2[ids]
-        return self.model.linear(found, rows, epilogue="float32"), state
+            gate = torch.sigmoid(gate)
+            return torch.tanh(out), gate * state + (1 - gate) * torch.tanh(candidate)
+        return latent, None
 
     def _joint(self, head: Markov, *parts: Tensor) -> Tensor:
         """W of the parts side by side."""

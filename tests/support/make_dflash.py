@@ -1,9 +1,11 @@
 """Random drafters of blocks in the layouts of z-lab (DFlash, DFlash2), SpecForge (Domino), DeepSpec (DSpark) and
 speculators (DFlash, DFlash2, DSpark); and what they compute, as an independent formula in float64."""
 
+import heapq
 import math
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import head_parts
 import torch
@@ -200,35 +202,70 @@ class Formula(head_parts.Formula):
     ) -> tuple[list[int], list[float], list[float]]:
         """The best tokens after `text` [drafts], their log-probabilities, and the confidence head's probabilities.
         `taps`: the target's rows of all tokens of the text but the last. `noise` [drafts, V]: of the target's draws."""
-        h, x, before = self.rows(taps, text[-1], drafts), self.x, text[-1]
+        x, before, state = self.x, text[-1], None
         tokens, scores, sure = [], [], []
-        state = None
-        for row, normed in enumerate(h):
-            z = self.head @ normed * self.flat.get("output_multiplier", 1.0)
-            if cap := self.flat.get("final_logit_softcapping"):
-                z = cap * (z / cap).tanh()
-            if "prefix_gru.weight_ih_l0" in x:
-                state = self.gru(before, torch.zeros(x["prefix_gru.weight_hh_l0"].shape[1]).double(), state)
-                if row >= self.flat["pure_draft_prefix_len"]:
-                    y = x["embed_proj.0.weight"] @ torch.cat((normed, state))
-                    z = z + x["embed_proj.2.weight"] @ (y * torch.sigmoid(y))
-            latent = x["markov_head.markov_w1.weight"][before] if "markov_head.markov_w1.weight" in x else None
-            if latent is not None:
-                found, state = self.markov(normed, latent, torch.zeros_like(latent) if state is None else state)
-                z = z + x["markov_head.markov_w2.weight"] @ found
+        for row, normed in enumerate(self.rows(taps, text[-1], drafts)):
             if "confidence_head.proj.weight" in x:
                 w = x["confidence_head.proj.weight"][0]
-                features = normed if len(w) == len(normed) else torch.cat((normed, latent))
+                latent = () if len(w) == len(normed) else (x["markov_head.markov_w1.weight"][before],)
+                features = torch.cat((normed, *latent))
                 sure.append(float(torch.sigmoid(w @ features + x["confidence_head.proj.bias"][0])))
-            z = z / temperature
-            z = z if noise is None else z + noise[row, self.ids()]
-            if "candidate_selector.hidden_projection.weight" in x:
-                z = self.selected(z, normed, before, temperature)
+            z, added, state = self.step(row, normed, before, state, temperature, noise)
+            z = z + added
             best = int(z.argmax())
             scores.append(float(z.log_softmax(-1)[best]))
             before = int(self.ids()[best])
             tokens.append(before)
         return tokens, scores, sure
+
+    def step(
+        self, row: int, normed: Tensor, before: int, state: Any, temperature: float, noise: Tensor | None
+    ) -> tuple[Tensor, Tensor, Any]:
+        """The logits [V] of draft token `row` over the temperature with the noise, what the token `before` and those
+        before it add to them, and the next state."""
+        x, added = self.x, torch.zeros(len(self.head)).double()
+        z = self.head @ normed * self.flat.get("output_multiplier", 1.0)
+        if cap := self.flat.get("final_logit_softcapping"):
+            z = cap * (z / cap).tanh()
+        if "prefix_gru.weight_ih_l0" in x:
+            state = self.gru(before, torch.zeros(x["prefix_gru.weight_hh_l0"].shape[1]).double(), state)
+            if row >= self.flat["pure_draft_prefix_len"]:
+                y = x["embed_proj.0.weight"] @ torch.cat((normed, state))
+                added = x["embed_proj.2.weight"] @ (y * torch.sigmoid(y))
+        if "markov_head.markov_w1.weight" in x:
+            latent = x["markov_head.markov_w1.weight"][before]
+            found, state = self.markov(normed, latent, torch.zeros_like(latent) if state is None else state)
+            added = x["markov_head.markov_w2.weight"] @ found
+        z = z / temperature
+        z = z if noise is None else z + noise[row, self.ids()]
+        if "candidate_selector.hidden_projection.weight" in x:
+            return z, self.selected(z, normed, before, temperature), state
+        return z, added / temperature, state
+
+    def probable(
+        self,
+        taps: list[Tensor],
+        text: list[int],
+        shape: tuple[int, int, int],
+        temperature: float = 1.0,
+        noise: Tensor | None = None,
+    ) -> list[tuple[int, ...]]:
+        """The most probable beginnings of paths through a block, best first. `shape`: its length, their number, and the
+        candidates of a position. A candidate has its share among them, times their share of all logits."""
+        drafts, nodes, candidates = shape
+        rows, best = self.rows(taps, text[-1], drafts), []
+        waiting: list[tuple[float, tuple[int, ...], Any]] = [(0.0, (), None)]
+        while len(best) <= nodes:
+            cost, path, state = heapq.heappop(waiting)
+            best.append(path)
+            if len(path) < drafts:
+                before = path[-1] if path else text[-1]
+                z, added, state = self.step(len(path), rows[len(path)], before, state, temperature, noise)
+                kept = z.topk(min(candidates, len(z))).indices
+                scores = (z + added)[kept].log_softmax(-1) + z[kept].logsumexp(-1) - z.logsumexp(-1)
+                for token, score in zip(self.ids()[kept].tolist(), scores.tolist(), strict=True):
+                    heapq.heappush(waiting, (cost - score, (*path, token), state))
+        return best[1:]
 
     def gru(self, token: int, zeros: Tensor, state: Tensor | None) -> Tensor:
         """The next state of a GRU without biases, as in torch.nn.GRU."""
@@ -239,13 +276,13 @@ class Formula(head_parts.Formula):
         return (1 - update) * torch.tanh(given[2] + reset * own[2]) + update * h
 
     def selected(self, z: Tensor, normed: Tensor, before: int, temperature: float) -> Tensor:
-        """Perturbed logits z [V] with what the selector adds to the best of them; -inf for the others."""
+        """What the selector adds to the best of the perturbed logits z [V]; -inf for the others."""
         x, best = self.x, z.topk(self.flat["selector_top_k"]).indices
         asked = x["candidate_selector.predecessor_codebook"][before] * (
             x["candidate_selector.hidden_projection.weight"] @ normed
         )
         added = x["candidate_selector.successor_codebook"][best] @ asked / temperature
-        return torch.full_like(z, -math.inf).index_copy(0, best, z[best] + added)
+        return torch.full_like(z, -math.inf).index_copy(0, best, added)
 
     def markov(self, row: Tensor, latent: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
         """What w2 is applied to, and the next state, both [r]. `row` [H]: the block's normed row; `latent` [r]: w1 of

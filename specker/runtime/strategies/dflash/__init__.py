@@ -63,7 +63,7 @@ class DFlash(BlockStrategy):
                 raise ValueError(f"{asked} is more than this drafter's blocks have: at most {most} tokens in a row")
         parts = {"selector": "candidate selector", "gru": "GRU", "markov": "Markov head"}
         chained = next((called for part, called in parts.items() if part in draft.has), "")
-        if own.search != "off" and chained:
+        if own.search == "chain" and chained:
             raise ValueError(
                 f"{option('cps', own.search)} does not apply: the drafter's {chained} guesses one token after another"
             )

@@ -10,12 +10,15 @@ from specker.model.cache import KVCache
 from specker.model.decoder import Final, Model
 from specker.model.dflash import BlockModel
 from specker.runtime.control.policy import Offer
+from specker.runtime.control.stats import BlockStats
 from specker.runtime.round.batch import Batch
 from specker.runtime.round.drafter import Accepted, Draft, Drafter
 from specker.runtime.round.lm_head import LMHead
 from specker.runtime.round.state import Request
 from specker.runtime.strategies.blocks.lattice import Search
 from specker.runtime.strategies.blocks.search import BlockDraft, searched
+from specker.runtime.strategies.blocks.tree import grow_tree, lattice, size
+from specker.runtime.strategies.dflash.scorers import scorer
 
 
 class BlockDrafter(Drafter):
@@ -34,11 +37,12 @@ class BlockDrafter(Drafter):
         self.block, self.model, self.cache, self.head = block, block.model, cache, head
         self.search, self.stop_ids = search, stop_ids
         self.aux_layers, self.spec = block.spec.aux_layers, block.spec
-        self.synchronous = search is not None
+        # Whether the host searches the blocks' candidates; else the device writes chains, or grows trees.
+        self.synchronous = search is not None and not (search.tree and search.ngram is None)
 
     def prepare(self, requests: list[Request]) -> Offer:
         room = [min(self.spec.most, self.cache.capacity - len(request.token_ids)) for request in requests]
-        return Offer(room=room, fixes=lambda budget: self.search is None)
+        return Offer(room=room, fixes=lambda budget: not self.synchronous)
 
     def propose(self, batch: Batch) -> Draft:
         """Draft for all sequences; nothing if one has no columns, such as one that did not draft from its beginning."""
@@ -46,6 +50,8 @@ class BlockDrafter(Drafter):
         if any(self.cache.exact_len[slot] != len(request.token_ids) - 1 for slot, request in enumerate(batch.requests)):
             return Draft()
         self.head.follow(batch.requests)
+        if self.search is not None and not self.synchronous:
+            return self._tree(batch, depth, self.search)
         if self.search is not None:
             final, positions = self._rows(batch, depth)
             return searched(batch, final, positions.view(-1), self.head, self.search, self.stop_ids)
@@ -66,6 +72,23 @@ class BlockDrafter(Drafter):
         final = self.block.block(self.cache, rows, batch.window[:, 0], count)
         positions = rows.positions.view(batch.n, count)[:, :depth].contiguous()
         return self.block.predicting(final, batch.n, depth), positions
+
+    def _tree(self, batch: Batch, depth: int, search: Search) -> BlockDraft:
+        """Draft the most probable beginnings of paths through the candidates of each position."""
+        K = min(self.spec.candidates or search.candidates, self.head.most)
+        draft = BlockDraft(size(depth, K, batch.budget.nodes), tree=True, depth=depth)
+        draft.blocks = [BlockStats(depth)] * len(batch.requests)
+
+        def grow() -> None:
+            final, positions = self._rows(batch, depth)
+            ids, logits, lse = self.head.ranked(final, K, batch.draws, positions.view(-1))
+            shape = (batch.n, depth, -1)
+            found = lattice(ids.view(shape), logits.view(shape), lse.view(shape[:2]), search.mass)
+            normed = self.block.normed(final).view(shape)
+            grow_tree(batch, draft, found, scorer(self.block, normed, found, batch.draws.heat()))
+
+        batch.run(("lattice", depth, draft.size), grow)
+        return draft
 
     def _write(self, batch: Batch, depth: int) -> None:
         batch.window[:, 1 : depth + 1], _, _ = self._guess(batch, depth, False)
@@ -161,15 +184,19 @@ class BlockDrafter(Drafter):
 
     def accept_on_device(self, batch: Batch, draft: Draft) -> None:
         if batch.fixed:
-            batch.run(("columns", draft.size), lambda: self._columns(batch, draft.size), draws=False)
+            batch.run(("columns", draft.size, draft.tree), lambda: self._columns(batch, draft), draws=False)
 
-    def _columns(self, batch: Batch, N: int) -> None:
-        """Write the columns of all rows that the round verified, since only the device knows which ones it accepted;
-        the others are overwritten later. Rounds of fixed shape draft chains."""
-        s, n = batch.state, batch.n
-        accepted = s.report[: n * (3 + 2 * N)].view(n, -1)[:, 0]
-        rows = self.cache.place(s.length - accepted, 1, 0, N + 1)
-        self.block.keep(self.cache, rows.positions, rows.slots, batch.memory.aux(len(self.aux_layers), n * (N + 1)))
+    def _columns(self, batch: Batch, draft: Draft) -> None:
+        """Write the columns of all rows that the round may accept, since only the device knows which ones it did; the
+        others are overwritten later."""
+        s, n, N, most = batch.state, batch.n, draft.size, min(draft.size, draft.depth) + 1
+        report = s.report[: n * (3 + 2 * N)].view(n, -1)
+        hidden = batch.memory.aux(len(self.aux_layers), n * (N + 1))
+        if draft.tree:
+            each = torch.arange(n, dtype=torch.int64, device=hidden.device).unsqueeze(1)
+            hidden = hidden.unflatten(0, (n, -1))[each, report[:, 1 : most + 1].clamp(0, N)].flatten(0, 1)
+        rows = self.cache.place(s.length - report[:, 0], 1, 0, most)
+        self.block.keep(self.cache, rows.positions, rows.slots, hidden)
 
     def read(self, slot: int, request: Request, first: int, rows: dict[int, Tensor]) -> None:
         self._write_columns([(slot, first, torch.stack([rows[depth] for depth in self.aux_layers], 1))])
