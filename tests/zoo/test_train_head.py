@@ -30,6 +30,8 @@ from train.head.fit import Recipe, Training
 
 DEPTHS = (2, 4, 5)
 STEPS = 3
+RANK = 12
+CHAINED = ("dspark", "domino")  # kinds of drafters of blocks whose tokens know those before them
 VISITS = 30_000
 TEXTS = 96
 
@@ -82,7 +84,7 @@ def new(dense, lessons, folder, visits, rows=200, kind="eagle3", **how):
     """A training of a head of STEPS tokens a draft."""
     folder.mkdir(exist_ok=True)
     ids = fit.kept_ids(folder / "state.pt", lessons.counts(dense.config.vocab_size), rows)
-    net = Head(dense, DEPTHS, ids, STEPS) if kind == "eagle3" else Blocks(dense, DEPTHS, 319, STEPS + 1, 2)
+    net = Head(dense, DEPTHS, ids, STEPS) if kind == "eagle3" else Blocks(dense, DEPTHS, 319, STEPS, 2, kind, RANK)
     return Training(net, lessons, Recipe(**{"visits": visits, "batch": 512, "length": 64, **how}), folder)
 
 
@@ -253,27 +255,31 @@ def test_the_loss_is_the_divergence_of_every_step(dense, lessons, tmp_path):
     assert got == pytest.approx(total / sums, rel=1e-4)
 
 
-@pytest.mark.parametrize("some", [60, 7])
-def test_the_gradient_of_the_divergence(dense, monkeypatch, some):
+@pytest.mark.parametrize(("some", "rank"), [(60, 0), (7, 0), (7, 5)])
+def test_the_gradient_of_the_divergence(dense, monkeypatch, some, rank):
     """Against autograd over all logits, which the loss computes a few rows at a time."""
     monkeypatch.setattr("train.head.net.LOGITS", some * 50)
     net, rng = Head(dense, DEPTHS, torch.arange(50), STEPS).double(), torch.Generator().manual_seed(2)
     final, last = torch.randn(2, 30, dense.config.hidden_size, dtype=torch.float64, generator=rng)
-    final.requires_grad_()
+    final = torch.cat([final, torch.randn(30, rank, dtype=torch.float64, generator=rng)], 1).requires_grad_()
+    own = torch.randn(50, rank, dtype=torch.float64, generator=rng, requires_grad=True)
     places, weight = torch.arange(30).roll(3), torch.rand(30, dtype=torch.float64, generator=rng)
-    got = net.divergence(net.taught(last, 0.7), places, final, weight, 0.7) * 3
-    [gradient] = torch.autograd.grad(got, final)
-    p, q = ((x @ net.head.T / 0.7).log_softmax(-1) for x in (last[places], final))
+    got = net.divergence(net.taught(last, 0.7), places, final, weight, 0.7, own if rank else None) * 3
+    inputs = (final, own) if rank else (final,)
+    gradients = torch.autograd.grad(got, inputs)
+    p, q = (x.log_softmax(-1) for x in (last[places] @ net.head.T / 0.7, final @ torch.cat([net.head, own], 1).T / 0.7))
     want = ((p.exp() * (p - q)).sum(-1) * weight).sum() * 3
     assert torch.allclose(got, want, rtol=1e-10)
-    assert torch.allclose(gradient, torch.autograd.grad(want, final)[0], rtol=1e-8, atol=1e-12)
+    for one, other in zip(gradients, torch.autograd.grad(want, inputs), strict=True):
+        assert torch.allclose(one, other, rtol=1e-8, atol=1e-12)
 
 
 def test_all_that_training_makes_is_on_its_device(dense):
     """Of every kind of head. On the device meta, which has no data, a tensor of the CPU is an error, and so is a value
     that the host reads, for which it would wait."""
     ids, H = torch.arange(50), dense.config.hidden_size
-    for net in (Head(dense, DEPTHS, ids, STEPS), Blocks(dense, DEPTHS, 319, STEPS + 1, 2), Reader(dense, ids, STEPS)):
+    blocks = [Blocks(dense, DEPTHS, 319, STEPS, 2, kind, RANK) for kind in ("dflash", *CHAINED)]
+    for net in (Head(dense, DEPTHS, ids, STEPS), *blocks, Reader(dense, ids, STEPS)):
         net = copy.deepcopy(net).to("meta")
         shape = 2, 64 + net.beyond
         ints = (torch.zeros(shape, dtype=torch.int64, device="meta") for _ in range(4))
@@ -345,7 +351,7 @@ def blocks(dense, lessons, target, tmp_path_factory):
     folder = training.folder.parent / "drafter"
     export_blocks(training.net, target, folder)
     whole = read_checkpoint(target, dtype=torch.float64, device="cpu", pack=False)
-    net = Blocks(whole, DEPTHS, 319, STEPS + 1, 2)
+    net = Blocks(whole, DEPTHS, 319, STEPS, 2)
     kept = training.net.state_dict().items()
     net.load_state_dict({n: x.to(torch.bfloat16).double() if x.is_floating_point() else x for n, x in kept})
     return training, before, folder, net
@@ -396,15 +402,82 @@ def test_the_engine_runs_the_trained_drafter(blocks, target):
     assert int(net.mask) == 319
 
 
-def test_the_loss_of_blocks_is_the_divergence_of_every_token(dense, lessons, tmp_path):
+@pytest.fixture(scope="module", params=CHAINED)
+def chained(request, target, tmp_path_factory):
+    """(a drafter of blocks whose bias is random, in float64, its folder)"""
+    net = Blocks(
+        read_checkpoint(target, dtype=torch.float64, device="cpu", pack=False),
+        DEPTHS,
+        319,
+        STEPS,
+        2,
+        request.param,
+        RANK,
+    )
+    rng = torch.Generator().manual_seed(3)
+    for name, x in net.named_parameters():
+        x.data = torch.randn(x.shape, generator=rng).double() if name in net.tables else x.data
+        x.data = x.data.to(torch.bfloat16).double()
+    folder = tmp_path_factory.mktemp("chained") / request.param
+    export_blocks(net, target, folder)
+    return net, folder
+
+
+def test_tokens_of_a_block_know_those_before_them_as_in_an_engine(chained, rows_of):
+    """The logits with the bias, after a text's own tokens, against an independent formula."""
+    net, folder = chained
+    formula = BlockFormula(folder, rows_of.model.embed, rows_of.model.head)
+    text = [7, 49, 5, 60, 61, 7, 8, 30, 200, 3, 3, 9, 14]
+    batch, biased = window(text, rows=rows_of(text)), 0
+    with torch.no_grad():
+        for root in range(0, len(text) - STEPS, STEPS + 1):
+            at, state = torch.arange(root, root + STEPS), None
+            final = net.blocks(batch, torch.tensor([[root]]))
+            latent = net._latent(batch, at.view(1, 1, -1), final)[0, 0]
+            got = net.logits(final)[0, 0] + latent @ net.chained.w2.T
+            rows = formula.rows(list(rows_of(text)[0, :root].unbind(1)), text[root], STEPS)
+            for k, (row, logits) in enumerate(zip(rows, got, strict=True)):
+                z, added, state = formula.step(k, row, text[root + k], state, 1.0, None)
+                assert torch.allclose(logits, z + added, atol=2e-3), (root, k)
+                biased += bool(added.abs().max() > 0.1)
+    assert biased >= 2 * 3
+
+
+def test_the_engine_runs_drafters_that_chain_their_tokens(chained, target):
+    net, folder = chained
+    engine = specker.load(target, folder, "dflash", device="cpu", dtype="float64", policy="fixed")
+    assert engine.drafter.aux_layers == DEPTHS and engine.options.draft_tokens == STEPS
+    assert engine.drafter.spec.following == (net.kind == "dspark")
+    assert engine.generate([7, 70], 40).tokens == cases.plain(target, [7, 70], 40)
+
+
+@pytest.mark.parametrize("kind", CHAINED)
+def test_what_chains_tokens_learns(dense, lessons, tmp_path, kind):
+    """A drafter that has learnt a little is nearer to the target with its bias than without it, on held-out texts."""
+    training = new(dense, lessons, tmp_path / "training", 12_000, kind=kind, lr=0.03)
+    training.fit()
+    net, held = training.net, lessons.batch(lessons.held)
+    with torch.no_grad():
+        biased = net.loss(held, 1.0, 1.0, 0)
+        net.chained.w2.zero_()
+        assert biased < 0.97 * net.loss(held, 1.0, 1.0, 0)
+
+
+@pytest.mark.parametrize("kind", ["dflash", "domino"])
+def test_the_loss_of_blocks_is_the_divergence_of_every_token(dense, lessons, tmp_path, kind):
     """In float64: token k counts exp(-(k - 1) / 2) for blocks of 4 rows, and nothing behind the end of a text."""
-    net = new(dense, lessons, tmp_path / "head", 1, kind="dflash").net
+    net = new(dense, lessons, tmp_path / "head", 1, kind=kind).net
+    if net.chained is not None:
+        net.chained.w2.data.normal_()
     batch = lessons.batch(lessons.trained[:2])
     roots = torch.rand(2, 64, generator=torch.Generator().manual_seed(5)).topk(16).indices  # the blocks of step 5
     total = sums = 0.0
     with torch.no_grad():
         got, other = (float(net.loss(batch, 0.5, 0.7, turn)) for turn in (5, 7))
         finals = net.blocks(batch, roots)
+        at = roots[..., None] + torch.arange(STEPS)
+        added = 0 if net.chained is None else net._latent(batch, at, finals) @ net.chained.w2.T
+        logits = (net.logits(finals) + added).double()
         for b in range(2):
             for n, root in enumerate(roots[b].tolist()):
                 for k in range(STEPS):
@@ -412,7 +485,7 @@ def test_the_loss_of_blocks_is_the_divergence_of_every_token(dense, lessons, tmp
                     if batch.text[b, at] != batch.text[b, root]:
                         continue
                     p = ((net.head.double() @ batch.last[b, at].double()) / 0.7).softmax(-1)
-                    q = ((net.head.double() @ finals[b, n, k].double()) / 0.7).softmax(-1)
+                    q = (logits[b, n, k] / 0.7).softmax(-1)
                     weight = np.exp(-k / 2) * float(batch.weight[b, at])
                     total += weight * float((p * (p / q).log()).sum())
                     sums += weight
@@ -499,7 +572,7 @@ def test_what_does_not_fit_is_refused_in_a_sentence(target, tmp_path, monkeypatc
     says("--layout must be flat or speculators, got 'gguf'", "--layout", "gguf")
     says("--steps must be at most 8, got 9", "--steps", 9)
     says("--rows must be at least 1, got 0", "--rows", 0)
-    says("--kind must be one of eagle3, dflash, assistant, got 'mtp'", "--kind", "mtp")
+    says("--kind must be one of eagle3, dflash, dspark, domino, assistant, got 'mtp'", "--kind", "mtp")
     says("--block must be between 2 and 64, got 1", "--block", 1)
     says("--layout speculators is for --kind eagle3", "--kind", "dflash", "--layout", "speculators")
     says("has no texts: run the stage answers first", "--stages", "taps")

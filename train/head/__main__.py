@@ -1,7 +1,7 @@
 """Train a head that reads a target's hidden states, in four stages:
 
     python -m train.head --target DIR --out FOLDER                 # an EAGLE-3 head
-    python -m train.head --target DIR --out FOLDER --kind dflash   # a DFlash drafter of blocks
+    python -m train.head --target DIR --out FOLDER --kind dflash   # a DFlash drafter of blocks; or dspark, domino
     python -m train.head --target DIR --out FOLDER --kind assistant   # an assistant that reads the target's K/V
     python -m train.head --target DIR --out FOLDER --stages answers taps   # the text alone
     python -m train.head --target DIR --out FOLDER --stages export --layout speculators
@@ -14,11 +14,11 @@
   with the held-out agreement at each token of a draft; FOLDER/best.pt is the best judged head.
 * export: FOLDER/head, for `--strategy eagle --draft FOLDER/head`; FOLDER/head-speculators with --layout speculators.
 
-A drafter of blocks learns from the same answers and taps, and is in FOLDER/dflash, for `--strategy dflash`. An
-assistant learns from the same answers and from other rows, FOLDER/assistant/taps, and is in FOLDER/assistant, for
-`--strategy mtp`. Every stage goes on where it was stopped, and does nothing if it is done. More --tokens or --visits
-continue a finished one. Heads are for Llama-like targets with SwiGLU; biases and q/k norms of the target's layers are
-left out.
+A drafter of blocks learns from the same answers and taps, and is in FOLDER/dflash (or dspark, domino), for `--strategy
+dflash`. An assistant learns from the same answers and from other rows, FOLDER/assistant/taps, and is in
+FOLDER/assistant, for `--strategy mtp`. Every stage goes on where it was stopped, and does nothing if it is done. More
+--tokens or --visits continue a finished one. Heads are for Llama-like targets with SwiGLU; biases and q/k norms of the
+target's layers are left out.
 """
 
 import json
@@ -39,12 +39,14 @@ from train import corpus
 from train.head import taps
 from train.head.assistant import Reader, source_of
 from train.head.blocks import Blocks
+from train.head.chained import HEADS
 from train.head.eagle import MOST, Head
 from train.head.export import LAYOUTS, default_taps, export, export_blocks, export_reader
 from train.head.fit import Recipe, Training, kept_ids, put_weights
 from train.head.net import Net
 
-KINDS = ("eagle3", "dflash", "assistant")
+BLOCKS = ("dflash", *HEADS)  # kinds of drafters of blocks
+KINDS = ("eagle3", *BLOCKS, "assistant")
 LONGEST = 64  # rows of a block
 STAGES = ("answers", "taps", "train", "export")
 
@@ -66,9 +68,10 @@ class Args:
     batch: int = field(default=1024, metadata={"help": "positions of a training step"})
     length: int = field(default=512, metadata={"help": "positions of a window"})
     steps: int = field(default=3, metadata={"help": "unrolled steps of an EAGLE-3 head or an assistant"})
-    block: int = field(default=8, metadata={"help": "rows of a DFlash block, one more than it drafts tokens"})
-    layers: int = field(default=2, metadata={"help": "layers of a DFlash drafter or an assistant"})
-    lr: float = field(default=3e-3, metadata={"help": "learning rate of the norms"})
+    block: int = field(default=8, metadata={"help": "one more than the tokens that a block drafts"})
+    layers: int = field(default=2, metadata={"help": "layers of a drafter of blocks or an assistant"})
+    rank: int = field(default=64, metadata={"help": "of a DSpark drafter's Markov head or a Domino drafter's GRU"})
+    lr: float = field(default=3e-3, metadata={"help": "learning rate of the norms and tables"})
     muon: float = field(default=6e-3, metadata={"help": "learning rate of the matrices"})
     bfloat16: bool = field(
         default=False, metadata={"help": "train in bfloat16 (for CPUs with AVX-512's or AMX's bfloat16)"}
@@ -94,7 +97,7 @@ class Args:
             raise ValueError("--taps does not apply to --kind assistant, which reads one layer's K and V")
         if self.layout not in LAYOUTS:
             raise ValueError(f"--layout must be {' or '.join(LAYOUTS)}, got {self.layout!r}")
-        for name in ("tokens", "visits", "rows", "batch", "length", "steps", "layers", "threads"):
+        for name in ("tokens", "visits", "rows", "batch", "length", "steps", "layers", "rank", "threads"):
             if getattr(self, name) < 1:
                 raise ValueError(f"--{name} must be at least 1, got {getattr(self, name)}")
         if self.steps > MOST:
@@ -169,12 +172,12 @@ def trained(args: Args, target: Opened) -> tuple[Net, taps.Lessons]:
         raise ValueError(f"{folder} lacks the target's rows of {missing[0]}: run the stage taps first")
     read = depths(args, target)
     taps.check(folder, target, read)
-    beyond = args.block - 1 if args.kind == "dflash" else args.steps
+    beyond = args.block - 1 if args.kind in BLOCKS else args.steps
     lessons = taps.Lessons(shards, folder, args.length, beyond)
     dense = read_checkpoint(target, dtype=torch.float32, device="cpu", quantize="none", pack=False)
     counts = lessons.counts(target.config.vocab_size)
-    if args.kind == "dflash":
-        return Blocks(dense, read, int(counts.argmin()), args.block, args.layers), lessons
+    if args.kind in BLOCKS:
+        return Blocks(dense, read, int(counts.argmin()), beyond, args.layers, args.kind, args.rank), lessons
     ids = kept_ids(args.own / "state.pt", counts, args.rows)
     if args.kind == "assistant":
         return Reader(dense, ids, args.steps, args.layers), lessons

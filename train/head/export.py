@@ -1,5 +1,5 @@
 """Write a trained head as a folder for engines: an EAGLE-3 head in SafeAILab's flat layout (SpecForge, SGLang) or in
-speculators' (vLLM), a DFlash drafter in z-lab's."""
+speculators' (vLLM), a drafter of blocks in z-lab's, DeepSpec's or SpecForge's."""
 
 import json
 from pathlib import Path
@@ -12,10 +12,12 @@ from torch import Tensor
 from specker.checkpoints.parse import read_json
 from train.head.assistant import Reader
 from train.head.blocks import Blocks
+from train.head.chained import PLAIN, Gru, Markov
 from train.head.eagle import Head
 from train.head.net import Net
 
 LAYOUTS = ("flat", "speculators")
+ARCHITECTURES = {"dflash": "DFlashDraftModel", "dspark": "Qwen3DSparkModel", "domino": "DominoDraftModel"}
 # Head's parameters -> their names in files, where LAYER is midlayer. (flat) or layers.0. (speculators)
 NAMES = {
     "fc": "fc.weight",
@@ -40,6 +42,15 @@ BLOCK_NAMES = {  # a layer's parameters of Blocks -> their names in files
     "norm_post": "post_attention_layernorm.weight",
 }
 
+CHAINED_NAMES = {  # parameters of what chains a block's tokens -> their names in files
+    "dspark": {name: f"markov_head.markov_{name}.weight" for name in ("w1", "w2")},
+    "domino": {
+        "entering": "prefix_gru.weight_ih_l0",
+        "recurrent": "prefix_gru.weight_hh_l0",
+        "joint": "embed_proj.0.weight",
+        "w2": "embed_proj.2.weight",
+    },
+}
 READER_NAMES = {  # a layer's parameters of Reader -> their names in files
     **{name: f"self_attn.{name}_proj.weight" for name in "qo"},
     "q_norm": "self_attn.q_norm.weight",
@@ -65,18 +76,27 @@ def export(net: Head, target: Path, folder: Path, layout: str, name: str) -> Non
 
 def export_blocks(net: Blocks, target: Path, folder: Path) -> None:
     """Write a drafter of blocks in bfloat16, without embedding and LM head, which are the target's. `target`: its
-    folder."""
+    folder. DFlash and DSpark in the layouts of z-lab and DeepSpec, Domino in SpecForge's."""
     tensors = {f"{name}.weight": getattr(net, name) for name in ("fc", "hidden_norm", "norm")}
     for n, layer in enumerate(net.layers):
         tensors |= {f"layers.{n}.{file}": getattr(layer, own) for own, file in BLOCK_NAMES.items()}
+    tensors |= {file: getattr(net.chained, own) for own, file in CHAINED_NAMES.get(net.kind, {}).items()}
     tensors = {name: x.detach().to(torch.bfloat16).contiguous() for name, x in tensors.items()}
-    config = {"architectures": ["DFlashDraftModel"], **layer_config(net, target, "qwen3")}
+    config = {"architectures": [ARCHITECTURES[net.kind]], **layer_config(net, target, "qwen3")}
     config |= {"num_hidden_layers": len(net.layers), "tie_word_embeddings": True, "torch_dtype": "bfloat16"}
     config |= {"block_size": net.size, "num_target_layers": net.config.num_layers}
-    config["dflash_config"] = {
+    own: dict[str, Any] = {
         "mask_token_id": int(net.mask),
         "target_layer_ids": [depth - 1 for depth in net.taps],  # the outputs of layers
     }
+    if isinstance(net.chained, Markov):
+        config |= own | {"markov_rank": net.chained.w2.shape[1], "markov_head_type": "vanilla"}
+    elif isinstance(net.chained, Gru):
+        rank = net.chained.w2.shape[1]
+        own |= {"emb_dim": rank, "gru_hidden_dim": rank, "pure_draft_prefix_len": PLAIN, "shift_label": False}
+        config["dflash_config"] = own
+    else:
+        config["dflash_config"] = own
     _write(folder, tensors, config)
 
 

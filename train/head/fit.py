@@ -28,7 +28,7 @@ class Recipe:
     visits: int  # positions to train on, counted again in every epoch
     batch: int = 1024  # positions of a step
     length: int = 512  # positions of a window
-    lr: float = 3e-3  # learning rate of the norms
+    lr: float = 3e-3  # learning rate of the norms and tables
     muon: float = 6e-3  # learning rate of the matrices
     bfloat16: bool = False  # multiply in bfloat16
     seed: int = 0
@@ -52,10 +52,12 @@ class Training:
     def __post_init__(self) -> None:
         self.net.to(self.device)
         self.reader = ThreadPoolExecutor(1)
-        matrices, norms = ([p for p in self.net.parameters() if p.ndim == n] for n in (2, 1))
+        matrices, others = [], []
+        for name, p in self.net.named_parameters():
+            (matrices if p.ndim == 2 and name not in self.net.tables else others).append(p)
         self.optimisers = (
             torch.optim.Muon(matrices, weight_decay=0.01, adjust_lr_fn="match_rms_adamw"),
-            torch.optim.AdamW(norms, weight_decay=0.0),
+            torch.optim.AdamW(others, weight_decay=0.0),
         )
 
     @property

@@ -24,28 +24,42 @@ class Teacher:
 
 class Divergence(torch.autograd.Function):
     """Sum over N rows of weight x KL(teacher || student). The student's logits [N, rows] are never kept: a pass over a
-    few rows at a time also computes the gradient of what the LM head reads, while the logits are in the caches."""
+    few rows at a time also computes the gradients of what its matrix reads, and of the matrix's last columns, while the
+    logits are in the caches."""
 
     @staticmethod
     def forward(  # type: ignore[override]
-        ctx: Any, final: Tensor, head: Tensor, teacher: Teacher, places: Tensor, weight: Tensor, heat: float
+        ctx: Any,
+        final: Tensor,
+        frozen: Tensor,
+        learnt: Tensor | None,
+        teacher: Teacher,
+        places: Tensor,
+        weight: Tensor,
+        heat: float,
     ) -> Tensor:
-        """final [N, H]; head [rows, H], frozen; places [N] int64, the teacher's of each row; weight [N]; heat: the
-        temperature of both."""
+        """final [N, H + r]; frozen [rows, H] and learnt [rows, r]: the matrix of the logits; places [N] int64, the
+        teacher's of each row; weight [N]; heat: the temperature of both."""
+        head = frozen if learnt is None else torch.cat([frozen, learnt.to(frozen.dtype)], 1)
         total, gradient = weight.new_zeros(()), torch.empty_like(final)
+        own = None if learnt is None else torch.zeros_like(learnt)
         for at in _few_rows(len(final), len(head)):
             logits, p = _scaled(final[at], head, heat), teacher.probabilities[places[at]]
             every = logits.logsumexp(-1)
             cross = every - (p * logits).sum(-1)
             total = total + ((cross - teacher.entropy[places[at]]) * weight[at]).sum()
             wrong = logits.sub_(every[:, None]).exp_().sub_(p).mul_((weight[at] / heat)[:, None])
-            gradient[at] = wrong.to(head.dtype) @ head
-        ctx.save_for_backward(gradient)
+            wrong = wrong.to(head.dtype)
+            gradient[at] = wrong @ head
+            if own is not None:
+                own += wrong.T @ final[at, frozen.shape[1] :].to(head.dtype)
+        ctx.save_for_backward(gradient, own)
         return total
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        return ctx.saved_tensors[0] * gradient, None, None, None, None, None
+        final, own = ctx.saved_tensors
+        return final * gradient, None, None if own is None else own * gradient, None, None, None, None
 
 
 def _few_rows(count: int, rows: int) -> list[slice]:
@@ -60,13 +74,14 @@ def _scaled(final: Tensor, head: Tensor, heat: float) -> Tensor:
 
 
 class Net(nn.Module):
-    """A head in training. Its parameters are matrices and norms. H width, A taps, Hq query heads and Hkv KV heads of
-    dimension D."""
+    """A head in training. Its parameters are matrices, norms and `tables`. H width, A taps, Hq query heads and Hkv KV
+    heads of dimension D."""
 
     embed: Tensor  # [V, H], frozen
     head: Tensor  # [rows, H], frozen
     ids: Tensor  # [rows] int64, the token of each row of `head`
     row: Tensor  # [V] int64, the row of each token; -1: not kept
+    tables: tuple[str, ...] = ()  # the names of parameters with a row for each token, which learn as norms do
 
     def __init__(self, target: Checkpoint, taps: tuple[int, ...], ids: Tensor, beyond: int):
         """`target`: with plain weights in the dtype of training. `ids`: the tokens whose rows the LM head keeps.
@@ -112,10 +127,19 @@ class Net(nn.Module):
                 entropy[at] = every - (p * logits).sum(-1)
         return Teacher(probabilities, entropy)
 
-    def divergence(self, teacher: Teacher, places: Tensor, final: Tensor, weight: Tensor, heat: float) -> Tensor:
+    def divergence(
+        self,
+        teacher: Teacher,
+        places: Tensor,
+        final: Tensor,
+        weight: Tensor,
+        heat: float,
+        learnt: Tensor | None = None,
+    ) -> Tensor:
         """Sum over N rows of weight x KL(teacher || head) at temperature `heat`. places [N] int64, the teacher's;
-        final [N, H], what the LM head reads; weight [N]."""
-        return Divergence.apply(final, self._multiplied(), teacher, places, weight, heat)  # type: ignore[no-any-return]
+        final [N, H + r], what the LM head and then `learnt` [rows, r] read; weight [N]."""
+        matrix = self._multiplied()
+        return Divergence.apply(final, matrix, learnt, teacher, places, weight, heat)  # type: ignore[no-any-return]
 
     def _multiplied(self) -> Tensor:
         """The LM head in the dtype in which products are computed."""
