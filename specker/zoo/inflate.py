@@ -9,6 +9,8 @@ computes the same function, with the same tokens, acceptance and confidences, an
 * Heads, channels: those beyond the toy's are random, and nothing of them reaches the residual.
 * Depth: the toy's layers stand evenly among layers that add zero.
 
+A drafter of blocks that was trained for code-target (`python -m train.head`) grows with it, if its folder is named.
+
 All bytes are read, and no number is scaled: in float64 the tokens are the toy's, in other dtypes up to the order of
 sums.
 """
@@ -28,6 +30,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from specker import zoo
+from specker.checkpoints.parse import read_json
 from specker.command.exits import run_cli
 from specker.command.parser import Parser
 
@@ -108,6 +111,11 @@ class Inflated:
         return self.toy["model_type"] == "qwen3_5_text"
 
     @cached_property
+    def guesses(self) -> bool:
+        """Whether it is a drafter of blocks, which reads rows of code-target and has its embedding and LM head."""
+        return "block_size" in self.toy
+
+    @cached_property
     def layers(self) -> int:
         return round(self.toy["num_hidden_layers"] * self.shape.layers / _TARGET.layers)
 
@@ -115,7 +123,7 @@ class Inflated:
     def places(self) -> dict[int, int]:
         """{layer: the toy's layer that stands there}."""
         narrow = self.toy["num_hidden_layers"]
-        return {i * self.layers // narrow: i for i in range(narrow)}
+        return {place(i, narrow, self.layers): i for i in range(narrow)}
 
     @cached_property
     def config(self) -> dict[str, Any]:
@@ -132,9 +140,23 @@ class Inflated:
         for name in ("linear_num_key_heads", "linear_num_value_heads"):
             if name in toy:
                 made[name] = toy[name] * self.ratio
+        if self.guesses:
+            made |= {"num_target_layers": self.shape.layers, **self._taps(toy)}
+            if inner := toy.get("dflash_config"):
+                made["dflash_config"] = inner | self._taps(inner)
         if kinds := toy.get("layer_types"):
             made["layer_types"] = [kinds[self.before(n)] for n in range(self.layers)]
         return made
+
+    def _taps(self, fields: dict[str, Any]) -> dict[str, list[int]]:
+        """The layers of the wide target whose outputs the drafter reads, if `fields` name the toy's."""
+        ids = fields.get("target_layer_ids")
+        return {} if ids is None else {"target_layer_ids": [place(i, _TARGET.layers, self.shape.layers) for i in ids]}
+
+    @cached_property
+    def inputs(self) -> int:
+        """Rows that `fc` reads side by side: a token's and the target's, or those of a drafter's taps."""
+        return len((self.toy | self.toy.get("dflash_config", {}))["target_layer_ids"]) if self.guesses else 2
 
     def before(self, layer: int) -> int:
         """The toy's layer at `layer`, or the last one before it."""
@@ -155,7 +177,9 @@ class Inflated:
             "kv": kv,
             "q, gate": self.heads("num_attention_heads", "num_key_value_heads", 2 * toy["head_dim"])[0],
         }
-        found["read twice"] = joined(found["read"], found["read"])
+        found["inputs"] = joined(*[found["read"]] * self.inputs)
+        if gru := toy.get("dflash_config", {}).get("gru_hidden_dim"):
+            found["read, state"] = joined(found["read"], prefix(gru, gru))
         if "linear_num_value_heads" in toy:
             names = "linear_num_value_heads", "linear_num_key_heads"
             found["value"] = self.heads(*names, toy["linear_value_head_dim"])[0]
@@ -177,7 +201,7 @@ class Inflated:
         return Axis(wide * dim, rows.view(1, -1)), prefix(wide_kv * dim, kv * dim)
 
     def kinds(self, name: str) -> tuple[str, ...]:
-        """The axes of a tensor; none for one that keeps its size."""
+        """The axes of a tensor; none for one that keeps its size, and "" for an axis that does."""
         part = name.removesuffix(".weight").removesuffix(".bias").rsplit(".", 1)[-1]
         return {
             "embed_tokens": ("vocab", "written"),
@@ -197,7 +221,13 @@ class Inflated:
             "A_log": ("value heads",),
             "dt_bias": ("value heads",),
             "out_proj": ("written", "value"),
-            "fc": ("written", "read twice"),
+            "fc": ("written", "inputs"),
+            "markov_w1": (),  # of drafters of blocks, as the rest
+            "markov_w2": (),
+            "weight_ih_l0": ("", "read"),
+            "weight_hh_l0": (),
+            "0": ("", "read, state"),
+            "2": (),
             "q_norm": (),
             "k_norm": (),
             "norm": () if "linear_attn" in name else ("written" if self.predicts else "read",),
@@ -208,7 +238,7 @@ class Inflated:
         random = torch.Generator(device).manual_seed(0)
         with safe_open(self.source / "model.safetensors", "pt", device) as file:
             names = list(file.keys())
-            start = "model.layers."
+            start = "layers." if self.guesses else "model.layers."
             for name in (n for n in names if not n.startswith(start)):
                 yield name, self.widened(name, file.get_tensor(name), random)
             if self.predicts:
@@ -229,11 +259,11 @@ class Inflated:
         axes = self.kinds(name)[: small.dim()]
         if not axes:
             return small.clone()
-        rows, *columns = (self.axes[kind] for kind in axes)
+        rows, *columns = (self.axes[kind] if kind else prefix(n, n) for kind, n in zip(axes, small.shape, strict=False))
         wide = small.new_empty(rows.size, *(axis.size for axis in columns), *small.shape[len(axes) :])
         if axes == ("read",):  # a norm
             wide.fill_(-1.0 if self.predicts else 0.0)
-        elif axes[0] in ("written", "vocab"):
+        elif axes[0] in ("written", "vocab", ""):
             wide.zero_()
         else:
             wide.normal_(0, NOISE, generator=random)
@@ -243,6 +273,11 @@ class Inflated:
             for across in columns[0].places.to(wide.device) if columns else ():
                 wide[placed[:, None], across] = small
         return wide
+
+
+def place(layer: int, narrow: int, wide: int) -> int:
+    """Where a layer of the toy's `narrow` ones stands among `wide` ones."""
+    return layer * wide // narrow
 
 
 def _scaled(size: int, wide: int, narrow: int, multiple: int = 1) -> int:
@@ -290,7 +325,7 @@ def _write(path: Path, value: dict[str, Any]) -> None:
 def parser() -> Parser:
     usage = "python -m specker.zoo.inflate --shape SHAPE --out DIR [MODEL ...]"
     top = Parser("specker.zoo.inflate", usage, "Write the bundled family in the shape of a real model.", "")
-    about = f"of {', '.join(MEMBERS)} (default: all)"
+    about = f"of {', '.join(MEMBERS)}, or the folder of a drafter of blocks for code-target (default: all of these)"
     top.add_argument("model", nargs="*", default=MEMBERS, metavar="MODEL", help=about)
     top.add_argument("--shape", required=True, choices=tuple(SHAPES), help="the real model's, by its parameters")
     top.add_argument("--out", required=True, type=Path, metavar="DIR", help="each model becomes a folder in it")
@@ -301,13 +336,15 @@ def parser() -> Parser:
 
 def run(argv: Sequence[str] | None) -> int:
     values = parser().parse_args(argv)
-    if unknown := [name for name in values.model if name not in MEMBERS]:
-        raise ValueError(f"expected models of {', '.join(MEMBERS)}, got {unknown[0]!r}")
+    sources = {name: zoo.path(name) if name in MEMBERS else Path(name) for name in values.model}
+    for name, source in sources.items():
+        if name not in MEMBERS and "block_size" not in read_json(source / "config.json", required=False):
+            raise ValueError(f"expected models of {', '.join(MEMBERS)}, or a drafter of blocks' folder, got {name!r}")
     if values.device == "cuda" and not torch.cuda.is_available():
         raise ValueError("--device cuda needs a CUDA GPU, and torch finds none: leave it out")
-    for name in values.model:
-        out = values.out / name
-        parameters = inflate(zoo.path(name), SHAPES[values.shape], out, values.device)
+    for source in sources.values():
+        out = values.out / source.name
+        parameters = inflate(source, SHAPES[values.shape], out, values.device)
         print(f"{out}: {parameters / 1e6:,.0f}M parameters", flush=True)
     return 0
 

@@ -2,12 +2,17 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
 import specker
 from specker import zoo
+from specker.checkpoints.checkpoint import opened, read
 from specker.zoo.inflate import MEMBERS, SHAPES, Inflated, Shape, inflate, main
+from train.head.blocks import Blocks
+from train.head.export import export_blocks
 
 SHAPE = Shape(512, 800, 17, 12, 3)  # twice as wide; layers, heads and their groups no multiples of the toy's
 PROMPTS = ["def add(a, b):", "class Node:\n    def __init__"]
@@ -40,6 +45,27 @@ def test_tokens_and_drafts_are_the_toys(family: Path, strategy: str) -> None:
         found.append([(out.tokens, out.stats.drafted, out.stats.accepted) for out in outs])
     assert found[0] == found[1]
     assert sum(accepted for _, _, accepted in found[0]) > 4
+
+
+@pytest.mark.parametrize("kind", ["dflash", pytest.param("dspark", marks=pytest.mark.slow), "domino"])
+def test_a_drafter_of_blocks_grows_with_its_target(family: Path, tmp_path: Path, kind: str) -> None:
+    dense = read(opened(zoo.path("code-target")), dtype=torch.float32, device="cpu", pack=False)
+    net = Blocks(dense, (2, 6, 9), 319, 4, 2, kind, 8)
+    for name, x in net.named_parameters():
+        if name in net.tables:
+            x.data.normal_(std=0.3)
+    export_blocks(net, zoo.path("code-target"), tmp_path / kind)
+    inflate(tmp_path / kind, SHAPE, tmp_path / "wide")
+    fields = json.loads((tmp_path / "wide" / "config.json").read_text())
+    assert {**fields, **fields.get("dflash_config", {})}["target_layer_ids"] == [1, 7, 11]  # of 17 layers
+    found: list[list[list[int]]] = []
+    for models in ((zoo.path("code-target"), tmp_path / kind), (family / "code-target", tmp_path / "wide")):
+        engine = specker.load(*models, strategy="dflash", dtype="float64", device="cpu", **FIXED)
+        rows: list[dict[str, Any]] = []
+        engine.trace = rows.append
+        engine.generate(PROMPTS[0], 8, temperature=0.5)
+        found.append([row["draft"] for row in rows])
+    assert found[0] == found[1] and len({token for draft in found[0] for token in draft}) > 3
 
 
 def test_every_member_gets_the_shape_in_proportion() -> None:
