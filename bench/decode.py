@@ -54,7 +54,7 @@ from bench.shapes import step_bytes
 from specker.kernels.delta_rows import BLOCK, anchor
 from specker.model.config import layer_elements
 from specker.model.decoder import forward
-from specker.model.prefill import prefill, prefill_chunk
+from specker.model.prefill import prefill
 from specker.model.sampling import GREEDY
 from specker.options import Sampling
 from specker.runtime.control.auto import AcceptanceHistory
@@ -439,7 +439,7 @@ def prefills(bench: Bench, case: Case) -> Found:
 
     def prompt(length: int) -> None:
         loop.cache.truncate(0)
-        prefill(loop.target, loop.cache, [1] * length, chunk=prefill_chunk(loop.target))
+        prefill(loop.target, loop.cache, [1] * length)
 
     loop.clear()
     loop.cache.take(0, loop.slots.columns(most))

@@ -100,9 +100,15 @@ def command_line(monkeypatch: pytest.MonkeyPatch) -> Callable[[Iterable[object]]
 
 
 @pytest.fixture
-def chunk_prompts(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
-    """Sets how many columns of a prompt one pass computes."""
-    return lambda columns: monkeypatch.setattr("specker.model.prefill.PREFILL_CHUNK", columns)
+def chunk_prompts(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Sets the rows of a prompt's short chunks and, if given, those of the long ones and the column of the first."""
+
+    def chunk(short: int, long: int | None = None, long_from: int | None = None) -> None:
+        for name, rows in {"SHORT": short, "LONG": long, "LONG_FROM": long_from}.items():
+            if rows is not None:
+                monkeypatch.setattr(f"specker.model.chunks.{name}", rows)
+
+    return chunk
 
 
 @pytest.fixture

@@ -23,6 +23,7 @@ from torch import Tensor
 from specker.kernels.ancestors import chain_words, pack_bits
 from specker.kernels.kv_commit import kv_commit
 from specker.kernels.round.place_rows import Window, place_rows
+from specker.model.chunks import Chunks
 from specker.model.config import ModelConfig
 from specker.model.kv_formats import kept_dim, widened
 from specker.model.prefixes import Match, Prefixes, copy_columns
@@ -263,13 +264,13 @@ class KVCache:
             self._assign(slot, self._pages[slot] + self._new(missing))
         return True
 
-    def match(self, text: list[int], prefix_alignment: int = 1) -> Match:
+    def match(self, text: list[int], chunks: Chunks | None = None) -> Match:
         """The K/V of an earlier text that a new one may take over; see `Prefixes.match`. With rings, the columns end
         where an ended request's ring has what the next rows see, or where the recurrent states were saved."""
         if self.rings is None:
-            return self.prefixes.match(text, prefix_alignment)
-        columns, ring = self.rings.match(text, prefix_alignment)
-        found = self.prefixes.match(text[:columns], prefix_alignment)
+            return self.prefixes.match(text, chunks)
+        columns, ring = self.rings.match(text, chunks)
+        found = self.prefixes.match(text[:columns], chunks)
         held = any(self._users[page] > 1 for page in found.pages) and not self.rings.shares_pages
         return Match() if found.columns < columns or held else replace(found, ring=ring)
 

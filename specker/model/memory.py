@@ -15,13 +15,14 @@ import torch
 from specker.fields import option
 from specker.kernels.tiles import MAX_ROWS
 from specker.kernels.tree_attention import partial_bytes, split_count, split_unit
+from specker.model.chunks import SHORT, Chunks
 from specker.model.config import ModelConfig
 from specker.model.kv_formats import kept_dim
-from specker.model.prefill import FLASH_DIM, MIXTURE_CHUNK, PAGED_ROWS, serves_flash
+from specker.model.prefill import FLASH_DIM, PAGED_ROWS, serves_flash
 from specker.model.rings import ring_columns, ringed
 from specker.model.states import saved_bytes, sequence_bytes
 
-PREFILL_ROWS = 1024  # rows of a prefill chunk: twice prefill.PREFILL_CHUNK
+PREFILL_ROWS = 2 * SHORT  # rows of a prefill chunk, doubled
 LOGIT_ROWS = 256  # rows of logits to leave memory for at least: the largest window of one sequence
 KERNELS = 1 << 29  # bytes on a GPU for compiled kernels, cuBLAS and captured graphs: an assumption
 CPU = torch.device("cpu")
@@ -98,19 +99,21 @@ def reserve(configs: Sequence[ModelConfig], dtype: torch.dtype, device: torch.de
     KERNELS. `rows`: of the largest verify pass, all sequences together. The layers run many rows in blocks, but the
     logits of all rows are held at once. If the warm-up needs more, it ends with the error of `CacheMemory.running`,
     which names a shorter context."""
-    vocab, activations = max(c.vocab_size for c in configs), max(_activations(c, dtype) for c in configs)
+    vocab, activations = max(c.vocab_size for c in configs), max(_activations(c, dtype, device) for c in configs)
     kernels = KERNELS if device.type == "cuda" else 0
     return activations + max(rows, LOGIT_ROWS) * vocab * (dtype.itemsize + 3 * 4) + kernels
 
 
-def _activations(c: ModelConfig, dtype: torch.dtype) -> int:
+def _activations(c: ModelConfig, dtype: torch.dtype, device: torch.device) -> int:
     """Bytes of a feed-forward's activations in a prefill chunk, doubled for what else there is. In a mixture a row has
-    some in each expert that it chose, and the terms of the weighted sum in float32."""
-    experts = c.layer.experts
+    some in each expert that it chose, and the terms of the weighted sum in float32. On a CPU compiled layers take short
+    chunks, and what `Cost.passing` reserves for scores covers torch's long ones, which write none."""
+    experts, chunk = c.layer.experts, Chunks.of(c).long
     if experts is None:
-        return 2 * PREFILL_ROWS * 3 * max(c.widths, default=c.intermediate_size) * dtype.itemsize
+        rows = PREFILL_ROWS if device.type == "cpu" else max(PREFILL_ROWS, chunk)
+        return 2 * rows * 3 * max(c.widths, default=c.intermediate_size) * dtype.itemsize
     wide = max(experts.chosen * experts.width, experts.shared, c.intermediate_size if experts.dense else 0)
-    return MIXTURE_CHUNK * (2 * 3 * wide * dtype.itemsize + 4 * experts.chosen * c.hidden_size)
+    return chunk * (2 * 3 * wide * dtype.itemsize + 4 * experts.chosen * c.hidden_size)
 
 
 def needed(costs: Sequence[Cost], context: int, page_size: int, lookahead: int) -> int:

@@ -1,7 +1,8 @@
 """Prefill: forward a prompt in long chunks and append its K/V to a sequence.
 
 A chunk runs `run_layers` (decoder.py) with torch's attention instead of tree_attention. Its rows see the sequence's
-earlier columns and one another causally, in layers with a sliding window only the last of these.
+earlier columns and one another causally, in layers with a sliding window only the last of these. A long chunk runs in
+slices of the layers, between which other requests' rounds may run.
 
 On a GPU this is flash attention, called by name (`flash`). SDPA would choose: on sm_90 and later cuDNN first, which
 plans every new length of a prompt for 20 ms and more, and with a mask for grouped heads a form that writes all scores.
@@ -9,8 +10,8 @@ What flash attention does not serve (float32, wide heads, capped scores) attends
 """
 
 import math
-from collections.abc import Sequence
-from itertools import repeat
+from collections.abc import Iterator, Sequence
+from itertools import pairwise, repeat
 from typing import Any, NamedTuple
 
 import torch
@@ -21,19 +22,18 @@ from specker.kernels.tree_attention import attend
 from specker.kernels.variant import reset_counters, sum_dtype
 from specker.layer_weights import LayerWeights
 from specker.model.cache import KVCache, Rows, sequence_bounds
+from specker.model.chunks import Chunks, slices
 from specker.model.config import ModelConfig
 from specker.model.decoder import GroupRows, Model, Output, compiled, over_pages, run_layers
 from specker.model.kv_formats import keys, widened
 from specker.model.recurrent import Paths, cached_rows
-from specker.model.rings import AHEAD_OF_MIXTURES, WindowRings
+from specker.model.rings import WindowRings
 
-PREFILL_CHUNK = 512  # rows; takes about as long as three rounds of an 8B model on a GPU
-MIXTURE_CHUNK = AHEAD_OF_MIXTURES  # of a mixture of experts: each chunk reads nearly all experts
 COMPILED_CHUNK = 256  # rows on a CPU with compiled layers: their activations stay in the caches
 FLASH_DIM = 256  # most dimensions of a head that flash attention serves
 PAGED_ROWS = 64  # rows that attend at once by tree_attention: its partial results are in memory
 CAPPED_ROWS = 128  # rows that attend at once where scores have a soft cap: all their scores are in memory
-DENSE_CHUNK = 256  # on a GPU, a chunk with more rows uses cuBLAS, which is faster there but not batch-invariant
+DENSE_ROWS = 256  # on a GPU, a chunk with more rows uses cuBLAS, which is faster there but not batch-invariant
 
 
 @torch.inference_mode()
@@ -48,16 +48,15 @@ def prefill(
 ) -> dict[int, Tensor]:
     """Forward `tokens` in chunks and append them to the exact columns of the sequence in `slot`. Rows of a causal model
     see earlier columns; rows of a bidirectional model also see their whole chunk. Returns, for each depth in
-    `aux_layers`, the residual stream [last, E] of the last `last` rows. `chunk`: default as `chunk_rows`."""
+    `aux_layers`, the residual stream [last, E] of the last `last` rows. `chunk`: default as in `Chunks`."""
     kept: list[dict[int, Tensor]] = []
-    chunk = min(chunk_rows(model) if chunk is None else chunk, most_rows(model, cache))
-    reset_counters(model.device)
+    chunks, most = Chunks.of(model.config), most_rows(model, cache)
     while tokens:
-        now, tokens = tokens[:chunk], tokens[chunk:]
-        now_tokens = torch.tensor(now, dtype=torch.int64, device=model.device)
+        count = min(chunk or chunks.rows(cache.exact_len[slot]), most)
+        now, tokens = tokens[:count], tokens[count:]
         rows = max(0, last - len(tokens))  # of this chunk
-        out = _prefill_chunk(model, cache, slot, now_tokens, aux_layers if rows else (), rows)
-        kept += [out] if rows else []
+        *_, out = prefill_chunk(model, cache, Part(slot, now), aux_layers if rows else ())
+        kept += [{n: x[-rows:] for n, x in out.items()}] if rows else []
     return kept[0] if len(kept) == 1 else {n: torch.cat([out[n] for out in kept]) for n in aux_layers if kept}
 
 
@@ -99,40 +98,37 @@ def prefill_parts(
 
 def most_rows(model: Model, cache: KVCache) -> int:
     """The most rows of one sequence that a pass of a prefill has."""
-    most = COMPILED_CHUNK if prefill_alignment(model) == 1 else 1 << 30
+    most = COMPILED_CHUNK if prompt_chunks(model) is None else 1 << 30
     if isinstance(cache.rings, WindowRings) or (cache.rings is not None and model.stack is not None):
         most = min(most, cache.rings.ahead)
     return most
 
 
-def prefill_chunk(model: Model) -> int:
-    """Rows of a prompt to forward at once if nothing else decodes meanwhile."""
-    return chunk_rows(model) if prefill_alignment(model) > 1 else COMPILED_CHUNK
-
-
-def chunk_rows(model: Model) -> int:
-    """Rows of a chunk that is not compiled."""
-    return PREFILL_CHUNK if model.config.layer.experts is None else MIXTURE_CHUNK
-
-
-def prefill_alignment(model: Model) -> int:
-    """The K/V of a text's first columns has the same bits wherever it was computed, if it was computed in chunks of
-    this many rows. 1: rows have the same bits in chunks of up to COMPILED_CHUNK rows, and in rounds."""
+def prompt_chunks(model: Model) -> Chunks | None:
+    """The chunks in which a text's columns have the same bits in every request. None: rows have the same bits in chunks
+    of up to COMPILED_CHUNK rows, and in rounds."""
     compiled = model.stack is not None and model.stack.most >= COMPILED_CHUNK and model.config.causal
-    return 1 if compiled else chunk_rows(model)
+    return None if compiled else Chunks.of(model.config)
 
 
-def _prefill_chunk(
-    model: Model, cache: KVCache, slot: int, tokens: Tensor, aux_layers: tuple[int, ...], last: int
-) -> dict[int, Tensor]:
+@torch.inference_mode()
+def prefill_chunk(
+    model: Model, cache: KVCache, part: Part, aux_layers: tuple[int, ...] = ()
+) -> Iterator[dict[int, Tensor]]:
+    """Forward a chunk of at most `most_rows` and append it to the sequence's exact columns. Yields after each slice of
+    the layers: the residual streams [rows, E] at the depths in `aux_layers` that it has reached. The columns are exact
+    after the last one."""
+    reset_counters(model.device)
+    slot, tokens = part.slot, torch.tensor(part.tokens, dtype=torch.int64, device=model.device)
     T, start = len(tokens), cache.exact_len[slot]
     end, windows = start + T, set(model.config.layer.sliding_windows) - {0}
     causal, hidden = model.config.causal, model.embed_tokens(tokens)
     flashes = runs_flash(model, hidden)
     if model.stack is not None and model.stack.most >= T:
-        out = _compiled_chunk(model, cache, slot, hidden, start, aux_layers)
+        kept = _compiled_chunk(model, cache, slot, hidden, start, aux_layers)
         cache.exact_len[slot] = end
-        return {n: x[-last:] for n, x in out.items()}
+        yield kept
+        return
     # the columns that a layer sees, by its sliding window (0: none)
     spans: dict[int, slice | Tensor] = dict.fromkeys((0, *windows), cache.span(end, slot))
     if isinstance(cache.rings, WindowRings):
@@ -188,11 +184,17 @@ def _prefill_chunk(
             ancestors=None,
         )
         batch = batch._replace(paths=paths)
-    steps = zip(model.layers, cache.layers, repeat(batch), strict=False)
-    dense = hidden.is_cuda and T > DENSE_CHUNK
-    kept = run_layers(model, steps, hidden, aux_layers=aux_layers, dense=dense).aux_hidden_states
-    cache.exact_len[slot] = end
-    return {n: x[-last:] for n, x in kept.items()}
+    kept, layers = {}, len(model.layers)
+    count = min(slices(T), max(1, layers))
+    for first, after in pairwise(layers * i // count for i in range(count + 1)):
+        steps = zip(model.layers[first:after], cache.layers[first:after], repeat(batch), strict=False)
+        out = run_layers(model, steps, hidden, first, aux_layers, dense=hidden.is_cuda and T > DENSE_ROWS)
+        kept |= out.aux_hidden_states
+        if after < layers:
+            hidden = model.entering(out.hidden, tokens)
+        else:
+            cache.exact_len[slot] = end
+        yield kept
 
 
 def _compiled_chunk(

@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 
+from specker.model.chunks import Chunks
+
 
 @dataclass(eq=False)
 class Node:
@@ -42,9 +44,9 @@ class Prefixes:
         self.root = Node((), -1, None)
         self._clock = count(1)
 
-    def match(self, text: list[int], prefix_alignment: int = 1) -> Match:
-        """The K/V of the longest known beginning of `text`. `prefix_alignment` > 1: only columns that a prefill wrote,
-        and a multiple of this many, so that the rest is computed in the chunks of a whole prefill, bit for bit."""
+    def match(self, text: list[int], chunks: Chunks | None = None) -> Match:
+        """The K/V of the longest known beginning of `text`. `chunks`: only columns that a prefill wrote, in whole
+        chunks, so that the rest is computed in the chunks of a whole prefill, bit for bit."""
         node, pages, columns, now = self.root, [], 0, next(self._clock)
         while columns < len(text):
             key = tuple(text[columns : columns + self.page_size])
@@ -56,12 +58,12 @@ class Prefixes:
                 break
             child.used = now
             pages.append(child.page)
-            known = min(shared, child.prefilled) if prefix_alignment > 1 else shared
+            known = shared if chunks is None else min(shared, child.prefilled)
             columns += known
             node = child
             if known < self.page_size:
                 break
-        columns -= columns % prefix_alignment
+        columns = columns if chunks is None else chunks.whole(columns)
         whole, rest = divmod(columns, self.page_size)
         return Match(columns, tuple(pages[:whole]), pages[whole] if rest else None)
 

@@ -14,18 +14,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from specker.model.chunks import LONG, SHORT, Chunks
 from specker.model.config import ModelConfig
 from specker.model.prefixes import common
 
-# The most columns that are written from the first row of a forward on: a chunk of a prompt (prefill.chunk_rows), or a
-# drafter's committed tokens and the largest tree.
-AHEAD = 512
-AHEAD_OF_MIXTURES = 2048  # of a mixture of experts, whose chunks are longer
+# The most columns that are written from the first row of a forward on: a chunk of a prompt (chunks.py), or a drafter's
+# committed tokens and the largest tree. Those of a mixture of experts are LONG.
+AHEAD = SHORT
 
 
 def ring_columns(config: ModelConfig) -> int:
     """Columns that a ring must hold for the layers with a sliding window."""
-    ahead = AHEAD if config.layer.experts is None else AHEAD_OF_MIXTURES
+    ahead = AHEAD if config.layer.experts is None else LONG
     return max(config.layer.sliding_windows, default=0) + ahead
 
 
@@ -124,13 +124,14 @@ class Rings:
         self.ended.append(EndedRing(text, prefilled, end, self._pages[slot], self._least[slot]))
         self._pages[slot] = []
 
-    def match(self, text: list[int], prefix_alignment: int) -> tuple[int, Any]:
+    def match(self, text: list[int], chunks: Chunks | None) -> tuple[int, Any]:
         """The longest beginning of `text` after which an ended ring has what the next rows see, and the ring.
-        `prefix_alignment`: see `Prefixes.match`."""
+        `chunks`: see `Prefixes.match`."""
         found, best = 0, None
         for ring in self.ended:
-            columns = min(common(text, ring.text), ring.prefilled if prefix_alignment > 1 else len(text))
-            columns -= columns % prefix_alignment
+            columns = common(text, ring.text)
+            if chunks is not None:
+                columns = chunks.whole(min(columns, ring.prefilled))
             lost = max(0, ring.end - self.most * self.page_size)  # the ring lacks columns before this one
             if columns > found and columns >= ring.least and self.first_seen(columns, ring) >= lost:
                 found, best = columns, ring

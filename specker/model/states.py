@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from specker.kernels.delta_rows import BLOCK, PAGE, anchor
+from specker.model.chunks import Chunks
 from specker.model.config import DeltaNet, Mixer, ModelConfig
 from specker.model.rings import EndedRing, Rings
 
@@ -259,13 +260,13 @@ class StateRings(Rings):
         self.saved.remove(saved)
         self.saved.append(saved)
 
-    def match(self, text: list[int], prefix_alignment: int) -> tuple[int, Any]:
+    def match(self, text: list[int], chunks: Chunks | None) -> tuple[int, Any]:
         """As `Rings.match`, or a longer beginning whose end was saved, and that."""
-        found = super().match(text, prefix_alignment)
+        found = super().match(text, chunks)
         for saved in self.saved:
             columns = len(saved.text)
-            fits = columns > found[0] and columns % prefix_alignment == 0 and (saved.exact or prefix_alignment == 1)
-            if fits and text[:columns] == saved.text:
+            serves = chunks is None or (saved.exact and chunks.whole(columns) == columns)
+            if serves and columns > found[0] and text[:columns] == saved.text:
                 found = columns, saved
         return found
 

@@ -17,7 +17,7 @@ import torch
 from specker.cpu import one_torch_thread
 from specker.model.cache import KVCache
 from specker.model.decoder import Model
-from specker.model.prefill import prefill_alignment, prefill_chunk
+from specker.model.prefill import prompt_chunks
 from specker.runtime.batches import Batches
 from specker.runtime.control.auto import AcceptanceHistory
 from specker.runtime.control.choose import NONE
@@ -76,7 +76,7 @@ class Loop:
             columns=config.max_context,
             aux=(len(drafter.aux_layers), config.hidden_size),
         )
-        alignment = prefill_alignment(self.target)
+        chunks = prompt_chunks(self.target)
         own = [] if drafter.cache is None or drafter.cache is self.cache else [drafter.cache]
         caches = [self.cache, *own]
         self.batches = Batches(self.state, caches, self.largest, config.max_context)
@@ -87,13 +87,13 @@ class Loop:
             self.size,
             self.reserved,
             self.prefixes,
-            prefix_alignment=alignment,
+            chunks=chunks,
             lookahead=self.batches.lookahead,
-            several=alignment == 1 and not self.fixed,
+            several=chunks is None and not self.fixed,
         )
         self.runner = None
         if self.drafters:
-            chunk = prefill_chunk(self.target) if alignment > 1 else UNMEASURED_PROMPT_ROWS
+            chunk = UNMEASURED_PROMPT_ROWS if chunks is None else chunks.short
             captures = self.graphs.capture
             self.runner = DraftRunner(self.drafters, self.history, self.largest, chunk, self.ranks, captures)
         self.prompts = Prompts(
@@ -236,7 +236,7 @@ class Loop:
         guides = [s.guide for s in requests if s.guide is not None]
         forced = runner is not None and len(guides) == len(requests) and all(guide.forced for guide in guides)
         if runner is not None and not forced:
-            if len(requests) > 1 and self.slots.prefix_alignment == 1:
+            if len(requests) > 1 and self.slots.chunks is None:
                 runner.stall = self.prompts.stall(len(requests))
             budget, reason = runner.shape(requests, bool(self.prompts.joining))
         fixed = self.fixed and not guides and (runner is None or runner.fixes(budget))

@@ -2,20 +2,22 @@
 
 Prompts are prefilled in parts, the oldest request's first. With the compiled layers of a CPU, whose rows have the same
 bits in any company, parts of several prompts share a pass, and while other requests decode this is the round's verify
-pass, which reads the weights anyway. Otherwise a step prefills one chunk of one prompt and then runs a round.
+pass, which reads the weights anyway. Otherwise a step prefills one chunk of one prompt, or a slice of the layers of a
+long chunk, and then runs a round.
 """
 
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import NamedTuple
 
 from torch import Tensor
 
 from specker.cpu import one_torch_thread
 from specker.model.decoder import Model
-from specker.model.prefill import COMPILED_CHUNK, Part, most_rows, prefill, prefill_chunk, prefill_parts
+from specker.model.prefill import COMPILED_CHUNK, Part, most_rows, prefill_chunk, prefill_parts
 from specker.runtime.batches import Batches
 from specker.runtime.control.costs import Costs
 from specker.runtime.draft_runner import DraftRunner
@@ -39,6 +41,15 @@ class Fill(NamedTuple):
     begun: int  # the column of its first row
     rows: int
     ends: bool  # whether the prompt is then complete
+
+
+@dataclass(eq=False)
+class Running:
+    """A chunk of a prompt, of which a slice runs before each round."""
+
+    fill: Fill
+    slices: Iterator[dict[int, Tensor]]  # see `prefill_chunk`
+    seconds: float = 0.0  # that the slices so far took
 
 
 @dataclass(eq=False)
@@ -80,6 +91,7 @@ class Prompts:
     waiting: deque[Request] = field(default_factory=deque)
     joining: list[Fill] = field(default_factory=list)  # parts for the next round's verify pass
     pace: Pace = field(default_factory=Pace)
+    _running: Running | None = None
     _last: tuple[int, float] = (0, 0.0)  # the last round's rows, and seconds of its draft
 
     # --- what the next pass takes
@@ -96,15 +108,16 @@ class Prompts:
             if not fills:
                 assert self.slots.active or not self.waiting, "no slot holds a page, and yet a text that fits does not"
                 return
-            self._prefill(fills)
+            if not self._prefill(fills, alone):
+                return
             done += sum(fill.rows for fill in fills)
 
     def admit(self, request: Request) -> None:
         """Admit a request and prefill its whole prompt."""
         self._begin(request)
         while request in self.slots.filling:
-            if (fill := self._fill(request, prefill_chunk(self.target))) is not None:
-                self._prefill([fill])
+            if (fill := self._fill(request, COMPILED_CHUNK)) is not None:
+                self._prefill([fill], True)
 
     @property
     def pressing(self) -> bool:
@@ -114,7 +127,7 @@ class Prompts:
     def _fills(self, alone: bool) -> list[Fill]:
         """The parts of prompts that the next pass takes: as many rows as may lengthen a round or, if nothing decodes,
         a chunk."""
-        left = prefill_chunk(self.target) if alone else self._chunk()
+        left = COMPILED_CHUNK if alone else self._chunk()
         fills: list[Fill] = []
         while left > 0 and (request := self._next(len(fills))) is not None:
             fill = self._fill(request, left)
@@ -137,29 +150,25 @@ class Prompts:
         return request
 
     def _fill(self, request: Request, most: int) -> Fill | None:
-        """The next part of a prompt, up to `most` rows, to the end of a chunk. None if the prompt is complete; then its
-        request decodes from now on."""
-        slot = self.slots.filling[request]
-        begun, end, alignment = (
-            self.slots.cache.exact_len[slot],
-            len(request.token_ids) - 1,
-            self.slots.prefix_alignment,
-        )
+        """The next part of a prompt: to the end of its chunk or, where bits do not depend on chunks, up to `most` rows.
+        None if the prompt is complete; then its request decodes from now on."""
+        cache, chunks, end = self.slots.cache, self.slots.chunks, len(request.token_ids) - 1
+        begun = cache.exact_len[self.slots.filling[request]]
         if begun == end:
             request.progress(end)
             self._activate(request)
             return None
-        most = most - begun % most if alignment > 1 else min(most, most_rows(self.target, self.slots.cache))
+        most = min(most if chunks is None else chunks.rows(begun), most_rows(self.target, cache))
         count = min(self.slots.stop(request, begun) - begun, most)
         return Fill(request, begun, count, begun + count == end)
 
     def _chunk(self) -> int:
         """Rows of prompts to prefill with the next round: as many as lengthen it by STALL usual rounds, or by half of
         that if a draft model may have prompts to prefill, too. The usual round is that of all requests that are here,
-        as if they all decoded: a loaded server gains more by large passes. Where bits depend on the chunk it has one
-        size. A round without such rows, now and then, measures what is usual."""
-        if self.slots.prefix_alignment > 1:
-            return prefill_chunk(self.target)
+        as if they all decoded: a loaded server gains more by large passes. Where bits depend on chunks: as many as one
+        has, of several short prompts too. A round without such rows, now and then, measures what is usual."""
+        if self.slots.chunks is not None:
+            return self.slots.chunks.short
         return self._measured_chunk() if self.ranks is None else self.ranks.least(self._measured_chunk())
 
     def _measured_chunk(self) -> int:
@@ -196,19 +205,28 @@ class Prompts:
         self.slots.begin(request)
         self.batches.idle.discard(self.slots.filling[request])
 
-    def _prefill(self, fills: list[Fill]) -> None:
-        """Prefill parts of prompts while no round runs."""
+    def _prefill(self, fills: list[Fill], alone: bool) -> bool:
+        """Prefill parts of prompts while no round runs; of a chunk only its next slice, unless nothing decodes. Returns
+        whether the parts are complete."""
         start = time.perf_counter()
         self.batches.see(0)
-        aux_layers, parts = self._read_layers(fills), [self._part(fill) for fill in fills]
-        with one_torch_thread(self.compiled and self.slots.prefix_alignment == 1):
+        with one_torch_thread(self.compiled and self.slots.chunks is None):
             if self.slots.several:
-                _, rows = prefill_parts(self.target, self.slots.cache, parts, aux_layers)
+                parts = [self._part(fill) for fill in fills]
+                _, rows = prefill_parts(self.target, self.slots.cache, parts, self._read_layers(fills))
             else:
-                [(slot, tokens)] = parts
-                rows = [prefill(self.target, self.slots.cache, tokens, aux_layers, len(tokens), len(tokens), slot)]
+                [fill], running = fills, self._running
+                if running is None or running.fill != fill:  # what is left of a cancelled one is dropped
+                    slices = prefill_chunk(self.target, self.slots.cache, self._part(fill), self._read_layers(fills))
+                    running = self._running = Running(fill, slices)
+                rows = list(running.slices if alone else islice(running.slices, 1))[-1:]
+                if self.slots.cache.exact_len[self.slots.filling[fill.request]] == fill.begun:
+                    running.seconds += time.perf_counter() - start
+                    return False
+                self._running, start = None, start - running.seconds
         self._filled(fills, rows, start)
         self._observe_rows(sum(fill.rows for fill in fills), time.perf_counter() - start)
+        return True
 
     def join(self, r: Round) -> None:
         """Give a round the parts of prompts that its verify pass takes."""
@@ -277,8 +295,9 @@ class Prompts:
             request.stats.wall += each * count
 
     def _activate(self, request: Request) -> None:
-        end, alignment = len(request.token_ids) - 1, self.slots.prefix_alignment
-        request.prefilled = end // alignment * alignment if (request.prefixes or self.slots.prefixes) != "all" else 0
+        end, chunks = len(request.token_ids) - 1, self.slots.chunks
+        exact = (request.prefixes or self.slots.prefixes) != "all"
+        request.prefilled = (end if chunks is None else chunks.whole(end)) if exact else 0
         self.slots.activate(request)
         self.batches.idle.discard(len(self.slots.active) - 1)
         if request.speculates and self.runner is not None:

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from specker.fields import option
 from specker.kernels.delta_rows import BLOCK
 from specker.model.cache import KVCache
+from specker.model.chunks import Chunks
 from specker.model.prefixes import Match, common
 from specker.runtime.round.drafter import Drafter
 from specker.runtime.round.state import Request, State
@@ -29,19 +30,19 @@ class Slots:
         size: int,
         reserved: int,
         prefixes: str,
-        prefix_alignment: int,
+        chunks: Chunks | None,
         lookahead: int,
         several: bool = False,
     ):
         """`caches`: the target's and, if a draft model has one of its own, that. `drafter`: the one that may have a
         model. `size`: requests that decode at once. `reserved`: columns of a sequence beyond its text. `prefixes`:
-        which K/V of earlier texts a request takes over, "exact", "all" or "off" (`--prefix-cache`). `prefix_alignment`:
-        the exact ones are a multiple of this many columns; 1 if rows are bit-equal wherever they are computed.
-        `lookahead`: the most columns that rounds write behind a text. `several`: prompts of several requests are
-        prefilled at once, which needs rounds that leave the slots behind the active ones alone."""
+        which K/V of earlier texts a request takes over, "exact", "all" or "off" (`--prefix-cache`). `chunks`: the
+        exact ones end with a whole chunk; None if rows are bit-equal wherever they are computed. `lookahead`: the most
+        columns that rounds write behind a text. `several`: prompts of several requests are prefilled at once, which
+        needs rounds that leave the slots behind the active ones alone."""
         self.caches, self.cache, self.drafter, self.state = caches, caches[0], drafter, state
         self.size, self.reserved, self.lookahead = size, reserved, lookahead
-        self.prefixes, self.prefix_alignment, self.several = prefixes, prefix_alignment, several
+        self.prefixes, self.chunks, self.several = prefixes, chunks, several
         self.active: list[Request] = []
         self.filling: dict[Request, int] = {}  # those whose prompts are being prefilled, the oldest first, and its slot
         for cache in self.caches:
@@ -181,11 +182,11 @@ class Slots:
         prefixes, text = request.prefixes or self.prefixes, request.cache_ids[:-1]
         if prefixes == "off":
             return [None] * len(self.caches)
-        prefix_alignment = 1 if prefixes == "all" else self.prefix_alignment
+        chunks = None if prefixes == "all" else self.chunks
         if len(self.caches) == 1:
             needs_row = self.drafter.needs_row and request.speculates
-            return [self.cache.match(text[: len(text) - needs_row], prefix_alignment)]
-        target = self.cache.match(text, prefix_alignment)
+            return [self.cache.match(text[: len(text) - needs_row], chunks)]
+        target = self.cache.match(text, chunks)
         if not self.drafter.keeps_prefix or not request.speculates:
             return [target, None]
         own = self.caches[1].match(self.drafter.cache_ids(request)[:-1])
@@ -194,7 +195,7 @@ class Slots:
         # The drafter can compute no column without the target's rows, which only a prefill has, and a column may depend
         # on later tokens, too: both caches take over the same columns.
         columns = min(target.columns, max(0, own.columns - self.drafter.tokens_ahead))
-        target = self.cache.match(text[:columns], prefix_alignment)
+        target = self.cache.match(text[:columns], chunks)
         return [target, self.caches[1].match(text[: target.columns])]
 
     def _known(self, request: Request) -> int | None:
@@ -212,21 +213,22 @@ class Slots:
             return (), ()
         text, drafter = request.token_ids[:-1], self.drafter
 
-        def saves(cache: KVCache, alignment: int = 1, behind: int = 0) -> tuple[int, ...]:
+        def saves(cache: KVCache, chunks: Chunks | None = None, behind: int = 0) -> tuple[int, ...]:
             least = max(BLOCK, cache.exact_len[slot] + 1)
             spacing = max(SAVE_EVERY, 2 * len(text) // max(2, cache.saves))
             found = {len(text) - behind, known - behind, *range(spacing, len(text), spacing)} if cache.saves else ()
-            return tuple(sorted({at for n in found if (at := n // alignment * alignment) >= least}))
+            ends = found if chunks is None else map(chunks.whole, found)
+            return tuple(sorted({end for end in ends if end >= least}))
 
         behind = drafter.tokens_ahead if drafter.aux_layers else 0
         drafts = len(self.caches) > 1 and drafter.keeps_prefix and request.speculates
         own = saves(self.caches[1]) if drafts else ()
-        return saves(self.cache, self.prefix_alignment, behind), own
+        return saves(self.cache, self.chunks, behind), own
 
     def _remember(self, slot: int, request: Request) -> None:
         if not self._shares(request) or request.finished in ("not finite", "failed"):
             return
-        prefilled = len(request.token_ids) if self.prefix_alignment == 1 else request.prefilled
+        prefilled = len(request.token_ids) if self.chunks is None else request.prefilled
         self.cache.remember(slot, request.cache_ids, prefilled, self.lookahead)
         if len(self.caches) > 1 and request.speculates and self.drafter.keeps_prefix:
             self.caches[1].remember(slot, self.drafter.cache_ids(request), 0, self.lookahead)

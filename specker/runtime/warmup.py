@@ -3,7 +3,7 @@
 import gc
 import itertools
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from specker.model.prefill import PREFILL_CHUNK
+from specker.model.chunks import LONG_FROM, Chunks
 from specker.options import Params, Sampling
 from specker.runtime.control.choose import NONE
 from specker.runtime.control.policy import Budget, Fixed, Policy
@@ -30,7 +30,7 @@ MAX_ROUNDS = 12
 TEXT_TOKENS = 32
 DRAFT_SIZES = 0, 4, 1, 8, 16, 2  # tokens, the most informative number first
 
-TAIL = 64  # rows by which the chunks of prompts that are prefilled differ
+CHUNK_ROWS = *range(64, 512, 64), *range(512, 2049, 256)  # of the chunks of prompts that are prefilled
 
 DRAWS = Sampling(), Sampling(temperature=1.0), Sampling(temperature=1.0, top_p=0.5, top_k=2)  # one of each kind
 
@@ -64,8 +64,8 @@ def warm_up(
         if on_progress is not None and not loop.fixed:  # otherwise the rounds of fixed shape are most of the work
             on_progress(done, len(taken) + 1)
     if loop.graphs.capture:  # torch's linears load their kernels on the first call with a similar number of rows
-        for rows in (*range(TAIL, PREFILL_CHUNK, TAIL), PREFILL_CHUNK + PREFILL_CHUNK // 2):
-            _decode(session, min(rows + 1, loop.target.config.max_context - 2), 2, True)
+        for length in _prompts(Chunks.of(loop.target.config), loop.target.config.max_context - 3):
+            _decode(session, length + 1, 2, True)
     loop.history.clear()  # of what the first rounds took, which compiled, and of the drafts for these texts
     if loop.runner is not None:
         loop.runner.chooser.clear()
@@ -78,6 +78,14 @@ def warm_up(
     loop.graphs.warmed()
     if loop.ranks is not None:
         loop.ranks.warmed()
+
+
+def _prompts(chunks: Chunks, most: int) -> Iterator[int]:
+    """Lengths of prompts up to `most` whose last chunks are short and long, a text's first and later ones."""
+    lengths = [rows for rows in CHUNK_ROWS if rows <= chunks.short]
+    lengths += [chunks.short + chunks.short // 2]
+    lengths += [LONG_FROM + rows for rows in CHUNK_ROWS if chunks.short < rows <= chunks.long]
+    yield from dict.fromkeys(min(length, most) for length in lengths)
 
 
 def _decode(session: Session, length: int, count: int, speculates: bool, **sampling: Any) -> None:

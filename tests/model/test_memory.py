@@ -1,13 +1,16 @@
 """Memory limits: arithmetic with made-up free memory, and the messages."""
 
+import collections
 import importlib
 import math
+import weakref
 
 import pytest
 import torch
 from make_checkpoint import GEMMA3, GEMMA4, SLIDING, make
 from recorded import kernels, recording
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 import specker
 from specker import cpu
@@ -187,12 +190,55 @@ def test_a_gpu_reserves_what_a_prefill_of_wide_heads_takes(gpu_dtypes, tmp_path,
     cost = Cost.of(model.config, dtype, device=GPU)
     with recording() as log, torch.inference_mode():
         cache = KVCache(model.config, 16384, dtype=dtype, device="cpu", page_size=256)
-        cache.exact_len[0] = 15000
+        cache.exact_len[0] = 15 * 1024
         with Largest() as seen:
             prefill(model, cache, [3] * 512)
     assert sum(name.startswith("_tree_attention_kernel") for name in kernels(log)) == 512 // PAGED_ROWS * served
     scores = 512 * 16384 * 8 * 4  # of a chunk's rows and heads
     assert cost.split < seen.most <= cost.largest_pass(16384, 256, 0) < scores / 3
+
+
+class Live(TorchDispatchMode):
+    """Counts the bytes of new tensors for as long as they, or views of them, live."""
+
+    def __init__(self):
+        super().__init__()
+        self.users, self.now, self.most = collections.Counter(), 0, 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        before = {x.untyped_storage()._cdata for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)}
+        out = func(*args, **(kwargs or {}))
+        for x in tree_leaves(out):
+            storage = x.untyped_storage()._cdata if isinstance(x, torch.Tensor) else None
+            if storage is None or (storage in before and storage not in self.users):
+                continue  # of a tensor that is older
+            size = x.untyped_storage().nbytes()
+            self.now += size if storage not in self.users else 0
+            self.users[storage] += 1
+            weakref.finalize(x, self.drop, storage, size)
+        self.most = max(self.most, self.now)
+        return out
+
+    def drop(self, storage, size):
+        self.users[storage] -= 1
+        if not self.users[storage]:
+            del self.users[storage]
+            self.now -= size
+
+
+def test_a_gpu_reserves_what_a_long_chunk_takes(gpu_dtypes, tmp_path):
+    """Of 2,048 rows, with hidden rows of three depths for a head."""
+    kind = {"arch": "llama", "layers": 4, "hidden": 128, "ffn": 448, "heads": 8, "max_context": 8192}
+    model = Model(checkpoint.read(make(tmp_path, **kind), dtype=torch.bfloat16, device="cpu", random=0))
+    with recording(), torch.inference_mode():
+        cache = KVCache(model.config, 8192, dtype=torch.bfloat16, device="cpu", page_size=256)
+        cache.exact_len[0] = 4096
+        with Live() as seen:
+            prefill(model, cache, [3] * 2048, (1, 2, 4), 2048)
+    passing = Cost.of(model.config, torch.bfloat16, device=GPU).largest_pass(6144, 256, 0)
+    logits = 256 * model.config.vocab_size * (2 + 3 * 4)
+    reserved = memory.reserve([model.config], torch.bfloat16, GPU) - memory.KERNELS - logits
+    assert reserved / 2 < seen.most <= reserved + passing
 
 
 def test_free(monkeypatch, tmp_path):
@@ -208,8 +254,9 @@ def test_free(monkeypatch, tmp_path):
 
 def test_the_reserve_covers_kernels_on_a_gpu(pair):
     c = checkpoint.read_config(pair[0])
-    common = 2 * memory.PREFILL_ROWS * 3 * c.intermediate_size * 4 + 256 * c.vocab_size * 16
-    assert memory.reserve([c], torch.float32, torch.device("cuda")) == common + (512 << 20)
+    logits, row = 256 * c.vocab_size * 16, 2 * 3 * c.intermediate_size * 4
+    assert memory.reserve([c], torch.float32, torch.device("cuda")) == 2048 * row + logits + (512 << 20)
+    common = memory.PREFILL_ROWS * row + logits
     assert memory.reserve([c, c], torch.float32, torch.device("cpu")) == common
     assert memory.reserve([c], torch.float32, torch.device("cpu"), 320) == common + 64 * c.vocab_size * 16
 

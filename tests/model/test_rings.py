@@ -29,7 +29,7 @@ from specker.model import memory, rings
 from specker.model.cache import KVCache
 from specker.model.decoder import Model, forward
 from specker.model.memory import Cost, needed
-from specker.model.prefill import COMPILED_CHUNK, PREFILL_CHUNK, prefill
+from specker.model.prefill import COMPILED_CHUNK, prefill
 from specker.runtime.strategies.base import LOOKAHEAD
 from specker.runtime.strategies.model_drafter import CATCH_UP_ROWS
 
@@ -284,7 +284,7 @@ def test_a_ring_cannot_go_back(pairs):
 
 def test_rings_are_long_enough(monkeypatch):
     monkeypatch.undo()
-    assert max(PREFILL_CHUNK, COMPILED_CHUNK, CATCH_UP_ROWS + 64 * MAX_WORDS) <= rings.AHEAD
+    assert max(COMPILED_CHUNK, CATCH_UP_ROWS + 64 * MAX_WORDS) <= rings.AHEAD
     assert 2 * LOOKAHEAD <= rings.AHEAD  # a round of fixed shape may go back by the longest draft, and ahead by one
 
 

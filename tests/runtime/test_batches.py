@@ -157,7 +157,7 @@ def test_seconds_of_a_batch_add_up(world, monkeypatch):
         return timed_call
 
     monkeypatch.setattr(time, "perf_counter", lambda: now[0])
-    passes = (prompts, "prefill"), (round, "forward"), (model_drafter, "forward"), (model_drafter, "prefill")
+    passes = (prompts, "prefill_chunk"), (round, "forward"), (model_drafter, "forward"), (model_drafter, "prefill")
     for module, name in passes:
         monkeypatch.setattr(module, name, timed(getattr(module, name)))
     out = engine.generate([prompt for prompt, _ in world["requests"]], 10)

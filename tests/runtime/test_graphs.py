@@ -11,7 +11,7 @@ from make_checkpoint import make
 
 import specker
 from specker.model import prefill
-from specker.runtime import loop
+from specker.runtime import loop, prompts
 from specker.runtime.round import graphs as module
 from specker.runtime.round.graphs import FAILURES, Graphs
 from specker.runtime.strategies.dynamic_exit import USUAL, eligible_layers
@@ -255,18 +255,21 @@ def test_long_texts_in_a_batch_that_is_not_full_are_captured_on_demand(cuda, tmp
 
 
 def test_prompts_of_every_length_are_prefilled_in_the_warm_up(cuda, tmp_path, monkeypatch):
-    """In steps of 64 rows, by target and draft: torch's products load their kernels by the number of rows."""
-    seen, chunk = set(), prefill._prefill_chunk
-    counted = lambda model, cache, slot, tokens, *rest: (  # noqa: E731
-        seen.add((model, -(-len(tokens) // 64), cache.exact_len[slot] > 0)),
-        chunk(model, cache, slot, tokens, *rest),
-    )[1]
-    monkeypatch.setattr(prefill, "_prefill_chunk", counted)
+    """In steps of 64 rows, in long chunks of 256, in target and draft: torch loads kernels of products by the number
+    of rows."""
+    seen, chunk = set(), prefill.prefill_chunk
+
+    def counted(model, cache, part, *rest):
+        seen.add((model, -(-len(part.tokens) // 64), cache.exact_len[part.slot] > 0))
+        return chunk(model, cache, part, *rest)
+
+    for reader in (prefill, prompts):
+        monkeypatch.setattr(reader, "prefill_chunk", counted)
     how = {"policy": "fixed", "draft_tokens": 2}
-    target, draft = (make(tmp_path / name, max_context=1200, layers=1) for name in ("target", "draft"))
+    target, draft = (make(tmp_path / name, max_context=4200, layers=1) for name in ("target", "draft"))
     engine = specker.load(target, draft, strategy="draft", device="cpu", dtype="float64", graphs="on", **how)
     engine.loop.graphs = Again(GPU)
     engine.warmup()
     for model in (engine.model, engine.drafter.model):
         assert {steps for of, steps, later in seen if of is model and not later} >= set(range(1, 9))
-        assert any(of is model and later for of, _, later in seen)
+        assert {steps for of, steps, later in seen if of is model and later} >= {4, *range(12, 33, 4)}

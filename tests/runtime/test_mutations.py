@@ -219,7 +219,7 @@ def top_p_before_temperature(patch):
 
 
 def prefix_of_another_text(patch):
-    def match(self, text, prefix_alignment=1):  # the first column of an earlier text, whatever it was
+    def match(self, text, chunks=None):  # the first column of an earlier text, whatever it was
         pages = [node.page for node in self.root.children.values()]
         return Match(1, (), pages[0]) if pages else Match()
 

@@ -1,6 +1,7 @@
 """Session: requests of several threads in one batch, cancelling, stop ids, log-probabilities, chunked prompts. Whatever
 else happens, a request's tokens are its own."""
 
+import collections
 import math
 import random
 import threading
@@ -15,9 +16,9 @@ from pairs import perturbed
 from safetensors.torch import load_file
 
 import specker
+from specker.model import prefill
 from specker.options import Params
 from specker.runtime import loop as loops
-from specker.runtime import prompts
 from specker.runtime.session import Snapshot
 
 pytestmark = pytest.mark.usefixtures("cheap")  # drafts do not depend on the clock
@@ -305,7 +306,7 @@ def test_parameters_are_checked(models):
 
 @pytest.mark.parametrize("where", ["waiting", "prefill", "decoding"])
 def test_cancel(models, where, chunk_prompts):
-    chunk_prompts(32)
+    chunk_prompts(16, 64, 64)
     engine = load(models, "draft", batch_size=2)
     session, prompt = engine.session, [7] * 200
     want = [engine.generate_ar([n], 30).tokens for n in (1, 2)]
@@ -313,6 +314,8 @@ def test_cancel(models, where, chunk_prompts):
     session.step()
     request = session.submit(prompt, Params(max_new_tokens=12))
     while {"waiting": False, "prefill": not engine.loop.slots.filling, "decoding": not request.tokens}[where]:
+        session.step()
+    for _ in range(5 if where == "prefill" else 0):  # into a long chunk, of which a slice has run
         session.step()
     session.cancel(request)
     session.cancel(request)
@@ -322,6 +325,7 @@ def test_cancel(models, where, chunk_prompts):
         events += session.step()
     assert [event.finished for event in events if event.request is request] == ["cancelled"]
     assert [r.tokens for r in ahead] == want[: len(ahead)] and free(engine)
+    assert engine.generate([8] * 200, 12).tokens == engine.generate_ar([8] * 200, 12).tokens
     assert request.tokens == engine.generate_ar(prompt, 12).tokens[: len(request.tokens)]
 
 
@@ -366,35 +370,37 @@ def test_logprobs_are_those_of_the_target(models, way, graphs, monkeypatch):
 
 @pytest.mark.parametrize("way", ["ar", "draft", "del", "diffuspec", "lookup"])
 def test_other_texts_go_on_while_a_long_prompt_is_prefilled(models, way, monkeypatch, chunk_prompts):
-    """At most one chunk of the target's prompt, and one of the draft's, lies between two rounds of a text."""
-    chunk_prompts(32)
-    engine, rows = load(models, way, batch_size=2), []
+    """At most one chunk of the target's prompt, of a long one a slice of its layers, and one chunk of the draft's lie
+    between two rounds of a text."""
+    chunk_prompts(16, 64, 64)
+    engine, rows = load(models, way, batch_size=2), []  # of each step: a model's rows, times the layers that they ran
     long = [n * 7 % 90 + 3 for n in range(300)]
     want = [engine.generate_ar(p, 24).tokens for p in ([1, 2], long)]
-    prefill = prompts.prefill
+    run_layers = prefill.run_layers
 
-    def counted(model, cache, tokens, *rest, **more):
-        rows[-1] += len(tokens)
-        return prefill(model, cache, tokens, *rest, **more)
+    def counted(model, steps, hidden, *rest, **more):
+        steps = list(steps)
+        rows[-1][model] += len(hidden) * len(steps)
+        return run_layers(model, steps, hidden, *rest, **more)
 
-    monkeypatch.setattr(prompts, "prefill", counted)
-    monkeypatch.setattr("specker.model.prefill.prefill", counted)
+    monkeypatch.setattr(prefill, "run_layers", counted)
     session = engine.session
     first = session.submit([1, 2], Params(max_new_tokens=24))
-    rows.append(0)
+    rows.append(collections.Counter())
     session.step()
     told = []
     request = session.request(long, Params(max_new_tokens=24), on_progress=lambda done, of: told.append((done, of)))
     second = session.submit(request)
     while session.busy:
-        rows.append(0)
+        rows.append(collections.Counter())
         before, waits = len(first.token_ids), not first.finished
         session.step()
         assert first.finished or len(first.token_ids) > before, "a step without a round for the first text"
-        assert rows[-1] <= 32 + 64 or not waits
+        slices = {model: count for model, count in rows[-1].items() if way == "draft" or model is engine.model}
+        assert max(slices.values(), default=0) <= 64 or not waits
     assert [first.tokens, second.tokens] == want
-    assert sum(rows) >= len(long) - 1
-    assert told[0] == (32, 299) and told[-1] == (299, 299) and len(told) == 10
+    assert sum(own[engine.model] for own in rows) == 3 * (1 + len(long) - 1)
+    assert told[0] == (16, 299) and told[-1] == (299, 299) and len(told) == 4 + 4
 
 
 def test_a_step_admits_several_short_prompts(models):

@@ -15,7 +15,6 @@ from since import since
 import specker
 from specker.cpu import Packed
 from specker.integrations.drafts import Drafts
-from specker.model import prefill
 from specker.runtime import strategies
 from specker.runtime.strategies.base import DraftContext
 
@@ -73,10 +72,10 @@ MODES = [("greedy", "off"), ("sampled", "on"), ("sampled", "off"), ("greedy", "o
 
 @since("transformers", "5.23", "drafts with an assistant by other arguments")
 @pytest.mark.parametrize(("kind", "way", "mode"), cases.diagonal(OFTEN, WAYS, MODES))
-def test_batches_change_no_token(made, exact, monkeypatch, kind, way, mode):
+def test_batches_change_no_token(made, exact, chunk_prompts, kind, way, mode):
     """Texts of unequal length take turns in three slots, with prompts of one token or of several chunks. Windows stand
     in rings."""
-    monkeypatch.setattr(prefill, "PREFILL_CHUNK", 16)
+    chunk_prompts(16)
     (more, options), (sampling, graphs) = WAYS[way], mode
     target, assistant = made(kind, "whole" if "trim" in more else "clusters")
     engine = load(target, assistant, f"mtp{more}", graphs=graphs, batch_size=3, page_size=8, **options)

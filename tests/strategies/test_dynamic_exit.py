@@ -168,8 +168,8 @@ def test_what_a_text_starts_from_does_not_show_in_its_tokens(target):
 @pytest.mark.parametrize(("length", "seeds"), [(60, []), (170, [2])])
 def test_only_long_prompts_keep_hidden_rows(target, monkeypatch, length, seeds):
     """A row for every 16 tokens and layer seeds the statistics. A prompt without such rows keeps no hidden rows."""
-    passes, learnt, inner = [], [], prompts.prefill
-    monkeypatch.setattr(prompts, "prefill", lambda *args: passes.append(args[3]) or inner(*args))
+    passes, learnt, inner = [], [], prompts.prefill_chunk
+    monkeypatch.setattr(prompts, "prefill_chunk", lambda *args: passes.append(args[3]) or inner(*args))
     monkeypatch.setattr(DynamicExit, "learn", lambda self, layers, match, *rest: learnt.append(match.shape))
     engine(target, policy="del").generate([1 + n % 100 for n in range(length)], 1)
     assert learnt[: len(seeds)] == [(5, rows) for rows in seeds]

@@ -20,8 +20,9 @@ from specker.checkpoints.checkpoint import Opened
 from specker.checkpoints.checkpoint import read as read_checkpoint
 from specker.kernels.residual_merge import add_norm
 from specker.model.cache import KVCache
+from specker.model.chunks import Chunks
 from specker.model.decoder import Final, Model
-from specker.model.prefill import prefill, prefill_chunk
+from specker.model.prefill import prefill
 
 PROMPT = 0.2  # weight of a prompt's token in the loss; an answer's token counts 1
 RESERVE = 1 << 30  # bytes of the disk that the files leave free
@@ -98,10 +99,10 @@ def run(model: Model, cache: KVCache, text: list[int], taps: tuple[int, ...]) ->
     """A text's rows [T, A + 1, H] in the model's dtype, and the most probable token after each row [T]. In chunks as
     the engine prefills a prompt, so that the head sees the very rows that it will read."""
     cache.truncate(0)
-    last, size = len(model.layers), prefill_chunk(model)
+    last, chunks = len(model.layers), Chunks.of(model.config)
     rows, best = [], []
-    for first in range(0, len(text), size):
-        chunk = text[first : first + size]
+    while (first := cache.exact_len[0]) < len(text):
+        chunk = text[first : first + chunks.rows(first)]
         out = prefill(model, cache, chunk, tuple(sorted({*taps, last})), len(chunk))
         final = add_norm(out[last].contiguous(), None, model.norm, model.config.rms_norm_eps)[1]
         rows.append(torch.stack([*(out[depth] for depth in taps), final], 1))
