@@ -11,7 +11,7 @@ NOT_YET = "Not measured yet: `make papers ARGS=--save` measures, and `make pages
 NUMBERS: dict[str, dict[str, str]] = {  # paper -> further columns of its settings: their format
     "easyspec": {"tokens a round, of the draft in sequence": "{of_sequence:.0%}", "ms a draft token": "{draft_ms:.2f}"},
     "del": {"tokens per loaded layer": "{per_layer:.4f}"},
-    "diffuspec": {"drafted a round": "{drafted_a_round:.1f}", "search, of the time": "{shares[search]:.1%}"},
+    "diffuspec": {"drafted a round": "{drafted_a_round:.1f}"},
     "vocabtrim": {
         "tokens a round, of the whole head": "{of_whole:.1%}",
         "ms a draft token": "{draft_ms:.2f}",

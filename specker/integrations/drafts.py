@@ -198,7 +198,7 @@ class Drafts:
                 confidence = [each[slot] for each in draft.confidence]
                 request.policy.observe(Outcome(len(drafted[slot]), paths[-1], confidence))
         if not self.aux_layers:  # otherwise the engine passes the hidden rows of all new tokens
-            self._runner.accept(batch, draft, Accepted(paths, drafted, {}, 0.0))
+            self._runner.accept(batch, draft, Accepted(paths, [], {}, 0.0))
         for slot, path in enumerate(paths):
             if path and batch.fixed:  # the engine may have added more tokens than a round of specker's would
                 self._truncate(slot, before[batch.requests[slot]] + len(path) - 1)

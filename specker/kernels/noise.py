@@ -75,10 +75,13 @@ def gumbel(seed: int, positions: Tensor, vocab_size: int) -> Tensor:
     return torch.cat(slices) if slices else torch.empty(0, vocab_size, dtype=torch.float32, device=positions.device)
 
 
-def gumbel_at(seed: int, positions: Tensor, ids: Tensor) -> Tensor:
-    """The noise of a few ids at each position: positions [T], ids [T, K], both int64 -> [T, K] fp32.
+def gumbel_at(seed: int | Tensor, positions: Tensor, ids: Tensor) -> Tensor:
+    """The noise of a few ids at each position: positions [T], ids [T, K], both int64 -> [T, K] fp32. seed: also [T, 1]
+    int64, the bits of each position's own (`pack_draw`), without a host read.
 
     Raises as `gumbel` does."""
+    if isinstance(seed, Tensor):
+        return _gumbel_at(seed, positions, ids)
     seed = _check(seed, positions, 1)
     if positions.is_cuda or not ids.numel() or (most := int(ids.max())) >= MOST_IDS:
         return _gumbel_at(seed, positions, ids)
@@ -132,12 +135,13 @@ def check_draw(draw: Tensor | None, rows: int) -> int:
     return max(rows // sets, 1)
 
 
-def philox4x32(c0: Any, c1: Any, c2: Any, c3: Any, seed: int) -> tuple[Any, Any, Any, Any]:
-    """Ten rounds of Philox on broadcastable counter words held in 64-bit lanes: numpy uint64 or torch int64.
+def philox4x32(c0: Any, c1: Any, c2: Any, c3: Any, seed: Any) -> tuple[Any, Any, Any, Any]:
+    """Ten rounds of Philox on broadcastable counter words held in 64-bit lanes: numpy uint64 or torch int64. `seed`: an
+    integer, or broadcastable too.
 
     Words that depend only on the id or only on the position are not broadcast in the first rounds.
     """
-    k0, k1 = seed & MASK, seed >> 32
+    k0, k1 = seed & MASK, (seed >> 32) & MASK
     for _ in range(10):
         a, b = c0 * 0xD2511F53, c2 * 0xCD9E8D57
         # c1 and c3 carry garbage above bit 31; the masks on c0 and c2 remove it before the next product.
@@ -158,7 +162,7 @@ def _counter(blocks: Any, positions: Any) -> tuple[Any, Any, Any, Any]:
     return blocks if blocks.ndim == 2 else blocks[None], p & MASK, (p >> 32) & MASK, p * 0 + STREAM
 
 
-def _gumbel_at(seed: int, positions: Tensor, ids: Tensor) -> Tensor:
+def _gumbel_at(seed: int | Tensor, positions: Tensor, ids: Tensor) -> Tensor:
     """Noise [T, K] of any ids, [K] or [T, K]; computes four words for each."""
     ids = ids.long()
     words = torch.stack(philox4x32(*_counter(ids >> 2, positions), seed))  # [4, T, K]

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from specker.kernels.noise import pack_draw
+from specker.kernels.noise import gumbel_at, pack_draw
 from specker.kernels.sample_rows import Splits, sample_rows, sample_splits
 from specker.kernels.vocab_topk import Noise
 from specker.options import Sampling
@@ -84,6 +84,17 @@ class Draws:
         if (s := self.only) is not None:
             return Noise(s.seed, positions, s.temperature)
         return self.held(positions)
+
+    def gumbel(self, positions: Tensor, ids: Tensor) -> Tensor | None:
+        """`noise` itself of a few ids [T, K] int64 at each position, [T, K] float32."""
+        if self.kind == "greedy":
+            return None
+        if (s := self.only) is not None:
+            return gumbel_at(s.seed, positions, ids)
+        assert self.memory is not None
+        numbers = self.memory.view(-1, 4).repeat_interleave(len(positions) // len(self.memory), 0)  # `pack_draw`
+        noise = gumbel_at(numbers[:, :1], positions, ids)
+        return noise.masked_fill(numbers[:, 2:3] == 0, 0.0)
 
 
 def kind(s: Sampling) -> str:

@@ -301,9 +301,9 @@ class Loop:
                 request.token_ids += tokens
                 self.cache.exact_len[slot] = len(request.token_ids) - 1
         if runner is not None and not r.skips_drafter:
-            drafted = r.host["draft"].tolist() if r.draft.observed else []
+            observed = r.host[r.draft.observed].tolist() if r.draft.observed else []
             usual = self.usual if self.fixed else runner.usual(r) if r.batch.aux_layers else 0.0
-            accepted = Accepted(grown, drafted, r.seconds, usual)
+            accepted = Accepted(grown, observed, r.seconds, usual)
             runner.accept(r.batch, r.draft, accepted)
         for slot, path in enumerate(grown):
             if path:

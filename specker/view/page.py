@@ -10,7 +10,7 @@ from specker.view.read import Traced, Turn
 
 COLUMNS = "position", "tokens", "pieces", "accepted", "last", "draft", "target", "path"  # as every round has them
 MAY_MISS = {"exit": 0, "source": None, "matched": None, "sequences": 1, "outside": None}
-STAGES = ("draft", "search", "verify", "accept", "watch", "commit")
+STAGES = ("draft", "verify", "accept", "watch", "commit")
 
 
 def html(traces: list[Traced]) -> str:
@@ -83,12 +83,8 @@ def _turn(turn: Turn) -> dict[str, Any]:
 
 
 def _stages(row: dict[str, Any]) -> list[float]:
-    """Milliseconds by stage. The search of a diffusion draft is part of `draft` in the trace."""
-    seconds = dict(row["seconds"])
-    if "diffusion" in row:
-        seconds["search"] = row["diffusion"].get("seconds", 0.0)
-        seconds["draft"] = seconds.get("draft", 0.0) - seconds["search"]
-    return [1e3 * seconds.get(stage, 0.0) for stage in STAGES]
+    """Milliseconds by stage."""
+    return [1e3 * row["seconds"].get(stage, 0.0) for stage in STAGES]
 
 
 def _diffusion(row: dict[str, Any]) -> list[float] | None:

@@ -12,8 +12,8 @@ from specker.view.trace import VERSION
 
 LISTS = ("tokens", "draft", "parents", "target", "path", "pieces")
 MEASURED = (  # what page.py calculates with
-    *("draft", "search", "verify", "accept", "watch", "commit"),
-    *("width", "score", "seconds"),
+    *("draft", "verify", "accept", "watch", "commit"),
+    *("width", "score"),
 )
 MOST = 300  # digits of a number: a page's JSON has no infinity, and page.py multiplies seconds by 1000
 LASTS = ("recovered", "bonus", "own", "accepted")

@@ -284,6 +284,8 @@ RECORDED = {  # `vocabtrim` uses the bundled family, the others tiny models
     "del-length": {"strategy": "del", "policy": "del-length"},
     "diffuspec": {"strategy": "diffuspec", "adl": "2-4", "cps": "off"},
     "diffuspec-fixed": {"strategy": "diffuspec", "draft_tokens": 5, "cps": "off"},
+    "diffuspec-chain": {"strategy": "diffuspec", "draft_tokens": 5, "cps": "chain"},
+    "diffuspec-tree": {"strategy": "diffuspec", "draft_tokens": 5, "cps": "tree"},
     "vocabtrim": {"strategy": "vocabtrim"},
     "eagle": {"strategy": "eagle", "draft_tokens": 4},
     "eagle-tree": {"strategy": "eagle", "tree": "3x3", "draft_tokens": 7},
@@ -462,10 +464,12 @@ def test_only_long_chunks_of_a_prompt_use_cublas(tmp_path):
 
 
 LAUNCHES = {"ar": 61, "chain-4": 197, "tree-3x4": 207, "easyspec": 164, "diffuspec-fixed": 115}
+LAUNCHES |= {"diffuspec-chain": 248, "diffuspec-tree": 184}
 LAUNCHES |= {"eagle": 113, "eagle-tree": 114, "draft-and-verify": 205, "del": 131, "del-length": 125}
 """Kernels and copies of a captured round of Llama-like models with 8 and 4 layers, a quarter of 8B's and of 1B's."""
-GATHERED = {"ar": 0, "del": 0, "del-length": 0, "diffuspec-fixed": 2}
-"""Extra copies in a batch's round: 1 at the end of a catch-up pass, since the roots' rows are not adjacent."""
+GATHERED = {"ar": 0, "del": 0, "del-length": 0, "diffuspec-fixed": 2, "diffuspec-chain": 6, "diffuspec-tree": 2}
+"""Extra copies in a batch's round: 1 at the end of a catch-up pass, since the roots' rows are not adjacent, and 1 for
+each level of a beam."""
 
 NOISED = {"eagle": 4, "eagle-tree": 3}
 """Further launches above temperature 0: the positions of a head's draws are not those of its rows."""
@@ -483,6 +487,13 @@ def test_a_batch_launches_the_kernels_of_one_text(tmp_path, name):
         assert kinds[0] == kinds[1]
         more = NOISED.get(name, 0) if sampling.temperature else 0
         assert len(alone) == LAUNCHES[name] + more and 0 <= len(batch) - len(alone) <= GATHERED.get(name, 1)
+
+
+def test_a_searched_round_replays_as_many_graphs_as_a_chains(recorded):
+    """The search of a block, whose launches `LAUNCHES` counts, is in the graph of the draft."""
+    worlds = {name: recorded(name, 1) for name in ("chain-4", "diffuspec-fixed", "diffuspec-chain", "diffuspec-tree")}
+    logs = {name: world.round([50], DRAWS[1], world.budgets[-1]) for name, world in worlds.items()}
+    assert {name: len(log.segments) for name, log in logs.items()} == dict.fromkeys(worlds, 3)
 
 
 def at_width(folder, name):

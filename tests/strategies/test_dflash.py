@@ -13,6 +13,7 @@ import torch
 from heads import DOMINO, FULL, OFTEN, SLIDING, TEXT, ZLAB, ZLAB2, assert_drafts, changed, hidden, made, traced
 from make_checkpoint import make
 from make_dflash import SECOND
+from path_search import log_p
 
 import specker
 from specker import cpu
@@ -154,18 +155,6 @@ def test_a_tree_holds_the_most_probable_beginnings_of_paths(heads, monkeypatch, 
     assert seen > 2
 
 
-@pytest.mark.parametrize("name", TREES)
-def test_trees_of_fixed_shape_are_those_of_others(heads, name):
-    """The device grows them, and writes the columns of the rows that it accepted."""
-    fixed, placed = (heads("dflash", name).load(cps="tree", graphs=graphs, batch_size=2) for graphs in ("on", "off"))
-    for how in ({}, {"temperature": 0.7, "seed": 5}):
-        got, other = (engine.generate([TEXT, TEXT[:9]], 24, **how) for engine in (fixed, placed))
-        for prompt, out, want in zip((TEXT, TEXT[:9]), got, other, strict=True):
-            assert out.tokens == want.tokens == placed.generate_ar(prompt, 24, **how).tokens
-            assert out.stats.hits == want.stats.hits
-    assert fixed.loop.launched
-
-
 @pytest.fixture(scope="module")
 def ngram(usual, tmp_path_factory):
     """A file with the trigrams of texts of the target, and what it reads as."""
@@ -175,6 +164,28 @@ def ngram(usual, tmp_path_factory):
     path = tmp_path_factory.mktemp("ngram") / "ngram"
     path.write_bytes(NGram.fit(counts, totals={"texts": 3}).to_bytes())
     return path
+
+
+@pytest.mark.parametrize(
+    ("name", "cps", "searched"),
+    [*((name, "tree", False) for name in TREES), ("dflash", "tree", True), ("dflash", "chain", True)],
+)
+def test_searched_drafts_of_fixed_shape_are_those_of_others(heads, ngram, name, cps, searched):
+    """The device searches them, and writes the columns of the rows that it accepted."""
+    how = {"cps": cps, "batch_size": 2, **({"ngram": str(ngram)} if searched else {})}
+    fixed, placed = (heads("dflash", name).load(graphs=graphs, **how) for graphs in ("on", "off"))
+    for how in ({}, {"temperature": 0.7, "seed": 5}):
+        fixed.trace, placed.trace = (rows := []).append, (others := []).append
+        got, other = (engine.generate([TEXT, TEXT[:9]], 24, **how) for engine in (fixed, placed))
+        for prompt, out, want in zip((TEXT, TEXT[:9]), got, other, strict=True):
+            assert out.tokens == want.tokens == placed.generate_ar(prompt, 24, **how).tokens
+        ends = [len(TEXT) + 12, 9 + 12]  # the end of a text cuts drafts that the host places
+        kept = [[row for row in each if row["position"] < ends[row["prompt"]]] for each in (rows, others)]
+        assert len(kept[0]) > 10
+        for row, same in zip(*kept, strict=True):
+            assert all(row[name] == same[name] for name in ("prompt", "position", "draft", "parents", "path"))
+            assert row["diffusion"] == pytest.approx(same["diffusion"])
+    assert fixed.loop.launched
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.7])
@@ -196,7 +207,7 @@ def test_a_searched_path_is_the_best_one_by_both_models_and_the_noise(usual, ngr
         if temperature:
             at = len(before) - 1 + torch.arange(size)
             noise = gumbel_at(5, at, torch.from_numpy(ids).expand(size, -1)).double().numpy()
-        following = functools.cache(lambda *tail, ids=ids: model.log_p(np.array([tail]), ids)[0])
+        following = functools.cache(lambda *tail, ids=ids: log_p(model, np.array([tail]), ids)[0])
         total = {}
         for path in itertools.product(range(len(ids)), repeat=size):
             tokens, score = [*before, *ids[list(path)].tolist()], 0.0

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import cases
 import numpy as np
+import path_search
 import pytest
 import torch
 from make_checkpoint import byte_tokenizer, edit, exact_oracle, make, oracle, oracle_logits
@@ -19,8 +20,8 @@ from specker.options import Sampling
 from specker.runtime.control.policy import Budget
 from specker.runtime.control.stats import BlockStats, Stats
 from specker.runtime.strategies.blocks import AdaptiveLength
-from specker.runtime.strategies.blocks.lattice import Search
-from specker.runtime.strategies.blocks.ngram import NGram, NGramCounts
+from specker.runtime.strategies.blocks.ngram import NGram, NGramCounts, read
+from specker.runtime.strategies.blocks.search import Search
 
 pytestmark = pytest.mark.usefixtures("cheap")  # drafts do not depend on the clock
 PROMPTS = ([5, 9, 40], [1], list(range(3, 60)))
@@ -227,7 +228,7 @@ def test_the_search_ranks_by_both_models_and_the_noise(family, temperature):
     if temperature:
         log_p = (guessed(engine, text, 3) / temperature).log_softmax(-1)
     noise = gumbel(4, torch.arange(3, 6), 128).double() if temperature else torch.zeros(3, 128, dtype=torch.float64)
-    ngram = drafter.search.ngram
+    ngram = read(family["dream"][2])
     best, candidates = {}, (log_p + noise).topk(4).indices.tolist()
     candidates = [list(dict.fromkeys([*c, STOP])) for c in candidates]
     for path in itertools.product(*candidates):
@@ -235,7 +236,7 @@ def test_the_search_ranks_by_both_models_and_the_noise(family, temperature):
             continue
         score, tail = 0.0, text
         for i, token in enumerate(path):
-            second = ngram.log_p(np.array([tail[-2:]]), np.array([token]))[0, 0] / (temperature or 1)
+            second = path_search.log_p(ngram, np.array([tail[-2:]]), np.array([token]))[0, 0] / (temperature or 1)
             weight = 0.3 if i else 1.0  # the diffusion model alone scores the first position
             score += weight * log_p[i, token] + (1 - weight) * second + noise[i, token]
             tail = [*tail, token]
@@ -246,18 +247,20 @@ def test_the_search_ranks_by_both_models_and_the_noise(family, temperature):
     assert STOP not in tokens(r), "a stop token won: choose another text for this test"
     assert tuple(tokens(r)) == max(best, key=best.get)
     if not temperature:  # otherwise scores are known only up to a constant per position
-        assert r.draft.note(0).score == pytest.approx(max(best.values()) / 3, rel=1e-5)
+        score = r.batch.memory.get("search", 1)[0, 2]
+        assert float(score) == pytest.approx(max(best.values()) / 3, rel=1e-5)
 
 
 def test_a_stop_token_in_the_lattice_ends_path_and_text(family):
-    """If the drafter always guesses a stop token, the draft ends there, and so does the text if the target agrees."""
+    """If the drafter guesses a stop token, the path ends there: a chain repeats it, a tree has nothing behind it. So
+    does the text if the target agrees."""
     fast = load(family)
     free = fast.generate_ar([5, 9, 40], 40).tokens
     stop = free[6]
     cut = free[: free.index(stop) + 1]
     for shape in ("off", "chain", "tree", "adl"):
         target, draft, ngram = family["dream"]
-        more = {} if shape == "off" else {"ngram": ngram}
+        more = {} if shape == "off" else {"ngram": ngram, "cps_tau": 1.0}
         engine = specker.load(target, draft, "diffuspec", dtype="float64", **SHAPES[shape], **more)
         object.__setattr__(engine.target.config, "eos_ids", (stop,))
         engine = type(engine)(engine.recipe, engine.target, engine.draft)
@@ -265,8 +268,10 @@ def test_a_stop_token_in_the_lattice_ends_path_and_text(family):
         engine.trace = seen.append
         got = engine.generate([5, 9, 40], 40)
         assert got.tokens == cut and got.finished == "stop"
-        for row in seen:  # nothing is drafted after a stop token
-            assert all(row["draft"][parent - 1] != stop for parent in row["parents"] if parent)
+        for row in seen if shape != "off" else ():
+            nodes = zip(row["draft"], row["parents"], strict=True)
+            behind = {token for token, up in nodes if up and row["draft"][up - 1] == stop}
+            assert behind <= (set() if shape == "tree" else {stop})
 
 
 def test_adaptive_length_follows_the_formula():
@@ -434,8 +439,7 @@ def test_stats_are_recounted_from_the_trace(family):
     assert told["L_acc"] == pytest.approx(np.mean([len(r["path"]) - 1 for r in found]))
     assert told["lattice_width"] == pytest.approx(np.mean([r["diffusion"]["width"] for r in found]))
     assert told["path_score"] == pytest.approx(np.mean([r["diffusion"]["score"] for r in found]))
-    assert total.seconds["search"] > 0 and total.to_json()["diffusion"] == told
-    assert total.seconds["search"] == pytest.approx(sum(r["diffusion"]["seconds"] for r in found))
+    assert total.to_json()["diffusion"] == told
 
 
 def test_from_the_command_line(capsys, tmp_path):

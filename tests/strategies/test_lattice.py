@@ -1,12 +1,19 @@
-"""The path search: candidates, paths and trees against their definitions over all paths."""
+"""The search of blocks: candidates, chains and trees against their definitions over all paths."""
+
+import math
+from types import SimpleNamespace
 
 import numpy as np
+import path_search
 import pytest
+import torch
+from path_search import Lattice, Search, log_p
 
-from specker.runtime.strategies.blocks.lattice import Lattice, Path, Search, best_paths, best_tree, lattice
+from specker.runtime.strategies.blocks import tree
 from specker.runtime.strategies.blocks.ngram import NGram, NGramCounts
+from specker.runtime.strategies.blocks.ngram_scorer import NGramScorer, Tables
 
-V, STOP = 12, 0
+V, STOP, BEFORE = 12, 0, (3, 5)
 
 
 def ngram(seed: int = 0) -> NGram:
@@ -15,25 +22,65 @@ def ngram(seed: int = 0) -> NGram:
     return NGram.fit(counts)
 
 
-def random_lattice(seed: int, k: int, M: int, noisy: bool) -> Lattice:
+def random_lattices(count: int, k: int, M: int, noisy: bool) -> list[Lattice]:
     """With the stop id as an extra candidate at every position."""
-    rng = np.random.default_rng(seed)
-    ids = np.stack([np.append(rng.choice(np.arange(1, V), M, replace=False), STOP) for _ in range(k)])
-    log_p = np.log(rng.dirichlet(np.ones(M + 1), k))
-    kept = rng.random((k, M + 1)) < 0.8
-    kept[:, 0] = True
-    return Lattice(ids, log_p, rng.gumbel(size=log_p.shape) if noisy else None, kept)
+    made = []
+    for seed in range(count):
+        rng = np.random.default_rng(seed)
+        ids = np.stack([np.append(rng.choice(np.arange(1, V), M, replace=False), STOP) for _ in range(k)])
+        p = np.log(rng.dirichlet(np.ones(M + 1), k))
+        kept = rng.random((k, M + 1)) < 0.8
+        kept[:, 0] = True
+        noise = rng.gumbel(size=p.shape) if noisy else None
+        if noise is not None:  # the drafter's probabilities, with the noise, are those of all tokens
+            p -= np.log(np.exp(p + noise).sum(1, keepdims=True))
+        made.append(Lattice(ids, p, noise, kept))
+    return made
 
 
-def every_path(found: Lattice, how: Search, before: tuple[int, int], heat: float) -> dict[tuple[int, ...], float]:
+def on_device(found: list[Lattice], nodes: int) -> tuple[SimpleNamespace, tree.Lattice]:
+    """A batch with room for `nodes` draft tokens, and the lattices of its sequences."""
+    n = len(found)
+    noise = None if found[0].noise is None else torch.from_numpy(np.stack([x.noise for x in found]))
+    ids, p, kept = (torch.from_numpy(np.stack([getattr(x, name) for x in found])) for name in ("ids", "log_p", "kept"))
+    p = (p if noise is None else p + noise).masked_fill(~kept, -math.inf)
+    window = torch.full((n, nodes + 1), BEFORE[1])
+    state = SimpleNamespace(parents=torch.full((n, nodes), -1))
+    draws = SimpleNamespace(heat=lambda: 1.0 if noise is None else 0.7, gumbel=lambda positions, ids: noise)
+    batch = SimpleNamespace(window=window, state=state, draws=draws, before_root=lambda: torch.tensor([BEFORE[:1]] * n))
+    return batch, tree.Lattice(ids, p, p.logsumexp(2).clamp(max=0.0))
+
+
+def searched(found: list[Lattice], how: Search, nodes: int = 0, paths: int = 0, stops: tuple[int, ...] = (STOP,)):
+    """The tokens [n, nodes or k] that the device drafts, their parents and the scores that it says."""
+    batch, lattices = on_device(found, nodes or len(found[0].ids))
+    scorer = None
+    if how.ngram is not None:
+        tables = Tables.of(how.ngram, torch.device("cpu"))
+        scorer = NGramScorer(batch, lattices, torch.zeros(0), tables, how.weight, how.both)
+    if nodes:
+        score = tree.write_tree(batch, lattices, scorer, torch.tensor(stops), nodes)
+    else:
+        score = tree.write_chain(batch, lattices, scorer, torch.tensor(stops), paths)
+    return batch.window[:, 1:].tolist(), batch.state.parents.tolist(), score.tolist()
+
+
+def path_of(tokens: list[int]) -> tuple[int, ...]:
+    """A drafted path, which repeats the stop token at which it ended."""
+    end = tokens.index(STOP) + 1 if STOP in tokens else len(tokens)
+    assert set(tokens[end:]) <= {STOP}
+    return tuple(tokens[:end])
+
+
+def every_path(found: Lattice, how: Search, heat: float) -> dict[tuple[int, ...], float]:
     """All paths and their scores by definition."""
 
     def term(i: int, column: int, prefix: tuple[int, ...]) -> float:
-        weight = how.weight if how.ngram and i else 1.0  # the diffusion model alone scores the first position
+        weight = how.weight if how.ngram and (i or how.both) else 1.0  # the drafter alone scores the first position
         score = weight * found.log_p[i, column] + (0 if found.noise is None else found.noise[i, column])
         if weight < 1:
-            tail = np.array([((*before, *prefix))[-2:]])
-            score += (1 - weight) / heat * how.ngram.log_p(tail, found.ids[i, column : column + 1])[0, 0]
+            tail = np.array([((*BEFORE, *prefix))[-2:]])
+            score += (1 - weight) / heat * log_p(how.ngram, tail, found.ids[i, column : column + 1])[0, 0]
         return score
 
     living, ended = {(): 0.0}, {}
@@ -54,75 +101,74 @@ def every_path(found: Lattice, how: Search, before: tuple[int, int], heat: float
 
 
 @pytest.mark.parametrize("noisy", [False, True], ids=["greedy", "sampled"])
-@pytest.mark.parametrize("weight", [1.0, 0.5, 0.0])
-@pytest.mark.parametrize("seed", range(6))
-def test_a_wide_beam_finds_the_best_of_all_paths(seed, weight, noisy):
-    found = random_lattice(seed, k=4, M=3, noisy=noisy)
-    how = Search(ngram() if weight < 1 else None, paths=500, weight=weight)
-    heat = 0.7 if noisy else 1.0
-    want = every_path(found, how, (3, 5), heat)
-    got = best_paths(found, how, (3, 5), frozenset({STOP}), heat if noisy else 0.0)
-    assert len(got) == len(want)
-    assert {p.tokens for p in got} == set(want)
-    for path in got:
-        assert path.score == pytest.approx(want[path.tokens], rel=1e-5, abs=1e-5)
-    scores = [p.score for p in got]
-    assert scores == sorted(scores, reverse=True) and scores[0] == pytest.approx(max(want.values()), abs=1e-5)
+@pytest.mark.parametrize(("weight", "both"), [(1.0, False), (0.5, False), (0.5, True), (0.0, False)])
+def test_a_wide_beam_finds_the_best_of_all_paths(weight, both, noisy):
+    found = random_lattices(6, k=4, M=3, noisy=noisy)
+    how = Search(ngram() if weight < 1 else None, weight=weight, both=both)
+    drafts, _, scores = searched(found, how, paths=300)
+    for one, tokens, score in zip(found, drafts, scores, strict=True):
+        want = every_path(one, how, 0.7 if noisy else 1.0)
+        assert path_of(tokens) == max(want, key=want.get)
+        assert score == pytest.approx(max(want.values()), abs=1e-5)
 
 
+@pytest.mark.parametrize("noisy", [False, True], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("paths", [1, 2, 3])
-def test_a_narrow_beam_keeps_its_width_and_never_beats_the_best(paths):
-    for seed in range(8):
-        found = random_lattice(seed, k=6, M=3, noisy=False)
-        how = Search(ngram(), paths=paths)
-        got = best_paths(found, how, (3, 5), frozenset())
-        assert len(got) == paths and all(len(p.tokens) == 6 for p in got)
-        wide = best_paths(found, Search(ngram(), paths=5000), (3, 5), frozenset())
-        assert got[0].score <= wide[0].score + 1e-6
+def test_a_narrow_beam_is_that_of_the_host(paths, noisy):
+    found = random_lattices(12, k=6, M=3, noisy=noisy)
+    how = Search(ngram(), paths=paths)
+    drafts, _, scores = searched(found, how, paths=paths)
+    ended = 0
+    for one, tokens, score in zip(found, drafts, scores, strict=True):
+        best = path_search.best_paths(one, how, BEFORE, frozenset({STOP}), 0.7 if noisy else 0.0)[0]
+        assert path_of(tokens) == best.tokens
+        assert score == pytest.approx(best.score, abs=1e-5)
+        ended += best.ended
+    assert ended or paths == 1
 
 
 def test_without_an_ngram_model_the_best_path_is_the_argmax():
-    found = random_lattice(1, k=5, M=3, noisy=False)
-    masked = np.where(found.kept, found.log_p, -np.inf)
-    got = best_paths(found, Search(), (1, 1), frozenset())[0]
-    assert got.tokens == tuple(found.ids[np.arange(5), masked.argmax(1)].tolist())
+    found = random_lattices(4, k=5, M=3, noisy=False)
+    drafts, _, _ = searched(found, Search(), paths=3, stops=())
+    for one, tokens in zip(found, drafts, strict=True):
+        masked = np.where(one.kept, one.log_p, -np.inf)
+        assert tokens == one.ids[np.arange(5), masked.argmax(1)].tolist()
 
 
 def test_an_early_stop_does_not_win_by_having_fewer_terms():
     """By total log-probability alone the path that stops at once would win: -2 against -3.5."""
     ids = np.array([[1, STOP]] + [[2, STOP]] * 5)
-    log_p = np.array([[-1.0, -2.0]] + [[-0.5, -6.0]] * 5)
-    found = Lattice(ids, log_p, None, np.ones(ids.shape, bool))
-    best, *others = best_paths(found, Search(paths=4), (1, 1), frozenset({STOP}))
-    assert best.tokens == (1, 2, 2, 2, 2, 2) and best.score == pytest.approx(-3.5)
-    assert Path((STOP,), pytest.approx(-2 - 5 * 0.5), True) in others
-    log_p[0] = [-3.0, -0.1]  # it wins when it is more likely
-    assert best_paths(found, Search(paths=4), (1, 1), frozenset({STOP}))[0].tokens == (STOP,)
+    p = np.array([[-1.0, -2.0]] + [[-0.5, -6.0]] * 5)
+    found = Lattice(ids, p, None, np.ones(ids.shape, bool))
+    drafts, _, scores = searched([found], Search(), paths=4)
+    assert drafts == [[1, 2, 2, 2, 2, 2]] and scores == [pytest.approx(-3.5)]
+    p[0] = [-3.0, -0.1]  # it wins when it is more likely
+    assert searched([found], Search(), paths=4)[0] == [[STOP] * 6]
 
 
-def test_the_search_ends_when_every_path_has_stopped():
+def test_a_path_that_has_ended_stays_the_best_where_no_other_lives():
     ids = np.array([[STOP], [3], [4]])
     found = Lattice(ids, np.zeros((3, 1)), None, np.ones((3, 1), bool))
-    assert best_paths(found, Search(), (1, 1), frozenset({STOP})) == [Path((STOP,), 0.0, True)]
+    assert searched([found], Search(), paths=3) == ([[STOP] * 3], [[-1] * 3], [0.0])
 
 
 def test_candidates_are_the_smallest_set_with_the_mass_plus_stop_ids():
-    p = np.array([[0.5, 0.3, 0.1, 0.05], [0.9, 0.04, 0.03, 0.01], [0.25, 0.25, 0.25, 0.2]])
-    ids = np.tile(np.arange(1, 5), (3, 1))
-    got = lattice(ids, np.log(p), None, 0.8)
-    assert got.kept.sum(1).tolist() == [2, 1, 4]  # 0.5 + 0.3 reaches 0.8
-    assert got.width == pytest.approx(7 / 3)
-    stops = np.full((3, 1), 2)
-    ids_, ranks = np.concatenate((ids, stops), 1), np.log(np.concatenate((p, [[0.3], [0.04], [0.25]]), 1))
-    got = lattice(ids_, ranks, None, 0.8, stops=1)
-    assert got.kept[0].tolist() == [True, True, False, False, False]  # the stop id is the second candidate
-    assert got.kept[1].tolist() == [True, False, False, False, True]
-    assert got.kept[2].tolist() == [True, True, True, True, False]
-    noise = np.random.default_rng(0).gumbel(size=ranks.shape)
-    assert np.allclose(lattice(ids_, ranks, noise, 0.8, 1).log_p, ranks - noise)
+    p = torch.tensor([[[0.5, 0.3, 0.1, 0.05], [0.9, 0.04, 0.03, 0.01], [0.25, 0.25, 0.25, 0.2]]]).log()
+    ids = torch.arange(1, 5).expand(1, 3, 4)
+    got = tree.lattice(ids, p, 0.79)
+    assert got.log_p.isfinite().sum(2).tolist() == [[2, 1, 4]]  # 0.5 + 0.3 reaches 0.79
+    assert got.mass.exp()[0].tolist() == pytest.approx([0.8, 0.9, 0.95])
+    assert tree.lattice(ids, p, 0.0).log_p.isfinite().sum(2).tolist() == [[1, 1, 1]]
+    stops = torch.tensor([[[0.3], [0.04], [0.25]]]).log()
+    got = tree.lattice(torch.cat((ids, torch.full((1, 3, 1), 2)), 2), torch.cat((p, stops), 2), 0.79, stops=1)
+    assert got.log_p.isfinite()[0].tolist() == [
+        [True, True, False, False, False],  # the stop id is the second candidate
+        [True, False, False, False, True],
+        [True, True, True, True, False],
+    ]
 
 
-def every_beginning(found: Lattice, how: Search, before: tuple[int, int], heat: float) -> dict[tuple[int, ...], float]:
+def every_beginning(found: Lattice, how: Search, heat: float) -> dict[tuple[int, ...], float]:
     """The log-probability of each beginning of a path, by definition."""
     said, living = {}, {(): 0.0}
     for i, kept in enumerate(found.kept):
@@ -132,8 +178,8 @@ def every_beginning(found: Lattice, how: Search, before: tuple[int, int], heat: 
         for prefix, score in living.items():
             terms = weight * found.log_p[i, kept] + noise
             if weight < 1:
-                tail = np.array([((*before, *prefix))[-2:]])
-                terms = terms + (1 - weight) / heat * how.ngram.log_p(tail, found.ids[i, kept])[0]
+                tail = np.array([((*BEFORE, *prefix))[-2:]])
+                terms = terms + (1 - weight) / heat * log_p(how.ngram, tail, found.ids[i, kept])[0]
             share = np.exp(terms) / np.exp(terms).sum() * min(1.0, np.exp(found.log_p[i, kept] + noise).sum())
             tokens = found.ids[i, kept].tolist()
             grown |= {(*prefix, token): score + np.log(p) for token, p in zip(tokens, share, strict=True)}
@@ -144,27 +190,26 @@ def every_beginning(found: Lattice, how: Search, before: tuple[int, int], heat: 
 
 @pytest.mark.parametrize("noisy", [False, True], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("weight", [1.0, 0.5])
-@pytest.mark.parametrize("nodes", [1, 5, 40])
-def test_a_tree_holds_the_most_probable_beginnings(nodes, weight, noisy):
-    """As many as asked for, each once, and behind its parent."""
-    for seed in range(4):
-        found, heat = random_lattice(seed, k=4, M=3, noisy=noisy), 0.7 if noisy else 1.0
-        how = Search(ngram() if weight < 1 else None, True, weight=weight)
-        want = every_beginning(found, how, (3, 5), heat)
-        paths, parents = best_tree(found, how, (3, 5), frozenset({STOP}), nodes, heat if noisy else 0.0)
-        assert len(paths) == len({path.tokens for path in paths}) == min(nodes, len(want))
-        for path in paths:
-            assert path.score == pytest.approx(want[path.tokens], abs=1e-5)
-            assert path.ended == (path.tokens[-1] == STOP)
-        most = sorted(want.values(), reverse=True)[: len(paths)]
-        assert sum(path.score for path in paths) == pytest.approx(sum(most), abs=1e-4)
-        told = [(), *(path.tokens for path in paths)]
-        for n, (path, up) in enumerate(zip(paths, parents, strict=True)):
-            assert up <= n and told[up] == path.tokens[:-1]
+@pytest.mark.parametrize("nodes", [1, 5, 30])
+def test_a_tree_holds_the_most_probable_beginnings(monkeypatch, nodes, weight, noisy):
+    """As many as asked for, each once, and behind its parent. A level is as wide as a tree, so that none is missed."""
+    monkeypatch.setattr(tree, "WIDTH", 64)
+    found, how = random_lattices(4, k=4, M=3, noisy=noisy), Search(ngram() if weight < 1 else None, weight=weight)
+    drafts, parents, _ = searched(found, how, nodes)
+    for one, tokens, up in zip(found, drafts, parents, strict=True):
+        want = every_beginning(one, how, 0.7 if noisy else 1.0)
+        paths = [()]
+        for row, (token, parent) in enumerate(zip(tokens, up, strict=True)):
+            assert 0 <= parent <= row and paths[parent][-1:] != (STOP,)
+            paths.append((*paths[parent], token))
+        assert len(want) >= nodes
+        assert sorted(paths[1:]) == sorted(sorted(want, key=want.get, reverse=True)[:nodes])
 
 
 def test_a_tree_of_a_small_lattice_is_whole():
     ids = np.array([[STOP, 2], [3, 4]])
     found = Lattice(ids, np.log([[0.6, 0.4], [0.9, 0.1]]), None, np.ones((2, 2), bool))
-    paths, parents = best_tree(found, Search(tree=True), (1, 1), frozenset({STOP}), 99)
-    assert [path.tokens for path in paths] == [(STOP,), (2,), (2, 3), (2, 4)] and parents == [0, 0, 2, 2]
+    drafts, parents, _ = searched([found], Search(), 4)
+    paths = {(token, parent) for token, parent in zip(drafts[0], parents[0], strict=True)}
+    row = drafts[0].index(2) + 1
+    assert paths == {(STOP, 0), (2, 0), (3, row), (4, row)}

@@ -77,7 +77,8 @@ def accept(drafter: Drafter, r: Round, path: list[int], token: int) -> list[int]
     """Accept the rows `path` followed by the target's `token`; returns the text."""
     text = r.requests[0].token_ids
     text += [int(r.batch.window[0, row]) for row in path[1:]] + [token]
-    drafter.accept(r.batch, r.draft, Accepted([path], [tokens(r)], {}, 0.0))
+    kinds = {"": list, "draft": lambda: [tokens(r)], "search": lambda: r.batch.memory.get("search", 1).tolist()}
+    drafter.accept(r.batch, r.draft, Accepted([path], kinds[r.draft.observed](), {}, 0.0))
     return text
 
 

@@ -8,17 +8,16 @@ from dataclasses import dataclass, field, fields
 from itertools import zip_longest
 from typing import Any
 
-STAGES = ("prefill", "draft", "search", "verify", "accept", "watch", "commit")
+STAGES = ("prefill", "draft", "verify", "accept", "watch", "commit")
 
 
 @dataclass(frozen=True)
 class BlockStats:
-    """Results of one draft of a diffusion model: its block and its path search."""
+    """Results of one draft of a model that guesses blocks: its block and its path search."""
 
     generated: int  # tokens before the first stop token in the raw argmax
     width: float = 1.0  # mean candidates per position
-    score: float = 0.0  # score of the best path, per token
-    seconds: float = 0.0  # time of the path search
+    score: float = 0.0  # score of the best path through the whole block, per token
 
 
 @dataclass(frozen=True)
@@ -81,8 +80,6 @@ class Stats:
 
     def observe_block(self, block: BlockStats, length: int, accepted: int) -> None:
         """Count one round of a diffusion drafter: paths of `length` tokens, `accepted` of them accepted."""
-        self.seconds["draft"] -= block.seconds
-        self.seconds["search"] += block.seconds
         new: dict[str, float] = {"rounds": 1, "generated": block.generated, "accepted": accepted, "length": length}
         self.found = _sum(self.found, new | {"width": block.width, "score": block.score})
 

@@ -124,6 +124,15 @@ class Batch:
         back = torch.arange(-count, 0, dtype=torch.int64, device=s.length.device)
         return s.committed.gather(1, s.length[:, None] + back)
 
+    def before_root(self) -> Tensor:
+        """The token before each root, [n, 1] int64, or -1 if there is none."""
+        if not self.fixed:
+            texts = [request.token_ids for request in self.requests]
+            before = [[text[-2] if len(text) > 1 else -1] for text in texts]
+            return torch.tensor(before, dtype=torch.int64, device=self.window.device)
+        at = self.state.length[:, None] - 2
+        return self.state.committed.gather(1, at.clamp(min=0)).masked_fill(at < 0, -1)
+
     def aux_hidden_states(self, size: int, slot: int, path: Sequence[int]) -> Tensor:
         """The target's hidden rows that the drafter reads, [len(path), D, E]: of the rows `path` of a sequence, in a
         round with drafts of `size` tokens."""

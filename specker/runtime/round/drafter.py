@@ -64,7 +64,7 @@ class Draft:
     depth: int = 0  # tokens of the longest path
     idle: frozenset[int] = frozenset()  # slots whose text has no room in the drafter's context
     confidence: list[list[float]] = field(default_factory=list)  # of each draft token, of every sequence
-    observed: bool = False  # whether `Drafter.accept` reads the tokens on the host
+    observed: str = ""  # what `Drafter.accept` reads on the host: "draft", the tokens, or "search" (`State.search`)
     resume: Resume | None = None  # of a chain that the target's first layers drafted
     nodes: Tensor | None = None  # [n, size], which grown node of a tree each draft token is; a leaf may be none of them
     scores: list[Tensor] = field(default_factory=list)  # for a trace: log-probabilities [n, ..] of tokens in order
@@ -183,7 +183,7 @@ class Accepted(NamedTuple):
     """What the host knows of a round that was collected; the texts have grown by its tokens."""
 
     paths: list[list[int]]  # accepted rows of each sequence, row 0 (the root) first; []: its text did not grow
-    tokens: list[list[int]]  # of each sequence's draft, if `Draft.observed`
+    observed: list[Any]  # of each sequence's draft, what `Draft.observed` says
     seconds: dict[str, float]  # by stage; a drafter that works for its policy adds what that takes as "watch"
     usual: float  # seconds that such a round usually takes, if hidden rows were read
 

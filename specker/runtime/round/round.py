@@ -285,8 +285,10 @@ def send(r: Round, model: Model) -> None:
     copies = {"report": memory.get("report", n * (3 + 2 * N)).view(n, -1), "one": r.padded(one, 0)}
     if model.counts_experts:
         copies["experts"] = memory.get("experts", 1)
-    if b.traced or r.draft.observed:
+    if b.traced or r.draft.observed == "draft":
         copies["draft"] = s.window[:, 1 : N + 1]
+    if r.draft.observed == "search":
+        copies["search"] = memory.get("search", n)
     if b.traced:
         copies |= {"target": memory.get("target", r.rows).view(n, -1)}
         copies |= _probabilities(r, model.config.vocab_size)

@@ -106,6 +106,7 @@ class State:
     peak: Tensor  # [n * R], that token's logit with its noise, if the verify pass drew it
     experts: Tensor  # [1] float32, experts that the verify pass read in a layer, on average
     report: Tensor  # [n * (1 + 2 R)] int64, of `settle`
+    search: Tensor  # [n, 3], of blocks whose candidates were searched: `BlockStats`
 
     @classmethod
     def empty(
@@ -149,6 +150,7 @@ class State:
             peak=torch.zeros(sequences * rows, dtype=scores, device=device),
             experts=torch.zeros(1, dtype=torch.float32, device=device),
             report=ints(sequences * (1 + 2 * rows)),
+            search=torch.zeros(sequences, 3, dtype=scores, device=device),
         )
 
     @cached_property

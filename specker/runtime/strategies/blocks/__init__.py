@@ -1,8 +1,8 @@
 """What the strategies that guess a block of tokens in one pass share (`diffuspec`, `dflash`): DiffuSpec's path search
 and its adaptive length (arXiv 2510.02358), with their options.
 
-CPS, the path search through the block's candidates, is in lattice.py; search.py makes drafts of it. ADL, the adaptive
-length, is `AdaptiveLength` below.
+CPS, the path search through the block's candidates, is in tree.py, its n-gram model in ngram_scorer.py; search.py makes
+drafts of them. ADL, the adaptive length, is `AdaptiveLength` below.
 """
 
 from __future__ import annotations
@@ -200,7 +200,6 @@ class BlockStrategy(Strategy):
         return general(rule, Budget(own.nodes(length), length))
 
     def plan(self, context: PolicyContext) -> Plan:
-        """A searched path may end anywhere, so the warm-up verifies drafts of every size."""
         options, own = context.options, context.options.own
         rule, longest = options.policy, self.length(context.options)
         if rule in CONFIDENT or (rule == AUTO and own.search == "off"):
@@ -210,6 +209,5 @@ class BlockStrategy(Strategy):
             shortest, longest = self.lengths(context)
         elif rule == "plus-minus-one":
             longest = max(longest, LONGEST)
-        sizes = (0,) if own.search == "off" else tuple(range(own.nodes(longest) + 1))
         budgets = tuple(Budget(own.nodes(n), n) for n in range(shortest, longest + 1))
-        return Plan(budgets[-1], budgets, sizes, sizes)
+        return Plan(budgets[-1], budgets, (0,), (0,))

@@ -6,7 +6,7 @@ Interpolated Kneser-Ney with one discount per order (Chen and Goodman, TR-10-98,
     p(w | v)   = p2(v w)                      if v w is listed,   otherwise b(v) p1(w)
 
 The back-off weights b make each p sum to 1 over the vocabulary; they are computed from the listed probabilities when
-the model is made or read. The tables are sorted numpy arrays; one look-up serves many contexts and candidates.
+the model is made or read. The tables are sorted numpy arrays; ngram_scorer.py looks candidates up in them.
 """
 
 import json
@@ -69,23 +69,23 @@ class NGram:
     log_p3: Any  # [m] float32
     tokenizer: str | None = None  # vocab_scores.tokenizer_hash
     totals: dict[str, int] = field(default_factory=dict)  # such as texts and tokens
-    _b1: Any = field(init=False, repr=False)  # [V] log b(v), 0 if no bigram begins with v
+    back_off: Any = field(init=False, repr=False)  # [V] log b(v), 0 if no bigram begins with v
     # (keys, log values), each with the sentinel of `_ended`:
-    _two: Any = field(init=False, repr=False)  # bigrams
-    _three: Any = field(init=False, repr=False)  # trigrams
-    _contexts: Any = field(init=False, repr=False)  # u V + v of listed trigrams, log b(u v)
+    two: Any = field(init=False, repr=False)  # bigrams
+    three: Any = field(init=False, repr=False)  # trigrams
+    contexts: Any = field(init=False, repr=False)  # u V + v of listed trigrams, log b(u v)
 
     def __post_init__(self) -> None:
         V = self.vocab_size
         first, begin = np.unique(self.bigrams // V, return_index=True)
         b1: Any = np.zeros(V, np.float32)
         b1[first] = _back_off(self.log_p2, self.unigrams[self.bigrams % V], begin)
-        object.__setattr__(self, "_b1", b1)
-        object.__setattr__(self, "_two", _ended(self.bigrams, self.log_p2))
-        object.__setattr__(self, "_three", _ended(self.trigrams, self.log_p3))
+        object.__setattr__(self, "back_off", b1)
+        object.__setattr__(self, "two", _ended(self.bigrams, self.log_p2))
+        object.__setattr__(self, "three", _ended(self.trigrams, self.log_p3))
         contexts, begin = np.unique(self.trigrams // V, return_index=True)
         lower = self._pairs(self.trigrams // V % V, self.trigrams % V)
-        object.__setattr__(self, "_contexts", _ended(contexts, _back_off(self.log_p3, lower, begin)))
+        object.__setattr__(self, "contexts", _ended(contexts, _back_off(self.log_p3, lower, begin)))
 
     @classmethod
     def fit(cls, counts: NGramCounts, least: int = 1, **about: Any) -> "NGram":
@@ -113,26 +113,10 @@ class NGram:
         log_p2, log_p3 = logs
         return cls(V, np.log(p1).astype(np.float32), bigrams[wide], log_p2, keys[much], log_p3, **about)
 
-    def log_p(self, contexts: Any, ids: Any) -> Any:
-        """contexts [B, 2] int64 (the token before last, the last), ids [M] -> log p(id | context) [B, M] float32.
-        -1 means no token: the text begins there."""
-        u, v = contexts[:, :1], contexts[:, 1:]
-        V = self.vocab_size
-        lower = self._pairs(v, ids[None])
-        pair = np.where((u < 0) | (v < 0), -1, u * V + v)  # no context has the key -1
-        place, known = _find(self._contexts[0], pair)
-        if not known.any():
-            return lower
-        lower += np.where(known, self._contexts[1].take(place), np.float32(0))
-        place, listed = _find(self._three[0], np.where(known, pair * V + ids[None], -1))
-        return np.where(listed, self._three[1].take(place), lower)
-
     def _pairs(self, v: Any, w: Any) -> Any:
-        """log p(w | v), broadcast; log p1(w) where v is -1."""
-        known = v >= 0
-        place, listed = _find(self._two[0], np.where(known, v * self.vocab_size + w, -1))
-        lower = self.unigrams.take(w) + np.where(known, self._b1.take(v), np.float32(0))
-        return np.where(listed, self._two[1].take(place), lower)
+        """log p(w | v), broadcast."""
+        place, listed = _find(self.two[0], v * self.vocab_size + w)
+        return np.where(listed, self.two[1].take(place), self.unigrams.take(w) + self.back_off.take(v))
 
     def to_bytes(self) -> bytes:
         """The file's content; the same model gives the same bytes."""

@@ -63,10 +63,12 @@ class DFlash(BlockStrategy):
                 raise ValueError(f"{asked} is more than this drafter's blocks have: at most {most} tokens in a row")
         parts = {"selector": "candidate selector", "gru": "GRU", "markov": "Markov head"}
         chained = next((called for part, called in parts.items() if part in draft.has), "")
-        if own.search == "chain" and chained:
-            raise ValueError(
-                f"{option('cps', own.search)} does not apply: the drafter's {chained} guesses one token after another"
-            )
+        refused = {"cps": "chain" if own.search == "chain" else None, "ngram": own.ngram, "cps_lambda": own.cps_lambda}
+        for name, value in refused.items():
+            if chained and value is not None:
+                raise ValueError(
+                    f"{option(name, value)} does not apply: the drafter's {chained} guesses one token after another"
+                )
         return replace(options, draft_tokens=options.draft_tokens or most)
 
     def length(self, options: Options) -> int:
@@ -85,5 +87,7 @@ class DFlash(BlockStrategy):
         checkpoint = context.draft
         assert isinstance(checkpoint, BlockCheckpoint)
         block = BlockModel(checkpoint, checkpoint.spec, checkpoint.parts)
+        ranks_paths = block.weights.markov is not None or block.weights.selector is not None
+        how = read(context, block.model.device, ranks_paths)
         stop_ids = frozenset(context.target.config.eos_ids)
-        return BlockDrafter(block, context.allocate(block.model), context.head(block.model), read(context), stop_ids)
+        return BlockDrafter(block, context.allocate(block.model), context.head(block.model), how, stop_ids)

@@ -1,6 +1,8 @@
 """The drafter that guesses blocks from the target's hidden states."""
 
 import math
+from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -10,14 +12,11 @@ from specker.model.cache import KVCache
 from specker.model.decoder import Final, Model
 from specker.model.dflash import BlockModel
 from specker.runtime.control.policy import Offer
-from specker.runtime.control.stats import BlockStats
 from specker.runtime.round.batch import Batch
 from specker.runtime.round.drafter import Accepted, Draft, Drafter
 from specker.runtime.round.lm_head import LMHead
 from specker.runtime.round.state import Request
-from specker.runtime.strategies.blocks.lattice import Search
-from specker.runtime.strategies.blocks.search import BlockDraft, searched
-from specker.runtime.strategies.blocks.tree import grow_tree, lattice, size
+from specker.runtime.strategies.blocks.search import BlockDraft, Search, search, searched
 from specker.runtime.strategies.dflash.scorers import scorer
 
 
@@ -36,13 +35,12 @@ class BlockDrafter(Drafter):
         """`search`: None takes the best token of each position. `stop_ids`: the target's."""
         self.block, self.model, self.cache, self.head = block, block.model, cache, head
         self.search, self.stop_ids = search, stop_ids
+        self.stops = torch.tensor([*stop_ids], dtype=torch.int64, device=self.model.device)
         self.aux_layers, self.spec = block.spec.aux_layers, block.spec
-        # Whether the host searches the blocks' candidates; else the device writes chains, or grows trees.
-        self.synchronous = search is not None and not (search.tree and search.ngram is None)
 
     def prepare(self, requests: list[Request]) -> Offer:
         room = [min(self.spec.most, self.cache.capacity - len(request.token_ids)) for request in requests]
-        return Offer(room=room, fixes=lambda budget: not self.synchronous)
+        return Offer(room=room, fixes=lambda budget: True)
 
     def propose(self, batch: Batch) -> Draft:
         """Draft for all sequences; nothing if one has no columns, such as one that did not draft from its beginning."""
@@ -50,12 +48,9 @@ class BlockDrafter(Drafter):
         if any(self.cache.exact_len[slot] != len(request.token_ids) - 1 for slot, request in enumerate(batch.requests)):
             return Draft()
         self.head.follow(batch.requests)
-        if self.search is not None and not self.synchronous:
-            return self._tree(batch, depth, self.search)
         if self.search is not None:
-            final, positions = self._rows(batch, depth)
-            return searched(batch, final, positions.view(-1), self.head, self.search, self.stop_ids)
-        draft = BlockDraft(depth, depth=depth, observed=True)
+            return self._searched(batch, depth, self.search)
+        draft = BlockDraft(depth, depth=depth, observed="draft")
         if not batch.confident and (batch.fixed or not batch.traced):
             batch.run(("block", depth, batch.draws.kind), lambda: self._write(batch, depth))
             return draft
@@ -73,21 +68,19 @@ class BlockDrafter(Drafter):
         positions = rows.positions.view(batch.n, count)[:, :depth].contiguous()
         return self.block.predicting(final, batch.n, depth), positions
 
-    def _tree(self, batch: Batch, depth: int, search: Search) -> BlockDraft:
-        """Draft the most probable beginnings of paths through the candidates of each position."""
-        K = min(self.spec.candidates or search.candidates, self.head.most)
-        draft = BlockDraft(size(depth, K, batch.budget.nodes), tree=True, depth=depth)
-        draft.blocks = [BlockStats(depth)] * len(batch.requests)
+    def _searched(self, batch: Batch, depth: int, how: Search) -> BlockDraft:
+        """Draft the best path through the candidates of each position, or the most probable beginnings of paths."""
+        if self.spec.candidates:
+            how = replace(how, candidates=self.spec.candidates)
+        draft = searched(batch, depth, how, min(how.candidates, self.head.most))
 
-        def grow() -> None:
+        def write() -> None:
             final, positions = self._rows(batch, depth)
-            ids, logits, lse = self.head.ranked(final, K, batch.draws, positions.view(-1))
-            shape = (batch.n, depth, -1)
-            found = lattice(ids.view(shape), logits.view(shape), lse.view(shape[:2]), search.mass)
-            normed = self.block.normed(final).view(shape)
-            grow_tree(batch, draft, found, scorer(self.block, normed, found, batch.draws.heat()))
+            normed = self.block.normed(final).view(batch.n, depth, -1)
+            by = partial(scorer, self.block, normed, heat=batch.draws.heat())
+            search(batch, draft, final, positions.view(-1), self.head, how, self.stops, scorer=by)
 
-        batch.run(("lattice", depth, draft.size), grow)
+        batch.run(("search", depth, draft.size), write)
         return draft
 
     def _write(self, batch: Batch, depth: int) -> None:

@@ -10,13 +10,11 @@ from specker.kernels.ancestors import pack_bits
 from specker.model.cache import KVCache
 from specker.model.decoder import Final, Model, forward
 from specker.runtime.control.policy import Budget
-from specker.runtime.control.stats import BlockStats
 from specker.runtime.round.batch import Batch
 from specker.runtime.round.drafter import Accepted, Draft
 from specker.runtime.round.lm_head import LMHead
 from specker.runtime.strategies.base import DraftContext, Strategy
-from specker.runtime.strategies.blocks.lattice import Search
-from specker.runtime.strategies.blocks.search import BlockDraft, before_stop, read, searched
+from specker.runtime.strategies.blocks.search import BlockDraft, Search, read, search, searched
 from specker.runtime.strategies.model_drafter import WINDOW, ModelDrafter, last_rows
 
 
@@ -37,7 +35,7 @@ class DiffusionDrafter(ModelDrafter):
         everywhere. `search`: None takes the argmax of each position."""
         super().__init__(model, cache, head, depth)
         self.stops, self.stop_ids, self.search = stops, stop_ids, search
-        self.synchronous = search is not None
+        self.ends = torch.tensor([*stop_ids], dtype=torch.int64, device=model.device)
 
     def fits(self, length: int, budget: Budget) -> bool:
         """Whether also the catch-up rows and the masks fit into the window of one pass."""
@@ -47,35 +45,34 @@ class DiffusionDrafter(ModelDrafter):
     def propose(self, batch: Batch) -> Draft:
         """Draft a block of tokens for all sequences."""
         self.head.follow(batch.requests)
-        depth = min(batch.budget.depth, batch.budget.nodes)
-        if batch.fixed:
-            batch.run(("block", depth), lambda: self._fixed_block(batch, depth))
-            if self.search is None:
-                return BlockDraft(depth, depth=depth, observed=True)
-            lengths = [len(s.token_ids) for s in batch.requests]
-            return self._searched(batch, self.search, Final(batch.memory.get("hidden", batch.n * depth)), lengths)
-        texts = [s.token_ids[: self.limit] for s in batch.requests]
-        final, lengths = self.masked(texts, depth), [len(text) for text in texts]
-        if self.search is not None:
-            return self._searched(batch, self.search, final, lengths)
-        guesses = self.head.best(final, batch.draws, self._positions(lengths, depth)).view(len(texts), depth).tolist()
-        generated = [before_stop(each, self.stop_ids) for each in guesses]
-        kept = [each[: count + 1] for each, count in zip(guesses, generated, strict=True)]
-        draft = BlockDraft.of(batch, kept, [list(range(len(each))) for each in kept])
-        draft.blocks = [BlockStats(count) for count in generated]
+        k, how = min(batch.budget.depth, batch.budget.nodes), self.search
+        if how is None:
+            draft = BlockDraft(k, depth=k, observed="draft")
+        else:
+            stops = 0 if self.stops is None else self.stops.most
+            draft = searched(batch, k, how, min(how.candidates, self.head.most) + stops)
+
+        def write() -> None:
+            device = self.model.device
+            if batch.fixed:
+                final, lengths = self._fixed_block(batch, k), batch.state.length
+            else:
+                final = self.masked([request.token_ids[: self.limit] for request in batch.requests], k)
+                lengths = torch.tensor(batch.lengths, dtype=torch.int64, device=device)
+            ahead = torch.arange(-1, k - 1, dtype=torch.int64, device=device)
+            positions = (lengths[:, None] + ahead).view(-1)  # after which the target draws the tokens
+            if how is None:
+                batch.window[:, 1 : k + 1] = self.head.best(final, batch.draws, positions).view(-1, k)
+            else:
+                search(batch, draft, final, positions, self.head, how, self.ends, self.stops)
+
+        batch.run(("block", k, draft.size), write)
         return draft
 
     def accept(self, batch: Batch, draft: Draft, accepted: Accepted) -> None:
         super().accept(batch, draft, accepted)
         if isinstance(draft, BlockDraft):
             draft.observe(accepted, self.stop_ids)
-
-    def _positions(self, lengths: list[int], k: int) -> Tensor:
-        """[len(lengths) * k] int64: for each of the next k tokens of each text, the position after which plain decoding
-        draws it."""
-        device, last = self.model.device, self.model.config.max_context - 1
-        first = torch.tensor(lengths, dtype=torch.int64, device=device)[:, None] - 1
-        return (first + torch.arange(k, dtype=torch.int64, device=device)).clamp(max=last).view(-1)
 
     def masked(self, texts: Sequence[list[int]], n: int) -> Final:
         """The rows [sequences * n, E] that predict the n tokens after the texts."""
@@ -85,8 +82,8 @@ class DiffusionDrafter(ModelDrafter):
         out = last_rows(rows, n, before=int(model.config.shifted_logits))
         return forward(model, self.cache, rows, model.embed_tokens(tokens)).final.at(out)
 
-    def _fixed_block(self, batch: Batch, k: int) -> None:
-        """One pass, placed by the device, over the last committed tokens and the new masks."""
+    def _fixed_block(self, batch: Batch, k: int) -> Final:
+        """One pass, placed by the device, over the last committed tokens and the new masks. Returns as `masked`."""
         config, R, n = self.model.config, self.repeated, batch.n
         assert config.mask_token_id is not None
         text = batch.last(R).clamp(max=config.vocab_size - 1)
@@ -95,23 +92,7 @@ class DiffusionDrafter(ModelDrafter):
         rows = rows._replace(ancestors=_full_words(R + k, self.model.device).repeat(n, 1))
         out = forward(self.model, self.cache, rows, self.model.embed_tokens(tokens.view(-1)))
         masks = slice(R - 1, -1) if config.shifted_logits else slice(R, None)
-
-        def asking(x: Tensor) -> Tensor:
-            return x.view(n, R + k, -1)[:, masks].reshape(n * k, -1)
-
-        if self.search is not None:
-            batch.memory.put("hidden", asking(out.hidden))
-            return
-        ahead = torch.arange(-1, k - 1, dtype=torch.int64, device=self.model.device)
-        asked = (batch.state.length[:, None] + ahead).view(-1)
-        final = Final(asking(out.final.rows), out.final.normed)
-        batch.window[:, 1 : k + 1] = self.head.best(final, batch.draws, asked).view(n, k)
-
-    def _searched(self, batch: Batch, search: Search, final: Final, lengths: list[int]) -> BlockDraft:
-        """The paths through the candidates of the rows [n * k, E] that predict the tokens after texts of `lengths`."""
-        k = len(final.rows) // batch.n
-        positions = self._positions(lengths + [1] * (batch.n - len(lengths)), k)
-        return searched(batch, final, positions, self.head, search, self.stop_ids, self.stops)
+        return Final(out.final.rows.view(n, R + k, -1)[:, masks].reshape(n * k, -1), out.final.normed)
 
 
 @lru_cache(maxsize=512)
@@ -122,12 +103,13 @@ def _full_words(count: int, device: torch.device) -> Tensor:
 def made(context: DraftContext, strategy: Strategy) -> DiffusionDrafter:
     """Make the drafter that the options describe."""
     assert context.draft is not None
-    search, model = read(context), context.draft_model()
+    model = context.draft_model()
+    how = read(context, model.device)
     cache, head, rows = context.allocate(model), context.head(model), model.head
     stop_ids = context.target.config.eos_ids
     ids = torch.tensor([i for i in stop_ids if i < len(rows)], dtype=torch.int64, device=rows.device)
     stops = LMHead(rows[ids], model.norm, model.config.rms_norm_eps)
     stops.token_ids = ids
     return DiffusionDrafter(
-        model, cache, head, stops if len(ids) else None, frozenset(stop_ids), search, context.depth(strategy)
+        model, cache, head, stops if len(ids) else None, frozenset(stop_ids), how, context.depth(strategy)
     )
