@@ -312,6 +312,8 @@ class Params:
         grammar: what the text must match, as a function of specker.grammar returns it, or as a Lark grammar.
         policy: how long to draft for this request, as `--policy`, or "off" to draft nothing; None: as the engine was
             loaded. Requests with different policies are not decoded together.
+        prediction: what the text will probably be, from which strategy lookup drafts first: a text, its token ids, or
+            OpenAI's form, {"type": "content", "content": TEXT}.
     """
 
     max_new_tokens: int = 128
@@ -324,8 +326,10 @@ class Params:
     grammar: str | None = None
     ignore_eos: bool = False
     policy: str | None = None
+    prediction: str | tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "prediction", predicted(self.prediction))
         object.__setattr__(self, "max_new_tokens", whole(self.max_new_tokens, option("max_new_tokens"), 1))
         object.__setattr__(self, "stop", stop_strings(self.stop))
         several = isinstance(self.stop_ids, list | tuple | set | frozenset)
@@ -370,6 +374,25 @@ def stop_strings(value: Any) -> tuple[str, ...]:
     if not isinstance(several, list | tuple) or not all(isinstance(stop, str) and stop for stop in several):
         raise ValueError(f"{option('stop')} must be a string or a list of strings, none of them empty, got {value!r}")
     return tuple(several)
+
+
+def predicted(given: Any) -> str | tuple[int, ...] | None:
+    """A prediction as a text or token ids; OpenAI's form of a text may divide it into parts. Raises ValueError."""
+    if given is None or isinstance(given, str):
+        return given
+    if isinstance(given, Mapping):
+        content: Any = given.get("content")
+        parts = [{"type": "text", "text": content}] if isinstance(content, str) else content
+        known = given.keys() == {"type", "content"} and given["type"] == "content" and isinstance(parts, list)
+        if known and all(
+            isinstance(part, Mapping) and part.get("type") == "text" and isinstance(part.get("text"), str)
+            for part in parts
+        ):
+            return "".join(part["text"] for part in parts)
+    elif isinstance(given, list | tuple):
+        return tuple(whole(token, "a token id of the prediction", 0) for token in given)
+    form = 'a text, token ids or {"type": "content", "content": TEXT}, whose TEXT may be a list of text parts'
+    raise ValueError(f"{option('prediction')} must be {form}; got {short(given)}")
 
 
 def refuse_unknown(options: dict[str, Any], known: list[str]) -> None:

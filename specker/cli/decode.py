@@ -87,11 +87,13 @@ class Decoding:
         echo: bool = True,
         trace: Trace | None = None,
         grammar: str | None = None,
+        prediction: tuple[int, ...] | None = None,
     ):
         """`job`: its `max_new_tokens` is set. `echo`: print the prompts; a user who typed them has seen them. `trace`:
-        records where requests begin and end. `grammar`: of every text."""
+        records where requests begin and end. `grammar`, `prediction`: of every text."""
         self.engine, self.job, self.screen, self.samples = engine, job, screen, samples
-        self.echo, self.trace, self.grammar, self.several = echo, trace, grammar, several(samples)
+        self.echo, self.trace, self.several = echo, trace, several(samples)
+        self.grammar, self.prediction = grammar, prediction
         self._ar_first = False
 
     def run(self) -> None:
@@ -155,6 +157,7 @@ class Decoding:
             prefix_cache=prefixes,
             grammar=self.grammar,
             ignore_eos=job.ignore_eos,
+            prediction=self.prediction,
         )
         request = self.engine.session.request(sample.results[-1].ids, params, index=sample.number)
         if self.trace is not None:

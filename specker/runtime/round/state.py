@@ -28,6 +28,7 @@ class Request:
     policy: Policy
     speculates: bool = True  # False: plain decoding
     asked: str | None = None  # the policy that it asks for (Params.policy)
+    prediction: list[int] = field(default_factory=list)  # tokens that probably follow the prompt (Params.prediction)
     prefixes: str | None = None  # which K/V of earlier texts it takes over (slots.py); None: as the engine says
     salt: str | None = None  # of the texts that it may copy from and joins when it ends (Params.cache_salt)
     reader: Detokenizer | None = None  # streaming detokenizer
