@@ -84,6 +84,7 @@ class RequestOptions(TypedDict, total=False):
     ignore_eos: bool
     policy: str | None
     prediction: Prediction | None
+    min_tokens: int
 
 
 class EachOption(TypedDict, total=False):
@@ -106,3 +107,4 @@ class EachOption(TypedDict, total=False):
     ignore_eos: bool | Sequence[bool]
     policy: str | Sequence[str | None] | None
     prediction: Prediction | Sequence[Prediction | None] | None
+    min_tokens: int | Sequence[int]

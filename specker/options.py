@@ -28,6 +28,7 @@ GRAPHS = "SPECKER_GRAPHS"  # the environment's variable, to debug a run with or 
 MAX_BATCH = 256
 MOST_K = 2**31 - 1  # of top_k, which kernels take as an integer of 32 bits
 MAX_BIASES = 300  # of a request, as in OpenAI's API
+MAX_STOP_IDS = 64  # of a request with `min_tokens`, the checkpoint's included
 RECOMMENDED = "temperature", "top_p", "top_k", "min_p", "repetition_penalty"  # what a checkpoint may recommend
 TEMPERATURE = 0.7  # of conversations and of the server, if the checkpoint recommends nothing
 TREE = "must be WIDTHxDEPTH with both at least 1, such as 4x5"
@@ -302,6 +303,8 @@ class Params:
     Attributes:
         max_new_tokens: tokens to emit at most.
         sampling: how to draw them.
+        min_tokens: tokens before which no stop id and no stop string ends the text. A grammar that leaves nothing else
+            does.
         stop: strings; the text ends before the first one that occurs.
         stop_ids: token ids that end the text, besides the model's own.
         ignore_eos: the model's own do not end it.
@@ -327,10 +330,13 @@ class Params:
     ignore_eos: bool = False
     policy: str | None = None
     prediction: str | tuple[int, ...] | None = None
+    min_tokens: int = 0
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "prediction", predicted(self.prediction))
         object.__setattr__(self, "max_new_tokens", whole(self.max_new_tokens, option("max_new_tokens"), 1))
+        object.__setattr__(self, "min_tokens", whole(self.min_tokens, option("min_tokens"), 0))
+        check_least(self.min_tokens, self.max_new_tokens)
         object.__setattr__(self, "stop", stop_strings(self.stop))
         several = isinstance(self.stop_ids, list | tuple | set | frozenset)
         ids = tuple(whole(token, "a stop id", 0) for token in self.stop_ids) if several else None
@@ -359,6 +365,12 @@ class Params:
         refuse_unknown(named, [*own, *drawn])
         sampling = Sampling(**{name: value for name, value in named.items() if name in drawn})
         return cls(sampling=sampling, **{name: value for name, value in named.items() if name in own})
+
+
+def check_least(least: int, most: int) -> None:
+    """ValueError for a text of at least `least` and at most `most` tokens."""
+    if least > most:
+        raise ValueError(f"{option('min_tokens')} must be at most {option('max_new_tokens')}, {most}; got {least}")
 
 
 def whole(value: Any, name: str, least: int) -> int:

@@ -157,6 +157,7 @@ class Decoding:
             prefix_cache=prefixes,
             grammar=self.grammar,
             ignore_eos=job.ignore_eos,
+            min_tokens=job.min_tokens,
             prediction=self.prediction,
         )
         request = self.engine.session.request(sample.results[-1].ids, params, index=sample.number)
@@ -244,7 +245,8 @@ class Decoding:
         sampling = asdict(samples[0].sampling) | {"seed": [sample.sampling.seed for sample in samples]}
         prompts = [sample.results[-1].ids for sample in samples]
         job = self.job
-        ends = {"stop_ids": job.stop_ids, "ignore_eos": job.ignore_eos, "grammar": self.grammar}
+        ends = {"stop_ids": job.stop_ids, "ignore_eos": job.ignore_eos, "min_tokens": job.min_tokens}
+        ends["grammar"] = self.grammar
         return self.engine.generate_ar(prompts, job.max_new_tokens, job.stop, **ends, **sampling)
 
     def _compare(self, samples: list[Sample], plain: list[Any]) -> None:

@@ -23,7 +23,7 @@ from specker.cli.prompts import Conversation, encode, read_conversations, read_g
 from specker.cli.report import Result, report
 from specker.cli.screen import Screen
 from specker.command.exits import run_cli, silence
-from specker.options import Options, Sampling
+from specker.options import Options, Sampling, check_least
 from specker.paths import probe, replaceable, write_file
 from specker.runtime import strategies
 from specker.torchrun import rank, world_size
@@ -39,6 +39,7 @@ def run(job: Job, options: Options, sampling: Sampling, named: frozenset[str]) -
     chatting = job.chat and job.prompt is None and job.prompts is None and sys.stdin.isatty()
     _check_job(job, options, chatting)
     job = replace(job, max_new_tokens=job.max_new_tokens or (1024 if chatting else 128))
+    check_least(job.min_tokens, job.max_new_tokens or 0)
     if job.view == "":
         beside = Path(job.trace or "trace.jsonl")
         job = replace(job, view=_unused(beside.parent / f"{beside.stem}.html"))

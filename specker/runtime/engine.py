@@ -320,6 +320,7 @@ class Engine:
             seed: the same seed gives the same tokens with every strategy; default 0.
             stop_ids: token ids that end a text, besides the checkpoint's own.
             ignore_eos: the checkpoint's own do not end it; default False.
+            min_tokens: tokens before which no stop id and no stop string ends the text; default 0.
             policy: how long to draft for this request, as `--policy`, or "off" to draft nothing; default: as the engine
                 was loaded. Requests with different policies are not decoded together.
             logprobs: each token comes with its log-probability and those of so many most probable tokens; default 0.

@@ -21,7 +21,7 @@ from specker.answers import harmony
 from specker.checkpoints.checkpoint import Checkpoint
 from specker.fields import option
 from specker.model.device import current
-from specker.options import Params, whole
+from specker.options import MAX_STOP_IDS, Params, whole
 from specker.runtime import text
 from specker.runtime.control.policy import OFF, Fixed, Policy
 from specker.runtime.detokenize import Detokenizer
@@ -115,6 +115,9 @@ class Session:
         if any(token >= vocab for token, _ in params.sampling.logit_bias):
             raise ValueError(f"{option('logit_bias')} must be of ids below {vocab}, the vocabulary of {self.name}")
         asked, wants_drafts = len(ids) + params.max_new_tokens, speculates and params.policy != OFF
+        stop_ids = (frozenset() if params.ignore_eos else self._stop_ids).union(params.stop_ids)
+        if params.min_tokens and len(stop_ids) > MAX_STOP_IDS:
+            raise ValueError(f"{option('min_tokens')} is for at most {MAX_STOP_IDS} stop ids, got {len(stop_ids)}")
         policy = self._policy(None if params.policy == OFF else params.policy)  # refuses unknown ones
         drafts = wants_drafts and self.loop.drafter is not None
         return Request(
@@ -129,8 +132,9 @@ class Session:
             prediction=self.prediction(params.prediction) if params.prediction and wants_drafts else [],
             prefixes=params.prefix_cache,
             salt=params.cache_salt,
-            reader=self.reader(ids, params.stop) if params.stop or reads else None,
-            stop_ids=(frozenset() if params.ignore_eos else self._stop_ids).union(params.stop_ids),
+            reader=self.reader(ids, params.stop, params.min_tokens) if params.stop or reads else None,
+            stop_ids=stop_ids,
+            min_tokens=params.min_tokens,
             logprobs=params.logprobs,
             traced=speculates if traced is None else traced,
             on_progress=on_progress,
@@ -150,12 +154,12 @@ class Session:
             raise ValueError(f"{about} must be of ids below {config.vocab_size}, the vocabulary of {self.name}")
         return ids
 
-    def reader(self, prompt: Sequence[int], stops: tuple[str, ...] = ()) -> Detokenizer:
-        """What reads the text that follows the prompt."""
+    def reader(self, prompt: Sequence[int], stops: tuple[str, ...] = (), least: int = 0) -> Detokenizer:
+        """What reads the text that follows the prompt. `least`: tokens before which no stop string ends it."""
         tokens = self.target.tokens
         form = harmony.of(tokens.special)
         known = None if self.target.tokenizer_or_none is None else tokens
-        return Detokenizer(known, prompt, stops, form.parts if form else None)
+        return Detokenizer(known, prompt, stops, form.parts if form else None, least)
 
     def guide(self, grammar: str, stop_ids: Sequence[int] = ()) -> Guide:
         """A request's guide through its grammar. Raises ValueError for a grammar that is invalid or that this engine

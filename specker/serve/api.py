@@ -127,6 +127,7 @@ class Asked(Body):
     stop: str | Items[str] | None = None
     stop_token_ids: Items[StrictInt] | None = None
     ignore_eos: bool = False
+    min_tokens: Annotated[int, Field(ge=0)] = 0
     cache_prompt: bool = True
     cache_salt: Annotated[str, Field(min_length=1, max_length=SALT)] | None = None
     speculation: str | None = None
@@ -202,6 +203,7 @@ class Asked(Body):
                 cache_salt=self.cache_salt or salt,
                 grammar=grammar,
                 ignore_eos=self.ignore_eos,
+                min_tokens=self.min_tokens,
                 policy=self.speculation,
                 prediction=tuple(prediction),
             )
