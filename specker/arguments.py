@@ -2,11 +2,12 @@
 imports this at run time; tests/project/test_typing.py compares it with the dataclasses that define the options."""
 
 from collections.abc import Mapping, Sequence
-from typing import Literal, TypedDict
+from typing import Any, Literal, TypedDict
 
 from specker.options import Tree, VocabKeep
 
 Biases = Mapping[int, float] | Sequence[tuple[int, float]]
+Prediction = str | Sequence[int] | Mapping[str, Any]
 Bits = Literal["int8", "int4", "fp8", "none"]
 
 
@@ -82,6 +83,8 @@ class RequestOptions(TypedDict, total=False):
     grammar: str | None
     ignore_eos: bool
     policy: str | None
+    prediction: Prediction | None
+    min_tokens: int
 
 
 class EachOption(TypedDict, total=False):
@@ -103,3 +106,5 @@ class EachOption(TypedDict, total=False):
     grammar: str | Sequence[str | None] | None
     ignore_eos: bool | Sequence[bool]
     policy: str | Sequence[str | None] | None
+    prediction: Prediction | Sequence[Prediction | None] | None
+    min_tokens: int | Sequence[int]

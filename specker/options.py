@@ -28,6 +28,7 @@ GRAPHS = "SPECKER_GRAPHS"  # the environment's variable, to debug a run with or 
 MAX_BATCH = 256
 MOST_K = 2**31 - 1  # of top_k, which kernels take as an integer of 32 bits
 MAX_BIASES = 300  # of a request, as in OpenAI's API
+MAX_STOP_IDS = 64  # of a request with `min_tokens`, the checkpoint's included
 RECOMMENDED = "temperature", "top_p", "top_k", "min_p", "repetition_penalty"  # what a checkpoint may recommend
 TEMPERATURE = 0.7  # of conversations and of the server, if the checkpoint recommends nothing
 TREE = "must be WIDTHxDEPTH with both at least 1, such as 4x5"
@@ -302,6 +303,8 @@ class Params:
     Attributes:
         max_new_tokens: tokens to emit at most.
         sampling: how to draw them.
+        min_tokens: tokens before which no stop id and no stop string ends the text. A grammar that leaves nothing else
+            does.
         stop: strings; the text ends before the first one that occurs.
         stop_ids: token ids that end the text, besides the model's own.
         ignore_eos: the model's own do not end it.
@@ -312,6 +315,8 @@ class Params:
         grammar: what the text must match, as a function of specker.grammar returns it, or as a Lark grammar.
         policy: how long to draft for this request, as `--policy`, or "off" to draft nothing; None: as the engine was
             loaded. Requests with different policies are not decoded together.
+        prediction: what the text will probably be, from which strategy lookup drafts first: a text, its token ids, or
+            OpenAI's form, {"type": "content", "content": TEXT}.
     """
 
     max_new_tokens: int = 128
@@ -324,9 +329,14 @@ class Params:
     grammar: str | None = None
     ignore_eos: bool = False
     policy: str | None = None
+    prediction: str | tuple[int, ...] | None = None
+    min_tokens: int = 0
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "prediction", predicted(self.prediction))
         object.__setattr__(self, "max_new_tokens", whole(self.max_new_tokens, option("max_new_tokens"), 1))
+        object.__setattr__(self, "min_tokens", whole(self.min_tokens, option("min_tokens"), 0))
+        check_least(self.min_tokens, self.max_new_tokens)
         object.__setattr__(self, "stop", stop_strings(self.stop))
         several = isinstance(self.stop_ids, list | tuple | set | frozenset)
         ids = tuple(whole(token, "a stop id", 0) for token in self.stop_ids) if several else None
@@ -357,6 +367,12 @@ class Params:
         return cls(sampling=sampling, **{name: value for name, value in named.items() if name in own})
 
 
+def check_least(least: int, most: int) -> None:
+    """ValueError for a text of at least `least` and at most `most` tokens."""
+    if least > most:
+        raise ValueError(f"{option('min_tokens')} must be at most {option('max_new_tokens')}, {most}; got {least}")
+
+
 def whole(value: Any, name: str, least: int) -> int:
     """A whole number as Python's integer. Raises ValueError."""
     if isinstance(value, bool) or not hasattr(value, "__index__") or operator.index(value) < least:
@@ -370,6 +386,25 @@ def stop_strings(value: Any) -> tuple[str, ...]:
     if not isinstance(several, list | tuple) or not all(isinstance(stop, str) and stop for stop in several):
         raise ValueError(f"{option('stop')} must be a string or a list of strings, none of them empty, got {value!r}")
     return tuple(several)
+
+
+def predicted(given: Any) -> str | tuple[int, ...] | None:
+    """A prediction as a text or token ids; OpenAI's form of a text may divide it into parts. Raises ValueError."""
+    if given is None or isinstance(given, str):
+        return given
+    if isinstance(given, Mapping):
+        content: Any = given.get("content")
+        parts = [{"type": "text", "text": content}] if isinstance(content, str) else content
+        known = given.keys() == {"type", "content"} and given["type"] == "content" and isinstance(parts, list)
+        if known and all(
+            isinstance(part, Mapping) and part.get("type") == "text" and isinstance(part.get("text"), str)
+            for part in parts
+        ):
+            return "".join(part["text"] for part in parts)
+    elif isinstance(given, list | tuple):
+        return tuple(whole(token, "a token id of the prediction", 0) for token in given)
+    form = 'a text, token ids or {"type": "content", "content": TEXT}, whose TEXT may be a list of text parts'
+    raise ValueError(f"{option('prediction')} must be {form}; got {short(given)}")
 
 
 def refuse_unknown(options: dict[str, Any], known: list[str]) -> None:

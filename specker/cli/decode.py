@@ -87,11 +87,13 @@ class Decoding:
         echo: bool = True,
         trace: Trace | None = None,
         grammar: str | None = None,
+        prediction: tuple[int, ...] | None = None,
     ):
         """`job`: its `max_new_tokens` is set. `echo`: print the prompts; a user who typed them has seen them. `trace`:
-        records where requests begin and end. `grammar`: of every text."""
+        records where requests begin and end. `grammar`, `prediction`: of every text."""
         self.engine, self.job, self.screen, self.samples = engine, job, screen, samples
-        self.echo, self.trace, self.grammar, self.several = echo, trace, grammar, several(samples)
+        self.echo, self.trace, self.several = echo, trace, several(samples)
+        self.grammar, self.prediction = grammar, prediction
         self._ar_first = False
 
     def run(self) -> None:
@@ -155,6 +157,8 @@ class Decoding:
             prefix_cache=prefixes,
             grammar=self.grammar,
             ignore_eos=job.ignore_eos,
+            min_tokens=job.min_tokens,
+            prediction=self.prediction,
         )
         request = self.engine.session.request(sample.results[-1].ids, params, index=sample.number)
         if self.trace is not None:
@@ -241,7 +245,8 @@ class Decoding:
         sampling = asdict(samples[0].sampling) | {"seed": [sample.sampling.seed for sample in samples]}
         prompts = [sample.results[-1].ids for sample in samples]
         job = self.job
-        ends = {"stop_ids": job.stop_ids, "ignore_eos": job.ignore_eos, "grammar": self.grammar}
+        ends = {"stop_ids": job.stop_ids, "ignore_eos": job.ignore_eos, "min_tokens": job.min_tokens}
+        ends["grammar"] = self.grammar
         return self.engine.generate_ar(prompts, job.max_new_tokens, job.stop, **ends, **sampling)
 
     def _compare(self, samples: list[Sample], plain: list[Any]) -> None:

@@ -50,8 +50,10 @@ class Job:
     stop: tuple[str, ...] = opt((), "end each text before the first of these strings", "STRING")
     stop_ids: tuple[int, ...] = opt((), "end each text after the first of these token ids", "ID")
     ignore_eos: bool = opt(False, "the checkpoint's own stop ids do not end a text")
+    min_tokens: int = opt(0, "tokens before which no stop id and no --stop ends a text", least=0)
     json_schema: str | None = opt(None, "each text is JSON that is valid for this JSON schema", "FILE")
     grammar: str | None = opt(None, "each text matches this Lark grammar, or another one of llguidance", "FILE")
+    prediction: str | None = opt(None, "what each text will probably be: lookup drafts from this file first", "FILE")
     samples: int = opt(1, "independent draws of each prompt, with seeds --seed, --seed + 1, ...", least=1)
     dtype: str | None = opt(
         None,
@@ -100,9 +102,9 @@ COMMON = {
 MORE = {
     "sampling": (
         *("top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias"),
-        *("samples", "stop", "stop_ids", "ignore_eos", "json_schema", "grammar"),
+        *("samples", "stop", "stop_ids", "ignore_eos", "min_tokens", "json_schema", "grammar"),
     ),
-    "drafts": ("draft_tokens", "tree", "policy", "as_published"),
+    "drafts": ("draft_tokens", "tree", "policy", "as_published", "prediction"),
     "output": ("json", "trace", "view"),
     "batches and memory": ("batch_size", "kv_tokens", "max_context", "prefix_cache"),
     "device and precision": ("device", "dtype", "quantize", "draft_quantize", "kv_dtype"),

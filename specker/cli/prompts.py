@@ -55,6 +55,14 @@ def read_conversations(prompt: str | None = None, prompts: str | None = None, ch
     return [Conversation((text,), f"built-in prompt {i}") for i, text in enumerate(zoo.PROMPTS, 1)]
 
 
+def read_prediction(path: str | None) -> str | None:
+    """The text in the file that --prediction names, if any. Raises ValueError for a file that holds none."""
+    text = None if path is None else _read(path)
+    if text == "":
+        raise ValueError(f"{path}: the prediction is empty")
+    return text
+
+
 def read_grammar(json_schema: str | None, lark: str | None) -> str | None:
     """The grammar in the file that --json-schema or --grammar names, if any. Raises ValueError for a file that holds
     none, or without llguidance."""

@@ -19,11 +19,11 @@ from typing import Any, NoReturn
 from specker.cli import start
 from specker.cli.decode import Decoding, Sample, samples_of, several
 from specker.cli.flags import Job, parse
-from specker.cli.prompts import Conversation, encode, read_conversations, read_grammar
+from specker.cli.prompts import Conversation, encode, read_conversations, read_grammar, read_prediction
 from specker.cli.report import Result, report
 from specker.cli.screen import Screen
 from specker.command.exits import run_cli, silence
-from specker.options import Options, Sampling
+from specker.options import Options, Sampling, check_least
 from specker.paths import probe, replaceable, write_file
 from specker.runtime import strategies
 from specker.torchrun import rank, world_size
@@ -39,6 +39,7 @@ def run(job: Job, options: Options, sampling: Sampling, named: frozenset[str]) -
     chatting = job.chat and job.prompt is None and job.prompts is None and sys.stdin.isatty()
     _check_job(job, options, chatting)
     job = replace(job, max_new_tokens=job.max_new_tokens or (1024 if chatting else 128))
+    check_least(job.min_tokens, job.max_new_tokens or 0)
     if job.view == "":
         beside = Path(job.trace or "trace.jsonl")
         job = replace(job, view=_unused(beside.parent / f"{beside.stem}.html"))
@@ -46,7 +47,7 @@ def run(job: Job, options: Options, sampling: Sampling, named: frozenset[str]) -
         conversations = [Conversation((), "this turn")]  # the user adds the turns
     else:
         conversations = read_conversations(job.prompt, job.prompts, job.chat)
-    grammar = read_grammar(job.json_schema, job.grammar)
+    grammar, text = read_grammar(job.json_schema, job.grammar), read_prediction(job.prediction)
     for name in ("json", "trace", "view"):
         path = getattr(job, name)
         if path is not None and (name, path) != ("json", "-"):
@@ -56,10 +57,11 @@ def run(job: Job, options: Options, sampling: Sampling, named: frozenset[str]) -
 
     engine = start.load(job, options, screen)
     if engine.ranks is not None:
-        _agree(job, sampling, conversations, grammar)
+        _agree(job, sampling, conversations, grammar, text)
     if grammar is not None and job.json_schema is not None and job.chat:
         grammar = _of_answers(engine, grammar)
     conversations = _encoded(engine, job, conversations, chatting)
+    prediction = None if text is None else tuple(engine.session.prediction(text))  # raises ValueError
     if grammar is not None:
         engine.session.guide(grammar)  # raises ValueError for an invalid one
     screen.remarks(engine)
@@ -76,7 +78,9 @@ def run(job: Job, options: Options, sampling: Sampling, named: frozenset[str]) -
     _introduce(engine, job, sampling, screen, chatting)
     if chatting:
         screen.render_answers()
-    decoding = Decoding(engine, job, screen, mine, echo=not chatting, trace=trace, grammar=grammar)
+    decoding = Decoding(
+        engine, job, screen, mine, echo=not chatting, trace=trace, grammar=grammar, prediction=prediction
+    )
     interrupted = _decode(decoding, chatting)
     results = [result for sample in mine for result in sample.results if result.stats.rounds or not interrupted]
     if ranks is not None and ranks.replicas > 1 and not interrupted:
@@ -125,16 +129,20 @@ def _check_files(job: Job) -> None:
             raise ValueError(f"--{other} and --{name} are both {path}: name two files")
 
 
-def _agree(job: Job, sampling: Sampling, conversations: list[Conversation], grammar: str | None) -> None:
+def _agree(
+    job: Job, sampling: Sampling, conversations: list[Conversation], grammar: str | None, prediction: str | None
+) -> None:
     """ValueError, on every rank, if one of them has other settings or prompts. Files are compared by what they hold,
     since their paths may differ from machine to machine."""
     from specker.runtime.ranks.dist import agree
 
-    paths = {"target", "draft", "prompts", "json_schema", "grammar", "json", "trace", "view", "dtype", "device"}
-    own = {f.name: getattr(job, f.name) for f in fields(job) if f.name not in paths}
+    files = {"prompts", "json_schema", "grammar", "prediction", "json", "trace", "view"}
+    own_of_each = {*files, "target", "draft", "dtype", "device"}
+    own = {f.name: getattr(job, f.name) for f in fields(job) if f.name not in own_of_each}
     own |= {f.name: getattr(sampling, f.name) for f in fields(sampling)}
-    read = {} if job.prompt is not None else {"prompts": conversations}
-    agree("run", own | read | {"grammar" if job.json_schema is None else "json_schema": grammar})
+    read: dict[str, Any] = {} if job.prompt is not None else {"prompts": conversations}
+    read |= {"grammar" if job.json_schema is None else "json_schema": grammar, "prediction": prediction}
+    agree("run", own | read)
 
 
 def _of_answers(engine: Any, grammar: str) -> str:

@@ -40,7 +40,8 @@ class Batches:
         draws = Draws.of([request.sampling for request in requests], state.draw, fixed)
         lengths = state.length if fixed else [len(request.token_ids) for request in requests]
         shape = Shape(padded, budget, fixed, bucket, draws.kind)
-        return Batch(requests, state, shape, draws, lengths, graphs, requests[0].policy.confident)
+        early = not all(request.may_end for request in requests)
+        return Batch(requests, state, shape, draws, lengths, graphs, early, requests[0].policy.confident)
 
     def see(self, columns: int) -> int:
         """Limit attention to the smallest KV bucket with `columns`; 0 for all columns. Returns the bucket."""

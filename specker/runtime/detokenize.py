@@ -34,10 +34,13 @@ class Detokenizer:
         prompt: Sequence[int] = (),
         stops: tuple[str, ...] = (),
         parts: Mapping[int, bool] | None = None,
+        least: int = 0,
     ):
-        """`tokens`: None without a tokenizer."""
+        """`tokens`: None without a tokenizer. `least`: a stop string that ends within the first so many tokens is text
+        like any other."""
         self.tokens, self.parts = tokens, parts or {}
         self._stops = Scanner(stops)
+        self._least = least  # tokens to come before the text may end
         self._searched = True  # stop strings may occur here
         self.tail = ""  # what `flush` returned
         self.before: int | None = None
@@ -51,10 +54,14 @@ class Detokenizer:
     def add(self, token: int) -> str:
         """The text that `token` completes; empty while a character is unfinished. Before a token of `parts` all that is
         held is complete."""
+        early, self._least = self._least > 0, self._least - 1
         if token in self.parts:
             return self._divide(token)
         text = self._read(token)
-        return self._stops.add(text) if self._searched else text
+        if not self._searched:
+            return text
+        text = self._stops.add(text)
+        return text + self._stops.flush() if early and self.stopped else text
 
     @property
     def stopped(self) -> bool:

@@ -119,7 +119,9 @@ class Engine:
             None if drafts_locally or ranks is None else partial(share, ranks),
         )
         policy, eos_ids = partial(strategies.policy, self.policies), self.target.config.eos_ids
-        self.session = Session(self.loop, self.target, self.target_name, policy, eos_ids, recipe.memory.running)
+        copies = any(source.strategy.name == strategies.COPY for source in o.sources)
+        running = recipe.memory.running
+        self.session = Session(self.loop, self.target, self.target_name, policy, eos_ids, running, copies)
         for sentence in self.warnings.values():
             log.warning(sentence)
 
@@ -318,6 +320,7 @@ class Engine:
             seed: the same seed gives the same tokens with every strategy; default 0.
             stop_ids: token ids that end a text, besides the checkpoint's own.
             ignore_eos: the checkpoint's own do not end it; default False.
+            min_tokens: tokens before which no stop id and no stop string ends the text; default 0.
             policy: how long to draft for this request, as `--policy`, or "off" to draft nothing; default: as the engine
                 was loaded. Requests with different policies are not decoded together.
             logprobs: each token comes with its log-probability and those of so many most probable tokens; default 0.
@@ -325,6 +328,8 @@ class Engine:
             cache_salt: a string; requests share K/V of common beginnings, and the texts that strategy lookup copies,
                 only with requests of the same salt (default ""). None: as "", but no texts.
             grammar: what the text must match, as a function of `specker.grammar` returns it, or as a Lark grammar.
+            prediction: what the text will probably be, from which strategy `lookup` drafts first: a text, its token
+                ids, or OpenAI's form, {"type": "content", "content": TEXT}.
 
         For several prompts each of these, but `stop`, `stop_ids` and `logit_bias`, may be a list with a value for each
         prompt.
@@ -472,6 +477,8 @@ class Engine:
         same = {"stop": stop} | {
             name: options.pop(name, ()) for name in ("stop_ids", "logit_bias")
         }  # lists, but for all
+        if not text.several(prompt):
+            same["prediction"] = options.pop("prediction", None)  # perhaps a list of ids
         return [
             self.session.request(p, Params.of(**same, **named), index=i, speculates=speculates, **more)
             for i, (p, named) in enumerate(text.each(prompt, options))

@@ -4,7 +4,8 @@ import logging
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from specker.runtime.control.stats import Stats
+from specker.runtime.control.policy import PREDICTION
+from specker.runtime.control.stats import CopyStats, Stats
 from specker.runtime.round.round import Round
 from specker.runtime.round.state import Request
 
@@ -107,6 +108,9 @@ def emitted(r: Round, slot: int, path: list[int], tokens: list[int], known: set[
     accepted = max(0, min(len(path) - 1, len(tokens)))
     rest = "" if reader is None or not request.finished else reader.flush()
     request.stats.observe(r.draft.drafted(slot) + r.draft.forced(slot), accepted, len(tokens))
+    if isinstance(note := r.draft.note(slot), CopyStats) and note.source == PREDICTION:
+        request.stats.predicted += r.draft.drafted(slot)
+        request.stats.predicted_right += min(accepted, len(r.draft.own(slot, path)) - 1)
     request.stats.token_times += [request.stats.wall] * len(tokens)
     request.stats.forced += max(0, accepted + 1 - len(r.draft.own(slot, path)))
     if known is not None:

@@ -21,7 +21,7 @@ from specker.answers import harmony
 from specker.checkpoints.checkpoint import Checkpoint
 from specker.fields import option
 from specker.model.device import current
-from specker.options import Params, whole
+from specker.options import MAX_STOP_IDS, Params, whole
 from specker.runtime import text
 from specker.runtime.control.policy import OFF, Fixed, Policy
 from specker.runtime.detokenize import Detokenizer
@@ -63,12 +63,13 @@ class Session:
         policy: Callable[[str | None], Policy],
         stop_ids: Sequence[int],
         running: Callable[[], AbstractContextManager[None]],
+        copies: bool,
     ):
         """`target`, `name`: the model's tokenizer and context, and what the user calls it. `policy`: makes one for each
         request, from the name that it asks for. `stop_ids`: of every request. `running`: a context manager around
-        steps, which explains errors."""
+        steps, which explains errors. `copies`: whether drafts can be copied from a prediction."""
         self.loop, self.target, self.name, self.device = loop, target, name, loop.target.device
-        self._policy, self._stop_ids, self._running = policy, frozenset(stop_ids), running
+        self._policy, self._stop_ids, self._running, self._copies = policy, frozenset(stop_ids), running, copies
         self.grammars = Grammars(target)
         self._changed = threading.Condition()
         self._arrived: deque[tuple[Request, bool]] = deque()  # the flag: before those that wait already
@@ -99,8 +100,8 @@ class Session:
         `index`: a number for the caller. `speculates`: False for plain decoding. `traced`: whether the trace holds its
         rounds (default: if it drafts). `reads`: its events have text. `on_progress` is called with (prefilled tokens,
         of all) after each chunk of the prompt. Raises ValueError for a prompt that is empty, has unknown ids or can
-        never fit, for stop strings without a tokenizer, and for a grammar that is invalid or that this engine cannot
-        follow.
+        never fit, for stop strings without a tokenizer, for a grammar that is invalid or that this engine cannot
+        follow, and for a prediction that it cannot use.
         """
         params, context = params or Params(), self.target.config.max_context
         ids, tokenizer = self.validate(prompt, params.max_new_tokens), self.target.tokenizer_or_none
@@ -113,9 +114,12 @@ class Session:
             raise ValueError(f"logprobs must be at most {vocab}, the vocabulary of {self.name}")
         if any(token >= vocab for token, _ in params.sampling.logit_bias):
             raise ValueError(f"{option('logit_bias')} must be of ids below {vocab}, the vocabulary of {self.name}")
-        asked, drafts = len(ids) + params.max_new_tokens, speculates and self.loop.drafter is not None
+        asked, wants_drafts = len(ids) + params.max_new_tokens, speculates and params.policy != OFF
+        stop_ids = (frozenset() if params.ignore_eos else self._stop_ids).union(params.stop_ids)
+        if params.min_tokens and len(stop_ids) > MAX_STOP_IDS:
+            raise ValueError(f"{option('min_tokens')} is for at most {MAX_STOP_IDS} stop ids, got {len(stop_ids)}")
         policy = self._policy(None if params.policy == OFF else params.policy)  # refuses unknown ones
-        drafts = drafts and params.policy != OFF
+        drafts = wants_drafts and self.loop.drafter is not None
         return Request(
             index=index,
             token_ids=ids,
@@ -125,22 +129,37 @@ class Session:
             policy=policy if drafts else Fixed(0, 0),
             speculates=drafts,
             asked=params.policy,
+            prediction=self.prediction(params.prediction) if params.prediction and wants_drafts else [],
             prefixes=params.prefix_cache,
             salt=params.cache_salt,
-            reader=self.reader(ids, params.stop) if params.stop or reads else None,
-            stop_ids=(frozenset() if params.ignore_eos else self._stop_ids).union(params.stop_ids),
+            reader=self.reader(ids, params.stop, params.min_tokens) if params.stop or reads else None,
+            stop_ids=stop_ids,
+            min_tokens=params.min_tokens,
             logprobs=params.logprobs,
             traced=speculates if traced is None else traced,
             on_progress=on_progress,
             guide=None if params.grammar is None else self.guide(params.grammar, params.stop_ids),
         )
 
-    def reader(self, prompt: Sequence[int], stops: tuple[str, ...] = ()) -> Detokenizer:
-        """What reads the text that follows the prompt."""
+    def prediction(self, given: str | Sequence[int]) -> list[int]:
+        """The token ids of a prediction (`Params.prediction`). Raises ValueError if this engine copies no text, and for
+        ids that the target lacks or more than its context holds."""
+        about, config = option("prediction"), self.target.config
+        if not self._copies:
+            raise ValueError(f"{about} needs strategy lookup, alone or joined, such as draft+lookup")
+        ids = text.encode(self.target, given, special=False) if isinstance(given, str) else [*given]
+        if len(ids) > config.max_context:
+            raise ValueError(f"{about} has {len(ids)} tokens, but the context of {self.name} is {config.max_context}")
+        if ids and max(ids) >= config.vocab_size:
+            raise ValueError(f"{about} must be of ids below {config.vocab_size}, the vocabulary of {self.name}")
+        return ids
+
+    def reader(self, prompt: Sequence[int], stops: tuple[str, ...] = (), least: int = 0) -> Detokenizer:
+        """What reads the text that follows the prompt. `least`: tokens before which no stop string ends it."""
         tokens = self.target.tokens
         form = harmony.of(tokens.special)
         known = None if self.target.tokenizer_or_none is None else tokens
-        return Detokenizer(known, prompt, stops, form.parts if form else None)
+        return Detokenizer(known, prompt, stops, form.parts if form else None, least)
 
     def guide(self, grammar: str, stop_ids: Sequence[int] = ()) -> Guide:
         """A request's guide through its grammar. Raises ValueError for a grammar that is invalid or that this engine

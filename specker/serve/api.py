@@ -23,7 +23,7 @@ from pydantic import (
 )
 
 from specker import grammar
-from specker.options import Params, Sampling
+from specker.options import Params, Sampling, predicted
 
 DEPTH = 100  # of lists and objects in a body; Python's recursion ends at 1000
 MOST = 10_000  # names of an object, and lists and objects in a list: up to 30 us each, in which nobody is answered
@@ -127,9 +127,11 @@ class Asked(Body):
     stop: str | Items[str] | None = None
     stop_token_ids: Items[StrictInt] | None = None
     ignore_eos: bool = False
+    min_tokens: Annotated[int, Field(ge=0)] = 0
     cache_prompt: bool = True
     cache_salt: Annotated[str, Field(min_length=1, max_length=SALT)] | None = None
     speculation: str | None = None
+    prediction: str | None = None  # given in OpenAI's form
     stream: bool = False
     stream_options: StreamOptions | None = None
     response_format: ResponseFormat | None = None
@@ -140,6 +142,13 @@ class Asked(Body):
         if isinstance(given, dict) and any(isinstance(value, bool) for value in given.values()):
             raise ValueError(NO_TRUTH)
         return given
+
+    @field_validator("prediction", mode="before")
+    @classmethod
+    def _predicted(cls, given: Any) -> Any:
+        if given is not None and not isinstance(given, dict):
+            raise ValueError('it must be {"type": "content", "content": TEXT}')
+        return predicted(given)
 
     @field_validator("stop")
     @classmethod
@@ -166,10 +175,17 @@ class Asked(Body):
         return self.stream_options is not None and self.stream_options.include_usage
 
     def params(
-        self, usual: dict[str, float], room: int, logprobs: int, grammar: str | None, salt: str | None
+        self,
+        usual: dict[str, float],
+        room: int,
+        logprobs: int,
+        grammar: str | None,
+        salt: str | None,
+        prediction: Sequence[int],
     ) -> list[Params]:
         """The parameters of the `n` texts of a prompt. `usual`: sampling settings that the request may leave out;
-        `room`: tokens, if it does not limit them; `salt`: if it has none. Raises ValueError."""
+        `room`: tokens, if it does not limit them; `salt`: if it has none; `prediction`: its token ids. Raises
+        ValueError."""
         given = {name: value for name in SAMPLED if (value := getattr(self, name)) is not None}
         if given.get("top_k") == -1:  # keeps all
             given["top_k"] = 0
@@ -187,7 +203,9 @@ class Asked(Body):
                 cache_salt=self.cache_salt or salt,
                 grammar=grammar,
                 ignore_eos=self.ignore_eos,
+                min_tokens=self.min_tokens,
                 policy=self.speculation,
+                prediction=tuple(prediction),
             )
             for i in range(self.n)
         ]

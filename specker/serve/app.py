@@ -138,7 +138,7 @@ class Server:
         form = await self._grammar(asked, read.inside, read.begun)
         ids = await self.encoder.encode(prompt, special=False)
         logprobs = max(1, asked.top_logprobs or 0) if asked.logprobs else 0
-        return await self.encoder.run(self._requests, asked, [(ids, last)], logprobs, form), read
+        return await self._requests(asked, [(ids, last)], logprobs, form), read
 
     async def completion(self, asked: Completion) -> Prepared:
         """Raises ValueError."""
@@ -148,7 +148,7 @@ class Server:
         asked = self.infill.prompted(asked) if asked.suffix and self.infill else asked
         prompts = [(await self.encoder.encode(p), p) if isinstance(p, str) else (p, "") for p in asked.prompts]
         logprobs = 0 if asked.logprobs is None else max(1, asked.logprobs)
-        return await self.encoder.run(self._requests, asked, prompts, logprobs, form), Reading()
+        return await self._requests(asked, prompts, logprobs, form), Reading()
 
     def _rendered(self, asked: Chat) -> str:
         if taken := self._reserved & {*asked.chat_template_kwargs}:
@@ -188,13 +188,22 @@ class Server:
                 form = reasoning.preceded(form, self.special)
         return form
 
-    def _requests(self, asked: Asked, prompts: list[tuple[list[int], str]], logprobs: int, form: str | None) -> Texts:
+    async def _requests(
+        self, asked: Asked, prompts: list[tuple[list[int], str]], logprobs: int, form: str | None
+    ) -> Texts:
         """`prompts`: ids, and a text for the live page. `form`: the grammar."""
-        return {
-            self.engine.session.request(ids, params, index=next(self._numbers)): text
-            for ids, text in prompts
-            for params in asked.params(self.sampling, self.engine.max_context - len(ids), logprobs, form, self.salt)
-        }
+        prediction = await self.encoder.encode(asked.prediction or "", special=False, what="prediction")
+
+        def made() -> Texts:
+            return {
+                self.engine.session.request(ids, params, index=next(self._numbers)): text
+                for ids, text in prompts
+                for params in asked.params(
+                    self.sampling, self.engine.max_context - len(ids), logprobs, form, self.salt, prediction
+                )
+            }
+
+        return await self.encoder.run(made)
 
     def _ended(self, request: state.Request) -> None:
         if self.live:

@@ -33,13 +33,14 @@ class Encoder:
         """The result of `work`, computed by one of the threads for `use`."""
         return await asyncio.get_running_loop().run_in_executor(self._pools[use], self._timed, work, args)
 
-    async def encode(self, text: str, special: bool = True) -> list[int]:
-        """Token ids. `special`: with the tokenizer's own special tokens. Raises ValueError, and TooLong without looking
-        at the text if it has more characters than the context's tokens can have."""
+    async def encode(self, text: str, special: bool = True, what: str = "prompt") -> list[int]:
+        """Token ids. `special`: with the tokenizer's own special tokens. `what`: the text's name in messages. Raises
+        ValueError, and TooLong without looking at the text if it has more characters than the context's tokens can
+        have."""
         context = self.target.config.max_context
         if len(text) > context * self.longest:
             raise TooLong(
-                f"the prompt has {len(text)} characters, but the context of {self.name} is {context} tokens of at most "
+                f"the {what} has {len(text)} characters, but the context of {self.name} is {context} tokens of at most "
                 f"{self.longest} characters"
             )
         return await self.run(self._encode, text, special, use="long" if len(text) > LONG else "short")

@@ -69,12 +69,15 @@ class Pieces:
         raise NotImplementedError
 
     def usage(self) -> dict[str, Any]:
-        """Token counts. Accepted and refused draft tokens are in OpenAI's fields for predictions."""
+        """Token counts. Accepted and refused draft tokens are in OpenAI's fields for predictions: those from the
+        prediction, if the request has one, else all."""
         requests = self.call.requests
         first = requests[:: self.asked.n]  # a prompt counts once, as its first text found it
         stats = [request.stats for request in requests]
         prompt, emitted = sum(r.prompt_length for r in first), sum(s.tokens for s in stats)
         drafted, accepted = sum(s.drafted for s in stats), sum(s.accepted for s in stats)
+        if self.asked.prediction is not None:
+            drafted, accepted = sum(s.predicted for s in stats), sum(s.predicted_right for s in stats)
         found = {"accepted_prediction_tokens": accepted, "rejected_prediction_tokens": drafted - accepted}
         if self.reading.reasons:
             found["reasoning_tokens"] = sum(reader.reasoned for reader in self.readers)

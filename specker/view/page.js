@@ -8,7 +8,7 @@ const WORDS = { recovered: "recovered: the target's own token where the draft wa
   own: "the target's own token" };
 
 const SOURCES = { model: "by the draft model", head: "by the head", text: "from this text", past: "from an earlier text",
-  corpus: "from the corpus" };
+  corpus: "from the corpus", prediction: "from the prediction" };
 
 // Where a draft comes from, in words.
 function origin(r) {

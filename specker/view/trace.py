@@ -37,8 +37,8 @@ A round's rows are the root (row 0) and the draft: draft token j is row j + 1.
     outside      indices of `tokens` outside a trimmed head; missing without one
     diffusion    `runtime.stats.BlockStats` of a diffusion drafter's draft; missing without one
     source       what the draft comes from: "model" (a draft model), "head" (a head that reads the target), "layers"
-                 (the target's first ones), or a copy from "text" (the text itself), "past" (a text that ended) or
-                 "corpus" (files of the user); missing without a draft
+                 (the target's first ones), or a copy from "prediction" (the request's), "text" (the text itself),
+                 "past" (a text that ended) or "corpus" (files of the user); missing without a draft
     matched      tokens at the end of the text that occur before the copied ones; missing without a copied draft
     names        text of the ids that this trace names for the first time, special tokens included; missing without any
 

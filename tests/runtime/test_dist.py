@@ -33,7 +33,7 @@ PROMPT = [5, 9, 40, 77, 3, 8]
 BESIDE = [[7], [3] * 70, [4, 5, 6, 7]]  # other prompts, in batches
 SAMPLING: list[dict] = [
     {},
-    {"temperature": 0.7, "seed": 4, "top_p": 0.9},
+    {"temperature": 0.7, "seed": 4, "top_p": 0.9, "stop_ids": [*range(3, 60)], "min_tokens": 16},
     {"repetition_penalty": 1.05, "presence_penalty": 0.1, "logit_bias": [(9, 0.5)]},
 ]
 ALIKE = (

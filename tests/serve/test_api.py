@@ -175,6 +175,19 @@ def test_sampling_fields(engine, client, fields):
     assert (found["accepted_prediction_tokens"] > 0) == (asked.get("speculation") != "off")
 
 
+def test_a_text_does_not_end_before_min_tokens(engine, client):
+    first = engine.generate("ab cd", 1).tokens[0]
+    asked = {"prompt": "ab cd", "max_tokens": 12, "stop_token_ids": [first]}
+    for least in (0, 9):
+        body = client.post("/v1/completions", json=asked | {"min_tokens": least}).json()
+        assert body["choices"][0]["text"] == engine.generate("ab cd", 12, stop_ids=[first], min_tokens=least).text
+        assert (body["usage"]["completion_tokens"] > 9) == (least == 9)
+    answer = client.post("/v1/completions", json=asked | {"min_tokens": 13})
+    assert answer.status_code == 400
+    assert answer.json()["error"]["message"] == "min_tokens must be at most max_tokens, 12; got 13"
+    assert client.post("/v1/completions", json=asked | {"min_tokens": -1}).status_code == 400
+
+
 def test_a_text_ends_at_the_stop_ids_that_are_asked_for(engine, client):
     tokens = engine.generate("ab cd", 12).tokens
     asked = {"prompt": "ab cd", "max_tokens": 12}

@@ -12,6 +12,7 @@ UNLIMITED = 1 << 30  # draft tokens, where no context limits them
 MAX_NODES = 255  # draft tokens; a verify pass has one more row, the root
 
 # What a drafter copies from:
+PREDICTION = "prediction"  # what the request says that its text will be
 OWN = "text"  # the text itself
 PAST = "past"  # ended texts
 CORPUS = "corpus"  # the user's files
@@ -48,7 +49,7 @@ class Offer:
     missing: int = 0  # committed tokens of all texts that `advance` would prefill before a draft
     room: Sequence[int] = ()  # draft tokens that fit behind each text in a model's context; (): any number
     matches: Sequence[Sequence[Match]] = ()
-    """For each text, the match in each source that it may copy from, the text itself first."""
+    """For each text, the match in each source that it may copy from."""
     fixes: Callable[[Budget], bool] = lambda budget: False
     """Whether a draft of this shape can have fixed shapes and be placed by the device."""
 
@@ -130,8 +131,8 @@ class Policy:
         return budget.clip(TRIED, TRIED) if self.confident else budget
 
     def announced(self, matches: Sequence[Match]) -> None:
-        """Called before each round of a drafter that copies text, with the match in each source, the text itself first.
-        Chooses the `source` that a draft copies from: by default the one with the longest match."""
+        """Called before each round of a drafter that copies text, with the match in each source. Chooses the `source`
+        that a draft copies from: by default the one with the longest match."""
         self.source = max(matches, key=lambda match: match.matched).source  # the first of equals
 
     def taken(self, budget: Budget, prices: Sequence[float] = ()) -> None:

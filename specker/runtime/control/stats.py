@@ -24,7 +24,7 @@ class BlockStats:
 class CopyStats:
     """What one draft copied."""
 
-    source: str  # "text", the text itself; "past", a text that ended; "corpus", a file of the user
+    source: str  # "prediction"; "text", the text itself; "past", a text that ended; "corpus", a file of the user
     matched: int  # tokens at the end of the text that occurred there
 
 
@@ -41,6 +41,8 @@ class Stats:
     forced: int = 0  # accepted tokens that a grammar left no choice about
     copied: int = 0  # rounds whose draft copied text, if a drafter is joined with lookup
     sources: dict[str, int] = field(default_factory=dict)  # rounds by what their draft copied from (`CopyStats`)
+    predicted: int = 0  # tokens drafted from the request's prediction
+    predicted_right: int = 0  # of them, those that were accepted
     exits: dict[int, int] = field(default_factory=dict)  # rounds by exit layer, for a self-drafting target
     experts: float = 0.0  # sum over rounds: experts that the verify pass read in a layer, on average over layers
     kept: int = 0  # emitted tokens in a trimmed head's vocabulary
@@ -139,6 +141,7 @@ class Stats:
             **({"forced": self.forced} if self.forced else {}),
             **({"copied": self.copied} if self.copied else {}),
             **({"sources": dict(sorted(self.sources.items()))} if self.sources else {}),
+            **({"predicted": self.predicted, "predicted_right": self.predicted_right} if self.predicted else {}),
             **({"exits": dict(sorted(self.exits.items()))} if self.exits else {}),
             **({"experts_read": self.experts_read} if self.experts else {}),
             **({"diffusion": self.diffusion} if self.found else {}),

@@ -84,6 +84,7 @@ class Batch:
     draws: Draws
     lengths: Lengths  # the texts' lengths, which place the rows
     graphs: Graphs
+    early: bool = False  # whether a text may not end yet, so that stop ids are kept from its next rows
     confident: bool = False  # whether policies end the draft by the confidence of each token
     traced: bool = False  # whether a trace wants the draft and its probabilities
     aux_layers: tuple[int, ...] = ()  # depths of the target whose hidden rows the drafter reads after this round

@@ -145,7 +145,7 @@ def draws(r: Round, model: Model) -> bool:
     """Whether the verify pass draws the target's tokens itself (`Model.sampled`). Filters, penalties, grammars,
     log-probabilities and traces need the logits. The tokens are the same either way."""
     b = r.batch
-    wanted = b.traced or r.allowed is not None or any(request.logprobs for request in b.requests)
+    wanted = b.traced or b.early or r.allowed is not None or any(request.logprobs for request in b.requests)
     return model.samples and b.draws.kind != "filtered" and not b.draws.adjusts and not wanted
 
 
@@ -222,7 +222,7 @@ def accept(r: Round, model: Model, cache: KVCache) -> None:
     """Draw the target's tokens, unless the verify pass has, find the path that agrees with them, extend the texts and
     keep the path's K/V."""
     draws = r.batch.draws
-    name = "accept", r.draft.size, r.draft.tree, None if r.drawn else (draws.kind, draws.adjusts)
+    name = "accept", r.draft.size, r.draft.tree, None if r.drawn else (draws.kind, draws.adjusts, r.batch.early)
     r.batch.run(name, lambda: _accept(r, model, cache), attends=False, draws=False)
 
 
@@ -251,19 +251,33 @@ def _accept(r: Round, model: Model, cache: KVCache) -> None:
 
 def target_tokens(r: Round, model: Model) -> Tensor | Splits:
     """The target's own token after each row [rows] int64, or what `settle` reduces to it: what drafts must equal."""
-    draws, memory = r.batch.draws, r.batch.memory
+    draws, memory, early = r.batch.draws, r.batch.memory, r.batch.early
     if r.drawn:
         return memory.get("target", r.rows)
     logits, positions = memory.get("logits", r.rows), memory.get("positions", r.rows)
     if r.allowed is not None:
         logits = masked(logits, r.allowed)
+    if early:
+        logits = without_stop_ids(r, model.whole_logits(logits), positions)
     if draws.adjusts:
-        logits = adjusted(r, model.whole_logits(logits))
+        logits = adjusted(r, logits if early else model.whole_logits(logits))
     if r.places is not None:
         return draws.each(r.places // (r.draft.size + 1)).tokens(logits, positions)
-    if model.ranks and not draws.adjusts:
+    if model.ranks and not (draws.adjusts or early):
         return model.draw(draws, logits, positions)
     return draws.splits(logits, positions)
+
+
+def without_stop_ids(r: Round, logits: Tensor, positions: Tensor) -> Tensor:
+    """A copy of the logits [rows, V] at `positions` [rows], with -inf for the stop ids of a row whose text has too few
+    tokens to end. A row of which a grammar leaves nothing else keeps them."""
+    s, N = r.batch.state, r.draft.size
+    ids, earliest = (x.repeat_interleave(N + 1, 0) for x in (s.stop_ids, s.earliest))
+    if r.places is not None:
+        ids, earliest = ids[r.places], earliest[r.places]
+    found = logits.gather(1, ids)
+    out = logits.scatter(1, ids, found.masked_fill((positions < earliest).unsqueeze(1), float("-inf")))
+    return out if r.allowed is None else torch.where(out.isneginf().all(1, keepdim=True), logits, out)
 
 
 def adjusted(r: Round, logits: Tensor) -> Tensor:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from specker.model.sampling import pack, rules
-from specker.options import MAX_BIASES, Sampling
+from specker.options import MAX_BIASES, MAX_STOP_IDS, Sampling
 from specker.runtime.control.policy import Policy
 from specker.runtime.control.stats import Stats
 from specker.runtime.detokenize import Detokenizer
@@ -28,10 +28,12 @@ class Request:
     policy: Policy
     speculates: bool = True  # False: plain decoding
     asked: str | None = None  # the policy that it asks for (Params.policy)
+    prediction: list[int] = field(default_factory=list)  # tokens that probably follow the prompt (Params.prediction)
     prefixes: str | None = None  # which K/V of earlier texts it takes over (slots.py); None: as the engine says
     salt: str | None = None  # of the texts that it may copy from and joins when it ends (Params.cache_salt)
     reader: Detokenizer | None = None  # streaming detokenizer
     stop_ids: frozenset[int] = frozenset()
+    min_tokens: int = 0  # before which no stop id is drawn
     logprobs: int = 0  # of the most probable tokens, that each emitted token comes with
     traced: bool = True  # whether the trace holds its rounds
     on_progress: Callable[[int, int], None] | None = None  # called with (prefilled tokens, of all) of its prompt
@@ -75,6 +77,11 @@ class Request:
         return [self._salted, *self.token_ids[1:]] if self.salt else self.token_ids
 
     @property
+    def may_end(self) -> bool:
+        """Whether the next token may be a stop id."""
+        return len(self.token_ids) - self.prompt_length >= self.min_tokens
+
+    @property
     def tokens(self) -> list[int]:
         """The emitted tokens."""
         return self.token_ids[self.prompt_length :]
@@ -94,6 +101,8 @@ class State:
     rules: Tensor  # [n, 4] float32, penalties and min_p (sampling.rules)
     bias_ids: Tensor  # [n, MAX_BIASES] int64, then -1
     bias: Tensor  # [n, MAX_BIASES] float32, added to the logits of these ids
+    stop_ids: Tensor  # [n, MAX_STOP_IDS] int64, if there is a minimum of tokens; the rest repeats the first
+    earliest: Tensor  # [n] int64, the first position after which a stop id may be drawn
     unused: Tensor  # [n] bool, slots without a sequence, which pad a round of a fixed number of slots
     confidence: Tensor  # [n] float32, log-probability of the last draft token
     step: Tensor  # [1] int64: draft tokens in the window, when drafting one by one
@@ -139,6 +148,8 @@ class State:
             rules=rules(Sampling()).to(device).repeat(sequences, 1),
             bias_ids=ints(sequences, MAX_BIASES) - 1,
             bias=torch.zeros(sequences, MAX_BIASES, dtype=torch.float32, device=device),
+            stop_ids=ints(sequences, MAX_STOP_IDS),
+            earliest=ints(sequences),
             unused=torch.zeros(sequences, dtype=torch.bool, device=device),
             confidence=torch.zeros(sequences, dtype=scores, device=device),
             step=ints(1),
@@ -172,6 +183,11 @@ class State:
         self.window[slot, 0] = request.token_ids[-1]
         self.prompt[slot] = request.prompt_length
         self._sample(slot, request.sampling)
+        ids = sorted(request.stop_ids) if request.min_tokens else []
+        self.earliest[slot] = request.prompt_length - 1 + (request.min_tokens if ids else 0)
+        if ids:
+            padded = [*ids, *ids[:1] * (MAX_STOP_IDS - len(ids))]
+            self.stop_ids[slot] = torch.tensor(padded, dtype=torch.int64, device="cpu")
         self.unused[slot] = False
 
     def _sample(self, slot: int, sampling: Sampling) -> None:

@@ -5,8 +5,9 @@ The draft continues the longest recent suffix of the text that occurred before. 
 
     draft = text[p : p + k]     p = the latest position with text[p - n : p] = text[-n:], for the largest possible n
 
-where `text` is the text itself, one that the engine ended earlier, or a file of the user. Where several positions have
-the longest suffix, the draft follows most of them at each token (cpu/suffixes.py). A tree merges common prefixes.
+where `text` is the text itself, what the request predicts of it, one that the engine ended earlier, or a file of the
+user. Where several positions have the longest suffix, the draft follows most of them at each token (cpu/suffixes.py).
+A tree merges common prefixes.
 
 The published method always drafts the same k. But a match of one token is right in a third of the cases, one of eight
 tokens in four of five, and a wrong token costs its row in the verify pass. Policy `auto` takes the k with the most
@@ -27,7 +28,18 @@ from typing import TYPE_CHECKING
 from specker.fields import check_fields, opt, option
 from specker.options import Options
 from specker.runtime.control.auto import ENGINE_DECAY, TEXT_DECAY, Share, shorter
-from specker.runtime.control.policy import AUTO, CONFIDENT, LENGTHS, MAX_NODES, OWN, Budget, Match, Outcome, Policy
+from specker.runtime.control.policy import (
+    AUTO,
+    CONFIDENT,
+    LENGTHS,
+    MAX_NODES,
+    OWN,
+    PREDICTION,
+    Budget,
+    Match,
+    Outcome,
+    Policy,
+)
 from specker.runtime.strategies.base import DraftContext, Plan, PolicyContext, Strategy
 
 if TYPE_CHECKING:
@@ -140,7 +152,7 @@ class NgramPolicy(Policy):
     def rate_of(self, matched: int, source: str = OWN) -> float:
         """a_n of the docstring above, for n = `matched`."""
         key = source, counted(matched)
-        worth = matched if source == OWN else max(1, matched - OTHERS)
+        worth = matched if source in (OWN, PREDICTION) else max(1, matched - OTHERS)
         prior = self.earlier.get(key, UNTRIED).mean(RATES[min(worth, len(RATES)) - 1])
         return self.shares.get(key, UNTRIED).mean(prior)
 

@@ -1,4 +1,4 @@
-"""The drafter that copies: from the text itself, from texts that ended, and from a corpus."""
+"""The drafter that copies: from a prediction, from the text itself, from texts that ended, and from a corpus."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from specker.cpu.suffixes import NOTHING, Copy, Index, new_index
-from specker.runtime.control.policy import CORPUS, OWN, PAST, Match, Offer
+from specker.runtime.control.policy import CORPUS, OWN, PAST, PREDICTION, Match, Offer
 from specker.runtime.control.stats import CopyStats
 from specker.runtime.round.drafter import Draft, Drafter
 from specker.runtime.strategies.lookup import SUFFIXES
@@ -50,6 +50,7 @@ class LookupDrafter(Drafter):
         self.suffixes = SUFFIXES
         self.pools = Pools() if shares else None
         self._indices: dict[Request, Index] = {}
+        self._predictions: dict[Request, Index] = {}
         if file is not None and self.pools is not None:
             file.read(self.pools)
         self._written = 0 if self.pools is None else self.pools.added
@@ -58,7 +59,7 @@ class LookupDrafter(Drafter):
     def memory(self) -> int:
         """About the bytes of the texts that drafts copy from: running ones, ended ones and the corpus."""
         kept = [pool for pool in (self.pools, self.corpus) if pool is not None]
-        return sum(each.bytes for each in (*self._indices.values(), *kept))
+        return sum(each.bytes for each in (*self._indices.values(), *self._predictions.values(), *kept))
 
     def prepare(self, requests: list[Request]) -> Offer:
         self._follow(requests)
@@ -73,11 +74,20 @@ class LookupDrafter(Drafter):
             index = self._indices.get(request)
             if index is None:
                 index = self._indices[request] = new_index(*self.suffixes)
+                if request.prediction:
+                    self._predictions[request] = self._predicted(request)
             if len(index) < len(request.token_ids):
                 index.append(request.token_ids[len(index) :])
 
+    def _predicted(self, request: Request) -> Index:
+        """An index of the prediction behind the prompt's last tokens: the answer's first draft is its beginning."""
+        index = new_index(*self.suffixes)
+        index.append(request.token_ids[: request.prompt_length][-self.suffixes[1] :] + request.prediction)
+        return index
+
     def _end(self, request: Request) -> None:
         del self._indices[request]
+        self._predictions.pop(request, None)
         if self.pools is not None and request.salt is not None and request.finished not in FAILED:
             self.pools.add(request.salt, request.token_ids)
 
@@ -99,12 +109,15 @@ class LookupDrafter(Drafter):
         return [Match(copy.matched, len(copy.tokens), source) for source, copy in found if source == OWN or copy.tokens]
 
     def _copy(self, request: Request, source: str, depth: int, nodes: int, width: int) -> Copy:
-        pool = self._pool(request, source)
+        pool, most = self._pool(request, source), self.suffixes[1]
         index = self._indices[request] if source == OWN else None if pool is None else pool.index
+        if source == PREDICTION:
+            index = self._predictions.get(request)
         if index is None or not nodes:
             return NOTHING
-        most = self.suffixes[1]
-        return index.draft(request.token_ids[-most:], most, depth, nodes, width)
+        copy = index.draft(request.token_ids[-most:], most, depth, nodes, width)
+        from_prompt = source == PREDICTION and copy.place < min(most, request.prompt_length)
+        return NOTHING if from_prompt else copy
 
     def _pool(self, request: Request, source: str) -> Pool | None:
         if source == PAST and self.pools is not None and request.salt is not None:
@@ -128,4 +141,4 @@ class LookupDrafter(Drafter):
         return draft
 
 
-SOURCES = (OWN, PAST, CORPUS)
+SOURCES = (PREDICTION, OWN, PAST, CORPUS)  # of equals, the first one is copied
