@@ -12,7 +12,7 @@ from specker.checkpoints.buffers import Storage, part_of
 from specker.checkpoints.gguf.cache import converted, file_of
 from specker.checkpoints.parse import read_json, reason
 from specker.checkpoints.pieces import Piece
-from specker.model.config import CheckpointError, ModelConfig
+from specker.model.config import CheckpointError, ModelConfig, no_source
 from specker.model.weights import Matrix
 
 CONFIG_FILES = ["*.json", "*.model", "*.txt", "*.jinja"]  # config, generation config, tokenizer, chat template
@@ -34,9 +34,7 @@ def folder_of(source: str | Path, weights: bool, formats: tuple[str, ...] = ("*.
         raise CheckpointError(f"{path} is a file; give a GGUF file, or the checkpoint's folder with its config.json")
     if isinstance(source, Path) or not re.fullmatch(r"[A-Za-z0-9][\w.-]*/[\w.-]+", source):
         kind = "file" if path.suffix == ".gguf" else "folder"
-        raise CheckpointError(
-            f"there is no {kind} {path}; give a checkpoint's folder, a GGUF file or a hub id such as Qwen/Qwen3-0.6B"
-        )
+        raise CheckpointError(no_source(f"{kind} {path}"))
     from huggingface_hub import snapshot_download
 
     patterns = CONFIG_FILES + ([*formats] if weights else [])

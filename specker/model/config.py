@@ -8,6 +8,12 @@ class CheckpointError(ValueError):
     """The checkpoint cannot be used. The message is one sentence: what is wrong and what to do."""
 
 
+def no_source(missing: str, *others: str) -> str:
+    """The message for a checkpoint that is not there: what to give instead, `others` too."""
+    *kinds, last = "a checkpoint's folder", "a GGUF file", "a hub id such as Qwen/Qwen3-0.6B", *others
+    return f"there is no {missing}; give {', '.join(kinds)} or {last}"
+
+
 class KV(NamedTuple):
     """The heads of a layer that attends, of K and V. A head of q is as wide."""
 

@@ -17,7 +17,7 @@ from specker.runtime.control.choose import NONE
 from specker.runtime.control.policy import Budget, Fixed, Policy
 from specker.runtime.loop import Loop
 from specker.runtime.round.drafter import Draft, Resume
-from specker.runtime.round.round import accept, collect, draws, launch, send, verify
+from specker.runtime.round.round import accept, collect, draws, launch, send, shorten_drafts, verify
 from specker.runtime.round.state import Request
 from specker.runtime.session import Session
 from specker.runtime.strategies.base import Plan
@@ -33,6 +33,7 @@ DRAFT_SIZES = 0, 4, 1, 8, 16, 2  # tokens, the most informative number first
 CHUNK_ROWS = *range(64, 512, 64), *range(512, 2049, 256)  # of the chunks of prompts that are prefilled
 
 DRAWS = Sampling(), Sampling(temperature=1.0), Sampling(temperature=1.0, top_p=0.5, top_k=2)  # one of each kind
+PENALISED = tuple(replace(sampling, presence_penalty=1.0) for sampling in DRAWS)
 
 
 def warm_up(
@@ -63,6 +64,10 @@ def warm_up(
                 _on_the_host(loop, Params.of(**how), policy().confident)
         if on_progress is not None and not loop.fixed:  # otherwise the rounds of fixed shape are most of the work
             on_progress(done, len(taken) + 1)
+    if loop.fixed and loop.drafter is not None:
+        with session.alone():
+            for sampling in PENALISED:
+                _on_the_host(loop, Params(sampling=sampling), policy().confident)
     if loop.graphs.capture:  # torch's linears load their kernels on the first call with a similar number of rows
         for length in _prompts(Chunks.of(loop.target.config), loop.target.config.max_context - 3):
             _decode(session, length + 1, 2, True)
@@ -120,7 +125,7 @@ def warm_rounds(
     # A verify pass that draws the tokens and one that writes logits are different graphs. So is the acceptance after
     # logits for each kind of draws, with and without penalties; it does not depend on the KV bucket.
     plain = [Params(sampling=sampling) for sampling in DRAWS]
-    penalised = [Params(sampling=replace(sampling, presence_penalty=1.0)) for sampling in DRAWS]
+    penalised = [Params(sampling=sampling) for sampling in PENALISED]
     told = [Params(sampling=sampling, logprobs=1) for sampling in DRAWS[:2] if loop.target.samples]
     every = [*plain, *penalised, *told]
     sizes = dict.fromkeys(min(1 << i, loop.size) for i in range(loop.size.bit_length() + 1))
@@ -249,15 +254,24 @@ def _text(ids: list[int], params: Params) -> Request:
 
 @torch.inference_mode()
 def _on_the_host(loop: Loop, params: Params, confident: bool) -> None:
-    """A round that the host places, such as a text's first: other forms of the kernels than captured rounds use."""
+    """A round that the host places, such as a text's first: other forms of the kernels than captured rounds use. In a
+    batch also one of two texts that verify unequally many rows, where drafts allow it."""
     length = loop.largest.depth + 2
     if length + loop.batches.lookahead > loop.target.config.max_context:
         return
-    _texts(loop, 1, length, params)
-    if all(cache.extend(0, loop.slots.columns(length)) for cache in loop.slots.caches):
-        r = loop.new_round(loop.largest, False)
-        r.batch.confident = confident
-        launch(r, loop.target, loop.cache, loop.drafters)
+    for n in range(1, min(2, loop.size) + 1):
+        _texts(loop, n, length, params)
+        columns = loop.slots.columns(length)
+        if all(cache.extend(slot, columns) for cache in loop.slots.caches for slot in range(n)):
+            r = loop.new_round(loop.largest, False)
+            r.batch.confident = confident
+            launch(r, loop.target, loop.cache, loop.drafters)
+            if n > 1 and r.draft.size:
+                r.draft.draft_lengths = [r.draft.size, 0]
+                if (places := shorten_drafts(r, loop.target)) is not None:
+                    r.places = places
+                    verify(r, loop.target, loop.cache)
+                    accept(r, loop.target, loop.cache)
     loop.clear()
 
 

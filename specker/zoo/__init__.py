@@ -12,6 +12,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from specker.model.config import no_source
+
 
 def _folder() -> Path:
     """Where the models are: beside the package in a clone, else in the installed specker_models."""
@@ -40,10 +42,7 @@ def source_of(source: Any) -> Any:
     if not isinstance(source, str) or "/" in source or source.endswith(".gguf") or Path(source).expanduser().exists():
         return source
     if source not in NAMES:
-        raise ValueError(
-            f"there is no folder {source}; give a checkpoint's folder, a GGUF file, a hub id such as Qwen/Qwen3-0.6B "
-            f"or a bundled checkpoint: {', '.join(NAMES)}"
-        )
+        raise ValueError(no_source(f"folder {source}", f"a bundled checkpoint: {', '.join(NAMES)}"))
     return path(source)
 
 

@@ -22,6 +22,7 @@ import specker
 from bench.kernels.bench_layer_group import SHAPES as WIDTHS
 from specker.checkpoints import buffers, checkpoint
 from specker.kernels import prefetch
+from specker.kernels.adjust_rows import adjust_rows
 from specker.kernels.variant import Counters, counters
 from specker.model.cache import KVCache
 from specker.model.decoder import Model, forward
@@ -31,6 +32,7 @@ from specker.options import Sampling
 from specker.runtime.control.policy import Budget, Fixed
 from specker.runtime.engine import fixed_shapes
 from specker.runtime.loop import Loop
+from specker.runtime.round import round as rounds
 from specker.runtime.round.batch import Batch, Shape
 from specker.runtime.round.drafter import Draft
 from specker.runtime.round.graphs import Graphs
@@ -706,6 +708,32 @@ def test_a_warm_up_covers_every_filter(strategy, monkeypatch):
         engine.generate([5, 9], 5, **how)
         engine.generate(list(range(60)), 5, **how)
     assert seen == warm and len([kind for kind in warm if kind[-1]]) == 5
+
+
+def test_a_warm_up_covers_unequal_drafts(pairs, tmp_path, monkeypatch):
+    """Of two texts one has left the draft's context: the host places the round, and the texts verify unequally many
+    rows. Their logits take other forms of the kernels of penalties and draws."""
+    seen = set()
+
+    def adjust(logits, text, prompt, length, window, numbers, parents, places, *rest, **more):
+        seen.add(("adjust", places is not None))
+        return adjust_rows(logits, text, prompt, length, window, numbers, parents, places, *rest, **more)
+
+    def each(draws, which):
+        seen.add(("draws", draws.kind, draws.adjusts))
+        return of_each(draws, which)
+
+    of_each = Draws.each
+    monkeypatch.setattr(rounds, "adjust_rows", adjust)
+    monkeypatch.setattr(Draws, "each", each)
+    draft = make(tmp_path, "llama", layers=1, max_context=64)
+    engine = load((pairs[0], draft), graphs="on", draft_tokens=4, policy="fixed", batch_size=2)
+    engine.warmup()
+    warm = set(seen)
+    seen.clear()
+    for how in SAMPLING.values():
+        engine.generate([[7] * 100, [5, 9, 40]], 8, **how)
+    assert seen <= warm and {("adjust", True), ("draws", "filtered", True), ("draws", "greedy", False)} <= seen
 
 
 def test_long_blocks_are_placed_by_the_host():
