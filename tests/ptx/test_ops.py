@@ -84,10 +84,16 @@ from specker.kernels.quant import Quantized, packed
 numbers = packed(torch.arange(128, dtype=torch.uint8).remainder(16).expand(64, 128))
 eights = torch.arange(64 * 128).view(64, 128).to(torch.int8)
 ones = torch.ones(64, 1)
+fours = packed(torch.arange(16, dtype=torch.uint8).repeat(64, 8))
+torch.manual_seed(0)
+scale = (torch.randn(64, 4) * 2.0 ** torch.randint(-30, 17, (64, 4))).bfloat16()
+scale[0] = 0
 weights = (
     Quantized(numbers, torch.arange(256).remainder(253).to(torch.uint8).view(64, 4), None),
     Quantized(eights, ones, None),
-    Quantized(packed(torch.arange(16, dtype=torch.uint8).repeat(64, 8)), ones, None),
+    Quantized(fours, ones, None),
+    Quantized(fours, scale, None),
+    Quantized(fours, scale, (scale * torch.randn(64, 4) * 8).bfloat16()),
     Quantized(torch.where(eights & 127 == 127, 0, eights).view(torch.float8_e4m3fn), ones, None),  # without NaN
 )
 for weight in weights:
@@ -98,7 +104,9 @@ for weight in weights:
         print(weight.kind, equal, y.isfinite().all().item(), *simulation.problems())
 """
     rows = [line.split() for line in python("-c", program).splitlines()]
-    assert rows == [[kind, "True", "True"] for kind in ("mxfp4", "int8", "int4", "fp8") for _ in range(2)]
+    assert rows == [
+        [kind, "True", "True"] for kind in ("mxfp4", "int8", "int4", "int4", "int4", "fp8") for _ in range(2)
+    ]
 
 
 def test_a_norms_weight_is_read_before_the_wait_only_if_it_is_constant() -> None:
