@@ -154,6 +154,32 @@ for call in (*work, lambda: ops.residual.launch(x, x[None], norm, 1e-5, constant
         assert float(off[1]) == 0 and 0.53 < float(part[1]) <= 0.55 and abs(float(whole[1]) - 1) < 0.01
 
 
+def test_the_chosen_experts_next_matrices_are_prefetched_and_no_bit_changes() -> None:
+    program = """
+import torch
+from formulas import randn
+from ptx import ops
+from ptx.launches import simulated
+from specker.kernels import prefetch
+X, k = 6, 2
+gate_up, down = randn(X, 128, 192, dtype=torch.bfloat16), randn(X, 700, 1000, seed=1, dtype=torch.bfloat16)
+for T in (1, 70):
+    chosen, _, *places = ops.choices(T, X, k)
+    outs, bytes_ = [], len(chosen.unique()) * down[0].nbytes
+    for prefetch.MEBIBYTES in (0, 1, 16):
+        with simulated(90) as simulation:
+            outs.append(ops.experts.launch(randn(T, 192, dtype=torch.bfloat16), gate_up, chosen, *places, "silu_mul",
+                following=down))
+        assert not simulation.problems(), simulation.problems()
+        (report,) = [each.report for each in simulation.launches]
+        print(report.prefetched / bytes_, report.prefetched / 2**20, report.read_bytes, torch.equal(outs[0], outs[-1]))
+"""
+    rows = [line.split() for line in python("-c", program).splitlines()]
+    for off, part, whole in (rows[:3], rows[3:]):
+        assert off[2:] == part[2:] == whole[2:] and off[3] == "True"
+        assert float(off[0]) == 0 and 0.5 < float(part[1]) <= 1 and abs(float(whole[0]) - 1) < 0.01
+
+
 def test_a_text_is_read_once_a_sequence_and_not_by_each_row() -> None:
     program = """
 import torch
