@@ -53,7 +53,7 @@ def calls(args: Args, kind: str) -> Iterator[tuple[str, Call]]:
 
     def matrix(*shape: int) -> Matrix:
         plain = drawn(*shape) / shape[-1] ** 0.5
-        return plain if kind == "bfloat16" else quantised(plain, kind)
+        return plain if kind == "bfloat16" else quantised(plain, kind).for_bfloat16()
 
     for columns, outputs, epilogue in LINEARS:
         E, O = columns // by, outputs // by

@@ -34,7 +34,7 @@ def build(T: int, k: int, noisy: bool = False, kind: str | None = None, width: i
         DTYPE
     )
     centroids = centroids.to(DTYPE)
-    weight = plain if kind is None else quantised(plain, kind)
+    weight = plain if kind is None else quantised(plain, kind).for_bfloat16()
     ids = torch.randperm(C * R, device=DEVICE, generator=g).view(C, R)
     noise = Noise(1, torch.arange(T, device=DEVICE), 0.7) if noisy else None
     fixed, kept = plain[: CHOSEN * R].contiguous(), ids.flatten()[: CHOSEN * R].contiguous()

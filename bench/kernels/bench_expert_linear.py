@@ -70,7 +70,7 @@ def build(model: str, T: int, epilogue: str, kind: str | None = None) -> Built:
     route = expert_route(logits, k)
     plain = weights(X, 2 * wide, E) if epilogue == "silu_mul" else weights(X, E, wide)
     x = torch.randn(*((T, E) if epilogue == "silu_mul" else (T, k, wide)), dtype=DTYPE, device=DEVICE)
-    weight = quantised(plain, kind) if kind else plain
+    weight = quantised(plain, kind).for_bfloat16() if kind else plain
 
     def ours(rows: slice = slice(None)) -> Tensor:
         experts, scores, *places = route if rows == slice(None) else expert_route(logits[rows], k)

@@ -62,7 +62,7 @@ def build(T: int, E: int, O: int, epilogue: str, G: int) -> Built:
 def build_quantised(T: int, E: int, O: int, epilogue: str, kind: str, group: int | None) -> Built:
     x = torch.randn(T, E, dtype=DTYPE, device=DEVICE)
     plain = torch.randn(O, E, dtype=DTYPE, device=DEVICE) / E**0.5
-    weight = quantised(plain, kind, group)
+    weight = quantised(plain, kind, group).for_bfloat16()
 
     def check() -> None:
         restored = weight.dequantised(DTYPE)

@@ -34,7 +34,7 @@ def build(T: int, k: int, noisy: bool = False, kind: str | None = None) -> Built
     whole = torch.randn(WHOLE, E, dtype=DTYPE, device=DEVICE, generator=g) / E**0.5
     kept = torch.randperm(WHOLE, device=DEVICE, generator=g)[:KEPT].sort().values
     plain = whole[kept].contiguous()
-    weight = plain if kind is None else quantised(plain, kind)
+    weight = plain if kind is None else quantised(plain, kind).for_bfloat16()
     noise: Noise | None = (1, torch.arange(T, device=DEVICE), 0.7) if noisy else None
 
     def ours() -> tuple[Tensor, Tensor, Tensor]:

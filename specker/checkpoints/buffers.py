@@ -79,7 +79,8 @@ class Storage:
             return source.dequantised(self.dtype) if made is None else made
         if isinstance(source, Packed):
             source = quant.joined(source.quantised())
-        return source.to(self.device)
+        source = source.to(self.device)
+        return source.for_bfloat16() if (self.device.type, self.dtype) == ("cuda", torch.bfloat16) else source
 
     def covers(self, name: str) -> bool:
         """Whether the checkpoint has the matrix `name` (a tensor's full name) in eight or four bits."""

@@ -320,6 +320,8 @@ def _packed(w: Quantized) -> Packed | None:
     scale, shift = (None if x is None else x.repeat_interleave(times, -1) for x in (w.scale, w.shift))
     assert scale is not None
     halves = scale.dtype == torch.float16
+    if scale.dtype == torch.bfloat16:
+        scale, shift = scale.float(), None if shift is None else shift.float()
     if w.kind == "mxfp4":
         return pack(Numbers("mxfp4", unpacked(w.q), scale))
     if w.kind == "int4":

@@ -15,6 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from specker.kernels.prefetch import NONE, Prefetch, prefetch_of, prefetch_share
 from specker.kernels.quant import Format, Matrix, Quantized, arguments_of, constexprs_of, format_of, streams, types_of
 from specker.kernels.registry import register, takes
 from specker.kernels.row_linear import GATES, gate_mul, merge_variant, row_linear
@@ -47,6 +48,8 @@ def expert_linear(
     epilogue: str = "none",
     scores: Tensor | None = None,
     bias: Tensor | None = None,
+    *,
+    following: Matrix | None = None,
 ) -> Tensor:
     """A linear layer in which each row has k experts of X, such as `expert_route` chooses.
 
@@ -71,6 +74,8 @@ def expert_linear(
             `residual_merge` adds up in order to the same bits.
         scores: [T, k] float32 (float64 for float64), for "sum" and "split" only.
         bias: [X, O] of x's dtype, or None.
+        following: the matrices [X, .., ..] of the product that reads the result, of which SPECKER_PREFETCH prefetches
+            the chosen experts' (kernels/prefetch.py).
 
     Returns:
         [T, k, O] for "none", [T, k, O / 2] with a gate, [T, O] for "sum", all in x's dtype; [S * k, T, O] float32
@@ -91,7 +96,7 @@ def expert_linear(
         >>> expert_linear(torch.tensor([[3.0, 4.0]]), weight + weight, experts, *rows, "sum", scores).tolist()
         [[6.0, 8.0]]
     """
-    return _expert_linear(x, weight, experts, order, starts, epilogue, scores, bias)
+    return _expert_linear(x, weight, experts, order, starts, epilogue, scores, bias, following)
 
 
 class Arguments(NamedTuple):
@@ -103,11 +108,12 @@ class Arguments(NamedTuple):
     epilogue: str = "none"
     scores: Tensor | None = None
     bias: Tensor | None = None
+    following: Matrix | None = None
 
 
 @takes(Arguments)
 def expert_linear_ref(args: Arguments) -> Tensor:
-    x, weight, experts, order, starts, epilogue, scores, bias = args
+    x, weight, experts, order, starts, epilogue, scores, bias, _ = args
     (T, k), O, E = experts.shape, *weight.shape[1:]
     if x.is_cpu:
         _check_choices(order, starts)
@@ -157,7 +163,7 @@ def _check_choices(order: Tensor, starts: Tensor) -> None:
 def expert_linear_cost(args: Arguments) -> tuple[int, int]:
     """(bytes, flops) that any implementation needs: x, the chosen experts' matrices and biases and the routing read
     once, the result written."""
-    x, weight, experts, order, starts, epilogue, scores, bias = args
+    x, weight, experts, order, starts, epilogue, scores, bias, _ = args
     (T, k), (X, O, E) = experts.shape, weight.shape
     out = {"sum": T * O, **dict.fromkeys(GATES, T * k * O // 2)}.get(epilogue, T * k * O)
     written = out * (sum_dtype(x.dtype) if epilogue == "split" else x.dtype).itemsize
@@ -181,6 +187,7 @@ def _expert_linear_kernel(
     starts_ptr,  # [X + 1]
     scores_ptr,  # [T, K]; not read unless WEIGHTED
     bias_ptr,  # [X, O], or None
+    following_ptr,  # what PREFETCH describes, for each expert, or None
     y_ptr,  # [T, K, O], or [T, K, O / 2] with GATE; with PARTS float32 [SPLITS, T, K, O], WEIGHTED [K, SPLITS, T, O]
     T,
     X: tl.constexpr,
@@ -200,6 +207,7 @@ def _expert_linear_kernel(
     KIND: tl.constexpr,
     GROUP: tl.constexpr,
     LEFT: tl.constexpr,
+    PREFETCH: tl.constexpr,
     SM: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -217,7 +225,13 @@ def _expert_linear_kernel(
     i_x = tl.sum((b_ends <= i_tile).to(tl.int32), axis=0)
     if i_x >= X:  # no tile is left
         return
-    first = tl.load(starts_ptr + i_x) + (i_tile - tl.max(tl.where(b_ends <= i_tile, b_ends, 0), axis=0)) * M
+    i_own = i_tile - tl.max(tl.where(b_ends <= i_tile, b_ends, 0), axis=0)  # the tile's number among its expert's
+    if PREFETCH[0]:  # noqa: SIM102 - a constant condition: without programs following_ptr is None
+        if i_own == 0:
+            p = following_ptr + i_x.to(tl.int64) * (PREFETCH[1] * PREFETCH[2])
+            i_program = tl.program_id(1) + tl.program_id(2) * tl.num_programs(1)
+            prefetch_share(p, i_program, PREFETCH, tl.sum((b_count > 0).to(tl.int32), axis=0))
+    first = tl.load(starts_ptr + i_x) + i_own * M
     stop = tl.load(starts_ptr + i_x + 1)
     o_place = first + tl.arange(0, M)
     m_m = o_place < stop
@@ -279,7 +293,7 @@ def _expert_linear_kernel(
 
 @lru_cache(maxsize=256)
 def _variants(
-    product: Product, X: int, k: int, epilogue: str, each: bool, bias: bool = False
+    product: Product, X: int, k: int, epilogue: str, each: bool, bias: bool = False, prefetch: Prefetch = NONE
 ) -> tuple[Variant, Variant | None]:
     """The kernel, and the merge kernel if K is split or for "sum". `product` without G and split, which follow from
     the rest.
@@ -290,7 +304,7 @@ def _variants(
     * Mixtral, 2 of 8: 4096 -> 28672 is 448 tiles, 14336 -> 4096 64 times two splits.
     With more rows the programs are more of the same. A tile of 64 rows is mostly empty: at 8 rows of 8 choices of 128
     experts, 51 experts have a row or two. Its empty rows are zeros that are written to shared memory and multiplied
-    there, but not read. No weight is prefetched before the wait, since the expert is not known then.
+    there, but not read. Nothing is prefetched before the wait, since the expert is not known then.
     """
     dtype, O, E, arch, _, _, _, form, few = product
     weighted, gate = epilogue in ("sum", "split"), GATES.get(epilogue, "")
@@ -304,6 +318,9 @@ def _variants(
     parts = weighted or splits > 1
     name = f"{t} X{X} k{k} {E}->{O}" + " each" * each + f" {epilogue}" * (epilogue != "none")
     name += " bias" * bias + ("" if form is None else f" {form}") + " few" * few
+    if prefetch.programs:  # those of an expert
+        name += f" prefetch {prefetch.rows}x{prefetch.lines}"
+        prefetch = prefetch._replace(programs=-(-O // n) * splits)
     smoke = dtype == torch.bfloat16 and (X, k, form) == (128, 8, None) and epilogue in ("silu_mul", "split")
     stream = Variant(
         name=name,
@@ -315,6 +332,7 @@ def _variants(
             "*i32",
             "*fp32" if weighted else "*i32",  # without scores the launcher passes `order`
             f"*{t}" if bias else None,
+            "*u8" if prefetch.programs else None,
             "*fp32" if parts else f"*{t}",
             "i32",
         ),
@@ -335,6 +353,7 @@ def _variants(
             "WEIGHTED": weighted,
             **constexprs_of(form),
             "LEFT": left,
+            "PREFETCH": prefetch,
         },
         num_warps=4,
         num_stages=stages,
@@ -396,15 +415,18 @@ def variants(arch: int) -> Iterator[Variant]:
         ):
             product = Product(bf16, O, E, 90, form=form, few=True)
             yield from (v for v in _variants(product, X, k, epilogue, each) if v is not None)
+        product = Product(bf16, 1536, 2048, 90, few=True)
+        yield _variants(product, 128, 8, "silu_mul", False, prefetch=Prefetch(132, 2048, 1536, 128))[0]
 
 
 @takes(Arguments)
 def launch(args: Arguments) -> Tensor:
-    x, weight, experts, order, starts, epilogue, scores, bias = args
+    x, weight, experts, order, starts, epilogue, scores, bias, following = args
     (T, k), (X, O, E), on = experts.shape, weight.shape, arch(x.device)
     few = few_rows(T * k // X, on)  # rows of an expert
     product = Product(x.dtype, O, E, on, sms=sms(x.device), form=format_of(weight), few=few)
-    stream, merge = _variants(product, X, k, epilogue, x.dim() == 3, bias is not None)
+    w, prefetch = prefetch_of(following, experts=True)
+    stream, merge = _variants(product, X, k, epilogue, x.dim() == 3, bias is not None, prefetch)
     sizes = stream.constexprs
     M, splits, columns = sizes["M"], sizes["SPLITS"], O // 2 if epilogue in GATES else O
     if epilogue == "split":
@@ -420,14 +442,14 @@ def launch(args: Arguments) -> Tensor:
     order = order.contiguous()
     own = order if scores is None else scores.contiguous()  # `order` is a dummy, not read
     bias = None if bias is None else bias.contiguous()
-    stream(grid, x.contiguous(), *arguments_of(weight), order, starts.contiguous(), own, bias, out, T)
+    stream(grid, x.contiguous(), *arguments_of(weight), order, starts.contiguous(), own, bias, w, out, T)
     if merge is not None:
         merge((rows, -(-columns // merge.constexprs["BLOCK"])), out, x, y, rows)
     return y
 
 
 def _check(args: Arguments) -> None:
-    x, weight, experts, order, starts, epilogue, scores, bias = args
+    x, weight, experts, order, starts, epilogue, scores, bias, following = args
     if (
         experts.dim() != 2
         or weight.dim() != 3
@@ -466,6 +488,8 @@ def _check(args: Arguments) -> None:
         )
     if bias is not None and (bias.shape != weight.shape[:2] or bias.dtype != x.dtype):
         raise ValueError(f"bias must be {list(weight.shape[:2])} {x.dtype}, got {list(bias.shape)} {bias.dtype}")
+    if following is not None and (following.dim() != 3 or len(following) != len(weight)):
+        raise ValueError(f"following must be [{len(weight)}, .., ..], got {[*following.shape]}")
     same_device(x, experts=experts, order=order, starts=starts, scores=scores, bias=bias)
 
 

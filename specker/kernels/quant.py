@@ -17,7 +17,7 @@ kinds of q:
   usually for 32 columns.
 
 The other kinds' scales and shifts are both float16 if that is exact, else both float32. Formats with zero points have
-shift = -zero * scale.
+shift = -zero * scale. On a GPU, a model in bfloat16 rounds int4's to bfloat16 when it is loaded (`for_bfloat16`).
 Sources: GGUF's block formats (ggml-common.h), compressed-tensors, GPTQ (arXiv 2210.17323), AWQ (arXiv 2306.00978), and
 the OCP Microscaling Formats (MX) Specification 1.0.
 """
@@ -38,6 +38,7 @@ HALF = 16  # columns in each half of a block of four bits
 LARGEST = {"int8": 127.0, "fp8": 448.0}  # the largest q
 LEAST = {"int8": 16, "fp8": 16, "int4": 2 * HALF, "mxfp4": 2 * HALF}  # a group is a multiple of this
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # the numbers of mxfp4; 8 more are their negatives
+SCALES = torch.float16, torch.bfloat16, torch.float32, torch.uint8  # dtypes of scales; uint8: mxfp4's
 CHUNK = 1 << 22  # weights quantised or restored at a time
 
 
@@ -73,7 +74,7 @@ class Quantized:
     """A matrix [.., O, E]. Indexing selects along all dimensions but the last, as with a tensor."""
 
     q: Tensor  # [.., O, E] int8 or float8_e4m3fn; [.., O, E / 2] uint8 for int4 and mxfp4
-    scale: Tensor  # [.., O, E / group] float16 or float32; uint8 for mxfp4
+    scale: Tensor  # [.., O, E / group] float16, bfloat16 or float32; uint8 for mxfp4
     shift: Tensor | None  # like scale; None: no shift
 
     @property
@@ -123,6 +124,13 @@ class Quantized:
         only where a row has one scale."""
         return self.shift is None and self.kind != "mxfp4" and (self.group == self.shape[-1] or self.group % 128 == 0)
 
+    def for_bfloat16(self) -> "Quantized":
+        """The matrix for activations in bfloat16: int4 whose scales and shifts are rounded to it, too, so that kernels
+        on sm_90 compute two weights at a time; others, and int4 of which sums are scaled, as they are."""
+        if self.kind != "int4" or self.scales_sums:
+            return self
+        return Quantized(self.q, self.scale.bfloat16(), None if self.shift is None else self.shift.bfloat16())
+
     @property
     def arguments(self) -> tuple[Tensor, Tensor, Tensor | None]:
         """q, scale and shift for the Triton kernels: contiguous; float8 as int8, which every device can load, and four
@@ -152,7 +160,7 @@ class Quantized:
         same_device(self.q, scale=scale, shift=self.shift)
         groups = scale.shape[-1] if scale.dim() else 0
         kinds = (torch.uint8,) if scale.dtype == torch.uint8 else KINDS.values()
-        if self.q.dtype not in kinds or scale.dtype not in (torch.float16, torch.float32, torch.uint8):
+        if self.q.dtype not in kinds or scale.dtype not in SCALES:
             raise ValueError(f"unknown kind of matrix: q {self.q.dtype}, scale {scale.dtype}")
         if self.kind == "mxfp4" and self.shift is not None:
             raise ValueError(f"mxfp4 has no shift, got {[*self.shift.shape]}")
@@ -254,7 +262,7 @@ def _restored(w: Quantized) -> Tensor:
     q = unpacked(w.q) if w.kind == "int4" else w.q.to(torch.float32)
     if w.kind == "int4" and w.shift is None:
         q = q - 8.0
-    single = w.shift is None or w.scale.dtype == torch.float16  # then the product is exact in float32, or the only step
+    single = w.shift is None or w.scale.dtype != torch.float32  # then the product is exact in float32, or the only step
     q = q.to(torch.float32 if single else torch.float64).unflatten(-1, (-1, w.group))
     q = q.mul_(w.scale.to(q.dtype).unsqueeze(-1))
     if w.shift is not None:
@@ -300,7 +308,7 @@ def joined(parts: Sequence[Quantized], stack: bool = False) -> Quantized:
     join = torch.stack if stack else torch.cat
 
     def of(each: list[Tensor]) -> Tensor:
-        dtype = torch.float32 if any(x.dtype == torch.float32 for x in each) else each[0].dtype
+        dtype = each[0].dtype if len({x.dtype for x in each}) == 1 else torch.float32
         return join([as_bytes(x if x.element_size() == 1 else x.to(dtype)) for x in each]).view(dtype)
 
     shifts = [w.shift for w in parts if w.shift is not None]

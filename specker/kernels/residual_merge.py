@@ -250,7 +250,7 @@ def _variant(
         name=f"{t} P{P}{' split' * split}{' apart' * last} Q{Q} E{E}{' written' * (not constant)}"
         + f" prefetch {prefetch.rows}x{prefetch.lines}" * bool(prefetch.programs),
         kernel=_residual_merge_kernel,
-        arguments=(f"*{t}", "*fp32" if split else f"*{t}", *(f"*{t}",) * 4, f"*{t}" if prefetch.programs else None)
+        arguments=(f"*{t}", "*fp32" if split else f"*{t}", *(f"*{t}",) * 4, "*u8" if prefetch.programs else None)
         + ("i32", "fp32"),
         constexprs={"P": P, "Q": Q, "LAST": last, "SPLIT": split, "CONSTANT": constant, "E": E, "BLOCK": block}
         | {"PREFETCH": prefetch},

@@ -463,13 +463,13 @@ def variants(arch: int) -> Iterator[Variant]:
     for dtype, O, E, epilogue, form in (
         *((bf16, 4096, 4096, "none", form) for form in COMMON),
         (bf16, 28672, 4096, "silu_mul", Format("int8", 4096, f16, None)),
-        (bf16, 28672, 4096, "silu_mul", Format("int4", 32, f16, f16)),
-        (bf16, 20480, 2560, "gelu_tanh_mul", Format("int4", 32, f16, f16)),
+        (bf16, 28672, 4096, "silu_mul", Format("int4", 32, bf16, bf16)),
+        (bf16, 20480, 2560, "gelu_tanh_mul", Format("int4", 32, bf16, bf16)),
         (bf16, 4096, 14336, "split", Format("int8", 14336, f16, None)),
         (bf16, 4096, 14336, "split", Format("fp8", 128, f32, None)),
-        (bf16, 4096, 14336, "split", Format("int4", 128, f16, f16)),
+        (bf16, 4096, 14336, "split", Format("int4", 128, bf16, bf16)),
         (bf16, 128256, 4096, "float32", Format("int8", 16, f16, None)),  # GGUF's Q6_K
-        (bf16, 128256, 4096, "float32", Format("int4", 32, f16, f16)),
+        (bf16, 128256, 4096, "float32", Format("int4", 32, bf16, bf16)),
         (bf16, 2050, 1056, "silu_mul", Format("int4", 96, f16, f16)),
         (bf16, 4097, 1023, "none", Format("int8", 1023, f32, None)),
         (bf16, 4096, 4608, "silu_mul", Format("fp8", 48, f32, None)),  # tiles of 16 columns
@@ -482,7 +482,7 @@ def variants(arch: int) -> Iterator[Variant]:
     yield _variants(Product(bf16, 4096, 4096, arch, 4, form=COMMON[0]), "none", True)[0]
     if arch != 90:
         return
-    int8, fp8, int4 = (Format("int8", 14336, f16, None), Format("fp8", 128, f32, None), Format("int4", 32, f16, f16))
+    int8, fp8, int4 = (Format("int8", 14336, f16, None), Format("fp8", 128, f32, None), COMMON[3])
     forms: tuple[Format | None, ...]
     for O, E, epilogue, forms in (
         (4096, 4096, "split", (None,)),

@@ -155,7 +155,8 @@ def _stream_quantised(
     A tile of four bits takes two products: the columns in the low four bits of bytes, then the columns in the high four
     bits. As the left operand, a tile of eight bits takes two as well, of half its columns each, and so fewer registers.
     Triton would leave the last wgmma in flight while the next tile is decoded, and ptxas 12.8 and 12.9 then decode into
-    registers that it may still read; `_arrived` waits for it. `make static` reports such writes."""
+    registers that it may still read; `_arrived` waits for it. `make static` reports such writes. With PAIRS, weights
+    are 2^-24 of their size (`_int4_pairs`), and so are the sums in the loop."""
     SHIFT: tl.constexpr = shift_ptr is not None
     PACK: tl.constexpr = 4 if w_ptr.dtype.element_ty == tl.int16 else 1  # numbers per element of the weight
     HALVES: tl.constexpr = LEFT and PACK == 1 and BLOCK_E >= 32  # a product takes at least 16 columns
@@ -163,6 +164,9 @@ def _stream_quantised(
     SETS: tl.constexpr = E // GROUP  # scales per row
     # Quantized.scales_sums; on sm_80 a tile's own sums would spill.
     EXACT: tl.constexpr = not SHIFT and KIND != "mxfp4" and (SETS == 1 or (GROUP % 128 == 0 and SM != 80))
+    IN_BF16: tl.constexpr = KIND == "int4" and scale_ptr.dtype.element_ty == tl.bfloat16  # Quantized.for_bfloat16
+    INTEGERS: tl.constexpr = IN_BF16 or (EXACT and (KIND == "int4" or KIND == "int8"))
+    PAIRS: tl.constexpr = INTEGERS and SM == 90 and x_ptr.dtype.element_ty == tl.bfloat16
     o_x = o_m[:, None] * E
     o_w = o_n[:, None] * (E // PACK)
     b_acc = _zeros(M, N, LEFT)
@@ -195,7 +199,7 @@ def _stream_quantised(
                 m_x = m_x & (o_e < E)
             b_x = tl.load(x_ptr + o_x + o_e, mask=m_x, other=0.0)
             b_s, b_z = _part(b_scale, i_part, HALVES), _part(b_shift, i_part, HALVES)
-            b_v = _weights(b_w, b_s, b_z, i_part, EXACT, SHIFT, KIND, SM, b_x.dtype)
+            b_v = _weights(b_w, b_s, b_z, i_part, EXACT, PAIRS, SHIFT, KIND, SM, b_x.dtype)
             b_sum = _add_product(b_x, b_v, b_sum, LEFT)
         if EXACT and SETS > 1:
             b_acc = tl.fma(b_sum, _beside(b_scale, b_sum, LEFT), b_acc)
@@ -204,6 +208,8 @@ def _stream_quantised(
         else:
             b_acc = b_sum
         b_scale, b_shift = b_next, b_next_shift
+    if PAIRS:
+        b_acc *= 2.0**24
     if EXACT and SETS == 1:
         b_acc *= _beside(b_scale, b_acc, LEFT)
     return b_acc
@@ -303,12 +309,14 @@ def _weights(
     b_shift,  # [N, groups]; not read without SHIFT
     PART: tl.constexpr,
     EXACT: tl.constexpr,
+    PAIRS: tl.constexpr,
     SHIFT: tl.constexpr,
     KIND: tl.constexpr,
     SM: tl.constexpr,
     dtype: tl.constexpr,
 ):
-    """q * scale + shift, rounded once to float32 and then to dtype; with EXACT only q: [N, K]. fp8 comes as int8.
+    """q * scale + shift, rounded once to float32 and then to dtype; with EXACT only q: [N, K]. With PAIRS 2^-24 of it,
+    rounded once to bfloat16. fp8 comes as int8.
 
     Four bits: PART selects the low or the high ones of the bytes. For int4 `_four_bits` gives the number q of 0 to 15
     times 2^-22, so the scale is multiplied by 2^22, which is exact up to 2^105. Without shifts q stands for q - 8, and
@@ -316,10 +324,14 @@ def _weights(
     N: tl.constexpr = b_q.shape[0]
     GROUPS: tl.constexpr = b_scale.shape[1]
     K: tl.constexpr = b_q.shape[1] * (2 if b_q.dtype == tl.int16 else 1)
-    if EXACT and KIND == "int8" and SM == 90 and dtype == tl.bfloat16:
+    if PAIRS and KIND == "int8":
         return _int8_pairs(b_q)
-    if EXACT and KIND == "int4" and SM == 90 and dtype == tl.bfloat16:
-        b_0, b_4, b_8, b_12 = _int4_pairs(b_q)
+    if PAIRS and KIND == "int4":
+        b_scale = tl.full(b_scale.shape, 1.0, tl.float32) if EXACT else b_scale
+        b_shift = (b_shift if SHIFT else -8.0 * b_scale) * 2.0**-24
+        b_low = _scale_and_shift(b_scale * 2.0**109, b_shift, K // 2)
+        b_high = _scale_and_shift(b_scale * 2.0**105, b_shift, K // 2)
+        b_0, b_4, b_8, b_12 = _int4_pairs(b_q, b_low, b_high)
         return tl.reshape(tl.join(b_4, b_12) if PART else tl.join(b_0, b_8), (N, K))
     if KIND == "mxfp4" and SM > 0 and dtype == tl.bfloat16:
         b_bits = b_scale.to(tl.int32, bitcast=True)
@@ -406,51 +418,71 @@ def _e2m1_pairs(
 
 
 @triton.jit
-def _int8_pairs(b_q):
-    """int8 -> bfloat16, two at a time: 128 plus the lower seven bits, less 128, or 256 for a negative number. The first
-    are the bits of a bfloat16 below a 1, and the bit of the sign is the last of the exponent. Instructions that convert
-    integers run at a quarter of the others' rate."""
+def _scale_and_shift(
+    b_scale,  # [N, groups]
+    b_shift,  # [N, groups]
+    K: tl.constexpr,
+):
+    """Both in bfloat16, in one number of 32 bits: [N, K], adjacent ones for each group."""
+    b_low = b_scale.to(tl.bfloat16).to(tl.uint16, bitcast=True).to(tl.int32)
+    b = b_shift.to(tl.bfloat16).to(tl.uint16, bitcast=True).to(tl.int32) << 16 | b_low
+    b = tl.broadcast_to(b[:, :, None], (b.shape[0], b.shape[1], K // b.shape[1]))
+    return tl.reshape(b, (b.shape[0], K))
+
+
+@triton.jit
+def _int4_pairs(
+    b_q,  # [N, K] int16, four numbers each
+    b_low,  # [N, K] int32: 2^109 scale and 2^-24 shift; see `_scale_and_shift`
+    b_high,  # [N, K] int32: 2^105 scale and 2^-24 shift
+):
+    """2^-24 (q * scale + shift) for the numbers q in bits 0, 4, 8 and 12, in bfloat16, two at a time. The bits of a
+    bfloat16 below 256 are that integer times 2^-133, so they need no conversion; the number in the high four bits of a
+    byte is 16 times as large there. The power 2^-24 keeps the scales finite: below 2^19 they may be anything."""
     return tl.inline_asm_elementwise(
         """{
-        .reg .b32 q, sign, minus;
+        .reg .b32 q, odd, scale, shift;
+        .reg .b16 s, z;
+        cvt.u32.u16 q, $4;
+        prmt.b32 q, q, 0, 0x4140;
+        and.b32 odd, q, 0x00F000F0;
+        and.b32 q, q, 0x000F000F;
+        mov.b32 {s, z}, $5;
+        mov.b32 scale, {s, s};
+        mov.b32 shift, {z, z};
+        fma.rn.bf16x2 q, q, scale, shift;
+        mov.b32 {s, z}, $6;
+        mov.b32 scale, {s, s};
+        mov.b32 shift, {z, z};
+        fma.rn.bf16x2 odd, odd, scale, shift;
+        mov.b32 {$0, $2}, q;
+        mov.b32 {$1, $3}, odd;
+        }""",
+        "=h,=h,=h,=h,h,r,r",
+        [b_q, b_low, b_high],
+        dtype=(tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16),
+        is_pure=True,
+        pack=1,
+    )
+
+
+@triton.jit
+def _int8_pairs(b_q):
+    """2^-24 times an int8, in bfloat16, two at a time: plus 128 its bits are those of a bfloat16 as in `_int4_pairs`.
+    Instructions that convert integers run at a quarter of the others' rate."""
+    return tl.inline_asm_elementwise(
+        """{
+        .reg .b32 q, times, minus;
         cvt.u32.u16 q, $1;
         prmt.b32 q, q, 0, 0x4140;
-        lop3.b32 sign, q, 0x00800080, 0x43004300, 0xEA;  // a & b | c
-        lop3.b32 q, q, 0x007F007F, 0x43004300, 0xEA;
-        mov.b32 minus, 0xBF80BF80;
-        fma.rn.bf16x2 $0, sign, minus, q;
+        xor.b32 q, q, 0x00800080;
+        mov.b32 times, 0x76007600;  // 2^109
+        mov.b32 minus, 0xB700B700;  // -128 * 2^-24
+        fma.rn.bf16x2 $0, q, times, minus;
         }""",
         "=r,h",
         [b_q],
         dtype=tl.bfloat16,
         is_pure=True,
         pack=2,
-    )
-
-
-@triton.jit
-def _int4_pairs(
-    b_q,  # [N, K] int16, four numbers each
-):
-    """The numbers in bits 0, 4, 8 and 12, less 8, in bfloat16, two at a time: 128 plus a number, the last bits of a
-    bfloat16, less 136."""
-    return tl.inline_asm_elementwise(
-        """{
-        .reg .b32 q, odd, minus;
-        cvt.u32.u16 q, $4;
-        prmt.b32 q, q, 0, 0x4140;
-        shr.b32 odd, q, 4;
-        lop3.b32 q, q, 0x000F000F, 0x43004300, 0xEA;  // a & b | c
-        lop3.b32 odd, odd, 0x000F000F, 0x43004300, 0xEA;
-        mov.b32 minus, 0xC308C308;
-        add.rn.bf16x2 q, q, minus;
-        add.rn.bf16x2 odd, odd, minus;
-        mov.b32 {$0, $2}, q;
-        mov.b32 {$1, $3}, odd;
-        }""",
-        "=h,=h,=h,=h,h",
-        [b_q],
-        dtype=(tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16),
-        is_pure=True,
-        pack=1,
     )

@@ -20,10 +20,10 @@ MXFP4 = Format("mxfp4", 32, torch.uint8, None)
 COMMON = (  # formats that the compile-only checks compile, for rows of 4096
     Format("int8", 4096, torch.float16, None),
     Format("fp8", 4096, torch.float32, None),
-    Format("int4", 32, torch.float16, None),
-    Format("int4", 32, torch.float16, torch.float16),
+    Format("int4", 32, torch.bfloat16, None),
+    Format("int4", 32, torch.bfloat16, torch.bfloat16),
     Format("int4", 128, torch.float16, None),
-    Format("int4", 128, torch.float16, torch.float16),
+    Format("int4", 128, torch.bfloat16, torch.bfloat16),
     MXFP4,
 )
 

@@ -883,7 +883,7 @@ def _variant(shape: Shape, arch: int) -> Variant:
             "*fp32",
             f"*{TYPES[sinks]}" if sinks else None,
             *scales,
-            f"*{t}" if prefetch.programs else None,
+            "*u8" if prefetch.programs else None,
             "fp32",
             "fp32",
             *("i32",) * 7,

@@ -468,7 +468,8 @@ def _mixed(
     experts, scores, order, starts = expert_route(
         logits, rule.chosen, rule.normalised, idle, rule.scoring, mlp.router_bias, rule.scale, rule.eps
     )
-    of = partial(expert_linear, x, mlp.gate_up, experts, order, starts, bias=mlp.gate_up_bias)
+    following = mlp.down if few else None
+    of = partial(expert_linear, x, mlp.gate_up, experts, order, starts, bias=mlp.gate_up_bias, following=following)
     up = gate_times_up(of, layer.activation)
     epilogue = "split" if few and model.ranks is None and mlp.shared_down is None else "sum"
     y = expert_linear(up, mlp.down, experts, order, starts, epilogue, scores, mlp.down_bias)

@@ -9,6 +9,7 @@ import torch
 from make_checkpoint import QWEN3_5, QWEN3_MOE, make, oracle
 
 import specker
+from specker.checkpoints.buffers import Storage
 from specker.checkpoints.checkpoint import read, read_config
 from specker.cpu.packed import Packed, of_quantised
 from specker.kernels import quant
@@ -107,6 +108,14 @@ def test_random_weights_are_rounded_too(target, kind):
     ck = read(target, dtype=torch.float32, device="cpu", quantize=kind, random=0)
     assert ck.weights.gate_up[2].kinds == {kind} and ck.weights.norm.eq(1).all()
     assert 0.015 < ck.weights.gate_up[2].dequantised(torch.float32).std() < 0.025
+
+
+def test_a_gpu_in_bfloat16_has_the_scales_of_int4_in_bfloat16(monkeypatch):
+    monkeypatch.setattr(Quantized, "to", lambda self, device: self)  # no GPU is needed
+    w, half, bf16 = quant.quantised(torch.randn(4, 64), "int4"), torch.float16, torch.bfloat16
+    for device, dtype, scales in (("cuda", bf16, bf16), ("cuda", half, half), ("cpu", bf16, half)):
+        stored = Storage(None, "int4", dtype, torch.device(device)).as_stored(w)
+        assert stored.scale.dtype == stored.shift.dtype == scales
 
 
 def own_format(folder: Path, source: Path, kind: str, group: int) -> Path:

@@ -90,6 +90,7 @@ def test_every_argument(n: int) -> None:
         ("expert_linear", {"order": torch.arange(6)}, "order must be [6] int32, got [6] torch.int64"),
         ("expert_linear", {"starts": ints(0, 1, 2)}, "starts must be [5] int32, got [3] torch.int32"),
         ("expert_linear", {"experts": torch.ones(3, 2)}, "experts must be [3, 2] int32, got [3, 2] torch.float32"),
+        ("expert_linear", {"following": torch.ones(3, 8, 32)}, "following must be [4, .., ..], got [3, 8, 32]"),
         ("expert_linear", {"weight": torch.ones(4, 0, 64)}, "expected experts and weights: experts [3, 2], weight"),
         ("expert_linear", {"weight": torch.ones(4, 32, 64).double()}, "weight must be like x: x torch.float32 cpu"),
         (

@@ -19,10 +19,11 @@ def of(*shape, dtype=torch.bfloat16):
 
 
 def test_a_part_of_each_row_or_all_of_a_matrix(on):
-    assert prefetch_of(of(2048, 2048))[1] == Prefetch(132, 1, 8 << 20, 65536)  # all of it
+    assert prefetch_of(of(2048, 2048))[1] == Prefetch(132, 2048, 4096, 32)  # all of it
     assert prefetch_of(of(4096, 4096))[1] == Prefetch(132, 4096, 8192, 16)
     assert prefetch_of(of(3, 1000, 4096))[1] == Prefetch(132, 3000, 8192, 21)
-    assert prefetch_of(of(5, 33))[1] == Prefetch(132, 1, 330, 3)
+    assert prefetch_of(of(5, 33))[1] == Prefetch(132, 5, 66, 13107)  # more than all of it
+    assert prefetch_of(of(128, 2048, 768), experts=True)[1] == Prefetch(132, 2048, 1536, 32)
     assert prefetch_of(of(128256, 4096)) == (None, NONE)  # less than a line of each row
     scale = torch.ones(4096, 1)
     assert prefetch_of(Quantized(of(4096, 4096, dtype=torch.int8), scale, None))[1] == Prefetch(132, 4096, 4096, 16)

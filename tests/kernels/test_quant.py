@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 import torch
 
+from specker.cpu.packed import of_quantised
 from specker.kernels import quant
 from specker.kernels.quant import Quantized
 from specker.kernels.row_linear import row_linear
@@ -120,6 +121,29 @@ def test_layers_side_by_side_and_a_head():
     got, want = (vocab_topk(rows, h, ids[:90], 5) for h in (kept, kept.dequantised(torch.float32)))
     assert torch.equal(got[0], want[0])
     torch.testing.assert_close(got[1], want[1])
+
+
+def test_int4s_scales_and_shifts_in_bfloat16():
+    """Those of other kinds and of scaled sums stay, and beside float16 they become float32."""
+    torch.manual_seed(0)
+    x = torch.randn(10, 256)
+    w = quant.quantised(x, "int4")
+    narrow = w.for_bfloat16()
+    assert torch.equal(narrow.scale, w.scale.bfloat16()) and torch.equal(narrow.shift, w.shift.bfloat16())
+    q, scale, shift = (
+        y.double().repeat_interleave(n, 1)
+        for y, n in zip((quant.unpacked(narrow.q), narrow.scale, narrow.shift), (1, 32, 32), strict=True)
+    )
+    assert torch.equal(narrow.dequantised(torch.float32), (q * scale + shift).float())
+    both = quant.joined([narrow, w])
+    assert both.scale.dtype == both.shift.dtype == torch.float32
+    parts = [part.dequantised(torch.float32) for part in (narrow, w)]
+    assert torch.equal(both.dequantised(torch.float32), torch.cat(parts))
+    assert torch.equal(of_quantised(narrow).dequantised(torch.float32), parts[0])
+    sums = Quantized(w.q, w.scale[:, ::4].contiguous(), None)
+    for other in (sums, quant.quantised(x, "int8", 32), quant.quantised(x, "mxfp4")):
+        assert other.for_bfloat16() is other
+    assert Quantized(w.q, w.scale, None).for_bfloat16().scale.dtype == torch.bfloat16
 
 
 @pytest.mark.parametrize("kind", quant.KINDS)

@@ -471,7 +471,7 @@ def test_bfloat16_ids_equal_the_references(K, E, k):
 def test_bfloat16_tokens_are_those_of_row_linears_logits(K, E, kind):
     g = torch.Generator("cuda").manual_seed(0)
     hidden, weight = (torch.randn(n, E, generator=g, device="cuda").bfloat16() for n in (72, K))
-    weight = weight if kind is None else quantised(weight, kind)
+    weight = weight if kind is None else quantised(weight, kind).for_bfloat16()
     draw = torch.stack([pack_draw(n, t) for n, t in enumerate((0.7, 0.0, 1.0, 1.9))]).cuda()
     positions = torch.arange(72, device="cuda") + 5
     assert op.draws_alike(hidden, weight)

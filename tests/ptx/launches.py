@@ -25,7 +25,7 @@ CONSTANT = {
     "_tree_attention_kernel": {"following_ptr"},
     "_row_linear_kernel": {"w_ptr", "scale_ptr", "shift_ptr", "bias_ptr"},
     "_row_linear_merge_kernel": {"bias_ptr"},
-    "_expert_linear_kernel": {"w_ptr", "scale_ptr", "shift_ptr", "bias_ptr"},
+    "_expert_linear_kernel": {"w_ptr", "scale_ptr", "shift_ptr", "bias_ptr", "following_ptr"},
     "_vocab_topk_kernel": {"w_ptr", "scale_ptr", "shift_ptr"},
     "_cluster_choose_kernel": {"w_ptr"},
     "_cluster_rows_kernel": {"w_ptr", "scale_ptr", "shift_ptr", "ids_ptr"},

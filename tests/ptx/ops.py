@@ -157,13 +157,14 @@ def quantised_linear(dtype: torch.dtype) -> Iterator[Case]:
 
 
 def quantised_weight(kind: str, group: int | None, shift: bool, *shape: int) -> Quantized:
-    """With scales in float32, unless the format has shifts."""
+    """With scales in float32, unless the format has shifts; int4's in bfloat16, but for groups of 96 columns."""
     w = weight(*shape, dtype=torch.float32)
     if kind != "int4" and shape[-1] % 16:  # a scale a row
         scale = w.abs().amax(-1, keepdim=True) / 127
         return Quantized((w / scale).round().to(torch.int8), scale, None)
     w = quantised(w, kind, group)
-    return w if shift or kind == "mxfp4" else Quantized(w.q, w.scale.float(), None)
+    w = w if shift or kind == "mxfp4" else Quantized(w.q, w.scale.float(), None)
+    return w if group == 96 else w.for_bfloat16()
 
 
 def _linear(label: str, x: Tensor, w: Matrix, bias: Tensor | None, epilogue: str) -> Case:

@@ -84,10 +84,16 @@ from specker.kernels.quant import Quantized, packed
 numbers = packed(torch.arange(128, dtype=torch.uint8).remainder(16).expand(64, 128))
 eights = torch.arange(64 * 128).view(64, 128).to(torch.int8)
 ones = torch.ones(64, 1)
+fours = packed(torch.arange(16, dtype=torch.uint8).repeat(64, 8))
+torch.manual_seed(0)
+scale = (torch.randn(64, 4) * 2.0 ** torch.randint(-30, 17, (64, 4))).bfloat16()
+scale[0] = 0
 weights = (
     Quantized(numbers, torch.arange(256).remainder(253).to(torch.uint8).view(64, 4), None),
     Quantized(eights, ones, None),
-    Quantized(packed(torch.arange(16, dtype=torch.uint8).repeat(64, 8)), ones, None),
+    Quantized(fours, ones, None),
+    Quantized(fours, scale, None),
+    Quantized(fours, scale, (scale * torch.randn(64, 4) * 8).bfloat16()),
     Quantized(torch.where(eights & 127 == 127, 0, eights).view(torch.float8_e4m3fn), ones, None),  # without NaN
 )
 for weight in weights:
@@ -98,7 +104,9 @@ for weight in weights:
         print(weight.kind, equal, y.isfinite().all().item(), *simulation.problems())
 """
     rows = [line.split() for line in python("-c", program).splitlines()]
-    assert rows == [[kind, "True", "True"] for kind in ("mxfp4", "int8", "int4", "fp8") for _ in range(2)]
+    assert rows == [
+        [kind, "True", "True"] for kind in ("mxfp4", "int8", "int4", "int4", "int4", "fp8") for _ in range(2)
+    ]
 
 
 def test_a_norms_weight_is_read_before_the_wait_only_if_it_is_constant() -> None:
@@ -144,6 +152,32 @@ for call in (*work, lambda: ops.residual.launch(x, x[None], norm, 1e-5, constant
     for off, part, whole in (rows[:3], rows[3:6], rows[6:]):
         assert (off[0], *off[2:]) == (part[0], *part[2:]) == (whole[0], *whole[2:]) and off[3] == "True"
         assert float(off[1]) == 0 and 0.53 < float(part[1]) <= 0.55 and abs(float(whole[1]) - 1) < 0.01
+
+
+def test_the_chosen_experts_next_matrices_are_prefetched_and_no_bit_changes() -> None:
+    program = """
+import torch
+from formulas import randn
+from ptx import ops
+from ptx.launches import simulated
+from specker.kernels import prefetch
+X, k = 6, 2
+gate_up, down = randn(X, 128, 192, dtype=torch.bfloat16), randn(X, 700, 1000, seed=1, dtype=torch.bfloat16)
+for T in (1, 70):
+    chosen, _, *places = ops.choices(T, X, k)
+    outs, bytes_ = [], len(chosen.unique()) * down[0].nbytes
+    for prefetch.MEBIBYTES in (0, 1, 16):
+        with simulated(90) as simulation:
+            outs.append(ops.experts.launch(randn(T, 192, dtype=torch.bfloat16), gate_up, chosen, *places, "silu_mul",
+                following=down))
+        assert not simulation.problems(), simulation.problems()
+        (report,) = [each.report for each in simulation.launches]
+        print(report.prefetched / bytes_, report.prefetched / 2**20, report.read_bytes, torch.equal(outs[0], outs[-1]))
+"""
+    rows = [line.split() for line in python("-c", program).splitlines()]
+    for off, part, whole in (rows[:3], rows[3:]):
+        assert off[2:] == part[2:] == whole[2:] and off[3] == "True"
+        assert float(off[0]) == 0 and 0.5 < float(part[1]) <= 1 and abs(float(whole[0]) - 1) < 0.01
 
 
 def test_a_text_is_read_once_a_sequence_and_not_by_each_row() -> None:

@@ -423,16 +423,19 @@ def test_penalties_read_the_texts_on_the_device(recorded, name, size):
     assert {key for key, *_ in plain.segments if key[0][0] == "accept"}.isdisjoint(key for key, *_ in logs[0].segments)
 
 
-def test_prefetching_adds_programs_to_norms_and_attention_and_no_launch(recorded, monkeypatch):
-    world, sampling = recorded("ar", 1), Sampling()
+@pytest.mark.parametrize(("arch", "last"), [("qwen2", "residual_merge"), ("qwen3_moe", "expert_linear")])
+def test_prefetching_adds_programs_to_norms_and_attention_and_no_launch(tmp_path, monkeypatch, arch, last):
+    """The product with experts' gate and up prefetches without more programs."""
+    world, sampling = Recorded(tmp_path, "ar", arch), Sampling()
     monkeypatch.setattr(prefetch, "launched_on", lambda device: 90)
     plain = world.round([50], sampling, world.budgets[-1])
     monkeypatch.setattr(prefetch, "MEBIBYTES", 1)
     ahead = world.round([50], sampling, world.budgets[-1])
     assert len(plain) == len(ahead)
     more = [name.split(":")[0] for (name, *_), other in zip(ahead, plain, strict=True) if name != other[0]]
-    assert more == 3 * ["_residual_merge_kernel", "_tree_attention_kernel", "_residual_merge_kernel"]
-    assert {a[1][0] - b[1][0] for a, b in zip(ahead, plain, strict=True) if a[0] != b[0]} == {132}
+    assert more == 3 * ["_residual_merge_kernel", "_tree_attention_kernel", f"_{last}_kernel"]
+    programs = [a[1][0] - b[1][0] for a, b in zip(ahead, plain, strict=True) if a[0] != b[0]]
+    assert programs == 3 * [132, 132, 0 if last == "expert_linear" else 132]
 
 
 DENSE = ("aten.linear", "aten.mm", "aten.addmm", "aten.bmm", "aten.baddbmm", "aten.sort", "aten.topk")
