@@ -119,6 +119,7 @@ def block_scores(formula, taps, before, size, heat=1.0):
 
 TREES = {
     "dflash": {},  # tokens are guessed independently of each other
+    "jetspec": {},
     "dspark": {},
     "deepspec, gated": {},
     "dspark, recurrent": {},
@@ -338,6 +339,10 @@ LAYERS = {
     "a factor of 0": (
         {"layout": "zlab2", "second": {"output_multiplier": 0}},
         "output_multiplier of .* must be a number above 0, got 0",
+    ),
+    "no direction": (
+        {"outer": {"dflash_config": {"mask_token_id": 5, "causal_head": "yes"}}},
+        "is_causal or causal or causal_head of .* must be true or false, got 'yes'",
     ),
     "another projector": (
         {"outer": {"dflash_config": {"mask_token_id": 5, "projector_type": "dspark"}}},

@@ -84,6 +84,10 @@ DFLASH = {
         **ZLAB,
         "outer": {"dflash_config": {"mask_token_id": 5, "target_layer_ids": [1, 4, 6], "causal": True}},
     },
+    "jetspec": {
+        **ZLAB,
+        "outer": {"dflash_config": {"mask_token_id": 5, "target_layer_ids": [1, 4, 6], "causal_head": True}},
+    },
     "z-lab, mask file": {**ZLAB, "mask_file": "tensor"},
     "z-lab, mask table": {**ZLAB, "mask_file": "table"},
     "z-lab, biases": {**ZLAB, "bias": True},

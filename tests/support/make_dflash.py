@@ -140,7 +140,7 @@ class Formula(head_parts.Formula):
         if (folder / "mask_embedding.pt").is_file():
             saved = torch.load(folder / "mask_embedding.pt", weights_only=True)
             mask = (saved["embedding"] if isinstance(saved, dict) else saved).double().flatten()
-        self.mask, self.causal = mask, raw.get("is_causal", inner.get("causal"))
+        self.mask, self.causal = mask, raw.get("is_causal", inner.get("causal", inner.get("causal_head")))
         dspark = raw.get("speculators_model_type") == "dspark" or raw["architectures"] == ["Qwen3DSparkModel"]
         self.following = inner.get("sample_from_anchor", raw.get("sample_from_anchor", dspark))
         self.following = inner.get("shift_label", self.following)

@@ -65,8 +65,9 @@ FIELDS = {  # fields of config.json that say what the drafter computes, beside t
     "target_hidden_size",
     "target_layer_ids",
 }
-INNER = {"block_size", "causal", "mask_token", "mask_token_id", "num_target_layers", "sample_from_anchor"}
-INNER |= {"target_layer_ids", "projector_type"}  # fields of `dflash_config`
+INNER = {"block_size", "causal", "causal_head", "mask_token", "mask_token_id", "num_target_layers"}
+INNER |= {"sample_from_anchor", "target_layer_ids", "projector_type"}  # fields of `dflash_config`
+CAUSAL = "is_causal", "causal", "causal_head"  # who names it first decides; causal_head is JetSpec's
 FACTORS = {"final_logit_softcapping", "input_embedding_scale", "output_multiplier"}
 SECOND = {"conv_group_size", "conv_kernel_size", "selector_rank", "selector_top_k"}  # of DFlash2
 GRU = {"emb_dim", "gru_hidden_dim", "pure_draft_prefix_len", "shift_label"}  # of Domino, in `dflash_config`
@@ -146,7 +147,9 @@ class Layout(HeadLayout):
         if plain.get("mlp_bias"):
             raise CheckpointError(f"{folder} says mlp_bias, and a drafter of blocks has no bias there")
         config, ropes = parse_config(folder, target.max_context, None, plain)
-        causal = raw.get("is_causal", inner.get("causal"))
+        causal = next((flat[name] for name in CAUSAL if flat.get(name) is not None), None)
+        if not isinstance(causal, bool | None):
+            raise CheckpointError(f"{' or '.join(CAUSAL)} of {folder} must be true or false, got {causal!r}")
         aside = raw.get("sliding_window_non_causal", kind == "dflash2" and nested is not None)
         spec = BlockSpec(
             _depths(folder, raw, inner, nested is not None, len(windowed), target),
@@ -154,7 +157,7 @@ class Layout(HeadLayout):
             raw.get("draft_vocab_size") or target.vocab_size,
             size,
             following,
-            tuple((n and not aside) if causal is None else bool(causal) for n in windowed),
+            tuple((n and not aside) if causal is None else causal for n in windowed),
             needed.get("selector_top_k", 0),
         )
         own = frozenset(name for name in SHARED if f"{name}.weight" in names)
