@@ -48,6 +48,8 @@ FIELDS = {  # in the order of the checks
     "selector_top_k": Field((), 1 << 6),
     "emb_dim": Field((), 1 << 20),
     "gru_hidden_dim": Field((), 1 << 20),
+    **dict.fromkeys(("dspine_config.transfer_rank", "dspine_config.message_size"), Field((), 1 << 16)),
+    "dspine_config.top_k": Field((), 1 << 6),
     "rms_norm_eps": Field((float,), positive=True),
     "norm_eps": FACTOR,
     "query_pre_attn_scalar": Field((int,), positive=True),

@@ -1,5 +1,5 @@
 """Drafters that guess a block in one pass and read the target's hidden states: DFlash (arXiv 2602.06036), DFlash2,
-DSpark and Domino (arXiv 2605.29707).
+DSpark, Domino (arXiv 2605.29707) and DSpine.
 
 A column of the drafter's cache belongs to a committed token. Its K and V come from the target's rows of that token at
 several depths, side by side in g, without a pass through the drafter's layers:
@@ -33,6 +33,8 @@ block, whose kernels of a few taps come from the sublayer's normed input u. C ch
 Its selector then chooses each token among the best candidates c of its row, by the token x before it:
 
     score(c) = logit(c) + < A[x] * P h, B[c] >
+
+DSpine (dspine.py) scores the candidates anew.
 """
 
 from collections.abc import Iterable
@@ -43,6 +45,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from specker.cpu import restored
+from specker.cpu.packed import Packed
 from specker.kernels import quant
 from specker.kernels.ancestors import chain_words, pack_bits
 from specker.kernels.quant import Matrix
@@ -63,6 +67,7 @@ from specker.model.decoder import (
     over_pages,
     run_layers,
 )
+from specker.model.dspine import Injection, inject
 from specker.model.kv_formats import calibrated
 from specker.model.weights import Parameters
 
@@ -77,7 +82,7 @@ class BlockSpec:
     size: int  # rows of the longest block, the root included
     following: bool  # a row predicts the position after its own (DSpark); False: its own position
     causal: tuple[bool, ...]  # for each layer, whether a row of the block sees only the rows up to itself
-    candidates: int = 0  # of a row, from which the selector chooses (DFlash2); 0: there is no selector
+    candidates: int = 0  # of a row, among which a head chooses (DFlash2, DSpine); 0: no head does
 
     @property
     def most(self) -> int:
@@ -125,6 +130,14 @@ class BlockWeights(NamedTuple):
     confidence: tuple[Tensor, Tensor] | None  # proj [1, H + r] and its bias [1]; [1, H] if it does not read w1
     convolutions: tuple[tuple[Convolution, Convolution], ...] = ()  # of each layer's attention and feed-forward
     selector: Selector | None = None
+    injection: Injection | None = None
+
+
+class BlockRows(NamedTuple):
+    """Rows of blocks, after all layers."""
+
+    final: Final  # for the LM head [T, H]
+    last: Tensor | None = None  # [T, H], before the last layer's injection (DSpine)
 
 
 class BlockModel:
@@ -162,20 +175,24 @@ class BlockModel:
         slots = (slots + layer).view(-1)
         calibrated(kv, positions.repeat(L), slots, model.ropes[0], k, v, self._k_norm, self._k_norm, eps)
 
-    def block(self, cache: KVCache, rows: Rows, roots: Tensor, count: int) -> Final:
-        """Run blocks of `count` rows, roots [n] int64 and masks, one for each sequence of `rows`. Returns their rows
-        for the LM head [n * count, H]."""
+    def block(self, cache: KVCache, rows: Rows, roots: Tensor, count: int) -> BlockRows:
+        """Run blocks of `count` rows, roots [n] int64 and masks, one for each sequence of `rows`."""
         model, n, causal = self.model, len(roots), self.spec.causal
         assert self._mask is not None
         masks = self._mask.expand(n, count - 1, -1)
         embedded = torch.cat((model.embed_tokens(roots).unsqueeze(1), masks), 1).flatten(0, 1)
+        if (injection := self.weights.injection) is not None:  # its layers are causal
+            for layer in range(len(model.layers)):
+                last = forward(model, cache, rows, embedded, slice(layer, layer + 1)).hidden
+                embedded = inject(model, injection, layer, last, roots)
+            return BlockRows(Final(embedded), last)
         usual = not self.weights.convolutions
         if all(causal) and usual:
-            return forward(model, cache, rows, embedded).final
+            return BlockRows(forward(model, cache, rows, embedded).final)
         chain, full = (words(count, str(model.device)) for words in (_chain, _full))
         rows = rows._replace(ancestors=full.repeat(n, 1))
         if not any(causal) and usual:
-            return forward(model, cache, rows, embedded).final
+            return BlockRows(forward(model, cache, rows, embedded).final)
 
         def run(rows: Rows, hidden: Tensor) -> Output:
             each = [rows, rows._replace(ancestors=chain.repeat(len(hidden) // count, 1))]
@@ -183,7 +200,7 @@ class BlockModel:
             steps = zip(model.layers, cache.layers, [batches[own] for own in causal], strict=False)
             return run_layers(model, steps, hidden) if usual else self._convolved_layers(steps, hidden, count)
 
-        return in_blocks(model, rows, embedded, run).final
+        return BlockRows(in_blocks(model, rows, embedded, run).final)
 
     def _convolved_layers(self, steps: Iterable[GroupStep], hidden: Tensor, count: int) -> Output:
         """`run_layers` with DFlash2's convolutions over blocks of `count` rows."""
@@ -206,15 +223,27 @@ class BlockModel:
         kernels = self.model.linear(x, w.weight).view(len(x), 2, w.base.shape[1], -1)
         return convolved(x, w.base[0], kernels[:, 0], count), kernels[:, 1]
 
-    def predicting(self, final: Final, n: int, drafts: int) -> Final:
+    def predicting(self, rows: BlockRows, n: int, drafts: int) -> BlockRows:
         """The rows of n blocks that predict the first `drafts` tokens after the root, [n * drafts, H]."""
         first = 0 if self.spec.following else 1
-        rows = final.rows.view(n, -1, final.rows.shape[-1])[:, first : first + drafts]
-        return Final(rows.flatten(0, 1), final.normed)
+
+        def of(x: Tensor) -> Tensor:
+            return x.view(n, -1, x.shape[-1])[:, first : first + drafts].flatten(0, 1)
+
+        return BlockRows(Final(of(rows.final.rows), rows.final.normed), None if rows.last is None else of(rows.last))
 
     def normed(self, final: Final) -> Tensor:
         """The final norm of rows [T, H]."""
         return final.rows if final.normed else add_norm(final.rows, None, self.model.norm, self._eps)[1]
+
+    def head_rows(self, ids: Tensor) -> Tensor:
+        """The LM head's rows of `ids` [..] int64, [.., H]."""
+        head, dtype = self.model.head, self.model.dtype
+        if isinstance(head, Tensor):
+            return head[ids]
+        own = ids.flatten()
+        rows = restored(head, dtype, own) if isinstance(head, Packed) else head[own].dequantised(dtype)
+        return rows.view(*ids.shape, -1)
 
     @property
     def _eps(self) -> float:

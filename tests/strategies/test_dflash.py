@@ -10,7 +10,7 @@ import cases
 import numpy as np
 import pytest
 import torch
-from heads import DOMINO, FULL, OFTEN, SLIDING, TEXT, ZLAB, ZLAB2, assert_drafts, changed, hidden, made, traced
+from heads import DOMINO, DSPINE, FULL, OFTEN, SLIDING, TEXT, ZLAB, ZLAB2, assert_drafts, changed, hidden, made, traced
 from make_checkpoint import make
 from make_dflash import SECOND
 from path_search import log_p
@@ -43,7 +43,7 @@ def drafted(engine, rows, text):
             yield row, [depth[: row["position"] - 1] for depth in taps], text[: row["position"]]
 
 
-@pytest.mark.parametrize("name", ["dflash", "dspark", "dflash2, factors", "domino"])
+@pytest.mark.parametrize("name", ["dflash", "dspark", "dflash2, factors", "domino", "dspine"])
 def test_sampled_drafts_are_ranked_under_the_noise_of_the_targets_draws(heads, name):
     head, how = heads("dflash", name), {"temperature": 0.7, "seed": 5}
     engine = head.load()
@@ -97,7 +97,7 @@ def test_a_scaled_embedding_of_the_target(tmp_path):
     assert assert_drafts(engine, head.formula(engine), rows, TEXT + out.tokens) > 1
 
 
-@pytest.mark.parametrize("how", [{"layout": "deepspec", "markov": 6}, ZLAB, ZLAB2, DOMINO])
+@pytest.mark.parametrize("how", [{"layout": "deepspec", "markov": 6}, ZLAB, ZLAB2, DOMINO, DSPINE])
 def test_a_trimmed_head_drafts_the_best_of_its_rows(tmp_path, how):
     head = made(tmp_path / "drafter", "dflash", **how)
     engine = head.load("+vocabtrim", vocab_keep=40, vocab_text=0)
@@ -125,6 +125,7 @@ TREES = {
     "dspark, recurrent": {},
     "domino": {},
     "dflash2": {},
+    "dspine": {},
 }
 
 
@@ -263,7 +264,7 @@ def test_other_types_and_quantised_drafters(tmp_path, dtype, quantize):
     """With sizes that the CPU's compiled layers run."""
     target = make(tmp_path / "target", layers=4, hidden=64, heads=2, kv_heads=1, head_dim=64, ffn=128, max_context=128)
     spark = {"layout": "dspark", "ids": OFTEN, "markov": 32, "confidence": "rows and markov"}
-    for name, how in {"dspark": spark, "dflash2": ZLAB2, "domino": DOMINO}.items():
+    for name, how in {"dspark": spark, "dflash2": ZLAB2, "domino": DOMINO, "dspine": DSPINE}.items():
         head = made(tmp_path / name, "dflash", target, heads=(2, 1, 64), inner=128, layer_ids=[0, 1], **how)
         engine = head.load(dtype=dtype, draft_quantize=quantize)
         out = engine.generate(TEXT, 24)
@@ -414,7 +415,9 @@ def test_a_markov_head_is_not_searched(spark):
         spark.load(cps="chain")
 
 
-@pytest.mark.parametrize(("name", "what"), [("dflash2", "candidate selector"), ("domino", "GRU")])
+@pytest.mark.parametrize(
+    ("name", "what"), [("dflash2", "candidate selector"), ("domino", "GRU"), ("dspine", "transition table")]
+)
 def test_what_chooses_one_token_after_another_is_not_searched(heads, name, what):
     with pytest.raises(ValueError, match=f"the drafter's {what} guesses one token after another"):
         heads("dflash", name).load(cps="chain")

@@ -122,7 +122,7 @@ def test_hidden_rows_of_gpt_oss_and_gemma4_are_those_of_transformers(others, mon
         *cases.one_in(
             3,
             ["dflash"],
-            ["z-lab", "dflash", "dspark", "deepspec, recurrent", "dflash2", "domino"],
+            ["z-lab", "dflash", "dspark", "deepspec, recurrent", "dflash2", "domino", "dspine"],
             ["device only", "host first", "device first"],
         ),
     ],
@@ -172,6 +172,8 @@ WAYS: dict[str, tuple] = {  # strategy, layout, rest of the strategy, options
     "dflash2+lookup": ("dflash", "dflash2", "+lookup", {}),
     "dflash2, draft-and-verify": ("dflash", "dflash2", "", {"policy": "draft-and-verify"}),
     "domino": ("dflash", "domino", "", {}),
+    "dspine": ("dflash", "dspine", "", {}),
+    "dspine+lookup": ("dflash", "dspine, windows", "+lookup", {}),
     "dflash+vocabtrim": ("dflash", "deepspec, recurrent", "+vocabtrim", TRIM),
     "mtp": ("mtp", "mimo", "", {}),
     "mtp+lookup": ("mtp", "mimo", "+lookup", {}),

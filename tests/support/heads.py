@@ -70,6 +70,7 @@ EAGLE |= {
 WINDOWS = {"layer_types": [SLIDING, FULL, SLIDING], "sliding_window": 12, "use_sliding_window": True}
 BLOCK, SPARK = {"layout": "dflash", "ids": OFTEN}, {"layout": "dspark", "ids": OFTEN, "markov": 6}
 ZLAB2, DOMINO = {"layout": "zlab2"}, {"layout": "domino", "gru": {"shift_label": True}}
+DSPINE = {"layout": "dspine"}
 BOTH = {"confidence": "rows and markov"}
 DFLASH = {
     "z-lab": ZLAB,
@@ -119,6 +120,8 @@ DFLASH = {
         "outer": {"architectures": ["DFlashDraftModel"]},
         "gru": {"projector_type": "domino", "shift_label": True, "pure_draft_prefix_len": 0},
     },
+    "dspine": DSPINE,
+    "dspine, windows": {**DSPINE, "layers": 3, "size": 7, "layer": WINDOWS},
     "dflash": BLOCK,
     "dflash, every id": {"layout": "dflash"},
     "another width": {**BLOCK, "width": 24, "heads": (3, 1, 8)},

@@ -8,12 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import head_parts
+import pair_heads
 import torch
 from torch import Tensor
 
 IDS = [1, 4, 6]  # z-lab and DeepSpec: outputs of these layers
 NESTED = "dflash", "dflash2", "dspark"
 FLAT = {"zlab": "DFlashDraftModel", "zlab2": "DFlash2DraftModel", "domino": "DominoDraftModel"}
+FLAT |= {"dspine": "DSpineDraftModel"}
 SECOND = {"conv_kernel_size": 2, "conv_group_size": 8, "selector_rank": 6, "selector_top_k": 5}
 GRU = {"emb_dim": 12, "gru_hidden_dim": 10, "pure_draft_prefix_len": 1}
 
@@ -93,6 +95,9 @@ def make_dflash(
             "prefix_gru.weight_hh_l0": random.matrix(3 * S, S),
         }
         x |= {"embed_proj.0.weight": 2 * random.matrix(r, H + S), "embed_proj.2.weight": 2 * random.matrix(V, r)}
+    elif layout == "dspine":
+        x |= pair_heads.dspine_tensors(random, H, V, layers)
+        outer = {"dspine_config": pair_heads.DSPINE} | (outer or {})
     more = {"model_type": "qwen3", "tie_word_embeddings": layout in FLAT, **(layer or {})}
     own_fields = head_parts.layer_config(H, inner, heads, layers, V, bias, **more)
     raw: dict = {}
@@ -122,7 +127,7 @@ def make_dflash(
     return folder
 
 
-class Formula(head_parts.Formula):
+class Formula(pair_heads.Formula):
     """A drafter, one block after a whole text."""
 
     def __init__(self, folder: Path, embedding: Tensor, head: Tensor, scale: float = 1.0):
@@ -141,6 +146,7 @@ class Formula(head_parts.Formula):
             saved = torch.load(folder / "mask_embedding.pt", weights_only=True)
             mask = (saved["embedding"] if isinstance(saved, dict) else saved).double().flatten()
         self.mask, self.causal = mask, raw.get("is_causal", inner.get("causal", inner.get("causal_head")))
+        self.causal = True if "dspine_config" in raw else self.causal
         dspark = raw.get("speculators_model_type") == "dspark" or raw["architectures"] == ["Qwen3DSparkModel"]
         self.following = inner.get("sample_from_anchor", raw.get("sample_from_anchor", dspark))
         self.following = inner.get("shift_label", self.following)
@@ -158,7 +164,9 @@ class Formula(head_parts.Formula):
             h = h + after(self.attention(y, c, p, i, T))
             y, after = self.convolved(self.rms(h, x[f"{p}post_attention_layernorm.weight"]), f"{p}mlp_conv.")
             h = h + after(self.mlp(y, p))
-        return self.rms(h, x["norm.weight"])[-drafts:]
+            last, h = h, self.injected(h, i, root)
+        self.noted(self.rms(h, x["norm.weight"])[-drafts:], last[-drafts:])
+        return self.normed
 
     def convolved(self, u: Tensor, p: str) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
         """A sublayer's input, made of its normed rows u [B, H], and what becomes of its output; `p`: of the names."""
@@ -240,6 +248,8 @@ class Formula(head_parts.Formula):
         z = z if noise is None else z + noise[row, self.ids()]
         if "candidate_selector.hidden_projection.weight" in x:
             return z, self.selected(z, normed, before, temperature), state
+        if self.candidates:
+            return z, self.scored(row, z, before, temperature), state
         return z, added / temperature, state
 
     def probable(

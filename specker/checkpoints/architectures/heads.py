@@ -55,6 +55,13 @@ BLOCKS = (
     HeadTensor("project", "candidate_selector.hidden_projection.weight", "selector_rank, H", "selector"),
     HeadTensor("confidence", "confidence_head.proj.weight", "1, read", "confidence"),
     HeadTensor("confidence_bias", "confidence_head.proj.bias", "1", "confidence"),
+    HeadTensor("readouts", "injection.readouts.#.weight", "transfer_rank, H", "injection", copies="L"),
+    HeadTensor("writes", "injection.writes.#.weight", "H, message_size", "injection", copies="L"),
+    HeadTensor("message", "injection.message.weight", "message_size, transfer_rank", "injection"),
+    HeadTensor("receiver", "injection.receiver_gate.weight", "message_size, transfer_rank", "injection"),
+    HeadTensor("predecessor", "injection.predecessor_gate.weight", "message_size, transfer_rank", "injection"),
+    HeadTensor("bias", "injection.bias", "message_size", "injection"),
+    HeadTensor("codes", "transfer_codes", "V, transfer_rank", "injection"),
 )
 # Assistants: C clusters of ids. `rows`: the LM head in the order of ids, before it is ordered by cluster
 ASSISTANT = (

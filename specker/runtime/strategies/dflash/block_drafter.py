@@ -10,14 +10,16 @@ from torch import Tensor
 from specker.kernels.vocab_topk import largest_of
 from specker.model.cache import KVCache
 from specker.model.decoder import Final, Model
-from specker.model.dflash import BlockModel
+from specker.model.dflash import BlockModel, BlockRows
+from specker.model.dspine import transitions
 from specker.runtime.control.policy import Offer
 from specker.runtime.round.batch import Batch
 from specker.runtime.round.drafter import Accepted, Draft, Drafter
 from specker.runtime.round.lm_head import LMHead
 from specker.runtime.round.state import Request
 from specker.runtime.strategies.blocks.search import BlockDraft, Search, search, searched
-from specker.runtime.strategies.dflash.scorers import scorer
+from specker.runtime.strategies.blocks.tree import Scorer
+from specker.runtime.strategies.dflash.scorers import MarkovScorer, SelectorScorer, TableScorer
 
 
 class BlockDrafter(Drafter):
@@ -59,14 +61,14 @@ class BlockDrafter(Drafter):
         draft.end(batch, scores, sure)
         return draft
 
-    def _rows(self, batch: Batch, depth: int) -> tuple[Final, Tensor]:
+    def _rows(self, batch: Batch, depth: int) -> tuple[BlockRows, Tensor]:
         """Run the blocks. Returns the rows that predict `depth` tokens [n * depth, H], and the positions after which
         the target draws these tokens [n, depth] int64."""
         count = depth if self.spec.following else depth + 1
-        rows = self.cache.place(batch.lengths, 1, 0, count)
-        final = self.block.block(self.cache, rows, batch.window[:, 0], count)
-        positions = rows.positions.view(batch.n, count)[:, :depth].contiguous()
-        return self.block.predicting(final, batch.n, depth), positions
+        placed = self.cache.place(batch.lengths, 1, 0, count)
+        rows = self.block.block(self.cache, placed, batch.window[:, 0], count)
+        positions = placed.positions.view(batch.n, count)[:, :depth].contiguous()
+        return self.block.predicting(rows, batch.n, depth), positions
 
     def _searched(self, batch: Batch, depth: int, how: Search) -> BlockDraft:
         """Draft the best path through the candidates of each position, or the most probable beginnings of paths."""
@@ -75,10 +77,9 @@ class BlockDrafter(Drafter):
         draft = searched(batch, depth, how, min(how.candidates, self.head.most))
 
         def write() -> None:
-            final, positions = self._rows(batch, depth)
-            normed = self.block.normed(final).view(batch.n, depth, -1)
-            by = partial(scorer, self.block, normed, heat=batch.draws.heat())
-            search(batch, draft, final, positions.view(-1), self.head, how, self.stops, scorer=by)
+            rows, positions = self._rows(batch, depth)
+            by = partial(self._scorer, batch, rows)
+            search(batch, draft, rows.final, positions.view(-1), self.head, how, self.stops, scorer=by)
 
         batch.run(("search", depth, draft.size), write)
         return draft
@@ -89,10 +90,11 @@ class BlockDrafter(Drafter):
     def _guess(self, batch: Batch, depth: int, scored: bool) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """The best tokens [n, depth]; if `scored` also their log-probabilities [n, depth] and how likely the target is
         to accept them [n, depth]."""
-        final, positions = self._rows(batch, depth)
-        weights = self.block.weights
-        guess = self._independent if weights.markov is None else self._chained
-        return (guess if weights.selector is None else self._selected)(batch, final, positions, scored)
+        rows, positions = self._rows(batch, depth)
+        if self.spec.candidates:
+            return self._selected(batch, rows, positions, scored)
+        guess = self._independent if self.block.weights.markov is None else self._chained
+        return guess(batch, rows.final, positions, scored)
 
     def _independent(
         self, batch: Batch, final: Final, positions: Tensor, scored: bool
@@ -135,25 +137,43 @@ class BlockDrafter(Drafter):
         return ids, scores, scores.exp() if block.weights.confidence is None else sure
 
     def _selected(
-        self, batch: Batch, final: Final, positions: Tensor, scored: bool
+        self, batch: Batch, rows: BlockRows, positions: Tensor, scored: bool
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """`_guess` with a selector: one token after another among the best candidates of its row."""
-        (n, k), block, K = positions.shape, self.block, min(self.spec.candidates, self.head.most)
-        assert block.weights.selector is not None
-        found, values, _ = self.head.ranked(final, K, batch.draws, positions.view(-1))
-        found, values = found.view(n, k, K), values.view(n, k, K)
-        projected = self.model.linear(block.normed(final), block.weights.selector.project).view(n, k, -1)
-        heat = batch.draws.heat()
-        heat = heat.unsqueeze(1) if isinstance(heat, Tensor) else heat
-        ids, scores, before = torch.empty_like(positions), values.new_empty(n, k), batch.window[:, 0]
+        """`_guess` with a head that chooses among the best candidates of each row: one token after another."""
+        (n, k), K = positions.shape, min(self.spec.candidates, self.head.most)
+        found, logits, lse = self.head.ranked(rows.final, K, batch.draws, positions.view(-1))
+        found, log_p = found.view(n, k, K), (logits - lse.unsqueeze(1)).view(n, k, K)
+        head = self._scorer(batch, rows, found, log_p)
+        assert head is not None
+        ids, scores, before = torch.empty_like(positions), log_p.new_empty(n, k), batch.window[:, :1]
+        first = before.new_zeros(n, 1)  # each level of a chain has one node
         for step in range(k):
-            added = block.scores(before, found[:, step], projected[:, step]) / heat
-            total = values[:, step] + added.to(values.dtype)
+            added = head.added(step, before, first)
+            assert added is not None
+            total = log_p[:, step] + added[:, 0].to(log_p.dtype)
             best = total.argmax(1, keepdim=True)
-            ids[:, step] = before = found[:, step].gather(1, best)[:, 0]
+            ids[:, step : step + 1] = before = found[:, step].gather(1, best)
             if scored:
                 scores[:, step] = total.gather(1, best)[:, 0] - total.logsumexp(1)
         return ids, scores, scores.exp()
+
+    def _scorer(self, batch: Batch, rows: BlockRows, ids: Tensor, log_p: Tensor) -> Scorer | None:
+        """The head that scores the candidates `ids` [n, k, K] int64 of the rows [n * k, H] after a path; None if the
+        rows say everything. `log_p` [n, k, K]: of the rows, over the temperature and with noise."""
+        block, weights, draws = self.block, self.block.weights, batch.draws
+        if weights.markov is None and not self.spec.candidates:
+            return None
+        heat, normed = draws.heat(), block.normed(rows.final).view(*ids.shape[:2], -1)
+        if weights.markov is not None:
+            return MarkovScorer(block, normed, ids, heat)
+        if weights.selector is not None:
+            return SelectorScorer(block, normed, ids, heat)
+        assert weights.injection is not None and rows.last is not None
+        of_head, wide = block.head_rows(ids), log_p.dtype
+        table = transitions(self.model, weights.injection, rows.last.view_as(normed), batch.window[:, 0], ids, of_head)
+        if draws.kind != "greedy":  # without the noise and the temperature
+            log_p = (of_head.to(wide) @ normed.to(wide).unsqueeze(3)).squeeze(3)
+        return TableScorer(table, ids, log_p, heat)
 
     def _drawn(self, batch: Batch, z: Tensor, positions: Tensor) -> Tensor:
         """The target's own draw from logits z [n, K], which may be captured: it reads no number on the host."""
