@@ -1,5 +1,5 @@
 """Drafters that guess a block in one pass and read the target's hidden states: DFlash (arXiv 2602.06036), DFlash2,
-DSpark, Domino (arXiv 2605.29707) and DSpine.
+DSpark, Domino (arXiv 2605.29707), DSpine and LiLiCorr (arXiv 2608.20530).
 
 A column of the drafter's cache belongs to a committed token. Its K and V come from the target's rows of that token at
 several depths, side by side in g, without a pass through the drafter's layers:
@@ -34,7 +34,7 @@ Its selector then chooses each token among the best candidates c of its row, by 
 
     score(c) = logit(c) + < A[x] * P h, B[c] >
 
-DSpine (dspine.py) scores the candidates anew.
+DSpine (dspine.py) and LiLiCorr (lilicorr.py) score the candidates anew, by the candidate before.
 """
 
 from collections.abc import Iterable
@@ -69,6 +69,7 @@ from specker.model.decoder import (
 )
 from specker.model.dspine import Injection, inject
 from specker.model.kv_formats import calibrated
+from specker.model.lilicorr import Corrector
 from specker.model.weights import Parameters
 
 
@@ -82,7 +83,7 @@ class BlockSpec:
     size: int  # rows of the longest block, the root included
     following: bool  # a row predicts the position after its own (DSpark); False: its own position
     causal: tuple[bool, ...]  # for each layer, whether a row of the block sees only the rows up to itself
-    candidates: int = 0  # of a row, among which a head chooses (DFlash2, DSpine); 0: no head does
+    candidates: int = 0  # of a row, among which a head chooses (DFlash2, DSpine, LiLiCorr); 0: no head does
 
     @property
     def most(self) -> int:
@@ -131,6 +132,7 @@ class BlockWeights(NamedTuple):
     convolutions: tuple[tuple[Convolution, Convolution], ...] = ()  # of each layer's attention and feed-forward
     selector: Selector | None = None
     injection: Injection | None = None
+    corrector: Corrector | None = None
 
 
 class BlockRows(NamedTuple):
@@ -161,19 +163,20 @@ class BlockModel:
             mask = torch.tensor([config.mask_token_id], dtype=torch.int64, device=model.device)
             self._mask = model.embed_tokens(mask)[0]
 
-    def keep(self, cache: KVCache, positions: Tensor, slots: Tensor, hidden: Tensor) -> None:
+    def keep(self, cache: KVCache, positions: Tensor, slots: Tensor, hidden: Tensor) -> Tensor:
         """Write K and V of T committed tokens at `positions` [T] int64 to the rows `slots` [T] int64 of every layer.
-        `aux_layers` [T, A, Ht]: the target's rows of these tokens."""
+        `hidden` [T, A, Ht]: the target's rows of these tokens. Returns c, what the drafter reads of them [T, H]."""
         model, w, L, T = self.model, self.weights, len(self.model.layers), len(positions)
         eps = model.config.rms_norm_eps
-        rows = model.linear(hidden.flatten(1).contiguous(), w.fc)
-        kv = model.linear(add_norm(rows, None, w.hidden_norm, eps)[1], self._kv, self._kv_bias)
+        c = add_norm(model.linear(hidden.flatten(1).contiguous(), w.fc), None, w.hidden_norm, eps)[1]
+        kv = model.linear(c, self._kv, self._kv_bias)
         kv = kv.view(T, L, -1).transpose(0, 1).reshape(L * T, -1)
         layer = torch.arange(L, dtype=torch.int64, device=slots.device).unsqueeze(1)
         layer *= cache.k.shape[1] * cache.page_size
         k, v = cache.k.flatten(0, 1), cache.v.flatten(0, 1)
         slots = (slots + layer).view(-1)
         calibrated(kv, positions.repeat(L), slots, model.ropes[0], k, v, self._k_norm, self._k_norm, eps)
+        return c
 
     def block(self, cache: KVCache, rows: Rows, roots: Tensor, count: int) -> BlockRows:
         """Run blocks of `count` rows, roots [n] int64 and masks, one for each sequence of `rows`."""

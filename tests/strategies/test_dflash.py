@@ -10,7 +10,22 @@ import cases
 import numpy as np
 import pytest
 import torch
-from heads import DOMINO, DSPINE, FULL, OFTEN, SLIDING, TEXT, ZLAB, ZLAB2, assert_drafts, changed, hidden, made, traced
+from heads import (
+    DOMINO,
+    DSPINE,
+    FULL,
+    LILICORR,
+    OFTEN,
+    SLIDING,
+    TEXT,
+    ZLAB,
+    ZLAB2,
+    assert_drafts,
+    changed,
+    hidden,
+    made,
+    traced,
+)
 from make_checkpoint import make
 from make_dflash import SECOND
 from path_search import log_p
@@ -43,7 +58,7 @@ def drafted(engine, rows, text):
             yield row, [depth[: row["position"] - 1] for depth in taps], text[: row["position"]]
 
 
-@pytest.mark.parametrize("name", ["dflash", "dspark", "dflash2, factors", "domino", "dspine"])
+@pytest.mark.parametrize("name", ["dflash", "dspark", "dflash2, factors", "domino", "dspine", "lilicorr"])
 def test_sampled_drafts_are_ranked_under_the_noise_of_the_targets_draws(heads, name):
     head, how = heads("dflash", name), {"temperature": 0.7, "seed": 5}
     engine = head.load()
@@ -126,6 +141,7 @@ TREES = {
     "domino": {},
     "dflash2": {},
     "dspine": {},
+    "lilicorr": {},
 }
 
 
@@ -264,7 +280,13 @@ def test_other_types_and_quantised_drafters(tmp_path, dtype, quantize):
     """With sizes that the CPU's compiled layers run."""
     target = make(tmp_path / "target", layers=4, hidden=64, heads=2, kv_heads=1, head_dim=64, ffn=128, max_context=128)
     spark = {"layout": "dspark", "ids": OFTEN, "markov": 32, "confidence": "rows and markov"}
-    for name, how in {"dspark": spark, "dflash2": ZLAB2, "domino": DOMINO, "dspine": DSPINE}.items():
+    for name, how in {
+        "dspark": spark,
+        "dflash2": ZLAB2,
+        "domino": DOMINO,
+        "dspine": DSPINE,
+        "lilicorr": LILICORR,
+    }.items():
         head = made(tmp_path / name, "dflash", target, heads=(2, 1, 64), inner=128, layer_ids=[0, 1], **how)
         engine = head.load(dtype=dtype, draft_quantize=quantize)
         out = engine.generate(TEXT, 24)
@@ -416,7 +438,13 @@ def test_a_markov_head_is_not_searched(spark):
 
 
 @pytest.mark.parametrize(
-    ("name", "what"), [("dflash2", "candidate selector"), ("domino", "GRU"), ("dspine", "transition table")]
+    ("name", "what"),
+    [
+        ("dflash2", "candidate selector"),
+        ("domino", "GRU"),
+        ("dspine", "transition table"),
+        ("lilicorr", "transition table"),
+    ],
 )
 def test_what_chooses_one_token_after_another_is_not_searched(heads, name, what):
     with pytest.raises(ValueError, match=f"the drafter's {what} guesses one token after another"):

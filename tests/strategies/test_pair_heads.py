@@ -1,4 +1,6 @@
-"""Heads that score pairs of neighbouring candidates (DSpine): recurrent targets, and files that do not fit."""
+"""Heads that score pairs of neighbouring candidates: recurrent targets, and files that do not fit."""
+
+import json
 
 import cases
 import pytest
@@ -12,7 +14,7 @@ def recurrent(tmp_path_factory):
     return make(tmp_path_factory.mktemp("recurrent"), **QWEN3_5, max_context=256, seed=2)
 
 
-@pytest.mark.parametrize(("name", "cps"), cases.one_in(1, ["dspine"], ["off", "tree"]))
+@pytest.mark.parametrize(("name", "cps"), cases.one_in(2, ["dspine", "lilicorr"], ["off", "tree"]))
 def test_drafts_for_a_target_with_recurrent_states(recurrent, tmp_path, name, cps):
     head = made(tmp_path / "head", "dflash", recurrent, **DFLASH[name], layer_ids=[0, 1])
     engine = head.load(cps=cps, batch_size=2)
@@ -53,6 +55,46 @@ def test_dspine_drafters_that_do_not_fit_are_refused(heads, tmp_path, way):
     tensors, drop, fields, says = BAD[way]
     with pytest.raises(ValueError, match=says):
         changed(heads("dflash", "dspine"), tmp_path / "head", tensors, drop, **fields).load()
+
+
+SLOTS = torch.ones(1, 1, 7, 1, 24)
+BAD_CORRECTORS = {
+    "no embedding of slots": ({}, ("lilicorr.slot_embedding",), {}, "lacks lilicorr.slot_embedding"),
+    "slots of other blocks": ({"lilicorr.slot_embedding": SLOTS}, (), {}, "lilicorr.slot_embedding has shape"),
+    "a layer too many": ({"lilicorr.layers.2.mlp.2.bias": torch.ones(24)}, (), {}, "has lilicorr.layers.2.mlp.2.bias"),
+    "convolutions": ({"layers.0.mlp_conv.base_kernel": torch.ones(2, 2, 64)}, (), {}, "has layers.0.mlp_conv.base"),
+    "an own embedding": ({"embed_tokens.weight": torch.ones(128, 64)}, (), {}, "has embed_tokens.weight, which"),
+    "half of a convolution": ({}, (), {"conv_kernel_size": 2}, "conv_group_size must be a whole number from 1"),
+    "no scale": (
+        {},
+        (),
+        {"lilicorr_logit_scale": None},
+        "lilicorr_logit_scale of .* must be a number above 0, got None",
+    ),
+    "no length": ({}, (), {"lilicorr_vector_eps": 0}, "lilicorr_vector_eps of .* must be a number above 0, got 0"),
+    "another width": (
+        {},
+        (),
+        {"lilicorr_hidden_size": 0, "lilicorr_num_heads": 4},
+        "pass_hidden_proj.weight has shape",
+    ),
+    "no width": ({}, (), {"lilicorr_hidden_size": False}, "lilicorr_hidden_size must be a whole number"),
+    "heads that leave a rest": ({}, (), {"lilicorr_num_heads": 5}, "lilicorr_num_heads 5 of .* must divide"),
+    "too many candidates": ({}, (), {"lilicorr_candidate_topk": 65}, "lilicorr_candidate_topk must be a whole number"),
+    "no head": ({}, (), {"lilicorr_enabled": False}, "a LiLiCorr drafter, and says lilicorr_enabled False"),
+    "an unknown field": ({}, (), {"lilicorr_passes": 2}, "the field 'dflash_config.lilicorr_passes'"),
+    "another projector": ({}, (), {"projector_type": "domino"}, "with projector_type 'domino'; specker reads lilicorr"),
+    "a soft cap": ({}, (), {"final_logit_softcapping": 30.0}, "the field 'dflash_config.final_logit_softcapping'"),
+}
+
+
+@pytest.mark.parametrize("way", BAD_CORRECTORS)
+def test_lilicorr_drafters_that_do_not_fit_are_refused(heads, tmp_path, way):
+    tensors, drop, fields, says = BAD_CORRECTORS[way]
+    head = heads("dflash", "lilicorr")
+    inner = json.loads((head.folder / "config.json").read_text())["dflash_config"] | fields
+    with pytest.raises(ValueError, match=says):
+        changed(head, tmp_path / "head", tensors, drop, dflash_config=inner).load()
 
 
 def test_fields_of_training_are_passed_over(heads, tmp_path):

@@ -1,7 +1,7 @@
-"""Read a drafter of blocks that reads the target's hidden states: DFlash, DFlash2, DSpark, Domino and DSpine.
+"""Read a drafter of blocks that reads the target's hidden states: DFlash, DFlash2, DSpark, Domino, DSpine and LiLiCorr.
 
 Three layouts are read. z-lab's DFlash and DFlash2 have a flat config.json with `dflash_config`, and use the target's
-embedding and LM head; so do SpecForge's Domino and DSpine drafters. DeepSpec's DSpark has a flat config.json, its own
+embedding and LM head; so do Domino, DSpine and LiLiCorr drafters. DeepSpec's DSpark has a flat config.json, its own
 embedding and head, and perhaps a Markov and a confidence head. speculators, which vLLM reads, nests the config of the
 layers under `transformer_layer_config`. `docs/checkpoints.md` lists the tensors.
 
@@ -21,6 +21,7 @@ from specker.checkpoints.architectures.architecture import LAYER_TYPES, SLIDING
 from specker.checkpoints.architectures.heads import BLOCKS
 from specker.checkpoints.buffers import Storage, activations
 from specker.checkpoints.checkpoint import Checkpoint
+from specker.checkpoints.drafts import pair_heads
 from specker.checkpoints.drafts.heads import (
     IGNORED,
     Files,
@@ -36,7 +37,7 @@ from specker.checkpoints.parse import SHARED, parse_config, reason
 from specker.checkpoints.pieces import Piece, pieces_of
 from specker.model.config import CheckpointError, ModelConfig
 from specker.model.dflash import BlockSpec, BlockWeights, Convolution, Markov, Selector
-from specker.model.dspine import Injection
+from specker.model.lilicorr import Corrector
 from specker.model.split import WHOLE
 
 FLAT = {  # architectures of flat configs
@@ -44,11 +45,11 @@ FLAT = {  # architectures of flat configs
     "DFlash2DraftModel": "dflash2",
     "DominoDraftModel": "domino",
     "DSpineDraftModel": "dspine",
+    "LiLiCorrDraftModel": "lilicorr",
     "Qwen3DSparkModel": "dspark",
 }
 KINDS = "dflash", "dflash2", "dspark"  # of speculators
 PROJECTORS = {"dflash": "dflash", "domino": "domino", "causal_v5": "domino"}  # of DFlashDraftModel
-READY = "transfer_ready"  # a tensor: whether DSpine's codes were made
 MASK = "mask_embedding.pt"  # beside the weights: the embedding of a mask, if it is not a row of the embedding
 FIELDS = {  # fields of config.json that say what the drafter computes, beside those of its layers
     "aux_hidden_state_layer_ids",
@@ -74,10 +75,8 @@ CAUSAL = "is_causal", "causal", "causal_head"  # who names it first decides; cau
 FACTORS = {"final_logit_softcapping", "input_embedding_scale", "output_multiplier"}
 SECOND = {"conv_group_size", "conv_kernel_size", "selector_rank", "selector_top_k"}  # of DFlash2
 GRU = {"emb_dim", "gru_hidden_dim", "pure_draft_prefix_len", "shift_label"}  # of Domino, in `dflash_config`
-OWN = {"dflash": FACTORS, "dflash2": FACTORS | SECOND, "domino": GRU}  # a kind's fields, in `dflash_config` or outside
-DSPINE = {"dspine_config.transfer_rank": 1024, "dspine_config.message_size": 512, "dspine_config.top_k": 16}
-LOSSES = {"alignment_warmup_steps", "alignment_weight", "candidate_mass_threshold", "ce_weight"}  # of DSpine's training
-LOSSES |= {f"replacement_{name}" for name in ("layers", "probability", "hold_ratio", "end_ratio")}
+# A kind's fields, in `dflash_config` or outside
+OWN = {"dflash": FACTORS, "dflash2": FACTORS | SECOND, "domino": GRU, "lilicorr": pair_heads.LILICORR}
 MIXTURE = {"moe_experts_implementation", "moe_intermediate_size", "num_experts", "num_experts_per_tok"}
 MIXTURE |= {"shared_expert_intermediate_size"}  # of speculators' DFlash2, unused with dense layers
 # Fields that change nothing here: how it was trained, and what transformers or speculators may add to an outer config.
@@ -88,8 +87,9 @@ SIZES = "block_size", "markov_rank", "mask_token_id", "num_target_layers", "pure
 SIZED = {  # whole numbers from 1 on that a kind needs
     "dflash2": ("conv_group_size", "conv_kernel_size", "selector_rank", "selector_top_k"),
     "domino": ("emb_dim", "gru_hidden_dim"),
-    "dspine": tuple(DSPINE),
+    **pair_heads.SIZED,
 }
+CANDIDATES = "selector_top_k", "dspine_config.top_k", "lilicorr_candidate_topk"
 MOST_FACTOR = 1e38  # in float32
 
 
@@ -110,10 +110,11 @@ class Layout(HeadLayout):
     has: frozenset[str]  # parts of BLOCKS
     markov: str  # the kind of the Markov head
     sizes: dict[str, int]  # of BLOCKS
+    fields: dict[str, Any]  # of config.json
     plain: int = 0  # of `Markov`
 
     made = BlockCheckpoint
-    extra = "d2t", "t2d", READY
+    extra = "d2t", "t2d", pair_heads.READY
     more = (MASK,)
 
     @classmethod
@@ -127,9 +128,8 @@ class Layout(HeadLayout):
         _check_fields(raw, nested, inner, kind)
         flat = {**raw, **inner}
         if kind == "dspine":
-            flat |= DSPINE | {
-                f"dspine_config.{name}": value for name, value in (raw.get("dspine_config") or {}).items()
-            }
+            inside = pair_heads.DSPINE | (raw.get("dspine_config") or {})
+            flat |= {f"dspine_config.{name}": value for name, value in inside.items()}
         for name in SIZES:
             if name in flat and (type(flat[name]) is not int or flat[name] < 0):
                 raise CheckpointError(f"{name} of {folder} must be a whole number, got {flat[name]!r}")
@@ -139,7 +139,9 @@ class Layout(HeadLayout):
             "with {} layers": (flat.get("num_target_layers") or target.num_layers, target.num_layers),
         }
         check_target(folder, "a drafter for a target", fits)
+        convolved = any(flat.get(name) for name in pair_heads.CONVOLUTIONS)
         needed: dict[str, Any] = {name: flat.get(name) for name in SIZED.get(kind, ())}
+        needed |= {name: flat.get(name) for name in pair_heads.CONVOLUTIONS if convolved}
         for name, count in needed.items():
             check_size(name, count, str(folder))
         size = flat.get("block_size") or 0
@@ -162,11 +164,8 @@ class Layout(HeadLayout):
         causal = next((flat[name] for name in CAUSAL if flat.get(name) is not None), None)
         if not isinstance(causal, bool | None):
             raise CheckpointError(f"{' or '.join(CAUSAL)} of {folder} must be true or false, got {causal!r}")
-        if kind == "dspine":
-            _check_dspine(folder, causal, following, extra.get(READY))
-            causal = True
-        elif READY in extra:
-            raise CheckpointError(f"{folder} has {READY}, which only a DSpine drafter has")
+        pair_heads.check_head(kind, folder, causal, following, extra.get(pair_heads.READY))
+        causal = True if kind == "dspine" else causal
         aside = raw.get("sliding_window_non_causal", kind == "dflash2" and nested is not None)
         spec = BlockSpec(
             _depths(folder, raw, inner, nested is not None, len(windowed), target),
@@ -175,9 +174,9 @@ class Layout(HeadLayout):
             size,
             following,
             tuple((n and not aside) if causal is None else causal for n in windowed),
-            needed.get("selector_top_k", needed.get("dspine_config.top_k", 0)),
+            next((needed[name] for name in CANDIDATES if name in needed), 0),
         )
-        own = frozenset(name for name in SHARED if f"{name}.weight" in names and kind != "dspine")
+        own = frozenset(name for name in SHARED if f"{name}.weight" in names and kind not in pair_heads.NAMES)
         # z-lab trained with the target's module, which in Gemma scales its rows, and speculators with the rows alone.
         scaled = config if "embed_tokens" in own or nested is not None else target
         mask = flat.get("mask_token_id")
@@ -202,13 +201,13 @@ class Layout(HeadLayout):
             rank, markov = needed["emb_dim"], "gru"
         elif rank and str(markov) not in MARKOV:
             raise CheckpointError(f"{folder} has a Markov head of type {markov!r}; specker runs {', '.join(MARKOV)}")
-        if (rank or kind == "dspine") and config.logits_cap:
-            whose = "a Markov head" if rank else "DSpine"
+        if (rank or kind in pair_heads.NAMES) and config.logits_cap:
+            whose = "a Markov head" if rank else pair_heads.NAMES[kind]
             raise CheckpointError(f"{folder} says final_logit_softcapping, and specker caps no logits of {whose}")
         joined = confident and bool(raw.get("confidence_head_with_markov"))
         if joined and not rank:
             raise CheckpointError(f"{folder} says confidence_head_with_markov, and has no Markov head")
-        if kind == "dflash2" and config.hidden_size % needed["conv_group_size"]:
+        if convolved and config.hidden_size % needed["conv_group_size"]:
             raise CheckpointError(
                 f"conv_group_size {needed['conv_group_size']} of {folder} must divide its width {config.hidden_size}"
             )
@@ -226,14 +225,19 @@ class Layout(HeadLayout):
             has |= {"gru"} if markov == "gru" else {"markov", markov}
         if confident:
             has |= {"confidence"}
+        if convolved:
+            has |= {"conv"}
+            sizes["kernels"] = needed["conv_kernel_size"] * H // needed["conv_group_size"]
         if kind == "dflash2":
             has |= {"selector"}
-            sizes["kernels"] = needed["conv_kernel_size"] * H // needed["conv_group_size"]
         if kind == "dspine":
             has |= {"injection"}
             sizes |= {name.removeprefix("dspine_config."): count for name, count in needed.items()}
+        if kind == "lilicorr":
+            sizes |= pair_heads.lilicorr_sizes(folder, flat, H, size)
+            has |= {"lilicorr", *(("token_proj",) if sizes["h"] != H else ())}
         first = flat.get("pure_draft_prefix_len") or 0
-        return cls(source, folder, config, ropes, None, spec, frozenset(has), markov, sizes, first)
+        return cls(source, folder, config, ropes, None, spec, frozenset(has), markov, sizes, flat, first)
 
     def pieces(self) -> Iterator[Piece]:
         shares = *(name for name in SHARED if name not in self.has), "lm_head"  # its head may have other rows
@@ -256,12 +260,12 @@ class Layout(HeadLayout):
             confidence=(found["confidence"], found["confidence_bias"]) if "confidence" in self.has else None,
             convolutions=tuple(zip(*around, strict=True)),
             selector=self._selector(found) if "selector" in self.has else None,
-            injection=self._injection(found) if "injection" in self.has else None,
+            injection=pair_heads.injection(found, c.num_layers) if "injection" in self.has else None,
+            corrector=self._corrector(found, vectors) if "lilicorr" in self.has else None,
         )
 
-    def _injection(self, found: dict[str, Any]) -> Injection:
-        each = {name: found[name].unflatten(0, (self.sizes["L"], -1)) for name in ("readouts", "writes")}
-        return Injection(**{name: found[name] for name in Injection._fields} | each)
+    def _corrector(self, found: dict[str, Any], dtype: torch.dtype) -> Corrector:
+        return pair_heads.corrector(found, self.sizes, self.fields, self.config.rms_norm_eps, dtype)
 
     def _selector(self, found: dict[str, Any]) -> Selector:
         """The final norm contains the factor of the logits, which the selector's rows have not."""
@@ -275,21 +279,11 @@ class Layout(HeadLayout):
 
     def _convolutions(self, found: dict[str, Any], part: str) -> list[Convolution]:
         """The convolutions around each layer's attention or feed-forward."""
-        if "selector" not in self.has:
+        if "conv" not in self.has:
             return []
         L, taps, H = (self.sizes[name] for name in ("L", "conv_kernel_size", "H"))
         bases, weights = found[f"{part}_base"].view(L, 2, taps, H), found[part].view(L, -1, H)
         return [Convolution(base, weight) for base, weight in zip(bases, weights, strict=True)]
-
-
-def _check_dspine(folder: Path, causal: bool | None, following: bool, ready: Tensor | None) -> None:
-    """Raise CheckpointError for a DSpine drafter that is none. `ready`: whether its codes were made."""
-    if causal is False:
-        raise CheckpointError(f"{folder} says that it is not causal, and a DSpine drafter is")
-    if following:
-        raise CheckpointError(f"{folder} says sample_from_anchor, and a DSpine drafter's rows predict their own tokens")
-    if ready is None or not bool(ready.all()):
-        raise CheckpointError(f"{folder} lacks {READY}, or it is false: its transfer_codes were not made")
 
 
 def _factor(folder: Path, flat: dict[str, Any], name: str) -> float:
@@ -318,13 +312,12 @@ def _kind(folder: Path, raw: dict[str, Any]) -> str:
                 f"{folder} is not a drafter of blocks that specker reads: its architecture is {named}"
             )
         usual = FLAT[named]
-        if usual not in PROJECTORS:
-            return usual
+        known = PROJECTORS if usual in PROJECTORS else {usual: usual}
         projector = (raw.get("dflash_config") or {}).get("projector_type", usual)
-        if str(projector) not in PROJECTORS or (usual == "domino" and PROJECTORS[projector] != usual):
-            known = ", ".join(PROJECTORS)
-            raise CheckpointError(f"{folder} is a {named} with projector_type {projector!r}; specker reads {known}")
-        return PROJECTORS[projector]
+        if str(projector) not in known or (usual == "domino" and known[projector] != usual):
+            names = ", ".join(known)
+            raise CheckpointError(f"{folder} is a {named} with projector_type {projector!r}; specker reads {names}")
+        return known[projector]
     if (kind := raw.get("speculators_model_type")) not in KINDS:
         raise CheckpointError(f"{folder} is a speculators drafter of type {kind!r}; dflash reads {', '.join(KINDS)}")
     if raw.get("draft_ffn_type", "dense") != "dense":
@@ -404,7 +397,7 @@ def _check_fields(raw: dict[str, Any], nested: dict[str, Any] | None, inner: dic
         parts["transformer_layer_config."] = nested, anywhere | layers
     if kind == "dspine":
         outer.add("dspine_config")
-        parts["dspine_config."] = raw.get("dspine_config") or {}, {name.split(".")[1] for name in DSPINE} | LOSSES
+        parts["dspine_config."] = raw.get("dspine_config") or {}, pair_heads.LOSSES | {*pair_heads.DSPINE}
     for prefix, (part, known) in parts.items():
         if unknown := sorted(name for name in part if name not in known and not name.startswith("_")):
             raise CheckpointError(

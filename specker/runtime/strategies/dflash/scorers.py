@@ -49,7 +49,8 @@ class SelectorScorer:
 
 
 class TableScorer:
-    """A table of each position: the logits of its candidates after each candidate of the position before (DSpine)."""
+    """A table of each position: the logits of its candidates after each candidate of the position before (DSpine,
+    LiLiCorr)."""
 
     def __init__(self, table: Tensor, ids: Tensor, logits: Tensor, heat: Tensor | float):
         """`table` [n, k, K, K] takes the place of the drafter's own `logits` [n, k, K]; of the first position, all rows
