@@ -377,7 +377,7 @@ LAYERS = {
     ),
     "another architecture": (
         {"outer": {"architectures": ["DSparkDraftModel"]}},
-        "its architecture is DSparkDraftModel",
+        "its architecture is DSparkDraftModel, not one of DFlashDraftModel, .*, DSpineDraftModel, LiLiCorrDraftModel",
     ),
     "outputs beyond the layers": ({"layer_ids": [1, 7]}, "must ascend and name outputs of the target's layers -1 to 6"),
     "another vocabulary": ({"layer": {"vocab_size": 96}}, "a drafter for a target with 96 ids, and the target has 128"),

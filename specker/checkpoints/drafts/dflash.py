@@ -309,7 +309,8 @@ def _kind(folder: Path, raw: dict[str, Any]) -> str:
         named = (raw.get("architectures") or [None])[0]
         if named not in FLAT:
             raise CheckpointError(
-                f"{folder} is not a drafter of blocks that specker reads: its architecture is {named}"
+                f"{folder} is not a drafter of blocks that specker reads: its architecture is {named}, not one of "
+                f"{', '.join(FLAT)}"
             )
         usual = FLAT[named]
         known = PROJECTORS if usual in PROJECTORS else {usual: usual}
