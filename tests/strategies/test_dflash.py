@@ -288,7 +288,7 @@ def test_other_types_and_quantised_drafters(tmp_path, dtype, quantize):
         "lilicorr": LILICORR,
     }.items():
         head = made(tmp_path / name, "dflash", target, heads=(2, 1, 64), inner=128, layer_ids=[0, 1], **how)
-        engine = head.load(dtype=dtype, draft_quantize=quantize)
+        engine = head.load(dtype=dtype, draft_quantize=quantize, quantize=quantize)
         out = engine.generate(TEXT, 24)
         assert engine.check(TEXT, out, 24).identical and out.stats.drafted > 24
         if quantize is None and cpu.available():
