@@ -102,7 +102,7 @@ class Piece:
         found = file.get_tensor(name)
         if self.transposed:
             found = found.mT
-        if len(self.stored) == 3 and not self.alternate:
+        if len(self.stored) > 2 and not self.alternate:
             found = found.flatten(0, -2)
         if self.whole:
             return found

@@ -1,5 +1,5 @@
 """Drafters that guess a block in one pass and read the target's hidden states: DFlash (arXiv 2602.06036), DFlash2,
-DSpark and Domino (arXiv 2605.29707).
+DSpark, Domino (arXiv 2605.29707), DSpine and LiLiCorr (arXiv 2608.20530).
 
 A column of the drafter's cache belongs to a committed token. Its K and V come from the target's rows of that token at
 several depths, side by side in g, without a pass through the drafter's layers:
@@ -33,6 +33,8 @@ block, whose kernels of a few taps come from the sublayer's normed input u. C ch
 Its selector then chooses each token among the best candidates c of its row, by the token x before it:
 
     score(c) = logit(c) + < A[x] * P h, B[c] >
+
+DSpine (dspine.py) and LiLiCorr (lilicorr.py) score the candidates anew, by the candidate before.
 """
 
 from collections.abc import Iterable
@@ -43,6 +45,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from specker.cpu import restored
+from specker.cpu.packed import Packed
 from specker.kernels import quant
 from specker.kernels.ancestors import chain_words, pack_bits
 from specker.kernels.quant import Matrix
@@ -63,7 +67,9 @@ from specker.model.decoder import (
     over_pages,
     run_layers,
 )
+from specker.model.dspine import Injection, inject
 from specker.model.kv_formats import calibrated
+from specker.model.lilicorr import Corrector
 from specker.model.weights import Parameters
 
 
@@ -77,7 +83,7 @@ class BlockSpec:
     size: int  # rows of the longest block, the root included
     following: bool  # a row predicts the position after its own (DSpark); False: its own position
     causal: tuple[bool, ...]  # for each layer, whether a row of the block sees only the rows up to itself
-    candidates: int = 0  # of a row, from which the selector chooses (DFlash2); 0: there is no selector
+    candidates: int = 0  # of a row, among which a head chooses (DFlash2, DSpine, LiLiCorr); 0: no head does
 
     @property
     def most(self) -> int:
@@ -125,6 +131,15 @@ class BlockWeights(NamedTuple):
     confidence: tuple[Tensor, Tensor] | None  # proj [1, H + r] and its bias [1]; [1, H] if it does not read w1
     convolutions: tuple[tuple[Convolution, Convolution], ...] = ()  # of each layer's attention and feed-forward
     selector: Selector | None = None
+    injection: Injection | None = None
+    corrector: Corrector | None = None
+
+
+class BlockRows(NamedTuple):
+    """Rows of blocks, after all layers."""
+
+    final: Final  # for the LM head [T, H]
+    last: Tensor | None = None  # [T, H], before the last layer's injection (DSpine)
 
 
 class BlockModel:
@@ -148,34 +163,39 @@ class BlockModel:
             mask = torch.tensor([config.mask_token_id], dtype=torch.int64, device=model.device)
             self._mask = model.embed_tokens(mask)[0]
 
-    def keep(self, cache: KVCache, positions: Tensor, slots: Tensor, hidden: Tensor) -> None:
+    def keep(self, cache: KVCache, positions: Tensor, slots: Tensor, hidden: Tensor) -> Tensor:
         """Write K and V of T committed tokens at `positions` [T] int64 to the rows `slots` [T] int64 of every layer.
-        `aux_layers` [T, A, Ht]: the target's rows of these tokens."""
+        `hidden` [T, A, Ht]: the target's rows of these tokens. Returns c, what the drafter reads of them [T, H]."""
         model, w, L, T = self.model, self.weights, len(self.model.layers), len(positions)
         eps = model.config.rms_norm_eps
-        rows = model.linear(hidden.flatten(1).contiguous(), w.fc)
-        kv = model.linear(add_norm(rows, None, w.hidden_norm, eps)[1], self._kv, self._kv_bias)
+        c = add_norm(model.linear(hidden.flatten(1).contiguous(), w.fc), None, w.hidden_norm, eps)[1]
+        kv = model.linear(c, self._kv, self._kv_bias)
         kv = kv.view(T, L, -1).transpose(0, 1).reshape(L * T, -1)
         layer = torch.arange(L, dtype=torch.int64, device=slots.device).unsqueeze(1)
         layer *= cache.k.shape[1] * cache.page_size
         k, v = cache.k.flatten(0, 1), cache.v.flatten(0, 1)
         slots = (slots + layer).view(-1)
         calibrated(kv, positions.repeat(L), slots, model.ropes[0], k, v, self._k_norm, self._k_norm, eps)
+        return c
 
-    def block(self, cache: KVCache, rows: Rows, roots: Tensor, count: int) -> Final:
-        """Run blocks of `count` rows, roots [n] int64 and masks, one for each sequence of `rows`. Returns their rows
-        for the LM head [n * count, H]."""
+    def block(self, cache: KVCache, rows: Rows, roots: Tensor, count: int) -> BlockRows:
+        """Run blocks of `count` rows, roots [n] int64 and masks, one for each sequence of `rows`."""
         model, n, causal = self.model, len(roots), self.spec.causal
         assert self._mask is not None
         masks = self._mask.expand(n, count - 1, -1)
         embedded = torch.cat((model.embed_tokens(roots).unsqueeze(1), masks), 1).flatten(0, 1)
+        if (injection := self.weights.injection) is not None:  # its layers are causal
+            for layer in range(len(model.layers)):
+                last = forward(model, cache, rows, embedded, slice(layer, layer + 1)).hidden
+                embedded = inject(model, injection, layer, last, roots)
+            return BlockRows(Final(embedded), last)
         usual = not self.weights.convolutions
         if all(causal) and usual:
-            return forward(model, cache, rows, embedded).final
+            return BlockRows(forward(model, cache, rows, embedded).final)
         chain, full = (words(count, str(model.device)) for words in (_chain, _full))
         rows = rows._replace(ancestors=full.repeat(n, 1))
         if not any(causal) and usual:
-            return forward(model, cache, rows, embedded).final
+            return BlockRows(forward(model, cache, rows, embedded).final)
 
         def run(rows: Rows, hidden: Tensor) -> Output:
             each = [rows, rows._replace(ancestors=chain.repeat(len(hidden) // count, 1))]
@@ -183,7 +203,7 @@ class BlockModel:
             steps = zip(model.layers, cache.layers, [batches[own] for own in causal], strict=False)
             return run_layers(model, steps, hidden) if usual else self._convolved_layers(steps, hidden, count)
 
-        return in_blocks(model, rows, embedded, run).final
+        return BlockRows(in_blocks(model, rows, embedded, run).final)
 
     def _convolved_layers(self, steps: Iterable[GroupStep], hidden: Tensor, count: int) -> Output:
         """`run_layers` with DFlash2's convolutions over blocks of `count` rows."""
@@ -206,15 +226,27 @@ class BlockModel:
         kernels = self.model.linear(x, w.weight).view(len(x), 2, w.base.shape[1], -1)
         return convolved(x, w.base[0], kernels[:, 0], count), kernels[:, 1]
 
-    def predicting(self, final: Final, n: int, drafts: int) -> Final:
+    def predicting(self, rows: BlockRows, n: int, drafts: int) -> BlockRows:
         """The rows of n blocks that predict the first `drafts` tokens after the root, [n * drafts, H]."""
         first = 0 if self.spec.following else 1
-        rows = final.rows.view(n, -1, final.rows.shape[-1])[:, first : first + drafts]
-        return Final(rows.flatten(0, 1), final.normed)
+
+        def of(x: Tensor) -> Tensor:
+            return x.view(n, -1, x.shape[-1])[:, first : first + drafts].flatten(0, 1)
+
+        return BlockRows(Final(of(rows.final.rows), rows.final.normed), None if rows.last is None else of(rows.last))
 
     def normed(self, final: Final) -> Tensor:
         """The final norm of rows [T, H]."""
         return final.rows if final.normed else add_norm(final.rows, None, self.model.norm, self._eps)[1]
+
+    def head_rows(self, ids: Tensor) -> Tensor:
+        """The LM head's rows of `ids` [..] int64, [.., H]."""
+        head, dtype = self.model.head, self.model.dtype
+        if isinstance(head, Tensor):
+            return head[ids]
+        own = ids.flatten()
+        rows = restored(head, dtype, own) if isinstance(head, Packed) else head[own].dequantised(dtype)
+        return rows.view(*ids.shape, -1)
 
     @property
     def _eps(self) -> float:

@@ -13,6 +13,7 @@ import cases
 import pytest
 import torch
 from make_checkpoint import make
+from make_dflash import make_dflash
 from make_head import make_head
 from one_round import apart
 from pairs import admitted, flips, logits_of, perturbed
@@ -291,6 +292,8 @@ RECORDED = {  # `vocabtrim` uses the bundled family, the others tiny models
     "vocabtrim": {"strategy": "vocabtrim"},
     "eagle": {"strategy": "eagle", "draft_tokens": 4},
     "eagle-tree": {"strategy": "eagle", "tree": "3x3", "draft_tokens": 7},
+    "dspine": {"strategy": "dflash", "layout": "dspine", "draft_tokens": 4},
+    "lilicorr-tree": {"strategy": "dflash", "layout": "lilicorr", "draft_tokens": 4, "policy": "fixed", "cps": "tree"},
 }
 
 
@@ -301,13 +304,17 @@ class Recorded:
     """A bfloat16 engine whose rounds are recorded, not run. Its texts are ragged and use different sampling
     settings."""
 
-    def __init__(self, folder, strategy="draft", arch="qwen2", layers=(3, 2), **options):
+    def __init__(self, folder, strategy="draft", arch="qwen2", layers=(3, 2), layout="", **options):
         target = make(folder / "target", arch, layers=layers[0], max_context=6000)
         diffusion = strategy == "diffuspec"
         if strategy == "eagle":
             like = json.loads((target / "config.json").read_text())
             how = {"rows": 64, "heads": (4, 2, 16), "inner": 64, "eagle_aux_hidden_state_layer_ids": [1, 2, 3]}
             draft = make_head(folder / "draft", like, layout="nested", **how)
+        elif strategy == "dflash":
+            like = json.loads((target / "config.json").read_text())
+            how = {"heads": (4, 2, 16), "inner": 64, "layer_ids": [0, 1]}
+            draft = make_dflash(folder / "draft", like, layout=layout, **how)
         else:
             draft = make(folder / "draft", "dream" if diffusion else arch, layers=layers[1], max_context=6000)
         models = {"ar": [target], "del": [target], "vocabtrim": []}.get(strategy, [target, draft])

@@ -10,7 +10,22 @@ import cases
 import numpy as np
 import pytest
 import torch
-from heads import DOMINO, FULL, OFTEN, SLIDING, TEXT, ZLAB, ZLAB2, assert_drafts, changed, hidden, made, traced
+from heads import (
+    DOMINO,
+    DSPINE,
+    FULL,
+    LILICORR,
+    OFTEN,
+    SLIDING,
+    TEXT,
+    ZLAB,
+    ZLAB2,
+    assert_drafts,
+    changed,
+    hidden,
+    made,
+    traced,
+)
 from make_checkpoint import make
 from make_dflash import SECOND
 from path_search import log_p
@@ -43,7 +58,7 @@ def drafted(engine, rows, text):
             yield row, [depth[: row["position"] - 1] for depth in taps], text[: row["position"]]
 
 
-@pytest.mark.parametrize("name", ["dflash", "dspark", "dflash2, factors", "domino"])
+@pytest.mark.parametrize("name", ["dflash", "dspark", "dflash2, factors", "domino", "dspine", "lilicorr"])
 def test_sampled_drafts_are_ranked_under_the_noise_of_the_targets_draws(heads, name):
     head, how = heads("dflash", name), {"temperature": 0.7, "seed": 5}
     engine = head.load()
@@ -97,7 +112,7 @@ def test_a_scaled_embedding_of_the_target(tmp_path):
     assert assert_drafts(engine, head.formula(engine), rows, TEXT + out.tokens) > 1
 
 
-@pytest.mark.parametrize("how", [{"layout": "deepspec", "markov": 6}, ZLAB, ZLAB2, DOMINO])
+@pytest.mark.parametrize("how", [{"layout": "deepspec", "markov": 6}, ZLAB, ZLAB2, DOMINO, DSPINE])
 def test_a_trimmed_head_drafts_the_best_of_its_rows(tmp_path, how):
     head = made(tmp_path / "drafter", "dflash", **how)
     engine = head.load("+vocabtrim", vocab_keep=40, vocab_text=0)
@@ -119,11 +134,14 @@ def block_scores(formula, taps, before, size, heat=1.0):
 
 TREES = {
     "dflash": {},  # tokens are guessed independently of each other
+    "jetspec": {},
     "dspark": {},
     "deepspec, gated": {},
     "dspark, recurrent": {},
     "domino": {},
     "dflash2": {},
+    "dspine": {},
+    "lilicorr": {},
 }
 
 
@@ -262,9 +280,15 @@ def test_other_types_and_quantised_drafters(tmp_path, dtype, quantize):
     """With sizes that the CPU's compiled layers run."""
     target = make(tmp_path / "target", layers=4, hidden=64, heads=2, kv_heads=1, head_dim=64, ffn=128, max_context=128)
     spark = {"layout": "dspark", "ids": OFTEN, "markov": 32, "confidence": "rows and markov"}
-    for name, how in {"dspark": spark, "dflash2": ZLAB2, "domino": DOMINO}.items():
+    for name, how in {
+        "dspark": spark,
+        "dflash2": ZLAB2,
+        "domino": DOMINO,
+        "dspine": DSPINE,
+        "lilicorr": LILICORR,
+    }.items():
         head = made(tmp_path / name, "dflash", target, heads=(2, 1, 64), inner=128, layer_ids=[0, 1], **how)
-        engine = head.load(dtype=dtype, draft_quantize=quantize)
+        engine = head.load(dtype=dtype, draft_quantize=quantize, quantize=quantize)
         out = engine.generate(TEXT, 24)
         assert engine.check(TEXT, out, 24).identical and out.stats.drafted > 24
         if quantize is None and cpu.available():
@@ -339,6 +363,10 @@ LAYERS = {
         {"layout": "zlab2", "second": {"output_multiplier": 0}},
         "output_multiplier of .* must be a number above 0, got 0",
     ),
+    "no direction": (
+        {"outer": {"dflash_config": {"mask_token_id": 5, "causal_head": "yes"}}},
+        "is_causal or causal or causal_head of .* must be true or false, got 'yes'",
+    ),
     "another projector": (
         {"outer": {"dflash_config": {"mask_token_id": 5, "projector_type": "dspark"}}},
         "a DFlashDraftModel with projector_type 'dspark'; specker reads dflash, domino, causal_v5",
@@ -349,7 +377,7 @@ LAYERS = {
     ),
     "another architecture": (
         {"outer": {"architectures": ["DSparkDraftModel"]}},
-        "its architecture is DSparkDraftModel",
+        "its architecture is DSparkDraftModel, not one of DFlashDraftModel, .*, DSpineDraftModel, LiLiCorrDraftModel",
     ),
     "outputs beyond the layers": ({"layer_ids": [1, 7]}, "must ascend and name outputs of the target's layers -1 to 6"),
     "another vocabulary": ({"layer": {"vocab_size": 96}}, "a drafter for a target with 96 ids, and the target has 128"),
@@ -409,7 +437,15 @@ def test_a_markov_head_is_not_searched(spark):
         spark.load(cps="chain")
 
 
-@pytest.mark.parametrize(("name", "what"), [("dflash2", "candidate selector"), ("domino", "GRU")])
+@pytest.mark.parametrize(
+    ("name", "what"),
+    [
+        ("dflash2", "candidate selector"),
+        ("domino", "GRU"),
+        ("dspine", "transition table"),
+        ("lilicorr", "transition table"),
+    ],
+)
 def test_what_chooses_one_token_after_another_is_not_searched(heads, name, what):
     with pytest.raises(ValueError, match=f"the drafter's {what} guesses one token after another"):
         heads("dflash", name).load(cps="chain")

@@ -122,7 +122,7 @@ def test_hidden_rows_of_gpt_oss_and_gemma4_are_those_of_transformers(others, mon
         *cases.one_in(
             3,
             ["dflash"],
-            ["z-lab", "dflash", "dspark", "deepspec, recurrent", "dflash2", "domino"],
+            ["z-lab", "dflash", "dspark", "deepspec, recurrent", "dflash2", "domino", "dspine", "lilicorr"],
             ["device only", "host first", "device first"],
         ),
     ],
@@ -172,6 +172,10 @@ WAYS: dict[str, tuple] = {  # strategy, layout, rest of the strategy, options
     "dflash2+lookup": ("dflash", "dflash2", "+lookup", {}),
     "dflash2, draft-and-verify": ("dflash", "dflash2", "", {"policy": "draft-and-verify"}),
     "domino": ("dflash", "domino", "", {}),
+    "dspine": ("dflash", "dspine", "", {}),
+    "lilicorr": ("dflash", "lilicorr", "", {}),
+    "lilicorr+lookup": ("dflash", "lilicorr, convolutions", "+lookup", {}),
+    "dspine+lookup": ("dflash", "dspine, windows", "+lookup", {}),
     "dflash+vocabtrim": ("dflash", "deepspec, recurrent", "+vocabtrim", TRIM),
     "mtp": ("mtp", "mimo", "", {}),
     "mtp+lookup": ("mtp", "mimo", "+lookup", {}),
@@ -208,7 +212,8 @@ def test_batches_change_no_token(heads, monkeypatch, chunk_prompts, way, mode):
 
 @pytest.mark.parametrize("prefixes", ["all", "exact"])
 @pytest.mark.parametrize(
-    ("strategy", "name", "ahead"), [("eagle", "nested", 1), ("dflash", "dflash", 0), ("mtp", "deepseek, 3 heads", 3)]
+    ("strategy", "name", "ahead"),
+    [("eagle", "nested", 1), ("dflash", "dflash", 0), ("dflash", "lilicorr", 1), ("mtp", "deepseek, 3 heads", 3)],
 )
 def test_a_known_beginning_gives_the_drafts_of_a_fresh_prompt(heads, strategy, name, ahead, prefixes):
     """A column depends on as many later tokens as `ahead` says: where two prompts part, it is computed anew."""

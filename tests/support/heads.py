@@ -70,6 +70,7 @@ EAGLE |= {
 WINDOWS = {"layer_types": [SLIDING, FULL, SLIDING], "sliding_window": 12, "use_sliding_window": True}
 BLOCK, SPARK = {"layout": "dflash", "ids": OFTEN}, {"layout": "dspark", "ids": OFTEN, "markov": 6}
 ZLAB2, DOMINO = {"layout": "zlab2"}, {"layout": "domino", "gru": {"shift_label": True}}
+DSPINE, LILICORR = {"layout": "dspine"}, {"layout": "lilicorr"}
 BOTH = {"confidence": "rows and markov"}
 DFLASH = {
     "z-lab": ZLAB,
@@ -83,6 +84,10 @@ DFLASH = {
     "z-lab, causal": {
         **ZLAB,
         "outer": {"dflash_config": {"mask_token_id": 5, "target_layer_ids": [1, 4, 6], "causal": True}},
+    },
+    "jetspec": {
+        **ZLAB,
+        "outer": {"dflash_config": {"mask_token_id": 5, "target_layer_ids": [1, 4, 6], "causal_head": True}},
     },
     "z-lab, mask file": {**ZLAB, "mask_file": "tensor"},
     "z-lab, mask table": {**ZLAB, "mask_file": "table"},
@@ -115,6 +120,16 @@ DFLASH = {
         "outer": {"architectures": ["DFlashDraftModel"]},
         "gru": {"projector_type": "domino", "shift_label": True, "pure_draft_prefix_len": 0},
     },
+    "dspine": DSPINE,
+    "lilicorr": LILICORR,
+    "lilicorr, convolutions": {
+        **LILICORR,
+        "size": 8,
+        "layers": 3,
+        "layer": WINDOWS,
+        "second": {"conv_kernel_size": 3, "conv_group_size": 8, "lilicorr_hidden_size": 0, "lilicorr_num_heads": 4},
+    },
+    "dspine, windows": {**DSPINE, "layers": 3, "size": 7, "layer": WINDOWS},
     "dflash": BLOCK,
     "dflash, every id": {"layout": "dflash"},
     "another width": {**BLOCK, "width": 24, "heads": (3, 1, 8)},

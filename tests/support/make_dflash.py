@@ -8,12 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import head_parts
+import pair_heads
 import torch
 from torch import Tensor
 
 IDS = [1, 4, 6]  # z-lab and DeepSpec: outputs of these layers
 NESTED = "dflash", "dflash2", "dspark"
 FLAT = {"zlab": "DFlashDraftModel", "zlab2": "DFlash2DraftModel", "domino": "DominoDraftModel"}
+FLAT |= {"dspine": "DSpineDraftModel", "lilicorr": "LiLiCorrDraftModel"}
 SECOND = {"conv_kernel_size": 2, "conv_group_size": 8, "selector_rank": 6, "selector_top_k": 5}
 GRU = {"emb_dim": 12, "gru_hidden_dim": 10, "pure_draft_prefix_len": 1}
 
@@ -45,8 +47,8 @@ def make_dflash(
 ) -> Path:
     """`target`: config.json of the target. `ids`: of the LM head's rows. `own`: of embed_tokens and lm_head. `markov`:
     the Markov head's rank, `markov_kind`: vanilla, gated or rnn. `confidence`: "", "rows" or "rows and markov".
-    `mask_file`: "", "tensor" or "table". `second`, `gru`: further fields of DFlash2 and Domino. `layer`, `outer`:
-    further fields of the layers' config and of the outer one, None for fields to leave out."""
+    `mask_file`: "", "tensor" or "table". `second`, `gru`: further fields of DFlash2 or LiLiCorr, and of Domino.
+    `layer`, `outer`: further fields of the layers' config and of the outer one, None for fields to leave out."""
     random = head_parts.Random(seed)
     Ht, V = target["hidden_size"], target["vocab_size"]
     H, rows = width or Ht, len(ids) if ids else V
@@ -74,18 +76,23 @@ def make_dflash(
     if confidence:
         x["confidence_head.proj.weight"] = random.matrix(1, H + markov * (confidence == "rows and markov"))
         x["confidence_head.proj.bias"] = random.normal(1)
-    special: dict = {}
+    special: dict = second or {}
     if layout in ("zlab2", "dflash2"):
-        special = SECOND | (second or {})
+        special = SECOND | special
+    if layout == "lilicorr":
+        special = pair_heads.LILICORR | special
+        x |= pair_heads.lilicorr_tensors(random, H, size, special)
+    if "conv_kernel_size" in special:
         taps, groups = special["conv_kernel_size"], H // special["conv_group_size"]
         for p in (f"layers.{i}.{part}_conv." for i in range(layers) for part in ("attention", "mlp")):
             x[f"{p}base_kernel"] = random.normal(2, taps, H) * 0.4
             x[f"{p}base_kernel"][:, 0] += 1
             x[f"{p}kernel_projection.weight"] = 0.5 * random.matrix(2 * taps * groups, H)
+    if "selector_rank" in special:
         for name in ("predecessor", "successor"):
             x[f"candidate_selector.{name}_codebook"] = random.normal(V, special["selector_rank"])
         x["candidate_selector.hidden_projection.weight"] = random.matrix(special["selector_rank"], H)
-    elif layout == "domino":
+    if layout == "domino":
         special = GRU | (gru or {})
         S, r = special["gru_hidden_dim"], special["emb_dim"]
         x |= {
@@ -93,6 +100,9 @@ def make_dflash(
             "prefix_gru.weight_hh_l0": random.matrix(3 * S, S),
         }
         x |= {"embed_proj.0.weight": 2 * random.matrix(r, H + S), "embed_proj.2.weight": 2 * random.matrix(V, r)}
+    if layout == "dspine":
+        x |= pair_heads.dspine_tensors(random, H, V, layers)
+        outer = {"dspine_config": pair_heads.DSPINE} | (outer or {})
     more = {"model_type": "qwen3", "tie_word_embeddings": layout in FLAT, **(layer or {})}
     own_fields = head_parts.layer_config(H, inner, heads, layers, V, bias, **more)
     raw: dict = {}
@@ -122,7 +132,7 @@ def make_dflash(
     return folder
 
 
-class Formula(head_parts.Formula):
+class Formula(pair_heads.Formula):
     """A drafter, one block after a whole text."""
 
     def __init__(self, folder: Path, embedding: Tensor, head: Tensor, scale: float = 1.0):
@@ -140,7 +150,8 @@ class Formula(head_parts.Formula):
         if (folder / "mask_embedding.pt").is_file():
             saved = torch.load(folder / "mask_embedding.pt", weights_only=True)
             mask = (saved["embedding"] if isinstance(saved, dict) else saved).double().flatten()
-        self.mask, self.causal = mask, raw.get("is_causal", inner.get("causal"))
+        self.mask, self.causal = mask, raw.get("is_causal", inner.get("causal", inner.get("causal_head")))
+        self.causal = True if "dspine_config" in raw else self.causal
         dspark = raw.get("speculators_model_type") == "dspark" or raw["architectures"] == ["Qwen3DSparkModel"]
         self.following = inner.get("sample_from_anchor", raw.get("sample_from_anchor", dspark))
         self.following = inner.get("shift_label", self.following)
@@ -158,7 +169,9 @@ class Formula(head_parts.Formula):
             h = h + after(self.attention(y, c, p, i, T))
             y, after = self.convolved(self.rms(h, x[f"{p}post_attention_layernorm.weight"]), f"{p}mlp_conv.")
             h = h + after(self.mlp(y, p))
-        return self.rms(h, x["norm.weight"])[-drafts:]
+            last, h = h, self.injected(h, i, root)
+        self.noted(self.rms(h, x["norm.weight"])[-drafts:], last[-drafts:], c[-1] if T else None)
+        return self.normed
 
     def convolved(self, u: Tensor, p: str) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
         """A sublayer's input, made of its normed rows u [B, H], and what becomes of its output; `p`: of the names."""
@@ -240,6 +253,8 @@ class Formula(head_parts.Formula):
         z = z if noise is None else z + noise[row, self.ids()]
         if "candidate_selector.hidden_projection.weight" in x:
             return z, self.selected(z, normed, before, temperature), state
+        if self.candidates:
+            return z, self.scored(row, z, before, temperature, noise), state
         return z, added / temperature, state
 
     def probable(

@@ -30,7 +30,7 @@ EAGLE = (
 )
 # Drafters of blocks. Sizes: fields of config.json; r the Markov head's rank, `kernels` weights of a row's convolution,
 # `read` columns of the confidence head
-BLOCKS = (
+BLOCKS: HeadTable = (
     HeadTensor("fc", "fc.weight", "H, inputs"),
     HeadTensor("hidden_norm", "hidden_norm.weight", "H"),
     HeadTensor("head", "lm_head.weight", "D, H", "lm_head"),
@@ -44,17 +44,60 @@ BLOCKS = (
     HeadTensor("joint_bias", "markov_head.gate_proj.bias", "r", "gated"),
     HeadTensor("joint", "markov_head.joint_proj.weight", "3 r, 2 r + H", "rnn"),
     HeadTensor("joint_bias", "markov_head.joint_proj.bias", "3 r", "rnn"),
-    HeadTensor(
-        "attention_base", "layers.#.attention_conv.base_kernel", "2, conv_kernel_size, H", "selector", copies="L"
-    ),
-    HeadTensor("attention", "layers.#.attention_conv.kernel_projection.weight", "2 kernels, H", "selector", copies="L"),
-    HeadTensor("mlp_base", "layers.#.mlp_conv.base_kernel", "2, conv_kernel_size, H", "selector", copies="L"),
-    HeadTensor("mlp", "layers.#.mlp_conv.kernel_projection.weight", "2 kernels, H", "selector", copies="L"),
+    HeadTensor("attention_base", "layers.#.attention_conv.base_kernel", "2, conv_kernel_size, H", "conv", copies="L"),
+    HeadTensor("attention", "layers.#.attention_conv.kernel_projection.weight", "2 kernels, H", "conv", copies="L"),
+    HeadTensor("mlp_base", "layers.#.mlp_conv.base_kernel", "2, conv_kernel_size, H", "conv", copies="L"),
+    HeadTensor("mlp", "layers.#.mlp_conv.kernel_projection.weight", "2 kernels, H", "conv", copies="L"),
     HeadTensor("before", "candidate_selector.predecessor_codebook", "V, selector_rank", "selector"),
     HeadTensor("after", "candidate_selector.successor_codebook", "V, selector_rank", "selector"),
     HeadTensor("project", "candidate_selector.hidden_projection.weight", "selector_rank, H", "selector"),
     HeadTensor("confidence", "confidence_head.proj.weight", "1, read", "confidence"),
     HeadTensor("confidence_bias", "confidence_head.proj.bias", "1", "confidence"),
+    HeadTensor("readouts", "injection.readouts.#.weight", "transfer_rank, H", "injection", copies="L"),
+    HeadTensor("writes", "injection.writes.#.weight", "H, message_size", "injection", copies="L"),
+    HeadTensor("message", "injection.message.weight", "message_size, transfer_rank", "injection"),
+    HeadTensor("receiver", "injection.receiver_gate.weight", "message_size, transfer_rank", "injection"),
+    HeadTensor("predecessor", "injection.predecessor_gate.weight", "message_size, transfer_rank", "injection"),
+    HeadTensor("bias", "injection.bias", "message_size", "injection"),
+    HeadTensor("codes", "transfer_codes", "V, transfer_rank", "injection"),
+)
+
+
+def _affine(name: str, rows: str, columns: str) -> dict[str, str]:
+    return {f"{name}.weight": f"{rows}, {columns}", f"{name}.bias": rows}
+
+
+# Of LiLiCorr's head: h its width, B rows of a block, K candidates, `inner` the width of its feed-forward
+_LILICORR = {
+    **_affine("token_proj", "h", "H"),
+    **_affine("pass_hidden_proj", "h", "H"),
+    "feature_mlp.0.weight": "5",
+    "feature_mlp.0.bias": "5",
+    **_affine("feature_mlp.1", "h", "5"),
+    **_affine("feature_mlp.3", "h", "h"),
+    "slot_embedding": "1, 1, slots, 1, h",  # B - 1 slots
+    "rank_embedding": "1, 1, 1, K, h",
+    "relative_slot_bias": "heads, distances",  # 2 B - 1 distances
+    "same_slot_bias": "heads",
+    **_affine("context_proj", "h", "H"),
+    "layers.#.attn_norm.weight": "h",
+    "layers.#.attn.in_proj_weight": "3 h, h",
+    "layers.#.attn.in_proj_bias": "3 h",
+    **_affine("layers.#.attn.out_proj", "h", "h"),
+    "layers.#.mlp_norm.weight": "h",
+    **_affine("layers.#.mlp.0", "inner", "h"),
+    **_affine("layers.#.mlp.2", "h", "inner"),
+    "output_norm.weight": "h",
+    "anchor_norm.weight": "h",
+    **_affine("factor_input_proj", "h", "3 h"),
+    **_affine("out_head", "f", "h"),
+    **_affine("in_head", "f", "h"),
+    **_affine("anchor_out_head", "f", "h"),
+}
+BLOCKS += tuple(
+    HeadTensor(name, f"lilicorr.{name}", shape, part, copies="corrector_layers" if "#" in name else "")
+    for name, shape in _LILICORR.items()
+    for part in ("token_proj" if name.startswith("token_proj") else "lilicorr",)
 )
 # Assistants: C clusters of ids. `rows`: the LM head in the order of ids, before it is ordered by cluster
 ASSISTANT = (

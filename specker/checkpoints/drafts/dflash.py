@@ -1,9 +1,9 @@
-"""Read a drafter of blocks that reads the target's hidden states: DFlash, DFlash2, DSpark and Domino.
+"""Read a drafter of blocks that reads the target's hidden states: DFlash, DFlash2, DSpark, Domino, DSpine and LiLiCorr.
 
 Three layouts are read. z-lab's DFlash and DFlash2 have a flat config.json with `dflash_config`, and use the target's
-embedding and LM head; so do SpecForge's Domino drafters. DeepSpec's DSpark has a flat config.json, its own embedding
-and head, and perhaps a Markov and a confidence head. speculators, which vLLM reads, nests the config of the layers
-under `transformer_layer_config`. `docs/checkpoints.md` lists the tensors.
+embedding and LM head; so do Domino, DSpine and LiLiCorr drafters. DeepSpec's DSpark has a flat config.json, its own
+embedding and head, and perhaps a Markov and a confidence head. speculators, which vLLM reads, nests the config of the
+layers under `transformer_layer_config`. `docs/checkpoints.md` lists the tensors.
 
 A drafter of the wrong format drafts badly without any error, so every tensor and every field of config.json must be
 known.
@@ -21,6 +21,7 @@ from specker.checkpoints.architectures.architecture import LAYER_TYPES, SLIDING
 from specker.checkpoints.architectures.heads import BLOCKS
 from specker.checkpoints.buffers import Storage, activations
 from specker.checkpoints.checkpoint import Checkpoint
+from specker.checkpoints.drafts import pair_heads
 from specker.checkpoints.drafts.heads import (
     IGNORED,
     Files,
@@ -36,12 +37,15 @@ from specker.checkpoints.parse import SHARED, parse_config, reason
 from specker.checkpoints.pieces import Piece, pieces_of
 from specker.model.config import CheckpointError, ModelConfig
 from specker.model.dflash import BlockSpec, BlockWeights, Convolution, Markov, Selector
+from specker.model.lilicorr import Corrector
 from specker.model.split import WHOLE
 
 FLAT = {  # architectures of flat configs
     "DFlashDraftModel": "dflash",
     "DFlash2DraftModel": "dflash2",
     "DominoDraftModel": "domino",
+    "DSpineDraftModel": "dspine",
+    "LiLiCorrDraftModel": "lilicorr",
     "Qwen3DSparkModel": "dspark",
 }
 KINDS = "dflash", "dflash2", "dspark"  # of speculators
@@ -65,12 +69,14 @@ FIELDS = {  # fields of config.json that say what the drafter computes, beside t
     "target_hidden_size",
     "target_layer_ids",
 }
-INNER = {"block_size", "causal", "mask_token", "mask_token_id", "num_target_layers", "sample_from_anchor"}
-INNER |= {"target_layer_ids", "projector_type"}  # fields of `dflash_config`
+INNER = {"block_size", "causal", "causal_head", "mask_token", "mask_token_id", "num_target_layers"}
+INNER |= {"sample_from_anchor", "target_layer_ids", "projector_type"}  # fields of `dflash_config`
+CAUSAL = "is_causal", "causal", "causal_head"  # who names it first decides; causal_head is JetSpec's
 FACTORS = {"final_logit_softcapping", "input_embedding_scale", "output_multiplier"}
 SECOND = {"conv_group_size", "conv_kernel_size", "selector_rank", "selector_top_k"}  # of DFlash2
 GRU = {"emb_dim", "gru_hidden_dim", "pure_draft_prefix_len", "shift_label"}  # of Domino, in `dflash_config`
-OWN = {"dflash": FACTORS, "dflash2": FACTORS | SECOND, "domino": GRU}  # a kind's fields, in `dflash_config` or outside
+# A kind's fields, in `dflash_config` or outside
+OWN = {"dflash": FACTORS, "dflash2": FACTORS | SECOND, "domino": GRU, "lilicorr": pair_heads.LILICORR}
 MIXTURE = {"moe_experts_implementation", "moe_intermediate_size", "num_experts", "num_experts_per_tok"}
 MIXTURE |= {"shared_expert_intermediate_size"}  # of speculators' DFlash2, unused with dense layers
 # Fields that change nothing here: how it was trained, and what transformers or speculators may add to an outer config.
@@ -81,7 +87,9 @@ SIZES = "block_size", "markov_rank", "mask_token_id", "num_target_layers", "pure
 SIZED = {  # whole numbers from 1 on that a kind needs
     "dflash2": ("conv_group_size", "conv_kernel_size", "selector_rank", "selector_top_k"),
     "domino": ("emb_dim", "gru_hidden_dim"),
+    **pair_heads.SIZED,
 }
+CANDIDATES = "selector_top_k", "dspine_config.top_k", "lilicorr_candidate_topk"
 MOST_FACTOR = 1e38  # in float32
 
 
@@ -102,14 +110,16 @@ class Layout(HeadLayout):
     has: frozenset[str]  # parts of BLOCKS
     markov: str  # the kind of the Markov head
     sizes: dict[str, int]  # of BLOCKS
+    fields: dict[str, Any]  # of config.json
     plain: int = 0  # of `Markov`
 
     made = BlockCheckpoint
+    extra = "d2t", "t2d", pair_heads.READY
     more = (MASK,)
 
     @classmethod
     def of(cls, files: Files, target: ModelConfig) -> "Layout":
-        source, folder, raw, names, _ = files
+        source, folder, raw, names, extra = files
         check_parts(folder, raw)
         nested = raw.get("transformer_layer_config")
         given = raw if nested is None else nested
@@ -117,6 +127,9 @@ class Layout(HeadLayout):
         kind = _kind(folder, raw)
         _check_fields(raw, nested, inner, kind)
         flat = {**raw, **inner}
+        if kind == "dspine":
+            inside = pair_heads.DSPINE | (raw.get("dspine_config") or {})
+            flat |= {f"dspine_config.{name}": value for name, value in inside.items()}
         for name in SIZES:
             if name in flat and (type(flat[name]) is not int or flat[name] < 0):
                 raise CheckpointError(f"{name} of {folder} must be a whole number, got {flat[name]!r}")
@@ -126,7 +139,9 @@ class Layout(HeadLayout):
             "with {} layers": (flat.get("num_target_layers") or target.num_layers, target.num_layers),
         }
         check_target(folder, "a drafter for a target", fits)
+        convolved = any(flat.get(name) for name in pair_heads.CONVOLUTIONS)
         needed: dict[str, Any] = {name: flat.get(name) for name in SIZED.get(kind, ())}
+        needed |= {name: flat.get(name) for name in pair_heads.CONVOLUTIONS if convolved}
         for name, count in needed.items():
             check_size(name, count, str(folder))
         size = flat.get("block_size") or 0
@@ -146,7 +161,11 @@ class Layout(HeadLayout):
         if plain.get("mlp_bias"):
             raise CheckpointError(f"{folder} says mlp_bias, and a drafter of blocks has no bias there")
         config, ropes = parse_config(folder, target.max_context, None, plain)
-        causal = raw.get("is_causal", inner.get("causal"))
+        causal = next((flat[name] for name in CAUSAL if flat.get(name) is not None), None)
+        if not isinstance(causal, bool | None):
+            raise CheckpointError(f"{' or '.join(CAUSAL)} of {folder} must be true or false, got {causal!r}")
+        pair_heads.check_head(kind, folder, causal, following, extra.get(pair_heads.READY))
+        causal = True if kind == "dspine" else causal
         aside = raw.get("sliding_window_non_causal", kind == "dflash2" and nested is not None)
         spec = BlockSpec(
             _depths(folder, raw, inner, nested is not None, len(windowed), target),
@@ -154,10 +173,10 @@ class Layout(HeadLayout):
             raw.get("draft_vocab_size") or target.vocab_size,
             size,
             following,
-            tuple((n and not aside) if causal is None else bool(causal) for n in windowed),
-            needed.get("selector_top_k", 0),
+            tuple((n and not aside) if causal is None else causal for n in windowed),
+            next((needed[name] for name in CANDIDATES if name in needed), 0),
         )
-        own = frozenset(name for name in SHARED if f"{name}.weight" in names)
+        own = frozenset(name for name in SHARED if f"{name}.weight" in names and kind not in pair_heads.NAMES)
         # z-lab trained with the target's module, which in Gemma scales its rows, and speculators with the rows alone.
         scaled = config if "embed_tokens" in own or nested is not None else target
         mask = flat.get("mask_token_id")
@@ -182,12 +201,13 @@ class Layout(HeadLayout):
             rank, markov = needed["emb_dim"], "gru"
         elif rank and str(markov) not in MARKOV:
             raise CheckpointError(f"{folder} has a Markov head of type {markov!r}; specker runs {', '.join(MARKOV)}")
-        if rank and config.logits_cap:
-            raise CheckpointError(f"{folder} says final_logit_softcapping, and specker caps no logits of a Markov head")
+        if (rank or kind in pair_heads.NAMES) and config.logits_cap:
+            whose = "a Markov head" if rank else pair_heads.NAMES[kind]
+            raise CheckpointError(f"{folder} says final_logit_softcapping, and specker caps no logits of {whose}")
         joined = confident and bool(raw.get("confidence_head_with_markov"))
         if joined and not rank:
             raise CheckpointError(f"{folder} says confidence_head_with_markov, and has no Markov head")
-        if kind == "dflash2" and config.hidden_size % needed["conv_group_size"]:
+        if convolved and config.hidden_size % needed["conv_group_size"]:
             raise CheckpointError(
                 f"conv_group_size {needed['conv_group_size']} of {folder} must divide its width {config.hidden_size}"
             )
@@ -205,11 +225,19 @@ class Layout(HeadLayout):
             has |= {"gru"} if markov == "gru" else {"markov", markov}
         if confident:
             has |= {"confidence"}
+        if convolved:
+            has |= {"conv"}
+            sizes["kernels"] = needed["conv_kernel_size"] * H // needed["conv_group_size"]
         if kind == "dflash2":
             has |= {"selector"}
-            sizes["kernels"] = needed["conv_kernel_size"] * H // needed["conv_group_size"]
+        if kind == "dspine":
+            has |= {"injection"}
+            sizes |= {name.removeprefix("dspine_config."): count for name, count in needed.items()}
+        if kind == "lilicorr":
+            sizes |= pair_heads.lilicorr_sizes(folder, flat, H, size)
+            has |= {"lilicorr", *(("token_proj",) if sizes["h"] != H else ())}
         first = flat.get("pure_draft_prefix_len") or 0
-        return cls(source, folder, config, ropes, None, spec, frozenset(has), markov, sizes, first)
+        return cls(source, folder, config, ropes, None, spec, frozenset(has), markov, sizes, flat, first)
 
     def pieces(self) -> Iterator[Piece]:
         shares = *(name for name in SHARED if name not in self.has), "lm_head"  # its head may have other rows
@@ -232,7 +260,12 @@ class Layout(HeadLayout):
             confidence=(found["confidence"], found["confidence_bias"]) if "confidence" in self.has else None,
             convolutions=tuple(zip(*around, strict=True)),
             selector=self._selector(found) if "selector" in self.has else None,
+            injection=pair_heads.injection(found, c.num_layers) if "injection" in self.has else None,
+            corrector=self._corrector(found, vectors) if "lilicorr" in self.has else None,
         )
+
+    def _corrector(self, found: dict[str, Any], dtype: torch.dtype) -> Corrector:
+        return pair_heads.corrector(found, self.sizes, self.fields, self.config.rms_norm_eps, dtype)
 
     def _selector(self, found: dict[str, Any]) -> Selector:
         """The final norm contains the factor of the logits, which the selector's rows have not."""
@@ -246,7 +279,7 @@ class Layout(HeadLayout):
 
     def _convolutions(self, found: dict[str, Any], part: str) -> list[Convolution]:
         """The convolutions around each layer's attention or feed-forward."""
-        if "selector" not in self.has:
+        if "conv" not in self.has:
             return []
         L, taps, H = (self.sizes[name] for name in ("L", "conv_kernel_size", "H"))
         bases, weights = found[f"{part}_base"].view(L, 2, taps, H), found[part].view(L, -1, H)
@@ -276,16 +309,16 @@ def _kind(folder: Path, raw: dict[str, Any]) -> str:
         named = (raw.get("architectures") or [None])[0]
         if named not in FLAT:
             raise CheckpointError(
-                f"{folder} is not a drafter of blocks that specker reads: its architecture is {named}"
+                f"{folder} is not a drafter of blocks that specker reads: its architecture is {named}, not one of "
+                f"{', '.join(FLAT)}"
             )
-        if FLAT[named] in ("dspark", "dflash2"):
-            return FLAT[named]
         usual = FLAT[named]
+        known = PROJECTORS if usual in PROJECTORS else {usual: usual}
         projector = (raw.get("dflash_config") or {}).get("projector_type", usual)
-        if str(projector) not in PROJECTORS or (usual == "domino" and PROJECTORS[projector] != usual):
-            known = ", ".join(PROJECTORS)
-            raise CheckpointError(f"{folder} is a {named} with projector_type {projector!r}; specker reads {known}")
-        return PROJECTORS[projector]
+        if str(projector) not in known or (usual == "domino" and known[projector] != usual):
+            names = ", ".join(known)
+            raise CheckpointError(f"{folder} is a {named} with projector_type {projector!r}; specker reads {names}")
+        return known[projector]
     if (kind := raw.get("speculators_model_type")) not in KINDS:
         raise CheckpointError(f"{folder} is a speculators drafter of type {kind!r}; dflash reads {', '.join(KINDS)}")
     if raw.get("draft_ffn_type", "dense") != "dense":
@@ -363,6 +396,9 @@ def _check_fields(raw: dict[str, Any], nested: dict[str, Any] | None, inner: dic
     parts = {"": (raw, outer), "dflash_config.": (inner, INNER | own)}
     if nested is not None:
         parts["transformer_layer_config."] = nested, anywhere | layers
+    if kind == "dspine":
+        outer.add("dspine_config")
+        parts["dspine_config."] = raw.get("dspine_config") or {}, pair_heads.LOSSES | {*pair_heads.DSPINE}
     for prefix, (part, known) in parts.items():
         if unknown := sorted(name for name in part if name not in known and not name.startswith("_")):
             raise CheckpointError(

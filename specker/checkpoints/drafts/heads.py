@@ -24,7 +24,7 @@ from specker.model.split import WHOLE
 from specker.model.weights import Rope, Weights
 
 WEIGHTS = {own.name for own in fields(Weights)}
-PARTS = "transformer_layer_config", "eagle_config", "dflash_config"
+PARTS = "transformer_layer_config", "eagle_config", "dflash_config", "dspine_config"
 # Fields that change nothing here: how the head was trained or saved, and what transformers adds.
 IGNORED = {
     "architectures",

@@ -17,7 +17,7 @@ from specker.runtime.round.lm_head import LMHead
 from specker.runtime.strategies.base import DraftContext
 from specker.runtime.strategies.blocks import BEAM, CANDIDATES, BlockOptions, ngram
 from specker.runtime.strategies.blocks.ngram_scorer import NGramScorer, Tables
-from specker.runtime.strategies.blocks.tree import Lattice, Scorer, lattice, size, write_chain, write_tree
+from specker.runtime.strategies.blocks.tree import Scorer, lattice, size, write_chain, write_tree
 
 
 @dataclass(eq=False)
@@ -91,11 +91,12 @@ def search(
     how: Search,
     stop_ids: Tensor,
     stops: LMHead | None = None,
-    scorer: Callable[[Lattice], Scorer | None] = lambda found: None,
+    scorer: Callable[[Tensor, Tensor], Scorer | None] = lambda ids, log_p: None,
 ) -> None:
     """Search each sequence's block, and write the path or the tree. final [n * k, E]: the rows that predict k tokens of
     each sequence, at `positions` [n * k] int64. `stop_ids` [s] int64: where paths end. `stops`: a head with their rows,
-    which are then candidates everywhere. `scorer`: the drafter's own."""
+    which are then candidates everywhere. `scorer`: makes the drafter's own of the candidates [n, k, K] int64 and their
+    log-probabilities."""
     n, k = batch.n, draft.depth
     ids, logits, lse = head.ranked(final, min(how.candidates, head.most), batch.draws, positions)
     count = 0
@@ -103,8 +104,9 @@ def search(
         count = stops.most
         more, theirs, _ = stops.ranked(final, count, batch.draws, positions)
         ids, logits = torch.cat((ids, more), 1), torch.cat((logits, theirs), 1)
-    found = lattice(ids.view(n, k, -1), (logits - lse.unsqueeze(1)).view(n, k, -1), how.mass, count)
-    by: Scorer | None = scorer(found)
+    ids, log_p = ids.view(n, k, -1), (logits - lse.unsqueeze(1)).view(n, k, -1)
+    found = lattice(ids, log_p, how.mass, count)
+    by: Scorer | None = scorer(ids, log_p)
     if by is None and how.ngram is not None:
         by = NGramScorer(batch, found, positions, how.ngram, how.weight, how.both)
     if how.tree:

@@ -1,11 +1,12 @@
 """Strategy `dflash`: a trained drafter that reads the target's hidden states guesses a block of tokens in one pass
-(DFlash, arXiv 2602.06036; DFlash2; DSpark; Domino, 2605.29707). model/dflash.py has the equations.
+(DFlash, arXiv 2602.06036; DFlash2; DSpark; Domino, 2605.29707; DSpine; LiLiCorr). model/dflash.py has the equations.
 
 A committed token costs the drafter one product and no attention. A draft of k tokens runs a block of k + 1 rows, or of
 k rows if a row predicts the next position, even if the checkpoint was trained with longer blocks. DSpark's Markov head,
-Domino's GRU and DFlash2's selector choose the tokens one after another. Without them, DiffuSpec's path search through
-the block's candidates applies (strategies/blocks/), and its adaptive length in any case. A policy that ends drafts by
-confidence uses the checkpoint's confidence head, or without one the probability of each token.
+Domino's GRU, DFlash2's selector and the tables of DSpine and LiLiCorr choose the tokens one after another. Without
+them, DiffuSpec's path search through the block's candidates applies (strategies/blocks/), and its adaptive length in
+any case. A policy that ends drafts by confidence uses the checkpoint's confidence head, or without one the probability
+of each token.
 """
 
 from __future__ import annotations
@@ -62,6 +63,7 @@ class DFlash(BlockStrategy):
                 asked = option(name, options.draft_tokens if name == "draft_tokens" else "{}-{}".format(*own.adl))
                 raise ValueError(f"{asked} is more than this drafter's blocks have: at most {most} tokens in a row")
         parts = {"selector": "candidate selector", "gru": "GRU", "markov": "Markov head"}
+        parts |= {"injection": "transition table", "lilicorr": "transition table"}
         chained = next((called for part, called in parts.items() if part in draft.has), "")
         refused = {"cps": "chain" if own.search == "chain" else None, "ngram": own.ngram, "cps_lambda": own.cps_lambda}
         for name, value in refused.items():
@@ -87,7 +89,7 @@ class DFlash(BlockStrategy):
         checkpoint = context.draft
         assert isinstance(checkpoint, BlockCheckpoint)
         block = BlockModel(checkpoint, checkpoint.spec, checkpoint.parts)
-        ranks_paths = block.weights.markov is not None or block.weights.selector is not None
+        ranks_paths = block.weights.markov is not None or block.spec.candidates > 0
         how = read(context, block.model.device, ranks_paths)
         stop_ids = frozenset(context.target.config.eos_ids)
         return BlockDrafter(block, context.allocate(block.model), context.head(block.model), how, stop_ids)

@@ -8,16 +8,19 @@ import torch
 from torch import Tensor
 
 from specker.kernels.vocab_topk import largest_of
+from specker.model import dspine, lilicorr
 from specker.model.cache import KVCache
 from specker.model.decoder import Final, Model
-from specker.model.dflash import BlockModel
+from specker.model.dflash import BlockModel, BlockRows
+from specker.model.sampling import GREEDY
 from specker.runtime.control.policy import Offer
 from specker.runtime.round.batch import Batch
 from specker.runtime.round.drafter import Accepted, Draft, Drafter
 from specker.runtime.round.lm_head import LMHead
 from specker.runtime.round.state import Request
 from specker.runtime.strategies.blocks.search import BlockDraft, Search, search, searched
-from specker.runtime.strategies.dflash.scorers import scorer
+from specker.runtime.strategies.blocks.tree import Scorer
+from specker.runtime.strategies.dflash.scorers import MarkovScorer, SelectorScorer, TableScorer
 
 
 class BlockDrafter(Drafter):
@@ -37,6 +40,11 @@ class BlockDrafter(Drafter):
         self.search, self.stop_ids = search, stop_ids
         self.stops = torch.tensor([*stop_ids], dtype=torch.int64, device=self.model.device)
         self.aux_layers, self.spec = block.spec.aux_layers, block.spec
+        # By slot, what LiLiCorr reads of a text's last column, which is therefore computed anew with every prompt.
+        self.anchors: Tensor | None = None
+        if block.weights.corrector is not None:
+            shape, self.tokens_ahead = (len(cache.exact_len), self.model.config.hidden_size), 1
+            self.anchors = torch.zeros(shape, dtype=self.model.dtype, device=self.model.device)
 
     def prepare(self, requests: list[Request]) -> Offer:
         room = [min(self.spec.most, self.cache.capacity - len(request.token_ids)) for request in requests]
@@ -59,14 +67,14 @@ class BlockDrafter(Drafter):
         draft.end(batch, scores, sure)
         return draft
 
-    def _rows(self, batch: Batch, depth: int) -> tuple[Final, Tensor]:
+    def _rows(self, batch: Batch, depth: int) -> tuple[BlockRows, Tensor]:
         """Run the blocks. Returns the rows that predict `depth` tokens [n * depth, H], and the positions after which
         the target draws these tokens [n, depth] int64."""
         count = depth if self.spec.following else depth + 1
-        rows = self.cache.place(batch.lengths, 1, 0, count)
-        final = self.block.block(self.cache, rows, batch.window[:, 0], count)
-        positions = rows.positions.view(batch.n, count)[:, :depth].contiguous()
-        return self.block.predicting(final, batch.n, depth), positions
+        placed = self.cache.place(batch.lengths, 1, 0, count)
+        rows = self.block.block(self.cache, placed, batch.window[:, 0], count)
+        positions = placed.positions.view(batch.n, count)[:, :depth].contiguous()
+        return self.block.predicting(rows, batch.n, depth), positions
 
     def _searched(self, batch: Batch, depth: int, how: Search) -> BlockDraft:
         """Draft the best path through the candidates of each position, or the most probable beginnings of paths."""
@@ -75,10 +83,9 @@ class BlockDrafter(Drafter):
         draft = searched(batch, depth, how, min(how.candidates, self.head.most))
 
         def write() -> None:
-            final, positions = self._rows(batch, depth)
-            normed = self.block.normed(final).view(batch.n, depth, -1)
-            by = partial(scorer, self.block, normed, heat=batch.draws.heat())
-            search(batch, draft, final, positions.view(-1), self.head, how, self.stops, scorer=by)
+            rows, positions = self._rows(batch, depth)
+            by = partial(self._scorer, batch, rows, positions)
+            search(batch, draft, rows.final, positions.view(-1), self.head, how, self.stops, scorer=by)
 
         batch.run(("search", depth, draft.size), write)
         return draft
@@ -89,10 +96,11 @@ class BlockDrafter(Drafter):
     def _guess(self, batch: Batch, depth: int, scored: bool) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """The best tokens [n, depth]; if `scored` also their log-probabilities [n, depth] and how likely the target is
         to accept them [n, depth]."""
-        final, positions = self._rows(batch, depth)
-        weights = self.block.weights
-        guess = self._independent if weights.markov is None else self._chained
-        return (guess if weights.selector is None else self._selected)(batch, final, positions, scored)
+        rows, positions = self._rows(batch, depth)
+        if self.spec.candidates:
+            return self._selected(batch, rows, positions, scored)
+        guess = self._independent if self.block.weights.markov is None else self._chained
+        return guess(batch, rows.final, positions, scored)
 
     def _independent(
         self, batch: Batch, final: Final, positions: Tensor, scored: bool
@@ -135,25 +143,52 @@ class BlockDrafter(Drafter):
         return ids, scores, scores.exp() if block.weights.confidence is None else sure
 
     def _selected(
-        self, batch: Batch, final: Final, positions: Tensor, scored: bool
+        self, batch: Batch, rows: BlockRows, positions: Tensor, scored: bool
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """`_guess` with a selector: one token after another among the best candidates of its row."""
-        (n, k), block, K = positions.shape, self.block, min(self.spec.candidates, self.head.most)
-        assert block.weights.selector is not None
-        found, values, _ = self.head.ranked(final, K, batch.draws, positions.view(-1))
-        found, values = found.view(n, k, K), values.view(n, k, K)
-        projected = self.model.linear(block.normed(final), block.weights.selector.project).view(n, k, -1)
-        heat = batch.draws.heat()
-        heat = heat.unsqueeze(1) if isinstance(heat, Tensor) else heat
-        ids, scores, before = torch.empty_like(positions), values.new_empty(n, k), batch.window[:, 0]
+        """`_guess` with a head that chooses among the best candidates of each row: one token after another."""
+        (n, k), K = positions.shape, min(self.spec.candidates, self.head.most)
+        found, logits, lse = self.head.ranked(rows.final, K, batch.draws, positions.view(-1))
+        found, log_p = found.view(n, k, K), (logits - lse.unsqueeze(1)).view(n, k, K)
+        head = self._scorer(batch, rows, positions, found, log_p)
+        assert head is not None
+        ids, scores, before = torch.empty_like(positions), log_p.new_empty(n, k), batch.window[:, :1]
+        first = before.new_zeros(n, 1)  # each level of a chain has one node
         for step in range(k):
-            added = block.scores(before, found[:, step], projected[:, step]) / heat
-            total = values[:, step] + added.to(values.dtype)
+            added = head.added(step, before, first)
+            assert added is not None
+            total = log_p[:, step] + added[:, 0].to(log_p.dtype)
             best = total.argmax(1, keepdim=True)
-            ids[:, step] = before = found[:, step].gather(1, best)[:, 0]
+            ids[:, step : step + 1] = before = found[:, step].gather(1, best)
             if scored:
                 scores[:, step] = total.gather(1, best)[:, 0] - total.logsumexp(1)
         return ids, scores, scores.exp()
+
+    def _scorer(self, batch: Batch, rows: BlockRows, positions: Tensor, ids: Tensor, log_p: Tensor) -> Scorer | None:
+        """The head that scores the candidates `ids` [n, k, K] int64 after a path; None if the rows say everything. They
+        are of the rows [n * k, H] for `positions` [n, k]; `log_p` [n, k, K]: over the temperature and with noise."""
+        block, weights, draws = self.block, self.block.weights, batch.draws
+        if weights.markov is None and not self.spec.candidates:
+            return None
+        heat, normed = draws.heat(), block.normed(rows.final).view(*ids.shape[:2], -1)
+        if weights.markov is not None:
+            return MarkovScorer(block, normed, ids, heat)
+        if weights.selector is not None:
+            return SelectorScorer(block, normed, ids, heat)
+        noisy, wide = draws.kind != "greedy", log_p.dtype
+        if noisy:  # the drafter's own logits
+            log_p = (block.head_rows(ids).to(wide) @ normed.to(wide).unsqueeze(3)).squeeze(3)
+        if weights.injection is not None:
+            assert rows.last is not None
+            last, of_head = rows.last.view_as(normed), block.head_rows(ids)
+            table = dspine.transitions(self.model, weights.injection, last, batch.window[:, 0], ids, of_head)
+            return TableScorer(table, ids, log_p, heat)
+        assert weights.corrector is not None and self.anchors is not None
+        if noisy:
+            log_p = log_p - self.head.ranked(rows.final, 1, GREEDY, positions.view(-1))[2].view(*positions.shape, 1)
+        embedded = self.model.embed_tokens(ids.flatten()).view(*ids.shape, -1)
+        anchors = lilicorr.Anchors(self.anchors[: batch.n], positions[:, 0] > 0)
+        table = lilicorr.transitions(weights.corrector, embedded, log_p, normed, anchors)
+        return TableScorer(table, ids, log_p, heat)
 
     def _drawn(self, batch: Batch, z: Tensor, positions: Tensor) -> Tensor:
         """The target's own draw from logits z [n, K], which may be captured: it reads no number on the host."""
@@ -188,8 +223,12 @@ class BlockDrafter(Drafter):
         if draft.tree:
             each = torch.arange(n, dtype=torch.int64, device=hidden.device).unsqueeze(1)
             hidden = hidden.unflatten(0, (n, -1))[each, report[:, 1 : most + 1].clamp(0, N)].flatten(0, 1)
-        rows = self.cache.place(s.length - report[:, 0], 1, 0, most)
-        self.block.keep(self.cache, rows.positions, rows.slots, hidden)
+        accepted = report[:, 0]
+        rows = self.cache.place(s.length - accepted, 1, 0, most)
+        read = self.block.keep(self.cache, rows.positions, rows.slots, hidden)
+        if self.anchors is not None:
+            last = torch.arange(-1, (n - 1) * most, most, dtype=torch.int64, device=read.device) + accepted.clamp(min=1)
+            torch.index_select(read, 0, last, out=self.anchors[:n])
 
     def read(self, slot: int, request: Request, first: int, rows: dict[int, Tensor]) -> None:
         self._write_columns([(slot, first, torch.stack([rows[depth] for depth in self.aux_layers], 1))])
@@ -200,9 +239,15 @@ class BlockDrafter(Drafter):
         spans = [(slot, start, start + len(rows)) for slot, start, rows in parts]
         positions = torch.cat([cache.positions[start:end] for _, start, end in spans])
         slots = torch.cat([cache.slots(slot, start, end) for slot, start, end in spans])
-        self.block.keep(cache, positions, slots, torch.cat([rows for *_, rows in parts]))
-        for slot, start, end in spans:
+        read = self.block.keep(cache, positions, slots, torch.cat([rows for *_, rows in parts]))
+        for (slot, start, end), part in zip(spans, read.split([len(rows) for *_, rows in parts]), strict=True):
             self._exact(slot, start, end)
+            if self.anchors is not None:
+                self.anchors[slot] = part[-1]
+
+    def move(self, source: int, target: int) -> None:
+        if self.anchors is not None:
+            self.anchors[target] = self.anchors[source]
 
     def _exact(self, slot: int, start: int, end: int) -> None:
         """Columns start..end - 1 were written."""

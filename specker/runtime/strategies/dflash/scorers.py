@@ -1,23 +1,23 @@
-"""What a path adds to the logits of the candidates after it, for the trees of drafters of blocks (blocks/tree.py)."""
+"""What a path adds to the logits of the candidates after it: the heads of drafters of blocks as scorers of candidates,
+for trees (blocks/tree.py) and for chains that choose among candidates."""
 
 import torch
 from torch import Tensor
 
 from specker.kernels.variant import sum_dtype
 from specker.model.dflash import BlockModel
-from specker.runtime.strategies.blocks.tree import Lattice, Scorer
 
 
 class MarkovScorer:
     """A Markov head, or a GRU whose state follows each path."""
 
-    def __init__(self, block: BlockModel, normed: Tensor, lattice: Lattice, heat: Tensor | float):
-        """normed [n, k, H]: the block's rows that predict. `heat`: the temperature, or [n] those of the blocks."""
+    def __init__(self, block: BlockModel, normed: Tensor, ids: Tensor, heat: Tensor | float):
+        """`normed` [n, k, H]: the block's rows that predict. `ids` [n, k, K] int64: the candidates. `heat`: the
+        temperature, or [n] those of the blocks."""
         self.block, self.normed, self.heat = block, normed, heat
         markov, own = block.weights.markov, block.weights.ids
         assert markov is not None
-        rows = lattice.ids if own is None else torch.searchsorted(own, lattice.ids)
-        self.w2 = markov.w2[rows]  # [n, k, K, r]
+        self.w2 = markov.w2[ids if own is None else torch.searchsorted(own, ids)]  # [n, k, K, r]
         self.state: Tensor | None = None
 
     def added(self, depth: int, tokens: Tensor, up: Tensor) -> Tensor | None:
@@ -36,9 +36,9 @@ class MarkovScorer:
 class SelectorScorer:
     """DFlash2's candidate selector."""
 
-    def __init__(self, block: BlockModel, normed: Tensor, lattice: Lattice, heat: Tensor | float):
+    def __init__(self, block: BlockModel, normed: Tensor, ids: Tensor, heat: Tensor | float):
         assert block.weights.selector is not None
-        self.block, self.ids, self.heat = block, lattice.ids, heat
+        self.block, self.ids, self.heat = block, ids, heat
         n, k, _ = normed.shape
         self.projected = block.model.linear(normed.flatten(0, 1), block.weights.selector.project).view(n, k, -1)
 
@@ -48,11 +48,23 @@ class SelectorScorer:
         return self.block.scores(tokens.flatten(), ids, projected).view(n, m, -1) / _over(self.heat)
 
 
-def scorer(block: BlockModel, normed: Tensor, lattice: Lattice, heat: Tensor | float) -> Scorer | None:
-    """The scorer of a drafter; None if its rows say everything."""
-    if block.weights.selector is not None:
-        return SelectorScorer(block, normed, lattice, heat)
-    return None if block.weights.markov is None else MarkovScorer(block, normed, lattice, heat)
+class TableScorer:
+    """A table of each position: the logits of its candidates after each candidate of the position before (DSpine,
+    LiLiCorr)."""
+
+    def __init__(self, table: Tensor, ids: Tensor, logits: Tensor, heat: Tensor | float):
+        """`table` [n, k, K, K] takes the place of the drafter's own `logits` [n, k, K]; of the first position, all rows
+        are the root's."""
+        self.ids = ids
+        change = table - logits.unsqueeze(2)
+        self.change = change / (heat.view(-1, 1, 1, 1) if isinstance(heat, Tensor) else heat)
+
+    def added(self, depth: int, tokens: Tensor, up: Tensor) -> Tensor | None:
+        change = self.change[:, depth]
+        if depth == 0:
+            return change[:, :1]
+        candidate = (tokens.unsqueeze(2) == self.ids[:, depth - 1 : depth]).int().argmax(2, keepdim=True)
+        return change.gather(1, candidate.expand(-1, -1, change.shape[2]))
 
 
 def _each(x: Tensor, m: int) -> Tensor:
