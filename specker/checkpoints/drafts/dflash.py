@@ -34,6 +34,7 @@ from specker.checkpoints.drafts.heads import (
 from specker.checkpoints.numbers import check_size
 from specker.checkpoints.parse import SHARED, parse_config, reason
 from specker.checkpoints.pieces import Piece, pieces_of
+from specker.checkpoints.quantised.schemes import scheme_of
 from specker.model.config import CheckpointError, ModelConfig
 from specker.model.dflash import BlockSpec, BlockWeights, Convolution, Markov, Selector
 from specker.model.split import WHOLE
@@ -70,7 +71,12 @@ INNER |= {"target_layer_ids", "projector_type"}  # fields of `dflash_config`
 FACTORS = {"final_logit_softcapping", "input_embedding_scale", "output_multiplier"}
 SECOND = {"conv_group_size", "conv_kernel_size", "selector_rank", "selector_top_k"}  # of DFlash2
 GRU = {"emb_dim", "gru_hidden_dim", "pure_draft_prefix_len", "shift_label"}  # of Domino, in `dflash_config`
-OWN = {"dflash": FACTORS, "dflash2": FACTORS | SECOND, "domino": GRU}  # a kind's fields, in `dflash_config` or outside
+OWN = {
+    "dflash": FACTORS,
+    "dflash2": FACTORS | SECOND,
+    "domino": GRU,
+    "dspark": {"input_embedding_scale"},
+}  # a kind's fields, in `dflash_config` or outside
 MIXTURE = {"moe_experts_implementation", "moe_intermediate_size", "num_experts", "num_experts_per_tok"}
 MIXTURE |= {"shared_expert_intermediate_size"}  # of speculators' DFlash2, unused with dense layers
 # Fields that change nothing here: how it was trained, and what transformers or speculators may add to an outer config.
@@ -209,7 +215,8 @@ class Layout(HeadLayout):
             has |= {"selector"}
             sizes["kernels"] = needed["conv_kernel_size"] * H // needed["conv_group_size"]
         first = flat.get("pure_draft_prefix_len") or 0
-        return cls(source, folder, config, ropes, None, spec, frozenset(has), markov, sizes, first)
+        scheme = scheme_of(raw, str(source))
+        return cls(source, folder, config, ropes, scheme, spec, frozenset(has), markov, sizes, first)
 
     def pieces(self) -> Iterator[Piece]:
         shares = *(name for name in SHARED if name not in self.has), "lm_head"  # its head may have other rows
