@@ -110,6 +110,7 @@ class Layout(HeadLayout):
     sizes: dict[str, int]  # of BLOCKS
     plain: int = 0  # of `Markov`
 
+    strategy, reads = "dflash", (*FLAT, *(f"speculators {kind}" for kind in KINDS))
     made = BlockCheckpoint
     more = (MASK,)
 
@@ -120,7 +121,7 @@ class Layout(HeadLayout):
         nested = raw.get("transformer_layer_config")
         given = raw if nested is None else nested
         inner = raw.get("dflash_config") or {}
-        kind = _kind(folder, raw)
+        kind = _kind(source, raw)
         _check_fields(raw, nested, inner, kind)
         flat = {**raw, **inner}
         for name in SIZES:
@@ -277,14 +278,12 @@ def _cap(folder: Path, raw: dict[str, Any]) -> float:
     return float(cap)
 
 
-def _kind(folder: Path, raw: dict[str, Any]) -> str:
+def _kind(folder: str | Path, raw: dict[str, Any]) -> str:
     """What kind of drafter it is, one of FLAT. Raises CheckpointError for other drafters."""
     if "transformer_layer_config" not in raw:
         named = (raw.get("architectures") or [None])[0]
         if named not in FLAT:
-            raise CheckpointError(
-                f"{folder} is not a drafter of blocks that specker reads: its architecture is {named}"
-            )
+            raise Layout.unread(folder, named)
         if FLAT[named] in ("dspark", "dflash2"):
             return FLAT[named]
         usual = FLAT[named]
@@ -294,7 +293,7 @@ def _kind(folder: Path, raw: dict[str, Any]) -> str:
             raise CheckpointError(f"{folder} is a {named} with projector_type {projector!r}; specker reads {known}")
         return PROJECTORS[projector]
     if (kind := raw.get("speculators_model_type")) not in KINDS:
-        raise CheckpointError(f"{folder} is a speculators drafter of type {kind!r}; dflash reads {', '.join(KINDS)}")
+        raise Layout.unread(folder, f"speculators {kind}")
     if raw.get("draft_ffn_type", "dense") != "dense":
         raise CheckpointError(f"{folder} has layers of type {raw['draft_ffn_type']!r}; specker reads dense ones")
     return kind

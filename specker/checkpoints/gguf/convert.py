@@ -21,13 +21,17 @@ from specker.checkpoints.architectures.gguf import FREQUENCIES, File, Keys, Undo
 from specker.checkpoints.gguf import experts, heads, model, vocabulary
 from specker.checkpoints.gguf.header import check_header
 from specker.checkpoints.gguf_blocks import BLOCKS, Value
-from specker.checkpoints.parse import reason
+from specker.checkpoints.parse import reason, unsupported
 from specker.cpu.packed import FORMATS, Numbers, pack
 from specker.model.config import CheckpointError
 
 log = logging.getLogger("specker.steps")  # slow steps, which `Screen.progress` shows
 WHOLE = "PreTrainedTokenizerFast"  # transformers' class that reads tokenizer.json unchanged
 SHARD = 1 << 30  # bytes
+TRANSFORMERS = "gemma3", "llama", "qwen2", "qwen3", "qwen3moe"  # llama.cpp's architectures whose config it makes
+READ = sorted(
+    {*heads.HEADS, *TRANSFORMERS, *(arch for its in ARCHITECTURES.values() if its.gguf for arch in its.gguf.files)}
+)
 Named = Callable[[str, Path], str | None]  # a tensor's name in GGUF, the file -> its name in the checkpoint
 
 
@@ -38,7 +42,8 @@ def read(path: Path) -> Any:
     try:
         check_header(path)
         file = GGUFReader(path)  # takes a second for a large vocabulary
-        _architecture(file)
+        if (arch := _architecture(file)) not in READ:
+            raise unsupported(repr(arch), READ, f" in a GGUF file, which {path} is")
     except CheckpointError:
         raise
     except Exception as error:  # the reader raises many types for damaged files
@@ -81,11 +86,6 @@ def _convert_model(path: Path, folder: Path, file: Any, dense: bool) -> None:
     hybrid = next((its for _, gguf, its in supported.values() if arch in gguf.files), None)
     config = _config(path) if hybrid is None else model.config_of(file, hybrid, keys)
     model_type = "mixtral" if config.model_type == "llama" and keys.get("expert_count") else config.model_type
-    if model_type not in supported:
-        raise CheckpointError(
-            f"{path} has a model of type {config.model_type!r}, which is not supported in a GGUF file; supported: "
-            + ", ".join(supported)
-        )
     name, gguf, its = supported[model_type]
     named: Named = partial(model.name_of, its, config.num_hidden_layers)
     undo, more = gguf.undone(File(arch, config, file.tensors, dense))
