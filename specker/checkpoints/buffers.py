@@ -142,7 +142,9 @@ class Buffers:
         rounded itself; a rounded copy of it becomes the head."""
         storage, given, kind = self.storage, source, self.storage.rounding(p, self.c)
         if p.buffer == HOST:
-            self.dense[HOST] = source if isinstance(source, Tensor) else source.dequantised(storage.dtype)
+            if not isinstance(source, Tensor) and not (isinstance(source, Packed) and available()):
+                source = source.dequantised(storage.dtype)
+            self.dense[HOST] = source
             return
         if kind is not None:
             wide = source if isinstance(source, Tensor) else source.dequantised(torch.float32)

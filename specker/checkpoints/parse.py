@@ -6,6 +6,7 @@ Where config.json lacks something or has older spellings (plain_config.py), tran
 
 import json
 import re
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 from reprlib import repr as short
@@ -115,6 +116,11 @@ def _heads(hf: Any) -> tuple[int, int]:
     return hf.num_key_value_heads, getattr(hf, "head_dim", None) or hf.hidden_size // hf.num_attention_heads
 
 
+def unsupported(name: str, known: Iterable[str], where: str = "") -> CheckpointError:
+    """What to raise for an architecture that is not read `where`, a phrase. `known`: those that are."""
+    return CheckpointError(f"architecture {name} is not supported{where}; supported: {', '.join(known)}")
+
+
 def _architecture(raw: dict[str, Any]) -> str:
     """The architecture named by config.json. Raises CheckpointError if it is not supported."""
     kind = raw.get("model_type")
@@ -126,7 +132,7 @@ def _architecture(raw: dict[str, Any]) -> str:
     its = ARCHITECTURES.get(arch)
     if its is None or raw.get("model_type", its.model_type) != its.model_type:
         also = f" with model_type {kind!r}" if arch in ARCHITECTURES else ""
-        raise CheckpointError(f"architecture {name}{also} is not supported; supported: {', '.join(ARCHITECTURES)}")
+        raise unsupported(f"{name}{also}", ARCHITECTURES)
     # The layers of a Mistral all have the window; transformers and vLLM read one with layer_types as a Ministral.
     return "MinistralForCausalLM" if arch == "MistralForCausalLM" and "layer_types" in raw else arch
 

@@ -84,7 +84,7 @@ class Output(NamedTuple):
 class PerLayerTable(NamedTuple):
     """What per-layer embeddings are made of (Gemma 4)."""
 
-    table: Tensor  # [tokens, L P], on the host
+    table: Tensor | Packed  # [tokens, L P], on the host
     scale: float  # factor of its rows, rounded to the activations' dtype
     project: Matrix  # [L P, E]
     norm: Tensor  # [P]
@@ -170,9 +170,11 @@ class Model:
 
     def embedded(self, tokens: Tensor) -> Tensor:
         """Tokens [T] int64 -> their scaled embeddings [T, E]."""
-        if isinstance(self.embed, Tensor):
-            return self.scaled(torch.embedding(self.embed, tokens))
-        return self.scaled(restored(self.embed, self.dtype, tokens))
+        return self.scaled(self._rows(self.embed, tokens))
+
+    def _rows(self, table: Tensor | Packed, tokens: Tensor) -> Tensor:
+        """The rows of an embedding [V, E] of tokens [T] that are on its device."""
+        return torch.embedding(table, tokens) if isinstance(table, Tensor) else restored(table, self.dtype, tokens)
 
     def _per_layer(self, ple: "PerLayerTable", rows: Tensor, tokens: Tensor) -> Tensor:
         """Per-layer embeddings of tokens [T] with the embeddings `rows` [T, E]: (norm(project(rows)) + table[token]) /
@@ -184,7 +186,7 @@ class Model:
             own = torch.cat([self.linear(part, ple.project) for part in rows.split(MAX_ROWS)])
         own = own * rows.shape[1] ** -0.5
         own = F.rms_norm(own.unflatten(1, (-1, P)), (P,), ple.norm, eps).flatten(1)
-        found = torch.embedding(ple.table, tokens.to(ple.table.device)).to(self.device, self.dtype)
+        found = self._rows(ple.table, tokens.to(ple.table.device)).to(self.device, self.dtype)
         return (own + found * ple.scale) * 0.5**0.5
 
     def scaled(self, rows: Tensor) -> Tensor:

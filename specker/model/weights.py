@@ -39,7 +39,7 @@ class Weights(LayerWeights):
     norm: Tensor  # [E]
     head: Matrix  # [V, E], the same tensor as `embed` if tied and not quantised
     ropes: tuple[Rope, ...]  # the layers' RoPE parameters, see LayerSpec.ropes
-    ple_table: Tensor | None = None  # [tokens, L P], on the host in the file's dtype, memory-mapped from it
+    ple_table: Tensor | Packed | None = None  # [tokens, L P], on the host in the file's dtype, memory-mapped from it
     ple_in: Tensor | None = None  # [L P, E]
     norm_ple_in: Tensor | None = None  # [P]
 

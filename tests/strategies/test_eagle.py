@@ -45,7 +45,7 @@ def test_a_tree_wider_than_the_heads_vocabulary_is_refused(usual):
 
 BAD = {
     "another width": ({"target_hidden_size": 32}, "a head for a target of width 32, and the target has 64"),
-    "another kind": ({"speculators_model_type": "dflash"}, "of type 'dflash'; specker reads eagle3"),
+    "another kind": ({"speculators_model_type": "dflash"}, "speculators dflash is not supported by strategy eagle"),
     "unknown field": ({"gating": 2}, "the field 'gating', which specker does not know"),
     "another number of taps": ({"eagle_aux_hidden_state_layer_ids": [1, 2]}, "fc.weight has 192 columns, but"),
     "a tap too deep": ({"eagle_aux_hidden_state_layer_ids": [1, 2, 9]}, "must ascend within the target's 8 layers"),
@@ -117,7 +117,10 @@ def test_a_tree_of_a_parallel_head_is_refused(heads):
         ({"target_layer_ids": [0, 2, 3, 4, 7]}, "target_layer_ids names the last of the target's 8 layers"),
         ({"target_layer_ids": [0, 2, 3, 4, 8]}, "target_layer_ids names the depths .* must ascend"),
         ({"target_layer_ids": [0, "2"]}, "target_layer_ids must be a list of layers' numbers"),
-        ({"architectures": ["Gemma4Eagle3Model"]}, "its architecture is Gemma4Eagle3Model"),
+        (
+            {"architectures": ["Gemma4Eagle3Model"]},
+            "Gemma4Eagle3Model is not supported by strategy eagle, .*: LlamaForCaus",
+        ),
         ({"layers": 2}, "a DeepSpec head of 2 layers"),
     ],
 )

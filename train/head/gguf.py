@@ -17,11 +17,12 @@ from safetensors.torch import load_file
 from transformers import HfArgumentParser
 
 from specker.checkpoints.architectures.names import LAYER
-from specker.checkpoints.gguf.heads import ARCHITECTURE, TENSORS
+from specker.checkpoints.gguf.heads import HEADS
 from specker.checkpoints.parse import read_json
 from specker.command.exits import run_cli
 from train.head.export import default_taps
 
+ARCHITECTURE = "eagle3"
 KINDS = ("F32", "F16", "BF16", "Q8_0")
 
 
@@ -78,7 +79,7 @@ def write(head: Path, target: Path, out: Path, kind: str = "BF16") -> None:
 
 def _tensors(c: dict[str, Any], x: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """The tensors by llama.cpp's names: q and k with the rows of a rotated pair side by side, and d2t as ids."""
-    names = {name.replace("layers.0", "midlayer"): own for own, name in TENSORS.items()}
+    names = {name.replace("layers.0", "midlayer"): own for own, name in HEADS[ARCHITECTURE].tensors.items()}
     names |= {f"midlayer.{own.tensor}": f"blk.0.{own.gguf}.weight" for own in LAYER.values()}
     heads = {"attn_q": c["num_attention_heads"], "attn_k": c["num_key_value_heads"]}
     found = {}

@@ -1,9 +1,14 @@
-"""Gemma 4."""
+"""Gemma 4.
+
+In a GGUF file, the tensors say whether full layers project V, and the divisors of their frequencies how much of a head
+RoPE rotates. Sources: llama.cpp's conversion/gemma.py and src/models/gemma4.cpp.
+"""
 
 from dataclasses import replace
 from typing import Any
 
-from specker.checkpoints.architectures.architecture import FULL, Architecture
+from specker.checkpoints.architectures.architecture import FULL, SLIDING, Architecture
+from specker.checkpoints.architectures.gguf import FREQUENCIES, Gguf, Keys
 from specker.checkpoints.architectures.names import LAYER, NORMS_BOTH, TensorName
 from specker.checkpoints.numbers import check_size
 from specker.model.config import KV, CheckpointError, LayerSpec, ModelConfig
@@ -72,28 +77,102 @@ def _widths(hf: Any) -> tuple[int, ...]:
 
 
 BESIDE = {  # of experts beside a feed-forward, which is the shared expert
-    "router": TensorName("router.proj"),
-    "router_norm": TensorName("router.scale", whole=True),
-    "router_scale": TensorName("router.per_expert_scale", whole=True),
-    "gate_up.experts": TensorName("experts.gate_up_proj"),
-    "down.experts": TensorName("experts.down_proj"),
-    "norm_experts": TensorName("pre_feedforward_layernorm_2"),
-    "norm_mixed": TensorName("post_feedforward_layernorm_2"),
-    "norm_shared": TensorName("post_feedforward_layernorm_1"),
+    "router": TensorName("router.proj", "ffn_gate_inp"),
+    "router_norm": TensorName("router.scale", "ffn_gate_inp.scale", whole=True),
+    "router_scale": TensorName("router.per_expert_scale", "ffn_down_exps.scale", whole=True),
+    "gate_up.experts": TensorName("experts.gate_up_proj", "ffn_gate_up_exps"),
+    "gate_up.experts_gate": TensorName("experts.gate_proj", "ffn_gate_exps"),
+    "gate_up.experts_up": TensorName("experts.up_proj", "ffn_up_exps"),
+    "down.experts": TensorName("experts.down_proj", "ffn_down_exps"),
+    "norm_experts": TensorName("pre_feedforward_layernorm_2", "pre_ffw_norm_2"),
+    "norm_mixed": TensorName("post_feedforward_layernorm_2", "post_ffw_norm_2"),
+    "norm_shared": TensorName("post_feedforward_layernorm_1", "post_ffw_norm_1"),
     "shared_gate_up.gate": TensorName("mlp.gate_proj"),
     "shared_gate_up.up": TensorName("mlp.up_proj"),
     "shared_down": TensorName("mlp.down_proj"),
 }
 PER_LAYER = {
-    "ple_gate": TensorName("per_layer_input_gate"),
-    "ple_out": TensorName("per_layer_projection"),
-    "norm_ple": TensorName("post_per_layer_input_norm"),
-    "scalar": TensorName("layer_scalar", whole=True),
+    "ple_gate": TensorName("per_layer_input_gate", "inp_gate"),
+    "ple_out": TensorName("per_layer_projection", "proj"),
+    "norm_ple": TensorName("post_per_layer_input_norm", "post_norm"),
+    "scalar": TensorName("layer_scalar", "layer_output_scale.weight", whole=True),
 }
+NAMES = LAYER | NORMS_BOTH | BESIDE | PER_LAYER
+KEYS = {  # that `of_keys` reads
+    "attention.key_length",
+    "attention.key_length_swa",
+    "attention.shared_kv_layers",
+    "attention.sliding_window",
+    "attention.sliding_window_pattern",
+    "attention.value_length_swa",
+    "embedding_length_per_layer_input",
+    "expert_count",
+    "expert_feed_forward_length",
+    "expert_used_count",
+    "final_logit_softcapping",
+    "rope.dimension_count_swa",
+    "rope.freq_base_swa",
+    FREQUENCIES,
+}
+
+
+def of_keys(keys: Keys) -> dict[str, Any]:
+    """Fields of config.json by a file's keys and tensors. Raises CheckpointError."""
+    kinds = [SLIDING if slides else FULL for slides in keys["attention.sliding_window_pattern"]]
+    first = {kind: kinds.index(kind) if kind in kinds else 0 for kind in (SLIDING, FULL)}
+    heads, widths = keys["attention.head_count_kv"], keys["feed_forward_length"]
+    if not isinstance(heads, list):
+        heads = [heads] * len(kinds)
+    if not isinstance(widths, list):
+        widths = [widths] * len(kinds)
+    width, near = keys["attention.key_length"], keys["attention.key_length_swa"]
+    keys.no("attention.value_length", width)
+    keys.no("attention.value_length_swa", near)
+    keys.no("rope.dimension_count", width)
+    keys.no("rope.dimension_count_swa", near)
+    rotated = sum(divisor == 1 for divisor in keys[FREQUENCIES])
+    if any(1 < divisor < 1e29 for divisor in keys[FREQUENCIES]):
+        raise CheckpointError(f"{keys.path} has {FREQUENCIES} that scale frequencies, which Gemma 4 does not")
+    whole = {"rope_type": "proportional", "rope_theta": keys["rope.freq_base"]}
+    found = {
+        "num_hidden_layers": len(kinds),
+        "layer_types": kinds,
+        "sliding_window": keys["attention.sliding_window"],
+        "num_key_value_heads": heads[first[SLIDING]],
+        "num_global_key_value_heads": heads[first[FULL]],
+        "head_dim": near,
+        "global_head_dim": width,
+        "attention_k_eq_v": f"blk.{first[FULL]}.attn_v.weight" not in keys.shapes,
+        "num_kv_shared_layers": keys.get("attention.shared_kv_layers", 0),
+        "intermediate_size": widths[0],
+        "use_double_wide_mlp": widths[-1] == 2 * widths[0],
+        "hidden_activation": "gelu_pytorch_tanh",
+        "rms_norm_eps": keys["attention.layer_norm_rms_epsilon"],
+        "rope_parameters": {
+            FULL: whole | {"partial_rotary_factor": 2 * rotated / width},
+            SLIDING: {"rope_type": "default", "rope_theta": keys.get("rope.freq_base_swa", 1e4)},
+        },
+        "final_logit_softcapping": keys.get("final_logit_softcapping"),
+        "hidden_size_per_layer_input": keys.get("embedding_length_per_layer_input", 0),
+    }
+    if table := keys.shapes.get("per_layer_token_embd.weight"):
+        found["vocab_size_per_layer_input"] = table[0]
+    if experts := keys.get("expert_count"):
+        found |= {"enable_moe_block": True, "num_experts": experts, "top_k_experts": keys["expert_used_count"]}
+        found["moe_intermediate_size"] = keys["expert_feed_forward_length"]
+    return found
+
+
 FAMILY = {
     "Gemma4ForCausalLM": Architecture(
         "gemma4_text",
-        LAYER | NORMS_BOTH | BESIDE | PER_LAYER,
+        NAMES,
+        gguf=Gguf(
+            ends=("<eos>", "<turn|>", "<|tool_response>"),
+            files=("gemma4",),
+            fields=of_keys,
+            unread=(FREQUENCIES,),
+        ),
         layer=LayerSpec(norms="both", qk_norm="head", scale=1.0, v_norm=True, scaled=True),
         ropes="by type",
         activation="hidden_activation",

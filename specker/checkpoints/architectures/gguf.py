@@ -14,11 +14,13 @@ FREQUENCIES = "rope_freqs"  # [D / 2], divisors of RoPE's frequencies, which con
 
 
 class Keys(dict[str, Any]):
-    """Keys of a file, without the architecture's prefix."""
+    """Keys of a file, without the architecture's prefix: its own, and `vocab_size`, `mask_token_id` and FREQUENCIES, if
+    the file says them elsewhere."""
 
-    def __init__(self, keys: Mapping[str, Any], path: Path, arch: str):
+    def __init__(self, keys: Mapping[str, Any], path: Path, arch: str, shapes: Mapping[str, tuple[int, ...]]):
+        """`shapes`: of the tensors, by name."""
         super().__init__(keys)
-        self.path, self.start = path, f"{arch}."
+        self.path, self.start, self.shapes = path, f"{arch}.", shapes
 
     def __missing__(self, name: str) -> Any:
         raise CheckpointError(f"{self.path} lacks the key {self.start}{name}; convert it again")
@@ -59,6 +61,7 @@ class Gguf(NamedTuple):
     files: tuple[str, ...] = ()  # llama.cpp's architectures with which `fields` makes the config
     fields: Callable[[Keys], dict[str, Any]] = lambda keys: {}  # of config.json
     ropes: tuple[str, ...] = ("none",)  # kinds of RoPE's scaling in `files`
+    unread: tuple[str, ...] = ()  # tensors of `files` that only `fields` reads
 
 
 NEUTRAL = {"attn_factor": 1.0, "yarn_attn_factor": 1.0, "yarn_ext_factor": 1.0, "yarn_log_multiplier": 0.0}

@@ -70,6 +70,7 @@ class Layout(HeadLayout):
     tied: bool  # the LM head is the assistant's embedding, which has no other use here
     clusters: int  # of ids; 0: none
 
+    strategy, reads = "mtp", (KIND,)
     made = AssistantCheckpoint
     extra = (ORDER,)
 
@@ -77,10 +78,7 @@ class Layout(HeadLayout):
     def of(cls, files: Files, target: ModelConfig) -> "Layout":
         source, folder, raw, _, _ = files
         if raw.get("model_type") != KIND:
-            raise CheckpointError(
-                f"{folder} is no assistant, with which strategy mtp drafts: its model_type is "
-                f"{short(raw.get('model_type'))}, not {KIND}"
-            )
+            raise cls.unread(source, raw.get("model_type"))
         given = raw.get("text_config")
         if not isinstance(given, dict):
             raise CheckpointError(f"text_config of {folder} must be an object, got {short(given)}")

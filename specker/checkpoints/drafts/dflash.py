@@ -35,6 +35,7 @@ from specker.checkpoints.drafts.heads import (
 from specker.checkpoints.numbers import check_size
 from specker.checkpoints.parse import SHARED, parse_config, reason
 from specker.checkpoints.pieces import Piece, pieces_of
+from specker.checkpoints.quantised.schemes import scheme_of
 from specker.model.config import CheckpointError, ModelConfig
 from specker.model.dflash import BlockSpec, BlockWeights, Convolution, Markov, Selector
 from specker.model.lilicorr import Corrector
@@ -76,7 +77,13 @@ FACTORS = {"final_logit_softcapping", "input_embedding_scale", "output_multiplie
 SECOND = {"conv_group_size", "conv_kernel_size", "selector_rank", "selector_top_k"}  # of DFlash2
 GRU = {"emb_dim", "gru_hidden_dim", "pure_draft_prefix_len", "shift_label"}  # of Domino, in `dflash_config`
 # A kind's fields, in `dflash_config` or outside
-OWN = {"dflash": FACTORS, "dflash2": FACTORS | SECOND, "domino": GRU, "lilicorr": pair_heads.LILICORR}
+OWN = {
+    "dflash": FACTORS,
+    "dflash2": FACTORS | SECOND,
+    "domino": GRU,
+    "dspark": {"input_embedding_scale"},
+    "lilicorr": pair_heads.LILICORR,
+}
 MIXTURE = {"moe_experts_implementation", "moe_intermediate_size", "num_experts", "num_experts_per_tok"}
 MIXTURE |= {"shared_expert_intermediate_size"}  # of speculators' DFlash2, unused with dense layers
 # Fields that change nothing here: how it was trained, and what transformers or speculators may add to an outer config.
@@ -113,6 +120,7 @@ class Layout(HeadLayout):
     fields: dict[str, Any]  # of config.json
     plain: int = 0  # of `Markov`
 
+    strategy, reads = "dflash", (*FLAT, *(f"speculators {kind}" for kind in KINDS))
     made = BlockCheckpoint
     extra = "d2t", "t2d", pair_heads.READY
     more = (MASK,)
@@ -124,7 +132,7 @@ class Layout(HeadLayout):
         nested = raw.get("transformer_layer_config")
         given = raw if nested is None else nested
         inner = raw.get("dflash_config") or {}
-        kind = _kind(folder, raw)
+        kind = _kind(source, raw)
         _check_fields(raw, nested, inner, kind)
         flat = {**raw, **inner}
         if kind == "dspine":
@@ -237,7 +245,8 @@ class Layout(HeadLayout):
             sizes |= pair_heads.lilicorr_sizes(folder, flat, H, size)
             has |= {"lilicorr", *(("token_proj",) if sizes["h"] != H else ())}
         first = flat.get("pure_draft_prefix_len") or 0
-        return cls(source, folder, config, ropes, None, spec, frozenset(has), markov, sizes, flat, first)
+        scheme = scheme_of(raw, str(source))
+        return cls(source, folder, config, ropes, scheme, spec, frozenset(has), markov, sizes, flat, first)
 
     def pieces(self) -> Iterator[Piece]:
         shares = *(name for name in SHARED if name not in self.has), "lm_head"  # its head may have other rows
@@ -303,15 +312,12 @@ def _cap(folder: Path, raw: dict[str, Any]) -> float:
     return float(cap)
 
 
-def _kind(folder: Path, raw: dict[str, Any]) -> str:
+def _kind(folder: str | Path, raw: dict[str, Any]) -> str:
     """What kind of drafter it is, one of FLAT. Raises CheckpointError for other drafters."""
     if "transformer_layer_config" not in raw:
         named = (raw.get("architectures") or [None])[0]
         if named not in FLAT:
-            raise CheckpointError(
-                f"{folder} is not a drafter of blocks that specker reads: its architecture is {named}, not one of "
-                f"{', '.join(FLAT)}"
-            )
+            raise Layout.unread(folder, named)
         usual = FLAT[named]
         known = PROJECTORS if usual in PROJECTORS else {usual: usual}
         projector = (raw.get("dflash_config") or {}).get("projector_type", usual)
@@ -320,7 +326,7 @@ def _kind(folder: Path, raw: dict[str, Any]) -> str:
             raise CheckpointError(f"{folder} is a {named} with projector_type {projector!r}; specker reads {names}")
         return known[projector]
     if (kind := raw.get("speculators_model_type")) not in KINDS:
-        raise CheckpointError(f"{folder} is a speculators drafter of type {kind!r}; dflash reads {', '.join(KINDS)}")
+        raise Layout.unread(folder, f"speculators {kind}")
     if raw.get("draft_ffn_type", "dense") != "dense":
         raise CheckpointError(f"{folder} has layers of type {raw['draft_ffn_type']!r}; specker reads dense ones")
     return kind

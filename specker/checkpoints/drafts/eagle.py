@@ -81,6 +81,7 @@ class Layout(HeadLayout):
     layers: tuple[str, ...]  # the prefix of each layer's tensors
     has: frozenset[str]  # parts of EAGLE
 
+    strategy, reads = "eagle", (*FLAT, "speculators eagle3", "speculators peagle")
     extra = *HeadLayout.extra, MASK, FACTORS
     more = (BIN,)
 
@@ -90,11 +91,12 @@ class Layout(HeadLayout):
         check_parts(folder, raw)
         nested = raw.get("transformer_layer_config")
         given = raw if nested is None else nested
+        named = (raw.get("architectures") or ["LlamaForCausalLM"])[0]
+        if nested is not None:
+            named = f"speculators {raw.get('speculators_model_type')}"
+        if named not in cls.reads:
+            raise cls.unread(source, named)
         _check_fields(raw, nested)
-        if nested is None and (named := (raw.get("architectures") or ["LlamaForCausalLM"])[0]) not in FLAT:
-            raise CheckpointError(f"{folder} is not a draft head that specker reads: its architecture is {named}")
-        if nested is not None and (kind := raw.get("speculators_model_type")) not in ("eagle3", "peagle"):
-            raise CheckpointError(f"{folder} is a speculators head of type {kind!r}; specker reads eagle3 and peagle")
         form = "eagle3" if any(name.endswith("hidden_norm.weight") for name in where) else "eagle1"
         layers = _layers(where)
         if DEEPSPEC in (raw.get("architectures") or ()) and len(layers) > 1:  # all of them read the embedding

@@ -15,7 +15,7 @@ from specker.checkpoints.architectures.heads import HeadTable
 from specker.checkpoints.buffers import Buffers, Storage, packs
 from specker.checkpoints.checkpoint import Checkpoint, OpenedHead
 from specker.checkpoints.files import BIN, check_tensors, folder_of, open_files, read_piece
-from specker.checkpoints.parse import SHARED, read_json
+from specker.checkpoints.parse import SHARED, read_json, unsupported
 from specker.checkpoints.pieces import Piece, pieces_of
 from specker.layer_weights import shape_of
 from specker.model.config import CheckpointError, ModelConfig
@@ -77,6 +77,8 @@ class HeadLayout(OpenedHead):
     made: ClassVar[Callable[..., Checkpoint]] = HeadCheckpoint
     extra: ClassVar[tuple[str, ...]] = "d2t", "t2d"  # tensors that are read apart from `pieces`
     more: ClassVar[tuple[str, ...]] = ()  # files beside or instead of safetensors files
+    strategy: ClassVar[str]
+    reads: ClassVar[tuple[str, ...]]  # the architectures with which the strategy drafts
 
     @classmethod
     def open(cls, source: str | Path, target: ModelConfig) -> Self:
@@ -123,6 +125,11 @@ class HeadLayout(OpenedHead):
     def parts(self, found: dict[str, Any], files: Files, storage: Storage) -> Any:
         """What the head's model has beside its layers, of the tensors that were read, by field. Raises
         CheckpointError."""
+
+    @classmethod
+    def unread(cls, source: str | Path, name: object) -> CheckpointError:
+        """What to raise for another architecture."""
+        return unsupported(str(name), cls.reads, f" by strategy {cls.strategy}, for which {source} is given")
 
     def used(self, files: Files) -> dict[str, Any]:
         """`Files.where` without tensors that nothing reads. Raises CheckpointError."""

@@ -1,4 +1,4 @@
-"""Write a GGUF file's model or EAGLE-3 head as a folder in Hugging Face's format.
+"""Write a GGUF file's model or draft head as a folder in Hugging Face's format.
 
 Matrices whose blocks gguf_blocks.py reads keep their bits (schemes.OwnFormat); others become float32, with a note.
 `dense` writes float32, for tools that cannot read our quantised format.
@@ -18,17 +18,20 @@ from torch import Tensor
 from specker.checkpoints import gguf_blocks
 from specker.checkpoints.architectures import ARCHITECTURES
 from specker.checkpoints.architectures.gguf import FREQUENCIES, File, Keys, Undo
-from specker.checkpoints.architectures.llama import interleaved
 from specker.checkpoints.gguf import experts, heads, model, vocabulary
 from specker.checkpoints.gguf.header import check_header
 from specker.checkpoints.gguf_blocks import BLOCKS, Value
-from specker.checkpoints.parse import reason
+from specker.checkpoints.parse import reason, unsupported
 from specker.cpu.packed import FORMATS, Numbers, pack
 from specker.model.config import CheckpointError
 
 log = logging.getLogger("specker.steps")  # slow steps, which `Screen.progress` shows
 WHOLE = "PreTrainedTokenizerFast"  # transformers' class that reads tokenizer.json unchanged
 SHARD = 1 << 30  # bytes
+TRANSFORMERS = "gemma3", "llama", "qwen2", "qwen3", "qwen3moe"  # llama.cpp's architectures whose config it makes
+READ = sorted(
+    {*heads.HEADS, *TRANSFORMERS, *(arch for its in ARCHITECTURES.values() if its.gguf for arch in its.gguf.files)}
+)
 Named = Callable[[str, Path], str | None]  # a tensor's name in GGUF, the file -> its name in the checkpoint
 
 
@@ -39,7 +42,8 @@ def read(path: Path) -> Any:
     try:
         check_header(path)
         file = GGUFReader(path)  # takes a second for a large vocabulary
-        _architecture(file)
+        if (arch := _architecture(file)) not in READ:
+            raise unsupported(repr(arch), READ, f" in a GGUF file, which {path} is")
     except CheckpointError:
         raise
     except Exception as error:  # the reader raises many types for damaged files
@@ -53,7 +57,7 @@ def _architecture(file: Any) -> str:
 
 def convert(path: Path, folder: Path, file: Any, dense: bool) -> None:
     """Write the open `file` into the empty `folder`. Raises CheckpointError."""
-    write = _convert_head if _architecture(file) == heads.ARCHITECTURE else _convert_model
+    write = _convert_head if _architecture(file) in heads.HEADS else _convert_model
     try:
         write(path, folder, file, dense)
     except CheckpointError:
@@ -77,16 +81,11 @@ def converted_size(tensors: Sequence[Any], dense: bool) -> int:
 def _convert_model(path: Path, folder: Path, file: Any, dense: bool) -> None:
     from transformers import AutoTokenizer, GenerationConfig
 
-    keys, arch = _keys(file), _architecture(file)
+    keys, arch = _keys(path, file), _architecture(file)
     supported = {its.model_type: (name, its.gguf, its) for name, its in ARCHITECTURES.items() if its.gguf is not None}
     hybrid = next((its for _, gguf, its in supported.values() if arch in gguf.files), None)
-    config = _config(path) if hybrid is None else model.config_of(file, hybrid, Keys(keys, path, arch))
+    config = _config(path) if hybrid is None else model.config_of(file, hybrid, keys)
     model_type = "mixtral" if config.model_type == "llama" and keys.get("expert_count") else config.model_type
-    if model_type not in supported:
-        raise CheckpointError(
-            f"{path} has a model of type {config.model_type!r}, which is not supported in a GGUF file; supported: "
-            + ", ".join(supported)
-        )
     name, gguf, its = supported[model_type]
     named: Named = partial(model.name_of, its, config.num_hidden_layers)
     undo, more = gguf.undone(File(arch, config, file.tensors, dense))
@@ -126,29 +125,32 @@ def _tokenizer(path: Path, file: Any) -> Any:
     return AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name, **more)
 
 
-def _keys(file: Any) -> dict[str, Any]:
-    """What `Gguf.mend` reads: keys without the architecture's prefix, and the divisors of RoPE's frequencies."""
-    start = f"{_architecture(file)}."
+def _keys(path: Path, file: Any) -> Keys:
+    arch = _architecture(file)
+    start = f"{arch}."
     found = {name.removeprefix(start): x.contents() for name, x in file.fields.items() if name.startswith(start)}
+    if (tokens := file.fields.get("tokenizer.ggml.tokens")) is not None:
+        found.setdefault("vocab_size", len(tokens.data))
+    if (mask := file.fields.get("tokenizer.ggml.mask_token_id")) is not None:
+        found["mask_token_id"] = mask.contents()
     for tensor in file.tensors:
         if tensor.name == f"{FREQUENCIES}.weight":
             found[FREQUENCIES] = tensor.data.tolist()
-    return found
+    return Keys(found, path, arch, {tensor.name: tuple(tensor.shape.tolist()[::-1]) for tensor in file.tensors})
 
 
 def _convert_head(path: Path, folder: Path, file: Any, dense: bool) -> None:
-    """Write an EAGLE-3 head. It has no tokenizer of its own."""
+    """Write a head. It has no tokenizer of its own."""
     from transformers import PretrainedConfig
 
-    settings = heads.config_of(path, {name: field.contents() for name, field in file.fields.items()})
+    arch, keys = _architecture(file), _keys(path, file)
+    head = heads.HEADS[arch]
+    settings = heads.config_of(keys, head)
     maps = [tensor for tensor in file.tensors if tensor.name == "d2t"]
     others = [tensor for tensor in file.tensors if tensor.name != "d2t"]
-    rows = [int(tensor.shape[-1]) for tensor in file.tensors if tensor.name in ("d2t", "output.weight")]
-    settings |= {"draft_vocab_size": rows[0] if rows else None, "tie_word_embeddings": False}
-    settings.setdefault("num_key_value_heads", settings["num_attention_heads"])
     extra = {tensor.name: heads.distances(torch.from_numpy(tensor.data.copy())) for tensor in maps}
-    undo, _ = interleaved(File(heads.ARCHITECTURE, PretrainedConfig.from_dict(settings), others, dense))
-    modules, restored = _save(path, folder, others, False, dense, heads.name_of, undo, extra)
+    undo, _ = head.undone(File(arch, PretrainedConfig.from_dict(settings), others, dense))
+    modules, restored = _save(path, folder, others, False, dense, partial(heads.name_of, head), undo, extra)
     _write_config(folder, settings, modules, restored)
 
 

@@ -10,7 +10,13 @@ from specker.checkpoints.architectures.heads import QWEN
 from specker.checkpoints.architectures.names import gguf_block
 from specker.model.config import CheckpointError
 
-OUTER = {"token_embd": "model.embed_tokens", "output": "lm_head"}  # names in GGUF -> in the checkpoint
+OUTER = {  # names in GGUF -> in the checkpoint
+    "token_embd": "model.embed_tokens",
+    "output": "lm_head",
+    "per_layer_token_embd": "model.embed_tokens_per_layer",
+    "per_layer_model_proj": "model.per_layer_model_projection",
+    "per_layer_proj_norm": "model.per_layer_projection_norm",
+}
 MTP = {own.gguf: f"mtp.{own.name}" for own in QWEN}  # after "blk.#."
 
 
@@ -18,8 +24,9 @@ def name_of(its: Architecture, layers: int, name: str, path: Path) -> str | None
     """The name in a Hugging Face checkpoint of `layers` layers of the tensor `name`; None if it is not used. Raises
     CheckpointError."""
     stem, _, kind = name.rpartition(".")
-    own_config = its.gguf is not None and bool(its.gguf.files)
-    if stem == FREQUENCIES and not own_config:
+    assert its.gguf is not None
+    own_config = bool(its.gguf.files)
+    if stem in (its.gguf.unread if own_config else (FREQUENCIES,)):
         return None
     outer = OUTER | {its.final.gguf: f"model.{its.final.name}"}
     if stem in outer:
@@ -43,14 +50,13 @@ def config_of(file: Any, its: Architecture, keys: Keys) -> Any:
     keys.no("rope.scaling.type", *its.gguf.ropes)
     if "rope.scaling.type" not in keys:  # a factor alone would be linear
         keys.no("rope.scaling.factor", 1.0, 0.0)
-    rows_of = {tensor.name: int(tensor.shape[-1]) for tensor in file.tensors}
-    if "token_embd.weight" not in rows_of:
+    if "token_embd.weight" not in keys.shapes:
         raise CheckpointError(f"{keys.path} lacks the tensor token_embd.weight; convert it again")
     tokens = {name: file.fields.get(f"tokenizer.ggml.{name}_token_id") for name in ("bos", "eos", "padding")}
     ids = {name: None if field is None else field.contents() for name, field in tokens.items()}
     common = {
-        "vocab_size": rows_of["token_embd.weight"],
-        "tie_word_embeddings": "output.weight" not in rows_of,
+        "vocab_size": keys.shapes["token_embd.weight"][0],
+        "tie_word_embeddings": "output.weight" not in keys.shapes,
         "max_position_embeddings": keys["context_length"],
         "hidden_size": keys["embedding_length"],
         "num_attention_heads": keys["attention.head_count"],

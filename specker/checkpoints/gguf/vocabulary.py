@@ -1,4 +1,5 @@
-"""The tokenizer of a GGUF file with a byte-level BPE, for models whose files transformers does not read everywhere.
+"""The tokenizer of a GGUF file with a BPE, for models whose files transformers does not read everywhere: byte-level, or
+Gemma 4's, in which a space is a letter and a byte that no token spells is one of its own.
 
 Source: llama.cpp's src/llama-vocab.cpp.
 """
@@ -9,13 +10,14 @@ from typing import Any, NamedTuple
 from specker.model.config import CheckpointError
 
 CONTROL, USER_DEFINED = 3, 4  # types of tokens that text is first searched for
+GEMMA4, SPACE = "gemma4", "\N{LOWER ONE EIGHTH BLOCK}"
 ENGLISH = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 
 
 class Kind(NamedTuple):
     """What a file's `tokenizer.ggml.pre` says."""
 
-    words: str  # a regular expression: the pieces of text within which pairs are merged
+    words: str = ""  # a regular expression: the pieces of text within which pairs are merged
     normalised: bool = False  # text is brought to Unicode's form NFC
     whole: bool = False  # a piece that is a token needs no merges
     begins: bool = False  # a text begins with the token `bos`, unless the file says otherwise
@@ -55,18 +57,26 @@ def tokenizer_of(path: Path, file: Any) -> Any:
         return default if field is None else field.contents()
 
     model, name = key("ggml.model"), key("ggml.pre")
-    if model != "gpt2" or name not in KINDS:
+    if model != GEMMA4 and (model != "gpt2" or name not in KINDS):
         raise CheckpointError(
             f"{path} has the tokenizer {model!r} with the pre-tokenizer {name!r}, which is not supported for this "
-            f"architecture; supported: 'gpt2' with {', '.join(KINDS)}"
+            f"architecture; supported: 'gpt2' with {', '.join(KINDS)}, and {GEMMA4!r}"
         )
-    kind, tokens = KINDS[name], key("ggml.tokens", [])
+    kind, tokens = Kind(begins=True) if model == GEMMA4 else KINDS[name], key("ggml.tokens", [])
+    vocab = {token: i for i, token in enumerate(tokens)}
     merges = [tuple(merge.split(" ", 1)) for merge in key("ggml.merges", [])]
-    core = Tokenizer(models.BPE(vocab={t: i for i, t in enumerate(tokens)}, merges=merges, ignore_merges=kind.whole))
-    core.normalizer = normalizers.NFC() if kind.normalised else None
-    pieces = pre_tokenizers.Split(Regex(kind.words), "isolated")
-    core.pre_tokenizer = pre_tokenizers.Sequence([pieces, pre_tokenizers.ByteLevel(False, use_regex=False)])
-    core.decoder = decoders.ByteLevel()
+    if model == GEMMA4:
+        unknown = tokens[key("ggml.unknown_token_id", vocab.get("<unk>", 0))]
+        core = Tokenizer(models.BPE(vocab, merges, unk_token=unknown, fuse_unk=True, byte_fallback=True))
+        core.normalizer = normalizers.Replace(" ", SPACE)
+        steps = decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse()
+        core.decoder = decoders.Sequence([*steps])
+    else:
+        core = Tokenizer(models.BPE(vocab, merges, ignore_merges=kind.whole))
+        core.normalizer = normalizers.NFC() if kind.normalised else None
+        pieces = pre_tokenizers.Split(Regex(kind.words), "isolated")
+        core.pre_tokenizer = pre_tokenizers.Sequence([pieces, pre_tokenizers.ByteLevel(False, use_regex=False)])
+        core.decoder = decoders.ByteLevel()
     core.add_tokens(
         [
             AddedToken(token, normalized=False, special=type_ == CONTROL)
