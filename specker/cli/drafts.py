@@ -1,27 +1,29 @@
-"""List the heads and drafts that are known for a target: `specker drafts --help`."""
+"""List known heads and drafts, for a target or with a text in their names: `specker drafts --help`."""
 
 from collections.abc import Sequence
 
 from specker.command.exits import run_cli
 from specker.command.parser import Parser
-from specker.zoo.catalogue import KNOWN, Known, choose, drafts_for
+from specker.zoo.catalogue import KNOWN, Known, choose, drafts_for, search
 
-USAGE = "specker drafts [TARGET]"
+USAGE = "specker drafts [TARGET|TEXT]"
 EPILOG = """\
 The first line of a target is the choice of --draft auto. `tried` says whether
 this project has run the pair; the others are as their sources name them.
 
 examples:
   specker drafts Qwen/Qwen3-8B
+  specker drafts qwen3.6
   specker --target Qwen/Qwen3-8B --draft auto --chat
 """
 
 
 def run(target: str | None) -> int:
-    """`target`: None: all. Raises ValueError for one without a known draft."""
-    if target is not None:
-        choose(target)
-    print("\n".join(lines(KNOWN if target is None else drafts_for(target))))
+    """`target`: a target, or a part of the names to look for; None: all. Raises ValueError if no draft is known."""
+    found = KNOWN if target is None else drafts_for(target) or search(target)
+    if not found:
+        choose(target)  # says so
+    print("\n".join(lines(found)))
     return 0
 
 
@@ -34,9 +36,10 @@ def lines(known: Sequence[Known]) -> list[str]:
 
 
 def parser() -> Parser:
-    about = "List the heads and drafts that are known for a target, or for all targets."
+    about = "List the known heads and drafts: all, those for a target, or those with a text in their names."
     top = Parser("specker drafts", USAGE, about, EPILOG)
-    top.group("options").add_argument("target", nargs="?", metavar="TARGET", help="a folder, GGUF file or hub id")
+    what = "a folder, GGUF file or hub id, or a part of a name or kind"
+    top.group("options").add_argument("target", nargs="?", metavar="TARGET|TEXT", help=what)
     top.prints("options", "-h", "--help", help="show this help and exit", text=lambda _: top.format_help())
     return top
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from specker.cli.report import Result, ar_stats_of, speedup, stats_of, verdict
 from specker.command.exits import silence
+from specker.runtime.control.reasons import counted
 from specker.runtime.control.stats import Stats
 
 if TYPE_CHECKING:  # `--help` and errors in the flags need no rich
@@ -243,10 +244,12 @@ def _comments(engine: Any, results: list[Result]) -> Iterator[tuple[str, str]]:
         yield f"{_ends(cut, results)} before --max-new-tokens: {full}", "yellow"
     if stuck := sum(result.finished == "grammar" for result in results):
         yield f"{_ends(stuck, results)} early: no token can follow in the grammar", "yellow"
-    if stats.rests:
+    if stats.rests and stats.drafted:
         yield _undrafted(stats), "dim"
     if checked and engine.speculates:
         yield verdict(checked), ""
+    if engine.speculates and stats.rounds and not stats.drafted:
+        yield f"drafting: {stats.drafting}", "dim"
     if not checked and stats.drafted:
         passes = (sum(stats.seconds.values()) - stats.seconds["prefill"]) / stats.seconds["verify"]
         if stats.acceptance_length < 0.95 * passes:
@@ -262,20 +265,10 @@ def _ends(count: int, results: list[Result]) -> str:
 
 
 def _undrafted(stats: Stats) -> str:
-    """How many rounds drafted, and why others did not. The numbers add up to all rounds."""
-    why = {
-        "slower": "because plain decoding was faster",
-        "nothing found": "because there was nothing to copy",
-        "measured": "to measure the time of plain decoding",
-        "prefill": "while the drafter read the prompt",
-        "prompts": "while other prompts were read",
-        "context": "beyond the draft's context",
-    }
-    counts = {words: stats.rests.get(reason, 0) for reason, words in why.items()}
+    """How many rounds drafted, and why others did not."""
     drafted = sum(count for length, count in stats.lengths.items() if length)
-    counts["for other reasons"] = stats.rounds - drafted - sum(counts.values())
-    rest = ", ".join(f"{count} {words}" for words, count in counts.items() if count)
     copied = f", {stats.copied} of them by copying text" if stats.copied else ""
+    rest = counted(stats.rounds, drafted, stats.rests)
     return f"{drafted} of {stats.rounds} rounds drafted{copied}; the others did not: {rest}"
 
 

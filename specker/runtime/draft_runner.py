@@ -5,9 +5,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from specker.runtime.control.auto import AcceptanceHistory
-from specker.runtime.control.choose import MEASURED, NONE, RESTS, Chooser
+from specker.runtime.control.choose import NONE, Chooser
 from specker.runtime.control.costs import MANY
 from specker.runtime.control.policy import UNLIMITED, Budget, Offer, Outcome
+from specker.runtime.control.reasons import BEHIND, ENDED, FORCED, MEASURED, MISSING, PROMPTS, RESTS
 from specker.runtime.control.stats import CopyStats
 from specker.runtime.ranks.dist import Ranks
 from specker.runtime.round.batch import Batch
@@ -16,9 +17,6 @@ from specker.runtime.round.round import Round
 from specker.runtime.round.state import Request
 
 LEAST = 4  # the fewest rows of a prompt that the drafter prefills before a round
-# Why a round drafts nothing, beside the chooser's reasons:
-BEHIND = "prefill"  # the drafter is prefilling a prompt
-PROMPTS = "prompts"  # rows of prompts come with the verify pass
 
 
 class DraftRunner:
@@ -58,13 +56,16 @@ class DraftRunner:
         self.offers = [drafter.prepare(requests) for drafter in self.drafters]
         found = next((offer.matches for offer in self.offers if offer.matches), ())
         self._plain_round_needs_no_drafter = self.ranks is None and not found and not self.drafter.reads(NONE)
-        for policy, matches in zip(policies, found, strict=False):
-            policy.announced(matches)
+        for policy, each in zip(policies, found, strict=False):
+            policy.announced(each)
         budget, self._delayed = self._delayed, None
         if budget is None:
             left = sum(s.limit - len(s.token_ids) for s in requests)
             budget = self.chooser.choose(policies, left, self.offers)
         reason = self.chooser.reason
+        matches = self.offers[budget.part].matches
+        if not reason and matches and not any(match.matched for each in matches for match in each):
+            reason = MISSING  # which a policy that never rests does not ask
         if prompts and budget.nodes and self.yields_to_prompts(requests) and not budget.part:
             budget, reason = replace(budget, nodes=0, depth=0, extra=()), PROMPTS
         if not self._caught_up(requests, budget):
@@ -179,10 +180,17 @@ def account(r: Round, slot: int, path: list[int]) -> None:
     confidence = [each[slot] for each in draft.confidence]
     request.policy.observe(Outcome(drafted, draft.own(slot, path), confidence, note))
     stats = request.stats
-    stats.observe_budget(drafted, r.batch.budget.exit if drafted else 0, r.reason)
+    stats.observe_budget(drafted, r.batch.budget.exit if drafted else 0, _why(r, slot))
     stats.copied += bool(drafted and r.batch.budget.part and isinstance(note, CopyStats))
     stats.experts += r.experts
     if isinstance(note, CopyStats):
         stats.sources[note.source] = stats.sources.get(note.source, 0) + 1
     elif note is not None:
         stats.observe_block(note, draft.depth, len(path) - 1)
+
+
+def _why(r: Round, slot: int) -> str:
+    """The reason if a request's part of a round has no draft; "" if none is known."""
+    if r.reason or r.forced:
+        return r.reason or FORCED
+    return ENDED if slot in r.draft.idle else ""

@@ -22,7 +22,8 @@ from specker.runtime.batches import Batches
 from specker.runtime.control.auto import AcceptanceHistory
 from specker.runtime.control.choose import NONE
 from specker.runtime.control.policy import Budget
-from specker.runtime.draft_runner import BEHIND, PROMPTS, DraftRunner, account
+from specker.runtime.control.reasons import BEHIND, PROMPTS
+from specker.runtime.draft_runner import DraftRunner, account
 from specker.runtime.events import Event, cancelled, emitted
 from specker.runtime.prompts import UNMEASURED_PROMPT_ROWS, Prompts
 from specker.runtime.ranks.dist import Ranks

@@ -352,7 +352,8 @@ def application(engine: Engine, serving: Serving, sampling: dict[str, float]) ->
     @app.get("/health")
     async def health() -> Response:
         ill = server.ill()
-        return JSONResponse({"status": "ok"}) if ill is None else failure(503, ill)
+        drafting = server.worker.drafting() if engine.speculates else f"no, because {engine.strategy} drafts nothing"
+        return JSONResponse({"status": "ok", "drafting": drafting}) if ill is None else failure(503, ill)
 
     @app.get("/metrics")
     async def metrics() -> Response:

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from prometheus_client import CollectorRegistry, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
+from specker.runtime.control.reasons import WORDS
 from specker.runtime.control.stats import Stats
 from specker.runtime.round.state import Request
 from specker.runtime.session import Session
@@ -17,6 +18,7 @@ SECONDS = (0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 60, 180, 600)
 class Metrics:
     def __init__(self, session: Session):
         self.session, self.total, self.finished = session, Stats(), Counter[str]()
+        self.last = Stats()  # of the request that ended last
         self.copying = copier(session.loop.drafters)
         self.registry = CollectorRegistry()
         self.registry.register(self)
@@ -25,7 +27,7 @@ class Metrics:
 
     def ended(self, request: Request) -> None:
         """Count a request that ended."""
-        self.total += request.stats
+        self.total, self.last = self.total + request.stats, request.stats
         self.finished[request.finished or "failed"] += 1
 
     def queue(self) -> dict[str, int | float]:
@@ -50,6 +52,11 @@ class Metrics:
             ("accepted_tokens", "Accepted draft tokens of ended requests", total.accepted),
         ):
             yield CounterMetricFamily(f"specker_{name}", about, value)
+        about = "Rounds of ended requests in which nothing was drafted, by the reason"
+        undrafted = CounterMetricFamily("specker_undrafted_rounds", about, labels=["because"])
+        for reason, count in [*total.rests.items()]:
+            undrafted.add_metric([WORDS[reason]], count)
+        yield undrafted
         about = "Tokens of a round, 1 + accepted / rounds, over all ended requests"
         yield GaugeMetricFamily("specker_acceptance_length", about, total.acceptance_length)
         for name, now in self.queue().items():

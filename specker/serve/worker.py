@@ -11,6 +11,7 @@ from concurrent.futures import Future
 from functools import partial
 from typing import Any, TypeVar
 
+from specker.runtime.control.stats import Stats
 from specker.runtime.events import Event
 from specker.runtime.round.state import Request
 from specker.runtime.session import Session
@@ -124,6 +125,12 @@ class Worker(threading.Thread):
         for request in requests:
             self.session.submit(request, deliver=partial(self._deliver, call, request))
         return call
+
+    def drafting(self) -> str:
+        """Whether anything is drafted for the requests that run or, if none does, was for the last one; if not, why."""
+        with self._lock:
+            running = [request.stats for request in self._open if request.stats.rounds]
+        return sum(running, Stats()).drafting if running else self.metrics.last.drafting
 
     def step_seconds(self) -> float:
         """Seconds since the step that runs now began; 0 if none does."""

@@ -1,5 +1,6 @@
-"""Heads and drafts that are known for public targets, and the choice of `--draft auto`."""
+"""Heads and drafts that are known for public targets (drafts.tsv), and the choice of `--draft auto`."""
 
+import csv
 import json
 import re
 from collections.abc import Iterator
@@ -22,24 +23,6 @@ PARALLEL = "PARD model"
 KINDS = HEAD3, HEAD1, BLOCKS, ASSISTANT, SMALL, PARALLEL
 STRATEGIES = {BLOCKS: "dflash", ASSISTANT: "mtp", SMALL: "draft", PARALLEL: "draft"}  # the other kinds' is eagle
 
-EAGLE = "https://github.com/SafeAILab/EAGLE"
-SPECULATORS = "https://github.com/vllm-project/speculators"
-DFLASH = "https://github.com/z-lab/dflash"
-HUB = "https://huggingface.co"
-DFLASHES = f"{HUB}/collections/z-lab/dflash"
-SPECFORGE = "https://github.com/sgl-project/SpecForge/blob/main/docs/community_resources/specbundle.md"
-VLLM = "https://docs.vllm.ai/en/latest/features/speculative_decoding/draft_model/"
-LLAMA_CPP = "https://github.com/ggml-org/llama.cpp/blob/master/examples/speculative-simple/README.md"
-LLAMA_SERVER = "https://github.com/ggml-org/llama.cpp/blob/master/tools/server/README.md"
-CODER_32B = "https://huggingface.co/ggml-org/Qwen2.5-Coder-1.5B-32B-speculative-GGUF"
-LLAMA_32 = "https://kaitchup.substack.com/p/fast-speculative-decoding-with-llama"
-GPT_OSS_EAGLE = "https://github.com/ggml-org/convert/pull/4"
-VLLM_DFLASH = "https://github.com/vllm-project/vllm/blob/main/vllm/model_executor/models/qwen3_dflash.py"
-GEMMA = "https://ai.google.dev/gemma/docs/mtp/mtp"
-AMD_135M = "https://huggingface.co/QuantFactory/AMD-Llama-135m-GGUF"
-PARD = "https://github.com/AMD-AGI/PARD"
-VLLM_PARD = "https://docs.vllm.ai/en/latest/features/speculative_decoding/parallel_draft_model/"
-
 
 @dataclass(frozen=True)
 class Known:
@@ -48,13 +31,8 @@ class Known:
     target: str  # hub id, or the name of a bundled target
     draft: str  # hub id, or the name of a bundled draft
     kind: str  # of KINDS
-    named_by: str = ""  # where the pair is named; "": on the draft's own page of the hub
+    source: str  # the page or file that names the pair
     tried: bool = False  # this project ran the pair
-
-    @property
-    def source(self) -> str:
-        """The page or file that names the pair."""
-        return self.named_by or f"{HUB}/{self.draft}"
 
     @property
     def bundled(self) -> bool:
@@ -73,94 +51,19 @@ class Known:
         return strategy in (None, self.strategy) or (strategy == "easyspec" and self.kind == SMALL)
 
 
-# The first one for a target is the choice of --draft auto. Heads stand before small models, because a head computes one
-# layer for a token. Heads in speculators' layout stand first: their config.json states what others leave to convention.
-KNOWN = (
-    Known("code-target", "code-draft", SMALL, "models/README.md", tried=True),
-    Known("meta-llama/Llama-3.1-8B-Instruct", "RedHatAI/Llama-3.1-8B-Instruct-speculator.eagle3", HEAD3, SPECULATORS),
-    Known("meta-llama/Llama-3.1-8B-Instruct", "lmsys/SGLang-EAGLE3-Llama-3.1-8B-Instruct-SpecForge", HEAD3, SPECFORGE),
-    Known("meta-llama/Llama-3.1-8B-Instruct", "yuhuili/EAGLE3-LLaMA3.1-Instruct-8B", HEAD3, EAGLE),
-    Known("meta-llama/Llama-3.1-8B-Instruct", "yuhuili/EAGLE-LLaMA3.1-Instruct-8B", HEAD1, EAGLE),
-    Known("meta-llama/Llama-3.1-8B-Instruct", "z-lab/LLaMA3.1-8B-Instruct-DFlash-UltraChat", BLOCKS, DFLASHES),
-    Known("meta-llama/Llama-3.1-8B-Instruct", "meta-llama/Llama-3.2-1B-Instruct", SMALL, LLAMA_32),
-    Known("meta-llama/Llama-3.1-8B-Instruct", "amd/PARD-Llama-3.2-1B", PARALLEL, PARD),
-    Known("meta-llama/Llama-3.1-70B-Instruct", "meta-llama/Llama-3.2-1B-Instruct", SMALL, LLAMA_32),
-    Known("meta-llama/Llama-3.3-70B-Instruct", "RedHatAI/Llama-3.3-70B-Instruct-speculator.eagle3", HEAD3, SPECULATORS),
-    Known(
-        "meta-llama/Llama-3.3-70B-Instruct", "lmsys/SGLang-EAGLE3-Llama-3.3-70B-Instruct-SpecForge", HEAD3, SPECFORGE
-    ),
-    Known("meta-llama/Llama-3.3-70B-Instruct", "yuhuili/EAGLE3-LLaMA3.3-Instruct-70B", HEAD3, EAGLE),
-    Known("meta-llama/Llama-3.3-70B-Instruct", "amd/PARD-Llama-3.2-1B", PARALLEL, PARD),
-    Known("meta-llama/Meta-Llama-3-8B-Instruct", "yuhuili/EAGLE-LLaMA3-Instruct-8B", HEAD1, EAGLE),
-    Known("meta-llama/Meta-Llama-3-70B-Instruct", "yuhuili/EAGLE-LLaMA3-Instruct-70B", HEAD1, EAGLE),
-    Known("meta-llama/Llama-2-7b-chat-hf", "yuhuili/EAGLE-llama2-chat-7B", HEAD1, EAGLE),
-    Known("meta-llama/Llama-2-7b-chat-hf", "amd/AMD-Llama-135m", SMALL, AMD_135M),
-    Known("meta-llama/Llama-2-13b-chat-hf", "yuhuili/EAGLE-llama2-chat-13B", HEAD1, EAGLE),
-    Known("meta-llama/Llama-2-70b-chat-hf", "yuhuili/EAGLE-llama2-chat-70B", HEAD1, EAGLE),
-    Known("lmsys/vicuna-7b-v1.3", "yuhuili/EAGLE-Vicuna-7B-v1.3", HEAD1, EAGLE),
-    Known("lmsys/vicuna-13b-v1.3", "yuhuili/EAGLE3-Vicuna1.3-13B", HEAD3, EAGLE),
-    Known("lmsys/vicuna-13b-v1.3", "yuhuili/EAGLE-Vicuna-13B-v1.3", HEAD1, EAGLE),
-    Known("lmsys/vicuna-13b-v1.3", "double7/vicuna-68m", SMALL),
-    Known("lmsys/vicuna-33b-v1.3", "yuhuili/EAGLE-Vicuna-33B-v1.3", HEAD1, EAGLE),
-    Known("lmsys/vicuna-33b-v1.3", "double7/vicuna-68m", SMALL),
-    Known("deepseek-ai/DeepSeek-R1-Distill-Llama-8B", "yuhuili/EAGLE3-DeepSeek-R1-Distill-LLaMA-8B", HEAD3, EAGLE),
-    Known("deepseek-ai/DeepSeek-R1-Distill-Qwen-7B", "amd/PARD-DeepSeek-R1-Distill-Qwen-1.5B", PARALLEL, PARD),
-    Known("Qwen/Qwen2.5-7B-Instruct", "amd/PARD-Qwen2.5-0.5B", PARALLEL, PARD),
-    Known("Qwen/Qwen3-1.7B", "AngelSlim/Qwen3-1.7B_eagle3", HEAD3, EAGLE),
-    Known("Qwen/Qwen3-4B", "AngelSlim/Qwen3-4B_eagle3", HEAD3, EAGLE),
-    Known("Qwen/Qwen3-4B", "z-lab/Qwen3-4B-DFlash-b16", BLOCKS, DFLASHES),
-    Known("Qwen/Qwen3-4B", "Huang2020/Qwen3-4B-Domino-b16", BLOCKS),
-    Known("Qwen/Qwen3-4B", "amd/PARD-Qwen3-0.6B", PARALLEL, VLLM_PARD),
-    Known("Qwen/Qwen3-4B-Thinking-2507", "Qwen/Qwen3-0.6B", SMALL, VLLM),
-    Known("Qwen/Qwen3-8B", "RedHatAI/Qwen3-8B-speculator.eagle3", HEAD3, SPECULATORS),
-    Known("Qwen/Qwen3-8B", "RedHatAI/Qwen3-8B-speculator.peagle", HEAD3),
-    Known("Qwen/Qwen3-8B", "AngelSlim/Qwen3-8B_eagle3", HEAD3, EAGLE),
-    Known("Qwen/Qwen3-8B", "Tengyunw/qwen3_8b_eagle3", HEAD3, EAGLE),
-    Known("Qwen/Qwen3-8B", "RedHatAI/Qwen3-8B-speculator.dflash", BLOCKS),
-    Known("Qwen/Qwen3-8B", "z-lab/Qwen3-8B-DFlash-b16", BLOCKS, DFLASHES),
-    Known("Qwen/Qwen3-8B", "Huang2020/Qwen3-8B-Domino-b16", BLOCKS),
-    Known("Qwen/Qwen3-8B", "Qwen/Qwen3-0.6B", SMALL, VLLM),
-    Known("Qwen/Qwen3-8B", "amd/PARD-Qwen3-0.6B", PARALLEL, VLLM_PARD),
-    Known("Qwen/Qwen3-8B-Base", "Qwen/Qwen3-0.6B-Base", SMALL, LLAMA_CPP),
-    Known("Qwen/Qwen3-14B", "RedHatAI/Qwen3-14B-speculator.eagle3", HEAD3, SPECULATORS),
-    Known("Qwen/Qwen3-14B", "AngelSlim/Qwen3-14B_eagle3", HEAD3, EAGLE),
-    Known("Qwen/Qwen3-32B", "RedHatAI/Qwen3-32B-speculator.eagle3", HEAD3, SPECULATORS),
-    Known("nex-agi/Qwen3-32B-Nex-N1", "nex-agi/SGLANG-EAGLE3-Qwen3-32B-Nex-N1", HEAD3, SPECFORGE),
-    Known("Qwen/Qwen3-30B-A3B", "RedHatAI/Qwen3-30B-A3B-speculator.dflash", BLOCKS),
-    Known("Qwen/Qwen3-30B-A3B-Instruct-2507", "RedHatAI/Qwen3-30B-A3B-Instruct-2507-speculator.eagle3", HEAD3),
-    Known("Qwen/Qwen3-30B-A3B-Instruct-2507", "RedHatAI/Qwen3-30B-A3B-Instruct-2507-speculator.dflash", BLOCKS),
-    Known("Qwen/Qwen3-Coder-30B-A3B-Instruct", "JinnP/SGLang-EAGLE3-Qwen3-Coder-30B-A3B-Instruct", HEAD3),
-    Known("Qwen/Qwen3-Coder-30B-A3B-Instruct", "z-lab/Qwen3-Coder-30B-A3B-DFlash", BLOCKS, DFLASHES),
-    Known("Qwen/Qwen3-Coder-Next", "z-lab/Qwen3-Coder-Next-DFlash", BLOCKS, DFLASHES),
-    Known("Qwen/Qwen3.5-4B", "z-lab/Qwen3.5-4B-DFlash", BLOCKS, DFLASHES),
-    Known("Qwen/Qwen3.5-9B", "z-lab/Qwen3.5-9B-DFlash", BLOCKS, DFLASH),
-    Known("Qwen/Qwen3.5-27B", "z-lab/Qwen3.5-27B-DFlash", BLOCKS, DFLASH),
-    Known("Qwen/Qwen3.5-35B-A3B", "z-lab/Qwen3.5-35B-A3B-DFlash", BLOCKS, DFLASH),
-    Known("Qwen/Qwen3.6-27B", "z-lab/Qwen3.6-27B-DFlash", BLOCKS),
-    Known("Qwen/Qwen3.6-27B", "Huang2020/Qwen3.6-27B-Domino", BLOCKS),
-    Known("Qwen/Qwen3.6-35B-A3B", "z-lab/Qwen3.6-35B-A3B-DFlash", BLOCKS),
-    Known("Qwen/Qwen3.8-27B", "z-lab/Qwen3.8-27B-DFlash2", BLOCKS),
-    Known("google/gemma-4-E2B-it", "google/gemma-4-E2B-it-assistant", ASSISTANT, GEMMA),
-    Known("google/gemma-4-E4B-it", "google/gemma-4-E4B-it-assistant", ASSISTANT, GEMMA),
-    Known("google/gemma-4-26B-A4B-it", "RedHatAI/gemma-4-26B-A4B-it-speculator.eagle3", HEAD3, SPECULATORS),
-    Known("google/gemma-4-26B-A4B-it", "google/gemma-4-26B-A4B-it-assistant", ASSISTANT, GEMMA),
-    Known("google/gemma-4-31B-it", "RedHatAI/gemma-4-31B-it-speculator.eagle3", HEAD3, SPECULATORS),
-    Known("google/gemma-4-31B-it", "RedHatAI/gemma-4-31B-it-speculator.dflash", BLOCKS, SPECULATORS),
-    Known("google/gemma-4-31B-it", "RedHatAI/gemma-4-31B-it-speculator.dspark", BLOCKS),
-    Known("google/gemma-4-31B-it", "z-lab/gemma-4-31B-it-DFlash", BLOCKS, VLLM_DFLASH),
-    Known("google/gemma-4-31B-it", "google/gemma-4-31B-it-assistant", ASSISTANT, GEMMA),
-    Known("openai/gpt-oss-20b", "RedHatAI/gpt-oss-20b-speculator.eagle3", HEAD3, SPECULATORS),
-    Known("openai/gpt-oss-20b", "amazon/gpt-oss-20b-p-eagle", HEAD3),
-    Known("openai/gpt-oss-20b", "z-lab/gpt-oss-20b-DFlash", BLOCKS, DFLASH),
-    Known("openai/gpt-oss-120b", "RedHatAI/gpt-oss-120b-speculator.eagle3", HEAD3, SPECULATORS),
-    Known("openai/gpt-oss-120b", "nvidia/gpt-oss-120b-Eagle3-v3", HEAD3, GPT_OSS_EAGLE),
-    Known("openai/gpt-oss-120b", "lmsys/EAGLE3-gpt-oss-120b-bf16", HEAD3),
-    Known("openai/gpt-oss-120b", "z-lab/gpt-oss-120b-DFlash", BLOCKS, DFLASH),
-    Known("Qwen/Qwen2.5-Coder-1.5B-Instruct", "Qwen/Qwen2.5-Coder-0.5B-Instruct", SMALL, "docs/results.md", tried=True),
-    Known("Qwen/Qwen2.5-Coder-7B", "Qwen/Qwen2.5-Coder-0.5B", SMALL, LLAMA_SERVER),
-    Known("Qwen/Qwen2.5-Coder-14B", "Qwen/Qwen2.5-Coder-0.5B", SMALL, LLAMA_SERVER),
-    Known("Qwen/Qwen2.5-Coder-32B-Instruct", "Qwen/Qwen2.5-Coder-1.5B-Instruct", SMALL, CODER_32B),
-)
+TABLE = Path(__file__).with_name("drafts.tsv")
+
+
+def read(path: Path = TABLE) -> tuple[Known, ...]:
+    """The drafts of a table. The first one for a target is the choice of --draft auto. Heads stand before small models,
+    because a head computes one layer for a token. Heads in speculators' layout stand first: their config.json states
+    what others leave to convention."""
+    with path.open(encoding="utf-8", newline="") as file:
+        rows = [*csv.DictReader(file, delimiter="\t")]
+    return tuple(Known(**row | {"tried": row["tried"] == "yes"}) for row in rows)  # type: ignore[arg-type]
+
+
+KNOWN = read()
 
 # What names of quantised copies end with: Qwen3-8B-FP8, -AWQ, -GPTQ-Int4, -bnb-4bit, -GGUF; .Q4_K_M, -iq3_xxs, -f16.
 QUANTISED = re.compile(
@@ -182,6 +85,11 @@ def drafts_for(target: str | Path | None) -> tuple[Known, ...]:
     if not found and family is not None:
         found = [known for known in KNOWN if zoo.target_of(known.target) is family]
     return tuple(found)
+
+
+def search(text: str) -> tuple[Known, ...]:
+    """What has the text in the name of its target or draft, or in its kind, whatever the case."""
+    return tuple(known for known in KNOWN if text.lower() in f"{known.target} {known.draft} {known.kind}".lower())
 
 
 def choose(target: str | Path | None, strategy: str | None = None) -> Known:

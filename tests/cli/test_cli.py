@@ -37,7 +37,7 @@ from specker.runtime.strategies.vocabtrim import TrimOptions
 
 ROOT = Path(__file__).parents[2]
 ROW = {"tokens", "text", "rounds", "drafted", "accepted", "acceptance_length", "accepted_per_position"}
-ROW |= {"lengths", "rests"}
+ROW |= {"lengths", "rests", "drafting"}
 ROW |= {"tokens_per_second", "decode_tokens_per_second", "prefill_tokens_per_second", "seconds"}
 OWN = {"seed", "prompt_tokens", "finish_reason"}  # of a prompt
 RUN = {"strategy", "target", "draft", "device", "dtype", "batch_size", "sampling", "settings", "versions"}

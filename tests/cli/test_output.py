@@ -309,16 +309,42 @@ def test_the_rounds_that_drafted_nothing_are_explained(capsys: pytest.CaptureFix
     """By numbers that add up to all rounds: a round may also wait for the drafter's prefill, or draft nothing although
     the policy asked for a draft."""
     rests = {"slower": 132, "measured": 15, "nothing found": 138, "prefill": 1, "prompts": 2}
-    stats = Stats(tokens=399, rounds=342, lengths={0: 290, 3: 52}, rests=rests)
+    stats = Stats(tokens=399, rounds=342, drafted=156, lengths={0: 290, 3: 52}, rests=rests)
+    stats.seconds["verify"] = 1.0
     engine = SimpleNamespace(title="t", strategy="lookup", speculates=True)
     engine.trim_report, engine.options = lambda stats: {}, strategies.options()
     Screen(json_to_stdout=False).table(engine, [Result([], "", stats)])
     assert capsys.readouterr().err.splitlines()[-1] == (
         "52 of 342 rounds drafted; the others did not: 132 because plain decoding was faster, 138 because there was "
-        "nothing to copy, 15 to measure the time of plain decoding, 1 while the drafter read the prompt, 2 while "
-        "other prompts were read, 2 for other reasons"
+        "nothing to copy, 15 because plain decoding was timed, 1 because the drafter read the prompt, 2 because other "
+        "prompts were read, 2 for other reasons"
     )
     assert stats.rounds == 52 + 132 + 138 + 15 + 1 + 2 + 2
+
+
+@pytest.mark.parametrize(
+    ("drafted", "rests", "said"),
+    [
+        (0, {"slower": 6, "nothing found": 3}, "drafting: no, because plain decoding was faster"),
+        (0, {"slower": 3, "nothing found": 6}, "drafting: no, because there was nothing to copy"),
+        (0, {}, "drafting: no, because no round asked for a draft"),
+        (3, {"slower": 9}, "1 of 10 rounds drafted; the others did not: 9 because plain decoding was faster"),
+    ],
+)
+def test_the_last_line_says_why_nothing_was_drafted(
+    drafted: int, rests: dict[str, int], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lengths = {0: 9, 3: 1} if drafted else {0: 10}
+    stats = Stats(tokens=10, rounds=10, drafted=drafted, lengths=lengths, rests=rests)
+    stats.seconds["verify"] = 1.0
+    engine = SimpleNamespace(title="t", strategy="lookup", speculates=True)
+    engine.trim_report, engine.options = lambda stats: {}, strategies.options()
+    Screen(json_to_stdout=False).table(engine, [Result([], "", stats)])
+    assert capsys.readouterr().err.splitlines()[-1] == said
+    assert stats.to_json()["drafting"] == (said.removeprefix("drafting: ") if not drafted else "yes")
+    engine.speculates = False
+    Screen(json_to_stdout=False).table(engine, [Result([], "", stats)])
+    assert ("drafting:" in capsys.readouterr().err) is False
 
 
 @pytest.mark.parametrize(("drafted", "passes", "warns"), [(9, 2.0, True), (9, 1.51, False), (0, 2.0, False)])

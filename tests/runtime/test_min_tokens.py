@@ -20,7 +20,7 @@ HOW = {
     "a chain": {"strategy": "draft", "draft_tokens": 4},
     "a tree": {"strategy": "draft", "tree": "3x4"},
     "fixed rounds": {"strategy": "draft", "draft_tokens": 4, "graphs": "on"},
-    "unequal drafts": {"strategy": "draft+lookup"},
+    "unequal drafts": {"strategy": "lookup", "draft_tokens": 4},
 }
 
 
@@ -55,7 +55,8 @@ def reference(target, **sampling):
 def test_every_draft_has_the_tokens_of_the_reference(pair, references, how, sampling):
     stops, want = references[sampling]
     engine, asked = load(pair, batch_size=2, **HOW[how]), {"stop_ids": stops, "ignore_eos": True, **SAMPLED[sampling]}
-    out = engine.generate(PROMPTS, MOST, min_tokens=LEAST, **asked)
+    predicted = {"prediction": [None, None, want[2]]} if "lookup" in engine.strategy else {}
+    out = engine.generate(PROMPTS, MOST, min_tokens=LEAST, **predicted, **asked)
     assert [o.tokens for o in out] == want
     assert [o.tokens for o in engine.generate_ar(PROMPTS, MOST, min_tokens=LEAST, **asked)] == want
     assert sum(o.stats.accepted for o in out) > 0
@@ -81,7 +82,8 @@ def test_a_text_without_stop_ids_loses_no_token(pair):
     out = engine.generate(PROMPTS[:2], 12, min_tokens=[12, 12], ignore_eos=True)
     assert [o.tokens for o in out] == want
     biased = {"logit_bias": {0: 100}, "ignore_eos": True}
-    assert engine.generate(PROMPTS[0], 12, min_tokens=12, **biased).tokens == [0] * 12
+    for stops in ([], [5]):
+        assert engine.generate(PROMPTS[0], 12, min_tokens=12, stop_ids=stops, **biased).tokens == [0] * 12
 
 
 def test_a_grammar_that_leaves_nothing_else_ends_the_text():
@@ -89,6 +91,9 @@ def test_a_grammar_that_leaves_nothing_else_ends_the_text():
     engine = specker.load(device="cpu", draft_tokens=3)
     word = engine.generate("a = ", 20, grammar='start: "yes"', min_tokens=20)
     assert (word.text, word.finished) == ("yes", "stop")
+    ids = engine.encode("yes")
+    word = engine.generate("a = ", 20, grammar='start: "yes"', min_tokens=20, stop_ids=ids)
+    assert (word.tokens, word.finished) == (ids[:1], "stop")
     asked = {"grammar": "start: /[0-9]{1,12}/", "logit_bias": dict.fromkeys(engine.target.config.eos_ids, 100)}
     for least, count in ((0, 2), (4, 5), (20, None)):
         out, ar = (decode("a = ", 20, min_tokens=least, **asked) for decode in (engine.generate, engine.generate_ar))

@@ -470,7 +470,10 @@ def test_a_key_and_origins(load):
         assert client.get("/v1/models", auth=("anybody", "secret")).status_code == 200
         refused(client.get("/v1/models", auth=("secret", "")), 401, "the API key is missing or wrong")
         assert client.get("/view").headers["www-authenticate"] == "Basic"
-        assert client.get("/health").json() == {"status": "ok"} and client.get("/").status_code == 200
+        assert (
+            client.get("/health").json() == {"status": "ok", "drafting": "not yet"}
+            and client.get("/").status_code == 200
+        )
         answer = client.options("/v1/completions", headers=ask)
         assert answer.headers["access-control-allow-origin"] == "https://a.example"
         assert (
@@ -539,6 +542,27 @@ def test_metrics(load):
     assert after["specker_running"] == after["specker_waiting"] == after["specker_kv_pages_used", "target"] == 0
     assert after["specker_kv_pages", "target"] == engine.cache.spare
     assert "specker_lookup_bytes" not in after
+
+
+def test_health_and_metrics_say_why_nothing_is_drafted(load):
+    def drafting(client):
+        return client.get("/health").json()["drafting"]
+
+    asked = {"prompt": [7, 8], "max_tokens": 2}
+    target = load.args[0]
+    with serving(specker.load(target, strategy="lookup", lookup_share="off", device="cpu")) as client:
+        assert drafting(client) == "not yet"
+        client.post("/v1/completions", json=asked)
+        assert drafting(client) == "no, because there was nothing to copy"
+        undrafted = {key[1]: value for key, value in metrics(client).items() if "undrafted" in key[0]}
+        assert undrafted == {"there was nothing to copy": 2}
+        client.post("/v1/completions", json=asked | {"speculation": "off"})
+        assert drafting(client) == "no, because no round asked for a draft"
+    with serving(load()) as client:
+        client.post("/v1/completions", json=asked)
+        assert drafting(client) == "yes"
+    with serving(specker.load(target, strategy="ar", device="cpu")) as client:
+        assert drafting(client) == "no, because ar drafts nothing"
 
 
 def test_the_memory_of_texts_to_copy_from_is_a_metric(load):

@@ -199,7 +199,10 @@ HEAD = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: appli
         (b"", b""),
         (HEAD, b""),
         (HEAD[:9], b""),
-        (b"GET /health HTTP/1.1\r\nhost: localhost\r\n\r\n" + HEAD, b'{"status":"ok"}'),  # after an answer
+        (
+            b"GET /health HTTP/1.1\r\nhost: localhost\r\n\r\n" + HEAD,
+            b'{"status":"ok",',
+        ),  # after an answer
         (HEAD + b"content-length: 99\r\n\r\n{", b"the body takes more than 0.2 s"),
         (HEAD + b"authorization: Bearer x\r\ncontent-length: 99999999\r\n\r\n{", b"the body is larger than 8 MiB"),
     ],

@@ -275,5 +275,5 @@ def test_a_run_names_its_settings_files_and_draft(capsys):
     out = said("--strategy", "easyspec")
     assert "code-draft-deep drafts, because the small model of strategy draft has no layers to run" in out
     assert "strategy draft takes the same with --draft code-draft-deep" in out
-    assert "because" not in said("--strategy", "draft", "--draft", "code-draft-deep")
+    assert "drafts, because" not in said("--strategy", "draft", "--draft", "code-draft-deep")
     assert "vocab_scores.safetensors" in said("--strategy", "vocabtrim", "--as-published")

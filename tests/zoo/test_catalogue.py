@@ -114,8 +114,32 @@ def test_the_table_is_consistent() -> None:
         assert kinds == sorted(kinds)
     for known in KNOWN:
         assert known.source.startswith("https://") or (ROOT / known.source).is_file()
-        assert known.strategy in strategies.STRATEGIES
+        assert known.strategy in strategies.STRATEGIES and known.kind in KINDS
         assert known.bundled == ("/" not in known.draft)
+
+
+def test_every_row_of_the_file_has_a_reader() -> None:
+    """A strategy that takes a draft checkpoint reads each kind, by the module that opens it."""
+    lines = catalogue.TABLE.read_text().splitlines()
+    assert lines[0].split("\t") == ["target", "draft", "kind", "source", "tried"] and len(lines) == 1 + len(KNOWN)
+    for line in lines[1:]:
+        cells = line.split("\t")
+        assert len(cells) == 5 and all(cell == cell.strip() != "" for cell in cells) and cells[4] in ("yes", "no"), line
+    for known in KNOWN:
+        strategy = strategies.known()[known.strategy]
+        assert strategy.takes_draft and strategy.reads_target == (known.kind not in (SMALL, catalogue.PARALLEL)), known
+        assert known.bundled or all(name.count("/") == 1 for name in (known.target, known.draft)), known
+
+
+FAMILIES = ("Qwen3.6-", "Qwen3.8-", "gemma-4-", "gpt-oss-", "Muse-Glimmer-", "Ling-3.0-", "GLM-5.")
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_family_is_found_by_a_part_of_its_name(family: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert drafts.main([family.lower().removesuffix("-")]) == 0
+    _, *rows = capsys.readouterr().out.splitlines()
+    assert rows and all(family in row for row in rows)
+    assert len(rows) == len([known for known in KNOWN if family in known.target])
 
 
 @pytest.fixture
@@ -172,9 +196,11 @@ def test_drafts_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
     assert first.split()[:2] == ["Qwen/Qwen3-8B", choose("Qwen/Qwen3-8B").draft]
     assert drafts.main([]) == 0
     assert len(capsys.readouterr().out.splitlines()) == 1 + len(KNOWN)
+    assert drafts.main(["parD MODEL"]) == 0
+    assert len(capsys.readouterr().out.splitlines()) == 1 + sum(known.kind == "PARD model" for known in KNOWN)
     assert drafts.main(["my/model"]) == 2
     said = capsys.readouterr()
     assert said.err.startswith("specker: error: no draft is known for my/model: pass --draft") and not said.out
     with pytest.raises(SystemExit):
         drafts.main(["--help"])
-    assert "specker drafts [TARGET]" in capsys.readouterr().out
+    assert "specker drafts [TARGET|TEXT]" in capsys.readouterr().out

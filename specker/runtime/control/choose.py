@@ -7,16 +7,12 @@ from specker.runtime.control import estimates
 from specker.runtime.control.costs import Costs
 from specker.runtime.control.estimates import NONE, RUN, SWITCH, Credit, PlainSpeed, TokenPrices, Trials
 from specker.runtime.control.policy import Budget, Offer, Policy
+from specker.runtime.control.reasons import ENDED, MEASURED, MISSING, RESTS
 
 COLD = 2  # rounds after a change between plain rounds and drafts, in which the processor's caches hold other data
 # What drafts must promise, as a multiple of plain decoding's rate:
 START = 1.03  # after a plain round, because they disturb the CPU's caches
 STAY = 0.9  # after a draft: a few drafts tell little, and a rest is long. `Credit` limits what that loses
-# Why a round drafts nothing:
-RESTS = "slower"  # plain rounds are expected to be faster
-MISSING = "nothing found"  # there is no text to copy
-MEASURED = "measured"  # plain decoding is timed
-ENDED = "context"  # every text is longer than the draft model's context
 
 
 class Chooser:

@@ -8,6 +8,8 @@ from dataclasses import dataclass, field, fields
 from itertools import zip_longest
 from typing import Any
 
+from specker.runtime.control.reasons import drafting
+
 STAGES = ("prefill", "draft", "verify", "accept", "watch", "commit")
 
 
@@ -36,7 +38,7 @@ class Stats:
     accepted: int = 0
     hits: list[int] = field(default_factory=list)  # hits[i]: rounds that accepted at least i + 1 draft tokens
     lengths: dict[int, int] = field(default_factory=dict)  # rounds by tokens drafted
-    rests: dict[str, int] = field(default_factory=dict)  # rounds in which the policy drafted nothing, by its reason
+    rests: dict[str, int] = field(default_factory=dict)  # rounds without a draft, by the reason (reasons.py)
     captures: int = 0  # CUDA graphs captured in its rounds, after the warm-up
     forced: int = 0  # accepted tokens that a grammar left no choice about
     copied: int = 0  # rounds whose draft copied text, if a drafter is joined with lookup
@@ -73,7 +75,7 @@ class Stats:
 
     def observe_budget(self, drafted: int, exit: int, reason: str = "") -> None:
         """Count one round: `drafted` tokens from the first `exit` layers of the target (0: from another drafter).
-        `reason`: why nothing was drafted, if the policy decided so."""
+        `reason`: why nothing was drafted, if that is known."""
         if reason and not drafted:
             self.rests[reason] = self.rests.get(reason, 0) + 1
         self.lengths[drafted] = self.lengths.get(drafted, 0) + 1
@@ -89,6 +91,11 @@ class Stats:
     def acceptance_length(self) -> float:
         """The mean number of tokens of a round, the target's own included."""
         return 1 + self.accepted / self.rounds if self.rounds else 1.0
+
+    @property
+    def drafting(self) -> str:
+        """Whether anything was drafted and, if not, why."""
+        return drafting(self.drafted, self.rounds, self.rests)
 
     @property
     def experts_read(self) -> float:
@@ -136,6 +143,7 @@ class Stats:
             "acceptance_length": self.acceptance_length,
             "accepted_per_position": self.accepted_per_position,
             "lengths": dict(sorted(self.lengths.items())),
+            "drafting": self.drafting,
             "rests": dict(sorted(self.rests.items())),
             **({"captures": self.captures} if self.captures else {}),
             **({"forced": self.forced} if self.forced else {}),
