@@ -19,7 +19,7 @@ from specker.fields import option
 from specker.options import Options
 from specker.runtime.control.policy import CONFIDENT, MAX_NODES
 from specker.runtime.strategies.base import DraftContext, PolicyContext
-from specker.runtime.strategies.blocks import BlockStrategy
+from specker.runtime.strategies.blocks import CANDIDATES, BlockStrategy
 
 if TYPE_CHECKING:
     from specker.checkpoints.checkpoint import Opened, OpenedHead
@@ -71,7 +71,11 @@ class DFlash(BlockStrategy):
                 raise ValueError(
                     f"{option(name, value)} does not apply: the drafter's {chained} guesses one token after another"
                 )
-        return replace(options, draft_tokens=options.draft_tokens or most)
+        if own.search == "tree" and draft.spec.candidates:  # those of the selector
+            own = replace(own, cps_candidates=min(own.cps_candidates or CANDIDATES, draft.spec.candidates))
+        first, *rest = options.sources
+        sources = replace(first, options=own), *rest
+        return replace(options, draft_tokens=options.draft_tokens or most, sources=sources)
 
     def length(self, options: Options) -> int:
         return options.draft_tokens or MAX_NODES  # `with_draft` names the block's
