@@ -277,6 +277,11 @@ def test_the_draft_s_probabilities_are_corrected():
     assert text.agreement() > seen.agreement() and text.scales()[2] > 1.1
 
 
+def test_the_end_of_a_context_cuts_a_chain_to_a_chain():
+    assert Budget(16, 16).clip(16, 3) == Budget(3, 3) and Budget(16, 16).clip(2, 3) == Budget(2, 3)
+    assert Budget(16, 8).clip(16, 3) == Budget(16, 3)
+
+
 def tree_of(nodes, *path):
     """The outcome of a tree of `nodes` nodes, of which the rows `path` were accepted."""
     return Outcome(nodes, [0, *path], tree=True)

@@ -41,10 +41,11 @@ class Budget:
         return self.nodes > self.depth
 
     def clip(self, nodes: int, depth: int) -> "Budget":
-        """Limit the nodes and the path length."""
+        """Limit the nodes and the path length. A chain stays one."""
         if 0 <= self.nodes <= nodes and 0 <= self.depth <= depth:  # nearly always, and `replace` is slow
             return self
-        return replace(self, nodes=max(0, min(self.nodes, nodes)), depth=max(0, min(self.depth, depth)))
+        nodes = min(self.nodes, nodes) if self.tree else min(self.nodes, nodes, depth)
+        return replace(self, nodes=max(0, nodes), depth=max(0, min(self.depth, depth)))
 
 
 @dataclass(frozen=True)

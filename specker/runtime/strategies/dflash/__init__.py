@@ -19,7 +19,7 @@ from specker.fields import option
 from specker.options import Options
 from specker.runtime.control.policy import CONFIDENT, MAX_NODES
 from specker.runtime.strategies.base import DraftContext, PolicyContext
-from specker.runtime.strategies.blocks import CANDIDATES, BlockStrategy
+from specker.runtime.strategies.blocks import BlockStrategy
 
 if TYPE_CHECKING:
     from specker.checkpoints.checkpoint import Opened, OpenedHead
@@ -71,8 +71,8 @@ class DFlash(BlockStrategy):
                 raise ValueError(
                     f"{option(name, value)} does not apply: the drafter's {chained} guesses one token after another"
                 )
-        if own.search == "tree" and draft.spec.candidates:  # those of the selector
-            own = replace(own, cps_candidates=min(own.cps_candidates or CANDIDATES, draft.spec.candidates))
+        if own.search == "tree" and draft.spec.candidates:  # those that its head ranks
+            own = replace(own, cps_candidates=draft.spec.candidates)
         first, *rest = options.sources
         sources = replace(first, options=own), *rest
         return replace(options, draft_tokens=options.draft_tokens or most, sources=sources)
