@@ -178,7 +178,7 @@ def account(r: Round, slot: int, path: list[int]) -> None:
     """Show one request's part of a round to its policy and its stats."""
     request, draft, drafted, note = r.requests[slot], r.draft, r.draft.drafted(slot), r.draft.note(slot)
     confidence = [each[slot] for each in draft.confidence]
-    request.policy.observe(Outcome(drafted, draft.own(slot, path), confidence, note))
+    request.policy.observe(Outcome(drafted, draft.own(slot, path), confidence, note, draft.tree))
     stats = request.stats
     stats.observe_budget(drafted, r.batch.budget.exit if drafted else 0, _why(r, slot))
     stats.copied += bool(drafted and r.batch.budget.part and isinstance(note, CopyStats))

@@ -154,12 +154,14 @@ def measure(loop: Loop, budgets: Sequence[Budget], confident: bool) -> None:
     `warm_rounds`. Ranks run the same rounds: each waits for the others in every one."""
     start, most = time.perf_counter(), loop.largest.depth
     ways = dict.fromkeys(replace(b, nodes=1, depth=1, extra=()) for b in budgets if b.nodes)
-    sizes = dict.fromkeys(min(size, most) for size in DRAFT_SIZES)
+    trees = {b.nodes: b for b in budgets if b.tree}
+    sizes = dict.fromkeys(size if size in trees else min(size, most) for size in DRAFT_SIZES)
     for n, size in itertools.product(sorted({1, loop.size}), sizes):
         if len(loop.active) != n and not _admitted(loop, n):
             break
-        for way in ways if size else (NONE,):
-            _time(loop, replace(way, nodes=size, depth=size), confident)
+        shapes = [replace(way, nodes=size, depth=size) for way in (ways if size else (NONE,)) if size <= most]
+        for shape in (*shapes, *([trees[size]] if size in trees else [])):
+            _time(loop, shape, confident)
             if _agreed(loop, time.perf_counter() - start > MAX_SECONDS):
                 loop.clear()
                 return

@@ -1,5 +1,6 @@
 """Policy `auto` on simulated rounds: known costs, known acceptance, no clock."""
 
+import collections
 import itertools
 import math
 import random
@@ -13,6 +14,7 @@ from specker.runtime.control.costs import FORGET, SOON, Costs, Curve
 from specker.runtime.control.estimates import AGAIN, APART, LOOK, LOOK_SHARE, RUN, WAIT, Credit
 from specker.runtime.control.policy import (
     LENGTHS,
+    TREES,
     Budget,
     Chain,
     DraftAndVerify,
@@ -273,6 +275,79 @@ def test_the_draft_s_probabilities_are_corrected():
     assert text.agreement() == seen.agreement() and text.scales() == seen.scales(), "a new text starts from the others"
     text.add(Outcome(2, [0, 1, 2], [0.5, 0.5]))
     assert text.agreement() > seen.agreement() and text.scales()[2] > 1.1
+
+
+def test_the_end_of_a_context_cuts_a_chain_to_a_chain():
+    assert Budget(16, 16).clip(16, 3) == Budget(3, 3) and Budget(16, 16).clip(2, 3) == Budget(2, 3)
+    assert Budget(16, 8).clip(16, 3) == Budget(16, 3)
+
+
+def tree_of(nodes, *path):
+    """The outcome of a tree of `nodes` nodes, of which the rows `path` were accepted."""
+    return Outcome(nodes, [0, *path], tree=True)
+
+
+def test_a_trees_outcome_tells_what_every_smaller_one_would_have_had_accepted():
+    seen = Acceptance(1.0)
+    assert seen.expected_tree(8) == 3.0 and seen.expected_tree(16) == 4.0, "before anything was drafted"
+    for _ in range(400):
+        seen.add(tree_of(32, 1, 5, 7, 8, 9, 30))  # no more levels than half the nodes
+        seen.add(tree_of(32))
+    assert [seen.expected_tree(nodes) for nodes in (8, 16, 32)] == pytest.approx([3.0, 3.5, 4.0], rel=0.02)
+    assert seen.expected_tree(48) == pytest.approx(4.25, rel=0.02), "half of what the next smaller one added"
+    assert seen.expected(4) == Acceptance(1.0).expected(4), "chains are counted apart"
+    text = Acceptance(0.9, seen)
+    assert text.expected_tree(32) == pytest.approx(4.0, rel=0.02), "a new text starts from the others"
+    for _ in range(50):
+        text.add(tree_of(8, 1, 2, 3, 4))
+    assert text.expected_tree(8) > 4.4, "of 5"
+    assert text.expected_tree(16) - text.expected_tree(8) == pytest.approx(0.5, rel=0.1), "not drafted, not changed"
+
+
+class Trees:
+    """Rounds of a model that drafts chains or trees of at most 16 levels. Level j of a tree is right in one of the rows
+    2 j - 1 and 2 j."""
+
+    def __init__(self, row, agrees, best):
+        """`row`: what a verified row costs, of a plain round. `agrees`: of a level of a tree; `best`: of a chain."""
+        self.row, self.agrees, self.best, self.random = row, agrees, best, random.Random(3)
+        known = AcceptanceHistory(Costs(lambda budget: 0.2))
+        self.costs, self.chooser = known.costs, Chooser(known.costs)
+        trees = tuple(Budget(nodes, min(16, nodes // 2)) for nodes in TREES)
+        self.policy = Auto(known.costs, known.drafts, Budget(16, 16), False, trees)
+
+    def round(self):
+        shape = self.chooser.choose([self.policy], 10_000)
+        trial, reason = self.chooser.trial, self.chooser.reason
+        right = 0
+        while right < shape.depth and self.random.random() < (self.agrees if shape.tree else self.best):
+            right += 1
+        rows = [2 * j - self.random.randint(0, 1) if shape.tree else j for j in range(1, right + 1)]
+        self.policy.observe(Outcome(shape.nodes, [0, *rows], tree=shape.tree))
+        draft, rest = 0.2 * STEP * (shape.nodes > 0), STEP * (1 + self.row * shape.nodes)
+        if reason in (RESTS, MEASURED) and not shape.nodes:
+            self.chooser.measured(1, rest, reason == RESTS)
+        else:
+            self.costs.observe(1, shape, shape.nodes, draft, rest, trial=trial)
+            self.chooser.finished(1, shape, shape.nodes, 1 + right, trial)
+        return shape
+
+
+@pytest.mark.parametrize(
+    ("row", "agrees", "best", "tree", "nodes"),
+    [
+        (0.001, 0.9, 0.5, True, (32, 32)),  # rows that cost little; larger trees accept no more
+        (0.03, 0.8, 0.5, True, (8, 16)),
+        (0.03, 0.81, 0.8, False, (3, 16)),  # a tree is hardly better than a chain
+    ],
+)
+def test_the_measured_costs_choose_between_chains_and_trees(row, agrees, best, tree, nodes):
+    world = Trees(row, agrees, best)
+    shapes = [world.round() for _ in range(500)][250:]
+    drafts = [shape for shape in shapes if shape.nodes]
+    (usual, _), *_ = collections.Counter(drafts).most_common(1)
+    assert nodes[0] <= usual.nodes <= nodes[1] and sum(shape.tree == tree for shape in drafts) > 0.8 * len(shapes)
+    assert all(shape.depth == min(16, shape.nodes // 2) and shape.nodes in TREES for shape in drafts if shape.tree)
 
 
 def test_a_batch_shares_one_length():

@@ -66,7 +66,7 @@ def tree(model, sampling, width, depth, count, text=PROMPT):
         best = sorted(range(first, len(every)), key=lambda i: -every[i][2])[:width]
         grown += best
         level = [(every[i][0], i + 1, every[i][2]) for i in best]
-    kept = sorted(sorted(range(len(every)), key=lambda i: -every[i][2])[:count])
+    kept = sorted(range(len(every)), key=lambda i: -every[i][2])[:count]
     rows = {0: 0, **{i + 1: row for row, i in enumerate(kept, 1)}}
     nodes = [grown.index(i) if i in grown else width * depth for i in kept]
     paths, parents, scores = zip(*(every[i] for i in kept), strict=True)

@@ -276,7 +276,7 @@ def test_a_stop_token_in_the_lattice_ends_path_and_text(family):
 
 def test_adaptive_length_follows_the_formula():
     rule = AdaptiveLength(20, 30)
-    assert rule.budget() == Budget(255, 30)
+    assert rule.budget() == Budget(30, 30)
     gen = acc = 0.0
     rng = np.random.default_rng(0)
     for _ in range(60):

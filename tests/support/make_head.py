@@ -188,7 +188,7 @@ class Formula(head_parts.Formula):
                 nodes += [(score + float(z[i]), [*path, int(self.ids()[i])], row) for i in best]
             grown = sorted(range(first, len(nodes)), key=lambda i: -nodes[i][0])[:width]
             level = [(*nodes[i][:2], i + 1) for i in grown]
-        kept = sorted(sorted(range(len(nodes)), key=lambda i: -nodes[i][0])[:count])
+        kept = sorted(range(len(nodes)), key=lambda i: -nodes[i][0])[:count]
         rows = {0: 0, **{i + 1: row for row, i in enumerate(kept, 1)}}
         return [nodes[i][1][-1] for i in kept], [rows[nodes[i][2]] for i in kept]
 

@@ -7,10 +7,11 @@ the best of the w candidates after each of the m last nodes (m = w), or after th
     score(child) = score(parent) + min(logit - lse, 0)     rounding must not lift a child above its parent; root: 0
     the w largest, descending
 
-`Candidates` collects all of them. prune keeps the `count` best candidates of a whole tree, in their order; earlier ones
-win ties. No candidate scores higher than its parent, which stands before it, so they form a tree. A kept node that was
-not grown is a leaf. Scores are float32, float64 for float64. In grow's kernel, a tie between candidates goes to the
-first; in torch, to any of them. Traffic: a few kilobytes; on a GPU the host reads nothing.
+`Candidates` collects all of them. prune keeps the `count` best candidates of a whole tree, in descending order; earlier
+ones win ties. No candidate scores higher than its parent, which stands before it, so they form a tree, and the first
+nodes of a tree are the tree of so many. A kept node that was not grown is a leaf. Scores are float32, float64 for
+float64. In grow's kernel, a tie between candidates goes to the first; in torch, to any of them. Traffic: a few
+kilobytes; on a GPU the host reads nothing.
 """
 
 from collections.abc import Iterator
@@ -153,15 +154,14 @@ def _explain_prune(candidates: Candidates, kept: Tensor, up: Tensor) -> None:
 
 @explained(_explain_prune)
 def prune(candidates: Candidates, kept: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
-    """The best candidates' tokens in kept! [B, count] and their parents, as rows, in up! [B, count], both int64, which
-    may be row-strided views. Returns their columns [B, count] int64, and which grown node each one is [B, count] int64,
-    w * depth if it was not grown. Raises ValueError on other shapes and dtypes."""
+    """The best candidates' tokens in kept! [B, count], descending by score, and their parents, as rows, in up!
+    [B, count], both int64, which may be row-strided views. Returns their columns [B, count] int64, and which grown node
+    each one is [B, count] int64, w * depth if it was not grown. Raises ValueError on other shapes and dtypes."""
     B, C, N, count = _check_prune(candidates, kept, up)
     ids, scores, columns, w = candidates
     if ids.is_cuda:
         return launch_prune(candidates, kept, up)
-    order = torch.sort(scores, dim=1, descending=True, stable=True).indices[:, :count]
-    best = order.sort(1).values
+    best = torch.sort(scores, dim=1, descending=True, stable=True).indices[:, :count]
     number = torch.arange(max(N, count + 1), dtype=torch.int64, device=ids.device).expand(B, -1)
     row_of = ids.new_zeros(B, C).scatter_(1, best, number[:, 1 : count + 1])
     node_of = ids.new_full((B, C), N).scatter_(1, columns, number[:, :N])
@@ -173,10 +173,10 @@ def prune(candidates: Candidates, kept: Tensor, up: Tensor) -> tuple[Tensor, Ten
 def prune_cost(candidates: Candidates, kept: Tensor, up: Tensor) -> tuple[int, int]:
     """(bytes, operations) of one call: reads every score and the columns of grown nodes, and the kept nodes' tokens;
     writes four numbers for each of these. A comparison of every score for each bit of a score finds the worst kept
-    one."""
+    one, and a comparison of each two kept ones their order."""
     scores, columns = candidates.scores, candidates.columns
-    bits = 8 * scores.element_size()
-    return scores.numel() * scores.element_size() + 8 * columns.numel() + 40 * kept.numel(), bits * scores.numel()
+    compared = 8 * scores.element_size() * scores.numel() + kept.shape[1] * kept.numel()
+    return scores.numel() * scores.element_size() + 8 * columns.numel() + 40 * kept.numel(), compared
 
 
 def _first(at: int, width: int) -> int:
@@ -214,6 +214,8 @@ def _check(tokens: Tensor, parents: Tensor, scores: Tensor) -> None:
 
 
 _NONE = tl.constexpr(2**31 - 1)  # no candidate
+_RANKED = tl.constexpr(32)  # kept candidates that prune ranks at once
+_BESIDE = tl.constexpr(16)  # and with which it compares them at once
 
 
 @triton.jit(
@@ -300,7 +302,7 @@ def _prune_kernel(
     kept_up_ptr,  # [B, count]
     best_ptr,  # [B, count]
     nodes_ptr,  # [B, count]
-    rows_ptr,  # [B, C] int32: work space
+    rows_ptr,  # [B, C] int32, work space: the row of each candidate, 0 if it goes
     C,
     N,
     count,
@@ -316,7 +318,7 @@ def _prune_kernel(
     start_after_previous(PDL)
     i_b = tl.program_id(0).to(tl.int64)
     ids_ptr, scores_ptr, rows_ptr = ids_ptr + i_b * C, scores_ptr + i_b * C, rows_ptr + i_b * C
-    columns_ptr, nodes_ptr = columns_ptr + i_b * N, nodes_ptr + i_b * count
+    columns_ptr, best_ptr, nodes_ptr = columns_ptr + i_b * N, best_ptr + i_b * count, nodes_ptr + i_b * count
     o = tl.arange(0, BLOCK)
     b_key = _key(scores_ptr, o, C, BITS)
     last = tl.min(b_key, axis=0) * 0  # the key of the worst candidate that stays, found bit by bit
@@ -330,21 +332,37 @@ def _prune_kernel(
         b_c = _key(scores_ptr, o_c, C, BITS)
         b_tie = ((o_c < C) & (b_c == last)).to(tl.int32)
         m_stays = ((o_c < C) & (b_c < last)) | ((b_tie == 1) & (tl.cumsum(b_tie, axis=0) <= ties))
-        b_row = rows + tl.cumsum(m_stays.to(tl.int32), axis=0)
-        tl.store(rows_ptr + o_c, tl.where(m_stays, b_row, 0), mask=o_c < C)
-        tl.store(kept_ptr + i_b * kept_stride + b_row - 1, tl.load(ids_ptr + o_c, mask=m_stays, other=0), mask=m_stays)
-        tl.store(best_ptr + i_b * count + b_row - 1, o_c.to(tl.int64), mask=m_stays)
-        tl.store(nodes_ptr + b_row - 1, (o_c * 0 + N).to(tl.int64), mask=m_stays)
+        b_number = rows + tl.cumsum(m_stays.to(tl.int32), axis=0)
+        tl.store(rows_ptr + o_c, 0, mask=o_c < C)
+        tl.store(nodes_ptr + b_number - 1, o_c.to(tl.int64), mask=m_stays)  # those that stay, in their order
         ties -= tl.sum(b_tie, axis=0)
         rows += tl.sum(m_stays.to(tl.int32), axis=0)
+    tl.debug_barrier()  # other threads read what stays, and overwrite these rows
+    for first in tl.range(0, count, _RANKED):
+        o_i = first + tl.arange(0, _RANKED)
+        b_c = tl.load(nodes_ptr + o_i, mask=o_i < count, other=0)
+        b_own = _key(scores_ptr, b_c, C, BITS)
+        b_rank = o_i * 0
+        for other in tl.range(0, count, _BESIDE):
+            o_j = other + tl.arange(0, _BESIDE)
+            b_j = _key(scores_ptr, tl.load(nodes_ptr + o_j, mask=o_j < count, other=0), C, BITS)
+            m_tie = (b_j[None, :] == b_own[:, None]) & (o_j[None, :] < o_i[:, None])
+            m_first = ((b_j[None, :] < b_own[:, None]) | m_tie) & (o_j < count)[None, :]
+            b_rank += tl.sum(m_first.to(tl.int32), axis=1)
+        tl.store(rows_ptr + b_c, b_rank + 1, mask=o_i < count)
+        tl.store(best_ptr + b_rank, b_c, mask=o_i < count)
     tl.debug_barrier()  # other threads read these rows, and overwrite these nodes
-    for first in tl.range(0, C, CHUNK):
-        o_c = first + tl.arange(0, CHUNK)
-        b_row = tl.load(rows_ptr + o_c, mask=o_c < C, other=0)
-        below = (b_row > 0) & (o_c >= WIDTH)
-        b_above = tl.load(columns_ptr + tl.maximum(o_c - WIDTH, 0) // WIDTH, mask=below, other=0)
+    for first in tl.range(0, count, _RANKED):
+        o_i = first + tl.arange(0, _RANKED)
+        m_i = o_i < count
+        b_c = tl.load(best_ptr + o_i, mask=m_i, other=0)
+        tl.store(kept_ptr + i_b * kept_stride + o_i, tl.load(ids_ptr + b_c, mask=m_i, other=0), mask=m_i)
+        below = m_i & (b_c >= WIDTH)
+        b_above = tl.load(columns_ptr + tl.maximum(b_c - WIDTH, 0) // WIDTH, mask=below, other=0)
         b_up = tl.load(rows_ptr + b_above, mask=below, other=0)
-        tl.store(kept_up_ptr + i_b * kept_up_stride + b_row - 1, b_up.to(tl.int64), mask=b_row > 0)
+        tl.store(kept_up_ptr + i_b * kept_up_stride + o_i, b_up.to(tl.int64), mask=m_i)
+        tl.store(nodes_ptr + o_i, (o_i * 0 + N).to(tl.int64), mask=m_i)
+    tl.debug_barrier()  # other threads overwrite these nodes
     o_node = tl.arange(0, NODES)
     b_own = tl.load(rows_ptr + tl.load(columns_ptr + o_node, mask=o_node < N, other=0), mask=o_node < N, other=0)
     tl.store(nodes_ptr + b_own - 1, o_node.to(tl.int64), mask=b_own > 0)
@@ -369,7 +387,7 @@ def _grow_variant(dtype: torch.dtype, width: int, first: bool, collects: bool) -
 
 @lru_cache
 def _prune_variant(dtype: torch.dtype, width: int, block: int, nodes: int) -> Variant:
-    """One program per sequence. A thread counts its candidates once for each bit of a score: 8 of them, and 32 of the
+    """One program per sequence. A thread counts its candidates once for each bit of a score: 8 of them, and 16 of the
     widest trees."""
     t = TYPES[dtype]
     return Variant(
@@ -383,7 +401,7 @@ def _prune_variant(dtype: torch.dtype, width: int, block: int, nodes: int) -> Va
             "NODES": nodes,
             "BITS": 8 * dtype.itemsize - 1,
         },
-        num_warps=min(max(block // 256, 1), 16),
+        num_warps=min(max(block // 256, 1), 32),
         wide=False,
         smoke=block == 1024,
     )

@@ -12,6 +12,9 @@ rate of tokens per second, it goes on while
     P_i a >= R (C(i + 1) - C(i))
 
 The draft's probabilities are corrected by the ratio of right to promised tokens so far.
+
+Where drafts may be trees, those of `TREES` nodes compete with the chains. The first nodes of a tree are the smaller
+tree, so each outcome tells what every smaller tree would have had accepted, and E of a tree is one more than the mean.
 """
 
 from __future__ import annotations
@@ -19,9 +22,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from copy import copy
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
-from specker.runtime.control.policy import LENGTHS, TRIED, Budget, Chain, Outcome, Policy, StopRule, after
+from specker.runtime.control.policy import LENGTHS, TREES, TRIED, Budget, Chain, Outcome, Policy, StopRule, after
 
 if TYPE_CHECKING:  # costs.py imports numpy
     from specker.runtime.control.costs import Costs
@@ -30,6 +34,7 @@ AGREES = 0.75  # a_j before anything was drafted
 TEXT_DECAY = 0.9  # of counts at each draft, for one text
 ENGINE_DECAY = 0.98  # for all texts of an engine
 PRIOR = 4.0  # the earlier texts count as much as this many drafts of a new text
+FEWEST = 2.0  # accepted tokens of the smallest tree before anything was drafted
 BUCKETS = 4  # intervals of the draft's probabilities that are corrected separately
 
 
@@ -56,7 +61,8 @@ class Acceptance:
 
     decay: float
     before: Acceptance | None = None  # the acceptance in earlier texts
-    agrees: list[Share] = field(default_factory=list)  # agreement by position, among drafts that were right before it
+    agrees: list[Share] = field(default_factory=list)  # agreement by position, among chains that were right before it
+    trees: list[Share] = field(init=False)  # tokens that each of `TREES` has accepted beyond the next smaller one
     compared: Share = field(init=False)  # agreement at all positions
     tokens: Share = field(init=False)  # tokens that a round with a draft committed
     drafted: Share = field(init=False)  # tokens of a draft
@@ -66,11 +72,17 @@ class Acceptance:
     def __post_init__(self) -> None:
         self.compared, self.tokens, self.drafted = Share(self.decay), Share(self.decay), Share(self.decay)
         self.buckets = [Share(self.decay) for _ in range(BUCKETS)]
+        self.trees = [Share(self.decay) for _ in TREES]
 
     def add(self, outcome: Outcome) -> None:
         """Count one draft, here and in `before`."""
         if self.before is not None:
             self.before.add(outcome)
+        if outcome.tree:
+            for share, (fewer, nodes) in zip(self.trees, pairwise((0, *TREES)), strict=True):
+                if outcome.drafted > fewer:  # with few candidates a tree may lack some of its nodes
+                    share.add(accepted_in(nodes, outcome.path) - accepted_in(fewer, outcome.path))
+            return
         self._table = []
         right, drafted = len(outcome.path) - 1, outcome.drafted
         seen = min(right + 1, drafted)  # the tokens after a wrong one were not compared
@@ -101,6 +113,18 @@ class Acceptance:
             self._table.append((total + joint, joint))
         return self._table[length][0]
 
+    def gains(self) -> list[float]:
+        """The tokens that each of `TREES` is expected to have accepted beyond the next smaller one. Where none was
+        drafted, half of what that one has."""
+        earlier, out = [] if self.before is None else self.before.gains(), [2 * FEWEST]
+        for i, share in enumerate(self.trees):
+            out.append(share.mean(earlier[i] if earlier else out[-1] / 2))
+        return out[1:]
+
+    def expected_tree(self, nodes: int) -> float:
+        """Expected tokens of a round with a tree of so many nodes, one of `TREES`."""
+        return 1 + sum(self.gains()[: TREES.index(nodes) + 1])
+
     def rule(self, prices: Sequence[float]) -> StopRule:
         """The stop rule of the module's docstring. `prices`: as in `Policy.taken`."""
         agreement = max(self.agreement(), 1e-6)
@@ -112,31 +136,39 @@ class Acceptance:
         return tuple(share.mean(p) for share, p in zip(self.buckets, prior, strict=True))
 
 
+def accepted_in(nodes: int, path: Sequence[int]) -> int:
+    """The accepted tokens that the tree of the first `nodes` nodes, with at most half as many levels, has of a path."""
+    return sum(row <= nodes for row in path[1 : nodes // 2 + 1])
+
+
 class Auto(Policy):
     """For drafts of a model. One object serves one text; `before` is shared by all texts of an engine."""
 
     may_skip_drafting = True
 
-    def __init__(self, costs: Costs, before: Acceptance, size: Budget, confident: bool):
-        """`size`: the longest draft. `confident`: drafts end by the draft's own probabilities."""
+    def __init__(self, costs: Costs, before: Acceptance, size: Budget, confident: bool, trees: Sequence[Budget] = ()):
+        """`size`: the longest chain. `confident`: chains end by the draft's own probabilities. `trees`: of `TREES`
+        nodes, ascending, that it may draft too, of at most half as many levels."""
         self.costs, self.before, self.confident = costs, before, confident
         self.seen = Acceptance(TEXT_DECAY, before)
         lengths = [n for n in LENGTHS if n < size.depth] if not confident else []
-        width = size.nodes // size.depth  # tokens of a tree for each level
-        self.shapes = tuple(replace(size, nodes=width * n, depth=n) for n in (*lengths, size.depth))
+        self.shapes = (*(replace(size, nodes=n, depth=n) for n in (*lengths, size.depth)), *trees)
         self._first: tuple[float, float] | None = None
 
     def budgets(self) -> Sequence[Budget]:
         return self.shapes
 
     def expected(self, budget: Budget) -> float:
-        return self._means()[0] if self.confident else self.seen.expected(budget.depth)
+        if self.confident:
+            return self._means()[0]
+        return self.seen.expected_tree(budget.nodes) if budget.tree else self.seen.expected(budget.depth)
 
     def drafts(self, budget: Budget) -> float:
         return min(self._means()[1], budget.depth) if self.confident else budget.nodes
 
     def trial(self, budget: Budget) -> Budget:
-        return super().trial(budget) if self.confident else shorter(self.shapes, budget)
+        alike = [shape for shape in self.shapes if shape.tree == budget.tree]
+        return super().trial(budget) if self.confident else shorter(alike, budget)
 
     def taken(self, budget: Budget, prices: Sequence[float] = ()) -> None:
         super().taken(budget, prices)

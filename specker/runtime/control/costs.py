@@ -266,9 +266,10 @@ class Costs:
     def _drafting(self, n: int, budget: Budget) -> Curve:
         def prior(tokens: float) -> float:
             whole = max(1, math.ceil(tokens))
-            return self.prior(Budget(whole, whole, budget.exit, budget.part))
+            depth = max(1, whole // 2) if budget.tree else whole
+            return self.prior(Budget(whole, depth, budget.exit, budget.part))
 
-        return self._of(self._draft, (n, budget.exit, budget.part), prior)
+        return self._of(self._draft, (n, budget.exit, budget.part, budget.tree), prior)
 
     def _of(self, curves: dict[Any, Curve], key: tuple[int, ...], prior: Callable[[float], float]) -> Curve:
         """The curve of this key; a new one starts from the most similar one that was measured."""

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 LONGEST = 17  # tokens of the longest chain that a policy chooses; drafts that confidence ends may have one more
 LENGTHS = (1, 2, 3, 4, 6, 8, 12, 16)  # draft lengths that policy `auto` chooses from, besides 0
+TREES = (8, 16, 32, 48, 64)  # nodes of the trees that it chooses from where drafts may be trees
 TRIED = 4  # tokens in the longest draft of a trial
 UNLIMITED = 1 << 30  # draft tokens, where no context limits them
 MAX_NODES = 255  # draft tokens; a verify pass has one more row, the root
@@ -34,11 +35,17 @@ class Budget:
     part: int = 0  # which of the batch's drafters runs
     extra: tuple[int, ...] = ()  # what only the strategy's own drafter and policy read; costs do not depend on it
 
+    @property
+    def tree(self) -> bool:
+        """Whether not all nodes fit into one path."""
+        return self.nodes > self.depth
+
     def clip(self, nodes: int, depth: int) -> "Budget":
-        """Limit the nodes and the path length."""
+        """Limit the nodes and the path length. A chain stays one."""
         if 0 <= self.nodes <= nodes and 0 <= self.depth <= depth:  # nearly always, and `replace` is slow
             return self
-        return replace(self, nodes=max(0, min(self.nodes, nodes)), depth=max(0, min(self.depth, depth)))
+        nodes = min(self.nodes, nodes) if self.tree else min(self.nodes, nodes, depth)
+        return replace(self, nodes=max(0, nodes), depth=max(0, min(self.depth, depth)))
 
 
 @dataclass(frozen=True)
@@ -67,6 +74,7 @@ class Outcome:
     path: list[int]  # accepted rows, row 0 (the root) first
     confidence: list[float] = field(default_factory=list)  # probability of each draft token; empty unless `confident`
     note: Any = None  # `Draft.note`
+    tree: bool = False  # whether the draft is a tree, whose nodes descend by their probability
 
 
 @dataclass(frozen=True)

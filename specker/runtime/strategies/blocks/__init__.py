@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from specker.fields import check_fields, opt, option
 from specker.options import Options
-from specker.runtime.control.auto import TEXT_DECAY, Acceptance
-from specker.runtime.control.policy import AUTO, CONFIDENT, LONGEST, MAX_NODES, Budget, Outcome, Policy, general
+from specker.runtime.control.auto import TEXT_DECAY, Acceptance, Auto
+from specker.runtime.control.policy import AUTO, CONFIDENT, LONGEST, MAX_NODES, TREES, Budget, Outcome, Policy, general
 from specker.runtime.strategies.base import Plan, PolicyContext, Strategy
 
 CANDIDATES = 15  # M_max: the most candidates of a position
@@ -43,7 +44,7 @@ class AdaptiveLength(Policy):
     longest: int = 30
     step: int = 10
     rho: float = 0.5
-    nodes: int = MAX_NODES  # draft tokens of all paths together
+    nodes: Callable[[int], int] = lambda length: length  # draft tokens of a block of this length
     seen: Acceptance | None = None  # what drafts have achieved in this text; None: use the smoothed rate
     length: int = field(init=False)  # k
     generated: float = field(default=0.0, init=False)  # the smoothed L_gen
@@ -53,7 +54,7 @@ class AdaptiveLength(Policy):
         self.length = self.longest
 
     def budget(self) -> Budget:
-        return Budget(self.nodes, self.length)
+        return Budget(self.nodes(self.length), self.length)
 
     def expected(self, budget: Budget) -> float:
         return super().expected(budget) if self.seen is None else self.seen.expected(min(budget.depth, budget.nodes))
@@ -186,6 +187,16 @@ class BlockStrategy(Strategy):
         """The length of a block of policy fixed, and the longest one of policy auto."""
         raise NotImplementedError
 
+    def trees(self, options: Options) -> tuple[Budget, ...]:
+        """The trees that policy auto chooses from, beside chains."""
+        from specker.runtime.strategies.blocks.tree import size
+
+        if options.own.search != "tree":
+            return ()
+        longest, candidates = self.length(options), options.own.cps_candidates or CANDIDATES
+        shapes = (Budget(nodes, min(longest, nodes // 2)) for nodes in TREES)
+        return tuple(shape for shape in shapes if size(shape.depth, candidates, shape.nodes) == shape.nodes)
+
     def policy(self, context: PolicyContext) -> Policy:
         options, own = context.options, context.options.own
         rule, length = options.policy or "fixed", self.length(options)
@@ -194,16 +205,21 @@ class BlockStrategy(Strategy):
             given = {"step": own.adl_step, "rho": own.adl_rho}
             constants: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
             seen = Acceptance(TEXT_DECAY, context.history.drafts)
-            return AdaptiveLength(*self.lengths(context), seen=seen, **constants)
+            return AdaptiveLength(*self.lengths(context), nodes=own.nodes, seen=seen, **constants)
         if rule == AUTO:
-            return self.auto(replace(context, confident=False), Budget(own.nodes(length), length))
+            assert context.history is not None
+            costs, before = context.history.costs, context.history.drafts
+            return Auto(costs, before, Budget(length, length), False, self.trees(options))
         return general(rule, Budget(own.nodes(length), length))
 
     def plan(self, context: PolicyContext) -> Plan:
         options, own = context.options, context.options.own
         rule, longest = options.policy, self.length(context.options)
-        if rule in CONFIDENT or (rule == AUTO and own.search == "off"):
-            return super().plan(replace(context, confident=False))
+        if rule in CONFIDENT or rule == AUTO:
+            plan, trees = super().plan(replace(context, confident=False)), self.trees(options)
+            nodes = max((tree.nodes for tree in trees), default=0)
+            largest = replace(plan.largest, nodes=max(plan.largest.nodes, nodes))
+            return replace(plan, largest=largest, budgets=(*plan.budgets, *trees))
         shortest = longest if rule == "fixed" else 1
         if rule == "adl":
             shortest, longest = self.lengths(context)

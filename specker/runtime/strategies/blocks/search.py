@@ -1,7 +1,7 @@
 """Make drafts of the rows of blocks: the candidates of each position, and the chain or the tree that a search finds."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +10,7 @@ from torch import Tensor
 
 from specker.fields import option
 from specker.model.decoder import Final
+from specker.runtime.control.policy import Budget
 from specker.runtime.control.stats import BlockStats
 from specker.runtime.round.batch import Batch
 from specker.runtime.round.drafter import Accepted, Draft
@@ -49,6 +50,13 @@ class Search:
     mass: float = 0.8  # tau: keep the fewest candidates with this much probability
     weight: float = 0.85  # lambda from the second position on (0.5 in the paper)
     both: bool = False  # whether lambda is the same at the first position, as in the paper; else it is 1
+
+    def shaped(self, budget: Budget) -> "Search | None":
+        """The search for a draft of this shape. Policy auto may take a chain where trees may be drafted: that of the
+        n-gram model, or without one (None) the drafter's own."""
+        if not self.tree or budget.tree:
+            return self
+        return None if self.ngram is None else replace(self, tree=False)
 
 
 def read(context: DraftContext, device: torch.device, ranks_paths: bool = False) -> Search | None:

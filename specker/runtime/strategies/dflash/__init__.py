@@ -71,7 +71,11 @@ class DFlash(BlockStrategy):
                 raise ValueError(
                     f"{option(name, value)} does not apply: the drafter's {chained} guesses one token after another"
                 )
-        return replace(options, draft_tokens=options.draft_tokens or most)
+        if own.search == "tree" and draft.spec.candidates:  # those that its head ranks
+            own = replace(own, cps_candidates=draft.spec.candidates)
+        first, *rest = options.sources
+        sources = replace(first, options=own), *rest
+        return replace(options, draft_tokens=options.draft_tokens or most, sources=sources)
 
     def length(self, options: Options) -> int:
         return options.draft_tokens or MAX_NODES  # `with_draft` names the block's

@@ -1,7 +1,6 @@
 """The drafter that guesses blocks from the target's hidden states."""
 
 import math
-from dataclasses import replace
 from functools import partial
 
 import torch
@@ -56,8 +55,8 @@ class BlockDrafter(Drafter):
         if any(self.cache.exact_len[slot] != len(request.token_ids) - 1 for slot, request in enumerate(batch.requests)):
             return Draft()
         self.head.follow(batch.requests)
-        if self.search is not None:
-            return self._searched(batch, depth, self.search)
+        if self.search is not None and (how := self.search.shaped(batch.budget)) is not None:
+            return self._searched(batch, depth, how)
         draft = BlockDraft(depth, depth=depth, observed="draft")
         if not batch.confident and (batch.fixed or not batch.traced):
             batch.run(("block", depth, batch.draws.kind), lambda: self._write(batch, depth))
@@ -78,8 +77,6 @@ class BlockDrafter(Drafter):
 
     def _searched(self, batch: Batch, depth: int, how: Search) -> BlockDraft:
         """Draft the best path through the candidates of each position, or the most probable beginnings of paths."""
-        if self.spec.candidates:
-            how = replace(how, candidates=self.spec.candidates)
         draft = searched(batch, depth, how, min(how.candidates, self.head.most))
 
         def write() -> None:
@@ -87,7 +84,7 @@ class BlockDrafter(Drafter):
             by = partial(self._scorer, batch, rows, positions)
             search(batch, draft, rows.final, positions.view(-1), self.head, how, self.stops, scorer=by)
 
-        batch.run(("search", depth, draft.size), write)
+        batch.run(("search", depth, draft.size, draft.tree), write)
         return draft
 
     def _write(self, batch: Batch, depth: int) -> None:

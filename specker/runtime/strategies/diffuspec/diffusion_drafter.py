@@ -45,7 +45,8 @@ class DiffusionDrafter(ModelDrafter):
     def propose(self, batch: Batch) -> Draft:
         """Draft a block of tokens for all sequences."""
         self.head.follow(batch.requests)
-        k, how = min(batch.budget.depth, batch.budget.nodes), self.search
+        k = min(batch.budget.depth, batch.budget.nodes)
+        how = None if self.search is None else self.search.shaped(batch.budget)
         if how is None:
             draft = BlockDraft(k, depth=k, observed="draft")
         else:
@@ -66,7 +67,7 @@ class DiffusionDrafter(ModelDrafter):
             else:
                 search(batch, draft, final, positions, self.head, how, self.ends, self.stops)
 
-        batch.run(("block", k, draft.size), write)
+        batch.run(("block", k, draft.size, draft.tree), write)
         return draft
 
     def accept(self, batch: Batch, draft: Draft, accepted: Accepted) -> None:
