@@ -148,9 +148,9 @@ for form in (*COMMON[:2], *COMMON[3:5], MXFP4):
     print(form.kind, form.group, report.loop, report.registers, report.problems)
 """
     most = {
-        ("int8", "4096"): (275, 72),
+        ("int8", "4096"): (245, 60),
         ("fp8", "4096"): (275, 72),
-        ("int4", "32"): (370, 96),
+        ("int4", "32"): (230, 84),
         ("int4", "128"): (240, 96),
         ("mxfp4", "32"): (320, 96),
     }
