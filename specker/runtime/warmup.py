@@ -312,7 +312,7 @@ def _sizes(loop: Loop, n: int, length: int, params: Params, sizes: Sequence[int]
         for tree in {False, trees and size > 0}:
             for _ in range(loop.graphs.passes):
                 r = loop.new_round(Budget(size, size), True)
-                r.draft = Draft(size, tree=tree)
+                r.draft = Draft(size, tree=tree, depth=size)
                 if accepting:
                     r.drawn = draws(r, loop.target)
                     accept(r, loop.target, loop.cache)

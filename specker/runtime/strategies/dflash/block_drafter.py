@@ -212,7 +212,8 @@ class BlockDrafter(Drafter):
 
     def accept_on_device(self, batch: Batch, draft: Draft) -> None:
         if batch.fixed:
-            batch.run(("columns", draft.size, draft.tree), lambda: self._columns(batch, draft), draws=False)
+            name = "columns", draft.size, draft.depth, draft.tree
+            batch.run(name, lambda: self._columns(batch, draft), draws=False)
 
     def _columns(self, batch: Batch, draft: Draft) -> None:
         """Write the columns of all rows that the round may accept, since only the device knows which ones it did; the
