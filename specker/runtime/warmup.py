@@ -153,7 +153,7 @@ def measure(loop: Loop, budgets: Sequence[Budget], confident: bool) -> None:
     many as fit into about MAX_SECONDS. `budgets`: shapes whose ways to draft are timed; `confident`: as in
     `warm_rounds`. Ranks run the same rounds: each waits for the others in every one."""
     start, most = time.perf_counter(), loop.largest.depth
-    ways = dict.fromkeys(replace(b, nodes=1, depth=1, extra=()) for b in budgets if b.nodes)
+    ways = dict.fromkeys(replace(b, nodes=1, depth=1, extra=(), beside=None) for b in budgets if b.nodes)
     sizes = dict.fromkeys(min(size, most) for size in DRAFT_SIZES)
     for n, size in itertools.product(sorted({1, loop.size}), sizes):
         if len(loop.active) != n and not _admitted(loop, n):

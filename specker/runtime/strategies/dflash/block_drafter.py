@@ -198,8 +198,8 @@ class BlockDrafter(Drafter):
 
     def accept(self, batch: Batch, draft: Draft, accepted: Accepted) -> None:
         """Write the columns of the accepted tokens, unless the device has."""
-        if isinstance(draft, BlockDraft):
-            draft.observe(accepted, self.stop_ids)
+        if isinstance(first := draft.first, BlockDraft):
+            first.observe(accepted, self.stop_ids)
         written = []
         for slot, (request, path) in enumerate(zip(batch.requests, accepted.paths, strict=True)):
             start = len(request.token_ids) - 1 - len(path)
