@@ -94,6 +94,12 @@ def cheap(steady: None, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
+def turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Joined drafters take turns: no round has two drafts."""
+    monkeypatch.setattr("specker.runtime.strategies.join.BRANCHES", ())
+
+
+@pytest.fixture
 def command_line(monkeypatch: pytest.MonkeyPatch) -> Callable[[Iterable[object]], None]:
     """Sets the command line that a script's `main` reads."""
     return lambda words: monkeypatch.setattr("sys.argv", [*map(str, words)])

@@ -7,9 +7,9 @@ from dataclasses import replace
 from specker.runtime.control.auto import AcceptanceHistory
 from specker.runtime.control.choose import NONE, Chooser
 from specker.runtime.control.costs import MANY
-from specker.runtime.control.policy import UNLIMITED, Budget, Offer, Outcome
+from specker.runtime.control.policy import UNLIMITED, Budget, Offer
 from specker.runtime.control.reasons import BEHIND, ENDED, FORCED, MEASURED, MISSING, PROMPTS, RESTS
-from specker.runtime.control.stats import CopyStats
+from specker.runtime.control.stats import BlockStats, CopyStats
 from specker.runtime.ranks.dist import Ranks
 from specker.runtime.round.batch import Batch
 from specker.runtime.round.drafter import Accepted, Draft, Drafter
@@ -67,7 +67,7 @@ class DraftRunner:
         if not reason and matches and not any(match.matched for each in matches for match in each):
             reason = MISSING  # which a policy that never rests does not ask
         if prompts and budget.nodes and self.yields_to_prompts(requests) and not budget.part:
-            budget, reason = replace(budget, nodes=0, depth=0, extra=()), PROMPTS
+            budget, reason = replace(budget, nodes=0, depth=0, extra=(), beside=None), PROMPTS
         if not self._caught_up(requests, budget):
             self._delayed, budget, reason = budget, NONE, BEHIND
         if self.ranks is not None and (policies[0].may_skip_drafting or policies[0].layers or len(policies) > 1):
@@ -146,7 +146,7 @@ class DraftRunner:
 
     def usual(self, r: Round) -> float:
         """Seconds that rounds like this one usually take."""
-        return self.history.costs.round(len(r.requests), r.batch.budget, r.draft.size)
+        return self.history.costs.round(len(r.requests), r.batch.budget, r.draft.first.size, r.draft.size)
 
     def learn(self, r: Round, paths: Sequence[list[int]]) -> None:
         """Take the round's time and the tokens of its `paths`, of each text, into account, but for those that grammars
@@ -162,7 +162,7 @@ class DraftRunner:
             if timed:
                 self.chooser.measured(n, rest, r.reason == RESTS)
             return
-        drafted = max(map(r.draft.drafted, range(n))) if r.draft.constrained else r.draft.size
+        drafted = max(map(r.draft.drafted, range(n))) if r.draft.constrained else r.draft.first.size
         verified = r.draft.size if r.places is None else len(r.places) / n - 1
         if r.behind:
             costs.observe_prefill(r.behind, seconds["prefill"])
@@ -170,23 +170,24 @@ class DraftRunner:
             costs.observe(n, r.batch.budget, drafted, seconds["draft"], rest, verified, r.warm, r.trial)
         if r.reason not in (BEHIND, PROMPTS) and r.requests[0].policy.may_skip_drafting:  # only these spend the credit
             tokens = sum(len(r.draft.own(slot, path)) for slot, path in enumerate(paths))
-            verified = drafted if r.places is None else verified
+            verified = drafted if r.places is None and r.draft.constrained else verified
             self.chooser.finished(n, r.batch.budget, drafted, tokens, r.trial, r.behind, verified)
 
 
 def account(r: Round, slot: int, path: list[int]) -> None:
     """Show one request's part of a round to its policy and its stats."""
-    request, draft, drafted, note = r.requests[slot], r.draft, r.draft.drafted(slot), r.draft.note(slot)
-    confidence = [each[slot] for each in draft.confidence]
-    request.policy.observe(Outcome(drafted, draft.own(slot, path), confidence, note, draft.tree))
-    stats = request.stats
+    request, drafted = r.requests[slot], r.draft.drafted(slot)
+    outcome = r.draft.outcome(slot, path, request.token_ids[-len(path) :])
+    request.policy.observe(outcome)
+    stats, beside = request.stats, outcome.beside
     stats.observe_budget(drafted, r.batch.budget.exit if drafted else 0, _why(r, slot))
-    stats.copied += bool(drafted and r.batch.budget.part and isinstance(note, CopyStats))
     stats.experts += r.experts
-    if isinstance(note, CopyStats):
+    if isinstance(outcome.note, BlockStats):
+        stats.observe_block(outcome.note, r.draft.first.depth, len(outcome.path) - 1)
+    if isinstance(note := outcome.copied.note, CopyStats):
         stats.sources[note.source] = stats.sources.get(note.source, 0) + 1
-    elif note is not None:
-        stats.observe_block(note, draft.depth, len(path) - 1)
+        stats.copied += bool(beside or (drafted and r.batch.budget.part))
+        stats.beside += beside is not None and outcome.drafted > 0
 
 
 def _why(r: Round, slot: int) -> str:

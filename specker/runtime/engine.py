@@ -101,7 +101,10 @@ class Engine:
             strategy.stepwise(draft) if ranks is None else ranks.draft_ranks == 1 and not strategy.every_rank
         )
         reads_confidence = not gpu and same_confidence_everywhere
-        self.policies = PolicyContext(o, self.target.config.num_layers, family, history, head_cost, reads_confidence)
+        # On a GPU a chain has the bits of plain decoding, and a tree has them up to rounding.
+        branches = not strategy.self_drafting and (not gpu or not strategy.chains(o))
+        layers = self.target.config.num_layers
+        self.policies = PolicyContext(o, layers, family, history, head_cost, reads_confidence, branches)
         self.plan = strategies.plan(self.policies)
         check_draft(self.plan.largest, [self.target, *([] if self.draft is None else [self.draft])])
         self.loop = Loop(

@@ -108,9 +108,10 @@ def emitted(r: Round, slot: int, path: list[int], tokens: list[int], known: set[
     accepted = max(0, min(len(path) - 1, len(tokens)))
     rest = "" if reader is None or not request.finished else reader.flush()
     request.stats.observe(r.draft.drafted(slot) + r.draft.forced(slot), accepted, len(tokens))
-    if isinstance(note := r.draft.note(slot), CopyStats) and note.source == PREDICTION:
-        request.stats.predicted += r.draft.drafted(slot)
-        request.stats.predicted_right += min(accepted, len(r.draft.own(slot, path)) - 1)
+    copied = r.draft.outcome(slot, path, tokens).copied
+    if isinstance(copied.note, CopyStats) and copied.note.source == PREDICTION:
+        request.stats.predicted += copied.drafted
+        request.stats.predicted_right += max(0, min(accepted, len(copied.path) - 1))
     request.stats.token_times += [request.stats.wall] * len(tokens)
     request.stats.forced += max(0, accepted + 1 - len(r.draft.own(slot, path)))
     if known is not None:

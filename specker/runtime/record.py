@@ -6,6 +6,7 @@ from typing import Any
 
 from specker.runtime.control.stats import BlockStats, CopyStats
 from specker.runtime.events import Event
+from specker.runtime.round.branches import Branches
 from specker.runtime.round.round import Round
 
 SPANS = ("prefill", "draft", "verify", "accept", "watch", "commit")
@@ -17,7 +18,7 @@ def record(
     """The row of the request in `slot`, to whose text the round added `event`. `number`: of the round. `known`: the ids
     of a trimmed head. `source`: what drafts that are no copies come from."""
     request, tokens, draft, rows = event.request, event.tokens, r.draft, r.host
-    N = draft.count(slot)
+    N = draft.count(slot) if draft.first is draft else draft.size
     parents = rows["parents"][slot, :N].tolist() if draft.tree else list(range(N))
     if len(path) > len(tokens):
         last = "accepted"
@@ -57,6 +58,8 @@ def record(
         row["source"] = note.source if isinstance(note, CopyStats) else source
     if N and isinstance(note, CopyStats):
         row["matched"] = note.matched
+    if isinstance(draft, Branches) and isinstance(copied := draft.chain.note(slot), CopyStats):
+        row["branch"] = {"row": draft.base.size + 1, **asdict(copied)}
     if isinstance(note, BlockStats):
         row["diffusion"] = asdict(note)
     return row

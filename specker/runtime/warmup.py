@@ -153,8 +153,8 @@ def measure(loop: Loop, budgets: Sequence[Budget], confident: bool) -> None:
     many as fit into about MAX_SECONDS. `budgets`: shapes whose ways to draft are timed; `confident`: as in
     `warm_rounds`. Ranks run the same rounds: each waits for the others in every one."""
     start, most = time.perf_counter(), loop.largest.depth
-    ways = dict.fromkeys(replace(b, nodes=1, depth=1, extra=()) for b in budgets if b.nodes)
-    trees = {b.nodes: b for b in budgets if b.tree}
+    ways = dict.fromkeys(replace(b, nodes=1, depth=1, extra=(), beside=None) for b in budgets if b.nodes)
+    trees = {b.nodes: b for b in budgets if b.tree and b.beside is None}
     sizes = dict.fromkeys(size if size in trees else min(size, most) for size in DRAFT_SIZES)
     for n, size in itertools.product(sorted({1, loop.size}), sizes):
         if len(loop.active) != n and not _admitted(loop, n):
@@ -314,7 +314,7 @@ def _sizes(loop: Loop, n: int, length: int, params: Params, sizes: Sequence[int]
         for tree in {False, trees and size > 0}:
             for _ in range(loop.graphs.passes):
                 r = loop.new_round(Budget(size, size), True)
-                r.draft = Draft(size, tree=tree)
+                r.draft = Draft(size, tree=tree, depth=size)
                 if accepting:
                     r.drawn = draws(r, loop.target)
                     accept(r, loop.target, loop.cache)

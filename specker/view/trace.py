@@ -40,6 +40,7 @@ A round's rows are the root (row 0) and the draft: draft token j is row j + 1.
                  (the target's first ones), or a copy from "prediction" (the request's), "text" (the text itself),
                  "past" (a text that ended) or "corpus" (files of the user); missing without a draft
     matched      tokens at the end of the text that occur before the copied ones; missing without a copied draft
+    branch       of a draft with a copied branch: `row`, its first one, `source` and `matched`; missing without one
     names        text of the ids that this trace names for the first time, special tokens included; missing without any
 
 `end` has `finished` (as `Generation`), `tail` (text that was held back as an unfinished character), `seconds` by stage

@@ -210,6 +210,23 @@ def test_batches_change_no_token(heads, monkeypatch, chunk_prompts, way, mode):
         assert engine.loop.launched > 10
 
 
+@pytest.mark.usefixtures("cheap")
+@pytest.mark.parametrize(("strategy", "name"), [("eagle", "nested"), ("mtp", "mimo"), ("dflash", "dflash")])
+def test_a_copy_may_be_longer_than_the_heads_drafts(heads, strategy, name):
+    """In rounds of fixed shape, too, the head follows all of its tokens."""
+    head: HeadPair = heads(strategy, name)
+    engine = head.load("+lookup", graphs="on", page_size=16)
+    for _ in range(2):  # the second time the text is copied from the first
+        out, rows = traced(engine, TEXT, 40)
+        assert out.tokens == cases.plain(head.target, TEXT, 40)
+    assert max(row["accepted"] for row in rows) > 5
+    taps = hidden(engine.model, TEXT + out.tokens, engine.drafter.aux_layers)
+    for row in rows:
+        if row["draft"] and row["source"] == "head" and "branch" not in row:
+            known = [depth[: row["position"] - 1] for depth in taps], (TEXT + out.tokens)[: row["position"]]
+            assert row["draft"] == head.formula(engine).draft(*known, len(row["draft"]))[0]
+
+
 @pytest.mark.parametrize("prefixes", ["all", "exact"])
 @pytest.mark.parametrize(
     ("strategy", "name", "ahead"),

@@ -12,6 +12,7 @@ from pairs import perturbed
 import specker
 from specker.runtime import strategies
 from specker.runtime.control.policy import Budget, Match
+from specker.runtime.round.branches import Branches
 
 # name -> (the options, whether the draft is a diffusion model; None: no draft)
 JOINS = {
@@ -65,7 +66,12 @@ def test_tokens_equal_plain_decoding(world, scores, name, how, cheap, monkeypatc
     """Both parts draft."""
     parts, temperature = set(), how.get("temperature", 0.0)
     engine = load(world, name, scores, graphs=how.get("graphs", "off"))
-    with after_every_round(monkeypatch, lambda _, r: parts.add(r.draft.size and 1 + r.batch.budget.part)):
+
+    def note(_, r):
+        parts.add(r.draft.size and 1 + r.batch.budget.part)
+        parts.update([2] if isinstance(r.draft, Branches) else [])
+
+    with after_every_round(monkeypatch, note):
         got = [engine.generate(prompt, 16, temperature=temperature) for prompt in PROMPTS]
     assert [g.tokens for g in got] == [cases.plain(world[0], prompt, 16, temperature=temperature) for prompt in PROMPTS]
     weak = name in ("del", "del+vocabtrim")  # no early exit of a random model is worth its rows
@@ -136,7 +142,7 @@ def test_beyond_the_drafts_context_without_copies(shortened, world, cheap):
     assert "draft_context" not in specker.load(*world[:2], strategy="draft", dtype="float64", device="cpu").remarks
 
 
-def test_the_models_cache_stays_exact_while_text_is_copied(world, scores, cheap, monkeypatch):
+def test_the_models_cache_stays_exact_while_text_is_copied(world, scores, cheap, turns, monkeypatch):
     lags = []
 
     def sound(batch, r):
@@ -153,7 +159,7 @@ def test_the_models_cache_stays_exact_while_text_is_copied(world, scores, cheap,
     assert max(lags) > 5 and min(lags) < 3 and 0 < out.stats.copied < out.stats.rounds
 
 
-def test_the_part_that_promises_more_drafts(world, scores, cheap):
+def test_the_part_that_promises_more_drafts(world, scores, cheap, turns):
     """A long match beats a model that is seldom right, and the other way round."""
     engine = load(world, "draft", scores)
     policy, chooser = engine.policy(), engine.loop.runner.chooser

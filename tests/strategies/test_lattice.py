@@ -13,7 +13,9 @@ from specker.runtime.strategies.blocks import tree
 from specker.runtime.strategies.blocks.ngram import NGram, NGramCounts
 from specker.runtime.strategies.blocks.ngram_scorer import NGramScorer, Tables
 
-V, STOP, BEFORE = 12, 0, (3, 5)
+V = 12
+STOP = 0
+BEFORE = (3, 5)
 
 
 def ngram(seed: int = 0) -> NGram:

@@ -55,7 +55,7 @@ SAMPLED = {"temperature": 0.9, "top_k": 30, "top_p": 0.95}
     ("strategy", "sampling"),
     cases.one_in(3, ["lookup", "draft", "draft+lookup", "vocabtrim+lookup"], [{}, {"temperature": 0.8}, SAMPLED]),
 )
-@pytest.mark.usefixtures("cheap")
+@pytest.mark.usefixtures("cheap", "turns")
 def test_tokens_are_those_of_plain_decoding(models, rounds, row_price, strategy, sampling):
     """With prices drawn at random, so that every sequence verifies a part of its own."""
     rng = random.Random(1)

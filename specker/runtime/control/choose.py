@@ -214,7 +214,11 @@ class Chooser:
         """Expected tokens and seconds of a round of this shape."""
         n, served = len(policies), self._drafted_for(policies, shape)
         tokens = n - len(served) + sum([p.expected(shape) for p in served])
-        return tokens, self.costs.round(n, shape, sum([p.drafts(shape) for p in served]) / n)
+        drafted = sum([p.drafts(shape) for p in served]) / n
+        verified = drafted
+        if shape.beside is not None:  # of several sequences, all verify equally many rows
+            verified = policies[0].verified(shape) if n == 1 else drafted + shape.beside.nodes
+        return tokens, self.costs.round(n, shape, drafted, verified)
 
     def _drafted_for(self, policies: Sequence[Policy], shape: Budget) -> Sequence[Policy]:
         """The policies of the texts that get a draft of this shape: those with room for it."""

@@ -178,7 +178,9 @@ class Costs:
         """Seconds of rounds of n sequences with drafts of 0 to `most` tokens."""
         draft, verify = self._drafting(n, budget), self._verifying(n, budget.exit)
         each, all = draft.factor or self._unit(n), verify.factor or self._unit(n)
-        passes = [max(verify.at(k) * all, self._least(verify, n, k, budget.exit)) for k in range(2, most + 2)]
+        least = 2 if budget.beside is None else 2 + budget.beside.nodes
+        rows = range(least, least + most)
+        passes = [max(verify.at(k) * all, self._least(verify, n, k, budget.exit)) for k in rows]
         return [self.plain(n), *(draft.at(k) * each + passes[k - 1] for k in range(1, most + 1))]
 
     def plain(self, n: int) -> float:

@@ -34,6 +34,7 @@ class Budget:
     exit: int = 0  # layers of the target that draft; 0: another model drafts
     part: int = 0  # which of the batch's drafters runs
     extra: tuple[int, ...] = ()  # what only the strategy's own drafter and policy read; costs do not depend on it
+    beside: "Budget | None" = None  # of another drafter's chain, which is a branch of the same tree (round/branches.py)
 
     @property
     def tree(self) -> bool:
@@ -42,10 +43,11 @@ class Budget:
 
     def clip(self, nodes: int, depth: int) -> "Budget":
         """Limit the nodes and the path length. A chain stays one."""
-        if 0 <= self.nodes <= nodes and 0 <= self.depth <= depth:  # nearly always, and `replace` is slow
+        beside = None if self.beside is None else self.beside.clip(depth, depth)
+        if 0 <= self.nodes <= nodes and 0 <= self.depth <= depth and beside is self.beside:  # `replace` is slow
             return self
         nodes = min(self.nodes, nodes) if self.tree else min(self.nodes, nodes, depth)
-        return replace(self, nodes=max(0, nodes), depth=max(0, min(self.depth, depth)))
+        return replace(self, nodes=max(0, nodes), depth=max(0, min(self.depth, depth)), beside=beside)
 
 
 @dataclass(frozen=True)
@@ -75,6 +77,12 @@ class Outcome:
     confidence: list[float] = field(default_factory=list)  # probability of each draft token; empty unless `confident`
     note: Any = None  # `Draft.note`
     tree: bool = False  # whether the draft is a tree, whose nodes descend by their probability
+    beside: "Outcome | None" = None  # of the chain that another drafter added (`Budget.beside`)
+
+    @property
+    def copied(self) -> "Outcome":
+        """Of the draft that is a copy, if one is."""
+        return self.beside or self
 
 
 @dataclass(frozen=True)
@@ -130,8 +138,12 @@ class Policy:
         return sum(self.rate**i for i in range(min(budget.depth, budget.nodes) + 1))
 
     def drafts(self, budget: Budget) -> float:
-        """Expected draft tokens of a round of this shape."""
+        """Expected tokens that the drafter of a round of this shape drafts."""
         return min(budget.depth, budget.nodes)
+
+    def verified(self, budget: Budget) -> float:
+        """Expected draft tokens that a round of this sequence alone verifies."""
+        return self.drafts(budget)
 
     def trial(self, budget: Budget) -> Budget:
         """The shape of a trial, which finds out whether drafts of the shape `budget`, one of this policy's, pay off by

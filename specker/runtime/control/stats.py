@@ -42,6 +42,7 @@ class Stats:
     captures: int = 0  # CUDA graphs captured in its rounds, after the warm-up
     forced: int = 0  # accepted tokens that a grammar left no choice about
     copied: int = 0  # rounds whose draft copied text, if a drafter is joined with lookup
+    beside: int = 0  # of them, those that the other drafter drafted for as well
     sources: dict[str, int] = field(default_factory=dict)  # rounds by what their draft copied from (`CopyStats`)
     predicted: int = 0  # tokens drafted from the request's prediction
     predicted_right: int = 0  # of them, those that were accepted
@@ -148,6 +149,7 @@ class Stats:
             **({"captures": self.captures} if self.captures else {}),
             **({"forced": self.forced} if self.forced else {}),
             **({"copied": self.copied} if self.copied else {}),
+            **({"beside": self.beside} if self.beside else {}),
             **({"sources": dict(sorted(self.sources.items()))} if self.sources else {}),
             **({"predicted": self.predicted, "predicted_right": self.predicted_right} if self.predicted else {}),
             **({"exits": dict(sorted(self.exits.items()))} if self.exits else {}),

@@ -157,11 +157,13 @@ class Ranks:
     def budget(self, own: Budget, extra: int) -> Budget:
         """Rank 0's budget on all ranks: policies that measure time would decide differently on each rank. `extra`: the
         most numbers in `Budget.extra`."""
-        numbers = [own.nodes, own.depth, own.exit, own.part, len(own.extra), *own.extra]
-        message = torch.zeros(5 + extra, dtype=torch.int64, device="cpu")
-        message[: len(numbers)] = torch.tensor(numbers, dtype=torch.int64, device="cpu")
-        nodes, depth, exit, part, count, *rest = self.numbers(self.first(message.to(self.device)))
-        return Budget(nodes, depth, exit, part, tuple(rest[:count]))
+        other = own.beside or Budget(0, 0)
+        numbers = [own.nodes, own.depth, own.exit, own.part, other.nodes, other.depth, other.part, len(own.extra)]
+        message = torch.zeros(len(numbers) + extra, dtype=torch.int64, device="cpu")
+        message[: len(numbers) + len(own.extra)] = torch.tensor([*numbers, *own.extra], dtype=torch.int64, device="cpu")
+        nodes, depth, exit, part, *beside, count = (received := self.numbers(self.first(message.to(self.device))))[:8]
+        other = Budget(beside[0], beside[1], part=beside[2])
+        return Budget(nodes, depth, exit, part, tuple(received[8 : 8 + count]), other if other.nodes else None)
 
     def same(self, what: str, digest: bytes) -> None:
         """Raise ValueError unless all ranks pass the same digest. `what` names it in the error."""

@@ -10,7 +10,7 @@ import math
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
-from specker.runtime.control.policy import UNLIMITED, Offer
+from specker.runtime.control.policy import UNLIMITED, Offer, Outcome
 
 if TYPE_CHECKING:  # strategies/lookup.py builds on this file, and the command line imports it
     from collections.abc import Sequence
@@ -70,6 +70,12 @@ class Draft:
     scores: list[Tensor] = field(default_factory=list)  # for a trace: log-probabilities [n, ..] of tokens in order
     forwarded: int = 0  # grown nodes whose K/V stands behind the drafter's exact columns
     constrained: dict[int, Constraint] = field(default_factory=dict)  # by slot, what grammars made of chains
+    tokens: list[list[int]] = field(default_factory=list)  # of each sequence, if the host made them
+
+    @property
+    def first(self) -> Draft:
+        """What the round's drafter wrote to the first rows, without another drafter's chain (branches.py)."""
+        return self
 
     @classmethod
     def of(cls, batch: Batch, tokens: list[list[int]], parents: list[list[int]]) -> Self:
@@ -80,7 +86,7 @@ class Draft:
 
         n, N, state = len(tokens), max(map(len, tokens)), batch.state
         tree = any(up != list(range(len(up))) for up in parents)
-        draft = cls(N, [len(each) for each in tokens], tree, max(path_length(up) for up in parents))
+        draft = cls(N, [len(each) for each in tokens], tree, max(path_length(up) for up in parents), tokens=tokens)
         if N:
             device = state.window.device
             padded = [each + [0] * (N - len(each)) for each in tokens]
@@ -114,6 +120,11 @@ class Draft:
     def own(self, slot: int, path: list[int]) -> list[int]:
         """An accepted path up to the last row that the drafter drafted: a grammar's tokens teach nothing about it."""
         return path[: self.constrained[slot].kept + 1] if slot in self.constrained else path
+
+    def outcome(self, slot: int, path: list[int], tokens: list[int]) -> Outcome:
+        """What an accepted path, and the tokens that the round committed, tell of a sequence's draft."""
+        confidence = [of_token[slot] for of_token in self.confidence]
+        return Outcome(self.drafted(slot), self.own(slot, path), confidence, self.note(slot), self.tree)
 
     def note(self, slot: int) -> Any:
         """What the strategy's own policy, its statistics and a trace are told of a sequence's draft; None: nothing."""

@@ -31,6 +31,7 @@ from specker.model.prefill import Part, prefill_parts
 from specker.model.rows import begin
 from specker.runtime.control.policy import UNLIMITED
 from specker.runtime.round.batch import Batch
+from specker.runtime.round.branches import drafted
 from specker.runtime.round.constrain import constrain, masked
 from specker.runtime.round.drafter import Draft, Drafter
 from specker.runtime.round.state import Request, to_host
@@ -94,7 +95,8 @@ class Round:
 
 def launch(r: Round, target: Model, cache: KVCache, drafters: Sequence[Drafter]) -> None:
     """Start the round: launch drafting, the verify pass and acceptance. `drafters`: none for plain decoding. One of
-    them drafts, `Budget.part`; only the first may have a model, and read the target's hidden rows."""
+    them drafts, `Budget.part`, or two (branches.py); only the first may have a model, and read the target's hidden
+    rows."""
     b = r.batch
     events = b.graphs.capture
     b.graphs.counters.reset()
@@ -106,7 +108,7 @@ def launch(r: Round, target: Model, cache: KVCache, drafters: Sequence[Drafter])
     if drafters:
         b.aux_layers = drafters[0].reads(b.budget)
         if drafting is not None:
-            r.draft = drafting.propose(b)
+            r.draft = drafted(b, drafters)
             if r.share is not None:
                 r.draft = r.share(b, r.draft)
             r.places = shorten_drafts(r, target)

@@ -111,13 +111,13 @@ def policy(context: PolicyContext, asked: str | None = None) -> Policy:
         history, own = context.history.of(part), options_of(context.options, part)
         seen = replace(context, options=own, history=history, confident=False)
         others.append(source.strategy.auto(seen, replace(JOINED, part=part)))
-    return JoinedPolicy([first, *others])
+    return JoinedPolicy([first, *others], context.branches)
 
 
 def plan(context: PolicyContext) -> Plan:
     """The warm-up plan of the options."""
     model = of(context.options).plan(context)
-    return model if len(context.options.sources) == 1 else joined_plan(model)
+    return model if len(context.options.sources) == 1 else joined_plan(model, context.branches)
 
 
 def usual(target: object, draft: object, options: Mapping[str, Any]) -> dict[str, Any]:

@@ -119,6 +119,7 @@ class PolicyContext:
     history: AcceptanceHistory | None = None  # what rounds cost and drafts achieve; None for the warm-up plan alone
     head_cost: float = 0.0  # `Strategy.head_cost`, the same on every rank
     confident: bool = False  # whether policy `auto` may end drafts by token probabilities, which the host reads
+    branches: bool = False  # whether a round may have two drafts, whose tree has the bits that the promise needs
 
 
 @dataclass(frozen=True)

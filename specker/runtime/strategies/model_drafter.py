@@ -112,8 +112,9 @@ class ModelDrafter(Drafter):
         tokens is dropped."""
         if draft.size and batch.fixed:
             for slot, (request, path) in enumerate(zip(batch.requests, accepted.paths, strict=True)):
-                if path:
-                    self.cache.exact_len[slot] = max(0, min(len(request.token_ids), self.limit) - self.repeated)
+                if path:  # a copied path may be longer than what the next draft forwards
+                    behind = max(self.repeated, len(path))
+                    self.cache.exact_len[slot] = max(0, min(len(request.token_ids), self.limit) - behind)
 
     def in_vocabulary(self, tokens: list[int]) -> list[int]:
         """Replace ids outside the draft's vocabulary by its last id. That can cost acceptance, not correctness."""
@@ -191,12 +192,13 @@ class AutoregressiveDrafter(ModelDrafter):
 
     def accept(self, batch: Batch, draft: Draft, accepted: Accepted) -> None:
         super().accept(batch, draft, accepted)
-        if not draft.size or batch.fixed:
+        first = draft.first
+        if not first.size or batch.fixed:
             return
         for slot, path in enumerate(accepted.paths):
-            own = draft.own(slot, path)
-            if path and (self.layers is None or self._keeps_fuzzy(whole=len(own) > draft.depth)):
-                self.keep(draft, slot, own)
+            own = [row for row in draft.own(slot, path) if row <= first.size]
+            if path and (self.layers is None or self._keeps_fuzzy(whole=len(own) > first.depth)):
+                self.keep(first, slot, own)
 
     def _keeps_fuzzy(self, whole: bool) -> bool:
         """Whether the K/V of accepted draft nodes stays as the draft wrote it. `whole`: no draft token was refused."""

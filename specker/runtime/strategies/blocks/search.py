@@ -36,7 +36,7 @@ class BlockDraft(Draft):
         if self.observed == "search":
             self.blocks = [BlockStats(int(generated), *rest) for generated, *rest in accepted.observed]
         elif self.observed:
-            self.blocks = [BlockStats(before_stop(tokens, stop_ids)) for tokens in accepted.observed]
+            self.blocks = [BlockStats(before_stop(tokens[: self.size], stop_ids)) for tokens in accepted.observed]
 
 
 @dataclass(frozen=True)

@@ -195,8 +195,8 @@ class BlockDrafter(Drafter):
 
     def accept(self, batch: Batch, draft: Draft, accepted: Accepted) -> None:
         """Write the columns of the accepted tokens, unless the device has."""
-        if isinstance(draft, BlockDraft):
-            draft.observe(accepted, self.stop_ids)
+        if isinstance(first := draft.first, BlockDraft):
+            first.observe(accepted, self.stop_ids)
         written = []
         for slot, (request, path) in enumerate(zip(batch.requests, accepted.paths, strict=True)):
             start = len(request.token_ids) - 1 - len(path)
@@ -209,7 +209,8 @@ class BlockDrafter(Drafter):
 
     def accept_on_device(self, batch: Batch, draft: Draft) -> None:
         if batch.fixed:
-            batch.run(("columns", draft.size, draft.tree), lambda: self._columns(batch, draft), draws=False)
+            name = "columns", draft.size, draft.depth, draft.tree
+            batch.run(name, lambda: self._columns(batch, draft), draws=False)
 
     def _columns(self, batch: Batch, draft: Draft) -> None:
         """Write the columns of all rows that the round may accept, since only the device knows which ones it did; the

@@ -72,8 +72,8 @@ class DiffusionDrafter(ModelDrafter):
 
     def accept(self, batch: Batch, draft: Draft, accepted: Accepted) -> None:
         super().accept(batch, draft, accepted)
-        if isinstance(draft, BlockDraft):
-            draft.observe(accepted, self.stop_ids)
+        if isinstance(first := draft.first, BlockDraft):
+            first.observe(accepted, self.stop_ids)
 
     def masked(self, texts: Sequence[list[int]], n: int) -> Final:
         """The rows [sequences * n, E] that predict the n tokens after the texts."""

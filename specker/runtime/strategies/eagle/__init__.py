@@ -51,10 +51,10 @@ class Eagle(Strategy):
             head = chosen(target, context.model, head, own, context.notes, made)
         if head.spec.mask is not None and context.options.tree is not None:
             raise ValueError(f"a P-EAGLE head drafts a chain: {option('tree')} does not apply")
-        cache, depth = context.allocate(head.model), context.depth(self)
+        cache = context.allocate(head.model)
         if head.spec.mask is not None:
-            return ParallelDrafter(head, cache, own, depth)
+            return ParallelDrafter(head, cache, own)
         if context.options.width > own.most:
             tree = option("tree", context.options.tree)
             raise ValueError(f"{tree} is wider than the {own.most} rows of this head's vocabulary")
-        return EagleDrafter(head, cache, own, context.options.width, depth)
+        return EagleDrafter(head, cache, own, context.options.width)

@@ -19,9 +19,9 @@ from specker.runtime.strategies.growth import compiled_chain, grown, guess, read
 class EagleDrafter(PairDrafter):
     """Drafts chains or trees step by step: a drafted token's feature is the head's output of the step before."""
 
-    def __init__(self, reading: DraftHead, cache: KVCache, head: LMHead, width: int = 1, depth: int = 0):
-        """`width`: nodes per tree level; 1 drafts a chain. `depth`: length of the longest draft."""
-        super().__init__(reading, cache, head, depth)
+    def __init__(self, reading: DraftHead, cache: KVCache, head: LMHead, width: int = 1):
+        """`width`: nodes per tree level; 1 drafts a chain."""
+        super().__init__(reading, cache, head)
         self.width = width
         self._output = self.output  # [n * width, H], of the last step
 
@@ -87,9 +87,8 @@ class ParallelDrafter(PairDrafter):
     The head was never trained on its own outputs, so it drafts no chain step by step.
     """
 
-    def __init__(self, reading: DraftHead, cache: KVCache, head: LMHead, depth: int = 0):
-        """`depth`: length of the longest draft."""
-        super().__init__(reading, cache, head, depth)
+    def __init__(self, reading: DraftHead, cache: KVCache, head: LMHead):
+        super().__init__(reading, cache, head)
         self.mask = reading.mask()
 
     def propose(self, batch: Batch) -> Draft:

@@ -72,10 +72,8 @@ class PairDrafter(HeadDrafter):
     together. In rounds of fixed shape the device forwards the pairs of all rows that a round may accept, right after
     acceptance; those beyond the accepted ones are overwritten later."""
 
-    def __init__(self, reading: DraftHead, cache: KVCache, head: LMHead, depth: int = 0):
-        """`depth`: length of the longest draft."""
+    def __init__(self, reading: DraftHead, cache: KVCache, head: LMHead):
         super().__init__(reading, cache, head)
-        self.depth = depth
         self.waiting: list[Tensor | None] = [None] * len(cache.exact_len)  # features [count, H] by slot
         model = self.model
         both = 2, len(cache.exact_len), model.config.hidden_size
@@ -102,13 +100,14 @@ class PairDrafter(HeadDrafter):
     def accept_on_device(self, batch: Batch, draft: Draft) -> None:
         if batch.fixed:
             self.run_each(batch.requests)
-            batch.run(("pairs", draft.size, draft.tree), lambda: self._accepted(batch, draft), draws=False)
+            name = "pairs", draft.size, draft.depth, draft.tree
+            batch.run(name, lambda: self._accepted(batch, draft), draws=False)
 
     def _accepted(self, batch: Batch, draft: Draft) -> None:
         """Forward the pairs of the rows that the round accepted, which only the device knows."""
         s, n, N, head = batch.state, batch.n, draft.size, self.reading
         device, depths = self.model.device, len(batch.aux_layers)
-        most = min(N, self.depth) + 1
+        most = min(N, draft.depth) + 1
         report = s.report[: n * (3 + 2 * N)].view(n, -1)
         accepted, path = report[:, 0], report[:, 1 : most + 1]
         rows = batch.memory.aux(depths, n * (N + 1)).view(n, N + 1, depths, -1)
