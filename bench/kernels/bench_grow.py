@@ -60,7 +60,7 @@ def best(B: int, width: int, depth: int, count: int) -> Built:
 
     def eager() -> tuple[torch.Tensor, torch.Tensor]:
         kept, up = results[1]
-        found = every.scores.sort(dim=1, descending=True, stable=True).indices[:, :count].sort(1).values
+        found = every.scores.sort(dim=1, descending=True, stable=True).indices[:, :count]
         row_of = torch.zeros(B, C, dtype=torch.int64, device=DEVICE)
         row_of.scatter_(1, found, torch.arange(1, count + 1, device=DEVICE).expand(B, count))
         node_of = torch.full((B, C), N, device=DEVICE)

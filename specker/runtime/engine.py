@@ -101,10 +101,8 @@ class Engine:
             strategy.stepwise(draft) if ranks is None else ranks.draft_ranks == 1 and not strategy.every_rank
         )
         reads_confidence = not gpu and same_confidence_everywhere
-        # On a GPU a chain has the bits of plain decoding, and a tree has them up to rounding.
-        branches = not strategy.self_drafting and (not gpu or not strategy.chains(o))
         layers = self.target.config.num_layers
-        self.policies = PolicyContext(o, layers, family, history, head_cost, reads_confidence, branches)
+        self.policies = PolicyContext(o, layers, family, history, head_cost, reads_confidence, recipe.branches)
         self.plan = strategies.plan(self.policies)
         check_draft(self.plan.largest, [self.target, *([] if self.draft is None else [self.draft])])
         self.loop = Loop(

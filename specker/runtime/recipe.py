@@ -70,6 +70,13 @@ class Recipe:
         return self.ranks is None or self.ranks.communicator is not None
 
     @property
+    def branches(self) -> bool:
+        """Whether a round may have two drafts as branches of one tree. On a GPU a chain has the bits of plain decoding,
+        and a tree has them up to rounding, so there only trees get another branch."""
+        method = strategies.of(self.options)
+        return not method.self_drafting and (self.device.type != "cuda" or not method.chains(self.options))
+
+    @property
     def draft_part(self) -> Part:
         """What this process, if it drafts, holds of the draft."""
         layout = self.options.layout
@@ -84,14 +91,16 @@ class Recipe:
         configs = [target if self.ranks is None else self.ranks.part.config(target)]
         if self.draft is not None and self.drafts:
             configs += map(self.draft_part.config, self.draft.configs)
-        largest = strategies.plan(PolicyContext(o, target.num_layers, self.family)).largest
+        context = PolicyContext(o, target.num_layers, self.family, branches=self.branches)
+        # The drafter decides whether its policy reads confidences, so the larger plan counts.
+        plans = [strategies.plan(replace(context, confident=confident)) for confident in (False, True)]
         return CacheMemory(
             configs=tuple(configs),
             dtype=kind,
             device=self.device,
             page_size=o.page_size,
             lookahead=LOOKAHEAD,
-            rows=o.batch_size * (largest.nodes + 1),
+            rows=o.batch_size * (max(plan.largest.nodes for plan in plans) + 1),
             rings=slots(o),
             sequences=slots(o),
             saved=saved_states(o),

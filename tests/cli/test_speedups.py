@@ -75,5 +75,7 @@ def test_the_sentence_on_speed(capsys: pytest.CaptureFixture[str], texts: list[R
     engine = SimpleNamespace(strategy="draft", title="t", speculates=True, trim_report=lambda stats: {})
     Screen(json_to_stdout=False).table(engine, texts)
     lines = capsys.readouterr().err.splitlines()
+    if not texts[0].stats.drafted:
+        assert lines.pop() == "drafting: no, because no round asked for a draft"
     [cell] = [line.split("│")[1].strip() for line in lines if line.startswith(" speedup")]
     assert lines[-1] == said and cell == said.split(" of ar")[0].split(":")[0]

@@ -17,7 +17,7 @@ pytestmark = pytest.mark.usefixtures("cheap")
 WAYS = {"draft": {"draft_tokens": 3}, "del": {}, "draft+lookup": {}, "captured": {"draft_tokens": 3, "graphs": "on"}}
 POINTS = [
     *(("round", name) for name in ("launch", "send", "collect", "emitted")),
-    *(("prompt passes", name) for name in ("prefill", "prefill_parts")),
+    *(("prompt passes", name) for name in ("prefill_chunk", "prefill_parts")),
     *(("loop", name) for name in ("finish", "start")),
     *(("prompts", name) for name in ("_filled", "_activate", "_fills")),
     *(("slots", name) for name in ("begin", "activate", "prefilled", "retire", "admits")),

@@ -264,6 +264,18 @@ def joined(own=4, branches=True):
     return policy
 
 
+def test_a_cut_draft_verifies_and_learns_no_more_than_it_has():
+    """A policy may cut a chain that the copy agrees with: its rows, and what is known of both drafts, end there."""
+    chain = Draft(3, depth=3, tokens=[[7, 8, 9], [7]])
+    draft = Branches(4, depth=4, base=Draft(4, depth=4), chain=chain, left_out=3)
+    assert [draft.count(slot) for slot in (0, 1)] == [4, 4]
+    draft.draft_lengths = [2, 3]
+    assert [draft.count(slot) for slot in (0, 1)] == [2, 3]
+    first, second = draft.outcome(0, [0, 1, 2], [7, 8, 5]), draft.outcome(1, [0, 1], [7, 4])
+    assert (first.drafted, first.path, first.beside.drafted, first.beside.path) == (2, [0, 1, 2], 2, [0, 1, 2])
+    assert (second.drafted, second.path, second.beside.drafted, second.beside.path) == (3, [0, 1], 1, [0, 1])
+
+
 def test_two_drafts_promise_more_than_the_better_one():
     policy = joined()
     [pair] = [shape for shape in policy.budgets() if shape.beside == Budget(4, 4, part=1)]

@@ -34,17 +34,20 @@ class Branches(Draft):
         return self.base
 
     def count(self, slot: int) -> int:
-        if slot in self.constrained:
+        if slot in self.constrained or self.draft_lengths:
             return super().count(slot)
         return self.base.count(slot) + max(0, len(self.chain.tokens[slot]) - self.left_out)
 
     def outcome(self, slot: int, path: list[int], tokens: list[int]) -> Outcome:
         own, chain = self.own(slot, path), self.chain.tokens[slot]
+        if self.draft_lengths:  # all of it is part of the first draft, which was cut
+            chain = chain[: self.count(slot)]
         agreed = [a == b for a, b in zip(chain, tokens[: len(own) - 1], strict=False)]
         right = agreed.index(False) if False in agreed else len(agreed)
         beside = Outcome(len(chain), list(range(right + 1)), note=self.chain.note(slot))
         first = [row for row in own if row <= self.base.size]
-        return replace(self.base.outcome(slot, first, tokens), beside=beside)
+        outcome = self.base.outcome(slot, first, tokens)
+        return replace(outcome, drafted=min(outcome.drafted, self.count(slot)), beside=beside)
 
 
 def drafted(batch: Batch, drafters: Sequence[Drafter]) -> Draft:
