@@ -299,7 +299,7 @@ class Stack:
             kv = (*rows.kv[2:], *rows.kv[:2]) if self._windowed else rows.kv
             rows = rows._replace(kv=kv, in_rings=(rows.slots, rows.table))
         places, held = placed(rows)
-        assert places.T == len(x)
+        assert len(x) == places.T
         assert (rows.records is None) == (self.struct.mix.kind == 0) and not (rows.full and rows.records)
         call = Forward(
             ctypes.pointer(self.struct),
