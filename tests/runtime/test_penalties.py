@@ -142,7 +142,7 @@ def test_a_request_chooses_its_policy():
     for name, message in (
         ("slow", "policy must be one of"),
         ("adl", "policy='adl' is for strategy"),
-        ("plus-minus-one", "policy='plus-minus-one' drafts up to 25 tokens, and the engine was loaded for 16 at most"),
+        ("plus-minus-one", "policy='plus-minus-one' drafts up to 17 tokens, and the engine was loaded for 16 at most"),
     ):
         with pytest.raises(ValueError, match=message):
             engine.generate(PROMPTS[0], 2, policy=name)

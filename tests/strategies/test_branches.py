@@ -20,6 +20,7 @@ from specker.runtime.round.branches import Branches
 from specker.runtime.round.drafter import Draft, Drafter
 from specker.runtime.round.graphs import Graphs
 from specker.runtime.round.state import State
+from specker.runtime.strategies.draft import SmallModel
 from specker.runtime.strategies.join import JoinedPolicy, shared
 from specker.runtime.strategies.lookup import NgramPolicy
 
@@ -47,6 +48,12 @@ HEADS = {  # name -> (strategy, layout, options)
 }
 REPEATS = [5, 9, 40, 77, 8, 3, 11, 60]
 MODES = [(graphs, size, temperature) for graphs in ("off", "on") for size in (1, 4) for temperature in (0.0, 0.7)]
+
+
+@pytest.fixture(autouse=True)
+def beside_models(monkeypatch):
+    """Draft models take a copy beside their drafts, too."""
+    monkeypatch.setattr(SmallModel, "copies", False)
 
 
 @pytest.fixture
@@ -327,6 +334,15 @@ def test_pairs_are_offered_where_there_is_a_match_and_a_tree_is_allowed():
     assert not any(shape.beside for shape in policy.budgets())
     assert not any(shape.beside for shape in joined(branches=False).budgets())
     assert not any(shape.beside for shape in joined(own=62).budgets()), "more than 64 rows"
+
+
+def test_a_draft_model_takes_turns_with_copies(targets, monkeypatch):
+    """It copies by itself what the text repeats."""
+    monkeypatch.undo()
+    target, draft, dream = targets[0]
+    how = {"dtype": "float64", "device": "cpu", "page_size": 16}
+    assert not specker.load(target, draft, "draft+lookup", **how).policies.branches
+    assert specker.load(target, dream, "diffuspec+lookup", **how).policies.branches
 
 
 def test_a_clipped_pair_keeps_both_drafts():
