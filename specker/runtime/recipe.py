@@ -74,8 +74,7 @@ class Recipe:
         """Whether a round may have two drafts as branches of one tree. On a GPU a chain has the bits of plain decoding,
         and a tree has them up to rounding, so there only trees get another branch."""
         method = strategies.of(self.options)
-        exact = self.device.type != "cuda" or not method.chains(self.options)
-        return exact and not method.self_drafting and not method.copies
+        return method.branches and (self.device.type != "cuda" or not method.chains(self.options))
 
     @property
     def draft_part(self) -> Part:

@@ -108,6 +108,7 @@ def test_the_family_in_a_real_models_shape(run, tmp_path_factory, monkeypatch, c
 
 def test_a_target_with_a_head_of_its_own_in_a_real_models_shape(results, tmp_path_factory, monkeypatch, command_line):
     monkeypatch.setattr(models, "cache_root", lambda: tmp_path_factory.mktemp("cache"))
+    monkeypatch.setattr(e2e, "SHAPES", e2e.SHAPES | {"mtp": {"strategy": "mtp", "draft_tokens": 1}})
     how = "x --shape quick --target hybrid-target --ways mtp --prompts 1 --rounds 1 --max_new_tokens 8 --temperatures 0"
     command_line([*how.split(), "--transformers", "false", "--save"])
     e2e.main()

@@ -1,15 +1,15 @@
-"""Rounds of two drafts: copied text beside the draft of a model or a head, as a branch of one tree."""
+"""Rounds of two drafts: copied text beside the draft of a head or a diffusion model, as a branch of one tree."""
 
 from types import SimpleNamespace
 
 import cases
 import pytest
 import torch
-from make_checkpoint import QWEN3_NEXT, make
-from one_round import after_every_round, apart
-from pairs import perturbed
+from make_checkpoint import make
+from one_round import after_every_round
 
 import specker
+from specker.runtime import strategies
 from specker.runtime.control.choose import NONE, Chooser
 from specker.runtime.control.costs import Costs
 from specker.runtime.control.policy import Budget, Fixed, Match, Outcome
@@ -20,21 +20,13 @@ from specker.runtime.round.branches import Branches
 from specker.runtime.round.drafter import Draft, Drafter
 from specker.runtime.round.graphs import Graphs
 from specker.runtime.round.state import State
-from specker.runtime.strategies.draft import SmallModel
 from specker.runtime.strategies.join import JoinedPolicy, shared
 from specker.runtime.strategies.lookup import NgramPolicy
 
 SIZES = {"layers": 3, "hidden": 64, "heads": 4, "kv_heads": 2, "head_dim": 16, "ffn": 96, "max_context": 256}
-MODELS = {  # name -> (whether the draft is a diffusion model, options)
-    "draft": (False, {"draft_tokens": 3}),
-    "draft, tree": (False, {"tree": "3x3"}),
-    "draft, auto": (False, {"policy": "auto"}),
-    "draft of a recurrent target": (False, {"draft_tokens": 3}),
-    "draft, tree, of a recurrent target": (False, {"tree": "2x3"}),
-    "easyspec": (False, {"strategy": "easyspec+lookup", "layer_parallel": "[[0],[1,2]]", "draft_tokens": 4}),
-    "vocabtrim": (False, {"strategy": "vocabtrim+lookup", "vocab_keep": "0.5", "draft_tokens": 3}),
-    "diffuspec": (True, {"strategy": "diffuspec+lookup", "cps": "off", "draft_tokens": 4}),
-    "diffuspec, tree": (True, {"strategy": "diffuspec+lookup", "cps": "tree", "draft_tokens": 3}),
+DIFFUSION = {  # name -> options
+    "chain": {"cps": "off", "draft_tokens": 4},
+    "tree": {"cps": "tree", "draft_tokens": 3},
 }
 HEADS = {  # name -> (strategy, layout, options)
     "eagle": ("eagle", "nested", {}),
@@ -50,12 +42,6 @@ REPEATS = [5, 9, 40, 77, 8, 3, 11, 60]
 MODES = [(graphs, size, temperature) for graphs in ("off", "on") for size in (1, 4) for temperature in (0.0, 0.7)]
 
 
-@pytest.fixture(autouse=True)
-def beside_models(monkeypatch):
-    """Draft models take a copy beside their drafts, too."""
-    monkeypatch.setattr(SmallModel, "copies", False)
-
-
 @pytest.fixture
 def both(monkeypatch, cheap):
     """Rounds have two drafts whenever there is a match."""
@@ -64,16 +50,10 @@ def both(monkeypatch, cheap):
 
 
 @pytest.fixture(scope="module")
-def targets(tmp_path_factory):
-    """(target, draft model, diffusion model) of a usual and of a recurrent target."""
-    made = []
-    for name, how in {"usual": {"arch": "qwen2"}, "recurrent": QWEN3_NEXT}.items():
-        folder = tmp_path_factory.mktemp(name)
-        target = make(folder / "target", **SIZES | how)
-        draft = perturbed(make(folder / "small", "qwen2", **SIZES), folder / "draft", amount=0.05)
-        made.append((target, perturbed(target, folder / "near", amount=0.05) if name == "usual" else draft, folder))
-    (target, draft, folder), (hybrid, other, _) = made
-    return (target, draft, make(folder / "dream", "dream")), (hybrid, other, None)
+def models(tmp_path_factory):
+    """A target and a diffusion model."""
+    folder = tmp_path_factory.mktemp("models")
+    return make(folder / "target", arch="qwen2", **SIZES), make(folder / "dream", "dream")
 
 
 def texts(target):
@@ -102,23 +82,13 @@ def assert_plain(engine, target, size, temperature, monkeypatch):
     return ends
 
 
-@pytest.mark.parametrize(("name", "mode"), cases.one_in(5, MODELS, MODES))
+@pytest.mark.parametrize(("name", "mode"), cases.one_in(3, DIFFUSION, MODES))
 @pytest.mark.usefixtures("both")
-def test_a_models_draft_beside_a_copy_changes_no_token(targets, name, mode, monkeypatch):
-    (diffuses, options), (graphs, size, temperature) = MODELS[name], mode
-    target, draft, dream = targets["recurrent" in name]
-    engine = specker.load(
-        target,
-        dream if diffuses else draft,
-        **{"strategy": "draft+lookup", **options},
-        dtype="float64",
-        device="cpu",
-        page_size=16,
-        graphs=graphs,
-        batch_size=size,
-    )
+def test_a_diffusion_models_draft_beside_a_copy_changes_no_token(models, name, mode, monkeypatch):
+    (target, dream), (graphs, size, temperature) = models, mode
+    how = DIFFUSION[name] | {"dtype": "float64", "device": "cpu", "page_size": 16, "graphs": graphs}
+    engine = specker.load(target, dream, "diffuspec+lookup", batch_size=size, **how)
     ends = assert_plain(engine, target, size, temperature, monkeypatch)
-    assert "own" in ends or name != "draft" or temperature
     assert ("fixed" in ends) == (graphs == "on")
 
 
@@ -146,11 +116,10 @@ def test_a_trace_says_which_rows_are_copied(heads):
 
 
 @pytest.mark.usefixtures("both")
-def test_a_prediction_beside_a_draft_is_counted(targets):
-    target, draft, _ = targets[0]
-    engine = specker.load(target, draft, "draft+lookup", dtype="float64", device="cpu", page_size=16, draft_tokens=3)
-    want = cases.plain(target, REPEATS, 24)
-    out = engine.generate(REPEATS, 24, prediction=want[:-4] + [1, 2, 3, 4])
+def test_a_prediction_beside_a_draft_is_counted(heads):
+    head = heads("eagle", "nested")
+    want = cases.plain(head.target, REPEATS, 24)
+    out = head.load("+lookup", draft_tokens=3).generate(REPEATS, 24, prediction=want[:-4] + [1, 2, 3, 4])
     assert out.tokens == want and out.stats.beside > 0
     assert out.stats.predicted > out.stats.predicted_right > 10
 
@@ -159,25 +128,6 @@ def test_ranks_agree_on_both_drafts():
     ranks = SimpleNamespace(device="cpu", first=lambda x: x, numbers=lambda x: x.tolist())
     for budget in (Budget(4, 3, 0, 1, (7, 8)), Budget(12, 4, beside=Budget(8, 8, part=1)), Budget(0, 0)):
         assert Ranks.budget(ranks, budget, 3) == budget
-
-
-@pytest.mark.usefixtures("both")
-def test_a_copied_path_leaves_the_models_cache_exact(targets, monkeypatch):
-    target, draft, _ = targets[0]
-    engine = specker.load(target, draft, "draft+lookup", dtype="float64", device="cpu", page_size=16, draft_tokens=3)
-    [prompt, *_], longest = texts(target), []
-
-    def exact(loop, r):
-        [request] = r.requests
-        cache = loop.drafter.cache
-        cache.check()
-        assert apart(loop.drafter.model, cache, request.token_ids, cache.exact_len[0]) < 1e-12
-        longest.append(int(r.host["report"][0, 0]))
-
-    with after_every_round(monkeypatch, exact):
-        for _ in range(2):
-            engine.generate(prompt, 30)
-    assert max(longest) > 4
 
 
 class Writes(Drafter):
@@ -336,13 +286,10 @@ def test_pairs_are_offered_where_there_is_a_match_and_a_tree_is_allowed():
     assert not any(shape.beside for shape in joined(own=62).budgets()), "more than 64 rows"
 
 
-def test_a_draft_model_takes_turns_with_copies(targets, monkeypatch):
-    """It copies by itself what the text repeats."""
-    monkeypatch.undo()
-    target, draft, dream = targets[0]
-    how = {"dtype": "float64", "device": "cpu", "page_size": 16}
-    assert not specker.load(target, draft, "draft+lookup", **how).policies.branches
-    assert specker.load(target, dream, "diffuspec+lookup", **how).policies.branches
+def test_which_drafters_take_turns_with_copies():
+    """Heads and drafters of blocks have a copy beside them. A draft model copies by itself what a text repeats."""
+    beside = {name for name, strategy in strategies.known().items() if strategy.branches}
+    assert beside == {"eagle", "mtp", "dflash", "diffuspec"}
 
 
 def test_a_clipped_pair_keeps_both_drafts():

@@ -149,7 +149,7 @@ class Strategy:
     may_draft: bool = False  # may draft with a checkpoint of its own, and needs none
     reads_target: bool = False  # its checkpoint is a head that reads the target's hidden states
     translates: bool = False  # the draft checkpoint may have another tokenizer than the target
-    copies: bool = False  # its drafts copy what a text repeats by themselves, and a copy beside them adds little
+    branches: bool = False  # a copy may stand beside its drafts; else both take turns
     causal: bool = True  # the draft checkpoint is causal; False: a diffusion language model
     about_draft: str = ""  # why its bundled draft is another one than that of strategy draft; empty: it is the same
     no_head: str = ""  # why there is no LM head to trim; empty if there is one

@@ -192,13 +192,12 @@ class AutoregressiveDrafter(ModelDrafter):
 
     def accept(self, batch: Batch, draft: Draft, accepted: Accepted) -> None:
         super().accept(batch, draft, accepted)
-        first = draft.first
-        if not first.size or batch.fixed:
+        if not draft.size or batch.fixed:
             return
         for slot, path in enumerate(accepted.paths):
-            own = [row for row in draft.own(slot, path) if row <= first.size]
-            if path and (self.layers is None or self._keeps_fuzzy(whole=len(own) > first.depth)):
-                self.keep(first, slot, own)
+            own = draft.own(slot, path)
+            if path and (self.layers is None or self._keeps_fuzzy(whole=len(own) > draft.depth)):
+                self.keep(draft, slot, own)
 
     def _keeps_fuzzy(self, whole: bool) -> bool:
         """Whether the K/V of accepted draft nodes stays as the draft wrote it. `whole`: no draft token was refused."""

@@ -155,6 +155,7 @@ class BlockStrategy(Strategy):
 
     options = BlockOptions
     policies: tuple[str, ...] = ("adl",)
+    branches = True
 
     def default_policy(self, options: Options) -> str | None:
         usual = super().default_policy(options)

@@ -34,7 +34,6 @@ class SmallModel(Strategy):
     paper = "Leviathan et al. (2211.17192), Chen et al. (2302.01318), PARD (2504.18583)"
     needs_draft = True
     translates = True
-    copies = True
     layouts: tuple[str, ...] = ("replicated", "tensor")
 
     def published(self, given: Mapping[str, Any]) -> dict[str, Any] | None:

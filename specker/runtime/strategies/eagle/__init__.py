@@ -22,6 +22,7 @@ class Eagle(Strategy):
     paper = "EAGLE-3 (2503.01840), EAGLE (2401.15077), P-EAGLE (2602.01469)"
     needs_draft = True
     reads_target = True
+    branches = True
 
     @property
     def needs(self) -> str:
