@@ -41,7 +41,6 @@ class DraftRunner:
         self.stall = 0.0  # seconds that the drafter may prefill before a round of several requests
         self.offers: list[Offer] = []  # of each drafter for the texts of the last call of `shape`
         self._plain_round_needs_no_drafter = False  # and no other rank's agreement
-        self._delayed: Budget | None = None  # to draft once the drafter has prefilled the texts
 
     @property
     def drafter(self) -> Drafter:
@@ -58,18 +57,20 @@ class DraftRunner:
         self._plain_round_needs_no_drafter = self.ranks is None and not found and not self.drafter.reads(NONE)
         for policy, each in zip(policies, found, strict=False):
             policy.announced(each)
-        budget, self._delayed = self._delayed, None
-        if budget is None:
-            left = sum(s.limit - len(s.token_ids) for s in requests)
-            budget = self.chooser.choose(policies, left, self.offers)
+
+        share = self.history.used.mean(1.0)
+        left = [share * (s.limit - len(s.token_ids)) for s in requests]
+        budget = self.chooser.choose(policies, left, self.offers)
+        if unread := self.chooser.unread:
+            self._read(requests, unread)
+            self.offers = [drafter.prepare(requests) for drafter in self.drafters]
+            budget = self.chooser.choose(policies, left, self.offers, False)
         reason = self.chooser.reason
         matches = self.offers[budget.part].matches
         if not reason and matches and not any(match.matched for each in matches for match in each):
             reason = MISSING  # which a policy that never rests does not ask
         if prompts and budget.nodes and self.yields_to_prompts(requests) and not budget.part:
             budget, reason = replace(budget, nodes=0, depth=0, extra=(), beside=None), PROMPTS
-        if not self._caught_up(requests, budget):
-            self._delayed, budget, reason = budget, NONE, BEHIND
         if self.ranks is not None and (policies[0].may_skip_drafting or policies[0].layers or len(policies) > 1):
             budget = self.ranks.budget(budget, max(1, len(policies[0].layers)))
         # Ranks that draft together end a draft at the same token, and measured times differ by rank.
@@ -88,33 +89,27 @@ class DraftRunner:
         """Whether a model drafts for these requests, which drafts nothing while rows of prompts come with the round."""
         return self.drafter.model is not None and requests[0].policy.may_skip_drafting
 
-    def _caught_up(self, requests: list[Request], budget: Budget) -> bool:
-        """Whether the drafter may prefill what it lacks within the round. While several requests decode, a longer part
-        of a prompt is prefilled in chunks, one before each round; but not by ranks that split a draft, which prefill
-        together and may have chosen other budgets so far."""
-        model = self.drafter.model
-        if len(requests) == 1 or not budget.nodes or (model is not None and model.ranks is not None):
-            return True
-        each = self.history.costs.prefill(MANY) / MANY
-        chunk = max(LEAST, int(self.stall / each)) if each and self.stall else self.chunk
-        if self.offers[budget.part].missing <= chunk:
-            return True
+    def _read(self, requests: list[Request], slots: frozenset[int]) -> None:
+        """Let the drafter read texts before the round: one of a single request wholly, of several requests as many
+        tokens as may lengthen the round."""
+        most = UNLIMITED
+        if len(requests) > 1:
+            each = self.history.costs.prefill(MANY) / MANY
+            most = max(LEAST, int(self.stall / each)) if each and self.stall else self.chunk
         start = time.perf_counter()
-        if not (count := self.drafters[budget.part].advance(requests, chunk)):
-            return True
-        spent = time.perf_counter() - start
-        self.history.costs.observe_prefill(count, spent)
-        for request in requests:
-            request.stats.seconds["prefill"] += spent / len(requests)
-        return False
+        if count := self.drafter.advance(requests, most, slots=slots):
+            spent = time.perf_counter() - start
+            self.history.costs.observe_prefill(count, spent)
+            for slot in slots:
+                requests[slot].stats.seconds["prefill"] += spent / len(slots)
 
-    def price(self, requests: list[Request], budget: Budget) -> float:
-        """What a row costs in the verify pass of a batch whose policies may skip drafting; 0 where every draft is
-        verified whole."""
+    def row_prices(self, requests: list[Request], budget: Budget) -> tuple[float, ...]:
+        """What further rows cost in the verify pass of a batch whose policies may skip drafting (`Costs.row_prices`);
+        () where every draft is verified whole."""
         policies = [s.policy for s in requests]
         if len(policies) == 1 or not policies[0].may_skip_drafting or not budget.nodes or self.chooser.trial:
-            return 0.0
-        return self.chooser.row_price(policies, budget)
+            return ()
+        return self.chooser.row_prices(policies, budget)
 
     def synchronous(self, request: Request) -> bool:
         """Whether the next draft needs the results of the previous round."""
@@ -171,7 +166,7 @@ class DraftRunner:
         if r.reason not in (BEHIND, PROMPTS) and r.requests[0].policy.may_skip_drafting:  # only these spend the credit
             tokens = sum(len(r.draft.own(slot, path)) for slot, path in enumerate(paths))
             verified = drafted if r.places is None and r.draft.constrained else verified
-            self.chooser.finished(n, r.batch.budget, drafted, tokens, r.trial, r.behind, verified)
+            self.chooser.finished(n, r.batch.budget, drafted, tokens, r.trial, verified)
 
 
 def account(r: Round, slot: int, path: list[int]) -> None:

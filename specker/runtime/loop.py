@@ -251,7 +251,7 @@ class Loop:
         r.batch.traced = self.trace is not None and any(s.traced for s in requests)
         if runner is not None:
             r.trial, r.warm = runner.chooser.trial and reason not in (BEHIND, PROMPTS), runner.chooser.warm
-            r.price = 0.0 if self.ranks is not None else runner.price(requests, budget)
+            r.prices = () if self.ranks is not None else runner.row_prices(requests, budget)
         late = self.graphs.late
         launch(r, self.target, self.cache, [] if runner is None else runner.drafters)
         send(r, self.target)

@@ -6,6 +6,7 @@ and the probability that it names. So every way to draft meets the same texts, a
 fixed one would have taken."""
 
 import random
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 
@@ -13,6 +14,7 @@ import numpy as np
 
 from specker.runtime import draft_runner
 from specker.runtime.control.auto import AcceptanceHistory, Auto
+from specker.runtime.control.choose import worth_rows
 from specker.runtime.control.costs import Costs
 from specker.runtime.control.policy import UNLIMITED, Budget, Offer, Outcome
 from specker.runtime.draft_runner import DraftRunner
@@ -70,16 +72,16 @@ class Reads(Drafter):
         self.world = world
 
     def prepare(self, requests):
-        return Offer(missing=sum(self._missing(s) for s in requests))
+        return Offer(missing=[self._missing(s) for s in requests])
 
     def _missing(self, request) -> int:
         missing = len(request.token_ids) - request.read
         return missing if not request.read or missing > 64 else 0
 
-    def advance(self, requests, most=UNLIMITED, fixed=False):
+    def advance(self, requests, most=UNLIMITED, fixed=False, slots=None):
         count = 0
-        for request in requests:
-            if self._missing(request) and count < most:
+        for slot, request in enumerate(requests):
+            if self._missing(request) and count < most and (slots is None or slot in slots):
                 rows = min(most - count, len(request.token_ids) - 1 - request.read)
                 request.read, count = request.read + rows, count + rows
         if count:
@@ -105,6 +107,7 @@ class BatchWorld:
         self.rng, self.kind, self.same = random.Random(self.seed), None, 0
         if self.known is None:
             self.known = AcceptanceHistory(Costs(lambda budget: self.machine.draft * budget.nodes))
+            self.warm_up()
         self.requests = [
             SimpleNamespace(
                 text=each,
@@ -116,6 +119,17 @@ class BatchWorld:
             )
             for each in self.texts
         ]
+
+    def warm_up(self) -> None:
+        """Measure rounds of one text, as an engine does at load. The larger draft sizes and batches take too long."""
+        m, costs = self.machine, self.known.costs
+        for size in (0, 4, 1, 8):
+            draft, verify = (
+                min(self.spend(each), self.spend(each)) for each in (size * m.draft * m.verify(1), m.verify(1 + size))
+            )
+            costs.measured(1, Budget(size, size), size, draft, verify)
+        costs.observe_prefill(32, self.spend(32 * m.prompt))
+        self.seconds = 0.0
 
     def spend(self, seconds: float) -> float:
         seconds *= 1 + self.machine.noise * self.rng.random()
@@ -138,6 +152,7 @@ class BatchWorld:
                 self.known.costs.observe_rows(self.prompt, self.prompt * self.machine.own_prompt)
             for request in self.requests:
                 runner.chooser.admitted()
+            runner.stall = 0.8 * self.machine.verify(len(self.texts))
             while active := [s for s in self.requests if len(s.token_ids) < s.limit]:
                 self._round(runner, active)
         finally:
@@ -153,13 +168,8 @@ class BatchWorld:
             budget = runner.clipped(active, budget)
         trial, warm = runner.chooser.trial, runner.chooser.warm
         at, seconds = self.seconds, {"prefill": 0.0, "accept": 0.0, "commit": 0.0}
-        behind = 0
-        if budget.nodes:
-            behind = runner.drafter.advance(active)
-            seconds["prefill"], at = self.seconds - at, self.seconds
-        price = runner.price(active, budget)
-        counts, confidence = self._draft(active, budget, price)
-        drafted = len(confidence)
+        counts, confidence = self._draft(active, budget, runner.row_prices(active, budget))
+        drafted, idle = len(confidence), [slot for slot, s in enumerate(active) if runner.drafter._missing(s)]
         kind = drafted > 0
         self.same = self.same + 1 if kind == self.kind else 0
         self.kind = kind
@@ -175,9 +185,9 @@ class BatchWorld:
             right = min(right, request.limit - len(request.token_ids) - 1)
             paths.append(list(range(right + 1)))
             request.token_ids += [0] * (right + 1)
-            if drafted:
+            if drafted and slot not in idle:
                 request.read = len(request.token_ids) - 1
-            request.policy.observe(Outcome(count, paths[-1], [c[slot] for c in confidence]))
+            request.policy.observe(Outcome(count, paths[-1], [c[slot] for c in confidence if slot not in idle]))
         draft = Draft(drafted, depth=drafted)
         r = SimpleNamespace(
             requests=active,
@@ -189,7 +199,7 @@ class BatchWorld:
             reason=reason,
             other=0.0,
             places=None if rows == n * (1 + drafted) else range(rows),
-            behind=behind,
+            behind=0,
             warm=warm,
             trial=trial,
         )
@@ -197,20 +207,22 @@ class BatchWorld:
         self.rounds.append((n, rows, self.seconds - began))
         self.reasons[reason] = self.reasons.get(reason, 0) + n
 
-    def _draft(self, active: list, budget: Budget, price: float):
+    def _draft(self, active: list, budget: Budget, prices: Sequence[float]):
         """The draft tokens that each sequence verifies, and the confidence of each draft token of every sequence."""
         confidence: list[list[float]] = []
-        while len(confidence) < budget.depth:
+        ready = [slot for slot, s in enumerate(active) if not Reads(self)._missing(s)]
+        while ready and len(confidence) < budget.depth:
             k = len(confidence)
             confidence.append([s.text.probability[len(s.token_ids) - self.prompt + k] for s in active])
             if self.confident:
-                votes = sum(s.policy.keep_drafting(p) for s, p in zip(active, confidence[-1], strict=True))
-                if 2 * votes < len(active):
+                votes = sum(active[slot].policy.keep_drafting(confidence[-1][slot]) for slot in ready)
+                if 2 * votes < len(ready):
                     break
-        counts = [len(confidence)] * len(active)
-        if price:
+        counts = [len(confidence) * (slot in ready) for slot in range(len(active))]
+        if prices:
             own = [[c[slot] for c in confidence] for slot in range(len(active))]
-            counts = [min(c, s.policy.worth(price, p)) for c, s, p in zip(counts, active, own, strict=True)]
+            chances = [s.policy.chances(c, p) for c, s, p in zip(counts, active, own, strict=True)]
+            counts = worth_rows(chances, prices)
         return counts, confidence
 
 

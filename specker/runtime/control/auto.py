@@ -11,7 +11,9 @@ rate of tokens per second, it goes on while
 
     P_i a >= R (C(i + 1) - C(i))
 
-The draft's probabilities are corrected by the ratio of right to promised tokens so far.
+The draft's probabilities are corrected by the ratio of right to promised tokens so far. The longest length is still
+chosen, by the means that chains of at most k tokens have had: a chain says what every shorter limit would have made of
+it (`Acceptance.caps`).
 
 Where drafts may be trees, those of `TREES` nodes compete with the chains. The first nodes of a tree are the smaller
 tree, so each outcome tells what every smaller tree would have had accepted, and E of a tree is one more than the mean.
@@ -56,6 +58,15 @@ class Share:
 
 
 @dataclass
+class Cap:
+    """What chains of at most `length` tokens that the rule ends achieve, on average."""
+
+    tokens: float  # accepted
+    rows: float  # draft tokens that were verified
+    steps: float  # draft steps
+
+
+@dataclass
 class Acceptance:
     """What drafts have achieved, in one text or in all texts of an engine."""
 
@@ -67,23 +78,27 @@ class Acceptance:
     tokens: Share = field(init=False)  # tokens that a round with a draft committed
     drafted: Share = field(init=False)  # tokens of a draft
     buckets: list[Share] = field(init=False)  # right over promised tokens, by the draft's probability
+    capped: list[tuple[Share, Share, Share]] = field(init=False)  # the fields of `Cap`, for each of LENGTHS
     _table: list[tuple[float, float]] = field(init=False, default_factory=list)  # for each k: E(k), a_1 .. a_k
+    _caps: dict[int, Cap] = field(init=False, default_factory=dict)
 
     def __post_init__(self) -> None:
         self.compared, self.tokens, self.drafted = Share(self.decay), Share(self.decay), Share(self.decay)
         self.buckets = [Share(self.decay) for _ in range(BUCKETS)]
         self.trees = [Share(self.decay) for _ in TREES]
+        self.capped = [(Share(self.decay), Share(self.decay), Share(self.decay)) for _ in LENGTHS]
 
-    def add(self, outcome: Outcome) -> None:
-        """Count one draft, here and in `before`."""
+    def add(self, outcome: Outcome, most: int = 0) -> None:
+        """Count one draft, here and in `before`. `most`: tokens at which a chain would have ended whatever the rule
+        said; 0: it has no rule."""
         if self.before is not None:
-            self.before.add(outcome)
+            self.before.add(outcome, most)
         if outcome.tree:
             for share, (fewer, nodes) in zip(self.trees, pairwise((0, *TREES)), strict=True):
                 if outcome.drafted > fewer:  # with few candidates a tree may lack some of its nodes
                     share.add(accepted_in(nodes, outcome.path) - accepted_in(fewer, outcome.path))
             return
-        self._table = []
+        self._table, self._caps = [], {}
         right, drafted = len(outcome.path) - 1, outcome.drafted
         seen = min(right + 1, drafted)  # the tokens after a wrong one were not compared
         self.agrees += [Share(self.decay) for _ in range(seen - len(self.agrees))]
@@ -94,6 +109,11 @@ class Acceptance:
         self.drafted.add(drafted)
         for j, probability in enumerate(outcome.confidence[:seen]):
             self.buckets[min(int(probability * BUCKETS), BUCKETS - 1)].add(j < right, probability)
+        steps = len(outcome.confidence)
+        for cap, shares in zip(LENGTHS, self.capped, strict=True):
+            if cap <= steps or (0 < steps < most):  # a chain that `most` ended says nothing of longer ones
+                for share, count in zip(shares, (right, drafted, steps), strict=True):
+                    share.add(min(count, cap))
 
     def agreement(self) -> float:
         """The share of compared draft tokens that were right."""
@@ -125,6 +145,28 @@ class Acceptance:
         """Expected tokens of a round with a tree of so many nodes, one of `TREES`."""
         return 1 + sum(self.gains()[: TREES.index(nodes) + 1])
 
+    def caps(self) -> dict[int, Cap]:
+        """What chains of at most so many tokens achieve, for each of LENGTHS. Without a rule's chains, all have their whole
+        length. Limits that no chain has reached go on as the last ones do."""
+        if not self._caps:
+            before = {} if self.before is None else self.before.caps()
+            less, last, agreement = Cap(0.0, 0.0, 0.0), 0, self.agreement()
+            each, going = 1.0, 1.0  # tokens and steps for each further one of the limit
+            for cap, shares in zip(LENGTHS, self.capped, strict=True):
+                count = cap - last
+                known = Cap(
+                    less.tokens + each * sum(agreement**i for i in range(1, count + 1)),
+                    less.rows + going * count,
+                    less.steps + going * count,
+                )
+                known = before.get(cap, known)
+                own = Cap(
+                    shares[0].mean(known.tokens), shares[1].mean(known.rows), shares[2].mean(known.steps)
+                )
+                each, going = max(0.0, own.tokens - less.tokens) / count, max(0.0, own.steps - less.steps) / count
+                self._caps[cap], less, last = own, own, cap
+        return self._caps
+
     def rule(self, prices: Sequence[float]) -> StopRule:
         """The stop rule of the module's docstring. `prices`: as in `Policy.taken`."""
         agreement = max(self.agreement(), 1e-6)
@@ -151,53 +193,49 @@ class Auto(Policy):
         nodes, ascending, that it may draft too, of at most half as many levels."""
         self.costs, self.before, self.confident = costs, before, confident
         self.seen = Acceptance(TEXT_DECAY, before)
-        lengths = [n for n in LENGTHS if n < size.depth] if not confident else []
-        self.shapes = (*(replace(size, nodes=n, depth=n) for n in (*lengths, size.depth)), *trees)
-        self._first: tuple[float, float] | None = None
+        lengths = *(n for n in LENGTHS if n < size.depth), size.depth
+        self.shapes = (*(replace(size, nodes=n, depth=n) for n in lengths), *trees)
+        self._most = size.depth  # tokens at which this round's chain ends whatever the rule says
 
     def budgets(self) -> Sequence[Budget]:
         return self.shapes
 
     def expected(self, budget: Budget) -> float:
         if self.confident:
-            return self._means()[0]
+            return 1 + self._cap(budget).tokens
         return self.seen.expected_tree(budget.nodes) if budget.tree else self.seen.expected(budget.depth)
 
     def drafts(self, budget: Budget) -> float:
-        return min(self._means()[1], budget.depth) if self.confident else budget.nodes
+        return self._cap(budget).steps if self.confident else budget.nodes
+
+    def verified(self, budget: Budget) -> float:
+        return self._cap(budget).rows if self.confident else budget.nodes
+
+    def _cap(self, budget: Budget) -> Cap:
+        """Of the longest of LENGTHS that is no longer than the budget."""
+        return self.seen.caps()[next(cap for cap in reversed(LENGTHS) if cap <= max(1, budget.depth))]
 
     def trial(self, budget: Budget) -> Budget:
-        alike = [shape for shape in self.shapes if shape.tree == budget.tree]
-        return super().trial(budget) if self.confident else shorter(alike, budget)
+        return shorter([shape for shape in self.shapes if shape.tree == budget.tree], budget)
 
     def taken(self, budget: Budget, prices: Sequence[float] = ()) -> None:
         super().taken(budget, prices)
+        self._most = budget.depth
         if self.confident and prices:
             self.rule = self.seen.rule(prices)
 
-    def worth(self, price: float, confidence: Sequence[float]) -> int:
-        rule, chain = StopRule(joint=(price,), scales=self.seen.scales()), Chain()
-        for count, probability in enumerate(confidence):
-            chain, worth = after(rule, chain, probability)
-            if not worth:
-                return count
-        return super().worth(price, confidence)
+    def chances(self, count: int, confidence: Sequence[float]) -> list[float]:
+        if not confidence:
+            return super().chances(count, confidence)
+        scales, chain, out = StopRule(scales=self.seen.scales()), Chain(), []
+        for probability in confidence[:count]:
+            chain, _ = after(scales, chain, probability)
+            out.append(chain.joint)
+        return out
 
     def observe(self, outcome: Outcome) -> None:
         if outcome.drafted or outcome.confidence:  # a draft that was not worth its rows committed one token
-            self.seen.add(outcome)
-
-    def _means(self) -> tuple[float, float]:
-        """Mean committed and draft tokens of rounds whose drafts end by the rule. Before an engine's first draft, the
-        means of the best fixed length at the assumed agreement AGREES."""
-        if self._first is None:
-            [size] = self.shapes
-            joint = [AGREES**i for i in range(size.depth + 1)]
-            lengths = range(1, size.depth + 1)
-            best = max(lengths, key=lambda k: sum(joint[: k + 1]) / self.costs.round(1, size, k))
-            before = self.before
-            self._first = before.tokens.mean(sum(joint[: best + 1])), before.drafted.mean(best)
-        return self.seen.tokens.mean(self._first[0]), self.seen.drafted.mean(self._first[1])
+            self.seen.add(outcome, self._most if self.confident else 0)
 
 
 def shorter(shapes: Sequence[Budget], budget: Budget) -> Budget:
@@ -235,6 +273,7 @@ class AcceptanceHistory:
         """Forget what drafts achieved."""
         self.drafts = Acceptance(ENGINE_DECAY)  # acceptance of the first source's drafts
         self.joined: dict[int, Acceptance] = {}  # acceptance of other sources' drafts, by their number
+        self.used = Share(ENGINE_DECAY)  # of the tokens that requests allowed, the share that their texts added
         self.matches: dict[tuple[str, int], Share] = {}  # right copied tokens, by source and length of the match
         self.exits: Any = None  # DEL's counts and sums of confidence, by layer of the target
         self.exit_seconds: Any = None  # of DEL's rounds, by exit layer and length

@@ -1,29 +1,53 @@
-"""Choose the shape of each round: how much to draft, or nothing while that is faster."""
+"""Choose the shape of each round: how much to draft, or nothing while that is faster.
 
-from collections.abc import Sequence
-from dataclasses import replace
+The n texts of a batch still add W tokens in all. A plain round takes V(n) seconds and adds n of them. A round of shape s
+is expected to take C(s) seconds and to add T(s) tokens (costs.py, policies), once a model has read the texts, which takes
+it F(s) seconds. The texts then end after
 
-from specker.runtime.control import estimates
+    t(s) = F(s) + W C(s) / T(s)        t(plain) = W V(n) / n
+
+and the round takes the shape with the least t: what the reading costs is paid once, and all tokens to come repay it. A
+text i that adds too few tokens W_i for that is not read: F_i >= W_i (V(n) / n - C(s) / T(s)). It adds one token a round
+while the others draft.
+
+The estimates are wrong at first, and texts change. So
+
+* drafts may lose only so many plain rounds, `left`: a few at the start, and a share of the time. Gains add to it. At
+  zero drafts stop;
+* the other choice, drafts or plain decoding, is tried from time to time, for a few rounds in a row. That may cost a
+  share of the time since it was last tried. While trials of drafts lose, they become rarer.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import accumulate
+from typing import Any
+
 from specker.runtime.control.costs import Costs
-from specker.runtime.control.estimates import NONE, RUN, SWITCH, Credit, PlainSpeed, TokenPrices, Trials
 from specker.runtime.control.policy import Budget, Offer, Policy
-from specker.runtime.control.reasons import ENDED, MEASURED, MISSING, RESTS
+from specker.runtime.control.reasons import BEHIND, ENDED, MEASURED, MISSING, RESTS
 
-COLD = 2  # rounds after a change between plain rounds and drafts, in which the processor's caches hold other data
-# What drafts must promise, as a multiple of plain decoding's rate:
-START = 1.03  # after a plain round, because they disturb the CPU's caches
-STAY = 0.9  # after a draft: a few drafts tell little, and a rest is long. `Credit` limits what that loses
+NONE = Budget(0, 0)
+FIRST = 3.0  # plain rounds that drafts may lose at the start
+MOST = 8.0  # plain rounds that they may lose after they have gained
+SHARE = 0.01  # of the time: what they may lose besides
+TRIED = 0.02  # of the time since the other choice was last tried: what trying it may cost
+RUN = 4  # drafts in a row that are a trial: one on its own takes up to 1.5 times as long, since caches are cold
+LOOK = 5  # plain rounds in a row that are one
+APART = 16  # the fewest drafts between those
+SWITCH = 1.0  # plain rounds that a change between drafts and plain rounds costs, because caches are cold
+DOUBLINGS = 3  # trials of drafts that lost, after each of which the next waits twice as long
+START = 1.03  # what drafts must promise after a plain round, as a multiple of plain decoding's rate
+STAY = 0.95  # after a draft: a few drafts tell little, and a rest is long. `left` limits what that loses
+COLD = 2  # rounds after a change, in which the processor's caches hold other data
+AGAIN = 16  # plain rounds until drafts are considered again
+REPAID = 1.25  # times that drafts must be expected to repay the reading of texts
+REFRESH = 8  # rounds that prices are kept for
+PHASE = 1.25  # a measurement that differs by this factor tells that the machine has another speed, for drafts as well
 
 
 class Chooser:
-    """Takes the shape with the most expected tokens per second over all sequences.
-
-    Policies that may skip drafting do so while plain rounds are expected to be faster. From time to time a trial, a run
-    of short drafts, finds out whether that has changed. Trials become rarer while they lose. Expectations can be wrong,
-    so drafting also spends a budget that grows with time and measured gains; at zero it stops.
-
-    While drafts are made, a few plain rounds now and then measure plain decoding. They are more frequent when drafts
-    gain little: the time that they cost stays within LOOK_SHARE.
+    """The rule above.
 
     Plain rounds are chosen several at once: until it is time to ask the policies again, `keeps_resting` counts them,
     and the loop runs them without policies and drafter (`DraftRunner.will_skip_drafter`).
@@ -33,198 +57,303 @@ class Chooser:
         """`learns`: every round's seconds are measured. Without measurements there is no telling whether drafts pay
         off, so every round drafts."""
         self.costs, self.learns = costs, learns
-        self.reason = ""  # why the last choice drafts nothing; empty if it drafts
-        self.trial = False  # whether the last choice is a trial
-        # For each `Budget.part` at the last choice: seconds of prefill before a draft, and the draft tokens that fit
-        # behind each text, () if that is one at least behind all.
-        self._late: list[float] = []
-        self._room: list[Sequence[int]] = []
         self.clear()
 
     def clear(self) -> None:
         """Forget the past, such as a warm-up's."""
-        self.credit, self._trials, self._prices, self._speed = Credit(), Trials(), TokenPrices(), PlainSpeed()
-        self.trial = False
+        self.reason = ""  # why the last choice drafts nothing; empty if it drafts
+        self.trial = False  # whether the last choice is a trial
+        self.unread: frozenset[int] = frozenset()  # slots that a model is to read before the round is chosen
+        self.left = FIRST
+        self._drafting = False  # whether drafts are the choice, and plain rounds the other one
+        self._since = 0.0  # plain rounds' time since the other choice was tried
+        self._drafts = 0  # since plain rounds were measured
+        self._lost = 0  # trials of drafts in a row that lost
+        self._run, self._gained = 0, 0.0  # drafts of this trial still to come; what it has gained, in plain rounds
+        self._new = 0  # texts that were admitted since the policies were asked
+        self._ahead, self._sequences, self._none = 0, 0, NONE  # plain rounds still to come, for so many sequences
         self._cold, self._drafted = 0, False  # rounds until caches are warm; what the last chosen round did
-        self._ahead = self._sequences = 0  # plain rounds to come without asking the policies; for so many sequences
-        self._drafting = False  # whether the last round drafted for its gain
-        self._new = False  # whether a text was admitted since the policies were asked
-        self._none = NONE  # the strategy's shape of a round without a draft
-        self._missed = 0.0  # seconds that drafts of a model would have saved since copies were preferred
+        self._plain, self._prices = PlainSpeed(), TokenPrices()
 
     def admitted(self) -> None:
-        """A new text may suit the drafts better than the last one: try again soon, and at once if drafts promise a gain
-        (`Credit.renewed`), because one unlucky text says little of the next. Now pay for the prefills that the last
-        text's drafts began with."""
-        self.credit.admitted(self._trials.lost > 0, self._trials.price)
-        self._trials.admitted()
-        self._ahead, self._new, self._missed = 0, True, 0.0
-
-    def choose(self, policies: Sequence[Policy], remaining: int, offers: Sequence[Offer] = ()) -> Budget:
-        """The shape of the next round. `remaining`: tokens that the texts may still grow by. `offers`: of each
-        `Budget.part`; (): every text has room for every draft, and nothing is to be prefilled."""
-        self._late = [self.costs.prefill(offer.missing) for offer in offers]
-        self._room = [() if min(offer.room, default=1) > 0 else offer.room for offer in offers]
-        shape = self._choose(policies, remaining)
-        if shape.nodes or self.reason not in (MISSING, ENDED):  # a match that is missing is no change
-            changed = (shape.nodes > 0) != self._drafted
-            self._cold, self._drafted = COLD if changed else max(0, self._cold - 1), shape.nodes > 0
-        return shape
-
-    def keeps_resting(self, n: int) -> bool:
-        """Whether the next round of n sequences is plain like the last one, without asking the policies. Counts it."""
-        if not self._ahead or n != self._sequences:
-            return False
-        self._ahead, self._trials.waited = self._ahead - 1, self._trials.waited + 1
-        return True
+        """A new text may suit the drafts better than the last one."""
+        self._lost, self._run, self._ahead, self._new = min(self._lost, 1), 0, 0, self._new + 1
 
     @property
     def warm(self) -> bool:
         """Whether the round of the last choice finds the caches as rounds of its kind leave them."""
         return self._cold == 0
 
-    def _choose(self, policies: Sequence[Policy], remaining: int) -> Budget:
-        n = len(policies)
+    def keeps_resting(self, n: int) -> bool:
+        """Whether the next round of n sequences is plain like the last one, without asking the policies. Counts it."""
+        if not self._ahead or n != self._sequences:
+            return False
+        self._ahead -= 1
+        return True
+
+    def choose(
+        self, policies: Sequence[Policy], remaining: Sequence[float], offers: Sequence[Offer] = (), reads: bool = True
+    ) -> Budget:
+        """The shape of the next round. `remaining`: tokens that each text is expected to add. `offers`: of each
+        `Budget.part`; (): every text has room for every draft, and nothing is to be read. `reads`: whether a model may
+        read texts first. Then `unread` may name slots: it shall read some of their tokens, and the shape is to be asked
+        for again, with the new offers and without `reads`."""
+        self.unread = frozenset()
+        shape = self._choose(_Texts(policies, remaining, offers, self.costs), reads)
+        if self.unread:
+            return NONE
+        if shape.nodes or self.reason not in (MISSING, ENDED):  # a match that is missing is no change
+            changed = (shape.nodes > 0) != self._drafted
+            self._cold, self._drafted = COLD if changed else max(0, self._cold - 1), shape.nodes > 0
+        return shape
+
+    def _choose(self, texts: "_Texts", reads: bool) -> Budget:
+        policies, n = texts.policies, len(texts.policies)
         if (self.reason == MEASURED or not any(p.copies for p in policies)) and self.keeps_resting(n):
             return self._none
         self._ahead = 0
         proposed = dict.fromkeys(shape for p in policies for shape in p.budgets())
-        shapes = [shape for shape in proposed if self._drafted_for(policies, shape)]
+        shapes = [shape for shape in proposed if texts.served(shape, True)]
         ended = len(shapes) < len(proposed)
-        measured, self.reason, self.trial = self.reason == MEASURED, "" if shapes or not ended else ENDED, False
+        was, self.reason, self.trial = self.reason, "" if shapes or not ended else ENDED, False
         if not policies[0].may_skip_drafting or not self.learns:
-            if len(shapes) < 2:  # as under a fixed policy: nothing to compare
-                return shapes[0] if shapes else NONE
-            return max(shapes, key=lambda shape: self.rate(policies, shape))
+            return self._always(texts, shapes, reads)
         drafts = [shape for shape in shapes if shape.nodes]
         none = replace(shapes[0], nodes=0, depth=0) if shapes else NONE
         if not drafts:
             return self._rest(n, none, RESTS if shapes else ENDED if ended else MISSING)
         plain = n / self.costs.plain(n)
-        expected = {shape: self._expected(policies, shape) for shape in drafts}
-        rates = {shape: tokens / seconds for shape, (tokens, seconds) in expected.items()}
         bar = (STAY if self._drafting else START) * plain
-        best = self._best(expected, rates, bar, remaining)
-        # A prefill serves all drafts to come, so it counts against all tokens to come, not against this round.
-        late, rate = self._prefill(best), rates[best]
-        looks = estimates.LOOK if self._speed.due(1 - plain / rate) or not self.costs.plain_rounds else 0
-        if looks:
-            self._speed.begin()
-            return self._plain(n, none, MEASURED, looks)
+        if reads and (self.left > 0 or self._new) and self._reads(texts, drafts, bar):
+            return NONE
+        ready = [shape for shape in drafts if texts.served(shape, False)]
+        if not ready:
+            best = max(drafts, key=lambda shape: texts.rate(shape, True))
+            slot = max(texts.unread(best), key=lambda slot: texts.remaining[slot])
+            late = texts.reading(best, [slot]) * plain / n
+            if reads and self._due(texts, best, plain, late):
+                self.unread = frozenset([slot])
+                return NONE
+            return self._rest(n, none, RESTS if reads else BEHIND)
+        best = max(ready, key=lambda shape: texts.rate(shape, False))
+        rate = texts.rate(best, False)
         if self._new and rate > bar:
-            self.credit.renew()
-        self._new = False
-        trials = self._trials
-        if rate > bar and self.credit.left > 0 and (not late or remaining * (1 / plain - 1 / rate) > late):
-            trials.left = trials.left - 1 if self._drafting else RUN - 1
-            trials.waited, self._drafting = 0, True
+            self.left = max(self.left, min(FIRST, self.left + FIRST * self._new / n))
+        self._new = 0
+        if rate > bar and self.left > 0:
+            look = SWITCH + LOOK * max(0.0, 1 - plain / rate)
+            if not self.costs.plain_rounds or (self._drafts >= APART and look <= TRIED * self._since):
+                self._since, self._drafts = 0.0, 0
+                return self._rounds(n, none, MEASURED, LOOK)
+            self._run = RUN - 1 if not self._drafting else max(0, self._run - 1)
+            self._drafting = True
             return best
-        trial = policies[0].trial(best)
-        tokens, seconds = self._expected(policies, trial)
-        loss = RUN * (seconds * plain - tokens)
-        trials.price = SWITCH + (max(0.0, loss) + self._prefill(trial) * plain) / n
+        if self._drafting:
+            self._since = 0.0
+        self._drafting = False
         # Drafts that look slower than a plain round that was just measured may have been timed in a slower phase.
-        if (measured or trials.due) and trials.price <= self.credit.left and n < remaining:
-            trials.begin()
-        if trials.left > 0 and self.credit.left > 0:
-            trials.left, self.trial = trials.left - 1, True
-            return trial
-        return self._rest(n, none, RESTS)
+        if self._run == 0 and n < texts.left:
+            self._due(texts, best, plain, at_once=was == MEASURED)
+        if self._run > 0 and self.left > 0:
+            self._run, self.trial = self._run - 1, True
+            return texts.trial(best)
+        return self._rest(n, none, RESTS if reads else BEHIND)
 
-    def _best(
-        self, expected: dict[Budget, tuple[float, float]], rates: dict[Budget, float], bar: float, remaining: int
-    ) -> Budget:
-        """The best shape, by the expected tokens of a round and per second. Copying may go on, so a model that must
-        first read the texts waits while copies beat `bar`. It reads them once its drafts would have saved as much time
-        as that takes (the ski-rental rule: at most twice the least cost), unless the texts end too soon."""
-        best = max(rates, key=lambda shape: rates[shape])
-        late = self._prefill(best)
-        copies = [shape for shape in rates if rates[shape] > bar and not self._prefill(shape)] if late else []
-        if copies:
-            copied = max(copies, key=lambda shape: rates[shape])
-            saved = 1 / rates[copied] - 1 / rates[best]  # seconds a token
-            self._missed += expected[copied][0] * saved
-            if late >= min(self._missed, remaining * saved):
-                return copied
-        if not best.part:
-            self._missed = 0.0
+    def _always(self, texts: "_Texts", shapes: Sequence[Budget], reads: bool) -> Budget:
+        """The shape of a policy that never rests, once a model has read the texts."""
+        if not shapes:
+            return NONE
+        best = shapes[0] if len(shapes) == 1 else max(shapes, key=lambda shape: texts.rate(shape, True))
+        if reads and best.nodes:
+            self.unread = texts.unread(best)
         return best
 
-    def _rest(self, n: int, none: Budget, reason: str) -> Budget:
-        self._drafting, self._trials.left = False, 0
-        return self._plain(n, none, reason, estimates.AGAIN - self._trials.waited % estimates.AGAIN)
+    def _reads(self, texts: "_Texts", drafts: Sequence[Budget], bar: float) -> bool:
+        """Set `unread` to the slots that a model is to read, if there are any: those whose tokens repay it."""
+        behind = [shape for shape in drafts if texts.unread(shape)]
+        if not behind:
+            return False
+        ready = [texts.rate(shape, False) for shape in drafts if texts.served(shape, False)]
+        now = max([bar, *ready])
+        best = max(behind, key=lambda shape: texts.rate(shape, True))
+        saved = texts.left * (1 / now - 1 / texts.rate(best, True))  # seconds
+        unread = texts.unread(best)
+        each = saved / sum(texts.remaining[slot] for slot in unread)
+        slots = [s for s in unread if texts.remaining[s] * each > REPAID * texts.reading(best, [s])]
+        if slots and saved > REPAID * texts.reading(best, slots):
+            self.unread = frozenset(slots)
+        return bool(self.unread)
 
-    def _plain(self, n: int, none: Budget, reason: str, rounds: int) -> Budget:
+    def _due(self, texts: "_Texts", shape: Budget, plain: float, late: float = 0.0, at_once: bool = False) -> bool:
+        """Begin a trial of drafts if what it may lose is within its share. `late`: of reading, in plain rounds."""
+        n, (tokens, seconds) = len(texts.policies), texts.expected(texts.trial(shape), True)
+        price = SWITCH + late + RUN * max(0.0, seconds * plain - tokens) / n
+        due = self.left > 0 and (at_once or price <= TRIED * self._since / (1 << min(self._lost, DOUBLINGS)))
+        if due:
+            self._run, self._gained, self._since = RUN, -SWITCH - late, 0.0
+        return due
+
+    def _rest(self, n: int, none: Budget, reason: str) -> Budget:
+        if self._drafting:
+            self._since = 0.0
+        self._drafting, self._run = False, 0
+        return self._rounds(n, none, reason, 1 if reason == BEHIND else AGAIN)
+
+    def _rounds(self, n: int, none: Budget, reason: str, count: int) -> Budget:
         """Draft nothing for so many rounds."""
-        self._ahead, self._sequences, self._trials.waited = rounds - 1, n, self._trials.waited + 1
-        self.reason, self._none = reason, replace(none, extra=())
+        self._ahead, self._sequences, self.reason = count - 1, n, reason
+        self._none = replace(none, extra=())
         return none
 
     def rate(self, policies: Sequence[Policy], shape: Budget) -> float:
-        """Expected tokens per second of a round of this shape."""
-        tokens, seconds = self._expected(policies, shape)
-        return tokens / seconds
+        """Expected tokens per second of a round of this shape, in which all texts have a draft."""
+        return _Texts(policies, (), (), self.costs).rate(shape, True)
 
     def prices(self, policies: Sequence[Policy], shape: Budget) -> tuple[float, ...]:
         """What each further token of a draft costs, for policies that decide when a draft ends (`Policy.taken`)."""
         n = len(policies)
 
         def made() -> tuple[float, ...]:
-            plain = n / self.costs.plain(n)
-            return self.costs.prices(n, shape, plain if self.trial else max(plain, self.rate(policies, shape)))
+            return self.costs.prices(n, shape, self._worth(policies, shape))
 
         return self._prices.of((n, shape, self.trial), made)
 
+    def row_prices(self, policies: Sequence[Policy], shape: Budget) -> tuple[float, ...]:
+        """What further rows cost in the verify pass of a batch (`Costs.row_prices`)."""
+        n = len(policies)
+        return self.costs.row_prices(n, shape, self._worth(policies, shape))
+
+    def _worth(self, policies: Sequence[Policy], shape: Budget) -> float:
+        """Tokens per second that a batch emits otherwise."""
+        plain = len(policies) / self.costs.plain(len(policies))
+        return plain if self.trial else max(plain, self.rate(policies, shape))
+
     def measured(self, n: int, seconds: float, rests: bool) -> None:
         """Take the seconds of a plain round of n sequences (`PlainSpeed.observe`)."""
-        self.credit.add(self.credit.per_resting_round, self._trials.price)
-        self._speed.observe(self.costs, n, seconds, rests)
-
-    def row_price(self, policies: Sequence[Policy], shape: Budget) -> float:
-        """What a further row of one sequence costs in the verify pass of a batch (`Costs.row_price`)."""
-        n = len(policies)
-        return self.costs.row_price(n, shape, max(n / self.costs.plain(n), self.rate(policies, shape)))
+        self.left = min(MOST, self.left + SHARE)
+        self._since += not self._drafting
+        self._plain.observe(self.costs, n, seconds, rests)
 
     def finished(
-        self,
-        n: int,
-        shape: Budget,
-        drafted: int,
-        tokens: int,
-        trial: bool,
-        behind: int = 0,
-        verified: float | None = None,
+        self, n: int, shape: Budget, drafted: int, tokens: int, trial: bool, verified: float | None = None
     ) -> None:
-        """Account for a round of n sequences with drafts of `drafted` tokens that committed `tokens` in all. `behind`:
-        tokens that were prefilled for it. `verified`: as in `Costs.observe`."""
-        plain = self.costs.plain(n)
-        took = self.costs.round(n, shape, drafted, verified) / plain
-        gained = (self.credit.per_round if drafted else self.credit.per_resting_round) * took
-        if drafted:
-            self._speed.drafted(took)
-            late = self.costs.prefill(behind) / plain
-            if trial:
-                gained += self._trials.finished(tokens / n - took - late)
-            else:
-                gained += tokens / n - took
-                self.credit.late += late  # this time is already spent, so it must not end the drafts for this text
-        self.credit.add(gained, self._trials.price)
+        """Account for a round of n sequences with drafts of `drafted` tokens that committed `tokens` in all.
+        `verified`: as in `Costs.observe`."""
+        took = self.costs.round(n, shape, drafted, verified) / self.costs.plain(n)
+        self.left = min(MOST, self.left + SHARE * took)
+        if not drafted:
+            self._since += took * (not self._drafting)
+            return
+        gained = tokens / n - took
+        self.left = min(MOST, self.left + gained)
+        self._drafts, self._since = self._drafts + 1, self._since + took * self._drafting
+        if trial:
+            self._gained += gained
+            if not self._run:
+                self._lost = 0 if self._gained > 0 else self._lost + 1
+                self.left -= SWITCH
 
-    def _expected(self, policies: Sequence[Policy], shape: Budget) -> tuple[float, float]:
+
+@dataclass(frozen=True)
+class _Texts:
+    """The texts of a batch, and what drafts promise for them."""
+
+    policies: Sequence[Policy]
+    remaining: Sequence[float]
+    offers: Sequence[Offer]
+    costs: Costs
+
+    @property
+    def left(self) -> float:
+        return sum(self.remaining)
+
+    def served(self, shape: Budget, read: bool) -> list[int]:
+        """The slots that get a draft of this shape: those with room for it, and, unless `read`, whose text is read."""
+        slots = range(len(self.policies))
+        if not self.offers:
+            return [*slots]
+        room, missing = self.offers[shape.part].room, self.offers[shape.part].missing
+        return [s for s in slots if (not room or room[s] > 0) and (read or not missing or not missing[s])]
+
+    def unread(self, shape: Budget) -> frozenset[int]:
+        """The slots that its drafter must read first."""
+        missing = self.offers[shape.part].missing if self.offers else ()
+        return frozenset(slot for slot in self.served(shape, True) if missing and missing[slot])
+
+    def reading(self, shape: Budget, slots: Sequence[int]) -> float:
+        """Seconds that the reading takes."""
+        return self.costs.prefill(sum(self.offers[shape.part].missing[slot] for slot in slots))
+
+    def expected(self, shape: Budget, read: bool) -> tuple[float, float]:
         """Expected tokens and seconds of a round of this shape."""
-        n, served = len(policies), self._drafted_for(policies, shape)
+        n, served = len(self.policies), [self.policies[slot] for slot in self.served(shape, read)]
         tokens = n - len(served) + sum([p.expected(shape) for p in served])
-        drafted = sum([p.drafts(shape) for p in served]) / n
-        verified = drafted
-        if shape.beside is not None:  # of several sequences, all verify equally many rows
-            verified = policies[0].verified(shape) if n == 1 else drafted + shape.beside.nodes
+        drafted = sum([p.drafts(shape) for p in served]) / len(served)
+        if shape.beside is None or n == 1:
+            verified = sum([p.verified(shape) for p in served]) / n
+        else:  # a tree, whose rows all sequences have
+            verified = drafted + shape.beside.nodes
         return tokens, self.costs.round(n, shape, drafted, verified)
 
-    def _drafted_for(self, policies: Sequence[Policy], shape: Budget) -> Sequence[Policy]:
-        """The policies of the texts that get a draft of this shape: those with room for it."""
-        room = self._room[shape.part] if self._room else ()
-        return [p for p, left in zip(policies, room, strict=True) if left > 0] if room else policies
+    def rate(self, shape: Budget, read: bool) -> float:
+        tokens, seconds = self.expected(shape, read)
+        return tokens / seconds
 
-    def _prefill(self, shape: Budget) -> float:
-        """Seconds of prefill before a draft."""
-        return self._late[shape.part] if self._late else 0.0
+    def trial(self, shape: Budget) -> Budget:
+        return self.policies[0].trial(shape)
+
+
+@dataclass(eq=False)
+class TokenPrices:
+    """What each further token of a draft costs, kept for REFRESH rounds of the same shape."""
+
+    _prices: tuple[float, ...] = ()
+    _key: Any = None
+    _kept: int = 0
+
+    def of(self, key: Any, made: Callable[[], tuple[float, ...]]) -> tuple[float, ...]:
+        if self._key != key or self._kept >= REFRESH:
+            self._prices, self._key, self._kept = made(), key, 0
+        self._kept += 1
+        return self._prices
+
+
+@dataclass(eq=False)
+class PlainSpeed:
+    """Measures plain decoding by several plain rounds in a row."""
+
+    _seconds: list[float] = field(default_factory=list)  # of the last plain rounds, for the next measurement
+    _of: tuple[int, bool] = (0, False)  # number of sequences in those rounds, and whether drafts rested
+
+    def observe(self, costs: Costs, n: int, seconds: float, rests: bool) -> None:
+        """Take the seconds of a plain round of n sequences, chosen to measure plain decoding or because drafts are
+        slower (`rests`). In the first ones the processor's caches still hold a draft's data, so a short round counts:
+        the shortest but for a quarter of them, because draft rounds are not timed at their luckiest either. Between
+        drafts the last two measurements count together, so that plain decoding does not look slow after one that was
+        interrupted. One that differs by PHASE from the estimate changes all costs (`Costs.follow`), and so does every
+        one while drafts rest."""
+        if (n, rests) != self._of:  # a text was admitted or ended meanwhile, or drafts began or ended
+            self._seconds, self._of = [], (n, rests)
+        self._seconds.append(seconds)
+        if len(self._seconds) % (AGAIN if rests else LOOK):
+            return
+        usual = sorted(self._seconds)[len(self._seconds) // 4]
+        if rests or not 1 / PHASE < usual / costs.plain(n) < PHASE:
+            costs.follow(n, usual)
+        else:
+            costs.measured(n, NONE, 0, 0.0, usual)
+        self._seconds = [] if rests else self._seconds[-LOOK:]
+
+
+def worth_rows(chances: Sequence[Sequence[float]], prices: Sequence[float]) -> list[int]:
+    """How many tokens of each sequence's chain to verify: the rows that promise most tokens beyond their price.
+    `chances`: how probable it is that the first 1, 2, .. tokens of each chain are accepted, descending. `prices`: of 0,
+    1, .. further rows of the batch, in tokens (`Costs.row_prices`). The price of many rows may rise in steps, so all
+    numbers of rows are compared."""
+    order = sorted(((p, slot) for slot, each in enumerate(chances) for p in each), key=lambda row: -row[0])
+    promised = accumulate((p for p, _ in order), initial=0.0)
+    gains = [total - price for total, price in zip(promised, prices, strict=False)]
+    counts = [0] * len(chances)
+    for _, slot in order[: gains.index(max(gains))]:
+        counts[slot] += 1
+    return counts

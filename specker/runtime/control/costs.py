@@ -12,7 +12,7 @@ import numpy as np
 
 from specker.runtime.control.policy import Budget
 
-TABLE = 33  # sizes whose cost is tabulated
+TABLE = 65  # sizes whose cost is tabulated
 SIZES: Any = np.arange(TABLE)
 # How far one round moves an estimate of the logarithm. Interruptions only ever lengthen a round, so an estimate rises
 # more slowly than it falls.
@@ -25,6 +25,8 @@ FEW = 4  # fewer measurements of a size may all have been interrupted
 SOON = 8  # for each of its measurements
 FORGET = 64  # at most
 LEAST = 1e-9  # seconds; a stage that the clock cannot resolve
+STEP = 0.05  # weight of a round's measurement for the factor of its number of sequences
+WITHIN = 0.3  # of the logarithm: the most that one measurement changes this factor
 MANY = 16  # rows whose arithmetic takes longer than reading the weights, on a CPU
 
 
@@ -42,8 +44,9 @@ class Curve:
         self.prior = prior
         self.factor: float | None = None  # seconds per unit of the prior; None: nothing was measured
         self.ratios: dict[int, float] = {}  # measured cost over the prior, by size
+        self.kept = {1}  # sizes that are never forgotten
         self._seen: dict[int, tuple[int, int]] = {}  # of sizes of rounds: number of measurements, and the last one's
-        self._rounds = 0  # number of measurements of sizes above 1
+        self._rounds = 0  # number of measurements of sizes that are not kept
         self.largest = 0  # size that was measured here, not taken from another curve
         self._table: list[float] = []
         self._fit: tuple[list[int], list[float], float] = [0], [1.0], 0.0  # sizes, their ratios; growth beyond them
@@ -88,7 +91,7 @@ class Curve:
 
     def _forget(self, size: int) -> None:
         """Count a measurement of a size, and drop the sizes that were not measured for long."""
-        if size > 1:
+        if size not in self.kept:
             self._rounds += 1
             self._seen[size] = self._seen.get(size, (0, 0))[0] + 1, self._rounds
             for old, (count, last) in list(self._seen.items()):
@@ -104,10 +107,10 @@ class Curve:
         self.largest = max(self.largest, size)
         self._table = []
 
-    def like(self, other: "Curve") -> "Curve":
-        """Start from what another curve has measured."""
-        self.factor, self.ratios, self._table = other.factor, dict(other.ratios), []
-        return self
+    def like(self, other: "Curve", times: float = 1.0) -> None:
+        """Start from `times` what another curve has measured."""
+        assert other.factor is not None
+        self.factor, self.ratios, self._table = other.factor * times, dict(other.ratios), []
 
     def _tabulated(self) -> list[float]:
         """The costs of sizes 0 to TABLE - 1, divided by `factor`. Every round changes all of them, so they are computed
@@ -133,7 +136,11 @@ class Curve:
 
 
 class Costs:
-    """Seconds of drafts and verify passes, for each number of sequences and each way to draft."""
+    """Seconds of drafts and of verify passes.
+
+    A verify pass over R rows in all costs V(R), whatever the number n of sequences: the weights are read once, and each
+    row has its arithmetic. What else depends on n is a factor of all passes of n sequences. Drafts have a curve for each
+    way to draft and each n."""
 
     def __init__(self, prior: Callable[[Budget], float], reads: Callable[[float], float] = lambda rows: 1.0):
         """`prior`: the cost of a draft of this shape in plain decoding steps, by the weights that it reads. `reads`:
@@ -143,22 +150,29 @@ class Costs:
 
     def clear(self) -> None:
         """Forget all measurements."""
-        self._verify: dict[tuple[int, int], Curve] = {}
-        self._draft: dict[tuple[int, int, int], Curve] = {}
+        self._verify: dict[int, Curve] = {}  # by exit, of rows in all
+        self._factors: dict[int, float] = {}  # by number of sequences
+        self._draft: dict[tuple[int, int, int, bool], Curve] = {}  # by sequences, exit, part, and whether it is a tree
         self.plain_rounds = 0  # number of measured rounds without a draft
         self._prefill = 0.0  # seconds per token that the drafter prefills, of MANY or more
         self._row = 0.0  # seconds per row of the target in long passes
 
     def verify(self, n: int, rows: float, exit: int = 0) -> float:
-        """Seconds of a verify pass over `rows` rows of each of n sequences, and of all that follows it in the round.
-        `exit`: layers of the target that have already run on all rows but one."""
-        curve = self._verifying(n, exit)
-        return max(curve.at(rows) * (curve.factor or self._unit(n)), self._least(curve, n, rows, exit))
+        """Seconds of a verify pass over `rows` rows of n sequences in all, and of all that follows it in the round.
+        `exit`: layers of the target that have already run on all rows but one of each sequence."""
+        curve = self._verifying(exit)
+        return max(curve.at(rows) * (curve.factor or 1.0), self._least(curve, rows, exit)) * self._factor(n)
 
-    def _least(self, curve: Curve, n: int, rows: float, exit: int) -> float:
+    def _least(self, curve: Curve, rows: float, exit: int) -> float:
         """What a verify pass costs at least, by its arithmetic, where it is larger than any that was measured. A few
         rows cost what reading the weights does, so they tell nothing of many."""
-        return self._row * n * rows if rows > max(1, curve.largest) and not exit else 0.0
+        return self._row * rows if rows > max(1, curve.largest) and not exit else 0.0
+
+    def _factor(self, n: int) -> float:
+        """The factor of all passes of n sequences: of the nearest n that was measured."""
+        if n not in self._factors:
+            return self._factors[min(self._factors, key=lambda known: abs(known - n))] if self._factors else 1.0
+        return self._factors[n]
 
     def draft(self, n: int, budget: Budget, tokens: float) -> float:
         """Seconds of a draft of `tokens` tokens for each of n sequences; `budget` says what drafts."""
@@ -172,25 +186,25 @@ class Costs:
         `verified`: as in `observe`."""
         tokens = budget.nodes if tokens is None else tokens
         verified = tokens if verified is None else verified
-        return self.draft(n, budget, tokens) + self.verify(n, verified + 1, budget.exit if verified else 0)
+        return self.draft(n, budget, tokens) + self.verify(n, n * (verified + 1), budget.exit if verified else 0)
 
     def rounds(self, n: int, budget: Budget, most: int) -> list[float]:
         """Seconds of rounds of n sequences with drafts of 0 to `most` tokens."""
-        draft, verify = self._drafting(n, budget), self._verifying(n, budget.exit)
-        each, all = draft.factor or self._unit(n), verify.factor or self._unit(n)
-        least = 2 if budget.beside is None else 2 + budget.beside.nodes
-        rows = range(least, least + most)
-        passes = [max(verify.at(k) * all, self._least(verify, n, k, budget.exit)) for k in rows]
-        return [self.plain(n), *(draft.at(k) * each + passes[k - 1] for k in range(1, most + 1))]
+        draft, beside = self._drafting(n, budget), 0 if budget.beside is None else budget.beside.nodes
+        each = draft.factor or self._unit(n)
+        passes = (self.verify(n, n * (k + 1 + beside), budget.exit) for k in range(1, most + 1))
+        return [self.plain(n), *(draft.at(k) * each + seconds for k, seconds in enumerate(passes, 1))]
 
     def plain(self, n: int) -> float:
         """Seconds of a round of n sequences without a draft."""
-        return self.verify(n, 1)
+        return self.verify(n, n)
 
     def prefill(self, tokens: int) -> float:
         """Seconds that the drafter takes to prefill `tokens` tokens. Fewer than MANY take as long as MANY, because the
-        weights are read once."""
-        return self._prefill * max(tokens, MANY) if tokens else 0.0
+        weights are read once. Before a prefill is measured, a token takes as much of the time of a prompt's row in the
+        target as the drafter has of its weights."""
+        each = self._prefill or self._row * self.prior(Budget(1, 1))
+        return each * max(tokens, MANY) if tokens else 0.0
 
     def prices(self, n: int, budget: Budget, rate: float) -> tuple[float, ...]:
         """What a draft's second, third, .. token costs: the tokens of one sequence that a batch of n emits meanwhile at
@@ -199,11 +213,12 @@ class Costs:
         _, *total = self.rounds(n, budget, budget.depth)
         return tuple(each * max(0.0, b - a) for a, b in pairwise(total))
 
-    def row_price(self, n: int, budget: Budget, rate: float) -> float:
-        """What a further row of one of n sequences costs in the verify pass, as tokens that the batch emits meanwhile
-        at `rate` tokens per second: the mean over drafts of up to the budget's length."""
-        most = budget.depth
-        return rate * (self.verify(n, most + 1, budget.exit) - self.plain(n)) / (n * most) if most else 0.0
+    def row_prices(self, n: int, budget: Budget, rate: float) -> tuple[float, ...]:
+        """What 0, 1, .. further rows cost in the verify pass of a batch of n, as tokens that it emits meanwhile at
+        `rate` tokens per second: up to the rows of n of the budget's longest drafts."""
+        first = self.plain(n)
+        rows = range(n, n * (budget.depth + 1) + 1)
+        return tuple(rate * (self.verify(n, count, budget.exit) - first) for count in rows)
 
     def observe(
         self,
@@ -221,34 +236,52 @@ class Costs:
         for the first rounds after a change between plain rounds and drafts. They load the processor's caches anew, so
         they count only if they were shorter than expected. `trial`: plain rounds were timed just before, so a time that
         differs from the estimate says nothing of the machine's speed, which all sizes of a verify pass share."""
-        rows = 1 + (tokens if verified is None else verified)
-        exit = budget.exit if rows > 1 else 0
+        verified = tokens if verified is None else verified
+        rows, exit = n * (1 + verified), budget.exit if verified else 0
         self.plain_rounds += not tokens
-        curve, size = self._verifying(n, exit), round(rows)
-        curve.learn(size, verify * curve.at(size) / curve.at(rows), warm, trial)
+        curve, size = self._verifying(exit), grouped(rows)
+        if not tokens:
+            curve.kept.add(size)
+        curve.learn(size, verify / self._seen(n, rows, exit, verify) * curve.at(size) / curve.at(rows), warm, trial)
         if tokens:
             self._drafting(n, budget).learn(tokens, draft, warm, unit=self._unit(n))
 
     def measured(self, n: int, budget: Budget, tokens: int, draft: float, verify: float) -> None:
         """Like `observe`, for careful measurements."""
-        exit = budget.exit if tokens else 0
+        rows, exit = n * (1 + tokens), budget.exit if tokens else 0
         self.plain_rounds += REPEATED * (not tokens)
-        self._verifying(n, exit).set(tokens + 1, verify)
+        if not tokens:
+            self._verifying(exit).kept.add(rows)
+        self._verifying(exit).set(rows, verify / self._seen(n, rows, exit, verify, REPEATED * STEP))
         if tokens:
             self._drafting(n, budget).set(tokens, draft)
 
+    def _seen(self, n: int, rows: float, exit: int, seconds: float, weight: float = STEP) -> float:
+        """Learn the factor of n from a pass of n sequences that took `seconds`. Returns the factor. The first n that is
+        measured has 1; another one takes its first measurement as it is, where passes over as many rows are known."""
+        curve = self._verifying(exit)
+        if curve.factor is None or {*self._factors} <= {n}:
+            return self._factors.setdefault(n, 1.0)
+        known = min(curve.ratios) <= rows <= curve.largest
+        error = math.log(max(seconds, LEAST) / self.verify(n, rows, exit))
+        step = weight if n in self._factors else 1.0
+        factor = self._factor(n) * math.exp(step * max(-WITHIN, min(WITHIN, error)) if known else 0.0)
+        self._factors[n] = factor
+        return factor
+
     def follow(self, n: int, seconds: float) -> None:
         """Take the seconds of a plain round of n sequences, as careful measurements found it while nothing was drafted.
-        Another time than before is taken for a change of the machine's speed, which changes all costs alike."""
-        change = max(seconds, LEAST) / self.plain(n)
-        if self._verifying(n, 0).factor is None:
+        Another time than before is taken for a change of the machine's speed, which changes all costs alike, unless n
+        was never measured."""
+        curve, seconds = self._verifying(0), max(seconds, LEAST)
+        if curve.factor is None or n not in self._factors:
             self.measured(n, Budget(0, 0), 0, 0.0, seconds)
             return
-        self._prefill *= change
-        curves: tuple[dict[Any, Curve], ...] = self._verify, self._draft
-        for key, curve in (item for kind in curves for item in kind.items()):
-            if key[0] == n and curve.factor is not None:
-                curve.factor *= change
+        change = seconds / self.plain(n)
+        self._prefill, self._row = self._prefill * change, self._row * change
+        for each in (*self._verify.values(), *self._draft.values()):
+            if each.factor is not None:
+                each.factor *= change
 
     def observe_prefill(self, tokens: int, seconds: float) -> None:
         """Learn from a prefill of `tokens` tokens by the drafter. A shorter time than before is taken as it is: the
@@ -262,30 +295,42 @@ class Costs:
             each = seconds / rows
             self._row += (each - self._row) * (0.3 if self._row else 1.0)
 
-    def _verifying(self, n: int, exit: int) -> Curve:
-        return self._of(self._verify, (n, exit), lambda rows: self.reads(n * rows) / self.reads(n))
+    def _verifying(self, exit: int) -> Curve:
+        curve = self._verify.get(exit)
+        if curve is None:
+            one = self.reads(1)
+            curve = self._verify[exit] = Curve(lambda rows: self.reads(max(1.0, rows)) / one)
+        if curve.factor is None and (known := [key for key, each in self._verify.items() if each.factor is not None]):
+            curve.like(self._verify[min(known, key=lambda key: abs(key - exit))])
+        return curve
 
     def _drafting(self, n: int, budget: Budget) -> Curve:
+        """The curve of this way to draft. A new one starts from the nearest n that was measured: a draft step of n rows
+        takes as much longer as a pass of the target over n rows does."""
+
         def prior(tokens: float) -> float:
             whole = max(1, math.ceil(tokens))
             depth = max(1, whole // 2) if budget.tree else whole
             return self.prior(Budget(whole, depth, budget.exit, budget.part))
 
-        return self._of(self._draft, (n, budget.exit, budget.part, budget.tree), prior)
-
-    def _of(self, curves: dict[Any, Curve], key: tuple[int, ...], prior: Callable[[float], float]) -> Curve:
-        """The curve of this key; a new one starts from the most similar one that was measured."""
-        curve = curves.get(key)
+        key = n, budget.exit, budget.part, budget.tree
+        curve = self._draft.get(key)
         if curve is None:
-            curve = curves[key] = Curve(prior)
+            curve = self._draft[key] = Curve(prior)
         if curve.factor is None:
-            measured = [k for k in curves if curves[k].factor is not None and k[2:] == key[2:]]
-            if measured:
-                near = min(measured, key=lambda k: (abs(k[0] - key[0]), abs(k[1] - key[1])))
-                curve.like(curves[near])
+            alike = [k for k, each in self._draft.items() if each.factor is not None and k[2:] == key[2:]]
+            if alike:
+                near = min(alike, key=lambda k: (abs(k[0] - n), abs(k[1] - budget.exit)))
+                curve.like(self._draft[near], self.plain(n) / self.plain(near[0]))
         return curve
 
     def _unit(self, n: int) -> float:
         """Seconds of a plain step, as far as known; 1 before any measurement."""
-        curve = self._verifying(n, 0)
-        return curve.factor or 1.0
+        return 1.0 if self._verifying(0).factor is None else self.plain(n)
+
+
+def grouped(rows: float) -> int:
+    """The number of rows under which a pass is counted: many are rounded to an eighth."""
+    whole = round(rows)
+    unit = 1 << max(0, whole.bit_length() - 5)
+    return round(whole / unit) * unit

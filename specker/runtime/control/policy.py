@@ -55,7 +55,7 @@ class Offer:
     """What a drafter can do for each text of a batch, before the round's shape is chosen. The default suits one without
     a model."""
 
-    missing: int = 0  # committed tokens of all texts that `advance` would prefill before a draft
+    missing: Sequence[int] = ()  # committed tokens of each text that `advance` would prefill before a draft; (): none
     room: Sequence[int] = ()  # draft tokens that fit behind each text in a model's context; (): any number
     matches: Sequence[Sequence[Match]] = ()
     """For each text, the match in each source that it may copy from."""
@@ -165,10 +165,10 @@ class Policy:
         self._chain, more = after(self.rule, self._chain, probability)
         return more
 
-    def worth(self, price: float, confidence: Sequence[float]) -> int:
-        """How many tokens of this round's chain are worth a row of the verify pass, which costs `price` tokens.
-        `confidence`: the draft's probability of each token; empty unless `confident`."""
-        return MAX_NODES
+    def chances(self, count: int, confidence: Sequence[float]) -> list[float]:
+        """How probable it is that the first 1, 2, .. `count` tokens of this round's chain are accepted. `confidence`:
+        the draft's probability of each token; empty unless `confident`."""
+        return [self.rate ** (i + 1) for i in range(count)]
 
     def observe(self, outcome: Outcome) -> None:
         """Called once per round."""

@@ -29,6 +29,7 @@ from specker.model.cache import KVCache, Rows
 from specker.model.decoder import Model, Output, experts_read, forward
 from specker.model.prefill import Part, prefill_parts
 from specker.model.rows import begin
+from specker.runtime.control.choose import worth_rows
 from specker.runtime.control.policy import UNLIMITED
 from specker.runtime.round.batch import Batch
 from specker.runtime.round.branches import drafted
@@ -56,7 +57,7 @@ class Round:
     allowed: Tensor | None = None  # [rows, W] int32, bits of the tokens that may follow each row; None: all may
     instead: Tensor | None = None  # tokens [n, N] int64 to verify instead of the draft's first N, to measure costs
     behind: int = 0  # tokens that the drafter prefilled before it drafted
-    price: float = 0.0  # what a further row of one sequence costs in the verify pass, in tokens (Costs.row_price)
+    prices: Sequence[float] = ()  # what 0, 1, .. further rows of the verify pass cost, in tokens (Costs.row_prices)
     parts: Sequence[Part] = ()  # of prompts whose rows come with the verify pass
     part_layers: tuple[int, ...] = ()  # depths at which the parts' rows are kept
     part_rows: list[dict[int, Tensor]] = field(default_factory=list)  # of each part, depth -> [rows, E]
@@ -125,7 +126,7 @@ def launch(r: Round, target: Model, cache: KVCache, drafters: Sequence[Drafter])
 
 
 def shorten_drafts(r: Round, model: Model) -> Tensor | None:
-    """Cut each draft where its next token is less likely to be accepted than its row costs. Returns `Round.places` if
+    """Leave out the draft tokens that are less likely to be accepted than their rows cost. Returns `Round.places` if
     some drafts are then shorter than others. A batch of fixed shape, a tree, traces, log-probabilities, grammars and
     drafters that read hidden rows want equally many rows of each sequence: None, and shorter drafts are padded."""
     b, d = r.batch, r.draft
@@ -133,9 +134,10 @@ def shorten_drafts(r: Round, model: Model) -> Tensor | None:
     if whole or any(request.logprobs or request.guide for request in b.requests):
         return None
     counts = [d.count(slot) for slot in range(b.n)]
-    if r.price:
+    if r.prices:
         confidence = [[of_token[slot] for of_token in d.confidence] for slot in range(b.n)]
-        counts = [min(c, s.policy.worth(r.price, p)) for c, s, p in zip(counts, b.requests, confidence, strict=True)]
+        texts = zip(b.requests, counts, confidence, strict=True)
+        counts = worth_rows([s.policy.chances(count, own) for s, count, own in texts], r.prices)
     if min(counts) == d.size:
         return None
     d.draft_lengths, first = counts, range(0, b.n * (d.size + 1), d.size + 1)

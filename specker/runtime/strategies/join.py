@@ -78,7 +78,7 @@ class JoinedPolicy(Policy):
         return self.parts[budget.part].drafts(budget)
 
     def verified(self, budget: Budget) -> float:
-        own = self.drafts(budget)
+        own = self.parts[budget.part].verified(budget)
         if budget.beside is None:
             return own
         both = shared(self.parts[budget.part].expected(budget), self.expected(budget.beside))
@@ -96,8 +96,8 @@ class JoinedPolicy(Policy):
         self.part, self._beside = budget.part, budget.beside
         self.parts[self.part].taken(budget, prices)
 
-    def worth(self, price: float, confidence: Sequence[float]) -> int:
-        return self.parts[self.part].worth(price, confidence)
+    def chances(self, count: int, confidence: Sequence[float]) -> list[float]:
+        return self.parts[self.part].chances(count, confidence)
 
     def observe(self, outcome: Outcome) -> None:
         self.parts[self.part].observe(outcome)

@@ -164,12 +164,9 @@ class NgramPolicy(Policy):
     def drafts(self, budget: Budget) -> float:
         return min(budget.depth, self.available) if self.matched else 0
 
-    def worth(self, price: float, confidence: Sequence[float]) -> int:
-        """The largest k with a_n^k of at least the price."""
+    def chances(self, count: int, confidence: Sequence[float]) -> list[float]:
         a = self.rate_of(self.matched, self.source) if self.matched else 0.0
-        if a >= 1 or price <= 0:
-            return MAX_NODES
-        return int(math.log(price) / math.log(a)) if a > 0 and price < 1 else 0
+        return [a ** (i + 1) for i in range(count)]
 
     def observe(self, outcome: Outcome) -> None:
         if outcome.drafted and self.matched:
