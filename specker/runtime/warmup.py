@@ -123,11 +123,13 @@ def warm_rounds(
     most, ahead = loop.target.config.max_context, loop.batches.lookahead
     lengths = [max(min(b, most) - ahead, loop.largest.depth + 1) for b in loop.batches.buckets]
     # A verify pass that draws the tokens and one that writes logits are different graphs. So is the acceptance after
-    # logits for each kind of draws, with and without penalties; it does not depend on the KV bucket.
+    # logits for each kind of draws, with and without penalties, and where a text may not end yet; it does not depend on
+    # the KV bucket.
     plain = [Params(sampling=sampling) for sampling in DRAWS]
     penalised = [Params(sampling=sampling) for sampling in PENALISED]
     told = [Params(sampling=sampling, logprobs=1) for sampling in DRAWS[:2] if loop.target.samples]
     every = [*plain, *penalised, *told]
+    early = [replace(params, min_tokens=1) for params in (*plain, *penalised)]
     sizes = dict.fromkeys(min(1 << i, loop.size) for i in range(loop.size.bit_length() + 1))
     for n, (before, length) in itertools.product(sizes, itertools.pairwise((0, *lengths))):
         rare = bool(before) and n not in (1, loop.size)
@@ -137,7 +139,7 @@ def warm_rounds(
             todo.append((rare, partial(_sizes, loop, n, length, params, verified, False)))
             if exits and n in (1, loop.size):
                 todo.append((False, partial(_exits, loop, n, length, params, exits)))
-    for n, params in itertools.product(sizes, every):
+    for n, params in itertools.product(sizes, (*every, *early)):
         todo.append((False, partial(_sizes, loop, n, lengths[0], params, accepted, True)))
     for done, (rare, work) in enumerate(todo, 1):
         with loop.graphs.compiling() if rare else nullcontext():
@@ -250,6 +252,8 @@ def _text(ids: list[int], params: Params) -> Request:
         sampling=params.sampling,
         policy=Fixed(0, 0),
         prefixes="off",
+        stop_ids=frozenset({0}),
+        min_tokens=params.min_tokens,
         logprobs=params.logprobs,
     )
 

@@ -216,11 +216,13 @@ ADJUSTED = {
     "as Qwen3.5 recommends": {"temperature": 0.7, "top_p": 0.8, "top_k": 20, "presence_penalty": 1.5},
     "min_p": {"temperature": 1.0, "min_p": 0.1},
     "biases": {"logit_bias": {5: 4.0}, "repetition_penalty": 1.2},
+    "min_tokens": {"min_tokens": 8, "stop_ids": [3, 7]},
+    "min_tokens and penalties": {"min_tokens": 8, "stop_ids": [3], "temperature": 1.0, "presence_penalty": 1.5},
 }
 
 
 @pytest.mark.parametrize("strategy", ["ar", "draft"])
-def test_no_round_with_penalties_is_captured_late(cuda, pair, strategy):
+def test_no_round_with_penalties_or_a_least_number_of_tokens_is_captured_late(cuda, pair, strategy):
     engine = specker.load(
         *pair[: 1 + (strategy == "draft")], strategy=strategy, device="cpu", dtype="float64", graphs="on", batch_size=2
     )
@@ -230,7 +232,8 @@ def test_no_round_with_penalties_is_captured_late(cuda, pair, strategy):
         alone = engine.generate([5, 9], 12, **how)
         several = engine.generate([[5, 9], [7, 1, 3]], [12, 8], **how)
         assert several[0].tokens == alone.tokens and alone.stats.captures == several[0].stats.captures == 0
-    assert any(key[0][0] == "accept" and (key[0][3] or ())[:2] == ("greedy", True) for key in graphs.captured)
+    for kind in ((False, True), (True, False), (True, True)):  # penalties, and a text that may not end yet
+        assert any(key[0][0] == "accept" and key[0][3] == ("greedy", *kind) for key in graphs.captured)
     count = len(graphs.captured)
     assert graphs.to_json() == {"captured": count, "late": 0, "seconds": graphs.seconds, "bytes": count << 20}
     assert graphs.seconds > 0

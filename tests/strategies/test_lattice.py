@@ -9,6 +9,9 @@ import pytest
 import torch
 from path_search import Lattice, Search, log_p
 
+from specker.kernels.round.grow import launch_prune
+from specker.kernels.round.lattice import Lattice as Found
+from specker.kernels.round.lattice import cut_lattice, launch_cut, launch_search
 from specker.runtime.strategies.blocks import tree
 from specker.runtime.strategies.blocks.ngram import NGram, NGramCounts
 from specker.runtime.strategies.blocks.ngram_scorer import NGramScorer, Tables
@@ -16,6 +19,15 @@ from specker.runtime.strategies.blocks.ngram_scorer import NGramScorer, Tables
 V = 12
 STOP = 0
 BEFORE = (3, 5)
+
+
+@pytest.fixture(autouse=True, params=["torch", "kernel"])
+def form(request, monkeypatch):
+    """Which form of the ops searches: torch's, or their kernels."""
+    if request.param == "kernel":
+        monkeypatch.setattr(tree, "search_lattice", launch_search)
+        monkeypatch.setattr(tree, "prune", launch_prune)
+    return request.param
 
 
 def ngram(seed: int = 0) -> NGram:
@@ -40,7 +52,7 @@ def random_lattices(count: int, k: int, M: int, noisy: bool) -> list[Lattice]:
     return made
 
 
-def on_device(found: list[Lattice], nodes: int) -> tuple[SimpleNamespace, tree.Lattice]:
+def on_device(found: list[Lattice], nodes: int) -> tuple[SimpleNamespace, Found]:
     """A batch with room for `nodes` draft tokens, and the lattices of its sequences."""
     n = len(found)
     noise = None if found[0].noise is None else torch.from_numpy(np.stack([x.noise for x in found]))
@@ -50,21 +62,21 @@ def on_device(found: list[Lattice], nodes: int) -> tuple[SimpleNamespace, tree.L
     state = SimpleNamespace(parents=torch.full((n, nodes), -1))
     draws = SimpleNamespace(heat=lambda: 1.0 if noise is None else 0.7, gumbel=lambda positions, ids: noise)
     batch = SimpleNamespace(window=window, state=state, draws=draws, before_root=lambda: torch.tensor([BEFORE[:1]] * n))
-    return batch, tree.Lattice(ids, p, p.logsumexp(2).clamp(max=0.0))
+    return batch, Found(ids, p, p.logsumexp(2).clamp(max=0.0))
 
 
 def searched(found: list[Lattice], how: Search, nodes: int = 0, paths: int = 0, stops: tuple[int, ...] = (STOP,)):
-    """The tokens [n, nodes or k] that the device drafts, their parents and the scores that it says."""
+    """The tokens [n, nodes or k] that the device drafts, their parents and the best paths' scores."""
     batch, lattices = on_device(found, nodes or len(found[0].ids))
-    scorer = None
+    scorer, ends = None, torch.tensor(stops, dtype=torch.int64)
     if how.ngram is not None:
         tables = Tables.of(how.ngram, torch.device("cpu"))
         scorer = NGramScorer(batch, lattices, torch.zeros(0), tables, how.weight, how.both)
     if nodes:
-        score = tree.write_tree(batch, lattices, scorer, torch.tensor(stops), nodes)
+        score = tree.write_tree(batch, lattices, scorer, ends, nodes)
     else:
-        score = tree.write_chain(batch, lattices, scorer, torch.tensor(stops), paths)
-    return batch.window[:, 1:].tolist(), batch.state.parents.tolist(), score.tolist()
+        score = tree.write_chain(batch, lattices, scorer, ends, paths)
+    return batch.window[:, 1:].tolist(), batch.state.parents.tolist(), (score * len(found[0].ids)).tolist()
 
 
 def path_of(tokens: list[int]) -> tuple[int, ...]:
@@ -104,10 +116,11 @@ def every_path(found: Lattice, how: Search, heat: float) -> dict[tuple[int, ...]
 
 @pytest.mark.parametrize("noisy", [False, True], ids=["greedy", "sampled"])
 @pytest.mark.parametrize(("weight", "both"), [(1.0, False), (0.5, False), (0.5, True), (0.0, False)])
-def test_a_wide_beam_finds_the_best_of_all_paths(weight, both, noisy):
-    found = random_lattices(6, k=4, M=3, noisy=noisy)
+def test_a_wide_beam_finds_the_best_of_all_paths(form, weight, both, noisy):
+    k, paths = (3, 16) if form == "kernel" else (4, 300)  # the interpreter is slow
+    found = random_lattices(6, k, M=3, noisy=noisy)
     how = Search(ngram() if weight < 1 else None, weight=weight, both=both)
-    drafts, _, scores = searched(found, how, paths=300)
+    drafts, _, scores = searched(found, how, paths=paths)
     for one, tokens, score in zip(found, drafts, scores, strict=True):
         want = every_path(one, how, 0.7 if noisy else 1.0)
         assert path_of(tokens) == max(want, key=want.get)
@@ -154,15 +167,23 @@ def test_a_path_that_has_ended_stays_the_best_where_no_other_lives():
     assert searched([found], Search(), paths=3) == ([[STOP] * 3], [[-1] * 3], [0.0])
 
 
-def test_candidates_are_the_smallest_set_with_the_mass_plus_stop_ids():
+def test_candidates_are_the_smallest_set_with_the_mass_plus_stop_ids(form):
+    go = launch_cut if form == "kernel" else cut_lattice
     p = torch.tensor([[[0.5, 0.3, 0.1, 0.05], [0.9, 0.04, 0.03, 0.01], [0.25, 0.25, 0.25, 0.2]]]).log()
-    ids = torch.arange(1, 5).expand(1, 3, 4)
-    got = tree.lattice(ids, p, 0.79)
+    ids, report = torch.arange(1, 5).expand(1, 3, 4), torch.zeros(1, 3)
+
+    def cut(ids, log_p, share, extra=0):
+        """The logits are some numbers above the log-probabilities."""
+        lse = torch.tensor([[0.5, -1.0, 2.0]])
+        return go(ids, log_p + lse.unsqueeze(2), lse, torch.tensor([2]), report, share, extra)
+
+    got = cut(ids, p, 0.79)
     assert got.log_p.isfinite().sum(2).tolist() == [[2, 1, 4]]  # 0.5 + 0.3 reaches 0.79
     assert got.mass.exp()[0].tolist() == pytest.approx([0.8, 0.9, 0.95])
-    assert tree.lattice(ids, p, 0.0).log_p.isfinite().sum(2).tolist() == [[1, 1, 1]]
+    assert report[0, :2].tolist() == [3.0, pytest.approx(7 / 3)]
+    assert cut(ids, p, 0.0).log_p.isfinite().sum(2).tolist() == [[1, 1, 1]]
     stops = torch.tensor([[[0.3], [0.04], [0.25]]]).log()
-    got = tree.lattice(torch.cat((ids, torch.full((1, 3, 1), 2)), 2), torch.cat((p, stops), 2), 0.79, stops=1)
+    got = cut(torch.cat((ids, torch.full((1, 3, 1), 2)), 2), torch.cat((p, stops), 2), 0.79, 1)
     assert got.log_p.isfinite()[0].tolist() == [
         [True, True, False, False, False],  # the stop id is the second candidate
         [True, False, False, False, True],
@@ -192,11 +213,12 @@ def every_beginning(found: Lattice, how: Search, heat: float) -> dict[tuple[int,
 
 @pytest.mark.parametrize("noisy", [False, True], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("weight", [1.0, 0.5])
-@pytest.mark.parametrize("nodes", [1, 5, 30])
-def test_a_tree_holds_the_most_probable_beginnings(monkeypatch, nodes, weight, noisy):
+@pytest.mark.parametrize("nodes", [1, 5, 20])
+def test_a_tree_holds_the_most_probable_beginnings(form, monkeypatch, nodes, weight, noisy):
     """As many as asked for, each once, and behind its parent. A level is as wide as a tree, so that none is missed."""
-    monkeypatch.setattr(tree, "WIDTH", 64)
-    found, how = random_lattices(4, k=4, M=3, noisy=noisy), Search(ngram() if weight < 1 else None, weight=weight)
+    k, wide = (3, 16) if form == "kernel" else (4, 64)
+    monkeypatch.setattr(tree, "WIDTH", wide)
+    found, how = random_lattices(4, k, M=3, noisy=noisy), Search(ngram() if weight < 1 else None, weight=weight)
     drafts, parents, _ = searched(found, how, nodes)
     for one, tokens, up in zip(found, drafts, parents, strict=True):
         want = every_beginning(one, how, 0.7 if noisy else 1.0)

@@ -16,9 +16,9 @@ from typing import Any, NamedTuple, Self
 import torch
 from torch import Tensor
 
+from specker.kernels.round.lattice import Lattice
 from specker.runtime.round.batch import Batch
 from specker.runtime.strategies.blocks.ngram import NGram
-from specker.runtime.strategies.blocks.tree import Lattice
 
 
 class Tables(NamedTuple):
@@ -58,14 +58,17 @@ class NGramScorer:
         on, and with `both` at the first one."""
         self.ids, self.tables, self.share, self.both = found.ids, tables, 1 - weight, both
         heat = batch.draws.heat()
-        self.heat = heat.view(-1, 1, 1) if isinstance(heat, Tensor) else heat
+        self.heat = heat.to(found.log_p.dtype).view(-1, 1, 1) if isinstance(heat, Tensor) else heat
         noise = batch.draws.gumbel(positions, found.ids.flatten(0, 1))
         own = found.log_p if noise is None else found.log_p - noise.view(found.ids.shape)
         self.own = own.masked_fill(found.log_p.isneginf(), 0.0)  # log p_drafter
         self.last = batch.before_root()  # tokens of the level before
 
-    def added(self, depth: int, tokens: Tensor, up: Tensor) -> Tensor | None:
-        before, self.last = self.last.gather(1, up), tokens
+    def table(self, roots: Tensor) -> None:
+        """It depends on two tokens."""
+
+    def added(self, depth: int, tokens: Tensor, up: Tensor | None) -> Tensor | None:
+        before, self.last = self.last if up is None else self.last.gather(1, up), tokens
         if not depth and not self.both:
             return None
         own = self.own[:, depth].unsqueeze(1)

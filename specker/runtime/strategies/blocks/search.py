@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from specker.fields import option
+from specker.kernels.round.lattice import cut_lattice
 from specker.model.decoder import Final
 from specker.runtime.control.policy import Budget
 from specker.runtime.control.stats import BlockStats
@@ -18,7 +19,7 @@ from specker.runtime.round.lm_head import LMHead
 from specker.runtime.strategies.base import DraftContext
 from specker.runtime.strategies.blocks import BEAM, CANDIDATES, BlockOptions, ngram
 from specker.runtime.strategies.blocks.ngram_scorer import NGramScorer, Tables
-from specker.runtime.strategies.blocks.tree import Scorer, lattice, size, write_chain, write_tree
+from specker.runtime.strategies.blocks.tree import Scorer, size, write_chain, write_tree
 
 
 @dataclass(eq=False)
@@ -99,31 +100,30 @@ def search(
     how: Search,
     stop_ids: Tensor,
     stops: LMHead | None = None,
-    scorer: Callable[[Tensor, Tensor], Scorer | None] = lambda ids, log_p: None,
+    scorer: Callable[[Tensor, Tensor, Tensor], Scorer | None] = lambda ids, logits, lse: None,
 ) -> None:
     """Search each sequence's block, and write the path or the tree. final [n * k, E]: the rows that predict k tokens of
     each sequence, at `positions` [n * k] int64. `stop_ids` [s] int64: where paths end. `stops`: a head with their rows,
-    which are then candidates everywhere. `scorer`: makes the drafter's own of the candidates [n, k, K] int64 and their
-    log-probabilities."""
-    n, k = batch.n, draft.depth
+    which are then candidates everywhere. `scorer`: makes the drafter's own of the candidates [n, k, K] int64, their
+    logits with noise, over the temperature, and the lse [n, k] of all ids."""
+    n, k, count = batch.n, draft.depth, 0
     ids, logits, lse = head.ranked(final, min(how.candidates, head.most), batch.draws, positions)
-    count = 0
     if stops is not None:
         count = stops.most
         more, theirs, _ = stops.ranked(final, count, batch.draws, positions)
         ids, logits = torch.cat((ids, more), 1), torch.cat((logits, theirs), 1)
-    ids, log_p = ids.view(n, k, -1), (logits - lse.unsqueeze(1)).view(n, k, -1)
-    found = lattice(ids, log_p, how.mass, count)
-    by: Scorer | None = scorer(ids, log_p)
+    ids, logits, lse = ids.view(n, k, -1), logits.view(n, k, -1), lse.view(n, k)
+    report = batch.memory.out("search", n)
+    report = logits.new_empty(n, 3) if report is None else report
+    found = cut_lattice(ids, logits, lse, stop_ids, report, how.mass, count)
+    by: Scorer | None = scorer(ids, logits, lse)
     if by is None and how.ngram is not None:
         by = NGramScorer(batch, found, positions, how.ngram, how.weight, how.both)
     if how.tree:
-        score = write_tree(batch, found, by, stop_ids, draft.size)
+        write_tree(batch, found, by, stop_ids, draft.size, report[:, 2])
     else:
-        score = write_chain(batch, found, by, stop_ids, how.paths)
-    generated = (found.ids[..., :1] != stop_ids).all(2).cumprod(1).sum(1)
-    width = found.log_p.isfinite().sum(2).mean(1, dtype=score.dtype)
-    batch.memory.put("search", torch.stack((generated.to(score.dtype), width, score / k), 1))
+        write_chain(batch, found, by, stop_ids, how.paths, report[:, 2])
+    batch.memory.put("search", report)
 
 
 def before_stop(guesses: Sequence[int], stop_ids: frozenset[int]) -> int:

@@ -20,39 +20,15 @@ ends at a stop token. To keep short paths from winning by having fewer terms, an
 position; it goes on with the stop token.
 """
 
-import math
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
-import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
-from specker.kernels.round.grow import Candidates, grow, prune
+from specker.kernels.round.grow import prune
+from specker.kernels.round.lattice import Lattice, Paths, search_lattice
 from specker.runtime.round.batch import Batch
 
 WIDTH = 8  # nodes of a tree's level after which candidates are scored
-
-
-class Lattice(NamedTuple):
-    """Candidates of k positions of n blocks."""
-
-    ids: Tensor  # [n, k, K] int64
-    log_p: Tensor  # [n, k, K], over the temperature, with the noise of the draws; -inf: not in the lattice
-    mass: Tensor  # [n, k], log of the candidates' share of the drafter's probability
-
-
-def lattice(ids: Tensor, log_p: Tensor, mass: float, stops: int = 0) -> Lattice:
-    """The lattice of candidates [n, k, K], descending by their log_p [n, k, K], of which the fewest that have the
-    probability `mass` together stay. Behind them come the ids of `stops` stop tokens, which stay too."""
-    best = log_p[..., : ids.shape[2] - stops]
-    before = best.exp().cumsum(2).roll(1, 2)
-    before[..., 0] = -1.0  # the first one stays
-    dropped = before >= mass
-    if stops:  # those that are candidates already count once
-        again = (ids[..., -stops:, None] == ids[..., None, :-stops]) & ~dropped.unsqueeze(2)
-        dropped = torch.cat((dropped, again.any(3)), 2)
-    log_p = log_p.masked_fill(dropped, -math.inf)
-    return Lattice(ids, log_p, log_p.logsumexp(2).clamp_(max=0.0))
 
 
 def size(depth: int, candidates: int, nodes: int) -> int:
@@ -63,70 +39,62 @@ def size(depth: int, candidates: int, nodes: int) -> int:
 
 
 class Scorer(Protocol):
-    def added(self, depth: int, tokens: Tensor, up: Tensor) -> Tensor | None:
+    def table(self, roots: Tensor) -> Tensor | None:
+        """What is added to the scores of the candidates of all positions over the temperature [n, k, K, K], where that
+        depends only on the token before: row c after candidate c of the position before. At first all rows are those
+        after the `roots` [n, 1] int64. None if it depends on more of a path: then `added` says it."""
+        ...
+
+    def added(self, depth: int, tokens: Tensor, up: Tensor | None) -> Tensor | None:
         """What is added to the scores of the candidates of position `depth` after m nodes of each block, [n, m, K] over
         the temperature; None for nothing. Called for depths 0, 1, .. in turn. tokens [n, m] int64: of the nodes, at
-        first the roots; up [n, m] int64: the node of the last level that each one follows."""
+        first the roots; up [n, m] int64: the node of the last level that each one follows, None for roots."""
         ...
 
 
-def write_tree(batch: Batch, found: Lattice, scorer: Scorer | None, stops: Tensor, nodes: int) -> Tensor:
+def write_tree(
+    batch: Batch, found: Lattice, scorer: Scorer | None, stops: Tensor, nodes: int, score: Tensor | None = None
+) -> Tensor:
     """Write trees of `nodes` nodes, of which the lattice has as many (`size`). `stops` [s] int64: ids after which
-    nothing is worth a node. Returns the scores of the best paths through all positions [n]."""
+    nothing is worth a node. Returns the scores of the best paths through all positions, a token's share [n]; in
+    `score` [n] if given."""
     (n, k, _), width = found.ids.shape, min(WIDTH, nodes)
-    every = Candidates.empty(n, width, k, found.log_p.dtype, found.ids.device)
-    _, _, scores, _ = _levels(batch, found, scorer, stops, width, every)
-    prune(every, batch.window[:, 1 : nodes + 1], batch.state.parents[:, :nodes])
-    return scores[:, (k - 1) * width]
+    paths = Paths.empty(n, width, k, found.log_p.dtype, found.ids.device)
+    score = _levels(batch, found, scorer, stops, paths, score)
+    prune(paths.candidates, batch.window[:, 1 : nodes + 1], batch.state.parents[:, :nodes])
+    return score
 
 
-def write_chain(batch: Batch, found: Lattice, scorer: Scorer | None, stops: Tensor, width: int) -> Tensor:
-    """Write the best paths that a beam of `width` paths finds. `stops` [s] int64: ids at which a path ends. Returns the
-    paths' scores [n]."""
+def write_chain(
+    batch: Batch, found: Lattice, scorer: Scorer | None, stops: Tensor, width: int, score: Tensor | None = None
+) -> Tensor:
+    """Write the best paths that a beam of `width` paths finds. `stops` [s] int64: ids at which a path ends. Returns as
+    `write_tree`."""
     n, k, _ = found.ids.shape
-    tokens, parents, scores, tolls = _levels(batch, found, scorer, stops, width)
-    last = (k - 1) * width  # the best of the last level
-    node = tokens.new_full((n, 1), last)
-    for depth in reversed(range(k)):
-        batch.window[:, depth + 1] = tokens.gather(1, node)[:, 0]
-        node = parents.gather(1, node) - 1
-    return scores[:, last] + tolls
+    paths = Paths.empty(n, width, k, found.log_p.dtype, found.ids.device)
+    return _levels(batch, found, scorer, stops, paths, score, batch.window[:, 1 : k + 1])
 
 
 def _levels(
-    batch: Batch, found: Lattice, scorer: Scorer | None, stops: Tensor, width: int, every: Candidates | None = None
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Grow all levels, of trees, of which `every` collects the candidates, or of beams. Returns the nodes' tokens and
-    parents (rows) [n, width * k] int64 and their scores [n, width * k], and what was taken from those of all paths of a
-    beam [n], the best of each position, so that no score is positive."""
-    (n, k, K), log_p = found.ids.shape, found.log_p
-    tokens, parents = found.ids.new_empty((2, n, width * k)).unbind(0)
-    scores, tolls = log_p.new_empty((n, width * k)), log_p.new_zeros(n)
-    nodes, up = batch.window[:, :1], tokens.new_zeros((n, 1))
-    ended = torch.zeros_like(up, dtype=torch.bool)
+    batch: Batch,
+    found: Lattice,
+    scorer: Scorer | None,
+    stops: Tensor,
+    paths: Paths,
+    score: Tensor | None,
+    out: Tensor | None = None,
+) -> Tensor:
+    """Grow all levels of trees, or of beams, whose best path is written to `out`. Where no more than the token before
+    matters, in one call."""
+    (n, k, _), width, roots = found.ids.shape, paths.candidates.width, batch.window[:, :1]
+    score = found.log_p.new_empty(n) if score is None else score
+    table = None if scorer is None else scorer.table(roots)
+    if scorer is None or table is not None:
+        search_lattice(found, table, stops, paths, score, 0, k, out)
+        return score
+    nodes, up = roots, None
     for depth in range(k):
-        at, m = depth * width, nodes.shape[1]
-        z = log_p[:, depth].unsqueeze(1).expand(n, m, K)
-        ids = found.ids[:, depth].unsqueeze(1).expand(n, m, K)
-        added = None if scorer is None else scorer.added(depth, nodes, up)
-        z = z if added is None else z + added.to(z.dtype)
-        if every is not None:
-            lse = log_p.new_zeros(n, m) if added is None else z.logsumexp(2) - found.mass[:, depth : depth + 1]
-            lse = lse.masked_fill(ended, math.inf)
-        else:  # the first candidate of an ended path stands for its last token
-            z = z.masked_fill(ended.unsqueeze(2), -math.inf)
-            toll = z.amax((1, 2)).masked_fill(ended.all(1), 0.0)
-            lse, tolls = toll.unsqueeze(1).expand(n, m), tolls + toll
-            z[..., 0] = torch.where(ended, lse, z[..., 0])
-            ids = torch.where(ended.unsqueeze(2), nodes.unsqueeze(2), ids)
-        if width > K:
-            z, ids = pad(z, (0, width - K), value=-math.inf), pad(ids, (0, width - K))
-        best, which = z.topk(width)
-        ids = ids.gather(2, which)
-        grow(ids.view(-1, width), best.view(-1, width), lse.reshape(-1), tokens, parents, scores, at, every)
-        level = slice(at, at + width)
-        nodes, up = tokens[:, level], parents[:, level] - max(0, at - width + 1)
-        ended = (nodes.unsqueeze(2) == stops).any(2)
-        if every is None:  # and paths that the lattice does not hold
-            ended |= scores[:, level].isneginf()
-    return tokens, parents, scores, tolls
+        search_lattice(found, scorer.added(depth, nodes, up), stops, paths, score, depth, 1, out)
+        level = slice(depth * width, (depth + 1) * width)
+        nodes, up = paths.tokens[:, level], paths.up[:, level]
+    return score

@@ -6,6 +6,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from specker.kernels.round.lattice import Lattice, Paths, search_lattice
 from specker.kernels.vocab_topk import largest_of
 from specker.model import dspine, lilicorr
 from specker.model.cache import KVCache
@@ -145,13 +146,16 @@ class BlockDrafter(Drafter):
         """`_guess` with a head that chooses among the best candidates of each row: one token after another."""
         (n, k), K = positions.shape, min(self.spec.candidates, self.head.most)
         found, logits, lse = self.head.ranked(rows.final, K, batch.draws, positions.view(-1))
-        found, log_p = found.view(n, k, K), (logits - lse.unsqueeze(1)).view(n, k, K)
-        head = self._scorer(batch, rows, positions, found, log_p)
+        found, logits, lse = found.view(n, k, K), logits.view(n, k, K), lse.view(n, k)
+        head, log_p = self._scorer(batch, rows, positions, found, logits, lse), logits - lse.unsqueeze(2)
         assert head is not None
         ids, scores, before = torch.empty_like(positions), log_p.new_empty(n, k), batch.window[:, :1]
-        first = before.new_zeros(n, 1)  # each level of a chain has one node
+        if batch.fixed and not scored:  # a beam of one path that nothing ends
+            paths, table = Paths.empty(n, 1, k, log_p.dtype, log_p.device), head.table(before)
+            search_lattice(Lattice(found, log_p, lse), table, found.new_empty(0), paths, scores[:, 0], 0, k, ids)
+            return ids, None, None
         for step in range(k):
-            added = head.added(step, before, first)
+            added = head.added(step, before, None)
             assert added is not None
             total = log_p[:, step] + added[:, 0].to(log_p.dtype)
             best = total.argmax(1, keepdim=True)
@@ -160,9 +164,12 @@ class BlockDrafter(Drafter):
                 scores[:, step] = total.gather(1, best)[:, 0] - total.logsumexp(1)
         return ids, scores, scores.exp()
 
-    def _scorer(self, batch: Batch, rows: BlockRows, positions: Tensor, ids: Tensor, log_p: Tensor) -> Scorer | None:
+    def _scorer(
+        self, batch: Batch, rows: BlockRows, positions: Tensor, ids: Tensor, logits: Tensor, lse: Tensor
+    ) -> Scorer | None:
         """The head that scores the candidates `ids` [n, k, K] int64 after a path; None if the rows say everything. They
-        are of the rows [n * k, H] for `positions` [n, k]; `log_p` [n, k, K]: over the temperature and with noise."""
+        are of the rows [n * k, H] for `positions` [n, k]; `logits` [n, k, K] and `lse` [n, k]: over the temperature and
+        with noise."""
         block, weights, draws = self.block, self.block.weights, batch.draws
         if weights.markov is None and not self.spec.candidates:
             return None
@@ -171,7 +178,8 @@ class BlockDrafter(Drafter):
             return MarkovScorer(block, normed, ids, heat)
         if weights.selector is not None:
             return SelectorScorer(block, normed, ids, heat)
-        noisy, wide = draws.kind != "greedy", log_p.dtype
+        noisy, wide = draws.kind != "greedy", logits.dtype
+        log_p = logits - lse.unsqueeze(2)
         if noisy:  # the drafter's own logits
             log_p = (block.head_rows(ids).to(wide) @ normed.to(wide).unsqueeze(3)).squeeze(3)
         if weights.injection is not None:
