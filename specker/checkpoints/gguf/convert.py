@@ -89,12 +89,17 @@ def _convert_model(path: Path, folder: Path, file: Any, dense: bool) -> None:
     name, gguf, its = supported[model_type]
     named: Named = partial(model.name_of, its, config.num_hidden_layers)
     undo, more = gguf.undone(File(arch, config, file.tensors, dense))
-    modules, restored = _save(path, folder, file.tensors, config.tie_word_embeddings, dense, named, undo)
+    head = model.only_head(keys)  # which drafts with the target's embedding, LM head and tokenizer
+    tensors = [tensor for tensor in file.tensors if tensor.name.startswith("blk.")] if head else file.tensors
+    modules, restored = _save(path, folder, tensors, config.tie_word_embeddings, dense, named, undo)
+    settings = {k: v for k, v in config.to_dict().items() if k not in ("quantization_config", "_name_or_path")}
+    settings |= {"architectures": [name], "dtype": "float32"} | gguf.mend(settings, keys) | more
+    if head:
+        _write_config(folder, settings, modules, restored)
+        return
     tokenizer = _tokenizer(path, file) if hybrid is None else vocabulary.tokenizer_of(path, file)
     tokenizer.save_pretrained(folder)
     GenerationConfig.from_model_config(config).save_pretrained(folder)
-    settings = {k: v for k, v in config.to_dict().items() if k not in ("quantization_config", "_name_or_path")}
-    settings |= {"architectures": [name], "dtype": "float32"} | gguf.mend(settings, keys) | more
     ids = tokenizer.get_vocab() if gguf.ends else {}
     if ends := [ids[token] for token in gguf.ends if token in ids]:
         settings["eos_token_id"] = sorted({settings["eos_token_id"], *ends} - {None})
