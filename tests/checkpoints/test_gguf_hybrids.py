@@ -229,6 +229,16 @@ def test_a_head_in_a_file_of_its_own_drafts_as_in_the_models(tmp_path: Path, arc
         ]
 
 
+def test_auto_takes_the_head_beside_the_file(tmp_path: Path) -> None:
+    folder = source(tmp_path / "source", "qwen35", mtp=True)
+    model = write(tmp_path / "Tiny-Q4_K_M.gguf", folder, "qwen35", part="model")
+    write(tmp_path / "mtp-Tiny-Q8_0.gguf", folder, "qwen35", part="heads")
+    how = {"device": "cpu", "dtype": "float64"}
+    engine, plain = specker.load(str(model), "auto", **how), specker.load(str(model), strategy="ar", **how)
+    assert engine.options.strategy == "mtp" and "because it stands beside the" in engine.remarks["draft_choice"]
+    assert engine.generate(TEXT[:20], 20).tokens == plain.generate(TEXT[:20], 20).tokens
+
+
 def test_a_head_in_a_file_of_its_own_that_does_not_fit_is_refused(tmp_path: Path) -> None:
     folder = source(tmp_path / "source", "qwen35", mtp=True)
     model = write(tmp_path / "model.gguf", folder, "qwen35", part="model")

@@ -1,8 +1,9 @@
 """Read the multi-token prediction (MTP) heads that a target's own checkpoint holds, or another checkpoint of the same
-model: llama.cpp's converter writes a model and its heads into one GGUF file or two (`--no-mtp`, `--mtp`).
+model.
 
-Three layouts are read, as far as the target's own layers are supported, because a head's layer is like them: MiMo's
-`mtp_layers.0`, Qwen3-Next's `mtp`, and DeepSeek-V3's, in which each head is one more layer. What the heads read:
+llama.cpp's converter writes a model and its heads into one GGUF file or two (`--no-mtp`, `--mtp`). Three layouts are
+read, as far as the target's own layers are supported, because a head's layer is like them: MiMo's `mtp_layers.0`,
+Qwen3-Next's `mtp`, and DeepSeek-V3's, in which each head is one more layer. What the heads read:
 
 * Qwen3-Next: the target's rows after its final norm, and a head feeds back its rows after its own norm (vLLM,
   qwen3_next.py and qwen3_next_mtp.py; llama.cpp's pull request 24025 measured it).
