@@ -34,7 +34,7 @@ def folder_of(source: str | Path, weights: bool, formats: tuple[str, ...] = ("*.
     if path.exists():
         raise CheckpointError(f"{path} is a file; give a GGUF file, or the checkpoint's folder with its config.json")
     hub = None if isinstance(source, Path) else HUB.fullmatch(source)
-    if hub is None:
+    if hub is None or (hub[2] and Path(path.parts[0]).exists()):  # a path of a file in a folder that is here
         kind = "file" if path.suffix == ".gguf" else "folder"
         raise CheckpointError(no_source(f"{kind} {path}"))
     from huggingface_hub import hf_hub_download, snapshot_download

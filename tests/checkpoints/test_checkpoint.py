@@ -934,6 +934,10 @@ def test_a_gguf_file_of_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "cache"))
     with pytest.raises(CheckpointError, match=r"org/name/a\.gguf is not a local file and could not be downloaded from"):
         read_config("org/name/a.gguf")
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "org").mkdir()  # so it is a path
+    with pytest.raises(CheckpointError, match=r"there is no file org/name/a\.gguf; give "):
+        read_config("org/name/a.gguf")
 
 
 def test_hub_download_takes_what_is_needed(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
