@@ -114,9 +114,9 @@ def test_a_gguf_file_gets_a_gguf_file(target: str) -> None:
 
 
 def test_what_stands_beside_a_gguf_file_comes_first(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    names = ["mtp-Tiny-Q4_0", "mtp-Tiny-Q8_0", "mtp-Tiny-2B-Q8_0", "dflash-Tiny-Q8_0", "mmproj-Tiny-Q8_0", "Tiny-Q8_0"]
+    names = ["mtp-Tiny-Q4_0", "mtp-Tiny-Q8_0", "mtp-Tiny-XL-Q8_0", "dflash-Tiny-Q8_0", "mmproj-Tiny-Q8_0", "Tiny-Q8_0"]
     target = tmp_path / "Tiny-qat-UD-Q4_K_XL.gguf"
-    for name in (*names, target.stem):
+    for name in (*names, target.stem, "Other"):
         (tmp_path / f"{name}.gguf").touch()
     found = drafts_for(target)
     assert [(Path(known.draft).stem, known.kind) for known in found] == [
