@@ -23,6 +23,7 @@ from specker.checkpoints.quantised.schemes import Scheme, scheme_of
 from specker.checkpoints.tokenizer import Tokens
 from specker.checkpoints.translation import Translation
 from specker.cpu.packed import Packed
+from specker.fields import option
 from specker.model import memory
 from specker.model.config import CheckpointError, ModelConfig
 from specker.model.split import WHOLE, Part
@@ -246,7 +247,13 @@ def _read_weights(
         prefix = next((p for p in PREFIXES if any(name.startswith(p) for name in where)), "")
         kept = pieces_in(is_fused(where))
         pieces = {p.name if p.name == "lm_head.weight" else prefix + p.name: p for p in kept}
+        heads = bool(where)
         where = _without_heads(where, prefix, c.num_layers)
+        if heads and not where:
+            raise CheckpointError(
+                f"{origin(folder) or folder} holds only MTP heads: pass it as {option('draft')} of its model, with "
+                f"{option('strategy', 'mtp')}"
+            )
         check_tensors({name: x for name, x in where.items() if not idle(c, prefix, name)}, pieces, c, prefix, storage)
 
         buffers = Buffers(pieces, c, storage)

@@ -19,12 +19,13 @@ CONFIG_FILES = ["*.json", "*.model", "*.txt", "*.jinja"]  # config, generation c
 OTHER_FORMATS = ["consolidated*", "*/*"]  # a second copy of the weights, in the original format
 SHARED_ROWS = ("specker.shared_ids", "specker.shared_rows")  # [n] int64, [n, E]: rows of the target's embedding
 BIN = "pytorch_model.bin"
+HUB = re.compile(r"([A-Za-z0-9][\w.-]*/[\w.-]+)(?:/(.+\.gguf))?")  # a hub id, and perhaps a file there
 BIN_DTYPES = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
 
 
 def folder_of(source: str | Path, weights: bool, formats: tuple[str, ...] = ("*.safetensors",)) -> Path:
-    """The local folder of `source`: converted if it is a GGUF file, downloaded if it is a hub id. `formats`: of the
-    files with weights."""
+    """The local folder of `source`: converted if it is a GGUF file, downloaded if it is a hub id, and both if it is a
+    GGUF file on the hub ("org/name/file.gguf"). `formats`: of the files with weights."""
     path = Path(source).expanduser()
     if (file := file_of(path)) is not None:
         return converted(file)
@@ -32,19 +33,24 @@ def folder_of(source: str | Path, weights: bool, formats: tuple[str, ...] = ("*.
         return path
     if path.exists():
         raise CheckpointError(f"{path} is a file; give a GGUF file, or the checkpoint's folder with its config.json")
-    if isinstance(source, Path) or not re.fullmatch(r"[A-Za-z0-9][\w.-]*/[\w.-]+", source):
+    hub = None if isinstance(source, Path) else HUB.fullmatch(source)
+    if hub is None or (hub[2] and Path(path.parts[0]).exists()):  # a path of a file in a folder that is here
         kind = "file" if path.suffix == ".gguf" else "folder"
         raise CheckpointError(no_source(f"{kind} {path}"))
-    from huggingface_hub import snapshot_download
+    from huggingface_hub import hf_hub_download, snapshot_download
 
+    repository, name = hub.groups()
     patterns = CONFIG_FILES + ([*formats] if weights else [])
     try:
-        return Path(snapshot_download(source, allow_patterns=patterns, ignore_patterns=OTHER_FORMATS))
+        if name is None:
+            return Path(snapshot_download(repository, allow_patterns=patterns, ignore_patterns=OTHER_FORMATS))
+        file = Path(hf_hub_download(repository, name))
     except Exception as error:  # the hub's errors share no base class
         raise CheckpointError(
-            f"{source} is not a local folder and could not be downloaded from the hub ({reason(error)}); "
-            "check the name, the network and your access rights"
+            f"{source} is not a local {'folder' if name is None else 'file'} and could not be downloaded from the hub "
+            f"({reason(error)}); check the name, the network and your access rights"
         ) from error
+    return converted(file)
 
 
 def open_files(folder: Path, stack: ExitStack, or_bin: bool = False) -> dict[str, Any]:

@@ -8,7 +8,8 @@ from specker.zoo.catalogue import KNOWN, Known, choose, drafts_for, search
 
 USAGE = "specker drafts [TARGET|TEXT]"
 EPILOG = """\
-The first line of a target is the choice of --draft auto. `tried` says whether
+The first line of a target is the choice of --draft auto, for a GGUF file the
+first one in a GGUF file. `tried` says whether
 this project has run the pair; the others are as their sources name them.
 
 examples:
@@ -30,7 +31,10 @@ def run(target: str | None) -> int:
 def lines(known: Sequence[Known]) -> list[str]:
     """A title, then a line for each draft."""
     rows = [("target", "draft", "kind", "strategy", "tried", "source")]
-    rows += [(k.target, k.draft, k.kind, k.strategy, "yes" if k.tried else "no", k.source) for k in known]
+    rows += [
+        (k.target, k.draft, k.kind, k.strategy, "yes" if k.tried else "no", k.source or "beside the target")
+        for k in known
+    ]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
 

@@ -1,4 +1,8 @@
-"""Heads and drafts that are known for public targets (drafts.tsv), and the choice of `--draft auto`."""
+"""Heads and drafts that are known for public targets (drafts.tsv), and the choice of `--draft auto`.
+
+It takes what stands beside a target's GGUF file, or else the first known draft in the target's format, or else the
+first one.
+"""
 
 import csv
 import json
@@ -18,10 +22,14 @@ HEAD3 = "EAGLE-3 head"
 HEAD1 = "EAGLE head"
 BLOCKS = "DFlash drafter"
 ASSISTANT = "assistant"
+MTP = "MTP head"
 SMALL = "small model"
 PARALLEL = "PARD model"
-KINDS = HEAD3, HEAD1, BLOCKS, ASSISTANT, SMALL, PARALLEL
-STRATEGIES = {BLOCKS: "dflash", ASSISTANT: "mtp", SMALL: "draft", PARALLEL: "draft"}  # the other kinds' is eagle
+KINDS = HEAD3, HEAD1, BLOCKS, ASSISTANT, MTP, SMALL, PARALLEL
+STRATEGIES = {BLOCKS: "dflash", ASSISTANT: "mtp", MTP: "mtp", SMALL: "draft", PARALLEL: "draft"}  # the others' is eagle
+# What GGUF files with a draft for the file beside them begin with, as llama.cpp's converter and downloads name them. In
+# this order, because a head that was trained with its target is sure to fit.
+BESIDE = {"mtp-": MTP, "eagle3-": HEAD3, "dflash-": BLOCKS, "dspark-": BLOCKS}
 
 
 @dataclass(frozen=True)
@@ -29,14 +37,18 @@ class Known:
     """A draft for a target."""
 
     target: str  # hub id, or the name of a bundled target
-    draft: str  # hub id, or the name of a bundled draft
+    draft: str  # hub id, perhaps with a GGUF file behind it, or the name of a bundled draft
     kind: str  # of KINDS
-    source: str  # the page or file that names the pair
+    source: str  # the page or file that names the pair; "": the draft stands beside the target's file
     tried: bool = False  # this project ran the pair
 
     @property
     def bundled(self) -> bool:
         return self.draft in zoo.NAMES
+
+    @property
+    def gguf(self) -> bool:
+        return self.draft.endswith(".gguf")
 
     @property
     def strategy(self) -> str:
@@ -67,13 +79,14 @@ KNOWN = read()
 
 # What names of quantised copies end with: Qwen3-8B-FP8, -AWQ, -GPTQ-Int4, -bnb-4bit, -GGUF; .Q4_K_M, -iq3_xxs, -f16.
 QUANTISED = re.compile(
-    r"[-._](gguf|awq|fp8([-_](dynamic|block|static))?|gptq([-_]int\d)?|int[48]|bnb-4bit|unsloth|[456]bit|mlx|mxfp4"
+    r"[-._](gguf|ud|awq|fp8([-_](dynamic|block|static))?|gptq([-_]int\d)?|int[48]|bnb-4bit|unsloth|[456]bit|mlx|mxfp4"
     r"|(quantized\.)?w\d+a\d+|i?q\d(_\w+)?|b?f(16|32))$"
 )
 
 
 def drafts_for(target: str | Path | None) -> tuple[Known, ...]:
-    """What is known for a target, in order of preference; () if nothing is. `target`: a hub id, a local folder or a
+    """What stands beside a target (`beside`), and then what is known for it, in order of preference, those in its
+    format first; () if nothing is. `target`: a hub id, a local folder or a
     GGUF file, which need not exist; None: the bundled target. It is recognised by its name: the last part of the id,
     the name of the folder or the file, or the name in a folder's config.json, without what names the form of its
     weights. Bundled targets are recognised by their sizes."""
@@ -84,7 +97,22 @@ def drafts_for(target: str | Path | None) -> tuple[Known, ...]:
     found = [known for known in KNOWN if _plain(known.target) in names]
     if not found and family is not None:
         found = [known for known in KNOWN if zoo.target_of(known.target) is family]
-    return tuple(found)
+    in_gguf = _in_gguf(target)
+    return beside(target) + tuple(sorted(found, key=lambda known: known.gguf != in_gguf))
+
+
+def beside(target: str | Path) -> tuple[Known, ...]:
+    """The drafts in GGUF files beside a target's GGUF file, by their names, in order of preference: `BESIDE`, the
+    target's name, and the form of their weights. Of several forms the last one by name."""
+    path = Path(target).expanduser()
+    if path.suffix != ".gguf" or not path.is_file():
+        return ()
+    own, found = _plain(path.stem).removesuffix("-qat"), {}
+    for file in sorted(path.parent.glob("*.gguf")):
+        start = next((start for start in BESIDE if file.name.startswith(start)), None)
+        if start and _plain(file.stem.removeprefix(start)).removesuffix("-qat") == own:
+            found[start] = Known(path.name, str(file), BESIDE[start], "")
+    return tuple(found[start] for start in BESIDE if start in found)
 
 
 def search(text: str) -> tuple[Known, ...]:
@@ -93,7 +121,7 @@ def search(text: str) -> tuple[Known, ...]:
 
 
 def choose(target: str | Path | None, strategy: str | None = None) -> Known:
-    """The first known draft for `target` that `strategy` (None: any) drafts with. Raises ValueError."""
+    """The first of `drafts_for(target)` that `strategy` (None: any) drafts with. Raises ValueError."""
     every = drafts_for(target)
     for known in every:
         if known.serves(strategy):
@@ -116,9 +144,14 @@ def reason(known: Known, strategy: str) -> str:
     """The sentence that says what `--draft auto` chose for `strategy`, and why."""
     if (family := zoo.target_of(known.target)) is not None:
         return f"drafting with {family.drafts[strategy].name}, which is bundled for {known.target}"
+    if not known.source:
+        name = Path(known.draft).name
+        return f"drafting with {name}, {_a(known.kind)}, because it stands beside the target's file {known.target}"
     every = [other for other in KNOWN if other.target == known.target]
     if len(every) == 1:
         why = "no other draft is known"
+    elif known.gguf and known is next(other for other in every if other.gguf):
+        why = "it is the first of the known ones in GGUF files, as the target is"
     elif known is not every[0]:
         why = f"strategy {strategy!r} drafts with it"
     else:
@@ -131,7 +164,7 @@ def reason(known: Known, strategy: str) -> str:
 
 
 def _a(kind: str) -> str:
-    return f"{'an' if kind[0] in 'AEIOU' else 'a'} {kind}"
+    return f"{'an' if kind[0] in 'AEIOU' or kind == MTP else 'a'} {kind}"
 
 
 def _names(target: str | Path) -> Iterator[str]:
@@ -146,6 +179,12 @@ def _names(target: str | Path) -> Iterator[str]:
         yield from (file.stem for file in path.glob("*.gguf"))
         # the hub's cache: models--ORG--NAME/snapshots/COMMIT
         yield from (part.split("--")[-1] for part in path.absolute().parts if part.startswith("models--"))
+
+
+def _in_gguf(target: str | Path) -> bool:
+    """Whether the target is a GGUF file, a folder with one, or a hub id that says so."""
+    path = Path(target).expanduser()
+    return str(target).lower().endswith((".gguf", "-gguf")) or (path.is_dir() and any(path.glob("*.gguf")))
 
 
 def _plain(name: str) -> str:

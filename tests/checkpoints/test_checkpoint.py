@@ -32,6 +32,7 @@ from safetensors.torch import load_file, save_file
 
 from specker.checkpoints.architectures import ARCHITECTURES
 from specker.checkpoints.checkpoint import Checkpoint, opened, read, read_config
+from specker.checkpoints.files import folder_of
 from specker.checkpoints.numbers import FIELDS
 from specker.checkpoints.parse import parse_config
 from specker.model.config import CheckpointError
@@ -914,6 +915,29 @@ def test_source_that_is_not_a_checkpoint(tmp_path: Path, monkeypatch: pytest.Mon
     ) as caught:
         read("org/name", dtype=torch.float32, device="cpu")
     assert "\n" not in str(caught.value) and "check the name, the network" in str(caught.value)
+
+
+def test_a_gguf_file_of_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only that file is downloaded, and then it is read as a local one is."""
+    asked: list[tuple[str, str]] = []
+
+    def download(repository: str, name: str) -> str:
+        asked.append((repository, name))
+        return str(tmp_path / Path(name).name)
+
+    monkeypatch.setattr("huggingface_hub.hf_hub_download", download)
+    monkeypatch.setattr("specker.checkpoints.files.converted", lambda path: path.with_suffix(""))
+    assert folder_of("org/name-GGUF/MTP/a-Q8_0.gguf", weights=True) == tmp_path / "a-Q8_0"
+    assert asked == [("org/name-GGUF", "MTP/a-Q8_0.gguf")]
+    monkeypatch.undo()
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "cache"))
+    with pytest.raises(CheckpointError, match=r"org/name/a\.gguf is not a local file and could not be downloaded from"):
+        read_config("org/name/a.gguf")
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "org").mkdir()  # so it is a path
+    with pytest.raises(CheckpointError, match=r"there is no file org/name/a\.gguf; give "):
+        read_config("org/name/a.gguf")
 
 
 def test_hub_download_takes_what_is_needed(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:

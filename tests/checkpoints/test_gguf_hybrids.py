@@ -8,9 +8,11 @@ from typing import Any
 import cases
 import pytest
 import torch
+from heads import traced
 from make_checkpoint import exact_oracle, oracle, oracle_logits
 from make_gguf import gguf
 from make_hybrid_gguf import CONVOLVING, MODELS, source, write
+from safetensors.torch import load_file
 from torch import Tensor
 
 import specker
@@ -166,22 +168,28 @@ def test_ranks_cannot_split_columns_in_another_order(tmp_path: Path) -> None:
         read(file, dtype=torch.float32, device="cpu", part=Part(0, 2), pack=False)
 
 
+def equal_heads(one: Any, other: Any) -> None:
+    """Two heads have the same tensors."""
+    layer = {"qkv", "o", "gate_up", "down", "norm_in", "norm_post", "q_norm", "k_norm", "norm"}
+    both = (one.weights, other.weights, layer), (one.parts, other.parts, {"fc", "embed_norm"})
+    for first, second, held in both:
+        every = [(name, getattr(first, name), getattr(second, name)) for name in names(first)]
+        assert all(torch.equal(x, y) for _, x, y in every if isinstance(x, Tensor))
+        assert {name for name, x, _ in every if isinstance(x, Tensor)} > held
+
+
 @pytest.mark.parametrize(("arch", "kind"), cases.diagonal(["qwen35", "qwen35moe", "qwen3next"], ["F32", "Q8_0"]))
 def test_the_head_of_a_file_drafts(tmp_path: Path, arch: str, kind: str) -> None:
     more = EXPERTS if "num_experts" in MODELS[arch] else {}
     folder = source(tmp_path / "source", arch, mtp=True, **(WIDE if kind == "Q8_0" else {}), **more)
     file = write(tmp_path / "tiny.gguf", folder, arch, kind, FORMATS if kind == "Q8_0" else {})
     if kind == "F32":
-        theirs, ours = (
-            mtp.opened(opened(x)).read(read(x, dtype=torch.float64, device="cpu"), torch.float64)
-            for x in (folder, file)
+        equal_heads(
+            *(
+                mtp.opened(opened(x)).read(read(x, dtype=torch.float64, device="cpu"), torch.float64)
+                for x in (folder, file)
+            )
         )
-        layer = {"qkv", "o", "gate_up", "down", "norm_in", "norm_post", "q_norm", "k_norm", "norm"}
-        both = (theirs.weights, ours.weights, layer), (theirs.parts, ours.parts, {"fc", "embed_norm"})
-        for one, other, held in both:
-            every = [(name, getattr(one, name), getattr(other, name)) for name in names(one)]
-            assert all(torch.equal(x, y) for _, x, y in every if isinstance(x, Tensor))
-            assert {name for name, x, _ in every if isinstance(x, Tensor)} > held
     dtype = "float64" if kind == "F32" else "float32"
     how = {"dtype": dtype, "device": "cpu"}
     plain = specker.load(str(file), strategy="ar", **how)
@@ -189,6 +197,72 @@ def test_the_head_of_a_file_drafts(tmp_path: Path, arch: str, kind: str) -> None
     assert drafting.target.quantised == (None if kind == "F32" else "int4, int5, int6 and int8")
     found = drafting.generate(TEXT[:20], 40)
     assert found.tokens == plain.generate(TEXT[:20], 40).tokens and found.stats.drafted > 0
+
+
+@pytest.mark.parametrize(
+    ("arch", "kind", "part"),
+    cases.diagonal(["qwen35", "qwen35moe", "qwen3next"], ["F32", "Q8_0"], ["blocks", "heads"]),
+)
+def test_a_head_in_a_file_of_its_own_drafts_as_in_the_models(tmp_path: Path, arch: str, kind: str, part: str) -> None:
+    """As llama.cpp's converter divides a model with --no-mtp and --mtp. Some files have copies of the embedding and the
+    LM head, and others have not."""
+    more = EXPERTS if "num_experts" in MODELS[arch] else {}
+    folder = source(tmp_path / "source", arch, mtp=True, **(WIDE if kind == "Q8_0" else {}), **more)
+    how = {"kind": kind, "kinds": FORMATS if kind == "Q8_0" else {}}
+    whole = write(tmp_path / "whole.gguf", folder, arch, **how)
+    model = write(tmp_path / "model.gguf", folder, arch, part="model", **how)
+    head = write(tmp_path / "mtp-model.gguf", folder, arch, part=part, **how)
+    both = (opened(whole), None), (opened(model), head)
+    equal_heads(*(mtp.opened(of, x).read(read(of, dtype=torch.float64, device="cpu"), torch.float64) for of, x in both))
+    assert all(name.startswith("mtp.") for name in load_file(converted(head) / "model.safetensors"))
+    on = {"dtype": "float64" if kind == "F32" else "float32", "device": "cpu"}
+    fixed = {"strategy": "mtp", "policy": "fixed", **on}
+    for sampling in ({}, {"temperature": 0.7, "seed": 4}):
+        plain = specker.load(str(model), strategy="ar", **on).generate(TEXT[:20], 40, **sampling).tokens
+        (own, ours), (other, theirs) = (
+            traced(specker.load(str(file), draft, **fixed), TEXT[:20], 40, **sampling)
+            for file, draft in ((whole, None), (model, str(head)))
+        )
+        assert own.tokens == other.tokens == plain and own.stats.drafted == other.stats.drafted > 0
+        assert [(row["draft"], row["probability"]) for row in ours if row["draft"]] == [
+            (row["draft"], row["probability"]) for row in theirs if row["draft"]
+        ]
+
+
+def test_auto_takes_the_head_beside_the_file(tmp_path: Path) -> None:
+    folder = source(tmp_path / "source", "qwen35", mtp=True)
+    model = write(tmp_path / "Tiny-Q4_K_M.gguf", folder, "qwen35", part="model")
+    write(tmp_path / "mtp-Tiny-Q8_0.gguf", folder, "qwen35", part="heads")
+    how = {"device": "cpu", "dtype": "float64"}
+    engine, plain = specker.load(str(model), "auto", **how), specker.load(str(model), strategy="ar", **how)
+    assert engine.options.strategy == "mtp" and "because it stands beside the" in engine.remarks["draft_choice"]
+    assert engine.generate(TEXT[:20], 20).tokens == plain.generate(TEXT[:20], 20).tokens
+
+
+def test_a_head_in_a_file_of_its_own_that_does_not_fit_is_refused(tmp_path: Path) -> None:
+    folder = source(tmp_path / "source", "qwen35", mtp=True)
+    model = write(tmp_path / "model.gguf", folder, "qwen35", part="model")
+    head = write(tmp_path / "mtp-model.gguf", folder, "qwen35", part="heads")
+    how = {"device": "cpu", "dtype": "float64"}
+    with pytest.raises(
+        CheckpointError, match=r"mtp-model\.gguf holds only MTP heads: pass it as draft of its model, w"
+    ):
+        specker.load(str(head), strategy="ar", **how)
+    with pytest.raises(
+        CheckpointError, match=r"model\.gguf has no MTP heads .* and is no assistant, with which strateg"
+    ):
+        specker.load(str(model), str(model), strategy="mtp", **how)
+    layers = ["linear_attention"] * 3 + ["full_attention", "linear_attention"]
+    deeper = write(
+        tmp_path / "deeper.gguf", source(tmp_path / "deeper", "qwen35", layers=5, layer_types=layers), "qwen35"
+    )
+    with pytest.raises(
+        CheckpointError, match=r"is MTP heads for a target of 4 layers, and the target has 5: it was tr"
+    ):
+        specker.load(str(deeper), str(head), strategy="mtp", **how)
+    cut = write(tmp_path / "cut.gguf", folder, "qwen35", part="heads", drop="ffn_up")
+    with pytest.raises(CheckpointError, match=r"lacks mtp\.layers\.0\.mlp\.up_proj\.weight"):
+        specker.load(str(model), str(cut), strategy="mtp", **how)
 
 
 def test_a_list_of_recurrent_layers(tmp_path: Path) -> None:

@@ -166,7 +166,7 @@ ORDER = "masked_embedding.token_ordering"
 BAD = {  # changes of an assistant, and the refusal
     "no assistant": (
         {"model_type": "llama"},
-        "architecture llama is not supported by strategy mtp, .*: gemma4_assistant",
+        "has no MTP heads .* and is no assistant, with which strategy mtp drafts",
     ),
     "no layers": ({"text_config": 3}, "text_config of .* must be an object, got 3"),
     "another width": ({"backbone_hidden_size": 96}, "an assistant for a target of width 96, and the target has 64"),

@@ -3,7 +3,7 @@ holds for all heads."""
 
 import pytest
 import torch
-from heads import MTP, TEXT
+from heads import MTP, TEXT, traced
 from make_checkpoint import make
 from make_mtp import make_mtp
 from safetensors.torch import load_file, save_file
@@ -76,7 +76,34 @@ def test_a_target_without_a_head_is_refused(tmp_path):
         load(make(tmp_path / "target", layers=4, max_context=256))
 
 
-def test_a_draft_that_is_no_assistant_is_refused(heads):
-    target = str(heads("mtp", "mimo").target)
-    with pytest.raises(ValueError, match=r"architecture mimo is not supported by strategy mtp, .*: gemma4_assistant"):
-        specker.load(target, target, strategy="mtp", device="cpu")
+def only_heads(target, folder, drop=("model.embed_tokens", "model.layers", "model.norm", "lm_head")):
+    """A checkpoint with the heads of `target` alone, and one without them."""
+    named = [*load_file(target / "model.safetensors")]
+    rest = tuple(name for name in named if name.startswith(drop))
+    return (
+        changed(target, folder / "heads", rest),
+        changed(target, folder / "model", tuple(name for name in named if name not in rest)),
+    )
+
+
+@pytest.mark.parametrize("name", ["mimo", "mimo, 3 heads", "qwen3-next"])
+def test_heads_of_another_checkpoint_draft_as_the_targets_own(heads, tmp_path, name):
+    own = heads("mtp", name).target
+    apart, plain = only_heads(own, tmp_path)
+    first, second = (load(target, draft=draft, policy="fixed") for target, draft in ((own, None), (plain, str(apart))))
+    (one, ours), (other, theirs) = (traced(engine, TEXT, 16) for engine in (first, second))
+    assert one.tokens == other.tokens == load(plain, "ar").generate(TEXT, 16).tokens and one.stats.drafted > 0
+    drafts = [[(row["draft"], row.get("probability")) for row in rows if row["draft"]] for rows in (ours, theirs)]
+    assert drafts[0] == drafts[1]
+    assert (first.draft_name, second.draft_name) == (None, "heads")
+
+
+def test_a_draft_without_heads_or_of_another_model_is_refused(heads, tmp_path):
+    own = heads("mtp", "mimo").target
+    with pytest.raises(
+        ValueError, match=r"has no MTP heads .* and is no assistant, with which strategy mtp drafts; pa"
+    ):
+        load(own, draft=str(make(tmp_path / "plain", layers=4, max_context=256)))
+    wider = make(tmp_path / "wider", layers=4, max_context=256, vocab=160)
+    with pytest.raises(ValueError, match=r"is MTP heads for a target with 128 ids, and the target has 160: it was tr"):
+        load(wider, draft=str(own))

@@ -88,6 +88,7 @@ def write(
     kinds: dict[str, str] | None = None,
     change: Callable[[dict[str, Any]], object] = lambda keys: None,
     drop: str = "nothing",
+    part: str = "whole",
     extra: str | None = None,
     pre: str | None = None,
     sign: int = 1,
@@ -95,11 +96,14 @@ def write(
 ) -> Path:
     """The checkpoint in `folder` as a GGUF file of llama.cpp's architecture `arch`. `kinds`: formats of tensors by a
     part of their names in the file. `change` edits the keys after "arch."; tensors whose names contain `drop` are left
-    out, and one named `extra` is added. `pre`: the pre-tokenizer. `sign`: of ssm_a. `early`: Qwen3-Next's q, k, v and z
-    are one tensor."""
+    out, and one named `extra` is added. `part`: "model" is without MTP heads, "heads" has only them and what is outside
+    of layers, and "blocks" has nothing but the heads' blocks. `pre`: the pre-tokenizer. `sign`: of ssm_a. `early`:
+    Qwen3-Next's q, k, v and z are one tensor."""
     config = json.loads((folder / "config.json").read_text())
     out = gguf.GGUFWriter(path, arch)
     keys = lfm2_keys(config) if arch in CONVOLVING else qwen_keys(config)
+    if part == "model":
+        keys["block_count"] -= keys.pop("nextn_predict_layers")
     change(keys)
     for name, value in keys.items():
         put = {bool: out.add_bool, int: out.add_uint32, float: out.add_float32, list: out.add_array}
@@ -123,7 +127,9 @@ def write(
         else:
             found = lfm2_tensors(name, tensor) if arch in CONVOLVING else qwen_tensors(name, tensor, config, arch)
         for stored, x in found:
-            if drop in stored:
+            of_head = stored.startswith("blk.") and int(stored.split(".")[1]) >= config["num_hidden_layers"]
+            others = {"whole": True, "model": True, "heads": stored[:4] != "blk.", "blocks": False}[part]
+            if drop in stored or not (part != "model" if of_head else others):
                 continue
             stem, plain = stored.removesuffix(".weight"), ("ssm_conv1d", "shortconv.conv", "ffn_gate_inp")
             own = next((other for part, other in (kinds or {}).items() if part in stored), kind)

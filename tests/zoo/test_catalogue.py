@@ -10,10 +10,12 @@ from make_head import make_head
 
 import specker
 from specker import zoo
+from specker.checkpoints.files import HUB
+from specker.checkpoints.gguf.convert import READ
 from specker.cli import drafts, run
 from specker.runtime import strategies
 from specker.zoo import catalogue
-from specker.zoo.catalogue import HEAD3, KINDS, KNOWN, SMALL, Known, choose, drafts_for
+from specker.zoo.catalogue import ASSISTANT, BLOCKS, HEAD3, KINDS, KNOWN, MTP, SMALL, Known, choose, drafts_for
 
 ROOT = Path(__file__).parents[2]
 HUB_CACHE = "hub/models--Qwen--Qwen3-8B/snapshots/b968826d9c46dd6066d109eabc6255188de91218"
@@ -28,6 +30,8 @@ HUB_CACHE = "hub/models--Qwen--Qwen3-8B/snapshots/b968826d9c46dd6066d109eabc6255
         ("Qwen/Qwen3-8B-GPTQ-Int4", "Qwen/Qwen3-8B"),
         ("models/Qwen3-8B-Q4_K_M.gguf", "Qwen/Qwen3-8B"),
         ("Qwen3-8B.IQ3_XXS.gguf", "Qwen/Qwen3-8B"),
+        ("unsloth/Qwen3.6-27B-GGUF/Qwen3.6-27B-UD-Q4_K_XL.gguf", "Qwen/Qwen3.6-27B"),
+        ("gemma-4-E4B-it-qat-UD-Q4_K_XL.gguf", "google/gemma-4-E4B-it-qat-q4_0-gguf"),
         ("qwen2.5-coder-1.5b-instruct-q4_k_m.gguf", "Qwen/Qwen2.5-Coder-1.5B-Instruct"),
         ("meta-llama/Meta-Llama-3.1-8B-Instruct", "meta-llama/Llama-3.1-8B-Instruct"),
         ("unsloth/Llama-3.1-8B-Instruct-bnb-4bit", "meta-llama/Llama-3.1-8B-Instruct"),
@@ -40,7 +44,10 @@ HUB_CACHE = "hub/models--Qwen--Qwen3-8B/snapshots/b968826d9c46dd6066d109eabc6255
 def test_a_target_is_recognised_by_its_name(target: str | None, known: str) -> None:
     found = drafts_for(target)
     assert found and {entry.target for entry in found} == {known}
-    assert found == tuple(entry for entry in KNOWN if entry.target == known)
+    every = [entry for entry in KNOWN if entry.target == known]
+    in_gguf = target is not None and target.lower().endswith("gguf")
+    first = [entry for entry in every if entry.gguf == in_gguf]
+    assert [*found] == first + [entry for entry in every if entry not in first]
 
 
 @pytest.mark.parametrize("name", ["Qwen/Qwen3-8", "me/Qwen3-8B-poems", "Qwen/Qwen3-80B", "Qwen3", "vicuna-7b-v1.5"])
@@ -94,6 +101,39 @@ def test_the_strategy_decides_between_a_head_and_a_small_model() -> None:
     assert usual("Qwen/Qwen3-8B-Base", "auto", {}) == usual("a", "b", {}) == "vocabtrim+lookup"
 
 
+@pytest.mark.parametrize("target", ["Qwen3.6-27B-Q4_K_M.gguf", "org/Qwen3.6-27B-GGUF/Qwen3.6-27B-UD-IQ4_XS.gguf"])
+def test_a_gguf_file_gets_a_gguf_file(target: str) -> None:
+    found = choose(target)
+    assert found.gguf and found.kind == BLOCKS and not choose("Qwen/Qwen3.6-27B").gguf
+    assert "because it is the first of the known ones in GGUF files, as the target is" in catalogue.reason(
+        found, "dflash"
+    )
+    head = choose(target, "mtp")
+    assert head.kind == MTP and head.draft == "ggml-org/Qwen3.6-27B-GGUF/mtp-Qwen3.6-27B-Q8_0.gguf"
+    assert choose("Qwen3-32B-Q4_K_M.gguf").kind == HEAD3  # none is known in a GGUF file
+
+
+def test_what_stands_beside_a_gguf_file_comes_first(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    names = ["mtp-Tiny-Q4_0", "mtp-Tiny-Q8_0", "mtp-Tiny-XL-Q8_0", "dflash-Tiny-Q8_0", "mmproj-Tiny-Q8_0", "Tiny-Q8_0"]
+    target = tmp_path / "Tiny-qat-UD-Q4_K_XL.gguf"
+    for name in (*names, target.stem, "Other"):
+        (tmp_path / f"{name}.gguf").touch()
+    found = drafts_for(target)
+    assert [(Path(known.draft).stem, known.kind) for known in found] == [
+        ("mtp-Tiny-Q8_0", MTP),
+        ("dflash-Tiny-Q8_0", BLOCKS),
+    ]
+    assert choose(target) == found[0] and choose(target, "dflash") == found[1]
+    assert usual(str(target), "auto", {}) == "mtp"
+    assert catalogue.reason(found[0], "mtp") == (
+        f"drafting with mtp-Tiny-Q8_0.gguf, an MTP head, because it stands beside the target's file {target.name}"
+    )
+    assert drafts.main([str(target)]) == 0
+    _, first, second = capsys.readouterr().out.splitlines()
+    assert first.split()[:2] == [target.name, found[0].draft] and second.endswith("beside the target")
+    assert drafts_for(tmp_path / "Other.gguf") == drafts_for(tmp_path) == ()
+
+
 def test_what_is_not_known_is_refused() -> None:
     with pytest.raises(ValueError, match=r"no draft is known for my/model: pass draft, or leave it out and strategy"):
         choose("my/model")
@@ -128,7 +168,18 @@ def test_every_row_of_the_file_has_a_reader() -> None:
     for known in KNOWN:
         strategy = strategies.known()[known.strategy]
         assert strategy.takes_draft and strategy.reads_target == (known.kind not in (SMALL, catalogue.PARALLEL)), known
-        assert known.bundled or all(name.count("/") == 1 for name in (known.target, known.draft)), known
+        names = (known.target,) if known.gguf else (known.target, known.draft)
+        assert known.bundled or all(name.count("/") == 1 for name in names), known
+        if known.gguf:  # a file on the hub, of an architecture of llama.cpp that holds such a draft
+            assert HUB.fullmatch(known.draft) and not ARCHITECTURES[known.kind] - {*READ}, known
+
+
+ARCHITECTURES = {  # of GGUF files with such a draft
+    HEAD3: {"eagle3"},
+    BLOCKS: {"dflash"},
+    ASSISTANT: {"gemma4-assistant"},
+    MTP: {"qwen35", "qwen35moe", "qwen3next"},
+}
 
 
 FAMILIES = ("Qwen3.6-", "Qwen3.8-", "gemma-4-", "gpt-oss-", "Muse-Glimmer-", "Ling-3.0-", "GLM-5.")

@@ -159,7 +159,7 @@ def check_parts(folder: Path, raw: dict[str, Any]) -> None:
         raise CheckpointError(f"architectures of {folder} must be a list of names, got {short(named)}")
 
 
-def check_target(folder: Path, what: str, sizes: dict[str, tuple[Any, int]]) -> None:
+def check_target(folder: str | Path, what: str, sizes: dict[str, tuple[Any, int]]) -> None:
     """Raise CheckpointError if a head is for another target. `what` it is, and `sizes`: a phrase for each -> (the
     head's, the target's)."""
     for phrase, (its, own) in sizes.items():

@@ -1,7 +1,9 @@
-"""Read the multi-token prediction (MTP) heads that a target's own checkpoint holds.
+"""Read the multi-token prediction (MTP) heads that a target's own checkpoint holds, or another checkpoint of the same
+model.
 
-Three layouts are read, as far as the target's own layers are supported, because a head's layer is like them: MiMo's
-`mtp_layers.0`, Qwen3-Next's `mtp`, and DeepSeek-V3's, in which each head is one more layer. What the heads read:
+llama.cpp's converter writes a model and its heads into one GGUF file or two (`--no-mtp`, `--mtp`). Three layouts are
+read, as far as the target's own layers are supported, because a head's layer is like them: MiMo's `mtp_layers.0`,
+Qwen3-Next's `mtp`, and DeepSeek-V3's, in which each head is one more layer. What the heads read:
 
 * Qwen3-Next: the target's rows after its final norm, and a head feeds back its rows after its own norm (vLLM,
   qwen3_next.py and qwen3_next_mtp.py; llama.cpp's pull request 24025 measured it).
@@ -32,6 +34,7 @@ from specker.checkpoints.checkpoint import Checkpoint, Opened, OpenedHead
 from specker.checkpoints.drafts.heads import (
     HeadCheckpoint,
     check_stream,
+    check_target,
     head_pieces,
     layer_pieces,
     read_tensors,
@@ -39,7 +42,7 @@ from specker.checkpoints.drafts.heads import (
 )
 from specker.checkpoints.files import folder_of, open_files
 from specker.checkpoints.gguf.cache import origin
-from specker.checkpoints.parse import read_json
+from specker.checkpoints.parse import read_json, text_config
 from specker.checkpoints.pieces import Piece, is_fused
 from specker.checkpoints.quantised.schemes import scheme_of
 from specker.fields import option
@@ -90,7 +93,7 @@ def layouts(prefix: str, layers: int) -> tuple[Layout, ...]:
 
 @dataclass(frozen=True, eq=False)
 class OpenedHeads(OpenedHead):
-    """The MTP heads of a target's checkpoint; `config`: of each one's layer."""
+    """The MTP heads of a checkpoint; `config`: of each one's layer."""
 
     layout: Layout
     count: int
@@ -134,30 +137,48 @@ class OpenedHeads(OpenedHead):
         )
 
 
-def opened(target: Opened) -> OpenedHeads:
-    """Open the MTP heads of the target's checkpoint, whose files are downloaded. Raises CheckpointError if it has none,
-    or some that do not fit."""
+def opened(target: Opened, source: str | Path | None = None) -> OpenedHeads:
+    """Open the MTP heads of the target's checkpoint, whose files are downloaded, or those in `source`: another
+    checkpoint of the target's model, whose other tensors are not read. Raises CheckpointError if it has no heads, or
+    some that do not fit."""
     folder, layers = target.folder, target.config.num_layers
-    check_stream(folder, target.config)
-    if not any(folder.glob("*.safetensors*")) and not Path(target.source).expanduser().exists():
+    check_stream(source or folder, target.config)
+    if source is not None:
+        folder = folder_of(source, weights=True)
+    elif not any(folder.glob("*.safetensors*")) and not Path(target.source).expanduser().exists():
         folder = folder_of(target.source, weights=True)
-    called = origin(folder) or folder
+    called, raw = origin(folder) or folder, read_json(folder / "config.json")
     with ExitStack() as stack:
         every = open_files(folder, stack)
     prefix = "model." if any(name.startswith("model.") for name in every) else ""
     fitting = [x for x in layouts(prefix, layers) if _has(every, x.head(0).modules("fc")["fc"])]
     if not fitting:
+        another = " and is no assistant" if source is not None else ""
         raise CheckpointError(
-            f"{called} has no MTP heads (mtp_layers, mtp or further layers), with which strategy mtp drafts; an "
-            f"assistant that reads its K/V is a checkpoint of its own: pass {option('draft')}"
+            f"{called} has no MTP heads (mtp_layers, mtp or further layers){another}, with which strategy mtp drafts; "
+            f"pass {option('draft')}: a checkpoint of the target's model that has them, or an assistant"
         )
+    if source is not None:
+        _check_model(called, text_config(raw), target.config)
     numbers, first = fitting[0].numbers(every), fitting[0].first
     if numbers != list(range(first, first + len(numbers))):
         raise CheckpointError(
             f"the MTP heads of {called} are numbered {numbers}; {first} is the first one, and none may lack"
         )
-    config, scheme = _config(target.config), scheme_of(read_json(folder / "config.json"), str(folder))
-    return OpenedHeads(target.source, folder, config, target.ropes, scheme, fitting[0], max(1, len(numbers)))
+    config, scheme = _config(target.config), scheme_of(raw, str(folder))
+    named = target.source if source is None else source
+    return OpenedHeads(named, folder, config, target.ropes, scheme, fitting[0], max(1, len(numbers)))
+
+
+def _check_model(called: str | Path, raw: dict[str, Any], target: ModelConfig) -> None:
+    """Raise CheckpointError unless config.json is of the target's model, as far as its sizes say."""
+    own = {
+        "of {} layers": ("num_hidden_layers", target.num_layers),
+        "of width {}": ("hidden_size", target.hidden_size),
+        "with {} ids": ("vocab_size", target.vocab_size),
+    }
+    sizes = {phrase: (raw.get(name), size) for phrase, (name, size) in own.items()}
+    check_target(called, "MTP heads for a target", sizes)
 
 
 def _shared(where: dict[str, Any], every: dict[str, Any], names: Layout, first: Layout, n: int) -> dict[str, Any]:

@@ -81,7 +81,7 @@ def _converted(path: Path, folder: Path, digest: str, dense: bool) -> Path:
     for left in folder.parent.glob(f"{glob.escape(folder.name)}.*"):  # left by a process that was killed
         shutil.rmtree(left, ignore_errors=True)
     file = convert.read(path)
-    size = convert.converted_size(file.tensors, dense)
+    size = convert.converted_size(convert.kept(path, file), dense)
     _check_space(path, folder.parent, size)
     log.info("converting %s once into %s (%.2f GB)", path.name, folder, size / 1e9)
     part = Path(tempfile.mkdtemp(prefix=f"{folder.name}.", dir=folder.parent))

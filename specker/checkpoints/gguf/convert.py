@@ -66,6 +66,13 @@ def convert(path: Path, folder: Path, file: Any, dense: bool) -> None:
         raise CheckpointError(f"{path} cannot be converted ({reason(error)})") from error
 
 
+def kept(path: Path, file: Any) -> Sequence[Any]:
+    """The tensors that are converted. MTP heads in a file of their own draft with the target's embedding and LM head,
+    of which the file may have copies."""
+    every: Sequence[Any] = file.tensors
+    return [tensor for tensor in every if tensor.name[:4] == "blk."] if model.only_head(_keys(path, file)) else every
+
+
 def converted_size(tensors: Sequence[Any], dense: bool) -> int:
     """Bytes of a GGUF file's tensors after conversion, including a head that repeats the embedding."""
     total = 0
@@ -89,12 +96,15 @@ def _convert_model(path: Path, folder: Path, file: Any, dense: bool) -> None:
     name, gguf, its = supported[model_type]
     named: Named = partial(model.name_of, its, config.num_hidden_layers)
     undo, more = gguf.undone(File(arch, config, file.tensors, dense))
-    modules, restored = _save(path, folder, file.tensors, config.tie_word_embeddings, dense, named, undo)
+    modules, restored = _save(path, folder, kept(path, file), config.tie_word_embeddings, dense, named, undo)
+    settings = {k: v for k, v in config.to_dict().items() if k not in ("quantization_config", "_name_or_path")}
+    settings |= {"architectures": [name], "dtype": "float32"} | gguf.mend(settings, keys) | more
+    if model.only_head(keys):  # it drafts with the target's tokenizer
+        _write_config(folder, settings, modules, restored)
+        return
     tokenizer = _tokenizer(path, file) if hybrid is None else vocabulary.tokenizer_of(path, file)
     tokenizer.save_pretrained(folder)
     GenerationConfig.from_model_config(config).save_pretrained(folder)
-    settings = {k: v for k, v in config.to_dict().items() if k not in ("quantization_config", "_name_or_path")}
-    settings |= {"architectures": [name], "dtype": "float32"} | gguf.mend(settings, keys) | more
     ids = tokenizer.get_vocab() if gguf.ends else {}
     if ends := [ids[token] for token in gguf.ends if token in ids]:
         settings["eos_token_id"] = sorted({settings["eos_token_id"], *ends} - {None})

@@ -40,6 +40,12 @@ def name_of(its: Architecture, layers: int, name: str, path: Path) -> str | None
     raise CheckpointError(f"{path} has the tensor {name}, which no supported architecture uses")
 
 
+def only_head(keys: Keys) -> bool:
+    """Whether the file holds only the MTP heads of a model: blocks after its last layer, and copies of its embedding,
+    final norm and LM head. Its keys are the whole model's (llama.cpp's `convert_hf_to_gguf.py --mtp`)."""
+    return bool(keys.get("nextn_predict_layers")) and "blk.0.attn_norm.weight" not in keys.shapes
+
+
 def config_of(file: Any, its: Architecture, keys: Keys) -> Any:
     """transformers' config of an open file of one of `Gguf.files`: those that transformers does not read, or only in
     its newest versions. Raises CheckpointError."""
@@ -50,12 +56,12 @@ def config_of(file: Any, its: Architecture, keys: Keys) -> Any:
     keys.no("rope.scaling.type", *its.gguf.ropes)
     if "rope.scaling.type" not in keys:  # a factor alone would be linear
         keys.no("rope.scaling.factor", 1.0, 0.0)
-    if "token_embd.weight" not in keys.shapes:
+    if "token_embd.weight" not in keys.shapes and not only_head(keys):
         raise CheckpointError(f"{keys.path} lacks the tensor token_embd.weight; convert it again")
     tokens = {name: file.fields.get(f"tokenizer.ggml.{name}_token_id") for name in ("bos", "eos", "padding")}
     ids = {name: None if field is None else field.contents() for name, field in tokens.items()}
     common = {
-        "vocab_size": keys.shapes["token_embd.weight"][0],
+        "vocab_size": keys.shapes["token_embd.weight"][0] if "token_embd.weight" in keys.shapes else keys["vocab_size"],
         "tie_word_embeddings": "output.weight" not in keys.shapes,
         "max_position_embeddings": keys["context_length"],
         "hidden_size": keys["embedding_length"],

@@ -2,9 +2,9 @@
 2412.19437; model/heads.py has the equations), or an assistant that was trained with the target (Gemma 4;
 model/assistant.py).
 
-A target that was trained with such heads needs no draft checkpoint. A head drafts as an EAGLE head does, with the
-target's embedding, LM head and last hidden states. Several heads take turns (heads_in_turn.py). An assistant is a
-checkpoint of its own, which reads the target's K/V and has none (assistant.py).
+A target that was trained with such heads needs no draft checkpoint, unless a file of its own holds them. A head drafts
+as an EAGLE head does, with the target's embedding, LM head and last hidden states. Several heads take turns
+(heads_in_turn.py). An assistant is a checkpoint of its own, which reads the target's K/V and has none (assistant.py).
 """
 
 from __future__ import annotations
@@ -36,8 +36,14 @@ class MultiTokenPrediction(Eagle):
 
     def open_head(self, source: str | Path | None, target: Opened) -> OpenedHead:
         from specker.checkpoints.drafts import assistant, mtp
+        from specker.checkpoints.files import folder_of
+        from specker.checkpoints.parse import read_json
 
-        return mtp.opened(target) if source is None else assistant.Layout.open(source, target.config)
+        if source is not None:
+            raw = read_json(folder_of(source, weights=False) / "config.json")
+            if raw.get("model_type") == assistant.KIND:
+                return assistant.Layout.open(source, target.config)
+        return mtp.opened(target, source)
 
     def drafter(self, context: DraftContext) -> Drafter:
         from specker.checkpoints.drafts.assistant import AssistantCheckpoint
