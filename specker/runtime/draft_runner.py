@@ -1,6 +1,5 @@
 """What a round drafts: the shape that policies and measured costs agree on, and what each round teaches them."""
 
-import time
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -8,7 +7,7 @@ from specker.runtime.control.auto import AcceptanceHistory
 from specker.runtime.control.choose import NONE, Chooser
 from specker.runtime.control.costs import MANY
 from specker.runtime.control.policy import UNLIMITED, Budget, Offer
-from specker.runtime.control.reasons import BEHIND, ENDED, FORCED, MEASURED, MISSING, PROMPTS, RESTS
+from specker.runtime.control.reasons import BEHIND, FORCED, MEASURED, MISSING, PROMPTS, RESTS
 from specker.runtime.control.stats import BlockStats, CopyStats
 from specker.runtime.ranks.dist import Ranks
 from specker.runtime.round.batch import Batch
@@ -68,7 +67,7 @@ class DraftRunner:
             reason = MISSING  # which a policy that never rests does not ask
         if prompts and budget.nodes and self.yields_to_prompts(requests) and not budget.part:
             budget, reason = replace(budget, nodes=0, depth=0, extra=(), beside=None), PROMPTS
-        if not self._caught_up(requests, budget):
+        if not self._some_can_draft(requests, budget):
             self._delayed, budget, reason = budget, NONE, BEHIND
         if self.ranks is not None and (policies[0].may_skip_drafting or policies[0].layers or len(policies) > 1):
             budget = self.ranks.budget(budget, max(1, len(policies[0].layers)))
@@ -88,24 +87,27 @@ class DraftRunner:
         """Whether a model drafts for these requests, which drafts nothing while rows of prompts come with the round."""
         return self.drafter.model is not None and requests[0].policy.may_skip_drafting
 
-    def _caught_up(self, requests: list[Request], budget: Budget) -> bool:
-        """Whether the drafter may prefill what it lacks within the round. While several requests decode, a longer part
-        of a prompt is prefilled in chunks, one before each round; but not by ranks that split a draft, which prefill
-        together and may have chosen other budgets so far."""
+    def reads(self, requests: list[Request]) -> int:
+        """The most tokens that the drafter may prefill before it drafts in this round. While several requests decode,
+        it reads prompts in chunks, one before each round, and drafts for the others. But ranks that split a draft read
+        all texts, because they draft together; other ranks may not decide by measured times, which differ."""
         model = self.drafter.model
-        if len(requests) == 1 or not budget.nodes or (model is not None and model.ranks is not None):
+        if len(requests) == 1 or (model is not None and model.ranks is not None):
+            return UNLIMITED
+        each = self.history.costs.prefill(MANY) / MANY if self.ranks is None else 0.0
+        return max(LEAST, int(self.stall / each)) if each and self.stall else self.chunk
+
+    def _some_can_draft(self, requests: list[Request], budget: Budget) -> bool:
+        """Whether the drafter can draft for a text in this round, if something is to be drafted: it has read one, or
+        reads all of one before (`reads`)."""
+        offer = self.offers[budget.part]
+        if not budget.nodes or not any(offer.missing):
             return True
-        each = self.history.costs.prefill(MANY) / MANY
-        chunk = max(LEAST, int(self.stall / each)) if each and self.stall else self.chunk
-        if self.offers[budget.part].missing <= chunk:
-            return True
-        start = time.perf_counter()
-        if not (count := self.drafters[budget.part].advance(requests, chunk)):
-            return True
-        spent = time.perf_counter() - start
-        self.history.costs.observe_prefill(count, spent)
-        for request in requests:
-            request.stats.seconds["prefill"] += spent / len(requests)
+        left = self.reads(requests)
+        for slot in oldest_first(requests):
+            if offer.missing[slot] <= left and (not offer.room or offer.room[slot] > 0):
+                return True
+            left = max(0, left - offer.missing[slot])
         return False
 
     def price(self, requests: list[Request], budget: Budget) -> float:
@@ -174,6 +176,12 @@ class DraftRunner:
             self.chooser.finished(n, r.batch.budget, drafted, tokens, r.trial, r.behind, verified)
 
 
+def oldest_first(requests: Sequence[Request]) -> list[int]:
+    """The slots of requests, that which decodes for longest first. A request that ends leaves its slot to another one,
+    so slots are in no order."""
+    return sorted(range(len(requests)), key=lambda slot: requests[slot].prompt_length - len(requests[slot].token_ids))
+
+
 def account(r: Round, slot: int, path: list[int]) -> None:
     """Show one request's part of a round to its policy and its stats."""
     request, drafted = r.requests[slot], r.draft.drafted(slot)
@@ -194,4 +202,4 @@ def _why(r: Round, slot: int) -> str:
     """The reason if a request's part of a round has no draft; "" if none is known."""
     if r.reason or r.forced:
         return r.reason or FORCED
-    return ENDED if slot in r.draft.idle else ""
+    return r.draft.idle.get(slot, "")

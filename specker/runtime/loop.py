@@ -23,7 +23,7 @@ from specker.runtime.control.auto import AcceptanceHistory
 from specker.runtime.control.choose import NONE
 from specker.runtime.control.policy import Budget
 from specker.runtime.control.reasons import BEHIND, PROMPTS
-from specker.runtime.draft_runner import DraftRunner, account
+from specker.runtime.draft_runner import DraftRunner, account, oldest_first
 from specker.runtime.events import Event, cancelled, emitted
 from specker.runtime.prompts import UNMEASURED_PROMPT_ROWS, Prompts
 from specker.runtime.ranks.dist import Ranks
@@ -252,12 +252,13 @@ class Loop:
         if runner is not None:
             r.trial, r.warm = runner.chooser.trial and reason not in (BEHIND, PROMPTS), runner.chooser.warm
             r.price = 0.0 if self.ranks is not None else runner.price(requests, budget)
+            r.reads, r.read_slots = runner.reads(requests), oldest_first(requests)
         late = self.graphs.late
         launch(r, self.target, self.cache, [] if runner is None else runner.drafters)
         send(r, self.target)
         for request in requests if self.graphs.late > late else ():
             request.stats.captures += self.graphs.late - late
-        self._chain = fixed and r.draft.size > 0 and not budget.part
+        self._chain = fixed and r.draft.size > 0 and not budget.part and not r.draft.idle
         if fixed:
             self.launched += 1
             self.host_seconds += time.perf_counter() - began
@@ -284,7 +285,7 @@ class Loop:
             self._usual[1] += launched
         else:
             r.other = start - r.began - launched
-        self.prompts.observe(r, launched)
+        self.prompts.observe(r)
         out, grown = [], []
         for slot, (request, (path, tokens)) in enumerate(zip(r.requests, each, strict=True)):
             left = request.limit - len(request.token_ids)  # a draft of fixed shape may go beyond the end

@@ -439,8 +439,8 @@ def test_prefill_must_be_earned_back():
     world = World(0.05, 0.02, lambda n: 0.8).run(300)
     costs, chooser = world.known.costs, world.chooser
     costs.observe_prefill(100, 100 * STEP / 10)  # ten tokens take a plain round
-    assert chooser.choose(world.policies, 500, [Offer(200)]).nodes
-    assert not chooser.choose(world.policies, 20, [Offer(200)]).nodes and chooser.reason == "slower"
+    assert chooser.choose(world.policies, 500, [Offer([200])]).nodes
+    assert not chooser.choose(world.policies, 20, [Offer([200])]).nodes and chooser.reason == "slower"
     chooser.admitted()
     assert chooser.choose(world.policies, 20).nodes
 
@@ -460,7 +460,7 @@ def test_a_short_prefill_from_a_disk_says_little_of_a_long_one():
     assert costs.prefill(100) == pytest.approx(15.0, rel=0.05)
 
 
-UNREAD = [Offer(missing=240), Offer()]  # of a model, and of copies
+UNREAD = [Offer(missing=[240]), Offer()]  # of a model, and of copies
 
 
 @pytest.fixture

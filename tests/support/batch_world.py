@@ -11,11 +11,11 @@ from types import SimpleNamespace
 
 import numpy as np
 
-from specker.runtime import draft_runner
 from specker.runtime.control.auto import AcceptanceHistory, Auto
 from specker.runtime.control.costs import Costs
 from specker.runtime.control.policy import UNLIMITED, Budget, Offer, Outcome
-from specker.runtime.draft_runner import DraftRunner
+from specker.runtime.control.reasons import BEHIND
+from specker.runtime.draft_runner import DraftRunner, oldest_first
 from specker.runtime.round.drafter import Draft, Drafter
 
 LONGEST = Budget(17, 17)
@@ -70,15 +70,18 @@ class Reads(Drafter):
         self.world = world
 
     def prepare(self, requests):
-        return Offer(missing=sum(self._missing(s) for s in requests))
+        return Offer(missing=[self._missing(s) for s in requests])
 
     def _missing(self, request) -> int:
         missing = len(request.token_ids) - request.read
-        return missing if not request.read or missing > 64 else 0
+        return missing - 1 if not request.read or missing > 64 else 0
 
-    def advance(self, requests, most=UNLIMITED, fixed=False):
+    def idle(self, requests) -> dict[int, str]:
+        return {slot: BEHIND for slot, request in enumerate(requests) if self._missing(request)}
+
+    def advance(self, requests, most=UNLIMITED, fixed=False, slots=None):
         count = 0
-        for request in requests:
+        for request in requests if slots is None else [requests[slot] for slot in slots]:
             if self._missing(request) and count < most:
                 rows = min(most - count, len(request.token_ids) - 1 - request.read)
                 request.read, count = request.read + rows, count + rows
@@ -110,6 +113,7 @@ class BatchWorld:
                 text=each,
                 token_ids=[0] * self.prompt,
                 limit=self.prompt + self.tokens,
+                prompt_length=self.prompt,
                 read=0,
                 policy=Auto(self.known.costs, self.known.drafts, LONGEST, self.confident),
                 stats=SimpleNamespace(seconds={"prefill": 0.0}),
@@ -130,18 +134,13 @@ class BatchWorld:
 
     def run(self) -> float:
         """Decode all texts. Returns plain decoding's seconds over the seconds that it took."""
-        clock = SimpleNamespace(perf_counter=lambda: self.seconds)
-        real, draft_runner.time = draft_runner.time, clock
-        try:
-            runner = DraftRunner([Reads(self)], self.known, LONGEST, 512)
-            for _ in self.requests:
-                self.known.costs.observe_rows(self.prompt, self.prompt * self.machine.own_prompt)
-            for request in self.requests:
-                runner.chooser.admitted()
-            while active := [s for s in self.requests if len(s.token_ids) < s.limit]:
-                self._round(runner, active)
-        finally:
-            draft_runner.time = real
+        runner = DraftRunner([Reads(self)], self.known, LONGEST, 512)
+        for _ in self.requests:
+            self.known.costs.observe_rows(self.prompt, self.prompt * self.machine.own_prompt)
+        for _ in self.requests:
+            runner.chooser.admitted()
+        while active := [s for s in self.requests if len(s.token_ids) < s.limit]:
+            self._round(runner, active)
         return self.plain() / self.seconds
 
     def _round(self, runner: DraftRunner, active: list) -> None:
@@ -153,12 +152,12 @@ class BatchWorld:
             budget = runner.clipped(active, budget)
         trial, warm = runner.chooser.trial, runner.chooser.warm
         at, seconds = self.seconds, {"prefill": 0.0, "accept": 0.0, "commit": 0.0}
-        behind = 0
-        if budget.nodes:
-            behind = runner.drafter.advance(active)
-            seconds["prefill"], at = self.seconds - at, self.seconds
+        behind, idle = 0, {}
+        if budget.nodes or reason == BEHIND:
+            behind = runner.drafter.advance(active, runner.reads(active), slots=oldest_first(active))
+            seconds["prefill"], idle = self.seconds - at, runner.drafter.idle(active)
         price = runner.price(active, budget)
-        counts, confidence = self._draft(active, budget, price)
+        counts, confidence = self._draft(active, budget, price, idle)
         drafted = len(confidence)
         kind = drafted > 0
         self.same = self.same + 1 if kind == self.kind else 0
@@ -175,10 +174,11 @@ class BatchWorld:
             right = min(right, request.limit - len(request.token_ids) - 1)
             paths.append(list(range(right + 1)))
             request.token_ids += [0] * (right + 1)
-            if drafted:
+            if drafted and slot not in idle:
                 request.read = len(request.token_ids) - 1
-            request.policy.observe(Outcome(count, paths[-1], [c[slot] for c in confidence]))
-        draft = Draft(drafted, depth=drafted)
+            own = [] if slot in idle else [c[slot] for c in confidence]
+            request.policy.observe(Outcome(count, paths[-1], own))
+        draft = Draft(drafted, depth=drafted, idle=idle)
         r = SimpleNamespace(
             requests=active,
             batch=SimpleNamespace(budget=budget),
@@ -195,19 +195,22 @@ class BatchWorld:
         )
         runner.learn(r, paths)
         self.rounds.append((n, rows, self.seconds - began))
-        self.reasons[reason] = self.reasons.get(reason, 0) + n
+        for slot in range(n):
+            why = reason or idle.get(slot, "")
+            self.reasons[why] = self.reasons.get(why, 0) + 1
 
-    def _draft(self, active: list, budget: Budget, price: float):
+    def _draft(self, active: list, budget: Budget, price: float, idle: dict[int, str]):
         """The draft tokens that each sequence verifies, and the confidence of each draft token of every sequence."""
         confidence: list[list[float]] = []
         while len(confidence) < budget.depth:
             k = len(confidence)
             confidence.append([s.text.probability[len(s.token_ids) - self.prompt + k] for s in active])
             if self.confident:
-                votes = sum(s.policy.keep_drafting(p) for s, p in zip(active, confidence[-1], strict=True))
-                if 2 * votes < len(active):
+                drafting = [slot for slot in range(len(active)) if slot not in idle]
+                votes = sum(active[slot].policy.keep_drafting(confidence[-1][slot]) for slot in drafting)
+                if 2 * votes < len(drafting):
                     break
-        counts = [len(confidence)] * len(active)
+        counts = [0 if slot in idle else len(confidence) for slot in range(len(active))]
         if price:
             own = [[c[slot] for c in confidence] for slot in range(len(active))]
             counts = [min(c, s.policy.worth(price, p)) for c, s, p in zip(counts, active, own, strict=True)]

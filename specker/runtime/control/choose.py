@@ -63,7 +63,7 @@ class Chooser:
     def choose(self, policies: Sequence[Policy], remaining: int, offers: Sequence[Offer] = ()) -> Budget:
         """The shape of the next round. `remaining`: tokens that the texts may still grow by. `offers`: of each
         `Budget.part`; (): every text has room for every draft, and nothing is to be prefilled."""
-        self._late = [self.costs.prefill(offer.missing) for offer in offers]
+        self._late = [self.costs.prefill(sum(offer.missing)) for offer in offers]
         self._room = [() if min(offer.room, default=1) > 0 else offer.room for offer in offers]
         shape = self._choose(policies, remaining)
         if shape.nodes or self.reason not in (MISSING, ENDED):  # a match that is missing is no change

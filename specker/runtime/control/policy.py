@@ -55,7 +55,7 @@ class Offer:
     """What a drafter can do for each text of a batch, before the round's shape is chosen. The default suits one without
     a model."""
 
-    missing: int = 0  # committed tokens of all texts that `advance` would prefill before a draft
+    missing: Sequence[int] = ()  # of each text, committed tokens that `advance` would prefill before a draft; (): none
     room: Sequence[int] = ()  # draft tokens that fit behind each text in a model's context; (): any number
     matches: Sequence[Sequence[Match]] = ()
     """For each text, the match in each source that it may copy from."""
