@@ -81,7 +81,7 @@ def steady(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rounds teach nothing about costs, so what is drafted does not depend on the clock."""
     for name in ("observe", "observe_prefill", "follow"):
         monkeypatch.setattr(f"specker.runtime.control.costs.Costs.{name}", lambda *_: None)
-    monkeypatch.setattr("specker.runtime.control.estimates.LOOK", 0)
+    monkeypatch.setattr("specker.runtime.control.choose.LOOK", 0)
 
 
 @pytest.fixture
@@ -89,8 +89,7 @@ def cheap(steady: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Drafts cost next to nothing, so policies that rest draft whenever they can."""
     monkeypatch.setattr("specker.runtime.engine.draft_cost", lambda budget, *_: 0.001 * budget.depth)
     monkeypatch.setattr("specker.runtime.control.choose.START", 1)
-    for name in ("AGAIN", "WAIT"):
-        monkeypatch.setattr(f"specker.runtime.control.estimates.{name}", 1)
+    monkeypatch.setattr("specker.runtime.control.choose.AGAIN", 1)
 
 
 @pytest.fixture

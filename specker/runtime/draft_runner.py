@@ -1,14 +1,13 @@
 """What a round drafts: the shape that policies and measured costs agree on, and what each round teaches them."""
 
-import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 
 from specker.runtime.control.auto import AcceptanceHistory
 from specker.runtime.control.choose import NONE, Chooser
 from specker.runtime.control.costs import MANY
 from specker.runtime.control.policy import UNLIMITED, Budget, Offer
-from specker.runtime.control.reasons import BEHIND, ENDED, FORCED, MEASURED, MISSING, PROMPTS, RESTS
+from specker.runtime.control.reasons import BEHIND, FORCED, MEASURED, MISSING, PROMPTS, RESTS
 from specker.runtime.control.stats import BlockStats, CopyStats
 from specker.runtime.ranks.dist import Ranks
 from specker.runtime.round.batch import Batch
@@ -40,6 +39,7 @@ class DraftRunner:
         self.chooser = Chooser(history.costs, learns)
         self.stall = 0.0  # seconds that the drafter may prefill before a round of several requests
         self.offers: list[Offer] = []  # of each drafter for the texts of the last call of `shape`
+        self.read_slots: Sequence[int] | None = None  # whose texts may be prefilled in this round, in order; None: all
         self._plain_round_needs_no_drafter = False  # and no other rank's agreement
 
     @property
@@ -60,11 +60,15 @@ class DraftRunner:
 
         share = self.history.used.mean(1.0)
         left = [share * (s.limit - len(s.token_ids)) for s in requests]
-        budget = self.chooser.choose(policies, left, self.offers)
-        if unread := self.chooser.unread:
-            self._read(requests, unread)
-            self.offers = [drafter.prepare(requests) for drafter in self.drafters]
-            budget = self.chooser.choose(policies, left, self.offers, False)
+        budget, missing = self.chooser.choose(policies, left, self.offers), self.offers[0].missing
+        if reading := self.chooser.unread:
+            missing = self._after_reading(requests, reading)
+            budget = self.chooser.choose(
+                policies, left, [replace(self.offers[0], missing=missing), *self.offers[1:]], False
+            )
+        self.read_slots = None
+        if missing and self.ranks is None:
+            self.read_slots = [n for n in oldest_first(requests) if n in reading or not missing[n]]
         reason = self.chooser.reason
         matches = self.offers[budget.part].matches
         if not reason and matches and not any(match.matched for each in matches for match in each):
@@ -89,19 +93,24 @@ class DraftRunner:
         """Whether a model drafts for these requests, which drafts nothing while rows of prompts come with the round."""
         return self.drafter.model is not None and requests[0].policy.may_skip_drafting
 
-    def _read(self, requests: list[Request], slots: frozenset[int]) -> None:
-        """Let the drafter read texts before the round: one of a single request wholly, of several requests as many
-        tokens as may lengthen the round."""
-        most = UNLIMITED
-        if len(requests) > 1:
-            each = self.history.costs.prefill(MANY) / MANY
-            most = max(LEAST, int(self.stall / each)) if each and self.stall else self.chunk
-        start = time.perf_counter()
-        if count := self.drafter.advance(requests, most, slots=slots):
-            spent = time.perf_counter() - start
-            self.history.costs.observe_prefill(count, spent)
-            for slot in slots:
-                requests[slot].stats.seconds["prefill"] += spent / len(slots)
+    def reads(self, requests: list[Request]) -> int:
+        """The most tokens that the drafter may prefill before it drafts in this round. While several requests decode,
+        it reads prompts in chunks, one before each round, and drafts for the others. But ranks that split a draft read
+        all texts, because they draft together; other ranks may not decide by measured times, which differ."""
+        model = self.drafter.model
+        if len(requests) == 1 or (model is not None and model.ranks is not None):
+            return UNLIMITED
+        each = self.history.costs.prefill(MANY) / MANY if self.ranks is None else 0.0
+        return max(LEAST, int(self.stall / each)) if each and self.stall else self.chunk
+
+    def _after_reading(self, requests: list[Request], slots: Collection[int]) -> list[int]:
+        """`Offer.missing` of the drafter with a model once it has read texts of these slots, as far as `reads` says."""
+        missing, left = [*self.offers[0].missing], self.reads(requests)
+        for slot in oldest_first(requests):
+            if slot in slots:
+                count = min(left, missing[slot])
+                missing[slot], left = missing[slot] - count, left - count
+        return missing
 
     def row_prices(self, requests: list[Request], budget: Budget) -> tuple[float, ...]:
         """What further rows cost in the verify pass of a batch whose policies may skip drafting (`Costs.row_prices`);
@@ -169,6 +178,12 @@ class DraftRunner:
             self.chooser.finished(n, r.batch.budget, drafted, tokens, r.trial, verified)
 
 
+def oldest_first(requests: Sequence[Request]) -> list[int]:
+    """The slots of requests, that which decodes for longest first. A request that ends leaves its slot to another one,
+    so slots are in no order."""
+    return sorted(range(len(requests)), key=lambda slot: requests[slot].prompt_length - len(requests[slot].token_ids))
+
+
 def account(r: Round, slot: int, path: list[int]) -> None:
     """Show one request's part of a round to its policy and its stats."""
     request, drafted = r.requests[slot], r.draft.drafted(slot)
@@ -189,4 +204,4 @@ def _why(r: Round, slot: int) -> str:
     """The reason if a request's part of a round has no draft; "" if none is known."""
     if r.reason or r.forced:
         return r.reason or FORCED
-    return ENDED if slot in r.draft.idle else ""
+    return r.draft.idle.get(slot, "")

@@ -189,6 +189,8 @@ class Loop:
     def retire(self) -> None:
         """Free the slots of requests that have ended. No round may be pending."""
         for request in [s for s in self.active if s.finished]:
+            added, allowed = len(request.token_ids) - request.prompt_length, request.limit - request.prompt_length
+            self.history.used.add(added / max(1, allowed))
             self.slots.retire(request)
 
     def cancel(self, request: Request) -> Event | None:
@@ -252,12 +254,13 @@ class Loop:
         if runner is not None:
             r.trial, r.warm = runner.chooser.trial and reason not in (BEHIND, PROMPTS), runner.chooser.warm
             r.prices = () if self.ranks is not None else runner.row_prices(requests, budget)
+            r.reads, r.read_slots = runner.reads(requests), runner.read_slots
         late = self.graphs.late
         launch(r, self.target, self.cache, [] if runner is None else runner.drafters)
         send(r, self.target)
         for request in requests if self.graphs.late > late else ():
             request.stats.captures += self.graphs.late - late
-        self._chain = fixed and r.draft.size > 0 and not budget.part
+        self._chain = fixed and r.draft.size > 0 and not budget.part and not r.draft.idle
         if fixed:
             self.launched += 1
             self.host_seconds += time.perf_counter() - began
@@ -284,7 +287,7 @@ class Loop:
             self._usual[1] += launched
         else:
             r.other = start - r.began - launched
-        self.prompts.observe(r, launched)
+        self.prompts.observe(r)
         out, grown = [], []
         for slot, (request, (path, tokens)) in enumerate(zip(r.requests, each, strict=True)):
             left = request.limit - len(request.token_ids)  # a draft of fixed shape may go beyond the end

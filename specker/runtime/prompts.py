@@ -238,10 +238,9 @@ class Prompts:
         fills, self.joining = self.joining, []
         self._filled(fills, r.part_rows, time.perf_counter() - r.part_seconds)
 
-    def observe(self, r: Round, launched: float) -> None:
-        """Learn from a round whose stages took `launched` seconds; its parts of prompts are charged their share of the
-        verify pass."""
-        self._last = r.rows, launched - r.seconds["verify"] - r.seconds["accept"]
+    def observe(self, r: Round) -> None:
+        """Learn from a round; its parts of prompts are charged their share of the verify pass."""
+        self._last = r.rows, r.seconds["draft"]
         if r.parts:
             count = sum(len(part.tokens) for part in r.parts)
             self._observe_rows(r.rows + count, r.seconds["verify"] + r.seconds["accept"])

@@ -286,13 +286,13 @@ def _drafted(loop: Loop, n: int, before: int, length: int, params: Params, budge
     drafter, there = loop.drafters[budget.part], length
 
     def fixes(length: int) -> bool:
-        return drafter.prepare([_text([0] * length, params)] * n).fixes(budget)
+        _texts(loop, n, length, params)
+        return drafter.prepare(loop.active).fixes(budget)
 
     while there > before and not fixes(there):
         there -= max(1, (there - before) // 64)
     if there <= before:
         return
-    _texts(loop, n, there, params)
     for _ in range(loop.graphs.passes):
         r = loop.new_round(budget, True, length - there)
         r.batch.confident = confident

@@ -9,9 +9,19 @@ import cases
 import pytest
 
 from specker.runtime.control.auto import Acceptance, AcceptanceHistory, Auto
-from specker.runtime.control.choose import MEASURED, RESTS, Chooser
+from specker.runtime.control.choose import (
+    AGAIN,
+    APART,
+    FIRST,
+    LOOK,
+    MEASURED,
+    RESTS,
+    RUN,
+    SHARE,
+    TRIED,
+    Chooser,
+)
 from specker.runtime.control.costs import FORGET, SOON, Costs, Curve
-from specker.runtime.control.estimates import AGAIN, APART, LOOK, LOOK_SHARE, RUN, WAIT, Credit
 from specker.runtime.control.policy import (
     LENGTHS,
     TREES,
@@ -72,7 +82,7 @@ class World:
 
     def round(self):
         n, a = len(self.policies), self.agrees(self.n)
-        shape = self.chooser.choose(self.policies, 10_000)
+        shape = self.chooser.choose(self.policies, [10_000] * n)
         trial, reason, warm = self.chooser.trial, self.chooser.reason, self.chooser.warm
         prices = self.chooser.prices(self.policies, shape) if shape.nodes else ()
         for p in self.policies:
@@ -149,7 +159,7 @@ def test_drafts_that_do_not_pay_cost_little(a, confident):
     """At most what the chooser allows: the first losses, and a share of the time."""
     world = World(0.4, 0.2, lambda n: a, confident).run(2000)
     assert world.drafted.count(0) > 1900 and sum(k > 0 for k in world.drafted) > 5
-    assert sum(world.spent) < Credit.left + 2 + Credit.per_round * 2000
+    assert sum(world.spent) < FIRST + 2 + SHARE * 2000
     tries = [n for n, k in enumerate(world.drafted) if k]
     assert max(b - a for a, b in itertools.pairwise(tries)) > 4 * (tries[1] - tries[0] + 1), "trials become rarer"
 
@@ -196,21 +206,21 @@ def test_drafts_that_cannot_win_cost_a_hundredth(step, row, a, confident):
     for _ in range(10):
         begun = sum(world.spent)
         world.text(96)
-        assert sum(world.spent) - begun < Credit.carried_over + 3
-    assert sum(world.spent) < Credit.left + Credit.carried_over + 3 + 2 * Credit.per_resting_round * 960
+        assert sum(world.spent) - begun < FIRST + 3
+    assert sum(world.spent) < 2 * FIRST + 3 + 2 * SHARE * 960
 
 
 def test_a_text_that_lost_does_not_silence_the_next_ones():
     """Its drafts spent the credit. A new text drafts at once if that promises a gain, and not if it does not."""
     world = World(0.1, 0.05, lambda n: 0.9).text(64)
     for expected, drafts in ((4.0, True), (1.0, False)):
-        world.chooser.credit.left = -3.0
+        world.chooser.left = -3.0
         world.text(0)
         world.policies[0].expected = lambda budget, n=expected: n
         before = len(world.drafted)
         world.run(AGAIN)
         assert any(world.drafted[before:]) == drafts
-        assert world.chooser.credit.left > 0 or not drafts
+        assert world.chooser.left > 0 or not drafts
 
 
 def test_overrated_drafts_are_stopped_by_the_credit():
@@ -218,7 +228,7 @@ def test_overrated_drafts_are_stopped_by_the_credit():
     world = World(0.5, 0.2, lambda n: 0.0)
     world.policies[0].expected = lambda budget: 100.0
     world.run(3000)
-    assert 0 < sum(world.spent) - Credit.left < 15 + Credit.per_round * 3000 * 1.1
+    assert 0 < sum(world.spent) - FIRST < 15 + SHARE * 3000 * 1.1
 
 
 def test_a_stop_rule_gains_as_much_as_the_best_one():
@@ -317,7 +327,7 @@ class Trees:
         self.policy = Auto(known.costs, known.drafts, Budget(16, 16), False, trees)
 
     def round(self):
-        shape = self.chooser.choose([self.policy], 10_000)
+        shape = self.chooser.choose([self.policy], [10_000])
         trial, reason = self.chooser.trial, self.chooser.reason
         right = 0
         while right < shape.depth and self.random.random() < (self.agrees if shape.tree else self.best):
@@ -359,16 +369,16 @@ def test_a_batch_shares_one_length():
 
 @pytest.mark.parametrize("gain", [1.1, 3.0])
 def test_plain_decoding_is_measured_the_more_often_the_less_drafts_gain(gain):
-    """What drafts would have gained meanwhile stays within LOOK_SHARE of the time."""
+    """What drafts would have gained meanwhile stays within TRIED of the time."""
     world = World(1e-3, 0.0, lambda n: 0.0)
-    world.chooser.credit.left = math.inf
+    world.chooser.left = math.inf
     world.policies[0].expected = lambda budget: gain
     world.run(2000)
     looks = [n for n, k in enumerate(world.drafted) if not k]
     runs = [n for n in looks if n - 1 not in looks]
     assert len(looks) - 4 * LOOK <= LOOK * len(runs) <= len(looks) + LOOK
     lost = len(looks) * (1 - 1 / gain)
-    assert LOOK_SHARE * 2000 / 2 - LOOK < lost < LOOK_SHARE * 2000 + LOOK
+    assert TRIED * 2000 / 2 - LOOK < lost < TRIED * 2000 + LOOK
     assert min(b - a for a, b in itertools.pairwise(runs)) >= APART
 
 
@@ -390,13 +400,13 @@ def test_drafts_that_look_slower_after_a_measurement_are_tried_at_once():
     chooser, costs = world.chooser, world.known.costs
     world.policies[0].expected = lambda shape: 0.95 * costs.round(1, shape) / costs.plain(1)
     for _ in range(LOOK):
-        assert not chooser.choose(world.policies, 500).nodes and chooser.reason == MEASURED
+        assert not chooser.choose(world.policies, [500]).nodes and chooser.reason == MEASURED
         chooser.measured(1, STEP, False)
     for _ in range(RUN):
-        assert chooser.choose(world.policies, 500).nodes and chooser.trial
+        assert chooser.choose(world.policies, [500]).nodes and chooser.trial
         chooser.finished(1, Budget(4, 4), 4, 1, True)
-    assert not chooser.choose(world.policies, 500).nodes and chooser.reason == RESTS
-    assert [chooser.keeps_resting(1) for _ in range(WAIT)].index(False) > 0 and not chooser.keeps_resting(2)
+    assert not chooser.choose(world.policies, [500]).nodes and chooser.reason == RESTS
+    assert [chooser.keeps_resting(1) for _ in range(AGAIN)].index(False) > 0 and not chooser.keeps_resting(2)
 
 
 @pytest.mark.parametrize(("promised", "goes_on"), [(0.95, True), (0.85, False)])
@@ -405,11 +415,11 @@ def test_drafts_go_on_while_they_may_yet_gain(promised, goes_on):
     world = World(0.1, 0.05, lambda n: 0.9).run(40)
     chooser, costs = world.chooser, world.known.costs
     assert world.drafted[-1]
-    chooser._speed.begin()  # plain decoding is not measured now
+    chooser._since = 0.0  # plain decoding is not measured now
     world.policies[0].expected = lambda shape: promised * costs.round(1, shape) / costs.plain(1)
-    assert bool(chooser.choose(world.policies, 500).nodes) == goes_on
-    chooser.credit.left = 0.0
-    assert not chooser.choose(world.policies, 500).nodes
+    assert bool(chooser.choose(world.policies, [500]).nodes) == goes_on
+    chooser.left = 0.0
+    assert not chooser.choose(world.policies, [500]).nodes
 
 
 def test_a_trial_says_nothing_of_plain_rounds():
@@ -439,10 +449,10 @@ def test_prefill_must_be_earned_back():
     world = World(0.05, 0.02, lambda n: 0.8).run(300)
     costs, chooser = world.known.costs, world.chooser
     costs.observe_prefill(100, 100 * STEP / 10)  # ten tokens take a plain round
-    assert chooser.choose(world.policies, 500, [Offer(200)]).nodes
-    assert not chooser.choose(world.policies, 20, [Offer(200)]).nodes and chooser.reason == "slower"
+    assert chooser.choose(world.policies, [500], [Offer([200])]).nodes
+    assert not chooser.choose(world.policies, [20], [Offer([200])]).nodes and chooser.reason == "slower"
     chooser.admitted()
-    assert chooser.choose(world.policies, 20).nodes
+    assert chooser.choose(world.policies, [20]).nodes
 
 
 def test_a_short_prefill_from_a_disk_says_little_of_a_long_one():
@@ -460,7 +470,7 @@ def test_a_short_prefill_from_a_disk_says_little_of_a_long_one():
     assert costs.prefill(100) == pytest.approx(15.0, rel=0.05)
 
 
-UNREAD = [Offer(missing=240), Offer()]  # of a model, and of copies
+UNREAD = [Offer(missing=[240]), Offer()]  # of a model, and of copies
 
 
 @pytest.fixture
@@ -495,17 +505,17 @@ def test_a_model_reads_the_texts_once_its_drafts_would_have_saved_that_time(one_
     )
     rounds = int(240 / 20 * STEP / saved)
     assert rounds > 2
-    shapes = [chooser.choose(policies, 400, UNREAD) for _ in range(rounds + 1)]
+    shapes = [chooser.choose(policies, [100] * 4, UNREAD) for _ in range(rounds + 1)]
     assert shapes == [copied] * rounds + [drafted]
     for _ in range(2):
         for _ in range(rounds - 1):
-            assert chooser.choose(policies, 400, UNREAD) == copied, "it counts anew"
-        assert chooser.choose(policies, 400) == drafted
+            assert chooser.choose(policies, [100] * 4, UNREAD) == copied, "it counts anew"
+        assert chooser.choose(policies, [100] * 4) == drafted
 
 
 def test_a_model_does_not_read_texts_that_end_soon(one_match):
     chooser, policies = one_match
-    assert all(chooser.choose(policies, 30, UNREAD).part for _ in range(100))
+    assert all(chooser.choose(policies, [7] * 4, UNREAD).part for _ in range(100))
 
 
 def test_a_model_reads_the_texts_where_copies_do_not_pay(one_match):
@@ -514,7 +524,7 @@ def test_a_model_reads_the_texts_where_copies_do_not_pay(one_match):
         policy.announced([Match(1, 16)] if policy is policies[0] else [Match()])
         for _ in range(30):
             policy.parts[1].observe(Outcome(4, [0]))
-    assert chooser.choose(policies, 400, UNREAD).part == 0
+    assert chooser.choose(policies, [100] * 4, UNREAD).part == 0
 
 
 def test_a_text_without_a_match_copies_no_tokens():
@@ -528,13 +538,13 @@ def test_what_a_draft_s_prefill_cost_is_due_with_the_next_text():
     world = World(0.05, 0.02, lambda n: 0.8).run(300)
     chooser, costs = world.chooser, world.known.costs
     costs.observe_prefill(100, 100 * STEP / 10)
-    chooser.credit.left = 4.0
+    chooser.left = 4.0
     chooser.finished(1, Budget(4, 4), 4, 1, False, behind=50)
-    assert 2.0 < (during := chooser.credit.left) < 4.0, "it goes on with this text"
+    assert 2.0 < (during := chooser.left) < 4.0, "it goes on with this text"
     chooser.admitted()
-    assert chooser.credit.left == pytest.approx(during - 50 / 10, rel=0.05)
+    assert chooser.left == pytest.approx(during - 50 / 10, rel=0.05)
     chooser.admitted()
-    assert chooser.credit.left == pytest.approx(during - 50 / 10, rel=0.05), "once"
+    assert chooser.left == pytest.approx(during - 50 / 10, rel=0.05), "once"
 
 
 def test_copied_text_is_drafted_by_the_length_of_the_match():
@@ -552,9 +562,9 @@ def test_copied_text_is_drafted_by_the_length_of_the_match():
         policy.announced([Match(matched, available)])
         a = RATES[min(matched, len(RATES)) - 1]
         assert policy.rate_of(matched) == pytest.approx(a)
-        assert chooser.choose([policy], 1000).nodes == best(a, min(available, 16))
+        assert chooser.choose([policy], [1000]).nodes == best(a, min(available, 16))
     policy.announced([Match()])
-    assert chooser.choose([policy], 1000).nodes == 0 and chooser.reason == "nothing found"
+    assert chooser.choose([policy], [1000]).nodes == 0 and chooser.reason == "nothing found"
     policy.announced([Match(2, 40)])
     for _ in range(60):
         policy.observe(Outcome(3, [0, 1, 2, 3]))
@@ -566,13 +576,13 @@ def test_nothing_rests_where_nothing_is_measured():
     """As in another engine."""
     chooser = Chooser(Costs(lambda budget: 1.0 * budget.nodes), learns=False)
     known = AcceptanceHistory(chooser.costs)
-    assert chooser.choose([Auto(known.costs, known.drafts, Budget(4, 4), True)], 100) == Budget(4, 4)
-    assert chooser.choose([NgramPolicy(known.matches, Budget(4, 4))], 100).nodes == 0
+    assert chooser.choose([Auto(known.costs, known.drafts, Budget(4, 4), True)], [100]) == Budget(4, 4)
+    assert chooser.choose([NgramPolicy(known.matches, Budget(4, 4))], [100]).nodes == 0
 
 
 def test_fixed_policies_never_rest():
     chooser = Chooser(Costs(lambda budget: pytest.fail("a single shape is compared with nothing")))
-    assert all(chooser.choose([Fixed(4, 4)], 100) == Budget(4, 4) for _ in range(50))
+    assert all(chooser.choose([Fixed(4, 4)], [100]) == Budget(4, 4) for _ in range(50))
 
 
 def test_a_curve_interpolates_and_learns():

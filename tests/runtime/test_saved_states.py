@@ -10,7 +10,7 @@ from pairs import perturbed
 import specker
 from specker.checkpoints.checkpoint import read_config
 from specker.model.memory import Cost
-from specker.model.prefill import prefill
+from specker.model.prefill import prefill_parts
 from specker.model.states import saved_bytes
 from specker.runtime.strategies import model_drafter
 
@@ -210,11 +210,11 @@ def test_a_recurrent_draft_of_a_target_without_states(tmp_path, monkeypatch, pai
     """It saves its own states: a third question costs it its own tokens, an answer to a known prompt none."""
     target, rows = make(tmp_path / "llama", max_context=1500), []
 
-    def counted(model, cache, tokens, **how):
-        rows.append(len(tokens))
-        return prefill(model, cache, tokens, **how)
+    def counted(model, cache, parts):
+        rows.extend(len(part.tokens) for part in parts)
+        return prefill_parts(model, cache, parts)
 
-    monkeypatch.setattr(model_drafter, "prefill", counted)
+    monkeypatch.setattr(model_drafter, "prefill_parts", counted)
     plain = specker.load(target, strategy="ar", dtype="float32", prefix_cache="off")
     engine = specker.load(target, pairs[kind][0], dtype="float32", page_size=16, batch_size=2, **HOW["tree"])
     for n in (65, 97):

@@ -9,9 +9,8 @@ import pytest
 
 from specker.runtime import strategies
 from specker.runtime.control.auto import AcceptanceHistory
-from specker.runtime.control.choose import RESTS, Chooser
+from specker.runtime.control.choose import FIRST, RESTS, SHARE, Chooser
 from specker.runtime.control.costs import Costs
-from specker.runtime.control.estimates import Credit
 from specker.runtime.control.policy import Budget, Fixed, Outcome
 from specker.runtime.strategies.base import PolicyContext
 from specker.runtime.strategies.dynamic_exit import exit_policy
@@ -43,7 +42,7 @@ class Engine:
         return self.now - start
 
     def round(self, policy, left):
-        shape = self.chooser.choose([policy], left)
+        shape = self.chooser.choose([policy], [left])
         trial, reason, warm = self.chooser.trial, self.chooser.reason, self.chooser.warm
         policy.taken(shape, self.chooser.prices([policy], shape) if shape.nodes else ())
         luck = [self.random.random() for _ in range(max(1, left))]
@@ -122,7 +121,7 @@ def test_exits_that_never_agree_cost_little(clock):
     engine = of_exits(clock, {}, usual("del"), 1)
     for _ in range(10):
         engine.text()
-    assert engine.now / 1.05 - 10 * TEXT < Credit.left + 2 + Credit.per_round * 10 * TEXT
+    assert engine.now / 1.05 - 10 * TEXT < FIRST + 2 + SHARE * 10 * TEXT
     assert sum(k > 0 for _, k in engine.drafted) < 0.05 * len(engine.drafted)
 
 

@@ -263,7 +263,7 @@ def test_prices_decide_which_drafts_a_round_has(rate, matched, step, row, takes)
     policy = joined()
     policy.parts[0].rate = rate
     policy.announced([Match(matched, 16)])
-    shape = Chooser(costs, learns=False).choose([policy], 500)
+    shape = Chooser(costs, learns=False).choose([policy], [500])
     found = "both" if shape.beside else "copy" if shape.part else "model"
     assert found == takes or (takes == "one" and found != "both")
 

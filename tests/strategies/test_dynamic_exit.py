@@ -488,7 +488,7 @@ def test_del_compares_measured_seconds(monkeypatch):
             for n, a in zip(layers, assumed, strict=True)
         ]
         assert del_.choice().table == pytest.approx(np.array(want))
-        shape = Chooser(costs).choose([del_], 100)
+        shape = Chooser(costs).choose([del_], [100])
         assert (shape.nodes, shape.exit) == ((18, 6) if row == 0 else (0, 3)) and shape.extra
 
 

@@ -12,11 +12,11 @@ from types import SimpleNamespace
 
 import numpy as np
 
-from specker.runtime import draft_runner
 from specker.runtime.control.auto import AcceptanceHistory, Auto
 from specker.runtime.control.choose import worth_rows
 from specker.runtime.control.costs import Costs
 from specker.runtime.control.policy import UNLIMITED, Budget, Offer, Outcome
+from specker.runtime.control.reasons import BEHIND
 from specker.runtime.draft_runner import DraftRunner
 from specker.runtime.round.drafter import Draft, Drafter
 
@@ -76,12 +76,15 @@ class Reads(Drafter):
 
     def _missing(self, request) -> int:
         missing = len(request.token_ids) - request.read
-        return missing if not request.read or missing > 64 else 0
+        return missing - 1 if not request.read or missing > 64 else 0
+
+    def idle(self, requests) -> dict[int, str]:
+        return {slot: BEHIND for slot, request in enumerate(requests) if self._missing(request)}
 
     def advance(self, requests, most=UNLIMITED, fixed=False, slots=None):
         count = 0
-        for slot, request in enumerate(requests):
-            if self._missing(request) and count < most and (slots is None or slot in slots):
+        for request in requests if slots is None else [requests[slot] for slot in slots]:
+            if self._missing(request) and count < most:
                 rows = min(most - count, len(request.token_ids) - 1 - request.read)
                 request.read, count = request.read + rows, count + rows
         if count:
@@ -114,6 +117,7 @@ class BatchWorld:
                 token_ids=[0] * self.prompt,
                 limit=self.prompt + self.tokens,
                 read=0,
+                prompt_length=self.prompt,
                 policy=Auto(self.known.costs, self.known.drafts, LONGEST, self.confident),
                 stats=SimpleNamespace(seconds={"prefill": 0.0}),
             )
@@ -144,19 +148,13 @@ class BatchWorld:
 
     def run(self) -> float:
         """Decode all texts. Returns plain decoding's seconds over the seconds that it took."""
-        clock = SimpleNamespace(perf_counter=lambda: self.seconds)
-        real, draft_runner.time = draft_runner.time, clock
-        try:
-            runner = DraftRunner([Reads(self)], self.known, LONGEST, 512)
-            for _ in self.requests:
-                self.known.costs.observe_rows(self.prompt, self.prompt * self.machine.own_prompt)
-            for request in self.requests:
-                runner.chooser.admitted()
-            runner.stall = 0.8 * self.machine.verify(len(self.texts))
-            while active := [s for s in self.requests if len(s.token_ids) < s.limit]:
-                self._round(runner, active)
-        finally:
-            draft_runner.time = real
+        runner = DraftRunner([Reads(self)], self.known, LONGEST, 512)
+        for _ in self.requests:
+            self.known.costs.observe_rows(self.prompt, self.prompt * self.machine.own_prompt)
+            runner.chooser.admitted()
+        runner.stall = 0.8 * self.machine.verify(len(self.texts))
+        while active := [s for s in self.requests if len(s.token_ids) < s.limit]:
+            self._round(runner, active)
         return self.plain() / self.seconds
 
     def _round(self, runner: DraftRunner, active: list) -> None:
@@ -168,8 +166,13 @@ class BatchWorld:
             budget = runner.clipped(active, budget)
         trial, warm = runner.chooser.trial, runner.chooser.warm
         at, seconds = self.seconds, {"prefill": 0.0, "accept": 0.0, "commit": 0.0}
-        counts, confidence = self._draft(active, budget, runner.row_prices(active, budget))
-        drafted, idle = len(confidence), [slot for slot, s in enumerate(active) if runner.drafter._missing(s)]
+        behind = 0
+        if budget.nodes or reason == BEHIND:
+            behind = runner.drafter.advance(active, runner.reads(active), slots=runner.read_slots)
+            seconds["prefill"] = self.seconds - at
+        idle = runner.drafter.idle(active)
+        counts, confidence = self._draft(active, budget, runner.row_prices(active, budget), idle)
+        drafted = len(confidence)
         kind = drafted > 0
         self.same = self.same + 1 if kind == self.kind else 0
         self.kind = kind
@@ -187,8 +190,8 @@ class BatchWorld:
             request.token_ids += [0] * (right + 1)
             if drafted and slot not in idle:
                 request.read = len(request.token_ids) - 1
-            request.policy.observe(Outcome(count, paths[-1], [c[slot] for c in confidence if slot not in idle]))
-        draft = Draft(drafted, depth=drafted)
+            request.policy.observe(Outcome(count, paths[-1], [c[slot] for c in confidence] if slot not in idle else []))
+        draft = Draft(drafted, depth=drafted, idle=idle)
         r = SimpleNamespace(
             requests=active,
             batch=SimpleNamespace(budget=budget),
@@ -199,18 +202,20 @@ class BatchWorld:
             reason=reason,
             other=0.0,
             places=None if rows == n * (1 + drafted) else range(rows),
-            behind=0,
+            behind=behind,
             warm=warm,
             trial=trial,
         )
         runner.learn(r, paths)
         self.rounds.append((n, rows, self.seconds - began))
-        self.reasons[reason] = self.reasons.get(reason, 0) + n
+        for slot in range(n):
+            why = reason or idle.get(slot, "")
+            self.reasons[why] = self.reasons.get(why, 0) + 1
 
-    def _draft(self, active: list, budget: Budget, prices: Sequence[float]):
+    def _draft(self, active: list, budget: Budget, prices: Sequence[float], idle: dict[int, str]):
         """The draft tokens that each sequence verifies, and the confidence of each draft token of every sequence."""
         confidence: list[list[float]] = []
-        ready = [slot for slot, s in enumerate(active) if not Reads(self)._missing(s)]
+        ready = [slot for slot in range(len(active)) if slot not in idle]
         while ready and len(confidence) < budget.depth:
             k = len(confidence)
             confidence.append([s.text.probability[len(s.token_ids) - self.prompt + k] for s in active])

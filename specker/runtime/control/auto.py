@@ -21,11 +21,12 @@ tree, so each outcome tells what every smaller tree would have had accepted, and
 
 from __future__ import annotations
 
+from bisect import bisect
 from collections.abc import Sequence
 from copy import copy
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from specker.runtime.control.policy import LENGTHS, TREES, TRIED, Budget, Chain, Outcome, Policy, StopRule, after
 
@@ -37,6 +38,7 @@ TEXT_DECAY = 0.9  # of counts at each draft, for one text
 ENGINE_DECAY = 0.98  # for all texts of an engine
 PRIOR = 4.0  # the earlier texts count as much as this many drafts of a new text
 FEWEST = 2.0  # accepted tokens of the smallest tree before anything was drafted
+REFRESH = 8  # drafts until the means of an engine's texts are computed anew
 BUCKETS = 4  # intervals of the draft's probabilities that are corrected separately
 
 
@@ -57,8 +59,7 @@ class Share:
         return (self.total + weight * prior) / (self.count + weight)
 
 
-@dataclass
-class Cap:
+class Cap(NamedTuple):
     """What chains of at most `length` tokens that the rule ends achieve, on average."""
 
     tokens: float  # accepted
@@ -80,7 +81,8 @@ class Acceptance:
     buckets: list[Share] = field(init=False)  # right over promised tokens, by the draft's probability
     capped: list[tuple[Share, Share, Share]] = field(init=False)  # the fields of `Cap`, for each of LENGTHS
     _table: list[tuple[float, float]] = field(init=False, default_factory=list)  # for each k: E(k), a_1 .. a_k
-    _caps: dict[int, Cap] = field(init=False, default_factory=dict)
+    _caps: list[Cap] = field(init=False, default_factory=list)
+    _stale: int = field(init=False, default=0)  # drafts since `_caps` were computed
 
     def __post_init__(self) -> None:
         self.compared, self.tokens, self.drafted = Share(self.decay), Share(self.decay), Share(self.decay)
@@ -98,7 +100,7 @@ class Acceptance:
                 if outcome.drafted > fewer:  # with few candidates a tree may lack some of its nodes
                     share.add(accepted_in(nodes, outcome.path) - accepted_in(fewer, outcome.path))
             return
-        self._table, self._caps = [], {}
+        self._table, self._stale = [], self._stale + 1
         right, drafted = len(outcome.path) - 1, outcome.drafted
         seen = min(right + 1, drafted)  # the tokens after a wrong one were not compared
         self.agrees += [Share(self.decay) for _ in range(seen - len(self.agrees))]
@@ -145,27 +147,27 @@ class Acceptance:
         """Expected tokens of a round with a tree of so many nodes, one of `TREES`."""
         return 1 + sum(self.gains()[: TREES.index(nodes) + 1])
 
-    def caps(self) -> dict[int, Cap]:
-        """What chains of at most so many tokens achieve, for each of LENGTHS. Without a rule's chains, all have their whole
+    def caps(self) -> list[Cap]:
+        """What chains of at most so many tokens achieve, for each of LENGTHS. Before the first one, each has its whole
         length. Limits that no chain has reached go on as the last ones do."""
-        if not self._caps:
-            before = {} if self.before is None else self.before.caps()
-            less, last, agreement = Cap(0.0, 0.0, 0.0), 0, self.agreement()
-            each, going = 1.0, 1.0  # tokens and steps for each further one of the limit
-            for cap, shares in zip(LENGTHS, self.capped, strict=True):
-                count = cap - last
-                known = Cap(
-                    less.tokens + each * sum(agreement**i for i in range(1, count + 1)),
-                    less.rows + going * count,
-                    less.steps + going * count,
-                )
-                known = before.get(cap, known)
-                own = Cap(
-                    shares[0].mean(known.tokens), shares[1].mean(known.rows), shares[2].mean(known.steps)
-                )
-                each, going = max(0.0, own.tokens - less.tokens) / count, max(0.0, own.steps - less.steps) / count
-                self._caps[cap], less, last = own, own, cap
-        return self._caps
+        if self._caps and self._stale < (1 if self.before is not None else REFRESH):
+            return self._caps
+        before = None if self.before is None else self.before.caps()
+        out, less, last, agreement = [], Cap(0.0, 0.0, 0.0), 0, self.agreement()
+        each, going = 1.0, 1.0  # tokens and steps for each further one of the limit
+        for i, (cap, shares) in enumerate(zip(LENGTHS, self.capped, strict=True)):
+            count = cap - last
+            if before is None:
+                more, further = each * sum(agreement**j for j in range(1, count + 1)), going * count
+                known = Cap(less.tokens + more, less.rows + further, less.steps + further)
+            else:
+                known = before[i]
+            own = Cap(*(share.mean(prior) for share, prior in zip(shares, known, strict=True)))
+            each, going = max(0.0, own.tokens - less.tokens) / count, max(0.0, own.steps - less.steps) / count
+            out.append(own)
+            less, last = own, cap
+        self._caps, self._stale = out, 0
+        return out
 
     def rule(self, prices: Sequence[float]) -> StopRule:
         """The stop rule of the module's docstring. `prices`: as in `Policy.taken`."""
@@ -213,7 +215,7 @@ class Auto(Policy):
 
     def _cap(self, budget: Budget) -> Cap:
         """Of the longest of LENGTHS that is no longer than the budget."""
-        return self.seen.caps()[next(cap for cap in reversed(LENGTHS) if cap <= max(1, budget.depth))]
+        return self.seen.caps()[bisect(LENGTHS, max(1, budget.depth)) - 1]
 
     def trial(self, budget: Budget) -> Budget:
         return shorter([shape for shape in self.shapes if shape.tree == budget.tree], budget)

@@ -1,8 +1,8 @@
 """Choose the shape of each round: how much to draft, or nothing while that is faster.
 
-The n texts of a batch still add W tokens in all. A plain round takes V(n) seconds and adds n of them. A round of shape s
-is expected to take C(s) seconds and to add T(s) tokens (costs.py, policies), once a model has read the texts, which takes
-it F(s) seconds. The texts then end after
+The n texts of a batch still add W tokens in all. A plain round takes V(n) seconds and adds n of them. A round of shape
+s is expected to take C(s) seconds and to add T(s) tokens (costs.py, policies), once a model has read the texts, which
+takes it F(s) seconds. The texts then end after
 
     t(s) = F(s) + W C(s) / T(s)        t(plain) = W V(n) / n
 
@@ -15,7 +15,7 @@ The estimates are wrong at first, and texts change. So
 * drafts may lose only so many plain rounds, `left`: a few at the start, and a share of the time. Gains add to it. At
   zero drafts stop;
 * the other choice, drafts or plain decoding, is tried from time to time, for a few rounds in a row. That may cost a
-  share of the time since it was last tried. While trials of drafts lose, they become rarer.
+  share of the time since it was last tried: half as much after a trial of drafts that lost.
 """
 
 from collections.abc import Callable, Sequence
@@ -36,7 +36,6 @@ RUN = 4  # drafts in a row that are a trial: one on its own takes up to 1.5 time
 LOOK = 5  # plain rounds in a row that are one
 APART = 16  # the fewest drafts between those
 SWITCH = 1.0  # plain rounds that a change between drafts and plain rounds costs, because caches are cold
-DOUBLINGS = 3  # trials of drafts that lost, after each of which the next waits twice as long
 START = 1.03  # what drafts must promise after a plain round, as a multiple of plain decoding's rate
 STAY = 0.95  # after a draft: a few drafts tell little, and a rest is long. `left` limits what that loses
 COLD = 2  # rounds after a change, in which the processor's caches hold other data
@@ -68,7 +67,7 @@ class Chooser:
         self._drafting = False  # whether drafts are the choice, and plain rounds the other one
         self._since = 0.0  # plain rounds' time since the other choice was tried
         self._drafts = 0  # since plain rounds were measured
-        self._lost = 0  # trials of drafts in a row that lost
+        self._lost = False  # whether the last trial of drafts lost
         self._run, self._gained = 0, 0.0  # drafts of this trial still to come; what it has gained, in plain rounds
         self._new = 0  # texts that were admitted since the policies were asked
         self._ahead, self._sequences, self._none = 0, 0, NONE  # plain rounds still to come, for so many sequences
@@ -77,7 +76,7 @@ class Chooser:
 
     def admitted(self) -> None:
         """A new text may suit the drafts better than the last one."""
-        self._lost, self._run, self._ahead, self._new = min(self._lost, 1), 0, 0, self._new + 1
+        self._lost, self._run, self._ahead, self._new = False, 0, 0, self._new + 1
 
     @property
     def warm(self) -> bool:
@@ -138,7 +137,7 @@ class Chooser:
         best = max(ready, key=lambda shape: texts.rate(shape, False))
         rate = texts.rate(best, False)
         if self._new and rate > bar:
-            self.left = max(self.left, min(FIRST, self.left + FIRST * self._new / n))
+            self.left = max(self.left, min(FIRST, max(0.0, self.left) + FIRST * self._new / n))
         self._new = 0
         if rate > bar and self.left > 0:
             look = SWITCH + LOOK * max(0.0, 1 - plain / rate)
@@ -188,7 +187,7 @@ class Chooser:
         """Begin a trial of drafts if what it may lose is within its share. `late`: of reading, in plain rounds."""
         n, (tokens, seconds) = len(texts.policies), texts.expected(texts.trial(shape), True)
         price = SWITCH + late + RUN * max(0.0, seconds * plain - tokens) / n
-        due = self.left > 0 and (at_once or price <= TRIED * self._since / (1 << min(self._lost, DOUBLINGS)))
+        due = self.left > 0 and (at_once or price <= TRIED * self._since / (1 + self._lost))
         if due:
             self._run, self._gained, self._since = RUN, -SWITCH - late, 0.0
         return due
@@ -250,7 +249,7 @@ class Chooser:
         if trial:
             self._gained += gained
             if not self._run:
-                self._lost = 0 if self._gained > 0 else self._lost + 1
+                self._lost = self._gained <= 0
                 self.left -= SWITCH
 
 

@@ -12,7 +12,7 @@ import numpy as np
 
 from specker.runtime.control.policy import Budget
 
-TABLE = 65  # sizes whose cost is tabulated
+TABLE = 33  # sizes whose cost is tabulated
 SIZES: Any = np.arange(TABLE)
 # How far one round moves an estimate of the logarithm. Interruptions only ever lengthen a round, so an estimate rises
 # more slowly than it falls.
@@ -139,8 +139,8 @@ class Costs:
     """Seconds of drafts and of verify passes.
 
     A verify pass over R rows in all costs V(R), whatever the number n of sequences: the weights are read once, and each
-    row has its arithmetic. What else depends on n is a factor of all passes of n sequences. Drafts have a curve for each
-    way to draft and each n."""
+    row has its arithmetic. What else depends on n is a factor of all passes of n sequences. Drafts have a curve for
+    each way to draft and each n."""
 
     def __init__(self, prior: Callable[[Budget], float], reads: Callable[[float], float] = lambda rows: 1.0):
         """`prior`: the cost of a draft of this shape in plain decoding steps, by the weights that it reads. `reads`:

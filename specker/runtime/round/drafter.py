@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Self
 from specker.runtime.control.policy import UNLIMITED, Offer, Outcome
 
 if TYPE_CHECKING:  # strategies/lookup.py builds on this file, and the command line imports it
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from torch import Tensor
 
@@ -62,7 +62,9 @@ class Draft:
     draft_lengths: list[int] = field(default_factory=list)  # per sequence; []: every sequence has `size`
     tree: bool = False
     depth: int = 0  # tokens of the longest path
-    idle: frozenset[int] = frozenset()  # slots whose text has no room in the drafter's context
+    idle: Mapping[int, str] = field(default_factory=dict)
+    """Slots for which the draft means nothing, and why: ENDED, the text has no room in the drafter's context, or
+    BEHIND, the drafter has not read it (reasons.py)."""
     confidence: list[list[float]] = field(default_factory=list)  # of each draft token, of every sequence
     observed: str = ""  # what `Drafter.accept` reads on the host: "draft", the tokens, or "search" (`State.search`)
     resume: Resume | None = None  # of a chain that the target's first layers drafted
@@ -123,7 +125,7 @@ class Draft:
 
     def outcome(self, slot: int, path: list[int], tokens: list[int]) -> Outcome:
         """What an accepted path, and the tokens that the round committed, tell of a sequence's draft."""
-        confidence = [of_token[slot] for of_token in self.confidence]
+        confidence = [] if slot in self.idle else [of_token[slot] for of_token in self.confidence]
         return Outcome(self.drafted(slot), self.own(slot, path), confidence, self.note(slot), self.tree)
 
     def note(self, slot: int) -> Any:
@@ -237,9 +239,16 @@ class Drafter:
         """Called before every round, also before those that draft nothing. requests: in slots 0, 1, .."""
         return Offer()
 
-    def advance(self, requests: list[Request], most: int = UNLIMITED, fixed: bool = False) -> int:
+    def advance(
+        self,
+        requests: list[Request],
+        most: int = UNLIMITED,
+        fixed: bool = False,
+        slots: Sequence[int] | None = None,
+    ) -> int:
         """Prefill up to `most` committed tokens that `propose` cannot forward itself before a draft, which may be
-        `fixed`. Returns their number."""
+        `fixed`. `slots`: whose texts, in this order; None: all. A text that still lacks such tokens is idle in the
+        draft (`Draft.idle`). Returns the number of tokens."""
         return 0
 
     def propose(self, batch: Batch) -> Draft:

@@ -31,6 +31,7 @@ from specker.model.prefill import Part, prefill_parts
 from specker.model.rows import begin
 from specker.runtime.control.choose import worth_rows
 from specker.runtime.control.policy import UNLIMITED
+from specker.runtime.control.reasons import BEHIND
 from specker.runtime.round.batch import Batch
 from specker.runtime.round.branches import drafted
 from specker.runtime.round.constrain import constrain, masked
@@ -56,7 +57,9 @@ class Round:
     drawn: bool = False  # whether the verify pass draws the target's tokens, and writes no logits
     allowed: Tensor | None = None  # [rows, W] int32, bits of the tokens that may follow each row; None: all may
     instead: Tensor | None = None  # tokens [n, N] int64 to verify instead of the draft's first N, to measure costs
-    behind: int = 0  # tokens that the drafter prefilled before it drafted
+    reads: int = UNLIMITED  # the most tokens that the drafter may prefill before it drafts
+    read_slots: Sequence[int] | None = None  # whose texts it may prefill, in this order; None: all
+    behind: int = 0  # tokens that it prefilled
     prices: Sequence[float] = ()  # what 0, 1, .. further rows of the verify pass cost, in tokens (Costs.row_prices)
     parts: Sequence[Part] = ()  # of prompts whose rows come with the verify pass
     part_layers: tuple[int, ...] = ()  # depths at which the parts' rows are kept
@@ -103,8 +106,8 @@ def launch(r: Round, target: Model, cache: KVCache, drafters: Sequence[Drafter])
     b.graphs.counters.reset()
     r.marks.append(now(events))
     drafting = drafters[b.budget.part] if drafters and min(b.budget.nodes, b.budget.depth) > 0 else None
-    if drafting is not None:
-        r.behind = drafting.advance(b.requests, fixed=b.fixed)
+    if drafters and (drafting is not None or r.reason == BEHIND):
+        r.behind = drafters[b.budget.part].advance(b.requests, r.reads, b.fixed, r.read_slots)
     r.marks.append(now(events))
     if drafters:
         b.aux_layers = drafters[0].reads(b.budget)

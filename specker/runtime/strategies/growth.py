@@ -4,7 +4,7 @@ the CPU's compiled library can, it drafts a whole chain in one call (cpu/chain.p
 What computes the rows is a `Steps`: a draft model with its cache, or a head that reads the target's hidden states.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 import torch
@@ -38,11 +38,11 @@ class Steps(Protocol):
         ...
 
 
-def grown(batch: Batch, steps: Steps, width: int, idle: frozenset[int] = frozenset()) -> Draft:
+def grown(batch: Batch, steps: Steps, width: int, idle: Mapping[int, str] | None = None) -> Draft:
     """Draft for all sequences but the `idle` slots: a chain, or with `width` > 1 a tree. A confidence policy ends a
     chain token by token."""
     depth = min(batch.budget.depth, batch.budget.nodes)
-    draft = Draft(depth, depth=depth, idle=idle)
+    draft = Draft(depth, depth=depth, idle=idle or {})
     if width > 1:
         draft.size, draft.tree = min(batch.budget.nodes, width * depth), True
         batch.run(("draft", draft.size, depth), lambda: _tree(batch, draft, steps, width))
@@ -113,7 +113,7 @@ def compiled_chain(
     columns: Sequence[int],
     normed: bool = False,
     groups: list[int] | None = None,
-    idle: frozenset[int] = frozenset(),
+    idle: Mapping[int, str] | None = None,
     translated: Translated | None = None,
 ) -> Draft:
     """Draft a chain of each sequence but those in the `idle` slots. `normed`: whether the layers' outputs have the
@@ -122,7 +122,7 @@ def compiled_chain(
     model, cache, head = steps.model, steps.cache, steps.head
     layers = [*range(len(model.layers) + 1)]
     assert model.stack is not None
-    requests = batch.requests
+    requests, idle = batch.requests, idle or {}
     rules = [None if n in idle else s.policy.rule for n, s in enumerate(requests)] if batch.confident else None
     drafted, probability = draft_chain(
         model.stack,

@@ -1,6 +1,7 @@
 """Drafters with a model and a cache of their own, which holds an exact prefix of each text."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Protocol
 
 import torch
@@ -10,9 +11,10 @@ from specker.cpu import Committed, Translated
 from specker.kernels.ancestors import MAX_WORDS
 from specker.model.cache import KVCache, Rows
 from specker.model.decoder import Final, Model, Output, forward
-from specker.model.prefill import prefill
+from specker.model.prefill import COMPILED_CHUNK, Part, most_rows, prefill, prefill_parts, prompt_chunks
 from specker.model.rows import begin, begin_text
 from specker.runtime.control.policy import UNLIMITED, Budget, Offer
+from specker.runtime.control.reasons import BEHIND, ENDED
 from specker.runtime.round.batch import Batch
 from specker.runtime.round.drafter import Accepted, Draft, Drafter
 from specker.runtime.round.lm_head import LMHead
@@ -38,11 +40,15 @@ class ModelDrafter(Drafter):
 
     def prepare(self, requests: list[Request]) -> Offer:
         texts = [request.token_ids for request in requests]
-        return Offer(
-            missing=sum(self._missing(slot, text, False) for slot, text in enumerate(texts)),
-            room=[self.room(len(text)) for text in texts],
-            fixes=lambda budget: all(self.fits(len(text), budget) for text in texts),
-        )
+
+        def fixes(budget: Budget) -> bool:
+            # A draft of fixed shape for an unread text would overwrite what rings hold of the columns that are read.
+            rings = len(texts) > 1 and self.cache.rings is not None
+            unread = rings and any(self._missing(slot, text, True) for slot, text in enumerate(texts))
+            return not unread and all(self.fits(len(text), budget) for text in texts)
+
+        missing = [self._missing(slot, text, False) for slot, text in enumerate(texts)]
+        return Offer(missing, [self.room(len(text)) for text in texts], fixes=fixes)
 
     def room(self, length: int) -> int:
         """Draft tokens that fit behind a text of `length` tokens."""
@@ -53,66 +59,95 @@ class ModelDrafter(Drafter):
         needs as many, and the context needs room for a draft after a pending round."""
         return self.repeated <= length <= self.model.config.max_context - 2 * self.repeated
 
-    def advance(self, requests: list[Request], most: int = UNLIMITED, fixed: bool = False) -> int:
-        count = 0
-        for slot, request in enumerate(requests):
-            before = self.cache.exact_len[slot]
-            end = len(request.token_ids) - 1  # a draft forwards the root
-            if before < end and self._missing(slot, request.token_ids, fixed):
-                last = min(before + most - count, end)
-                for column in [*(n for n in request.draft_saves if before < n < last), last]:
-                    self.prefill(slot, request.token_ids[: column + 1])
-                    if column in request.draft_saves and self.cache.exact_len[slot] == column:
-                        self.cache.save(slot, request.cache_ids[:column], True)
-                count += self.cache.exact_len[slot] - before
-            if count >= most:
-                break
+    def advance(
+        self,
+        requests: list[Request],
+        most: int = UNLIMITED,
+        fixed: bool = False,
+        slots: Sequence[int] | None = None,
+    ) -> int:
+        """See `Drafter.advance`. Parts of several texts share a pass where rows have the same bits in any company."""
+        model, cache, count = self.model, self.cache, 0
+        shares_passes = prompt_chunks(model) is None
+        slots = range(len(requests)) if slots is None else slots
+        unread = [slot for slot in slots if self._missing(slot, requests[slot].token_ids, fixed)]
+        while unread and count < most:
+            left, parts = min(most - count, COMPILED_CHUNK if shares_passes else UNLIMITED), []
+            for slot in unread if shares_passes else unread[:1]:
+                text, begun = requests[slot].token_ids, cache.exact_len[slot]
+                rows = min(left, most_rows(model, cache)) if shares_passes else left
+                stops = [n for n in requests[slot].draft_saves if n > begun]
+                end = min(begun + rows, len(text) - 1, *stops)  # a draft forwards the root
+                if begun < end:
+                    parts.append(Part(slot, self.in_vocabulary(text[begun:end])))
+                    left -= end - begun
+            if shares_passes:
+                prefill_parts(model, cache, parts)
+            else:
+                prefill(model, cache, parts[0].tokens, slot=parts[0].slot)
+            for slot, tokens in parts:
+                count += len(tokens)
+                if (end := cache.exact_len[slot]) in requests[slot].draft_saves:
+                    cache.save(slot, requests[slot].cache_ids[:end], True)
+            unread = [slot for slot in unread if cache.exact_len[slot] < len(requests[slot].token_ids) - 1]
         return count
 
     def _missing(self, slot: int, text: list[int], fixed: bool) -> int:
-        """The tokens to prefill before a draft: a prompt, or more than a draft forwards. The drafter's first draft
-        prefills the prompt, so a text without drafts costs nothing."""
+        """The tokens to prefill before a draft: a prompt, or more than a draft forwards, but for the root. The
+        drafter's first draft prefills the prompt, so a text without drafts costs nothing."""
         if self.room(len(text)) < 1:
             return 0
         exact = self.cache.exact_len[slot]
-        missing = len(text) - exact
-        return missing if not exact or missing > (self.repeated if fixed else CATCH_UP_ROWS) else 0
+        behind = len(text) - exact
+        return behind - 1 if not exact or behind > (self.repeated if fixed else CATCH_UP_ROWS) else 0
 
-    def idle(self, requests: Sequence[Request]) -> frozenset[int]:
-        """The slots whose text has no room in this model's context. What is drafted for them means nothing."""
-        return frozenset(slot for slot, request in enumerate(requests) if self.room(len(request.token_ids)) < 1)
+    def idle(self, requests: Sequence[Request], fixed: bool) -> dict[int, str]:
+        """`Draft.idle` of a draft, which may be `fixed`."""
+        found = {}
+        for slot, request in enumerate(requests):
+            if self.room(len(request.token_ids)) < 1:
+                found[slot] = ENDED
+            elif self._missing(slot, request.token_ids, fixed):
+                found[slot] = BEHIND
+        return found
 
     def prefill(self, slot: int, text: list[int]) -> None:
         """Write the K/V of `text` but for its last token."""
-        if len(text) <= self.model.config.max_context:
-            prefill(self.model, self.cache, self.in_vocabulary(text[self.cache.exact_len[slot] : -1]), slot=slot)
+        prefill(self.model, self.cache, self.in_vocabulary(text[self.cache.exact_len[slot] : -1]), slot=slot)
+
+    def lengths(self, texts: Sequence[list[int]]) -> list[int]:
+        """The tokens of each text in slots 0, 1, .. that stand before a draft which the host places: all but of idle
+        texts, whose draft begins after the next token to read, so that it overwrites no exact column and reads no
+        unwritten one."""
+        lengths = []
+        for slot, text in enumerate(texts):
+            idle = self.room(len(text)) < 1 or self._missing(slot, text, False)
+            lengths.append(min(self.cache.exact_len[slot], self.limit - 1) + 1 if idle else len(text))
+        return lengths
 
     def missing_rows(
         self, texts: Sequence[list[int]], more: Sequence[int] = (), full: bool = False
     ) -> tuple[Tensor, Rows]:
-        """The tokens of the texts in slots 0, 1, .. that the cache lacks, including the roots, and their places.
-        `more`: tokens that follow each text and whose columns are not kept. `full`: see `KVCache.after`."""
+        """The tokens before the `lengths` of the texts in slots 0, 1, .. that the cache lacks, at least one, and their
+        places. `more`: tokens that follow each text and whose columns are not kept. `full`: see `KVCache.after`."""
         cache = self.cache
         missing, starts = [], []
-        for slot, text in enumerate(texts):
-            end = min(len(text), self.limit)
-            behind = end - cache.exact_len[slot]
-            if len(text) > self.limit:
-                cache.exact_len[slot] = end - 1
-            elif behind > CATCH_UP_ROWS or behind + len(more) > WINDOW:
+        for slot, (text, end) in enumerate(zip(texts, self.lengths(texts), strict=True)):
+            if end == len(text) and end - cache.exact_len[slot] + len(more) > WINDOW:
                 self.prefill(slot, text)
             starts.append(min(cache.exact_len[slot], end - 1))
             missing.append([*self.in_vocabulary(text[starts[-1] : end]), *more])
-            cache.exact_len[slot] = end
+            if end == len(text):
+                cache.exact_len[slot] = end
         tokens = torch.tensor([token for each in missing for token in each], dtype=torch.int64, device=cache.device)
         return tokens, cache.after(starts, [len(each) for each in missing], full=full)
 
     def accept(self, batch: Batch, draft: Draft, accepted: Accepted) -> None:
-        """After a draft of fixed shape, the columns before those that the next one forwards are exact. The K/V of draft
-        tokens is dropped."""
+        """After a draft of fixed shape, the columns before those that the next one forwards are exact, but of idle
+        texts. The K/V of draft tokens is dropped."""
         if draft.size and batch.fixed:
             for slot, (request, path) in enumerate(zip(batch.requests, accepted.paths, strict=True)):
-                if path:  # a copied path may be longer than what the next draft forwards
+                if path and slot not in draft.idle:  # a copied path may be longer than what the next draft forwards
                     behind = max(self.repeated, len(path))
                     self.cache.exact_len[slot] = max(0, min(len(request.token_ids), self.limit) - behind)
 
@@ -170,19 +205,22 @@ class AutoregressiveDrafter(ModelDrafter):
         return self.calibrate == "every" and super().fits(length, budget)
 
     def propose(self, batch: Batch) -> Draft:
-        """Draft for all sequences that have room left in the draft's context."""
+        """Draft for all sequences that have room left in the draft's context and are read."""
         self.head.follow(batch.requests)
-        return self.drafted(batch, self.idle(batch.requests))
+        return self.drafted(batch, self.idle(batch.requests, batch.fixed))
 
-    def drafted(self, batch: Batch, idle: frozenset[int], translated: Translated | None = None) -> Draft:
-        """`propose` but for the head's rows. `idle`: slots that draft nothing."""
-        if self.width > 1 or batch.fixed or not self._compiles(batch):
+    def drafted(self, batch: Batch, idle: Mapping[int, str], translated: Translated | None = None) -> Draft:
+        """`propose` but for the head's rows. `idle`: `Draft.idle`."""
+        if batch.fixed:
             return grown(batch, self, self.width, idle)
-        tokens, rows = self.missing_rows([request.token_ids for request in batch.requests])
-        columns = [min(len(request.token_ids), self.limit) for request in batch.requests]
+        texts = [request.token_ids for request in batch.requests]
+        lengths = self.lengths(texts)
+        if self.width > 1 or not self._compiles(batch):
+            return grown(replace(batch, lengths=lengths), self, self.width, idle)
+        tokens, rows = self.missing_rows(texts)
         groups = None if self.layers is None else self.layers.groups
         committed = Committed(tokens)
-        return compiled_chain(batch, self, rows, committed, columns, groups=groups, idle=idle, translated=translated)
+        return compiled_chain(batch, self, rows, committed, lengths, groups=groups, idle=idle, translated=translated)
 
     def _compiles(self, batch: Batch) -> bool:
         """Whether the compiled library drafts the whole chain."""
@@ -195,8 +233,10 @@ class AutoregressiveDrafter(ModelDrafter):
         if not draft.size or batch.fixed:
             return
         for slot, path in enumerate(accepted.paths):
+            if not path or slot in draft.idle:
+                continue
             own = draft.own(slot, path)
-            if path and (self.layers is None or self._keeps_fuzzy(whole=len(own) > draft.depth)):
+            if self.layers is None or self._keeps_fuzzy(whole=len(own) > draft.depth):
                 self.keep(draft, slot, own)
 
     def _keeps_fuzzy(self, whole: bool) -> bool:
@@ -205,8 +245,6 @@ class AutoregressiveDrafter(ModelDrafter):
 
     def keep(self, draft: Draft, slot: int, path: list[int]) -> None:
         """Keep the K/V of accepted draft nodes; the last level has none yet."""
-        if self.cache.exact_len[slot] > self.limit:
-            return
         nodes = range(draft.size) if draft.nodes is None else draft.nodes[slot].tolist()  # of a chain: in order
         if kept := [node for row in path[1:] if (node := nodes[row - 1]) < draft.forwarded]:
             self.cache.commit(kept, slot)
@@ -227,7 +265,7 @@ class AutoregressiveDrafter(ModelDrafter):
         return forward(self.model, cache, rows, embedded).final.at(last), rows.positions[last]
 
     def step(self, batch: Batch, first: int, tokens: Tensor, parents: Tensor | None = None) -> tuple[Final, Tensor]:
-        rows, embedded = begin(self.model, self.cache, batch.lengths_within(self.limit), 1, first, tokens, parents)
+        rows, embedded = begin(self.model, self.cache, batch.lengths, 1, first, tokens, parents)
         layers = self.layers
         out = forward(self.model, self.cache, rows, embedded) if layers is None else layers.forward(rows, embedded)
         return out.final, rows.positions

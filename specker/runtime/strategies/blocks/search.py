@@ -30,7 +30,7 @@ class BlockDraft(Draft):
     blocks: list[BlockStats] = field(default_factory=list)  # one a sequence, once accepted
 
     def note(self, slot: int) -> BlockStats | None:
-        return self.blocks[slot] if self.blocks else None
+        return self.blocks[slot] if self.blocks and slot not in self.idle else None
 
     def observe(self, accepted: Accepted, stop_ids: frozenset[int]) -> None:
         """Note what was generated, which only the device knew until now."""

@@ -43,7 +43,7 @@ class DiffusionDrafter(ModelDrafter):
         return rows <= WINDOW and super().fits(length, budget)
 
     def propose(self, batch: Batch) -> Draft:
-        """Draft a block of tokens for all sequences."""
+        """Draft a block of tokens for all sequences that have room left in the draft's context and are read."""
         self.head.follow(batch.requests)
         k = min(batch.budget.depth, batch.budget.nodes)
         how = None if self.search is None else self.search.shaped(batch.budget)
@@ -52,13 +52,14 @@ class DiffusionDrafter(ModelDrafter):
         else:
             stops = 0 if self.stops is None else self.stops.most
             draft = searched(batch, k, how, min(how.candidates, self.head.most) + stops)
+        draft.idle = self.idle(batch.requests, batch.fixed)
 
         def write() -> None:
             device = self.model.device
             if batch.fixed:
                 final, lengths = self._fixed_block(batch, k), batch.state.length
             else:
-                final = self.masked([request.token_ids[: self.limit] for request in batch.requests], k)
+                final = self.masked([request.token_ids for request in batch.requests], k)
                 lengths = torch.tensor(batch.lengths, dtype=torch.int64, device=device)
             ahead = torch.arange(-1, k - 1, dtype=torch.int64, device=device)
             positions = (lengths[:, None] + ahead).view(-1)  # after which the target draws the tokens

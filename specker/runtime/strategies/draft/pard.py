@@ -25,10 +25,10 @@ class ParallelDrafter(ModelDrafter):
         return self.limit - length + 1  # the root's own row guesses the first token
 
     def propose(self, batch: Batch) -> Draft:
-        """Draft for all sequences that have room left in the draft's context."""
+        """Draft for all sequences that have room left in the draft's context and are read."""
         self.head.follow(batch.requests)
         depth = min(batch.budget.depth, batch.budget.nodes)
-        draft = Draft(depth, depth=depth, idle=self.idle(batch.requests))
+        draft = Draft(depth, depth=depth, idle=self.idle(batch.requests, batch.fixed))
         if not batch.confident and (batch.fixed or not batch.traced):
             batch.run(("block", depth), lambda: self._write(batch, depth))
             return draft

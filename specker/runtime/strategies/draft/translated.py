@@ -19,6 +19,7 @@ from specker.cpu import Translated
 from specker.model.cache import KVCache
 from specker.model.decoder import Final, Model
 from specker.runtime.control.policy import UNLIMITED, Offer
+from specker.runtime.control.reasons import ENDED
 from specker.runtime.round.batch import Batch
 from specker.runtime.round.drafter import Accepted, Draft
 from specker.runtime.round.lm_head import LMHead
@@ -77,16 +78,23 @@ class TranslatedDrafter(AutoregressiveDrafter):
 
     def prepare(self, requests: list[Request]) -> Offer:
         """The texts are read when a draft needs them, so lengths are approximate."""
-        missing, room = 0, []
+        missing, room = [], []
         for slot, request in enumerate(requests):
             length, exact = self._shadow(request).length(request), self.cache.exact_len[slot]
             room.append(self.room(length) if self._holds(slot, length) else 0)
-            if room[-1] > 0 and (not exact or length - exact > CATCH_UP_ROWS):
-                missing += length - exact
+            reads = room[-1] > 0 and (not exact or length - exact > CATCH_UP_ROWS)
+            missing.append(max(0, length - 1 - exact) if reads else 0)
         return Offer(missing, room, fixes=lambda budget: False)
 
-    def advance(self, requests: list[Request], most: int = UNLIMITED, fixed: bool = False) -> int:
-        return super().advance(self._own(requests), most)
+    def advance(
+        self,
+        requests: list[Request],
+        most: int = UNLIMITED,
+        fixed: bool = False,
+        slots: Sequence[int] | None = None,
+    ) -> int:
+        own, slots = self._own(requests), range(len(requests)) if slots is None else slots
+        return super().advance(own, most, slots=[slot for slot in slots if not self._shadow(requests[slot]).cut])
 
     def propose(self, batch: Batch) -> Draft:
         requests = self._own(batch.requests)
@@ -94,8 +102,9 @@ class TranslatedDrafter(AutoregressiveDrafter):
         lengths = [len(own.token_ids) for own in requests]
         texts = zip(batch.requests, lengths, strict=True)
         self._ahead = [len(request.token_ids) - length for request, length in texts]
-        cut = frozenset(slot for slot, request in enumerate(batch.requests) if self._shadow(request).cut)
-        draft = self.drafted(replace(batch, requests=requests, lengths=lengths), cut, Translated(self.own, self._ahead))
+        idle = self.idle(requests, False)
+        idle |= {slot: ENDED for slot, request in enumerate(batch.requests) if self._shadow(request).cut}
+        draft = self.drafted(replace(batch, requests=requests), idle, Translated(self.own, self._ahead))
         return self._written(batch, draft) if self.translation.free else draft
 
     def accept(self, batch: Batch, draft: Draft, accepted: Accepted) -> None:
@@ -106,10 +115,7 @@ class TranslatedDrafter(AutoregressiveDrafter):
         for slot, (request, path) in enumerate(zip(batch.requests, accepted.paths, strict=True)):
             if kept := self.cache.exact_len[slot] - before[slot]:
                 shadow, first = self._shadow(request), len(request.token_ids) - len(path)
-                if shadow.cut:
-                    self.cache.exact_len[slot] = before[slot]
-                else:
-                    shadow.reader.guess(self.translation.own[request.token_ids[first : first + kept]].tolist())
+                shadow.reader.guess(self.translation.own[request.token_ids[first : first + kept]].tolist())
 
     def _written(self, batch: Batch, draft: Draft) -> Draft:
         """The draft in the target's tokens. Its own tokens stay in the cache until the text turns out to be another."""
@@ -118,15 +124,16 @@ class TranslatedDrafter(AutoregressiveDrafter):
         numbers = batch.window[: len(batch.requests), 1 : draft.size + 1].cpu()
         for slot, (request, ids) in enumerate(zip(batch.requests, t.own[numbers].tolist(), strict=True)):
             shadow = self._shadow(request)
-            if self.layers is None and not shadow.cut:
+            if self.layers is None and slot not in draft.idle:
                 shadow.reader.guess(ids[: draft.forwarded])
                 self.cache.exact_len[slot] += draft.forwarded
             written, needs = t.write(ids)
-            tokens.append([] if shadow.cut else written[:most])
+            tokens.append([] if slot in draft.idle else written[:most])
             sure = [1.0, *accumulate((each[slot] for each in draft.confidence), mul)]
             if batch.confident:
                 confidence.append([sure[n] / sure[m] if sure[m] else 0.0 for m, n in pairwise((0, *needs[:most]))])
         out = Draft.of(batch, tokens, [list(range(len(each))) for each in tokens])
+        out.idle = draft.idle
         if batch.confident:
             out.confidence = [list(each) for each in zip_longest(*confidence, fillvalue=0.0)]
         return out

@@ -1,5 +1,7 @@
 """Drafters that run a head on the target's hidden states: token by token, or in one pass."""
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -29,7 +31,13 @@ class EagleDrafter(PairDrafter):
         offer = super().prepare(requests)
         return Offer(room=offer.room, fixes=lambda budget: all(len(request.token_ids) > 1 for request in requests))
 
-    def advance(self, requests: list[Request], most: int = UNLIMITED, fixed: bool = False) -> int:
+    def advance(
+        self,
+        requests: list[Request],
+        most: int = UNLIMITED,
+        fixed: bool = False,
+        slots: Sequence[int] | None = None,
+    ) -> int:
         """Nothing is missing. But pairs that wait must run before a draft that the device places."""
         if fixed:
             self.run_each(requests)

@@ -19,7 +19,6 @@ tokens in this source, a draft of k tokens is expected to commit
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -32,7 +31,6 @@ from specker.runtime.control.policy import (
     AUTO,
     CONFIDENT,
     LENGTHS,
-    MAX_NODES,
     OWN,
     PREDICTION,
     Budget,
