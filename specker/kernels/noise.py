@@ -26,6 +26,7 @@ form (specker/cpu) uses the same polynomials.
 import math
 import operator
 import struct
+from collections.abc import Iterator
 from functools import lru_cache
 from typing import Any
 
@@ -34,7 +35,7 @@ import torch
 from torch import Tensor
 
 from specker.kernels.cpu import native
-from specker.kernels.variant import tl, triton
+from specker.kernels.variant import Variant, start_after_previous, tl, triton
 
 STREAM = 0x73706563  # the fourth counter word, "spec": distinct from any other use of Philox under the same seed
 MASK = 0xFFFFFFFF
@@ -81,7 +82,7 @@ def gumbel_at(seed: int | Tensor, positions: Tensor, ids: Tensor) -> Tensor:
 
     Raises as `gumbel` does."""
     if isinstance(seed, Tensor):
-        return _gumbel_at(seed, positions, ids)
+        return launch_at(seed, positions, ids) if ids.is_cuda else _gumbel_at(seed, positions, ids)
     seed = _check(seed, positions, 1)
     if positions.is_cuda or not ids.numel() or (most := int(ids.max())) >= MOST_IDS:
         return _gumbel_at(seed, positions, ids)
@@ -238,6 +239,55 @@ def gumbel_of(
     x0, x1, x2, x3 = _philox(ids >> 2, position, seed)
     lane = ids & 3
     return _gumbel_from(tl.where(lane < 2, tl.where(lane == 0, x0, x1), tl.where(lane == 2, x2, x3)))
+
+
+@triton.jit(do_not_specialize=["K", "seed_stride"], do_not_specialize_on_alignment=["seed_ptr", "positions_ptr"])
+def _gumbel_at_kernel(
+    ids_ptr,  # [T, K]
+    positions_ptr,  # [T]
+    seed_ptr,  # [T]
+    out_ptr,  # [T, K]
+    K,
+    seed_stride,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    start_after_previous(PDL)
+    i_t = tl.program_id(0).to(tl.int64)
+    o = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    m = o < K
+    b_ids = tl.load(ids_ptr + i_t * K + o, mask=m, other=0)
+    b_noise = gumbel_of(b_ids, tl.load(positions_ptr + i_t), tl.load(seed_ptr + i_t * seed_stride))
+    tl.store(out_ptr + i_t * K + o, b_noise, mask=m)
+
+
+@lru_cache
+def _at_variant() -> Variant:
+    """A row's candidates are few: one warp."""
+    return Variant(
+        name="at",
+        kernel=_gumbel_at_kernel,
+        arguments=("*i64", "*i64", "*i64", "*fp32", "i32", "i32"),
+        constexprs={"BLOCK": 32},
+        num_warps=1,
+        wide=False,
+        smoke=True,
+    )
+
+
+def variants(arch: int) -> Iterator[Variant]:
+    """The variant that the compile-only checks compile for sm_`arch`."""
+    yield _at_variant()
+
+
+def launch_at(seed: Tensor, positions: Tensor, ids: Tensor) -> Tensor:
+    """`gumbel_at` in one launch: seed [T, 1], positions [T] and ids [T, K], all int64."""
+    (T, K), variant = ids.shape, _at_variant()
+    out = torch.empty((T, K), dtype=torch.float32, device=ids.device)
+    if out.numel():
+        grid = T, -(-K // variant.constexprs["BLOCK"])
+        variant(grid, ids.contiguous(), positions.contiguous(), seed, out, K, seed.stride(0))
+    return out
 
 
 @triton.jit

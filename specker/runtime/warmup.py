@@ -129,7 +129,7 @@ def warm_rounds(
     penalised = [Params(sampling=sampling) for sampling in PENALISED]
     told = [Params(sampling=sampling, logprobs=1) for sampling in DRAWS[:2] if loop.target.samples]
     every = [*plain, *penalised, *told]
-    early = [replace(params, min_tokens=1) for params in (*plain, *penalised)]
+    early = [replace(params, min_tokens=1) for params in plain]  # with penalties, a first use captures
     sizes = dict.fromkeys(min(1 << i, loop.size) for i in range(loop.size.bit_length() + 1))
     for n, (before, length) in itertools.product(sizes, itertools.pairwise((0, *lengths))):
         rare = bool(before) and n not in (1, loop.size)

@@ -122,6 +122,15 @@ def test_add_gumbel_takes_the_noise_of_the_full_vocabulary_id():
     assert add_gumbel_(z.double(), 5, positions).dtype == torch.float64
 
 
+def test_the_kernel_has_the_noise_of_each_rows_own_seed():
+    g = torch.Generator().manual_seed(3)
+    numbers = torch.randint(-(1 << 62), 1 << 62, (3, 4), generator=g)  # as `pack_draw` lays them out
+    positions, ids = torch.tensor([0, 7, 1 << 40]), torch.randint(0, 150000, (3, 41), generator=g)
+    got, want = (go(numbers[:, :1], positions, ids) for go in (noise.launch_at, noise.gumbel_at))
+    torch.testing.assert_close(got, want, rtol=5e-7, atol=5e-7)
+    assert noise.launch_at(numbers[:0, :1], positions[:0], ids[:0]).shape == (0, 41)
+
+
 def test_extreme_integers_stay_finite_and_precise():
     top = 1 << 32
     x = [0, 1, 2, 3, 1000, (1 << 23) - 1, 1 << 23, 1 << 24, (1 << 31) + 1, top - 256, top - 128, top - 1]

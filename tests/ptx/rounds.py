@@ -11,6 +11,7 @@ from torch import Tensor
 from specker.kernels.accept_walk import accept_walk_ref
 from specker.kernels.accept_walk import launch as launch_walk
 from specker.kernels.round import grow as growing
+from specker.kernels.round import lattice as lattices
 from specker.kernels.round import place_rows as rounds
 from specker.kernels.round import repeat_rows as repeat
 from specker.kernels.round import settle as end
@@ -230,6 +231,71 @@ def _prune(label: str, every: Any, count: int) -> Case:
     return _equal(label, lambda: both(growing.launch_prune), lambda: both(growing.prune))
 
 
+def _guessed(B: int, k: int, K: int, seed: int) -> tuple[Tensor, Tensor, Tensor]:
+    """ids, logits, descending, and lse of blocks, as vocab_topk gives them."""
+    g = torch.Generator().manual_seed(seed)
+    ids = torch.stack([torch.randperm(K + 9, generator=g)[:K] for _ in range(B * k)]).view(B, k, K)
+    logits = 2 * torch.randn(B, k, K, generator=g).sort(descending=True).values
+    return ids, logits, logits.logsumexp(2) + 0.1
+
+
+def cut_lattice(_: object) -> Iterator[Case]:
+    ends = torch.tensor([3, 11])
+    for B, k, K, extra, share in ((2, 3, 6, 2, 0.8), (1, 1, 1, 0, 0.5), (1, 130, 17, 1, 1.0), (2, 5, 80, 16, 0.9)):
+        ids, logits, lse = _guessed(B, k, K, k)
+
+        def both(op: Any, given: tuple = (ids, logits, lse), share: float = share, extra: int = extra) -> Any:
+            report = torch.zeros(len(given[0]), 3)
+            return *op(*given, ends, report, share, extra), report
+
+        yield _scored(
+            f"B{B} {k}x{K} and {extra}", lambda b=both: b(lattices.launch_cut), lambda b=both: b(lattices.cut_lattice)
+        )
+
+
+def search_lattice(_: object) -> Iterator[Case]:
+    ends = torch.tensor([3, 11])
+    for n, (B, k, K, w) in enumerate(((2, 3, 5, 3), (1, 4, 17, 8), (1, 2, 3, 5), (1, 2, 70, 2))):
+        found = lattices.cut_lattice(*_guessed(B, k, K, n), ends, torch.empty(B, 3), 0.9)
+        table = torch.randn(B, k, K, K, generator=torch.Generator().manual_seed(n))
+        for added, beam in ((None, False), (table, False), (None, True), (table[:, :, :w], True)):
+            kind = "" if added is None else " table" if added is table else " rows"
+
+            def both(op: Any, found: Any = found, added: Any = added, beam: bool = beam, w: int = w) -> Any:
+                B, k, K = found.ids.shape
+                paths = lattices.Paths.empty(B, w, k, torch.float32, torch.device("cpu"))
+                for x in (*paths[:3], *paths.candidates[:3]):
+                    x.zero_()
+                score, out = torch.zeros(B), torch.zeros(B, k + 1, dtype=torch.int64)
+                path = out[:, 1:] if beam else None
+                if added is None or added.shape[2] == K:
+                    op(found, added, ends, paths, score, 0, k, path)
+                else:
+                    for depth in range(k):
+                        rows = added[:, depth, : w if depth else 1].contiguous()
+                        op(found, rows, ends, paths, score, depth, 1, path)
+                lives = paths.scores.isfinite()  # other nodes tie
+                return *(x.where(lives, 0) for x in (*paths[:2], paths.candidates.columns)), paths.scores, score, out
+
+            label = f"B{B} {k}x{K} width {w}{kind}{' beam' * beam}"
+            yield _scored(label, lambda b=both: b(lattices.launch_search), lambda b=both: b(lattices.search_lattice))
+
+
+def _scored(label: str, kernel: Callable[[], Any], reference: Callable[[], Any]) -> Case:
+    """A kernel whose integers must be those of the reference, and whose scores may differ by rounding."""
+
+    def judge(verdict: Verdict, got: Any) -> None:
+        for n, (x, y) in enumerate(zip(got, reference(), strict=True)):
+            if x.is_floating_point():
+                lives = y.isfinite()
+                verdict.same(f"result {n}, finite", x.isfinite(), lives)
+                verdict.near(f"result {n}", x[lives], y[lives], y[lives], slack=1e-5)
+            else:
+                verdict.same(f"result {n}", x, y)
+
+    return Case(label, kernel, judge)
+
+
 def settle(_: object) -> Iterator[Case]:
     for N, tree, length, limit, B, S in (
         (5, True, 40, 1000, 2, 0),
@@ -308,4 +374,17 @@ def _adjust(label: str, args: tuple) -> Case:
     return _equal(label, lambda: (adjust.launch(*args),), lambda: (adjust.adjust_rows_ref(*args),))
 
 
-OPS = (accept_walk, adjust_rows, expert_route, place_rows, start_rows, start_pairs, grow, prune, settle, repeat_rows)
+OPS = (
+    accept_walk,
+    adjust_rows,
+    expert_route,
+    place_rows,
+    start_rows,
+    start_pairs,
+    grow,
+    prune,
+    cut_lattice,
+    search_lattice,
+    settle,
+    repeat_rows,
+)

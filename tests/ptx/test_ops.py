@@ -38,6 +38,8 @@ INTEGER = [
     "start_pairs",
     "grow",
     "prune",
+    "cut_lattice",
+    "search_lattice",
     "settle",
     "repeat_rows",
 ]

@@ -217,7 +217,6 @@ ADJUSTED = {
     "min_p": {"temperature": 1.0, "min_p": 0.1},
     "biases": {"logit_bias": {5: 4.0}, "repetition_penalty": 1.2},
     "min_tokens": {"min_tokens": 8, "stop_ids": [3, 7]},
-    "min_tokens and penalties": {"min_tokens": 8, "stop_ids": [3], "temperature": 1.0, "presence_penalty": 1.5},
 }
 
 
@@ -232,7 +231,7 @@ def test_no_round_with_penalties_or_a_least_number_of_tokens_is_captured_late(cu
         alone = engine.generate([5, 9], 12, **how)
         several = engine.generate([[5, 9], [7, 1, 3]], [12, 8], **how)
         assert several[0].tokens == alone.tokens and alone.stats.captures == several[0].stats.captures == 0
-    for kind in ((False, True), (True, False), (True, True)):  # penalties, and a text that may not end yet
+    for kind in ((True, False), (False, True)):  # penalties, and a text that may not end yet
         assert any(key[0][0] == "accept" and key[0][3] == ("greedy", *kind) for key in graphs.captured)
     count = len(graphs.captured)
     assert graphs.to_json() == {"captured": count, "late": 0, "seconds": graphs.seconds, "bytes": count << 20}

@@ -40,6 +40,7 @@ from specker.runtime.round.graphs import Graphs
 from specker.runtime.round.lm_head import LMHead
 from specker.runtime.round.round import Round, launch
 from specker.runtime.round.state import Request, State
+from specker.runtime.strategies.blocks.ngram import NGram, NGramCounts
 from specker.runtime.strategies.model_drafter import AutoregressiveDrafter
 from specker.runtime.strategies.vocabtrim.head import TrimmedHead
 from specker.runtime.warmup import DRAWS, warm_rounds
@@ -314,6 +315,7 @@ class Recorded:
         elif strategy == "dflash":
             like = json.loads((target / "config.json").read_text())
             how = {"heads": (4, 2, 16), "inner": 64, "layer_ids": [0, 1]}
+            how |= {"markov": 8, "own": ()} if layout == "deepspec" else {}
             draft = make_dflash(folder / "draft", like, layout=layout, **how)
         else:
             draft = make(folder / "draft", "dream" if diffusion else arch, layers=layers[1], max_context=6000)
@@ -476,12 +478,11 @@ def test_only_long_chunks_of_a_prompt_use_cublas(tmp_path):
 
 
 LAUNCHES = {"ar": 61, "chain-4": 197, "tree-3x4": 207, "easyspec": 164, "diffuspec-fixed": 115}
-LAUNCHES |= {"diffuspec-chain": 248, "diffuspec-tree": 184}
+LAUNCHES |= {"diffuspec-chain": 117, "diffuspec-tree": 119}
 LAUNCHES |= {"eagle": 113, "eagle-tree": 114, "draft-and-verify": 205, "del": 131, "del-length": 125}
 """Kernels and copies of a captured round of Llama-like models with 8 and 4 layers, a quarter of 8B's and of 1B's."""
-GATHERED = {"ar": 0, "del": 0, "del-length": 0, "diffuspec-fixed": 2, "diffuspec-chain": 6, "diffuspec-tree": 2}
-"""Extra copies in a batch's round: 1 at the end of a catch-up pass, since the roots' rows are not adjacent, and 1 for
-each level of a beam."""
+GATHERED = {"ar": 0, "del": 0, "del-length": 0, "diffuspec-fixed": 2, "diffuspec-chain": 2, "diffuspec-tree": 2}
+"""Extra copies in a batch's round: 1 at the end of a catch-up pass, since the roots' rows are not adjacent."""
 
 NOISED = {"eagle": 4, "eagle-tree": 3}
 """Further launches above temperature 0: the positions of a head's draws are not those of its rows."""
@@ -506,6 +507,34 @@ def test_a_searched_round_replays_as_many_graphs_as_a_chains(recorded):
     worlds = {name: recorded(name, 1) for name in ("chain-4", "diffuspec-fixed", "diffuspec-chain", "diffuspec-tree")}
     logs = {name: world.round([50], DRAWS[1], world.budgets[-1]) for name, world in worlds.items()}
     assert {name: len(log.segments) for name, log in logs.items()} == dict.fromkeys(worlds, 3)
+
+
+SEARCHED = {  # by the scorer: kernels and copies of the draft of a block, of a beam's chain and of a tree
+    "nothing": ({"layout": "zlab"}, {"off": 26, "chain": 28, "tree": 29}, 0),
+    "a Markov head": ({"layout": "deepspec"}, {"off": 45, "tree": 35}, 4),  # "off": a chain by the head
+    "transitions": ({"layout": "dspine"}, {"off": 106, "tree": 106}, 9),
+    "an n-gram model": ({"layout": "zlab", "ngram": ""}, {"chain": 146, "tree": 147}, 9),
+}  # and how many more a search has above temperature 0
+
+
+@pytest.mark.parametrize("scorer", SEARCHED)
+def test_a_search_adds_few_launches(tmp_path, scorer):
+    """Three where what a path adds depends on no more than its last token, however many levels there are; two of them
+    without a tree."""
+    made, launches, more = SEARCHED[scorer]
+    if "ngram" in made:
+        counts = NGramCounts(128)
+        counts.add([*range(128)] * 2)
+        (tmp_path / "ngram").write_bytes(NGram.fit(counts).to_bytes())
+        made = {**made, "ngram": str(tmp_path / "ngram")}
+    how = {"strategy": "dflash", "arch": "llama", "draft_tokens": 4, "policy": "fixed", **made}
+    found = {}
+    for cps in launches:
+        world = Recorded(tmp_path / cps, batch_size=1, cps=cps, **how)
+        logs = [world.round([50], sampling, world.budgets[0]).segments[0] for sampling in DRAWS[:2]]
+        found[cps], noisy = (end - start for _, start, end in logs)
+        assert noisy - found[cps] == (more if cps != "off" or scorer == "transitions" else 0)
+    assert found == launches
 
 
 def at_width(folder, name):

@@ -15,6 +15,7 @@ from specker.kernels.delta_rows import delta_rows
 from specker.kernels.noise import pack_draw
 from specker.kernels.quant import quantised
 from specker.kernels.round.grow import Candidates, grow, prune
+from specker.kernels.round.lattice import Lattice, Paths, cut_lattice, search_lattice
 from specker.kernels.round.place_rows import Window, place_rows
 from specker.kernels.round.repeat_rows import repeat_rows
 from specker.kernels.round.settle import Texts, settle
@@ -235,6 +236,21 @@ def pruned() -> dict[str, Any]:
     return {"candidates": every, "kept": kept, "up": kept.clone()}
 
 
+def guessed() -> dict[str, Any]:
+    blocks = {"ids": torch.arange(24).view(2, 3, 4), "logits": torch.randn(2, 3, 4), "lse": torch.ones(2, 3)}
+    return {**blocks, "ends": torch.tensor([2]), "report": torch.zeros(2, 3), "share": 0.9, "extra": 1}
+
+
+def latticed(beam: bool, table: bool) -> dict[str, Any]:
+    found = Lattice(torch.arange(24).view(2, 3, 4), -torch.rand(2, 3, 4), torch.zeros(2, 3))
+    paths = Paths.empty(2, 2, 3, F32, torch.device("cpu"))
+    for x in (*paths[:3], *paths.candidates[:3]):
+        x.zero_()
+    own = {"found": found, "added": torch.randn(2, 3, 4, 4) if table else None, "ends": torch.tensor([2])}
+    out = torch.zeros(2, 3, dtype=torch.int64) if beam else None
+    return {**own, "paths": paths, "score": torch.zeros(2), "first": 0, "levels": 3, "out": out}
+
+
 def settled(tree: bool, splits: bool = False) -> dict[str, Any]:
     tokens, parents = torch.ones(2, 3, dtype=torch.int64), torch.zeros(2, 3, dtype=torch.int64)
     target: Any = torch.ones(2, 4, dtype=torch.int64)
@@ -269,6 +285,9 @@ ROUND_CALLS: list[tuple[str, dict[str, Any]]] = [
     ("grow", grown(0)),
     ("grow", grown(3)),
     ("prune", pruned()),
+    ("cut_lattice", guessed()),
+    ("search_lattice", latticed(False, True)),
+    ("search_lattice", latticed(True, False)),
     ("settle", settled(True)),
     ("settle", settled(False, splits=True)),
     ("repeat_rows", repeated()),
@@ -288,7 +307,7 @@ def by_field(op: Callable[..., Any]) -> Callable[..., Any]:
 
 ROUND: dict[str, Callable[..., Any]] = {
     **{op.__name__: by_field(op) for op in (place_rows, start_rows, start_pairs, settle)},
-    **{op.__name__: op for op in (grow, prune, repeat_rows)},
+    **{op.__name__: op for op in (cut_lattice, grow, prune, repeat_rows, search_lattice)},
 }
 
 

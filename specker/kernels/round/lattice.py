@@ -514,7 +514,7 @@ def _cut_variant(dtype: torch.dtype, positions: int, block: int) -> Variant:
         kernel=_cut_lattice_kernel,
         arguments=("*i64", f"*{t}", f"*{t}", "*i64", f"*{t}", f"*{t}", f"*{t}", "fp32", *("i32",) * 5),
         constexprs={"POSITIONS": positions, "BLOCK": block},
-        num_warps=min(max(positions * block // 256, 1), 4),
+        num_warps=min(max(positions * block // 128, 1), 8),
         wide=False,
         smoke=block == 16,
     )
@@ -566,7 +566,7 @@ def variants(arch: int) -> Iterator[Variant]:
         for width, block in ((8, 16), (8, 32), (8, 128), (1, 4)):
             yield _search_variant(torch.float32, width, block, added, False)
     for added in ("", "rows"):
-        for width, block in ((3, 16), (3, 32), (64, 128)):
+        for width, block in ((3, 16), (3, 32), (32, 64)):
             yield _search_variant(torch.float32, width, block, added, True)
 
 
