@@ -15,8 +15,12 @@ from pairs import perturbed
 import specker
 from specker import cpu
 from specker.options import Params
+from specker.runtime.control.auto import AcceptanceHistory, Auto
+from specker.runtime.control.costs import Costs
+from specker.runtime.control.policy import Budget, Outcome
 from specker.runtime.control.reasons import BEHIND
 from specker.runtime.round import round as rounds
+from specker.runtime.round.drafter import Draft
 from specker.runtime.strategies import model_drafter
 
 pytestmark = pytest.mark.usefixtures("cheap", "turns")
@@ -236,3 +240,14 @@ def test_read_texts_have_the_drafts_of_texts_alone(tmp_path, monkeypatch, kind, 
     assert idle > 5 and {prompt for prompt, _ in both} == {5, 700, 640, 300}
     pairs = [[*zip(drafts[0][at], drafts[1][at], strict=False)] for at in both]  # the last drafts may be shorter
     assert all(a == b for pair in pairs for a, b in pair) and sum(map(len, pairs)) > 20
+
+
+def test_an_idle_draft_teaches_nothing():
+    """Not even its confidence, from which policies learn when a draft was not worth its rows."""
+    draft = Draft(2, depth=2, idle={1: BEHIND}, confidence=[[0.9, 0.1], [0.8, 0.1]])
+    assert draft.outcome(0, [0, 1], [7, 8]) == Outcome(2, [0, 1], [0.9, 0.8])
+    assert draft.outcome(1, [0], [7]) == Outcome(0, [0])
+    before = (history := AcceptanceHistory(Costs(lambda budget: 0.1))).drafts.expected(2)
+    policy = Auto(history.costs, history.drafts, Budget(2, 2), True)
+    policy.observe(draft.outcome(1, [0], [7]))
+    assert history.drafts.expected(2) == before

@@ -281,7 +281,7 @@ def test_calibrated_columns_are_bit_for_bit_the_sequential_ones_under_the_kernel
     parallel = LayerParallel(model, cache, Schedule(((0, 1), (2, 3))))
     drafter = AutoregressiveDrafter(model, cache, head, width, layers=parallel)
     text, fuzzy = PROMPT[:3], None
-    drafter.prefill = lambda slot, text: None  # the first catch-up processes the whole text
+    drafter._missing = lambda slot, text, fixed: 0  # the first catch-up processes the whole text
     for accepted, depth in ((3, 3), (1, 2), (0, 1)):  # the last draft serves only to trigger its catch-up
         r = draft(drafter, text, Budget(depth * width, depth), Sampling(temperature=0.7))
         [before], n = sequential.exact_len, len(text)

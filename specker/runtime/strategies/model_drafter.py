@@ -115,24 +115,22 @@ class ModelDrafter(Drafter):
         """Write the K/V of `text` but for its last token."""
         prefill(self.model, self.cache, self.in_vocabulary(text[self.cache.exact_len[slot] : -1]), slot=slot)
 
-    def lengths(self, texts: Sequence[list[int]]) -> list[int]:
-        """The tokens of each text in slots 0, 1, .. that stand before a draft which the host places: all but of idle
-        texts, whose draft begins after the next token to read, so that it overwrites no exact column and reads no
-        unwritten one."""
-        lengths = []
-        for slot, text in enumerate(texts):
-            idle = self.room(len(text)) < 1 or self._missing(slot, text, False)
-            lengths.append(min(self.cache.exact_len[slot], self.limit - 1) + 1 if idle else len(text))
-        return lengths
+    def lengths(self, requests: Sequence[Request], idle: Mapping[int, str]) -> list[int]:
+        """The tokens of each text that stand before a draft which the host places: all but of the `idle` ones. Their
+        drafts begin after the next token to read, so that they overwrite no exact column and read no unwritten one."""
+        each = enumerate(requests)
+        exact, last = self.cache.exact_len, self.limit - 1
+        return [min(exact[slot], last) + 1 if slot in idle else len(request.token_ids) for slot, request in each]
 
     def missing_rows(
-        self, texts: Sequence[list[int]], more: Sequence[int] = (), full: bool = False
+        self, texts: Sequence[list[int]], lengths: Sequence[int], more: Sequence[int] = (), full: bool = False
     ) -> tuple[Tensor, Rows]:
-        """The tokens before the `lengths` of the texts in slots 0, 1, .. that the cache lacks, at least one, and their
-        places. `more`: tokens that follow each text and whose columns are not kept. `full`: see `KVCache.after`."""
+        """The tokens of the texts in slots 0, 1, .. that the cache lacks, at least one, and their places. `lengths`:
+        see the method. `more`: tokens that follow each text and whose columns are not kept. `full`: see
+        `KVCache.after`."""
         cache = self.cache
         missing, starts = [], []
-        for slot, (text, end) in enumerate(zip(texts, self.lengths(texts), strict=True)):
+        for slot, (text, end) in enumerate(zip(texts, lengths, strict=True)):
             if end == len(text) and end - cache.exact_len[slot] + len(more) > WINDOW:
                 self.prefill(slot, text)
             starts.append(min(cache.exact_len[slot], end - 1))
@@ -213,11 +211,10 @@ class AutoregressiveDrafter(ModelDrafter):
         """`propose` but for the head's rows. `idle`: `Draft.idle`."""
         if batch.fixed:
             return grown(batch, self, self.width, idle)
-        texts = [request.token_ids for request in batch.requests]
-        lengths = self.lengths(texts)
+        lengths = self.lengths(batch.requests, idle)
         if self.width > 1 or not self._compiles(batch):
             return grown(replace(batch, lengths=lengths), self, self.width, idle)
-        tokens, rows = self.missing_rows(texts)
+        tokens, rows = self.missing_rows([request.token_ids for request in batch.requests], lengths)
         groups = None if self.layers is None else self.layers.groups
         committed = Committed(tokens)
         return compiled_chain(batch, self, rows, committed, lengths, groups=groups, idle=idle, translated=translated)
@@ -259,7 +256,8 @@ class AutoregressiveDrafter(ModelDrafter):
             rows, embedded = begin_text(self.model, cache, batch.state.committed, batch.state.length, R)
             last: slice | Tensor = slice(R - 1, None, R)
         else:
-            tokens, rows = self.missing_rows([request.token_ids for request in batch.requests])
+            assert not isinstance(batch.lengths, Tensor)
+            tokens, rows = self.missing_rows([request.token_ids for request in batch.requests], batch.lengths)
             embedded = self.model.embed_tokens(tokens)
             last = slice(-1, None) if n == 1 else rows.cu_rows[1:].long() - 1
         return forward(self.model, cache, rows, embedded).final.at(last), rows.positions[last]

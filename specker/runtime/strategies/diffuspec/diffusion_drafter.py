@@ -59,7 +59,8 @@ class DiffusionDrafter(ModelDrafter):
             if batch.fixed:
                 final, lengths = self._fixed_block(batch, k), batch.state.length
             else:
-                final = self.masked([request.token_ids for request in batch.requests], k)
+                texts = [request.token_ids for request in batch.requests]
+                final = self.masked(texts, k, self.lengths(batch.requests, draft.idle))
                 lengths = torch.tensor(batch.lengths, dtype=torch.int64, device=device)
             ahead = torch.arange(-1, k - 1, dtype=torch.int64, device=device)
             positions = (lengths[:, None] + ahead).view(-1)  # after which the target draws the tokens
@@ -76,11 +77,12 @@ class DiffusionDrafter(ModelDrafter):
         if isinstance(first := draft.first, BlockDraft):
             first.observe(accepted, self.stop_ids)
 
-    def masked(self, texts: Sequence[list[int]], n: int) -> Final:
-        """The rows [sequences * n, E] that predict the n tokens after the texts."""
+    def masked(self, texts: Sequence[list[int]], n: int, lengths: Sequence[int] | None = None) -> Final:
+        """The rows [sequences * n, E] that predict the n tokens after the texts. `lengths`: see the method; None: of
+        the whole texts."""
         mask, model = self.model.config.mask_token_id, self.model
         assert mask is not None
-        tokens, rows = self.missing_rows(texts, [mask] * n, full=True)
+        tokens, rows = self.missing_rows(texts, lengths or [*map(len, texts)], [mask] * n, full=True)
         out = last_rows(rows, n, before=int(model.config.shifted_logits))
         return forward(model, self.cache, rows, model.embed_tokens(tokens)).final.at(out)
 

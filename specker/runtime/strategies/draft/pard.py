@@ -30,26 +30,28 @@ class ParallelDrafter(ModelDrafter):
         depth = min(batch.budget.depth, batch.budget.nodes)
         draft = Draft(depth, depth=depth, idle=self.idle(batch.requests, batch.fixed))
         if not batch.confident and (batch.fixed or not batch.traced):
-            batch.run(("block", depth), lambda: self._write(batch, depth))
+            batch.run(("block", depth), lambda: self._write(batch, draft))
             return draft
-        guess(batch, draft, self.head, *self._rows(batch, depth))
+        guess(batch, draft, self.head, *self._rows(batch, draft))
         return draft
 
-    def _write(self, batch: Batch, depth: int) -> None:
-        final, positions = self._rows(batch, depth)
-        batch.window[: batch.n, 1 : depth + 1] = self.head.best(final, batch.draws, positions).view(batch.n, depth)
+    def _write(self, batch: Batch, draft: Draft) -> None:
+        final, positions = self._rows(batch, draft)
+        guesses = self.head.best(final, batch.draws, positions)
+        batch.window[: batch.n, 1 : draft.depth + 1] = guesses.view(batch.n, draft.depth)
 
-    def _rows(self, batch: Batch, depth: int) -> tuple[Final, Tensor]:
-        """Run the committed tokens that the cache lacks, and the masks. Returns the rows that guess `depth` tokens
+    def _rows(self, batch: Batch, draft: Draft) -> tuple[Final, Tensor]:
+        """Run the committed tokens that the cache lacks, and the masks. Returns the rows that guess a draft's tokens
         [n * depth, E] and their positions [n * depth] int64."""
-        mask, n, model = self.model.config.pard_token, batch.n, self.model
+        mask, n, depth, model = self.model.config.pard_token, batch.n, draft.depth, self.model
         assert mask is not None
         if batch.fixed:
             text = batch.last(self.repeated).clamp(max=model.config.vocab_size - 1)
             tokens = torch.cat((text, text.new_full((n, depth - 1), mask)), 1)
             rows, embedded = begin(model, self.cache, batch.lengths, self.repeated, 0, tokens)
         else:
-            tokens, rows = self.missing_rows([request.token_ids for request in batch.requests], [mask] * (depth - 1))
+            texts, lengths = [request.token_ids for request in batch.requests], self.lengths(batch.requests, draft.idle)
+            tokens, rows = self.missing_rows(texts, lengths, [mask] * (depth - 1))
             embedded = model.embed_tokens(tokens)
         last = last_rows(rows, depth)
         return forward(model, self.cache, rows, embedded).final.at(last), rows.positions[last]
