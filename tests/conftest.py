@@ -55,6 +55,7 @@ def pytest_collection() -> None:
 def pytest_collection_finish() -> None:
     """Tests and benches that collect garbage do not search the imported modules for it."""
     gc.freeze()
+    gc.set_threshold(10_000)  # tests leave few cycles, and Python searches for some after 700 new objects
     gc.enable()
     atexit.register(gc.unfreeze)
 
@@ -62,7 +63,9 @@ def pytest_collection_finish() -> None:
 @pytest.fixture(autouse=True)
 def alike() -> Iterator[None]:
     """Every test draws the same random numbers and runs in one thread, whichever tests ran before it in its process."""
-    torch.manual_seed(0)
+    torch.default_generator.manual_seed(0)
+    if torch.cuda.is_initialized():  # before, torch.manual_seed keeps each caller's stack for it
+        torch.cuda.manual_seed_all(0)
     yield
     torch.set_num_threads(1)  # a bench or a training sets its own
 

@@ -1,5 +1,5 @@
 """Run Python commands without waiting for imports. `run` is `subprocess.run` with this interpreter, but each command
-runs in a fork of a process that has imported torch, triton and transformers, and nothing of this repository. Importing
+runs in a fork of a process that has imported torch, triton, transformers and, of this repository, the kernels. Importing
 them takes longer than most of the tests' commands.
 
 Commands that test imports or a terminal, or that need variables which torch reads when it is imported, start an
@@ -7,6 +7,7 @@ interpreter of their own. Here OMP_NUM_THREADS is 1, kernels are compiled, and p
 """
 
 import atexit
+import gc
 import json
 import os
 import runpy
@@ -109,9 +110,14 @@ def _server() -> subprocess.Popen[str]:
 def _serve() -> dict[str, Any]:
     """Answers each line as `_ask` says. Returns in a fork, with its job."""
     import torch.distributed  # noqa: F401
-    import triton  # noqa: F401
     from transformers import AutoConfig, AutoTokenizer  # noqa: F401
+    from triton.runtime.cache import triton_key
 
+    sys.path[0] = str(ROOT)
+    import specker.kernels  # noqa: F401
+
+    triton_key()  # the hash of Triton's files, which each process that compiles a kernel needs
+    gc.freeze()
     for line in sys.stdin:
         answer = []
         for job in json.loads(line):
