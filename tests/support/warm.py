@@ -1,6 +1,6 @@
 """Run Python commands without waiting for imports. `run` is `subprocess.run` with this interpreter, but each command
-runs in a fork of a process that has imported torch, triton, transformers and, of this repository, the kernels. Importing
-them takes longer than most of the tests' commands.
+runs in a fork of a process that has imported torch, triton, transformers and this repository's kernels. Importing them
+takes longer than most of the tests' commands.
 
 Commands that test imports or a terminal, or that need variables which torch reads when it is imported, start an
 interpreter of their own. Here OMP_NUM_THREADS is 1, kernels are compiled, and pytest is not a worker of this run.
