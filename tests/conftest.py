@@ -14,11 +14,9 @@ from typing import Any
 
 import pytest
 
-os.environ["OMP_NUM_THREADS"] = "1"  # torch and numpy read it when they are imported
+# torch and numpy read it when they are imported, which takes seconds: a process that only starts workers does not.
+os.environ["OMP_NUM_THREADS"] = "1"
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # commands take over what an earlier one compiled
-
-import torch
-from make_checkpoint import make
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -35,9 +33,10 @@ def pytest_configure(config: pytest.Config) -> None:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     if config.getoption("markexpr").split()[0:1] != ["gpu"]:
         os.environ["TRITON_INTERPRET"] = "1"
-        import interpreted
+        if not config.getoption("numprocesses", None):  # a process that runs tests, and not one that starts workers
+            import interpreted
 
-        interpreted.patch()
+            interpreted.patch()
 
 
 @pytest.hookimpl(trylast=True)
@@ -55,6 +54,7 @@ def pytest_collection() -> None:
 def pytest_collection_finish() -> None:
     """Tests and benches that collect garbage do not search the imported modules for it."""
     gc.freeze()
+    gc.set_threshold(10_000)  # tests leave few cycles, and Python searches for some after 700 new objects
     gc.enable()
     atexit.register(gc.unfreeze)
 
@@ -62,7 +62,11 @@ def pytest_collection_finish() -> None:
 @pytest.fixture(autouse=True)
 def alike() -> Iterator[None]:
     """Every test draws the same random numbers and runs in one thread, whichever tests ran before it in its process."""
-    torch.manual_seed(0)
+    import torch
+
+    torch.default_generator.manual_seed(0)
+    if torch.cuda.is_initialized():  # before, torch.manual_seed keeps each caller's stack for it
+        torch.cuda.manual_seed_all(0)
     yield
     torch.set_num_threads(1)  # a bench or a training sets its own
 
@@ -70,6 +74,8 @@ def alike() -> Iterator[None]:
 @pytest.fixture
 def poisoned() -> Iterator[None]:
     """New tensors hold NaN, or a large integer, until they are written."""
+    import torch
+
     torch.use_deterministic_algorithms(True)
     assert torch.empty(3).isnan().all() and torch.zeros(1).new_empty(1).isnan().all()
     yield
@@ -188,6 +194,8 @@ def heads(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str], Any]
 @pytest.fixture(scope="session")
 def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
     """Folders of a tiny random target and a draft of its family, both with the byte tokenizer and a chat template."""
+    from make_checkpoint import make
+
     folder: Path = tmp_path_factory.mktemp("pair")
     target = make(folder / "tiny-target", tokenizer=True, max_context=512)
     draft = make(folder / "tiny-draft", tokenizer=True, max_context=512, layers=1, seed=1)

@@ -214,6 +214,10 @@ def _endless_kernel(
         pass
 
 
+def _waits() -> Equal:
+    return _dependent("waits")
+
+
 def _spin(flag: int) -> None:
     _endless_kernel[(2,)](torch.tensor([flag]))
 
@@ -247,11 +251,11 @@ FAULTS = (
         lambda: _chain("relaxed"),
         options={"threads": 1, "backwards": False, "shuffled": None},  # elsewhere nothing is copied
     ),
-    _grid("no wait", lambda: _dependent("waits"), lambda: _dependent("never")),
-    _grid("a kernel without griddepcontrol", lambda: _dependent("waits"), lambda: _dependent("silent")),
+    _grid("no wait", _waits, lambda: _dependent("never")),
+    _grid("a kernel without griddepcontrol", _waits, lambda: _dependent("silent")),
     _grid("a read before the wait", lambda: _dependent("prefetches"), lambda: _dependent("loads")),
-    _grid("a write before the wait", lambda: _dependent("waits"), lambda: _dependent("stores")),
-    _grid("an atomic before the wait", lambda: _dependent("waits"), lambda: _dependent("counts")),
+    _grid("a write before the wait", _waits, lambda: _dependent("stores")),
+    _grid("an atomic before the wait", _waits, lambda: _dependent("counts")),
     _grid("copies before the wait", _dependent_product, _dependent_product, change=_wait_behind_the_loop),
     _grid("a program returns before it waits", lambda: _dependent("waits", 3), lambda: _dependent("returns", 3)),
     _grid(
@@ -259,6 +263,6 @@ FAULTS = (
         lambda: _dependent("prefetches", 3),
         lambda: _dependent("prefetches", 3, weight_from_launch=True),
     ),
-    _grid("a constant that the launch writes", lambda: _dependent("waits"), lambda: _dependent("replaces")),
+    _grid("a constant that the launch writes", _waits, lambda: _dependent("replaces")),
     Fault("a loop without an end", lambda: _spin(1), lambda: _spin(0), options={"limit": 200}),
 )

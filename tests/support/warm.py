@@ -1,12 +1,13 @@
 """Run Python commands without waiting for imports. `run` is `subprocess.run` with this interpreter, but each command
-runs in a fork of a process that has imported torch, triton and transformers, and nothing of this repository. Importing
-them takes longer than most of the tests' commands.
+runs in a fork of a process that has imported torch, triton, transformers and this repository's kernels. Importing them
+takes longer than most of the tests' commands.
 
 Commands that test imports or a terminal, or that need variables which torch reads when it is imported, start an
 interpreter of their own. Here OMP_NUM_THREADS is 1, kernels are compiled, and pytest is not a worker of this run.
 """
 
 import atexit
+import gc
 import json
 import os
 import runpy
@@ -109,9 +110,14 @@ def _server() -> subprocess.Popen[str]:
 def _serve() -> dict[str, Any]:
     """Answers each line as `_ask` says. Returns in a fork, with its job."""
     import torch.distributed  # noqa: F401
-    import triton  # noqa: F401
     from transformers import AutoConfig, AutoTokenizer  # noqa: F401
+    from triton.runtime.cache import triton_key
 
+    sys.path[0] = str(ROOT)
+    import specker.kernels  # noqa: F401
+
+    triton_key()  # the hash of Triton's files, which each process that compiles a kernel needs
+    gc.freeze()
     for line in sys.stdin:
         answer = []
         for job in json.loads(line):
