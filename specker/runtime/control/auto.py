@@ -60,11 +60,20 @@ class Share:
 
 
 class Cap(NamedTuple):
-    """What chains of at most `length` tokens that the rule ends achieve, on average."""
+    """What chains of at most so many tokens, which a rule ends, achieve on average."""
 
     tokens: float  # accepted
     rows: float  # draft tokens that were verified
     steps: float  # draft steps
+
+
+class Span(NamedTuple):
+    """What chains add between two of LENGTHS, if they go on there, on average."""
+
+    tokens: float
+    rows: float
+    steps: float
+    goes_on: float  # the share of them that goes on after it
 
 
 @dataclass
@@ -79,16 +88,16 @@ class Acceptance:
     tokens: Share = field(init=False)  # tokens that a round with a draft committed
     drafted: Share = field(init=False)  # tokens of a draft
     buckets: list[Share] = field(init=False)  # right over promised tokens, by the draft's probability
-    capped: list[tuple[Share, Share, Share]] = field(init=False)  # the fields of `Cap`, for each of LENGTHS
+    spans: list[tuple[Share, Share, Share, Share]] = field(init=False)  # the fields of `Span`, up to each of LENGTHS
     _table: list[tuple[float, float]] = field(init=False, default_factory=list)  # for each k: E(k), a_1 .. a_k
-    _caps: list[Cap] = field(init=False, default_factory=list)
-    _stale: int = field(init=False, default=0)  # drafts since `_caps` were computed
+    _caps: tuple[list[Span], list[Cap]] = field(init=False, default=([], []))
+    _stale: int = field(init=False, default=REFRESH)  # drafts since `_caps` were computed
 
     def __post_init__(self) -> None:
         self.compared, self.tokens, self.drafted = Share(self.decay), Share(self.decay), Share(self.decay)
         self.buckets = [Share(self.decay) for _ in range(BUCKETS)]
         self.trees = [Share(self.decay) for _ in TREES]
-        self.capped = [(Share(self.decay), Share(self.decay), Share(self.decay)) for _ in LENGTHS]
+        self.spans = [tuple(Share(self.decay) for _ in Span._fields) for _ in LENGTHS]  # type: ignore[misc]
 
     def add(self, outcome: Outcome, most: int = 0) -> None:
         """Count one draft, here and in `before`. `most`: tokens at which a chain would have ended whatever the rule
@@ -111,11 +120,14 @@ class Acceptance:
         self.drafted.add(drafted)
         for j, probability in enumerate(outcome.confidence[:seen]):
             self.buckets[min(int(probability * BUCKETS), BUCKETS - 1)].add(j < right, probability)
-        steps = len(outcome.confidence)
-        for cap, shares in zip(LENGTHS, self.capped, strict=True):
-            if cap <= steps or (0 < steps < most):  # a chain that `most` ended says nothing of longer ones
-                for share, count in zip(shares, (right, drafted, steps), strict=True):
-                    share.add(min(count, cap))
+        steps, ended = len(outcome.confidence), len(outcome.confidence) < most
+        for (less, cap), shares in zip(pairwise((0, *LENGTHS)), self.spans, strict=True):
+            if steps <= less or not (ended or cap <= most):  # it had ended, or what it would have added is not known
+                break
+            for share, count in zip(shares, (right, drafted, steps), strict=False):
+                share.add(min(max(count - less, 0), cap - less))
+            if ended or cap < most:
+                shares[3].add(steps > cap)
 
     def agreement(self) -> float:
         """The share of compared draft tokens that were right."""
@@ -148,26 +160,30 @@ class Acceptance:
         return 1 + sum(self.gains()[: TREES.index(nodes) + 1])
 
     def caps(self) -> list[Cap]:
-        """What chains of at most so many tokens achieve, for each of LENGTHS. Before the first one, each has its whole
-        length. Limits that no chain has reached go on as the last ones do."""
-        if self._caps and self._stale < (1 if self.before is not None else REFRESH):
+        """What chains of at most so many tokens achieve, for each of LENGTHS. Where no chain went on so far, it is
+        assumed to go on as before. The first one has its whole length."""
+        return self._spans()[1]
+
+    def _spans(self) -> tuple[list[Span], list[Cap]]:
+        if self._stale < (1 if self.before is not None else REFRESH):
             return self._caps
-        before = None if self.before is None else self.before.caps()
-        out, less, last, agreement = [], Cap(0.0, 0.0, 0.0), 0, self.agreement()
-        each, going = 1.0, 1.0  # tokens and steps for each further one of the limit
-        for i, (cap, shares) in enumerate(zip(LENGTHS, self.capped, strict=True)):
-            count = cap - last
+        before = None if self.before is None else self.before._spans()[0]
+        agreement, each, goes_on = self.agreement(), 1.0, 1.0
+        spans, caps, sums, reached = [], [], Cap(0.0, 0.0, 0.0), 1.0
+        for i, ((less, cap), shares) in enumerate(zip(pairwise((0, *LENGTHS)), self.spans, strict=True)):
+            count = cap - less
             if before is None:
-                more, further = each * sum(agreement**j for j in range(1, count + 1)), going * count
-                known = Cap(less.tokens + more, less.rows + further, less.steps + further)
+                known = Span(each * sum(agreement**j for j in range(1, count + 1)), count, count, goes_on)
             else:
                 known = before[i]
-            own = Cap(*(share.mean(prior) for share, prior in zip(shares, known, strict=True)))
-            each, going = max(0.0, own.tokens - less.tokens) / count, max(0.0, own.steps - less.steps) / count
-            out.append(own)
-            less, last = own, cap
-        self._caps, self._stale = out, 0
-        return out
+            own = Span(*(share.mean(prior) for share, prior in zip(shares, known, strict=True)))
+            each, goes_on = own.tokens / count, own.goes_on
+            sums = Cap(*(total + reached * more for total, more in zip(sums, own, strict=False)))
+            reached *= own.goes_on
+            spans.append(own)
+            caps.append(sums)
+        self._caps, self._stale = (spans, caps), 0
+        return self._caps
 
     def rule(self, prices: Sequence[float]) -> StopRule:
         """The stop rule of the module's docstring. `prices`: as in `Policy.taken`."""
