@@ -142,7 +142,7 @@ def test_tokens_are_those_of_plain_decoding(models, monkeypatch, way, copies, gr
     poison(engine.drafter.cache)
     ended, mixed = decode(engine, asked, monkeypatch, exact="diffuspec" not in way)
     assert [request.tokens for request in ended] == want
-    assert len(mixed) > 3, "some texts drafted while others were read"
+    assert len(mixed) > 1, "some texts drafted while others were read"
     assert (engine.loop.launched > 0) == (graphs == "on")
     assert sum(request.stats.rests.get(BEHIND, 0) for request in ended) >= sum(idle for _, idle in mixed) > 0
 

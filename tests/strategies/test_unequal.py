@@ -2,6 +2,7 @@
 decoding."""
 
 import random
+from itertools import accumulate
 
 import cases
 import pytest
@@ -13,7 +14,7 @@ import specker
 from specker.runtime import loop as loops
 from specker.runtime.control.auto import Acceptance, Auto
 from specker.runtime.control.costs import Costs
-from specker.runtime.control.policy import MAX_NODES, Budget, Match, Outcome
+from specker.runtime.control.policy import Budget, Fixed, Match, Outcome
 from specker.runtime.strategies.lookup import NgramPolicy
 
 PROMPTS = [[5, 6, 7, 8] * 6, [9, 30, 11], [12, 13, 12, 13, 12], [40]]
@@ -28,8 +29,15 @@ def models(tmp_path_factory):
 
 @pytest.fixture
 def row_price(monkeypatch):
-    """Sets what a row costs, of a plain round."""
-    return lambda price: monkeypatch.setattr("specker.runtime.control.costs.Costs.row_price", lambda *_: price())
+    """Sets what each row costs, of a plain round."""
+
+    def priced(price):
+        def prices(costs, n, budget, rate):
+            return tuple(accumulate((price() for _ in range(n * budget.depth)), initial=0.0))
+
+        monkeypatch.setattr("specker.runtime.control.costs.Costs.row_prices", prices)
+
+    return priced
 
 
 @pytest.fixture
@@ -86,22 +94,19 @@ def test_the_kernels_verify_unequal_rows(models, row_price):
     assert [g.tokens for g in got] == [w.tokens for w in engine.generate_ar(PROMPTS[:2], 20)]
 
 
-def test_a_copied_token_is_worth_its_row_while_it_is_likely():
+def test_chances_of_copied_tokens():
     policy = NgramPolicy({}, Budget(16, 16))
     policy.announced([Match(2, 9)])
     a = policy.rate_of(2)
-    for price in (0.9, 0.5, 0.3, 0.1, 0.01):
-        k = policy.worth(price, [])
-        assert a**k >= price > a ** (k + 1)
-    assert policy.worth(0.0, []) == MAX_NODES and policy.worth(1.0, []) == 0
+    assert policy.chances(4, []) == pytest.approx([a, a**2, a**3, a**4])
     policy.announced([Match()])
-    assert policy.worth(0.1, []) == 0
+    assert policy.chances(2, []) == [0.0, 0.0]
 
 
-def test_a_drafted_token_is_worth_its_row_while_the_chain_is_likely():
+def test_chances_of_a_drafted_chain():
     policy = Auto(Costs(lambda budget: 0.1), Acceptance(0.98), Budget(8, 8), confident=True)
-    assert policy.worth(0.5, [0.9, 0.8, 0.6, 0.9]) == 2  # 0.9, 0.72, 0.432
-    assert policy.worth(0.95, [0.9, 0.8]) == 0 and policy.worth(0.1, [0.9, 0.8]) >= 2
+    assert policy.chances(3, [0.9, 0.8, 0.6, 0.9]) == pytest.approx([0.9, 0.72, 0.432])
+    assert policy.chances(0, [0.9]) == [] and Fixed(3, 3).chances(2, []) == pytest.approx([0.8, 0.64])
     before = policy.expected(Budget(8, 8))
     for _ in range(20):  # drafts that are never worth a row commit one token a round, and the policy must learn that
         policy.observe(Outcome(0, [0], [0.1]))
@@ -112,11 +117,12 @@ def test_the_price_of_a_row_and_what_a_round_of_unequal_rows_teaches():
     costs, shape = Costs(lambda budget: 0.1), Budget(4, 4)
     for rows, seconds in ((1, 1.0), (5, 3.0)):
         costs.measured(8, Budget(0, 0), rows - 1, 0.1, seconds)
-    assert costs.row_price(8, shape, 8.0) == pytest.approx(0.5)  # 0.5 s for a row of each of 8, of 8 tokens a second
-    before = costs.verify(8, 3)
+    prices = costs.row_prices(8, shape, 8.0)  # of 8 tokens a second
+    assert len(prices) == 4 * 8 + 1 and [prices[8 * k] for k in range(5)] == pytest.approx([0.0, 4.0, 8.0, 12.0, 16.0])
+    before = costs.verify(8, 24)
     for _ in range(30):
-        costs.observe(8, shape, 4, 0.1, 2 * costs.verify(8, 2.4), 1.4)
-    assert costs.verify(8, 2.4) > 1.6 * before
+        costs.observe(8, shape, 4, 0.1, 2 * costs.verify(8, 8 * 2.4), 1.4)
+    assert costs.verify(8, 8 * 2.4) > 1.6 * before
 
 
 def test_a_round_that_the_host_places_only(models):

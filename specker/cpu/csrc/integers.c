@@ -1,14 +1,42 @@
 // Tiles with 8-bit activations.
 #include "tiles.h"
+#if defined(__x86_64__)
+#include <cpuid.h>
+#endif
 
-#define AHEAD 8192 // prefetch distance in bytes
+// Bytes ahead at which weights are asked for: into the second cache early enough for memory, into the first one for the
+// next group.
+#define FAR 16384
+#define NEAR 2048
 
-// The dot products of a group of W with T rows of x at `a`. With `apart`, d0 is the sum over columns 0 to 15 and d1 the
-// sum over columns 16 to 31. Without it, only the sum of d0 and d1 is meaningful.
+// Whether a single row of x asks, too. Memory gives Zen 3 and 4 all it can without that; other processors gain by it.
+static int alone;
+#if defined(__x86_64__)
+__attribute__((constructor)) static void set_alone(void) {
+    unsigned a = 0, b = 0, c = 0, d = 0;
+    __get_cpuid(0, &a, &b, &c, &d);
+    const int amd = b == signature_AMD_ebx;
+    __get_cpuid(1, &a, &b, &c, &d);
+    alone = !amd || (a >> 20 & 255) + (a >> 8 & 15) > 0x19;
+}
+#endif
+
+// The sum of a group in a row of x, times its scales, plus `to`. Without SIXTEEN, all is in d0.
+INLINE vf added(int scales, vi d0, vi d1, vf scale, vf shift, float by, float both, vf to) {
+    if (scales == SIXTEEN) return fma_(fma_(to_float(d1), shift, to_float(d0) * scale), splat(by), to);
+    to = fma_(to_float(d0), scale * splat(by), to);
+    return scales == HALF_SHIFT || scales == FLOAT_SHIFT || scales == SUPER ? fma_(shift, splat(both), to) : to;
+}
+
 #if LANES == 8 || defined(BY_PAIRS)
+#define CODE_BY_CODE
+// The dot products of a group of W with T rows of x at `a`. With `apart`, d0 is the sum over columns 0 to 15 and d1 the
+// sum over columns 16 to 31. Without it, d0 is the sum over all of them.
+//
 // There are 16 registers, and a load of x serves all of W's registers. So eight sums stay in registers while the codes
 // are read one by one; with the loops in the other order, compilers spill registers.
-INLINE void dots(int bits, int apart, int T, const uint8_t *w, const int8_t *a, vi d0[MOST][PARTS], vi d1[MOST][PARTS]) {
+INLINE void dots(int bits, int apart, int T, const uint8_t *w, const int8_t *a, const int32_t *less, vi d0[MOST][PARTS],
+                 vi d1[MOST][PARTS]) {
     static const int ORDER[2][8] = {{0, 4, 1, 5, 2, 6, 3, 7}, {0, 1, 2, 3, 4, 5, 6, 7}};
 #ifdef BY_PAIRS // this many sums of pairs fit 16 bits: 8 2 15 127, 4 2 31 127, 2 2 63 127 < 2^15
     const int most = bits == 8 ? 1 : bits == 6 ? 2 : bits == 5 || bits == E2M1 || apart ? 4 : 8;
@@ -18,7 +46,8 @@ INLINE void dots(int bits, int apart, int T, const uint8_t *w, const int8_t *a, 
 #pragma GCC unroll 8
     for (int t = 0; t < T; t++)
 #pragma GCC unroll 2
-        for (int part = 0; part < PARTS; part++) d0[t][part] = d1[t][part] = (vi){0};
+        for (int part = 0; part < PARTS; part++)
+            d0[t][part] = (vi){0} + (less ? less[2 * t] : 0), d1[t][part] = (vi){0} + (apart ? less[2 * t + 1] : 0);
 #pragma GCC unroll 8
     for (int n = 0; n < 8; n += most) {
 #ifdef BY_PAIRS
@@ -65,72 +94,62 @@ INLINE void dots(int bits, int apart, int T, const uint8_t *w, const int8_t *a, 
 #endif
     }
 }
-#else
-INLINE void dots(int bits, int apart, int T, const uint8_t *w, const int8_t *a, vi d0[MOST][PARTS], vi d1[MOST][PARTS]) {
-    (void)apart;
-#pragma GCC unroll 4
-    for (int part = 0; part < PARTS; part++) {
-        vh q[8];
-        codes(bits, w, part, q);
-#pragma GCC unroll 16
-        for (int t = 0; t < T; t++) {
-            vi first = (vi){0}, second = (vi){0};
-#pragma GCC unroll 4
-            for (int i = 0; i < 4; i++) {
-                vi low = (vi){0} + word(a + t * GROUP + 4 * i), high = (vi){0} + word(a + t * GROUP + 16 + 4 * i);
-                first = bits == 8 ? dot8(first, q[i], low) : dot4(first, q[i], low);
-                second = bits == 8 ? dot8(second, q[i + 4], high) : dot4(second, q[i + 4], high);
-            }
-            d0[t][part] = first, d1[t][part] = second;
-        }
-    }
-}
 #endif
 
-INLINE void tile_integers(int bits, int scales, int T, const uint8_t *w, const rows *x, int64_t t0, int64_t E, float *y,
-                          int64_t row_y) {
+INLINE void tile_integers(int bits, int scales, int T, const uint8_t *w, const rows *x, const int32_t *less, int64_t t0,
+                          int64_t E, float *y, int64_t row_y) {
     const int64_t columns = unit_columns(scales), size = unit_bytes(bits, scales);
-    const int shifted = scales == HALF_SHIFT || scales == FLOAT_SHIFT || scales == SUPER;
-    const int zero = bits == 8 ? ZERO8 : zero_of(bits, scales); // the number that code 0 stands for, negated
+    const int64_t lines = (size * GROUP / columns + 63) / 64; // of memory, for a group
+    const int apart = scales == SIXTEEN, offset = offset_of(bits, scales) != 0, asks = T > 1 || alone;
     vf acc[MOST][PARTS];
+#pragma GCC unroll 16
     for (int t = 0; t < T; t++)
+#pragma GCC unroll 4
         for (int part = 0; part < PARTS; part++) acc[t][part] = splat(0);
     for (int64_t u = 0; u < E / columns; u++, w += size) {
 #pragma GCC unroll 1
         for (int g = 0; g < columns / GROUP; g++) {
-            const int64_t group = u * (columns / GROUP) + g;
+            const int64_t at = t0 * (E / GROUP) + (u * (columns / GROUP) + g) * T;
             const uint8_t *here = w + g * code_bytes(bits);
-            const int64_t at = t0 * (E / GROUP) + group * T;
             const int8_t *q8 = x->q + at * GROUP;
-            const float *by = x->scale + at, *both = x->both + at, *sum = x->sum + 2 * at;
-            if (T > 1) // a single row leaves the processor time to find the stream, and reads faster by itself
-                for (int i = 0; i < code_bytes(bits) + 32; i += 64) prefetch(here + AHEAD + i);
+            const float *by = x->scale + at, *both = x->both + at;
+            const int32_t *begin = offset ? less + 2 * at : 0;
+            const uint8_t *ahead = w + g * lines * 64;
+            if (asks)
+                for (int64_t i = 0; i < 64 * lines; i += 64) prefetch_far(ahead + FAR + i), prefetch(ahead + NEAR + i);
+#ifdef CODE_BY_CODE
             vi d0[MOST][PARTS], d1[MOST][PARTS];
-            dots(bits, scales == SIXTEEN, T, here, q8, d0, d1);
+            dots(bits, apart, T, here, q8, begin, d0, d1);
+#endif
 #pragma GCC unroll 4
             for (int part = 0; part < PARTS; part++) {
-                vf scale, shift, second = splat(0); // second: the scale of columns 16 to 31
+                vf scale, shift = splat(0); // SIXTEEN: the scales of columns 0 to 15 and 16 to 31
                 scales_of(bits, scales, w, g, part, &scale, &shift);
-                if (scales == SIXTEEN) second = shift;
-                vf low_zero = scale * (float)-zero, high_zero = second * (float)-zero;
-                if (shifted) low_zero = zero ? low_zero + shift : shift;
+#ifdef CODE_BY_CODE
 #pragma GCC unroll 16
-                for (int t = 0; t < T; t++) {
-                    vf to = acc[t][part];
-                    if (scales == SIXTEEN) {
-                        vf both_ = fma_(to_float(d1[t][part]), second, to_float(d0[t][part]) * scale);
-                        to = fma_(both_, splat(by[t]), to);
-                        to = fma_(low_zero, splat(sum[2 * t]), fma_(high_zero, splat(sum[2 * t + 1]), to));
-                    } else {
-                        to = fma_(to_float(d0[t][part] + d1[t][part]), scale * splat(by[t]), to);
-                        if (shifted || zero) to = fma_(low_zero, splat(both[t]), to);
+                for (int t = 0; t < T; t++)
+                    acc[t][part] = added(scales, d0[t][part], d1[t][part], scale, shift, by[t], both[t], acc[t][part]);
+#else
+                vh q[8];
+                codes(bits, here, part, q);
+#pragma GCC unroll 16
+                for (int t = 0; t < T; t++) { // a row after another: its sum and that of its group need few registers
+                    vi d0 = (vi){0} + (offset ? begin[2 * t] : 0), d1 = (vi){0} + (offset && apart ? begin[2 * t + 1] : 0);
+#pragma GCC unroll 8
+                    for (int i = 0; i < 8; i++) {
+                        vi *d = apart && i >= 4 ? &d1 : &d0;
+                        const int8_t *four = q8 + t * GROUP + 4 * i;
+                        *d = bits == 8 ? dot8_all(*d, q[i], four) : dot4_all(*d, q[i], four);
                     }
-                    acc[t][part] = to;
+                    acc[t][part] = added(scales, d0, d1, scale, shift, by[t], both[t], acc[t][part]);
                 }
+#endif
             }
         }
     }
+#pragma GCC unroll 16
     for (int t = 0; t < T; t++)
+#pragma GCC unroll 4
         for (int part = 0; part < PARTS; part++) store(y + t * row_y + part * LANES, acc[t][part]);
 }
 
@@ -145,10 +164,11 @@ INLINE void tile_integers(int bits, int scales, int T, const uint8_t *w, const r
 #endif
 #define CASE(T) \
     case T: \
-        tile_integers(bits, scales, T, w, x, t0, E, y, row_y); \
+        tile_integers(bits, scales, T, w, x, less, t0, E, y, row_y); \
         return;
 #define TILE(name, BITS, SCALES) \
-    static void tile_##name(int T, const uint8_t *w, const rows *x, int64_t t0, int64_t E, float *y, int64_t row_y) { \
+    static void tile_##name(int T, const uint8_t *w, const rows *x, const int32_t *less, int64_t t0, int64_t E, float *y, \
+                            int64_t row_y) { \
         const int bits = BITS, scales = SCALES; \
         switch (T) { EACH_T(CASE) } \
     }

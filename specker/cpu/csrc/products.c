@@ -14,7 +14,7 @@ int64_t segment_bytes(int64_t format, int64_t rows, int64_t E) {
 
 // --- rows of x
 
-int64_t rows_bytes(int64_t T, int64_t E) { return T * E * 7 + T * (E / GROUP) * 16 + 6 * 64; }
+int64_t rows_bytes(int64_t T, int64_t E) { return T * E * 7 + T * (E / GROUP) * 32 + 8 * 64; }
 
 static void *take(char **at, int64_t bytes) {
     void *p = (void *)(((uintptr_t)*at + 63) / 64 * 64);
@@ -28,37 +28,10 @@ rows rows_at(const float *x, int64_t row, void *memory, int64_t T, int64_t E) {
     r.q = take(&at, T * E);
     r.scale = take(&at, T * (E / GROUP) * 4);
     r.both = take(&at, T * (E / GROUP) * 4);
-    r.sum = take(&at, T * (E / GROUP) * 8);
+    for (int i = 0; i < 3; i++) r.less[i] = take(&at, T * (E / GROUP) * 8);
     r.h = take(&at, T * E * 2);
     r.f = take(&at, T * E * 4);
     return r;
-}
-
-// Rounds row t to int8 in groups of 32, scale = largest |x| / 127, to nearest, ties to even.
-static void round_int8(const rows *r, int64_t t, int64_t E) {
-    const float *x = r->x + t * r->row;
-    const vf magic = splat(12582912.0f); // 1.5 2^23: adding it rounds to an integer, in the last bits
-    const int64_t tiles = tiles_of(r->T), n = ((t + 1) * tiles - 1) / r->T, t0 = n * r->T / tiles; // t is in tile n
-    const int64_t height = (n + 1) * r->T / tiles - t0, G = E / GROUP;
-    int64_t at = t0 * G + t - t0;
-    for (int64_t g = 0; g < G; g++, x += GROUP, at += height) {
-        vf most = splat(0);
-        for (int i = 0; i < GROUP; i += LANES) {
-            vf a = load(x + i);
-            most = largest(most, largest(a, -a));
-        }
-        const float top = highest(most), scale = top / 127.0f, by = top > 0 ? 127.0f / top : 0;
-        int8_t *q = r->q + at * GROUP;
-        float sums[2] = {0, 0};
-        for (int i = 0; i < GROUP; i += LANES) {
-            vi n = (vi)(load(x + i) * by + magic) - 0x4b400000;
-            narrow_bytes(q + i, n);
-            sums[i / 16] += total(to_float(n)); // integers: exact in any order
-        }
-        r->scale[at] = scale;
-        r->both[at] = scale * (sums[0] + sums[1]);
-        for (int i = 0; i < 2; i++) r->sum[2 * at + i] = scale * sums[i];
-    }
 }
 
 static int in_pairs(const matrix *m, int64_t format) { // whether bfloat16 instructions multiply it
@@ -73,6 +46,42 @@ static int as_integers(const matrix *m, int64_t format) {
     return format > BFLOAT16 && KINDS[format].bits != FP8 && m->activations == AS_INT8;
 }
 
+// Rounds row t to int8 in groups of 32, scale = largest |x| / 127, to nearest, ties to even.
+static void round_int8(const matrix *m, const rows *r, int64_t t) {
+    int offset[3], halves[3];
+    for (int i = 0; i < m->count; i++) {
+        const int64_t format = m->parts[i].format;
+        offset[i] = as_integers(m, format) ? offset_of(KINDS[format].bits, KINDS[format].scales) : 0;
+        halves[i] = KINDS[format].scales == SIXTEEN;
+    }
+    const float *x = r->x + t * r->row;
+    const vf magic = splat(12582912.0f); // 1.5 2^23: adding it rounds to an integer, in the last bits
+    const int64_t tiles = tiles_of(r->T), n = ((t + 1) * tiles - 1) / r->T, t0 = n * r->T / tiles; // t is in tile n
+    const int64_t height = (n + 1) * r->T / tiles - t0, G = m->E / GROUP;
+    int64_t at = t0 * G + t - t0;
+    for (int64_t g = 0; g < G; g++, x += GROUP, at += height) {
+        vf most = splat(0);
+        for (int i = 0; i < GROUP; i += LANES) {
+            vf a = load(x + i);
+            most = largest(most, largest(a, -a));
+        }
+        const float top = highest(most), scale = top / 127.0f, by = top > 0 ? 127.0f / top : 0;
+        int8_t *q = r->q + at * GROUP;
+        int32_t sums[2] = {0, 0};
+        for (int i = 0; i < GROUP; i += LANES) {
+            vi n = (vi)(load(x + i) * by + magic) - 0x4b400000;
+            narrow_bytes(q + i, n);
+            sums[i / 16] += (int32_t)total(to_float(n)); // integers: exact in any order
+        }
+        r->scale[at] = scale;
+        r->both[at] = scale * (float)(sums[0] + sums[1]);
+        for (int i = 0; i < m->count; i++) {
+            r->less[i][2 * at] = -offset[i] * (halves[i] ? sums[0] : sums[0] + sums[1]);
+            r->less[i][2 * at + 1] = halves[i] ? -offset[i] * sums[1] : 0;
+        }
+    }
+}
+
 static int as_floats(const matrix *m, int64_t format) { // whether x is rounded to bfloat16, but multiplied as float32
     if (format <= BFLOAT16) return format == BFLOAT16 && m->activations != AS_FLOAT32 && !in_pairs(m, format);
     return !as_integers(m, format) && m->activations != AS_FLOAT32;
@@ -84,7 +93,7 @@ void round_row(const matrix *m, const rows *r, int64_t t) {
         int64_t format = m->parts[i].format;
         integers |= as_integers(m, format), pairs |= in_pairs(m, format), floats |= as_floats(m, format);
     }
-    if (integers) round_int8(r, t, m->E);
+    if (integers) round_int8(m, r, t);
     const float *x = r->x + t * r->row;
     if (pairs)
         for (int64_t e = 0; e < m->E; e++) r->h[t * m->E + e] = narrow(x[e]);
@@ -95,9 +104,10 @@ void round_row(const matrix *m, const rows *r, int64_t t) {
         }
 }
 
-// Computes rows first .. first + count - 1 of an interleaved segment; `first` is a multiple of ROWS.
-static void interleaved(const matrix *m, const segment *s, const rows *x, int64_t T, int64_t first, int64_t count, float *y,
+// Computes rows first .. first + count - 1 of an interleaved part; `first` is a multiple of ROWS.
+static void interleaved(const matrix *m, int part, const rows *x, int64_t T, int64_t first, int64_t count, float *y,
                         int64_t row_y) {
+    const segment *s = &m->parts[part];
     const int64_t E = m->E, size = segment_bytes(s->format, ROWS, E), tiles = tiles_of(T);
     const int integer = as_integers(m, s->format), rounded = as_floats(m, s->format);
     const float *f = rounded ? x->f : x->x;
@@ -110,7 +120,7 @@ static void interleaved(const matrix *m, const segment *s, const rows *x, int64_
             float room[MOST * ROWS], *to = whole ? y + t0 * row_y + o : room;
             const int64_t row = whole ? row_y : ROWS;
             if (integer)
-                INTEGER_TILES[s->format]((int)(t1 - t0), w, x, t0, E, to, row);
+                INTEGER_TILES[s->format]((int)(t1 - t0), w, x, x->less[part], t0, E, to, row);
             else
                 FLOAT_TILES[s->format]((int)(t1 - t0), w, f + t0 * row_x, row_x, E, to, row);
             if (!whole)
@@ -133,7 +143,7 @@ void product(const matrix *m, const rows *x, int64_t T, int64_t first, int64_t c
             float *at = y + from - first;
             int64_t o = from - before, n = to - from;
             if (s->format > BFLOAT16) {
-                interleaved(m, s, x, T, o, n, at, row_y);
+                interleaved(m, i, x, T, o, n, at, row_y);
 #if defined(__AVX512BF16__)
             } else if (in_pairs(m, s->format)) {
                 plain_pairs((const uint16_t *)s->data + o * m->E, m->E, x->h, n, T, m->E, at, row_y, 0);

@@ -50,7 +50,8 @@ typedef struct {
     int8_t *q;    // tiles of [E / 32, rows, 32], rounded to eight bits
     float *scale; // tiles of [E / 32, rows]
     float *both;  // like `scale`: scale times the sum of q
-    float *sum;   // tiles of [E / 32, rows, 2]: scale times the sum of each half of q
+    int32_t *less[3]; // of each part of the matrix: tiles of [E / 32, rows, 2], see `offset_of`; SIXTEEN has one for each
+                      // half of a group, the others have one and 0
     uint16_t *h;  // [T, E], rounded to bfloat16
     float *f;     // [T, E], rounded to bfloat16, stored as float32
 } rows;

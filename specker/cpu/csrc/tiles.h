@@ -1,8 +1,7 @@
 // Interleaved formats: how a group of 32 columns of 16 rows lies in memory, and the tables of tiles over them.
 //
 // A lane is a row of W, so a sum needs no reduction. Integer dot products of a group are exact, and groups are added in
-// order. So a row of y has the same bits in any tile, batch and thread. Processors with a fused multiply-add give the same
-// bits, except for eight bits, where some multiply codes with their offset (ZERO8).
+// order. So a row of y has the same bits in any tile, batch and thread, and on any processor with a fused multiply-add.
 #pragma once
 #include "products.h"
 #include "vector.h"
@@ -67,6 +66,9 @@ INLINE int zero_of(int bits, int scales) {
     if (bits == E2M1) return 12;
     return scales == HALF_SHIFT || scales == FLOAT_SHIFT || scales == SUPER || bits == FP8 ? 0 : 1 << (bits - 1);
 }
+
+// What codes exceed their numbers by when they are multiplied: the sum of a group begins with -offset times the sum of x.
+INLINE int offset_of(int bits, int scales) { return bits == 8 ? ZERO8 : zero_of(bits, scales); }
 
 #define EACH_KIND(X) \
     X(FOUR_HALF, 4, HALF) \
@@ -134,8 +136,10 @@ INLINE void scales_of(int bits, int scales, const uint8_t *unit, int g, int part
 // x [T, E] is cut into tiles of about equal height: tile n has rows n T / tiles .. (n + 1) T / tiles - 1.
 INLINE int64_t tiles_of(int64_t T) { return (T + MOST - 1) / MOST; }
 
-// One tile: rows t0 .. t0 + T - 1 of x, T <= MOST, times 16 rows of W at `w`: y[t * row_y + lane].
-typedef void integer_tile(int T, const uint8_t *w, const rows *x, int64_t t0, int64_t E, float *y, int64_t row_y);
+// One tile: rows t0 .. t0 + T - 1 of x, T <= MOST, times 16 rows of W at `w`: y[t * row_y + lane]. less: `rows.less` of
+// these rows of W.
+typedef void integer_tile(int T, const uint8_t *w, const rows *x, const int32_t *less, int64_t t0, int64_t E, float *y,
+                          int64_t row_y);
 typedef void float_tile(int T, const uint8_t *w, const float *x, int64_t row_x, int64_t E, float *y, int64_t row_y);
 extern integer_tile *const INTEGER_TILES[FORMATS];
 extern float_tile *const FLOAT_TILES[FORMATS];

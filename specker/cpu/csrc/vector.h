@@ -26,6 +26,7 @@ typedef float vf __attribute__((vector_size(SIZE)));
 typedef int32_t vi __attribute__((vector_size(SIZE)));
 typedef uint32_t vu __attribute__((vector_size(SIZE)));
 typedef uint16_t vh __attribute__((vector_size(SIZE)));
+typedef int32_t word_any __attribute__((aligned(1), may_alias));
 typedef vf vf_any __attribute__((aligned(1), may_alias));
 typedef vi vi_any __attribute__((aligned(1), may_alias));
 typedef vh vh_any __attribute__((aligned(1), may_alias));
@@ -371,6 +372,19 @@ static vi dot8(vi acc, vh u, vi s) {
 #endif
 }
 #endif
+
+// `dot4` and `dot8` where all lanes have the same four signed bytes at s.
+INLINE vi dot4_all(vi acc, vh u, const int8_t *s) {
+#if LANES == 16 && defined(__AVX512VNNI__)
+    // gcc loads the number into a register first: twice the instructions, and one register less
+    __asm__("vpdpbusd %2%{1to16%}, %1, %0" : "+v"(acc) : "v"(u), "m"(*(const word_any *)s));
+    return acc;
+#else
+    return dot4(acc, u, (vi){0} + word(s));
+#endif
+}
+
+INLINE vi dot8_all(vi acc, vh u, const int8_t *s) { return ZERO8 ? dot4_all(acc, u, s) : dot8(acc, u, (vi){0} + word(s)); }
 
 // The largest of z [n]; a NaN counts as the lowest.
 __attribute__((unused)) static float highest_of(const float *z, int64_t n) {

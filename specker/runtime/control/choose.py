@@ -141,7 +141,8 @@ class Chooser:
         self._new = 0
         if rate > bar and self.left > 0:
             look = SWITCH + LOOK * max(0.0, 1 - plain / rate)
-            if not self.costs.plain_rounds or (self._drafts >= APART and look <= TRIED * self._since):
+            due = self._drafts >= APART and look <= TRIED * self._since
+            if LOOK and (due or not self.costs.plain_rounds):
                 self._since, self._drafts = 0.0, 0
                 return self._rounds(n, none, MEASURED, LOOK)
             self._run = RUN - 1 if not self._drafting else max(0, self._run - 1)
