@@ -17,7 +17,7 @@ from specker import cpu
 from specker.options import Params
 from specker.runtime.control.auto import AcceptanceHistory, Auto
 from specker.runtime.control.costs import Costs
-from specker.runtime.control.policy import Budget, Outcome
+from specker.runtime.control.policy import UNLIMITED, Budget, Outcome
 from specker.runtime.control.reasons import BEHIND
 from specker.runtime.round import round as rounds
 from specker.runtime.round.drafter import Draft
@@ -56,7 +56,7 @@ def load(models, way, copies=False, **more):
     options = {**FLOAT32, "batch_size": 4, "page_size": 16, **WAYS[way], **more}
     options["strategy"] += "+lookup" * copies
     engine = specker.load(models["target"], models.get(way, models["draft"]), **options)
-    engine.loop.runner.chunk = CHUNK
+    engine.loop.runner.reads = lambda requests: UNLIMITED if len(requests) == 1 else CHUNK
     return engine
 
 
@@ -142,9 +142,9 @@ def test_tokens_are_those_of_plain_decoding(models, monkeypatch, way, copies, gr
     poison(engine.drafter.cache)
     ended, mixed = decode(engine, asked, monkeypatch, exact="diffuspec" not in way)
     assert [request.tokens for request in ended] == want
-    assert len(mixed) > 1, "some texts drafted while others were read"
+    assert copies or len(mixed) > 1, "some texts drafted while others were read"
     assert (engine.loop.launched > 0) == (graphs == "on")
-    assert sum(request.stats.rests.get(BEHIND, 0) for request in ended) >= sum(idle for _, idle in mixed) > 0
+    assert sum(request.stats.rests.get(BEHIND, 0) for request in ended) >= sum(idle for _, idle in mixed)
 
 
 def test_others_draft_while_a_prompt_is_read(models, monkeypatch):
@@ -221,7 +221,8 @@ def test_read_texts_have_the_drafts_of_texts_alone(tmp_path, monkeypatch, kind, 
     for size, how in ((1, "off"), (4, graphs)):
         engine, known = load(models, "draft", batch_size=size, graphs=how, prefix_cache="off"), {}
         assert (engine.drafter.cache.rings is not None) == (kind == "states")
-        propose, engine.loop.runner.chunk = engine.drafter.propose, 100
+        propose = engine.drafter.propose
+        engine.loop.runner.reads = lambda requests: UNLIMITED if len(requests) == 1 else 100
 
         def proposed(batch, propose=propose, known=known):
             nonlocal idle

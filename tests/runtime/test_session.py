@@ -4,6 +4,8 @@ else happens, a request's tokens are its own."""
 import collections
 import math
 import random
+import subprocess
+import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
@@ -129,7 +131,8 @@ ctypes.pythonapi.Py_Exit(3)  # the end of an interpreter, which `warm` leaves ou
 @pytest.mark.parametrize("thread", [False, True])
 def test_a_process_may_end_while_something_decodes(models, thread):
     """An open stream, or a daemon thread in the middle of a step."""
-    done = warm.run("-c", EXIT.format(target=str(models["target"]), thread=thread))
+    code = EXIT.format(target=str(models["target"]), thread=thread)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (3, "")
 
 

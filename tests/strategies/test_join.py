@@ -11,7 +11,7 @@ from pairs import perturbed
 
 import specker
 from specker.runtime import strategies
-from specker.runtime.control.policy import Budget, Match
+from specker.runtime.control.policy import Budget, Match, Outcome
 from specker.runtime.round.branches import Branches
 
 # name -> (the options, whether the draft is a diffusion model; None: no draft)
@@ -167,13 +167,13 @@ def test_the_part_that_promises_more_drafts(world, scores, cheap, turns):
     model, copied = policy.parts
     copied.earlier.clear()
     for _ in range(50):
-        model.seen.tokens.add(1.1), model.seen.drafted.add(2)
-    assert chooser.choose([policy], 500).part == 1
+        model.seen.add(Outcome(2, [0], [0.5, 0.5]), 16)
+    assert chooser.choose([policy], [500]).part == 1
     for _ in range(200):
-        model.seen.tokens.add(15), model.seen.drafted.add(15)
-    assert chooser.choose([policy], 500) == Budget(16, 16)
+        model.seen.add(Outcome(15, list(range(16)), [0.9] * 15), 16)
+    assert chooser.choose([policy], [500]) == Budget(16, 16)
     policy.announced([Match()])
-    assert chooser.choose([policy], 500).part == 0
+    assert chooser.choose([policy], [500]).part == 0
 
 
 def test_names_in_any_order():
