@@ -43,7 +43,7 @@ class Machine:
         return float(np.interp(rows, known, [self.rows[n] for n in known]))
 
 
-STEPS = Machine(  # Qwen2.5-Coder 1.5B in Q4_K_M with its 0.5B, two cores of a Zen 5
+CODER = Machine(  # Qwen2.5-Coder 1.5B in Q4_K_M with its 0.5B, two cores of a Zen 5
     {1: 0.0225, 2: 0.0215, 3: 0.0218, 8: 0.0245, 9: 0.026, 12: 0.034, 16: 0.046, 32: 0.090, 64: 0.186}
 )
 

@@ -244,7 +244,7 @@ class Auto(Policy):
 
     def chances(self, count: int, confidence: Sequence[float]) -> list[float]:
         if not confidence:
-            return super().chances(count, confidence)
+            return [self.seen.expected(k + 1) - self.seen.expected(k) for k in range(count)]
         scales, chain, out = StopRule(scales=self.seen.scales()), Chain(), []
         for probability in confidence[:count]:
             chain, _ = after(scales, chain, probability)
