@@ -6,7 +6,7 @@ from dataclasses import replace
 from specker.runtime.control.auto import AcceptanceHistory
 from specker.runtime.control.choose import NONE, Chooser
 from specker.runtime.control.costs import MANY
-from specker.runtime.control.policy import UNLIMITED, Budget, Offer
+from specker.runtime.control.policy import UNLIMITED, Budget, Offer, Policy
 from specker.runtime.control.reasons import BEHIND, FORCED, MEASURED, MISSING, PROMPTS, RESTS
 from specker.runtime.control.stats import BlockStats, CopyStats
 from specker.runtime.ranks.dist import Ranks
@@ -39,7 +39,8 @@ class DraftRunner:
         self.chooser = Chooser(history.costs, learns)
         self.stall = 0.0  # seconds that the drafter may prefill before a round of several requests
         self.offers: list[Offer] = []  # of each drafter for the texts of the last call of `shape`
-        self.read_slots: Sequence[int] | None = None  # whose texts may be prefilled in this round, in order; None: all
+        self.reading = False  # whether the drafter with a model reads texts in this round, whatever it drafts
+        self.read_slots: Sequence[int] | None = None  # whose texts it may prefill, in this order; None: all
         self._plain_round_needs_no_drafter = False  # and no other rank's agreement
 
     @property
@@ -57,32 +58,45 @@ class DraftRunner:
         self._plain_round_needs_no_drafter = self.ranks is None and not found and not self.drafter.reads(NONE)
         for policy, each in zip(policies, found, strict=False):
             policy.announced(each)
-
-        share = self.history.used.mean(1.0)
-        left = [share * (s.limit - len(s.token_ids)) for s in requests]
-        budget, missing = self.chooser.choose(policies, left, self.offers), self.offers[0].missing
-        if reading := self.chooser.unread:
-            missing = self._after_reading(requests, reading)
-            budget = self.chooser.choose(
-                policies, left, [replace(self.offers[0], missing=missing), *self.offers[1:]], False
-            )
-        self.read_slots = None
-        if missing and self.ranks is None:
-            self.read_slots = [n for n in oldest_first(requests) if n in reading or not missing[n]]
+        budget = self._chosen(requests, policies)
         reason = self.chooser.reason
         matches = self.offers[budget.part].matches
         if not reason and matches and not any(match.matched for each in matches for match in each):
             reason = MISSING  # which a policy that never rests does not ask
-        if prompts and budget.nodes and self.yields_to_prompts(requests) and not budget.part:
-            budget, reason = replace(budget, nodes=0, depth=0, extra=(), beside=None), PROMPTS
+        if prompts and self.yields_to_prompts(requests):
+            if not budget.part and (budget.nodes or reason == BEHIND):
+                budget, reason = replace(budget, nodes=0, depth=0, extra=(), beside=None), PROMPTS
+            self.reading = False
         if self.ranks is not None and (policies[0].may_skip_drafting or policies[0].layers or len(policies) > 1):
             budget = self.ranks.budget(budget, max(1, len(policies[0].layers)))
+        if self.ranks is not None and budget.nodes and self.offers[budget.part].missing:
+            missing = self._after_reading(requests, range(len(requests)))
+            if all(missing):  # on all ranks
+                budget, reason = NONE, BEHIND
         # Ranks that draft together end a draft at the same token, and measured times differ by rank.
         priced = policies[0].may_skip_drafting and not (self.ranks is not None and policies[0].layers)
         prices = self.chooser.prices(policies, budget) if priced and budget.nodes else ()
         for p in policies:
             p.taken(budget, prices)
         return budget, reason
+
+    def _chosen(self, requests: list[Request], policies: list[Policy]) -> Budget:
+        """The chooser's shape, and which texts the drafter with a model is to read first. Ranks read all of them, in
+        every round with a draft, because each of them must know what the others have read."""
+        chooser, model, others = self.chooser, self.offers[0], self.offers[1:]
+        share, self.reading, self.read_slots = self.history.used.mean(1.0), False, None
+        left = [share * (s.limit - len(s.token_ids)) for s in requests]
+        if self.ranks is not None:
+            return chooser.choose(policies, left, [replace(model, missing=()), *others])
+        budget = chooser.choose(policies, left, self.offers)
+        if not model.missing:
+            return budget
+        if slots := chooser.unread:
+            after = replace(model, missing=self._after_reading(requests, slots))
+            budget = chooser.choose(policies, left, [after, *others], False)
+        self.reading = bool(slots)
+        self.read_slots = [slot for slot in oldest_first(requests) if slot in slots or not model.missing[slot]]
+        return budget
 
     def will_skip_drafter(self, n: int) -> bool:
         """Whether the next round of n requests is plain decoding's own: the chooser rests, and the drafter neither

@@ -167,7 +167,7 @@ class BatchWorld:
         trial, warm = runner.chooser.trial, runner.chooser.warm
         at, seconds = self.seconds, {"prefill": 0.0, "accept": 0.0, "commit": 0.0}
         behind = 0
-        if budget.nodes or reason == BEHIND:
+        if budget.nodes or runner.reading:
             behind = runner.drafter.advance(active, runner.reads(active), slots=runner.read_slots)
             seconds["prefill"] = self.seconds - at
         idle = runner.drafter.idle(active)

@@ -164,8 +164,13 @@ class Chooser:
         if not shapes:
             return NONE
         best = shapes[0] if len(shapes) == 1 else max(shapes, key=lambda shape: texts.rate(shape, True))
-        if reads and best.nodes:
+        if not best.nodes or texts.served(best, False) == texts.served(best, True):
+            return best
+        if reads:
             self.unread = texts.unread(best)
+        elif not texts.served(best, False):
+            self.reason = BEHIND
+            return NONE
         return best
 
     def _reads(self, texts: "_Texts", drafts: Sequence[Budget], bar: float) -> bool:

@@ -57,6 +57,7 @@ class Round:
     drawn: bool = False  # whether the verify pass draws the target's tokens, and writes no logits
     allowed: Tensor | None = None  # [rows, W] int32, bits of the tokens that may follow each row; None: all may
     instead: Tensor | None = None  # tokens [n, N] int64 to verify instead of the draft's first N, to measure costs
+    reading: bool = False  # whether the drafter with a model reads texts first, also if it drafts nothing itself
     reads: int = UNLIMITED  # the most tokens that the drafter may prefill before it drafts
     read_slots: Sequence[int] | None = None  # whose texts it may prefill, in this order; None: all
     behind: int = 0  # tokens that it prefilled
@@ -106,8 +107,9 @@ def launch(r: Round, target: Model, cache: KVCache, drafters: Sequence[Drafter])
     b.graphs.counters.reset()
     r.marks.append(now(events))
     drafting = drafters[b.budget.part] if drafters and min(b.budget.nodes, b.budget.depth) > 0 else None
-    if drafters and (drafting is not None or r.reason == BEHIND):
-        r.behind = drafters[b.budget.part].advance(b.requests, r.reads, b.fixed, r.read_slots)
+    reader = drafters[0] if drafters and (r.reading or r.reason == BEHIND) else drafting
+    if reader is not None:
+        r.behind = reader.advance(b.requests, r.reads, b.fixed, r.read_slots)
     r.marks.append(now(events))
     if drafters:
         b.aux_layers = drafters[0].reads(b.budget)
