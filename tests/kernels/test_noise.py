@@ -5,6 +5,7 @@ import math
 import numpy as np
 import pytest
 import torch
+from compile_only import compilations
 from formulas import chi_square_bound
 
 from specker import cpu
@@ -225,3 +226,15 @@ def test_arguments_are_checked():
     with pytest.raises(ValueError, match="vocab_size must be at least 1, got 0"):
         gumbel(1, torch.arange(2), 0)
     assert torch.equal(gumbel(np.int64(4), torch.arange(2), 8), gumbel(4, torch.arange(2), 8))
+
+
+def launches():
+    """Runs in a compiling process: candidates of any number, as views at any offset."""
+    ids = torch.arange(4000, dtype=torch.int64)
+    for n, (rows, count) in enumerate(((1, 1), (2, 16), (9, 33), (16, 80))):
+        seed = torch.zeros(rows, n + 1, dtype=torch.int64)[:, n:]
+        noise.launch_at(seed, ids[n : n + rows], ids[n:][: rows * count].view(rows, count))
+
+
+def test_no_size_recompiles():
+    assert compilations("tests/kernels/test_noise.py") == {"_gumbel_at_kernel": 1}

@@ -108,9 +108,9 @@ def test_more_rows_are_expected_to_cost_more():
     reads = {1: 3.0, 2: 5.0, 3: 6.0, 4: 6.5}
     costs = Costs(lambda budget: 0.1, lambda rows: reads[min(4, max(1, int(rows)))])
     assert [costs.verify(1, n) / costs.plain(1) for n in (1, 2, 3)] == pytest.approx([1, 5 / 3, 2])
-    assert costs.verify(2, 2) / costs.plain(2) == pytest.approx(6.5 / 5)
-    costs._verifying(1, 0).set(1, 0.006)
-    costs._verifying(1, 0).set(3, 0.012)
+    assert costs.verify(2, 4) / costs.plain(2) == pytest.approx(6.5 / 5)
+    costs._verifying(0).set(1, 0.006)
+    costs._verifying(0).set(3, 0.012)
     assert costs.verify(1, 2) == pytest.approx(0.010)
 
 
