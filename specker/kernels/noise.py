@@ -241,7 +241,9 @@ def gumbel_of(
     return _gumbel_from(tl.where(lane < 2, tl.where(lane == 0, x0, x1), tl.where(lane == 2, x2, x3)))
 
 
-@triton.jit(do_not_specialize=["K", "seed_stride"], do_not_specialize_on_alignment=["seed_ptr", "positions_ptr"])
+@triton.jit(
+    do_not_specialize=["K", "seed_stride"], do_not_specialize_on_alignment=["ids_ptr", "seed_ptr", "positions_ptr"]
+)
 def _gumbel_at_kernel(
     ids_ptr,  # [T, K]
     positions_ptr,  # [T]
