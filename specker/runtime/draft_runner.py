@@ -15,6 +15,7 @@ from specker.runtime.round.drafter import Accepted, Draft, Drafter
 from specker.runtime.round.round import Round
 from specker.runtime.round.state import Request
 
+READ = Budget(-1, 0)  # for other ranks: the drafters only read
 LEAST = 4  # the fewest rows of a prompt that the drafter prefills before a round
 
 
@@ -68,10 +69,11 @@ class DraftRunner:
                 budget, reason = replace(budget, nodes=0, depth=0, extra=(), beside=None), PROMPTS
             self.reading = False
         if self.ranks is not None and (policies[0].may_skip_drafting or policies[0].layers or len(policies) > 1):
+            if budget.nodes and self.offers[budget.part].missing:
+                missing = self._after_reading(requests, range(len(requests)))
+                budget = READ if all(missing) else budget
             budget = self.ranks.budget(budget, max(1, len(policies[0].layers)))
-        if self.ranks is not None and budget.nodes and self.offers[budget.part].missing:
-            missing = self._after_reading(requests, range(len(requests)))
-            if all(missing):  # on all ranks
+            if budget == READ:
                 budget, reason = NONE, BEHIND
         # Ranks that draft together end a draft at the same token, and measured times differ by rank.
         priced = policies[0].may_skip_drafting and not (self.ranks is not None and policies[0].layers)
