@@ -69,7 +69,7 @@ class World:
     ):
         self.known = known or AcceptanceHistory(Costs(lambda budget: step * budget.nodes))
         self.chooser = Chooser(self.known.costs)
-        self.policies = [Auto(self.known.costs, self.known.drafts, Budget(16, 16), confident) for _ in range(sequences)]
+        self.policies = [Auto(self.known.drafts, Budget(16, 16), confident) for _ in range(sequences)]
         self.step, self.row, self.agrees, self.confident, self.noise = step, row, agrees, confident, noise
         self.cold, self.doubled, self.same = cold, doubled, 0  # same: rounds of one kind in a row
         self.slow, self.phases, self.until = slow, random.Random(seed), -1
@@ -131,7 +131,7 @@ class World:
     def text(self, rounds):
         """Rounds of a new text."""
         first = self.policies[0]
-        self.policies = [Auto(self.known.costs, self.known.drafts, first.shapes[-1], self.confident)]
+        self.policies = [Auto(self.known.drafts, first.shapes[-1], self.confident)]
         self.chooser.admitted()
         return self.run(rounds)
 
@@ -329,7 +329,7 @@ class Trees:
         known = AcceptanceHistory(Costs(lambda budget: 0.2))
         self.costs, self.chooser = known.costs, Chooser(known.costs)
         trees = tuple(Budget(nodes, min(16, nodes // 2)) for nodes in TREES)
-        self.policy = Auto(known.costs, known.drafts, Budget(16, 16), False, trees)
+        self.policy = Auto(known.drafts, Budget(16, 16), False, trees)
 
     def round(self):
         shape = self.chooser.choose([self.policy], [10_000])
@@ -491,8 +491,7 @@ def one_match():
     known = AcceptanceHistory(Costs(lambda budget: 0.1 * budget.nodes if not budget.part else 1e-3))
     costs = known.costs
     policies = [
-        JoinedPolicy([Auto(costs, known.drafts, Budget(4, 4), False), NgramPolicy(known.matches, COPIED)])
-        for _ in range(4)
+        JoinedPolicy([Auto(known.drafts, Budget(4, 4), False), NgramPolicy(known.matches, COPIED)]) for _ in range(4)
     ]
     for k in (0, 1, 2, 4, 8, 16):
         for part in (0, 1):
@@ -578,7 +577,7 @@ def test_nothing_rests_where_nothing_is_measured():
     """As in another engine."""
     chooser = Chooser(Costs(lambda budget: 0.01 * budget.nodes), learns=False)
     known = AcceptanceHistory(chooser.costs)
-    assert chooser.choose([Auto(known.costs, known.drafts, Budget(4, 4), True)], [100]) == Budget(4, 4)
+    assert chooser.choose([Auto(known.drafts, Budget(4, 4), True)], [100]) == Budget(4, 4)
     assert chooser.choose([NgramPolicy(known.matches, Budget(4, 4))], [100]).nodes == 0
 
 

@@ -249,6 +249,6 @@ def test_an_idle_draft_teaches_nothing():
     assert draft.outcome(0, [0, 1], [7, 8]) == Outcome(2, [0, 1], [0.9, 0.8])
     assert draft.outcome(1, [0], [7]) == Outcome(0, [0])
     before = (history := AcceptanceHistory(Costs(lambda budget: 0.1))).drafts.expected(2)
-    policy = Auto(history.costs, history.drafts, Budget(2, 2), True)
+    policy = Auto(history.drafts, Budget(2, 2), True)
     policy.observe(draft.outcome(1, [0], [7]))
     assert history.drafts.expected(2) == before

@@ -104,10 +104,10 @@ def test_chances_of_copied_tokens():
 
 
 def test_chances_of_a_drafted_chain():
-    policy = Auto(Costs(lambda budget: 0.1), Acceptance(0.98), Budget(8, 8), confident=True)
+    policy = Auto(Acceptance(0.98), Budget(8, 8), confident=True)
     assert policy.chances(3, [0.9, 0.8, 0.6, 0.9]) == pytest.approx([0.9, 0.72, 0.432])
     assert policy.chances(0, [0.9]) == [] and Fixed(3, 3).chances(2, []) == pytest.approx([0.8, 0.64])
-    whole = Auto(Costs(lambda budget: 0.1), Acceptance(0.98), Budget(8, 8), confident=False)
+    whole = Auto(Acceptance(0.98), Budget(8, 8), confident=False)
     assert whole.chances(2, []) == pytest.approx([0.75, 0.75**2]), "before anything was drafted"
     before = policy.expected(Budget(8, 8))
     for _ in range(20):  # drafts that are never worth a row commit one token a round, and the policy must learn that

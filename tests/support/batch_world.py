@@ -118,7 +118,7 @@ class BatchWorld:
                 limit=self.prompt + self.tokens,
                 read=0,
                 prompt_length=self.prompt,
-                policy=Auto(self.known.costs, self.known.drafts, LONGEST, self.confident),
+                policy=Auto(self.known.drafts, LONGEST, self.confident),
                 stats=SimpleNamespace(seconds={"prefill": 0.0}),
             )
             for each in self.texts

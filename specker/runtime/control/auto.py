@@ -206,10 +206,10 @@ class Auto(Policy):
 
     may_skip_drafting = True
 
-    def __init__(self, costs: Costs, before: Acceptance, size: Budget, confident: bool, trees: Sequence[Budget] = ()):
+    def __init__(self, before: Acceptance, size: Budget, confident: bool, trees: Sequence[Budget] = ()):
         """`size`: the longest chain. `confident`: chains end by the draft's own probabilities. `trees`: of `TREES`
         nodes, ascending, that it may draft too, of at most half as many levels."""
-        self.costs, self.before, self.confident = costs, before, confident
+        self.before, self.confident = before, confident
         self.seen = Acceptance(TEXT_DECAY, before)
         lengths = *(n for n in LENGTHS if n < size.depth), size.depth
         self.shapes = (*(replace(size, nodes=n, depth=n) for n in lengths), *trees)

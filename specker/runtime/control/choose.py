@@ -7,8 +7,8 @@ takes it F(s) seconds. The texts then end after
     t(s) = F(s) + W C(s) / T(s)        t(plain) = W V(n) / n
 
 and the round takes the shape with the least t: what the reading costs is paid once, and all tokens to come repay it. A
-text i that adds too few tokens W_i for that is not read: F_i >= W_i (V(n) / n - C(s) / T(s)). It adds one token a round
-while the others draft.
+text that adds too few tokens to repay its own reading REPAID times is not read. It adds one token a round while the
+others draft.
 
 The estimates are wrong at first, and texts change. So
 
@@ -72,7 +72,7 @@ class Chooser:
         self._new = 0  # texts that were admitted since the policies were asked
         self._ahead, self._sequences, self._none = 0, 0, NONE  # plain rounds still to come, for so many sequences
         self._cold, self._drafted = 0, False  # rounds until caches are warm; what the last chosen round did
-        self._plain, self._prices = PlainSpeed(), TokenPrices()
+        self._plain, self._prices, self._rows = PlainSpeed(), Kept(), Kept()
 
     def admitted(self) -> None:
         """A new text may suit the drafts better than the last one."""
@@ -226,7 +226,7 @@ class Chooser:
     def row_prices(self, policies: Sequence[Policy], shape: Budget) -> tuple[float, ...]:
         """What further rows cost in the verify pass of a batch (`Costs.row_prices`)."""
         n = len(policies)
-        return self.costs.row_prices(n, shape, self._worth(policies, shape))
+        return self._rows.of((n, shape), lambda: self.costs.row_prices(n, shape, self._worth(policies, shape)))
 
     def _worth(self, policies: Sequence[Policy], shape: Budget) -> float:
         """Tokens per second that a batch emits otherwise."""
@@ -309,8 +309,8 @@ class _Texts:
 
 
 @dataclass(eq=False)
-class TokenPrices:
-    """What each further token of a draft costs, kept for REFRESH rounds of the same shape."""
+class Kept:
+    """Prices, kept for REFRESH rounds of the same shape."""
 
     _prices: tuple[float, ...] = ()
     _key: Any = None

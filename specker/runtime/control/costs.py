@@ -260,7 +260,7 @@ class Costs:
         """Learn the factor of n from a pass of n sequences that took `seconds`. Returns the factor. The first n that is
         measured has 1; another one takes its first measurement as it is, where passes over as many rows are known."""
         curve = self._verifying(exit)
-        if curve.factor is None or {*self._factors} <= {n}:
+        if curve.factor is None or self._factors.keys() <= {n}:
             return self._factors.setdefault(n, 1.0)
         known = min(curve.ratios) <= rows <= curve.largest
         error = math.log(max(seconds, LEAST) / self.verify(n, rows, exit))

@@ -231,7 +231,7 @@ class Strategy:
     def auto(self, context: PolicyContext, size: Budget) -> Policy:
         """Policy `auto` with drafts up to `size`."""
         assert context.history is not None
-        return Auto(context.history.costs, context.history.drafts, size, context.confident)
+        return Auto(context.history.drafts, size, context.confident)
 
     def plan(self, context: PolicyContext) -> Plan:
         """A confidence policy drafts token by token, so warming up its longest draft covers the shorter ones."""

@@ -209,8 +209,7 @@ class BlockStrategy(Strategy):
             return AdaptiveLength(*self.lengths(context), nodes=own.nodes, seen=seen, **constants)
         if rule == AUTO:
             assert context.history is not None
-            costs, before = context.history.costs, context.history.drafts
-            return Auto(costs, before, Budget(length, length), False, self.trees(options))
+            return Auto(context.history.drafts, Budget(length, length), False, self.trees(options))
         return general(rule, Budget(own.nodes(length), length))
 
     def plan(self, context: PolicyContext) -> Plan:
