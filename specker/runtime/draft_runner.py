@@ -6,7 +6,7 @@ from dataclasses import replace
 from specker.runtime.control.auto import AcceptanceHistory
 from specker.runtime.control.choose import NONE, Chooser
 from specker.runtime.control.costs import MANY
-from specker.runtime.control.policy import UNLIMITED, Budget, Offer, Policy
+from specker.runtime.control.policy import UNLIMITED, WHOLE, Budget, Offer, Policy, Reading
 from specker.runtime.control.reasons import BEHIND, FORCED, MEASURED, MISSING, PROMPTS, RESTS
 from specker.runtime.control.stats import BlockStats, CopyStats
 from specker.runtime.ranks.dist import Ranks
@@ -40,8 +40,8 @@ class DraftRunner:
         self.chooser = Chooser(history.costs, learns)
         self.stall = 0.0  # seconds that the drafter may prefill before a round of several requests
         self.offers: list[Offer] = []  # of each drafter for the texts of the last call of `shape`
-        self.reading = False  # whether the drafter with a model reads texts in this round, whatever it drafts
-        self.read_slots: Sequence[int] | None = None  # whose texts it may prefill, in this order; None: all
+        self.reading = WHOLE  # what the drafter with a model may prefill in this round
+        self.reads = False  # whether it does, also if it drafts nothing
         self._plain_round_needs_no_drafter = False  # and no other rank's agreement
 
     @property
@@ -67,7 +67,7 @@ class DraftRunner:
         if prompts and self.yields_to_prompts(requests):
             if not budget.part and (budget.nodes or reason == BEHIND):
                 budget, reason = replace(budget, nodes=0, depth=0, extra=(), beside=None), PROMPTS
-            self.reading = False
+            self.reads = False
         if self.ranks is not None and (policies[0].may_skip_drafting or policies[0].layers or len(policies) > 1):
             if budget.nodes and self.offers[budget.part].missing:
                 missing = self._after_reading(requests, range(len(requests)))
@@ -86,7 +86,8 @@ class DraftRunner:
         """The chooser's shape, and which texts the drafter with a model is to read first. Ranks read all of them, in
         every round with a draft, because each of them must know what the others have read."""
         chooser, model, others = self.chooser, self.offers[0], self.offers[1:]
-        share, self.reading, self.read_slots = self.history.used.mean(1.0), False, None
+        most, share = self.most(requests), self.history.used.mean(1.0)
+        self.reading, self.reads = Reading(most), False
         left = [share * (s.limit - len(s.token_ids)) for s in requests]
         if self.ranks is not None:
             return chooser.choose(policies, left, [replace(model, missing=()), *others])
@@ -96,8 +97,8 @@ class DraftRunner:
         if slots := chooser.unread:
             after = replace(model, missing=self._after_reading(requests, slots))
             budget = chooser.choose(policies, left, [after, *others], False)
-        self.reading = bool(slots)
-        self.read_slots = [slot for slot in oldest_first(requests) if slot in slots or not model.missing[slot]]
+        known = [slot for slot in oldest_first(requests) if slot in slots or not model.missing[slot]]
+        self.reading, self.reads = Reading(most, known), bool(slots)
         return budget
 
     def will_skip_drafter(self, n: int) -> bool:
@@ -109,7 +110,7 @@ class DraftRunner:
         """Whether a model drafts for these requests, which drafts nothing while rows of prompts come with the round."""
         return self.drafter.model is not None and requests[0].policy.may_skip_drafting
 
-    def reads(self, requests: list[Request]) -> int:
+    def most(self, requests: list[Request]) -> int:
         """The most tokens that the drafter may prefill before it drafts in this round. While several requests decode,
         it reads prompts in chunks, one before each round, and drafts for the others. But ranks that split a draft read
         all texts, because they draft together; other ranks may not decide by measured times, which differ."""
@@ -120,8 +121,8 @@ class DraftRunner:
         return max(LEAST, int(self.stall / each)) if each and self.stall else self.chunk
 
     def _after_reading(self, requests: list[Request], slots: Collection[int]) -> list[int]:
-        """`Offer.missing` of the drafter with a model once it has read texts of these slots, as far as `reads` says."""
-        missing, left = [*self.offers[0].missing], self.reads(requests)
+        """`Offer.missing` of the drafter with a model once it has read texts of these slots, as far as `most` says."""
+        missing, left = [*self.offers[0].missing], self.most(requests)
         for slot in oldest_first(requests):
             if slot in slots:
                 count = min(left, missing[slot])

@@ -254,7 +254,7 @@ class Loop:
         if runner is not None:
             r.trial, r.warm = runner.chooser.trial and reason not in (BEHIND, PROMPTS), runner.chooser.warm
             r.prices = () if self.ranks is not None else runner.row_prices(requests, budget)
-            r.reading, r.reads, r.read_slots = runner.reading, runner.reads(requests), runner.read_slots
+            r.reading, r.reads = runner.reading, runner.reads
         late = self.graphs.late
         launch(r, self.target, self.cache, [] if runner is None else runner.drafters)
         send(r, self.target)

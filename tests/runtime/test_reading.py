@@ -17,7 +17,7 @@ from specker import cpu
 from specker.options import Params
 from specker.runtime.control.auto import AcceptanceHistory, Auto
 from specker.runtime.control.costs import Costs
-from specker.runtime.control.policy import UNLIMITED, Budget, Outcome
+from specker.runtime.control.policy import UNLIMITED, Budget, Outcome, Reading
 from specker.runtime.control.reasons import BEHIND
 from specker.runtime.round import round as rounds
 from specker.runtime.round.drafter import Draft
@@ -56,7 +56,7 @@ def load(models, way, copies=False, **more):
     options = {**FLOAT32, "batch_size": 4, "page_size": 16, **WAYS[way], **more}
     options["strategy"] += "+lookup" * copies
     engine = specker.load(models["target"], models.get(way, models["draft"]), **options)
-    engine.loop.runner.reads = lambda requests: UNLIMITED if len(requests) == 1 else CHUNK
+    engine.loop.runner.most = lambda requests: UNLIMITED if len(requests) == 1 else CHUNK
     return engine
 
 
@@ -90,7 +90,7 @@ def decode(engine, requests, monkeypatch, exact=True):
 
     def look(loop, r):
         if r.behind or r.draft.first.idle:
-            assert r.behind <= r.reads and (len(r.requests) > 1 or not r.draft.first.idle)
+            assert r.behind <= r.reading.most and (len(r.requests) > 1 or not r.draft.first.idle)
         for slot, request in enumerate(r.requests):
             if request.finished:
                 continue
@@ -191,8 +191,8 @@ def test_prompts_share_the_passes_of_the_draft(models, passes):
     drafter = engine.drafter
     assert drafter.prepare(requests).missing == [99, 129, 89]
     with torch.inference_mode():
-        assert drafter.advance(requests, 20, slots=[1]) == 20 and passes.pop() == [(1, 20)]
-        assert drafter.advance(requests, 100, slots=[2, 1, 0]) == 100 and passes.pop() == [(2, 89), (1, 11)]
+        assert drafter.advance(requests, Reading(20, [1])) == 20 and passes.pop() == [(1, 20)]
+        assert drafter.advance(requests, Reading(100, [2, 1, 0])) == 100 and passes.pop() == [(2, 89), (1, 11)]
         assert drafter.prepare(requests).missing == [99, 98, 0]
         assert drafter.idle(requests, False) == {0: BEHIND, 1: BEHIND}
         assert drafter.advance(requests) == 99 + 98 and passes.pop() == [(0, 99), (1, 98)] and not passes
@@ -222,7 +222,7 @@ def test_read_texts_have_the_drafts_of_texts_alone(tmp_path, monkeypatch, kind, 
         engine, known = load(models, "draft", batch_size=size, graphs=how, prefix_cache="off"), {}
         assert (engine.drafter.cache.rings is not None) == (kind == "states")
         propose = engine.drafter.propose
-        engine.loop.runner.reads = lambda requests: UNLIMITED if len(requests) == 1 else 100
+        engine.loop.runner.most = lambda requests: UNLIMITED if len(requests) == 1 else 100
 
         def proposed(batch, propose=propose, known=known):
             nonlocal idle

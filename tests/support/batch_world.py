@@ -15,7 +15,7 @@ import numpy as np
 from specker.runtime.control.auto import AcceptanceHistory, Auto
 from specker.runtime.control.choose import worth_rows
 from specker.runtime.control.costs import Costs
-from specker.runtime.control.policy import UNLIMITED, Budget, Offer, Outcome
+from specker.runtime.control.policy import WHOLE, Budget, Offer, Outcome
 from specker.runtime.control.reasons import BEHIND
 from specker.runtime.draft_runner import DraftRunner
 from specker.runtime.round.drafter import Draft, Drafter
@@ -81,8 +81,8 @@ class Reads(Drafter):
     def idle(self, requests) -> dict[int, str]:
         return {slot: BEHIND for slot, request in enumerate(requests) if self._missing(request)}
 
-    def advance(self, requests, most=UNLIMITED, fixed=False, slots=None):
-        count = 0
+    def advance(self, requests, reading=WHOLE, fixed=False):
+        (most, slots), count = reading, 0
         for request in requests if slots is None else [requests[slot] for slot in slots]:
             if self._missing(request) and count < most:
                 rows = min(most - count, len(request.token_ids) - 1 - request.read)
@@ -167,8 +167,8 @@ class BatchWorld:
         trial, warm = runner.chooser.trial, runner.chooser.warm
         at, seconds = self.seconds, {"prefill": 0.0, "accept": 0.0, "commit": 0.0}
         behind = 0
-        if budget.nodes or runner.reading:
-            behind = runner.drafter.advance(active, runner.reads(active), slots=runner.read_slots)
+        if budget.nodes or runner.reads:
+            behind = runner.drafter.advance(active, runner.reading)
             seconds["prefill"] = self.seconds - at
         idle = runner.drafter.idle(active)
         counts, confidence = self._draft(active, budget, runner.row_prices(active, budget), idle)

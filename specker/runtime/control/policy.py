@@ -68,6 +68,16 @@ class Offer:
         return max(self.room, default=UNLIMITED)
 
 
+class Reading(NamedTuple):
+    """What a drafter with a model may prefill before a round's draft."""
+
+    most: int = UNLIMITED  # tokens
+    slots: Sequence[int] | None = None  # whose texts, in this order; None: all
+
+
+WHOLE = Reading()
+
+
 @dataclass(frozen=True)
 class Outcome:
     """The result of one sequence's draft."""

@@ -10,7 +10,7 @@ import math
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
-from specker.runtime.control.policy import UNLIMITED, Offer, Outcome
+from specker.runtime.control.policy import WHOLE, Offer, Outcome, Reading
 
 if TYPE_CHECKING:  # strategies/lookup.py builds on this file, and the command line imports it
     from collections.abc import Mapping, Sequence
@@ -239,16 +239,9 @@ class Drafter:
         """Called before every round, also before those that draft nothing. requests: in slots 0, 1, .."""
         return Offer()
 
-    def advance(
-        self,
-        requests: list[Request],
-        most: int = UNLIMITED,
-        fixed: bool = False,
-        slots: Sequence[int] | None = None,
-    ) -> int:
-        """Prefill up to `most` committed tokens that `propose` cannot forward itself before a draft, which may be
-        `fixed`. `slots`: whose texts, in this order; None: all. A text that still lacks such tokens is idle in the
-        draft (`Draft.idle`). Returns the number of tokens."""
+    def advance(self, requests: list[Request], reading: Reading = WHOLE, fixed: bool = False) -> int:
+        """Prefill committed tokens that `propose` cannot forward itself before a draft, which may be `fixed`. A text
+        that still lacks such tokens is idle in the draft (`Draft.idle`). Returns the number of tokens."""
         return 0
 
     def propose(self, batch: Batch) -> Draft:

@@ -30,7 +30,7 @@ from specker.model.decoder import Model, Output, experts_read, forward
 from specker.model.prefill import Part, prefill_parts
 from specker.model.rows import begin
 from specker.runtime.control.choose import worth_rows
-from specker.runtime.control.policy import UNLIMITED
+from specker.runtime.control.policy import UNLIMITED, WHOLE, Reading
 from specker.runtime.control.reasons import BEHIND
 from specker.runtime.round.batch import Batch
 from specker.runtime.round.branches import drafted
@@ -57,9 +57,8 @@ class Round:
     drawn: bool = False  # whether the verify pass draws the target's tokens, and writes no logits
     allowed: Tensor | None = None  # [rows, W] int32, bits of the tokens that may follow each row; None: all may
     instead: Tensor | None = None  # tokens [n, N] int64 to verify instead of the draft's first N, to measure costs
-    reading: bool = False  # whether the drafter with a model reads texts first, also if it drafts nothing itself
-    reads: int = UNLIMITED  # the most tokens that the drafter may prefill before it drafts
-    read_slots: Sequence[int] | None = None  # whose texts it may prefill, in this order; None: all
+    reading: Reading = WHOLE  # what the drafter may prefill before it drafts
+    reads: bool = False  # whether the one with a model does, also if it drafts nothing itself
     behind: int = 0  # tokens that it prefilled
     prices: Sequence[float] = ()  # what 0, 1, .. further rows of the verify pass cost, in tokens (Costs.row_prices)
     parts: Sequence[Part] = ()  # of prompts whose rows come with the verify pass
@@ -107,9 +106,9 @@ def launch(r: Round, target: Model, cache: KVCache, drafters: Sequence[Drafter])
     b.graphs.counters.reset()
     r.marks.append(now(events))
     drafting = drafters[b.budget.part] if drafters and min(b.budget.nodes, b.budget.depth) > 0 else None
-    reader = drafters[0] if drafters and (r.reading or r.reason == BEHIND) else drafting
+    reader = drafters[0] if drafters and (r.reads or r.reason == BEHIND) else drafting
     if reader is not None:
-        r.behind = reader.advance(b.requests, r.reads, b.fixed, r.read_slots)
+        r.behind = reader.advance(b.requests, r.reading, b.fixed)
     r.marks.append(now(events))
     if drafters:
         b.aux_layers = drafters[0].reads(b.budget)

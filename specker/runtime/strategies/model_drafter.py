@@ -13,7 +13,7 @@ from specker.model.cache import KVCache, Rows
 from specker.model.decoder import Final, Model, Output, forward
 from specker.model.prefill import COMPILED_CHUNK, Part, most_rows, prefill, prefill_parts, prompt_chunks
 from specker.model.rows import begin, begin_text
-from specker.runtime.control.policy import UNLIMITED, Budget, Offer
+from specker.runtime.control.policy import UNLIMITED, WHOLE, Budget, Offer, Reading
 from specker.runtime.control.reasons import BEHIND, ENDED
 from specker.runtime.round.batch import Batch
 from specker.runtime.round.drafter import Accepted, Draft, Drafter
@@ -59,17 +59,11 @@ class ModelDrafter(Drafter):
         needs as many, and the context needs room for a draft after a pending round."""
         return self.repeated <= length <= self.model.config.max_context - 2 * self.repeated
 
-    def advance(
-        self,
-        requests: list[Request],
-        most: int = UNLIMITED,
-        fixed: bool = False,
-        slots: Sequence[int] | None = None,
-    ) -> int:
+    def advance(self, requests: list[Request], reading: Reading = WHOLE, fixed: bool = False) -> int:
         """See `Drafter.advance`. Parts of several texts share a pass where rows have the same bits in any company."""
         model, cache, count = self.model, self.cache, 0
         shares_passes = prompt_chunks(model) is None
-        slots = range(len(requests)) if slots is None else slots
+        most, slots = reading.most, range(len(requests)) if reading.slots is None else reading.slots
         unread = [slot for slot in slots if self._missing(slot, requests[slot].token_ids, fixed)]
         while unread and count < most:
             left, parts = min(most - count, COMPILED_CHUNK if shares_passes else UNLIMITED), []

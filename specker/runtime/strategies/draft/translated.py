@@ -18,7 +18,7 @@ from specker.checkpoints.translation import Reader, Translation
 from specker.cpu import Translated
 from specker.model.cache import KVCache
 from specker.model.decoder import Final, Model
-from specker.runtime.control.policy import UNLIMITED, Offer
+from specker.runtime.control.policy import WHOLE, Offer, Reading
 from specker.runtime.control.reasons import ENDED
 from specker.runtime.round.batch import Batch
 from specker.runtime.round.drafter import Accepted, Draft
@@ -86,15 +86,10 @@ class TranslatedDrafter(AutoregressiveDrafter):
             missing.append(max(0, length - 1 - exact) if reads else 0)
         return Offer(missing, room, fixes=lambda budget: False)
 
-    def advance(
-        self,
-        requests: list[Request],
-        most: int = UNLIMITED,
-        fixed: bool = False,
-        slots: Sequence[int] | None = None,
-    ) -> int:
-        own, slots = self._own(requests), range(len(requests)) if slots is None else slots
-        return super().advance(own, most, slots=[slot for slot in slots if not self._shadow(requests[slot]).cut])
+    def advance(self, requests: list[Request], reading: Reading = WHOLE, fixed: bool = False) -> int:
+        slots = range(len(requests)) if reading.slots is None else reading.slots
+        whole = [slot for slot in slots if not self._shadow(requests[slot]).cut]
+        return super().advance(self._own(requests), Reading(reading.most, whole))
 
     def propose(self, batch: Batch) -> Draft:
         requests = self._own(batch.requests)

@@ -1,7 +1,5 @@
 """Drafters that run a head on the target's hidden states: token by token, or in one pass."""
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
@@ -9,7 +7,7 @@ from specker.cpu import Committed
 from specker.model.cache import KVCache
 from specker.model.decoder import Final
 from specker.model.heads import DraftHead
-from specker.runtime.control.policy import UNLIMITED, Offer
+from specker.runtime.control.policy import WHOLE, Offer, Reading
 from specker.runtime.round.batch import Batch
 from specker.runtime.round.drafter import Draft
 from specker.runtime.round.lm_head import LMHead
@@ -31,13 +29,7 @@ class EagleDrafter(PairDrafter):
         offer = super().prepare(requests)
         return Offer(room=offer.room, fixes=lambda budget: all(len(request.token_ids) > 1 for request in requests))
 
-    def advance(
-        self,
-        requests: list[Request],
-        most: int = UNLIMITED,
-        fixed: bool = False,
-        slots: Sequence[int] | None = None,
-    ) -> int:
+    def advance(self, requests: list[Request], reading: Reading = WHOLE, fixed: bool = False) -> int:
         """Nothing is missing. But pairs that wait must run before a draft that the device places."""
         if fixed:
             self.run_each(requests)
