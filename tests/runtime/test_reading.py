@@ -16,6 +16,7 @@ import specker
 from specker import cpu
 from specker.options import Params
 from specker.runtime.control.auto import AcceptanceHistory, Auto
+from specker.runtime.control.choose import NONE, Chooser
 from specker.runtime.control.costs import Costs
 from specker.runtime.control.policy import UNLIMITED, Budget, Outcome, Reading
 from specker.runtime.control.reasons import BEHIND
@@ -165,6 +166,25 @@ def test_others_draft_while_a_prompt_is_read(models, monkeypatch):
     of_two = [n for n, _ in columns if n]
     assert of_two[:7] == [CHUNK * n for n in range(1, 8)] and two.stats.rests == {BEHIND: 7}
     assert three.stats.rests[BEHIND] > 3 and BEHIND not in one.stats.rests
+
+
+def test_a_model_reads_while_rounds_copy(models, monkeypatch):
+    """The next drafts are worth its reading, and this round's copies are worth more than no draft."""
+    engine = load(models, "auto", copies=True, batch_size=2)
+
+    def chosen(self, policies, remaining, offers=(), reads=True):
+        self.unread = frozenset(slot for slot, count in enumerate(offers[0].missing) if count and reads)
+        self.reason, self.trial = "", False
+        return NONE if self.unread else Budget(2, 2, part=1)
+
+    monkeypatch.setattr(Chooser, "choose", chosen)
+    asked = [engine.session.submit(text_of(length), Params(max_new_tokens=40)) for length in (100, 130)]
+    columns = []
+    while not all(request.finished for request in asked):
+        engine.session.step()
+        columns.append(engine.drafter.cache.exact_len[:2])
+    assert [sum(each) for each in columns[:5]] == [CHUNK * n for n in range(1, 6)]
+    assert all(request.stats.copied for request in asked) and not any(r.stats.rests.get(BEHIND) for r in asked)
 
 
 @pytest.fixture
