@@ -552,7 +552,7 @@ def _search_variant(dtype: torch.dtype, width: int, block: int, added: str, beam
             "PAIRS": pairs,
             "PAIRS_BESIDE": min(64, max(1, TILE // pairs)),
         },
-        num_warps=4 if max(nodes * block, pairs) <= 512 else 8 if nodes * block < TILE else 16,
+        num_warps=4 if max(nodes * block, pairs) <= 512 else 8 if nodes * block < TILE // 2 else 16,
         wide=False,
         smoke=width == 8 and block == 16,
     )
