@@ -295,6 +295,16 @@ def test_the_measured_policy_drafts_trees_or_chains(heads, monkeypatch, name, gr
                 assert shape.tree or row["parents"] == list(range(shape.nodes))
 
 
+@pytest.mark.parametrize(
+    ("name", "candidates", "mass"), [("dflash", 15, 0.8), ("dspark", 60, 0.99), ("domino", 60, 0.99)]
+)
+def test_a_head_that_ranks_paths_has_more_candidates(heads, name, candidates, mass):
+    how = heads("dflash", name).load(cps="tree").drafter.search
+    assert (how.candidates, how.mass) == (candidates, mass)
+    how = heads("dflash", name).load(cps="tree", cps_candidates=7, cps_tau=0.5).drafter.search
+    assert (how.candidates, how.mass) == (7, 0.5)
+
+
 @pytest.mark.parametrize(("dtype", "quantize"), cases.one_in(2, ["float32", "bfloat16"], [None, "int8", "int4"]))
 def test_other_types_and_quantised_drafters(tmp_path, dtype, quantize):
     """With sizes that the CPU's compiled layers run."""

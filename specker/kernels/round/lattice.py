@@ -560,10 +560,10 @@ def _search_variant(dtype: torch.dtype, width: int, block: int, added: str, beam
 
 def variants(arch: int) -> Iterator[Variant]:
     """The variants that the compile-only checks compile for sm_`arch`."""
-    for positions, block in ((16, 16), (16, 32), (16, 128), (2, 4)):
+    for positions, block in ((16, 16), (16, 32), (16, 64), (16, 128), (2, 4)):
         yield _cut_variant(torch.float32, positions, block)
     for added in ("", "rows", "table"):
-        for width, block in ((8, 16), (8, 32), (8, 128), (1, 4)):
+        for width, block in ((8, 16), (8, 32), (8, 64), (8, 128), (1, 4)):
             yield _search_variant(torch.float32, width, block, added, False)
     for added in ("", "rows"):
         for width, block in ((3, 16), (3, 32), (32, 64)):

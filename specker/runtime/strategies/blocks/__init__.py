@@ -20,6 +20,10 @@ from specker.runtime.control.policy import AUTO, CONFIDENT, LONGEST, MAX_NODES, 
 from specker.runtime.strategies.base import Plan, PolicyContext, Strategy
 
 CANDIDATES = 15  # M_max: the most candidates of a position
+MASS = 0.8  # tau: keep the fewest candidates with this much probability
+# Of a tree whose paths the drafter's own head ranks, which finds tokens likely that the block did not:
+RANKED_CANDIDATES = 60  # with up to four stop tokens they fill 64
+RANKED_MASS = 0.99
 BEAM = 3  # B: paths that the search for a chain keeps
 SEARCHED = ("ngram", "cps_tau", "cps_candidates", "cps_beam", "cps_lambda")  # options of the path search
 ADAPTED = ("adl", "adl_step", "adl_rho")  # options of policy adl
@@ -101,10 +105,18 @@ class BlockOptions:
         parse=span,
     )
     cps_tau: float | None = opt(
-        None, "candidates of a position: the fewest with this probability together (default: 0.8)", least=0, most=1
+        None,
+        f"candidates of a position: the fewest with this probability together (default: {MASS}; {RANKED_MASS} of trees "
+        "that a trained head ranks)",
+        least=0,
+        most=1,
     )
     cps_candidates: int | None = opt(
-        None, f"the most candidates of a position (default: {CANDIDATES})", least=1, most=MOST_CANDIDATES
+        None,
+        f"the most candidates of a position (default: {CANDIDATES}; {RANKED_CANDIDATES} of trees that a trained head "
+        "ranks)",
+        least=1,
+        most=MOST_CANDIDATES,
     )
     cps_beam: int | None = opt(
         None, f"paths that the search for a chain keeps at each position (default: {BEAM})", least=1

@@ -17,7 +17,15 @@ from specker.runtime.round.batch import Batch
 from specker.runtime.round.drafter import Accepted, Draft
 from specker.runtime.round.lm_head import LMHead
 from specker.runtime.strategies.base import DraftContext
-from specker.runtime.strategies.blocks import BEAM, CANDIDATES, BlockOptions, ngram
+from specker.runtime.strategies.blocks import (
+    BEAM,
+    CANDIDATES,
+    MASS,
+    RANKED_CANDIDATES,
+    RANKED_MASS,
+    BlockOptions,
+    ngram,
+)
 from specker.runtime.strategies.blocks.ngram_scorer import NGramScorer, Tables
 from specker.runtime.strategies.blocks.tree import Scorer, size, write_chain, write_tree
 
@@ -48,7 +56,7 @@ class Search:
     tree: bool = False  # True: draft the most probable beginnings of paths; False: the best path
     paths: int = BEAM  # B of a chain's beam
     candidates: int = CANDIDATES  # M, the most candidates per position
-    mass: float = 0.8  # tau: keep the fewest candidates with this much probability
+    mass: float = MASS  # tau: keep the fewest candidates with this much probability
     weight: float = 0.85  # lambda from the second position on (0.5 in the paper)
     both: bool = False  # whether lambda is the same at the first position, as in the paper; else it is 1
 
@@ -80,7 +88,8 @@ def read(context: DraftContext, device: torch.device, ranks_paths: bool = False)
     named = "without an n-gram model" if path is None else f"with the n-gram model {Path(path).name}"
     context.notes.fact("path_search", f"paths through blocks are searched {named}", shown=True)
     given = {"mass": own.cps_tau, "candidates": own.cps_candidates, "paths": own.cps_beam, "weight": own.cps_lambda}
-    constants: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
+    ranked = {"mass": RANKED_MASS, "candidates": RANKED_CANDIDATES} if ranks_paths and own.search == "tree" else {}
+    constants: dict[str, Any] = ranked | {name: value for name, value in given.items() if value is not None}
     tables = None if model is None else Tables.of(model, device)
     return Search(tables, own.search == "tree", both=own.cps_first == "both", **constants)
 
