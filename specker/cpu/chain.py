@@ -22,6 +22,8 @@ class Ends(Protocol):
     def joint(self) -> tuple[float, ...]: ...
     @property
     def scales(self) -> tuple[float, ...]: ...
+    @property
+    def weight(self) -> float: ...
 
 
 class Committed(NamedTuple):
@@ -43,7 +45,7 @@ class Chains(NamedTuple):
     sampling: Sequence[tuple[float, int]]
     """Temperature and seed of each sequence; the draft ranks its candidates under the noise of the target's draws."""
     rules: Sequence[Ends | None] | None
-    """One per chain, None if it has no vote; drafting ends for all chains when most rules say so. Without rules it ends
+    """One per chain, None if it has no vote; drafting ends for all chains when most votes say so. Without rules it ends
     after `steps` tokens."""
 
 
@@ -102,7 +104,8 @@ def draft_chain(
             joint, scales = np.array(rule.joint, np.float32), np.array(rule.scales, np.float32)
             held += [joint, scales]
             struct.joint, struct.scales = joint.ctypes.data, scales.ctypes.data
-            struct.joint_count, struct.scale_count, struct.token = len(joint), len(scales), rule.token
+            struct.joint_count, struct.scale_count = len(joint), len(scales)
+            struct.token, struct.weight = rule.token, rule.weight
     embed, head = (Matrix.of(w, vocabulary.activations) for w in (vocabulary.embed, vocabulary.head))
     call = ChainCall(
         ctypes.pointer(stack.struct),

@@ -39,6 +39,7 @@ class DraftRunner:
         self.ranks, self.captures = ranks, captures
         self.chooser = Chooser(history.costs, learns)
         self.stall = 0.0  # seconds that the drafter may prefill before a round of several requests
+        self.more = False  # whether requests wait for a slot, which the texts that end give to them
         self.offers: list[Offer] = []  # of each drafter for the texts of the last call of `shape`
         self.reading = WHOLE  # what the drafter with a model may prefill in this round
         self.reads = False  # whether it does, also if it drafts nothing
@@ -78,7 +79,8 @@ class DraftRunner:
         # Ranks that draft together end a draft at the same token, and measured times differ by rank.
         priced = policies[0].may_skip_drafting and not (self.ranks is not None and policies[0].layers)
         prices = self.chooser.prices(policies, budget) if priced and budget.nodes else ()
-        for p in policies:
+        for p, worth in zip(policies, self.chooser.worths, strict=True):
+            p.worth = worth
             p.taken(budget, prices)
         return budget, reason
 
@@ -91,12 +93,15 @@ class DraftRunner:
         left = [share * (s.limit - len(s.token_ids)) for s in requests]
         if self.ranks is not None:
             return chooser.choose(policies, left, [replace(model, missing=()), *others])
-        budget = chooser.choose(policies, left, self.offers)
+        call = requests[0].call
+        together = call is not None and not self.more and all(s.call is call for s in requests)
+        spread = self.history.spread if together else None
+        budget = chooser.choose(policies, left, self.offers, spread=spread)
         if not model.missing:
             return budget
         if slots := chooser.unread:
             after = replace(model, missing=self._after_reading(requests, slots))
-            budget = chooser.choose(policies, left, [after, *others], False)
+            budget = chooser.choose(policies, left, [after, *others], False, spread)
         known = [slot for slot in oldest_first(requests) if slot in slots or not model.missing[slot]]
         self.reading, self.reads = Reading(most, known), bool(slots)
         return budget
@@ -190,7 +195,8 @@ class DraftRunner:
         if timed:
             costs.observe(n, r.batch.budget, drafted, seconds["draft"], rest, verified, r.warm, r.trial)
         if r.reason not in (BEHIND, PROMPTS) and r.requests[0].policy.may_skip_drafting:  # only these spend the credit
-            tokens = sum(len(r.draft.own(slot, path)) for slot, path in enumerate(paths))
+            own = (len(r.draft.own(slot, path)) for slot, path in enumerate(paths))
+            tokens = sum(s.policy.worth * count for s, count in zip(r.requests, own, strict=True))
             verified = drafted if r.places is None and r.draft.constrained else verified
             self.chooser.finished(n, r.batch.budget, drafted, tokens, r.trial, verified)
 

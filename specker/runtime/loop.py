@@ -190,7 +190,8 @@ class Loop:
         """Free the slots of requests that have ended. No round may be pending."""
         for request in [s for s in self.active if s.finished]:
             added, allowed = len(request.token_ids) - request.prompt_length, request.limit - request.prompt_length
-            self.history.used.add(added / max(1, allowed))
+            stats = request.stats
+            self.history.ended(added / max(1, allowed), stats.accepted, stats.rounds - sum(stats.rests.values()))
             self.slots.retire(request)
 
     def cancel(self, request: Request) -> Event | None:
@@ -241,6 +242,7 @@ class Loop:
         if runner is not None and not forced:
             if len(requests) > 1 and self.slots.chunks is None:
                 runner.stall = self.prompts.stall(len(requests))
+            runner.more = bool(self.prompts.waiting or self.slots.filling)
             budget, reason = runner.shape(requests, bool(self.prompts.joining))
         fixed = self.fixed and not guides and (runner is None or runner.fixes(budget))
         if ahead and (not fixed or (budget.nodes and not self._chain)):

@@ -492,6 +492,9 @@ class Stream(Iterator[Event]):
     def __init__(self, session: Session, requests: Iterable[Request]):
         self.session = session
         self._unsent, self._inbox, self._left = list(requests), deque[Entry](), set[Request]()
+        call = object()
+        for request in self._unsent:
+            request.call = call
 
     def submit(self, request: Request, first: bool = False) -> None:
         """Add a request; `first`: before the requests that wait already."""

@@ -8,7 +8,7 @@ import random
 import cases
 import pytest
 
-from specker.runtime.control.auto import Acceptance, AcceptanceHistory, Auto
+from specker.runtime.control.auto import DIFFER, Acceptance, AcceptanceHistory, Auto
 from specker.runtime.control.choose import (
     AGAIN,
     APART,
@@ -24,6 +24,7 @@ from specker.runtime.control.choose import (
     SWITCH,
     TRIED,
     Chooser,
+    _Texts,
     worth_rows,
 )
 from specker.runtime.control.costs import FORGET, SOON, Costs, Curve
@@ -539,6 +540,60 @@ def test_some_texts_draft_while_others_are_not_read(one_match):
     assert few.nodes and all_.nodes and few.part == all_.part == 0
     assert not chooser.choose(policies, [400] * 4, [Offer(missing=[60] * 4), Offer()], False).nodes
     assert chooser.reason == BEHIND and not chooser.keeps_resting(4), "the reading goes on in the next round"
+
+
+def test_texts_that_are_awaited_together_draft_for_those_that_end_last(one_match):
+    """A copy for the first text of four gains where others may follow, but not while the last one has no draft."""
+    chooser, policies = one_match
+    read, waiting = [Offer(missing=[60] * 4), Offer()], {"reads": False, "spread": 0.0}
+    assert chooser.choose(policies, [400] * 4, read, False).part == 1 and chooser.worths == [1.0] * 4
+    chooser = Chooser(chooser.costs)  # one that does not stay with drafts
+    assert not chooser.choose(policies, [400] * 4, read, **waiting).nodes
+    assert chooser.choose(policies, [4000, 400, 400, 400], read, **waiting).part == 1
+    assert chooser.worths[0] > 2 and max(chooser.worths[1:]) < 0.01
+
+
+def test_a_token_is_worth_what_it_brings_the_end_nearer(one_match):
+    chooser, policies = one_match
+    for policy, seen in zip(policies, (1, 2, 3, 4), strict=True):
+        for _ in range(30):
+            policy.parts[0].observe(Outcome(4, [*range(seen)]))
+    shape, offers = Budget(4, 4), [Offer(missing=[0] * 4), Offer()]
+    texts = _Texts(policies, [90, 120, 150, 200], offers, chooser.costs, 0.0)
+    tokens, worths = texts.expected(shape, False)[0], texts.worths(shape)
+    for slot, policy in enumerate(policies):
+        own = policy.expected(shape)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(policy, "expected", lambda budget, own=own: own + 1e-6)
+            more = texts.expected(shape, False)[0]
+        assert (more - tokens) / 1e-6 == pytest.approx(worths[slot], rel=1e-3, abs=1e-6)
+    alike = _Texts(policies[:1] * 4, [100] * 4, offers, chooser.costs, 0.0)
+    assert alike.worths(shape) == pytest.approx([1.0] * 4)
+    assert alike.expected(shape, False)[0] == pytest.approx(4 * policies[0].expected(shape))
+
+
+def test_texts_that_are_awaited_together_are_read_together(one_match):
+    chooser, policies = one_match
+    for policy in policies:
+        policy.announced([Match()])
+    chooser.choose(policies, [1000, 1000, 2, 1000], UNREAD)
+    assert chooser.unread == {0, 1, 3}
+    chooser.choose(policies, [1000, 1000, 2, 1000], UNREAD, spread=0.0)
+    assert chooser.unread == {0, 1, 2, 3}
+    chooser.choose(policies, [1000] * 4, UNREAD, spread=1.0)
+    assert not chooser.unread, "the last of texts that differ so much hardly gains"
+
+
+def test_how_much_texts_differ_is_learnt():
+    known = AcceptanceHistory(Costs(lambda budget: 0.1))
+    assert known.spread == pytest.approx(DIFFER)
+    for _ in range(200):
+        known.ended(1.0, 20, 10)
+        known.ended(1.0, 5, 2)  # too few drafts
+    assert known.spread < 0.1
+    for accepted in (5, 35) * 200:
+        known.ended(1.0, accepted, 10)
+    assert known.spread == pytest.approx(0.75, abs=0.1)
 
 
 def test_a_text_without_a_match_copies_no_tokens():

@@ -19,6 +19,7 @@ from specker.runtime.control.policy import WHOLE, Budget, Offer, Outcome
 from specker.runtime.control.reasons import BEHIND
 from specker.runtime.draft_runner import DraftRunner
 from specker.runtime.round.drafter import Draft, Drafter
+from specker.runtime.round.round import weighted
 
 LONGEST = Budget(17, 17)
 
@@ -102,6 +103,7 @@ class BatchWorld:
     seed: int = 1
     confident: bool = True
     known: AcceptanceHistory | None = None
+    together: bool = True  # whether the texts are awaited together
     seconds: float = 0.0
     rounds: list[tuple[int, int, float]] = field(default_factory=list)  # sequences, rows, seconds
     reasons: dict[str, int] = field(default_factory=dict)
@@ -111,12 +113,16 @@ class BatchWorld:
         if self.known is None:
             self.known = AcceptanceHistory(Costs(lambda budget: self.machine.draft * budget.nodes))
             self.warm_up()
+        call = object() if self.together else None
         self.requests = [
             SimpleNamespace(
                 text=each,
                 token_ids=[0] * self.prompt,
                 limit=self.prompt + self.tokens,
                 read=0,
+                call=call,
+                accepted=0,
+                drafts=0,
                 prompt_length=self.prompt,
                 policy=Auto(self.known.drafts, LONGEST, self.confident),
                 stats=SimpleNamespace(seconds={"prefill": 0.0}),
@@ -155,6 +161,8 @@ class BatchWorld:
         runner.stall = 0.8 * self.machine.verify(len(self.texts))
         while active := [s for s in self.requests if len(s.token_ids) < s.limit]:
             self._round(runner, active)
+        for s in self.requests:
+            self.known.ended(1.0, s.accepted, s.drafts)
         return self.plain() / self.seconds
 
     def _round(self, runner: DraftRunner, active: list) -> None:
@@ -188,6 +196,8 @@ class BatchWorld:
             right = min(right, request.limit - len(request.token_ids) - 1)
             paths.append(list(range(right + 1)))
             request.token_ids += [0] * (right + 1)
+            request.accepted += right
+            request.drafts += drafted > 0 and slot not in idle
             if drafted and slot not in idle:
                 request.read = len(request.token_ids) - 1
             request.policy.observe(Outcome(count, paths[-1], [c[slot] for c in confidence] if slot not in idle else []))
@@ -220,14 +230,13 @@ class BatchWorld:
             k = len(confidence)
             confidence.append([s.text.probability[len(s.token_ids) - self.prompt + k] for s in active])
             if self.confident:
-                votes = sum(active[slot].policy.keep_drafting(confidence[-1][slot]) for slot in ready)
-                if 2 * votes < len(ready):
+                draft = Draft(0, idle=idle)
+                if not draft.vote(active, confidence[-1]):
                     break
         counts = [len(confidence) * (slot in ready) for slot in range(len(active))]
         if prices:
             own = [[c[slot] for c in confidence] for slot in range(len(active))]
-            chances = [s.policy.chances(c, p) for c, s, p in zip(counts, active, own, strict=True)]
-            counts = worth_rows(chances, prices)
+            counts = worth_rows(weighted(active, counts, own), prices)
         return counts, confidence
 
 

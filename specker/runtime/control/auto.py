@@ -21,6 +21,7 @@ tree, so each outcome tells what every smaller tree would have had accepted, and
 
 from __future__ import annotations
 
+import math
 from bisect import bisect
 from collections.abc import Sequence
 from copy import copy
@@ -38,6 +39,8 @@ TEXT_DECAY = 0.9  # of counts at each draft, for one text
 ENGINE_DECAY = 0.98  # for all texts of an engine
 PRIOR = 4.0  # the earlier texts count as much as this many drafts of a new text
 FEWEST = 2.0  # accepted tokens of the smallest tree before anything was drafted
+FEW_DRAFTS = 4  # fewer tell nothing of a text
+DIFFER = 0.25  # how much texts differ before any has ended: standard deviation of the accepted tokens over their mean
 REFRESH = 8  # drafts until the means of an engine's texts are computed anew
 BUCKETS = 4  # intervals of the draft's probabilities that are corrected separately
 
@@ -185,10 +188,10 @@ class Acceptance:
         self._caps, self._stale = (spans, caps), 0
         return self._caps
 
-    def rule(self, prices: Sequence[float]) -> StopRule:
-        """The stop rule of the module's docstring. `prices`: as in `Policy.taken`."""
-        agreement = max(self.agreement(), 1e-6)
-        return StopRule(joint=tuple(p / agreement for p in (*prices, 2.0)), scales=self.scales())
+    def rule(self, prices: Sequence[float], worth: float = 1.0) -> StopRule:
+        """The stop rule of the module's docstring. `prices`: as in `Policy.taken`. `worth`: as of a `Policy`."""
+        each = max(self.agreement(), 1e-6) * worth
+        return StopRule(joint=tuple(p / each for p in (*prices, 2.0 * worth)), scales=self.scales(), weight=worth)
 
     def scales(self) -> tuple[float, ...]:
         """Right over promised tokens, by the draft's probability."""
@@ -240,7 +243,7 @@ class Auto(Policy):
         super().taken(budget, prices)
         self._most = budget.depth
         if self.confident and prices:
-            self.rule = self.seen.rule(prices)
+            self.rule = self.seen.rule(prices, self.worth)
 
     def chances(self, count: int, confidence: Sequence[float]) -> list[float]:
         if not confidence:
@@ -282,6 +285,21 @@ class AcceptanceHistory:
         history.forget()
         return history
 
+    def ended(self, added: float, accepted: int, drafts: int) -> None:
+        """A text has ended, which added this share of the tokens that its request allowed, and accepted so many draft
+        tokens in so many rounds with drafts."""
+        self.used.add(added)
+        if drafts >= FEW_DRAFTS:
+            self.accepted.add(accepted / drafts)
+            self.squares.add((accepted / drafts) ** 2)
+
+    @property
+    def spread(self) -> float:
+        """How much texts differ in the tokens that a draft adds: the standard deviation over the mean."""
+        mean, count = self.accepted.mean(0.0, 1e-9), self.accepted.count
+        seen = max(0.0, self.squares.mean(0.0, 1e-9) / mean**2 - 1) if mean else 0.0
+        return math.sqrt((count * seen + PRIOR * DIFFER**2) / (count + PRIOR))
+
     def clear(self) -> None:
         """Forget everything, such as a warm-up's texts."""
         self.costs.clear()
@@ -292,6 +310,7 @@ class AcceptanceHistory:
         self.drafts = Acceptance(ENGINE_DECAY)  # acceptance of the first source's drafts
         self.joined: dict[int, Acceptance] = {}  # acceptance of other sources' drafts, by their number
         self.used = Share(ENGINE_DECAY)  # of the tokens that requests allowed, the share that their texts added
+        self.accepted, self.squares = Share(ENGINE_DECAY), Share(ENGINE_DECAY)  # of a draft, by ended text
         self.matches: dict[tuple[str, int], Share] = {}  # right copied tokens, by source and length of the match
         self.exits: Any = None  # DEL's counts and sums of confidence, by layer of the target
         self.exit_seconds: Any = None  # of DEL's rounds, by exit layer and length

@@ -10,6 +10,16 @@ and the round takes the shape with the least t: what the reading costs is paid o
 text that adds too few tokens to repay its own reading REPAID times is not read. It adds one token a round while the
 others draft.
 
+Where others may follow, as in a server, a token of any text is worth the same, and T(s) is the sum of the tokens e_i
+that each text is expected to add. Texts that are awaited together, those of one call, end when the last one does. With
+L_i the tokens that text i still adds, it takes L_i / e_i rounds, and
+
+    T(s) = n M(L) / M(L / e)        M(x) = (mean of x_i^16)^(1/16), a smooth maximum
+
+so a text that ends before the others gains nothing by drafts. Texts differ: of those that a model has not read, e_i - 1
+is spread as it was among earlier texts. A token of text i is worth the derivative of T by e_i: of the draft tokens of a
+batch those are verified that promise most worth, and a chain votes to go on with that weight.
+
 The estimates are wrong at first, and texts change. So
 
 * drafts may lose only so many plain rounds, `left`: a few at the start, and a share of the time. Gains add to it. At
@@ -21,6 +31,7 @@ The estimates are wrong at first, and texts change. So
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
+from statistics import NormalDist
 from typing import Any
 
 from specker.runtime.control.costs import Costs
@@ -42,6 +53,8 @@ COLD = 2  # rounds after a change, in which the processor's caches hold other da
 AGAIN = 16  # plain rounds until drafts are considered again
 REPAID = 1.25  # times that drafts must be expected to repay the reading of texts
 REFRESH = 8  # rounds that prices are kept for
+SMOOTH = 16  # exponent of the smooth maximum
+NORMAL = NormalDist()
 PHASE = 1.25  # a measurement that differs by this factor tells that the machine has another speed, for drafts as well
 
 
@@ -63,6 +76,7 @@ class Chooser:
         self.reason = ""  # why the last choice drafts nothing; empty if it drafts
         self.trial = False  # whether the last choice is a trial
         self.unread: frozenset[int] = frozenset()  # slots that a model is to read before the round is chosen
+        self.worths: list[float] = []  # of a token of each text in the last chosen round
         self.left = FIRST
         self._drafting = False  # whether drafts are the choice, and plain rounds the other one
         self._since = 0.0  # plain rounds' time since the other choice was tried
@@ -73,6 +87,7 @@ class Chooser:
         self._ahead, self._sequences, self._none = 0, 0, NONE  # plain rounds still to come, for so many sequences
         self._cold, self._drafted = 0, False  # rounds until caches are warm; what the last chosen round did
         self._plain, self._prices, self._rows = PlainSpeed(), Kept(), Kept()
+        self._texts = _Texts((), (), (), self.costs)  # of the last choice
 
     def admitted(self) -> None:
         """A new text may suit the drafts better than the last one."""
@@ -91,14 +106,23 @@ class Chooser:
         return True
 
     def choose(
-        self, policies: Sequence[Policy], remaining: Sequence[float], offers: Sequence[Offer] = (), reads: bool = True
+        self,
+        policies: Sequence[Policy],
+        remaining: Sequence[float],
+        offers: Sequence[Offer] = (),
+        reads: bool = True,
+        spread: float | None = None,
     ) -> Budget:
         """The shape of the next round. `remaining`: tokens that each text is expected to add. `offers`: of each
         `Budget.part`; (): every text has room for every draft, and nothing is to be read. `reads`: whether a model may
         read texts first. Then `unread` may name slots: it shall read some of their tokens, and the shape is to be asked
-        for again, with the new offers and without `reads`."""
+        for again, with the new offers and without `reads`. `spread`: the texts are awaited together, and so
+        much texts differ in the tokens that a draft adds, as a standard deviation over the mean; None: others may
+        follow."""
         self.unread = frozenset()
-        shape = self._choose(_Texts(policies, remaining, offers, self.costs), reads)
+        self._texts = texts = _Texts(policies, remaining, offers, self.costs, spread if len(policies) > 1 else None)
+        shape = self._choose(texts, reads)
+        self.worths = texts.worths(shape)
         if self.unread:
             return NONE
         if shape.nodes or self.reason not in (MISSING, ENDED):  # a match that is missing is no change
@@ -110,7 +134,9 @@ class Chooser:
         policies, n = texts.policies, len(texts.policies)
         if (self.reason == MEASURED or not any(p.copies for p in policies)) and self.keeps_resting(n):
             return self._none
-        self._ahead = 0
+        quiet = self.reason == RESTS and self.keeps_resting(n)  # a model's drafts were slower: only copies are weighed
+        if not quiet:
+            self._ahead = 0
         proposed = dict.fromkeys(shape for p in policies for shape in p.budgets())
         shapes = [shape for shape in proposed if texts.served(shape, True)]
         ended = len(shapes) < len(proposed)
@@ -119,11 +145,16 @@ class Chooser:
             return self._always(texts, shapes, reads)
         drafts = [shape for shape in shapes if shape.nodes]
         none = replace(shapes[0], nodes=0, depth=0) if shapes else NONE
+        if quiet:
+            drafts, reads = [shape for shape in drafts if texts.copies(shape)], False
+            if not drafts:
+                self.reason = RESTS
+                return self._none
         if not drafts:
             return self._rest(n, none, RESTS if shapes else ENDED if ended else MISSING)
         plain = n / self.costs.plain(n)
         bar = (STAY if self._drafting else START) * plain
-        if reads and (self.left > 0 or self._new) and self._reads(texts, drafts, bar):
+        if reads and (self.left > 0 or self._new) and self._reads(texts, drafts, START * plain):
             return NONE
         ready = [shape for shape in drafts if texts.served(shape, False)]
         if not ready:
@@ -157,6 +188,9 @@ class Chooser:
         if self._run > 0 and self.left > 0:
             self._run, self.trial = self._run - 1, True
             return texts.trial(best)
+        if quiet:
+            self.reason = RESTS
+            return self._none
         return self._rest(n, none, RESTS if reads else BEHIND)
 
     def _always(self, texts: "_Texts", shapes: Sequence[Budget], reads: bool) -> Budget:
@@ -173,18 +207,21 @@ class Chooser:
             return NONE
         return best
 
-    def _reads(self, texts: "_Texts", drafts: Sequence[Budget], bar: float) -> bool:
-        """Set `unread` to the slots that a model is to read, if there are any: those whose tokens repay it."""
+    def _reads(self, texts: "_Texts", drafts: Sequence[Budget], plain: float) -> bool:
+        """Set `unread` to the slots that a model is to read, if there are any: those whose tokens repay it. Of texts
+        that are awaited together all or none: one without drafts would end last. `plain`: tokens per second without
+        drafts."""
         behind = [shape for shape in drafts if texts.unread(shape)]
         if not behind:
             return False
         ready = [texts.rate(shape, False) for shape in drafts if texts.served(shape, False)]
-        now = max([bar, *ready])
+        now = max([plain, *ready])
         best = max(behind, key=lambda shape: texts.rate(shape, True))
         saved = texts.left * (1 / now - 1 / texts.rate(best, True))  # seconds
-        unread = texts.unread(best)
-        each = saved / sum(texts.remaining[slot] for slot in unread)
-        slots = [s for s in unread if texts.remaining[s] * each > REPAID * texts.reading(best, [s])]
+        slots = [*texts.unread(best)]
+        if not texts.together:
+            each = saved / sum(texts.remaining[slot] for slot in slots)
+            slots = [s for s in slots if texts.remaining[s] * each > REPAID * texts.reading(best, [s])]
         if slots and saved > REPAID * texts.reading(best, slots):
             self.unread = frozenset(slots)
         return bool(self.unread)
@@ -231,7 +268,8 @@ class Chooser:
     def _worth(self, policies: Sequence[Policy], shape: Budget) -> float:
         """Tokens per second that a batch emits otherwise."""
         plain = len(policies) / self.costs.plain(len(policies))
-        return plain if self.trial else max(plain, self.rate(policies, shape))
+        texts = replace(self._texts, policies=policies, offers=())
+        return plain if self.trial else max(plain, texts.rate(shape, True))
 
     def measured(self, n: int, seconds: float, rests: bool) -> None:
         """Take the seconds of a plain round of n sequences (`PlainSpeed.observe`)."""
@@ -240,10 +278,10 @@ class Chooser:
         self._plain.observe(self.costs, n, seconds, rests)
 
     def finished(
-        self, n: int, shape: Budget, drafted: int, tokens: int, trial: bool, verified: float | None = None
+        self, n: int, shape: Budget, drafted: int, tokens: float, trial: bool, verified: float | None = None
     ) -> None:
-        """Account for a round of n sequences with drafts of `drafted` tokens that committed `tokens` in all.
-        `verified`: as in `Costs.observe`."""
+        """Account for a round of n sequences with drafts of `drafted` tokens that committed `tokens` in all, by their
+        worth. `verified`: as in `Costs.observe`."""
         took = self.costs.round(n, shape, drafted, verified) / self.costs.plain(n)
         self.left = min(MOST, self.left + SHARE * took)
         if not drafted:
@@ -267,10 +305,39 @@ class _Texts:
     remaining: Sequence[float]
     offers: Sequence[Offer]
     costs: Costs
+    spread: float | None = None  # as of `Chooser.choose`
+
+    @property
+    def together(self) -> bool:
+        return self.spread is not None
 
     @property
     def left(self) -> float:
-        return sum(self.remaining)
+        """Tokens until plain decoding ends them, at n a round."""
+        n = len(self.remaining)
+        return n * _smooth(self.remaining) if self.together else sum(self.remaining)
+
+    def _added(self, shape: Budget, read: bool) -> list[float]:
+        """The tokens that a round of this shape is expected to add to each text."""
+        added = [1.0] * len(self.policies)
+        for slot in self.served(shape, read) if shape.nodes else ():
+            added[slot] = self.policies[slot].expected(shape)
+        unread = sorted(self.unread(shape)) if read else ()
+        for i, slot in enumerate(unread):
+            differs = 1 + (self.spread or 0.0) * NORMAL.inv_cdf((i + 0.5) / len(unread))
+            added[slot] = 1 + (added[slot] - 1) * max(0.0, differs)
+        return added
+
+    def worths(self, shape: Budget, read: bool = False) -> list[float]:
+        """What a token of each text is worth in such a round; see the module's docstring."""
+        if not self.together:
+            return [1.0] * len(self.policies)
+        added = self._added(shape, read)
+        rounds = [left / more for left, more in zip(self.remaining, added, strict=True)]
+        last = max(rounds)
+        shares = [(each / last) ** SMOOTH for each in rounds]
+        tokens = self.left / _smooth(rounds) / sum(shares)
+        return [tokens * share / more for share, more in zip(shares, added, strict=True)]
 
     def served(self, shape: Budget, read: bool) -> list[int]:
         """The slots that get a draft of this shape: those with room for it, and, unless `read`, whose text is read."""
@@ -279,6 +346,9 @@ class _Texts:
             return [*slots]
         room, missing = self.offers[shape.part].room, self.offers[shape.part].missing
         return [s for s in slots if (not room or room[s] > 0) and (read or not missing or not missing[s])]
+
+    def copies(self, shape: Budget) -> bool:
+        return bool(self.offers and self.offers[shape.part].matches)
 
     def unread(self, shape: Budget) -> frozenset[int]:
         """The slots that its drafter must read first."""
@@ -292,7 +362,11 @@ class _Texts:
     def expected(self, shape: Budget, read: bool) -> tuple[float, float]:
         """Expected tokens and seconds of a round of this shape."""
         n, served = len(self.policies), [self.policies[slot] for slot in self.served(shape, read)]
-        tokens = n - len(served) + sum([p.expected(shape) for p in served])
+        if self.together:
+            added = self._added(shape, read)
+            tokens = self.left / _smooth([left / more for left, more in zip(self.remaining, added, strict=True)])
+        else:
+            tokens = n - len(served) + sum([p.expected(shape) for p in served])
         drafted = sum([p.drafts(shape) for p in served]) / len(served)
         if shape.beside is None or n == 1:
             verified = sum([p.verified(shape) for p in served]) / n
@@ -306,6 +380,12 @@ class _Texts:
 
     def trial(self, shape: Budget) -> Budget:
         return self.policies[0].trial(shape)
+
+
+def _smooth(values: Sequence[float]) -> float:
+    """M of the module's docstring."""
+    most = max(values)
+    return most * (sum((value / most) ** SMOOTH for value in values) / len(values)) ** (1 / SMOOTH)
 
 
 @dataclass(eq=False)

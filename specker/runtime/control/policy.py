@@ -104,6 +104,7 @@ class StopRule:
     scales: tuple[float, ...] = (1.0,)
     """Correction factors of the draft's own probability of a token, one for each of equal intervals of that
     probability."""
+    weight: float = 1.0  # of its vote on whether the chains of a batch go on
 
 
 @dataclass(frozen=True)
@@ -131,6 +132,7 @@ class Policy:
     source: str = OWN  # what to copy from, of the sources of the last `announced`
     layers: tuple[int, ...] = ()  # depths of the target that `learn` may watch; at most so long is `Budget.extra`
     rule: StopRule = StopRule()  # this round's
+    worth: float = 1.0  # of a token of this sequence in this round, beside those of the others (choose.py)
     rate: float = 0.8  # smoothed acceptance rate of the draft tokens on the path
     _chain: Chain = Chain()
 
@@ -167,7 +169,7 @@ class Policy:
 
     def taken(self, budget: Budget, prices: Sequence[float] = ()) -> None:
         """Called with the round's shape, which may be another sequence's proposal. `prices`: what the draft's second,
-        third, .. token costs, in tokens of this sequence (Costs.prices); empty if the shape has no alternative."""
+        third, .. token costs, in tokens of a sequence (Costs.prices); empty if the shape has no alternative."""
         self._chain = Chain()
 
     def keep_drafting(self, probability: float) -> bool:

@@ -165,12 +165,13 @@ class Draft:
         return self.vote(batch.requests, [math.exp(x) for x in scores.tolist()[: len(batch.requests)]])
 
     def vote(self, requests: Sequence[Request], confidence: list[float]) -> bool:
-        """Keep the confidence of each sequence's last token; return whether at least half of the policies draft on.
-        `idle` slots do not vote: their tokens were computed from columns that nobody wrote, and may be NaN."""
+        """Keep the confidence of each sequence's last token; return whether at least half of the policies' votes draft
+        on. `idle` slots do not vote: their tokens were computed from columns that nobody wrote, and may be NaN."""
         self.confidence.append([0.0 if slot in self.idle else p for slot, p in enumerate(confidence)])
         voting = [slot for slot in range(len(requests)) if slot not in self.idle]
-        votes = sum(requests[slot].policy.keep_drafting(confidence[slot]) for slot in voting)
-        return 2 * votes >= len(voting)
+        policies = [(requests[slot].policy, confidence[slot]) for slot in voting]
+        votes = sum(policy.rule.weight for policy, probability in policies if policy.keep_drafting(probability))
+        return 2 * votes >= sum(policy.rule.weight for policy, _ in policies)
 
     def end(self, batch: Batch, scores: Tensor, confidence: Tensor) -> None:
         """End chains that were drafted in one pass where the policies end them. scores [n, size]: the tokens'

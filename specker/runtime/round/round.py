@@ -140,13 +140,20 @@ def shorten_drafts(r: Round, model: Model) -> Tensor | None:
     counts = [d.count(slot) for slot in range(b.n)]
     if r.prices:
         confidence = [[of_token[slot] for of_token in d.confidence] for slot in range(b.n)]
-        texts = zip(b.requests, counts, confidence, strict=True)
-        counts = worth_rows([s.policy.chances(count, own) for s, count, own in texts], r.prices)
+        counts = worth_rows(weighted(b.requests, counts, confidence), r.prices)
     if min(counts) == d.size:
         return None
     d.draft_lengths, first = counts, range(0, b.n * (d.size + 1), d.size + 1)
     places = [at + row for at, count in zip(first, counts, strict=True) for row in range(count + 1)]
     return torch.tensor(places, dtype=torch.int64, device=b.window.device)
+
+
+def weighted(
+    requests: Sequence[Request], counts: Sequence[int], confidence: Sequence[list[float]]
+) -> list[list[float]]:
+    """How probable it is that each token of each chain is accepted, times what a token of that text is worth."""
+    texts = zip(requests, counts, confidence, strict=True)
+    return [[s.policy.worth * p for p in s.policy.chances(count, own)] for s, count, own in texts]
 
 
 def draws(r: Round, model: Model) -> bool:

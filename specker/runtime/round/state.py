@@ -38,6 +38,7 @@ class Request:
     traced: bool = True  # whether the trace holds its rounds
     on_progress: Callable[[int, int], None] | None = None  # called with (prefilled tokens, of all) of its prompt
     deliver: Callable[[Any], None] | None = None  # called with its events (Session.submit)
+    call: object = None  # the requests of one call are awaited together; None: others may follow
     ends: str = "length"
     """What the limit is: "length", the number of tokens that were asked for, or "context", the end of the context."""
     guide: Guide | None = None  # its text in a grammar

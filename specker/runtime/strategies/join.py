@@ -94,6 +94,7 @@ class JoinedPolicy(Policy):
     def taken(self, budget: Budget, prices: Sequence[float] = ()) -> None:
         super().taken(budget, prices)
         self.part, self._beside = budget.part, budget.beside
+        self.parts[self.part].worth = self.worth
         self.parts[self.part].taken(budget, prices)
 
     def chances(self, count: int, confidence: Sequence[float]) -> list[float]:

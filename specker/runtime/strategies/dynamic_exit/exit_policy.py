@@ -109,7 +109,7 @@ class DynamicExit(Policy):
             self.chosen = index, budget.depth
         self.threshold = self._threshold(index)
         priced = prices and self.costs is not None and not self.by_length
-        self._rule = self._seen_at(budget.exit).rule(prices) if priced else None
+        self._rule = self._seen_at(budget.exit).rule(prices, self.worth) if priced else None
 
     def expected(self, budget: Budget) -> float:
         """1 + a + .. + a^g, with a the match rate of the exit layer. If confidence ends drafts, the mean so far."""
