@@ -70,8 +70,8 @@ def test_tokens_are_those_of_plain_decoding(models, rounds, row_price, strategy,
     row_price(lambda: rng.choice([0.0, 0.05, 0.3, 0.6, 0.9]))
     draft = [] if strategy == "lookup" else [models[1]]
     engine = specker.load(models[0], *draft, strategy=strategy, dtype="float64", device="cpu", batch_size=4)
-    got = engine.generate(PROMPTS, 20, seed=[1, 2, 3, 4], **sampling)
-    want = engine.generate_ar(PROMPTS, 20, seed=[1, 2, 3, 4], **sampling)
+    got = engine.generate(PROMPTS, 40, seed=[1, 2, 3, 4], **sampling)
+    want = engine.generate_ar(PROMPTS, 40, seed=[1, 2, 3, 4], **sampling)
     assert [g.tokens for g in got] == [w.tokens for w in want]
     unequal = [r for r in rounds if r.places is not None]
     assert len(unequal) > 3 and all(r.rows < r.batch.n * (r.draft.size + 1) for r in unequal)

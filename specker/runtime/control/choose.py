@@ -268,7 +268,7 @@ class Chooser:
     def _worth(self, policies: Sequence[Policy], shape: Budget) -> float:
         """Tokens per second that a batch emits otherwise."""
         plain = len(policies) / self.costs.plain(len(policies))
-        texts = replace(self._texts, policies=policies, offers=())
+        texts = replace(self._texts, policies=policies, offers=(), _rates={})
         return plain if self.trial else max(plain, texts.rate(shape, True))
 
     def measured(self, n: int, seconds: float, rests: bool) -> None:
@@ -306,6 +306,7 @@ class _Texts:
     offers: Sequence[Offer]
     costs: Costs
     spread: float | None = None  # as of `Chooser.choose`
+    _rates: dict[tuple[Budget, bool], float] = field(default_factory=dict)
 
     @property
     def together(self) -> bool:
@@ -375,8 +376,10 @@ class _Texts:
         return tokens, self.costs.round(n, shape, drafted, verified)
 
     def rate(self, shape: Budget, read: bool) -> float:
-        tokens, seconds = self.expected(shape, read)
-        return tokens / seconds
+        if (shape, read) not in self._rates:
+            tokens, seconds = self.expected(shape, read)
+            self._rates[shape, read] = tokens / seconds
+        return self._rates[shape, read]
 
     def trial(self, shape: Budget) -> Budget:
         return self.policies[0].trial(shape)
