@@ -101,7 +101,7 @@ class DraftRunner:
             return budget
         if slots := chooser.unread:
             after = replace(model, missing=self._after_reading(requests, slots))
-            budget = chooser.choose(policies, left, [after, *others], False, spread)
+            budget = chooser.choose(policies, left, [after, *others], False, spread=spread)
         known = [slot for slot in oldest_first(requests) if slot in slots or not model.missing[slot]]
         self.reading, self.reads = Reading(most, known), bool(slots)
         return budget

@@ -20,7 +20,7 @@ from specker.runtime.strategies.vocabtrim.scores import VocabScores
 
 NO_DRAFT = ("ar", "del", "lookup")  # nor a head
 # What is drafted is right by chance, or may end after a few drafts that were wrong.
-UNRELATED = ("ar", "lookup", "diffuspec", "eagle", "dflash", "del as published")
+UNRELATED = ("ar", "lookup", "diffuspec", "eagle", "dflash", "del as published", "del+lookup")
 
 
 class Models:

@@ -172,9 +172,9 @@ def test_a_model_reads_while_rounds_copy(models, monkeypatch):
     """The next drafts are worth its reading, and this round's copies are worth more than no draft."""
     engine = load(models, "auto", copies=True, batch_size=2)
 
-    def chosen(self, policies, remaining, offers=(), reads=True):
+    def chosen(self, policies, remaining, offers=(), reads=True, spread=None):
         self.unread = frozenset(slot for slot, count in enumerate(offers[0].missing) if count and reads)
-        self.reason, self.trial = "", False
+        self.reason, self.trial, self.worths = "", False, [1.0] * len(policies)
         return NONE if self.unread else Budget(2, 2, part=1)
 
     monkeypatch.setattr(Chooser, "choose", chosen)

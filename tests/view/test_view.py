@@ -49,8 +49,9 @@ def test_the_trace_of_a_run(
     """A trace holds the tokens and the text of an untraced run, and its rounds are consistent. Every proposed draft is
     made: whether one pays depends on measured times."""
 
-    def longest(self: Chooser, policies: Sequence[Policy], _: Any, __: Any, reads: bool = True) -> Budget:
+    def longest(self: Chooser, policies: Sequence[Policy], _: Any, __: Any, reads: bool = True, **___: Any) -> Budget:
         self.unread = frozenset(range(len(policies)) if reads else ())
+        self.worths = [1.0] * len(policies)
         return max((shape for p in policies for shape in p.budgets()), key=lambda shape: shape.nodes, default=NONE)
 
     monkeypatch.setattr(Chooser, "choose", longest)

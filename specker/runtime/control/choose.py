@@ -145,7 +145,7 @@ class Chooser:
             return self._always(texts, shapes, reads)
         drafts = [shape for shape in shapes if shape.nodes]
         none = replace(shapes[0], nodes=0, depth=0) if shapes else NONE
-        if quiet:
+        if quiet and drafts:
             drafts, reads = [shape for shape in drafts if texts.copies(shape)], False
             if not drafts:
                 self.reason = RESTS
