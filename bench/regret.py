@@ -22,7 +22,8 @@ from bench import harness
 from bench.decoding import Decoded, Given, differing, prompts_of
 from specker.runtime.control.stats import Stats
 
-PLAIN, AGAIN = "ar", "ar again"
+PLAIN = "ar"
+AGAIN = "ar again"
 SEEDED = 1000  # the seeds of a run's texts follow this many after those of the run before
 
 

@@ -57,9 +57,15 @@ def test_a_sequence_without_a_vote_and_one_of_nan(tmp_path):
     for x in cache.kv:
         x.copy_(torch.randn(x.shape, generator=torch.Generator().manual_seed(1)))
         x[:, cache.table[0, :5].long()] = float("nan")
-    on, off = StopRule(), StopRule(token=2.0)
+    on, off, heavy = StopRule(), StopRule(token=2.0), StopRule(token=2.0, weight=1.5)
     with torch.inference_mode():
-        for rules, length in (((None, on), STEPS), ((None, off), 1), ((off, on), STEPS), ((off, off), 1)):
+        for rules, length in (
+            ((None, on), STEPS),
+            ((None, off), 1),
+            ((off, on), STEPS),
+            ((off, off), 1),
+            ((heavy, on), 1),
+        ):
             tokens, probability = drafted(model, cache, 60, [0, 1], rules)
             assert len(tokens[0]) == length, rules
             assert (probability[:, 0] == 0).all() and (probability[:, 1] > 0).all()

@@ -4,6 +4,7 @@ import collections
 import itertools
 import math
 import random
+from dataclasses import replace
 
 import cases
 import pytest
@@ -518,6 +519,20 @@ def test_a_model_reads_the_texts_where_its_drafts_repay_that(one_match):
     for left, reads in ((0.9 * least, False), (1.1 * least, True)):
         shape = chooser.choose(policies, [left / 4] * 4, UNREAD)
         assert (shape, chooser.unread) == ((Budget(0, 0), {0, 1, 2, 3}) if reads else (copied, set()))
+
+
+def test_a_match_does_not_keep_a_model_from_reading(one_match):
+    """It ends, and all tokens after it are then without drafts."""
+    chooser, policies = one_match
+    model, copies = UNREAD
+    drafted = max((s for s in policies[0].budgets() if not s.part), key=lambda s: chooser.rate(policies, s))
+    saved = chooser.costs.plain(4) / 4 / START - 1 / chooser.rate(policies, drafted)  # seconds a token
+    least = REPAID * 240 / 20 * STEP / saved
+    offers = [model, replace(copies, matches=[[Match(3, 16)], [], [], []])]
+    chooser.choose(policies, [1.1 * least / 4] * 4, offers)
+    assert chooser.unread == {0, 1, 2, 3}
+    chooser.choose(policies, [0.9 * least / 4] * 4, offers)
+    assert not chooser.unread
 
 
 def test_a_text_that_ends_soon_is_not_read(one_match):

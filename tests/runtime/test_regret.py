@@ -3,10 +3,18 @@ on a made-up clock (tests/support/batch_world.py)."""
 
 import random
 from dataclasses import replace
+from types import SimpleNamespace
 
 import cases
 import pytest
 from batch_world import CODER, BatchWorld, Machine, best_fixed, text
+
+from specker.runtime.control.auto import Acceptance, Auto
+from specker.runtime.control.choose import Chooser
+from specker.runtime.control.policy import Budget
+from specker.runtime.draft_runner import DraftRunner
+from specker.runtime.round.drafter import Draft
+from specker.runtime.round.round import weighted
 
 MACHINES = {
     "coder pair": CODER,
@@ -56,3 +64,37 @@ def test_texts_that_differ_lose_nothing_where_the_last_one_ends_the_batch(name, 
         speeds.append(world.run())
         known = world.known
     assert min(speeds) > 0.95 and sum(speeds) / 5 > 0.98 + gain
+
+
+def test_what_drafts_gained_counts_by_worth(monkeypatch):
+    """Tokens of a text that ends before the others do not restore what drafts may lose."""
+    seen, learn, finished = [], DraftRunner.learn, Chooser.finished
+
+    def learned(runner, r, paths):
+        seen.append([sum(s.policy.worth * len(path) for s, path in zip(r.requests, paths, strict=True))])
+        learn(runner, r, paths)
+
+    def counted(chooser, n, shape, drafted, tokens, trial, verified=None):
+        seen[-1].append(tokens)
+        finished(chooser, n, shape, drafted, tokens, trial, verified)
+
+    monkeypatch.setattr(DraftRunner, "learn", learned)
+    monkeypatch.setattr(Chooser, "finished", counted)
+    rng = random.Random(1)
+    made = [text(rng, 128, easy) for easy in (0.9, 0.1)]
+    BatchWorld(MACHINES["GPU"], made, tokens=128).run()
+    counts = [each for each in seen if len(each) == 2]
+    assert all(own == pytest.approx(tokens) for own, tokens in counts) and len(counts) > 30
+    assert any(tokens % 1 > 0.01 for _, tokens in counts)
+
+
+def test_votes_and_rows_count_by_worth():
+    texts = [SimpleNamespace(policy=Auto(Acceptance(0.98), Budget(8, 8), True)) for _ in range(3)]
+    for slot, request in enumerate(texts):
+        request.policy.worth = (2.5, 0.25, 0.25)[slot]
+        request.policy.taken(Budget(8, 8), (0.5,) * 7)
+    assert Draft(0).vote(texts, [0.9, 0.1, 0.1]), "one outvotes two"
+    for request in texts:
+        request.policy.taken(Budget(8, 8), (0.5,) * 7)
+    assert not Draft(0).vote(texts, [0.01, 1.0, 1.0])
+    assert weighted(texts, [1, 1, 0], [[0.5], [0.5], []]) == [[1.25], [0.125], []]

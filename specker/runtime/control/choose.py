@@ -210,11 +210,11 @@ class Chooser:
     def _reads(self, texts: "_Texts", drafts: Sequence[Budget], plain: float) -> bool:
         """Set `unread` to the slots that a model is to read, if there are any: those whose tokens repay it. Of texts
         that are awaited together all or none: one without drafts would end last. `plain`: tokens per second without
-        drafts."""
+        drafts. Copies do not count as what goes on otherwise: a match ends."""
         behind = [shape for shape in drafts if texts.unread(shape)]
         if not behind:
             return False
-        ready = [texts.rate(shape, False) for shape in drafts if texts.served(shape, False)]
+        ready = [texts.rate(s, False) for s in drafts if not texts.copies(s) and texts.served(s, False)]
         now = max([plain, *ready])
         best = max(behind, key=lambda shape: texts.rate(shape, True))
         saved = texts.left * (1 / now - 1 / texts.rate(best, True))  # seconds
