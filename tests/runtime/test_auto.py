@@ -37,6 +37,7 @@ from specker.runtime.control.policy import (
     DraftAndVerify,
     Fixed,
     Match,
+    Means,
     Offer,
     Outcome,
     StopRule,
@@ -217,13 +218,18 @@ def test_drafts_that_cannot_win_cost_a_hundredth(step, row, a, confident):
     assert sum(world.spent) < 2 * FIRST + 3 + 2 * SHARE * 960
 
 
+def promising(tokens):
+    """`Policy.means` of drafts that have their whole length. `tokens`: what they commit, by shape."""
+    return lambda shape: Means(tokens(shape), shape.depth, shape.depth)
+
+
 def test_a_text_that_lost_does_not_silence_the_next_ones():
     """Its drafts spent the credit. A new text drafts at once if that promises a gain, and not if it does not."""
     world = World(0.1, 0.05, lambda n: 0.9).text(64)
     for expected, drafts in ((4.0, True), (1.0, False)):
         world.chooser.left = -3.0
         world.text(0)
-        world.policies[0].expected = lambda budget, n=expected: n
+        world.policies[0].means = promising(lambda shape, n=expected: n)
         before = len(world.drafted)
         world.run(AGAIN)
         assert any(world.drafted[before:]) == drafts
@@ -233,7 +239,7 @@ def test_a_text_that_lost_does_not_silence_the_next_ones():
 def test_overrated_drafts_are_stopped_by_the_credit():
     """A policy that always expects much cannot lose more than the credit."""
     world = World(0.5, 0.2, lambda n: 0.0)
-    world.policies[0].expected = lambda budget: 100.0
+    world.policies[0].means = promising(lambda shape: 100.0)
     world.run(3000)
     assert 0 < sum(world.spent) - FIRST < 15 + SHARE * 3000 * 1.1
 
@@ -379,7 +385,7 @@ def test_plain_decoding_is_measured_the_more_often_the_less_drafts_gain(gain):
     """What drafts would have gained meanwhile, and the change to plain rounds, cost TRIED of the time."""
     world = World(1e-3, 0.0, lambda n: 0.0)
     world.chooser.left = math.inf
-    world.policies[0].expected = lambda budget: gain
+    world.policies[0].means = promising(lambda shape: gain)
     world.run(2000)
     looks = [n for n, k in enumerate(world.drafted) if not k]
     runs = [n for n in looks if n - 1 not in looks]
@@ -405,7 +411,7 @@ def test_a_measurement_counts_its_second_shortest_round():
 def test_drafts_that_look_slower_after_a_measurement_are_tried_at_once():
     world = World(0.25, 0.1, None)
     chooser, costs, promised = world.chooser, world.known.costs, 1.1
-    world.policies[0].expected = lambda shape: promised * costs.round(1, shape) / costs.plain(1)
+    world.policies[0].means = promising(lambda shape: promised * costs.round(1, shape) / costs.plain(1))
     for _ in range(LOOK):
         assert not chooser.choose(world.policies, [500]).nodes and chooser.reason == MEASURED
         chooser.measured(1, STEP, False)
@@ -424,7 +430,7 @@ def test_drafts_go_on_while_they_may_yet_gain(promised, goes_on):
     chooser, costs = world.chooser, world.known.costs
     assert world.drafted[-1]
     chooser._since = 0.0  # plain decoding is not measured now
-    world.policies[0].expected = lambda shape: promised * costs.round(1, shape) / costs.plain(1)
+    world.policies[0].means = promising(lambda shape: promised * costs.round(1, shape) / costs.plain(1))
     assert bool(chooser.choose(world.policies, [500]).nodes) == goes_on
     chooser.left = 0.0
     assert not chooser.choose(world.policies, [500]).nodes
@@ -577,14 +583,14 @@ def test_a_token_is_worth_what_it_brings_the_end_nearer(one_match):
     texts = _Texts(policies, [90, 120, 150, 200], offers, chooser.costs, 0.0)
     tokens, worths = texts.expected(shape, False)[0], texts.worths(shape)
     for slot, policy in enumerate(policies):
-        own = policy.expected(shape)
+        own = policy.means(shape).tokens
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(policy, "expected", lambda budget, own=own: own + 1e-6)
+            patch.setattr(policy, "means", lambda budget, own=own: Means(own + 1e-6, 4, 4))
             more = texts.expected(shape, False)[0]
         assert (more - tokens) / 1e-6 == pytest.approx(worths[slot], rel=1e-3, abs=1e-6)
     alike = _Texts(policies[:1] * 4, [100] * 4, offers, chooser.costs, 0.0)
     assert alike.worths(shape) == pytest.approx([1.0] * 4)
-    assert alike.expected(shape, False)[0] == pytest.approx(4 * policies[0].expected(shape))
+    assert alike.expected(shape, False)[0] == pytest.approx(4 * policies[0].means(shape).tokens)
 
 
 def test_texts_that_are_awaited_together_are_read_together(one_match):
@@ -615,7 +621,7 @@ def test_a_text_without_a_match_copies_no_tokens():
     policy = NgramPolicy(AcceptanceHistory(Costs(lambda budget: 1e-3)).matches, COPIED)
     for matched, available, tokens in ((0, 0, 0), (3, 2, 2), (3, 40, 4)):
         policy.announced([Match(matched, available)])
-        assert policy.drafts(Budget(4, 4, part=1)) == tokens
+        assert policy.means(Budget(4, 4, part=1)).drafted == tokens
 
 
 def test_copied_text_is_drafted_by_the_length_of_the_match():

@@ -45,8 +45,13 @@ MODES = [(graphs, size, temperature) for graphs in ("off", "on") for size in (1,
 @pytest.fixture
 def both(monkeypatch, cheap):
     """Rounds have two drafts whenever there is a match."""
-    real = JoinedPolicy.expected
-    monkeypatch.setattr(JoinedPolicy, "expected", lambda self, shape: real(self, shape) + 99 * bool(shape.beside))
+    real = JoinedPolicy.means
+
+    def means(self, shape):
+        found = real(self, shape)
+        return found._replace(tokens=found.tokens + 99 * bool(shape.beside))
+
+    monkeypatch.setattr(JoinedPolicy, "means", means)
 
 
 @pytest.fixture(scope="module")
@@ -236,13 +241,13 @@ def test_a_cut_draft_verifies_and_learns_no_more_than_it_has():
 def test_two_drafts_promise_more_than_the_better_one():
     policy = joined()
     [pair] = [shape for shape in policy.budgets() if shape.beside == Budget(4, 4, part=1)]
-    own, copied = (policy.parts[part].expected(Budget(4, 4, part=part)) for part in (0, 1))
-    assert max(own, copied) < policy.expected(pair) < own + copied - 1
-    assert policy.drafts(pair) == 4 < policy.verified(pair) < 8
+    own, copied = (policy.parts[part].means(Budget(4, 4, part=part)).tokens for part in (0, 1))
+    assert max(own, copied) < policy.means(pair).tokens < own + copied - 1
+    assert policy.means(pair).drafted == 4 < policy.means(pair).verified < 8
     assert shared(2.0, 2.0) == pytest.approx(1.3 * sum(0.25**i for i in range(1, 30)))
     assert shared(9.0, 2.0) == 1.0 and shared(1.0, 5.0) == 0.0
     policy.parts[0].rate = 0.99
-    assert policy.expected(pair) == 5, "no more tokens than the longer path, and the target's own"
+    assert policy.means(pair).tokens == 5, "no more tokens than the longer path, and the target's own"
 
 
 @pytest.mark.parametrize(
@@ -271,10 +276,10 @@ def test_prices_decide_which_drafts_a_round_has(rate, matched, step, row, takes)
 def test_both_policies_learn_from_a_pair():
     policy = joined()
     pair = next(shape for shape in policy.budgets() if shape.beside == Budget(4, 4, part=1))
-    before = [policy.parts[0].rate, policy.expected(pair.beside)]
+    before = [policy.parts[0].rate, policy.means(pair.beside).tokens]
     policy.taken(pair)
     policy.observe(Outcome(4, [0], beside=Outcome(4, [0, 1, 2, 3, 4])))
-    assert policy.parts[0].rate < before[0] and policy.expected(pair.beside) > before[1]
+    assert policy.parts[0].rate < before[0] and policy.means(pair.beside).tokens > before[1]
 
 
 def test_pairs_are_offered_where_there_is_a_match_and_a_tree_is_allowed():

@@ -277,7 +277,7 @@ def test_a_round_may_use_another_sequences_exit_layer():
     longest = {n: int(del_.choice().table[i].argmax()) for i, n in enumerate((2, 4))}
     for budget in (own, other):
         want = sum(rates[budget.exit] ** i for i in range(longest[budget.exit] + 1))
-        assert del_.expected(budget) == pytest.approx(want)
+        assert del_.means(budget).tokens == pytest.approx(want)
     del_.taken(own)
     assert del_.threshold == pytest.approx(thresholds[own.exit])
     del_.taken(other)
@@ -295,16 +295,16 @@ def test_drafts_that_confidence_ends_are_expected_to_go_on_as_they_did():
     del_.learn((2, 4), np.array([[True] * 8] * 2), np.full((2, 8), 0.9))
     shape = Budget(18, 18, 4)
     del_.taken(shape)
-    assert del_.expected(shape) == 18 and del_.drafts(shape) == 17, "nothing was drafted"
+    assert del_.means(shape).tokens == 18 and del_.means(shape).drafted == 17, "nothing was drafted"
     for _ in range(60):
         del_.observe(outcome(3, 3, (0.9, 0.9, 0.2)))
         del_.observe(outcome(3, 2, (0.9, 0.9, 0.2)))
     assert del_.choice().rates[1] > 0.8
-    assert 3.4 < del_.expected(shape) < 3.6 and 2.9 < del_.drafts(shape) < 3.1
+    assert 3.4 < del_.means(shape).tokens < 3.6 and 2.9 < del_.means(shape).drafted < 3.1
     later = DynamicExit((2, 4), 6, earlier=known)
-    assert 3.4 < later.expected(shape) < 3.9 and 2.9 < later.drafts(shape) < 3.4, "other texts start from it"
-    assert later.drafts(Budget(2, 2, 4)) == 2, "a shorter shape"
-    assert later.expected(Budget(18, 18, 2)) == 18, "another layer's drafts"
+    assert 3.4 < later.means(shape).tokens < 3.9 and 2.9 < later.means(shape).drafted < 3.4, "other texts start from it"
+    assert later.means(Budget(2, 2, 4)).drafted == 2, "a shorter shape"
+    assert later.means(Budget(18, 18, 2)).tokens == 18, "another layer's drafts"
 
 
 def test_a_draft_ends_when_the_product_of_confidences_is_low():
@@ -327,7 +327,7 @@ def test_a_draft_that_is_proposed_has_a_cost():
     """Also one that promises a little less than no draft: a trial of it must be paid for."""
     del_ = DynamicExit((10,), 12)
     del_.learn((10,), np.arange(10)[None] < 7, np.full((1, 10), 0.5))
-    assert del_.choice().table[0].argmax() == 0 and del_.drafts(del_.budget()) == 1
+    assert del_.choice().table[0].argmax() == 0 and del_.means(del_.budget()).drafted == 1
 
 
 def test_prices_end_drafts_where_seconds_are_compared():
@@ -463,13 +463,16 @@ def test_fixed_learns_nothing():
 def test_expected_tokens_follow_what_was_accepted(policy):
     """1 + a + a^2 + ..; each accepted token and the first rejected one moves a by a tenth."""
     rate = 0.8
-    assert policy.expected(Budget(9, 2)) == pytest.approx(1 + rate + rate**2) and policy.expected(Budget(0, 3)) == 1
+    assert (
+        policy.means(Budget(9, 2)).tokens == pytest.approx(1 + rate + rate**2)
+        and policy.means(Budget(0, 3)).tokens == 1
+    )
     for drafted, accepted in ((4, 4), (4, 1), (2, 0), (0, 0)):
         policy.observe(outcome(drafted, accepted))
         if drafted:
             seen = min(accepted + 1, drafted)
             rate += 0.1 * seen * (accepted / seen - rate)
-        assert policy.expected(Budget(1, 5)) == pytest.approx(1 + rate)
+        assert policy.means(Budget(1, 5)).tokens == pytest.approx(1 + rate)
 
 
 def test_del_compares_measured_seconds(monkeypatch):

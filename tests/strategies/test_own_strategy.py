@@ -13,6 +13,7 @@ from one_round import after_every_round
 import specker
 from specker.integrations.drafts import Drafts
 from specker.options import Common
+from specker.runtime.control.policy import Means
 from specker.runtime.round.drafter import Drafter
 from specker.runtime.strategies.base import DraftContext, Strategy
 from specker.runtime.strategies.registry import GROUP
@@ -74,7 +75,11 @@ def test_it_joins_a_model_and_copied_text(tmp_path: Path, monkeypatch: pytest.Mo
         engine.loop.clear(forget=True)
         drafted = after_every_round(monkeypatch, lambda _, r: parts.add(r.draft.size and 1 + r.batch.budget.part))
         with monkeypatch.context() as patch, drafted:
-            patch.setattr(type(policy), "expected", lambda _, shape, c=chosen: 99.0 if shape.part == c else 0.5)
+
+            def promised(_, shape, c=chosen):
+                return Means(99.0 if shape.part == c else 0.5, shape.depth, shape.depth)
+
+            patch.setattr(type(policy), "means", promised)
             prompts = [[5, 9, 5, 9, 5, 9, 5], [7, 7, 7]]
             out = engine.generate(prompts, 24)
         assert [each.tokens for each in out] == [each.tokens for each in engine.generate_ar(prompts, 24)]

@@ -109,10 +109,10 @@ def test_chances_of_a_drafted_chain():
     assert policy.chances(0, [0.9]) == [] and Fixed(3, 3).chances(2, []) == pytest.approx([0.8, 0.64])
     whole = Auto(Acceptance(0.98), Budget(8, 8), confident=False)
     assert whole.chances(2, []) == pytest.approx([0.75, 0.75**2]), "before anything was drafted"
-    before = policy.expected(Budget(8, 8))
+    before = policy.means(Budget(8, 8)).tokens
     for _ in range(20):  # drafts that are never worth a row commit one token a round, and the policy must learn that
         policy.observe(Outcome(0, [0], [0.1]))
-    assert policy.expected(Budget(8, 8)) < 2 < before
+    assert policy.means(Budget(8, 8)).tokens < 2 < before
 
 
 def test_the_price_of_a_row_and_what_a_round_of_unequal_rows_teaches():

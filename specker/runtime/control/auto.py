@@ -29,7 +29,7 @@ from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from specker.runtime.control.policy import LENGTHS, TREES, TRIED, Budget, Chain, Outcome, Policy, StopRule, after
+from specker.runtime.control.policy import LENGTHS, TREES, TRIED, Budget, Chain, Means, Outcome, Policy, StopRule, after
 
 if TYPE_CHECKING:  # costs.py imports numpy
     from specker.runtime.control.costs import Costs
@@ -179,10 +179,11 @@ class Acceptance:
                 known = Span(each * sum(agreement**j for j in range(1, count + 1)), count, count, goes_on)
             else:
                 known = before[i]
-            own = Span(*(share.mean(prior) for share, prior in zip(shares, known, strict=True)))
+            tokens, rows, steps, on = shares
+            own = Span(tokens.mean(known[0]), rows.mean(known[1]), steps.mean(known[2]), on.mean(known[3]))
             each, goes_on = own.tokens / count, own.goes_on
-            sums = Cap(*(total + reached * more for total, more in zip(sums, own, strict=False)))
-            reached *= own.goes_on
+            sums = Cap(sums[0] + reached * own[0], sums[1] + reached * own[1], sums[2] + reached * own[2])
+            reached *= goes_on
             spans.append(own)
             caps.append(sums)
         self._caps, self._stale = (spans, caps), 0
@@ -221,20 +222,12 @@ class Auto(Policy):
     def budgets(self) -> Sequence[Budget]:
         return self.shapes
 
-    def expected(self, budget: Budget) -> float:
-        if self.confident:
-            return 1 + self._cap(budget).tokens
-        return self.seen.expected_tree(budget.nodes) if budget.tree else self.seen.expected(budget.depth)
-
-    def drafts(self, budget: Budget) -> float:
-        return self._cap(budget).steps if self.confident else budget.nodes
-
-    def verified(self, budget: Budget) -> float:
-        return self._cap(budget).rows if self.confident else budget.nodes
-
-    def _cap(self, budget: Budget) -> Cap:
-        """Of the longest of LENGTHS that is no longer than the budget."""
-        return self.seen.caps()[bisect(LENGTHS, max(1, budget.depth)) - 1]
+    def means(self, budget: Budget) -> Means:
+        if self.confident:  # as the longest of LENGTHS that is no longer than the budget
+            cap = self.seen.caps()[bisect(LENGTHS, max(1, budget.depth)) - 1]
+            return Means(1 + cap.tokens, cap.steps, cap.rows)
+        tokens = self.seen.expected_tree(budget.nodes) if budget.tree else self.seen.expected(budget.depth)
+        return Means(tokens, budget.nodes, budget.nodes)
 
     def trial(self, budget: Budget) -> Budget:
         return shorter([shape for shape in self.shapes if shape.tree == budget.tree], budget)

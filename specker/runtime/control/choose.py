@@ -28,14 +28,14 @@ The estimates are wrong at first, and texts change. So
   share of the time since it was last tried: half as much after a trial of drafts that lost.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from statistics import NormalDist
 from typing import Any
 
 from specker.runtime.control.costs import Costs
-from specker.runtime.control.policy import Budget, Offer, Policy
+from specker.runtime.control.policy import Budget, Means, Offer, Policy
 from specker.runtime.control.reasons import BEHIND, ENDED, MEASURED, MISSING, RESTS
 
 NONE = Budget(0, 0)
@@ -137,7 +137,9 @@ class Chooser:
         quiet = self.reason == RESTS and self.keeps_resting(n)  # a model's drafts were slower: only copies are weighed
         if not quiet:
             self._ahead = 0
-        proposed = dict.fromkeys(shape for p in policies for shape in p.budgets())
+        proposed: Collection[Budget] = policies[0].budgets()
+        if n > 1:
+            proposed = dict.fromkeys(shape for p in policies for shape in p.budgets())
         shapes = [shape for shape in proposed if texts.served(shape, True)]
         ended = len(shapes) < len(proposed)
         was, self.reason, self.trial = self.reason, "" if shapes or not ended else ENDED, False
@@ -154,10 +156,12 @@ class Chooser:
             return self._rest(n, none, RESTS if shapes else ENDED if ended else MISSING)
         plain = n / self.costs.plain(n)
         bar = (STAY if self._drafting else START) * plain
-        if reads and (self.left > 0 or self._new) and self._reads(texts, drafts, START * plain):
+        rates = [texts.rate(shape, False) for shape in drafts]
+        if reads and (self.left > 0 or self._new) and self._reads(texts, drafts, rates, START * plain):
             return NONE
-        ready = [shape for shape in drafts if texts.served(shape, False)]
-        if not ready:
+        rate = max(rates)
+        best = drafts[rates.index(rate)]
+        if not rate:
             best = max(drafts, key=lambda shape: texts.rate(shape, True))
             slot = max(texts.unread(best), key=lambda slot: texts.remaining[slot])
             late = texts.reading(best, [slot]) * plain / n
@@ -165,8 +169,6 @@ class Chooser:
                 self.unread = frozenset([slot])
                 return NONE
             return self._rest(n, none, RESTS if reads else BEHIND)
-        best = max(ready, key=lambda shape: texts.rate(shape, False))
-        rate = texts.rate(best, False)
         if self._new and rate > bar:
             self.left = max(self.left, min(FIRST, max(0.0, self.left) + FIRST * self._new / n))
         self._new = 0
@@ -207,17 +209,17 @@ class Chooser:
             return NONE
         return best
 
-    def _reads(self, texts: "_Texts", drafts: Sequence[Budget], plain: float) -> bool:
+    def _reads(self, texts: "_Texts", drafts: Sequence[Budget], rates: Sequence[float], plain: float) -> bool:
         """Set `unread` to the slots that a model is to read, if there are any: those whose tokens repay it. Of texts
-        that are awaited together all or none: one without drafts would end last. `plain`: tokens per second without
-        drafts. Copies do not count as what goes on otherwise: a match ends."""
-        behind = [shape for shape in drafts if texts.unread(shape)]
+        that are awaited together all or none: one without drafts would end last. `rates`: of the drafts, as far as
+        texts are read. `plain`: tokens per second without drafts. Copies do not count as what goes on otherwise: a
+        match ends."""
+        behind = {shape: texts.rate(shape, True) for shape in drafts if texts.unread(shape)}
         if not behind:
             return False
-        ready = [texts.rate(s, False) for s in drafts if not texts.copies(s) and texts.served(s, False)]
-        now = max([plain, *ready])
-        best = max(behind, key=lambda shape: texts.rate(shape, True))
-        saved = texts.left * (1 / now - 1 / texts.rate(best, True))  # seconds
+        now = max([plain, *(rate for shape, rate in zip(drafts, rates, strict=True) if not texts.copies(shape))])
+        best = max(behind, key=behind.__getitem__)
+        saved = texts.left * (1 / now - 1 / behind[best])  # seconds
         slots = [*texts.unread(best)]
         if not texts.together:
             each = saved / sum(texts.remaining[slot] for slot in slots)
@@ -268,7 +270,7 @@ class Chooser:
     def _worth(self, policies: Sequence[Policy], shape: Budget) -> float:
         """Tokens per second that a batch emits otherwise."""
         plain = len(policies) / self.costs.plain(len(policies))
-        texts = replace(self._texts, policies=policies, offers=(), _rates={})
+        texts = replace(self._texts, policies=policies, offers=())
         return plain if self.trial else max(plain, texts.rate(shape, True))
 
     def measured(self, n: int, seconds: float, rests: bool) -> None:
@@ -297,7 +299,7 @@ class Chooser:
                 self.left -= SWITCH
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class _Texts:
     """The texts of a batch, and what drafts promise for them."""
 
@@ -306,7 +308,16 @@ class _Texts:
     offers: Sequence[Offer]
     costs: Costs
     spread: float | None = None  # as of `Chooser.choose`
-    _rates: dict[tuple[Budget, bool], float] = field(default_factory=dict)
+    _fits: list[Sequence[int]] = field(init=False)  # slots with room for a draft, by `Budget.part`
+    _unread: list[frozenset[int]] = field(init=False)  # those of them whose text its drafter must read first
+
+    def __post_init__(self) -> None:
+        slots, self._fits, self._unread = range(len(self.policies)), [], []
+        for offer in self.offers:
+            fits = [slot for slot in slots if offer.room[slot] > 0] if offer.room else slots
+            missing = offer.missing if any(offer.missing) else ()
+            self._fits.append(fits)
+            self._unread.append(frozenset(slot for slot in fits if missing[slot]) if missing else frozenset())
 
     @property
     def together(self) -> bool:
@@ -318,11 +329,15 @@ class _Texts:
         n = len(self.remaining)
         return n * _smooth(self.remaining) if self.together else sum(self.remaining)
 
-    def _added(self, shape: Budget, read: bool) -> list[float]:
+    def _means(self, shape: Budget, read: bool) -> dict[int, Means]:
+        """Of each slot that gets a draft."""
+        return {slot: self.policies[slot].means(shape) for slot in self.served(shape, read)} if shape.nodes else {}
+
+    def _added(self, shape: Budget, read: bool, means: dict[int, Means]) -> list[float]:
         """The tokens that a round of this shape is expected to add to each text."""
         added = [1.0] * len(self.policies)
-        for slot in self.served(shape, read) if shape.nodes else ():
-            added[slot] = self.policies[slot].expected(shape)
+        for slot, each in means.items():
+            added[slot] = each.tokens
         unread = sorted(self.unread(shape)) if read else ()
         for i, slot in enumerate(unread):
             differs = 1 + (self.spread or 0.0) * NORMAL.inv_cdf((i + 0.5) / len(unread))
@@ -333,28 +348,26 @@ class _Texts:
         """What a token of each text is worth in such a round; see the module's docstring."""
         if not self.together:
             return [1.0] * len(self.policies)
-        added = self._added(shape, read)
+        added = self._added(shape, read, self._means(shape, read))
         rounds = [left / more for left, more in zip(self.remaining, added, strict=True)]
         last = max(rounds)
         shares = [(each / last) ** SMOOTH for each in rounds]
         tokens = self.left / _smooth(rounds) / sum(shares)
         return [tokens * share / more for share, more in zip(shares, added, strict=True)]
 
-    def served(self, shape: Budget, read: bool) -> list[int]:
+    def served(self, shape: Budget, read: bool) -> Sequence[int]:
         """The slots that get a draft of this shape: those with room for it, and, unless `read`, whose text is read."""
-        slots = range(len(self.policies))
         if not self.offers:
-            return [*slots]
-        room, missing = self.offers[shape.part].room, self.offers[shape.part].missing
-        return [s for s in slots if (not room or room[s] > 0) and (read or not missing or not missing[s])]
+            return range(len(self.policies))
+        fits, unread = self._fits[shape.part], self._unread[shape.part]
+        return fits if read or not unread else [slot for slot in fits if slot not in unread]
 
     def copies(self, shape: Budget) -> bool:
         return bool(self.offers and self.offers[shape.part].matches)
 
     def unread(self, shape: Budget) -> frozenset[int]:
         """The slots that its drafter must read first."""
-        missing = self.offers[shape.part].missing if self.offers else ()
-        return frozenset(slot for slot in self.served(shape, True) if missing and missing[slot])
+        return self._unread[shape.part] if self.offers else frozenset()
 
     def reading(self, shape: Budget, slots: Sequence[int]) -> float:
         """Seconds that the reading takes."""
@@ -362,24 +375,29 @@ class _Texts:
 
     def expected(self, shape: Budget, read: bool) -> tuple[float, float]:
         """Expected tokens and seconds of a round of this shape."""
-        n, served = len(self.policies), [self.policies[slot] for slot in self.served(shape, read)]
+        n = len(self.policies)
+        if n == 1 and shape.nodes:
+            one = self.policies[0].means(shape)
+            return one.tokens, self.costs.round(1, shape, one.drafted, one.verified)
+        means = self._means(shape, read)
         if self.together:
-            added = self._added(shape, read)
+            added = self._added(shape, read, means)
             tokens = self.left / _smooth([left / more for left, more in zip(self.remaining, added, strict=True)])
         else:
-            tokens = n - len(served) + sum([p.expected(shape) for p in served])
-        drafted = sum([p.drafts(shape) for p in served]) / len(served)
-        if shape.beside is None or n == 1:
-            verified = sum([p.verified(shape) for p in served]) / n
+            tokens = n - len(means) + sum([each.tokens for each in means.values()])
+        drafted = sum([each.drafted for each in means.values()]) / max(1, len(means))
+        if shape.beside is None:
+            verified = sum([each.verified for each in means.values()]) / n
         else:  # a tree, whose rows all sequences have
             verified = drafted + shape.beside.nodes
         return tokens, self.costs.round(n, shape, drafted, verified)
 
     def rate(self, shape: Budget, read: bool) -> float:
-        if (shape, read) not in self._rates:
-            tokens, seconds = self.expected(shape, read)
-            self._rates[shape, read] = tokens / seconds
-        return self._rates[shape, read]
+        """Expected tokens per second; 0 if no text gets a draft."""
+        if not self.served(shape, read):
+            return 0.0
+        tokens, seconds = self.expected(shape, read)
+        return tokens / seconds
 
     def trial(self, shape: Budget) -> Budget:
         return self.policies[0].trial(shape)

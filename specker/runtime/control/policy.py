@@ -123,6 +123,14 @@ def after(rule: StopRule, chain: Chain, probability: float) -> tuple[Chain, bool
     return longer, probability >= rule.token and longer.joint >= least
 
 
+class Means(NamedTuple):
+    """What a round of some shape is expected to do for one sequence."""
+
+    tokens: float  # committed
+    drafted: float  # tokens that the drafter drafts
+    verified: float  # draft tokens in the verify pass, if no other sequence is in it
+
+
 class Policy:
     """Proposes how much to draft for one sequence. All sequences of a round share one shape (choose.py)."""
 
@@ -144,18 +152,11 @@ class Policy:
         """All shapes that this sequence proposes, perhaps none."""
         return (self.budget(),)
 
-    def expected(self, budget: Budget) -> float:
-        """Expected tokens that a round of this shape commits for this sequence: 1 + a + a^2 + .. + a^depth, with a the
-        smoothed acceptance rate (arXiv 2211.17192, equation 1)."""
-        return sum(self.rate**i for i in range(min(budget.depth, budget.nodes) + 1))
-
-    def drafts(self, budget: Budget) -> float:
-        """Expected tokens that the drafter of a round of this shape drafts."""
-        return min(budget.depth, budget.nodes)
-
-    def verified(self, budget: Budget) -> float:
-        """Expected draft tokens that a round of this sequence alone verifies."""
-        return self.drafts(budget)
+    def means(self, budget: Budget) -> Means:
+        """What a round of this shape is expected to do. By default it commits 1 + a + a^2 + .. + a^depth tokens, with a
+        the smoothed acceptance rate (arXiv 2211.17192, equation 1)."""
+        depth = min(budget.depth, budget.nodes)
+        return Means(sum(self.rate**i for i in range(depth + 1)), depth, depth)
 
     def trial(self, budget: Budget) -> Budget:
         """The shape of a trial, which finds out whether drafts of the shape `budget`, one of this policy's, pay off by

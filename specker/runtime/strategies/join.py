@@ -22,7 +22,7 @@ from itertools import product
 from typing import Any
 
 from specker.options import Options
-from specker.runtime.control.policy import AUTO, OWN, Budget, Match, Outcome, Policy, StopRule
+from specker.runtime.control.policy import AUTO, OWN, Budget, Match, Means, Outcome, Policy, StopRule
 from specker.runtime.strategies.base import Plan
 
 JOINED = Budget(16, 16)  # the longest draft of the sources after the first
@@ -67,22 +67,14 @@ class JoinedPolicy(Policy):
         first, others = self.parts[0].budgets(), [shape for policy in self.parts[1:] for shape in policy.budgets()]
         return [*first, *others, *(pairs(first, others) if self.branches else ())]
 
-    def expected(self, budget: Budget) -> float:
-        own = self.parts[budget.part].expected(budget)
+    def means(self, budget: Budget) -> Means:
+        own = self.parts[budget.part].means(budget)
         if budget.beside is None:
             return own
-        other = self.expected(budget.beside)
-        return min(own + other - 1 - shared(own, other), 1 + max(budget.depth, budget.beside.depth))
-
-    def drafts(self, budget: Budget) -> float:
-        return self.parts[budget.part].drafts(budget)
-
-    def verified(self, budget: Budget) -> float:
-        own = self.parts[budget.part].verified(budget)
-        if budget.beside is None:
-            return own
-        both = shared(self.parts[budget.part].expected(budget), self.expected(budget.beside))
-        return own + max(0.0, self.drafts(budget.beside) - both)
+        other = self.means(budget.beside)
+        both = shared(own.tokens, other.tokens)
+        tokens = min(own.tokens + other.tokens - 1 - both, 1 + max(budget.depth, budget.beside.depth))
+        return Means(tokens, own.drafted, own.verified + max(0.0, other.drafted - both))
 
     def trial(self, budget: Budget) -> Budget:
         return self.parts[budget.part].trial(budget)

@@ -16,7 +16,18 @@ from typing import Any
 from specker.fields import check_fields, opt, option
 from specker.options import Options
 from specker.runtime.control.auto import TEXT_DECAY, Acceptance, Auto
-from specker.runtime.control.policy import AUTO, CONFIDENT, LONGEST, MAX_NODES, TREES, Budget, Outcome, Policy, general
+from specker.runtime.control.policy import (
+    AUTO,
+    CONFIDENT,
+    LONGEST,
+    MAX_NODES,
+    TREES,
+    Budget,
+    Means,
+    Outcome,
+    Policy,
+    general,
+)
 from specker.runtime.strategies.base import Plan, PolicyContext, Strategy
 
 CANDIDATES = 15  # M_max: the most candidates of a position
@@ -60,8 +71,9 @@ class AdaptiveLength(Policy):
     def budget(self) -> Budget:
         return Budget(self.nodes(self.length), self.length)
 
-    def expected(self, budget: Budget) -> float:
-        return super().expected(budget) if self.seen is None else self.seen.expected(min(budget.depth, budget.nodes))
+    def means(self, budget: Budget) -> Means:
+        means = super().means(budget)
+        return means if self.seen is None else means._replace(tokens=self.seen.expected(int(means.drafted)))
 
     def observe(self, outcome: Outcome) -> None:
         super().observe(outcome)

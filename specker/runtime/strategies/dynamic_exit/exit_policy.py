@@ -9,7 +9,7 @@ import numpy as np
 
 from specker.runtime.control.auto import ENGINE_DECAY, TEXT_DECAY, Acceptance, AcceptanceHistory
 from specker.runtime.control.costs import Costs
-from specker.runtime.control.policy import LONGEST, Budget, Chain, Outcome, Policy, StopRule
+from specker.runtime.control.policy import LONGEST, Budget, Chain, Means, Outcome, Policy, StopRule
 from specker.runtime.strategies.dynamic_exit import WINDOW
 
 REFRESH = 8  # number of budgets after which the costs of rounds are asked for again
@@ -111,25 +111,20 @@ class DynamicExit(Policy):
         priced = prices and self.costs is not None and not self.by_length
         self._rule = self._seen_at(budget.exit).rule(prices, self.worth) if priced else None
 
-    def expected(self, budget: Budget) -> float:
-        """1 + a + .. + a^g, with a the match rate of the exit layer. If confidence ends drafts, the mean so far."""
-        if not self.by_length:
-            return self._means(budget)[0]
-        return self._by_rate(self.layers.index(budget.exit), budget.depth)
-
-    def drafts(self, budget: Budget) -> float:
-        return budget.depth if self.by_length else min(budget.depth, self._means(budget)[1])
-
-    def _means(self, budget: Budget) -> tuple[float, float]:
-        """Mean committed and draft tokens of this exit layer's drafts. Confidence lets a draft go on where the layer
-        mostly agrees, so the match rate of drafted tokens is too high to tell from it how long drafts are. Before the
-        layer's first draft: what TPL expects."""
+    def means(self, budget: Budget) -> Means:
+        """1 + a + .. + a^g committed tokens, with a the match rate of the exit layer. If confidence ends drafts, what
+        this exit layer's drafts achieved so far: confidence lets a draft go on where the layer mostly agrees, so the
+        match rate of drafted tokens is too high to tell from it how long drafts are. Before the layer's first draft:
+        what TPL expects."""
         index = self.layers.index(budget.exit)
+        if self.by_length:
+            return Means(self._by_rate(index, budget.depth), budget.depth, budget.depth)
         seen, g = self._seen_at(budget.exit), self.choice().lengths[index]
         before = seen.before
         assert before is not None
         tokens, drafted = before.tokens.mean(self._by_rate(index, g), 1.0), before.drafted.mean(g, 1.0)
-        return seen.tokens.mean(tokens), seen.drafted.mean(drafted)
+        drafted = min(budget.depth, seen.drafted.mean(drafted))
+        return Means(seen.tokens.mean(tokens), drafted, drafted)
 
     def _by_rate(self, index: int, g: int) -> float:
         a = self.choice().rates[index]

@@ -35,6 +35,7 @@ from specker.runtime.control.policy import (
     PREDICTION,
     Budget,
     Match,
+    Means,
     Outcome,
     Policy,
 )
@@ -154,13 +155,11 @@ class NgramPolicy(Policy):
         prior = self.earlier.get(key, UNTRIED).mean(RATES[min(worth, len(RATES)) - 1])
         return self.shares.get(key, UNTRIED).mean(prior)
 
-    def expected(self, budget: Budget) -> float:
+    def means(self, budget: Budget) -> Means:
         if not self.matched:
-            return 1.0
-        return total(self.rate_of(self.matched, self.source), min(budget.depth, self.available))
-
-    def drafts(self, budget: Budget) -> float:
-        return min(budget.depth, self.available) if self.matched else 0
+            return Means(1.0, 0, 0)
+        copied = min(budget.depth, self.available)
+        return Means(total(self.rate_of(self.matched, self.source), copied), copied, copied)
 
     def chances(self, count: int, confidence: Sequence[float]) -> list[float]:
         a = self.rate_of(self.matched, self.source) if self.matched else 0.0
