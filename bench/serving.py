@@ -9,8 +9,8 @@ runs on `--threads` threads with eight slots; all are loaded, and only one is as
 servers take turns with the same prompts, greedy, `--max-new-tokens` each. In the mix `long` prompts have 40 to 1,500
 tokens: the questions of coder_prompts.jsonl or spec_bench.jsonl, every fourth one with source code of this package
 before it. In `short` they are the questions of at most SHORT characters. Every concurrency has the same prompts, but
-for its number at their beginning: so none finds the K/V of an earlier one. vLLM reads no GGUF file: it serves SmolLM2's
-converted weights in bfloat16, and not the pair of Qwen2.5-Coder.
+for its number at their beginning: so none finds the K/V of an earlier one. vLLM reads no GGUF file: it serves the
+converted weights in bfloat16, with 3 GiB more memory for each of its servers of Qwen2.5-Coder; `--only` takes a few.
 
 Reported: requests/s, tokens/s (answers only), time to the first token (p50, p95), between chunks (p95), which hold a
 round's tokens each, the server's memory after it, the acceptance length where the server tells it, and how many answers
@@ -65,6 +65,11 @@ parser = FlexibleArgumentParser()
 serve.add_cli_args(parser)
 serve.main(parser.parse_args(sys.argv[1:]))
 """
+VLLM_SPECULATION = {  # its configurations of speculative decoding, with the lengths of its documentation's examples
+    "vLLM bfloat16": {},
+    "vLLM bfloat16 draft-model": {"method": "draft_model", "model": "{draft}", "num_speculative_tokens": 5},
+    "vLLM bfloat16 ngram": {"method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_max": 4},
+}
 VLLM = {"VLLM_CPU_KVCACHE_SPACE": "2", "VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "WARNING"}
 
 
@@ -109,12 +114,22 @@ def ways(model: str, args: Args) -> dict[str, list[str]]:
             continue
         side = ["--model-draft", str(files[1]), "--spec-draft-threads", threads] if drafts else []
         found[f"llama-server {name}"] = [*llama, *flags, *side]
-    if model == "smollm2":
-        vllm = [str(installed("vllm")), "-c", SERVER, "serve", str(real.fetch()), "--port", "{port}"]
-        found["vLLM bfloat16"] = [*vllm, "--dtype", "bfloat16", "--max-model-len", str(CONTEXT)]
-        found["vLLM bfloat16"] += ["--max-num-seqs", str(SLOTS)]
+    for name, config in VLLM_SPECULATION.items():
+        if "model" in config and len(files) == 1:
+            continue
+        found[name] = [str(installed("vllm")), "-c", SERVER, "serve", "{target}", "--port", "{port}"]
+        found[name] += ["--dtype", "bfloat16", "--max-model-len", str(CONTEXT), "--max-num-seqs", str(SLOTS)]
+        found[name] += ["--speculative-config", json.dumps(config)] if config else []
     parts = [part for part in args.only.split(",") if part]
-    return {name: way for name, way in found.items() if not parts or any(part in name for part in parts)}
+    chosen = {name: way for name, way in found.items() if not parts or any(part in name for part in parts)}
+    if any(name in VLLM_SPECULATION for name in chosen):  # it reads no GGUF file
+        folders = [str(converted(file, dense=True)) for file in files]
+        places = dict(zip(("{target}", "{draft}"), folders, strict=False))
+        for name, way in chosen.items():
+            for place, folder in places.items():
+                way = [word.replace(place, folder) for word in way]
+            chosen[name] = way
+    return chosen
 
 
 @contextlib.contextmanager

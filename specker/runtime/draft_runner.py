@@ -94,7 +94,7 @@ class DraftRunner:
         if self.ranks is not None:
             return chooser.choose(policies, left, [replace(model, missing=()), *others])
         call = requests[0].call
-        together = call is not None and not self.more and all(s.call is call for s in requests)
+        together = len(requests) > 1 and call is not None and not self.more and all(s.call is call for s in requests)
         spread = self.history.spread if together else None
         budget = chooser.choose(policies, left, self.offers, spread=spread)
         if not model.missing:

@@ -120,7 +120,7 @@ class Chooser:
         much texts differ in the tokens that a draft adds, as a standard deviation over the mean; None: others may
         follow."""
         self.unread = frozenset()
-        self._texts = texts = _Texts(policies, remaining, offers, self.costs, spread if len(policies) > 1 else None)
+        self._texts = texts = _Texts(policies, remaining, offers, self.costs, spread)
         shape = self._choose(texts, reads)
         self.worths = texts.worths(shape)
         if self.unread:
