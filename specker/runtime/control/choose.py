@@ -14,7 +14,7 @@ Where others may follow, as in a server, a token of any text is worth the same, 
 that each text is expected to add. Texts that are awaited together, those of one call, end when the last one does. With
 L_i the tokens that text i still adds, it takes L_i / e_i rounds, and
 
-    T(s) = n M(L) / M(L / e)        M(x) = (mean of x_i^8)^(1/8), a smooth maximum
+    T(s) = n M(L) / M(L / e)        M(x) = (mean of x_i^4)^(1/4), a smooth maximum
 
 so a text that ends before the others gains nothing by drafts. Texts differ: of those that a model has not read, e_i - 1
 is spread as it was among earlier texts. A token of text i is worth the derivative of T by e_i: of the draft tokens of a
@@ -53,7 +53,7 @@ COLD = 2  # rounds after a change, in which the processor's caches hold other da
 AGAIN = 16  # plain rounds until drafts are considered again
 REPAID = 1.25  # times that drafts must be expected to repay the reading of texts
 REFRESH = 8  # rounds that prices are kept for
-SMOOTH = 8  # exponent of the smooth maximum
+SMOOTH = 4  # exponent of the smooth maximum: how long a text takes is uncertain
 NORMAL = NormalDist()
 PHASE = 1.25  # a measurement that differs by this factor tells that the machine has another speed, for drafts as well
 
