@@ -1,14 +1,15 @@
 """The results as Markdown tables, which scripts/pages.py writes into README.md and docs/results.md.
 
 They have the newest run of bench/e2e.py on each pair, those of bench/peers.py in which the most engines ran, the newest
-run of bench/contexts.py on each model, and the newest rows of a GPU's kernels and of decoding there.
+run of bench/contexts.py on each model, that of bench/serving.py on each model and mix of prompts, and the newest rows
+of a GPU's kernels and of decoding there.
 """
 
 import re
 from collections.abc import Iterable
 from pathlib import Path
 
-from bench.plot import Row, contexts, end_to_end, on_gpus, peers, read
+from bench.plot import Row, contexts, end_to_end, on_gpus, peers, read, serving
 
 MARK = re.compile(r"<!-- results (\S+)(?: only: (.+?))? -->\n.*?<!-- end -->", re.DOTALL)
 
@@ -22,6 +23,16 @@ def contexts_markdown(rows: list[Row]) -> str:
         cells = [found[way, length] for way in ways if (way, length) in found]
         speeds = [f"{x['prefill_tokens_per_second']:.0f} / {x['decode_tokens_per_second']:.1f}" for x in cells]
         lines.append([f"{length:,}", *speeds])
+    return with_origin(lines, rows[-1])
+
+
+def serving_markdown(rows: list[Row]) -> str:
+    """The table of one model and mix of prompts: tokens/s of the answers by the requests at once."""
+    found = {(row["way"], row["concurrency"]): row["tokens_per_second"] for row in rows}
+    numbers = sorted({row["concurrency"] for row in rows})
+    lines = [["server", *(f"{n} at once" for n in numbers)], ["---", *["--:"] * len(numbers)]]
+    for way in sorted({row["way"] for row in rows}, key=lambda way: -found.get((way, numbers[-1]), 0.0)):
+        lines.append([way, *(f"{found[way, n]:.1f}" if (way, n) in found else "" for n in numbers)])
     return with_origin(lines, rows[-1])
 
 
@@ -125,6 +136,7 @@ def table(lines: list[list[str]]) -> str:
 TABLES = {
     "peers": peers_markdown,
     "contexts": contexts_markdown,
+    "serving": serving_markdown,
     "kernels": kernels_markdown,
     "decode": decode_markdown,
 }
@@ -135,7 +147,8 @@ def tables(folders: Iterable[Path]) -> dict[str, list[Row]]:
     found: dict[str, list[Row]] = {}
     for folder in folders:
         rows = read(folder)
-        for name, run in (end_to_end(rows) | peers(rows) | contexts(rows) | on_gpus(folder, rows)).items():
+        loads = {f"{name}-{mix}": run for name, mixes in serving(rows).items() for mix, run in mixes.items()}
+        for name, run in (end_to_end(rows) | peers(rows) | contexts(rows) | on_gpus(folder, rows) | loads).items():
             found[name] = max(found.get(name, run), run, key=lambda rows: rows[-1].get("date", ""))
     return found
 

@@ -111,6 +111,24 @@ def test_a_table_of_a_page_is_replaced():
         tables.fill(text.replace("e2e -->", "e2e only: ar, tree -->"), given)
 
 
+def test_the_servers_of_the_newest_run_are_shown(tmp_path):
+    """The fastest one with most requests at once first."""
+    about = {"model": "M", "mix": "short", "command": "python x", "machine": "a card", "threads": 2}
+    about |= {"versions": {"torch": "2"}, "date": "2", "commit": "abc"}
+    old = [{**about, "commit": "ab", "way": "gone", "concurrency": 1, "tokens_per_second": 1.0}]
+    speeds = {("slow", 1): 9.44, ("slow", 4): 9.0, ("fast", 1): 7.0, ("fast", 4): 20.0, ("other", 1): 3.0}
+    rows = [{**about, "way": way, "concurrency": n, "tokens_per_second": x} for (way, n), x in speeds.items()]
+    write(tmp_path, "serving", old + rows)
+    page = tables.fill("<!-- results serving-M-short -->\n<!-- end -->", tables.tables([tmp_path]))
+    assert page.splitlines()[-6:-1] == [
+        "| server | 1 at once | 4 at once |",
+        "| --- | --: | --: |",
+        "| fast | 7.0 | 20.0 |",
+        "| slow | 9.4 | 9.0 |",
+        "| other | 3.0 |  |",
+    ]
+
+
 def test_the_newest_whole_run_of_the_engines_is_shown():
     run = {"bench": "peers", "target": "M", "command": "python x", "machine": "a card", "threads": 2, "commit": "abc"}
     run |= {"versions": {"torch": "2"}, "date": "2"}
