@@ -25,13 +25,13 @@ from typing import Any, TypeVar
 import torch
 from rich.table import Table
 
+from specker.cpu import build
 from specker.paths import write_file
-from specker.runtime.versions import machine
 
 # A round that is not captured explains a slow row.
 logging.getLogger("specker.runtime.round.graphs").addHandler(logging.lastResort or logging.NullHandler())
 
-os.environ["SPECKER_LEARN"] = "off"  # else a run would change the drafts of the next one
+os.environ["SPECKER_VOCAB_LEARN"] = "off"  # else a run would change the drafts of the next one
 
 RESULTS = Path(__file__).parent / "results"
 SAVE = "append the rows to bench/results/<machine>"
@@ -153,6 +153,19 @@ def quantile(values: Iterable[float], q: float) -> float:
 def wait() -> None:
     if torch.cuda.is_available():
         torch.cuda.synchronize()
+
+
+def machine(device: str = "cpu") -> str:
+    """The GPU's name for a CUDA device, otherwise the processor's name, the level of its instructions in cpu/build.py
+    (a name such as "AMD EPYC" serves several generations) and the number of usable cores."""
+    if torch.device(device).type == "cuda":
+        return torch.cuda.get_device_name(device)
+    model = platform.processor() or platform.machine()
+    info = Path("/proc/cpuinfo")
+    if info.exists() and (match := re.search(r"^model name\s*:\s*(.+)$", info.read_text(), re.MULTILINE)):
+        model = match[1].strip()
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return f"{model} ({build.level()}), {cores} cores"
 
 
 def folder(device: str = "cpu") -> Path:

@@ -139,7 +139,7 @@ def running(name: str, command: list[str], folder: Path, threads: int) -> Iterat
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
     log = folder / f"{name}.log"
-    environment = os.environ | {"OMP_NUM_THREADS": str(threads), "SPECKER_LEARN": "off"} | VLLM
+    environment = os.environ | {"OMP_NUM_THREADS": str(threads), "SPECKER_VOCAB_LEARN": "off"} | VLLM
     with log.open("w") as out:
         words = [word.replace("{port}", port) for word in command]
         process = subprocess.Popen(words, stdout=out, stderr=out, env=environment, start_new_session=True)

@@ -25,7 +25,6 @@ ACTIVATIONS = ("int8", "bfloat16", "float32")
 KV_DTYPES = ("float32", "bfloat16", "float16", "int8")
 LAYOUTS = ("replicated", "layer-parallel", "tensor", "both")
 GRAPHS = "SPECKER_GRAPHS"  # the environment's variable, to debug a run with or without graphs
-LEARN = "SPECKER_LEARN"  # another: "off" neither keeps what a run learns for later ones, nor uses what is kept
 MAX_BATCH = 256
 MOST_K = 2**31 - 1  # of top_k, which kernels take as an integer of 32 bits
 MAX_BIASES = 300  # of a request, as in OpenAI's API
@@ -366,13 +365,6 @@ class Params:
         refuse_unknown(named, [*own, *drawn])
         sampling = Sampling(**{name: value for name, value in named.items() if name in drawn})
         return cls(sampling=sampling, **{name: value for name, value in named.items() if name in own})
-
-
-def learns() -> bool:
-    """Whether a run keeps what it learns, and uses what earlier ones have kept. Raises ValueError."""
-    if (said := os.environ.get(LEARN) or "on") not in ("on", "off"):
-        raise ValueError(f"the environment variable {LEARN} must be on or off, got {said!r}")
-    return said == "on"
 
 
 def check_least(least: int, most: int) -> None:

@@ -27,7 +27,7 @@ def pytest_configure(config: pytest.Config) -> None:
     """Without `-m gpu`, kernels run in Triton's interpreter on CPU tensors. This is set before any test module is
     imported, since a kernel's definition decides between interpreter and compiler. No test learns from another one, or
     writes its counts to the user's cache, unless it asks for it."""
-    os.environ["SPECKER_LEARN"] = "off"
+    os.environ["SPECKER_VOCAB_LEARN"] = "off"
     if threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         # A shell's background job ignores SIGINT, and so does what it starts, but tests interrupt commands.
         signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -19,7 +19,6 @@ ABOUT = {
     "digests": "SHA-256 of GGUF files",
     "gguf": "converted GGUF files",
     "history": "what was typed in conversations",
-    "learnt": "what runs learnt about their drafts",
     "locks": "locks",
     "lookup": "tokens of the files of --lookup-corpus",
     "peers": "files of bench/peers.py",

@@ -2,7 +2,6 @@
 and the session that decodes requests."""
 
 import logging
-import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
@@ -22,12 +21,11 @@ from specker.model.cache import KVCache
 from specker.model.config import ModelConfig, layer_elements
 from specker.model.decoder import Model
 from specker.model.states import AHEAD
-from specker.options import GRAPHS, TEMPERATURE, Options, Params, learns
+from specker.options import GRAPHS, TEMPERATURE, Options, Params
 from specker.runtime import check, strategies, text
 from specker.runtime.check import CheckResult
 from specker.runtime.control.auto import AcceptanceHistory
 from specker.runtime.control.costs import Costs
-from specker.runtime.control.kept import Kept
 from specker.runtime.control.policy import Budget, Policy
 from specker.runtime.control.stats import Stats
 from specker.runtime.events import Event, Logprob
@@ -43,7 +41,6 @@ from specker.runtime.strategies.base import LOOKAHEAD, DraftContext, Plan, Polic
 from specker.runtime.strategies.vocabtrim import trim
 from specker.runtime.strategies.vocabtrim.head import TrimmedHead
 from specker.runtime.text import Counts, Generation, Prompt, Prompts, Stop
-from specker.runtime.versions import machine, settings, versions
 from specker.runtime.warmup import warm_up
 
 if TYPE_CHECKING:
@@ -75,7 +72,6 @@ class Engine:
     plan: Plan = field(init=False)  # the warm-up plan
     loop: Loop = field(init=False)
     session: Session = field(init=False)
-    kept: Kept | None = field(init=False, default=None)  # what it learns about drafts, if later processes may use it
 
     def __post_init__(self) -> None:
         """Make the models, caches and the loop. Raises ValueError for `graphs` on if rounds cannot be captured."""
@@ -127,11 +123,6 @@ class Engine:
         copies = any(source.strategy.name == strategies.COPY for source in o.sources)
         running = recipe.memory.running
         self.session = Session(self.loop, self.target, self.target_name, policy, eos_ids, running, copies)
-        if learns() and ranks is None and recipe.drafts and self.policy().may_skip_drafting:
-            folders = [str(side.folder.resolve()) for side in (target, draft) if side is not None]
-            about = {"models": folders, "options": settings(o), "versions": versions(), "machine": machine(self.device)}
-            self.kept = Kept(history, about | {"threads": torch.get_num_threads(), "dtype": str(self.dtype)})
-            weakref.finalize(self.session, self.kept.save)
         for sentence in self.warnings.values():
             log.warning(sentence)
 
@@ -279,14 +270,10 @@ class Engine:
 
     def warmup(self, on_progress: Callable[[int, int], None] | None = None) -> None:
         """Run the warm-up plan, so no request waits for a compiler or a capture, and measure what rounds cost here, so
-        that policy `auto` does not learn it from the first text, or take what an earlier process has learnt
-        (control/kept.py). Calls `on_progress` with (done, of)."""
+        that policy `auto` does not learn it from the first text. Calls `on_progress` with (done, of)."""
         counts = None if self.trimmed_head is None else self.trimmed_head.counts
         with nullcontext() if counts is None else counts.paused():
-            known = None if self.kept is None else self.kept.read()
-            warm_up(self.session, self.plan, self.policy, on_progress, measures=known is None)
-            if known is not None:
-                self.loop.history.restore(known)
+            warm_up(self.session, self.plan, self.policy, on_progress)
 
     def stream(
         self,

@@ -1,19 +1,13 @@
-"""What a result must name to be reproduced: the versions that computed it, the machine and the options in effect."""
+"""What a result must name to be reproduced: the versions that computed it and the options in effect."""
 
 import contextlib
 import importlib.metadata
-import os
 import platform
-import re
 from dataclasses import fields
 from functools import cache
-from pathlib import Path
 from typing import Any
 
-import torch
-
 import specker
-from specker.cpu import build
 from specker.options import Common, Options
 
 
@@ -27,19 +21,6 @@ def versions() -> dict[str, str]:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             found[name] = importlib.metadata.version(name)
     return found
-
-
-def machine(device: str | torch.device = "cpu") -> str:
-    """The GPU's name for a CUDA device, otherwise the processor's name, the level of its instructions in cpu/build.py
-    (a name such as "AMD EPYC" serves several generations) and the number of usable cores."""
-    if torch.device(device).type == "cuda":
-        return torch.cuda.get_device_name(device)
-    model = platform.processor() or platform.machine()
-    info = Path("/proc/cpuinfo")
-    if info.exists() and (match := re.search(r"^model name\s*:\s*(.+)$", info.read_text(), re.MULTILINE)):
-        model = match[1].strip()
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    return f"{model} ({build.level()}), {cores} cores"
 
 
 def settings(options: Options) -> dict[str, Any]:

@@ -37,16 +37,12 @@ PENALISED = tuple(replace(sampling, presence_penalty=1.0) for sampling in DRAWS)
 
 
 def warm_up(
-    session: Session,
-    plan: Plan,
-    policy: Callable[[], Policy],
-    on_progress: Callable[[int, int], None] | None = None,
-    measures: bool = True,
+    session: Session, plan: Plan, policy: Callable[[], Policy], on_progress: Callable[[int, int], None] | None = None
 ) -> None:
     """On a GPU, compile every kernel and capture the usual graphs (`warm_rounds`). DEL's verify passes of long drafts,
     of which there is one per exit and length, are captured at their second use. Then, on any device, decode a few
-    tokens with and without the drafter, and measure what rounds cost, for policies that rest, unless `measures` is
-    False: it is known. `on_progress` is called with (done, of)."""
+    tokens with and without the drafter, and measure what rounds cost, for policies that rest. `on_progress` is called
+    with (done, of)."""
     loop = session.loop
     if loop.graphs.capture:
         gc.collect()  # the graphs of engines that were dropped: torch does not collect before a capture
@@ -79,7 +75,7 @@ def warm_up(
     if loop.runner is not None:
         loop.runner.chooser.clear()
     with session.alone():
-        if loop.drafter is not None and policy().may_skip_drafting and measures:
+        if loop.drafter is not None and policy().may_skip_drafting:
             measure(loop, (*plan.budgets, *policy().budgets()) or (loop.largest,), policy().confident)
         loop.clear(forget=True)
     if on_progress is not None and not loop.fixed:

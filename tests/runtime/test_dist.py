@@ -608,7 +608,7 @@ def test_ranks_with_other_counts_keep_the_same_rows(tmp_path):
     script = tmp_path / "counts.py"
     script.write_text(f"""
 import os, torch, specker
-os.environ["SPECKER_LEARN"] = "on"
+os.environ["SPECKER_VOCAB_LEARN"] = "on"
 from specker.runtime.strategies.vocabtrim import scores as vocab_scores
 from specker.checkpoints.checkpoint import read_tokenizer
 from specker.runtime.ranks.dist import leave

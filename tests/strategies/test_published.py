@@ -104,7 +104,7 @@ def test_a_text_is_drafted_for_as_if_it_were_the_first(strategy):
 
 def test_no_counts_of_earlier_runs_rank_the_rows(tmp_path, monkeypatch):
     monkeypatch.setenv("SPECKER_CACHE", str(caches.empty(tmp_path / "cache")))
-    monkeypatch.setenv("SPECKER_LEARN", "on")
+    monkeypatch.setenv("SPECKER_VOCAB_LEARN", "on")
     target = make(tmp_path / "target", layers=2, max_context=256, tokenizer=True)
     pair = target, perturbed(target, tmp_path / "draft")
     how = {"strategy": "vocabtrim", "device": "cpu", "dtype": "float64"}

@@ -37,7 +37,7 @@ def models(tmp_path_factory):
 @pytest.fixture(autouse=True)
 def cache(tmp_path, monkeypatch):
     monkeypatch.setenv("SPECKER_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setenv("SPECKER_LEARN", "on")
+    monkeypatch.setenv("SPECKER_VOCAB_LEARN", "on")
     return tmp_path / "cache" / "vocab"
 
 
@@ -113,13 +113,13 @@ def test_other_engines_drafts_count_what_the_texts_grow_by(models):
 def test_it_can_be_turned_off(models, cache, monkeypatch):
     load(models).generate([1], 60, temperature=1.0)
     before = (file := next(cache.glob("*.safetensors"))).read_bytes()
-    monkeypatch.setenv("SPECKER_LEARN", "off")
+    monkeypatch.setenv("SPECKER_VOCAB_LEARN", "off")
     engine = load(models)
     assert engine.trimmed_head.ranking == "the tokenizer's order" and engine.trimmed_head.counts is None
     engine.generate([1], 60, temperature=1.0)
     assert file.read_bytes() == before
-    monkeypatch.setenv("SPECKER_LEARN", "maybe")
-    with pytest.raises(ValueError, match="variable SPECKER_LEARN must be on or off, got 'maybe'"):
+    monkeypatch.setenv("SPECKER_VOCAB_LEARN", "maybe")
+    with pytest.raises(ValueError, match="variable SPECKER_VOCAB_LEARN must be on or off, got 'maybe'"):
         load(models)
 
 

@@ -57,9 +57,6 @@ class Share:
         self.total = self.decay * self.total + total
         self.count = self.decay * self.count + count
 
-    def state(self) -> tuple[float, float]:
-        return self.total, self.count
-
     def mean(self, prior: float, weight: float = PRIOR) -> float:
         """The mean, with a prior that counts for `weight`."""
         return (self.total + weight * prior) / (self.count + weight)
@@ -134,23 +131,6 @@ class Acceptance:
                 share.add(min(max(count - less, 0), cap - less))
             if ended or cap < most:
                 shares[3].add(steps > cap)
-
-    def state(self) -> dict[str, Any]:
-        """What was counted, as JSON."""
-        lists = {name: [share.state() for share in getattr(self, name)] for name in ("agrees", "trees", "buckets")}
-        spans = [[share.state() for share in span] for span in self.spans]
-        return lists | {"spans": spans, "sums": [s.state() for s in (self.compared, self.tokens, self.drafted)]}
-
-    def restore(self, state: dict[str, Any]) -> None:
-        """Replace the counts by those of a `state`."""
-
-        def shares(states: list[list[float]]) -> list[Share]:
-            return [Share(self.decay, total, count) for total, count in states]
-
-        self.agrees, self.trees, self.buckets = (shares(state[name]) for name in ("agrees", "trees", "buckets"))
-        self.spans = [tuple(shares(span)) for span in state["spans"]]  # type: ignore[misc]
-        self.compared, self.tokens, self.drafted = shares(state["sums"])
-        self._table, self._stale = [], REFRESH
 
     def agreement(self) -> float:
         """The share of compared draft tokens that were right."""
@@ -301,7 +281,6 @@ class AcceptanceHistory:
     def ended(self, added: float, accepted: int, drafts: int) -> None:
         """A text has ended, which added this share of the tokens that its request allowed, and accepted so many draft
         tokens in so many rounds with drafts."""
-        self.texts += 1
         self.used.add(added)
         if drafts >= FEW_DRAFTS:
             self.accepted.add(accepted / drafts)
@@ -323,7 +302,6 @@ class AcceptanceHistory:
         """Forget what drafts achieved."""
         self.drafts = Acceptance(ENGINE_DECAY)  # acceptance of the first source's drafts
         self.joined: dict[int, Acceptance] = {}  # acceptance of other sources' drafts, by their number
-        self.texts = 0  # that have ended
         self.used = Share(ENGINE_DECAY)  # of the tokens that requests allowed, the share that their texts added
         self.accepted, self.squares = Share(ENGINE_DECAY), Share(ENGINE_DECAY)  # of a draft, by ended text
         self.matches: dict[tuple[str, int], Share] = {}  # right copied tokens, by source and length of the match
@@ -332,30 +310,3 @@ class AcceptanceHistory:
         self.asked = 0  # number of budgets that DEL has proposed since these seconds were computed
         self.exit_drafts: dict[int, Acceptance] = {}  # acceptance of DEL's drafts, by exit layer
         self.watching = self.decoding = 0.0  # seconds in which DEL watched layers, and in all its rounds
-
-    def state(self) -> dict[str, Any]:
-        """Everything but what DEL's next rounds compute anew, as JSON."""
-        return {
-            "costs": self.costs.state(),
-            "drafts": self.drafts.state(),
-            "joined": [(part, each.state()) for part, each in self.joined.items()],
-            "ended": [share.state() for share in (self.used, self.accepted, self.squares)],
-            "matches": [(*key, *share.state()) for key, share in self.matches.items()],
-            "exits": None if self.exits is None else self.exits.tolist(),
-            "exit_drafts": [(exit, each.state()) for exit, each in self.exit_drafts.items()],
-        }
-
-    def restore(self, state: dict[str, Any]) -> None:
-        """Replace everything by a `state` of an engine with the same models and options."""
-        self.clear()
-        self.costs.restore(state["costs"])
-        self.drafts.restore(state["drafts"])
-        for kept, found in ((self.joined, state["joined"]), (self.exit_drafts, state["exit_drafts"])):
-            for key, each in found:
-                kept.setdefault(key, Acceptance(ENGINE_DECAY)).restore(each)
-        self.used, self.accepted, self.squares = (Share(ENGINE_DECAY, *each) for each in state["ended"])
-        self.matches = {(source, n): Share(ENGINE_DECAY, *each) for source, n, *each in state["matches"]}
-        if state["exits"] is not None:
-            import numpy as np  # for DEL
-
-            self.exits = np.array(state["exits"])

@@ -107,19 +107,6 @@ class Curve:
         self.largest = max(self.largest, size)
         self._table = []
 
-    def state(self) -> dict[str, Any]:
-        """What was measured, as JSON."""
-        seen = [(size, *each) for size, each in self._seen.items()]
-        known = {"factor": self.factor, "ratios": [*self.ratios.items()], "kept": sorted(self.kept), "seen": seen}
-        return known | {"rounds": self._rounds, "largest": self.largest}
-
-    def restore(self, state: dict[str, Any]) -> None:
-        """Replace the measurements by those of a `state`."""
-        self.factor, self._rounds, self.largest = state["factor"], state["rounds"], state["largest"]
-        self.ratios, self.kept = {size: float(ratio) for size, ratio in state["ratios"]}, {*state["kept"]}
-        self._seen = {size: (count, last) for size, count, last in state["seen"]}
-        self._table = []
-
     def like(self, other: "Curve", times: float = 1.0) -> None:
         """Start from `times` what another curve has measured."""
         assert other.factor is not None
@@ -169,25 +156,6 @@ class Costs:
         self.plain_rounds = 0  # number of measured rounds without a draft
         self._prefill = 0.0  # seconds per token that the drafter prefills, of MANY or more
         self._row = 0.0  # seconds per row of the target in long passes
-
-    def state(self) -> dict[str, Any]:
-        """All measurements, as JSON."""
-        return {
-            "verify": [(exit, curve.state()) for exit, curve in self._verify.items()],
-            "draft": [(key, curve.state()) for key, curve in self._draft.items()],
-            "factors": [*self._factors.items()],
-            "each": (self.plain_rounds, self._prefill, self._row),
-        }
-
-    def restore(self, state: dict[str, Any]) -> None:
-        """Replace all measurements by those of a `state`."""
-        self.clear()
-        self._factors = {n: float(factor) for n, factor in state["factors"]}
-        for exit, each in state["verify"]:
-            self._verifying(exit).restore(each)
-        for (n, exit, part, tree), each in state["draft"]:
-            self._drafting(n, Budget(1 + tree, 1, exit, part)).restore(each)
-        self.plain_rounds, self._prefill, self._row = state["each"]
 
     def verify(self, n: int, rows: float, exit: int = 0) -> float:
         """Seconds of a verify pass over `rows` rows of n sequences in all, and of all that follows it in the round.

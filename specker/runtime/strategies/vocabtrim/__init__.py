@@ -22,6 +22,7 @@ from specker.fields import check_fields, opt
 from specker.options import VocabKeep
 
 TRIM = "vocabtrim"
+LEARN = "SPECKER_VOCAB_LEARN"  # the environment's variable: "off" neither counts what targets write nor ranks by it
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,7 @@
 """The choice of the rows that a trimmed head keeps, and what trimming saved."""
 
 import math
+import os
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -10,12 +11,12 @@ from specker import zoo
 from specker.checkpoints.checkpoint import Checkpoint
 from specker.checkpoints.translation import Translation
 from specker.fields import option
-from specker.options import Options, VocabKeep, learns
+from specker.options import Options, VocabKeep
 from specker.runtime.control.stats import Stats
 from specker.runtime.notes import Notes
 from specker.runtime.ranks.dist import Ranks
 from specker.runtime.round.lm_head import LMHead
-from specker.runtime.strategies.vocabtrim import TrimOptions
+from specker.runtime.strategies.vocabtrim import LEARN, TrimOptions
 from specker.runtime.strategies.vocabtrim import order as vocab_order
 from specker.runtime.strategies.vocabtrim import scores as vocab_scores
 from specker.runtime.strategies.vocabtrim.counts import VocabCounts
@@ -76,7 +77,9 @@ def ranking(
         )
     order, counts = vocab_order.learnt(target.tokens, vocab), None
     source = "id" if tokenizer is None else "the tokenizer's order"
-    if learns() and options.adapts and digest is not None and options.load != "dummy":
+    if (learn := os.environ.get(LEARN) or "on") not in ("on", "off"):
+        raise ValueError(f"the environment variable {LEARN} must be on or off, got {learn!r}")
+    if learn == "on" and options.adapts and digest is not None and options.load != "dummy":
         counts = VocabCounts(digest, notes)
         order = counts.first(order)
         if counts.earlier:
