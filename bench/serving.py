@@ -81,7 +81,7 @@ class Args:
     requests: int = field(default=8, metadata={"help": "for each server and concurrency, at least twice the largest"})
     max_new_tokens: int = 64
     threads: int = 2
-    only: str = field(default="", metadata={"help": "comma-separated parts of names: only these servers"})
+    only: str = field(default="", metadata={"help": "comma-separated names, or parts of them: only these servers"})
     save: bool = harness.save_flag()
 
 
@@ -121,7 +121,8 @@ def ways(model: str, args: Args) -> dict[str, list[str]]:
         found[name] += ["--dtype", "bfloat16", "--max-model-len", str(CONTEXT), "--max-num-seqs", str(SLOTS)]
         found[name] += ["--speculative-config", json.dumps(config)] if config else []
     parts = [part for part in args.only.split(",") if part]
-    chosen = {name: way for name, way in found.items() if not parts or any(part in name for part in parts)}
+    asked = {name for part in parts for name in found if name == part or (part not in found and part in name)}
+    chosen = {name: way for name, way in found.items() if not parts or name in asked}
     if any(name in VLLM_SPECULATION for name in chosen):  # it reads no GGUF file
         folders = [str(converted(file, dense=True)) for file in files]
         places = dict(zip(("{target}", "{draft}"), folders, strict=False))
