@@ -229,7 +229,7 @@ def _lines(rows: list[Row], panels: int, dark: bool) -> tuple[Any, list[Any], Ca
     ink, ours, theirs = ("#e6edf3", "#58a6ff", "#8b949e") if dark else ("#1f2328", "#0969da", "#6e7781")
     figure = Figure(figsize=(4.8 * panels, 3.4), layout="constrained")
     figure.patch.set_alpha(0)
-    marks = dict(zip(dict.fromkeys(row["way"] for row in rows), "os^Dv*", strict=False))
+    marks = dict(zip(dict.fromkeys(row["way"] for row in rows), "os^Dv*PX<>ph", strict=False))
 
     def lines(axis: Any, own: list[Row], x: str, y: str, limit: str | None = None) -> None:
         for way, mark in marks.items():

@@ -67,8 +67,8 @@ serve.main(parser.parse_args(sys.argv[1:]))
 """
 VLLM_SPECULATION = {  # its configurations of speculative decoding, with the lengths of its documentation's examples
     "vLLM bfloat16": {},
-    "vLLM bfloat16 draft-model": {"method": "draft_model", "model": "{draft}", "num_speculative_tokens": 5},
-    "vLLM bfloat16 ngram": {"method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_max": 4},
+    "vLLM draft-model": {"method": "draft_model", "model": "{draft}", "num_speculative_tokens": 5},
+    "vLLM ngram": {"method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_max": 4},
 }
 VLLM = {"VLLM_CPU_KVCACHE_SPACE": "2", "VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "WARNING"}
 
@@ -81,7 +81,7 @@ class Args:
     requests: int = field(default=8, metadata={"help": "for each server and concurrency, at least twice the largest"})
     max_new_tokens: int = 64
     threads: int = 2
-    only: str = field(default="", metadata={"help": "comma-separated names, or parts of them: only these servers"})
+    only: str = field(default="", metadata={"help": "comma-separated parts of names: only these servers"})
     save: bool = harness.save_flag()
 
 
@@ -121,15 +121,12 @@ def ways(model: str, args: Args) -> dict[str, list[str]]:
         found[name] += ["--dtype", "bfloat16", "--max-model-len", str(CONTEXT), "--max-num-seqs", str(SLOTS)]
         found[name] += ["--speculative-config", json.dumps(config)] if config else []
     parts = [part for part in args.only.split(",") if part]
-    asked = {name for part in parts for name in found if name == part or (part not in found and part in name)}
-    chosen = {name: way for name, way in found.items() if not parts or name in asked}
-    if any(name in VLLM_SPECULATION for name in chosen):  # it reads no GGUF file
+    chosen = {name: way for name, way in found.items() if not parts or any(part in name for part in parts)}
+    if names := [name for name in chosen if name in VLLM_SPECULATION]:  # it reads no GGUF file
         folders = [str(converted(file, dense=True)) for file in files]
-        places = dict(zip(("{target}", "{draft}"), folders, strict=False))
-        for name, way in chosen.items():
-            for place, folder in places.items():
-                way = [word.replace(place, folder) for word in way]
-            chosen[name] = way
+        for name in names:
+            words = (word.replace("{target}", folders[0]) for word in chosen[name])
+            chosen[name] = [word.replace("{draft}", folders[-1]) for word in words]
     return chosen
 
 

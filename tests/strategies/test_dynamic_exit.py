@@ -463,10 +463,8 @@ def test_fixed_learns_nothing():
 def test_expected_tokens_follow_what_was_accepted(policy):
     """1 + a + a^2 + ..; each accepted token and the first rejected one moves a by a tenth."""
     rate = 0.8
-    assert (
-        policy.means(Budget(9, 2)).tokens == pytest.approx(1 + rate + rate**2)
-        and policy.means(Budget(0, 3)).tokens == 1
-    )
+    assert policy.means(Budget(9, 2)).tokens == pytest.approx(1 + rate + rate**2)
+    assert policy.means(Budget(0, 3)).tokens == 1
     for drafted, accepted in ((4, 4), (4, 1), (2, 0), (0, 0)):
         policy.observe(outcome(drafted, accepted))
         if drafted:

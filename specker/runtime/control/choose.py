@@ -16,7 +16,7 @@ L_i the tokens that text i still adds, it takes L_i / e_i rounds, and
 
     T(s) = n M(L) / M(L / e)        M(x) = (mean of x_i^4)^(1/4), a smooth maximum
 
-so a text that ends before the others gains nothing by drafts. Texts differ: of those that a model has not read, e_i - 1
+so a text that ends before the others gains little by drafts. Texts differ: of those that a model has not read, e_i - 1
 is spread as it was among earlier texts. A token of text i is worth the derivative of T by e_i: of the draft tokens of a
 batch those are verified that promise most worth, and a chain votes to go on with that weight.
 
@@ -138,7 +138,7 @@ class Chooser:
         if not quiet:
             self._ahead = 0
         proposed: Collection[Budget] = policies[0].budgets()
-        if n > 1:
+        if n > 1:  # one text proposes no shape twice
             proposed = dict.fromkeys(shape for p in policies for shape in p.budgets())
         shapes = [shape for shape in proposed if texts.served(shape, True)]
         ended = len(shapes) < len(proposed)
@@ -376,7 +376,7 @@ class _Texts:
     def expected(self, shape: Budget, read: bool) -> tuple[float, float]:
         """Expected tokens and seconds of a round of this shape."""
         n = len(self.policies)
-        if n == 1 and shape.nodes:
+        if n == 1 and shape.nodes:  # in every round of one request, for each shape
             one = self.policies[0].means(shape)
             return one.tokens, self.costs.round(1, shape, one.drafted, one.verified)
         means = self._means(shape, read)
