@@ -22,8 +22,6 @@ class Ends(Protocol):
     def joint(self) -> tuple[float, ...]: ...
     @property
     def scales(self) -> tuple[float, ...]: ...
-    @property
-    def weight(self) -> float: ...
 
 
 class Committed(NamedTuple):
@@ -45,8 +43,8 @@ class Chains(NamedTuple):
     sampling: Sequence[tuple[float, int]]
     """Temperature and seed of each sequence; the draft ranks its candidates under the noise of the target's draws."""
     rules: Sequence[Ends | None] | None
-    """One per chain, None if it has no vote; drafting ends for all chains when most votes say so. Without rules it ends
-    after `steps` tokens."""
+    """One per chain, None if it does not count. All chains end when a token is not worth its price on average, by the
+    rules' ratios of its probabilities to the least ones. Without rules they end after `steps` tokens."""
 
 
 class Translated(NamedTuple):
@@ -105,7 +103,7 @@ def draft_chain(
             held += [joint, scales]
             struct.joint, struct.scales = joint.ctypes.data, scales.ctypes.data
             struct.joint_count, struct.scale_count = len(joint), len(scales)
-            struct.token, struct.weight = rule.token, rule.weight
+            struct.token = rule.token
     embed, head = (Matrix.of(w, vocabulary.activations) for w in (vocabulary.embed, vocabulary.head))
     call = ChainCall(
         ctypes.pointer(stack.struct),

@@ -179,7 +179,7 @@ class Rule(Structure):
     _fields_ = [
         *((name, c_void_p) for name in ("joint", "scales")),
         *((name, c_int64) for name in ("joint_count", "scale_count")),
-        *((name, c_double) for name in ("token", "weight")),
+        ("token", c_double),
     ]
 
 

@@ -57,15 +57,17 @@ def test_a_sequence_without_a_vote_and_one_of_nan(tmp_path):
     for x in cache.kv:
         x.copy_(torch.randn(x.shape, generator=torch.Generator().manual_seed(1)))
         x[:, cache.table[0, :5].long()] = float("nan")
-    on, off, heavy = StopRule(), StopRule(token=2.0), StopRule(token=2.0, weight=1.5)
+    on, off = StopRule(), StopRule(token=2.0)
     with torch.inference_mode():
         for rules, length in (
             ((None, on), STEPS),
             ((None, off), 1),
             ((off, on), STEPS),
             ((off, off), 1),
-            ((heavy, on), 1),
         ):
             tokens, probability = drafted(model, cache, 60, [0, 1], rules)
             assert len(tokens[0]) == length, rules
             assert (probability[:, 0] == 0).all() and (probability[:, 1] > 0).all()
+        most = StopRule(token=0.7 * probability[0, 1])  # the other one's token is worth nothing
+        assert len(drafted(model, cache, 60, [0, 1], (None, most))[0][0]) > 1
+        assert len(drafted(model, cache, 60, [0, 1], (off, most))[0][0]) == 1

@@ -9,7 +9,7 @@ from dataclasses import replace
 import cases
 import pytest
 
-from specker.runtime.control.auto import DIFFER, Acceptance, AcceptanceHistory, Auto
+from specker.runtime.control.auto import DIFFER, LIMITS, Acceptance, AcceptanceHistory, Auto
 from specker.runtime.control.choose import (
     AGAIN,
     APART,
@@ -100,10 +100,7 @@ class World:
             k += 1
             for c in confidences:
                 c.append(min(0.99, max(0.01, self.random.gauss(a, 0.1))))
-            if (
-                self.confident
-                and 2 * sum(p.keep_drafting(c[-1]) for p, c in zip(self.policies, confidences, strict=True)) < n
-            ):
+            if self.confident and sum(p.next_worth(c[-1]) for p, c in zip(self.policies, confidences, strict=True)) < n:
                 break
         tokens = 0
         for p, c in zip(self.policies, confidences, strict=True):
@@ -268,19 +265,19 @@ def test_a_stop_rule_gains_as_much_as_the_best_one():
             self.random.gauss = lambda mu, sigma, rng=self.random: random.Random.gauss(rng, 0.8, 0.25)
             super().round()
 
-    world = Mixed(0.15, 0.1, lambda n: 0.8, confident=True).run(4000)
-    assert world.speedup > 0.95 * best
+    worlds = [Mixed(0.15, 0.1, lambda n: 0.8, confident=True, seed=seed).run(4000) for seed in range(3)]
+    assert sum(world.speedup for world in worlds) / 3 > 0.92 * best
 
 
 def test_a_rule_and_its_chain():
     rule = StopRule(token=0.3, joint=(0.5, 0.6), scales=(1.0, 0.5))
-    chain, more = after(rule, Chain(), 0.4)
-    assert (chain, more) == (Chain(1, 0.4), False)
-    chain, more = after(StopRule(token=0.3, joint=(0.35, 0.3), scales=(1.0, 0.5)), Chain(), 0.9)
-    assert chain == Chain(1, 0.45) and more
-    assert after(StopRule(token=0.3, joint=(0.35, 0.3)), chain, 0.7) == (Chain(2, 0.45 * 0.7), True)
-    assert not after(StopRule(token=0.3, joint=(0.35, 0.3)), Chain(7, 0.4), 0.7)[1], "the last threshold holds on"
-    assert not after(StopRule(token=0.3), Chain(), 0.29)[1] and after(StopRule(), Chain(), 0.0)[1]
+    assert after(rule, Chain(), 0.4) == (Chain(1, 0.4), 0.4 / 0.5)
+    chain, worth = after(StopRule(token=0.3, joint=(0.35, 0.3), scales=(1.0, 0.5)), Chain(), 0.9)
+    assert chain == Chain(1, 0.45) and worth == 0.45 / 0.35
+    assert after(StopRule(token=0.3, joint=(0.35, 0.3)), chain, 0.7) == (Chain(2, 0.45 * 0.7), 0.45 * 0.7 / 0.3)
+    longer = after(StopRule(token=0.3, joint=(0.35, 0.3)), Chain(7, 0.4), 0.7)
+    assert longer[1] == 0.4 * 0.7 / 0.3, "the last threshold holds on"
+    assert after(StopRule(token=0.3), Chain(), 0.15)[1] == 0.5 and after(StopRule(), Chain(), 0.0)[1] == math.inf
     p = DraftAndVerify(4, 4)
     assert p.rule == StopRule(token=p.threshold)
 
@@ -800,11 +797,11 @@ def test_chains_tell_what_shorter_limits_would_have_made_of_them():
     rng, seen = random.Random(1), Acceptance(1.0)
     chains = [(rng.choice((1, 2, 3, 5, 8)), rng.random()) for _ in range(4000)]
     for n, (wish, luck) in enumerate(chains):
-        most = (8, 2, 3)[n % 3]  # a limit says nothing of what lies beyond it
+        most = (8, 2, 4)[n % 3]  # a limit says nothing of what lies beyond it
         steps = min(wish, most)
         right = min(steps, int(8 * luck))
         seen.add(Outcome(steps, list(range(right + 1)), [0.8] * steps), most)
-    for cap, found in zip(LENGTHS[:6], seen.caps(), strict=False):
+    for cap, found in zip(LIMITS[:6], seen.caps(), strict=False):
         steps = sum(min(wish, cap) for wish, _ in chains) / len(chains)
         tokens = sum(min(wish, cap, int(8 * luck)) for wish, luck in chains) / len(chains)
         assert tuple(found) == pytest.approx((tokens, steps, steps), rel=0.05)

@@ -88,13 +88,13 @@ def test_what_drafts_gained_counts_by_worth(monkeypatch):
     assert any(tokens % 1 > 0.01 for _, tokens in counts)
 
 
-def test_votes_and_rows_count_by_worth():
+def test_draft_tokens_and_rows_count_by_worth():
     texts = [SimpleNamespace(policy=Auto(Acceptance(0.98), Budget(8, 8), True)) for _ in range(3)]
     for slot, request in enumerate(texts):
         request.policy.worth = (2.5, 0.25, 0.25)[slot]
         request.policy.taken(Budget(8, 8), (0.5,) * 7)
-    assert Draft(0).vote(texts, [0.9, 0.1, 0.1]), "one outvotes two"
+    assert Draft(0).judge(texts, [0.9, 0.1, 0.1]), "one is worth the tokens of three"
     for request in texts:
         request.policy.taken(Budget(8, 8), (0.5,) * 7)
-    assert not Draft(0).vote(texts, [0.01, 1.0, 1.0])
+    assert not Draft(0).judge(texts, [0.01, 1.0, 1.0])
     assert weighted(texts, [1, 1, 0], [[0.5], [0.5], []]) == [[1.25], [0.125], []]

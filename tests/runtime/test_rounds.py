@@ -350,7 +350,7 @@ class Recorded:
 
         def goes_on(draft, r):
             self.reads += 1
-            return draft.vote(r.requests, [0.9] * len(r.requests))
+            return draft.judge(r.requests, [0.9] * len(r.requests))
 
         with pytest.MonkeyPatch.context() as m, recording() as log:
             m.setattr(Draft, "goes_on", goes_on)

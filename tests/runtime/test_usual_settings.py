@@ -50,7 +50,7 @@ class Engine:
         k, most = 0, min(shape.depth, left - 1)
         while k < most:
             k += 1
-            if policy.confident and not policy.keep_drafting(said[k - 1][1]):
+            if policy.confident and policy.next_worth(said[k - 1][1]) < 1:
                 break
         right = next((j for j in range(k) if not said[j][0]), k)
         draft, rest = (s * self.random.uniform(1, 1.1) for s in self.seconds(k, shape.exit))

@@ -235,10 +235,10 @@ def test_statistics_follow_the_formulas(kind, head_cost):
             i, g, threshold = slow(heard, layers, 12, head_cost)
             assert del_.chosen == (i, g) and budget.exit == layers[i]
             if threshold is None:
-                assert del_.threshold is None and budget.depth == g and del_.keep_drafting(0.0)
+                assert del_.threshold is None and budget.depth == g and del_.next_worth(0.0) >= 1
             else:
                 assert del_.threshold == pytest.approx(threshold) and budget.depth == (18 if g else 0)
-                assert del_.keep_drafting(threshold + 1e-9) and not del_.keep_drafting(1 - 1e-8 / threshold)
+                assert del_.next_worth(threshold + 1e-9) >= 1 > del_.next_worth(1 - 1e-8 / threshold)
     if kind == "only mismatches":
         # drafting a token with the first layer costs 1/13 more than none; with the head, 1/5
         assert budget.depth == (1 if head_cost == 0 else 0)
@@ -312,7 +312,7 @@ def test_a_draft_ends_when_the_product_of_confidences_is_low():
     del_.learn((2, 4), np.array([[True, False]] * 2), np.array([[0.9, 0.1]] * 2))
     for _ in range(2):  # a new round starts from 1
         assert del_.budget().depth == 18 and del_.threshold == pytest.approx(0.5)
-        assert [del_.keep_drafting(c) for c in (0.8, 0.7, 0.8)] == [True, True, False]
+        assert [del_.next_worth(c) >= 1 for c in (0.8, 0.7, 0.8)] == [True, True, False]
 
 
 def test_not_drafting_must_win_by_a_tenth():
@@ -449,14 +449,14 @@ def test_draft_and_verify_moves_its_threshold_towards_the_goal():
         accepted = 0.5 * accepted + 0.5 * kept / drafted
         threshold = 0.9 * threshold + 0.1 * (threshold + (0.01 if accepted <= 0.9 else -0.01))
         assert p.threshold == pytest.approx(threshold)
-    assert p.keep_drafting(threshold + 1e-6) and not p.keep_drafting(threshold - 1e-6)
+    assert p.next_worth(threshold + 1e-6) >= 1 > p.next_worth(threshold - 1e-6)
 
 
 def test_fixed_learns_nothing():
     p = Fixed(3, 2, 5)
     p.observe(outcome(2, 0))
     p.learn((), None, None)
-    assert (p.budget().nodes, p.budget().depth, p.budget().exit, p.keep_drafting(0.0)) == (3, 2, 5, True)
+    assert (p.budget().nodes, p.budget().depth, p.budget().exit, p.next_worth(0.0)) == (3, 2, 5, math.inf)
 
 
 @pytest.mark.parametrize("policy", [Fixed(4, 4), PlusMinusOne(4, 4), DraftAndVerify(4, 4)])

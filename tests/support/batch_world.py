@@ -231,7 +231,7 @@ class BatchWorld:
             confidence.append([s.text.probability[len(s.token_ids) - self.prompt + k] for s in active])
             if self.confident:
                 draft = Draft(0, idle=idle)
-                if not draft.vote(active, confidence[-1]):
+                if not draft.judge(active, confidence[-1]):
                     break
         counts = [len(confidence) * (slot in ready) for slot in range(len(active))]
         if prices:

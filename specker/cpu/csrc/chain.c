@@ -7,10 +7,10 @@
 #include "vector.h"
 #include <math.h>
 
-typedef struct { // runtime/control/policy.py, StopRule; of zeros: the sequence has no vote
+typedef struct { // runtime/control/policy.py, StopRule; of zeros: the sequence does not count
     const float *joint, *scales;
     int64_t joint_count, scale_count;
-    double token, weight; // weight: of its vote
+    double token;
 } rule;
 
 typedef struct {
@@ -141,7 +141,7 @@ static part joined(const part *p, int64_t count, int64_t step) {
 // Joins the parts of threads and ranks, writes the tokens of step n and returns whether to draft another one.
 static int64_t settle(const chain *c, const memory *s, int size, int64_t n) {
     const int64_t B = c->first->B;
-    double votes = 0, voters = 0;
+    double worth = 0, count = 0; // of one more token, in prices of one
     for (int64_t b = 0; b < B; b++) s->own[b] = joined(s->parts + b * size, size, 1);
     if (c->ranks) gather_ranks(c->ranks, s->own, B * sizeof(part), s->every);
     for (int64_t b = 0; b < B; b++) {
@@ -158,11 +158,12 @@ static int64_t settle(const chain *c, const memory *s, int size, int64_t n) {
             const float right = probability * r->scales[bucket];
             s->joint[b] *= right < 1 ? right : 1;
             const float least = r->joint_count ? r->joint[n < r->joint_count ? n : r->joint_count - 1] : 0;
-            if (probability >= (float)r->token && s->joint[b] >= least) votes += r->weight;
-            voters += r->weight;
+            double own = least > 0 ? (double)s->joint[b] / least : INFINITY;
+            if (r->token > 0) own = fmin(own, probability / (double)(float)r->token);
+            worth += own, count++;
         }
     }
-    return n + 1 < c->steps && (!c->rules || 2 * votes >= voters);
+    return n + 1 < c->steps && (!c->rules || worth >= count);
 }
 
 static int64_t at_most(int64_t a, int64_t b) { return a < b ? a : b; }

@@ -22,14 +22,26 @@ tree, so each outcome tells what every smaller tree would have had accepted, and
 from __future__ import annotations
 
 import math
-from bisect import bisect
+from bisect import bisect_left
 from collections.abc import Sequence
 from copy import copy
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from specker.runtime.control.policy import LENGTHS, TREES, TRIED, Budget, Chain, Means, Outcome, Policy, StopRule, after
+from specker.runtime.control.policy import (
+    LENGTHS,
+    TREES,
+    TRIED,
+    UNLIMITED,
+    Budget,
+    Chain,
+    Means,
+    Outcome,
+    Policy,
+    StopRule,
+    after,
+)
 
 if TYPE_CHECKING:  # costs.py imports numpy
     from specker.runtime.control.costs import Costs
@@ -42,6 +54,7 @@ FEWEST = 2.0  # accepted tokens of the smallest tree before anything was drafted
 FEW_DRAFTS = 4  # fewer tell nothing of a text
 DIFFER = 0.25  # how much texts differ before any has ended: standard deviation of the accepted tokens over their mean
 REFRESH = 8  # drafts until the means of an engine's texts are computed anew
+LIMITS = (1, 2, 3, 4, 6, 8, 16)  # longest lengths of chains that a rule ends: it ends most of them before
 BUCKETS = 4  # intervals of the draft's probabilities that are corrected separately
 
 
@@ -71,7 +84,7 @@ class Cap(NamedTuple):
 
 
 class Span(NamedTuple):
-    """What chains add between two of LENGTHS, if they go on there, on average."""
+    """What chains add between two of LIMITS, if they go on there, on average."""
 
     tokens: float
     rows: float
@@ -91,7 +104,7 @@ class Acceptance:
     tokens: Share = field(init=False)  # tokens that a round with a draft committed
     drafted: Share = field(init=False)  # tokens of a draft
     buckets: list[Share] = field(init=False)  # right over promised tokens, by the draft's probability
-    spans: list[tuple[Share, Share, Share, Share]] = field(init=False)  # the fields of `Span`, up to each of LENGTHS
+    spans: list[tuple[Share, Share, Share, Share]] = field(init=False)  # the fields of `Span`, up to each of LIMITS
     _table: list[tuple[float, float]] = field(init=False, default_factory=list)  # for each k: E(k), a_1 .. a_k
     _caps: tuple[list[Span], list[Cap]] = field(init=False, default=([], []))
     _stale: int = field(init=False, default=REFRESH)  # drafts since `_caps` were computed
@@ -100,11 +113,11 @@ class Acceptance:
         self.compared, self.tokens, self.drafted = Share(self.decay), Share(self.decay), Share(self.decay)
         self.buckets = [Share(self.decay) for _ in range(BUCKETS)]
         self.trees = [Share(self.decay) for _ in TREES]
-        self.spans = [tuple(Share(self.decay) for _ in Span._fields) for _ in LENGTHS]  # type: ignore[misc]
+        self.spans = [tuple(Share(self.decay) for _ in Span._fields) for _ in LIMITS]  # type: ignore[misc]
 
     def add(self, outcome: Outcome, most: int = 0) -> None:
-        """Count one draft, here and in `before`. `most`: tokens at which a chain would have ended whatever the rule
-        said; 0: it has no rule."""
+        """Count one draft, here and in `before`. `most`: tokens at which a chain would have been cut off; 0: no rule
+        ends it."""
         if self.before is not None:
             self.before.add(outcome, most)
         if outcome.tree:
@@ -123,13 +136,13 @@ class Acceptance:
         self.drafted.add(drafted)
         for j, probability in enumerate(outcome.confidence[:seen]):
             self.buckets[min(int(probability * BUCKETS), BUCKETS - 1)].add(j < right, probability)
-        steps, ended = len(outcome.confidence), len(outcome.confidence) < most
-        for (less, cap), shares in zip(pairwise((0, *LENGTHS)), self.spans, strict=True):
-            if steps <= less or not (ended or cap <= most):  # it had ended, or what it would have added is not known
+        steps = len(outcome.confidence)
+        for (less, cap), shares in zip(pairwise((0, *LIMITS)), self.spans, strict=True):
+            if steps <= less or cap > most:  # it had ended, or chains of this limit would have been cut off
                 break
             for share, count in zip(shares, (right, drafted, steps), strict=False):
                 share.add(min(max(count - less, 0), cap - less))
-            if ended or cap < most:
+            if cap < most:
                 shares[3].add(steps > cap)
 
     def agreement(self) -> float:
@@ -163,7 +176,7 @@ class Acceptance:
         return 1 + sum(self.gains()[: TREES.index(nodes) + 1])
 
     def caps(self) -> list[Cap]:
-        """What chains of at most so many tokens achieve, for each of LENGTHS. Where no chain went on so far, it is
+        """What chains of at most so many tokens achieve, for each of LIMITS. Where no chain went on so far, it is
         assumed to go on as before. The first one has its whole length."""
         return self._spans()[1]
 
@@ -173,7 +186,7 @@ class Acceptance:
         before = None if self.before is None else self.before._spans()[0]
         agreement, each, goes_on = self.agreement(), 1.0, 1.0
         spans, caps, sums, reached = [], [], Cap(0.0, 0.0, 0.0), 1.0
-        for i, ((less, cap), shares) in enumerate(zip(pairwise((0, *LENGTHS)), self.spans, strict=True)):
+        for i, ((less, cap), shares) in enumerate(zip(pairwise((0, *LIMITS)), self.spans, strict=True)):
             count = cap - less
             if before is None:
                 known = Span(each * sum(agreement**j for j in range(1, count + 1)), count, count, goes_on)
@@ -192,7 +205,7 @@ class Acceptance:
     def rule(self, prices: Sequence[float], worth: float = 1.0) -> StopRule:
         """The stop rule of the module's docstring. `prices`: as in `Policy.taken`. `worth`: as of a `Policy`."""
         each = max(self.agreement(), 1e-6) * worth
-        return StopRule(joint=tuple(p / each for p in (*prices, 2.0 * worth)), scales=self.scales(), weight=worth)
+        return StopRule(joint=tuple(p / each for p in (*prices, 2.0 * worth)), scales=self.scales())
 
     def scales(self) -> tuple[float, ...]:
         """Right over promised tokens, by the draft's probability."""
@@ -215,16 +228,18 @@ class Auto(Policy):
         nodes, ascending, that it may draft too, of at most half as many levels."""
         self.before, self.confident = before, confident
         self.seen = Acceptance(TEXT_DECAY, before)
-        lengths = *(n for n in LENGTHS if n < size.depth), size.depth
+        usual = LIMITS if confident else LENGTHS
+        lengths = *(n for n in usual if n < size.depth), size.depth
         self.shapes = (*(replace(size, nodes=n, depth=n) for n in lengths), *trees)
-        self._most = size.depth  # tokens at which this round's chain ends whatever the rule says
+        self.longest = size.depth
+        self._most = UNLIMITED  # tokens at which this round's chain is cut off, if longer ones may be drafted
 
     def budgets(self) -> Sequence[Budget]:
         return self.shapes
 
     def means(self, budget: Budget) -> Means:
-        if self.confident:  # as the longest of LENGTHS that is no longer than the budget
-            cap = self.seen.caps()[bisect(LENGTHS, max(1, budget.depth)) - 1]
+        if self.confident:
+            cap = self.seen.caps()[min(bisect_left(LIMITS, budget.depth), len(LIMITS) - 1)]
             return Means(1 + cap.tokens, cap.steps, cap.rows)
         tokens = self.seen.expected_tree(budget.nodes) if budget.tree else self.seen.expected(budget.depth)
         return Means(tokens, budget.nodes, budget.nodes)
@@ -234,7 +249,7 @@ class Auto(Policy):
 
     def taken(self, budget: Budget, prices: Sequence[float] = ()) -> None:
         super().taken(budget, prices)
-        self._most = budget.depth
+        self._most = budget.depth if budget.depth < self.longest else UNLIMITED
         if self.confident and prices:
             self.rule = self.seen.rule(prices, self.worth)
 

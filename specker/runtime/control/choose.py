@@ -18,7 +18,7 @@ L_i the tokens that text i still adds, it takes L_i / e_i rounds, and
 
 so a text that ends before the others gains little by drafts. Texts differ: of those that a model has not read, e_i - 1
 is spread as it was among earlier texts. A token of text i is worth the derivative of T by e_i: of the draft tokens of a
-batch those are verified that promise most worth, and a chain votes to go on with that weight.
+batch those are verified that promise most worth, and chains go on while the next tokens are worth their price.
 
 The estimates are wrong at first, and texts change. So
 
@@ -146,18 +146,18 @@ class Chooser:
         if not policies[0].may_skip_drafting or not self.learns:
             return self._always(texts, shapes, reads)
         drafts = [shape for shape in shapes if shape.nodes]
-        none = replace(shapes[0], nodes=0, depth=0) if shapes else NONE
+        first = shapes[0] if shapes else NONE
         if quiet and drafts:
             drafts, reads = [shape for shape in drafts if texts.copies(shape)], False
             if not drafts:
                 self.reason = RESTS
                 return self._none
         if not drafts:
-            return self._rest(n, none, RESTS if shapes else ENDED if ended else MISSING)
+            return self._rest(n, first, RESTS if shapes else ENDED if ended else MISSING)
         plain = n / self.costs.plain(n)
         bar = (STAY if self._drafting else START) * plain
         rates = [texts.rate(shape, False) for shape in drafts]
-        if reads and (self.left > 0 or self._new) and self._reads(texts, drafts, rates, START * plain):
+        if reads and texts.behind and (self.left > 0 or self._new) and self._reads(texts, drafts, rates, START * plain):
             return NONE
         rate = max(rates)
         best = drafts[rates.index(rate)]
@@ -168,7 +168,7 @@ class Chooser:
             if reads and self._due(texts, best, plain, late):
                 self.unread = frozenset([slot])
                 return NONE
-            return self._rest(n, none, RESTS if reads else BEHIND)
+            return self._rest(n, first, RESTS if reads else BEHIND)
         if self._new and rate > bar:
             self.left = max(self.left, min(FIRST, max(0.0, self.left) + FIRST * self._new / n))
         self._new = 0
@@ -177,7 +177,7 @@ class Chooser:
             due = self._drafts >= APART and look <= TRIED * self._since
             if LOOK and (due or not self.costs.plain_rounds):
                 self._since, self._drafts = 0.0, 0
-                return self._rounds(n, none, MEASURED, LOOK)
+                return self._rounds(n, first, MEASURED, LOOK)
             self._run = RUN - 1 if not self._drafting else max(0, self._run - 1)
             self._drafting = True
             return best
@@ -193,7 +193,7 @@ class Chooser:
         if quiet:
             self.reason = RESTS
             return self._none
-        return self._rest(n, none, RESTS if reads else BEHIND)
+        return self._rest(n, first, RESTS if reads else BEHIND)
 
     def _always(self, texts: "_Texts", shapes: Sequence[Budget], reads: bool) -> Budget:
         """The shape of a policy that never rests, once a model has read the texts."""
@@ -237,15 +237,16 @@ class Chooser:
             self._run, self._gained, self._since = RUN, -SWITCH - late, 0.0
         return due
 
-    def _rest(self, n: int, none: Budget, reason: str) -> Budget:
+    def _rest(self, n: int, shape: Budget, reason: str) -> Budget:
         if self._drafting:
             self._since = 0.0
         self._drafting, self._run = False, 0
-        return self._rounds(n, none, reason, 1 if reason == BEHIND else AGAIN)
+        return self._rounds(n, shape, reason, 1 if reason == BEHIND else AGAIN)
 
-    def _rounds(self, n: int, none: Budget, reason: str, count: int) -> Budget:
-        """Draft nothing for so many rounds."""
+    def _rounds(self, n: int, shape: Budget, reason: str, count: int) -> Budget:
+        """Draft nothing for so many rounds, instead of this shape."""
         self._ahead, self._sequences, self.reason = count - 1, n, reason
+        none = replace(shape, nodes=0, depth=0)
         self._none = replace(none, extra=())
         return none
 
@@ -318,6 +319,11 @@ class _Texts:
             missing = offer.missing if any(offer.missing) else ()
             self._fits.append(fits)
             self._unread.append(frozenset(slot for slot in fits if missing[slot]) if missing else frozenset())
+
+    @property
+    def behind(self) -> bool:
+        """Whether a drafter must read something first."""
+        return any(self._unread)
 
     @property
     def together(self) -> bool:

@@ -1,6 +1,7 @@
 """How much to draft each round: the budget, and the policies that any strategy can use. A policy from one paper is in
 that paper's strategy file."""
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
@@ -104,7 +105,6 @@ class StopRule:
     scales: tuple[float, ...] = (1.0,)
     """Correction factors of the draft's own probability of a token, one for each of equal intervals of that
     probability."""
-    weight: float = 1.0  # of its vote on whether the chains of a batch go on
 
 
 @dataclass(frozen=True)
@@ -115,12 +115,14 @@ class Chain:
     joint: float = 1.0  # probability that all of them are right
 
 
-def after(rule: StopRule, chain: Chain, probability: float) -> tuple[Chain, bool]:
-    """The chain with another token of this probability, and whether to draft one more."""
+def after(rule: StopRule, chain: Chain, probability: float) -> tuple[Chain, float]:
+    """The chain with another token of this probability, and how many times its price one more token is worth: the
+    least of its probabilities over those that the rule demands."""
     scale = rule.scales[min(int(probability * len(rule.scales)), len(rule.scales) - 1)]
     longer = Chain(chain.tokens + 1, chain.joint * min(1.0, probability * scale))
     least = rule.joint[min(chain.tokens, len(rule.joint) - 1)] if rule.joint else 0.0
-    return longer, probability >= rule.token and longer.joint >= least
+    worth = longer.joint / least if least > 0 else math.inf
+    return longer, min(worth, probability / rule.token) if rule.token > 0 else worth
 
 
 class Means(NamedTuple):
@@ -173,10 +175,11 @@ class Policy:
         third, .. token costs, in tokens of a sequence (Costs.prices); empty if the shape has no alternative."""
         self._chain = Chain()
 
-    def keep_drafting(self, probability: float) -> bool:
-        """Whether to draft another token after one with this probability."""
-        self._chain, more = after(self.rule, self._chain, probability)
-        return more
+    def next_worth(self, probability: float) -> float:
+        """How many times its price another token is worth after one with this probability. Chains go on while it is at
+        least 1 on average over the batch."""
+        self._chain, worth = after(self.rule, self._chain, probability)
+        return worth
 
     def chances(self, count: int, confidence: Sequence[float]) -> list[float]:
         """How probable it is that the first 1, 2, .. `count` tokens of this round's chain are accepted. `confidence`:

@@ -153,7 +153,7 @@ class Draft:
         batch.memory.put("confidence", scores)
 
     def goes_on(self, batch: Batch) -> bool:
-        """Whether at least half of the policies draft another token; reads `extend`'s log-probabilities on the host."""
+        """Whether the policies draft another token; reads `extend`'s log-probabilities on the host."""
         from specker.runtime.round.state import to_host
 
         scores = batch.memory.get("confidence", batch.n)
@@ -162,16 +162,15 @@ class Draft:
 
             scores = to_host(scores)
             torch.cuda.current_stream().synchronize()
-        return self.vote(batch.requests, [math.exp(x) for x in scores.tolist()[: len(batch.requests)]])
+        return self.judge(batch.requests, [math.exp(x) for x in scores.tolist()[: len(batch.requests)]])
 
-    def vote(self, requests: Sequence[Request], confidence: list[float]) -> bool:
-        """Keep the confidence of each sequence's last token; return whether at least half of the policies' votes draft
-        on. `idle` slots do not vote: their tokens were computed from columns that nobody wrote, and may be NaN."""
+    def judge(self, requests: Sequence[Request], confidence: list[float]) -> bool:
+        """Keep the confidence of each sequence's last token; return whether another token of each is worth its price,
+        on average by policy. `idle` slots do not count: their tokens were computed from columns that nobody wrote, and
+        may be NaN."""
         self.confidence.append([0.0 if slot in self.idle else p for slot, p in enumerate(confidence)])
-        voting = [slot for slot in range(len(requests)) if slot not in self.idle]
-        policies = [(requests[slot].policy, confidence[slot]) for slot in voting]
-        votes = sum(policy.rule.weight for policy, probability in policies if policy.keep_drafting(probability))
-        return 2 * votes >= sum(policy.rule.weight for policy, _ in policies)
+        slots = [slot for slot in range(len(requests)) if slot not in self.idle]
+        return sum(requests[slot].policy.next_worth(confidence[slot]) for slot in slots) >= len(slots)
 
     def end(self, batch: Batch, scores: Tensor, confidence: Tensor) -> None:
         """End chains that were drafted in one pass where the policies end them. scores [n, size]: the tokens'
@@ -179,7 +178,7 @@ class Draft:
         if batch.confident:
             for step, each in enumerate(confidence.T.tolist(), 1):
                 self.size = self.depth = step
-                if not self.vote(batch.requests, each[: len(batch.requests)]):
+                if not self.judge(batch.requests, each[: len(batch.requests)]):
                     break
         if batch.traced:
             self.scores.append(scores[:, : self.size])
