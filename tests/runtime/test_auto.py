@@ -266,7 +266,7 @@ def test_a_stop_rule_gains_as_much_as_the_best_one():
             super().round()
 
     worlds = [Mixed(0.15, 0.1, lambda n: 0.8, confident=True, seed=seed).run(4000) for seed in range(3)]
-    assert sum(world.speedup for world in worlds) / 3 > 0.92 * best
+    assert sum(world.speedup for world in worlds) / 3 > 0.95 * best
 
 
 def test_a_rule_and_its_chain():
@@ -791,6 +791,19 @@ def test_a_reading_costs_the_draft_s_share_of_a_prompt_until_one_is_measured():
 )
 def test_the_rows_that_promise_most_beyond_their_price_are_verified(chances, prices, counts):
     assert worth_rows(chances, prices) == counts
+
+
+def test_a_chain_that_is_cut_off_tells_what_one_more_token_would_have_added():
+    """Half of the chains are surely right and would go on; the others would not."""
+    known = Acceptance(0.98)
+    policy = Auto(known, Budget(16, 16), True)
+    for n in range(400):
+        policy.taken(Budget(2, 2), (0.5, 0.5))
+        sure = [0.99, 0.99] if n % 2 else [0.9, 0.5]
+        policy.observe(Outcome(2, [0, 1, 2] if n % 2 else [0, 1], sure))
+    two, three = known.caps()[1:3]
+    assert three.tokens - two.tokens == pytest.approx(0.5 * policy.seen.at(2), abs=0.05)
+    assert three.steps - two.steps == pytest.approx(0.5, abs=0.05)
 
 
 def test_chains_tell_what_shorter_limits_would_have_made_of_them():

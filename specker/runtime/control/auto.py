@@ -13,7 +13,7 @@ rate of tokens per second, it goes on while
 
 The draft's probabilities are corrected by the ratio of right to promised tokens so far. The longest length is still
 chosen, by the means that chains of at most k tokens have had: a chain says what every shorter limit would have made of
-it (`Acceptance.caps`).
+it (`Acceptance.caps`), and one that was cut off at the limit what its next token would have added, by the rule.
 
 Where drafts may be trees, those of `TREES` nodes compete with the chains. The first nodes of a tree are the smaller
 tree, so each outcome tells what every smaller tree would have had accepted, and E of a tree is one more than the mean.
@@ -115,11 +115,12 @@ class Acceptance:
         self.trees = [Share(self.decay) for _ in TREES]
         self.spans = [tuple(Share(self.decay) for _ in Span._fields) for _ in LIMITS]  # type: ignore[misc]
 
-    def add(self, outcome: Outcome, most: int = 0) -> None:
+    def add(self, outcome: Outcome, most: int = 0, onward: float | None = None) -> None:
         """Count one draft, here and in `before`. `most`: tokens at which a chain would have been cut off; 0: no rule
-        ends it."""
+        ends it. `onward`: of a chain that was cut off, how likely its next token would have been right if the rule
+        would have drafted it, else 0."""
         if self.before is not None:
-            self.before.add(outcome, most)
+            self.before.add(outcome, most, onward)
         if outcome.tree:
             for share, (fewer, nodes) in zip(self.trees, pairwise((0, *TREES)), strict=True):
                 if outcome.drafted > fewer:  # with few candidates a tree may lack some of its nodes
@@ -137,7 +138,13 @@ class Acceptance:
         for j, probability in enumerate(outcome.confidence[:seen]):
             self.buckets[min(int(probability * BUCKETS), BUCKETS - 1)].add(j < right, probability)
         steps = len(outcome.confidence)
-        for (less, cap), shares in zip(pairwise((0, *LIMITS)), self.spans, strict=True):
+        for i, ((less, cap), shares) in enumerate(zip(pairwise((0, *LIMITS)), self.spans, strict=True)):
+            if i and less == most and onward is not None:
+                self.spans[i - 1][3].add(onward > 0)
+                if onward:  # the tokens up to `cap`, of which none was drafted
+                    agreement, count = self.agreement(), cap - less
+                    for share, each in zip(shares, (onward * geometric(agreement, count), count, count), strict=False):
+                        share.add(each)
             if steps <= less or cap > most:  # it had ended, or chains of this limit would have been cut off
                 break
             for share, count in zip(shares, (right, drafted, steps), strict=False):
@@ -189,7 +196,7 @@ class Acceptance:
         for i, ((less, cap), shares) in enumerate(zip(pairwise((0, *LIMITS)), self.spans, strict=True)):
             count = cap - less
             if before is None:
-                known = Span(each * sum(agreement**j for j in range(1, count + 1)), count, count, goes_on)
+                known = Span(each * agreement * geometric(agreement, count), count, count, goes_on)
             else:
                 known = before[i]
             tokens, rows, steps, on = shares
@@ -205,12 +212,17 @@ class Acceptance:
     def rule(self, prices: Sequence[float], worth: float = 1.0) -> StopRule:
         """The stop rule of the module's docstring. `prices`: as in `Policy.taken`. `worth`: as of a `Policy`."""
         each = max(self.agreement(), 1e-6) * worth
-        return StopRule(joint=tuple(p / each for p in (*prices, 2.0 * worth)), scales=self.scales())
+        return StopRule(joint=tuple(p / each for p in prices), scales=self.scales())
 
     def scales(self) -> tuple[float, ...]:
         """Right over promised tokens, by the draft's probability."""
         prior = (1.0,) * BUCKETS if self.before is None else self.before.scales()
         return tuple(share.mean(p) for share, p in zip(self.buckets, prior, strict=True))
+
+
+def geometric(ratio: float, count: int) -> float:
+    """1 + ratio + ratio^2 + .., so many terms."""
+    return sum(ratio**j for j in range(count))
 
 
 def accepted_in(nodes: int, path: Sequence[int]) -> int:
@@ -264,7 +276,16 @@ class Auto(Policy):
 
     def observe(self, outcome: Outcome) -> None:
         if outcome.drafted or outcome.confidence:  # a draft that was not worth its rows committed one token
-            self.seen.add(outcome, self._most if self.confident else 0)
+            self.seen.add(outcome, self._most if self.confident else 0, self._onward(outcome.confidence))
+
+    def _onward(self, confidence: Sequence[float]) -> float | None:
+        """As of `Acceptance.add`."""
+        if len(confidence) < self._most:
+            return None
+        chain, worth = Chain(), 0.0
+        for probability in confidence:
+            chain, worth = after(self.rule, chain, probability)
+        return chain.joint * self.seen.at(chain.tokens) if worth >= 1 else 0.0
 
 
 def shorter(shapes: Sequence[Budget], budget: Budget) -> Budget:

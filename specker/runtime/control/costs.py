@@ -207,10 +207,10 @@ class Costs:
         return each * max(tokens, MANY) if tokens else 0.0
 
     def prices(self, n: int, budget: Budget, rate: float) -> tuple[float, ...]:
-        """What a draft's second, third, .. token costs: the tokens of one sequence that a batch of n emits meanwhile at
-        `rate` tokens per second."""
+        """What a draft's second, third, .. token costs, and the one after the longest draft's last: the tokens of one
+        sequence that a batch of n emits meanwhile at `rate` tokens per second."""
         each = rate / n
-        _, *total = self.rounds(n, budget, budget.depth)
+        _, *total = self.rounds(n, budget, budget.depth + 1)
         return tuple(each * max(0.0, b - a) for a, b in pairwise(total))
 
     def row_prices(self, n: int, budget: Budget, rate: float) -> tuple[float, ...]:
