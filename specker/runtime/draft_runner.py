@@ -193,7 +193,9 @@ class DraftRunner:
         if r.behind:
             costs.observe_prefill(r.behind, seconds["prefill"])
         if timed:
-            costs.observe(n, r.batch.budget, drafted, seconds["draft"], rest, verified, r.warm, r.trial)
+            costs.observe(
+                n, r.batch.budget, drafted, seconds["draft"], rest, verified, r.warm, drafted > 0 and r.paired
+            )
         if r.reason not in (BEHIND, PROMPTS) and r.requests[0].policy.may_skip_drafting:  # only these spend the credit
             own = (len(r.draft.own(slot, path)) for slot, path in enumerate(paths))
             tokens = sum(s.policy.worth * count for s, count in zip(r.requests, own, strict=True))

@@ -255,6 +255,7 @@ class Loop:
         r.batch.traced = self.trace is not None and any(s.traced for s in requests)
         if runner is not None:
             r.trial, r.warm = runner.chooser.trial and reason not in (BEHIND, PROMPTS), runner.chooser.warm
+            r.paired = runner.chooser.paired
             r.prices = () if self.ranks is not None else runner.row_prices(requests, budget)
             r.reading, r.reads = runner.reading, runner.reads
         late = self.graphs.late

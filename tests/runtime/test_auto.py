@@ -92,6 +92,7 @@ class World:
         n, a = len(self.policies), self.agrees(self.n)
         shape = self.chooser.choose(self.policies, [10_000] * n)
         trial, reason, warm = self.chooser.trial, self.chooser.reason, self.chooser.warm
+        paired = self.chooser.paired and shape.nodes > 0
         prices = self.chooser.prices(self.policies, shape) if shape.nodes else ()
         for p in self.policies:
             p.taken(shape, prices)
@@ -121,7 +122,7 @@ class World:
         if reason in (RESTS, MEASURED) and not k:
             self.chooser.measured(n, rest, reason == RESTS)
         else:
-            self.known.costs.observe(n, shape, k, draft, rest, warm=warm, trial=trial)
+            self.known.costs.observe(n, shape, k, draft, rest, warm=warm, paired=paired)
             self.chooser.finished(n, shape, k, tokens, trial)
         self.n += 1
         self.seconds, self.tokens = self.seconds + draft + rest, self.tokens + tokens / n
@@ -348,7 +349,7 @@ class Trees:
         if reason in (RESTS, MEASURED) and not shape.nodes:
             self.chooser.measured(1, rest, reason == RESTS)
         else:
-            self.costs.observe(1, shape, shape.nodes, draft, rest, trial=trial)
+            self.costs.observe(1, shape, shape.nodes, draft, rest, paired=trial)
             self.chooser.finished(1, shape, shape.nodes, 1 + right, trial)
         return shape
 
@@ -439,7 +440,7 @@ def test_a_trial_says_nothing_of_plain_rounds():
         costs.measured(1, Budget(size, size), size, 0.5, seconds)
     for trial in (True, False):
         before = costs.round(1, shape)
-        costs.observe(1, shape, 4, 0.5, 3.0, trial=trial)
+        costs.observe(1, shape, 4, 0.5, 3.0, paired=trial)
         assert costs.round(1, shape) > 1.05 * before and (costs.plain(1) == 1.0) == trial
 
 
@@ -762,8 +763,12 @@ def test_a_pass_costs_what_its_rows_do_in_all():
     assert costs.plain(4) == pytest.approx(1.1) and costs.plain(8) == costs.verify(2, 8) == pytest.approx(2.0)
     assert costs.draft(8, Budget(4, 4), 4) == pytest.approx(0.8), "a draft step of 8 rows, like the target's"
     costs.measured(4, Budget(0, 0), 0, 0.0, 1.32)
-    assert costs.plain(4) == pytest.approx(1.32) and costs.verify(4, 8) == pytest.approx(2.4), "a factor of n"
-    assert costs.verify(1, 4) == pytest.approx(1.1) and costs.verify(5, 8) == pytest.approx(2.4), "of the nearest n"
+    assert costs.plain(4) == pytest.approx(1.32) and costs.verify(4, 8) == pytest.approx(2.0 * 1.2**0.75), (
+        "a factor of n"
+    )
+    assert costs.verify(1, 4) == pytest.approx(1.32 / 1.2**0.75) and costs.verify(5, 8) == costs.verify(4, 8), (
+        "of the nearest n"
+    )
     costs.observe_rows(512, 512 * 0.3)
     assert costs.verify(1, 40) == pytest.approx(12.0), "no less than the arithmetic of its rows"
     costs.clear()

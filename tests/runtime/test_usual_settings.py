@@ -44,6 +44,7 @@ class Engine:
     def round(self, policy, left):
         shape = self.chooser.choose([policy], [left])
         trial, reason, warm = self.chooser.trial, self.chooser.reason, self.chooser.warm
+        paired = self.chooser.paired and shape.nodes > 0
         policy.taken(shape, self.chooser.prices([policy], shape) if shape.nodes else ())
         luck = [self.random.random() for _ in range(max(1, left))]
         said = [self.said(shape.exit, x) for x in luck]
@@ -63,7 +64,7 @@ class Engine:
         elif reason == RESTS:
             self.chooser.measured(1, rest, True)
         else:
-            self.known.costs.observe(1, shape, k, draft, rest, warm=warm, trial=trial)
+            self.known.costs.observe(1, shape, k, draft, rest, warm=warm, paired=paired)
         if reason != RESTS:
             self.chooser.finished(1, shape, k, right + 1, trial)
         self.drafted.append((shape.exit, k))

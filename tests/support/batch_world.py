@@ -172,7 +172,8 @@ class BatchWorld:
         else:
             budget, reason = runner.shape(active)
             budget = runner.clipped(active, budget)
-        trial, warm = runner.chooser.trial, runner.chooser.warm
+        chooser = runner.chooser
+        trial, paired, warm = chooser.trial, chooser.paired, chooser.warm
         at, seconds = self.seconds, {"prefill": 0.0, "accept": 0.0, "commit": 0.0}
         behind = 0
         if budget.nodes or runner.reads:
@@ -215,6 +216,7 @@ class BatchWorld:
             behind=behind,
             warm=warm,
             trial=trial,
+            paired=paired,
         )
         runner.learn(r, paths)
         self.rounds.append((n, rows, self.seconds - began))

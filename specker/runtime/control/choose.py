@@ -94,6 +94,11 @@ class Chooser:
         self._lost, self._run, self._ahead, self._new = False, 0, 0, self._new + 1
 
     @property
+    def paired(self) -> bool:
+        """Whether plain rounds were timed not long before the round of the last choice, which drafts."""
+        return self.trial or (self._drafting and self._drafts < RUN)
+
+    @property
     def warm(self) -> bool:
         """Whether the round of the last choice finds the caches as rounds of its kind leave them."""
         return self._cold == 0

@@ -6,7 +6,7 @@ Before anything is measured, a stage costs as many plain decoding steps as it re
 import math
 from collections.abc import Callable
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -135,6 +135,14 @@ class Curve:
         return (np.array(self._priors) * ratios).tolist()
 
 
+class Factor(NamedTuple):
+    """Of the passes of some number of sequences."""
+
+    value: float = 1.0
+    measurements: int = 0
+    plain: bool = False  # whether one of them was a plain round
+
+
 class Costs:
     """Seconds of drafts and of verify passes.
 
@@ -151,7 +159,7 @@ class Costs:
     def clear(self) -> None:
         """Forget all measurements."""
         self._verify: dict[int, Curve] = {}  # by exit, of rows in all
-        self._factors: dict[int, float] = {}  # by number of sequences
+        self._factors: dict[int, Factor] = {}  # by number of sequences
         self._draft: dict[tuple[int, int, int, bool], Curve] = {}  # by sequences, exit, part, and whether it is a tree
         self.plain_rounds = 0  # number of measured rounds without a draft
         self._prefill = 0.0  # seconds per token that the drafter prefills, of MANY or more
@@ -171,8 +179,8 @@ class Costs:
     def _factor(self, n: int) -> float:
         """The factor of all passes of n sequences: of the nearest n that was measured."""
         if n not in self._factors:
-            return self._factors[min(self._factors, key=lambda known: abs(known - n))] if self._factors else 1.0
-        return self._factors[n]
+            return self._factors[min(self._factors, key=lambda known: abs(known - n))].value if self._factors else 1.0
+        return self._factors[n].value
 
     def draft(self, n: int, budget: Budget, tokens: float) -> float:
         """Seconds of a draft of `tokens` tokens for each of n sequences; `budget` says what drafts."""
@@ -229,20 +237,21 @@ class Costs:
         verify: float,
         verified: float | None = None,
         warm: bool = True,
-        trial: bool = False,
+        paired: bool = False,
     ) -> None:
         """Learn from a round of n sequences: its draft of `tokens` tokens took `draft` seconds, the rest `verify`.
         `verified`: how many draft tokens a sequence had in the verify pass, on average; None: `tokens`. `warm`: False
         for the first rounds after a change between plain rounds and drafts. They load the processor's caches anew, so
-        they count only if they were shorter than expected. `trial`: plain rounds were timed just before, so a time that
-        differs from the estimate says nothing of the machine's speed, which all sizes of a verify pass share."""
+        they count only if they were shorter than expected. `paired`: plain rounds were timed just before, so another
+        time than expected says nothing of the machine's speed, which all sizes of a verify pass share."""
         verified = tokens if verified is None else verified
         rows, exit = n * (1 + verified), budget.exit if verified else 0
         self.plain_rounds += not tokens
         curve, size = self._verifying(exit), grouped(rows)
         if not tokens:
             curve.kept.add(size)
-        curve.learn(size, verify / self._seen(n, rows, exit, verify) * curve.at(size) / curve.at(rows), warm, trial)
+        factor = self._seen(n, rows, exit, verify, warm, plain=not tokens)
+        curve.learn(size, verify / factor * curve.at(size) / curve.at(rows), warm, paired)
         if tokens:
             self._drafting(n, budget).learn(tokens, draft, warm, unit=self._unit(n))
 
@@ -252,29 +261,44 @@ class Costs:
         self.plain_rounds += REPEATED * (not tokens)
         if not tokens:
             self._verifying(exit).kept.add(rows)
-        self._verifying(exit).set(rows, verify / self._seen(n, rows, exit, verify, REPEATED * STEP))
+        self._verifying(exit).set(
+            rows, verify / self._seen(n, rows, exit, verify, plain=not tokens, measurements=REPEATED)
+        )
         if tokens:
             self._drafting(n, budget).set(tokens, draft)
 
-    def _seen(self, n: int, rows: float, exit: int, seconds: float, weight: float = STEP) -> float:
-        """Learn the factor of n from a pass of n sequences that took `seconds`. Returns the factor. The first n that is
-        measured has 1; another one takes its first measurement as it is, where passes over as many rows are known."""
+    def _seen(
+        self,
+        n: int,
+        rows: float,
+        exit: int,
+        seconds: float,
+        warm: bool = True,
+        plain: bool = False,
+        measurements: int = 1,
+    ) -> float:
+        """Learn the factor of n from a pass of n sequences that took `seconds`, where passes over as many rows are
+        known. `warm`: as of `observe`. `plain`: it was a plain round's. Once there was one, drafts do not count: slow
+        drafts would make plain rounds look slow. Returns the factor. The first n that is measured has 1; the factor of
+        another one is at first the mean of its measurements and of the nearest n's factor."""
         curve = self._verifying(exit)
         if curve.factor is None or self._factors.keys() <= {n}:
-            return self._factors.setdefault(n, 1.0)
-        known = min(curve.ratios) <= rows <= curve.largest
+            return self._factors.setdefault(n, Factor(plain=True)).value
+        factor, known = self._factors.get(n, Factor(self._factor(n))), min(curve.ratios) <= rows <= curve.largest
         error = math.log(max(seconds, LEAST) / self.verify(n, rows, exit))
-        step = weight if n in self._factors else 1.0
-        factor = self._factor(n) * math.exp(step * max(-WITHIN, min(WITHIN, error)) if known else 0.0)
+        if known and (warm or error < 0) and (plain or not factor.plain):
+            step = max(STEP * measurements, measurements / (factor.measurements + measurements + 1))
+            value = factor.value * math.exp(step * max(-WITHIN, min(WITHIN, error)))
+            factor = Factor(value, factor.measurements + measurements, plain)
         self._factors[n] = factor
-        return factor
+        return factor.value
 
     def follow(self, n: int, seconds: float) -> None:
         """Take the seconds of a plain round of n sequences, as careful measurements found it while nothing was drafted.
-        Another time than before is taken for a change of the machine's speed, which changes all costs alike, unless n
-        was never measured."""
+        Another time than before is taken for a change of the machine's speed, which changes all costs alike, unless no
+        plain round of n was measured."""
         curve, seconds = self._verifying(0), max(seconds, LEAST)
-        if curve.factor is None or n not in self._factors:
+        if curve.factor is None or not self._factors.get(n, Factor()).plain:
             self.measured(n, Budget(0, 0), 0, 0.0, seconds)
             return
         change = seconds / self.plain(n)

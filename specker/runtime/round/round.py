@@ -52,6 +52,7 @@ class Round:
         False  # whether it is plain decoding's own round: neither policies nor the drafter have a part
     )
     trial: bool = False  # whether the draft finds out if drafting pays (choose.py)
+    paired: bool = False  # whether plain rounds were timed not long before (`Chooser.paired`)
     warm: bool = True  # whether it followed enough rounds of its kind (`Chooser.warm`)
     forced: bool = False  # whether grammars force the next token of every text, so that the drafter has no part
     drawn: bool = False  # whether the verify pass draws the target's tokens, and writes no logits
