@@ -775,6 +775,22 @@ def test_a_pass_costs_what_its_rows_do_in_all():
     assert costs.verify(4, 8) == 1.0
 
 
+def test_slow_drafts_do_not_make_plain_rounds_look_slow():
+    """Plain rounds of 8 texts were measured; those of 5 were not."""
+    costs, draft = Costs(lambda budget: 0.1 * budget.nodes), Budget(1, 1)
+    for size in (0, 7, 15):
+        costs.measured(1, Budget(size, size), size, 0.1 * size, 1.0 + 0.05 * size)
+    costs.measured(8, Budget(0, 0), 0, 0.0, 1.5)
+    plain, both = costs.plain(8), costs.verify(8, 16)
+    for _ in range(60):
+        costs.observe(8, draft, 1, 0.1, 2 * both, paired=True)
+    assert costs.plain(8) == pytest.approx(plain) and costs.verify(8, 16) > 1.8 * both
+    before, five = costs.verify(1, 8), costs.plain(5)
+    costs.observe(5, draft, 1, 0.1, 10 * costs.verify(5, 10), paired=True)
+    assert costs.verify(1, 8) == pytest.approx(before)
+    assert costs.plain(5) < 1.17 * five, "one interrupted round tells little of 5 texts"
+
+
 def test_a_reading_costs_the_draft_s_share_of_a_prompt_until_one_is_measured():
     costs = Costs(lambda budget: 0.3 * budget.nodes)
     assert costs.prefill(100) == 0
