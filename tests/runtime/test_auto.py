@@ -9,7 +9,7 @@ from dataclasses import replace
 import cases
 import pytest
 
-from specker.runtime.control.auto import DIFFER, LIMITS, Acceptance, AcceptanceHistory, Auto
+from specker.runtime.control.auto import DIFFER, Acceptance, AcceptanceHistory, Auto
 from specker.runtime.control.choose import (
     AGAIN,
     APART,
@@ -789,6 +789,32 @@ def test_slow_drafts_do_not_make_plain_rounds_look_slow():
     costs.observe(5, draft, 1, 0.1, 10 * costs.verify(5, 10), paired=True)
     assert costs.verify(1, 8) == pytest.approx(before)
     assert costs.plain(5) < 1.17 * five, "one interrupted round tells little of 5 texts"
+    one = costs.plain(1)
+    costs.follow(5, 2.0)
+    assert costs.plain(5) == pytest.approx(2.0) and costs.plain(1) == one, "the first plain round of 5 texts"
+    costs.follow(5, 3.0)
+    assert costs.plain(5) == pytest.approx(3.0) and costs.plain(1) == pytest.approx(1.5 * one), "the machine's speed"
+
+
+def test_the_first_drafts_after_plain_rounds_are_compared_with_them(monkeypatch):
+    world, seen = World(0.05, 0.05, lambda n: 0.9), []
+    costs, chooser = world.known.costs, world.chooser
+    observe, measured = costs.observe, chooser.measured
+
+    def observed(n, shape, k, *seconds, warm, paired):
+        seen.append(paired if k else None)
+        observe(n, shape, k, *seconds, warm=warm, paired=paired)
+
+    def timed(*plain):
+        seen.append(None)
+        measured(*plain)
+
+    monkeypatch.setattr(costs, "observe", observed)
+    monkeypatch.setattr(chooser, "measured", timed)
+    world.run(1000)
+    runs = [[*each] for drafts, each in itertools.groupby(seen, lambda paired: paired is not None) if drafts]
+    assert len(runs) > 2 and all(len(each) > RUN for each in runs)
+    assert all(each == [True] * RUN + [False] * (len(each) - RUN) for each in runs)
 
 
 def test_a_reading_costs_the_draft_s_share_of_a_prompt_until_one_is_measured():
@@ -835,7 +861,7 @@ def test_chains_tell_what_shorter_limits_would_have_made_of_them():
         steps = min(wish, most)
         right = min(steps, int(8 * luck))
         seen.add(Outcome(steps, list(range(right + 1)), [0.8] * steps), most)
-    for cap, found in zip(LIMITS[:6], seen.caps(), strict=False):
+    for cap, found in zip(LENGTHS[:6], seen.caps(), strict=False):
         steps = sum(min(wish, cap) for wish, _ in chains) / len(chains)
         tokens = sum(min(wish, cap, int(8 * luck)) for wish, luck in chains) / len(chains)
         assert tuple(found) == pytest.approx((tokens, steps, steps), rel=0.05)

@@ -54,7 +54,6 @@ FEWEST = 2.0  # accepted tokens of the smallest tree before anything was drafted
 FEW_DRAFTS = 4  # fewer tell nothing of a text
 DIFFER = 0.25  # how much texts differ before any has ended: standard deviation of the accepted tokens over their mean
 REFRESH = 8  # drafts until the means of an engine's texts are computed anew
-LIMITS = (1, 2, 3, 4, 6, 8, 16)  # longest lengths of chains that a rule ends: it ends most of them before
 BUCKETS = 4  # intervals of the draft's probabilities that are corrected separately
 
 
@@ -84,7 +83,7 @@ class Cap(NamedTuple):
 
 
 class Span(NamedTuple):
-    """What chains add between two of LIMITS, if they go on there, on average."""
+    """What chains add between two of LENGTHS, if they go on there, on average."""
 
     tokens: float
     rows: float
@@ -104,7 +103,7 @@ class Acceptance:
     tokens: Share = field(init=False)  # tokens that a round with a draft committed
     drafted: Share = field(init=False)  # tokens of a draft
     buckets: list[Share] = field(init=False)  # right over promised tokens, by the draft's probability
-    spans: list[tuple[Share, Share, Share, Share]] = field(init=False)  # the fields of `Span`, up to each of LIMITS
+    spans: list[tuple[Share, Share, Share, Share]] = field(init=False)  # the fields of `Span`, up to each of LENGTHS
     _table: list[tuple[float, float]] = field(init=False, default_factory=list)  # for each k: E(k), a_1 .. a_k
     _caps: tuple[list[Span], list[Cap]] = field(init=False, default=([], []))
     _stale: int = field(init=False, default=REFRESH)  # drafts since `_caps` were computed
@@ -113,7 +112,7 @@ class Acceptance:
         self.compared, self.tokens, self.drafted = Share(self.decay), Share(self.decay), Share(self.decay)
         self.buckets = [Share(self.decay) for _ in range(BUCKETS)]
         self.trees = [Share(self.decay) for _ in TREES]
-        self.spans = [tuple(Share(self.decay) for _ in Span._fields) for _ in LIMITS]  # type: ignore[misc]
+        self.spans = [tuple(Share(self.decay) for _ in Span._fields) for _ in LENGTHS]  # type: ignore[misc]
 
     def add(self, outcome: Outcome, most: int = 0, onward: float | None = None) -> None:
         """Count one draft, here and in `before`. `most`: tokens at which a chain would have been cut off; 0: no rule
@@ -138,7 +137,7 @@ class Acceptance:
         for j, probability in enumerate(outcome.confidence[:seen]):
             self.buckets[min(int(probability * BUCKETS), BUCKETS - 1)].add(j < right, probability)
         steps = len(outcome.confidence)
-        for i, ((less, cap), shares) in enumerate(zip(pairwise((0, *LIMITS)), self.spans, strict=True)):
+        for i, ((less, cap), shares) in enumerate(zip(pairwise((0, *LENGTHS)), self.spans, strict=True)):
             if i and less == most and onward is not None:
                 self.spans[i - 1][3].add(onward > 0)
                 if onward:  # the tokens up to `cap`, of which none was drafted
@@ -183,7 +182,7 @@ class Acceptance:
         return 1 + sum(self.gains()[: TREES.index(nodes) + 1])
 
     def caps(self) -> list[Cap]:
-        """What chains of at most so many tokens achieve, for each of LIMITS. Where no chain went on so far, it is
+        """What chains of at most so many tokens achieve, for each of LENGTHS. Where no chain went on so far, it is
         assumed to go on as before. The first one has its whole length."""
         return self._spans()[1]
 
@@ -193,7 +192,7 @@ class Acceptance:
         before = None if self.before is None else self.before._spans()[0]
         agreement, each, goes_on = self.agreement(), 1.0, 1.0
         spans, caps, sums, reached = [], [], Cap(0.0, 0.0, 0.0), 1.0
-        for i, ((less, cap), shares) in enumerate(zip(pairwise((0, *LIMITS)), self.spans, strict=True)):
+        for i, ((less, cap), shares) in enumerate(zip(pairwise((0, *LENGTHS)), self.spans, strict=True)):
             count = cap - less
             if before is None:
                 known = Span(each * agreement * geometric(agreement, count), count, count, goes_on)
@@ -240,8 +239,7 @@ class Auto(Policy):
         nodes, ascending, that it may draft too, of at most half as many levels."""
         self.before, self.confident = before, confident
         self.seen = Acceptance(TEXT_DECAY, before)
-        usual = LIMITS if confident else LENGTHS
-        lengths = *(n for n in usual if n < size.depth), size.depth
+        lengths = *(n for n in LENGTHS if n < size.depth), size.depth
         self.shapes = (*(replace(size, nodes=n, depth=n) for n in lengths), *trees)
         self.longest = size.depth
         self._most = UNLIMITED  # tokens at which this round's chain is cut off, if longer ones may be drafted
@@ -251,7 +249,7 @@ class Auto(Policy):
 
     def means(self, budget: Budget) -> Means:
         if self.confident:
-            cap = self.seen.caps()[min(bisect_left(LIMITS, budget.depth), len(LIMITS) - 1)]
+            cap = self.seen.caps()[min(bisect_left(LENGTHS, budget.depth), len(LENGTHS) - 1)]
             return Means(1 + cap.tokens, cap.steps, cap.rows)
         tokens = self.seen.expected_tree(budget.nodes) if budget.tree else self.seen.expected(budget.depth)
         return Means(tokens, budget.nodes, budget.nodes)
