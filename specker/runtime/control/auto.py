@@ -27,8 +27,9 @@ from collections.abc import Sequence
 from copy import copy
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
+from specker.runtime.control.costs import Costs
 from specker.runtime.control.policy import (
     LENGTHS,
     TREES,
@@ -42,9 +43,6 @@ from specker.runtime.control.policy import (
     StopRule,
     after,
 )
-
-if TYPE_CHECKING:  # costs.py imports numpy
-    from specker.runtime.control.costs import Costs
 
 AGREES = 0.75  # a_j before anything was drafted
 TEXT_DECAY = 0.9  # of counts at each draft, for one text

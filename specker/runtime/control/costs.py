@@ -4,16 +4,14 @@ Before anything is measured, a stage costs as many plain decoding steps as it re
 """
 
 import math
+from bisect import bisect_left
 from collections.abc import Callable
 from itertools import pairwise
-from typing import Any, NamedTuple
-
-import numpy as np
+from typing import NamedTuple
 
 from specker.runtime.control.policy import Budget
 
-TABLE = 33  # sizes whose cost is tabulated
-SIZES: Any = np.arange(TABLE)
+TABLE = 33  # sizes whose prior is tabulated
 # How far one round moves an estimate of the logarithm. Interruptions only ever lengthen a round, so an estimate rises
 # more slowly than it falls.
 RISE = 0.15
@@ -48,21 +46,31 @@ class Curve:
         self._seen: dict[int, tuple[int, int]] = {}  # of sizes of rounds: number of measurements, and the last one's
         self._rounds = 0  # number of measurements of sizes that are not kept
         self.largest = 0  # size that was measured here, not taken from another curve
-        self._table: list[float] = []
-        self._fit: tuple[list[int], list[float], float] = [0], [1.0], 0.0  # sizes, their ratios; growth beyond them
+        self._fit: tuple[list[int], list[float], float] | None = None  # sizes, their ratios; growth beyond them
         self._priors = [prior(x) for x in range(TABLE)]
 
     def at(self, size: float) -> float:
         """The cost of this size, divided by `factor`."""
-        if not self._table:
-            self._table = self._tabulated()
         below = int(size)
-        if below == size and below < TABLE:
-            return self._table[below]
-        if below + 1 < TABLE:
-            return self._table[below] + (size - below) * (self._table[below + 1] - self._table[below])
+        if below + 1 >= TABLE:
+            return self.prior(size) * self._ratio(size)
+        cost = self._priors[below] * self._ratio(below)
+        if below == size:
+            return cost
+        return cost + (size - below) * (self._priors[below + 1] * self._ratio(below + 1) - cost)
+
+    def _ratio(self, size: float) -> float:
+        """The cost over the prior: between two measured sizes on the line through them."""
+        if self._fit is None:
+            self._fit = self._fitted()
         known, values, slope = self._fit
-        return self.prior(size) * (float(np.interp(size, known, values)) + slope * max(size - known[-1], 0))
+        above = bisect_left(known, size)
+        if above == len(known):
+            return values[-1] + slope * (size - known[-1])
+        if not above:
+            return values[0]
+        share = (size - known[above - 1]) / (known[above] - known[above - 1])
+        return values[above - 1] + share * (values[above] - values[above - 1])
 
     def learn(self, size: int, seconds: float, warm: bool = True, alone: bool = False, unit: float = 0.0) -> None:
         """Take a measurement into account. `warm`: False if it may be too long. `alone`: it says nothing of other sizes
@@ -87,7 +95,7 @@ class Curve:
         self.ratios[size] = expected / self.prior(size) * math.exp(step - shared)
         self.largest = max(self.largest, size)
         self._forget(size)
-        self._table = []
+        self._fit = None
 
     def _forget(self, size: int) -> None:
         """Count a measurement of a size, and drop the sizes that were not measured for long."""
@@ -105,19 +113,18 @@ class Curve:
         self.ratios[size] = max(seconds, LEAST) / (self.factor * self.prior(size))
         self._seen.pop(size, None)
         self.largest = max(self.largest, size)
-        self._table = []
+        self._fit = None
 
     def like(self, other: "Curve", times: float = 1.0) -> None:
         """Start from `times` what another curve has measured."""
         assert other.factor is not None
-        self.factor, self.ratios, self._table = other.factor * times, dict(other.ratios), []
+        self.factor, self.ratios, self._fit = other.factor * times, dict(other.ratios), None
 
-    def _tabulated(self) -> list[float]:
-        """The costs of sizes 0 to TABLE - 1, divided by `factor`. Every round changes all of them, so they are computed
-        at once."""
+    def _fitted(self) -> tuple[list[int], list[float], float]:
+        """`_fit`, of the measurements so far."""
         known = sorted(self.ratios)
         if not known:
-            return self._priors
+            return [0], [1.0], 0.0
         priors = [self._priors[x] if x < TABLE else self.prior(x) for x in known]
         costs = [prior * self.ratios[x] for prior, x in zip(priors, known, strict=True)]
         few = [self._seen.get(x, (FEW, 0))[0] < FEW for x in known]
@@ -129,10 +136,7 @@ class Curve:
                 costs[i] = min(costs[i], costs[i - 1] * known[i] / known[i - 1])
         values = [cost / prior for cost, prior in zip(costs, priors, strict=True)]
         slopes = [(values[-1] - values[i]) / (known[-1] - known[i]) for i in (0, -2)] if len(known) > 1 else [0.0]
-        slope = max(min(slopes), 0.0)
-        self._fit = known, values, slope
-        ratios = np.interp(SIZES, known, values) + slope * np.maximum(SIZES - known[-1], 0)
-        return (np.array(self._priors) * ratios).tolist()
+        return known, values, max(min(slopes), 0.0)
 
 
 class Factor(NamedTuple):
