@@ -149,22 +149,12 @@ class Loop:
         if not self.active:
             return []
         start = time.perf_counter()
-        while not any(s.finished for s in self.active):
-            ahead = sum(r.draft.size + 1 for r in self.pending)
-            if len(self.pending) >= self._deep or (self.pending and not self.pending[-1].batch.fixed):
-                break
-            if all(len(s.token_ids) + len(self.pending) >= s.limit for s in self.active):
-                break  # the pending rounds end every text
-            with self.threads():
-                r = self.start(ahead)
-            if r is None:
-                break
-            self.pending.append(r)
-        if not self.pending:
-            return []
-        r = self.pending.popleft()
-        running = [s for s in r.requests if not s.finished]
         with self.threads():
+            self._launch()
+            if not self.pending:
+                return []
+            r = self.pending.popleft()
+            running = [s for s in r.requests if not s.finished]
             results = self.finish(r)
         share = (time.perf_counter() - start - r.part_seconds) / max(1, len(running))
         for request in running:
@@ -185,6 +175,19 @@ class Loop:
         if r.parts:
             self.prompts.joined(r)
         return events
+
+    def _launch(self) -> None:
+        """Launch rounds, as many as may be pending."""
+        while not any(s.finished for s in self.active):
+            ahead = sum(r.draft.size + 1 for r in self.pending)
+            if len(self.pending) >= self._deep or (self.pending and not self.pending[-1].batch.fixed):
+                return
+            if all(len(s.token_ids) + len(self.pending) >= s.limit for s in self.active):
+                return  # the pending rounds end every text
+            r = self.start(ahead)
+            if r is None:
+                return
+            self.pending.append(r)
 
     def retire(self) -> None:
         """Free the slots of requests that have ended. No round may be pending."""
