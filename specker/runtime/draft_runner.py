@@ -1,5 +1,6 @@
 """What a round drafts: the shape that policies and measured costs agree on, and what each round teaches them."""
 
+import time
 from collections.abc import Collection, Sequence
 from dataclasses import replace
 
@@ -17,6 +18,8 @@ from specker.runtime.round.state import Request
 
 READ = Budget(-1, 0)  # for other ranks: the drafters only read
 LEAST = 4  # the fewest rows of a prompt that the drafter prefills before a round
+PATIENCE = 4  # looks for copies in vain, until a round goes without one
+LOOKING = 0.02  # of the time: what looking for copies may take where they are found rarely
 
 
 class DraftRunner:
@@ -44,6 +47,8 @@ class DraftRunner:
         self.reading = WHOLE  # what the drafter with a model may prefill in this round
         self.reads = False  # whether it does, also if it drafts nothing
         self._plain_round_needs_no_drafter = False  # and no other rank's agreement
+        self._vain = 0  # looks for copies in a row after which nothing was drafted
+        self._unasked = 0  # plain rounds still to come without one
 
     @property
     def drafter(self) -> Drafter:
@@ -54,10 +59,10 @@ class DraftRunner:
         """The shape that the chooser takes of the policies' proposals, and why it drafts nothing. Rank 0 decides, since
         measured times differ by rank. `prompts`: rows of prompts come with the verify pass. A model then drafts nothing
         where policies allow that: a draft's rows take time from the prompts, and the round has no idle arithmetic."""
-        policies = [s.policy for s in requests]
+        policies, began = [s.policy for s in requests], time.perf_counter()
         self.offers = [drafter.prepare(requests) for drafter in self.drafters]
         found = next((offer.matches for offer in self.offers if offer.matches), ())
-        self._plain_round_needs_no_drafter = self.ranks is None and not found and not self.drafter.reads(NONE)
+        self._plain_round_needs_no_drafter = self.ranks is None and not self.drafter.reads(NONE)
         for policy, each in zip(policies, found, strict=False):
             policy.announced(each)
         budget = self._chosen(requests, policies)
@@ -82,6 +87,10 @@ class DraftRunner:
         for p, worth in zip(policies, self.chooser.worths, strict=True):
             p.worth = worth
             p.taken(budget, prices)
+        if reason != MEASURED:
+            self._vain = self._vain + 1 if reason in (MISSING, RESTS) else 0
+        took = (time.perf_counter() - began) / self.history.costs.plain(len(requests))
+        self._unasked = min(self._vain // PATIENCE, int(took / LOOKING)) if found else UNLIMITED
         return budget, reason
 
     def _chosen(self, requests: list[Request], policies: list[Policy]) -> Budget:
@@ -108,8 +117,12 @@ class DraftRunner:
 
     def will_skip_drafter(self, n: int) -> bool:
         """Whether the next round of n requests is plain decoding's own: the chooser rests, and the drafter neither
-        looks for text to copy nor reads hidden rows. The next draft catches up."""
-        return self._plain_round_needs_no_drafter and self.chooser.keeps_resting(n)
+        looks for text to copy nor reads hidden rows. The next draft catches up. Looking takes time, too: the more often
+        nothing came of it, the more rounds go without, until it takes no more than LOOKING of the time."""
+        if not self._plain_round_needs_no_drafter or not self._unasked or not self.chooser.keeps_resting(n):
+            return False
+        self._unasked -= 1
+        return True
 
     def yields_to_prompts(self, requests: list[Request]) -> bool:
         """Whether a model drafts for these requests, which drafts nothing while rows of prompts come with the round."""

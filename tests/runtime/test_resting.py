@@ -8,6 +8,11 @@ from make_checkpoint import make
 from pairs import perturbed
 
 import specker
+from specker.runtime import draft_runner
+from specker.runtime.control.policy import Match, Offer
+from specker.runtime.control.reasons import MISSING
+from specker.runtime.draft_runner import PATIENCE
+from specker.runtime.strategies.lookup.copy_drafter import LookupDrafter
 
 PROMPTS = [[5, 9, 40], [1, 7], [*range(3, 30)]]
 # Calls of a resting round beyond plain decoding's: the chooser counts it, two of its estimates take its time, and a
@@ -60,3 +65,30 @@ def test_a_resting_round_is_plain_decoding_s(models, strategy, size, steady, mon
     assert all(out.stats.rests["slower"] >= 45 for out in texts)
     most = counts[3 * len(counts) // 4]  # a few rounds ask the policies
     assert most <= least[len(least) // 2] + MORE + EACH * size
+
+
+@pytest.mark.parametrize("size", [1, 3])
+@pytest.mark.parametrize(("share", "most"), [(1e-9, 0.5), (1e9, 1.0)])
+def test_looks_for_copies_in_vain_become_rare(models, steady, monkeypatch, size, share, most):
+    """Where they would take more than their share of the time. What is found counts again in the next round."""
+    monkeypatch.setattr(draft_runner, "LOOKING", share)
+    engine = specker.load(models["target"], strategy="lookup", device="cpu", batch_size=size)
+    looks, found = [], False
+
+    def prepared(self, requests):
+        self._follow(requests)
+        looks.append(self)
+        assert all(len(self._indices[r]) == len(r.token_ids) for r in requests), "skipped rounds are indexed later"
+        return Offer(matches=[[Match(3, 9) if found else Match()] for _ in requests])
+
+    monkeypatch.setattr(LookupDrafter, "prepare", prepared)
+    prompts = PROMPTS[:size]
+    out = engine.generate(prompts, 48)
+    rounds = max(each.stats.rounds for each in out)
+    assert rounds >= 47 and [o.tokens for o in out] == [engine.generate_ar(p, 48).tokens for p in prompts]
+    assert all(each.stats.rests[MISSING] == each.stats.rounds for each in out)
+    assert len(looks) == rounds if most == 1 else 4 + PATIENCE < len(looks) < most * rounds
+    found = True
+    looks.clear()
+    rounds = max(each.stats.rounds for each in engine.generate(prompts, 48))
+    assert len(looks) > 0.9 * rounds
