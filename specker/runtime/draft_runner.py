@@ -87,11 +87,17 @@ class DraftRunner:
         for p, worth in zip(policies, self.chooser.worths, strict=True):
             p.worth = worth
             p.taken(budget, prices)
+        self._unasked = self._looked(len(requests), reason, began) if found else UNLIMITED
+        return budget, reason
+
+    def _looked(self, n: int, reason: str, began: float) -> int:
+        """How many plain rounds of n requests may follow without a look for copies, after one that began at `began`."""
         if reason != MEASURED:
             self._vain = self._vain + 1 if reason in (MISSING, RESTS) else 0
-        took = (time.perf_counter() - began) / self.history.costs.plain(len(requests))
-        self._unasked = min(self._vain // PATIENCE, int(took / LOOKING)) if found else UNLIMITED
-        return budget, reason
+        if self._vain < PATIENCE:
+            return 0
+        took = (time.perf_counter() - began) / self.history.costs.plain(n)
+        return min(self._vain // PATIENCE, int(took / LOOKING))
 
     def _chosen(self, requests: list[Request], policies: list[Policy]) -> Budget:
         """The chooser's shape, and which texts the drafter with a model is to read first. Ranks read all of them, in
